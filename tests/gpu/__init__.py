@@ -1,0 +1,61 @@
+"""What only hardware shows. Also a pytest plugin (`-p tests.gpu`) that writes each test's start and outcome.
+
+The runner (`python3 -m tests.gpu`) reads those lines as they come: a test that began and never ended hung or crashed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import Any
+
+LOG = "TILEWRIGHT_GPU_LOG"
+LOST_DEVICE = 70
+_reports: dict[str, list[Any]] = {}
+
+
+def _write(row: dict[str, Any]) -> None:
+    path = os.environ.get(LOG)
+    if path:
+        with open(path, "a") as file:
+            file.write(json.dumps(row) + "\n")
+
+
+def pytest_collection_finish(session: Any) -> None:
+    if session.config.option.collectonly:
+        import torch
+
+        _write({"cuda": torch.cuda.is_available()})
+        for item in session.items:
+            _write({"id": item.nodeid, "outcome": "collected"})
+
+
+def pytest_runtest_logstart(nodeid: str, location: tuple) -> None:
+    _write({"id": nodeid, "outcome": "started"})
+
+
+def pytest_runtest_logreport(report: Any) -> None:
+    _reports.setdefault(report.nodeid, []).append(report)
+
+
+def pytest_runtest_logfinish(nodeid: str, location: tuple) -> None:
+    reports = _reports.pop(nodeid, [])
+    failed = [r for r in reports if r.failed]
+    skipped = [r for r in reports if r.skipped]
+    outcome = "failed" if failed or not reports else "skipped" if skipped else "passed"
+    why = failed[0].longreprtext[-3000:] if failed else str(skipped[0].longrepr)[-300:] if skipped else ""
+    _write({"id": nodeid, "outcome": outcome, "seconds": round(sum(r.duration for r in reports), 2), "why": why})
+    if failed and _device_lost():
+        os._exit(LOST_DEVICE)  # every later test of this process would fail for this one's reason
+
+
+def _device_lost() -> bool:
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized():
+        return False
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError:
+        return True
+    return False

@@ -1,0 +1,289 @@
+"""Run the GPU tests in shards of at most eight minutes: `python3 -m tests.gpu [PATH ...] [--shard I/N] [--resume]`.
+
+Tests run in several guarded processes, a few dozen tests of one file each. A process that is silent for too long is
+killed; the test it was in counts as failed and the others go to a new process. Outcomes are kept in
+`.cache/gpu_tests.jsonl` (and in $OUT where that is set) as they come; `--resume` skips what has passed. The exit status
+is 0 when all passed, 1 when one failed, 3 when time ran out first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from . import LOG
+
+ROOT = Path(__file__).resolve().parents[2]
+STATE = "gpu_tests.jsonl"
+DONE = ("passed", "skipped")
+LAST_START = 30.0  # seconds before the end at which no new process is started: importing torch takes several
+SHOWN_FAILURES = 12
+
+Say = Callable[[str], None]
+
+
+def pytest_command(*arguments: str) -> list[str]:
+    settings = ("-q", "-m", "gpu", "-p", "tests.gpu", "-p", "no:cacheprovider", "--tb=short", "--no-header")
+    return [sys.executable, "-m", "pytest", *settings, *arguments]
+
+
+def environment(log: Path) -> dict[str, str]:
+    path = os.pathsep.join(p for p in (str(ROOT), os.environ.get("PYTHONPATH")) if p)
+    return {**os.environ, "PYTHONPATH": path, LOG: str(log)}
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """The whole lines of a file of JSON lines; one cut short by a kill is left out."""
+    if not path.exists():
+        return []
+    rows = []
+    for line in path.read_text().split("\n"):
+        try:
+            rows.append(json.loads(line))
+        except ValueError:
+            continue
+    return rows
+
+
+class State:
+    """The last outcome of each test, in files that are appended to as outcomes come."""
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        self.paths = list(paths)
+        self.rows: dict[str, dict[str, Any]] = {}
+        for path in self.paths:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self.rows.update((row["id"], row) for row in read_rows(path) if "id" in row)
+
+    def add(self, row: dict[str, Any]) -> None:
+        self.rows[row["id"]] = row
+        for path in self.paths:
+            with path.open("a") as file:
+                file.write(json.dumps(row) + "\n")
+
+    def rewrite(self, forget: Sequence[str] = ()) -> None:
+        """Bring all files to the same rows, without those to forget."""
+        for name in forget:
+            self.rows.pop(name, None)
+        for path in self.paths:
+            path.write_text("".join(json.dumps(row) + "\n" for row in self.rows.values()))
+
+    def outcome(self, name: str) -> str | None:
+        return self.rows[name]["outcome"] if name in self.rows else None
+
+
+def collect(paths: Sequence[str], root: Path, need_cuda: bool) -> list[str]:
+    """The ids of all GPU tests under `paths`."""
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "collected"
+        command = pytest_command("--collect-only", *paths)
+        done = subprocess.run(command, cwd=root, env=environment(log), capture_output=True, text=True, timeout=240)
+        rows = read_rows(log)
+    if done.returncode not in (0, 5):  # 5: nothing was collected
+        raise SystemExit(f"tests.gpu: pytest could not collect:\n{(done.stdout + done.stderr)[-3000:]}")
+    if need_cuda and not (rows and rows[0].get("cuda")):
+        raise SystemExit("tests.gpu: no CUDA device")
+    return [row["id"] for row in rows if "id" in row]
+
+
+def units_of(names: Sequence[str], size: int) -> list[list[str]]:
+    """Consecutive tests of one file, at most `size` together; files of large tensors first, since they take longest."""
+    by_file: dict[str, list[str]] = {}
+    for name in names:
+        by_file.setdefault(name.split("::")[0], []).append(name)
+    files = sorted(by_file.values(), key=lambda group: not is_large(group))
+    return [group[i : i + size] for group in files for i in range(0, len(group), size)]
+
+
+def is_large(unit: Sequence[str]) -> bool:
+    """Whether a unit is of a file `test_large*.py`: those take the device's memory and run one at a time."""
+    return Path(unit[0].split("::")[0]).name.startswith("test_large")
+
+
+@dataclass
+class Run:
+    """One process over one unit."""
+
+    unit: list[str]
+    process: subprocess.Popen
+    log: Path
+    output: Path
+    heard: float  # when it last wrote a line
+    seen: int = 0  # lines of the log read so far
+    current: str | None = None
+    ended: set[str] = field(default_factory=set)
+
+    def news(self, now: float) -> Iterator[dict[str, Any]]:
+        """Outcomes written since the last look."""
+        rows = read_rows(self.log)
+        if len(rows) > self.seen:
+            self.heard = now
+        for row in rows[self.seen :]:
+            if row["outcome"] == "started":
+                self.current = row["id"]
+            else:
+                self.current = None
+                self.ended.add(row["id"])
+                yield row
+        self.seen = len(rows)
+
+    def last_words(self) -> str:
+        return self.output.read_text(errors="replace")[-1500:]
+
+
+class Runner:
+    """Runs units, at most `jobs` at once, until all are done or the time is up."""
+
+    def __init__(self, state: State, root: Path, jobs: int, limit: float, seconds: float, say: Say) -> None:
+        self.state, self.root, self.jobs, self.limit, self.say = state, root, jobs, limit, say
+        self.begin = time.monotonic()
+        self.end = self.begin + seconds
+        self.running: list[Run] = []
+        self.waiting: list[list[str]] = []
+        self.folder = tempfile.TemporaryDirectory()
+        self.started = 0
+
+    def run(self, units: Sequence[list[str]]) -> None:
+        self.waiting = [list(unit) for unit in units]
+        told = self.begin
+        try:
+            while self.running or (self.waiting and self._may_start()):
+                self._start()
+                time.sleep(0.1)
+                now = time.monotonic()
+                for run in list(self.running):
+                    self._look(run, now)
+                if now >= self.end:
+                    return
+                if now - told >= 10:
+                    told = now
+                    left = sum(map(len, self.waiting)) + sum(len(r.unit) - len(r.ended) for r in self.running)
+                    self.say(f"[{now - self.begin:4.0f} s] {left} to go, {len(self.running)} processes")
+        finally:
+            for run in self.running:
+                run.process.kill()
+                run.process.wait()
+            self.folder.cleanup()
+
+    def _may_start(self) -> bool:
+        return time.monotonic() < self.end - min(LAST_START, (self.end - self.begin) / 4)
+
+    def _start(self) -> None:
+        while self.waiting and len(self.running) < self.jobs and self._may_start():
+            busy = any(is_large(run.unit) for run in self.running)
+            at = next((i for i, unit in enumerate(self.waiting) if not (busy and is_large(unit))), None)
+            if at is None:
+                return
+            unit = self.waiting.pop(at)
+            self.started += 1
+            log = Path(self.folder.name) / f"{self.started}.log"
+            output = log.with_suffix(".out")
+            with output.open("w") as file:
+                process = subprocess.Popen(
+                    pytest_command(*unit), cwd=self.root, env=environment(log), stdout=file, stderr=subprocess.STDOUT
+                )
+            self.running.append(Run(unit, process, log, output, heard=time.monotonic()))
+
+    def _look(self, run: Run, now: float) -> None:
+        gone = run.process.poll() is not None  # asked before the log is read, so that no last line is missed
+        for row in run.news(now):
+            self._record(row)
+        silent = now - run.heard > self.limit
+        if silent and not gone:
+            run.process.kill()
+            run.process.wait()
+        if not (gone or silent):
+            return
+        self.running.remove(run)
+        left = [name for name in run.unit if name not in run.ended]
+        if not left:
+            return
+        how = (
+            f"silent for {self.limit:g} s, killed" if silent else f"process ended with status {run.process.returncode}"
+        )
+        why = f"{how}\n{run.last_words()}"
+        if run.current is not None:
+            self._record({"id": run.current, "outcome": "failed", "why": why})
+            left.remove(run.current)
+        elif not run.ended:  # nothing ever began, so a second process would do no better
+            for name in left:
+                self._record({"id": name, "outcome": "failed", "why": why})
+            return
+        if left:
+            self.waiting.append(left)
+
+    def _record(self, row: dict[str, Any]) -> None:
+        self.state.add(row)
+        if row["outcome"] == "failed":
+            self.say(f"FAILED {row['id']}")
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python3 -m tests.gpu", description="Run the GPU tests in resumable shards.")
+    parser.add_argument("paths", nargs="*", default=["tests/gpu"], help="files or folders of tests")
+    parser.add_argument("--shard", default="1/1", metavar="I/N", help="the I-th of N parts")
+    parser.add_argument("--resume", action="store_true", help="skip what has passed already")
+    parser.add_argument("--minutes", type=float, default=8.0, help="when to stop; what is left can be resumed")
+    parser.add_argument(
+        "--jobs", type=int, default=max(1, min(8, (os.cpu_count() or 2) // 2)), help="processes at once"
+    )
+    parser.add_argument("--limit", type=float, default=150.0, help="seconds without news before a process is killed")
+    parser.add_argument("--per-process", type=int, default=40, help="tests a process runs")
+    options = parser.parse_args(argv)
+    try:
+        options.part, options.parts = map(int, options.shard.split("/"))
+    except ValueError:
+        parser.error(f"--shard is I/N, got {options.shard!r}")
+    if not 1 <= options.part <= options.parts:
+        parser.error(f"--shard I/N needs 1 <= I <= N, got {options.shard!r}")
+    return options
+
+
+def report(names: Sequence[str], state: State, say: Say) -> int:
+    """Say what failed and how many did what; the exit status."""
+    failed = [state.rows[name] for name in names if state.outcome(name) == "failed"]
+    for row in failed[:SHOWN_FAILURES]:
+        say(f"--- {row['id']}\n{row.get('why', '')[-700:]}")
+    counts = {what: sum(state.outcome(name) == what for name in names) for what in ("passed", "failed", "skipped")}
+    left = len(names) - sum(counts.values())
+    say(f"{counts['passed']} passed, {counts['failed']} failed, {counts['skipped']} skipped, {left} left")
+    if left:
+        say("time is up: run again with --resume")
+    return 1 if failed else 3 if left else 0
+
+
+def main(
+    argv: Sequence[str] | None = None,
+    root: Path = ROOT,
+    need_cuda: bool = True,
+    say: Say = lambda text: print(text, flush=True),
+) -> int:
+    """The program; see the module."""
+    options = parse(argv)
+    begin = time.monotonic()
+    out = os.environ.get("OUT")
+    state = State([root / ".cache" / STATE, *([Path(out) / STATE] if out else [])])
+    units = units_of(collect(options.paths, root, need_cuda), options.per_process)[options.part - 1 :: options.parts]
+    names = [name for unit in units for name in unit]
+    if not names:
+        raise SystemExit("tests.gpu: there are no tests to run")
+    keep = {name for name in names if options.resume and state.outcome(name) in DONE}
+    pending = [[name for name in unit if name not in keep] for unit in units]
+    state.rewrite(forget=[name for unit in pending for name in unit])
+    say(f"{len(names)} tests, {sum(map(len, pending))} to run, {options.jobs} processes at once")
+    seconds = options.minutes * 60 - (time.monotonic() - begin)
+    Runner(state, root, options.jobs, options.limit, seconds, say).run([unit for unit in pending if unit])
+    return report(names, state, say)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,51 @@
+"""tilewright: GPU kernels in Triton and Gluon for training and running large language models.
+
+Every op is a function here: `import tilewright as tw; y = tw.rms_norm(x, weight)`. Names are loaded on first use; importing
+does no GPU work.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+__version__ = "0.1.0"
+# Names that are not ops, and the modules that hold them.
+NAMES = {
+    "Draw": "core.draw",
+    "Format": "core.format",
+    "Op": "core.op",
+    "Quantized": "core.format",
+    "Target": "core.target",
+    "Triton": "core.op",
+    "force": "core.op",
+    "fp8": "formats.fp8",
+    "kernel": "core.kernel",
+    "warmup": "core.op",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in NAMES:
+        value = getattr(importlib.import_module(f"{__name__}.{NAMES[name]}"), name)
+    elif name.startswith("_"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    else:
+        value = catalogue().get(name)
+        if value is None:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = value.function
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *NAMES, *catalogue()})
+
+
+def catalogue() -> dict[str, Any]:
+    """Every declared op by name."""
+    importlib.import_module(f"{__name__}.ops")
+    from .core.op import OPS
+
+    return OPS

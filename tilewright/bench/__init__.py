@@ -1,0 +1,1 @@
+"""Measuring: how a call is timed, what the memory floor is, which cases there are, and the program that runs them."""

@@ -1,0 +1,245 @@
+"""How long a call takes on the device, and how long the host needs to issue it.
+
+Device time: a captured graph of several calls over rotating buffer sets that together exceed four times the L2, median
+over replays. Neither the launch nor a warm cache is in it. What cannot be captured is timed with events and says so.
+Host time: calls are issued in short batches to a drained device, so the launch queue never fills and never blocks.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+L2_TIMES = 4
+BYTES_PER_US = 4e6  # only to size graphs and warm-ups, never part of a result
+GRAPH_US = 3000.0  # long enough that the gap between two replays is lost among the calls
+WARM_US = 30_000.0  # an idle H200 sits at 345 MHz; this is time enough for its clocks to rise
+FLUSH_BYTES = 256 << 20
+
+
+class CannotCapture(RuntimeError):
+    """The calls cannot be captured in a graph; the message says why."""
+
+
+class Device(Protocol):
+    """The few device operations that timing needs."""
+
+    def l2_bytes(self) -> int: ...
+    def synchronize(self) -> None: ...
+    def capture(self, body: Callable[[], None]) -> Callable[[], None]: ...
+    def mark(self) -> Any: ...
+    def elapsed_us(self, start: Any, end: Any) -> float: ...
+    def flush(self) -> None: ...
+
+
+class Cuda:
+    """The current CUDA device."""
+
+    def __init__(self) -> None:
+        self._clean: torch.Tensor | None = None
+
+    def l2_bytes(self) -> int:
+        return torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize()
+
+    def capture(self, body: Callable[[], None]) -> Callable[[], None]:
+        """Capture `body` and return the function that replays it (which keeps the graph and its memory alive)."""
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph):
+                body()
+        except RuntimeError as error:
+            raise CannotCapture(str(error).strip().split("\n")[0]) from error
+        return graph.replay
+
+    def mark(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def elapsed_us(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
+        return start.elapsed_time(end) * 1e3
+
+    def flush(self) -> None:
+        """Fill the L2 with clean lines of nobody's, so that no earlier write-back lands in what is timed next."""
+        if self._clean is None:
+            self._clean = torch.ones(FLUSH_BYTES // 4, dtype=torch.float32, device="cuda")
+        torch.sum(self._clean)
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Microseconds a call, and by which method: "graph", or "events" with the reason."""
+
+    us: float
+    method: str
+
+
+def plan(nbytes: int, l2: int, once: bool = False) -> tuple[int, int]:
+    """(buffer sets, calls in a graph) for a call that moves `nbytes`; `once`: no set may be used twice in a replay."""
+    sets = max(2, -(-L2_TIMES * l2 // max(nbytes, 1)))
+    sets = min(sets, 64)  # a call this small is bound by its launch, not by memory
+    if once:
+        return sets, sets
+    rounds = GRAPH_US * BYTES_PER_US / (sets * max(nbytes, 1))
+    return sets, sets * max(1, min(8, round(rounds)))
+
+
+def time_graph(
+    make: Callable[[], Callable[[], Any]],
+    sets: int,
+    calls: int,
+    replays: int = 15,
+    *,
+    restore: Callable[[], None] | None = None,
+    inspect: Callable[[list[Any]], None] | None = None,
+    device: Device | None = None,
+) -> float:
+    """Microseconds a call: median over replays of a graph of `calls` calls over `sets` buffer sets, one `make()` each.
+
+    `restore` puts back what the calls overwrite, before every replay and outside the time. `inspect` is given the
+    results that the last replay left, one for each set.
+    """
+    if restore is not None and calls > sets:
+        raise ValueError(f"calls that overwrite their input use each set once: {calls} calls for {sets} sets")
+    device = Cuda() if device is None else device
+    work = [make() for _ in range(sets)]
+    # Twice: an op may take its long way at the first call of a kind and its short one from the second on.
+    for call in work * 2:
+        call()
+    device.synchronize()
+    kept: list[Any] = [None] * sets
+
+    def body() -> None:
+        # Results are held for a whole round, so that they rotate as the inputs do; freed at once, every call would
+        # write the same addresses and its writes would stay in the L2.
+        for i in range(calls):
+            kept[i % sets] = None
+            kept[i % sets] = work[i % sets]()
+
+    replay = device.capture(body)
+
+    def timed() -> tuple[Any, Any]:
+        if restore is not None:
+            restore()
+            device.flush()
+        start = device.mark()
+        replay()
+        return start, device.mark()
+
+    first = [timed() for _ in range(2)]
+    device.synchronize()
+    once = max(device.elapsed_us(*first[1]), 1.0)
+    for _ in range(min(200, int(WARM_US / once))):
+        timed()
+    marks = [timed() for _ in range(replays)]
+    device.synchronize()
+    if inspect is not None:
+        inspect(kept)
+    return statistics.median(device.elapsed_us(*pair) for pair in marks) / calls
+
+
+def time_events(
+    make: Callable[[], Callable[[], Any]],
+    repeats: int = 25,
+    *,
+    restore: Callable[[], None] | None = None,
+    inspect: Callable[[list[Any]], None] | None = None,
+    device: Device | None = None,
+) -> float:
+    """Microseconds a call, by a pair of events around each of `repeats` calls after the L2 was filled with other data.
+
+    The pair itself costs about 3 us on an H200, and a call whose host side outlasts the fill shows its launch.
+    """
+    device = Cuda() if device is None else device
+    call = make()
+    for _ in range(3):
+        call()
+    marks = []
+    result = None
+    for _ in range(repeats):
+        result = None
+        if restore is not None:
+            restore()
+        # The second fill keeps the device busy while the host issues the call.
+        device.flush()
+        device.flush()
+        start = device.mark()
+        result = call()
+        marks.append((start, device.mark()))
+    device.synchronize()
+    if inspect is not None:
+        inspect([result])
+    return statistics.median(device.elapsed_us(*pair) for pair in marks)
+
+
+def measure(
+    calls: Sequence[Callable[[], Any]],
+    in_graph: int,
+    *,
+    restore: Callable[[], None] | None = None,
+    inspect: Callable[[list[Any]], None] | None = None,
+    device: Device | None = None,
+) -> Timing:
+    """Time `calls`, one for each buffer set, by a graph of `in_graph` calls; by events where there can be no graph."""
+    supply = itertools.cycle(calls)
+
+    def make() -> Callable[[], Any]:
+        return next(supply)
+
+    try:
+        us = time_graph(make, len(calls), in_graph, restore=restore, inspect=inspect, device=device)
+    except CannotCapture as error:
+        us = time_events(make, restore=restore, inspect=inspect, device=device)
+        return Timing(us, f"events: {error}")
+    return Timing(us, "graph")
+
+
+def time_host_each(
+    calls: Sequence[Callable[[], Any]],
+    batches: int = 41,
+    per_batch: int = 100,
+    *,
+    clock: Callable[[], int] = time.perf_counter_ns,
+    drain: Callable[[], None] | None = None,
+) -> list[float]:
+    """Microseconds the host needs to issue one of each of `calls`: medians over batches that take turns.
+
+    Taking turns lets a slower or faster spell of the machine fall on all of them. A batch of 100 is far under the about
+    1000 launches that a stream queues before the host has to wait.
+    """
+    drain = torch.cuda.synchronize if drain is None else drain
+    for call in calls:
+        for _ in range(per_batch):
+            call()
+    times: list[list[float]] = [[] for _ in calls]
+    collecting = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(batches):
+            for call, mine in zip(calls, times):
+                drain()
+                start = clock()
+                for _ in itertools.repeat(None, per_batch):
+                    call()
+                mine.append((clock() - start) / per_batch / 1e3)
+    finally:
+        if collecting:
+            gc.enable()
+        drain()
+    return [statistics.median(mine) for mine in times]
+
+
+def time_host(call: Callable[[], Any], **settings: Any) -> float:
+    """Microseconds the host needs to issue one call; see `time_host_each`."""
+    return time_host_each([call], **settings)[0]

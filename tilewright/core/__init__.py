@@ -1,0 +1,1 @@
+"""The machinery: knows torch and triton, knows no op."""

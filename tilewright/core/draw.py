@@ -1,0 +1,75 @@
+"""`Draw`: named dimensions and a seed, turned into an op's arguments.
+
+An op's `inputs(draw)` says what sensible arguments look like, once; tests draw odd sizes and every option from it, benchmarks
+fix the dimensions and options by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+T = TypeVar("T")
+# Sizes at which kernels break: nothing, one, primes, either side of a power of two, of a warp and of a 128 block.
+SIZES = (0, 1, 2, 3, 7, 15, 16, 17, 31, 33, 63, 64, 65, 100, 127, 128, 129, 200, 255, 257, 300, 384, 511, 513)
+
+
+class Draw:
+    """A source of arguments. `dims` and `options` fix what they name; the seed decides the rest."""
+
+    def __init__(
+        self,
+        seed: int = 0,
+        dims: Mapping[str, int] | None = None,
+        options: Mapping[str, Any] | None = None,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: str | torch.device = "cpu",
+        largest: int = 64 * 1024,
+    ) -> None:
+        self.dims, self.options = dict(dims or {}), dict(options or {})
+        self.dtype, self.device, self.largest = dtype, torch.device(device), largest
+        self._choose = torch.Generator().manual_seed(seed)
+        self._fill = torch.Generator(self.device).manual_seed(seed)
+
+    def dim(self, name: str, sizes: Sequence[int] = SIZES) -> int:
+        """A named dimension; drawn once, then the same wherever the name appears."""
+        if name not in self.dims:
+            room = self.largest
+            for size in self.dims.values():
+                room //= max(1, size)
+            fitting = [s for s in sizes if s <= max(1, room)] or [min(sizes)]
+            self.dims[name] = fitting[self._index(len(fitting))]
+        return self.dims[name]
+
+    def option(self, name: str, *choices: T) -> T:
+        """One of several values of a named argument."""
+        if name not in self.options:
+            self.options[name] = choices[self._index(len(choices))]
+        return self.options[name]
+
+    def maybe(self, name: str, make: Callable[[], T]) -> T | None:
+        """An optional argument: present or None."""
+        return make() if self.option(name, True, False) else None
+
+    def tensor(self, *dims: str | int, dtype: torch.dtype | None = None, scale: float = 1.0, shift: float = 0.0) -> Tensor:
+        """Normal values, drawn in fp32 and rounded once."""
+        values = torch.randn(self._shape(dims), generator=self._fill, device=self.device)
+        return (values * scale + shift).to(dtype or self.dtype)
+
+    def uniform(self, *dims: str | int, low: float = 0.0, high: float = 1.0, dtype: torch.dtype | None = None) -> Tensor:
+        values = torch.rand(self._shape(dims), generator=self._fill, device=self.device)
+        return (values * (high - low) + low).to(dtype or self.dtype)
+
+    def integers(self, *dims: str | int, low: int = 0, high: int = 2, dtype: torch.dtype = torch.int64) -> Tensor:
+        """Integers in [low, high)."""
+        return torch.randint(low, max(low + 1, high), self._shape(dims), generator=self._fill, device=self.device, dtype=dtype)
+
+    def _shape(self, dims: Sequence[str | int]) -> list[int]:
+        return [d if isinstance(d, int) else self.dim(d) for d in dims]
+
+    def _index(self, count: int) -> int:
+        return int(torch.randint(count, (), generator=self._choose))

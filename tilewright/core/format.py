@@ -1,0 +1,288 @@
+"""Number formats, and the tensor that holds one quantised value.
+
+A `Format` says how values are stored and where their scales live. A `Quantized` is one stored value: its shape and dtype are
+the logical ones, so autograd carries ordinary gradients (a raw float8 result would cast 1e-5 to 0 on the way back).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import return_and_correct_aliasing
+
+
+class Format:
+    """A number format. Subclasses are frozen dataclasses; `name` starts the canonical string `key`, which `str` gives.
+
+    A subclass gives `key`, `tensor_names`, `quantize` (the reference, computed in fp32), `dequantize`, `empty`, `check` and the
+    class method `from_fields`, the inverse of `key`.
+    """
+
+    name: ClassVar[str] = ""
+    known: ClassVar[dict[str, type[Format]]] = {}
+    key: str  # canonical string: all of the format but `tensor`
+    tensor: Tensor | None = None  # the static scale, where there is one
+    tensor_names: tuple[str, ...]  # what a value stores: some of FIELDS, in that order
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if cls.name:
+            Format.known[cls.name] = cls
+
+    tensor: ClassVar[Tensor | None] = None  # a static scale on the device; a format that has one overrides this
+
+    @functools.cached_property
+    def key(self) -> str:
+        """`str(self)`, computed once: part of the key of every call that is given this format."""
+        return str(self)
+
+    def __str__(self) -> str:
+        return self.key
+
+    @staticmethod
+    def parse(text: str, scale: Tensor | None = None) -> Format:
+        """The format that `text` is the canonical string of; `scale` is the static scale that strings cannot hold."""
+        format = _parse(text)
+        return format if scale is None else format.with_scale(scale)
+
+    @classmethod
+    def from_fields(cls, fields: Sequence[str]) -> Format:
+        """The format of the canonical string `name:fields[0]:fields[1]...`."""
+        raise NotImplementedError(f"{cls.__name__}.from_fields")
+
+    def with_scale(self, scale: Tensor) -> Format:
+        """This format with a static scale, where it has one."""
+        raise ValueError(f"scale: the format {self} takes no static scale")
+
+    def bare(self) -> Format:
+        """This format without device tensors, so that it compares, hashes and may be kept."""
+        return self
+
+    def quantize(self, y: Tensor, dtype: torch.dtype | None = None, offsets: Tensor | None = None) -> Quantized:
+        """`y` in this format with logical dtype `dtype`; `offsets` are the end rows of groups, as `torch._grouped_mm` has them."""
+        raise NotImplementedError(f"{type(self).__name__}.quantize")
+
+    def dequantize(self, q: Quantized, dtype: torch.dtype | None = None) -> Tensor:
+        """The plain tensor of logical dtype (or `dtype`) that `q` stands for."""
+        raise NotImplementedError(f"{type(self).__name__}.dequantize")
+
+    def empty(
+        self,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device | str,
+        groups: int = 0,
+        offsets: Tensor | None = None,
+    ) -> Quantized:
+        """Uninitialised storage for a value of this shape, split into `groups` groups of rows (0: not grouped)."""
+        raise NotImplementedError(f"{type(self).__name__}.empty")
+
+    def check(self, shape: Sequence[int]) -> None:
+        """Raise ValueError if a tensor of this shape cannot be held."""
+
+
+@functools.lru_cache(maxsize=256)
+def _parse(text: str) -> Format:
+    name, *fields = text.split(":")
+    if name not in Format.known:
+        raise ValueError(f"format: {text!r} names no known format; known are {', '.join(sorted(Format.known))}")
+    return Format.known[name].from_fields(fields)
+
+
+FIELDS = ("data", "scale", "data_t", "scale_t", "offsets")
+
+
+class Quantized(Tensor):
+    """A value held in a `Format`; shape and dtype are the logical ones, and so are the gradients.
+
+    `data` and `scale` are the row-wise operand, `data_t` and `scale_t` its column-wise twin (physically transposed, with its
+    own scales); a way that the format does not have is None. `offsets` are the end rows of the groups, or None.
+
+    `Quantized(carrier, format, offsets, *tensors)` is differentiable with respect to `carrier`, which gives shape and dtype
+    and is never read: the gradient of the result flows to it unchanged. It may be one element expanded.
+    """
+
+    # Dynamo writes the constructor of a traceable subclass into the graph as it stands when all arguments are tensors or
+    # literals: that is why the format may come as a string, and why the gradient edge is made here.
+    @staticmethod
+    def __new__(cls, carrier: Tensor, format: Format | str, offsets: Tensor | None, *tensors: Tensor) -> Quantized:
+        if torch.is_grad_enabled() and carrier.requires_grad:
+            return _Pack.apply(carrier, format if isinstance(format, str) else format.key, offsets, *tensors)
+        return Quantized.from_tensors(format, carrier.dtype, carrier.shape, tensors, offsets)
+
+    @staticmethod
+    def from_tensors(
+        format: Format | str,
+        dtype: torch.dtype,
+        shape: Sequence[int],
+        tensors: Sequence[Tensor],
+        offsets: Tensor | None = None,
+    ) -> Quantized:
+        """The inverse of `tensors()`: no copy, no gradient edge."""
+        format = Format.parse(format) if isinstance(format, str) else format.bare()
+        names = format.tensor_names
+        if len(tensors) != len(names):
+            raise ValueError(f"tensors: {format} has {len(names)} ({', '.join(names)}), got {len(tensors)}")
+        inner = dict(zip(names, tensors))
+        if offsets is not None:
+            inner["offsets"] = offsets
+        return _wrap(format, dtype, shape, None, inner)
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The stored tensors in the order data, scale, data_t, scale_t, without those that the format does not have."""
+        return tuple(self._inner[name] for name in self.format.tensor_names)
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:  # type: ignore[override]
+        """The plain tensor that this stands for; differentiable."""
+        dtype = dtype or self.dtype
+        if torch.is_grad_enabled() and self.requires_grad:
+            return _Dequantize.apply(self, dtype)
+        return self.format.dequantize(self, dtype)
+
+    def unpack(self) -> tuple[Tensor, ...]:
+        """`(carrier, *tensors())`: the gradient of `carrier`, one expanded element never to be read, flows here unchanged."""
+        return _Unpack.apply(self)
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:
+        grad = ", requires_grad=True" if self.requires_grad else ""
+        return f"Quantized({self.format}, shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device}{grad})"
+
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[Format, torch.dtype]]:
+        return [name for name in FIELDS if name in self._inner], (self.format, self.dtype)
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, Tensor], context: tuple[Format, torch.dtype], size, stride) -> Quantized:
+        format, dtype = context
+        return _wrap(format, dtype, size, stride, dict(inner))
+
+    def __coerce_tangent_metadata__(self) -> Tensor:
+        """The gradient of a compiled region's quantised result is a plain tensor, not a `Quantized`."""
+        plain = self.new_gradient()
+        # AOTAutograd walks the inner tensors of what this returns: none
+        plain.__tensor_flatten__ = lambda: ([], None)
+        return plain
+
+    def new_gradient(self) -> Tensor:
+        """An uninitialised gradient of this value: plain, of logical shape and dtype."""
+        return torch.empty(self.shape, dtype=self.dtype, device=self.device)
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        handler = _HANDLERS.get(func)
+        if handler is None:
+            raise TypeError(f"{func} is not defined on a Quantized tensor: call .dequantize() first")
+        return handler(func, args, kwargs or {})
+
+
+def _field(name: str) -> property:
+    return property(lambda self: self._inner.get(name), lambda self, tensor: self._inner.__setitem__(name, tensor))
+
+
+for _name in FIELDS:
+    setattr(Quantized, _name, _field(_name))
+
+
+def _wrap(format: Format, dtype: torch.dtype, shape, stride, inner: dict[str, Tensor]) -> Quantized:
+    device = next(iter(inner.values())).device
+    q = Tensor._make_wrapper_subclass(Quantized, shape, strides=stride, dtype=dtype, device=device)
+    q.format = format
+    q._inner = inner
+    return q
+
+
+class _Pack(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, carrier, text, offsets, *tensors):
+        ctx.count = len(tensors)
+        ctx.set_materialize_grads(False)
+        return Quantized.from_tensors(text, carrier.dtype, carrier.shape, tensors, offsets)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None, None, *(None,) * ctx.count
+
+
+class _Unpack(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q):
+        tensors = tuple(tensor.detach() for tensor in q.tensors())
+        ctx.mark_non_differentiable(*tensors)
+        ctx.set_materialize_grads(False)
+        return torch.empty(1, dtype=q.dtype, device=q.device).expand(q.shape), *tensors
+
+    @staticmethod
+    def backward(ctx, grad, *_):
+        return grad
+
+
+class _Dequantize(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, dtype):
+        ctx.dtype = q.dtype
+        return q.format.dequantize(q, dtype)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad.to(ctx.dtype), None
+
+
+def pack(carrier: Tensor, tensors: Sequence[Tensor], format: Format, offsets: Tensor | None = None) -> Quantized:
+    """`Quantized(...)` from the tensors of a flat op; works eagerly and under `torch.compile(fullgraph=True)`."""
+    return Quantized(carrier, format.key, offsets, *tensors)
+
+
+def unpack(q: Quantized) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """A carrier of the gradient and the stored tensors, for a flat op; the inverse of `pack`."""
+    carrier, *tensors = q.unpack()
+    return carrier, tuple(tensors)
+
+
+def store(y: Tensor, out_format: Format | None, dtype: torch.dtype, offsets: Tensor | None = None) -> Tensor:
+    """The last line of every reference: `y` rounded once, to `dtype` or into `out_format`."""
+    return y.to(dtype) if out_format is None else out_format.quantize(y, dtype, offsets)
+
+
+def _share(func, args, kwargs):
+    q = args[0]
+    inner = {name: func(tensor) for name, tensor in q._inner.items()}
+    out = _wrap(q.format, q.dtype, q.shape, q.stride(), inner)
+    return return_and_correct_aliasing(func, args, kwargs, out)
+
+
+def _copy(func, args, kwargs):
+    q = args[0]
+    # A format's empty() rather than clone(): the padding of the scales is part of the layout.
+    device = kwargs.get("device") or q.device
+    offsets = q.offsets
+    if offsets is not None:
+        offsets = offsets.to(device, copy=True)
+    groups = 0 if offsets is None else offsets.shape[0]
+    out = q.format.empty(q.shape, kwargs.get("dtype") or q.dtype, device, groups, offsets)
+    for new, old in zip(out.tensors(), q.tensors()):
+        new.copy_(old, non_blocking=bool(kwargs.get("non_blocking")))
+    return out
+
+
+def _plain(func, args, kwargs):
+    return func(*(a.dequantize() if isinstance(a, Quantized) else a for a in args), **kwargs)
+
+
+def _dequantize(func, args, kwargs):
+    return args[0].format.dequantize(args[0], args[0].dtype)
+
+
+_aten = torch.ops.aten
+_HANDLERS = {
+    _aten.detach.default: _share,
+    _aten.alias.default: _share,
+    _aten.clone.default: _copy,
+    _aten._to_copy.default: _copy,
+    _aten.dequantize.self: _dequantize,
+    _aten.add.Tensor: _plain,
+}

@@ -1,0 +1,162 @@
+"""`kernel`: a Triton or Gluon function together with its grid. Calling it launches it.
+
+There is one launch path. A call names its runtime arguments by position and its constants by keyword; the kernel's own
+default (or a tuned row) adds the rest; the compiled variant is found by a key of dtypes, 16-byte alignment, the class of each
+integer, constants and device. What was launched is also told to the active `Recorder`, so that the op which called us can
+replay it without coming back here (`plan.py`).
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from . import config, plan
+from .target import INTERPRETER, Target
+
+INTERPRETING: bool = triton.knobs.runtime.interpret
+if INTERPRETING:
+    from . import interpret
+
+    interpret.install()
+
+# Launch options that Triton takes beside the kernel's own arguments.
+OPTIONS = frozenset(("num_warps", "num_stages", "num_ctas", "maxnreg", "launch_pdl", "launch_cooperative_grid"))
+# The private launcher is called directly only where its argument order is the one below; elsewhere Triton's public call.
+PRIVATE_LAUNCHER = triton.__version__.startswith("3.6.")
+
+
+class Arguments(dict):
+    """A kernel's arguments by name, readable as attributes in grids and defaults."""
+
+    __getattr__ = dict.__getitem__
+
+
+def integer_class(value: int, specialised: bool) -> Any:
+    """What the compiled code may assume of an integer: its width and, if specialised, that it is 1 or a multiple of 16."""
+    wide = not -(2**31) <= value < 2**31
+    if not specialised:
+        return wide
+    return 1 if value == 1 else (wide, value % 16 == 0)
+
+
+def argument_class(value: Any, specialised: bool) -> Any:
+    """The part of the variant key that one argument contributes."""
+    if isinstance(value, Tensor):
+        return value.dtype, value.data_ptr() % 16 == 0
+    if isinstance(value, bool) or value is None:
+        return value
+    if isinstance(value, int):
+        return integer_class(value, specialised)
+    if isinstance(value, float):
+        return float
+    if hasattr(value, "block_shape"):  # a tensor descriptor: its box and layout are part of the type
+        return value.base.dtype, tuple(value.block_shape), repr(value.layout)
+    raise TypeError(f"a kernel cannot take a {type(value).__name__}")
+
+
+class Kernel:
+    """See the module. `tokens` names integers that are never specialised, so batch 1, 2 and 16 share a binary."""
+
+    def __init__(
+        self,
+        function: Callable,
+        grid: Callable[[Arguments], tuple],
+        *,
+        jit: Callable = triton.jit,
+        tokens: Iterable[str] = (),
+        tune_by: Iterable[str] = (),
+        default: Callable[[Arguments], Mapping[str, Any]] = lambda a: {},
+        candidates: Callable[[Arguments], Iterable[Mapping[str, Any]]] | None = None,
+    ) -> None:
+        self.name = function.__name__
+        self.__doc__ = function.__doc__
+        self.jit = jit(function, do_not_specialize=list(tokens))
+        self.grid, self.default, self.candidates = grid, default, candidates
+        self.tokens, self.tune_by = frozenset(tokens), tuple(tune_by)
+        self.names: list[str] = list(self.jit.arg_names)
+        self.variants: dict[tuple, Any] = {}
+        self._compiling = threading.Lock()
+
+    def __repr__(self) -> str:
+        return f"<kernel {self.name}>"
+
+    def __call__(self, *args: Any, **constants: Any) -> None:
+        a = Arguments(zip(self.names, args))
+        a.update(constants)
+        tensor = next(v for v in args if isinstance(v, Tensor))
+        target = INTERPRETER if INTERPRETING else Target.of(tensor.get_device())
+        a.update(config.choose(self, a, target))
+        options = {k: a.pop(k) for k in OPTIONS & a.keys()}
+        grid = tuple(self.grid(a))
+        if 0 in grid:
+            return
+        ordered = [a[name] for name in self.names]
+        if INTERPRETING:
+            launch = plan.HostLaunch(self.jit, grid, ordered)
+        else:
+            if not tensor.is_cuda:
+                raise RuntimeError(f"{self.name}: CPU tensors run kernels only in a process with TRITON_INTERPRET=1")
+            with torch.cuda.device(tensor.get_device()):
+                launch = self._launcher(self.variant(ordered, options, grid, tensor.get_device()), grid, ordered)
+        recorder = plan.Recorder.active()
+        if recorder is not None:
+            recorder.launch(launch, ordered)
+        if recorder is None or not recorder.compile_only:
+            launch.first()
+
+    def key(self, ordered: list, options: Mapping[str, Any], device: int) -> tuple:
+        """What a compiled variant depends on; two calls with one key share a binary."""
+        constants = {p.name for p in self.jit.params if p.is_constexpr}
+        parts = [
+            value if name in constants else argument_class(value, name not in self.tokens)
+            for name, value in zip(self.names, ordered)
+        ]
+        return device, tuple(parts), tuple(sorted(options.items()))
+
+    def variant(self, ordered: list, options: Mapping[str, Any], grid: tuple, device: int) -> Any:
+        key = self.key(ordered, options, device)
+        compiled = self.variants.get(key)
+        if compiled is None:
+            with self._compiling:
+                compiled = self.variants.get(key)
+                if compiled is None:
+                    if torch.cuda.is_current_stream_capturing():
+                        raise RuntimeError(
+                            f"{self.name} would have to be compiled during CUDA graph capture: call"
+                            " tilewright.warmup(op, ...) with these shapes and dtypes before capturing"
+                        )
+                    compiled = self.jit.warmup(*ordered, grid=grid, **options)
+                    self.variants[key] = compiled
+        return compiled
+
+    def _launcher(self, compiled: Any, grid: tuple, ordered: list) -> plan.CudaLaunch | plan.PublicLaunch:
+        launcher = compiled.run  # loads the binary on the current device
+        scratch = launcher.global_scratch_size or launcher.profile_scratch_size
+        hooked = triton.knobs.runtime.launch_enter_hook or triton.knobs.runtime.launch_exit_hook
+        known = PRIVATE_LAUNCHER and type(launcher).__name__ == "CudaLauncher"
+        if not known:
+            _say_once(f"triton {triton.__version__}: using Triton's public launch, which costs the host more per call")
+        if not known or scratch or hooked:
+            return plan.PublicLaunch(compiled, grid, ordered)
+        return plan.CudaLaunch(compiled, grid, ordered)
+
+
+_said: set[str] = set()
+
+
+def _say_once(text: str) -> None:
+    if text not in _said:
+        _said.add(text)
+        warnings.warn(text, RuntimeWarning, stacklevel=4)
+
+
+def kernel(grid: Callable[[Arguments], tuple], **settings: Any) -> Callable[[Callable], Kernel]:
+    """Declare a kernel: `@kernel(grid=lambda a: (cdiv(a.M, a.ROWS),), tokens=("M",), default=lambda a: dict(...))`."""
+    return lambda function: Kernel(function, grid, **settings)

@@ -1,0 +1,431 @@
+"""`Op`: one declaration of one operation. From it come the public function, its CPU path, validation, autograd, the
+registered `torch.ops.tilewright.*` op with its fake, cost, tests and the catalogue entry.
+
+    rms_norm = Op("rms_norm", reference, inputs, Triton(forward, backward), where={...}, differentiable=("x", "weight"))
+
+* `reference` is a few lines of PyTorch; its signature and docstring are the op's.
+* `forward` takes the reference's arguments by name and returns what it returns.
+* `backward(saved, *grads)` returns one gradient per name in `differentiable`; `saved` holds every argument by name (tensors not
+  in `saves` are None), the results named in `saves`, and `needs`, the names whose gradient is wanted.
+* `aux` results, the last ones, are kept for the backward and not handed to the caller.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import Parameter
+
+from . import register
+from .format import Format, Quantized
+from .kernel import INTERPRETING
+from .plan import Plan, Recorder
+from .signature import Range, Signature, overlapping, self_overlapping
+from .target import INTERPRETER, Target
+
+OPS: dict[str, Op] = {}
+PLANS = 4096  # plans kept per op and direction; dropped all at once when full, so memory stays bounded
+PLAIN = {Tensor, Parameter}
+NUMBERS = {float, int, bool, str, type(None)}
+_forced: ContextVar[str | None] = ContextVar("forced", default=None)
+_compile_only: ContextVar[bool] = ContextVar("compile_only", default=False)
+_modes = torch._C._len_torch_dispatch_stack
+_transforms = torch._C._are_functorch_transforms_active
+_tracing = torch.compiler.is_dynamo_compiling
+
+
+def upcast(x: Tensor) -> Tensor:
+    """float64 stays float64, everything else becomes float32: references are written with this, so that they are exact
+    oracles in float64."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
+@dataclass(frozen=True)
+class Triton:
+    """One implementation: host code that launches kernels. `when(target, values)` is pure over chip, dtypes, shapes, strides
+    and format; the first implementation whose `when` holds is taken."""
+
+    forward: Callable[..., Any]
+    backward: Callable[..., Any] | None = None
+    when: Callable[[Target, SimpleNamespace], bool] | None = None
+    name: str = "triton"
+
+
+@contextlib.contextmanager
+def force(name: str) -> Iterator[None]:
+    """`force("reference")` takes the reference on any device; `force("triton")` runs kernels on CPU tensors through the
+    interpreter (a process with TRITON_INTERPRET=1); any other implementation's name takes that one where it applies."""
+    token = _forced.set(name)
+    try:
+        yield
+    finally:
+        _forced.reset(token)
+
+
+def warmup(function: Callable, *args: Any, backward: bool = True, **kwargs: Any) -> None:
+    """Compile all kernels that `function(*args, **kwargs)` and its backward need, launching none of them."""
+    op: Op = function.op if hasattr(function, "op") else function
+    token = _compile_only.set(True)
+    try:
+        values = op.signature.bind(args, kwargs)
+        op.validate(values)
+        flat = register.flatten(op.run(values))
+        needs = frozenset(n for n in op.differentiable if values[n] is not None)
+        if backward and needs and op.implementation(values).backward is not None:
+            grads = [torch.empty(flat[i].shape, dtype=flat[i].dtype, device=flat[i].device) for i in op.graded(values)]
+            op.run_backward(values, register.saved_results(op, flat), grads, needs)
+    finally:
+        _compile_only.reset(token)
+
+
+class Op:
+    """See the module. Calling an op is calling its `function`."""
+
+    def __init__(
+        self,
+        name: str,
+        reference: Callable[..., Any],
+        inputs: Callable[..., dict[str, Any]],
+        *implementations: Triton,
+        where: Mapping[str, str | Range],
+        results: tuple[str, ...] = ("out",),
+        differentiable: tuple[str, ...] = (),
+        graded_results: tuple[int, ...] = (0,),
+        saves: tuple[str, ...] | None = None,
+        resume: Callable[[SimpleNamespace], dict[str, Any]] | None = None,
+        aux: int = 0,
+        writes: Callable[[dict[str, Any]], tuple[str, ...]] | None = None,
+        check: Callable[..., None] | None = None,
+        cost: Callable[..., tuple[int, int]] | None = None,
+        bars: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.name, self.reference, self.inputs, self.implementations = name, reference, inputs, implementations
+        self.signature = Signature.of(name, reference, where, check)
+        self.results, self.aux, self.writes, self.cost, self.bars = results, aux, writes, cost, dict(bars or {})
+        self.differentiable, self.graded_results = differentiable, graded_results
+        self.saves = self.signature.tensors if saves is None else saves
+        self.resume = resume
+        self.__doc__ = reference.__doc__
+        self._plans: dict[tuple, Plan] = {}
+        self._backward_plans: dict[tuple, Plan] = {}
+        self.function = _public(self)
+        register.register(self)
+        OPS[name] = self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(*args, **kwargs)
+
+    def __repr__(self) -> str:
+        return f"<op {self.name}>"
+
+    # ---------------------------------------------------------------- calling
+
+    def dispatch(self, args: tuple, kwargs: Mapping[str, Any], key: tuple | None = None, slots: Any = None) -> Any:
+        """A call that no plan answered. The plan it makes, over `slots`, is kept under `key` unless that is None."""
+        values = self.signature.bind(args, kwargs)
+        tensors = [v for v in values.values() if isinstance(v, Tensor)]
+        foreign = any(type(t) not in PLAIN and not isinstance(t, Quantized) for t in tensors)
+        if foreign or _modes() or _transforms():
+            return register.call(self, values)
+        self.validate(values)
+        if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+            return self._apply(values)
+        return self.public(self.run(values, key, slots))
+
+    def validate(self, values: Mapping[str, Any]) -> None:
+        self.signature.validate(values)
+        out = values.get("out")
+        if out is None:
+            return
+        for piece in out.tensors() if isinstance(out, Quantized) else (out,):
+            if piece is not None:
+                self._check_out(piece, values)
+
+    def _check_out(self, out: Tensor, values: Mapping[str, Any]) -> None:
+        if self_overlapping(out):
+            raise ValueError(f"{self.name}: out has elements that share memory")
+        for name in self.signature.tensors:
+            if values[name] is not None and overlapping(out, values[name]):
+                raise ValueError(f"{self.name}: out shares memory with {name}")
+
+    def implementation(self, values: Mapping[str, Any]) -> Triton | None:
+        """The implementation for these arguments; None is the reference. On a GPU nothing matching raises."""
+        device = next(v.device for v in values.values() if isinstance(v, Tensor))
+        forced = _forced.get()
+        if forced == "reference" or (device.type != "cuda" and forced is None):
+            return None
+        target = INTERPRETER if INTERPRETING else Target.of(device.index)
+        space = SimpleNamespace(**values)
+        for one in self.implementations:
+            if forced in (None, "triton", one.name) and (one.when is None or one.when(target, space)):
+                return one
+        raise RuntimeError(f"{self.name}: no implementation for these arguments on {target.arch}: {self.explain(values)}")
+
+    def explain(self, values: Mapping[str, Any]) -> str:
+        """Which implementations there are and what these arguments look like, in one line."""
+        seen = {k: f"{v.dtype}{list(v.shape)}" if isinstance(v, Tensor) else v for k, v in values.items() if v is not None}
+        return f"tried {[one.name for one in self.implementations]} on {seen}"
+
+    def run(self, values: dict[str, Any], key: tuple | None = None, slots: list[Tensor] | None = None) -> Any:
+        """All results (aux too) for validated arguments, no autograd. A plan of the run is kept under `key`; `slots` are the
+        call's tensors in the order in which later calls will give theirs."""
+        with torch.no_grad():
+            one = self.implementation(values)
+            if one is None:
+                return self.run_reference(values)
+            inputs = _tensors(values) if slots is None else slots
+            with Recorder(inputs, _compile_only.get()) as recorder:
+                results = one.forward(**values)
+            flat = self.flatten(results)
+            if key is not None and not recorder.compile_only:
+                plan = recorder.plan(flat)
+                if plan is not None:
+                    if len(self._plans) >= PLANS:
+                        self._plans.clear()
+                    self._plans[key] = plan, self._restorer(results), self._written(values, inputs)
+            for at in self._written(values, inputs):
+                torch.autograd.graph.increment_version(inputs[at])
+            return results
+
+    def run_reference(self, values: Mapping[str, Any]) -> Any:
+        """The reference as an implementation: contiguous results, `out` filled if given."""
+        values = dict(values)
+        out = values.pop("out", None)
+        if "out" in self.signature.names:
+            values["out"] = None
+        results = _map(lambda t: t.contiguous(), self.reference(**values))
+        if out is None:
+            return results
+        for there, here in zip(_flat(out), _flat(_tuple(results)[0])):
+            if here is not None:
+                there.copy_(here)
+        return (out, *results[1:]) if isinstance(results, tuple) else out
+
+    def _written(self, values: Mapping[str, Any], inputs: list[Tensor]) -> tuple[int, ...]:
+        """Which of the inputs this call writes."""
+        names = (*(("out",) if values.get("out") is not None else ()), *(self.writes(values) if self.writes else ()))
+        written = [piece for name in names for piece in _flat(values[name]) if piece is not None]
+        return tuple(i for i, t in enumerate(inputs) if any(t is w for w in written))
+
+    # ---------------------------------------------------------------- results, flat and public
+
+    def public(self, results: Any) -> Any:
+        """What the caller gets of all results: without the aux ones, and bare if it is one."""
+        if not isinstance(results, tuple):
+            return results
+        kept = results[: len(results) - self.aux]
+        return kept[0] if len(kept) == 1 else kept
+
+    def flatten(self, results: Any) -> list[Tensor | None]:
+        """Results as plain tensors; a Quantized one as those it stores."""
+        return [piece for r in _tuple(results) for piece in _flat(r)]
+
+    def _restorer(self, results: Any) -> Callable[[Any], Any] | None:
+        """How to make the public results from a plan's flat ones; None when the plan's single tensor is the result."""
+        kept = _tuple(results)
+        if len(kept) == 1 and not isinstance(kept[0], Quantized):
+            return None
+        shapes = [(r.format, r.dtype, r.shape) if isinstance(r, Quantized) else None for r in kept]
+
+        def restore(flat: list) -> Any:
+            pieces, made = iter(flat), []
+            for shape in shapes:
+                if shape is None:
+                    made.append(next(pieces))
+                else:
+                    made.append(Quantized.from_tensors(*shape, [next(pieces) for _ in shape[0].tensor_names]))
+            return self.public(tuple(made))
+
+        return restore
+
+    def graded(self, values: Mapping[str, Any]) -> list[int]:
+        """Where in the registered op's results gradients arrive: a quantised one's at its carrier."""
+        quantised = values.get("out_format") is not None
+        return [i if i == 0 or not quantised else i + register.PIECES for i in self.graded_results]
+
+    # ---------------------------------------------------------------- autograd
+
+    def _apply(self, values: dict[str, Any]) -> Any:
+        if values.get("out") is not None:
+            raise ValueError(f"{self.name}: out cannot be given when a gradient is wanted")
+        bad = [n for n in self.signature.tensors if n not in self.differentiable and _wants_grad(values[n])]
+        if bad:
+            raise ValueError(f"{self.name}: there is no gradient for {bad[0]}: pass {bad[0]}.detach()")
+        one = self.implementation(values)
+        if one is None:
+            return self.public(_map(lambda t: t.contiguous(), self.reference(**values)))
+        if one.backward is None:
+            raise RuntimeError(f"{self.name}: implementation {one.name} has no backward; use torch.no_grad()")
+        tensors = [values[n] for n in self.signature.tensors]
+        return self.public(register.unflatten(self, values, _Apply.apply(self, values, *tensors)))
+
+    def run_backward(
+        self, values: Mapping[str, Any], results: Mapping[str, Tensor], grads: list[Tensor | None], needs: frozenset, **extra: Any
+    ) -> tuple:
+        """Gradients for `differentiable`, None where not needed. `extra` is passed on (a composite's `grad_format`)."""
+        with torch.no_grad():
+            one = self.implementation({**values, **results})
+            saved = SimpleNamespace(**{**values, **results}, needs=needs)
+            if one is None:
+                return self._reference_backward(saved, grads)
+            key, slots, addresses = _key((*values.items(), *results.items(), *enumerate(grads), ("needs", needs), *extra.items()))
+            plan = self._backward_plans.get(key) if key is not None else None
+            if plan is not None and not _compile_only.get():
+                flat = plan(slots, addresses)
+                return tuple(flat) if isinstance(flat, list) else (flat,)
+            with Recorder(slots, _compile_only.get()) as recorder:
+                out = one.backward(saved, *grads, **extra)
+            quantised = any(isinstance(t, Quantized) for t in out)
+            made = None if quantised or key is None or recorder.compile_only else recorder.plan(list(out))
+            if made is not None and not self._overwrites(values):
+                if len(self._backward_plans) >= PLANS:
+                    self._backward_plans.clear()
+                self._backward_plans[key] = made
+            return tuple(out)
+
+    def _overwrites(self, values: Mapping[str, Any]) -> bool:
+        return bool(values.get("inplace_backward"))
+
+    def _reference_backward(self, saved: SimpleNamespace, grads: list[Tensor | None]) -> tuple:
+        """The reference under autograd: the fallback backward on a CPU."""
+        values = self.resume(saved) if self.resume else vars(saved)
+        values = {n: values[n] for n in self.signature.names}
+        wanted = [n for n in self.differentiable if n in saved.needs]
+        for n in wanted:
+            values[n] = values[n].detach().requires_grad_()
+        with torch.enable_grad():
+            made = _tuple(self.reference(**values))
+        pairs = [(made[i], g) for i, g in zip(self.graded_results, grads) if g is not None and made[i].requires_grad]
+        found = torch.autograd.grad([r for r, _ in pairs], [values[n] for n in wanted], [g for _, g in pairs], allow_unused=True)
+        by_name = dict(zip(wanted, found))
+        return tuple(by_name.get(n) for n in self.differentiable)
+
+
+class _Apply(torch.autograd.Function):
+    """The one autograd function. Its results are flat; a quantised result is led by a carrier for the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, op: Op, values: dict[str, Any], *tensors: Tensor | None) -> tuple:
+        flat = register.flatten(op.run(values))
+        register.setup(ctx, op, values, flat)
+        return flat
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple:
+        needed = ctx.needs_input_grad[2:]
+        wanted = [n for n, flag in zip(ctx.op.signature.tensors, needed) if flag]
+        return (None, None, *register.backward(ctx, grads, wanted, register.eager))
+
+
+# -------------------------------------------------------------------- the hot path
+
+
+def _key(items: Any) -> tuple[tuple | None, list[Tensor], list[int]]:
+    """(key, tensors, their addresses) of named arguments, for plans off the hot path; the key is None if one cannot be keyed."""
+    key: list[Any] = []
+    slots: list[Tensor] = []
+    addresses: list[int] = []
+    for name, value in items:
+        key.append(name)
+        if type(value) in PLAIN:
+            address = value.data_ptr()
+            key += (value.shape, value.dtype, value.get_device(), not address & 15, value.stride())
+            slots.append(value)
+            addresses.append(address)
+        elif type(value) in NUMBERS or isinstance(value, frozenset):
+            key += (type(value), value)
+        elif isinstance(value, Format) and value.tensor is None:
+            key.append(value.key)
+        else:
+            return None, _tensors(dict(items)), []
+    return tuple(key), slots, addresses
+
+
+def _public(op: Op) -> Callable[..., Any]:
+    """The public function. Plain tensors, no gradient, no mode: one key, one lookup, straight to the launches."""
+    plans = op._plans
+    plain, numbers = PLAIN, NUMBERS
+
+    @functools.wraps(op.reference)
+    def function(*args: Any, **kwargs: Any) -> Any:
+        if _tracing():
+            return register.call(op, op.signature.bind(args, kwargs))
+        key: list[Any] = [_forced.get(), *kwargs]
+        slots: list[Tensor] = []
+        addresses: list[int] = []
+        for value in (*args, *kwargs.values()) if kwargs else args:
+            kind = type(value)
+            if kind not in plain:
+                if kind in numbers:
+                    key += kind, value
+                    continue
+                if not isinstance(value, Format):
+                    return op.dispatch(args, kwargs)
+                key.append(value.key)
+                value = value.tensor
+                if value is None:
+                    continue
+            if value.requires_grad and torch.is_grad_enabled():
+                return op.dispatch(args, kwargs)
+            address = value.data_ptr()
+            key += value.shape, value.dtype, value.get_device(), not address & 15, value.is_contiguous() or value.stride()
+            slots.append(value)
+            addresses.append(address)
+        if _modes() or _transforms():
+            return op.dispatch(args, kwargs)
+        key = tuple(key)
+        found = plans.get(key)
+        if found is None:
+            return op.dispatch(args, kwargs, key, slots)
+        plan, restore, written = found
+        if written:
+            op.validate(op.signature.bind(args, kwargs))  # whether arguments overlap depends on their addresses
+            for at in written:
+                torch.autograd.graph.increment_version(slots[at])
+        results = plan(slots, addresses)
+        return results if restore is None else restore(results)
+
+    function.op = op
+    return function
+
+
+# -------------------------------------------------------------------- small shapes of data
+
+
+def _tuple(results: Any) -> tuple:
+    return results if isinstance(results, tuple) else (results,)
+
+
+def _map(change: Callable[[Tensor], Tensor], results: Any) -> Any:
+    """Apply to every plain tensor among results."""
+    made = tuple(r if isinstance(r, Quantized) else change(r) for r in _tuple(results))
+    return made if isinstance(results, tuple) else made[0]
+
+
+def _flat(result: Any) -> tuple[Tensor | None, ...]:
+    return tuple(result.tensors()) if isinstance(result, Quantized) else (result,)
+
+
+def _wants_grad(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.requires_grad
+
+
+def _tensors(values: Mapping[str, Any]) -> list[Tensor]:
+    """Every plain tensor among the arguments, those inside a format or a Quantized included."""
+    found: list[Tensor] = []
+    for value in values.values():
+        if isinstance(value, Format) and value.tensor is not None:
+            found.append(value.tensor)
+        elif isinstance(value, Tensor):
+            found += [t for t in _flat(value) if t is not None]
+    return found

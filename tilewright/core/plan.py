@@ -1,0 +1,215 @@
+"""Plans: what one run of an op's host code allocated and launched, replayed without running that code again.
+
+An op's `forward` is a pure function of shapes, strides, dtypes and numbers: it allocates, takes views and launches. `Recorder`
+watches one run of it through the dispatcher, which sees every torch call; if nothing else happened, the run becomes a `Plan`
+keyed by exactly those inputs, and the next call costs one allocation per result and one raw launch per kernel. If anything
+else did happen (a copy of a strided argument, say) there is no plan, and the host code runs every time.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+aten = torch.ops.aten
+ALLOCATES = {
+    aten.empty.memory_format: False,  # whether the memory is zeroed
+    aten.empty_strided.default: False,
+    aten.empty_like.default: False,
+    aten.new_empty.default: False,
+    aten.new_empty_strided.default: False,
+    aten.zeros.default: True,
+    aten.zeros_like.default: True,
+    aten.new_zeros.default: True,
+}
+_raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+_local = threading.local()
+
+
+class Place(NamedTuple):
+    """A recorded tensor: bytes `offset` past the start of slot `slot`, seen through this shape."""
+
+    slot: int
+    offset: int
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    def view(self, base: Tensor) -> Tensor:
+        """The recorded view, taken of the slot's tensor in a later call."""
+        start = base.storage_offset() * base.element_size() + self.offset
+        out = torch.empty(0, dtype=self.dtype, device=base.device)
+        return out.set_(base.untyped_storage(), start // self.dtype.itemsize, self.shape, self.stride)
+
+
+class HostLaunch:
+    """A launch through the interpreter: it wants tensors, not addresses."""
+
+    def __init__(self, jit: Any, grid: tuple, ordered: list) -> None:
+        self.jit, self.grid, self.ordered = jit, grid, ordered
+
+    def first(self) -> None:
+        self.jit[self.grid](*self.ordered)
+
+    def bind(self, places: list[tuple[int, Place]]) -> Callable:
+        def replay(slots: list[Tensor], addresses: list[int]) -> None:
+            args = list(self.ordered)
+            for at, place in places:
+                args[at] = place.view(slots[place.slot])
+            self.jit[self.grid](*args)
+
+        self.ordered = [None if isinstance(a, Tensor) else a for a in self.ordered]
+        return replay
+
+
+class PublicLaunch:
+    """A launch through Triton's own call: any version, scratch memory, profiler hooks. Never replayed."""
+
+    def __init__(self, compiled: Any, grid: tuple, ordered: list) -> None:
+        self.compiled, self.grid, self.ordered = compiled, (*grid, 1, 1)[:3], ordered
+
+    def first(self) -> None:
+        self.compiled[self.grid](*self.ordered)
+
+    bind = None
+
+
+class CudaLaunch:
+    """A launch through Triton 3.6's compiled launcher, given addresses as integers (which skips a driver query each)."""
+
+    HEAD = 13  # launcher arguments before the kernel's own
+
+    def __init__(self, compiled: Any, grid: tuple, ordered: list) -> None:
+        run = compiled.run
+        self.raw, self.device = run.launch, torch.cuda.current_device()
+        head = [*(*grid, 1, 1)[:3], 0, compiled.function, run.launch_cooperative_grid, run.launch_pdl]
+        self.args = [*head, None, None, compiled.packed_metadata, None, None, None, *ordered]
+
+    def first(self) -> None:
+        args = list(self.args)
+        args[3] = _raw_stream(self.device)
+        self.raw(*args)
+
+    def bind(self, places: list[tuple[int, Place]]) -> Callable:
+        raw, device = self.raw, self.device
+        template = [None if isinstance(a, Tensor) else a for a in self.args]
+        moves = [(at + self.HEAD, place.slot, place.offset) for at, place in places]
+
+        def replay(slots: list[Tensor], addresses: list[int]) -> None:
+            args = template.copy()
+            args[3] = _raw_stream(device)
+            for at, slot, offset in moves:
+                args[at] = addresses[slot] + offset
+            raw(*args)
+
+        return replay
+
+
+class Recorder(TorchDispatchMode):
+    """Watches one run of host code over `inputs`; slots are the inputs, then the allocations in order."""
+
+    def __init__(self, inputs: list[Tensor], compile_only: bool = False) -> None:
+        super().__init__()
+        self.compile_only = compile_only
+        self.inputs = len(inputs)
+        self.slots: list[Tensor] = list(inputs)
+        self.allocations: list[tuple[Place, bool]] = []
+        self.launches: list[tuple[Any, list[tuple[int, Place]]]] = []
+        self.foreign: str | None = None
+        self._places: dict[int, tuple[Tensor, Place]] = {}  # by id; the tensor is kept alive so that ids stay unique
+        for slot, tensor in enumerate(inputs):
+            self._know(tensor, slot)
+
+    @staticmethod
+    def active() -> Recorder | None:
+        return getattr(_local, "recorder", None)
+
+    def __enter__(self) -> Recorder:
+        self._outer, _local.recorder = self.active(), self
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        _local.recorder = self._outer
+        super().__exit__(*error)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func in ALLOCATES:
+            self.slots.append(out)
+            self._know(out, len(self.slots) - 1)
+            self.allocations.append((self._places[id(out)][1], ALLOCATES[func]))
+        elif func.is_view and isinstance(out, Tensor) and id(args[0]) in self._places:
+            self._know(out, self._places[id(args[0])][1].slot)
+        elif not (isinstance(out, Tensor) and id(out) in self._places and func.is_view):
+            self.foreign = self.foreign or str(func)
+        return out
+
+    def _know(self, tensor: Tensor, slot: int) -> None:
+        offset = tensor.data_ptr() - self.slots[slot].data_ptr() if tensor.numel() else 0
+        place = Place(slot, offset, tensor.shape, tensor.stride(), tensor.dtype)
+        self._places[id(tensor)] = tensor, place
+
+    def place(self, tensor: Tensor) -> Place | None:
+        known = self._places.get(id(tensor))
+        return known[1] if known else None
+
+    def launch(self, launch: Any, ordered: list) -> None:
+        places = [(at, self.place(v)) for at, v in enumerate(ordered) if isinstance(v, Tensor)]
+        if launch.bind is None or any(hasattr(v, "block_shape") for v in ordered):
+            self.foreign = self.foreign or f"a launch that cannot be replayed ({type(launch).__name__})"
+        elif any(place is None for _, place in places):
+            self.foreign = self.foreign or "a tensor that is neither an argument nor allocated here"
+        self.launches.append((launch, places))
+
+    def plan(self, results: list[Tensor | None]) -> Plan | None:
+        """The recorded run as a plan giving `results`, or None with `foreign` saying why not."""
+        places = [None if r is None else self.place(r) for r in results]
+        if any(p is None and r is not None for p, r in zip(places, results)):
+            self.foreign = self.foreign or "a result that was not allocated here"
+        return None if self.foreign else Plan(self, places)
+
+
+class Plan:
+    """A recorded run. Calling it with a later call's tensors and their addresses gives the flat results."""
+
+    def __init__(self, recorder: Recorder, results: list[Place | None]) -> None:
+        self._allocate = [self._allocator(recorder, place, zero) for place, zero in recorder.allocations]
+        self._launch = [launch.bind(places) for launch, places in recorder.launches]
+        # A result that is a whole allocation (or argument) is handed out as it is; a view of one is taken anew.
+        whole = {i: p for i, p in enumerate(recorder.place(s) for s in recorder.slots)}
+        self._results = [
+            None if p is None else (p.slot, None if whole[p.slot] == p else p) for p in results
+        ]
+        single = len(results) == 1 and results[0] is not None and self._results[0][1] is None
+        self._single = results[0].slot if single else None
+
+    @staticmethod
+    def _allocator(recorder: Recorder, place: Place, zero: bool) -> Callable[[list[Tensor]], Tensor]:
+        like = recorder.slots[place.slot]
+        shape, stride, dtype, device = place.shape, place.stride, place.dtype, like.device
+        if zero:
+            return lambda slots: torch.zeros(shape, dtype=dtype, device=device)
+        if like.is_contiguous():
+            for i, t in enumerate(recorder.slots[: recorder.inputs]):
+                if t.shape == shape and t.dtype == dtype and t.is_contiguous():
+                    return lambda slots: torch.empty_like(slots[i])  # half a microsecond cheaper than empty()
+            return lambda slots: torch.empty(shape, dtype=dtype, device=device)
+        return lambda slots: torch.empty_strided(shape, stride, dtype=dtype, device=device)
+
+    def __call__(self, slots: list[Tensor], addresses: list[int]) -> Any:
+        for allocate in self._allocate:
+            tensor = allocate(slots)
+            slots.append(tensor)
+            addresses.append(tensor.data_ptr())
+        for launch in self._launch:
+            launch(slots, addresses)
+        if self._single is not None:
+            return slots[self._single]
+        return [
+            None if r is None else slots[r[0]] if r[1] is None else r[1].view(slots[r[0]]) for r in self._results
+        ]

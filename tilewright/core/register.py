@@ -1,0 +1,245 @@
+"""The registered face of an op: `torch.ops.tilewright.<name>`, its fake and its autograd, from the same declaration.
+
+Registered ops are flat: tensors and numbers in, tensors out. Overloads: `.default`; `.quantized` with a canonical format
+string, its quantised result led by a carrier, a one-element tensor expanded to the logical shape, through which autograd sends
+an ordinary gradient of the logical dtype (an fp8 result would have its gradient cast to fp8); and `.out`. Absent pieces of a
+quantised result are empty tensors. `<name>_backward` is what the backward pass calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from .format import Format, Quantized, pack
+
+if TYPE_CHECKING:
+    from .op import Op
+
+LIBRARY = torch.library.Library("tilewright", "FRAGMENT")
+DEVICES = ("CPU", "CUDA")
+PIECES = 4  # tensors of a quantised result beside its carrier; absent ones are empty
+
+
+def register(op: Op) -> None:
+    """Define and implement all overloads of an op."""
+    op.overloads = {}
+    kinds = ["default"]
+    kinds += ["quantized"] if "out_format" in op.signature.names else []
+    kinds += ["out"] if "out" in op.signature.names else []
+    for kind in kinds:
+        name = op.name if kind == "default" else f"{op.name}.{kind}"
+        LIBRARY.define(name + _schema(op, kind))
+        for device in DEVICES:
+            LIBRARY.impl(name, _implementation(op, kind), device)
+        torch.library.register_fake(f"tilewright::{name}", _fake(op, kind), lib=LIBRARY)
+        op.overloads[kind] = getattr(getattr(torch.ops.tilewright, op.name), kind)
+    if op.differentiable:
+        _register_backward(op)
+        for kind in kinds[: 2 if "quantized" in kinds else 1]:
+            name = op.name if kind == "default" else f"{op.name}.{kind}"
+            _register_autograd(op, kind, name)
+
+
+# ---------------------------------------------------------------- flat arguments
+
+
+def _parameters(op: Op) -> list:
+    return [p for p in op.signature.parameters if p.name not in ("out", "out_format")]
+
+
+def _schema(op: Op, kind: str) -> str:
+    arguments = [p.schema() for p in _parameters(op)]
+    if kind == "quantized":
+        arguments += ['str out_format=""', "Tensor? out_scale=None"]
+    if kind == "out":
+        return f"({', '.join([*arguments, '*', 'Tensor(a!) out'])}) -> ()"
+    count = len(op.results) + (PIECES if kind == "quantized" else 0)
+    returns = "Tensor" if count == 1 else f"({', '.join(['Tensor'] * count)})"
+    return f"({', '.join(arguments)}) -> {returns}"
+
+
+def _values(op: Op, flat: tuple, named: Mapping[str, Any]) -> dict[str, Any]:
+    """The reference's arguments from a registered op's."""
+    names = [p.name for p in _parameters(op)]
+    given = {**dict(zip([*names, "out_format", "out_scale"], flat)), **named}
+    scale = given.pop("out_scale", None)
+    if given.get("out_format"):
+        given["out_format"] = Format.parse(given["out_format"], scale)
+    return {**op.signature.defaults, **given}
+
+
+def call(op: Op, values: Mapping[str, Any]) -> Any:
+    """The public function through the registered op: subclasses, dispatch modes, fake tensors, torch.compile, export."""
+    flat = [values[p.name] for p in _parameters(op)]
+    fmt = values.get("out_format")
+    out = values.get("out")
+    if out is not None:
+        if fmt is not None:
+            raise ValueError(f"{op.name}: out with out_format is for eager calls alone")
+        op.overloads["out"](*flat, out=out)
+        return out
+    if fmt is None:
+        made = op.overloads["default"](*flat)
+    else:
+        made = op.overloads["quantized"](*flat, fmt.key, fmt.tensor)
+    return op.public(unflatten(op, values, made if isinstance(made, (tuple, list)) else (made,)))
+
+
+# ---------------------------------------------------------------- flat results
+
+
+def flatten(results: Any) -> tuple[Tensor, ...]:
+    """All results as the registered op returns them."""
+    made: list[Tensor] = []
+    for r in results if isinstance(results, tuple) else (results,):
+        if not isinstance(r, Quantized):
+            made.append(r)
+            continue
+        made.append(torch.empty(1, dtype=r.dtype, device=r.device).expand(r.shape))
+        pieces = r.tensors()
+        made += [*pieces, *(torch.empty(0, device=r.device) for _ in range(PIECES - len(pieces)))]
+    return tuple(made)
+
+
+def saved_results(op: Op, flat: tuple[Tensor, ...]) -> dict[str, Tensor]:
+    """The results that the backward wants, by name. Counted from the end: only the first can be several tensors."""
+    by_name = dict(zip(reversed(op.results), reversed(flat)))
+    return {name: by_name[name] for name in op.results if name in op.saves}
+
+
+def unflatten(op: Op, values: Mapping[str, Any], flat: tuple) -> tuple:
+    """The results from what the registered op (or the autograd function) returned."""
+    fmt = values.get("out_format")
+    if fmt is None:
+        return tuple(flat)
+    return (pack(flat[0], flat[1 : 1 + len(fmt.tensor_names)], fmt, values.get("offsets")), *flat[1 + PIECES :])
+
+
+def _implementation(op: Op, kind: str) -> Any:
+    def implementation(*flat: Any, **named: Any) -> Any:
+        values = _values(op, flat, named)
+        op.validate(values)
+        results = op.run(values)
+        if kind == "out":
+            return None
+        made = flatten(results)
+        return made[0] if len(made) == 1 else made
+
+    return implementation
+
+
+def _fake(op: Op, kind: str) -> Any:
+    def fake(*flat: Any, **named: Any) -> Any:
+        values = _values(op, flat, named)
+        op.signature.validate(values)
+        if kind == "out":
+            return None
+        made = flatten(op.run_reference(values))
+        return made[0] if len(made) == 1 else made
+
+    return fake
+
+
+# ---------------------------------------------------------------- autograd
+
+
+def setup(ctx: Any, op: Op, values: Mapping[str, Any], flat: tuple[Tensor, ...]) -> None:
+    """Keep what the backward needs; say which results carry gradients."""
+    tensors = [values[n] if n in op.saves else None for n in op.signature.tensors]
+    ctx.save_for_backward(*tensors, *saved_results(op, flat).values())
+    ctx.op = op
+    ctx.scalars = {n: values[n] for n in op.signature.names if n not in op.signature.tensors and n != "out"}
+    ctx.graded = op.graded(values)
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(*(t for i, t in enumerate(flat) if i not in ctx.graded))
+
+
+def backward(ctx: Any, grads: tuple, wanted: list[str], through: Any) -> tuple:
+    """Gradients for the tensor arguments, in order; None for those not `wanted`."""
+    op: Op = ctx.op
+    tensors = op.signature.tensors
+    given = [grads[i] for i in ctx.graded]
+    if all(g is None for g in given):
+        return (None,) * len(tensors)
+    found = through(op, ctx.scalars, ctx.saved_tensors, given, frozenset(wanted))
+    by_name = dict(zip(op.differentiable, found))
+    return tuple(by_name[n] if n in wanted else None for n in tensors)
+
+
+def saved_by_name(op: Op, scalars: Mapping[str, Any], saved: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """(arguments, results) by name from what `setup` kept."""
+    kept = [n for n in op.results if n in op.saves]
+    count = len(op.signature.tensors)
+    values = {**scalars, **dict(zip(op.signature.tensors, saved[:count]))}
+    if "out" in op.signature.names:
+        values["out"] = None
+    return {n: values[n] for n in op.signature.names}, dict(zip(kept, saved[count:]))
+
+
+def eager(op: Op, scalars: Mapping[str, Any], saved: Any, grads: list, needs: frozenset) -> tuple:
+    values, results = saved_by_name(op, scalars, saved)
+    return op.run_backward(values, results, grads, needs)
+
+
+def traced(op: Op, scalars: Mapping[str, Any], saved: Any, grads: list, needs: frozenset) -> tuple:
+    fmt = scalars.get("out_format")
+    numbers = [scalars[n] for n in op.signature.scalars]
+    flags = [n in needs for n in op.differentiable]
+    made = op.overloads["backward"](list(saved), grads, *numbers, None if fmt is None else fmt.key, flags)
+    return tuple(t if flag else None for t, flag in zip(made, flags))
+
+
+def _register_autograd(op: Op, kind: str, name: str) -> None:
+    def setup_context(ctx: Any, inputs: tuple, output: Any, keyword_only_inputs: Mapping[str, Any] | None = None) -> None:
+        values = _values(op, inputs, keyword_only_inputs or {})
+        setup(ctx, op, values, output if isinstance(output, (tuple, list)) else (output,))
+
+    def in_order(ctx: Any, *grads: Any) -> tuple:
+        """One entry per argument of the registered op, tensors and numbers in their own order."""
+        names = [p.name for p in _parameters(op)] + (["out_format", "out_scale"] if kind == "quantized" else [])
+        wanted = [n for n, needed in zip(names, ctx.needs_input_grad) if needed and n in op.differentiable]
+        found = dict(zip(op.signature.tensors, backward(ctx, grads, wanted, traced)))
+        return tuple(found.get(n) for n in names)
+
+    torch.library.register_autograd(f"tilewright::{name}", in_order, setup_context=setup_context, lib=LIBRARY)
+
+
+def _register_backward(op: Op) -> None:
+    numbers = [p for p in op.signature.parameters if p.name in op.signature.scalars]
+    types = {p.name: p.schema().split("=")[0] for p in numbers}
+    schema = ", ".join(["Tensor?[] saved", "Tensor?[] grads", *types.values(), "str? out_format", "bool[] needs"])
+    name = f"{op.name}_backward"
+    LIBRARY.define(f"{name}({schema}) -> Tensor[]")
+
+    def unpack(flat: tuple) -> tuple:
+        saved, grads, *rest = flat
+        scalars = dict(zip(types, rest))
+        if "out_format" in op.signature.names:
+            scalars["out_format"] = None if rest[-2] is None else Format.parse(rest[-2])
+        needs = frozenset(n for n, flag in zip(op.differentiable, rest[-1]) if flag)
+        return saved, grads, scalars, needs
+
+    def implementation(*flat: Any) -> list[Tensor]:
+        saved, grads, scalars, needs = unpack(flat)
+        found = dict(zip(op.differentiable, eager(op, scalars, saved, grads, needs)))
+        some = next(g for g in grads if g is not None)
+        return [found[n] if n in needs else some.new_empty(0) for n in op.differentiable]
+
+    def fake(*flat: Any) -> list[Tensor]:
+        saved, grads, scalars, needs = unpack(flat)
+        values, _ = saved_by_name(op, scalars, saved)
+        some = next(g for g in grads if g is not None)
+        made = []
+        for n in op.differentiable:
+            like = values[n] if values[n] is not None else some  # an argument not saved is shaped like the result
+            made.append(torch.empty(like.shape, dtype=like.dtype, device=like.device) if n in needs else some.new_empty(0))
+        return made
+
+    for device in DEVICES:
+        LIBRARY.impl(name, implementation, device)
+    torch.library.register_fake(f"tilewright::{name}", fake, lib=LIBRARY)
+    op.overloads["backward"] = getattr(torch.ops.tilewright, name).default

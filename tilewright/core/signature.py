@@ -1,0 +1,268 @@
+"""What an op's arguments may be, read once from its reference's signature and its `where` rows.
+
+A row is `dtype[dims]` for a tensor, `"float[... hidden]"` say: dims are names that must agree between arguments, integers,
+or a leading `...` (any leading dimensions, equal wherever it appears). The dtype is a class (`float`, `int`, `any`), a torch
+dtype's name, or another argument's name (the same dtype). For a number it is `at_least(0)`, `above(0)` or `between(0, 1)`.
+Everything here depends on types, shapes and dtypes alone, so a call whose key was seen before need not be checked again.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import re
+import types
+import typing
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .format import Format, Quantized
+
+DTYPES = {
+    "float": (torch.bfloat16, torch.float16, torch.float32, torch.float64),
+    "int": (torch.int32, torch.int64),
+    "any": None,
+}
+SCHEMA_TYPES = {float: "float", int: "int", bool: "bool", str: "str", Tensor: "Tensor", Format: "str"}
+
+
+@dataclass(frozen=True)
+class Range:
+    """A predicate on a number, with the words for its error message."""
+
+    words: str
+    holds: Callable[[float], bool]
+
+
+def at_least(low: float) -> Range:
+    return Range(f">= {low:g}", lambda v: v >= low)
+
+
+def above(low: float) -> Range:
+    return Range(f"> {low:g}", lambda v: v > low)
+
+
+def between(low: float, high: float) -> Range:
+    return Range(f"in [{low:g}, {high:g}]", lambda v: low <= v <= high)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A parsed `dtype[dims]`."""
+
+    dtype: str
+    dims: tuple[str, ...]
+    leading: bool
+
+    @staticmethod
+    def parse(text: str) -> Row:
+        match = re.fullmatch(r"(\w+)\[([^\]]*)\]", text)
+        if match is None:
+            raise ValueError(f"where: {text!r} is not of the form 'dtype[dims]'")
+        dims = match[2].replace(",", " ").split()
+        leading = bool(dims) and dims[0] == "..."
+        return Row(match[1], tuple(dims[1:] if leading else dims), leading)
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One argument: its Python type, whether None is allowed, its default and its rule."""
+
+    name: str
+    kind: type
+    optional: bool
+    default: Any
+    choices: tuple | None
+    rule: Row | Range | None
+
+    def schema(self) -> str:
+        text = SCHEMA_TYPES[self.kind] + ("?" if self.optional else "") + " " + self.name
+        if self.default is inspect.Parameter.empty:
+            return text
+        value = f'"{self.default}"' if isinstance(self.default, str) else repr(self.default)
+        return f"{text}={value}"
+
+
+def _unwrap(annotation: Any) -> tuple[type, bool, tuple | None]:
+    """(Python type, None allowed, choices) of an annotation."""
+    optional = False
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        members = typing.get_args(annotation)
+        optional = type(None) in members
+        rest = [m for m in members if m is not type(None)]
+        if Tensor in rest:  # `Tensor | Quantized` is a tensor to the registered op
+            rest = [Tensor]
+        if len(rest) != 1:
+            raise TypeError(f"an op's argument has one type, not {annotation}")
+        annotation = rest[0]
+    if typing.get_origin(annotation) is typing.Literal:
+        choices = typing.get_args(annotation)
+        return type(choices[0]), optional, choices
+    if annotation not in SCHEMA_TYPES:
+        raise TypeError(f"an op's argument cannot be of type {annotation}")
+    return annotation, optional, None
+
+
+def _shape_words(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+
+
+@dataclass
+class Signature:
+    """The checked signature of one op."""
+
+    op: str
+    parameters: tuple[Parameter, ...]
+    python: inspect.Signature
+    check: Callable[..., None] | None = None
+    tensors: tuple[str, ...] = field(init=False)
+    scalars: tuple[str, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.tensors = tuple(p.name for p in self.parameters if p.kind is Tensor and p.name != "out")
+        self.scalars = tuple(p.name for p in self.parameters if p.kind not in (Tensor, Format))
+        self.names = tuple(p.name for p in self.parameters)
+        self.defaults = {p.name: p.default for p in self.parameters}
+        keyword = [p.kind is inspect.Parameter.KEYWORD_ONLY for p in self.python.parameters.values()]
+        self.positional = keyword.index(True) if True in keyword else len(keyword)
+
+    @staticmethod
+    def of(op: str, reference: Callable, where: Mapping[str, str | Range], check: Callable | None) -> Signature:
+        python = inspect.signature(reference)
+        hints = typing.get_type_hints(reference)
+        unknown = set(where) - set(python.parameters)
+        if unknown:
+            raise ValueError(f"{op}: where names {sorted(unknown)}, which the reference does not take")
+        rows = []
+        for p in python.parameters.values():
+            kind, optional, choices = _unwrap(hints[p.name])
+            rule = where.get(p.name)
+            if kind is Tensor and rule is None:
+                raise ValueError(f"{op}: tensor argument {p.name} needs a row in where")
+            rule = Row.parse(rule) if isinstance(rule, str) else rule
+            rows.append(Parameter(p.name, kind, optional, p.default, choices, rule))
+        return Signature(op, tuple(rows), python, check)
+
+    def bind(self, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Every argument by name, defaults filled in. Plain loops, so that torch.compile can trace them."""
+        if len(args) > self.positional:
+            raise TypeError(f"{self.op}() takes {self.positional} positional arguments, got {len(args)}")
+        values = dict(zip(self.names, args))
+        for name in kwargs:
+            if name in values:
+                raise TypeError(f"{self.op}() got argument {name} twice")
+            if name not in self.defaults:
+                raise TypeError(f"{self.op}() has no argument {name}; it takes {', '.join(self.names)}")
+        for name, default in self.defaults.items():
+            if name not in values:
+                value = kwargs.get(name, default)
+                if value is inspect.Parameter.empty:
+                    raise TypeError(f"{self.op}() needs argument {name}")
+                values[name] = value
+        return {name: values[name] for name in self.names}
+
+    def validate(self, values: Mapping[str, Any]) -> None:
+        """Raise TypeError or ValueError naming the first argument that is not what it should be."""
+        dims: dict[str, tuple[int, str]] = {}
+        leading: tuple[torch.Size, str] | None = None
+        device: tuple[torch.device, str] | None = None
+        for p in self.parameters:
+            value = values[p.name]
+            if value is None:
+                if not p.optional:
+                    raise TypeError(f"{self.op}: {p.name} must be given, got None")
+                continue
+            if p.kind is not Tensor:
+                self._number(p, value)
+                continue
+            self._tensor(p, value, values)
+            if device is None:
+                device = value.device, p.name
+            elif value.device != device[0]:
+                raise ValueError(f"{self.op}: {p.name} is on {value.device}, {device[1]} on {device[0]}: move one of them")
+            leading = self._shape(p, value, dims, leading)
+        if self.check is not None:
+            self.check(**values)
+
+    def _number(self, p: Parameter, value: Any) -> None:
+        accepted = (int, float) if p.kind is float else (p.kind,)
+        if not isinstance(value, accepted) or (isinstance(value, bool) and p.kind is not bool):
+            raise TypeError(f"{self.op}: {p.name} must be {p.kind.__name__}, got {type(value).__name__}")
+        if p.choices is not None and value not in p.choices:
+            raise ValueError(f"{self.op}: {p.name} must be one of {list(p.choices)}, got {value!r}")
+        if p.kind is float and not math.isfinite(value):
+            raise ValueError(f"{self.op}: {p.name} must be finite, got {value}")
+        if isinstance(p.rule, Range) and not p.rule.holds(value):
+            raise ValueError(f"{self.op}: {p.name} must be {p.rule.words}, got {value}")
+
+    def _tensor(self, p: Parameter, value: Any, values: Mapping[str, Any]) -> None:
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{self.op}: {p.name} must be a Tensor, got {type(value).__name__}")
+        if value.layout is not torch.strided:
+            raise TypeError(f"{self.op}: {p.name} must be a strided tensor, got {value.layout}")
+        if isinstance(value, Quantized):
+            if p.name != "out":
+                raise TypeError(f"{self.op}: {p.name} is Quantized: call {p.name}.dequantize() first")
+            return
+        wanted = p.rule.dtype
+        if wanted in values:
+            allowed = (values[wanted].dtype,)
+        elif wanted in DTYPES:
+            allowed = DTYPES[wanted]
+        else:
+            allowed = (getattr(torch, wanted),)
+        if allowed is not None and value.dtype not in allowed:
+            words = " or ".join(str(d).removeprefix("torch.") for d in allowed)
+            raise TypeError(f"{self.op}: {p.name} must be {words}, got {str(value.dtype).removeprefix('torch.')}")
+
+    def _shape(self, p: Parameter, value: Tensor, dims: dict, leading: tuple | None) -> tuple | None:
+        row: Row = p.rule
+        count = len(row.dims)
+        if value.dim() < count or (not row.leading and value.dim() != count):
+            want = f"at least {count}" if row.leading else str(count)
+            raise ValueError(f"{self.op}: {p.name} must have {want} dimensions, got {_shape_words(value)}")
+        head, tail = value.shape[: value.dim() - count], value.shape[value.dim() - count :]
+        if row.leading:
+            if leading is None:
+                leading = head, p.name
+            elif head != leading[0]:
+                raise ValueError(
+                    f"{self.op}: {p.name} is {_shape_words(value)}, but its leading dimensions must be"
+                    f" {list(leading[0])} as in {leading[1]}"
+                )
+        for name, size in zip(row.dims, tail):
+            if name.isdigit():
+                known, source = int(name), None
+            else:
+                known, source = dims.setdefault(name, (size, p.name))
+            if size != known:
+                because = f", as in {source}" if source else ""
+                raise ValueError(f"{self.op}: {p.name} is {_shape_words(value)}, but {name} must be {known}{because}")
+        return leading
+
+
+def overlapping(a: Tensor, b: Tensor) -> bool:
+    """Whether the bytes spanned by two dense tensors can meet (spans, so a false alarm is possible, a miss is not)."""
+
+    def span(t: Tensor) -> tuple[int, int]:
+        last = sum((n - 1) * s for n, s in zip(t.shape, t.stride()))
+        return t.data_ptr(), t.data_ptr() + (last + 1) * t.element_size()
+
+    if a.numel() == 0 or b.numel() == 0:
+        return False
+    (a0, a1), (b0, b1) = span(a), span(b)
+    return a0 < b1 and b0 < a1
+
+
+def self_overlapping(t: Tensor) -> bool:
+    """Whether two elements of a tensor can share memory (an expanded output, say)."""
+    reach = 0
+    for stride, size in sorted((s, n) for n, s in zip(t.shape, t.stride()) if n > 1):
+        if stride <= reach:
+            return True
+        reach += stride * (size - 1)
+    return False
