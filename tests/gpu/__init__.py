@@ -24,9 +24,8 @@ def _write(row: dict[str, Any]) -> None:
 
 def pytest_collection_finish(session: Any) -> None:
     if session.config.option.collectonly:
-        import torch
-
-        _write({"cuda": torch.cuda.is_available()})
+        torch = sys.modules.get("torch")  # every test that needs a device has imported it by now
+        _write({"cuda": torch is not None and torch.cuda.is_available()})
         for item in session.items:
             _write({"id": item.nodeid, "outcome": "collected"})
 

@@ -15,6 +15,7 @@ from triton.runtime.errors import InterpreterError
 from tilewright.core import emulate, interpret
 
 NAMES = interpret.install()
+pytestmark = pytest.mark.smoke
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -159,16 +160,16 @@ def binary_kernel(X, Y, OUT, OP: tl.constexpr, BLOCK: tl.constexpr):
     tl.store(OUT + at, out)
 
 
-@pytest.mark.parametrize("op", BINARY)
-def test_bf16_binary_over_every_value(op):
+@pytest.mark.parametrize("name", BINARY)
+def test_bf16_binary_over_every_value(name):
     x = every_value(BF16)
     special = torch.tensor([0.0, -0.0, 1.0, -3.0, 1e-40, 3e38, float("inf"), float("nan")], dtype=BF16)
     order = torch.randperm(65536, generator=torch.Generator().manual_seed(1))
     y = torch.cat([special.repeat_interleave(65536), x[order]])
     x = x.repeat(len(special) + 1)
-    expected = BINARY[op](x, y)
+    expected = BINARY[name](x, y)
     out = torch.empty(expected.shape, dtype=expected.dtype)
-    binary_kernel[(len(special) + 1,)](x, y, out, OP=op, BLOCK=65536)
+    binary_kernel[(len(special) + 1,)](x, y, out, OP=name, BLOCK=65536)
     same(out, expected)
 
 
@@ -207,15 +208,15 @@ EXACT = {
 }
 
 
-@pytest.mark.parametrize("op", EXACT)
-def test_float32_operations(op):
+@pytest.mark.parametrize("name", EXACT)
+def test_float32_operations(name):
     order = torch.randperm(65536, generator=torch.Generator().manual_seed(2))
     x = every_value(BF16).float() * 1.2345
     y = x[order]
     y[::97] = float("nan")
     out = torch.empty_like(x)
-    exact_kernel[(1,)](x, y, out, OP=op, BLOCK=65536)
-    expected = EXACT[op](x, y)
+    exact_kernel[(1,)](x, y, out, OP=name, BLOCK=65536)
+    expected = EXACT[name](x, y)
     zero = (expected == 0) & (out == 0)  # which of +0 and -0 is the greater is left open
     same(torch.where(zero, 0.0, out), torch.where(zero, 0.0, expected))
 

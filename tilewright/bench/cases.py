@@ -16,6 +16,7 @@ from torch import Tensor
 
 import tilewright as tw
 
+from ..core import register
 from . import check
 
 EPS = 1e-6
@@ -45,13 +46,15 @@ class Case:
     goal: float
 
 
-def backward_of(op: Any, args: tuple, options: dict[str, Any], grads: tuple, **extra: Any) -> Callable[[], tuple]:
-    """The backward of `op` as a call of its own: the forward is run here, once, and autograd stays out of the call."""
-    op = getattr(op, "op", op)
+def backward_of(function: Any, args: tuple, options: dict[str, Any], grads: tuple, **extra: Any) -> Callable[[], tuple]:
+    """The op's backward as a call of its own: the forward is run here, once, and autograd stays out of the call."""
+    op = function.op
     values = op.signature.bind(args, options)
-    results = op.saved_results(op.flatten(op.run(values)))
-    needs = op.differentiable_tensors(values)
-    return lambda: op.run_backward(values, results, list(grads), needs, **extra)
+    results = register.saved_results(op, register.flatten(op.run(values)))
+    needs = frozenset(name for name in op.differentiable if values[name] is not None)
+    dropped = set(op.signature.tensors) - set(op.saves)
+    saved = {name: None if name in dropped else value for name, value in values.items()}
+    return lambda: op.run_backward(saved, results, list(grads), needs, **extra)
 
 
 def _normal(seed: int, device: str) -> Callable[..., Tensor]:

@@ -38,15 +38,16 @@ _OTHER_FLOATS = ("fp16", "fp32", "fp64")
 
 def _decode(code: np.ndarray, fmt: SmallFloat) -> np.ndarray:
     """The exact float32 values of `code`."""
+    if fmt.bits == 16:
+        return (code.astype(np.uint32) << 16).view(np.float32)
     code = code.astype(np.int64)
     magnitude = code & ((1 << (fmt.bits - 1)) - 1)
     exponent = np.maximum(magnitude >> fmt.mantissa, 1)
     significand = magnitude - ((exponent - 1) << fmt.mantissa)
     value = np.ldexp(significand.astype(np.float64), exponent - 1 + fmt.lowest - fmt.mantissa)
-    if fmt.infinity is None:
-        value = np.where(magnitude == fmt.nan, np.nan, value)
-    else:
-        value = np.where(magnitude == fmt.infinity, np.inf, np.where(magnitude > fmt.infinity, np.nan, value))
+    if fmt.infinity is not None:
+        value = np.where(magnitude == fmt.infinity, np.inf, value)
+    value = np.where(magnitude > (fmt.infinity or fmt.top), np.nan, value)
     return np.where(code >> (fmt.bits - 1), -value, value).astype(np.float32)
 
 

@@ -8,19 +8,20 @@ replay it without coming back here (`plan.py`).
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextvars import ContextVar
+from typing import Any, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
 from . import config, plan
-from .target import INTERPRETER, Target
+from .target import INTERPRETING, Target
 
-INTERPRETING: bool = triton.knobs.runtime.interpret
 if INTERPRETING:
     from . import interpret
 
@@ -61,6 +62,27 @@ def argument_class(value: Any, specialised: bool) -> Any:
     raise TypeError(f"a kernel cannot take a {type(value).__name__}")
 
 
+class Wanted(NamedTuple):
+    """A launch that `collect` kept from happening: what would have to be compiled."""
+
+    kernel: Kernel
+    ordered: list
+    options: dict[str, Any]
+
+
+_collected: ContextVar[list[Wanted] | None] = ContextVar("collected", default=None)
+
+
+@contextlib.contextmanager
+def collect() -> Iterator[list[Wanted]]:
+    """Collect launches instead of making them; any tensors will do."""
+    token = _collected.set([])
+    try:
+        yield _collected.get()
+    finally:
+        _collected.reset(token)
+
+
 class Kernel:
     """See the module. `tokens` names integers that are never specialised, so batch 1, 2 and 16 share a binary."""
 
@@ -91,13 +113,16 @@ class Kernel:
         a = Arguments(zip(self.names, args))
         a.update(constants)
         tensor = next(v for v in args if isinstance(v, Tensor))
-        target = INTERPRETER if INTERPRETING else Target.of(tensor.get_device())
-        a.update(config.choose(self, a, target))
+        a.update(config.choose(self, a, Target.at(tensor.device)))
         options = {k: a.pop(k) for k in OPTIONS & a.keys()}
         grid = tuple(self.grid(a))
         if 0 in grid:
             return
         ordered = [a[name] for name in self.names]
+        collected = _collected.get()
+        if collected is not None:
+            collected.append(Wanted(self, ordered, options))
+            return
         if INTERPRETING:
             launch = plan.HostLaunch(self.jit, grid, ordered)
         else:

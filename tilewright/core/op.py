@@ -27,10 +27,9 @@ from torch.nn import Parameter
 
 from . import register
 from .format import Format, Quantized
-from .kernel import INTERPRETING
-from .plan import Plan, Recorder
+from .plan import Plan, Recorder, guard
 from .signature import Range, Signature, overlapping, self_overlapping
-from .target import INTERPRETER, Target
+from .target import Target
 
 OPS: dict[str, Op] = {}
 PLANS = 4096  # plans kept per op and direction; dropped all at once when full, so memory stays bounded
@@ -163,7 +162,7 @@ class Op:
         forced = _forced.get()
         if forced == "reference" or (device.type != "cuda" and forced is None):
             return None
-        target = INTERPRETER if INTERPRETING else Target.of(device.index)
+        target = Target.at(device)
         space = SimpleNamespace(**values)
         for one in self.implementations:
             if forced in (None, "triton", one.name) and (one.when is None or one.when(target, space)):
@@ -351,19 +350,41 @@ def _key(items: Any) -> tuple[tuple | None, list[Tensor], list[int]]:
     return tuple(key), slots, addresses
 
 
+RECENT = 4  # kinds of call that an op remembers by guard
+
+
 def _public(op: Op) -> Callable[..., Any]:
-    """The public function. Plain tensors, no gradient, no mode: one key, one lookup, straight to the launches."""
+    """The public function: plain tensors, no gradient wanted and no mode active go straight to the launches of a plan.
+
+    A call with tensors alone is first held against guards of the last few kinds of call; else, and for every other call, a key
+    is built from what the plan depends on. Both cover all that validation reads, so what they let through was validated.
+    """
     plans = op._plans
     plain, numbers = PLAIN, NUMBERS
+    recent: tuple = ()
 
     @functools.wraps(op.reference)
     def function(*args: Any, **kwargs: Any) -> Any:
         if _tracing():
             return register.call(op, op.signature.bind(args, kwargs))
+        if not kwargs and _forced.get() is None:
+            for check, count, graded, plan, restore in recent:
+                if count == len(args) and check(*args) and not (graded and torch.is_grad_enabled()):
+                    addresses = [t.data_ptr() for t in args]
+                    low = 0
+                    for address in addresses:
+                        low |= address
+                    if low & 15:
+                        break  # the guards do not see alignment; these plans are for aligned tensors
+                    results = plan([*args], addresses)
+                    return results if restore is None else restore(results)
+        return keyed(args, kwargs)
+
+    def keyed(args: tuple, kwargs: dict[str, Any]) -> Any:
         key: list[Any] = [_forced.get(), *kwargs]
         slots: list[Tensor] = []
         addresses: list[int] = []
-        for value in (*args, *kwargs.values()) if kwargs else args:
+        for value in (*args, *kwargs.values()):
             kind = type(value)
             if kind not in plain:
                 if kind in numbers:
@@ -392,8 +413,17 @@ def _public(op: Op) -> Callable[..., Any]:
             op.validate(op.signature.bind(args, kwargs))  # whether arguments overlap depends on their addresses
             for at in written:
                 torch.autograd.graph.increment_version(slots[at])
+        elif not kwargs and key[0] is None and len(slots) == len(args) and not any(a & 15 for a in addresses):
+            remember(slots, plan, restore)
         results = plan(slots, addresses)
         return results if restore is None else restore(results)
+
+    def remember(slots: list[Tensor], plan: Plan, restore: Callable | None) -> None:
+        nonlocal recent
+        check = guard(slots)
+        if check is not None:
+            graded = any(t.requires_grad for t in slots)
+            recent = ((check, len(slots), graded, plan, restore), *recent[: RECENT - 1])
 
     function.op = op
     return function

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 aten = torch.ops.aten
 ALLOCATES = {
@@ -54,7 +54,8 @@ class HostLaunch:
         self.jit, self.grid, self.ordered = jit, grid, ordered
 
     def first(self) -> None:
-        self.jit[self.grid](*self.ordered)
+        with _disable_current_modes():  # the interpreter's own torch calls are no part of what the op did
+            self.jit[self.grid](*self.ordered)
 
     def bind(self, places: list[tuple[int, Place]]) -> Callable:
         def replay(slots: list[Tensor], addresses: list[int]) -> None:
@@ -96,18 +97,45 @@ class CudaLaunch:
         self.raw(*args)
 
     def bind(self, places: list[tuple[int, Place]]) -> Callable:
-        raw, device = self.raw, self.device
+        raw, device, stream = self.raw, self.device, _raw_stream
         template = [None if isinstance(a, Tensor) else a for a in self.args]
         moves = [(at + self.HEAD, place.slot, place.offset) for at, place in places]
+        whole = [(at, slot) for at, slot, offset in moves if offset == 0]
 
         def replay(slots: list[Tensor], addresses: list[int]) -> None:
             args = template.copy()
-            args[3] = _raw_stream(device)
+            args[3] = stream(device)
             for at, slot, offset in moves:
                 args[at] = addresses[slot] + offset
             raw(*args)
 
-        return replay
+        def replay_whole(slots: list[Tensor], addresses: list[int]) -> None:
+            args = template.copy()
+            args[3] = stream(device)
+            for at, slot in whole:
+                args[at] = addresses[slot]
+            raw(*args)
+
+        return replay_whole if len(whole) == len(moves) else replay
+
+
+def guard(tensors: list[Tensor]) -> Callable[..., bool] | None:
+    """A check, in one call, that tensors are of the very kind of these: type, dtype, device, sizes, strides, whether they
+    require a gradient, and the dispatch keys in force (so dispatch modes, transforms, autocast and inference mode are seen).
+
+    It is the C++ guard of torch.compile. Reading the same from Python costs four times as much; where torch has no such class,
+    or another, there is no guard and calls take the keyed path.
+    """
+    guards = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
+    if not hasattr(guards, "TensorGuards"):
+        return None
+    sizes = [list(t.shape) for t in tensors]
+    strides = [list(t.stride()) for t in tensors]
+    try:
+        check = guards.TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
+        return check if check(*tensors) else None
+    except (TypeError, ValueError, RuntimeError):
+        return None
 
 
 class Recorder(TorchDispatchMode):
@@ -120,7 +148,9 @@ class Recorder(TorchDispatchMode):
         self.slots: list[Tensor] = list(inputs)
         self.allocations: list[tuple[Place, bool]] = []
         self.launches: list[tuple[Any, list[tuple[int, Place]]]] = []
-        self.foreign: str | None = None
+        # A plan finds arguments by identity: with one given twice, later calls with two would both read the last.
+        twice = len({id(t) for t in inputs}) < len(inputs)
+        self.foreign: str | None = "an argument that was given twice" if twice else None
         self._places: dict[int, tuple[Tensor, Place]] = {}  # by id; the tensor is kept alive so that ids stay unique
         for slot, tensor in enumerate(inputs):
             self._know(tensor, slot)
@@ -187,6 +217,10 @@ class Plan:
         ]
         single = len(results) == 1 and results[0] is not None and self._results[0][1] is None
         self._single = results[0].slot if single else None
+        # One allocation, which is the result, and one launch: the shape of most small ops, worth its own lines below.
+        self._simple = single and len(self._allocate) == len(self._launch) == 1 and self._single == recorder.inputs
+        if self._simple:
+            self._allocate_one, self._launch_one = self._allocate[0], self._launch[0]
 
     @staticmethod
     def _allocator(recorder: Recorder, place: Place, zero: bool) -> Callable[[list[Tensor]], Tensor]:
@@ -202,6 +236,12 @@ class Plan:
         return lambda slots: torch.empty_strided(shape, stride, dtype=dtype, device=device)
 
     def __call__(self, slots: list[Tensor], addresses: list[int]) -> Any:
+        if self._simple:
+            result = self._allocate_one(slots)
+            slots.append(result)
+            addresses.append(result.data_ptr())
+            self._launch_one(slots, addresses)
+            return result
         for allocate in self._allocate:
             tensor = allocate(slots)
             slots.append(tensor)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 
 import torch
+from triton import knobs
 
 
 @dataclass(frozen=True)
@@ -21,6 +25,14 @@ class Target:
     tma: bool  # bulk tensor copies
     ran: bool  # whether tilewright has ever been run on it; otherwise "compiled, never run"
     warp: int = 32
+
+    @staticmethod
+    def at(device: torch.device) -> Target:
+        """The chip that a tensor's kernels run on: the pretended one, the interpreter, or the GPU it is on."""
+        pretended = _pretended.get()
+        if pretended is not None:
+            return pretended
+        return INTERPRETER if INTERPRETING else Target.of(device.index)
 
     @staticmethod
     @functools.cache
@@ -51,5 +63,17 @@ TARGETS = {
         Target("gfx950", 256, 160 * KIB, 4 * KIB**2, 6.0e12, fp8=True, tma=False, ran=False, warp=64),
     )
 }
-# What the interpreter pretends to be: the chip the kernels are written for.
-INTERPRETER = TARGETS["sm_90"]
+# The interpreter is chosen per process. It stands for the chip the kernels are written for, less what it cannot run.
+INTERPRETING: bool = knobs.runtime.interpret
+INTERPRETER = replace(TARGETS["sm_90"], fp8=False, tma=False)
+_pretended: ContextVar[Target | None] = ContextVar("pretended", default=None)
+
+
+@contextlib.contextmanager
+def pretend(target: Target) -> Iterator[None]:
+    """Choose implementations and constants as on `target`; with `kernel.collect`, to compile for a chip that is not here."""
+    token = _pretended.set(target)
+    try:
+        yield
+    finally:
+        _pretended.reset(token)

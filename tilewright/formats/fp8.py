@@ -111,10 +111,11 @@ class Fp8(Format):
         """The tensors of a value in this format, in order."""
         return WAYS[self.ways]
 
-    @property
-    def constants(self) -> dict[str, str | bool]:
-        """The compile-time arguments of the device functions."""
-        return dict(DTYPE=self.dtype, SCALING=self.granularity, POW2=self.pow2, RULE=self.rule)
+    def device_format(self, fast: bool) -> str:
+        """The compile-time FORMAT of the device functions; `fast` takes the chip's conversion instructions."""
+        scaling = self.source if self.source != "dynamic" else self.granularity
+        words = [self.dtype, scaling, "pow2" if self.pow2 else "fp32", self.rule]
+        return ":".join([*words, "fast"] if fast else words)
 
     def with_scale(self, scale: Tensor) -> Fp8:
         if self.source != "static":
@@ -206,7 +207,7 @@ class Fp8(Format):
         if self.tensor is None:
             raise ValueError(f"scale: {self} needs its static scale, see Format.with_scale")
         s = self.tensor.to(x.device).reshape(())
-        return s, 1.0 / s
+        return s, _divide(1.0, s)
 
     def _scales(self, bits: Tensor) -> tuple[Tensor, Tensor]:
         """(stored scale, multiplier) from the bits of amax."""
@@ -218,11 +219,11 @@ class Fp8(Format):
             e = e.clamp(min=_ceil_pow2_bits(rule.floor))
             s, m = e.view(torch.float32), (0x7F000000 - e).view(torch.float32)
         elif rule.divide:
-            s = (amax / codes.max).clamp(min=rule.floor)
-            m = 1.0 / s
+            s = _divide(amax, codes.max).clamp(min=rule.floor)
+            m = _divide(1.0, s)
         else:
-            m = (codes.max / amax).clamp(max=1.0 / rule.floor)
-            s = 1.0 / m
+            m = _divide(codes.max, amax).clamp(max=1.0 / rule.floor)
+            s = _divide(1.0, m)
         if rule.zero is not None:
             s, m = torch.where(bits == 0, rule.zero, s), torch.where(bits == 0, 1.0 / rule.zero, m)
         bad = bits >= INF_BITS
@@ -319,6 +320,12 @@ def padded(scale: Tensor) -> Tensor:
         return scale
     inner = scale.shape[1]
     return F.pad(scale.contiguous(), (0, round4(inner) - inner))[:, :inner]
+
+
+def _divide(a: Tensor | float, b: Tensor | float) -> Tensor:
+    """RN(a / b). Torch divides by a number, and a number by a tensor, through a rounded reciprocal."""
+    a = a if isinstance(a, Tensor) else torch.full_like(b, a)
+    return a / (b if isinstance(b, Tensor) else torch.full_like(a, b))
 
 
 def _ceil_pow2_bits(value: float) -> int:

@@ -1,0 +1,67 @@
+# make test   the environment, lint and the four nets that need no GPU
+# make gpu    the same properties on hardware, in resumable shards
+PYTHON ?= python3
+JOBS ?= 2
+TORCH := torch==2.13.0
+VENV := .venv
+PY := $(VENV)/bin/python
+PIP := $(PY) -m pip --disable-pip-version-check --no-input --quiet
+OLD := .cache/triton36
+PYTEST := -m pytest -q -p no:cacheprovider
+SHARED := -n $(JOBS) --dist worksteal
+
+# One thread each: the tests run side by side, and a BLAS that takes every core makes both slower.
+export OMP_NUM_THREADS := 1
+export OPENBLAS_NUM_THREADS := 1
+export TRITON_CACHE_DIR := $(CURDIR)/.cache/triton
+unexport TRITON_INTERPRET
+
+# Seconds each net may take on two cores: 15 minutes in all. A slower machine sets SLOWER=2.
+SLOWER ?= 1
+HOST_BUDGET := 200
+INTERPRETER_BUDGET := 400
+COMPILE_BUDGET := 240
+SMOKE_BUDGET := 60
+OP_BUDGET := 60
+budget = TILEWRIGHT_TEST_BUDGET=$$(( $(1) * $(SLOWER) )) TILEWRIGHT_OP_BUDGET=$$(( $(OP_BUDGET) * $(SLOWER) ))
+
+.PHONY: env lint test host interpreter compile smoke gpu clean
+
+env: $(VENV)/.ready $(OLD)/.ready
+
+$(VENV)/.ready: requirements-dev.txt Makefile
+	test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	$(PIP) install $(TORCH)
+	$(PIP) install $(TORCH) -r requirements-dev.txt
+	touch $@
+
+# Another Triton in a folder of its own: PYTHONPATH puts it before the environment's.
+$(OLD)/.ready: | $(VENV)/.ready
+	rm -rf $(OLD)
+	$(PIP) install --no-deps --target $(OLD) triton==3.6.0
+	touch $@
+
+lint: $(VENV)/.ready
+	$(VENV)/bin/ruff check tilewright tests
+	$(VENV)/bin/ruff format --check tilewright tests
+
+test: lint host interpreter compile smoke
+
+host: $(VENV)/.ready
+	$(call budget,$(HOST_BUDGET)) PYTHONPATH=. $(PY) $(PYTEST) $(SHARED) tests/host
+
+interpreter: $(VENV)/.ready
+	$(call budget,$(INTERPRETER_BUDGET)) TRITON_INTERPRET=1 PYTHONPATH=. $(PY) $(PYTEST) $(SHARED) tests/interpreter
+
+compile: env
+	$(call budget,$(COMPILE_BUDGET)) PYTHONPATH=.:$(OLD) $(PY) $(PYTEST) $(SHARED) tests/compile
+
+smoke: env
+	$(call budget,$(SMOKE_BUDGET)) TRITON_INTERPRET=1 PYTHONPATH=.:$(OLD) $(PY) $(PYTEST) $(SHARED) -m smoke tests/interpreter
+
+gpu:
+	PYTHONPATH=. $(PYTHON) -m tests.gpu
+
+clean:
+	rm -rf $(VENV) .cache .ruff_cache .hypothesis .pytest_cache build dist out *.egg-info
+	find tilewright tests -name __pycache__ -type d -prune -exec rm -rf {} +

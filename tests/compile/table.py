@@ -1,0 +1,61 @@
+"""The table of what each compiled variant costs, kept as sorted JSON lines and held by a test.
+
+A variant may not gain a spill, a serialised matrix instruction, or more than `SLACK` registers; it may improve freely.
+With TILEWRIGHT_RECORD=1 in the environment the table is rewritten from what was compiled instead of compared with it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tilewright.core.aot import Compiled
+
+SLACK = 8
+Row = dict[str, Any]
+
+
+def recording() -> bool:
+    """Whether this run writes the table instead of holding it."""
+    return os.environ.get("TILEWRIGHT_RECORD") == "1"
+
+
+def row(compiled: Compiled) -> Row:
+    """What is kept of one variant."""
+    return {
+        "registers": compiled.registers,
+        "spills": compiled.spills,
+        "shared": compiled.shared,
+        "serialised": compiled.serialised,
+    }
+
+
+def load(path: Path) -> dict[str, Row]:
+    """The recorded rows by variant name."""
+    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return {r.pop("variant"): r for r in rows}
+
+
+def save(path: Path, rows: Mapping[str, Row]) -> None:
+    """Replace the table."""
+    lines = [json.dumps({"variant": name, **rows[name]}) for name in sorted(rows)]
+    path.write_text("".join(line + "\n" for line in lines))
+
+
+def problems(name: str, compiled: Compiled, table: Mapping[str, Row]) -> list[str]:
+    """Why `compiled` is worse than its recorded row; empty if it is not."""
+    if name not in table:
+        return [f"{name}: no recorded row (TILEWRIGHT_RECORD=1 writes one)"]
+    was, out = table[name], []
+    if compiled.spills > was["spills"]:
+        out.append(f"{name}: spills {compiled.spills} bytes, recorded {was['spills']}")
+    if compiled.registers > was["registers"] + SLACK:
+        out.append(f"{name}: {compiled.registers} registers, recorded {was['registers']}")
+    if compiled.serialised and not was["serialised"]:
+        out.append(f"{name}: matrix instructions became serialised")
+    if not compiled.fits:
+        out.append(f"{name}: {compiled.shared} bytes of shared memory do not exist on {compiled.arch}")
+    return out

@@ -1,0 +1,359 @@
+"""What an op's results should be, and how near to it they must come.
+
+Truth is the op's own reference on float64 copies of the very inputs. The bars are relative root-mean-square errors by class
+of op, beside a bound on every element and on the share of elements that are not correctly rounded:
+
+    A elementwise · B row reduction · C column reduction · D loss · E, F matrix products · G copies · H backward of A and B
+
+`Op.bars` says `{"class": "B"}`; `gradient` names another class than H for gradients of row-shaped arguments, `misrounded`
+another share. Noise is what an honest fp32 computation of the same formula loses to cancellation, measured with the reference
+in fp32 on slightly moved inputs: four times that much is allowed on top.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilewright.core.format import Quantized
+from tilewright.core.op import Op
+from tilewright.core.signature import Row
+
+ROW_DIMS = ("tokens", "batch", "length")
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+IDEAL = 1.66e-3  # relative RMS of bf16 values that are all correctly rounded
+SHARE_OF_BF16 = {torch.bfloat16: 1.0, torch.float16: 1 / 8}
+JITTERS = 3
+
+
+class Bar(NamedTuple):
+    """Relative RMS of bf16 and of fp32 results, and the share of bf16 and fp16 ones that may be rounded to a neighbour."""
+
+    low: float
+    single: float
+    misrounded: float
+
+
+BARS = {
+    "A": Bar(1.70e-3, 3e-7, 0.005),
+    "B": Bar(1.70e-3, 5e-7, 0.001),
+    "C": Bar(1.70e-3, 2e-6, 0.005),
+    "D": Bar(1.70e-3, 2e-6, 0.005),
+    "E": Bar(1.75e-3, 1e-5, 0.02),
+    "F": Bar(1.80e-3, 5e-4, 0.05),
+    "G": Bar(0.0, 0.0, 0.0),
+    "H": Bar(2.0e-3, 2e-6, 0.005),
+}
+
+
+def result_bar(op: Op) -> Bar:
+    bar = BARS[op.bars.get("class", "B")]
+    return bar._replace(misrounded=op.bars["misrounded"]) if "misrounded" in op.bars else bar
+
+
+def gradient_bar(op: Op, name: str) -> Bar:
+    rule = next(p.rule for p in op.signature.parameters if p.name == name)
+    return BARS[op.bars.get("gradient", "H") if row_shaped(rule) else "C"]
+
+
+def row_shaped(rule: Any) -> bool:
+    """Whether an argument with this rule has one row per token."""
+    return isinstance(rule, Row) and (rule.leading or (bool(rule.dims) and rule.dims[0] in ROW_DIMS))
+
+
+# ---------------------------------------------------------------- running
+
+
+def pieces(result: Any) -> dict[str, Tensor]:
+    """A result as plain tensors: itself, or what a Quantized one stores."""
+    if isinstance(result, Quantized):
+        return {f".{name}": t for name, t in zip(result.format.tensor_names, result.tensors())}
+    return {"": result}
+
+
+def as_tuple(results: Any) -> tuple:
+    return results if isinstance(results, tuple) else (results,)
+
+
+def leaves(op: Op, values: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The differentiable arguments as leaves over the same memory."""
+    given = {n: values[n] for n in op.differentiable if isinstance(values[n], Tensor)}
+    return {n: v.detach().requires_grad_() for n, v in given.items() if v.is_floating_point()}
+
+
+def upstream(op: Op, results: tuple, seed: int = 0) -> list[Tensor | None]:
+    """Gradients of the results: random, uneven between rows, an eighth of them zero, and never 1."""
+    made: list[Tensor | None] = []
+    for i in op.graded_results:
+        like = results[i]
+        source = torch.Generator().manual_seed(1000 * seed + i)
+        g = torch.randn(like.shape, generator=source)
+        if like.dim() > 0:
+            g = g * torch.exp2(torch.randint(-2, 3, like.shape[:1], generator=source)).reshape(
+                -1, *[1] * (like.dim() - 1)
+            )
+            g = torch.where(torch.rand(like.shape, generator=source) < 0.125, 0.0, g)
+        made.append(g.to(like.dtype).to(like.device))
+    return made
+
+
+def differentiate(
+    op: Op, results: tuple, inputs: Mapping[str, Tensor], grads: list, **options: Any
+) -> dict[str, Tensor | None]:
+    """Gradients of `inputs` by name; a grad of None leaves that result out."""
+    pairs = [(results[i], g) for i, g in zip(op.graded_results, grads) if g is not None and results[i].requires_grad]
+    if not pairs:
+        return {}
+    found = torch.autograd.grad(
+        [r for r, _ in pairs], list(inputs.values()), [g for _, g in pairs], allow_unused=True, **options
+    )
+    return dict(zip(inputs, found))
+
+
+class Outcome(dict):
+    """Tensors by name, and the upstream gradients that were used."""
+
+    grads: list[Tensor | None] = []
+
+
+def outcome(op: Op, values: Mapping[str, Any], seed: int = 0, grads: list | None = None) -> Outcome:
+    """Everything one call and its backward give, by name: results, pieces of quantised ones, `d_<argument>`."""
+    inputs = leaves(op, values) if values.get("out") is None else {}
+    results = as_tuple(op.function(**{**values, **inputs}))
+    made = Outcome({f"{name}{tail}": t.detach() for name, r in zip(op.results, results) for tail, t in pieces(r).items()})
+    if inputs:
+        made.grads = upstream(op, results, seed) if grads is None else grads
+        found = differentiate(op, results, inputs, made.grads)
+        made.update({f"d_{n}": g for n, g in found.items() if g is not None})
+    return made
+
+
+def lift(value: Any, dtype: torch.dtype) -> Any:
+    """A CPU copy of a tensor, in `dtype` if it is a float one."""
+    if not isinstance(value, Tensor):
+        return value
+    return value.detach().cpu().to(dtype) if value.is_floating_point() else value.cpu()
+
+
+def truth(op: Op, values: Mapping[str, Any], grads: list, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
+    """Results and gradients by name from the reference in `dtype`; a quantised result as the value that is quantised."""
+    plain = {n: None if n in ("out", "out_format") else lift(v, dtype) for n, v in values.items()}
+    inputs = leaves(op, plain) if grads else {}
+    results = as_tuple(op.reference(**{**plain, **inputs}))
+    made = {name: r.detach() for name, r in zip(op.results[: len(op.results) - op.aux], results)}
+    given = [None if g is None else g.detach().cpu().to(results[i].dtype) for g, i in zip(grads, op.graded_results)]
+    found = differentiate(op, results, inputs, given)
+    made.update({f"d_{n}": g for n, g in found.items() if g is not None})
+    return made
+
+
+def resumed(op: Op, values: Mapping[str, Any], actual: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Arguments that give the other results, where an op's definition rounds a result and goes on from it."""
+    if op.resume is None:
+        return dict(values)
+    kept = {n: actual[n] for n in op.results if n in op.saves and n in actual}
+    made = op.resume(SimpleNamespace(**{**values, **kept}))
+    return {n: made[n] for n in op.signature.names}
+
+
+# ---------------------------------------------------------------- comparing
+
+
+def bits(t: Tensor) -> Tensor:
+    """The bytes of a tensor's elements as integers."""
+    kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[t.element_size()]
+    return t.contiguous().view(kind)
+
+
+def same_bits(label: str, actual: Tensor, expected: Tensor) -> None:
+    """Equal bit for bit; one NaN is as good as another."""
+    assert actual.dtype == expected.dtype, f"{label}: {actual.dtype}, not {expected.dtype}"
+    assert actual.shape == expected.shape, f"{label}: shape {tuple(actual.shape)}, not {tuple(expected.shape)}"
+    wrong = bits(actual) != bits(expected)
+    if actual.dtype.is_floating_point:
+        wrong &= ~(actual.float().isnan() & expected.float().isnan()) if actual.dtype != torch.float64 else wrong
+    if bool(wrong.any()):
+        at = tuple(wrong.nonzero()[0].tolist())
+        raise AssertionError(
+            f"{label}: {int(wrong.sum())} of {wrong.numel()} elements differ; at {at} {actual[at].item()}, not {expected[at].item()}"
+        )
+
+
+def same_outcome(label: str, actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    assert actual.keys() == expected.keys(), f"{label}: gave {sorted(actual)}, not {sorted(expected)}"
+    for name in expected:
+        same_bits(f"{label}: {name}", actual[name], expected[name])
+
+
+def spacing(exact: Tensor, dtype: torch.dtype) -> Tensor:
+    """The distance between neighbours of `dtype` at each value."""
+    info = torch.finfo(dtype)
+    exponent = torch.frexp(exact.abs()).exponent - 1
+    return torch.ldexp(torch.full_like(exact, info.eps), exponent).clamp(min=info.tiny * info.eps)
+
+
+def rms(x: Tensor) -> float:
+    return float(x.square().mean().sqrt()) if x.numel() else 0.0
+
+
+def near(label: str, actual: Tensor, exact: Tensor, noise: Tensor, bar: Bar) -> None:
+    """`actual` is `exact` rounded once, but for what `bar` and `noise` (an error per row) allow."""
+    assert actual.shape == exact.shape, f"{label}: shape {tuple(actual.shape)}, not {tuple(exact.shape)}"
+    actual, rounded = actual.cpu(), exact.to(actual.dtype)
+    if bar == BARS["G"]:
+        return same_bits(label, actual, rounded)
+    finite = rounded.isfinite()
+    same_bits(f"{label}, not finite", actual[~finite], rounded[~finite])
+    assert bool(actual[finite].isfinite().all()), (
+        f"{label}: {int((~actual[finite].isfinite()).sum())} values are not finite"
+    )
+    error = torch.where(finite, actual.double() - exact, 0.0).abs()
+    exact, noise = torch.where(finite, exact, 0.0), noise.expand_as(exact)
+    count = error.numel()
+    if count == 0:
+        return None
+    if actual.dtype in SHARE_OF_BF16:
+        share = SHARE_OF_BF16[actual.dtype]
+        limit = share * max(bar.low, IDEAL * min(2.36, 1 + 6 / count**0.5))
+        step = spacing(exact, actual.dtype)
+        within = step + 8 * noise
+        clean = finite & (64 * noise < step)
+        wrong = int(((actual != rounded) & clean).sum())
+        allowed = 1 + bar.misrounded * int(clean.sum())
+        assert wrong <= allowed, f"{label}: {wrong} of {count} are not correctly rounded, at most {allowed:.0f} may be"
+        floor = 0.5 * torch.finfo(actual.dtype).tiny * torch.finfo(actual.dtype).eps
+    else:
+        limit, floor = bar.single, 0.0
+        within = 16 * bar.single * exact.abs().amax(-1, keepdim=True) if exact.dim() else 16 * bar.single * exact.abs()
+        within = within + 8 * noise
+    worst = int((error - within).argmax())
+    assert bool((error <= within).all()), (
+        f"{label}: {actual.reshape(-1)[worst].item()}, not {exact.reshape(-1)[worst].item()}, at flat index {worst}"
+    )
+    found, reach = rms(error), limit * rms(exact) + 4 * rms(noise) + floor
+    assert found <= reach, f"{label}: RMS error {found:.3e} of values of {rms(exact):.3e}, allowed {reach:.3e}"
+    return None
+
+
+def noises(op: Op, values: Mapping[str, Any], grads: list) -> dict[str, Tensor]:
+    """For each result and gradient, the error per row of the reference in fp32, the worst over a few jittered inputs."""
+    worst: dict[str, Tensor] = {}
+    source = torch.Generator().manual_seed(7)
+    for _ in range(JITTERS):
+        moved = {n: _jitter(v, source) for n, v in values.items()}
+        rough = truth(op, moved, grads, torch.float32)
+        for name, exact in truth(op, moved, grads).items():
+            error = (rough[name].double() - exact).abs().nan_to_num(0.0, 0.0, 0.0)
+            if error.dim() and error.numel():
+                error = error.amax(-1, keepdim=True)
+            worst[name] = torch.maximum(worst[name], error) if name in worst else error
+    return worst
+
+
+def _jitter(value: Any, source: torch.Generator) -> Any:
+    if not (isinstance(value, Tensor) and value.is_floating_point()):
+        return value
+    return (value.detach().float().cpu() * (1 + torch.randn(value.shape, generator=source) * 2.0**-10)).contiguous()
+
+
+def expectation(op: Op, values: Mapping[str, Any], actual: Outcome) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """(truth, noise) for an outcome; what follows a rounded result is computed from that result as it came."""
+    onward = resumed(op, values, actual)
+    exact, noise = truth(op, onward, actual.grads), noises(op, onward, actual.grads)
+    if op.resume is not None:
+        first, rough = truth(op, values, []), noises(op, values, [])
+        kept = [n for n in op.results if n in op.saves and n in first]
+        exact.update({n: first[n] for n in kept})
+        noise.update({n: rough[n] for n in kept})
+    return exact, noise
+
+
+def specified(values: Mapping[str, Any], t: Tensor, axis: int = 0) -> Tensor:
+    """The part of a row-shaped tensor that the contract speaks of: rows past the last group are unspecified."""
+    offsets = values.get("offsets")
+    rows = next((v.shape[0] for v in values.values() if isinstance(v, Tensor) and v.dim() > 1), None)
+    if offsets is None or t.dim() <= axis or t.shape[axis] != rows:
+        return t
+    return t.narrow(axis, 0, min(rows, int(offsets[-1]) if offsets.numel() else 0))
+
+
+def check(op: Op, label: str, values: Mapping[str, Any], actual: Outcome) -> None:
+    """Hold an outcome against the truth: plain results and gradients within their bars, quantised ones code by code."""
+    exact, noise = expectation(op, values, actual)
+    for name, there in exact.items():
+        gradient = name.startswith("d_")
+        bar = gradient_bar(op, name[2:]) if gradient else result_bar(op)
+        if name in actual:
+            cut = [specified(values, t) for t in (actual[name], there, noise[name])]
+            near(f"{label}: {name}", *cut, bar)
+        else:
+            assert not gradient, f"{label}: there is no gradient of {name[2:]}"
+            near_codes(f"{label}: {name}", name, values, actual, there, exact=bar == BARS["G"])
+
+
+def near_codes(
+    label: str, name: str, values: Mapping[str, Any], actual: Outcome, there: Tensor, exact: bool = False
+) -> None:
+    """A quantised result: what quantising the true value gives; a producer's last bit may move a scale or, in one element of
+    a thousand, a code by one step."""
+    fmt, offsets = values["out_format"], values.get("offsets")
+    offsets = None if offsets is None else offsets.cpu()
+    fmt = fmt if fmt.tensor is None else fmt.bare().with_scale(fmt.tensor.cpu())
+    around = (1.0,) if exact else (1.0, 1 - 3e-7, 1 + 3e-7)
+    options = [fmt.quantize(there * factor, torch.float32, offsets) for factor in around]
+    for i, part in enumerate(fmt.tensor_names):
+        wanted = [q.tensors()[i] for q in options]
+        found = actual[f"{name}.{part}"].cpu()
+        assert found.shape == wanted[0].shape, f"{label}.{part}: shape {tuple(found.shape)}, not {tuple(wanted[0].shape)}"
+        if part.startswith("data"):
+            cut = [specified(values, t, part == "data_t") for t in (found, *wanted)]
+            _near_code(f"{label}.{part}", cut[0], cut[1:], exact)
+        else:
+            cut = [_used_scales(t, fmt.granularity, part, values) for t in (found, *wanted)]
+            _near_scale(f"{label}.{part}", cut[0], cut[1:], exact)
+
+
+def _used_scales(scale: Tensor, granularity: str, part: str, values: Mapping[str, Any]) -> Tensor:
+    """The scales that belong to rows of a group: grouped tensors have spare blocks, whose scales are unspecified."""
+    if values.get("offsets") is None:
+        return scale
+    ends = [0, *values["offsets"].tolist()]
+    if (granularity, part) in (("1x128", "scale"), ("row", "scale")):
+        return scale.narrow(-1, 0, min(scale.shape[-1], ends[-1]))
+    blocks = sum(-(-(end - start) // 128) for start, end in zip(ends, ends[1:]))
+    if granularity == "128x128":
+        return scale.narrow(0 if part == "scale" else 1, 0, blocks)
+    return scale.narrow(0, 0, blocks) if granularity == "1x128" else scale
+
+
+def _near_code(label: str, found: Tensor, wanted: list[Tensor], exact: bool) -> None:
+    def order(t: Tensor) -> Tensor:
+        code = t.contiguous().view(torch.uint8).to(torch.int16)
+        return torch.where(code < 128, code, 127 - code)
+
+    def bad(t: Tensor) -> Tensor:
+        return t.float().isnan()
+
+    right = torch.zeros(found.shape, dtype=torch.bool)
+    for w in wanted:
+        right |= (bits(found) == bits(w)) | (bad(found) & bad(w))
+    wrong = int((~right).sum())
+    far = int(((order(found) - order(wanted[0])).abs() > 1)[~right].sum())
+    allowed = 0 if exact else 1 + right.numel() // 1000
+    assert wrong <= allowed and far == 0, f"{label}: {wrong} of {right.numel()} codes differ, {far} by more than a step"
+
+
+def _near_scale(label: str, found: Tensor, wanted: list[Tensor], exact: bool) -> None:
+    if exact:
+        return same_bits(label, found, wanted[0])
+    right = torch.zeros(found.shape, dtype=torch.bool)
+    for w in wanted:
+        right |= torch.isclose(found, w, rtol=2e-7, atol=0.0, equal_nan=True)
+    low, high = torch.minimum(wanted[1], wanted[2]), torch.maximum(wanted[1], wanted[2])
+    right |= (low <= found) & (found <= high) & (low > 0.75 * high)  # scales that are not powers of two move smoothly
+    assert bool(right.all()), f"{label}: {int((~right).sum())} of {right.numel()} scales differ, the first is {found[~right][0]}"
+    return None

@@ -1,0 +1,480 @@
+"""The properties that every op must have, each written once as a function of an op and a net.
+
+A net says where kernels run: nowhere (`host`: the reference on a CPU), in the interpreter, or on a GPU. Each property raises
+AssertionError, naming the op, the seed and what was drawn, so that a failure can be had again. `VALUES` are about numbers and
+memory and run wherever kernels do; `FACES` are about calls, registration and errors and run everywhere.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import tilewright as tw
+from tests import layouts, memory
+from tests.oracle import (
+    FLOATS,
+    Outcome,
+    as_tuple,
+    bits,
+    check,
+    differentiate,
+    leaves,
+    outcome,
+    pieces,
+    row_shaped,
+    same_bits,
+    same_outcome,
+    truth,
+    upstream,
+)
+from tilewright.core import register
+from tilewright.core.draw import Draw
+from tilewright.core.op import Op
+
+ROOT = Path(__file__).resolve().parents[1]
+SMALL = {"tokens": 5, "batch": 2, "length": 3, "hidden": 33, "vocab": 37, "heads": 2, "head_dim": 16, "experts": 3}
+ROWS = ("tokens", "batch", "length")
+EDGES = (0, 1, 2, 17, 129)
+LONG_ROWS, LONG = 1031, 20011  # more than one block of rows, more than one program holds of a row
+
+
+@dataclass(frozen=True)
+class Net:
+    """Where kernels run, how many random cases a property draws, and how many elements a case may have."""
+
+    device: str = "cpu"
+    cases: int = 6
+    largest: int = 4096
+    interpreter: bool = False
+
+    @contextlib.contextmanager
+    def kernels(self) -> Iterator[None]:
+        """Kernels, not the reference, inside: a CPU needs to be told."""
+        with tw.force("triton") if self.interpreter else contextlib.nullcontext():
+            yield
+
+
+@dataclass(frozen=True)
+class Case:
+    """One drawn call."""
+
+    label: str
+    values: dict[str, Any]
+    dims: dict[str, int]
+
+
+def draw(
+    op: Op,
+    net: Net,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    dims: Mapping[str, int] | None = None,
+    options: Mapping[str, Any] | None = None,
+    *,
+    full: bool = False,
+) -> Case:
+    """Arguments from the op's own `inputs`; `full` asks for every optional tensor."""
+    wanted = {p.name: True for p in op.signature.parameters if p.optional and p.kind is Tensor} if full else {}
+    source = Draw(seed, dims, {**wanted, **(options or {})}, dtype=dtype, device=net.device, largest=net.largest)
+    values = op.signature.bind((), op.inputs(source))
+    chosen = {k: v for k, v in source.options.items() if k in op.signature.names}
+    label = f"{op.name}(seed={seed}, {str(dtype).removeprefix('torch.')}, dims={source.dims}, options={chosen})"
+    return Case(label, values, source.dims)
+
+
+def tensors(op: Op, values: Mapping[str, Any]) -> dict[str, Tensor]:
+    return {n: values[n] for n in op.signature.tensors if isinstance(values[n], Tensor)}
+
+
+def row_arguments(op: Op, values: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Arguments with one row per token."""
+    rules = {p.name: p.rule for p in op.signature.parameters}
+    return {n: t for n, t in tensors(op, values).items() if row_shaped(rules[n])}
+
+
+def formats(op: Op, device: str) -> list[Any]:
+    """Formats that the op's result can be asked in: every granularity, direction, rule and kind of code, not every product."""
+    if "out_format" not in op.signature.names:
+        return []
+    static = torch.tensor([0.37], device=device)
+    return [
+        tw.fp8("1x128", ways="both"),
+        tw.fp8("1x128", ways="row", pow2=False),
+        tw.fp8("1x128", "e5m2", ways="col", rule="exact", pow2=False),
+        tw.fp8("128x128", ways="both"),
+        tw.fp8("128x128", ways="col", rule="linghe", pow2=False),
+        tw.fp8("row", ways="both"),
+        tw.fp8("row", "e5m2", ways="row", rule="exact"),
+        tw.fp8("tensor", ways="both"),
+        tw.fp8("tensor", ways="row", scale=static),
+        tw.fp8("tensor", "e5m2", ways="both", scale="unit"),
+    ]
+
+
+# ---------------------------------------------------------------- numbers
+
+
+def _families(t: Tensor, kind: int) -> Tensor:
+    """The same tensor with other data: numbers that break sums, padding and exponents."""
+    if kind == 1:  # rows of very different size
+        reach = 6 if t.dtype == torch.float16 else 20
+        power = torch.arange(t[..., :1].numel(), device=t.device).reshape(t[..., :1].shape) % (2 * reach + 1) - reach
+        return (t.float() * torch.exp2(power.float())).to(t.dtype)
+    if kind == 2 and t.numel():  # one value far above the rest
+        t = t.clone()
+        t[..., t.shape[-1] // 2] = 50.0
+        return t
+    if kind == 3:  # all far below zero: a column padded with 0 would win
+        return t - 60
+    if kind == 4:  # nearly cancelling neighbours
+        sign = 1 - 2 * (torch.arange(t.shape[-1], device=t.device) % 2)
+        return (t.abs().mean() * sign + t.float() * 2.0**-6).to(t.dtype)
+    if kind == 5:  # heavy tail
+        return (t.float() ** 3).to(t.dtype)
+    if kind == 6:  # all equal
+        return torch.full_like(t, 0.75)
+    return t
+
+
+def accuracy(op: Op, net: Net) -> None:
+    """Results and gradients within the bars of the op's class, over dtypes, options and seven families of data."""
+    for seed in range(net.cases):
+        dtype = FLOATS[seed % 3]
+        case = draw(op, net, seed, dtype)
+        values = dict(case.values)
+        for n, t in row_arguments(op, values).items():
+            if t.dtype == dtype and t.dim() > 1:
+                values[n] = _families(t, seed % 7)
+        for n, t in tensors(op, values).items():  # parameters are often kept in another precision
+            rule = next(p.rule for p in op.signature.parameters if p.name == n)
+            if t.dtype == dtype and not row_shaped(rule) and rule.dtype == "float":
+                values[n] = t.to(FLOATS[(seed // 3) % 3])
+        with net.kernels():
+            actual = outcome(op, values, seed)
+        check(op, f"{case.label}, data {seed % 7}", values, actual)
+
+
+def sizes(op: Op, net: Net) -> None:
+    """Nothing, one, odd and long in every dimension: right, or refused by name."""
+    names = list(draw(op, net).dims)
+    chosen = [{**SMALL, n: size} for n in names for size in EDGES]
+    chosen += [{**dict.fromkeys(SMALL, 2), n: LONG_ROWS if n in ROWS else LONG} for n in names]
+    for seed, dims in enumerate(chosen):
+        case = draw(op, net, seed, FLOATS[seed % 3], {n: dims[n] for n in names})
+        try:
+            with net.kernels():
+                actual = outcome(op, case.values, seed)
+        except ValueError as error:
+            assert op.name in str(error) and 0 in case.dims.values(), f"{case.label}: {error}"
+            continue
+        check(op, case.label, case.values, actual)
+
+
+def quantised(op: Op, net: Net) -> None:
+    """Every format of the result: codes and scales those of the true value, gradients those of the plain op."""
+    for seed, fmt in enumerate(formats(op, net.device)):
+        dims = {**SMALL, "tokens": 130, "hidden": 257} if seed % 3 == 0 else {**SMALL, "tokens": 7, "hidden": 136}
+        case = draw(op, net, seed, FLOATS[seed % 3], dims, {"out_format": fmt})
+        values = {**case.values, "out_format": fmt}
+        with net.kernels():
+            actual = outcome(op, values, seed)
+        check(op, f"{case.label} in {fmt}", values, actual)
+
+
+def isolation(op: Op, net: Net) -> None:
+    """A NaN or Inf in one row leaves every other row of results and gradients as it was, bit for bit."""
+    for fmt in [None, *[f for f in formats(op, net.device) if f.granularity in ("row", "1x128") and f.ways == "row"]]:
+        case = draw(op, net, 3, torch.float32, {**SMALL, "tokens": 6}, {"out_format": fmt}, full=True)
+        values = {**case.values, "out_format": fmt} if fmt is not None else case.values
+        with net.kernels():
+            clean = outcome(op, values)
+        shaped = {n: t for n, t in row_arguments(op, values).items() if t.is_floating_point()}
+        for (name, t), poison in itertools.product(shaped.items(), (float("nan"), float("inf"), float("-inf"))):
+            bad, row = t.clone(), 2
+            bad[row].reshape(-1)[-1 if poison > 0 else 0] = poison
+            with net.kernels():
+                dirty = outcome(op, {**values, name: bad}, grads=clean.grads)
+            label = f"{case.label}: {poison} in row {row} of {name}" + (f", {fmt}" if fmt else "")
+            _rows_kept(label, clean, dirty, t.shape[0], row)
+
+
+def _rows_kept(label: str, clean: Outcome, dirty: Outcome, count: int, row: int) -> None:
+    others = [i for i in range(count) if i != row]
+    for part, before in clean.items():
+        after = dirty[part]
+        if part.endswith(".scale") and before.dim() == 2:  # one column of scales per row
+            before, after = before.t(), after.t()
+        if before.dim() and before.shape[0] == count:
+            same_bits(f"{label}: other rows of {part}", after[others], before[others])
+
+
+def special_values(op: Op, net: Net) -> None:
+    """NaN, infinities, zeros and subnormals at the first, last and a tail element: NaN just where the reference has it."""
+    case = draw(op, net, 5, torch.float32, {**SMALL, "hidden": 65})
+    for name, t in row_arguments(op, case.values).items():
+        if not (t.is_floating_point() and t.dim() > 1):
+            continue
+        for value, at in itertools.product((float("nan"), float("inf"), float("-inf"), -0.0, 1e-42), (0, -1, 64)):
+            bad = t.clone()
+            bad.reshape(-1)[at] = value
+            values = {**case.values, name: bad}
+            with net.kernels(), torch.no_grad():
+                actual = as_tuple(op.function(**values))
+            for part, result, exact in zip(op.results, actual, truth(op, values, [], torch.float32).values()):
+                found, wanted = result.cpu().isnan(), exact.isnan()
+                label = f"{case.label}: {value} at {at} of {name}: {part}"
+                assert torch.equal(found, wanted), f"{label} has {int(found.sum())} NaN, the reference {int(wanted.sum())}"
+
+
+# ---------------------------------------------------------------- memory
+
+
+def strides(op: Op, net: Net) -> None:
+    """Every layout of every tensor argument, and of the upstream gradient, gives the bits that a contiguous one gives."""
+    for name, make in layouts.LAYOUTS.items():
+        dims = {**SMALL, "tokens": 1 if name == "size one" else 6}
+        case = draw(op, net, 11, torch.bfloat16, dims, full=True)
+        with net.kernels():
+            for argument, t in tensors(op, case.values).items():
+                view = make(t)
+                if view is None:
+                    continue
+                expected = outcome(op, {**case.values, argument: view.contiguous().clone()})
+                actual = outcome(op, {**case.values, argument: view})
+                same_outcome(f"{case.label}: {argument} {name}", actual, expected)
+            if not op.differentiable:
+                continue
+            grads = outcome(op, case.values).grads
+            views = [g if g is None else make(g) for g in grads]
+            if any(v is not None for v in views):
+                plain = [v if v is None else v.contiguous().clone() for v in views]
+                expected = outcome(op, case.values, grads=plain)
+                same_outcome(f"{case.label}: gradient {name}", outcome(op, case.values, grads=views), expected)
+
+
+def leading(op: Op, net: Net) -> None:
+    """Any number of leading dimensions: the bits of the flattened call."""
+    rules = {p.name: p.rule for p in op.signature.parameters}
+    case = draw(op, net, 12, torch.float32, {**SMALL, "tokens": 6}, full=True)
+    names = [n for n in tensors(op, case.values) if rules[n].leading]
+    if not names or case.values.get("offsets") is not None:
+        return
+    with net.kernels():
+        flat = outcome(op, case.values)
+        for shape in ((2, 3), (1, 2, 3), (3, 1, 2)):
+            lifted = {n: case.values[n].reshape(*shape, *case.values[n].shape[1:]) for n in names}
+            grads = [g.reshape(*shape, *g.shape[1:]) if g.dim() and g.shape[0] == 6 else g for g in flat.grads]
+            turned = {n: t.transpose(0, 1).contiguous().transpose(0, 1) for n, t in lifted.items()}
+            for label, given in (("contiguous", lifted), ("not mergeable", turned)):
+                actual = outcome(op, {**case.values, **given}, grads=grads)
+                for part, expected in flat.items():
+                    same_bits(f"{case.label}: {shape} {label}: {part}", actual[part].reshape(expected.shape), expected)
+
+
+def outs(op: Op, net: Net) -> None:
+    """`out` is filled and returned, in any layout that shares no memory; nothing between its elements is touched."""
+    if "out" not in op.signature.names:
+        return
+    case = draw(op, net, 13, torch.float32, {**SMALL, "tokens": 6})
+    with net.kernels(), torch.no_grad():
+        plain = as_tuple(op.function(**case.values))[0]
+        for name, make in layouts.LAYOUTS.items():
+            out = make(torch.zeros_like(plain))
+            if out is None or "expanded" in name or name == "size one":
+                continue
+            guard = memory.Gaps(out)
+            version = out._version
+            for _ in range(2):  # recorded, then replayed
+                out.fill_(float("nan"))
+                made = as_tuple(op.function(**{**case.values, "out": out}))[0]
+                assert made is out, f"{case.label}: out {name} was not returned"
+                same_bits(f"{case.label}: out {name}", out, plain)
+            guard.check(f"{case.label}: out {name}")
+            assert out._version > version + 2, f"{case.label}: writing out does not show in its version"
+
+
+def guarded_memory(op: Op, net: Net) -> None:
+    """Whatever memory held before and lies around it: same bits, nothing written outside the results, no input written."""
+    for seed in range(max(2, net.cases // 3)):
+        case = draw(op, net, 20 + seed, FLOATS[seed % 3], {"tokens": 7, "hidden": 65} if seed == 0 else None, full=seed % 2 == 0)
+        fmts = formats(op, net.device)
+        values = {**case.values, "out_format": fmts[seed % len(fmts)]} if fmts and seed % 2 else dict(case.values)
+        with net.kernels():
+            expected = outcome(op, values, seed)
+            for fill in memory.FILLS:
+                fenced = {n: memory.Fenced(t) for n, t in tensors(op, values).items()}
+                grads = [None if g is None else memory.Fenced(g) for g in expected.grads]
+                given = {**values, **{n: f.tensor for n, f in fenced.items()}}
+                with memory.guarded_allocations(fill) as guards:
+                    actual = outcome(op, given, seed, [g and g.tensor for g in grads])
+                label = f"{case.label}: memory filled with {fill:#04x}"
+                _same_specified(label, values, actual, expected)
+                for guard in guards:
+                    guard.check(label)
+                written = op.writes(values) if op.writes else ()
+                for n, fence in fenced.items():
+                    if n not in written:
+                        fence.check(f"{label}: {n}")
+                for i, fence in enumerate(grads):
+                    if fence is not None:
+                        fence.check(f"{label}: upstream gradient {i}")
+
+
+def _same_specified(label: str, values: Mapping[str, Any], actual: Outcome, expected: Outcome) -> None:
+    if values.get("offsets") is None:
+        same_outcome(label, actual, expected)
+    else:  # rows past the last group hold whatever memory held
+        check_parts = {n: t for n, t in expected.items() if not n.endswith((".data_t", ".scale_t", ".scale", ".data"))}
+        rows = int(values["offsets"][-1]) if values["offsets"].numel() else 0
+        for n, t in check_parts.items():
+            same_bits(f"{label}: {n}", actual[n][:rows] if t.dim() else actual[n], t[:rows] if t.dim() else t)
+
+
+def wide_strides(op: Op, net: Net, source: str = "") -> None:
+    """Rows and columns more than 2^31 elements apart, on a view of memory that is never touched; its own process, since a
+    32-bit offset may read anywhere. `source` is a file that declares the op, if the library does not."""
+    command = [sys.executable, "-m", "tests.wide", op.name, net.device, *([source] if source else [])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, f"{op.name}: status {done.returncode}\n{(done.stdout + done.stderr)[-2000:]}"
+
+
+# ---------------------------------------------------------------- calls
+
+
+def repeatable(op: Op, net: Net) -> None:
+    """The same bits every time, also with the programs run in another order."""
+    for seed in range(2):
+        case = draw(op, net, 30 + seed, FLOATS[seed], {"tokens": 70, "hidden": 40} if seed else None)
+        with net.kernels():
+            first = outcome(op, case.values)
+            for _ in range(2 if net.interpreter else 20):
+                same_outcome(f"{case.label}: again", outcome(op, case.values), first)
+            if net.interpreter:
+                from tilewright.core.interpret import reversed_programs
+
+                with reversed_programs():
+                    same_outcome(f"{case.label}: programs backwards", outcome(op, case.values), first)
+
+
+def paths(op: Op, net: Net) -> None:
+    """Recorded, replayed, by keyword in any order, with gradients, through the registered op: one result."""
+    for fmt in (None, *formats(op, net.device)[:1]):
+        case = draw(op, net, 40, torch.bfloat16, SMALL, {"out_format": fmt}, full=True)
+        other = draw(op, net, 41, torch.bfloat16, SMALL, {**{n: v for n, v in case.values.items()}, **_present(op, case)})
+        swapped = {n: other.values[n] if isinstance(v, Tensor) and n in other.values else v for n, v in case.values.items()}
+        with net.kernels():
+            expected = {i: outcome(op, {**v, **({"out_format": fmt} if fmt else {})}) for i, v in enumerate((case.values, swapped))}
+            for turn in range(3):
+                for i, drawn in enumerate((case.values, swapped)):
+                    values = {**drawn, "out_format": fmt} if fmt else dict(drawn)
+                    for label, made in _ways_to_call(op, values, backwards=bool(turn)):
+                        for name, t in made.items():
+                            same_bits(f"{case.label}: {label}, turn {turn}: {name}", t, expected[i][name])
+
+
+def _present(op: Op, case: Case) -> dict[str, bool]:
+    """Options that make the same optional tensors appear again."""
+    return {p.name: case.values[p.name] is not None for p in op.signature.parameters if p.optional and p.kind is Tensor}
+
+
+def _ways_to_call(op: Op, values: Mapping[str, Any], backwards: bool) -> Iterator[tuple[str, dict[str, Tensor]]]:
+    def named(results: Any) -> dict[str, Tensor]:
+        return {f"{n}{tail}": t for n, r in zip(op.results, as_tuple(results)) for tail, t in pieces(r).items()}
+
+    count = op.signature.positional
+    order = list(values.items())[::-1] if backwards else list(values.items())
+    with torch.no_grad():
+        yield "by keyword", named(op.function(**dict(order)))
+        yield "by position", named(op.function(*[values[n] for n in op.signature.names[:count]], **{
+            n: v for n, v in order if n not in op.signature.names[:count]
+        }))  # fmt: skip
+        yield "registered", named(register.call(op, values))
+
+
+def gradients(op: Op, net: Net) -> None:
+    """What autograd may ask: one upstream gradient for two results, twice over one graph, some arguments only, some results
+    only, zeros, twice as much."""
+    case = draw(op, net, 50, torch.float32, {**SMALL, "tokens": 6}, full=True)
+    inputs = leaves(op, case.values)
+    if not inputs or case.values.get("inplace_backward"):
+        return
+    with net.kernels():
+        expected = outcome(op, case.values)
+        grads = expected.grads
+        results = as_tuple(op.function(**{**case.values, **inputs}))
+        for turn in range(2):
+            _same_gradients(f"{case.label}: turn {turn} over one graph", op, results, inputs, grads, expected, retain_graph=True)
+        for name in inputs:
+            alone = {**case.values, name: inputs[name]}
+            made = as_tuple(op.function(**alone))
+            _same_gradients(f"{case.label}: only {name}", op, made, {name: inputs[name]}, grads, expected)
+        double = [None if g is None else 2 * g for g in grads]
+        twice = Outcome({n: 2 * t if n.startswith("d_") else t for n, t in expected.items()})
+        same_outcome(f"{case.label}: twice the gradient", outcome(op, case.values, grads=double), twice)
+        zero = outcome(op, case.values, grads=[None if g is None else torch.zeros_like(g) for g in grads])
+        for n, t in zero.items():
+            assert not n.startswith("d_") or not bool(t.any()), f"{case.label}: zero upstream, {n} is not zero"
+        _shared_gradient(op, case, grads)
+        for only in range(len(grads)) if len(grads) > 1 else ():
+            some = [g if i == only else None for i, g in enumerate(grads)]
+            actual = outcome(op, case.values, grads=some)
+            missing = [n for n in truth(op, case.values, some) if n not in actual]
+            assert not missing, f"{case.label}: only {op.results[op.graded_results[only]]} used: no {missing}"
+            check(op, f"{case.label}: only {op.results[op.graded_results[only]]} used", case.values, actual)
+
+
+def _same_gradients(label: str, op: Op, results: tuple, inputs: dict, grads: list, expected: Outcome, **options: Any) -> None:
+    found = differentiate(op, results, inputs, grads, **options)
+    for n, t in found.items():
+        same_bits(f"{label}: d_{n}", t, expected[f"d_{n}"])
+
+
+def _shared_gradient(op: Op, case: Case, grads: list) -> None:
+    """One tensor as the gradient of several results, then several: no plan may take one for the other."""
+    shapes = {(g.shape, g.dtype) for g in grads}
+    if len(grads) < 2 or len(shapes) > 1:
+        return
+    first = grads[0]
+    apart = outcome(op, case.values, grads=[first.clone() for _ in grads])
+    kept = first.clone()
+    for _ in range(2):
+        same_outcome(f"{case.label}: one gradient for all", outcome(op, case.values, grads=[first] * len(grads)), apart)
+    assert torch.equal(bits(first), bits(kept)), f"{case.label}: the upstream gradient was written"
+    again = outcome(op, case.values, grads=grads)
+    check(op, f"{case.label}: after one gradient for all, one each", case.values, again)
+
+
+def repeated_argument(op: Op, net: Net) -> None:
+    """One tensor given for two arguments, then two tensors: no plan may take one for the other."""
+    case = draw(op, net, 60, torch.float32, {**SMALL, "tokens": 9}, full=True)
+    by_kind: dict[Any, list[str]] = {}
+    for n, t in tensors(op, case.values).items():
+        by_kind.setdefault((t.shape, t.dtype), []).append(n)
+    with net.kernels(), torch.no_grad():
+        for names in by_kind.values():
+            if len(names) < 2:
+                continue
+            one = case.values[names[0]]
+            op.function(**{**case.values, **dict.fromkeys(names, one)})
+            for _ in range(2):
+                results = as_tuple(op.function(**case.values))
+                actual = Outcome({n: r for n, r in zip(op.results, results)})
+                check(op, f"{case.label}: after {names} were one tensor", case.values, actual)
+
+
+VALUES: tuple[Callable, ...] = (
+    accuracy, sizes, quantised, isolation, special_values, strides, leading, outs, guarded_memory, wide_strides,
+    repeatable, paths, gradients, repeated_argument,
+)  # fmt: skip

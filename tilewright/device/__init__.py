@@ -1,0 +1,1 @@
+"""Device functions that kernels share. They import `triton.language` alone."""

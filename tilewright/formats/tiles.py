@@ -1,0 +1,244 @@
+"""FP8 values from tiles: kernels over 128x128 tiles whose contents an injected device function produces, and back.
+
+A producer is a `triton.jit` function called as PRODUCE(A, B, C, D, stride_a, stride_b, p0, p1, row, col, inside, MODE); it
+returns the fp32 tile at rows `row` (int64, [R, 1]) and columns `col` ([1, C]). Both are clamped into the tensor, so that what
+belongs to a whole row or column may be read without a mask; `inside` says which elements count.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton.language as tl
+from torch import Tensor
+from triton import JITFunction, jit
+
+from ..core.format import Quantized
+from ..core.kernel import kernel
+from ..core.target import Target
+from ..core.tensor import cdiv, power_of_two
+from ..device.quantize import amax, codes_at, decode, find_block, has, max_nan, store_given, store_tile4
+from .fp8 import Fp8, flat_rows
+
+
+@jit
+def find_tile(OFFSETS, M, N, E, BLOCK_E: tl.constexpr):
+    """(block, group, first row, rows left, first column) of this program's tile; columns vary fastest."""
+    tiles = tl.maximum(tl.cdiv(N, 128), 1)
+    block = tl.program_id(0) // tiles
+    col0 = tl.program_id(0) % tiles * 128
+    if OFFSETS is None:
+        group = block * 0
+        row0 = block.to(tl.int64) * 128
+        rows_left = M - row0
+    else:
+        group, row0, rows_left = find_block(block, OFFSETS, E, M, BLOCK_E)
+    return block, group, row0, rows_left, col0
+
+
+@jit
+def produce4(
+    k: tl.constexpr, A, B, C, D, stride_a, stride_b, p0, p1, row0, col0, rows_left, N, PRODUCE: tl.constexpr,
+    MODE: tl.constexpr, FULL: tl.constexpr,
+):  # fmt: skip
+    """Rows 4g+k of a tile, zero outside the tensor."""
+    r = 4 * tl.arange(0, 32)[:, None] + k
+    c = col0 + tl.arange(0, 128)[None, :]
+    if FULL:
+        y = PRODUCE(A, B, C, D, stride_a, stride_b, p0, p1, row0 + r, c, (r < 128) & (c >= 0), MODE)
+    else:
+        inside = (r < rows_left) & (c < N)
+        row = row0 + tl.minimum(r, rows_left - 1)
+        y = PRODUCE(A, B, C, D, stride_a, stride_b, p0, p1, row, tl.minimum(c, N - 1), inside, MODE)
+        y = tl.where(inside, y, 0.0)
+    return y
+
+
+def _grid(a: Any) -> tuple[int]:
+    # At least one program, which stores the scale of an empty tensor
+    return (max(1, cdiv(a.M, 128) + a.E) * max(1, cdiv(a.N, 128)),)
+
+
+# 128 registers hold the tile; at 168 three blocks fit an SM, and a few registers more cost a fifth (H200, November 2026)
+@kernel(
+    grid=_grid,
+    tokens=("M", "stride_s", "stride_qt", "stride_st"),
+    default=lambda a: {"num_warps": 4, "maxnreg": 168},
+)
+def quantize_tiles(
+    A, B, C, D, Q, S, QT, ST, AMAX, AMAX_T, OFFSETS, M, N, E, stride_a, stride_b, stride_s, stride_qt, stride_st, p0, p1,
+    PRODUCE: tl.constexpr, MODE: tl.constexpr, FORMAT: tl.constexpr, ALIGN: tl.constexpr, FULL: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+):  # fmt: skip
+    """One program, one tile: produced once, stored in all the ways that are not None."""
+    block, group, row0, rows_left, col0 = find_tile(OFFSETS, M, N, E, BLOCK_E)
+    store_given(S, ST, AMAX, AMAX_T, row0, col0, block, tl.maximum(E, 1), rows_left, N, FORMAT)
+    if not FULL:
+        if (rows_left <= 0) | (col0 >= N):
+            return
+    y0 = produce4(0, A, B, C, D, stride_a, stride_b, p0, p1, row0, col0, rows_left, N, PRODUCE, MODE, FULL)
+    y1 = produce4(1, A, B, C, D, stride_a, stride_b, p0, p1, row0, col0, rows_left, N, PRODUCE, MODE, FULL)
+    y2 = produce4(2, A, B, C, D, stride_a, stride_b, p0, p1, row0, col0, rows_left, N, PRODUCE, MODE, FULL)
+    y3 = produce4(3, A, B, C, D, stride_a, stride_b, p0, p1, row0, col0, rows_left, N, PRODUCE, MODE, FULL)
+    store_tile4(
+        y0, y1, y2, y3, Q, S, QT, ST, AMAX, AMAX_T, row0, col0, block, group, rows_left, N, N, stride_s, stride_qt,
+        stride_st, FORMAT, ALIGN, OFFSETS is not None, FULL,
+    )  # fmt: skip
+
+
+@kernel(grid=_grid, tokens=("M",), default=lambda a: {"num_warps": 4})
+def amax_tiles(
+    A, B, C, D, AMAX, AMAX_T, OFFSETS, M, N, E, stride_a, stride_b, p0, p1, PRODUCE: tl.constexpr, MODE: tl.constexpr,
+    FORMAT: tl.constexpr, BLOCK_E: tl.constexpr,
+):  # fmt: skip
+    """Bits of amax into zeroed memory: of the tensor, or of each row and of each group's columns.
+
+    As integers, bits of absolute values keep their order, NaN above Inf: the maximum does not depend on the order of the
+    programs, and no NaN is lost.
+    """
+    block, group, row0, rows_left, col0 = find_tile(OFFSETS, M, N, E, BLOCK_E)
+    if (rows_left <= 0) | (col0 >= N):
+        return
+    c = col0 + tl.arange(0, 128)[None, :]
+    column = tl.zeros([32, 128], tl.float32)
+    for k in range(4):
+        r = 32 * k + tl.arange(0, 32)[:, None]
+        inside = (r < rows_left) & (c < N)
+        row = row0 + tl.minimum(r, rows_left - 1)
+        y = PRODUCE(A, B, C, D, stride_a, stride_b, p0, p1, row, tl.minimum(c, N - 1), inside, MODE)
+        y = tl.where(inside, y, 0.0)
+        column = max_nan(column, tl.abs(y))
+        if has(FORMAT, "row") and AMAX is not None:
+            rows = 32 * k + tl.arange(0, 32)
+            tl.atomic_max(AMAX + row0 + rows, amax(y, 1).to(tl.int32, bitcast=True), rows < rows_left, sem="relaxed")
+    if has(FORMAT, "tensor"):
+        tl.atomic_max(AMAX, amax(amax(column, 0), 0).to(tl.int32, bitcast=True), sem="relaxed")
+    elif AMAX_T is not None:
+        cols = col0 + tl.arange(0, 128)
+        at = AMAX_T + group.to(tl.int64) * N + cols
+        tl.atomic_max(at, amax(column, 0).to(tl.int32, bitcast=True), cols < N, sem="relaxed")
+
+
+@kernel(grid=_grid, tokens=("M", "stride_s", "stride_q"), default=lambda a: {"num_warps": 4})
+def dequantize_tiles(
+    Q, S, Y, OFFSETS, M, N, E, stride_q, stride_s, TRANSPOSED: tl.constexpr, FORMAT: tl.constexpr, BLOCK_E: tl.constexpr
+):
+    """Y = code * scale in the dtype of Y; Q and S are the row-wise operand, or the column-wise twin when TRANSPOSED."""
+    block, group, row0, rows_left, col0 = find_tile(OFFSETS, M, N, E, BLOCK_E)
+    if (rows_left <= 0) | (col0 >= N):
+        return
+    c = col0 + tl.arange(0, 128)
+    for k in range(4):
+        r = 32 * k + tl.arange(0, 32)
+        if TRANSPOSED:
+            at = Q + c.to(tl.int64)[:, None] * stride_q + (row0 + r)[None, :]
+            codes = tl.trans(load_codes(at, (c[:, None] < N) & (r[None, :] < rows_left), FORMAT))
+        else:
+            at = Q + (row0 + r)[:, None] * stride_q + c[None, :]
+            codes = load_codes(at, (r[:, None] < rows_left) & (c[None, :] < N), FORMAT)
+        s = load_scale(S, block, group, row0, r, c, rows_left, N, stride_s, TRANSPOSED, FORMAT)
+        at = Y + (row0 + r)[:, None] * N + c[None, :]
+        tl.store(at, (codes * s).to(Y.dtype.element_ty), (r[:, None] < rows_left) & (c[None, :] < N))
+
+
+@jit
+def load_codes(at, inside, FORMAT: tl.constexpr):
+    codes = tl.load(codes_at(at, FORMAT), inside, 0)
+    if has(FORMAT, "fast"):
+        x = codes.to(tl.float32)
+    else:
+        x = decode(codes, FORMAT)
+    return x
+
+
+@jit
+def load_scale(
+    S, block, group, row0, r, c, rows_left, N, stride_s, TRANSPOSED: tl.constexpr, FORMAT: tl.constexpr
+):
+    """The scales of a [32, 128] tile, in a shape that broadcasts to it."""
+    tile = (tl.min(c, 0) // 128).to(tl.int64)
+    if has(FORMAT, "128x128"):
+        if TRANSPOSED:
+            s = tl.load(S + tile * stride_s + block)
+        else:
+            s = tl.load(S + block.to(tl.int64) * stride_s + tile)
+    elif has(FORMAT, "1x128", "row"):
+        if TRANSPOSED:
+            s = tl.load(S + (block if has(FORMAT, "1x128") else group).to(tl.int64) * stride_s + c, c < N, 0.0)[None, :]
+        else:
+            s = tl.load(S + tile * stride_s + row0 + r, r < rows_left, 0.0)[:, None]
+    else:
+        s = tl.load(S)
+    return s
+
+
+@jit
+def load_tile(A, B, C, D, stride_a, stride_b, p0, p1, row, col, inside, MODE: tl.constexpr):
+    """The producer that reads a tensor as it is; stride_b is that of its columns."""
+    return tl.load(A + row * stride_a + col * stride_b, inside, 0.0).to(tl.float32)
+
+
+# ---- host ------------------------------------------------------------------------------------------------------------
+
+
+def is_fast(tensor: Tensor) -> bool:
+    """Whether the tensor's chip has the conversion instructions that the format word fast stands for."""
+    target = Target.at(tensor.device)
+    return target.fp8 and target.arch.startswith("sm_")
+
+
+def store_tiles(
+    q: Quantized,
+    produce: JITFunction,
+    operands: tuple[Tensor | None, ...],
+    strides: tuple[int, int],
+    params: tuple[float, float] = (0.0, 0.0),
+    mode: Any = 0,
+    scale: Tensor | None = None,
+) -> None:
+    """Fill `q`, made by `format.empty`, with what `produce` makes of up to four operands; `scale` is a static one.
+
+    One launch; per-row and dynamic per-tensor scales take another before it, for amax.
+    """
+    format: Fp8 = q.format
+    M, N = flat_rows(q.shape), q.shape[-1]
+    some = q.data if q.data is not None else q.data_t
+    groups = 0 if q.offsets is None else q.offsets.shape[0]
+    operands = (*operands, *(None,) * (4 - len(operands)))
+    common = {"PRODUCE": produce, "MODE": mode, "FORMAT": format.device_format(is_fast(some))}
+    common["BLOCK_E"] = power_of_two(groups)
+    bits = bits_t = None
+    if format.source == "static":
+        bits = scale
+    elif format.source == "dynamic" and format.granularity in ("tensor", "row"):
+        by_row = format.granularity == "row"
+        if q.data is not None or not by_row:
+            bits = torch.zeros(M if by_row else 1, dtype=torch.int32, device=some.device)
+        if q.data_t is not None and by_row:
+            bits_t = torch.zeros(max(1, groups) * N, dtype=torch.int32, device=some.device)
+        amax_tiles(*operands, bits, bits_t, q.offsets, M, N, groups, *strides, *params, **common)
+    aligned = q.data_t is None or q.data_t.data_ptr() % 16 == 0
+    quantize_tiles(
+        *operands, q.data, q.scale, q.data_t, q.scale_t, bits, bits_t, q.offsets, M, N, groups, *strides,
+        row_stride(q.scale), M, row_stride(q.scale_t), *params, **common,
+        ALIGN=16 if aligned and M % 16 == 0 else 4 if aligned and M % 4 == 0 else 1,
+        FULL=groups == 0 and M % 128 == 0 and N % 128 == 0,
+    )  # fmt: skip
+
+
+def row_stride(scale: Tensor | None) -> int:
+    """The distance between rows of a two-dimensional scale."""
+    return scale.stride(0) if scale is not None and scale.dim() == 2 else 0
+
+
+def load_tiles(q: Quantized, y: Tensor) -> None:
+    """Dequantise `q` into `y`, contiguous and of its shape."""
+    transposed = q.data is None
+    data, scale = (q.data_t, q.scale_t) if transposed else (q.data, q.scale)
+    M, N = flat_rows(q.shape), q.shape[-1]
+    groups = 0 if q.offsets is None else q.offsets.shape[0]
+    dequantize_tiles(
+        data, scale, y, q.offsets, M, N, groups, M if transposed else N, row_stride(scale),
+        TRANSPOSED=transposed, FORMAT=q.format.device_format(is_fast(data)), BLOCK_E=power_of_two(groups),
+    )  # fmt: skip

@@ -1,0 +1,369 @@
+"""Gated linear unit: y = act(gate) * up * scale, gate and up being the halves of x's last dimension or two tensors.
+
+With a limit, gate is first clamped to at most it and up to [-limit, limit]. Backward, with w = dy * scale:
+dgate = w * up * act'(gate), dup = w * act(gate), both 0 where clamped; dscale = sum over a row of dy * act(gate) * up.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..core.draw import Draw
+from ..core.format import Format, Quantized, store
+from ..core.kernel import kernel
+from ..core.op import Op, Triton, upcast
+from ..core.signature import above
+from ..core.target import Target
+from ..core.tensor import cdiv, power_of_two, rows
+from ..device.activation import activate, activate_slope
+from ..formats.tiles import store_tiles
+
+ACTIVATIONS = {
+    "silu": lambda a, alpha: a * torch.sigmoid(alpha * a),
+    "gelu_tanh": lambda a, alpha: F.gelu(a, approximate="tanh"),
+    "gelu_erf": lambda a, alpha: F.gelu(a),
+    "relu": lambda a, alpha: torch.relu(a),
+    "sigmoid": lambda a, alpha: torch.sigmoid(a),
+}
+
+
+def reference(
+    x: Tensor,
+    up: Tensor | None = None,
+    *,
+    act: Literal["silu", "gelu_tanh", "gelu_erf", "relu", "sigmoid"] = "silu",
+    limit: float | None = None,
+    alpha: float = 1.0,
+    scale: Tensor | None = None,
+    offsets: Tensor | None = None,
+    out_format: Format | None = None,
+    out: Tensor | Quantized | None = None,
+) -> Tensor:
+    """`act(gate) * up`, in fp32 and rounded once: gate and up are the first and second half of `x`, or `x` and `up`.
+
+    silu is `a * sigmoid(alpha * a)`. `limit` clamps gate to at most it and up to [-limit, limit] before. `scale`, one number
+    per row (a router's probability), multiplies the result. `offsets`, on the device, are the end rows of groups, one per
+    expert: 128-row blocks of a quantised result begin anew at each, and rows past the last are neither read nor
+    specified. `out_format` gives a `Quantized` result, `out` writes into it.
+    """
+    gate, up = (x, up) if up is not None else x.chunk(2, -1)
+    a, b = upcast(gate), upcast(up)
+    if limit is not None:
+        a, b = a.clamp(max=limit), b.clamp(-limit, limit)
+    y = ACTIVATIONS[act](a, alpha) * b
+    if scale is not None:
+        y = y * upcast(scale).unsqueeze(-1)
+    return store(y, out_format, x.dtype, offsets)
+
+
+def inputs(draw: Draw) -> dict:
+    merged = draw.option("merged", True, False)
+    act = draw.option("act", *ACTIVATIONS)
+    tokens, hidden = draw.dim("tokens"), draw.dim("hidden")
+    return dict(
+        x=draw.tensor(tokens, 2 * hidden if merged else hidden, scale=2.0),
+        up=None if merged else draw.tensor(tokens, hidden),
+        act=act,
+        limit=draw.option("limit", None, 1.5),
+        alpha=draw.option("alpha", 1.0, 1.702) if act == "silu" else 1.0,
+        scale=draw.maybe("scale", lambda: draw.uniform(tokens, dtype=torch.float32)),
+        offsets=draw.maybe("offsets", lambda: draw_offsets(draw, tokens)),
+    )
+
+
+def draw_offsets(draw: Draw, tokens: int) -> Tensor:
+    """The end rows of a few groups, some perhaps empty, that cover all tokens."""
+    ends = draw.integers(draw.dim("experts", (1, 2, 5)), high=tokens + 1, dtype=draw.option("index", torch.int32, torch.int64))
+    ends[-1:] = tokens
+    return ends.sort().values
+
+
+@triton.jit
+def clamped(a, b, limit):
+    if limit is not None:
+        a = tl.minimum(a, limit, propagate_nan=tl.PropagateNan.ALL)
+        b = tl.maximum(b, -limit, propagate_nan=tl.PropagateNan.ALL)
+        b = tl.minimum(b, limit, propagate_nan=tl.PropagateNan.ALL)
+    return a, b
+
+
+@triton.jit
+def gated(a, b, limit, alpha, ACT: tl.constexpr):
+    """act(a) * b in fp32."""
+    a, b = clamped(a.to(tl.float32), b.to(tl.float32), limit)
+    return activate(a, alpha, ACT) * b
+
+
+@triton.jit
+def gated_gradient(a, b, dy, scale, limit, alpha, ACT: tl.constexpr):
+    """(dgate, dup, terms of dscale) in fp32."""
+    a = a.to(tl.float32)
+    b = b.to(tl.float32)
+    dy = dy.to(tl.float32)
+    gate, up = clamped(a, b, limit)
+    value, slope = activate_slope(gate, alpha, ACT)
+    w = dy
+    if scale is not None:
+        w = dy * scale
+    da = w * up * slope
+    db = w * value
+    if limit is not None:
+        da = tl.where(a <= limit, da, 0.0)
+        db = tl.where(tl.abs(b) <= limit, db, 0.0)
+    return da, db, dy * value * up
+
+
+@triton.jit
+def live_rows(OFFSETS, E, M):
+    """How many rows there are: all, or those below the last offset, which is device data and so clamped."""
+    if OFFSETS is None:
+        return M
+    else:
+        last = tl.load(OFFSETS + E - 1, E > 0, 0).to(tl.int64)
+        return tl.minimum(tl.maximum(last, 0), M.to(tl.int64))
+
+
+def _tile(a) -> dict:
+    # In bf16 one 16-byte access a thread of each operand, whatever the shape of the tile
+    COLS = min(1024, power_of_two(a.N))
+    return dict(ROWS=max(1, 1024 // COLS), COLS=COLS, num_warps=4)
+
+
+def _tiles(a) -> list[dict]:
+    return [
+        dict(ROWS=max(1, size // min(cols, power_of_two(a.N))), COLS=min(cols, power_of_two(a.N)), num_warps=warps)
+        for size in (1024, 2048, 4096)
+        for cols in (512, 1024, 2048)
+        for warps in (4, 8)
+    ]
+
+
+@kernel(
+    grid=lambda a: (cdiv(a.M, a.ROWS) * cdiv(a.N, a.COLS),), tokens=("M", "E"), tune_by=("N",), default=_tile, candidates=_tiles
+)
+def glu_forward(
+    A, B, SCALE, OFFSETS, Y, M, N, E, stride_am, stride_an, stride_bm, stride_bn, stride_s, stride_ym, stride_yn, limit, alpha,
+    ACT: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    across = tl.cdiv(N, COLS)
+    row = (tl.program_id(0) // across).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    col = (tl.program_id(0) % across) * COLS + tl.arange(0, COLS)[None, :]
+    live = row < live_rows(OFFSETS, E, M)
+    inside = live & (col < N)
+    a = tl.load(A + row * stride_am + col * stride_an, inside, 0.0)
+    b = tl.load(B + row * stride_bm + col * stride_bn, inside, 0.0)
+    y = gated(a, b, limit, alpha, ACT)
+    if SCALE is not None:
+        y *= tl.load(SCALE + row * stride_s, live, 0.0).to(tl.float32)
+    tl.store(Y + row * stride_ym + col * stride_yn, y.to(Y.dtype.element_ty), inside)
+
+
+@triton.jit
+def backward_tile(
+    A, B, DY, DA, DB, scale, row, col, live, N, stride_am, stride_an, stride_bm, stride_bn, stride_ym, stride_yn, stride_dam,
+    stride_dbm, limit, alpha, ACT: tl.constexpr,
+):  # fmt: skip
+    """Store dgate and dup of one tile where they are wanted; the terms of dscale."""
+    inside = live & (col < N)
+    a = tl.load(A + row * stride_am + col * stride_an, inside, 0.0)
+    b = tl.load(B + row * stride_bm + col * stride_bn, inside, 0.0)
+    dy = tl.load(DY + row * stride_ym + col * stride_yn, inside, 0.0)
+    da, db, terms = gated_gradient(a, b, dy, scale, limit, alpha, ACT)
+    if DA is not None:
+        tl.store(DA + row * stride_dam + col, da.to(DA.dtype.element_ty), inside)
+    if DB is not None:
+        tl.store(DB + row * stride_dbm + col, db.to(DB.dtype.element_ty), inside)
+    return terms
+
+
+@kernel(
+    grid=lambda a: (cdiv(a.M, a.ROWS) * (cdiv(a.N, a.COLS) if a.DSCALE is None else 1),),
+    tokens=("M", "E"), tune_by=("N",), default=_tile, candidates=_tiles,
+)  # fmt: skip
+def glu_backward(
+    A, B, SCALE, OFFSETS, DY, DA, DB, DSCALE, M, N, E, stride_am, stride_an, stride_bm, stride_bn, stride_s, stride_ym, stride_yn,
+    stride_dam, stride_dbm, limit, alpha, ACT: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    """With DSCALE a program takes whole rows, and their sums need neither atomics nor a second launch."""
+    strides = (stride_am, stride_an, stride_bm, stride_bn, stride_ym, stride_yn, stride_dam, stride_dbm)
+    across = 1
+    if DSCALE is None:
+        across = tl.cdiv(N, COLS)
+    row = (tl.program_id(0) // across).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    col = (tl.program_id(0) % across) * COLS + tl.arange(0, COLS)[None, :]
+    live = row < live_rows(OFFSETS, E, M)
+    scale = None
+    if SCALE is not None:
+        scale = tl.load(SCALE + row * stride_s, live, 0.0).to(tl.float32)
+    if DSCALE is None:
+        backward_tile(A, B, DY, DA, DB, scale, row, col, live, N, *strides, limit, alpha, ACT)
+    else:
+        total = tl.zeros([ROWS, COLS], tl.float32)
+        for start in range(0, N, COLS):
+            total += backward_tile(A, B, DY, DA, DB, scale, row, start + col, live, N, *strides, limit, alpha, ACT)
+        tl.store(DSCALE + row, tl.sum(total, axis=1)[:, None].to(DSCALE.dtype.element_ty), live)
+
+
+@triton.constexpr_function
+def act_of(MODE):
+    return MODE.split(":")[0]
+
+
+@triton.constexpr_function
+def limited(MODE):
+    return MODE.endswith(":limit")
+
+
+@triton.jit
+def produce(A, B, SCALE, D, stride_a, stride_b, limit, alpha, row, col, inside, MODE: tl.constexpr):
+    """A tile of y. A and B have rows of their own strides and columns one apart."""
+    if SCALE is not None:
+        scale = tl.load(SCALE + row)
+    a = tl.load(A + row * stride_a + col, inside, 0.0)
+    b = tl.load(B + row * stride_b + col, inside, 0.0)
+    y = gated(a, b, limit if limited(MODE) else None, alpha, act_of(MODE))
+    if SCALE is not None:
+        y *= scale
+    return y
+
+
+@triton.jit
+def produce_gradient(A, B, SCALE, DY, stride, hidden, limit, alpha, row, col, inside, MODE: tl.constexpr):
+    """A tile of [dgate | dup]: wholly one or the other, for `hidden`, also the row stride of DY, is a multiple of 128."""
+    scale = None
+    if SCALE is not None:
+        scale = tl.load(SCALE + row)
+    half = tl.min(col) >= hidden
+    col = tl.where(half, col - hidden, col)
+    a = tl.load(A + row * stride + col, inside, 0.0)
+    dy = tl.load(DY + row * hidden + col, inside, 0.0)
+    b = tl.load(B + row * stride + col, inside, 0.0)
+    da, db, _ = gated_gradient(a, b, dy, scale, limit if limited(MODE) else None, alpha, act_of(MODE))
+    return tl.where(half, db, da)
+
+
+def halves(x: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Gate and up as matrices."""
+    if up is not None:
+        return rows(x), rows(up)
+    x = rows(x)
+    hidden = x.shape[1] // 2
+    return x[:, :hidden], x[:, hidden:]
+
+
+def row_scale(scale: Tensor | None) -> tuple[Tensor | None, int]:
+    """A number per row as a vector, and its stride."""
+    if scale is None:
+        return None, 0
+    flat = scale.reshape(-1)
+    return flat, flat.stride(0)
+
+
+def columns(t: Tensor) -> Tensor:
+    """A matrix whose columns are one apart: itself, or a copy."""
+    return t if t.stride(1) == 1 or t.shape[1] == 1 else t.contiguous()
+
+
+def vector(t: Tensor | None) -> Tensor | None:
+    """A contiguous fp32 vector."""
+    return None if t is None else t.reshape(-1).to(torch.float32).contiguous()
+
+
+def tile_arguments(limit: float | None, alpha: float, act: str) -> dict:
+    """What both producers take beside their operands."""
+    return dict(params=(0.0 if limit is None else limit, alpha), mode=act if limit is None else f"{act}:limit")
+
+
+def forward(x, up, *, act, limit, alpha, scale, offsets, out_format, out) -> Tensor:
+    A, B = halves(x, up)
+    M, N = A.shape
+    E = 0 if offsets is None else offsets.shape[0]
+    shape = (*x.shape[:-1], N)
+    if out_format is not None:
+        y = out if out is not None else out_format.empty(shape, x.dtype, x.device, E, offsets)
+        A, B = columns(A), columns(B)
+        strides = (A.stride(0), B.stride(0))
+        store_tiles(y, produce, (A, B, vector(scale)), strides, **tile_arguments(limit, alpha, act), scale=out_format.tensor)
+        return y
+    SCALE, stride_s = row_scale(scale)
+    y = out if out is not None else torch.empty(shape, dtype=x.dtype, device=x.device)
+    Y = rows(y)
+    glu_forward(A, B, SCALE, offsets, Y, M, N, E, *A.stride(), *B.stride(), stride_s, *Y.stride(), limit, alpha, ACT=act)
+    if Y.data_ptr() != y.data_ptr():
+        y.copy_(Y.view(y.shape))  # leading dimensions that no one stride describes
+    return y
+
+
+def backward(saved: SimpleNamespace, dy: Tensor, grad_format: Format | None = None) -> tuple:
+    """With `grad_format` the gradient of x, which must be merged, is `Quantized`: for composite ops."""
+    x, up, scale, offsets = saved.x, saved.up, saved.scale, saved.offsets
+    A, B = halves(x, up)
+    SCALE, stride_s = row_scale(scale)
+    DY = rows(dy)
+    M, N = A.shape
+    E = 0 if offsets is None else offsets.shape[0]
+    dx = DA = DB = dup = dscale = None
+    if grad_format is not None and "x" in saved.needs:
+        dx = quantized_gradient(saved, A, B, DY, grad_format)
+    elif "x" in saved.needs:
+        DA = dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        if up is None:
+            DA, DB = halves(dx, None)
+    if "up" in saved.needs:
+        DB = dup = torch.empty(up.shape, dtype=up.dtype, device=up.device)
+    if "scale" in saved.needs:
+        dscale = torch.empty(scale.shape, dtype=scale.dtype, device=scale.device)
+    width = N if up is not None else 2 * N
+    if DA is not None or DB is not None or dscale is not None:
+        glu_backward(
+            A, B, SCALE, offsets, DY, DA, DB, dscale, M, N, E, *A.stride(), *B.stride(), stride_s, *DY.stride(), width, width,
+            saved.limit, saved.alpha, ACT=saved.act,
+        )  # fmt: skip
+    return dx, dup, dscale
+
+
+def quantized_gradient(saved: SimpleNamespace, A: Tensor, B: Tensor, DY: Tensor, grad_format: Format) -> Quantized:
+    x, offsets = saved.x, saved.offsets
+    N = A.shape[1]
+    if saved.up is not None:
+        raise ValueError("glu: grad_format wants gate and up merged in x, not two tensors")
+    if N % 128:
+        raise ValueError(f"glu: grad_format wants halves of a multiple of 128 columns, so that no block has both, got {N}")
+    dx = grad_format.empty(x.shape, x.dtype, x.device, 0 if offsets is None else offsets.shape[0], offsets)
+    if A.stride(1) != 1:
+        A, B = halves(x.contiguous(), None)
+    operands = (A, B, vector(saved.scale), DY.contiguous())
+    arguments = tile_arguments(saved.limit, saved.alpha, saved.act)
+    store_tiles(dx, produce_gradient, operands, (A.stride(0), N), **arguments, scale=grad_format.tensor)
+    return dx
+
+
+def check(x, up, *, act, limit, alpha, scale, offsets, out_format, out) -> None:
+    if up is None and x.shape[-1] % 2:
+        raise ValueError(f"glu: x holds gate and up in its last dimension, which must be even, got {x.shape[-1]}")
+    if act != "silu" and alpha != 1.0:
+        raise ValueError(f"glu: alpha belongs to act='silu'; with act={act!r} it must be 1, got {alpha}")
+    hidden = x.shape[-1] if up is not None else x.shape[-1] // 2
+    if out is not None and out.shape[-1] != hidden:
+        raise ValueError(f"glu: out must end in {hidden} columns, got {list(out.shape)}")
+
+
+def no_double(target: Target, a: SimpleNamespace) -> bool:
+    return a.x.dtype != torch.float64
+
+
+glu = Op(
+    "glu", reference, inputs, Triton(forward, backward, no_double),
+    where={
+        "x": "float[... width]", "up": "x[... width]", "limit": above(0.0), "scale": "float[...]", "offsets": "int[experts]",
+        "out": "x[... hidden]",
+    },
+    differentiable=("x", "up", "scale"), check=check, bars={"class": "A"},
+)  # fmt: skip
