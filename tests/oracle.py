@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tilewright.core import register
 from tilewright.core.format import Quantized
 from tilewright.core.op import Op
 from tilewright.core.signature import Row
@@ -120,10 +121,13 @@ class Outcome(dict):
     grads: list[Tensor | None] = []
 
 
-def outcome(op: Op, values: Mapping[str, Any], seed: int = 0, grads: list | None = None) -> Outcome:
+def outcome(
+    op: Op, values: Mapping[str, Any], seed: int = 0, grads: list | None = None, *, registered: bool = False
+) -> Outcome:
     """Everything one call and its backward give, by name: results, pieces of quantised ones, `d_<argument>`."""
     inputs = leaves(op, values) if values.get("out") is None else {}
-    results = as_tuple(op.function(**{**values, **inputs}))
+    given = {**values, **inputs}
+    results = as_tuple(register.call(op, given) if registered else op.function(**given))
     made = Outcome({f"{name}{tail}": t.detach() for name, r in zip(op.results, results) for tail, t in pieces(r).items()})
     if inputs:
         made.grads = upstream(op, results, seed) if grads is None else grads
@@ -183,10 +187,16 @@ def same_bits(label: str, actual: Tensor, expected: Tensor) -> None:
         )
 
 
-def same_outcome(label: str, actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+def same_outcome(
+    label: str, actual: Mapping[str, Tensor], expected: Mapping[str, Tensor], values: Mapping[str, Any] | None = None
+) -> None:
+    """Equal bit for bit in everything; with `values`, in everything that the contract of that call speaks of."""
     assert actual.keys() == expected.keys(), f"{label}: gave {sorted(actual)}, not {sorted(expected)}"
     for name in expected:
-        same_bits(f"{label}: {name}", actual[name], expected[name])
+        pair = actual[name], expected[name]
+        if values is not None:
+            pair = specified(values, name, pair[0]), specified(values, name, pair[1])
+        same_bits(f"{label}: {name}", *pair)
 
 
 def spacing(exact: Tensor, dtype: torch.dtype) -> Tensor:
@@ -272,13 +282,23 @@ def expectation(op: Op, values: Mapping[str, Any], actual: Outcome) -> tuple[dic
     return exact, noise
 
 
-def specified(values: Mapping[str, Any], t: Tensor, axis: int = 0) -> Tensor:
-    """The part of a row-shaped tensor that the contract speaks of: rows past the last group are unspecified."""
+def specified(values: Mapping[str, Any], name: str, t: Tensor) -> Tensor:
+    """The part of a result that the contract speaks of: rows past the last group are not, nor are spare blocks' scales."""
     offsets = values.get("offsets")
-    rows = next((v.shape[0] for v in values.values() if isinstance(v, Tensor) and v.dim() > 1), None)
-    if offsets is None or t.dim() <= axis or t.shape[axis] != rows:
+    if offsets is None:
         return t
-    return t.narrow(axis, 0, min(rows, int(offsets[-1]) if offsets.numel() else 0))
+    ends = [0, *offsets.tolist()]
+    part = name.partition(".")[2]
+    granularity = values["out_format"].granularity if part else ""
+    if part.startswith("scale") and (granularity, part) not in (("1x128", "scale"), ("row", "scale")):
+        blocks = sum(-(-(end - start) // 128) for start, end in zip(ends, ends[1:]))
+        axis = {"1x128": 0, "128x128": int(part == "scale_t")}.get(granularity)
+        return t if axis is None else t.narrow(axis, 0, blocks)
+    rows = next(v.shape[0] for v in values.values() if isinstance(v, Tensor) and v.dim() > 1)
+    axis = t.dim() - 1 if part in ("data_t", "scale") else 0
+    if t.dim() == 0 or t.shape[axis] != rows:
+        return t
+    return t.narrow(axis, 0, min(rows, ends[-1]))
 
 
 def check(op: Op, label: str, values: Mapping[str, Any], actual: Outcome) -> None:
@@ -288,7 +308,7 @@ def check(op: Op, label: str, values: Mapping[str, Any], actual: Outcome) -> Non
         gradient = name.startswith("d_")
         bar = gradient_bar(op, name[2:]) if gradient else result_bar(op)
         if name in actual:
-            cut = [specified(values, t) for t in (actual[name], there, noise[name])]
+            cut = [specified(values, name, t) for t in (actual[name], there, noise[name])]
             near(f"{label}: {name}", *cut, bar)
         else:
             assert not gradient, f"{label}: there is no gradient of {name[2:]}"
@@ -309,25 +329,9 @@ def near_codes(
         wanted = [q.tensors()[i] for q in options]
         found = actual[f"{name}.{part}"].cpu()
         assert found.shape == wanted[0].shape, f"{label}.{part}: shape {tuple(found.shape)}, not {tuple(wanted[0].shape)}"
-        if part.startswith("data"):
-            cut = [specified(values, t, part == "data_t") for t in (found, *wanted)]
-            _near_code(f"{label}.{part}", cut[0], cut[1:], exact)
-        else:
-            cut = [_used_scales(t, fmt.granularity, part, values) for t in (found, *wanted)]
-            _near_scale(f"{label}.{part}", cut[0], cut[1:], exact)
-
-
-def _used_scales(scale: Tensor, granularity: str, part: str, values: Mapping[str, Any]) -> Tensor:
-    """The scales that belong to rows of a group: grouped tensors have spare blocks, whose scales are unspecified."""
-    if values.get("offsets") is None:
-        return scale
-    ends = [0, *values["offsets"].tolist()]
-    if (granularity, part) in (("1x128", "scale"), ("row", "scale")):
-        return scale.narrow(-1, 0, min(scale.shape[-1], ends[-1]))
-    blocks = sum(-(-(end - start) // 128) for start, end in zip(ends, ends[1:]))
-    if granularity == "128x128":
-        return scale.narrow(0 if part == "scale" else 1, 0, blocks)
-    return scale.narrow(0, 0, blocks) if granularity == "1x128" else scale
+        cut = [specified(values, f"{name}.{part}", t) for t in (found, *wanted)]
+        compare = _near_code if part.startswith("data") else _near_scale
+        compare(f"{label}.{part}", cut[0], cut[1:], exact)
 
 
 def _near_code(label: str, found: Tensor, wanted: list[Tensor], exact: bool) -> None:

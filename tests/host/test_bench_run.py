@@ -211,6 +211,7 @@ def suite(tmp_path, monkeypatch):
     )
     monkeypatch.delenv("OUT", raising=False)
     monkeypatch.delenv("REPAIRED", raising=False)
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     return tmp_path
 
 

@@ -33,6 +33,7 @@ SMALL = {
     "fp8e4nv": SmallFloat(8, 3, -6, 0x7E, None, 0x7F),
     "fp8e5": SmallFloat(8, 2, -14, 0x7B, 0x7C, 0x7F),
 }
+_HALF = SmallFloat(16, 10, -14, 0x7C00, 0x7C00, 0x7E00)  # numpy has it, but rounds it to nearest only
 _OTHER_FLOATS = ("fp16", "fp32", "fp64")
 
 
@@ -77,6 +78,10 @@ def _narrow(value: np.ndarray, dtype: tl.dtype, toward_zero: bool = False) -> Te
     fmt = SMALL.get(dtype.name) if not dtype.is_ptr() else None
     if fmt is not None:
         return TensorHandle(_encode(value, fmt, toward_zero), dtype)
+    if toward_zero:
+        if dtype != tl.float16:
+            raise NotImplementedError(f"rounding toward zero to {dtype}")
+        return TensorHandle(_encode(value, _HALF, toward_zero).view(np.float16), dtype)
     return TensorHandle(value.astype(stock._get_np_dtype(dtype), copy=False), dtype)
 
 

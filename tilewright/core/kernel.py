@@ -164,7 +164,8 @@ class Kernel:
     def _launcher(self, compiled: Any, grid: tuple, ordered: list) -> plan.CudaLaunch | plan.PublicLaunch:
         launcher = compiled.run  # loads the binary on the current device
         scratch = launcher.global_scratch_size or launcher.profile_scratch_size
-        hooked = triton.knobs.runtime.launch_enter_hook or triton.knobs.runtime.launch_exit_hook
+        hooks = triton.knobs.runtime.launch_enter_hook, triton.knobs.runtime.launch_exit_hook
+        hooked = any(getattr(hook, "calls", hook) for hook in hooks)  # a chain of hooks is true even when it is empty
         known = PRIVATE_LAUNCHER and type(launcher).__name__ == "CudaLauncher"
         if not known:
             _say_once(f"triton {triton.__version__}: using Triton's public launch, which costs the host more per call")

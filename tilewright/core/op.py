@@ -145,7 +145,10 @@ class Op:
         out = values.get("out")
         if out is None:
             return
-        for piece in out.tensors() if isinstance(out, Quantized) else (out,):
+        wanted, given = values.get("out_format"), out.format if isinstance(out, Quantized) else None
+        if (wanted and wanted.key) != (given and given.key):
+            raise ValueError(f"{self.name}: out is {given or 'a plain tensor'}, but out_format is {wanted}")
+        for piece in _flat(out):
             if piece is not None:
                 self._check_out(piece, values)
 
@@ -360,7 +363,7 @@ def _public(op: Op) -> Callable[..., Any]:
     is built from what the plan depends on. Both cover all that validation reads, so what they let through was validated.
     """
     plans = op._plans
-    plain, numbers = PLAIN, NUMBERS
+    plain, numbers, strided = PLAIN, NUMBERS, torch.strided
     recent: tuple = ()
 
     @functools.wraps(op.reference)
@@ -369,13 +372,17 @@ def _public(op: Op) -> Callable[..., Any]:
             return register.call(op, op.signature.bind(args, kwargs))
         if not kwargs and _forced.get() is None:
             for check, count, graded, plan, restore in recent:
-                if count == len(args) and check(*args) and not (graded and torch.is_grad_enabled()):
+                if count == len(args) and check(*args):
+                    if graded and torch.is_grad_enabled():
+                        break
+                    if plan.simple is not None:
+                        result = plan.simple(args)
+                        if result is None:
+                            break  # the guards do not see alignment
+                        return result
                     addresses = [t.data_ptr() for t in args]
-                    low = 0
-                    for address in addresses:
-                        low |= address
-                    if low & 15:
-                        break  # the guards do not see alignment; these plans are for aligned tensors
+                    if any(address & 15 for address in addresses):
+                        break
                     results = plan([*args], addresses)
                     return results if restore is None else restore(results)
         return keyed(args, kwargs)
@@ -398,6 +405,8 @@ def _public(op: Op) -> Callable[..., Any]:
                     continue
             if value.requires_grad and torch.is_grad_enabled():
                 return op.dispatch(args, kwargs)
+            if value.layout is not strided or value.is_neg():
+                return op.dispatch(args, kwargs)  # which refuses it: there is no address, or other numbers lie there
             address = value.data_ptr()
             key += value.shape, value.dtype, value.get_device(), not address & 15, value.is_contiguous() or value.stride()
             slots.append(value)

@@ -162,7 +162,7 @@ def backward(ctx: Any, grads: tuple, wanted: list[str], through: Any) -> tuple:
     """Gradients for the tensor arguments, in order; None for those not `wanted`."""
     op: Op = ctx.op
     tensors = op.signature.tensors
-    given = [grads[i] for i in ctx.graded]
+    given = [None if grads[i] is None else grads[i].resolve_neg() for i in ctx.graded]
     if all(g is None for g in given):
         return (None,) * len(tensors)
     found = through(op, ctx.scalars, ctx.saved_tensors, given, frozenset(wanted))

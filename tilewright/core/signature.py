@@ -204,6 +204,8 @@ class Signature:
             raise TypeError(f"{self.op}: {p.name} must be a Tensor, got {type(value).__name__}")
         if value.layout is not torch.strided:
             raise TypeError(f"{self.op}: {p.name} must be a strided tensor, got {value.layout}")
+        if value.is_neg() or value.is_conj():
+            raise ValueError(f"{self.op}: {p.name} is a lazily negated or conjugated view: call {p.name}.resolve_neg() first")
         if isinstance(value, Quantized):
             if p.name != "out":
                 raise TypeError(f"{self.op}: {p.name} is Quantized: call {p.name}.dequantize() first")

@@ -33,7 +33,7 @@ def sigmoid(x):
 
 @triton.jit
 def sigmoid_both(x):
-    """(sigmoid(x), sigmoid(-x)): the second to full relative precision, for it is multiplied by arguments without bound."""
+    """(sigmoid(x), sigmoid(-x)), the second to full relative precision: arguments without bound multiply it."""
     e = tl.exp2(tl.minimum(x * -LOG2E, LARGEST, propagate_nan=tl.PropagateNan.ALL))
     s = reciprocal(1.0 + e)
     return s, e * s
@@ -41,7 +41,7 @@ def sigmoid_both(x):
 
 @triton.jit
 def normal(a):
-    """(Phi(a), its derivative). The tail is a product, so that it keeps its relative precision where 1 + erf cancels."""
+    """(Phi(a), its derivative). The tail is a product: it keeps its relative precision where 1 + erf cancels."""
     e = tl.exp2(a * a * (-0.5 * LOG2E))
     t = reciprocal(1.0 + 0.35 * tl.abs(a))
     # exp(z**2/2) * Phi(-z) = t * p(t), t = 1/(1 + 0.35 z): relative error below 4e-8 for z >= 0

@@ -337,7 +337,9 @@ def store_tile4(
 
 
 @triton.jit
-def store_given(S, ST, AMAX, AMAX_T, row0, col0, block, groups, rows_left, N, FORMAT: tl.constexpr):
+def store_given(
+    S, ST, AMAX, AMAX_T, row0, col0, block, groups, rows_left, N, stride_st, FORMAT: tl.constexpr
+):
     """Store the scales of formats row, tensor, static and unit: each by one tile, `block` and col0 saying which."""
     c = tl.arange(0, 128)
     if has(FORMAT, "row"):
@@ -347,9 +349,9 @@ def store_given(S, ST, AMAX, AMAX_T, row0, col0, block, groups, rows_left, N, FO
                 tl.store(S + row0 + c, s, c < rows_left)
         if ST is not None:
             if block < groups:
-                at = block.to(tl.int64) * N + col0 + c
-                s, _ = scale_of(tl.load(AMAX_T + at, col0 + c < N, 0).to(tl.float32, bitcast=True), FORMAT)
-                tl.store(ST + at, s, col0 + c < N)
+                bits = tl.load(AMAX_T + block.to(tl.int64) * N + col0 + c, col0 + c < N, 0)
+                s, _ = scale_of(bits.to(tl.float32, bitcast=True), FORMAT)
+                tl.store(ST + block.to(tl.int64) * stride_st + col0 + c, s, col0 + c < N)
     elif has(FORMAT, "tensor", "static", "unit"):
         if (block == 0) & (col0 == 0):
             if has(FORMAT, "tensor"):

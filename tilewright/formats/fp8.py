@@ -171,8 +171,7 @@ class Fp8(Format):
                 x = torch.where(row < offsets[-1], x, 0.0)
             data, scale, data_t, scale_t = self._tensors(x, offsets)
             made = dict(data=data.reshape(y.shape), scale=scale, data_t=data_t, scale_t=scale_t)
-            if offsets is None or self.granularity != "row":
-                made = {name: padded(t) if name.startswith("scale") else t for name, t in made.items()}
+            made = {name: padded(t) if name.startswith("scale") else t for name, t in made.items()}
         needs_edge = torch.is_grad_enabled() and y.requires_grad
         carrier = y.to(dtype) if needs_edge else y.new_empty((1,), dtype=dtype).expand(y.shape)
         return pack(carrier, tuple(made[name] for name in self.tensor_names), self, offsets)

@@ -1,8 +1,8 @@
 """FP8 values from tiles: kernels over 128x128 tiles whose contents an injected device function produces, and back.
 
-A producer is a `triton.jit` function called as PRODUCE(A, B, C, D, stride_a, stride_b, p0, p1, row, col, inside, MODE); it
-returns the fp32 tile at rows `row` (int64, [R, 1]) and columns `col` ([1, C]). Both are clamped into the tensor, so that what
-belongs to a whole row or column may be read without a mask; `inside` says which elements count.
+A producer is a `triton.jit` function PRODUCE(A, B, C, D, stride_a, stride_b, p0, p1, row, col, inside, MODE); it
+returns the fp32 tile at rows `row` (int64, [R, 1]) and columns `col` ([1, C]). Both lie in the tensor even where the tile
+does not: nothing need be masked, and `inside` is true throughout.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ..core.format import Quantized
 from ..core.kernel import kernel
 from ..core.target import Target
 from ..core.tensor import cdiv, power_of_two
-from ..device.quantize import amax, codes_at, decode, find_block, has, max_nan, store_given, store_tile4
+from ..device.quantize import amax, decode, find_block, has, max_nan, store_given, store_tile4
 from .fp8 import Fp8, flat_rows
 
 
@@ -38,21 +38,24 @@ def find_tile(OFFSETS, M, N, E, BLOCK_E: tl.constexpr):
 
 
 @jit
-def produce4(
-    k: tl.constexpr, A, B, C, D, stride_a, stride_b, p0, p1, row0, col0, rows_left, N, PRODUCE: tl.constexpr,
-    MODE: tl.constexpr, FULL: tl.constexpr,
+def produce_rows(
+    r, A, B, C, D, stride_a, stride_b, p0, p1, row0, col0, rows_left, N, PRODUCE: tl.constexpr, MODE: tl.constexpr,
+    COLS: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
-    """Rows 4g+k of a tile, zero outside the tensor."""
-    r = 4 * tl.arange(0, 32)[:, None] + k
-    c = col0 + tl.arange(0, 128)[None, :]
-    if FULL:
-        y = PRODUCE(A, B, C, D, stride_a, stride_b, p0, p1, row0 + r, c, (r < 128) & (c >= 0), MODE)
-    else:
-        inside = (r < rows_left) & (c < N)
-        row = row0 + tl.minimum(r, rows_left - 1)
-        y = PRODUCE(A, B, C, D, stride_a, stride_b, p0, p1, row, tl.minimum(c, N - 1), inside, MODE)
-        y = tl.where(inside, y, 0.0)
-    return y
+    """Rows r [32] of a tile. What lies past the end repeats a row or column of the same tile, and so changes no maximum.
+
+    COLS, one of 128, 16 and 1, divides N: at 16 the first 16 columns are repeated, so that wide loads stay possible.
+    """
+    row = row0 + r[:, None]
+    c = tl.arange(0, 128)[None, :]
+    if not FULL:
+        row = row0 + tl.minimum(r, rows_left - 1)[:, None]
+        if COLS == 16:
+            c = tl.where(col0 + c < N, c, c % 16)
+        elif COLS == 1:
+            # Said to be contiguous, for lanes must run along columns; nothing is said of alignment, so loads stay narrow
+            c = tl.max_contiguous(tl.minimum(c, N - 1 - col0), [1, 128])
+    return PRODUCE(A, B, C, D, stride_a, stride_b, p0, p1, row, col0 + c, tl.full([32, 128], True, tl.int1), MODE)
 
 
 def _grid(a: Any) -> tuple[int]:
@@ -68,19 +71,26 @@ def _grid(a: Any) -> tuple[int]:
 )
 def quantize_tiles(
     A, B, C, D, Q, S, QT, ST, AMAX, AMAX_T, OFFSETS, M, N, E, stride_a, stride_b, stride_s, stride_qt, stride_st, p0, p1,
-    PRODUCE: tl.constexpr, MODE: tl.constexpr, FORMAT: tl.constexpr, ALIGN: tl.constexpr, FULL: tl.constexpr,
-    BLOCK_E: tl.constexpr,
+    PRODUCE: tl.constexpr, MODE: tl.constexpr, FORMAT: tl.constexpr, ALIGN: tl.constexpr, COLS: tl.constexpr,
+    FULL: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     """One program, one tile: produced once, stored in all the ways that are not None."""
     block, group, row0, rows_left, col0 = find_tile(OFFSETS, M, N, E, BLOCK_E)
-    store_given(S, ST, AMAX, AMAX_T, row0, col0, block, tl.maximum(E, 1), rows_left, N, FORMAT)
+    store_given(S, ST, AMAX, AMAX_T, row0, col0, block, tl.maximum(E, 1), rows_left, N, stride_st, FORMAT)
     if not FULL:
         if (rows_left <= 0) | (col0 >= N):
             return
-    y0 = produce4(0, A, B, C, D, stride_a, stride_b, p0, p1, row0, col0, rows_left, N, PRODUCE, MODE, FULL)
-    y1 = produce4(1, A, B, C, D, stride_a, stride_b, p0, p1, row0, col0, rows_left, N, PRODUCE, MODE, FULL)
-    y2 = produce4(2, A, B, C, D, stride_a, stride_b, p0, p1, row0, col0, rows_left, N, PRODUCE, MODE, FULL)
-    y3 = produce4(3, A, B, C, D, stride_a, stride_b, p0, p1, row0, col0, rows_left, N, PRODUCE, MODE, FULL)
+    r = 4 * tl.arange(0, 32)
+    y0 = produce_rows(r, A, B, C, D, stride_a, stride_b, p0, p1, row0, col0, rows_left, N, PRODUCE, MODE, COLS, FULL)
+    y1 = produce_rows(
+        r + 1, A, B, C, D, stride_a, stride_b, p0, p1, row0, col0, rows_left, N, PRODUCE, MODE, COLS, FULL
+    )
+    y2 = produce_rows(
+        r + 2, A, B, C, D, stride_a, stride_b, p0, p1, row0, col0, rows_left, N, PRODUCE, MODE, COLS, FULL
+    )
+    y3 = produce_rows(
+        r + 3, A, B, C, D, stride_a, stride_b, p0, p1, row0, col0, rows_left, N, PRODUCE, MODE, COLS, FULL
+    )
     store_tile4(
         y0, y1, y2, y3, Q, S, QT, ST, AMAX, AMAX_T, row0, col0, block, group, rows_left, N, N, stride_s, stride_qt,
         stride_st, FORMAT, ALIGN, OFFSETS is not None, FULL,
@@ -90,7 +100,7 @@ def quantize_tiles(
 @kernel(grid=_grid, tokens=("M",), default=lambda a: {"num_warps": 4})
 def amax_tiles(
     A, B, C, D, AMAX, AMAX_T, OFFSETS, M, N, E, stride_a, stride_b, p0, p1, PRODUCE: tl.constexpr, MODE: tl.constexpr,
-    FORMAT: tl.constexpr, BLOCK_E: tl.constexpr,
+    FORMAT: tl.constexpr, COLS: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     """Bits of amax into zeroed memory: of the tensor, or of each row and of each group's columns.
 
@@ -100,18 +110,15 @@ def amax_tiles(
     block, group, row0, rows_left, col0 = find_tile(OFFSETS, M, N, E, BLOCK_E)
     if (rows_left <= 0) | (col0 >= N):
         return
-    c = col0 + tl.arange(0, 128)[None, :]
     column = tl.zeros([32, 128], tl.float32)
     for k in range(4):
-        r = 32 * k + tl.arange(0, 32)[:, None]
-        inside = (r < rows_left) & (c < N)
-        row = row0 + tl.minimum(r, rows_left - 1)
-        y = PRODUCE(A, B, C, D, stride_a, stride_b, p0, p1, row, tl.minimum(c, N - 1), inside, MODE)
-        y = tl.where(inside, y, 0.0)
+        r = 32 * k + tl.arange(0, 32)
+        y = produce_rows(
+            r, A, B, C, D, stride_a, stride_b, p0, p1, row0, col0, rows_left, N, PRODUCE, MODE, COLS, False
+        )
         column = max_nan(column, tl.abs(y))
         if has(FORMAT, "row") and AMAX is not None:
-            rows = 32 * k + tl.arange(0, 32)
-            tl.atomic_max(AMAX + row0 + rows, amax(y, 1).to(tl.int32, bitcast=True), rows < rows_left, sem="relaxed")
+            tl.atomic_max(AMAX + row0 + r, amax(y, 1).to(tl.int32, bitcast=True), r < rows_left, sem="relaxed")
     if has(FORMAT, "tensor"):
         tl.atomic_max(AMAX, amax(amax(column, 0), 0).to(tl.int32, bitcast=True), sem="relaxed")
     elif AMAX_T is not None:
@@ -144,18 +151,18 @@ def dequantize_tiles(
 
 @jit
 def load_codes(at, inside, FORMAT: tl.constexpr):
-    codes = tl.load(codes_at(at, FORMAT), inside, 0)
-    if has(FORMAT, "fast"):
-        x = codes.to(tl.float32)
-    else:
+    codes = tl.load(at.to(tl.pointer_type(tl.uint8), bitcast=True), inside, 0)
+    if not has(FORMAT, "fast"):
         x = decode(codes, FORMAT)
+    elif has(FORMAT, "e4m3"):
+        x = codes.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    else:
+        x = codes.to(tl.float8e5, bitcast=True).to(tl.float32)
     return x
 
 
 @jit
-def load_scale(
-    S, block, group, row0, r, c, rows_left, N, stride_s, TRANSPOSED: tl.constexpr, FORMAT: tl.constexpr
-):
+def load_scale(S, block, group, row0, r, c, rows_left, N, stride_s, TRANSPOSED: tl.constexpr, FORMAT: tl.constexpr):
     """The scales of a [32, 128] tile, in a shape that broadcasts to it."""
     tile = (tl.min(c, 0) // 128).to(tl.int64)
     if has(FORMAT, "128x128"):
@@ -206,8 +213,9 @@ def store_tiles(
     some = q.data if q.data is not None else q.data_t
     groups = 0 if q.offsets is None else q.offsets.shape[0]
     operands = (*operands, *(None,) * (4 - len(operands)))
-    common = {"PRODUCE": produce, "MODE": mode, "FORMAT": format.device_format(is_fast(some))}
-    common["BLOCK_E"] = power_of_two(groups)
+    fast = is_fast(some)
+    common = {"PRODUCE": produce, "MODE": mode, "FORMAT": format.device_format(fast)}
+    common.update(BLOCK_E=power_of_two(groups), COLS=128 if N % 128 == 0 else 16 if N % 16 == 0 else 1)
     bits = bits_t = None
     if format.source == "static":
         bits = scale
@@ -220,11 +228,16 @@ def store_tiles(
         amax_tiles(*operands, bits, bits_t, q.offsets, M, N, groups, *strides, *params, **common)
     aligned = q.data_t is None or q.data_t.data_ptr() % 16 == 0
     quantize_tiles(
-        *operands, q.data, q.scale, q.data_t, q.scale_t, bits, bits_t, q.offsets, M, N, groups, *strides,
-        row_stride(q.scale), M, row_stride(q.scale_t), *params, **common,
+        *operands, codes_of(q.data, fast), q.scale, codes_of(q.data_t, fast), q.scale_t, bits, bits_t, q.offsets,
+        M, N, groups, *strides, row_stride(q.scale), M, row_stride(q.scale_t), *params, **common,
         ALIGN=16 if aligned and M % 16 == 0 else 4 if aligned and M % 4 == 0 else 1,
         FULL=groups == 0 and M % 128 == 0 and N % 128 == 0,
     )  # fmt: skip
+
+
+def codes_of(data: Tensor | None, fast: bool) -> Tensor | None:
+    """Codes as a kernel takes them: Triton knows no e4m3 on chips that cannot convert it."""
+    return data if data is None or fast else data.view(torch.uint8)
 
 
 def row_stride(scale: Tensor | None) -> int:
@@ -238,7 +251,8 @@ def load_tiles(q: Quantized, y: Tensor) -> None:
     data, scale = (q.data_t, q.scale_t) if transposed else (q.data, q.scale)
     M, N = flat_rows(q.shape), q.shape[-1]
     groups = 0 if q.offsets is None else q.offsets.shape[0]
+    fast = is_fast(data)
     dequantize_tiles(
-        data, scale, y, q.offsets, M, N, groups, M if transposed else N, row_stride(scale),
-        TRANSPOSED=transposed, FORMAT=q.format.device_format(is_fast(data)), BLOCK_E=power_of_two(groups),
+        codes_of(data, fast), scale, y, q.offsets, M, N, groups, M if transposed else N, row_stride(scale),
+        TRANSPOSED=transposed, FORMAT=q.format.device_format(fast), BLOCK_E=power_of_two(groups),
     )  # fmt: skip

@@ -48,9 +48,9 @@ def reference(
 ) -> Tensor:
     """`act(gate) * up`, in fp32 and rounded once: gate and up are the first and second half of `x`, or `x` and `up`.
 
-    silu is `a * sigmoid(alpha * a)`. `limit` clamps gate to at most it and up to [-limit, limit] before. `scale`, one number
-    per row (a router's probability), multiplies the result. `offsets`, on the device, are the end rows of groups, one per
-    expert: 128-row blocks of a quantised result begin anew at each, and rows past the last are neither read nor
+    silu is `a * sigmoid(alpha * a)`. `limit` clamps gate to at most it and up to [-limit, limit] before. `scale`, a
+    number per row (a router's probability), multiplies the result. `offsets`, on the device, are end rows of groups,
+    one per expert: 128-row blocks of a quantised result begin anew at each, and rows past the last are neither read nor
     specified. `out_format` gives a `Quantized` result, `out` writes into it.
     """
     gate, up = (x, up) if up is not None else x.chunk(2, -1)
@@ -64,23 +64,24 @@ def reference(
 
 
 def inputs(draw: Draw) -> dict:
-    merged = draw.option("merged", True, False)
-    act = draw.option("act", *ACTIVATIONS)
     tokens, hidden = draw.dim("tokens"), draw.dim("hidden")
-    return dict(
-        x=draw.tensor(tokens, 2 * hidden if merged else hidden, scale=2.0),
-        up=None if merged else draw.tensor(tokens, hidden),
-        act=act,
-        limit=draw.option("limit", None, 1.5),
-        alpha=draw.option("alpha", 1.0, 1.702) if act == "silu" else 1.0,
-        scale=draw.maybe("scale", lambda: draw.uniform(tokens, dtype=torch.float32)),
-        offsets=draw.maybe("offsets", lambda: draw_offsets(draw, tokens)),
-    )
+    up = draw.maybe("up", lambda: draw.tensor(tokens, hidden))
+    act = draw.option("act", *ACTIVATIONS)
+    return {
+        "x": draw.tensor(tokens, hidden if up is not None else 2 * hidden, scale=2.0),
+        "up": up,
+        "act": act,
+        "limit": draw.option("limit", None, 3.0),
+        "alpha": draw.option("alpha", 1.0, 1.702) if act == "silu" else 1.0,
+        "scale": draw.maybe("scale", lambda: draw.uniform(tokens, dtype=torch.float32)),
+        "offsets": draw.maybe("offsets", lambda: ends_of_groups(draw, tokens)),
+    }
 
 
-def draw_offsets(draw: Draw, tokens: int) -> Tensor:
+def ends_of_groups(draw: Draw, tokens: int) -> Tensor:
     """The end rows of a few groups, some perhaps empty, that cover all tokens."""
-    ends = draw.integers(draw.dim("experts", (1, 2, 5)), high=tokens + 1, dtype=draw.option("index", torch.int32, torch.int64))
+    dtype = draw.option("index", torch.int32, torch.int64)
+    ends = draw.integers(draw.dim("experts", (1, 2, 5)), high=tokens + 1, dtype=dtype)
     ends[-1:] = tokens
     return ends.sort().values
 
@@ -130,31 +131,30 @@ def live_rows(OFFSETS, E, M):
         return tl.minimum(tl.maximum(last, 0), M.to(tl.int64))
 
 
-def _tile(a) -> dict:
+def _shape(a, size: int = 1024, cols: int = 1024, warps: int = 4) -> dict:
     # In bf16 one 16-byte access a thread of each operand, whatever the shape of the tile
-    COLS = min(1024, power_of_two(a.N))
-    return dict(ROWS=max(1, 1024 // COLS), COLS=COLS, num_warps=4)
+    COLS = min(cols, power_of_two(a.N))
+    return {"ROWS": max(1, size // COLS), "COLS": COLS, "num_warps": warps}
 
 
-def _tiles(a) -> list[dict]:
-    return [
-        dict(ROWS=max(1, size // min(cols, power_of_two(a.N))), COLS=min(cols, power_of_two(a.N)), num_warps=warps)
-        for size in (1024, 2048, 4096)
-        for cols in (512, 1024, 2048)
-        for warps in (4, 8)
-    ]
+TILES = {
+    "tokens": ("M", "E"),
+    "tune_by": ("N",),
+    "default": _shape,
+    "candidates": lambda a: [
+        _shape(a, size, cols, warps) for size in (1024, 2048, 4096) for cols in (512, 1024, 2048) for warps in (4, 8)
+    ],
+}
 
 
-@kernel(
-    grid=lambda a: (cdiv(a.M, a.ROWS) * cdiv(a.N, a.COLS),), tokens=("M", "E"), tune_by=("N",), default=_tile, candidates=_tiles
-)
+@kernel(grid=lambda a: (cdiv(a.M, a.ROWS) * cdiv(a.N, a.COLS),), **TILES)
 def glu_forward(
-    A, B, SCALE, OFFSETS, Y, M, N, E, stride_am, stride_an, stride_bm, stride_bn, stride_s, stride_ym, stride_yn, limit, alpha,
-    ACT: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    A, B, SCALE, OFFSETS, Y, M, N, E, stride_am, stride_an, stride_bm, stride_bn, stride_s, stride_ym, stride_yn, limit,
+    alpha, ACT: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     across = tl.cdiv(N, COLS)
     row = (tl.program_id(0) // across).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
-    col = (tl.program_id(0) % across) * COLS + tl.arange(0, COLS)[None, :]
+    col = (tl.program_id(0) % across).to(tl.int64) * COLS + tl.arange(0, COLS)[None, :]
     live = row < live_rows(OFFSETS, E, M)
     inside = live & (col < N)
     a = tl.load(A + row * stride_am + col * stride_an, inside, 0.0)
@@ -167,8 +167,8 @@ def glu_forward(
 
 @triton.jit
 def backward_tile(
-    A, B, DY, DA, DB, scale, row, col, live, N, stride_am, stride_an, stride_bm, stride_bn, stride_ym, stride_yn, stride_dam,
-    stride_dbm, limit, alpha, ACT: tl.constexpr,
+    A, B, DY, DA, DB, scale, row, col, live, N, stride_am, stride_an, stride_bm, stride_bn, stride_ym, stride_yn,
+    stride_dam, stride_dbm, limit, alpha, ACT: tl.constexpr,
 ):  # fmt: skip
     """Store dgate and dup of one tile where they are wanted; the terms of dscale."""
     inside = live & (col < N)
@@ -183,13 +183,10 @@ def backward_tile(
     return terms
 
 
-@kernel(
-    grid=lambda a: (cdiv(a.M, a.ROWS) * (cdiv(a.N, a.COLS) if a.DSCALE is None else 1),),
-    tokens=("M", "E"), tune_by=("N",), default=_tile, candidates=_tiles,
-)  # fmt: skip
+@kernel(grid=lambda a: (cdiv(a.M, a.ROWS) * (cdiv(a.N, a.COLS) if a.DSCALE is None else 1),), **TILES)
 def glu_backward(
-    A, B, SCALE, OFFSETS, DY, DA, DB, DSCALE, M, N, E, stride_am, stride_an, stride_bm, stride_bn, stride_s, stride_ym, stride_yn,
-    stride_dam, stride_dbm, limit, alpha, ACT: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    A, B, SCALE, OFFSETS, DY, DA, DB, DSCALE, M, N, E, stride_am, stride_an, stride_bm, stride_bn, stride_s, stride_ym,
+    stride_yn, stride_dam, stride_dbm, limit, alpha, ACT: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     """With DSCALE a program takes whole rows, and their sums need neither atomics nor a second launch."""
     strides = (stride_am, stride_an, stride_bm, stride_bn, stride_ym, stride_yn, stride_dam, stride_dbm)
@@ -197,7 +194,7 @@ def glu_backward(
     if DSCALE is None:
         across = tl.cdiv(N, COLS)
     row = (tl.program_id(0) // across).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
-    col = (tl.program_id(0) % across) * COLS + tl.arange(0, COLS)[None, :]
+    col = (tl.program_id(0) % across).to(tl.int64) * COLS + tl.arange(0, COLS)[None, :]
     live = row < live_rows(OFFSETS, E, M)
     scale = None
     if SCALE is not None:
@@ -236,17 +233,17 @@ def produce(A, B, SCALE, D, stride_a, stride_b, limit, alpha, row, col, inside, 
 
 @triton.jit
 def produce_gradient(A, B, SCALE, DY, stride, hidden, limit, alpha, row, col, inside, MODE: tl.constexpr):
-    """A tile of [dgate | dup]: wholly one or the other, for `hidden`, also the row stride of DY, is a multiple of 128."""
+    """A tile of [dgate | dup], wholly in one: `hidden`, which is also the row stride of DY, is a multiple of 128."""
     scale = None
     if SCALE is not None:
         scale = tl.load(SCALE + row)
-    half = tl.min(col) >= hidden
-    col = tl.where(half, col - hidden, col)
+    in_up = tl.min(col) >= hidden
+    col -= tl.where(in_up, hidden, 0)
     a = tl.load(A + row * stride + col, inside, 0.0)
+    b = tl.load(B + row * stride + col, inside & (not in_up), 0.0)
     dy = tl.load(DY + row * hidden + col, inside, 0.0)
-    b = tl.load(B + row * stride + col, inside, 0.0)
     da, db, _ = gated_gradient(a, b, dy, scale, limit if limited(MODE) else None, alpha, act_of(MODE))
-    return tl.where(half, db, da)
+    return tl.where(in_up, db, da)
 
 
 def halves(x: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -276,26 +273,33 @@ def vector(t: Tensor | None) -> Tensor | None:
     return None if t is None else t.reshape(-1).to(torch.float32).contiguous()
 
 
-def tile_arguments(limit: float | None, alpha: float, act: str) -> dict:
+def tile_arguments(act: str, limit: float | None, alpha: float) -> dict:
     """What both producers take beside their operands."""
-    return dict(params=(0.0 if limit is None else limit, alpha), mode=act if limit is None else f"{act}:limit")
+    return {"params": (0.0 if limit is None else limit, alpha), "mode": act if limit is None else f"{act}:limit"}
+
+
+def grouping(offsets: Tensor | None) -> tuple[Tensor | None, int]:
+    """The end rows of groups, contiguous, and how many groups there are."""
+    return (None, 0) if offsets is None else (offsets.contiguous(), offsets.shape[0])
 
 
 def forward(x, up, *, act, limit, alpha, scale, offsets, out_format, out) -> Tensor:
     A, B = halves(x, up)
-    M, N = A.shape
-    E = 0 if offsets is None else offsets.shape[0]
-    shape = (*x.shape[:-1], N)
+    shape = (*x.shape[:-1], A.shape[1])
+    OFFSETS, E = grouping(offsets)
     if out_format is not None:
-        y = out if out is not None else out_format.empty(shape, x.dtype, x.device, E, offsets)
+        y = out_format.empty(shape, x.dtype, x.device, E, OFFSETS)
+        if out is not None:
+            y = Quantized.from_tensors(out_format, x.dtype, shape, out.tensors(), OFFSETS)
         A, B = columns(A), columns(B)
-        strides = (A.stride(0), B.stride(0))
-        store_tiles(y, produce, (A, B, vector(scale)), strides, **tile_arguments(limit, alpha, act), scale=out_format.tensor)
-        return y
-    SCALE, stride_s = row_scale(scale)
+        operands, strides = (A, B, vector(scale)), (A.stride(0), B.stride(0))
+        store_tiles(y, produce, operands, strides, scale=out_format.tensor, **tile_arguments(act, limit, alpha))
+        return y if out is None else out
     y = out if out is not None else torch.empty(shape, dtype=x.dtype, device=x.device)
     Y = rows(y)
-    glu_forward(A, B, SCALE, offsets, Y, M, N, E, *A.stride(), *B.stride(), stride_s, *Y.stride(), limit, alpha, ACT=act)
+    SCALE, stride_s = row_scale(scale)
+    strides = (*A.stride(), *B.stride(), stride_s, *Y.stride())
+    glu_forward(A, B, SCALE, OFFSETS, Y, *A.shape, E, *strides, limit, alpha, ACT=act)
     if Y.data_ptr() != y.data_ptr():
         y.copy_(Y.view(y.shape))  # leading dimensions that no one stride describes
     return y
@@ -303,46 +307,44 @@ def forward(x, up, *, act, limit, alpha, scale, offsets, out_format, out) -> Ten
 
 def backward(saved: SimpleNamespace, dy: Tensor, grad_format: Format | None = None) -> tuple:
     """With `grad_format` the gradient of x, which must be merged, is `Quantized`: for composite ops."""
-    x, up, scale, offsets = saved.x, saved.up, saved.scale, saved.offsets
+    x, up, scale = saved.x, saved.up, saved.scale
     A, B = halves(x, up)
-    SCALE, stride_s = row_scale(scale)
     DY = rows(dy)
-    M, N = A.shape
-    E = 0 if offsets is None else offsets.shape[0]
+    OFFSETS, E = grouping(saved.offsets)
     dx = DA = DB = dup = dscale = None
-    if grad_format is not None and "x" in saved.needs:
-        dx = quantized_gradient(saved, A, B, DY, grad_format)
+    if "x" in saved.needs and grad_format is not None:
+        dx = grad_format.empty(x.shape, x.dtype, x.device, E, OFFSETS)
+        quantized_gradient(dx, saved, A, B, DY, grad_format)
     elif "x" in saved.needs:
-        DA = dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        if up is None:
-            DA, DB = halves(dx, None)
+        dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        DA, DB = (dx, None) if up is not None else halves(dx, None)
     if "up" in saved.needs:
         DB = dup = torch.empty(up.shape, dtype=up.dtype, device=up.device)
     if "scale" in saved.needs:
         dscale = torch.empty(scale.shape, dtype=scale.dtype, device=scale.device)
-    width = N if up is not None else 2 * N
-    if DA is not None or DB is not None or dscale is not None:
+    if not (DA is DB is dscale is None):
+        SCALE, stride_s = row_scale(scale)
+        width = x.shape[-1]  # the row stride of dgate and dup
+        strides = (*A.stride(), *B.stride(), stride_s, *DY.stride(), width, width)
         glu_backward(
-            A, B, SCALE, offsets, DY, DA, DB, dscale, M, N, E, *A.stride(), *B.stride(), stride_s, *DY.stride(), width, width,
-            saved.limit, saved.alpha, ACT=saved.act,
+            A, B, SCALE, OFFSETS, DY, DA, DB, dscale, *A.shape, E, *strides, saved.limit, saved.alpha, ACT=saved.act,
         )  # fmt: skip
     return dx, dup, dscale
 
 
-def quantized_gradient(saved: SimpleNamespace, A: Tensor, B: Tensor, DY: Tensor, grad_format: Format) -> Quantized:
-    x, offsets = saved.x, saved.offsets
-    N = A.shape[1]
+def quantized_gradient(dx: Quantized, saved: SimpleNamespace, A: Tensor, B: Tensor, DY: Tensor, format: Format) -> None:
+    hidden = A.shape[1]
     if saved.up is not None:
         raise ValueError("glu: grad_format wants gate and up merged in x, not two tensors")
-    if N % 128:
-        raise ValueError(f"glu: grad_format wants halves of a multiple of 128 columns, so that no block has both, got {N}")
-    dx = grad_format.empty(x.shape, x.dtype, x.device, 0 if offsets is None else offsets.shape[0], offsets)
+    if hidden % 128:
+        raise ValueError(
+            f"glu: grad_format wants halves of whole 128-column blocks, so that none has both, got {hidden}"
+        )
     if A.stride(1) != 1:
-        A, B = halves(x.contiguous(), None)
-    operands = (A, B, vector(saved.scale), DY.contiguous())
-    arguments = tile_arguments(saved.limit, saved.alpha, saved.act)
-    store_tiles(dx, produce_gradient, operands, (A.stride(0), N), **arguments, scale=grad_format.tensor)
-    return dx
+        A, B = halves(saved.x.contiguous(), None)
+    operands, strides = (A, B, vector(saved.scale), DY.contiguous()), (A.stride(0), hidden)
+    arguments = tile_arguments(saved.act, saved.limit, saved.alpha)
+    store_tiles(dx, produce_gradient, operands, strides, scale=format.tensor, **arguments)
 
 
 def check(x, up, *, act, limit, alpha, scale, offsets, out_format, out) -> None:
@@ -350,9 +352,17 @@ def check(x, up, *, act, limit, alpha, scale, offsets, out_format, out) -> None:
         raise ValueError(f"glu: x holds gate and up in its last dimension, which must be even, got {x.shape[-1]}")
     if act != "silu" and alpha != 1.0:
         raise ValueError(f"glu: alpha belongs to act='silu'; with act={act!r} it must be 1, got {alpha}")
-    hidden = x.shape[-1] if up is not None else x.shape[-1] // 2
-    if out is not None and out.shape[-1] != hidden:
-        raise ValueError(f"glu: out must end in {hidden} columns, got {list(out.shape)}")
+    if out is None:
+        return
+    shape = (*x.shape[:-1], x.shape[-1] if up is not None else x.shape[-1] // 2)
+    if out.shape != shape:
+        raise ValueError(f"glu: out must be of shape {list(shape)}, got {list(out.shape)}")
+    if isinstance(out, Quantized) != (out_format is not None) or (out_format and out.format.key != out_format.key):
+        raise ValueError(f"glu: out must be in out_format, which is {out_format}, got {getattr(out, 'format', None)}")
+    if out_format is not None:
+        like = out_format.empty(shape, x.dtype, "meta", grouping(offsets)[1])
+        if [t.shape for t in like.tensors()] != [t.shape for t in out.tensors()]:
+            raise ValueError("glu: out must have been made for as many groups as offsets has")
 
 
 def no_double(target: Target, a: SimpleNamespace) -> bool:
@@ -362,8 +372,8 @@ def no_double(target: Target, a: SimpleNamespace) -> bool:
 glu = Op(
     "glu", reference, inputs, Triton(forward, backward, no_double),
     where={
-        "x": "float[... width]", "up": "x[... width]", "limit": above(0.0), "scale": "float[...]", "offsets": "int[experts]",
-        "out": "x[... hidden]",
+        "x": "float[... width]", "up": "x[... width]", "limit": above(0.0), "scale": "float[...]",
+        "offsets": "int[experts]", "out": "x[... hidden]",
     },
     differentiable=("x", "up", "scale"), check=check, bars={"class": "A"},
 )  # fmt: skip

@@ -23,6 +23,7 @@ from ..core.target import Target
 from ..core.tensor import cdiv, power_of_two, rows
 from ..device.rows import store_row_codes
 from ..formats.tiles import is_fast, row_stride, store_tiles
+from .rms_norm_columns import fits, rms_norm_columns
 
 
 def reference(
@@ -45,10 +46,11 @@ def reference(
 
 def normalise(x, weight, eps, weight_offset, rstd, out_format) -> tuple[Tensor, Tensor]:
     """(y, rstd). A given rstd takes the computed one's place in value, not in the gradient."""
-    computed = torch.rsqrt(upcast(x).square().mean(-1, keepdim=True) + eps)
+    wide = upcast(x)  # once: autograd would round a gradient for each use of x itself
+    computed = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     if rstd is not None:
         computed = computed + (upcast(rstd).unsqueeze(-1) - computed).detach()
-    y = upcast(x) * computed
+    y = wide * computed
     if weight is not None:
         y = y * (upcast(weight) + weight_offset)
     return store(y, out_format, x.dtype), computed.squeeze(-1).detach()
@@ -104,11 +106,6 @@ def _default(a) -> dict:
 
 
 @triton.jit
-def mean(total, N):
-    return tl.div_rn(total, tl.zeros_like(total) + N)
-
-
-@triton.jit
 def add_pairs(a, b, c, d):
     return a + c, b + d
 
@@ -125,10 +122,19 @@ def load_row(X, R, H, row, col, inside, N, stride_xm, stride_xn, stride_rm, stri
 
 
 @triton.jit
+def load_weight(W, col, inside, weight_offset):
+    """weight + weight_offset; an offset of 0 comes as None, so that a product and not a sum is left."""
+    w = tl.load(W + col, inside, 0.0).to(tl.float32)
+    if weight_offset is not None:
+        w += weight_offset
+    return w
+
+
+@triton.jit
 def scale_row(x, rstd, W, col, N, weight_offset):
     y = x * rstd
     if W is not None:
-        y = y * (tl.load(W + col, col < N, 0.0).to(tl.float32) + weight_offset)
+        y = y * load_weight(W, col, col < N, weight_offset)
     return y
 
 
@@ -155,10 +161,14 @@ def store_rows(y, Y, S, STATIC, row, start, live, N, stride_s, FORMAT: tl.conste
 
 @kernel(grid=lambda a: (cdiv(a.M, a.ROWS),), tokens=("M",), tune_by=("N",), default=_default)
 def rms_norm_forward(
-    X, R, W, RSTD_IN, Y, S, STATIC, H, RSTD, M, N, stride_xm, stride_xn, stride_rm, stride_rn, stride_s, eps, weight_offset,
-    BLOCK: tl.constexpr, SINGLE: tl.constexpr, FORMAT: tl.constexpr, KEEP: tl.constexpr, ROWS: tl.constexpr,
+    X, R, W, RSTD_IN, Y, S, STATIC, H, RSTD, M, N, stride_xm, stride_xn, stride_rm, stride_rn, stride_s, eps, inv_n, weight_offset,
+    BLOCK: tl.constexpr, SINGLE: tl.constexpr, FORMAT: tl.constexpr, KEEP: tl.constexpr, PDL: tl.constexpr,
+    ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Y, H and RSTD are each written unless None; Y takes values, or codes with scales in S. KEEP: x is read again soon."""
+    """Y, H and RSTD are each written unless None; Y takes values, or codes with scales in S. KEEP: x is read again soon. PDL: the
+    next launch may start now; it waits by itself for what it needs of this one."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     col = tl.arange(0, BLOCK)[None, :]
     live = row < M
@@ -175,7 +185,7 @@ def rms_norm_forward(
         if R is not None:
             tl.debug_barrier()  # other threads of this program read back what was just stored in H
     if RSTD_IN is None:
-        rstd = tl.rsqrt(mean(square, N) + eps)
+        rstd = tl.rsqrt(square * inv_n + eps)
     else:
         rstd = tl.load(RSTD_IN + row, live, 0.0)
     if RSTD is not None:
@@ -202,13 +212,13 @@ def rms_norm_forward(
     default=lambda a: dict(ROWS=max(1, min(16, 2048 // a.BLOCK)), num_warps=min(16, max(4, a.BLOCK // 512)), STAGES=3),
 )
 def rms_norm_backward(
-    X, W, RSTD, DY, DH, DX, DW, M, N, stride_xm, stride_xn, stride_ym, stride_yn, stride_hm, stride_hn, stride_dm, eps, weight_offset,
+    X, W, RSTD, DY, DH, DX, DW, M, N, stride_xm, stride_xn, stride_ym, stride_yn, stride_hm, stride_hn, stride_dm, eps, inv_n, weight_offset,
     BLOCK: tl.constexpr, ROWS: tl.constexpr, PROGRAMS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Each program takes every PROGRAMS-th block of rows and keeps its share of dweight, DW[program], in registers."""
     col = tl.arange(0, BLOCK)[None, :]
     if W is not None:
-        w = tl.load(W + col, col < N, 0.0).to(tl.float32) + weight_offset
+        w = load_weight(W, col, col < N, weight_offset)
     dw = tl.zeros([ROWS, BLOCK], tl.float32)
     # Without the pipeline a program waits for each block's loads: 42 us instead of 29 at 8192 x 2048 (H200, November 2026)
     for block in tl.range(tl.program_id(0), tl.cdiv(M, ROWS), PROGRAMS, num_stages=STAGES):
@@ -222,14 +232,14 @@ def rms_norm_backward(
             g = dy * w
         square, cross = tl.reduce((x * x, x * g), 1, add_pairs)
         if RSTD is None:
-            rstd = tl.rsqrt(mean(square, N) + eps)[:, None]
+            rstd = tl.rsqrt(square * inv_n + eps)[:, None]
         else:
             rstd = tl.load(RSTD + row, live, 0.0)
         xhat = x * rstd
         if DW is not None:
             dw += dy * xhat
         if DX is not None:
-            dx = rstd * (g - xhat * (mean(cross, N)[:, None] * rstd))
+            dx = rstd * (g - xhat * ((cross * inv_n)[:, None] * rstd))
             if DH is not None:
                 dx += tl.load(DH + row * stride_hm + col * stride_hn, inside, 0.0).to(tl.float32)
             tl.store(DX + row * stride_dm + col, dx.to(DX.dtype.element_ty), inside)
@@ -239,7 +249,7 @@ def rms_norm_backward(
 
 
 @kernel(grid=lambda a: (a.M,), tokens=("M",), default=lambda a: dict(BLOCK=4096, num_warps=8))
-def rms_norm_row_sums(X, W, RSTD_IN, DY, RSTD, MEAN, M, N, stride_xm, stride_xn, stride_ym, stride_yn, eps, weight_offset,
+def rms_norm_row_sums(X, W, RSTD_IN, DY, RSTD, MEAN, M, N, stride_xm, stride_xn, stride_ym, stride_yn, eps, inv_n, weight_offset,
                       BLOCK: tl.constexpr):  # fmt: skip
     """For rows too wide for one program: rstd and mean(xhat * g) of each."""
     row = tl.program_id(0).to(tl.int64)
@@ -251,15 +261,15 @@ def rms_norm_row_sums(X, W, RSTD_IN, DY, RSTD, MEAN, M, N, stride_xm, stride_xn,
         x = tl.load(X + row * stride_xm + c * stride_xn, c < N, 0.0).to(tl.float32)
         g = tl.load(DY + row * stride_ym + c * stride_yn, c < N, 0.0).to(tl.float32)
         if W is not None:
-            g = g * (tl.load(W + c, c < N, 0.0).to(tl.float32) + weight_offset)
+            g = g * load_weight(W, c, c < N, weight_offset)
         square += x * x
         cross += x * g
     if RSTD_IN is None:
-        rstd = tl.rsqrt(mean(tl.sum(square, axis=0), N) + eps)
+        rstd = tl.rsqrt(tl.sum(square, axis=0) * inv_n + eps)
     else:
         rstd = tl.load(RSTD_IN + row)
     tl.store(RSTD + row, rstd)
-    tl.store(MEAN + row, mean(tl.sum(cross, axis=0), N) * rstd)
+    tl.store(MEAN + row, tl.sum(cross, axis=0) * inv_n * rstd)
 
 
 @kernel(grid=lambda a: (a.BANDS, cdiv(a.N, a.BLOCK)), tokens=("M",), default=lambda a: dict(BLOCK=1024, num_warps=4))
@@ -280,7 +290,7 @@ def rms_norm_backward_wide(
         if DX is not None:
             g = dy
             if W is not None:
-                g = dy * (tl.load(W + col, inside, 0.0).to(tl.float32) + weight_offset)
+                g = dy * load_weight(W, col, inside, weight_offset)
             dx = rstd * (g - xhat * tl.load(MEAN + row))
             if DH is not None:
                 dx += tl.load(DH + row * stride_hm + col * stride_hn, inside, 0.0).to(tl.float32)
@@ -289,9 +299,13 @@ def rms_norm_backward_wide(
         tl.store(DW + tl.program_id(0).to(tl.int64) * N + col, dw, inside)
 
 
-@kernel(grid=lambda a: (cdiv(a.N, a.BLOCK),), tokens=("M",), default=lambda a: dict(ROWS=32, BLOCK=64, num_warps=4))
+@kernel(
+    grid=lambda a: (cdiv(a.N, a.BLOCK),),
+    tokens=("M",),
+    default=lambda a: dict(ROWS=min(512, power_of_two(a.M)), BLOCK=16, num_warps=4),
+)
 def sum_columns(P, OUT, M, N, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """OUT[n] = sum over m of P[m, n], always in the same order."""
+    """OUT[n] = sum over m of P[m, n], always in the same order. Narrow and tall: one load in flight per row, many programs."""
     col = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[None, :]
     total = tl.zeros([ROWS, BLOCK], tl.float32)
     for start in range(0, M, ROWS):
@@ -301,7 +315,7 @@ def sum_columns(P, OUT, M, N, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     tl.store(OUT + c, tl.sum(total, axis=0).to(OUT.dtype.element_ty), c < N)
 
 
-def launch_rows(x, residual, weight, rstd_in, y, h, rstd, eps, weight_offset, scale=None, fmt=None, keep=False) -> None:
+def launch_rows(x, residual, weight, rstd_in, y, h, rstd, eps, weight_offset, scale=None, fmt=None, keep=False, pdl=False) -> None:
     """One launch over rows [M, N]; `fmt` says that y are codes."""
     M, N = x.shape
     BLOCK = max(128, power_of_two(N)) if fmt is not None else power_of_two(N)
@@ -309,8 +323,8 @@ def launch_rows(x, residual, weight, rstd_in, y, h, rstd, eps, weight_offset, sc
     strides = residual.stride() if residual is not None else (0, 0)
     rms_norm_forward(
         x, residual, weight, rstd_in, y, scale, fmt.tensor if fmt is not None else None, h, rstd, M, N, *x.stride(), *strides,
-        row_stride(scale), eps, weight_offset,
-        BLOCK=BLOCK if SINGLE else 4096, SINGLE=SINGLE, FORMAT=None if fmt is None else fmt.device_format(is_fast(x)), KEEP=keep,
+        row_stride(scale), eps, 1.0 / max(1, N), weight_offset or None,
+        BLOCK=BLOCK if SINGLE else 4096, SINGLE=SINGLE, FORMAT=None if fmt is None else fmt.device_format(is_fast(x)), KEEP=keep, PDL=pdl,
     )  # fmt: skip
 
 
@@ -324,15 +338,19 @@ def quantised(x, residual, weight, rstd_in, h, rstd, eps, weight_offset, fmt, q)
     tiles = not rows_done or q.data_t is not None
     if tiles and rstd is None:
         rstd = torch.empty(M, dtype=torch.float32, device=x.device) if rstd_in is None else rstd_in
+    columns = tiles and rows_done and fits(Target.at(x.device), x, fmt)
     if rows_done or rstd is not rstd_in or h is not None:
         launch_rows(
             x, residual, weight, rstd_in, q.data if rows_done else None, h, None if rstd is rstd_in else rstd, eps, weight_offset,
-            scale=q.scale if rows_done else None, fmt=fmt, keep=tiles,
+            scale=q.scale if rows_done else None, fmt=fmt, keep=tiles, pdl=columns,
         )  # fmt: skip
-    if tiles:
+    source = x if h is None else h.view(M, N)
+    if columns:
+        rms_norm_columns(source, weight, rstd, q.data_t, q.scale_t, M, N, source.stride(0), q.scale_t.stride(0), weight_offset, EARLY=h is None)
+    elif tiles:
         if rows_done:
             q = Quantized.from_tensors(replace(fmt, ways="col"), q.dtype, q.shape, (q.data_t, q.scale_t))
-        store_tiles(q, produce, (x if h is None else h, None, weight, rstd), x.stride() if h is None else (N, 1), (weight_offset, 0.0), scale=fmt.tensor)
+        store_tiles(q, produce, (source, None, weight, rstd), source.stride(), (weight_offset, 0.0), scale=fmt.tensor)
 
 
 def vector(t: Tensor | None) -> Tensor | None:
@@ -376,7 +394,7 @@ def gradients(x, weight, rstd, dy, dh, eps, weight_offset, needs) -> tuple[Tenso
     dh2 = rows(dh) if dh is not None else None
     BLOCK = power_of_two(N)
     strides = (*x2.stride(), *dy2.stride(), *(dh2.stride() if dh2 is not None else (0, 0)), N)
-    common = (eps, weight_offset)
+    common = (eps, 1.0 / max(1, N), weight_offset or None)
     PROGRAMS = max(1, min(PER_SM * Target.at(x.device).sms, cdiv(M, max(1, 2048 // BLOCK))))
     part = torch.empty(PROGRAMS, N, dtype=torch.float32, device=x.device) if dweight is not None else None
     if BLOCK <= WIDEST:
@@ -384,7 +402,7 @@ def gradients(x, weight, rstd, dy, dh, eps, weight_offset, needs) -> tuple[Tenso
     else:
         sums = torch.empty(2, M, dtype=torch.float32, device=x.device)
         rms_norm_row_sums(x2, weight, vector(rstd), dy2, sums[0], sums[1], M, N, *strides[:4], *common)
-        rms_norm_backward_wide(x2, weight, sums[0], sums[1], dy2, dh2, dx, part, M, N, *strides, weight_offset, BANDS=PROGRAMS)
+        rms_norm_backward_wide(x2, weight, sums[0], sums[1], dy2, dh2, dx, part, M, N, *strides, weight_offset or None, BANDS=PROGRAMS)
     if dweight is not None:
         sum_columns(part, dweight, PROGRAMS, N)
     return dx, dweight

@@ -1,0 +1,157 @@
+"""Calls that must be refused, made from an op's signature: each is a good call with one thing wrong, and names what is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+import tilewright as tw
+from tilewright.core.format import Format
+from tilewright.core.op import Op
+from tilewright.core.signature import Parameter, Range
+
+BAD_NUMBERS = (-1e30, -1.0, -1e-3, 0.0, 1.5, 2.0, 1e30)
+
+
+class Bad(NamedTuple):
+    """A call that must raise TypeError or ValueError with one of `names` in its message."""
+
+    what: str
+    names: tuple[str, ...]
+    args: tuple
+    kwargs: dict[str, Any]
+
+
+def calls(op: Op, values: Mapping[str, Any]) -> Iterator[Bad]:
+    """Every malformed call that the signature suggests, from a good one."""
+
+    def change(what: str, name: str, value: Any, *also: str) -> Bad:
+        return Bad(f"{name}: {what}", (name, *also), (), {**values, name: value})
+
+    for p in op.signature.parameters:
+        if p.kind is Tensor and isinstance(values[p.name], Tensor) and p.name != "out":
+            yield from (change(*row) for row in _tensors(op, p, values))
+        elif p.kind is Format:
+            for value in ("fp8", 8, 1.0, True, torch.float8_e4m3fn, [tw.fp8()]):
+                yield change(f"{value!r} for a format", p.name, value)
+        elif p.kind is not Tensor:
+            yield from (change(*row) for row in _numbers(p))
+    if "out" in op.signature.names:
+        yield from _outs(op, values)
+    yield from _shapes_of_calls(op, values)
+
+
+def _tensors(op: Op, p: Parameter, values: Mapping[str, Any]) -> Iterator[tuple]:
+    good, rule = values[p.name], p.rule
+    if not p.optional:
+        yield "None", p.name, None
+    for value in (good.tolist(), "tensor", 1.5, True, good.detach().cpu().float().numpy(), object()):
+        yield f"a {type(value).__name__}", p.name, value
+    if good.is_floating_point():
+        yield "integers", p.name, good.to(torch.int64)
+        yield "complex", p.name, good.to(torch.complex64)
+        yield "float8", p.name, good.to(torch.float8_e4m3fn)
+    else:
+        yield "floats", p.name, good.float()
+        yield "int8", p.name, good.to(torch.int8)
+    yield "booleans", p.name, good.bool()
+    yield "sparse", p.name, good.to_sparse()
+    if good.is_floating_point() and good.dim() > 0 and op.name != "dequantize":
+        yield "Quantized", p.name, tw.fp8("row").quantize(good)
+    if rule.dims:
+        yield "no dimension", p.name, good.new_zeros(())
+    if not rule.leading:
+        yield "one dimension more", p.name, good.unsqueeze(0)
+    others = [n for n in op.signature.tensors if n != p.name and isinstance(values[n], Tensor)]
+    if others:
+        yield "on another device", p.name, good.to("meta"), *others
+    yield from _sizes(op, p, values, others)
+    if good.is_floating_point() and p.name not in op.differentiable:
+        yield "requiring a gradient", p.name, good.detach().clone().requires_grad_()
+
+
+def _sizes(op: Op, p: Parameter, values: Mapping[str, Any], others: list[str]) -> Iterator[tuple]:
+    good, rules = values[p.name], {q.name: q.rule for q in op.signature.parameters}
+    same = [n for n in others if rules[n].leading]
+    if p.rule.leading and same and good.dim() > len(p.rule.dims):
+        yield "more rows", p.name, torch.cat([good, good[:1]]), *same
+        yield "leading dimensions in another shape", p.name, good.unsqueeze(0), *same
+    for at, dim in enumerate(p.rule.dims):
+        sharing = [n for n in others if dim in rules[n].dims]
+        if sharing or dim.isdigit():
+            axis = at - len(p.rule.dims)
+            yield f"one {dim} more", p.name, torch.cat([good, good.narrow(axis, 0, 1)], axis), *sharing
+            yield f"no {dim}", p.name, good.narrow(axis, 0, 0), *sharing
+
+
+def _numbers(p: Parameter) -> Iterator[tuple]:
+    if not p.optional:
+        yield "None", p.name, None
+    yield "a list", p.name, [1]
+    yield "a tensor", p.name, torch.zeros(())
+    if p.kind is not bool:
+        yield "a truth value", p.name, True
+    if p.kind is not str:
+        yield "a string", p.name, "1.0"
+    if p.kind is float:
+        for value in (float("nan"), float("inf"), float("-inf"), 1j):
+            yield str(value), p.name, value
+    if p.kind is int:
+        yield "a fraction", p.name, 1.5
+    if p.kind is bool:
+        yield "a number", p.name, 1
+    if p.choices is not None:
+        yield "no such choice", p.name, "no such choice"
+        yield "another case", p.name, str(p.choices[0]).upper()
+    if isinstance(p.rule, Range):
+        wrong = [v for v in BAD_NUMBERS if not p.rule.holds(v)]
+        assert wrong, f"{p.name}: none of {BAD_NUMBERS} is refused by '{p.rule.words}'"
+        for value in wrong:
+            yield str(value), p.name, p.kind(value)
+
+
+def _outs(op: Op, values: Mapping[str, Any]) -> Iterator[Bad]:
+    with torch.no_grad():
+        good = op.function(**{**values, "out": None})
+
+    def change(what: str, out: Any, **also: Any) -> Bad:
+        return Bad(f"out: {what}", ("out",), (), {**values, **also, "out": out})
+
+    yield change("a list", good.tolist())
+    yield change("one row more", torch.cat([good, good[:1]]))
+    yield change("one column more", torch.cat([good, good[..., :1]], -1))
+    yield change("flat", good.reshape(-1))
+    yield change("another dtype", good.to(torch.float64 if good.dtype != torch.float64 else torch.float32))
+    yield change("on another device", good.to("meta"))
+    yield change("expanded", good[:1].clone().expand(good.shape))
+    yield change("Quantized", tw.fp8("row").quantize(good))
+    wide = torch.zeros(good.numel() + 8, dtype=good.dtype, device=good.device)
+    yield change("overlapping itself", wide.as_strided(good.shape, (1,) * good.dim()))
+    for n in op.signature.tensors:
+        t = values[n]
+        if isinstance(t, Tensor) and t.shape == good.shape and t.dtype == good.dtype:
+            yield change(f"the memory of {n}", t)
+    named = next((n for n in op.differentiable if isinstance(values[n], Tensor)), None)
+    if named is not None:
+        yield change("with a gradient wanted", torch.empty_like(good), **{named: values[named].clone().requires_grad_()})
+    if "out_format" in op.signature.names:
+        fmt = tw.fp8("row")
+        yield change("a plain tensor for a quantised result", good.clone(), out_format=fmt)
+        other = tw.fp8("tensor").quantize(good)
+        yield change("in another format", other, out_format=fmt)
+
+
+def _shapes_of_calls(op: Op, values: Mapping[str, Any]) -> Iterator[Bad]:
+    yield Bad("an unknown keyword", ("no_such_argument",), (), {**values, "no_such_argument": 1})
+    first = op.signature.names[0]
+    yield Bad("an argument twice", (first,), (values[first],), dict(values))
+    many = tuple(values[n] for n in op.signature.names) + (None,) * 2
+    yield Bad("too many arguments", (op.name,), many, {})
+    for p in op.signature.parameters:
+        if p.default is Ellipsis or (p.kind is Tensor and not p.optional):
+            yield Bad(f"no {p.name}", (p.name,), (), {n: v for n, v in values.items() if n != p.name})
+
+

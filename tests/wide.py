@@ -1,0 +1,91 @@
+"""Tensors whose elements lie more than 2^31 apart: `python -m tests.wide OP DEVICE [FILE]`.
+
+The memory is reserved and never touched but for the few elements in use, so this costs address space alone. Strides stay below
+2^31: a larger one would be passed to kernels as 64 bits and hide a 32-bit product.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import mmap
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor
+
+STRIDE = 1_200_000_007  # two steps of it pass 2^31, and it is odd
+NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
+_kept: list[Any] = []
+
+
+def reserve(count: int, dtype: torch.dtype, device: str) -> Tensor:
+    """Memory for `count` elements that is committed page by page."""
+    if device != "cpu":
+        return torch.empty(count, dtype=dtype, device=device)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NORESERVE
+    memory = mmap.mmap(-1, count * dtype.itemsize, flags=flags)
+    _kept.append(memory)
+    return torch.frombuffer(memory, dtype=torch.uint8).view(dtype)
+
+
+def spread(t: Tensor, axis: int, device: str) -> Tensor:
+    """`t` with neighbours along `axis` STRIDE elements apart, the other dimensions dense."""
+    stride = [0] * t.dim()
+    step = 1
+    for d in reversed([d for d in range(t.dim()) if d != axis]):
+        stride[d], step = step, step * t.shape[d]
+    stride[axis] = STRIDE
+    wide = reserve((t.shape[axis] - 1) * STRIDE + step + 16, t.dtype, device)
+    return wide.as_strided(t.shape, stride).copy_(t)
+
+
+def load(path: str, name: str) -> Any:
+    """A file of ops that is not part of the library, as if it stood beside the library's own."""
+    spec = importlib.util.spec_from_file_location(f"tilewright.ops.{name}", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def main(name: str, device: str, source: str = "") -> None:
+    import tilewright as tw
+    from tests.oracle import outcome, same_outcome
+    from tests.properties import Net, draw, tensors
+    from tilewright.core.op import OPS
+
+    tw.catalogue()
+    if source:
+        load(source, "loaded_" + name)
+    op = OPS[name]
+    net = Net(device=device, interpreter=device == "cpu")
+    sizes = {"tokens": 3, "batch": 1, "length": 3, "hidden": 3, "vocab": 3, "heads": 3, "head_dim": 16, "experts": 2}
+    case = draw(op, net, 70, torch.bfloat16, sizes, full=True)
+    with net.kernels():
+        expected = outcome(op, case.values)
+        for argument, t in tensors(op, case.values).items():
+            for axis in range(t.dim()):
+                if t.shape[axis] >= 3:
+                    wide = spread(t, axis, device)
+                    same_outcome(f"{case.label}: {argument} wide along {axis}", outcome(op, {**case.values, argument: wide}), expected)
+                    del wide
+        for i, g in enumerate(expected.grads):
+            for axis in range(g.dim()):
+                if g.shape[axis] >= 3:
+                    grads = [spread(g, axis, device) if k == i else kept for k, kept in enumerate(expected.grads)]
+                    actual = outcome(op, case.values, grads=grads)
+                    same_outcome(f"{case.label}: upstream gradient {i} wide along {axis}", actual, expected)
+                    del grads
+        if "out" in op.signature.names:
+            with torch.no_grad():
+                plain = op.function(**case.values)
+                for axis in range(plain.dim()):
+                    out = spread(torch.zeros_like(plain), axis, device)
+                    made = op.function(**{**case.values, "out": out})
+                    same_outcome(f"{case.label}: out wide along {axis}", {"out": made}, {"out": plain})
+                    del out, made
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,535 @@
+"""Softmax cross entropy over the last dimension, from logits in any precision; between load and store all is fp32.
+
+    z = logits, or softcap * tanh(logits / softcap);  lse = log(sum_j exp(z_j));  s = label_smoothing;  y the label
+    loss = (1 - s) * w_y * (lse - z_y) + s / vocab * sum_j w_j * (lse - z_j) + z_loss * lse**2,  w = weight, or ones
+    dz_j = p_j * ((1 - s) * w_y + s / vocab * sum(w) + 2 * z_loss * lse) - [j = y] * (1 - s) * w_y - s / vocab * w_j
+    p_j = exp(z_j - lse);  dlogits = dloss * dz * (1 - tanh(logits / softcap)**2)
+
+The forward reads each row once, the backward reads and writes it once. For the backward lse is kept in two parts,
+`stats`: a row's largest z, and log2 of sum_j exp(z_j - largest). Their sum would cost p its digits where logits are large.
+"""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Literal
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..core.draw import Draw
+from ..core.kernel import kernel
+from ..core.op import Op, Triton, upcast
+from ..core.signature import above, at_least, between, self_overlapping
+from ..core.target import Target
+from ..core.tensor import cdiv, power_of_two
+from ..device.softmax import LN2, LOG2E, cap, extend, finite_or_zero, merge, tanh
+
+
+def reference(
+    logits: Tensor,
+    labels: Tensor,
+    *,
+    ignore_index: int = -100,
+    reduction: Literal["mean", "sum", "none"] = "mean",
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+    z_loss: float = 0.0,
+    weight: Tensor | None = None,
+    inplace_backward: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The fp32 loss that `torch.nn.functional.cross_entropy` gives for fp32 logits, classes in the last dimension.
+
+    `softcap` first squeezes the logits into [-softcap, softcap]; `z_loss` adds `z_loss * logsumexp(logits)**2` to every
+    row that counts. A row counts if its label is in the vocabulary and is not `ignore_index`. "mean" divides the sum by
+    the weights of those rows' labels (1 each without `weight`), so it is NaN if no row counts. An ignored row has loss 0;
+    a row whose label is outside the vocabulary has loss NaN and is left out of that divisor. The gradients of both are
+    exactly 0, and their logits are not read.
+
+    `inplace_backward` writes the gradient over the logits, so that it takes no memory. It is for eager calls on a GPU (on
+    a CPU it changes nothing), and it is an in-place operation on `logits` at the time of the backward: whatever needs
+    their values after that, a second backward through this loss included, raises. Logits whose elements share memory, or
+    which are a leaf that requires a gradient, are refused.
+    """
+    loss, stats, denominator = losses(
+        logits, labels, ignore_index, reduction, label_smoothing, softcap, z_loss, weight
+    )
+    return loss, stats, denominator
+
+
+def reference_lse(
+    logits: Tensor,
+    labels: Tensor,
+    *,
+    ignore_index: int = -100,
+    reduction: Literal["mean", "sum", "none"] = "mean",
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+    z_loss: float = 0.0,
+    weight: Tensor | None = None,
+    inplace_backward: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(`cross_entropy`, the fp32 logsumexp of every row of softcap(logits) whatever its label). Both have gradients."""
+    loss, _, denominator = losses(logits, labels, ignore_index, reduction, label_smoothing, softcap, z_loss, weight)
+    lse, stats = log_sum_exp(capped(upcast(logits), softcap))
+    return loss, lse, stats, denominator
+
+
+def capped(z: Tensor, softcap: float | None) -> Tensor:
+    return z if softcap is None else softcap * torch.tanh(z / softcap)
+
+
+def log_sum_exp(z: Tensor) -> tuple[Tensor, Tensor]:
+    """(logsumexp, its two parts)."""
+    lse = torch.logsumexp(z, -1)
+    largest = z.amax(-1) if z.shape[-1] else z.sum(-1)
+    return lse, torch.stack([largest, (lse - largest) / math.log(2)]).detach()
+
+
+def losses(logits, labels, ignore_index, reduction, label_smoothing, softcap, z_loss, weight) -> tuple[Tensor, ...]:
+    """(loss, stats, denominator)."""
+    vocab = logits.shape[-1]
+    hit = labels.unsqueeze(-1) == torch.arange(vocab, device=labels.device)
+    ignored = labels == ignore_index
+    counts = hit.any(-1) & ~ignored
+    z = capped(upcast(logits).masked_fill(~counts.unsqueeze(-1), 0.0), softcap)
+    w = z.new_ones(vocab) if weight is None else upcast(weight).to(z.dtype)
+    own = torch.where(hit, w, 0.0).sum(-1)
+    below = -torch.log_softmax(z, -1)
+    rows = own * torch.where(hit, below, 0.0).sum(-1)
+    if label_smoothing > 0:
+        rows = (1 - label_smoothing) * rows + label_smoothing / max(vocab, 1) * (w * below).sum(-1)
+    lse, stats = log_sum_exp(z)
+    rows = (rows + z_loss * lse.square()).masked_fill(~counts, 0.0).masked_fill(~counts & ~ignored, math.nan)
+    stats = stats.masked_fill(~counts, 0.0)
+    if reduction == "mean":
+        denominator = torch.where(counts, own, 0.0).sum()
+        return rows.sum() / denominator, stats, denominator
+    return rows.sum() if reduction == "sum" else rows, stats, z.new_empty(0)
+
+
+def inputs(draw: Draw) -> dict:
+    tokens, vocab = draw.dim("tokens"), draw.dim("vocab")
+    ignore_index = draw.option("ignore_index", -100, 0)
+    labels = draw.integers(tokens, high=vocab)
+    ignored = draw.uniform(tokens, dtype=torch.float32) < draw.option("ignored", 0.25, 0.0, 1.0)
+    return {
+        "logits": draw.tensor(tokens, vocab, scale=draw.option("logits_scale", 1.0, 6.0)),
+        "labels": torch.where(ignored, ignore_index, labels).to(draw.option("index", torch.int64, torch.int32)),
+        "ignore_index": ignore_index,
+        "reduction": draw.option("reduction", "none", "mean", "sum"),
+        "label_smoothing": draw.option("label_smoothing", 0.0, 0.1),
+        "softcap": draw.option("softcap", None, 5.0),
+        "z_loss": draw.option("z_loss", 0.0, 1e-2),
+        "weight": draw.maybe("weight", lambda: draw.uniform(vocab, low=0.5, high=1.5, dtype=torch.float32)),
+    }
+
+
+# ---------------------------------------------------------------- on the device
+
+
+@triton.jit
+def offset_of(row, INNER, stride_outer, stride_inner):
+    """Where a row begins; its leading dimensions are two, of which INNER is the size of the second."""
+    return (row // INNER).to(tl.int64) * stride_outer + (row % INNER).to(tl.int64) * stride_inner
+
+
+@triton.jit
+def load_if(P, condition):
+    """A number in fp32, or 0. Not by `other`: the interpreter takes a scalar load's other of 0 for none."""
+    return tl.where(condition, tl.load(P, condition).to(tl.float32), 0.0)
+
+
+@triton.jit
+def count_label(y, N, ignore_index):
+    """(label, whether its row counts, whether it is ignored). A label that does not count becomes 0: it is an index."""
+    y = y.to(tl.int64)
+    ignored = y == ignore_index
+    counts = (y >= 0) & (y < N) & (y != ignore_index)
+    return tl.where(counts, y, 0), counts, ignored
+
+
+@triton.jit
+def read_row(X, Y, W, row, INNER, N, stride_yo, stride_yi, stride_xn, stride_w, ignore_index, softcap):
+    """(z of the label, its weight, whether the row counts, whether it is ignored)."""
+    label = tl.load(Y + offset_of(row, INNER, stride_yo, stride_yi))
+    y, counts, ignored = count_label(label, N, ignore_index)
+    own = 1.0
+    if W is not None:
+        own = load_if(W + y * stride_w, counts)
+    return cap(load_if(X + y * stride_xn, counts), softcap), own, counts, ignored
+
+
+@triton.jit
+def take_in(X, W, m, s, d, start, stop, col, anchor, stride_xn, stride_w, spill, softcap, MASKED: tl.constexpr):
+    """Columns start + col, [DEPTH, LANES], into each lane's own sums: nothing crosses threads until the row's end.
+
+    d is the sum of w * (z - anchor). The anchor is the label's z, near which sums of large logits lose no digits."""
+    c = start + col
+    P = X + start.to(tl.int64) * stride_xn + col.to(tl.int64) * stride_xn
+    if MASKED:
+        z = cap(tl.load(P, c < stop, -float("inf")).to(tl.float32), softcap)
+        if softcap is not None:
+            z = tl.where(c < stop, z, -float("inf"))
+    else:
+        z = cap(tl.load(P).to(tl.float32), softcap)
+    if spill is not None:
+        e = z - anchor
+        if W is not None:
+            e *= tl.load(W + c.to(tl.int64) * stride_w, c < stop, 0.0).to(tl.float32)
+        if MASKED:
+            e = tl.where(c < stop, e, 0.0)
+        d += tl.sum(e, 0)
+    m, s = extend(m, s, z)
+    return m, s, d
+
+
+@triton.jit
+def store_row(largest, s, d, z, own, WSUM, LOSS, LSE, STATS, row, counts, ignored, M, N, keep, spill, z_loss):
+    """The loss of a row from its sums, and what the backward needs of it."""
+    spread = tl.log2(s)
+    base = finite_or_zero(largest)
+    lse = base + spread * LN2
+    loss = keep * own * ((base - z) + spread * LN2) + z_loss * lse * lse
+    if spill is not None:
+        weights = N * 1.0
+        if WSUM is not None:
+            weights = tl.load(WSUM)
+        loss += spill * (weights * ((base - finite_or_zero(z)) + spread * LN2) - d)
+    # log_softmax makes all of a row with an infinite logit NaN, and so does the backward that meets a NaN `largest`
+    loss = tl.where(lse == float("inf"), float("nan"), loss)
+    largest = tl.where(largest == float("inf"), float("nan"), largest)
+    tl.store(LOSS + row, tl.where(counts, loss, tl.where(ignored, 0.0, float("nan"))))
+    if LSE is not None:
+        tl.store(LSE + row, lse)
+    else:
+        largest = tl.where(counts, largest, 0.0)
+        spread = tl.where(counts, spread, 0.0)
+    tl.store(STATS + row, largest)
+    tl.store(STATS + M + row, spread)
+
+
+def _lanes(a) -> dict:
+    # 8 loads of 16 bytes a thread in 72 registers: seven programs keep 112 KiB of loads in flight on an SM
+    LANES = min(1024, max(32, power_of_two(a.N)))
+    return {"LANES": LANES, "DEPTH": min(8, power_of_two(cdiv(a.N, LANES))), "num_warps": max(1, LANES // 256)}
+
+
+def _lane_candidates(a) -> list[dict]:
+    tried = [{"LANES": 256 * w, "DEPTH": depth, "num_warps": w} for w in (2, 4, 8, 16) for depth in (2, 4, 8)]
+    return [_lanes(a), *(t for t in tried if t["LANES"] <= a.N)]
+
+
+TOKENS = ("M", "INNER", "stride_yo", "stride_yi", "ignore_index")
+
+
+@kernel(grid=lambda a: (a.M, a.SPLITS), tokens=TOKENS, tune_by=("N",), default=_lanes, candidates=_lane_candidates)
+def cross_entropy_forward(
+    X, Y, W, WSUM, LOSS, LSE, STATS, PART, M, INNER, N, stride_xo, stride_xi, stride_xn, stride_yo, stride_yi, stride_w,
+    ignore_index, keep, spill, softcap, z_loss, SPLITS: tl.constexpr, LANES: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    """One row, or one of SPLITS parts of it, whose sums go to PART [3, M, SPLITS]."""
+    BLOCK: tl.constexpr = LANES * DEPTH
+    row = tl.program_id(0)
+    X += offset_of(row, INNER, stride_xo, stride_xi)
+    z, own, counts, ignored = read_row(
+        X, Y, W, row, INNER, N, stride_yo, stride_yi, stride_xn, stride_w, ignore_index, softcap
+    )  # fmt: skip
+    span = (N + (SPLITS * BLOCK - 1)) // (SPLITS * BLOCK) * BLOCK
+    start = tl.program_id(1) * span
+    stop = tl.minimum(start + span, N)
+    if LSE is None:
+        stop = tl.where(counts, stop, start)
+    whole = start + tl.maximum(stop - start, 0) // BLOCK * BLOCK
+    col = tl.arange(0, DEPTH)[:, None] * LANES + tl.arange(0, LANES)[None, :]
+    anchor = finite_or_zero(z)
+    m = tl.full([LANES], -float("inf"), tl.float32)
+    s = tl.zeros([LANES], tl.float32)
+    d = tl.zeros([LANES], tl.float32)
+    for at in range(start, whole, BLOCK):
+        m, s, d = take_in(X, W, m, s, d, at, stop, col, anchor, stride_xn, stride_w, spill, softcap, False)
+    for at in range(whole, stop, BLOCK):
+        m, s, d = take_in(X, W, m, s, d, at, stop, col, anchor, stride_xn, stride_w, spill, softcap, True)
+    largest, total = merge(m, s)
+    if SPLITS == 1:
+        store_row(
+            largest, total, tl.sum(d, 0), z, own, WSUM, LOSS, LSE, STATS, row.to(tl.int64), counts, ignored, M, N, keep,
+            spill, z_loss,
+        )  # fmt: skip
+    else:
+        P = PART + row.to(tl.int64) * SPLITS + tl.program_id(1)
+        tl.store(P, largest)
+        tl.store(P + M.to(tl.int64) * SPLITS, total)
+        tl.store(P + M.to(tl.int64) * (2 * SPLITS), tl.sum(d, 0))
+
+
+@kernel(grid=lambda a: (a.M,), tokens=TOKENS, default=lambda a: {"num_warps": 1})
+def cross_entropy_merge(
+    X, Y, W, WSUM, LOSS, LSE, STATS, PART, M, INNER, N, stride_xo, stride_xi, stride_xn, stride_yo, stride_yi, stride_w,
+    ignore_index, keep, spill, softcap, z_loss, SPLITS: tl.constexpr,
+):  # fmt: skip
+    """A row from its parts."""
+    row = tl.program_id(0)
+    X += offset_of(row, INNER, stride_xo, stride_xi)
+    z, own, counts, ignored = read_row(
+        X, Y, W, row, INNER, N, stride_yo, stride_yi, stride_xn, stride_w, ignore_index, softcap
+    )  # fmt: skip
+    P = PART + row.to(tl.int64) * SPLITS + tl.arange(0, SPLITS)
+    largest, total = merge(tl.load(P), tl.load(P + M.to(tl.int64) * SPLITS))
+    d = tl.sum(tl.load(P + M.to(tl.int64) * (2 * SPLITS)), 0)
+    store_row(
+        largest, total, d, z, own, WSUM, LOSS, LSE, STATS, row.to(tl.int64), counts, ignored, M, N, keep, spill, z_loss
+    )  # fmt: skip
+
+
+@kernel(grid=lambda a: (1,), tokens=TOKENS, default=lambda a: {"BLOCK": 4096, "num_warps": 16})
+def cross_entropy_reduce(
+    ROWS, Y, W, LOSS, DENOMINATOR, M, INNER, N, stride_yo, stride_yi, stride_w, ignore_index, BLOCK: tl.constexpr
+):  # fmt: skip
+    """The sum of the rows' losses, or their mean and its denominator. One program, float64: one order, no lost digits."""
+    loss = tl.zeros([BLOCK], tl.float64)
+    weights = tl.zeros([BLOCK], tl.float64)
+    for start in range(0, M, BLOCK):
+        row = start.to(tl.int64) + tl.arange(0, BLOCK)
+        loss += tl.load(ROWS + row, row < M, 0.0).to(tl.float64)
+        if DENOMINATOR is not None:
+            label = tl.load(Y + offset_of(row, INNER, stride_yo, stride_yi), row < M, -1)
+            y, counts, _ = count_label(label, N, ignore_index)
+            if W is not None:
+                weights += tl.load(W + y * stride_w, counts, 0.0).to(tl.float64)
+            else:
+                weights += tl.where(counts, 1.0, 0.0).to(tl.float64)
+    out = tl.sum(loss, 0).to(tl.float32)
+    if DENOMINATOR is not None:
+        denominator = tl.sum(weights, 0).to(tl.float32)
+        tl.store(DENOMINATOR, denominator)
+        out = tl.div_rn(out, denominator)
+    tl.store(LOSS, out)
+
+
+@kernel(grid=lambda a: (1,), default=lambda a: {"BLOCK": 8192, "num_warps": 16})
+def cross_entropy_sum_weights(W, WSUM, N, stride_w, BLOCK: tl.constexpr):
+    total = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, N, BLOCK):
+        c = start.to(tl.int64) + tl.arange(0, BLOCK)
+        total += tl.load(W + c * stride_w, c < N, 0.0).to(tl.float32)
+    tl.store(WSUM, tl.sum(total, 0))
+
+
+def _tile(a) -> dict:
+    BLOCK = min(4096, max(32, power_of_two(a.N)))
+    return {"BLOCK": BLOCK, "num_warps": max(1, BLOCK // 1024)}
+
+
+def _tile_candidates(a) -> list[dict]:
+    tried = [{"BLOCK": block, "num_warps": w} for block in (2048, 4096, 8192, 16384) for w in (4, 8, 16)]
+    return [_tile(a), *(t for t in tried if t["BLOCK"] <= a.N)]
+
+
+@kernel(
+    grid=lambda a: (a.M * cdiv(a.N, a.BLOCK),),
+    tokens=(*TOKENS, "stride_go", "stride_gi", "stride_ho", "stride_hi"),
+    tune_by=("N",),
+    default=_tile,
+    candidates=_tile_candidates,
+)
+def cross_entropy_backward(
+    X, Y, W, WSUM, STATS, DENOMINATOR, G, H, DX, M, INNER, N, stride_xo, stride_xi, stride_xn, stride_do, stride_di,
+    stride_dn, stride_yo, stride_yi, stride_w, stride_go, stride_gi, stride_ho, stride_hi, ignore_index, keep, spill,
+    softcap, z_loss, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One block of one row; G and H are the gradients of loss and lse. DX may be X: each element is read by its writer."""
+    blocks = (N + (BLOCK - 1)) // BLOCK
+    row = tl.program_id(0) // blocks
+    col = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
+    y, counts, _ = count_label(tl.load(Y + offset_of(row, INNER, stride_yo, stride_yi)), N, ignore_index)
+    reads = counts if H is None else y >= 0
+    c = col.to(tl.int64)
+    x = tl.load(X + offset_of(row, INNER, stride_xo, stride_xi) + c * stride_xn, (col < N) & reads, 0.0).to(tl.float32)
+    largest = load_if(STATS + row.to(tl.int64), reads)
+    spread = load_if(STATS + M + row.to(tl.int64), reads)
+    g = 0.0
+    if G is not None:
+        g = tl.load(G + offset_of(row, INNER, stride_go, stride_gi))
+        if DENOMINATOR is not None:
+            g = tl.div_rn(g, tl.load(DENOMINATOR))
+        g = tl.where(counts, g, 0.0)
+    own = keep
+    if W is not None:
+        own = keep * load_if(W + y * stride_w, counts)
+    slope = own + 2.0 * z_loss * (largest + spread * LN2)
+    if spill is not None:
+        weights = N * 1.0
+        if WSUM is not None:
+            weights = tl.load(WSUM)
+        slope += spill * weights
+    slope = tl.where(counts, g * slope, 0.0)
+    if H is not None:
+        slope += tl.load(H + offset_of(row, INNER, stride_ho, stride_hi))
+    t = x
+    if softcap is not None:
+        t = tanh(x * (1.0 / softcap))
+        x = softcap * t
+    dz = slope * tl.exp2((x - largest) * LOG2E - spread)
+    dz = tl.where(col == y, dz - g * own, dz)
+    if spill is not None:
+        share = g * spill
+        if W is not None:
+            share *= tl.load(W + c * stride_w, col < N, 0.0).to(tl.float32)
+        dz -= share
+    if softcap is not None:
+        dz *= 1.0 - t * t
+    tl.store(DX + offset_of(row, INNER, stride_do, stride_di) + c * stride_dn, dz.to(DX.dtype.element_ty), col < N)
+
+
+# ---------------------------------------------------------------- on the host
+
+PER_SM = 8  # programs per SM for which rows are split when they are few
+NARROWEST = 8192  # columns of a part, at least
+
+
+def fold(x: Tensor) -> tuple[Tensor, int, tuple[int, int, int]]:
+    """(x, INNER, strides of outer, inner and last dimension): the leading dimensions as two, for those of a batch without
+    its last tokens, [batch, length - 1, vocab], cannot be one. What cannot be two either is copied."""
+    merged: list[tuple[int, int]] = []
+    for size, stride in zip(x.shape[:-1], x.stride()):
+        if merged and merged[-1][1] == size * stride:
+            merged[-1] = merged[-1][0] * size, stride
+        elif size != 1:
+            merged.append((size, stride))
+    if len(merged) > 2:
+        return fold(x.contiguous())
+    (_, outer), (inner, step) = [(1, 0), (1, 0), *merged][-2:]
+    return x, max(inner, 1), (outer, step, x.stride(-1))
+
+
+def fold_like(t: Tensor, inner: int) -> tuple[Tensor, tuple[int, int]]:
+    """(t, its strides), one number per row, its leading dimensions as the two that `fold` found."""
+    t = t.reshape(t.numel() // inner, inner)
+    return t, t.stride()
+
+
+def smoothing(label_smoothing: float, vocab: int) -> tuple[float, float | None]:
+    """(the label's own share, every class's share or None)."""
+    return 1.0 - label_smoothing, label_smoothing / max(vocab, 1) if label_smoothing > 0 else None
+
+
+def sum_of(weight: Tensor | None, spill: float | None) -> Tensor | None:
+    """The sum of the weights, where smoothing needs it."""
+    if weight is None or spill is None:
+        return None
+    total = torch.empty(1, dtype=torch.float32, device=weight.device)
+    cross_entropy_sum_weights(weight, total, weight.shape[0], weight.stride(0))
+    return total
+
+
+def launch_forward(
+    logits, labels, lse, ignore_index, reduction, label_smoothing, softcap, z_loss, weight
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    def fp32(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.float32, device=logits.device)
+
+    x, inner, strides = fold(logits)
+    y, steps = fold_like(labels, inner)
+    M, N = labels.numel(), logits.shape[-1]
+    keep, spill = smoothing(label_smoothing, N)
+    stride_w = 0 if weight is None else weight.stride(0)
+    stats, rows = fp32(2, *labels.shape), fp32(*labels.shape)
+    few = PER_SM * Target.at(logits.device).sms // max(M, 1)
+    SPLITS = power_of_two(min(few, cdiv(N, NARROWEST))) if few > 1 else 1
+    part = fp32(3, M, SPLITS) if SPLITS > 1 else None
+    operands = (x, y, weight, sum_of(weight, spill), rows, lse, stats, part, M, inner, N, *strides, *steps, stride_w)
+    numbers = (ignore_index, keep, spill, softcap, z_loss)
+    cross_entropy_forward(*operands, *numbers, SPLITS=SPLITS)
+    if SPLITS > 1:
+        cross_entropy_merge(*operands, *numbers, SPLITS=SPLITS)
+    if reduction == "none":
+        return rows, stats, fp32(0)
+    loss, denominator = fp32(), fp32() if reduction == "mean" else None
+    cross_entropy_reduce(rows, y, weight, loss, denominator, M, inner, N, *steps, stride_w, ignore_index)
+    return loss, stats, fp32(0) if denominator is None else denominator
+
+
+def forward(
+    logits, labels, *, ignore_index, reduction, label_smoothing, softcap, z_loss, weight, inplace_backward
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    return launch_forward(logits, labels, None, ignore_index, reduction, label_smoothing, softcap, z_loss, weight)
+
+
+def forward_lse(
+    logits, labels, *, ignore_index, reduction, label_smoothing, softcap, z_loss, weight, inplace_backward
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    lse = torch.empty(labels.shape, dtype=torch.float32, device=logits.device)
+    loss, stats, denominator = launch_forward(
+        logits, labels, lse, ignore_index, reduction, label_smoothing, softcap, z_loss, weight
+    )
+    return loss, lse, stats, denominator
+
+
+def backward(saved: SimpleNamespace, dloss: Tensor | None, dlse: Tensor | None = None) -> tuple[Tensor]:
+    logits, weight = saved.logits, saved.weight
+    x, inner, strides = fold(logits)
+    y, steps = fold_like(saved.labels, inner)
+    M, N = saved.labels.numel(), logits.shape[-1]
+    keep, spill = smoothing(saved.label_smoothing, N)
+    out, places = x, strides
+    if not saved.inplace_backward:
+        out, places = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device), (inner * N, N, 1)
+    g, h, g_steps, h_steps = dloss, dlse, (0, 0), (0, 0)
+    if g is not None and saved.reduction == "none":
+        g, g_steps = fold_like(g, inner)
+    if h is not None:
+        h, h_steps = fold_like(h, inner)
+    cross_entropy_backward(
+        x, y, weight, sum_of(weight, spill), saved.stats, saved.denominator if saved.reduction == "mean" else None, g, h,
+        out, M, inner, N, *strides, *places, *steps, 0 if weight is None else weight.stride(0), *g_steps, *h_steps,
+        saved.ignore_index, keep, spill, saved.softcap, saved.z_loss,
+    )  # fmt: skip
+    if not saved.inplace_backward:
+        return (out,)
+    if out is not logits:
+        logits.copy_(out)
+    torch.autograd.graph.increment_version(logits)
+    return (logits.detach(),)
+
+
+def check(logits: Tensor, inplace_backward: bool, **_) -> None:
+    if not inplace_backward:
+        return
+    if self_overlapping(logits):
+        raise ValueError("cross_entropy: inplace_backward would write logits, whose elements share memory")
+    if torch.is_grad_enabled() and logits.requires_grad and logits.is_leaf:
+        raise ValueError("cross_entropy: inplace_backward would overwrite logits, a leaf that requires a gradient")
+
+
+def no_double(target: Target, a: SimpleNamespace) -> bool:
+    return all(t is None or t.dtype != torch.float64 for t in vars(a).values() if isinstance(t, Tensor))
+
+
+FACTS = {
+    "where": {
+        "logits": "float[... vocab]",
+        "labels": "int[...]",
+        "weight": "float[vocab]",
+        "label_smoothing": between(0.0, 1.0),
+        "softcap": above(0.0),
+        "z_loss": at_least(0.0),
+    },
+    "differentiable": ("logits",),
+    "saves": ("logits", "labels", "weight", "stats", "denominator"),
+    "aux": 2,
+    "check": check,
+    "bars": {"class": "D"},
+}
+RESULTS = ("loss", "stats", "denominator")
+RESULTS_LSE = ("loss", "lse", "stats", "denominator")
+cross_entropy_lse = Op(
+    "cross_entropy_lse", reference_lse, inputs, Triton(forward_lse, backward, no_double), results=RESULTS_LSE,
+    graded_results=(0, 1), **FACTS,
+)  # fmt: skip
+cross_entropy = Op(
+    "cross_entropy", reference, inputs, Triton(forward, backward, no_double), results=RESULTS, **FACTS
+)  # fmt: skip
