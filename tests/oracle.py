@@ -312,19 +312,19 @@ def check(op: Op, label: str, values: Mapping[str, Any], actual: Outcome) -> Non
             near(f"{label}: {name}", *cut, bar)
         else:
             assert not gradient, f"{label}: there is no gradient of {name[2:]}"
-            near_codes(f"{label}: {name}", name, values, actual, there, exact=bar == BARS["G"])
+            near_codes(f"{label}: {name}", name, values, actual, there, None if bar == BARS["G"] else noise[name])
 
 
 def near_codes(
-    label: str, name: str, values: Mapping[str, Any], actual: Outcome, there: Tensor, exact: bool = False
+    label: str, name: str, values: Mapping[str, Any], actual: Outcome, there: Tensor, noise: Tensor | None
 ) -> None:
     """A quantised result: what quantising the true value gives; a producer's last bit may move a scale or, in one element of
-    a thousand, a code by one step."""
-    fmt, offsets = values["out_format"], values.get("offsets")
+    a thousand, a code by one step. Without `noise` every bit must be right."""
+    fmt, offsets, exact = values["out_format"], values.get("offsets"), noise is None
     offsets = None if offsets is None else offsets.cpu()
     fmt = fmt if fmt.tensor is None else fmt.bare().with_scale(fmt.tensor.cpu())
-    around = (1.0,) if exact else (1.0, 1 - 3e-7, 1 + 3e-7)
-    options = [fmt.quantize(there * factor, torch.float32, offsets) for factor in around]
+    step = 0.0 if exact else there.sign() * (3e-7 * there.abs() + 4 * noise)
+    options = [fmt.quantize(there + way * step, torch.float32, offsets) for way in ((0,) if exact else (0, -1, 1))]
     for i, part in enumerate(fmt.tensor_names):
         wanted = [q.tensors()[i] for q in options]
         found = actual[f"{name}.{part}"].cpu()

@@ -55,18 +55,24 @@ class Draw:
         """An optional argument: present or None."""
         return make() if self.option(name, True, False) else None
 
-    def tensor(self, *dims: str | int, dtype: torch.dtype | None = None, scale: float = 1.0, shift: float = 0.0) -> Tensor:
+    def tensor(
+        self, *dims: str | int, dtype: torch.dtype | None = None, scale: float = 1.0, shift: float = 0.0
+    ) -> Tensor:
         """Normal values, drawn in fp32 and rounded once."""
         values = torch.randn(self._shape(dims), generator=self._fill, device=self.device)
         return (values * scale + shift).to(dtype or self.dtype)
 
-    def uniform(self, *dims: str | int, low: float = 0.0, high: float = 1.0, dtype: torch.dtype | None = None) -> Tensor:
+    def uniform(
+        self, *dims: str | int, low: float = 0.0, high: float = 1.0, dtype: torch.dtype | None = None
+    ) -> Tensor:
         values = torch.rand(self._shape(dims), generator=self._fill, device=self.device)
         return (values * (high - low) + low).to(dtype or self.dtype)
 
     def integers(self, *dims: str | int, low: int = 0, high: int = 2, dtype: torch.dtype = torch.int64) -> Tensor:
         """Integers in [low, high)."""
-        return torch.randint(low, max(low + 1, high), self._shape(dims), generator=self._fill, device=self.device, dtype=dtype)
+        return torch.randint(
+            low, max(low + 1, high), self._shape(dims), generator=self._fill, device=self.device, dtype=dtype
+        )
 
     def _shape(self, dims: Sequence[str | int]) -> list[int]:
         return [d if isinstance(d, int) else self.dim(d) for d in dims]

@@ -170,11 +170,15 @@ class Op:
         for one in self.implementations:
             if forced in (None, "triton", one.name) and (one.when is None or one.when(target, space)):
                 return one
-        raise RuntimeError(f"{self.name}: no implementation for these arguments on {target.arch}: {self.explain(values)}")
+        raise RuntimeError(
+            f"{self.name}: no implementation for these arguments on {target.arch}: {self.explain(values)}"
+        )
 
     def explain(self, values: Mapping[str, Any]) -> str:
         """Which implementations there are and what these arguments look like, in one line."""
-        seen = {k: f"{v.dtype}{list(v.shape)}" if isinstance(v, Tensor) else v for k, v in values.items() if v is not None}
+        seen = {
+            k: f"{v.dtype}{list(v.shape)}" if isinstance(v, Tensor) else v for k, v in values.items() if v is not None
+        }
         return f"tried {[one.name for one in self.implementations]} on {seen}"
 
     def run(self, values: dict[str, Any], key: tuple | None = None, slots: list[Tensor] | None = None) -> Any:
@@ -271,7 +275,12 @@ class Op:
         return self.public(register.unflatten(self, values, _Apply.apply(self, values, *tensors)))
 
     def run_backward(
-        self, values: Mapping[str, Any], results: Mapping[str, Tensor], grads: list[Tensor | None], needs: frozenset, **extra: Any
+        self,
+        values: Mapping[str, Any],
+        results: Mapping[str, Tensor],
+        grads: list[Tensor | None],
+        needs: frozenset,
+        **extra: Any,
     ) -> tuple:
         """Gradients for `differentiable`, None where not needed. `extra` is passed on (a composite's `grad_format`)."""
         with torch.no_grad():
@@ -279,7 +288,9 @@ class Op:
             saved = SimpleNamespace(**{**values, **results}, needs=needs)
             if one is None:
                 return self._reference_backward(saved, grads)
-            key, slots, addresses = _key((*values.items(), *results.items(), *enumerate(grads), ("needs", needs), *extra.items()))
+            key, slots, addresses = _key(
+                (*values.items(), *results.items(), *enumerate(grads), ("needs", needs), *extra.items())
+            )
             plan = self._backward_plans.get(key) if key is not None else None
             if plan is not None and not _compile_only.get():
                 flat = plan(slots, addresses)
@@ -307,7 +318,9 @@ class Op:
         with torch.enable_grad():
             made = _tuple(self.reference(**values))
         pairs = [(made[i], g) for i, g in zip(self.graded_results, grads) if g is not None and made[i].requires_grad]
-        found = torch.autograd.grad([r for r, _ in pairs], [values[n] for n in wanted], [g for _, g in pairs], allow_unused=True)
+        found = torch.autograd.grad(
+            [r for r, _ in pairs], [values[n] for n in wanted], [g for _, g in pairs], allow_unused=True
+        )
         by_name = dict(zip(wanted, found))
         return tuple(by_name.get(n) for n in self.differentiable)
 
@@ -408,7 +421,13 @@ def _public(op: Op) -> Callable[..., Any]:
             if value.layout is not strided or value.is_neg():
                 return op.dispatch(args, kwargs)  # which refuses it: there is no address, or other numbers lie there
             address = value.data_ptr()
-            key += value.shape, value.dtype, value.get_device(), not address & 15, value.is_contiguous() or value.stride()
+            key += (
+                value.shape,
+                value.dtype,
+                value.get_device(),
+                not address & 15,
+                value.is_contiguous() or value.stride(),
+            )
             slots.append(value)
             addresses.append(address)
         if _modes() or _transforms():

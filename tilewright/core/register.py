@@ -194,7 +194,9 @@ def traced(op: Op, scalars: Mapping[str, Any], saved: Any, grads: list, needs: f
 
 
 def _register_autograd(op: Op, kind: str, name: str) -> None:
-    def setup_context(ctx: Any, inputs: tuple, output: Any, keyword_only_inputs: Mapping[str, Any] | None = None) -> None:
+    def setup_context(
+        ctx: Any, inputs: tuple, output: Any, keyword_only_inputs: Mapping[str, Any] | None = None
+    ) -> None:
         values = _values(op, inputs, keyword_only_inputs or {})
         setup(ctx, op, values, output if isinstance(output, (tuple, list)) else (output,))
 
@@ -223,21 +225,29 @@ def _register_backward(op: Op) -> None:
         needs = frozenset(n for n, flag in zip(op.differentiable, rest[-1]) if flag)
         return saved, grads, scalars, needs
 
+    def shapes(saved: Any, grads: Any, scalars: Mapping[str, Any]) -> list[Tensor]:
+        """What each gradient is like: its argument, or the result if that was not saved."""
+        values, _ = saved_by_name(op, scalars, saved)
+        some = next(g for g in grads if g is not None)
+        return [values[n] if values[n] is not None else some for n in op.differentiable]
+
     def implementation(*flat: Any) -> list[Tensor]:
         saved, grads, scalars, needs = unpack(flat)
         found = dict(zip(op.differentiable, eager(op, scalars, saved, grads, needs)))
-        some = next(g for g in grads if g is not None)
-        return [found[n] if n in needs else some.new_empty(0) for n in op.differentiable]
+        made: list[Tensor] = []
+        for name, like in zip(op.differentiable, shapes(saved, grads, scalars)):
+            grad = found[name] if name in needs else like.new_empty(0)
+            if grad is None:
+                grad = torch.zeros_like(like, memory_format=torch.contiguous_format)
+            elif any(grad is g for g in (*made, *grads)):
+                grad = grad.clone(memory_format=torch.contiguous_format)  # results of a registered op share no memory
+            made.append(grad)
+        return made
 
     def fake(*flat: Any) -> list[Tensor]:
         saved, grads, scalars, needs = unpack(flat)
-        values, _ = saved_by_name(op, scalars, saved)
-        some = next(g for g in grads if g is not None)
-        made = []
-        for n in op.differentiable:
-            like = values[n] if values[n] is not None else some  # an argument not saved is shaped like the result
-            made.append(torch.empty(like.shape, dtype=like.dtype, device=like.device) if n in needs else some.new_empty(0))
-        return made
+        likes = zip(op.differentiable, shapes(saved, grads, scalars))
+        return [like.new_empty(like.shape if name in needs else 0) for name, like in likes]
 
     for device in DEVICES:
         LIBRARY.impl(name, implementation, device)

@@ -183,7 +183,9 @@ class Signature:
             if device is None:
                 device = value.device, p.name
             elif value.device != device[0]:
-                raise ValueError(f"{self.op}: {p.name} is on {value.device}, {device[1]} on {device[0]}: move one of them")
+                raise ValueError(
+                    f"{self.op}: {p.name} is on {value.device}, {device[1]} on {device[0]}: move one of them"
+                )
             leading = self._shape(p, value, dims, leading)
         if self.check is not None:
             self.check(**values)
@@ -205,7 +207,9 @@ class Signature:
         if value.layout is not torch.strided:
             raise TypeError(f"{self.op}: {p.name} must be a strided tensor, got {value.layout}")
         if value.is_neg() or value.is_conj():
-            raise ValueError(f"{self.op}: {p.name} is a lazily negated or conjugated view: call {p.name}.resolve_neg() first")
+            raise ValueError(
+                f"{self.op}: {p.name} is a lazily negated or conjugated view: call {p.name}.resolve_neg() first"
+            )
         if isinstance(value, Quantized):
             if p.name != "out":
                 raise TypeError(f"{self.op}: {p.name} is Quantized: call {p.name}.dequantize() first")

@@ -45,7 +45,9 @@ class Target:
             arch = f"sm_{props.major}{props.minor}"
         known = TARGETS.get(arch)
         if known is None:
-            raise RuntimeError(f"tilewright does not know the chip {arch} ({props.name}); it knows {', '.join(TARGETS)}")
+            raise RuntimeError(
+                f"tilewright does not know the chip {arch} ({props.name}); it knows {', '.join(TARGETS)}"
+            )
         return replace(known, sms=props.multi_processor_count, l2=props.L2_cache_size)
 
 

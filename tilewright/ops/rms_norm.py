@@ -1,7 +1,8 @@
 """RMS norm over the last dimension: y = x * rstd * (weight + weight_offset), rstd = 1 / sqrt(mean(x**2) + eps).
 
 `add_rms_norm` first adds a residual: h = x + residual, rounded once and returned, and y is the norm of that h.
-Backward: with g = dy * (weight + weight_offset), dx = rstd * g - rstd**3 * x * mean(x * g), dweight = sum over rows of dy * x * rstd.
+Backward, with g = dy * (weight + weight_offset): dx = rstd * g - rstd**3 * x * mean(x * g), and dweight is the sum over
+rows of dy * x * rstd.
 """
 
 from __future__ import annotations
@@ -101,7 +102,8 @@ WIDEST = 16384  # columns that one program holds in registers; a wider row is re
 
 
 def _default(a) -> dict:
-    # 512 elements a warp and at least 4 warps: the best of 1-4 rows by 2-16 warps at 2048, 4096 and 7168 columns, H200, November 2026
+    # 512 elements a warp, 4 warps or more: the best of 1-4 rows by 2-16 warps at 2048, 4096 and 7168 columns (H200,
+    # November 2026)
     return dict(ROWS=max(1, min(16, 2048 // a.BLOCK)), num_warps=min(16, max(4, a.BLOCK // 512)))
 
 
@@ -212,8 +214,8 @@ def rms_norm_forward(
     default=lambda a: dict(ROWS=max(1, min(16, 2048 // a.BLOCK)), num_warps=min(16, max(4, a.BLOCK // 512)), STAGES=3),
 )
 def rms_norm_backward(
-    X, W, RSTD, DY, DH, DX, DW, M, N, stride_xm, stride_xn, stride_ym, stride_yn, stride_hm, stride_hn, stride_dm, eps, inv_n, weight_offset,
-    BLOCK: tl.constexpr, ROWS: tl.constexpr, PROGRAMS: tl.constexpr, STAGES: tl.constexpr,
+    X, W, RSTD, DY, DH, DX, DW, M, N, stride_xm, stride_xn, stride_ym, stride_yn, stride_hm, stride_hn, stride_dm, eps,
+    inv_n, weight_offset, BLOCK: tl.constexpr, ROWS: tl.constexpr, PROGRAMS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Each program takes every PROGRAMS-th block of rows and keeps its share of dweight, DW[program], in registers."""
     col = tl.arange(0, BLOCK)[None, :]
@@ -274,8 +276,8 @@ def rms_norm_row_sums(X, W, RSTD_IN, DY, RSTD, MEAN, M, N, stride_xm, stride_xn,
 
 @kernel(grid=lambda a: (a.BANDS, cdiv(a.N, a.BLOCK)), tokens=("M",), default=lambda a: dict(BLOCK=1024, num_warps=4))
 def rms_norm_backward_wide(
-    X, W, RSTD, MEAN, DY, DH, DX, DW, M, N, stride_xm, stride_xn, stride_ym, stride_yn, stride_hm, stride_hn, stride_dm, weight_offset,
-    BANDS: tl.constexpr, BLOCK: tl.constexpr,
+    X, W, RSTD, MEAN, DY, DH, DX, DW, M, N, stride_xm, stride_xn, stride_ym, stride_yn, stride_hm, stride_hn, stride_dm,
+    weight_offset, BANDS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """A band of rows by a block of columns, given the rows' sums."""
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -315,16 +317,19 @@ def sum_columns(P, OUT, M, N, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     tl.store(OUT + c, tl.sum(total, axis=0).to(OUT.dtype.element_ty), c < N)
 
 
-def launch_rows(x, residual, weight, rstd_in, y, h, rstd, eps, weight_offset, scale=None, fmt=None, keep=False, pdl=False) -> None:
+def launch_rows(
+    x, residual, weight, rstd_in, y, h, rstd, eps, weight_offset, scale=None, fmt=None, keep=False, pdl=False
+) -> None:
     """One launch over rows [M, N]; `fmt` says that y are codes."""
     M, N = x.shape
     BLOCK = max(128, power_of_two(N)) if fmt is not None else power_of_two(N)
     SINGLE = BLOCK <= WIDEST
     strides = residual.stride() if residual is not None else (0, 0)
     rms_norm_forward(
-        x, residual, weight, rstd_in, y, scale, fmt.tensor if fmt is not None else None, h, rstd, M, N, *x.stride(), *strides,
+        x, residual, weight, rstd_in, y, scale, None if fmt is None else fmt.tensor, h, rstd, M, N, *x.stride(), *strides,
         row_stride(scale), eps, 1.0 / max(1, N), weight_offset or None,
-        BLOCK=BLOCK if SINGLE else 4096, SINGLE=SINGLE, FORMAT=None if fmt is None else fmt.device_format(is_fast(x)), KEEP=keep, PDL=pdl,
+        BLOCK=BLOCK if SINGLE else 4096, SINGLE=SINGLE, KEEP=keep, PDL=pdl,
+        FORMAT=None if fmt is None else fmt.device_format(is_fast(x)),
     )  # fmt: skip
 
 
@@ -346,7 +351,8 @@ def quantised(x, residual, weight, rstd_in, h, rstd, eps, weight_offset, fmt, q)
         )  # fmt: skip
     source = x if h is None else h.view(M, N)
     if columns:
-        rms_norm_columns(source, weight, rstd, q.data_t, q.scale_t, M, N, source.stride(0), q.scale_t.stride(0), weight_offset, EARLY=h is None)
+        strides = source.stride(0), q.scale_t.stride(0)
+        rms_norm_columns(source, weight, rstd, q.data_t, q.scale_t, M, N, *strides, weight_offset, EARLY=h is None)
     elif tiles:
         if rows_done:
             q = Quantized.from_tensors(replace(fmt, ways="col"), q.dtype, q.shape, (q.data_t, q.scale_t))
@@ -354,8 +360,8 @@ def quantised(x, residual, weight, rstd_in, h, rstd, eps, weight_offset, fmt, q)
 
 
 def vector(t: Tensor | None) -> Tensor | None:
-    """A contiguous one-dimensional operand."""
-    return None if t is None else t.reshape(-1)
+    """An operand with one number per row or column, contiguous."""
+    return None if t is None else t.reshape(-1).contiguous()
 
 
 def normalised(x, residual, weight, rstd_in, h, rstd, eps, weight_offset, out_format, out) -> Tensor:
@@ -395,21 +401,26 @@ def gradients(x, weight, rstd, dy, dh, eps, weight_offset, needs) -> tuple[Tenso
     BLOCK = power_of_two(N)
     strides = (*x2.stride(), *dy2.stride(), *(dh2.stride() if dh2 is not None else (0, 0)), N)
     common = (eps, 1.0 / max(1, N), weight_offset or None)
+    weight, rstd = vector(weight), vector(rstd)
     PROGRAMS = max(1, min(PER_SM * Target.at(x.device).sms, cdiv(M, max(1, 2048 // BLOCK))))
     part = torch.empty(PROGRAMS, N, dtype=torch.float32, device=x.device) if dweight is not None else None
     if BLOCK <= WIDEST:
-        rms_norm_backward(x2, weight, vector(rstd), dy2, dh2, dx, part, M, N, *strides, *common, BLOCK=BLOCK, PROGRAMS=PROGRAMS)
+        rms_norm_backward(x2, weight, rstd, dy2, dh2, dx, part, M, N, *strides, *common, BLOCK=BLOCK, PROGRAMS=PROGRAMS)
     else:
         sums = torch.empty(2, M, dtype=torch.float32, device=x.device)
-        rms_norm_row_sums(x2, weight, vector(rstd), dy2, sums[0], sums[1], M, N, *strides[:4], *common)
-        rms_norm_backward_wide(x2, weight, sums[0], sums[1], dy2, dh2, dx, part, M, N, *strides, weight_offset or None, BANDS=PROGRAMS)
+        rms_norm_row_sums(x2, weight, rstd, dy2, sums[0], sums[1], M, N, *strides[:4], *common)
+        rms_norm_backward_wide(
+            x2, weight, sums[0], sums[1], dy2, dh2, dx, part, M, N, *strides, weight_offset or None, BANDS=PROGRAMS
+        )
     if dweight is not None:
         sum_columns(part, dweight, PROGRAMS, N)
     return dx, dweight
 
 
 def backward(saved: SimpleNamespace, dy: Tensor) -> tuple:
-    return gradients(saved.x, saved.weight, getattr(saved, "rstd", None), dy, None, saved.eps, saved.weight_offset, saved.needs)
+    return gradients(
+        saved.x, saved.weight, getattr(saved, "rstd", None), dy, None, saved.eps, saved.weight_offset, saved.needs
+    )
 
 
 def backward_add(saved: SimpleNamespace, dy: Tensor | None, dh: Tensor | None) -> tuple:

@@ -72,7 +72,9 @@ def wait_for_rows():
     tokens=("M",),
     default=lambda a: dict(BC=COLUMNS, num_warps=2, launch_pdl=True),
 )
-def rms_norm_columns(X, W, RSTD, QT, ST, M, N, stride_xm, stride_st, weight_offset, EARLY: gl.constexpr, BC: gl.constexpr):
+def rms_norm_columns(
+    X, W, RSTD, QT, ST, M, N, stride_xm, stride_st, weight_offset, EARLY: gl.constexpr, BC: gl.constexpr
+):
     """EARLY: X is not what the row launch writes, so it may be read before that has ended."""
     L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [2, 1], [1, 0])
     LT: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [2, 1], [1, 0])
@@ -114,4 +116,6 @@ def rms_norm_columns(X, W, RSTD, QT, ST, M, N, stride_xm, stride_st, weight_offs
     tg = gl.arange(0, 32, gl.SliceLayout(0, LT))
     quads = (M // 16) * 4  # whole int32 in a row of qt; written so that the compiler sees its alignment
     out = QT.to(gl.pointer_type(gl.int32), bitcast=True) + (col0 * 1).to(gl.int64) * quads + band * 32
-    gl.store(out + gl.expand_dims(tn.to(gl.int64) * quads, 1) + gl.expand_dims(tg, 0), words, eviction_policy="evict_first")
+    gl.store(
+        out + gl.expand_dims(tn.to(gl.int64) * quads, 1) + gl.expand_dims(tg, 0), words, eviction_policy="evict_first"
+    )
