@@ -210,43 +210,50 @@ def rms(x: Tensor) -> float:
     return float(x.square().mean().sqrt()) if x.numel() else 0.0
 
 
-def near(label: str, actual: Tensor, exact: Tensor, noise: Tensor, bar: Bar) -> None:
-    """`actual` is `exact` rounded once, but for what `bar` and `noise` (an error per row) allow."""
+def near(label: str, actual: Tensor, exact: Tensor, noise: Tensor, bar: Bar, negligible: float = 0.0) -> None:
+    """`actual` is `exact` rounded once, but for what `bar` and `noise` (an error per row) allow; both below `negligible` will do."""
     assert actual.shape == exact.shape, f"{label}: shape {tuple(actual.shape)}, not {tuple(exact.shape)}"
     actual, rounded = actual.cpu(), exact.to(actual.dtype)
     if bar == BARS["G"]:
         return same_bits(label, actual, rounded)
     finite = rounded.isfinite()
     same_bits(f"{label}, not finite", actual[~finite], rounded[~finite])
-    assert bool(actual[finite].isfinite().all()), (
-        f"{label}: {int((~actual[finite].isfinite()).sum())} values are not finite"
-    )
-    error = torch.where(finite, actual.double() - exact, 0.0).abs()
-    exact, noise = torch.where(finite, exact, 0.0), noise.expand_as(exact)
-    count = error.numel()
-    if count == 0:
-        return None
-    if actual.dtype in SHARE_OF_BF16:
-        share = SHARE_OF_BF16[actual.dtype]
-        limit = share * max(bar.low, IDEAL * min(2.36, 1 + 6 / count**0.5))
-        step = spacing(exact, actual.dtype)
-        within = step + 8 * noise
-        clean = finite & (64 * noise < step)
-        wrong = int(((actual != rounded) & clean).sum())
-        allowed = 1 + bar.misrounded * int(clean.sum())
-        assert wrong <= allowed, f"{label}: {wrong} of {count} are not correctly rounded, at most {allowed:.0f} may be"
-        floor = 0.5 * torch.finfo(actual.dtype).tiny * torch.finfo(actual.dtype).eps
-    else:
-        limit, floor = bar.single, 0.0
-        within = 16 * bar.single * exact.abs().amax(-1, keepdim=True) if exact.dim() else 16 * bar.single * exact.abs()
-        within = within + 8 * noise
-    worst = int((error - within).argmax())
-    assert bool((error <= within).all()), (
-        f"{label}: {actual.reshape(-1)[worst].item()}, not {exact.reshape(-1)[worst].item()}, at flat index {worst}"
-    )
-    found, reach = rms(error), limit * rms(exact) + 4 * rms(noise) + floor
-    assert found <= reach, f"{label}: RMS error {found:.3e} of values of {rms(exact):.3e}, allowed {reach:.3e}"
+    bad = int((~actual[finite].isfinite()).sum())
+    assert bad == 0, f"{label}: {bad} values are not finite"
+    matters = finite & ((exact.abs() > negligible) | (actual.double().abs() > negligible))
+    actual, rounded, exact, noise = (t.expand_as(exact)[matters] for t in (actual, rounded, exact, noise))
+    if actual.numel():
+        (_near_low if actual.dtype in SHARE_OF_BF16 else _near_single)(label, actual, rounded, exact, noise, bar)
     return None
+
+
+def _near_low(label: str, actual: Tensor, rounded: Tensor, exact: Tensor, noise: Tensor, bar: Bar) -> None:
+    error, step = (actual.double() - exact).abs(), spacing(exact, actual.dtype)
+    _within(label, actual, exact, error, step + 8 * noise)
+    wrong = (actual != rounded) & (64 * noise < step)
+    allowed = 1 + bar.misrounded * error.numel()
+    assert wrong.sum() <= allowed, f"{label}: {wrong.sum()} of {error.numel()} are not correctly rounded, {allowed:.0f} may be"
+    # The bars are for even rounding errors; sums of few short numbers have others, so the ideal is measured as well.
+    ideal = rms(rounded.double() - exact) * bar.low / IDEAL
+    limit = max(bar.low * SHARE_OF_BF16[actual.dtype] * rms(exact), ideal)
+    _rms_within(label, error, exact, limit + rms(torch.where(wrong, step, 0.0)) + 4 * rms(noise))
+
+
+def _near_single(label: str, actual: Tensor, rounded: Tensor, exact: Tensor, noise: Tensor, bar: Bar) -> None:
+    error = (actual.double() - exact).abs()
+    _within(label, actual, exact, error, 16 * bar.single * exact.abs().max() + 8 * noise)
+    _rms_within(label, error, exact, bar.single * rms(exact) + 4 * rms(noise))
+
+
+def _within(label: str, actual: Tensor, exact: Tensor, error: Tensor, bound: Tensor) -> None:
+    worst = int((error - bound).argmax())
+    text = f"{label}: {actual[worst].item()}, not {exact[worst].item()}"
+    assert bool((error <= bound).all()), f"{text}; {int((error > bound).sum())} of {error.numel()} are too far"
+
+
+def _rms_within(label: str, error: Tensor, exact: Tensor, reach: float) -> None:
+    found = rms(error)
+    assert found <= reach, f"{label}: RMS error {found:.3e} of values of {rms(exact):.3e}, allowed {reach:.3e}"
 
 
 def noises(op: Op, values: Mapping[str, Any], grads: list) -> dict[str, Tensor]:
@@ -304,12 +311,14 @@ def specified(values: Mapping[str, Any], name: str, t: Tensor) -> Tensor:
 def check(op: Op, label: str, values: Mapping[str, Any], actual: Outcome) -> None:
     """Hold an outcome against the truth: plain results and gradients within their bars, quantised ones code by code."""
     exact, noise = expectation(op, values, actual)
+    # Differences of terms as large as the upstream gradient, when they vanish, leave fp32 noise of that size.
+    floor = 2.0**-22 * max((float(g.abs().max()) for g in actual.grads if g is not None and g.numel()), default=0.0)
     for name, there in exact.items():
         gradient = name.startswith("d_")
         bar = gradient_bar(op, name[2:]) if gradient else result_bar(op)
         if name in actual:
             cut = [specified(values, name, t) for t in (actual[name], there, noise[name])]
-            near(f"{label}: {name}", *cut, bar)
+            near(f"{label}: {name}", *cut, bar, floor if gradient else 0.0)
         else:
             assert not gradient, f"{label}: there is no gradient of {name[2:]}"
             near_codes(f"{label}: {name}", name, values, actual, there, None if bar == BARS["G"] else noise[name])
@@ -323,28 +332,29 @@ def near_codes(
     fmt, offsets, exact = values["out_format"], values.get("offsets"), noise is None
     offsets = None if offsets is None else offsets.cpu()
     fmt = fmt if fmt.tensor is None else fmt.bare().with_scale(fmt.tensor.cpu())
-    step = 0.0 if exact else there.sign() * (3e-7 * there.abs() + 4 * noise)
+    step = torch.zeros_like(there) if exact else there.sign() * (3e-7 * there.abs() + 4 * noise)
     options = [fmt.quantize(there + way * step, torch.float32, offsets) for way in ((0,) if exact else (0, -1, 1))]
     for i, part in enumerate(fmt.tensor_names):
         wanted = [q.tensors()[i] for q in options]
         found = actual[f"{name}.{part}"].cpu()
         assert found.shape == wanted[0].shape, f"{label}.{part}: shape {tuple(found.shape)}, not {tuple(wanted[0].shape)}"
-        cut = [specified(values, f"{name}.{part}", t) for t in (found, *wanted)]
-        compare = _near_code if part.startswith("data") else _near_scale
-        compare(f"{label}.{part}", cut[0], cut[1:], exact)
+        found, *wanted = (specified(values, f"{name}.{part}", t) for t in (found, *wanted))
+        if part.startswith("data"):
+            clear = exact | (512 * step.abs() <= there.abs())
+            clear = clear.reshape(-1, there.shape[-1]).t() if part == "data_t" else clear
+            _near_code(f"{label}.{part}", found, wanted, specified(values, f"{name}.{part}", clear), exact)
+        else:
+            _near_scale(f"{label}.{part}", found, wanted, exact)
 
 
-def _near_code(label: str, found: Tensor, wanted: list[Tensor], exact: bool) -> None:
+def _near_code(label: str, found: Tensor, wanted: list[Tensor], clear: Tensor, exact: bool) -> None:
     def order(t: Tensor) -> Tensor:
         code = t.contiguous().view(torch.uint8).to(torch.int16)
         return torch.where(code < 128, code, 127 - code)
 
-    def bad(t: Tensor) -> Tensor:
-        return t.float().isnan()
-
-    right = torch.zeros(found.shape, dtype=torch.bool)
+    right = ~clear.expand(found.shape)
     for w in wanted:
-        right |= (bits(found) == bits(w)) | (bad(found) & bad(w))
+        right |= (bits(found) == bits(w)) | (found.float().isnan() & w.float().isnan())
     wrong = int((~right).sum())
     far = int(((order(found) - order(wanted[0])).abs() > 1)[~right].sum())
     allowed = 0 if exact else 1 + right.numel() // 1000
@@ -354,10 +364,7 @@ def _near_code(label: str, found: Tensor, wanted: list[Tensor], exact: bool) -> 
 def _near_scale(label: str, found: Tensor, wanted: list[Tensor], exact: bool) -> None:
     if exact:
         return same_bits(label, found, wanted[0])
-    right = torch.zeros(found.shape, dtype=torch.bool)
-    for w in wanted:
-        right |= torch.isclose(found, w, rtol=2e-7, atol=0.0, equal_nan=True)
-    low, high = torch.minimum(wanted[1], wanted[2]), torch.maximum(wanted[1], wanted[2])
-    right |= (low <= found) & (found <= high) & (low > 0.75 * high)  # scales that are not powers of two move smoothly
-    assert bool(right.all()), f"{label}: {int((~right).sum())} of {right.numel()} scales differ, the first is {found[~right][0]}"
+    low, high = torch.stack(wanted).amin(0), torch.stack(wanted).amax(0)
+    right = ((1 - 2e-7) * low <= found) & (found <= (1 + 2e-7) * high) | (found.isnan() & low.isnan())
+    assert bool(right.all()), f"{label}: {int((~right).sum())} of {right.numel()} scales differ, one is {found[~right][0]}"
     return None

@@ -143,9 +143,9 @@ class Quantized(Tensor):
             return _Dequantize.apply(self, dtype)
         return self.format.dequantize(self, dtype)
 
-    def unpack(self) -> tuple[Tensor, ...]:
-        """`(carrier, *tensors())`: the gradient of `carrier`, one expanded element never to be read, flows here unchanged."""
-        return _Unpack.apply(self)
+    def unpack(self, dtype: torch.dtype | None = None) -> tuple[Tensor, ...]:
+        """`(carrier, *tensors())`: `carrier` is one element expanded, never to be read; its gradient becomes this one's."""
+        return _Unpack.apply(self, dtype or self.dtype)
 
     def __repr__(self, *, tensor_contents: object = None) -> str:
         grad = ", requires_grad=True" if self.requires_grad else ""
@@ -192,6 +192,7 @@ def _wrap(format: Format, dtype: torch.dtype, shape, stride, inner: dict[str, Te
     device = next(iter(inner.values())).device
     q = Tensor._make_wrapper_subclass(Quantized, shape, strides=stride, dtype=dtype, device=device)
     q.format = format
+    q.key = format.key  # for code under torch.compile, which can read a string off an intermediate value, but no format
     q._inner = inner
     return q
 
@@ -210,15 +211,16 @@ class _Pack(torch.autograd.Function):
 
 class _Unpack(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q):
+    def forward(ctx, q, dtype):
         tensors = tuple(tensor.detach() for tensor in q.tensors())
+        ctx.dtype = q.dtype
         ctx.mark_non_differentiable(*tensors)
         ctx.set_materialize_grads(False)
-        return torch.empty(1, dtype=q.dtype, device=q.device).expand(q.shape), *tensors
+        return torch.empty(1, dtype=dtype, device=q.device).expand(q.shape), *tensors
 
     @staticmethod
     def backward(ctx, grad, *_):
-        return grad
+        return None if grad is None else grad.to(ctx.dtype), None
 
 
 class _Dequantize(torch.autograd.Function):
@@ -237,9 +239,9 @@ def pack(carrier: Tensor, tensors: Sequence[Tensor], format: Format, offsets: Te
     return Quantized(carrier, format.key, offsets, *tensors)
 
 
-def unpack(q: Quantized) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """A carrier of the gradient and the stored tensors, for a flat op; the inverse of `pack`."""
-    carrier, *tensors = q.unpack()
+def unpack(q: Quantized, dtype: torch.dtype | None = None) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """A carrier of the gradient (of `dtype`, else the logical one) and the stored tensors; the inverse of `pack`."""
+    carrier, *tensors = q.unpack(dtype)
     return carrier, tuple(tensors)
 
 

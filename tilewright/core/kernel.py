@@ -119,9 +119,12 @@ class Kernel:
         if 0 in grid:
             return
         ordered = [a[name] for name in self.names]
+        recorder = plan.Recorder.active()
         collected = _collected.get()
         if collected is not None:
             collected.append(Wanted(self, ordered, options))
+            if recorder is not None:
+                recorder.foreign = "a collected launch"
             return
         if INTERPRETING:
             launch = plan.HostLaunch(self.jit, grid, ordered)
@@ -130,7 +133,6 @@ class Kernel:
                 raise RuntimeError(f"{self.name}: CPU tensors run kernels only in a process with TRITON_INTERPRET=1")
             with torch.cuda.device(tensor.get_device()):
                 launch = self._launcher(self.variant(ordered, options, grid, tensor.get_device()), grid, ordered)
-        recorder = plan.Recorder.active()
         if recorder is not None:
             recorder.launch(launch, ordered)
         if recorder is None or not recorder.compile_only:

@@ -1,4 +1,4 @@
-"""Activations in fp32, chosen by the compile-time name ACT; alpha is silu's alone.
+"""Activations in fp32, chosen by the compile-time name ACT (alpha is silu's alone), and the gated unit of one.
 
 | ACT       | value at a              |
 |-----------|-------------------------|
@@ -27,14 +27,15 @@ def reciprocal(x):
 
 
 @triton.jit
-def sigmoid(x):
-    return reciprocal(1.0 + tl.exp2(x * -LOG2E))
+def sigmoid(x, slope):
+    """sigmoid(slope * x) of a scalar slope."""
+    return reciprocal(1.0 + tl.exp2(x * (slope * -LOG2E)))
 
 
 @triton.jit
-def sigmoid_both(x):
-    """(sigmoid(x), sigmoid(-x)), the second to full relative precision: arguments without bound multiply it."""
-    e = tl.exp2(tl.minimum(x * -LOG2E, LARGEST, propagate_nan=tl.PropagateNan.ALL))
+def sigmoid_both(x, slope):
+    """(sigmoid(slope * x), sigmoid(-slope * x)), the second to full relative precision: what has no bound multiplies it."""
+    e = tl.exp2(tl.minimum(x * (slope * -LOG2E), LARGEST, propagate_nan=tl.PropagateNan.ALL))
     s = reciprocal(1.0 + e)
     return s, e * s
 
@@ -61,27 +62,28 @@ def normal(a):
 def activate(a, alpha, ACT: tl.constexpr):
     """The value at a."""
     if ACT == "silu":
-        return a * sigmoid(a * alpha)
+        return a * sigmoid(a, alpha)
     elif ACT == "gelu_tanh":
-        return a * sigmoid((a + a * a * (a * GELU_CUBE)) * GELU_SLOPE)
+        return a * sigmoid(a + a * a * (a * GELU_CUBE), GELU_SLOPE)
     elif ACT == "gelu_erf":
         p, _ = normal(a)
         return a * p
     elif ACT == "relu":
         return tl.maximum(a, 0.0, propagate_nan=tl.PropagateNan.ALL)
     else:
-        return sigmoid(a)
+        return sigmoid(a, 1.0)
 
 
 @triton.jit
 def activate_slope(a, alpha, ACT: tl.constexpr):
     """(value, derivative) at a."""
     if ACT == "silu":
-        s, t = sigmoid_both(a * alpha)
-        return a * s, s * (a * alpha * t + 1.0)
+        s, t = sigmoid_both(a, alpha)
+        value = a * s
+        return value, value * t * alpha + s
     elif ACT == "gelu_tanh":
         square = a * a
-        s, t = sigmoid_both((a + square * (a * GELU_CUBE)) * GELU_SLOPE)
+        s, t = sigmoid_both(a + square * (a * GELU_CUBE), GELU_SLOPE)
         # in this order: far out t is 0 before the square overflows
         return a * s, s * (a * t * ((square * (3.0 * GELU_CUBE) + 1.0) * GELU_SLOPE) + 1.0)
     elif ACT == "gelu_erf":
@@ -90,5 +92,41 @@ def activate_slope(a, alpha, ACT: tl.constexpr):
     elif ACT == "relu":
         return tl.maximum(a, 0.0, propagate_nan=tl.PropagateNan.ALL), tl.where(a <= 0.0, 0.0, 1.0)
     else:
-        s, t = sigmoid_both(a)
+        s, t = sigmoid_both(a, 1.0)
         return s, s * t
+
+
+@triton.jit
+def clamped(a, b, limit):
+    if limit is not None:
+        a = tl.minimum(a, limit, propagate_nan=tl.PropagateNan.ALL)
+        b = tl.maximum(b, -limit, propagate_nan=tl.PropagateNan.ALL)
+        b = tl.minimum(b, limit, propagate_nan=tl.PropagateNan.ALL)
+    return a, b
+
+
+@triton.jit
+def gated(a, b, limit, alpha, ACT: tl.constexpr):
+    """act(a) * b in fp32."""
+    a, b = clamped(a.to(tl.float32), b.to(tl.float32), limit)
+    return activate(a, alpha, ACT) * b
+
+
+@triton.jit
+def gated_gradient(a, b, dy, scale, limit, alpha, ACT: tl.constexpr):
+    """(dgate, dup, terms of dscale) in fp32."""
+    a = a.to(tl.float32)
+    b = b.to(tl.float32)
+    dy = dy.to(tl.float32)
+    gate, up = clamped(a, b, limit)
+    value, slope = activate_slope(gate, alpha, ACT)
+    db = dy * value
+    terms = db * up
+    if scale is not None:
+        dy *= scale
+        db *= scale
+    da = dy * up * slope
+    if limit is not None:
+        da = tl.where(a <= limit, da, 0.0)
+        db = tl.where(tl.abs(b) <= limit, db, 0.0)
+    return da, db, terms

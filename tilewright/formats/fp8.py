@@ -239,7 +239,7 @@ class Fp8(Format):
     def dequantize(self, q: Quantized, dtype: torch.dtype | None = None) -> Tensor:
         M, N = flat_rows(q.shape), q.shape[-1]
         if q.data is not None:
-            x, s = q.data.reshape(M, N).to(torch.float32), q.scale
+            x, s = q.data.reshape(M, N).to(torch.float32), q.scale.to(torch.float32)
             if self.granularity == "1x128":
                 s = _spread(s.t(), N)
             elif self.granularity == "128x128":
@@ -247,7 +247,7 @@ class Fp8(Format):
             elif self.granularity == "row":
                 s = s[:, None]
         else:
-            x, s = q.data_t.to(torch.float32).t(), q.scale_t
+            x, s = q.data_t.to(torch.float32).t(), q.scale_t.to(torch.float32)
             if self.granularity == "128x128":
                 s = _spread(s.t(), N)
             if self.granularity.endswith("128"):

@@ -6,7 +6,7 @@
     p_j = exp(z_j - lse);  dlogits = dloss * dz * (1 - tanh(logits / softcap)**2)
 
 The forward reads each row once, the backward reads and writes it once. For the backward lse is kept in two parts,
-`stats`: a row's largest z, and log2 of sum_j exp(z_j - largest). Their sum would cost p its digits where logits are large.
+`stats`: a row's largest z, and log2 of sum_j exp(z_j - largest). One number would cost p digits where logits are large.
 """
 
 from __future__ import annotations
@@ -54,9 +54,7 @@ def reference(
     their values after that, a second backward through this loss included, raises. Logits whose elements share memory, or
     which are a leaf that requires a gradient, are refused.
     """
-    loss, stats, denominator = losses(
-        logits, labels, ignore_index, reduction, label_smoothing, softcap, z_loss, weight
-    )
+    loss, stats, denominator = losses(logits, labels, ignore_index, reduction, label_smoothing, softcap, z_loss, weight)
     return loss, stats, denominator
 
 
@@ -139,24 +137,22 @@ def offset_of(row, INNER, stride_outer, stride_inner):
 
 @triton.jit
 def load_if(P, condition):
-    """A number in fp32, or 0. Not by `other`: the interpreter takes a scalar load's other of 0 for none."""
+    """Numbers in fp32, or 0. Not by `other`: the interpreter takes the 0 of a load of one element for none."""
     return tl.where(condition, tl.load(P, condition).to(tl.float32), 0.0)
 
 
 @triton.jit
-def count_label(y, N, ignore_index):
+def read_label(Y, row, M, INNER, N, stride_yo, stride_yi, ignore_index):
     """(label, whether its row counts, whether it is ignored). A label that does not count becomes 0: it is an index."""
-    y = y.to(tl.int64)
-    ignored = y == ignore_index
+    y = tl.load(Y + offset_of(row, INNER, stride_yo, stride_yi), row < M, -1).to(tl.int64)
     counts = (y >= 0) & (y < N) & (y != ignore_index)
-    return tl.where(counts, y, 0), counts, ignored
+    return tl.where(counts, y, 0), counts, y == ignore_index
 
 
 @triton.jit
-def read_row(X, Y, W, row, INNER, N, stride_yo, stride_yi, stride_xn, stride_w, ignore_index, softcap):
+def read_row(X, Y, W, row, M, INNER, N, stride_yo, stride_yi, stride_xn, stride_w, ignore_index, softcap):
     """(z of the label, its weight, whether the row counts, whether it is ignored)."""
-    label = tl.load(Y + offset_of(row, INNER, stride_yo, stride_yi))
-    y, counts, ignored = count_label(label, N, ignore_index)
+    y, counts, ignored = read_label(Y, row, M, INNER, N, stride_yo, stride_yi, ignore_index)
     own = 1.0
     if W is not None:
         own = load_if(W + y * stride_w, counts)
@@ -164,16 +160,16 @@ def read_row(X, Y, W, row, INNER, N, stride_yo, stride_yi, stride_xn, stride_w, 
 
 
 @triton.jit
-def take_in(X, W, m, s, d, start, stop, col, anchor, stride_xn, stride_w, spill, softcap, MASKED: tl.constexpr):
-    """Columns start + col, [DEPTH, LANES], into each lane's own sums: nothing crosses threads until the row's end.
-
-    d is the sum of w * (z - anchor). The anchor is the label's z, near which sums of large logits lose no digits."""
+def take_in(X, W, m, s, d, start, stop, col, reads, anchor, stride_xn, stride_w, spill, softcap, MASKED: tl.constexpr):
+    """Columns start + col of the rows X, [DEPTH, ROWS, LANES], into each lane's own sums: until the row's end nothing
+    crosses threads. d sums w * (z - anchor); the anchor is the label's z, near which large logits lose no digits."""
     c = start + col
     P = X + start.to(tl.int64) * stride_xn + col.to(tl.int64) * stride_xn
+    inside = (c < stop) & reads
     if MASKED:
-        z = cap(tl.load(P, c < stop, -float("inf")).to(tl.float32), softcap)
+        z = cap(tl.load(P, inside, -float("inf")).to(tl.float32), softcap)
         if softcap is not None:
-            z = tl.where(c < stop, z, -float("inf"))
+            z = tl.where(inside, z, -float("inf"))
     else:
         z = cap(tl.load(P).to(tl.float32), softcap)
     if spill is not None:
@@ -181,7 +177,7 @@ def take_in(X, W, m, s, d, start, stop, col, anchor, stride_xn, stride_w, spill,
         if W is not None:
             e *= tl.load(W + c.to(tl.int64) * stride_w, c < stop, 0.0).to(tl.float32)
         if MASKED:
-            e = tl.where(c < stop, e, 0.0)
+            e = tl.where(inside, e, 0.0)
         d += tl.sum(e, 0)
     m, s = extend(m, s, z)
     return m, s, d
@@ -202,68 +198,86 @@ def store_row(largest, s, d, z, own, WSUM, LOSS, LSE, STATS, row, counts, ignore
     # log_softmax makes all of a row with an infinite logit NaN, and so does the backward that meets a NaN `largest`
     loss = tl.where(lse == float("inf"), float("nan"), loss)
     largest = tl.where(largest == float("inf"), float("nan"), largest)
-    tl.store(LOSS + row, tl.where(counts, loss, tl.where(ignored, 0.0, float("nan"))))
+    at = row.to(tl.int64)
+    tl.store(LOSS + at, tl.where(counts, loss, tl.where(ignored, 0.0, float("nan"))), row < M)
     if LSE is not None:
-        tl.store(LSE + row, lse)
+        tl.store(LSE + at, lse, row < M)
     else:
         largest = tl.where(counts, largest, 0.0)
         spread = tl.where(counts, spread, 0.0)
-    tl.store(STATS + row, largest)
-    tl.store(STATS + M + row, spread)
+    tl.store(STATS + at, largest, row < M)
+    tl.store(STATS + M + at, spread, row < M)
+
+
+def _simple(a) -> bool:
+    """Whether loads are of 16 bytes and nothing but the loss itself is computed, so that registers allow many at once."""
+    return a.spill is None and a.softcap is None and a.stride_xn == 1 and a.N % 16 == 0
 
 
 def _lanes(a) -> dict:
-    # 8 loads of 16 bytes a thread in 72 registers: seven programs keep 112 KiB of loads in flight on an SM
-    LANES = min(1024, max(32, power_of_two(a.N)))
-    return {"LANES": LANES, "DEPTH": min(8, power_of_two(cdiv(a.N, LANES))), "num_warps": max(1, LANES // 256)}
+    # Simple bf16: 8 loads of 16 bytes a thread in 72 registers, seven programs keep 112 KiB of loads in flight on an SM.
+    LANES = min(1024, max(16, power_of_two(a.N)))
+    deepest = 16 // a.X.element_size() if _simple(a) else 2 if a.stride_xn == 1 else 1
+    depth = min(deepest, power_of_two(cdiv(a.N, LANES)))
+    return {"ROWS": 1024 // LANES, "LANES": LANES, "DEPTH": depth, "num_warps": 4}
 
 
 def _lane_candidates(a) -> list[dict]:
-    tried = [{"LANES": 256 * w, "DEPTH": depth, "num_warps": w} for w in (2, 4, 8, 16) for depth in (2, 4, 8)]
-    return [_lanes(a), *(t for t in tried if t["LANES"] <= a.N)]
+    tried = [
+        {"ROWS": 1, "LANES": 256 * w, "DEPTH": depth, "num_warps": w} for w in (2, 4, 8, 16) for depth in (2, 4, 8)
+    ]
+    return [_lanes(a), *(t for t in tried if _simple(a) and t["LANES"] <= a.N)]
 
 
 TOKENS = ("M", "INNER", "stride_yo", "stride_yi", "ignore_index")
 
 
-@kernel(grid=lambda a: (a.M, a.SPLITS), tokens=TOKENS, tune_by=("N",), default=_lanes, candidates=_lane_candidates)
+@kernel(
+    grid=lambda a: (cdiv(a.M, a.ROWS), a.SPLITS),
+    tokens=TOKENS,
+    tune_by=("N",),
+    default=_lanes,
+    candidates=_lane_candidates,
+)
 def cross_entropy_forward(
     X, Y, W, WSUM, LOSS, LSE, STATS, PART, M, INNER, N, stride_xo, stride_xi, stride_xn, stride_yo, stride_yi, stride_w,
-    ignore_index, keep, spill, softcap, z_loss, SPLITS: tl.constexpr, LANES: tl.constexpr, DEPTH: tl.constexpr,
+    ignore_index, keep, spill, softcap, z_loss, SPLITS: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr,
+    DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """One row, or one of SPLITS parts of it, whose sums go to PART [3, M, SPLITS]."""
+    """ROWS short rows, or one row, or one of SPLITS parts of it, whose sums then go to PART [3, M, SPLITS]."""
     BLOCK: tl.constexpr = LANES * DEPTH
-    row = tl.program_id(0)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     X += offset_of(row, INNER, stride_xo, stride_xi)
     z, own, counts, ignored = read_row(
-        X, Y, W, row, INNER, N, stride_yo, stride_yi, stride_xn, stride_w, ignore_index, softcap
+        X, Y, W, row, M, INNER, N, stride_yo, stride_yi, stride_xn, stride_w, ignore_index, softcap
     )  # fmt: skip
+    reads = counts if LSE is None else row < M
     span = (N + (SPLITS * BLOCK - 1)) // (SPLITS * BLOCK) * BLOCK
     start = tl.program_id(1) * span
-    stop = tl.minimum(start + span, N)
-    if LSE is None:
-        stop = tl.where(counts, stop, start)
-    whole = start + tl.maximum(stop - start, 0) // BLOCK * BLOCK
-    col = tl.arange(0, DEPTH)[:, None] * LANES + tl.arange(0, LANES)[None, :]
+    stop = tl.where(tl.max(tl.max(reads.to(tl.int32), 1), 0) > 0, tl.minimum(start + span, N), start)
+    whole = start
+    if ROWS == 1:
+        whole += tl.maximum(stop - start, 0) // BLOCK * BLOCK
+    col = tl.arange(0, DEPTH)[:, None, None] * LANES + tl.arange(0, LANES)[None, None, :]
     anchor = finite_or_zero(z)
-    m = tl.full([LANES], -float("inf"), tl.float32)
-    s = tl.zeros([LANES], tl.float32)
-    d = tl.zeros([LANES], tl.float32)
+    m = tl.full([ROWS, LANES], -float("inf"), tl.float32)
+    s = tl.zeros([ROWS, LANES], tl.float32)
+    d = tl.zeros([ROWS, LANES], tl.float32)
     for at in range(start, whole, BLOCK):
-        m, s, d = take_in(X, W, m, s, d, at, stop, col, anchor, stride_xn, stride_w, spill, softcap, False)
+        m, s, d = take_in(X, W, m, s, d, at, stop, col, reads, anchor, stride_xn, stride_w, spill, softcap, False)
     for at in range(whole, stop, BLOCK):
-        m, s, d = take_in(X, W, m, s, d, at, stop, col, anchor, stride_xn, stride_w, spill, softcap, True)
+        m, s, d = take_in(X, W, m, s, d, at, stop, col, reads, anchor, stride_xn, stride_w, spill, softcap, True)
     largest, total = merge(m, s)
+    d = tl.sum(d, 1, keep_dims=True)
     if SPLITS == 1:
         store_row(
-            largest, total, tl.sum(d, 0), z, own, WSUM, LOSS, LSE, STATS, row.to(tl.int64), counts, ignored, M, N, keep,
-            spill, z_loss,
+            largest, total, d, z, own, WSUM, LOSS, LSE, STATS, row, counts, ignored, M, N, keep, spill, z_loss
         )  # fmt: skip
     else:
         P = PART + row.to(tl.int64) * SPLITS + tl.program_id(1)
-        tl.store(P, largest)
-        tl.store(P + M.to(tl.int64) * SPLITS, total)
-        tl.store(P + M.to(tl.int64) * (2 * SPLITS), tl.sum(d, 0))
+        tl.store(P, largest, row < M)
+        tl.store(P + M.to(tl.int64) * SPLITS, total, row < M)
+        tl.store(P + M.to(tl.int64) * (2 * SPLITS), d, row < M)
 
 
 @kernel(grid=lambda a: (a.M,), tokens=TOKENS, default=lambda a: {"num_warps": 1})
@@ -272,32 +286,29 @@ def cross_entropy_merge(
     ignore_index, keep, spill, softcap, z_loss, SPLITS: tl.constexpr,
 ):  # fmt: skip
     """A row from its parts."""
-    row = tl.program_id(0)
+    row = tl.program_id(0) + tl.arange(0, 1)[:, None]
     X += offset_of(row, INNER, stride_xo, stride_xi)
     z, own, counts, ignored = read_row(
-        X, Y, W, row, INNER, N, stride_yo, stride_yi, stride_xn, stride_w, ignore_index, softcap
+        X, Y, W, row, M, INNER, N, stride_yo, stride_yi, stride_xn, stride_w, ignore_index, softcap
     )  # fmt: skip
-    P = PART + row.to(tl.int64) * SPLITS + tl.arange(0, SPLITS)
+    P = PART + row.to(tl.int64) * SPLITS + tl.arange(0, SPLITS)[None, :]
     largest, total = merge(tl.load(P), tl.load(P + M.to(tl.int64) * SPLITS))
-    d = tl.sum(tl.load(P + M.to(tl.int64) * (2 * SPLITS)), 0)
-    store_row(
-        largest, total, d, z, own, WSUM, LOSS, LSE, STATS, row.to(tl.int64), counts, ignored, M, N, keep, spill, z_loss
-    )  # fmt: skip
+    d = tl.sum(tl.load(P + M.to(tl.int64) * (2 * SPLITS)), 1, keep_dims=True)
+    store_row(largest, total, d, z, own, WSUM, LOSS, LSE, STATS, row, counts, ignored, M, N, keep, spill, z_loss)
 
 
 @kernel(grid=lambda a: (1,), tokens=TOKENS, default=lambda a: {"BLOCK": 4096, "num_warps": 16})
 def cross_entropy_reduce(
     ROWS, Y, W, LOSS, DENOMINATOR, M, INNER, N, stride_yo, stride_yi, stride_w, ignore_index, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """The sum of the rows' losses, or their mean and its denominator. One program, float64: one order, no lost digits."""
+    """The sum of the rows' losses, or their mean and its denominator. One program, float64: one order, all digits."""
     loss = tl.zeros([BLOCK], tl.float64)
     weights = tl.zeros([BLOCK], tl.float64)
     for start in range(0, M, BLOCK):
         row = start.to(tl.int64) + tl.arange(0, BLOCK)
         loss += tl.load(ROWS + row, row < M, 0.0).to(tl.float64)
         if DENOMINATOR is not None:
-            label = tl.load(Y + offset_of(row, INNER, stride_yo, stride_yi), row < M, -1)
-            y, counts, _ = count_label(label, N, ignore_index)
+            y, counts, _ = read_label(Y, row, M, INNER, N, stride_yo, stride_yi, ignore_index)
             if W is not None:
                 weights += tl.load(W + y * stride_w, counts, 0.0).to(tl.float64)
             else:
@@ -320,17 +331,17 @@ def cross_entropy_sum_weights(W, WSUM, N, stride_w, BLOCK: tl.constexpr):
 
 
 def _tile(a) -> dict:
-    BLOCK = min(4096, max(32, power_of_two(a.N)))
-    return {"BLOCK": BLOCK, "num_warps": max(1, BLOCK // 1024)}
+    COLS = min(4096 if _simple(a) else 2048, max(16, power_of_two(a.N)))
+    return {"ROWS": max(1, 1024 // COLS), "COLS": COLS, "num_warps": 4}
 
 
 def _tile_candidates(a) -> list[dict]:
-    tried = [{"BLOCK": block, "num_warps": w} for block in (2048, 4096, 8192, 16384) for w in (4, 8, 16)]
-    return [_tile(a), *(t for t in tried if t["BLOCK"] <= a.N)]
+    tried = [{"ROWS": 1, "COLS": cols, "num_warps": w} for cols in (2048, 4096, 8192, 16384) for w in (4, 8, 16)]
+    return [_tile(a), *(t for t in tried if _simple(a) and t["COLS"] <= a.N)]
 
 
 @kernel(
-    grid=lambda a: (a.M * cdiv(a.N, a.BLOCK),),
+    grid=lambda a: (cdiv(a.M, a.ROWS) * cdiv(a.N, a.COLS),),
     tokens=(*TOKENS, "stride_go", "stride_gi", "stride_ho", "stride_hi"),
     tune_by=("N",),
     default=_tile,
@@ -339,50 +350,45 @@ def _tile_candidates(a) -> list[dict]:
 def cross_entropy_backward(
     X, Y, W, WSUM, STATS, DENOMINATOR, G, H, DX, M, INNER, N, stride_xo, stride_xi, stride_xn, stride_do, stride_di,
     stride_dn, stride_yo, stride_yi, stride_w, stride_go, stride_gi, stride_ho, stride_hi, ignore_index, keep, spill,
-    softcap, z_loss, BLOCK: tl.constexpr,
+    softcap, z_loss, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    """One block of one row; G and H are the gradients of loss and lse. DX may be X: each element is read by its writer."""
-    blocks = (N + (BLOCK - 1)) // BLOCK
-    row = tl.program_id(0) // blocks
-    col = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
-    y, counts, _ = count_label(tl.load(Y + offset_of(row, INNER, stride_yo, stride_yi)), N, ignore_index)
-    reads = counts if H is None else y >= 0
+    """One tile; G and H are the gradients of loss and lse. DX may be X: an element is read by no other than its writer."""
+    tiles = (N + (COLS - 1)) // COLS
+    row = tl.program_id(0) // tiles * ROWS + tl.arange(0, ROWS)[:, None]
+    col = tl.program_id(0) % tiles * COLS + tl.arange(0, COLS)[None, :]
+    y, counts, _ = read_label(Y, row, M, INNER, N, stride_yo, stride_yi, ignore_index)
+    reads = counts if H is None else row < M
     c = col.to(tl.int64)
-    x = tl.load(X + offset_of(row, INNER, stride_xo, stride_xi) + c * stride_xn, (col < N) & reads, 0.0).to(tl.float32)
+    P = X + offset_of(row, INNER, stride_xo, stride_xi) + c * stride_xn
+    x = tl.load(P, (col < N) & reads, 0.0).to(tl.float32)
     largest = load_if(STATS + row.to(tl.int64), reads)
     spread = load_if(STATS + M + row.to(tl.int64), reads)
     g = 0.0
     if G is not None:
-        g = tl.load(G + offset_of(row, INNER, stride_go, stride_gi))
+        g = load_if(G + offset_of(row, INNER, stride_go, stride_gi), counts)
         if DENOMINATOR is not None:
-            g = tl.div_rn(g, tl.load(DENOMINATOR))
-        g = tl.where(counts, g, 0.0)
-    own = keep
+            g = tl.where(counts, tl.div_rn(g, tl.zeros_like(g) + tl.load(DENOMINATOR)), 0.0)
+    own = g * keep
     if W is not None:
-        own = keep * load_if(W + y * stride_w, counts)
-    slope = own + 2.0 * z_loss * (largest + spread * LN2)
-    if spill is not None:
-        weights = N * 1.0
-        if WSUM is not None:
-            weights = tl.load(WSUM)
-        slope += spill * weights
-    slope = tl.where(counts, g * slope, 0.0)
+        own *= load_if(W + y * stride_w, counts)
+    rest = g * (2.0 * z_loss) * (largest + spread * LN2)
     if H is not None:
-        slope += tl.load(H + offset_of(row, INNER, stride_ho, stride_hi))
+        rest += load_if(H + offset_of(row, INNER, stride_ho, stride_hi), row < M)
     t = x
     if softcap is not None:
         t = tanh(x * (1.0 / softcap))
         x = softcap * t
-    dz = slope * tl.exp2((x - largest) * LOG2E - spread)
-    dz = tl.where(col == y, dz - g * own, dz)
+    p = tl.exp2((x - largest) * LOG2E - spread)
+    dz = own * tl.where(col == y.to(tl.int32), p - 1.0, p) + rest * p
     if spill is not None:
-        share = g * spill
         if W is not None:
-            share *= tl.load(W + c * stride_w, col < N, 0.0).to(tl.float32)
-        dz -= share
+            dz += g * spill * (p * tl.load(WSUM) - tl.load(W + c * stride_w, col < N, 0.0).to(tl.float32))
+        else:
+            dz += g * spill * (p * N - 1.0)
     if softcap is not None:
         dz *= 1.0 - t * t
-    tl.store(DX + offset_of(row, INNER, stride_do, stride_di) + c * stride_dn, dz.to(DX.dtype.element_ty), col < N)
+    D = DX + offset_of(row, INNER, stride_do, stride_di) + c * stride_dn
+    tl.store(D, dz.to(DX.dtype.element_ty), (row < M) & (col < N))
 
 
 # ---------------------------------------------------------------- on the host

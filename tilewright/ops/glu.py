@@ -22,7 +22,7 @@ from ..core.op import Op, Triton, upcast
 from ..core.signature import above
 from ..core.target import Target
 from ..core.tensor import cdiv, power_of_two, rows
-from ..device.activation import activate, activate_slope
+from ..device.activation import gated, gated_gradient
 from ..formats.tiles import store_tiles
 
 ACTIVATIONS = {
@@ -84,41 +84,6 @@ def ends_of_groups(draw: Draw, tokens: int) -> Tensor:
     ends = draw.integers(draw.dim("experts", (1, 2, 5)), high=tokens + 1, dtype=dtype)
     ends[-1:] = tokens
     return ends.sort().values
-
-
-@triton.jit
-def clamped(a, b, limit):
-    if limit is not None:
-        a = tl.minimum(a, limit, propagate_nan=tl.PropagateNan.ALL)
-        b = tl.maximum(b, -limit, propagate_nan=tl.PropagateNan.ALL)
-        b = tl.minimum(b, limit, propagate_nan=tl.PropagateNan.ALL)
-    return a, b
-
-
-@triton.jit
-def gated(a, b, limit, alpha, ACT: tl.constexpr):
-    """act(a) * b in fp32."""
-    a, b = clamped(a.to(tl.float32), b.to(tl.float32), limit)
-    return activate(a, alpha, ACT) * b
-
-
-@triton.jit
-def gated_gradient(a, b, dy, scale, limit, alpha, ACT: tl.constexpr):
-    """(dgate, dup, terms of dscale) in fp32."""
-    a = a.to(tl.float32)
-    b = b.to(tl.float32)
-    dy = dy.to(tl.float32)
-    gate, up = clamped(a, b, limit)
-    value, slope = activate_slope(gate, alpha, ACT)
-    w = dy
-    if scale is not None:
-        w = dy * scale
-    da = w * up * slope
-    db = w * value
-    if limit is not None:
-        da = tl.where(a <= limit, da, 0.0)
-        db = tl.where(tl.abs(b) <= limit, db, 0.0)
-    return da, db, dy * value * up
 
 
 @triton.jit

@@ -1,0 +1,333 @@
+"""glu in FP8 both ways on Hopper, in Gluon: few tiles per SM, where loads must overlap the quantisation of the tile before.
+
+Two programs to an SM walk over 128x128 tiles of the result. A tile comes in two halves of 64 rows, each with a barrier of
+its own, by bulk tensor copies; as soon as a half is in registers the same half of the program's next tile is on its way.
+A thread holds four rows of twice eight columns: shared memory is read without bank conflicts, and the codes of four rows
+of a column are one word, so that the transposed store moves words. The backward makes both halves of the gradient from one
+read of its operands: while dgate is quantised, dup waits where gate and up were.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from ..core.format import Quantized
+from ..core.kernel import kernel
+from ..core.target import Target
+from ..core.tensor import cdiv, power_of_two
+from ..device.activation import gated, gated_gradient
+from ..device.quantize import encode, find_block, max_nan, pack4, scale_of
+
+BOX = [64, 128]
+PER_SM = 2
+# As Triton 3.6 calls them, and as later ones do.
+barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
+RENAMED = gl.constexpr(not hasattr(gl.shared_memory_descriptor, "_reinterpret"))
+TILE = gl.constexpr(gl.BlockedLayout([4, 8], [4, 8], [4, 1], [1, 0]))
+COLUMN = gl.constexpr(gl.BlockedLayout([4, 1], [1, 32], [1, 4], [0, 1]))  # a thread has one column of all four warps
+WORDS = gl.constexpr(gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0]))  # a thread has four words of one column
+UNPACK = gl.constexpr("{ shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000; }")
+FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+
+
+@gluon.jit
+def load_wide(shared):
+    """A tile in fp32. Of two bf16 in a word the upper is the word without its lower half: one instruction, not two."""
+    x = shared.load(TILE)
+    if x.dtype == gl.bfloat16:
+        return gl.inline_asm_elementwise(UNPACK, "=f,=f,r", [x], dtype=gl.float32, is_pure=True, pack=2)
+    else:
+        return x.to(gl.float32)
+
+
+@gluon.jit
+def locate(t, BLOCKS, across, M):
+    """(block, first row, rows left, first column) of a tile; columns vary fastest."""
+    block = t // across
+    col0 = (t % across) * 128
+    if BLOCKS is None:
+        row0 = block * 128
+        rows_left = M - row0
+    else:
+        row0 = gl.load(BLOCKS + 2 * block)
+        rows_left = gl.load(BLOCKS + 2 * block + 1)
+    return block, row0, rows_left, col0
+
+
+@gluon.jit
+def fetch_gate_up(X, half, ready, row0, col0, N, more):
+    tma.async_copy_global_to_shared(X, [row0, col0], ready, half.index(0), pred=more)
+    tma.async_copy_global_to_shared(X, [row0, N + col0], ready, half.index(1), pred=more)
+
+
+@gluon.jit
+def row_scale(SCALE, row0, rows_left, AT: gl.constexpr, MASK: gl.constexpr):
+    """The scales of 64 rows from row AT of the tile, as a column."""
+    r = AT + gl.arange(0, 64, gl.SliceLayout(1, TILE))
+    if MASK:
+        scale = gl.load(SCALE + row0 + r, r < rows_left, 0.0)
+    else:
+        scale = gl.load(SCALE + row0 + r)
+    return gl.expand_dims(scale, 1)
+
+
+@gluon.jit
+def inside_only(y, rows_left, AT: gl.constexpr, MASK: gl.constexpr):
+    """y, zero in rows that are another group's."""
+    if MASK:
+        r = AT + gl.arange(0, 64, gl.SliceLayout(1, TILE))
+        y = gl.where(gl.expand_dims(r < rows_left, 1), y, 0.0)
+    return y
+
+
+@gluon.jit
+def parked(half):
+    """Gate's and up's memory as 64x128 numbers in fp32, the two fours of eight columns apart: no bank conflicts."""
+    if RENAMED:
+        return half.reinterpret(gl.float32, [1, 2, 4096], FLAT).index(0)
+    else:
+        return half._reinterpret(gl.float32, [1, 2, 4096], FLAT).index(0)
+
+
+@gluon.jit
+def to_parked(u):
+    return u.reshape([64, 16, 2, 4]).permute((2, 0, 1, 3)).reshape([2, 4096])
+
+
+@gluon.jit
+def unpark(half):
+    like = to_parked(gl.zeros([64, 128], gl.float32, TILE))
+    u = parked(half).load(like.type.layout).reshape([2, 64, 16, 4]).permute((1, 2, 0, 3)).reshape([64, 128])
+    return gl.convert_layout(u, TILE, assert_trivial=True)
+
+
+@gluon.jit
+def store_rows(y, Q, S, row0, rows_left, col0, N, stride_s, AT: gl.constexpr, FORMAT: gl.constexpr, MASK: gl.constexpr):
+    """Row-wise codes and scales of 64 rows."""
+    r = AT + gl.arange(0, 64, gl.SliceLayout(1, TILE))
+    c = gl.arange(0, 128, gl.SliceLayout(0, TILE))
+    s, m = scale_of(gl.reduce(gl.abs(y), 1, max_nan), FORMAT)
+    codes = encode(y, gl.expand_dims(s, 1), gl.expand_dims(m, 1), FORMAT)
+    at = Q + row0.to(gl.int64) * N + col0 + gl.expand_dims(r * N, 1) + gl.expand_dims(c, 0)
+    scales = S + (col0 // 128).to(gl.int64) * (stride_s // 4 * 4) + row0 + r
+    if MASK:
+        gl.store(at, codes, gl.expand_dims(r < rows_left, 1))
+        gl.store(scales, s, r < rows_left)
+    else:
+        gl.store(at, codes)
+        gl.store(scales, s)
+
+
+@gluon.jit
+def store_words(words, QT, row0, rows_left, col0, M, AT: gl.constexpr, MASK: gl.constexpr):
+    """Words [128 columns, 16] at QT[col0:, row0 + AT:], 16 bytes at a time: 16 divides M, row0 and the rows left."""
+    c = gl.expand_dims(gl.arange(0, 128, gl.SliceLayout(1, WORDS)), 1)
+    g = gl.expand_dims(gl.arange(0, 16, gl.SliceLayout(0, WORDS)), 0) + AT // 4
+    at = QT.to(gl.pointer_type(gl.int32), bitcast=True) + col0.to(gl.int64) * (M // 16 * 4) + row0 // 16 * 4
+    at = at + c * (M // 16 * 4) + g
+    if MASK:
+        gl.store(at, words, g < rows_left // 16 * 4)
+    else:
+        gl.store(at, words)
+
+
+@gluon.jit
+def store_bytes(words, QT, row0, rows_left, col0, M, AT: gl.constexpr):
+    """The same for a group that begins or ends anywhere."""
+    c = gl.expand_dims(gl.arange(0, 128, gl.SliceLayout(1, WORDS)), 1)
+    r = gl.expand_dims(gl.arange(0, 16, gl.SliceLayout(0, WORDS)), 0) * 4 + AT
+    at = QT.to(gl.pointer_type(gl.uint8), bitcast=True) + col0.to(gl.int64) * M + row0 + c * M + r
+    for k in range(4):
+        gl.store(at + k, (words >> (8 * k)).to(gl.uint8), r + k < rows_left)
+
+
+@gluon.jit
+def store_columns(
+    y, QT, row0, rows_left, col0, M, AT: gl.constexpr, FORMAT: gl.constexpr, MASK: gl.constexpr, GROUPED: gl.constexpr
+):
+    """Column-wise codes of 64 scaled rows, transposed."""
+    even, odd = gl.split(y.reshape([16, 2, 2, 128]).permute((0, 3, 1, 2)))
+    y0, y2 = gl.split(even)
+    y1, y3 = gl.split(odd)
+    words = gl.convert_layout(pack4(y0, y1, y2, y3, FORMAT).permute((1, 0)), WORDS)
+    if GROUPED:
+        if (row0 % 16 != 0) | ((rows_left % 16 != 0) & (rows_left < 128)):
+            store_bytes(words, QT, row0, rows_left, col0, M, AT)
+        else:
+            store_words(words, QT, row0, rows_left, col0, M, AT, MASK)
+    else:
+        store_words(words, QT, row0, rows_left, col0, M, AT, MASK)
+
+
+@gluon.jit
+def store_tile(
+    y0, y1, Q, S, QT, ST, block, row0, rows_left, col0, M, N, stride_s, stride_st,
+    FORMAT: gl.constexpr, MASK: gl.constexpr, GROUPED: gl.constexpr,
+):  # fmt: skip
+    """The two halves of a tile quantised both ways."""
+    store_rows(y0, Q, S, row0, rows_left, col0, N, stride_s, 0, FORMAT, MASK)
+    store_rows(y1, Q, S, row0, rows_left, col0, N, stride_s, 64, FORMAT, MASK)
+    # Within a warp first, then one thread a column: each column's scale is computed once, not by all who hold the column
+    top = gl.reduce(max_nan(gl.abs(y0), gl.abs(y1)).reshape([4, 16, 128]), 1, max_nan)
+    s, m = scale_of(gl.reduce(gl.convert_layout(top, COLUMN), 0, max_nan), FORMAT)
+    c = gl.arange(0, 128, gl.SliceLayout(0, COLUMN))
+    gl.store(ST + block.to(gl.int64) * (stride_st // 4 * 4) + col0 + c, s)
+    m = gl.expand_dims(gl.convert_layout(m, gl.SliceLayout(0, TILE)), 0)
+    store_columns(y0 * m, QT, row0, rows_left, col0, M, 0, FORMAT, MASK, GROUPED)
+    store_columns(y1 * m, QT, row0, rows_left, col0, M, 64, FORMAT, MASK, GROUPED)
+
+
+@gluon.jit
+def gated_half(
+    half, ready, phase, SCALE, row0, rows_left, limit, alpha, AT: gl.constexpr, ACT: gl.constexpr, MASK: gl.constexpr,
+    GROUPED: gl.constexpr,
+):  # fmt: skip
+    if SCALE is not None:
+        scale = row_scale(SCALE, row0, rows_left, AT, MASK)
+    mbarrier.wait(ready.index(0), phase)
+    y = gated(load_wide(half.index(0)), load_wide(half.index(1)), limit, alpha, ACT)
+    if SCALE is not None:
+        y = y * scale
+    return inside_only(y, rows_left, AT, GROUPED)
+
+
+@kernel(
+    grid=lambda a: (a.PROGRAMS,), jit=gluon.jit, tokens=("M", "tiles", "stride_s", "stride_st"),
+    default=lambda a: {"num_warps": 4},
+)  # fmt: skip
+def glu_forward_pair(
+    X, SCALE, BLOCKS, Q, S, QT, ST, tiles, M, N, stride_s, stride_st, limit, alpha, PROGRAMS,
+    ACT: gl.constexpr, FORMAT: gl.constexpr, MASK: gl.constexpr,
+):  # fmt: skip
+    GROUPED: gl.constexpr = BLOCKS is not None
+    # An allocation a half: the compiler puts a barrier between any two uses of one allocation if either is a copy
+    half0 = gl.allocate_shared_memory(X.dtype, [2, 64, 128], X.layout)
+    half1 = gl.allocate_shared_memory(X.dtype, [2, 64, 128], X.layout)
+    ready0 = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    ready1 = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(ready0.index(0), count=1)
+    mbarrier.init(ready1.index(0), count=1)
+    BYTES: gl.constexpr = 2 * 64 * 128 * 2
+    across = N // 128
+    first = gl.program_id(0)
+    block, row0, rows_left, col0 = locate(first, BLOCKS, across, M)
+    more = rows_left > 0
+    mbarrier.expect(ready0.index(0), BYTES, pred=more)
+    fetch_gate_up(X, half0, ready0.index(0), row0, col0, N, more)
+    mbarrier.expect(ready1.index(0), BYTES, pred=more)
+    fetch_gate_up(X, half1, ready1.index(0), row0 + 64, col0, N, more)
+    phase = 0
+    for t in range(first, tiles, PROGRAMS):
+        block, row0, rows_left, col0 = locate(t, BLOCKS, across, M)
+        if rows_left > 0:
+            _, next_row, next_left, next_col = locate(gl.minimum(t + PROGRAMS, tiles - 1), BLOCKS, across, M)
+            more = (t + PROGRAMS < tiles) & (next_left > 0)
+            y0 = gated_half(half0, ready0, phase, SCALE, row0, rows_left, limit, alpha, 0, ACT, MASK, GROUPED)
+            barrier()
+            mbarrier.expect(ready0.index(0), BYTES, pred=more)
+            fetch_gate_up(X, half0, ready0.index(0), next_row, next_col, N, more)
+            y1 = gated_half(half1, ready1, phase, SCALE, row0, rows_left, limit, alpha, 64, ACT, MASK, GROUPED)
+            barrier()
+            mbarrier.expect(ready1.index(0), BYTES, pred=more)
+            fetch_gate_up(X, half1, ready1.index(0), next_row + 64, next_col, N, more)
+            phase ^= 1
+            store_tile(
+                y0, y1, Q, S, QT, ST, block, row0, rows_left, col0, M, N, stride_s, stride_st, FORMAT, MASK, GROUPED
+            )
+
+
+@gluon.jit
+def gradient_half(
+    half, dy, ready, phase, DY, SCALE, DSCALE, row0, rows_left, col0, next_row, next_col, more, M, limit, alpha,
+    AT: gl.constexpr, ACT: gl.constexpr, MASK: gl.constexpr, GROUPED: gl.constexpr, BYTES: gl.constexpr,
+):  # fmt: skip
+    """dgate of 64 rows, its dup left in `half`, its sums of dscale stored; the next tile's dy is on its way."""
+    scale = None
+    if SCALE is not None:
+        scale = row_scale(SCALE, row0, rows_left, AT, MASK)
+    mbarrier.wait(ready, phase)
+    a = load_wide(half.index(0))
+    b = load_wide(half.index(1))
+    g = load_wide(dy)
+    # All threads have read: dy may come, and dup overwrite what other threads read
+    barrier()
+    mbarrier.expect(ready, BYTES, pred=more)
+    tma.async_copy_global_to_shared(DY, [next_row + AT, next_col], ready, dy, pred=more)
+    da, db, terms = gated_gradient(a, b, g, scale, limit, alpha, ACT)
+    parked(half).store(to_parked(inside_only(db, rows_left, AT, GROUPED)))
+    if DSCALE is not None:
+        r = AT + gl.arange(0, 64, gl.SliceLayout(1, TILE))
+        at = DSCALE + (col0 // 128).to(gl.int64) * M + row0 + r
+        if MASK:
+            gl.store(at, gl.sum(terms, 1), r < rows_left)
+        else:
+            gl.store(at, gl.sum(terms, 1))
+    return inside_only(da, rows_left, AT, GROUPED)
+
+
+@kernel(
+    grid=lambda a: (a.PROGRAMS,), jit=gluon.jit, tokens=("M", "tiles", "stride_s", "stride_st"),
+    default=lambda a: {"num_warps": 4},
+)  # fmt: skip
+def glu_backward_pair(
+    X, DY, SCALE, DSCALE, BLOCKS, Q, S, QT, ST, tiles, M, N, stride_s, stride_st, limit, alpha, PROGRAMS,
+    ACT: gl.constexpr, FORMAT: gl.constexpr, MASK: gl.constexpr,
+):  # fmt: skip
+    """DSCALE [N/128, M] takes one sum per tile and row, for `sum_tiles` to add."""
+    GROUPED: gl.constexpr = BLOCKS is not None
+    half0 = gl.allocate_shared_memory(X.dtype, [2, 64, 128], X.layout)
+    half1 = gl.allocate_shared_memory(X.dtype, [2, 64, 128], X.layout)
+    dy0 = gl.allocate_shared_memory(X.dtype, [64, 128], X.layout)
+    dy1 = gl.allocate_shared_memory(X.dtype, [64, 128], X.layout)
+    bar0 = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    bar1 = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    ready0 = bar0.index(0)
+    ready1 = bar1.index(0)
+    mbarrier.init(ready0, count=1)
+    mbarrier.init(ready1, count=1)
+    BYTES: gl.constexpr = 3 * 64 * 128 * 2
+    across = N // 128
+    first = gl.program_id(0)
+    block, row0, rows_left, col0 = locate(first, BLOCKS, across, M)
+    more = rows_left > 0
+    mbarrier.expect(ready0, BYTES, pred=more)
+    tma.async_copy_global_to_shared(DY, [row0, col0], ready0, dy0, pred=more)
+    fetch_gate_up(X, half0, ready0, row0, col0, N, more)
+    mbarrier.expect(ready1, BYTES, pred=more)
+    tma.async_copy_global_to_shared(DY, [row0 + 64, col0], ready1, dy1, pred=more)
+    fetch_gate_up(X, half1, ready1, row0 + 64, col0, N, more)
+    phase = 0
+    for t in range(first, tiles, PROGRAMS):
+        block, row0, rows_left, col0 = locate(t, BLOCKS, across, M)
+        if rows_left > 0:
+            _, next_row, next_left, next_col = locate(gl.minimum(t + PROGRAMS, tiles - 1), BLOCKS, across, M)
+            more = (t + PROGRAMS < tiles) & (next_left > 0)
+            y0 = gradient_half(
+                half0, dy0, ready0, phase, DY, SCALE, DSCALE, row0, rows_left, col0, next_row, next_col, more, M, limit,
+                alpha, 0, ACT, MASK, GROUPED, BYTES,
+            )  # fmt: skip
+            y1 = gradient_half(
+                half1, dy1, ready1, phase, DY, SCALE, DSCALE, row0, rows_left, col0, next_row, next_col, more, M, limit,
+                alpha, 64, ACT, MASK, GROUPED, BYTES,
+            )  # fmt: skip
+            phase ^= 1
+            store_tile(
+                y0, y1, Q, S, QT, ST, block, row0, rows_left, col0, M, 2 * N, stride_s, stride_st, FORMAT, MASK, GROUPED
+            )
+            y0 = unpark(half0)
+            y1 = unpark(half1)
+            fence_async_shared()  # ordinary writes to this memory come before the copies into it
+            barrier()
+            fetch_gate_up(X, half0, ready0, next_row, next_col, N, more)
+            fetch_gate_up(X, half1, ready1, next_row + 64, next_col, N, more)
+            store_tile(
+                y0, y1, Q, S, QT, ST, block, row0, rows_left, N + col0, M, 2 * N, stride_s, stride_st, FORMAT, MASK,
+                GROUPED,
+            )  # fmt: skip
