@@ -18,6 +18,7 @@ NAMES = {
     "Quantized": "core.format",
     "Target": "core.target",
     "Triton": "core.op",
+    "dequantize": "ops.quantize",
     "force": "core.op",
     "fp8": "formats.fp8",
     "kernel": "core.kernel",

@@ -8,6 +8,7 @@ else did happen (a copy of a strided argument, say) there is no plan, and the ho
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -99,24 +100,30 @@ class CudaLaunch:
     def bind(self, places: list[tuple[int, Place]]) -> Callable:
         raw, device, stream = self.raw, self.device, _raw_stream
         template = [None if isinstance(a, Tensor) else a for a in self.args]
-        moves = [(at + self.HEAD, place.slot, place.offset) for at, place in places]
-        whole = [(at, slot) for at, slot, offset in moves if offset == 0]
+        moves, descriptors = [], []
+        for at, place in places:
+            value = self.args[at + self.HEAD]
+            if isinstance(value, Tensor):
+                moves.append((at + self.HEAD, place.slot, place.offset))
+            else:
+                blank = copy.copy(value)
+                blank.base = None  # a plan keeps no tensor alive
+                template[at + self.HEAD] = None
+                descriptors.append((at + self.HEAD, place, blank))
 
         def replay(slots: list[Tensor], addresses: list[int]) -> None:
             args = template.copy()
             args[3] = stream(device)
             for at, slot, offset in moves:
                 args[at] = addresses[slot] + offset
+            for at, place, blank in descriptors:
+                descriptor = copy.copy(blank)
+                base = slots[place.slot]
+                descriptor.base = place.view(base) if place.offset else base
+                args[at] = descriptor
             raw(*args)
 
-        def replay_whole(slots: list[Tensor], addresses: list[int]) -> None:
-            args = template.copy()
-            args[3] = stream(device)
-            for at, slot in whole:
-                args[at] = addresses[slot]
-            raw(*args)
-
-        return replay_whole if len(whole) == len(moves) else replay
+        return replay
 
 
 def guard(tensors: list[Tensor]) -> Callable[..., bool] | None:
@@ -189,8 +196,9 @@ class Recorder(TorchDispatchMode):
         return known[1] if known else None
 
     def launch(self, launch: Any, ordered: list) -> None:
-        places = [(at, self.place(v)) for at, v in enumerate(ordered) if isinstance(v, Tensor)]
-        if launch.bind is None or any(hasattr(v, "block_shape") for v in ordered):
+        bases = [(at, getattr(v, "base", v)) for at, v in enumerate(ordered)]  # a tensor descriptor has a base
+        places = [(at, self.place(base)) for at, base in bases if isinstance(base, Tensor)]
+        if launch.bind is None:
             self.foreign = self.foreign or f"a launch that cannot be replayed ({type(launch).__name__})"
         elif any(place is None for _, place in places):
             self.foreign = self.foreign or "a tensor that is neither an argument nor allocated here"
@@ -244,6 +252,8 @@ class Plan:
         launch, places = launches[0]
         slots = {place.slot: at + CudaLaunch.HEAD for at, place in places if place.offset == 0}
         if type(launch) is not CudaLaunch or len(places) != count + 1 or set(slots) != set(range(count + 1)):
+            return None
+        if any(hasattr(a, "base") for a in launch.args):
             return None
         if self._results[0][0] != count:
             return None

@@ -67,6 +67,8 @@ def _values(op: Op, flat: tuple, named: Mapping[str, Any]) -> dict[str, Any]:
     names = [p.name for p in _parameters(op)]
     given = {**dict(zip([*names, "out_format", "out_scale"], flat)), **named}
     scale = given.pop("out_scale", None)
+    if given.get("inplace_backward"):
+        raise ValueError(f"{op.name}: inplace_backward is for eager calls alone, not for compiled or traced ones")
     if given.get("out_format"):
         given["out_format"] = Format.parse(given["out_format"], scale)
     return {**op.signature.defaults, **given}

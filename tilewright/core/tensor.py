@@ -20,3 +20,26 @@ def power_of_two(n: int) -> int:
 def rows(x: Tensor) -> Tensor:
     """x as [rows, last dimension]: a view where the leading dimensions can be merged, else a copy."""
     return x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+
+
+def fold(x: Tensor) -> tuple[Tensor, int, tuple[int, int, int]]:
+    """(x, size of the inner of two leading dimensions, strides of outer, inner and last dimension).
+
+    Leading dimensions are seen as two, for those of a batch without its last tokens, [batch, length - 1, vocab], cannot be
+    one, and a copy would double the memory. What cannot be two either is copied."""
+    merged: list[tuple[int, int]] = []
+    for size, stride in zip(x.shape[:-1], x.stride()):
+        if merged and merged[-1][1] == size * stride:
+            merged[-1] = merged[-1][0] * size, stride
+        elif size != 1:
+            merged.append((size, stride))
+    if len(merged) > 2:
+        return fold(x.contiguous())
+    (_, outer), (inner, step) = [(1, 0), (1, 0), *merged][-2:]
+    return x, max(inner, 1), (outer, step, x.stride(-1))
+
+
+def fold_like(t: Tensor, inner: int) -> tuple[Tensor, tuple[int, int]]:
+    """(t, its strides) for one number per row of a tensor that was folded."""
+    t = t.reshape(t.numel() // inner, inner)
+    return t, t.stride()

@@ -183,7 +183,7 @@ def load_scale(S, block, group, row0, r, c, rows_left, N, stride_s, TRANSPOSED: 
 @jit
 def load_tile(A, B, C, D, stride_a, stride_b, p0, p1, row, col, inside, MODE: tl.constexpr):
     """The producer that reads a tensor as it is; stride_b is that of its columns."""
-    return tl.load(A + row * stride_a + col * stride_b, inside, 0.0).to(tl.float32)
+    return tl.load(A + row * stride_a + col.to(tl.int64) * stride_b, inside, 0.0).to(tl.float32)
 
 
 # ---- host ------------------------------------------------------------------------------------------------------------

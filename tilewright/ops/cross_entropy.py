@@ -25,7 +25,8 @@ from ..core.kernel import kernel
 from ..core.op import Op, Triton, upcast
 from ..core.signature import above, at_least, between, self_overlapping
 from ..core.target import Target
-from ..core.tensor import cdiv, power_of_two
+from ..core.tensor import cdiv, fold, fold_like, power_of_two
+from ..device.labels import load_if, offset_of, read_label
 from ..device.softmax import LN2, LOG2E, cap, extend, finite_or_zero, merge, tanh
 
 
@@ -54,22 +55,14 @@ def reference(
     their values after that, a second backward through this loss included, raises. Logits whose elements share memory, or
     which are a leaf that requires a gradient, are refused.
     """
-    loss, stats, denominator = losses(logits, labels, ignore_index, reduction, label_smoothing, softcap, z_loss, weight)
-    return loss, stats, denominator
+    return losses(logits, labels, ignore_index, reduction, label_smoothing, softcap, z_loss, weight)
 
 
 def reference_lse(
-    logits: Tensor,
-    labels: Tensor,
-    *,
-    ignore_index: int = -100,
-    reduction: Literal["mean", "sum", "none"] = "mean",
-    label_smoothing: float = 0.0,
-    softcap: float | None = None,
-    z_loss: float = 0.0,
-    weight: Tensor | None = None,
+    logits: Tensor, labels: Tensor, *, ignore_index: int = -100, reduction: Literal["mean", "sum", "none"] = "mean",
+    label_smoothing: float = 0.0, softcap: float | None = None, z_loss: float = 0.0, weight: Tensor | None = None,
     inplace_backward: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """(`cross_entropy`, the fp32 logsumexp of every row of softcap(logits) whatever its label). Both have gradients."""
     loss, _, denominator = losses(logits, labels, ignore_index, reduction, label_smoothing, softcap, z_loss, weight)
     lse, stats = log_sum_exp(capped(upcast(logits), softcap))
@@ -87,7 +80,9 @@ def log_sum_exp(z: Tensor) -> tuple[Tensor, Tensor]:
     return lse, torch.stack([largest, (lse - largest) / math.log(2)]).detach()
 
 
-def losses(logits, labels, ignore_index, reduction, label_smoothing, softcap, z_loss, weight) -> tuple[Tensor, ...]:
+def losses(
+    logits, labels, ignore_index, reduction, label_smoothing, softcap, z_loss, weight
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(loss, stats, denominator)."""
     vocab = logits.shape[-1]
     hit = labels.unsqueeze(-1) == torch.arange(vocab, device=labels.device)
@@ -127,26 +122,6 @@ def inputs(draw: Draw) -> dict:
 
 
 # ---------------------------------------------------------------- on the device
-
-
-@triton.jit
-def offset_of(row, INNER, stride_outer, stride_inner):
-    """Where a row begins; its leading dimensions are two, of which INNER is the size of the second."""
-    return (row // INNER).to(tl.int64) * stride_outer + (row % INNER).to(tl.int64) * stride_inner
-
-
-@triton.jit
-def load_if(P, condition):
-    """Numbers in fp32, or 0. Not by `other`: the interpreter takes the 0 of a load of one element for none."""
-    return tl.where(condition, tl.load(P, condition).to(tl.float32), 0.0)
-
-
-@triton.jit
-def read_label(Y, row, M, INNER, N, stride_yo, stride_yi, ignore_index):
-    """(label, whether its row counts, whether it is ignored). A label that does not count becomes 0: it is an index."""
-    y = tl.load(Y + offset_of(row, INNER, stride_yo, stride_yi), row < M, -1).to(tl.int64)
-    counts = (y >= 0) & (y < N) & (y != ignore_index)
-    return tl.where(counts, y, 0), counts, y == ignore_index
 
 
 @triton.jit
@@ -223,9 +198,7 @@ def _lanes(a) -> dict:
 
 
 def _lane_candidates(a) -> list[dict]:
-    tried = [
-        {"ROWS": 1, "LANES": 256 * w, "DEPTH": depth, "num_warps": w} for w in (2, 4, 8, 16) for depth in (2, 4, 8)
-    ]
+    tried = [{"ROWS": 1, "LANES": 256 * w, "DEPTH": d, "num_warps": w} for w in (2, 4, 8, 16) for d in (2, 4, 8)]
     return [_lanes(a), *(t for t in tried if _simple(a) and t["LANES"] <= a.N)]
 
 
@@ -397,30 +370,11 @@ PER_SM = 8  # programs per SM for which rows are split when they are few
 NARROWEST = 8192  # columns of a part, at least
 
 
-def fold(x: Tensor) -> tuple[Tensor, int, tuple[int, int, int]]:
-    """(x, INNER, strides of outer, inner and last dimension): the leading dimensions as two, for those of a batch without
-    its last tokens, [batch, length - 1, vocab], cannot be one. What cannot be two either is copied."""
-    merged: list[tuple[int, int]] = []
-    for size, stride in zip(x.shape[:-1], x.stride()):
-        if merged and merged[-1][1] == size * stride:
-            merged[-1] = merged[-1][0] * size, stride
-        elif size != 1:
-            merged.append((size, stride))
-    if len(merged) > 2:
-        return fold(x.contiguous())
-    (_, outer), (inner, step) = [(1, 0), (1, 0), *merged][-2:]
-    return x, max(inner, 1), (outer, step, x.stride(-1))
-
-
-def fold_like(t: Tensor, inner: int) -> tuple[Tensor, tuple[int, int]]:
-    """(t, its strides), one number per row, its leading dimensions as the two that `fold` found."""
-    t = t.reshape(t.numel() // inner, inner)
-    return t, t.stride()
-
-
-def smoothing(label_smoothing: float, vocab: int) -> tuple[float, float | None]:
-    """(the label's own share, every class's share or None)."""
-    return 1.0 - label_smoothing, label_smoothing / max(vocab, 1) if label_smoothing > 0 else None
+def numbers(a: SimpleNamespace, vocab: int) -> tuple[int, float, float | None, float | None, float]:
+    """(ignore_index, the label's own share, every class's share or None, softcap, z_loss)."""
+    spill = a.label_smoothing / max(vocab, 1) if a.label_smoothing > 0 else None
+    softcap = None if a.softcap is None else float(a.softcap)
+    return a.ignore_index, 1.0 - a.label_smoothing, spill, softcap, float(a.z_loss)
 
 
 def sum_of(weight: Tensor | None, spill: float | None) -> Tensor | None:
@@ -432,46 +386,52 @@ def sum_of(weight: Tensor | None, spill: float | None) -> Tensor | None:
     return total
 
 
-def launch_forward(
-    logits, labels, lse, ignore_index, reduction, label_smoothing, softcap, z_loss, weight
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+def launch_forward(logits: Tensor, labels: Tensor, lse: Tensor | None, **options) -> tuple[Tensor, Tensor, Tensor]:
     def fp32(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.float32, device=logits.device)
 
+    a = SimpleNamespace(**options)
     x, inner, strides = fold(logits)
     y, steps = fold_like(labels, inner)
     M, N = labels.numel(), logits.shape[-1]
-    keep, spill = smoothing(label_smoothing, N)
-    stride_w = 0 if weight is None else weight.stride(0)
+    given, stride_w = numbers(a, N), 0 if a.weight is None else a.weight.stride(0)
     stats, rows = fp32(2, *labels.shape), fp32(*labels.shape)
     few = PER_SM * Target.at(logits.device).sms // max(M, 1)
     SPLITS = power_of_two(min(few, cdiv(N, NARROWEST))) if few > 1 else 1
     part = fp32(3, M, SPLITS) if SPLITS > 1 else None
-    operands = (x, y, weight, sum_of(weight, spill), rows, lse, stats, part, M, inner, N, *strides, *steps, stride_w)
-    numbers = (ignore_index, keep, spill, softcap, z_loss)
-    cross_entropy_forward(*operands, *numbers, SPLITS=SPLITS)
+    operands = (
+        x,
+        y,
+        a.weight,
+        sum_of(a.weight, given[2]),
+        rows,
+        lse,
+        stats,
+        part,
+        M,
+        inner,
+        N,
+        *strides,
+        *steps,
+        stride_w,
+    )
+    cross_entropy_forward(*operands, *given, SPLITS=SPLITS)
     if SPLITS > 1:
-        cross_entropy_merge(*operands, *numbers, SPLITS=SPLITS)
-    if reduction == "none":
+        cross_entropy_merge(*operands, *given, SPLITS=SPLITS)
+    if a.reduction == "none":
         return rows, stats, fp32(0)
-    loss, denominator = fp32(), fp32() if reduction == "mean" else None
-    cross_entropy_reduce(rows, y, weight, loss, denominator, M, inner, N, *steps, stride_w, ignore_index)
+    loss, denominator = fp32(), fp32() if a.reduction == "mean" else None
+    cross_entropy_reduce(rows, y, a.weight, loss, denominator, M, inner, N, *steps, stride_w, a.ignore_index)
     return loss, stats, fp32(0) if denominator is None else denominator
 
 
-def forward(
-    logits, labels, *, ignore_index, reduction, label_smoothing, softcap, z_loss, weight, inplace_backward
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    return launch_forward(logits, labels, None, ignore_index, reduction, label_smoothing, softcap, z_loss, weight)
+def forward(logits, labels, **options) -> tuple[Tensor, Tensor, Tensor]:
+    return launch_forward(logits, labels, None, **options)
 
 
-def forward_lse(
-    logits, labels, *, ignore_index, reduction, label_smoothing, softcap, z_loss, weight, inplace_backward
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+def forward_lse(logits, labels, **options) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     lse = torch.empty(labels.shape, dtype=torch.float32, device=logits.device)
-    loss, stats, denominator = launch_forward(
-        logits, labels, lse, ignore_index, reduction, label_smoothing, softcap, z_loss, weight
-    )
+    loss, stats, denominator = launch_forward(logits, labels, lse, **options)
     return loss, lse, stats, denominator
 
 
@@ -480,7 +440,7 @@ def backward(saved: SimpleNamespace, dloss: Tensor | None, dlse: Tensor | None =
     x, inner, strides = fold(logits)
     y, steps = fold_like(saved.labels, inner)
     M, N = saved.labels.numel(), logits.shape[-1]
-    keep, spill = smoothing(saved.label_smoothing, N)
+    given, stride_w = numbers(saved, N), 0 if weight is None else weight.stride(0)
     out, places = x, strides
     if not saved.inplace_backward:
         out, places = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device), (inner * N, N, 1)
@@ -489,10 +449,10 @@ def backward(saved: SimpleNamespace, dloss: Tensor | None, dlse: Tensor | None =
         g, g_steps = fold_like(g, inner)
     if h is not None:
         h, h_steps = fold_like(h, inner)
+    denominator = saved.denominator if saved.reduction == "mean" else None
     cross_entropy_backward(
-        x, y, weight, sum_of(weight, spill), saved.stats, saved.denominator if saved.reduction == "mean" else None, g, h,
-        out, M, inner, N, *strides, *places, *steps, 0 if weight is None else weight.stride(0), *g_steps, *h_steps,
-        saved.ignore_index, keep, spill, saved.softcap, saved.z_loss,
+        x, y, weight, sum_of(weight, given[2]), saved.stats, denominator, g, h, out, M, inner, N, *strides, *places,
+        *steps, stride_w, *g_steps, *h_steps, *given,
     )  # fmt: skip
     if not saved.inplace_backward:
         return (out,)
@@ -515,27 +475,19 @@ def no_double(target: Target, a: SimpleNamespace) -> bool:
     return all(t is None or t.dtype != torch.float64 for t in vars(a).values() if isinstance(t, Tensor))
 
 
-FACTS = {
-    "where": {
-        "logits": "float[... vocab]",
-        "labels": "int[...]",
-        "weight": "float[vocab]",
-        "label_smoothing": between(0.0, 1.0),
-        "softcap": above(0.0),
-        "z_loss": at_least(0.0),
-    },
-    "differentiable": ("logits",),
-    "saves": ("logits", "labels", "weight", "stats", "denominator"),
-    "aux": 2,
-    "check": check,
-    "bars": {"class": "D"},
-}
-RESULTS = ("loss", "stats", "denominator")
-RESULTS_LSE = ("loss", "lse", "stats", "denominator")
+WHERE = {
+    "logits": "float[... vocab]", "labels": "int[...]", "weight": "float[vocab]", "label_smoothing": between(0.0, 1.0),
+    "softcap": above(0.0), "z_loss": at_least(0.0),
+}  # fmt: skip
+SAVES = ("logits", "labels", "weight", "stats", "denominator")
+BARS = {"class": "D"}
+
 cross_entropy_lse = Op(
-    "cross_entropy_lse", reference_lse, inputs, Triton(forward_lse, backward, no_double), results=RESULTS_LSE,
-    graded_results=(0, 1), **FACTS,
+    "cross_entropy_lse", reference_lse, inputs, Triton(forward_lse, backward, no_double), where=WHERE, saves=SAVES,
+    results=("loss", "lse", "stats", "denominator"), graded_results=(0, 1), aux=2, differentiable=("logits",),
+    check=check, bars=BARS,
 )  # fmt: skip
 cross_entropy = Op(
-    "cross_entropy", reference, inputs, Triton(forward, backward, no_double), results=RESULTS, **FACTS
+    "cross_entropy", reference, inputs, Triton(forward, backward, no_double), where=WHERE, saves=SAVES,
+    results=("loss", "stats", "denominator"), aux=2, differentiable=("logits",), check=check, bars=BARS,
 )  # fmt: skip

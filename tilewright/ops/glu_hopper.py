@@ -38,9 +38,8 @@ FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 
 
 @gluon.jit
-def load_wide(shared):
-    """A tile in fp32. Of two bf16 in a word the upper is the word without its lower half: one instruction, not two."""
-    x = shared.load(TILE)
+def widen(x):
+    """x in fp32. Of two bf16 in a word the upper is the word without its lower half: one instruction, not two."""
     if x.dtype == gl.bfloat16:
         return gl.inline_asm_elementwise(UNPACK, "=f,=f,r", [x], dtype=gl.float32, is_pure=True, pack=2)
     else:
@@ -192,7 +191,7 @@ def gated_half(
     if SCALE is not None:
         scale = row_scale(SCALE, row0, rows_left, AT, MASK)
     mbarrier.wait(ready.index(0), phase)
-    y = gated(load_wide(half.index(0)), load_wide(half.index(1)), limit, alpha, ACT)
+    y = gated(widen(half.index(0).load(TILE)), widen(half.index(1).load(TILE)), limit, alpha, ACT)
     if SCALE is not None:
         y = y * scale
     return inside_only(y, rows_left, AT, GROUPED)
@@ -253,14 +252,14 @@ def gradient_half(
     if SCALE is not None:
         scale = row_scale(SCALE, row0, rows_left, AT, MASK)
     mbarrier.wait(ready, phase)
-    a = load_wide(half.index(0))
-    b = load_wide(half.index(1))
-    g = load_wide(dy)
+    a = half.index(0).load(TILE)
+    b = half.index(1).load(TILE)
+    g = dy.load(TILE)
     # All threads have read: dy may come, and dup overwrite what other threads read
     barrier()
     mbarrier.expect(ready, BYTES, pred=more)
     tma.async_copy_global_to_shared(DY, [next_row + AT, next_col], ready, dy, pred=more)
-    da, db, terms = gated_gradient(a, b, g, scale, limit, alpha, ACT)
+    da, db, terms = gated_gradient(widen(a), widen(b), widen(g), scale, limit, alpha, ACT)
     parked(half).store(to_parked(inside_only(db, rows_left, AT, GROUPED)))
     if DSCALE is not None:
         r = AT + gl.arange(0, 64, gl.SliceLayout(1, TILE))

@@ -40,9 +40,11 @@ def inputs(draw: Draw) -> dict:
 
 
 def ends_of_groups(draw: Draw, tokens: int) -> Tensor:
-    """The end rows of a few groups, some perhaps empty, that need not cover all tokens."""
+    """The end rows of a few groups, some perhaps empty, that cover all tokens."""
     dtype = draw.option("index", torch.int32, torch.int64)
-    return draw.integers(draw.dim("experts", (1, 2, 5)), high=tokens + 1, dtype=dtype).sort().values
+    ends = draw.integers(draw.dim("experts", (1, 2, 5)), high=tokens + 1, dtype=dtype)
+    ends[-1:] = tokens
+    return ends.sort().values
 
 
 def matrix(x: Tensor) -> Tensor:
@@ -87,7 +89,8 @@ def reference_codes(
 ) -> Tensor:
     """code * scale in fp32, rounded to `dtype`: the matrix whose row-wise operand, or column-wise twin, these are.
 
-    `codes`, as bytes, and `scale` are laid out as `format`, a canonical string, has them. `dequantize` is easier to call.
+    `codes`, as bytes, and `scale` are laid out as `format`, a canonical string, has them, a scale of one dimension being
+    one row. `dequantize` is easier to call.
     """
     fmt, shape = one_way(format, way), matrix_shape(codes, way)
     return fmt.dequantize(as_quantized(codes, scale, fmt, shape, getattr(torch, dtype), offsets))
@@ -103,7 +106,18 @@ def matrix_shape(codes: Tensor, way: str) -> tuple[int, int]:
 
 
 def as_quantized(codes: Tensor, scale: Tensor, fmt: Fp8, shape: tuple, dtype: torch.dtype, offsets) -> Quantized:
+    if len(scale_size(fmt, shape, offsets)) == 1:
+        scale = scale[0]
     return Quantized.from_tensors(fmt, dtype, shape, (codes.view(CODES[fmt.dtype].dtype), scale), offsets)
+
+
+def scale_size(fmt: Fp8, shape: tuple[int, int], offsets: Tensor | None) -> tuple[int, ...]:
+    groups = 0 if offsets is None else offsets.shape[0]
+    return fmt.scale_sizes(*shape, groups)[WAYS[fmt.ways][1]]
+
+
+def two_dimensional(scale: Tensor) -> Tensor:
+    return scale if scale.dim() == 2 else scale.reshape(1, scale.shape[0])
 
 
 def inputs_codes(draw: Draw) -> dict:
@@ -115,7 +129,7 @@ def inputs_codes(draw: Draw) -> dict:
     way = draw.option("way", "row", "col")
     codes, scale = (q.data, q.scale) if way == "row" else (q.data_t, q.scale_t)
     dtype = str(draw.dtype).removeprefix("torch.")
-    codes = codes.view(torch.uint8)
+    codes, scale = codes.view(torch.uint8), two_dimensional(scale)
     return {"codes": codes, "scale": scale, "format": format.key, "way": way, "dtype": dtype, "offsets": offsets}
 
 
@@ -132,15 +146,15 @@ def check_codes(codes, scale, format, way, dtype, *, offsets) -> None:
     fmt = Format.parse(format)
     if not isinstance(fmt, Fp8):
         raise ValueError(f"dequantize_codes: format must be an fp8 one, got {format}")
-    groups = 0 if offsets is None else offsets.shape[0]
-    size = fmt.scale_sizes(*matrix_shape(codes, way), groups)[WAYS[way][1]]
+    size = scale_size(one_way(format, way), matrix_shape(codes, way), offsets)
+    size = size if len(size) == 2 else (1, *size)
     if scale.shape != size:
         raise ValueError(f"dequantize_codes: scale must be of shape {list(size)}, got {list(scale.shape)}")
 
 
 dequantize_codes = Op(
     "dequantize_codes", reference_codes, inputs_codes, Triton(forward_codes),
-    where={"codes": "uint8[first second]", "scale": "float32[... inner]", "offsets": "int[experts]"},
+    where={"codes": "uint8[first second]", "scale": "float32[outer inner]", "offsets": "int[experts]"},
     check=check_codes, bars={"class": "G"},
 )  # fmt: skip
 
@@ -163,5 +177,6 @@ def dequantize(q: Quantized, dtype: torch.dtype | None = None) -> Tensor:
     carrier, tensors = unpack(q, dtype)
     codes = matrix(tensors[0]).view(torch.uint8)
     name = str(carrier.dtype).removeprefix("torch.")
-    y = dequantize_codes.function(codes, tensors[1], q.key, way, name, offsets=q.offsets).reshape(q.shape)
+    y = dequantize_codes.function(codes, two_dimensional(tensors[1]), q.key, way, name, offsets=q.offsets)
+    y = y.reshape(q.shape)
     return _Through.apply(carrier, y) if torch.is_grad_enabled() and carrier.requires_grad else y

@@ -1,0 +1,108 @@
+"""Deliberately broken kernels: an edit of a source file, and the property that must notice it.
+
+A net that lets one of these through is no net. An edit that no longer applies fails its test: bring it up to date with the file.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+from tests.wide import load
+from tilewright.core.op import OPS, Op
+
+ROOT = Path(__file__).resolve().parents[1]
+SUBJECT = "tests/subject.py"
+_count = itertools.count()
+
+
+class Mutant(NamedTuple):
+    """`old` in `file` becomes `new` everywhere; `prop` must fail for `op`, and what it says must match `says`."""
+
+    name: str
+    old: str
+    new: str
+    prop: str
+    says: str
+    file: str = SUBJECT
+    op: str = "toy_norm"
+
+
+def edited(text: str, mutant: Mutant, tag: str) -> str:
+    """The file's text with the edit, its ops under other names."""
+    assert mutant.old in text, f"{mutant.name}: {mutant.file} no longer contains {mutant.old!r}"
+    text = text.replace(mutant.old, mutant.new)
+    return re.sub(r'\bOp\(\s*"(\w+)"', rf'Op("{tag}_\1"', text)
+
+
+@contextmanager
+def declared(mutant: Mutant, folder: Path) -> Iterator[tuple[Op, Path]]:
+    """The broken op and the file that declares it, for as long as this lasts."""
+    tag = f"mutant{next(_count)}"
+    path = folder / f"{tag}.py"
+    path.write_text(edited((ROOT / mutant.file).read_text(), mutant, tag))
+    before = set(OPS)
+    module = load(str(path), tag)
+    try:
+        yield OPS[f"{tag}_{mutant.op}"], path
+    finally:
+        for name in set(OPS) - before:
+            del OPS[name]
+        del sys.modules[module.__name__]
+
+
+MUTANTS = [
+    Mutant("row mask dropped", "live = row < M", "live = row < M + ROWS", "accuracy", "outside every tensor"),
+    Mutant("row mask off by one", "live = row < M", "live = row <= M", "guarded_memory", "outside every tensor|written"),
+    Mutant("column mask dropped", "live & (col < N)", "live & (col < BLOCK)", "accuracy", "x|y|outside"),
+    Mutant("column mask off by one", "live & (col < N)", "live & (col <= N)", "accuracy", "x|y|outside"),
+    Mutant("tail not written", "y.to(Y.dtype.element_ty), inside)", "y.to(Y.dtype.element_ty), live & (col < N - 1))",
+           "guarded_memory", "filled with 0x"),
+    Mutant("weight read past its end", "stride_w, col < N, 0.0)", "stride_w)", "guarded_memory", "load outside every tensor"),
+    Mutant("partial sums written past their end", "tl.sum(dw, axis=0), n < N)", "tl.sum(dw, axis=0))",
+           "guarded_memory", "store outside every tensor|written"),
+    Mutant("masked load without other", "inside, 0.0).to(tl.float32)", "inside).to(tl.float32)", "accuracy", "not finite|NaN|nan"),
+    Mutant("padding in the variance", "centred = tl.where(inside, x - mean, 0.0)", "centred = x - mean", "accuracy", ": y"),
+    Mutant("32-bit row offset", "tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]",
+           "tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]", "wide_strides", "status"),
+    Mutant("32-bit column offset", "col.to(tl.int64) * stride_n", "col * stride_n", "wide_strides", "status"),
+    Mutant("bf16 accumulator", "dw += g * xhat", "dw = (dw + g * xhat).to(tl.bfloat16).to(tl.float32)", "accuracy", "d_weight"),
+    Mutant("statistics in bf16", "rstd = tl.rsqrt(tl.div_rn(tl.sum(centred * centred, axis=1)[:, None], N.to(tl.float32)) + eps)",
+           "rstd = tl.rsqrt(tl.div_rn(tl.sum(centred * centred, axis=1)[:, None], N.to(tl.float32)) + eps)"
+           ".to(tl.bfloat16).to(tl.float32)", "accuracy", ": y"),
+    Mutant("rounded twice", "y = centred * rstd", "y = (centred * rstd).to(Y.dtype.element_ty).to(tl.float32)",
+           "accuracy", "correctly rounded|RMS"),
+    Mutant("eps outside the root", "N.to(tl.float32)) + eps)", "N.to(tl.float32))) + eps", "accuracy", ": y"),
+    Mutant("offset dropped", ".to(tl.float32) + offset\n", ".to(tl.float32)\n", "accuracy", ": y"),
+    Mutant("offset dropped in the backward", ".to(tl.float32) + offset)\n", ".to(tl.float32))\n", "accuracy", "d_x"),
+    Mutant("row stride ignored", "X + row * stride_m", "X + row * N", "strides", "differ|outside"),
+    Mutant("column stride ignored", "col.to(tl.int64) * stride_n", "col", "strides", "differ|outside"),
+    Mutant("weight stride ignored", "W + col.to(tl.int64) * stride_w", "W + col", "strides", "weight"),
+    Mutant("gradient taken for contiguous", "weight_stride(saved.weight), *g.stride()", "weight_stride(saved.weight), N, 1",
+           "strides", "gradient"),
+    Mutant("out taken for contiguous", "weight_stride(weight), *y2.stride()", "weight_stride(weight), N, 1", "outs", "out"),
+    Mutant("gradient of another row", "load_rows(DY, row, col,", "load_rows(DY, M - 1 - row, col,", "accuracy", "d_|outside"),
+    Mutant("upstream gradient taken for 1", "g = load_rows(DY, row, col, inside, stride_ym, stride_yn)",
+           "g = tl.where(inside, 1.0, 0.0)", "gradients", "d_"),
+    Mutant("upstream gradient overwritten", "        dw += g * xhat\n", "        dw += g * xhat\n"
+           "        tl.store(DY + row * stride_ym + col.to(tl.int64) * stride_yn, (g * 0).to(DY.dtype.element_ty), inside)\n",
+           "guarded_memory", "upstream gradient"),
+    Mutant("NaN leaks to other rows", "centred = tl.where(inside, x - mean, 0.0)",
+           "centred = tl.where(inside, x - mean + 0.0 * tl.sum(tl.sum(x, axis=1), axis=0), 0.0)", "isolation", "other rows"),
+    Mutant("sum left to chance", "DW + tl.program_id(0).to(tl.int64) * N + n", "DW + n", "repeatable", "d_weight"),
+    Mutant("depends on what memory held", "toy_norm_sum(part, dweight, programs, N",
+           "toy_norm_sum(torch.empty(programs + 1, N), dweight, programs + 1, N", "guarded_memory", "d_weight"),
+    Mutant("gradient only when x wants one", 'wanted = "weight" in saved.needs', 'wanted = {"weight", "x"} <= saved.needs',
+           "gradients", "only weight"),
+    Mutant("strides other than the fake's", "torch.empty_like(x, memory_format=torch.contiguous_format)\n    mean",
+           "torch.empty(N, M, dtype=x.dtype).t()\n    mean", "fakes", "fake y"),
+    Mutant("number left out of the call", "offset,\n        BLOCK=power_of_two(N), CENTRED=kind", "0.0,\n        BLOCK=power_of_two(N), CENTRED=kind",
+           "accuracy", ": y"),
+    Mutant("fallback for many rows wrong", "tl.cdiv(M, ROWS), PROGRAMS)", "tl.minimum(tl.cdiv(M, ROWS), 2 * PROGRAMS), PROGRAMS)",
+           "sizes", "d_"),
+]  # fmt: skip
