@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests import malformed
 from tests.oracle import Outcome, as_tuple, differentiate, leaves, lift, outcome, pieces, same_bits, same_outcome, upstream
-from tests.properties import SMALL, Net, draw, formats, tensors
+from tests.properties import SMALL, Net, choices, draw, formats, tensors
 from tilewright.core.op import Op
 
 FEWEST = 20  # malformed calls per op
@@ -53,8 +53,8 @@ def named(op: Op, results: Any) -> dict[str, Tensor]:
 def fakes(op: Op, net: Net) -> None:
     """Fake tensors give the shapes, strides, dtypes and devices of what really comes, gradients included."""
     for seed in range(4):
-        choices = [None, *formats(op, net.device)]
-        fmt = choices[seed % len(choices)]
+        some = choices(op, net.device)
+        fmt = some[seed % len(some)]
         case = draw(op, net, 90 + seed, torch.bfloat16, SMALL if seed % 2 else None, {"out_format": fmt}, full=seed > 1)
         values = {**case.values, "out_format": fmt} if fmt else dict(case.values)
         with net.kernels():
@@ -78,7 +78,7 @@ def registered(op: Op, net: Net) -> None:
     inputs = leaves(op, case.values)
     flat = list({**numbers, **inputs}.values())
     with net.kernels():
-        if not _needs_format(op):
+        if None in choices(op, net.device):
             torch.library.opcheck(op.overloads["default"], flat)
         for fmt in formats(op, net.device)[:1]:
             # torch's AOT check sums every result, which CPU float8 cannot; `compiled` goes that way instead
@@ -91,15 +91,9 @@ def registered(op: Op, net: Net) -> None:
             torch.library.opcheck(op.overloads["out"], plain, {"out": out})
 
 
-def _needs_format(op: Op) -> bool:
-    return any(p.name == "out_format" and not p.optional for p in op.signature.parameters)
-
-
 def compiled(op: Op, net: Net) -> None:
     """torch.compile(fullgraph=True) gives the bits of eager, for one shape and for many with one compilation."""
-    for fmt in (None, *formats(op, net.device)[:1]):
-        if fmt is None and _needs_format(op):
-            continue
+    for fmt in choices(op, net.device)[:2]:
         for dynamic in (False, True):
             _compiled(op, net, fmt, dynamic)
 
@@ -139,8 +133,8 @@ def reference_gradients(op: Op, net: Net) -> None:
         case = draw(op, Net(), 120 + seed, torch.float64, dims, {"offsets": False}, full=seed == 0)
         values = {n: lift(v, torch.float64) for n, v in case.values.items()}
         inputs = leaves(op, values)
-        if not inputs or _needs_format(op):
-            return
+        if not inputs or None not in choices(op, net.device):
+            return  # there is nothing to differentiate, or it is a rounding
 
         def call(*given: Tensor, values: Any = values, inputs: Any = inputs) -> tuple:
             results = as_tuple(op.reference(**{**values, **dict(zip(inputs, given))}))

@@ -76,11 +76,11 @@ MUTANTS = [
            "rstd = tl.rsqrt(tl.div_rn(tl.sum(centred * centred, axis=1)[:, None], N.to(tl.float32)) + eps)"
            ".to(tl.bfloat16).to(tl.float32)", "accuracy", ": y"),
     Mutant("rounded twice", "y = centred * rstd", "y = (centred * rstd).to(Y.dtype.element_ty).to(tl.float32)",
-           "accuracy", "correctly rounded|RMS"),
+           "accuracy", "correctly rounded|RMS|too far"),
     Mutant("eps outside the root", "N.to(tl.float32)) + eps)", "N.to(tl.float32))) + eps", "accuracy", ": y"),
     Mutant("offset dropped", ".to(tl.float32) + offset\n", ".to(tl.float32)\n", "accuracy", ": y"),
     Mutant("offset dropped in the backward", ".to(tl.float32) + offset)\n", ".to(tl.float32))\n", "accuracy", "d_x"),
-    Mutant("row stride ignored", "X + row * stride_m", "X + row * N", "strides", "differ|outside"),
+    Mutant("row stride ignored", "*flat.stride(), weight_stride", "N, flat.stride(1), weight_stride", "strides", "x .*differ|outside"),
     Mutant("column stride ignored", "col.to(tl.int64) * stride_n", "col", "strides", "differ|outside"),
     Mutant("weight stride ignored", "W + col.to(tl.int64) * stride_w", "W + col", "strides", "weight"),
     Mutant("gradient taken for contiguous", "weight_stride(saved.weight), *g.stride()", "weight_stride(saved.weight), N, 1",

@@ -1,13 +1,12 @@
 """The table of what each compiled variant costs, kept as sorted JSON lines and held by a test.
 
 A variant may not gain a spill, a serialised matrix instruction, or more than `SLACK` registers; it may improve freely.
-With TILEWRIGHT_RECORD=1 in the environment the table is rewritten from what was compiled instead of compared with it.
+`python -m tests.compile.test_kernels --write` replaces it.
 """
 
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,11 +15,6 @@ from tilewright.core.aot import Compiled
 
 SLACK = 8
 Row = dict[str, Any]
-
-
-def recording() -> bool:
-    """Whether this run writes the table instead of holding it."""
-    return os.environ.get("TILEWRIGHT_RECORD") == "1"
 
 
 def row(compiled: Compiled) -> Row:
@@ -48,7 +42,7 @@ def save(path: Path, rows: Mapping[str, Row]) -> None:
 def problems(name: str, compiled: Compiled, table: Mapping[str, Row]) -> list[str]:
     """Why `compiled` is worse than its recorded row; empty if it is not."""
     if name not in table:
-        return [f"{name}: no recorded row (TILEWRIGHT_RECORD=1 writes one)"]
+        return [f"{name}: no recorded row (python -m tests.compile.test_kernels --write)"]
     was, out = table[name], []
     if compiled.spills > was["spills"]:
         out.append(f"{name}: spills {compiled.spills} bytes, recorded {was['spills']}")

@@ -39,6 +39,7 @@ HOT = (
 FEW = {**HOT[0], "tokens": 16}
 ODD = {**COMMON, "tokens": 101, "hidden": 130, "vocab": 50257, "batch": 3, "length": 67}
 WIDE = {**COMMON, "tokens": 130, "hidden": 20000, "vocab": 2**20}
+LONG = {**COMMON, "tokens": 1000, "hidden": 16384, "vocab": 16384}
 LOW = torch.bfloat16
 
 
@@ -110,6 +111,7 @@ def calls(op: Op) -> Iterator[Call]:
             yield Call({**drawn(op, dims, full=True), "out_format": fmt}, FORWARD)
     for dtype in (torch.float16, torch.float32):
         yield Call(drawn(op, HOT[0], dtype=dtype, full=True))
+    yield Call(drawn(op, LONG, dtype=torch.float32, full=True))
     yield from options_one_by_one(op)
     for fmt in formats(op, "meta"):
         yield Call({**drawn(op, HOT[0], full=True), "out_format": fmt}, FORWARD)
@@ -229,10 +231,25 @@ def variants(op: Op, arch: str = "sm_90") -> tuple[Variant, ...]:
     return tuple(by_name[name] for name in sorted(by_name))
 
 
-def first_of_each(op: Op, arch: str) -> tuple[Variant, ...]:
-    """One variant of each kernel that an op's calls need on a chip: that of the first call."""
-    found: dict[str, Variant] = {}
-    for call in calls(op):
-        for wanted in launches(op, call, arch):
-            found.setdefault(wanted.kernel.name, variant(wanted, arch))
-    return tuple(found.values())
+def is_gluon(kernel: Kernel) -> bool:
+    """Gluon kernels are written for one chip and one Triton; they have a Triton sibling for all others."""
+    return kernel.jit.is_gluon()
+
+
+@cache
+def chip_variants(arch: str) -> dict[str, tuple[Variant, ...]]:
+    """By op, a few variants of each kernel for a chip: plain, quantised, and for the longest rows that one program holds in
+    the widest type, where shared memory runs out first. A kernel of several ops is the first one's."""
+    found: dict[str, tuple[Variant, ...]] = {}
+    seen: set[Any] = set()
+    for op in tw.catalogue().values():
+        mine: dict[str, Variant] = {}
+        for call in (*calls(op), longest := Call(drawn(op, LONG, dtype=torch.float32, full=True))):
+            for wanted in launches(op, call, arch):
+                one = variant(wanted, arch)
+                kind = wanted.kernel.name, one.constants.get("FORMAT") is not None, call is longest
+                if kind not in seen:
+                    seen.add(kind)
+                    mine[one.name] = one
+        found[op.name] = tuple(mine.values())
+    return found

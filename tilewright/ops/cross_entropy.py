@@ -96,7 +96,7 @@ def losses(
     if label_smoothing > 0:
         rows = (1 - label_smoothing) * rows + label_smoothing / max(vocab, 1) * (w * below).sum(-1)
     lse, stats = log_sum_exp(z)
-    rows = (rows + z_loss * lse.square()).masked_fill(~counts, 0.0).masked_fill(~counts & ~ignored, math.nan)
+    rows = (rows + z_loss * lse * lse).masked_fill(~counts, 0.0).masked_fill(~counts & ~ignored, math.nan)
     stats = stats.masked_fill(~counts, 0.0)
     if reduction == "mean":
         denominator = torch.where(counts, own, 0.0).sum()

@@ -29,21 +29,32 @@ BOX = [64, 128]
 PER_SM = 2
 # As Triton 3.6 calls them, and as later ones do.
 barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
+fetch = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 RENAMED = gl.constexpr(not hasattr(gl.shared_memory_descriptor, "_reinterpret"))
 TILE = gl.constexpr(gl.BlockedLayout([4, 8], [4, 8], [4, 1], [1, 0]))
+PAIR = gl.constexpr(gl.BlockedLayout([2, 4, 8], [1, 4, 8], [1, 4, 1], [2, 1, 0]))  # gate's and up's TILE
 COLUMN = gl.constexpr(gl.BlockedLayout([4, 1], [1, 32], [1, 4], [0, 1]))  # a thread has one column of all four warps
 WORDS = gl.constexpr(gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0]))  # a thread has four words of one column
 UNPACK = gl.constexpr("{ shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000; }")
+MASK_UNPACK = gl.constexpr(
+    "{ .reg .b32 t; and.b32 t, $2, $3; shl.b32 $0, t, 16; and.b32 $1, t, 0xffff0000; }"
+)
 FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 
 
 @gluon.jit
-def widen(x):
-    """x in fp32. Of two bf16 in a word the upper is the word without its lower half: one instruction, not two."""
-    if x.dtype == gl.bfloat16:
-        return gl.inline_asm_elementwise(UNPACK, "=f,=f,r", [x], dtype=gl.float32, is_pure=True, pack=2)
+def widen(x, rows_left, AT: gl.constexpr, GROUPED: gl.constexpr):
+    """64 rows of bf16 in fp32, zero where they are another group's.
+
+    Of two in a word the upper is the word without its lower half: one instruction, where a conversion takes two.
+    """
+    if GROUPED:
+        r = AT + gl.arange(0, 64, gl.SliceLayout(1, TILE))
+        keep, _ = gl.broadcast(gl.expand_dims(gl.where(r < rows_left, -1, 0).to(gl.int16), 1), x)
+        y = gl.inline_asm_elementwise(MASK_UNPACK, "=f,=f,r,r", [x, keep], dtype=gl.float32, is_pure=True, pack=2)
     else:
-        return x.to(gl.float32)
+        y = gl.inline_asm_elementwise(UNPACK, "=f,=f,r", [x], dtype=gl.float32, is_pure=True, pack=2)
+    return y
 
 
 @gluon.jit
@@ -61,9 +72,10 @@ def locate(t, BLOCKS, across, M):
 
 
 @gluon.jit
-def fetch_gate_up(X, half, ready, row0, col0, N, more):
-    tma.async_copy_global_to_shared(X, [row0, col0], ready, half.index(0), pred=more)
-    tma.async_copy_global_to_shared(X, [row0, N + col0], ready, half.index(1), pred=more)
+def load_pair(half):
+    """Gate and up of 64 rows."""
+    a, b = gl.split(half.load(PAIR).permute((1, 2, 0)))
+    return gl.convert_layout(a, TILE, assert_trivial=True), gl.convert_layout(b, TILE, assert_trivial=True)
 
 
 @gluon.jit
@@ -75,15 +87,6 @@ def row_scale(SCALE, row0, rows_left, AT: gl.constexpr, MASK: gl.constexpr):
     else:
         scale = gl.load(SCALE + row0 + r)
     return gl.expand_dims(scale, 1)
-
-
-@gluon.jit
-def inside_only(y, rows_left, AT: gl.constexpr, MASK: gl.constexpr):
-    """y, zero in rows that are another group's."""
-    if MASK:
-        r = AT + gl.arange(0, 64, gl.SliceLayout(1, TILE))
-        y = gl.where(gl.expand_dims(r < rows_left, 1), y, 0.0)
-    return y
 
 
 @gluon.jit
@@ -191,10 +194,11 @@ def gated_half(
     if SCALE is not None:
         scale = row_scale(SCALE, row0, rows_left, AT, MASK)
     mbarrier.wait(ready.index(0), phase)
-    y = gated(widen(half.index(0).load(TILE)), widen(half.index(1).load(TILE)), limit, alpha, ACT)
+    a, b = load_pair(half)
+    y = gated(widen(a, rows_left, AT, GROUPED), widen(b, rows_left, AT, GROUPED), limit, alpha, ACT)
     if SCALE is not None:
         y = y * scale
-    return inside_only(y, rows_left, AT, GROUPED)
+    return y
 
 
 @kernel(
@@ -219,27 +223,27 @@ def glu_forward_pair(
     block, row0, rows_left, col0 = locate(first, BLOCKS, across, M)
     more = rows_left > 0
     mbarrier.expect(ready0.index(0), BYTES, pred=more)
-    fetch_gate_up(X, half0, ready0.index(0), row0, col0, N, more)
+    fetch(X, [0, row0, col0], ready0.index(0), half0, pred=more)
     mbarrier.expect(ready1.index(0), BYTES, pred=more)
-    fetch_gate_up(X, half1, ready1.index(0), row0 + 64, col0, N, more)
+    fetch(X, [0, row0 + 64, col0], ready1.index(0), half1, pred=more)
     phase = 0
-    for t in range(first, tiles, PROGRAMS):
-        block, row0, rows_left, col0 = locate(t, BLOCKS, across, M)
+    for t in range(first + PROGRAMS, tiles + PROGRAMS, PROGRAMS):
         if rows_left > 0:
-            _, next_row, next_left, next_col = locate(gl.minimum(t + PROGRAMS, tiles - 1), BLOCKS, across, M)
-            more = (t + PROGRAMS < tiles) & (next_left > 0)
+            next_block, next_row, next_left, next_col = locate(gl.minimum(t, tiles - 1), BLOCKS, across, M)
+            more = (t < tiles) & (next_left > 0)
             y0 = gated_half(half0, ready0, phase, SCALE, row0, rows_left, limit, alpha, 0, ACT, MASK, GROUPED)
-            barrier()
             mbarrier.expect(ready0.index(0), BYTES, pred=more)
-            fetch_gate_up(X, half0, ready0.index(0), next_row, next_col, N, more)
-            y1 = gated_half(half1, ready1, phase, SCALE, row0, rows_left, limit, alpha, 64, ACT, MASK, GROUPED)
             barrier()
+            fetch(X, [0, next_row, next_col], ready0.index(0), half0, pred=more)
+            y1 = gated_half(half1, ready1, phase, SCALE, row0, rows_left, limit, alpha, 64, ACT, MASK, GROUPED)
             mbarrier.expect(ready1.index(0), BYTES, pred=more)
-            fetch_gate_up(X, half1, ready1.index(0), next_row + 64, next_col, N, more)
+            barrier()
+            fetch(X, [0, next_row + 64, next_col], ready1.index(0), half1, pred=more)
             phase ^= 1
             store_tile(
                 y0, y1, Q, S, QT, ST, block, row0, rows_left, col0, M, N, stride_s, stride_st, FORMAT, MASK, GROUPED
             )
+            block, row0, rows_left, col0 = next_block, next_row, next_left, next_col
 
 
 @gluon.jit
@@ -252,15 +256,16 @@ def gradient_half(
     if SCALE is not None:
         scale = row_scale(SCALE, row0, rows_left, AT, MASK)
     mbarrier.wait(ready, phase)
-    a = half.index(0).load(TILE)
-    b = half.index(1).load(TILE)
+    a, b = load_pair(half)
     g = dy.load(TILE)
-    # All threads have read: dy may come, and dup overwrite what other threads read
-    barrier()
     mbarrier.expect(ready, BYTES, pred=more)
-    tma.async_copy_global_to_shared(DY, [next_row + AT, next_col], ready, dy, pred=more)
-    da, db, terms = gated_gradient(widen(a), widen(b), widen(g), scale, limit, alpha, ACT)
-    parked(half).store(to_parked(inside_only(db, rows_left, AT, GROUPED)))
+    barrier()  # all threads have read: dy may come, and dup overwrite what other threads read
+    fetch(DY, [next_row + AT, next_col], ready, dy, pred=more)
+    a = widen(a, rows_left, AT, GROUPED)
+    b = widen(b, rows_left, AT, GROUPED)
+    g = widen(g, rows_left, AT, GROUPED)
+    da, db, terms = gated_gradient(a, b, g, scale, limit, alpha, ACT)
+    parked(half).store(to_parked(db))
     if DSCALE is not None:
         r = AT + gl.arange(0, 64, gl.SliceLayout(1, TILE))
         at = DSCALE + (col0 // 128).to(gl.int64) * M + row0 + r
@@ -268,7 +273,7 @@ def gradient_half(
             gl.store(at, gl.sum(terms, 1), r < rows_left)
         else:
             gl.store(at, gl.sum(terms, 1))
-    return inside_only(da, rows_left, AT, GROUPED)
+    return da
 
 
 @kernel(
@@ -283,8 +288,8 @@ def glu_backward_pair(
     GROUPED: gl.constexpr = BLOCKS is not None
     half0 = gl.allocate_shared_memory(X.dtype, [2, 64, 128], X.layout)
     half1 = gl.allocate_shared_memory(X.dtype, [2, 64, 128], X.layout)
-    dy0 = gl.allocate_shared_memory(X.dtype, [64, 128], X.layout)
-    dy1 = gl.allocate_shared_memory(X.dtype, [64, 128], X.layout)
+    dy0 = gl.allocate_shared_memory(DY.dtype, [64, 128], DY.layout)
+    dy1 = gl.allocate_shared_memory(DY.dtype, [64, 128], DY.layout)
     bar0 = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
     bar1 = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
     ready0 = bar0.index(0)
@@ -297,17 +302,16 @@ def glu_backward_pair(
     block, row0, rows_left, col0 = locate(first, BLOCKS, across, M)
     more = rows_left > 0
     mbarrier.expect(ready0, BYTES, pred=more)
-    tma.async_copy_global_to_shared(DY, [row0, col0], ready0, dy0, pred=more)
-    fetch_gate_up(X, half0, ready0, row0, col0, N, more)
+    fetch(DY, [row0, col0], ready0, dy0, pred=more)
+    fetch(X, [0, row0, col0], ready0, half0, pred=more)
     mbarrier.expect(ready1, BYTES, pred=more)
-    tma.async_copy_global_to_shared(DY, [row0 + 64, col0], ready1, dy1, pred=more)
-    fetch_gate_up(X, half1, ready1, row0 + 64, col0, N, more)
+    fetch(DY, [row0 + 64, col0], ready1, dy1, pred=more)
+    fetch(X, [0, row0 + 64, col0], ready1, half1, pred=more)
     phase = 0
-    for t in range(first, tiles, PROGRAMS):
-        block, row0, rows_left, col0 = locate(t, BLOCKS, across, M)
+    for t in range(first + PROGRAMS, tiles + PROGRAMS, PROGRAMS):
         if rows_left > 0:
-            _, next_row, next_left, next_col = locate(gl.minimum(t + PROGRAMS, tiles - 1), BLOCKS, across, M)
-            more = (t + PROGRAMS < tiles) & (next_left > 0)
+            next_block, next_row, next_left, next_col = locate(gl.minimum(t, tiles - 1), BLOCKS, across, M)
+            more = (t < tiles) & (next_left > 0)
             y0 = gradient_half(
                 half0, dy0, ready0, phase, DY, SCALE, DSCALE, row0, rows_left, col0, next_row, next_col, more, M, limit,
                 alpha, 0, ACT, MASK, GROUPED, BYTES,
@@ -324,9 +328,10 @@ def glu_backward_pair(
             y1 = unpark(half1)
             fence_async_shared()  # ordinary writes to this memory come before the copies into it
             barrier()
-            fetch_gate_up(X, half0, ready0, next_row, next_col, N, more)
-            fetch_gate_up(X, half1, ready1, next_row + 64, next_col, N, more)
+            fetch(X, [0, next_row, next_col], ready0, half0, pred=more)
+            fetch(X, [0, next_row + 64, next_col], ready1, half1, pred=more)
             store_tile(
                 y0, y1, Q, S, QT, ST, block, row0, rows_left, N + col0, M, 2 * N, stride_s, stride_st, FORMAT, MASK,
                 GROUPED,
             )  # fmt: skip
+            block, row0, rows_left, col0 = next_block, next_row, next_left, next_col

