@@ -12,6 +12,7 @@ in fp32 on slightly moved inputs: four times that much is allowed on top.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -308,11 +309,11 @@ def specified(values: Mapping[str, Any], name: str, t: Tensor) -> Tensor:
         blocks = sum(-(-(end - start) // 128) for start, end in zip(ends, ends[1:]))
         axis = {"1x128": 0, "128x128": int(part == "scale_t")}.get(granularity)
         return t if axis is None else t.narrow(axis, 0, blocks)
-    rows = next(v.shape[0] for v in values.values() if isinstance(v, Tensor) and v.dim() > 1)
+    sizes = {size for v in values.values() if isinstance(v, Tensor) and v.dim() > 1 for size in v.shape}
     axis = t.dim() - 1 if part in ("data_t", "scale") else 0
-    if t.dim() == 0 or t.shape[axis] != rows:
+    if t.dim() == 0 or t.shape[axis] not in sizes:
         return t
-    return t.narrow(axis, 0, min(rows, ends[-1]))
+    return t.narrow(axis, 0, min(t.shape[axis], ends[-1]))
 
 
 def check(op: Op, label: str, values: Mapping[str, Any], actual: Outcome) -> None:
@@ -348,7 +349,7 @@ def near_codes(
         found, *wanted = (specified(values, f"{name}.{part}", t) for t in (found, *wanted))
         if part.startswith("data"):
             clear = exact | (512 * step.abs() <= there.abs())
-            clear = clear.reshape(-1, there.shape[-1]).t() if part == "data_t" else clear
+            clear = clear.reshape(math.prod(there.shape[:-1]), there.shape[-1]).t() if part == "data_t" else clear
             _near_code(f"{label}.{part}", found, wanted, specified(values, f"{name}.{part}", clear), exact)
         else:
             _near_scale(f"{label}.{part}", found, wanted, exact)

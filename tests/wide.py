@@ -67,15 +67,16 @@ def main(name: str, device: str, source: str = "") -> None:
         for argument, t in tensors(op, case.values).items():
             for axis in range(t.dim()):
                 if t.shape[axis] >= 3:
-                    wide = spread(t, axis, device)
-                    same_outcome(f"{case.label}: {argument} wide along {axis}", outcome(op, {**case.values, argument: wide}), expected)
+                    wide = {**case.values, argument: spread(t, axis, device)}
+                    same_outcome(f"{case.label}: {argument} wide along {axis}", outcome(op, wide), expected, wide)
                     del wide
         for i, g in enumerate(expected.grads):
             for axis in range(g.dim()):
                 if g.shape[axis] >= 3:
                     grads = [spread(g, axis, device) if k == i else kept for k, kept in enumerate(expected.grads)]
                     actual = outcome(op, case.values, grads=grads)
-                    same_outcome(f"{case.label}: upstream gradient {i} wide along {axis}", actual, expected)
+                    label = f"{case.label}: upstream gradient {i} wide along {axis}"
+                    same_outcome(label, actual, expected, case.values)
                     del grads
         if "out" in op.signature.names:
             with torch.no_grad():

@@ -27,12 +27,15 @@ from tests.compile.variants import (
     FORWARD,
     HOT,
     ODD,
+    WIDE,
     Call,
     calls,
     chip_variants,
     drawn,
+    hot_calls,
     is_gluon,
     launches,
+    needed,
     variant,
     variants,
 )
@@ -57,7 +60,7 @@ LADDERS = {
     "cross_entropy_merge.SPLITS": 6,
     "sum_columns.ROWS": 10,  # powers of two
 }
-SHAPES, MOST = 60, 32  # random shapes, and variants of one kernel for one kind of call that they may need
+SHAPES, MOST = 60, 24  # random shapes, and variants of one kernel for one kind of call that they may need
 
 
 # ---------------------------------------------------------------- what is compiled
@@ -74,6 +77,13 @@ def test_hopper_variants_keep_to_the_table(op, shard):
         except CompileError as error:
             wrong.append(f"{one.name}: {error}")
     assert not wrong, f"{op.name}: {len(wrong)} variants\n" + "\n".join(wrong)
+
+
+@OLDEST
+@every_op
+def test_hot_variants_do_not_spill(op):
+    spilled = {one.name: one.compile().spills for one in needed(op, hot_calls(op))}
+    assert not any(spilled.values()), "\n".join(f"{name}: {bytes} bytes" for name, bytes in spilled.items() if bytes)
 
 
 @OLDEST
@@ -139,7 +149,7 @@ def keyed(op: Op, dims: dict[str, int], full: bool, fmt: Any) -> list[tuple[Kern
 @every_op
 def test_token_counts_share_variants(op):
     wrong = set()
-    for dims in (HOT[0], ODD):
+    for dims in (HOT[0], ODD, WIDE):
         for kind in kinds_of_call(op):
             many = keyed(op, {**dims, "tokens": 127}, **kind)
             for tokens in (1, 2, 16):

@@ -8,7 +8,7 @@ arguments of each launch, so that a variant here is the one that the call would 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from types import SimpleNamespace
@@ -98,12 +98,17 @@ def drawn(op: Op, dims: Mapping[str, int], **settings: Any) -> dict[str, Any]:
     return op.inputs(Blank(op, dims, **settings))
 
 
-def calls(op: Op) -> Iterator[Call]:
-    """Hot calls fully, everything else once."""
+def hot_calls(op: Op) -> Iterator[Call]:
+    """What the library is made for: none of these may spill."""
     for dims in HOT:
         yield Call(drawn(op, dims))
         yield Call(drawn(op, dims, full=True))
         yield from in_hot_formats(op, dims)
+
+
+def calls(op: Op) -> Iterator[Call]:
+    """Hot calls fully, everything else once."""
+    yield from hot_calls(op)
     yield Call(drawn(op, FEW))
     for dims in (ODD, WIDE):
         yield Call(drawn(op, dims, full=True))
@@ -111,16 +116,21 @@ def calls(op: Op) -> Iterator[Call]:
             yield Call({**drawn(op, dims, full=True), "out_format": fmt}, FORWARD)
     for dtype in (torch.float16, torch.float32):
         yield Call(drawn(op, HOT[0], dtype=dtype, full=True))
-    yield Call(drawn(op, LONG, dtype=torch.float32, full=True))
+    yield longest_rows(op)
     yield from options_one_by_one(op)
-    for fmt in formats(op, "meta"):
-        yield Call({**drawn(op, HOT[0], full=True), "out_format": fmt}, FORWARD)
+    for i, fmt in enumerate(formats(op, "meta")):
+        yield Call({**drawn(op, HOT[0], full=bool(i % 2)), "out_format": fmt}, FORWARD)
     for layout in (layouts.transposed, layouts.one_further):
         values = drawn(op, HOT[0], full=True)
         moved = {n: layout(t) for n, t in row_arguments(op, op.signature.bind((), values)).items()}
         yield Call({**values, **{n: t for n, t in moved.items() if t is not None}})
     for name in op.differentiable:
         yield Call(drawn(op, HOT[0], full=True), frozenset((name,)))
+
+
+def longest_rows(op: Op) -> Call:
+    """The longest rows that one program holds, in the widest type: where shared memory runs out first."""
+    return Call(drawn(op, LONG, dtype=torch.float32, full=True))
 
 
 def in_hot_formats(op: Op, dims: Mapping[str, int]) -> Iterator[Call]:
@@ -223,12 +233,17 @@ def variant(wanted: Wanted, arch: str = "sm_90") -> Variant:
     return Variant(kernel, arch, types, divisible, constants, wanted.options)
 
 
-@cache
-def variants(op: Op, arch: str = "sm_90") -> tuple[Variant, ...]:
-    """All variants that an op's calls need on a chip, by name."""
-    found = [variant(wanted, arch) for call in calls(op) for wanted in launches(op, call, arch)]
-    by_name = {v.name: v for v in found}
+def needed(op: Op, which: Iterable[Call], arch: str = "sm_90") -> tuple[Variant, ...]:
+    """All variants that calls of an op need on a chip, by name."""
+    found = [variant(wanted, arch) for call in which for wanted in launches(op, call, arch)]
+    by_name = {one.name: one for one in found}
     return tuple(by_name[name] for name in sorted(by_name))
+
+
+@cache
+def variants(op: Op) -> tuple[Variant, ...]:
+    """All variants of an op's calls on sm_90."""
+    return needed(op, calls(op))
 
 
 def is_gluon(kernel: Kernel) -> bool:
@@ -238,13 +253,13 @@ def is_gluon(kernel: Kernel) -> bool:
 
 @cache
 def chip_variants(arch: str) -> dict[str, tuple[Variant, ...]]:
-    """By op, a few variants of each kernel for a chip: plain, quantised, and for the longest rows that one program holds in
-    the widest type, where shared memory runs out first. A kernel of several ops is the first one's."""
+    """By op, one variant of each kernel for a chip, and one more where it quantises and one for the longest rows. A kernel of
+    several ops is the first one's."""
     found: dict[str, tuple[Variant, ...]] = {}
     seen: set[Any] = set()
     for op in tw.catalogue().values():
         mine: dict[str, Variant] = {}
-        for call in (*calls(op), longest := Call(drawn(op, LONG, dtype=torch.float32, full=True))):
+        for call in (*calls(op), longest := longest_rows(op)):
             for wanted in launches(op, call, arch):
                 one = variant(wanted, arch)
                 kind = wanted.kernel.name, one.constants.get("FORMAT") is not None, call is longest

@@ -113,7 +113,9 @@ def test_infinities_as_in_torch(row, smoothing):
         torchs[1][2] = 0.0  # torch lets a NaN of an ignored row through
         for a, b in zip(ours, torchs):
             torch.testing.assert_close(a, b, equal_nan=True)
-        torch.testing.assert_close(tw.cross_entropy_lse(logits, labels)[1], torch.logsumexp(logits, -1), equal_nan=True)
+        loss, lse = tw.cross_entropy_lse(logits, labels, reduction="none", label_smoothing=smoothing, z_loss=0.1)
+        torch.testing.assert_close(lse, torch.logsumexp(logits, -1), equal_nan=True)
+        assert torch.equal(loss.isnan(), torchs[0].isnan())
 
 
 def test_upstream_gradients_of_every_layout():

@@ -93,6 +93,10 @@ def _parse(text: str) -> Format:
     return Format.known[name].from_fields(fields)
 
 
+REFUSAL = "is not defined on a Quantized tensor: call .dequantize() first"
+# Operators whose TypeError torch turns into NotImplemented, and Python into a message without the remedy, or into False.
+OPERATORS = ("sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul")
+COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
 FIELDS = ("data", "scale", "data_t", "scale_t", "offsets")
 
 
@@ -176,7 +180,7 @@ class Quantized(Tensor):
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         handler = _HANDLERS.get(func)
         if handler is None:
-            raise TypeError(f"{func} is not defined on a Quantized tensor: call .dequantize() first")
+            raise TypeError(f"{func} {REFUSAL}")
         return handler(func, args, kwargs or {})
 
 
@@ -184,8 +188,17 @@ def _field(name: str) -> property:
     return property(lambda self: self._inner.get(name), lambda self, tensor: self._inner.__setitem__(name, tensor))
 
 
+def _refused(name: str) -> Any:
+    def operator(self: Quantized, other: Any) -> Any:
+        raise TypeError(f"{name} {REFUSAL}")
+
+    return operator
+
+
 for _name in FIELDS:
     setattr(Quantized, _name, _field(_name))
+for _name in (*OPERATORS, *(f"r{o}" for o in OPERATORS), *COMPARISONS):
+    setattr(Quantized, f"__{_name}__", _refused(_name))
 
 
 def _wrap(format: Format, dtype: torch.dtype, shape, stride, inner: dict[str, Tensor]) -> Quantized:

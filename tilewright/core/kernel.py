@@ -129,8 +129,6 @@ class Kernel:
         if INTERPRETING:
             launch = plan.HostLaunch(self.jit, grid, ordered)
         else:
-            if not tensor.is_cuda:
-                raise RuntimeError(f"{self.name}: CPU tensors run kernels only in a process with TRITON_INTERPRET=1")
             with torch.cuda.device(tensor.get_device()):
                 launch = self._launcher(self.variant(ordered, options, grid, tensor.get_device()), grid, ordered)
         if recorder is not None:

@@ -401,6 +401,8 @@ def _public(op: Op) -> Callable[..., Any]:
         return keyed(args, kwargs)
 
     def keyed(args: tuple, kwargs: dict[str, Any]) -> Any:
+        if _modes() or _transforms():
+            return op.dispatch(args, kwargs)
         key: list[Any] = [_forced.get(), *kwargs]
         slots: list[Tensor] = []
         addresses: list[int] = []
@@ -430,8 +432,6 @@ def _public(op: Op) -> Callable[..., Any]:
             )
             slots.append(value)
             addresses.append(address)
-        if _modes() or _transforms():
-            return op.dispatch(args, kwargs)
         key = tuple(key)
         found = plans.get(key)
         if found is None:

@@ -224,6 +224,8 @@ def _register_backward(op: Op) -> None:
         scalars = dict(zip(types, rest))
         if "out_format" in op.signature.names:
             scalars["out_format"] = None if rest[-2] is None else Format.parse(rest[-2])
+        if "inplace_backward" in scalars:
+            scalars["inplace_backward"] = False  # a registered op writes only what its schema says
         needs = frozenset(n for n, flag in zip(op.differentiable, rest[-1]) if flag)
         return saved, grads, scalars, needs
 

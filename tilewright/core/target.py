@@ -32,7 +32,11 @@ class Target:
         pretended = _pretended.get()
         if pretended is not None:
             return pretended
-        return INTERPRETER if INTERPRETING else Target.of(device.index)
+        if INTERPRETING:
+            return INTERPRETER
+        if device.type != "cuda":
+            raise RuntimeError(f"kernels do not run on {device.type} tensors, but in a process with TRITON_INTERPRET=1")
+        return Target.of(device.index)
 
     @staticmethod
     @functools.cache

@@ -310,7 +310,7 @@ def round4(n: int) -> int:
 
 
 def _t(x: Tensor) -> Tensor:
-    return x.t().contiguous()
+    return x.t().clone(memory_format=torch.contiguous_format)  # contiguous() would keep odd strides where a size is 1
 
 
 def padded(scale: Tensor) -> Tensor:

@@ -23,7 +23,9 @@ from ..core.signature import above
 from ..core.target import Target
 from ..core.tensor import cdiv, power_of_two, rows
 from ..device.activation import gated, gated_gradient
+from ..device.quantize import find_block
 from ..formats.tiles import store_tiles
+from .glu_hopper import fits, store_pairs, tiles_of
 
 ACTIVATIONS = {
     "silu": lambda a, alpha: a * torch.sigmoid(alpha * a),
@@ -173,6 +175,28 @@ def glu_backward(
         tl.store(DSCALE + row, tl.sum(total, axis=1)[:, None].to(DSCALE.dtype.element_ty), live)
 
 
+@kernel(grid=lambda a: (a.count,), tokens=("M", "E", "count"), default=lambda a: {"num_warps": 1})
+def list_blocks(OFFSETS, BLOCKS, M, E, count, BLOCK_E: tl.constexpr):
+    """BLOCKS[b] = first row, rows from there to its group's end, of 128-row block b; no rows when there is no such block."""
+    block = tl.program_id(0)
+    _, row0, rows_left = find_block(block, OFFSETS, E, M, BLOCK_E)
+    tl.store(BLOCKS + 2 * block, row0.to(tl.int32))
+    tl.store(BLOCKS + 2 * block + 1, rows_left.to(tl.int32))
+
+
+@kernel(grid=lambda a: (cdiv(a.M, a.ROWS),), tokens=("M", "E"), default=lambda a: {"ROWS": 512, "num_warps": 4})
+def sum_tiles(P, DSCALE, OFFSETS, M, tiles, E, ROWS: tl.constexpr):
+    """DSCALE[m] = sum over tiles of P[tile, m], always in the same order."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    live = row < live_rows(OFFSETS, E, M)
+    at = P + row
+    total = tl.zeros([ROWS], tl.float32)
+    for _ in range(tiles):
+        total += tl.load(at, live, 0.0)
+        at += M
+    tl.store(DSCALE + row, total.to(DSCALE.dtype.element_ty), live)
+
+
 @triton.constexpr_function
 def act_of(MODE):
     return MODE.split(":")[0]
@@ -248,19 +272,40 @@ def grouping(offsets: Tensor | None) -> tuple[Tensor | None, int]:
     return (None, 0) if offsets is None else (offsets.contiguous(), offsets.shape[0])
 
 
+def block_list(OFFSETS: Tensor | None, M: int, E: int) -> Tensor | None:
+    if OFFSETS is None:
+        return None
+    blocks = torch.empty(cdiv(M, 128) + E, 2, dtype=torch.int32, device=OFFSETS.device)
+    list_blocks(OFFSETS, blocks, M, E, blocks.shape[0], BLOCK_E=power_of_two(E))
+    return blocks
+
+
+def result(x, up, offsets, out_format, out) -> Quantized:
+    """Where a quantised y goes."""
+    OFFSETS, E = grouping(offsets)
+    shape = (*x.shape[:-1], x.shape[-1] // (1 if up is not None else 2))
+    if out is not None:
+        return Quantized.from_tensors(out_format, x.dtype, shape, out.tensors(), OFFSETS)
+    return out_format.empty(shape, x.dtype, x.device, E, OFFSETS)
+
+
+def forward_pairs(x, up, *, act, limit, alpha, scale, offsets, out_format, out) -> Tensor:
+    y, x = result(x, up, offsets, out_format, out), rows(x)
+    blocks = block_list(y.offsets, x.shape[0], grouping(offsets)[1])
+    store_pairs(y, x, None, vector(scale), None, blocks, limit, alpha, act)
+    return y if out is None else out
+
+
 def forward(x, up, *, act, limit, alpha, scale, offsets, out_format, out) -> Tensor:
     A, B = halves(x, up)
-    shape = (*x.shape[:-1], A.shape[1])
-    OFFSETS, E = grouping(offsets)
     if out_format is not None:
-        y = out_format.empty(shape, x.dtype, x.device, E, OFFSETS)
-        if out is not None:
-            y = Quantized.from_tensors(out_format, x.dtype, shape, out.tensors(), OFFSETS)
+        y = result(x, up, offsets, out_format, out)
         A, B = columns(A), columns(B)
         operands, strides = (A, B, vector(scale)), (A.stride(0), B.stride(0))
         store_tiles(y, produce, operands, strides, scale=out_format.tensor, **tile_arguments(act, limit, alpha))
         return y if out is None else out
-    y = out if out is not None else torch.empty(shape, dtype=x.dtype, device=x.device)
+    OFFSETS, E = grouping(offsets)
+    y = out if out is not None else torch.empty((*x.shape[:-1], A.shape[1]), dtype=x.dtype, device=x.device)
     Y = rows(y)
     SCALE, stride_s = row_scale(scale)
     strides = (*A.stride(), *B.stride(), stride_s, *Y.stride())
@@ -277,16 +322,17 @@ def backward(saved: SimpleNamespace, dy: Tensor, grad_format: Format | None = No
     DY = rows(dy)
     OFFSETS, E = grouping(saved.offsets)
     dx = DA = DB = dup = dscale = None
-    if "x" in saved.needs and grad_format is not None:
-        dx = grad_format.empty(x.shape, x.dtype, x.device, E, OFFSETS)
-        quantized_gradient(dx, saved, A, B, DY, grad_format)
-    elif "x" in saved.needs:
-        dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        DA, DB = (dx, None) if up is not None else halves(dx, None)
     if "up" in saved.needs:
         DB = dup = torch.empty(up.shape, dtype=up.dtype, device=up.device)
     if "scale" in saved.needs:
         dscale = torch.empty(scale.shape, dtype=scale.dtype, device=scale.device)
+    if "x" in saved.needs and grad_format is not None:
+        dx = grad_format.empty(x.shape, x.dtype, x.device, E, OFFSETS)
+        if quantized_gradient(dx, saved, A, B, DY, dscale, grad_format):
+            return dx, dup, dscale
+    elif "x" in saved.needs:
+        dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        DA, DB = (dx, DB) if up is not None else halves(dx, None)
     if not (DA is DB is dscale is None):
         SCALE, stride_s = row_scale(scale)
         width = x.shape[-1]  # the row stride of dgate and dup
@@ -297,19 +343,31 @@ def backward(saved: SimpleNamespace, dy: Tensor, grad_format: Format | None = No
     return dx, dup, dscale
 
 
-def quantized_gradient(dx: Quantized, saved: SimpleNamespace, A: Tensor, B: Tensor, DY: Tensor, format: Format) -> None:
-    hidden = A.shape[1]
+def quantized_gradient(
+    dx: Quantized, saved: SimpleNamespace, A: Tensor, B: Tensor, DY: Tensor, dscale: Tensor | None, format: Format
+) -> bool:
+    """Fill dx; whether dscale was filled too."""
+    (M, hidden), x, scale = A.shape, saved.x, vector(saved.scale)
     if saved.up is not None:
         raise ValueError("glu: grad_format wants gate and up merged in x, not two tensors")
     if hidden % 128:
         raise ValueError(
-            f"glu: grad_format wants halves of whole 128-column blocks, so that none has both, got {hidden}"
+            f"glu: grad_format wants whole 128-column blocks of gate and of up, got {hidden} columns of each"
         )
+    DY = DY.contiguous()
+    if fits(Target.at(x.device), x, None, format) and DY.data_ptr() % 16 == 0:
+        E = grouping(dx.offsets)[1]
+        part = None if dscale is None else torch.empty(hidden // 128, M, dtype=torch.float32, device=x.device)
+        store_pairs(dx, rows(x), DY, scale, part, block_list(dx.offsets, M, E), saved.limit, saved.alpha, saved.act)
+        if part is not None:
+            sum_tiles(part, dscale, dx.offsets, M, hidden // 128, E)
+        return True
     if A.stride(1) != 1:
-        A, B = halves(saved.x.contiguous(), None)
-    operands, strides = (A, B, vector(saved.scale), DY.contiguous()), (A.stride(0), hidden)
+        A, B = halves(x.contiguous(), None)
+    operands, strides = (A, B, scale, DY), (A.stride(0), hidden)
     arguments = tile_arguments(saved.act, saved.limit, saved.alpha)
     store_tiles(dx, produce_gradient, operands, strides, scale=format.tensor, **arguments)
+    return dscale is None
 
 
 def check(x, up, *, act, limit, alpha, scale, offsets, out_format, out) -> None:
@@ -330,12 +388,23 @@ def check(x, up, *, act, limit, alpha, scale, offsets, out_format, out) -> None:
             raise ValueError("glu: out must have been made for as many groups as offsets has")
 
 
+MOST_TILES = 30  # an SM: with more of them the Triton kernel, three programs to an SM, overlaps as well by itself
+
+
+def few_tiles(target: Target, a: SimpleNamespace) -> bool:
+    if not fits(target, a.x, a.up, a.out_format):
+        return False
+    hidden = a.x.shape[-1] // 2
+    return tiles_of(a.x.numel() // (2 * hidden), hidden, grouping(a.offsets)[1]) <= MOST_TILES * target.sms
+
+
 def no_double(target: Target, a: SimpleNamespace) -> bool:
     return a.x.dtype != torch.float64
 
 
+# Both share the backward, which looks at the format of the gradient: no predicate sees that.
 glu = Op(
-    "glu", reference, inputs, Triton(forward, backward, no_double),
+    "glu", reference, inputs, Triton(forward_pairs, backward, few_tiles, "gluon"), Triton(forward, backward, no_double),
     where={
         "x": "float[... width]", "up": "x[... width]", "limit": above(0.0), "scale": "float[...]",
         "offsets": "int[experts]", "out": "x[... hidden]",

@@ -11,34 +11,30 @@ from __future__ import annotations
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from ..core.format import Quantized
+from ..core.format import Format, Quantized
 from ..core.kernel import kernel
 from ..core.target import Target
-from ..core.tensor import cdiv, power_of_two
+from ..core.tensor import cdiv
 from ..device.activation import gated, gated_gradient
-from ..device.quantize import encode, find_block, max_nan, pack4, scale_of
+from ..device.quantize import encode, max_nan, pack4, scale_of
+from ..formats.fp8 import Fp8
+from ..formats.tiles import row_stride
 
-BOX = [64, 128]
-PER_SM = 2
-# As Triton 3.6 calls them, and as later ones do.
-barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
-fetch = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
-RENAMED = gl.constexpr(not hasattr(gl.shared_memory_descriptor, "_reinterpret"))
+# Gluon is experimental: what it is called with is known for this version alone
+SUPPORTED = triton.__version__.startswith("3.6.")
+PER_SM = 2  # programs; 250 registers on four warps leave room for no more
 TILE = gl.constexpr(gl.BlockedLayout([4, 8], [4, 8], [4, 1], [1, 0]))
 PAIR = gl.constexpr(gl.BlockedLayout([2, 4, 8], [1, 4, 8], [1, 4, 1], [2, 1, 0]))  # gate's and up's TILE
 COLUMN = gl.constexpr(gl.BlockedLayout([4, 1], [1, 32], [1, 4], [0, 1]))  # a thread has one column of all four warps
 WORDS = gl.constexpr(gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0]))  # a thread has four words of one column
 UNPACK = gl.constexpr("{ shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000; }")
-MASK_UNPACK = gl.constexpr(
-    "{ .reg .b32 t; and.b32 t, $2, $3; shl.b32 $0, t, 16; and.b32 $1, t, 0xffff0000; }"
-)
+MASK_UNPACK = gl.constexpr("{ .reg .b32 t; and.b32 t, $2, $3; shl.b32 $0, t, 16; and.b32 $1, t, 0xffff0000; }")
 FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 
 
@@ -92,10 +88,7 @@ def row_scale(SCALE, row0, rows_left, AT: gl.constexpr, MASK: gl.constexpr):
 @gluon.jit
 def parked(half):
     """Gate's and up's memory as 64x128 numbers in fp32, the two fours of eight columns apart: no bank conflicts."""
-    if RENAMED:
-        return half.reinterpret(gl.float32, [1, 2, 4096], FLAT).index(0)
-    else:
-        return half._reinterpret(gl.float32, [1, 2, 4096], FLAT).index(0)
+    return half._reinterpret(gl.float32, [1, 2, 4096], FLAT).index(0)
 
 
 @gluon.jit
@@ -202,10 +195,10 @@ def gated_half(
 
 
 @kernel(
-    grid=lambda a: (a.PROGRAMS,), jit=gluon.jit, tokens=("M", "tiles", "stride_s", "stride_st"),
+    grid=lambda a: (a.PROGRAMS,), jit=gluon.jit, tokens=("M", "tiles", "stride_s", "stride_st", "PROGRAMS"),
     default=lambda a: {"num_warps": 4},
 )  # fmt: skip
-def glu_forward_pair(
+def glu_forward_pairs(
     X, SCALE, BLOCKS, Q, S, QT, ST, tiles, M, N, stride_s, stride_st, limit, alpha, PROGRAMS,
     ACT: gl.constexpr, FORMAT: gl.constexpr, MASK: gl.constexpr,
 ):  # fmt: skip
@@ -223,9 +216,9 @@ def glu_forward_pair(
     block, row0, rows_left, col0 = locate(first, BLOCKS, across, M)
     more = rows_left > 0
     mbarrier.expect(ready0.index(0), BYTES, pred=more)
-    fetch(X, [0, row0, col0], ready0.index(0), half0, pred=more)
+    tma.async_copy_global_to_shared(X, [0, row0, col0], ready0.index(0), half0, pred=more)
     mbarrier.expect(ready1.index(0), BYTES, pred=more)
-    fetch(X, [0, row0 + 64, col0], ready1.index(0), half1, pred=more)
+    tma.async_copy_global_to_shared(X, [0, row0 + 64, col0], ready1.index(0), half1, pred=more)
     phase = 0
     for t in range(first + PROGRAMS, tiles + PROGRAMS, PROGRAMS):
         if rows_left > 0:
@@ -233,12 +226,12 @@ def glu_forward_pair(
             more = (t < tiles) & (next_left > 0)
             y0 = gated_half(half0, ready0, phase, SCALE, row0, rows_left, limit, alpha, 0, ACT, MASK, GROUPED)
             mbarrier.expect(ready0.index(0), BYTES, pred=more)
-            barrier()
-            fetch(X, [0, next_row, next_col], ready0.index(0), half0, pred=more)
+            gl.thread_barrier()
+            tma.async_copy_global_to_shared(X, [0, next_row, next_col], ready0.index(0), half0, pred=more)
             y1 = gated_half(half1, ready1, phase, SCALE, row0, rows_left, limit, alpha, 64, ACT, MASK, GROUPED)
             mbarrier.expect(ready1.index(0), BYTES, pred=more)
-            barrier()
-            fetch(X, [0, next_row + 64, next_col], ready1.index(0), half1, pred=more)
+            gl.thread_barrier()
+            tma.async_copy_global_to_shared(X, [0, next_row + 64, next_col], ready1.index(0), half1, pred=more)
             phase ^= 1
             store_tile(
                 y0, y1, Q, S, QT, ST, block, row0, rows_left, col0, M, N, stride_s, stride_st, FORMAT, MASK, GROUPED
@@ -259,8 +252,8 @@ def gradient_half(
     a, b = load_pair(half)
     g = dy.load(TILE)
     mbarrier.expect(ready, BYTES, pred=more)
-    barrier()  # all threads have read: dy may come, and dup overwrite what other threads read
-    fetch(DY, [next_row + AT, next_col], ready, dy, pred=more)
+    gl.thread_barrier()  # all threads have read: dy may come, and dup overwrite what other threads read
+    tma.async_copy_global_to_shared(DY, [next_row + AT, next_col], ready, dy, pred=more)
     a = widen(a, rows_left, AT, GROUPED)
     b = widen(b, rows_left, AT, GROUPED)
     g = widen(g, rows_left, AT, GROUPED)
@@ -277,14 +270,14 @@ def gradient_half(
 
 
 @kernel(
-    grid=lambda a: (a.PROGRAMS,), jit=gluon.jit, tokens=("M", "tiles", "stride_s", "stride_st"),
+    grid=lambda a: (a.PROGRAMS,), jit=gluon.jit, tokens=("M", "tiles", "stride_s", "stride_st", "PROGRAMS"),
     default=lambda a: {"num_warps": 4},
 )  # fmt: skip
-def glu_backward_pair(
+def glu_backward_pairs(
     X, DY, SCALE, DSCALE, BLOCKS, Q, S, QT, ST, tiles, M, N, stride_s, stride_st, limit, alpha, PROGRAMS,
     ACT: gl.constexpr, FORMAT: gl.constexpr, MASK: gl.constexpr,
 ):  # fmt: skip
-    """DSCALE [N/128, M] takes one sum per tile and row, for `sum_tiles` to add."""
+    """DSCALE [N/128, M] takes one sum per tile and row, for `sum_tiles` to add up."""
     GROUPED: gl.constexpr = BLOCKS is not None
     half0 = gl.allocate_shared_memory(X.dtype, [2, 64, 128], X.layout)
     half1 = gl.allocate_shared_memory(X.dtype, [2, 64, 128], X.layout)
@@ -302,11 +295,11 @@ def glu_backward_pair(
     block, row0, rows_left, col0 = locate(first, BLOCKS, across, M)
     more = rows_left > 0
     mbarrier.expect(ready0, BYTES, pred=more)
-    fetch(DY, [row0, col0], ready0, dy0, pred=more)
-    fetch(X, [0, row0, col0], ready0, half0, pred=more)
+    tma.async_copy_global_to_shared(DY, [row0, col0], ready0, dy0, pred=more)
+    tma.async_copy_global_to_shared(X, [0, row0, col0], ready0, half0, pred=more)
     mbarrier.expect(ready1, BYTES, pred=more)
-    fetch(DY, [row0 + 64, col0], ready1, dy1, pred=more)
-    fetch(X, [0, row0 + 64, col0], ready1, half1, pred=more)
+    tma.async_copy_global_to_shared(DY, [row0 + 64, col0], ready1, dy1, pred=more)
+    tma.async_copy_global_to_shared(X, [0, row0 + 64, col0], ready1, half1, pred=more)
     phase = 0
     for t in range(first + PROGRAMS, tiles + PROGRAMS, PROGRAMS):
         if rows_left > 0:
@@ -327,11 +320,69 @@ def glu_backward_pair(
             y0 = unpark(half0)
             y1 = unpark(half1)
             fence_async_shared()  # ordinary writes to this memory come before the copies into it
-            barrier()
-            fetch(X, [0, next_row, next_col], ready0, half0, pred=more)
-            fetch(X, [0, next_row + 64, next_col], ready1, half1, pred=more)
+            gl.thread_barrier()
+            tma.async_copy_global_to_shared(X, [0, next_row, next_col], ready0, half0, pred=more)
+            tma.async_copy_global_to_shared(X, [0, next_row + 64, next_col], ready1, half1, pred=more)
             store_tile(
                 y0, y1, Q, S, QT, ST, block, row0, rows_left, N + col0, M, 2 * N, stride_s, stride_st, FORMAT, MASK,
                 GROUPED,
             )  # fmt: skip
             block, row0, rows_left, col0 = next_block, next_row, next_left, next_col
+
+
+def fits(target: Target, x: Tensor, up: Tensor | None, format: Format | None) -> bool:
+    """Whether the kernels above take this x into this format."""
+    M, width = x.numel() // max(1, x.shape[-1]), x.shape[-1]
+    return (
+        SUPPORTED
+        and target.arch == "sm_90"
+        and target.tma
+        and up is None
+        and x.dtype == torch.bfloat16
+        and isinstance(format, Fp8)
+        and (format.granularity, format.ways, format.pow2) == ("1x128", "both", True)
+        and x.is_contiguous()
+        and x.data_ptr() % 16 == 0
+        and M % 16 == 0
+        and 0 < M < 2**24  # offsets within a tile are 32-bit
+        and 0 < width < 2**23
+        and width % 256 == 0
+    )
+
+
+def tiles_of(M: int, N: int, groups: int) -> int:
+    """How many tiles there may be: groups may each begin in the middle of what would be a block."""
+    return (cdiv(M, 128) + groups) * (N // 128)
+
+
+def boxes(x: Tensor, block: list[int], shape: list[int], strides: list[int]) -> TensorDescriptor:
+    layout = gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16)
+    return TensorDescriptor(x, shape, strides, block, layout)
+
+
+def store_pairs(
+    q: Quantized,
+    x: Tensor,
+    dy: Tensor | None,
+    scale: Tensor | None,
+    dscale: Tensor | None,
+    blocks: Tensor | None,
+    limit: float | None,
+    alpha: float,
+    act: str,
+) -> None:
+    """Fill q with glu of x [M, 2N], or with its gradient if dy [M, N] is given; `blocks` is that of `list_blocks`."""
+    M, N = x.shape[0], x.shape[1] // 2
+    tiles = tiles_of(M, N, 0) if blocks is None else blocks.shape[0] * (N // 128)
+    # As many programs as share the tiles evenly: at 1024 tiles 256, of 264 that would fit, were faster (H200, November 2026)
+    programs = cdiv(tiles, cdiv(tiles, PER_SM * Target.at(x.device).sms))
+    X = boxes(x, [2, 64, 128], [2, M, N], [N, 2 * N, 1])
+    rest = (
+        blocks, q.data, q.scale, q.data_t, q.scale_t, tiles, M, N, row_stride(q.scale), row_stride(q.scale_t), limit, alpha,
+        programs,
+    )  # fmt: skip
+    constants = {"ACT": act, "FORMAT": q.format.device_format(True), "MASK": blocks is not None or M % 128 != 0}
+    if dy is None:
+        glu_forward_pairs(X, scale, *rest, **constants)
+    else:
+        glu_backward_pairs(X, boxes(dy, [64, 128], [M, N], [N, 1]), scale, dscale, *rest, **constants)

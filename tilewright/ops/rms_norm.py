@@ -23,7 +23,7 @@ from ..core.signature import at_least
 from ..core.target import Target
 from ..core.tensor import cdiv, power_of_two, rows
 from ..device.rows import store_row_codes
-from ..formats.tiles import is_fast, row_stride, store_tiles
+from ..formats.tiles import codes_of, is_fast, row_stride, store_tiles
 from .rms_norm_columns import fits, rms_norm_columns
 
 
@@ -50,7 +50,8 @@ def normalise(x, weight, eps, weight_offset, rstd, out_format) -> tuple[Tensor, 
     wide = upcast(x)  # once: autograd would round a gradient for each use of x itself
     computed = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     if rstd is not None:
-        computed = computed + (upcast(rstd).unsqueeze(-1) - computed).detach()
+        # The difference is 0, and where x is not finite NaN: it must carry the gradient and leave the value alone
+        computed = upcast(rstd).unsqueeze(-1) + torch.nan_to_num(computed - computed.detach())
     y = wide * computed
     if weight is not None:
         y = y * (upcast(weight) + weight_offset)
@@ -353,10 +354,23 @@ def quantised(x, residual, weight, rstd_in, h, rstd, eps, weight_offset, fmt, q)
         rstd = torch.empty(M, dtype=torch.float32, device=x.device) if rstd_in is None else rstd_in
     columns = tiles and rows_done and fits(Target.at(x.device), x, fmt)
     if rows_done or rstd is not rstd_in or h is not None:
+        codes, scale = (codes_of(q.data, is_fast(x)), q.scale) if rows_done else (None, None)
+        made = None if rstd is rstd_in else rstd
         launch_rows(
-            x, residual, weight, rstd_in, q.data if rows_done else None, h, None if rstd is rstd_in else rstd, eps, weight_offset,
-            scale=q.scale if rows_done else None, fmt=fmt, keep=tiles, pdl=columns,
-        )  # fmt: skip
+            x,
+            residual,
+            weight,
+            rstd_in,
+            codes,
+            h,
+            made,
+            eps,
+            weight_offset,
+            scale=scale,
+            fmt=fmt,
+            keep=tiles,
+            pdl=columns,
+        )
     source = x if h is None else h.view(M, N)
     if columns:
         strides = source.stride(0), q.scale_t.stride(0)
