@@ -12,8 +12,19 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests import malformed
-from tests.oracle import Outcome, as_tuple, differentiate, leaves, lift, outcome, pieces, same_bits, same_outcome, upstream
-from tests.properties import SMALL, Net, choices, draw, formats, tensors
+from tests.cases import SMALL, Net, choices, draw, formats, tensors
+from tests.oracle import (
+    Outcome,
+    as_tuple,
+    differentiate,
+    leaves,
+    lift,
+    outcome,
+    pieces,
+    same_bits,
+    same_outcome,
+    upstream,
+)
 from tilewright.core.op import Op
 
 FEWEST = 20  # malformed calls per op
@@ -67,7 +78,7 @@ def fakes(op: Op, net: Net) -> None:
             fake = outcome(op, unreal, grads=grads)
         assert fake.keys() == real.keys(), f"{case.label}: {sorted(fake)}, not {sorted(real)}"
         for name, t in real.items():
-            found, wanted = (tuple((u.shape, u.stride(), u.dtype, u.device)) for u in (fake[name], t))
+            found, wanted = ((u.shape, u.stride(), u.dtype, u.device) for u in (fake[name], t))
             assert found == wanted, f"{case.label}: fake {name} is {found}, really {wanted}"
 
 

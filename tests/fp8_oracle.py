@@ -1,10 +1,21 @@
-"""FP8 written out from the definition of the codes and of the rules, in numpy: what `formats/fp8.py` is held against."""
+"""FP8 written out from the definition of the codes and of the rules, in numpy: what `formats/fp8.py` is held against; and
+the values that formats are tried on."""
 
 from __future__ import annotations
 
 import numpy as np
+import torch
+from torch import Tensor
 
 MAX = {"e4m3": 448.0, "e5m2": 57344.0}
+# Forms that between them have every code, kind of scale and rule.
+SOME = [
+    ("e4m3", True, "te"),
+    ("e4m3", False, "te"),
+    ("e5m2", True, "linghe"),
+    ("e4m3", False, "exact"),
+    ("e5m2", False, "linghe"),
+]
 FLOORS = {"te": 2.0**-126, "exact": 2.0**-126, "linghe": float(np.float32(1e-30))}
 
 
@@ -30,7 +41,8 @@ def encode(v: np.ndarray, code: str) -> np.ndarray:
     """The nearest code, ties to the even one, saturating; NaN is 0x7F, and zeros keep their sign."""
     positive = decode_table(code)[:128]
     positive = positive[np.isfinite(positive)]
-    size = np.minimum(np.abs(v.astype(np.float64)), positive[-1])
+    with np.errstate(invalid="ignore"):  # a signalling NaN
+        size = np.minimum(np.abs(v.astype(np.float64)), positive[-1])
     size = np.where(np.isnan(v), 0.0, size)
     high = np.minimum(np.searchsorted(positive, size), len(positive) - 1)
     low = np.maximum(high - 1, 0)
@@ -119,3 +131,60 @@ def quantize(x: np.ndarray, granularity: str, code: str, pow2: bool, rule: str, 
         made[f"data{tail}"] = data.T if tail else data
         made[f"scale{tail}"] = scale.T if flip else scale
     return made
+
+
+# ---- values ----------------------------------------------------------------------------------------------------------
+
+
+def codes(t: Tensor) -> np.ndarray:
+    """Codes as bytes, all NaN alike."""
+    u = t.contiguous().view(torch.uint8).numpy()
+    return np.where(np.isnan(t.float().numpy()), 0x7F, u)
+
+
+def bits(s: Tensor | np.ndarray) -> np.ndarray:
+    """Scales as integers, all NaN alike."""
+    s = np.ascontiguousarray(s.numpy() if isinstance(s, Tensor) else s, np.float32)
+    return np.where(np.isnan(s), 0x7FC00000, s.view(np.int32))
+
+
+def every(dtype: torch.dtype) -> Tensor:
+    """All 65,536 values of a 16-bit type, as fp32."""
+    return torch.arange(65536, dtype=torch.int32).to(torch.uint16).view(dtype).float()
+
+
+def ties(code: str) -> Tensor:
+    """Codes' values, the midpoints between them, what saturates, and the fp32 neighbours of all."""
+    table = decode_table(code)[:128]
+    table = table[np.isfinite(table)]
+    exact = np.concatenate(
+        [table, (table[1:] + table[:-1]) / 2, table[-1] * np.array([1.03, 1.04, 1.0357143, 1.0715, 2])]
+    )
+    middle = exact.astype(np.float32)
+    near = [middle, np.nextafter(middle, np.float32(np.inf)), np.nextafter(middle, np.float32(-np.inf))]
+    both = np.concatenate([*near, *[-n for n in near]])
+    return torch.from_numpy(np.concatenate([both, np.float32([0.0, -0.0, 1e-45, 3e38, np.nan])]))
+
+
+def amaxes(code: str) -> np.ndarray:
+    """Block maxima at which rules go wrong: F * 2**k and neighbours, powers of two, subnormals, the largest, many at random."""
+    k = 2.0 ** np.arange(-149, 128)
+    corners = np.concatenate([k, np.float64(MAX[code]) * k[k < 2.0**110], 1.75 * k[:-1]])
+    corners = corners[corners < 3.4028235e38].astype(np.float32)
+    corners = np.concatenate([corners, np.nextafter(corners, np.float32(np.inf)), np.nextafter(corners, np.float32(0))])
+    random = np.random.default_rng(0).integers(1, 0x7F800000, 40_000).astype(np.int32).view(np.float32)
+    rest = np.float32([0.0, 1e-30, 1e-36, 3.4028235e38, np.inf, np.nan])
+    return np.concatenate([corners, random, rest])
+
+
+def matrix(M: int, N: int) -> Tensor:
+    """Rows and columns of many magnitudes, with a zero block, signed zeros, tiny values, a NaN and an Inf."""
+    source = torch.Generator().manual_seed(M * 1000 + N)
+    x = torch.randn(M, N, generator=source) * torch.exp2(torch.randint(-12, 12, (M, 1), generator=source).float())
+    x = x * torch.exp2(torch.randint(-3, 3, (1, N), generator=source).float())
+    x[:, N // 2 : N // 2 + 3] = 0.0
+    x[0, :] = -0.0
+    x[1, :] = 1e-44
+    if M > 140:
+        x[140, 2], x[3, N - 1] = float("nan"), float("-inf")
+    return x.bfloat16().float()

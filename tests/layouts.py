@@ -11,8 +11,8 @@ from torch import Tensor
 
 def room(t: Tensor, *shape: int) -> Tensor:
     """Uninteresting memory of this shape that would show if it were read."""
-    size = torch.Size(shape).numel() * t.element_size()
-    return torch.full((size,), 0xFF if t.is_floating_point() else 0x5A, dtype=torch.uint8, device=t.device).view(t.dtype).reshape(shape)
+    size, fill = torch.Size(shape).numel() * t.element_size(), 0xFF if t.is_floating_point() else 0x5A
+    return torch.full((size,), fill, dtype=torch.uint8, device=t.device).view(t.dtype).reshape(shape)
 
 
 def _filled(view: Tensor, t: Tensor) -> Tensor:

@@ -136,7 +136,9 @@ def _outs(op: Op, values: Mapping[str, Any]) -> Iterator[Bad]:
             yield change(f"the memory of {n}", t)
     named = next((n for n in op.differentiable if isinstance(values[n], Tensor)), None)
     if named is not None:
-        yield change("with a gradient wanted", torch.empty_like(good), **{named: values[named].clone().requires_grad_()})
+        yield change(
+            "with a gradient wanted", torch.empty_like(good), **{named: values[named].clone().requires_grad_()}
+        )
     if "out_format" in op.signature.names:
         fmt = tw.fp8("row")
         yield change("a plain tensor for a quantised result", good.clone(), out_format=fmt)
@@ -153,5 +155,3 @@ def _shapes_of_calls(op: Op, values: Mapping[str, Any]) -> Iterator[Bad]:
     for p in op.signature.parameters:
         if p.default is Ellipsis or (p.kind is Tensor and not p.optional):
             yield Bad(f"no {p.name}", (p.name,), (), {n: v for n, v in values.items() if n != p.name})
-
-

@@ -1,8 +1,8 @@
 """Memory with known contents around and inside every buffer, so that a stray read or write shows.
 
-`guarded_allocations(fill)` makes every `torch.empty` of the library lie inside a larger buffer of `fill` bytes; `Fenced` does it for an
-argument. The interpreter itself finds an access outside all arguments; these find one that lands in a neighbour, and work on a
-GPU as well.
+`guarded_allocations(fill)` makes every `torch.empty` of the library lie inside a larger buffer of `fill` bytes; `Fenced`
+does it for an argument. The interpreter itself finds an access outside all arguments; these find one that lands in a
+neighbour, and work on a GPU as well.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ class Guard:
     def check(self, label: str) -> None:
         for side, edge in (("before", self.bytes[:PAD]), ("past", self.bytes[PAD + self.inside :])):
             wrong = edge != self.fill
-            assert not bool(wrong.any()), f"{label}: {int(wrong.sum())} bytes {side} a tensor of {tuple(self.tensor.shape)} were written"
+            count, shape = int(wrong.sum()), tuple(self.tensor.shape)
+            assert count == 0, f"{label}: {count} bytes {side} a tensor of {shape} were written"
 
 
 class Fenced(Guard):
@@ -56,9 +57,10 @@ class Gaps:
     def __init__(self, t: Tensor) -> None:
         self.t = t
         self.bytes = _storage(t)
-        own = torch.zeros_like(self.bytes, dtype=torch.bool).reshape(-1, t.element_size())
-        own.as_strided((*t.shape, t.element_size()), (*(s * t.element_size() for s in t.stride()), 1), t.storage_offset() * t.element_size()).fill_(True)  # fmt: skip
-        self.between = ~own.reshape(-1)
+        own, size = torch.zeros_like(self.bytes, dtype=torch.bool), t.element_size()
+        stride = [s * size for s in t.stride()]
+        own.as_strided((*t.shape, size), (*stride, 1), t.storage_offset() * size).fill_(True)
+        self.between = ~own
         self.before = self.bytes.clone()
 
     def check(self, label: str) -> None:
@@ -78,7 +80,7 @@ def _full(size: int, fill: int, device: torch.device) -> Tensor:
 def guarded_allocations(fill: int) -> Iterator[list[Guard]]:
     """Every uninitialised allocation made from Python inside lies in a `Guard`; yields their list."""
     guards: list[Guard] = []
-    empty, like, strided, new = torch.empty, torch.empty_like, torch.empty_strided, Tensor.new_empty
+    empty, like, strided = torch.empty, torch.empty_like, torch.empty_strided
 
     def guard(shape: Tensor, device: Any) -> Tensor:
         guards.append(Guard(shape, fill, torch.device(device)))

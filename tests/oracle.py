@@ -129,7 +129,9 @@ def outcome(
     inputs = leaves(op, values) if values.get("out") is None else {}
     given = {**values, **inputs}
     results = as_tuple(register.call(op, given) if registered else op.function(**given))
-    made = Outcome({f"{name}{tail}": t.detach() for name, r in zip(op.results, results) for tail, t in pieces(r).items()})
+    made = Outcome(
+        {f"{name}{tail}": t.detach() for name, r in zip(op.results, results) for tail, t in pieces(r).items()}
+    )
     if inputs:
         made.grads = upstream(op, results, seed) if grads is None else grads
         used = [g.clone() for g in made.grads] if grads is None else grads
@@ -187,9 +189,8 @@ def same_bits(label: str, actual: Tensor, expected: Tensor) -> None:
         wrong &= ~(actual.float().isnan() & expected.float().isnan()) if actual.dtype != torch.float64 else wrong
     if bool(wrong.any()):
         at = tuple(wrong.nonzero()[0].tolist())
-        raise AssertionError(
-            f"{label}: {int(wrong.sum())} of {wrong.numel()} elements differ; at {at} {actual[at].item()}, not {expected[at].item()}"
-        )
+        example = f"at {at} {actual[at].item()}, not {expected[at].item()}"
+        raise AssertionError(f"{label}: {int(wrong.sum())} of {wrong.numel()} elements differ; {example}")
 
 
 def same_outcome(
@@ -216,7 +217,7 @@ def rms(x: Tensor) -> float:
 
 
 def near(label: str, actual: Tensor, exact: Tensor, noise: Tensor, bar: Bar, negligible: float = 0.0) -> None:
-    """`actual` is `exact` rounded once, but for what `bar` and `noise` (an error per row) allow; both below `negligible` will do."""
+    """`actual` is `exact` rounded once, but for what `bar` and `noise` (an error per row) allow; or both are `negligible`."""
     assert actual.shape == exact.shape, f"{label}: shape {tuple(actual.shape)}, not {tuple(exact.shape)}"
     actual, rounded = actual.cpu(), exact.to(actual.dtype)
     if bar == BARS["G"]:
@@ -237,7 +238,9 @@ def _near_low(label: str, actual: Tensor, rounded: Tensor, exact: Tensor, noise:
     _within(label, actual, exact, error, step + 8 * noise)
     wrong = (actual != rounded) & (64 * noise < step)
     allowed = 1 + bar.misrounded * error.numel()
-    assert wrong.sum() <= allowed, f"{label}: {wrong.sum()} of {error.numel()} are not correctly rounded, {allowed:.0f} may be"
+    assert wrong.sum() <= allowed, (
+        f"{label}: {wrong.sum()} of {error.numel()} are not correctly rounded, {allowed:.0f} may be"
+    )
     # The bars are for even rounding errors; sums of few short numbers have others, so the ideal is measured as well.
     ideal = rms(rounded.double() - exact) * bar.low / IDEAL
     limit = max(bar.low * SHARE_OF_BF16[actual.dtype] * rms(exact), ideal)
@@ -345,7 +348,9 @@ def near_codes(
     for i, part in enumerate(fmt.tensor_names):
         wanted = [q.tensors()[i] for q in options]
         found = actual[f"{name}.{part}"].cpu()
-        assert found.shape == wanted[0].shape, f"{label}.{part}: shape {tuple(found.shape)}, not {tuple(wanted[0].shape)}"
+        assert found.shape == wanted[0].shape, (
+            f"{label}.{part}: shape {tuple(found.shape)}, not {tuple(wanted[0].shape)}"
+        )
         found, *wanted = (specified(values, f"{name}.{part}", t) for t in (found, *wanted))
         if part.startswith("data"):
             clear = exact | (512 * step.abs() <= there.abs())
@@ -374,5 +379,7 @@ def _near_scale(label: str, found: Tensor, wanted: list[Tensor], exact: bool) ->
         return same_bits(label, found, wanted[0])
     low, high = torch.stack(wanted).amin(0), torch.stack(wanted).amax(0)
     right = ((1 - 2e-7) * low <= found) & (found <= (1 + 2e-7) * high) | (found.isnan() & low.isnan())
-    assert bool(right.all()), f"{label}: {int((~right).sum())} of {right.numel()} scales differ, one is {found[~right][0]}"
+    assert bool(right.all()), (
+        f"{label}: {int((~right).sum())} of {right.numel()} scales differ, one is {found[~right][0]}"
+    )
     return None

@@ -51,8 +51,8 @@ def load(path: str, name: str) -> Any:
 
 def main(name: str, device: str, source: str = "") -> None:
     import tilewright as tw
+    from tests.cases import Net, draw, tensors
     from tests.oracle import outcome, same_outcome
-    from tests.properties import Net, draw, tensors
     from tilewright.core.op import OPS
 
     tw.catalogue()

@@ -12,60 +12,13 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests import fp8_oracle as oracle
+from tests.fp8_oracle import SOME, amaxes, bits, codes, every, matrix, ties
 from tilewright.core.format import Format, Quantized, pack, store, unpack
 from tilewright.formats.fp8 import CODES, GRANULARITIES, RULES, WAYS, Fp8, fp8
 from tilewright.formats.interchange import from_scaled_mm, from_te_blockwise, to_scaled_mm, to_te_blockwise
 
 FORMS = list(itertools.product(CODES, (True, False), RULES))
-SOME = [
-    ("e4m3", True, "te"),
-    ("e4m3", False, "te"),
-    ("e5m2", True, "linghe"),
-    ("e4m3", False, "exact"),
-    ("e5m2", False, "linghe"),
-]
 TINY = 1e-5
-
-
-def codes(t: Tensor) -> np.ndarray:
-    """Codes as bytes, all NaN alike."""
-    u = t.contiguous().view(torch.uint8).numpy()
-    return np.where(np.isnan(t.float().numpy()), 0x7F, u)
-
-
-def bits(s: Tensor | np.ndarray) -> np.ndarray:
-    """Scales as integers, all NaN alike."""
-    s = np.ascontiguousarray(s.numpy() if isinstance(s, Tensor) else s, np.float32)
-    return np.where(np.isnan(s), 0x7FC00000, s.view(np.int32))
-
-
-def every(dtype: torch.dtype) -> Tensor:
-    """All 65,536 values of a 16-bit type, as fp32."""
-    return torch.arange(65536, dtype=torch.int32).to(torch.uint16).view(dtype).float()
-
-
-def ties(code: str) -> Tensor:
-    """Codes' values, the midpoints between them, what saturates, and the fp32 neighbours of all."""
-    table = oracle.decode_table(code)[:128]
-    table = table[np.isfinite(table)]
-    exact = np.concatenate(
-        [table, (table[1:] + table[:-1]) / 2, table[-1] * np.array([1.03, 1.04, 1.0357143, 1.0715, 2])]
-    )
-    middle = exact.astype(np.float32)
-    near = [middle, np.nextafter(middle, np.float32(np.inf)), np.nextafter(middle, np.float32(-np.inf))]
-    both = np.concatenate([*near, *[-n for n in near]])
-    return torch.from_numpy(np.concatenate([both, np.float32([0.0, -0.0, 1e-45, 3e38, np.nan])]))
-
-
-def amaxes(code: str) -> np.ndarray:
-    """Block maxima at which rules go wrong: F * 2**k and neighbours, powers of two, subnormals, the largest, many at random."""
-    k = 2.0 ** np.arange(-149, 128)
-    corners = np.concatenate([k, np.float64(oracle.MAX[code]) * k[k < 2.0**110], 1.75 * k[:-1]])
-    corners = corners[corners < 3.4028235e38].astype(np.float32)
-    corners = np.concatenate([corners, np.nextafter(corners, np.float32(np.inf)), np.nextafter(corners, np.float32(0))])
-    random = np.random.default_rng(0).integers(1, 0x7F800000, 200_000).astype(np.int32).view(np.float32)
-    rest = np.float32([0.0, 1e-30, 1e-36, 3.4028235e38, np.inf, np.nan])
-    return np.concatenate([corners, random, rest])
 
 
 @pytest.mark.parametrize("code", CODES)
@@ -110,19 +63,6 @@ def test_every_bf16_value_as_a_member_of_a_block(code, pow2, rule):
         data, scale = oracle.quantize_block(x[r].numpy(), code, pow2, rule)
         assert (codes(q.data)[r] == data).all()
         assert bits(q.scale[:, r]) == bits(np.array([scale]))
-
-
-def matrix(M: int, N: int) -> Tensor:
-    """Rows and columns of many magnitudes, with a zero block, signed zeros, tiny values, a NaN and an Inf."""
-    source = torch.Generator().manual_seed(M * 1000 + N)
-    x = torch.randn(M, N, generator=source) * torch.exp2(torch.randint(-12, 12, (M, 1), generator=source).float())
-    x = x * torch.exp2(torch.randint(-3, 3, (1, N), generator=source).float())
-    x[:, N // 2 : N // 2 + 3] = 0.0
-    x[0, :] = -0.0
-    x[1, :] = 1e-44
-    if M > 140:
-        x[140, 2], x[3, N - 1] = float("nan"), float("-inf")
-    return x.bfloat16().float()
 
 
 @pytest.mark.parametrize("granularity", GRANULARITIES)

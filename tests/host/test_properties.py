@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 import tilewright as tw
+from tests.cases import Net
 from tests.faces import FACES
-from tests.properties import Net
 
 NET = Net()
 NAMES = sorted(tw.catalogue())

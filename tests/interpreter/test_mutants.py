@@ -9,9 +9,10 @@ import pytest
 from triton.runtime.errors import InterpreterError
 
 from tests import faces, properties
+from tests.cases import Net
 from tests.mutants import MUTANTS, SUBJECT, Mutant, declared
 
-NET = properties.Net(interpreter=True, cases=9)
+NET = Net(interpreter=True, cases=9)
 PROPS = {p.__name__: p for p in (*properties.VALUES, *faces.FACES)}
 
 
@@ -21,9 +22,9 @@ def run(prop: str, op, path) -> None:
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: m.name.replace(" ", "-"))
 def test_mutant_is_caught(mutant: Mutant, tmp_path):
-    with declared(mutant, tmp_path) as (op, path):
-        with pytest.raises((AssertionError, InterpreterError, RuntimeError)) as caught:
-            run(mutant.prop, op, path)
+    errors = (AssertionError, InterpreterError, RuntimeError)
+    with declared(mutant, tmp_path) as (op, path), pytest.raises(errors) as caught:
+        run(mutant.prop, op, path)
     assert re.search(mutant.says, str(caught.value)), f"caught, but for another reason: {caught.value}"
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 import tilewright as tw
-from tests.properties import VALUES, Net
+from tests.cases import Net
+from tests.properties import VALUES
 
 NET = Net(interpreter=True)
 NAMES = sorted(tw.catalogue())

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tests import fp8_oracle as oracle
-from tests.host.test_format import SOME, amaxes, bits, codes, every, matrix, ties
+from tests.fp8_oracle import SOME, amaxes, bits, codes, every, matrix, ties
 from tilewright.core.interpret import reversed_programs
 from tilewright.core.kernel import kernel
 from tilewright.device.quantize import amax, code_bits, decode, interleave4, pack4, quotient, scale_of
@@ -82,7 +82,6 @@ def test_decoding_every_code(code):
     assert (bits(y) == bits(oracle.decode_table(code))).all()
 
 
-@pytest.mark.smoke
 @pytest.mark.parametrize(("code", "pow2", "rule"), FORMS)
 def test_scales_of_every_magnitude(code, pow2, rule):
     amax = amaxes(code)
@@ -160,23 +159,22 @@ def compare(fmt, x: Tensor, ends: list[int] | None = None) -> None:
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 @pytest.mark.parametrize(("code", "pow2", "rule"), SOME)
 def test_tiles_follow_the_rules(granularity, code, pow2, rule):
-    x = matrix(150, 130)
+    x = matrix(141, 70)
     if granularity == "tensor":
         x = x.nan_to_num(1.0, 1.0, 1.0)  # one NaN and there is nothing else
     compare(fp8(granularity, code, ways="both", pow2=pow2, rule=rule), x)
 
 
 # Sizes that are nothing, one, odd, multiples of 4 and of 16 but not of 128, and of 128: each its own path of the kernel
-SIZES = [(0, 5), (5, 0), (1, 1), (3, 130), (132, 33), (129, 144), (128, 256)]
+SIZES = [(0, 5), (5, 0), (1, 1), (3, 130), (132, 33), (129, 48), (128, 128)]
 
 
-@pytest.mark.smoke
 @pytest.mark.parametrize("size", SIZES, ids=str)
-@pytest.mark.parametrize("granularity", GRANULARITIES)
+@pytest.mark.parametrize("granularity", [pytest.param("1x128", marks=pytest.mark.smoke), "128x128", "row", "tensor"])
 def test_tiles_of_any_size(granularity, size):
     source = torch.Generator().manual_seed(0)
     x = torch.randn(size, generator=source) * torch.exp2(torch.randint(-9, 9, (size[0], 1), generator=source).float())
-    for ways in WAYS if size == (3, 130) else ("both",):
+    for ways in WAYS if size == (1, 1) else ("both",):
         compare(fp8(granularity, ways=ways), x.bfloat16())
 
 
@@ -221,7 +219,7 @@ def test_static_scale(scale, rule):
 
 @pytest.mark.parametrize("granularity", ["row", "tensor"])
 def test_amax_does_not_depend_on_the_order_of_programs(granularity):
-    x = matrix(150, 200)
+    x = matrix(141, 140)
     forward = filled(fp8(granularity, ways="both"), x)
     with reversed_programs():
         backward = filled(fp8(granularity, ways="both"), x)

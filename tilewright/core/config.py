@@ -57,7 +57,12 @@ def table(arch: str) -> Rows:
 
 def folder() -> Path:
     """Where the user's own rows live: never a shared temporary folder."""
-    base = os.environ.get("TILEWRIGHT_CACHE") or os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    base = os.environ.get("TILEWRIGHT_CACHE") or os.environ.get("XDG_CACHE_HOME")
+    if not base:
+        try:
+            base = Path.home() / ".cache"
+        except RuntimeError:  # an account without a home folder has no rows of its own
+            return SHIPPED
     return Path(base) / "tilewright"
 
 
@@ -67,12 +72,16 @@ def read(path: Path) -> list[tuple[str, dict[str, int], dict[str, Any]]]:
         info = path.stat()
     except OSError:
         return []
+    if not stat.S_ISREG(info.st_mode):  # reading a pipe would wait for ever
+        warnings.warn(f"{path} ignored: it is not a file", stacklevel=2)
+        return []
     if path.parent != SHIPPED and (info.st_uid != os.geteuid() or info.st_mode & (stat.S_IWGRP | stat.S_IWOTH)):
         warnings.warn(f"{path} ignored: it must belong to you and be writable by you alone", stacklevel=2)
         return []
     rows, bad = [], 0
     try:
-        text = path.read_bytes()[:LONGEST].decode()
+        with path.open("rb") as file:
+            text = file.read(LONGEST).decode()
     except (OSError, UnicodeDecodeError):
         text, bad = "", 1
     for line in text.splitlines():

@@ -24,21 +24,14 @@ class Format:
 
     name: ClassVar[str] = ""
     known: ClassVar[dict[str, type[Format]]] = {}
-    key: str  # canonical string: all of the format but `tensor`
-    tensor: Tensor | None = None  # the static scale, where there is one
+    key: str  # canonical string, made once: all of the format but `tensor`
+    tensor: Tensor | None = None  # a static scale on the device, where there is one
     tensor_names: tuple[str, ...]  # what a value stores: some of FIELDS, in that order
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if cls.name:
             Format.known[cls.name] = cls
-
-    tensor: ClassVar[Tensor | None] = None  # a static scale on the device; a format that has one overrides this
-
-    @functools.cached_property
-    def key(self) -> str:
-        """`str(self)`, computed once: part of the key of every call that is given this format."""
-        return str(self)
 
     def __str__(self) -> str:
         return self.key
@@ -165,14 +158,9 @@ class Quantized(Tensor):
 
     def __coerce_tangent_metadata__(self) -> Tensor:
         """The gradient of a compiled region's quantised result is a plain tensor, not a `Quantized`."""
-        plain = self.new_gradient()
-        # AOTAutograd walks the inner tensors of what this returns: none
-        plain.__tensor_flatten__ = lambda: ([], None)
+        plain = torch.empty(self.shape, dtype=self.dtype, device=self.device)
+        plain.__tensor_flatten__ = lambda: ([], None)  # AOTAutograd walks the inner tensors of what this returns: none
         return plain
-
-    def new_gradient(self) -> Tensor:
-        """An uninitialised gradient of this value: plain, of logical shape and dtype."""
-        return torch.empty(self.shape, dtype=self.dtype, device=self.device)
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 

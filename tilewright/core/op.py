@@ -13,7 +13,6 @@ registered `torch.ops.tilewright.*` op with its fake, cost, tests and the catalo
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -23,23 +22,16 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.nn import Parameter
 
-from . import register
+from . import call, register
 from .format import Format, Quantized
-from .plan import Plan, Recorder, guard
+from .plan import Plan, Recorder
 from .signature import Range, Signature, overlapping, self_overlapping
 from .target import Target
 
 OPS: dict[str, Op] = {}
 PLANS = 4096  # plans kept per op and direction; dropped all at once when full, so memory stays bounded
-PLAIN = {Tensor, Parameter}
-NUMBERS = {float, int, bool, str, type(None)}
-_forced: ContextVar[str | None] = ContextVar("forced", default=None)
 _compile_only: ContextVar[bool] = ContextVar("compile_only", default=False)
-_modes = torch._C._len_torch_dispatch_stack
-_transforms = torch._C._are_functorch_transforms_active
-_tracing = torch.compiler.is_dynamo_compiling
 
 
 def upcast(x: Tensor) -> Tensor:
@@ -63,11 +55,11 @@ class Triton:
 def force(name: str) -> Iterator[None]:
     """`force("reference")` takes the reference on any device; `force("triton")` runs kernels on CPU tensors through the
     interpreter (a process with TRITON_INTERPRET=1); any other implementation's name takes that one where it applies."""
-    token = _forced.set(name)
+    token = call.forced.set(name)
     try:
         yield
     finally:
-        _forced.reset(token)
+        call.forced.reset(token)
 
 
 def warmup(function: Callable, *args: Any, backward: bool = True, **kwargs: Any) -> None:
@@ -114,9 +106,9 @@ class Op:
         self.saves = self.signature.tensors if saves is None else saves
         self.resume = resume
         self.__doc__ = reference.__doc__
-        self._plans: dict[tuple, Plan] = {}
-        self._backward_plans: dict[tuple, Plan] = {}
-        self.function = _public(self)
+        self.plans: dict[tuple, tuple[Plan, Callable | None, tuple[int, ...]]] = {}
+        self.backward_plans: dict[tuple, tuple[Plan, Callable]] = {}
+        self.function = call.public(self)
         register.register(self)
         OPS[name] = self
 
@@ -132,13 +124,13 @@ class Op:
         """A call that no plan answered. The plan it makes, over `slots`, is kept under `key` unless that is None."""
         values = self.signature.bind(args, kwargs)
         tensors = [v for v in values.values() if isinstance(v, Tensor)]
-        foreign = any(type(t) not in PLAIN and not isinstance(t, Quantized) for t in tensors)
-        if foreign or _modes() or _transforms():
+        foreign = any(type(t) not in call.PLAIN and not isinstance(t, Quantized) for t in tensors)
+        if foreign or call.modes() or call.transforms():
             return register.call(self, values)
         self.validate(values)
         if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
             return self._apply(values)
-        return self.public(self.run(values, key, slots))
+        return self.record(values, key, _tensors(values) if slots is None else slots, whole=False)
 
     def validate(self, values: Mapping[str, Any]) -> None:
         self.signature.validate(values)
@@ -162,7 +154,7 @@ class Op:
     def implementation(self, values: Mapping[str, Any]) -> Triton | None:
         """The implementation for these arguments; None is the reference. On a GPU nothing matching raises."""
         device = next(v.device for v in values.values() if isinstance(v, Tensor))
-        forced = _forced.get()
+        forced = call.forced.get()
         if forced == "reference" or (device.type != "cuda" and forced is None):
             return None
         target = Target.at(device)
@@ -181,26 +173,51 @@ class Op:
         }
         return f"tried {[one.name for one in self.implementations]} on {seen}"
 
-    def run(self, values: dict[str, Any], key: tuple | None = None, slots: list[Tensor] | None = None) -> Any:
-        """All results (aux too) for validated arguments, no autograd. A plan of the run is kept under `key`; `slots` are the
-        call's tensors in the order in which later calls will give theirs."""
+    def run(self, values: dict[str, Any]) -> Any:
+        """All results (aux too) for validated arguments, no autograd: by a plan if there is one, else recording one."""
+        with torch.no_grad():
+            if self.implementation(values) is None:
+                return self.run_reference(values)
+            key = call.Key()
+            if not key.add(values.values()):
+                return self.record(values, None, _tensors(values), whole=True)
+            parts = ("all results", *key.parts)
+            found = self.plans.get(parts)
+            if found is None or _compile_only.get():
+                return self.record(values, parts, key.slots, whole=True)
+            plan, restore, written = found
+            results = plan(key.slots, key.addresses)
+            for at in written:
+                torch.autograd.graph.increment_version(key.slots[at])
+            return results if restore is None else restore(results)
+
+    def record(self, values: dict[str, Any], key: tuple | None, slots: list[Tensor], whole: bool) -> Any:
+        """Run the host code; keep the plan of it under `key`, over `slots`, the call's tensors in the order in which later
+        calls will give theirs. `whole`: give all results, not only the caller's."""
         with torch.no_grad():
             one = self.implementation(values)
             if one is None:
-                return self.run_reference(values)
-            inputs = _tensors(values) if slots is None else slots
-            with Recorder(inputs, _compile_only.get()) as recorder:
+                results = self.run_reference(values)
+                return results if whole else self.public(results)
+            with Recorder(slots, _compile_only.get()) as recorder:
                 results = one.forward(**values)
-            flat = self.flatten(results)
-            if key is not None and not recorder.compile_only:
-                plan = recorder.plan(flat)
-                if plan is not None:
-                    if len(self._plans) >= PLANS:
-                        self._plans.clear()
-                    self._plans[key] = plan, self._restorer(results), self._written(values, inputs)
-            for at in self._written(values, inputs):
-                torch.autograd.graph.increment_version(inputs[at])
-            return results
+            written = self._written(values, slots)
+            flat, restore = taken_apart(results)
+            single = isinstance(results, Tensor)
+
+            def finish(flat: Any) -> Any:
+                made = restore(flat)[0] if single else restore(flat)
+                return made if whole else self.public(made)
+
+            plan = recorder.plan(flat) if key is not None and not recorder.compile_only else None
+            if plan is not None:
+                if len(self.plans) >= PLANS:
+                    self.plans.clear()
+                # A plan's one tensor is the result as it is
+                self.plans[key] = plan, None if plan.single and single else finish, written
+            for at in written:
+                torch.autograd.graph.increment_version(slots[at])
+            return results if whole else self.public(results)
 
     def run_reference(self, values: Mapping[str, Any]) -> Any:
         """The reference as an implementation: contiguous results, `out` filled if given."""
@@ -230,28 +247,6 @@ class Op:
             return results
         kept = results[: len(results) - self.aux]
         return kept[0] if len(kept) == 1 else kept
-
-    def flatten(self, results: Any) -> list[Tensor | None]:
-        """Results as plain tensors; a Quantized one as those it stores."""
-        return [piece for r in _tuple(results) for piece in _flat(r)]
-
-    def _restorer(self, results: Any) -> Callable[[Any], Any] | None:
-        """How to make the public results from a plan's flat ones; None when the plan's single tensor is the result."""
-        kept = _tuple(results)
-        if len(kept) == 1 and not isinstance(kept[0], Quantized):
-            return None
-        shapes = [(r.format, r.dtype, r.shape) if isinstance(r, Quantized) else None for r in kept]
-
-        def restore(flat: list) -> Any:
-            pieces, made = iter(flat), []
-            for shape in shapes:
-                if shape is None:
-                    made.append(next(pieces))
-                else:
-                    made.append(Quantized.from_tensors(*shape, [next(pieces) for _ in shape[0].tensor_names]))
-            return self.public(tuple(made))
-
-        return restore
 
     def graded(self, values: Mapping[str, Any]) -> list[int]:
         """Where in the registered op's results gradients arrive: a quantised one's at its carrier."""
@@ -288,21 +283,22 @@ class Op:
             saved = SimpleNamespace(**{**values, **results}, needs=needs)
             if one is None:
                 return self._reference_backward(saved, grads)
-            key, slots, addresses = _key(
-                (*values.items(), *results.items(), *enumerate(grads), ("needs", needs), *extra.items())
-            )
-            plan = self._backward_plans.get(key) if key is not None else None
+            key = call.Key()
+            keyed = key.add((*values.values(), *results.values(), *grads, needs, *extra.values()))
+            parts = tuple(key.parts) if keyed else None
+            plan = self.backward_plans.get(parts) if keyed else None
             if plan is not None and not _compile_only.get():
-                flat = plan(slots, addresses)
-                return tuple(flat) if isinstance(flat, list) else (flat,)
+                replay, restore = plan
+                return restore(replay(key.slots, key.addresses))
+            slots = key.slots if keyed else _tensors({**values, **results, **dict(enumerate(grads))})
             with Recorder(slots, _compile_only.get()) as recorder:
                 out = one.backward(saved, *grads, **extra)
-            quantised = any(isinstance(t, Quantized) for t in out)
-            made = None if quantised or key is None or recorder.compile_only else recorder.plan(list(out))
+            flat, restore = taken_apart(tuple(out))
+            made = recorder.plan(flat) if keyed and not recorder.compile_only else None
             if made is not None and not self._overwrites(values):
-                if len(self._backward_plans) >= PLANS:
-                    self._backward_plans.clear()
-                self._backward_plans[key] = made
+                if len(self.backward_plans) >= PLANS:
+                    self.backward_plans.clear()
+                self.backward_plans[parts] = made, restore
             return tuple(out)
 
     def _overwrites(self, values: Mapping[str, Any]) -> bool:
@@ -342,121 +338,6 @@ class _Apply(torch.autograd.Function):
         return (None, None, *register.backward(ctx, grads, wanted, register.eager))
 
 
-# -------------------------------------------------------------------- the hot path
-
-
-def _key(items: Any) -> tuple[tuple | None, list[Tensor], list[int]]:
-    """(key, tensors, their addresses) of named arguments, for plans off the hot path; the key is None if one cannot be keyed."""
-    key: list[Any] = []
-    slots: list[Tensor] = []
-    addresses: list[int] = []
-    for name, value in items:
-        key.append(name)
-        if type(value) in PLAIN:
-            address = value.data_ptr()
-            key += (value.shape, value.dtype, value.get_device(), not address & 15, value.stride())
-            slots.append(value)
-            addresses.append(address)
-        elif type(value) in NUMBERS or isinstance(value, frozenset):
-            key += (type(value), value)
-        elif isinstance(value, Format) and value.tensor is None:
-            key.append(value.key)
-        else:
-            return None, _tensors(dict(items)), []
-    return tuple(key), slots, addresses
-
-
-RECENT = 4  # kinds of call that an op remembers by guard
-
-
-def _public(op: Op) -> Callable[..., Any]:
-    """The public function: plain tensors, no gradient wanted and no mode active go straight to the launches of a plan.
-
-    A call with tensors alone is first held against guards of the last few kinds of call; else, and for every other call, a key
-    is built from what the plan depends on. Both cover all that validation reads, so what they let through was validated.
-    """
-    plans = op._plans
-    plain, numbers, strided = PLAIN, NUMBERS, torch.strided
-    recent: tuple = ()
-
-    @functools.wraps(op.reference)
-    def function(*args: Any, **kwargs: Any) -> Any:
-        if _tracing():
-            return register.call(op, op.signature.bind(args, kwargs))
-        if not kwargs and _forced.get() is None:
-            for check, count, graded, plan, restore in recent:
-                if count == len(args) and check(*args):
-                    if graded and torch.is_grad_enabled():
-                        break
-                    if plan.simple is not None:
-                        result = plan.simple(args)
-                        if result is None:
-                            break  # the guards do not see alignment
-                        return result
-                    addresses = [t.data_ptr() for t in args]
-                    if any(address & 15 for address in addresses):
-                        break
-                    results = plan([*args], addresses)
-                    return results if restore is None else restore(results)
-        return keyed(args, kwargs)
-
-    def keyed(args: tuple, kwargs: dict[str, Any]) -> Any:
-        if _modes() or _transforms():
-            return op.dispatch(args, kwargs)
-        key: list[Any] = [_forced.get(), *kwargs]
-        slots: list[Tensor] = []
-        addresses: list[int] = []
-        for value in (*args, *kwargs.values()):
-            kind = type(value)
-            if kind not in plain:
-                if kind in numbers:
-                    key += kind, value
-                    continue
-                if not isinstance(value, Format):
-                    return op.dispatch(args, kwargs)
-                key.append(value.key)
-                value = value.tensor
-                if value is None:
-                    continue
-            if value.requires_grad and torch.is_grad_enabled():
-                return op.dispatch(args, kwargs)
-            if value.layout is not strided or value.is_neg():
-                return op.dispatch(args, kwargs)  # which refuses it: there is no address, or other numbers lie there
-            address = value.data_ptr()
-            key += (
-                value.shape,
-                value.dtype,
-                value.get_device(),
-                not address & 15,
-                value.is_contiguous() or value.stride(),
-            )
-            slots.append(value)
-            addresses.append(address)
-        key = tuple(key)
-        found = plans.get(key)
-        if found is None:
-            return op.dispatch(args, kwargs, key, slots)
-        plan, restore, written = found
-        if written:
-            op.validate(op.signature.bind(args, kwargs))  # whether arguments overlap depends on their addresses
-            for at in written:
-                torch.autograd.graph.increment_version(slots[at])
-        elif not kwargs and key[0] is None and len(slots) == len(args) and not any(a & 15 for a in addresses):
-            remember(slots, plan, restore)
-        results = plan(slots, addresses)
-        return results if restore is None else restore(results)
-
-    def remember(slots: list[Tensor], plan: Plan, restore: Callable | None) -> None:
-        nonlocal recent
-        check = guard(slots)
-        if check is not None:
-            graded = any(t.requires_grad for t in slots)
-            recent = ((check, len(slots), graded, plan, restore), *recent[: RECENT - 1])
-
-    function.op = op
-    return function
-
-
 # -------------------------------------------------------------------- small shapes of data
 
 
@@ -468,6 +349,29 @@ def _map(change: Callable[[Tensor], Tensor], results: Any) -> Any:
     """Apply to every plain tensor among results."""
     made = tuple(r if isinstance(r, Quantized) else change(r) for r in _tuple(results))
     return made if isinstance(results, tuple) else made[0]
+
+
+def taken_apart(results: Any) -> tuple[list[Tensor | None], Callable[[Any], Any]]:
+    """(results as plain tensors, a function that makes results of the same kind from such tensors)."""
+    flat: list[Tensor | None] = []
+    kinds: list[tuple | None] = []
+    for r in _tuple(results):
+        quantised = isinstance(r, Quantized)
+        flat += [*r.tensors(), r.offsets] if quantised else [r]
+        kinds.append((r.format, r.dtype, r.shape) if quantised else None)
+
+    def restore(pieces: Any) -> Any:
+        source = iter(pieces if isinstance(pieces, list) else [pieces])
+        made = []
+        for kind in kinds:
+            if kind is None:
+                made.append(next(source))
+            else:
+                stored = [next(source) for _ in kind[0].tensor_names]
+                made.append(Quantized.from_tensors(*kind, stored, next(source)))
+        return tuple(made)
+
+    return flat, restore
 
 
 def _flat(result: Any) -> tuple[Tensor | None, ...]:

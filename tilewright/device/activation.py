@@ -16,7 +16,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 GELU_SLOPE = tl.constexpr(1.5957691216057308)  # 2 * sqrt(2/pi)
 GELU_CUBE = tl.constexpr(0.044715)
 DENSITY = tl.constexpr(0.3989422804014327)  # 1 / sqrt(2*pi)
-LARGEST = tl.constexpr(126.0)  # exponent up to which both 2**n and its reciprocal are normal
+LARGEST = tl.constexpr(2.0**126)  # Inf * 0 would be NaN
 
 
 @triton.jit
@@ -34,10 +34,11 @@ def sigmoid(x, slope):
 
 @triton.jit
 def sigmoid_both(x, slope):
-    """(sigmoid(slope * x), sigmoid(-slope * x)), the second to full relative precision: what has no bound multiplies it."""
-    e = tl.exp2(tl.minimum(x * (slope * -LOG2E), LARGEST, propagate_nan=tl.PropagateNan.ALL))
+    """(sigmoid(slope * x), sigmoid(-slope * x)): the second to full relative precision, for what has no bound multiplies it;
+    but 0 where the first is, so that products of the two are."""
+    e = tl.exp2(x * (slope * -LOG2E))
     s = reciprocal(1.0 + e)
-    return s, e * s
+    return s, tl.minimum(e, LARGEST) * s
 
 
 @triton.jit
@@ -84,8 +85,8 @@ def activate_slope(a, alpha, ACT: tl.constexpr):
     elif ACT == "gelu_tanh":
         square = a * a
         s, t = sigmoid_both(a + square * (a * GELU_CUBE), GELU_SLOPE)
-        # in this order: far out t is 0 before the square overflows
-        return a * s, s * (a * t * ((square * (3.0 * GELU_CUBE) + 1.0) * GELU_SLOPE) + 1.0)
+        value = a * s
+        return value, value * t * ((square * (3.0 * GELU_CUBE) + 1.0) * GELU_SLOPE) + s
     elif ACT == "gelu_erf":
         p, density = normal(a)
         return a * p, a * density + p

@@ -337,9 +337,7 @@ def store_tile4(
 
 
 @triton.jit
-def store_given(
-    S, ST, AMAX, AMAX_T, row0, col0, block, groups, rows_left, N, stride_st, FORMAT: tl.constexpr
-):
+def store_given(S, ST, AMAX, AMAX_T, row0, col0, block, groups, rows_left, N, stride_st, FORMAT: tl.constexpr):
     """Store the scales of formats row, tensor, static and unit: each by one tile, `block` and col0 saying which."""
     c = tl.arange(0, 128)
     if has(FORMAT, "row"):

@@ -2,11 +2,11 @@
 
 With F the largest finite code (448, 57344) and a = max|x| of a block, all in fp32:
 
-| rule   | power-of-two scales                         | fp32 scales                                      | smallest scale  | a = 0      |
-|--------|---------------------------------------------|--------------------------------------------------|-----------------|------------|
-| te     | m = 2^floor(log2(F/a)), x*m, scale 1/m      | m = RN(F/a), code of RN(x*m), scale RN(1/m)      | 2^-126          | scale 1    |
-| exact  | the same                                    | scale s = RN(a/F), code of RN(x/s)               | 2^-126          | scale 1    |
-| linghe | the same                                    | the same                                         | 1e-30 (2^-99)   | the floor  |
+| rule   | power-of-two scales                    | fp32 scales                                 | smallest scale | a = 0     |
+|--------|----------------------------------------|---------------------------------------------|----------------|-----------|
+| te     | m = 2^floor(log2(F/a)), x*m, scale 1/m | m = RN(F/a), code of RN(x*m), scale RN(1/m) | 2^-126         | scale 1   |
+| exact  | the same                               | scale s = RN(a/F), code of RN(x/s)          | 2^-126         | scale 1   |
+| linghe | the same                               | the same                                    | 1e-30 (2^-99)  | the floor |
 
 Codes round to nearest even and saturate; zeros keep their sign. A NaN or Inf gives its block scale NaN and codes 0x7F. A static
 or unit scale s takes m = RN(1/s) (te) or RN(x/s), and a NaN or Inf becomes 0x7F alone.

@@ -278,7 +278,7 @@ def cross_entropy_reduce(
     loss = tl.zeros([BLOCK], tl.float64)
     weights = tl.zeros([BLOCK], tl.float64)
     for start in range(0, M, BLOCK):
-        row = start.to(tl.int64) + tl.arange(0, BLOCK)
+        row = start + tl.arange(0, BLOCK)
         loss += tl.load(ROWS + row, row < M, 0.0).to(tl.float64)
         if DENOMINATOR is not None:
             y, counts, _ = read_label(Y, row, M, INNER, N, stride_yo, stride_yi, ignore_index)
@@ -443,7 +443,8 @@ def backward(saved: SimpleNamespace, dloss: Tensor | None, dlse: Tensor | None =
     given, stride_w = numbers(saved, N), 0 if weight is None else weight.stride(0)
     out, places = x, strides
     if not saved.inplace_backward:
-        out, places = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device), (inner * N, N, 1)
+        out = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+        places = (inner * N if M > inner else 0, N, 1)
     g, h, g_steps, h_steps = dloss, dlse, (0, 0), (0, 0)
     if g is not None and saved.reduction == "none":
         g, g_steps = fold_like(g, inner)

@@ -1,0 +1,148 @@
+"""Properties of calling an op: the same result however, whenever and with whatever gradients it is called."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.cases import SMALL, Case, Net, choices, draw, tensors
+from tests.oracle import (
+    FLOATS,
+    Outcome,
+    as_tuple,
+    bits,
+    check,
+    differentiate,
+    leaves,
+    outcome,
+    pieces,
+    same_bits,
+    same_outcome,
+    specified,
+)
+from tilewright.core import register
+from tilewright.core.op import Op
+
+
+def repeatable(op: Op, net: Net) -> None:
+    """The same bits every time, also with the programs run in another order."""
+    for seed in range(2):
+        case = draw(op, net, 30 + seed, FLOATS[seed], {"tokens": 45, "hidden": 40} if seed else None)
+        with net.kernels():
+            first = outcome(op, case.values)
+            for _ in range(2 if net.interpreter else 20):
+                same_outcome(f"{case.label}: again", outcome(op, case.values), first, case.values)
+            if net.interpreter:
+                from tilewright.core.interpret import reversed_programs
+
+                with reversed_programs():
+                    actual = outcome(op, case.values)
+                same_outcome(f"{case.label}: programs backwards", actual, first, case.values)
+
+
+def paths(op: Op, net: Net) -> None:
+    """Recorded, replayed, by keyword in any order, with gradients, through the registered op: one result."""
+    for fmt in choices(op, net.device)[:2]:
+        case = draw(op, net, 40, torch.bfloat16, SMALL, {"out_format": fmt}, full=True)
+        other = draw(op, net, 41, torch.bfloat16, case.dims, case.options)
+        chosen = {"out_format": fmt} if fmt else {}
+        calls = [{**drawn.values, **chosen} for drawn in (case, other)]
+        with net.kernels():
+            expected = [outcome(op, values) for values in calls]
+            for turn, (values, right) in itertools.product(range(3), zip(calls, expected)):
+                for label, made in _ways_to_call(op, values, backwards=bool(turn)):
+                    for name, t in made.items():
+                        pair = specified(values, name, t), specified(values, name, right[name])
+                        same_bits(f"{case.label}: {label}, turn {turn}: {name}", *pair)
+
+
+def _ways_to_call(op: Op, values: Mapping[str, Any], backwards: bool) -> Iterator[tuple[str, dict[str, Tensor]]]:
+    def named(results: Any) -> dict[str, Tensor]:
+        return {f"{n}{tail}": t for n, r in zip(op.results, as_tuple(results)) for tail, t in pieces(r).items()}
+
+    count = op.signature.positional
+    order = list(values.items())[::-1] if backwards else list(values.items())
+    with torch.no_grad():
+        yield "by keyword", named(op.function(**dict(order)))
+        yield "by position", named(op.function(*[values[n] for n in op.signature.names[:count]], **{
+            n: v for n, v in order if n not in op.signature.names[:count]
+        }))  # fmt: skip
+        yield "registered", named(register.call(op, values))
+
+
+def gradients(op: Op, net: Net) -> None:
+    """What autograd may ask: one upstream gradient for two results, twice over one graph, some arguments only, some results
+    only, zeros, twice as much."""
+    case = draw(op, net, 50, torch.float32, {**SMALL, "tokens": 6}, {"offsets": False}, full=True)
+    inputs = leaves(op, case.values)
+    if not inputs or case.values.get("inplace_backward"):
+        return
+    with net.kernels():
+        expected = outcome(op, case.values)
+        grads = expected.grads
+        results = as_tuple(op.function(**{**case.values, **inputs}))
+        for turn in range(2):
+            _same_gradients(
+                f"{case.label}: turn {turn} over one graph", op, results, inputs, grads, expected, retain_graph=True
+            )
+        for name in inputs:
+            alone = {**case.values, name: inputs[name]}
+            made = as_tuple(op.function(**alone))
+            _same_gradients(f"{case.label}: only {name}", op, made, {name: inputs[name]}, grads, expected)
+        double = [None if g is None else 2 * g for g in grads]
+        twice = Outcome({n: 2 * t if n.startswith("d_") else t for n, t in expected.items()})
+        same_outcome(f"{case.label}: twice the gradient", outcome(op, case.values, grads=double), twice)
+        zero = outcome(op, case.values, grads=[None if g is None else torch.zeros_like(g) for g in grads])
+        for n, t in zero.items():
+            assert not n.startswith("d_") or not bool(t.any()), f"{case.label}: zero upstream, {n} is not zero"
+        _shared_gradient(op, case, grads)
+        for only, registered in itertools.product(range(len(grads)) if len(grads) > 1 else (), (False, True)):
+            some = [g if i == only else None for i, g in enumerate(grads)]
+            label = f"{case.label}: only {op.results[op.graded_results[only]]} used" + registered * ", registered op"
+            check(op, label, case.values, outcome(op, case.values, grads=some, registered=registered))
+
+
+def _same_gradients(
+    label: str, op: Op, results: tuple, inputs: dict, grads: list, expected: Outcome, **options: Any
+) -> None:
+    found = differentiate(op, results, inputs, grads, **options)
+    for n, t in found.items():
+        assert t is not None, f"{label}: there is no d_{n}"
+        same_bits(f"{label}: d_{n}", t, expected[f"d_{n}"])
+
+
+def _shared_gradient(op: Op, case: Case, grads: list) -> None:
+    """One tensor as the gradient of several results, then several: no plan may take one for the other."""
+    shapes = {(g.shape, g.dtype) for g in grads}
+    if len(grads) < 2 or len(shapes) > 1:
+        return
+    first = grads[0]
+    apart = outcome(op, case.values, grads=[first.clone() for _ in grads])
+    kept = first.clone()
+    for _ in range(2):
+        same_outcome(f"{case.label}: one gradient for all", outcome(op, case.values, grads=[first] * len(grads)), apart)
+    assert torch.equal(bits(first), bits(kept)), f"{case.label}: the upstream gradient was written"
+    again = outcome(op, case.values, grads=grads)
+    check(op, f"{case.label}: after one gradient for all, one each", case.values, again)
+
+
+def repeated_argument(op: Op, net: Net) -> None:
+    """One tensor given for two arguments, then two tensors: no plan may take one for the other."""
+    case = draw(op, net, 60, torch.float32, {**SMALL, "tokens": 9}, {"offsets": False}, full=True)
+    by_kind: dict[Any, list[str]] = {}
+    for n, t in tensors(op, case.values).items():
+        by_kind.setdefault((t.shape, t.dtype), []).append(n)
+    with net.kernels(), torch.no_grad():
+        for names in by_kind.values():
+            if len(names) < 2:
+                continue
+            one = case.values[names[0]]
+            op.function(**{**case.values, **dict.fromkeys(names, one)})
+            for _ in range(2):
+                results = as_tuple(op.function(**case.values))
+                actual = Outcome(zip(op.results, results))
+                check(op, f"{case.label}: after {names} were one tensor", case.values, actual)

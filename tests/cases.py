@@ -1,0 +1,126 @@
+"""Calls to try an op with, drawn from the op's own `inputs`, and the net that they are tried in."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import tilewright as tw
+from tests.oracle import ROW_DIMS, row_shaped
+from tilewright.core.draw import Draw
+from tilewright.core.op import Op
+
+SMALL = {"tokens": 5, "batch": 2, "length": 3, "hidden": 33, "vocab": 37, "heads": 2, "head_dim": 16, "experts": 3}
+FEW_ROWS = (
+    1,
+    2,
+    3,
+    7,
+    15,
+    17,
+    31,
+    33,
+)  # the interpreter takes milliseconds for each program, and many ops have one per row
+
+
+@dataclass(frozen=True)
+class Net:
+    """Where kernels run, how many random cases a property draws, and how many elements a case may have."""
+
+    device: str = "cpu"
+    cases: int = 6
+    largest: int = 4096
+    interpreter: bool = False
+
+    @contextlib.contextmanager
+    def kernels(self) -> Iterator[None]:
+        """Kernels, not the reference, inside: a CPU needs to be told."""
+        with tw.force("triton") if self.interpreter else contextlib.nullcontext():
+            yield
+
+
+@dataclass(frozen=True)
+class Case:
+    """One drawn call."""
+
+    label: str
+    values: dict[str, Any]
+    dims: dict[str, int]
+    options: dict[str, Any]
+
+
+@functools.cache
+def dims_of(op: Op) -> tuple[str, ...]:
+    """The names of the dimensions that an op draws."""
+    found: dict[str, int] = {}
+    for seed in range(8):  # which ones it draws may depend on the options
+        source = Draw(seed, largest=64)
+        op.inputs(source)
+        found.update(source.dims)
+    return tuple(found)
+
+
+def draw(
+    op: Op,
+    net: Net,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    dims: Mapping[str, int] | None = None,
+    options: Mapping[str, Any] | None = None,
+    *,
+    full: bool = False,
+) -> Case:
+    """Arguments from the op's own `inputs`; `full` asks for every optional tensor."""
+    wanted = dict.fromkeys(op.signature.tensors, True) if full else {}
+    known = {n: size for n, size in (dims or {}).items() if n in dims_of(op)}
+    if net.interpreter:
+        known = {
+            **{n: FEW_ROWS[(seed + i) % len(FEW_ROWS)] for i, n in enumerate(ROW_DIMS) if n in dims_of(op)},
+            **known,
+        }
+    source = Draw(seed, known, {**wanted, **(options or {})}, dtype=dtype, device=net.device, largest=net.largest)
+    values = op.signature.bind((), op.inputs(source))
+    chosen = {k: v for k, v in source.options.items() if k in op.signature.names}
+    label = f"{op.name}(seed={seed}, {str(dtype).removeprefix('torch.')}, dims={source.dims}, options={chosen})"
+    return Case(label, values, source.dims, source.options)
+
+
+def tensors(op: Op, values: Mapping[str, Any]) -> dict[str, Tensor]:
+    return {n: values[n] for n in op.signature.tensors if isinstance(values[n], Tensor)}
+
+
+def row_arguments(op: Op, values: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Arguments with one row per token."""
+    rules = {p.name: p.rule for p in op.signature.parameters}
+    return {n: t for n, t in tensors(op, values).items() if row_shaped(rules[n])}
+
+
+def formats(op: Op, device: str) -> list[Any]:
+    """Formats that the op's result can be asked in: every granularity, direction, rule and kind of code, not every product."""
+    if "out_format" not in op.signature.names:
+        return []
+    static = torch.tensor([0.37], device=device)
+    return [
+        tw.fp8("1x128", ways="both"),
+        tw.fp8("1x128", ways="row", pow2=False),
+        tw.fp8("1x128", "e5m2", ways="col", rule="exact", pow2=False),
+        tw.fp8("128x128", ways="both"),
+        tw.fp8("128x128", ways="col", rule="linghe", pow2=False),
+        tw.fp8("row", ways="both"),
+        tw.fp8("row", "e5m2", ways="row", rule="exact"),
+        tw.fp8("tensor", ways="both"),
+        tw.fp8("tensor", ways="row", scale=static),
+        tw.fp8("tensor", "e5m2", ways="both", scale="unit"),
+    ]
+
+
+def choices(op: Op, device: str) -> list[Any]:
+    """`formats`, and None for a plain result where the op has one."""
+    needed = any(p.name == "out_format" and not p.optional for p in op.signature.parameters)
+    return [*([] if needed else [None]), *formats(op, device)]

@@ -1,0 +1,214 @@
+"""One declaration, everything else: a toy op, complete in one file, and all that appears when it is declared."""
+
+from __future__ import annotations
+
+import inspect
+import threading
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import tilewright as tw
+from tests.cases import Net
+from tests.faces import FACES
+from tests.mutants import SUBJECT, Mutant, declared
+from tests.oracle import same_bits
+from tilewright.core.cost import traffic
+from tilewright.core.op import Op, Triton
+from tilewright.core.signature import at_least
+
+WHOLE = Mutant("none", "Toy op", "Toy op", "", "", SUBJECT)
+
+
+@pytest.fixture
+def toy(tmp_path):
+    with declared(WHOLE, tmp_path) as (op, _):
+        yield op
+
+
+def arguments(*leading: int, hidden: int = 7, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    source = torch.Generator().manual_seed(0)
+    x = torch.randn(*leading, hidden, generator=source).to(dtype)
+    return x, torch.randn(hidden, generator=source)
+
+
+def test_it_appears_and_goes(tmp_path):
+    with declared(WHOLE, tmp_path) as (op, _):
+        name = op.name
+        assert tw.catalogue()[name] is op
+        assert tw.__getattr__(name) is op.function
+        assert name in dir(tw)
+        vars(tw).pop(name)
+        assert repr(op) == f"<op {name}>"
+    assert name not in tw.catalogue()
+    with pytest.raises(AttributeError, match=name):
+        tw.__getattr__(name)
+
+
+def test_public_function_has_the_signature_and_words_of_the_reference(toy):
+    assert inspect.signature(toy.function) == inspect.signature(toy.reference)
+    assert toy.function.__doc__ == toy.reference.__doc__ == toy.__doc__
+    assert toy.function.__name__ == toy.name
+    assert toy.function.op is toy
+
+
+def test_cpu_path_is_the_reference(toy):
+    x, weight = arguments(3, 4)
+    centred = x - x.mean(-1, keepdim=True)
+    expected = centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + 1e-5) * (weight + 1)
+    torch.testing.assert_close(toy(x, weight, offset=1.0), expected)
+    torch.testing.assert_close(toy(x), F.layer_norm(x, (7,)))
+    assert toy(x.transpose(0, 1)).is_contiguous()
+    out = torch.empty_like(x)
+    assert toy(x, weight, out=out) is out
+    same_bits("out", out, toy(x, weight))
+
+
+def test_autograd(toy):
+    x, weight = arguments(5)
+    x, weight = x.requires_grad_(), weight.requires_grad_()
+    g = torch.randn(5, 7)
+    found = torch.autograd.grad(toy(x, weight), (x, weight), g)
+    expected = torch.autograd.grad(F.layer_norm(x, (7,), weight), (x, weight), g)
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("prop", FACES, ids=lambda p: p.__name__)
+def test_properties(prop, toy):
+    """Errors, fakes, opcheck, torch.compile static and dynamic, gradcheck."""
+    prop(toy, Net())
+
+
+def test_registered_op(toy):
+    x, weight = arguments(4)
+    registered = getattr(torch.ops.tilewright, toy.name)
+    assert registered is getattr(torch.ops.tilewright, toy.name)
+    assert set(registered.overloads()) == {"default", "out"}
+    y, mean, rstd = registered(x, weight, 1e-5, 0.5, "plain")
+    same_bits("y", y, toy(x, weight, offset=0.5, kind="plain"))
+    assert mean.shape == rstd.shape == (4,)
+    with pytest.raises(ValueError, match="eps must be >= 0"):
+        registered(x, weight, -1.0)
+
+
+def test_export(toy):
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.randn(7))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return toy(x, self.weight, offset=1.0)
+
+    model = Model()
+    rows = torch.export.Dim("rows", min=2, max=64)
+    exported = torch.export.export(model, (torch.randn(5, 7),), dynamic_shapes=({0: rows},))
+    assert any(toy.name in str(node.target) for node in exported.graph.nodes)
+    for count in (5, 11):
+        x = torch.randn(count, 7)
+        torch.testing.assert_close(exported.module()(x), model(x))
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [
+        (lambda f, x, w: f(x, w[:3]), ValueError, "weight is float32[3], but hidden must be 7, as in x"),
+        (lambda f, x, w: f(x, w.int()), TypeError, "weight must be bfloat16 or float16 or float32 or float64, got int32"),
+        (lambda f, x, w: f(x, w[None]), ValueError, "weight must have 1 dimensions, got float32[1, 7]"),
+        (lambda f, x, w: f(x, w.to("meta")), ValueError, "weight is on meta, x on cpu"),
+        (lambda f, x, w: f(x, w, "1"), TypeError, "eps must be float, got str"),
+        (lambda f, x, w: f(x, w, float("nan")), ValueError, "eps must be finite, got nan"),
+        (lambda f, x, w: f(x, kind="other"), ValueError, "kind must be one of ['centred', 'plain'], got 'other'"),
+        (lambda f, x, w: f(x, out=x), ValueError, "out shares memory with x"),
+        (lambda f, x, w: f(x, out=x[:1].expand(4, 7)), ValueError, "out has elements that share memory"),
+        (lambda f, x, w: f(x, w, weight=w), TypeError, "weight twice"),
+        (lambda f, x, w: f(x, wieght=w), TypeError, "has no argument wieght"),
+        (lambda f, x, w: f(weight=w), TypeError, "needs argument x"),
+        (lambda f, x, w: f(x.to_sparse()), TypeError, "x must be a strided tensor"),
+        (lambda f, x, w: f(torch.complex(x, x).conj().imag), ValueError, "x is a lazily negated"),
+        (lambda f, x, w: f(x.clone().requires_grad_(), out=torch.empty_like(x)), ValueError, "out cannot be given when a gradient"),
+    ],
+)  # fmt: skip
+def test_errors_say_what_it_was_and_what_it_should_be(toy, call, error, words):
+    with pytest.raises(error) as caught:
+        call(toy, *arguments(4))
+    assert words in str(caught.value)
+    assert str(caught.value).startswith(toy.name)
+
+
+def test_cost(toy):
+    x, weight = arguments(6, hidden=10, dtype=torch.bfloat16)
+    values = toy.signature.bind((x, weight), {})
+    statistics = 2 * 6 * 4  # aux results are written too
+    assert traffic(toy, values) == (x.numel() * 2 + weight.numel() * 4, x.numel() * 2 + statistics)
+    spread = toy.signature.bind((x[:1].expand(6, 10),), {})
+    assert traffic(toy, spread) == (10 * 2, x.numel() * 2 + statistics)
+    values = tw.catalogue()["rms_norm"].signature.bind((x, weight), {"out_format": tw.fp8("row", ways="row")})
+    assert traffic(tw.catalogue()["rms_norm"], values)[1] == x.numel() + 6 * 4
+
+
+def test_modes_of_torch_make_no_difference(toy):
+    x, weight = arguments(4)
+    expected = toy(x, weight)
+    with torch.inference_mode():
+        same_bits("inference mode", toy(x, weight), expected)
+        out = torch.empty_like(x)
+        same_bits("out in inference mode", toy(x, weight, out=out), expected)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        same_bits("autocast", toy(x, weight), expected)
+    with torch.autocast("cpu", dtype=torch.bfloat16), torch.device("meta"):
+        same_bits("another default device", toy(x, weight), expected)
+    same_bits("parameter", toy(x, torch.nn.Parameter(weight)).detach(), expected)
+
+    class Sub(torch.Tensor):
+        pass
+
+    same_bits("subclass", torch.Tensor(toy(x.as_subclass(Sub), weight)), expected)
+    same_bits("vmap", torch.vmap(toy, (0, None))(x[None], weight)[0], expected)
+
+
+def test_checkpoint_gives_the_same_gradients(toy):
+    x, weight = arguments(4)
+    x, weight = x.requires_grad_(), weight.requires_grad_()
+    plain = torch.autograd.grad(toy(x, weight).square().sum(), (x, weight))
+    kept = torch.utils.checkpoint.checkpoint(toy.function, x, weight, use_reentrant=False)
+    for a, b in zip(torch.autograd.grad(kept.square().sum(), (x, weight)), plain):
+        same_bits("checkpointed", a, b)
+
+
+def test_forcing_an_implementation(toy):
+    x, weight = arguments(4)
+    expected = toy(x, weight)
+    with tw.force("reference"):
+        same_bits("reference", toy(x, weight), expected)
+    seen = []
+    with tw.force("triton"):
+        with pytest.raises(RuntimeError, match="TRITON_INTERPRET=1"):
+            toy(x, weight)
+        thread = threading.Thread(target=lambda: seen.append(toy(x, weight)))
+        thread.start()
+        thread.join()
+    same_bits("another thread", seen[0], expected)
+    same_bits("afterwards", toy(x, weight), expected)
+
+
+def test_declarations_are_checked():
+    def reference(x: Tensor, eps: float = 0.0) -> Tensor:
+        return x + eps
+
+    def untyped(x: list) -> Tensor:
+        return x
+
+    none = Triton(reference)
+    for words, where, function in (
+        ("names ['y']", {"x": "float[n]", "y": "float[n]"}, reference),
+        ("x needs a row", {"eps": at_least(0.0)}, reference),
+        ("not of the form", {"x": "float of n"}, reference),
+        ("cannot be of type", {"x": "float[n]"}, untyped),
+    ):
+        with pytest.raises((ValueError, TypeError)) as caught:
+            Op("never_declared", function, dict, none, where=where)
+        assert words in str(caught.value)
+    assert "never_declared" not in tw.catalogue()

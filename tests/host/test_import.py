@@ -1,0 +1,98 @@
+"""What importing costs and does not do, each in a fresh process."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SECONDS = 1.0  # that importing may add to torch and triton
+TRIES = 3  # a busy machine may be slow once
+
+
+def python(code: str, **environment: str) -> str:
+    """What a fresh interpreter prints."""
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]), **environment}
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout.strip()
+
+
+@pytest.mark.parametrize("used", ["", "; tilewright.rms_norm"], ids=["import", "first use"])
+def test_it_adds_less_than_a_second(used):
+    code = f"import time, torch, triton; t = time.perf_counter(); import tilewright{used}; print(time.perf_counter() - t)"
+    took = []
+    for _ in range(TRIES):
+        took.append(float(python(code)))
+        if took[-1] < SECONDS:
+            return
+    raise AssertionError(f"importing took {took} s")
+
+
+def test_it_touches_no_gpu_and_no_driver():
+    code = """
+import sys, torch, tilewright as tw
+assert not any(name.startswith("tilewright.") for name in sys.modules), "import is not lazy"
+tw.catalogue()
+y = tw.rms_norm(torch.ones(2, 4))
+assert y.shape == (2, 4)
+assert not torch.cuda.is_initialized()
+maps = open("/proc/self/maps").read()
+assert "libcuda.so" not in maps, "the driver was loaded"
+loaded = [name for name in sys.modules if name.split(".")[0] in ("typer", "rich", "transformers", "jax")]
+assert not loaded, loaded
+assert "tilewright.bench" not in sys.modules
+print("good")
+"""
+    assert python(code, CUDA_VISIBLE_DEVICES="") == "good"
+
+
+def test_a_broken_driver_does_not_matter():
+    """Triton's driver is not even asked for, so one that raises is not noticed."""
+    code = """
+import triton.runtime.driver as driver
+def broken(*_):
+    raise RuntimeError("0 active drivers")
+driver._create_driver = broken
+import torch, tilewright as tw
+tw.catalogue()
+print(tuple(tw.rms_norm(torch.ones(2, 4)).shape))
+"""
+    assert python(code) == "(2, 4)"
+
+
+def test_a_process_may_fork_after_importing():
+    code = """
+import os, torch, tilewright as tw
+x = torch.ones(2, 4)
+tw.rms_norm(x)
+child = os.fork()
+if child == 0:
+    os._exit(0 if torch.equal(tw.rms_norm(x), tw.rms_norm(x)) else 1)
+print(os.waitpid(child, 0)[1])
+"""
+    assert python(code, OMP_NUM_THREADS="1") == "0"
+
+
+def test_names(tmp_path):
+    code = """
+import tilewright as tw
+names = dir(tw)
+assert {"rms_norm", "glu", "cross_entropy", "quantize", "fp8", "Op", "kernel", "Draw", "Format", "Target"} <= set(names)
+for name in names:
+    getattr(tw, name)
+for name in ("no_such_op", "_private"):
+    try:
+        getattr(tw, name)
+    except AttributeError as error:
+        assert name in str(error)
+    else:
+        raise SystemExit(f"{name} exists")
+print(tw.__version__)
+"""
+    assert python(code, TILEWRIGHT_CACHE=str(tmp_path)) == "0.1.0"
+    assert list(tmp_path.iterdir()) == []

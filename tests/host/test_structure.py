@@ -1,0 +1,207 @@
+"""The shape of the code base: which layer imports which, what is not to appear, how long files and functions may be."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = "tilewright"
+# A layer may import itself and those of a lower rank; `device` holds kernels' functions and knows Triton alone.
+RANK = {"core": 0, "formats": 1, "ops": 2, "gemm": 2, "attention": 2, "aten": 2, "nn": 3, "integrations": 4}
+HOLD_KERNELS = ("formats", "ops", "gemm", "attention", "aten", "bench")
+NOBODY_IMPORTS = ("bench", "integrations")
+LONGEST_FILE, LONGEST_FUNCTION = 500, 80
+BANNED_CALLS = {
+    "eval", "exec", "__import__", "yaml.load", "torch.load", "np.load", "numpy.load", "os.system", "os.popen",
+    "tempfile.mktemp", "torch.jit.load", "torch.package.PackageImporter",
+}  # fmt: skip
+BANNED_MODULES = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
+BANNED_NAMES = {"util", "utils", "common", "helper", "helpers", "misc", "v2", "experimental"}
+FIXED_FOLDERS = ("/" + "tmp", "/var/" + "tmp", "/dev/" + "shm")
+UNFINISHED = re.compile(r"\b(TO" r"DO|FIX" r"ME|XX" r"X|HA" r"CK)\b")
+
+
+def files(*folders: str) -> list[Path]:
+    found = [p for folder in folders for p in sorted((ROOT / folder).rglob("*.py")) if "__pycache__" not in p.parts]
+    assert found
+    return found
+
+
+@cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(), str(path))
+
+
+LIBRARY = files(PACKAGE)
+EVERYTHING = files(PACKAGE, "tests")
+
+
+def module_of(path: Path) -> tuple[str, ...]:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return parts[:-1] if parts[-1] == "__init__" else parts
+
+
+def imports(path: Path) -> Iterator[tuple[str, ...]]:
+    """Every module that a file imports, absolute, wherever in the file it does so."""
+    package = module_of(path) if path.name == "__init__.py" else module_of(path)[:-1]
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.Import):
+            yield from (tuple(alias.name.split(".")) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else ()
+            base += tuple(node.module.split(".")) if node.module else ()
+            yield from ((*base, alias.name) for alias in node.names)
+
+
+def layer(module: tuple[str, ...]) -> str | None:
+    return module[1] if len(module) > 1 and module[0] == PACKAGE else None
+
+
+def offences(paths: list[Path], find: Callable[[Path], Iterator[str]]) -> None:
+    """Fail with everything that `find` says of these files."""
+    found = [f"{path.relative_to(ROOT)}{words}" for path in paths for words in find(path)]
+    assert not found, f"{len(found)} offences:\n" + "\n".join(found)
+
+
+def test_imports_go_one_way():
+    def find(path: Path) -> Iterator[str]:
+        own = layer(module_of(path))
+        for module in imports(path):
+            other = layer(module)
+            if own is None or other is None or own == other:
+                continue
+            wrong = other in NOBODY_IMPORTS
+            if other == "device":
+                wrong = own not in HOLD_KERNELS
+            elif own != "bench" and other in RANK:
+                wrong = wrong or own not in RANK or RANK[other] > RANK[own]
+            if wrong:
+                yield f" imports {'.'.join(module)}"
+
+    offences(LIBRARY, find)
+
+
+def test_device_functions_know_triton_alone():
+    def find(path: Path) -> Iterator[str]:
+        for module in imports(path):
+            if module[0] not in ("triton", "__future__") and module[:2] != (PACKAGE, "device"):
+                yield f" imports {'.'.join(module)}"
+
+    offences(files(f"{PACKAGE}/device"), find)
+
+
+def dotted(node: ast.expr) -> str:
+    if isinstance(node, ast.Attribute):
+        return f"{dotted(node.value)}.{node.attr}"
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def calls(node: ast.AST) -> Iterator[ast.Call]:
+    return (n for n in ast.walk(node) if isinstance(n, ast.Call))
+
+
+def test_nothing_runs_or_loads_foreign_code():
+    def find(path: Path) -> Iterator[str]:
+        yield from (f" imports {'.'.join(m)}" for m in imports(path) if m[0] in BANNED_MODULES)
+        for call in calls(tree(path)):
+            if dotted(call.func) in BANNED_CALLS:
+                yield f":{call.lineno} calls {dotted(call.func)}"
+            if any(k.arg == "shell" and getattr(k.value, "value", True) is not False for k in call.keywords):
+                yield f":{call.lineno} runs a shell"
+
+    offences(EVERYTHING, find)
+
+
+def test_no_fixed_temporary_folder():
+    def find(path: Path) -> Iterator[str]:
+        for node in ast.walk(tree(path)):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith(FIXED_FOLDERS):
+                yield f":{node.lineno} names {node.value[:60]}"
+
+    offences(EVERYTHING, find)
+
+
+def test_powers_of_two_come_from_exponent_bits():
+    """exp2(ceil(log2(x))) is wrong at a third of the powers of two and their neighbours."""
+
+    def find(path: Path) -> Iterator[str]:
+        for call in calls(tree(path)):
+            if dotted(call.func).rpartition(".")[2] in ("ceil", "floor", "exp2", "round"):
+                inner = {dotted(c.func).rpartition(".")[2] for a in call.args for c in calls(a)}
+                if inner & {"log2", "log"}:
+                    yield f":{call.lineno} rounds a logarithm"
+
+    offences(LIBRARY, find)
+
+
+def test_masked_loads_say_what_they_hold():
+    def find(path: Path) -> Iterator[str]:
+        chosen = {id(c) for w in calls(tree(path)) if dotted(w.func) == "tl.where" for c in calls(w)}
+        for call in calls(tree(path)):
+            given = {k.arg for k in call.keywords} | ({"other"} if id(call) in chosen else set())
+            if dotted(call.func) == "tl.load" and (len(call.args) == 2 or "mask" in given) and "other" not in given:
+                yield f":{call.lineno} has a mask and no other"
+
+    offences(LIBRARY, find)
+
+
+def test_files_and_functions_are_short():
+    def find(path: Path) -> Iterator[str]:
+        lines = path.read_text().count("\n")
+        if lines > LONGEST_FILE:
+            yield f" has {lines} lines, at most {LONGEST_FILE}"
+        for node in ast.walk(tree(path)):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                length = node.end_lineno - node.lineno + 1
+                if length > LONGEST_FUNCTION:
+                    yield f":{node.lineno} {node.name} has {length} lines, at most {LONGEST_FUNCTION}"
+
+    offences(EVERYTHING, find)
+
+
+def test_names_say_something():
+    def find(path: Path) -> Iterator[str]:
+        words = {word for part in path.relative_to(ROOT).with_suffix("").parts for word in part.split("_")}
+        yield from (f": {word} says nothing" for word in words & BANNED_NAMES)
+        defined = (ast.FunctionDef, ast.ClassDef)
+        for node in (n for n in ast.walk(tree(path)) if isinstance(n, defined)):
+            if node.name.lower() in BANNED_NAMES:
+                yield f":{node.lineno} {node.name} says nothing"
+
+    offences(EVERYTHING, find)
+
+
+def test_nothing_is_unfinished():
+    def find(path: Path) -> Iterator[str]:
+        yield from (f": {found[0]}" for found in UNFINISHED.finditer(path.read_text()))
+
+    offences(EVERYTHING, find)
+
+
+def test_every_module_says_what_it_is():
+    offences(LIBRARY, lambda path: iter(() if ast.get_docstring(tree(path)) else (" has no docstring",)))
+
+
+def test_op_files_begin_with_the_reference():
+    """Whoever has read one op file has read them all."""
+
+    def find(path: Path) -> Iterator[str]:
+        body = tree(path).body
+        if any(
+            isinstance(n, ast.Assign) and isinstance(n.value, ast.Call) and dotted(n.value.func) == "Op" for n in body
+        ):
+            first = next(n for n in body if isinstance(n, ast.FunctionDef))
+            if not first.name.startswith("reference"):
+                yield f":{first.lineno} begins with {first.name}"
+
+    offences(files(f"{PACKAGE}/ops"), find)
+
+
+def test_layers_are_known():
+    """A new folder needs a place in the order of imports."""
+    folders = {p.relative_to(ROOT / PACKAGE).parts[0] for p in LIBRARY if p.parent != ROOT / PACKAGE}
+    assert folders <= {*RANK, "device", "bench", "data"}

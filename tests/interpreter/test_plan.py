@@ -1,0 +1,359 @@
+"""Recording one run of an op's host code and replaying it: when a plan is made, when it must not be, and that it gives what the
+host code would."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import threading
+import weakref
+from collections.abc import Callable
+
+import pytest
+import torch
+import triton.language as tl
+from torch import Tensor
+
+import tilewright as tw
+from tests.oracle import same_bits
+from tilewright.core import op as op_module
+from tilewright.core.draw import Draw
+from tilewright.core.kernel import kernel
+from tilewright.core.op import OPS, Op, Triton
+from tilewright.core.plan import Recorder
+from tilewright.core.tensor import cdiv
+
+_count = itertools.count()
+KEPT = torch.full((64,), 3.0)  # memory that belongs to no call
+
+
+@kernel(grid=lambda a: (cdiv(a.M, 8),), tokens=("M",))
+def affine(X, Z, Y, M, N, stride_xm, stride_xn, stride_zm, stride_zn, stride_ym, stride_yn, factor, BLOCK: tl.constexpr):
+    """Y = factor * X + Z, and onto what Y holds if factor is negative."""
+    row = tl.program_id(0).to(tl.int64) * 8 + tl.arange(0, 8)[:, None]
+    col = tl.arange(0, BLOCK)[None, :].to(tl.int64)
+    inside = (row < M) & (col < N)
+    y = factor * tl.load(X + row * stride_xm + col * stride_xn, inside, 0.0)
+    if Z is not None:
+        y += tl.load(Z + row * stride_zm + col * stride_zn, inside, 0.0)
+    if factor < 0:
+        y += tl.load(Y + row * stride_ym + col * stride_yn, inside, 0.0)
+    tl.store(Y + row * stride_ym + col * stride_yn, y, inside)
+
+
+def launch(x: Tensor, z: Tensor | None, y: Tensor, factor: float) -> None:
+    z_stride = (0, 0) if z is None else z.stride()
+    affine(x, z, y, *x.shape, *x.stride(), *z_stride, *y.stride(), factor, BLOCK=64)
+
+
+def reference(x: Tensor, z: Tensor | None = None, factor: float = 2.0, *, out: Tensor | None = None) -> Tensor:
+    """factor * x + z."""
+    return factor * x + (0 if z is None else z)
+
+
+def inputs(draw: Draw) -> dict:
+    return dict(x=draw.tensor("tokens", "hidden"))
+
+
+class Counted:
+    """Host code, and how often it ran."""
+
+    def __init__(self, forward: Callable) -> None:
+        self.forward, self.runs = forward, 0
+
+    def __call__(self, **values):
+        self.runs += 1
+        return self.forward(**values)
+
+
+def plain(x, z, factor, *, out):
+    y = out if out is not None else torch.empty_like(x, memory_format=torch.contiguous_format)
+    launch(x, z, y, factor)
+    return y
+
+
+@pytest.fixture
+def declare():
+    """Declare a toy op around a forward; gives the op and its counted host code."""
+    made: list[str] = []
+
+    def declare(forward: Callable = plain, backward: Callable | None = None, **settings) -> tuple[Op, Counted]:
+        name = f"plan_toy{next(_count)}"
+        counted = Counted(forward)
+        where = {"x": "float32[m n]", "z": "float32[m n]", "out": "float32[m n]"}
+        made.append(name)
+        return Op(name, reference, inputs, Triton(counted, backward), where=where, **settings), counted
+
+    with tw.force("triton"):
+        yield declare
+    for name in made:
+        del OPS[name]
+
+
+def pair(rows: int = 5, columns: int = 7, seed: int = 0) -> tuple[Tensor, Tensor]:
+    source = torch.Generator().manual_seed(seed)
+    return torch.randn(rows, columns, generator=source), torch.randn(rows, columns, generator=source)
+
+
+def test_second_call_runs_no_host_code(declare):
+    op, host = declare()
+    for seed in range(4):
+        x, z = pair(seed=seed)
+        same_bits(f"call {seed}", op(x, z), 2 * x + z)
+    assert host.runs == 1
+
+
+def test_what_a_plan_depends_on(declare):
+    op, host = declare()
+    x, z = pair(8, 8)
+    calls = [
+        lambda: (op(x, z), 2 * x + z),
+        lambda: (op(x), 2 * x),
+        lambda: (op(x, z, 3.0), 3 * x + z),
+        lambda: (op(x, z, 4.0), 4 * x + z),
+        lambda: (op(x, z, factor=3.0), 3 * x + z),
+        lambda: (op(x, factor=3.0, z=z), 3 * x + z),
+        lambda: (op(z=z, x=x, factor=3.0), 3 * x + z),
+        lambda: (op(x.t(), z), 2 * x.t() + z),
+        lambda: (op(x, z.t()), 2 * x + z.t()),
+        lambda: (op(x[:, ::2], z[:, :4]), 2 * x[:, ::2] + z[:, :4]),
+        lambda: (op(x[:1].expand(8, 8), z), 2 * x[:1] + z),
+        lambda: (op(x.flatten()[1:57].view(7, 8), z[:7]), 2 * x.flatten()[1:57].view(7, 8) + z[:7]),
+        lambda: (op(x[:7], z[:7]), 2 * x[:7] + z[:7]),
+    ]
+    for turn, (i, call) in itertools.product(range(3), enumerate(calls)):
+        made, expected = call()
+        same_bits(f"call {i}, turn {turn}", made, expected)
+    assert host.runs == len(calls)
+
+
+def test_an_integer_is_not_a_float_nor_a_truth_value(declare):
+    op, _ = declare()
+    x, z = pair()
+    op(x, z, 1.0)
+    same_bits("integer", op(x, z, 1), x + z)
+    with pytest.raises(TypeError, match="factor"):
+        op(x, z, True)
+
+
+def test_results_that_are_views_or_several(declare):
+    def forward(x, z, factor, *, out):
+        whole = torch.empty(2, x.shape[0] + 1, x.shape[1])
+        launch(x, z, whole[0, 1:], factor)
+        launch(x, None, whole[1, :-1], factor)
+        return whole[0, 1:], whole[1, :-1].t()
+
+    op, host = declare(forward, results=("a", "b"))
+    for seed in range(3):
+        x, z = pair(seed=seed)
+        a, b = op(x, z)
+        same_bits("a", a, 2 * x + z)
+        same_bits("b", b, 2 * x.t())
+        assert a.stride() == (7, 1) and b.stride() == (1, 7)
+    assert host.runs == 1
+
+
+def test_zeroed_memory_is_zeroed_again(declare):
+    def forward(x, z, factor, *, out):
+        y = torch.zeros_like(x)
+        launch(x, z, y, factor)
+        return y
+
+    op, host = declare(forward)
+    for seed in range(3):
+        x, z = pair(seed=seed)
+        same_bits("onto zeros", op(x, z, -1.0), z - x)
+    assert host.runs == 1
+
+
+def foreign_copy(x, z, factor, *, out):
+    return plain(x.t().contiguous().t(), z, factor, out=None)
+
+
+def foreign_fill(x, z, factor, *, out):
+    y = torch.empty_like(x)
+    y.fill_(1.0)
+    launch(x, z, y, factor)
+    return y
+
+
+def foreign_arithmetic(x, z, factor, *, out):
+    return plain(x + 1, z, factor, out=None)
+
+
+def foreign_result(x, z, factor, *, out):
+    return plain(x, z, factor, out=None) + 0
+
+
+def foreign_memory(x, z, factor, *, out):
+    return plain(x, KEPT[: x.numel()].view(x.shape), factor, out=None)
+
+
+def foreign_read(x, z, factor, *, out):
+    return plain(x, z, float(x[0, 0].item()), out=None)
+
+
+@pytest.mark.parametrize(
+    ("forward", "expected"),
+    [
+        (foreign_copy, lambda x, z: 2 * x + z),
+        (foreign_fill, lambda x, z: 2 * x + z),
+        (foreign_arithmetic, lambda x, z: 2 * (x + 1) + z),
+        (foreign_result, lambda x, z: 2 * x + z),
+        (foreign_memory, lambda x, z: 2 * x + 3),
+        (foreign_read, lambda x, z: x[0, 0] * x + z),
+    ],
+)
+def test_anything_but_allocating_and_launching_is_run_every_time(declare, forward, expected):
+    op, host = declare(forward)
+    for seed in range(3):
+        x, z = pair(seed=seed)
+        torch.testing.assert_close(op(x, z), expected(x, z))
+    assert host.runs == 3
+    assert not op._plans
+
+
+def test_recorder_says_what_was_foreign():
+    x, _ = pair()
+    with Recorder([x]) as recorder:
+        y = x + 1
+    assert recorder.plan([y]) is None
+    assert "aten.add" in recorder.foreign
+    with Recorder([x, x]) as recorder:
+        pass
+    assert recorder.plan([x]) is None
+    assert "twice" in recorder.foreign
+
+
+def test_one_tensor_for_two_arguments_makes_no_plan(declare):
+    op, _ = declare()
+    x, z = pair()
+    same_bits("one", op(x, x), 3 * x)
+    same_bits("two", op(x, z), 2 * x + z)
+    same_bits("one again", op(z, z), 3 * z)
+
+
+def test_plans_are_bounded_and_hold_no_tensor(declare, monkeypatch):
+    monkeypatch.setattr(op_module, "PLANS", 8)
+    op, _ = declare()
+    for rows in range(1, 30):
+        x, z = pair(rows)
+        same_bits(f"{rows} rows", op(x, z), 2 * x + z)
+        assert len(op._plans) <= 8
+    x, z = pair()
+    y = op(x, z)
+    watched = [weakref.ref(t) for t in (x, z, y)]
+    del x, z, y
+    gc.collect()
+    assert [ref() for ref in watched] == [None] * 3
+
+
+def test_out_is_written_checked_and_marked_every_time(declare):
+    op, host = declare()
+    x, z = pair()
+    out = torch.empty_like(x)
+    for turn in range(3):
+        version = out._version
+        assert op(x, z, out=out) is out
+        same_bits(f"turn {turn}", out, 2 * x + z)
+        assert out._version > version
+    with pytest.raises(ValueError, match="out shares memory with x"):
+        op(x, z, out=x)
+    other = torch.empty_like(x)
+    assert op(x, z, out=other) is other
+    assert host.runs == 1
+
+
+def test_an_error_leaves_no_recorder_behind(declare):
+    def forward(x, z, factor, *, out):
+        if factor == 7.0:
+            raise RuntimeError("on purpose")
+        return plain(x, z, factor, out=out)
+
+    op, _ = declare(forward)
+    x, z = pair()
+    with pytest.raises(RuntimeError, match="on purpose"):
+        op(x, z, 7.0)
+    assert Recorder.active() is None
+    same_bits("afterwards", op(x, z), 2 * x + z)
+
+
+def test_an_op_may_call_another(declare):
+    inner, _ = declare()
+
+    def forward(x, z, factor, *, out):
+        return plain(inner(x, z, factor), z, factor, out=None)
+
+    outer, _ = declare(forward)
+    for seed in range(3):
+        x, z = pair(seed=seed)
+        same_bits("nested", outer(x, z), 2 * (2 * x + z) + z)
+
+
+def test_warmup_launches_nothing(declare):
+    op, host = declare()
+    x, z = pair()
+    out = torch.full_like(x, 5.0)
+    tw.warmup(op, x, z, out=out, backward=False)
+    assert host.runs == 1
+    assert bool((out == 5.0).all())
+    same_bits("afterwards", op(x, z, out=out), 2 * x + z)
+
+
+def test_backward_plans(declare):
+    ran = []
+
+    def backward(saved, g):
+        ran.append(1)
+        dx = torch.empty_like(g, memory_format=torch.contiguous_format)
+        launch(g, None, dx, saved.factor)
+        return (dx,)
+
+    op, _ = declare(backward=backward, differentiable=("x",), saves=())
+    for seed in range(3):
+        x, g = pair(seed=seed)
+        x = x.requires_grad_()
+        (dx,) = torch.autograd.grad(op(x), x, g)
+        same_bits("dx", dx, 2 * g)
+        (dx,) = torch.autograd.grad(op(x), x, g[:1].expand(5, 7))
+        same_bits("dx of an expanded gradient", dx, 2 * g[:1].expand(5, 7).contiguous())
+    assert len(ran) == 2
+
+
+def test_backward_of_backward_is_refused(declare):
+    op, _ = declare(backward=lambda saved, g: (torch.empty_like(g),), differentiable=("x",), saves=())
+    x = pair()[0].requires_grad_()
+    (dx,) = torch.autograd.grad(op(x), x, torch.ones_like(x), create_graph=True)
+    with pytest.raises(RuntimeError):
+        torch.autograd.grad(dx.sum(), x)
+
+
+def test_an_op_without_a_backward_says_so(declare):
+    op, _ = declare(differentiable=("x",))
+    with pytest.raises(RuntimeError, match="has no backward"):
+        op(pair()[0].requires_grad_())
+
+
+def test_no_implementation_says_why(declare):
+    op, _ = declare()
+    with tw.force("another"), pytest.raises(RuntimeError, match=r"no implementation.*tried \['triton'\].*float32\[5, 7\]"):
+        op(pair()[0])
+
+
+def test_threads(declare):
+    op, _ = declare()
+    wrong: list[str] = []
+
+    def work(worker: int) -> None:
+        with tw.force("triton"):
+            for turn in range(12):
+                x, z = pair(1 + (worker + turn) % 5, 7, seed=100 * worker + turn)
+                if not torch.equal(op(x, z, float(worker)), worker * x + z):
+                    wrong.append(f"worker {worker}, turn {turn}")
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong

@@ -1,0 +1,46 @@
+"""What a call must move: bytes read and written, and so the floor of its time.
+
+An op that touches other memory than its arguments and results (a gather, a product) declares `cost`; of every other op each
+tensor argument is read once and each result written once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from .format import Format, Quantized
+from .op import Op
+
+
+def traffic(op: Op, values: Mapping[str, Any]) -> tuple[int, int]:
+    """(bytes read, bytes written) by the forward of an op for arguments by name. Nothing is computed."""
+    if op.cost is not None:
+        return op.cost(**values)
+    read = sum(_bytes(v) for n, v in values.items() if n != "out")
+    with FakeTensorMode() as mode, torch.no_grad():
+        results = op.run_reference({n: None if n == "out" else _fake(v, mode) for n, v in values.items()})
+    return read, sum(_bytes(r) for r in (results if isinstance(results, tuple) else (results,)))
+
+
+def _bytes(value: Any) -> int:
+    if isinstance(value, Format):
+        value = value.tensor
+    if isinstance(value, Quantized):
+        return sum(_bytes(t) for t in value.tensors())
+    if not isinstance(value, Tensor):
+        return 0
+    count = 1
+    for size, stride in zip(value.shape, value.stride()):
+        count *= size if stride != 0 or size == 0 else 1  # an expanded dimension is read once
+    return count * value.element_size()
+
+
+def _fake(value: Any, mode: FakeTensorMode) -> Any:
+    if isinstance(value, Format) and value.tensor is not None:
+        return value.bare().with_scale(mode.from_tensor(value.tensor))
+    return mode.from_tensor(value) if isinstance(value, Tensor) else value
