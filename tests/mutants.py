@@ -69,8 +69,9 @@ MUTANTS = [
     Mutant("masked load without other", "inside, 0.0).to(tl.float32)", "inside).to(tl.float32)", "accuracy", "not finite|NaN|nan"),
     Mutant("padding in the variance", "centred = tl.where(inside, x - mean, 0.0)", "centred = x - mean", "accuracy", ": y"),
     Mutant("32-bit row offset", "tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]",
-           "tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]", "wide_strides", "status"),
-    Mutant("32-bit column offset", "col.to(tl.int64) * stride_n", "col * stride_n", "wide_strides", "status"),
+           "tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]", "wide_strides", "outside every tensor|differ|status -11"),
+    Mutant("32-bit column offset", "col.to(tl.int64) * stride_n", "col * stride_n", "wide_strides",
+           "outside every tensor|differ|status -11"),
     Mutant("bf16 accumulator", "dw += g * xhat", "dw = (dw + g * xhat).to(tl.bfloat16).to(tl.float32)", "accuracy", "d_weight"),
     Mutant("statistics in bf16", "rstd = tl.rsqrt(tl.div_rn(tl.sum(centred * centred, axis=1)[:, None], N.to(tl.float32)) + eps)",
            "rstd = tl.rsqrt(tl.div_rn(tl.sum(centred * centred, axis=1)[:, None], N.to(tl.float32)) + eps)"
@@ -105,4 +106,26 @@ MUTANTS = [
     Mutant("number left out of the call", "eps, offset,\n", "eps, 0.0,\n", "accuracy", ": y"),
     Mutant("fallback for many rows wrong", "tl.cdiv(M, ROWS), PROGRAMS)", "tl.minimum(tl.cdiv(M, ROWS), 2 * PROGRAMS), PROGRAMS)",
            "sizes", "d_"),
+]  # fmt: skip
+
+NORM, GLU, LOSS, CODES = (f"tilewright/ops/{name}.py" for name in ("rms_norm", "glu", "cross_entropy", "quantize"))
+MUTANTS += [
+    Mutant("rms_norm: weight offset dropped", "w += weight_offset", "w += 0.0", "accuracy", "out", NORM, "rms_norm"),
+    Mutant("rms_norm: eps dropped", "inv_n + eps)", "inv_n)", "accuracy", "rms_norm.*(out|d_x)", NORM, "rms_norm"),
+    Mutant("rms_norm: 32-bit rows in the backward", "row = block.to(tl.int64) * ROWS", "row = block * ROWS", "wide_strides",
+           "outside every tensor|differ|status -11", NORM, "rms_norm"),
+    Mutant("add_rms_norm: norm of the unrounded sum", "r.to(tl.float32)).to(H.dtype.element_ty)", "r.to(tl.float32))", "accuracy",
+           "y", NORM, "add_rms_norm"),
+    Mutant("add_rms_norm: gradient of the sum dropped", "dx += tl.load(DH", "dx += 0.0 * tl.load(DH", "gradients", "d_", NORM,
+           "add_rms_norm"),
+    Mutant("glu: scale of another row", "SCALE + row * stride_s", "SCALE + (M - 1 - row) * stride_s", "accuracy", "out|outside",
+           GLU, "glu"),
+    Mutant("glu: gradients exchanged", "da, db, terms = gated_gradient", "db, da, terms = gated_gradient", "accuracy", "d_", GLU,
+           "glu"),
+    Mutant("cross_entropy: columns padded with 0", 'inside, -float("inf"))', "inside, 0.0)", "accuracy", "loss", LOSS,
+           "cross_entropy"),
+    Mutant("cross_entropy: class weight dropped", "own = load_if(W + y * stride_w, counts)", "own = 1.0", "accuracy", "loss", LOSS,
+           "cross_entropy"),
+    Mutant("dequantize: scales exchanged", "load_tiles(as_quantized(codes.contiguous(), SCALE,",
+           "load_tiles(as_quantized(codes.contiguous(), SCALE.flip(1),", "accuracy", "out", CODES, "dequantize_codes"),
 ]  # fmt: skip

@@ -232,8 +232,8 @@ def guarded_memory(op: Op, net: Net) -> None:
             expected = outcome(op, values, seed)
             for fill in memory.FILLS:
                 if fill != memory.FILLS[0]:  # replayed allocations on a GPU do not come this way
-                    op._plans.clear()
-                    op._backward_plans.clear()
+                    op.plans.clear()
+                    op.backward_plans.clear()
                 fenced = {n: memory.Fenced(t) for n, t in tensors(op, values).items()}
                 grads = [None if g is None else memory.Fenced(g) for g in expected.grads]
                 given = {**values, **{n: f.tensor for n, f in fenced.items()}}

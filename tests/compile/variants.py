@@ -41,6 +41,7 @@ ODD = {**COMMON, "tokens": 101, "hidden": 130, "vocab": 50257, "batch": 3, "leng
 WIDE = {**COMMON, "tokens": 130, "hidden": 20000, "vocab": 2**20}
 LONG = {**COMMON, "tokens": 1000, "hidden": 16384, "vocab": 16384}
 LOW = torch.bfloat16
+ROUTED = {"scale": True, "offsets": True}  # rows grouped by expert, each with its router's probability
 
 
 class Blank(Draw):
@@ -100,10 +101,13 @@ def drawn(op: Op, dims: Mapping[str, int], **settings: Any) -> dict[str, Any]:
 
 def hot_calls(op: Op) -> Iterator[Call]:
     """What the library is made for: none of these may spill."""
+    source = Blank(op, HOT[0])
+    op.inputs(source)
+    settings = [{}, {"full": True}, *([{"options": ROUTED}] if ROUTED.keys() <= set(source.optional) else [])]
     for dims in HOT:
-        yield Call(drawn(op, dims))
-        yield Call(drawn(op, dims, full=True))
-        yield from in_hot_formats(op, dims)
+        for setting in settings:
+            yield Call(drawn(op, dims, **setting))
+            yield from in_hot_formats(op, drawn(op, dims, **setting))
 
 
 def calls(op: Op) -> Iterator[Call]:
@@ -133,16 +137,16 @@ def longest_rows(op: Op) -> Call:
     return Call(drawn(op, LONG, dtype=torch.float32, full=True))
 
 
-def in_hot_formats(op: Op, dims: Mapping[str, int]) -> Iterator[Call]:
-    """Blockwise FP8 both ways and row-wise, of results and of gradients."""
+def in_hot_formats(op: Op, values: dict[str, Any]) -> Iterator[Call]:
+    """Blockwise FP8 both ways and row-wise: of a result, and of a gradient to a backward that can quantise it."""
     backwards = [one.backward for one in op.implementations if one.backward is not None]
+    quantises = any("grad_format" in inspect.signature(b).parameters for b in backwards)
     for ways in ("both", "row"):
         fmt = tw.fp8("1x128", ways=ways)
         if "out_format" in op.signature.names:
-            yield Call({**drawn(op, dims), "out_format": fmt}, FORWARD)
-            yield Call({**drawn(op, dims, full=True), "out_format": fmt}, FORWARD)
-        if any("grad_format" in inspect.signature(b).parameters for b in backwards):
-            yield Call(drawn(op, dims), extra={"grad_format": fmt})
+            yield Call({**values, "out_format": fmt}, FORWARD)
+        if quantises and values.get("up") is None:  # halves in two tensors have no one quantised gradient
+            yield Call(values, extra={"grad_format": fmt})
 
 
 def options_one_by_one(op: Op) -> Iterator[Call]:

@@ -19,6 +19,8 @@ DEFAULT = {"ROWS": 1, "num_warps": 4}
 CANDIDATES = [DEFAULT, {"ROWS": 2, "num_warps": 8}, {"ROWS": 4, "num_warps": 8}]
 KERNEL = SimpleNamespace(name="toy", tune_by=("N",), default=lambda a: DEFAULT, candidates=lambda a: CANDIDATES)
 GOOD = {"kernel": "toy", "key": {"N": 4096}, "config": CANDIDATES[1]}
+KEYS = [*({"N": value} for value in (-1, 1 << 63, 4096.0, True, float("nan"), None, [4096])), [4096], "N"]
+CONFIGS = [*({"ROWS": value, "num_warps": 8} for value in (2.0, [2], {"$ref": "x"}, None)), [1, 2], "ROWS"]
 
 
 @pytest.fixture
@@ -94,10 +96,8 @@ def test_what_is_no_candidate_is_not_chosen(file, row):
     [
         "", "null", "[]", "{}", "1", '"toy"', "{", "nonsense", "\x00", "[" * 100_000, '{"kernel": ' * 5000,
         '{"kernel": "toy", "kernel": "toy"}', "__import__('os').abort()", "9" * 5000,
-        {**GOOD, "key": {"N": -1}}, {**GOOD, "key": {"N": 1 << 63}}, {**GOOD, "key": {"N": 4096.0}}, {**GOOD, "key": {"N": True}},
-        {**GOOD, "key": {"N": float("nan")}}, {**GOOD, "key": {"N": None}}, {**GOOD, "key": [4096]}, {**GOOD, "key": "N"},
-        {**GOOD, "config": [1, 2]}, {**GOOD, "config": {"ROWS": 2.0, "num_warps": 8}}, {**GOOD, "config": {"ROWS": [2], "num_warps": 8}},
-        {**GOOD, "config": {"ROWS": {"$ref": "x"}, "num_warps": 8}}, {**GOOD, "kernel": 7}, {**GOOD, "kernel": None}, {**GOOD, "more": 1},
+        *({**GOOD, "key": key} for key in KEYS), *({**GOOD, "config": config} for config in CONFIGS),
+        {**GOOD, "kernel": 7}, {**GOOD, "kernel": None}, {**GOOD, "more": 1},
     ],
     ids=lambda line: str(line)[:40],
 )  # fmt: skip

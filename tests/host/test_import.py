@@ -24,7 +24,9 @@ def python(code: str, **environment: str) -> str:
 
 @pytest.mark.parametrize("used", ["", "; tilewright.rms_norm"], ids=["import", "first use"])
 def test_it_adds_less_than_a_second(used):
-    code = f"import time, torch, triton; t = time.perf_counter(); import tilewright{used}; print(time.perf_counter() - t)"
+    code = (
+        f"import time, torch, triton; t = time.perf_counter(); import tilewright{used}; print(time.perf_counter() - t)"
+    )
     took = []
     for _ in range(TRIES):
         took.append(float(python(code)))

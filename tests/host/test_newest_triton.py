@@ -13,7 +13,7 @@ SPILLS = 64  # bytes a thread: another compiler may keep a few addresses in memo
 
 @pytest.mark.parametrize("op", OPS.values(), ids=list(OPS))
 def test_hot_calls_compile_for_hopper(op):
-    which = (Call(drawn(op, HOT[0])), *list(in_hot_formats(op, HOT[0]))[:1])
+    which = Call(drawn(op, HOT[0])), *in_hot_formats(op, drawn(op, HOT[0]))
     found = needed(op, which)
     assert found, f"{op.name} launches nothing"
     for one in found:

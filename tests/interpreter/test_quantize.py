@@ -75,6 +75,7 @@ def test_codes_of_every_16_bit_value_and_every_tie(code):
         assert (y.numpy() == oracle.encode(x.numpy(), code)).all()
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("code", CODES)
 def test_decoding_every_code(code):
     y = torch.empty(256)
@@ -99,6 +100,7 @@ def test_scales_of_every_magnitude(code, pow2, rule):
     assert np.isnan(m.numpy()[~np.isfinite(amax)]).all()
 
 
+@pytest.mark.smoke
 def test_quotient_is_rounded_once():
     rng = np.random.default_rng(1)
     d = rng.integers(0x00800000, 0x78000000, 200_000).astype(np.int32).view(np.float32)

@@ -151,9 +151,9 @@ class Op:
             if values[name] is not None and overlapping(out, values[name]):
                 raise ValueError(f"{self.name}: out shares memory with {name}")
 
-    def implementation(self, values: Mapping[str, Any]) -> Triton | None:
+    def implementation(self, values: Mapping[str, Any], device: torch.device | None = None) -> Triton | None:
         """The implementation for these arguments; None is the reference. On a GPU nothing matching raises."""
-        device = next(v.device for v in values.values() if isinstance(v, Tensor))
+        device = device or next(v.device for v in values.values() if isinstance(v, Tensor))
         forced = call.forced.get()
         if forced == "reference" or (device.type != "cuda" and forced is None):
             return None
@@ -279,7 +279,7 @@ class Op:
     ) -> tuple:
         """Gradients for `differentiable`, None where not needed. `extra` is passed on (a composite's `grad_format`)."""
         with torch.no_grad():
-            one = self.implementation({**values, **results})
+            one = self.implementation({**values, **results}, next(g.device for g in grads if g is not None))
             saved = SimpleNamespace(**{**values, **results}, needs=needs)
             if one is None:
                 return self._reference_backward(saved, grads)

@@ -53,13 +53,12 @@ def amax4(y0, y1, y2, y3):
 def quotient(x, d, c):
     """RN(x / d) with c = RN(1 / d), |x / d| far from overflow.
 
-    0 of 2.3e9 pairs differ from the rounded quotient, for four instructions where `div_rn` takes ten and a branch. The sign
-    is restored, for the correction turns -0 into +0.
+    0 of 2.3e9 pairs differ from the rounded quotient, for three instructions where `div_rn` takes ten and a branch. The
+    residual is taken negative: the other way round -0 would become +0. A product with -1 is a sign bit in the next
+    instruction; Triton's own -x is 0 - x, which would keep both in registers.
     """
     q = x * c
-    q = tl.fma(tl.fma(-q, d, x), c, q)
-    bits = (q.to(tl.int32, bitcast=True) & 0x7FFFFFFF) | (x.to(tl.int32, bitcast=True) & -0x80000000)
-    return bits.to(tl.float32, bitcast=True)
+    return tl.fma(tl.fma(q, d, x * -1.0), c * -1.0, q)
 
 
 @triton.jit
@@ -77,8 +76,7 @@ def scale_of(amax, FORMAT: tl.constexpr):
         mult = tl.minimum(tl.div_rn(MAX, amax), 1.0 / SMALLEST)
         scale = tl.div_rn(1.0, mult)
     else:
-        zeros = tl.zeros_like(amax)
-        scale = quotient(amax, MAX + zeros, 1.0 / MAX + zeros)
+        scale = quotient(amax, MAX, 1.0 / MAX)
         scale = tl.maximum(scale, LINGHE_FLOOR if has(FORMAT, "linghe") else SMALLEST)
         mult = tl.div_rn(1.0, scale)
     if not has(FORMAT, "linghe"):
@@ -94,19 +92,17 @@ def scale_of(amax, FORMAT: tl.constexpr):
 def scaled(y, scale, mult, FORMAT: tl.constexpr):
     """The fp32 value whose code y gets."""
     if has(FORMAT, "static", "unit"):
-        zeros = tl.zeros_like(y)
         if has(FORMAT, "unit"):
             v = y
         elif has(FORMAT, "te"):
             v = y * mult
         else:
-            v = tl.div_rn(y, scale + zeros)
-        v = tl.fma(y, zeros, v)  # Inf becomes NaN, not the largest code
+            v = tl.div_rn(y, scale)
+        v = tl.fma(y, 0.0, v)  # Inf becomes NaN, not the largest code
     elif has(FORMAT, "pow2", "te"):
         v = y * mult
     else:
-        zeros = tl.zeros_like(y)
-        v = quotient(y, scale + zeros, mult + zeros)
+        v = quotient(y, scale, mult)
     return v
 
 
@@ -133,9 +129,8 @@ def decode(code, FORMAT: tl.constexpr):
     """The fp32 value of a code in a uint8; exact."""
     c = code.to(tl.int32)
     if has(FORMAT, "e4m3"):
-        x = ((c & 0x7F) << 20).to(tl.float32, bitcast=True) * 2.0**120  # the exponent bias is 120 less than fp32's
-        x = tl.where((c & 0x7F) == 0x7F, float("nan"), x)
-        x = tl.where(c < 0x80, x, -x)
+        x = (((c & 0x7F) << 20) | ((c & 0x80) << 24)).to(tl.float32, bitcast=True)
+        x = tl.where((c & 0x7F) == 0x7F, float("nan"), x * 2.0**120)  # the exponent bias is 120 less than fp32's
     else:
         x = (c << 8).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)  # e5m2 is the upper half of fp16
     return x

@@ -368,6 +368,16 @@ def cross_entropy_backward(
 
 PER_SM = 8  # programs per SM for which rows are split when they are few
 NARROWEST = 8192  # columns of a part, at least
+UNEVEN = 6  # waves of whole rows under which the last one matters
+
+
+def splits(M: int, N: int, sms: int) -> int:
+    """Into how many parts a row is split: enough to fill the chip when rows are few, two when a last, part-filled wave of
+    whole rows would be more than a tenth of the time."""
+    few = PER_SM * sms // max(M, 1)
+    if few > 1:
+        return power_of_two(min(few, cdiv(N, NARROWEST)))
+    return 2 if UNEVEN * PER_SM * sms > M and N >= 2 * NARROWEST else 1
 
 
 def numbers(a: SimpleNamespace, vocab: int) -> tuple[int, float, float | None, float | None, float]:
@@ -396,8 +406,7 @@ def launch_forward(logits: Tensor, labels: Tensor, lse: Tensor | None, **options
     M, N = labels.numel(), logits.shape[-1]
     given, stride_w = numbers(a, N), 0 if a.weight is None else a.weight.stride(0)
     stats, rows = fp32(2, *labels.shape), fp32(*labels.shape)
-    few = PER_SM * Target.at(logits.device).sms // max(M, 1)
-    SPLITS = power_of_two(min(few, cdiv(N, NARROWEST))) if few > 1 else 1
+    SPLITS = splits(M, N, Target.at(logits.device).sms)
     part = fp32(3, M, SPLITS) if SPLITS > 1 else None
     operands = (
         x,
@@ -444,7 +453,7 @@ def backward(saved: SimpleNamespace, dloss: Tensor | None, dlse: Tensor | None =
     out, places = x, strides
     if not saved.inplace_backward:
         out = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
-        places = (inner * N if M > inner else 0, N, 1)
+        places = (inner * N if inner < M else 0, N, 1)
     g, h, g_steps, h_steps = dloss, dlse, (0, 0), (0, 0)
     if g is not None and saved.reduction == "none":
         g, g_steps = fold_like(g, inner)

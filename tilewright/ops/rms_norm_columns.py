@@ -92,6 +92,8 @@ def rms_norm_columns(
     x1 = gl.load(at + stride_xm, eviction_policy="evict_first").to(gl.float32)
     x2 = gl.load(at + 2 * stride_xm, eviction_policy="evict_first").to(gl.float32)
     x3 = gl.load(at + 3 * stride_xm, eviction_policy="evict_first").to(gl.float32)
+    if W is not None:
+        w = gl.load(W + col0 + c).to(gl.float32) + weight_offset
     if EARLY:
         wait_for_rows()
     r = RSTD + band * 128
@@ -104,7 +106,6 @@ def rms_norm_columns(
     # The weight stays out of the element loop: rounding is monotonic, so max |x rstd| * |w| is the amax exactly, and w * m is
     # exact because m is a power of two
     if W is not None:
-        w = gl.load(W + col0 + c).to(gl.float32) + weight_offset
         scale, m = pow2(largest * gl.abs(w))
         m = m * w
     else:

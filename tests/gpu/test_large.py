@@ -1,0 +1,151 @@
+"""Every op once with more than 2^31 elements, forward and backward: rows at the start, about the boundary and at the end
+against float64, and gradients that sum over all rows against the reference in chunks."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import tilewright as tw
+from tests.cases import SMALL, Net, choices, draw, row_arguments
+from tests.oracle import (
+    BARS,
+    Outcome,
+    as_tuple,
+    differentiate,
+    expectation,
+    gradient_bar,
+    leaves,
+    near,
+    near_codes,
+    pieces,
+    result_bar,
+    rms,
+)
+from tilewright.core.op import Op
+
+pytestmark = pytest.mark.gpu
+NET = Net(device="cuda", largest=1 << 40)
+FREE = 80 << 30  # bytes of device memory that a case may need
+BLOCK = 128
+CHUNK = 1 << 14
+DIMS = {"tokens": 600_001, "hidden": 4096}
+OTHERS = {
+    "glu": {"tokens": 80_007, "hidden": 14_336},
+    "quantize": {"tokens": 131_201, "hidden": 16_400},
+    "cross_entropy": {"tokens": 17_001, "vocab": 131_071},
+    "cross_entropy_lse": {"tokens": 17_001, "vocab": 131_071},
+}
+OPTIONS = {"up": False, "offsets": False, "weight": True, "scale": True, "reduction": "none"}
+FORMAT = tw.fp8("1x128", ways="both")
+CASES = [
+    (name, fmt)
+    for name, op in sorted(tw.catalogue().items())
+    for fmt in (None, FORMAT)
+    if row_arguments(op, draw(op, Net(), options={"out_format": FORMAT}).values)  # the others have tests of their own
+    and (fmt is None if len(choices(op, "cpu")) == 1 else fmt in (FORMAT, *choices(op, "cpu")[:1]))
+]
+
+
+def sampled(rows: int, width: int, blocks: bool) -> Tensor:
+    """Rows at the start, about every multiple of 2^31 elements and at the end; whole blocks of them if so asked."""
+    size = BLOCK if blocks else 1
+    kept = {0, 1, (rows - 1) // size, rows // size - 1}
+    for boundary in range(1 << 31, rows * width, 1 << 31):
+        kept |= {boundary // width // size + step for step in (-2, -1, 0, 1)}
+    index = torch.cat([torch.arange(k * size, (k + 1) * size) for k in sorted(kept)])
+    return index[(index >= 0) & (index < rows)].cuda()
+
+
+def rows_of(name: str, t: Tensor, index: Tensor, count: int) -> Tensor | None:
+    """The sampled rows of a result; None if it has no rows."""
+    part = name.partition(".")[2]
+    if part == "scale_t":
+        return t[(index // BLOCK).unique()]
+    if part == "data_t" or (part == "scale" and t.dim() == 2):
+        return t[:, index]
+    return t[index] if t.dim() and t.shape[0] == count else None
+
+
+@pytest.mark.parametrize(("op", "fmt"), CASES, ids=lambda v: str(v))
+def test_more_than_two_to_the_31(op, fmt):
+    op = tw.catalogue()[op]
+    if torch.cuda.mem_get_info()[0] < FREE:
+        pytest.skip("the device's memory is taken")
+    dims = {**SMALL, **OTHERS.get(op.name, DIMS)}
+    case = draw(op, NET, 1, torch.bfloat16, dims, {**OPTIONS, "out_format": fmt})
+    values = {**case.values, **({"out_format": fmt} if fmt is not None else {})}
+    named = row_arguments(op, values)
+    main = max(named.values(), key=Tensor.numel)
+    assert main.numel() > 1 << 31
+    count, index = main.shape[0], sampled(main.shape[0], main.shape[1], fmt is not None)
+
+    inputs = leaves(op, values)
+    results = as_tuple(op.function(**{**values, **inputs}))
+    source = torch.Generator("cuda").manual_seed(0)
+    graded = [results[i] for i in op.graded_results] if inputs else []
+    grads = [torch.randn(r.shape, generator=source, device="cuda", dtype=r.dtype) for r in graded]
+    found = differentiate(op, results, inputs, grads) if inputs else {}
+    made = {f"{n}{tail}": t.detach() for n, r in zip(op.results, results) for tail, t in pieces(r).items()}
+    made.update({f"d_{n}": g for n, g in found.items()})
+    cut = {n: rows_of(n, t, index, count) for n, t in made.items()}
+    actual = Outcome({n: t for n, t in cut.items() if t is not None})
+    actual.grads = [g[index] for g in grads]
+    compare_rows(op, case.label, {**values, **{n: t[index] for n, t in named.items()}}, actual)
+    for n, g in found.items():
+        if cut[f"d_{n}"] is None:
+            compare_sum(op, f"{case.label}: d_{n}", n, {**values, **made}, list(named), grads, g)
+
+
+def compare_rows(op: Op, label: str, values: dict[str, Any], actual: Outcome) -> None:
+    exact, noise = expectation(op, values, actual)
+    for name, there in exact.items():
+        gradient = name.startswith("d_")
+        bar = gradient_bar(op, name[2:]) if gradient else result_bar(op)
+        if name in actual:
+            near(f"{label}: {name}", actual[name], there, noise[name], bar, 1e-6 if gradient else 0.0)
+        elif not gradient:
+            near_codes(f"{label}: {name}", name, values, actual, there, None if bar == BARS["G"] else noise[name])
+
+
+def compare_sum(
+    op: Op, label: str, name: str, values: dict[str, Any], rows: list[str], grads: list, actual: Tensor
+) -> None:
+    """A gradient that sums over rows, against the reference in float64, a chunk of rows at a time."""
+    total = torch.zeros(actual.shape, dtype=torch.float64, device="cuda")
+    kept = [n for n in op.results if n in op.saves and n in values]
+    for start in range(0, values[rows[0]].shape[0], CHUNK):
+        part = {n: values[n][start : start + CHUNK] for n in (*rows, *kept)}
+        given = {**values, **part}
+        given = op.resume(SimpleNamespace(**given)) if op.resume else given
+        plain = {n: given[n].double() if _is_float(given[n]) else given[n] for n in op.signature.names}
+        plain.update(out=None, out_format=None)
+        leaf = plain[name].detach().requires_grad_()
+        call = {n: plain[n] for n in op.signature.names}
+        results = as_tuple(op.reference(**{**call, name: leaf}))
+        some = [g[start : start + CHUNK].double() for g in grads]
+        total += differentiate(op, results, {name: leaf}, some)[name]
+    exact = total.cpu()
+    near(label, actual, exact, torch.tensor(2e-6 * rms(exact)), BARS["C"])
+
+
+def _is_float(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
+
+
+def test_codes_past_two_to_the_31():
+    """`dequantize_codes` takes codes and scales, whose rows lie along different dimensions."""
+    if torch.cuda.mem_get_info()[0] < FREE:
+        pytest.skip("the device's memory is taken")
+    rows, columns = 131_201, 16_400
+    source = torch.Generator("cuda").manual_seed(0)
+    codes = torch.randint(0, 0x7F, (rows, columns), generator=source, device="cuda", dtype=torch.uint8)
+    scale = torch.rand((columns + 127) // 128, rows, generator=source, device="cuda")
+    made = tw.dequantize_codes(codes, scale, FORMAT.key)
+    index = sampled(rows, columns, blocks=False)
+    expected = tw.dequantize_codes(codes[index].cpu(), scale[:, index].cpu(), FORMAT.key)
+    near("dequantize_codes", made[index], expected, torch.zeros(()), BARS["G"])

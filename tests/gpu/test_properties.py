@@ -1,0 +1,252 @@
+"""Every property of every op on hardware, and what only hardware shows: captured graphs, streams, threads that compile, hidden
+waits, memory that is not given back, how many binaries an op makes."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import tilewright as tw
+from tests import layouts
+from tests.cases import SMALL, Net, choices, draw, row_arguments, tensors
+from tests.faces import compiled, fakes, refusals, registered
+from tests.mutants import SUBJECT, Mutant, declared
+from tests.oracle import as_tuple, check, differentiate, leaves, outcome, pieces, same_bits, same_outcome, specified
+from tests.properties import VALUES
+from tilewright.core.kernel import Kernel
+from tilewright.core.op import Op
+
+pytestmark = pytest.mark.gpu
+NET = Net(device="cuda", cases=12, largest=64 * 1024)
+NAMES = sorted(tw.catalogue())
+WHOLE = Mutant("none", "Toy op", "Toy op", "", "", SUBJECT)
+VARIANTS = 24  # binaries that 200 token counts may need of an op: alignment, integer classes, splits of few rows
+
+
+@pytest.fixture(params=NAMES)
+def op(request) -> Op:
+    return tw.catalogue()[request.param]
+
+
+@pytest.fixture
+def toy(tmp_path) -> Iterator[Op]:
+    """An op that nothing has compiled yet."""
+    with declared(WHOLE, tmp_path) as (op, _):
+        yield op
+
+
+@pytest.mark.parametrize("op", NAMES)
+@pytest.mark.parametrize("prop", (*VALUES, refusals, fakes, registered, compiled), ids=lambda p: p.__name__)
+def test_property(prop, op):
+    prop(tw.catalogue()[op], NET)
+
+
+@pytest.mark.parametrize(
+    "dims", [{"tokens": 70_001, "hidden": 9, "vocab": 9}, {"tokens": 3, "hidden": 65_536, "vocab": 1 << 20}], ids=str
+)
+def test_limits_of_the_grid(op, dims):
+    """More rows or columns than the second dimension of a grid may have."""
+    case = draw(op, NET, 1, torch.bfloat16, {**SMALL, **dims})
+    check(op, case.label, case.values, outcome(op, case.values))
+
+
+# ---------------------------------------------------------------- captured graphs
+
+
+def forward_and_backward(op: Op, values: dict[str, Any], inputs: dict[str, Tensor], grads: list) -> dict[str, Tensor]:
+    results = as_tuple(op.function(**{**values, **inputs}))
+    made = {f"{n}{tail}": t for n, r in zip(op.results, results) for tail, t in pieces(r).items()}
+    found = differentiate(op, results, inputs, grads) if inputs else {}
+    return {**made, **{f"d_{n}": g for n, g in found.items() if g is not None}}
+
+
+@pytest.mark.parametrize("quantise", [False, True], ids=["plain", "quantised"])
+def test_capture_and_replay_with_new_data(op, quantise):
+    some = choices(op, "cuda")
+    fmt = some[-1 if quantise and len(some) > 1 else 0]
+    cases = [draw(op, NET, 7, torch.bfloat16, {**SMALL, "tokens": 33}, {"out_format": fmt}, full=True)]
+    cases += [draw(op, NET, 8 + i, torch.bfloat16, cases[0].dims, cases[0].options) for i in range(3)]
+    calls = [{**c.values, **({"out_format": fmt} if fmt is not None else {})} for c in cases]
+    fixed = {n: t.clone() for n, t in tensors(op, calls[0]).items()}
+    values = {**calls[0], **fixed}
+    inputs = leaves(op, values)
+    grads = [g.clone() for g in outcome(op, values).grads]
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        forward_and_backward(op, values, inputs, grads)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        made = forward_and_backward(op, values, inputs, grads)
+    for call in calls[1:] * 3:
+        for n, t in fixed.items():
+            t.copy_(call[n])
+        graph.replay()
+        torch.cuda.synchronize()
+        expected = outcome(op, call, grads=grads)
+        for name, t in made.items():
+            pair = specified(call, name, t.detach()), specified(call, name, expected[name])
+            same_bits(f"{cases[0].label}: replayed {name}", *pair)
+
+
+def test_compiling_inside_a_capture_is_refused_with_advice(toy):
+    x = torch.randn(4, 32, device="cuda")
+    with pytest.raises(RuntimeError, match="warmup"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        toy(x)
+    torch.cuda.synchronize()
+    tw.warmup(toy, x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = toy(x)
+    graph.replay()
+    same_bits("captured after warmup", y, toy(x))
+
+
+# ---------------------------------------------------------------- streams, threads, waiting, memory
+
+
+def test_streams(op):
+    """Four streams at once, each with its own data, none waiting for another."""
+    cases = [
+        draw(op, NET, 20 + i, torch.bfloat16, {**SMALL, "tokens": 65, "hidden": 129, "vocab": 129}) for i in range(4)
+    ]
+    expected = [outcome(op, c.values) for c in cases]
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream() for _ in cases]
+    made = []
+    for turn in range(25):
+        for i, (case, stream) in enumerate(zip(cases, streams)):
+            with torch.cuda.stream(stream):
+                torch.cuda._sleep(1000 * ((turn * 7 + i * 3) % 11))
+                made.append((i, outcome(op, case.values, grads=expected[i].grads or None)))
+    torch.cuda.synchronize()
+    for i, actual in made:
+        same_outcome(f"{cases[i].label} on stream {i}", actual, expected[i], cases[i].values)
+
+
+def test_threads_that_compile(toy):
+    made: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+    errors: list[BaseException] = []
+    start = threading.Barrier(8)
+
+    def work(worker: int) -> None:
+        try:
+            start.wait()
+            for turn in range(4):
+                x = torch.randn(3 + worker, 16 << turn, device="cuda")
+                made[worker, turn] = x, toy(x, kind=("centred", "plain")[turn % 2])
+            torch.cuda.synchronize()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors, errors[0]
+    for (worker, turn), (x, y) in made.items():
+        same_bits(f"worker {worker}, turn {turn}", y, toy(x, kind=("centred", "plain")[turn % 2]))
+
+
+def test_no_call_waits_for_the_device(op):
+    case = draw(op, NET, 30, torch.bfloat16, {**SMALL, "tokens": 33})
+    grads = outcome(op, case.values).grads  # compiled by now
+    inputs = leaves(op, case.values)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(2):
+            forward_and_backward(op, case.values, inputs, grads)
+            with torch.no_grad():
+                op.function(**case.values)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_memory_is_given_back(op):
+    case = draw(op, NET, 40, torch.bfloat16, {**SMALL, "tokens": 129})
+    grads = outcome(op, case.values).grads
+    gc.collect()
+    before = torch.cuda.memory_allocated()
+    for _ in range(5):
+        outcome(op, case.values, grads=grads or None)
+        with torch.no_grad():
+            op.function(**case.values)
+    gc.collect()
+    assert torch.cuda.memory_allocated() == before
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two devices")
+def test_tensors_of_another_device_than_the_current(op):
+    case = draw(op, NET, 50, torch.bfloat16, SMALL)
+    with torch.cuda.device(0):
+        expected = outcome(op, case.values)
+        there = {n: v.to("cuda:1") if isinstance(v, Tensor) else v for n, v in case.values.items()}
+        actual = outcome(op, there, grads=[g.to("cuda:1") for g in expected.grads] or None)
+        assert torch.cuda.current_device() == 0
+    for name, t in actual.items():
+        assert t.device.index == 1
+        same_bits(f"{case.label}: {name} on another device", t.cpu(), expected[name].cpu())
+
+
+# ---------------------------------------------------------------- binaries
+
+
+def variants() -> int:
+    """How many compiled variants all kernels of the library have."""
+    modules = [m for name, m in list(sys.modules.items()) if name.startswith("tilewright")]
+    kernels = {id(v): v for m in modules for v in vars(m).values() if isinstance(v, Kernel)}
+    return sum(len(k.variants) for k in kernels.values())
+
+
+def call(op: Op, tokens: int, options: dict[str, Any]) -> None:
+    dims = {**SMALL, "tokens": tokens, "hidden": 256, "vocab": 256}
+    case = draw(op, NET, tokens, torch.bfloat16, dims, {**options, "index": torch.int64})
+    outcome(op, case.values)
+
+
+def fixed_options(op: Op) -> dict[str, Any]:
+    """Options that stay the same, whatever the seed."""
+    return draw(op, NET, 3, torch.bfloat16, {**SMALL, "tokens": 16}).options
+
+
+def test_few_binaries_for_many_token_counts(op):
+    options, before = fixed_options(op), variants()
+    for tokens in sorted({1 + (i * 37) % 4099 for i in range(200)}):
+        call(op, tokens, options)
+    made = variants() - before
+    assert made <= VARIANTS, f"{op.name}: 200 token counts made {made} binaries, at most {VARIANTS} wanted"
+
+
+def test_token_counts_share_a_binary(op):
+    options = fixed_options(op)
+    call(op, 2, options)
+    before = variants()
+    for tokens in (1, 16, 3, 32):
+        call(op, tokens, options)
+    assert variants() == before, f"{op.name}: 1, 2, 3, 16 and 32 tokens do not share a binary"
+
+
+def test_alignment_comes_and_goes(op):
+    """The same shapes, now aligned to 16 bytes and now not: no launch may take one for the other."""
+    case = draw(op, NET, 60, torch.bfloat16, {**SMALL, "tokens": 16, "hidden": 256, "vocab": 256}, full=True)
+    named = row_arguments(op, case.values) or tensors(op, case.values)
+    moved = {**case.values, **{n: layouts.one_further(t) for n, t in named.items()}}
+    with torch.no_grad():
+        expected = as_tuple(op.function(**case.values))
+        for turn in range(300):
+            made = as_tuple(op.function(**(moved if turn % 2 else case.values)))
+            if turn % 50 < 2:
+                for n, a, b in zip(op.results, made, expected):
+                    for (tail, t), right in zip(pieces(a).items(), pieces(b).values()):
+                        cut = (specified(case.values, f"{n}{tail}", u) for u in (t, right))
+                        same_bits(f"{case.label}: {n}{tail}, turn {turn}", *cut)
