@@ -31,7 +31,7 @@ from tilewright.core.op import Op
 def repeatable(op: Op, net: Net) -> None:
     """The same bits every time, also with the programs run in another order."""
     for seed in range(2):
-        case = draw(op, net, 30 + seed, FLOATS[seed], {"tokens": 45, "hidden": 40} if seed else None)
+        case = draw(op, net, 30 + seed, FLOATS[seed], {"tokens": 45, "hidden": 40} if seed else None, full=True)
         with net.kernels():
             first = outcome(op, case.values)
             for _ in range(2 if net.interpreter else 20):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,16 +18,8 @@ from tilewright.core.draw import Draw
 from tilewright.core.op import Op
 
 SMALL = {"tokens": 5, "batch": 2, "length": 3, "hidden": 33, "vocab": 37, "heads": 2, "head_dim": 16, "experts": 3}
-FEW_ROWS = (
-    1,
-    2,
-    3,
-    7,
-    15,
-    17,
-    31,
-    33,
-)  # the interpreter takes milliseconds for each program, and many ops have one per row
+# The interpreter takes milliseconds for each program, and many ops have one per row.
+FEW_ROWS = (1, 2, 3, 7, 15, 17, 31, 33)
 
 
 @dataclass(frozen=True)
@@ -34,7 +27,7 @@ class Net:
     """Where kernels run, how many random cases a property draws, and how many elements a case may have."""
 
     device: str = "cpu"
-    cases: int = 6
+    cases: int = int(os.environ.get("TILEWRIGHT_CASES", "6"))
     largest: int = 4096
     interpreter: bool = False
 

@@ -103,7 +103,7 @@ MUTANTS = [
            "gradients", "only weight"),
     Mutant("strides other than the fake's", "torch.empty_like(x, memory_format=torch.contiguous_format)\n    mean",
            "torch.empty(N, M, dtype=x.dtype).t()\n    mean", "fakes", "fake y"),
-    Mutant("number left out of the call", "eps, offset,\n", "eps, 0.0,\n", "accuracy", ": y"),
+    Mutant("number left out of the call", "*y2.stride(), eps, offset,", "*y2.stride(), eps, 0.0,", "accuracy", ": y"),
     Mutant("fallback for many rows wrong", "tl.cdiv(M, ROWS), PROGRAMS)", "tl.minimum(tl.cdiv(M, ROWS), 2 * PROGRAMS), PROGRAMS)",
            "sizes", "d_"),
 ]  # fmt: skip

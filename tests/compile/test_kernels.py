@@ -122,8 +122,8 @@ def test_other_chips_compile_every_kernel(op, arch):
 @every_op
 def test_every_chip_has_an_implementation_of_every_call(op):
     """Gluon kernels are for sm_90 alone: what they do there, Triton ones do elsewhere."""
-    for arch in TARGETS:
-        for call in calls(op):
+    for call in calls(op):
+        for arch in TARGETS:
             launched = [wanted.kernel for wanted in launches(op, call, arch)]
             assert launched, f"{op.name} on {arch} launches nothing for {call}"
             gluon = [kernel.name for kernel in launched if is_gluon(kernel)]

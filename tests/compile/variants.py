@@ -258,10 +258,10 @@ def is_gluon(kernel: Kernel) -> bool:
 @cache
 def chip_variants(arch: str) -> dict[str, tuple[Variant, ...]]:
     """By op, one variant of each kernel for a chip, and one more where it quantises and one for the longest rows. A kernel of
-    several ops is the first one's."""
+    several ops is the last one's."""
     found: dict[str, tuple[Variant, ...]] = {}
     seen: set[Any] = set()
-    for op in tw.catalogue().values():
+    for op in reversed(tw.catalogue().values()):
         mine: dict[str, Variant] = {}
         for call in (*calls(op), longest := longest_rows(op)):
             for wanted in launches(op, call, arch):

@@ -56,7 +56,7 @@ class Key:
                 value = value.tensor
                 if value is None:
                     continue
-            if value.layout is not torch.strided or value.is_neg():
+            if value.layout is not torch.strided or value.is_neg() or value.is_meta:
                 return False  # there is no address, or other numbers lie there
             address = value.data_ptr()
             order = value.is_contiguous() or value.stride()

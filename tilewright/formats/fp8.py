@@ -317,8 +317,10 @@ def padded(scale: Tensor) -> Tensor:
     """A two-dimensional scale in rows padded to a multiple of 4; others as they are."""
     if scale.dim() < 2:
         return scale
-    inner = scale.shape[1]
-    return F.pad(scale.contiguous(), (0, round4(inner) - inner))[:, :inner]
+    outer, inner = scale.shape
+    wide = scale.new_zeros(outer, round4(inner))
+    wide[:, :inner] = scale
+    return wide[:, :inner]
 
 
 def _divide(a: Tensor | float, b: Tensor | float) -> Tensor:

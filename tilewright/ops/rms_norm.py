@@ -7,6 +7,7 @@ rows of dy * x * rstd.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -119,9 +120,11 @@ def add_pairs(a, b, c, d):
 @triton.jit
 def load_row(X, R, H, row, col, inside, N, stride_xm, stride_xn, stride_rm, stride_rn, KEEP: tl.constexpr):
     """x in fp32, or the new residual h = x + r as it is stored."""
-    x = tl.load(X + row * stride_xm + col * stride_xn, inside, 0.0, eviction_policy="evict_last" if KEEP else "")
+    x = tl.load(
+        X + row * stride_xm + col.to(tl.int64) * stride_xn, inside, 0.0, eviction_policy="evict_last" if KEEP else ""
+    )
     if R is not None:
-        r = tl.load(R + row * stride_rm + col * stride_rn, inside, 0.0)
+        r = tl.load(R + row * stride_rm + col.to(tl.int64) * stride_rn, inside, 0.0)
         x = (x.to(tl.float32) + r.to(tl.float32)).to(H.dtype.element_ty)
         tl.store(H + row * N + col, x, inside)
     return x.to(tl.float32)
@@ -142,7 +145,7 @@ def load_weight(W, col, inside, weight_offset):
 @triton.jit
 def produce(X, B, W, RSTD, stride_xm, stride_xn, weight_offset, p1, row, col, inside, MODE: tl.constexpr):
     """A tile of y, rstd being given."""
-    x = tl.load(X + row * stride_xm + col * stride_xn, inside, 0.0).to(tl.float32) * tl.load(RSTD + row)
+    x = tl.load(X + row * stride_xm + col.to(tl.int64) * stride_xn, inside, 0.0).to(tl.float32) * tl.load(RSTD + row)
     if W is not None:
         x = x * (tl.load(W + col).to(tl.float32) + weight_offset)
     return x
@@ -209,7 +212,7 @@ def rms_norm_forward(
                 if R is not None:
                     x = tl.load(H + row * N + c, live & (c < N), 0.0).to(tl.float32)
                 else:
-                    x = tl.load(X + row * stride_xm + c * stride_xn, live & (c < N), 0.0).to(tl.float32)
+                    x = tl.load(X + row * stride_xm + c.to(tl.int64) * stride_xn, live & (c < N), 0.0).to(tl.float32)
                 y = x * rstd
                 if W is not None:
                     y = y * load_weight(W, start + lane, start + lane < N, weight_offset)[None, :]
@@ -218,13 +221,13 @@ def rms_norm_forward(
 
 @kernel(
     grid=lambda a: (a.PROGRAMS,),
-    tokens=("M",),
+    tokens=("M", "PROGRAMS"),
     tune_by=("N",),
     default=lambda a: dict(ROWS=max(1, min(16, 4096 // a.BLOCK)), num_warps=min(16, max(4, a.BLOCK // 512)), STAGES=3),
 )
 def rms_norm_backward(
     X, W, RSTD, DY, DH, DX, DW, M, N, stride_xm, stride_xn, stride_ym, stride_yn, stride_hm, stride_hn, stride_dm, eps,
-    inv_n, weight_offset, BLOCK: tl.constexpr, ROWS: tl.constexpr, PROGRAMS: tl.constexpr, STAGES: tl.constexpr,
+    inv_n, weight_offset, PROGRAMS, BLOCK: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Each program takes every PROGRAMS-th block of rows and keeps its share of dweight, DW[program], in registers."""
     lane = tl.arange(0, BLOCK)
@@ -237,8 +240,8 @@ def rms_norm_backward(
         row = block.to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
         live = row < M
         inside = live & (col < N)
-        x = tl.load(X + row * stride_xm + col * stride_xn, inside, 0.0).to(tl.float32)
-        dy = tl.load(DY + row * stride_ym + col * stride_yn, inside, 0.0).to(tl.float32)
+        x = tl.load(X + row * stride_xm + col.to(tl.int64) * stride_xn, inside, 0.0).to(tl.float32)
+        dy = tl.load(DY + row * stride_ym + col.to(tl.int64) * stride_yn, inside, 0.0).to(tl.float32)
         g = dy
         if W is not None:
             g = dy * w
@@ -253,7 +256,7 @@ def rms_norm_backward(
         if DX is not None:
             dx = rstd * (g - xhat * ((cross * inv_n)[:, None] * rstd))
             if DH is not None:
-                dx += tl.load(DH + row * stride_hm + col * stride_hn, inside, 0.0).to(tl.float32)
+                dx += tl.load(DH + row * stride_hm + col.to(tl.int64) * stride_hn, inside, 0.0).to(tl.float32)
             tl.store(DX + row * stride_dm + col, dx.to(DX.dtype.element_ty), inside)
     if DW is not None:
         tl.store(DW + tl.program_id(0).to(tl.int64) * N + lane, tl.sum(dw, axis=0), lane < N)
@@ -269,8 +272,8 @@ def rms_norm_row_sums(X, W, RSTD_IN, DY, RSTD, MEAN, M, N, stride_xm, stride_xn,
     cross = tl.zeros([BLOCK], tl.float32)
     for start in range(0, N, BLOCK):
         c = start + col
-        x = tl.load(X + row * stride_xm + c * stride_xn, c < N, 0.0).to(tl.float32)
-        g = tl.load(DY + row * stride_ym + c * stride_yn, c < N, 0.0).to(tl.float32)
+        x = tl.load(X + row * stride_xm + c.to(tl.int64) * stride_xn, c < N, 0.0).to(tl.float32)
+        g = tl.load(DY + row * stride_ym + c.to(tl.int64) * stride_yn, c < N, 0.0).to(tl.float32)
         if W is not None:
             g = g * load_weight(W, c, c < N, weight_offset)
         square += x * x
@@ -283,10 +286,12 @@ def rms_norm_row_sums(X, W, RSTD_IN, DY, RSTD, MEAN, M, N, stride_xm, stride_xn,
     tl.store(MEAN + row, tl.sum(cross, axis=0) * inv_n * rstd)
 
 
-@kernel(grid=lambda a: (a.BANDS, cdiv(a.N, a.BLOCK)), tokens=("M",), default=lambda a: dict(BLOCK=1024, num_warps=4))
+@kernel(
+    grid=lambda a: (a.BANDS, cdiv(a.N, a.BLOCK)), tokens=("M", "BANDS"), default=lambda a: dict(BLOCK=1024, num_warps=4)
+)
 def rms_norm_backward_wide(
     X, W, RSTD, MEAN, DY, DH, DX, DW, M, N, stride_xm, stride_xn, stride_ym, stride_yn, stride_hm, stride_hn, stride_dm,
-    weight_offset, BANDS: tl.constexpr, BLOCK: tl.constexpr,
+    weight_offset, BANDS, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """A band of rows by a block of columns, given the rows' sums."""
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -295,8 +300,8 @@ def rms_norm_backward_wide(
     for r in range(tl.program_id(0), M, BANDS):
         row = r.to(tl.int64)
         rstd = tl.load(RSTD + row)
-        xhat = tl.load(X + row * stride_xm + col * stride_xn, inside, 0.0).to(tl.float32) * rstd
-        dy = tl.load(DY + row * stride_ym + col * stride_yn, inside, 0.0).to(tl.float32)
+        xhat = tl.load(X + row * stride_xm + col.to(tl.int64) * stride_xn, inside, 0.0).to(tl.float32) * rstd
+        dy = tl.load(DY + row * stride_ym + col.to(tl.int64) * stride_yn, inside, 0.0).to(tl.float32)
         dw += dy * xhat
         if DX is not None:
             g = dy
@@ -304,7 +309,7 @@ def rms_norm_backward_wide(
                 g = dy * load_weight(W, col, inside, weight_offset)
             dx = rstd * (g - xhat * tl.load(MEAN + row))
             if DH is not None:
-                dx += tl.load(DH + row * stride_hm + col * stride_hn, inside, 0.0).to(tl.float32)
+                dx += tl.load(DH + row * stride_hm + col.to(tl.int64) * stride_hn, inside, 0.0).to(tl.float32)
             tl.store(DX + row * stride_dm + col, dx.to(DX.dtype.element_ty), inside)
     if DW is not None:
         tl.store(DW + tl.program_id(0).to(tl.int64) * N + col, dw, inside)
@@ -313,7 +318,7 @@ def rms_norm_backward_wide(
 @kernel(
     grid=lambda a: (cdiv(a.N, a.BLOCK),),
     tokens=("M",),
-    default=lambda a: dict(ROWS=min(512, power_of_two(a.M)), BLOCK=16, num_warps=4),
+    default=lambda a: dict(ROWS=64 if a.M <= 64 else 512, BLOCK=16, num_warps=4),
 )
 def sum_columns(P, OUT, M, N, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """OUT[n] = sum over m of P[m, n], always in the same order. Narrow and tall: one load in flight per row, many programs."""
@@ -336,7 +341,7 @@ def launch_rows(
     strides = residual.stride() if residual is not None else (0, 0)
     rms_norm_forward(
         x, residual, weight, rstd_in, y, scale, None if fmt is None else fmt.tensor, h, rstd, M, N, *x.stride(), *strides,
-        row_stride(scale), eps, 1.0 / max(1, N), weight_offset or None,
+        row_stride(scale), eps, 1.0 / N if N else math.nan, weight_offset or None,
         BLOCK=BLOCK if SINGLE else 4096, SINGLE=SINGLE, KEEP=keep, PDL=pdl,
         FORMAT=None if fmt is None else fmt.device_format(is_fast(x)),
     )  # fmt: skip
@@ -422,7 +427,7 @@ def gradients(x, weight, rstd, dy, dh, eps, weight_offset, needs) -> tuple[Tenso
     dh2 = rows(dh) if dh is not None else None
     BLOCK = power_of_two(N)
     strides = (*x2.stride(), *dy2.stride(), *(dh2.stride() if dh2 is not None else (0, 0)), N)
-    common = (eps, 1.0 / max(1, N), weight_offset or None)
+    common = (eps, 1.0 / N if N else math.nan, weight_offset or None)
     weight, rstd = vector(weight), vector(rstd)
     PROGRAMS = max(1, min(PER_SM * Target.at(x.device).sms, cdiv(M, max(1, 2048 // BLOCK))))
     part = torch.empty(PROGRAMS, N, dtype=torch.float32, device=x.device) if dweight is not None else None
@@ -432,7 +437,7 @@ def gradients(x, weight, rstd, dy, dh, eps, weight_offset, needs) -> tuple[Tenso
         sums = torch.empty(2, M, dtype=torch.float32, device=x.device)
         rms_norm_row_sums(x2, weight, rstd, dy2, sums[0], sums[1], M, N, *strides[:4], *common)
         rms_norm_backward_wide(
-            x2, weight, sums[0], sums[1], dy2, dh2, dx, part, M, N, *strides, weight_offset or None, BANDS=PROGRAMS
+            x2, weight, sums[0], sums[1], dy2, dh2, dx, part, M, N, *strides, weight_offset or None, PROGRAMS
         )
     if dweight is not None:
         sum_columns(part, dweight, PROGRAMS, N)
