@@ -7,7 +7,7 @@ of op, beside a bound on every element and on the share of elements that are not
 
 `Op.bars` says `{"class": "B"}`; `gradient` names another class than H for gradients of row-shaped arguments, `misrounded`
 another share. Noise is what an honest fp32 computation of the same formula loses to cancellation, measured with the reference
-in fp32 on slightly moved inputs: four times that much is allowed on top.
+in fp32 on slightly moved inputs: where four times that is more than the bar, it takes the bar's place.
 """
 
 from __future__ import annotations
@@ -258,22 +258,25 @@ def near(label: str, actual: Tensor, exact: Tensor, noise: Tensor, bar: Bar, neg
 
 def _near_low(label: str, actual: Tensor, rounded: Tensor, exact: Tensor, noise: Tensor, bar: Bar) -> None:
     error, step = (actual.double() - exact).abs(), spacing(exact, actual.dtype)
-    _within(label, actual, exact, error, step + 8 * noise)
+    _within(label, actual, exact, error, step + 16 * noise)
     wrong = (actual != rounded) & (64 * noise < step)
-    allowed = 1 + bar.misrounded * error.numel()
-    assert wrong.sum() <= allowed, (
+    count, allowed = (
+        rounded[wrong].unique().numel(),
+        1 + bar.misrounded * error.numel(),
+    )  # equal values go wrong together
+    assert count <= allowed, (
         f"{label}: {wrong.sum()} of {error.numel()} are not correctly rounded, {allowed:.0f} may be"
     )
     # The bars are for even rounding errors; sums of few short numbers have others, so the ideal is measured as well.
     ideal = rms(rounded.double() - exact) * bar.low / IDEAL
     limit = max(bar.low * SHARE_OF_BF16[actual.dtype] * rms(exact), ideal)
-    _rms_within(label, error, exact, limit + rms(torch.where(wrong, step, 0.0)) + 4 * rms(noise))
+    _rms_within(label, error, exact, max(limit, 4 * rms(noise)) + rms(torch.where(wrong, step, 0.0)))
 
 
 def _near_single(label: str, actual: Tensor, rounded: Tensor, exact: Tensor, noise: Tensor, bar: Bar) -> None:
     error = (actual.double() - exact).abs()
-    _within(label, actual, exact, error, 16 * bar.single * exact.abs().max() + 8 * noise)
-    _rms_within(label, error, exact, bar.single * rms(exact) + 4 * rms(noise))
+    _within(label, actual, exact, error, 16 * torch.maximum(bar.single * exact.abs().max(), noise))
+    _rms_within(label, error, exact, max(bar.single * rms(exact), 4 * rms(noise)))
 
 
 def _within(label: str, actual: Tensor, exact: Tensor, error: Tensor, bound: Tensor) -> None:
@@ -288,24 +291,29 @@ def _rms_within(label: str, error: Tensor, exact: Tensor, reach: float) -> None:
 
 
 def noises(op: Op, values: Mapping[str, Any], grads: list) -> dict[str, Tensor]:
-    """For each result and gradient, the error per row of the reference in fp32, the worst over a few jittered inputs."""
+    """For each result and gradient an error per row, the worst over a few jittered inputs: that of the reference in fp32, and
+    what a quarter of an fp32 step of the inputs changes, which no fp32 exponential of a large number keeps."""
     worst: dict[str, Tensor] = {}
     source = torch.Generator().manual_seed(7)
     for _ in range(JITTERS):
-        moved = {n: _jitter(v, source) for n, v in values.items()}
-        rough = truth(op, moved, grads, torch.float32)
-        for name, exact in truth(op, moved, grads).items():
-            error = (rough[name].double() - exact).abs().nan_to_num(0.0, 0.0, 0.0)
-            if error.dim() and error.numel():
-                error = error.amax(-1, keepdim=True)
-            worst[name] = torch.maximum(worst[name], error) if name in worst else error
+        moved = {n: _jitter(v, source, 2.0**-10).float() if _is_float(v) else v for n, v in values.items()}
+        exact = truth(op, moved, grads)
+        shaken = {n: _jitter(v, source, 2.0**-26) if _is_float(v) else v for n, v in moved.items()}
+        for other in (truth(op, moved, grads, torch.float32), truth(op, shaken, grads)):
+            for name, there in exact.items():
+                error = (other[name].double() - there).abs().nan_to_num(0.0, 0.0, 0.0)
+                if error.dim() and error.numel():
+                    error = error.square().mean(-1, keepdim=True).sqrt()
+                worst[name] = torch.maximum(worst[name], error) if name in worst else error
     return worst
 
 
-def _jitter(value: Any, source: torch.Generator) -> Any:
-    if not (isinstance(value, Tensor) and value.is_floating_point()):
-        return value
-    return (value.detach().float().cpu() * (1 + torch.randn(value.shape, generator=source) * 2.0**-10)).contiguous()
+def _is_float(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
+
+
+def _jitter(t: Tensor, source: torch.Generator, share: float) -> Tensor:
+    return t.detach().cpu().double() * (1 + share * torch.randn(t.shape, generator=source, dtype=torch.float64))
 
 
 def expectation(op: Op, values: Mapping[str, Any], actual: Outcome) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -366,8 +374,9 @@ def near_codes(
     fmt, offsets, exact = values["out_format"], values.get("offsets"), noise is None
     offsets = None if offsets is None else offsets.cpu()
     fmt = fmt if fmt.tensor is None else fmt.bare().with_scale(fmt.tensor.cpu())
-    step = torch.zeros_like(there) if exact else there.sign() * (3e-7 * there.abs() + 4 * noise)
-    options = [fmt.quantize(there + way * step, torch.float32, offsets) for way in ((0,) if exact else (0, -1, 1))]
+    step = torch.zeros_like(there) if exact else there.sign() * (3e-7 * there.abs() + 8 * noise)
+    moved = (there,) if exact else (there, there - step, there + step)
+    options = [fmt.quantize(value, torch.float32, offsets) for value in moved]
     for i, part in enumerate(fmt.tensor_names):
         wanted = [q.tensors()[i] for q in options]
         found = actual[f"{name}.{part}"].cpu()

@@ -13,6 +13,8 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -21,7 +23,8 @@ import tilewright as tw
 from tests import layouts, memory
 from tests.calls import gradients, paths, repeatable, repeated_argument
 from tests.cases import SMALL, Net, choices, dims_of, draw, formats, row_arguments, tensors
-from tests.oracle import FLOATS, Outcome, as_tuple, check, outcome, row_shaped, same_bits, same_outcome, truth
+from tests.oracle import FLOATS, Outcome, as_tuple, check, outcome, pieces, row_shaped, same_bits, same_outcome, truth
+from tilewright.core import config
 from tilewright.core.op import Op
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -31,6 +34,9 @@ LONG_ROW, LONGER_ROW = 2053, 16389  # more than one block of columns; more than 
 
 
 # ---------------------------------------------------------------- numbers
+
+
+FAMILIES = 7
 
 
 def _families(t: Tensor, kind: int) -> Tensor:
@@ -58,19 +64,20 @@ def _families(t: Tensor, kind: int) -> Tensor:
 def accuracy(op: Op, net: Net) -> None:
     """Results and gradients within the bars of the op's class, over dtypes, options and seven families of data."""
     for seed in range(net.cases):
-        dtype = FLOATS[seed % 3]
+        pair = 8 * seed % (3 * FAMILIES)  # goes through all pairs of a dtype and a family
+        dtype, family = FLOATS[pair % 3], pair % FAMILIES
         case = draw(op, net, seed, dtype)
         values = dict(case.values)
         for n, t in row_arguments(op, values).items():
             if t.dtype == dtype and t.dim() > 1:
-                values[n] = _families(t, seed % 7)
+                values[n] = _families(t, family)
         for n, t in tensors(op, values).items():  # parameters are often kept in another precision
             rule = next(p.rule for p in op.signature.parameters if p.name == n)
             if t.dtype == dtype and not row_shaped(rule) and rule.dtype == "float":
                 values[n] = t.to(FLOATS[(seed // 3) % 3])
         with net.kernels():
             actual = outcome(op, values, seed)
-        check(op, f"{case.label}, data {seed % 7}", values, actual)
+        check(op, f"{case.label}, data {family}", values, actual)
 
 
 def sizes(op: Op, net: Net) -> None:
@@ -99,6 +106,28 @@ def quantised(op: Op, net: Net) -> None:
         with net.kernels():
             actual = outcome(op, values, seed)
         check(op, f"{case.label} in {fmt}", values, actual)
+
+
+def every_config(op: Op, net: Net) -> None:
+    """Every config that a tuned row may name gives right results, none by leave of what another left in memory."""
+    counts = {"": 1}
+    at = 0
+    while at < max(counts.values()):
+
+        def choose(kernel: Any, a: Any, target: Any, at: int = at) -> dict[str, Any]:
+            some = [dict(c) for c in kernel.candidates(a)] if kernel.candidates else [dict(kernel.default(a))]
+            counts[kernel.name] = max(len(some), counts.get(kernel.name, 0))
+            return some[at % len(some)]
+
+        case = draw(op, net, 9, torch.bfloat16, {**SMALL, "tokens": 3, "hidden": 4112, "vocab": 4112})
+        op.plans.clear()
+        op.backward_plans.clear()
+        with net.kernels(), mock.patch.object(config, "choose", choose):
+            actual = outcome(op, case.values)
+        check(op, f"{case.label}: config {at} of {counts}", case.values, actual)
+        at += 1
+    op.plans.clear()
+    op.backward_plans.clear()
 
 
 def isolation(op: Op, net: Net) -> None:
@@ -202,7 +231,7 @@ def outs(op: Op, net: Net) -> None:
     """`out` is filled and returned, in any layout that shares no memory; nothing between its elements is touched."""
     if "out" not in op.signature.names:
         return
-    case = draw(op, net, 13, torch.float32, {**SMALL, "tokens": 6})
+    case = draw(op, net, 13, torch.float32, {**SMALL, "tokens": 6}, {"offsets": False})
     with net.kernels(), torch.no_grad():
         plain = as_tuple(op.function(**case.values))[0]
         for name, make in layouts.LAYOUTS.items():
@@ -218,6 +247,37 @@ def outs(op: Op, net: Net) -> None:
                 same_bits(f"{case.label}: out {name}", out, plain)
             guard.check(f"{case.label}: out {name}")
             assert out._version > version + 2, f"{case.label}: writing out does not show in its version"
+        for fmt in formats(op, net.device):
+            expected = pieces(as_tuple(op.function(**{**case.values, "out_format": fmt}))[0])
+            out = fmt.empty(plain.shape, plain.dtype, plain.device)
+            made = as_tuple(op.function(**{**case.values, "out_format": fmt, "out": out}))[0]
+            assert made is out, f"{case.label}: out in {fmt} was not returned"
+            same_outcome(f"{case.label}: out in {fmt}", pieces(out), expected)
+
+
+def wild_indices(op: Op, net: Net) -> None:
+    """Indices are device data, which no host code can check: whatever they hold, no other row and no other memory is touched."""
+    case = draw(op, net, 14, torch.bfloat16, {**SMALL, "tokens": 6}, full=True)
+    shaped = row_arguments(op, case.values)
+    with net.kernels():
+        clean = outcome(op, case.values)
+        for n, t in tensors(op, case.values).items():
+            if t.dtype not in (torch.int32, torch.int64) or not t.numel():
+                continue
+            top = torch.iinfo(t.dtype)
+            for value in (-1, t.numel() + 1, 1 << 20, top.max, top.min):
+                bad = t.clone()
+                bad[2 if n in shaped else -1] = value
+                label = f"{case.label}: {value} in {n}"
+                with memory.guarded_allocations(0xFF) as guards:
+                    dirty = outcome(op, {**case.values, n: bad}, grads=clean.grads)
+                for guard in guards:
+                    guard.check(label)
+                if n in shaped:
+                    _rows_kept(label, clean, dirty, t.shape[0], 2)
+            if n == "offsets":  # groups that do not reach the last row
+                short = {**case.values, n: t.clamp(max=4)}
+                check(op, f"{case.label}: {n} end at row 4", short, outcome(op, short))
 
 
 def guarded_memory(op: Op, net: Net) -> None:
@@ -262,6 +322,6 @@ def wide_strides(op: Op, net: Net, source: str = "") -> None:
 
 
 VALUES: tuple[Callable, ...] = (
-    accuracy, sizes, quantised, isolation, special_values, strides, leading, outs, guarded_memory, wide_strides,
-    repeatable, paths, gradients, repeated_argument,
+    accuracy, sizes, quantised, every_config, isolation, special_values, strides, leading, outs, wild_indices,
+    guarded_memory, wide_strides, repeatable, paths, gradients, repeated_argument,
 )  # fmt: skip

@@ -82,8 +82,10 @@ def test_hopper_variants_keep_to_the_table(op, shard):
 @OLDEST
 @every_op
 def test_hot_variants_do_not_spill(op):
-    spilled = {one.name: one.compile().spills for one in needed(op, hot_calls(op))}
-    assert not any(spilled.values()), "\n".join(f"{name}: {bytes} bytes" for name, bytes in spilled.items() if bytes)
+    """But Gluon ones may, which hold their tiles as they were measured best: the table has what they spill."""
+    hot = [one for one in needed(op, hot_calls(op)) if not is_gluon(one.kernel)]
+    spilled = [f"{one.name}: {found} bytes" for one in hot if (found := one.compile().spills)]
+    assert not spilled, "\n".join(spilled)
 
 
 @OLDEST

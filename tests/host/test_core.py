@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import tilewright as tw
 from tests.cases import Net
@@ -17,6 +18,7 @@ from tests.mutants import SUBJECT, Mutant, declared
 from tests.oracle import same_bits
 from tilewright.core.cost import traffic
 from tilewright.core.op import Op, Triton
+from tilewright.core.plan import guard
 from tilewright.core.signature import at_least
 
 WHOLE = Mutant("none", "Toy op", "Toy op", "", "", SUBJECT)
@@ -216,3 +218,61 @@ def test_declarations_are_checked():
             Op("never_declared", function, dict, none, where=where)
         assert words in str(caught.value)
     assert "never_declared" not in tw.catalogue()
+
+
+class Watching(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+def test_guard_tells_kinds_of_call_apart():
+    """The check before a replayed launch must fail for whatever the launch was not recorded from."""
+    x, weight = arguments(8, hidden=8)
+    check = guard([x, weight])
+    assert check is not None and check(x.clone(), weight + 1)
+    others = {
+        "shape": x[:7],
+        "stride": x.t(),
+        "dtype": x.double(),
+        "integers": x.int(),
+        "gradient": x.clone().requires_grad_(),
+        "parameter": torch.nn.Parameter(x, requires_grad=False),
+        "negated": torch._neg_view(x),
+        "meta": x.to("meta"),
+        "sparse": x.to_sparse(),
+        "expanded": x[:1].expand(8, 8),
+        "number": 1.0,
+        "none": None,
+    }
+    for what, other in others.items():
+        try:
+            same = check(other, weight)
+        except TypeError:
+            same = False
+        assert not same, what
+    with torch.inference_mode():
+        made = x.clone()
+        assert not check(made, weight)
+    assert not check(made, weight)
+    with Watching():
+        assert not check(x, weight)
+    seen = []
+    torch.vmap(lambda row: seen.append(check(x, weight)) or row)(x)
+    assert seen == [False]
+    assert check(x, weight)
+
+
+def test_draws_are_repeatable_and_obey():
+    def drawn(seed: int, **fixed) -> tuple:
+        draw = tw.Draw(seed, **fixed)
+        return draw.tensor("tokens", "hidden"), draw.integers("tokens", high=9), draw.option("act", 1, 2, 3), draw.dims
+
+    for seed in range(20):
+        first, again = drawn(seed), drawn(seed)
+        same_bits("floats", first[0], again[0])
+        same_bits("integers", first[1], again[1])
+        assert first[2:] == again[2:]
+        assert first[0].numel() <= 64 * 1024
+    assert drawn(0)[0].shape != drawn(1)[0].shape
+    fixed = drawn(3, dims={"tokens": 5, "hidden": 6}, options={"act": 9}, dtype=torch.bfloat16)
+    assert fixed[0].shape == (5, 6) and fixed[0].dtype == torch.bfloat16 and fixed[2] == 9

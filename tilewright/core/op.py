@@ -137,9 +137,6 @@ class Op:
         out = values.get("out")
         if out is None:
             return
-        wanted, given = values.get("out_format"), out.format if isinstance(out, Quantized) else None
-        if (wanted and wanted.key) != (given and given.key):
-            raise ValueError(f"{self.name}: out is {given or 'a plain tensor'}, but out_format is {wanted}")
         for piece in _flat(out):
             if piece is not None:
                 self._check_out(piece, values)

@@ -187,6 +187,10 @@ class Signature:
                     f"{self.op}: {p.name} is on {value.device}, {device[1]} on {device[0]}: move one of them"
                 )
             leading = self._shape(p, value, dims, leading)
+        out, wanted = values.get("out"), values.get("out_format")
+        given = out.format if isinstance(out, Quantized) else None
+        if out is not None and (wanted and wanted.key) != (given and given.key):
+            raise ValueError(f"{self.op}: out is {given or 'a plain tensor'}, but out_format is {wanted}")
         if self.check is not None:
             self.check(**values)
 
