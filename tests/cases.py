@@ -27,7 +27,7 @@ class Net:
     """Where kernels run, how many random cases a property draws, and how many elements a case may have."""
 
     device: str = "cpu"
-    cases: int = int(os.environ.get("TILEWRIGHT_CASES", "21"))
+    cases: int = int(os.environ.get("TILEWRIGHT_CASES", "14"))
     largest: int = 4096
     interpreter: bool = False
 

@@ -112,8 +112,6 @@ NORM, GLU, LOSS, CODES = (f"tilewright/ops/{name}.py" for name in ("rms_norm", "
 MUTANTS += [
     Mutant("rms_norm: weight offset dropped", "w += weight_offset", "w += 0.0", "accuracy", "out", NORM, "rms_norm"),
     Mutant("rms_norm: eps dropped", "inv_n + eps)", "inv_n)", "accuracy", "rms_norm.*(out|d_x)", NORM, "rms_norm"),
-    Mutant("rms_norm: 32-bit rows in the backward", "row = block.to(tl.int64) * ROWS", "row = block * ROWS", "wide_strides",
-           "outside every tensor|differ|status -11", NORM, "rms_norm"),
     Mutant("add_rms_norm: norm of the unrounded sum", "r.to(tl.float32)).to(H.dtype.element_ty)", "r.to(tl.float32))", "accuracy",
            "y", NORM, "add_rms_norm"),
     Mutant("add_rms_norm: gradient of the sum dropped", "dx += tl.load(DH", "dx += 0.0 * tl.load(DH", "gradients", "d_", NORM,

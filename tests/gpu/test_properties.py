@@ -24,7 +24,7 @@ from tilewright.core.kernel import Kernel
 from tilewright.core.op import Op
 
 pytestmark = pytest.mark.gpu
-NET = Net(device="cuda", cases=12, largest=64 * 1024)
+NET = Net(device="cuda", cases=21, largest=64 * 1024)
 NAMES = sorted(tw.catalogue())
 WHOLE = Mutant("none", "Toy op", "Toy op", "", "", SUBJECT)
 VARIANTS = 24  # binaries that 200 token counts may need of an op: alignment, integer classes, splits of few rows

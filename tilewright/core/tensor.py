@@ -35,7 +35,9 @@ def fold(x: Tensor) -> tuple[Tensor, int, tuple[int, int, int]]:
             merged.append((size, stride))
     if len(merged) > 2:
         return fold(x.contiguous())
-    (_, outer), (inner, step) = [(1, 0), (1, 0), *merged][-2:]
+    if not merged:  # one row: the stride that many would have, for 0 would be a variant of its own
+        merged = [(1, x.stride(-2) if x.dim() > 1 else x.shape[-1])]
+    (_, outer), (inner, step) = [(1, 0), *merged][-2:]
     return x, max(inner, 1), (outer, step, x.stride(-1))
 
 

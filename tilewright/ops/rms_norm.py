@@ -112,6 +112,14 @@ def _default(a) -> dict:
     return dict(ROWS=max(1, min(16, 4096 // a.BLOCK)), num_warps=min(16, max(4, a.BLOCK // 1024)))
 
 
+def _default_backward(a) -> dict:
+    ROWS = max(1, min(16, 4096 // a.BLOCK))
+    # Three stages keep two blocks of every operand in shared memory; with two, ptxas spilled 3 KB (Triton 3.6)
+    blocks = 2 * ROWS * a.BLOCK * sum(t.element_size() for t in (a.X, a.DY, a.DH) if t is not None)
+    STAGES = 3 if blocks + 1024 <= Target.at(a.X.device).shared_memory else 1
+    return dict(ROWS=ROWS, num_warps=min(16, max(4, a.BLOCK // 512)), STAGES=STAGES)
+
+
 @triton.jit
 def add_pairs(a, b, c, d):
     return a + c, b + d
@@ -163,7 +171,7 @@ def store_rows(y, Y, S, STATIC, row, start, live, N, stride_s, FORMAT: tl.conste
         store_row_codes(y, Y, S, STATIC, row, start, live, N, N, stride_s, FORMAT, EVICT)
 
 
-@kernel(grid=lambda a: (cdiv(a.M, a.ROWS),), tokens=("M",), tune_by=("N",), default=_default)
+@kernel(grid=lambda a: (cdiv(a.M, a.ROWS),), tokens=("M", "stride_s"), tune_by=("N",), default=_default)
 def rms_norm_forward(
     X, R, W, RSTD_IN, Y, S, STATIC, H, RSTD, M, N, stride_xm, stride_xn, stride_rm, stride_rn, stride_s, eps, inv_n, weight_offset,
     BLOCK: tl.constexpr, SINGLE: tl.constexpr, FORMAT: tl.constexpr, KEEP: tl.constexpr, PDL: tl.constexpr,
@@ -223,7 +231,7 @@ def rms_norm_forward(
     grid=lambda a: (a.PROGRAMS,),
     tokens=("M", "PROGRAMS"),
     tune_by=("N",),
-    default=lambda a: dict(ROWS=max(1, min(16, 4096 // a.BLOCK)), num_warps=min(16, max(4, a.BLOCK // 512)), STAGES=3),
+    default=_default_backward,
 )
 def rms_norm_backward(
     X, W, RSTD, DY, DH, DX, DW, M, N, stride_xm, stride_xn, stride_ym, stride_yn, stride_hm, stride_hn, stride_dm, eps,
@@ -434,11 +442,9 @@ def gradients(x, weight, rstd, dy, dh, eps, weight_offset, needs) -> tuple[Tenso
     if BLOCK <= WIDEST:
         rms_norm_backward(x2, weight, rstd, dy2, dh2, dx, part, M, N, *strides, *common, BLOCK=BLOCK, PROGRAMS=PROGRAMS)
     else:
-        sums = torch.empty(2, M, dtype=torch.float32, device=x.device)
-        rms_norm_row_sums(x2, weight, rstd, dy2, sums[0], sums[1], M, N, *strides[:4], *common)
-        rms_norm_backward_wide(
-            x2, weight, sums[0], sums[1], dy2, dh2, dx, part, M, N, *strides, weight_offset or None, PROGRAMS
-        )
+        sums = [torch.empty(M, dtype=torch.float32, device=x.device) for _ in range(2)]  # each aligned, whatever M is
+        rms_norm_row_sums(x2, weight, rstd, dy2, *sums, M, N, *strides[:4], *common)
+        rms_norm_backward_wide(x2, weight, *sums, dy2, dh2, dx, part, M, N, *strides, weight_offset or None, PROGRAMS)
     if dweight is not None:
         sum_columns(part, dweight, PROGRAMS, N)
     return dx, dweight
