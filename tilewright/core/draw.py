@@ -74,6 +74,13 @@ class Draw:
             low, max(low + 1, high), self._shape(dims), generator=self._fill, device=self.device, dtype=dtype
         )
 
+    def ends(self, rows: int) -> Tensor:
+        """The end rows of a few groups, some perhaps empty, that cover all rows: what `offsets` arguments are."""
+        dtype = self.option("index", torch.int32, torch.int64)
+        ends = self.integers(self.dim("experts", (1, 2, 5)), high=rows + 1, dtype=dtype)
+        ends[-1:] = rows
+        return ends.sort().values
+
     def _shape(self, dims: Sequence[str | int]) -> list[int]:
         return [d if isinstance(d, int) else self.dim(d) for d in dims]
 

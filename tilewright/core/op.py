@@ -51,6 +51,11 @@ class Triton:
     name: str = "triton"
 
 
+def single(target: Target, a: SimpleNamespace) -> bool:
+    """The `when` of kernels that compute in fp32: no argument is float64."""
+    return all(t.dtype != torch.float64 for t in vars(a).values() if isinstance(t, Tensor))
+
+
 @contextlib.contextmanager
 def force(name: str) -> Iterator[None]:
     """`force("reference")` takes the reference on any device; `force("triton")` runs kernels on CPU tensors through the
@@ -325,6 +330,7 @@ class _Apply(torch.autograd.Function):
     def forward(ctx: Any, op: Op, values: dict[str, Any], *tensors: Tensor | None) -> tuple:
         flat = register.flatten(op.run(values))
         register.setup(ctx, op, values, flat)
+        ctx.forced = call.forced.get()
         return flat
 
     @staticmethod
@@ -332,7 +338,11 @@ class _Apply(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple:
         needed = ctx.needs_input_grad[2:]
         wanted = [n for n, flag in zip(ctx.op.signature.tensors, needed) if flag]
-        return (None, None, *register.backward(ctx, grads, wanted, register.eager))
+        token = call.forced.set(ctx.forced)  # autograd may run this in a thread of its own
+        try:
+            return (None, None, *register.backward(ctx, grads, wanted, register.eager))
+        finally:
+            call.forced.reset(token)
 
 
 # -------------------------------------------------------------------- small shapes of data

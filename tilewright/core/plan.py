@@ -29,6 +29,7 @@ ALLOCATES = {
     aten.new_zeros.default: True,
 }
 _raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+_guards = getattr(getattr(torch._C, "_dynamo", None), "guards", None)  # C++ that torch.compile's own code calls
 _local = threading.local()
 
 
@@ -133,13 +134,12 @@ def guard(tensors: list[Tensor]) -> Callable[..., bool] | None:
     It is the C++ guard of torch.compile. Reading the same from Python costs four times as much; where torch has no such class,
     or another, there is no guard and calls take the keyed path.
     """
-    guards = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
-    if not hasattr(guards, "TensorGuards"):
+    if not hasattr(_guards, "TensorGuards"):
         return None
     sizes = [list(t.shape) for t in tensors]
     strides = [list(t.stride()) for t in tensors]
     try:
-        check = guards.TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
+        check = _guards.TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
         return check if check(*tensors) else None
     except (TypeError, ValueError, RuntimeError):
         return None
@@ -286,7 +286,7 @@ def _allocator(recorder: Recorder, place: Place, zero: bool) -> Callable[[], Ten
     if zero:
         return lambda: torch.zeros(shape, dtype=dtype, device=device)
     # What Inductor's code calls: past the dispatcher, at a third of the cost of torch.empty
-    fast = getattr(getattr(torch._C._dynamo, "guards", None), "_empty_strided_cuda", None)
+    fast = getattr(_guards, "_empty_strided_cuda", None)
     if fast is not None and device.type == "cuda":
         return lambda: fast(shape, stride, dtype)
     return lambda: torch.empty_strided(shape, stride, dtype=dtype, device=device)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ..core.draw import Draw
 from ..core.kernel import kernel
-from ..core.op import Op, Triton, upcast
+from ..core.op import Op, Triton, single, upcast
 from ..core.signature import above, at_least, between, self_overlapping
 from ..core.target import Target
 from ..core.tensor import cdiv, fold, fold_like, power_of_two
@@ -478,10 +478,6 @@ def check(logits: Tensor, inplace_backward: bool, **_) -> None:
         raise ValueError("cross_entropy: inplace_backward would overwrite logits, a leaf that requires a gradient")
 
 
-def no_double(target: Target, a: SimpleNamespace) -> bool:
-    return all(t is None or t.dtype != torch.float64 for t in vars(a).values() if isinstance(t, Tensor))
-
-
 WHERE = {
     "logits": "float[... vocab]", "labels": "int[...]", "weight": "float[vocab]", "label_smoothing": between(0.0, 1.0),
     "softcap": above(0.0), "z_loss": at_least(0.0),
@@ -490,11 +486,11 @@ SAVES = ("logits", "labels", "weight", "stats", "denominator")
 BARS = {"class": "D"}
 
 cross_entropy_lse = Op(
-    "cross_entropy_lse", reference_lse, inputs, Triton(forward_lse, backward, no_double), where=WHERE, saves=SAVES,
+    "cross_entropy_lse", reference_lse, inputs, Triton(forward_lse, backward, single), where=WHERE, saves=SAVES,
     results=("loss", "lse", "stats", "denominator"), graded_results=(0, 1), aux=2, differentiable=("logits",),
     check=check, bars=BARS,
 )  # fmt: skip
 cross_entropy = Op(
-    "cross_entropy", reference, inputs, Triton(forward, backward, no_double), where=WHERE, saves=SAVES,
+    "cross_entropy", reference, inputs, Triton(forward, backward, single), where=WHERE, saves=SAVES,
     results=("loss", "stats", "denominator"), aux=2, differentiable=("logits",), check=check, bars=BARS,
 )  # fmt: skip

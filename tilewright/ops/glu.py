@@ -17,7 +17,7 @@ from torch import Tensor
 from ..core.draw import Draw
 from ..core.format import Format, Quantized, store
 from ..core.kernel import kernel
-from ..core.op import Op, Triton, upcast
+from ..core.op import Op, Triton, single, upcast
 from ..core.signature import above
 from ..core.target import Target
 from ..core.tensor import cdiv, power_of_two, rows
@@ -76,16 +76,8 @@ def inputs(draw: Draw) -> dict:
         "limit": draw.option("limit", None, 3.0),
         "alpha": draw.option("alpha", 1.0, 1.702) if act == "silu" else 1.0,
         "scale": draw.maybe("scale", lambda: draw.uniform(tokens, dtype=torch.float32)),
-        "offsets": draw.maybe("offsets", lambda: ends_of_groups(draw, tokens)),
+        "offsets": draw.maybe("offsets", lambda: draw.ends(tokens)),
     }
-
-
-def ends_of_groups(draw: Draw, tokens: int) -> Tensor:
-    """The end rows of a few groups, some perhaps empty, that cover all tokens."""
-    dtype = draw.option("index", torch.int32, torch.int64)
-    ends = draw.integers(draw.dim("experts", (1, 2, 5)), high=tokens + 1, dtype=dtype)
-    ends[-1:] = tokens
-    return ends.sort().values
 
 
 @triton.jit
@@ -397,13 +389,9 @@ def few_tiles(target: Target, a: SimpleNamespace) -> bool:
     return tiles_of(a.x.numel() // (2 * hidden), hidden, grouping(a.offsets)[1]) <= MOST_TILES * target.sms
 
 
-def no_double(target: Target, a: SimpleNamespace) -> bool:
-    return a.x.dtype != torch.float64
-
-
 # Both share the backward, which looks at the format of the gradient: no predicate sees that.
 glu = Op(
-    "glu", reference, inputs, Triton(forward_pairs, backward, few_tiles, "gluon"), Triton(forward, backward, no_double),
+    "glu", reference, inputs, Triton(forward_pairs, backward, few_tiles, "gluon"), Triton(forward, backward, single),
     where={
         "x": "float[... width]", "up": "x[... width]", "limit": above(0.0), "scale": "float[...]",
         "offsets": "int[experts]", "out": "x[... hidden]",

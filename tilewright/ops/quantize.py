@@ -35,16 +35,8 @@ def inputs(draw: Draw) -> dict:
         "out_format": draw.option(
             "out_format", fp8("1x128", ways="both"), fp8("row", "e5m2"), fp8("tensor", ways="col")
         ),
-        "offsets": draw.maybe("offsets", lambda: ends_of_groups(draw, tokens)),
+        "offsets": draw.maybe("offsets", lambda: draw.ends(tokens)),
     }
-
-
-def ends_of_groups(draw: Draw, tokens: int) -> Tensor:
-    """The end rows of a few groups, some perhaps empty, that cover all tokens."""
-    dtype = draw.option("index", torch.int32, torch.int64)
-    ends = draw.integers(draw.dim("experts", (1, 2, 5)), high=tokens + 1, dtype=dtype)
-    ends[-1:] = tokens
-    return ends.sort().values
 
 
 def matrix(x: Tensor) -> Tensor:
@@ -124,7 +116,7 @@ def inputs_codes(draw: Draw) -> dict:
     tokens, hidden = draw.dim("tokens"), draw.dim("hidden")
     granularity = draw.option("granularity", "1x128", "128x128", "row", "tensor")
     format = fp8(granularity, draw.option("code", *CODES), ways="both", pow2=draw.option("pow2", True, False))
-    offsets = draw.maybe("offsets", lambda: ends_of_groups(draw, tokens))
+    offsets = draw.maybe("offsets", lambda: draw.ends(tokens))
     q = format.quantize(draw.tensor(tokens, hidden, dtype=torch.float32), draw.dtype, offsets)
     way = draw.option("way", "row", "col")
     codes, scale = (q.data, q.scale) if way == "row" else (q.data_t, q.scale_t)

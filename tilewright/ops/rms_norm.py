@@ -19,7 +19,7 @@ from torch import Tensor
 from ..core.draw import Draw
 from ..core.format import Format, Quantized, store
 from ..core.kernel import kernel
-from ..core.op import Op, Triton, upcast
+from ..core.op import Op, Triton, single, upcast
 from ..core.signature import at_least
 from ..core.target import Target
 from ..core.tensor import cdiv, power_of_two, rows
@@ -463,23 +463,19 @@ def backward_add(saved: SimpleNamespace, dy: Tensor | None, dh: Tensor | None) -
     return dx, dx, dweight
 
 
-def no_double(target: Target, a: SimpleNamespace) -> bool:
-    return all(t is None or t.dtype != torch.float64 for t in vars(a).values() if isinstance(t, Tensor))
-
-
 WHERE = {"x": "float[... hidden]", "weight": "float[hidden]", "eps": at_least(0.0)}
 
 rms_norm_rstd = Op(
-    "rms_norm_rstd", reference_rstd, inputs, Triton(forward_rstd, backward, no_double), where=WHERE,
+    "rms_norm_rstd", reference_rstd, inputs, Triton(forward_rstd, backward, single), where=WHERE,
     results=("y", "rstd"), differentiable=("x", "weight"), saves=("x", "weight", "rstd"),
 )  # fmt: skip
 add_rms_norm = Op(
-    "add_rms_norm", reference_add, inputs_add, Triton(forward_add, backward_add, no_double),
+    "add_rms_norm", reference_add, inputs_add, Triton(forward_add, backward_add, single),
     where={**WHERE, "residual": "x[... hidden]"}, results=("y", "h"), graded_results=(0, 1),
     differentiable=("x", "residual", "weight"), saves=("weight", "h"),
     resume=lambda saved: {**vars(saved), "x": saved.h, "residual": torch.zeros_like(saved.h)},
 )  # fmt: skip
 rms_norm = Op(
-    "rms_norm", reference, inputs, Triton(forward, backward, no_double),
+    "rms_norm", reference, inputs, Triton(forward, backward, single),
     where={**WHERE, "rstd": "float32[...]", "out": "x[... hidden]"}, differentiable=("x", "weight"),
 )  # fmt: skip
