@@ -72,7 +72,7 @@ def test_imports_go_one_way():
         own = layer(module_of(path))
         for module in imports(path):
             other = layer(module)
-            if own is None or other is None or own == other:
+            if own in (None, "__main__") or other is None or own == other:  # the command line stands above all
                 continue
             wrong = other in NOBODY_IMPORTS
             if other == "device":

@@ -1,0 +1,68 @@
+"""The command line: tables and JSON say the same, errors are one line that names what is wrong."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+import tilewright as tw
+from tilewright.__main__ import app
+
+QUANTISED = "fp8:e4m3:1x128:both:pow2:te"
+
+
+def run(*words: str) -> tuple[int, str, str]:
+    result = CliRunner().invoke(app, list(words))
+    return result.exit_code, result.stdout, result.stderr
+
+
+def launches(*words: str) -> dict[str, list[str]]:
+    status, out, _ = run("explain", *words, "--json")
+    assert status == 0
+    rows = json.loads(out)["launches"]
+    return {which: [row["kernel"] for row in rows if row["pass"] == which] for which in ("forward", "backward")}
+
+
+def test_list_has_every_op():
+    status, out, _ = run("list", "--json")
+    rows = {row["name"]: row for row in json.loads(out)}
+    assert status == 0 and set(rows) == set(tw.catalogue())
+    assert rows["glu"]["backward"] and rows["glu"]["formats"] == ["fp8"] and "gluon" in rows["glu"]["implementations"]
+    assert not rows["dequantize_codes"]["backward"]
+    assert rows["rms_norm"]["chips"]["sm_90"] == "measured" and rows["rms_norm"]["chips"]["sm_80"] == "compiled"
+    status, out, _ = run("list")
+    assert status == 0 and all(name in out for name in ("glu", "quantize"))
+
+
+def test_doctor_names_what_it_found():
+    status, out, _ = run("doctor", "--json")
+    found = {row["what"]: row["found"] for row in json.loads(out)}
+    assert status == 0 and {"python", "torch", "triton", "launch"} <= set(found)
+    assert any(what.startswith("GPU") for what in found)
+
+
+def test_explain_shows_what_is_launched():
+    plain = launches("rms_norm", "--dim", "tokens=16")
+    assert plain["forward"] == ["rms_norm_forward"] and plain["backward"][0] == "rms_norm_backward"
+    wide = launches("rms_norm", "--dim", "tokens=4", "--dim", "hidden=20000")
+    assert wide["backward"][:2] == ["rms_norm_row_sums", "rms_norm_backward_wide"]
+    codes = launches("rms_norm", "--format", QUANTISED, "--arch", "sm_80")
+    assert codes["forward"] == ["rms_norm_forward", "quantize_tiles"]
+    assert run("explain", "glu", "--dim", "tokens=16")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["explain", "rms_nrm"], "rms_norm"),
+        (["explain", "rms_norm", "--arch", "sm_91"], "sm_90"),
+        (["explain", "rms_norm", "--dim", "tokens"], "tokens=8192"),
+        (["explain", "rms_norm", "--format", "fp9"], "fp8"),
+        (["explain", "cross_entropy", "--format", QUANTISED], "out_format"),
+    ],
+)
+def test_an_error_is_one_line(words, said):
+    status, out, err = run(*words)
+    assert status == 2 and out == "" and said in err and err.count("\n") == 1
