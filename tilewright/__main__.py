@@ -105,7 +105,7 @@ def doctor(as_json: Json = False) -> None:
     import triton
 
     from .core import config, kernel, plan
-    from .core.target import TARGETS
+    from .core.target import Target
 
     def row(what: str, found: str, fix: str = "") -> dict[str, str]:
         return {"what": what, "found": found, "to mend it": fix}
@@ -123,16 +123,17 @@ def doctor(as_json: Json = False) -> None:
         )
         rows.append(row("GPU", "none: CPU tensors take the references", fix))
     for index in range(torch.cuda.device_count()):
-        props = torch.cuda.get_device_properties(index)
-        arch = f"sm_{props.major}{props.minor}"
-        known = TARGETS.get(arch)
-        state = "unknown to tilewright" if known is None else "measured" if known.ran else "compiled, never run"
-        rows.append(row(f"GPU {index}", f"{props.name}, {arch}: {state}"))
+        try:
+            target = Target.of(index)
+            state = f"{target.arch}, {'measured' if target.ran else 'compiled, never run'}"
+        except RuntimeError as error:
+            state = str(error)
+        rows.append(row(f"GPU {index}", f"{torch.cuda.get_device_name(index)}: {state}"))
     direct = kernel.PRIVATE_LAUNCHER and plan.guard([torch.empty(1)]) is not None
     fix = "" if direct else "a torch that brings Triton 3.6 (2.10, 2.11): a call then costs the host half"
     rows.append(row("launch", "plans, launched directly" if direct else "through Triton's public call", fix))
     rows.append(row("your tuned rows", str(config.folder())))
-    for name in ("pytest", "hypothesis", "ruff"):
+    for name in ("pytest", "ruff"):
         if importlib.util.find_spec(name) is None:
             rows.append(row(name, "not installed", "only for working on tilewright: make env"))
     show(rows, "this machine", as_json)

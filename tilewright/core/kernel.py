@@ -126,15 +126,12 @@ class Kernel:
             if recorder is not None:
                 recorder.foreign = "a collected launch"
             return
-        if INTERPRETING:
-            launch = plan.HostLaunch(self.jit, grid, ordered)
-        else:
-            with torch.cuda.device(tensor.get_device()):
-                launch = self._launcher(self.variant(ordered, options, grid, tensor.get_device()), grid, ordered)
-        if recorder is not None:
-            recorder.launch(launch, ordered)
-        if recorder is None or not recorder.compile_only:
-            launch.first()
+        with contextlib.nullcontext() if INTERPRETING else torch.cuda.device(tensor.get_device()):
+            launch = self._prepare(ordered, options, grid, tensor.get_device())
+            if recorder is not None:
+                recorder.launch(launch, ordered)
+            if recorder is None or not recorder.compile_only:
+                launch.first()
 
     def key(self, ordered: list, options: Mapping[str, Any], device: int) -> tuple:
         """What a compiled variant depends on; two calls with one key share a binary."""
@@ -161,7 +158,10 @@ class Kernel:
                     self.variants[key] = compiled
         return compiled
 
-    def _launcher(self, compiled: Any, grid: tuple, ordered: list) -> plan.CudaLaunch | plan.PublicLaunch:
+    def _prepare(self, ordered: list, options: Mapping[str, Any], grid: tuple, device: int) -> plan.Launch:
+        if INTERPRETING:
+            return plan.HostLaunch(self.jit, grid, ordered)
+        compiled = self.variant(ordered, options, grid, device)
         launcher = compiled.run  # loads the binary on the current device
         scratch = launcher.global_scratch_size or launcher.profile_scratch_size
         hooks = triton.knobs.runtime.launch_enter_hook, triton.knobs.runtime.launch_exit_hook

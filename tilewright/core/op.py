@@ -8,6 +8,7 @@ registered `torch.ops.tilewright.*` op with its fake, cost, tests and the catalo
 * `backward(saved, *grads)` returns one gradient per name in `differentiable`; `saved` holds every argument by name (tensors not
   in `saves` are None), the results named in `saves`, and `needs`, the names whose gradient is wanted.
 * `aux` results, the last ones, are kept for the backward and not handed to the caller.
+* `overwrites` names the flag, if there is one, that lets the backward write over an argument: eager calls alone take it.
 """
 
 from __future__ import annotations
@@ -74,9 +75,12 @@ def warmup(function: Callable, *args: Any, backward: bool = True, **kwargs: Any)
     try:
         values = op.signature.bind(args, kwargs)
         op.validate(values)
+        one = op.implementation(values)
+        if one is None:  # the reference has nothing to compile
+            return
         flat = register.flatten(op.run(values))
         needs = frozenset(n for n in op.differentiable if values[n] is not None)
-        if backward and needs and op.implementation(values).backward is not None:
+        if backward and needs and one.backward is not None:
             grads = [torch.empty(flat[i].shape, dtype=flat[i].dtype, device=flat[i].device) for i in op.graded(values)]
             op.run_backward(values, register.saved_results(op, flat), grads, needs)
     finally:
@@ -99,14 +103,14 @@ class Op:
         saves: tuple[str, ...] | None = None,
         resume: Callable[[SimpleNamespace], dict[str, Any]] | None = None,
         aux: int = 0,
-        writes: Callable[[dict[str, Any]], tuple[str, ...]] | None = None,
+        overwrites: str | None = None,
         check: Callable[..., None] | None = None,
         cost: Callable[..., tuple[int, int]] | None = None,
         bars: Mapping[str, Any] | None = None,
     ) -> None:
         self.name, self.reference, self.inputs, self.implementations = name, reference, inputs, implementations
         self.signature = Signature.of(name, reference, where, check)
-        self.results, self.aux, self.writes, self.cost, self.bars = results, aux, writes, cost, dict(bars or {})
+        self.results, self.aux, self.overwrites, self.cost, self.bars = results, aux, overwrites, cost, dict(bars or {})
         self.differentiable, self.graded_results = differentiable, graded_results
         self.saves = self.signature.tensors if saves is None else saves
         self.resume = resume
@@ -237,8 +241,7 @@ class Op:
 
     def _written(self, values: Mapping[str, Any], inputs: list[Tensor]) -> tuple[int, ...]:
         """Which of the inputs this call writes."""
-        names = (*(("out",) if values.get("out") is not None else ()), *(self.writes(values) if self.writes else ()))
-        written = [piece for name in names for piece in _flat(values[name]) if piece is not None]
+        written = [piece for piece in _flat(values.get("out")) if piece is not None]
         return tuple(i for i, t in enumerate(inputs) if any(t is w for w in written))
 
     # ---------------------------------------------------------------- results, flat and public
@@ -297,14 +300,11 @@ class Op:
                 out = one.backward(saved, *grads, **extra)
             flat, restore = taken_apart(tuple(out))
             made = recorder.plan(flat) if keyed and not recorder.compile_only else None
-            if made is not None and not self._overwrites(values):
+            if made is not None and not values.get(self.overwrites):
                 if len(self.backward_plans) >= PLANS:
                     self.backward_plans.clear()
                 self.backward_plans[parts] = made, restore
             return tuple(out)
-
-    def _overwrites(self, values: Mapping[str, Any]) -> bool:
-        return bool(values.get("inplace_backward"))
 
     def _reference_backward(self, saved: SimpleNamespace, grads: list[Tensor | None]) -> tuple:
         """The reference under autograd: the fallback backward on a CPU."""

@@ -127,6 +127,9 @@ class CudaLaunch:
         return replay
 
 
+Launch = HostLaunch | PublicLaunch | CudaLaunch
+
+
 def guard(tensors: list[Tensor]) -> Callable[..., bool] | None:
     """A check, in one call, that tensors are of the very kind of these: type, dtype, device, sizes, strides, whether they
     require a gradient, and the dispatch keys in force (so dispatch modes, transforms, autocast and inference mode are seen).
@@ -182,7 +185,7 @@ class Recorder(TorchDispatchMode):
             self.allocations.append((self._places[id(out)][1], ALLOCATES[func]))
         elif func.is_view and isinstance(out, Tensor) and id(args[0]) in self._places:
             self._know(out, self._places[id(args[0])][1].slot)
-        elif not (isinstance(out, Tensor) and id(out) in self._places and func.is_view):
+        else:
             self.foreign = self.foreign or str(func)
         return out
 

@@ -31,7 +31,7 @@ def register(op: Op) -> None:
     kinds += ["quantized"] if "out_format" in op.signature.names else []
     kinds += ["out"] if "out" in op.signature.names else []
     for kind in kinds:
-        name = op.name if kind == "default" else f"{op.name}.{kind}"
+        name = _name(op, kind)
         LIBRARY.define(name + _schema(op, kind))
         for device in DEVICES:
             LIBRARY.impl(name, _implementation(op, kind), device)
@@ -39,9 +39,13 @@ def register(op: Op) -> None:
         op.overloads[kind] = getattr(getattr(torch.ops.tilewright, op.name), kind)
     if op.differentiable:
         _register_backward(op)
-        for kind in kinds[: 2 if "quantized" in kinds else 1]:
-            name = op.name if kind == "default" else f"{op.name}.{kind}"
-            _register_autograd(op, kind, name)
+        for kind in kinds:
+            if kind != "out":
+                _register_autograd(op, kind)
+
+
+def _name(op: Op, kind: str) -> str:
+    return op.name if kind == "default" else f"{op.name}.{kind}"
 
 
 # ---------------------------------------------------------------- flat arguments
@@ -67,8 +71,8 @@ def _values(op: Op, flat: tuple, named: Mapping[str, Any]) -> dict[str, Any]:
     names = [p.name for p in _parameters(op)]
     given = {**dict(zip([*names, "out_format", "out_scale"], flat)), **named}
     scale = given.pop("out_scale", None)
-    if given.get("inplace_backward"):
-        raise ValueError(f"{op.name}: inplace_backward is for eager calls alone, not for compiled or traced ones")
+    if given.get(op.overwrites):
+        raise ValueError(f"{op.name}: {op.overwrites} is for eager calls alone, not for compiled or traced ones")
     if given.get("out_format"):
         given["out_format"] = Format.parse(given["out_format"], scale)
     return {**op.signature.defaults, **given}
@@ -195,12 +199,9 @@ def traced(op: Op, scalars: Mapping[str, Any], saved: Any, grads: list, needs: f
     return tuple(t if flag else None for t, flag in zip(made, flags))
 
 
-def _register_autograd(op: Op, kind: str, name: str) -> None:
-    def setup_context(
-        ctx: Any, inputs: tuple, output: Any, keyword_only_inputs: Mapping[str, Any] | None = None
-    ) -> None:
-        values = _values(op, inputs, keyword_only_inputs or {})
-        setup(ctx, op, values, output if isinstance(output, (tuple, list)) else (output,))
+def _register_autograd(op: Op, kind: str) -> None:
+    def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
+        setup(ctx, op, _values(op, inputs, {}), output if isinstance(output, (tuple, list)) else (output,))
 
     def in_order(ctx: Any, *grads: Any) -> tuple:
         """One entry per argument of the registered op, tensors and numbers in their own order."""
@@ -209,7 +210,9 @@ def _register_autograd(op: Op, kind: str, name: str) -> None:
         found = dict(zip(op.signature.tensors, backward(ctx, grads, wanted, traced)))
         return tuple(found.get(n) for n in names)
 
-    torch.library.register_autograd(f"tilewright::{name}", in_order, setup_context=setup_context, lib=LIBRARY)
+    torch.library.register_autograd(
+        f"tilewright::{_name(op, kind)}", in_order, setup_context=setup_context, lib=LIBRARY
+    )
 
 
 def _register_backward(op: Op) -> None:
@@ -224,8 +227,8 @@ def _register_backward(op: Op) -> None:
         scalars = dict(zip(types, rest))
         if "out_format" in op.signature.names:
             scalars["out_format"] = None if rest[-2] is None else Format.parse(rest[-2])
-        if "inplace_backward" in scalars:
-            scalars["inplace_backward"] = False  # a registered op writes only what its schema says
+        if op.overwrites:
+            scalars[op.overwrites] = False  # a registered op writes only what its schema says
         needs = frozenset(n for n, flag in zip(op.differentiable, rest[-1]) if flag)
         return saved, grads, scalars, needs
 

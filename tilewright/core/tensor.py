@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import torch
 from torch import Tensor
 
 
@@ -20,6 +21,14 @@ def power_of_two(n: int) -> int:
 def rows(x: Tensor) -> Tensor:
     """x as [rows, last dimension]: a view where the leading dimensions can be merged, else a copy."""
     return x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+
+
+def vector(t: Tensor | None, dtype: torch.dtype | None = None) -> Tensor | None:
+    """An operand with one number per row or column: flat, contiguous, of this dtype if one is given."""
+    if t is None:
+        return None
+    t = t.reshape(-1)
+    return t.to(dtype or t.dtype).contiguous()
 
 
 def fold(x: Tensor) -> tuple[Tensor, int, tuple[int, int, int]]:

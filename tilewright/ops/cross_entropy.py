@@ -488,9 +488,10 @@ BARS = {"class": "D"}
 cross_entropy_lse = Op(
     "cross_entropy_lse", reference_lse, inputs, Triton(forward_lse, backward, single), where=WHERE, saves=SAVES,
     results=("loss", "lse", "stats", "denominator"), graded_results=(0, 1), aux=2, differentiable=("logits",),
-    check=check, bars=BARS,
+    check=check, bars=BARS, overwrites="inplace_backward",
 )  # fmt: skip
 cross_entropy = Op(
     "cross_entropy", reference, inputs, Triton(forward, backward, single), where=WHERE, saves=SAVES,
     results=("loss", "stats", "denominator"), aux=2, differentiable=("logits",), check=check, bars=BARS,
+    overwrites="inplace_backward",
 )  # fmt: skip

@@ -20,7 +20,7 @@ from ..core.kernel import kernel
 from ..core.op import Op, Triton, single, upcast
 from ..core.signature import above
 from ..core.target import Target
-from ..core.tensor import cdiv, power_of_two, rows
+from ..core.tensor import cdiv, power_of_two, rows, vector
 from ..device.activation import gated, gated_gradient
 from ..device.quantize import find_block
 from ..formats.tiles import store_tiles
@@ -250,11 +250,6 @@ def columns(t: Tensor) -> Tensor:
     return t if t.stride(1) == 1 or t.shape[1] == 1 else t.contiguous()
 
 
-def vector(t: Tensor | None) -> Tensor | None:
-    """A contiguous fp32 vector."""
-    return None if t is None else t.reshape(-1).to(torch.float32).contiguous()
-
-
 def tile_arguments(act: str, limit: float | None, alpha: float) -> dict:
     """What both producers take beside their operands."""
     return {"params": (0.0 if limit is None else limit, alpha), "mode": act if limit is None else f"{act}:limit"}
@@ -285,7 +280,7 @@ def result(x, up, offsets, out_format, out) -> Quantized:
 def forward_pairs(x, up, *, act, limit, alpha, scale, offsets, out_format, out) -> Tensor:
     y, x = result(x, up, offsets, out_format, out), rows(x)
     blocks = block_list(y.offsets, x.shape[0], grouping(offsets)[1])
-    store_pairs(y, x, None, vector(scale), None, blocks, limit, alpha, act)
+    store_pairs(y, x, None, vector(scale, torch.float32), None, blocks, limit, alpha, act)
     return y if out is None else out
 
 
@@ -294,7 +289,7 @@ def forward(x, up, *, act, limit, alpha, scale, offsets, out_format, out) -> Ten
     if out_format is not None:
         y = result(x, up, offsets, out_format, out)
         A, B = columns(A), columns(B)
-        operands, strides = (A, B, vector(scale)), (A.stride(0), B.stride(0))
+        operands, strides = (A, B, vector(scale, torch.float32)), (A.stride(0), B.stride(0))
         store_tiles(y, produce, operands, strides, scale=out_format.tensor, **tile_arguments(act, limit, alpha))
         return y if out is None else out
     OFFSETS, E = grouping(offsets)
@@ -340,7 +335,7 @@ def quantized_gradient(
     dx: Quantized, saved: SimpleNamespace, A: Tensor, B: Tensor, DY: Tensor, dscale: Tensor | None, format: Format
 ) -> bool:
     """Fill dx; whether dscale was filled too."""
-    (M, hidden), x, scale = A.shape, saved.x, vector(saved.scale)
+    (M, hidden), x, scale = A.shape, saved.x, vector(saved.scale, torch.float32)
     if saved.up is not None:
         raise ValueError("glu: grad_format wants gate and up merged in x, not two tensors")
     if hidden % 128:

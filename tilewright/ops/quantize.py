@@ -15,7 +15,8 @@ from torch import Tensor
 from ..core.draw import Draw
 from ..core.format import Format, Quantized, store, unpack
 from ..core.op import Op, Triton
-from ..formats.fp8 import CODES, WAYS, Fp8, flat_rows, fp8
+from ..core.tensor import rows
+from ..formats.fp8 import CODES, WAYS, Fp8, fp8
 from ..formats.tiles import load_tile, load_tiles, store_tiles
 
 
@@ -39,15 +40,11 @@ def inputs(draw: Draw) -> dict:
     }
 
 
-def matrix(x: Tensor) -> Tensor:
-    return x.reshape(flat_rows(x.shape), x.shape[-1])
-
-
 def forward(x, out_format, *, offsets) -> Quantized:
     OFFSETS = None if offsets is None else offsets.contiguous()
     groups = 0 if OFFSETS is None else OFFSETS.shape[0]
     q = out_format.empty(x.shape, x.dtype, x.device, groups, OFFSETS)
-    X = matrix(x)
+    X = rows(x)
     store_tiles(q, load_tile, (X,), X.stride(), scale=out_format.tensor)
     return q
 
@@ -167,7 +164,7 @@ def dequantize(q: Quantized, dtype: torch.dtype | None = None) -> Tensor:
     """The plain tensor that `q` stands for, in its logical dtype or `dtype`: from the row-wise operand if it has one."""
     way = "row" if q.data is not None else "col"
     carrier, tensors = unpack(q, dtype)
-    codes = matrix(tensors[0]).view(torch.uint8)
+    codes = rows(tensors[0]).view(torch.uint8)
     name = str(carrier.dtype).removeprefix("torch.")
     y = dequantize_codes.function(codes, two_dimensional(tensors[1]), q.key, way, name, offsets=q.offsets)
     y = y.reshape(q.shape)

@@ -22,7 +22,7 @@ from ..core.kernel import kernel
 from ..core.op import Op, Triton, single, upcast
 from ..core.signature import at_least
 from ..core.target import Target
-from ..core.tensor import cdiv, power_of_two, rows
+from ..core.tensor import cdiv, power_of_two, rows, vector
 from ..device.rows import store_row_codes
 from ..formats.tiles import codes_of, is_fast, row_stride, store_tiles
 from .rms_norm_columns import fits, rms_norm_columns
@@ -99,7 +99,7 @@ def inputs_add(draw: Draw) -> dict:
     return {**inputs(draw), "residual": draw.tensor("tokens", "hidden")}
 
 
-PER_SM = 2
+PER_SM = 2  # programs of the backward, each with its share of dweight: more make the column sum longer than they gain
 WIDEST = 16384  # columns that one program holds in registers; a wider row is read twice
 
 
@@ -369,21 +369,8 @@ def quantised(x, residual, weight, rstd_in, h, rstd, eps, weight_offset, fmt, q)
     if rows_done or rstd is not rstd_in or h is not None:
         codes, scale = (codes_of(q.data, is_fast(x)), q.scale) if rows_done else (None, None)
         made = None if rstd is rstd_in else rstd
-        launch_rows(
-            x,
-            residual,
-            weight,
-            rstd_in,
-            codes,
-            h,
-            made,
-            eps,
-            weight_offset,
-            scale=scale,
-            fmt=fmt,
-            keep=tiles,
-            pdl=columns,
-        )
+        options = {"scale": scale, "fmt": fmt, "keep": tiles, "pdl": columns}
+        launch_rows(x, residual, weight, rstd_in, codes, h, made, eps, weight_offset, **options)
     source = x if h is None else h.view(M, N)
     if columns:
         strides = source.stride(0), q.scale_t.stride(0)
@@ -392,11 +379,6 @@ def quantised(x, residual, weight, rstd_in, h, rstd, eps, weight_offset, fmt, q)
         if rows_done:
             q = Quantized.from_tensors(replace(fmt, ways="col"), q.dtype, q.shape, (q.data_t, q.scale_t))
         store_tiles(q, produce, (source, None, weight, rstd), source.stride(), (weight_offset, 0.0), scale=fmt.tensor)
-
-
-def vector(t: Tensor | None) -> Tensor | None:
-    """An operand with one number per row or column, contiguous."""
-    return None if t is None else t.reshape(-1).contiguous()
 
 
 def normalised(x, residual, weight, rstd_in, h, rstd, eps, weight_offset, out_format, out) -> Tensor:
