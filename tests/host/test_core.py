@@ -276,3 +276,19 @@ def test_draws_are_repeatable_and_obey():
     assert drawn(0)[0].shape != drawn(1)[0].shape
     fixed = drawn(3, dims={"tokens": 5, "hidden": 6}, options={"act": 9}, dtype=torch.bfloat16)
     assert fixed[0].shape == (5, 6) and fixed[0].dtype == torch.bfloat16 and fixed[2] == 9
+
+
+def test_quantised_out_must_be_laid_out_as_its_format_says():
+    """Kernels write where the format says: an `out` of other inner sizes or strides would be written outside its memory."""
+    fmt = tw.fp8("1x128", ways="both")
+    x = torch.randn(6, 256)
+    good = fmt.empty((6, 256), x.dtype, "cpu")
+    assert tw.rms_norm(x, out_format=fmt, out=good) is good
+    short = [t[:, :2] if name == "scale" else t for name, t in zip(fmt.tensor_names, good.tensors())]
+    turned = [t.t().contiguous().t() if name == "data_t" else t for name, t in zip(fmt.tensor_names, good.tensors())]
+    for tensors, named in ((short, "out.scale"), (turned, "out.data_t")):
+        out = tw.Quantized.from_tensors(fmt, x.dtype, (6, 256), tensors)
+        with pytest.raises(ValueError, match=named):
+            tw.rms_norm(x, out_format=fmt, out=out)
+    with pytest.raises(ValueError, match="out.scale_t"):  # made for no groups
+        tw.glu(torch.cat([x, x], -1), out_format=fmt, out=good, offsets=torch.tensor([2, 6]))

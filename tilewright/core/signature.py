@@ -107,6 +107,11 @@ def _unwrap(annotation: Any) -> tuple[type, bool, tuple | None]:
     return annotation, optional, None
 
 
+def _layout(tensor: Tensor) -> tuple:
+    """Sizes, and the strides of dimensions that have more than one element."""
+    return tensor.shape, [stride for size, stride in zip(tensor.shape, tensor.stride()) if size > 1]
+
+
 def _shape_words(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
 
@@ -187,12 +192,25 @@ class Signature:
                     f"{self.op}: {p.name} is on {value.device}, {device[1]} on {device[0]}: move one of them"
                 )
             leading = self._shape(p, value, dims, leading)
-        out, wanted = values.get("out"), values.get("out_format")
-        given = out.format if isinstance(out, Quantized) else None
-        if out is not None and (wanted and wanted.key) != (given and given.key):
-            raise ValueError(f"{self.op}: out is {given or 'a plain tensor'}, but out_format is {wanted}")
+        if values.get("out") is not None:
+            self._out(values["out"], values.get("out_format"), values.get("offsets"))
         if self.check is not None:
             self.check(**values)
+
+    def _out(self, out: Tensor, wanted: Format | None, offsets: Tensor | None) -> None:
+        """`out` is in out_format, and laid out as that lays out its memory: kernels write where the format says."""
+        given = out.format if isinstance(out, Quantized) else None
+        if (wanted and wanted.key) != (given and given.key):
+            raise ValueError(f"{self.op}: out is {given or 'a plain tensor'}, but out_format is {wanted}")
+        if wanted is None:
+            return
+        like = wanted.empty(out.shape, out.dtype, "meta", 0 if offsets is None else offsets.shape[0])
+        for name, has, should in zip(wanted.tensor_names, out.tensors(), like.tensors()):
+            if (has.dtype, _layout(has)) != (should.dtype, _layout(should)):
+                raise ValueError(
+                    f"{self.op}: out.{name} is {_shape_words(has)} of strides {list(has.stride())}, but out_format has"
+                    f" {_shape_words(should)} of strides {list(should.stride())}"
+                )
 
     def _number(self, p: Parameter, value: Any) -> None:
         accepted = (int, float) if p.kind is float else (p.kind,)
