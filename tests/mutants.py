@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from tests.wide import load
+from tilewright.check.wide import load
 from tilewright.core.op import OPS, Op
 
 ROOT = Path(__file__).resolve().parents[1]

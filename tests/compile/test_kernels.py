@@ -39,7 +39,7 @@ from tests.compile.variants import (
     variant,
     variants,
 )
-from tests.properties import formats
+from tilewright.check.properties import formats
 from tilewright.core.aot import CompileError
 from tilewright.core.kernel import Kernel
 from tilewright.core.op import Op

@@ -20,8 +20,8 @@ from triton.compiler import make_backend
 from triton.runtime.jit import create_function_from_signature
 
 import tilewright as tw
-from tests import layouts
-from tests.properties import formats, row_arguments
+from tilewright.check import layouts
+from tilewright.check.properties import formats, row_arguments
 from tilewright.core import register
 from tilewright.core.aot import Compiled, compile_for, gpu_target
 from tilewright.core.draw import Draw

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import tilewright as tw
-from tests.oracle import pieces, same_bits
+from tilewright.check.oracle import pieces, same_bits
 from tilewright.formats.fp8 import CODES
 
 pytestmark = pytest.mark.gpu

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 import tilewright as tw
-from tests.cases import SMALL, Net, choices, draw, row_arguments
-from tests.oracle import (
+from tilewright.check.cases import SMALL, Net, choices, draw, row_arguments
+from tilewright.check.oracle import (
     BARS,
     Outcome,
     as_tuple,

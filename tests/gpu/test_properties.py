@@ -14,12 +14,22 @@ import torch
 from torch import Tensor
 
 import tilewright as tw
-from tests import layouts
-from tests.cases import SMALL, Net, choices, draw, row_arguments, tensors
-from tests.faces import compiled, fakes, refusals, registered
 from tests.mutants import SUBJECT, Mutant, declared
-from tests.oracle import as_tuple, check, differentiate, leaves, outcome, pieces, same_bits, same_outcome, specified
-from tests.properties import VALUES
+from tilewright.check import layouts
+from tilewright.check.cases import SMALL, Net, choices, draw, row_arguments, tensors
+from tilewright.check.faces import compiled, fakes, refusals, registered
+from tilewright.check.oracle import (
+    as_tuple,
+    check,
+    differentiate,
+    leaves,
+    outcome,
+    pieces,
+    same_bits,
+    same_outcome,
+    specified,
+)
+from tilewright.check.properties import VALUES
 from tilewright.core.kernel import Kernel
 from tilewright.core.op import Op
 

@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tilewright as tw
-from tests.cases import Net
-from tests.faces import FACES
 from tests.mutants import SUBJECT, Mutant, declared
-from tests.oracle import same_bits
+from tilewright.check.cases import Net
+from tilewright.check.faces import FACES
+from tilewright.check.oracle import same_bits
 from tilewright.core.cost import traffic
 from tilewright.core.op import Op, Triton
 from tilewright.core.plan import guard

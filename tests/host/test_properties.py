@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 import tilewright as tw
-from tests.cases import Net
-from tests.faces import FACES
+from tilewright.check.cases import Net
+from tilewright.check.faces import FACES
 
 NET = Net()
 NAMES = sorted(tw.catalogue())

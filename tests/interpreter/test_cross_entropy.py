@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 import tilewright as tw
-from tests import memory
+from tilewright.check import memory
 from tilewright.ops import cross_entropy as module
 
 INF, NAN = math.inf, math.nan

@@ -8,9 +8,9 @@ import re
 import pytest
 from triton.runtime.errors import InterpreterError
 
-from tests import faces, properties
-from tests.cases import Net
 from tests.mutants import MUTANTS, SUBJECT, Mutant, declared
+from tilewright.check import faces, properties
+from tilewright.check.cases import Net
 
 NET = Net(interpreter=True, cases=9)
 PROPS = {p.__name__: p for p in (*properties.VALUES, *faces.FACES)}

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 import tilewright as tw
-from tests.oracle import same_bits
+from tilewright.check.oracle import same_bits
 from tilewright.core import op as op_module
 from tilewright.core.draw import Draw
 from tilewright.core.kernel import kernel

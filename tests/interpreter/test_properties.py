@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 import tilewright as tw
-from tests.cases import Net
-from tests.faces import fakes, refusals
-from tests.properties import VALUES, accuracy
+from tilewright.check.cases import Net
+from tilewright.check.faces import fakes, refusals
+from tilewright.check.properties import VALUES, accuracy
 
 NET = Net(interpreter=True)
 NAMES = sorted(tw.catalogue())

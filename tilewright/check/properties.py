@@ -20,14 +20,15 @@ import torch
 from torch import Tensor
 
 import tilewright as tw
-from tests import layouts, memory
-from tests.calls import gradients, paths, repeatable, repeated_argument
-from tests.cases import SMALL, Net, choices, dims_of, draw, formats, row_arguments, tensors
-from tests.oracle import FLOATS, Outcome, as_tuple, check, outcome, pieces, row_shaped, same_bits, same_outcome, truth
-from tilewright.core import config
-from tilewright.core.op import Op
 
-ROOT = Path(__file__).resolve().parents[1]
+from ..core import config
+from ..core.op import Op
+from . import layouts, memory
+from .calls import gradients, paths, repeatable, repeated_argument
+from .cases import SMALL, Net, choices, dims_of, draw, formats, row_arguments, tensors
+from .oracle import FLOATS, Outcome, as_tuple, check, outcome, pieces, row_shaped, same_bits, same_outcome, truth
+
+ROOT = Path(__file__).resolve().parents[2]
 EDGES = (0, 1, 2, 17, 129)
 LONG = 131  # more than one block of rows, more groups or heads than a tile has
 LONG_ROW, LONGER_ROW = 2053, 16389  # more than one block of columns; more than one program of a row reduction holds
@@ -313,7 +314,7 @@ def guarded_memory(op: Op, net: Net) -> None:
 def wide_strides(op: Op, net: Net, source: str = "") -> None:
     """Rows and columns more than 2^31 elements apart, on a view of memory that is never touched; its own process, since a
     32-bit offset may read anywhere. `source` is a file that declares the op, if the library does not."""
-    command = [sys.executable, "-m", "tests.wide", op.name, net.device, *([source] if source else [])]
+    command = [sys.executable, "-m", "tilewright.check.wide", op.name, net.device, *([source] if source else [])]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, f"{op.name}: status {done.returncode}\n{(done.stdout + done.stderr)[-2000:]}"

@@ -20,10 +20,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tilewright.core import register
-from tilewright.core.format import Quantized
-from tilewright.core.op import Op
-from tilewright.core.signature import Row
+from ..core import register
+from ..core.format import Quantized
+from ..core.op import Op
+from ..core.signature import Row
 
 ROW_DIMS = ("tokens", "batch", "length")
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)

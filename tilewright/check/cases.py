@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 import tilewright as tw
-from tests.oracle import ROW_DIMS, row_shaped
-from tilewright.core.draw import Draw
-from tilewright.core.op import Op
+
+from ..core.draw import Draw
+from ..core.op import Op
+from .oracle import ROW_DIMS, row_shaped
 
 SMALL = {"tokens": 5, "batch": 2, "length": 3, "hidden": 33, "vocab": 37, "heads": 2, "head_dim": 16, "experts": 3}
 # The interpreter takes milliseconds for each program, and many ops have one per row.

@@ -11,9 +11,10 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tests import malformed
-from tests.cases import SMALL, Net, choices, draw, formats, tensors
-from tests.oracle import (
+from ..core.op import Op
+from . import malformed
+from .cases import SMALL, Net, choices, draw, formats, tensors
+from .oracle import (
     Outcome,
     as_tuple,
     differentiate,
@@ -25,7 +26,6 @@ from tests.oracle import (
     same_outcome,
     upstream,
 )
-from tilewright.core.op import Op
 
 FEWEST = 20  # malformed calls per op
 

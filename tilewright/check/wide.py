@@ -1,4 +1,4 @@
-"""Tensors whose elements lie more than 2^31 apart: `python -m tests.wide OP DEVICE [FILE]`.
+"""Tensors whose elements lie more than 2^31 apart: `python -m tilewright.check.wide OP DEVICE [FILE]`.
 
 The memory is reserved and never touched but for the few elements in use, so this costs address space alone. Strides stay below
 2^31: a larger one would be passed to kernels as 64 bits and hide a 32-bit product.
@@ -51,9 +51,10 @@ def load(path: str, name: str) -> Any:
 
 def main(name: str, device: str, source: str = "") -> None:
     import tilewright as tw
-    from tests.cases import Net, draw, tensors
-    from tests.oracle import outcome, same_outcome
-    from tilewright.core.op import OPS
+
+    from ..core.op import OPS
+    from .cases import Net, draw, tensors
+    from .oracle import outcome, same_outcome
 
     tw.catalogue()
     if source:

@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.cases import SMALL, Case, Net, choices, draw, tensors
-from tests.oracle import (
+from ..core import register
+from ..core.op import Op
+from .cases import SMALL, Case, Net, choices, draw, tensors
+from .oracle import (
     FLOATS,
     Outcome,
     as_tuple,
@@ -24,8 +26,6 @@ from tests.oracle import (
     same_outcome,
     specified,
 )
-from tilewright.core import register
-from tilewright.core.op import Op
 
 
 def repeatable(op: Op, net: Net) -> None:
@@ -37,7 +37,7 @@ def repeatable(op: Op, net: Net) -> None:
             for _ in range(2 if net.interpreter else 20):
                 same_outcome(f"{case.label}: again", outcome(op, case.values), first, case.values)
             if net.interpreter:
-                from tilewright.core.interpret import reversed_programs
+                from ..core.interpret import reversed_programs
 
                 with reversed_programs():
                     actual = outcome(op, case.values)

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 import tilewright as tw
-from tilewright.core.format import Format
-from tilewright.core.op import Op
-from tilewright.core.signature import Parameter, Range
+
+from ..core.format import Format
+from ..core.op import Op
+from ..core.signature import Parameter, Range
 
 BAD_NUMBERS = (-1e30, -1.0, -1e-3, 0.0, 1.5, 2.0, 1e30)
 
