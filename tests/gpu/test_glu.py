@@ -88,6 +88,8 @@ def test_same_bits_as_the_triton_kernel(monkeypatch, M, hidden, groups, poisoned
         for name, found in bits(q, live, blocks).items():
             wanted = bits(r, live, blocks)[name]
             apart = (found.int() - wanted.int()).abs()
+            if not apart.numel():
+                continue
             # The compiler contracts the two kernels' products and sums differently: a code on the edge may be the next one
             few = (
                 name.startswith("data") and int((apart > 0).sum()) <= 1e-6 * apart.numel() + 1 and int(apart.max()) <= 1

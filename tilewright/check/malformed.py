@@ -82,8 +82,10 @@ def _sizes(op: Op, p: Parameter, values: Mapping[str, Any], others: list[str]) -
         yield "leading dimensions in another shape", p.name, good.unsqueeze(0), *same
     for at, dim in enumerate(p.rule.dims):
         sharing = [n for n in others if dim in rules[n].dims]
+        axis = at - len(p.rule.dims)
+        if dim == "experts" and not sharing:
+            yield "no group", p.name, good.narrow(axis, 0, 0)
         if sharing or dim.isdigit():
-            axis = at - len(p.rule.dims)
             yield f"one {dim} more", p.name, torch.cat([good, good.narrow(axis, 0, 1)], axis), *sharing
             yield f"no {dim}", p.name, good.narrow(axis, 0, 0), *sharing
 

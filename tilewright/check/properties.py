@@ -85,6 +85,8 @@ def sizes(op: Op, net: Net) -> None:
     """Nothing, one, odd and long in every dimension: right, or refused by name."""
     names = dims_of(op)
     chosen = [{**SMALL, n: size} for n in names for size in EDGES]
+    chosen += [{**dict.fromkeys(SMALL, 128), n: 0} for n in names]  # nothing, of a size that whole tiles would divide
+    chosen = [dims for dims in chosen if dims["experts"]]  # no group at all is refused
     row = LONGER_ROW if op.bars.get("class", "B") in "BD" else LONG_ROW
     chosen += [{**dict.fromkeys(SMALL, 2), n: row if n in ("hidden", "vocab") else LONG} for n in names]
     for seed, dims in enumerate(chosen):

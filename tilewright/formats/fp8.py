@@ -167,6 +167,8 @@ class Fp8(Format):
         with torch.no_grad():
             x = y.detach().to(torch.float32).reshape(flat_rows(y.shape), y.shape[-1])
             if offsets is not None:
+                if not offsets.numel():
+                    raise ValueError("offsets is empty: it needs the end row of at least one group")
                 row = torch.arange(x.shape[0], device=x.device)[:, None]
                 x = torch.where(row < offsets[-1], x, 0.0)
             data, scale, data_t, scale_t = self._tensors(x, offsets)

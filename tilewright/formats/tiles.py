@@ -231,7 +231,8 @@ def store_tiles(
         *operands, codes_of(q.data, fast), q.scale, codes_of(q.data_t, fast), q.scale_t, bits, bits_t, q.offsets,
         M, N, groups, *strides, row_stride(q.scale), M, row_stride(q.scale_t), *params, **common,
         ALIGN=16 if aligned and M % 16 == 0 else 4 if aligned and M % 4 == 0 else 1,
-        FULL=groups == 0 and M % 128 == 0 and N % 128 == 0,
+        # An empty tensor has no whole tile, though 128 divides its sizes
+        FULL=groups == 0 and M * N > 0 and M % 128 == 0 and N % 128 == 0,
     )  # fmt: skip
 
 
