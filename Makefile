@@ -1,4 +1,5 @@
 # make test   the environment, lint and the four nets that need no GPU
+# make demo   a small model trained with plain PyTorch and with tilewright, their curves in out/demo.png
 # make gpu    the same properties on hardware, in resumable shards
 PYTHON ?= python3
 JOBS ?= 2
@@ -26,7 +27,7 @@ SMOKE_BUDGET := 80
 OP_BUDGET := 120
 budget = TILEWRIGHT_TEST_BUDGET=$$(( $(1) * $(SLOWER) )) TILEWRIGHT_OP_BUDGET=$$(( $(OP_BUDGET) * $(SLOWER) ))
 
-.PHONY: env lint test host interpreter compile smoke gpu clean
+.PHONY: env lint test host interpreter compile smoke gpu demo docs clean
 
 env: $(VENV)/.ready $(OLD)/.ready
 
@@ -60,8 +61,18 @@ compile: env
 smoke: env
 	$(call budget,$(SMOKE_BUDGET)) TRITON_INTERPRET=1 PYTHONPATH=.:$(OLD) $(PY) $(PYTEST) $(SHARED) -m smoke tests/interpreter
 
+# Without a GPU in the environment that the tests use; with one, PY=python3 takes the Python that has torch for it.
+demo: $(if $(filter $(VENV)/%,$(PY)),$(VENV)/.ready)
+	mkdir -p out
+	PYTHONPATH=. $(PY) -m tilewright demo --out out/demo.png
+
+# Ends by recording what has changed since it was last measured.
 gpu:
 	PYTHONPATH=. $(PYTHON) -m tests.gpu
+	PYTHONPATH=. $(PYTHON) -m tilewright bench --stale --record
+
+docs: $(VENV)/.ready
+	PYTHONPATH=. $(PY) -m tilewright docs
 
 clean:
 	rm -rf $(VENV) .cache .ruff_cache .hypothesis .pytest_cache build dist out *.egg-info

@@ -108,6 +108,20 @@ MUTANTS = [
            "sizes", "d_"),
 ]  # fmt: skip
 
+MANY = "tilewright/ops/multi_tensor.py"
+MUTANTS += [
+    Mutant("multi_tensor: tail left out", "for at in range(start, stop, LANES):\n            acc",
+           "for at in range(start, stop - 1, LANES):\n            acc", "sizes", "out", MANY, "multi_tensor_norm"),
+    Mutant("multi_tensor: padding counted", 'other = 1.0 if KIND == "zeros" else 0.0', "other = 0.0", "accuracy", "out", MANY,
+           "multi_tensor_count_zeros"),
+    Mutant("multi_tensor: slightly too large", "wide = x.to(tl.float64)", "wide = (x.to(tl.float32) * 1.0000005).to(tl.float64)",
+           "accuracy", "out", MANY, "multi_tensor_norm"),
+    Mutant("multi_tensor: strides of the source for the result", "offsets(row, at + lane, 8)", "offsets(row, at + lane, 5)",
+           "outs", "out", MANY, "multi_tensor_scale"),
+    Mutant("multi_tensor: written although it is an argument", "tl.store(P + tl.program_id(0), total", "tl.store(Z, 0.0)\n"
+           "    tl.store(P + tl.program_id(0), total", "guarded_memory", "was written|differ", MANY, "multi_tensor_norm"),
+]  # fmt: skip
+
 NORM, GLU, LOSS, CODES = (f"tilewright/ops/{name}.py" for name in ("rms_norm", "glu", "cross_entropy", "quantize"))
 MUTANTS += [
     Mutant("rms_norm: weight offset dropped", "w += weight_offset", "w += 0.0", "accuracy", "out", NORM, "rms_norm"),

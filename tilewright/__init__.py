@@ -18,9 +18,11 @@ NAMES = {
     "Quantized": "core.format",
     "Target": "core.target",
     "Triton": "core.op",
+    "clip_grad_norm_": "ops.clip_grad",
     "dequantize": "ops.quantize",
     "force": "core.op",
     "fp8": "formats.fp8",
+    "global_norm": "ops.clip_grad",
     "kernel": "core.kernel",
     "warmup": "core.op",
 }

@@ -22,7 +22,8 @@ import triton
 
 import tilewright as tw
 from tests.compile import table
-from tests.compile.variants import (
+from tilewright.check.properties import formats
+from tilewright.check.variants import (
     COMMON,
     FORWARD,
     HOT,
@@ -39,7 +40,6 @@ from tests.compile.variants import (
     variant,
     variants,
 )
-from tilewright.check.properties import formats
 from tilewright.core.aot import CompileError
 from tilewright.core.kernel import Kernel
 from tilewright.core.op import Op

@@ -10,11 +10,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from tests.gpu import __main__ as gpu
-from tilewright.bench import cases, check, run
+from tilewright.__main__ import app
+from tilewright.bench import cases, check, evidence, run
+from tilewright.check import guarded
 
 ROOT = Path(__file__).resolve().parents[2]
+SUPERVISE = run.supervise
 
 
 # ----------------------------------------------------------------------------------------------------------- benchmarks
@@ -22,13 +26,16 @@ ROOT = Path(__file__).resolve().parents[2]
 FAKE_WORKER = """
 import json, os, sys, time
 replies = os.fdopen(int(sys.argv[-1]), "w")
+FACTS = {"op": "x", "direction": "forward", "dims": {}, "floor_us": 4.5, "rivals": {}, "error": 1e-3, "extra_bytes": 0,
+         "host_us": 3.0, "bytes": [1, 2], "gpu": "G", "arch": "sm_90", "sms": 132, "torch": "2", "triton": "3", "date": "d",
+         "source": "s"}
 def reply(row):
     replies.write(json.dumps(row) + "\\n"); replies.flush()
 open(os.environ["STARTS"], "a").write("x")
 print("noise on stdout", flush=True)
 reply({"status": os.environ.get("READY", "ready")})
 for line in sys.stdin:
-    name = line.strip()
+    name = json.loads(line)["case"]
     plan = json.loads(os.environ["PLAN"]).get(name, "ok")
     if plan == "hang":
         time.sleep(60)
@@ -40,9 +47,9 @@ for line in sys.stdin:
     elif plan == "failed":
         reply({"status": "failed", "why": "RuntimeError: no"})
     elif plan == "events":
-        reply({"status": "ok", "us": 9.0, "floor_us": 4.5, "measured": 0.5, "error": 0.0, "method": "events: no"})
+        reply({**FACTS, "status": "ok", "us": 9.0, "fraction": 0.5, "measured": 0.5, "method": "events: no"})
     else:
-        reply({"status": "ok", "us": 10.0, "floor_us": 9.9, "measured": 0.99, "error": 1e-3, "method": "graph"})
+        reply({**FACTS, "status": "ok", "us": 10.0, "fraction": 0.99, "measured": 0.99, "method": "graph"})
 """
 
 
@@ -64,12 +71,12 @@ def fake(tmp_path, monkeypatch):
 
 
 def test_one_worker_serves_all_good_cases(fake):
-    rows = list(run.supervise(["a", "b", "c"], fake(b="wrong"), 20, 20))
+    rows = list(run.supervise(["a", "b", "c"], [], fake(b="wrong"), 20))
     assert [r["status"] for r in rows] == ["ok", "wrong", "ok"] and fake.starts() == 1
 
 
 def test_a_hang_and_a_crash_cost_one_case_each(fake):
-    rows = list(run.supervise(["a", "b", "c", "d", "e"], fake(a="hang", c="crash", d="failed"), 1.0, 20))
+    rows = list(run.supervise(["a", "b", "c", "d", "e"], [], fake(a="hang", c="crash", d="failed"), 1.0))
     assert [r["status"] for r in rows] == ["lost", "ok", "lost", "failed", "ok"]
     assert rows[0]["why"].startswith("timed out after 1 s")
     assert "status 3" in rows[2]["why"] and "illegal memory access" in rows[2]["why"]
@@ -77,61 +84,79 @@ def test_a_hang_and_a_crash_cost_one_case_each(fake):
 
 
 def test_a_failed_capture_replaces_the_worker(fake):
-    rows = list(run.supervise(["a", "b"], fake(a="events"), 20, 20))
+    rows = list(run.supervise(["a", "b"], [], fake(a="events"), 20))
     assert [r["status"] for r in rows] == ["ok", "ok"] and fake.starts() == 2
 
 
 def test_a_worker_that_cannot_start_ends_the_run(fake, monkeypatch):
     monkeypatch.setenv("READY", "no CUDA device")
-    with pytest.raises(SystemExit, match="no CUDA device"):
-        list(run.supervise(["a"], fake(), 20, 20))
-    with pytest.raises(SystemExit, match="did not start"):
-        list(run.supervise(["a"], [sys.executable, "-c", "raise ValueError('broken')"], 20, 20))
+    with pytest.raises(guarded.NoWorker, match="no CUDA device"):
+        list(run.supervise(["a"], [], fake(), 20))
+    with pytest.raises(guarded.NoWorker, match="did not start"):
+        list(run.supervise(["a"], [], [sys.executable, "-c", "raise ValueError('broken')"], 20))
 
 
 def test_the_real_worker_says_that_there_is_no_device(monkeypatch):
     if torch.cuda.is_available():
         pytest.skip("there is a device")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", ""))))
-    with pytest.raises(SystemExit, match="no CUDA device"):
-        run.main(["launch_rms_norm"])
+    done = CliRunner().invoke(app, ["bench", "launch_rms_norm"])
+    assert done.exit_code == 2 and "no CUDA device" in done.stderr and "Traceback" not in done.stderr
+
+
+def bench(fake, monkeypatch, *words: str, **plan: str):
+    command = fake(**plan)
+    monkeypatch.setattr(run, "supervise", lambda names, beside, limit: SUPERVISE(names, beside, command, limit))
+    return CliRunner().invoke(app, ["bench", *words])
 
 
 def test_results_are_written_and_judged(fake, tmp_path, monkeypatch):
-    path = tmp_path / "deep" / "rows.jsonl"
-    said = []
-    command = fake(**{"silu_fwd__8192x2048": "wrong", "silu_bwd__8192x2048": "events"})
-    status = run.main(["silu_[fb]*/8192*", "rms_norm_fwd/*x2048", "--json", str(path)], command, said.append)
-    rows = {r["case"]: r for r in map(json.loads, path.read_text().splitlines())}
-    assert status == 1 and len(rows) == 3
+    words = ["silu_[fb]*/8192*", "rms_norm_fwd/*x2048", "--record", "--evidence", str(tmp_path), "--json"]
+    plan = {"silu_fwd__8192x2048": "wrong", "silu_bwd__8192x2048": "events"}
+    done = bench(fake, monkeypatch, *words, **plan)
+    assert done.exit_code == 1, done.output
+    rows = {r["case"]: r for r in json.loads(done.stdout)}
     good = rows["rms_norm_fwd/8192x2048"]
-    assert good["reached"] and good["goal"] == 0.92 and good["dims"] == {"tokens": 8192, "hidden": 2048}
+    assert len(rows) == 3 and good["reached"] and good["goal"] == 0.92
     assert not rows["silu_bwd/8192x2048"]["reached"]
     assert "us" not in rows["silu_fwd/8192x2048"] and "reached" not in rows["silu_fwd/8192x2048"]
-    end = said[-1]
-    assert "1 reached, 1 short, 1 without a number" in end
-    assert "short: silu_bwd/8192x2048" in end and "wrong or failed: silu_fwd/8192x2048" in end
-    assert "short by 0.460  (events: no)" in end and "WRONG: y: off" in end
-    monkeypatch.setenv("OUT", str(tmp_path))
-    assert run.main(["rms_norm_fwd/8192*"], fake(), said.append) == 0
-    assert len((tmp_path / "bench.jsonl").read_text().splitlines()) == 1
+    recorded = {r["case"]: r for r in evidence.everything(tmp_path)}
+    assert set(recorded) == {"rms_norm_fwd/8192x2048", "silu_bwd/8192x2048"}
+    assert recorded["silu_bwd/8192x2048"]["method"] == "events: no"
+    done = bench(fake, monkeypatch, "rms_norm_fwd/8192*", "--against", "goals", "--evidence", str(tmp_path))
+    assert done.exit_code == 0 and "fused_linear_ce" in done.stdout and "not measured" in done.stdout
 
 
-def test_selection(monkeypatch):
-    assert run.select([]) == list(cases.CASES)
-    assert len(run.select(["rms_norm_*"])) == 20 and len(run.select(["*/8192x2048"])) == 8
-    assert run.select(["launch*", "silu_fwd/4096x4096"]) == ["silu_fwd/4096x4096", "launch_rms_norm/64x512"]
-    with pytest.raises(SystemExit, match="no case matches 'rope'"):
-        run.select(["rope"])
-    said = []
-    assert run.main(["--list", "launch*"], say=said.append) == 0
-    assert said[0].split() == ["launch_rms_norm/64x512", "vs:torch_add", "0.90"]
+def test_rows_are_kept_when_a_run_is_interrupted(fake, tmp_path, monkeypatch):
+    command = fake()
+
+    def interrupted(names, beside, limit):
+        for i, row in enumerate(SUPERVISE(names, beside, command, limit)):
+            if i == 2:
+                raise KeyboardInterrupt
+            yield row
+
+    monkeypatch.setattr(run, "supervise", interrupted)
+    done = CliRunner().invoke(app, ["bench", "rms_norm_fwd", "--record", "--evidence", str(tmp_path)])
+    assert "interrupted after 2 of 5" in done.stderr and len(evidence.everything(tmp_path)) == 2
+
+
+def test_bad_words_are_one_line(tmp_path):
+    for words, said in (
+        (["bench", "rope_nonsense_xyz"], "no case, op or suite matches"),
+        (["bench", "rms_norm_fwd", "--rivals", "nobody"], "no such rival"),
+    ):
+        done = CliRunner().invoke(app, words)
+        assert done.exit_code == 2 and said in done.stderr and done.stderr.count("\n") == 1
+    (tmp_path / "gpu.jsonl").write_text("{\n")
+    done = CliRunner().invoke(app, ["bench", "rms_norm_fwd", "--evidence", str(tmp_path)])
+    assert done.exit_code == 2 and "gpu.jsonl:1 is not JSON" in done.stderr
 
 
 def test_the_worker_answers_wrong_cases_and_ends_after_an_error(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "init", lambda: None)
-    monkeypatch.setattr(run, "machine", lambda: {"gpu": "none"})
+    monkeypatch.setattr(run, "about", lambda case: {"gpu": "none"})
     names = list(cases.CASES)[:4]
     outcomes = {
         names[0]: {"us": 1.0, "method": "graph"},
@@ -139,18 +164,18 @@ def test_the_worker_answers_wrong_cases_and_ends_after_an_error(monkeypatch):
         names[2]: RuntimeError("a\nb"),
     }
 
-    def measure_case(case):
+    def measure(case, beside):
         outcome = outcomes[case.name]
         if isinstance(outcome, Exception):
             raise outcome
         return outcome
 
-    monkeypatch.setattr(run, "measure_case", measure_case)
     replies = io.StringIO()
-    run.serve(io.StringIO("\n".join(names) + "\n"), replies)
+    requests = "".join(json.dumps({"case": name, "rivals": []}) + "\n" for name in names)
+    run.serve(io.StringIO(requests), replies, measure)
     rows = [json.loads(line) for line in replies.getvalue().splitlines()]
     assert [r["status"] for r in rows] == ["ready", "ok", "wrong", "failed"]  # and no answer for the fourth
-    assert rows[2]["why"] == "y: off" and rows[3]["why"] == "RuntimeError: a" and "measure_case" in rows[3]["trace"]
+    assert rows[2]["why"] == "y: off" and rows[3]["why"] == "RuntimeError: a" and "measure" in rows[3]["trace"]
 
 
 # ------------------------------------------------------------------------------------------------------------ GPU tests

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +11,6 @@ import torch.nn.functional as F
 
 import tilewright as tw
 from tilewright.core.target import TARGETS, pretend
-from tilewright.ops import glu_hopper
 from tilewright.ops.glu import glu
 
 FP8 = tw.fp8("1x128", ways="both")
@@ -137,12 +137,11 @@ def test_refused(words, arguments):
         ("triton", {"x": torch.empty(1 << 19, 4096, dtype=torch.bfloat16, device="meta")}),
     ],
 )
-def test_choice_on_hopper(monkeypatch, name, arguments):
+def test_choice_on_hopper(name, arguments):
     """The Gluon kernel takes few tiles of contiguous bf16 into blockwise FP8 both ways; everything else is Triton's."""
-    monkeypatch.setattr(glu_hopper, "SUPPORTED", True)
     given = {"x": torch.zeros(256, 512, dtype=torch.bfloat16), "out_format": FP8, **arguments}
     values = glu.signature.bind((), given)
-    with pretend(TARGETS["sm_90"]), tw.force("triton"):
+    with pretend(replace(TARGETS["sm_90"], gluon=True)), tw.force("triton"):
         assert glu.implementation(values).name == name
     with pretend(TARGETS["sm_100"]), tw.force("triton"):
         assert glu.implementation(values).name == "triton"

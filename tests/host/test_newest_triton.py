@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import tilewright as tw
-from tests.compile.variants import HOT, Call, drawn, in_hot_formats, needed
+from tilewright.check.variants import HOT, Call, drawn, in_hot_formats, needed
 
 OPS = tw.catalogue()
 SPILLS = 64  # bytes a thread: another compiler may keep a few addresses in memory, not a tile

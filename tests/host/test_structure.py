@@ -16,7 +16,7 @@ RANK = {
 }  # fmt: skip
 HOLD_KERNELS = ("formats", "ops", "gemm", "attention", "aten", "bench")
 # Above all those: they may import any layer, and no other layer imports them.
-ABOVE = ("check", "bench", "commands")
+ABOVE = ("check", "bench", "demo", "commands")
 NOBODY_IMPORTS = (*ABOVE, "integrations")
 LONGEST_FILE, LONGEST_FUNCTION = 500, 80
 BANNED_CALLS = {

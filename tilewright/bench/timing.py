@@ -7,6 +7,7 @@ Host time: calls are issued in short batches to a drained device, so the launch 
 
 from __future__ import annotations
 
+import functools
 import gc
 import itertools
 import statistics
@@ -22,6 +23,12 @@ BYTES_PER_US = 4e6  # only to size graphs and warm-ups, never part of a result
 GRAPH_US = 3000.0  # long enough that the gap between two replays is lost among the calls
 WARM_US = 30_000.0  # an idle H200 sits at 345 MHz; this is time enough for its clocks to rise
 FLUSH_BYTES = 256 << 20
+
+
+@functools.cache
+def capture_stream() -> torch.cuda.Stream:
+    """The stream that graphs are captured on."""
+    return torch.cuda.Stream()
 
 
 class CannotCapture(RuntimeError):
@@ -55,7 +62,7 @@ class Cuda:
         """Capture `body` and return the function that replays it (which keeps the graph and its memory alive)."""
         graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(graph):
+            with torch.cuda.graph(graph, stream=capture_stream()):
                 body()
         except RuntimeError as error:
             raise CannotCapture(str(error).strip().split("\n")[0]) from error

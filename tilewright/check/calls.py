@@ -11,13 +11,14 @@ from torch import Tensor
 
 from ..core import register
 from ..core.op import Op
-from .cases import SMALL, Case, Net, choices, draw, tensors
+from .cases import SMALL, Case, Net, choices, draw, put, tensors
 from .oracle import (
     FLOATS,
     Outcome,
     as_tuple,
     bits,
     check,
+    contract,
     differentiate,
     leaves,
     outcome,
@@ -55,8 +56,9 @@ def paths(op: Op, net: Net) -> None:
             expected = [outcome(op, values) for values in calls]
             for turn, (values, right) in itertools.product(range(3), zip(calls, expected)):
                 for label, made in _ways_to_call(op, values, backwards=bool(turn)):
+                    agreed = contract(values, right)
                     for name, t in made.items():
-                        pair = specified(values, name, t), specified(values, name, right[name])
+                        pair = specified(agreed, name, t), specified(agreed, name, right[name])
                         same_bits(f"{case.label}: {label}, turn {turn}: {name}", *pair)
 
 
@@ -95,7 +97,7 @@ def gradients(op: Op, net: Net) -> None:
             _same_gradients(f"{case.label}: only {name}", op, made, {name: inputs[name]}, grads, expected)
         double = [None if g is None else 2 * g for g in grads]
         twice = Outcome({n: 2 * t if n.startswith("d_") else t for n, t in expected.items()})
-        same_outcome(f"{case.label}: twice the gradient", outcome(op, case.values, grads=double), twice)
+        same_outcome(f"{case.label}: twice the gradient", outcome(op, case.values, grads=double), twice, case.values)
         zero = outcome(op, case.values, grads=[None if g is None else torch.zeros_like(g) for g in grads])
         for n, t in zero.items():
             assert not n.startswith("d_") or not bool(t.any()), f"{case.label}: zero upstream, {n} is not zero"
@@ -140,9 +142,11 @@ def repeated_argument(op: Op, net: Net) -> None:
         for names in by_kind.values():
             if len(names) < 2:
                 continue
-            one = case.values[names[0]]
-            op.function(**{**case.values, **dict.fromkeys(names, one)})
+            one = tensors(op, case.values)[names[0]]
+            op.function(**put(case.values, dict.fromkeys(names, one)))
             for _ in range(2):
                 results = as_tuple(op.function(**case.values))
-                actual = Outcome(zip(op.results, results))
+                actual = Outcome(
+                    {f"{n}{tail}": t for n, r in zip(op.results, results) for tail, t in pieces(r).items()}
+                )
                 check(op, f"{case.label}: after {names} were one tensor", case.values, actual)

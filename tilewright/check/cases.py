@@ -86,13 +86,36 @@ def draw(
 
 
 def tensors(op: Op, values: Mapping[str, Any]) -> dict[str, Tensor]:
-    return {n: values[n] for n in op.signature.tensors if isinstance(values[n], Tensor)}
+    """Every tensor argument by name; those of a list are `name[0]`, `name[1]` …"""
+    found = {}
+    for n in op.signature.tensors:
+        if isinstance(values[n], (list, tuple)):
+            found.update({f"{n}[{i}]": t for i, t in enumerate(values[n])})
+        elif isinstance(values[n], Tensor):
+            found[n] = values[n]
+    return found
+
+
+def put(values: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """`values` with other tensors, named as `tensors` names them."""
+    made = {n: list(v) if isinstance(v, (list, tuple)) else v for n, v in values.items()}
+    for name, t in given.items():
+        base, _, index = name.rstrip("]").partition("[")
+        if index:
+            made[base][int(index)] = t
+        else:
+            made[base] = t
+    return made
+
+
+def rule_of(op: Op, name: str) -> Any:
+    """The rule of an argument, or of the list that a tensor is in."""
+    return next(p.rule for p in op.signature.parameters if p.name == name.partition("[")[0])
 
 
 def row_arguments(op: Op, values: Mapping[str, Any]) -> dict[str, Tensor]:
     """Arguments with one row per token."""
-    rules = {p.name: p.rule for p in op.signature.parameters}
-    return {n: t for n, t in tensors(op, values).items() if row_shaped(rules[n])}
+    return {n: t for n, t in tensors(op, values).items() if row_shaped(rule_of(op, n))}
 
 
 def formats(op: Op, device: str) -> list[Any]:

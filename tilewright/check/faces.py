@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ..core.op import Op
 from . import malformed
-from .cases import SMALL, Net, choices, draw, formats, tensors
+from .cases import SMALL, Net, choices, draw, formats, put, tensors
 from .oracle import (
     Outcome,
     as_tuple,
@@ -51,7 +51,7 @@ def refusals(op: Op, net: Net) -> None:
             wrong.append(f"{call.what}: {type(error).__name__}: {error}")
     assert not wrong, f"{op.name}: {len(wrong)} of {len(bad)} malformed calls:\n" + "\n".join(w[:300] for w in wrong)
     for n, t in kept.items():
-        same_bits(f"{op.name}: {n} after malformed calls", case.values[n], t)
+        same_bits(f"{op.name}: {n} after malformed calls", tensors(op, case.values)[n], t)
     with net.kernels(), torch.no_grad():
         again = named(op, op.function(**case.values))
     same_outcome(f"{op.name}: a good call after malformed ones", again, good, case.values)
@@ -71,7 +71,7 @@ def fakes(op: Op, net: Net) -> None:
         with net.kernels():
             real = outcome(op, values)
         with FakeTensorMode() as mode:
-            unreal = {n: mode.from_tensor(v) if isinstance(v, Tensor) else v for n, v in values.items()}
+            unreal = put(values, {n: mode.from_tensor(t) for n, t in tensors(op, values).items()})
             if fmt is not None and fmt.tensor is not None:
                 unreal["out_format"] = fmt.bare().with_scale(mode.from_tensor(fmt.tensor))
             grads = [None if g is None else mode.from_tensor(g) for g in real.grads]
@@ -102,7 +102,8 @@ def registered(op: Op, net: Net) -> None:
             torch.library.opcheck(op.overloads["quantized"], [*flat, fmt.key], test_utils=kinds)
         if "out" in op.overloads:
             with torch.no_grad():
-                out = torch.empty_like(as_tuple(op.function(**case.values))[0])
+                result = as_tuple(op.function(**case.values))[0]
+            out = [torch.empty_like(t) for t in result] if op.signature.listed else torch.empty_like(result)
             plain = [v.detach() if isinstance(v, Tensor) else v for v in flat]
             torch.library.opcheck(op.overloads["out"], plain, {"out": out})
 
@@ -119,7 +120,7 @@ def _compiled(op: Op, net: Net, fmt: Any, dynamic: bool) -> None:
     counter = CompileCounterWithBackend("aot_eager")
     case = draw(op, net, 110, torch.float32, SMALL, {"out_format": fmt, "offsets": False}, full=True)
     chosen = {"out_format": fmt} if fmt else {}
-    fixed = {n: v for n, v in case.values.items() if not isinstance(v, Tensor)}
+    fixed = {n: v for n, v in case.values.items() if not isinstance(v, (Tensor, list))}
 
     def call(given: Mapping[str, Tensor]) -> Any:
         return op.function(**{**fixed, **chosen, **given})
@@ -132,7 +133,8 @@ def _compiled(op: Op, net: Net, fmt: Any, dynamic: bool) -> None:
         with net.kernels():
             expected = outcome(op, values)
             inputs = leaves(op, values)
-            results = as_tuple(made({**tensors(op, values), **inputs}))
+            moving = {n: v for n, v in values.items() if n in op.signature.tensors and v is not None}
+            results = as_tuple(made({**moving, **inputs}))
             actual = Outcome({n: t.detach() for n, t in named(op, results).items()})
             if inputs:
                 found = differentiate(op, results, inputs, upstream(op, results))

@@ -35,13 +35,15 @@ def calls(op: Op, values: Mapping[str, Any]) -> Iterator[Bad]:
     for p in op.signature.parameters:
         if p.kind is Tensor and isinstance(values[p.name], Tensor) and p.name != "out":
             yield from (change(*row) for row in _tensors(op, p, values))
+        elif p.kind is list and p.name != "out":
+            yield from (change(*row) for row in _lists(op, p, values))
         elif p.kind is Format:
             for value in ("fp8", 8, 1.0, True, torch.float8_e4m3fn, [tw.fp8()]):
                 yield change(f"{value!r} for a format", p.name, value)
-        elif p.kind is not Tensor:
+        elif p.kind not in (Tensor, list):
             yield from (change(*row) for row in _numbers(p))
     if "out" in op.signature.names:
-        yield from _outs(op, values)
+        yield from (_list_outs if op.signature.listed else _outs)(op, values)
     yield from _shapes_of_calls(op, values)
 
 
@@ -58,7 +60,8 @@ def _tensors(op: Op, p: Parameter, values: Mapping[str, Any]) -> Iterator[tuple]
     else:
         yield "floats", p.name, good.float()
         yield "int8", p.name, good.to(torch.int8)
-    yield "booleans", p.name, good.bool()
+    if rule.dtype != "int_or_bool":
+        yield "booleans", p.name, good.bool()
     yield "sparse", p.name, good.to_sparse()
     if good.is_floating_point() and good.dim() > 0 and op.name != "dequantize":
         yield "Quantized", p.name, tw.fp8("row").quantize(good)
@@ -72,6 +75,28 @@ def _tensors(op: Op, p: Parameter, values: Mapping[str, Any]) -> Iterator[tuple]
     yield from _sizes(op, p, values, others)
     if good.is_floating_point() and p.name not in op.differentiable:
         yield "requiring a gradient", p.name, good.detach().clone().requires_grad_()
+
+
+def _lists(op: Op, p: Parameter, values: Mapping[str, Any]) -> Iterator[tuple]:
+    good = values[p.name]
+    if not p.optional:
+        yield "None", p.name, None
+    for value in (good[0], "tensors", 1.5, True, dict(enumerate(good)), (t for t in good), object()):
+        yield f"a {type(value).__name__}", p.name, value
+    for at in (0, len(good) - 1):
+        t = good[at]
+        wrong = {
+            "None": None, "a list": [t], "a string": "tensor", "a number": 1.5, "an array": t.float().cpu().numpy(),
+            "integers": t.to(torch.int64), "complex": t.to(torch.complex64), "float8": t.to(torch.float8_e4m3fn),
+            "booleans": t.bool(), "sparse": t.to_sparse(), "negated": torch.complex(t.float(), t.float()).conj().imag,
+            "on another device": t.to("meta"),
+        }  # fmt: skip
+        if p.name not in op.differentiable:
+            wrong["requiring a gradient"] = t.detach().clone().requires_grad_()
+        if t.dim():
+            wrong["Quantized"] = tw.fp8("row").quantize(t)
+        for what, value in wrong.items():
+            yield f"{what} at {at}", p.name, [*good[:at], value, *good[at + 1 :]]
 
 
 def _sizes(op: Op, p: Parameter, values: Mapping[str, Any], others: list[str]) -> Iterator[tuple]:
@@ -100,7 +125,10 @@ def _numbers(p: Parameter) -> Iterator[tuple]:
     if p.kind is not str:
         yield "a string", p.name, "1.0"
     if p.kind is float:
+        allowed = isinstance(p.rule, Range) and not p.rule.finite
         for value in (float("nan"), float("inf"), float("-inf"), 1j):
+            if allowed and p.rule.holds(value):
+                continue
             yield str(value), p.name, value
     if p.kind is int:
         yield "a fraction", p.name, 1.5
@@ -149,6 +177,32 @@ def _outs(op: Op, values: Mapping[str, Any]) -> Iterator[Bad]:
         yield change("in another format", other, out_format=fmt)
 
 
+def _list_outs(op: Op, values: Mapping[str, Any]) -> Iterator[Bad]:
+    with torch.no_grad():
+        good = op.function(**{**values, "out": None})
+    source = next(p.rule.dtype for p in op.signature.parameters if p.name == "out")
+
+    def change(what: str, out: Any, **also: Any) -> Bad:
+        return Bad(f"out: {what}", ("out",), (), {**values, **also, "out": out})
+
+    yield change("a tensor", good[0])
+    yield change("one fewer", good[:-1])
+    yield change("one more", [*good, good[0].clone()])
+    for what, first in (
+        ("None", None),
+        ("one row more", torch.cat([good[0], good[0][:1]])),
+        ("flat", good[0].reshape(-1)),
+        ("another dtype", good[0].double()),
+        ("on another device", good[0].to("meta")),
+        ("expanded", good[0][:1].clone().expand(good[0].shape)),
+        ("Quantized", tw.fp8("row").quantize(good[0])),
+    ):
+        yield change(f"{what} at 0", [first, *good[1:]])
+    first = values[source][0]
+    yield change("one tensor twice", [good[0], good[0]], **{source: [first, first.clone()]})
+    yield change("over another argument", [good[0], first], **{source: [first, first.clone()]})
+
+
 def _shapes_of_calls(op: Op, values: Mapping[str, Any]) -> Iterator[Bad]:
     yield Bad("an unknown keyword", ("no_such_argument",), (), {**values, "no_such_argument": 1})
     first = op.signature.names[0]
@@ -156,5 +210,5 @@ def _shapes_of_calls(op: Op, values: Mapping[str, Any]) -> Iterator[Bad]:
     many = tuple(values[n] for n in op.signature.names) + (None,) * 2
     yield Bad("too many arguments", (op.name,), many, {})
     for p in op.signature.parameters:
-        if p.default is Ellipsis or (p.kind is Tensor and not p.optional):
+        if p.default is Ellipsis or (p.kind in (Tensor, list) and not p.optional):
             yield Bad(f"no {p.name}", (p.name,), (), {n: v for n, v in values.items() if n != p.name})

@@ -13,7 +13,7 @@ in fp32 on slightly moved inputs: where four times that is more than the bar, it
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -50,6 +50,7 @@ BARS = {
     "G": Bar(0.0, 0.0, 0.0),
     "H": Bar(2.0e-3, 2e-6, 0.005),
 }
+PRODUCTS = ("E", "F")
 
 
 def result_bar(op: Op) -> Bar:
@@ -59,19 +60,22 @@ def result_bar(op: Op) -> Bar:
 
 def gradient_bar(op: Op, name: str) -> Bar:
     rule = next(p.rule for p in op.signature.parameters if p.name == name)
-    return BARS[op.bars.get("gradient", "H") if row_shaped(rule) else "C"]
+    product = op.bars.get("class") in PRODUCTS  # whose gradients are products too, those of parameters included
+    return BARS[op.bars.get("gradient", "H") if row_shaped(rule) or product else "C"]
 
 
 def row_shaped(rule: Any) -> bool:
     """Whether an argument with this rule has one row per token."""
-    return isinstance(rule, Row) and (rule.leading or (bool(rule.dims) and rule.dims[0] in ROW_DIMS))
+    return isinstance(rule, Row) and not rule.many and (rule.leading or (bool(rule.dims) and rule.dims[0] in ROW_DIMS))
 
 
 # ---------------------------------------------------------------- running
 
 
 def pieces(result: Any) -> dict[str, Tensor]:
-    """A result as plain tensors: itself, or what a Quantized one stores."""
+    """A result as plain tensors: itself, what a Quantized one stores, or those in a list."""
+    if isinstance(result, (list, tuple)):
+        return {f"[{i}]": t for i, t in enumerate(result)}
     if isinstance(result, Quantized):
         return {f".{name}": t for name, t in zip(result.format.tensor_names, result.tensors())}
     return {"": result}
@@ -142,6 +146,8 @@ def outcome(
 
 def lift(value: Any, dtype: torch.dtype | None) -> Any:
     """A tensor on the CPU, in `dtype` if it is a float one and that is given."""
+    if isinstance(value, (list, tuple)):
+        return [lift(t, dtype) for t in value]
     if not isinstance(value, Tensor):
         return value
     value = value.detach().cpu()
@@ -155,7 +161,8 @@ def truth(
     plain = {n: None if n in ("out", "out_format") else lift(v, dtype) for n, v in values.items()}
     inputs = leaves(op, plain) if grads else {}
     results = as_tuple(op.reference(**{**plain, **inputs}))
-    made = {name: r.detach() for name, r in zip(op.results[: len(op.results) - op.aux], results)}
+    named = zip(op.results[: len(op.results) - op.aux], results)
+    made = {f"{name}{tail}": t.detach() for name, r in named for tail, t in pieces(r).items()}
     given = [None if g is None else g.detach().cpu().to(results[i].dtype) for g, i in zip(grads, op.graded_results)]
     found = differentiate(op, results, inputs, given)
     made.update({f"d_{n}": g for n, g in found.items() if g is not None})
@@ -220,6 +227,7 @@ def same_outcome(
     `another_binary`: on a GPU other strides are other machine code, whose sums may go in another order.
     """
     assert actual.keys() == expected.keys(), f"{label}: gave {sorted(actual)}, not {sorted(expected)}"
+    values = None if values is None else contract(values, expected)
     for name in expected:
         pair = actual[name], expected[name]
         if values is not None:
@@ -258,7 +266,9 @@ def near(label: str, actual: Tensor, exact: Tensor, noise: Tensor, bar: Bar, neg
 
 def _near_low(label: str, actual: Tensor, rounded: Tensor, exact: Tensor, noise: Tensor, bar: Bar) -> None:
     error, step = (actual.double() - exact).abs(), spacing(exact, actual.dtype)
-    _within(label, actual, exact, error, step + 16 * noise)
+    # Where terms of a product cancel, its own precision shows, as it does in an fp32 result
+    own = bar.single * rms(exact) if bar in [BARS[kind] for kind in PRODUCTS] else 0.0
+    _within(label, actual, exact, error, step + 16 * noise.clamp(min=own))
     wrong = (actual != rounded) & (64 * noise < step)
     count, allowed = (
         rounded[wrong].unique().numel(),
@@ -296,9 +306,9 @@ def noises(op: Op, values: Mapping[str, Any], grads: list) -> dict[str, Tensor]:
     worst: dict[str, Tensor] = {}
     source = torch.Generator().manual_seed(7)
     for _ in range(JITTERS):
-        moved = {n: _jitter(v, source, 2.0**-10).float() if _is_float(v) else v for n, v in values.items()}
+        moved = {n: _each(lambda t: _jitter(t, source, 2.0**-10).float(), v) for n, v in values.items()}
         exact = truth(op, moved, grads)
-        shaken = {n: _jitter(v, source, 2.0**-26) if _is_float(v) else v for n, v in moved.items()}
+        shaken = {n: _each(lambda t: _jitter(t, source, 2.0**-26), v) for n, v in moved.items()}
         for other in (truth(op, moved, grads, torch.float32), truth(op, shaken, grads)):
             for name, there in exact.items():
                 error = (other[name].double() - there).abs().nan_to_num(0.0, 0.0, 0.0)
@@ -308,8 +318,11 @@ def noises(op: Op, values: Mapping[str, Any], grads: list) -> dict[str, Tensor]:
     return worst
 
 
-def _is_float(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.is_floating_point()
+def _each(change: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """A float tensor, or each of a list, changed; anything else as it is."""
+    if isinstance(value, (list, tuple)):
+        return [_each(change, t) for t in value]
+    return change(value) if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
 def _jitter(t: Tensor, source: torch.Generator, share: float) -> Tensor:
@@ -329,6 +342,13 @@ def expectation(op: Op, values: Mapping[str, Any], actual: Outcome) -> tuple[dic
         exact.update({n: first[n] for n in kept})
         noise.update({n: rough[n] for n in kept})
     return exact, noise
+
+
+def contract(values: Mapping[str, Any], results: Mapping[str, Tensor]) -> Mapping[str, Any]:
+    """What `specified` goes by: the arguments or, of an op that makes the groups itself, its own offsets and rows."""
+    if "offsets" not in results:
+        return values
+    return {"out_format": values.get("out_format"), "offsets": results["offsets"], "rows": results["source"][:, None]}
 
 
 def specified(values: Mapping[str, Any], name: str, t: Tensor) -> Tensor:
@@ -355,6 +375,7 @@ def check(op: Op, label: str, values: Mapping[str, Any], actual: Outcome) -> Non
     exact, noise = expectation(op, values, actual)
     # Differences of terms as large as the upstream gradient, when they vanish, leave fp32 noise of that size.
     floor = 2.0**-22 * max((float(g.abs().max()) for g in actual.grads if g is not None and g.numel()), default=0.0)
+    values = contract(values, actual)
     for name, there in exact.items():
         gradient = name.startswith("d_")
         bar = gradient_bar(op, name[2:]) if gradient else result_bar(op)

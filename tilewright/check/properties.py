@@ -25,8 +25,21 @@ from ..core import config
 from ..core.op import Op
 from . import layouts, memory
 from .calls import gradients, paths, repeatable, repeated_argument
-from .cases import SMALL, Net, choices, dims_of, draw, formats, row_arguments, tensors
-from .oracle import FLOATS, Outcome, as_tuple, check, outcome, pieces, row_shaped, same_bits, same_outcome, truth
+from .cases import SMALL, Case, Net, choices, dims_of, draw, formats, put, row_arguments, rule_of, tensors
+from .oracle import (
+    FLOATS,
+    Outcome,
+    as_tuple,
+    check,
+    contract,
+    outcome,
+    pieces,
+    row_shaped,
+    same_bits,
+    same_outcome,
+    specified,
+    truth,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 EDGES = (0, 1, 2, 17, 129)
@@ -69,13 +82,14 @@ def accuracy(op: Op, net: Net) -> None:
         dtype, family = FLOATS[pair % 3], pair % FAMILIES
         case = draw(op, net, seed, dtype)
         values = dict(case.values)
-        for n, t in row_arguments(op, values).items():
-            if t.dtype == dtype and t.dim() > 1:
-                values[n] = _families(t, family)
+        for n, t in tensors(op, values).items():
+            rule = rule_of(op, n)
+            if (row_shaped(rule) or rule.many) and t.dtype == dtype and t.dim() > 1:
+                values = put(values, {n: _families(t, family)})
         for n, t in tensors(op, values).items():  # parameters are often kept in another precision
-            rule = next(p.rule for p in op.signature.parameters if p.name == n)
+            rule = rule_of(op, n)
             if t.dtype == dtype and not row_shaped(rule) and rule.dtype == "float":
-                values[n] = t.to(FLOATS[(seed // 3) % 3])
+                values = put(values, {n: t.to(FLOATS[(seed // 3) % 3])})
         with net.kernels():
             actual = outcome(op, values, seed)
         check(op, f"{case.label}, data {family}", values, actual)
@@ -144,7 +158,7 @@ def isolation(op: Op, net: Net) -> None:
             clean = outcome(op, values)
         shaped = {n: t for n, t in row_arguments(op, values).items() if t.is_floating_point()}
         for (name, t), poison in itertools.product(shaped.items(), (float("nan"), float("inf"), float("-inf"))):
-            bad, row = t.clone(), 2
+            bad, row = t.clone(), min(2, t.shape[0] - 1)
             bad[row].reshape(-1)[-1 if poison > 0 else 0] = poison
             with net.kernels():
                 dirty = outcome(op, {**values, name: bad}, grads=clean.grads)
@@ -174,10 +188,11 @@ def special_values(op: Op, net: Net) -> None:
             values = {**case.values, name: bad}
             with net.kernels(), torch.no_grad():
                 actual = as_tuple(op.function(**values))
+            agreed = contract(values, dict(zip(op.results, actual)))
             for part, result, exact in zip(op.results, actual, truth(op, values, [], torch.float32).values()):
                 if isinstance(result, tw.Quantized):
                     result, exact = result.dequantize(), values["out_format"].quantize(exact).dequantize()
-                found, wanted = result.cpu().isnan(), exact.isnan()
+                found, wanted = (specified(agreed, part, t).isnan() for t in (result.cpu(), exact))
                 label = f"{case.label}: {value} at {at} of {name}: {part}"
                 assert torch.equal(found, wanted), (
                     f"{label} has {int(found.sum())} NaN, the reference {int(wanted.sum())}"
@@ -197,8 +212,8 @@ def strides(op: Op, net: Net) -> None:
                 view = make(t)
                 if view is None:
                     continue
-                given = {**case.values, argument: view}
-                expected = outcome(op, {**given, argument: view.contiguous().clone()})
+                given = put(case.values, {argument: view})
+                expected = outcome(op, put(given, {argument: view.contiguous().clone()}))
                 same_outcome(f"{case.label}: {argument} {name}", outcome(op, given), expected, given, True)
             if not op.differentiable:
                 continue
@@ -213,9 +228,8 @@ def strides(op: Op, net: Net) -> None:
 
 def leading(op: Op, net: Net) -> None:
     """Any number of leading dimensions: the bits of the flattened call."""
-    rules = {p.name: p.rule for p in op.signature.parameters}
     case = draw(op, net, 12, torch.float32, {**SMALL, "tokens": 6}, {"offsets": False}, full=True)
-    names = [n for n in tensors(op, case.values) if rules[n].leading]
+    names = [n for n in tensors(op, case.values) if rule_of(op, n).leading and not rule_of(op, n).many]
     if not names:
         return
     with net.kernels():
@@ -237,6 +251,9 @@ def outs(op: Op, net: Net) -> None:
     case = draw(op, net, 13, torch.float32, {**SMALL, "tokens": 6}, {"offsets": False})
     with net.kernels(), torch.no_grad():
         plain = as_tuple(op.function(**case.values))[0]
+        if op.signature.listed:
+            _list_outs(op, case, plain)
+            return
         for name, make in layouts.LAYOUTS.items():
             out = make(torch.zeros_like(plain))
             if out is None or "expanded" in name or name == "size one":
@@ -256,6 +273,29 @@ def outs(op: Op, net: Net) -> None:
             made = as_tuple(op.function(**{**case.values, "out_format": fmt, "out": out}))[0]
             assert made is out, f"{case.label}: out in {fmt} was not returned"
             same_outcome(f"{case.label}: out in {fmt}", pieces(out), expected)
+
+
+def _list_outs(op: Op, case: Case, plain: list[Tensor]) -> None:
+    """`out` as a list: in every layout, and over the arguments themselves."""
+    source = next(p.rule.dtype for p in op.signature.parameters if p.name == "out")
+    for name, make in layouts.LAYOUTS.items():
+        if "expanded" in name:
+            continue
+        for over in (False, True):
+            given = [make(t.clone()) for t in (case.values[source] if over else plain)]
+            outs = [torch.empty_like(p) if t is None else t for t, p in zip(given, plain)]
+            if over:
+                outs = [t.copy_(v) for t, v in zip(outs, case.values[source])]
+            guards, versions = [memory.Gaps(t) for t in outs], [t._version for t in outs]
+            values = {**case.values, "out": outs, source: outs if over else case.values[source]}
+            made = op.function(**values)
+            label = f"{case.label}: out {name}{', over its arguments' * over}"
+            assert len(made) == len(outs), f"{label}: {len(made)} results, not {len(outs)}"
+            for i, (out, there) in enumerate(zip(outs, plain)):
+                assert made[i] is out, f"{label}: out[{i}] was not returned"
+                same_bits(f"{label}: out[{i}]", out, there)
+                guards[i].check(f"{label}: out[{i}]")
+                assert out._version > versions[i], f"{label}: writing out[{i}] does not show in its version"
 
 
 def wild_indices(op: Op, net: Net) -> None:
@@ -299,7 +339,7 @@ def guarded_memory(op: Op, net: Net) -> None:
                     op.backward_plans.clear()
                 fenced = {n: memory.Fenced(t) for n, t in tensors(op, values).items()}
                 grads = [None if g is None else memory.Fenced(g) for g in expected.grads]
-                given = {**values, **{n: f.tensor for n, f in fenced.items()}}
+                given = put(values, {n: f.tensor for n, f in fenced.items()})
                 with memory.guarded_allocations(fill) as guards:
                     actual = outcome(op, given, seed, [g and g.tensor for g in grads])
                 label = f"{case.label}: memory filled with {fill:#04x}"

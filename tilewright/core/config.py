@@ -7,12 +7,14 @@ candidates, so a damaged or hostile file can at worst choose another tested vari
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
 import stat
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,10 +26,17 @@ if TYPE_CHECKING:
 SHIPPED = Path(__file__).parent.parent / "data"
 LONGEST = 4 * 1024 * 1024  # bytes of a tuning file that are read
 Rows = dict[str, list[tuple[dict[str, int], dict[str, Any]]]]
+Override = Callable[["Kernel", "Arguments"], "Mapping[str, Any] | None"]
+_override: ContextVar[Override | None] = ContextVar("override", default=None)
 
 
 def choose(kernel: Kernel, a: Arguments, target: Target) -> Mapping[str, Any]:
     """The constants and launch options for one call."""
+    instead = _override.get()
+    if instead is not None:
+        config = instead(kernel, a)
+        if config is not None:
+            return config
     default = kernel.default(a)
     if kernel.candidates is None or not kernel.tune_by:
         return default
@@ -36,6 +45,17 @@ def choose(kernel: Kernel, a: Arguments, target: Target) -> Mapping[str, Any]:
     near = [(distance(key, a, kernel.tune_by), config) for key, config in rows if config in allowed]
     near = [(d, c) for d, c in near if d <= 1.0]  # further than a factor of two says nothing
     return min(near, key=lambda row: row[0])[1] if near else default
+
+
+@contextlib.contextmanager
+def overridden(instead: Override) -> Iterator[None]:
+    """Ask `instead` first; None from it is the usual choice. For tuning: a plan recorded before, or inside, keeps the config
+    that it was recorded with."""
+    token = _override.set(instead)
+    try:
+        yield
+    finally:
+        _override.reset(token)
 
 
 def distance(key: Mapping[str, int], a: Mapping[str, Any], names: tuple[str, ...]) -> float:
@@ -66,17 +86,24 @@ def folder() -> Path:
     return Path(base) / "tilewright"
 
 
+def distrusted(path: Path) -> str | None:
+    """Why a file of rows is not to be read, if so."""
+    info = path.stat()
+    if not stat.S_ISREG(info.st_mode):  # reading a pipe would wait for ever
+        return "it is not a file"
+    if path.parent != SHIPPED and (info.st_uid != os.geteuid() or info.st_mode & (stat.S_IWGRP | stat.S_IWOTH)):
+        return "it must belong to you and be writable by you alone"
+    return None
+
+
 def read(path: Path) -> list[tuple[str, dict[str, int], dict[str, Any]]]:
     """The well-formed rows of a file; anything else in it costs a warning and nothing more."""
     try:
-        info = path.stat()
+        why = distrusted(path)
     except OSError:
         return []
-    if not stat.S_ISREG(info.st_mode):  # reading a pipe would wait for ever
-        warnings.warn(f"{path} ignored: it is not a file", stacklevel=2)
-        return []
-    if path.parent != SHIPPED and (info.st_uid != os.geteuid() or info.st_mode & (stat.S_IWGRP | stat.S_IWOTH)):
-        warnings.warn(f"{path} ignored: it must belong to you and be writable by you alone", stacklevel=2)
+    if why is not None:
+        warnings.warn(f"{path} ignored: {why}", stacklevel=2)
         return []
     rows, bad = [], 0
     try:

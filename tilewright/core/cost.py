@@ -21,17 +21,20 @@ def traffic(op: Op, values: Mapping[str, Any]) -> tuple[int, int]:
     """(bytes read, bytes written) by the forward of an op for arguments by name. Nothing is computed."""
     if op.cost is not None:
         return op.cost(**values)
-    read = sum(_bytes(v) for n, v in values.items() if n != "out")
+    read = sum(tensor_bytes(v) for n, v in values.items() if n != "out")
     with FakeTensorMode() as mode, torch.no_grad():
         results = op.run_reference({n: None if n == "out" else _fake(v, mode) for n, v in values.items()})
-    return read, sum(_bytes(r) for r in (results if isinstance(results, tuple) else (results,)))
+    return read, sum(tensor_bytes(r) for r in (results if isinstance(results, tuple) else (results,)))
 
 
-def _bytes(value: Any) -> int:
+def tensor_bytes(value: Any) -> int:
+    """The bytes of whatever tensors a value holds."""
     if isinstance(value, Format):
         value = value.tensor
+    if isinstance(value, (list, tuple)):
+        return sum(tensor_bytes(t) for t in value)
     if isinstance(value, Quantized):
-        return sum(_bytes(t) for t in value.tensors())
+        return sum(tensor_bytes(t) for t in value.tensors())
     if not isinstance(value, Tensor):
         return 0
     count = 1
@@ -43,4 +46,6 @@ def _bytes(value: Any) -> int:
 def _fake(value: Any, mode: FakeTensorMode) -> Any:
     if isinstance(value, Format) and value.tensor is not None:
         return value.bare().with_scale(mode.from_tensor(value.tensor))
+    if isinstance(value, (list, tuple)):
+        return [_fake(t, mode) for t in value]
     return mode.from_tensor(value) if isinstance(value, Tensor) else value

@@ -8,6 +8,8 @@ registered `torch.ops.tilewright.*` op with its fake, cost, tests and the catalo
 * `backward(saved, *grads)` returns one gradient per name in `differentiable`; `saved` holds every argument by name (tensors not
   in `saves` are None), the results named in `saves`, and `needs`, the names whose gradient is wanted.
 * `aux` results, the last ones, are kept for the backward and not handed to the caller.
+* `spares(values)` names arguments of which this call's backward reads shape and dtype alone: they are not kept alive.
+* `sharded` takes the calls that have DTensors among their tensors.
 * `overwrites` names the flag, if there is one, that lets the backward write over an argument: eager calls alone take it.
 """
 
@@ -27,7 +29,7 @@ from torch.autograd.function import once_differentiable
 from . import call, register
 from .format import Format, Quantized
 from .plan import Plan, Recorder
-from .signature import Range, Signature, overlapping, self_overlapping
+from .signature import Range, Signature, clashing, overlapping, same_memory, self_overlapping
 from .target import Target
 
 OPS: dict[str, Op] = {}
@@ -54,7 +56,7 @@ class Triton:
 
 def single(target: Target, a: SimpleNamespace) -> bool:
     """The `when` of kernels that compute in fp32: no argument is float64."""
-    return all(t.dtype != torch.float64 for t in vars(a).values() if isinstance(t, Tensor))
+    return all(t.dtype != torch.float64 for t in _given(vars(a)))
 
 
 @contextlib.contextmanager
@@ -106,14 +108,16 @@ class Op:
         overwrites: str | None = None,
         check: Callable[..., None] | None = None,
         cost: Callable[..., tuple[int, int]] | None = None,
+        spares: Callable[[Mapping[str, Any]], tuple[str, ...]] | None = None,
         bars: Mapping[str, Any] | None = None,
+        sharded: Callable[..., Any] | None = None,
     ) -> None:
         self.name, self.reference, self.inputs, self.implementations = name, reference, inputs, implementations
         self.signature = Signature.of(name, reference, where, check)
         self.results, self.aux, self.overwrites, self.cost, self.bars = results, aux, overwrites, cost, dict(bars or {})
         self.differentiable, self.graded_results = differentiable, graded_results
         self.saves = self.signature.tensors if saves is None else saves
-        self.resume = resume
+        self.resume, self.sharded, self.spares = resume, sharded, spares
         self.__doc__ = reference.__doc__
         self.plans: dict[tuple, tuple[Plan, Callable | None, tuple[int, ...]]] = {}
         self.backward_plans: dict[tuple, tuple[Plan, Callable]] = {}
@@ -132,19 +136,24 @@ class Op:
     def dispatch(self, args: tuple, kwargs: Mapping[str, Any], key: tuple | None = None, slots: Any = None) -> Any:
         """A call that no plan answered. The plan it makes, over `slots`, is kept under `key` unless that is None."""
         values = self.signature.bind(args, kwargs)
-        tensors = [v for v in values.values() if isinstance(v, Tensor)]
+        tensors = _given(values)
         foreign = any(type(t) not in call.PLAIN and not isinstance(t, Quantized) for t in tensors)
         if foreign or call.modes() or call.transforms():
+            if self.sharded is not None and any(hasattr(t, "device_mesh") for t in tensors):
+                return self.sharded(**values)
             return register.call(self, values)
         self.validate(values)
         if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
             return self._apply(values)
-        return self.record(values, key, _tensors(values) if slots is None else slots, whole=False)
+        return self.record(values, key, self._slots(values) if slots is None else slots, whole=False)
 
     def validate(self, values: Mapping[str, Any]) -> None:
         self.signature.validate(values)
         out = values.get("out")
         if out is None:
+            return
+        if isinstance(out, (list, tuple)):
+            self._check_outs(out, values)
             return
         for piece in _flat(out):
             if piece is not None:
@@ -157,8 +166,26 @@ class Op:
             if values[name] is not None and overlapping(out, values[name]):
                 raise ValueError(f"{self.name}: out shares memory with {name}")
 
+    def _check_outs(self, outs: list[Tensor], values: Mapping[str, Any]) -> None:
+        """A list of results may be written over the list of arguments that it is like, tensor by tensor, and over nothing
+        else."""
+        rule = next(p.rule for p in self.signature.parameters if p.name == "out")
+        for i, out in enumerate(outs):
+            if not out.is_contiguous() and self_overlapping(out):
+                raise ValueError(f"{self.name}: out[{i}] has elements that share memory")
+        over = [same_memory(a, b) for a, b in zip(outs, values[rule.dtype])]
+        rest = [t for t, same in zip(values[rule.dtype], over) if not same]
+        rest += [t for n in self.signature.tensors if n != rule.dtype for t in _given({n: values[n]})]
+        if clashing(outs, rest):
+            raise ValueError(f"{self.name}: out shares memory within itself, or with other arguments than its own")
+
     def implementation(self, values: Mapping[str, Any], device: torch.device | None = None) -> Triton | None:
         """The implementation for these arguments; None is the reference. On a GPU nothing matching raises."""
+        if self.signature.lists:
+            given = _given(values)
+            if not given:
+                return None  # empty lists are on no device
+            device = device or given[0].device
         device = device or next(v.device for v in values.values() if isinstance(v, Tensor))
         forced = call.forced.get()
         if forced == "reference" or (device.type != "cuda" and forced is None):
@@ -174,9 +201,7 @@ class Op:
 
     def explain(self, values: Mapping[str, Any]) -> str:
         """Which implementations there are and what these arguments look like, in one line."""
-        seen = {
-            k: f"{v.dtype}{list(v.shape)}" if isinstance(v, Tensor) else v for k, v in values.items() if v is not None
-        }
+        seen = {k: _words(v) for k, v in values.items() if v is not None}
         return f"tried {[one.name for one in self.implementations]} on {seen}"
 
     def run(self, values: dict[str, Any]) -> Any:
@@ -186,7 +211,7 @@ class Op:
                 return self.run_reference(values)
             key = call.Key()
             if not key.add(values.values()):
-                return self.record(values, None, _tensors(values), whole=True)
+                return self.record(values, None, self._slots(values), whole=True)
             parts = ("all results", *key.parts)
             found = self.plans.get(parts)
             if found is None or _compile_only.get():
@@ -223,6 +248,8 @@ class Op:
                 self.plans[key] = plan, None if plan.single and single else finish, written
             for at in written:
                 torch.autograd.graph.increment_version(slots[at])
+            if self.signature.listed and values["out"] is not None:
+                torch.autograd.graph.increment_version(values["out"])
             return results if whole else self.public(results)
 
     def run_reference(self, values: Mapping[str, Any]) -> Any:
@@ -239,8 +266,14 @@ class Op:
                 there.copy_(here)
         return (out, *results[1:]) if isinstance(results, tuple) else out
 
+    def _slots(self, values: Mapping[str, Any]) -> list[Tensor]:
+        """What a recorder watches: nothing in an op over lists, which makes no plan and may have thousands of tensors."""
+        return [] if self.signature.lists else _tensors(values)
+
     def _written(self, values: Mapping[str, Any], inputs: list[Tensor]) -> tuple[int, ...]:
         """Which of the inputs this call writes."""
+        if self.signature.lists:
+            return ()
         written = [piece for piece in _flat(values.get("out")) if piece is not None]
         return tuple(i for i, t in enumerate(inputs) if any(t is w for w in written))
 
@@ -265,7 +298,8 @@ class Op:
             raise ValueError(f"{self.name}: out cannot be given when a gradient is wanted")
         bad = [n for n in self.signature.tensors if n not in self.differentiable and _wants_grad(values[n])]
         if bad:
-            raise ValueError(f"{self.name}: there is no gradient for {bad[0]}: pass {bad[0]}.detach()")
+            detached = f"{bad[0]}.detach()" if isinstance(values[bad[0]], Tensor) else "detached tensors"
+            raise ValueError(f"{self.name}: there is no gradient for {bad[0]}: pass {detached}")
         one = self.implementation(values)
         if one is None:
             return self.public(_map(lambda t: t.contiguous(), self.reference(**values)))
@@ -354,6 +388,8 @@ def _tuple(results: Any) -> tuple:
 
 def _map(change: Callable[[Tensor], Tensor], results: Any) -> Any:
     """Apply to every plain tensor among results."""
+    if isinstance(results, list):
+        return [change(r) for r in results]
     made = tuple(r if isinstance(r, Quantized) else change(r) for r in _tuple(results))
     return made if isinstance(results, tuple) else made[0]
 
@@ -382,11 +418,31 @@ def taken_apart(results: Any) -> tuple[list[Tensor | None], Callable[[Any], Any]
 
 
 def _flat(result: Any) -> tuple[Tensor | None, ...]:
+    if isinstance(result, (list, tuple)):
+        return tuple(result)
     return tuple(result.tensors()) if isinstance(result, Quantized) else (result,)
 
 
+def _given(values: Mapping[str, Any]) -> list[Tensor]:
+    """Every tensor among the arguments, those in lists included."""
+    found: list[Tensor] = []
+    for value in values.values():
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            found += [t for t in value if isinstance(t, Tensor)]
+    return found
+
+
+def _words(value: Any) -> Any:
+    """An argument as an error message shows it."""
+    if isinstance(value, (list, tuple)):
+        return f"{len(value)} of {sorted({str(getattr(t, 'dtype', t)) for t in value})}"
+    return f"{value.dtype}{list(value.shape)}" if isinstance(value, Tensor) else value
+
+
 def _wants_grad(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.requires_grad
+    return any(t.requires_grad for t in _given({"": value}))
 
 
 def _tensors(values: Mapping[str, Any]) -> list[Tensor]:

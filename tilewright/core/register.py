@@ -60,7 +60,10 @@ def _schema(op: Op, kind: str) -> str:
     if kind == "quantized":
         arguments += ['str out_format=""', "Tensor? out_scale=None"]
     if kind == "out":
-        return f"({', '.join([*arguments, '*', 'Tensor(a!) out'])}) -> ()"
+        out = "Tensor(a!)[] out" if op.signature.listed else "Tensor(a!) out"
+        return f"({', '.join([*arguments, '*', out])}) -> ()"
+    if op.signature.listed:
+        return f"({', '.join(arguments)}) -> Tensor[]"
     count = len(op.results) + (PIECES if kind == "quantized" else 0)
     returns = "Tensor" if count == 1 else f"({', '.join(['Tensor'] * count)})"
     return f"({', '.join(arguments)}) -> {returns}"
@@ -81,6 +84,9 @@ def _values(op: Op, flat: tuple, named: Mapping[str, Any]) -> dict[str, Any]:
 def call(op: Op, values: Mapping[str, Any]) -> Any:
     """The public function through the registered op: subclasses, dispatch modes, fake tensors, torch.compile, export."""
     flat = [values[p.name] for p in _parameters(op)]
+    if op.signature.lists and not any(isinstance(v, Tensor) or (isinstance(v, (list, tuple)) and v) for v in flat):
+        op.signature.validate(values)
+        return op.run_reference(values)  # without a tensor the dispatcher knows no device
     fmt = values.get("out_format")
     out = values.get("out")
     if out is not None:
@@ -90,6 +96,8 @@ def call(op: Op, values: Mapping[str, Any]) -> Any:
         return out
     if fmt is None:
         made = op.overloads["default"](*flat)
+        if op.signature.listed:
+            return list(made)
     else:
         made = op.overloads["quantized"](*flat, fmt.key, fmt.tensor)
     return op.public(unflatten(op, values, made if isinstance(made, (tuple, list)) else (made,)))
@@ -122,7 +130,10 @@ def unflatten(op: Op, values: Mapping[str, Any], flat: tuple) -> tuple:
     fmt = values.get("out_format")
     if fmt is None:
         return tuple(flat)
-    return (pack(flat[0], flat[1 : 1 + len(fmt.tensor_names)], fmt, values.get("offsets")), *flat[1 + PIECES :])
+    offsets = values.get("offsets")
+    if "offsets" in op.results:  # the op makes the groups itself
+        offsets = flat[op.results.index("offsets") + PIECES]
+    return (pack(flat[0], flat[1 : 1 + len(fmt.tensor_names)], fmt, offsets), *flat[1 + PIECES :])
 
 
 def _implementation(op: Op, kind: str) -> Any:
@@ -156,6 +167,10 @@ def _fake(op: Op, kind: str) -> Any:
 def setup(ctx: Any, op: Op, values: Mapping[str, Any], flat: tuple[Tensor, ...]) -> None:
     """Keep what the backward needs; say which results carry gradients."""
     tensors = [values[n] if n in op.saves else None for n in op.signature.tensors]
+    spared = () if op.spares is None else op.spares(values)
+    for i, name in enumerate(op.signature.tensors):
+        if name in spared and values[name] is not None:  # shape and dtype for nothing: one element expanded
+            tensors[i] = values[name].new_empty(1).expand(values[name].shape)
     ctx.save_for_backward(*tensors, *saved_results(op, flat).values())
     ctx.op = op
     ctx.scalars = {n: values[n] for n in op.signature.names if n not in op.signature.tensors and n != "out"}

@@ -2,7 +2,9 @@
 
 A row is `dtype[dims]` for a tensor, `"float[... hidden]"` say: dims are names that must agree between arguments, integers,
 or a leading `...` (any leading dimensions, equal wherever it appears). The dtype is a class (`float`, `int`, `any`), a torch
-dtype's name, or another argument's name (the same dtype). For a number it is `at_least(0)`, `above(0)` or `between(0, 1)`.
+dtype's name, or another argument's name (the same dtype). The row of a `list[Tensor]` holds for each of its tensors, which
+need not agree with one another; one whose dtype is another list's name is like that list, tensor by tensor. For a number it
+is `at_least(0)`, `above(0)`, `between(0, 1)` or `one_of(1, 2)`.
 Everything here depends on types, shapes and dtypes alone, so a call whose key was seen before need not be checked again.
 """
 
@@ -13,8 +15,8 @@ import math
 import re
 import types
 import typing
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -25,9 +27,10 @@ from .format import Format, Quantized
 DTYPES = {
     "float": (torch.bfloat16, torch.float16, torch.float32, torch.float64),
     "int": (torch.int32, torch.int64),
+    "int_or_bool": (torch.int32, torch.int64, torch.bool),
     "any": None,
 }
-SCHEMA_TYPES = {float: "float", int: "int", bool: "bool", str: "str", Tensor: "Tensor", Format: "str"}
+SCHEMA_TYPES = {float: "float", int: "int", bool: "bool", str: "str", Tensor: "Tensor", Format: "str", list: "Tensor[]"}
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,7 @@ class Range:
 
     words: str
     holds: Callable[[float], bool]
+    finite: bool = True  # an infinity is refused whatever `holds` says
 
 
 def at_least(low: float) -> Range:
@@ -50,13 +54,18 @@ def between(low: float, high: float) -> Range:
     return Range(f"in [{low:g}, {high:g}]", lambda v: low <= v <= high)
 
 
+def one_of(*numbers: float) -> Range:
+    return Range(f"one of {', '.join(f'{n:g}' for n in numbers)}", lambda v: v in numbers, finite=False)
+
+
 @dataclass(frozen=True)
 class Row:
-    """A parsed `dtype[dims]`."""
+    """A parsed `dtype[dims]`; `many`: of each tensor in a list."""
 
     dtype: str
     dims: tuple[str, ...]
     leading: bool
+    many: bool = False
 
     @staticmethod
     def parse(text: str) -> Row:
@@ -102,7 +111,9 @@ def _unwrap(annotation: Any) -> tuple[type, bool, tuple | None]:
     if typing.get_origin(annotation) is typing.Literal:
         choices = typing.get_args(annotation)
         return type(choices[0]), optional, choices
-    if annotation not in SCHEMA_TYPES:
+    if annotation == list[Tensor]:
+        return list, optional, None
+    if annotation is list or annotation not in SCHEMA_TYPES:
         raise TypeError(f"an op's argument cannot be of type {annotation}")
     return annotation, optional, None
 
@@ -124,12 +135,14 @@ class Signature:
     parameters: tuple[Parameter, ...]
     python: inspect.Signature
     check: Callable[..., None] | None = None
+    listed: bool = False  # the result is a list of tensors
     tensors: tuple[str, ...] = field(init=False)
     scalars: tuple[str, ...] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.tensors = tuple(p.name for p in self.parameters if p.kind is Tensor and p.name != "out")
-        self.scalars = tuple(p.name for p in self.parameters if p.kind not in (Tensor, Format))
+        self.tensors = tuple(p.name for p in self.parameters if p.kind in (Tensor, list) and p.name != "out")
+        self.scalars = tuple(p.name for p in self.parameters if p.kind not in (Tensor, Format, list))
+        self.lists = any(p.kind is list for p in self.parameters)
         self.names = tuple(p.name for p in self.parameters)
         self.defaults = {p.name: p.default for p in self.parameters}
         keyword = [p.kind is inspect.Parameter.KEYWORD_ONLY for p in self.python.parameters.values()]
@@ -146,11 +159,11 @@ class Signature:
         for p in python.parameters.values():
             kind, optional, choices = _unwrap(hints[p.name])
             rule = where.get(p.name)
-            if kind is Tensor and rule is None:
+            if kind in (Tensor, list) and rule is None:
                 raise ValueError(f"{op}: tensor argument {p.name} needs a row in where")
-            rule = Row.parse(rule) if isinstance(rule, str) else rule
+            rule = replace(Row.parse(rule), many=kind is list) if isinstance(rule, str) else rule
             rows.append(Parameter(p.name, kind, optional, p.default, choices, rule))
-        return Signature(op, tuple(rows), python, check)
+        return Signature(op, tuple(rows), python, check, hints.get("return") == list[Tensor])
 
     def bind(self, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Every argument by name, defaults filled in. Plain loops, so that torch.compile can trace them."""
@@ -181,21 +194,50 @@ class Signature:
                 if not p.optional:
                     raise TypeError(f"{self.op}: {p.name} must be given, got None")
                 continue
-            if p.kind is not Tensor:
+            if p.kind is list:
+                device = self._list(p, value, values, device)
+            elif p.kind is not Tensor:
                 self._number(p, value)
-                continue
-            self._tensor(p, value, values)
-            if device is None:
-                device = value.device, p.name
-            elif value.device != device[0]:
-                raise ValueError(
-                    f"{self.op}: {p.name} is on {value.device}, {device[1]} on {device[0]}: move one of them"
-                )
-            leading = self._shape(p, value, dims, leading)
+            else:
+                self._tensor(p, value, values)
+                device = self._device(p.name, value, device)
+                leading = self._shape(p, value, dims, leading)
         if values.get("out") is not None:
             self._out(values["out"], values.get("out_format"), values.get("offsets"))
         if self.check is not None:
             self.check(**values)
+
+    def _device(self, name: str, value: Tensor, known: tuple | None) -> tuple[torch.device, str]:
+        if known is not None and value.device != known[0]:
+            raise ValueError(f"{self.op}: {name} is on {value.device}, {known[1]} on {known[0]}: move one of them")
+        return known or (value.device, name)
+
+    def _list(self, p: Parameter, value: Any, values: Mapping[str, Any], device: tuple | None) -> tuple | None:
+        """A list of tensors, each as the row says. Tensors of one kind are checked once: there may be thousands."""
+        if not isinstance(value, (list, tuple)):
+            raise TypeError(f"{self.op}: {p.name} must be a list of Tensors, got {type(value).__name__}")
+        like = values.get(p.rule.dtype)
+        if like is value:
+            return device  # the arguments themselves, written over
+        if like is not None and len(like) != len(value):
+            raise ValueError(f"{self.op}: {p.name} has {len(value)} tensors, {p.rule.dtype} has {len(like)}")
+        row = replace(p.rule, dtype="any") if like is not None else p.rule
+        seen = set()
+        for i, tensor in enumerate(value):
+            if isinstance(tensor, Tensor):
+                kind = type(tensor), tensor.dtype, tensor.device, tensor.layout, tensor.is_neg(), tensor.is_conj()
+                if kind not in seen or row.dims:
+                    seen.add(kind)
+                    one = replace(p, name=f"{p.name}[{i}]", rule=row)
+                    self._tensor(one, tensor, values)
+                    device = self._device(one.name, tensor, device)
+                    self._shape(one, tensor, {}, None)
+                if like is None or (tensor.dtype, tensor.shape) == (like[i].dtype, like[i].shape):
+                    continue
+                wanted = f"{_shape_words(like[i])} as {p.rule.dtype}[{i}] is"
+                raise ValueError(f"{self.op}: {p.name}[{i}] is {_shape_words(tensor)}, but must be {wanted}")
+            raise TypeError(f"{self.op}: {p.name}[{i}] must be a Tensor, got {type(tensor).__name__}")
+        return device
 
     def _out(self, out: Tensor, wanted: Format | None, offsets: Tensor | None) -> None:
         """`out` is in out_format, and laid out as that lays out its memory: kernels write where the format says."""
@@ -218,7 +260,8 @@ class Signature:
             raise TypeError(f"{self.op}: {p.name} must be {p.kind.__name__}, got {type(value).__name__}")
         if p.choices is not None and value not in p.choices:
             raise ValueError(f"{self.op}: {p.name} must be one of {list(p.choices)}, got {value!r}")
-        if p.kind is float and not math.isfinite(value):
+        bounded = not isinstance(p.rule, Range) or p.rule.finite
+        if p.kind is float and not math.isfinite(value) and bounded:
             raise ValueError(f"{self.op}: {p.name} must be finite, got {value}")
         if isinstance(p.rule, Range) and not p.rule.holds(value):
             raise ValueError(f"{self.op}: {p.name} must be {p.rule.words}, got {value}")
@@ -263,6 +306,8 @@ class Signature:
                     f" {list(leading[0])} as in {leading[1]}"
                 )
         for name, size in zip(row.dims, tail):
+            if name == "experts" and size == 0:
+                raise ValueError(f"{self.op}: {p.name} is {_shape_words(value)}: it needs at least one group")
             if name.isdigit():
                 known, source = int(name), None
             else:
@@ -273,17 +318,44 @@ class Signature:
         return leading
 
 
+def _span(t: Tensor) -> tuple[int, int]:
+    """The bytes from a tensor's first element to its last."""
+    if t.is_contiguous():
+        return t.data_ptr(), t.data_ptr() + t.nbytes
+    last = sum((n - 1) * s for n, s in zip(t.shape, t.stride()))
+    return t.data_ptr(), t.data_ptr() + (last + 1) * t.element_size()
+
+
 def overlapping(a: Tensor, b: Tensor) -> bool:
     """Whether the bytes spanned by two dense tensors can meet (spans, so a false alarm is possible, a miss is not)."""
-
-    def span(t: Tensor) -> tuple[int, int]:
-        last = sum((n - 1) * s for n, s in zip(t.shape, t.stride()))
-        return t.data_ptr(), t.data_ptr() + (last + 1) * t.element_size()
-
     if a.numel() == 0 or b.numel() == 0:
         return False
-    (a0, a1), (b0, b1) = span(a), span(b)
+    (a0, a1), (b0, b1) = _span(a), _span(b)
     return a0 < b1 and b0 < a1
+
+
+def same_memory(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors are one: the same elements at the same addresses."""
+    return a is b or (a.data_ptr(), a.shape, a.stride(), a.dtype) == (b.data_ptr(), b.shape, b.stride(), b.dtype)
+
+
+def clashing(written: Sequence[Tensor], read: Sequence[Tensor]) -> bool:
+    """Whether the span of a written tensor meets that of a read one, or of another written one where neither has gaps (the
+    columns of one matrix, written one by one, have spans that meet and no element in common)."""
+    writes = [(*_span(t), t.is_contiguous()) for t in written if t.numel()]
+    dense, reads = sorted(w for w in writes if w[2]), sorted(_span(t) for t in read if t.numel())
+    if any(a[1] > b[0] for a, b in zip(dense, dense[1:])):
+        return True
+    gaps = sorted(w[:2] for w in writes if not w[2])
+    if any(a[0] == b[0] for a, b in zip(gaps, gaps[1:])):
+        return True
+    spans = sorted([(start, end, True) for start, end, _ in writes] + [(start, end, False) for start, end in reads])
+    reach = {True: 0, False: 0}  # how far written and read spans that began before have come
+    for start, end, writing in spans:
+        if start < reach[not writing]:
+            return True
+        reach[writing] = max(reach[writing], end)
+    return False
 
 
 def self_overlapping(t: Tensor) -> bool:

@@ -9,7 +9,11 @@ from contextvars import ContextVar
 from dataclasses import dataclass, replace
 
 import torch
+import triton
 from triton import knobs
+
+# Gluon, Triton's lower level, is experimental: what its functions are called with is known for this version alone
+GLUON = triton.__version__.startswith("3.6.")
 
 
 @dataclass(frozen=True)
@@ -25,6 +29,7 @@ class Target:
     tma: bool  # bulk tensor copies
     ran: bool  # whether tilewright has ever been run on it; otherwise "compiled, never run"
     warp: int = 32
+    gluon: bool = GLUON  # whether Triton's Gluon is the one that kernels are written for
 
     @staticmethod
     def at(device: torch.device) -> Target:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import torch
@@ -25,7 +26,8 @@ from ..core.target import Target
 from ..core.tensor import cdiv, power_of_two, rows, vector
 from ..device.rows import store_row_codes
 from ..formats.tiles import codes_of, is_fast, row_stride, store_tiles
-from .rms_norm_columns import fits, rms_norm_columns
+from .rms_norm_hopper import store_normed, whole_tiles
+from .rms_norm_rows import in_rows, pieces
 
 
 def reference(
@@ -106,7 +108,7 @@ WIDEST = 16384  # columns that one program holds in registers; a wider row is re
 def _default(a) -> dict:
     # 512 elements a warp, 4 warps or more: the best of 1-4 rows by 2-16 warps at 2048, 4096 and 7168 columns (H200,
     # November 2026)
-    if a.FORMAT is None:
+    if a.FORMAT is None and a.Y is not None:
         return dict(ROWS=max(1, min(16, 2048 // a.BLOCK)), num_warps=min(16, max(4, a.BLOCK // 512)))
     # Codes are bound by instructions: 32 elements a thread share what is done once for a block of 128 or for a column
     return dict(ROWS=max(1, min(16, 4096 // a.BLOCK)), num_warps=min(16, max(4, a.BLOCK // 1024)))
@@ -365,24 +367,31 @@ def quantised(x, residual, weight, rstd_in, h, rstd, eps, weight_offset, fmt, q)
     tiles = not rows_done or q.data_t is not None
     if tiles and rstd is None:
         rstd = torch.empty(M, dtype=torch.float32, device=x.device) if rstd_in is None else rstd_in
-    columns = tiles and rows_done and fits(Target.at(x.device), x, fmt)
     if rows_done or rstd is not rstd_in or h is not None:
         codes, scale = (codes_of(q.data, is_fast(x)), q.scale) if rows_done else (None, None)
         made = None if rstd is rstd_in else rstd
-        options = {"scale": scale, "fmt": fmt, "keep": tiles, "pdl": columns}
-        launch_rows(x, residual, weight, rstd_in, codes, h, made, eps, weight_offset, **options)
-    source = x if h is None else h.view(M, N)
-    if columns:
-        strides = source.stride(0), q.scale_t.stride(0)
-        rms_norm_columns(source, weight, rstd, q.data_t, q.scale_t, M, N, *strides, weight_offset, EARLY=h is None)
-    elif tiles:
+        launch_rows(x, residual, weight, rstd_in, codes, h, made, eps, weight_offset, scale, fmt, keep=tiles)
+    if tiles:
+        source = x if h is None else h.view(M, N)
         if rows_done:
             q = Quantized.from_tensors(replace(fmt, ways="col"), q.dtype, q.shape, (q.data_t, q.scale_t))
         store_tiles(q, produce, (source, None, weight, rstd), source.stride(), (weight_offset, 0.0), scale=fmt.tensor)
 
 
-def normalised(x, residual, weight, rstd_in, h, rstd, eps, weight_offset, out_format, out) -> Tensor:
-    """y of any of the three ops, plain or quantised; h and rstd are filled if given."""
+def in_tiles(x, residual, weight, rstd_in, h, rstd, eps, weight_offset, fmt, q) -> None:
+    """Fill q both ways from tiles, after a launch over rows for rstd (and h) unless it is given."""
+    after = None
+    if rstd_in is None:
+        rstd = torch.empty(x.shape[0], dtype=torch.float32, device=x.device) if rstd is None else rstd
+        launch_rows(x, residual, None, None, None, h, rstd, eps, 0.0, keep=True, pdl=True)
+        after = "rstd" if h is None else "x"
+    store_normed(
+        q, x if h is None else h.view(x.shape), weight, rstd_in if rstd is None else rstd, weight_offset, after
+    )
+
+
+def normalised(x, residual, weight, rstd_in, h, rstd, eps, weight_offset, out_format, out, how) -> Tensor:
+    """y of any of the three ops, plain or quantised by `how`; h and rstd are filled if given."""
     flat = (rows(x), None if residual is None else rows(residual), vector(weight), vector(rstd_in))
     if out_format is None:
         y = out if out is not None else torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -390,22 +399,22 @@ def normalised(x, residual, weight, rstd_in, h, rstd, eps, weight_offset, out_fo
         launch_rows(*flat, dense, h, rstd, eps, weight_offset)
         return y if dense is y else y.copy_(dense)
     q = out if out is not None else out_format.empty(x.shape, x.dtype, x.device)
-    quantised(*flat, h, rstd, eps, weight_offset, out_format, q)
+    how(*flat, h, rstd, eps, weight_offset, out_format, q)
     return q
 
 
-def forward(x, weight, eps, *, weight_offset, rstd, out_format, out) -> Tensor:
-    return normalised(x, None, weight, rstd, None, None, eps, weight_offset, out_format, out)
+def forward(x, weight, eps, *, weight_offset, rstd, out_format, out, how=quantised) -> Tensor:
+    return normalised(x, None, weight, rstd, None, None, eps, weight_offset, out_format, out, how)
 
 
-def forward_rstd(x, weight, eps, *, weight_offset, out_format) -> tuple[Tensor, Tensor]:
+def forward_rstd(x, weight, eps, *, weight_offset, out_format, how=quantised) -> tuple[Tensor, Tensor]:
     rstd = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
-    return normalised(x, None, weight, None, None, rstd, eps, weight_offset, out_format, None), rstd
+    return normalised(x, None, weight, None, None, rstd, eps, weight_offset, out_format, None, how), rstd
 
 
-def forward_add(x, residual, weight, eps, *, weight_offset, out_format) -> tuple[Tensor, Tensor]:
+def forward_add(x, residual, weight, eps, *, weight_offset, out_format, how=quantised) -> tuple[Tensor, Tensor]:
     h = torch.empty_like(x, memory_format=torch.contiguous_format)
-    return normalised(x, residual, weight, None, h, None, eps, weight_offset, out_format, None), h
+    return normalised(x, residual, weight, None, h, None, eps, weight_offset, out_format, None, how), h
 
 
 def gradients(x, weight, rstd, dy, dh, eps, weight_offset, needs) -> tuple[Tensor | None, Tensor | None]:
@@ -448,16 +457,23 @@ def backward_add(saved: SimpleNamespace, dy: Tensor | None, dh: Tensor | None) -
 WHERE = {"x": "float[... hidden]", "weight": "float[hidden]", "eps": at_least(0.0)}
 
 rms_norm_rstd = Op(
-    "rms_norm_rstd", reference_rstd, inputs, Triton(forward_rstd, backward, single), where=WHERE,
+    "rms_norm_rstd", reference_rstd, inputs,
+    Triton(partial(forward_rstd, how=in_tiles), backward, whole_tiles, "tiles"),
+    Triton(partial(forward_rstd, how=in_rows), backward, pieces, "rows"),
+    Triton(forward_rstd, backward, single), where=WHERE,
     results=("y", "rstd"), differentiable=("x", "weight"), saves=("x", "weight", "rstd"),
 )  # fmt: skip
 add_rms_norm = Op(
-    "add_rms_norm", reference_add, inputs_add, Triton(forward_add, backward_add, single),
+    "add_rms_norm", reference_add, inputs_add,
+    Triton(partial(forward_add, how=in_tiles), backward_add, whole_tiles, "tiles"),
+    Triton(forward_add, backward_add, single),
     where={**WHERE, "residual": "x[... hidden]"}, results=("y", "h"), graded_results=(0, 1),
     differentiable=("x", "residual", "weight"), saves=("weight", "h"),
     resume=lambda saved: {**vars(saved), "x": saved.h, "residual": torch.zeros_like(saved.h)},
 )  # fmt: skip
 rms_norm = Op(
-    "rms_norm", reference, inputs, Triton(forward, backward, single),
+    "rms_norm", reference, inputs,
+    Triton(partial(forward, how=in_tiles), backward, whole_tiles, "tiles"),
+    Triton(partial(forward, how=in_rows), backward, pieces, "rows"), Triton(forward, backward, single),
     where={**WHERE, "rstd": "float32[...]", "out": "x[... hidden]"}, differentiable=("x", "weight"),
 )  # fmt: skip

@@ -1,0 +1,292 @@
+"""Benchmark cases on a CPU, where ops are their references: what they are, what they must move, what passes the checks."""
+
+from __future__ import annotations
+
+import json
+import types
+from dataclasses import replace
+
+import pytest
+import torch
+
+import tilewright as tw
+from tests.pretended import Pretended
+from tilewright.bench import cases, check, rivals, run, timing
+from tilewright.bench.work import Work
+from tilewright.core.op import Op
+
+MIB = 1 << 20
+OWN = {case.family: case for case in cases.CASES.values() if case.own}
+SMALL = {"tokens": 200, "hidden": 256, "vocab": 300, "batch": 2, "length": 100, "experts": 4, "heads": 4, "kv_heads": 2}
+
+
+def small(family: str, **dims: int) -> cases.Case:
+    case = OWN[family]
+    return replace(case, dims={n: {**SMALL, **dims}.get(n, size) for n, size in case.dims.items()})
+
+
+def tensors(result) -> list[torch.Tensor]:
+    return [t for t in (result if isinstance(result, tuple) else (result,)) if type(t) is torch.Tensor]
+
+
+# ---------------------------------------------------------------------------------------------------------------- cases
+
+
+def test_every_case_has_an_op_and_its_goal():
+    for case in cases.CASES.values():
+        assert case.op in tw.catalogue(), case.name
+        if case.family in cases.GOALS:
+            goal = cases.GOALS[case.family]
+            assert case.metric == goal.metric and case.goal == pytest.approx(goal.goal, abs=0.071)
+            assert not case.own or case.goal == goal.goal
+    assert len({case.name for case in cases.CASES.values() if case.own}) == len(OWN)
+
+
+def test_suites_are_plain_data():
+    for path in cases.SUITES.glob("*.jsonl"):
+        for line in path.read_text().splitlines():
+            row = json.loads(line)
+            assert {"case", "direction", "dims"} <= set(row) and row["direction"] in ("forward", "backward", "host")
+
+
+def test_selection():
+    assert cases.select([]) == list(cases.CASES.values())
+    assert {c.op for c in cases.select(["glu"])} == {"glu"}
+    assert [c.name for c in cases.select(["launch_rms_norm"])] == ["launch_rms_norm/64x512"]
+    assert len(cases.select(["rms_norm_fwd", "silu_fwd/4096*"])) == 7
+    assert cases.select(["training"])
+    with pytest.raises(KeyError, match="'rms_nrm'; perhaps rms_norm"):
+        cases.select(["rms_nrm"])
+
+
+def test_traffic_is_the_published_minimum():
+    """MB of the known benchmark rows, read once and written once, at an eighth of the rows."""
+    for family, megabytes in {
+        "rms_norm_quant_fwd": 68.19, "rms_norm_quant_row_fwd": 50.89, "silu_quant_fwd": 101.7, "silu_bwd": 167.8,
+    }.items():  # fmt: skip
+        work = Work.build(replace(OWN[family], dims={"tokens": 1024, "hidden": 2048}), device="cpu")
+        assert sum(work.traffic(work.call())) * 8 / 1e6 == pytest.approx(megabytes, rel=2e-3), family
+    work = Work.build(replace(OWN["cross_entropy_bwd"], dims={"tokens": 8, "vocab": 157184}), device="cpu")
+    assert sum(work.traffic(work.call())) * 1024 / 1e6 == pytest.approx(5150.8, rel=2e-3)
+
+
+# ---------------------------------------------------------------------------------------------------------------- codes
+
+
+def _quantize(y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Groups of 128 along the last dimension, the multiplier found by trying powers of two."""
+    codes, scales = torch.zeros(y.shape, dtype=torch.float8_e4m3fn), torch.zeros(y.shape[0], -(-y.shape[1] // 128))
+    for i in range(y.shape[0]):
+        for j in range(scales.shape[1]):
+            group = y[i, j * 128 : (j + 1) * 128]
+            power = max(k for k in range(-40, 40) if group.abs().max().item() * 2.0**k <= 448)
+            codes[i, j * 128 : (j + 1) * 128] = (group * 2.0**power).to(torch.float8_e4m3fn)
+            scales[i, j] = 2.0**-power
+    return codes, scales
+
+
+def _quantized(y: torch.Tensor) -> types.SimpleNamespace:
+    """What `Quantized` looks like, both ways."""
+    codes, scales = _quantize(y.float())
+    column = [_quantize(y[i : i + 128].float().t()) for i in range(0, y.shape[0], 128)]
+    return types.SimpleNamespace(
+        shape=y.shape,
+        data=codes,
+        scale=scales.t(),
+        data_t=torch.cat([c.view(torch.uint8) for c, _ in column], 1).view(torch.float8_e4m3fn),
+        scale_t=torch.stack([s[:, 0] for _, s in column]),
+    )
+
+
+def _flip(q, field, change):
+    """A copy of `q` with one field changed."""
+    pieces = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in vars(q).items()}
+    change(pieces[field])
+    return types.SimpleNamespace(**pieces)
+
+
+def test_right_codes_pass_and_wrong_ones_do_not():
+    torch.manual_seed(0)
+    y = torch.randn(200, 192, dtype=torch.float64) * torch.logspace(-6, 6, 192, dtype=torch.float64)
+    q = _quantized(y)
+    truth = y.__getitem__
+    assert check.compare_quantized(q, truth, "y") < 1e-3
+    row_only = types.SimpleNamespace(**{**vars(q), "data_t": None, "scale_t": None})
+    assert check.compare_quantized(row_only, truth, "y") < 1e-3
+    wrong = {
+        "scale doubled": ("scale", lambda t: t.mul_(2)),
+        "column scale of another block": ("scale_t", lambda t: t.copy_(t.flip(1))),
+        "one code far off": ("data", lambda t: t.view(torch.uint8)[3, 5].bitwise_xor_(0x10)),
+        "one column code far off": ("data_t", lambda t: t.view(torch.uint8)[190, 199].bitwise_xor_(0x10)),
+        "transposed codes missing": ("data_t", lambda t: t.view(torch.uint8)[:, 130:].fill_(0xFF)),
+        "unwritten scale": ("scale", lambda t: t[1, 199:].fill_(float("nan"))),
+    }
+    for what, (field, change) in wrong.items():
+        with pytest.raises(check.Wrong):
+            check.compare_quantized(_flip(q, field, change), truth, what)
+    nothing = types.SimpleNamespace(shape=y.shape, data=None, scale=None, data_t=None, scale_t=None)
+    with pytest.raises(check.Wrong, match="neither"):
+        check.compare_quantized(nothing, truth, "y")
+
+
+def test_a_step_off_is_allowed_only_rarely():
+    y = torch.randn(128, 256, dtype=torch.float64)
+    q = _quantized(y)
+
+    def step(count):
+        def change(t):
+            flat = t.view(torch.uint8).view(-1)
+            at = (flat % 128 > 8).nonzero()[:count, 0]
+            flat[at] -= 1
+
+        return _flip(q, "data", change)
+
+    assert check.compare_quantized(step(3), y.__getitem__, "y") == pytest.approx(3 / y.numel())
+    with pytest.raises(check.Wrong, match="differ by a step"):
+        check.compare_quantized(step(200), y.__getitem__, "y")
+
+
+# --------------------------------------------------------------------------------------------------------------- checks
+
+
+def test_bands_hold_the_first_and_the_last_row():
+    for rows in (1, 127, 128, 129, 1000, 16384):
+        bands = check.bands(rows)
+        assert bands[0].start == 0 and bands[-1].stop == rows and len(bands) <= 6
+        assert all(b.start % 128 == 0 and 0 < b.stop - b.start <= 128 for b in bands)
+    assert [c for part in check.chunks(10, 4, 12) for c in range(part.start, part.stop)] == list(range(10))
+
+
+# A CPU runs the reference, which does not quantise a gradient
+ON_CPU = [family for family, case in OWN.items() if case.grad_format is None]
+
+
+@pytest.mark.parametrize("family", ON_CPU)
+def test_checks_accept_an_honest_result_and_refuse_damaged_ones(family):
+    work = Work.build(small(family), device="cpu")
+    result = work.call()
+    assert 0 <= work.verify(result) < 2.5e-3
+    for damaged in tensors(result):
+        if not damaged.is_floating_point():
+            continue
+        before = damaged.clone()
+        for damage in (
+            lambda t: t.mul_(1.02),
+            lambda t: t.view(-1)[-1:].add_(t.abs().max()),
+            lambda t: t.view(-1)[-1:].fill_(float("nan")),
+            lambda t: t.zero_(),
+        ):
+            damage(damaged)
+            with pytest.raises(check.Wrong):
+                work.verify(result)
+            damaged.copy_(before)
+    work.verify(result)
+
+
+def test_an_unwritten_row_between_the_bands_is_seen():
+    work = Work.build(small("rms_norm_fwd", tokens=2000), device="cpu")
+    result = work.call()
+    assert not any(b.start <= 300 < b.stop for b in check.bands(2000))
+    result[300, 17] = float("nan")
+    with pytest.raises(check.Wrong, match="never written"):
+        work.verify(result)
+    work = Work.build(small("cross_entropy_bwd", tokens=2000), device="cpu")
+    result = work.call()
+    work.verify(result)
+    result[0][300, 17] += 1e-3  # where memory held logits, an unwritten element is no NaN
+    with pytest.raises(check.Wrong):
+        work.verify(result)
+
+
+def test_small_elements_beside_large_ones_are_held_too():
+    work = Work.build(small("cross_entropy_bwd"), device="cpu")
+    result = work.call()
+    small_ones = result[0].abs() < 0.1 * result[0].abs().amax(-1, keepdim=True)
+    result[0].copy_(torch.where(small_ones, result[0] * (1 + 2.0**-7), result[0]))
+    with pytest.raises(check.Wrong):
+        work.verify(result)
+
+
+def test_what_a_backward_writes_over_is_restored():
+    work = Work.build(small("cross_entropy_bwd"), device="cpu")
+    before = work.values["logits"].clone()
+    work.values["logits"].zero_()
+    work.restore()
+    assert torch.equal(work.values["logits"], before) and work.overwrites
+
+
+# -------------------------------------------------------------------------------------------------------------- measuring
+
+
+class Rerunning(Pretended):
+    """A device whose replays, of two calls, really compute again."""
+
+    def capture(self, body):
+        def replay() -> None:
+            body()
+            self.now += 10.0
+
+        return replay
+
+
+@pytest.fixture
+def pretended(monkeypatch):
+    """The measuring process without a device."""
+    device = Rerunning()
+    build = Work.build
+    monkeypatch.setattr(timing, "Cuda", lambda: device)
+    monkeypatch.setattr(timing, "WARM_US", 0.0)
+    monkeypatch.setattr(timing, "plan", lambda nbytes, l2, once=False: (2, 2))
+    monkeypatch.setattr(timing, "time_host", lambda call, **_: 3.0)
+    monkeypatch.setattr(check, "poison", lambda nbytes: None)
+    monkeypatch.setattr(run, "floor_us", lambda read, written: 4.0)
+    monkeypatch.setattr(run, "extra_bytes", lambda work: 7)
+    monkeypatch.setattr(Work, "build", staticmethod(lambda case, seed=0: build(case, seed, "cpu")))
+    return device
+
+
+@pytest.mark.parametrize("family", [f for f in ON_CPU if OWN[f].direction != "host"])
+def test_a_case_is_checked_timed_and_set_beside_its_floor(family, pretended):
+    case = replace(small(family), metric="fraction")
+    row = run.measure(case, ["eager", "nobody"] if case.direction == "forward" else [])
+    assert row["us"] == pytest.approx(5.0) and row["fraction"] == row["measured"] == pytest.approx(0.8)
+    assert row["method"] == "graph" and 0 <= row["error"] < 2.5e-3 and row["extra_bytes"] == 7
+    if case.direction == "forward":
+        assert row["rivals"] == {"eager": pytest.approx(5.0)} and "no such rival" in row["absent"]["nobody"]
+
+
+def test_host_time_is_measured_beside_the_goals_rival(pretended, monkeypatch):
+    monkeypatch.setattr(timing, "time_host_each", lambda calls: [10.0, 11.0][: len(calls)])
+    row = run.measure(small("launch_rms_norm"), [])
+    assert row["us"] == 10.0 and row["rivals"] == {"torch_add": 11.0} and row["measured"] == pytest.approx(1.1)
+
+
+def test_a_rival_that_computes_something_else_gets_no_time(pretended, monkeypatch):
+    monkeypatch.setitem(rivals.NAMED, "liar", lambda work: lambda: work.call() * 1.1)
+    row = run.measure(small("rms_norm_fwd"), ["liar"])
+    assert row["rivals"] == {} and row["absent"]["liar"] == "its result is another"
+
+
+def test_a_result_that_goes_wrong_in_the_timed_run_gives_no_time(pretended, monkeypatch):
+    seen = []
+    verify = Work.verify
+
+    def once(work, result):
+        seen.append(1)
+        if len(seen) > 1:
+            raise check.Wrong("y: off")
+        return verify(work, result)
+
+    monkeypatch.setattr(Work, "verify", once)
+    with pytest.raises(check.Wrong, match="right when called alone, wrong in the timed run: y: off"):
+        run.measure(small("rms_norm_fwd"), [])
+
+
+def test_rivals_are_named_when_they_are_absent(monkeypatch):
+    monkeypatch.setitem(rivals.PACKAGES, "nowhere", "no_such_package_at_all")
+    assert rivals.missing("eager") is None
+    assert "pip install no-such-package-at-all" in rivals.missing("nowhere")
+    work = Work.build(small("silu_fwd"), device="cpu")
+    with pytest.raises(rivals.Absent, match="is not installed"):
+        rivals.call_of("nowhere", work)
+    assert isinstance(work.op, Op) and rivals.agrees(work.call(), rivals.call_of("eager", work)())

@@ -1,0 +1,166 @@
+"""The written pages: the generated ones are up to date, and the code and commands in the others run."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+
+import tilewright as tw
+from tilewright.__main__ import app
+from tilewright.bench import documents
+from tilewright.bench.cases import Case, Goal
+from tilewright.check import coverage
+from tilewright.core import config
+from tilewright.core.target import TARGETS
+
+ROOT = Path(__file__).resolve().parents[2]
+GOAL = Goal("toy_fwd", "toy", "8x16 bf16", "fraction", 0.9)
+TOYS = {
+    name: Case(name, "toy_fwd", "toys", "toy", "forward", {}, goal=0.9, own=own)
+    for name, own in (("toy_fwd/4x4", False), ("toy_fwd/8x16", True))
+}
+ROW = {
+    "op": "toy", "case": "toy_fwd/8x16", "us": 10.0, "floor_us": 9.5, "fraction": 0.95, "rivals": {"eager": 20.0},
+    "error": 0.0016, "gpu": "Chip A", "torch": "2.11", "triton": "3.6.0", "date": "2026-01-02T03:04:05+00:00",
+}  # fmt: skip
+
+
+def results(*rows: dict, stale: bool = False) -> list:
+    goals = dict.fromkeys(TOYS, ("fraction", 0.9))
+    return documents.understood(rows, goals, {("Chip A", "toy_fwd/8x16")} if stale else set())
+
+
+def section(*rows: dict, stale: bool = False) -> str:
+    return documents.results_section(results(*rows, stale=stale), [GOAL], TOYS.values())
+
+
+def test_every_generated_page_is_up_to_date(tmp_path, monkeypatch):
+    monkeypatch.setenv("TILEWRIGHT_CACHE", str(tmp_path))  # rows tuned on this machine are not the project's
+    config.table.cache_clear()
+    assert not documents.check()
+
+
+def test_what_is_out_of_date_is_named_and_mended(tmp_path):
+    (tmp_path / "docs").mkdir()
+    readme = (ROOT / "README.md").read_text()
+    (tmp_path / "README.md").write_text(f"before\n{documents.BEGIN}\nold\n{documents.END}\nafter\n")
+    wrong = documents.check(tmp_path)
+    assert [line.split()[0] for line in wrong] == ["docs/ops.md", "docs/coverage.md", "README.md"]
+    assert all("`tilewright docs`" in line for line in wrong) and "line 3" in wrong[2]
+    assert len(documents.write(tmp_path)) == 3 and documents.check(tmp_path) == [] == documents.write(tmp_path)
+    made = (tmp_path / "README.md").read_text()
+    assert made.startswith("before\n") and made.endswith("\nafter\n") and "old" not in made
+    assert (ROOT / "README.md").read_text() == readme
+
+
+@pytest.mark.parametrize(
+    "text", ["no markers", f"{documents.END}{documents.BEGIN}", documents.BEGIN * 2 + documents.END]
+)
+def test_a_readme_without_its_markers_is_refused(text):
+    with pytest.raises(ValueError, match="README.md must hold"):
+        documents.with_results(text, "")
+
+
+def test_results_have_a_line_for_each_goal():
+    made = section(ROW, {**ROW, "case": "toy_fwd/4x4", "fraction": 0.5})
+    [line] = [line for line in made.splitlines() if "toy_fwd" in line]
+    cells = [cell.strip() for cell in line.strip("|").split("|")]
+    assert cells == [
+        "`toy`",
+        "toy_fwd",
+        "8x16 bf16",
+        "10.0",
+        "9.5",
+        "0.950",
+        "0.90",
+        "eager 20.0",
+        "4x4: 0.500 (short)",
+    ]
+    assert "Chip A" in made and "torch 2.11, Triton 3.6.0" in made and "2026-01-02" in made
+
+
+def test_results_hide_nothing():
+    assert "0.700 (short)" in section({**ROW, "fraction": 0.7})
+    assert "0.950 (stale)" in section(ROW, stale=True) and "1 of 1 rows stale" in section(ROW, stale=True)
+    assert "Goals without a measurement: `toy_fwd`" in section()
+    assert "Goals without a measurement: `toy_fwd`" in section({**ROW, "case": "toy_fwd/4x4"})
+    two = section(ROW, {**ROW, "gpu": "Chip B"})
+    assert two.index("Chip A") < two.index("Chip B") and two.count("toy_fwd") == 2
+
+
+def test_a_cell_cannot_break_its_table():
+    [_, _, line] = documents.table(("a", "b"), [("x | y\nz", "w")])
+    assert line == "| x \\| y z | w |"
+
+
+def test_every_op_has_its_entry():
+    made = documents.ops_page(tw.catalogue(), results(), TARGETS.values())
+    assert made == documents.ops_page(tw.catalogue(), results(), TARGETS.values())
+    entries = re.findall(r"^### (\w+)$", made, re.MULTILINE)
+    assert sorted(entries) == sorted(tw.catalogue())
+    for name, op in tw.catalogue().items():
+        entry = made.split(f"\n### {name}\n")[1].split("\n### ")[0]
+        assert (op.__doc__ or "").split("\n")[0] in entry
+        assert all(f"| `{p}` |" in entry for p in op.signature.names), name
+        assert all(f"`{one.name}`" in entry for one in op.implementations)
+
+
+def test_an_entry_says_what_the_declaration_says():
+    measured = documents.understood([{**ROW, "op": "glu"}], {}, set())
+    entry = documents.ops_page({"glu": tw.glu.op}, measured, TARGETS.values())
+    assert "| `x` | `float[..., width]` |  | yes |" in entry
+    assert "| `limit` | `float` > 0 or `None` | `None` |  |" in entry
+    assert "| `offsets` | `int[experts]` or `None` | `None` | no |" in entry
+    assert "- Formats: `fp8`." in entry and "- Implementations: `gluon`, `triton`, `reference`." in entry
+    assert "y = act(gate) * up * scale" in entry and "| `toy_fwd/8x16` | Chip A | 10.0 | 9.5 | 0.950 |" in entry
+    loss = documents.ops_page({"cross_entropy": tw.cross_entropy.op}, [], TARGETS.values())
+    assert ") -> Tensor\n" in loss and "Results: `loss` (carries gradients)." in loss and "no row yet" in loss
+
+
+def test_coverage_has_every_row():
+    lists = coverage.everything()
+    made = documents.coverage_page(lists)
+    text = " ".join(made.split())  # long lists are wrapped
+    assert all(
+        row["name"] in text and row["provided_by"].split("; ")[0] in text for rows in lists.values() for row in rows
+    )
+
+
+# ---- what is written by hand -----------------------------------------------------------------------------------------
+
+
+def blocks(page: str, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/guide.md"])
+def test_the_code_of_a_page_runs(page, tmp_path):
+    program = tmp_path / "page.py"
+    program.write_text("\n".join(blocks(page, "python")))
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, str(program)], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("\n") >= 3
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/guide.md"])
+def test_the_commands_of_a_page_exist(page):
+    known = typer.main.get_command(app).commands
+    text = (ROOT / page).read_text()
+    inline = re.findall(r"`(tilewright [^`]*)`", text)
+    lines = [line for block in blocks(page, "sh") for line in block.splitlines() if line.startswith("tilewright ")]
+    assert inline + lines
+    for words in map(shlex.split, inline + lines):
+        assert words[1] in known, f"{' '.join(words)}: no such command"
+        options = {name for parameter in known[words[1]].params for name in parameter.opts}
+        assert {word for word in words if word.startswith("--")} <= options, " ".join(words)

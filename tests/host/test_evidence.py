@@ -1,0 +1,119 @@
+"""Recorded rows: what is kept, what is refused, which are still of today's code."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tilewright.bench import evidence, source
+from tilewright.bench.cases import CASES
+from tilewright.core.target import TARGETS
+
+CASE = "rms_norm_fwd/8192x2048"
+
+
+def row(case: str = CASE, gpu: str = "NVIDIA H200", us: float = 18.0) -> evidence.Row:
+    return {
+        "op": "rms_norm", "case": case, "direction": "forward", "dims": {"tokens": 8192, "hidden": 2048}, "us": us,
+        "floor_us": 17.5, "fraction": 17.5 / us, "rivals": {"eager": 90.0}, "error": 1.66e-3, "extra_bytes": 0,
+        "host_us": 11.0, "method": "graph", "bytes": [1, 2], "gpu": gpu, "arch": "sm_90", "sms": 132, "torch": "2.11",
+        "triton": "3.6.0", "date": "2026-11-15", "source": source.source(CASE),
+    }  # fmt: skip
+
+
+def test_a_case_is_recorded_once_and_replaced(tmp_path):
+    evidence.record([row(us=20.0), row("silu_fwd/8192x2048")], tmp_path)
+    evidence.record([row(us=18.0), row("not a case any more"), row(gpu="Another GPU!")], tmp_path)
+    rows = evidence.read(tmp_path / "nvidia-h200.jsonl")
+    assert [r["case"] for r in rows] == [
+        CASE,
+        "silu_fwd/8192x2048",
+        "not a case any more",
+    ]  # in the order of the suites
+    assert rows[0]["us"] == 18.0
+    assert len(evidence.everything(tmp_path)) == 4 and (tmp_path / "another-gpu.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ("{", ":2 is not JSON"),
+        ("[1]", ":2 is not an object"),
+        ('{"op": "x"}', ":2 lacks case"),
+        (json.dumps({**row(), "us": "fast"}), ":2 has us"),
+        (json.dumps({**row(), "rivals": {"a": "b"}}), "not a number"),
+        ("[" * 100_000, ":2 is not JSON"),
+    ],
+)
+def test_a_damaged_file_is_named_and_left_as_it_is(tmp_path, text, words):
+    path = tmp_path / "nvidia-h200.jsonl"
+    path.write_text(json.dumps(row()) + "\n" + text + "\n")
+    before = path.read_text()
+    with pytest.raises(evidence.Damaged, match=words):
+        evidence.record([row()], tmp_path)
+    assert path.read_text() == before
+
+
+def test_a_row_that_is_none_is_not_recorded(tmp_path):
+    with pytest.raises(ValueError, match="lacks us"):
+        evidence.record([{k: v for k, v in row().items() if k != "us"}], tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def _record_many(where: Path, who: int) -> None:
+    for i in range(20):
+        evidence.record([row(f"case {who} {i}")], where)
+
+
+def test_two_runs_at_once_lose_nothing(tmp_path):
+    runs = [multiprocessing.Process(target=_record_many, args=(tmp_path, who)) for who in range(3)]
+    for one in runs:
+        one.start()
+    for one in runs:
+        one.join()
+    assert len(evidence.read(tmp_path / "nvidia-h200.jsonl")) == 60
+    assert sorted(p.name for p in tmp_path.iterdir()) == [".nvidia-h200.jsonl.lock", "nvidia-h200.jsonl"]
+
+
+def test_an_interrupted_write_keeps_the_old_file(tmp_path, monkeypatch):
+    evidence.record([row(us=20.0)], tmp_path)
+
+    def fail(_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(evidence.os, "fsync", fail)
+    with pytest.raises(KeyboardInterrupt):
+        evidence.record([row(us=18.0)], tmp_path)
+    assert evidence.read(tmp_path / "nvidia-h200.jsonl")[0]["us"] == 20.0
+    assert not [p for p in tmp_path.iterdir() if p.name.count(".jsonl.") and "lock" not in p.name]
+
+
+def test_a_row_is_stale_when_what_it_measured_has_changed(monkeypatch):
+    assert evidence.freshness(row()) == "fresh"
+    assert evidence.freshness({**row(), "source": "0" * 16}) == "stale"
+    assert evidence.freshness({**row(), "case": "gone"}) == "stale"
+    assert evidence.freshness({**row(), "arch": "sm_70"}) == "stale"
+    assert evidence.state("rms_norm", [row()]) == "fresh" and evidence.state("glu", [row()]) == "none"
+    assert evidence.state("rms_norm", [row(), {**row(), "source": "x"}]) == "stale"
+
+
+def test_the_source_follows_what_is_launched():
+    target = TARGETS["sm_90"]
+    case = CASES[CASE]
+    first = source.digest(case, target)
+    assert first == source.digest(case, target)
+    assert first != source.digest(replace(case, dims={"tokens": 8192, "hidden": 4096}), target)
+    assert first != source.digest(CASES["rms_norm_bwd/8192x2048"], target)
+    assert first != source.digest(replace(case, options={"weight": False}), target)
+
+
+def test_the_source_holds_every_function_that_a_kernel_calls():
+    from tilewright.ops import rms_norm
+
+    texts = list(source.sources(rms_norm.rms_norm_forward.jit))
+    assert "def rms_norm_forward" in texts[0] and len(texts) > 1 and len(set(texts)) == len(texts)
+    assert not any(line.startswith("#") or line != line.strip() for text in texts for line in text.splitlines())

@@ -1,0 +1,305 @@
+"""The generated pages: docs/ops.md, docs/coverage.md and the results in README.md.
+
+Each is a pure function of the catalogue, the coverage lists and the evidence; `tilewright docs` writes them, and a test
+fails when one is out of date.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import textwrap
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from ..check import coverage
+from ..core.format import Format
+from ..core.op import Op
+from ..core.signature import Parameter, Range, Row
+from ..core.target import TARGETS, Target
+from .cases import CASES, GOALS, Case, Goal
+from .report import Goals, Result, understand
+
+ROOT = Path(__file__).parents[2]
+OPS, COVERAGE, README = Path("docs/ops.md"), Path("docs/coverage.md"), Path("README.md")
+BEGIN, END = "<!-- results -->", "<!-- /results -->"
+COMMAND = "tilewright docs"
+GENERATED = f"<!-- Generated: edit what it is made from, then run `{COMMAND}`. -->"
+
+
+# ---- Markdown --------------------------------------------------------------------------------------------------------
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    cells = [[str(cell).replace("|", "\\|").replace("\n", " ") for cell in row] for row in rows]
+    lines = [list(head), ["---"] * len(head), *cells]
+    return ["| " + " | ".join(line) + " |" for line in lines]
+
+
+def code(text: str) -> str:
+    return f"`{text}`" if text else ""
+
+
+def listed(names: Iterable[str]) -> str:
+    return ", ".join(code(name) for name in names)
+
+
+def wrapped(text: str, indent: str = "") -> list[str]:
+    return textwrap.wrap(text, 120, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+
+
+# ---- docs/ops.md -----------------------------------------------------------------------------------------------------
+
+
+def ops_page(ops: Mapping[str, Op], results: Sequence[Result], targets: Iterable[Target]) -> str:
+    """One entry an op, those of a file together under its formula."""
+    families: dict[str, list[Op]] = {}
+    for _, op in sorted(ops.items()):
+        families.setdefault(op.reference.__module__, []).append(op)
+    targets = list(targets)
+    ran, compiled = ([t.arch for t in targets if t.ran is flag] for flag in (True, False))
+    lines = [
+        "# Operations", "", GENERATED, "",
+        f"{len(ops)} operations, each `tilewright.<name>` and `torch.ops.tilewright.<name>`. On CPU tensors each is its PyTorch",
+        "reference; on a GPU the first of its implementations that takes the arguments. Tensor rules read `dtype[dimensions]`:",
+        "`...` is any leading dimensions, equal names are equal sizes, `float` is bfloat16, float16 or float32 (float64 on a CPU),",
+        "an argument's name stands for its dtype. Numbers, determinism, layouts of formats: [contracts.md](contracts.md).", "",
+        f"Chips: run on {listed(ran)}; compiled, never run, on {listed(compiled)}.", "",
+    ]  # fmt: skip
+    for module, members in sorted(families.items()):
+        lines += [f"## {module.rpartition('.')[2]}", "", "```text", *_formula(module), "```", ""]
+        for op in members:
+            lines += [*_entry(op, [r for r in results if r.op == op.name]), ""]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _formula(module: str) -> list[str]:
+    return inspect.cleandoc(sys.modules[module].__doc__ or "").splitlines()
+
+
+def _entry(op: Op, results: Sequence[Result]) -> list[str]:
+    public = op.results[: len(op.results) - op.aux]
+    graded = [op.results[i] for i in op.graded_results if i < len(public)] if op.differentiable else []
+    lines = [
+        f"### {op.name}",
+        "",
+        "```python",
+        *_signature(op),
+        "```",
+        "",
+        *inspect.cleandoc(op.__doc__).splitlines(),
+        "",
+    ]
+    lines += table(("argument", "takes", "default", "gradient"), (_argument(op, p) for p in op.signature.parameters))
+    shown = [f"{code(name)} (carries gradients)" if name in graded else code(name) for name in public]
+    formats = sorted(Format.known) if "out_format" in op.signature.names else []
+    lines += ["", f"- Results: {', '.join(shown)}."]
+    lines += [f"- Formats: {listed(formats)}." if formats else "- Formats: none, plain tensors only."]
+    lines += [f"- Implementations: {listed([*(one.name for one in op.implementations), 'reference'])}."]
+    if not results:
+        return [*lines, "- Measured: no row yet."]
+    return [*lines, "- Measured:", "", *_measured(results)]
+
+
+def _signature(op: Op) -> list[str]:
+    def words(p: inspect.Parameter) -> str:
+        kind = p.annotation if isinstance(p.annotation, str) else inspect.formatannotation(p.annotation)
+        return f"{p.name}: {kind}" + ("" if p.default is p.empty else f" = {p.default!r}")
+
+    parts = [words(p) for p in op.signature.python.parameters.values()]
+    if op.signature.positional < len(parts):
+        parts.insert(op.signature.positional, "*")
+    result = op.signature.python.return_annotation
+    result = result if isinstance(result, str) else inspect.formatannotation(result)
+    if op.aux:  # the reference also returns what the backward keeps
+        count = len(op.results) - op.aux
+        result = "Tensor" if count == 1 else f"tuple[{', '.join(['Tensor'] * count)}]"
+    return [f"{op.name}(", *(f"    {part}," for part in parts), f") -> {result}"]
+
+
+def _argument(op: Op, p: Parameter) -> tuple[str, str, str, str]:
+    if isinstance(p.rule, Row):
+        dims = [*(["..."] if p.rule.leading else []), *p.rule.dims]
+        takes = ("list of " if p.rule.many else "") + code(f"{p.rule.dtype}[{', '.join(dims)}]")
+    elif p.choices is not None:
+        takes = " or ".join(code(repr(one)) for one in p.choices)
+    else:
+        takes = code(p.kind.__name__) + (f" {p.rule.words}" if isinstance(p.rule, Range) else "")
+    if p.optional:
+        takes += " or `None`"
+    default = "" if p.default is inspect.Parameter.empty else code(repr(p.default))
+    has = "yes" if p.name in op.differentiable else ("no" if p.kind in (Tensor, list) and p.name != "out" else "")
+    return code(p.name), takes, default, has
+
+
+def _measured(results: Sequence[Result]) -> list[str]:
+    rows = (
+        (code(r.case), r.gpu, _us(r.us), _us(r.floor), _ratio(r), _goal(r), _rivals(r), _error(r.error))
+        for r in sorted(results, key=lambda r: (r.gpu, r.case))
+    )
+    return table(("case", "GPU", "µs", "streaming µs", "reached", "goal", "rivals, µs", "error"), rows)
+
+
+def _us(value: float | None) -> str:
+    return "" if value is None else f"{value:.1f}"
+
+
+def _error(value: float | None) -> str:
+    return "" if value is None else f"{value:.2e}"
+
+
+def _ratio(r: Result) -> str:
+    """What the goal is about, and what is wrong with it."""
+    value = r.fraction if r.measured is None else r.measured
+    marks = [mark for mark, is_so in (("short", r.verdict == "short"), ("stale", r.stale)) if is_so]
+    text = "" if value is None else f"{value:.3f}"
+    return f"{text} ({', '.join(marks)})" if marks else text
+
+
+def _goal(r: Result) -> str:
+    if r.goal is None:
+        return ""
+    return f"{r.goal:.2f}" + ("" if r.metric == "fraction" else f" {r.metric}")
+
+
+def _rivals(r: Result) -> str:
+    return ", ".join(f"{rival.name} {rival.us:.1f}" for rival in r.rivals)
+
+
+# ---- docs/coverage.md ------------------------------------------------------------------------------------------------
+
+
+def coverage_page(lists: Mapping[str, Sequence[coverage.Row]]) -> str:
+    """The lists: how much of each is there, what provides it, what is missing."""
+    lines = ["# Coverage", "", GENERATED, ""]
+    lines += [
+        "Lists of operations that the library is held to. The call behind every row that is there is run by the tests and"
+    ]
+    lines += [
+        "held against torch's own operator or the formula in float64; `tilewright coverage --json` has the same rows.",
+        "",
+    ]
+    lines += [f"- *{name}*: {words}" for name, words in coverage.STATUSES.items()] + [""]
+    heads = ("list", "holds", *coverage.STATUSES)
+    totals = (
+        (f"[{n}](#{n})", coverage.LISTS.get(n, ""), *map(str, coverage.counts(rows).values()))
+        for n, rows in lists.items()
+    )
+    lines += [*table(heads, totals), ""]
+    for name, rows in lists.items():
+        there = [row for row in rows if row["status"] != "missing"]
+        lines += [f"## {name}", ""]
+        if there:
+            cells = ((code(row["name"]), row["status"], _calls(row["provided_by"]), row["note"]) for row in there)
+            lines += [*table(("name", "status", "provided by", "note"), cells), ""]
+        gone = [row for row in rows if row["status"] == "missing"]
+        if gone:
+            lines += [f"Missing, {len(gone)} of {len(rows)}:", ""]
+            lines += [*_missing(gone), ""]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _calls(text: str) -> str:
+    return "; ".join(code(call) for call in text.split("; "))
+
+
+def _missing(rows: Sequence[coverage.Row]) -> Iterator[str]:
+    yield from (f"- {code(row['name'])}: {row['note']}" for row in rows if row["note"])
+    bare = [row["name"] for row in rows if not row["note"]]
+    if bare:
+        yield from wrapped(f"- {listed(bare)}", "  ")
+
+
+# ---- README.md -------------------------------------------------------------------------------------------------------
+
+
+def results_section(results: Sequence[Result], goals: Iterable[Goal], cases: Iterable[Case]) -> str:
+    """What stands between the markers: a line for each goal that was measured, at the goal's own shape, for each GPU."""
+    goals, cases = list(goals), list(cases)
+    lines, recorded = [BEGIN], set()
+    for gpu in sorted({r.gpu for r in results}):
+        here = {r.case: r for r in results if r.gpu == gpu}
+        made = sorted({(f"torch {r.torch}", f"Triton {r.triton}") for r in here.values()})
+        days = sorted({r.date[:10] for r in here.values() if r.date})
+        versions = "; ".join(", ".join(pair) for pair in made)
+        when = " to ".join(dict.fromkeys((days[0], days[-1]))) if days else "no date"
+        lines += [f"**{gpu}**, {versions}, {when}.", ""]
+        rows = {goal.case: line for goal in goals if (line := _goal_line(goal, here, cases)) is not None}
+        heads = ("op", "case", "shape", "µs", "streaming µs", "reached", "goal", "rivals, µs", "other shapes")
+        lines += table(heads, rows.values())
+        short = sum("short" in row[5] for row in rows.values())
+        stale = sum(r.stale for r in here.values())
+        lines += ["", f"{len(rows)} goals recorded, {short} of them short; {stale} of {len(here)} rows stale."]
+        recorded |= set(rows)
+    without = [goal.case for goal in goals if goal.case not in recorded]
+    lines += wrapped(f"Goals without a measurement: {listed(without)}.") if without else []
+    return "\n".join([*lines, END])
+
+
+def _goal_line(goal: Goal, here: Mapping[str, Result], cases: Sequence[Case]) -> tuple[str, ...] | None:
+    family = [case for case in cases if case.family == goal.case and case.name in here]
+    own = [here[case.name] for case in family if case.own]
+    if not own:
+        return None
+    r, beside = own[0], [here[case.name] for case in family if not case.own]
+    others = ", ".join(f"{o.case.partition('/')[2]}: {_ratio(o)}" for o in beside)
+    return (
+        code(r.op), goal.case, goal.shape, _us(r.us), _us(r.floor), _ratio(r), _goal(r), _rivals(r), others
+    )  # fmt: skip
+
+
+def with_results(readme: str, section: str) -> str:
+    """`readme` with the part between the markers replaced."""
+    if readme.count(BEGIN) != 1 or readme.count(END) != 1 or readme.index(BEGIN) > readme.index(END):
+        raise ValueError(f"README.md must hold {BEGIN} and {END}, once each and in this order")
+    return readme[: readme.index(BEGIN)] + section + readme[readme.index(END) + len(END) :]
+
+
+# ---- all of them -----------------------------------------------------------------------------------------------------
+
+
+def understood(rows: Iterable[Mapping[str, Any]], goals: Goals, stale: Collection[tuple[str, str]]) -> list[Result]:
+    return [understand(row, goals, stale) for row in rows]
+
+
+def generate(root: Path = ROOT) -> dict[Path, str]:
+    """Path below `root` -> what should stand there."""
+    from .. import catalogue
+    from . import evidence
+
+    rows = evidence.everything(root / "evidence")
+    stale = {(row["gpu"], row["case"]) for row in rows if evidence.freshness(row) == "stale"}
+    goals = {name: (case.metric, case.goal) for name, case in CASES.items() if case.goal is not None}
+    results = understood(rows, goals, stale)
+    section = results_section(results, GOALS.values(), CASES.values())
+    return {
+        OPS: ops_page(catalogue(), results, TARGETS.values()),
+        COVERAGE: coverage_page(coverage.everything()),
+        README: with_results((root / README).read_text(), section),
+    }
+
+
+def check(root: Path = ROOT) -> list[str]:
+    """A line for each page that is out of date: which, where it first differs, and the command that mends it."""
+    wrong = []
+    for path, text in generate(root).items():
+        there = (root / path).read_text() if (root / path).exists() else ""
+        if there != text:
+            pairs = enumerate(zip_longest(there.splitlines(), text.splitlines()), 1)
+            first = next((number for number, (old, new) in pairs if old != new), "its last")
+            wrong.append(f"{path} is out of date from line {first} on: run `{COMMAND}`")
+    return wrong
+
+
+def write(root: Path = ROOT) -> list[Path]:
+    """Bring the pages up to date; gives those that changed."""
+    changed = []
+    for path, text in generate(root).items():
+        if not (root / path).exists() or (root / path).read_text() != text:
+            (root / path).write_text(text)
+            changed.append(path)
+    return changed

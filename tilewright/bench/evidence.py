@@ -1,0 +1,148 @@
+"""Recorded results: `evidence/<gpu>.jsonl`, one JSON object a line, one line a case; recording a case again replaces it.
+
+A file is changed under a lock and put in place whole, so that neither an interrupted run nor two at once can damage it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ..core.target import TARGETS, Target
+from .cases import CASES
+
+Row = dict[str, Any]
+FIELDS: dict[str, tuple[type, ...]] = {
+    "op": (str,), "case": (str,), "direction": (str,), "dims": (dict,), "us": (int, float), "floor_us": (int, float, type(None)),
+    "fraction": (int, float, type(None)), "rivals": (dict,), "error": (int, float, type(None)),
+    "extra_bytes": (int, type(None)), "host_us": (int, float, type(None)), "method": (str,), "bytes": (list,),
+    "gpu": (str,), "arch": (str,), "sms": (int,), "torch": (str,), "triton": (str,), "date": (str,), "source": (str,),
+}  # fmt: skip
+LONGEST = 64 << 20  # bytes of a file that are read
+
+
+class Damaged(ValueError):
+    """A file of evidence has a line that is none; the message says where."""
+
+
+def folder() -> Path:
+    """The project's own folder where this is a checkout, else `evidence` in the current one."""
+    here = Path(__file__).resolve().parents[2]
+    return here / "evidence" if (here / "pyproject.toml").exists() else Path("evidence")
+
+
+def path_of(gpu: str, where: Path | None = None) -> Path:
+    return (where or folder()) / (re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-") + ".jsonl")
+
+
+def problem(row: Any) -> str | None:
+    """What is wrong with a row, or None."""
+    if not isinstance(row, dict):
+        return "is not an object"
+    missing = [name for name in FIELDS if name not in row]
+    if missing:
+        return f"lacks {', '.join(missing)}"
+    for name, kinds in FIELDS.items():
+        if not isinstance(row[name], kinds) or isinstance(row[name], bool):
+            return f"has {name} = {row[name]!r}"
+    if not all(isinstance(v, (int, float)) for v in (*row["dims"].values(), *row["rivals"].values())):
+        return "has a dimension or a rival that is not a number"
+    return None
+
+
+def read(path: Path) -> list[Row]:
+    """The rows of a file; raises `Damaged` with the line that is none."""
+    rows = []
+    try:
+        with path.open() as file:
+            text = file.read(LONGEST)
+    except FileNotFoundError:
+        return []
+    except (OSError, UnicodeDecodeError) as error:
+        raise Damaged(f"{path} cannot be read: {error}") from error
+    for number, line in enumerate(text.splitlines(), 1):
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise Damaged(f"{path}:{number} is not JSON: mend the line or delete it") from error
+        wrong = problem(row)
+        if wrong is not None:
+            raise Damaged(f"{path}:{number} {wrong}: mend the line or delete it")
+        rows.append(row)
+    return rows
+
+
+def everything(where: Path | None = None) -> list[Row]:
+    """All rows of all GPUs."""
+    return [row for path in sorted((where or folder()).glob("*.jsonl")) for row in read(path)]
+
+
+def record(rows: Sequence[Row], where: Path | None = None) -> None:
+    """Add rows to their GPUs' files, in the place of earlier ones of the same case."""
+    for row in rows:
+        wrong = problem(row)
+        if wrong is not None:
+            raise ValueError(f"{row.get('case')}: the row {wrong}")
+    for gpu in sorted({row["gpu"] for row in rows}):
+        path = path_of(gpu, where)
+        with locked(path):
+            merged = {row["case"]: row for row in read(path)}
+            merged.update({row["case"]: row for row in rows if row["gpu"] == gpu})
+            write(path, [merged[case] for case in sorted(merged, key=_order)])
+
+
+def _order(case: str) -> tuple[int, str]:
+    known = list(CASES)
+    return (known.index(case) if case in CASES else len(known)), case
+
+
+def write(path: Path, rows: Sequence[Row]) -> None:
+    """Put a whole file in place, or leave the old one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with beside.open("w") as file:
+            file.writelines(json.dumps(row) + "\n" for row in rows)
+            file.flush()
+            os.fsync(file.fileno())
+        beside.replace(path)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Nobody else records to this file meanwhile."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path.with_name(f".{path.name}.lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def freshness(row: Row) -> str:
+    """`fresh` where the row's case would launch the same kernels with the same constants today, else `stale`."""
+    from .source import source  # needs the ops
+
+    target = target_of(row)
+    if row["case"] not in CASES or target is None:
+        return "stale"
+    return "fresh" if source(row["case"], target) == row["source"] else "stale"
+
+
+def target_of(row: Row) -> Target | None:
+    """The chip of a row, with the Triton that it was measured with."""
+    known = TARGETS.get(row["arch"])
+    return known and replace(known, sms=row["sms"], gluon=row["triton"].startswith("3.6."))
+
+
+def state(op: str, rows: Sequence[Row]) -> str:
+    """What an op's rows are worth together: `none`, `fresh`, or `stale` if one of them is."""
+    found = [freshness(row) for row in rows if row["op"] == op]
+    return "none" if not found else "stale" if "stale" in found else "fresh"

@@ -1,0 +1,133 @@
+"""From a case to calls: arguments drawn by the op's own `inputs`, the call to time, what it must move, whether it is right."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import tilewright as tw
+
+from ..check.variants import Blank, Plain
+from ..core import register
+from ..core.cost import tensor_bytes, traffic
+from ..core.format import Format, Quantized
+from ..core.kernel import Wanted, collect
+from ..core.op import Op, force
+from ..core.target import Target, pretend
+from . import check
+from .cases import Case
+
+
+def arguments(case: Case, draw: Plain) -> dict[str, Any]:
+    """The arguments of a case by name."""
+    op: Op = tw.catalogue()[case.op]
+    values = op.signature.bind((), op.inputs(draw))
+    for name, value in case.arguments.items():
+        values[name] = Format.parse(value) if name == "out_format" else value
+    return values
+
+
+@dataclass
+class Work:
+    """One buffer set of a case and what can be done with it."""
+
+    case: Case
+    values: dict[str, Any]
+    grads: tuple[Tensor, ...] = ()
+
+    @staticmethod
+    def build(case: Case, seed: int = 0, device: str = "cuda") -> Work:
+        op: Op = tw.catalogue()[case.op]
+        draw = Plain(op, case.dims, case.options, seed=seed, device=device, dtype=getattr(torch, case.dtype))
+        work = Work(case, arguments(case, draw))
+        if case.direction == "backward":
+            work._prepare_backward(seed, device)
+        return work
+
+    @property
+    def op(self) -> Op:
+        return tw.catalogue()[self.case.op]
+
+    def _prepare_backward(self, seed: int, device: str) -> None:
+        op = self.op
+        # What the backward writes over is put back from here before every timed call
+        self._kept = {n: self.values[n].clone() for n in op.differentiable[:1]} if self.overwrites else {}
+        results = register.flatten(op.run(self.values))
+        source = torch.Generator(device).manual_seed(seed + 1)
+        self.grads = tuple(
+            torch.randn(results[i].shape, generator=source, device=device).to(results[i].dtype)
+            for i in op.graded(self.values)
+        )
+        dropped = set(op.signature.tensors) - set(op.saves)
+        self._saved = {n: None if n in dropped else v for n, v in self.values.items()}
+        self._results = register.saved_results(op, results)
+        self._needs = frozenset(n for n in op.differentiable if self.values[n] is not None)
+
+    @property
+    def overwrites(self) -> bool:
+        """Whether the backward writes over an argument."""
+        return self.op.overwrites is not None and bool(self.values.get(self.op.overwrites))
+
+    @cached_property
+    def call(self) -> Callable[[], Any]:
+        """What is timed: the public function, or the backward alone with autograd left out."""
+        op, values = self.op, self.values
+        if self.case.direction != "backward":
+            names, defaults, function = op.signature.names, op.signature.defaults, op.function
+            count = next((i for i, n in enumerate(names) if type(values[n]) is not Tensor), len(names))
+            leading = [values[n] for n in names[: min(count, op.signature.positional)]]
+            rest = {n: values[n] for n in names[len(leading) :] if values[n] is not defaults[n]}
+            return lambda: function(*leading, **rest)
+        extra = {"grad_format": Format.parse(self.case.grad_format)} if self.case.grad_format else {}
+        saved, results, grads, needs = self._saved, self._results, list(self.grads), self._needs
+        return lambda: op.run_backward(saved, results, grads, needs, **extra)
+
+    def restore(self) -> None:
+        for name, original in self._kept.items():
+            self.values[name].copy_(original)
+
+    def traffic(self, result: Any) -> tuple[int, int]:
+        """(bytes read, bytes written) that a call with this result cannot do without."""
+        if self.case.direction != "backward":
+            return traffic(self.op, self.values)
+        given = (*self._saved.values(), *self._results.values(), *self.grads)
+        return sum(map(tensor_bytes, given)), sum(map(tensor_bytes, result))
+
+    def verify(self, result: Any) -> float:
+        """The error against float64 truth. Raises `check.Wrong`."""
+        if self.case.direction != "backward":
+            made = result if isinstance(result, tuple) else (result,)
+            return check.forward(self.op, self.values, made)
+        kept = {**self.values, **self._kept}
+        return check.backward(self.op, kept, self.grads, dict(zip(self.op.differentiable, result)), self.overwrites)
+
+    def result_bytes(self, result: Any) -> int:
+        made = result if isinstance(result, tuple) else (result,)
+        memory = {t.untyped_storage().data_ptr() for t in self.values.values() if type(t) is Tensor}
+        pieces = (t for r in made if r is not None for t in (r.tensors() if isinstance(r, Quantized) else (r,)))
+        return sum(tensor_bytes(t) for t in pieces if t.untyped_storage().data_ptr() not in memory)
+
+
+def launches(case: Case, target: Target) -> list[Wanted]:
+    """What a case launches on a chip, found without it and without memory."""
+    op: Op = tw.catalogue()[case.op]
+    values = arguments(case, Blank(op, case.dims, case.options, dtype=getattr(torch, case.dtype)))
+    with pretend(target), force("triton"), torch.no_grad(), collect() as found:
+        results = register.flatten(op.run(values))
+        if case.direction == "backward":
+            found.clear()
+            grads = [torch.empty_like(results[i]) for i in op.graded(values)]
+            needs = frozenset(n for n in op.differentiable if values[n] is not None)
+            extra = {"grad_format": Format.parse(case.grad_format)} if case.grad_format else {}
+            op.run_backward(values, register.saved_results(op, results), grads, needs, **extra)
+    return found
+
+
+def same_arguments(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments as a reference takes them: no memory of the caller's to write to."""
+    return {n: None if n == "out" else v for n, v in values.items()}

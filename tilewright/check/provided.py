@@ -1,0 +1,341 @@
+"""The calls behind the rows of the coverage lists: each is made here, on a device, and its result held against float64 truth.
+
+Truth is torch's own operator or a formula written out, never the op's reference. A quantised result is held against the
+definition of its format: scales follow from the largest value of their block, a code is the nearest one to value / scale.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import tilewright as tw
+
+from ..core import config, register
+from ..core.format import Format, Quantized
+from ..core.kernel import Arguments, collect
+from ..core.op import force
+from ..core.target import TARGETS, Target, pretend
+from .oracle import BARS, near
+
+Check = Callable[[str], None]  # of a device
+BF16, FP16 = torch.bfloat16, torch.float16
+EPS = 1e-6
+E4M3_MAX = 448.0
+NOISE = 1e-6  # relative: what fp32 arithmetic before the rounding may have moved
+STATIC = 0.013
+
+
+def normal(device: str, *shape: int, dtype: torch.dtype = BF16, seed: int = 0, scale: float = 1.0) -> Tensor:
+    source = torch.Generator().manual_seed(seed)
+    return (scale * torch.randn(shape, generator=source)).to(dtype).to(device)
+
+
+def forms(device: str) -> dict[str, Format | None]:
+    """The formats that the lists ask for."""
+    return {
+        "plain": None,
+        "blocks": tw.fp8("1x128", ways="both"),
+        "static": tw.fp8("tensor", scale=torch.tensor([STATIC], device=device)),
+        "unit": tw.fp8("tensor", scale="unit"),
+        "dynamic": tw.fp8("tensor", pow2=False),
+    }
+
+
+# ---- comparing -------------------------------------------------------------------------------------------------------
+
+
+def agrees(label: str, result: Tensor, exact: Tensor, bar: str = "B", ends: list[int] | None = None) -> None:
+    """`result`, plain or quantised, is the float64 `exact` rounded once; `ends` are the end rows of groups."""
+    live = exact.shape[0] if ends is None else ends[-1]
+    if isinstance(result, Quantized):
+        for way, codes, scale, index in operands(result, exact.shape, ends):
+            _codes_agree(f"{label}, {way}-wise", result.format, codes[:live], scale, index[:live], exact[:live].cpu())
+    else:
+        near(label, result[:live], exact[:live].cpu(), torch.zeros((), dtype=torch.float64), BARS[bar])
+
+
+def operands(q: Quantized, shape: Any, ends: list[int] | None) -> Iterator[tuple[str, Tensor, Tensor, Tensor]]:
+    """(way, codes [M, N], scales, the number of each element's scale among them) as the contract lays them out."""
+    M, N = shape
+    bounds = [0, M] if ends is None else [0, *ends, M]
+    block = [-1] * M  # 128-row blocks begin anew at each group and are numbered on
+    for start, end in zip(bounds, bounds[1:]):
+        first = max(block[:start], default=-1) + 1
+        block[start:end] = [first + (row - start) // 128 for row in range(start, end)]
+    rows, cols, zero = torch.arange(M), torch.arange(N), torch.zeros(1, dtype=torch.int64)
+    tall, wide = torch.tensor(block), cols // 128
+    keys = {
+        "tensor": ((zero, zero), (zero, zero)),
+        "row": ((rows, zero), (zero, cols)),
+        "1x128": ((rows, wide), (tall, cols)),
+        "128x128": ((tall, wide), (tall, wide)),
+    }[q.format.granularity]
+    for way, data, scale, (down, across) in (
+        ("row", q.data, q.scale, keys[0]),
+        ("column", None if q.data_t is None else q.data_t.t(), q.scale_t, keys[1]),
+    ):
+        if data is None:
+            continue
+        scale = scale.cpu().double()
+        if scale.dim() == 2 and (q.format.granularity, way) in (("1x128", "row"), ("128x128", "column")):
+            scale = scale.t()
+        width = scale.shape[1] if scale.dim() == 2 else int(across.max()) + 1
+        index = (down[:, None] * width + across).expand(M, N)
+        yield way, data.cpu().float().double(), scale.reshape(-1), index
+
+
+def _codes_agree(label: str, form: Any, codes: Tensor, scales: Tensor, index: Tensor, exact: Tensor) -> None:
+    amax = torch.zeros_like(scales).scatter_reduce(0, index.flatten(), exact.abs().flatten(), "amax")
+    used = index.unique()
+    s, a = scales[used], amax[used]
+    if form.source != "dynamic":
+        right = s == (1.0 if form.source == "unit" else torch.tensor(STATIC).double())
+    elif form.pow2:
+        inside = (a <= E4M3_MAX * s * (1 + NOISE)) & (a > E4M3_MAX / 2 * s * (1 - NOISE))
+        right = (torch.frexp(s).mantissa == 0.5) & inside
+    else:
+        right = (s - a / E4M3_MAX).abs() <= NOISE * s
+    assert bool(right.all()), f"{label}: {int((~right).sum())} of {right.numel()} scales are wrong"
+    wanted = (exact / scales[index]).clamp(-E4M3_MAX, E4M3_MAX)
+    # Neighbouring codes are 2^-3 of their power of two apart, and below 2^-6 evenly 2^-9
+    half = torch.exp2((torch.frexp(wanted).exponent - 1).clamp(min=-6).double() - 4)
+    off = (codes - wanted).abs() > half + NOISE * wanted.abs()
+    assert not bool(off.any()), f"{label}: {int(off.sum())} of {off.numel()} codes are not the nearest"
+
+
+# ---- the ops ---------------------------------------------------------------------------------------------------------
+
+
+def norm(
+    device: str, dtype: torch.dtype = BF16, form: str = "plain", weighted: bool = True, residual: bool = False
+) -> None:
+    x = normal(device, 5, 200, dtype=dtype)
+    weight = normal(device, 200, dtype=dtype, seed=1) if weighted else None
+    out_format = forms(device)[form]
+    if residual:
+        other = normal(device, 5, 200, dtype=dtype, seed=2)
+        y, total = tw.add_rms_norm(x, other, weight, EPS, out_format=out_format)
+        agrees("the sum", total, x.double() + other.double(), "A")
+        x = total
+    else:
+        y = tw.rms_norm(x, weight, EPS, out_format=out_format)
+    agrees("y", y, F.rms_norm(x.double(), (200,), None if weight is None else weight.double(), EPS))
+
+
+def gated(x: Tensor, up: Tensor | None, act: str) -> Tensor:
+    gate, up = x.chunk(2, -1) if up is None else (x, up)
+    return (F.silu(gate) if act == "silu" else F.gelu(gate, approximate="tanh")) * up
+
+
+def glu(
+    device: str, dtype: torch.dtype = BF16, form: str = "plain", act: str = "silu", split: bool = False,
+    grouped: bool = False,
+) -> None:  # fmt: skip
+    x = normal(device, 9, 150 if split else 300, dtype=dtype)
+    up = normal(device, 9, 150, dtype=dtype, seed=1) if split else None
+    exact = gated(x.double(), None if up is None else up.double(), act)
+    options: dict[str, Any] = {}
+    ends = [4, 4, 7] if grouped else None
+    if ends is not None:
+        options = {"scale": normal(device, 9, dtype=torch.float32, seed=2).abs(), "offsets": end_rows(device, ends)}
+        exact = exact * options["scale"].double()[:, None]
+    y = tw.glu(x, up, act=act, out_format=forms(device)[form], **options)
+    agrees("y", y, exact, "A", ends)
+
+
+def end_rows(device: str, ends: list[int]) -> Tensor:
+    return torch.tensor(ends, dtype=torch.int32, device=device)
+
+
+def glu_gradient(device: str, grouped: bool = False) -> None:
+    """The gradient that a layer in FP8 goes on with, quantised both ways as it is stored."""
+    op = tw.glu.op
+    x, dy = normal(device, 9, 256), normal(device, 9, 128, seed=1)
+    ends = [4, 4, 7] if grouped else None
+    probability = normal(device, 9, dtype=torch.float32, seed=2).abs() if grouped else None
+    offsets = None if ends is None else end_rows(device, ends)
+    values = op.signature.bind((x,), {"scale": probability, "offsets": offsets})
+    needs = frozenset({"x", "scale"} if grouped else {"x"})
+    results = register.saved_results(op, register.flatten(op.run(values)))
+    made = op.run_backward(values, results, [dy], needs, grad_format=forms(device)["blocks"])
+    dx, _, dscale = made
+    wide = x.double().requires_grad_()
+    p = torch.ones(9, dtype=torch.float64, device=device) if probability is None else probability.double()
+    p.requires_grad_()
+    y = gated(wide, None, "silu") * p[:, None]
+    truth = torch.autograd.grad(y, (wide, p), dy.double())
+    agrees("dx", dx, truth[0], "H", ends)
+    if ends is not None:
+        agrees("dscale", dscale, truth[1], "H", ends)
+
+
+def loss(device: str, inplace: bool = False) -> None:
+    leaf = normal(device, 7, 1003, scale=3.0).requires_grad_()
+    logits = leaf * 1.0  # not a leaf, so that its memory may be taken
+    labels = torch.arange(7, device=device) * 100
+    labels[2] = -100
+    value = tw.cross_entropy(logits, labels, inplace_backward=inplace)
+    value.backward()
+    wide = leaf.detach().double().requires_grad_()
+    truth = F.cross_entropy(wide, labels)
+    truth.backward()
+    agrees("the loss", value.detach()[None], truth.detach()[None], "D")
+    agrees("its gradient", leaf.grad, wide.grad, "H")
+
+
+def quantised(device: str, *formats: Format | str, dtype: torch.dtype = BF16, grouped: bool = False) -> None:
+    x = normal(device, 9, 200, dtype=dtype, scale=3.0)
+    ends = [4, 4, 7] if grouped else None
+    offsets = None if ends is None else end_rows(device, ends)
+    for one in formats:
+        q = tw.quantize(x, forms(device)[one] if isinstance(one, str) else one, offsets=offsets)
+        agrees(str(one), q, x.double(), "G", ends)
+
+
+# ---- what is not an op -----------------------------------------------------------------------------------------------
+
+
+def replays(device: str) -> None:
+    """A second call of the same kind makes no second plan and gives its own result."""
+    op, weight = tw.rms_norm.op, normal(device, 72, seed=9)
+    kernels = op.implementation(op.signature.bind((weight,), {})) is not None
+    made = []
+    for seed in range(3):
+        x = normal(device, 3, 72, seed=seed)
+        y = tw.rms_norm(x, weight)
+        agrees("y", y, F.rms_norm(x.double(), (72,), weight.double(), EPS))
+        made.append(len(op.plans))
+    assert made[0] == made[2] and (made[0] > 0 or not kernels), f"plans after each call: {made}"
+
+
+def tuned_row_is_taken(device: str) -> None:
+    """A row in the user's folder is what a call is launched with."""
+    from ..ops.glu import glu_forward as kernel
+
+    a = Arguments(N=2048)
+    config.table.cache_clear()
+    now = dict(config.choose(kernel, a, TARGETS["sm_90"]))
+    other = next(dict(c) for c in kernel.candidates(a) if dict(c) != now)
+    row = {"kernel": kernel.name, "key": {"N": 2048}, "config": other}
+    try:
+        with tempfile.TemporaryDirectory() as base, mock.patch.dict(os.environ, {"TILEWRIGHT_CACHE": base}):
+            folder = Path(base) / "tilewright"
+            folder.mkdir(mode=0o700)
+            (folder / "sm_90.jsonl").write_text(json.dumps(row) + "\n")
+            (folder / "sm_90.jsonl").chmod(0o600)
+            config.table.cache_clear()
+            assert dict(config.choose(kernel, a, TARGETS["sm_90"])) == other
+    finally:
+        config.table.cache_clear()
+
+
+def chosen_by_chip(device: str) -> None:
+    """One declaration for every chip; those that convert to FP8 by themselves are asked to, the others are not."""
+    x, fast = normal(device, 16, 128), {}
+    for arch, target in TARGETS.items():
+        with pretend(target), force("triton"), collect() as launches:
+            tw.quantize(x, forms(device)["blocks"])
+        words = [
+            word for one in launches for value in one.ordered if isinstance(value, str) for word in value.split(":")
+        ]
+        assert launches, f"{arch}: nothing would be launched"
+        fast[arch] = "fast" in words
+    assert fast["sm_90"] and not fast["sm_80"] and not fast["gfx942"], fast
+
+
+def names_the_chip(device: str) -> None:
+    if device == "cpu":  # there is no chip to name: every known one under its own name
+        for arch, target in TARGETS.items():
+            with pretend(target):
+                assert Target.at(torch.device("cpu")).arch == arch
+        return
+    major, minor = torch.cuda.get_device_capability(0)
+    assert Target.of(0).arch == f"sm_{major}{minor}"
+
+
+def speed_of_light(device: str) -> None:
+    """Every rate is measured where there is a GPU; elsewhere the command says in a line that there is none."""
+    hidden = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""} if device == "cpu" else {}
+    words = [sys.executable, "-m", "tilewright", "sol", "--json"]
+    done = subprocess.run(words, env={**os.environ, **hidden}, capture_output=True, text=True, timeout=600)
+    if device == "cpu":
+        assert done.returncode == 2 and done.stderr.count("\n") == 1 and "GPU" in done.stderr, done.stderr
+        return
+    assert done.returncode == 0, done.stderr
+    rates = {row["what"]: row["burst"] for row in json.loads(done.stdout)["rows"] if not row["note"]}
+    assert rates and all(rate > 0 for rate in rates.values()), rates
+
+
+# ---- the rows --------------------------------------------------------------------------------------------------------
+
+CHECKS: dict[str, dict[str, Check]] = {
+    "training": {
+        "rms_norm_quant_fwd": partial(norm, form="blocks"),
+        "silu_quant_fwd": partial(glu, form="blocks"),
+        "silu_quant_bwd": glu_gradient,
+        "batch_silu_quant_fwd": partial(glu, form="blocks", grouped=True),
+        "batch_silu_quant_bwd": partial(glu_gradient, grouped=True),
+        "cross_entropy_fwd": loss,
+        "cross_entropy_bwd": partial(loss, inplace=True),
+    },
+    "training_more": {
+        "quantize blockwise 1x128, 128x1, 128x128, grouped by expert": lambda device: quantised(
+            device, "blocks", tw.fp8("128x128", ways="both"), grouped=True
+        ),
+        "quantize rowwise (channelwise), tensorwise": lambda device: quantised(
+            device, tw.fp8("row", ways="both"), tw.fp8("tensor", ways="both")
+        ),
+    },
+    "flashrt": {
+        "rms_norm": norm,
+        "rms_norm_fp16": partial(norm, dtype=FP16),
+        "rms_norm_fp8": partial(norm, form="static"),
+        "rms_norm_fp8_fp16": partial(norm, dtype=FP16, form="static"),
+        "rms_norm_fp8_noweight_bf16": partial(norm, form="static", weighted=False),
+        "rms_norm_fp8_noweight_fp16": partial(norm, dtype=FP16, form="static", weighted=False),
+        "plain_rms_fp8_fp16": partial(norm, dtype=FP16, form="unit", weighted=False),
+        "residual_add_rms_norm": partial(norm, residual=True),
+        "residual_add_rms_norm_fp8": partial(norm, form="static", residual=True),
+        "residual_add_rms_norm_fp8_fp16": partial(norm, dtype=FP16, form="static", residual=True),
+        "residual_add_rms_norm_fp8_noweight_bf16": partial(norm, form="static", weighted=False, residual=True),
+        "residual_add_rms_norm_fp8_noweight_fp16": partial(
+            norm, dtype=FP16, form="static", weighted=False, residual=True
+        ),
+        "plain_res_rms_fp8_fp16": partial(norm, dtype=FP16, form="unit", weighted=False, residual=True),
+        "gate_geglu": partial(glu, act="gelu_tanh", split=True),
+        "gate_geglu_fp16": partial(glu, dtype=FP16, act="gelu_tanh", split=True),
+        "gate_geglu_merged": partial(glu, act="gelu_tanh"),
+        "gate_geglu_merged_fp16": partial(glu, dtype=FP16, act="gelu_tanh"),
+        "gate_geglu_merged_fp8": partial(glu, form="static", act="gelu_tanh"),
+        "gate_geglu_merged_fp8_fp16": partial(glu, dtype=FP16, form="static", act="gelu_tanh"),
+        "geglu_fp8_static_fp16": partial(glu, dtype=FP16, form="static", act="gelu_tanh"),
+        "silu_mul_split_fp8_fp16": partial(glu, dtype=FP16, form="static", split=True),
+        "quantize_fp8": lambda device: quantised(device, "dynamic"),
+        "quantize_fp8_device": lambda device: quantised(device, "dynamic"),
+        "quantize_fp8_device_fp16": lambda device: quantised(device, "dynamic", dtype=FP16),
+        "quantize_fp8_static": lambda device: quantised(device, "static"),
+        "quantize_fp8_static_fp16": lambda device: quantised(device, "static", dtype=FP16),
+        "cast_fp16_fp8": lambda device: quantised(device, "unit", dtype=FP16),
+        "get_sm_version": names_the_chip,
+    },
+    "gn_kernels": {"realistic speed-of-light sweep per dtype": speed_of_light},
+    "flaggems_features": {
+        "fast dispatch": replays,
+        "tuned configs persisted": tuned_row_is_taken,
+        "multi-backend": chosen_by_chip,
+        "eager mode": norm,
+    },
+}

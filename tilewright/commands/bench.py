@@ -1,0 +1,168 @@
+"""`tilewright bench`: ops beside their floor and their rivals, in one run, each output checked before it is timed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+from .console import Json, fail, show
+
+
+def bench(
+    names: Annotated[list[str] | None, typer.Argument(metavar="[OP|CASE|SUITE]...", help="All cases if none.")] = None,
+    beside: Annotated[str, typer.Option("--rivals", help="eager, compile, liger: any of them, with commas.")] = "",
+    record: Annotated[bool, typer.Option("--record", help="Write the rows to evidence/<gpu>.jsonl.")] = False,
+    stale: Annotated[bool, typer.Option("--stale", help="Only cases without a fresh row on this GPU.")] = False,
+    against: Annotated[Literal["goals"] | None, typer.Option(help="Print goals beside what was measured.")] = None,
+    folder: Annotated[Path | None, typer.Option("--evidence", help="The folder of recorded rows.")] = None,
+    limit: Annotated[float, typer.Option(help="Seconds a case may take.")] = 150.0,
+    only_list: Annotated[bool, typer.Option("--list", help="Show the cases and stop.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Check, then time, cases on this GPU beside their floor and their rivals."""
+    from ..bench import cases, evidence, rivals
+    from ..check import guarded
+
+    try:
+        chosen = cases.select(names or [])
+    except KeyError as error:
+        fail(error.args[0])
+    if only_list:
+        show([describe(case) for case in chosen], "cases", as_json)
+        return
+    wanted = [name.strip() for name in beside.split(",") if name.strip()]
+    for name in wanted:
+        if rivals.missing(name) and name not in rivals.known():
+            fail(str(rivals.missing(name)))
+    try:
+        recorded = evidence.everything(folder)
+        if stale:
+            chosen = [case for case in chosen if not fresh_here(case.name, recorded)]
+        rows = measured(chosen, wanted, limit, folder if record else None, record, as_json)
+    except (evidence.Damaged, guarded.NoWorker) as error:
+        fail(str(error))
+    good = [row for row in rows if row["status"] == "ok"]
+    if as_json:
+        typer.echo(json.dumps(rows, indent=1))
+    else:
+        show([summary(row, wanted) for row in rows], "measured", False)
+        for name in sorted({name for row in rows for name in row.get("absent", {})}):
+            whys = sorted({row["absent"][name] for row in rows if name in row.get("absent", {})})
+            typer.echo(f"rival {name}: not timed for some cases: {'; '.join(whys)}")
+    if against == "goals" and not as_json:
+        show(goals_table(good, recorded), "goals", False)
+    if len(good) < len(rows):
+        raise typer.Exit(1)
+
+
+def fresh_here(case: str, recorded: list[dict[str, Any]]) -> bool:
+    """Whether there is a row of today's code for this case and this GPU."""
+    import torch
+
+    from ..bench import evidence
+
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    mine = [row for row in recorded if row["case"] == case and row["gpu"] == gpu]
+    return bool(mine) and evidence.freshness(mine[0]) == "fresh"
+
+
+def measured(chosen: list, beside: list[str], limit: float, folder: Path | None, record: bool, quiet: bool) -> list:
+    """Run the cases, each row printed and recorded as it comes, so that an interrupted run keeps what it has."""
+    from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from ..bench import evidence, run
+
+    rows = []
+    columns = (TextColumn("{task.description}"), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=_stderr(), disable=quiet) as progress:
+        task = progress.add_task("measuring", total=len(chosen))
+        try:
+            for row in run.supervise([case.name for case in chosen], beside, limit=limit):
+                rows.append(judged(row))
+                if record and row["status"] == "ok":
+                    evidence.record([{name: row[name] for name in evidence.FIELDS}], folder)
+                progress.console.print(line(rows[-1]), highlight=False)
+                progress.advance(task)
+        except KeyboardInterrupt:
+            progress.console.print(f"interrupted after {len(rows)} of {len(chosen)} cases")
+    return rows
+
+
+def _stderr() -> Any:
+    from rich.console import Console
+
+    return Console(stderr=True)
+
+
+def judged(row: dict[str, Any]) -> dict[str, Any]:
+    """The row with its goal and whether it reaches it."""
+    from ..bench.cases import CASES
+
+    case = CASES[row["case"]]
+    if row["status"] != "ok" or case.goal is None:
+        return {**row, "goal": case.goal}
+    return {**row, "metric": case.metric, "goal": case.goal, "reached": row["measured"] >= case.goal}
+
+
+def line(row: dict[str, Any]) -> str:
+    if row["status"] != "ok":
+        return f"{row['case']}: {row['status'].upper()}: {row.get('why', '')}"
+    short = "" if row.get("reached", True) else f", short of {row['goal']:.2f}"
+    return f"{row['case']}: {row['us']:.2f} us, {row['measured']:.3f}{short} ({row['wall_s']:g} s)"
+
+
+def describe(case: Any) -> dict[str, Any]:
+    return {
+        "case": case.name, "op": case.op, "direction": case.direction, "suite": case.suite, "metric": case.metric,
+        "goal": case.goal,
+    }  # fmt: skip
+
+
+def summary(row: dict[str, Any], beside: list[str]) -> dict[str, Any]:
+    """A line of the table: the floor and the rivals beside ours."""
+    if row["status"] != "ok":
+        return {"case": row["case"], "us": row["status"].upper(), "floor": row.get("why", "")}
+    verdict = {True: "reached", False: "short", None: ""}[row.get("reached")]
+    names = list(dict.fromkeys([*beside, *row["rivals"]]))
+    return {
+        "case": row["case"],
+        "us": f"{row['us']:.2f}",
+        "floor": "" if row["floor_us"] is None else f"{row['floor_us']:.2f}",
+        "fraction": "" if row["fraction"] is None else f"{row['fraction']:.3f}",
+        "goal": "" if row["goal"] is None else f"{row['goal']:.2f} {verdict}",
+        "rivals": " ".join(f"{n} {row['rivals'][n]:.1f}" if n in row["rivals"] else f"{n} -" for n in names),
+        "host us": f"{row['host_us']:.1f}",
+        "error": f"{row['error']:.2e}",
+        "extra bytes": row["extra_bytes"],
+    }
+
+
+def goals_table(rows: list[dict[str, Any]], recorded: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Every goal of the project, what was measured for it now or recorded before, and by how much it falls short."""
+    from ..bench.cases import CASES, GOALS
+
+    found = {row["case"]: row for row in (*recorded, *rows)}
+    table = []
+    for goal in GOALS.values():
+        case = next((c for c in CASES.values() if c.family == goal.case and c.own), None)
+        row = found.get(case.name) if case else None
+        value = None if row is None else metric_of(row, goal.metric)
+        missing = "no case yet" if case is None else "not measured"
+        verdict = missing if value is None else "reached" if value >= goal.goal else f"short by {goal.goal - value:.3f}"
+        shown = "" if value is None else f"{value:.3f}"
+        table.append(
+            {"goal": goal.case, "op": goal.op, "metric": goal.metric, "wanted": f"{goal.goal:.2f}", "measured": shown}
+            | {"verdict": verdict}
+        )
+    return table
+
+
+def metric_of(row: dict[str, Any], metric: str) -> float | None:
+    """A row's value of `fraction` or `vs:RIVAL`."""
+    if metric == "fraction":
+        return row["fraction"]
+    theirs = row["rivals"].get(metric.partition("vs:")[2])
+    return None if theirs is None else theirs / row["us"]

@@ -1,0 +1,30 @@
+"""`tilewright docs`: write the generated pages anew, or say which are out of date."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from .console import fail
+
+
+def docs(
+    check: Annotated[bool, typer.Option("--check", help="Write nothing; fail if a page is out of date.")] = False,
+) -> None:
+    """Write docs/ops.md, docs/coverage.md and the README's results from the declarations, the lists and the evidence."""
+    from ..bench import documents
+
+    if not (documents.ROOT / documents.README).exists():
+        fail("the pages are those of the project: run this in a checkout of it, not in an installed package")
+    try:
+        if check:
+            wrong = documents.check()
+            if wrong:
+                fail("; ".join(wrong))
+            typer.echo("every generated page is up to date")
+            return
+        changed = documents.write()
+    except (OSError, ValueError) as error:
+        fail(str(error).partition("\n")[0])
+    typer.echo(f"written: {', '.join(map(str, changed))}" if changed else "every generated page was up to date")

@@ -1,0 +1,37 @@
+"""`tilewright list`: the ops, what they can do and where they have been measured."""
+
+from __future__ import annotations
+
+from .console import Json, fail, show
+
+
+def list(as_json: Json = False) -> None:
+    """The ops: what they compute, gradients, implementations, formats, chips, and whether their evidence is fresh."""
+    from .. import catalogue
+    from ..bench import evidence
+    from ..core.format import Format
+    from ..core.target import TARGETS
+
+    try:
+        recorded = evidence.everything()
+    except evidence.Damaged as error:
+        fail(str(error))
+    rows = []
+    for name, op in sorted(catalogue().items()):
+        ran = {row["arch"] for row in recorded if row["op"] == name}
+        rows.append(
+            {
+                "name": name,
+                "family": op.reference.__module__.rpartition(".")[2],
+                "summary": (op.__doc__ or "").strip().partition("\n")[0],
+                "backward": bool(op.differentiable),
+                "implementations": [one.name for one in op.implementations],
+                "formats": sorted(Format.known) if "out_format" in op.signature.names else [],
+                "chips": {arch: "measured" if arch in ran else "compiled" for arch in TARGETS},
+                "evidence": evidence.state(name, recorded),
+            }
+        )
+    if not as_json:
+        shown = ("name", "summary", "backward", "implementations", "formats", "evidence")
+        rows = [{column: row[column] for column in shown} for row in rows]
+    show(rows, "ops", as_json)
