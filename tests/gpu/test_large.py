@@ -42,11 +42,18 @@ OTHERS = {
 }
 OPTIONS = {"up": False, "offsets": False, "weight": True, "scale": True, "reduction": "none"}
 FORMAT = tw.fp8("1x128", ways="both")
+# Their results have no row for each row of the arguments, or several dimensions of them: 64-bit addresses are seen by the
+# property of wide strides alone.
+OTHERWISE = (
+    "gated_group_norm", "linear_cross_entropy", "load_balancing_loss", "mla_rope", "moe_permute", "moe_permute_codes",
+    "moe_row_map", "moe_unpermute", "qkv_split", "rope", "rope_one", "router_z_loss", "routing_map", "topk_routing",
+)  # fmt: skip
 CASES = [
     (name, fmt)
     for name, op in sorted(tw.catalogue().items())
     for fmt in (None, FORMAT)
-    if row_arguments(op, draw(op, Net(), options={"out_format": FORMAT}).values)  # the others have tests of their own
+    if name not in OTHERWISE
+    and row_arguments(op, draw(op, Net(), options={"out_format": FORMAT}).values)  # the others have tests of their own
     and (fmt is None if len(choices(op, "cpu")) == 1 else fmt in (FORMAT, *choices(op, "cpu")[:1]))
 ]
 

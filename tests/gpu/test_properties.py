@@ -16,7 +16,7 @@ from torch import Tensor
 import tilewright as tw
 from tests.mutants import SUBJECT, Mutant, declared
 from tilewright.check import layouts
-from tilewright.check.cases import SMALL, Net, choices, draw, row_arguments, tensors
+from tilewright.check.cases import SMALL, Net, choices, draw, put, row_arguments, tensors
 from tilewright.check.faces import compiled, fakes, refusals, registered
 from tilewright.check.oracle import (
     as_tuple,
@@ -85,7 +85,7 @@ def test_capture_and_replay_with_new_data(op, quantise):
     cases += [draw(op, NET, 8 + i, torch.bfloat16, cases[0].dims, cases[0].options) for i in range(3)]
     calls = [{**c.values, **({"out_format": fmt} if fmt is not None else {})} for c in cases]
     fixed = {n: t.clone() for n, t in tensors(op, calls[0]).items()}
-    values = {**calls[0], **fixed}
+    values = put(calls[0], fixed)
     inputs = leaves(op, values)
     grads = [g.clone() for g in outcome(op, values).grads]
     side = torch.cuda.Stream()
@@ -97,8 +97,8 @@ def test_capture_and_replay_with_new_data(op, quantise):
     with torch.cuda.graph(graph):
         made = forward_and_backward(op, values, inputs, grads)
     for call in calls[1:] * 3:
-        for n, t in fixed.items():
-            t.copy_(call[n])
+        for n, t in tensors(op, call).items():
+            fixed[n].copy_(t)
         graph.replay()
         torch.cuda.synchronize()
         expected = outcome(op, call, grads=grads)

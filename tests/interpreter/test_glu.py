@@ -74,10 +74,10 @@ def test_a_value_at_the_limit_passes_and_one_beyond_does_not():
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-@pytest.mark.parametrize("ends", [[3, 5], [0, 0, 7], [9, 20], [-4, 2**31 - 1], [6, 2, -1], []])
+@pytest.mark.parametrize("ends", [[3, 5], [0, 0, 7], [9, 20], [-4, 2**31 - 1], [6, 2, -1]])
 def test_rows_past_the_last_offset_are_neither_read_nor_written(ends, dtype):
     offsets = torch.tensor(ends, dtype=dtype)
-    live = min(max(ends[-1], 0), 9) if ends else 0
+    live = min(max(ends[-1], 0), 9)
     x = torch.randn(9, 40, generator=torch.Generator().manual_seed(1))
     expected = tw.glu(x)
     x[live:] = math.nan

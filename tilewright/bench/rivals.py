@@ -59,6 +59,8 @@ def call_of(name: str, work: Work) -> Call:
 def _directed(function: Callable[..., Any], work: Work) -> Call:
     """A function of the op's arguments as the call of the case: forward, or backward alone."""
     values = same_arguments(work.values)
+    if work.case.direction == "step":
+        return work.step(function)
     if work.case.direction != "backward":
 
         def forward() -> Any:
@@ -111,6 +113,13 @@ def _liger(work: Work) -> Callable[..., Any]:
             return LigerCrossEntropyFunction.apply(logits, labels, None, ignore_index, 0.0, 0.0, reduction, None)[0]
 
         return loss
+    if work.case.op == "linear_cross_entropy":
+        from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction
+
+        def fused(hidden: Tensor, weight: Tensor, labels: Tensor, **_: Any) -> Tensor:
+            return LigerFusedLinearCrossEntropyFunction.apply(hidden, weight, labels)[0]
+
+        return fused
     raise Absent(f"liger has nothing for {work.case.family}")
 
 
@@ -140,5 +149,29 @@ def _torch_add(work: Work) -> Call:
     return lambda: torch.add(x, other)
 
 
+def _cublas_f32out(work: Work) -> Call:
+    x, weight = work.values["x"], work.values["weight"].t()
+    return lambda: torch.mm(x, weight, out_dtype=torch.float32)
+
+
+def _torch_tf32(work: Work) -> Call:
+    """Both gradients of a linear layer by torch's TF32 products of fp32 copies that were made before."""
+    x, weight, dy = (t.float() for t in (work.values["x"], work.values["weight"], work.grads[0]))
+    dtype = work.values["x"].dtype
+
+    def call() -> tuple[Tensor, Tensor]:
+        before, torch.backends.cuda.matmul.allow_tf32 = torch.backends.cuda.matmul.allow_tf32, True
+        try:
+            return torch.mm(dy, weight).to(dtype), torch.mm(dy.t(), x).to(dtype)
+        finally:
+            torch.backends.cuda.matmul.allow_tf32 = before
+
+    return call
+
+
 # Rivals that goals name, for the cases that name them
-NAMED: dict[str, Callable[[Work], Call]] = {"torch_add": _torch_add}
+NAMED: dict[str, Callable[[Work], Call]] = {
+    "torch_add": _torch_add,
+    "cublas_f32out": _cublas_f32out,
+    "torch_tf32": _torch_tf32,
+}

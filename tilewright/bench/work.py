@@ -12,6 +12,7 @@ from torch import Tensor
 
 import tilewright as tw
 
+from ..check.oracle import leaves
 from ..check.variants import Blank, Plain
 from ..core import register
 from ..core.cost import tensor_bytes, traffic
@@ -47,6 +48,8 @@ class Work:
         work = Work(case, arguments(case, draw))
         if case.direction == "backward":
             work._prepare_backward(seed, device)
+        if case.direction == "step":
+            work._leaves = leaves(op, work.values)
         return work
 
     @property
@@ -77,6 +80,8 @@ class Work:
     def call(self) -> Callable[[], Any]:
         """What is timed: the public function, or the backward alone with autograd left out."""
         op, values = self.op, self.values
+        if self.case.direction == "step":
+            return self.step(op.function)
         if self.case.direction != "backward":
             names, defaults, function = op.signature.names, op.signature.defaults, op.function
             count = next((i for i, n in enumerate(names) if type(values[n]) is not Tensor), len(names))
@@ -87,12 +92,24 @@ class Work:
         saved, results, grads, needs = self._saved, self._results, list(self.grads), self._needs
         return lambda: op.run_backward(saved, results, grads, needs, **extra)
 
+    def step(self, function: Callable[..., Any]) -> Callable[[], tuple]:
+        """The loss of a function of the op's arguments, and its gradients."""
+        given = {**same_arguments(self.values), **self._leaves}
+
+        def call() -> tuple:
+            loss = function(**given)
+            return (loss.detach(), *torch.autograd.grad(loss, list(self._leaves.values())))
+
+        return call
+
     def restore(self) -> None:
         for name, original in self._kept.items():
             self.values[name].copy_(original)
 
     def traffic(self, result: Any) -> tuple[int, int]:
         """(bytes read, bytes written) that a call with this result cannot do without."""
+        if self.case.direction == "step":
+            return sum(map(tensor_bytes, self.values.values())), sum(map(tensor_bytes, result))
         if self.case.direction != "backward":
             return traffic(self.op, self.values)
         given = (*self._saved.values(), *self._results.values(), *self.grads)
@@ -100,6 +117,10 @@ class Work:
 
     def verify(self, result: Any) -> float:
         """The error against float64 truth. Raises `check.Wrong`."""
+        if self.case.direction == "step":
+            error = check.forward(self.op, self.values, result[:1])
+            one = torch.ones_like(result[0])
+            return max(error, check.backward(self.op, self.values, (one,), dict(zip(self._leaves, result[1:]))))
         if self.case.direction != "backward":
             made = result if isinstance(result, tuple) else (result,)
             return check.forward(self.op, self.values, made)
@@ -118,11 +139,12 @@ def launches(case: Case, target: Target) -> list[Wanted]:
     op: Op = tw.catalogue()[case.op]
     values = arguments(case, Blank(op, case.dims, case.options, dtype=getattr(torch, case.dtype)))
     with pretend(target), force("triton"), torch.no_grad(), collect() as found:
-        results = register.flatten(op.run(values))
-        if case.direction == "backward":
-            found.clear()
+        needs = frozenset(n for n in op.differentiable if values[n] is not None)
+        results = register.flatten(op.run(values, needs if case.direction == "step" else frozenset()))
+        if case.direction in ("backward", "step"):
+            if case.direction == "backward":
+                found.clear()
             grads = [torch.empty_like(results[i]) for i in op.graded(values)]
-            needs = frozenset(n for n in op.differentiable if values[n] is not None)
             extra = {"grad_format": Format.parse(case.grad_format)} if case.grad_format else {}
             op.run_backward(values, register.saved_results(op, results), grads, needs, **extra)
     return found

@@ -21,6 +21,7 @@ from .oracle import (
     contract,
     differentiate,
     leaves,
+    nearly_same,
     outcome,
     pieces,
     same_bits,
@@ -111,10 +112,12 @@ def gradients(op: Op, net: Net) -> None:
 def _same_gradients(
     label: str, op: Op, results: tuple, inputs: dict, grads: list, expected: Outcome, **options: Any
 ) -> None:
+    """Equal bit for bit; but on a GPU a backward that gives fewer gradients is other machine code, whose sums may go otherwise."""
     found = differentiate(op, results, inputs, grads, **options)
+    fewer = len(found) < sum(n.startswith("d_") for n in expected)
     for n, t in found.items():
         assert t is not None, f"{label}: there is no d_{n}"
-        same_bits(f"{label}: d_{n}", t, expected[f"d_{n}"])
+        (nearly_same if fewer and t.is_cuda else same_bits)(f"{label}: d_{n}", t, expected[f"d_{n}"])
 
 
 def _shared_gradient(op: Op, case: Case, grads: list) -> None:

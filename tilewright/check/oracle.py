@@ -6,8 +6,9 @@ of op, beside a bound on every element and on the share of elements that are not
     A elementwise · B row reduction · C column reduction · D loss · E, F matrix products · G copies · H backward of A and B
 
 `Op.bars` says `{"class": "B"}`; `gradient` names another class than H for gradients of row-shaped arguments, `misrounded`
-another share. Noise is what an honest fp32 computation of the same formula loses to cancellation, measured with the reference
-in fp32 on slightly moved inputs: where four times that is more than the bar, it takes the bar's place.
+another share; `rounds` says that the backward goes on from values rounded to the dtype of the arguments. Noise is what an
+honest fp32 computation of the same formula loses to cancellation, measured with the reference in fp32 on slightly moved
+inputs: where four times that is more than the bar, it takes the bar's place.
 """
 
 from __future__ import annotations
@@ -251,7 +252,7 @@ def near(label: str, actual: Tensor, exact: Tensor, noise: Tensor, bar: Bar, neg
     """`actual` is `exact` rounded once, but for what `bar` and `noise` (an error per row) allow; or both are `negligible`."""
     assert actual.shape == exact.shape, f"{label}: shape {tuple(actual.shape)}, not {tuple(exact.shape)}"
     actual, rounded = actual.cpu(), exact.to(actual.dtype)
-    if bar == BARS["G"]:
+    if bar == BARS["G"] or not actual.is_floating_point():
         return same_bits(label, actual, rounded)
     finite = rounded.isfinite()
     same_bits(f"{label}, not finite", actual[~finite], rounded[~finite])
@@ -260,6 +261,7 @@ def near(label: str, actual: Tensor, exact: Tensor, noise: Tensor, bar: Bar, neg
     matters = finite & ((exact.abs() > negligible) | (actual.double().abs() > negligible))
     actual, rounded, exact, noise = (t.expand_as(exact)[matters] for t in (actual, rounded, exact, noise))
     if actual.numel():
+        noise = noise.clamp(min=negligible / 8)  # no fp32 sum of terms of that size is nearer
         (_near_low if actual.dtype in SHARE_OF_BF16 else _near_single)(label, actual, rounded, exact, noise, bar)
     return None
 
@@ -302,14 +304,21 @@ def _rms_within(label: str, error: Tensor, exact: Tensor, reach: float) -> None:
 
 def noises(op: Op, values: Mapping[str, Any], grads: list) -> dict[str, Tensor]:
     """For each result and gradient an error per row, the worst over a few jittered inputs: that of the reference in fp32, and
-    what a quarter of an fp32 step of the inputs changes, which no fp32 exponential of a large number keeps."""
+    what a quarter of an fp32 step of the inputs changes, which no fp32 exponential of a large number keeps. Where the backward
+    rounds on its way, gradients are no better than what such a rounding of the inputs changes."""
     worst: dict[str, Tensor] = {}
     source = torch.Generator().manual_seed(7)
     for _ in range(JITTERS):
         moved = {n: _each(lambda t: _jitter(t, source, 2.0**-10).float(), v) for n, v in values.items()}
         exact = truth(op, moved, grads)
         shaken = {n: _each(lambda t: _jitter(t, source, 2.0**-26), v) for n, v in moved.items()}
-        for other in (truth(op, moved, grads, torch.float32), truth(op, shaken, grads)):
+        others = [truth(op, moved, grads, torch.float32), truth(op, shaken, grads)]
+        if op.bars.get("rounds") and grads:
+            low = next(v.dtype for v in values.values() if isinstance(v, Tensor) and v.is_floating_point())
+            share = torch.finfo(low).eps / 6  # four times it: over half a step, by which equal terms may all be off
+            rounded = {n: _each(lambda t, by=share: _jitter(t, source, by), v) for n, v in moved.items()}
+            others.append({n: t if n.startswith("d_") else exact[n] for n, t in truth(op, rounded, grads).items()})
+        for other in others:
             for name, there in exact.items():
                 error = (other[name].double() - there).abs().nan_to_num(0.0, 0.0, 0.0)
                 if error.dim() and error.numel():

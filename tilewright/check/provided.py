@@ -1,7 +1,6 @@
 """The calls behind the rows of the coverage lists: each is made here, on a device, and its result held against float64 truth.
 
-Truth is torch's own operator or a formula written out, never the op's reference. A quantised result is held against the
-definition of its format: scales follow from the largest value of their block, a code is the nearest one to value / scale.
+Truth is torch's own operator or a formula written out, never the op's reference.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,96 +23,15 @@ from torch import Tensor
 import tilewright as tw
 
 from ..core import config, register
-from ..core.format import Format, Quantized
+from ..core.format import Format
 from ..core.kernel import Arguments, collect
 from ..core.op import force
 from ..core.target import TARGETS, Target, pretend
-from .oracle import BARS, near
+from . import provided_training as training
+from .agreement import BF16, FP16, agrees, end_rows, forms, normal
 
 Check = Callable[[str], None]  # of a device
-BF16, FP16 = torch.bfloat16, torch.float16
 EPS = 1e-6
-E4M3_MAX = 448.0
-NOISE = 1e-6  # relative: what fp32 arithmetic before the rounding may have moved
-STATIC = 0.013
-
-
-def normal(device: str, *shape: int, dtype: torch.dtype = BF16, seed: int = 0, scale: float = 1.0) -> Tensor:
-    source = torch.Generator().manual_seed(seed)
-    return (scale * torch.randn(shape, generator=source)).to(dtype).to(device)
-
-
-def forms(device: str) -> dict[str, Format | None]:
-    """The formats that the lists ask for."""
-    return {
-        "plain": None,
-        "blocks": tw.fp8("1x128", ways="both"),
-        "static": tw.fp8("tensor", scale=torch.tensor([STATIC], device=device)),
-        "unit": tw.fp8("tensor", scale="unit"),
-        "dynamic": tw.fp8("tensor", pow2=False),
-    }
-
-
-# ---- comparing -------------------------------------------------------------------------------------------------------
-
-
-def agrees(label: str, result: Tensor, exact: Tensor, bar: str = "B", ends: list[int] | None = None) -> None:
-    """`result`, plain or quantised, is the float64 `exact` rounded once; `ends` are the end rows of groups."""
-    live = exact.shape[0] if ends is None else ends[-1]
-    if isinstance(result, Quantized):
-        for way, codes, scale, index in operands(result, exact.shape, ends):
-            _codes_agree(f"{label}, {way}-wise", result.format, codes[:live], scale, index[:live], exact[:live].cpu())
-    else:
-        near(label, result[:live], exact[:live].cpu(), torch.zeros((), dtype=torch.float64), BARS[bar])
-
-
-def operands(q: Quantized, shape: Any, ends: list[int] | None) -> Iterator[tuple[str, Tensor, Tensor, Tensor]]:
-    """(way, codes [M, N], scales, the number of each element's scale among them) as the contract lays them out."""
-    M, N = shape
-    bounds = [0, M] if ends is None else [0, *ends, M]
-    block = [-1] * M  # 128-row blocks begin anew at each group and are numbered on
-    for start, end in zip(bounds, bounds[1:]):
-        first = max(block[:start], default=-1) + 1
-        block[start:end] = [first + (row - start) // 128 for row in range(start, end)]
-    rows, cols, zero = torch.arange(M), torch.arange(N), torch.zeros(1, dtype=torch.int64)
-    tall, wide = torch.tensor(block), cols // 128
-    keys = {
-        "tensor": ((zero, zero), (zero, zero)),
-        "row": ((rows, zero), (zero, cols)),
-        "1x128": ((rows, wide), (tall, cols)),
-        "128x128": ((tall, wide), (tall, wide)),
-    }[q.format.granularity]
-    for way, data, scale, (down, across) in (
-        ("row", q.data, q.scale, keys[0]),
-        ("column", None if q.data_t is None else q.data_t.t(), q.scale_t, keys[1]),
-    ):
-        if data is None:
-            continue
-        scale = scale.cpu().double()
-        if scale.dim() == 2 and (q.format.granularity, way) in (("1x128", "row"), ("128x128", "column")):
-            scale = scale.t()
-        width = scale.shape[1] if scale.dim() == 2 else int(across.max()) + 1
-        index = (down[:, None] * width + across).expand(M, N)
-        yield way, data.cpu().float().double(), scale.reshape(-1), index
-
-
-def _codes_agree(label: str, form: Any, codes: Tensor, scales: Tensor, index: Tensor, exact: Tensor) -> None:
-    amax = torch.zeros_like(scales).scatter_reduce(0, index.flatten(), exact.abs().flatten(), "amax")
-    used = index.unique()
-    s, a = scales[used], amax[used]
-    if form.source != "dynamic":
-        right = s == (1.0 if form.source == "unit" else torch.tensor(STATIC).double())
-    elif form.pow2:
-        inside = (a <= E4M3_MAX * s * (1 + NOISE)) & (a > E4M3_MAX / 2 * s * (1 - NOISE))
-        right = (torch.frexp(s).mantissa == 0.5) & inside
-    else:
-        right = (s - a / E4M3_MAX).abs() <= NOISE * s
-    assert bool(right.all()), f"{label}: {int((~right).sum())} of {right.numel()} scales are wrong"
-    wanted = (exact / scales[index]).clamp(-E4M3_MAX, E4M3_MAX)
-    # Neighbouring codes are 2^-3 of their power of two apart, and below 2^-6 evenly 2^-9
-    half = torch.exp2((torch.frexp(wanted).exponent - 1).clamp(min=-6).double() - 4)
-    off = (codes - wanted).abs() > half + NOISE * wanted.abs()
-    assert not bool(off.any()), f"{label}: {int(off.sum())} of {off.numel()} codes are not the nearest"
 
 
 # ---- the ops ---------------------------------------------------------------------------------------------------------
@@ -154,10 +72,6 @@ def glu(
         exact = exact * options["scale"].double()[:, None]
     y = tw.glu(x, up, act=act, out_format=forms(device)[form], **options)
     agrees("y", y, exact, "A", ends)
-
-
-def end_rows(device: str, ends: list[int]) -> Tensor:
-    return torch.tensor(ends, dtype=torch.int32, device=device)
 
 
 def glu_gradient(device: str, grouped: bool = False) -> None:
@@ -284,12 +198,22 @@ def speed_of_light(device: str) -> None:
 CHECKS: dict[str, dict[str, Check]] = {
     "training": {
         "rms_norm_quant_fwd": partial(norm, form="blocks"),
+        "qk_norm_rope_fwd": training.qkv,
+        "qk_norm_rope_bwd": partial(training.qkv, gradient=True),
+        "router_gemm_fwd": training.router_linear,
+        "router_gemm_bwd": partial(training.router_linear, gradient=True),
+        "permute_pad": training.permute,
+        "unpermute_pad": training.unpermute,
         "silu_quant_fwd": partial(glu, form="blocks"),
         "silu_quant_bwd": glu_gradient,
         "batch_silu_quant_fwd": partial(glu, form="blocks", grouped=True),
         "batch_silu_quant_bwd": partial(glu_gradient, grouped=True),
+        "linear_gate_fwd": training.gated_norm,
+        "linear_gate_bwd": partial(training.gated_norm, gradient=True),
         "cross_entropy_fwd": loss,
         "cross_entropy_bwd": partial(loss, inplace=True),
+        "grad_norm": lambda device: training.norms(device, 2.0),
+        "count_zeros": training.zeros,
     },
     "training_more": {
         "quantize blockwise 1x128, 128x1, 128x128, grouped by expert": lambda device: quantised(
@@ -298,6 +222,13 @@ CHECKS: dict[str, dict[str, Check]] = {
         "quantize rowwise (channelwise), tensorwise": lambda device: quantised(
             device, tw.fp8("row", ways="both"), tw.fp8("tensor", ways="both")
         ),
+        "top-k routing, group-limited (DeepSeek-V3) routing score": training.routing,
+        "moe z-loss, load-balancing loss": training.router_losses,
+        "moe permute with quantised output": partial(training.permute, quantised=True),
+        "mla rope (q, kv)": training.mla_rope,
+        "rope varlen + context parallel": training.rope_packed,
+        "fused linear cross entropy": training.linear_loss,
+        "multi-tensor scale, clip, norm L1/L2/inf, count zeros": training.many,
     },
     "flashrt": {
         "rms_norm": norm,

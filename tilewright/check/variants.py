@@ -184,13 +184,13 @@ def options_one_by_one(op: Op) -> Iterator[Call]:
 def passes(op: Op, call: Call, target: Target) -> tuple[list[Wanted], list[Wanted]]:
     """What a call and its backward would launch on a chip."""
     values = op.signature.bind((), call.values)
+    there = {n for n in op.differentiable if isinstance(values[n], Tensor) and values[n].is_floating_point()}
+    needs = frozenset(there if call.gradients is None else there & call.gradients)
     with pretend(target), tw.force("triton"), torch.no_grad():
         with collect() as forward:
             op.validate(values)
-            flat = register.flatten(op.run(values))
+            flat = register.flatten(op.run(values, needs))
         results = register.saved_results(op, flat)
-        there = {n for n in op.differentiable if isinstance(values[n], Tensor) and values[n].is_floating_point()}
-        needs = frozenset(there if call.gradients is None else there & call.gradients)
         one = op.implementation({**values, **results})
         with collect() as backward:
             if needs and one.backward is not None:

@@ -78,6 +78,7 @@ class Draw:
         """The end rows of a few groups, some perhaps empty, that cover all rows: what `offsets` arguments are."""
         dtype = self.option("index", torch.int32, torch.int64)
         ends = self.integers(self.dim("experts", (1, 2, 5)), high=rows + 1, dtype=dtype)
+        ends -= ends % self.options.get("aligned", 1)
         ends[-1:] = rows
         return ends.sort().values
 

@@ -8,6 +8,9 @@ registered `torch.ops.tilewright.*` op with its fake, cost, tests and the catalo
 * `backward(saved, *grads)` returns one gradient per name in `differentiable`; `saved` holds every argument by name (tensors not
   in `saves` are None), the results named in `saves`, and `needs`, the names whose gradient is wanted.
 * `aux` results, the last ones, are kept for the backward and not handed to the caller.
+* `composite` says that host code calls torch's own products: it runs every time, unwatched (`plan.py`). Its `forward` also takes
+  `needs`, the names whose gradient is known to be wanted (none in a registered op, which is not told), and may keep more in
+  its aux results for them.
 * `spares(values)` names arguments of which this call's backward reads shape and dtype alone: they are not kept alive.
 * `sharded` takes the calls that have DTensors among their tensors.
 * `overwrites` names the flag, if there is one, that lets the backward write over an argument: eager calls alone take it.
@@ -59,6 +62,11 @@ def single(target: Target, a: SimpleNamespace) -> bool:
     return all(t.dtype != torch.float64 for t in _given(vars(a)))
 
 
+def last_backward() -> bool:
+    """Whether this is a backward after which nothing reads what was saved for it, so that it may be written over."""
+    return not torch._C._autograd._get_current_graph_task_keep_graph()
+
+
 @contextlib.contextmanager
 def force(name: str) -> Iterator[None]:
     """`force("reference")` takes the reference on any device; `force("triton")` runs kernels on CPU tensors through the
@@ -80,9 +88,9 @@ def warmup(function: Callable, *args: Any, backward: bool = True, **kwargs: Any)
         one = op.implementation(values)
         if one is None:  # the reference has nothing to compile
             return
-        flat = register.flatten(op.run(values))
-        needs = frozenset(n for n in op.differentiable if values[n] is not None)
-        if backward and needs and one.backward is not None:
+        needs = frozenset(n for n in op.differentiable if backward and values[n] is not None)
+        flat = register.flatten(op.run(values, needs))
+        if needs and one.backward is not None:
             grads = [torch.empty(flat[i].shape, dtype=flat[i].dtype, device=flat[i].device) for i in op.graded(values)]
             op.run_backward(values, register.saved_results(op, flat), grads, needs)
     finally:
@@ -111,13 +119,14 @@ class Op:
         spares: Callable[[Mapping[str, Any]], tuple[str, ...]] | None = None,
         bars: Mapping[str, Any] | None = None,
         sharded: Callable[..., Any] | None = None,
+        composite: bool = False,
     ) -> None:
         self.name, self.reference, self.inputs, self.implementations = name, reference, inputs, implementations
         self.signature = Signature.of(name, reference, where, check)
         self.results, self.aux, self.overwrites, self.cost, self.bars = results, aux, overwrites, cost, dict(bars or {})
         self.differentiable, self.graded_results = differentiable, graded_results
         self.saves = self.signature.tensors if saves is None else saves
-        self.resume, self.sharded, self.spares = resume, sharded, spares
+        self.resume, self.sharded, self.spares, self.composite = resume, sharded, spares, composite
         self.__doc__ = reference.__doc__
         self.plans: dict[tuple, tuple[Plan, Callable | None, tuple[int, ...]]] = {}
         self.backward_plans: dict[tuple, tuple[Plan, Callable]] = {}
@@ -204,25 +213,33 @@ class Op:
         seen = {k: _words(v) for k, v in values.items() if v is not None}
         return f"tried {[one.name for one in self.implementations]} on {seen}"
 
-    def run(self, values: dict[str, Any]) -> Any:
-        """All results (aux too) for validated arguments, no autograd: by a plan if there is one, else recording one."""
+    def run(self, values: dict[str, Any], needs: frozenset = frozenset()) -> Any:
+        """All results (aux too) for validated arguments, no autograd: by a plan if there is one, else recording one. `needs`:
+        whose gradients are known to be wanted."""
         with torch.no_grad():
             if self.implementation(values) is None:
                 return self.run_reference(values)
             key = call.Key()
             if not key.add(values.values()):
-                return self.record(values, None, self._slots(values), whole=True)
+                return self.record(values, None, self._slots(values), whole=True, needs=needs)
             parts = ("all results", *key.parts)
             found = self.plans.get(parts)
             if found is None or _compile_only.get():
-                return self.record(values, parts, key.slots, whole=True)
+                return self.record(values, parts, key.slots, whole=True, needs=needs)
             plan, restore, written = found
             results = plan(key.slots, key.addresses)
             for at in written:
                 torch.autograd.graph.increment_version(key.slots[at])
             return results if restore is None else restore(results)
 
-    def record(self, values: dict[str, Any], key: tuple | None, slots: list[Tensor], whole: bool) -> Any:
+    def record(
+        self,
+        values: dict[str, Any],
+        key: tuple | None,
+        slots: list[Tensor],
+        whole: bool,
+        needs: frozenset = frozenset(),
+    ) -> Any:
         """Run the host code; keep the plan of it under `key`, over `slots`, the call's tensors in the order in which later
         calls will give theirs. `whole`: give all results, not only the caller's."""
         with torch.no_grad():
@@ -230,8 +247,8 @@ class Op:
             if one is None:
                 results = self.run_reference(values)
                 return results if whole else self.public(results)
-            with Recorder(slots, _compile_only.get()) as recorder:
-                results = one.forward(**values)
+            with Recorder(slots, _compile_only.get(), not self.composite) as recorder:
+                results = one.forward(**values, **({"needs": needs} if self.composite else {}))
             written = self._written(values, slots)
             flat, restore = taken_apart(results)
             single = isinstance(results, Tensor)
@@ -330,7 +347,7 @@ class Op:
                 replay, restore = plan
                 return restore(replay(key.slots, key.addresses))
             slots = key.slots if keyed else _tensors({**values, **results, **dict(enumerate(grads))})
-            with Recorder(slots, _compile_only.get()) as recorder:
+            with Recorder(slots, _compile_only.get(), not self.composite) as recorder:
                 out = one.backward(saved, *grads, **extra)
             flat, restore = taken_apart(tuple(out))
             made = recorder.plan(flat) if keyed and not recorder.compile_only else None
@@ -362,7 +379,8 @@ class _Apply(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, op: Op, values: dict[str, Any], *tensors: Tensor | None) -> tuple:
-        flat = register.flatten(op.run(values))
+        needs = frozenset(n for n, flag in zip(op.signature.tensors, ctx.needs_input_grad[2:]) if flag)
+        flat = register.flatten(op.run(values, needs))
         register.setup(ctx, op, values, flat)
         ctx.forced = call.forced.get()
         return flat

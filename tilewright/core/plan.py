@@ -149,11 +149,12 @@ def guard(tensors: list[Tensor]) -> Callable[..., bool] | None:
 
 
 class Recorder(TorchDispatchMode):
-    """Watches one run of host code over `inputs`; slots are the inputs, then the allocations in order."""
+    """Watches one run of host code over `inputs`; slots are the inputs, then the allocations in order. Without `watch` there is
+    no plan, torch calls cost what they do elsewhere, and memory is free again when the host code lets go of it."""
 
-    def __init__(self, inputs: list[Tensor], compile_only: bool = False) -> None:
+    def __init__(self, inputs: list[Tensor], compile_only: bool = False, watch: bool = True) -> None:
         super().__init__()
-        self.compile_only = compile_only
+        self.compile_only, self.watch = compile_only, watch
         self.inputs = len(inputs)
         self.slots: list[Tensor] = list(inputs)
         self.allocations: list[tuple[Place, bool]] = []
@@ -161,6 +162,8 @@ class Recorder(TorchDispatchMode):
         # A plan finds arguments by identity: with one given twice, later calls with two would both read the last.
         twice = len({id(t) for t in inputs}) < len(inputs)
         self.foreign: str | None = "an argument that was given twice" if twice else None
+        if not watch:
+            self.foreign = "nobody watched"
         self._places: dict[int, tuple[Tensor, Place]] = {}  # by id; the tensor is kept alive so that ids stay unique
         for slot, tensor in enumerate(inputs):
             self._know(tensor, slot)
@@ -171,11 +174,12 @@ class Recorder(TorchDispatchMode):
 
     def __enter__(self) -> Recorder:
         self._outer, _local.recorder = self.active(), self
-        return super().__enter__()
+        return super().__enter__() if self.watch else self
 
     def __exit__(self, *error: Any) -> None:
         _local.recorder = self._outer
-        super().__exit__(*error)
+        if self.watch:
+            super().__exit__(*error)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -199,6 +203,8 @@ class Recorder(TorchDispatchMode):
         return known[1] if known else None
 
     def launch(self, launch: Any, ordered: list) -> None:
+        if not self.watch:
+            return
         bases = [(at, getattr(v, "base", v)) for at, v in enumerate(ordered)]  # a tensor descriptor has a base
         places = [(at, self.place(base)) for at, base in bases if isinstance(base, Tensor)]
         if launch.bind is None:

@@ -257,7 +257,8 @@ def rms_norm_backward(
             g = dy * w
         square, cross = tl.reduce((x * x, x * g), 1, add_pairs)
         if RSTD is None:
-            rstd = tl.rsqrt(square * inv_n + eps)[:, None]
+            # Past the last row x is 0, and with an eps of 0 the sum for dweight would take 0 * inf
+            rstd = tl.where(live, tl.rsqrt(square * inv_n + eps)[:, None], 0.0)
         else:
             rstd = tl.load(RSTD + row, live, 0.0)
         xhat = x * rstd

@@ -1,0 +1,58 @@
+"""What gated_group_norm promises beyond the properties of every op: eps of 0, gates that saturate, tiles across batches."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import tilewright as tw
+from tilewright.check.oracle import check, outcome
+from tilewright.ops.gated_group_norm import gated_group_norm as op
+
+
+@pytest.fixture(autouse=True)
+def kernels():
+    with tw.force("triton"):
+        yield
+
+
+def drawn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def hold(label: str, *args: Tensor, **options) -> None:
+    """A call and its backward against float64."""
+    values = op.signature.bind(args, options)
+    check(op, label, values, outcome(op, values))
+
+
+@pytest.mark.parametrize("groups", [1, 3, 8])
+@pytest.mark.parametrize("fmt", [None, tw.fp8("1x128", ways="row")])
+def test_no_eps(groups, fmt):
+    """What lies past the last row and the last group is zero, and its rstd without eps infinite: neither may show."""
+    args = drawn(1, 5, 24), drawn(5, 1, 24, seed=1), drawn(24, seed=2)
+    hold(f"groups={groups}, {fmt}", *args, eps=0.0, groups=groups, out_format=fmt)
+
+
+@pytest.mark.parametrize("scale", [1e4, 0.0])
+@pytest.mark.parametrize("act", ["sigmoid", "silu"])
+def test_gates_far_out_and_at_zero(scale, act):
+    args = drawn(2, 3, 32), drawn(3, 2, 32, seed=1) * scale, drawn(8, seed=2)
+    hold(f"gate times {scale}", *args, groups=4, act=act)
+
+
+@pytest.mark.parametrize("batch, length", [(1, 140), (2, 67), (3, 47), (7, 19), (131, 1), (47, 3)])
+@pytest.mark.parametrize("hidden, groups", [(32, 2), (48, 2), (136, 1)])
+def test_tiles_find_their_rows(batch, length, hidden, groups):
+    """More rows than a tile has: rows of the result run over batches, rows of x over positions."""
+    x, gate = drawn(batch, length, hidden), drawn(length, batch, hidden, seed=1)
+    values = op.signature.bind((x, gate, drawn(hidden // groups, seed=2)), {"groups": groups})
+    values["out_format"] = tw.fp8("1x128", ways="both")
+    with torch.no_grad():
+        check(op, f"batch {batch}", values, outcome(op, values))
+
+
+def test_gate_in_another_precision():
+    for x, gate in ((torch.bfloat16, torch.float32), (torch.float32, torch.float16)):
+        hold(f"{x}, {gate}", drawn(2, 3, 16, dtype=x), drawn(3, 2, 16, seed=1, dtype=gate), drawn(16, seed=2), groups=2)

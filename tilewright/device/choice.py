@@ -1,0 +1,80 @@
+"""Choosing the largest of a row by integer keys that order as the numbers do, ties to the lower index.
+
+Tiles are [rows, groups, places]. A NaN is above all numbers, as in torch's sort, and -0 is 0. Two codes lie below every number's
+key: TAKEN, of what was chosen already, and OUT, of what cannot be.
+"""
+
+import triton
+import triton.language as tl
+
+TAKEN = tl.constexpr(-(2**31))
+OUT = tl.constexpr(-(2**31) + 1)
+BEYOND = tl.constexpr(2**31 - 1)
+
+
+@triton.jit
+def key_of(v):
+    """The key of fp32 numbers."""
+    bits = tl.where(v == 0.0, 0, v.to(tl.int32, bitcast=True))
+    return tl.where(v != v, 0x7FFFFFFF, bits ^ ((bits >> 31) & 0x7FFFFFFF))
+
+
+@triton.jit
+def number_of(key):
+    """The number of a key."""
+    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def first_largest(key, index, AXIS: tl.constexpr):
+    """(largest key, lowest index that has it) along an axis, which stays. Two integer reductions, for each is one instruction
+    where a row lies in a warp; one of pairs would be ten shuffles."""
+    best = tl.max(key, AXIS, keep_dims=True)
+    return best, tl.min(tl.where(key == best, index, BEYOND), AXIS, keep_dims=True)
+
+
+@triton.jit
+def keep_groups(key, e, group, GROUPS: tl.constexpr, KEPT: tl.constexpr, BEST: tl.constexpr):
+    """`key` with all but KEPT groups OUT: those whose BEST largest numbers have the largest sums."""
+    left = key
+    sums = tl.zeros([key.shape[0], key.shape[1], 1], tl.float32)
+    for _ in range(BEST):
+        best, at = first_largest(left, e, 2)
+        sums += number_of(best)
+        left = tl.where(e == at, TAKEN, left)
+    rank = tl.where(group < GROUPS, key_of(sums), OUT)
+    for _ in range(KEPT):
+        _, at = first_largest(rank, group, 1)
+        rank = tl.where(group == at, TAKEN, rank)
+    return tl.where(rank == TAKEN, key, OUT)
+
+
+@triton.jit
+def choose(key, e, K: tl.constexpr, COLUMNS: tl.constexpr):
+    """Indices of the K largest of each row in falling order, [rows, COLUMNS]; -1 after the last that is not OUT."""
+    col = tl.arange(0, COLUMNS)[
+        None, None, :
+    ]  # along the places, for along the rows every thread would hold all of them
+    chosen = tl.full([key.shape[0], 1, COLUMNS], -1, tl.int32)
+    for j in range(K):
+        best = tl.max(tl.max(key, 2, keep_dims=True), 1, keep_dims=True)
+        at = tl.where(key == best, e, BEYOND)
+        at = tl.min(tl.min(at, 2, keep_dims=True), 1, keep_dims=True)
+        key = tl.where(e == at, TAKEN, key)
+        chosen = tl.where((col == j) & (best > OUT), at, chosen)
+    return tl.reshape(chosen, [key.shape[0], COLUMNS])
+
+
+@triton.jit
+def spread(chosen, value, col, e, K: tl.constexpr):
+    """(values [rows, columns] summed at their indices [rows, indices], which of those there were); an index that is no column of
+    the result is dropped."""
+    out = tl.zeros([chosen.shape[0], e.shape[1]], tl.float32)
+    found = tl.zeros([chosen.shape[0], e.shape[1]], tl.int32)  # as truth values they would be packed bit by bit
+    bits = value.to(tl.int32, bitcast=True)
+    for j in range(K):
+        at = tl.max(tl.where(col == j, chosen, -1), 1, keep_dims=True)
+        v = tl.max(tl.where(col == j, bits, TAKEN), 1, keep_dims=True).to(tl.float32, bitcast=True)
+        out += tl.where(e == at, v, 0.0)
+        found = tl.where(e == at, 1, found)
+    return out, found
