@@ -11,7 +11,7 @@ import torch
 
 import tilewright as tw
 from tests.pretended import Pretended
-from tilewright.bench import cases, check, rivals, run, timing
+from tilewright.bench import cases, check, rivals, run, sol, timing
 from tilewright.bench.work import Work
 from tilewright.core.op import Op
 
@@ -257,6 +257,7 @@ def pretended(monkeypatch):
     monkeypatch.setattr(check, "poison", lambda nbytes: None)
     monkeypatch.setattr(run, "floor_us", lambda read, written: 4.0)
     monkeypatch.setattr(run, "extra_bytes", lambda work: 7)
+    monkeypatch.setattr(sol, "sustained_us", lambda call, us, device, clock: (2 * us, 1500))
     monkeypatch.setattr(Work, "build", staticmethod(lambda case, seed=0: build(case, seed, "cpu")))
     return device
 
@@ -265,8 +266,17 @@ def pretended(monkeypatch):
 def test_a_case_is_checked_timed_and_set_beside_its_floor(family, pretended):
     case = replace(small(family), metric="fraction")
     row = run.measure(case, ["eager", "nobody"] if case.direction == "forward" else [])
-    assert row["us"] == pytest.approx(5.0) and row["fraction"] == row["measured"] == pytest.approx(0.8)
+    assert row["us"] == pytest.approx(5.0)
+    if case.direction == "step":  # bound by products, not by bytes
+        assert row["floor_us"] is row["fraction"] is None
+    else:
+        assert row["fraction"] == row["measured"] == pytest.approx(0.8)
     assert row["method"] == "graph" and 0 <= row["error"] < 2.5e-3 and row["extra_bytes"] == 7
+    if family.startswith("router"):
+        flops = 2 * 256 * 256 * 4 * (2 if case.direction == "backward" else 1)
+        assert row["rates"] == {"burst": flops / 5e6, "sustained": flops / 1e7, "clock_mhz": 1500}
+    else:
+        assert "rates" not in row or case.direction == "step"
     if case.direction == "forward":
         assert row["rivals"] == {"eager": pytest.approx(5.0)} and "no such rival" in row["absent"]["nobody"]
 

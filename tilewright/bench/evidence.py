@@ -25,6 +25,7 @@ FIELDS: dict[str, tuple[type, ...]] = {
     "extra_bytes": (int, type(None)), "host_us": (int, float, type(None)), "method": (str,), "bytes": (list,),
     "gpu": (str,), "arch": (str,), "sms": (int,), "torch": (str,), "triton": (str,), "date": (str,), "source": (str,),
 }  # fmt: skip
+OPTIONAL = ("rates",)  # of matrix products
 LONGEST = 64 << 20  # bytes of a file that are read
 
 

@@ -19,7 +19,7 @@ import triton
 
 from ..check import guarded
 from ..core.target import Target
-from . import check, rivals, timing
+from . import check, rivals, sol, timing
 from .cases import CASES, Case
 from .evidence import Row
 from .floor import floor_us
@@ -90,13 +90,24 @@ def measure_device(case: Case, beside: Sequence[str]) -> Row:
     few = max(5, min(100, int(20_000 / timed.us)))  # the launch queue must not fill
     host = timing.time_host(work[0].call, batches=9, per_batch=few)
     floor = None if case.direction == "step" else floor_us(read, written)  # a product is not bound by bytes
+    rates = matrix_rates(work[0], timed.us)
     if once:
         restore()
     found, absent, spoiled = measure_rivals(work, calls, beside)  # last: a capture that fails spoils the process
     return {
         "us": timed.us, "floor_us": floor, "host_us": host, "rivals": found, "absent": absent, "error": error,
-        "method": timed.method, "bytes": [read, written], "extra_bytes": extra, "spoiled": spoiled,
+        "method": timed.method, "bytes": [read, written], "extra_bytes": extra, "spoiled": spoiled, **rates,
     }  # fmt: skip
+
+
+def matrix_rates(work: Work, us: float) -> Row:
+    """Of a matrix product its rate in TFLOP/s, as a burst and sustained, with the clock then: power lowers the second."""
+    if work.op.flops is None:
+        return {}
+    # A gradient of a product is two of its size
+    flops = work.op.flops(**work.values) * {"forward": 1, "backward": 2, "step": 3}[work.case.direction]
+    steady, mhz = sol.sustained_us(work.call, us, timing.Cuda(), sol.sm_clock)
+    return {"rates": {"burst": flops / us / 1e6, "sustained": flops / steady / 1e6, "clock_mhz": mhz}}
 
 
 def measure_rivals(

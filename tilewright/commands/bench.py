@@ -83,7 +83,8 @@ def measured(chosen: list, beside: list[str], limit: float, folder: Path | None,
             for row in run.supervise([case.name for case in chosen], beside, limit=limit):
                 rows.append(judged(row))
                 if record and row["status"] == "ok":
-                    evidence.record([{name: row[name] for name in evidence.FIELDS}], folder)
+                    kept = [name for name in (*evidence.FIELDS, *evidence.OPTIONAL) if name in row]
+                    evidence.record([{name: row[name] for name in kept}], folder)
                 progress.console.print(line(rows[-1]), highlight=False)
                 progress.advance(task)
         except KeyboardInterrupt:
@@ -134,10 +135,19 @@ def summary(row: dict[str, Any], beside: list[str]) -> dict[str, Any]:
         "fraction": "" if row["fraction"] is None else f"{row['fraction']:.3f}",
         "goal": "" if row["goal"] is None else f"{row['goal']:.2f} {verdict}",
         "rivals": " ".join(f"{n} {row['rivals'][n]:.1f}" if n in row["rivals"] else f"{n} -" for n in names),
+        "TFLOP/s": rate(row.get("rates")),
         "host us": f"{row['host_us']:.1f}",
         "error": f"{row['error']:.2e}",
         "extra bytes": row["extra_bytes"],
     }
+
+
+def rate(rates: dict[str, Any] | None) -> str:
+    """The rate of a matrix product: a burst, then sustained, at which clock."""
+    if rates is None:
+        return ""
+    clock = f" at {rates['clock_mhz']} MHz" if rates["clock_mhz"] else ""
+    return f"{rates['burst']:.0f}, sustained {rates['sustained']:.0f}{clock}"
 
 
 def goals_table(rows: list[dict[str, Any]], recorded: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -12,6 +12,7 @@ registered `torch.ops.tilewright.*` op with its fake, cost, tests and the catalo
   `needs`, the names whose gradient is known to be wanted (none in a registered op, which is not told), and may keep more in
   its aux results for them.
 * `spares(values)` names arguments of which this call's backward reads shape and dtype alone: they are not kept alive.
+* `flops` counts the multiplications and additions of an op that is a matrix product, forward; its rates are then measured.
 * `sharded` takes the calls that have DTensors among their tensors.
 * `overwrites` names the flag, if there is one, that lets the backward write over an argument: eager calls alone take it.
 """
@@ -116,6 +117,7 @@ class Op:
         overwrites: str | None = None,
         check: Callable[..., None] | None = None,
         cost: Callable[..., tuple[int, int]] | None = None,
+        flops: Callable[..., int] | None = None,
         spares: Callable[[Mapping[str, Any]], tuple[str, ...]] | None = None,
         bars: Mapping[str, Any] | None = None,
         sharded: Callable[..., Any] | None = None,
@@ -127,6 +129,7 @@ class Op:
         self.differentiable, self.graded_results = differentiable, graded_results
         self.saves = self.signature.tensors if saves is None else saves
         self.resume, self.sharded, self.spares, self.composite = resume, sharded, spares, composite
+        self.flops = flops
         self.__doc__ = reference.__doc__
         self.plans: dict[tuple, tuple[Plan, Callable | None, tuple[int, ...]]] = {}
         self.backward_plans: dict[tuple, tuple[Plan, Callable]] = {}

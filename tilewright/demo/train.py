@@ -30,7 +30,7 @@ from .model import LanguageModel, Ops, Sizes
 TEXT = Path(__file__).parent.parent / "data" / "demo.txt"
 WINDOW = 10  # steps of the moving mean: one step's loss jumps by 0.1 with the text it drew
 EARLY = 20  # steps in which rounding has not yet grown
-RISE = 20  # steps in which the learning rate rises: a jump in the first steps is where curves part by rounding alone
+RISE = 20  # steps, a fifth at most, in which the learning rate rises: a jump in the first steps is where curves part by rounding alone
 WARM = 3  # steps left out of the step time: kernels are compiled and memory is taken in them
 
 
@@ -97,12 +97,12 @@ def train(
         network.parameters(), lr=setting.rate, betas=(0.9, 0.95), weight_decay=0.1, fused=device.type == "cuda"
     )
     reset_peak(device)
-    took = []
+    took, rise = [], max(1, min(RISE, steps // 5))
     for step, text in enumerate(batches(sizes, steps, seed)):
         text = text.to(device)
         start = now(device)
         for group in optimizer.param_groups:
-            group["lr"] = setting.rate * min(1.0, (step + 1) / RISE) * 0.5 * (1 + math.cos(math.pi * step / steps))
+            group["lr"] = setting.rate * min(1.0, (step + 1) / rise) * 0.5 * (1 + math.cos(math.pi * step / steps))
         loss = network(text)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)

@@ -444,6 +444,7 @@ def backward(saved: SimpleNamespace, dloss: Tensor) -> tuple:
 
 linear_cross_entropy = Op(
     "linear_cross_entropy", reference, inputs, Triton(forward, backward, single),
+    flops=lambda hidden, weight, **_: 2 * hidden.numel() * weight.shape[0],
     where={
         "hidden": "float[... hidden]", "weight": "hidden[vocab hidden]", "labels": "int[...]", "bias": "float[vocab]",
         "label_smoothing": between(0.0, 1.0), "softcap": above(0.0), "z_loss": at_least(0.0),

@@ -404,7 +404,7 @@ def fuses(target: Target, a: SimpleNamespace) -> bool:
 
 router_linear = Op(
     "router_linear", reference, inputs, Triton(forward, fused_backward, fuses, "fused"),
-    Triton(forward, backward, single, "products"),
+    Triton(forward, backward, single, "products"), flops=lambda x, weight, **_: 2 * x.numel() * weight.shape[0],
     where={"x": "float[... hidden]", "weight": "float[experts hidden]", "bias": "float[experts]", "out": "float32[... experts]"},
     differentiable=("x", "weight", "bias"), spares=lambda values: ("bias",), bars={"class": "E", "gradient": "F"},
 )  # fmt: skip
