@@ -30,7 +30,7 @@ from .model import LanguageModel, Ops, Sizes
 TEXT = Path(__file__).parent.parent / "data" / "demo.txt"
 WINDOW = 10  # steps of the moving mean: one step's loss jumps by 0.1 with the text it drew
 EARLY = 20  # steps in which rounding has not yet grown
-RISE = 20  # steps, a fifth at most, in which the learning rate rises: a jump in the first steps is where curves part by rounding alone
+RISE = 20  # steps, a fifth at most, in which the learning rate rises: a jump at first is where rounding parts curves
 WARM = 3  # steps left out of the step time: kernels are compiled and memory is taken in them
 
 
