@@ -171,14 +171,20 @@ def test_token_counts_share_variants(op):
 
 
 def shapes() -> list[dict[str, int]]:
-    """Few and many tokens by narrow, wide and whole widths."""
+    """Few and many tokens by narrow, wide and whole widths; of experts a few numbers, for a model has one."""
     source = random.Random(1)
     found = []
     for _ in range(SHAPES):
         width = source.choice((source.randrange(1, 400), source.randrange(1, 20000), 128 * source.randrange(1, 64)))
         tokens = source.choice((source.randrange(1, 300), source.randrange(1, 20000)))
         found.append(
-            {**COMMON, "tokens": tokens, "hidden": width, "vocab": 8 * width, "experts": source.randrange(1, 65)}
+            {
+                **COMMON,
+                "tokens": tokens,
+                "hidden": width,
+                "vocab": 8 * width,
+                "experts": source.choice((1, 7, 8, 60, 64)),
+            }
         )
     return found
 
