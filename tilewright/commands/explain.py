@@ -17,15 +17,12 @@ def explain(
         list[str] | None, typer.Option(help="A dimension, tokens=8192 say; may be given several times.")
     ] = None,
     format: Annotated[str, typer.Option(help="An out_format, fp8:e4m3:1x128:both:pow2:te say.")] = "",
+    full: Annotated[bool, typer.Option("--full", help="With every optional tensor.")] = False,
     as_json: Json = False,
 ) -> None:
     """Which implementation a bf16 call takes on a chip, and what it launches there, forward and backward."""
-    import torch
-
-    from ..core import register
-    from ..core.draw import Draw
+    from ..check.variants import COMMON, Blank, Call, passes
     from ..core.format import Format
-    from ..core.kernel import collect
     from ..core.op import force
     from ..core.target import TARGETS, pretend
 
@@ -34,21 +31,14 @@ def explain(
         fail(f"--arch {arch} is not one of {', '.join(TARGETS)}")
     if format and "out_format" not in op.signature.names:
         fail(f"{name} has no out_format")
-    dims = {"tokens": 256, "hidden": 2048, "vocab": 32000, "experts": 4, **dimensions(dim)}
-    values = op.signature.bind((), op.inputs(Draw(0, dims, dtype=torch.bfloat16)))
+    dims = {**COMMON, "tokens": 256, "hidden": 2048, "vocab": 32000, **dimensions(dim)}
     try:
+        given = op.inputs(Blank(op, dims, full=full))
         if format:
-            values["out_format"] = Format.parse(format)
-        with pretend(TARGETS[arch]), force("triton"), torch.no_grad():
-            op.validate(values)
-            chosen = op.implementation(values)
-            with collect() as forward:
-                flat = register.flatten(op.run(values))
-            needs = frozenset(n for n in op.differentiable if values[n] is not None)
-            with collect() as backward:
-                if needs:
-                    grads = [torch.empty_like(flat[i]) for i in op.graded(values)]
-                    op.run_backward(values, register.saved_results(op, flat), grads, needs)
+            given["out_format"] = Format.parse(format)
+        forward, backward = passes(op, Call(given), TARGETS[arch])
+        with pretend(TARGETS[arch]), force("triton"):
+            chosen = op.implementation(op.signature.bind((), given))
     except (ValueError, TypeError, RuntimeError) as error:
         fail(str(error).partition("\n")[0])
     rows = [

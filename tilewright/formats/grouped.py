@@ -12,8 +12,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from tilewright.core.format import Quantized
-from tilewright.formats.fp8 import CODES, Fp8, ceil128, one_of, padded
+from ..core.format import Quantized
+from .fp8 import CODES, Fp8, ceil128, one_of, padded
+from .interchange import te_codes
 
 MAPS = ("experts", "tokens", "compact")
 
@@ -128,13 +129,8 @@ def from_te_grouped(
     rule: str = "te",
 ) -> Quantized:
     """The inverse of `to_te_grouped`: `offsets` are the end rows of the groups, `columns` the size of a row."""
-    name = next((n for n, c in CODES.items() if c.te_name == fields["fp8_dtype"]), None)
-    if name is None:
-        raise ValueError(f"fp8_dtype: must be one of {', '.join(c.te_name for c in CODES.values())}")
+    name, ways = te_codes(fields)
     data, codes_t = fields["rowwise_data"], fields["columnwise_data"]
-    if data is None and codes_t is None:
-        raise ValueError("rowwise_data, columnwise_data: at least one is needed")
-    ways = "both" if data is not None and codes_t is not None else "row" if codes_t is None else "col"
     rows = (data if data is not None else codes_t).numel() // max(1, columns)
     code, tensors = CODES[name].dtype, []
     if data is not None:

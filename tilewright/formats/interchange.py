@@ -5,7 +5,8 @@ Lossless both ways: codes and scales keep their bits, and memory is shared where
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -110,6 +111,17 @@ def to_te_blockwise(q: Quantized) -> dict[str, Tensor | str | bool | None]:
     )
 
 
+def te_codes(fields: Mapping[str, Any]) -> tuple[str, str]:
+    """(name of the code, ways) of TransformerEngine's fields."""
+    name = next((n for n, c in CODES.items() if c.te_name == fields["fp8_dtype"]), None)
+    if name is None:
+        raise ValueError(f"fp8_dtype: must be one of {', '.join(c.te_name for c in CODES.values())}")
+    row, column = (fields[f"{way}_data"] is not None for way in ("rowwise", "columnwise"))
+    if not row and not column:
+        raise ValueError("rowwise_data, columnwise_data: at least one is needed")
+    return name, "both" if row and column else "row" if row else "col"
+
+
 def from_te_blockwise(
     fields: dict[str, Tensor | str | bool | None],
     dtype: torch.dtype = torch.bfloat16,
@@ -118,13 +130,8 @@ def from_te_blockwise(
     rule: str = "te",
 ) -> Quantized:
     """The inverse of `to_te_blockwise`, sharing memory with the fields."""
-    name = next((n for n, c in CODES.items() if c.te_name == fields["fp8_dtype"]), None)
-    if name is None:
-        raise ValueError(f"fp8_dtype: must be one of {', '.join(c.te_name for c in CODES.values())}")
+    name, ways = te_codes(fields)
     data, data_t = fields["rowwise_data"], fields["columnwise_data"]
-    if data is None and data_t is None:
-        raise ValueError("rowwise_data, columnwise_data: at least one is needed")
-    ways = "both" if data is not None and data_t is not None else "row" if data_t is None else "col"
     format = Fp8("128x128" if fields["is_2D_scaled"] else "1x128", name, ways, pow2, rule)
     shape = tuple(data.shape) if data is not None else (*data_t.shape[1:], data_t.shape[0])
     M, N = flat_rows(shape), shape[-1]

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 from triton import JITFunction, jit
 
-from ..core.format import Quantized
+from ..core.format import Format, Quantized
 from ..core.kernel import kernel
 from ..core.target import Target
 from ..core.tensor import cdiv, power_of_two
@@ -193,6 +193,26 @@ def is_fast(tensor: Tensor) -> bool:
     """Whether the tensor's chip has the conversion instructions that the format word fast stands for."""
     target = Target.at(tensor.device)
     return target.fp8 and target.arch.startswith("sm_")
+
+
+def by_bulk_copies(target: Target, x: Tensor, format: Format | None, out: Quantized | None = None) -> bool:
+    """Whether Gluon kernels may fetch 128x128 tiles of x by bulk tensor copies and store them both ways by whole words."""
+    M, N = x.numel() // max(1, x.shape[-1]), x.shape[-1]
+    return (
+        target.gluon
+        and target.arch == "sm_90"
+        and target.tma
+        and x.dtype == torch.bfloat16
+        and isinstance(format, Fp8)
+        and (format.granularity, format.ways, format.pow2) == ("1x128", "both", True)
+        and x.is_contiguous()
+        and x.data_ptr() % 16 == 0
+        and M % 16 == 0
+        and 0 < M < 2**24  # offsets within a tile are 32-bit
+        and 0 < N < 2**24
+        and N % 128 == 0
+        and (out is None or all(t.data_ptr() % 16 == 0 for t in out.tensors()))
+    )
 
 
 def store_tiles(

@@ -374,7 +374,7 @@ MOST_TILES = 30  # an SM: with more of them the Triton kernel, three programs to
 
 
 def few_tiles(target: Target, a: SimpleNamespace) -> bool:
-    if not fits(target, a.x, a.up, a.out_format):
+    if not fits(target, a.x, a.up, a.out_format, getattr(a, "out", None)):
         return False
     hidden = a.x.shape[-1] // 2
     return tiles_of(a.x.numel() // (2 * hidden), hidden, grouping(a.offsets)[1]) <= MOST_TILES * target.sms

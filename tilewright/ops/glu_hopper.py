@@ -9,7 +9,6 @@ read of its operands: while dgate is quantised, dup waits where gate and up were
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -22,8 +21,7 @@ from ..core.target import Target
 from ..core.tensor import cdiv
 from ..device.activation import gated, gated_gradient
 from ..device.hopper import TILE, store_tile, widen
-from ..formats.fp8 import Fp8
-from ..formats.tiles import row_stride
+from ..formats.tiles import by_bulk_copies, row_stride
 
 PER_SM = 2  # programs; 250 registers on four warps leave room for no more
 PAIR = gl.constexpr(gl.BlockedLayout([2, 4, 8], [1, 4, 8], [1, 4, 1], [2, 1, 0]))  # gate's and up's TILE
@@ -231,24 +229,9 @@ def glu_backward_pairs(
             block, row0, rows_left, col0 = next_block, next_row, next_left, next_col
 
 
-def fits(target: Target, x: Tensor, up: Tensor | None, format: Format | None) -> bool:
-    """Whether the kernels above take this x into this format."""
-    M, width = x.numel() // max(1, x.shape[-1]), x.shape[-1]
-    return (
-        target.gluon
-        and target.arch == "sm_90"
-        and target.tma
-        and up is None
-        and x.dtype == torch.bfloat16
-        and isinstance(format, Fp8)
-        and (format.granularity, format.ways, format.pow2) == ("1x128", "both", True)
-        and x.is_contiguous()
-        and x.data_ptr() % 16 == 0
-        and M % 16 == 0
-        and 0 < M < 2**24  # offsets within a tile are 32-bit
-        and 0 < width < 2**23
-        and width % 256 == 0
-    )
+def fits(target: Target, x: Tensor, up: Tensor | None, format: Format | None, out: Quantized | None = None) -> bool:
+    """Whether the kernels above take this x, gate and up merged, into this format."""
+    return up is None and by_bulk_copies(target, x, format, out) and x.shape[-1] % 256 == 0 and x.shape[-1] < 2**23
 
 
 def tiles_of(M: int, N: int, groups: int) -> int:

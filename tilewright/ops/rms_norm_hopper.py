@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -21,8 +20,7 @@ from ..core.op import single
 from ..core.target import Target
 from ..core.tensor import cdiv
 from ..device.hopper import TILE, store_tile, widen
-from ..formats.fp8 import Fp8
-from ..formats.tiles import row_stride
+from ..formats.tiles import by_bulk_copies, row_stride
 
 PER_SM = 2  # programs; 250 registers on four warps leave room for no more
 BYTES = gl.constexpr(64 * 128 * 2)  # of half a tile
@@ -122,23 +120,9 @@ def rms_norm_tiles(
 
 
 def fits(target: Target, x: Tensor, format: Format | None, out: Quantized | None = None) -> bool:
-    """Whether the kernel above takes this x into this format."""
-    M, N = x.numel() // max(1, x.shape[-1]), x.shape[-1]
-    return (
-        target.gluon
-        and target.arch == "sm_90"
-        and target.tma
-        and x.dtype == torch.bfloat16
-        and isinstance(format, Fp8)
-        and (format.granularity, format.ways, format.pow2) == ("1x128", "both", True)
-        and x.is_contiguous()
-        and x.data_ptr() % 16 == 0
-        and M % 16 == 0
-        and 0 < M < 2**24  # offsets within a tile are 32-bit
-        and 0 < N < 2**24
-        and N % 128 == 0
-        and cdiv(M, 128) * (N // 128) >= PER_SM * target.sms  # with fewer tiles there is none to fetch ahead
-        and (out is None or all(t.data_ptr() % 16 == 0 for t in out.tensors()))
+    """Whether the kernel above takes this x into this format: with fewer tiles there is none to fetch ahead."""
+    return by_bulk_copies(target, x, format, out) and cdiv(x.numel() // x.shape[-1], 128) * (x.shape[-1] // 128) >= (
+        PER_SM * target.sms
     )
 
 
