@@ -250,7 +250,7 @@ def test_alignment_comes_and_goes(op):
     """The same shapes, now aligned to 16 bytes and now not: no launch may take one for the other."""
     case = draw(op, NET, 60, torch.bfloat16, {**SMALL, "tokens": 16, "hidden": 256, "vocab": 256}, full=True)
     named = row_arguments(op, case.values) or tensors(op, case.values)
-    moved = {**case.values, **{n: layouts.one_further(t) for n, t in named.items()}}
+    moved = put(case.values, {n: layouts.one_further(t) for n, t in named.items()})
     with torch.no_grad():
         expected = as_tuple(op.function(**case.values))
         for turn in range(300):

@@ -53,16 +53,20 @@ def _tensors(op: Op, p: Parameter, values: Mapping[str, Any]) -> Iterator[tuple]
         yield "None", p.name, None
     for value in (good.tolist(), "tensor", 1.5, True, good.detach().cpu().float().numpy(), object()):
         yield f"a {type(value).__name__}", p.name, value
-    if good.is_floating_point():
+    if rule.dtype == "any":
+        yield "complex of 16 bytes", p.name, good.to(torch.complex128)
+    elif good.is_floating_point():
         yield "integers", p.name, good.to(torch.int64)
         yield "complex", p.name, good.to(torch.complex64)
-        yield "float8", p.name, good.to(torch.float8_e4m3fn)
+        other = torch.bfloat16 if rule.dtype == "codes" else torch.float8_e4m3fn
+        yield str(other), p.name, good.to(other)
     else:
         yield "floats", p.name, good.float()
         yield "int8", p.name, good.to(torch.int8)
-    if rule.dtype != "int_or_bool":
+    if rule.dtype not in ("int_or_bool", "any"):
         yield "booleans", p.name, good.bool()
-    yield "sparse", p.name, good.to_sparse()
+    codes = good.is_floating_point() and good.element_size() == 1  # of which torch makes no sparse tensor
+    yield "sparse", p.name, (good.float() if codes else good).to_sparse()
     if good.is_floating_point() and good.dim() > 0 and op.name != "dequantize":
         yield "Quantized", p.name, tw.fp8("row").quantize(good)
     if rule.dims:

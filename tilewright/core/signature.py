@@ -1,8 +1,8 @@
 """What an op's arguments may be, read once from its reference's signature and its `where` rows.
 
 A row is `dtype[dims]` for a tensor, `"float[... hidden]"` say: dims are names that must agree between arguments, integers,
-or a leading `...` (any leading dimensions, equal wherever it appears). The dtype is a class (`float`, `int`, `any`), a torch
-dtype's name, or another argument's name (the same dtype). The row of a `list[Tensor]` holds for each of its tensors, which
+or a leading `...` (any leading dimensions, equal wherever it appears). The dtype is a class (`float`, `int`, `codes`, `any`), a
+torch dtype's name, or another argument's name (the same dtype). The row of a `list[Tensor]` holds for each of its tensors, which
 need not agree with one another; one whose dtype is another list's name is like that list, tensor by tensor. For a number it
 is `at_least(0)`, `above(0)`, `between(0, 1)` or `one_of(1, 2)`.
 Everything here depends on types, shapes and dtypes alone, so a call whose key was seen before need not be checked again.
@@ -28,6 +28,7 @@ DTYPES = {
     "float": (torch.bfloat16, torch.float16, torch.float32, torch.float64),
     "int": (torch.int32, torch.int64),
     "int_or_bool": (torch.int32, torch.int64, torch.bool),
+    "codes": (torch.float8_e4m3fn, torch.float8_e5m2),
     "any": None,
 }
 SCHEMA_TYPES = {float: "float", int: "int", bool: "bool", str: "str", Tensor: "Tensor", Format: "str", list: "Tensor[]"}

@@ -7,6 +7,9 @@ import math
 import torch
 from torch import Tensor
 
+# Integers of each size in bytes: what moves elements without looking at them takes them as these.
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
 
 def cdiv(a: int, b: int) -> int:
     """a / b rounded up."""
@@ -54,3 +57,10 @@ def fold_like(t: Tensor, inner: int) -> tuple[Tensor, tuple[int, int]]:
     """(t, its strides) for one number per row of a tensor that was folded."""
     t = t.reshape(t.numel() // inner, inner)
     return t, t.stride()
+
+
+def pieces(t: Tensor, other: Tensor) -> int:
+    """Of how many bf16 numbers a factor consists; 1 also of two fp16 ones, which have an instruction of their own."""
+    if t.dtype == torch.float32:
+        return 3
+    return 2 if t.dtype == torch.float16 and other.dtype != torch.float16 else 1

@@ -18,7 +18,7 @@ from ..core.draw import Draw
 from ..core.kernel import kernel
 from ..core.op import Op, Triton, single, upcast
 from ..core.target import Target
-from ..core.tensor import cdiv, power_of_two, rows, vector
+from ..core.tensor import cdiv, pieces, power_of_two, rows, vector
 from ..device.products import multiply, peel, sum_parts
 from .rms_norm import sum_columns
 
@@ -57,13 +57,6 @@ MOST_EXPERTS = 256  # whose gradients, BLOCK_H columns of them, one program hold
 # room for three steps
 BLOCK_T, BLOCK_H = 64, 128
 ROWS = 16  # of the gradient that one program takes apart
-
-
-def pieces(t: Tensor, other: Tensor) -> int:
-    """Of how many bf16 numbers a factor consists; 1 also of two fp16 ones, which have an instruction of their own."""
-    if t.dtype == torch.float32:
-        return 3
-    return 2 if t.dtype == torch.float16 and other.dtype != torch.float16 else 1
 
 
 def pieces_of_gradient(precision: str) -> int:
@@ -159,11 +152,11 @@ def router_linear_forward(
     default=lambda a: _default_backward(a, a.W, 128, a.PIECES_W),
 )
 def router_linear_backward_x(
-    DY, W, DX, M, N, K, stride_ym, stride_yn, stride_wn, stride_wk,
+    DY, W, ADD, DX, M, N, K, stride_ym, stride_yn, stride_wn, stride_wk,
     STORED: tl.constexpr, PIECES_Y: tl.constexpr, PIECES_W: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """DX from STORED matrices DY, one after the other in memory, that add up to the gradient."""
+    """DX from STORED matrices DY, one after the other in memory, that add up to the gradient; plus ADD unless that is None."""
     tile = tl.program_id(0)
     across = tl.cdiv(K, BLOCK_N)
     row = tile // across * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -174,8 +167,11 @@ def router_linear_backward_x(
             dx, DY + piece * M.to(tl.int64) * stride_ym, W, row, col, 0, N, M, K,
             stride_ym, stride_yn, stride_wn, stride_wk, PIECES_Y, PIECES_W, BLOCK_K, STAGES,
         )  # fmt: skip
+    inside = (row < M)[:, None] & (col < K)[None, :]
     at = row.to(tl.int64)[:, None] * K + col[None, :]
-    tl.store(DX + at, dx.to(DX.dtype.element_ty), (row < M)[:, None] & (col < K)[None, :])
+    if ADD is not None:
+        dx += tl.load(ADD + at, inside, 0.0).to(tl.float32)
+    tl.store(DX + at, dx.to(DX.dtype.element_ty), inside)
 
 
 @kernel(
@@ -262,10 +258,12 @@ def _fused(target: Target, experts: int) -> list[dict]:
     candidates=lambda a: _fused(Target.at(a.X.device), a.N),
 )
 def router_linear_backward(
-    PIECE, X, W, DX, DW, M, N, K, stride_xm, stride_xk, stride_wn, stride_wk, RANGES, STEPS, WIDTH: tl.constexpr,
-    PIECES: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, STAGES: tl.constexpr,
+    PIECE, X, W, ADD, DX, DW, M, N, K, stride_xm, stride_xk, stride_wn, stride_wk, RANGES, STEPS,
+    WIDTH: tl.constexpr, PIECES: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_H columns of DX, and of DW[range], for a range of STEPS blocks of tokens: one load of dy serves both."""
+    """BLOCK_H columns of DX, plus ADD unless that is None, and of DW[range], for a range of STEPS blocks of tokens: one load of
+    dy serves both."""
     expert = tl.arange(0, EXPERTS)
     lane = tl.arange(0, BLOCK_T)
     col = tl.program_id(0) * BLOCK_H + tl.arange(0, BLOCK_H)
@@ -289,9 +287,14 @@ def router_linear_backward(
         if DX is not None:
             # After dw, and in an accumulator of its own: in another order, or added up in one, ptxas serialises the products
             share = tl.dot(dy, w)
+            there = token * K + lane.to(tl.int64)[:, None] * K + col[None, :]
             if step % PIECES == PIECES - 1:
                 dx = (before + share).to(DX.dtype.element_ty)
-                tl.store(DX + token * K + lane.to(tl.int64)[:, None] * K + col[None, :], dx, live & (col < K)[None, :])
+                tl.store(DX + there, dx, live & (col < K)[None, :])
+            if ADD is not None:
+                # With the first piece: to the sum of all it would be added in another layout, with registers that are not there
+                if step % PIECES == 0:
+                    share += tl.load(ADD + there, live & (col < K)[None, :], 0.0).to(tl.float32)
             if PIECES == 2:
                 before = share
             else:
@@ -342,8 +345,9 @@ def split(dy: Tensor, PIECES: int, saved: SimpleNamespace) -> tuple[Tensor | Non
     return found, dbias
 
 
-def fused_backward(saved: SimpleNamespace, dy: Tensor) -> tuple:
-    """dx and dweight in one launch over tiles of the hidden dimension, from dy as bf16 pieces."""
+def fused_backward(saved: SimpleNamespace, dy: Tensor, add: Tensor | None = None) -> tuple:
+    """dx and dweight in one launch over tiles of the hidden dimension, from dy as bf16 pieces. `add`, of x's shape, is added to
+    dx before its rounding."""
     x, weight, dy = rows(saved.x), saved.weight, rows(dy)
     (M, K), N = x.shape, weight.shape[0]
     products = saved.needs & {"x", "weight"}
@@ -357,17 +361,18 @@ def fused_backward(saved: SimpleNamespace, dy: Tensor) -> tuple:
     if "weight" in saved.needs:
         dweight = torch.empty_like(weight, memory_format=torch.contiguous_format)
         part = torch.empty(RANGES, N, K, dtype=torch.float32, device=x.device)
+    more = add if add is None else rows(add).contiguous()
     if products:
         router_linear_backward(
-            found, x, weight, dx, part, M, N, K, *x.stride(), *weight.stride(), RANGES, STEPS, WIDTH=found.shape[-1],
-            PIECES=found.shape[0], EXPERTS=width(N, MOST_EXPERTS), BLOCK_T=BLOCK_T, BLOCK_H=BLOCK_H,
+            found, x, weight, more, dx, part, M, N, K, *x.stride(), *weight.stride(), RANGES, STEPS,
+            WIDTH=found.shape[-1], PIECES=found.shape[0], EXPERTS=width(N, MOST_EXPERTS), BLOCK_T=BLOCK_T, BLOCK_H=BLOCK_H,
         )  # fmt: skip
     if part is not None:
         router_linear_merge_weight(part, dweight, dweight.numel(), RANGES)
     return dx, dweight, dbias
 
 
-def backward(saved: SimpleNamespace, dy: Tensor) -> tuple:
+def backward(saved: SimpleNamespace, dy: Tensor, add: Tensor | None = None) -> tuple:
     """The same by a launch for each product; factors that are not bf16 are taken apart by the programs that use them."""
     x, weight, dy = rows(saved.x), saved.weight, rows(dy)
     (M, K), N = x.shape, weight.shape[0]
@@ -381,8 +386,9 @@ def backward(saved: SimpleNamespace, dy: Tensor) -> tuple:
     if "x" in saved.needs:
         dx = torch.empty_like(saved.x, memory_format=torch.contiguous_format)
         PIECES_W = min(PIECES_Y, pieces(weight, dy))
+        more = add if add is None else rows(add).contiguous()
         strides = *dy.stride()[-2:], *weight.stride()
-        router_linear_backward_x(dy, weight, dx, M, N, K, *strides, PIECES_W=PIECES_W, **common)
+        router_linear_backward_x(dy, weight, more, dx, M, N, K, *strides, PIECES_W=PIECES_W, **common)
     if "weight" in saved.needs:
         dweight = torch.empty_like(weight, memory_format=torch.contiguous_format)
         SPLITS, UNITS = shares(x.device, cdiv(N, 128) * cdiv(K, 128), M)

@@ -1,0 +1,74 @@
+"""What the products share: tiles of groups of rows, their order, how many steps are in shared memory at a time."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..core.kernel import kernel
+from ..core.target import Target
+from ..core.tensor import cdiv, power_of_two
+from ..device.quantize import find_block
+
+ROWS = 128  # of a tile, and of the blocks that FP8 scales are for
+BAND = 8  # tiles of rows that programs take together, so that both operands come from the L2
+
+
+@triton.jit
+def tile_of(t, down, across, BAND: tl.constexpr):
+    """(tile of rows, tile of columns) number t: BAND tiles of rows go over all columns before the next do."""
+    first = t // (BAND * across) * BAND
+    rows = tl.minimum(down - first, BAND)
+    rest = t % (BAND * across)
+    return first + rest % rows, rest // rows
+
+
+@triton.jit
+def group_range(e, OFFSETS, T, STEP: tl.constexpr):
+    """(first, end) of group e of T tokens, in whole steps. Offsets are device data: whatever they hold, it lies within [0, T]."""
+    end = tl.minimum(tl.maximum(tl.load(OFFSETS + e).to(tl.int64), 0), T)
+    start = tl.minimum(tl.maximum(tl.load(OFFSETS + e - 1, e > 0, 0).to(tl.int64), 0), T)
+    start = tl.cdiv(start, STEP) * STEP
+    return tl.minimum(start, T).to(tl.int32), tl.minimum(tl.cdiv(end, STEP) * STEP, T).to(tl.int32)
+
+
+@kernel(grid=lambda a: (a.count,), tokens=("M", "E", "count"), default=lambda a: {"num_warps": 1})
+def list_tiles(OFFSETS, TILES, M, E, count, BLOCK_E: tl.constexpr):
+    """TILES[t] = (group, first row, rows from there to the group's end) of the t-th 128 rows; no rows past the last."""
+    t = tl.program_id(0)
+    group, row0, rows = find_block(t, OFFSETS, E, M, BLOCK_E)
+    tl.store(TILES + 4 * t, group.to(tl.int32))
+    tl.store(TILES + 4 * t + 1, row0.to(tl.int32))
+    tl.store(TILES + 4 * t + 2, rows.to(tl.int32))
+
+
+def tile_list(offsets: Tensor, rows: int) -> Tensor:
+    """What `list_tiles` makes, [most tiles that there can be, 4]: groups may each begin in the middle of what would be a tile."""
+    E = offsets.shape[0]
+    tiles = torch.empty(cdiv(rows, ROWS) + E, 4, dtype=torch.int32, device=offsets.device)
+    list_tiles(offsets.contiguous(), tiles, rows, E, tiles.shape[0], BLOCK_E=power_of_two(E))
+    return tiles
+
+
+def stages(device: torch.device, bytes_a_step: int, most: int = 4) -> int:
+    """Steps of both operands in shared memory at a time."""
+    return max(1, min(most, Target.at(device).shared_memory // bytes_a_step))
+
+
+def codes(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, dict]:
+    """FP8 operands as the portable kernels take them: where the chip does not know them, as bytes."""
+    native = Target.at(a.device).fp8
+    how = {"NATIVE": native, "E5M2_A": a.dtype == torch.float8_e5m2, "E5M2_B": b.dtype == torch.float8_e5m2}
+    return (a, b, how) if native else (a.view(torch.uint8), b.view(torch.uint8), how)
+
+
+def rounded(ends: Tensor, rows: int, step: int) -> Tensor:
+    """End rows taken up to a multiple of `step`, within the rows; for references."""
+    return ((ends.to(torch.int64) + step - 1) // step * step).clamp(max=rows)
+
+
+def group_of(ends: Tensor, rows: int) -> Tensor:
+    """The group of each row, `len(ends)` past the last; for references."""
+    return (ends.to(torch.int64)[None, :] <= torch.arange(rows, device=ends.device)[:, None]).sum(1)
