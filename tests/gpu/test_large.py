@@ -47,6 +47,7 @@ FORMAT = tw.fp8("1x128", ways="both")
 OTHERWISE = (
     "gated_group_norm", "linear_cross_entropy", "load_balancing_loss", "mla_rope", "moe_permute", "moe_permute_codes",
     "moe_row_map", "moe_unpermute", "qkv_split", "rope", "rope_one", "router_z_loss", "routing_map", "topk_routing",
+    "transpose_pad",
 )  # fmt: skip
 CASES = [
     (name, fmt)
