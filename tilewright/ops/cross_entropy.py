@@ -184,7 +184,7 @@ def store_row(largest, s, d, z, own, WSUM, LOSS, LSE, STATS, row, counts, ignore
     tl.store(STATS + M + at, spread, row < M)
 
 
-def _simple(a) -> bool:
+def simple(a) -> bool:
     """Whether loads are of 16 bytes and nothing but the loss itself is computed, so that registers allow many at once."""
     return a.spill is None and a.softcap is None and a.stride_xn == 1 and a.N % 16 == 0
 
@@ -192,14 +192,14 @@ def _simple(a) -> bool:
 def _lanes(a) -> dict:
     # Simple bf16: 8 loads of 16 bytes a thread in 72 registers, seven programs keep 112 KiB of loads in flight on an SM.
     LANES = min(1024, max(16, power_of_two(a.N)))
-    deepest = 16 // a.X.element_size() if _simple(a) else 2 if a.stride_xn == 1 else 1
+    deepest = 16 // a.X.element_size() if simple(a) else 2 if a.stride_xn == 1 else 1
     depth = min(deepest, power_of_two(cdiv(a.N, LANES)))
     return {"ROWS": 1024 // LANES, "LANES": LANES, "DEPTH": depth, "num_warps": 4}
 
 
 def _lane_candidates(a) -> list[dict]:
     tried = [{"ROWS": 1, "LANES": 256 * w, "DEPTH": d, "num_warps": w} for w in (2, 4, 8, 16) for d in (2, 4, 8)]
-    return [_lanes(a), *(t for t in tried if _simple(a) and t["LANES"] <= a.N)]
+    return [_lanes(a), *(t for t in tried if simple(a) and t["LANES"] <= a.N)]
 
 
 TOKENS = ("M", "INNER", "stride_yo", "stride_yi", "ignore_index")
@@ -303,22 +303,22 @@ def cross_entropy_sum_weights(W, WSUM, N, stride_w, BLOCK: tl.constexpr):
     tl.store(WSUM, tl.sum(total, 0))
 
 
-def _tile(a) -> dict:
-    COLS = min(4096 if _simple(a) else 2048, max(16, power_of_two(a.N)))
+def tile(a) -> dict:
+    COLS = min(4096 if simple(a) else 2048, max(16, power_of_two(a.N)))
     return {"ROWS": max(1, 1024 // COLS), "COLS": COLS, "num_warps": 4}
 
 
-def _tile_candidates(a) -> list[dict]:
+def tile_candidates(a) -> list[dict]:
     tried = [{"ROWS": 1, "COLS": cols, "num_warps": w} for cols in (2048, 4096, 8192, 16384) for w in (4, 8, 16)]
-    return [_tile(a), *(t for t in tried if _simple(a) and t["COLS"] <= a.N)]
+    return [tile(a), *(t for t in tried if simple(a) and t["COLS"] <= a.N)]
 
 
 @kernel(
     grid=lambda a: (cdiv(a.M, a.ROWS) * cdiv(a.N, a.COLS),),
     tokens=(*TOKENS, "stride_go", "stride_gi", "stride_ho", "stride_hi"),
     tune_by=("N",),
-    default=_tile,
-    candidates=_tile_candidates,
+    default=tile,
+    candidates=tile_candidates,
 )
 def cross_entropy_backward(
     X, Y, W, WSUM, STATS, DENOMINATOR, G, H, DX, M, INNER, N, stride_xo, stride_xi, stride_xn, stride_do, stride_di,
@@ -469,13 +469,13 @@ def backward(saved: SimpleNamespace, dloss: Tensor | None, dlse: Tensor | None =
     return (logits.detach(),)
 
 
-def check(logits: Tensor, inplace_backward: bool, **_) -> None:
+def check(logits: Tensor, inplace_backward: bool, *, op: str = "cross_entropy", **_) -> None:
     if not inplace_backward:
         return
     if self_overlapping(logits):
-        raise ValueError("cross_entropy: inplace_backward would write logits, whose elements share memory")
+        raise ValueError(f"{op}: inplace_backward would write logits, whose elements share memory")
     if torch.is_grad_enabled() and logits.requires_grad and logits.is_leaf:
-        raise ValueError("cross_entropy: inplace_backward would overwrite logits, a leaf that requires a gradient")
+        raise ValueError(f"{op}: inplace_backward would overwrite logits, a leaf that requires a gradient")
 
 
 WHERE = {
