@@ -1,0 +1,59 @@
+"""What is peculiar to `rms_norm_router`: whose logits they are, that programs share rows, that both ways agree."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import tilewright as tw
+from tilewright.check.oracle import check, outcome
+
+
+def arguments(tokens: int, experts: int) -> tuple[torch.Tensor, ...]:
+    source = torch.Generator().manual_seed(4)
+    x, weight, router = (torch.randn(n, 258, generator=source) for n in (tokens, 1, experts))
+    return x.bfloat16(), (1 + 0.5 * weight[0]).bfloat16(), (0.05 * router).bfloat16()
+
+
+@pytest.mark.parametrize("ways", [None, "both"])
+def test_logits_are_those_of_the_rounded_rows(ways):
+    """130 experts are two programs to a block of rows, which take turns to store it."""
+    x, weight, router = arguments(130, 130)
+    fmt = None if ways is None else tw.fp8("1x128", ways=ways)
+    made = {}
+    for name in ("one_launch", "apart"):
+        with tw.force(name), torch.no_grad():
+            made[name] = tw.rms_norm_router(x, weight, router, out_format=fmt)
+    with tw.force("triton"), torch.no_grad():
+        y = tw.rms_norm(x, weight)
+    exact = y.double() @ router.double().t()
+    for name, (_, logits) in made.items():
+        assert (logits - exact).abs().max() < 1e-6 * exact.abs().max(), name
+    for one, other in zip(*(y.tensors() if fmt else (y,) for y, _ in made.values()), strict=True):
+        assert torch.equal(one.float(), other.float())
+
+
+def test_more_experts_than_one_launch_takes():
+    op = tw.catalogue()["rms_norm_router"]
+    values = op.signature.bind(arguments(5, 513), {})
+    with tw.force("one_launch"), pytest.raises(RuntimeError, match="no implementation"):
+        op.function(**values)
+    with tw.force("triton"):
+        check(op, "513 experts", values, outcome(op, values))
+
+
+@pytest.mark.parametrize("used", ["y", "logits"])
+def test_a_result_that_is_not_used_has_no_gradient(used):
+    x, weight, router = arguments(7, 20)
+    leaves = [t.clone().requires_grad_() for t in (x, weight, router)]
+    wide = [t.double().requires_grad_() for t in (x, weight, router)]
+    at = ("y", "logits").index(used)
+    with tw.force("triton"):
+        made = tw.rms_norm_router(*leaves)[at]
+        dy = torch.randn(made.shape, generator=torch.Generator().manual_seed(5)).to(made.dtype)
+        found = torch.autograd.grad(made, leaves, dy, allow_unused=True)
+    exact = torch.autograd.grad(tw.rms_norm_router(*wide)[at], wide, dy.double(), allow_unused=True)
+    for grad, there in zip(found, exact, strict=True):
+        assert (grad is None) == (there is None)
+        if there is not None:
+            assert (grad.double() - there).norm() < 4e-3 * there.norm()
