@@ -20,10 +20,13 @@ NAMES = {
     "Triton": "core.op",
     "clip_grad_norm_": "ops.clip_grad",
     "dequantize": "ops.quantize",
+    "embedding_main_grad": "ops.embedding",
     "force": "core.op",
     "fp8": "formats.fp8",
     "global_norm": "ops.clip_grad",
     "kernel": "core.kernel",
+    "parallel_cross_entropy": "ops.parallel_cross_entropy",
+    "smooth_scale": "ops.smooth_quantize",
     "warmup": "core.op",
 }
 
@@ -31,6 +34,8 @@ NAMES = {
 def __getattr__(name: str) -> Any:
     if name in NAMES:
         value = getattr(importlib.import_module(f"{__name__}.{NAMES[name]}"), name)
+    elif name == "nn":
+        value = importlib.import_module(f"{__name__}.nn")
     elif name.startswith("_"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     else:
@@ -43,12 +48,13 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *NAMES, *catalogue()})
+    return sorted({*globals(), *NAMES, "nn", *catalogue()})
 
 
 def catalogue() -> dict[str, Any]:
     """Every declared op by name."""
-    importlib.import_module(f"{__name__}.ops")
+    for layer in ("ops", "gemm", "nn"):
+        importlib.import_module(f"{__name__}.{layer}")
     from .core.op import OPS
 
     return OPS

@@ -23,6 +23,7 @@ from ..check.oracle import (
     gradient_bar,
     leaves,
     result_bar,
+    rounded_results,
     row_shaped,
     specified,
 )
@@ -32,7 +33,7 @@ from ..core.op import Op
 BLOCK = 128
 E4M3_MAX = 448.0
 ULPS = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}  # of anything wider, 1e-5
-ROUNDED = Bar(6e-3, 6e-3, 1.0)  # of gradients that go on from rounded ones
+ROUNDED = Bar(6e-3, 6e-3, 1.0)  # of what goes on from rounded values
 MOST_CODES_OFF = 1e-3
 MOST_SCALES_OFF = 1e-4
 
@@ -117,10 +118,10 @@ def compare(pairs: Iterable[tuple[Tensor, Tensor]], bar: Bar, what: str, slack: 
     return error
 
 
-def expected_codes(y: Tensor) -> tuple[Tensor, Tensor]:
-    """(codes, scales) of groups of 128 along the last dimension, by the default rule: m = 2^floor(log2(448 / amax))."""
-    pad = -y.shape[-1] % BLOCK
-    groups = torch.nn.functional.pad(y, (0, pad)).unflatten(-1, (-1, BLOCK))
+def expected_codes(y: Tensor, width: int = BLOCK) -> tuple[Tensor, Tensor]:
+    """(codes, scales) of groups of `width` along the last dimension, by the default rule: m = 2^floor(log2(448 / amax))."""
+    pad = -y.shape[-1] % width
+    groups = torch.nn.functional.pad(y, (0, pad)).unflatten(-1, (-1, width))
     amax = groups.abs().amax(-1, keepdim=True)
     # The exponent field of the float64 quotient is the floor of its logarithm, exactly.
     exponent = (E4M3_MAX / amax.double().clamp_min(1e-35)).view(torch.int64) >> 52
@@ -136,14 +137,14 @@ def _steps(codes: Tensor) -> Tensor:
     return torch.where(bits < 128, bits, 128 - bits)
 
 
-def compare_codes(groups: Iterable[tuple[Tensor, Tensor, Tensor]], what: str) -> float:
+def compare_codes(groups: Iterable[tuple[Tensor, Tensor, Tensor]], what: str, width: int = BLOCK) -> float:
     """Share of differing codes of (codes, scales, truth), groups along the last dimension; raises above the bars."""
     off = elements = scales_off = scale_count = 0
     for codes, scales, truth in groups:
-        want_codes, want_scales = expected_codes(truth.float())
+        want_codes, want_scales = expected_codes(truth.float(), width)
         same_scale = scales == want_scales
         distance = (_steps(codes) - _steps(want_codes)).abs()
-        trusted = same_scale.repeat_interleave(BLOCK, -1)[..., : codes.shape[-1]]
+        trusted = same_scale.repeat_interleave(width, -1)[..., : codes.shape[-1]]
         if bool((distance[trusted] > 1).any()):
             raise Wrong(f"{what}: a code is {int(distance[trusted].max())} steps from the truth")
         off += int((distance[trusted] != 0).sum())
@@ -158,21 +159,32 @@ def compare_codes(groups: Iterable[tuple[Tensor, Tensor, Tensor]], what: str) ->
 
 
 def compare_quantized(
-    q: Quantized, truth: Callable[[slice], Tensor], what: str, picked: Sequence[slice] | None = None
+    q: Quantized,
+    truth: Callable[[slice], Tensor],
+    what: str,
+    picked: Sequence[slice] | None = None,
+    twin: Tensor | None = None,
 ) -> float:
-    """Check a blockwise `Quantized`, whichever ways it has, on the bands of its rows."""
+    """Check a `Quantized`, 1x128 or with a scale per row, whichever ways it has, on the bands of its rows. `twin` is the whole
+    truth of the column-wise operand: where that is another value, and where scales are those of whole columns."""
     errors = []
     picked = bands(q.shape[0]) if picked is None else picked
-    used = q.scale_t if q.scale_t is None else q.scale_t[: -(-q.shape[0] // BLOCK)]  # groups may leave blocks over
+    by_row, columns = q.format.granularity == "row", truth if twin is None else twin.__getitem__
+    used = q.scale_t
+    if used is not None and not by_row:
+        used = used[: -(-q.shape[0] // BLOCK)]  # groups may leave blocks over
     for tensor, part in ((q.data, "data"), (q.scale, "scale"), (q.data_t, "data_t"), (used, "scale_t")):
         if tensor is not None:
             all_written(tensor, f"{what}.{part}")
     if q.data is not None:
-        triples = ((q.data[b], q.scale[:, b].t(), truth(b)) for b in picked)
-        errors.append(compare_codes(triples, f"{what} row-wise"))
-    if q.data_t is not None:
+        triples = ((q.data[b], q.scale[b, None] if by_row else q.scale[:, b].t(), truth(b)) for b in picked)
+        errors.append(compare_codes(triples, f"{what} row-wise", q.shape[-1] if by_row else BLOCK))
+    if q.data_t is not None and by_row:
+        triples = [(q.data_t, q.scale_t[:, None], columns(slice(None)).t().contiguous())]
+        errors.append(compare_codes(triples, f"{what} column-wise", q.shape[0]))
+    elif q.data_t is not None:
         triples = (
-            (q.data_t[:, b].contiguous(), q.scale_t[b.start // BLOCK, :, None], truth(b).t().contiguous())
+            (q.data_t[:, b].contiguous(), q.scale_t[b.start // BLOCK, :, None], columns(b).t().contiguous())
             for b in picked
         )
         errors.append(compare_codes(triples, f"{what} column-wise"))
@@ -239,17 +251,38 @@ def forward(op: Op, values: Mapping[str, Any], results: Sequence[Any]) -> float:
         for i, (name, r) in enumerate(zip(op.results, results)):
             if isinstance(r, Quantized):
                 by_start = {band.start: w[i] for band, w in zip(picked, wanted)}
-                errors.append(compare_quantized(r, lambda band, by_start=by_start: by_start[band.start], name))
+                whole = whole_columns(op, values, r, i)
+                errors.append(
+                    compare_quantized(r, lambda band, by_start=by_start: by_start[band.start], name, twin=whole)
+                )
             else:
-                errors.append(compare(((r[b], w[i]) for b, w in zip(picked, wanted)), result_bar(op), name))
+                errors.append(_held(op, name, ((r[b], w[i]) for b, w in zip(picked, wanted))))
     return max(errors)
+
+
+def whole_columns(op: Op, values: Mapping[str, Any], q: Quantized, at: int) -> Tensor | None:
+    """The truth of a column-wise operand that rows alone do not tell; None where they do."""
+    if q.data_t is None:
+        return None
+    if "twin" in op.bars:
+        lifted = {n: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v for n, v in values.items()}
+        return op.bars["twin"](**lifted)
+    return exact(op, values, None)[0][at] if q.format.granularity == "row" else None
+
+
+def _held(op: Op, name: str, pairs: Iterable[tuple[Tensor, Tensor]]) -> float:
+    if name in rounded_results(op):
+        return compare(pairs, ROUNDED, name, slack=0.05)
+    return compare(pairs, result_bar(op), name)
 
 
 def _whole(op: Op, name: str, result: Any, wanted: Tensor, terms: Mapping[str, Any]) -> float:
     if isinstance(result, Quantized):
         return compare_quantized(result, lambda band: wanted.reshape(-1, wanted.shape[-1])[band], name)
     result, wanted = specified(terms, name, result), specified(terms, name, wanted)
-    return compare([(result, wanted)], result_bar(op) if wanted.is_floating_point() else BARS["G"], name)
+    if not wanted.is_floating_point():
+        return compare([(result, wanted)], BARS["G"], name)
+    return _held(op, name, [(result, wanted)])
 
 
 def backward(

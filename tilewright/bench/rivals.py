@@ -169,9 +169,17 @@ def _torch_tf32(work: Work) -> Call:
     return call
 
 
+def _torch_embedding(work: Work) -> Call:
+    if work.case.op != "embedding":
+        raise Absent(f"torch's embedding has nothing for {work.case.family}")
+    function = torch.nn.functional.embedding
+    return _directed(lambda ids, weight, padding_idx: function(ids, weight, padding_idx), work)
+
+
 # Rivals that goals name, for the cases that name them
 NAMED: dict[str, Callable[[Work], Call]] = {
     "torch_add": _torch_add,
     "cublas_f32out": _cublas_f32out,
     "torch_tf32": _torch_tf32,
+    "torch_embedding": _torch_embedding,
 }

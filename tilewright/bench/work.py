@@ -68,6 +68,9 @@ class Work:
         )
         dropped = set(op.signature.tensors) - set(op.saves)
         self._saved = {n: None if n in dropped else v for n, v in self.values.items()}
+        for n in () if op.spares is None else op.spares(self.values):  # of these a backward reads no element
+            if self._saved[n] is not None:
+                self._saved[n] = self._saved[n].new_empty(1).expand(self._saved[n].shape)
         self._results = register.saved_results(op, results)
         self._needs = frozenset(n for n in op.differentiable if self.values[n] is not None)
 

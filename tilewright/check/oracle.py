@@ -6,13 +6,15 @@ of op, beside a bound on every element and on the share of elements that are not
     A elementwise · B row reduction · C column reduction · D loss · E, F matrix products · G copies · H backward of A and B
 
 `Op.bars` says `{"class": "B"}`; `gradient` names another class than H for gradients of row-shaped arguments, `misrounded`
-another share; `rounds` says that the backward goes on from values rounded to the dtype of the arguments. Noise is what an
-honest fp32 computation of the same formula loses to cancellation, measured with the reference in fp32 on slightly moved
-inputs: where four times that is more than the bar, it takes the bar's place.
+another share; `rounds` says that the backward goes on from values rounded to the dtype of the arguments, and names the results
+that do, if there are any; `twin` is a function of the arguments that gives the value of a column-wise operand that is not the
+row-wise one's. Noise is what an honest fp32 computation of the same formula loses to cancellation, measured with the
+reference in fp32 on slightly moved inputs: where four times that is more than the bar, it takes the bar's place.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
@@ -63,6 +65,12 @@ def gradient_bar(op: Op, name: str) -> Bar:
     rule = next(p.rule for p in op.signature.parameters if p.name == name)
     product = op.bars.get("class") in PRODUCTS  # whose gradients are products too, those of parameters included
     return BARS[op.bars.get("gradient", "H") if row_shaped(rule) or product else "C"]
+
+
+def rounded_results(op: Op) -> tuple[str, ...]:
+    """Results that go on from values rounded to the dtype of the arguments."""
+    found = op.bars.get("rounds")
+    return found if isinstance(found, tuple) else ()
 
 
 def row_shaped(rule: Any) -> bool:
@@ -304,8 +312,8 @@ def _rms_within(label: str, error: Tensor, exact: Tensor, reach: float) -> None:
 
 def noises(op: Op, values: Mapping[str, Any], grads: list) -> dict[str, Tensor]:
     """For each result and gradient an error per row, the worst over a few jittered inputs: that of the reference in fp32, and
-    what a quarter of an fp32 step of the inputs changes, which no fp32 exponential of a large number keeps. Where the backward
-    rounds on its way, gradients are no better than what such a rounding of the inputs changes."""
+    what a quarter of an fp32 step of the inputs changes, which no fp32 exponential of a large number keeps. Where an op rounds
+    on its way, what follows is no better than what such a rounding of the inputs and of upstream gradients changes."""
     worst: dict[str, Tensor] = {}
     source = torch.Generator().manual_seed(7)
     for _ in range(JITTERS):
@@ -313,11 +321,15 @@ def noises(op: Op, values: Mapping[str, Any], grads: list) -> dict[str, Tensor]:
         exact = truth(op, moved, grads)
         shaken = {n: _each(lambda t: _jitter(t, source, 2.0**-26), v) for n, v in moved.items()}
         others = [truth(op, moved, grads, torch.float32), truth(op, shaken, grads)]
-        if op.bars.get("rounds") and grads:
+        if op.bars.get("rounds") and (grads or rounded_results(op)):
             low = next(v.dtype for v in values.values() if isinstance(v, Tensor) and v.is_floating_point())
             share = torch.finfo(low).eps / 6  # four times it: over half a step, by which equal terms may all be off
             rounded = {n: _each(lambda t, by=share: _jitter(t, source, by), v) for n, v in moved.items()}
-            others.append({n: t if n.startswith("d_") else exact[n] for n, t in truth(op, rounded, grads).items()})
+            upward = [g if g is None else _jitter(g, source, share) for g in grads]
+            after = truth(op, rounded, upward)
+            others.append(
+                {n: t if n.startswith("d_") or n in rounded_results(op) else exact[n] for n, t in after.items()}
+            )
         for other in others:
             for name, there in exact.items():
                 error = (other[name].double() - there).abs().nan_to_num(0.0, 0.0, 0.0)
@@ -393,15 +405,32 @@ def check(op: Op, label: str, values: Mapping[str, Any], actual: Outcome) -> Non
             near(f"{label}: {name}", *cut, bar, floor if gradient else 0.0)
         else:
             assert not gradient, f"{label}: there is no gradient of {name[2:]}"
-            near_codes(f"{label}: {name}", name, values, actual, there, None if bar == BARS["G"] else noise[name])
+            rough = None if bar == BARS["G"] else noise[name]
+            near_codes(f"{label}: {name}", name, values, actual, there, rough, op.bars.get("twin"))
 
 
 def near_codes(
-    label: str, name: str, values: Mapping[str, Any], actual: Outcome, there: Tensor, noise: Tensor | None
+    label: str,
+    name: str,
+    values: Mapping[str, Any],
+    actual: Outcome,
+    there: Tensor,
+    noise: Tensor | None,
+    twin: Callable[..., Tensor] | None = None,
 ) -> None:
     """A quantised result: what quantising the true value gives; a producer's last bit may move a scale or, in one element of
-    a thousand, a code by one step. Without `noise` every bit must be right."""
+    a thousand, a code by one step. Without `noise` every bit must be right. `twin` gives the value of the column-wise operand
+    from the arguments, where that is another."""
     fmt, offsets, exact = values["out_format"], values.get("offsets"), noise is None
+    if twin is not None:
+        ways = [n for n in fmt.tensor_names if n.startswith("data")]
+        other, single = (twin(**{n: lift(v, d) for n, v in values.items()}) for d in (torch.float64, torch.float32))
+        rough = (single.double() - other).square().mean(tuple(range(other.dim() - 1)), keepdim=True).sqrt()
+        for way, value, error in (("data", there, noise), ("data_t", other, rough)):
+            if way in ways:
+                one = {**values, "out_format": dataclasses.replace(fmt, ways="row" if way == "data" else "col")}
+                near_codes(label, name, one, actual, value, error)
+        return
     offsets = None if offsets is None else offsets.cpu()
     fmt = fmt if fmt.tensor is None else fmt.bare().with_scale(fmt.tensor.cpu())
     step = torch.zeros_like(there) if exact else there.sign() * (3e-7 * there.abs() + 8 * noise)

@@ -27,6 +27,7 @@ from ..core.format import Format
 from ..core.kernel import Arguments, collect
 from ..core.op import force
 from ..core.target import TARGETS, Target, pretend
+from . import provided_more as more
 from . import provided_training as training
 from .agreement import BF16, FP16, agrees, end_rows, forms, normal
 
@@ -222,13 +223,20 @@ CHECKS: dict[str, dict[str, Check]] = {
         "quantize rowwise (channelwise), tensorwise": lambda device: quantised(
             device, tw.fp8("row", ways="both"), tw.fp8("tensor", ways="both")
         ),
+        "hadamard quantize": more.rotated,
+        "smooth quantize": more.smoothed,
+        "rms_norm + router gemm + quantize": more.normed_router,
         "top-k routing, group-limited (DeepSeek-V3) routing score": training.routing,
         "moe z-loss, load-balancing loss": training.router_losses,
         "moe permute with quantised output": partial(training.permute, quantised=True),
+        "sort chunks by index (all-to-all reorder)": more.sorted_chunks,
+        "embedding with gradient accumulated into main_grad": more.embedding,
         "mla rope (q, kv)": training.mla_rope,
         "rope varlen + context parallel": training.rope_packed,
+        "vocab-parallel cross entropy": more.split_loss,
         "fused linear cross entropy": training.linear_loss,
         "multi-tensor scale, clip, norm L1/L2/inf, count zeros": training.many,
+        "batched transpose and pad": more.transposed,
     },
     "flashrt": {
         "rms_norm": norm,
