@@ -2,20 +2,44 @@
 
 A variant may not gain a spill, a serialised matrix instruction, more than `SLACK` registers or `SLACK_SHARED` bytes of shared
 memory; it may improve freely. `python -m tests.compile.test_kernels --write` replaces it.
+
+A row has the fingerprint of what it was made from. One compiler makes the same of the same, so a variant whose fingerprint
+is that of its row needs no compiling to be known; one in `SAMPLE` is compiled all the same, as are all with
+TILEWRIGHT_COMPILE=all and all that are new or changed.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from tilewright.check.variants import Variant
 from tilewright.core.aot import Compiled
 
+EVERY = os.environ.get("TILEWRIGHT_COMPILE") == "all"
+SAMPLE = 8
 SLACK = 8
 SLACK_SHARED = 1024
 Row = dict[str, Any]
+
+
+def sampled(one: Variant) -> bool:
+    """One in SAMPLE, the same ones every time."""
+    return EVERY or zlib.crc32(f"{one.arch} {one.name}".encode()) % SAMPLE == 0
+
+
+def known(one: Variant, table: Mapping[str, Row]) -> bool:
+    """Whether the variant's row was made from what it is now. Raises CompileError if Triton cannot even read it."""
+    return label(one) in table and one.fingerprint() == table[label(one)].get("source")
+
+
+def label(one: Variant) -> str:
+    """What a row is called: the table of sm_90 has that chip alone."""
+    return one.name if one.arch == "sm_90" else f"{one.arch} {one.name}"
 
 
 def row(compiled: Compiled) -> Row:

@@ -11,13 +11,18 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from tests.compile import table
-from tilewright.core.aot import Compiled, CompileError, compile_for
+from tilewright.core.aot import Compiled, CompileError, compile_for, fingerprint
 from tilewright.core.target import TARGETS
 
 
 @triton.jit
 def square(x):
     return x * x
+
+
+@triton.jit
+def cube(x):
+    return x * x * x
 
 
 @triton.jit
@@ -104,6 +109,24 @@ def test_the_report_survives_triton_s_cache(monkeypatch, tmp_path):
     for kept in tmp_path.rglob("*.log"):
         kept.unlink()
     assert table.row(compile_elementwise("sm_90")) == table.row(first)
+
+
+def test_the_fingerprint_is_of_all_that_machine_code_follows_from(monkeypatch):
+    def made(arch="sm_90", out="*bf16", act=square, block=1024, divisible=("X", "Y", "N"), **options):
+        signature, constants = {"X": "*bf16", "Y": out, "N": "i32"}, {"ACT": act, "BLOCK": block, "W": None}
+        return fingerprint(elementwise, signature, constants, arch, divisible=divisible, **options)
+
+    first = made()
+    assert made() == made(num_warps=4) == first
+    changes = [
+        {"arch": "sm_80"}, {"arch": "gfx942"}, {"out": "*fp16"}, {"act": cube}, {"block": 512}, {"divisible": ("X", "Y")},
+        {"num_warps": 8}, {"num_stages": 5}, {"maxnreg": 128},
+    ]  # fmt: skip
+    assert len({first, *(made(**change) for change in changes)}) == 1 + len(changes)
+    with pytest.raises(CompileError, match=r"elementwise for sm_80: .*fp8e4nv not supported"):
+        made("sm_80", out="*fp8e4nv")
+    monkeypatch.setattr(triton, "__version__", "3.6.1")
+    assert made() != first
 
 
 def test_errors_are_one_line():

@@ -1,11 +1,10 @@
-"""`router_linear` with as many experts as a router has: the table holds it with a few."""
+"""`router_linear` with as many experts as routers have, and in every tile that may be tuned for."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 import pytest
-import torch
 import triton
 
 from tilewright.check.variants import Call, drawn, launches, variant
@@ -40,12 +39,3 @@ def test_every_tile_of_the_forward_is_clean():
         options = {"num_warps": config.pop("num_warps")}
         made = replace(one, constants={**one.constants, **config}, options=options).compile()
         assert made.spills == 0 and not made.serialised and made.fits, f"{config} {options}: {made}"
-
-
-@pytest.mark.parametrize("arch", [a for a in TARGETS if a != "sm_90"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_other_chips_have_room(arch, dtype):
-    op = OPS["router_linear"]
-    for wanted in launches(op, Call(drawn(op, HOT, dtype=dtype)), arch):
-        made = variant(wanted, arch).compile()
-        assert made.fits, f"{wanted.kernel.name} on {arch}: {made}"

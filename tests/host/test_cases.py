@@ -27,7 +27,7 @@ SMALL = {
     "heads": 8,
     "head_dim": 32,
 }
-FEW = {"count": 5, "slots": 2}
+FEW = {"count": 5, "slots": 2, "experts": 4, "ffn": 128}
 
 
 def small(family: str, **dims: int) -> cases.Case:
@@ -101,11 +101,15 @@ def _quantize(y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return codes, scales
 
 
+FORMAT = tw.fp8("1x128", ways="both")
+
+
 def _quantized(y: torch.Tensor) -> types.SimpleNamespace:
     """What `Quantized` looks like, both ways."""
     codes, scales = _quantize(y.float())
     column = [_quantize(y[i : i + 128].float().t()) for i in range(0, y.shape[0], 128)]
     return types.SimpleNamespace(
+        format=FORMAT,
         shape=y.shape,
         data=codes,
         scale=scales.t(),
@@ -140,7 +144,7 @@ def test_right_codes_pass_and_wrong_ones_do_not():
     for what, (field, change) in wrong.items():
         with pytest.raises(check.Wrong):
             check.compare_quantized(_flip(q, field, change), truth, what)
-    nothing = types.SimpleNamespace(shape=y.shape, data=None, scale=None, data_t=None, scale_t=None)
+    nothing = types.SimpleNamespace(format=FORMAT, shape=y.shape, data=None, scale=None, data_t=None, scale_t=None)
     with pytest.raises(check.Wrong, match="neither"):
         check.compare_quantized(nothing, truth, "y")
 

@@ -9,6 +9,7 @@ from torch import Tensor
 import tilewright as tw
 from tilewright.check.oracle import check, outcome
 from tilewright.ops.gated_group_norm import gated_group_norm as op
+from tilewright.ops.gated_group_norm import split_columns
 
 
 @pytest.fixture(autouse=True)
@@ -51,6 +52,15 @@ def test_tiles_find_their_rows(batch, length, hidden, groups):
     values["out_format"] = tw.fp8("1x128", ways="both")
     with torch.no_grad():
         check(op, f"batch {batch}", values, outcome(op, values))
+
+
+@pytest.mark.parametrize("width", [72, 136, 288])
+@pytest.mark.parametrize("shared", [False, True])
+def test_groups_in_pieces(width, shared):
+    """Groups that are a tuple of tiles, the last of them short or not; more rows than a program has."""
+    args = drawn(3, 5, 2 * width), drawn(5, 3, 2 * width, seed=1), drawn(width if shared else 2 * width, seed=2)
+    assert split_columns(width)[1] > 1
+    hold(f"groups of {width}", *args, groups=2)
 
 
 def test_gate_in_another_precision():

@@ -14,8 +14,8 @@ from tilewright.check.properties import VALUES, accuracy, sizes
 NET = Net(interpreter=True, cases=int(os.environ.get("TILEWRIGHT_CASES", "7")))  # a GPU draws three times as many
 NAMES = sorted(tw.catalogue())
 QUICK = {accuracy}  # what is run with the oldest supported Triton as well
-# Second public forms over the kernels of another op: here their results, fakes and errors are enough, a GPU runs it all.
-SIBLINGS = ("cross_entropy_lse", "rms_norm_rstd", "rope_one")
+# Second public forms over the kernels of other ops: here their results, fakes and errors are enough, a GPU runs it all.
+SIBLINGS = ("cross_entropy_lse", "moe_feed_forward", "rms_norm_rstd", "rope_one")
 FORMS = (accuracy, sizes, refusals, fakes)
 
 

@@ -34,6 +34,8 @@ BLOCK = 128
 E4M3_MAX = 448.0
 ULPS = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}  # of anything wider, 1e-5
 ROUNDED = Bar(6e-3, 6e-3, 1.0)  # of what goes on from rounded values
+COARSE = Bar(8e-2, 8e-2, 1.0)  # of FP8 products of FP8 products: each factor of each is off by 2.6 %
+GAIN = 1e-2  # of those: rounding to codes makes noise, which hides no factor
 MOST_CODES_OFF = 1e-3
 MOST_SCALES_OFF = 1e-4
 
@@ -84,7 +86,7 @@ def compare(pairs: Iterable[tuple[Tensor, Tensor]], bar: Bar, what: str, slack: 
     """Relative RMS error of (got, float64 truth) pairs. Raises where it is above the bar, an element is off by over an ulp, or
     more are rounded to a neighbour than the bar allows, which shows an error of small elements beside large ones. `slack` is what
     an element may be off beside that, in typical elements."""
-    wrong = total = ideal = 0.0
+    wrong = total = ideal = along = 0.0
     count = misrounded = 0
     dtype = torch.float32
     for got, want in pairs:
@@ -101,6 +103,7 @@ def compare(pairs: Iterable[tuple[Tensor, Tensor]], bar: Bar, what: str, slack: 
             )
         wrong += float(difference.square().sum())
         total += float(want.square().sum())
+        along += float(((got.double() - want) * want).sum())
         count += got.numel()
         if dtype in ULPS:
             rounded = want.to(dtype)
@@ -113,6 +116,8 @@ def compare(pairs: Iterable[tuple[Tensor, Tensor]], bar: Bar, what: str, slack: 
     allowed *= 1 + 2 / math.sqrt(max(count, 1))  # few elements scatter
     if not error <= allowed:
         raise Wrong(f"{what}: relative RMS error {error:.3g}, allowed {allowed:.3g}")
+    if bar == COARSE and abs(along) > GAIN * total:
+        raise Wrong(f"{what}: is {1 + along / total:.4f} times what it should be")
     if misrounded > 2 * bar.misrounded * count + 1:
         raise Wrong(f"{what}: {misrounded} of {count} elements are not correctly rounded")
     return error
@@ -244,7 +249,7 @@ def forward(op: Op, values: Mapping[str, Any], results: Sequence[Any]) -> float:
         if rows is None:
             wanted = exact(op, values, None)[0]
             pairs = zip(op.results, results, wanted)
-            return max(_whole(op, name, r, w, terms) for name, r, w in pairs)
+            return max(_whole(op, name, r, w, terms, values) for name, r, w in pairs)
         picked = bands(rows)
         wanted = [exact(op, values, band)[0] for band in picked]
         errors = []
@@ -256,7 +261,7 @@ def forward(op: Op, values: Mapping[str, Any], results: Sequence[Any]) -> float:
                     compare_quantized(r, lambda band, by_start=by_start: by_start[band.start], name, twin=whole)
                 )
             else:
-                errors.append(_held(op, name, ((r[b], w[i]) for b, w in zip(picked, wanted))))
+                errors.append(_held(op, name, ((r[b], w[i]) for b, w in zip(picked, wanted)), values))
     return max(errors)
 
 
@@ -270,19 +275,28 @@ def whole_columns(op: Op, values: Mapping[str, Any], q: Quantized, at: int) -> T
     return exact(op, values, None)[0][at] if q.format.granularity == "row" else None
 
 
-def _held(op: Op, name: str, pairs: Iterable[tuple[Tensor, Tensor]]) -> float:
+def is_coarse(op: Op, values: Mapping[str, Any]) -> bool:
+    """Whether a call computes with few bits on its way, as the op's `coarse` says."""
+    return "coarse" in op.bars and op.bars["coarse"](values)
+
+
+def _held(op: Op, name: str, pairs: Iterable[tuple[Tensor, Tensor]], values: Mapping[str, Any]) -> float:
+    if is_coarse(op, values):
+        return compare(pairs, COARSE, name, slack=2.0)
     if name in rounded_results(op):
         return compare(pairs, ROUNDED, name, slack=0.05)
     return compare(pairs, result_bar(op), name)
 
 
-def _whole(op: Op, name: str, result: Any, wanted: Tensor, terms: Mapping[str, Any]) -> float:
+def _whole(
+    op: Op, name: str, result: Any, wanted: Tensor, terms: Mapping[str, Any], values: Mapping[str, Any]
+) -> float:
     if isinstance(result, Quantized):
         return compare_quantized(result, lambda band: wanted.reshape(-1, wanted.shape[-1])[band], name)
     result, wanted = specified(terms, name, result), specified(terms, name, wanted)
     if not wanted.is_floating_point():
         return compare([(result, wanted)], BARS["G"], name)
-    return _held(op, name, [(result, wanted)])
+    return _held(op, name, [(result, wanted)], values)
 
 
 def backward(
@@ -293,6 +307,8 @@ def backward(
     found = {n: g for n, g in found.items() if g is not None}
 
     def held(pairs: Any, name: str) -> float:
+        if is_coarse(op, values):
+            return compare(pairs, COARSE, f"d{name}", slack=2.0)
         if op.bars.get("rounds"):  # a product of factors that are themselves rounded: no element is its own rounding
             return compare(pairs, ROUNDED, f"d{name}", slack=0.05)
         return compare(pairs, gradient_bar(op, name), f"d{name}")

@@ -118,7 +118,8 @@ def measure_rivals(
     for name in beside:
         try:
             made = [rivals.call_of(name, one) for one in work]
-            if not rivals.agrees(work[0].call(), made[0]()):
+            loose = check.COARSE.low if check.is_coarse(work[0].op, work[0].values) else rivals.LOOSE
+            if not rivals.agrees(work[0].call(), made[0](), loose):
                 raise rivals.Absent("its result is another")
             if work[0].overwrites:
                 for one in work:

@@ -50,6 +50,7 @@ class Work:
             work._prepare_backward(seed, device)
         if case.direction == "step":
             work._leaves = leaves(op, work.values)
+            work._prepare_step(seed, device)
         return work
 
     @property
@@ -74,6 +75,13 @@ class Work:
         self._results = register.saved_results(op, results)
         self._needs = frozenset(n for n in op.differentiable if self.values[n] is not None)
 
+    def _prepare_step(self, seed: int, device: str) -> None:
+        with torch.no_grad():
+            result = self.op.function(**self.values)
+        if result.dim():  # no loss: its gradient is another
+            source = torch.Generator(device).manual_seed(seed + 1)
+            self.grads = (torch.randn(result.shape, generator=source, device=device).to(result.dtype),)
+
     @property
     def overwrites(self) -> bool:
         """Whether the backward writes over an argument."""
@@ -96,12 +104,13 @@ class Work:
         return lambda: op.run_backward(saved, results, grads, needs, **extra)
 
     def step(self, function: Callable[..., Any]) -> Callable[[], tuple]:
-        """The loss of a function of the op's arguments, and its gradients."""
+        """The loss of a function of the op's arguments, or its result where that is no loss, and its gradients."""
         given = {**same_arguments(self.values), **self._leaves}
+        upstream = self.grads or None
 
         def call() -> tuple:
             loss = function(**given)
-            return (loss.detach(), *torch.autograd.grad(loss, list(self._leaves.values())))
+            return (loss.detach(), *torch.autograd.grad(loss, list(self._leaves.values()), upstream))
 
         return call
 
@@ -122,8 +131,8 @@ class Work:
         """The error against float64 truth. Raises `check.Wrong`."""
         if self.case.direction == "step":
             error = check.forward(self.op, self.values, result[:1])
-            one = torch.ones_like(result[0])
-            return max(error, check.backward(self.op, self.values, (one,), dict(zip(self._leaves, result[1:]))))
+            grads = self.grads or (torch.ones_like(result[0]),)
+            return max(error, check.backward(self.op, self.values, grads, dict(zip(self._leaves, result[1:]))))
         if self.case.direction != "backward":
             made = result if isinstance(result, tuple) else (result,)
             return check.forward(self.op, self.values, made)

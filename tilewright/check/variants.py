@@ -22,14 +22,14 @@ from triton.runtime.jit import create_function_from_signature
 import tilewright as tw
 
 from ..core import register
-from ..core.aot import Compiled, compile_for, gpu_target
+from ..core.aot import Compiled, compile_for, fingerprint, gpu_target
 from ..core.draw import Draw
 from ..core.kernel import Kernel, Wanted, collect
 from ..core.op import Op
 from ..core.signature import Row
 from ..core.target import TARGETS, Target, pretend
 from . import layouts
-from .cases import formats, row_arguments
+from .cases import dims_of, formats, row_arguments
 
 COMMON = {"tokens": 8192, "experts": 8, "batch": 2, "length": 4096, "heads": 32, "head_dim": 128}
 HOT = (
@@ -37,10 +37,11 @@ HOT = (
     {**COMMON, "hidden": 4096, "vocab": 151936},
     {**COMMON, "hidden": 7168, "vocab": 32000},
 )
+MANY = {**HOT[0], "experts": 256}  # of the ops that draw experts
 FEW = {**HOT[0], "tokens": 16}
 ODD = {**COMMON, "tokens": 101, "hidden": 130, "vocab": 50257, "batch": 3, "length": 67}
 WIDE = {**COMMON, "tokens": 130, "hidden": 20000, "vocab": 2**20}
-LONG = {**COMMON, "tokens": 1000, "hidden": 16384, "vocab": 16384}
+LONG = {**COMMON, "tokens": 1000, "hidden": 16384, "vocab": 16384, "experts": 256}
 LOW = torch.bfloat16
 ROUTED = {"scale": True, "offsets": True}  # rows grouped by expert, each with its router's probability
 
@@ -115,7 +116,7 @@ def hot_calls(op: Op) -> Iterator[Call]:
     source = Blank(op, HOT[0])
     op.inputs(source)
     settings = [{}, {"full": True}, *([{"options": ROUTED}] if ROUTED.keys() <= set(source.optional) else [])]
-    for dims in HOT:
+    for dims in (*HOT, *([MANY] if "experts" in dims_of(op) else [])):
         for setting in settings:
             yield Call(drawn(op, dims, **setting))
             yield from in_hot_formats(op, drawn(op, dims, **setting))
@@ -146,6 +147,11 @@ def calls(op: Op) -> Iterator[Call]:
 def longest_rows(op: Op) -> Call:
     """The longest rows that one program holds, in the widest type: where shared memory runs out first."""
     return Call(drawn(op, LONG, dtype=torch.float32, full=True))
+
+
+def hardest(op: Op) -> list[Call]:
+    """Calls that ask most of a chip's shared memory."""
+    return [longest_rows(op), *([Call(drawn(op, MANY))] if "experts" in dims_of(op) else [])]
 
 
 def in_hot_formats(op: Op, values: dict[str, Any]) -> Iterator[Call]:
@@ -205,6 +211,18 @@ def launches(op: Op, call: Call, arch: str = "sm_90") -> list[Wanted]:
     return forward + backward
 
 
+@cache
+def drawn_calls(op: Op) -> tuple[Call, ...]:
+    """`calls`, drawn once for all chips."""
+    return tuple(calls(op))
+
+
+@cache
+def all_launches(op: Op, arch: str = "sm_90") -> tuple[tuple[Call, tuple[Wanted, ...]], ...]:
+    """What each of an op's calls launches on a chip."""
+    return tuple((call, tuple(launches(op, call, arch))) for call in drawn_calls(op))
+
+
 # ---------------------------------------------------------------- variants
 
 
@@ -229,6 +247,12 @@ class Variant:
 
     def compile(self) -> Compiled:
         return compile_for(
+            self.kernel.jit, self.types, self.constants, self.arch, divisible=self.divisible, **self.options
+        )
+
+    def fingerprint(self) -> str:
+        """What the machine code follows from, at a tenth of the price of making it."""
+        return fingerprint(
             self.kernel.jit, self.types, self.constants, self.arch, divisible=self.divisible, **self.options
         )
 
@@ -266,7 +290,8 @@ def needed(op: Op, which: Iterable[Call], arch: str = "sm_90") -> tuple[Variant,
 @cache
 def variants(op: Op) -> tuple[Variant, ...]:
     """All variants of an op's calls on sm_90."""
-    return needed(op, calls(op))
+    by_name = {one.name: one for _, launched in all_launches(op) for one in map(variant, launched)}
+    return tuple(by_name[name] for name in sorted(by_name))
 
 
 def is_gluon(kernel: Kernel) -> bool:
@@ -276,18 +301,20 @@ def is_gluon(kernel: Kernel) -> bool:
 
 @cache
 def chip_variants(arch: str) -> dict[str, tuple[Variant, ...]]:
-    """By op, one variant of each kernel for a chip, and one more where it quantises and one for the longest rows. A kernel of
-    several ops is the last one's."""
+    """By op, one variant of each kernel for a chip, and one more where it quantises, for the longest rows and for many experts.
+    A kernel of several ops is the last one's."""
     found: dict[str, tuple[Variant, ...]] = {}
     seen: set[Any] = set()
     for op in reversed(tw.catalogue().values()):
         mine: dict[str, Variant] = {}
-        for call in (*calls(op), longest := longest_rows(op)):
-            for wanted in launches(op, call, arch):
+        rest = [(call, tuple(launches(op, call, arch))) for call in hardest(op)]
+        for at, (_, launched) in enumerate((*all_launches(op, arch), *rest)):
+            kind = max(0, at + 1 - len(drawn_calls(op)))
+            for wanted in launched:
                 one = variant(wanted, arch)
-                kind = wanted.kernel.name, one.constants.get("FORMAT") is not None, call is longest
-                if kind not in seen:
-                    seen.add(kind)
+                key = wanted.kernel.name, one.constants.get("FORMAT") is not None, kind
+                if key not in seen:
+                    seen.add(key)
                     mine[one.name] = one
         found[op.name] = tuple(mine.values())
     return found

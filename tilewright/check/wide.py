@@ -8,12 +8,20 @@ from __future__ import annotations
 
 import importlib.util
 import mmap
+import os
+import signal
 import sys
-from typing import Any
+import tempfile
+import traceback
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+if TYPE_CHECKING:
+    from ..core.op import Op
+
+LIMIT = 300  # seconds in a fork
 STRIDE = 1_200_000_007  # two steps of it pass 2^31, and it is odd
 NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 _kept: list[Any] = []
@@ -53,13 +61,40 @@ def main(name: str, device: str, source: str = "") -> None:
     import tilewright as tw
 
     from ..core.op import OPS
-    from .cases import Net, draw, put, tensors
-    from .oracle import outcome, same_outcome
 
     tw.catalogue()
     if source:
         load(source, "loaded_" + name)
-    op = OPS[name]
+    check(OPS[name], device)
+
+
+def in_a_fork(op: Op) -> tuple[int, str]:
+    """`check` on the CPU in a copy of this process: its status, negative for a signal, and what it printed."""
+    with tempfile.TemporaryFile("w+", errors="replace") as said:
+        child = os.fork()
+        if child == 0:
+            status = 1
+            try:
+                signal.alarm(LIMIT)
+                os.dup2(said.fileno(), 1)
+                os.dup2(said.fileno(), 2)
+                check(op, "cpu")
+                status = 0
+            except BaseException:
+                said.write(traceback.format_exc())
+                said.flush()
+            finally:
+                os._exit(status)  # nothing of the parent's is tidied up here
+        _, waited = os.waitpid(child, 0)
+        said.seek(0)
+        return os.waitstatus_to_exitcode(waited), said.read()
+
+
+def check(op: Op, device: str) -> None:
+    """Each tensor argument, upstream gradient and `out` spread along each axis: the bits of a dense one."""
+    from .cases import Net, draw, put, tensors
+    from .oracle import outcome, same_outcome
+
     net = Net(device=device, interpreter=device == "cpu")
     sizes = {"tokens": 3, "batch": 1, "length": 3, "hidden": 3, "vocab": 3, "heads": 3, "head_dim": 16, "experts": 2}
     case = draw(op, net, 70, torch.bfloat16, sizes, full=True)

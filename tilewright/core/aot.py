@@ -8,6 +8,7 @@ run (kept beside the binary in Triton's cache, so a second compile costs nothing
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import io
 import os
 import re
@@ -22,13 +23,14 @@ from typing import Any
 
 import triton
 from triton import knobs
+from triton._C.libtriton import ir
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.compiler import ASTSource, make_backend
 from triton.runtime.cache import get_cache_manager
 
 from .target import TARGETS
 
-__all__ = ["CompileError", "Compiled", "compile_for", "gpu_target"]
+__all__ = ["CompileError", "Compiled", "compile_for", "fingerprint", "gpu_target"]
 
 _LOG = "tilewright.assembler.log"
 
@@ -101,15 +103,10 @@ def compile_for(
     integer that is specialised to it. `divisible` names the pointers and integers that are multiples of 16. `options`
     go to the backend.
     """
-    target = gpu_target(arch)
     source = _source(function, signature, constants, divisible)
-    chosen: dict[str, Any] = {"num_warps": num_warps, **options}
-    if num_stages is not None:
-        chosen["num_stages"] = num_stages
-    if maxnreg is not None and target.backend == "cuda":
-        chosen["maxnreg"] = maxnreg
+    chosen = _options(arch, num_warps=num_warps, num_stages=num_stages, maxnreg=maxnreg, **options)
     kernel, log = _compile(source, arch, chosen)
-    if target.backend == "hip":
+    if gpu_target(arch).backend == "hip":
         return _from_amd(kernel, arch)
     return Compiled(
         name=source.name,
@@ -122,6 +119,50 @@ def compile_for(
         text=kernel.asm["ptx"],
         binary=kernel.asm["cubin"],
     )
+
+
+def fingerprint(
+    function: Any,
+    signature: Mapping[str, str],
+    constants: Mapping[str, Any],
+    arch: str,
+    *,
+    divisible: Collection[str] = (),
+    **options: Any,
+) -> str:
+    """Sixteen hexadecimal digits of all that the machine code of `compile_for` follows from: the function as Triton has read it,
+    the options, the chip and the release of Triton. Comments, names of files and lines do not count.
+
+    Only Triton's front end runs, about a tenth of a compilation; what it refuses raises as there.
+    """
+    source, target = _source(function, signature, constants, divisible), gpu_target(arch)
+    backend = make_backend(target)
+    with _captured() as (_, errors):
+        try:
+            parsed = backend.parse_options({**_options(arch, **options), **source.parse_options()})
+            context = ir.context()
+            ir.load_dialects(context)
+            backend.load_dialects(context)
+            parts = parsed, backend.get_codegen_implementation(parsed), backend.get_module_map(), context
+            text = source.make_ir(target, *parts).str_nodebug()
+        except Exception as error:
+            errors.seek(0)
+            raise CompileError(f"{source.name} for {arch}: {_reason(error, errors.read())}") from error
+    # The paths of libraries are this machine's
+    settled = sorted((k, str(v)) for k, v in vars(parsed).items() if k != "extern_libs")
+    return hashlib.sha256(f"{triton.__version__} {target} {settled}\n{text}".encode()).hexdigest()[:16]
+
+
+def _options(
+    arch: str, *, num_warps: int = 4, num_stages: int | None = None, maxnreg: int | None = None, **options: Any
+) -> dict[str, Any]:
+    """What the backend of a chip is asked for."""
+    chosen: dict[str, Any] = {"num_warps": num_warps, **options}
+    if num_stages is not None:
+        chosen["num_stages"] = num_stages
+    if maxnreg is not None and not arch.startswith("gfx"):
+        chosen["maxnreg"] = maxnreg
+    return chosen
 
 
 def _source(

@@ -1,4 +1,7 @@
-"""Tiles of groups of columns: [groups, BLOCK / RUN, RUN], of any rows of a tensor [outer, inner, hidden]."""
+"""Tiles of groups of columns: [groups, BLOCK / RUN, RUN], of any rows of a tensor [outer, inner, hidden].
+
+A group that a power of two would pad much is a tuple of such tiles, PIECES of them, side by side.
+"""
 
 import triton
 import triton.language as tl
@@ -25,9 +28,56 @@ def load_tile(P, start, col, inside, stride):
 
 
 @triton.jit
+def inside_piece(c, D, live, i: tl.constexpr, BLOCK: tl.constexpr, PIECES: tl.constexpr):
+    """Which elements of the i-th piece there are: [groups, BLOCK / RUN, RUN]. Only the last may be short."""
+    if i == PIECES - 1:
+        return live[:, None, None] & (c + i * BLOCK < D)
+    else:
+        return tl.broadcast_to(live[:, None, None], [live.shape[0], c.shape[1], c.shape[2]])
+
+
+@triton.jit
+def load_pieces(P, start, col, c, D, live, stride, BLOCK: tl.constexpr, PIECES: tl.constexpr):
+    """The columns of groups whose first piece is at columns `col` of rows that begin at `start`: PIECES tiles in fp32."""
+    out = ()
+    first = P + start + col.to(tl.int64) * stride
+    for i in tl.static_range(PIECES):
+        inside = inside_piece(c, D, live, i, BLOCK, PIECES)
+        out = out + (tl.load(first + tl.full([], i * BLOCK, tl.int64) * stride, inside, 0.0).to(tl.float32),)
+    return out
+
+
+@triton.jit
 def load_weight(W, c, col, inside, SHARED: tl.constexpr):
     """The weight of a whole tile: one row of it would be laid out otherwise, and cost a barrier to spread."""
     return tl.load(W + tl.broadcast_to(c if SHARED else col, inside.shape), inside, 0.0).to(tl.float32)
+
+
+@triton.jit
+def load_weight_pieces(W, c, col, D, live, SHARED: tl.constexpr, BLOCK: tl.constexpr, PIECES: tl.constexpr):
+    """The weight of groups in pieces."""
+    out = ()
+    for i in tl.static_range(PIECES):
+        inside = inside_piece(c, D, live, i, BLOCK, PIECES)
+        out = out + (load_weight(W + i * BLOCK, c, col, inside, SHARED),)
+    return out
+
+
+@triton.jit
+def zero_pieces(GROUPS: tl.constexpr, BLOCK: tl.constexpr, RUN: tl.constexpr, PIECES: tl.constexpr):
+    out = ()
+    for _ in tl.static_range(PIECES):
+        out = out + (tl.zeros([GROUPS, BLOCK // RUN, RUN], tl.float32),)
+    return out
+
+
+@triton.jit
+def dot_pieces(a, b, PIECES: tl.constexpr):
+    """The sum over all columns of each group of a * b: [n]."""
+    total = a[0] * b[0]
+    for i in tl.static_range(1, PIECES):
+        total += a[i] * b[i]
+    return sum_group(total)
 
 
 @triton.jit

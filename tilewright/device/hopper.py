@@ -14,22 +14,13 @@ TILE = gl.constexpr(gl.BlockedLayout([4, 8], [4, 8], [4, 1], [1, 0]))
 COLUMN = gl.constexpr(gl.BlockedLayout([4, 1], [1, 32], [1, 4], [0, 1]))  # a thread has one column of all four warps
 WORDS = gl.constexpr(gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0]))  # a thread has four words of one column
 UNPACK = gl.constexpr("{ shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000; }")
-MASK_UNPACK = gl.constexpr("{ .reg .b32 t; and.b32 t, $2, $3; shl.b32 $0, t, 16; and.b32 $1, t, 0xffff0000; }")
 
 
 @gluon.jit
-def widen(x, rows_left, AT: gl.constexpr, GROUPED: gl.constexpr):
-    """64 rows of bf16 in fp32, zero where they are another group's.
-
-    Of two in a word the upper is the word without its lower half: one instruction, where a conversion takes two.
-    """
-    if GROUPED:
-        r = AT + gl.arange(0, 64, gl.SliceLayout(1, TILE))
-        keep, _ = gl.broadcast(gl.expand_dims(gl.where(r < rows_left, -1, 0).to(gl.int16), 1), x)
-        y = gl.inline_asm_elementwise(MASK_UNPACK, "=f,=f,r,r", [x, keep], dtype=gl.float32, is_pure=True, pack=2)
-    else:
-        y = gl.inline_asm_elementwise(UNPACK, "=f,=f,r", [x], dtype=gl.float32, is_pure=True, pack=2)
-    return y
+def widen(x):
+    """bf16 in fp32. Of two in a word the upper is the word without its lower half: one instruction, where a conversion takes
+    two."""
+    return gl.inline_asm_elementwise(UNPACK, "=f,=f,r", [x], dtype=gl.float32, is_pure=True, pack=2)
 
 
 @gluon.jit

@@ -100,11 +100,10 @@ def _shape_fp8(a) -> dict:
     return {"BLOCK_M": M, "BLOCK_N": N, "STAGES": stages(a.A.device, 128 * (M + N)), "num_warps": 8}
 
 
-# T, the inner dimension, is specialised: where 16 divides it operands are loaded by words
-GRID = {"grid": lambda a: (cdiv(a.M, a.BLOCK_M) * cdiv(a.N, a.BLOCK_N), a.E), "tokens": ("E",)}
+GRID = {"grid": lambda a: (cdiv(a.M, a.BLOCK_M) * cdiv(a.N, a.BLOCK_N), a.E)}
 
 
-@kernel(**GRID, default=_shape)
+@kernel(**GRID, tokens=("T", "E"), default=_shape)
 def grouped_inner(
     A, B, OFFSETS, Y, T, M, N, E, stride_am, stride_at, stride_bt, stride_bn, stride_ye, stride_ym, stride_yn,
     PIECES_A: tl.constexpr, PIECES_B: tl.constexpr,
@@ -139,7 +138,8 @@ def grouped_inner(
     tl.store(at, y.to(Y.dtype.element_ty), (row < M)[:, None] & (col < N)[None, :])
 
 
-@kernel(**GRID, default=_shape_fp8)
+# T is specialised: where 16 divides it codes are loaded by words
+@kernel(**GRID, tokens=("E",), default=_shape_fp8)
 def grouped_inner_fp8(
     A, SA, B, SB, OFFSETS, Y, T, M, N, E, stride_am, stride_at, stride_sk, stride_sm, stride_bt, stride_bn, stride_sbk,
     stride_sn,

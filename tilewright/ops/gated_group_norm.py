@@ -24,9 +24,18 @@ from ..core.signature import at_least
 from ..core.target import Target
 from ..core.tensor import cdiv, power_of_two, vector
 from ..device.activation import activate, activate_slope
-from ..device.groups import columns, load_tile, load_weight, row_offsets, sum_group
+from ..device.groups import (
+    columns,
+    dot_pieces,
+    inside_piece,
+    load_pieces,
+    load_weight_pieces,
+    row_offsets,
+    zero_pieces,
+)
 from ..device.rows import store_row_codes
 from ..formats.tiles import codes_of, is_fast, row_stride, store_tiles
+from .gated_group_norm_wide import gated_group_norm_means, rstd_of
 from .rms_norm import sum_columns
 
 ACTIVATIONS = {"sigmoid": torch.sigmoid, "silu": lambda a: a * torch.sigmoid(a)}
@@ -79,10 +88,29 @@ def inputs(draw: Draw) -> dict:
     }
 
 
-ON_SM = 8192  # elements whose dweight the programs on one SM hold: 16 warps of 128 registers a thread
+ON_SM, ON_SM_PIECES = 20, 12  # warps of the backward on one SM, which has registers for more (H200, November 2026)
+SIZE = 1024  # elements of its tiles, if not of pieces
+FINEST = 8  # pieces to the power of two
+HELD = 48  # elements that a thread has at most, if of pieces
+HELD_BACKWARD = 20  # and backward, which at 36 spills
 WIDEST = 8192  # columns of a group that one program holds in registers; a wider group is read twice
 MOST_ROWS = 2**30  # row numbers and those of a last, partial block are 32-bit
 MOST_COLUMNS = 2**24  # of a group in quantised tiles, which take the number as a float
+
+
+def split_columns(D: int) -> tuple[int, int]:
+    """(BLOCK, PIECES): a group as one tile, or as up to six where a power of two would leave a quarter of its lanes idle;
+    but an odd one, which is read element by element, as one."""
+    whole = power_of_two(D)
+    BLOCK = max(32, whole // FINEST)
+    PIECES = cdiv(D, BLOCK)
+    spared = whole - PIECES * BLOCK
+    return (BLOCK, PIECES) if D % 8 == 0 and 4 * spared >= whole else (whole, 1)
+
+
+def each_of(pieces: int, most: int) -> int:
+    """Elements of every piece that a thread has: a power of two, of which a load takes up to 16 bytes."""
+    return min(8, power_of_two(most // pieces + 1) // 2)
 
 
 def _shape(a, size: int, run: int, warps: int) -> dict:
@@ -96,27 +124,43 @@ def _default(a) -> dict:
     if a.FORMAT is not None:  # store_row_codes wants whole rows
         GB = max(power_of_two(a.G), 128 // a.BLOCK)
         return {"GB": GB, "ROWS": max(1, 4096 // (GB * a.BLOCK)), "num_warps": min(16, max(4, GB * a.BLOCK // 1024))}
+    if a.PIECES > 1:
+        each = each_of(a.PIECES, HELD)
+        return _shape(a, each * 128, 512, max(4, a.BLOCK // (32 * each)))
     return _shape(a, 2048, 512, min(16, max(4, a.BLOCK // 512)))
 
 
 def _candidates(a) -> list[dict]:
-    if a.FORMAT is not None:
+    if a.FORMAT is not None or a.PIECES > 1:
         return [_default(a)]
     shapes = [(2048, 4), (4096, 4), (4096, 8), (8192, 8), (8192, 16)]
     return [_default(a)] + [_shape(a, size, run, warps) for run in (512, 2048) for size, warps in shapes]
 
 
-def _shape_backward(a, size: int = 2048, stages: int = 3) -> dict:
-    ROWS = max(1, size // (a.GB * a.BLOCK))
-    elements = ROWS * a.GB * a.BLOCK
+def rows_backward(columns: int, pieces: int, size: int) -> tuple[int, int]:
+    """(ROWS, warps) of the backward's programs, of tiles with so many columns of whole groups or of pieces of them."""
+    if pieces > 1:
+        each = each_of(pieces, HELD_BACKWARD)
+        return max(1, each * 128 // columns), max(4, columns // (32 * each))
+    ROWS = max(1, size // columns)
+    return ROWS, min(16, max(4, ROWS * columns // 512))
+
+
+def programs_on_sm(pieces: int, warps: int) -> int:
+    return max(1, (ON_SM if pieces == 1 else ON_SM_PIECES) // warps)
+
+
+def _shape_backward(a, size: int | None = None, stages: int = 3) -> dict:
+    ROWS, warps = rows_backward(a.GB * a.BLOCK, a.PIECES, size or SIZE)
+    elements = ROWS * a.GB * a.BLOCK * a.PIECES
     # All stages but one keep a block of every operand in shared memory
     held = (stages - 1) * elements * sum(t.element_size() for t in (a.X, a.GATE, a.DY))
-    STAGES = stages if held + 1024 <= Target.at(a.X.device).shared_memory else 1
-    return {"ROWS": ROWS, "STAGES": STAGES, "num_warps": min(16, max(4, elements // 512))}
+    STAGES = stages if held + 1024 <= Target.at(a.X.device).shared_memory // programs_on_sm(a.PIECES, warps) else 1
+    return {"ROWS": ROWS, "STAGES": STAGES, "num_warps": warps}
 
 
 def _candidates_backward(a) -> list[dict]:
-    return [_shape_backward(a, size, stages) for size in (2048, 4096) for stages in (1, 2, 3, 4)]
+    return [_shape_backward(a, size, stages) for size in (1024, 2048) for stages in (1, 2, 3)]
 
 
 @kernel(
@@ -129,7 +173,8 @@ def _candidates_backward(a) -> list[dict]:
 def gated_group_norm_forward(
     X, GATE, W, RSTD, Y, S, STATIC, M, INNER, D, stride_xo, stride_xi, stride_xn, stride_go, stride_gi, stride_gn, stride_yo,
     stride_yi, stride_yn, stride_s, eps, inv_d, G: tl.constexpr, ACT: tl.constexpr, FORMAT: tl.constexpr,
-    SHARED: tl.constexpr, GIVEN: tl.constexpr, BLOCK: tl.constexpr, RUN: tl.constexpr, GB: tl.constexpr, ROWS: tl.constexpr,
+    SHARED: tl.constexpr, GIVEN: tl.constexpr, BLOCK: tl.constexpr, RUN: tl.constexpr, PIECES: tl.constexpr,
+    GB: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Y takes values, or codes with scales in S, unless None. RSTD [rows, groups] is read if GIVEN, else written unless None."""
     parts = tl.cdiv(D, BLOCK) if GIVEN else 1
@@ -142,33 +187,34 @@ def gated_group_norm_forward(
     c = columns(unit % parts * BLOCK, BLOCK, RUN)
     col = (g * D)[:, None, None] + c
     live = (row < M) & (g < G)
-    inside = live[:, None, None] & (c < D)
-    x = load_tile(X, row_offsets(row, INNER, stride_xo, stride_xi), col, inside, stride_xn)
+    x = load_pieces(X, row_offsets(row, INNER, stride_xo, stride_xi), col, c, D, live, stride_xn, BLOCK, PIECES)
     # All loads before the sum, which everything after it waits for
     if Y is not None:
-        a = load_tile(GATE, row_offsets(row, INNER, stride_go, stride_gi), col, inside, stride_gn)
+        a = load_pieces(GATE, row_offsets(row, INNER, stride_go, stride_gi), col, c, D, live, stride_gn, BLOCK, PIECES)
         if W is not None:
-            w = load_weight(W, c, col, inside, SHARED)
+            w = load_weight_pieces(W, c, col, D, live, SHARED, BLOCK, PIECES)
     at = row.to(tl.int64) * G + g
     if GIVEN:
         rstd = tl.load(RSTD + at, live, 0.0)
     else:
         # With eps 0 a row past the end, all zeros, would have an infinite rstd and give NaN
-        rstd = tl.where(live, tl.rsqrt(sum_group(x * x) * inv_d + eps), 0.0)
+        rstd = tl.where(live, tl.rsqrt(dot_pieces(x, x, PIECES) * inv_d + eps), 0.0)
         if RSTD is not None:
             tl.store(RSTD + at, rstd, live)
     if Y is not None:
-        y = x * rstd[:, None, None]
-        if W is not None:
-            y = y * w
-        y = y * activate(a, 1.0, ACT)
-        if FORMAT is None:
-            to = row_offsets(row, INNER, stride_yo, stride_yi) + col.to(tl.int64) * stride_yn
-            tl.store(Y + to, y.to(Y.dtype.element_ty), inside)
-        else:
-            r = (first + tl.arange(0, ROWS)).to(tl.int64)[:, None]
-            whole = tl.reshape(y, (ROWS, GB * BLOCK))
-            store_row_codes(whole, Y, S, STATIC, r, 0, r < M, G * D, G * D, stride_s, FORMAT, "")
+        to = row_offsets(row, INNER, stride_yo, stride_yi) + col.to(tl.int64) * stride_yn
+        for i in tl.static_range(PIECES):
+            y = x[i] * rstd[:, None, None]
+            if W is not None:
+                y = y * w[i]
+            y = y * activate(a[i], 1.0, ACT)
+            if FORMAT is None:
+                at_y = Y + to + tl.full([], i * BLOCK, tl.int64) * stride_yn
+                tl.store(at_y, y.to(Y.dtype.element_ty), inside_piece(c, D, live, i, BLOCK, PIECES))
+            else:  # of one piece
+                r = (first + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+                whole = tl.reshape(y, (ROWS, GB * BLOCK))
+                store_row_codes(whole, Y, S, STATIC, r, 0, r < M, G * D, G * D, stride_s, FORMAT, "")
 
 
 @kernel(
@@ -181,11 +227,14 @@ def gated_group_norm_forward(
 def gated_group_norm_backward(
     X, GATE, W, RSTD, MEAN, DY, DX, DGATE, DW, M, INNER, D, BANDS, stride_xo, stride_xi, stride_xn, stride_go, stride_gi,
     stride_gn, stride_yo, stride_yi, stride_yn, stride_do, stride_di, eps, inv_d, G: tl.constexpr, ACT: tl.constexpr,
-    SHARED: tl.constexpr, GIVEN: tl.constexpr, BLOCK: tl.constexpr, RUN: tl.constexpr, GB: tl.constexpr, ROWS: tl.constexpr,
-    STAGES: tl.constexpr,
+    SHARED: tl.constexpr, GIVEN: tl.constexpr, PDL: tl.constexpr, BLOCK: tl.constexpr, RUN: tl.constexpr,
+    PIECES: tl.constexpr, GB: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """A program takes some groups of every BANDS-th block of rows and keeps its share of dweight in registers: DW [bands,
-    hidden], or SHARED [programs, D]. RSTD and MEAN [rows, groups] are read if GIVEN."""
+    hidden], or SHARED [programs, D]. RSTD and MEAN [rows, groups] are read if GIVEN. PDL: the launch that sums the shares may
+    begin, and waits by itself."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
     parts = tl.cdiv(D, BLOCK) if GIVEN else 1
     blocks: tl.constexpr = (G + GB - 1) // GB
     unit = tl.program_id(0) % (blocks * parts)
@@ -195,94 +244,55 @@ def gated_group_norm_backward(
     c = columns(unit % parts * BLOCK, BLOCK, RUN)
     col = (g * D)[:, None, None] + c
     if W is not None:
-        w = load_weight(W, c, col, (g < G)[:, None, None] & (c < D), SHARED)
-    dw = tl.zeros([ROWS * GB, BLOCK // RUN, RUN], tl.float32)
+        w = load_weight_pieces(W, c, col, D, g < G, SHARED, BLOCK, PIECES)
+    dw = zero_pieces(ROWS * GB, BLOCK, RUN, PIECES)
     for block in tl.range(band, tl.cdiv(M, ROWS), BANDS, num_stages=STAGES):
         row = block * ROWS + s // GB
         live = (row < M) & (g < G)
-        inside = live[:, None, None] & (c < D)
-        x = load_tile(X, row_offsets(row, INNER, stride_xo, stride_xi), col, inside, stride_xn)
-        a = load_tile(GATE, row_offsets(row, INNER, stride_go, stride_gi), col, inside, stride_gn)
-        dy = load_tile(DY, row_offsets(row, INNER, stride_yo, stride_yi), col, inside, stride_yn)
-        value, slope = activate_slope(a, 1.0, ACT)
-        dn = dy * value  # the gradient of xhat * weight
-        da = dy * slope  # here, so that neither factor need be kept until rstd is known
-        dg = dn
-        if W is not None:
-            dg = dn * w
+        x = load_pieces(X, row_offsets(row, INNER, stride_xo, stride_xi), col, c, D, live, stride_xn, BLOCK, PIECES)
+        a = load_pieces(GATE, row_offsets(row, INNER, stride_go, stride_gi), col, c, D, live, stride_gn, BLOCK, PIECES)
+        dy = load_pieces(DY, row_offsets(row, INNER, stride_yo, stride_yi), col, c, D, live, stride_yn, BLOCK, PIECES)
+        dn = ()  # the gradient of xhat * weight
+        dg = ()
+        da = ()  # before rstd is known, so that the factors of neither need be kept until then
+        for i in tl.static_range(PIECES):
+            value, slope = activate_slope(a[i], 1.0, ACT)
+            dn = dn + (dy[i] * value,)
+            da = da + (dy[i] * slope,)
+            dg = dg + (dn[i] if W is None else dn[i] * w[i],)
         at = row.to(tl.int64) * G + g
         if GIVEN:
             rstd = tl.load(RSTD + at, live, 0.0)
             mean = tl.load(MEAN + at, live, 0.0)
         else:
-            rstd = tl.where(live, tl.rsqrt(sum_group(x * x) * inv_d + eps), 0.0)
-            mean = sum_group(x * dg) * inv_d * rstd
-        xhat = x * rstd[:, None, None]
-        if DW is not None:
-            dw += dn * xhat
-        if DGATE is not None:
-            da *= xhat
-            if W is not None:
-                da *= w
-            to = DGATE + (row.to(tl.int64) * (G * D))[:, None, None] + col
-            tl.store(to, da.to(DGATE.dtype.element_ty), inside)
-        if DX is not None:
-            dx = rstd[:, None, None] * (dg - xhat * mean[:, None, None])
-            to = DX + row_offsets(row, INNER, stride_do, stride_di) + col
-            tl.store(to, dx.to(DX.dtype.element_ty), inside)
+            rstd = tl.where(live, tl.rsqrt(dot_pieces(x, x, PIECES) * inv_d + eps), 0.0)
+            mean = dot_pieces(x, dg, PIECES) * inv_d * rstd
+        more = ()
+        for i in tl.static_range(PIECES):
+            inside = inside_piece(c, D, live, i, BLOCK, PIECES)
+            xhat = x[i] * rstd[:, None, None]
+            more = more + (dw[i] if DW is None else dw[i] + dn[i] * xhat,)
+            if DGATE is not None:
+                dgate = da[i] * xhat
+                if W is not None:
+                    dgate *= w[i]
+                to = DGATE + (row.to(tl.int64) * (G * D))[:, None, None] + col + i * BLOCK
+                tl.store(to, dgate.to(DGATE.dtype.element_ty), inside)
+            if DX is not None:
+                dx = rstd[:, None, None] * (dg[i] - xhat * mean[:, None, None])
+                to = DX + row_offsets(row, INNER, stride_do, stride_di) + col + i * BLOCK
+                tl.store(to, dx.to(DX.dtype.element_ty), inside)
+        dw = more
     if DW is not None:
-        if SHARED:
-            to = DW + (band * blocks + unit // parts).to(tl.int64) * D + c
-            tl.store(to, tl.sum(dw, axis=0)[None, :, :], c < D)
-        else:
-            part = tl.sum(tl.reshape(dw, (ROWS, GB, BLOCK // RUN, RUN)), axis=0)
-            h = (unit // parts * GB + tl.arange(0, GB))[:, None, None]
-            tl.store(DW + band.to(tl.int64) * (G * D) + h * D + c, part, (h < G) & (c < D))
-
-
-ONE_GROUP = {
-    "grid": lambda a: (a.M * a.G,),
-    "tokens": ("M", "INNER"),
-    "default": lambda a: {"BLOCK": 2048, "num_warps": 8},
-}
-
-
-@kernel(**ONE_GROUP)
-def gated_group_norm_rstd(
-    X, RSTD, M, INNER, D, stride_xo, stride_xi, stride_xn, eps, inv_d, G: tl.constexpr, BLOCK: tl.constexpr
-):
-    """For groups too wide for one program: rstd of each."""
-    row = tl.program_id(0) // G + tl.arange(0, 1)
-    g = tl.program_id(0) % G + tl.arange(0, 1)
-    square = tl.zeros([1, 1, BLOCK], tl.float32)
-    for start in range(0, D, BLOCK):
-        c = columns(start, BLOCK, BLOCK)
-        col = (g * D)[:, None, None] + c
-        x = load_tile(X, row_offsets(row, INNER, stride_xo, stride_xi), col, c < D, stride_xn)
-        square += x * x
-    tl.store(RSTD + row.to(tl.int64) * G + g, tl.rsqrt(sum_group(square) * inv_d + eps))
-
-
-@kernel(**ONE_GROUP)
-def gated_group_norm_means(
-    X, GATE, W, RSTD, DY, MEAN, M, INNER, D, stride_xo, stride_xi, stride_xn, stride_go, stride_gi, stride_gn, stride_yo,
-    stride_yi, stride_yn, inv_d, G: tl.constexpr, ACT: tl.constexpr, SHARED: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """For the same groups mean(xhat * g), given rstd."""
-    row = tl.program_id(0) // G + tl.arange(0, 1)
-    g = tl.program_id(0) % G + tl.arange(0, 1)
-    cross = tl.zeros([1, 1, BLOCK], tl.float32)
-    for start in range(0, D, BLOCK):
-        c = columns(start, BLOCK, BLOCK)
-        col = (g * D)[:, None, None] + c
-        x = load_tile(X, row_offsets(row, INNER, stride_xo, stride_xi), col, c < D, stride_xn)
-        a = load_tile(GATE, row_offsets(row, INNER, stride_go, stride_gi), col, c < D, stride_gn)
-        dg = load_tile(DY, row_offsets(row, INNER, stride_yo, stride_yi), col, c < D, stride_yn) * activate(a, 1.0, ACT)
-        if W is not None:
-            dg = dg * load_weight(W, c, col, c < D, SHARED)
-        cross += x * dg
-    at = row.to(tl.int64) * G + g
-    tl.store(MEAN + at, sum_group(cross) * inv_d * tl.load(RSTD + at))
+        for i in tl.static_range(PIECES):
+            ci = c + i * BLOCK
+            if SHARED:
+                to = DW + (band * blocks + unit // parts).to(tl.int64) * D + ci
+                tl.store(to, tl.sum(dw[i], axis=0)[None, :, :], ci < D)
+            else:
+                part = tl.sum(tl.reshape(dw[i], (ROWS, GB, BLOCK // RUN, RUN)), axis=0)
+                h = (unit // parts * GB + tl.arange(0, GB))[:, None, None]
+                tl.store(DW + band.to(tl.int64) * (G * D) + h * D + ci, part, (h < G) & (ci < D))
 
 
 @triton.constexpr_function
@@ -336,23 +346,14 @@ def launch(x, gate, weight, rstd, y, eps, groups, act, given=False, scale=None, 
     """One launch over rows of x and gate [outer, inner, hidden]; `fmt` says that y are codes."""
     outer, inner, hidden = x.shape
     D = hidden // groups
-    BLOCK = min(power_of_two(D), 2048) if given else power_of_two(D)
+    BLOCK, PIECES = (2048, 1) if given else (power_of_two(D), 1) if fmt is not None else split_columns(D)
     strides = (0, 0, 0) if y is None or fmt is not None else y.stride()
     gated_group_norm_forward(
         x, gate, weight, rstd, y, scale, None if fmt is None else fmt.tensor, outer * inner, inner, D, *x.stride(),
-        *gate.stride(), *strides, row_stride(scale), eps, 1.0 / D, G=groups, ACT=act, GIVEN=given, BLOCK=BLOCK,
+        *gate.stride(), *strides, row_stride(scale), eps, 1.0 / D, G=groups, ACT=act, GIVEN=given, BLOCK=BLOCK, PIECES=PIECES,
         FORMAT=None if fmt is None else fmt.device_format(is_fast(x)), RUN=min(BLOCK, 512 // x.element_size()),
         SHARED=is_shared(weight, hidden),
     )  # fmt: skip
-
-
-def rstd_of(x: Tensor, eps: float, groups: int) -> Tensor:
-    """rstd [rows, groups] for groups too wide for one program."""
-    outer, inner, hidden = x.shape
-    rstd = torch.empty(outer * inner, groups, dtype=torch.float32, device=x.device)
-    D = hidden // groups
-    gated_group_norm_rstd(x, rstd, outer * inner, inner, D, *x.stride(), eps, 1.0 / D, G=groups)
-    return rstd
 
 
 def quantised(x, gate, weight, eps, groups, transposed, act, fmt, q) -> None:
@@ -407,14 +408,16 @@ def backward(saved: SimpleNamespace, dy: Tensor) -> tuple:
     D, M = hidden // groups, outer * inner
     shared = is_shared(w, hidden)
     given = power_of_two(D) > WIDEST
-    BLOCK = 2048 if given else power_of_two(D)
-    GB = max(1, min(groups & -groups, 512 // BLOCK))
+    BLOCK, PIECES = (2048, 1) if given else split_columns(D)
+    GB = 1 if PIECES > 1 else max(1, min(groups & -groups, 512 // BLOCK))
     units = cdiv(groups, GB) * (cdiv(D, BLOCK) if given else 1)
-    size = max(2048, GB * BLOCK)
+    target = Target.at(x.device)
+    ROWS, warps = rows_backward(GB * BLOCK, PIECES, SIZE)
     # At most what runs at once: a program more would be a second wave
-    BANDS = max(1, min(ON_SM // size * Target.at(x.device).sms // units, cdiv(M, size // (GB * BLOCK))))
+    BANDS = max(1, min(programs_on_sm(PIECES, warps) * target.sms // units, cdiv(M, ROWS)))
     lines = (BANDS * cdiv(groups, GB), D) if shared else (BANDS, hidden)
     part = torch.empty(lines, dtype=torch.float32, device=x.device) if dweight is not None else None
+    PDL = dweight is not None and target.tma
     rstd = mean = None
     if given:
         rstd, mean = rstd_of(xs, saved.eps, groups), torch.empty(M, groups, dtype=torch.float32, device=x.device)
@@ -425,10 +428,11 @@ def backward(saved: SimpleNamespace, dy: Tensor) -> tuple:
     gated_group_norm_backward(
         xs, gate, w, rstd, mean, dy, dx, dgate, part, M, inner, D, BANDS, *xs.stride(), *gate.stride(), *dy.stride(),
         *(in_order(dx, saved.transposed).stride()[:2] if dx is not None else (0, 0)), saved.eps, 1.0 / D, G=groups,
-        ACT=saved.act, SHARED=shared, GIVEN=given, BLOCK=BLOCK, GB=GB, RUN=min(BLOCK, 512 // x.element_size()),
+        ACT=saved.act, SHARED=shared, GIVEN=given, BLOCK=BLOCK, GB=GB, RUN=min(BLOCK, 512 // x.element_size()), PIECES=PIECES,
+        PDL=PDL,
     )  # fmt: skip
     if dweight is not None:
-        sum_columns(part, dweight, *lines)
+        sum_columns(part, dweight, *lines, PDL=PDL)
     return dx, dgate, dweight
 
 

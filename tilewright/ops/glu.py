@@ -24,7 +24,7 @@ from ..core.tensor import cdiv, power_of_two, rows, vector
 from ..device.activation import gated, gated_gradient
 from ..device.quantize import find_block
 from ..formats.tiles import store_tiles
-from .glu_hopper import fits, store_pairs, tiles_of
+from .glu_hopper import fits, store_pairs
 
 # The gelus as torch has them, but without 1 + tanh and 1 + erf, which leave nothing of a small result.
 ACTIVATIONS = {
@@ -370,19 +370,13 @@ def check(x, up, *, act, limit, alpha, scale, offsets, out_format, out) -> None:
         raise ValueError(f"glu: out must be of shape {list(shape)}, got {list(out.shape)}")
 
 
-MOST_TILES = 30  # an SM: with more of them the Triton kernel, three programs to an SM, overlaps as well by itself
-
-
-def few_tiles(target: Target, a: SimpleNamespace) -> bool:
-    if not fits(target, a.x, a.up, a.out_format, getattr(a, "out", None)):
-        return False
-    hidden = a.x.shape[-1] // 2
-    return tiles_of(a.x.numel() // (2 * hidden), hidden, grouping(a.offsets)[1]) <= MOST_TILES * target.sms
+def pairs_fit(target: Target, a: SimpleNamespace) -> bool:
+    return fits(target, a.x, a.up, a.out_format, getattr(a, "out", None))
 
 
 # Both share the backward, which looks at the format of the gradient: no predicate sees that.
 glu = Op(
-    "glu", reference, inputs, Triton(forward_pairs, backward, few_tiles, "gluon"), Triton(forward, backward, single),
+    "glu", reference, inputs, Triton(forward_pairs, backward, pairs_fit, "gluon"), Triton(forward, backward, single),
     where={
         "x": "float[... width]", "up": "x[... width]", "limit": above(0.0), "scale": "float[...]",
         "offsets": "int[experts]", "out": "x[... hidden]",

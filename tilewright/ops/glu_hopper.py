@@ -1,4 +1,4 @@
-"""glu in FP8 both ways on Hopper, in Gluon: few tiles per SM, where loads must overlap the quantisation of the tile before.
+"""glu in FP8 both ways on Hopper, in Gluon: loads overlap the quantisation of the tile before.
 
 Two programs to an SM walk over 128x128 tiles of the result. A tile comes in two halves of 64 rows, each with a barrier of
 its own, by bulk tensor copies; as soon as a half is in registers the same half of the program's next tile is on its way.
@@ -23,9 +23,12 @@ from ..device.activation import gated, gated_gradient
 from ..device.hopper import TILE, store_tile, widen
 from ..formats.tiles import by_bulk_copies, row_stride
 
-PER_SM = 2  # programs; 250 registers on four warps leave room for no more
+# Programs; 250 registers on four warps leave room for no more. Three of 168 were slower at every size (H200, November 2026)
+PER_SM = 2
 PAIR = gl.constexpr(gl.BlockedLayout([2, 4, 8], [1, 4, 8], [1, 4, 1], [2, 1, 0]))  # gate's and up's TILE
 FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+PAIR_ROWS = gl.constexpr(gl.SliceLayout(1, gl.SliceLayout(0, PAIR.value)))
+TILE_ROWS = gl.constexpr(gl.SliceLayout(1, TILE.value))
 
 
 @gluon.jit
@@ -40,6 +43,21 @@ def locate(t, BLOCKS, across, M):
         row0 = gl.load(BLOCKS + 2 * block)
         rows_left = gl.load(BLOCKS + 2 * block + 1)
     return block, row0, rows_left, col0
+
+
+@gluon.jit
+def clear(memory, rows_left, AT: gl.constexpr, LAYOUT: gl.constexpr, ROWS: gl.constexpr):
+    """Zeros over the rows of a half that are another group's: few tiles have such rows, masks would cost all of them."""
+    if rows_left < AT + 64:
+        x = memory.load(LAYOUT)
+        keep = gl.expand_dims(gl.where(AT + gl.arange(0, 64, ROWS) < rows_left, -1, 0).to(gl.int16), 1)
+        if len(x.shape) == 3:
+            keep = gl.expand_dims(keep, 0)
+        keep, _ = gl.broadcast(keep, x)
+        x = gl.inline_asm_elementwise("and.b32 $0, $1, $2;", "=r,r,r", [x, keep], dtype=x.dtype, is_pure=True, pack=2)
+        memory.store(x)
+        fence_async_shared()  # before the copy of the next tile
+        gl.thread_barrier()
 
 
 @gluon.jit
@@ -86,8 +104,10 @@ def gated_half(
     if SCALE is not None:
         scale = row_scale(SCALE, row0, rows_left, AT, MASK)
     mbarrier.wait(ready.index(0), phase)
+    if GROUPED:
+        clear(half, rows_left, AT, PAIR, PAIR_ROWS)
     a, b = load_pair(half)
-    y = gated(widen(a, rows_left, AT, GROUPED), widen(b, rows_left, AT, GROUPED), limit, alpha, ACT)
+    y = gated(widen(a), widen(b), limit, alpha, ACT)
     if SCALE is not None:
         y = y * scale
     return y
@@ -148,14 +168,17 @@ def gradient_half(
     if SCALE is not None:
         scale = row_scale(SCALE, row0, rows_left, AT, MASK)
     mbarrier.wait(ready, phase)
+    if GROUPED:
+        clear(half, rows_left, AT, PAIR, PAIR_ROWS)
+        clear(dy, rows_left, AT, TILE, TILE_ROWS)
     a, b = load_pair(half)
     g = dy.load(TILE)
     mbarrier.expect(ready, BYTES, pred=more)
     gl.thread_barrier()  # all threads have read: dy may come, and dup overwrite what other threads read
     tma.async_copy_global_to_shared(DY, [next_row + AT, next_col], ready, dy, pred=more)
-    a = widen(a, rows_left, AT, GROUPED)
-    b = widen(b, rows_left, AT, GROUPED)
-    g = widen(g, rows_left, AT, GROUPED)
+    a = widen(a)
+    b = widen(b)
+    g = widen(g)
     da, db, terms = gated_gradient(a, b, g, scale, limit, alpha, ACT)
     parked(half).store(to_parked(db))
     if DSCALE is not None:
@@ -234,11 +257,6 @@ def fits(target: Target, x: Tensor, up: Tensor | None, format: Format | None, ou
     return up is None and by_bulk_copies(target, x, format, out) and x.shape[-1] % 256 == 0 and x.shape[-1] < 2**23
 
 
-def tiles_of(M: int, N: int, groups: int) -> int:
-    """How many tiles there may be: groups may each begin in the middle of what would be a block."""
-    return (cdiv(M, 128) + groups) * (N // 128)
-
-
 def boxes(x: Tensor, block: list[int], shape: list[int], strides: list[int]) -> TensorDescriptor:
     layout = gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16)
     return TensorDescriptor(x, shape, strides, block, layout)
@@ -257,9 +275,11 @@ def store_pairs(
 ) -> None:
     """Fill q with glu of x [M, 2N], or with its gradient if dy [M, N] is given; `blocks` is that of `list_blocks`."""
     M, N = x.shape[0], x.shape[1] // 2
-    tiles = tiles_of(M, N, 0) if blocks is None else blocks.shape[0] * (N // 128)
-    # As many programs as share the tiles evenly: at 1024 tiles 256, of 264 that would fit, were faster (H200, November 2026)
-    programs = cdiv(tiles, cdiv(tiles, PER_SM * Target.at(x.device).sms))
+    tiles = (cdiv(M, 128) if blocks is None else blocks.shape[0]) * (N // 128)
+    programs = min(tiles, PER_SM * Target.at(x.device).sms)
+    if blocks is None:
+        # As many as share the tiles evenly: at 1024 tiles 256, of 264 that would fit, were faster (H200, November 2026)
+        programs = cdiv(tiles, cdiv(tiles, programs))
     X = boxes(x, [2, 64, 128], [2, M, N], [N, 2 * N, 1])
     rest = (
         blocks, q.data, q.scale, q.data_t, q.scale_t, tiles, M, N, row_stride(q.scale), row_stride(q.scale_t), limit, alpha,

@@ -3,9 +3,10 @@
 Expert e has c_e rows, tokens ascending; its group begins at the sum over earlier experts of c rounded up to `align`. The rows
 that a group has more than c_e are padding. Rows at and past `capacity` are dropped, the last in expert-major order.
 
-Two launches, and everything stays on the device. The first writes for every 32 tokens and expert a word with one bit per
-routed token, and for every block of tokens the counts. In the second each block sums the counts of all and of the earlier
-blocks; the row of a pair is then its block's first row for that expert plus the number of bits below the token's own.
+Two launches, and everything stays on the device. The first counts, for every block of tokens, those of each expert. In the
+second each block sums the counts of all and of the earlier blocks, which gives its first row for each expert. A token's row is
+that many further as there are tokens before it in the block with the same expert; these are found meanwhile, from a word for
+every 32 tokens and expert with one bit per token.
 """
 
 from __future__ import annotations
@@ -25,9 +26,10 @@ from ..core.op import Op, Triton
 from ..core.signature import at_least
 from ..core.target import Target
 from ..core.tensor import cdiv, power_of_two
+from ..device.quantize import interleave4
 
-TILE = 64  # tokens that one step of the second kernel places: two words
 BLOCKS = 128  # programs at most: each reads the counts of all, so that more would cost more than they bring
+WARPS = 4  # 8 take 3 us longer at 8192 tokens and 256 experts (H200, November 2026)
 
 
 def reference(
@@ -159,18 +161,28 @@ def read_routing(R, t, k, T, E, stride_t, stride_k, SLOTS: tl.constexpr, MAP: tl
 
 
 @triton.jit
-def ranked(expert, k, WIDTH: tl.constexpr, SLOTS: tl.constexpr, MAP: tl.constexpr):
-    """(expert, its place among its token's experts) for whole tokens [.., slots]; -1 where the slot does not count."""
+def counted(expert, k, WIDTH: tl.constexpr, SLOTS: tl.constexpr, MAP: tl.constexpr):
+    """The experts of whole tokens [.., slots], -1 where a slot does not count: it is one too many, or repeats one before."""
     if MAP:
-        counts = (expert >= 0).to(tl.int32)
-        place = tl.cumsum(counts, 1) - counts
-        expert = tl.where(place < WIDTH, expert, -1)
+        if WIDTH < SLOTS:
+            expert = tl.where(tl.cumsum((expert >= 0).to(tl.int32), 1) <= WIDTH, expert, -1)
     else:
         repeated = expert < 0
-        for j in range(SLOTS):
+        for j in range(SLOTS - 1):
             other = tl.sum(tl.where(k == j, expert, 0), 1)[:, None]
             repeated = repeated | ((other == expert) & (j < k))
         expert = tl.where(repeated, -1, expert)
+    return expert
+
+
+@triton.jit
+def slot_experts(t, k, R, T, E, stride_t, stride_k, WIDTH: tl.constexpr, SLOTS: tl.constexpr, MAP: tl.constexpr):
+    """(the expert of each slot or -1, its place among its token's experts)."""
+    expert = counted(read_routing(R, t, k, T, E, stride_t, stride_k, SLOTS, MAP), k, WIDTH, SLOTS, MAP)
+    if MAP:
+        counts = (expert >= 0).to(tl.int32)
+        place = tl.cumsum(counts, 1) - counts
+    else:
         place = tl.zeros(expert.shape, tl.int32)
         for j in range(SLOTS):
             other = tl.sum(tl.where(k == j, expert, 0), 1)[:, None]
@@ -178,76 +190,72 @@ def ranked(expert, k, WIDTH: tl.constexpr, SLOTS: tl.constexpr, MAP: tl.constexp
     return expert, place
 
 
-@triton.jit
-def slot_experts(t, k, R, T, E, stride_t, stride_k, WIDTH: tl.constexpr, SLOTS: tl.constexpr, MAP: tl.constexpr):
-    """`ranked` of what is read."""
-    return ranked(read_routing(R, t, k, T, E, stride_t, stride_k, SLOTS, MAP), k, WIDTH, SLOTS, MAP)
-
-
-@triton.jit
-def flag_experts(
-    R, FLAGS, t, T, E, stride_t, stride_k, SLOTS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_S: tl.constexpr
-):
-    """FLAGS [64, BLOCK_E], bytes: 1 where one of 64 tokens has an expert. Through memory: comparing every index with every
-    expert in registers would take longer than all the rest."""
-    k = tl.arange(0, BLOCK_S)[None, :]
-    expert = read_routing(R, t, k, T, E, stride_t, stride_k, SLOTS, False)
-    j = tl.arange(0, 64)[:, None]
-    tl.store(FLAGS + j * BLOCK_E + tl.arange(0, BLOCK_E)[None, :], tl.zeros([64, BLOCK_E], tl.uint8))
-    tl.debug_barrier()
-    tl.store(FLAGS + j * BLOCK_E + tl.maximum(expert, 0), tl.full(expert.shape, 1, tl.uint8), expert >= 0)
-    tl.debug_barrier()
-
-
-@kernel(grid=lambda a: (a.P,), tokens=("T", "P", "tiles"), default=lambda a: {"num_warps": 8})
+@kernel(
+    grid=lambda a: (a.P,),
+    tokens=("T", "P", "steps"),
+    default=lambda a: {"num_warps": WARPS},
+)
 def moe_count(
-    R, FLAGS, WORDS, COUNTS, T, E, P, tiles, stride_t, stride_k, WIDTH: tl.constexpr, SLOTS: tl.constexpr,
-    MAP: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_S: tl.constexpr, PDL: tl.constexpr,
+    R, COUNTS, T, E, P, steps, stride_t, stride_k, WIDTH: tl.constexpr, SLOTS: tl.constexpr, MAP: tl.constexpr,
+    BLOCK_E: tl.constexpr, BLOCK_S: tl.constexpr, TOKENS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """WORDS [tokens / 32, E]: a bit per token; COUNTS [P, E]: tokens of each block of 64 * tiles. FLAGS [P, 64, BLOCK_E] is
-    room. PDL: the next launch may start now; it waits by itself for what it needs of this one."""
+    """COUNTS [P, BLOCK_E]: tokens that each block of TOKENS * steps sends to each expert. PDL: the next launch may start now; it
+    waits by itself. This one does not start early: what reads its input before it waits, two launches on, counts on that."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     p = tl.program_id(0)
-    e = tl.arange(0, BLOCK_E)
-    bit = tl.arange(0, 32)[:, None]
+    k = tl.arange(0, BLOCK_S)[None, :]
     total = tl.zeros([BLOCK_E], tl.int32)
-    for i in range(tiles):
-        tile = p * tiles + i
-        if not MAP:
-            FLAGS_HERE = FLAGS + p.to(tl.int64) * 64 * BLOCK_E
-            t = tile * 64 + tl.arange(0, 64)[:, None]
-            flag_experts(R, FLAGS_HERE, t, T, E, stride_t, stride_k, SLOTS, BLOCK_E, BLOCK_S)
-        for half in tl.static_range(2):
-            if MAP:
-                t = tile * 64 + 32 * half + bit
-                expert = read_routing(R, t, e[None, :], T, E, stride_t, stride_k, SLOTS, MAP)
-                if WIDTH < SLOTS:
-                    expert, _ = ranked(expert, e[None, :], WIDTH, SLOTS, MAP)
-                chosen = (expert >= 0).to(tl.uint32)
-            else:
-                chosen = tl.load(FLAGS_HERE + (32 * half + bit) * BLOCK_E + e[None, :]).to(tl.uint32)
-            bits = tl.sum(chosen << bit.to(tl.uint32), 0)
-            at = WORDS + (2 * tile + half).to(tl.int64) * E + e
-            tl.store(at, bits.to(tl.int32, bitcast=True), e < E)
-            total += popcount(bits)
-        if not MAP:
-            tl.debug_barrier()  # all have read the flags
-    tl.store(COUNTS + p.to(tl.int64) * E + e, total.to(COUNTS.dtype.element_ty), e < E)
+    for i in range(steps):
+        t = (p * steps + i) * TOKENS + tl.arange(0, TOKENS)[:, None]
+        expert = counted(read_routing(R, t, k, T, E, stride_t, stride_k, SLOTS, MAP), k, WIDTH, SLOTS, MAP)
+        if MAP:
+            total += tl.sum((expert >= 0).to(tl.int32), 0)
+        else:
+            flat = tl.reshape(expert, [TOKENS * BLOCK_S])
+            total += tl.histogram(tl.maximum(flat, 0), BLOCK_E, flat >= 0)
+    at = COUNTS + p.to(tl.int64) * BLOCK_E + tl.arange(0, BLOCK_E)
+    tl.store(at, total.to(COUNTS.dtype.element_ty))
+
+
+@triton.jit
+def sum_counts(
+    COUNTS, p, P, BLOCK_E: tl.constexpr, BLOCK_P: tl.constexpr, MOST: tl.constexpr, BYTES: tl.constexpr
+):  # fmt: skip
+    """(tokens of each expert, those of them in blocks before p). BYTES: four counts to an int32, of which every other one is
+    summed at once, in 16 bits each; blocks are so few and short that no sum needs the sixteenth."""
+    COLS: tl.constexpr = BLOCK_E // 4 if BYTES else BLOCK_E
+    c = tl.arange(0, COLS)[None, :]
+    total = tl.zeros([COLS], tl.int32)
+    before, odd, odd_before = total, total, total
+    # There is room for MOST blocks: in a loop over P, or with a mask, fewer loads would be under way at once
+    for start in range(0, MOST, BLOCK_P):
+        q = start + tl.arange(0, BLOCK_P)[:, None]
+        v = tl.where(q < P, tl.load(COUNTS + q * COLS + c), 0)
+        if BYTES:
+            w = (v >> 8) & 0x00FF00FF
+            v = v & 0x00FF00FF
+            odd += tl.sum(w, 0)
+            odd_before += tl.sum(tl.where(q < p, w, 0), 0)
+        total += tl.sum(v, 0)
+        before += tl.sum(tl.where(q < p, v, 0), 0)
+    if BYTES:
+        total = interleave4(total & 0xFFFF, odd & 0xFFFF, total >> 16, odd >> 16)
+        before = interleave4(before & 0xFFFF, odd_before & 0xFFFF, before >> 16, odd_before >> 16)
+    return total, before
 
 
 @triton.jit
 def fill_unused(
-    SOURCE, PROBS, FULL, p, P, E, last, usable, capacity, ALIGN: tl.constexpr, BLOCK_A: tl.constexpr
+    SOURCE, PROBS, full, end, p, P, e, last, capacity, ALIGN: tl.constexpr, BLOCK_A: tl.constexpr
 ):  # fmt: skip
-    """Source -1 and probability 0 for padding rows, groups p, p + P .. of them, and for a share of the rows past the last
-    group. FULL has where the rows of each group that are none begin."""
+    """Source -1 and probability 0 for padding rows, from full to end, of experts p, p + P .., and for a share of the rows past
+    the last group."""
     if ALIGN > 1:
-        for e in range(p, E, P):
-            first = tl.load(FULL + e)
-            end = tl.minimum(tl.cdiv(first, ALIGN) * ALIGN, usable)
-            r = first + tl.arange(0, BLOCK_A)
-            store_none(SOURCE, PROBS, r, r < end)
+        mine = (e % P == p)[:, None]
+        for start in range(0, ALIGN - 1, BLOCK_A):
+            r = full[:, None] + start + tl.arange(0, BLOCK_A)[None, :]
+            store_none(SOURCE, PROBS, r, mine & (r < end[:, None]))
     for start in range(last + p * 1024, capacity, P * 1024):
         r = start + tl.arange(0, 1024)
         store_none(SOURCE, PROBS, r, r < capacity)
@@ -261,30 +269,84 @@ def store_none(SOURCE, PROBS, r, inside):
 
 
 @triton.jit
-def place_tokens(
-    j, tile, R, W, WORDS, FIRST, ROW_MAP, SOURCE, PROBS, T, E, usable, stride_t, stride_k, stride_wt, stride_wk,
-    WIDTH: tl.constexpr, SLOTS: tl.constexpr, MAP: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_W: tl.constexpr,
+def write_words(
+    tile, R, WORDS, T, E, stride_t, stride_k, WIDTH: tl.constexpr, SLOTS: tl.constexpr, MAP: tl.constexpr,
+    TILE: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_S: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Give tokens j of a tile their rows. FIRST has the row of each expert's first token in the tile."""
-    t = tile * 64 + j
+    """WORDS [TILE / 32, BLOCK_E]: for each expert a bit for every token of a tile that goes there."""
+    if MAP:
+        e = tl.arange(0, BLOCK_E)
+        for w in range(TILE // 32):
+            bits = tl.zeros([BLOCK_E], tl.uint32)
+            for start in range(0, 32, 8):  # few at a time: a row of flags is as wide as there are experts
+                bit = start + tl.arange(0, 8)[:, None]
+                expert = read_routing(R, tile * TILE + 32 * w + bit, e[None, :], T, E, stride_t, stride_k, SLOTS, MAP)
+                chosen = (counted(expert, e[None, :], WIDTH, SLOTS, MAP) >= 0).to(tl.uint32)
+                bits += tl.sum(chosen << bit.to(tl.uint32), 0)
+            tl.store(WORDS + w * BLOCK_E + e, bits.to(tl.int32, bitcast=True))
+    else:
+        # Through memory: comparing every index with every expert in registers would take longer than all the rest. The order in
+        # which bits are set means nothing.
+        room = tl.arange(0, TILE // 32 * BLOCK_E)
+        tl.store(WORDS + room, tl.zeros(room.shape, tl.int32))
+        tl.debug_barrier()
+        k = tl.arange(0, BLOCK_S)[None, :]
+        for start in range(0, TILE, TOKENS):
+            j = start + tl.arange(0, TOKENS)[:, None]
+            expert = read_routing(R, tile * TILE + j, k, T, E, stride_t, stride_k, SLOTS, MAP)
+            bit = tl.full(j.shape, 1, tl.uint32) << (j % 32).to(tl.uint32)
+            bit = tl.broadcast_to(bit.to(tl.int32, bitcast=True), expert.shape)
+            at = WORDS + j // 32 * BLOCK_E + tl.maximum(expert, 0)
+            tl.atomic_or(at, bit, expert >= 0, sem="relaxed", scope="cta")
+    tl.debug_barrier()
+
+
+@triton.jit
+def tokens_in(WORDS, TILE: tl.constexpr, BLOCK_E: tl.constexpr):
+    """How many tokens of the tile each expert has."""
+    total = tl.zeros([BLOCK_E], tl.int32)
+    for w in tl.static_range(TILE // 32):
+        bits = tl.load(WORDS + w * BLOCK_E + tl.arange(0, BLOCK_E), cache_modifier=".cg")
+        total += popcount(bits.to(tl.uint32, bitcast=True))
+    return total
+
+
+@triton.jit
+def find_pairs(
+    t, R, W, WORDS, T, E, stride_t, stride_k, stride_wt, stride_wk, WIDTH: tl.constexpr, SLOTS: tl.constexpr,
+    MAP: tl.constexpr, TILE: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_S: tl.constexpr,
+):  # fmt: skip
+    """(expert, place among the token's experts, tokens before it in the tile with that expert, probability) of the slots of
+    tokens t."""
     k = tl.arange(0, BLOCK_S)[None, :]
     expert, place = slot_experts(t, k, R, T, E, stride_t, stride_k, WIDTH, SLOTS, MAP)
     counts = expert >= 0
-    at = tl.where(counts, expert, 0)
-    row = tl.load(FIRST + at, counts, 0)
-    words = WORDS + tile.to(tl.int64) * 2 * E + at
-    low = tl.load(words, counts, 0).to(tl.uint32, bitcast=True)
-    high = tl.load(words + E, counts & (j >= 32), 0).to(tl.uint32, bitcast=True)
-    below = (tl.full(j.shape, 1, tl.uint32) << (j % 32).to(tl.uint32)) - 1
-    row += tl.where(j < 32, popcount(low & below), popcount(low) + popcount(high & below))
+    j = t % TILE
+    rank = tl.zeros(expert.shape, tl.int32)
+    for w in tl.static_range(TILE // 32):
+        at = WORDS + w * BLOCK_E + tl.maximum(expert, 0)
+        bits = tl.load(at, counts & (j >= 32 * w), 0, cache_modifier=".cg").to(tl.uint32, bitcast=True)
+        below = (tl.full(j.shape, 1, tl.uint32) << (j % 32).to(tl.uint32)) - 1
+        rank += popcount(bits & tl.where(j < 32 * w + 32, below, 0xFFFFFFFF))
+    if W is None:
+        prob = tl.full(expert.shape, 1.0, tl.float32)
+    else:
+        prob = tl.load(W + t.to(tl.int64) * stride_wt + k.to(tl.int64) * stride_wk, counts, 0.0).to(tl.float32)
+    return expert, place, rank, prob
+
+
+@triton.jit
+def place_pairs(
+    t, expert, place, rank, prob, first, ROW_MAP, SOURCE, PROBS, T, usable, WIDTH: tl.constexpr, BLOCK_W: tl.constexpr
+):
+    """Give tokens t their rows; first is the row of each expert's first token in the tile."""
+    counts = expert >= 0
+    flat = tl.reshape(tl.maximum(expert, 0), [expert.shape[0] * expert.shape[1]])
+    row = tl.reshape(tl.gather(first, flat, 0), expert.shape) + rank
     kept = counts & (row < usable)
     tl.store(ROW_MAP + t.to(tl.int64) * WIDTH + place, row, kept)
     tl.store(SOURCE + row, tl.broadcast_to(t, row.shape), kept)
     if PROBS is not None:
-        if W is None:
-            prob = tl.full(row.shape, 1.0, tl.float32)
-        else:
-            prob = tl.load(W + t.to(tl.int64) * stride_wt + k.to(tl.int64) * stride_wk, kept, 0.0)
         tl.store(PROBS + row, prob.to(PROBS.dtype.element_ty), kept)
     c = tl.arange(0, BLOCK_W)[None, :]
     rest = (t < T) & (c >= tl.sum(kept.to(tl.int32), 1)[:, None]) & (c < WIDTH)
@@ -293,58 +355,53 @@ def place_tokens(
 
 @kernel(
     grid=lambda a: (a.P,),
-    tokens=("T", "P", "tiles", "capacity"),
-    default=lambda a: {"num_warps": 8, "launch_pdl": a.PDL},
+    tokens=("T", "P", "steps", "capacity"),
+    default=lambda a: {"num_warps": WARPS, "launch_pdl": a.PDL},
 )
 def moe_place(
-    R, W, WORDS, COUNTS, FIRST, ROW_MAP, SOURCE, PROBS, OFFSETS, OVERFLOW, T, E, P, tiles, capacity, stride_t, stride_k,
+    R, W, WORDS, COUNTS, ROW_MAP, SOURCE, PROBS, OFFSETS, OVERFLOW, T, E, P, steps, capacity, stride_t, stride_k,
     stride_wt, stride_wk, WIDTH: tl.constexpr, SLOTS: tl.constexpr, MAP: tl.constexpr, ALIGN: tl.constexpr,
-    BLOCK_A: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_W: tl.constexpr,
-    TOKENS: tl.constexpr, PDL: tl.constexpr,
+    TILE: tl.constexpr, BYTES: tl.constexpr, BLOCK_A: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_P: tl.constexpr,
+    BLOCK_S: tl.constexpr, BLOCK_W: tl.constexpr, MOST: tl.constexpr, TOKENS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """All results from words and counts; FIRST [P, 2, E] is room for what a program's threads tell each other."""
+    """All results from routing and counts, TOKENS at a time; WORDS [P, TILE / 32, BLOCK_E] is room. What needs no counts comes
+    before the wait for them."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
     p = tl.program_id(0)
     e = tl.arange(0, BLOCK_E)
-    total = tl.zeros([BLOCK_E], tl.int32)
-    before = tl.zeros([BLOCK_E], tl.int32)
-    for start in range(0, P, BLOCK_P):
-        q = start + tl.arange(0, BLOCK_P)[:, None]
-        counts = tl.load(COUNTS + q * E + e[None, :], (q < P) & (e[None, :] < E), 0).to(tl.int32)
-        total += tl.sum(counts, 0)
-        before += tl.sum(tl.where(q < p, counts, 0), 0)
+    WORDS += p.to(tl.int64) * (TILE // 32 * BLOCK_E)
+    t = p * steps * TOKENS + tl.arange(0, TOKENS)[:, None]
+    tile = p * steps * TOKENS // TILE
+    write_words(tile, R, WORDS, T, E, stride_t, stride_k, WIDTH, SLOTS, MAP, TILE, BLOCK_E, BLOCK_S, TOKENS)
+    expert, place, rank, prob = find_pairs(
+        t, R, W, WORDS, T, E, stride_t, stride_k, stride_wt, stride_wk, WIDTH, SLOTS, MAP, TILE, BLOCK_E, BLOCK_S
+    )
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    total, before = sum_counts(COUNTS, p, P, BLOCK_E, BLOCK_P, MOST, BYTES)
     padded = tl.cdiv(total, ALIGN) * ALIGN
     ends = tl.cumsum(padded, 0)
     usable = capacity // ALIGN * ALIGN
     full = ends - padded + total
-    if p == 0:
-        tl.store(OFFSETS + e, tl.minimum(ends, usable), e < E)
-        tl.store(OVERFLOW, tl.sum(tl.minimum(tl.maximum(full - usable, 0), total), 0))
-    FIRST += p.to(tl.int64) * 2 * E
+    end = tl.minimum(ends, usable)
     first = ends - padded + before
-    tl.store(FIRST + e, first, e < E)
-    tl.store(FIRST + E + e, full, e < E)
-    tl.debug_barrier()
-    fill_unused(
-        SOURCE, PROBS, FIRST + E, p, P, E, tl.minimum(tl.sum(padded, 0), usable), usable, capacity, ALIGN, BLOCK_A
-    )
-    for i in range(tiles):
-        tile = p * tiles + i
-        for start in range(0, 64, TOKENS):
-            j = start + tl.arange(0, TOKENS)[:, None]
-            place_tokens(
-                j, tile, R, W, WORDS, FIRST, ROW_MAP, SOURCE, PROBS, T, E, usable, stride_t, stride_k, stride_wt,
-                stride_wk, WIDTH, SLOTS, MAP, BLOCK_S, BLOCK_W,
+    for i in range(1, steps + 1):
+        place_pairs(t, expert, place, rank, prob, first, ROW_MAP, SOURCE, PROBS, T, usable, WIDTH, BLOCK_W)
+        if i < steps:
+            t += TOKENS
+            if i % (TILE // TOKENS) == 0:
+                first += tokens_in(WORDS, TILE, BLOCK_E)
+                tile += 1
+                tl.debug_barrier()  # all have read the words
+                write_words(tile, R, WORDS, T, E, stride_t, stride_k, WIDTH, SLOTS, MAP, TILE, BLOCK_E, BLOCK_S, TOKENS)
+            expert, place, rank, prob = find_pairs(
+                t, R, W, WORDS, T, E, stride_t, stride_k, stride_wt, stride_wk, WIDTH, SLOTS, MAP, TILE, BLOCK_E, BLOCK_S
             )  # fmt: skip
-        if i + 1 < tiles:
-            words = WORDS + tile.to(tl.int64) * 2 * E + e
-            first += popcount(tl.load(words, e < E, 0).to(tl.uint32, bitcast=True))
-            first += popcount(tl.load(words + E, e < E, 0).to(tl.uint32, bitcast=True))
-            tl.debug_barrier()  # all have read what lies there
-            tl.store(FIRST + e, first, e < E)
-            tl.debug_barrier()
+    fill_unused(SOURCE, PROBS, full, end, p, P, e, tl.max(end, 0), capacity, ALIGN, BLOCK_A)
+    if p == 0:
+        tl.store(OFFSETS + e, end, e < E)
+        tl.store(OVERFLOW, tl.sum(tl.minimum(tl.maximum(full - usable, 0), total), 0))
 
 
 # ---- host ------------------------------------------------------------------------------------------------------------
@@ -366,25 +423,32 @@ def build_map(
     E, width, capacity = sizes(routing, experts, topk, align, capacity)
     T, slots = routing.shape
     R, form = routing_form(routing, experts, width)
+    TILE = 64 if T <= 64 * BLOCKS else 128
     tiles = max(1, cdiv(T, TILE * BLOCKS))
     P = max(1, cdiv(T, TILE * tiles))
+    in_bytes = tiles == 1
 
     def room(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=routing.device)
 
-    words, first = room(P * tiles * 2, E), room(P, 2, E)
-    counts = room(P, E, dtype=torch.uint8 if tiles * TILE < 256 else torch.int32)
+    BLOCK_E = max(16, power_of_two(E))
+    BLOCK_S = BLOCK_E if experts is None else power_of_two(slots)
+    TOKENS = max(1, min(TILE, (2048 if experts is None else 4096) // BLOCK_S))
+    steps = tiles * (TILE // TOKENS)
+    BLOCK_P = max(1, min(BLOCKS, 32768 // BLOCK_E))
+    MOST = cdiv(BLOCKS, BLOCK_P) * BLOCK_P
+    counts = room(MOST, BLOCK_E, dtype=torch.uint8 if in_bytes else torch.int32)
     found = RowMap(room(T, width), room(capacity), room(E), room())
-    BLOCK_E, BLOCK_S = max(16, power_of_two(E)), power_of_two(slots)
+    words = room(P, TILE // 32, BLOCK_E)
     pdl = Target.at(routing.device).tma  # the chips that have the one have the other
-    flags = room(P, TILE, BLOCK_E, dtype=torch.uint8) if experts is not None else None
-    moe_count(R, flags, words, counts, T, E, P, tiles, *R.stride(), **form, BLOCK_E=BLOCK_E, BLOCK_S=BLOCK_S, PDL=pdl)
+    blocks = {"BLOCK_E": BLOCK_E, "BLOCK_S": BLOCK_S, "TOKENS": TOKENS, "PDL": pdl}
+    moe_count(R, counts, T, E, P, steps, *R.stride(), **form, **blocks)
     W_strides = (0, 0) if probs is None else probs.stride()
     moe_place(
-        R, probs, words, counts, first, found.row_map, found.source, row_probs, found.offsets, found.overflow, T, E, P,
-        tiles, capacity, *R.stride(), *W_strides, **form, ALIGN=align, BLOCK_A=power_of_two(align), BLOCK_E=BLOCK_E,
-        BLOCK_P=max(1, min(BLOCKS, 32768 // BLOCK_E)), BLOCK_S=BLOCK_S, BLOCK_W=power_of_two(width),
-        TOKENS=max(1, min(TILE, 4096 // BLOCK_S)), PDL=pdl,
+        R, probs, words, counts.view(torch.int32), found.row_map, found.source, row_probs, found.offsets, found.overflow, T,
+        E, P, steps, capacity, *R.stride(), *W_strides, **form, **blocks, ALIGN=align, TILE=TILE, BYTES=in_bytes,
+        BLOCK_A=max(1, min(power_of_two(align), 4096 // BLOCK_E)), BLOCK_P=BLOCK_P,
+        BLOCK_W=power_of_two(width), MOST=MOST,
     )  # fmt: skip
     return found
 

@@ -24,6 +24,7 @@ from ..core.op import Op, Triton, single, upcast
 from ..core.target import Target
 from ..core.tensor import cdiv, power_of_two
 from ..device.labels import load_if
+from ..device.prefetch import prefetch
 from ..formats.tiles import store_tiles
 from .moe_map import (
     NUMBERS,
@@ -37,9 +38,7 @@ from .moe_map import (
     slot_experts,
 )
 
-UNROLLED = (
-    16  # slots up to which loops over a token's rows are unrolled, so that all its accesses are under way at once
-)
+UNROLLED = 16  # slots up to which loops over a token's rows are unrolled: all its accesses are under way at once
 
 
 def reference(
@@ -89,9 +88,9 @@ def inputs(draw: Draw) -> dict:
 @triton.jit
 def row_of(MAP, t, k, T, R, stride_t, stride_k):
     """(the k-th row of each token, whether there is one): device data, of which nothing outside [0, R) is used."""
-    row = tl.load(MAP + t.to(tl.int64) * stride_t + k * stride_k, t < T, -1).to(tl.int64)
+    row = tl.load(MAP + t.to(tl.int64) * stride_t + k * stride_k, t < T, -1)
     live = (t < T) & (row >= 0) & (row < R)
-    return tl.where(live, row, 0), live
+    return tl.where(live, row, 0).to(tl.int64), live
 
 
 @triton.jit
@@ -101,24 +100,45 @@ def token_of(SOURCE, row, inside, BASE: tl.constexpr):
 
 
 @triton.jit
-def unused_rows(SOURCE, OFFSETS, first, R, E, BASE: tl.constexpr, COUNT: tl.constexpr):
-    """(rows [COUNT, 1], which of them are to be zeroed): those of no token, below the last offset if there are any."""
-    r = first.to(tl.int64) + tl.arange(0, COUNT)[:, None]
+def is_unused(SOURCE, OFFSETS, r, R, E, BASE: tl.constexpr):
+    """Whether rows r are to be zeroed: those of no token, below the last offset if there are any."""
     limit = R
     if OFFSETS is not None:
         limit = tl.load(OFFSETS + E - 1)
-    return r, (r < limit) & (r < R) & (token_of(SOURCE, r, r < R, BASE) < 0)
+    return (r < limit) & (r < R) & (token_of(SOURCE, r, r < R, BASE) < 0)
 
 
 @triton.jit
-def copy_rows(v, k, MAP, SOURCE, W, OUT, t, col, T, N, R, stride_mt, stride_mk, stride_w, BASE: tl.constexpr):
+def unused_rows(SOURCE, OFFSETS, first, R, E, BASE: tl.constexpr, COUNT: tl.constexpr):
+    """(rows [COUNT, 1], which of them are to be zeroed)."""
+    r = first + tl.arange(0, COUNT).to(tl.int64)[:, None]
+    return r, is_unused(SOURCE, OFFSETS, r, R, E, BASE)
+
+
+@triton.jit
+def copy_rows(
+    v, k, MAP, SOURCE, W, OUT, t, col, T, N, R, stride_mt, stride_mk, stride_w, BASE: tl.constexpr, STORES: tl.constexpr
+):
     """Store tokens' rows v at the k-th rows of each, times those rows' weights."""
     row, live = row_of(MAP, t, k, T, R, stride_mt, stride_mk)
     if BASE:  # of two tokens that name one row the last has it
         live = live & (token_of(SOURCE, row, live, BASE) == t)
     if W is not None:
         v = v.to(tl.float32) * load_if(W + row * stride_w, live)
-    tl.store(OUT + row * N + col, v.to(OUT.dtype.element_ty), live & (col < N))
+    tl.store(OUT + row * N + col, v.to(OUT.dtype.element_ty), live & (col < N), eviction_policy=STORES)
+
+
+@triton.jit
+def prefetch_tokens(
+    X, program, wave, across, T, N, stride_xt, ROWS: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr
+):
+    """Ask for what AHEAD later programs, a wave apart, read of X."""
+    i = tl.arange(0, 256)
+    other = program + (1 + i // ROWS) * wave
+    t = other // across * ROWS + i % ROWS
+    col = other % across * BLOCK
+    nbytes = tl.minimum(BLOCK, N - col) * (X.dtype.element_ty.primitive_bitwidth // 8)
+    prefetch(X + t.to(tl.int64) * stride_xt + col, nbytes, (i < AHEAD * ROWS) & (t < T) & (nbytes > 0))
 
 
 def _shape(a, size: int = 2048, warps: int = 8) -> dict:
@@ -128,8 +148,11 @@ def _shape(a, size: int = 2048, warps: int = 8) -> dict:
 
 
 SHARE = 16  # rows of the result that a program looks after for each token that it copies
+WAVE = 4  # programs of an SM that wait for the map from its beginning
+AHEAD = 4  # programs whose tokens each of them asks for meanwhile
+STORES = "evict_first"  # keeps what is asked for in the L2 until it is read
 SPREAD = {
-    "tokens": ("T", "R"),
+    "tokens": ("T", "R", "wave"),
     "tune_by": ("N",),
     "default": lambda a: {**_shape(a), "launch_pdl": a.PDL},
     "candidates": lambda a: [
@@ -145,29 +168,36 @@ def _programs(a) -> int:
 
 @kernel(grid=lambda a: (_programs(a) * max(1, cdiv(a.N, a.BLOCK)),), **SPREAD)
 def moe_spread(
-    X, MAP, SOURCE, OFFSETS, W, OUT, T, N, R, E, stride_xt, stride_xn, stride_mt, stride_mk, stride_w,
-    SLOTS: tl.constexpr, BASE: tl.constexpr, UNROLL: tl.constexpr, PDL: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    X, MAP, SOURCE, OFFSETS, W, OUT, T, N, R, E, wave, stride_xt, stride_xn, stride_mt, stride_mk, stride_w,
+    SLOTS: tl.constexpr, BASE: tl.constexpr, UNROLL: tl.constexpr, PDL: tl.constexpr, AHEAD: tl.constexpr,
+    STORES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """OUT[row] = X[token] [* W[row]]. A program reads a token's row once and writes all its copies; it also zeroes the rows of
     no token among 16: a program for each row of the result takes a third longer (H200, November 2026). PDL: X was there
-    before the launch that makes the map."""
+    before the launches that make the map; while they run, the first `wave` programs bring more of it into the L2."""
     across = tl.maximum(tl.cdiv(N, BLOCK), 1)
     first = tl.program_id(0) // across * ROWS
+    mine = first.to(tl.int64) * 16
     t = first + tl.arange(0, ROWS)[:, None]
     col = tl.program_id(0) % across * BLOCK + tl.arange(0, BLOCK)[None, :]
     v = tl.load(X + t.to(tl.int64) * stride_xt + col.to(tl.int64) * stride_xn, (t < T) & (col < N), 0)
     if PDL:
+        if AHEAD > 0 and tl.program_id(0) < wave:
+            prefetch_tokens(X, tl.program_id(0), wave, across, T, N, stride_xt, ROWS, BLOCK, AHEAD)
         tl.extra.cuda.gdc_wait()
-    r, unused = unused_rows(SOURCE, OFFSETS, first * 16, R, E, BASE, 16 * ROWS)
+        tl.extra.cuda.gdc_launch_dependents()
+    # In one dimension first, where a thread holds one row: few programs have any, and a column of rows is in every thread
+    some = tl.max(is_unused(SOURCE, OFFSETS, mine + tl.arange(0, 16 * ROWS), R, E, BASE).to(tl.int32), 0)
     if UNROLL:
         for k in tl.static_range(SLOTS):
-            copy_rows(v, k, MAP, SOURCE, W, OUT, t, col, T, N, R, stride_mt, stride_mk, stride_w, BASE)
+            copy_rows(v, k, MAP, SOURCE, W, OUT, t, col, T, N, R, stride_mt, stride_mk, stride_w, BASE, STORES)
     else:
         for k in range(SLOTS):
-            copy_rows(v, k, MAP, SOURCE, W, OUT, t, col, T, N, R, stride_mt, stride_mk, stride_w, BASE)
-    if tl.max(unused.to(tl.int32)) > 0:
-        tl.store(OUT + r * N + col, tl.zeros([16 * ROWS, BLOCK], OUT.dtype.element_ty), unused & (col < N))
+            copy_rows(v, k, MAP, SOURCE, W, OUT, t, col, T, N, R, stride_mt, stride_mk, stride_w, BASE, STORES)
+    if some > 0:
+        for i in range(16):
+            r, unused = unused_rows(SOURCE, OFFSETS, mine + i * ROWS, R, E, BASE, ROWS)
+            tl.store(OUT + r * N + col, tl.zeros([ROWS, BLOCK], OUT.dtype.element_ty), unused & (col < N))
 
 
 @triton.jit
@@ -191,7 +221,7 @@ def spread_and_dot(
     tl.store(DW + row, tl.sum(total, 1)[:, None].to(DW.dtype.element_ty), live)
 
 
-@kernel(grid=lambda a: (_programs(a),), **SPREAD)
+@kernel(grid=lambda a: (_programs(a),), **{**SPREAD, "tokens": ("T", "R")})
 def moe_spread_and_dot(
     DY, MAP, SOURCE, W, ROWS_IN, DROWS, DW, T, N, R, stride_dt, stride_dn, stride_mt, stride_mk, stride_w, stride_rt,
     stride_rn, SLOTS: tl.constexpr, UNROLL: tl.constexpr, PDL: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
@@ -211,7 +241,7 @@ def moe_spread_and_dot(
                 k, DY, MAP, SOURCE, W, ROWS_IN, DROWS, DW, t, T, N, R, stride_dt, stride_dn, stride_mt, stride_mk,
                 stride_w, stride_rt, stride_rn, ROWS, BLOCK,
             )  # fmt: skip
-    r, unused = unused_rows(SOURCE, None, first * 16, R, 0, 1, 16 * ROWS)
+    r, unused = unused_rows(SOURCE, None, first.to(tl.int64) * 16, R, 0, 1, 16 * ROWS)
     if tl.max(unused.to(tl.int32)) > 0:
         tl.store(DW + r, tl.zeros([16 * ROWS, 1], DW.dtype.element_ty), unused)
         if DROWS is not None:
@@ -234,14 +264,18 @@ def add_rows(total, k, ROWS_IN, MAP, W, t, col, T, N, R, stride_rt, stride_rn, s
     grid=lambda a: (cdiv(a.T, a.ROWS) * cdiv(a.N, a.BLOCK),),
     tokens=("T", "R"),
     tune_by=("N",),
-    default=lambda a: _shape(a, 2048, 4),
-    candidates=lambda a: [_shape(a, size, warps) for size in (1024, 2048) for warps in (2, 4, 8)],
+    default=lambda a: {**_shape(a, 2048, 4), "launch_pdl": a.PDL},
+    candidates=lambda a: [{**_shape(a, 2048, warps), "launch_pdl": a.PDL} for warps in (2, 4, 8)],
 )
 def moe_sum(
     ROWS_IN, MAP, W, Y, T, N, R, stride_rt, stride_rn, stride_mt, stride_mk, stride_w, SLOTS: tl.constexpr,
-    UNROLL: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    UNROLL: tl.constexpr, PDL: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Y[token] = sum of its rows [* W[row]], in the order of the map."""
+    """Y[token] = sum of its rows [* W[row]], in the order of the map. PDL: programs may be here before the last launch is over,
+    and those of the next before this one is, if they wait as well."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     across = tl.cdiv(N, BLOCK)
     t = tl.program_id(0) // across * ROWS + tl.arange(0, ROWS)[:, None]
     col = tl.program_id(0) % across * BLOCK + tl.arange(0, BLOCK)[None, :]
@@ -253,7 +287,9 @@ def moe_sum(
     else:
         for k in range(SLOTS):
             total = add_rows(total, k, ROWS_IN, MAP, W, t, col, T, N, R, *strides)
-    tl.store(Y + t.to(tl.int64) * N + col, total.to(Y.dtype.element_ty), (t < T) & (col < N))
+    # Nothing read here is read again, nor what is written: neither is to push out the other (4 % at 8192x2048, H200, November 2026)
+    y = total.to(Y.dtype.element_ty)
+    tl.store(Y + t.to(tl.int64) * N + col, y, (t < T) & (col < N), eviction_policy="evict_first")
 
 
 @kernel(
@@ -305,10 +341,12 @@ def spread(
     """x[token] [* weight[row]] at each of its rows, 0 at those of no token."""
     (T, N), R, slots = x.shape, source.shape[0], row_map.shape[1]
     out = torch.empty((R, N), dtype=x.dtype, device=x.device)
+    target = Target.at(x.device)
+    pdl = base == 0 and target.tma
     moe_spread(
-        x, row_map, source, offsets, weight, out, T, N, R, 0 if offsets is None else offsets.shape[0],
-        *x.stride(), *row_map.stride(), 0 if weight is None else weight.stride(0),
-        SLOTS=slots, BASE=base, UNROLL=slots <= UNROLLED, PDL=base == 0 and Target.at(x.device).tma,
+        x, row_map, source, offsets, weight, out, T, N, R, 0 if offsets is None else offsets.shape[0], target.sms * WAVE,
+        *x.stride(), *row_map.stride(), 0 if weight is None else weight.stride(0), SLOTS=slots, BASE=base,
+        UNROLL=slots <= UNROLLED, PDL=pdl, AHEAD=AHEAD if pdl and x.stride(1) == 1 else 0, STORES=STORES,
     )  # fmt: skip
     return out
 
@@ -319,7 +357,7 @@ def sum_rows(rows: Tensor, row_map: Tensor, weight: Tensor | None) -> Tensor:
     y = torch.empty((T, N), dtype=rows.dtype, device=rows.device)
     moe_sum(
         rows, row_map, weight, y, T, N, R, *rows.stride(), *row_map.stride(), 0 if weight is None else weight.stride(0),
-        SLOTS=slots, UNROLL=slots <= UNROLLED,
+        SLOTS=slots, UNROLL=slots <= UNROLLED, PDL=Target.at(rows.device).tma,
     )  # fmt: skip
     return y
 

@@ -203,11 +203,11 @@ def copy_heads(X, Y, at, to, inside, stride_xn, D: tl.constexpr, LANES: tl.const
 
 def _tile(a, size: int = 4096, warps: int = 4) -> dict:
     # 32 elements a thread: in bf16 four 16-byte loads, in registers for six or more programs an SM
-    return {**blocks(a, size), "num_warps": warps}
+    return {**blocks(a, size, 2), "num_warps": warps}
 
 
 @kernel(
-    grid=lambda a: (cdiv(a.B * a.L, a.T) * units(a),),
+    grid=lambda a: (cdiv(a.B * a.L, max(a.T, a.TK)) * units(a),),
     tokens=("B", "L", "P"),
     tune_by=("D",),
     default=_tile,
@@ -217,36 +217,45 @@ def qkv_split_forward(
     X, QW, KW, FREQS, COS, SIN, POS, Q, K, V, B, L, P, stride_xb, stride_xl, stride_xn, stride_tl, stride_t, eps, mscale,
     H: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, LANES: tl.constexpr, PAIRS: tl.constexpr, HALF: tl.constexpr,
     REST: tl.constexpr, INTERLEAVED: tl.constexpr, GROUPED: tl.constexpr, SILU: tl.constexpr, BATCH_INNER: tl.constexpr,
-    T: tl.constexpr, HB: tl.constexpr, KB: tl.constexpr,
+    T: tl.constexpr, HB: tl.constexpr, TK: tl.constexpr, KB: tl.constexpr,
 ):  # fmt: skip
-    """A program takes T tokens by HB query heads, or by KB key heads and their values."""
+    """A program takes T tokens by HB query heads, or TK tokens by KB key heads and their values. Programs of the same tokens
+    are neighbours."""
+    SPAN: tl.constexpr = max(T, TK)
     QUERIES: tl.constexpr = (H + HB - 1) // HB
-    UNITS: tl.constexpr = QUERIES + (KV + KB - 1) // KB
+    ASKING: tl.constexpr = QUERIES * (SPAN // T)
+    KEYS: tl.constexpr = (KV + KB - 1) // KB
+    UNITS: tl.constexpr = ASKING + KEYS * (SPAN // TK)
     unit = tl.program_id(0) % UNITS
-    row = tl.program_id(0) // UNITS * T + tl.arange(0, T)
-    batch, index, place = locate(row, B, L, P, POS, BATCH_INNER)
-    start = (batch * stride_xb + index * stride_xl)[:, None, None]
-    token = (batch * L + index)[:, None, None]
-    table = place * stride_tl
-    live = row < B * L
+    first = tl.program_id(0) // UNITS * SPAN
     # Names of their own in each branch: a name of both must have one shape
-    if unit < QUERIES:
-        head_q = unit * HB + tl.arange(0, HB)[None, :, None]
-        at_q = start + column_of(head_q, "q", H, KV, D, GROUPED) * stride_xn
+    if unit < ASKING:
+        row_q = first + unit // QUERIES * T + tl.arange(0, T)
+        live_q = row_q < B * L
+        batch_q, index_q, place_q = locate(row_q, B, L, P, POS, BATCH_INNER)
+        head_q = unit % QUERIES * HB + tl.arange(0, HB)[None, :, None]
+        column_q = column_of(head_q, "q", H, KV, D, GROUPED)
+        at_q = (batch_q * stride_xb + index_q * stride_xl)[:, None, None] + column_q * stride_xn
+        to_q = ((batch_q * L + index_q)[:, None, None] * H + head_q) * D
         split_heads(
-            X, QW, Q, FREQS, COS, SIN, at_q, (token * H + head_q) * D, live[:, None, None] & (head_q < H), table, place, live,
+            X, QW, Q, FREQS, COS, SIN, at_q, to_q, live_q[:, None, None] & (head_q < H), place_q * stride_tl, place_q, live_q,
             stride_xn, stride_t, eps, mscale, D, PAIRS, HALF, REST, INTERLEAVED, SILU,
         )  # fmt: skip
     else:
-        head_k = (unit - QUERIES) * KB + tl.arange(0, KB)[None, :, None]
+        other = unit - ASKING
+        row = first + other // KEYS * TK + tl.arange(0, TK)
+        live = row < B * L
+        batch, index, place = locate(row, B, L, P, POS, BATCH_INNER)
+        head_k = other % KEYS * KB + tl.arange(0, KB)[None, :, None]
         inside = live[:, None, None] & (head_k < KV)
-        to = (token * KV + head_k) * D
+        start = (batch * stride_xb + index * stride_xl)[:, None, None]
+        to = ((batch * L + index)[:, None, None] * KV + head_k) * D
         at_v = start + column_of(head_k, "v", H, KV, D, GROUPED) * stride_xn
         copy_heads(X, V, at_v, to, inside, stride_xn, D, LANES, SILU)
         at_k = start + column_of(head_k, "k", H, KV, D, GROUPED) * stride_xn
         split_heads(
-            X, KW, K, FREQS, COS, SIN, at_k, to, inside, table, place, live, stride_xn, stride_t, eps, mscale, D, PAIRS, HALF,
-            REST, INTERLEAVED, SILU,
+            X, KW, K, FREQS, COS, SIN, at_k, to, inside, place * stride_tl, place, live, stride_xn, stride_t, eps, mscale, D,
+            PAIRS, HALF, REST, INTERLEAVED, SILU,
         )  # fmt: skip
 
 

@@ -25,8 +25,9 @@ from ..device.rotary import (
 )
 from .rope import block_of, rows_of
 
-PER_SM = 3  # programs on an SM, by their registers and the shared memory of their stages
-SIZE = 4096  # elements of a tile
+PER_SM = 4  # programs on an SM, by their registers and the shared memory of their stages
+SIZE = 2048  # elements of a tile
+KEY_SHARE = 1  # tiles of keys, each with one of values, are so much smaller than one of queries
 
 
 @triton.jit
@@ -147,17 +148,18 @@ def store_sums(PART, a, b, COUNT: tl.constexpr, INTERLEAVED: tl.constexpr):
 
 
 def _default(a) -> dict:
-    # A thread holds 32 elements each of x, of its gradient, of the weight and of its sum: at 168 registers three programs of
-    # four warps fit on an SM, which have 96 KB of bf16 loads in flight
-    ahead = 2 * a.T * a.HB * 2 * (a.HALF * (a.PAIRS > 0) + a.REST) * (a.X.element_size() + a.GQ.element_size())
+    # A thread holds 16 elements each of x, of its gradient, of the weight and of its sum: at 128 registers four programs of
+    # four warps fit on an SM, which have 64 KB of bf16 loads in flight
+    rows = max(a.T * a.HB, 2 * a.TK * a.KB)
+    ahead = 2 * rows * 2 * (a.HALF * (a.PAIRS > 0) + a.REST) * (a.X.element_size() + a.GQ.element_size())
     STAGES = 3 if ahead + 4096 <= Target.at(a.X.device).shared_memory else 1
-    even = not a.SILU and (a.HALF == a.REST or 0 in (a.PAIRS, a.REST))  # others need more, and would spill
-    return {"num_warps": 4, "STAGES": STAGES, **({"maxnreg": 168} if even else {})}
+    even = not a.SILU and (a.HALF == a.REST or 0 in (a.PAIRS, a.REST)) and a.stride_xn == 1  # others would spill
+    return {"num_warps": 4, "STAGES": STAGES, **({"maxnreg": 128} if even else {})}
 
 
 @kernel(
-    grid=lambda a: (a.SLOTS * units(a),),
-    tokens=("B", "L", "P", "SLOTS"),
+    grid=lambda a: (a.SLOTS * cdiv(a.H, a.HB) + a.KEY_SLOTS * cdiv(a.KV, a.KB),),
+    tokens=("B", "L", "P", "SLOTS", "KEY_SLOTS"),
     tune_by=("D",),
     default=_default,
     candidates=lambda a: [
@@ -168,30 +170,29 @@ def _default(a) -> dict:
 def qkv_split_backward(
     X, QW, KW, FREQS, COS, SIN, POS, GQ, GK, GV, DX, PART, B, L, P, stride_xb, stride_xl, stride_xn, stride_qb, stride_ql,
     stride_qh, stride_qd, stride_kb, stride_kl, stride_kh, stride_kd, stride_vb, stride_vl, stride_vh, stride_vd, stride_tl,
-    stride_t, eps, mscale, SLOTS, H: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, LANES: tl.constexpr,
+    stride_t, eps, mscale, SLOTS, KEY_SLOTS, H: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, LANES: tl.constexpr,
     PAIRS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr, INTERLEAVED: tl.constexpr, GROUPED: tl.constexpr,
-    SILU: tl.constexpr, BATCH_INNER: tl.constexpr, T: tl.constexpr, HB: tl.constexpr, KB: tl.constexpr,
+    SILU: tl.constexpr, BATCH_INNER: tl.constexpr, T: tl.constexpr, HB: tl.constexpr, TK: tl.constexpr, KB: tl.constexpr,
     PDL: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """A program takes every SLOTS-th block of tokens for its heads, and keeps its share of dweight in registers. PDL: the
-    launch that sums the shares may begin, and waits by itself."""
+    """A program takes every SLOTS-th block of T tokens for its query heads, or every KEY_SLOTS-th of TK for its key heads and
+    their values, and keeps its share of dweight in registers. PDL: the launch that sums the shares may begin, and waits by
+    itself."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     QUERIES: tl.constexpr = (H + HB - 1) // HB
     W: tl.constexpr = (H + 2 * KV) * D
-    unit = tl.program_id(0) // SLOTS
-    slot = tl.program_id(0) % SLOTS
-    count = tl.cdiv(B * L, T)
+    asking = SLOTS * QUERIES
     if PART is not None:
         PART += tl.program_id(0).to(tl.int64) * D
     # Names of their own in each branch: a name of both must have one shape
-    if unit < QUERIES:
-        head_q = unit * HB + tl.arange(0, HB)[None, :, None]
+    if tl.program_id(0) < asking:
+        head_q = tl.program_id(0) // SLOTS * HB + tl.arange(0, HB)[None, :, None]
         column_q = column_of(head_q, "q", H, KV, D, GROUPED)
         wqa, wqb, wqd, wqe = load_weight(QW, D, PAIRS, HALF, REST, INTERLEAVED)
         qa, qb = zero_pair(T, HB, HALF)
         qd, qe = zero_pair(T, HB, REST)
-        for block in tl.range(slot, count, SLOTS, num_stages=STAGES):
+        for block in tl.range(tl.program_id(0) % SLOTS, tl.cdiv(B * L, T), SLOTS, num_stages=STAGES):
             row = block * T + tl.arange(0, T)
             batch, index, place = locate(row, B, L, P, POS, BATCH_INNER)
             at_q = (batch * stride_xb + index * stride_xl)[:, None, None] + column_q * stride_xn
@@ -206,14 +207,15 @@ def qkv_split_backward(
             store_sums(PART, qa, qb, 2 * PAIRS, INTERLEAVED)
             store_sums(PART + 2 * PAIRS, qd, qe, D - 2 * PAIRS, INTERLEAVED)
     else:
-        head_k = (unit - QUERIES) * KB + tl.arange(0, KB)[None, :, None]
+        other = tl.program_id(0) - asking
+        head_k = other // KEY_SLOTS * KB + tl.arange(0, KB)[None, :, None]
         column_k = column_of(head_k, "k", H, KV, D, GROUPED)
         column_v = column_of(head_k, "v", H, KV, D, GROUPED)
         wka, wkb, wkd, wke = load_weight(KW, D, PAIRS, HALF, REST, INTERLEAVED)
-        ka, kb = zero_pair(T, KB, HALF)
-        kd, ke = zero_pair(T, KB, REST)
-        for block in tl.range(slot, count, SLOTS, num_stages=STAGES):
-            row = block * T + tl.arange(0, T)
+        ka, kb = zero_pair(TK, KB, HALF)
+        kd, ke = zero_pair(TK, KB, REST)
+        for block in tl.range(other % KEY_SLOTS, tl.cdiv(B * L, TK), KEY_SLOTS, num_stages=STAGES):
+            row = block * TK + tl.arange(0, TK)
             batch, index, place = locate(row, B, L, P, POS, BATCH_INNER)
             inside = (row < B * L)[:, None, None] & (head_k < KV)
             start = (batch * stride_xb + index * stride_xl)[:, None, None]
@@ -257,16 +259,29 @@ def sum_shares(PART, DQ, DK, Q, K, D: tl.constexpr, PDL: tl.constexpr, ROWS: tl.
         tl.store(DK + c, out.to(DK.dtype.element_ty), (c < D) & keys)
 
 
-def blocks(a, size: int) -> dict:
-    """Tokens and heads of a tile of about `size` elements: of queries, and of keys and values, which go together."""
+def blocks(a, size: int, share: int) -> dict:
+    """Tokens and heads of a tile of about `size` elements: of queries, and of keys and values, which go together and are
+    `share` times smaller each."""
     rows = rows_of(size, 2 * (a.HALF * (a.PAIRS > 0) + a.REST))
     HB = block_of(a.H, min(8, rows))
-    return {"T": max(1, rows // HB), "HB": HB, "KB": block_of(a.KV, max(1, min(8, rows) // 2))}
+    KB = block_of(a.KV, max(1, min(8, rows) // 2))
+    # The fewer key heads, the more tokens: tiles of one head by T tokens would be loaded by single elements
+    return {"T": max(1, rows // HB), "HB": HB, "TK": max(1, rows // share // KB), "KB": KB}
 
 
 def units(a) -> int:
-    """Programs that share a block of tokens."""
-    return cdiv(a.H, a.HB) + cdiv(a.KV, a.KB)
+    """Programs that share a block of max(T, TK) tokens."""
+    span = max(a.T, a.TK)
+    return cdiv(a.H, a.HB) * (span // a.T) + cdiv(a.KV, a.KB) * (span // a.TK)
+
+
+def slots_of(a, programs: int) -> tuple[int, int]:
+    """How many programs each block of query heads and each block of key heads gets: by the bytes that they move."""
+    queries, keys = 3 * a.HB, (6 if a.SILU else 5) * a.KB  # x, gradient and dx; values need no x
+    whole = cdiv(a.H, a.HB) * queries + cdiv(a.KV, a.KB) * keys
+    tokens = a.B * a.L
+    slots = ((queries, a.T), (keys, a.TK))
+    return tuple(max(1, min(programs * share // whole, cdiv(tokens, rows))) for share, rows in slots)
 
 
 def gradients(
@@ -276,21 +291,20 @@ def gradients(
     of them: tensors, positions, their count and strides; `numbers` eps and mscale."""
     qkv, B, L, *strides = x
     a = SimpleNamespace(**constants)
-    chosen = blocks(a, SIZE)
+    chosen = blocks(a, SIZE, KEY_SHARE)
     target = Target.at(qkv.device)
-    shares = units(SimpleNamespace(**constants, **chosen))
-    SLOTS = max(1, min(PER_SM * target.sms // shares, cdiv(B * L, chosen["T"])))
+    slots = slots_of(SimpleNamespace(**constants, **chosen, B=B, L=L), PER_SM * target.sms)
+    queries, keys = cdiv(a.H, chosen["HB"]) * slots[0], cdiv(a.KV, chosen["KB"]) * slots[1]
     dweights = [torch.empty_like(w) if n in needs else None for n, w in zip(("q_weight", "k_weight"), weights)]
     wanted = any(d is not None for d in dweights)
-    part = torch.empty(SLOTS * shares, a.D, dtype=torch.float32, device=qkv.device) if wanted else None
+    part = torch.empty(queries + keys, a.D, dtype=torch.float32, device=qkv.device) if wanted else None
     dqkv = torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device)
     PDL = wanted and target.tma
     FREQS, COS, SIN, POS, P, stride_tl, stride_t = angles
     qkv_split_backward(
         qkv, *weights, FREQS, COS, SIN, POS, *grads, dqkv, part, B, L, P, *strides, *(s for g in grads for s in g.stride()),
-        stride_tl, stride_t, *numbers, SLOTS, **constants, **chosen, PDL=PDL,
+        stride_tl, stride_t, *numbers, *slots, **constants, **chosen, PDL=PDL,
     )  # fmt: skip
     if wanted:
-        queries = cdiv(a.H, chosen["HB"]) * SLOTS
-        sum_shares(part, *dweights, queries, SLOTS * shares - queries, D=a.D, PDL=PDL)
+        sum_shares(part, *dweights, queries, keys, D=a.D, PDL=PDL)
     return dqkv, *dweights

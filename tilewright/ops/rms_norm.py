@@ -329,10 +329,19 @@ def rms_norm_backward_wide(
 @kernel(
     grid=lambda a: (cdiv(a.N, a.BLOCK),),
     tokens=("M",),
-    default=lambda a: dict(ROWS=64 if a.M <= 64 else 512, BLOCK=16, num_warps=4),
+    default=lambda a: {
+        "ROWS": 64 if a.M <= 64 else 512,
+        "BLOCK": 16,
+        "num_warps": 4,
+        "PDL": a.get("PDL", False),
+        **({"launch_pdl": True} if a.get("PDL", False) else {}),
+    },
 )
-def sum_columns(P, OUT, M, N, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """OUT[n] = sum over m of P[m, n], always in the same order. Narrow and tall: one load in flight per row, many programs."""
+def sum_columns(P, OUT, M, N, PDL: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """OUT[n] = sum over m of P[m, n], always in the same order. Narrow and tall: one load in flight per row, many programs. PDL:
+    started before the launch that fills P has ended, if that one says so."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
     col = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[None, :]
     total = tl.zeros([ROWS, BLOCK], tl.float32)
     for start in range(0, M, ROWS):

@@ -55,7 +55,7 @@ def load_weight(W, col0, weight_offset):
 @gluon.jit
 def normed(half, rstd, w):
     """y of 64 rows that have arrived."""
-    y = widen(half.load(TILE), 0, 0, False) * gl.expand_dims(rstd, 1)
+    y = widen(half.load(TILE)) * gl.expand_dims(rstd, 1)
     if w is not None:
         y = y * gl.expand_dims(w, 0)
     return y

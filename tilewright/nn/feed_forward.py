@@ -1,0 +1,93 @@
+"""The feed-forward layer of a transformer: y = down @ (act(gate) * up), [gate | up] = gate_up @ rms_norm(x)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..ops.rms_norm import rms_norm
+from .expert_codes import KeptCodes
+from .experts import moe_feed_forward
+
+
+class Experts(nn.Module):
+    """What the layers share: the weights of experts, their codes, and the call of `moe_feed_forward`."""
+
+    def __init__(self, act: str, limit: float | None, precision: str, keep: str) -> None:
+        super().__init__()
+        self.act, self.limit, self.precision, self.keep = act, limit, precision, keep
+        self.codes = KeptCodes()
+
+    def feed(self, x: Tensor, gate_up: Tensor, down: Tensor, **routed: Any) -> Tensor:
+        """The experts' feed-forward of x [tokens, hidden], with the codes of the weights as long as they are the same.
+
+        torch.compile traces no cache: a compiled layer quantises its weights in each call, once for the forward and once,
+        transposed, for the backward."""
+        given = {"act": self.act, "limit": self.limit, "precision": self.precision, "keep": self.keep, **routed}
+        if not torch.is_grad_enabled():
+            given["keep"] = "input"
+        if self.precision == "fp8" and not torch.compiler.is_compiling():
+            for name, weight in (("gate_up", gate_up), ("down", down)):
+                q = self.codes.of(name, weight)
+                given |= {f"{name}_codes": q.data, f"{name}_scale": q.scale, f"{name}_codes_t": q.data_t}
+        return moe_feed_forward.function(x, gate_up, down, **given)
+
+    def _apply(self, fn: Callable, recurse: bool = True) -> Experts:
+        self.codes.clear()
+        return super()._apply(fn, recurse)
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self.codes.clear()
+        super()._load_from_state_dict(*args, **kwargs)
+
+
+def parameter(*shape: int, device: Any, dtype: Any) -> nn.Parameter:
+    """Weights of a linear layer, uniform within 1 / sqrt(its inputs), as torch has them."""
+    made = torch.empty(shape, device=device, dtype=dtype)
+    bound = 1 / math.sqrt(max(1, shape[-1]))
+    return nn.Parameter(made.uniform_(-bound, bound))
+
+
+class FeedForward(Experts):
+    """RMS norm, two linear layers with a gated unit between them, and with `residual` the sum with what came in.
+
+    Parameters: `norm` [hidden] (None without), `gate_up` [2 * ffn, hidden], the gate's rows first, `down` [hidden, ffn].
+    `precision="fp8"` makes the products, those of the backward too, of FP8 codes; weights are then quantised once in each of
+    their versions (see `codes.clear` for weights that are written past the version counter). `keep` is what is kept for the
+    backward: "all" it needs, the first "product", or the "input", from which the rest is computed again.
+    """
+
+    def __init__(
+        self,
+        hidden: int,
+        ffn: int,
+        *,
+        act: str = "silu",
+        limit: float | None = None,
+        norm: bool = True,
+        eps: float = 1e-6,
+        residual: bool = False,
+        precision: str = "input",
+        keep: str = "all",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(act, limit, precision, keep)
+        self.hidden, self.ffn, self.eps, self.residual = hidden, ffn, eps, residual
+        self.norm = nn.Parameter(torch.ones(hidden, device=device, dtype=dtype)) if norm else None
+        self.gate_up = parameter(2 * ffn, hidden, device=device, dtype=dtype)
+        self.down = parameter(hidden, ffn, device=device, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """y of x [..., hidden], in its dtype."""
+        normed = x if self.norm is None else rms_norm.function(x, self.norm, self.eps)
+        y = self.feed(normed.reshape(-1, self.hidden), self.gate_up.unsqueeze(0), self.down.unsqueeze(0))
+        y = y.reshape(x.shape)
+        return x + y if self.residual else y
+
+    def extra_repr(self) -> str:
+        return f"{self.hidden}, {self.ffn}, act={self.act}, precision={self.precision}, keep={self.keep}"
