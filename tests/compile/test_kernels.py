@@ -58,6 +58,13 @@ every_op = pytest.mark.parametrize("op", OPS.values(), ids=list(OPS))
 LADDERS = {
     "quantize_tiles.ALIGN": 3,  # which whole words the rows of the transposed codes are made of: 1, 4, 16
     "quantize_tiles.FULL": 2,
+    "hadamard_tiles.ALIGN": 3,
+    "hadamard_tiles.FULL": 2,
+    "rms_norm_router_forward.ALIGN": 3,
+    # The tokens are the inner dimension: whether codes lie in whole words
+    "grouped_inner_fp8.T": 3,
+    "grouped_inner_fp8.stride_am": 3,
+    "grouped_inner_fp8.stride_bn": 3,
     "cross_entropy_forward.SPLITS": 6,  # powers of two: few rows are split so that they fill the chip
     "cross_entropy_merge.SPLITS": 6,
     "sum_columns.ROWS": 10,  # powers of two

@@ -142,7 +142,7 @@ def grouped_rows(
 
 
 @kernel(
-    grid=lambda a: (a.count * cdiv(a.N, a.BLOCK_N),), tokens=("count",), default=_shape_fp8,
+    grid=lambda a: (a.count * cdiv(a.N, a.BLOCK_N),), tokens=("count", "stride_sk"), default=_shape_fp8,
 )  # fmt: skip
 def grouped_rows_fp8(
     A, SA, B, SB, TILES, Y, count, N, K, stride_am, stride_ak, stride_sk, stride_sm, stride_be, stride_bk, stride_bn,

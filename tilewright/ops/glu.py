@@ -370,8 +370,15 @@ def check(x, up, *, act, limit, alpha, scale, offsets, out_format, out) -> None:
         raise ValueError(f"glu: out must be of shape {list(shape)}, got {list(out.shape)}")
 
 
+MOST_TILES = 30  # an SM, of ungrouped rows: with more of them the Triton kernel, three programs to an SM, overlaps as well
+
+
 def pairs_fit(target: Target, a: SimpleNamespace) -> bool:
-    return fits(target, a.x, a.up, a.out_format, getattr(a, "out", None))
+    if not fits(target, a.x, a.up, a.out_format, getattr(a, "out", None)):
+        return False
+    hidden = a.x.shape[-1] // 2
+    tiles = cdiv(a.x.numel() // (2 * hidden), 128) * (hidden // 128)
+    return a.offsets is not None or tiles <= MOST_TILES * target.sms
 
 
 # Both share the backward, which looks at the format of the gradient: no predicate sees that.

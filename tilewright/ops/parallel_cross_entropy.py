@@ -62,7 +62,8 @@ def reference_parts(
     z = capped(upcast(logits).masked_fill(~counts.unsqueeze(-1), 0.0), softcap)
     known = z.detach().masked_fill(z.isnan(), -math.inf)
     top = known.amax(-1, keepdim=True) if columns else z.new_zeros(*z.shape[:-1], 1)
-    base = torch.floor(top.masked_fill(top.isinf(), 0.0) + 1 / 3)
+    # In fp32 whatever the logits are: past 2**20 a third is rounded, and every precision must step at the same place
+    base = torch.floor(top.masked_fill(top.isinf(), 0.0).float() + 1 / 3).to(z.dtype)
     hit = (labels - start).unsqueeze(-1) == torch.arange(columns, device=labels.device)
     sums = [
         torch.exp(z - base).sum(-1),
