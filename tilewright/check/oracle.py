@@ -336,7 +336,9 @@ def noises(op: Op, values: Mapping[str, Any], grads: list) -> dict[str, Tensor]:
                 if error.dim() and error.numel():
                     square = error.square()
                     error = square.mean(-1, keepdim=True).sqrt()
-                    if i == 2 and square.dim() == 2:  # where a column of what was rounded stands out, so does its rounding
+                    if (
+                        i == 2 and square.dim() == 2
+                    ):  # where a column of what was rounded stands out, so does its rounding
                         error = torch.maximum(error, square.mean(0, keepdim=True).sqrt())
                 worst[name] = torch.maximum(worst[name], error) if name in worst else error
     return worst

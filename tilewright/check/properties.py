@@ -227,7 +227,9 @@ def strides(op: Op, net: Net) -> None:
             views = [g if g is None else make(g) for g in plain.grads]
             if any(v is not None for v in views):
                 dense = [v if v is None else v.contiguous().clone() for v in views]
-                kept = all(g is v or (v is not None and torch.equal(bits(g), bits(v))) for g, v in zip(plain.grads, views))
+                kept = all(
+                    g is v or (v is not None and torch.equal(bits(g), bits(v))) for g, v in zip(plain.grads, views)
+                )
                 expected = plain if kept else outcome(op, case.values, grads=dense)
                 actual = outcome(op, case.values, grads=views)
                 same_outcome(f"{case.label}: gradient {name}", actual, expected, case.values, True)

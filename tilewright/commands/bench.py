@@ -112,7 +112,9 @@ def line(row: dict[str, Any]) -> str:
     if row["status"] != "ok":
         return f"{row['case']}: {row['status'].upper()}: {row.get('why', '')}"
     short = "" if row.get("reached", True) else f", short of {row['goal']:.2f}"
-    measured = "" if row["measured"] is None else f", {row['measured']:.3f}{short}"  # a step without a rival has its time alone
+    measured = (
+        "" if row["measured"] is None else f", {row['measured']:.3f}{short}"
+    )  # a step without a rival has its time alone
     return f"{row['case']}: {row['us']:.2f} us{measured} ({row['wall_s']:g} s)"
 
 

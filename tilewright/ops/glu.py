@@ -370,7 +370,9 @@ def check(x, up, *, act, limit, alpha, scale, offsets, out_format, out) -> None:
         raise ValueError(f"glu: out must be of shape {list(shape)}, got {list(out.shape)}")
 
 
-MOST_TILES = 30  # an SM, of ungrouped rows: with more of them the Triton kernel, three programs to an SM, overlaps as well
+MOST_TILES = (
+    30  # an SM, of ungrouped rows: with more of them the Triton kernel, three programs to an SM, overlaps as well
+)
 
 
 def pairs_fit(target: Target, a: SimpleNamespace) -> bool:

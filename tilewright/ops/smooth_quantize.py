@@ -21,6 +21,7 @@ from ..core.tensor import cdiv, power_of_two, rows
 from ..device.quantize import find_block, max_nan, quotient
 from ..formats.fp8 import fp8
 from ..formats.tiles import amax_tiles, find_tile, load_tile, store_tiles
+from .glu import columns, grouping
 
 TINY = 1e-30  # no column is divided by less
 SMALLEST = tl.constexpr(TINY)
@@ -100,15 +101,6 @@ def smooth_backward(DZ, SMOOTH, OFFSETS, DX, M, N, E, stride_m, stride_n, MODE: 
         else:
             dx = tl.div_rn(dz, s)
         tl.store(DX + (row0 + r) * N + col, dx.to(DX.dtype.element_ty), inside)
-
-
-def columns(t: Tensor) -> Tensor:
-    """A matrix whose columns are one apart: itself, or a copy."""
-    return t if t.stride(1) == 1 or t.shape[1] == 1 else t.contiguous()
-
-
-def grouping(offsets: Tensor | None) -> tuple[Tensor | None, int]:
-    return (None, 0) if offsets is None else (offsets.contiguous(), offsets.shape[0])
 
 
 def group_list(OFFSETS: Tensor | None, M: int) -> Tensor | None:
