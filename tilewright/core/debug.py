@@ -26,3 +26,25 @@ def check_indices(op: str, name: str, indices: Tensor, low: int, high: int) -> N
     least, most = (int(v) for v in indices.aminmax())
     if least < low or most >= high:
         raise ValueError(f"{op}: {name} must be in [{low}, {high}), got values from {least} to {most}")
+
+
+def check_labels(op: str, labels: Tensor, classes: int, ignore_index: int) -> None:
+    """Raise if a label is neither a class nor `ignore_index`; as `check_indices`."""
+    if not can_read(labels):
+        return
+    wrong = ((labels < 0) | (labels >= classes)) & (labels != ignore_index)
+    if bool(wrong.any()):
+        raise ValueError(
+            f"{op}: labels must be in [0, {classes}) or {ignore_index}, got {labels[wrong].flatten()[:4].tolist()}"
+        )
+
+
+def check_ends(op: str, name: str, ends: Tensor | None, most: int) -> None:
+    """Raise if numbers that mark the ends of groups do not ascend within [0, most]; as `check_indices`."""
+    if ends is None or not can_read(ends):
+        return
+    found = ends.tolist()
+    if found != sorted(found) or found[0] < 0 or found[-1] > most:
+        raise ValueError(
+            f"{op}: {name} must ascend within [0, {most}], got {found[:8]}{' ...' if len(found) > 8 else ''}"
+        )

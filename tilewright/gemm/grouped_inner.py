@@ -12,6 +12,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from ..core.debug import check_ends
 from ..core.draw import Draw
 from ..core.kernel import kernel
 from ..core.op import Op, Triton, single, upcast
@@ -165,6 +166,7 @@ def grouped_inner_fp8(
 def product(a: Tensor, b: Tensor, offsets: Tensor, y: Tensor) -> None:
     """Fill y [experts, rows, columns], of any strides."""
     (M, T), N, E = a.shape, b.shape[1], offsets.shape[0]
+    check_ends("grouped_mm_inner", "offsets", offsets, T)
     if y.numel():
         grouped_inner(
             a, b, offsets.contiguous(), y, T, M, N, E, *a.stride(), *b.stride(), *y.stride(),
@@ -187,6 +189,7 @@ def forward(a, b, offsets) -> Tensor:
 
 def forward_fp8(a, scale_a, b, scale_b, offsets, *, out_dtype) -> Tensor:
     (M, T), N, E = a.shape, b.shape[1], offsets.shape[0]
+    check_ends("grouped_mm_inner_fp8", "offsets", offsets, T)
     y = torch.empty(E, M, N, dtype=DTYPES[out_dtype], device=a.device)
     if y.numel():
         A, B, how = codes(a, b)

@@ -14,6 +14,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
+from ..core.debug import check_ends
 from ..core.kernel import kernel
 from ..core.target import Target
 from ..core.tensor import cdiv
@@ -148,6 +149,7 @@ def fits(target: Target, a: SimpleNamespace) -> bool:
 
 def forward(a, scale_a, b, scale_b, offsets, *, out_dtype) -> Tensor:
     (M, T), N, E = a.shape, b.shape[1], offsets.shape[0]
+    check_ends("grouped_mm_inner_fp8", "offsets", offsets, T)
     dtype, out = OUT[out_dtype]
     y = torch.empty(E, M, N, dtype=dtype, device=a.device)
     PROGRAMS = min(Target.at(a.device).sms, E * cdiv(M, 256) * cdiv(N, 128))

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..core.debug import check_ends
 from ..core.kernel import kernel
 from ..core.target import Target
 from ..core.tensor import cdiv, power_of_two
@@ -46,6 +47,7 @@ def list_tiles(OFFSETS, TILES, M, E, count, BLOCK_E: tl.constexpr):
 
 def tile_list(offsets: Tensor, rows: int) -> Tensor:
     """What `list_tiles` makes, [most tiles that there can be, 4]: groups may each begin in the middle of what would be a tile."""
+    check_ends("grouped_mm_rows", "offsets", offsets, rows)
     E = offsets.shape[0]
     tiles = torch.empty(cdiv(rows, ROWS) + E, 4, dtype=torch.int32, device=offsets.device)
     list_tiles(offsets.contiguous(), tiles, rows, E, tiles.shape[0], BLOCK_E=power_of_two(E))

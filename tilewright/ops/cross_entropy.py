@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..core.debug import check_labels
 from ..core.draw import Draw
 from ..core.kernel import kernel
 from ..core.op import Op, Triton, single, upcast
@@ -401,26 +402,13 @@ def launch_forward(logits: Tensor, labels: Tensor, lse: Tensor | None, **options
     x, inner, strides = fold(logits)
     y, steps = fold_like(labels, inner)
     M, N = labels.numel(), logits.shape[-1]
+    check_labels("cross_entropy", labels, N, a.ignore_index)
     given, stride_w = numbers(a, N), 0 if a.weight is None else a.weight.stride(0)
     stats, rows = fp32(2, *labels.shape), fp32(*labels.shape)
     SPLITS = splits(M, N, Target.at(logits.device).sms)
     part = fp32(3, M, SPLITS) if SPLITS > 1 else None
-    operands = (
-        x,
-        y,
-        a.weight,
-        sum_of(a.weight, given[2]),
-        rows,
-        lse,
-        stats,
-        part,
-        M,
-        inner,
-        N,
-        *strides,
-        *steps,
-        stride_w,
-    )
+    total = sum_of(a.weight, given[2])
+    operands = (x, y, a.weight, total, rows, lse, stats, part, M, inner, N, *strides, *steps, stride_w)
     cross_entropy_forward(*operands, *given, SPLITS=SPLITS)
     if SPLITS > 1:
         cross_entropy_merge(*operands, *given, SPLITS=SPLITS)

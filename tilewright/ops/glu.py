@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..core.debug import check_ends
 from ..core.draw import Draw
 from ..core.format import Format, Quantized, store
 from ..core.kernel import kernel
@@ -279,6 +280,7 @@ def result(x, up, offsets, out_format, out) -> Quantized:
 
 def forward_pairs(x, up, *, act, limit, alpha, scale, offsets, out_format, out) -> Tensor:
     y, x = result(x, up, offsets, out_format, out), rows(x)
+    check_ends("glu", "offsets", offsets, x.shape[0])
     blocks = block_list(y.offsets, x.shape[0], grouping(offsets)[1])
     store_pairs(y, x, None, vector(scale, torch.float32), None, blocks, limit, alpha, act)
     return y if out is None else out
@@ -286,6 +288,7 @@ def forward_pairs(x, up, *, act, limit, alpha, scale, offsets, out_format, out) 
 
 def forward(x, up, *, act, limit, alpha, scale, offsets, out_format, out) -> Tensor:
     A, B = halves(x, up)
+    check_ends("glu", "offsets", offsets, A.shape[0])
     if out_format is not None:
         y = result(x, up, offsets, out_format, out)
         A, B = columns(A), columns(B)

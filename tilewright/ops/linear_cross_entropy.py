@@ -24,6 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..core.debug import check_labels
 from ..core.draw import Draw
 from ..core.kernel import kernel
 from ..core.op import Op, Triton, last_backward, single, upcast
@@ -347,6 +348,7 @@ def forward(hidden, weight, labels, bias, *, needs: frozenset, **options) -> tup
     a = SimpleNamespace(**options)
     stats = torch.empty(2, *labels.shape, dtype=torch.float32, device=hidden.device)
     M, N = labels.numel(), weight.shape[0]
+    check_labels("linear_cross_entropy", labels, N, a.ignore_index)
     x, y = rows(hidden).contiguous(), vector(labels)
     tokens = Tokens(x, weight, vector(bias), y, stats.view(2, M), numbers(a, N))
     ignore_index, keep, spill, softcap, z_loss = tokens.numbers

@@ -221,7 +221,7 @@ def constants_of(q: Tensor, kv: Tensor, k_pos: Tensor, layout: str, pairing: str
 def table_of(a: SimpleNamespace, L: int) -> tuple[tuple, tuple]:
     """Angles and positions as kernels take them; their count and strides."""
     t = tables_on_device(a.freqs, a.cos, a.sin, a.k_pos.shape[-1], "half")
-    place = positions_on_device(L, a.cu_seqlens, a.cp_size, a.cp_rank, a.k_pos.device)
+    place = positions_on_device("mla_rope", L, a.cu_seqlens, a.cp_size, a.cp_rank, a.k_pos.device)
     return (t.freqs, t.cos, t.sin, place), (t.count, *t.strides[1:])
 
 

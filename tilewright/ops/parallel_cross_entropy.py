@@ -24,6 +24,7 @@ import torch.distributed as dist
 import triton.language as tl
 from torch import Tensor
 
+from ..core.debug import check_labels
 from ..core.draw import Draw
 from ..core.kernel import kernel
 from ..core.op import Op, Triton, single, upcast
@@ -344,6 +345,7 @@ def sizes_of(a: SimpleNamespace) -> tuple:
 
 def forward_parts(logits: Tensor, labels: Tensor, **options: Any) -> Tensor:
     x, y, sizes, strides, steps, given = sizes_of(SimpleNamespace(logits=logits, labels=labels, **options))
+    check_labels("cross_entropy_parts", labels, sizes[4], options["ignore_index"])
     parts = torch.empty((*labels.shape, PARTS.value), dtype=torch.float32, device=logits.device)
     cross_entropy_parts_forward(x, y, parts, *sizes, *strides, *steps, *given)
     return parts

@@ -279,7 +279,7 @@ def operands(a: SimpleNamespace) -> tuple:
     x = (a.qkv, B, L, a.qkv.stride(batch), a.qkv.stride(length), a.qkv.stride(2))
     t = tables_on_device(a.freqs, a.cos, a.sin, a.rotary_dim or a.head_dim, a.pairing)
     turns = t.freqs is not None or t.cos is not None
-    place = positions_on_device(L, a.cu_seqlens, a.cp_size, a.cp_rank, a.qkv.device) if turns else None
+    place = positions_on_device("qkv_split", L, a.cu_seqlens, a.cp_size, a.cp_rank, a.qkv.device) if turns else None
     table = (t.freqs, t.cos, t.sin, place, t.count, *t.strides[1:])
     return x, (vector(a.q_weight), vector(a.k_weight)), table, (a.eps, None if a.mscale == 1.0 else a.mscale)
 

@@ -12,6 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from ..core.debug import check_ends
 from ..core.draw import Draw
 from ..core.format import Format, Quantized, store, unpack
 from ..core.op import Op, Triton
@@ -45,6 +46,7 @@ def forward(x, out_format, *, offsets) -> Quantized:
     groups = 0 if OFFSETS is None else OFFSETS.shape[0]
     q = out_format.empty(x.shape, x.dtype, x.device, groups, OFFSETS)
     X = rows(x)
+    check_ends("quantize", "offsets", offsets, X.shape[0])
     store_tiles(q, load_tile, (X,), X.stride(), scale=out_format.tensor)
     return q
 

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..core.debug import check_ends
 from ..core.draw import Draw
 from ..core.kernel import kernel
 from ..core.op import Op, Triton, single, upcast
@@ -213,11 +214,12 @@ def token_positions(ENDS, POS, L, S, cp_size, cp_rank, BLOCK: tl.constexpr, TOKE
 
 
 def positions_on_device(
-    length: int, cu_seqlens: Tensor | None, cp_size: int, cp_rank: int, device: torch.device
+    op: str, length: int, cu_seqlens: Tensor | None, cp_size: int, cp_rank: int, device: torch.device
 ) -> Tensor | None:
     """Where tokens stand, unless at their own index."""
     if cu_seqlens is None and cp_size == 1:
         return None
+    check_ends(op, "cu_seqlens", cu_seqlens, length * cp_size)
     place = torch.empty(length, dtype=torch.int64, device=device)
     ends, count = (None, 0) if cu_seqlens is None else (cu_seqlens.contiguous(), cu_seqlens.shape[0])
     if ends is None:
@@ -367,7 +369,7 @@ def launch_turn(x1: Tensor, x2: Tensor | None, a: SimpleNamespace, sense: float)
     if x1.numel() or (x2 is not None and x2.numel()):
         rotary_dim = D if a.rotary_dim is None else a.rotary_dim
         t = tables_on_device(a.freqs, a.cos, a.sin, rotary_dim, a.pairing)
-        place = positions_on_device(L, a.cu_seqlens, a.cp_size, a.cp_rank, x1.device)
+        place = positions_on_device("rope", L, a.cu_seqlens, a.cp_size, a.cp_rank, x1.device)
 
         def strides(x: Tensor | None, count: int) -> list[int]:
             return [0] * count if x is None else [x.stride(d) for d in order[:count]]

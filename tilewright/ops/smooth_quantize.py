@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..core.debug import check_ends
 from ..core.draw import Draw
 from ..core.format import Format, Quantized, store
 from ..core.kernel import kernel
@@ -117,6 +118,7 @@ def forward(x, smooth, out_format, *, reverse, offsets) -> Quantized:
     OFFSETS, groups = grouping(offsets)
     q = out_format.empty(x.shape, x.dtype, x.device, groups, OFFSETS)
     X = columns(rows(x))
+    check_ends("smooth_quantize", "offsets", offsets, X.shape[0])
     operands = (X, smooth.contiguous(), group_list(OFFSETS, X.shape[0]))
     mode = "times" if reverse else "over"
     store_tiles(q, produce, operands, (X.stride(0), X.shape[1]), scale=out_format.tensor, mode=mode)
@@ -176,6 +178,7 @@ def forward_amax(x, *, offsets) -> Tensor:
     OFFSETS, groups = grouping(offsets)
     X = rows(x)
     M, N = X.shape
+    check_ends("column_amax", "offsets", offsets, M)
     found = torch.zeros(max(1, groups), N, dtype=torch.float32, device=x.device)
     # Bits of absolute values keep their order as integers, NaN above all: the programs' order does not matter
     amax_tiles(
