@@ -139,7 +139,7 @@ def grouped_inner_hopper(
 
 def fits(target: Target, a: SimpleNamespace) -> bool:
     """e4m3 codes whose tokens are contiguous, and results whose rows begin at multiples of 16 bytes."""
-    if not (target.arch == "sm_90" and target.gluon) or 0 in a.a.shape or 0 in a.b.shape:
+    if not (target.arch == "sm_90" and target.tma and target.gluon) or 0 in a.a.shape or 0 in a.b.shape:
         return False
     if a.a.dtype != torch.float8_e4m3fn or a.b.dtype != torch.float8_e4m3fn:
         return False

@@ -164,7 +164,7 @@ def box_of(t: Tensor, block: list[int], dtype) -> TensorDescriptor:
 
 def fits(target: Target, a: SimpleNamespace) -> bool:
     """e4m3 codes whose inner dimension is contiguous, results in 16 bits, and work for tensor cores."""
-    if not (target.arch == "sm_90" and target.gluon) or a.out_dtype not in OUT:
+    if not (target.arch == "sm_90" and target.tma and target.gluon) or a.out_dtype not in OUT:
         return False
     if a.a.dtype != torch.float8_e4m3fn or a.b.dtype != torch.float8_e4m3fn or 0 in a.a.shape or 0 in a.b.shape:
         return False
