@@ -20,6 +20,7 @@ from types import SimpleNamespace
 from typing import Literal
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -252,6 +253,12 @@ def padded(tokens: int) -> int:
     return 16 * cdiv(tokens, 16)
 
 
+def widened(hidden: Tensor) -> Tensor:
+    """Tokens and rows of zeros after them, as many as are in memory."""
+    more = padded(hidden.shape[0]) - hidden.shape[0]
+    return F.pad(hidden, (0, 0, 0, more)) if more else hidden
+
+
 def chunk_of(tokens: int) -> int:
     """Rows of the vocabulary that go by at a time, a multiple of BLOCK_V."""
     room = SCRATCH // (4 * max(1, padded(tokens)))
@@ -288,6 +295,9 @@ class Tokens:
     grad: Tensor | None = None  # one number, or one per token
     denominator: Tensor | None = None
     part: Tensor | None = None  # of the bias's gradient: a row for BLOCK_T tokens
+    wide: Tensor | None = (
+        None  # hidden and rows of zeros, which products take: odd sizes would cost them several times as much
+    )
 
     def __len__(self) -> int:
         return self.hidden.shape[0]
@@ -297,7 +307,8 @@ class Tokens:
         grad = self.grad if self.grad.dim() == 0 else self.grad[start:stop]
         part = None if self.part is None else self.part[start // BLOCK_T :]
         stats, labels = self.stats[:, start:stop], self.labels[start:stop]
-        return replace(self, hidden=self.hidden[start:stop], labels=labels, stats=stats, grad=grad, part=part)
+        hidden, wide = self.hidden[start:stop], self.wide[start : start + padded(stop - start)]
+        return replace(self, hidden=hidden, labels=labels, stats=stats, grad=grad, part=part, wide=wide)
 
     def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=self.hidden.device)
@@ -308,7 +319,7 @@ class Tokens:
 
     def logits(self, start: int, stop: int, scratch: Tensor) -> Tensor:
         out = scratch[: stop - start]
-        product(self.weight[start:stop], self.hidden.t(), out[:, : len(self)])
+        product(self.weight[start:stop], self.wide.t(), out)
         return out
 
     def encode(self, first: int, x: Tensor, tops: Tensor, codes: Tensor | None, *sums: Tensor | None) -> None:
@@ -350,7 +361,7 @@ def forward(hidden, weight, labels, bias, *, needs: frozenset, **options) -> tup
     M, N = labels.numel(), weight.shape[0]
     check_labels("linear_cross_entropy", labels, N, a.ignore_index)
     x, y = rows(hidden).contiguous(), vector(labels)
-    tokens = Tokens(x, weight, vector(bias), y, stats.view(2, M), numbers(a, N))
+    tokens = Tokens(x, weight, vector(bias), y, stats.view(2, M), numbers(a, N), wide=widened(x))
     ignore_index, keep, spill, softcap, z_loss = tokens.numbers
     codes = held = tokens.empty(0, dtype=hidden.dtype)
     if "weight" in needs and softcap is None:
@@ -383,22 +394,23 @@ def both(tokens: Tokens, codes: Tensor, tops: Tensor, dhidden: Tensor | None) ->
     dweight = codes if there else tokens.empty(*weight.shape, dtype=weight.dtype)
     held = held_in(dweight, len(tokens))
     tokens.fill(0, held, tops if there else None, coded)
-    whole = held.shape[0] == count
-    total = dhidden if whole or dhidden is None else tokens.empty(*dhidden.shape)
-    if total is not None:
-        product(held[:, : len(tokens)].t(), weight[: held.shape[0]], total)
+    whole, total = held.shape[0] == count, dhidden
+    if dhidden is not None:
+        if not whole or len(tokens.wide) > len(tokens):
+            total = tokens.empty(*tokens.wide.shape, dtype=dhidden.dtype if whole else torch.float32)
+        product(held.t(), weight[: held.shape[0]], total)
     scratch = tokens.scratch(count, weight.dtype)
     for start, stop in chunks(len(tokens), 0, held.shape[0]):
         dx = scratch[: stop - start].copy_(held[start:stop])
-        product(dx[:, : len(tokens)], tokens.hidden, dweight[start:stop])
+        product(dx, tokens.wide, dweight[start:stop])
     for start, stop in chunks(len(tokens), held.shape[0], count):
         dx = scratch[: stop - start]
         tokens.fill(start, dx, coded=False)
         if total is not None:
-            product(dx[:, : len(tokens)].t(), weight[start:stop], total, add=True)
-        product(dx[:, : len(tokens)], tokens.hidden, dweight[start:stop])
+            product(dx.t(), weight[start:stop], total, add=True)
+        product(dx, tokens.wide, dweight[start:stop])
     if total is not dhidden:
-        dhidden.copy_(total)
+        dhidden.copy_(total[: len(tokens)])
     return dweight
 
 
@@ -414,9 +426,14 @@ def frozen(tokens: Tokens, dhidden: Tensor | None) -> None:
     held = tokens.empty(count, stride, dtype=weight.dtype)
     for start in range(0, len(tokens), group):
         some = tokens.some(start, min(start + group, len(tokens)))
-        some.fill(0, held[:, : padded(len(some))], coded=some.numbers[3] is None)
+        there = held[:, : len(some.wide)]
+        some.fill(0, there, coded=some.numbers[3] is None)
         if dhidden is not None:
-            product(held[:, : len(some)].t(), weight, dhidden[start : start + len(some)])
+            out = dhidden[start : start + len(some)]
+            made = out if len(some.wide) == len(some) else some.empty(*some.wide.shape, dtype=out.dtype)
+            product(there.t(), weight, made)
+            if made is not out:
+                out.copy_(made[: len(some)])
 
 
 def backward(saved: SimpleNamespace, dloss: Tensor) -> tuple:
@@ -427,10 +444,11 @@ def backward(saved: SimpleNamespace, dloss: Tensor) -> tuple:
         part = torch.empty(cdiv(M, BLOCK_T), N, dtype=torch.float32, device=hidden.device)
     if "hidden" in needs:
         dhidden = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device)
+    x = rows(hidden).contiguous()
     tokens = Tokens(
-        rows(hidden).contiguous(), weight, vector(saved.bias), vector(saved.labels), saved.stats.reshape(2, M),
-        numbers(saved, N), dloss if dloss.dim() == 0 else vector(dloss),
-        saved.denominator if saved.reduction == "mean" else None, part,
+        x, weight, vector(saved.bias), vector(saved.labels), saved.stats.reshape(2, M), numbers(saved, N),
+        dloss if dloss.dim() == 0 else vector(dloss), saved.denominator if saved.reduction == "mean" else None, part,
+        widened(x),
     )  # fmt: skip
     flat = None if dhidden is None else dhidden.view(M, hidden.shape[-1])
     if "weight" in needs:
