@@ -58,10 +58,19 @@ every_op = pytest.mark.parametrize("op", OPS.values(), ids=list(OPS))
 LADDERS = {
     "quantize_tiles.ALIGN": 3,  # which whole words the rows of the transposed codes are made of: 1, 4, 16
     "quantize_tiles.FULL": 2,
+    "quantize_integer_tiles.ALIGN": 3,
+    "quantize_integer_tiles.FULL": 2,
+    "quantize_blocks.ALIGN": 2,
+    # Tiles are chosen by how many fill the chip
+    "plain_hopper.CHUNKS": 2,
+    "plain_hopper.OWN": 2,
+    "plain_hopper.BOXES": 2,
+    "plain_hopper.STAGES": 3,
     "hadamard_tiles.ALIGN": 3,
     "hadamard_tiles.FULL": 2,
     "rms_norm_router_forward.ALIGN": 3,
     # The tokens are the inner dimension: whether codes lie in whole words
+    "matmul_tiles.K": 3,
     "grouped_inner_fp8.T": 3,
     "grouped_inner_fp8.stride_am": 3,
     "grouped_inner_fp8.stride_bn": 3,

@@ -44,6 +44,9 @@ def pytest_runtest_logfinish(nodeid: str, location: tuple) -> None:
     skipped = [r for r in reports if r.skipped]
     outcome = "failed" if failed or not reports else "skipped" if skipped else "passed"
     why = failed[0].longreprtext[-3000:] if failed else str(skipped[0].longrepr)[-300:] if skipped else ""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized() and not failed:
+        torch.cuda.empty_cache()  # other processes test on the same device
     _write({"id": nodeid, "outcome": outcome, "seconds": round(sum(r.duration for r in reports), 2), "why": why})
     if failed and _device_lost():
         os._exit(LOST_DEVICE)  # every later test of this process would fail for this one's reason

@@ -96,17 +96,17 @@ def collect(paths: Sequence[str], root: Path, need_cuda: bool) -> list[str]:
 
 
 def units_of(names: Sequence[str], size: int) -> list[list[str]]:
-    """Consecutive tests of one file, at most `size` together; files of large tensors first, since they take longest."""
-    by_file: dict[str, list[str]] = {}
+    """Consecutive tests of one file, at most `size` together; those of large tensors first, since they take longest."""
+    by_file: dict[tuple[str, bool], list[str]] = {}
     for name in names:
-        by_file.setdefault(name.split("::")[0], []).append(name)
+        by_file.setdefault((name.split("::")[0], is_large([name])), []).append(name)
     files = sorted(by_file.values(), key=lambda group: not is_large(group))
     return [group[i : i + size] for group in files for i in range(0, len(group), size)]
 
 
 def is_large(unit: Sequence[str]) -> bool:
-    """Whether a unit is of a file `test_large*.py`: those take the device's memory and run one at a time."""
-    return Path(unit[0].split("::")[0]).name.startswith("test_large")
+    """Whether a unit is of a file `test_large*.py` or of wide strides: those take the device's memory and run one at a time."""
+    return Path(unit[0].split("::")[0]).name.startswith("test_large") or "[wide_strides-" in unit[0]
 
 
 @dataclass

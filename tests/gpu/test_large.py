@@ -12,6 +12,7 @@ from torch import Tensor
 
 import tilewright as tw
 from tilewright.check.cases import SMALL, Net, choices, draw, row_arguments
+from tilewright.check.codes import near_codes
 from tilewright.check.oracle import (
     BARS,
     Outcome,
@@ -21,7 +22,6 @@ from tilewright.check.oracle import (
     gradient_bar,
     leaves,
     near,
-    near_codes,
     pieces,
     result_bar,
     rms,

@@ -26,6 +26,8 @@ SMALL = {
     "experts": 4,
     "heads": 8,
     "head_dim": 32,
+    "columns": 128,
+    "rows": 16,
 }
 FEW = {"count": 5, "slots": 2, "experts": 4, "ffn": 128}
 
@@ -48,7 +50,8 @@ def test_every_case_has_an_op_and_its_goal():
         assert case.op in tw.catalogue(), case.name
         if case.family in cases.GOALS:
             goal = cases.GOALS[case.family]
-            assert case.metric == goal.metric and case.goal == pytest.approx(goal.goal, abs=0.071)
+            assert case.metric == goal.metric
+            assert case.mean or case.goal == pytest.approx(goal.goal, abs=0.071)
             assert not case.own or case.goal == goal.goal
     assert len({case.name for case in cases.CASES.values() if case.own}) == len(OWN)
 
@@ -57,12 +60,8 @@ def test_suites_are_plain_data():
     for path in cases.SUITES.glob("*.jsonl"):
         for line in path.read_text().splitlines():
             row = json.loads(line)
-            assert {"case", "direction", "dims"} <= set(row) and row["direction"] in (
-                "forward",
-                "backward",
-                "step",
-                "host",
-            )
+            assert {"case", "direction"} <= set(row) and ("dims" in row) != ("over" in row)
+            assert row["direction"] in ("forward", "backward", "step", "host")
 
 
 def test_selection():
@@ -280,7 +279,7 @@ def test_a_case_is_checked_timed_and_set_beside_its_floor(family, pretended):
         flops = 2 * 256 * 256 * 4 * (2 if case.direction == "backward" else 1)
         assert row["rates"] == pytest.approx({"burst": flops / 5e6, "sustained": flops / 1e7, "clock_mhz": 1500})
     else:
-        assert "rates" not in row or case.direction == "step"
+        assert ("rates" in row) == (tw.catalogue()[case.op].flops is not None)
     if case.direction == "forward":
         assert row["rivals"] == {"eager": pytest.approx(5.0)} and "no such rival" in row["absent"]["nobody"]
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import functools
+import inspect
 import json
 
 import pytest
@@ -56,7 +58,10 @@ def test_the_call_behind_a_row(name, row, monkeypatch):
 
     monkeypatch.setattr(Op, "validate", watched)
     monkeypatch.setattr(Op, "run_backward", watched_backward)
+    packed = [(one, watch(monkeypatch, root(one))) for one in packed_calls(row["provided_by"])]
     provided.CHECKS[name][row["name"]]("cpu")
+    for one, calls in packed:
+        assert any(is_this(one, values) for values in calls), f"{ast.unparse(one)}: no such call among {len(calls)}"
     for op, positional, options in calls_in(row["provided_by"]):
         fits = [values for called, values in made if called == op and given(op, values, positional, options)]
         assert fits, f"{row['provided_by']}: no such call among {[called for called, _ in made]}"
@@ -71,11 +76,52 @@ def calls_in(text: str) -> list[tuple[str, int | None, dict[str, ast.expr]]]:
             continue
         tree = ast.parse(part, mode="eval").body
         assert hasattr(tw, root(tree)), f"{part}: tilewright has no {root(tree)}"
-        if isinstance(tree, ast.Call) and root(tree) in tw.catalogue():
+        if isinstance(tree, ast.Call) and root(tree) in tw.catalogue() and not packs(root(tree)):
             # glu.op.run_backward(...): its positional arguments are not the op's
             count = None if isinstance(tree.func, ast.Attribute) else len(tree.args)
             found.append((root(tree), count, {k.arg: k.value for k in tree.keywords}))
     return found
+
+
+def packs(name: str) -> bool:
+    """Whether this is a function that takes quantised values apart for an op of flat tensors."""
+    op = getattr(getattr(tw, name), "op", None)
+    return op is not None and op.function is not getattr(tw, name)
+
+
+def packed_calls(text: str) -> list[ast.Call]:
+    trees = [ast.parse(part, mode="eval").body for part in text.split("; ") if not part.startswith("tilewright ")]
+    return [tree for tree in trees if isinstance(tree, ast.Call) and packs(root(tree))]
+
+
+def watch(monkeypatch, name: str) -> list[dict]:
+    """The arguments of the calls of a public function from now on."""
+    function, calls = getattr(tw, name), []
+    shape = inspect.signature(getattr(function, "__wrapped__", function))
+
+    @functools.wraps(function)
+    def watched(*args, **kwargs):
+        calls.append(dict(shape.bind(*args, **kwargs).arguments))
+        return function(*args, **kwargs)
+
+    monkeypatch.setattr(tw, name, watched)
+    return calls
+
+
+def is_this(tree: ast.Call, values: dict) -> bool:
+    """Whether a call had these arguments and no others, literals of these values and quantised ones of these formats."""
+    named = {k.arg: k.value for k in tree.keywords}
+    told = {**dict(zip(values, tree.args)), **named}
+    if told.keys() != values.keys() or list(values)[len(tree.args) :] != list(named):
+        return False
+    for name, part in told.items():
+        if isinstance(part, ast.Constant) and values[name] != part.value:
+            return False
+        forms = [one for one in ast.walk(part) if isinstance(one, ast.Call) and isinstance(one.func, ast.Name)]
+        forms = [one for one in forms if one.func.id != "quantize"]
+        if not all(word in str(values[name].format) for one in forms for word in format_words(one)):
+            return False
+    return True
 
 
 def root(tree: ast.expr) -> str:
@@ -124,6 +170,38 @@ def test_the_calls_of_a_text_are_understood():
         calls_in("tilewright nonsense")
     with pytest.raises(AssertionError, match="no nonsense"):
         calls_in("nonsense(x)")
+
+
+def test_the_calls_of_functions_that_pack_are_understood(monkeypatch):
+    [tree] = packed_calls('scaled_mm(quantize(x, int8("row")), quantize(w, int8("128x128")).t(), act="silu")')
+    calls = watch(monkeypatch, "scaled_mm")
+    x = torch.ones(4, 8)
+    row, block, other = (tw.quantize(x, form) for form in (tw.int8("row"), tw.int8("128x128"), tw.fp8("128x128")))
+    for a, b, options in (
+        (row, block, {"act": "silu"}), (row, block, {"act": "relu"}), (row, row, {"act": "silu"}),
+        (row, block, {}), (row, block, {"act": "silu", "beta": 0.0}),
+    ):  # fmt: skip
+        tw.scaled_mm(a, b.t(), **options)
+    assert [is_this(tree, one) for one in calls] == [True, False, False, False, False]
+    assert not is_this(tree, {**calls[0], "b": other})
+
+
+def test_wrong_products_are_noticed(monkeypatch):
+    """One per cent off, or with the scale of a block for that of another."""
+    checks, multiply = provided.CHECKS["gn_kernels"], tw.scaled_mm
+
+    def shifted(a, b, **options):
+        a.scale.copy_(a.scale.roll(1, -1 if a.format.name == "mx" else 0))
+        return multiply(a, b, **options)
+
+    monkeypatch.setattr(tw, "scaled_mm", shifted)
+    for name in ("tile-scaled matmul INT8", "MXFP4 matmul"):
+        with pytest.raises(AssertionError):
+            checks[name]("cpu")
+    monkeypatch.setattr(tw, "scaled_mm", lambda *args, **options: multiply(*args, **options) * 1.01)
+    for name in ("rowwise-scaled matmul INT8", "NVFP4 matmul"):
+        with pytest.raises(AssertionError):
+            checks[name]("cpu")
 
 
 def test_wrong_results_are_noticed(monkeypatch):

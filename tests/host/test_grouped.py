@@ -1,4 +1,4 @@
-"""Rows grouped by expert in other libraries' layouts, and back."""
+"""Rows grouped by expert in other libraries' layouts, and back; and their products, by one call for all ways of grouping."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import torch
 
 import tilewright as tw
 from tilewright.formats.grouped import MAPS, from_row_id_map, from_te_grouped, to_row_id_map, to_te_grouped
+from tilewright.gemm.grouped_mm import grouped_mm
+from tilewright.nn.expert_codes import quantize_experts
 
 
 def routed(tokens: int = 21, experts: int = 6, slots: int = 3):
@@ -82,3 +84,138 @@ def test_refusals():
         to_te_grouped(tw.fp8("row").quantize(torch.ones(4, 128), offsets=torch.tensor([4])))
     with pytest.raises(ValueError, match="layout"):
         to_row_id_map(torch.zeros(1, 1, dtype=torch.int32), torch.ones(1), "rows")
+
+
+# ---- products --------------------------------------------------------------------------------------------------------
+
+ROW_ENDS, TOKEN_ENDS = torch.tensor([0, 5, 17]), torch.tensor([128, 128, 384])  # one group is empty
+
+
+def near(y, exact, error=3e-6):
+    assert y.shape == exact.shape
+    assert (y.double() - exact).norm() <= error * exact.norm()
+
+
+def by_rows(a, b, ends=ROW_ENDS):
+    """Each group's rows times its matrix, in float64."""
+    starts = [0, *ends.tolist()]
+    return torch.cat([a[i:j].double() @ b[e].double() for e, (i, j) in enumerate(zip(starts, starts[1:]))])
+
+
+def by_tokens(a, b, ends=TOKEN_ENDS):
+    starts = [0, *ends.tolist()]
+    return torch.stack([a[:, i:j].double() @ b[i:j].double() for i, j in zip(starts, starts[1:])])
+
+
+def factors(columns=200, inner=130):
+    torch.manual_seed(0)
+    return torch.randn(17, inner), torch.randn(3, columns, inner)
+
+
+@pytest.mark.parametrize("granularity", ["1x128", "row"])
+@pytest.mark.parametrize("weights", ["128x128", "row"])
+def test_quantised_rows_and_weights(granularity, weights):
+    x, weight = factors()
+    a = tw.fp8(granularity).quantize(x, offsets=ROW_ENDS)
+    b = quantize_experts(weight) if weights == "128x128" else tw.fp8("row", ways="both").quantize(weight)
+    y = grouped_mm(a, b, transposed_b=True, out_dtype=torch.float32)  # the groups are a's own
+    near(y, by_rows(a.dequantize(), b.dequantize().transpose(1, 2)))
+    # The gradient of the rows takes the same weight as it is, its other codes and a's other size
+    dy = tw.fp8(granularity).quantize(torch.randn(17, 200), offsets=ROW_ENDS)
+    only = tw.Quantized.from_tensors(tw.fp8(weights, ways="col"), b.dtype, b.shape, (b.data_t, b.scale_t), b.offsets)
+    near(grouped_mm(dy, b, out_dtype=torch.float32), by_rows(dy.dequantize(), only.dequantize()))
+
+
+def test_raw_codes_have_torchs_scales():
+    x, weight = factors()
+    a, b = tw.fp8("row").quantize(x), tw.fp8("row").quantize(weight)
+    exact = by_rows(a.dequantize(), b.dequantize().transpose(1, 2))
+    names = {"recipe_a": "RowWise", "recipe_b": "RowWise"}
+    y = grouped_mm(a.data, b.data.transpose(1, 2), ROW_ENDS, scale_a=a.scale, scale_b=b.scale.view(3, 200), **names)
+    assert y.dtype == torch.bfloat16
+    near(y, exact, 4e-3)
+    q, w = tw.fp8("1x128").quantize(x), quantize_experts(weight)
+    blocks = w.scale[:6].view(3, 2, 2)
+    names = {"recipe_a": "BlockWise1x128", "recipe_b": "BlockWise128x128", "out_dtype": torch.float32}
+    y = grouped_mm(q.data, w.data, ROW_ENDS, scale_a=q.scale.t(), scale_b=blocks, transposed_b=True, **names)
+    near(y, by_rows(q.dequantize(), w.dequantize().transpose(1, 2)))
+
+
+@pytest.mark.parametrize("granularity", ["1x128", "row"])
+def test_gradients_of_weights_are_summed_in_place(granularity):
+    torch.manual_seed(0)
+    form = tw.fp8(granularity, ways="col")
+    dy, x = (form.quantize(torch.randn(384, n), offsets=TOKEN_ENDS) for n in (24, 40))
+    main_grad = torch.randn(3, 24, 40)
+    product = by_tokens(dy.dequantize().t(), x.dequantize())
+    exact = product + main_grad.double()
+    made = grouped_mm(dy, x, transposed_a=True, c=main_grad, beta=1.0, out=main_grad)
+    assert made is main_grad and made.dtype == torch.float32
+    near(made, exact)
+    near(grouped_mm(dy.dequantize().t(), x.dequantize(), TOKEN_ENDS), product)
+
+
+def test_ending_of_products():
+    x, weight = factors()
+    bias = torch.randn(3, 200)
+    rows = torch.bincount(torch.bucketize(torch.arange(17), ROW_ENDS, right=True), minlength=3)
+    z = by_rows(x, weight.transpose(1, 2)) + bias.double().repeat_interleave(rows, 0)
+    near(grouped_mm(x, weight, ROW_ENDS, transposed_b=True, bias=bias, act="silu"), torch.nn.functional.silu(z))
+    gated = torch.nn.functional.silu(z[:, :100]) * z[:, 100:]
+    q = grouped_mm(x, weight, ROW_ENDS, transposed_b=True, bias=bias, glu="silu", out_format=tw.fp8("1x128"))
+    assert q.shape == (17, 100) and q.dtype == torch.float32 and q.offsets is ROW_ENDS
+    near(q.dequantize(), gated, 4e-2)
+    leaves = [t.double().requires_grad_() for t in (x, weight, bias)]
+    y = grouped_mm(leaves[0], leaves[1], ROW_ENDS, transposed_b=True, bias=leaves[2], glu="silu")
+    near(y.detach(), gated, 1e-12)
+    y.sum().backward()
+    assert all(t.grad is not None and t.grad.abs().sum() > 0 for t in leaves)
+    assert not leaves[1].grad[0].any()  # of the empty group
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"offsets": None}, "offsets must be given"),
+        ({"counts": ROW_ENDS}, "counts is for a of 3"),
+        ({"c": torch.ones(1)}, "c is for groups of tokens"),
+        ({"transposed_a": True}, "transposed_a"),
+        ({"scale_a": torch.ones(17)}, "recipe_a"),
+        ({"recipe_a": "TensorWise"}, "recipe_a must be one of"),
+        ({"act": "silu", "glu": "silu"}, "act must be None"),
+        ({"out_dtype": torch.int32}, "out_dtype"),
+        ({"b": torch.ones(130, 8), "glu": "silu"}, "glu is for groups of rows"),
+    ],
+)
+def test_grouped_mm_refuses(change, words):
+    x, weight = factors()
+    given = {"a": x, "b": weight.transpose(1, 2), "offsets": ROW_ENDS, **change}
+    with pytest.raises((ValueError, TypeError), match=words):
+        grouped_mm(**given)
+
+
+def test_scales_that_do_not_fit_are_refused():
+    x, weight = factors()
+    a, b = tw.fp8("row").quantize(x), tw.fp8("row").quantize(weight)
+    names = {"recipe_a": "RowWise", "recipe_b": "RowWise", "transposed_b": True}
+    with pytest.raises(ValueError, match=r"scale_b is \[599\]"):
+        grouped_mm(a.data, b.data, ROW_ENDS, scale_a=a.scale, scale_b=b.scale[1:], **names)
+    with pytest.raises(ValueError, match=r"scale_a is \[16\]"):
+        grouped_mm(a.data, b.data, ROW_ENDS, scale_a=a.scale[1:], scale_b=b.scale, **names)
+    with pytest.raises(ValueError, match="column-wise"):
+        grouped_mm(a, b, ROW_ENDS)
+
+
+def test_matrices_with_counts():
+    torch.manual_seed(0)
+    x, weight, counts = torch.randn(3, 9, 130), torch.randn(3, 200, 130), torch.tensor([9, 0, 4])
+    a, b = tw.fp8("1x128").quantize(x), quantize_experts(weight)
+    for first, second in ((x.bfloat16(), weight.bfloat16()), (a, b)):
+        y = grouped_mm(first, second, counts=counts, transposed_b=True)
+        values = [t.dequantize() if isinstance(t, tw.Quantized) else t for t in (first, second)]
+        exact = values[0].double() @ values[1].double().transpose(1, 2)
+        for e, count in enumerate(counts.tolist()):
+            if count:
+                near(y[e, :count], exact[e, :count], 4e-3)
+    with pytest.raises(ValueError, match="counts must be given"):
+        grouped_mm(a, b, transposed_b=True)

@@ -45,6 +45,17 @@ def test_the_best_shape_and_its_sustained_rate():
     assert len(clocks) == 1 and clocks[0] > sol.SUSTAINED_US
 
 
+def test_the_best_maker_counts():
+    device = Pretended()
+    slow, quick = dict(zip(SHAPES, (40.0, 50.0, 60.0))), dict(zip(SHAPES, (90.0, 90.0, 45.0)))
+    makers = {"torch": product(device, slow), "tilewright": product(device, quick)}
+    found = sol.matrix("bf16", makers, device, lambda: None, SHAPES)
+    assert (found.by, found.shape) == ("tilewright", SHAPES[2])
+    del makers["tilewright"]
+    found = sol.matrix("bf16", makers, device, lambda: None, SHAPES)
+    assert (found.by, found.shape) == ("torch", SHAPES[1])
+
+
 def test_a_dtype_that_is_not_there_says_why():
     def none(M, N, K):
         raise RuntimeError("_scaled_mm is only supported on newer chips\nsecond line")

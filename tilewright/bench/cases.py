@@ -1,8 +1,9 @@
 """The benchmark cases: which op, in which direction, at which named dimensions, held to which goal.
 
 Cases are data. A suite is a file of `suites/`, a family of cases a line of it: `dims` is the shape that the goal is stated
-for, `also` names further shapes in `suites/dims.json`, which may stay `slack` (or SLACK) under the goal. The goals are in
-`data/goals.tsv`, and only there; a family without one names its op itself.
+for, `also` names further shapes in `suites/dims.json`, which may stay `slack` (or SLACK) under the goal. A goal for the
+geometric mean over several shapes has these in `over`, and `least` for each of them. The goals are in `data/goals.tsv`, and
+only there; a family without one names its op itself.
 """
 
 from __future__ import annotations
@@ -45,6 +46,8 @@ class Case:
     metric: str = "fraction"
     goal: float | None = None
     own: bool = True  # at the shape that the goal is stated for
+    mean: bool = False  # the goal is for the geometric mean over the family; `goal` is the least of each
+    ours: bool = False  # kernels of ours are measured, even where a library's would be taken
     options: dict[str, Any] = field(default_factory=dict)
     arguments: dict[str, Any] = field(default_factory=dict)
     grad_format: str | None = None
@@ -68,17 +71,21 @@ def _cases() -> dict[str, Case]:
 
 
 def _family(row: dict[str, Any], suite: str, further: dict[str, list[dict[str, int]]]) -> list[Case]:
-    family, own, also, slack = row.pop("case"), row.pop("dims"), row.pop("also", None), row.pop("slack", SLACK)
+    family, own, over = row.pop("case"), row.pop("dims", None), row.pop("over", [])
+    also, slack, least = row.pop("also", None), row.pop("slack", SLACK), row.pop("least", None)
     goal = GOALS.get(family)
     op = row.pop("op", None) or GOALS[family].op
+    metric = row.pop("metric", None) or (goal.metric if goal else "fraction")
     made = []
-    for dims in (own, *(further[also] if also else ())):
+    for dims in (*over, *([own] if own else []), *(further[also] if also else ())):
         held = None
-        if goal is not None:
+        if dims in over:
+            held = least
+        elif goal is not None:
             held = goal.goal if dims is own else round(goal.goal - slack, 4)
         name = f"{family}/{'x'.join(map(str, dims.values()))}"
-        metric = goal.metric if goal else "fraction"
-        made.append(Case(name, family, suite, op, dims=dims, metric=metric, goal=held, own=dims is own, **row))
+        about = {"metric": metric, "goal": held, "own": dims is own, "mean": dims in over}
+        made.append(Case(name, family, suite, op, dims=dims, **about, **row))
     return made
 
 

@@ -203,6 +203,8 @@ def compare_quantized(
 
 def row_count(op: Op, values: Mapping[str, Any], others: Sequence[Any] = ()) -> int | None:
     """The number of rows by which arguments, and the tensors beside them, can be cut; None if they cannot."""
+    if op.bars.get("whole"):  # scales of blocks of rows cannot be cut with them
+        return None
     rules = {p.name: p.rule for p in op.signature.parameters}
     tensors = {n: values[n] for n in op.signature.tensors if isinstance(values[n], Tensor)}
     sizes = {t.shape[0] for n, t in tensors.items() if row_shaped(rules[n]) and t.dim()}

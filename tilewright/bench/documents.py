@@ -7,6 +7,7 @@ fails when one is out of date.
 from __future__ import annotations
 
 import inspect
+import math
 import sys
 import textwrap
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -17,7 +18,6 @@ from typing import Any
 from torch import Tensor
 
 from ..check import coverage
-from ..core.format import Format
 from ..core.op import Op
 from ..core.signature import Parameter, Range, Row
 from ..core.target import TARGETS, Target
@@ -96,7 +96,7 @@ def _entry(op: Op, results: Sequence[Result]) -> list[str]:
     ]
     lines += table(("argument", "takes", "default", "gradient"), (_argument(op, p) for p in op.signature.parameters))
     shown = [f"{code(name)} (carries gradients)" if name in graded else code(name) for name in public]
-    formats = sorted(Format.known) if "out_format" in op.signature.names else []
+    formats = op.formats()
     lines += ["", f"- Results: {', '.join(shown)}."]
     lines += [f"- Formats: {listed(formats)}." if formats else "- Formats: none, plain tensors only."]
     lines += [f"- Implementations: {listed([*(one.name for one in op.implementations), 'reference'])}."]
@@ -242,6 +242,9 @@ def results_section(results: Sequence[Result], goals: Iterable[Goal], cases: Ite
 
 def _goal_line(goal: Goal, here: Mapping[str, Result], cases: Sequence[Case]) -> tuple[str, ...] | None:
     family = [case for case in cases if case.family == goal.case and case.name in here]
+    over = [case for case in cases if case.family == goal.case and case.mean]
+    if over:
+        return _mean_line(goal, [here[case.name] for case in over if case.name in here], len(over))
     own = [here[case.name] for case in family if case.own]
     if not own:
         return None
@@ -250,6 +253,19 @@ def _goal_line(goal: Goal, here: Mapping[str, Result], cases: Sequence[Case]) ->
     return (
         code(r.op), goal.case, goal.shape, _us(r.us), _us(r.floor), _ratio(r), _goal(r), _rivals(r), others
     )  # fmt: skip
+
+
+def _mean_line(goal: Goal, results: Sequence[Result], count: int) -> tuple[str, ...] | None:
+    """A goal for the geometric mean over `count` shapes, of which all must be there."""
+    values = [r.measured for r in results if r.measured]
+    if len(values) < count:
+        return None
+    mean = math.exp(sum(map(math.log, values)) / count)
+    marks = [mark for mark, so in (("short", mean < goal.goal), ("stale", any(r.stale for r in results))) if so]
+    reached = f"{mean:.3f}" + (f" ({', '.join(marks)})" if marks else "")
+    each = ", ".join(f"{r.case.partition('/')[2]}: {_ratio(r)}" for r in results)
+    wanted = f"{goal.goal:.2f}" + ("" if goal.metric == "fraction" else f" {goal.metric}")
+    return code(results[0].op), goal.case, goal.shape, "", "", reached, wanted, "", each
 
 
 def with_results(readme: str, section: str) -> str:

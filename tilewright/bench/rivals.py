@@ -82,6 +82,11 @@ def _directed(function: Callable[..., Any], work: Work) -> Call:
     return lambda: torch.autograd.grad(outputs, list(leaves.values()), grads, retain_graph=True)
 
 
+def finished(call: Call) -> Any:
+    """What a rival's call stands for: its result, or what `finish` makes of one that leaves a step undone."""
+    return getattr(call, "finish", lambda result: result)(call())
+
+
 def agrees(mine: Any, theirs: Any, loose: float = LOOSE) -> bool:
     """Whether a rival's result, perhaps in two halves, is about ours, which was checked."""
     ours, others = _tensors(mine), _tensors(theirs)
@@ -229,6 +234,41 @@ def _compile_bf16(work: Work) -> Call:
     return _directed(torch.compile(_experts_bf16, dynamic=False), work)
 
 
+def _cublaslt(work: Work) -> Call:
+    """cuBLASLt through torch, with scales as it wants them."""
+    from ..gemm import library
+
+    if work.case.op != "scaled_mm" or not library.takes(work.values):
+        raise Absent(f"cuBLASLt has nothing for {work.case.family}")
+    return library.prepared(work.values)
+
+
+def _torch_int_mm(work: Work) -> Call:
+    """cuBLAS's product of int8, whose sums are left without their scales."""
+    a, b, scale_a, scale_b = (work.values[n] for n in ("a", "b", "scale_a", "scale_b"))
+    if a.dtype != torch.int8 or b.dtype != torch.int8:
+        raise Absent("torch._int_mm takes int8")
+
+    def call() -> Tensor:
+        return torch._int_mm(a, b)
+
+    call.finish = lambda sums: sums.double() * scale_a * scale_b.t()
+    return call
+
+
+def _cublaslt_loop(work: Work) -> Call:
+    """One cuBLASLt call a group, of operands and scales that were cut before; results lie apart."""
+    from ..gemm import library
+
+    calls, finish = library.by_group(work.case.op, work.values)
+
+    def call() -> list[Tensor]:
+        return [one() for one in calls]
+
+    call.finish = finish
+    return call
+
+
 # Rivals that goals name, for the cases that name them
 NAMED: dict[str, Callable[[Work], Call]] = {
     "torch_add": _torch_add,
@@ -236,4 +276,7 @@ NAMED: dict[str, Callable[[Work], Call]] = {
     "torch_tf32": _torch_tf32,
     "torch_embedding": _torch_embedding,
     "compile_bf16": _compile_bf16,
+    "cublaslt": _cublaslt,
+    "cublaslt_loop": _cublaslt_loop,
+    "torch_int_mm": _torch_int_mm,
 }

@@ -1,23 +1,27 @@
-"""The realistic speed of light of this machine: what streaming and torch's own matrix products reach, not the data sheet.
+"""The realistic speed of light of this machine: what streaming and matrix products reach, not the data sheet.
 
-Bandwidth is that of the streaming kernel of `floor.py`. A matrix rate is 2 M N K over the time of torch's product, the best
-over a sweep of large shapes: as a burst, and sustained, after a second of back-to-back products has brought the chip to the
-clock that its power allows. On an H200 the two differ by 15 %, so a rate without its clock says little.
+Bandwidth is that of the streaming kernel of `floor.py`. A matrix rate is 2 M N K over the time of a product, torch's or
+one of ours, the best over a sweep of large shapes: as a burst, and sustained, after a second of back-to-back products
+has brought the chip to the clock that its power allows. On an H200 the two differ by 15 %, so a rate without its clock
+says little.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib
+import itertools
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..core.op import force
+from ..core.tensor import cdiv
 from . import timing
 from .floor import floor_us
 
@@ -39,7 +43,8 @@ Product = Callable[[int, int, int], Callable[[], Tensor]]
 
 @dataclass(frozen=True)
 class Light:
-    """One row: a rate in its unit, for matrices also the sustained one, the shape that reached it and the SM clock then."""
+    """One row: a rate in its unit, for matrices also the sustained one, the shape and the maker of the product that reached it, and
+    the SM clock then."""
 
     what: str
     unit: str
@@ -48,6 +53,7 @@ class Light:
     shape: Sequence[int] | None = None
     clock_mhz: int | None = None
     note: str = ""
+    by: str = ""
 
     def row(self) -> dict[str, Any]:
         return asdict(self)
@@ -77,12 +83,62 @@ def int8(M: int, N: int, K: int) -> Callable[[], Tensor]:
     return lambda: torch._int_mm(a, b.t())
 
 
-PRODUCTS: dict[str, Product] = {
-    "bf16": plain(torch.bfloat16),
-    "fp16": plain(torch.float16),
-    "tf32": plain(torch.float32),
-    "fp8": fp8,
-    "int8": int8,
+def block_operands(M: int, N: int, K: int) -> dict[str, Any]:
+    """FP8 with a scale for 1x128 elements of a row, and for 128x128 of a weight."""
+    a, b = (torch.randn(shape, device="cuda").to(torch.float8_e4m3fn) for shape in ((M, K), (N, K)))
+    scale_a, scale_b = (torch.rand(shape, device="cuda") for shape in ((cdiv(K, 128), M), (cdiv(N, 128), cdiv(K, 128))))
+    recipes = {"recipe_a": "BlockWise1x128", "recipe_b": "BlockWise128x128"}
+    return {"a": a, "b": b.t(), "scale_a": scale_a.t(), "scale_b": scale_b, **recipes}
+
+
+def fp8_block(M: int, N: int, K: int) -> Callable[[], Tensor]:
+    from ..gemm import library, scaled_mm
+
+    return library.prepared(scaled_mm.product.signature.bind((), block_operands(M, N, K)))
+
+
+def ours(name: str, operands: Callable[[int, int, int], dict[str, Any]]) -> Product:
+    """A product by kernels of ours, never a library's."""
+
+    def make(M: int, N: int, K: int) -> Callable[[], Tensor]:
+        from .. import catalogue
+
+        op, given = catalogue()[name], operands(M, N, K)
+
+        def call() -> Tensor:
+            with force("triton"), torch.no_grad():
+                return op.function(**given)
+
+        return call
+
+    return make
+
+
+def bf16_operands(M: int, N: int, K: int) -> dict[str, Any]:
+    a, b = (torch.randn(shape, device="cuda").to(torch.bfloat16) for shape in ((M, K), (N, K)))
+    return {"a": a, "b": b.t()}
+
+
+def row_operands(dtype: torch.dtype) -> Callable[[int, int, int], dict[str, Any]]:
+    """A scale for each row of both factors, and sums as the tensor cores keep them."""
+
+    def make(M: int, N: int, K: int) -> dict[str, Any]:
+        spread = 40.0 if dtype == torch.int8 else 1.0
+        a, b = ((spread * torch.randn(shape, device="cuda")).to(dtype) for shape in ((M, K), (N, K)))
+        scale_a, scale_b = (torch.rand(n, 1, device="cuda") for n in (M, N))
+        both = {"scale_a": scale_a, "scale_b": scale_b, "recipe_a": "RowWise", "recipe_b": "RowWise"}
+        return {"a": a, "b": b.t(), "accumulate": "fast", **both}
+
+    return make
+
+
+PRODUCTS: dict[str, dict[str, Product]] = {
+    "bf16": {"torch": plain(torch.bfloat16), "tilewright": ours("matmul", bf16_operands)},
+    "fp16": {"torch": plain(torch.float16)},
+    "tf32": {"torch": plain(torch.float32)},
+    "fp8": {"torch": fp8, "tilewright": ours("scaled_mm", row_operands(torch.float8_e4m3fn))},
+    "fp8_block": {"torch": fp8_block, "tilewright": ours("scaled_mm", block_operands)},
+    "int8": {"torch": int8, "tilewright": ours("scaled_mm", row_operands(torch.int8))},
 }
 
 
@@ -121,29 +177,30 @@ def sustained_us(
 
 def matrix(
     name: str,
-    product: Product,
+    product: Product | Mapping[str, Product],
     device: timing.Device,
     clock: Callable[[], int | None],
     shapes: Sequence[Shape] = SHAPES,
 ) -> Light:
-    """The best rate of one dtype, in TFLOP/s (integers: TOP/s)."""
+    """The best rate of one dtype, in TFLOP/s (integers: TOP/s), over shapes and over those who make the product."""
     unit = "TOP/s" if name == "int8" else "TFLOP/s"
-    best: tuple[float, Shape, float] | None = None
+    makers = product if isinstance(product, Mapping) else {"": product}
+    best: tuple[float, Shape, float, str] | None = None
     why = ""
-    for M, N, K in shapes:
+    for by, (M, N, K) in itertools.product(makers, shapes):
         flops = 2.0 * M * N * K
         try:
-            us = burst_us(lambda: product(M, N, K), flops, device)  # noqa: B023
+            us = burst_us(lambda: makers[by](M, N, K), flops, device)  # noqa: B023
         except (RuntimeError, AttributeError, TypeError, NotImplementedError) as error:  # this torch or chip has none
             why = why or f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:120]}"
             continue
         if best is None or flops / us > best[0]:
-            best = flops / us, (M, N, K), us
+            best = flops / us, (M, N, K), us, by
     if best is None:
         return Light(name, unit, None, note=why)
-    rate, (M, N, K), us = best
-    steady, mhz = sustained_us(product(M, N, K), us, device, clock)
-    return Light(name, unit, rate / 1e6, 2.0 * M * N * K / steady / 1e6, (M, N, K), mhz)
+    rate, (M, N, K), us, by = best
+    steady, mhz = sustained_us(makers[by](M, N, K), us, device, clock)
+    return Light(name, unit, rate / 1e6, 2.0 * M * N * K / steady / 1e6, (M, N, K), mhz, by=by)
 
 
 # ---------------------------------------------------------------- memory, clock, all

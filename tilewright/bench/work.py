@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -98,6 +98,8 @@ class Work:
             count = next((i for i, n in enumerate(names) if type(values[n]) is not Tensor), len(names))
             leading = [values[n] for n in names[: min(count, op.signature.positional)]]
             rest = {n: values[n] for n in names[len(leading) :] if values[n] is not defaults[n]}
+            if self.case.ours and any(type(t) is Tensor and t.is_cuda for t in leading):
+                return partial(forced, function, *leading, **rest)
             return lambda: function(*leading, **rest)
         extra = {"grad_format": Format.parse(self.case.grad_format)} if self.case.grad_format else {}
         saved, results, grads, needs = self._saved, self._results, list(self.grads), self._needs
@@ -144,6 +146,12 @@ class Work:
         memory = {t.untyped_storage().data_ptr() for t in self.values.values() if type(t) is Tensor}
         pieces = (t for r in made if r is not None for t in (r.tensors() if isinstance(r, Quantized) else (r,)))
         return sum(tensor_bytes(t) for t in pieces if t.untyped_storage().data_ptr() not in memory)
+
+
+def forced(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """A call of an op by kernels of ours."""
+    with force("triton"):
+        return function(*args, **kwargs)
 
 
 def launches(case: Case, target: Target) -> list[Wanted]:

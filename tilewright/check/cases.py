@@ -18,7 +18,18 @@ from ..core.draw import Draw
 from ..core.op import Op
 from .oracle import ROW_DIMS, row_shaped
 
-SMALL = {"tokens": 5, "batch": 2, "length": 3, "hidden": 33, "vocab": 37, "heads": 2, "head_dim": 16, "experts": 3}
+SMALL = {
+    "tokens": 5,
+    "batch": 2,
+    "length": 3,
+    "hidden": 33,
+    "vocab": 37,
+    "heads": 2,
+    "head_dim": 16,
+    "experts": 3,
+    "columns": 33,
+    "rows": 5,
+}
 # The interpreter takes milliseconds for each program, and many ops have one per row.
 FEW_ROWS = (1, 2, 3, 7, 15, 17, 31, 33)
 
@@ -134,6 +145,7 @@ def formats(op: Op, device: str) -> list[Any]:
         tw.fp8("tensor", ways="both"),
         tw.fp8("tensor", ways="row", scale=static),
         tw.fp8("tensor", "e5m2", ways="both", scale="unit"),
+        *([tw.int8("1x128", ways="both"), tw.mx("e4m3")] if op.any_format else []),
     ]
 
 

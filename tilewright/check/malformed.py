@@ -58,7 +58,7 @@ def _tensors(op: Op, p: Parameter, values: Mapping[str, Any]) -> Iterator[tuple]
     elif good.is_floating_point():
         yield "integers", p.name, good.to(torch.int64)
         yield "complex", p.name, good.to(torch.complex64)
-        other = torch.bfloat16 if rule.dtype == "codes" else torch.float8_e4m3fn
+        other = {"codes": torch.bfloat16, "operand": torch.float32}.get(rule.dtype, torch.float8_e4m3fn)
         yield str(other), p.name, good.to(other)
     else:
         yield "floats", p.name, good.float()
@@ -167,7 +167,7 @@ def _outs(op: Op, values: Mapping[str, Any]) -> Iterator[Bad]:
     yield change("overlapping itself", wide.as_strided(good.shape, (1,) * good.dim()))
     for n in op.signature.tensors:
         t = values[n]
-        if isinstance(t, Tensor) and t.shape == good.shape and t.dtype == good.dtype:
+        if isinstance(t, Tensor) and t.shape == good.shape and t.dtype == good.dtype and n not in op.over:
             yield change(f"the memory of {n}", t)
     named = next((n for n in op.differentiable if isinstance(values[n], Tensor)), None)
     if named is not None:

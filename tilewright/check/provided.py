@@ -28,6 +28,7 @@ from ..core.kernel import Arguments, collect
 from ..core.op import force
 from ..core.target import TARGETS, Target, pretend
 from . import provided_more as more
+from . import provided_products as products
 from . import provided_training as training
 from .agreement import BF16, FP16, agrees, end_rows, forms, normal
 
@@ -270,7 +271,26 @@ CHECKS: dict[str, dict[str, Check]] = {
         "cast_fp16_fp8": lambda device: quantised(device, "unit", dtype=FP16),
         "get_sm_version": names_the_chip,
     },
-    "gn_kernels": {"realistic speed-of-light sweep per dtype": speed_of_light},
+    "gn_kernels": {
+        "matmul, configurable input and accumulate dtype (fp16/bf16/fp32/fp8/int8; fp16 accumulate)": products.plain,
+        "rowwise-scaled matmul INT8": lambda device: products.scaled_integers(device, tw.int8("row")),
+        "rowwise-scaled matmul FP8": lambda device: products.scaled(device, tw.fp8("row")),
+        "tile-scaled matmul FP8 (1x128 x 128x128, DeepSeek style)": lambda device: products.scaled(
+            device, tw.fp8("1x128"), tw.fp8("128x128")
+        ),
+        "tile-scaled matmul INT8": lambda device: products.scaled_integers(
+            device, tw.int8("1x128"), tw.int8("128x128")
+        ),
+        "INT4 matmul, and rowwise-scaled INT4": lambda device: products.scaled_integers(
+            device, tw.int4("row"), largest=7
+        ),
+        "MXFP8 matmul": lambda device: products.scaled(device, tw.mx("e4m3")),
+        "MXFP4 matmul": lambda device: products.scaled(device, tw.mx("e2m1")),
+        "NVFP4 matmul": lambda device: products.scaled(device, tw.nvfp4()),
+        "grouped matmul, FP8 blockwise: contiguous (fwd, dgrad), masked (decode), K-grouped (wgrad)": products.grouped,
+        "persistent matmul": products.persistent,
+        "realistic speed-of-light sweep per dtype": speed_of_light,
+    },
     "flaggems_features": {
         "fast dispatch": replays,
         "tuned configs persisted": tuned_row_is_taken,

@@ -31,7 +31,7 @@ from ..core.target import TARGETS, Target, pretend
 from . import layouts
 from .cases import dims_of, formats, row_arguments
 
-COMMON = {"tokens": 8192, "experts": 8, "batch": 2, "length": 4096, "heads": 32, "head_dim": 128}
+COMMON = {"tokens": 8192, "experts": 8, "batch": 2, "length": 4096, "heads": 32, "head_dim": 128, "columns": 4096}
 HOT = (
     {**COMMON, "hidden": 2048, "vocab": 157184},
     {**COMMON, "hidden": 4096, "vocab": 151936},
@@ -39,7 +39,7 @@ HOT = (
 )
 MANY = {**HOT[0], "experts": 256}  # of the ops that draw experts
 FEW = {**HOT[0], "tokens": 16}
-ODD = {**COMMON, "tokens": 101, "hidden": 130, "vocab": 50257, "batch": 3, "length": 67}
+ODD = {**COMMON, "tokens": 101, "hidden": 130, "columns": 77, "vocab": 50257, "batch": 3, "length": 67}
 WIDE = {**COMMON, "tokens": 130, "hidden": 20000, "vocab": 2**20}
 LONG = {**COMMON, "tokens": 1000, "hidden": 16384, "vocab": 16384, "experts": 256}
 LOW = torch.bfloat16
@@ -136,6 +136,9 @@ def calls(op: Op) -> Iterator[Call]:
     yield from options_one_by_one(op)
     for i, fmt in enumerate(formats(op, "meta")):
         yield Call({**drawn(op, HOT[0], full=bool(i % 2)), "out_format": fmt}, FORWARD)
+    if op.any_format:  # two codes a byte: even sizes, no groups
+        for fmt in (tw.int4("1x128", zero=True, ways="both"), tw.mx("e2m1", ways="both"), tw.nvfp4(ways="both")):
+            yield Call({**drawn(op, HOT[0]), "out_format": fmt}, FORWARD)
     for layout in (layouts.transposed, layouts.one_further):
         values = drawn(op, HOT[0], full=True)
         moved = {n: layout(t) for n, t in row_arguments(op, op.signature.bind((), values)).items()}
@@ -160,7 +163,7 @@ def in_hot_formats(op: Op, values: dict[str, Any]) -> Iterator[Call]:
     quantises = any("grad_format" in inspect.signature(b).parameters for b in backwards)
     for ways in ("both", "row"):
         fmt = tw.fp8("1x128", ways=ways)
-        if "out_format" in op.signature.names:
+        if "out_format" in op.signature.names and op.flops is None:  # a product is quantised by a launch of its own
             yield Call({**values, "out_format": fmt}, FORWARD)
         if quantises and values.get("up") is None:  # halves in two tensors have no one quantised gradient
             yield Call(values, extra={"grad_format": fmt})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -160,10 +161,12 @@ def goals_table(rows: list[dict[str, Any]], recorded: list[dict[str, Any]]) -> l
     found = {row["case"]: row for row in (*recorded, *rows)}
     table = []
     for goal in GOALS.values():
-        case = next((c for c in CASES.values() if c.family == goal.case and c.own), None)
-        row = found.get(case.name) if case else None
-        value = None if row is None else metric_of(row, goal.metric)
-        missing = "no case yet" if case is None else "not measured"
+        family = [c for c in CASES.values() if c.family == goal.case and (c.own or c.mean)]
+        values = [metric_of(found[c.name], goal.metric) for c in family if c.name in found]
+        value = None
+        if family and len(values) == len(family) and all(values):
+            value = math.exp(sum(map(math.log, values)) / len(values))  # one, or a geometric mean over shapes
+        missing = "not measured" if family else "no case yet"
         verdict = missing if value is None else "reached" if value >= goal.goal else f"short by {goal.goal - value:.3f}"
         shown = "" if value is None else f"{value:.3f}"
         table.append(

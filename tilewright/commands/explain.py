@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 from typing import Annotated, Any
 
 import typer
@@ -16,11 +17,16 @@ def explain(
     dim: Annotated[
         list[str] | None, typer.Option(help="A dimension, tokens=8192 say; may be given several times.")
     ] = None,
+    option: Annotated[
+        list[str] | None,
+        typer.Option(help="What else a call is made with, pair=fp8_block say; may be given several times."),
+    ] = None,
     format: Annotated[str, typer.Option(help="An out_format, fp8:e4m3:1x128:both:pow2:te say.")] = "",
     full: Annotated[bool, typer.Option("--full", help="With every optional tensor.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Which implementation a bf16 call takes on a chip, and what it launches there, forward and backward."""
+    """Which implementation a bf16 call takes on a chip, and what it launches there, forward and backward; of a matrix product also
+    what is multiplied, and whether a library's is faster."""
     from ..check.variants import COMMON, Blank, Call, passes
     from ..core.format import Format
     from ..core.op import force
@@ -32,26 +38,88 @@ def explain(
     if format and "out_format" not in op.signature.names:
         fail(f"{name} has no out_format")
     dims = {**COMMON, "tokens": 256, "hidden": 2048, "vocab": 32000, **dimensions(dim)}
+    options = _options(option)
     try:
-        given = op.inputs(Blank(op, dims, full=full))
+        source = Blank(op, dims, {**dimensions(dim), **options}, full=full)
+        given = {**op.inputs(source), **{n: v for n, v in options.items() if n in op.signature.scalars}}
+        _expect(name, options, {*source.choices, *source.optional, *op.signature.scalars})
         if format:
             given["out_format"] = Format.parse(format)
         forward, backward = passes(op, Call(given), TARGETS[arch])
+        values = op.signature.bind((), given)
         with pretend(TARGETS[arch]), force("triton"):
-            chosen = op.implementation(op.signature.bind((), given))
-    except (ValueError, TypeError, RuntimeError) as error:
+            chosen = op.implementation(values)
+        about = _products(op, values, TARGETS[arch])
+    except (ValueError, TypeError, RuntimeError, KeyError) as error:
         fail(str(error).partition("\n")[0])
     rows = [
         {"pass": which, "kernel": w.kernel.name, "constants": _constants(w), "options": w.options}
         for which, launches in (("forward", forward), ("backward", backward))
         for w in launches
     ]
+    taken = about.get("taken", chosen.name)
     if as_json:
-        typer.echo(json.dumps({"op": name, "arch": arch, "implementation": chosen.name, "launches": rows}, indent=1))
+        made = {"op": name, "arch": arch, "implementation": chosen.name, **about, "launches": rows}
+        typer.echo(json.dumps(made, indent=1))
+        return
+    for line in _lines(about):
+        typer.echo(line)
+    kernels = "" if taken == chosen.name else f"; of our own: {chosen.name}"
+    names = [one.name for one in op.implementations]
+    show(rows, f"{name} on {arch}: implementation {taken} of {names}{kernels}", False)
+
+
+def _options(texts: list[str] | None) -> dict[str, Any]:
+    """`--option pair=fp8_block --option zero_b=false` as values by name."""
+    words = {"true": True, "false": False, "none": None}
+    found: dict[str, Any] = {}
+    for text in texts or []:
+        name, _, value = text.partition("=")
+        if not name or not value:
+            fail(f"--option {text} is not of the form pair=fp8_block")
+        found[name] = words.get(value.lower(), int(value) if value.isdigit() else value)
+    return found
+
+
+def _expect(op: str, options: dict[str, Any], known: set[str]) -> None:
+    unknown = sorted(set(options) - known)
+    if unknown:
+        raise ValueError(f"{op} has no option {unknown[0]}; it has {', '.join(sorted(known))}")
+
+
+def _products(op: Any, values: dict[str, Any], target: Any) -> dict[str, Any]:
+    """Of a dense product: its label, and the choice between our kernels and the library's, with what it rests on."""
+    from ..gemm import choice, library
+
+    if op.name not in ("scaled_mm", "matmul"):
+        return {}
+    a, given = values["a"], SimpleNamespace(**values)
+    sizes = a.numel() // a.shape[-1] if a.dim() > 1 and a.shape[-1] else 0, values["b"].shape[1], a.shape[-1]
+    about: dict[str, Any] = {}
+    if op.name == "scaled_mm":
+        from ..gemm.labels import label
+        from ..gemm.operands import inner_of
+
+        sizes = a.shape[0], values["b"].shape[1], inner_of(a)
+        recipes = values["recipe_a"], values["recipe_b"]
+        about["label"] = label(a, values["b"], recipes, target, values["zero_b"] is not None)
+        pair, reason = library.pair_of(given), library.refusal(target, given)
     else:
-        show(
-            rows, f"{name} on {arch}: implementation {chosen.name} of {[one.name for one in op.implementations]}", False
-        )
+        pair, reason = library.pair_of_matmul(given), library.refusal_of_matmul(target, given)
+    if reason is not None:
+        return {**about, "library": None, "why": reason}
+    found = choice.decide(target.arch, pair, *choice.bucket(*sizes))
+    about |= {"library": found.best == choice.LIBRARY, "why": found.why, "evidence": found.row}
+    return {**about, "taken": choice.LIBRARY} if found.best == choice.LIBRARY else about
+
+
+def _lines(about: dict[str, Any]) -> list[str]:
+    """What there is to say of a product beside its kernels."""
+    found = [f"math: {about['label']}"] if "label" in about else []
+    if "why" in about:
+        who = "cuBLASLt through torch, where torch has it" if about["library"] else "our kernels"
+        found.append(f"choice: {who} ({about['why']})")
+    return found
 
 
 def _constants(wanted: Any) -> dict[str, Any]:

@@ -9,7 +9,6 @@ def list(as_json: Json = False) -> None:
     """The ops: what they compute, gradients, implementations, formats, chips, and whether their evidence is fresh."""
     from .. import catalogue
     from ..bench import evidence
-    from ..core.format import Format
     from ..core.target import TARGETS
 
     try:
@@ -26,7 +25,7 @@ def list(as_json: Json = False) -> None:
                 "summary": (op.__doc__ or "").strip().partition("\n")[0],
                 "backward": bool(op.differentiable),
                 "implementations": [one.name for one in op.implementations],
-                "formats": sorted(Format.known) if "out_format" in op.signature.names else [],
+                "formats": op.formats(),
                 "chips": {arch: "measured" if arch in ran else "compiled" for arch in TARGETS},
                 "evidence": evidence.state(name, recorded),
             }

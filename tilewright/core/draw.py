@@ -77,7 +77,13 @@ class Draw:
     def ends(self, rows: int) -> Tensor:
         """The end rows of a few groups, some perhaps empty, that cover all rows: what `offsets` arguments are."""
         dtype = self.option("index", torch.int32, torch.int64)
-        ends = self.integers(self.dim("experts", (1, 2, 5)), high=rows + 1, dtype=dtype)
+        count = self.dim("experts", (1, 2, 5))
+        if "uneven" in self.options:  # sizes by which a group may be off their mean, 0.5 for a half
+            by = self.options["uneven"]
+            sizes = self.uniform(count, low=1.0 - by, high=1.0 + by, dtype=torch.float32).cumsum(0)
+            ends = (sizes / sizes[-1] * rows).to(dtype)
+        else:
+            ends = self.integers(count, high=rows + 1, dtype=dtype)
         ends -= ends % self.options.get("aligned", 1)
         ends[-1:] = rows
         return ends.sort().values

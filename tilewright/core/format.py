@@ -23,6 +23,7 @@ class Format:
     """
 
     name: ClassVar[str] = ""
+    fused: ClassVar[bool] = False  # whether the kernels of every op can make it as they store
     known: ClassVar[dict[str, type[Format]]] = {}
     key: str  # canonical string, made once: all of the format but `tensor`
     tensor: Tensor | None = None  # a static scale on the device, where there is one
@@ -77,6 +78,19 @@ class Format:
     def check(self, shape: Sequence[int]) -> None:
         """Raise ValueError if a tensor of this shape cannot be held."""
 
+    def transposed(self) -> Format:
+        """The format of a matrix's transpose, whose row-wise operand is the matrix's column-wise twin and the other way round."""
+        raise TypeError(f"a value in {self} cannot be transposed: quantise the transpose")
+
+    def recipe(self, scale: Tensor) -> tuple[Tensor, str]:
+        """A matrix's `scale` or `scale_t` as [rows or blocks of rows, blocks], and torch's name of that (`ScalingType`)."""
+        raise TypeError(f"products do not take the format {self}")
+
+    def extras(self, q: Quantized, way: str) -> tuple[Tensor | None, Tensor | None]:
+        """(one scale for the whole beside those of blocks, zero points laid out as scales) of the row-wise operand or, where
+        `way` is "col", of its twin: what products take beside codes and scales."""
+        return None, None
+
 
 @functools.lru_cache(maxsize=256)
 def _parse(text: str) -> Format:
@@ -90,14 +104,15 @@ REFUSAL = "is not defined on a Quantized tensor: call .dequantize() first"
 # Operators whose TypeError torch turns into NotImplemented, and Python into a message without the remedy, or into False.
 OPERATORS = ("sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul")
 COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
-FIELDS = ("data", "scale", "data_t", "scale_t", "offsets")
+FIELDS = ("data", "scale", "shared", "zero", "data_t", "scale_t", "shared_t", "zero_t", "offsets")
 
 
 class Quantized(Tensor):
     """A value held in a `Format`; shape and dtype are the logical ones, and so are the gradients.
 
     `data` and `scale` are the row-wise operand, `data_t` and `scale_t` its column-wise twin (physically transposed, with its
-    own scales); a way that the format does not have is None. `offsets` are the end rows of the groups, or None.
+    own scales); a way that the format does not have is None. `shared` is one more scale for the whole and `zero` the codes that
+    stand for 0, where a format has them. `offsets` are the end rows of the groups, or None.
 
     `Quantized(carrier, format, offsets, *tensors)` is differentiable with respect to `carrier`, which gives shape and dtype
     and is never read: the gradient of the result flows to it unchanged. It may be one element expanded.
@@ -130,7 +145,7 @@ class Quantized(Tensor):
         return _wrap(format, dtype, shape, None, inner)
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """The stored tensors in the order data, scale, data_t, scale_t, without those that the format does not have."""
+        """The stored tensors in the order of FIELDS, without those that the format does not have."""
         return tuple(self._inner[name] for name in self.format.tensor_names)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:  # type: ignore[override]
@@ -258,6 +273,16 @@ def _share(func, args, kwargs):
     return return_and_correct_aliasing(func, args, kwargs, out)
 
 
+def _transpose(func, args, kwargs):
+    q = args[0]
+    if q.dim() != 2 or q.offsets is not None:
+        raise TypeError(f"transposing is defined on a Quantized matrix that is not grouped, not on {q!r}")
+    other = {name: name.removesuffix("_t") if name.endswith("_t") else f"{name}_t" for name in q._inner}
+    inner = {other[name]: tensor.detach() for name, tensor in q._inner.items()}
+    out = _wrap(q.format.transposed(), q.dtype, q.shape[::-1], q.stride()[::-1], inner)
+    return return_and_correct_aliasing(func, args, kwargs, out)
+
+
 def _copy(func, args, kwargs):
     q = args[0]
     # A format's empty() rather than clone(): the padding of the scales is part of the layout.
@@ -284,6 +309,7 @@ _aten = torch.ops.aten
 _HANDLERS = {
     _aten.detach.default: _share,
     _aten.alias.default: _share,
+    _aten.t.default: _transpose,
     _aten.clone.default: _copy,
     _aten._to_copy.default: _copy,
     _aten.dequantize.self: _dequantize,

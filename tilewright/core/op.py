@@ -14,6 +14,8 @@ registered `torch.ops.tilewright.*` op with its fake, cost, tests and the catalo
 * `spares(values)` names arguments of which this call's backward reads shape and dtype alone: they are not kept alive.
 * `flops` counts the multiplications and additions of an op that is a matrix product, forward; its rates are then measured.
 * `sharded` takes the calls that have DTensors among their tensors.
+* `any_format` says that results can be had in every format, not only in those that kernels make as they store (`Format.fused`).
+* `over` names arguments that `out` may be: each of their elements is read by what then writes it.
 * `overwrites` names the flag, if there is one, that lets the backward write over an argument: eager calls alone take it.
 """
 
@@ -56,6 +58,7 @@ class Triton:
     backward: Callable[..., Any] | None = None
     when: Callable[[Target, SimpleNamespace], bool] | None = None
     name: str = "triton"
+    library: bool = False  # host code that calls torch's own product instead: no kernel of ours
 
 
 def single(target: Target, a: SimpleNamespace) -> bool:
@@ -70,8 +73,9 @@ def last_backward() -> bool:
 
 @contextlib.contextmanager
 def force(name: str) -> Iterator[None]:
-    """`force("reference")` takes the reference on any device; `force("triton")` runs kernels on CPU tensors through the
-    interpreter (a process with TRITON_INTERPRET=1); any other implementation's name takes that one where it applies."""
+    """`force("reference")` takes the reference on any device; `force("triton")` takes kernels of ours, never a library's, and
+    runs them on CPU tensors through the interpreter (a process with TRITON_INTERPRET=1); any other implementation's name
+    takes that one where it applies."""
     token = call.forced.set(name)
     try:
         yield
@@ -114,6 +118,8 @@ class Op:
         saves: tuple[str, ...] | None = None,
         resume: Callable[[SimpleNamespace], dict[str, Any]] | None = None,
         aux: int = 0,
+        any_format: bool = False,
+        over: tuple[str, ...] = (),
         overwrites: str | None = None,
         check: Callable[..., None] | None = None,
         cost: Callable[..., tuple[int, int]] | None = None,
@@ -129,7 +135,7 @@ class Op:
         self.differentiable, self.graded_results = differentiable, graded_results
         self.saves = self.signature.tensors if saves is None else saves
         self.resume, self.sharded, self.spares, self.composite = resume, sharded, spares, composite
-        self.flops = flops
+        self.flops, self.over, self.any_format = flops, over, any_format
         self.__doc__ = reference.__doc__
         self.plans: dict[tuple, tuple[Plan, Callable | None, tuple[int, ...]]] = {}
         self.backward_plans: dict[tuple, tuple[Plan, Callable]] = {}
@@ -161,6 +167,9 @@ class Op:
 
     def validate(self, values: Mapping[str, Any]) -> None:
         self.signature.validate(values)
+        wanted = values.get("out_format")
+        if wanted is not None and not (self.any_format or wanted.fused):
+            raise ValueError(f"{self.name}: out_format {wanted} is not made here: quantize the plain result")
         out = values.get("out")
         if out is None:
             return
@@ -175,7 +184,9 @@ class Op:
         if self_overlapping(out):
             raise ValueError(f"{self.name}: out has elements that share memory")
         for name in self.signature.tensors:
-            if values[name] is not None and overlapping(out, values[name]):
+            if values[name] is None or (name in self.over and same_memory(out, values[name])):
+                continue
+            if overlapping(out, values[name]):
                 raise ValueError(f"{self.name}: out shares memory with {name}")
 
     def _check_outs(self, outs: list[Tensor], values: Mapping[str, Any]) -> None:
@@ -205,11 +216,18 @@ class Op:
         target = Target.at(device)
         space = SimpleNamespace(**values)
         for one in self.implementations:
-            if forced in (None, "triton", one.name) and (one.when is None or one.when(target, space)):
+            wanted = not one.library if forced == "triton" else forced in (None, one.name)
+            if wanted and (one.when is None or one.when(target, space)):
                 return one
         raise RuntimeError(
             f"{self.name}: no implementation for these arguments on {target.arch}: {self.explain(values)}"
         )
+
+    def formats(self) -> list[str]:
+        """The names of formats that the result can be had in."""
+        if "out_format" not in self.signature.names:
+            return []
+        return sorted(name for name, one in Format.known.items() if one.fused or self.any_format)
 
     def explain(self, values: Mapping[str, Any]) -> str:
         """Which implementations there are and what these arguments look like, in one line."""

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 LIBRARY = torch.library.Library("tilewright", "FRAGMENT")
 DEVICES = ("CPU", "CUDA")
-PIECES = 4  # tensors of a quantised result beside its carrier; absent ones are empty
+PIECES = 8  # tensors of a quantised result beside its carrier; absent ones are empty
 
 
 def register(op: Op) -> None:

@@ -29,6 +29,9 @@ DTYPES = {
     "int": (torch.int32, torch.int64),
     "int_or_bool": (torch.int32, torch.int64, torch.bool),
     "codes": (torch.float8_e4m3fn, torch.float8_e5m2),
+    # What low-precision products take: codes, two 4-bit codes a byte, or plain numbers; and what scales codes
+    "operand": (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8, torch.bfloat16, torch.float16),
+    "scale": (torch.float32, torch.float8_e8m0fnu, torch.float8_e4m3fn),
     "any": None,
 }
 SCHEMA_TYPES = {float: "float", int: "int", bool: "bool", str: "str", Tensor: "Tensor", Format: "str", list: "Tensor[]"}

@@ -131,3 +131,25 @@ def multiply_scaled(
             part = tl.dot(widen_codes(a, E5M2_A), widen_codes(b, E5M2_B))
         total += part * sa[:, None] * sb[None, :]
     return total
+
+
+@triton.jit
+def multiply_codes(
+    A, B, row, col, start, end, M, N, stride_am, stride_ak, stride_bk, stride_bn, NATIVE: tl.constexpr, E5M2_A: tl.constexpr,
+    E5M2_B: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """The tile at `row`, `col` of A[M, .] @ B[., N] in FP8 codes without scales, from `start` to `end` of the inner dimension,
+    wherever these are; sums of 128 are added up in fp32, since tensor cores may keep fewer bits."""
+    A += row.to(tl.int64)[:, None] * stride_am
+    B += col.to(tl.int64)[None, :] * stride_bn
+    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for first in tl.range(start, end, 128, num_stages=STAGES):
+        k = first + tl.arange(0, 128)
+        step = k.to(tl.int64)
+        a = tl.load(A + step[None, :] * stride_ak, (row < M)[:, None] & (k < end)[None, :], 0.0 if NATIVE else 0)
+        b = tl.load(B + step[:, None] * stride_bk, (k < end)[:, None] & (col < N)[None, :], 0.0 if NATIVE else 0)
+        if NATIVE:
+            total += tl.dot(a, b)
+        else:
+            total += tl.dot(widen_codes(a, E5M2_A), widen_codes(b, E5M2_B))
+    return total

@@ -8,21 +8,25 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 # A warpgroup's accumulator of 64 rows and 128 columns, of products of 8-bit operands
 PART = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 32]))
 CODES = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2))
-SYNC = gl.constexpr(("bar.sync 10, 256; mov.u32 $0, 0;", "bar.sync 11, 256; mov.u32 $0, 0;"))
-ARRIVE = gl.constexpr(("bar.arrive 10, 256; mov.u32 $0, 0;", "bar.arrive 11, 256; mov.u32 $0, 0;"))
+SYNC = gl.constexpr(
+    ("bar.sync 10, 256; mov.u32 $0, 0;", "bar.sync 11, 256; mov.u32 $0, 0;", "bar.sync 12, 256; mov.u32 $0, 0;")
+)
+ARRIVE = gl.constexpr(
+    ("bar.arrive 10, 256; mov.u32 $0, 0;", "bar.arrive 11, 256; mov.u32 $0, 0;", "bar.arrive 12, 256; mov.u32 $0, 0;")
+)
 
 
 @gluon.jit
 def await_turn(W: gl.constexpr):
-    """Warpgroup W of two waits until the other has issued: products of one fill the tensor cores while the other adds up.
-    5 % of a promoted FP8 product's time (H200, November 2026). Barriers 10 and 11 are no one else's."""
+    """Warpgroup W waits until the one before it has issued: products of one fill the tensor cores while the others add up.
+    5 % of a promoted FP8 product's time (H200, November 2026). Barriers 10 to 12 are no one else's."""
     gl.inline_asm_elementwise(SYNC[W], "=r", [], gl.int32, False, 1)
 
 
 @gluon.jit
-def give_turn(W: gl.constexpr):
-    """Let the other warpgroup issue. Warpgroup 1 does so once before its first turn."""
-    gl.inline_asm_elementwise(ARRIVE[1 - W], "=r", [], gl.int32, False, 1)
+def give_turn(W: gl.constexpr, COUNT: gl.constexpr = 2):
+    """Let the next of COUNT warpgroups issue. The last does so once before its first turn."""
+    gl.inline_asm_elementwise(ARRIVE[(W + 1) % COUNT], "=r", [], gl.int32, False, 1)
 
 
 @gluon.jit

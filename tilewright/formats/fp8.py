@@ -69,65 +69,38 @@ WAYS = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class Fp8(Format):
-    """FP8 in one granularity, made by `fp8(...)`; `source` says whence a per-tensor scale comes."""
+# torch's name of a granularity, and how a stored scale becomes [rows or blocks of rows, blocks]: "t" by transposing
+RECIPES = {
+    "tensor": ("TensorWise", (1, 1)),
+    "row": ("RowWise", (-1, 1)),
+    "1x128": ("BlockWise1x128", "t"),
+    "128x128": ("BlockWise128x128", None),
+}
 
-    name: ClassVar[str] = "fp8"
-    granularity: str = "1x128"
-    dtype: str = "e4m3"
-    ways: str = "row"
-    pow2: bool = True
-    rule: str = "te"
-    source: str = "dynamic"
-    tensor: Tensor | None = dataclasses.field(default=None, compare=False, repr=False)
-    key: str = dataclasses.field(init=False, compare=False, repr=False)
 
-    def __post_init__(self) -> None:
-        one_of("granularity", self.granularity, GRANULARITIES)
-        one_of("dtype", self.dtype, CODES)
-        one_of("ways", self.ways, WAYS)
-        one_of("rule", self.rule, RULES)
-        one_of("scale", self.source, ("dynamic", "static", "unit"))
-        if self.source != "dynamic" and self.granularity != "tensor":
-            raise ValueError(f"scale: only granularity 'tensor' takes one, not {self.granularity!r}")
-        if self.tensor is not None and (self.tensor.numel() != 1 or self.tensor.dtype != torch.float32):
-            found = f"{tuple(self.tensor.shape)} of {self.tensor.dtype}"
-            raise ValueError(f"scale: must be one element of torch.float32, not {found}")
-        fields = [self.dtype, self.granularity, self.ways, "pow2" if self.pow2 else "fp32", self.rule]
-        fields += [self.source] if self.granularity == "tensor" else []
-        object.__setattr__(self, "key", ":".join(["fp8", *fields]))
+class Scaled(Format):
+    """One code an element and fp32 scales, laid out as above. A subclass gives these and `_scales`, `_encode`, `_given`."""
 
-    @classmethod
-    def from_fields(cls, fields: Sequence[str]) -> Fp8:
-        if len(fields) != (6 if fields[1:2] == ["tensor"] else 5):
-            raise ValueError(f"format: 'fp8:{':'.join(fields)}' is not dtype:granularity:ways:scales:rule[:source]")
-        dtype, granularity, ways, scales, rule = fields[:5]
-        one_of("scales", scales, ("pow2", "fp32"))
-        return cls(granularity, dtype, ways, scales == "pow2", rule, *fields[5:])
+    granularity: str
+    ways: str
+    code_dtype: torch.dtype
+    source = "dynamic"  # whence a per-tensor scale comes
 
     @property
     def tensor_names(self) -> tuple[str, ...]:
         """The tensors of a value in this format, in order."""
         return WAYS[self.ways]
 
-    def device_format(self, fast: bool) -> str:
-        """The compile-time FORMAT of the device functions; `fast` takes the chip's conversion instructions."""
-        scaling = self.source if self.source != "dynamic" else self.granularity
-        words = [self.dtype, scaling, "pow2" if self.pow2 else "fp32", self.rule]
-        return ":".join([*words, "fast"] if fast else words)
+    def transposed(self) -> Scaled:
+        return dataclasses.replace(self, ways={"row": "col", "col": "row"}.get(self.ways, self.ways))
 
-    def with_scale(self, scale: Tensor) -> Fp8:
-        if self.source != "static":
-            return super().with_scale(scale)
-        return dataclasses.replace(self, tensor=scale)
-
-    def bare(self) -> Fp8:
-        return self if self.tensor is None else dataclasses.replace(self, tensor=None)
+    def recipe(self, scale: Tensor) -> tuple[Tensor, str]:
+        name, shape = RECIPES[self.granularity]
+        return (scale if shape is None else scale.t() if shape == "t" else scale.reshape(shape)), name
 
     def check(self, shape: Sequence[int]) -> None:
         if len(shape) == 0:
-            raise ValueError("y: a value in FP8 has at least one dimension, got none")
+            raise ValueError(f"y: a value in {self} has at least one dimension, got none")
 
     def empty(
         self,
@@ -143,7 +116,7 @@ class Fp8(Format):
         made = {}
         for name in self.tensor_names:
             if name.startswith("data"):
-                made[name] = torch.empty(sizes[name], dtype=CODES[self.dtype].dtype, device=device)
+                made[name] = torch.empty(sizes[name], dtype=self.code_dtype, device=device)
             else:
                 *outer, inner = sizes[name]
                 width = round4(inner) if outer else inner
@@ -201,6 +174,84 @@ class Fp8(Format):
         data = self._encode(x, _spread(s, x.shape[1])[block], _spread(m, x.shape[1])[block])
         return data, s, _t(data), s.t()
 
+    def dequantize(self, q: Quantized, dtype: torch.dtype | None = None) -> Tensor:
+        M, N = flat_rows(q.shape), q.shape[-1]
+        if q.data is not None:
+            x, s = q.data.reshape(M, N).to(torch.float32), q.scale.to(torch.float32)
+            if self.granularity == "1x128":
+                s = _spread(s.t(), N)
+            elif self.granularity == "128x128":
+                s = _spread(s, N)[_block_of(M, q.offsets, x.device)[0]]
+            elif self.granularity == "row":
+                s = s[:, None]
+        else:
+            x, s = q.data_t.to(torch.float32).t(), q.scale_t.to(torch.float32)
+            if self.granularity == "128x128":
+                s = _spread(s.t(), N)
+            if self.granularity.endswith("128"):
+                s = s[_block_of(M, q.offsets, x.device)[0]]
+            elif q.offsets is not None and self.granularity == "row":
+                s = s[_group_of(M, q.offsets, x.device)[0]]
+        return (x * s).to(dtype or q.dtype).reshape(q.shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class Fp8(Scaled):
+    """FP8 in one granularity, made by `fp8(...)`; `source` says whence a per-tensor scale comes."""
+
+    name: ClassVar[str] = "fp8"
+    fused: ClassVar[bool] = True
+    granularity: str = "1x128"
+    dtype: str = "e4m3"
+    ways: str = "row"
+    pow2: bool = True
+    rule: str = "te"
+    source: str = "dynamic"
+    tensor: Tensor | None = dataclasses.field(default=None, compare=False, repr=False)
+    key: str = dataclasses.field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        one_of("granularity", self.granularity, GRANULARITIES)
+        one_of("dtype", self.dtype, CODES)
+        one_of("ways", self.ways, WAYS)
+        one_of("rule", self.rule, RULES)
+        one_of("scale", self.source, ("dynamic", "static", "unit"))
+        if self.source != "dynamic" and self.granularity != "tensor":
+            raise ValueError(f"scale: only granularity 'tensor' takes one, not {self.granularity!r}")
+        if self.tensor is not None and (self.tensor.numel() != 1 or self.tensor.dtype != torch.float32):
+            found = f"{tuple(self.tensor.shape)} of {self.tensor.dtype}"
+            raise ValueError(f"scale: must be one element of torch.float32, not {found}")
+        fields = [self.dtype, self.granularity, self.ways, "pow2" if self.pow2 else "fp32", self.rule]
+        fields += [self.source] if self.granularity == "tensor" else []
+        object.__setattr__(self, "key", ":".join(["fp8", *fields]))
+
+    @classmethod
+    def from_fields(cls, fields: Sequence[str]) -> Fp8:
+        if len(fields) != (6 if fields[1:2] == ["tensor"] else 5):
+            raise ValueError(f"format: 'fp8:{':'.join(fields)}' is not dtype:granularity:ways:scales:rule[:source]")
+        dtype, granularity, ways, scales, rule = fields[:5]
+        one_of("scales", scales, ("pow2", "fp32"))
+        return cls(granularity, dtype, ways, scales == "pow2", rule, *fields[5:])
+
+    @property
+    def code_dtype(self) -> torch.dtype:
+        """The torch dtype of the codes."""
+        return CODES[self.dtype].dtype
+
+    def device_format(self, fast: bool) -> str:
+        """The compile-time FORMAT of the device functions; `fast` takes the chip's conversion instructions."""
+        scaling = self.source if self.source != "dynamic" else self.granularity
+        words = [self.dtype, scaling, "pow2" if self.pow2 else "fp32", self.rule]
+        return ":".join([*words, "fast"] if fast else words)
+
+    def with_scale(self, scale: Tensor) -> Fp8:
+        if self.source != "static":
+            return super().with_scale(scale)
+        return dataclasses.replace(self, tensor=scale)
+
+    def bare(self) -> Fp8:
+        return self if self.tensor is None else dataclasses.replace(self, tensor=None)
+
     def _given(self, x: Tensor) -> tuple[Tensor, Tensor]:
         if self.source == "unit":
             one = torch.ones((), device=x.device)
@@ -237,26 +288,6 @@ class Fp8(Format):
             v = torch.where(x.isfinite(), v, torch.nan)
         q = v.clamp(-codes.max, codes.max).to(codes.dtype).view(torch.uint8)
         return torch.where(v.isnan(), 0x7F, q).view(codes.dtype)
-
-    def dequantize(self, q: Quantized, dtype: torch.dtype | None = None) -> Tensor:
-        M, N = flat_rows(q.shape), q.shape[-1]
-        if q.data is not None:
-            x, s = q.data.reshape(M, N).to(torch.float32), q.scale.to(torch.float32)
-            if self.granularity == "1x128":
-                s = _spread(s.t(), N)
-            elif self.granularity == "128x128":
-                s = _spread(s, N)[_block_of(M, q.offsets, x.device)[0]]
-            elif self.granularity == "row":
-                s = s[:, None]
-        else:
-            x, s = q.data_t.to(torch.float32).t(), q.scale_t.to(torch.float32)
-            if self.granularity == "128x128":
-                s = _spread(s.t(), N)
-            if self.granularity.endswith("128"):
-                s = s[_block_of(M, q.offsets, x.device)[0]]
-            elif q.offsets is not None and self.granularity == "row":
-                s = s[_group_of(M, q.offsets, x.device)[0]]
-        return (x * s).to(dtype or q.dtype).reshape(q.shape)
 
 
 def fp8(

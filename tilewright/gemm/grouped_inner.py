@@ -1,7 +1,8 @@
 """Products over groups of the inner dimension: y[e] = a[:, t] @ b[t, :], t the tokens of group e. These are gradients of
 matrices that groups of rows were multiplied with.
 
-In FP8 every 128 tokens of a row of `a` and of a column of `b` have a scale, as `grouped_rows` has it.
+In FP8 every 128 tokens of a row of `a` and of a column of `b` have a scale, as `grouped_rows` has it, or those of a group have
+one. What was there before may be added: y[e] + beta * c[e], for gradients that are summed over micro-batches.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from typing import Literal
 
 import torch
+import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -17,12 +19,12 @@ from ..core.draw import Draw
 from ..core.kernel import kernel
 from ..core.op import Op, Triton, single, upcast
 from ..core.tensor import cdiv, pieces, power_of_two
-from ..device.products import multiply, multiply_scaled
+from ..device.products import multiply, multiply_codes, multiply_scaled
 from . import hopper_inner
+from .scaled_mm import DTYPES, Out
 from .tiles import ROWS, codes, group_of, group_range, rounded, stages
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-Out = Literal["float32", "bfloat16", "float16"]
+Scales = Literal["BlockWise1x128", "RowWise"]
 
 
 def by_group(a: Tensor, b: Tensor, ends: Tensor, experts: int) -> Tensor:
@@ -31,19 +33,41 @@ def by_group(a: Tensor, b: Tensor, ends: Tensor, experts: int) -> Tensor:
     return torch.stack(parts)
 
 
-def reference(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
-    """For each group of tokens `a` [rows, tokens] times `b` [tokens, columns]: [experts, rows, columns], in the dtype of `a`.
+def added(y: Tensor, c: Tensor | None, beta: float) -> Tensor:
+    return y if c is None or beta == 0.0 else y + beta * upcast(c)
+
+
+def reference(
+    a: Tensor,
+    b: Tensor,
+    offsets: Tensor,
+    *,
+    c: Tensor | None = None,
+    beta: float = 0.0,
+    out_dtype: Out | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """For each group of tokens `a` [rows, tokens] times `b` [tokens, columns], plus `beta * c`: [experts, rows, columns], in the
+    dtype of `a` if there is no `out_dtype`.
 
     `offsets` [experts] are end tokens of the groups. fp32 sums, rounded once; an empty group's product is 0. Tokens past the
-    last group are never read.
+    last group are never read. `out` may be `c`: fp32 gradients are added up in place with `beta=1.0`.
     """
-    return by_group(upcast(a), upcast(b), offsets, offsets.shape[0]).to(a.dtype)
+    y = added(by_group(upcast(a), upcast(b), offsets, offsets.shape[0]), c, beta)
+    return y.to(a.dtype if out_dtype is None or y.dtype == torch.float64 else DTYPES[out_dtype])
 
 
 def inputs(draw: Draw) -> dict:
-    tokens, rows, columns = draw.dim("tokens"), draw.dim("hidden"), draw.option("columns", 64, 33, 130)
-    a, b = draw.tensor(tokens, rows), draw.tensor(tokens, columns)
-    return {"a": a.t(), "b": b, "offsets": draw.ends(tokens)}
+    tokens, rows, columns = draw.dim("tokens"), draw.dim("hidden"), draw.dim("columns", (64, 33, 130))
+    a, b, offsets = draw.tensor(tokens, rows), draw.tensor(tokens, columns), draw.ends(tokens)
+    return {"a": a.t(), "b": b, "offsets": offsets, **draw_c(draw, offsets, rows, columns, draw.dtype)}
+
+
+def draw_c(draw: Draw, offsets: Tensor, rows: int, columns: int, dtype: torch.dtype) -> dict:
+    out_dtype, E = draw.option("out_dtype", "float32", "bfloat16"), offsets.shape[0]
+    dtype = dtype if dtype == torch.float64 else DTYPES[out_dtype]
+    c = draw.maybe("c", lambda: draw.tensor(E, rows, columns, dtype=dtype))
+    return {"c": c, "beta": draw.option("beta", 0.5, 0.0), "out_dtype": out_dtype}
 
 
 def reference_fp8(
@@ -53,30 +77,42 @@ def reference_fp8(
     scale_b: Tensor,
     offsets: Tensor,
     *,
+    recipe: Scales = "BlockWise1x128",
+    c: Tensor | None = None,
+    beta: float = 0.0,
     out_dtype: Out = "float32",
+    out: Tensor | None = None,
 ) -> Tensor:
     """The same of FP8 codes: `scale_a` [tokens / 128, rows] and `scale_b` [tokens / 128, columns], as `fp8("1x128")` has them
-    column-wise; rounded once to `out_dtype`.
+    column-wise; rounded once to `out_dtype`. Groups are whole blocks of 128 tokens: an end that 128 does not divide is taken up to
+    the next block's.
 
-    Groups are whole blocks of 128 tokens: an end that 128 does not divide is taken up to the next block's.
+    With `recipe="RowWise"` every group has scales of its own, as `fp8("row")` has them column-wise: `scale_a` [experts, rows] and
+    `scale_b` [experts, columns]. Groups then end anywhere.
     """
-    ends = rounded(offsets, a.shape[1], ROWS)
-    wide_a = upcast(a) * upcast(scale_a).t().repeat_interleave(ROWS, 1)[:, : a.shape[1]]
-    wide_b = upcast(b) * upcast(scale_b).repeat_interleave(ROWS, 0)[: b.shape[0]]
-    dtype = torch.float64 if wide_a.dtype == torch.float64 else DTYPES[out_dtype]
-    return by_group(wide_a, wide_b, ends, offsets.shape[0]).to(dtype)
+    if recipe == "RowWise":
+        y = by_group(upcast(a), upcast(b), offsets, offsets.shape[0])
+        y = y * upcast(scale_a)[:, :, None] * upcast(scale_b)[:, None, :]
+    else:
+        wide_a = upcast(a) * upcast(scale_a).t().repeat_interleave(ROWS, 1)[:, : a.shape[1]]
+        wide_b = upcast(b) * upcast(scale_b).repeat_interleave(ROWS, 0)[: b.shape[0]]
+        y = by_group(wide_a, wide_b, rounded(offsets, a.shape[1], ROWS), offsets.shape[0])
+    y = added(y, c, beta)
+    return y if y.dtype == torch.float64 else y.to(DTYPES[out_dtype])
 
 
 def inputs_fp8(draw: Draw) -> dict:
-    tokens, rows, columns = draw.dim("tokens"), draw.dim("hidden"), draw.option("columns", 64, 33, 130)
-    code, blocks = torch.float8_e4m3fn, cdiv(tokens, ROWS)
+    tokens, rows, columns = draw.dim("tokens"), draw.dim("hidden"), draw.dim("columns", (64, 33, 130))
+    code, offsets, recipe = torch.float8_e4m3fn, draw.ends(tokens), draw.option("recipe", "BlockWise1x128", "RowWise")
+    blocks = cdiv(tokens, ROWS) if recipe == "BlockWise1x128" else offsets.shape[0]
     return {
         "a": draw.tensor(rows, tokens, dtype=code, scale=20.0),
         "scale_a": draw.uniform(blocks, rows, low=0.01, high=0.1, dtype=torch.float32),
         "b": draw.tensor(columns, tokens, dtype=code, scale=20.0).t(),
         "scale_b": draw.uniform(blocks, columns, low=0.01, high=0.1, dtype=torch.float32),
-        "offsets": draw.ends(tokens),
-        "out_dtype": draw.option("out_dtype", *DTYPES),
+        "offsets": offsets,
+        "recipe": recipe,
+        **draw_c(draw, offsets, rows, columns, torch.float32),
     }
 
 
@@ -96,7 +132,8 @@ def _shape(a) -> dict:
 
 
 def _shape_fp8(a) -> dict:
-    most = 128 if a.NATIVE else 64  # widened codes take more registers
+    # Widened codes take more registers, and so do codes that are loaded one by one since groups begin anywhere
+    most = 128 if a.NATIVE and not a.ROWWISE else 64
     M, N = max(16, min(most, power_of_two(a.M))), max(16, min(most, power_of_two(a.N)))
     return {"BLOCK_M": M, "BLOCK_N": N, "STAGES": stages(a.A.device, 128 * (M + N)), "num_warps": 8}
 
@@ -104,10 +141,20 @@ def _shape_fp8(a) -> dict:
 GRID = {"grid": lambda a: (cdiv(a.M, a.BLOCK_M) * cdiv(a.N, a.BLOCK_N), a.E)}
 
 
+@triton.jit
+def store_sum(y, Y, C, beta, row, col, M, N, stride_ym, stride_yn, stride_cm, stride_cn):
+    """y + beta * C into Y, which C may be."""
+    r, c = row.to(tl.int64)[:, None], col.to(tl.int64)[None, :]
+    inside = (row < M)[:, None] & (col < N)[None, :]
+    if C is not None:
+        y += beta * tl.load(C + r * stride_cm + c * stride_cn, inside, 0.0).to(tl.float32)
+    tl.store(Y + r * stride_ym + c * stride_yn, y.to(Y.dtype.element_ty), inside)
+
+
 @kernel(**GRID, tokens=("T", "E"), default=_shape)
 def grouped_inner(
-    A, B, OFFSETS, Y, T, M, N, E, stride_am, stride_at, stride_bt, stride_bn, stride_ye, stride_ym, stride_yn,
-    PIECES_A: tl.constexpr, PIECES_B: tl.constexpr,
+    A, B, OFFSETS, Y, C, beta, T, M, N, E, stride_am, stride_at, stride_bt, stride_bn, stride_ye, stride_ym, stride_yn,
+    stride_ce, stride_cm, stride_cn, PIECES_A: tl.constexpr, PIECES_B: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     e = tl.program_id(1)
@@ -117,59 +164,62 @@ def grouped_inner(
     col = tl.program_id(0) % across * BLOCK_N + tl.arange(0, BLOCK_N)
     y = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     y = multiply(
-        y,
-        A,
-        B,
-        row,
-        col,
-        start,
-        end,
-        M,
-        N,
-        stride_am,
-        stride_at,
-        stride_bt,
-        stride_bn,
-        PIECES_A,
-        PIECES_B,
-        BLOCK_K,
-        STAGES,
-    )
-    at = Y + e.to(tl.int64) * stride_ye + row.to(tl.int64)[:, None] * stride_ym + col.to(tl.int64)[None, :] * stride_yn
-    tl.store(at, y.to(Y.dtype.element_ty), (row < M)[:, None] & (col < N)[None, :])
+        y, A, B, row, col, start, end, M, N, stride_am, stride_at, stride_bt, stride_bn, PIECES_A, PIECES_B, BLOCK_K, STAGES,
+    )  # fmt: skip
+    Y += e.to(tl.int64) * stride_ye
+    if C is not None:
+        C += e.to(tl.int64) * stride_ce
+    store_sum(y, Y, C, beta, row, col, M, N, stride_ym, stride_yn, stride_cm, stride_cn)
 
 
 # T is specialised: where 16 divides it codes are loaded by words
 @kernel(**GRID, tokens=("E",), default=_shape_fp8)
 def grouped_inner_fp8(
-    A, SA, B, SB, OFFSETS, Y, T, M, N, E, stride_am, stride_at, stride_sk, stride_sm, stride_bt, stride_bn, stride_sbk,
-    stride_sn,
+    A, SA, B, SB, OFFSETS, Y, C, beta, T, M, N, E, stride_am, stride_at, stride_sk, stride_sm, stride_bt, stride_bn, stride_sbk,
+    stride_sn, stride_ye, stride_ym, stride_yn, stride_ce, stride_cm, stride_cn, ROWWISE: tl.constexpr,
     NATIVE: tl.constexpr, E5M2_A: tl.constexpr, E5M2_B: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
     e = tl.program_id(1)
-    start, end = group_range(e, OFFSETS, T, 128)
+    start, end = group_range(e, OFFSETS, T, 1 if ROWWISE else 128)
     across = tl.cdiv(N, BLOCK_N)
     row = tl.program_id(0) // across * BLOCK_M + tl.arange(0, BLOCK_M)
     col = tl.program_id(0) % across * BLOCK_N + tl.arange(0, BLOCK_N)
-    y = multiply_scaled(
-        A, B, SA, SB, row, col, start, end, M, N, T, stride_am, stride_at, stride_bt, stride_bn, stride_sk, stride_sm, stride_sbk,
-        stride_sn, 1, NATIVE, E5M2_A, E5M2_B, BLOCK_M, BLOCK_N, STAGES,
-    )  # fmt: skip
-    at = Y + (e.to(tl.int64) * M + row)[:, None] * N + col[None, :]
-    tl.store(at, y.to(Y.dtype.element_ty), (row < M)[:, None] & (col < N)[None, :])
+    if ROWWISE:
+        y = multiply_codes(
+            A, B, row, col, start, end, M, N, stride_am, stride_at, stride_bt, stride_bn, NATIVE, E5M2_A, E5M2_B, BLOCK_M, BLOCK_N,
+            STAGES,
+        )  # fmt: skip
+        sa = tl.load(SA + e.to(tl.int64) * stride_sk + row.to(tl.int64) * stride_sm, row < M, 0.0)
+        sb = tl.load(SB + e.to(tl.int64) * stride_sbk + col.to(tl.int64) * stride_sn, col < N, 0.0)
+        y = y * sa[:, None] * sb[None, :]
+    else:
+        y = multiply_scaled(
+            A, B, SA, SB, row, col, start, end, M, N, T, stride_am, stride_at, stride_bt, stride_bn, stride_sk, stride_sm,
+            stride_sbk, stride_sn, 1, NATIVE, E5M2_A, E5M2_B, BLOCK_M, BLOCK_N, STAGES,
+        )  # fmt: skip
+    Y += e.to(tl.int64) * stride_ye
+    if C is not None:
+        C += e.to(tl.int64) * stride_ce
+    store_sum(y, Y, C, beta, row, col, M, N, stride_ym, stride_yn, stride_cm, stride_cn)
 
 
 # ---- host ------------------------------------------------------------------------------------------------------------
 
 
-def product(a: Tensor, b: Tensor, offsets: Tensor, y: Tensor) -> None:
+def addend(c: Tensor | None, beta: float) -> tuple[Tensor | None, tuple[int, ...]]:
+    """What is to be added, and its strides: nothing where beta is 0, whatever c holds."""
+    return (None, (0, 0, 0)) if c is None or beta == 0.0 else (c, c.stride())
+
+
+def product(a: Tensor, b: Tensor, offsets: Tensor, y: Tensor, c: Tensor | None = None, beta: float = 0.0) -> None:
     """Fill y [experts, rows, columns], of any strides."""
     (M, T), N, E = a.shape, b.shape[1], offsets.shape[0]
     check_ends("grouped_mm_inner", "offsets", offsets, T)
+    C, strides = addend(c, beta)
     if y.numel():
         grouped_inner(
-            a, b, offsets.contiguous(), y, T, M, N, E, *a.stride(), *b.stride(), *y.stride(),
+            a, b, offsets.contiguous(), y, C, beta, T, M, N, E, *a.stride(), *b.stride(), *y.stride(), *strides,
             PIECES_A=pieces(a, b), PIECES_B=pieces(b, a),
         )  # fmt: skip
 
@@ -181,27 +231,32 @@ def gradient_of_matrices(a: Tensor, dy: Tensor, offsets: Tensor, b: Tensor) -> T
     return db
 
 
-def forward(a, b, offsets) -> Tensor:
-    y = torch.empty(offsets.shape[0], a.shape[0], b.shape[1], dtype=a.dtype, device=a.device)
-    product(a, b, offsets, y)
-    return y
+def forward(a, b, offsets, *, c, beta, out_dtype, out) -> Tensor:
+    if out is None:
+        dtype = a.dtype if out_dtype is None else DTYPES[out_dtype]
+        out = torch.empty(offsets.shape[0], a.shape[0], b.shape[1], dtype=dtype, device=a.device)
+    product(a, b, offsets, out, c, beta)
+    return out
 
 
-def forward_fp8(a, scale_a, b, scale_b, offsets, *, out_dtype) -> Tensor:
+def forward_fp8(a, scale_a, b, scale_b, offsets, *, recipe, c, beta, out_dtype, out) -> Tensor:
     (M, T), N, E = a.shape, b.shape[1], offsets.shape[0]
     check_ends("grouped_mm_inner_fp8", "offsets", offsets, T)
-    y = torch.empty(E, M, N, dtype=DTYPES[out_dtype], device=a.device)
+    y = torch.empty(E, M, N, dtype=DTYPES[out_dtype], device=a.device) if out is None else out
+    C, strides = addend(c, beta)
     if y.numel():
         A, B, how = codes(a, b)
         grouped_inner_fp8(
-            A, scale_a, B, scale_b, offsets.contiguous(), y, T, M, N, E, *a.stride(), *scale_a.stride(), *b.stride(),
-            *scale_b.stride(), **how,
+            A, scale_a, B, scale_b, offsets.contiguous(), y, C, beta, T, M, N, E, *a.stride(), *scale_a.stride(), *b.stride(),
+            *scale_b.stride(), *y.stride(), *strides, ROWWISE=recipe == "RowWise", **how,
         )  # fmt: skip
     return y
 
 
-def check(a, b, offsets) -> None:
+def check(a, b, offsets, *, c, beta, out_dtype, out) -> None:
     check_tokens("grouped_mm_inner", a)
+    same = out_dtype is None or a.dtype == torch.float64
+    check_out("grouped_mm_inner", a.dtype if same else DTYPES[out_dtype], out)
 
 
 def check_tokens(op: str, a: Tensor) -> None:
@@ -209,31 +264,40 @@ def check_tokens(op: str, a: Tensor) -> None:
         raise ValueError(f"{op}: a must have fewer than 2**31 - {ROWS} tokens, got {a.shape[1]}")
 
 
-def check_fp8(a, scale_a, b, scale_b, offsets, *, out_dtype) -> None:
-    check_tokens("grouped_mm_inner_fp8", a)
-    blocks = cdiv(a.shape[1], ROWS)
+def check_out(op: str, dtype: torch.dtype, out: Tensor | None) -> None:
+    if out is not None and out.dtype != dtype:
+        words = [str(d).removeprefix("torch.") for d in (dtype, out.dtype)]
+        raise TypeError(f"{op}: out must be {words[0]}, as the result is, got {words[1]}")
+
+
+def check_fp8(a, scale_a, b, scale_b, offsets, *, recipe, c, beta, out_dtype, out) -> None:
+    op = "grouped_mm_inner_fp8"
+    check_tokens(op, a)
+    check_out(op, DTYPES[out_dtype], out)
+    blocks, experts = cdiv(a.shape[1], ROWS), offsets.shape[0]
     for name, scale in (("scale_a", scale_a), ("scale_b", scale_b)):
-        if scale.shape[0] < blocks:
-            raise ValueError(
-                f"grouped_mm_inner_fp8: {name} has {scale.shape[0]} rows, but there are {blocks} blocks of tokens"
-            )
+        if recipe == "RowWise" and scale.shape[0] != experts:
+            raise ValueError(f"{op}: {name} has {scale.shape[0]} rows, but there are {experts} groups")
+        if recipe != "RowWise" and scale.shape[0] < blocks:
+            raise ValueError(f"{op}: {name} has {scale.shape[0]} rows, but there are {blocks} blocks of tokens")
 
 
 def flops(a, b, **_) -> int:
     return 2 * a.numel() * b.shape[1]
 
 
+RESULT = {"c": "float[experts rows columns]", "out": "float[experts rows columns]"}
 grouped_mm_inner = Op(
     "grouped_mm_inner", reference, inputs, Triton(forward, None, single),
-    where={"a": "float[rows tokens]", "b": "float[tokens columns]", "offsets": "int[experts]"}, graded_results=(),
-    check=check, flops=flops, bars={"class": "E"},
+    where={"a": "float[rows tokens]", "b": "float[tokens columns]", "offsets": "int[experts]", **RESULT}, graded_results=(),
+    check=check, flops=flops, over=("c",), bars={"class": "E", "whole": True},
 )  # fmt: skip
 grouped_mm_inner_fp8 = Op(
     "grouped_mm_inner_fp8", reference_fp8, inputs_fp8, Triton(hopper_inner.forward, None, hopper_inner.fits, "hopper"),
     Triton(forward_fp8, None, single, "portable"),
     where={
         "a": "codes[rows tokens]", "scale_a": "float32[blocks rows]", "b": "codes[tokens columns]",
-        "scale_b": "float32[blocks columns]", "offsets": "int[experts]",
+        "scale_b": "float32[blocks columns]", "offsets": "int[experts]", **RESULT,
     },
-    graded_results=(), check=check_fp8, flops=flops, bars={"class": "F"},
+    graded_results=(), check=check_fp8, flops=flops, over=("c",), bars={"class": "F", "whole": True},
 )  # fmt: skip

@@ -7,7 +7,6 @@ the codes are multiplied and summed in the tensor cores and that sum, times both
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Literal
 
 import torch
 import triton.language as tl
@@ -16,14 +15,14 @@ from torch import Tensor
 from ..core.draw import Draw
 from ..core.kernel import kernel
 from ..core.op import Op, Triton, single, upcast
+from ..core.target import Target
 from ..core.tensor import cdiv, pieces, power_of_two
+from ..device.epilogue import columns_of, store_finished
 from ..device.products import multiply, multiply_scaled
 from . import hopper_rows
 from .grouped_inner import gradient_of_matrices
-from .tiles import BAND, ROWS, codes, group_of, stages, tile_list, tile_of
-
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-Out = Literal["bfloat16", "float16", "float32"]
+from .scaled_mm import ACTS, DTYPES, Act, Out
+from .tiles import BAND, ROWS, codes, group_of, stages, tile_entry, tile_list, tile_of
 
 
 def by_group(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
@@ -35,18 +34,40 @@ def by_group(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
     return y
 
 
-def reference(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
+def ended(y: Tensor, bias: Tensor | None, offsets: Tensor, act: str | None, glu: str | None) -> Tensor:
+    """What follows the product, for references."""
+    if bias is not None:
+        y = y + upcast(bias)[group_of(offsets, y.shape[0]).clamp(max=bias.shape[0] - 1)]
+    if glu is not None:
+        gate, up = y.chunk(2, -1)
+        return ACTS[glu](gate) * up
+    return y if act is None else ACTS[act](y)
+
+
+def reference(
+    a: Tensor,
+    b: Tensor,
+    offsets: Tensor,
+    *,
+    bias: Tensor | None = None,
+    act: Act | None = None,
+    glu: Act | None = None,
+    out_dtype: Out | None = None,
+) -> Tensor:
     """Rows of `a` [rows, inner] times the matrix of their group in `b` [experts, inner, columns]: as `torch`'s grouped products
     have them, `offsets` [experts] being end rows of the groups.
 
-    fp32 sums, rounded once. Rows past the last group are unspecified. `b` may lie in memory either way; fastest is what
-    `weight.transpose(1, 2)` of [experts, columns, inner] gives.
+    `bias` [experts, columns] is added to that, and either `act` applied or `glu`: the activation of the first half of the columns
+    times the second half, half as many columns. fp32 sums, rounded once, to the dtype of `a` if there is no `out_dtype`. Rows past
+    the last group are unspecified. `b` may lie in memory either way; fastest is what `weight.transpose(1, 2)` of
+    [experts, columns, inner] gives. There is a gradient where there is no bias, `act` and `glu`; of all, `grouped_mm` has one.
     """
-    return by_group(upcast(a), upcast(b), offsets).to(a.dtype)
+    y = ended(by_group(upcast(a), upcast(b), offsets), bias, offsets, act, glu)
+    return y.to(a.dtype if out_dtype is None or y.dtype == torch.float64 else DTYPES[out_dtype])
 
 
 def inputs(draw: Draw) -> dict:
-    rows, inner, columns = draw.dim("tokens"), draw.dim("hidden"), draw.option("columns", 64, 33, 130)
+    rows, inner, columns = draw.dim("tokens"), draw.dim("hidden"), draw.dim("columns", (64, 33, 130))
     offsets = draw.ends(rows)
     shape = (offsets.shape[0], inner, columns)
     if draw.option("transposed", True, False):
@@ -57,9 +78,10 @@ def inputs(draw: Draw) -> dict:
 
 
 def scaled(values: Tensor, scale: Tensor, dims: tuple[int, ...]) -> Tensor:
-    """Codes times their scales, each of which is for 128 of them along every dimension in `dims`."""
+    """Codes times their scales, each of which is for 128 of them along every dimension in `dims`, or for one, or for all."""
     for dim in dims:
-        scale = scale.repeat_interleave(ROWS, dim).narrow(dim, 0, values.shape[dim])
+        if scale.shape[dim] not in (1, values.shape[dim]):
+            scale = scale.repeat_interleave(ROWS, dim).narrow(dim, 0, values.shape[dim])
     return upcast(values) * scale
 
 
@@ -70,30 +92,41 @@ def reference_fp8(
     scale_b: Tensor,
     offsets: Tensor,
     *,
+    bias: Tensor | None = None,
+    act: Act | None = None,
+    glu: Act | None = None,
     out_dtype: Out = "bfloat16",
 ) -> Tensor:
     """The same of FP8 codes: `scale_a` [inner / 128, rows] for `a`, `scale_b` [experts, columns / 128, inner / 128] for `b`, as
-    `fp8("1x128")` and `fp8("128x128")` have them; sizes that 128 does not divide are rounded up.
+    `fp8("1x128")` and `fp8("128x128")` have them; sizes that 128 does not divide are rounded up. Either may be for whole rows:
+    `scale_a` [1, rows], `scale_b` [experts, columns, 1].
 
-    fp32 sums of whole blocks, rounded once to `out_dtype`. Rows past the last group are unspecified.
+    fp32 sums of whole blocks, then `bias`, `act` and `glu` as in `grouped_mm_rows`; rounded once to `out_dtype`. Rows past the
+    last group are unspecified.
     """
     wide_a = scaled(a, upcast(scale_a).t(), (1,))
     wide_b = scaled(b, upcast(scale_b).transpose(1, 2), (1, 2))
-    dtype = torch.float64 if wide_a.dtype == torch.float64 else DTYPES[out_dtype]
-    return by_group(wide_a, wide_b, offsets).to(dtype)
+    y = ended(by_group(wide_a, wide_b, offsets), bias, offsets, act, glu)
+    return y if y.dtype == torch.float64 else y.to(DTYPES[out_dtype])
 
 
 def inputs_fp8(draw: Draw) -> dict:
-    rows, inner, columns = draw.dim("tokens"), draw.dim("hidden"), draw.option("columns", 64, 33, 130)
-    code = torch.float8_e4m3fn
-    offsets = draw.ends(rows)
+    rows, inner, columns = draw.dim("tokens"), draw.dim("hidden"), draw.dim("columns", (64, 33, 130))
+    glu = draw.option("glu", None, "silu")
+    columns += columns % 2 if glu else 0
+    code, offsets = torch.float8_e4m3fn, draw.ends(rows)
     E, across, down = offsets.shape[0], cdiv(inner, ROWS), cdiv(columns, ROWS)
+    if draw.option("scales", "block", "row") == "row":
+        across, down = 1, columns
     return {
         "a": draw.tensor(rows, inner, dtype=code, scale=20.0),
         "scale_a": draw.uniform(across, rows, low=0.01, high=0.1, dtype=torch.float32),
         "b": draw.tensor(E, columns, inner, dtype=code, scale=20.0).transpose(1, 2),
         "scale_b": draw.uniform(E, down, across, low=0.01, high=0.1, dtype=torch.float32),
         "offsets": offsets,
+        "bias": draw.maybe("bias", lambda: draw.tensor(E, columns)),
+        "act": None if glu else draw.option("act", None, "relu"),
+        "glu": glu,
         "out_dtype": draw.option("out_dtype", *DTYPES),
     }
 
@@ -113,7 +146,8 @@ def _shape(a) -> dict:
 
 
 def _shape_fp8(a) -> dict:
-    BLOCK_N = max(16, min(128 if a.NATIVE else 64, power_of_two(a.N)))  # widened codes take more registers
+    # Widened codes take more registers, and so do the places of columns that alternate
+    BLOCK_N = max(16, min(128 if a.NATIVE and a.GLU is None else 64, power_of_two(a.N)))
     return {"BLOCK_N": BLOCK_N, "STAGES": stages(a.A.device, 128 * (ROWS + BLOCK_N)), "num_warps": 8}
 
 
@@ -121,92 +155,118 @@ def _shape_fp8(a) -> dict:
     grid=lambda a: (a.count * cdiv(a.N, a.BLOCK_N),), tokens=("count",), default=_shape,
 )  # fmt: skip
 def grouped_rows(
-    A, B, TILES, Y, count, N, K, stride_am, stride_ak, stride_be, stride_bk, stride_bn,
-    PIECES_A: tl.constexpr, PIECES_B: tl.constexpr,
+    A, B, BIAS, TILES, Y, count, N, K, stride_am, stride_ak, stride_be, stride_bk, stride_bn,
+    PIECES_A: tl.constexpr, PIECES_B: tl.constexpr, ACT: tl.constexpr, GLU: tl.constexpr,
     BAND: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     tile, across = tile_of(tl.program_id(0), count, tl.cdiv(N, BLOCK_N), BAND)
-    group = tl.load(TILES + 4 * tile).to(tl.int64)
-    row0 = tl.load(TILES + 4 * tile + 1).to(tl.int64)
-    rows = tl.load(TILES + 4 * tile + 2)
+    group, row0, rows = tile_entry(TILES, tile)
+    group, row0 = group.to(tl.int64), row0.to(tl.int64)
     if rows > 0:
         row = tl.arange(0, BLOCK_M)
-        col = across * BLOCK_N + tl.arange(0, BLOCK_N)
+        col = columns_of(across, N, BLOCK_N, GLU)
         y = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         y = multiply(
             y, A + row0 * stride_am, B + group * stride_be, row, col, 0, K, rows, N, stride_am, stride_ak, stride_bk,
             stride_bn, PIECES_A, PIECES_B, BLOCK_K, STAGES,
         )  # fmt: skip
-        at = Y + (row0 + row)[:, None] * N + col[None, :]
-        tl.store(at, y.to(Y.dtype.element_ty), (row < rows)[:, None] & (col < N)[None, :])
+        if BIAS is not None:
+            BIAS += group * N
+        Y += row0 * (N if GLU is None else N // 2)
+        store_finished(y, Y, BIAS, row, col, across, rows, N, ACT, GLU, BLOCK_N)
 
 
 @kernel(
     grid=lambda a: (a.count * cdiv(a.N, a.BLOCK_N),), tokens=("count", "stride_sk"), default=_shape_fp8,
 )  # fmt: skip
 def grouped_rows_fp8(
-    A, SA, B, SB, TILES, Y, count, N, K, stride_am, stride_ak, stride_sk, stride_sm, stride_be, stride_bk, stride_bn,
+    A, SA, B, SB, BIAS, TILES, Y, count, N, K, stride_am, stride_ak, stride_sk, stride_sm, stride_be, stride_bk, stride_bn,
     stride_se, stride_sn, stride_sbk,
-    NATIVE: tl.constexpr, E5M2_A: tl.constexpr, E5M2_B: tl.constexpr, BAND: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    NATIVE: tl.constexpr, E5M2_A: tl.constexpr, E5M2_B: tl.constexpr, COLUMNS: tl.constexpr, ACT: tl.constexpr,
+    GLU: tl.constexpr, BAND: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     tile, across = tile_of(tl.program_id(0), count, tl.cdiv(N, BLOCK_N), BAND)
-    group = tl.load(TILES + 4 * tile).to(tl.int64)
-    row0 = tl.load(TILES + 4 * tile + 1).to(tl.int64)
-    rows = tl.load(TILES + 4 * tile + 2)
+    group, row0, rows = tile_entry(TILES, tile)
+    group, row0 = group.to(tl.int64), row0.to(tl.int64)
     if rows > 0:
         row = tl.arange(0, BLOCK_M)
-        col = across * BLOCK_N + tl.arange(0, BLOCK_N)
+        col = columns_of(across, N, BLOCK_N, GLU)
         y = multiply_scaled(
             A + row0 * stride_am, B + group * stride_be, SA + row0 * stride_sm, SB + group * stride_se, row, col, 0, K, rows, N,
-            K, stride_am, stride_ak, stride_bk, stride_bn, stride_sk, stride_sm, stride_sbk, stride_sn, 128,
+            K, stride_am, stride_ak, stride_bk, stride_bn, stride_sk, stride_sm, stride_sbk, stride_sn, COLUMNS,
             NATIVE, E5M2_A, E5M2_B, BLOCK_M, BLOCK_N, STAGES,
         )  # fmt: skip
-        at = Y + (row0 + row)[:, None] * N + col[None, :]
-        tl.store(at, y.to(Y.dtype.element_ty), (row < rows)[:, None] & (col < N)[None, :])
+        if BIAS is not None:
+            BIAS += group * N
+        Y += row0 * (N if GLU is None else N // 2)
+        store_finished(y, Y, BIAS, row, col, across, rows, N, ACT, GLU, BLOCK_N)
 
 
 # ---- host ------------------------------------------------------------------------------------------------------------
 
 
-def forward(a, b, offsets) -> Tensor:
+def forward(a, b, offsets, *, bias=None, act=None, glu=None, out_dtype=None) -> Tensor:
     (M, K), N = a.shape, b.shape[2]
-    y = torch.empty(M, N, dtype=a.dtype, device=a.device)
+    dtype = a.dtype if out_dtype is None else DTYPES[out_dtype]
+    y = torch.empty(M, N if glu is None else N // 2, dtype=dtype, device=a.device)
     if y.numel():
         tiles = tile_list(offsets, M)
         grouped_rows(
-            a, b, tiles, y, tiles.shape[0], N, K, *a.stride(), *b.stride(), PIECES_A=pieces(a, b), PIECES_B=pieces(b, a),
-            BAND=BAND, BLOCK_M=ROWS,
+            a, b, bias if bias is None else bias.contiguous(), tiles, y, tiles.shape[0], N, K, *a.stride(), *b.stride(),
+            PIECES_A=pieces(a, b), PIECES_B=pieces(b, a), ACT=act, GLU=glu, BAND=BAND, BLOCK_M=ROWS,
         )  # fmt: skip
     return y
 
 
 def backward(saved: SimpleNamespace, dy: Tensor) -> tuple:
     a, b, offsets = saved.a, saved.b, saved.offsets
-    da = forward(dy, b.transpose(1, 2), offsets) if "a" in saved.needs else None
-    db = None
+    da = db = None
+    if "a" in saved.needs:
+        da = forward(dy, b.transpose(1, 2), offsets, out_dtype=str(a.dtype).removeprefix("torch."))
     if "b" in saved.needs:
         db = gradient_of_matrices(a, dy, offsets, b)
     return da, db
 
 
-def forward_fp8(a, scale_a, b, scale_b, offsets, *, out_dtype) -> Tensor:
+def bare(target: Target, a: SimpleNamespace) -> bool:
+    """Nothing but the product is asked for: of that there is a gradient."""
+    return single(target, a) and a.bias is None and a.act is None and a.glu is None
+
+
+def forward_fp8(a, scale_a, b, scale_b, offsets, *, bias, act, glu, out_dtype) -> Tensor:
     (M, K), N = a.shape, b.shape[2]
-    y = torch.empty(M, N, dtype=DTYPES[out_dtype], device=a.device)
+    y = torch.empty(M, N if glu is None else N // 2, dtype=DTYPES[out_dtype], device=a.device)
     if y.numel():
         tiles = tile_list(offsets, M)
         A, B, how = codes(a, b)
+        (stride_sk, stride_sm), (stride_se, stride_sn, stride_sbk) = scale_a.stride(), scale_b.stride()
+        # One scale for all blocks of the inner dimension is every block's
+        stride_sk, stride_sbk = stride_sk * (scale_a.shape[0] > 1), stride_sbk * (scale_b.shape[2] > 1)
         grouped_rows_fp8(
-            A, scale_a, B, scale_b, tiles, y, tiles.shape[0], N, K, *a.stride(), *scale_a.stride(), *b.stride(),
-            *scale_b.stride(), **how, BAND=BAND, BLOCK_M=ROWS,
+            A, scale_a, B, scale_b, bias if bias is None else bias.contiguous(), tiles, y, tiles.shape[0], N, K, *a.stride(),
+            stride_sk, stride_sm, *b.stride(), stride_se, stride_sn, stride_sbk, **how,
+            COLUMNS=1 if scale_b.shape[1] == N else ROWS, ACT=act, GLU=glu, BAND=BAND, BLOCK_M=ROWS,
         )  # fmt: skip
     return y
 
 
-def check(a, b, offsets) -> None:
+def fits_hopper(target: Target, a: SimpleNamespace) -> bool:
+    """Scales for blocks of both factors, or for rows of both, and no gated unit."""
+    blocks = cdiv(a.a.shape[1], ROWS), cdiv(a.b.shape[2], ROWS)
+    by_block = a.scale_a.shape[0] == blocks[0] and a.scale_b.shape[1:] == blocks[::-1]
+    by_row = a.scale_a.shape[0] == 1 and a.scale_b.shape[1:] == (a.b.shape[2], 1)
+    return (by_block or by_row) and a.glu is None and single(target, a) and hopper_rows.fits(target, a)
+
+
+def forward_hopper(a, scale_a, b, scale_b, offsets, *, bias, act, glu, out_dtype) -> Tensor:
+    return hopper_rows.forward(a, scale_a, b, scale_b, offsets, out_dtype=out_dtype, bias=bias, act=act)
+
+
+def check(a, b, offsets, *, bias, act, glu, out_dtype) -> None:
     if b.shape[0] != offsets.shape[0]:
         raise ValueError(f"grouped_mm_rows: b has {b.shape[0]} matrices, offsets {offsets.shape[0]} groups")
     check_rows("grouped_mm_rows", a)
+    check_ending("grouped_mm_rows", b, act, glu)
 
 
 def check_rows(op: str, a: Tensor) -> None:
@@ -214,31 +274,43 @@ def check_rows(op: str, a: Tensor) -> None:
         raise ValueError(f"{op}: a must have fewer than 2**31 - {ROWS} rows, got {a.shape[0]}")
 
 
-def check_fp8(a, scale_a, b, scale_b, offsets, *, out_dtype) -> None:
+def check_ending(op: str, b: Tensor, act: str | None, glu: str | None) -> None:
+    if act is not None and glu is not None:
+        raise ValueError(f"{op}: glu names an activation itself, so that act must be None, got {act!r}")
+    if glu is not None and b.shape[2] % 2:
+        raise ValueError(f"{op}: b must have as many columns for gate as for up with glu, got {b.shape[2]} in all")
+
+
+def check_fp8(a, scale_a, b, scale_b, offsets, *, bias, act, glu, out_dtype) -> None:
     op = "grouped_mm_rows_fp8"
     check_rows(op, a)
-    inner, down = cdiv(a.shape[1], ROWS), cdiv(b.shape[2], ROWS)
-    if scale_a.shape[0] != inner:
+    check_ending(op, b, act, glu)
+    inner, down, columns = cdiv(a.shape[1], ROWS), cdiv(b.shape[2], ROWS), b.shape[2]
+    if scale_a.shape[0] not in (inner, 1):
         raise ValueError(f"{op}: scale_a has {scale_a.shape[0]} rows, but a has {inner} blocks of 128 columns")
-    if tuple(scale_b.shape[1:]) != (down, inner):
-        raise ValueError(f"{op}: scale_b is {list(scale_b.shape)}, but b has {down} by {inner} blocks of 128x128")
+    if tuple(scale_b.shape[1:]) not in ((down, inner), (columns, 1)):
+        raise ValueError(
+            f"{op}: scale_b is {list(scale_b.shape)}, but b has {down} by {inner} blocks of 128x128, or {columns} columns"
+        )
 
 
 def flops(a, b, **_) -> int:
     return 2 * a.numel() * b.shape[2]
 
 
-WHERE = {"a": "float[tokens inner]", "b": "float[experts inner columns]", "offsets": "int[experts]"}
+WHERE = {
+    "a": "float[tokens inner]", "b": "float[experts inner columns]", "offsets": "int[experts]", "bias": "float[experts columns]",
+}  # fmt: skip
 grouped_mm_rows = Op(
-    "grouped_mm_rows", reference, inputs, Triton(forward, backward, single), where=WHERE, differentiable=("a", "b"),
-    check=check, flops=flops, bars={"class": "E", "gradient": "E"},
+    "grouped_mm_rows", reference, inputs, Triton(forward, backward, bare), Triton(forward, None, single, "fused"), where=WHERE,
+    differentiable=("a", "b"), check=check, flops=flops, bars={"class": "E", "gradient": "E"},
 )  # fmt: skip
 grouped_mm_rows_fp8 = Op(
-    "grouped_mm_rows_fp8", reference_fp8, inputs_fp8, Triton(hopper_rows.forward, None, hopper_rows.fits, "hopper"),
+    "grouped_mm_rows_fp8", reference_fp8, inputs_fp8, Triton(forward_hopper, None, fits_hopper, "hopper"),
     Triton(forward_fp8, None, single, "portable"),
     where={
         "a": "codes[tokens inner]", "scale_a": "float32[inner_blocks tokens]", "b": "codes[experts inner columns]",
-        "scale_b": "float32[experts column_blocks blocks]", "offsets": "int[experts]",
+        "scale_b": "float32[experts column_blocks blocks]", "offsets": "int[experts]", "bias": "float[experts columns]",
     },
-    graded_results=(), check=check_fp8, flops=flops, bars={"class": "F"},
+    graded_results=(), check=check_fp8, flops=flops, bars={"class": "F", "whole": True},
 )  # fmt: skip

@@ -45,6 +45,13 @@ def list_tiles(OFFSETS, TILES, M, E, count, BLOCK_E: tl.constexpr):
     tl.store(TILES + 4 * t + 2, rows.to(tl.int32))
 
 
+@triton.jit
+def tile_entry(TILES, tile):
+    """(group, first row, rows from there to the group's end), as `list_tiles` wrote them."""
+    at = TILES + 4 * tile
+    return tl.load(at), tl.load(at + 1), tl.load(at + 2)
+
+
 def tile_list(offsets: Tensor, rows: int) -> Tensor:
     """What `list_tiles` makes, [most tiles that there can be, 4]: groups may each begin in the middle of what would be a tile."""
     check_ends("grouped_mm_rows", "offsets", offsets, rows)

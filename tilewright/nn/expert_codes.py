@@ -27,6 +27,12 @@ def quantize_experts(weight: Tensor) -> Quantized:
     return quantised(weight.detach(), "both")
 
 
+def quantize_weight(weight: Tensor) -> Quantized:
+    """The codes of a weight [out, in] that `linear_fp8` takes."""
+    with torch.no_grad():
+        return quantize.run({"x": weight.detach(), "out_format": WEIGHTS["both"], "offsets": None})
+
+
 def quantised(weight: Tensor, ways: str) -> Quantized:
     E, rows, _ = weight.shape
     offsets = None
@@ -65,12 +71,14 @@ class KeptCodes:
         self.made.clear()
 
     def of(self, name: str, weight: Tensor) -> Quantized:
-        """The codes of a weight [experts, out, in], a parameter or a view of one."""
+        """The codes of a weight [experts, out, in] or [out, in], a parameter or a view of one."""
+        make = quantize_experts if weight.dim() == 3 else quantize_weight
         capturing = weight.is_cuda and torch.cuda.is_current_stream_capturing()
         if weight.is_inference() or capturing:
-            return quantize_experts(weight)
+            return make(weight)
         now = weight._version, weight.data_ptr(), weight.device, weight.dtype, weight.shape
         known = self.made.get(name)
         if known is None or known[0] != now:
-            self.made[name] = known = now, quantize_experts(weight)
+            with torch.inference_mode(False):  # codes made in that mode could not be saved for a backward later on
+                self.made[name] = known = now, make(weight)
         return known[1]

@@ -146,6 +146,11 @@ def codes_of(weight: Tensor, name: str) -> dict[str, Tensor]:
 # ---- the stages, in either precision ---------------------------------------------------------------------------------
 
 
+def run(op: Op, **given: Any) -> Any:
+    """An op's results for arguments that are right by construction, the others being its defaults."""
+    return op.run(op.signature.bind((), given))
+
+
 class Plain:
     """Stages whose factors are in the dtype of x."""
 
@@ -203,7 +208,7 @@ class Plain:
         """Rows times their experts' weights, transposed as a layer has them; `back` as they are."""
         weight = getattr(self.a, name)
         b = weight if back else weight.transpose(1, 2)
-        return grouped_mm_rows.run({"a": rows, "b": b, "offsets": self.offsets})
+        return run(grouped_mm_rows, a=rows, b=b, offsets=self.offsets)
 
     def weight_gradient(self, dy: Any, rows: Any, name: str) -> Tensor:
         weight = getattr(self.a, name)
@@ -238,7 +243,7 @@ class Coded(Plain):
     def times(self, rows: Quantized, name: str, back: bool = False) -> Tensor:
         b, scale_b = self.weight(name, back)
         values = {"a": rows.data, "scale_a": rows.scale, "b": b, "scale_b": scale_b}
-        return grouped_mm_rows_fp8.run({**values, "offsets": self.offsets, "out_dtype": self.dtype})
+        return run(grouped_mm_rows_fp8, **values, offsets=self.offsets, out_dtype=self.dtype)
 
     def weight(self, name: str, back: bool) -> tuple[Tensor, Tensor]:
         """Codes [experts, inner, columns] of a weight, inner dimension contiguous, and their scales [experts, blocks of columns,
@@ -256,7 +261,7 @@ class Coded(Plain):
     def weight_gradient(self, dy: Quantized, rows: Quantized, name: str) -> Tensor:
         values = {"a": dy.data_t, "scale_a": dy.scale_t, "b": rows.data_t.t(), "scale_b": rows.scale_t}
         dtype = str(getattr(self.a, name).dtype).removeprefix("torch.")
-        return grouped_mm_inner_fp8.run({**values, "offsets": self.offsets, "out_dtype": dtype})
+        return run(grouped_mm_inner_fp8, **values, offsets=self.offsets, out_dtype=dtype)
 
     def kept(self, rows: Quantized, wanted: bool) -> tuple[Tensor, Tensor]:
         if not wanted:

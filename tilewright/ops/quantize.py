@@ -47,7 +47,10 @@ def forward(x, out_format, *, offsets) -> Quantized:
     q = out_format.empty(x.shape, x.dtype, x.device, groups, OFFSETS)
     X = rows(x)
     check_ends("quantize", "offsets", offsets, X.shape[0])
-    store_tiles(q, load_tile, (X,), X.stride(), scale=out_format.tensor)
+    if isinstance(out_format, Fp8):
+        store_tiles(q, load_tile, (X,), X.stride(), scale=out_format.tensor)
+    else:
+        out_format.fill(q, X, OFFSETS)
     return q
 
 
@@ -62,7 +65,7 @@ def check(x, out_format, *, offsets) -> None:
 quantize = Op(
     "quantize", reference, inputs, Triton(forward, backward),
     where={"x": "float[... hidden]", "offsets": "int[experts]"},
-    differentiable=("x",), check=check, bars={"class": "G", "gradient": "G"},
+    differentiable=("x",), any_format=True, check=check, bars={"class": "G", "gradient": "G"},
 )  # fmt: skip
 
 
@@ -164,6 +167,8 @@ class _Through(torch.autograd.Function):
 
 def dequantize(q: Quantized, dtype: torch.dtype | None = None) -> Tensor:
     """The plain tensor that `q` stands for, in its logical dtype or `dtype`: from the row-wise operand if it has one."""
+    if not q.key.startswith("fp8:"):
+        return q.dequantize(dtype)
     way = "row" if q.data is not None else "col"
     carrier, tensors = unpack(q, dtype)
     codes = rows(tensors[0]).view(torch.uint8)

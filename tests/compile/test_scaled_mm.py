@@ -1,0 +1,34 @@
+"""Where a chip multiplies block-scaled codes itself, `scaled_mm` uses that instruction; elsewhere it says what it uses."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import tilewright as tw
+from tilewright.check.variants import variant
+from tilewright.core.draw import Draw
+from tilewright.core.kernel import collect
+from tilewright.core.target import TARGETS, pretend
+from tilewright.gemm.labels import label_of
+from tilewright.gemm.scaled_mm import PAIRS, draw_operand, product
+
+NATIVE = {
+    ("sm_100", "mxfp8"): "tcgen05.mma.cta_group::1.kind::mxf8f6f4.block_scale",
+    ("sm_100", "mxfp4"): "tcgen05.mma.cta_group::1.kind::mxf4.block_scale",
+    ("sm_100", "nvfp4"): "tcgen05.mma.cta_group::1.kind::mxf4nvf4.block_scale",
+    ("sm_120", "mxfp8"): "kind::mxf8f6f4.block_scale",
+    ("sm_120", "nvfp4"): "kind::mxf4nvf4.block_scale.scale_vec::4X",
+    ("gfx950", "mxfp4"): "v_mfma_scale_f32",
+}
+
+
+@pytest.mark.parametrize(("arch", "pair"), NATIVE)
+def test_native_instructions(arch, pair):
+    kind_a, kind_b, *recipes = PAIRS[pair]
+    first, second = (draw_operand(Draw(0), kind, r, 256, 256) for kind, r in zip((kind_a, kind_b), recipes))
+    a, scale_a, b, scale_b = (t.to("meta") for t in (*first, *second))
+    with pretend(TARGETS[arch]), tw.force("portable"), torch.no_grad(), collect() as found:
+        product.run(product.signature.bind((a, b.t(), scale_a, scale_b, *recipes), {}))
+    assert NATIVE[arch, pair] in variant(found[0], arch).compile().text
+    assert label_of((kind_a, kind_b), (recipes[0], recipes[1]), TARGETS[arch]) == "native"

@@ -1,0 +1,234 @@
+"""Our kernels or a library's: the nearest measured product decides, a rule where there is none, and no damaged row does."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from tilewright.__main__ import app
+from tilewright.bench import choose
+from tilewright.bench.cases import Case
+from tilewright.core import call
+from tilewright.core.target import TARGETS
+from tilewright.gemm import choice, library
+
+HOPPER = TARGETS["sm_90"]
+
+
+@pytest.fixture
+def rows(tmp_path, monkeypatch):
+    """A function that puts lines into the chip's table."""
+    monkeypatch.setattr(choice, "SHIPPED", tmp_path)
+
+    def put(*lines: dict | str) -> None:
+        texts = [line if isinstance(line, str) else json.dumps(line) for line in lines]
+        choice.path_of("sm_90").write_text("".join(f"{text}\n" for text in texts))
+        choice.table.cache_clear()
+        choice.decide.cache_clear()
+
+    put()
+    yield put
+    choice.table.cache_clear()
+    choice.decide.cache_clear()
+
+
+def row(pair: str, sizes: tuple, own: float, other: float) -> dict:
+    return choice.made("scaled_mm", pair, sizes, {"own": own, "cublaslt": other}, "2026-11-15")
+
+
+def test_the_rule_where_nothing_is_measured(rows):
+    assert choice.preferred(HOPPER, "fp8_row_fast", 4096, 4096, 4096) == "cublaslt"
+    assert choice.preferred(HOPPER, "bf16", 16, 8192, 8192) == "cublaslt"
+    for pair, tokens in (("fp8_block", 4096), ("int8_row", 4096), ("fp8_row_fast", 16), ("no such", 4096)):
+        assert choice.preferred(HOPPER, pair, tokens, 8192, 8192) == "own"
+    assert "not measured" in choice.decide("sm_90", "fp8_block", 4096, 4096, 4096).why
+
+
+def test_the_nearest_row_decides(rows):
+    rows(row("fp8_block", (4096, 4096, 4096), 100.0, 110.0), row("fp8_block", (4096, 2112, 7168), 110.0, 100.0))
+    assert choice.preferred(HOPPER, "fp8_block", 4096, 4096, 4096) == "own"
+    assert choice.preferred(HOPPER, "fp8_block", 4000, 2112, 7168) == "cublaslt"  # both are 4096 x 4096 x 8192
+    assert choice.preferred(HOPPER, "fp8_block", 16, 4096, 4096) == "own"  # too far from either: the rule
+    assert choice.preferred(TARGETS["sm_100"], "fp8_block", 4096, 2112, 7168) == "own"  # measured elsewhere
+    found = choice.decide("sm_90", "fp8_block", *choice.bucket(4000, 2112, 7168))
+    assert found.row["times"] == {"cublaslt": 100.0, "own": 110.0} and "2026-11-15" in found.why
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "", "{", "[]", "null", "[" * 100_000, {"best": "own"}, {"best": "reference"}, {"pair": 3}, {"bucket": [4096, 4096]},
+        {"bucket": [0, 4096, 4096]}, {"bucket": [1 << 40, 4096, 4096]}, {"bucket": [4096.0, 4096, 4096]}, {"bucket": "x"},
+        {"times": {"own": 1.0}}, {"times": {"own": float("nan"), "cublaslt": 1.0}}, {"times": {"own": -1.0, "cublaslt": -2.0}},
+        {"times": {"own": True, "cublaslt": 2}}, {"times": None}, {"more": 1},
+    ],
+    ids=lambda change: str(change)[:40],
+)  # fmt: skip
+def test_damaged_rows_are_ignored(rows, change):
+    good = row("fp8_block", (4096, 4096, 4096), 110.0, 100.0)
+    rows(good)
+    assert choice.preferred(HOPPER, "fp8_block", 4096, 4096, 4096) == "cublaslt"
+    rows(change if isinstance(change, str) else {**good, **change})
+    with pytest.warns(UserWarning, match="1 damaged"):
+        assert choice.preferred(HOPPER, "fp8_block", 4096, 4096, 4096) == "own"  # the rule
+
+
+def test_bytes_that_are_no_text(rows):
+    choice.path_of("sm_90").write_bytes(b"\xff\xfe\x00\n")
+    choice.table.cache_clear()
+    with pytest.warns(UserWarning, match="damaged"):
+        assert choice.preferred(HOPPER, "fp8_block", 4096, 4096, 4096) == "own"
+
+
+def test_writing_keeps_the_last_of_a_bucket(rows, tmp_path):
+    path = tmp_path / "table.jsonl"
+    choice.write(path, [row("b", (64, 64, 64), 1.0, 2.0), row("a", (64, 64, 64), 1.0, 2.0)])
+    choice.write(path, [row("a", (60, 64, 64), 3.0, 2.0)])
+    found = choice.read(path)
+    assert [(r["pair"], r["best"]) for r in found] == [("a", "cublaslt"), ("b", "own")]
+    with pytest.raises(ValueError, match="not a row"):
+        choice.write(path, [{**found[0], "best": "own"}])
+    assert choice.read(path) == found
+
+
+def test_the_shipped_table_is_whole():
+    path = choice.path_of("sm_90")
+    lines = path.read_text().splitlines() if path.exists() else []
+    assert len(choice.read(path)) == len(lines) == len(set(lines))
+
+
+def test_rows_come_from_evidence():
+    common = {"op": "scaled_mm", "direction": "forward", "dims": {}, "suite": "", "family": ""}
+    cases = {
+        "block": Case("block", options={"pair": "fp8_block"}, ours=True, **common),
+        "fast": Case("fast", options={"pair": "fp8_row"}, arguments={"accumulate": "fast"}, ours=True, **common),
+        "auto": Case("auto", options={"pair": "fp8_block"}, **common),
+        "int4": Case("int4", options={"pair": "int4_row"}, ours=True, **common),
+    }
+    dims = {"tokens": 4096, "columns": 2112, "hidden": 7168}
+    about = {"op": "scaled_mm", "dims": dims, "us": 50.0, "date": "2026-11-15T06:09:08+00:00", "arch": "sm_90"}
+    recorded = [{**about, "case": name, "rivals": {"cublaslt": 40.0}} for name in (*cases, "gone")]
+    recorded += [
+        {**about, "case": "block", "rivals": {}},
+        {**about, "case": "block", "rivals": {"cublaslt": 1.0}, "arch": "sm_80"},
+    ]
+    made = choose.rows_of(recorded, "sm_90", cases)
+    assert [(r["pair"], r["bucket"], r["best"]) for r in made] == [
+        ("fp8_block", [4096, 4096, 8192], "cublaslt"),
+        ("fp8_row_fast", [4096, 4096, 8192], "cublaslt"),
+    ]
+
+
+# ---- what the library takes ------------------------------------------------------------------------------------------
+
+
+def operands(M: int, N: int, K: int, recipes: tuple, dtypes=(torch.float8_e4m3fn,) * 2, **changes) -> SimpleNamespace:
+    a, b = (torch.empty(n, K, dtype=dtype, device="meta") for n, dtype in zip((M, N), dtypes))
+    given = {"a": a, "b": b.t(), "recipe_a": recipes[0], "recipe_b": recipes[1], "bias": None, "act": None, "c": None}
+    given |= {"beta": 0.0, "out_dtype": "bfloat16", "accumulate": "full", "out_format": None}
+    return SimpleNamespace(**{**given, **changes})
+
+
+BLOCKS = "BlockWise1x128", "BlockWise128x128"
+ROWS = "RowWise", "RowWise"
+
+
+def test_what_cublaslt_takes():
+    assert library.refusal(HOPPER, operands(64, 64, 256, BLOCKS)) is None
+    assert library.refusal(HOPPER, operands(63, 64, 256, ROWS, accumulate="fast")) is None
+    codes = torch.float8_e4m3fn, torch.float8_e5m2
+    assert library.refusal(HOPPER, operands(64, 64, 256, ROWS, codes)) is None
+    refused = {
+        "blocks of e5m2": operands(64, 64, 256, BLOCKS, codes),
+        "two e5m2": operands(64, 64, 256, ROWS, codes[1:] * 2),
+        "int8": operands(64, 64, 256, ROWS, (torch.int8,) * 2),
+        "both 128x128": operands(64, 64, 256, BLOCKS[1:] * 2),
+        "odd M": operands(62, 64, 256, BLOCKS),
+        "odd K": operands(64, 64, 264, ROWS),
+        "K of half a block": operands(64, 64, 320, BLOCKS),
+        "odd N": operands(64, 72, 256, ROWS),
+        "no rows": operands(0, 64, 256, ROWS),
+        "fp32 rows": operands(64, 64, 256, ROWS, out_dtype="float32"),
+        "act": operands(64, 64, 256, ROWS, act="silu"),
+        "c": operands(64, 64, 256, ROWS, c=torch.empty(64, 64), beta=1.0),
+        "fp32 bias": operands(64, 64, 256, ROWS, bias=torch.empty(64)),
+        "bias of blocks": operands(64, 64, 256, BLOCKS, bias=torch.empty(64, dtype=torch.bfloat16)),
+        "b row by row": operands(64, 64, 256, ROWS, b=torch.empty(256, 64, dtype=codes[0], device="meta")),
+    }
+    for why, given in refused.items():
+        assert library.refusal(HOPPER, given) is not None, why
+    assert library.refusal(TARGETS["sm_100"], operands(64, 64, 256, BLOCKS)) is not None
+    assert library.refusal(TARGETS["gfx950"], operands(64, 64, 256, ("TensorWise",) * 2)) is not None
+
+
+def test_the_library_is_taken_where_it_is_there_and_faster_or_asked_for(rows, monkeypatch):
+    given = operands(4096, 4096, 4096, BLOCKS)
+    assert torch.version.cuda is not None or not library.fits(HOPPER, given)
+    monkeypatch.setattr(library, "entry_points", lambda: frozenset({"_scaled_mm", "_scaled_mm_v2"}))
+    monkeypatch.setattr(library, "cuda_version", lambda: (13, 0))
+    assert not library.fits(HOPPER, given)
+    token = call.forced.set("cublaslt")
+    assert library.fits(HOPPER, given) and not library.fits(HOPPER, operands(62, 64, 256, BLOCKS))
+    call.forced.reset(token)
+    rows(row("fp8_block", (4096, 4096, 4096), 2.0, 1.0))
+    assert library.fits(HOPPER, given)
+    monkeypatch.setattr(library, "cuda_version", lambda: (12, 8))
+    assert not library.fits(HOPPER, given)
+
+
+def test_how_scales_lie_for_it():
+    """Of 1x128 blocks block by block; of 128x128 blocks row by row, padded to four with what was there."""
+    scale = torch.arange(40.0).reshape(8, 5)
+    found = library.scale_for(scale, "BlockWise1x128", False)
+    assert found.stride() == (1, 8) and torch.equal(found, scale)
+    assert library.scale_for(found, "BlockWise1x128", True) is found
+    found = library.scale_for(scale, "BlockWise128x128", True)
+    assert found.shape == (8, 8) and found.stride() == (1, 8) and torch.equal(found[:5].t(), scale)
+    assert not found[5:].any()
+    padded = torch.zeros(8, 8)
+    padded[:, :5] = scale
+    view = library.scale_for(padded[:, :5], "BlockWise128x128", True)
+    assert view.data_ptr() == padded.data_ptr() and torch.equal(view, padded.t())
+    short = padded.reshape(-1)[:61].as_strided((8, 5), (8, 1)).clone().as_strided((7, 5), (5, 1))
+    assert library.scale_for(short, "BlockWise128x128", True).shape == (8, 7)
+    last = torch.zeros(61).as_strided((8, 5), (8, 1))  # its padding would lie past the end of the memory
+    assert library.scale_for(last, "BlockWise128x128", True).untyped_storage().nbytes() == 4 * 64
+    assert library.scale_for(scale[:, :1], "RowWise", True).shape == (1, 8)
+    assert library.scale_for(scale[:1, :1], "TensorWise", True).shape == ()
+
+
+@pytest.mark.parametrize("name", ["grouped_mm_rows_fp8", "grouped_mm_inner_fp8"])
+def test_groups_one_by_one(name, monkeypatch):
+    """What is cut for each group, empty ones left out, gives what the grouped product gives."""
+    from tilewright.core.draw import Draw
+    from tilewright.core.op import OPS
+    from tilewright.gemm.scaled_mm import reference
+
+    source = Draw(2, {"tokens": 512, "hidden": 256, "columns": 128}, {"columns": 128, "out_dtype": "float32"})
+    plain = {"scales": "block", "recipe": "BlockWise1x128", "bias": False, "c": False, "act": None, "glu": None}
+    source.options.update(plain)
+    source.dims["experts"] = 3
+    values = OPS[name].signature.bind((), OPS[name].inputs(source))
+    values["offsets"] = torch.tensor([0, 384, 512])
+    known = {"a", "b", "scale_a", "scale_b", "recipe_a", "recipe_b", "out_dtype"}
+    monkeypatch.setattr(library, "prepared", lambda given: lambda: reference(**{n: given[n] for n in known}))
+    calls, finish = library.by_group(name, values)
+    assert len(calls) == 2
+    torch.testing.assert_close(finish([one() for one in calls]), OPS[name].reference(**values), rtol=1e-4, atol=1e-2)
+
+
+def test_explain_says_which_and_why(rows):
+    rows(row("fp8_block", (4096, 4096, 4096), 2.0, 1.0))
+    words = ["explain", "scaled_mm", "--option", "pair=fp8_block", "--dim", "columns=4096", "--dim", "hidden=4096"]
+    done = CliRunner().invoke(app, [*words, "--dim", "tokens=4096", "--json"])
+    made = json.loads(done.stdout)
+    assert made["taken"] == "cublaslt" and made["evidence"]["times"]["own"] == 2.0 and made["label"] == "native"
+    assert made["implementation"] != "cublaslt" and made["launches"]
+    done = CliRunner().invoke(app, [*words, "--dim", "tokens=16"])
+    assert "our kernels (not measured; the rule for fp8_block of few rows)" in done.stdout
+    done = CliRunner().invoke(app, ["explain", "scaled_mm", "--option", "pair=nothing"])
+    assert done.exit_code == 2

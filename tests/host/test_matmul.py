@@ -1,0 +1,85 @@
+"""What is peculiar to matmul on the host: which dtypes meet, what comes of them, what is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tilewright.gemm.matmul import matmul, turned
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+
+
+def pair(dtype: torch.dtype, other: torch.dtype | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    source = torch.Generator().manual_seed(1)
+    made = torch.randn(3, 40, generator=source), torch.randn(40, 5, generator=source)
+    if dtype == torch.int8:
+        return tuple((50 * t).to(dtype) for t in made)
+    return made[0].to(dtype), made[1].to(other or dtype)
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "made"),
+    [
+        ((torch.bfloat16,), torch.bfloat16),
+        ((torch.float16,), torch.float16),
+        ((torch.float32,), torch.float32),
+        ((torch.float64,), torch.float64),
+        ((E4M3, E5M2), torch.bfloat16),
+        ((torch.int8,), torch.int32),
+    ],
+    ids=str,
+)
+def test_dtypes_of_results(dtypes, made):
+    a, b = pair(*dtypes)
+    y = matmul(a, b)
+    assert y.dtype == made and y.shape == (3, 5)
+    exact = a.double() @ b.double()
+    error = (y.double() - exact).norm() / exact.norm()
+    assert error <= (0 if made == torch.int32 else 2 * torch.finfo(made).eps)
+    if made not in (torch.int32, torch.float64):
+        assert matmul(a, b, out_dtype="float32").dtype == torch.float32
+
+
+def test_sums_of_int8_are_exact_and_wrap():
+    a, b = torch.full((1, 1 << 18), -128, dtype=torch.int8), torch.full((1 << 18, 1), -128, dtype=torch.int8)
+    assert matmul(a[:, :100], b[:100]).item() == 100 * 128 * 128
+    assert matmul(a, b).item() == 0  # 2**32
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "options", "names"),
+    [
+        ((torch.bfloat16, torch.float16), {}, "a and b"),
+        ((torch.bfloat16, E4M3), {}, "a and b"),
+        ((torch.bfloat16,), {"acc_dtype": "float16"}, "acc_dtype"),
+        ((torch.float32,), {"acc_dtype": "int32"}, "acc_dtype"),
+        ((torch.int8,), {"acc_dtype": "float32"}, "acc_dtype"),
+        ((torch.int8,), {"out_dtype": "bfloat16"}, "out_dtype"),
+        ((torch.bfloat16,), {"out_dtype": "int32"}, "out_dtype"),
+        ((torch.bfloat16,), {"out": torch.zeros(3, 5)}, "out"),
+        ((torch.int8,), {"out": torch.zeros(3, 5)}, "out"),
+    ],
+    ids=str,
+)
+def test_refusals(dtypes, options, names):
+    with pytest.raises((TypeError, ValueError), match=names):
+        matmul(*pair(*dtypes), **options)
+
+
+def test_fp8_has_no_gradient():
+    a, b = pair(E4M3)
+    with pytest.raises(TypeError, match="a.detach"):
+        matmul(a.requires_grad_(), b)
+    with torch.no_grad():
+        matmul(a, b)
+
+
+def test_how_matrices_lie():
+    """Bulk copies want one dimension contiguous and steps of 16 bytes along the other."""
+    t = torch.empty(24, 40, dtype=torch.bfloat16)
+    assert turned(t) is False and turned(t.t()) is True
+    assert turned(t[:, 1:]) is None and turned(t[:, ::2]) is None  # not aligned, not contiguous
+    assert turned(torch.empty(24, 41, dtype=torch.bfloat16)) is None
+    assert turned(torch.empty(1, 41, dtype=torch.bfloat16)) is None  # as of more rows: one binary serves all
+    assert turned(t[:1].expand(24, 40)) is None and turned(t[:1, :1].expand(24, 40)) is None  # rows lie apart

@@ -1,0 +1,50 @@
+"""Products of few rows: what the properties do not say of them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import tilewright as tw
+from tilewright.check.cases import Net, draw
+from tilewright.core.op import OPS
+from tilewright.gemm import small
+from tilewright.gemm.scaled_mm import reference
+
+NET = Net(interpreter=True)
+FEW = ("fp8_block", "int8_row", "int4_row", "int4_weight")
+
+
+@pytest.mark.parametrize("pair", FEW)
+def test_every_pair_and_parts_of_the_inner_dimension(pair):
+    """More blocks than one part has: sums are added up from parts, after which come bias, activation and c."""
+    dims = {"tokens": 5, "hidden": 2 * small.LEAST * 128 + 40}
+    options = {"pair": pair, "columns": 33, "act": "silu", "beta": 0.5, "c": True, "bias": True, "out_dtype": "float32"}
+    values = draw(OPS["scaled_mm"], NET, 1, torch.bfloat16, dims, options).values
+    exact = reference(**{**values, "bias": values["bias"].double()})
+    with tw.force("triton"):
+        y = small.forward(**values)
+    assert small.splits_for(1, 17, 132) > 1
+    assert (y.double() - exact).norm() <= 1e-5 * exact.norm()
+
+
+def test_parts_are_none_empty():
+    for tiles in (1, 2, 31, 64, 66, 67, 500):
+        for blocks in (0, 1, 7, 8, 15, 16, 17, 63, 64, 100, 1000):
+            parts = small.splits_for(tiles, blocks, 132)
+            per = -(-blocks // parts)
+            assert parts == 1 or (tiles * parts <= 132 and (parts - 1) * per < blocks)
+
+
+@pytest.mark.parametrize("fp8", [True, False])
+def test_rows_past_a_count_are_neither_read_nor_written(fp8):
+    """Counts are device data: none, some, all, and such as there cannot be."""
+    options = {"fp8": fp8, "rows": 70, "columns": 33, "out_dtype": "float32"}
+    values = draw(OPS["grouped_mm_masked"], NET, 0, torch.bfloat16, {"experts": 5, "hidden": 130}, options).values
+    counts = torch.tensor([0, 3, 70, 2**31 - 1, -5], dtype=torch.int32)
+    live = torch.arange(70) < counts.clamp(0, 70)[:, None]
+    clean = OPS["grouped_mm_masked"].reference(**{**values, "counts": counts})
+    values["a"].view(torch.uint8)[~live] = 0x7F  # NaN
+    with tw.force("portable"):
+        y = tw.grouped_mm_masked(**{**values, "counts": counts})
+    torch.testing.assert_close(y[live], clean[live], rtol=1e-4, atol=1e-3)

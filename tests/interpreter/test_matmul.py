@@ -1,0 +1,66 @@
+"""Of matmul's kernels what the properties do not draw: fp16 sums, every kind in every layout, sums over many steps."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import tilewright as tw
+from tilewright.gemm.matmul import matmul
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+DTYPES = {
+    "bf16": (torch.bfloat16,) * 2,
+    "fp16": (torch.float16,) * 2,
+    "fp32": (torch.float32,) * 2,
+    "fp8": (E5M2, E4M3),
+    "int8": (torch.int8,) * 2,
+}
+
+
+def factors(kind: str, M: int, N: int, K: int) -> list[torch.Tensor]:
+    source = torch.Generator().manual_seed(M + N + K)
+    shapes = (M, K), (K, N)
+    if kind == "int8":
+        return [torch.randint(-128, 128, shape, generator=source, dtype=torch.int8) for shape in shapes]
+    return [torch.randn(shape, generator=source).to(dtype) for shape, dtype in zip(shapes, DTYPES[kind])]
+
+
+@pytest.mark.parametrize("kind", DTYPES)
+def test_every_storage_order_gives_the_same(kind):
+    a, b = factors(kind, 130, 40, 150)
+    exact = a.double() @ b.double()
+    with tw.force("triton"):
+        wide = None if kind == "int8" else "float32"
+        plain = matmul(a, b, out_dtype=wide)
+        for first, second in ((a.t().contiguous().t(), b), (a, b.t().contiguous().t())):
+            assert torch.equal(matmul(first, second, out_dtype=wide), plain)
+    error = (plain.double() - exact).norm() / exact.norm()
+    assert error <= (0 if kind == "int8" else 1e-6)
+
+
+@pytest.mark.parametrize("kind", ["fp16", "fp8"])
+def test_sums_in_fp16(kind):
+    """Less precise than in fp32, by about what 11 bits say, and infinite where fp16 is."""
+    a, b = factors(kind, 17, 40, 300)
+    exact = a.double() @ b.double()
+    with tw.force("triton"):
+        half = matmul(a, b, acc_dtype="float16", out_dtype="float32")
+        large = (200 * a.float().abs()).to(a.dtype), torch.full((300, 1), 200.0).to(b.dtype)
+        infinite = matmul(*large, acc_dtype="float16", out_dtype="float32")
+    error = (half.double() - exact).norm() / exact.norm()
+    assert 1e-5 < error < 2e-3
+    assert infinite.isinf().all()
+
+
+def test_gradients_of_mixed_dtypes():
+    """bf16 factors with an fp32 result: its gradient is multiplied as it is."""
+    a, b = (t.requires_grad_() for t in factors("bf16", 20, 33, 40))
+    dy = torch.randn(20, 33, generator=torch.Generator().manual_seed(3))
+    with tw.force("triton"):
+        matmul(a, b, out_dtype="float32").backward(dy)
+    for got, exact in (
+        (a.grad, dy.double() @ b.detach().double().t()),
+        (b.grad, a.detach().double().t() @ dy.double()),
+    ):
+        assert got.dtype == torch.bfloat16 and torch.equal(got, exact.to(torch.bfloat16))

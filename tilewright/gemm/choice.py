@@ -1,0 +1,130 @@
+"""Our kernels or the vendor's library: which is faster for a product, by measurements.
+
+`data/choice_<arch>.jsonl` has a row for each measured product, `{"op": ..., "pair": "fp8_block", "bucket": [4096, 4096, 8192],
+"best": "own", "times": {"own": 101.5, "cublaslt": 108.0}, "date": "2026-11-15"}`: bucket is M, N and K rounded up to powers of
+two, times are microseconds. The nearest row of a pair counts if it is within a factor of four in every size; where there is none,
+a rule does. Rows are data: one that is damaged, or whose best is not its fastest, is not believed.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ..core.config import LONGEST, SHIPPED
+from ..core.target import Target
+from ..core.tensor import power_of_two
+
+OWN, LIBRARY = "own", "cublaslt"
+LARGEST = 65536  # sizes above count as this
+FAR = 2.0  # doublings
+FEW = 64  # rows up to which a product is bound by reading the other factor
+FIELDS = {"op", "pair", "bucket", "best", "times", "date"}
+# Where nothing was measured: H200, November 2026, on large products. Ours win on block-scaled FP8 and INT8 (1.6 times), theirs by
+# a few percent where scales do not change along the inner dimension and sums stay in the tensor cores.
+DELEGATED = {"bf16", "fp16", "fp8_row_fast", "fp8_tensor_fast", "fp8_block_both"}
+DELEGATED_FEW = {"bf16", "fp16"}
+
+
+class Choice(NamedTuple):
+    """Which backend, why, and the row that says so, if one does."""
+
+    best: str
+    why: str
+    row: Mapping[str, Any] | None = None
+
+
+def bucket(M: int, N: int, K: int) -> tuple[int, int, int]:
+    return tuple(min(LARGEST, power_of_two(n)) for n in (M, N, K))
+
+
+def preferred(target: Target, pair: str, M: int, N: int, K: int) -> str:
+    """`own` or `cublaslt`, for a pair of operands as `pair_of` in `library.py` names them, or bf16, fp16 … of plain products."""
+    return decide(target.arch, pair, *bucket(M, N, K)).best
+
+
+@functools.lru_cache(maxsize=4096)
+def decide(arch: str, pair: str, M: int, N: int, K: int) -> Choice:
+    """The choice for a bucket."""
+    near = [(distance(row["bucket"], (M, N, K)), row) for row in table(arch) if row["pair"] == pair]
+    near = [(d, row) for d, row in near if d <= FAR]
+    if near:
+        row = min(near, key=lambda pair: pair[0])[1]
+        times = ", ".join(f"{name} {us:g} us" for name, us in sorted(row["times"].items()))
+        size = "x".join(map(str, row["bucket"]))
+        return Choice(row["best"], f"measured on {row['date']} at {size}: {times}", row)
+    few = M <= FEW
+    best = LIBRARY if pair in (DELEGATED_FEW if few else DELEGATED) else OWN
+    return Choice(best, f"not measured; the rule for {pair}{' of few rows' if few else ''}")
+
+
+def distance(there: Sequence[int], here: Sequence[int]) -> float:
+    """In doublings of the farthest size, and among equals by all of them."""
+    apart = [abs(math.log2(a / b)) for a, b in zip(there, here)]
+    return max(apart) + 1e-3 * sum(apart) / 64
+
+
+def path_of(arch: str) -> Path:
+    return SHIPPED / f"choice_{arch}.jsonl"
+
+
+@functools.cache
+def table(arch: str) -> tuple[dict[str, Any], ...]:
+    """The well-formed rows of a chip."""
+    return tuple(read(path_of(arch)))
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """The well-formed rows of a file; anything else in it costs a warning and nothing more."""
+    try:
+        with path.open("rb") as file:
+            lines = file.read(LONGEST).decode(errors="replace").splitlines()
+    except OSError:
+        return []
+    found = [row for row in map(_row, lines) if row is not None]
+    if len(found) < len(lines):
+        warnings.warn(f"{path}: {len(lines) - len(found)} damaged row(s) ignored", stacklevel=2)
+    return found
+
+
+def _row(line: str) -> dict[str, Any] | None:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(row, dict) or set(row) != FIELDS:
+        return None
+    if not all(isinstance(row[n], str) for n in ("op", "pair", "date")):
+        return None
+    sizes, times = row["bucket"], row["times"]
+    if not isinstance(sizes, list) or len(sizes) != 3 or not all(type(n) is int and 1 <= n <= LARGEST for n in sizes):
+        return None
+    if not isinstance(times, dict) or set(times) != {OWN, LIBRARY}:
+        return None
+    if not all(type(us) in (int, float) and 0 < us < math.inf for us in times.values()):
+        return None
+    return row if row["best"] in times and times[row["best"]] == min(times.values()) else None
+
+
+def made(op: str, pair: str, sizes: tuple[int, int, int], times: Mapping[str, float], date: str) -> dict[str, Any]:
+    """A row, from times in microseconds by backend."""
+    rounded = {name: round(float(us), 3) for name, us in sorted(times.items())}
+    best = min(rounded, key=lambda name: (rounded[name], name != OWN))
+    return {"op": op, "pair": pair, "bucket": list(bucket(*sizes)), "best": best, "times": rounded, "date": date}
+
+
+def write(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    """Put rows into a file beside those that are there, sorted; of one pair and bucket the last."""
+    by_key = {(row["pair"], tuple(row["bucket"])): row for row in (*read(path), *rows)}
+    lines = [json.dumps(by_key[key]) for key in sorted(by_key)]
+    bad = [line for line in lines if _row(line) is None]
+    if bad:
+        raise ValueError(f"not a row: {bad[0]}")
+    fresh = path.with_name(f"{path.name}.new")
+    fresh.write_text("".join(f"{line}\n" for line in lines))
+    fresh.replace(path)

@@ -1,0 +1,300 @@
+"""`scaled_mm` of up to 64 rows of bf16 or fp16 with int4 codes in groups of 128, on Hopper, in Gluon.
+
+It is instructions that bound this, not memory: codes go from shared memory into the registers that a product takes them from, and
+are widened there, two by one instruction. A word of eight codes becomes the pairs (0, 4), (2, 6) and (1, 5), (3, 7); which column
+of `a` meets a code is settled by permuting those of `a` alike. A warp has half the 64 columns of a tile for a group, so that what
+it does to `a` is done for many codes; four warpgroups take turns at steps of two groups, and their sums are added up at the end.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, mma_v2, tma
+
+from ..core.kernel import kernel
+from ..core.target import Target
+from ..core.tensor import cdiv, power_of_two
+from ..device.activation import activate
+from ..device.turns import advance
+from .hopper_rows import box_of, copies_in_bulk
+from .small import DTYPES, MOST, add_parts, splits_for
+
+COLUMNS = 64
+GROUP = 128
+LEAST = 8  # steps of two groups that a part of the inner dimension has: two for each warpgroup
+CHUNK = 16  # rows of a tile: more would not fit in registers
+RING = 192 * 1024  # bytes
+WIDE = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
+SUMS = gl.constexpr(gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[2, 2, 1], instr_shape=[1, 16, 8]))
+SCALES = gl.constexpr(gl.SliceLayout(2, SUMS.value))
+CODES = gl.constexpr(gl.DotOperandLayout(0, SUMS.value, 8))
+ROWS_TWICE = gl.constexpr(gl.DotOperandLayout(1, SUMS.value, 16))
+ROWS_ONCE = gl.constexpr(gl.DotOperandLayout(1, SUMS.value, 8))
+# 128 (1024 in fp16) + 8 has a mantissa whose last bits a code, its sign bit flipped, replaces: a code is that less 136 (1032)
+WIDEN = gl.constexpr("""{
+    .reg .b32 odd, high, both, magic;
+    mov.b32 magic, MAGIC;
+    shr.u32 odd, $4, 8;
+    shr.u32 high, $4, 4;
+    shr.u32 both, $4, 12;
+    lop3.b32 $0, $4, 0x000F000F, magic, 0x6A;
+    lop3.b32 $1, odd, 0x000F000F, magic, 0x6A;
+    lop3.b32 $2, high, 0x000F000F, magic, 0x6A;
+    lop3.b32 $3, both, 0x000F000F, magic, 0x6A;
+    sub.TYPEx2 $0, $0, magic;
+    sub.TYPEx2 $1, $1, magic;
+    sub.TYPEx2 $2, $2, magic;
+    sub.TYPEx2 $3, $3, magic;
+}""")
+WIDEN_BF16 = gl.constexpr(WIDEN.value.replace("MAGIC", "0x43084308").replace("TYPE", "bf16"))
+WIDEN_FP16 = gl.constexpr(WIDEN.value.replace("MAGIC", "0x64086408").replace("TYPE", "f16"))
+
+REGISTERS = gl.constexpr("=&r,=&r,=&r,=&r,r")
+
+
+@gluon.jit
+def widen_nibbles(x, DTYPE: gl.constexpr):
+    """(low, high) nibbles of bytes as numbers. Of four bytes the second and third change places."""
+    if gl.bfloat16 == DTYPE:
+        return gl.inline_asm_elementwise(WIDEN_BF16, REGISTERS, [x], (gl.bfloat16, gl.bfloat16), True, 4)
+    else:
+        return gl.inline_asm_elementwise(WIDEN_FP16, REGISTERS, [x], (gl.float16, gl.float16), True, 4)
+
+
+@gluon.jit
+def columns_alike(a):
+    """(even, odd) of 128 columns of `a`, [groups, columns, rows], in the order of `widen_nibbles`."""
+    ROWS: gl.constexpr = a.shape[2]
+    even, odd = gl.split(a.reshape([2, 16, 2, 2, 2, ROWS]).permute((0, 1, 3, 2, 5, 4)))
+    even = gl.convert_layout(even.reshape([2, 64, ROWS]), ROWS_ONCE)
+    return even, gl.convert_layout(odd.reshape([2, 64, ROWS]), ROWS_ONCE)
+
+
+@gluon.jit
+def first_place(t, sizes, EACH: gl.constexpr, W: gl.constexpr):
+    """(tile, its first row and column, group of the first step of warpgroup W, group that the tile ends at). Tiles of other rows
+    are next to each other: they read the same codes at the same time."""
+    M, N, steps, groups, tiles, PROGRAMS = sizes
+    down = gl.cdiv(M, EACH)
+    across = gl.cdiv(N, 64)
+    first = 2 * (t // down // across * steps)
+    return t, (t % down) * EACH, (t // down % across) * 64, first + 2 * W, first + 2 * steps
+
+
+@gluon.jit
+def place_after(place, sizes, EACH: gl.constexpr, W: gl.constexpr):
+    """The next step of warpgroup W, in the next tile of its program if need be."""
+    t, row0, col0, group, end = place
+    group += 8
+    if group >= end:
+        t, row0, col0, group, end = first_place(t + sizes[5], sizes, EACH, W)
+    return t, row0, col0, group, end
+
+
+@gluon.jit
+def copy_step(A, B, ring, slot, place, tiles):
+    """The step at `place`, if there is such a tile, into a slot of the ring."""
+    a_ring, b_ring, full = ring
+    t, row0, col0, group, _ = place
+    ready = full.index(slot)
+    there = t < tiles
+    mbarrier.expect(ready, 2 * (64 * 64 + a_ring.shape[2] * 256), pred=there)
+    tma.async_copy_global_to_shared(B, [group, col0, 0], ready, b_ring.index(slot), pred=there)
+    tma.async_copy_global_to_shared(A, [group, row0, 0], ready, a_ring.index(slot), pred=there)
+
+
+@gluon.jit
+def multiply_step(totals, ring, slot, scales, zeros, ZEROS: gl.constexpr):
+    """`totals`, of 32 columns each, and the products of two groups: a [2, rows, 128], b [2, 64, 64 bytes]."""
+    a_ring, b_ring, _ = ring
+    even, odd = columns_alike(a_ring.index(slot).permute((0, 2, 1)).load(ROWS_TWICE))
+    ROWS: gl.constexpr = a_ring.shape[2]
+    zero = gl.zeros([2, 32, ROWS], gl.float32, SUMS)
+    if ZEROS:
+        ones = gl.full([2, 32, 64], 1.0, a_ring.dtype, CODES)
+        sums = mma_v2(ones, odd, mma_v2(ones, even, zero))
+    out = ()
+    for i in gl.static_range(2):
+        low, high = widen_nibbles(b_ring.index(slot).slice(i * 32, 32, 1).load(CODES), a_ring.dtype)
+        part = mma_v2(high, odd, mma_v2(low, even, zero))
+        if ZEROS:
+            part -= sums * gl.expand_dims(zeros[i], 2)
+        out = out + (totals[i] + part * gl.expand_dims(scales[i], 2),)
+    return out
+
+
+@gluon.jit
+def load_columns(P, at, inside, more):
+    return gl.load(P + at[0], inside[0] & more, 0.0), gl.load(P + at[1], inside[1] & more, 0.0)
+
+
+@gluon.jit
+def store_columns(y, result, after, row0, col0, split, M, N, ACT: gl.constexpr):
+    """act(y + bias + beta * c) of sums [columns, rows]."""
+    Y, stride_ym, stride_yn = result
+    BIAS, ADD, stride_cm, stride_cn, beta = after
+    LAYOUT: gl.constexpr = y.type.layout
+    col = col0 + gl.arange(0, y.shape[0], gl.SliceLayout(1, LAYOUT))
+    row = (row0 + gl.arange(0, y.shape[1], gl.SliceLayout(0, LAYOUT))).to(gl.int64)
+    inside = gl.expand_dims(col < N, 1) & gl.expand_dims(row < M, 0)
+    if BIAS is not None:
+        y += gl.expand_dims(gl.load(BIAS + col, col < N, 0.0).to(gl.float32), 1)
+    if ADD is not None:
+        c = ADD + gl.expand_dims(row * stride_cm, 0) + gl.expand_dims(col.to(gl.int64) * stride_cn, 1)
+        y += gl.load(c, inside, 0.0).to(gl.float32) * beta
+    if ACT is not None:
+        y = activate(y, 1.0, ACT)
+    Y += split.to(gl.int64) * M * N
+    there = Y + gl.expand_dims(row * stride_ym, 0) + gl.expand_dims(col.to(gl.int64) * stride_yn, 1)
+    gl.store(there, y.to(Y.dtype.element_ty), inside)
+
+
+@gluon.jit
+def finish_tile(totals, boxes, turn, result, after, row0, col0, split, M, N, ACT: gl.constexpr, W: gl.constexpr):
+    """The sums of all warps and warpgroups, always in the same order, stored by warpgroup 0."""
+    box, made, taken = boxes
+    if W > 0:
+        mbarrier.wait(taken, turn ^ 1)
+        for i in gl.static_range(2):
+            box.index((W - 1) * 2 + i).store(gl.sum(totals[i], 0))
+        mbarrier.arrive(made, count=1)
+    else:
+        mbarrier.wait(made, turn)
+        for i in gl.static_range(2):
+            y = gl.sum(totals[i], 0)
+            for w in gl.static_range(3):
+                y += box.index(w * 2 + i).load(y.type.layout)
+            store_columns(y, result, after, row0, col0 + i * 32, split, M, N, ACT)
+        mbarrier.arrive(taken, count=1)
+
+
+@gluon.jit
+def multiply_tiles(
+    A, B, result, scales, after, ring, boxes, sizes, ACT: gl.constexpr, DEPTH: gl.constexpr, W: gl.constexpr
+):
+    """Warpgroup W of four, which has every fourth step, and DEPTH slots of the ring for them."""
+    a_ring, b_ring, full = ring
+    M, N, steps, groups, tiles, PROGRAMS = sizes
+    SB, ZERO, stride_sn, stride_sk = scales
+    EACH: gl.constexpr = a_ring.shape[2]
+    g = gl.expand_dims(gl.arange(0, 2, gl.SliceLayout(1, SCALES)), 1)
+    n = gl.expand_dims(gl.arange(0, 32, gl.SliceLayout(0, SCALES)), 0)
+    ahead = first_place(gl.program_id(0), sizes, EACH, W)
+    for d in gl.static_range(DEPTH):
+        copy_step(A, B, ring, W * DEPTH + d, ahead, tiles)
+        ahead = place_after(ahead, sizes, EACH, W)
+    slot = 0
+    phase = 0
+    turn = 0
+    for t in range(gl.program_id(0), tiles, PROGRAMS):
+        t, row0, col0, group, end = first_place(t, sizes, EACH, W)
+        inside = (col0 + n < N, col0 + 32 + n < N)
+        # 32 bits, and the same for zeros, for registers are short
+        at = ((col0 + n) * stride_sn + (group + g) * stride_sk, (col0 + 32 + n) * stride_sn + (group + g) * stride_sk)
+        totals = (gl.zeros([2, 32, EACH], gl.float32, SUMS), gl.zeros([2, 32, EACH], gl.float32, SUMS))
+        scale = load_columns(SB, at, inside, group + g < groups)
+        zero = scale
+        if ZERO is not None:
+            zero = load_columns(ZERO, at, inside, group + g < groups)
+        for k in range(group, end, 8):
+            # A step ahead: a load takes longer than a step
+            at = (at[0] + 8 * stride_sk, at[1] + 8 * stride_sk)
+            more = (k + 8 + g < groups) & (k + 8 < end)
+            scale_next = load_columns(SB, at, inside, more)
+            zero_next = scale_next
+            if ZERO is not None:
+                zero_next = load_columns(ZERO, at, inside, more)
+            mbarrier.wait(full.index(W * DEPTH + slot), phase)
+            totals = multiply_step(totals, ring, W * DEPTH + slot, scale, zero, ZERO is not None)
+            scale = scale_next
+            zero = zero_next
+            gl.thread_barrier()  # all of the warpgroup have read what the copy writes over
+            copy_step(A, B, ring, W * DEPTH + slot, ahead, tiles)
+            ahead = place_after(ahead, sizes, EACH, W)
+            slot, phase = advance(slot, phase, DEPTH)
+        split = end // (2 * steps) - 1
+        finish_tile(totals, boxes, turn, result, after, row0, col0, split, M, N, ACT, W)
+        turn ^= 1
+
+
+@kernel(
+    grid=lambda a: (a.PROGRAMS,), jit=gluon.jit,
+    tokens=("M", "steps", "groups", "splits", "stride_sn", "stride_sk", "PROGRAMS"),
+    default=lambda a: {"num_warps": 4, "maxnreg": 128},
+)  # fmt: skip
+def small_int4_hopper(
+    A, B, Y, SB, ZERO, BIAS, ADD, M, N, steps, groups, splits, stride_sn, stride_sk, stride_ym, stride_yn,
+    stride_cm, stride_cn, beta, PROGRAMS, ACT: gl.constexpr, DEPTH: gl.constexpr,
+):  # fmt: skip
+    """Y = A @ B.T, both by groups of 128: of `splits` parts of the inner dimension, `steps` steps of two groups each, one after
+    the other."""
+    EACH: gl.constexpr = A.block_type.shape[1]
+    a_ring = gl.allocate_shared_memory(A.dtype, [4 * DEPTH, 2, EACH, 128], A.layout)
+    b_ring = gl.allocate_shared_memory(B.dtype, [4 * DEPTH, 2, 64, 64], B.layout)
+    box = gl.allocate_shared_memory(gl.float32, [3 * 2, 32, EACH], gl.SwizzledSharedLayout(2, 1, 4, [1, 0]))
+    full = gl.allocate_shared_memory(gl.int64, [4 * DEPTH, 1], mbarrier.MBarrierLayout())
+    made = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    taken = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(4 * DEPTH):
+        mbarrier.init(full.index(i), count=1)
+    mbarrier.init(made, count=3)
+    mbarrier.init(taken, count=1)
+    ring = (a_ring, b_ring, full)
+    boxes = (box, made, taken)
+    result = (Y, stride_ym, stride_yn)
+    scales = (SB, ZERO, stride_sn, stride_sk)
+    after = (BIAS, ADD, stride_cm, stride_cn, beta)
+    sizes = (M, N, steps, groups, gl.cdiv(M, EACH) * gl.cdiv(N, 64) * splits, PROGRAMS)
+    gl.warp_specialize([
+        (multiply_tiles, (A, B, result, scales, after, ring, boxes, sizes, ACT, DEPTH, 0)),
+        (multiply_tiles, (A, B, result, scales, after, ring, boxes, sizes, ACT, DEPTH, 1)),
+        (multiply_tiles, (A, B, result, scales, after, ring, boxes, sizes, ACT, DEPTH, 2)),
+        (multiply_tiles, (A, B, result, scales, after, ring, boxes, sizes, ACT, DEPTH, 3)),
+    ], [4, 4, 4], [128, 128, 128])  # fmt: skip
+
+
+def fits(target: Target, a: SimpleNamespace) -> bool:
+    """Up to 64 rows of bf16 or fp16, int4 codes with a scale for each 128, the inner dimension contiguous in both, in rows that
+    begin at multiples of 16 bytes."""
+    if not (target.arch == "sm_90" and target.tma and target.gluon) or a.out_format is not None:
+        return False
+    if a.a.dtype not in WIDE or a.b.dtype != torch.uint8 or a.recipe_b != "BlockWise1x128" or a.a.shape[0] > MOST:
+        return False
+    if a.zero_b is not None and a.zero_b.stride() != a.scale_b.stride():
+        return False
+    reach = sum((size + 64) * abs(stride) for size, stride in zip(a.scale_b.shape, a.scale_b.stride()))
+    sizes = (*a.a.shape, *a.b.shape, reach)
+    return min(sizes) > 0 and max(sizes) < 2**31 - 4096 and a.a.shape[1] % 128 == 0 and copies_in_bulk(a.a, a.b.t())
+
+
+def by_group(t: Tensor, each: int) -> Tensor:
+    """[rows, groups * each] seen as [groups, rows, each]."""
+    return t.as_strided((t.shape[1] // each, t.shape[0], each), (each, t.stride(0), 1))
+
+
+def forward(a, b, scale_a, scale_b, recipe_a, recipe_b, *, zero_b, bias, act, c, beta, out_dtype, out, **_) -> Tensor:
+    (M, K), N, sms = a.shape, b.shape[1], Target.at(a.device).sms
+    y = torch.empty(M, N, dtype=DTYPES[out_dtype], device=a.device) if out is None else out
+    rows = max(8, min(CHUNK, power_of_two(M)))
+    steps, add, tiles = cdiv(K, 2 * GROUP), None if beta == 0.0 else c, cdiv(M, rows) * cdiv(N, COLUMNS)
+    # Each warpgroup has as many steps; groups past the last are zeros that nothing is read for
+    per = 4 * cdiv(steps, 4 * splits_for(tiles, steps, sms, LEAST))
+    parts = cdiv(steps, per)
+    later = parts > 1
+    target = torch.empty(parts, M, N, dtype=torch.float32, device=a.device) if later else y
+    small_int4_hopper(
+        box_of(by_group(a, GROUP), [2, rows, GROUP], WIDE[a.dtype]),
+        box_of(by_group(b.t(), GROUP // 2), [2, COLUMNS, GROUP // 2], gl.uint8), target, scale_b, zero_b,
+        None if bias is None or later else bias.contiguous(), None if later else add, M, N, per, K // GROUP, parts,
+        *scale_b.stride(), *target.stride()[-2:],
+        *((0, 0) if later or add is None else add.stride()), beta, min(sms, parts * tiles),
+        ACT=None if later else act, DEPTH=RING // (8 * GROUP * (COLUMNS // 2 + 2 * rows)),
+    )  # fmt: skip
+    if later:
+        add_parts(target, y, bias, add, beta, act)
+    return y

@@ -1,0 +1,97 @@
+"""What a chip multiplies where operands are stored as codes, and the words for it: "native", or "INT4 storage, INT8 math".
+
+Codes are multiplied as they are where the chip has an instruction for them. Elsewhere they are widened to what it does multiply,
+which holds them exactly, and the rate to be had is that of the wider math.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..core.target import Target
+from .operands import SCALES, inner_of, kind_of
+
+FP8 = ("e4m3", "e5m2")
+INTEGERS = ("int8", "int4")
+# Instructions that take codes together with scales of small blocks, by chip: recipe and whether both operands need be of one width
+BLOCK_SCALED: dict[str, dict[str, bool]] = {
+    "sm_100": {"BlockWise1x32": False, "BlockWise1x16": True},
+    "sm_120": {"BlockWise1x32": True, "BlockWise1x16": True},
+    "gfx950": {"BlockWise1x32": False},
+}
+
+
+def fp8_math(target: Target) -> bool:
+    """Whether the chip multiplies e4m3 and e5m2 as they are: gfx942 knows another encoding of them."""
+    return target.fp8 and target.arch != "gfx942"
+
+
+def block_scaled(target: Target, kinds: tuple[str, str], recipes: tuple[str | None, str | None]) -> bool:
+    """Whether the chip multiplies these codes and their scales in one instruction."""
+    known = BLOCK_SCALED.get(target.arch, {})
+    if recipes[0] != recipes[1] or recipes[0] not in known or not set(kinds) <= {*FP8, "e2m1"}:
+        return False
+    if recipes[0] == "BlockWise1x16" and kinds != ("e2m1", "e2m1"):
+        return False
+    return not known[recipes[0]] or len({kind in FP8 for kind in kinds}) == 1
+
+
+def math_of(
+    target: Target,
+    kinds: tuple[str, str],
+    recipes: tuple[str | None, str | None],
+    zero: bool = False,
+    half: bool = False,
+    whole: bool = True,
+) -> str:
+    """What is multiplied: fp8, int8, bf16, fp16, or scaled for codes together with their scales. `zero`: integer codes have zero
+    points; `half`: the operand that has no codes is fp16; `whole`: 128 divides the inner dimension, which instructions that take
+    scales need."""
+    if whole and block_scaled(target, kinds, recipes):
+        return "scaled"
+    if not any(recipe in SCALES for recipe in recipes):
+        if set(kinds) <= set(INTEGERS) and not zero:
+            return "int8"
+        if set(kinds) <= set(FP8) and fp8_math(target):
+            return "fp8"
+        if half:
+            return "fp16"
+    return "bf16"
+
+
+def storage(kind: str, recipe: str | None) -> str:
+    """The common name of codes with scales of a recipe."""
+    prefix = {"BlockWise1x32": "MX", "BlockWise1x16": "NV"}.get(recipe or "", "")
+    return prefix + {"e4m3": "FP8", "e5m2": "FP8", "int8": "INT8", "int4": "INT4", "e2m1": "FP4"}[kind]
+
+
+def label_of(
+    kinds: tuple[str, str],
+    recipes: tuple[str | None, str | None],
+    target: Target,
+    zero: bool = False,
+    half: bool = False,
+    whole: bool = True,
+) -> str:
+    """`label`, of kinds of codes (`operands.kind_of`)."""
+    math = math_of(target, kinds, recipes, zero, half, whole)
+    if math == "scaled":
+        return "native"
+    own = {"fp8": FP8, "int8": ("int8",)}.get(math, ())
+    foreign = [storage(kind, recipe) for kind, recipe in zip(kinds, recipes) if kind != "float" and kind not in own]
+    if not foreign:
+        return "native"
+    return f"{' and '.join(dict.fromkeys(foreign))} storage, {math.upper()} math"
+
+
+def label(
+    a: Tensor,
+    b: Tensor,
+    recipes: tuple[str | None, str | None],
+    target: Target,
+    zero: bool = False,
+) -> str:
+    """How a product of these operands is computed on a chip: "native", or what they are stored in and what is multiplied."""
+    kinds = kind_of(a, recipes[0]), kind_of(b, recipes[1])
+    return label_of(kinds, recipes, target, zero, torch.float16 in (a.dtype, b.dtype), inner_of(a) % 128 == 0)

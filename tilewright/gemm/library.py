@@ -1,0 +1,264 @@
+"""Products by cuBLAS and cuBLASLt, through torch: what they take, and how scales have to lie for them.
+
+cuBLASLt multiplies FP8 whose inner dimension is contiguous on both sides, in sizes that 16 divides. Scales of 1x128 blocks lie
+block by block, [M, K/128] with strides (1, M); those of 128x128 blocks row by row, each row padded to a multiple of four, without
+which results are silently wrong. Where both it and our kernels can be used, `choice.py` says which is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from ..core import call
+from ..core.target import Target
+from ..core.tensor import cdiv, rows
+from .choice import LIBRARY, preferred
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+OUT = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+SIXTEEN = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+# Pairs of recipes that cuBLASLt has on Hopper, by the names of `scaled_mm.PAIRS`
+RECIPES = {
+    ("TensorWise", "TensorWise"): "fp8_tensor",
+    ("RowWise", "RowWise"): "fp8_row",
+    ("BlockWise1x128", "BlockWise128x128"): "fp8_block",
+    ("BlockWise128x128", "BlockWise1x128"): "fp8_block_left",
+    ("BlockWise1x128", "BlockWise1x128"): "fp8_block_both",
+}
+OUTS = {"fp8_tensor": OUT, "fp8_row": ("bfloat16",)}  # else
+BLOCK_OUTS = ("bfloat16", "float32")
+
+
+@functools.cache
+def entry_points() -> frozenset[str]:
+    """Which functions for scaled products this torch has: its CUDA build only."""
+    if torch.version.cuda is None:
+        return frozenset()
+    found = {name for name in ("_scaled_mm", "_scaled_mm_v2") if hasattr(torch, name)}
+    return frozenset(found if hasattr(functional, "ScalingType") else found - {"_scaled_mm_v2"})
+
+
+@functools.cache
+def cuda_version() -> tuple[int, ...]:
+    """Of the libraries that torch was built with."""
+    return tuple(int(part) for part in (torch.version.cuda or "0").split(".")[:2])
+
+
+def wanted(target: Target, pair: str, M: int, N: int, K: int) -> bool:
+    """Whether the library is to be taken where it can be: it was asked for, or is the faster."""
+    return call.forced.get() == LIBRARY or preferred(target, pair, M, N, K) == LIBRARY
+
+
+# ---- scaled products -------------------------------------------------------------------------------------------------
+
+
+def pair_of(a: SimpleNamespace) -> str | None:
+    """The name under which `choice.py` knows these operands; None where cuBLASLt has no such product."""
+    pair = RECIPES.get((a.recipe_a, a.recipe_b))
+    if pair is None or {a.a.dtype, a.b.dtype} - {E4M3, E5M2} or a.a.dtype == E5M2 == a.b.dtype:
+        return None
+    blocks = "block" in pair
+    if blocks and not a.a.dtype == a.b.dtype == E4M3:
+        return None
+    return f"{pair}_fast" if a.accumulate == "fast" and not blocks else pair
+
+
+def refusal(target: Target, a: SimpleNamespace) -> str | None:
+    """Why cuBLASLt, through a torch that has all of it, cannot multiply these; None if it can."""
+    pair = pair_of(a)
+    if pair is None:
+        return "cuBLASLt has no product of these operands"
+    kind = pair.removesuffix("_fast")
+    if not target.arch.startswith("sm_") or not target.fp8 or (kind != "fp8_tensor" and target.arch != "sm_90"):
+        return f"cuBLASLt has no {kind} on {target.arch}"
+    (M, K), N = a.a.shape, a.b.shape[1]
+    if 0 in (M, N, K) or K % 16 or N % 16:
+        return "K and N must be multiples of 16"
+    if "block" in kind and (K % 128 or (a.recipe_a == "BlockWise1x128" and M % 4)):
+        return "K must be a multiple of 128, and M of 4"
+    if not (along(a.a) and along(a.b.t())):
+        return "the inner dimension of both operands must be contiguous, in rows that begin at multiples of 16 bytes"
+    if a.act is not None or (a.c is not None and a.beta != 0.0) or a.out_format is not None:
+        return "torch has no activation, c or quantised result there"
+    if a.out_dtype not in OUTS.get(kind, BLOCK_OUTS):
+        return f"torch has no {kind} into {a.out_dtype}"
+    if a.bias is not None and ("block" in kind or a.out_dtype == "float32" or a.bias.dtype != OUT[a.out_dtype]):
+        return "torch adds a bias of the result's 16-bit dtype only, and none to products in blocks"
+    return None
+
+
+def takes(values: Mapping[str, Any]) -> bool:
+    """Whether arguments of `scaled_mm` can be multiplied by cuBLASLt here."""
+    a = SimpleNamespace(**values)
+    return refusal(Target.at(a.a.device), a) is None and reachable(a)
+
+
+def along(t: Tensor) -> bool:
+    """Whether rows are contiguous and begin at multiples of 16 bytes."""
+    apart = t.shape[0] == 1 or (t.stride(0) % 16 == 0 and t.stride(0) >= t.shape[1])
+    return apart and t.stride(1) == 1 and t.data_ptr() % 16 == 0
+
+
+def fits(target: Target, a: SimpleNamespace) -> bool:
+    """cuBLASLt takes these, is there, and is the faster or asked for."""
+    if refusal(target, a) is not None or not reachable(a):
+        return False
+    (M, K), N = a.a.shape, a.b.shape[1]
+    return wanted(target, pair_of(a), M, N, K)
+
+
+def reachable(a: SimpleNamespace) -> bool:
+    """Whether this torch gives access to it: rows' and blocks' scales came with CUDA 12.9."""
+    kind, names = RECIPES[a.recipe_a, a.recipe_b], entry_points()
+    if kind == "fp8_tensor":
+        return bool(names)
+    return cuda_version() >= (12, 9) and ("_scaled_mm_v2" in names or (kind == "fp8_row" and bool(names)))
+
+
+def scale_for(scale: Tensor, recipe: str, second: bool) -> Tensor:
+    """A scale [rows or blocks of rows, blocks] as cuBLASLt reads it: as it is where it lies so already, else a copy."""
+    if recipe == "TensorWise":
+        return scale.reshape(())
+    if recipe == "RowWise":
+        return scale.reshape(1, -1).contiguous() if second else scale.contiguous()
+    if recipe == "BlockWise1x128":
+        R = scale.shape[0]
+        if scale.stride(0) == 1 and (scale.shape[1] == 1 or scale.stride(1) == R):
+            return scale
+        return scale.t().contiguous().t()
+    down, across = scale.shape
+    wide = 4 * cdiv(across, 4)
+    there = scale.storage_offset() + down * wide <= scale.untyped_storage().nbytes() // scale.element_size()
+    if scale.stride(1) == 1 and (scale.stride(0) == wide or down == 1) and there:
+        return scale.as_strided((wide, down), (1, wide))
+    padded = scale.new_zeros(down, wide)
+    padded[:, :across] = scale
+    return padded.t()
+
+
+def prepared(values: Mapping[str, Any]) -> Callable[[], Tensor]:
+    """A call of cuBLASLt alone, for arguments of `scaled_mm`: scales are brought to where it wants them beforehand."""
+    if not takes(values):
+        reason = refusal(Target.at(values["a"].device), SimpleNamespace(**values))
+        raise RuntimeError(f"cuBLASLt cannot multiply these: {reason or 'this torch does not have it'}")
+    a, b, bias, out = (values.get(name) for name in ("a", "b", "bias", "out"))
+    names = values["recipe_a"], values["recipe_b"]
+    fast = values["accumulate"] == "fast" and "Block" not in names[0]
+    scales = scale_for(values["scale_a"], names[0], False), scale_for(values["scale_b"], names[1], True)
+    dtype, bias = OUT[values["out_dtype"]], None if bias is None else bias.contiguous()
+    direct = {"out": out} if out is not None and out.is_contiguous() else {}
+    if "_scaled_mm_v2" in entry_points():
+        kinds = [[getattr(functional.ScalingType, name).value] for name in names]
+        sides = [scales[0]], kinds[0], [0], [scales[1]], kinds[1], [0]  # 0: scales are not in tiles
+        multiplied = functools.partial(torch._scaled_mm_v2, a, b, *sides, bias, dtype, [], fast, **direct)
+    else:
+        about = {"bias": bias, "out_dtype": dtype, "use_fast_accum": fast, **direct}
+        multiplied = functools.partial(torch._scaled_mm, a, b, *scales, **about)
+    return multiplied if out is None or direct else lambda: out.copy_(multiplied())
+
+
+def forward(**values: Any) -> Tensor:
+    return prepared(values)()
+
+
+def by_group(op: str, values: Mapping[str, Any]) -> tuple[list[Callable[[], Tensor]], Callable[[list[Tensor]], Tensor]]:
+    """(A call of cuBLASLt for each group that is not empty, what makes one result of theirs), for arguments of
+    `grouped_mm_rows_fp8` or `grouped_mm_inner_fp8` in blocks; operands and scales are cut beforehand."""
+    a, b, scale_a, scale_b = (values[name] for name in ("a", "b", "scale_a", "scale_b"))
+    common = {"bias": None, "act": None, "c": None, "beta": 0.0, "accumulate": "full", "out_format": None}
+    common |= {"out_dtype": values["out_dtype"], "recipe_a": "BlockWise1x128"}
+    by_rows, calls, groups = op == "grouped_mm_rows_fp8", [], []
+    ends = [0, *values["offsets"].tolist()]
+    for group, (start, end) in enumerate(zip(ends, ends[1:])):
+        if start == end:
+            continue
+        if by_rows:
+            here = a[start:end], b[group], scale_a[:, start:end].t(), scale_b[group], "BlockWise128x128"
+        else:
+            blocks = slice(start // 128, cdiv(end, 128))
+            here = a[:, start:end], b[start:end], scale_a[blocks].t(), scale_b[blocks].t(), "BlockWise1x128"
+        calls.append(prepared({**common, **dict(zip(("a", "b", "scale_a", "scale_b", "recipe_b"), here))}))
+        groups.append(group)
+
+    def finish(parts: list[Tensor]) -> Tensor:
+        if by_rows:
+            return torch.cat(parts)
+        whole = parts[0].new_zeros(len(ends) - 1, *parts[0].shape)
+        whole[groups] = torch.stack(parts)
+        return whole
+
+    return calls, finish
+
+
+# ---- plain products --------------------------------------------------------------------------------------------------
+
+
+def pair_of_matmul(a: SimpleNamespace) -> str | None:
+    """bf16 or fp16: what cuBLAS multiplies as our kernels do."""
+    return SIXTEEN.get(a.a.dtype) if a.b.dtype == a.a.dtype else None
+
+
+def refusal_of_matmul(target: Target, a: SimpleNamespace) -> str | None:
+    """Why cuBLAS is not used for these; None if it can be."""
+    if pair_of_matmul(a) is None:
+        return "only products of bf16 and of fp16 are left to cuBLAS"
+    if not target.arch.startswith("sm_"):
+        return f"there is no cuBLAS on {target.arch}"
+    if 0 in (*a.a.shape, *a.b.shape):
+        return "there is nothing to multiply"
+    if a.acc_dtype == "float16" or dtype_of(a.a, a.out_dtype) not in (a.a.dtype, torch.float32):
+        return "torch has no such sums or results"
+    return None
+
+
+def fits_matmul(target: Target, a: SimpleNamespace) -> bool:
+    """Those of which cuBLAS is there, and is the faster or asked for."""
+    if torch.version.cuda is None or refusal_of_matmul(target, a) is not None:
+        return False
+    return wanted(target, SIXTEEN[a.a.dtype], a.a.numel() // a.a.shape[-1], a.b.shape[1], a.a.shape[-1])
+
+
+def dtype_of(a: Tensor, out_dtype: str | None) -> torch.dtype:
+    return a.dtype if out_dtype is None else OUT.get(out_dtype, a.dtype)
+
+
+@contextlib.contextmanager
+def whole_sums() -> Iterator[None]:
+    """cuBLAS adds up parts of a sum in fp32, as our kernels do: torch lets it do so in 16 bits by default."""
+    settings = torch.backends.cuda.matmul
+    names = ("allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction")
+    before = [getattr(settings, name) for name in names]
+    try:
+        for name in names:
+            setattr(settings, name, False)
+        yield
+    finally:
+        for name, value in zip(names, before):
+            setattr(settings, name, value)
+
+
+def mm(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    with whole_sums():
+        return torch.mm(a, b) if dtype == a.dtype else torch.mm(a, b, out_dtype=dtype)
+
+
+def multiply(a, b, *, acc_dtype, out_dtype, out) -> Tensor:
+    dtype = dtype_of(a, out_dtype)
+    y = mm(rows(a), b, dtype).view(*a.shape[:-1], b.shape[1])
+    return y if out is None else out.copy_(y)
+
+
+def multiply_backward(saved: SimpleNamespace, dy: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """For a gradient of the dtype of the factors."""
+    a, b, flat = saved.a, saved.b, rows(dy)
+    da = mm(flat, b.t(), a.dtype).view(a.shape) if "a" in saved.needs else None
+    db = mm(rows(a).t(), flat, b.dtype) if "b" in saved.needs else None
+    return da, db

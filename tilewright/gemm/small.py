@@ -1,0 +1,214 @@
+"""Products of few rows, on any chip: `scaled_mm` of up to 64 rows.
+
+Few rows are bound by reading `b`, whose columns are the first factor here, y.T = b.T @ a.T: tensor cores want 64 rows of that
+one, and as few as 8 columns of the other. Where the columns make too few programs to keep memory busy, each has a part of the
+inner dimension; the parts are added up in their order.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..core.kernel import kernel
+from ..core.op import single
+from ..core.target import Target
+from ..core.tensor import cdiv, power_of_two
+from ..device.activation import activate
+from ..device.decode import four_bits, load_operand
+from .operands import BLOCKS, inner_of, kind_of
+from .tiles import stages
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+MOST = 64  # rows; with more, products of whole tiles are as fast
+COLUMNS = 64  # of a tile
+LEAST = 8  # blocks of 128 that a part of the inner dimension has: fewer are over before memory is busy
+ALONG = ("BlockWise1x128", "BlockWise128x128")  # scales that change along the inner dimension
+
+
+def splits_for(tiles: int, blocks: int, sms: int, least: int = LEAST) -> int:
+    """Into how many parts, none empty, the inner dimension is cut so that there is a program for every SM."""
+    if 2 * tiles > sms:
+        return 1
+    parts = min(sms // tiles, blocks // least)
+    return cdiv(blocks, cdiv(blocks, parts)) if parts > 1 else 1
+
+
+# ---- kernels ---------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def sum_blocks(
+    A, B, SA, SB, ZERO, row, col, first, end, M, N, K, stride_am, stride_ak, stride_bk, stride_bn, stride_sam, stride_sak,
+    stride_sbn, stride_sbk, KIND_A: tl.constexpr, KIND_B: tl.constexpr, MATH: tl.constexpr, DOWN: tl.constexpr,
+    ALONG_A: tl.constexpr, ALONG_B: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Sums [columns, rows] of A[M, K] @ B[K, N] over blocks of 128 of the inner dimension from `first` to `end`. Scales that change
+    along it are multiplied in: ALONG_A and ALONG_B; one of B is for DOWN columns."""
+    HALVES: tl.constexpr = four_bits(KIND_A) or four_bits(KIND_B)
+    SUM: tl.constexpr = tl.int32 if MATH == "int8" else tl.float32
+    scaled = (col // DOWN).to(tl.int64) * stride_sbn
+    total = tl.zeros([col.shape[0], row.shape[0]], tl.float32 if ALONG_A or ALONG_B else SUM)
+    for block in tl.range(first, end, num_stages=STAGES):
+        at = tl.multiple_of(block * 128, 128)
+        zero = None
+        if ZERO is not None:
+            zero = tl.load(ZERO + scaled + block.to(tl.int64) * stride_sbk, col < N, 0.0)[:, None]
+        b, b_odd = load_operand(B, None, col, at, N, K, stride_bn, stride_bk, 0, 0, zero, KIND_B, 0, MATH, HALVES, 128)
+        a, a_odd = load_operand(A, None, row, at, M, K, stride_am, stride_ak, 0, 0, None, KIND_A, 0, MATH, HALVES, 128)
+        part = tl.dot(b, a.T, out_dtype=SUM)
+        if HALVES:
+            part = tl.dot(b_odd, a_odd.T, part, out_dtype=SUM)
+        if ALONG_A or ALONG_B:
+            part = part.to(tl.float32)
+        if ALONG_A:
+            part *= tl.load(SA + row.to(tl.int64) * stride_sam + block.to(tl.int64) * stride_sak, row < M, 0.0)[None, :]
+        if ALONG_B:
+            part *= tl.load(SB + scaled + block.to(tl.int64) * stride_sbk, col < N, 0.0)[:, None]
+        total += part
+    return total
+
+
+@kernel(
+    grid=lambda a: (cdiv(a.N, a.BLOCK_N), a.parts),
+    tokens=("M", "per", "parts", "stride_sam", "stride_sak", "stride_sbn", "stride_sbk"),
+    default=lambda a: {"STAGES": stages(a.A.device, 128 * 2 * (a.BLOCK_M + a.BLOCK_N), 5), "num_warps": 4},
+)  # fmt: skip
+def small_rows(
+    A, B, Y, SA, SB, ZERO, BIAS, ADD, M, N, K, per, parts, stride_am, stride_ak, stride_bk, stride_bn, stride_sam, stride_sak,
+    stride_sbn, stride_sbk, stride_ym, stride_yn, stride_cm, stride_cn, beta,
+    KIND_A: tl.constexpr, KIND_B: tl.constexpr, MATH: tl.constexpr, DOWN: tl.constexpr, ALONG_A: tl.constexpr,
+    ALONG_B: tl.constexpr, ACT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    part = tl.program_id(1)
+    row = tl.arange(0, BLOCK_M)
+    col = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    first = part * per
+    y = sum_blocks(
+        A, B, SA, SB, ZERO, row, col, first, tl.minimum(first + per, tl.cdiv(K, 128)), M, N, K, stride_am, stride_ak, stride_bk,
+        stride_bn, stride_sam, stride_sak, stride_sbn, stride_sbk, KIND_A, KIND_B, MATH, DOWN, ALONG_A, ALONG_B, STAGES,
+    ).to(tl.float32)  # fmt: skip
+    if SA is not None and not ALONG_A:
+        y *= tl.load(SA + row.to(tl.int64) * stride_sam, row < M, 0.0)[None, :]
+    if SB is not None and not ALONG_B:
+        y *= tl.load(SB + (col // DOWN).to(tl.int64) * stride_sbn, col < N, 0.0)[:, None]
+    inside = (col < N)[:, None] & (row < M)[None, :]
+    if BIAS is not None:
+        y += tl.load(BIAS + col, col < N, 0.0).to(tl.float32)[:, None]
+    if ADD is not None:
+        at = ADD + row.to(tl.int64)[None, :] * stride_cm + col.to(tl.int64)[:, None] * stride_cn
+        y += tl.load(at, inside, 0.0).to(tl.float32) * beta
+    if ACT is not None:
+        y = activate(y, 1.0, ACT)
+    at = Y + part.to(tl.int64) * M * N + row.to(tl.int64)[None, :] * stride_ym + col.to(tl.int64)[:, None] * stride_yn
+    tl.store(at, y.to(Y.dtype.element_ty), inside)
+
+
+@kernel(
+    grid=lambda a: (cdiv(a.N, a.BLOCK), a.M), tokens=("M", "parts"),
+    default=lambda a: {"BLOCK": 512, "num_warps": 4},
+)  # fmt: skip
+def small_add_parts(
+    P,
+    Y,
+    BIAS,
+    ADD,
+    M,
+    N,
+    parts,
+    stride_ym,
+    stride_yn,
+    stride_cm,
+    stride_cn,
+    beta,
+    ACT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """act(the sum of P[parts, M, N] over its parts, in their order, + bias + beta * c)."""
+    row = tl.program_id(1).to(tl.int64)
+    col = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = col < N
+    y = tl.zeros([BLOCK], tl.float32)
+    for part in range(parts):
+        y += tl.load(P + (part.to(tl.int64) * M + row) * N + col, inside, 0.0)
+    if BIAS is not None:
+        y += tl.load(BIAS + col, inside, 0.0).to(tl.float32)
+    if ADD is not None:
+        y += tl.load(ADD + row * stride_cm + col.to(tl.int64) * stride_cn, inside, 0.0).to(tl.float32) * beta
+    if ACT is not None:
+        y = activate(y, 1.0, ACT)
+    tl.store(Y + row * stride_ym + col.to(tl.int64) * stride_yn, y.to(Y.dtype.element_ty), inside)
+
+
+# ---- host ------------------------------------------------------------------------------------------------------------
+
+
+def add_parts(parts: Tensor, y: Tensor, bias: Tensor | None, add: Tensor | None, beta: float, act: str | None) -> None:
+    """`small_add_parts` of parts [parts, M, N] into y."""
+    small_add_parts(
+        parts, y, None if bias is None else bias.contiguous(), add, *y.shape, parts.shape[0], *y.stride(),
+        *((0, 0) if add is None else add.stride()), beta, ACT=act,
+    )  # fmt: skip
+
+
+def math_of(kind_a: str, kind_b: str, a: Tensor) -> str | None:
+    """What is multiplied (`device/decode.py`), None where this file does not."""
+    if kind_a == "float":
+        return {torch.bfloat16: "bf16", torch.float16: "fp16"}[a.dtype] if kind_b != "e2m1" else None
+    if {kind_a, kind_b} <= {"int8", "int4"}:
+        return "int8"
+    if {kind_a, kind_b} <= {"e4m3", "e5m2"}:
+        return "fp8" if Target.at(a.device).fp8 else "bf16"
+    return None
+
+
+def plain(codes: Tensor, math: str) -> Tensor:
+    """FP8 codes as bytes where the chip does not multiply them."""
+    return (
+        codes.view(torch.uint8) if codes.dtype in (torch.float8_e4m3fn, torch.float8_e5m2) and math != "fp8" else codes
+    )
+
+
+def strides_of(scale: Tensor) -> list[int]:
+    """Those of a scale's dimensions, 0 where it is one for all, whatever the tensor says."""
+    return [stride if size > 1 else 0 for size, stride in zip(scale.shape, scale.stride())]
+
+
+def fits(target: Target, a: SimpleNamespace) -> bool:
+    """Up to 64 rows of codes whose scales are for 128 elements, for rows or for all, or of numbers with such codes."""
+    kinds = kind_of(a.a, a.recipe_a), kind_of(a.b.t(), a.recipe_b)
+    known = all(r is None or r in (*ALONG, "RowWise", "TensorWise") for r in (a.recipe_a, a.recipe_b))
+    if not known or a.out_format is not None or a.a.shape[0] > MOST or a.accumulate != "full" or not single(target, a):
+        return False
+    if "e2m1" in kinds or {"int8", "int4"} & {kinds[0]} and kinds[1] not in ("int8", "int4"):
+        return False
+    return a.b.shape[1] < 2**31 - COLUMNS and inner_of(a.a) < 2**31 - 128
+
+
+def forward(a, b, scale_a, scale_b, recipe_a, recipe_b, *, zero_b, bias, act, c, beta, out_dtype, out, **_) -> Tensor:
+    (M, K), N = (a.shape[0], inner_of(a)), b.shape[1]
+    y = torch.empty(M, N, dtype=DTYPES[out_dtype], device=a.device) if out is None else out
+    if not y.numel():
+        return y
+    kind_a, kind_b = kind_of(a, recipe_a), kind_of(b.t(), recipe_b)
+    math = math_of(kind_a, kind_b, a)
+    blocks, add = cdiv(K, 128), None if beta == 0.0 else c
+    parts = splits_for(cdiv(N, COLUMNS), blocks, Target.at(a.device).sms)
+    later = parts > 1
+    target = torch.empty(parts, M, N, dtype=torch.float32, device=a.device) if later else y
+    strides = [(0, 0) if s is None else strides_of(s) for s in (scale_a, scale_b)]
+    small_rows(
+        plain(a, math), plain(b, math), target, scale_a, scale_b, zero_b, None if bias is None or later else bias.contiguous(),
+        None if later else add, M, N, K, cdiv(blocks, parts), parts, *a.stride(), *b.stride(), *strides[0], *strides[1],
+        *target.stride()[-2:], *((0, 0) if later or add is None else add.stride()), beta,
+        KIND_A=kind_a, KIND_B=kind_b, MATH=math, DOWN=max(1, BLOCKS[recipe_b][0]) if recipe_b else 1,
+        ALONG_A=recipe_a in ALONG, ALONG_B=recipe_b in ALONG, ACT=None if later else act,
+        BLOCK_M=max(16, power_of_two(M)), BLOCK_N=COLUMNS,
+    )  # fmt: skip
+    if later:
+        add_parts(target, y, bias, add, beta, act)
+    return y
