@@ -269,6 +269,22 @@ def _cublaslt_loop(work: Work) -> Call:
     return call
 
 
+def _cublas(work: Work) -> Call:
+    if work.case.op != "matmul" or not work.values["a"].is_floating_point():
+        raise Absent(f"torch.mm has nothing for {work.case.family}")
+    a, b = work.values["a"], work.values["b"]
+    return lambda: torch.mm(a, b)
+
+
+def _torch_linear(work: Work) -> Call:
+    """A linear layer in the dtype of its arguments."""
+    if work.case.op != "linear_fp8":
+        raise Absent(f"torch's linear layer has nothing for {work.case.family}")
+    return _directed(lambda x, weight, bias, **_: torch.nn.functional.linear(x, weight, bias), work)
+
+
+# Relative RMS by which a rival that does not quantise may be off ours
+LOOSER = {"torch_linear": 8e-2}
 # Rivals that goals name, for the cases that name them
 NAMED: dict[str, Callable[[Work], Call]] = {
     "torch_add": _torch_add,
@@ -276,7 +292,9 @@ NAMED: dict[str, Callable[[Work], Call]] = {
     "torch_tf32": _torch_tf32,
     "torch_embedding": _torch_embedding,
     "compile_bf16": _compile_bf16,
+    "cublas": _cublas,
     "cublaslt": _cublaslt,
     "cublaslt_loop": _cublaslt_loop,
     "torch_int_mm": _torch_int_mm,
+    "torch_linear": _torch_linear,
 }

@@ -119,7 +119,7 @@ def measure_rivals(
         try:
             made = [rivals.call_of(name, one) for one in work]
             loose = check.COARSE.low if check.is_coarse(work[0].op, work[0].values) else rivals.LOOSE
-            if not rivals.agrees(work[0].call(), rivals.finished(made[0]), loose):
+            if not rivals.agrees(work[0].call(), rivals.finished(made[0]), max(loose, rivals.LOOSER.get(name, 0.0))):
                 raise rivals.Absent("its result is another")
             if work[0].overwrites:
                 for one in work:

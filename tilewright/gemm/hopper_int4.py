@@ -2,8 +2,9 @@
 
 It is instructions that bound this, not memory: codes go from shared memory into the registers that a product takes them from, and
 are widened there, two by one instruction. A word of eight codes becomes the pairs (0, 4), (2, 6) and (1, 5), (3, 7); which column
-of `a` meets a code is settled by permuting those of `a` alike. A warp has half the 64 columns of a tile for a group, so that what
-it does to `a` is done for many codes; four warpgroups take turns at steps of two groups, and their sums are added up at the end.
+of `a` meets a code is settled by permuting those of `a` alike. A warp has all 64 columns of a tile for a group, so that what it
+does to `a` is done for many codes; three warpgroups take turns at steps of four groups, and their sums are added up at the end.
+Two more warps copy, one the codes and one `a`: rows are back in their ring as soon as they are in registers.
 """
 
 from __future__ import annotations
@@ -26,11 +27,14 @@ from .small import DTYPES, MOST, add_parts, splits_for
 
 COLUMNS = 64
 GROUP = 128
-LEAST = 8  # steps of two groups that a part of the inner dimension has: two for each warpgroup
+LEAST = 4  # steps of four groups that a part of the inner dimension has
 CHUNK = 16  # rows of a tile: more would not fit in registers
-RING = 192 * 1024  # bytes
+RING = 192 * 1024  # bytes of both rings
+ROWS_DEPTH = 4  # steps that the ring of `a` holds
+# Whether tiles begin at different steps, so that not all programs read the same rows of `a` at the same time
+ROTATE = True
 WIDE = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
-SUMS = gl.constexpr(gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[2, 2, 1], instr_shape=[1, 16, 8]))
+SUMS = gl.constexpr(gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[4, 1, 1], instr_shape=[1, 16, 8]))
 SCALES = gl.constexpr(gl.SliceLayout(2, SUMS.value))
 CODES = gl.constexpr(gl.DotOperandLayout(0, SUMS.value, 8))
 ROWS_TWICE = gl.constexpr(gl.DotOperandLayout(1, SUMS.value, 16))
@@ -70,57 +74,79 @@ def widen_nibbles(x, DTYPE: gl.constexpr):
 def columns_alike(a):
     """(even, odd) of 128 columns of `a`, [groups, columns, rows], in the order of `widen_nibbles`."""
     ROWS: gl.constexpr = a.shape[2]
-    even, odd = gl.split(a.reshape([2, 16, 2, 2, 2, ROWS]).permute((0, 1, 3, 2, 5, 4)))
-    even = gl.convert_layout(even.reshape([2, 64, ROWS]), ROWS_ONCE)
-    return even, gl.convert_layout(odd.reshape([2, 64, ROWS]), ROWS_ONCE)
+    even, odd = gl.split(a.reshape([4, 16, 2, 2, 2, ROWS]).permute((0, 1, 3, 2, 5, 4)))
+    even = gl.convert_layout(even.reshape([4, 64, ROWS]), ROWS_ONCE)
+    return even, gl.convert_layout(odd.reshape([4, 64, ROWS]), ROWS_ONCE)
 
 
 @gluon.jit
-def first_place(t, sizes, EACH: gl.constexpr, W: gl.constexpr):
-    """(tile, its first row and column, group of the first step of warpgroup W, group that the tile ends at). Tiles of other rows
-    are next to each other: they read the same codes at the same time."""
-    M, N, steps, groups, tiles, PROGRAMS = sizes
+def place_of(t, sizes, EACH: gl.constexpr):
+    """(first row, first column, first group, step to begin with) of a tile. Tiles of other rows are next to each other: they read
+    the same codes at the same time."""
+    M, N, steps, groups, tiles, PROGRAMS, ROTATE = sizes
     down = gl.cdiv(M, EACH)
     across = gl.cdiv(N, 64)
-    first = 2 * (t // down // across * steps)
-    return t, (t % down) * EACH, (t // down % across) * 64, first + 2 * W, first + 2 * steps
+    column = t // down % across
+    turn = column % steps if ROTATE else column * 0
+    return (t % down) * EACH, column * 64, t // down // across * steps * 4, turn
 
 
 @gluon.jit
-def place_after(place, sizes, EACH: gl.constexpr, W: gl.constexpr):
-    """The next step of warpgroup W, in the next tile of its program if need be."""
-    t, row0, col0, group, end = place
-    group += 8
-    if group >= end:
-        t, row0, col0, group, end = first_place(t + sizes[5], sizes, EACH, W)
-    return t, row0, col0, group, end
+def group_at(first, turn, s, steps):
+    """The first group of step s of a tile that begins with step `turn`."""
+    s += turn
+    return first + 4 * (s - steps * (s >= steps).to(gl.int32))
 
 
 @gluon.jit
-def copy_step(A, B, ring, slot, place, tiles):
-    """The step at `place`, if there is such a tile, into a slot of the ring."""
-    a_ring, b_ring, full = ring
-    t, row0, col0, group, _ = place
-    ready = full.index(slot)
-    there = t < tiles
-    mbarrier.expect(ready, 2 * (64 * 64 + a_ring.shape[2] * 256), pred=there)
-    tma.async_copy_global_to_shared(B, [group, col0, 0], ready, b_ring.index(slot), pred=there)
-    tma.async_copy_global_to_shared(A, [group, row0, 0], ready, a_ring.index(slot), pred=there)
+def copy_steps(D, ring, sizes, EACH: gl.constexpr, DEPTH: gl.constexpr, CODES_TOO: gl.constexpr):
+    """One warp: all steps of all tiles of a program, of the codes or of `a`, into a ring of them."""
+    boxes, full, empty = ring
+    M, N, steps, groups, tiles, PROGRAMS, ROTATE = sizes
+    slot = 0
+    phase = 1
+    for t in range(gl.program_id(0), tiles, PROGRAMS):
+        row0, col0, first, turn = place_of(t, sizes, EACH)
+        start = col0 if CODES_TOO else row0
+        for s in range(steps):
+            mbarrier.wait(empty.index(slot), phase)
+            ready = full.index(slot)
+            mbarrier.expect(ready, D.block_type.nbytes)
+            at = [group_at(first, turn, s, steps), start, 0]
+            tma.async_copy_global_to_shared(D, at, ready, boxes.index(slot))
+            slot, phase = advance(slot, phase, DEPTH)
 
 
 @gluon.jit
-def multiply_step(totals, ring, slot, scales, zeros, ZEROS: gl.constexpr):
-    """`totals`, of 32 columns each, and the products of two groups: a [2, rows, 128], b [2, 64, 64 bytes]."""
-    a_ring, b_ring, _ = ring
-    even, odd = columns_alike(a_ring.index(slot).permute((0, 2, 1)).load(ROWS_TWICE))
-    ROWS: gl.constexpr = a_ring.shape[2]
-    zero = gl.zeros([2, 32, ROWS], gl.float32, SUMS)
+def take_rows(ring, n, DEPTH: gl.constexpr):
+    """(even, odd) columns of `a` of step n, whose place in the ring is free then."""
+    boxes, full, empty = ring
+    slot = n % DEPTH
+    mbarrier.wait(full.index(slot), n // DEPTH & 1)
+    a = boxes.index(slot).permute((0, 2, 1)).load(ROWS_TWICE)
+    gl.thread_barrier()  # all of the warpgroup have read what the copy writes over
+    mbarrier.arrive(empty.index(slot), count=1)
+    return columns_alike(a)
+
+
+@gluon.jit
+def multiply_step(totals, rows, ring, n, scales, zeros, DEPTH: gl.constexpr, ZEROS: gl.constexpr):
+    """`totals`, of 32 columns each, and the products of four groups: (even, odd) of `a`, b [4, 64, 64 bytes]."""
+    boxes, full, empty = ring
+    even, odd = rows
+    slot = n % DEPTH
+    zero = gl.zeros([4, 32, even.shape[2]], gl.float32, SUMS)
     if ZEROS:
-        ones = gl.full([2, 32, 64], 1.0, a_ring.dtype, CODES)
+        ones = gl.full([4, 32, 64], 1.0, even.dtype, CODES)
         sums = mma_v2(ones, odd, mma_v2(ones, even, zero))
+    mbarrier.wait(full.index(slot), n // DEPTH & 1)
+    first = boxes.index(slot).slice(0, 32, 1).load(CODES)
+    second = boxes.index(slot).slice(32, 32, 1).load(CODES)
+    gl.thread_barrier()
+    mbarrier.arrive(empty.index(slot), count=1)
     out = ()
     for i in gl.static_range(2):
-        low, high = widen_nibbles(b_ring.index(slot).slice(i * 32, 32, 1).load(CODES), a_ring.dtype)
+        low, high = widen_nibbles(first if i == 0 else second, even.dtype)
         part = mma_v2(high, odd, mma_v2(low, even, zero))
         if ZEROS:
             part -= sums * gl.expand_dims(zeros[i], 2)
@@ -162,64 +188,60 @@ def finish_tile(totals, boxes, turn, result, after, row0, col0, split, M, N, ACT
         mbarrier.wait(taken, turn ^ 1)
         for i in gl.static_range(2):
             box.index((W - 1) * 2 + i).store(gl.sum(totals[i], 0))
+        gl.thread_barrier()
         mbarrier.arrive(made, count=1)
     else:
         mbarrier.wait(made, turn)
         for i in gl.static_range(2):
             y = gl.sum(totals[i], 0)
-            for w in gl.static_range(3):
+            for w in gl.static_range(2):
                 y += box.index(w * 2 + i).load(y.type.layout)
             store_columns(y, result, after, row0, col0 + i * 32, split, M, N, ACT)
+        gl.thread_barrier()
         mbarrier.arrive(taken, count=1)
 
 
 @gluon.jit
 def multiply_tiles(
-    A, B, result, scales, after, ring, boxes, sizes, ACT: gl.constexpr, DEPTH: gl.constexpr, W: gl.constexpr
-):
-    """Warpgroup W of four, which has every fourth step, and DEPTH slots of the ring for them."""
-    a_ring, b_ring, full = ring
-    M, N, steps, groups, tiles, PROGRAMS = sizes
+    result, scales, after, a_ring, b_ring, boxes, sizes, EACH: gl.constexpr, ACT: gl.constexpr, A_DEPTH: gl.constexpr,
+    B_DEPTH: gl.constexpr, W: gl.constexpr,
+):  # fmt: skip
+    """Warpgroup W of three, which has every third step."""
+    M, N, steps, groups, tiles, PROGRAMS, ROTATE = sizes
     SB, ZERO, stride_sn, stride_sk = scales
-    EACH: gl.constexpr = a_ring.shape[2]
-    g = gl.expand_dims(gl.arange(0, 2, gl.SliceLayout(1, SCALES)), 1)
+    g = gl.expand_dims(gl.arange(0, 4, gl.SliceLayout(1, SCALES)), 1)
     n = gl.expand_dims(gl.arange(0, 32, gl.SliceLayout(0, SCALES)), 0)
-    ahead = first_place(gl.program_id(0), sizes, EACH, W)
-    for d in gl.static_range(DEPTH):
-        copy_step(A, B, ring, W * DEPTH + d, ahead, tiles)
-        ahead = place_after(ahead, sizes, EACH, W)
-    slot = 0
-    phase = 0
-    turn = 0
+    before = 0  # steps of the tiles before
+    shift = 0
     for t in range(gl.program_id(0), tiles, PROGRAMS):
-        t, row0, col0, group, end = first_place(t, sizes, EACH, W)
+        row0, col0, first, turn = place_of(t, sizes, EACH)
         inside = (col0 + n < N, col0 + 32 + n < N)
         # 32 bits, and the same for zeros, for registers are short
-        at = ((col0 + n) * stride_sn + (group + g) * stride_sk, (col0 + 32 + n) * stride_sn + (group + g) * stride_sk)
-        totals = (gl.zeros([2, 32, EACH], gl.float32, SUMS), gl.zeros([2, 32, EACH], gl.float32, SUMS))
-        scale = load_columns(SB, at, inside, group + g < groups)
+        column = ((col0 + n) * stride_sn, (col0 + 32 + n) * stride_sn)
+        totals = (gl.zeros([4, 32, EACH], gl.float32, SUMS), gl.zeros([4, 32, EACH], gl.float32, SUMS))
+        k = group_at(first, turn, W, steps) + g
+        at = (column[0] + k * stride_sk, column[1] + k * stride_sk)
+        more = (k < groups) & (W < steps)
+        scale = load_columns(SB, at, inside, more)
         zero = scale
         if ZERO is not None:
-            zero = load_columns(ZERO, at, inside, group + g < groups)
-        for k in range(group, end, 8):
+            zero = load_columns(ZERO, at, inside, more)
+        for s in range(W, steps, 3):
             # A step ahead: a load takes longer than a step
-            at = (at[0] + 8 * stride_sk, at[1] + 8 * stride_sk)
-            more = (k + 8 + g < groups) & (k + 8 < end)
+            k = group_at(first, turn, s + 3, steps) + g
+            at = (column[0] + k * stride_sk, column[1] + k * stride_sk)
+            more = (k < groups) & (s + 3 < steps)
             scale_next = load_columns(SB, at, inside, more)
             zero_next = scale_next
             if ZERO is not None:
                 zero_next = load_columns(ZERO, at, inside, more)
-            mbarrier.wait(full.index(W * DEPTH + slot), phase)
-            totals = multiply_step(totals, ring, W * DEPTH + slot, scale, zero, ZERO is not None)
+            rows = take_rows(a_ring, before + s, A_DEPTH)
+            totals = multiply_step(totals, rows, b_ring, before + s, scale, zero, B_DEPTH, ZERO is not None)
             scale = scale_next
             zero = zero_next
-            gl.thread_barrier()  # all of the warpgroup have read what the copy writes over
-            copy_step(A, B, ring, W * DEPTH + slot, ahead, tiles)
-            ahead = place_after(ahead, sizes, EACH, W)
-            slot, phase = advance(slot, phase, DEPTH)
-        split = end // (2 * steps) - 1
-        finish_tile(totals, boxes, turn, result, after, row0, col0, split, M, N, ACT, W)
-        turn ^= 1
+        finish_tile(totals, boxes, shift, result, after, row0, col0, first // (4 * steps), M, N, ACT, W)
+        before += steps
+        shift ^= 1
 
 
 @kernel(
@@ -229,33 +251,37 @@ def multiply_tiles(
 )  # fmt: skip
 def small_int4_hopper(
     A, B, Y, SB, ZERO, BIAS, ADD, M, N, steps, groups, splits, stride_sn, stride_sk, stride_ym, stride_yn,
-    stride_cm, stride_cn, beta, PROGRAMS, ACT: gl.constexpr, DEPTH: gl.constexpr,
+    stride_cm, stride_cn, beta, PROGRAMS, ACT: gl.constexpr, A_DEPTH: gl.constexpr, B_DEPTH: gl.constexpr, ROTATE: gl.constexpr,
 ):  # fmt: skip
-    """Y = A @ B.T, both by groups of 128: of `splits` parts of the inner dimension, `steps` steps of two groups each, one after
+    """Y = A @ B.T, both by groups of 128: of `splits` parts of the inner dimension, `steps` steps of four groups each, one after
     the other."""
     EACH: gl.constexpr = A.block_type.shape[1]
-    a_ring = gl.allocate_shared_memory(A.dtype, [4 * DEPTH, 2, EACH, 128], A.layout)
-    b_ring = gl.allocate_shared_memory(B.dtype, [4 * DEPTH, 2, 64, 64], B.layout)
-    box = gl.allocate_shared_memory(gl.float32, [3 * 2, 32, EACH], gl.SwizzledSharedLayout(2, 1, 4, [1, 0]))
-    full = gl.allocate_shared_memory(gl.int64, [4 * DEPTH, 1], mbarrier.MBarrierLayout())
+    a_boxes = gl.allocate_shared_memory(A.dtype, [A_DEPTH, 4, EACH, 128], A.layout)
+    b_boxes = gl.allocate_shared_memory(B.dtype, [B_DEPTH, 4, 64, 64], B.layout)
+    box = gl.allocate_shared_memory(gl.float32, [2 * 2, 32, EACH], gl.SwizzledSharedLayout(2, 1, 4, [1, 0]))
+    full = gl.allocate_shared_memory(gl.int64, [A_DEPTH + B_DEPTH, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [A_DEPTH + B_DEPTH, 1], mbarrier.MBarrierLayout())
     made = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     taken = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(4 * DEPTH):
+    for i in gl.static_range(A_DEPTH + B_DEPTH):
         mbarrier.init(full.index(i), count=1)
-    mbarrier.init(made, count=3)
+        mbarrier.init(empty.index(i), count=1)
+    mbarrier.init(made, count=2)
     mbarrier.init(taken, count=1)
-    ring = (a_ring, b_ring, full)
+    a_ring = (a_boxes, full.slice(0, A_DEPTH), empty.slice(0, A_DEPTH))
+    b_ring = (b_boxes, full.slice(A_DEPTH, B_DEPTH), empty.slice(A_DEPTH, B_DEPTH))
     boxes = (box, made, taken)
     result = (Y, stride_ym, stride_yn)
     scales = (SB, ZERO, stride_sn, stride_sk)
     after = (BIAS, ADD, stride_cm, stride_cn, beta)
-    sizes = (M, N, steps, groups, gl.cdiv(M, EACH) * gl.cdiv(N, 64) * splits, PROGRAMS)
+    sizes = (M, N, steps, groups, gl.cdiv(M, EACH) * gl.cdiv(N, 64) * splits, PROGRAMS, ROTATE)
     gl.warp_specialize([
-        (multiply_tiles, (A, B, result, scales, after, ring, boxes, sizes, ACT, DEPTH, 0)),
-        (multiply_tiles, (A, B, result, scales, after, ring, boxes, sizes, ACT, DEPTH, 1)),
-        (multiply_tiles, (A, B, result, scales, after, ring, boxes, sizes, ACT, DEPTH, 2)),
-        (multiply_tiles, (A, B, result, scales, after, ring, boxes, sizes, ACT, DEPTH, 3)),
-    ], [4, 4, 4], [128, 128, 128])  # fmt: skip
+        (multiply_tiles, (result, scales, after, a_ring, b_ring, boxes, sizes, EACH, ACT, A_DEPTH, B_DEPTH, 0)),
+        (multiply_tiles, (result, scales, after, a_ring, b_ring, boxes, sizes, EACH, ACT, A_DEPTH, B_DEPTH, 1)),
+        (multiply_tiles, (result, scales, after, a_ring, b_ring, boxes, sizes, EACH, ACT, A_DEPTH, B_DEPTH, 2)),
+        (copy_steps, (B, b_ring, sizes, EACH, B_DEPTH, True)),
+        (copy_steps, (A, a_ring, sizes, EACH, A_DEPTH, False)),
+    ], [4, 4, 1, 1], [152, 152, 24, 24])  # fmt: skip
 
 
 def fits(target: Target, a: SimpleNamespace) -> bool:
@@ -281,19 +307,20 @@ def forward(a, b, scale_a, scale_b, recipe_a, recipe_b, *, zero_b, bias, act, c,
     (M, K), N, sms = a.shape, b.shape[1], Target.at(a.device).sms
     y = torch.empty(M, N, dtype=DTYPES[out_dtype], device=a.device) if out is None else out
     rows = max(8, min(CHUNK, power_of_two(M)))
-    steps, add, tiles = cdiv(K, 2 * GROUP), None if beta == 0.0 else c, cdiv(M, rows) * cdiv(N, COLUMNS)
-    # Each warpgroup has as many steps; groups past the last are zeros that nothing is read for
-    per = 4 * cdiv(steps, 4 * splits_for(tiles, steps, sms, LEAST))
+    steps, add, tiles = cdiv(K, 4 * GROUP), None if beta == 0.0 else c, cdiv(M, rows) * cdiv(N, COLUMNS)
+    # Groups past the last are zeros that nothing is read for
+    per = cdiv(steps, splits_for(tiles, steps, sms, LEAST))
     parts = cdiv(steps, per)
     later = parts > 1
     target = torch.empty(parts, M, N, dtype=torch.float32, device=a.device) if later else y
     small_int4_hopper(
-        box_of(by_group(a, GROUP), [2, rows, GROUP], WIDE[a.dtype]),
-        box_of(by_group(b.t(), GROUP // 2), [2, COLUMNS, GROUP // 2], gl.uint8), target, scale_b, zero_b,
+        box_of(by_group(a, GROUP), [4, rows, GROUP], WIDE[a.dtype]),
+        box_of(by_group(b.t(), GROUP // 2), [4, COLUMNS, GROUP // 2], gl.uint8), target, scale_b, zero_b,
         None if bias is None or later else bias.contiguous(), None if later else add, M, N, per, K // GROUP, parts,
         *scale_b.stride(), *target.stride()[-2:],
         *((0, 0) if later or add is None else add.stride()), beta, min(sms, parts * tiles),
-        ACT=None if later else act, DEPTH=RING // (8 * GROUP * (COLUMNS // 2 + 2 * rows)),
+        ACT=None if later else act, A_DEPTH=ROWS_DEPTH,
+        B_DEPTH=(RING - ROWS_DEPTH * 4 * rows * 2 * GROUP) // (4 * COLUMNS * GROUP // 2), ROTATE=ROTATE,
     )  # fmt: skip
     if later:
         add_parts(target, y, bias, add, beta, act)

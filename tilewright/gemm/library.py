@@ -184,7 +184,8 @@ def by_group(op: str, values: Mapping[str, Any]) -> tuple[list[Callable[[], Tens
             here = a[start:end], b[group], scale_a[:, start:end].t(), scale_b[group], "BlockWise128x128"
         else:
             blocks = slice(start // 128, cdiv(end, 128))
-            here = a[:, start:end], b[start:end], scale_a[blocks].t(), scale_b[blocks].t(), "BlockWise1x128"
+            cut = a[:, start:end].contiguous(), b.t()[:, start:end].contiguous().t()
+            here = *cut, scale_a[blocks].t(), scale_b[blocks].t(), "BlockWise1x128"
         calls.append(prepared({**common, **dict(zip(("a", "b", "scale_a", "scale_b", "recipe_b"), here))}))
         groups.append(group)
 

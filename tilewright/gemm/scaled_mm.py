@@ -204,7 +204,8 @@ product = Op(
         "zero_b": "float32[rows_b blocks_b]", "bias": "float[columns]", "c": "float[tokens columns]",
         "out": "float[tokens columns]",
     },
-    graded_results=(), check=check, flops=flops, over=("c",), any_format=True, bars={"class": "F", "whole": True},
+    graded_results=(), check=check, flops=flops, over=("c",), any_format=True,
+    bars={"class": "F", "whole": True, "coarse": lambda values: values["accumulate"] == "fast"},
 )  # fmt: skip
 
 
