@@ -39,8 +39,8 @@ def test_parts_are_none_empty():
 @pytest.mark.parametrize("fp8", [True, False])
 def test_rows_past_a_count_are_neither_read_nor_written(fp8):
     """Counts are device data: none, some, all, and such as there cannot be."""
-    options = {"fp8": fp8, "rows": 70, "columns": 33, "out_dtype": "float32"}
-    values = draw(OPS["grouped_mm_masked"], NET, 0, torch.bfloat16, {"experts": 5, "hidden": 130}, options).values
+    options, dims = {"fp8": fp8, "out_dtype": "float32"}, {"experts": 5, "hidden": 130, "rows": 70, "columns": 33}
+    values = draw(OPS["grouped_mm_masked"], NET, 0, torch.bfloat16, dims, options).values
     counts = torch.tensor([0, 3, 70, 2**31 - 1, -5], dtype=torch.int32)
     live = torch.arange(70) < counts.clamp(0, 70)[:, None]
     clean = OPS["grouped_mm_masked"].reference(**{**values, "counts": counts})

@@ -88,6 +88,8 @@ def compare(pairs: Iterable[tuple[Tensor, Tensor]], bar: Bar, what: str, slack: 
     an element may be off beside that, in typical elements."""
     wrong = total = ideal = along = 0.0
     count = misrounded = 0
+    if bar == BARS["F"]:  # where terms of a product cancel, the tensor cores' own precision shows
+        slack = max(slack, 16 * bar.single)
     dtype = torch.float32
     for got, want in pairs:
         dtype = got.dtype

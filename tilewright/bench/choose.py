@@ -39,10 +39,11 @@ def rows_of(
     for row in recorded:
         case = cases.get(row["case"])
         pair = pair_of(case) if case is not None and row["arch"] == arch else None
-        if pair is None or choice.LIBRARY not in row["rivals"]:
+        theirs = row["rivals"].get(choice.LIBRARY, row["rivals"].get("cublas"))
+        if pair is None or theirs is None:
             continue
         sizes = tuple(row["dims"][name] for name in ("tokens", "columns", "hidden"))
-        times = {choice.OWN: row["us"], choice.LIBRARY: row["rivals"][choice.LIBRARY]}
+        times = {choice.OWN: row["us"], choice.LIBRARY: theirs}
         made.append(choice.made(row["op"], pair, sizes, times, row["date"][:10]))
     return made
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, mma_v2, tma
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..core.kernel import kernel
 from ..core.target import Target
@@ -29,16 +30,32 @@ COLUMNS = 64
 GROUP = 128
 LEAST = 4  # steps of four groups that a part of the inner dimension has
 CHUNK = 16  # rows of a tile: more would not fit in registers
-RING = 192 * 1024  # bytes of both rings
-ROWS_DEPTH = 4  # steps that the ring of `a` holds
+RING = 176 * 1024  # bytes of both rings
+ROWS_DEPTH = 1  # steps of each warpgroup that the ring of `a` holds
 # Whether tiles begin at different steps, so that not all programs read the same rows of `a` at the same time
 ROTATE = True
+# Whether codes are copied in lines of two groups, or by group
+LINES = True
+# Whether a launch begins while the launch before is ending, and lets the next one do so
+EARLY = False
 WIDE = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 SUMS = gl.constexpr(gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[4, 1, 1], instr_shape=[1, 16, 8]))
 SCALES = gl.constexpr(gl.SliceLayout(2, SUMS.value))
 CODES = gl.constexpr(gl.DotOperandLayout(0, SUMS.value, 8))
 ROWS_TWICE = gl.constexpr(gl.DotOperandLayout(1, SUMS.value, 16))
 ROWS_ONCE = gl.constexpr(gl.DotOperandLayout(1, SUMS.value, 8))
+# `CODES` of [4, 32, 64] as they lie in [2, 32, 128], two groups side by side
+PAIRED = gl.constexpr(
+    gl.DistributedLinearLayout(
+        reg_bases=[[0, 0, 1], [0, 0, 2], [0, 0, 4], [0, 8, 0], [0, 0, 32], [0, 16, 0]],
+        lane_bases=[[0, 0, 8], [0, 0, 16], [0, 1, 0], [0, 2, 0], [0, 4, 0]],
+        warp_bases=[[0, 0, 64], [1, 0, 0]],
+        block_bases=[],
+        shape=[2, 32, 128],
+    )
+)
+# A thread has all four groups' sums of four rows
+TAKEN = gl.constexpr(gl.BlockedLayout([4, 1, 4], [1, 8, 4], [1, 4, 1], [2, 1, 0]))
 # 128 (1024 in fp16) + 8 has a mantissa whose last bits a code, its sign bit flipped, replaces: a code is that less 136 (1032)
 WIDEN = gl.constexpr("""{
     .reg .b32 odd, high, both, magic;
@@ -80,10 +97,17 @@ def columns_alike(a):
 
 
 @gluon.jit
+def await_launch_before(EARLY: gl.constexpr):
+    """Until all that the launch before has written can be read."""
+    if EARLY:
+        gl.inline_asm_elementwise("griddepcontrol.wait; mov.u32 $0, 0;", "=r", [], gl.int32, False, 1)
+
+
+@gluon.jit
 def place_of(t, sizes, EACH: gl.constexpr):
     """(first row, first column, first group, step to begin with) of a tile. Tiles of other rows are next to each other: they read
     the same codes at the same time."""
-    M, N, steps, groups, tiles, PROGRAMS, ROTATE = sizes
+    M, N, steps, groups, tiles, PROGRAMS, ROTATE, EARLY = sizes
     down = gl.cdiv(M, EACH)
     across = gl.cdiv(N, 64)
     column = t // down % across
@@ -99,30 +123,36 @@ def group_at(first, turn, s, steps):
 
 
 @gluon.jit
-def copy_steps(D, ring, sizes, EACH: gl.constexpr, DEPTH: gl.constexpr, CODES_TOO: gl.constexpr):
+def copy_steps(D, ring, sizes, EACH: gl.constexpr, DEPTH: gl.constexpr, IS_B: gl.constexpr):
     """One warp: all steps of all tiles of a program, of the codes or of `a`, into a ring of them."""
     boxes, full, empty = ring
-    M, N, steps, groups, tiles, PROGRAMS, ROTATE = sizes
-    slot = 0
-    phase = 1
+    M, N, steps, groups, tiles, PROGRAMS, ROTATE, EARLY = sizes
+    await_launch_before(EARLY)
     for t in range(gl.program_id(0), tiles, PROGRAMS):
         row0, col0, first, turn = place_of(t, sizes, EACH)
-        start = col0 if CODES_TOO else row0
+        start = col0 if IS_B else row0
         for s in range(steps):
-            mbarrier.wait(empty.index(slot), phase)
+            # Of warpgroup s % 3 this is step j: each has slots of its own, or one that is ahead could take a phase for the next
+            j = t // PROGRAMS * ((steps + 2 - s % 3) // 3) + s // 3
+            slot = j % DEPTH * 3 + s % 3
+            mbarrier.wait(empty.index(slot), j // DEPTH & 1 ^ 1)
             ready = full.index(slot)
-            mbarrier.expect(ready, D.block_type.nbytes)
-            at = [group_at(first, turn, s, steps), start, 0]
-            tma.async_copy_global_to_shared(D, at, ready, boxes.index(slot))
-            slot, phase = advance(slot, phase, DEPTH)
+            group = group_at(first, turn, s, steps)
+            if D.block_type.shape[0] == 1:
+                mbarrier.expect(ready, 2 * D.block_type.nbytes)
+                for i in gl.static_range(2):
+                    box = boxes.index(slot).slice(i, 1, 0)
+                    tma.async_copy_global_to_shared(D, [0, start, group * 64 + i * 128], ready, box)
+            else:
+                mbarrier.expect(ready, D.block_type.nbytes)
+                tma.async_copy_global_to_shared(D, [group, start, 0], ready, boxes.index(slot))
 
 
 @gluon.jit
-def take_rows(ring, n, DEPTH: gl.constexpr):
-    """(even, odd) columns of `a` of step n, whose place in the ring is free then."""
+def take_rows(ring, slot, phase):
+    """(even, odd) columns of `a` of a step, whose place in the ring is free then."""
     boxes, full, empty = ring
-    slot = n % DEPTH
-    mbarrier.wait(full.index(slot), n // DEPTH & 1)
+    mbarrier.wait(full.index(slot), phase)
     a = boxes.index(slot).permute((0, 2, 1)).load(ROWS_TWICE)
     gl.thread_barrier()  # all of the warpgroup have read what the copy writes over
     mbarrier.arrive(empty.index(slot), count=1)
@@ -130,18 +160,28 @@ def take_rows(ring, n, DEPTH: gl.constexpr):
 
 
 @gluon.jit
-def multiply_step(totals, rows, ring, n, scales, zeros, DEPTH: gl.constexpr, ZEROS: gl.constexpr):
-    """`totals`, of 32 columns each, and the products of four groups: (even, odd) of `a`, b [4, 64, 64 bytes]."""
+def load_codes(box, I: gl.constexpr):
+    """32 columns of four groups, [4, 32, 64 bytes]."""
+    if box.shape[2] == 128:
+        x = box.slice(I * 32, 32, 1).load(PAIRED)
+        x = x.reshape([2, 32, 2, 64]).permute((0, 2, 1, 3)).reshape([4, 32, 64])
+        return gl.convert_layout(x, CODES, assert_trivial=True)
+    else:
+        return box.slice(I * 32, 32, 1).load(CODES)
+
+
+@gluon.jit
+def multiply_step(totals, rows, ring, slot, phase, scales, zeros, ZEROS: gl.constexpr):
+    """`totals`, of 32 columns each, and the products of the four groups of a step."""
     boxes, full, empty = ring
     even, odd = rows
-    slot = n % DEPTH
     zero = gl.zeros([4, 32, even.shape[2]], gl.float32, SUMS)
     if ZEROS:
         ones = gl.full([4, 32, 64], 1.0, even.dtype, CODES)
         sums = mma_v2(ones, odd, mma_v2(ones, even, zero))
-    mbarrier.wait(full.index(slot), n // DEPTH & 1)
-    first = boxes.index(slot).slice(0, 32, 1).load(CODES)
-    second = boxes.index(slot).slice(32, 32, 1).load(CODES)
+    mbarrier.wait(full.index(slot), phase)
+    first = load_codes(boxes.index(slot), 0)
+    second = load_codes(boxes.index(slot), 1)
     gl.thread_barrier()
     mbarrier.arrive(empty.index(slot), count=1)
     out = ()
@@ -186,16 +226,17 @@ def finish_tile(totals, boxes, turn, result, after, row0, col0, split, M, N, ACT
     box, made, taken = boxes
     if W > 0:
         mbarrier.wait(taken, turn ^ 1)
-        for i in gl.static_range(2):
-            box.index((W - 1) * 2 + i).store(gl.sum(totals[i], 0))
-        gl.thread_barrier()
+    for i in gl.static_range(2):
+        box.index(W * 2 + i).store(totals[i])
+    gl.thread_barrier()  # an arrival is one thread's
+    if W > 0:
         mbarrier.arrive(made, count=1)
     else:
         mbarrier.wait(made, turn)
         for i in gl.static_range(2):
-            y = gl.sum(totals[i], 0)
-            for w in gl.static_range(2):
-                y += box.index(w * 2 + i).load(y.type.layout)
+            y = gl.sum(box.index(i).load(TAKEN), 0)
+            for w in gl.static_range(1, 3):
+                y += gl.sum(box.index(w * 2 + i).load(TAKEN), 0)
             store_columns(y, result, after, row0, col0 + i * 32, split, M, N, ACT)
         gl.thread_barrier()
         mbarrier.arrive(taken, count=1)
@@ -207,11 +248,15 @@ def multiply_tiles(
     B_DEPTH: gl.constexpr, W: gl.constexpr,
 ):  # fmt: skip
     """Warpgroup W of three, which has every third step."""
-    M, N, steps, groups, tiles, PROGRAMS, ROTATE = sizes
+    M, N, steps, groups, tiles, PROGRAMS, ROTATE, EARLY = sizes
     SB, ZERO, stride_sn, stride_sk = scales
     g = gl.expand_dims(gl.arange(0, 4, gl.SliceLayout(1, SCALES)), 1)
     n = gl.expand_dims(gl.arange(0, 32, gl.SliceLayout(0, SCALES)), 0)
-    before = 0  # steps of the tiles before
+    await_launch_before(EARLY)
+    a_slot = 0
+    a_phase = 0
+    b_slot = 0
+    b_phase = 0
     shift = 0
     for t in range(gl.program_id(0), tiles, PROGRAMS):
         row0, col0, first, turn = place_of(t, sizes, EACH)
@@ -219,69 +264,77 @@ def multiply_tiles(
         # 32 bits, and the same for zeros, for registers are short
         column = ((col0 + n) * stride_sn, (col0 + 32 + n) * stride_sn)
         totals = (gl.zeros([4, 32, EACH], gl.float32, SUMS), gl.zeros([4, 32, EACH], gl.float32, SUMS))
-        k = group_at(first, turn, W, steps) + g
-        at = (column[0] + k * stride_sk, column[1] + k * stride_sk)
-        more = (k < groups) & (W < steps)
-        scale = load_columns(SB, at, inside, more)
-        zero = scale
-        if ZERO is not None:
-            zero = load_columns(ZERO, at, inside, more)
-        for s in range(W, steps, 3):
-            # A step ahead: a load takes longer than a step
-            k = group_at(first, turn, s + 3, steps) + g
+        scale = (gl.zeros([4, 32], gl.float32, SCALES), gl.zeros([4, 32], gl.float32, SCALES))
+        if ZERO is None:
+            k = group_at(first, turn, W, steps) + g
             at = (column[0] + k * stride_sk, column[1] + k * stride_sk)
-            more = (k < groups) & (s + 3 < steps)
-            scale_next = load_columns(SB, at, inside, more)
-            zero_next = scale_next
+            scale = load_columns(SB, at, inside, (k < groups) & (steps > W))
+        for s in range(W, steps, 3):
+            # A step ahead, for a load takes longer than a step, but zeros leave no registers for that
+            ahead = s + (3 if ZERO is None else 0)
+            k = group_at(first, turn, ahead, steps) + g
+            at = (column[0] + k * stride_sk, column[1] + k * stride_sk)
+            scale_next = load_columns(SB, at, inside, (k < groups) & (ahead < steps))
+            zero = scale
             if ZERO is not None:
-                zero_next = load_columns(ZERO, at, inside, more)
-            rows = take_rows(a_ring, before + s, A_DEPTH)
-            totals = multiply_step(totals, rows, b_ring, before + s, scale, zero, B_DEPTH, ZERO is not None)
+                scale = scale_next
+                zero = load_columns(ZERO, at, inside, k < groups)
+            rows = take_rows(a_ring, a_slot * 3 + W, a_phase)
+            totals = multiply_step(totals, rows, b_ring, b_slot * 3 + W, b_phase, scale, zero, ZERO is not None)
+            a_slot, a_phase = advance(a_slot, a_phase, A_DEPTH)
+            b_slot, b_phase = advance(b_slot, b_phase, B_DEPTH)
             scale = scale_next
-            zero = zero_next
         finish_tile(totals, boxes, shift, result, after, row0, col0, first // (4 * steps), M, N, ACT, W)
-        before += steps
         shift ^= 1
 
 
 @kernel(
     grid=lambda a: (a.PROGRAMS,), jit=gluon.jit,
     tokens=("M", "steps", "groups", "splits", "stride_sn", "stride_sk", "PROGRAMS"),
-    default=lambda a: {"num_warps": 4, "maxnreg": 128},
+    default=lambda a: {"num_warps": 4, "maxnreg": 128, "launch_pdl": a.EARLY},
 )  # fmt: skip
 def small_int4_hopper(
     A, B, Y, SB, ZERO, BIAS, ADD, M, N, steps, groups, splits, stride_sn, stride_sk, stride_ym, stride_yn,
     stride_cm, stride_cn, beta, PROGRAMS, ACT: gl.constexpr, A_DEPTH: gl.constexpr, B_DEPTH: gl.constexpr, ROTATE: gl.constexpr,
+    EARLY: gl.constexpr,
 ):  # fmt: skip
     """Y = A @ B.T, both by groups of 128: of `splits` parts of the inner dimension, `steps` steps of four groups each, one after
     the other."""
     EACH: gl.constexpr = A.block_type.shape[1]
-    a_boxes = gl.allocate_shared_memory(A.dtype, [A_DEPTH, 4, EACH, 128], A.layout)
-    b_boxes = gl.allocate_shared_memory(B.dtype, [B_DEPTH, 4, 64, 64], B.layout)
-    box = gl.allocate_shared_memory(gl.float32, [2 * 2, 32, EACH], gl.SwizzledSharedLayout(2, 1, 4, [1, 0]))
-    full = gl.allocate_shared_memory(gl.int64, [A_DEPTH + B_DEPTH, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [A_DEPTH + B_DEPTH, 1], mbarrier.MBarrierLayout())
+    if EARLY:
+        gl.inline_asm_elementwise("griddepcontrol.launch_dependents; mov.u32 $0, 0;", "=r", [], gl.int32, False, 1)
+    a_boxes = gl.allocate_shared_memory(A.dtype, [3 * A_DEPTH, 4, EACH, 128], A.layout)
+    LINE: gl.constexpr = B.block_type.shape[2]
+    b_boxes = gl.allocate_shared_memory(B.dtype, [3 * B_DEPTH, 256 // LINE, 64, LINE], B.layout)
+    box = gl.allocate_shared_memory(gl.float32, [3 * 2, 4, 32, EACH], gl.SwizzledSharedLayout(4, 2, 4, [2, 1, 0]))
+    a_full = gl.allocate_shared_memory(gl.int64, [3 * A_DEPTH, 1], mbarrier.MBarrierLayout())
+    a_empty = gl.allocate_shared_memory(gl.int64, [3 * A_DEPTH, 1], mbarrier.MBarrierLayout())
+    b_full = gl.allocate_shared_memory(gl.int64, [3 * B_DEPTH, 1], mbarrier.MBarrierLayout())
+    b_empty = gl.allocate_shared_memory(gl.int64, [3 * B_DEPTH, 1], mbarrier.MBarrierLayout())
     made = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     taken = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(A_DEPTH + B_DEPTH):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=1)
+    for i in gl.static_range(3 * A_DEPTH):
+        mbarrier.init(a_full.index(i), count=1)
+        mbarrier.init(a_empty.index(i), count=1)
+    for i in gl.static_range(3 * B_DEPTH):
+        mbarrier.init(b_full.index(i), count=1)
+        mbarrier.init(b_empty.index(i), count=1)
     mbarrier.init(made, count=2)
     mbarrier.init(taken, count=1)
-    a_ring = (a_boxes, full.slice(0, A_DEPTH), empty.slice(0, A_DEPTH))
-    b_ring = (b_boxes, full.slice(A_DEPTH, B_DEPTH), empty.slice(A_DEPTH, B_DEPTH))
+    a_ring = (a_boxes, a_full, a_empty)
+    b_ring = (b_boxes, b_full, b_empty)
     boxes = (box, made, taken)
     result = (Y, stride_ym, stride_yn)
     scales = (SB, ZERO, stride_sn, stride_sk)
     after = (BIAS, ADD, stride_cm, stride_cn, beta)
-    sizes = (M, N, steps, groups, gl.cdiv(M, EACH) * gl.cdiv(N, 64) * splits, PROGRAMS, ROTATE)
+    sizes = (M, N, steps, groups, gl.cdiv(M, EACH) * gl.cdiv(N, 64) * splits, PROGRAMS, ROTATE, EARLY)
     gl.warp_specialize([
         (multiply_tiles, (result, scales, after, a_ring, b_ring, boxes, sizes, EACH, ACT, A_DEPTH, B_DEPTH, 0)),
         (multiply_tiles, (result, scales, after, a_ring, b_ring, boxes, sizes, EACH, ACT, A_DEPTH, B_DEPTH, 1)),
         (multiply_tiles, (result, scales, after, a_ring, b_ring, boxes, sizes, EACH, ACT, A_DEPTH, B_DEPTH, 2)),
         (copy_steps, (B, b_ring, sizes, EACH, B_DEPTH, True)),
         (copy_steps, (A, a_ring, sizes, EACH, A_DEPTH, False)),
-    ], [4, 4, 1, 1], [152, 152, 24, 24])  # fmt: skip
+    ], [4, 4, 1, 1], [160, 160, 24, 24])  # fmt: skip
 
 
 def fits(target: Target, a: SimpleNamespace) -> bool:
@@ -303,6 +356,12 @@ def by_group(t: Tensor, each: int) -> Tensor:
     return t.as_strided((t.shape[1] // each, t.shape[0], each), (each, t.stride(0), 1))
 
 
+def boxes_of_codes(b: Tensor) -> TensorDescriptor:
+    if LINES:
+        return box_of(b.unsqueeze(0), [1, COLUMNS, GROUP], gl.uint8)
+    return box_of(by_group(b, GROUP // 2), [4, COLUMNS, GROUP // 2], gl.uint8)
+
+
 def forward(a, b, scale_a, scale_b, recipe_a, recipe_b, *, zero_b, bias, act, c, beta, out_dtype, out, **_) -> Tensor:
     (M, K), N, sms = a.shape, b.shape[1], Target.at(a.device).sms
     y = torch.empty(M, N, dtype=DTYPES[out_dtype], device=a.device) if out is None else out
@@ -315,12 +374,12 @@ def forward(a, b, scale_a, scale_b, recipe_a, recipe_b, *, zero_b, bias, act, c,
     target = torch.empty(parts, M, N, dtype=torch.float32, device=a.device) if later else y
     small_int4_hopper(
         box_of(by_group(a, GROUP), [4, rows, GROUP], WIDE[a.dtype]),
-        box_of(by_group(b.t(), GROUP // 2), [4, COLUMNS, GROUP // 2], gl.uint8), target, scale_b, zero_b,
+        boxes_of_codes(b.t()), target, scale_b, zero_b,
         None if bias is None or later else bias.contiguous(), None if later else add, M, N, per, K // GROUP, parts,
         *scale_b.stride(), *target.stride()[-2:],
         *((0, 0) if later or add is None else add.stride()), beta, min(sms, parts * tiles),
         ACT=None if later else act, A_DEPTH=ROWS_DEPTH,
-        B_DEPTH=(RING - ROWS_DEPTH * 4 * rows * 2 * GROUP) // (4 * COLUMNS * GROUP // 2), ROTATE=ROTATE,
+        B_DEPTH=(RING - 3 * ROWS_DEPTH * 4 * rows * 2 * GROUP) // (3 * 4 * COLUMNS * GROUP // 2), ROTATE=ROTATE, EARLY=EARLY,
     )  # fmt: skip
     if later:
         add_parts(target, y, bias, add, beta, act)
