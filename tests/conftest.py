@@ -36,6 +36,13 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError("only tests/interpreter runs with TRITON_INTERPRET=1 in the environment")
 
 
+def pytest_collection() -> None:
+    """Every op is declared before the first test: some take ops out of the table and put back what was there."""
+    import tilewright
+
+    tilewright.catalogue()
+
+
 def op_of(item: pytest.Item) -> str:
     """The op a test is about: its `op` parameter, else its file."""
     op = getattr(item, "callspec", None) and item.callspec.params.get("op")

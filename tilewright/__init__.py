@@ -7,9 +7,12 @@ does no GPU work.
 from __future__ import annotations
 
 import importlib
+import importlib.util
+import pkgutil
 from typing import Any
 
 __version__ = "0.1.0"
+LAYERS = ("ops", "gemm", "nn")  # packages that declare ops
 # Names that are not ops, and the modules that hold them.
 NAMES = {
     "clip_grad_norm_": "ops.clip_grad",
@@ -50,7 +53,7 @@ def __getattr__(name: str) -> Any:
     elif name.startswith("_"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     else:
-        value = catalogue().get(name)
+        value = _declared(name)
         if value is None:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         value = value.function
@@ -62,10 +65,25 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *NAMES, "nn", *catalogue()})
 
 
+def _declared(name: str) -> Any:
+    """The op of this name, or None: from the file of its name if there is one, so that the first use of one op does not load
+    all of them."""
+    for layer in LAYERS[:2]:
+        if importlib.util.find_spec(f"{__name__}.{layer}.{name}") is not None:
+            importlib.import_module(f"{__name__}.{layer}.{name}")
+            from .core.op import OPS
+
+            if name in OPS:
+                return OPS[name]
+    return catalogue().get(name)
+
+
 def catalogue() -> dict[str, Any]:
     """Every declared op by name."""
-    for layer in ("ops", "gemm", "nn"):
-        importlib.import_module(f"{__name__}.{layer}")
+    for layer in LAYERS:
+        package = importlib.import_module(f"{__name__}.{layer}")
+        for module in sorted(m.name for m in pkgutil.iter_modules(package.__path__)):
+            importlib.import_module(f"{package.__name__}.{module}")
     from .core.op import OPS
 
     return OPS

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from ..core.format import Format, Quantized, pack, unpack
-from ..core.op import OPS
 from ..core.tensor import cdiv
 from ..ops.quantize import quantize
 from .grouped_inner import grouped_mm_inner, grouped_mm_inner_fp8
+from .grouped_masked import grouped_mm_masked
 from .grouped_rows import ended, grouped_mm_rows, grouped_mm_rows_fp8
 from .operands import KINDS, names_of
 from .scaled_mm import DTYPES, Act
@@ -287,7 +287,7 @@ def masked(
         scales["scale_a"] = a.scale if sources[0] is None else a.scale.t().unflatten(0, a.codes.shape[:2])
         scales["scale_b"] = scale_of_matrices(b, *b.codes.shape, sources[1], transposed)
     dtype = out_dtype or (torch.bfloat16 if a.recipe else a.codes.dtype)
-    return OPS["grouped_mm_masked"].function(a.codes, b.codes, counts, **scales, out_dtype=word(dtype))
+    return grouped_mm_masked.function(a.codes, b.codes, counts, **scales, out_dtype=word(dtype))
 
 
 def word(dtype: torch.dtype) -> str:
