@@ -28,9 +28,8 @@ OUT = {
     "float32": (torch.float32, gl.float32), "bfloat16": (torch.bfloat16, gl.bfloat16), "float16": (torch.float16, gl.float16),
 }  # fmt: skip
 FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
-TILE = (
-    256  # rows; three warpgroups of 64 were no faster: 0.95 to 0.97 of cuBLASLt, two 0.99 to 1.03 (H200, November 2026)
-)
+# Rows. Three warpgroups of 64 were no faster: 0.95 to 0.97 of cuBLASLt, two of 128 0.99 to 1.03 (H200, November 2026)
+TILE = 256
 
 
 @gluon.jit

@@ -25,9 +25,8 @@ from .small import DTYPES, add_parts, splits_for
 
 KINDS = {torch.float8_e4m3fn: gl.float8e4nv, torch.float8_e5m2: gl.float8e5}
 MOST = 64  # rows of a tile
-PIECE = (
-    16  # rows that are copied at a time: of the rows of a tile only those are read that there are, and up to 15 more
-)
+# Rows that are copied at a time: of the rows of a tile only those are read that there are, and up to 15 more
+PIECE = 16
 CHUNK = 4  # blocks whose scales are loaded at a time, one chunk ahead
 RING = 96 * 1024  # bytes: two programs to an SM
 EXPERTS = 1024  # that a warp finds a tile among
