@@ -21,7 +21,7 @@ unexport TRITON_INTERPRET
 # seconds of test time in one net (10 to 120 today): when the nets outgrow their budgets, cases per property are the first
 # thing to lower (TILEWRIGHT_CASES), for a GPU runs three times as many. A slower machine sets SLOWER=2.
 SLOWER ?= 1
-HOST_BUDGET := 330
+HOST_BUDGET := 360
 INTERPRETER_BUDGET := 560
 COMPILE_BUDGET := 540
 SMOKE_BUDGET := 140

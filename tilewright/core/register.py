@@ -263,7 +263,7 @@ def _register_backward(op: Op) -> None:
                 grad = torch.zeros_like(like, memory_format=torch.contiguous_format)
             elif any(grad is g for g in (*made, *grads)):
                 grad = grad.clone(memory_format=torch.contiguous_format)  # results of a registered op share no memory
-            made.append(grad)
+            made.append(grad.contiguous())  # as the fake says
         return made
 
     def fake(*flat: Any) -> list[Tensor]:

@@ -1,0 +1,104 @@
+"""What a patch replaced and what not, how often the replacements were called, and the way back."""
+
+from __future__ import annotations
+
+from collections import Counter
+from copy import deepcopy
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from torch import nn
+
+REPORT = "_tilewright_report"  # where the patched module keeps its report
+ABSENT = object()
+
+
+class Replaced(NamedTuple):
+    role: str
+    module: str
+    op: str
+
+
+class Skipped(NamedTuple):
+    role: str
+    module: str
+    reason: str
+
+
+class Change(NamedTuple):
+    """An attribute of one instance: its value, and what `__dict__` held there before."""
+
+    module: nn.Module
+    name: str
+    value: Any
+    before: Any
+
+    def stands(self) -> bool:
+        now = type(self.module) if self.name == "__class__" else self.module.__dict__.get(self.name)
+        return now is self.value
+
+
+@dataclass(eq=False)
+class PatchReport:
+    """`replaced` and `skipped` modules, `versions`, and `calls()`. As a context manager it undoes the patch at the end."""
+
+    versions: dict[str, str]
+    replaced: list[Replaced] = field(default_factory=list)
+    skipped: list[Skipped] = field(default_factory=list)
+    counter: Counter[str] = field(default_factory=Counter, repr=False)
+    changes: list[Change] = field(default_factory=list, repr=False)
+
+    def calls(self) -> dict[str, int]:
+        """How often each op was called in place of the model's own code since the patch, not counting compiled code: there the
+        calls are nodes of the graph."""
+        return dict(self.counter)
+
+    def set(self, module: nn.Module, name: str, value: Any) -> None:
+        """Give one instance an attribute, past `nn.Module.__setattr__`: no state dict shall see it."""
+        if name == "__class__":
+            self.changes.append(Change(module, name, value, type(module)))
+            module.__class__ = value
+        else:
+            self.changes.append(Change(module, name, value, module.__dict__.get(name, ABSENT)))
+            module.__dict__[name] = value
+
+    def undo(self) -> None:
+        """Take back every change, the last one first; none of them if something was put over one since."""
+        over = next((c for c in self.changes if not c.stands()), None)
+        if over is not None:
+            kind = type(over.module).__name__
+            raise ValueError(f"unpatch: {over.name} of a {kind} was replaced after the patch: take that back first")
+        while self.changes:
+            module, name, _, before = self.changes.pop()
+            if name == "__class__":
+                module.__class__ = before
+            elif before is ABSENT:
+                del module.__dict__[name]
+            else:
+                module.__dict__[name] = before
+
+    def __enter__(self) -> PatchReport:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.undo()
+
+    def __deepcopy__(self, memo: dict) -> PatchReport:
+        """For a copy of the model: `ABSENT` must stay itself, and the counter is that of the copied forwards."""
+        made = PatchReport(dict(self.versions), [*self.replaced], [*self.skipped], self.counter)
+        memo[id(self)] = made  # it is a value of one of its own changes
+        for module, name, value, before in self.changes:
+            before = before if before is ABSENT else deepcopy(before, memo)
+            made.changes.append(Change(deepcopy(module, memo), name, deepcopy(value, memo), before))
+        return made
+
+    def __str__(self) -> str:
+        versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())
+        lines = [f"{len(self.replaced)} replaced, {len(self.skipped)} skipped ({versions})"]
+        for (role, op), count in Counter((r.role, r.op) for r in self.replaced).items():
+            first = next(r.module for r in self.replaced if (r.role, r.op) == (role, op))
+            lines.append(f"  {role}: {count} by {op} ({first}{', ...' if count > 1 else ''})")
+        for (role, reason), count in Counter((s.role, s.reason) for s in self.skipped).items():
+            first = next(s.module for s in self.skipped if (s.role, s.reason) == (role, reason))
+            lines.append(f"  {role}: {count} skipped: {reason} ({first}{', ...' if count > 1 else ''})")
+        return "\n".join(lines)
