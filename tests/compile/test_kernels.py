@@ -61,6 +61,11 @@ LADDERS = {
     "quantize_integer_tiles.ALIGN": 3,
     "quantize_integer_tiles.FULL": 2,
     "quantize_blocks.ALIGN": 2,
+    # Tiles of products follow the rows, by powers of two; tokens are the inner dimension of a weight's gradient
+    "scaled_product.BLOCK_M": 4,
+    "scaled_product.K": 3,
+    "scaled_product.stride_am": 3,
+    "scaled_product.stride_bn": 3,
     # Tiles are chosen by how many fill the chip
     "plain_hopper.CHUNKS": 2,
     "plain_hopper.OWN": 2,

@@ -126,6 +126,7 @@ def calls(op: Op) -> Iterator[Call]:
     """Hot calls fully, everything else once."""
     yield from hot_calls(op)
     yield Call(drawn(op, FEW))
+    yield from few_of_each_kind(op)
     for dims in (ODD, WIDE):
         yield Call(drawn(op, dims, full=True))
         for fmt in formats(op, "meta")[:1]:
@@ -137,7 +138,12 @@ def calls(op: Op) -> Iterator[Call]:
     for i, fmt in enumerate(formats(op, "meta")):
         yield Call({**drawn(op, HOT[0], full=bool(i % 2)), "out_format": fmt}, FORWARD)
     if op.any_format:  # two codes a byte: even sizes, no groups
-        for fmt in (tw.int4("1x128", zero=True, ways="both"), tw.mx("e2m1", ways="both"), tw.nvfp4(ways="both")):
+        for fmt in (
+            tw.int8("row"),
+            tw.int4("1x128", zero=True, ways="both"),
+            tw.mx("e2m1", ways="both"),
+            tw.nvfp4(ways="both"),
+        ):
             yield Call({**drawn(op, HOT[0]), "out_format": fmt}, FORWARD)
     for layout in (layouts.transposed, layouts.one_further):
         values = drawn(op, HOT[0], full=True)
@@ -145,6 +151,15 @@ def calls(op: Op) -> Iterator[Call]:
         yield Call({**values, **{n: t for n, t in moved.items() if t is not None}})
     for name in op.differentiable:
         yield Call(drawn(op, HOT[0], full=True), frozenset((name,)))
+
+
+def few_of_each_kind(op: Op) -> Iterator[Call]:
+    """Few rows of each kind of operands that a product draws: these may have kernels of their own."""
+    source = Blank(op, FEW)
+    op.inputs(source)
+    for name, choices in source.choices.items() if op.flops is not None else ():
+        if name not in op.signature.names:
+            yield from (Call(drawn(op, FEW, options={name: choice})) for choice in dict.fromkeys(choices))
 
 
 def longest_rows(op: Op) -> Call:
