@@ -21,7 +21,7 @@ from tilewright.check.variants import Variant
 from tilewright.core.aot import Compiled
 
 EVERY = os.environ.get("TILEWRIGHT_COMPILE") == "all"
-SAMPLE = 8
+SAMPLE = 12
 SLACK = 8
 SLACK_SHARED = 1024
 Row = dict[str, Any]
