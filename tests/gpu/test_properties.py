@@ -211,6 +211,11 @@ def test_tensors_of_another_device_than_the_current(op):
 # ---------------------------------------------------------------- binaries
 
 
+# Binaries that 1, 3, 16 and 32 tokens may add to that of 2: tiles follow the rows, by powers of two, and in a weight's gradient
+# tokens are the inner dimension, whose words matter. As many as an H200 compiled
+MORE = {"grouped_mm_inner_fp8": 2, "linear_fp8": 4, "matmul": 2, "scaled_mm": 1}
+
+
 def variants() -> int:
     """How many compiled variants all kernels of the library have."""
     modules = [m for name, m in list(sys.modules.items()) if name.startswith("tilewright")]
@@ -243,8 +248,7 @@ def test_token_counts_share_a_binary(op):
     before = variants()
     for tokens in (1, 16, 3, 32):
         call(op, tokens, options)
-    more = 0 if op.flops is None else 4  # tiles of products follow the rows, by powers of two
-    assert variants() <= before + more, f"{op.name}: 1, 2, 3, 16 and 32 tokens do not share a binary"
+    assert variants() <= before + MORE.get(op.name, 0), f"{op.name}: 1, 2, 3, 16 and 32 tokens do not share a binary"
 
 
 def test_alignment_comes_and_goes(op):

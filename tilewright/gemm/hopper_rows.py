@@ -246,8 +246,8 @@ def copies_in_bulk(*tensors: Tensor) -> bool:
 
 
 def stores_in_bulk(t: Tensor) -> bool:
-    """Whether bulk copies may write a result: their last 16 bytes of a row are written whole, also past its end (H200, November
-    2026: one bf16 number, and what lay beside it)."""
+    """Whether bulk copies may write a result: not where its rows are no multiples of 16 bytes. A result of one bf16 number was
+    seen to change what lay beside it (H200, November 2026); why was not looked into."""
     return copies_in_bulk(t) and t.shape[-1] * t.element_size() % 16 == 0
 
 
