@@ -37,8 +37,9 @@ def pytest_command(*arguments: str) -> list[str]:
 
 
 def environment(log: Path) -> dict[str, str]:
+    """References are computed on the CPU, by many processes at once: one thread each, or they wait for one another."""
     path = os.pathsep.join(p for p in (str(ROOT), os.environ.get("PYTHONPATH")) if p)
-    return {**os.environ, "PYTHONPATH": path, LOG: str(log)}
+    return {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": path, LOG: str(log)}
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:

@@ -290,7 +290,8 @@ def _near_low(label: str, actual: Tensor, rounded: Tensor, exact: Tensor, noise:
     wrong = (actual != rounded) & (64 * noise < step)
     # FP8 products' own errors are larger than fp16's steps
     share = bar.misrounded * (8 if bar == BARS["F"] and actual.dtype == torch.float16 else 1)
-    count, allowed = rounded[wrong].unique().numel(), 1 + share * error.numel()  # equal values go wrong together
+    count, mean = rounded[wrong].unique().numel(), share * error.numel()  # equal values go wrong together
+    allowed = 1 + mean + 2 * mean**0.5  # of few values a share has its own spread
     assert count <= allowed, (
         f"{label}: {wrong.sum()} of {error.numel()} are not correctly rounded, {allowed:.0f} may be"
     )
@@ -322,11 +323,13 @@ def noises(op: Op, values: Mapping[str, Any], grads: list) -> dict[str, Tensor]:
     what a quarter of an fp32 step of the inputs changes, which no fp32 exponential of a large number keeps. Where an op rounds
     on its way, what follows is no better than what such a rounding of the inputs and of upstream gradients changes."""
     worst: dict[str, Tensor] = {}
+    # A long sum is kept to some 2^-21 of its terms, however small it comes out: 2000 fp32 additions, each rounded
+    shake = 2.0**-21 if op.bars.get("class") in PRODUCTS else 2.0**-26
     source = torch.Generator().manual_seed(7)
     for _ in range(JITTERS):
         moved = {n: _each(lambda t: _jitter(t, source, 2.0**-10).float(), v) for n, v in values.items()}
         exact = truth(op, moved, grads)
-        shaken = {n: _each(lambda t: _jitter(t, source, 2.0**-26), v) for n, v in moved.items()}
+        shaken = {n: _each(lambda t: _jitter(t, source, shake), v) for n, v in moved.items()}
         others = [truth(op, moved, grads, torch.float32), truth(op, shaken, grads)]
         if op.bars.get("rounds") and (grads or rounded_results(op)):
             low = next(v.dtype for v in values.values() if isinstance(v, Tensor) and v.is_floating_point())

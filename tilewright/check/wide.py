@@ -30,6 +30,7 @@ _kept: list[Any] = []
 def reserve(count: int, dtype: torch.dtype, device: str) -> Tensor:
     """Memory for `count` elements that is committed page by page."""
     if device != "cpu":
+        torch.cuda.empty_cache()  # the last such tensor is kept there, and this one may be of another size
         return torch.empty(count, dtype=dtype, device=device)
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NORESERVE
     memory = mmap.mmap(-1, count * dtype.itemsize, flags=flags)
