@@ -246,14 +246,23 @@ def store_tiles(
         if q.data_t is not None and by_row:
             bits_t = torch.zeros(max(1, groups) * N, dtype=torch.int32, device=some.device)
         amax_tiles(*operands, bits, bits_t, q.offsets, M, N, groups, *strides, *params, **common)
-    aligned = q.data_t is None or q.data_t.data_ptr() % 16 == 0
     quantize_tiles(
         *operands, codes_of(q.data, fast), q.scale, codes_of(q.data_t, fast), q.scale_t, bits, bits_t, q.offsets,
         M, N, groups, *strides, row_stride(q.scale), M, row_stride(q.scale_t), *params, **common,
-        ALIGN=16 if aligned and M % 16 == 0 else 4 if aligned and M % 4 == 0 else 1,
+        ALIGN=alignment(q.data_t, M),
         # An empty tensor has no whole tile, though 128 divides its sizes
         FULL=groups == 0 and M * N > 0 and M % 128 == 0 and N % 128 == 0,
     )  # fmt: skip
+
+
+def alignment(data_t: Tensor | None, M: int) -> int:
+    """16, 4 or 1: what divides the length of the rows of transposed codes and the address of the first. Without such codes it
+    is always 16, so that all numbers of rows share a binary."""
+    if data_t is None:
+        return 16
+    if data_t.data_ptr() % 16:
+        return 1
+    return 16 if M % 16 == 0 else 4 if M % 4 == 0 else 1
 
 
 def codes_of(data: Tensor | None, fast: bool) -> Tensor | None:

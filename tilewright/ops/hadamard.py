@@ -23,7 +23,7 @@ from ..core.tensor import cdiv, rows
 from ..device.hadamard import rotate_columns, rotate_rows4
 from ..device.quantize import amax, amax4, has, store_given, store_tile4
 from ..formats.fp8 import fp8
-from ..formats.tiles import codes_of, is_fast, row_stride
+from ..formats.tiles import alignment, codes_of, is_fast, row_stride
 
 TILE = 128  # rows and columns of a quantised tile: no rotated run is longer
 
@@ -204,10 +204,9 @@ def store_rotated(q: Quantized, x: Tensor, block: int, dim: int, dim_t: int, sta
     (M, N), fast = X.shape, is_fast(some)
     Q, QT = codes_of(q.data, fast), codes_of(q.data_t, fast)
     bits = bits_t = static
-    aligned = QT is None or QT.data_ptr() % 16 == 0
     settings = {
         "BLOCK": block, "DIM": dim, "DIM_T": dim_t, "FORMAT": q.format.device_format(fast),
-        "ALIGN": 16 if aligned and M % 16 == 0 else 4 if aligned and M % 4 == 0 else 1,
+        "ALIGN": alignment(QT, M),
         "FULL": M * N > 0 and M % TILE == 0 and N % TILE == 0,
     }  # fmt: skip
     strides = (*X.stride(), row_stride(q.scale), M, row_stride(q.scale_t))

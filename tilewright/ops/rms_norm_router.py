@@ -25,7 +25,7 @@ from ..core.target import Target
 from ..core.tensor import cdiv, rows, vector
 from ..device.quantize import store_tile4
 from ..formats.fp8 import Fp8
-from ..formats.tiles import codes_of, is_fast, row_stride
+from ..formats.tiles import alignment, codes_of, is_fast, row_stride
 from .rms_norm import gradients, launch_rows, load_weight, normalised, quantised
 from .router_linear import backward as product_backward
 from .router_linear import forward as product
@@ -219,7 +219,7 @@ def forward(x, weight, router, eps, *, out_format) -> tuple[Tensor, Tensor, Tens
     rms_norm_router_forward(
         x2, vector(weight), router, Y, S, YT, ST, logits, rstd, M, N, E, *x2.stride(), *router.stride(), row_stride(S),
         row_stride(ST), eps, 1.0 / N if N else math.nan, FORMAT=FORMAT,
-        BLOCK_K=BLOCK_K, ALIGN=16 if M % 16 == 0 else 4 if M % 4 == 0 else 1,
+        BLOCK_K=BLOCK_K, ALIGN=alignment(YT, M),
         FULL=out_format is not None and M * N > 0 and M % TILE == 0 and N % TILE == 0,
     )  # fmt: skip
     return y, logits, rstd
