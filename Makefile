@@ -45,8 +45,8 @@ $(OLD)/.ready: | $(VENV)/.ready
 	touch $@
 
 lint: $(VENV)/.ready
-	$(VENV)/bin/ruff check tilewright tests
-	$(VENV)/bin/ruff format --check tilewright tests
+	$(VENV)/bin/ruff check tilewright tests examples
+	$(VENV)/bin/ruff format --check tilewright tests examples
 
 test: lint host interpreter compile smoke
 

@@ -19,7 +19,7 @@ FORMATS = {
     "int8": (tw.int8("row"), tw.int8("row")),
     "mxfp8": (tw.mx("e4m3"), tw.mx("e4m3")),
 }
-ROUNDING = {torch.bfloat16: 1.8e-3, torch.float32: 5e-4}
+ROUNDING = 2e-3  # to bf16; of so few elements the large ones decide
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +36,7 @@ def normal(*shape: int, seed: int) -> Tensor:
 
 def compare(found: Tensor, exact: Tensor) -> None:
     error = rms(found.double() - exact)
-    assert error <= ROUNDING[found.dtype] * rms(exact), f"relative RMS error {error / rms(exact):.2e}"
+    assert error <= ROUNDING * rms(exact), f"relative RMS error {error / rms(exact):.2e}"
 
 
 def some(rows: int, columns: int) -> tuple[Tensor, Tensor]:

@@ -9,8 +9,9 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+import tilewright as tw
 from tilewright.__main__ import app
-from tilewright.bench import choose
+from tilewright.bench import choose, evidence
 from tilewright.bench.cases import Case
 from tilewright.core import call
 from tilewright.core.target import TARGETS
@@ -102,14 +103,15 @@ def test_the_shipped_table_is_whole():
 
 
 def test_rows_come_from_evidence():
-    common = {"op": "scaled_mm", "direction": "forward", "dims": {}, "suite": "", "family": ""}
+    dims = {"tokens": 4096, "columns": 2112, "hidden": 7168}
+    common = {"op": "scaled_mm", "direction": "forward", "dims": dims, "suite": "", "family": ""}
     cases = {
         "block": Case("block", options={"pair": "fp8_block"}, ours=True, **common),
+        "wide": Case("wide", options={"pair": "fp8_block", "out_dtype": "float32"}, ours=True, **common),
         "fast": Case("fast", options={"pair": "fp8_row"}, arguments={"accumulate": "fast"}, ours=True, **common),
         "auto": Case("auto", options={"pair": "fp8_block"}, **common),
         "int4": Case("int4", options={"pair": "int4_row"}, ours=True, **common),
     }
-    dims = {"tokens": 4096, "columns": 2112, "hidden": 7168}
     about = {"op": "scaled_mm", "dims": dims, "us": 50.0, "date": "2026-11-15T06:09:08+00:00", "arch": "sm_90"}
     recorded = [{**about, "case": name, "rivals": {"cublaslt": 40.0}} for name in (*cases, "gone")]
     recorded += [
@@ -119,8 +121,32 @@ def test_rows_come_from_evidence():
     made = choose.rows_of(recorded, "sm_90", cases)
     assert [(r["pair"], r["bucket"], r["best"]) for r in made] == [
         ("fp8_block", [4096, 4096, 8192], "cublaslt"),
+        ("fp8_block_f32", [4096, 4096, 8192], "cublaslt"),
         ("fp8_row_fast", [4096, 4096, 8192], "cublaslt"),
     ]
+
+
+def test_auto_is_near_the_faster_in_all_that_was_recorded():
+    """By the shipped table, over products that both made in one run; and where `auto` itself was timed beside the library."""
+    recorded = evidence.everything(evidence.folder())
+    found = {one.row["case"]: one.auto for one in choose.measured(recorded)}
+    assert found and min(found.values()) >= choose.LEAST, found
+    timed = [row for row in recorded if row["case"].startswith("auto_")]
+    slow = {r["case"]: us / r["us"] for r in timed for us in r["rivals"].values() if us / r["us"] < choose.LEAST}
+    assert not slow
+
+
+def test_what_auto_reaches_in_a_sentence(rows):
+    rows(row("fp8_block", (4096, 4096, 4096), 1.0, 2.0))
+    about = {"arch": "sm_90", "op": "scaled_mm"}
+    same = "fp8_block", (4096, 4096, 4096)
+    found = [
+        choose.Both({**about, "case": "a"}, *same, {"own": 1.0, "cublaslt": 2.0}),
+        choose.Both({**about, "case": "b"}, *same, {"own": 4.0, "cublaslt": 1.0}),
+    ]
+    line = choose.auto_line(found)
+    assert "2 products" in line and "0.500 of the faster" in line and "0.250 at the least (`b`)" in line
+    assert choose.auto_line([]) is None
 
 
 # ---- what the library takes ------------------------------------------------------------------------------------------
@@ -129,7 +155,7 @@ def test_rows_come_from_evidence():
 def operands(M: int, N: int, K: int, recipes: tuple, dtypes=(torch.float8_e4m3fn,) * 2, **changes) -> SimpleNamespace:
     a, b = (torch.empty(n, K, dtype=dtype, device="meta") for n, dtype in zip((M, N), dtypes))
     given = {"a": a, "b": b.t(), "recipe_a": recipes[0], "recipe_b": recipes[1], "bias": None, "act": None, "c": None}
-    given |= {"beta": 0.0, "out_dtype": "bfloat16", "accumulate": "full", "out_format": None}
+    given |= {"beta": 0.0, "out_dtype": "bfloat16", "accumulate": "full", "out_format": None, "backend": "auto"}
     return SimpleNamespace(**{**given, **changes})
 
 
@@ -174,10 +200,72 @@ def test_the_library_is_taken_where_it_is_there_and_faster_or_asked_for(rows, mo
     token = call.forced.set("cublaslt")
     assert library.fits(HOPPER, given) and not library.fits(HOPPER, operands(62, 64, 256, BLOCKS))
     call.forced.reset(token)
+    assert library.fits(HOPPER, operands(4096, 4096, 4096, BLOCKS, backend="cublaslt"))
+    assert not library.fits(HOPPER, operands(62, 64, 256, BLOCKS, backend="cublaslt"))
     rows(row("fp8_block", (4096, 4096, 4096), 2.0, 1.0))
-    assert library.fits(HOPPER, given)
+    assert library.fits(HOPPER, given) and library.absence(given) is None
+    assert not library.fits(
+        HOPPER, operands(4096, 4096, 4096, BLOCKS, out_dtype="float32")
+    )  # another row: fp8_block_f32
+    monkeypatch.setattr(library, "entry_points", lambda: frozenset({"_scaled_mm"}))
+    assert "_scaled_mm_v2" in library.absence(given) and library.absence(operands(64, 64, 256, ROWS)) is None
     monkeypatch.setattr(library, "cuda_version", lambda: (12, 8))
-    assert not library.fits(HOPPER, given)
+    assert not library.fits(HOPPER, given) and "12.9" in library.absence(given)
+
+
+def test_the_private_product_of_torch_is_the_known_one(monkeypatch):
+    """Where its arguments change, cuBLASLt is not reached, and this says so before a GPU does."""
+    assert library.knows_recipes()
+    monkeypatch.setattr(library, "SCALED_MM_V2", library.SCALED_MM_V2[:-1])
+    assert not library.knows_recipes()
+
+
+def test_a_call_may_ask_for_its_backend(rows, monkeypatch):
+    """The names are those of the implementations, another raises, and one that does not take the arguments says which do."""
+    from tilewright.core.target import pretend
+    from tilewright.gemm.matmul import matmul
+    from tilewright.gemm.scaled_mm import product
+
+    for op in (product, matmul):
+        names = next(p.choices for p in op.signature.parameters if p.name == "backend")
+        assert names == ("auto", "triton", *(one.name for one in op.implementations))
+    values = product.signature.bind((), vars(operands(256, 512, 512, BLOCKS)))
+    values |= {"scale_a": torch.empty(256, 4, device="meta"), "scale_b": torch.empty(4, 4, device="meta")}
+    monkeypatch.setattr(library, "entry_points", lambda: frozenset({"_scaled_mm", "_scaled_mm_v2"}))
+    monkeypatch.setattr(library, "cuda_version", lambda: (13, 0))
+    rows(row("fp8_block", (256, 512, 512), 2.0, 1.0))
+
+    def taken(backend: str) -> str:
+        return product.implementation({**values, "backend": backend}, torch.device("cuda")).name
+
+    with pretend(HOPPER):
+        assert [taken(name) for name in ("auto", "cublaslt", "portable")] == ["cublaslt", "cublaslt", "portable"]
+        assert taken("triton") != "cublaslt"
+        with tw.force("triton"):
+            assert taken("cublaslt") == "cublaslt"  # what a call asks for comes before what it stands in
+        with pytest.raises(
+            RuntimeError, match=r"^scaled_mm: no backend hopper_few_int4 .*; cublaslt, .*portable would do"
+        ):
+            taken("hopper_few_int4")
+    with pytest.raises(ValueError, match=r"matmul: backend must be one of .*got 'cublas'"):
+        tw.matmul(torch.ones(2, 2), torch.ones(2, 2), backend="cublas")
+    with pytest.raises(RuntimeError, match="TRITON_INTERPRET=1"):
+        tw.matmul(torch.ones(2, 2), torch.ones(2, 2), backend="portable")
+
+
+def test_a_backend_reaches_a_compiled_call():
+    a, b = torch.ones(2, 16), torch.ones(16, 3)
+    seen = []
+
+    def spy(graph, _):
+        seen.extend(node.args for node in graph.graph.nodes if node.op == "call_function")
+        return graph.forward
+
+    torch.compile(lambda x, y: tw.matmul(x, y, backend="auto"), backend=spy, fullgraph=True)(a, b)
+    compiled = torch.compile(lambda x, y: tw.matmul(x, y, backend="portable"), backend=spy, fullgraph=True)
+    with pytest.raises(RuntimeError, match="TRITON_INTERPRET=1"):
+        compiled(a, b)
+    assert "auto" in seen[0] and "portable" in seen[-1]
 
 
 def test_how_scales_lie_for_it():
@@ -221,7 +309,7 @@ def test_groups_one_by_one(name, monkeypatch):
     torch.testing.assert_close(finish([one() for one in calls]), OPS[name].reference(**values), rtol=1e-4, atol=1e-2)
 
 
-def test_explain_says_which_and_why(rows):
+def test_explain_says_which_and_why(rows, monkeypatch):
     rows(row("fp8_block", (4096, 4096, 4096), 2.0, 1.0))
     words = ["explain", "scaled_mm", "--option", "pair=fp8_block", "--dim", "columns=4096", "--dim", "hidden=4096"]
     done = CliRunner().invoke(app, [*words, "--dim", "tokens=4096", "--json"])
@@ -230,5 +318,12 @@ def test_explain_says_which_and_why(rows):
     assert made["implementation"] != "cublaslt" and made["launches"]
     done = CliRunner().invoke(app, [*words, "--dim", "tokens=16"])
     assert "our kernels (not measured; the rule for fp8_block of few rows)" in done.stdout
+    done = CliRunner().invoke(app, [*words, "--dim", "tokens=4096", "--option", "backend=portable"])
+    assert "our kernels (asked for: portable)" in done.stdout and "implementation portable of" in done.stdout
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    monkeypatch.setattr(library, "entry_points", lambda: frozenset({"_scaled_mm", "_scaled_mm_v2"}))
+    monkeypatch.setattr(library, "cuda_version", lambda: (12, 8))
+    done = CliRunner().invoke(app, [*words, "--dim", "tokens=4096"])
+    assert "our kernels (scales of rows and blocks came with CUDA 12.9, this torch has 12.8)" in done.stdout
     done = CliRunner().invoke(app, ["explain", "scaled_mm", "--option", "pair=nothing"])
     assert done.exit_code == 2

@@ -32,8 +32,10 @@ def test_list_has_every_op():
     assert rows["glu"]["backward"] and rows["glu"]["formats"] == ["fp8"] and "gluon" in rows["glu"]["implementations"]
     assert not rows["dequantize_codes"]["backward"]
     assert rows["rms_norm"]["chips"]["sm_90"] == "measured" and rows["rms_norm"]["chips"]["sm_80"] == "compiled"
+    assert rows["scaled_mm"]["emulated"]["sm_90"]["mxfp4"] == "MXFP4 storage, BF16 math"
+    assert "mxfp4" not in rows["scaled_mm"]["emulated"]["sm_100"] and not rows["glu"]["emulated"]
     status, out, _ = run("list")
-    assert status == 0 and all(name in out for name in ("glu", "quantize"))
+    assert status == 0 and all(name in out for name in ("glu", "quantize", "int4_row: INT4 storage, INT8 math"))
 
 
 def test_doctor_names_what_it_found():

@@ -50,11 +50,12 @@ def test_every_generated_page_is_up_to_date(tmp_path, monkeypatch):
 def test_what_is_out_of_date_is_named_and_mended(tmp_path):
     (tmp_path / "docs").mkdir()
     readme = (ROOT / "README.md").read_text()
-    (tmp_path / "README.md").write_text(f"before\n{documents.BEGIN}\nold\n{documents.END}\nafter\n")
+    models = f"{documents.MODELS_BEGIN}\n{documents.MODELS_END}"
+    (tmp_path / "README.md").write_text(f"before\n{documents.BEGIN}\nold\n{documents.END}\n{models}\nafter\n")
     wrong = documents.check(tmp_path)
-    assert [line.split()[0] for line in wrong] == ["docs/ops.md", "docs/coverage.md", "README.md"]
-    assert all("`tilewright docs`" in line for line in wrong) and "line 3" in wrong[2]
-    assert len(documents.write(tmp_path)) == 3 and documents.check(tmp_path) == [] == documents.write(tmp_path)
+    assert [line.split()[0] for line in wrong] == ["docs/ops.md", "docs/coverage.md", "docs/rates.md", "README.md"]
+    assert all("`tilewright docs`" in line for line in wrong) and "line 3" in wrong[3]
+    assert len(documents.write(tmp_path)) == 4 and documents.check(tmp_path) == [] == documents.write(tmp_path)
     made = (tmp_path / "README.md").read_text()
     assert made.startswith("before\n") and made.endswith("\nafter\n") and "old" not in made
     assert (ROOT / "README.md").read_text() == readme
@@ -164,3 +165,10 @@ def test_the_commands_of_a_page_exist(page):
         assert words[1] in known, f"{' '.join(words)}: no such command"
         options = {name for parameter in known[words[1]].params for name in parameter.opts}
         assert {word for word in words if word.startswith("--")} <= options, " ".join(words)
+
+
+def test_a_note_stands_with_its_gpu():
+    notes = {"Chip A": "as fast as the faster", "Chip B": "not there"}
+    made = documents.results_section(results(ROW), [GOAL], TOYS.values(), notes)
+    assert "as fast as the faster" in made and "not there" not in made
+    assert "None" not in documents.results_section(results(ROW), [GOAL], TOYS.values(), {"Chip A": None})

@@ -219,3 +219,27 @@ def test_matrices_with_counts():
                 near(y[e, :count], exact[e, :count], 4e-3)
     with pytest.raises(ValueError, match="counts must be given"):
         grouped_mm(a, b, transposed_b=True)
+
+
+def test_matrices_with_scales_of_rows():
+    torch.manual_seed(0)
+    x, weight, counts = torch.randn(3, 9, 130), torch.randn(3, 200, 130), torch.tensor([9, 0, 4])
+    codes, scales = [t.to(torch.float8_e4m3fn) for t in (x, weight)], [torch.rand(3, n) + 0.5 for n in (9, 200)]
+    first, second = (c.double() * s.double().unsqueeze(-1) for c, s in zip(codes, scales))
+    named = {"scale_a": scales[0], "scale_b": scales[1], "recipe_a": "RowWise", "recipe_b": "RowWise"}
+    named |= {"transposed_b": True, "counts": counts}
+    for dtype, bar in ((torch.float32, 1e-6), (torch.bfloat16, 2e-3)):
+        y = grouped_mm(*codes, out_dtype=dtype, **named)
+        assert y.dtype == dtype
+        near(y[0], first[0] @ second[0].t(), bar)
+        near(y[2, :4], first[2, :4] @ second[2].t(), bar)
+    a, b = (tw.quantize(t, tw.fp8("row")) for t in (x, weight))
+    y = grouped_mm(a, b, counts=counts, transposed_b=True, out_dtype=torch.float32)
+    near(y[0], a.dequantize()[0].double() @ b.dequantize()[0].double().t(), 1e-6)
+    for change, words in (
+        ({"recipe_a": "BlockWise1x128"}, "or both row-wise, not BlockWise1x128 and RowWise"),
+        ({"scale_a": scales[0][:, :8]}, r"scale_a is \[3, 8\]"),
+        ({"out_dtype": torch.int8}, "out_dtype must be one of"),
+    ):
+        with pytest.raises((ValueError, TypeError), match=words):
+            grouped_mm(*codes, **{**named, **change})

@@ -87,7 +87,7 @@ def test_a_frozen_weight_and_modes_without_gradients():
 
 def test_codes_follow_the_weight():
     """Made once for a version of it; not kept at all for what stands in for a parameter."""
-    x, one = made()[0], linear(bias=False)
+    x, one = made()[0], linear(bias=False).requires_grad_(False)
     y = one(x)
     codes = one.codes.of("weight", one.weight)
     assert torch.equal(one(x), y) and one.codes.of("weight", one.weight) is codes
@@ -98,6 +98,24 @@ def test_codes_follow_the_weight():
     before = normed(x).detach()
     normed.parametrizations.weight.original0.data.mul_(2.0)
     torch.testing.assert_close(normed(x), 2 * before)
+
+
+@pytest.mark.parametrize("settings", [{"fused": True}, {"foreach": True}, {}], ids=str)
+def test_codes_follow_an_optimiser_that_does_not_count_versions(settings):
+    """torch's fused steps leave version counters as they are; between forward, evaluation and step nothing may go stale."""
+    x, one = made()[0].detach(), linear(bias=False)
+    step = torch.optim.AdamW(one.parameters(), lr=0.1, **settings)
+    with torch.no_grad():
+        seen = [one(x)]
+    for _ in range(2):
+        one(x).float().square().sum().backward()
+        with torch.no_grad():
+            assert torch.equal(one(x), seen[-1])
+        step.step()
+        with torch.no_grad():
+            seen.append(one(x))
+        assert torch.equal(seen[-1], copy.deepcopy(one)(x)) and not torch.equal(seen[-1], seen[-2])
+        step.zero_grad()
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 import tilewright as tw
+from tilewright.nn import ahead
 from tilewright.nn.expert_codes import blocks_of, transposed_blocks
 
 ACTS = {"silu": F.silu, "relu": F.relu, "gelu_erf": F.gelu}
@@ -158,12 +161,12 @@ def test_state_goes_from_layer_to_layer():
 
 
 def test_codes_are_made_once_for_each_version_of_a_weight():
-    layer = mixture(precision="fp8")
-    layer(X)[0].sum().backward()
+    layer = mixture(precision="fp8").requires_grad_(False)
+    layer(X)
     first = dict(layer.codes.made)
     layer(X)
     assert layer.codes.made["down"] is first["down"]
-    torch.optim.SGD([layer.down], lr=0.1).step()
+    layer.down.mul_(1.5)
     layer(X)
     assert layer.codes.made["gate_up"] is first["gate_up"] and layer.codes.made["down"] is not first["down"]
     assert not torch.equal(layer.codes.made["down"][1].dequantize(), first["down"][1].dequantize())
@@ -175,6 +178,18 @@ def test_codes_are_made_once_for_each_version_of_a_weight():
     before = layer.codes.of("down", layer.down)
     layer.down.data = layer.down.data.clone()
     assert layer.codes.of("down", layer.down) is not before
+
+
+def test_codes_kept_until_cleared_outlive_micro_batches():
+    layer = mixture(precision="fp8")
+    layer.codes.until_cleared = True
+    layer(X)[0].sum().backward()
+    kept = layer.codes.made["down"]
+    layer(X)[0].sum().backward()
+    assert layer.codes.made["down"] is kept
+    layer.codes.clear()
+    layer(X)
+    assert layer.codes.made["down"] is not kept
 
 
 def test_nothing_but_the_input_is_kept_without_gradients(monkeypatch):
@@ -220,3 +235,30 @@ def test_a_tiny_mixture_learns():
         (loss + more).backward()
         step.step()
     assert losses[-1] < 0.4 * losses[0]
+
+
+def test_what_runs_ahead_is_between_a_fork_and_a_join(monkeypatch):
+    seen = []
+
+    class Stream:
+        def __init__(self, name):
+            self.name = self.cuda_stream = name
+
+        def wait_stream(self, other):
+            seen.append(f"{self.name} waits for {other.name}")
+
+    @contextlib.contextmanager
+    def inside(stream):
+        seen.append(f"into {stream.name}")
+        yield
+        seen.append("out")
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream("main"))
+    monkeypatch.setattr(torch.cuda, "stream", inside)
+    monkeypatch.setattr(ahead, "second_stream", lambda device, stream: Stream(f"second of {stream}"))
+    like = SimpleNamespace(is_cuda=True, device=torch.device("cuda", 0))
+    join = ahead.launch_ahead(like, lambda: seen.append("launch"))
+    fork = ["second of main waits for main", "into second of main", "launch", "out"]
+    assert seen == fork
+    join()
+    assert seen == [*fork, "main waits for second of main"]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tilewright.core.target import TARGETS
-from tilewright.gemm.labels import label, label_of, math_of
+from tilewright.gemm.labels import computed, label_of, math_of
 from tilewright.gemm.scaled_mm import PAIRS
 
 NATIVE = "native"
@@ -48,10 +48,15 @@ def test_labels_of_mixes():
 def test_label_of_tensors():
     codes = torch.empty(4, 64, dtype=torch.uint8)
     halves = torch.empty(4, 128, dtype=torch.float16)
-    target = TARGETS["sm_90"]
-    assert label(codes, codes.t(), ("BlockWise1x16", "BlockWise1x16"), target) == WIDENED["nvfp4"]
-    assert label(codes, codes.t(), ("RowWise", "RowWise"), target) == "INT4 storage, INT8 math"
-    small = ("BlockWise1x32", "BlockWise1x32")
-    assert label(codes, codes.t(), small, TARGETS["sm_100"]) == NATIVE
-    assert label(codes[:, :63], codes[:, :63].t(), small, TARGETS["sm_100"]) == WIDENED["mxfp4"]
-    assert label(halves, codes.t(), (None, "BlockWise1x128"), target) == "INT4 storage, FP16 math"
+
+    def of(a: torch.Tensor, b: torch.Tensor, arch: str, *recipes: str | None) -> tuple[str, str]:
+        return computed({"a": a, "b": b.mT, **dict(zip(("recipe_a", "recipe_b"), recipes))}, TARGETS[arch])
+
+    assert of(codes, codes, "sm_90", "BlockWise1x16", "BlockWise1x16") == (WIDENED["nvfp4"], "bf16")
+    assert of(codes, codes, "sm_90", "RowWise", "RowWise") == ("INT4 storage, INT8 math", "int8")
+    assert of(codes, codes, "sm_100", "BlockWise1x32", "BlockWise1x32") == (NATIVE, "scaled")
+    assert of(codes[:, :63], codes[:, :63], "sm_100", "BlockWise1x32", "BlockWise1x32") == (WIDENED["mxfp4"], "bf16")
+    assert of(halves, codes, "sm_90", None, "BlockWise1x128") == ("INT4 storage, FP16 math", "fp16")
+    assert of(halves, halves, "sm_90") == (NATIVE, "fp16")
+    grouped = torch.empty(2, 4, 128, dtype=torch.float8_e4m3fn)
+    assert of(grouped[0], grouped.mT, "sm_90") == (NATIVE, "fp8")

@@ -25,6 +25,19 @@ def test_ending_of_plain_rows(dtype, columns, ending):
     assert (y.double() - exact).norm() <= (1e-5 if dtype == torch.float32 else 3e-3) * exact.norm()
 
 
+def test_matrices_with_scales_of_rows():
+    """A row's scale is that of each of its blocks, of stride 0; a column's comes after the sum."""
+    torch.manual_seed(1)
+    a, b = (torch.randn(*s).to(torch.float8_e4m3fn) for s in ((2, 5, 144), (2, 20, 144)))
+    scale_a, scale_b, counts = torch.rand(2, 5) + 0.5, torch.rand(2, 20) + 0.5, torch.tensor([3, 5])
+    named = {"recipe_a": "RowWise", "recipe_b": "RowWise", "transposed_b": True, "counts": counts}
+    with tw.force("triton"):
+        y = grouped_mm(a, b, scale_a=scale_a, scale_b=scale_b, out_dtype=torch.float32, **named)
+    exact = (a.double() * scale_a.double()[..., None]) @ (b.double() * scale_b.double()[..., None]).mT
+    for e, count in enumerate(counts.tolist()):
+        assert (y[e, :count].double() - exact[e, :count]).norm() <= 1e-5 * exact[e, :count].norm()
+
+
 def test_gradient_with_an_ending():
     """Of the pieces that have one: the same as the reference's in float64."""
     torch.manual_seed(0)

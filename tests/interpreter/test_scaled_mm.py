@@ -7,10 +7,12 @@ import torch
 from torch import Tensor
 
 import tilewright as tw
+from tests import product_oracle as oracle
+from tests.product_oracle import VIEWS, encoded, ones
 from tilewright.core.draw import Draw
 from tilewright.core.target import TARGETS
 from tilewright.gemm import portable
-from tilewright.gemm.operands import E2M1, SCALES, inner_of, values
+from tilewright.gemm.operands import E2M1, values
 from tilewright.gemm.scaled_mm import ACTS, PAIRS, draw_operand, product
 
 MIXES = {
@@ -25,30 +27,12 @@ MIXES = {
     "mxfp8 with block": ("e4m3", "e4m3", "BlockWise1x32", "BlockWise128x128"),
     "mxint8 with nvint8": ("int8", "int8", "BlockWise1x32", "BlockWise1x16"),
 }
-ONES = {"e4m3": 0x38, "e5m2": 0x3C, "int8": 1}
-VIEWS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2, "int8": torch.int8}
 
 
 def run(a: Tensor, b: Tensor, scales: tuple, recipes: tuple, **rest) -> Tensor:
     """The kernel's product of a [M, K] and b [N, K] in fp32."""
     with tw.force("portable"):
         return product.function(a, b.t(), *scales, *recipes, **{"out_dtype": "float32", **rest})
-
-
-def ones(recipe: str | None, rows: int, inner: int) -> Tensor | None:
-    source = Draw(0)
-    scale = draw_operand(source, "e4m3", recipe, rows, inner)[1] if recipe else None
-    return None if scale is None else torch.ones(scale.shape).to(SCALES.get(recipe, torch.float32))
-
-
-def one_hot(kind: str, size: int) -> Tensor:
-    """The identity in codes of a kind."""
-    if kind == "float":
-        return torch.eye(size).bfloat16()
-    if kind in ("int4", "e2m1"):
-        wide = torch.eye(size, dtype=torch.uint8) * (1 if kind == "int4" else 2)
-        return wide[:, ::2] | wide[:, 1::2] << 4
-    return (torch.eye(size, dtype=torch.uint8) * ONES[kind]).view(VIEWS[kind])
 
 
 ALL = {**PAIRS, **MIXES}
@@ -70,19 +54,19 @@ def test_every_pair(name, half):
         assert ((y.double() - wide_a @ wide_b.t()).abs() <= 2e-6 * reach).all()
 
 
+def agrees(exact: oracle.Exact) -> None:
+    with tw.force("portable"):
+        assert torch.equal(product.function(**exact.arguments(), out_dtype="float32"), exact.wanted.float())
+
+
 @pytest.mark.parametrize("pair", PAIRS)
 def test_one_hot_rows_give_dequantised_values(pair):
-    kind_a, kind_b, recipe_a, recipe_b = PAIRS[pair]
-    a = one_hot(kind_a, 128)
-    if kind_b in ("int4", "e2m1"):
-        b = torch.arange(256, dtype=torch.uint8).reshape(4, 64)
-    else:
-        codes = torch.tensor([c for c in range(256) if kind_b == "int8" or c & 0x7F < 0x7B], dtype=torch.uint8)
-        b = codes[torch.arange(4 * 128) % len(codes)].reshape(4, 128).view(VIEWS[kind_b])
-    scale_b = draw_operand(Draw(5), kind_b, recipe_b, 4, 128)[1]
-    y = run(a, b, (ones(recipe_a, 128, 128), scale_b), (recipe_a, recipe_b))
-    assert inner_of(b) == 128
-    assert torch.equal(y, values(b, scale_b, recipe_b).double().float().t())
+    agrees(oracle.one_hot_rows(pair, 128, 4, 128))
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_a_block_counts_for_itself_alone(pair):
+    agrees(oracle.larger_block(pair, 5, 7, 256))
 
 
 @pytest.mark.parametrize("sign", [0, 8])
@@ -90,7 +74,7 @@ def test_scales_of_every_exponent(sign):
     """Powers of two down to 2**-127 and up to 2**127 come through bf16 as they are; 255 is NaN, in its row alone."""
     b = torch.full((256, 16), (2 | sign) * 17, dtype=torch.uint8)
     scale = torch.arange(256, dtype=torch.uint8)[:, None].view(torch.float8_e8m0fnu)
-    y = run(one_hot("e4m3", 32), b, (ones("BlockWise1x32", 32, 32), scale), ("BlockWise1x32",) * 2)
+    y = run(encoded(torch.eye(32), "e4m3"), b, (ones("BlockWise1x32", 32, 32), scale), ("BlockWise1x32",) * 2)
     wanted = (2.0 ** torch.arange(-127, 128, dtype=torch.float64)).float() * (-1 if sign else 1)
     assert torch.equal(y[:, :255], wanted.expand(32, 255))
     assert y[:, 255].isnan().all()
@@ -99,7 +83,7 @@ def test_scales_of_every_exponent(sign):
 def test_products_of_e2m1_and_every_e4m3_scale():
     b = torch.tensor([0x10, 0x32, 0x54, 0x76, 0x98, 0xBA, 0xDC, 0xFE], dtype=torch.uint8).expand(256, 8).contiguous()
     scale = torch.arange(256, dtype=torch.uint8)[:, None].view(torch.float8_e4m3fn)
-    y = run(one_hot("e2m1", 16), b, (ones("BlockWise1x16", 16, 16), scale), ("BlockWise1x16",) * 2)
+    y = run(encoded(torch.eye(16), "e2m1"), b, (ones("BlockWise1x16", 16, 16), scale), ("BlockWise1x16",) * 2)
     magnitudes = torch.tensor(E2M1)
     wanted = torch.cat([magnitudes, -magnitudes])[:, None] * scale.float().t()
     known = ~wanted.isnan()
@@ -107,39 +91,13 @@ def test_products_of_e2m1_and_every_e4m3_scale():
     assert torch.equal(y.isnan(), wanted.isnan())
 
 
-@pytest.mark.parametrize("pair", ["fp8_block", "fp8_block_left", "fp8_block_both", "int8_block", "mxfp8", "nvfp4"])
-def test_a_scale_is_for_its_block(pair):
-    """Scaling one block of the inner dimension by 8 adds 7 times its part; numbers are such that all sums are exact."""
-    kind_a, kind_b, recipe_a, recipe_b = PAIRS[pair]
-    source = torch.Generator().manual_seed(4)
-    a = torch.randint(0, 2, (5, 256), generator=source).to(torch.uint8)
-    b = torch.randint(0, 2, (7, 256), generator=source).to(torch.uint8)
-    across = {"BlockWise1x32": 32, "BlockWise1x16": 16}.get(recipe_a, 128)
-    coded = []
-    for t, kind in ((a, kind_a), (b, kind_b)):
-        four = kind == "e2m1"
-        coded.append(2 * (t[:, ::2] | t[:, 1::2] << 4) if four else (t * ONES[kind]).view(VIEWS[kind]))
-    scale_a, scale_b = ones(recipe_a, 5, 256), ones(recipe_b, 7, 256)
-    larger = scale_b.float()
-    larger[:, 1] = 8.0
-    y = run(*coded, (scale_a, larger.to(scale_b.dtype)), (recipe_a, recipe_b))
-    part = slice(across, 2 * across)
-    assert torch.equal(y, (a.float() @ b.float().t()) + 7 * (a[:, part].float() @ b[:, part].float().t()))
-
-
 @pytest.mark.parametrize("most", [portable.EXACT, 0])
 @pytest.mark.parametrize("kinds", [("int8", "int8"), ("int4", "int4"), ("int8", "int4"), ("int4", "int8")])
 def test_integers_are_exact(kinds, most, monkeypatch):
     monkeypatch.setattr(portable, "EXACT", most)
     product.plans.clear()  # plans are kept by arguments alone
-    a, b = (draw_operand(Draw(i), kind, "RowWise", 6 + i, 300)[0] for i, kind in enumerate(kinds))
-    for t, kind in ((a, kinds[0]), (b, kinds[1])):
-        t[0] = -128 if kind == "int8" else 0x88
-    scales = ones("RowWise", 6, 300), ones("RowWise", 7, 300)
-    y = run(a, b, scales, ("RowWise", "RowWise"))
+    agrees(oracle.integers(kinds, 6, 7, 300))
     product.plans.clear()
-    wide_a, wide_b = (values(t, None, "RowWise").double() for t in (a, b))
-    assert torch.equal(y.double(), wide_a @ wide_b.t())
 
 
 def test_sums_leave_the_tensor_cores_where_they_must():

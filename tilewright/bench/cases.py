@@ -20,7 +20,8 @@ from typing import Any, Literal, NamedTuple
 SUITES = Path(__file__).parent / "suites"
 GOALS_FILE = Path(__file__).parent.parent / "data" / "goals.tsv"
 SLACK = 0.05
-Direction = Literal["forward", "backward", "step", "host"]  # a step is a forward and its backward, through autograd
+# A step is a forward and its backward, through autograd; training is that of a whole model
+Direction = Literal["forward", "backward", "step", "host", "train"]
 
 
 class Goal(NamedTuple):
@@ -52,6 +53,9 @@ class Case:
     arguments: dict[str, Any] = field(default_factory=dict)
     grad_format: str | None = None
     dtype: str = "bfloat16"
+    parts: list[dict[str, Any]] = field(
+        default_factory=list
+    )  # of a model: what its ops are, each as a case's own fields
 
 
 def _goals() -> dict[str, Goal]:

@@ -1,51 +1,85 @@
-"""The table of `gemm/choice.py`, from the evidence: every recorded product that our kernels and cuBLASLt made in one run.
+"""The table of `gemm/choice.py`, from the evidence: every recorded product that our kernels and cuBLASLt made in one run; and how
+near what `backend="auto"` takes by that table comes to the faster of the two.
 
 `python3 -m tilewright.bench.choose` writes `data/choice_<arch>.jsonl` anew for each chip that there is evidence of.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
-from ..gemm import choice
-from ..gemm.library import RECIPES
-from ..gemm.scaled_mm import PAIRS
+import torch
+
+import tilewright as tw
+
+from ..check.variants import Blank
+from ..gemm import choice, library
 from . import evidence
 from .cases import CASES, Case
+from .work import arguments
 
-PLAIN = {"bfloat16": "bf16", "float16": "fp16"}
+NAMES = {"scaled_mm": library.pair_of, "matmul": library.pair_of_matmul}
+LEAST = 0.97  # of the faster's speed, which `auto` has to reach in every recorded product
+
+
+class Both(NamedTuple):
+    """A recorded product of ours and of the library: its row, its name in the table, M, N and K, microseconds by backend."""
+
+    row: Mapping[str, Any]
+    pair: str
+    sizes: tuple[int, int, int]
+    times: dict[str, float]
+
+    @property
+    def auto(self) -> float:
+        """The speed of what `auto` takes over that of the faster."""
+        taken = choice.decide(self.row["arch"], self.pair, *choice.bucket(*self.sizes)).best
+        return min(self.times.values()) / self.times[taken]
 
 
 def pair_of(case: Case) -> str | None:
     """The name under which `choice.py` knows a case's operands; None if the case does not say which of two is faster."""
-    if not case.ours or case.direction != "forward":
+    if not case.ours or case.direction != "forward" or case.op not in NAMES:
         return None
-    if case.op == "matmul":
-        return PLAIN.get(case.dtype) if case.options.get("kind", "float") == "float" else None
-    if case.op != "scaled_mm" or "pair" not in case.options:
-        return None
-    *kinds, first, second = PAIRS[case.options["pair"]]
-    pair = RECIPES.get((first, second)) if {*kinds} <= {"e4m3", "e5m2"} else None
-    fast = "fast" in (case.options.get("accumulate"), case.arguments.get("accumulate"))
-    return f"{pair}_fast" if pair and fast and "block" not in pair else pair
+    source = Blank(tw.catalogue()[case.op], case.dims, case.options, dtype=getattr(torch, case.dtype))
+    return NAMES[case.op](SimpleNamespace(**arguments(case, source)))
+
+
+def measured(recorded: Iterable[Mapping[str, Any]], cases: Mapping[str, Case] = CASES) -> Iterator[Both]:
+    """The rows that tell which of two is faster."""
+    for row in recorded:
+        case = cases.get(row["case"])
+        theirs = row["rivals"].get(choice.LIBRARY, row["rivals"].get("cublas"))
+        pair = pair_of(case) if case is not None and theirs is not None else None
+        if pair is not None:
+            sizes = tuple(row["dims"][name] for name in ("tokens", "columns", "hidden"))
+            yield Both(row, pair, sizes, {choice.OWN: row["us"], choice.LIBRARY: theirs})
 
 
 def rows_of(
     recorded: Iterable[Mapping[str, Any]], arch: str, cases: Mapping[str, Case] = CASES
 ) -> list[dict[str, Any]]:
     """Rows of the table for a chip."""
-    made = []
-    for row in recorded:
-        case = cases.get(row["case"])
-        pair = pair_of(case) if case is not None and row["arch"] == arch else None
-        theirs = row["rivals"].get(choice.LIBRARY, row["rivals"].get("cublas"))
-        if pair is None or theirs is None:
-            continue
-        sizes = tuple(row["dims"][name] for name in ("tokens", "columns", "hidden"))
-        times = {choice.OWN: row["us"], choice.LIBRARY: theirs}
-        made.append(choice.made(row["op"], pair, sizes, times, row["date"][:10]))
-    return made
+    return [
+        choice.made(one.row["op"], one.pair, one.sizes, one.times, one.row["date"][:10])
+        for one in measured(recorded, cases)
+        if one.row["arch"] == arch
+    ]
+
+
+def auto_line(found: Iterable[Both]) -> str | None:
+    """What `auto` reaches over recorded products, in a sentence; None where there are none."""
+    ratios = {one.row["case"]: one.auto for one in found}
+    if not ratios:
+        return None
+    mean, worst = math.exp(sum(map(math.log, ratios.values())) / len(ratios)), min(ratios, key=ratios.get)
+    return (
+        f'`backend="auto"` in {len(ratios)} products that both our kernels and cuBLASLt made in one run: {mean:.3f} of the'
+        f" faster's speed in the geometric mean, {ratios[worst]:.3f} at the least (`{worst}`)."
+    )
 
 
 def main() -> None:

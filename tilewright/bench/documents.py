@@ -1,4 +1,4 @@
-"""The generated pages: docs/ops.md, docs/coverage.md and the results in README.md.
+"""The generated pages: docs/ops.md, docs/coverage.md, docs/rates.md and the results in README.md.
 
 Each is a pure function of the catalogue, the coverage lists and the evidence; `tilewright docs` writes them, and a test
 fails when one is out of date.
@@ -25,9 +25,16 @@ from .cases import CASES, GOALS, Case, Goal
 from .report import Goals, Result, understand
 
 ROOT = Path(__file__).parents[2]
-OPS, COVERAGE, README = Path("docs/ops.md"), Path("docs/coverage.md"), Path("README.md")
+OPS, COVERAGE, RATES, README = Path("docs/ops.md"), Path("docs/coverage.md"), Path("docs/rates.md"), Path("README.md")
 BEGIN, END = "<!-- results -->", "<!-- /results -->"
+MODELS_BEGIN, MODELS_END = "<!-- models -->", "<!-- /models -->"
 COMMAND = "tilewright docs"
+# Of a training step, by their names in evidence: what the columns are called, and which are ours
+VARIANTS = {
+    "plain": "transformers", "compile": "torch.compile", "liger": "liger-kernel", "bf16": "tilewright, bf16",
+    "fp8": "tilewright, FP8",
+}  # fmt: skip
+OURS = ("bf16", "fp8")
 GENERATED = f"<!-- Generated: edit what it is made from, then run `{COMMAND}`. -->"
 
 
@@ -217,8 +224,14 @@ def _missing(rows: Sequence[coverage.Row]) -> Iterator[str]:
 # ---- README.md -------------------------------------------------------------------------------------------------------
 
 
-def results_section(results: Sequence[Result], goals: Iterable[Goal], cases: Iterable[Case]) -> str:
-    """What stands between the markers: a line for each goal that was measured, at the goal's own shape, for each GPU."""
+def results_section(
+    results: Sequence[Result],
+    goals: Iterable[Goal],
+    cases: Iterable[Case],
+    notes: Mapping[str, str | None] | None = None,
+) -> str:
+    """What stands between the markers: a line for each goal that was measured, at the goal's own shape, for each GPU, and what
+    there is to note of that GPU."""
     goals, cases = list(goals), list(cases)
     lines, recorded = [BEGIN], set()
     for gpu in sorted({r.gpu for r in results}):
@@ -234,6 +247,8 @@ def results_section(results: Sequence[Result], goals: Iterable[Goal], cases: Ite
         short = sum("short" in row[5] for row in rows.values())
         stale = sum(r.stale for r in here.values())
         lines += ["", f"{len(rows)} goals recorded, {short} of them short; {stale} of {len(here)} rows stale."]
+        note = (notes or {}).get(gpu)
+        lines += wrapped(note) if note else []
         recorded |= set(rows)
     without = [goal.case for goal in goals if goal.case not in recorded]
     lines += wrapped(f"Goals without a measurement: {listed(without)}.") if without else []
@@ -268,11 +283,42 @@ def _mean_line(goal: Goal, results: Sequence[Result], count: int) -> tuple[str, 
     return code(results[0].op), goal.case, goal.shape, "", "", reached, wanted, "", each
 
 
-def with_results(readme: str, section: str) -> str:
+def models_section(
+    rows: Iterable[Mapping[str, Any]],
+    stale: Collection[tuple[str, str]],
+    cases: Iterable[Case],
+    variants: Mapping[str, str],
+) -> str:
+    """Step time and peak memory of whole models, a line for each and each GPU, a column for each of `variants`."""
+    rows, cases = list(rows), [case for case in cases if case.direction == "train"]
+    made, notes = [], []
+    for case in cases:
+        here = [row for row in rows if row["case"] == case.name]
+        made += [(case.name, row["gpu"], *(_step(row, v, stale) for v in variants)) for row in here]
+        made += [] if here else [(case.name, "", *["not recorded yet"] * len(variants))]
+        for row in here:
+            said = {v: step.get("failed") or step.get("note") for v, step in row["steps"].items()}
+            notes += [f"- {code(case.name)}, {variants.get(v, v)}: {words}" for v, words in said.items() if words]
+    lines = [MODELS_BEGIN, *table(("model", "GPU", *variants.values()), made)]
+    lines += ["", *(line for note in notes for line in wrapped(note, "  "))] if notes else []
+    return "\n".join([*lines, MODELS_END])
+
+
+def _step(row: Mapping[str, Any], variant: str, stale: Collection[tuple[str, str]]) -> str:
+    step = row["steps"].get(variant)
+    if step is None:
+        return "not recorded yet"
+    if "failed" in step:
+        return "none"
+    mark = " (stale)" if (row["gpu"], row["case"]) in stale and variant in OURS else ""
+    return f"{step['us'] / 1e3:.1f} ms, {step['bytes'] / 1e9:.1f} GB{mark}"
+
+
+def with_results(readme: str, section: str, begin: str = BEGIN, end: str = END) -> str:
     """`readme` with the part between the markers replaced."""
-    if readme.count(BEGIN) != 1 or readme.count(END) != 1 or readme.index(BEGIN) > readme.index(END):
-        raise ValueError(f"README.md must hold {BEGIN} and {END}, once each and in this order")
-    return readme[: readme.index(BEGIN)] + section + readme[readme.index(END) + len(END) :]
+    if readme.count(begin) != 1 or readme.count(end) != 1 or readme.index(begin) > readme.index(end):
+        raise ValueError(f"README.md must hold {begin} and {end}, once each and in this order")
+    return readme[: readme.index(begin)] + section + readme[readme.index(end) + len(end) :]
 
 
 # ---- all of them -----------------------------------------------------------------------------------------------------
@@ -285,17 +331,21 @@ def understood(rows: Iterable[Mapping[str, Any]], goals: Goals, stale: Collectio
 def generate(root: Path = ROOT) -> dict[Path, str]:
     """Path below `root` -> what should stand there."""
     from .. import catalogue
-    from . import evidence
+    from . import choose, evidence, rates
 
     rows = evidence.everything(root / "evidence")
     stale = {(row["gpu"], row["case"]) for row in rows if evidence.freshness(row) == "stale"}
     goals = {name: (case.metric, case.goal) for name, case in CASES.items() if case.goal is not None}
     results = understood(rows, goals, stale)
-    section = results_section(results, GOALS.values(), CASES.values())
+    both = list(choose.measured(rows))
+    notes = {gpu: choose.auto_line(one for one in both if one.row["gpu"] == gpu) for gpu in {r["gpu"] for r in rows}}
+    section = results_section(results, GOALS.values(), CASES.values(), notes)
+    models = models_section(rows, stale, CASES.values(), VARIANTS)
     return {
         OPS: ops_page(catalogue(), results, TARGETS.values()),
         COVERAGE: coverage_page(coverage.everything()),
-        README: with_results((root / README).read_text(), section),
+        RATES: rates.page(rows),
+        README: with_results(with_results((root / README).read_text(), section), models, MODELS_BEGIN, MODELS_END),
     }
 
 

@@ -25,7 +25,9 @@ FIELDS: dict[str, tuple[type, ...]] = {
     "extra_bytes": (int, type(None)), "host_us": (int, float, type(None)), "method": (str,), "bytes": (list,),
     "gpu": (str,), "arch": (str,), "sms": (int,), "torch": (str,), "triton": (str,), "date": (str,), "source": (str,),
 }  # fmt: skip
-OPTIONAL = ("rates",)  # of matrix products
+# Of matrix products; of models, each variant's step by its name, and versions of what is compared
+OPTIONAL = ("rates", "steps", "packages")
+STEP = {"us": (int, float), "bytes": (int,), "loss": (int, float), "norm": (int, float), "error": (int, float)}
 LONGEST = 64 << 20  # bytes of a file that are read
 
 
@@ -55,7 +57,19 @@ def problem(row: Any) -> str | None:
             return f"has {name} = {row[name]!r}"
     if not all(isinstance(v, (int, float)) for v in (*row["dims"].values(), *row["rivals"].values())):
         return "has a dimension or a rival that is not a number"
+    steps = row.get("steps", None if row["direction"] == "train" else {})
+    if not isinstance(steps, dict) or not all(map(is_step, steps.values())):
+        return "has a step that is neither measured nor failed"
     return None
+
+
+def is_step(step: Any) -> bool:
+    """Whether a variant of a model has all its numbers, or a reason why it has none."""
+    if not isinstance(step, dict):
+        return False
+    if not all(isinstance(step.get(name, ""), str) for name in ("failed", "note")):
+        return False
+    return "failed" in step or all(isinstance(step.get(name), kinds) for name, kinds in STEP.items())
 
 
 def read(path: Path) -> list[Row]:

@@ -19,6 +19,7 @@ import triton
 
 from ..check import guarded
 from ..core.target import Target
+from ..gemm.labels import computed
 from . import check, rivals, sol, timing
 from .cases import CASES, Case
 from .evidence import Row
@@ -109,13 +110,17 @@ def readings_of(work: Work) -> int:
 
 
 def matrix_rates(work: Work, us: float) -> Row:
-    """Of a matrix product its rate in TFLOP/s, as a burst and sustained, with the clock then: power lowers the second."""
+    """Of a matrix product its rate in TFLOP/s, as a burst and sustained, with the clock then: power lowers the second; and what is
+    multiplied."""
     if work.op.flops is None:
         return {}
     # A gradient of a product is two of its size
     flops = work.op.flops(**work.values) * {"forward": 1, "backward": 2, "step": 3}[work.case.direction]
     steady, mhz = sol.sustained_us(work.call, us, timing.Cuda(), sol.sm_clock)
-    return {"rates": {"burst": flops / us / 1e6, "sustained": flops / steady / 1e6, "clock_mhz": mhz}}
+    rates = {"burst": flops / us / 1e6, "sustained": flops / steady / 1e6, "clock_mhz": mhz}
+    if {"a", "b"} <= set(work.values) and work.values["a"].is_cuda:
+        rates["math"] = computed(work.values, Target.at(work.values["a"].device)).label
+    return {"rates": rates}
 
 
 def measure_rivals(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -155,7 +155,9 @@ def forced(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def launches(case: Case, target: Target) -> list[Wanted]:
-    """What a case launches on a chip, found without it and without memory."""
+    """What a case launches on a chip, found without it and without memory; a model, what its parts do."""
+    if case.parts:
+        return [one for part in case.parts for one in launches(replace(case, parts=[], **part), target)]
     op: Op = tw.catalogue()[case.op]
     values = arguments(case, Blank(op, case.dims, case.options, dtype=getattr(torch, case.dtype)))
     with pretend(target), force("triton"), torch.no_grad(), collect() as found:

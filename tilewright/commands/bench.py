@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -74,19 +76,22 @@ def measured(chosen: list, beside: list[str], limit: float, folder: Path | None,
     """Run the cases, each row printed and recorded as it comes, so that an interrupted run keeps what it has."""
     from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    from ..bench import evidence, run
+    from ..bench import evidence, models, run
 
     rows = []
     columns = (TextColumn("{task.description}"), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=_stderr(), disable=quiet) as progress:
         task = progress.add_task("measuring", total=len(chosen))
         try:
-            for row in run.supervise([case.name for case in chosen], beside, limit=limit):
+            whole = [case for case in chosen if case.direction == "train"]
+            ops = [case.name for case in chosen if case.direction != "train"]
+            say = partial(progress.console.print, highlight=False, markup=False, soft_wrap=True)
+            for row in chain(models.supervise(whole, limit, say), run.supervise(ops, beside, limit=limit)):
                 rows.append(judged(row))
                 if record and row["status"] == "ok":
                     kept = [name for name in (*evidence.FIELDS, *evidence.OPTIONAL) if name in row]
                     evidence.record([{name: row[name] for name in kept}], folder)
-                progress.console.print(line(rows[-1]), highlight=False)
+                progress.console.print(line(rows[-1]), highlight=False, markup=False)
                 progress.advance(task)
         except KeyboardInterrupt:
             progress.console.print(f"interrupted after {len(rows)} of {len(chosen)} cases")
@@ -140,7 +145,7 @@ def summary(row: dict[str, Any], beside: list[str]) -> dict[str, Any]:
         "goal": "" if row["goal"] is None else f"{row['goal']:.2f} {verdict}",
         "rivals": " ".join(f"{n} {row['rivals'][n]:.1f}" if n in row["rivals"] else f"{n} -" for n in names),
         "TFLOP/s": rate(row.get("rates")),
-        "host us": f"{row['host_us']:.1f}",
+        "host us": "" if row["host_us"] is None else f"{row['host_us']:.1f}",
         "error": f"{row['error']:.2e}",
         "extra bytes": row["extra_bytes"],
     }

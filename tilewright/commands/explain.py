@@ -89,6 +89,8 @@ def _expect(op: str, options: dict[str, Any], known: set[str]) -> None:
 
 def _products(op: Any, values: dict[str, Any], target: Any) -> dict[str, Any]:
     """Of a dense product: its label, and the choice between our kernels and the library's, with what it rests on."""
+    import torch
+
     from ..gemm import choice, library
 
     if op.name not in ("scaled_mm", "matmul"):
@@ -97,15 +99,18 @@ def _products(op: Any, values: dict[str, Any], target: Any) -> dict[str, Any]:
     sizes = a.numel() // a.shape[-1] if a.dim() > 1 and a.shape[-1] else 0, values["b"].shape[1], a.shape[-1]
     about: dict[str, Any] = {}
     if op.name == "scaled_mm":
-        from ..gemm.labels import label
+        from ..gemm.labels import computed
         from ..gemm.operands import inner_of
 
         sizes = a.shape[0], values["b"].shape[1], inner_of(a)
-        recipes = values["recipe_a"], values["recipe_b"]
-        about["label"] = label(a, values["b"], recipes, target, values["zero_b"] is not None)
+        about["label"] = computed(values, target).label
         pair, reason = library.pair_of(given), library.refusal(target, given)
+        if reason is None and torch.version.cuda is not None:  # elsewhere it is said of a torch that has all of it
+            reason = library.absence(given)
     else:
         pair, reason = library.pair_of_matmul(given), library.refusal_of_matmul(target, given)
+    if values["backend"] != "auto":
+        return {**about, "library": values["backend"] == choice.LIBRARY, "why": f"asked for: {values['backend']}"}
     if reason is not None:
         return {**about, "library": None, "why": reason}
     found = choice.decide(target.arch, pair, *choice.bucket(*sizes))

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import typer
+
 from .console import Json, fail, show
 
 
 def list(as_json: Json = False) -> None:
-    """The ops: what they compute, gradients, implementations, formats, chips, and whether their evidence is fresh."""
+    """The ops: what they compute, gradients, implementations, formats, chips, whether their evidence is fresh, and which products
+    are emulated."""
     from .. import catalogue
     from ..bench import evidence
     from ..core.target import TARGETS
+    from ..gemm.labels import emulated
+    from ..gemm.scaled_mm import PAIRS
 
     try:
         recorded = evidence.everything()
@@ -28,9 +33,13 @@ def list(as_json: Json = False) -> None:
                 "formats": op.formats(),
                 "chips": {arch: "measured" if arch in ran else "compiled" for arch in TARGETS},
                 "evidence": evidence.state(name, recorded),
+                "emulated": {arch: emulated(t, PAIRS) for arch, t in TARGETS.items()} if name == "scaled_mm" else {},
             }
         )
     if not as_json:
         shown = ("name", "summary", "backward", "implementations", "formats", "evidence")
         rows = [{column: row[column] for column in shown} for row in rows]
     show(rows, "ops", as_json)
+    if not as_json:
+        words = "; ".join(f"{pair}: {label}" for pair, label in emulated(TARGETS["sm_90"], PAIRS).items())
+        typer.echo(f"scaled_mm on sm_90, where codes are not multiplied as they are: {words}")

@@ -210,18 +210,22 @@ class Op:
                 return None  # empty lists are on no device
             device = device or given[0].device
         device = device or next(v.device for v in values.values() if isinstance(v, Tensor))
-        forced = call.forced.get()
+        asked = values.get("backend", "auto")
+        forced = call.forced.get() if asked == "auto" else asked  # what a call asks for comes first
         if forced == "reference" or (device.type != "cuda" and forced is None):
             return None
         target = Target.at(device)
         space = SimpleNamespace(**values)
+        others = []
         for one in self.implementations:
-            wanted = not one.library if forced == "triton" else forced in (None, one.name)
-            if wanted and (one.when is None or one.when(target, space)):
+            if (one.library and device.type == "cpu") or not (one.when is None or one.when(target, space)):
+                continue
+            if not one.library if forced == "triton" else forced in (None, one.name):
                 return one
-        raise RuntimeError(
-            f"{self.name}: no implementation for these arguments on {target.arch}: {self.explain(values)}"
-        )
+            others.append(one.name)
+        what = ("implementation" if asked == "auto" else "backend") + (f" {forced}" if others else "")
+        tried = self.explain(values) + (f"; {', '.join(others)} would do" if others else "")
+        raise RuntimeError(f"{self.name}: no {what} for these arguments on {target.arch}: {tried}")
 
     def formats(self) -> list[str]:
         """The names of formats that the result can be had in."""

@@ -8,7 +8,8 @@ quantised result are empty tensors. `<name>_backward` is what the backward pass 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -84,6 +85,8 @@ def _values(op: Op, flat: tuple, named: Mapping[str, Any]) -> dict[str, Any]:
 def call(op: Op, values: Mapping[str, Any]) -> Any:
     """The public function through the registered op: subclasses, dispatch modes, fake tensors, torch.compile, export."""
     flat = [values[p.name] for p in _parameters(op)]
+    if op.sharded is not None and any(isinstance(t, Tensor) and hasattr(t, "device_mesh") for t in flat):
+        return op.sharded(**values)  # while torch.compile traces: eager calls do not come here with DTensors
     if op.signature.lists and not any(isinstance(v, Tensor) or (isinstance(v, (list, tuple)) and v) for v in flat):
         op.signature.validate(values)
         return op.run_reference(values)  # without a tensor the dispatcher knows no device
@@ -230,6 +233,21 @@ def _register_autograd(op: Op, kind: str) -> None:
     )
 
 
+@contextlib.contextmanager
+def recording() -> Iterator[None]:
+    """Let autograd record the reference, whose backward it is: a dispatch mode takes autograd away from what it calls, and all
+    gradients would be 0."""
+    keys = torch._C.DispatchKey.AutogradFunctionality, torch._C.DispatchKey.ADInplaceOrView
+    taken = [key for key in keys if torch._C._dispatch_tls_is_dispatch_key_excluded(key)]
+    for key in taken:
+        torch._C._dispatch_tls_set_dispatch_key_excluded(key, False)
+    try:
+        yield
+    finally:
+        for key in taken:
+            torch._C._dispatch_tls_set_dispatch_key_excluded(key, True)
+
+
 def _register_backward(op: Op) -> None:
     numbers = [p for p in op.signature.parameters if p.name in op.signature.scalars]
     types = {p.name: p.schema().split("=")[0] for p in numbers}
@@ -255,7 +273,8 @@ def _register_backward(op: Op) -> None:
 
     def implementation(*flat: Any) -> list[Tensor]:
         saved, grads, scalars, needs = unpack(flat)
-        found = dict(zip(op.differentiable, eager(op, scalars, saved, grads, needs)))
+        with recording():
+            found = dict(zip(op.differentiable, eager(op, scalars, saved, grads, needs)))
         made: list[Tensor] = []
         for name, like in zip(op.differentiable, shapes(saved, grads, scalars)):
             grad = found[name] if name in needs else like.new_empty(0)

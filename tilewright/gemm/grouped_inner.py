@@ -21,7 +21,7 @@ from ..core.op import Op, Triton, single, upcast
 from ..core.tensor import cdiv, pieces, power_of_two
 from ..device.products import multiply, multiply_codes, multiply_scaled
 from . import hopper_inner
-from .scaled_mm import DTYPES, Out
+from .operands import DTYPES, Out
 from .tiles import ROWS, codes, group_of, group_range, rounded, stages
 
 Scales = Literal["BlockWise1x128", "RowWise"]

@@ -8,7 +8,6 @@ of `b`: the sum of each block of the inner dimension, times both scales, is adde
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Literal
 
 import torch
 import triton.language as tl
@@ -21,11 +20,10 @@ from ..core.op import Op, Triton, single, upcast
 from ..core.target import Target
 from ..core.tensor import cdiv, power_of_two
 from . import hopper_small
-from .operands import FLOATS
-from .small import COLUMNS, DTYPES, plain, sum_blocks
+from .operands import DTYPES, FLOATS, Out
+from .small import COLUMNS, plain, sum_blocks
 from .tiles import stages
 
-Out = Literal["bfloat16", "float16", "float32"]
 MOST = 64  # rows of a tile
 FP8 = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 

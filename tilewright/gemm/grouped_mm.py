@@ -21,8 +21,8 @@ from ..ops.quantize import quantize
 from .grouped_inner import grouped_mm_inner, grouped_mm_inner_fp8
 from .grouped_masked import grouped_mm_masked
 from .grouped_rows import ended, grouped_mm_rows, grouped_mm_rows_fp8
-from .operands import KINDS, names_of
-from .scaled_mm import DTYPES, Act
+from .operands import DTYPES, KINDS, names_of
+from .scaled_mm import Act
 from .tiles import ROWS
 
 OP = "grouped_mm"
@@ -152,8 +152,8 @@ def grouped_mm(
     factor, as a layer's weight [experts, columns, inner] is: a `Quantized` has no transposed view, and each way of using it takes
     the codes whose inner dimension is contiguous. Scales are torch's:
 
-    * RowWise: `scale_a` [rows], `scale_b` [experts, columns]; where tokens are grouped each group has its own, [experts * rows] and
-      [experts * columns];
+    * RowWise: `scale_a` [rows], [experts, rows] where `a` has 3 dimensions, `scale_b` [experts, columns]; where tokens are grouped
+      each group has its own, [experts * rows] and [experts * columns];
     * BlockWise1x128 of `a`: [rows, inner / 128]; of `b`, where tokens are grouped: [columns, tokens / 128], and groups are then
       whole blocks of 128 tokens;
     * BlockWise128x128 of `b`: [experts, columns / 128, inner / 128]; `a` is then [experts, rows, inner / 128] where it has 3
@@ -278,16 +278,27 @@ def masked(
     """[experts, rows, columns], of which the first `counts[e]` rows of each are products."""
     if counts is None:
         raise ValueError(f"{OP}: counts must be given where a has 3 dimensions: the rows of each matrix that count")
-    scales = {}
-    if a.recipe is not None:
-        if (a.recipe, b.recipe) != ("BlockWise1x128", "BlockWise128x128"):
-            raise ValueError(
-                f"{OP}: where there are counts a has 1x128 scales and b 128x128, not {a.recipe} and {b.recipe}"
-            )
-        scales["scale_a"] = a.scale if sources[0] is None else a.scale.t().unflatten(0, a.codes.shape[:2])
-        scales["scale_b"] = scale_of_matrices(b, *b.codes.shape, sources[1], transposed)
-    dtype = out_dtype or (torch.bfloat16 if a.recipe else a.codes.dtype)
-    return grouped_mm_masked.function(a.codes, b.codes, counts, **scales, out_dtype=word(dtype))
+    dtype, recipes = out_dtype or (torch.bfloat16 if a.recipe else a.codes.dtype), (a.recipe, b.recipe)
+    name = word(dtype)
+    if a.recipe is None:
+        return grouped_mm_masked.function(a.codes, b.codes, counts, out_dtype=name)
+    if recipes not in (("BlockWise1x128", "BlockWise128x128"), ("RowWise", "RowWise")):
+        raise ValueError(
+            f"{OP}: where there are counts a has 1x128 scales and b 128x128, or both row-wise, not {' and '.join(recipes)}"
+        )
+    (experts, rows, inner), columns = a.codes.shape, b.codes.shape[2]
+    second = scale_of_matrices(b, experts, inner, columns, sources[1], transposed)
+    if a.recipe == "RowWise":
+        # Kernels take scales of blocks: a row's are its own in every block, a column's come after the sum
+        blocks = cdiv(inner, ROWS)
+        first = scale_of_lines("a", a, experts * rows, inner, 0, sources[0]).reshape(experts, rows, 1)
+        ones = torch.ones(1, 1, 1, device=second.device).expand(experts, cdiv(columns, ROWS), blocks)
+        y = grouped_mm_masked.function(
+            a.codes, b.codes, counts, first.expand(experts, rows, blocks), ones, out_dtype="float32"
+        )
+        return y.mul_(second.transpose(1, 2)).to(dtype)
+    first = a.scale if sources[0] is None else a.scale.t().unflatten(0, (experts, rows))
+    return grouped_mm_masked.function(a.codes, b.codes, counts, first, second, out_dtype=name)
 
 
 def word(dtype: torch.dtype) -> str:

@@ -21,7 +21,8 @@ from ..device.epilogue import columns_of, store_finished
 from ..device.products import multiply, multiply_scaled
 from . import hopper_rows
 from .grouped_inner import gradient_of_matrices
-from .scaled_mm import ACTS, DTYPES, Act, Out
+from .operands import DTYPES, Out
+from .scaled_mm import ACTS, Act
 from .tiles import BAND, ROWS, codes, group_of, stages, tile_entry, tile_list, tile_of
 
 

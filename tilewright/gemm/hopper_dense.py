@@ -14,13 +14,12 @@ from torch import Tensor
 from ..core.target import Target
 from ..core.tensor import cdiv
 from .hopper_rows import CODES, OUT, box_of, copies_in_bulk, promoted_rows_hopper, stores_in_bulk
+from .operands import DTYPES, ONCE
 from .portable import fill
 from .tiles import BAND
 
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 BLOCKWISE = ("BlockWise1x128", "BlockWise128x128")
 BULK = dict(OUT.values())  # results of 16 bits
-ONCE = ("TensorWise", "RowWise")  # scales that multiply a whole sum
 
 
 class Tile(NamedTuple):

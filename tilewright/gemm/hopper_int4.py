@@ -16,7 +16,6 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, mma_v2, tma
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..core.kernel import kernel
 from ..core.target import Target
@@ -32,28 +31,12 @@ LEAST = 4  # steps of four groups that a part of the inner dimension has
 CHUNK = 16  # rows of a tile: more would not fit in registers
 RING = 176 * 1024  # bytes of both rings
 ROWS_DEPTH = 1  # steps of each warpgroup that the ring of `a` holds
-# Whether tiles begin at different steps, so that not all programs read the same rows of `a` at the same time
-ROTATE = True
-# Whether codes are copied in lines of two groups, or by group
-LINES = True
-# Whether a launch begins while the launch before is ending, and lets the next one do so
-EARLY = False
 WIDE = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 SUMS = gl.constexpr(gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[4, 1, 1], instr_shape=[1, 16, 8]))
 SCALES = gl.constexpr(gl.SliceLayout(2, SUMS.value))
 CODES = gl.constexpr(gl.DotOperandLayout(0, SUMS.value, 8))
 ROWS_TWICE = gl.constexpr(gl.DotOperandLayout(1, SUMS.value, 16))
 ROWS_ONCE = gl.constexpr(gl.DotOperandLayout(1, SUMS.value, 8))
-# `CODES` of [4, 32, 64] as they lie in [2, 32, 128], two groups side by side
-PAIRED = gl.constexpr(
-    gl.DistributedLinearLayout(
-        reg_bases=[[0, 0, 1], [0, 0, 2], [0, 0, 4], [0, 8, 0], [0, 0, 32], [0, 16, 0]],
-        lane_bases=[[0, 0, 8], [0, 0, 16], [0, 1, 0], [0, 2, 0], [0, 4, 0]],
-        warp_bases=[[0, 0, 64], [1, 0, 0]],
-        block_bases=[],
-        shape=[2, 32, 128],
-    )
-)
 # A thread has all four groups' sums of four rows
 TAKEN = gl.constexpr(gl.BlockedLayout([4, 1, 4], [1, 8, 4], [1, 4, 1], [2, 1, 0]))
 # 128 (1024 in fp16) + 8 has a mantissa whose last bits a code, its sign bit flipped, replaces: a code is that less 136 (1032)
@@ -97,39 +80,41 @@ def columns_alike(a):
 
 
 @gluon.jit
-def await_launch_before(EARLY: gl.constexpr):
-    """Until all that the launch before has written can be read."""
-    if EARLY:
-        gl.inline_asm_elementwise("griddepcontrol.wait; mov.u32 $0, 0;", "=r", [], gl.int32, False, 1)
+def await_launch_before():
+    """Until the launch before is over and all that it has written can be read.
+
+    A program begins while that launch is ending. It may have written anything: `a`, but codes and scales as well, where weights
+    have just been quantised. It may still read what is our result's memory by now. So every warp waits before it reads or writes
+    any global memory; until then there are shared memory and its barriers alone. As every program waits, this launch ends after
+    the one before: whoever waits for this one has waited for both. Launches that do not ask to begin early begin after it anyway.
+    """
+    gl.inline_asm_elementwise("griddepcontrol.wait; mov.u32 $0, 0;", "=r", [], gl.int32, False, 1)
+
+
+@gluon.jit
+def let_next_launch_begin():
+    """As soon as all programs have come here, and there is room."""
+    gl.inline_asm_elementwise("griddepcontrol.launch_dependents; mov.u32 $0, 0;", "=r", [], gl.int32, False, 1)
 
 
 @gluon.jit
 def place_of(t, sizes, EACH: gl.constexpr):
-    """(first row, first column, first group, step to begin with) of a tile. Tiles of other rows are next to each other: they read
-    the same codes at the same time."""
-    M, N, steps, groups, tiles, PROGRAMS, ROTATE, EARLY = sizes
+    """(first row, first column, first group) of a tile. Tiles of other rows are next to each other: they read the same codes at
+    the same time."""
+    M, N, steps, groups, tiles, PROGRAMS = sizes
     down = gl.cdiv(M, EACH)
     across = gl.cdiv(N, 64)
-    column = t // down % across
-    turn = column % steps if ROTATE else column * 0
-    return (t % down) * EACH, column * 64, t // down // across * steps * 4, turn
-
-
-@gluon.jit
-def group_at(first, turn, s, steps):
-    """The first group of step s of a tile that begins with step `turn`."""
-    s += turn
-    return first + 4 * (s - steps * (s >= steps).to(gl.int32))
+    return (t % down) * EACH, t // down % across * 64, t // down // across * steps * 4
 
 
 @gluon.jit
 def copy_steps(D, ring, sizes, EACH: gl.constexpr, DEPTH: gl.constexpr, IS_B: gl.constexpr):
     """One warp: all steps of all tiles of a program, of the codes or of `a`, into a ring of them."""
     boxes, full, empty = ring
-    M, N, steps, groups, tiles, PROGRAMS, ROTATE, EARLY = sizes
-    await_launch_before(EARLY)
+    M, N, steps, groups, tiles, PROGRAMS = sizes
+    await_launch_before()
     for t in range(gl.program_id(0), tiles, PROGRAMS):
-        row0, col0, first, turn = place_of(t, sizes, EACH)
+        row0, col0, first = place_of(t, sizes, EACH)
         start = col0 if IS_B else row0
         for s in range(steps):
             # Of warpgroup s % 3 this is step j: each has slots of its own, or one that is ahead could take a phase for the next
@@ -137,15 +122,8 @@ def copy_steps(D, ring, sizes, EACH: gl.constexpr, DEPTH: gl.constexpr, IS_B: gl
             slot = j % DEPTH * 3 + s % 3
             mbarrier.wait(empty.index(slot), j // DEPTH & 1 ^ 1)
             ready = full.index(slot)
-            group = group_at(first, turn, s, steps)
-            if D.block_type.shape[0] == 1:
-                mbarrier.expect(ready, 2 * D.block_type.nbytes)
-                for i in gl.static_range(2):
-                    box = boxes.index(slot).slice(i, 1, 0)
-                    tma.async_copy_global_to_shared(D, [0, start, group * 64 + i * 128], ready, box)
-            else:
-                mbarrier.expect(ready, D.block_type.nbytes)
-                tma.async_copy_global_to_shared(D, [group, start, 0], ready, boxes.index(slot))
+            mbarrier.expect(ready, D.block_type.nbytes)
+            tma.async_copy_global_to_shared(D, [first + 4 * s, start, 0], ready, boxes.index(slot))
 
 
 @gluon.jit
@@ -160,17 +138,6 @@ def take_rows(ring, slot, phase):
 
 
 @gluon.jit
-def load_codes(box, I: gl.constexpr):
-    """32 columns of four groups, [4, 32, 64 bytes]."""
-    if box.shape[2] == 128:
-        x = box.slice(I * 32, 32, 1).load(PAIRED)
-        x = x.reshape([2, 32, 2, 64]).permute((0, 2, 1, 3)).reshape([4, 32, 64])
-        return gl.convert_layout(x, CODES, assert_trivial=True)
-    else:
-        return box.slice(I * 32, 32, 1).load(CODES)
-
-
-@gluon.jit
 def multiply_step(totals, rows, ring, slot, phase, scales, zeros, ZEROS: gl.constexpr):
     """`totals`, of 32 columns each, and the products of the four groups of a step."""
     boxes, full, empty = ring
@@ -180,8 +147,8 @@ def multiply_step(totals, rows, ring, slot, phase, scales, zeros, ZEROS: gl.cons
         ones = gl.full([4, 32, 64], 1.0, even.dtype, CODES)
         sums = mma_v2(ones, odd, mma_v2(ones, even, zero))
     mbarrier.wait(full.index(slot), phase)
-    first = load_codes(boxes.index(slot), 0)
-    second = load_codes(boxes.index(slot), 1)
+    first = boxes.index(slot).slice(0, 32, 1).load(CODES)
+    second = boxes.index(slot).slice(32, 32, 1).load(CODES)
     gl.thread_barrier()
     mbarrier.arrive(empty.index(slot), count=1)
     out = ()
@@ -248,31 +215,31 @@ def multiply_tiles(
     B_DEPTH: gl.constexpr, W: gl.constexpr,
 ):  # fmt: skip
     """Warpgroup W of three, which has every third step."""
-    M, N, steps, groups, tiles, PROGRAMS, ROTATE, EARLY = sizes
+    M, N, steps, groups, tiles, PROGRAMS = sizes
     SB, ZERO, stride_sn, stride_sk = scales
     g = gl.expand_dims(gl.arange(0, 4, gl.SliceLayout(1, SCALES)), 1)
     n = gl.expand_dims(gl.arange(0, 32, gl.SliceLayout(0, SCALES)), 0)
-    await_launch_before(EARLY)
+    await_launch_before()
     a_slot = 0
     a_phase = 0
     b_slot = 0
     b_phase = 0
     shift = 0
     for t in range(gl.program_id(0), tiles, PROGRAMS):
-        row0, col0, first, turn = place_of(t, sizes, EACH)
+        row0, col0, first = place_of(t, sizes, EACH)
         inside = (col0 + n < N, col0 + 32 + n < N)
         # 32 bits, and the same for zeros, for registers are short
         column = ((col0 + n) * stride_sn, (col0 + 32 + n) * stride_sn)
         totals = (gl.zeros([4, 32, EACH], gl.float32, SUMS), gl.zeros([4, 32, EACH], gl.float32, SUMS))
         scale = (gl.zeros([4, 32], gl.float32, SCALES), gl.zeros([4, 32], gl.float32, SCALES))
         if ZERO is None:
-            k = group_at(first, turn, W, steps) + g
+            k = first + 4 * W + g
             at = (column[0] + k * stride_sk, column[1] + k * stride_sk)
             scale = load_columns(SB, at, inside, (k < groups) & (steps > W))
         for s in range(W, steps, 3):
             # A step ahead, for a load takes longer than a step, but zeros leave no registers for that
             ahead = s + (3 if ZERO is None else 0)
-            k = group_at(first, turn, ahead, steps) + g
+            k = first + 4 * ahead + g
             at = (column[0] + k * stride_sk, column[1] + k * stride_sk)
             scale_next = load_columns(SB, at, inside, (k < groups) & (ahead < steps))
             zero = scale
@@ -291,21 +258,18 @@ def multiply_tiles(
 @kernel(
     grid=lambda a: (a.PROGRAMS,), jit=gluon.jit,
     tokens=("M", "steps", "groups", "splits", "stride_sn", "stride_sk", "PROGRAMS"),
-    default=lambda a: {"num_warps": 4, "maxnreg": 128, "launch_pdl": a.EARLY},
+    default=lambda a: {"num_warps": 4, "maxnreg": 128, "launch_pdl": True},
 )  # fmt: skip
 def small_int4_hopper(
     A, B, Y, SB, ZERO, BIAS, ADD, M, N, steps, groups, splits, stride_sn, stride_sk, stride_ym, stride_yn,
-    stride_cm, stride_cn, beta, PROGRAMS, ACT: gl.constexpr, A_DEPTH: gl.constexpr, B_DEPTH: gl.constexpr, ROTATE: gl.constexpr,
-    EARLY: gl.constexpr,
+    stride_cm, stride_cn, beta, PROGRAMS, ACT: gl.constexpr, A_DEPTH: gl.constexpr, B_DEPTH: gl.constexpr,
 ):  # fmt: skip
     """Y = A @ B.T, both by groups of 128: of `splits` parts of the inner dimension, `steps` steps of four groups each, one after
     the other."""
     EACH: gl.constexpr = A.block_type.shape[1]
-    if EARLY:
-        gl.inline_asm_elementwise("griddepcontrol.launch_dependents; mov.u32 $0, 0;", "=r", [], gl.int32, False, 1)
+    let_next_launch_begin()
     a_boxes = gl.allocate_shared_memory(A.dtype, [3 * A_DEPTH, 4, EACH, 128], A.layout)
-    LINE: gl.constexpr = B.block_type.shape[2]
-    b_boxes = gl.allocate_shared_memory(B.dtype, [3 * B_DEPTH, 256 // LINE, 64, LINE], B.layout)
+    b_boxes = gl.allocate_shared_memory(B.dtype, [3 * B_DEPTH, 4, 64, 64], B.layout)
     box = gl.allocate_shared_memory(gl.float32, [3 * 2, 4, 32, EACH], gl.SwizzledSharedLayout(4, 2, 4, [2, 1, 0]))
     a_full = gl.allocate_shared_memory(gl.int64, [3 * A_DEPTH, 1], mbarrier.MBarrierLayout())
     a_empty = gl.allocate_shared_memory(gl.int64, [3 * A_DEPTH, 1], mbarrier.MBarrierLayout())
@@ -327,7 +291,7 @@ def small_int4_hopper(
     result = (Y, stride_ym, stride_yn)
     scales = (SB, ZERO, stride_sn, stride_sk)
     after = (BIAS, ADD, stride_cm, stride_cn, beta)
-    sizes = (M, N, steps, groups, gl.cdiv(M, EACH) * gl.cdiv(N, 64) * splits, PROGRAMS, ROTATE, EARLY)
+    sizes = (M, N, steps, groups, gl.cdiv(M, EACH) * gl.cdiv(N, 64) * splits, PROGRAMS)
     gl.warp_specialize([
         (multiply_tiles, (result, scales, after, a_ring, b_ring, boxes, sizes, EACH, ACT, A_DEPTH, B_DEPTH, 0)),
         (multiply_tiles, (result, scales, after, a_ring, b_ring, boxes, sizes, EACH, ACT, A_DEPTH, B_DEPTH, 1)),
@@ -356,12 +320,6 @@ def by_group(t: Tensor, each: int) -> Tensor:
     return t.as_strided((t.shape[1] // each, t.shape[0], each), (each, t.stride(0), 1))
 
 
-def boxes_of_codes(b: Tensor) -> TensorDescriptor:
-    if LINES:
-        return box_of(b.unsqueeze(0), [1, COLUMNS, GROUP], gl.uint8)
-    return box_of(by_group(b, GROUP // 2), [4, COLUMNS, GROUP // 2], gl.uint8)
-
-
 def forward(a, b, scale_a, scale_b, recipe_a, recipe_b, *, zero_b, bias, act, c, beta, out_dtype, out, **_) -> Tensor:
     (M, K), N, sms = a.shape, b.shape[1], Target.at(a.device).sms
     y = torch.empty(M, N, dtype=DTYPES[out_dtype], device=a.device) if out is None else out
@@ -374,12 +332,12 @@ def forward(a, b, scale_a, scale_b, recipe_a, recipe_b, *, zero_b, bias, act, c,
     target = torch.empty(parts, M, N, dtype=torch.float32, device=a.device) if later else y
     small_int4_hopper(
         box_of(by_group(a, GROUP), [4, rows, GROUP], WIDE[a.dtype]),
-        boxes_of_codes(b.t()), target, scale_b, zero_b,
+        box_of(by_group(b.t(), GROUP // 2), [4, COLUMNS, GROUP // 2], gl.uint8), target, scale_b, zero_b,
         None if bias is None or later else bias.contiguous(), None if later else add, M, N, per, K // GROUP, parts,
         *scale_b.stride(), *target.stride()[-2:],
         *((0, 0) if later or add is None else add.stride()), beta, min(sms, parts * tiles),
         ACT=None if later else act, A_DEPTH=ROWS_DEPTH,
-        B_DEPTH=(RING - 3 * ROWS_DEPTH * 4 * rows * 2 * GROUP) // (3 * 4 * COLUMNS * GROUP // 2), ROTATE=ROTATE, EARLY=EARLY,
+        B_DEPTH=(RING - 3 * ROWS_DEPTH * 4 * rows * 2 * GROUP) // (3 * 4 * COLUMNS * GROUP // 2),
     )  # fmt: skip
     if later:
         add_parts(target, y, bias, add, beta, act)

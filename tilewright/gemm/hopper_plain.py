@@ -29,12 +29,11 @@ from ..core.tensor import cdiv
 from ..device.activation import activate
 from ..device.turns import PART, advance, await_turn, give_turn
 from .hopper_rows import box_of, copies_in_bulk, stores_in_bulk
+from .operands import DTYPES, ONCE
 from .tiles import BAND, tile_of
 
 CODES = {torch.int8: gl.int8, torch.float8_e4m3fn: gl.float8e4nv, torch.float8_e5m2: gl.float8e5}
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 HALVES = {"bfloat16": gl.bfloat16, "float16": gl.float16}  # results that go out by bulk copies, 64 columns at a time
-ONCE = ("TensorWise", "RowWise")
 LONGEST = 2**17 - 1  # sums of more products of -128 may pass 2**31
 HALF = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 32]))
 LINE = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))

@@ -21,7 +21,8 @@ from ..core.tensor import cdiv, power_of_two
 from ..device.activation import activate
 from ..device.turns import CODES, advance
 from .hopper_rows import box_of, copies_in_bulk
-from .small import DTYPES, add_parts, splits_for
+from .operands import DTYPES, ONCE
+from .small import add_parts, splits_for
 
 KINDS = {torch.float8_e4m3fn: gl.float8e4nv, torch.float8_e5m2: gl.float8e5}
 MOST = 64  # rows of a tile
@@ -30,7 +31,6 @@ PIECE = 16
 CHUNK = 4  # blocks whose scales are loaded at a time, one chunk ahead
 RING = 96 * 1024  # bytes: two programs to an SM
 EXPERTS = 1024  # that a warp finds a tile among
-ONCE = ("TensorWise", "RowWise")  # scales that multiply a whole sum
 
 
 @gluon.jit

@@ -6,8 +6,10 @@ which holds them exactly, and the rate to be had is that of the wider math.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
 import torch
-from torch import Tensor
 
 from ..core.target import Target
 from .operands import SCALES, inner_of, kind_of
@@ -74,7 +76,7 @@ def label_of(
     half: bool = False,
     whole: bool = True,
 ) -> str:
-    """`label`, of kinds of codes (`operands.kind_of`)."""
+    """How a product of kinds of codes (`operands.kind_of`) is computed: "native", or what is stored and what is multiplied."""
     math = math_of(target, kinds, recipes, zero, half, whole)
     if math == "scaled":
         return "native"
@@ -85,13 +87,23 @@ def label_of(
     return f"{' and '.join(dict.fromkeys(foreign))} storage, {math.upper()} math"
 
 
-def label(
-    a: Tensor,
-    b: Tensor,
-    recipes: tuple[str | None, str | None],
-    target: Target,
-    zero: bool = False,
-) -> str:
-    """How a product of these operands is computed on a chip: "native", or what they are stored in and what is multiplied."""
+def emulated(target: Target, pairs: Mapping[str, tuple[str, str, str | None, str | None]]) -> dict[str, str]:
+    """The labels of those pairs (`scaled_mm.PAIRS`) that a chip does not multiply as they are."""
+    found = {name: label_of(pair[:2], pair[2:], target) for name, pair in pairs.items()}
+    return {name: words for name, words in found.items() if words != "native"}
+
+
+class Computed(NamedTuple):
+    """What `label_of` says of a product, and what is multiplied alone, as `math_of` names it."""
+
+    label: str
+    math: str
+
+
+def computed(values: Mapping[str, Any], target: Target) -> Computed:
+    """How a product of the arguments `a` and `b` is computed on a chip; of codes without recipes every scale is a float."""
+    a, b = values["a"], values["b"]
+    recipes = values.get("recipe_a"), values.get("recipe_b")
     kinds = kind_of(a, recipes[0]), kind_of(b, recipes[1])
-    return label_of(kinds, recipes, target, zero, torch.float16 in (a.dtype, b.dtype), inner_of(a) % 128 == 0)
+    rest = values.get("zero_b") is not None, torch.float16 in (a.dtype, b.dtype), inner_of(a) % 128 == 0
+    return Computed(label_of(kinds, recipes, target, *rest), math_of(target, kinds, recipes, *rest))

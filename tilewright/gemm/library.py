@@ -20,10 +20,10 @@ from torch.nn import functional
 from ..core import call
 from ..core.target import Target
 from ..core.tensor import cdiv, rows
-from .choice import LIBRARY, preferred
+from .choice import LIBRARY, WIDE, preferred
+from .operands import DTYPES
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-OUT = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 SIXTEEN = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 # Pairs of recipes that cuBLASLt has on Hopper, by the names of `scaled_mm.PAIRS`
 RECIPES = {
@@ -33,17 +33,29 @@ RECIPES = {
     ("BlockWise128x128", "BlockWise1x128"): "fp8_block_left",
     ("BlockWise1x128", "BlockWise1x128"): "fp8_block_both",
 }
-OUTS = {"fp8_tensor": OUT, "fp8_row": ("bfloat16",)}  # else
+SCALED_MM_V2 = (
+    "self", "mat2", "scale_a", "recipe_a", "swizzle_a", "scale_b", "recipe_b", "swizzle_b", "bias", "out_dtype",
+    "contraction_dim", "use_fast_accum",
+)  # fmt: skip
+OUTS = {"fp8_tensor": tuple(DTYPES), "fp8_row": ("bfloat16",)}  # else
 BLOCK_OUTS = ("bfloat16", "float32")
 
 
 @functools.cache
 def entry_points() -> frozenset[str]:
-    """Which functions for scaled products this torch has: its CUDA build only."""
+    """Which functions for scaled products this torch has: its CUDA build only, and those that take what they are known to take."""
     if torch.version.cuda is None:
         return frozenset()
     found = {name for name in ("_scaled_mm", "_scaled_mm_v2") if hasattr(torch, name)}
-    return frozenset(found if hasattr(functional, "ScalingType") else found - {"_scaled_mm_v2"})
+    return frozenset(found if knows_recipes() else found - {"_scaled_mm_v2"})
+
+
+def knows_recipes() -> bool:
+    """Whether `_scaled_mm_v2` is the one of torch 2.10 to 2.13. It is private, and may come to take other arguments."""
+    packet = getattr(torch.ops.aten, "_scaled_mm_v2", None)
+    if packet is None or not hasattr(functional, "ScalingType"):
+        return False
+    return tuple(argument.name for argument in packet.default._schema.arguments) == SCALED_MM_V2
 
 
 @functools.cache
@@ -52,9 +64,9 @@ def cuda_version() -> tuple[int, ...]:
     return tuple(int(part) for part in (torch.version.cuda or "0").split(".")[:2])
 
 
-def wanted(target: Target, pair: str, M: int, N: int, K: int) -> bool:
+def wanted(target: Target, asked: str, pair: str, M: int, N: int, K: int) -> bool:
     """Whether the library is to be taken where it can be: it was asked for, or is the faster."""
-    return call.forced.get() == LIBRARY or preferred(target, pair, M, N, K) == LIBRARY
+    return LIBRARY in (asked, call.forced.get()) or preferred(target, pair, M, N, K) == LIBRARY
 
 
 # ---- scaled products -------------------------------------------------------------------------------------------------
@@ -68,7 +80,8 @@ def pair_of(a: SimpleNamespace) -> str | None:
     blocks = "block" in pair
     if blocks and not a.a.dtype == a.b.dtype == E4M3:
         return None
-    return f"{pair}_fast" if a.accumulate == "fast" and not blocks else pair
+    fast = "_fast" if a.accumulate == "fast" and not blocks else ""
+    return f"{pair}{fast}{WIDE if a.out_dtype == 'float32' else ''}"
 
 
 def refusal(target: Target, a: SimpleNamespace) -> str | None:
@@ -76,7 +89,7 @@ def refusal(target: Target, a: SimpleNamespace) -> str | None:
     pair = pair_of(a)
     if pair is None:
         return "cuBLASLt has no product of these operands"
-    kind = pair.removesuffix("_fast")
+    kind = RECIPES[a.recipe_a, a.recipe_b]
     if not target.arch.startswith("sm_") or not target.fp8 or (kind != "fp8_tensor" and target.arch != "sm_90"):
         return f"cuBLASLt has no {kind} on {target.arch}"
     (M, K), N = a.a.shape, a.b.shape[1]
@@ -90,7 +103,7 @@ def refusal(target: Target, a: SimpleNamespace) -> str | None:
         return "torch has no activation, c or quantised result there"
     if a.out_dtype not in OUTS.get(kind, BLOCK_OUTS):
         return f"torch has no {kind} into {a.out_dtype}"
-    if a.bias is not None and ("block" in kind or a.out_dtype == "float32" or a.bias.dtype != OUT[a.out_dtype]):
+    if a.bias is not None and ("block" in kind or a.out_dtype == "float32" or a.bias.dtype != DTYPES[a.out_dtype]):
         return "torch adds a bias of the result's 16-bit dtype only, and none to products in blocks"
     return None
 
@@ -98,7 +111,7 @@ def refusal(target: Target, a: SimpleNamespace) -> str | None:
 def takes(values: Mapping[str, Any]) -> bool:
     """Whether arguments of `scaled_mm` can be multiplied by cuBLASLt here."""
     a = SimpleNamespace(**values)
-    return refusal(Target.at(a.a.device), a) is None and reachable(a)
+    return refusal(Target.at(a.a.device), a) is None and absence(a) is None
 
 
 def along(t: Tensor) -> bool:
@@ -109,18 +122,22 @@ def along(t: Tensor) -> bool:
 
 def fits(target: Target, a: SimpleNamespace) -> bool:
     """cuBLASLt takes these, is there, and is the faster or asked for."""
-    if refusal(target, a) is not None or not reachable(a):
+    if refusal(target, a) is not None or absence(a) is not None:
         return False
     (M, K), N = a.a.shape, a.b.shape[1]
-    return wanted(target, pair_of(a), M, N, K)
+    return wanted(target, a.backend, pair_of(a), M, N, K)
 
 
-def reachable(a: SimpleNamespace) -> bool:
-    """Whether this torch gives access to it: rows' and blocks' scales came with CUDA 12.9."""
+def absence(a: SimpleNamespace) -> str | None:
+    """Why this torch gives no access to what cuBLASLt has for these; None if it does."""
     kind, names = RECIPES[a.recipe_a, a.recipe_b], entry_points()
-    if kind == "fp8_tensor":
-        return bool(names)
-    return cuda_version() >= (12, 9) and ("_scaled_mm_v2" in names or (kind == "fp8_row" and bool(names)))
+    if not names:
+        return f"torch {torch.__version__} has no scaled products of CUDA"
+    if kind != "fp8_tensor" and cuda_version() < (12, 9):
+        return f"scales of rows and blocks came with CUDA 12.9, this torch has {torch.version.cuda}"
+    if "block" in kind and "_scaled_mm_v2" not in names:
+        return f"torch {torch.__version__} has no _scaled_mm_v2, or another than 2.10 to 2.13 have"
+    return None
 
 
 def scale_for(scale: Tensor, recipe: str, second: bool) -> Tensor:
@@ -147,13 +164,15 @@ def scale_for(scale: Tensor, recipe: str, second: bool) -> Tensor:
 def prepared(values: Mapping[str, Any]) -> Callable[[], Tensor]:
     """A call of cuBLASLt alone, for arguments of `scaled_mm`: scales are brought to where it wants them beforehand."""
     if not takes(values):
-        reason = refusal(Target.at(values["a"].device), SimpleNamespace(**values))
-        raise RuntimeError(f"cuBLASLt cannot multiply these: {reason or 'this torch does not have it'}")
+        given = SimpleNamespace(**values)
+        raise RuntimeError(
+            f"cuBLASLt cannot multiply these: {refusal(Target.at(given.a.device), given) or absence(given)}"
+        )
     a, b, bias, out = (values.get(name) for name in ("a", "b", "bias", "out"))
     names = values["recipe_a"], values["recipe_b"]
     fast = values["accumulate"] == "fast" and "Block" not in names[0]
     scales = scale_for(values["scale_a"], names[0], False), scale_for(values["scale_b"], names[1], True)
-    dtype, bias = OUT[values["out_dtype"]], None if bias is None else bias.contiguous()
+    dtype, bias = DTYPES[values["out_dtype"]], None if bias is None else bias.contiguous()
     direct = {"out": out} if out is not None and out.is_contiguous() else {}
     if "_scaled_mm_v2" in entry_points():
         kinds = [[getattr(functional.ScalingType, name).value] for name in names]
@@ -204,7 +223,8 @@ def by_group(op: str, values: Mapping[str, Any]) -> tuple[list[Callable[[], Tens
 
 def pair_of_matmul(a: SimpleNamespace) -> str | None:
     """bf16 or fp16: what cuBLAS multiplies as our kernels do."""
-    return SIXTEEN.get(a.a.dtype) if a.b.dtype == a.a.dtype else None
+    pair = SIXTEEN.get(a.a.dtype) if a.b.dtype == a.a.dtype else None
+    return f"{pair}{WIDE}" if pair and a.out_dtype == "float32" else pair
 
 
 def refusal_of_matmul(target: Target, a: SimpleNamespace) -> str | None:
@@ -224,11 +244,11 @@ def fits_matmul(target: Target, a: SimpleNamespace) -> bool:
     """Those of which cuBLAS is there, and is the faster or asked for."""
     if torch.version.cuda is None or refusal_of_matmul(target, a) is not None:
         return False
-    return wanted(target, SIXTEEN[a.a.dtype], a.a.numel() // a.a.shape[-1], a.b.shape[1], a.a.shape[-1])
+    return wanted(target, a.backend, pair_of_matmul(a), a.a.numel() // a.a.shape[-1], a.b.shape[1], a.a.shape[-1])
 
 
 def dtype_of(a: Tensor, out_dtype: str | None) -> torch.dtype:
-    return a.dtype if out_dtype is None else OUT.get(out_dtype, a.dtype)
+    return a.dtype if out_dtype is None else DTYPES.get(out_dtype, a.dtype)
 
 
 @contextlib.contextmanager
@@ -251,7 +271,7 @@ def mm(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
         return torch.mm(a, b) if dtype == a.dtype else torch.mm(a, b, out_dtype=dtype)
 
 
-def multiply(a, b, *, acc_dtype, out_dtype, out) -> Tensor:
+def multiply(a, b, *, out_dtype, out, **_) -> Tensor:
     dtype = dtype_of(a, out_dtype)
     y = mm(rows(a), b, dtype).view(*a.shape[:-1], b.shape[1])
     return y if out is None else out.copy_(y)

@@ -26,9 +26,9 @@ from ..device.products import add_product, widen_codes
 from . import library
 from .tiles import BAND, codes, tile_of
 
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "int32": torch.int32}
 Out = Literal["bfloat16", "float16", "float32", "int32"]
 Acc = Literal["float32", "float16", "int32"]
+Backend = Literal["auto", "triton", "cublaslt", "portable"]  # as in `scaled_mm.py`
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 DEFAULTS = {**dict.fromkeys(FP8, torch.bfloat16), torch.int8: torch.int32}
@@ -40,6 +40,7 @@ def reference(
     *,
     acc_dtype: Acc | None = None,
     out_dtype: Out | None = None,
+    backend: Backend = "auto",
     out: Tensor | None = None,
 ) -> Tensor:
     """`a` [..., K] times `b` [K, N], both of one dtype or both FP8, summed in `acc_dtype` and rounded once to `out_dtype`.
@@ -48,6 +49,9 @@ def reference(
     from 65520 on; it is faster on some consumer chips, not on Hopper. fp32 factors are multiplied as they are (but from 3.4e38
     on, which counts as infinite). `out_dtype` is that of `a`; of FP8 it is bfloat16, of int8 always int32. Any strides; FP8 and
     int8 are fastest with K contiguous, as in `weight.t()`, and have no gradients.
+
+    `backend="auto"` takes the faster of cuBLAS and our kernels by recorded measurements (`tilewright explain matmul` says which and
+    why), "triton" a kernel of ours, any other name that implementation or raises; in a compiled function too.
     """
     if a.dtype == torch.int8:
         return (a.double() @ b.double()).to(torch.int64).to(torch.int32)  # float64 products are fast, and exact here
@@ -56,7 +60,7 @@ def reference(
 
 
 def dtype_of(a: Tensor, out_dtype: str | None) -> torch.dtype:
-    return DEFAULTS.get(a.dtype, a.dtype) if out_dtype is None else DTYPES[out_dtype]
+    return DEFAULTS.get(a.dtype, a.dtype) if out_dtype is None else getattr(torch, out_dtype)
 
 
 KINDS = {"e4m3": (torch.float8_e4m3fn,) * 2, "mixed": FP8[::-1], "int8": (torch.int8,) * 2}
@@ -219,7 +223,7 @@ def product(a: Tensor, b: Tensor, y: Tensor, acc_dtype: str | None = None) -> Te
     return y
 
 
-def forward(a, b, *, acc_dtype, out_dtype, out) -> Tensor:
+def forward(a, b, *, acc_dtype, out_dtype, out, **_) -> Tensor:
     shape = (*a.shape[:-1], b.shape[1])
     y = torch.empty(shape, dtype=dtype_of(a, out_dtype), device=a.device) if out is None else out
     flat = y if y.dim() == 2 else y.view(math.prod(shape[:-1]), shape[-1]) if viewable(y) else None
@@ -254,7 +258,7 @@ def backward_by_library(saved: SimpleNamespace, dy: Tensor) -> tuple[Tensor | No
     return (library.multiply_backward if dy.dtype == saved.a.dtype else backward)(saved, dy)
 
 
-def check(a, b, *, acc_dtype, out_dtype, out) -> None:
+def check(a, b, *, acc_dtype, out_dtype, out, **_) -> None:
     name = {t: str(t.dtype).removeprefix("torch.") for t in (a, b)}
     for which, t in (("a", a), ("b", b)):
         if t.dtype not in (*FLOATS, *FP8, torch.int8):

@@ -18,7 +18,7 @@ as they are. The names of scale layouts are those of `torch.nn.functional.Scalin
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -40,6 +40,9 @@ SCALES = {"BlockWise1x16": torch.float8_e4m3fn, "BlockWise1x32": torch.float8_e8
 FLOATS = (torch.bfloat16, torch.float16)
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 KINDS = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2", torch.int8: "int8"}
+ONCE = ("TensorWise", "RowWise")  # scales that multiply a whole sum
+Out = Literal["bfloat16", "float16", "float32"]
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in get_args(Out)}
 
 
 def kind_of(codes: Tensor, recipe: str | None) -> str:

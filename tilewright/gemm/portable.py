@@ -247,7 +247,7 @@ def fill(q: Quantized, y: Tensor, format: Format) -> None:
 
 def forward(
     a, b, scale_a, scale_b, recipe_a, recipe_b, *, shared_a, shared_b, zero_b, bias, act, c, beta, out_dtype, accumulate,
-    out_format, out,
+    out_format, out, **_,
 ) -> Tensor:  # fmt: skip
     b, target = b.t(), Target.at(a.device)
     M, N, K = a.shape[0], b.shape[0], inner_of(a)

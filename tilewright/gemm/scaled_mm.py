@@ -19,12 +19,14 @@ from ..core.op import Op, Triton
 from ..core.target import Target
 from ..core.tensor import cdiv
 from . import hopper_dense, hopper_inner, hopper_int4, hopper_plain, hopper_small, library, portable, small
-from .operands import BLOCKS, FLOATS, SCALES, Recipe, inner_of, kind_of, operand, scale_shape, values
+from .operands import BLOCKS, DTYPES, FLOATS, SCALES, Out, Recipe, inner_of, kind_of, operand, scale_shape, values
 
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 WORTH = 2**18  # elements
-Out = Literal["bfloat16", "float16", "float32"]
 Act = Literal["silu", "gelu_tanh", "gelu_erf", "relu"]
+# "auto" is the faster of those that take the arguments, "triton" the first that is no library's; others name one of `product`'s
+Backend = Literal[
+    "auto", "triton", "cublaslt", "hopper_few_int4", "hopper_few", "few", "hopper", "hopper_plain", "hopper_wgrad", "portable"
+]  # fmt: skip
 ACTS = {
     "silu": torch.nn.functional.silu,
     "gelu_tanh": lambda y: torch.nn.functional.gelu(y, approximate="tanh"),
@@ -50,6 +52,7 @@ def reference(
     beta: float = 0.0,
     out_dtype: Out = "bfloat16",
     accumulate: Literal["full", "fast"] = "full",
+    backend: Backend = "auto",
     out_format: Format | None = None,
     out: Tensor | Quantized | None = None,
 ) -> Tensor:
@@ -57,7 +60,7 @@ def reference(
     into `out_format`. `scale_b` and `zero_b` are those of `b`'s transpose.
 
     `accumulate="fast"` leaves sums of FP8 codes in the tensor cores, which keep about 14 bits of each addition on Hopper. `out` may
-    be `c`. `scaled_mm` is easier to call: it takes `Quantized` operands, and scales as torch has them.
+    be `c`. `backend` is as in `scaled_mm`, which is easier to call: it takes `Quantized` operands, and scales as torch has them.
     """
     wide_a, wide_b = values(a, scale_a, recipe_a, shared_a), values(b.t(), scale_b, recipe_b, shared_b, zero_b).t()
     exact = torch.float64 in (wide_a.dtype, wide_b.dtype)
@@ -225,6 +228,7 @@ def scaled_mm(
     c: Tensor | None = None,
     beta: float = 0.0,
     out: Tensor | Quantized | None = None,
+    backend: Backend = "auto",
 ) -> Tensor:
     """act(a @ b + bias + beta * c) of scaled codes, in fp32 and rounded once: to `out_dtype`, or into `out_format`.
 
@@ -232,13 +236,17 @@ def scaled_mm(
     `torch.nn.functional.scaled_mm`, lists of two for NVFP4. Bytes (uint8) are two int4 codes each, or e2m1 codes where a scale is
     for 16 or 32 of them. `b` is [K, N]: for a weight [N, K] that is `weight.t()`, also of a `Quantized`. bf16 or fp16 `a` may meet
     integer or FP8 `b`: the weight alone is quantised. Sizes are arbitrary; both storage orders of `b` work, K contiguous is faster.
+
+    `backend="auto"` takes the faster of cuBLASLt and our kernels by recorded measurements (`tilewright explain scaled_mm` says
+    which and why), "triton" a kernel of ours, any other name that implementation or raises; in a compiled function too. On a CPU
+    "auto" is the reference, and a name needs the interpreter.
     """
     first, second = operand("scaled_mm", "a", a, scale_a, recipe_a), operand("scaled_mm", "b", b, scale_b, recipe_b)
     name = str(out_dtype).removeprefix("torch.")
     return product.function(
         first.codes, second.codes.t(), first.scale, second.scale, first.recipe, second.recipe, shared_a=first.shared,
         shared_b=second.shared, zero_b=second.zero, bias=bias, act=act, c=c, beta=beta, out_dtype=name,
-        accumulate=accumulate, out_format=out_format, out=out,
+        accumulate=accumulate, backend=backend, out_format=out_format, out=out,
     )  # fmt: skip
 
 

@@ -20,10 +20,9 @@ from ..core.target import Target
 from ..core.tensor import cdiv, power_of_two
 from ..device.activation import activate
 from ..device.decode import four_bits, load_operand
-from .operands import BLOCKS, inner_of, kind_of
+from .operands import BLOCKS, DTYPES, inner_of, kind_of
 from .tiles import stages
 
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 MOST = 64  # rows; with more, products of whole tiles are as fast
 COLUMNS = 64  # of a tile
 LEAST = 8  # blocks of 128 that a part of the inner dimension has: fewer are over before memory is busy

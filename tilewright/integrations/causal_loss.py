@@ -8,7 +8,6 @@ of logits and outputs stay the model's own; of a softcap, which is not linear, t
 from __future__ import annotations
 
 import copy
-import functools
 import inspect
 from collections.abc import Callable
 from types import MethodType
@@ -21,7 +20,8 @@ from torch import Tensor, nn
 from ..ops.cross_entropy import cross_entropy
 from ..ops.linear_cross_entropy import linear_cross_entropy
 from .probe import PRODUCTS, UNRUN, Source, compared, device_of, shallow, twin
-from .roles import Count, Found, Skip, alike, ignore
+from .report import RESTS, changed, rests
+from .roles import Count, Found, Skip, alike, bound, ignore
 
 HEAD, SOFTCAP, SHADOW = "lm_head", "final_logit_softcapping", "_tilewright_shadow"
 LOSSES = ("linear_cross_entropy", "cross_entropy")
@@ -64,10 +64,14 @@ def hidden_loss(count: Count) -> Callable:
             "ignore_index": ignore_index, "reduction": "mean" if num_items_in_batch is None else "sum",
             "softcap": getattr(self.config, SOFTCAP, None),
         }  # fmt: skip
-        # A head that was put in the place of the patched one, as by resize_token_embeddings, knows no labels
-        made = (
-            head(logits, labels=y, **options) if "forward" in head.__dict__ else head_loss(head, logits, y, **options)
-        )
+        if "forward" in head.__dict__:
+            made = head(logits, labels=y, **options)
+        elif type(head).forward is nn.Linear.forward:  # resize_token_embeddings makes a new one, which knows no labels
+            made = head_loss(head, logits, y, **options)
+        else:
+            raise ValueError(
+                f"patch: the head became a {type(head).__name__} after the patch: unpatch, and patch again"
+            )
         return averaged(made, num_items_in_batch)
 
     return loss
@@ -100,19 +104,20 @@ def shadow_of(model: nn.Module, count: Count) -> nn.Module:
 
 
 def causal_forward(original: Callable) -> Callable:
-    """The forward of a model that has a shadow: with labels, in training, by that."""
+    """The forward of a model: with labels, in training, that of its shadow, as long as it has one."""
     place = [*inspect.signature(original).parameters].index("labels") - 1
 
-    @functools.wraps(original)
     def forward(self: nn.Module, *given: Any, return_logits: bool = False, **named: Any) -> Any:
         labels = given[place] if len(given) > place else named.get("labels")
-        if labels is None or return_logits or not self.training:
+        shadow = self.__dict__.get(SHADOW)
+        if labels is None or return_logits or not self.training or shadow is None:
             return original(self, *given, **named)
         asked = named.pop("return_dict", None)
-        output = original(self.__dict__[SHADOW], *given, return_dict=True, **named)
+        output = original(shadow, *given, return_dict=True, **named)
         output = type(output)(**{k: v for k, v in output.items() if k != "logits"})
         return output if (self.config.return_dict if asked is None else asked) else output.to_tuple()
 
+    setattr(forward, RESTS, True)
     return forward
 
 
@@ -131,7 +136,7 @@ def loss(name: str, module: nn.Module, kind: str) -> Found | Skip | None:
     if kind == "cross_entropy":
         return Found(kind, lambda count: [(module, "_loss_function", logits_loss(count))])
     head = module._modules[HEAD]
-    if getattr(type(head), "forward", None) is not nn.Linear.forward or "forward" in head.__dict__:
+    if getattr(type(head), "forward", None) is not nn.Linear.forward or changed(head):
         return Skip(f"its head is not a plain linear layer but {type(head).__name__}")
     words = probed(module, original)
     if words is not None:
@@ -139,11 +144,8 @@ def loss(name: str, module: nn.Module, kind: str) -> Found | Skip | None:
         return Skip(f"not linear_cross_entropy: {words}", failed=causal or not words.startswith(UNRUN))
 
     def changes(count: Count) -> list[tuple[nn.Module, str, Any]]:
-        return [
-            (module, SHADOW, shadow_of(module, count)),
-            (head, "forward", MethodType(head_forward, head)),
-            (module, "forward", MethodType(causal_forward(original), module)),
-        ]
+        made = [(module, SHADOW, shadow_of(module, count)), (head, "forward", MethodType(head_forward, head))]
+        return made if rests(module) else [*made, bound(module, causal_forward(original))]
 
     return Found(kind, changes)
 

@@ -12,8 +12,9 @@ from torch import nn
 
 from .. import __version__
 from .causal_loss import LOSSES, loss
-from .report import REPORT, PatchReport, Replaced, Skipped
-from .roles import Count, Found, Skip, experts, experts_forward, gated, linear, norm, rotary
+from .experts import experts, experts_forward
+from .report import REPORT, PatchReport, Replaced, Skipped, changed, rests
+from .roles import Count, Found, Skip, gated, linear, norm, rotary
 from .router import router
 
 OLDEST = 5  # the first major version of transformers whose experts and losses are as here
@@ -34,7 +35,8 @@ def patch(
 
     Modules are found by what they hold and probed against their own code. `loss` is "linear_cross_entropy", which in training
     makes no logits (a call with `return_logits=True` does), "cross_entropy" or None; `experts` is for their router too. `fp8`
-    makes products of linear layers with both sizes multiples of 128 from 1024 on of FP8 codes, but for the head and routers.
+    makes products of FP8 codes: of linear layers with both sizes multiples of 128 from 1024 on, but for the head and routers,
+    and of experts with a hidden size from 1024 on and an inner one that is a multiple of 128 from 768 on.
     `only` names the roles to replace: norm, mlp, rotary, router, experts, loss, linear. Parameters, buffers and their names
     stay. `strict` raises `ValueError` if nothing was replaced or a probe failed, and then leaves the model as it was.
     """
@@ -48,7 +50,7 @@ def patch(
         raise ValueError(f"patch: only must name roles of {', '.join(ROLES)}, got {sorted(chosen - {*ROLES})}")
     left_out = {"loss": loss is None, "router": not experts, "experts": not experts, "linear": not fp8}
     report = PatchReport(versions)
-    failed = apply(model, roles(loss, {r for r in chosen if not left_out.get(r)}), report)
+    failed = apply(model, roles(loss, fp8, {r for r in chosen if not left_out.get(r)}), report)
     if strict and (failed or not report.replaced):
         report.undo()
         why = f"{failed[0].role} {failed[0].module}: {failed[0].reason}" if failed else "nothing was replaced"
@@ -81,10 +83,10 @@ def known_versions() -> dict[str, str]:
     return found
 
 
-def roles(kind: str | None, chosen: set[str]) -> dict[str, Role]:
+def roles(kind: str | None, fp8: bool, chosen: set[str]) -> dict[str, Role]:
     """In the order in which they are applied: a linear layer may be part of what came before."""
     every: dict[str, Role] = {
-        "norm": norm, "mlp": gated, "rotary": rotary, "router": router, "experts": experts,
+        "norm": norm, "mlp": gated, "rotary": rotary, "router": router, "experts": partial(experts, fp8=fp8),
         "loss": partial(loss, kind=kind), "linear": linear,
     }  # fmt: skip
     return {role: match for role, match in every.items() if role in chosen}
@@ -99,6 +101,8 @@ def apply(model: nn.Module, matches: dict[str, Role], report: PatchReport) -> li
             for changed in found.changes(counting(report.counter)):
                 report.set(*changed)
             report.replaced.append(Replaced(role, name, found.op))
+            if found.less is not None:
+                report.skipped.append(Skipped(role, name, found.less))
             continue
         report.skipped.append(Skipped(role, name, found.reason))
         if found.failed:
@@ -109,9 +113,8 @@ def apply(model: nn.Module, matches: dict[str, Role], report: PatchReport) -> li
 def sought(model: nn.Module, matches: dict[str, Role]) -> Iterator[tuple[str, str, Found | Skip]]:
     for role, match in matches.items():
         for name, module in model.named_modules():
-            own = module.__dict__.get("forward")
             found = match(name, module)
-            if isinstance(found, Found) and own is not None:
+            if isinstance(found, Found) and changed(module) and not rests(module):
                 found = Skip("its forward was replaced before")
             if found is not None:
                 yield role, name, found

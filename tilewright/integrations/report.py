@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from copy import deepcopy
 from dataclasses import dataclass, field
+from types import MethodType
 from typing import Any, NamedTuple
 
 from torch import nn
 
 REPORT = "_tilewright_report"  # where the patched module keeps its report
+RESTS = "_tilewright_rests"  # of a forward that does what the original does once the rest of its patch is taken back
 ABSENT = object()
 
 
@@ -35,7 +37,27 @@ class Change(NamedTuple):
 
     def stands(self) -> bool:
         now = type(self.module) if self.name == "__class__" else self.module.__dict__.get(self.name)
-        return now is self.value
+        return now == self.value  # of methods, each `MethodType` of the same function and module is another
+
+    def covered(self) -> bool:
+        """Whether others wrapped it who may keep it."""
+        return self.name == "forward" and not self.stands() and rests(self.module)
+
+
+def changed(module: nn.Module) -> bool:
+    """Whether an instance has another forward than its class. Old versions of transformers leave that of the class on instances
+    whose outputs they once collected."""
+    forward = module.__dict__.get("forward")
+    return forward is not None and forward != MethodType(type(module).forward, module)
+
+
+def rests(module: nn.Module) -> bool:
+    """Whether an instance's own forward is, or wraps, one that may stay after its patch. Accelerate's wrapper for mixed precision
+    stays on a model as long as it lives, and comes between patches."""
+    forward = module.__dict__.get("forward")
+    while forward is not None and not hasattr(forward, RESTS):
+        forward = getattr(forward, "__wrapped__", None)
+    return forward is not None
 
 
 @dataclass(eq=False)
@@ -63,13 +85,17 @@ class PatchReport:
             module.__dict__[name] = value
 
     def undo(self) -> None:
-        """Take back every change, the last one first; none of them if something was put over one since."""
-        over = next((c for c in self.changes if not c.stands()), None)
+        """Take back every change, the last one first; none of them if something was put over one since, but for wrappers of the
+        model's forward."""
+        over = next((c for c in self.changes if not c.stands() and not c.covered()), None)
         if over is not None:
             kind = type(over.module).__name__
             raise ValueError(f"unpatch: {over.name} of a {kind} was replaced after the patch: take that back first")
         while self.changes:
-            module, name, _, before = self.changes.pop()
+            change = self.changes.pop()
+            module, name, _, before = change
+            if change.covered():
+                continue
             if name == "__class__":
                 module.__class__ = before
             elif before is ABSENT:

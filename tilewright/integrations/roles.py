@@ -10,19 +10,18 @@ import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import FunctionType, MethodType, SimpleNamespace
-from typing import Any
+from types import FunctionType, MethodType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ..nn.expert_codes import KeptCodes
-from ..nn.experts import moe_feed_forward
 from ..nn.linear import Linear
 from ..ops.glu import glu
 from ..ops.rms_norm import rms_norm
 from ..ops.rope import rope
-from .probe import EXACT, NAMES, PRODUCTS, UNRUN, Source, activation, compared, device_of, twin
+from .probe import EXACT, PRODUCTS, UNRUN, Source, activation, compared, device_of, twin
 
 Count = Callable[[str], None]  # told the name of an op that is called
 
@@ -41,6 +40,7 @@ class Found:
 
     op: str
     changes: Callable[[Count], list[tuple[nn.Module, str, Any]]]
+    less: str | None = None  # why it is not all that was asked for
 
 
 def ignore(op: str) -> None:
@@ -63,8 +63,24 @@ def taking(name: str, compute: Callable[[nn.Module, Tensor], Tensor]) -> Callabl
 
 
 def bound(module: nn.Module, forward: Callable) -> tuple[nn.Module, str, Any]:
-    """As a method, so that a copy of the module has one that is bound to the copy."""
-    return module, "forward", MethodType(functools.update_wrapper(forward, type(module).forward), module)
+    """As a method, so that a copy of the module has one that is bound to the copy. It has the original's signature but no
+    `__wrapped__`: accelerate follows that to take its own wrapper off, and would take this one off too."""
+    original = type(module).forward
+    functools.update_wrapper(forward, original)
+    del forward.__wrapped__
+    forward.__signature__ = inspect.signature(original)
+    return module, "forward", MethodType(forward, module)
+
+
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+
+
+def alike(x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+    """In the dtype of the first weight or, under autocast, of that: as a linear layer would have them."""
+    dtype = autocast_dtype(x) or weights[0].dtype
+    return tuple(t.to(dtype) for t in (x, *weights))
 
 
 # ---- norm --------------------------------------------------------------------------------------------------------------
@@ -139,50 +155,70 @@ def gated(name: str, module: nn.Module) -> Found | Skip | None:
 
 # ---- rotary embedding ---------------------------------------------------------------------------------------------------
 
-ROTARY = "apply_rotary_pos_emb"
-ARGUMENTS = ["q", "k", "cos", "sin", "unsqueeze_dim"]
+ROTARY = "apply_rotary_pos_emb"  # and names that begin so
+ARGUMENTS = ("q", "k", "cos", "sin")
+MORE = (("unsqueeze_dim",), ("position_ids", "unsqueeze_dim"))
 LAYOUTS = {1: "bhsd", 2: "bshd"}  # by where the heads are
-# (pairing, how often the tables have each angle): what the functions of this name do.
-TURNS = (("half", 2), ("interleaved", 2), ("half", 1))
 
 
-def turning(original: Callable, pairing: str, times: int, count: Count) -> Callable:
-    """`apply_rotary_pos_emb` over `rope`. Tables that have the angles twice have them in two halves, whatever the pairs are. What
-    has no batch or no heads goes to the original."""
+class Turn(NamedTuple):
+    """How a function turns: which columns are pairs, how often tables have each angle, and whether pairs leave as halves."""
 
-    def turn(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
-        if unsqueeze_dim not in LAYOUTS or q.dim() != 4 or cos.dim() != 3:
-            return original(q, k, cos, sin, unsqueeze_dim)
+    pairing: str
+    times: int
+    split: bool = False
+
+
+TURNS = (Turn("half", 2), Turn("interleaved", 2), Turn("half", 1), Turn("interleaved", 2, split=True))
+
+
+def halves(x: Tensor) -> Tensor:
+    """Columns (2k, 2k + 1) at k and k + n / 2."""
+    return x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+
+
+def turning(original: Callable, kind: Turn, count: Count) -> Callable:
+    """A function like `apply_rotary_pos_emb` over `rope`. Tables that have the angles twice have them in two halves, whatever the
+    pairs are. What has no batch or no heads goes to the original."""
+    more = [*inspect.signature(original).parameters][len(ARGUMENTS) :]
+
+    def turn(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *rest: Any, **named: Any) -> tuple[Tensor, Tensor]:
+        given = {**dict(zip(more, rest)), **named}
+        heads = given.get("unsqueeze_dim", 1)
+        if heads not in LAYOUTS or q.dim() != 4 or cos.dim() != 3 or given.get("position_ids") is not None:
+            return original(q, k, cos, sin, *rest, **named)
         count("rope")
-        pairs = cos.shape[-1] // times
-        given = {"layout": LAYOUTS[unsqueeze_dim], "rotary_dim": 2 * pairs, "pairing": pairing}
-        return rope.function(q, k, cos[..., :pairs], sin[..., :pairs], **given)
+        pairs = cos.shape[-1] // kind.times
+        options = {"layout": LAYOUTS[heads], "rotary_dim": 2 * pairs, "pairing": kind.pairing}
+        q, k = rope.function(q, k, cos[..., :pairs], sin[..., :pairs], **options)
+        return (halves(q), halves(k)) if kind.split else (q, k)
 
     return turn
 
 
-def same_turn(function: Callable, pairing: str, times: int, device: torch.device) -> str | None:
+def same_turn(function: Callable, kind: Turn, device: torch.device) -> str | None:
     """Why a function is not this turn, or None. One that knows no heads wider than what is turned fails on those."""
     draw, pairs, words = Source(device), 4, None
-    angles = torch.cat([draw.tensor(2, 3, pairs)] * times, -1)
+    angles = torch.cat([draw.tensor(2, 3, pairs)] * kind.times, -1)
     for width in (2 * pairs, 3 * pairs):
         given = draw.tensor(2, 2, 3, width), draw.tensor(2, 1, 3, width), angles.cos(), angles.sin()
-        words = compared(turning(function, pairing, times, ignore), function, EXACT, *given)
+        words = compared(turning(function, kind, ignore), function, EXACT, *given)
         if words is not None:
             return None if width > 2 * pairs and words.startswith(UNRUN) else words
     return None
 
 
-def turn_of(function: Callable, device: torch.device) -> tuple[str, int] | str:
+def turn_of(name: str, function: Callable, device: torch.device) -> Turn | str:
     """Which of `TURNS` a function is, or why none."""
-    if [*inspect.signature(function).parameters] != ARGUMENTS:
-        return f"{ROTARY} takes other arguments than {', '.join(ARGUMENTS)}"
-    words = [same_turn(function, *turn, device) for turn in TURNS]
-    return TURNS[words.index(None)] if None in words else f"{ROTARY} turns otherwise: {words[0]}"
+    taken = inspect.signature(function).parameters
+    if [*taken] not in ([*ARGUMENTS, *more] for more in MORE) or taken["unsqueeze_dim"].default != 1:
+        return f"{name} takes other arguments than {', '.join(ARGUMENTS)}, unsqueeze_dim=1"
+    words = [same_turn(function, turn, device) for turn in TURNS]
+    return TURNS[words.index(None)] if None in words else f"{name} turns otherwise: {words[0]}"
 
 
 def rotary(name: str, module: nn.Module) -> Found | Skip | None:
-    """A forward that calls a global function of that name gets a copy of itself that sees ours under the name."""
+    """A forward that calls global functions of such names gets a copy of itself that sees ours under the names."""
     forward = type(module).forward
     plain = inspect.unwrap(forward)
     if not isinstance(plain, FunctionType):
@@ -190,100 +226,23 @@ def rotary(name: str, module: nn.Module) -> Found | Skip | None:
     called = [n for n in plain.__code__.co_names if n.startswith(ROTARY)]
     if not called:
         return None
-    if called != [ROTARY]:
-        return Skip(f"it calls {', '.join(called)}, of which rope has only {ROTARY}")
     if forward is not plain:
         return Skip("its forward is decorated")
-    original = plain.__globals__[ROTARY]
-    turn = turn_of(original, device_of(module))
-    if isinstance(turn, str):
-        return Skip(turn)
+    originals = {n: plain.__globals__[n] for n in called}
+    turns = {n: turn_of(n, original, device_of(module)) for n, original in originals.items()}
+    for turn in turns.values():
+        if isinstance(turn, str):
+            return Skip(turn)
 
     def changes(count: Count) -> list[tuple[nn.Module, str, Any]]:
+        ours = {n: turning(original, turns[n], count) for n, original in originals.items()}
         # Without a __name__ torch.compile takes globals from this scope and not from the module of that name
-        scope = {k: v for k, v in plain.__globals__.items() if k != "__name__"} | {
-            ROTARY: turning(original, *turn, count)
-        }
+        scope = {k: v for k, v in plain.__globals__.items() if k != "__name__"} | ours
         made = FunctionType(plain.__code__, scope, plain.__name__, plain.__defaults__, plain.__closure__)
         made.__kwdefaults__ = plain.__kwdefaults__
         return [bound(module, made)]
 
     return Found("rope", changes)
-
-
-# ---- experts -------------------------------------------------------------------------------------------------------------
-
-# Flags of `use_experts_implementation` and what they must be.
-FLAGS = {"has_gate": True, "has_bias": False, "is_concatenated": True, "has_post_expert_norm": False}
-
-
-def unsupported(module: nn.Module) -> str | None:
-    """Why `moe_feed_forward` cannot be these experts."""
-    wrong = [
-        f"{flag}={getattr(module, flag)}" for flag, value in FLAGS.items() if getattr(module, flag, value) != value
-    ]
-    if wrong:
-        return f"moe_feed_forward has no {', '.join(wrong)}"
-    if getattr(type(module)._apply_gate, "__name__", "") != "_default_apply_gate":
-        return "it gates in its own way"
-    act = type(getattr(module, "act_fn", None)).__name__
-    return None if act in NAMES else f"no activation of glu's: {act}"
-
-
-def experts_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """Experts of transformers by `moe_feed_forward`: `experts_implementation="tilewright"`."""
-    reason = unsupported(self)
-    if reason is not None:
-        raise ValueError(f"experts_implementation='tilewright': {type(self).__name__}: {reason}")
-    gate_up, down = self.gate_up_proj, self.down_proj
-    if self.is_transposed:
-        gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
-    x, gate_up, down = alike(hidden_states, gate_up, down)
-    learns = torch.is_grad_enabled()
-    y = moe_feed_forward.function(
-        x, gate_up, down, top_k_index, top_k_weights, act=NAMES[type(self.act_fn).__name__],
-        keep="all" if learns else "input",
-    )  # fmt: skip
-    return y.to(hidden_states.dtype)
-
-
-def alike(x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
-    """In the dtype of the first weight or, under autocast, of that: as a linear layer would have them."""
-    kind = x.device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weights[0].dtype
-    return tuple(t.to(dtype) for t in (x, *weights))
-
-
-def experts(name: str, module: nn.Module) -> Found | Skip | None:
-    """What `use_experts_implementation` decorated."""
-    if not all(hasattr(module, flag) for flag in (*FLAGS, "is_transposed", "_apply_gate")):
-        return None
-    reason = unsupported(module)
-    if reason is None and activation(module.act_fn) is None:
-        reason = f"no activation of glu's: {type(module.act_fn).__name__}"
-    if reason is not None:
-        return Skip(reason)
-
-    draw, E, hidden, ffn = Source(device_of(module)), 4, 16, 8
-    gate_up, down = draw.tensor(E, 2 * ffn, hidden, scale=0.25), draw.tensor(E, hidden, ffn, scale=0.3)
-    if module.is_transposed:
-        gate_up, down = gate_up.transpose(1, 2).contiguous(), down.transpose(1, 2).contiguous()
-    eager = SimpleNamespace(_experts_implementation="eager")
-    made = twin(module, {"gate_up_proj": gate_up, "down_proj": down}, module._modules, num_experts=E, config=eager)
-    chosen = torch.tensor([[0, 2], [3, 1], [2, 3], [0, 1], [1, 2]], device=draw.device)
-    given = draw.tokens(5, hidden)[0], chosen, draw.tensor(5, 2).softmax(-1)
-    words = compared(experts_forward, type(module).forward, PRODUCTS, made, *given)
-    if words is not None:
-        return Skip(f"not moe_feed_forward: {words}", failed=True)
-
-    def counted(count: Count) -> Callable:
-        def forward(self: nn.Module, *given: Tensor, **named: Tensor) -> Tensor:
-            count("moe_feed_forward")
-            return experts_forward(self, *given, **named)
-
-        return forward
-
-    return Found("moe_feed_forward", lambda count: [bound(module, counted(count))])
 
 
 # ---- linear layers in FP8 --------------------------------------------------------------------------------------------------
@@ -297,7 +256,7 @@ class Fp8Linear(Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         self.count("linear_fp8")
-        return super().forward(x)
+        return super().forward(x.to(autocast_dtype(x) or x.dtype))  # the weight keeps its dtype, and so its codes
 
 
 def linear(name: str, module: nn.Module) -> Found | Skip | None:
@@ -306,7 +265,7 @@ def linear(name: str, module: nn.Module) -> Found | Skip | None:
         return None
     if type(module) is not nn.Linear:
         return Skip(f"it is a {type(module).__name__}")
-    if name.rpartition(".")[2] in OUTSIDE:
+    if name.removesuffix(".base_layer").rpartition(".")[2] in OUTSIDE:  # adapters keep what they adapt under that name
         return Skip("the head and routers stay as they are")
     sizes = module.out_features, module.in_features
     if min(sizes) < LEAST or any(size % MULTIPLE for size in sizes):

@@ -6,10 +6,11 @@ it: FP8 tensor cores want the inner dimension contiguous, and that is `in` in th
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..core.format import Quantized
 from ..core.tensor import cdiv
@@ -57,24 +58,28 @@ def transposed_blocks(codes_t: Tensor, shape: torch.Size) -> Tensor:
 class KeptCodes:
     """The codes of a module's weights, each as long as its weight is the one that they were made of.
 
-    A weight is another when its version counter or its memory is: optimisers and `load_state_dict` count, writing to
-    `weight.data` does not, after which `clear` must be called. Nothing is kept while a CUDA graph is captured: its replays
-    would go on with the codes of the first."""
+    A weight is another when its version counter or its memory is. Fused optimisers write past that counter, so codes of a weight
+    that learns are made anew for each forward, and none are kept while a gradient waits. `until_cleared` keeps them over the
+    forwards of several micro-batches as well: then, and after writing to `weight.data`, `clear` must be called. Nothing is
+    kept while a CUDA graph is captured: its replays would go on with the codes of the first."""
 
     def __init__(self) -> None:
         self.made: dict[str, tuple[tuple, Quantized]] = {}
+        self.until_cleared = False
+        self.gathered = False  # for each use, from shards
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"made": {}}  # copies and files hold no codes
+        return {**vars(self), "made": {}}  # copies and files hold no codes
 
     def clear(self) -> None:
         self.made.clear()
 
-    def of(self, name: str, weight: Tensor) -> Quantized:
+    def of(self, name: str, weight: Tensor, learns: bool = False) -> Quantized:
         """The codes of a weight [experts, out, in] or [out, in], a parameter or a view of one."""
         make = quantize_experts if weight.dim() == 3 else quantize_weight
         capturing = weight.is_cuda and torch.cuda.is_current_stream_capturing()
-        if weight.is_inference() or capturing:
+        if weight.is_inference() or capturing or (learns and not self.until_cleared):
+            self.made.pop(name, None)
             return make(weight)
         now = weight._version, weight.data_ptr(), weight.device, weight.dtype, weight.shape
         known = self.made.get(name)
@@ -82,3 +87,41 @@ class KeptCodes:
             with torch.inference_mode(False):  # codes made in that mode could not be saved for a backward later on
                 self.made[name] = known = now, make(weight)
         return known[1]
+
+
+def learning(parameter: nn.Parameter) -> bool:
+    """Whether a forward of now may be followed by a step of an optimiser before the next."""
+    waits = parameter.grad is not None or getattr(parameter, "main_grad", None) is not None
+    return waits or (torch.is_grad_enabled() and parameter.requires_grad)
+
+
+class KeepsCodes(nn.Module):
+    """A layer with the codes of its weights in `codes`."""
+
+    codes: KeptCodes
+
+    def codes_of(self, name: str, weight: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """(data, scale, data_t) of the parameter of this name, or of `weight`, a view of it. Without them the op quantises the
+        weight itself, in the forward and again in the backward."""
+        # torch.compile traces no cache. What stands in for a parameter, as a parametrization does, may come to lie where the
+        # last one lay. Codes that a backward holds on to are as large as the weight that FSDP wanted to be rid of
+        plain = type(self._parameters.get(name)) is nn.Parameter
+        if torch.compiler.is_compiling() or self.codes.gathered or not plain:
+            return None, None, None
+        q = self.codes.of(name, weight, learning(self._parameters[name]))
+        return q.data, q.scale, q.data_t
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """FSDP gathers a weight to where it lay before, past its version counter: what shows is that it sets the parameter."""
+        if isinstance(value, nn.Parameter) and "codes" in self.__dict__:
+            self.codes.clear()
+            self.codes.gathered |= hasattr(value, "device_mesh")
+        super().__setattr__(name, value)
+
+    def _apply(self, fn: Callable, recurse: bool = True) -> nn.Module:
+        self.codes.clear()
+        return super()._apply(fn, recurse)
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self.codes.clear()
+        super()._load_from_state_dict(*args, **kwargs)

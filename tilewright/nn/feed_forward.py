@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..ops.rms_norm import rms_norm
-from .expert_codes import KeptCodes
+from .expert_codes import KeepsCodes, KeptCodes
 from .experts import moe_feed_forward
 
 
-class Experts(nn.Module):
+class Experts(KeepsCodes):
     """What the layers share: the weights of experts, their codes, and the call of `moe_feed_forward`."""
 
     def __init__(self, act: str, limit: float | None, precision: str, keep: str) -> None:
@@ -23,26 +22,15 @@ class Experts(nn.Module):
         self.codes = KeptCodes()
 
     def feed(self, x: Tensor, gate_up: Tensor, down: Tensor, **routed: Any) -> Tensor:
-        """The experts' feed-forward of x [tokens, hidden], with the codes of the weights as long as they are the same.
-
-        torch.compile traces no cache: a compiled layer quantises its weights in each call, once for the forward and once,
-        transposed, for the backward."""
+        """The experts' feed-forward of x [tokens, hidden], with the codes of the weights as long as they are the same."""
         given = {"act": self.act, "limit": self.limit, "precision": self.precision, "keep": self.keep, **routed}
         if not torch.is_grad_enabled():
             given["keep"] = "input"
-        if self.precision == "fp8" and not torch.compiler.is_compiling():
+        if self.precision == "fp8":
             for name, weight in (("gate_up", gate_up), ("down", down)):
-                q = self.codes.of(name, weight)
-                given |= {f"{name}_codes": q.data, f"{name}_scale": q.scale, f"{name}_codes_t": q.data_t}
+                keys = f"{name}_codes", f"{name}_scale", f"{name}_codes_t"
+                given |= dict(zip(keys, self.codes_of(name, weight)))
         return moe_feed_forward.function(x, gate_up, down, **given)
-
-    def _apply(self, fn: Callable, recurse: bool = True) -> Experts:
-        self.codes.clear()
-        return super()._apply(fn, recurse)
-
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        self.codes.clear()
-        super()._load_from_state_dict(*args, **kwargs)
 
 
 def parameter(*shape: int, device: Any, dtype: Any) -> nn.Parameter:

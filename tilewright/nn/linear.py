@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
-from .expert_codes import KeptCodes
+from .expert_codes import KeepsCodes, KeptCodes
 from .linear_fp8 import linear_fp8, linear_fp8_main_grad
 
 KEPT = ("codes", "input")
 
 
-class Linear(nn.Linear):
+class Linear(KeepsCodes, nn.Linear):
     """y = x @ weight.T + bias with FP8 products, forward and backward (`linear_fp8`); parameters and names are torch's.
 
     The weight is quantised once in each of its versions (see `codes.clear` for weights that are written past the version
@@ -42,12 +39,8 @@ class Linear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """y of x [..., in_features], in its dtype."""
-        weight, codes = self.weight, ()
-        # torch.compile traces no cache. What stands in for the parameter, as a parametrization does, may come to lie where the
-        # last one lay
-        if not torch.compiler.is_compiling() and type(weight) is nn.Parameter:
-            q = self.codes.of("weight", weight)
-            codes = q.data, q.scale, q.data_t
+        weight = self.weight
+        codes = self.codes_of("weight", weight)
         learns = torch.is_grad_enabled() and weight.requires_grad
         if self.main_grad and learns:
             buffer = getattr(weight, "main_grad", None)
@@ -58,11 +51,3 @@ class Linear(nn.Linear):
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, keep={self.keep}, main_grad={self.main_grad}"
-
-    def _apply(self, fn: Callable, recurse: bool = True) -> Linear:
-        self.codes.clear()
-        return super()._apply(fn, recurse)
-
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        self.codes.clear()
-        super()._load_from_state_dict(*args, **kwargs)

@@ -1,0 +1,270 @@
+"""DTensors and FSDP2 on two processes: values, gradients, placements, and what is sent, against the same calls in one process."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import tilewright as tw
+from examples import fsdp2
+from tilewright.integrations import sharding
+
+R, P = Replicate(), Partial()
+LABELS = torch.tensor([[0, 3, -100], [6, 7, 1], [2, -100, -100]])  # two of three rows on rank 0; 7 is in no vocabulary
+
+
+class Case(NamedTuple):
+    """A call: its sharded and its replicated tensors, the placements of the results, and how many collectives it needs."""
+
+    op: str
+    tensors: dict[str, tuple[Tensor, Placement]]
+    results: tuple[Placement, ...]
+    options: dict[str, Any] = {}
+    sent: int = 0
+
+
+def numbers(*shape: int) -> Tensor:
+    """What FP8 codes have exactly: shards have other blocks than the whole."""
+    return torch.randint(-4, 5, shape).float()
+
+
+def cases() -> list[Case]:
+    torch.manual_seed(0)
+    draw = torch.randn
+    x, whole = (draw(3, 4, 8), Shard(1)), numbers(3, 4, 8)
+    w = (draw(8), R)
+    labels, logits = (LABELS, Shard(0)), (draw(3, 3, 7), Shard(0))
+    q, k = draw(2, 4, 6, 8), draw(2, 2, 6, 8)
+    freqs, routed = draw(1, 6, 4), (torch.tensor([[0, 1], [2, 0], [1, 2]]), Shard(0))
+    experts = {"gate_up": (draw(3, 8, 4), R), "down": (draw(3, 4, 4), R), "probs": (draw(3, 2), Shard(0))}
+    mla = {"q": (draw(6, 2, 4, 8), Shard(2)), "kv": (draw(6, 2, 4, 9), Shard(2)), "k_pos": (draw(6, 2, 1, 4), R)}
+    mla["freqs"] = (draw(6, 2), R)
+    names = ("hidden", "weight", "labels")
+    head = dict(zip(names, ((draw(3, 3, 8), Shard(0)), (draw(7, 8), R), (LABELS.clamp(-100, 6), Shard(0)))))
+    safe = {"logits": logits, "labels": head["labels"]}
+    return [
+        Case("rms_norm", {"x": x, "weight": w}, (Shard(1),)),
+        Case("rms_norm", {"x": (x[0], R), "weight": w}, (R,)),
+        Case("add_rms_norm", {"x": x, "residual": (draw(3, 4, 8), Shard(1)), "weight": w}, (Shard(1), Shard(1))),
+        Case("glu", {"x": x}, (Shard(1),)),
+        Case("glu", {"x": (draw(3, 8), Shard(1)), "up": (draw(3, 8), Shard(1)), "scale": (draw(3), R)}, (Shard(1),)),
+        Case("rope", {"q": (q, Shard(1)), "k": (k, Shard(1)), "freqs": (freqs, R)}, (Shard(1), Shard(1))),
+        Case("rope", {"q": (q, Shard(2)), "k": (k, Shard(2)), "freqs": (freqs, Shard(1))}, (Shard(2), Shard(2))),
+        Case("mla_rope", mla, (Shard(2), Shard(2), Shard(2))),
+        Case("cross_entropy", {"logits": logits, "labels": labels}, (Shard(0),), {"reduction": "none"}),
+        Case("cross_entropy", safe, (P,), {"reduction": "sum", "z_loss": 0.1}),
+        Case("cross_entropy", {**safe, "weight": (draw(7).abs(), R)}, (P,), {}, 1),
+        Case("linear_cross_entropy", head, (P,), {}, 1),
+        Case("embedding", {"ids": (LABELS.clamp(0), Shard(0)), "weight": (draw(9, 4), R)}, (Shard(0),)),
+        Case("embedding", {"ids": (LABELS.clamp(0), R), "weight": (draw(9, 4), Shard(1))}, (Shard(2),)),
+        Case("linear_fp8", {"x": (whole, Shard(1)), "weight": (numbers(6, 8), R), "bias": (draw(6), R)}, (Shard(1),)),
+        Case("linear_fp8", {"x": (whole, R), "weight": (numbers(6, 8), Shard(0)), "bias": (draw(6), Shard(0))}, (Shard(2),)),
+        Case("linear_fp8", {"x": (whole, Shard(2)), "weight": (numbers(6, 8), Shard(1))}, (P,)),
+        Case("matmul", {"a": (draw(3, 8), Shard(1)), "b": (draw(8, 5), Shard(0))}, (P,)),
+        Case("router_linear", {"x": (draw(3, 8), R), "weight": (draw(6, 8), Shard(0))}, (Shard(1),)),
+        Case("rms_norm_router", {"x": x, "weight": w, "router": (draw(6, 8), R)}, (Shard(1), Shard(1))),
+        Case("topk_routing", {"logits": (draw(3, 5), Shard(0))}, (Shard(0), Shard(0), P), {"k": 2}),
+        Case("moe_feed_forward", {"x": (draw(3, 4), Shard(0)), "routing": routed, **experts}, (Shard(0),)),
+    ]  # fmt: skip
+
+
+def tuple_of(made: Any) -> tuple[Tensor, ...]:
+    return made if isinstance(made, tuple) else (made,)
+
+
+def check(case: Case, mesh: DeviceMesh) -> None:
+    """The call with DTensors gives what it gives without, and so do its gradients."""
+    function, graded = getattr(tw, case.op), getattr(tw, case.op).op.differentiable
+    whole = {n: t.clone().requires_grad_(n in graded) for n, (t, _) in case.tensors.items()}
+    parts = {
+        n: distribute_tensor(t, mesh, [p], src_data_rank=None).requires_grad_(n in graded)
+        for n, (t, p) in case.tensors.items()
+    }
+    expected = tuple_of(function(**whole, **case.options))
+    upstream = [torch.linspace(-4, 5, r.numel()).round().view(r.shape) for r in expected]
+    sources = [
+        distribute_tensor(g, mesh, [R if p == P else p], src_data_rank=None) for g, p in zip(upstream, case.results)
+    ]
+    with CommDebugMode() as sent:
+        made = tuple_of(function(**parts, **case.options))
+        torch.autograd.backward(*zip(*((r, g) for r, g in zip(made, sources) if r.requires_grad)))
+    assert sent.get_total_counts() == case.sent, (case.op, sent.get_comm_counts())
+    torch.autograd.backward(*zip(*((r, g) for r, g in zip(expected, upstream) if r.requires_grad)))
+    assert tuple(r.placements[0] for r in made) == case.results, case.op
+    near = {"rtol": 1e-5, "atol": 2e-5, "equal_nan": True}
+    for r, exact in zip(made, expected):
+        torch.testing.assert_close(r.full_tensor(), exact, **near)
+    for n in (n for n in whole if n in graded):
+        placed = case.tensors[n][1]
+        summed = placed == R and any(p != R for p in case.results)
+        assert parts[n].grad.placements == (P if summed else placed,), (case.op, n)
+        torch.testing.assert_close(parts[n].grad.full_tensor(), whole[n].grad, **near)
+
+
+def refused(mesh: DeviceMesh) -> None:
+    def placed(shape: tuple[int, ...], placement: Placement) -> DTensor:
+        return distribute_tensor(torch.ones(shape), mesh, [placement], src_data_rank=None)
+
+    x, w = placed((4, 8), Shard(0)), placed((8,), R)
+    summed = DTensor.from_local(torch.ones(4, 8), mesh, [P])
+    q, freqs = placed((1, 2, 4, 8), Shard(2)), placed((1, 9, 4), R)
+    for call, kind, words in (
+        (lambda: tw.rms_norm(placed((4, 8), Shard(1)), w), ValueError, "x is sharded on hidden, of which each rank needs all"),
+        (lambda: tw.rms_norm(x, placed((8,), Shard(0))), ValueError, "weight must be replicated on mesh dimension 0"),
+        (lambda: tw.rms_norm(summed, w), ValueError, r"x is Partial\(sum\) on mesh dimension 0: redistribute"),
+        (lambda: tw.rms_norm(x, torch.ones(8)), TypeError, "weight is a plain tensor beside DTensors"),
+        (lambda: tw.rms_norm(x, w, out_format=tw.fp8("1x128")), ValueError, "out_format is not for DTensors"),
+        (lambda: tw.rms_norm(x, placed((8, 8), Shard(1))), ValueError, "weight"),
+        (lambda: tw.glu(placed((4, 8), Shard(1))), ValueError, "x is sharded on width"),
+        (lambda: tw.rope(q, q, freqs=freqs), ValueError, "q is sharded on length"),
+        (lambda: tw.cross_entropy(x, placed((4,), R).long()), ValueError, "labels must be sharded on dimension 0 as logits is"),
+        (
+            lambda: tw.linear_fp8(placed((4, 8), Shard(1)), placed((6, 8), Shard(1)), placed((6,), R)),
+            ValueError, "bias would be added on every rank",
+        ),
+    ):  # fmt: skip
+        with CommDebugMode() as sent, pytest.raises(kind, match=words):
+            call()
+        assert sent.get_total_counts() == 0
+
+
+def two_dimensions() -> None:
+    """One dimension of the tensor on each of the mesh."""
+    mesh = init_device_mesh("cpu", (1, 2))
+    x = torch.randn(2, 4, 8, generator=torch.Generator().manual_seed(3))
+    y = tw.rms_norm(distribute_tensor(x, mesh, [Shard(0), Shard(1)]), distribute_tensor(torch.ones(8), mesh, [R, R]))
+    assert y.placements == (Shard(0), Shard(1))
+    torch.testing.assert_close(y.full_tensor(), tw.rms_norm(x))
+
+
+def layers(mesh: DeviceMesh) -> None:
+    """With tokens sharded, and under torch's own plans for columns and rows of a weight."""
+    x = torch.randn(4, 3, 16, generator=torch.Generator().manual_seed(4))
+    tokens = distribute_tensor(x, mesh, [Shard(0)], src_data_rank=None)
+    for make in (
+        lambda: tw.nn.FeedForward(16, 128, precision="fp8"),
+        lambda: tw.nn.MoEFeedForward(16, 32, 4, 2),
+        lambda: tw.nn.Linear(16, 8),
+    ):
+        torch.manual_seed(1)
+        layer = make()
+        exact = tuple_of(layer(x))[0]
+        sharded = distribute_module(layer, mesh)
+        with CommDebugMode() as sent:
+            y = tuple_of(sharded(tokens.detach().requires_grad_()))[0]
+            y.sum().backward()
+        assert sent.get_total_counts() == 0 and y.placements == (Shard(0),)
+        assert {p.grad.placements for p in sharded.parameters()} == {(P,)}
+        torch.testing.assert_close(y.full_tensor(), exact)
+    for plan, given in ((ColwiseParallel, x), (RowwiseParallel, x.chunk(2, -1)[mesh.get_local_rank()])):
+        layer = tw.nn.Linear(16, 8, bias=False)
+        for p in layer.parameters():
+            dist.broadcast(p.data, 0)
+        exact = layer(x)
+        made = parallelize_module(layer, mesh, plan(use_local_output=False))(given)
+        torch.testing.assert_close(made.full_tensor(), exact)
+
+
+def coded(mesh: DeviceMesh | None) -> list[float]:
+    """Losses of layers whose weights are codes, all ranks with the same input."""
+    torch.manual_seed(0)
+    model = nn.Sequential(tw.nn.Linear(32, 64), tw.nn.FeedForward(64, 128, precision="fp8", norm=False))
+    if mesh is not None:
+        for layer in model:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=2.0)
+    x, losses = torch.randn(16, 32), []
+    for _ in range(3):
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        assert not any(layer.codes.made for layer in model)
+    return losses
+
+
+def on_two_ranks(rank: int, file: str, alone: tuple[list[float], list[float]]) -> None:
+    dist.init_process_group(
+        "gloo", init_method=f"file://{file}", rank=rank, world_size=2, timeout=timedelta(seconds=60)
+    )
+    try:
+        mesh = init_device_mesh("cpu", (2,))
+        with pytest.raises(NotImplementedError, match="rms_norm"):  # until asked for, as torch has it
+            tw.rms_norm(distribute_tensor(torch.ones(4, 8), mesh, [Shard(0)]))
+        sharding.register()
+        for case in cases():
+            check(case, mesh)
+        refused(mesh)
+        two_dimensions()
+        layers(mesh)
+        for made, exact in zip((coded(mesh), fsdp2.train(mesh, 3)), alone):
+            torch.testing.assert_close(torch.tensor(made), torch.tensor(exact), rtol=2e-6, atol=0)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_two_ranks(tmp_path):
+    alone = coded(None), fsdp2.train(None, 3)
+    assert all(before > after for before, after in zip(alone[0], alone[0][1:]))
+    # Both ranks from one process that has imported everything: importing takes longer than the test
+    mp.get_context("forkserver").set_forkserver_preload([__name__, "torch._dynamo"])
+    mp.start_processes(on_two_ranks, (str(tmp_path / "meeting"), alone), nprocs=2, start_method="forkserver")
+
+
+def test_compiled_in_one_graph():
+    """Traced with two ranks of which there is one."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    sharding.register()
+    try:
+        mesh = init_device_mesh("cpu", (2,))
+        made = []
+        for call in (tw.rms_norm, torch.compile(tw.rms_norm, fullgraph=True, backend="aot_eager")):
+            x = DTensor.from_local(torch.linspace(-1, 2, 24).view(3, 8), mesh, [Shard(0)]).requires_grad_()
+            w = DTensor.from_local(torch.ones(8), mesh, [R]).requires_grad_()
+            y = call(x, w)
+            y.backward(torch.ones_like(y))
+            assert (y.placements, x.grad.placements, w.grad.placements) == ((Shard(0),), (Shard(0),), (P,))
+            made.append([t.to_local() for t in (y.detach(), x.grad, w.grad)])
+        assert all(torch.equal(*pair) for pair in zip(*made))
+    finally:
+        dist.destroy_process_group()
+        for name in sharding.RULES:
+            tw.catalogue()[name].sharded = None
+
+
+def test_a_weight_that_is_set_has_new_codes():
+    """As FSDP does: gathered to where the last one lay, its version the same, then set."""
+    torch.manual_seed(0)
+    layer, other = (tw.nn.Linear(32, 16, bias=False).requires_grad_(False) for _ in range(2))
+    x = torch.randn(4, 32)
+    before, weight = layer(x), layer.weight
+    with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(weight):
+        weight.copy_(other.weight)
+    assert torch.equal(layer(x), before)  # nothing shows yet
+    layer.weight = weight
+    assert torch.equal(layer(x), other(x))
+
+
+def test_rules_name_results_and_arguments_of_ops():
+    ops = tw.catalogue()
+    for name, rule in sharding.RULES.items():
+        op = ops[name]
+        if isinstance(rule, sharding.Rule):
+            known = {d for p in op.signature.parameters if p.name in op.signature.tensors for d in p.rule.dims}
+            assert len(rule.results) == len(op.results) - op.aux, name
+            assert {*rule.local} <= {"...", *known} and {*rule.once} <= {*op.signature.tensors}, name
