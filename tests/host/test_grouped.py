@@ -243,3 +243,26 @@ def test_matrices_with_scales_of_rows():
     ):
         with pytest.raises((ValueError, TypeError), match=words):
             grouped_mm(*codes, **{**named, **change})
+
+
+def test_rows_of_no_group_leave_the_bias_alone():
+    """What comes back for rows past the last group may be anything."""
+    a, b = torch.randn(6, 8, requires_grad=True), torch.randn(2, 8, 4, requires_grad=True)
+    bias = torch.randn(2, 4, requires_grad=True)
+    grouped_mm(a, b, torch.tensor([2, 4]), bias=bias, act="silu")[:4].sum().backward()
+    wanted = [t.grad.clone() for t in (b, bias)]
+    for t in (a, b, bias):
+        t.grad = None
+    dy = torch.ones(6, 4)
+    dy[4:] = 1e30
+    grouped_mm(a, b, torch.tensor([2, 4]), bias=bias, act="silu").backward(dy)
+    assert torch.equal(b.grad, wanted[0]) and torch.equal(bias.grad, wanted[1])
+
+
+def test_blocks_that_reach_into_the_next_matrix_are_refused():
+    a = tw.quantize(torch.randn(128, 128), tw.fp8("1x128"))
+    matrices = torch.randn(4, 160, 128)
+    with pytest.raises(ValueError, match="160 rows are no multiple of 128"):
+        grouped_mm(a, tw.quantize(matrices, tw.fp8("128x128")), torch.tensor([128] * 4), transposed_b=True)
+    y = grouped_mm(a, quantize_experts(matrices), torch.tensor([128] * 4), transposed_b=True)
+    assert y.shape == (128, 160)

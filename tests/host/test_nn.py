@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
-from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 import tilewright as tw
-from tilewright.nn import ahead
 from tilewright.nn.expert_codes import blocks_of, transposed_blocks
 
 ACTS = {"silu": F.silu, "relu": F.relu, "gelu_erf": F.gelu}
@@ -235,30 +232,3 @@ def test_a_tiny_mixture_learns():
         (loss + more).backward()
         step.step()
     assert losses[-1] < 0.4 * losses[0]
-
-
-def test_what_runs_ahead_is_between_a_fork_and_a_join(monkeypatch):
-    seen = []
-
-    class Stream:
-        def __init__(self, name):
-            self.name = self.cuda_stream = name
-
-        def wait_stream(self, other):
-            seen.append(f"{self.name} waits for {other.name}")
-
-    @contextlib.contextmanager
-    def inside(stream):
-        seen.append(f"into {stream.name}")
-        yield
-        seen.append("out")
-
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream("main"))
-    monkeypatch.setattr(torch.cuda, "stream", inside)
-    monkeypatch.setattr(ahead, "second_stream", lambda device, stream: Stream(f"second of {stream}"))
-    like = SimpleNamespace(is_cuda=True, device=torch.device("cuda", 0))
-    join = ahead.launch_ahead(like, lambda: seen.append("launch"))
-    fork = ["second of main waits for main", "into second of main", "launch", "out"]
-    assert seen == fork
-    join()
-    assert seen == [*fork, "main waits for second of main"]

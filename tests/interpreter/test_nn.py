@@ -12,7 +12,6 @@ import tilewright as tw
 from tilewright.core.op import OPS
 from tilewright.gemm.grouped_inner import by_group as inner_by_group
 from tilewright.gemm.grouped_rows import by_group
-from tilewright.nn import experts
 from tilewright.nn.expert_codes import quantize_experts
 
 op = tw.catalogue()["moe_feed_forward"]
@@ -149,30 +148,6 @@ def test_fp8_of_one_expert_for_all_tokens():
     assert all(torch.equal(t, again[n]) for n, t in got.items())
     for name, error in apart(got, outcome(values, op.reference, torch.float64)).items():
         assert error < 0.08, (name, error)
-
-
-def test_gradients_of_weights_may_come_last_and_allocate_nothing(monkeypatch):
-    """As on a second stream, whose launches may all come after those beside them, and which owns no memory."""
-
-    plain = torch.empty
-
-    def empty(*args, **options):
-        made = plain(*args, **options)
-        assert not made.numel(), f"{list(made.shape)} would be the second stream's"
-        return made
-
-    def late(like, launch):
-        def join():
-            with monkeypatch.context() as patched:
-                patched.setattr(torch, "empty", empty)
-                launch()
-
-        return join
-
-    monkeypatch.setattr(experts, "launch_ahead", late)
-    with tw.force("triton"):
-        got = outcome(eighth())
-    assert all(torch.equal(t, in_fp8()[n]) for n, t in got.items())
 
 
 def run(values, needs):

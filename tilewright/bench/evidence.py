@@ -25,8 +25,8 @@ FIELDS: dict[str, tuple[type, ...]] = {
     "extra_bytes": (int, type(None)), "host_us": (int, float, type(None)), "method": (str,), "bytes": (list,),
     "gpu": (str,), "arch": (str,), "sms": (int,), "torch": (str,), "triton": (str,), "date": (str,), "source": (str,),
 }  # fmt: skip
-# Of matrix products; of models, each variant's step by its name, and versions of what is compared
-OPTIONAL = ("rates", "steps", "packages")
+# Of matrix products; of models, each variant's step by its name, and versions of what is compared; of any, what else to know
+OPTIONAL = ("rates", "steps", "packages", "note")
 STEP = {"us": (int, float), "bytes": (int,), "loss": (int, float), "norm": (int, float), "error": (int, float)}
 LONGEST = 64 << 20  # bytes of a file that are read
 

@@ -242,15 +242,13 @@ class Op:
         """All results (aux too) for validated arguments, no autograd: by a plan if there is one, else recording one. `needs`:
         whose gradients are known to be wanted."""
         with torch.no_grad():
-            if self.implementation(values) is None:
-                return self.run_reference(values)
             key = call.Key()
-            if not key.add(values.values()):
-                return self.record(values, None, self._slots(values), whole=True, needs=needs)
-            parts = ("all results", *key.parts)
-            found = self.plans.get(parts)
+            keyed = not self.composite and key.add(values.values())  # what makes no plan has none
+            parts = ("all results", *key.parts) if keyed else None
+            found = self.plans.get(parts) if keyed else None
             if found is None or _compile_only.get():
-                return self.record(values, parts, key.slots, whole=True, needs=needs)
+                slots = key.slots if keyed else self._slots(values)
+                return self.record(values, parts, slots, whole=True, needs=needs)
             plan, restore, written = found
             results = plan(key.slots, key.addresses)
             for at in written:
@@ -360,18 +358,20 @@ class Op:
     ) -> tuple:
         """Gradients for `differentiable`, None where not needed. `extra` is passed on (a composite's `grad_format`)."""
         with torch.no_grad():
-            one = self.implementation({**values, **results}, next(g.device for g in grads if g is not None))
-            saved = SimpleNamespace(**{**values, **results}, needs=needs)
-            if one is None:
-                return self._reference_backward(saved, grads)
             key = call.Key()
-            keyed = key.add((*values.values(), *results.values(), *grads, needs, *extra.values()))
+            given = (*values.values(), *results.values(), *grads, needs, *extra.values())
+            keyed = not self.composite and key.add(given)
             parts = tuple(key.parts) if keyed else None
             plan = self.backward_plans.get(parts) if keyed else None
             if plan is not None and not _compile_only.get():
                 replay, restore = plan
                 return restore(replay(key.slots, key.addresses))
-            slots = key.slots if keyed else _tensors({**values, **results, **dict(enumerate(grads))})
+            together = {**values, **results}
+            one = self.implementation(together, next(g.device for g in grads if g is not None))
+            saved = SimpleNamespace(**together, needs=needs)
+            if one is None:
+                return self._reference_backward(saved, grads)
+            slots = key.slots if keyed else _tensors({**together, **dict(enumerate(grads))})
             with Recorder(slots, _compile_only.get(), not self.composite) as recorder:
                 out = one.backward(saved, *grads, **extra)
             flat, restore = taken_apart(tuple(out))

@@ -159,12 +159,13 @@ class Recorder(TorchDispatchMode):
         self.slots: list[Tensor] = list(inputs)
         self.allocations: list[tuple[Place, bool]] = []
         self.launches: list[tuple[Any, list[tuple[int, Place]]]] = []
-        # A plan finds arguments by identity: with one given twice, later calls with two would both read the last.
-        twice = len({id(t) for t in inputs}) < len(inputs)
-        self.foreign: str | None = "an argument that was given twice" if twice else None
-        if not watch:
-            self.foreign = "nobody watched"
+        self.foreign: str | None = None if watch else "nobody watched"
         self._places: dict[int, tuple[Tensor, Place]] = {}  # by id; the tensor is kept alive so that ids stay unique
+        if not watch:
+            return
+        # A plan finds arguments by identity: with one given twice, later calls with two would both read the last.
+        if len({id(t) for t in inputs}) < len(inputs):
+            self.foreign = "an argument that was given twice"
         for slot, tensor in enumerate(inputs):
             self._know(tensor, slot)
 

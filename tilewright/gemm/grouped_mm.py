@@ -93,7 +93,12 @@ def scale_of_matrices(
     elif q is not None:
         # Of the weight [blocks of all rows, blocks of columns], or that transposed; blocks begin anew in each matrix
         scale = scale if along_rows else scale.t()
-        down = blocks[0] if along_rows else blocks[1]
+        down, rows = (blocks[0], columns) if along_rows else (blocks[1], inner)
+        if scale.shape[0] < experts * down:
+            raise ValueError(
+                f"{OP}: b has blocks that reach from one matrix into the next, for {rows} rows are no multiple of {ROWS}:"
+                f" quantise it with offsets={rows}, {2 * rows}, ... of its matrices"
+            )
         scale = scale[: experts * down].unflatten(0, (experts, down))
         return scale if along_rows else scale.transpose(1, 2)
     else:

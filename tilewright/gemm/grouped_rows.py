@@ -9,6 +9,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import torch
+import torch.nn.functional as F
 import triton.language as tl
 from torch import Tensor
 
@@ -36,9 +37,10 @@ def by_group(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
 
 
 def ended(y: Tensor, bias: Tensor | None, offsets: Tensor, act: str | None, glu: str | None) -> Tensor:
-    """What follows the product, for references."""
+    """What follows the product, for references. Rows past the last group have a bias of their own, 0: their gradients, which
+    may be anything, are no expert's."""
     if bias is not None:
-        y = y + upcast(bias)[group_of(offsets, y.shape[0]).clamp(max=bias.shape[0] - 1)]
+        y = y + F.pad(upcast(bias), (0, 0, 0, 1))[group_of(offsets, y.shape[0])]
     if glu is not None:
         gate, up = y.chunk(2, -1)
         return ACTS[glu](gate) * up

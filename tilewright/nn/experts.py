@@ -34,7 +34,6 @@ from ..ops.moe_map import check_routing, find_rows
 from ..ops.moe_permute import backward as permute_backward
 from ..ops.moe_permute import moe_permute, probs_of_rows, produce, spread, sum_rows
 from ..ops.quantize import quantize
-from .ahead import launch_ahead
 from .expert_codes import BLOCK, blocks_of, quantised, transposed_blocks
 
 ALIGN = {"input": 1, "fp8": BLOCK}  # of the rows of an expert
@@ -211,8 +210,11 @@ class Plain:
         b = weight if back else weight.transpose(1, 2)
         return run(grouped_mm_rows, a=rows, b=b, offsets=self.offsets)
 
-    def weight_gradient(self, dy: Any, rows: Any, out: Tensor) -> None:
-        product_inner(dy.t(), rows, self.offsets, out)
+    def weight_gradient(self, dy: Any, rows: Any, name: str) -> Tensor:
+        weight = getattr(self.a, name)
+        found = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
+        product_inner(dy.t(), rows, self.offsets, found)
+        return found
 
     def kept(self, rows: Any, wanted: bool) -> tuple[Tensor, Tensor]:
         """What a weight's gradient needs of these rows, as two tensors."""
@@ -222,10 +224,6 @@ class Plain:
 
     def again(self, found: Tensor, scale: Tensor, shape: tuple[int, int]) -> Any:
         return found if found.shape == shape else None
-
-    def factor(self, rows: Any) -> Any:
-        """Of rows what a weight's gradient needs."""
-        return rows
 
 
 class Coded(Plain):
@@ -260,10 +258,10 @@ class Coded(Plain):
             return transposed_blocks(codes, weight.shape), blocks.transpose(1, 2)
         return codes.transpose(1, 2), blocks
 
-    def weight_gradient(self, dy: Quantized, rows: Quantized, out: Tensor) -> None:
+    def weight_gradient(self, dy: Quantized, rows: Quantized, name: str) -> Tensor:
         values = {"a": dy.data_t, "scale_a": dy.scale_t, "b": rows.data_t.t(), "scale_b": rows.scale_t}
-        dtype = str(out.dtype).removeprefix("torch.")
-        run(grouped_mm_inner_fp8, **values, offsets=self.offsets, out_dtype=dtype, out=out)
+        dtype = str(getattr(self.a, name).dtype).removeprefix("torch.")
+        return run(grouped_mm_inner_fp8, **values, offsets=self.offsets, out_dtype=dtype)
 
     def kept(self, rows: Quantized, wanted: bool) -> tuple[Tensor, Tensor]:
         if not wanted:
@@ -274,9 +272,6 @@ class Coded(Plain):
         if found.shape != shape[::-1]:
             return None
         return Quantized.from_tensors(CODES["col"], self.a.x.dtype, shape, (found, scale))
-
-    def factor(self, rows: Quantized) -> Quantized:
-        return Quantized.from_tensors(CODES["col"], rows.dtype, rows.shape, (rows.data_t, rows.scale_t))
 
 
 STAGES = {"input": Plain, "fp8": Coded}
@@ -304,48 +299,37 @@ def backward(saved: SimpleNamespace, dy: Tensor) -> tuple:
     a, needs = saved, saved.needs
     do = STAGES[a.precision](a, (a.row_map, a.source, a.offsets, a.row_probs))
     (_, width, hidden), count = a.gate_up.shape, a.source.shape[0] if do.routed else a.x.shape[0]
+    ddown = dgate_up = dx = dprobs = None
     rows = do.again(a.rows, a.rows_scale, (count, hidden)) if "gate_up" in needs else None
     h = a.h
     if a.keep == "input":
         first = do.take(a.x, "both" if "gate_up" in needs else "row")
-        h, rows = do.times(first, "gate_up"), do.factor(first) if "gate_up" in needs else None
+        h, rows = do.times(first, "gate_up"), first if "gate_up" in needs else None
         del first
     g = do.take(dy, "both" if "down" in needs else "row")
     dact = do.times(g, "down", back=True)
-    act = None
     if "down" in needs:
         act = do.again(a.act_rows, a.act_scale, (count, width // 2))
-        act = do.gated(h, "col") if act is None else act
-    g = None if act is None else do.factor(g)
-    dh = drows = drow_probs = None
-    if needs & {"x", "gate_up", "probs"}:
-        wanted = {"x"} if needs & {"x", "gate_up"} else set()
-        wanted |= {"scale"} if "probs" in needs else set()
-        ways = "both" if {"x", "gate_up"} <= needs else "col" if "gate_up" in needs else "row"
-        dh, drow_probs = do.gated_gradient(h, dact, ways, frozenset(wanted))
+        ddown = do.weight_gradient(g, do.gated(h, "col") if act is None else act, "down")
+        del act
+    del g
+    if not needs & {"x", "gate_up", "probs"}:
+        return None, None, ddown, None
+    wanted = {"x"} if needs & {"x", "gate_up"} else set()
+    wanted |= {"scale"} if "probs" in needs else set()
+    ways = "both" if {"x", "gate_up"} <= needs else "col" if "gate_up" in needs else "row"
+    dh, drow_probs = do.gated_gradient(h, dact, ways, frozenset(wanted))
     del dact, h
-    if "x" in needs:
-        drows = do.times(dh, "gate_up", back=True)
     if "gate_up" in needs:
-        dh, rows = do.factor(dh), do.take(a.x, "col") if rows is None else rows
-    weights = {n: getattr(a, n) for n in ("gate_up", "down") if n in needs}
-    made = {n: torch.empty(w.shape, dtype=w.dtype, device=w.device) for n, w in weights.items()}
-
-    def multiply() -> None:
-        if "down" in made:
-            do.weight_gradient(g, act, made["down"])
-        if "gate_up" in made:
-            do.weight_gradient(dh, rows, made["gate_up"])
-
+        rows = do.take(a.x, "col") if rows is None else rows
+        dgate_up = do.weight_gradient(dh, rows, "gate_up")
+        del rows
+    drows = do.times(dh, "gate_up", back=True) if "x" in needs else None
     if not do.routed:
-        multiply()
-        return drows, made.get("gate_up"), made.get("down"), None
-    # Nothing waits for the gradients of weights: tokens are summed beside them
-    join = launch_ahead(a.x, multiply)
+        return drows, dgate_up, ddown, None
     known = SimpleNamespace(needs=needs, routing=a.routing, row_map=a.row_map, experts=a.gate_up.shape[0])
     dx, dprobs = permute_backward(known, drows, drow_probs)
-    join()
-    return dx, made.get("gate_up"), made.get("down"), dprobs
+    return dx, dgate_up, ddown, dprobs
 
 
 def check(*, x, gate_up, down, routing, probs, precision, capacity, **given) -> None:
