@@ -8,9 +8,10 @@ registered `torch.ops.tilewright.*` op with its fake, cost, tests and the catalo
 * `backward(saved, *grads)` returns one gradient per name in `differentiable`; `saved` holds every argument by name (tensors not
   in `saves` are None), the results named in `saves`, and `needs`, the names whose gradient is wanted.
 * `aux` results, the last ones, are kept for the backward and not handed to the caller.
-* `composite` says that host code calls torch's own products: it runs every time, unwatched (`plan.py`). Its `forward` also takes
-  `needs`, the names whose gradient is known to be wanted (none in a registered op, which is not told), and may keep more in
-  its aux results for them.
+* `composite` says that host code calls other ops, or torch's own products: it runs every time, unwatched (`plan.py`), unless it is
+  `planned`: then where it can it becomes one plan, and what it allocates on its way lives as long as the call. Its `forward`
+  also takes `needs`, the names whose gradient is known to be wanted (none in a registered op, which is not told), and may
+  keep more in its aux results for them.
 * `spares(values)` names arguments of which this call's backward reads shape and dtype alone: they are not kept alive.
 * `flops` counts the multiplications and additions of an op that is a matrix product, forward; its rates are then measured.
 * `sharded` takes the calls that have DTensors among their tensors.
@@ -33,6 +34,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from . import call, register
+from .flat import as_tuple, flattened, given_tensors, in_words, mapped, plain_tensors, taken_apart, wants_grad
 from .format import Format, Quantized
 from .plan import Plan, Recorder
 from .signature import Range, Signature, clashing, overlapping, same_memory, self_overlapping
@@ -63,7 +65,7 @@ class Triton:
 
 def single(target: Target, a: SimpleNamespace) -> bool:
     """The `when` of kernels that compute in fp32: no argument is float64."""
-    return all(t.dtype != torch.float64 for t in _given(vars(a)))
+    return all(t.dtype != torch.float64 for t in given_tensors(vars(a)))
 
 
 def last_backward() -> bool:
@@ -128,6 +130,7 @@ class Op:
         bars: Mapping[str, Any] | None = None,
         sharded: Callable[..., Any] | None = None,
         composite: bool = False,
+        planned: bool | None = None,
     ) -> None:
         self.name, self.reference, self.inputs, self.implementations = name, reference, inputs, implementations
         self.signature = Signature.of(name, reference, where, check)
@@ -136,6 +139,8 @@ class Op:
         self.saves = self.signature.tensors if saves is None else saves
         self.resume, self.sharded, self.spares, self.composite = resume, sharded, spares, composite
         self.flops, self.over, self.any_format = flops, over, any_format
+        self.planned = not composite if planned is None else planned
+        self.hopeless: set[tuple] = set()  # keys of composite calls that made no plan
         self.__doc__ = reference.__doc__
         self.plans: dict[tuple, tuple[Plan, Callable | None, tuple[int, ...]]] = {}
         self.backward_plans: dict[tuple, tuple[Plan, Callable]] = {}
@@ -154,7 +159,7 @@ class Op:
     def dispatch(self, args: tuple, kwargs: Mapping[str, Any], key: tuple | None = None, slots: Any = None) -> Any:
         """A call that no plan answered. The plan it makes, over `slots`, is kept under `key` unless that is None."""
         values = self.signature.bind(args, kwargs)
-        tensors = _given(values)
+        tensors = given_tensors(values)
         foreign = any(type(t) not in call.PLAIN and not isinstance(t, Quantized) for t in tensors)
         if foreign or call.modes() or call.transforms():
             if self.sharded is not None and any(hasattr(t, "device_mesh") for t in tensors):
@@ -176,7 +181,7 @@ class Op:
         if isinstance(out, (list, tuple)):
             self._check_outs(out, values)
             return
-        for piece in _flat(out):
+        for piece in flattened(out):
             if piece is not None:
                 self._check_out(piece, values)
 
@@ -198,14 +203,14 @@ class Op:
                 raise ValueError(f"{self.name}: out[{i}] has elements that share memory")
         over = [same_memory(a, b) for a, b in zip(outs, values[rule.dtype])]
         rest = [t for t, same in zip(values[rule.dtype], over) if not same]
-        rest += [t for n in self.signature.tensors if n != rule.dtype for t in _given({n: values[n]})]
+        rest += [t for n in self.signature.tensors if n != rule.dtype for t in given_tensors({n: values[n]})]
         if clashing(outs, rest):
             raise ValueError(f"{self.name}: out shares memory within itself, or with other arguments than its own")
 
     def implementation(self, values: Mapping[str, Any], device: torch.device | None = None) -> Triton | None:
         """The implementation for these arguments; None is the reference. On a GPU nothing matching raises."""
         if self.signature.lists:
-            given = _given(values)
+            given = given_tensors(values)
             if not given:
                 return None  # empty lists are on no device
             device = device or given[0].device
@@ -235,15 +240,19 @@ class Op:
 
     def explain(self, values: Mapping[str, Any]) -> str:
         """Which implementations there are and what these arguments look like, in one line."""
-        seen = {k: _words(v) for k, v in values.items() if v is not None}
+        seen = {k: in_words(v) for k, v in values.items() if v is not None}
         return f"tried {[one.name for one in self.implementations]} on {seen}"
 
     def run(self, values: dict[str, Any], needs: frozenset = frozenset()) -> Any:
         """All results (aux too) for validated arguments, no autograd: by a plan if there is one, else recording one. `needs`:
         whose gradients are known to be wanted."""
         with torch.no_grad():
+            outer = Recorder.active()
+            one = self.implementation(values) if outer is not None and outer.watch else None
+            if one is not None:
+                return self._forward(one, values, needs)  # a step of that op's plan
             key = call.Key()
-            keyed = not self.composite and key.add(values.values())  # what makes no plan has none
+            keyed = self.planned and key.add((*values.values(), needs))
             parts = ("all results", *key.parts) if keyed else None
             found = self.plans.get(parts) if keyed else None
             if found is None or _compile_only.get():
@@ -270,8 +279,9 @@ class Op:
             if one is None:
                 results = self.run_reference(values)
                 return results if whole else self.public(results)
-            with Recorder(slots, _compile_only.get(), not self.composite) as recorder:
-                results = one.forward(**values, **({"needs": needs} if self.composite else {}))
+            watch = self._watched(key)
+            with Recorder(slots, _compile_only.get(), watch) as recorder:
+                results = self._forward(one, values, needs)
             written = self._written(values, slots)
             flat, restore = taken_apart(results)
             single = isinstance(results, Tensor)
@@ -286,11 +296,20 @@ class Op:
                     self.plans.clear()
                 # A plan's one tensor is the result as it is
                 self.plans[key] = plan, None if plan.single and single else finish, written
+            elif watch and self.composite and not recorder.compile_only:
+                self.hopeless.add(key)
             for at in written:
                 torch.autograd.graph.increment_version(slots[at])
             if self.signature.listed and values["out"] is not None:
                 torch.autograd.graph.increment_version(values["out"])
             return results if whole else self.public(results)
+
+    def _forward(self, one: Triton, values: Mapping[str, Any], needs: frozenset) -> Any:
+        return one.forward(**values, **({"needs": needs} if self.composite else {}))
+
+    def _watched(self, key: tuple | None) -> bool:
+        """Whether a run may become a plan; a composite is not tried twice, for watching costs more than its launches."""
+        return not self.composite or (self.planned and key is not None and key not in self.hopeless)
 
     def run_reference(self, values: Mapping[str, Any]) -> Any:
         """The reference as an implementation: contiguous results, `out` filled if given."""
@@ -298,23 +317,23 @@ class Op:
         out = values.pop("out", None)
         if "out" in self.signature.names:
             values["out"] = None
-        results = _map(lambda t: t.contiguous(), self.reference(**values))
+        results = mapped(lambda t: t.contiguous(), self.reference(**values))
         if out is None:
             return results
-        for there, here in zip(_flat(out), _flat(_tuple(results)[0])):
+        for there, here in zip(flattened(out), flattened(as_tuple(results)[0])):
             if here is not None:
                 there.copy_(here)
         return (out, *results[1:]) if isinstance(results, tuple) else out
 
     def _slots(self, values: Mapping[str, Any]) -> list[Tensor]:
         """What a recorder watches: nothing in an op over lists, which makes no plan and may have thousands of tensors."""
-        return [] if self.signature.lists else _tensors(values)
+        return [] if self.signature.lists else plain_tensors(values)
 
     def _written(self, values: Mapping[str, Any], inputs: list[Tensor]) -> tuple[int, ...]:
         """Which of the inputs this call writes."""
         if self.signature.lists:
             return ()
-        written = [piece for piece in _flat(values.get("out")) if piece is not None]
+        written = [piece for piece in flattened(values.get("out")) if piece is not None]
         return tuple(i for i, t in enumerate(inputs) if any(t is w for w in written))
 
     # ---------------------------------------------------------------- results, flat and public
@@ -336,13 +355,13 @@ class Op:
     def _apply(self, values: dict[str, Any]) -> Any:
         if values.get("out") is not None:
             raise ValueError(f"{self.name}: out cannot be given when a gradient is wanted")
-        bad = [n for n in self.signature.tensors if n not in self.differentiable and _wants_grad(values[n])]
+        bad = [n for n in self.signature.tensors if n not in self.differentiable and wants_grad(values[n])]
         if bad:
             detached = f"{bad[0]}.detach()" if isinstance(values[bad[0]], Tensor) else "detached tensors"
             raise ValueError(f"{self.name}: there is no gradient for {bad[0]}: pass {detached}")
         one = self.implementation(values)
         if one is None:
-            return self.public(_map(lambda t: t.contiguous(), self.reference(**values)))
+            return self.public(mapped(lambda t: t.contiguous(), self.reference(**values)))
         if one.backward is None:
             raise RuntimeError(f"{self.name}: implementation {one.name} has no backward; use torch.no_grad()")
         tensors = [values[n] for n in self.signature.tensors]
@@ -360,7 +379,7 @@ class Op:
         with torch.no_grad():
             key = call.Key()
             given = (*values.values(), *results.values(), *grads, needs, *extra.values())
-            keyed = not self.composite and key.add(given)
+            keyed = self.planned and key.add(given)
             parts = tuple(key.parts) if keyed else None
             plan = self.backward_plans.get(parts) if keyed else None
             if plan is not None and not _compile_only.get():
@@ -371,8 +390,9 @@ class Op:
             saved = SimpleNamespace(**together, needs=needs)
             if one is None:
                 return self._reference_backward(saved, grads)
-            slots = key.slots if keyed else _tensors({**together, **dict(enumerate(grads))})
-            with Recorder(slots, _compile_only.get(), not self.composite) as recorder:
+            slots = key.slots if keyed else plain_tensors({**together, **dict(enumerate(grads))})
+            watch = self._watched(parts)
+            with Recorder(slots, _compile_only.get(), watch) as recorder:
                 out = one.backward(saved, *grads, **extra)
             flat, restore = taken_apart(tuple(out))
             made = recorder.plan(flat) if keyed and not recorder.compile_only else None
@@ -380,6 +400,8 @@ class Op:
                 if len(self.backward_plans) >= PLANS:
                     self.backward_plans.clear()
                 self.backward_plans[parts] = made, restore
+            elif made is None and watch and self.composite and not recorder.compile_only:
+                self.hopeless.add(parts)
             return tuple(out)
 
     def _reference_backward(self, saved: SimpleNamespace, grads: list[Tensor | None]) -> tuple:
@@ -390,7 +412,7 @@ class Op:
         for n in wanted:
             values[n] = values[n].detach().requires_grad_()
         with torch.enable_grad():
-            made = _tuple(self.reference(**values))
+            made = as_tuple(self.reference(**values))
         pairs = [(made[i], g) for i, g in zip(self.graded_results, grads) if g is not None and made[i].requires_grad]
         found = torch.autograd.grad(
             [r for r, _ in pairs], [values[n] for n in wanted], [g for _, g in pairs], allow_unused=True
@@ -420,80 +442,3 @@ class _Apply(torch.autograd.Function):
             return (None, None, *register.backward(ctx, grads, wanted, register.eager))
         finally:
             call.forced.reset(token)
-
-
-# -------------------------------------------------------------------- small shapes of data
-
-
-def _tuple(results: Any) -> tuple:
-    return results if isinstance(results, tuple) else (results,)
-
-
-def _map(change: Callable[[Tensor], Tensor], results: Any) -> Any:
-    """Apply to every plain tensor among results."""
-    if isinstance(results, list):
-        return [change(r) for r in results]
-    made = tuple(r if isinstance(r, Quantized) else change(r) for r in _tuple(results))
-    return made if isinstance(results, tuple) else made[0]
-
-
-def taken_apart(results: Any) -> tuple[list[Tensor | None], Callable[[Any], Any]]:
-    """(results as plain tensors, a function that makes results of the same kind from such tensors)."""
-    flat: list[Tensor | None] = []
-    kinds: list[tuple | None] = []
-    for r in _tuple(results):
-        quantised = isinstance(r, Quantized)
-        flat += [*r.tensors(), r.offsets] if quantised else [r]
-        kinds.append((r.format, r.dtype, r.shape) if quantised else None)
-
-    def restore(pieces: Any) -> Any:
-        source = iter(pieces if isinstance(pieces, list) else [pieces])
-        made = []
-        for kind in kinds:
-            if kind is None:
-                made.append(next(source))
-            else:
-                stored = [next(source) for _ in kind[0].tensor_names]
-                made.append(Quantized.from_tensors(*kind, stored, next(source)))
-        return tuple(made)
-
-    return flat, restore
-
-
-def _flat(result: Any) -> tuple[Tensor | None, ...]:
-    if isinstance(result, (list, tuple)):
-        return tuple(result)
-    return tuple(result.tensors()) if isinstance(result, Quantized) else (result,)
-
-
-def _given(values: Mapping[str, Any]) -> list[Tensor]:
-    """Every tensor among the arguments, those in lists included."""
-    found: list[Tensor] = []
-    for value in values.values():
-        if isinstance(value, Tensor):
-            found.append(value)
-        elif isinstance(value, (list, tuple)):
-            found += [t for t in value if isinstance(t, Tensor)]
-    return found
-
-
-def _words(value: Any) -> Any:
-    """An argument as an error message shows it."""
-    if isinstance(value, (list, tuple)):
-        return f"{len(value)} of {sorted({str(getattr(t, 'dtype', t)) for t in value})}"
-    return f"{value.dtype}{list(value.shape)}" if isinstance(value, Tensor) else value
-
-
-def _wants_grad(value: Any) -> bool:
-    return any(t.requires_grad for t in _given({"": value}))
-
-
-def _tensors(values: Mapping[str, Any]) -> list[Tensor]:
-    """Every plain tensor among the arguments, those inside a format or a Quantized included."""
-    found: list[Tensor] = []
-    for value in values.values():
-        if isinstance(value, Format) and value.tensor is not None:
-            found.append(value.tensor)
-        elif isinstance(value, Tensor):
-            found += [t for t in _flat(value) if t is not None]
-    return found

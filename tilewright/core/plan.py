@@ -8,7 +8,6 @@ else did happen (a copy of a strided argument, say) there is no plan, and the ho
 
 from __future__ import annotations
 
-import copy
 import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -107,21 +106,19 @@ class CudaLaunch:
             if isinstance(value, Tensor):
                 moves.append((at + self.HEAD, place.slot, place.offset))
             else:
-                blank = copy.copy(value)
-                blank.base = None  # a plan keeps no tensor alive
                 template[at + self.HEAD] = None
-                descriptors.append((at + self.HEAD, place, blank))
+                fields = {name: held for name, held in vars(value).items() if name != "base"}  # no tensor is kept alive
+                descriptors.append((at + self.HEAD, place, type(value), fields))
 
         def replay(slots: list[Tensor], addresses: list[int]) -> None:
             args = template.copy()
             args[3] = stream(device)
             for at, slot, offset in moves:
                 args[at] = addresses[slot] + offset
-            for at, place, blank in descriptors:
-                descriptor = copy.copy(blank)
+            for at, place, kind, fields in descriptors:
                 base = slots[place.slot]
-                descriptor.base = place.view(base) if place.offset else base
-                args[at] = descriptor
+                args[at] = descriptor = kind.__new__(kind)
+                descriptor.__dict__.update(fields, base=place.view(base) if place.offset else base)
             raw(*args)
 
         return replay

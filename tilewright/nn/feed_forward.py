@@ -44,8 +44,8 @@ class FeedForward(Experts):
     """RMS norm, two linear layers with a gated unit between them, and with `residual` the sum with what came in.
 
     Parameters: `norm` [hidden] (None without), `gate_up` [2 * ffn, hidden], the gate's rows first, `down` [hidden, ffn].
-    `precision="fp8"` makes the products, those of the backward too, of FP8 codes; weights are then quantised once in each of
-    their versions (see `codes.clear` for weights that are written past the version counter). `keep` is what is kept for the
+    `precision="fp8"` makes the products, those of the backward too, of FP8 codes; weights that learn are then
+    quantised in each forward, others once (`KeptCodes`). `keep` is what is kept for the
     backward: "all" it needs, the first "product", or the "input", from which the rest is computed again.
     """
 

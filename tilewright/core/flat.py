@@ -1,0 +1,84 @@
+"""Results and arguments as plain tensors: taken out of tuples, lists and quantised values, and put together again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from .format import Format, Quantized
+
+
+def as_tuple(results: Any) -> tuple:
+    return results if isinstance(results, tuple) else (results,)
+
+
+def mapped(change: Callable[[Tensor], Tensor], results: Any) -> Any:
+    """Apply to every plain tensor among results."""
+    if isinstance(results, list):
+        return [change(r) for r in results]
+    made = tuple(r if isinstance(r, Quantized) else change(r) for r in as_tuple(results))
+    return made if isinstance(results, tuple) else made[0]
+
+
+def taken_apart(results: Any) -> tuple[list[Tensor | None], Callable[[Any], Any]]:
+    """(results as plain tensors, a function that makes results of the same kind from such tensors)."""
+    flat: list[Tensor | None] = []
+    kinds: list[tuple | None] = []
+    for r in as_tuple(results):
+        quantised = isinstance(r, Quantized)
+        flat += [*r.tensors(), r.offsets] if quantised else [r]
+        kinds.append((r.format, r.dtype, r.shape) if quantised else None)
+
+    def restore(pieces: Any) -> Any:
+        source = iter(pieces if isinstance(pieces, list) else [pieces])
+        made = []
+        for kind in kinds:
+            if kind is None:
+                made.append(next(source))
+            else:
+                stored = [next(source) for _ in kind[0].tensor_names]
+                made.append(Quantized.from_tensors(*kind, stored, next(source)))
+        return tuple(made)
+
+    return flat, restore
+
+
+def flattened(result: Any) -> tuple[Tensor | None, ...]:
+    if isinstance(result, (list, tuple)):
+        return tuple(result)
+    return tuple(result.tensors()) if isinstance(result, Quantized) else (result,)
+
+
+def given_tensors(values: Mapping[str, Any]) -> list[Tensor]:
+    """Every tensor among the arguments, those in lists included."""
+    found: list[Tensor] = []
+    for value in values.values():
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            found += [t for t in value if isinstance(t, Tensor)]
+    return found
+
+
+def in_words(value: Any) -> Any:
+    """An argument as an error message shows it."""
+    if isinstance(value, (list, tuple)):
+        return f"{len(value)} of {sorted({str(getattr(t, 'dtype', t)) for t in value})}"
+    return f"{value.dtype}{list(value.shape)}" if isinstance(value, Tensor) else value
+
+
+def wants_grad(value: Any) -> bool:
+    return any(t.requires_grad for t in given_tensors({"": value}))
+
+
+def plain_tensors(values: Mapping[str, Any]) -> list[Tensor]:
+    """Every plain tensor among the arguments, those inside a format or a Quantized included."""
+    found: list[Tensor] = []
+    for value in values.values():
+        if isinstance(value, Format) and value.tensor is not None:
+            found.append(value.tensor)
+        elif isinstance(value, Tensor):
+            found += [t for t in flattened(value) if t is not None]
+    return found
