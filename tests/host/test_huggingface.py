@@ -21,7 +21,6 @@ from tilewright.integrations.huggingface import patch, unpatch
 from tilewright.integrations.report import changed
 from tilewright.integrations.roles import Fp8Linear
 
-
 STEPS = 20
 
 
