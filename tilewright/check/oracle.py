@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from ..core import register
+from ..core.flat import as_tuple
 from ..core.format import Quantized
 from ..core.op import Op
 from ..core.signature import Row
@@ -96,10 +97,6 @@ def pieces(result: Any) -> dict[str, Tensor]:
     if isinstance(result, Quantized):
         return {f".{name}": t for name, t in zip(result.format.tensor_names, result.tensors())}
     return {"": result}
-
-
-def as_tuple(results: Any) -> tuple:
-    return results if isinstance(results, tuple) else (results,)
 
 
 def leaves(op: Op, values: Mapping[str, Any]) -> dict[str, Tensor]:

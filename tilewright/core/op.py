@@ -296,8 +296,8 @@ class Op:
                     self.plans.clear()
                 # A plan's one tensor is the result as it is
                 self.plans[key] = plan, None if plan.single and single else finish, written
-            elif watch and self.composite and not recorder.compile_only:
-                self.hopeless.add(key)
+            elif watch and not recorder.compile_only:
+                self._give_up(key)
             for at in written:
                 torch.autograd.graph.increment_version(slots[at])
             if self.signature.listed and values["out"] is not None:
@@ -310,6 +310,12 @@ class Op:
     def _watched(self, key: tuple | None) -> bool:
         """Whether a run may become a plan; a composite is not tried twice, for watching costs more than its launches."""
         return not self.composite or (self.planned and key is not None and key not in self.hopeless)
+
+    def _give_up(self, key: tuple | None) -> None:
+        if self.composite:
+            if len(self.hopeless) >= PLANS:
+                self.hopeless.clear()
+            self.hopeless.add(key)
 
     def run_reference(self, values: Mapping[str, Any]) -> Any:
         """The reference as an implementation: contiguous results, `out` filled if given."""
@@ -400,8 +406,8 @@ class Op:
                 if len(self.backward_plans) >= PLANS:
                     self.backward_plans.clear()
                 self.backward_plans[parts] = made, restore
-            elif made is None and watch and self.composite and not recorder.compile_only:
-                self.hopeless.add(parts)
+            elif made is None and watch and not recorder.compile_only:
+                self._give_up(parts)
             return tuple(out)
 
     def _reference_backward(self, saved: SimpleNamespace, grads: list[Tensor | None]) -> tuple:

@@ -19,51 +19,31 @@ from ..ops.rope import rope
 from .probe import NAMES
 
 
-class RMSNorm(nn.Module):
-    """`weight` and `variance_epsilon`, as transformers has them. The result has the dtype of `hidden_states`."""
+class Layer(nn.Module):
+    """What `kernels` asks of a layer before it takes it."""
 
     can_torch_compile = True
     has_backward = True
+
+
+class RMSNorm(Layer):
+    """`weight` and `variance_epsilon`, as transformers has them. The result has the dtype of `hidden_states`."""
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         return rms_norm.function(hidden_states, self.weight, self.variance_epsilon)
 
 
-class SiluAndMul(nn.Module):
-    """silu(gate) * up of [gate | up]."""
+def gated(name: str, act: str) -> type[Layer]:
+    """act(gate) * up of [gate | up]."""
 
-    can_torch_compile = True
-    has_backward = True
+    def forward(self: nn.Module, x: Tensor) -> Tensor:
+        return glu.function(x, act=act)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return glu.function(x)
-
-
-class GeluAndMul(nn.Module):
-    """gelu(gate) * up of [gate | up], by the error function."""
-
-    can_torch_compile = True
-    has_backward = True
-
-    def forward(self, x: Tensor) -> Tensor:
-        return glu.function(x, act="gelu_erf")
+    return type(name, (Layer,), {"forward": forward, "__doc__": gated.__doc__, "__module__": __name__})
 
 
-class GeluTanhAndMul(nn.Module):
-    """gelu(gate) * up of [gate | up], by the hyperbolic tangent."""
-
-    can_torch_compile = True
-    has_backward = True
-
-    def forward(self, x: Tensor) -> Tensor:
-        return glu.function(x, act="gelu_tanh")
-
-
-class SwiGLUMLP(nn.Module):
+class SwiGLUMLP(Layer):
     """`gate_proj`, `up_proj`, `down_proj`, and silu as `act_fn`."""
-
-    can_torch_compile = True
-    has_backward = True
 
     def forward(self, x: Tensor) -> Tensor:
         act = type(self.act_fn).__name__
@@ -72,24 +52,18 @@ class SwiGLUMLP(nn.Module):
         return self.down_proj(glu.function(self.gate_proj(x), self.up_proj(x)))
 
 
-class RotaryEmbedding(nn.Module):
+class RotaryEmbedding(Layer):
     """`apply_rotary_pos_emb` of transformers: `cos` and `sin` [batch, length, head_dim], heads in dimension `unsqueeze_dim`."""
-
-    can_torch_compile = True
-    has_backward = True
 
     def forward(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
         return rope.function(q, k, cos, sin, layout="bhsd" if unsqueeze_dim == 1 else "bshd")
 
 
+UNITS = {"SiluAndMul": "silu", "GeluAndMul": "gelu_erf", "GeluTanhAndMul": "gelu_tanh"}
 LAYERS = {
-    "RMSNorm": RMSNorm,
-    "SiluAndMul": SiluAndMul,
-    "GeluAndMul": GeluAndMul,
-    "GeluTanhAndMul": GeluTanhAndMul,
-    "SwiGLUMLP": SwiGLUMLP,
-    "rotary_pos_emb": RotaryEmbedding,
-}
+    "RMSNorm": RMSNorm, "SwiGLUMLP": SwiGLUMLP, "rotary_pos_emb": RotaryEmbedding,
+    **{name: gated(name, act) for name, act in UNITS.items()},
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -44,9 +44,9 @@ class FeedForward(Experts):
     """RMS norm, two linear layers with a gated unit between them, and with `residual` the sum with what came in.
 
     Parameters: `norm` [hidden] (None without), `gate_up` [2 * ffn, hidden], the gate's rows first, `down` [hidden, ffn].
-    `precision="fp8"` makes the products, those of the backward too, of FP8 codes; weights that learn are then
-    quantised in each forward, others once (`KeptCodes`). `keep` is what is kept for the
-    backward: "all" it needs, the first "product", or the "input", from which the rest is computed again.
+    `precision="fp8"` makes the products, those of the backward too, of FP8 codes; weights that learn are then quantised in each
+    forward, others once (`KeptCodes`). `keep` is what is kept for the backward: "all" it needs, the first "product", or the
+    "input", from which the rest is computed again.
     """
 
     def __init__(

@@ -21,7 +21,7 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor, nn
 
 from ...gemm.grouped_mm import grouped_mm
-from ...nn.feed_forward import Experts
+from ...nn.experts import moe_feed_forward
 from ...ops.embedding import placeholder
 from ...ops.glu import glu
 
@@ -36,7 +36,7 @@ WANTED = {
 class GroupedMLP(MegatronModule):
     """The experts of one rank, for `MoELayer`; a gated unit, without biases.
 
-    With `config.fp8 = "e4m3"` and `fp8_recipe = "blockwise"` all products are of FP8 codes; weights are quantised once a step.
+    With `config.fp8 = "e4m3"` and `fp8_recipe = "blockwise"` all products are of FP8 codes, weights quantised anew in each.
     `gradient_accumulation_fusion` adds weight gradients to `main_grad` in the launch of the product, and `delay_wgrad_compute`
     leaves them to `backward_dw`; neither is for FP8. Checkpoints have the keys and shards of `SequentialMLP`.
     """
@@ -49,7 +49,7 @@ class GroupedMLP(MegatronModule):
         self.num_local_experts, self.name = num_local_experts, name
         self.ep_group, self.tp_group, self.dp_group = pg_collection.ep, pg_collection.expt_tp, pg_collection.expt_dp
         self.act, self.limit = ACTIVATIONS[config.activation_func], config.activation_func_clamp_value
-        self.coded = Experts(self.act, self.limit, "fp8", "all") if config.fp8 else None
+        self.coded = bool(config.fp8)
         self.delays = bool(getattr(config, "delay_wgrad_compute", False))
         self.waiting: list[Callable[[], None]] = []
         self.hooks: list[Callable[[], None]] = []
@@ -88,10 +88,12 @@ class GroupedMLP(MegatronModule):
         if self.config.moe_apply_probs_on_input:
             x, probs = (x * probs.unsqueeze(-1)).to(x.dtype), None
         offsets = tokens_per_expert.to(x.device, non_blocking=True).cumsum(0, dtype=torch.int32)
-        if self.coded is not None:
+        if self.coded:
             expert = torch.searchsorted(offsets, torch.arange(x.shape[0], device=x.device), right=True, out_int32=True)
-            routed = {"routing": expert.unsqueeze(-1), "probs": None if probs is None else probs.unsqueeze(-1)}
-            return self.coded.feed(x, self.weight1, self.weight2, **routed), None
+            scale = None if probs is None else probs.unsqueeze(-1)
+            keep = "all" if torch.is_grad_enabled() else "input"
+            given = {"act": self.act, "limit": self.limit, "precision": "fp8", "keep": keep}
+            return moe_feed_forward.function(x, self.weight1, self.weight2, expert.unsqueeze(-1), scale, **given), None
         h = Product.apply(x, self.weight1, offsets, self)
         act = glu.function(h, act=self.act, limit=self.limit, scale=probs)
         return Product.apply(act, self.weight2, offsets, self), None

@@ -57,7 +57,7 @@ def provider_over(base: type = Base, count: Callable[[str], None] = ignore) -> t
 
     class CountedMLP(GroupedMLP):
         def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
-            count("moe_feed_forward" if self.coded is not None else "grouped_mm")
+            count("moe_feed_forward" if self.coded else "grouped_mm")
             return super().forward(*args, **kwargs)
 
     class Provider(base):
