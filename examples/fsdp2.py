@@ -2,9 +2,9 @@
 
     python examples/fsdp2.py                                  one process, nothing sharded
     torchrun --nproc-per-node 2 examples/fsdp2.py             two ranks, the same losses
-    torchrun --nproc-per-node 8 examples/fsdp2.py --fp8       products of FP8 codes (emulated on a CPU)
+    torchrun --nproc-per-node 8 examples/fsdp2.py --fp8       products of FP8 codes; on a CPU linear layers emulate them
 
-Ranks take their part of each batch, so the losses do not depend on how many there are, but for rounding; in FP8 blocks of
+Ranks take equal parts of each batch, so the losses do not depend on how many there are, but for rounding; in FP8 blocks of
 tokens are others, and losses only near.
 """
 
@@ -23,7 +23,7 @@ from torch.distributed.fsdp import fully_shard
 import tilewright as tw
 
 VOCAB, HIDDEN, HEADS, FFN, EXPERTS, LAYERS = 256, 64, 4, 128, 4, 2
-BATCH, LENGTH = 4, 32
+BATCH, LENGTH = 8, 32
 
 
 class Attention(nn.Module):
@@ -102,14 +102,16 @@ def train(mesh: DeviceMesh | None, steps: int, fp8: bool = False, device: str = 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=5, help="steps of the optimiser (5)")
     parser.add_argument("--fp8", action="store_true", help="make products of FP8 codes")
     given = parser.parse_args()
-    device, mesh = "cuda" if torch.cuda.is_available() else "cpu", None
-    if "WORLD_SIZE" in os.environ:
+    device, mesh, ranks = "cuda" if torch.cuda.is_available() else "cpu", None, int(os.environ.get("WORLD_SIZE", 0))
+    if ranks:
+        if BATCH % ranks:
+            parser.error(f"{ranks} ranks cannot take equal parts of a batch of {BATCH}")
         if device == "cuda":
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        mesh = init_device_mesh(device, (int(os.environ["WORLD_SIZE"]),))
+        mesh = init_device_mesh(device, (ranks,))
     for step, loss in enumerate(train(mesh, given.steps, given.fp8, device)):
         if mesh is None or mesh.get_rank() == 0:
             print(f"step {step}: loss {loss:.6f}")

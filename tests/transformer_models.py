@@ -48,7 +48,7 @@ FAMILIES = {
     ),
 }  # fmt: skip
 OPS = {
-    "norm": "rms_norm", "mlp": "glu", "rotary": "rope", "router": "topk_routing", "experts": "moe_feed_forward",
+    "norm": "rms_norm", "mlp": "glu_linear", "rotary": "rope", "router": "topk_routing", "experts": "moe_feed_forward",
     "loss": "linear_cross_entropy",
 }  # fmt: skip
 OWN_GATE = {"GptOss"}  # whose experts are products of groups with their own gate between them

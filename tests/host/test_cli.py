@@ -61,6 +61,7 @@ def test_explain_shows_what_is_launched():
         (["explain", "rms_nrm"], "rms_norm"),
         (["explain", "rms_norm", "--arch", "sm_91"], "sm_90"),
         (["explain", "rms_norm", "--dim", "tokens"], "tokens=8192"),
+        (["explain", "rms_norm", "--dim", "token=3"], "no dimension token; it has"),
         (["explain", "rms_norm", "--format", "fp9"], "fp8"),
         (["explain", "cross_entropy", "--format", QUANTISED], "out_format"),
     ],

@@ -19,7 +19,7 @@ from tilewright.integrations import huggingface
 from tilewright.integrations.experts import experts_forward
 from tilewright.integrations.huggingface import patch, unpatch
 from tilewright.integrations.report import changed
-from tilewright.integrations.roles import Fp8Linear
+from tilewright.integrations.roles import TURNS, Fp8Linear, turning
 
 STEPS = 20
 
@@ -95,6 +95,48 @@ def test_gradient_checkpointing_adapters_and_copies():
     assert model.lm_head.__dict__["forward"].__self__ is model.lm_head
 
 
+def test_down_projections_that_are_more_than_a_product_are_called():
+    model = build("Llama", num_hidden_layers=1)
+    down = model.model.layers[0].mlp.down_proj
+    _, grads = step(model)
+    with patch(model, only="mlp") as report:
+        handles = [
+            lambda: down.register_forward_hook(lambda *_: None),
+            lambda: down.register_full_backward_pre_hook(lambda *_: None),
+            lambda: nn.modules.module.register_module_forward_pre_hook(lambda *_: None),
+        ]
+        for made in handles:
+            handle = made()
+            assert error(step(model)[1], grads) < FP32
+            handle.remove()
+        down.forward = lambda x: nn.functional.linear(x, down.weight, down.bias)
+        assert error(step(model)[1], grads) < FP32 and report.calls() == {"glu": 4}
+        del down.forward
+        assert error(step(model)[1], grads) < FP32 and report.calls() == {"glu": 4, "glu_linear": 1}
+
+
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul")
+def test_gated_layers_under_autocast():
+    model = build("Llama")
+    truth = step(model)[1]
+    with torch.autocast("cpu", torch.bfloat16):
+        plain = step(model)[1]
+        report = patch(model, only="mlp")
+        ours = step(model)[1]
+    assert report.calls() == {"glu_linear": 2} and 0 < error(ours, truth) < 1.2 * error(plain, truth)
+
+
+@pytest.mark.parametrize("turn", TURNS, ids=str)
+def test_turned_heads_lie_as_they_did(turn):
+    """Else the result of attention, which lies as its queries do, would be copied and kept for the next layer."""
+    q, k = (torch.randn(2, 5, heads, 16, requires_grad=True) for heads in (4, 2))
+    angles = torch.cat([torch.randn(2, 5, 8)] * turn.times, -1)
+    function = transformers.models.llama.modeling_llama.apply_rotary_pos_emb
+    made = turning(function, turn, lambda op: None)(q.transpose(1, 2), k.transpose(1, 2), angles.cos(), angles.sin())
+    grads = torch.autograd.grad(sum(t.square().sum() for t in made), (q, k))
+    assert all(t.transpose(1, 2).is_contiguous() for t in made) and all(t.is_contiguous() for t in grads)
+
+
 @pytest.mark.parametrize("family", ["Llama", "Qwen3"])  # the second norms heads, whose gradients come strided
 def test_compiled_whole(family):
     model = build(family)
@@ -114,7 +156,7 @@ def test_compiled_whole(family):
     assert torch.allclose(out.loss, before.loss, rtol=FP32)
     assert error({n: p.grad for n, p in model.named_parameters()}, grads) < FP32
     (nodes,) = graphs
-    assert {f"tilewright.{op}.default" for op in ("rms_norm", "glu", "rope", "linear_cross_entropy")} <= nodes
+    assert {f"tilewright.{op}.default" for op in ("rms_norm", "glu_linear", "rope", "linear_cross_entropy")} <= nodes
     assert not report.calls()
 
 
@@ -174,6 +216,7 @@ def test_linear_layers_in_fp8():
     assert skipped == {"k_proj", "v_proj", "lm_head"}
     after, again = step(model)
     assert report.calls()["linear_fp8"] == 5 and [*model.state_dict()] == names
+    assert report.calls()["glu"] == 1 and {r.op for r in report.replaced if r.role == "mlp"} == {"glu"}
     assert torch.allclose(after.loss, before.loss, rtol=0.02) and not torch.equal(after.loss, before.loss)
     assert error(again, grads) < 0.5
     assert isinstance(model.model.layers[0].mlp.gate_proj, Fp8Linear)

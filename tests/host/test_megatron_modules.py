@@ -13,6 +13,8 @@ import torch.nn.functional as F
 
 import tilewright as tw
 from tilewright.integrations.megatron import fp8
+from tilewright.nn import expert_codes
+from tilewright.nn.experts import moe_feed_forward
 
 HIDDEN, FFN, EXPERTS = 16, 8, 3
 CONFIG = {
@@ -68,11 +70,45 @@ def close(found: tuple, truth: tuple) -> None:
         torch.testing.assert_close(ours.double(), theirs, rtol=1e-5, atol=1e-5 * float(theirs.abs().max()))
 
 
-@pytest.mark.parametrize("given", [{}, {"fp8": "e4m3", "fp8_recipe": "blockwise", "moe_ffn_hidden_size": 128}])
+FP8 = {"fp8": "e4m3", "fp8_recipe": "blockwise", "moe_ffn_hidden_size": 128}
+
+
+@pytest.mark.parametrize("given", [{}, FP8])
 def test_experts_against_each_by_itself(given):
     """On a CPU FP8 changes nothing: this holds how rows find their experts."""
     module = experts(**given)
     close(forward(module), forward(module, (module.weight1, module.weight2)))
+
+
+def test_codes_are_made_once_for_the_micro_batches_of_a_step(monkeypatch):
+    made, given, module = [], [], experts(**FP8)
+    ours, op = expert_codes.quantize_experts, moe_feed_forward.function
+    monkeypatch.setattr(expert_codes, "quantize_experts", lambda weight: made.append(weight.shape) or ours(weight))
+    monkeypatch.setattr(
+        moe_feed_forward, "function", lambda *args, **named: given.append(args[5:]) or op(*args, **named)
+    )
+
+    def quantised() -> int:
+        before = len(made)
+        forward(module)
+        return len(made) - before
+
+    assert quantised() == 2 == quantised() and not module.codes.made  # of weights that learn, by hand
+    module.set_is_first_microbatch()
+    assert quantised() == 2 and quantised() == 0
+    assert all(a is b for a, b in zip(given[-2], given[-1], strict=True)) and len(given[-1]) == 6
+    module.weight1.data.mul_(2.0)  # unseen, as fused optimisers write
+    module.set_is_first_microbatch()
+    assert quantised() == 2
+    assert torch.equal(given[-1][1], 2 * given[-2][1]) and torch.equal(given[-1][0].float(), given[-2][0].float())
+    with torch.no_grad():
+        module.weight2.mul_(2.0)
+    assert quantised() == 1
+    module.eval()
+    assert quantised() == 2 and not module.codes.made  # nobody says that a step is over
+    module.train().config.disable_parameter_transpose_cache = True
+    module.set_is_first_microbatch()
+    assert quantised() == 0 and given[-1] == ()
 
 
 def test_a_rank_without_tokens():

@@ -81,6 +81,11 @@ def test_the_worker_answers_or_says_why_not(quick, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO(request))
     ready, row = answers("--tiny")
     assert ready == {"status": "ready"} and row["status"] == "ok" and len(row["sample"]) == 11
+    monkeypatch.setattr(sys, "stdin", io.StringIO(request))
+    with monkeypatch.context() as without:
+        without.setitem(sys.modules, "transformers", None)
+        ready, row = answers("--tiny")  # a verdict on this case, not on the run
+    assert ready == {"status": "ready"} and row["status"] == "wrong" and "transformers cannot" in row["why"]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     [only] = answers()
     assert "no CUDA device" in only["status"]

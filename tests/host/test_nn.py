@@ -217,6 +217,13 @@ def test_layers_compile_whole(precision):
         torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("make", [mixture, lambda: tw.nn.FeedForward(64, 128, norm=False)])
+def test_tokens_of_another_width_are_refused(make):
+    layer = make()
+    with pytest.raises(ValueError, match=r"x must be \[\.\.\., 64\], got \[4, 32\]"):
+        layer(torch.randn(4, 32))
+
+
 def test_a_tiny_mixture_learns():
     torch.manual_seed(1)
     layer = tw.nn.MoEFeedForward(16, 8, 4, 2, residual=True, balance_loss=1e-2)

@@ -41,7 +41,10 @@ def numbers(*shape: int) -> Tensor:
 
 def cases() -> list[Case]:
     torch.manual_seed(0)
-    draw = torch.randn
+    return [*usual_cases(torch.randn), *more_cases(torch.randn)]
+
+
+def usual_cases(draw: Any) -> list[Case]:
     x, whole = (draw(3, 4, 8), Shard(1)), numbers(3, 4, 8)
     w = (draw(8), R)
     labels, logits = (LABELS, Shard(0)), (draw(3, 3, 7), Shard(0))
@@ -76,6 +79,46 @@ def cases() -> list[Case]:
         Case("rms_norm_router", {"x": x, "weight": w, "router": (draw(6, 8), R)}, (Shard(1), Shard(1))),
         Case("topk_routing", {"logits": (draw(3, 5), Shard(0))}, (Shard(0), Shard(0), P), {"k": 2}),
         Case("moe_feed_forward", {"x": (draw(3, 4), Shard(0)), "routing": routed, **experts}, (Shard(0),)),
+    ]  # fmt: skip
+
+
+def more_cases(draw: Any) -> list[Case]:
+    heads = {"heads": 4, "kv_heads": 2, "head_dim": 6}
+    qkv = {"q_weight": (draw(6), R), "k_weight": (draw(6), R)}
+    packed, freqs = draw(3, 5, 48), draw(5, 2)
+    angles = {"freqs": (freqs, Shard(0)), "qkv": (packed, Shard(1))}
+    tokens, transposed = (draw(3, 4, 8), Shard(1)), (draw(4, 3, 8), Shard(0))
+    logits, labels, five = draw(3, 7), torch.tensor([1, -100, 6]), draw(2, 3, 5).abs() + 1
+    even = {"counts": (torch.tensor([3, 1, 4, 0, 2]), R)}
+    chosen = {"indices": (torch.tensor([[0, 3], [4, -1], [2, 1]]), Shard(0)), "probs": (draw(3, 2), Shard(0))}
+    gate, up, down = draw(3, 6), draw(3, 6), draw(5, 6)
+    return [
+        Case("glu_linear", {"x": (gate, Shard(1)), "up": (up, Shard(1)), "weight": (down, Shard(1))}, (P,)),
+        Case("glu_linear", {"x": (draw(3, 12), Shard(0)), "weight": (down, R), "bias": (draw(5), R)}, (Shard(0),)),
+        Case("rms_norm_rstd", {"x": tokens, "weight": (draw(8), R)}, (Shard(1), Shard(1))),
+        Case(
+            "cross_entropy_lse", {"logits": (logits, Shard(0)), "labels": (labels, Shard(0))}, (P, Shard(0)), {"reduction": "sum"},
+        ),
+        Case("rope_one", {"x": (draw(2, 3, 5, 4), Shard(2)), "freqs": (freqs[None], Shard(1))}, (Shard(2),)),
+        Case("rope_one", {"x": (draw(2, 3, 5, 4), Shard(0)), "freqs": (draw(2, 9, 2), Shard(0))}, (Shard(0),)),
+        Case("qkv_split", {**qkv, **angles}, (Shard(1),) * 3, {**heads, "rotary_dim": 4}),
+        Case("qkv_split", {**qkv, "qkv": (packed, Shard(2)), "freqs": (freqs, R)}, (Shard(2),) * 3, {**heads, "rotary_dim": 4}),
+        Case("qkv_split", {"qkv": (packed, Shard(1))}, (Shard(0),) * 3, {**heads, "transposed": True, "packing": "plain"}),
+        Case("gated_group_norm", {"x": tokens, "gate": transposed, "weight": (draw(8), R)}, (Shard(0),), {"groups": 2}),
+        Case("gated_group_norm", {"x": tokens, "gate": (draw(3, 4, 8), Shard(1))}, (Shard(1),), {"transposed": False}),
+        Case("cross_entropy_parts", {"logits": (logits, Shard(0)), "labels": (labels, Shard(0))}, (Shard(0),), {"slant": True}),
+        Case(
+            "cross_entropy_join",
+            {"parts": (five[0], Shard(0)), "gathered": (five, Shard(1)), "labels": (labels, Shard(0))}, (Shard(0),), {"classes": 9},
+        ),
+        Case("router_z_loss", {"logits": (draw(3, 2, 5), Shard(0))}, (P,), {"coef": 0.5}),
+        Case("router_z_loss", {"logits": (draw(1, 5), Shard(0))}, (P,), {"coef": 0.5}),  # one rank has none
+        Case("load_balancing_loss", {"logits": (draw(3, 5), Shard(0)), **even}, (P,), {"coef": 0.5, "score": "sigmoid"}),
+        Case("load_balancing_loss", {"logits": (draw(3, 5), R), **even}, (R,), {"coef": 0.5}),
+        Case("routing_map", chosen, (Shard(0), Shard(0)), {"experts": 5}),
+        Case("hadamard", {"x": (draw(3, 32), Shard(0))}, (Shard(0),), {"block": 16}),
+        Case("hadamard", {"x": (draw(16, 3), Shard(1))}, (Shard(1),), {"block": 16, "dim": 0}),
+        Case("transpose_pad", {"x": (draw(2, 5, 3), Shard(2))}, (Shard(1),), {"multiple": 4}),
     ]  # fmt: skip
 
 
@@ -119,6 +162,13 @@ def refused(mesh: DeviceMesh) -> None:
     x, w = placed((4, 8), Shard(0)), placed((8,), R)
     summed = DTensor.from_local(torch.ones(4, 8), mesh, [P])
     q, freqs = placed((1, 2, 4, 8), Shard(2)), placed((1, 9, 4), R)
+    routing, labels = placed((4, 2), Shard(0)).long(), placed((4,), R).long()
+
+    def qkv(width: int, kv_heads: int, **options: Any) -> Any:
+        return tw.qkv_split(
+            placed((1, 2, width), Shard(2)), heads=2 * kv_heads, kv_heads=kv_heads, head_dim=2, **options
+        )
+
     for call, kind, words in (
         (lambda: tw.rms_norm(placed((4, 8), Shard(1)), w), ValueError, "x is sharded on hidden, of which each rank needs all"),
         (lambda: tw.rms_norm(x, placed((8,), Shard(0))), ValueError, "weight must be replicated on mesh dimension 0"),
@@ -133,6 +183,12 @@ def refused(mesh: DeviceMesh) -> None:
             lambda: tw.linear_fp8(placed((4, 8), Shard(1)), placed((6, 8), Shard(1)), placed((6,), R)),
             ValueError, "bias would be added on every rank",
         ),
+        (lambda: qkv(24, 3), ValueError, "qkv is sharded on heads, of which each rank needs all"),
+        (lambda: qkv(16, 2, packing="plain"), ValueError, "qkv is sharded on heads, of which each rank needs all"),
+        (lambda: tw.cross_entropy(placed((4, 8), Shard(1)), labels), ValueError, r"to_local\(\) to parallel_cross_entropy"),
+        (lambda: tw.parallel_cross_entropy(placed((4, 8), Shard(1)), labels), ValueError, r"pass its to_local\(\) to parallel"),
+        (lambda: tw.moe_permute(x, routing, experts=2), NotImplementedError, r"moe_permute: there is no rule for DTensors: pass"),
+        (lambda: tw.quantize(x, tw.fp8("1x128")), NotImplementedError, "quantize: there is no rule for DTensors"),
     ):  # fmt: skip
         with CommDebugMode() as sent, pytest.raises(kind, match=words):
             call()
@@ -176,6 +232,23 @@ def layers(mesh: DeviceMesh) -> None:
         torch.testing.assert_close(made.full_tensor(), exact)
 
 
+def balanced(mesh: DeviceMesh) -> None:
+    """The losses of a router are those of all tokens; the counts of experts are summed over ranks for them, and nothing else."""
+    torch.manual_seed(2)
+    x = torch.randn(3, 16)
+    layer = tw.nn.MoEFeedForward(16, 32, 4, 2, z_loss=0.1, balance_loss=0.1)
+    exact = layer(x)[1]
+    exact.backward()
+    wanted, parts = layer.router.grad, distribute_module(layer, mesh)
+    tokens = distribute_tensor(x, mesh, [Shard(0)], src_data_rank=None)
+    with CommDebugMode() as sent:
+        loss = parts(tokens)[1]
+        loss.backward()
+    assert sent.get_total_counts() == 1 and loss.placements == (P,)
+    torch.testing.assert_close(loss.full_tensor(), exact)
+    torch.testing.assert_close(parts.router.grad.full_tensor(), wanted)
+
+
 def coded(mesh: DeviceMesh | None) -> list[float]:
     """Losses of layers whose weights are codes, all ranks with the same input."""
     torch.manual_seed(0)
@@ -210,6 +283,7 @@ def on_two_ranks(rank: int, file: str, alone: tuple[list[float], list[float]]) -
         refused(mesh)
         two_dimensions()
         layers(mesh)
+        balanced(mesh)
         for made, exact in zip((coded(mesh), fsdp2.train(mesh, 3)), alone):
             torch.testing.assert_close(torch.tensor(made), torch.tensor(exact), rtol=2e-6, atol=0)
     finally:
@@ -220,7 +294,7 @@ def test_two_ranks(tmp_path):
     alone = coded(None), fsdp2.train(None, 3)
     assert all(before > after for before, after in zip(alone[0], alone[0][1:]))
     # Both ranks from one process that has imported everything: importing takes longer than the test
-    mp.get_context("forkserver").set_forkserver_preload([__name__, "torch._dynamo"])
+    mp.get_context("forkserver").set_forkserver_preload([fsdp2.__name__, sharding.__name__, "torch._dynamo"])
     mp.start_processes(on_two_ranks, (str(tmp_path / "meeting"), alone), nprocs=2, start_method="forkserver")
 
 
@@ -228,6 +302,7 @@ def test_compiled_in_one_graph():
     """Traced with two ranks of which there is one."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
+    before = {name: op.sharded for name, op in tw.catalogue().items()}
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     sharding.register()
     try:
@@ -243,8 +318,8 @@ def test_compiled_in_one_graph():
         assert all(torch.equal(*pair) for pair in zip(*made))
     finally:
         dist.destroy_process_group()
-        for name in sharding.RULES:
-            tw.catalogue()[name].sharded = None
+        for name, op in tw.catalogue().items():
+            op.sharded = before[name]
 
 
 def test_a_weight_that_is_set_has_new_codes():
@@ -262,9 +337,11 @@ def test_a_weight_that_is_set_has_new_codes():
 
 def test_rules_name_results_and_arguments_of_ops():
     ops = tw.catalogue()
+    assert {case.op for case in cases()} == {*sharding.RULES}
     for name, rule in sharding.RULES.items():
         op = ops[name]
         if isinstance(rule, sharding.Rule):
             known = {d for p in op.signature.parameters if p.name in op.signature.tensors for d in p.rule.dims}
             assert len(rule.results) == len(op.results) - op.aux, name
-            assert {*rule.local} <= {"...", *known} and {*rule.once} <= {*op.signature.tensors}, name
+            assert {*rule.local} <= {"...", *known} and {*rule.advice} <= known, name
+            assert {*rule.once, *rule.summed, *filter(None, [rule.mean])} <= {*op.signature.tensors}, name

@@ -9,7 +9,7 @@ import torch
 import tilewright as tw
 from tilewright.check import memory
 from tilewright.check.oracle import check, outcome, same_outcome
-from tilewright.ops import linear_cross_entropy as module
+from tilewright.ops import linear_cross_entropy_tokens as module
 
 OP = tw.linear_cross_entropy.op
 
@@ -59,6 +59,44 @@ def test_chunks_codes_and_groups(tokens, hidden, dtype, options, small_chunks):
     loss = tw.linear_cross_entropy(**{**values, "hidden": leaf})
     (made["d_hidden"],) = torch.autograd.grad(loss, leaf, made.grads[0])
     check(OP, f"{tokens} tokens, hidden {hidden}, only hidden", values, made)
+
+
+@pytest.mark.parametrize(
+    "dtype, options",
+    [
+        (torch.float32, {"reduction": "sum"}),
+        (torch.bfloat16, {"reduction": "mean", "label_smoothing": 0.1, "z_loss": 0.01}),
+    ],
+    ids=str,
+)
+def test_groups_of_tokens(dtype, options, small_chunks, monkeypatch):
+    """Groups of 128 and 22 tokens: gradients are there after the forward, and no logits are computed again."""
+    monkeypatch.setattr(module, "HELD", 2**16)
+    values = drawn(150, 24, 600, dtype, **options)
+    whole = outcome(OP, values, registered=True)  # its backward makes the gradients
+    check(OP, "groups", values, whole)
+    for needed in (OP.differentiable, *((name,) for name in OP.differentiable)):
+        leaves = {n: values[n].clone().requires_grad_() for n in needed}
+        loss = tw.linear_cross_entropy(**{**values, **leaves})
+        with monkeypatch.context() as without:
+            without.delattr(module.Tokens, "logits")
+            first, last = (
+                torch.autograd.grad(loss, [*leaves.values()], whole.grads[0], retain_graph=r) for r in (1, 0)
+            )
+        for name, a, b in zip(needed, first, last):
+            assert torch.equal(a, b) and torch.equal(a, whole[f"d_{name}"]), name
+
+
+def test_ignored_tokens_have_no_part_in_an_infinite_gradient(small_chunks):
+    values = drawn(40, 8, 20, torch.float32, reduction="mean")
+    values["labels"][2] = 3
+    hidden = values["hidden"].requires_grad_()
+    tw.linear_cross_entropy(**values).backward(torch.tensor(torch.inf))
+    assert not hidden.grad[1].any() and not hidden.grad[3:].isfinite().any()
+    values["labels"].fill_(-100)
+    hidden.grad = None
+    tw.linear_cross_entropy(**values).backward()
+    assert not hidden.grad.any()
 
 
 def test_what_was_kept_is_used_and_written_over_in_the_end(small_chunks, monkeypatch):

@@ -276,11 +276,20 @@ def _cublas(work: Work) -> Call:
     return lambda: torch.mm(a, b)
 
 
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, **_: Any) -> Tensor:
+    return torch.nn.functional.linear(x, weight, bias)
+
+
+def _silu_linear(x: Tensor, weight: Tensor, bias: Tensor | None, up: Tensor, **_: Any) -> Tensor:
+    return torch.nn.functional.linear(torch.nn.functional.silu(x) * up, weight, bias)
+
+
 def _torch_linear(work: Work) -> Call:
     """A linear layer in the dtype of its arguments."""
-    if work.case.op != "linear_fp8":
+    function = {"linear_fp8": _linear, "glu_linear": _silu_linear}.get(work.case.op)
+    if function is None:
         raise Absent(f"torch's linear layer has nothing for {work.case.family}")
-    return _directed(lambda x, weight, bias, **_: torch.nn.functional.linear(x, weight, bias), work)
+    return _directed(function, work)
 
 
 # Relative RMS by which a rival that does not quantise may be off ours

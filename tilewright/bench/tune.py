@@ -99,9 +99,10 @@ def sizes(op: Op, names: Iterable[str], tokens: int) -> list[dict[str, int]]:
 
 def tasks(ops: Iterable[Op], names: Sequence[str], target: Target, tokens: int) -> list[Task]:
     """Everything that can be tuned of these ops at these models' sizes on a chip. A kernel of several ops is the last one's,
-    which is the plain one."""
+    which is the plain one, and of a composite only if no other launches it: its time is that of products as well."""
     found: dict[tuple, Task] = {}
-    for op in reversed(list(ops)):
+    plain_last = sorted(ops, key=lambda op: not op.composite)
+    for op in reversed(plain_last):
         for dims in sizes(op, names, tokens):
             for fmt in FORMATS if "out_format" in op.signature.names else FORMATS[:1]:
                 for task in _tasks_of_call(op, dims, fmt, target):

@@ -16,7 +16,9 @@ from .console import Json, fail, show
 
 def bench(
     names: Annotated[list[str] | None, typer.Argument(metavar="[OP|CASE|SUITE]...", help="All cases if none.")] = None,
-    beside: Annotated[str, typer.Option("--rivals", help="eager, compile, liger: any of them, with commas.")] = "",
+    beside: Annotated[
+        str, typer.Option("--rivals", help="eager, compile, liger or a rival of single ops, with commas.")
+    ] = "",
     record: Annotated[bool, typer.Option("--record", help="Write the rows to evidence/<gpu>.jsonl.")] = False,
     stale: Annotated[bool, typer.Option("--stale", help="Only cases without a fresh row on this GPU.")] = False,
     against: Annotated[Literal["goals"] | None, typer.Option(help="Print goals beside what was measured.")] = None,

@@ -14,7 +14,7 @@ def doctor(as_json: Json = False) -> None:
     import triton
 
     from ..core import config, kernel, plan
-    from ..core.target import Target
+    from ..core.target import GLUON, Target
 
     def row(what: str, found: str, fix: str = "") -> dict[str, str]:
         return {"what": what, "found": found, "to mend it": fix}
@@ -38,9 +38,12 @@ def doctor(as_json: Json = False) -> None:
         except RuntimeError as error:
             state = str(error)
         rows.append(row(f"GPU {index}", f"{torch.cuda.get_device_name(index)}: {state}"))
+    older = "a torch that brings Triton 3.6 (2.10, 2.11)"
     direct = kernel.PRIVATE_LAUNCHER and plan.guard([torch.empty(1)]) is not None
-    fix = "" if direct else "a torch that brings Triton 3.6 (2.10, 2.11): a call then costs the host half"
+    fix = "" if direct else f"{older}: a call then costs the host half"
     rows.append(row("launch", "plans, launched directly" if direct else "through Triton's public call", fix))
+    found = "in Gluon" if GLUON else "portable ones: Gluon is used with Triton 3.6 alone"
+    rows.append(row("kernels for Hopper", found, "" if GLUON else f"{older}, on sm_90"))
     rows.append(row("your tuned rows", str(config.folder())))
     for name in ("pytest", "ruff"):
         if importlib.util.find_spec(name) is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Set
 from types import SimpleNamespace
 from typing import Annotated, Any
 
@@ -27,6 +28,7 @@ def explain(
 ) -> None:
     """Which implementation a bf16 call takes on a chip, and what it launches there, forward and backward; of a matrix product also
     what is multiplied, and whether a library's is faster."""
+    from ..check.cases import dims_of
     from ..check.variants import COMMON, Blank, Call, passes
     from ..core.format import Format
     from ..core.op import force
@@ -42,7 +44,8 @@ def explain(
     try:
         source = Blank(op, dims, {**dimensions(dim), **options}, full=full)
         given = {**op.inputs(source), **{n: v for n, v in options.items() if n in op.signature.scalars}}
-        _expect(name, options, {*source.choices, *source.optional, *op.signature.scalars})
+        _expect(name, "dimension", dimensions(dim).keys() - source.choices.keys(), {*dims_of(op)})
+        _expect(name, "option", options.keys(), {*source.choices, *source.optional, *op.signature.scalars})
         if format:
             given["out_format"] = Format.parse(format)
         forward, backward = passes(op, Call(given), TARGETS[arch])
@@ -81,10 +84,10 @@ def _options(texts: list[str] | None) -> dict[str, Any]:
     return found
 
 
-def _expect(op: str, options: dict[str, Any], known: set[str]) -> None:
-    unknown = sorted(set(options) - known)
+def _expect(op: str, what: str, given: Set[str], known: Set[str]) -> None:
+    unknown = sorted(given - known)
     if unknown:
-        raise ValueError(f"{op} has no option {unknown[0]}; it has {', '.join(sorted(known))}")
+        raise ValueError(f"{op} has no {what} {unknown[0]}; it has {', '.join(sorted(known))}")
 
 
 def _products(op: Any, values: dict[str, Any], target: Any) -> dict[str, Any]:

@@ -15,13 +15,10 @@ import torch
 
 import tilewright as tw
 
-from . import model, train
-from .model import Sizes
+from . import train
+from .model import OURS, PLAIN, Sizes
 
-TINY = train.Setting(
-    Sizes(hidden=32, layers=1, heads=2, experts=4, expert_hidden=16, length=16, batch=2),
-    torch.float32, steps=1, rate=1e-2, tolerance=train.CPU.tolerance, tolerance_fp8=train.CPU.tolerance_fp8,
-)  # fmt: skip
+TINY = Sizes(hidden=32, layers=1, heads=2, experts=4, expert_hidden=16, length=16, batch=2)
 
 
 def step(seed: int) -> dict:
@@ -30,12 +27,12 @@ def step(seed: int) -> dict:
     for name, kernel in train.kernels().items():
         if hasattr(kernel.jit, "add_pre_run_hook"):  # a Gluon kernel has none and is not interpreted either
             kernel.jit.add_pre_run_hook(partial(_count, launches, name))
-    (text,) = train.batches(TINY.sizes, 1, seed)
-    plain = train.build(model.plain(), TINY, seed, text.device)
+    (text,) = train.batches(TINY, 1, seed)
+    plain = train.build(PLAIN, TINY, seed)
     want = plain(text)
     want.backward()
-    network = train.build(model.tilewright(), TINY, seed, text.device)
-    optimizer = torch.optim.AdamW(network.parameters(), lr=TINY.rate)
+    network = train.build(OURS, TINY, seed)
+    optimizer = torch.optim.AdamW(network.parameters(), lr=1e-2)
     with tw.force("triton"):
         loss = network(text)
         loss.backward()

@@ -84,10 +84,11 @@ def known_versions() -> dict[str, str]:
 
 
 def roles(kind: str | None, fp8: bool, chosen: set[str]) -> dict[str, Role]:
-    """In the order in which they are applied: a linear layer may be part of what came before."""
+    """In the order in which they are applied: linear layers may be part of what came before, and gated layers are made of what
+    became of them."""
     every: dict[str, Role] = {
-        "norm": norm, "mlp": gated, "rotary": rotary, "router": router, "experts": partial(experts, fp8=fp8),
-        "loss": partial(loss, kind=kind), "linear": linear,
+        "norm": norm, "rotary": rotary, "router": router, "experts": partial(experts, fp8=fp8), "linear": linear,
+        "mlp": gated, "loss": partial(loss, kind=kind),
     }  # fmt: skip
     return {role: match for role, match in every.items() if role in chosen}
 

@@ -15,10 +15,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
 
+from ..core.call import PLAIN
 from ..nn.expert_codes import KeptCodes
 from ..nn.linear import Linear
 from ..ops.glu import glu
+from ..ops.glu_linear import glu_linear
 from ..ops.rms_norm import rms_norm
 from ..ops.rope import rope
 from .probe import EXACT, PRODUCTS, UNRUN, Source, activation, compared, device_of, twin
@@ -77,10 +80,20 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
 
-def alike(x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
-    """In the dtype of the first weight or, under autocast, of that: as a linear layer would have them."""
-    dtype = autocast_dtype(x) or weights[0].dtype
-    return tuple(t.to(dtype) for t in (x, *weights))
+def alike(x: Tensor, weight: Tensor, *more: Tensor | None) -> tuple[Tensor | None, ...]:
+    """In the dtype of the weight or, under autocast, of that: as a linear layer would have them."""
+    dtype = autocast_dtype(x) or weight.dtype
+    return tuple(t if t is None else t.to(dtype) for t in (x, weight, *more))
+
+
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def plain_linear(module: nn.Module) -> bool:
+    """Whether calling a module is `F.linear` of plain tensors and nothing else: no adapter, code, shard or hook would be missed."""
+    if type(module) is not nn.Linear or "forward" in module.__dict__ or type(module.weight) not in PLAIN:
+        return False
+    return not (any(getattr(module, hooks) for hooks in HOOKS) or _has_any_global_hook())
 
 
 # ---- norm --------------------------------------------------------------------------------------------------------------
@@ -134,10 +147,13 @@ def gated(name: str, module: nn.Module) -> Found | Skip | None:
 
     def computing(count: Count) -> Callable:
         def compute(self: nn.Module, x: Tensor) -> Tensor:
+            gate, up = (self.gate_up_proj(x), None) if fused else (self.gate_proj(x), self.up_proj(x))
+            down = self.down_proj
+            if plain_linear(down):  # asked at each call: adapters come and go, and FSDP gathers weights for it
+                count("glu_linear")
+                return glu_linear.function(*alike(gate, down.weight, down.bias, up), act=act)
             count("glu")
-            if fused:
-                return self.down_proj(glu.function(self.gate_up_proj(x), act=act))
-            return self.down_proj(glu.function(self.gate_proj(x), self.up_proj(x), act=act))
+            return down(glu.function(gate, up, act=act))
 
         return compute
 
@@ -150,7 +166,8 @@ def gated(name: str, module: nn.Module) -> Found | Skip | None:
     words = compared(computing(ignore), type(module).forward, PRODUCTS, made, tokens)
     if words is not None:
         return Skip(f"not down(glu(gate, up)): {words}", failed=not words.startswith(UNRUN))
-    return Found("glu", lambda count: [bound(module, taking(x, computing(count)))])
+    op = "glu_linear" if type(module.down_proj) is nn.Linear else "glu"
+    return Found(op, lambda count: [bound(module, taking(x, computing(count)))])
 
 
 # ---- rotary embedding ---------------------------------------------------------------------------------------------------
@@ -189,9 +206,15 @@ def turning(original: Callable, kind: Turn, count: Count) -> Callable:
             return original(q, k, cos, sin, *rest, **named)
         count("rope")
         pairs = cos.shape[-1] // kind.times
-        options = {"layout": LAYOUTS[heads], "rotary_dim": 2 * pairs, "pairing": kind.pairing}
-        q, k = rope.function(q, k, cos[..., :pairs], sin[..., :pairs], **options)
-        return (halves(q), halves(k)) if kind.split else (q, k)
+        # Heads seen before the sequence lie after it in memory, and results should too: attention's result is laid out as its
+        # queries are, and in another order would be copied, and kept, for the next layer
+        swapped = heads == 1 and q.stride(1) < q.stride(2)
+        if swapped:
+            q, k = q.transpose(1, 2), k.transpose(1, 2)
+        options = {"layout": LAYOUTS[2 if swapped else heads], "rotary_dim": 2 * pairs, "pairing": kind.pairing}
+        made = rope.function(q, k, cos[..., :pairs], sin[..., :pairs], **options)
+        made = (halves(t) for t in made) if kind.split else made
+        return tuple(t.transpose(1, 2) if swapped else t for t in made)
 
     return turn
 

@@ -4,7 +4,7 @@ An op's declaration names the dimensions of its arguments; a `Rule` names those 
 dimension of the mesh either all arguments are replicated, and all ranks do the same, or one dimension is sharded: then it is so
 in every argument that has it, and the others are replicated. Results that have it are sharded on it; a result that has it not
 is the sum of what the ranks have, `Partial`, and so is the gradient of an argument that has it not (a norm's weight, where tokens
-are sharded). Every other placement raises: what has to be sent is for the caller to say.
+are sharded). Every other placement raises: what has to be sent is for the caller to say, but for a few numbers of losses.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch.distributed.tensor import DeviceMesh, DTensor, Partial, Placement, Re
 
 from .. import catalogue
 from ..core.op import Op, upcast
+from ..ops.qkv_split import local_heads
 
 Dims = tuple[str, ...]
 
@@ -29,13 +30,19 @@ class Rule:
     """Dimensions of the `results`, and which of all dimensions may be sharded: those `local`. "..." is every leading one.
 
     `arguments` has the dimensions of arguments where the declaration leaves them open. Sizes of one dimension may differ:
-    "heads/q" and "heads/k" are sharded together. Arguments in `once` are added to what is a sum over ranks if it is one, and
-    must then be absent."""
+    "heads/q" and "heads/k" are sharded together; `sizes` has those that no argument has. Arguments in `once` are added to what
+    is a sum over ranks if it is one, and must then be absent. `mean` is the argument over whose rows the first result is a
+    mean. Arguments in `summed`, a few numbers, may be `Partial`, and are then summed over ranks. `advice` is for who shards a
+    dimension that is not local."""
 
     results: tuple[str, ...]
     local: tuple[str, ...] = ("...",)
     arguments: Mapping[str, str] = field(default_factory=dict)
+    sizes: Mapping[str, int] = field(default_factory=dict)
     once: tuple[str, ...] = ()
+    mean: str | None = None
+    summed: tuple[str, ...] = ()
+    advice: Mapping[str, str] = field(default_factory=dict)
 
 
 def of_glu(a: Mapping[str, Any]) -> Rule:
@@ -44,8 +51,17 @@ def of_glu(a: Mapping[str, Any]) -> Rule:
     return Rule(("... width",), local)
 
 
+def of_glu_linear(a: Mapping[str, Any]) -> Rule:
+    if a["up"] is None:  # as in `of_glu`
+        return Rule(("... columns",), ("...", "columns"))
+    return Rule(("... columns",), ("...", "columns", "width"), {"weight": "columns width"}, once=("bias",))
+
+
+PARALLEL = {"vocab": "pass its to_local() to parallel_cross_entropy"}
+
+
 def of_loss(*results: str) -> Callable[[Mapping[str, Any]], Rule]:
-    return lambda a: Rule(("..." if a["reduction"] == "none" else "", *results))
+    return lambda a: Rule(("..." if a["reduction"] == "none" else "", *results), advice=PARALLEL)
 
 
 def of_experts(a: Mapping[str, Any]) -> Rule:
@@ -61,18 +77,43 @@ def of_rope(heads: Mapping[str, str], results: tuple[str, ...]) -> Callable[[Map
 
     def rule(a: Mapping[str, Any]) -> Rule:
         dims = {n: " ".join({**DIMENSIONS, "h": own}[letter] for letter in a["layout"]) for n, own in heads.items()}
-        tables = next(a[n] for n in ("freqs", "cos") if a[n] is not None)
-        length = a[results[0]].shape[a["layout"].index("s")]
-        # A part of the sequence has the same part of the angles, unless its positions are others
-        whole = a["cu_seqlens"] is None and a["cp_size"] == 1 and tables.shape[-2] == length
-        rows = "length" if whole else "positions"
-        if tables.dim() == 3:
-            rows = f"{'tables' if tables.shape[0] == 1 else 'batch'} {rows}"
-        dims |= dict.fromkeys(("freqs", "cos", "sin"), f"{rows} angles")
-        local = ("batch", "heads", "length") if whole else ("batch", "heads")
-        return Rule(tuple(dims[r] for r in results), local, dims)
+        tables, local = turned(a, a[results[0]].shape[a["layout"].index("s")])
+        return Rule(tuple(dims[r] for r in results), (*local, "heads"), {**dims, **tables})
 
     return rule
+
+
+def turned(a: Mapping[str, Any], length: int) -> tuple[dict[str, str], tuple[str, ...]]:
+    """(the dimensions of the angles, which of batch and length may be sharded)."""
+    tables = next((a[n] for n in ("freqs", "cos") if a[n] is not None), None)
+    # A part of the sequence has the same part of the angles, unless its positions are others
+    whole = a["cu_seqlens"] is None and a["cp_size"] == 1 and (tables is None or tables.shape[-2] == length)
+    rows = "length" if whole else "positions"
+    if tables is not None and tables.dim() == 3:
+        rows = f"{'tables' if tables.shape[0] == 1 else 'batch'} {rows}"
+    return dict.fromkeys(("freqs", "cos", "sin"), f"{rows} angles"), ("batch", "length") if whole else ("batch",)
+
+
+def of_qkv(a: Mapping[str, Any]) -> Rule:
+    """A part of the columns is whole groups of heads if these are packed together and each rank has as many."""
+    qkv, outer = a["qkv"], "length batch" if a["transposed"] else "batch length"
+    H, KV = local_heads(qkv, a["heads"], a["kv_heads"], a["head_dim"])
+    tables, local = turned(a, qkv.shape[0 if a["transposed"] else 1])
+    if a["packing"] == "grouped" and KV % ranks_along(qkv, 2) == 0:
+        local = (*local, "heads")
+    results = [f"batch length heads/{name} head_dim" for name in "qkk"]
+    return Rule(tuple(results), local, {"qkv": f"{outer} heads/qkv", **tables}, {"heads/q": H, "heads/k": KV})
+
+
+def ranks_along(t: Tensor, dim: int) -> int:
+    """How many ranks share a dimension."""
+    mesh = zip(t.device_mesh.shape, t.placements) if isinstance(t, DTensor) else ()
+    return math.prod(size for size, placement in mesh if placement == Shard(dim))
+
+
+def of_gated_norm(a: Mapping[str, Any]) -> Rule:
+    rows = "length batch hidden" if a["transposed"] else "batch length hidden"
+    return Rule((rows,), ("batch", "length"), {"gate": rows})
 
 
 RULES: dict[str, Rule | Callable[[Mapping[str, Any]], Rule]] = {
@@ -80,27 +121,48 @@ RULES: dict[str, Rule | Callable[[Mapping[str, Any]], Rule]] = {
     "rms_norm_rstd": Rule(("... hidden", "...")),
     "add_rms_norm": Rule(("... hidden", "... hidden")),
     "rms_norm_router": Rule(("... hidden", "... experts")),
+    "gated_group_norm": of_gated_norm,
     "glu": of_glu,
+    "glu_linear": of_glu_linear,
     "rope": of_rope({"q": "heads/q", "k": "heads/k"}, ("q", "k")),
     "rope_one": of_rope({"x": "heads"}, ("x",)),
     "mla_rope": of_rope({"q": "heads", "kv": "heads", "k_pos": "one"}, ("q", "kv", "kv")),
+    "qkv_split": of_qkv,
     "embedding": Rule(("... hidden",), ("...", "hidden")),
     "cross_entropy": of_loss(),
     "cross_entropy_lse": of_loss("..."),
+    "cross_entropy_parts": Rule(("... numbers",), advice=PARALLEL),
+    "cross_entropy_join": Rule(("tokens",), ("tokens",)),
     "linear_cross_entropy": of_loss(),
+    "router_z_loss": Rule(("",), mean="logits"),
+    "load_balancing_loss": Rule(("",), mean="logits", summed=("counts",)),
     "matmul": Rule(("... columns",), ("...", "columns", "inner")),
     "linear_fp8": Rule(("... columns",), ("...", "columns", "hidden"), once=("bias",)),
     "router_linear": Rule(("... experts",), ("...", "experts")),
     "topk_routing": Rule(("... slots", "... slots", "experts")),
+    "routing_map": Rule(("... experts", "... experts")),
     "moe_feed_forward": of_experts,
+    "hadamard": lambda a: Rule(("... hidden",), ("...",) if a["dim"] == -1 else ("hidden",)),
+    "transpose_pad": Rule(("... hidden padded",), ("...", "hidden")),
 }
 
 
 def register() -> None:
-    """Let the ops of `RULES` take DTensors, from now on and in the whole process."""
-    ops = catalogue()
-    for name, rule in RULES.items():
-        ops[name].sharded = taking(ops[name], rule)
+    """Let the ops of `RULES` take DTensors, and the others say that they do not, from now on and in the whole process."""
+    for name, op in catalogue().items():
+        if name in RULES:
+            op.sharded = taking(op, RULES[name])
+        elif op.sharded is None:
+            op.sharded = refusing(op)
+
+
+def refusing(op: Op) -> Callable[..., Any]:
+    def sharded(**values: Any) -> Any:
+        raise NotImplementedError(
+            f"{op.name}: there is no rule for DTensors: pass their to_local(), for what this rank has, or full_tensor()"
+        )
+
+    return sharded
 
 
 def taking(op: Op, rule: Rule | Callable[[Mapping[str, Any]], Rule]) -> Callable[..., Any]:
@@ -116,6 +178,7 @@ def run(op: Op, rule: Rule, values: Mapping[str, Any]) -> Any:
     """The op of local tensors, its results as DTensors."""
     tensors = {n: values[n] for n in op.signature.tensors if values[n] is not None}
     mesh = mesh_of(op, tensors, values)
+    tensors |= {n: reduced_over_ranks(tensors[n]) for n in rule.summed}
     leading, dims = named(op, rule, tensors)
     split = [sharded_on(op, rule, tensors, dims, i) for i in range(mesh.ndim)]
     reduced = [key for key in split if key is not None and not all(has(expand(r, leading), key) for r in rule.results)]
@@ -126,12 +189,18 @@ def run(op: Op, rule: Rule, values: Mapping[str, Any]) -> Any:
     total = None
     if reduced and values.get("reduction") == "mean":
         local["reduction"], total = "sum", weight_of_labels({**values, **local}, mesh, split)
-    made = op.function(**{**values, **local})
+    whole = None if rule.mean is None or not reduced else tensors[rule.mean].numel()
+    if whole and not local[rule.mean].numel():
+        made = upcast(local[rule.mean]).sum()  # the mean of no rows would be NaN
+    else:
+        made = op.function(**{**values, **local})
     single = isinstance(made, Tensor)
     made = [made] if single else [*made]
     if total is not None:
         made[0] = made[0] / total
-    sizes = {name: size for n, t in tensors.items() for name, size in zip(dims[n], t.shape)}
+    if whole:
+        made[0] = made[0] * (local[rule.mean].numel() / whole)
+    sizes = {name: size for n, t in tensors.items() for name, size in zip(dims[n], t.shape)} | {**rule.sizes}
     found = [distributed(t, expand(r, leading), sizes, mesh, split) for t, r in zip(made, rule.results)]
     return found[0] if single else tuple(found)
 
@@ -150,6 +219,10 @@ def mesh_of(op: Op, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) ->
     if other is not None:
         raise ValueError(f"{op.name}: {other} is on another mesh than {first}")
     return mesh
+
+
+def reduced_over_ranks(t: DTensor) -> DTensor:
+    return t.redistribute(placements=[Replicate() if p.is_partial() else p for p in t.placements])
 
 
 def named(op: Op, rule: Rule, tensors: Mapping[str, Tensor]) -> tuple[int, dict[str, Dims]]:
@@ -198,9 +271,8 @@ def sharded_on(op: Op, rule: Rule, tensors: Mapping[str, Tensor], dims: Mapping[
     first, key = next(iter(found.items()))
     words = f"dimension {key[3:]}" if key.startswith("...") else key
     if ("..." if key.startswith("...") else key) not in rule.local:
-        raise ValueError(
-            f"{op.name}: {first} is sharded on {words}, of which each rank needs all: redistribute it first"
-        )
+        advice = rule.advice.get(key, "redistribute it first")
+        raise ValueError(f"{op.name}: {first} is sharded on {words}, of which each rank needs all: {advice}")
     for n, t in tensors.items():
         wanted = key if has(dims[n], key) else None
         if found.get(n) != wanted:

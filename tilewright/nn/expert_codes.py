@@ -100,15 +100,22 @@ class KeepsCodes(nn.Module):
 
     codes: KeptCodes
 
-    def codes_of(self, name: str, weight: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    def codes_of(
+        self, name: str, weight: Tensor, hold: bool = True
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """(data, scale, data_t) of the parameter of this name, or of `weight`, a view of it. Without them the op quantises the
-        weight itself, in the forward and again in the backward."""
+        weight itself, in the forward and again in the backward, and so it does with a weight that learns if not `hold`: until
+        the backward its codes, both ways, would take as much memory as the weight."""
         # torch.compile traces no cache. What stands in for a parameter, as a parametrization does, may come to lie where the
         # last one lay. Codes that a backward holds on to are as large as the weight that FSDP wanted to be rid of
         plain = type(self._parameters.get(name)) is nn.Parameter
         if torch.compiler.is_compiling() or self.codes.gathered or not plain:
             return None, None, None
-        q = self.codes.of(name, weight, learning(self._parameters[name]))
+        learns = learning(self._parameters[name])
+        if learns and not (hold or self.codes.until_cleared):
+            self.codes.made.pop(name, None)  # an optimiser may not show that it wrote
+            return None, None, None
+        q = self.codes.of(name, weight, learns)
         return q.data, q.scale, q.data_t
 
     def __setattr__(self, name: str, value: Any) -> None:

@@ -16,10 +16,18 @@ from .experts import moe_feed_forward
 class Experts(KeepsCodes):
     """What the layers share: the weights of experts, their codes, and the call of `moe_feed_forward`."""
 
+    hidden: int
+
     def __init__(self, act: str, limit: float | None, precision: str, keep: str) -> None:
         super().__init__()
         self.act, self.limit, self.precision, self.keep = act, limit, precision, keep
         self.codes = KeptCodes()
+
+    def flat(self, x: Tensor) -> Tensor:
+        """x [..., hidden] as [tokens, hidden]."""
+        if x.shape[-1:] != (self.hidden,):  # of another width it would be other tokens
+            raise ValueError(f"{type(self).__name__}: x must be [..., {self.hidden}], got {list(x.shape)}")
+        return x.reshape(-1, self.hidden)
 
     def feed(self, x: Tensor, gate_up: Tensor, down: Tensor, **routed: Any) -> Tensor:
         """The experts' feed-forward of x [tokens, hidden], with the codes of the weights as long as they are the same."""
@@ -73,7 +81,7 @@ class FeedForward(Experts):
     def forward(self, x: Tensor) -> Tensor:
         """y of x [..., hidden], in its dtype."""
         normed = x if self.norm is None else rms_norm.function(x, self.norm, self.eps)
-        y = self.feed(normed.reshape(-1, self.hidden), self.gate_up.unsqueeze(0), self.down.unsqueeze(0))
+        y = self.feed(self.flat(normed), self.gate_up.unsqueeze(0), self.down.unsqueeze(0))
         y = y.reshape(x.shape)
         return x + y if self.residual else y
 

@@ -14,10 +14,10 @@ KEPT = ("codes", "input")
 class Linear(KeepsCodes, nn.Linear):
     """y = x @ weight.T + bias with FP8 products, forward and backward (`linear_fp8`); parameters and names are torch's.
 
-    A weight that learns is quantised in each forward, another once (`KeptCodes`). `keep` is what is kept of the input for the
-    weight's gradient: its "codes", a byte an element, or the "input". With `main_grad=True` that gradient is added to
-    `weight.main_grad`, a float32 buffer, in the product's own launch; compiled, each call's backward must then come before
-    the next call.
+    A weight that learns is quantised in each forward and each backward, another once (`KeptCodes`). `keep` is what is kept of
+    the input for the weight's gradient: its "codes", a byte an element, or the "input". With `main_grad=True` that gradient is
+    added to `weight.main_grad`, a float32 buffer, in the product's own launch; compiled, each call's backward must then come
+    before the next call.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class Linear(KeepsCodes, nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         """y of x [..., in_features], in its dtype."""
         weight = self.weight
-        codes = self.codes_of("weight", weight)
+        codes = self.codes_of("weight", weight, hold=False)
         learns = torch.is_grad_enabled() and weight.requires_grad
         if self.main_grad and learns:
             buffer = getattr(weight, "main_grad", None)

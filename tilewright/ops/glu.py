@@ -361,11 +361,16 @@ def quantized_gradient(
     return dscale is None
 
 
-def check(x, up, *, act, limit, alpha, scale, offsets, out_format, out) -> None:
+def check_unit(op: str, x: Tensor, up: Tensor | None, act: str, alpha: float) -> None:
+    """Raise unless these are a gated unit's; `op` takes them."""
     if up is None and x.shape[-1] % 2:
-        raise ValueError(f"glu: x holds gate and up in its last dimension, which must be even, got {x.shape[-1]}")
+        raise ValueError(f"{op}: x holds gate and up in its last dimension, which must be even, got {x.shape[-1]}")
     if act != "silu" and alpha != 1.0:
-        raise ValueError(f"glu: alpha belongs to act='silu'; with act={act!r} it must be 1, got {alpha}")
+        raise ValueError(f"{op}: alpha belongs to act='silu'; with act={act!r} it must be 1, got {alpha}")
+
+
+def check(x, up, *, act, limit, alpha, scale, offsets, out_format, out) -> None:
+    check_unit("glu", x, up, act, alpha)
     if out is None:
         return
     shape = (*x.shape[:-1], x.shape[-1] if up is not None else x.shape[-1] // 2)

@@ -21,6 +21,7 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor, nn
 
 from ...gemm.grouped_mm import grouped_mm
+from ...nn.expert_codes import KeepsCodes, KeptCodes
 from ...nn.experts import moe_feed_forward
 from ...ops.embedding import placeholder
 from ...ops.glu import glu
@@ -33,10 +34,12 @@ WANTED = {
 }  # fmt: skip
 
 
-class GroupedMLP(MegatronModule):
+class GroupedMLP(KeepsCodes, MegatronModule):
     """The experts of one rank, for `MoELayer`; a gated unit, without biases.
 
-    With `config.fp8 = "e4m3"` and `fp8_recipe = "blockwise"` all products are of FP8 codes, weights quantised anew in each.
+    With `config.fp8 = "e4m3"` and `fp8_recipe = "blockwise"` all products are of FP8 codes. Weights are quantised once a forward,
+    whose backward has the same codes; in training, where Megatron's schedule says which micro-batch of a step is the first, once
+    a step. With `disable_parameter_transpose_cache` none are kept, and each forward and each backward makes its own.
     `gradient_accumulation_fusion` adds weight gradients to `main_grad` in the launch of the product, and `delay_wgrad_compute`
     leaves them to `backward_dw`; neither is for FP8. Checkpoints have the keys and shards of `SequentialMLP`.
     """
@@ -49,7 +52,9 @@ class GroupedMLP(MegatronModule):
         self.num_local_experts, self.name = num_local_experts, name
         self.ep_group, self.tp_group, self.dp_group = pg_collection.ep, pg_collection.expt_tp, pg_collection.expt_dp
         self.act, self.limit = ACTIVATIONS[config.activation_func], config.activation_func_clamp_value
-        self.coded = bool(config.fp8)
+        self.coded, self.codes = bool(config.fp8), KeptCodes()
+        self.is_first_microbatch = False  # Megatron's schedules set it
+        self.scheduled = False  # whether they ever did
         self.delays = bool(getattr(config, "delay_wgrad_compute", False))
         self.waiting: list[Callable[[], None]] = []
         self.hooks: list[Callable[[], None]] = []
@@ -93,10 +98,23 @@ class GroupedMLP(MegatronModule):
             scale = None if probs is None else probs.unsqueeze(-1)
             keep = "all" if torch.is_grad_enabled() else "input"
             given = {"act": self.act, "limit": self.limit, "precision": "fp8", "keep": keep}
-            return moe_feed_forward.function(x, self.weight1, self.weight2, expert.unsqueeze(-1), scale, **given), None
+            codes = self.weight_codes()
+            y = moe_feed_forward.function(x, self.weight1, self.weight2, expert.unsqueeze(-1), scale, *codes, **given)
+            return y, None
         h = Product.apply(x, self.weight1, offsets, self)
         act = glu.function(h, act=self.act, limit=self.limit, scale=probs)
         return Product.apply(act, self.weight2, offsets, self), None
+
+    def weight_codes(self) -> tuple[Tensor | None, ...]:
+        """The codes of both weights as `moe_feed_forward` takes them, or none for it to make them itself."""
+        if self.config.disable_parameter_transpose_cache:
+            return ()
+        if self.is_first_microbatch:
+            self.codes.clear()
+            self.scheduled, self.is_first_microbatch = True, False
+        # Who evaluates a model by hand after a step has no schedule that says so, and optimisers write past version counters
+        self.codes.until_cleared = self.scheduled and self.training
+        return *self.codes_of("weight1", self.weight1), *self.codes_of("weight2", self.weight2)
 
     # ---- gradients of weights ----------------------------------------------------------------------------------------------
 
