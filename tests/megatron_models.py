@@ -207,8 +207,10 @@ def there_and_back(sizes: Sizes, padded: bool = False) -> list[Tensor]:
     if padded:  # written into the same memory, which then has more experts for a token than were chosen
         routing = moe.pad_routing_map(routing, 4)
     rows, row_probs, order, *_ = moe.permute(x, routing, probs, num_out_tokens=int(routing.sum()))
-    y = moe.unpermute((rows * row_probs[:, None]).to(x.dtype), order, x.shape)
-    again = moe.unpermute(rows, order, x.shape, probs=probs, routing_map=routing)
+    # As experts that differ: of equal rows a token's probabilities, whose sum is 1, have no gradient but rounding errors
+    worked = rows * randn(rows.shape[0], 1, seed=2).to(rows)
+    y = moe.unpermute((worked * row_probs[:, None]).to(x.dtype), order, x.shape)
+    again = moe.unpermute(worked, order, x.shape, probs=probs, routing_map=routing)
     (weighed(y, 2) + weighed(again, 3)).backward()
     return [rows.detach(), row_probs.detach(), y.detach(), again.detach(), x.grad, logits.grad]
 

@@ -4,15 +4,31 @@ from __future__ import annotations
 
 import importlib
 from pathlib import Path
+from typing import Annotated
 
 import typer
+
+from . import __version__
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 COMMANDS = Path(__file__).parent / "commands"
 for path in sorted(COMMANDS.glob("*.py")):
     if path.stem not in ("__init__", "console"):  # every other file is a command: the function of its own name
-        module = importlib.import_module(f"{__package__ or 'tilewright'}.commands.{path.stem}")
+        module = importlib.import_module(f"{__package__}.commands.{path.stem}")
         app.command(path.stem)(getattr(module, path.stem))
+
+
+def say_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[bool, typer.Option("--version", callback=say_version, is_eager=True, help="Print it.")] = False,
+) -> None:
+    pass
 
 
 def main() -> None:

@@ -216,7 +216,14 @@ def test_tensors_of_another_device_than_the_current(op):
 
 # Binaries that 1, 3, 16 and 32 tokens may add to that of 2: tiles follow the rows, by powers of two, and in a weight's gradient
 # tokens are the inner dimension, whose words matter. As many as an H200 compiled
-MORE = {"grouped_mm_inner_fp8": 2, "linear_fp8": 4, "matmul": 2, "scaled_mm": 1}
+MORE = {
+    "grouped_mm_rows": 1,
+    "grouped_mm_inner_fp8": 2,
+    "linear_fp8": 4,
+    "glu_linear_fp8": 4,
+    "matmul": 2,
+    "scaled_mm": 1,
+}
 
 
 def variants() -> int:

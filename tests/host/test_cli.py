@@ -25,6 +25,10 @@ def launches(*words: str) -> dict[str, list[str]]:
     return {which: [row["kernel"] for row in rows if row["pass"] == which] for which in ("forward", "backward")}
 
 
+def test_version():
+    assert run("--version") == (0, f"{tw.__version__}\n", "")
+
+
 def test_list_has_every_op():
     status, out, _ = run("list", "--json")
     rows = {row["name"]: row for row in json.loads(out)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import copy
 from collections import Counter
 from pathlib import Path
@@ -15,13 +16,14 @@ pytest.importorskip("transformers", reason="transformers is not installed: pip i
 import transformers
 
 from tests.transformer_models import FAMILIES, FP32, IDS, LABELS, OLD, build, error, roles_of, step, train
-from tilewright.integrations import huggingface
+from tilewright.integrations import huggingface, roles
 from tilewright.integrations.experts import experts_forward
 from tilewright.integrations.huggingface import patch, unpatch
 from tilewright.integrations.report import changed
 from tilewright.integrations.roles import TURNS, Fp8Linear, turning
 
 STEPS = 20
+WIDE = {"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 1}  # whole blocks of FP8
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -95,11 +97,24 @@ def test_gradient_checkpointing_adapters_and_copies():
     assert model.lm_head.__dict__["forward"].__self__ is model.lm_head
 
 
-def test_down_projections_that_are_more_than_a_product_are_called():
-    model = build("Llama", num_hidden_layers=1)
+@pytest.fixture(params=[False, True], ids=["plain", "fp8"])
+def fp8(request, monkeypatch) -> bool:
+    monkeypatch.setattr(roles, "LEAST", WIDE["hidden_size"])
+    return request.param
+
+
+def by_itself(model: nn.Module, fp8: bool) -> dict[str, torch.Tensor]:
+    """Gradients by the model's own gated layers."""
+    with patch(model, only="linear", fp8=True) if fp8 else contextlib.nullcontext():
+        return step(model)[1]
+
+
+def test_down_projections_that_are_more_than_a_product_are_called(fp8):
+    model = build("Llama", **WIDE)
     down = model.model.layers[0].mlp.down_proj
-    _, grads = step(model)
-    with patch(model, only="mlp") as report:
+    grads = by_itself(model, fp8)
+    with patch(model, only=["mlp", "linear"], fp8=fp8) as report:
+        product = type(down).forward
         handles = [
             lambda: down.register_forward_hook(lambda *_: None),
             lambda: down.register_full_backward_pre_hook(lambda *_: None),
@@ -109,21 +124,24 @@ def test_down_projections_that_are_more_than_a_product_are_called():
             handle = made()
             assert error(step(model)[1], grads) < FP32
             handle.remove()
-        down.forward = lambda x: nn.functional.linear(x, down.weight, down.bias)
-        assert error(step(model)[1], grads) < FP32 and report.calls() == {"glu": 4}
+        down.forward = lambda x: product(down, x)
+        assert error(step(model)[1], grads) < FP32
         del down.forward
-        assert error(step(model)[1], grads) < FP32 and report.calls() == {"glu": 4, "glu_linear": 1}
+        assert report.calls()["glu"] == 4 and not {"glu_linear", "glu_linear_fp8"} & {*report.calls()}
+        assert error(step(model)[1], grads) < FP32
+        assert report.calls()["glu"] == 4 and report.calls()["glu_linear_fp8" if fp8 else "glu_linear"] == 1
 
 
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul")
-def test_gated_layers_under_autocast():
-    model = build("Llama")
+def test_gated_layers_under_autocast(fp8):
+    model = build("Llama", **WIDE)
     truth = step(model)[1]
     with torch.autocast("cpu", torch.bfloat16):
-        plain = step(model)[1]
-        report = patch(model, only="mlp")
+        plain = by_itself(model, fp8)
+        report = patch(model, only=["mlp", "linear"], fp8=fp8)
         ours = step(model)[1]
-    assert report.calls() == {"glu_linear": 2} and 0 < error(ours, truth) < 1.2 * error(plain, truth)
+    assert report.calls()["glu_linear_fp8" if fp8 else "glu_linear"] == 1 and "glu" not in report.calls()
+    assert 0 < error(ours, truth) < 1.2 * error(plain, truth)
 
 
 @pytest.mark.parametrize("turn", TURNS, ids=str)
@@ -215,11 +233,18 @@ def test_linear_layers_in_fp8():
     skipped = {s.module.rpartition(".")[2] for s in report.skipped if s.role == "linear"}
     assert skipped == {"k_proj", "v_proj", "lm_head"}
     after, again = step(model)
-    assert report.calls()["linear_fp8"] == 5 and [*model.state_dict()] == names
-    assert report.calls()["glu"] == 1 and {r.op for r in report.replaced if r.role == "mlp"} == {"glu"}
+    assert report.calls()["linear_fp8"] == 4 and [*model.state_dict()] == names
+    assert report.calls()["glu_linear_fp8"] == 1
+    assert {r.op for r in report.replaced if r.role == "mlp"} == {"glu_linear_fp8"}
     assert torch.allclose(after.loss, before.loss, rtol=0.02) and not torch.equal(after.loss, before.loss)
     assert error(again, grads) < 0.5
     assert isinstance(model.model.layers[0].mlp.gate_proj, Fp8Linear)
+    codes = model.model.layers[0].mlp.down_proj.codes
+    assert not codes.made
+    model.zero_grad()
+    with torch.no_grad():
+        model(IDS)
+    assert "weight" in codes.made and report.calls()["glu_linear_fp8"] == 2
     unpatch(model)
     assert type(model.model.layers[0].mlp.gate_proj) is nn.Linear
     assert all(torch.equal(g, grads[n]) for n, g in step(model)[1].items())

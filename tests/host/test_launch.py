@@ -80,3 +80,5 @@ def test_warmup_on_a_cpu_has_nothing_to_do():
     tw.warmup(tw.rms_norm, x)
     with pytest.raises(ValueError, match="weight"):
         tw.warmup(tw.rms_norm, x, torch.ones(7))
+    with pytest.raises(TypeError, match="function must be an operation of tilewright's, got builtin_function"):
+        tw.warmup(print)

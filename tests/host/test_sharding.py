@@ -95,6 +95,7 @@ def more_cases(draw: Any) -> list[Case]:
     return [
         Case("glu_linear", {"x": (gate, Shard(1)), "up": (up, Shard(1)), "weight": (down, Shard(1))}, (P,)),
         Case("glu_linear", {"x": (draw(3, 12), Shard(0)), "weight": (down, R), "bias": (draw(5), R)}, (Shard(0),)),
+        Case("glu_linear_fp8", {n: (numbers(5, 6), Shard(1)) for n in ("x", "up", "weight")}, (P,), {"act": "relu"}),
         Case("rms_norm_rstd", {"x": tokens, "weight": (draw(8), R)}, (Shard(1), Shard(1))),
         Case(
             "cross_entropy_lse", {"logits": (logits, Shard(0)), "labels": (labels, Shard(0))}, (P, Shard(0)), {"reduction": "sum"},

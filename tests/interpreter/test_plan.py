@@ -17,6 +17,7 @@ from torch import Tensor
 import tilewright as tw
 from tilewright.check.oracle import same_bits
 from tilewright.core import op as op_module
+from tilewright.core import plan as plan_module
 from tilewright.core.draw import Draw
 from tilewright.core.kernel import kernel
 from tilewright.core.op import OPS, Op, Triton
@@ -166,6 +167,37 @@ def test_zeroed_memory_is_zeroed_again(declare):
         x, z = pair(seed=seed)
         same_bits("onto zeros", op(x, z, -1.0), z - x)
     assert host.runs == 1
+
+
+def test_memory_that_ends_within_a_run_is_free_for_what_comes_later(declare, monkeypatch):
+    """Four matrices, one after another made of the last: no more than two are there at once, in a replay too."""
+    alive, most = weakref.WeakSet(), [0]
+
+    def forward(x, z, factor, *, out):
+        for _ in range(4):
+            y = torch.empty_like(x)
+            launch(x, z, y, factor)
+            x = y
+        return x
+
+    def allocator(*given):
+        make = original(*given)
+
+        def made() -> Tensor:
+            tensor = make()
+            alive.add(tensor.untyped_storage())
+            most[0] = max(most[0], len(alive))
+            return tensor
+
+        return made
+
+    original = plan_module._allocator
+    monkeypatch.setattr(plan_module, "_allocator", allocator)
+    op, host = declare(forward)
+    for seed in range(3):
+        x, _ = pair(seed=seed)
+        same_bits(f"call {seed}", op(x), 16 * x)
+    assert host.runs == 1 and most[0] == 2
 
 
 def foreign_copy(x, z, factor, *, out):
@@ -320,6 +352,36 @@ def test_backward_plans(declare):
         (dx,) = torch.autograd.grad(op(x), x, g[:1].expand(5, 7))
         same_bits("dx of an expanded gradient", dx, 2 * g[:1].expand(5, 7).contiguous())
     assert len(ran) == 2
+
+
+def test_a_backward_may_call_another_s(declare):
+    """Its launches are steps of the one plan: else a replay would leave them out."""
+
+    def backward(saved, g):
+        dx = torch.empty_like(g, memory_format=torch.contiguous_format)
+        launch(g, None, dx, saved.factor)
+        return (dx,)
+
+    inner, _ = declare(backward=backward, differentiable=("x",), saves=())
+    ran = []
+
+    def forward(x, z, factor, *, out, needs):
+        return plain(x, z, factor, out=out)
+
+    def outer_backward(saved, g):
+        ran.append(1)
+        values = inner.signature.bind((saved.x,), {"factor": saved.factor})
+        (dx,) = inner.run_backward(values, {}, [g], frozenset({"x"}))
+        return inner.run_backward(values, {}, [dx], frozenset({"x"}))
+
+    outer, _ = declare(
+        forward, outer_backward, differentiable=("x",), saves=("x",), composite=True, planned=True, flops=lambda **_: 0
+    )
+    for seed in range(3):
+        x, g = pair(seed=seed)
+        (dx,) = torch.autograd.grad(outer(x.requires_grad_()), x, g)
+        same_bits("dx", dx, 4 * g)
+    assert len(ran) == 1
 
 
 def test_backward_of_backward_is_refused(declare):

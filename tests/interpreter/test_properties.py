@@ -15,7 +15,9 @@ NET = Net(interpreter=True, cases=int(os.environ.get("TILEWRIGHT_CASES", "7"))) 
 NAMES = sorted(tw.catalogue())
 QUICK = {accuracy}  # what is run with the oldest supported Triton as well
 # Second public forms over the kernels of other ops: here their results, fakes and errors are enough, a GPU runs it all.
-SIBLINGS = ("cross_entropy_lse", "linear_fp8", "moe_feed_forward", "rms_norm_rstd", "rope_one")
+SIBLINGS = (
+    "cross_entropy_lse", "glu_linear_fp8", "linear_fp8", "moe_feed_forward", "rms_norm_rstd", "rope_one",
+)  # fmt: skip
 FORMS = (accuracy, sizes, refusals, fakes)
 
 

@@ -211,6 +211,19 @@ class _Collect(torch.autograd.Function):
         return dy[order // ctx.k], None, None, None
 
 
+def _grouped_product() -> Callable[..., Tensor]:
+    return getattr(torch.nn.functional, "grouped_mm", None) or torch._grouped_mm  # the public name is younger
+
+
+def _torch_grouped(work: Work) -> Call:
+    """torch's grouped product of rows or of tokens, of which it makes results in the dtype of its factors alone."""
+    a, b, offsets = (work.values.get(n) for n in ("a", "b", "offsets"))
+    if work.case.op not in ("grouped_mm_rows", "grouped_mm_inner") or a.dtype != torch.bfloat16:
+        raise Absent(f"torch's grouped product has nothing for {work.case.family}")
+    product, ends = _grouped_product(), offsets.to(torch.int32)
+    return lambda: product(a, b, offs=ends)
+
+
 def _experts_bf16(x: Tensor, gate_up: Tensor, down: Tensor, routing: Tensor, probs: Tensor, **_: Any) -> Tensor:
     """Pairs sorted by expert, torch's grouped products, silu and the rest for Inductor to fuse."""
     experts, k = gate_up.shape[0], routing.shape[1]
@@ -219,7 +232,7 @@ def _experts_bf16(x: Tensor, gate_up: Tensor, down: Tensor, routing: Tensor, pro
     inverse = torch.empty_like(order).scatter(0, order, torch.arange(order.shape[0], device=order.device))
     bounds = torch.arange(experts, device=flat.device)
     ends = torch.searchsorted(flat[order], bounds, right=True).to(torch.int32)
-    product = getattr(torch.nn.functional, "grouped_mm", None) or torch._grouped_mm
+    product = _grouped_product()
     h = product(_Spread.apply(x, order, inverse, k), gate_up.transpose(1, 2), offs=ends)
     gate, up = h.float().chunk(2, -1)
     act = torch.nn.functional.silu(gate) * up * probs.reshape(-1)[order].unsqueeze(-1)
@@ -305,5 +318,6 @@ NAMED: dict[str, Callable[[Work], Call]] = {
     "cublaslt": _cublaslt,
     "cublaslt_loop": _cublaslt_loop,
     "torch_int_mm": _torch_int_mm,
+    "torch_grouped": _torch_grouped,
     "torch_linear": _torch_linear,
 }

@@ -9,9 +9,9 @@ registered `torch.ops.tilewright.*` op with its fake, cost, tests and the catalo
   in `saves` are None), the results named in `saves`, and `needs`, the names whose gradient is wanted.
 * `aux` results, the last ones, are kept for the backward and not handed to the caller.
 * `composite` says that host code calls other ops, or torch's own products: it runs every time, unwatched (`plan.py`), unless it is
-  `planned`: then where it can it becomes one plan, and what it allocates on its way lives as long as the call. Its `forward`
-  also takes `needs`, the names whose gradient is known to be wanted (none in a registered op, which is not told), and may
-  keep more in its aux results for them.
+  `planned`: then where it can, and is small enough for the host to matter (`LIGHT`), it becomes one plan. Its `forward` also
+  takes `needs`, the names whose gradient is known to be wanted (none in a registered op, which is not told), and may keep more
+  in its aux results for them.
 * `spares(values)` names arguments of which this call's backward reads shape and dtype alone: they are not kept alive.
 * `flops` counts the multiplications and additions of an op that is a matrix product, forward; its rates are then measured.
 * `sharded` takes the calls that have DTensors among their tensors.
@@ -41,6 +41,9 @@ from .signature import Range, Signature, clashing, overlapping, same_memory, sel
 from .target import Target
 
 OPS: dict[str, Op] = {}
+# `flops` up to which a composite becomes a plan. While one is recorded no memory is given back, which is much in large calls; there
+# the host, which takes 1 to 3 ms, waits for the device anyway
+LIGHT = 2e12
 PLANS = 4096  # plans kept per op and direction; dropped all at once when full, so memory stays bounded
 _compile_only: ContextVar[bool] = ContextVar("compile_only", default=False)
 
@@ -87,7 +90,9 @@ def force(name: str) -> Iterator[None]:
 
 def warmup(function: Callable, *args: Any, backward: bool = True, **kwargs: Any) -> None:
     """Compile all kernels that `function(*args, **kwargs)` and its backward need, launching none of them."""
-    op: Op = function.op if hasattr(function, "op") else function
+    op = getattr(function, "op", function)
+    if not isinstance(op, Op):
+        raise TypeError(f"warmup: function must be an operation of tilewright's, got {type(function).__name__}")
     token = _compile_only.set(True)
     try:
         values = op.signature.bind(args, kwargs)
@@ -279,7 +284,7 @@ class Op:
             if one is None:
                 results = self.run_reference(values)
                 return results if whole else self.public(results)
-            watch = self._watched(key)
+            watch = self._watched(key, values)
             with Recorder(slots, _compile_only.get(), watch) as recorder:
                 results = self._forward(one, values, needs)
             written = self._written(values, slots)
@@ -307,9 +312,11 @@ class Op:
     def _forward(self, one: Triton, values: Mapping[str, Any], needs: frozenset) -> Any:
         return one.forward(**values, **({"needs": needs} if self.composite else {}))
 
-    def _watched(self, key: tuple | None) -> bool:
+    def _watched(self, key: tuple | None, values: Mapping[str, Any]) -> bool:
         """Whether a run may become a plan; a composite is not tried twice, for watching costs more than its launches."""
-        return not self.composite or (self.planned and key is not None and key not in self.hopeless)
+        if not self.composite:
+            return True
+        return self.planned and key is not None and key not in self.hopeless and self.flops(**values) < LIGHT
 
     def _give_up(self, key: tuple | None) -> None:
         if self.composite:
@@ -383,9 +390,10 @@ class Op:
     ) -> tuple:
         """Gradients for `differentiable`, None where not needed. `extra` is passed on (a composite's `grad_format`)."""
         with torch.no_grad():
-            key = call.Key()
-            given = (*values.values(), *results.values(), *grads, needs, *extra.values())
-            keyed = self.planned and key.add(given)
+            outer, key, keyed = Recorder.active(), call.Key(), False
+            nested = outer is not None and outer.watch
+            if not nested:
+                keyed = self.planned and key.add((*values.values(), *results.values(), *grads, needs, *extra.values()))
             parts = tuple(key.parts) if keyed else None
             plan = self.backward_plans.get(parts) if keyed else None
             if plan is not None and not _compile_only.get():
@@ -396,8 +404,10 @@ class Op:
             saved = SimpleNamespace(**together, needs=needs)
             if one is None:
                 return self._reference_backward(saved, grads)
+            if nested:
+                return one.backward(saved, *grads, **extra)  # a step of that op's plan
             slots = key.slots if keyed else plain_tensors({**together, **dict(enumerate(grads))})
-            watch = self._watched(parts)
+            watch = self._watched(parts, values)
             with Recorder(slots, _compile_only.get(), watch) as recorder:
                 out = one.backward(saved, *grads, **extra)
             flat, restore = taken_apart(tuple(out))

@@ -8,6 +8,7 @@ else did happen (a copy of a strided argument, say) there is no plan, and the ho
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -156,6 +157,7 @@ class Recorder(TorchDispatchMode):
         self.slots: list[Tensor] = list(inputs)
         self.allocations: list[tuple[Place, bool]] = []
         self.launches: list[tuple[Any, list[tuple[int, Place]]]] = []
+        self.before: list[int] = []  # of each launch: how many allocations there were
         self.foreign: str | None = None if watch else "nobody watched"
         self._places: dict[int, tuple[Tensor, Place]] = {}  # by id; the tensor is kept alive so that ids stay unique
         if not watch:
@@ -210,6 +212,7 @@ class Recorder(TorchDispatchMode):
         elif any(place is None for _, place in places):
             self.foreign = self.foreign or "a tensor that is neither an argument nor allocated here"
         self.launches.append((launch, places))
+        self.before.append(len(self.allocations))
 
     def plan(self, results: list[Tensor | None]) -> Plan | None:
         """The recorded run as a plan giving `results`, or None with `foreign` saying why not."""
@@ -225,6 +228,7 @@ class Plan:
     def __init__(self, recorder: Recorder, results: list[Place | None]) -> None:
         self._allocate = [_allocator(recorder, place, zero) for place, zero in recorder.allocations]
         self._launch = [launch.bind(places) for launch, places in recorder.launches]
+        self._stages = self._in_stages(recorder, {p.slot for p in results if p is not None})
         # A result that is a whole allocation (or argument) is handed out as it is; a view of one is taken anew.
         whole = [recorder.place(s) for s in recorder.slots]
         self._results = [None if p is None else (p.slot, None if whole[p.slot] == p else p) for p in results]
@@ -240,15 +244,31 @@ class Plan:
         return self._run(slots, addresses)
 
     def _run(self, slots: list[Tensor], addresses: list[int]) -> Any:
-        for allocate in self._allocate:
-            tensor = allocate()
-            slots.append(tensor)
-            addresses.append(tensor.data_ptr())
-        for launch in self._launch:
-            launch(slots, addresses)
+        for allocations, launches, over in self._stages:
+            for allocate in allocations:
+                tensor = allocate()
+                slots.append(tensor)
+                addresses.append(tensor.data_ptr())
+            for launch in launches:
+                launch(slots, addresses)
+            for slot in over:
+                slots[slot] = None
         if self.single:
             return slots[self._results[0][0]]
         return [None if r is None else slots[r[0]] if r[1] is None else r[1].view(slots[r[0]]) for r in self._results]
+
+    def _in_stages(self, recorder: Recorder, kept: set[int]) -> list[tuple[list[Callable], list[Callable], list[int]]]:
+        """(allocations, launches after them, slots that no later one needs): what ends within the run leaves its memory to what
+        begins later, as it does when the host code runs."""
+        uses = {place.slot: at for at, (_, places) in enumerate(recorder.launches) for _, place in places}
+        temporary = {slot: at for slot, at in uses.items() if slot >= recorder.inputs and slot not in kept}
+        stages, made = [], 0
+        for count, group in itertools.groupby(range(len(self._launch)), recorder.before.__getitem__):
+            at = [*group]
+            over = [slot for slot, use in temporary.items() if use in at]
+            stages.append((self._allocate[made:count], self._launch[at[0] : at[-1] + 1], over))
+            made = count
+        return [*stages, (self._allocate[made:], [], [])] if made < len(self._allocate) else stages
 
     def _simple(self, recorder: Recorder) -> Callable[[tuple[Tensor, ...]], Tensor | None] | None:
         """The plan of most small ops in as few steps as Python allows: one allocation, which is the result, and one launch

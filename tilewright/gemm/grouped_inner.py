@@ -20,7 +20,7 @@ from ..core.kernel import kernel
 from ..core.op import Op, Triton, single, upcast
 from ..core.tensor import cdiv, pieces, power_of_two
 from ..device.products import multiply, multiply_codes, multiply_scaled
-from . import hopper_inner
+from . import hopper_grouped_inner, hopper_inner
 from .operands import DTYPES, Out
 from .tiles import ROWS, codes, group_of, group_range, rounded, stages
 
@@ -212,31 +212,19 @@ def addend(c: Tensor | None, beta: float) -> tuple[Tensor | None, tuple[int, ...
     return (None, (0, 0, 0)) if c is None or beta == 0.0 else (c, c.stride())
 
 
-def product(a: Tensor, b: Tensor, offsets: Tensor, y: Tensor, c: Tensor | None = None, beta: float = 0.0) -> None:
-    """Fill y [experts, rows, columns], of any strides."""
+def forward(a, b, offsets, *, c, beta, out_dtype, out) -> Tensor:
     (M, T), N, E = a.shape, b.shape[1], offsets.shape[0]
     check_ends("grouped_mm_inner", "offsets", offsets, T)
+    y = out
+    if y is None:
+        y = torch.empty(E, M, N, dtype=a.dtype if out_dtype is None else DTYPES[out_dtype], device=a.device)
     C, strides = addend(c, beta)
     if y.numel():
         grouped_inner(
             a, b, offsets.contiguous(), y, C, beta, T, M, N, E, *a.stride(), *b.stride(), *y.stride(), *strides,
             PIECES_A=pieces(a, b), PIECES_B=pieces(b, a),
         )  # fmt: skip
-
-
-def gradient_of_matrices(a: Tensor, dy: Tensor, offsets: Tensor, b: Tensor) -> Tensor:
-    """d(b) of y[m] = a[m] @ b[e], contiguous."""
-    db = torch.empty(b.shape, dtype=b.dtype, device=b.device)
-    product(a.t(), dy, offsets, db)
-    return db
-
-
-def forward(a, b, offsets, *, c, beta, out_dtype, out) -> Tensor:
-    if out is None:
-        dtype = a.dtype if out_dtype is None else DTYPES[out_dtype]
-        out = torch.empty(offsets.shape[0], a.shape[0], b.shape[1], dtype=dtype, device=a.device)
-    product(a, b, offsets, out, c, beta)
-    return out
+    return y
 
 
 def forward_fp8(a, scale_a, b, scale_b, offsets, *, recipe, c, beta, out_dtype, out) -> Tensor:
@@ -288,7 +276,8 @@ def flops(a, b, **_) -> int:
 
 RESULT = {"c": "float[experts rows columns]", "out": "float[experts rows columns]"}
 grouped_mm_inner = Op(
-    "grouped_mm_inner", reference, inputs, Triton(forward, None, single),
+    "grouped_mm_inner", reference, inputs,
+    Triton(hopper_grouped_inner.forward, None, hopper_grouped_inner.fits, "hopper"), Triton(forward, None, single, "portable"),
     where={"a": "float[rows tokens]", "b": "float[tokens columns]", "offsets": "int[experts]", **RESULT}, graded_results=(),
     check=check, flops=flops, over=("c",), bars={"class": "E", "whole": True},
 )  # fmt: skip

@@ -20,8 +20,8 @@ from ..core.target import Target
 from ..core.tensor import cdiv, pieces, power_of_two
 from ..device.epilogue import columns_of, store_finished
 from ..device.products import multiply, multiply_scaled
-from . import hopper_rows
-from .grouped_inner import gradient_of_matrices
+from . import hopper_grouped, hopper_rows
+from .grouped_inner import grouped_mm_inner
 from .operands import DTYPES, Out
 from .scaled_mm import ACTS, Act
 from .tiles import BAND, ROWS, codes, group_of, stages, tile_entry, tile_list, tile_of
@@ -222,18 +222,25 @@ def forward(a, b, offsets, *, bias=None, act=None, glu=None, out_dtype=None) -> 
 
 
 def backward(saved: SimpleNamespace, dy: Tensor) -> tuple:
+    """Both gradients are grouped products, by whichever kernel is for them."""
     a, b, offsets = saved.a, saved.b, saved.offsets
-    da = db = None
-    if "a" in saved.needs:
-        da = forward(dy, b.transpose(1, 2), offsets, out_dtype=str(a.dtype).removeprefix("torch."))
-    if "b" in saved.needs:
-        db = gradient_of_matrices(a, dy, offsets, b)
+
+    def product(op: Op, first: Tensor, second: Tensor, like: Tensor) -> Tensor:
+        dtype = str(like.dtype).removeprefix("torch.")
+        return op.run(op.signature.bind((first, second, offsets), {"out_dtype": dtype}))
+
+    da = product(grouped_mm_rows, dy, b.transpose(1, 2), a) if "a" in saved.needs else None
+    db = product(grouped_mm_inner, a.t(), dy, b) if "b" in saved.needs else None
     return da, db
 
 
 def bare(target: Target, a: SimpleNamespace) -> bool:
     """Nothing but the product is asked for: of that there is a gradient."""
     return single(target, a) and a.bias is None and a.act is None and a.glu is None
+
+
+def bare_hopper(target: Target, a: SimpleNamespace) -> bool:
+    return bare(target, a) and hopper_grouped.fits(target, a)
 
 
 def forward_fp8(a, scale_a, b, scale_b, offsets, *, bias, act, glu, out_dtype) -> Tensor:
@@ -305,7 +312,9 @@ WHERE = {
     "a": "float[tokens inner]", "b": "float[experts inner columns]", "offsets": "int[experts]", "bias": "float[experts columns]",
 }  # fmt: skip
 grouped_mm_rows = Op(
-    "grouped_mm_rows", reference, inputs, Triton(forward, backward, bare), Triton(forward, None, single, "fused"), where=WHERE,
+    "grouped_mm_rows", reference, inputs, Triton(hopper_grouped.forward, backward, bare_hopper, "hopper"),
+    Triton(hopper_grouped.forward, None, hopper_grouped.fits, "hopper_fused"),
+    Triton(forward, backward, bare, "portable"), Triton(forward, None, single, "portable_fused"), where=WHERE,
     differentiable=("a", "b"), check=check, flops=flops, bars={"class": "E", "gradient": "E"},
 )  # fmt: skip
 grouped_mm_rows_fp8 = Op(

@@ -19,6 +19,7 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from ..core.call import PLAIN
 from ..nn.expert_codes import KeptCodes
+from ..nn.glu_linear_fp8 import glu_linear_fp8
 from ..nn.linear import Linear
 from ..ops.glu import glu
 from ..ops.glu_linear import glu_linear
@@ -82,16 +83,20 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
 
 def alike(x: Tensor, weight: Tensor, *more: Tensor | None) -> tuple[Tensor | None, ...]:
     """In the dtype of the weight or, under autocast, of that: as a linear layer would have them."""
-    dtype = autocast_dtype(x) or weight.dtype
-    return tuple(t if t is None else t.to(dtype) for t in (x, weight, *more))
+    return cast(autocast_dtype(x) or weight.dtype, x, weight, *more)
+
+
+def cast(dtype: torch.dtype, *given: Tensor | None) -> tuple[Tensor | None, ...]:
+    return tuple(t if t is None else t.to(dtype) for t in given)
 
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
-def plain_linear(module: nn.Module) -> bool:
-    """Whether calling a module is `F.linear` of plain tensors and nothing else: no adapter, code, shard or hook would be missed."""
-    if type(module) is not nn.Linear or "forward" in module.__dict__ or type(module.weight) not in PLAIN:
+def plain_linear(module: nn.Module, kind: type[nn.Linear] = nn.Linear) -> bool:
+    """Whether calling a module is a product of this kind, of plain tensors, and nothing else: no adapter, code, shard or hook would
+    be missed."""
+    if type(module) is not kind or "forward" in module.__dict__ or type(module.weight) not in PLAIN:
         return False
     return not (any(getattr(module, hooks) for hooks in HOOKS) or _has_any_global_hook())
 
@@ -152,6 +157,11 @@ def gated(name: str, module: nn.Module) -> Found | Skip | None:
             if plain_linear(down):  # asked at each call: adapters come and go, and FSDP gathers weights for it
                 count("glu_linear")
                 return glu_linear.function(*alike(gate, down.weight, down.bias, up), act=act)
+            if plain_linear(down, Fp8Linear) and not down.main_grad:
+                count("glu_linear_fp8")
+                gate, up = cast(autocast_dtype(gate) or gate.dtype, gate, up)
+                codes = down.codes_of("weight", down.weight, hold=False)
+                return glu_linear_fp8.function(gate, down.weight, down.bias, up, *codes, act=act)
             count("glu")
             return down(glu.function(gate, up, act=act))
 
@@ -166,7 +176,7 @@ def gated(name: str, module: nn.Module) -> Found | Skip | None:
     words = compared(computing(ignore), type(module).forward, PRODUCTS, made, tokens)
     if words is not None:
         return Skip(f"not down(glu(gate, up)): {words}", failed=not words.startswith(UNRUN))
-    op = "glu_linear" if type(module.down_proj) is nn.Linear else "glu"
+    op = {nn.Linear: "glu_linear", Fp8Linear: "glu_linear_fp8"}.get(type(module.down_proj), "glu")
     return Found(op, lambda count: [bound(module, taking(x, computing(count)))])
 
 

@@ -54,7 +54,8 @@ def of_glu(a: Mapping[str, Any]) -> Rule:
 def of_glu_linear(a: Mapping[str, Any]) -> Rule:
     if a["up"] is None:  # as in `of_glu`
         return Rule(("... columns",), ("...", "columns"))
-    return Rule(("... columns",), ("...", "columns", "width"), {"weight": "columns width"}, once=("bias",))
+    weight = {"weight": "columns width", "weight_codes": "columns width", "weight_codes_t": "width columns"}
+    return Rule(("... columns",), ("...", "columns", "width"), weight, once=("bias",))
 
 
 PARALLEL = {"vocab": "pass its to_local() to parallel_cross_entropy"}
@@ -124,6 +125,7 @@ RULES: dict[str, Rule | Callable[[Mapping[str, Any]], Rule]] = {
     "gated_group_norm": of_gated_norm,
     "glu": of_glu,
     "glu_linear": of_glu_linear,
+    "glu_linear_fp8": of_glu_linear,
     "rope": of_rope({"q": "heads/q", "k": "heads/k"}, ("q", "k")),
     "rope_one": of_rope({"x": "heads"}, ("x",)),
     "mla_rope": of_rope({"q": "heads", "kv": "heads", "k_pos": "one"}, ("q", "kv", "kv")),

@@ -26,8 +26,7 @@ from ..core.signature import above, at_least
 from ..core.tensor import cdiv
 from ..formats.fp8 import fp8
 from ..formats.tiles import store_tiles
-from ..gemm.grouped_inner import grouped_mm_inner_fp8
-from ..gemm.grouped_inner import product as product_inner
+from ..gemm.grouped_inner import grouped_mm_inner, grouped_mm_inner_fp8
 from ..gemm.grouped_rows import grouped_mm_rows, grouped_mm_rows_fp8
 from ..ops.glu import glu
 from ..ops.moe_map import check_routing, find_rows
@@ -211,10 +210,8 @@ class Plain:
         return run(grouped_mm_rows, a=rows, b=b, offsets=self.offsets)
 
     def weight_gradient(self, dy: Any, rows: Any, name: str) -> Tensor:
-        weight = getattr(self.a, name)
-        found = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
-        product_inner(dy.t(), rows, self.offsets, found)
-        return found
+        dtype = str(getattr(self.a, name).dtype).removeprefix("torch.")
+        return run(grouped_mm_inner, a=dy.t(), b=rows, offsets=self.offsets, out_dtype=dtype)
 
     def kept(self, rows: Any, wanted: bool) -> tuple[Tensor, Tensor]:
         """What a weight's gradient needs of these rows, as two tensors."""
@@ -376,7 +373,7 @@ def flops(x, gate_up, routing=None, **_) -> int:
 ROUTE = ("row_map", "source", "offsets", "row_probs")
 KEPT = ("h", "rows", "rows_scale", "act_rows", "act_scale")
 moe_feed_forward = Op(
-    OP, reference, inputs, Triton(forward, backward, single), flops=flops, composite=True,
+    OP, reference, inputs, Triton(forward, backward, single), flops=flops, composite=True, planned=True,
     where={
         "x": "float[tokens hidden]", "gate_up": "float[experts width hidden]", "down": "float[experts hidden ffn]",
         "routing": "int[tokens slots]", "probs": "float[tokens slots]", "limit": above(0.0), "capacity": at_least(1),

@@ -54,7 +54,7 @@ def reference(
     `quantize(weight, fp8("128x128", ways="both"))`. `keep` is what the backward finds of `x`: its column-wise "codes", or the
     "input" itself, which it then quantises. The gradients are the same, bit for bit.
     """
-    y = _Emulated.apply(x, weight, known_weight(weight, weight_codes, weight_scale))
+    y = Emulated.apply(x, weight, known_weight(weight, weight_codes, weight_scale))
     if bias is not None:
         y = y + upcast(bias)
     return y.to(x.dtype), *room(x, keep)
@@ -76,7 +76,7 @@ def times(a: Tensor, b: Tensor) -> Tensor:
     return a.to(dtype) @ b.to(dtype)
 
 
-class _Emulated(torch.autograd.Function):
+class Emulated(torch.autograd.Function):
     """The layer without its bias, products being of what the codes stand for."""
 
     @staticmethod
@@ -188,13 +188,18 @@ def backward(saved: SimpleNamespace, dy: Tensor) -> tuple:
 
 
 def check(x, weight, bias, weight_codes, weight_scale, weight_codes_t, *, keep) -> None:
-    there = [t is not None for t in (weight_codes, weight_scale, weight_codes_t)]
+    check_codes(OP, weight, weight_codes, weight_scale, weight_codes_t)
+
+
+def check_codes(op: str, weight: Tensor, codes: Tensor | None, scale: Tensor | None, codes_t: Tensor | None) -> None:
+    """Raise unless these, which `op` takes, are all the codes of a weight, or none."""
+    there = [t is not None for t in (codes, scale, codes_t)]
     if any(there) and not all(there):
-        raise ValueError(f"{OP}: weight_codes, weight_scale and weight_codes_t are given together")
+        raise ValueError(f"{op}: weight_codes, weight_scale and weight_codes_t are given together")
     if all(there):
         least = tuple(cdiv(size, BLOCK) for size in weight.shape)
-        if tuple(weight_scale.shape) != least:
-            raise ValueError(f"{OP}: weight_scale must be {list(least)}, got {list(weight_scale.shape)}")
+        if tuple(scale.shape) != least:
+            raise ValueError(f"{op}: weight_scale must be {list(least)}, got {list(scale.shape)}")
 
 
 def spares(given: Mapping[str, Any]) -> tuple[str, ...]:

@@ -134,10 +134,15 @@ def backward(saved: SimpleNamespace, dy: Tensor) -> tuple:
 
 
 def check(x, weight, bias, up, *, act, limit, alpha) -> None:
-    check_unit("glu_linear", x, up, act, alpha)
+    check_layer("glu_linear", x, weight, up, act, alpha)
+
+
+def check_layer(op: str, x: Tensor, weight: Tensor, up: Tensor | None, act: str, alpha: float) -> None:
+    """Raise unless these are a gated unit's and the weight is that of a layer after it; `op` takes them."""
+    check_unit(op, x, up, act, alpha)
     hidden = x.shape[-1] // (2 if up is None else 1)
     if weight.shape[1] != hidden:
-        raise ValueError(f"glu_linear: weight must be [columns, {hidden}], got {list(weight.shape)}")
+        raise ValueError(f"{op}: weight must be [columns, {hidden}], got {list(weight.shape)}")
 
 
 glu_linear = Op(
