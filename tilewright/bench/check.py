@@ -205,7 +205,7 @@ def compare_quantized(
 
 def row_count(op: Op, values: Mapping[str, Any], others: Sequence[Any] = ()) -> int | None:
     """The number of rows by which arguments, and the tensors beside them, can be cut; None if they cannot."""
-    if op.bars.get("whole"):  # scales of blocks of rows cannot be cut with them
+    if op.bars.get("whole"):  # groups of rows, and scales of blocks of them, cannot be cut with them
         return None
     rules = {p.name: p.rule for p in op.signature.parameters}
     tensors = {n: values[n] for n in op.signature.tensors if isinstance(values[n], Tensor)}

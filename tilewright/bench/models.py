@@ -250,7 +250,8 @@ def errors(found: Mapping[str, Any], truth: Mapping[str, Any]) -> Bars:
 def judged(variant: str, reply: Row, truth: Row | None) -> Row:
     """What the row says of a variant: its time and memory if its step was right, else why there are none."""
     if reply["status"] != "ok":
-        return {"failed": reply["why"]}
+        # Of a lost process not what it wrote last, which is of that machine
+        return {"failed": reply["why"].partition(": ")[0] if reply["status"] == "lost" else reply["why"]}
     if truth is None or truth["status"] != "ok":
         return {"failed": f"there is no step of {PLAIN} to hold it against"}
     off, bars = errors(reply, truth), BARS.get(variant, BF16)
@@ -292,6 +293,8 @@ def compare(case: Case, limit: float, command: Sequence[str], say: Callable[[str
         ours = reply if variant == OURS else ours
         steps[variant] = judged(variant, reply, truth)
         say(f"{case.name} {variant}: {words(steps[variant])} ({reply['wall_s']:g} s)")
+        if reply["status"] == "lost" and reply["why"] != steps[variant]["failed"]:
+            say(reply["why"])
         if "trace" in reply:
             say(reply["trace"][-TRACE:])
     wall = {"case": case.name, "wall_s": round(time.monotonic() - start, 1)}

@@ -89,7 +89,7 @@ class Worker:
             selector.register(self._replies, selectors.EVENT_READ)
             while b"\n" not in self._waiting:
                 if not selector.select(max(0.0, end - time.monotonic())):
-                    raise Lost(f"timed out after {limit:g} s{self._last_words()}")
+                    raise Lost(f"timed out after {limit:.3g} s{self._last_words()}")
                 received = os.read(self._replies, 1 << 16)
                 if not received:
                     raise Lost(f"crashed with status {self._process.wait()}{self._last_words()}")

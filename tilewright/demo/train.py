@@ -52,7 +52,7 @@ class Setting:
 
 # Curves part by rounding alone, for the choice of an expert is discrete and each step builds on the last. Measured November
 # 2026, in the first 20 steps and in all: on a CPU in fp32 5e-7, then 1e-6 to 0.002 after 150 steps; on an H200 in bf16 0.001, then
-# 0.004 after 100, with FP8 products 0.007 and 0.007. A rate of 6e-4 that rose in 10 steps jumped in the first steps, and
+# 0.003 after 100, with FP8 products 0.007 and 0.014. A rate of 6e-4 that rose in 10 steps jumped in the first steps, and
 # curves parted by 0.07 there and by 0.15 after 200.
 CPU = Setting(
     Sizes(hidden=128, layers=2, heads=4, experts=8, expert_hidden=128, length=64, batch=8),

@@ -315,7 +315,7 @@ grouped_mm_rows = Op(
     "grouped_mm_rows", reference, inputs, Triton(hopper_grouped.forward, backward, bare_hopper, "hopper"),
     Triton(hopper_grouped.forward, None, hopper_grouped.fits, "hopper_fused"),
     Triton(forward, backward, bare, "portable"), Triton(forward, None, single, "portable_fused"), where=WHERE,
-    differentiable=("a", "b"), check=check, flops=flops, bars={"class": "E", "gradient": "E"},
+    differentiable=("a", "b"), check=check, flops=flops, bars={"class": "E", "gradient": "E", "whole": True},
 )  # fmt: skip
 grouped_mm_rows_fp8 = Op(
     "grouped_mm_rows_fp8", reference_fp8, inputs_fp8, Triton(forward_hopper, None, fits_hopper, "hopper"),
