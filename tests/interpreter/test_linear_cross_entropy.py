@@ -87,6 +87,15 @@ def test_groups_of_tokens(dtype, options, small_chunks, monkeypatch):
             assert torch.equal(a, b) and torch.equal(a, whole[f"d_{name}"]), name
 
 
+def test_a_weight_too_large_for_gradients_ahead(small_chunks, monkeypatch):
+    monkeypatch.setattr(module, "AHEAD", 600 * (4 * 24 + 2 * 128) - 1)
+    values = drawn(100, 24, 600, torch.bfloat16, reduction="mean")
+    check(OP, "twice", values, outcome(OP, values))
+    loss = tw.linear_cross_entropy(**{**values, "weight": values["weight"].clone().requires_grad_()})
+    kept = {t.dtype for t in loss.grad_fn.saved_tensors if t is not None and t.shape == (600, 24)}
+    assert kept == {torch.bfloat16}  # the weight, and codes in the memory of its gradient
+
+
 def test_ignored_tokens_have_no_part_in_an_infinite_gradient(small_chunks):
     values = drawn(40, 8, 20, torch.float32, reduction="mean")
     values["labels"][2] = 3

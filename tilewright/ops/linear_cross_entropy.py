@@ -9,8 +9,9 @@ is used again:
 - No more tokens than hidden dimensions: their codes fit into the memory that dweight will have. The backward makes dx of them in
   place, dhidden of that, and then dweight chunk by chunk; nothing is rounded twice or held beside the gradients.
 - More tokens, and one number as the loss: its gradients are made in the forward, a group of tokens at a time, in fp32, and the
-  backward multiplies them by the loss's own. Beside them are the codes of one group. With several losses, or a softcap, whose
-  slope codes do not tell, logits are computed twice instead.
+  backward multiplies them by the loss's own. Beside them are the codes of one group. With several losses, a softcap, whose
+  slope codes do not tell, or a weight so large that this would take more than AHEAD, logits are computed twice instead, but
+  for those whose codes fit into the memory of dweight.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from .cross_entropy import cross_entropy_reduce, losses, numbers
 from .linear_cross_entropy_tokens import (
     BLOCK_T,
     Tokens,
+    affordable,
     chunks,
     fitting,
     group_of,
@@ -60,7 +62,8 @@ def reference(
     The logits are fp32, not rounded to the dtype of `hidden` and `weight`, which must be the same. The gradient of `weight`
     is summed over all tokens in fp32 and rounded once. If there are no more tokens than hidden dimensions it takes no memory
     beside its own, which an eager forward takes already and works in. Of more tokens an eager forward that ends in one number
-    makes the gradients already, in fp32. Products of fp32 tensors follow `torch.set_float32_matmul_precision`.
+    makes the gradients already, in fp32, if that takes 2 GiB at most. Products of fp32 tensors follow
+    `torch.set_float32_matmul_precision`.
     """
     logits = upcast(hidden) @ upcast(weight).t()
     if bias is not None:
@@ -115,7 +118,10 @@ def forward(hidden, weight, labels, bias, *, needs: frozenset, **options) -> tup
 
 def in_groups(a: SimpleNamespace, tokens: Tokens) -> bool:
     """Whether gradients are made with the losses, a group of tokens after another."""
-    return len(tokens) > tokens.hidden.shape[1] and a.reduction != "none" and a.softcap is None
+    (vocab, hidden), size = tokens.weight.shape, tokens.weight.element_size()
+    if len(tokens) <= hidden or a.reduction == "none" or a.softcap is not None:
+        return False
+    return affordable(len(tokens), vocab, hidden, size)
 
 
 def ahead(tokens: Tokens, loss: Tensor, needs: frozenset) -> tuple[Tensor, Tensor, Tensor]:

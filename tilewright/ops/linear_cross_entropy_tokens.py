@@ -180,6 +180,7 @@ def linear_cross_entropy_scale(X, G, DENOMINATOR, Y, N, BLOCK: tl.constexpr):
 SCRATCH = 32 * 2**20  # bytes of fp32 logits at a time: most of them stay in a Hopper's L2 until they are read
 FEWEST, MOST = 1024, 16384  # rows of a chunk: fewer would leave a product without tiles for all processors
 HELD = 256 * 2**20  # bytes of codes that may always be held, beside those in the memory of dweight
+AHEAD = 2 * 2**30  # bytes of fp32 gradients of weight and codes of a group: with more, logits are rather computed twice
 
 
 def padded(tokens: int) -> int:
@@ -225,6 +226,11 @@ def group_of(tokens: int, vocab: int, hidden: int, size: int) -> int:
     """Tokens of a group, of which codes take no more memory than a gradient of the weight, or HELD; a multiple of BLOCK_T."""
     most = max(hidden, fitting(vocab, size))
     return BLOCK_T * cdiv(cdiv(tokens, cdiv(tokens, most)), BLOCK_T)
+
+
+def affordable(tokens: int, vocab: int, hidden: int, size: int) -> bool:
+    """Whether gradients may be made with the losses, for what they take beside their results."""
+    return vocab * (4 * hidden + size * group_of(tokens, vocab, hidden, size)) <= AHEAD
 
 
 @dataclass(frozen=True)
