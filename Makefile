@@ -17,14 +17,14 @@ export OPENBLAS_NUM_THREADS := 1
 export TRITON_CACHE_DIR := $(CURDIR)/.cache/triton
 unexport TRITON_INTERPRET
 
-# Seconds each net may take on two cores, 25 minutes in all; the ops of today need about two thirds of it. An op may take OP_BUDGET
+# Seconds each net may take on two cores, under 27 minutes in all; the ops of today need about three quarters of it. An op may take OP_BUDGET
 # seconds of test time in one net (10 to 120 today): when the nets outgrow their budgets, cases per property are the first
 # thing to lower (TILEWRIGHT_CASES), for a GPU runs three times as many. A slower machine sets SLOWER=2.
 SLOWER ?= 1
-HOST_BUDGET := 360
-INTERPRETER_BUDGET := 560
-COMPILE_BUDGET := 540
-SMOKE_BUDGET := 140
+HOST_BUDGET := 420
+INTERPRETER_BUDGET := 600
+COMPILE_BUDGET := 460
+SMOKE_BUDGET := 120
 OP_BUDGET := 160
 budget = TILEWRIGHT_TEST_BUDGET=$$(( $(1) * $(SLOWER) )) TILEWRIGHT_OP_BUDGET=$$(( $(OP_BUDGET) * $(SLOWER) ))
 
