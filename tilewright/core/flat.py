@@ -30,6 +30,8 @@ def taken_apart(results: Any) -> tuple[list[Tensor | None], Callable[[Any], Any]
         quantised = isinstance(r, Quantized)
         flat += [*r.tensors(), r.offsets] if quantised else [r]
         kinds.append((r.format, r.dtype, r.shape) if quantised else None)
+    if not any(kinds):
+        return flat, lambda pieces: tuple(pieces) if isinstance(pieces, list) else (pieces,)
 
     def restore(pieces: Any) -> Any:
         source = iter(pieces if isinstance(pieces, list) else [pieces])

@@ -23,6 +23,7 @@ registered `torch.ops.tilewright.*` op with its fake, cost, tests and the catalo
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -142,12 +143,15 @@ class Op:
         self.results, self.aux, self.overwrites, self.cost, self.bars = results, aux, overwrites, cost, dict(bars or {})
         self.differentiable, self.graded_results = differentiable, graded_results
         self.saves = self.signature.tensors if saves is None else saves
+        self.held = frozenset((*self.signature.tensors, "out"))  # what autograd keeps, or nobody
+        # Results that the backward wants, counted from the end: only the first can be several tensors
+        self.kept = {n: i - len(results) for i, n in enumerate(results) if n in self.saves}
         self.resume, self.sharded, self.spares, self.composite = resume, sharded, spares, composite
         self.flops, self.over, self.any_format = flops, over, any_format
         self.planned = not composite if planned is None else planned
         self.hopeless: set[tuple] = set()  # keys of composite calls that made no plan
         self.__doc__ = reference.__doc__
-        self.plans: dict[tuple, tuple[Plan, Callable | None, tuple[int, ...]]] = {}
+        self.plans: dict[tuple, tuple[Plan, Callable | None, tuple[int, ...], bool]] = {}
         self.backward_plans: dict[tuple, tuple[Plan, Callable]] = {}
         self.function = call.public(self)
         register.register(self)
@@ -172,7 +176,7 @@ class Op:
             return register.call(self, values)
         self.validate(values)
         if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
-            return self._apply(values)
+            return self._differentiable(values, key, slots)
         return self.record(values, key, self._slots(values) if slots is None else slots, whole=False)
 
     def validate(self, values: Mapping[str, Any]) -> None:
@@ -251,23 +255,22 @@ class Op:
     def run(self, values: dict[str, Any], needs: frozenset = frozenset()) -> Any:
         """All results (aux too) for validated arguments, no autograd: by a plan if there is one, else recording one. `needs`:
         whose gradients are known to be wanted."""
-        with torch.no_grad():
-            outer = Recorder.active()
-            one = self.implementation(values) if outer is not None and outer.watch else None
-            if one is not None:
-                return self._forward(one, values, needs)  # a step of that op's plan
-            key = call.Key()
-            keyed = self.planned and key.add((*values.values(), needs))
-            parts = ("all results", *key.parts) if keyed else None
-            found = self.plans.get(parts) if keyed else None
-            if found is None or _compile_only.get():
-                slots = key.slots if keyed else self._slots(values)
-                return self.record(values, parts, slots, whole=True, needs=needs)
-            plan, restore, written = found
-            results = plan(key.slots, key.addresses)
-            for at in written:
-                torch.autograd.graph.increment_version(key.slots[at])
-            return results if restore is None else restore(results)
+        outer = Recorder.active()
+        one = self.implementation(values) if outer is not None and outer.watch else None
+        if one is not None:
+            return self._forward(one, values, needs)  # a step of that op's plan
+        key = call.Key()
+        keyed = self.planned and key.add((*values.values(), needs))
+        parts = ("all results", *key.parts) if keyed else None
+        found = self.plans.get(parts) if keyed else None
+        if found is None or _compile_only.get():
+            slots = key.slots if keyed else self._slots(values)
+            return self.record(values, parts, slots, whole=True, needs=needs)
+        plan, restore, written, _ = found
+        results = plan(key.slots, key.addresses)
+        for at in written:
+            torch.autograd.graph.increment_version(key.slots[at])
+        return results if restore is None else restore(results)
 
     def record(
         self,
@@ -300,7 +303,7 @@ class Op:
                 if len(self.plans) >= PLANS:
                     self.plans.clear()
                 # A plan's one tensor is the result as it is
-                self.plans[key] = plan, None if plan.single and single else finish, written
+                self.plans[key] = plan, None if plan.single and single else finish, written, whole
             elif watch and not recorder.compile_only:
                 self._give_up(key)
             for at in written:
@@ -358,14 +361,17 @@ class Op:
         kept = results[: len(results) - self.aux]
         return kept[0] if len(kept) == 1 else kept
 
-    def graded(self, values: Mapping[str, Any]) -> list[int]:
+    def graded(self, values: Mapping[str, Any]) -> tuple[int, ...]:
         """Where in the registered op's results gradients arrive: a quantised one's at its carrier."""
-        quantised = values.get("out_format") is not None
-        return [i if i == 0 or not quantised else i + register.PIECES for i in self.graded_results]
+        if values.get("out_format") is None:
+            return self.graded_results
+        return tuple(i if i == 0 else i + register.PIECES for i in self.graded_results)
 
     # ---------------------------------------------------------------- autograd
 
-    def _apply(self, values: dict[str, Any]) -> Any:
+    def _differentiable(self, values: dict[str, Any], key: tuple | None, slots: list[Tensor] | None) -> Any:
+        """A validated call that wants gradients. Its plan is kept under `key`, so that the next one like it comes to `taped`
+        at once: unless the backward is to write over an argument, for what validation says of that is not in a key."""
         if values.get("out") is not None:
             raise ValueError(f"{self.name}: out cannot be given when a gradient is wanted")
         bad = [n for n in self.signature.tensors if n not in self.differentiable and wants_grad(values[n])]
@@ -377,8 +383,16 @@ class Op:
             return self.public(mapped(lambda t: t.contiguous(), self.reference(**values)))
         if one.backward is None:
             raise RuntimeError(f"{self.name}: implementation {one.name} has no backward; use torch.no_grad()")
+        needs = frozenset(n for n in self.differentiable if wants_grad(values[n]))
+        if key is None or values.get(self.overwrites):
+            return self.taped(values, self.run(values, needs))
+        return self.taped(values, self.record(values, key, slots, whole=True, needs=needs))
+
+    def taped(self, values: dict[str, Any], results: Any) -> Any:
+        """What the caller gets of all results, with the backward of this call behind them."""
         tensors = [values[n] for n in self.signature.tensors]
-        return self.public(register.unflatten(self, values, _Apply.apply(self, values, *tensors)))
+        made = as_tuple(results)  # a bare tensor would be an argument to autograd, and its result a view of it
+        return self.public(register.unflatten(self, values, _tape(self, values, made, *tensors)))
 
     def run_backward(
         self,
@@ -389,16 +403,16 @@ class Op:
         **extra: Any,
     ) -> tuple:
         """Gradients for `differentiable`, None where not needed. `extra` is passed on (a composite's `grad_format`)."""
+        outer, key = Recorder.active(), call.Key()
+        nested = outer is not None and outer.watch
+        keyed = not nested and self.planned
+        keyed = keyed and key.add((*values.values(), *results.values(), *grads, needs, *extra.values()))
+        parts = tuple(key.parts) if keyed else None
+        plan = self.backward_plans.get(parts) if keyed else None
+        if plan is not None and not _compile_only.get():
+            replay, restore = plan
+            return restore(replay(key.slots, key.addresses))
         with torch.no_grad():
-            outer, key, keyed = Recorder.active(), call.Key(), False
-            nested = outer is not None and outer.watch
-            if not nested:
-                keyed = self.planned and key.add((*values.values(), *results.values(), *grads, needs, *extra.values()))
-            parts = tuple(key.parts) if keyed else None
-            plan = self.backward_plans.get(parts) if keyed else None
-            if plan is not None and not _compile_only.get():
-                replay, restore = plan
-                return restore(replay(key.slots, key.addresses))
             together = {**values, **results}
             one = self.implementation(together, next(g.device for g in grads if g is not None))
             saved = SimpleNamespace(**together, needs=needs)
@@ -438,23 +452,31 @@ class Op:
 
 
 class _Apply(torch.autograd.Function):
-    """The one autograd function. Its results are flat; a quantised result is led by a carrier for the gradient."""
+    """The one autograd function: the tape behind results that are there already. They become flat; a quantised one is led by a
+    carrier for the gradient."""
 
     @staticmethod
-    def forward(ctx: Any, op: Op, values: dict[str, Any], *tensors: Tensor | None) -> tuple:
-        needs = frozenset(n for n, flag in zip(op.signature.tensors, ctx.needs_input_grad[2:]) if flag)
-        flat = register.flatten(op.run(values, needs))
+    def forward(ctx: Any, op: Op, values: dict[str, Any], results: tuple, *tensors: Tensor | None) -> tuple:
+        flat = register.flatten(results)
         register.setup(ctx, op, values, flat)
         ctx.forced = call.forced.get()
         return flat
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple:
-        needed = ctx.needs_input_grad[2:]
-        wanted = [n for n, flag in zip(ctx.op.signature.tensors, needed) if flag]
+        # What `once_differentiable` does is needed in a backward that is itself recorded; in others it costs 5 us for nothing
+        return _backward_once(ctx, *grads) if torch.is_grad_enabled() else _Apply.gradients(ctx, *grads)
+
+    @staticmethod
+    def gradients(ctx: Any, *grads: Tensor | None) -> tuple:
+        needs = frozenset(itertools.compress(ctx.op.signature.tensors, ctx.needs_input_grad[3:]))
         token = call.forced.set(ctx.forced)  # autograd may run this in a thread of its own
         try:
-            return (None, None, *register.backward(ctx, grads, wanted, register.eager))
+            return (None, None, None, *register.backward(ctx, grads, needs, register.eager))
         finally:
             call.forced.reset(token)
+
+
+_backward_once = once_differentiable(_Apply.gradients)
+# `_Apply.apply` without the search for transforms of functorch, which never come this far: 4 us of each call
+_tape = super(torch.autograd.Function, _Apply).apply

@@ -8,6 +8,7 @@ else did happen (a copy of a strided argument, say) there is no plan, and the ho
 
 from __future__ import annotations
 
+import functools
 import itertools
 import threading
 from collections.abc import Callable
@@ -315,5 +316,5 @@ def _allocator(recorder: Recorder, place: Place, zero: bool) -> Callable[[], Ten
     # What Inductor's code calls: past the dispatcher, at a third of the cost of torch.empty
     fast = getattr(_guards, "_empty_strided_cuda", None)
     if fast is not None and device.type == "cuda":
-        return lambda: fast(shape, stride, dtype)
+        return functools.partial(fast, shape, stride, dtype)
     return lambda: torch.empty_strided(shape, stride, dtype=dtype, device=device)

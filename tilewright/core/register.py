@@ -123,9 +123,8 @@ def flatten(results: Any) -> tuple[Tensor, ...]:
 
 
 def saved_results(op: Op, flat: tuple[Tensor, ...]) -> dict[str, Tensor]:
-    """The results that the backward wants, by name. Counted from the end: only the first can be several tensors."""
-    by_name = dict(zip(reversed(op.results), reversed(flat)))
-    return {name: by_name[name] for name in op.results if name in op.saves}
+    """The results that the backward wants, by name."""
+    return {name: flat[at] for name, at in op.kept.items()}
 
 
 def unflatten(op: Op, values: Mapping[str, Any], flat: tuple) -> tuple:
@@ -169,39 +168,36 @@ def _fake(op: Op, kind: str) -> Any:
 
 def setup(ctx: Any, op: Op, values: Mapping[str, Any], flat: tuple[Tensor, ...]) -> None:
     """Keep what the backward needs; say which results carry gradients."""
-    tensors = [values[n] if n in op.saves else None for n in op.signature.tensors]
-    spared = () if op.spares is None else op.spares(values)
-    for i, name in enumerate(op.signature.tensors):
-        if name in spared and values[name] is not None:  # shape and dtype for nothing: one element expanded
-            tensors[i] = values[name].new_empty(1).expand(values[name].shape)
+    names = op.signature.tensors
+    tensors = [values[n] if n in op.saves else None for n in names]
+    for name in () if op.spares is None else op.spares(values):
+        given = values[name]
+        if given is not None:  # shape and dtype for nothing: one element seen everywhere
+            tensors[names.index(name)] = given.new_empty_strided(given.shape, (0,) * given.dim())
     ctx.save_for_backward(*tensors, *saved_results(op, flat).values())
     ctx.op = op
-    ctx.scalars = {n: values[n] for n in op.signature.names if n not in op.signature.tensors and n != "out"}
-    ctx.graded = op.graded(values)
+    ctx.scalars = {n: None if n in op.held else v for n, v in values.items()}
+    ctx.graded = graded = op.graded(values)
     ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(*(t for i, t in enumerate(flat) if i not in ctx.graded))
+    ctx.mark_non_differentiable(*[t for i, t in enumerate(flat) if i not in graded])
 
 
-def backward(ctx: Any, grads: tuple, wanted: list[str], through: Any) -> tuple:
+def backward(ctx: Any, grads: tuple, wanted: frozenset, through: Any) -> tuple:
     """Gradients for the tensor arguments, in order; None for those not `wanted`."""
     op: Op = ctx.op
     tensors = op.signature.tensors
     given = [None if grads[i] is None else grads[i].resolve_neg() for i in ctx.graded]
     if all(g is None for g in given):
         return (None,) * len(tensors)
-    found = through(op, ctx.scalars, ctx.saved_tensors, given, frozenset(wanted))
+    found = through(op, ctx.scalars, ctx.saved_tensors, given, wanted)
     by_name = dict(zip(op.differentiable, found))
-    return tuple(by_name[n] if n in wanted else None for n in tensors)
+    return tuple([by_name[n] if n in wanted else None for n in tensors])
 
 
 def saved_by_name(op: Op, scalars: Mapping[str, Any], saved: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """(arguments, results) by name from what `setup` kept."""
-    kept = [n for n in op.results if n in op.saves]
-    count = len(op.signature.tensors)
-    values = {**scalars, **dict(zip(op.signature.tensors, saved[:count]))}
-    if "out" in op.signature.names:
-        values["out"] = None
-    return {n: values[n] for n in op.signature.names}, dict(zip(kept, saved[count:]))
+    """(arguments, in their order, and results) by name from what `setup` kept."""
+    tensors = op.signature.tensors
+    return {**scalars, **dict(zip(tensors, saved))}, dict(zip(op.kept, saved[len(tensors) :]))
 
 
 def eager(op: Op, scalars: Mapping[str, Any], saved: Any, grads: list, needs: frozenset) -> tuple:
@@ -224,7 +220,8 @@ def _register_autograd(op: Op, kind: str) -> None:
     def in_order(ctx: Any, *grads: Any) -> tuple:
         """One entry per argument of the registered op, tensors and numbers in their own order."""
         names = [p.name for p in _parameters(op)] + (["out_format", "out_scale"] if kind == "quantized" else [])
-        wanted = [n for n, needed in zip(names, ctx.needs_input_grad) if needed and n in op.differentiable]
+        needed = zip(names, ctx.needs_input_grad)
+        wanted = frozenset(n for n, flag in needed if flag and n in op.differentiable)
         found = dict(zip(op.signature.tensors, backward(ctx, grads, wanted, traced)))
         return tuple(found.get(n) for n in names)
 
@@ -257,7 +254,7 @@ def _register_backward(op: Op) -> None:
 
     def unpack(flat: tuple) -> tuple:
         saved, grads, *rest = flat
-        scalars = dict(zip(types, rest))
+        scalars = {**dict.fromkeys(op.signature.names), **dict(zip(types, rest))}
         if "out_format" in op.signature.names:
             scalars["out_format"] = None if rest[-2] is None else Format.parse(rest[-2])
         if op.overwrites:
