@@ -3,8 +3,8 @@
     z = x, or softcap * tanh(x / softcap);  loss and dx of z as in `cross_entropy`
     dhidden = dx @ weight;  dweight = dx.T @ hidden;  dbias = sum over tokens of dx
 
-The products are torch's. The vocabulary goes by in chunks, as `linear_cross_entropy_tokens.py` says, and what the forward computed
-is used again:
+The products are torch's, but on Hopper that of the logits, which leave it as codes. The vocabulary goes by in chunks, as
+`linear_cross_entropy_tokens.py` says, and what the forward computed is used again:
 
 - No more tokens than hidden dimensions: their codes fit into the memory that dweight will have. The backward makes dx of them in
   place, dhidden of that, and then dweight chunk by chunk; nothing is rounded twice or held beside the gradients.
@@ -17,6 +17,7 @@ is used again:
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Literal
 
@@ -28,6 +29,7 @@ from ..core.draw import Draw
 from ..core.op import Op, Triton, last_backward, single, upcast
 from ..core.signature import above, at_least, between
 from ..core.tensor import cdiv, rows, vector
+from ..gemm import hopper_logits
 from ..gemm.summed import product
 from .cross_entropy import cross_entropy_reduce, losses, numbers
 from .linear_cross_entropy_tokens import (
@@ -93,13 +95,13 @@ def inputs(draw: Draw) -> dict:
 # ---------------------------------------------------------------- on the host
 
 
-def forward(hidden, weight, labels, bias, *, needs: frozenset, **options) -> tuple[Tensor, ...]:
+def forward(hidden, weight, labels, bias, *, needs: frozenset, at_once: bool = False, **options) -> tuple[Tensor, ...]:
     a = SimpleNamespace(**options)
     stats = torch.empty(2, *labels.shape, dtype=torch.float32, device=hidden.device)
     M, N = labels.numel(), weight.shape[0]
     check_labels("linear_cross_entropy", labels, N, a.ignore_index)
     x, y = rows(hidden).contiguous(), vector(labels)
-    tokens = Tokens(x, weight, vector(bias), y, stats.view(2, M), numbers(a, N), wide=widened(x))
+    tokens = Tokens(x, weight, vector(bias), y, stats.view(2, M), numbers(a, N), wide=widened(x), at_once=at_once)
     loss, codes = tokens.empty(*labels.shape), tokens.empty(0, dtype=hidden.dtype)
     tops, none, *grads = (tokens.empty(0) for _ in range(5))
     if needs and in_groups(a, tokens):
@@ -155,11 +157,10 @@ def ahead(tokens: Tokens, loss: Tensor, needs: frozenset) -> tuple[Tensor, Tenso
 def both(tokens: Tokens, codes: Tensor, tops: Tensor, dhidden: Tensor | None) -> Tensor:
     """dweight, in the memory of the codes if there is any; `dhidden` filled if given."""
     weight, count = tokens.weight, tokens.weight.shape[0]
-    coded = tokens.numbers[3] is None
     there = codes.numel() > 0
     dweight = codes if there else tokens.empty(*weight.shape, dtype=weight.dtype)
     held = held_in(dweight, len(tokens))
-    tokens.fill(0, held, tops if there else None, coded)
+    tokens.fill_first(held, tops if there else None)
     whole, total = held.shape[0] == count, dhidden
     if dhidden is not None:
         if not whole or len(tokens.wide) > len(tokens):
@@ -171,7 +172,7 @@ def both(tokens: Tokens, codes: Tensor, tops: Tensor, dhidden: Tensor | None) ->
         product(dx, tokens.wide, dweight[start:stop])
     for start, stop in chunks(len(tokens), held.shape[0], count):
         dx = scratch[: stop - start]
-        tokens.fill(start, dx, coded=False)
+        tokens.fill(start, dx)
         if total is not None:
             product(dx.t(), weight[start:stop], total, add=True)
         product(dx, tokens.wide, dweight[start:stop])
@@ -192,7 +193,7 @@ def frozen(tokens: Tokens, dhidden: Tensor | None) -> None:
     for start in range(0, len(tokens), group):
         some = tokens.some(start, min(start + group, len(tokens)))
         there = held[:, : len(some.wide)]
-        some.fill(0, there, coded=some.numbers[3] is None)
+        some.fill_first(there)
         if dhidden is not None:
             out = dhidden[start : start + len(some)]
             made = out if len(some.wide) == len(some) else some.empty(*some.wide.shape, dtype=out.dtype)
@@ -209,14 +210,14 @@ def scaled(made: Tensor, x: Tensor, tokens: Tokens) -> Tensor:
     return out.view(-1)[: x.numel()].view(x.shape)
 
 
-def backward(saved: SimpleNamespace, dloss: Tensor) -> tuple:
+def backward(saved: SimpleNamespace, dloss: Tensor, at_once: bool = False) -> tuple:
     hidden, weight, needs = saved.hidden, saved.weight, saved.needs
     M, N = saved.labels.numel(), weight.shape[0]
     x = rows(hidden).contiguous()
     tokens = Tokens(
         x, weight, vector(saved.bias), vector(saved.labels), saved.stats.reshape(2, M), numbers(saved, N),
         dloss if dloss.dim() == 0 else vector(dloss), saved.denominator if saved.reduction == "mean" else None,
-        wide=widened(x),
+        wide=widened(x), at_once=at_once,
     )  # fmt: skip
     if in_groups(saved, tokens):
         grads = saved.dhidden, saved.dweight, saved.dbias
@@ -243,7 +244,9 @@ def backward(saved: SimpleNamespace, dloss: Tensor) -> tuple:
 
 
 linear_cross_entropy = Op(
-    "linear_cross_entropy", reference, inputs, Triton(forward, backward, single),
+    "linear_cross_entropy", reference, inputs,
+    Triton(partial(forward, at_once=True), partial(backward, at_once=True), hopper_logits.fits, "hopper"),
+    Triton(forward, backward, single, "portable"),
     flops=lambda hidden, weight, **_: 2 * hidden.numel() * weight.shape[0],
     where={
         "hidden": "float[... hidden]", "weight": "hidden[vocab hidden]", "labels": "int[...]", "bias": "float[vocab]",

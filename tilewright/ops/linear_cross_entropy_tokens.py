@@ -1,9 +1,10 @@
 """Some tokens of `linear_cross_entropy`: its kernels, and how their logits go by in chunks of the vocabulary.
 
 Chunks are transposed, [chunk, tokens]: then the weight's gradient is a product of one with all tokens, summed in fp32. Of each
-block of 512 logits of a token `encode` takes the largest, `top`, the sum of exp(z - top), and exp(z - top) itself, the `code`,
+block of logits of a token `encode` takes the largest, `top`, the sum of exp(z - top), and exp(z - top) itself, the `code`,
 rounded to the dtype of the factors; `slopes` makes the gradient of the logits of codes, in place, or of the logits. A label's
-p near 1 is the top of its block, whose code is exactly 1, so that p - 1 does not show the rounding.
+p near 1 is the top of its block, whose code is exactly 1, so that p - 1 does not show the rounding. On Hopper one launch,
+`gemm/hopper_logits.py`, makes the codes of the whole vocabulary, and logits are in memory never.
 """
 
 from __future__ import annotations
@@ -21,12 +22,13 @@ from ..core.kernel import kernel
 from ..core.tensor import cdiv, power_of_two
 from ..device.labels import load_if, read_label
 from ..device.softmax import LN2, LOG2E, cap, finite_or_zero, tanh
+from ..gemm import hopper_logits
 from ..gemm.summed import product
 from .cross_entropy import store_row
 
 # ---------------------------------------------------------------- on the device
 
-BLOCK_V = 512  # rows of the vocabulary with a `top` in common
+BLOCK_V = 512  # rows of the vocabulary with a `top` in common, where `encode` makes it
 BLOCK_T = 128  # tokens of a program of the backward, whose part of the bias's gradient is one row
 
 # Tiles are [rows of the vocabulary, tokens]. WIDTH is T rounded up to 16, and so are the rows in memory: a mask that may end
@@ -247,9 +249,15 @@ class Tokens:
     denominator: Tensor | None = None
     part: Tensor | None = None  # of the bias's gradient: a row for BLOCK_T tokens
     wide: Tensor | None = None  # hidden and rows of zeros: odd sizes would cost products several times as much
+    at_once: bool = False  # codes of the whole vocabulary by one launch of `hopper_logits`
 
     def __len__(self) -> int:
         return self.hidden.shape[0]
+
+    @property
+    def block(self) -> int:
+        """Rows of the vocabulary with a top in common."""
+        return hopper_logits.BLOCK if self.at_once else BLOCK_V
 
     def some(self, start: int, stop: int) -> Tokens:
         """A range that begins at a multiple of BLOCK_T."""
@@ -280,20 +288,28 @@ class Tokens:
             BLOCK=BLOCK_V,
         )  # fmt: skip
 
+    def encode_all(self, count: int, codes: Tensor, tops: Tensor, *sums: Tensor | None) -> None:
+        """The tops of the first `count` rows of the vocabulary, their codes as far as `codes` has rows, and the sums if wanted."""
+        if self.at_once:
+            rows, ignore_index = self.weight[:count], self.numbers[0]
+            hopper_logits.encode(self.wide, rows, self.bias, self.labels, ignore_index, codes, tops, *sums)
+            return
+        scratch = self.scratch(count)
+        for start, stop in chunks(len(self), 0, count):
+            kept = codes[start:stop] if start < codes.shape[0] else None
+            self.encode(start, self.logits(start, stop, scratch), tops, kept, *sums)
+
     def losses(self, loss: Tensor, held: Tensor) -> Tensor:
         """Fill `loss` and the stats, and `held` with the codes of the first rows of the vocabulary; the tops of all blocks."""
         ignore_index, keep, spill, _, z_loss = self.numbers
         count = self.weight.shape[0]
-        blocks = cdiv(count, BLOCK_V)
+        blocks = cdiv(count, self.block)
         tops, total = (self.empty(blocks, len(self)) for _ in range(2))
         own, slant = self.empty(len(self)), None if spill is None else self.empty(blocks, len(self))
-        scratch = self.scratch(count)
-        for start, stop in chunks(len(self), 0, count):
-            kept = held[start:stop] if start < held.shape[0] else None
-            self.encode(start, self.logits(start, stop, scratch), tops, kept, total, own, slant)
+        self.encode_all(count, held, tops, total, own, slant)
         linear_cross_entropy_merge(
             tops, total, own, slant, self.labels, loss, self.stats, blocks, len(self), count, ignore_index, keep, spill, z_loss,
-            BLOCK=BLOCK_V,
+            BLOCK=self.block,
         )  # fmt: skip
         return tops
 
@@ -302,20 +318,22 @@ class Tokens:
         linear_cross_entropy_backward(
             x, None if tops is not None else self.bias, tops, self.labels, self.stats, self.denominator, self.grad, out,
             self.part, first, x.shape[0], len(self), x.shape[1], self.weight.shape[0], x.stride(0), out.stride(0),
-            self.stats.stride(0), self.grad.dim(), *self.numbers, BLOCK=BLOCK_V, TOKENS=BLOCK_T,
+            self.stats.stride(0), self.grad.dim(), *self.numbers, BLOCK=self.block, TOKENS=BLOCK_T,
         )  # fmt: skip
 
-    def fill(self, first: int, out: Tensor, tops: Tensor | None = None, coded: bool = True) -> None:
-        """out = the gradient of the logits of rows from `first` on; `tops`: they are there as codes already. With `coded` they
-        come by codes in any case, so that the bits are the same."""
+    def fill(self, first: int, out: Tensor) -> None:
+        """out = the gradient of the logits of rows from `first` on, from logits."""
+        scratch = self.scratch(out.shape[0])
+        for start, stop in chunks(len(self), first, first + out.shape[0]):
+            self.slopes(start, self.logits(start, stop, scratch), None, out[start - first : stop - first])
+
+    def fill_first(self, out: Tensor, tops: Tensor | None = None) -> None:
+        """out = the gradient of the logits of the first rows; `tops`: they are there as codes already. They come by codes in any
+        case, so that the bits are the same, but for a softcap, whose slope codes do not tell."""
+        if self.numbers[3] is not None:
+            self.fill(0, out)
+            return
         if tops is None:
-            tops = self.empty(cdiv(first + out.shape[0], BLOCK_V), len(self)) if coded else None
-            scratch = self.scratch(out.shape[0])
-            for start, stop in chunks(len(self), first, first + out.shape[0]):
-                x, there = self.logits(start, stop, scratch), out[start - first : stop - first]
-                if coded:
-                    self.encode(start, x, tops, there)
-                else:
-                    self.slopes(start, x, None, there)
-        if coded:
-            self.slopes(first, out, tops, out)
+            tops = self.empty(cdiv(out.shape[0], self.block), len(self))
+            self.encode_all(out.shape[0], out, tops)
+        self.slopes(0, out, tops, out)
