@@ -56,14 +56,18 @@ def keeping(kind: type[nn.Module]) -> type[nn.Module]:
 def fed_forward(self: nn.Module, x: Tensor, chosen: Tensor, probs: Tensor) -> Tensor:
     """By `moe_feed_forward`, in FP8 if the module keeps codes."""
     wide, gate_up, down = weights_of(self, x)
-    given: dict[str, Any] = {"keep": "all" if torch.is_grad_enabled() else "input"}
+    # Of the rows of all experts the first product alone: the rest is gathered and gated again in less time than it takes memory
+    given: dict[str, Any] = {"keep": "product" if torch.is_grad_enabled() else "input"}
     if isinstance(self, KeepsCodes):
         given["precision"] = "fp8"
+        probs = (
+            probs.float()
+        )  # as the products' tiles take them: a cast within the op would keep it from being one plan
         for name, weight in (("gate_up", gate_up), ("down", down)):
             # What autocast makes anew in each call has no codes to keep
             if weight.dtype == getattr(self, f"{name}_proj").dtype:
                 keys = f"{name}_codes", f"{name}_scale", f"{name}_codes_t"
-                given |= dict(zip(keys, self.codes_of(f"{name}_proj", weight)))
+                given |= dict(zip(keys, self.codes_of(f"{name}_proj", weight, hold=False)))
     act = NAMES[type(self.act_fn).__name__]
     return moe_feed_forward.function(wide, gate_up, down, chosen, probs, act=act, **given).to(x.dtype)
 

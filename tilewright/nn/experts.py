@@ -183,8 +183,7 @@ class Plain:
         """The rows of x, which may be a gradient."""
         if not self.routed:
             return x
-        # With sources from 0 on it would read x before the launch that makes x is over: that is for what follows a new map
-        return spread(x, self.row_map, self.source + 1, self.offsets, None, 1)
+        return spread(x, self.row_map, self.source, self.offsets, None, 0)
 
     def gated(self, h: Tensor, ways: str) -> Any:
         return glu.run(self.glu_values(h, self.format(ways)))
@@ -317,15 +316,14 @@ def backward(saved: SimpleNamespace, dy: Tensor) -> tuple:
     ways = "both" if {"x", "gate_up"} <= needs else "col" if "gate_up" in needs else "row"
     dh, drow_probs = do.gated_gradient(h, dact, ways, frozenset(wanted))
     del dact, h
+    # First what is as large as the rows: the weight's gradient stays
+    dx = do.times(dh, "gate_up", back=True) if "x" in needs else None
+    if do.routed:
+        known = SimpleNamespace(needs=needs, routing=a.routing, row_map=a.row_map, experts=a.gate_up.shape[0])
+        dx, dprobs = permute_backward(known, dx, drow_probs)
     if "gate_up" in needs:
         rows = do.take(a.x, "col") if rows is None else rows
         dgate_up = do.weight_gradient(dh, rows, "gate_up")
-        del rows
-    drows = do.times(dh, "gate_up", back=True) if "x" in needs else None
-    if not do.routed:
-        return drows, dgate_up, ddown, None
-    known = SimpleNamespace(needs=needs, routing=a.routing, row_map=a.row_map, experts=a.gate_up.shape[0])
-    dx, dprobs = permute_backward(known, drows, drow_probs)
     return dx, dgate_up, ddown, dprobs
 
 

@@ -336,13 +336,13 @@ def produce(X, SOURCE, C, D, stride_t, stride_n, p0, p1, row, col, inside, MODE:
 
 
 def spread(
-    x: Tensor, row_map: Tensor, source: Tensor, offsets: Tensor | None, weight: Tensor | None, base: int
+    x: Tensor, row_map: Tensor, source: Tensor, offsets: Tensor | None, weight: Tensor | None, base: int, early: bool = False
 ) -> Tensor:
-    """x[token] [* weight[row]] at each of its rows, 0 at those of no token."""
+    """x[token] [* weight[row]] at each of its rows, 0 at those of no token. `early`: x was there before the map was made."""
     (T, N), R, slots = x.shape, source.shape[0], row_map.shape[1]
     out = torch.empty((R, N), dtype=x.dtype, device=x.device)
     target = Target.at(x.device)
-    pdl = base == 0 and target.tma
+    pdl = early and target.tma
     moe_spread(
         x, row_map, source, offsets, weight, out, T, N, R, 0 if offsets is None else offsets.shape[0], target.sms * WAVE,
         *x.stride(), *row_map.stride(), 0 if weight is None else weight.stride(0), SLOTS=slots, BASE=base,
@@ -372,7 +372,7 @@ def build_rows(op: str, routing: Tensor, probs: Tensor | None, *sizing: int | No
 def forward(x, routing, probs, *, experts, topk, align, capacity, out_format) -> tuple:
     found, row_probs = build_rows("moe_permute", routing, probs, experts, topk, align, capacity)
     if out_format is None:
-        rows = spread(x, found.row_map, found.source, found.offsets, None, 0)
+        rows = spread(x, found.row_map, found.source, found.offsets, None, 0, early=True)
     else:
         shape = found.source.shape[0], x.shape[1]
         rows = out_format.empty(shape, x.dtype, x.device, found.offsets.shape[0], found.offsets)

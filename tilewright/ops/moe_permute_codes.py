@@ -64,7 +64,7 @@ def moe_take_scales(S, SOURCE, OFFSETS, OUT, N, R, E, stride_t, stride_n, ROWS: 
 def forward(codes, scale, routing, probs, *, experts, topk, align, capacity) -> tuple:
     found, row_probs = build_rows("moe_permute_codes", routing, probs, experts, topk, align, capacity)
     (capacity,), (E,) = found.source.shape, found.offsets.shape
-    rows = spread(codes, found.row_map, found.source, found.offsets, None, 0)
+    rows = spread(codes, found.row_map, found.source, found.offsets, None, 0, early=True)
     row_scale = torch.empty((capacity, scale.shape[1]), dtype=torch.float32, device=scale.device)
     moe_take_scales(scale, found.source, found.offsets, row_scale, scale.shape[1], capacity, E, *scale.stride())
     return rows, row_scale, row_probs, *found[:4]
