@@ -14,7 +14,8 @@ SIZES = {
     "vocab_size": 96, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
 ROUTED = {"moe_intermediate_size": 24, "num_experts_per_tok": 2, "head_dim": 8}
-DENSE = {"norm": 5, "mlp": 2, "rotary": 2, "loss": 1}
+OTHER = {"norm": 5, "mlp": 2, "rotary": 2, "loss": 1}  # layers with more norms, or dropout
+DENSE = {**OTHER, "decoder": 2}
 # Config, what it has beside SIZES, and how many modules of each role are replaced.
 FAMILIES = {
     "Llama": ("LlamaConfig", {"mlp_bias": True}, DENSE),
@@ -23,14 +24,14 @@ FAMILIES = {
     "Qwen3": ("Qwen3Config", {"head_dim": 8}, {**DENSE, "norm": 9}),
     "Qwen3Moe": (
         "Qwen3MoeConfig", {**ROUTED, "num_experts": 4, "output_router_logits": True},
-        {"norm": 9, "rotary": 2, "router": 2, "experts": 2, "loss": 1},
+        {"norm": 9, "decoder": 2, "rotary": 2, "router": 2, "experts": 2, "loss": 1},
     ),
     "Mixtral": (
-        "MixtralConfig", {"num_local_experts": 4}, {"norm": 5, "rotary": 2, "router": 2, "experts": 2, "loss": 1}
+        "MixtralConfig", {"num_local_experts": 4}, {"norm": 5, "decoder": 2, "rotary": 2, "router": 2, "experts": 2, "loss": 1}
     ),
-    "Gemma2": ("Gemma2Config", {"head_dim": 8, "final_logit_softcapping": 3.0}, {**DENSE, "norm": 9}),
-    "Gemma3": ("Gemma3TextConfig", {"head_dim": 8}, {**DENSE, "norm": 13}),
-    "Phi3": ("Phi3Config", {}, DENSE),
+    "Gemma2": ("Gemma2Config", {"head_dim": 8, "final_logit_softcapping": 3.0}, {**OTHER, "norm": 9}),
+    "Gemma3": ("Gemma3TextConfig", {"head_dim": 8}, {**OTHER, "norm": 13}),
+    "Phi3": ("Phi3Config", {}, OTHER),
     "DeepseekV3": (
         "DeepseekV3Config",
         {
@@ -38,18 +39,18 @@ FAMILIES = {
             "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8, "first_k_dense_replace": 1,
             "n_shared_experts": 1,
         },
-        {"norm": 9, "mlp": 2, "rotary": 2, "router": 1, "experts": 1, "loss": 1},
+        {"norm": 9, "decoder": 2, "mlp": 2, "rotary": 2, "router": 1, "experts": 1, "loss": 1},
     ),
     "Glm": ("GlmConfig", {"head_dim": 8, "partial_rotary_factor": 0.5}, DENSE),
     "Glm4Moe": ("Glm4MoeConfig", {**ROUTED, "n_routed_experts": 4}, {**DENSE, "router": 1, "experts": 1}),
     "GptOss": (
         "GptOssConfig", {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2},
-        {"norm": 5, "rotary": 2, "router": 2, "experts": 2, "loss": 1},
+        {"norm": 5, "decoder": 2, "rotary": 2, "router": 2, "experts": 2, "loss": 1},
     ),
 }  # fmt: skip
 OPS = {
-    "norm": "rms_norm", "mlp": "glu_linear", "rotary": "rope", "router": "topk_routing", "experts": "moe_feed_forward",
-    "loss": "linear_cross_entropy",
+    "norm": "rms_norm", "decoder": "add_rms_norm", "mlp": "glu_linear", "rotary": "rope", "router": "topk_routing",
+    "experts": "moe_feed_forward", "loss": "linear_cross_entropy",
 }  # fmt: skip
 OWN_GATE = {"GptOss"}  # whose experts are products of groups with their own gate between them
 # Some of whose routers return something else than logits, weights and indices, and whose experts may know no new names

@@ -39,8 +39,9 @@ def test_a_patched_model_computes_the_same(family):
     after, again = step(model)
     torch.testing.assert_close(after.loss, before.loss, rtol=FP32, atol=0)
     assert after.logits is None and error(again, grads) < FP32
-    calls = report.calls()
-    assert all(calls[op] >= count for (_, op), count in expected.items()), calls
+    calls, within = report.calls(), roles_of(family).get("decoder", ("", 0))[1]
+    for (role, op), count in expected.items():
+        assert calls[op] >= count - (within if role == "norm" else 0), calls  # the second norms of layers add residuals
     assert error({"logits": model.eval()(IDS).logits}, {"logits": logits}) < FP32
     unpatch(model.train())
     restored, last = step(model)
@@ -65,7 +66,9 @@ def test_bf16_is_no_farther_from_the_truth(family):
     _, plain = step(model)
     patch(model)
     _, ours = step(model)
-    assert error(ours, truth) < 1.2 * error(plain, truth)
+    # Over all elements: of the largest errors either may be luck
+    ours, plain = (sum(((g[n] - truth[n]).norm() / truth[n].norm()) ** 2 for n in truth) for g in (ours, plain))
+    assert ours < 1.2 * plain
 
 
 def test_gradient_checkpointing_adapters_and_copies():
@@ -86,7 +89,8 @@ def test_gradient_checkpointing_adapters_and_copies():
     model.gradient_checkpointing_enable()
     after, again = step(model)
     assert error(again, grads) < FP32 and torch.allclose(after.loss, before.loss, rtol=FP32)
-    assert report.calls()["rms_norm"] == 4 * 2 + 1  # all but the last run again in the backward
+    # All but the last norm run again in the backward
+    assert report.calls()["rms_norm"] == 2 * 2 + 1 and report.calls()["add_rms_norm"] == 2 * 2
     other = copy.deepcopy(model)
     with torch.no_grad():
         for p in model.parameters():
@@ -318,7 +322,7 @@ def test_errors_say_what_is_wrong(monkeypatch):
         patch(model)
     assert not [m for m in model.modules() if changed(m)]
     report = patch(model, strict=False)
-    assert [(s.role, s.module) for s in report.skipped] == [("norm", "model.norm")] and len(report.replaced) == 9
+    assert [(s.role, s.module) for s in report.skipped] == [("norm", "model.norm")] and len(report.replaced) == 11
     assert "norm: 1 skipped: not rms_norm" in str(report) and "rotary: 2 by rope" in str(report)
     with pytest.raises(ValueError, match="patched already"):
         patch(model)

@@ -12,13 +12,14 @@ from torch import nn
 
 from .. import __version__
 from .causal_loss import LOSSES, loss
+from .decoder import decoder
 from .experts import experts, experts_forward
 from .report import REPORT, PatchReport, Replaced, Skipped, changed, rests
 from .roles import Count, Found, Skip, gated, linear, norm, rotary
 from .router import router
 
 OLDEST = 5  # the first major version of transformers whose experts and losses are as here
-ROLES = ("norm", "mlp", "rotary", "router", "experts", "loss", "linear")
+ROLES = ("norm", "decoder", "mlp", "rotary", "router", "experts", "loss", "linear")
 Role = Callable[[str, nn.Module], Found | Skip | None]
 
 
@@ -37,8 +38,8 @@ def patch(
     makes no logits (a call with `return_logits=True` does), "cross_entropy" or None; `experts` is for their router too. `fp8`
     makes products of FP8 codes: of linear layers with both sizes multiples of 128 from 1024 on, but for the head and routers,
     and of experts with a hidden size from 1024 on and an inner one that is a multiple of 128 from 768 on.
-    `only` names the roles to replace: norm, mlp, rotary, router, experts, loss, linear. Parameters, buffers and their names
-    stay. `strict` raises `ValueError` if nothing was replaced or a probe failed, and then leaves the model as it was.
+    `only` names the roles to replace: norm, decoder, mlp, rotary, router, experts, loss, linear. Parameters, buffers and their
+    names stay. `strict` raises `ValueError` if nothing was replaced or a probe failed, and then leaves the model as it was.
     """
     versions = known_versions()
     if any(REPORT in m.__dict__ for m in model.modules()):
@@ -87,8 +88,8 @@ def roles(kind: str | None, fp8: bool, chosen: set[str]) -> dict[str, Role]:
     """In the order in which they are applied: linear layers may be part of what came before, and gated layers are made of what
     became of them."""
     every: dict[str, Role] = {
-        "norm": norm, "rotary": rotary, "router": router, "experts": partial(experts, fp8=fp8), "linear": linear,
-        "mlp": gated, "loss": partial(loss, kind=kind),
+        "norm": norm, "decoder": decoder, "rotary": rotary, "router": router, "experts": partial(experts, fp8=fp8),
+        "linear": linear, "mlp": gated, "loss": partial(loss, kind=kind),
     }  # fmt: skip
     return {role: match for role, match in every.items() if role in chosen}
 

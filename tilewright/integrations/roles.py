@@ -15,9 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import _has_any_global_hook
 
-from ..core.call import PLAIN
 from ..nn.expert_codes import KeptCodes
 from ..nn.glu_linear_fp8 import glu_linear_fp8
 from ..nn.linear import Linear
@@ -26,6 +24,7 @@ from ..ops.glu_linear import glu_linear
 from ..ops.rms_norm import rms_norm
 from ..ops.rope import rope
 from .probe import EXACT, PRODUCTS, UNRUN, Source, activation, compared, device_of, twin
+from .projections import autocast_dtype, plain_linear, projected
 
 Count = Callable[[str], None]  # told the name of an op that is called
 
@@ -76,11 +75,6 @@ def bound(module: nn.Module, forward: Callable) -> tuple[nn.Module, str, Any]:
     return module, "forward", MethodType(forward, module)
 
 
-def autocast_dtype(x: Tensor) -> torch.dtype | None:
-    kind = x.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-
-
 def alike(x: Tensor, weight: Tensor, *more: Tensor | None) -> tuple[Tensor | None, ...]:
     """In the dtype of the weight or, under autocast, of that: as a linear layer would have them."""
     return cast(autocast_dtype(x) or weight.dtype, x, weight, *more)
@@ -90,46 +84,41 @@ def cast(dtype: torch.dtype, *given: Tensor | None) -> tuple[Tensor | None, ...]
     return tuple(t if t is None else t.to(dtype) for t in given)
 
 
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-
-
-def plain_linear(module: nn.Module, kind: type[nn.Linear] = nn.Linear) -> bool:
-    """Whether calling a module is a product of this kind, of plain tensors, and nothing else: no adapter, code, shard or hook would
-    be missed."""
-    if type(module) is not kind or "forward" in module.__dict__ or type(module.weight) not in PLAIN:
-        return False
-    return not (any(getattr(module, hooks) for hooks in HOOKS) or _has_any_global_hook())
-
-
 # ---- norm --------------------------------------------------------------------------------------------------------------
 
 EPSILONS = ("variance_epsilon", "eps", "epsilon")
 OFFSETS = (0.0, 1.0)  # what is added to the weight
 
 
-def norm(name: str, module: nn.Module) -> Found | Skip | None:
-    """One weight, one epsilon, nothing else."""
+def norm_of(module: nn.Module) -> tuple[str, float] | Skip | None:
+    """The name of a norm's epsilon and what is added to its weight. One weight, one epsilon, nothing else."""
     if set(module._parameters) != {"weight"} or module._modules or module._buffers:
         return None
     eps = next((e for e in EPSILONS if isinstance(getattr(module, e, None), float)), None)
-    x = argument(type(module).forward)
-    if module.weight is None or module.weight.dim() != 1 or eps is None or x is None:
+    if module.weight is None or module.weight.dim() != 1 or eps is None or argument(type(module).forward) is None:
         return None
     draw, width = Source(device_of(module)), module.weight.shape[0]
     made, tokens = twin(module, {"weight": draw.tensor(width)}, {}), draw.tokens(4, width)
-
-    def computing(offset: float, count: Count) -> Callable:
-        def compute(self: nn.Module, x: Tensor) -> Tensor:
-            count("rms_norm")
-            return rms_norm.function(x, self.weight, getattr(self, eps), weight_offset=offset)
-
-        return compute
-
-    words = [compared(computing(o, ignore), type(module).forward, EXACT, made, tokens) for o in OFFSETS]
+    words = [compared(normed(eps, o, ignore), type(module).forward, EXACT, made, tokens) for o in OFFSETS]
     if None not in words:
         return Skip(f"not rms_norm: {words[0]}", failed="rms" in type(module).__name__.lower())
-    offset = OFFSETS[words.index(None)]
-    return Found("rms_norm", lambda count: [bound(module, taking(x, computing(offset, count)))])
+    return eps, OFFSETS[words.index(None)]
+
+
+def normed(eps: str, offset: float, count: Count) -> Callable[[nn.Module, Tensor], Tensor]:
+    def compute(self: nn.Module, x: Tensor) -> Tensor:
+        count("rms_norm")
+        return rms_norm.function(x, self.weight, getattr(self, eps), weight_offset=offset)
+
+    return compute
+
+
+def norm(name: str, module: nn.Module) -> Found | Skip | None:
+    found = norm_of(module)
+    if not isinstance(found, tuple):
+        return found
+    x = argument(type(module).forward)
+    return Found("rms_norm", lambda count: [bound(module, taking(x, normed(*found, count)))])
 
 
 # ---- gated feed-forward ------------------------------------------------------------------------------------------------
@@ -152,7 +141,7 @@ def gated(name: str, module: nn.Module) -> Found | Skip | None:
 
     def computing(count: Count) -> Callable:
         def compute(self: nn.Module, x: Tensor) -> Tensor:
-            gate, up = (self.gate_up_proj(x), None) if fused else (self.gate_proj(x), self.up_proj(x))
+            gate, up = (self.gate_up_proj(x), None) if fused else projected(x, self.gate_proj, self.up_proj)
             down = self.down_proj
             if plain_linear(down):  # asked at each call: adapters come and go, and FSDP gathers weights for it
                 count("glu_linear")
@@ -303,7 +292,8 @@ def linear(name: str, module: nn.Module) -> Found | Skip | None:
     sizes = module.out_features, module.in_features
     if min(sizes) < LEAST or any(size % MULTIPLE for size in sizes):
         return Skip(f"sizes are not both multiples of {MULTIPLE} from {LEAST} on")
-    attributes = {"__class__": Fp8Linear, "keep": "codes", "main_grad": False}
+    # The input lies there anyway: projections of attention share theirs, and attention keeps its result. Codes of each are more
+    attributes = {"__class__": Fp8Linear, "keep": "input", "main_grad": False}
 
     def changes(count: Count) -> list[tuple[nn.Module, str, Any]]:
         given = {**attributes, "codes": KeptCodes(), "count": count}

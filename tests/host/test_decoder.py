@@ -1,0 +1,100 @@
+"""Decoder layers of transformers as a whole: which are taken for one, and what is left to their modules' own code."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from tests.transformer_models import FP32, SIZES, build, error, step
+from tilewright.integrations.huggingface import patch
+from tilewright.integrations.projections import handed, projected
+
+
+def layers(count: int, bias: bool) -> list[nn.Linear]:
+    torch.manual_seed(0)
+    return [nn.Linear(8, n, bias) for n in range(3, 3 + count)]
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("used", [(0, 1, 2), (1,)], ids=str)
+def test_layers_of_one_input(bias, used):
+    """Some of the results may not be used, and some of the weights not learn."""
+    made = layers(3, bias)
+    made[2].weight.requires_grad_(False)
+    x = torch.randn(2, 5, 8, requires_grad=True)
+    leaves = [x, *(p for i in used for p in made[i].parameters() if p.requires_grad)]
+    results = []
+    for ys in (projected(x, *made), [layer(x) for layer in made]):
+        grads = torch.autograd.grad(sum(ys[i].sin().sum() for i in used), leaves)
+        results.append([*ys, *grads])
+    assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in zip(*results, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(*(r[:3] for r in results)))
+    assert projected(x, *made)[0].grad_fn.name() == "ProjectedBackward"
+
+
+def test_layers_that_are_more_than_a_product_are_called():
+    made, x = layers(2, False), torch.randn(5, 8, requires_grad=True)
+    seen = []
+    with made[1].register_forward_hook(lambda *_: seen.append(1)):
+        assert projected(x, *made)[1].grad_fn.name() != "ProjectedBackward" and seen == [1]
+    with torch.no_grad():
+        assert all(torch.equal(y, layer(x)) for y, layer in zip(projected(x, *made), made))
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_proj, self.k_proj = layers(2, False)
+
+    def forward(self, x: torch.Tensor, fails: bool = False) -> torch.Tensor:
+        assert self.q_proj.weight.shape == (3, 8)
+        if fails:
+            raise RuntimeError("on purpose")
+        return self.q_proj(x).sum() + self.k_proj(x + 1).sum()
+
+
+def test_results_are_handed_for_one_input_and_one_call():
+    attention, x = Attention(), torch.randn(5, 8, requires_grad=True)
+    expected = attention(x)
+    with handed(attention, x, ("q_proj", "k_proj")):
+        handle = attention._modules["q_proj"].weight
+        attention._modules["q_proj"].weight = nn.Parameter(torch.zeros_like(handle))  # q is there already, k is not
+        assert torch.allclose(attention(x), expected)
+    assert not {"q_proj", "k_proj"} & {*attention.__dict__}
+    with pytest.raises(RuntimeError, match="on purpose"), handed(attention, x, ("q_proj", "k_proj")):
+        attention(x, fails=True)
+    assert not {"q_proj", "k_proj"} & {*attention.__dict__}
+    with handed(attention, x, ("q_proj", "v_proj")):
+        assert not {"q_proj", "v_proj"} & {*attention.__dict__}
+
+
+def test_a_second_norm_with_a_hook_is_called():
+    model = build("Llama")
+    _, grads = step(model)
+    report, seen = patch(model), []
+    norm = model.model.layers[0].post_attention_layernorm
+    with norm.register_forward_hook(lambda *_: seen.append(1)):
+        assert error(step(model)[1], grads) < FP32 and seen == [1]
+    assert report.calls()["rms_norm"] == 4 and report.calls()["add_rms_norm"] == 1
+
+
+def test_a_layer_that_weighs_its_sums_stays_as_it_is():
+    config = transformers.GraniteConfig(**SIZES, residual_multiplier=0.5, attention_multiplier=0.3)
+    model = transformers.GraniteForCausalLM(config)
+    report = patch(model)
+    assert {r.role for r in report.replaced} >= {"norm", "mlp", "rotary"}
+    assert [s.reason[:42] for s in report.skipped if s.role == "decoder"] == 2 * [
+        "not x + mlp(norm(x + attention(norm(x)))):"
+    ]
+
+
+def test_projections_of_attention_are_made_together(monkeypatch):
+    """Seen by their gradients: x of each layer has three products added to one, and one of a gated layer."""
+    model, added = build("Llama", mlp_bias=False), []
+    original = torch.Tensor.addmm_
+    monkeypatch.setattr(torch.Tensor, "addmm_", lambda *given: added.append(1) or original(*given))
+    patch(model)
+    step(model)
+    assert len(added) == 2 * (2 + 1)

@@ -1,0 +1,105 @@
+"""Linear layers of one input, in training: in the backward each adds its part of the input's gradient to what the others made,
+where autograd would have each write a matrix, and then add those."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn.modules.module import _has_any_global_hook
+
+from ..core.call import PLAIN
+
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def unhooked(module: nn.Module) -> bool:
+    return not (any(getattr(module, hooks) for hooks in HOOKS) or _has_any_global_hook())
+
+
+def plain_linear(module: nn.Module, kind: type[nn.Linear] = nn.Linear) -> bool:
+    """Whether calling a module is a product of this kind, of plain tensors, and nothing else: no adapter, code, shard or hook would
+    be missed."""
+    if type(module) is not kind or "forward" in module.__dict__ or type(module.weight) not in PLAIN:
+        return False
+    return unhooked(module)
+
+
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+
+
+class Projected(torch.autograd.Function):
+    """x @ weight.T + bias of some weights and as many biases, of which there may be none. The products are those of torch's own
+    linear layers."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *given: Tensor | None) -> tuple[Tensor, ...]:
+        weights, biases = given[: len(given) // 2], given[len(given) // 2 :]
+        ctx.save_for_backward(x, *weights)
+        ctx.set_materialize_grads(False)
+        return tuple(F.linear(x, weight, bias) for weight, bias in zip(weights, biases))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        x, *weights = ctx.saved_tensors
+        needs, count = ctx.needs_input_grad, len(weights)
+        flat, dx, dweights, dbiases = x.reshape(-1, x.shape[-1]), None, [None] * count, [None] * count
+        for i, (dy, weight) in enumerate(zip(grads, weights)):
+            if dy is None:
+                continue
+            dy = dy.reshape(-1, dy.shape[-1])
+            if needs[0]:
+                dx = dy @ weight if dx is None else dx.addmm_(dy, weight)
+            if needs[1 + i]:
+                dweights[i] = dy.t() @ flat
+            if needs[1 + count + i]:
+                dbiases[i] = dy.sum(0)
+        return None if dx is None else dx.view(x.shape), *dweights, *dbiases
+
+
+def projected(x: Tensor, *layers: nn.Module) -> tuple[Tensor, ...]:
+    """What the layers give for x: together, where all of them are plain products and a gradient of x is wanted."""
+    wanted = torch.is_grad_enabled() and x.requires_grad and type(x) in PLAIN and autocast_dtype(x) is None
+    if wanted and not torch.compiler.is_compiling() and all(map(plain_linear, layers)):
+        weights = [layer.weight for layer in layers]
+        if all(weight.dtype == x.dtype for weight in weights):
+            return Projected.apply(x, *weights, *(layer.bias for layer in layers))
+    return tuple(layer(x) for layer in layers)
+
+
+class Handed:
+    """Stands for a layer whose result for one input is there already."""
+
+    def __init__(self, layer: nn.Module, x: Tensor, y: Tensor) -> None:
+        self.layer, self.x, self.y = layer, x, y
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.y if x is self.x else self.layer(x)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.layer, name)
+
+
+@contextlib.contextmanager
+def handed(module: nn.Module, x: Tensor, names: tuple[str, ...]) -> Iterator[None]:
+    """While it lasts, what these layers of a module give for x is there before the module asks for it. Its own code asks for one
+    at a time."""
+    layers = [module._modules.get(name) for name in names]
+    if None in layers or torch.compiler.is_compiling() or not all(map(plain_linear, layers)):
+        yield
+        return
+    made = projected(x, *layers)
+    module.__dict__ |= {name: Handed(layer, x, y) for name, layer, y in zip(names, layers, made)}
+    try:
+        yield
+    finally:
+        for name in names:
+            del module.__dict__[name]
