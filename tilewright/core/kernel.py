@@ -155,6 +155,9 @@ class Kernel:
                             " tilewright.warmup(op, ...) with these shapes and dtypes before capturing"
                         )
                     compiled = self.jit.warmup(*ordered, grid=grid, **options)
+                    _ = (
+                        compiled.run
+                    )  # loads the binary, before another thread can find a variant that is loaded in part
                     self.variants[key] = compiled
         return compiled
 
@@ -162,7 +165,7 @@ class Kernel:
         if INTERPRETING:
             return plan.HostLaunch(self.jit, grid, ordered)
         compiled = self.variant(ordered, options, grid, device)
-        launcher = compiled.run  # loads the binary on the current device
+        launcher = compiled.run
         scratch = launcher.global_scratch_size or launcher.profile_scratch_size
         hooks = triton.knobs.runtime.launch_enter_hook, triton.knobs.runtime.launch_exit_hook
         hooked = any(getattr(hook, "calls", hook) for hook in hooks)  # a chain of hooks is true even when it is empty

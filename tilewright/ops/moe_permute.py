@@ -337,7 +337,7 @@ def produce(X, SOURCE, C, D, stride_t, stride_n, p0, p1, row, col, inside, MODE:
 
 def spread(
     x: Tensor, row_map: Tensor, source: Tensor, offsets: Tensor | None, weight: Tensor | None, base: int, early: bool = False
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """x[token] [* weight[row]] at each of its rows, 0 at those of no token. `early`: x was there before the map was made."""
     (T, N), R, slots = x.shape, source.shape[0], row_map.shape[1]
     out = torch.empty((R, N), dtype=x.dtype, device=x.device)
