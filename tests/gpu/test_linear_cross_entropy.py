@@ -75,13 +75,13 @@ def test_sums_and_codes(case, shape):
     for block, z in enumerate(x.split(hopper_logits.BLOCK)):
         rows = slice(block * hopper_logits.BLOCK, block * hopper_logits.BLOCK + len(z))
         m = z.amax(0)
-        assert (top[block] - m).abs().max() < 2e-6 * x.abs().max()
+        assert (top[block] - m).abs().max() < 5e-6 * x.abs().max()
         assert off(total[block], (z - m).exp().sum(0)) < 1e-5 and off(inner[rows, :T], (z - m).exp()) < 3e-3
         assert len(z) == 1 or off(slant[block], (z - m).sum(0)) < 1e-5
         assert ((inner[rows, :T] == 1).sum(0) > 0).all()  # a label that is the top shows no rounding
     counts = (y >= 0) & (y < V)
     right = x[y.clamp(0, V - 1), torch.arange(T, device="cuda")]
-    assert ((own[1:-1] - right)[counts].abs() < 2e-6 * x.abs().max()).all() and (own[1:-1][~counts] == SEVEN).all()
+    assert ((own[1:-1] - right)[counts].abs() < 5e-6 * x.abs().max()).all() and (own[1:-1][~counts] == SEVEN).all()
     around = [codes[0], codes[-1], codes[:, :8], codes[:, 8 + width :], *(s[[0, -1]] for s in sums), own[[0, -1]]]
     assert all((t == SEVEN).all() for t in around)
 
