@@ -80,6 +80,37 @@ def test_a_second_norm_with_a_hook_is_called():
     assert report.calls()["rms_norm"] == 4 and report.calls()["add_rms_norm"] == 1
 
 
+class Wrapper(nn.Module):
+    """As adapters do it: what is wrapped shows through."""
+
+    def __init__(self, wrapped: nn.Module) -> None:
+        super().__init__()
+        self.wrapped = wrapped
+
+    def __getattr__(self, name: str):
+        return getattr(self._modules["wrapped"], name) if name != "wrapped" else super().__getattr__(name)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * self.wrapped(x)
+
+
+def test_a_second_norm_that_was_wrapped_since_is_called():
+    for wrapped, only in ((True, None), (False, None), (False, ["decoder"])):
+        model = build("Llama")
+        layer, (_, plain) = model.model.layers[0], step(model)
+        report = patch(model, only=only)
+        norm = layer.post_attention_layernorm
+        if wrapped:
+            layer.post_attention_layernorm = Wrapper(norm)
+        else:
+            inner = norm.forward
+            norm.forward = lambda x: 2 * inner(x)  # noqa: B023
+        _, grads = step(model)
+        assert report.calls()["add_rms_norm"] == 1
+        found = grads["model.layers.0.mlp.up_proj.weight"], plain["model.layers.0.mlp.up_proj.weight"]
+        assert not torch.allclose(*found, rtol=0.1)
+
+
 def test_a_layer_that_weighs_its_sums_stays_as_it_is():
     config = transformers.GraniteConfig(**SIZES, residual_multiplier=0.5, attention_multiplier=0.3)
     model = transformers.GraniteForCausalLM(config)

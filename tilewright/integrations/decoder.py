@@ -20,9 +20,15 @@ PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 X = "hidden_states"
 
 
-def computing(forward: Callable, eps: str, offset: float, count: Count) -> Callable:
+def known_by(module: nn.Module) -> tuple[type, Any]:
+    """A norm's class and the forward of its own, if it has one: a wrapper or an adapter of it has others, a copy the same."""
+    forward = module.__dict__.get("forward")
+    return type(module), getattr(forward, "__func__", forward)
+
+
+def computing(module: nn.Module, eps: str, offset: float, count: Count) -> Callable:
     """A layer's forward, of the arguments of its own, which but for the first are for attention."""
-    kinds = inspect.Parameter
+    forward, known, kinds = type(module).forward, known_by(module._modules[SECOND]), inspect.Parameter
     taken = [p for p in inspect.signature(forward).parameters.values() if p.kind is kinds.POSITIONAL_OR_KEYWORD][2:]
     names, defaults = [p.name for p in taken], {p.name: p.default for p in taken if p.default is not kinds.empty}
 
@@ -31,8 +37,9 @@ def computing(forward: Callable, eps: str, offset: float, count: Count) -> Calla
         x = getattr(self, FIRST)(hidden_states)
         with handed(attention, x, PROJECTIONS):
             x, *_ = attention(hidden_states=x, **{**defaults, **dict(zip(names, given)), **named})
-        # Asked at each call: hooks come and go, and FSDP gathers weights for it. Under autocast dtypes may differ
-        if unhooked(second) and type(second.weight) in PLAIN and x.dtype == hidden_states.dtype:
+        # Asked at each call: hooks and adapters come and go, and FSDP gathers weights for it. Under autocast dtypes may differ
+        plain = known_by(second) == known and unhooked(second) and type(second.weight) in PLAIN
+        if plain and x.dtype == hidden_states.dtype:
             count("add_rms_norm")
             x, h = add_rms_norm.function(x, hidden_states, second.weight, getattr(second, eps), weight_offset=offset)
         else:
@@ -65,7 +72,7 @@ class Bent(nn.Module):
         return (x.cos(), None) if self.scores else x.cos()
 
 
-def same_layer(module: nn.Module, ours: Callable, scores: bool) -> str | None:
+def same_layer(module: nn.Module, kind: tuple[str, float], scores: bool) -> str | None:
     """Why a layer is not this one, or None: sums around stand-ins, and what attention is told."""
     theirs, second = type(module).forward, module._modules[SECOND]
     draw, width = Source(device_of(module)), second.weight.shape[0]
@@ -86,6 +93,7 @@ def same_layer(module: nn.Module, ours: Callable, scores: bool) -> str | None:
 
         return run
 
+    ours = computing(made, *kind, ignore)
     words = compared(recorded(ours), recorded(theirs), EXACT, made, draw.tokens(4, width))
     if words is None and told[0] != told[1]:
         return "attention is told something else"
@@ -101,9 +109,8 @@ def decoder(name: str, module: nn.Module) -> Found | Skip | None:
     second = norm_of(module._modules[SECOND])
     if not isinstance(second, tuple) or taken[1:2] != [X]:
         return None
-    ours = computing(type(module).forward, *second, ignore)
-    words = [same_layer(module, ours, scores) for scores in (False, True)]
+    words = [same_layer(module, second, scores) for scores in (False, True)]
     if None not in words:
         ran = [w for w in words if not w.startswith(UNRUN)]
         return Skip(f"not x + mlp(norm(x + attention(norm(x)))): {(ran or words)[0]}")
-    return Found("add_rms_norm", lambda count: [bound(module, computing(type(module).forward, *second, count))])
+    return Found("add_rms_norm", lambda count: [bound(module, computing(module, *second, count))])
