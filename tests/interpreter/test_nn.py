@@ -188,3 +188,23 @@ def test_no_number_comes_to_the_host(precision):
     assert all(g is not None for g in found.values())
     with pytest.raises(AssertionError, match="waits"), NoSync():
         found["x"][0, 0].item()
+
+
+@pytest.mark.parametrize("precision", ["input", "fp8"])
+@pytest.mark.parametrize("routing", [ROUTING[:3], None], ids=["mixture", "dense"])
+def test_one_plan_each_way(precision, routing):
+    """With other data than it was recorded with, in the memory of a call that is over."""
+    values = drawn(
+        routing, hidden=128, ffn=128, experts=1 if routing is None else 3, precision=precision, keep="product"
+    )
+    other = {**values, "x": values["x"].flip(0), "down": -2 * values["down"]}
+    for plans in (op.plans, op.backward_plans, op.hopeless):
+        plans.clear()
+    with tw.force("triton"):
+        outcome(values)
+        assert len(op.plans) == len(op.backward_plans) == 1 and not op.hopeless
+        replayed = outcome(other)
+        assert len(op.plans) == len(op.backward_plans) == 1
+        for plans in (op.plans, op.backward_plans):
+            plans.clear()
+        assert all(torch.equal(t, replayed[n]) for n, t in outcome(other).items())

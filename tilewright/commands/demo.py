@@ -46,6 +46,7 @@ def demo(
     import torch
 
     from ..core.target import INTERPRETING
+    from ..core.tensor import name_of
     from ..demo import model, picture, train
 
     on_gpu = torch.cuda.is_available() and not INTERPRETING
@@ -68,7 +69,7 @@ def demo(
 
             runs.append(train.train(name, setting, steps=steps, seed=seed, device=device, done=done))
     where = torch.cuda.get_device_name(device) if on_gpu else "CPU"
-    picture.draw(runs, [*limits.values()], f"{where}, {setting.dtype}".replace("torch.", ""), out)
+    picture.draw(runs, [*limits.values()], f"{where}, {name_of(setting.dtype)}", out)
     if on_gpu:
         compiled = sorted(name for name, kernel in train.kernels().items() if kernel.variants)
         notes.append(f"kernels compiled and run: {', '.join(compiled)}")
@@ -78,7 +79,7 @@ def demo(
     }
     found = {
         "device": where,
-        "dtype": str(setting.dtype).removeprefix("torch."),
+        "dtype": name_of(setting.dtype),
         "steps": steps,
         "seed": seed,
         "runs": [dataclasses.asdict(run) for run in runs],

@@ -20,14 +20,15 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 aten = torch.ops.aten
 ALLOCATES = {
-    aten.empty.memory_format: False,  # whether the memory is zeroed
-    aten.empty_strided.default: False,
-    aten.empty_like.default: False,
-    aten.new_empty.default: False,
-    aten.new_empty_strided.default: False,
-    aten.zeros.default: True,
-    aten.zeros_like.default: True,
-    aten.new_zeros.default: True,
+    aten.empty.memory_format: None,  # what the memory is filled with
+    aten.empty_strided.default: None,
+    aten.empty_like.default: None,
+    aten.new_empty.default: None,
+    aten.new_empty_strided.default: None,
+    aten.zeros.default: 0,
+    aten.zeros_like.default: 0,
+    aten.new_zeros.default: 0,
+    aten.full.default: ...,  # its second argument, which is a number of the host's
 }
 _raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 _guards = getattr(getattr(torch._C, "_dynamo", None), "guards", None)  # C++ that torch.compile's own code calls
@@ -156,7 +157,7 @@ class Recorder(TorchDispatchMode):
         self.compile_only, self.watch = compile_only, watch
         self.inputs = len(inputs)
         self.slots: list[Tensor] = list(inputs)
-        self.allocations: list[tuple[Place, bool]] = []
+        self.allocations: list[tuple[Place, float | None]] = []
         self.launches: list[tuple[Any, list[tuple[int, Place]]]] = []
         self.before: list[int] = []  # of each launch: how many allocations there were
         self.foreign: str | None = None if watch else "nobody watched"
@@ -187,7 +188,8 @@ class Recorder(TorchDispatchMode):
         if func in ALLOCATES:
             self.slots.append(out)
             self._know(out, len(self.slots) - 1)
-            self.allocations.append((self._places[id(out)][1], ALLOCATES[func]))
+            fill = ALLOCATES[func]
+            self.allocations.append((self._places[id(out)][1], args[1] if fill is ... else fill))
         elif func.is_view and isinstance(out, Tensor) and id(args[0]) in self._places:
             self._know(out, self._places[id(args[0])][1].slot)
         else:
@@ -227,7 +229,7 @@ class Plan:
     """A recorded run. Calling it with a later call's tensors and their addresses gives the flat results."""
 
     def __init__(self, recorder: Recorder, results: list[Place | None]) -> None:
-        self._allocate = [_allocator(recorder, place, zero) for place, zero in recorder.allocations]
+        self._allocate = [_allocator(recorder, place, fill) for place, fill in recorder.allocations]
         self._launch = [launch.bind(places) for launch, places in recorder.launches]
         self._stages = self._in_stages(recorder, {p.slot for p in results if p is not None})
         # A result that is a whole allocation (or argument) is handed out as it is; a view of one is taken anew.
@@ -307,12 +309,14 @@ class Plan:
         return simple
 
 
-def _allocator(recorder: Recorder, place: Place, zero: bool) -> Callable[[], Tensor]:
+def _allocator(recorder: Recorder, place: Place, fill: float | None) -> Callable[[], Tensor]:
     """A function that makes an allocation again."""
     device = recorder.slots[place.slot].device
     shape, stride, dtype = tuple(place.shape), place.stride, place.dtype
-    if zero:
+    if fill == 0:
         return lambda: torch.zeros(shape, dtype=dtype, device=device)
+    if fill is not None:
+        return lambda: torch.full(shape, fill, dtype=dtype, device=device)
     # What Inductor's code calls: past the dispatcher, at a third of the cost of torch.empty
     fast = getattr(_guards, "_empty_strided_cuda", None)
     if fast is not None and device.type == "cuda":

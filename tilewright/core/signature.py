@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from .format import Format, Quantized
+from .tensor import name_of
 
 DTYPES = {
     "float": (torch.bfloat16, torch.float16, torch.float32, torch.float64),
@@ -291,7 +292,7 @@ class Signature:
         else:
             allowed = (getattr(torch, wanted),)
         if allowed is not None and value.dtype not in allowed:
-            words = " or ".join(str(d).removeprefix("torch.") for d in allowed)
+            words = " or ".join(name_of(d) for d in allowed)
             raise TypeError(f"{self.op}: {p.name} must be {words}, got {str(value.dtype).removeprefix('torch.')}")
 
     def _shape(self, p: Parameter, value: Tensor, dims: dict, leading: tuple | None) -> tuple | None:

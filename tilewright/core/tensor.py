@@ -21,6 +21,11 @@ def power_of_two(n: int) -> int:
     return 1 << max(0, n - 1).bit_length()
 
 
+def name_of(dtype: torch.dtype) -> str:
+    """As options and errors have it: "bfloat16"."""
+    return str(dtype).removeprefix("torch.")
+
+
 def rows(x: Tensor) -> Tensor:
     """x as [rows, last dimension]: a view where the leading dimensions can be merged, else a copy."""
     return x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])

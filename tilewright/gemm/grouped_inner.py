@@ -18,7 +18,7 @@ from ..core.debug import check_ends
 from ..core.draw import Draw
 from ..core.kernel import kernel
 from ..core.op import Op, Triton, single, upcast
-from ..core.tensor import cdiv, pieces, power_of_two
+from ..core.tensor import cdiv, name_of, pieces, power_of_two
 from ..device.products import multiply, multiply_codes, multiply_scaled
 from . import hopper_grouped_inner, hopper_inner
 from .operands import DTYPES, Out
@@ -254,7 +254,7 @@ def check_tokens(op: str, a: Tensor) -> None:
 
 def check_out(op: str, dtype: torch.dtype, out: Tensor | None) -> None:
     if out is not None and out.dtype != dtype:
-        words = [str(d).removeprefix("torch.") for d in (dtype, out.dtype)]
+        words = [name_of(d) for d in (dtype, out.dtype)]
         raise TypeError(f"{op}: out must be {words[0]}, as the result is, got {words[1]}")
 
 

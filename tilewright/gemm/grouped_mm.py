@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..core.format import Format, Quantized, pack, unpack
-from ..core.tensor import cdiv
+from ..core.tensor import cdiv, name_of
 from ..ops.quantize import quantize
 from .grouped_inner import grouped_mm_inner, grouped_mm_inner_fp8
 from .grouped_masked import grouped_mm_masked
@@ -308,7 +308,7 @@ def masked(
 
 def word(dtype: torch.dtype) -> str:
     """The name of a result's dtype as ops take it."""
-    name = str(dtype).removeprefix("torch.")
+    name = name_of(dtype)
     if name not in DTYPES and dtype != torch.float64:
         raise TypeError(f"{OP}: out_dtype must be one of {', '.join(DTYPES)}, got {name}")
     return name

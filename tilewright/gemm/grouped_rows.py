@@ -17,7 +17,7 @@ from ..core.draw import Draw
 from ..core.kernel import kernel
 from ..core.op import Op, Triton, single, upcast
 from ..core.target import Target
-from ..core.tensor import cdiv, pieces, power_of_two
+from ..core.tensor import cdiv, name_of, pieces, power_of_two
 from ..device.epilogue import columns_of, store_finished
 from ..device.products import multiply, multiply_scaled
 from . import hopper_grouped, hopper_rows
@@ -226,7 +226,7 @@ def backward(saved: SimpleNamespace, dy: Tensor) -> tuple:
     a, b, offsets = saved.a, saved.b, saved.offsets
 
     def product(op: Op, first: Tensor, second: Tensor, like: Tensor) -> Tensor:
-        dtype = str(like.dtype).removeprefix("torch.")
+        dtype = name_of(like.dtype)
         return op.run(op.signature.bind((first, second, offsets), {"out_dtype": dtype}))
 
     da = product(grouped_mm_rows, dy, b.transpose(1, 2), a) if "a" in saved.needs else None

@@ -21,7 +21,7 @@ from ..core.draw import Draw
 from ..core.kernel import kernel
 from ..core.op import Op, Triton, single, upcast
 from ..core.target import Target
-from ..core.tensor import cdiv, pieces, power_of_two, rows
+from ..core.tensor import cdiv, name_of, pieces, power_of_two, rows
 from ..device.products import add_product, widen_codes
 from . import library
 from .tiles import BAND, codes, tile_of
@@ -259,7 +259,7 @@ def backward_by_library(saved: SimpleNamespace, dy: Tensor) -> tuple[Tensor | No
 
 
 def check(a, b, *, acc_dtype, out_dtype, out, **_) -> None:
-    name = {t: str(t.dtype).removeprefix("torch.") for t in (a, b)}
+    name = {t: name_of(t.dtype) for t in (a, b)}
     for which, t in (("a", a), ("b", b)):
         if t.dtype not in (*FLOATS, *FP8, torch.int8):
             raise TypeError(f"matmul: {which} must be a float of 16, 32 or 64 bits, FP8 or int8, got {name[t]}")

@@ -17,7 +17,7 @@ from ..core.draw import Draw
 from ..core.format import Format, Quantized, store
 from ..core.op import Op, Triton
 from ..core.target import Target
-from ..core.tensor import cdiv
+from ..core.tensor import cdiv, name_of
 from . import hopper_dense, hopper_inner, hopper_int4, hopper_plain, hopper_small, library, portable, small
 from .operands import BLOCKS, DTYPES, FLOATS, SCALES, Out, Recipe, inner_of, kind_of, operand, scale_shape, values
 
@@ -242,7 +242,7 @@ def scaled_mm(
     "auto" is the reference, and a name needs the interpreter.
     """
     first, second = operand("scaled_mm", "a", a, scale_a, recipe_a), operand("scaled_mm", "b", b, scale_b, recipe_b)
-    name = str(out_dtype).removeprefix("torch.")
+    name = name_of(out_dtype)
     return product.function(
         first.codes, second.codes.t(), first.scale, second.scale, first.recipe, second.recipe, shared_a=first.shared,
         shared_b=second.shared, zero_b=second.zero, bias=bias, act=act, c=c, beta=beta, out_dtype=name,

@@ -23,7 +23,7 @@ from ..core.draw import Draw
 from ..core.format import Quantized
 from ..core.op import Op, Triton, single, upcast
 from ..core.signature import above, at_least
-from ..core.tensor import cdiv
+from ..core.tensor import cdiv, name_of
 from ..formats.fp8 import fp8
 from ..formats.tiles import store_tiles
 from ..gemm.grouped_inner import grouped_mm_inner, grouped_mm_inner_fp8
@@ -156,7 +156,7 @@ class Plain:
     def __init__(self, a: SimpleNamespace, route: tuple[Tensor, ...] | None = None) -> None:
         """`route`: where the tokens' rows are, if that is known already."""
         self.a, self.routed = a, a.routing is not None
-        self.dtype = str(a.x.dtype).removeprefix("torch.")
+        self.dtype = name_of(a.x.dtype)
         self.row_map, self.source, self.offsets, self.row_probs = route or (None,) * 4
         if not self.routed:
             self.offsets = torch.full((1,), a.x.shape[0], dtype=torch.int32, device=a.x.device)
@@ -209,7 +209,7 @@ class Plain:
         return run(grouped_mm_rows, a=rows, b=b, offsets=self.offsets)
 
     def weight_gradient(self, dy: Any, rows: Any, name: str) -> Tensor:
-        dtype = str(getattr(self.a, name).dtype).removeprefix("torch.")
+        dtype = name_of(getattr(self.a, name).dtype)
         return run(grouped_mm_inner, a=dy.t(), b=rows, offsets=self.offsets, out_dtype=dtype)
 
     def kept(self, rows: Any, wanted: bool) -> tuple[Tensor, Tensor]:
@@ -256,7 +256,7 @@ class Coded(Plain):
 
     def weight_gradient(self, dy: Quantized, rows: Quantized, name: str) -> Tensor:
         values = {"a": dy.data_t, "scale_a": dy.scale_t, "b": rows.data_t.t(), "scale_b": rows.scale_t}
-        dtype = str(getattr(self.a, name).dtype).removeprefix("torch.")
+        dtype = name_of(getattr(self.a, name).dtype)
         return run(grouped_mm_inner_fp8, **values, offsets=self.offsets, out_dtype=dtype)
 
     def kept(self, rows: Quantized, wanted: bool) -> tuple[Tensor, Tensor]:

@@ -22,7 +22,7 @@ from ..core.draw import Draw
 from ..core.format import Format, Quantized
 from ..core.op import Op, Triton, force, single, upcast
 from ..core.signature import overlapping, self_overlapping
-from ..core.tensor import cdiv, rows
+from ..core.tensor import cdiv, name_of, rows
 from ..formats.fp8 import fp8
 from ..gemm.operands import values
 from ..gemm.scaled_mm import product
@@ -118,10 +118,6 @@ def inputs(draw: Draw) -> dict:
 
 
 # ---- the three products ----------------------------------------------------------------------------------------------
-
-
-def name_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def multiply(

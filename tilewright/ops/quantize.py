@@ -16,7 +16,7 @@ from ..core.debug import check_ends
 from ..core.draw import Draw
 from ..core.format import Format, Quantized, store, unpack
 from ..core.op import Op, Triton
-from ..core.tensor import rows
+from ..core.tensor import name_of, rows
 from ..formats.fp8 import CODES, WAYS, Fp8, fp8
 from ..formats.tiles import load_tile, load_tiles, store_tiles
 
@@ -122,7 +122,7 @@ def inputs_codes(draw: Draw) -> dict:
     q = format.quantize(draw.tensor(tokens, hidden, dtype=torch.float32), draw.dtype, offsets)
     way = draw.option("way", "row", "col")
     codes, scale = (q.data, q.scale) if way == "row" else (q.data_t, q.scale_t)
-    dtype = str(draw.dtype).removeprefix("torch.")
+    dtype = name_of(draw.dtype)
     codes, scale = codes.view(torch.uint8), two_dimensional(scale)
     return {"codes": codes, "scale": scale, "format": format.key, "way": way, "dtype": dtype, "offsets": offsets}
 
@@ -172,7 +172,7 @@ def dequantize(q: Quantized, dtype: torch.dtype | None = None) -> Tensor:
     way = "row" if q.data is not None else "col"
     carrier, tensors = unpack(q, dtype)
     codes = rows(tensors[0]).view(torch.uint8)
-    name = str(carrier.dtype).removeprefix("torch.")
+    name = name_of(carrier.dtype)
     y = dequantize_codes.function(codes, two_dimensional(tensors[1]), q.key, way, name, offsets=q.offsets)
     y = y.reshape(q.shape)
     return _Through.apply(carrier, y) if torch.is_grad_enabled() and carrier.requires_grad else y
