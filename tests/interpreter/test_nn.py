@@ -191,11 +191,11 @@ def test_no_number_comes_to_the_host(precision):
 
 
 @pytest.mark.parametrize("precision", ["input", "fp8"])
-@pytest.mark.parametrize("routing", [ROUTING[:3], None], ids=["mixture", "dense"])
+@pytest.mark.parametrize("routing", [[[0], [1], [0]], None], ids=["mixture", "dense"])
 def test_one_plan_each_way(precision, routing):
     """With other data than it was recorded with, in the memory of a call that is over."""
     values = drawn(
-        routing, hidden=128, ffn=128, experts=1 if routing is None else 3, precision=precision, keep="product"
+        routing, hidden=128, ffn=128, experts=1 if routing is None else 2, precision=precision, keep="product"
     )
     other = {**values, "x": values["x"].flip(0), "down": -2 * values["down"]}
     for plans in (op.plans, op.backward_plans, op.hopeless):
