@@ -8,6 +8,7 @@ import transformers
 from torch import nn
 
 from tests.transformer_models import FP32, SIZES, build, error, step
+from tilewright.integrations import projections
 from tilewright.integrations.huggingface import patch
 from tilewright.integrations.projections import handed, projected
 
@@ -68,6 +69,20 @@ def test_results_are_handed_for_one_input_and_one_call():
     assert not {"q_proj", "k_proj"} & {*attention.__dict__}
     with handed(attention, x, ("q_proj", "v_proj")):
         assert not {"q_proj", "v_proj"} & {*attention.__dict__}
+
+
+def test_attention_that_projects_something_else_is_handed_nothing_again(monkeypatch):
+    model, ahead = build("Llama", num_hidden_layers=1), []
+    attention = model.model.layers[0].self_attn
+    forward = type(attention).forward
+    attention.forward = lambda hidden_states, **named: forward(attention, hidden_states.clone(), **named)
+    _, grads = step(model)
+    patch(model, only=["decoder"])
+    original = projections.projected
+    monkeypatch.setattr(projections, "projected", lambda *given: ahead.append(1) or original(*given))
+    for _ in range(3):
+        assert error(step(model)[1], grads) < FP32
+    assert ahead == [1]
 
 
 def test_a_second_norm_with_a_hook_is_called():

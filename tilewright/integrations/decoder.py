@@ -32,11 +32,16 @@ def computing(module: nn.Module, eps: str, offset: float, count: Count) -> Calla
     taken = [p for p in inspect.signature(forward).parameters.values() if p.kind is kinds.POSITIONAL_OR_KEYWORD][2:]
     names, defaults = [p.name for p in taken], {p.name: p.default for p in taken if p.default is not kinds.empty}
 
+    ahead = PROJECTIONS
+
     def layer(self: nn.Module, hidden_states: Tensor, *given: Any, **named: Any) -> Tensor:
+        nonlocal ahead
         attention, second = getattr(self, ATTENTION), getattr(self, SECOND)
         x = getattr(self, FIRST)(hidden_states)
-        with handed(attention, x, PROJECTIONS):
+        with handed(attention, x, ahead) as made:
             x, *_ = attention(hidden_states=x, **{**defaults, **dict(zip(names, given)), **named})
+        if not all(one.taken for one in made):
+            ahead = ()  # it projects something else than x, and what was made for it was for nothing
         # Asked at each call: hooks and adapters come and go, and FSDP gathers weights for it. Under autocast dtypes may differ
         plain = known_by(second) == known and unhooked(second) and type(second.weight) in PLAIN
         if plain and x.dtype == hidden_states.dtype:

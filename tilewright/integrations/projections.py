@@ -79,27 +79,30 @@ class Handed:
     """Stands for a layer whose result for one input is there already."""
 
     def __init__(self, layer: nn.Module, x: Tensor, y: Tensor) -> None:
-        self.layer, self.x, self.y = layer, x, y
+        self.layer, self.x, self.y, self.taken = layer, x, y, False
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self.y if x is self.x else self.layer(x)
+        if x is not self.x:
+            return self.layer(x)
+        self.taken = True
+        return self.y
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.layer, name)
 
 
 @contextlib.contextmanager
-def handed(module: nn.Module, x: Tensor, names: tuple[str, ...]) -> Iterator[None]:
+def handed(module: nn.Module, x: Tensor, names: tuple[str, ...]) -> Iterator[list[Handed]]:
     """While it lasts, what these layers of a module give for x is there before the module asks for it. Its own code asks for one
     at a time."""
     layers = [module._modules.get(name) for name in names]
-    if None in layers or torch.compiler.is_compiling() or not all(map(plain_linear, layers)):
-        yield
+    if not layers or None in layers or torch.compiler.is_compiling() or not all(map(plain_linear, layers)):
+        yield []
         return
-    made = projected(x, *layers)
-    module.__dict__ |= {name: Handed(layer, x, y) for name, layer, y in zip(names, layers, made)}
+    made = [Handed(layer, x, y) for layer, y in zip(layers, projected(x, *layers))]
+    module.__dict__ |= dict(zip(names, made))
     try:
-        yield
+        yield made
     finally:
         for name in names:
             del module.__dict__[name]
