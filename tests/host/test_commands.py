@@ -49,6 +49,7 @@ def test_without_a_gpu_it_is_one_line(words):
         (["warmup", "cross_entropy", "--format", "fp8:e4m3:1x128:both:pow2:te"], "out_format"),
         (["warmup", "glu", "--dim", "hidden=x"], "tokens=8192"),
         (["warmup", "glu", "--dim", "=4"], "tokens=8192"),
+        (["warmup", "glu", "--dim", "heads=4"], "glu has no dimension heads; it has experts, hidden, tokens"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else value,
 )

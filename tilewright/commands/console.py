@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -69,6 +69,12 @@ def dimensions(texts: list[str] | None) -> dict[str, int]:
             fail(f"--dim {text} is not of the form tokens=8192")
         dims[name] = int(value)
     return dims
+
+
+def expect(op: str, what: str, given: Set[str], known: Set[str]) -> None:
+    unknown = sorted(given - known)
+    if unknown:
+        fail(f"{op} has no {what} {unknown[0]}; it has {', '.join(sorted(known))}")
 
 
 class Bar:

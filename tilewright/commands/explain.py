@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Set
 from types import SimpleNamespace
 from typing import Annotated, Any
 
 import typer
 
-from .console import Json, dimensions, fail, find, show
+from .console import Json, dimensions, expect, fail, find, show
 
 
 def explain(
@@ -44,8 +43,8 @@ def explain(
     try:
         source = Blank(op, dims, {**dimensions(dim), **options}, full=full)
         given = {**op.inputs(source), **{n: v for n, v in options.items() if n in op.signature.scalars}}
-        _expect(name, "dimension", dimensions(dim).keys() - source.choices.keys(), {*dims_of(op)})
-        _expect(name, "option", options.keys(), {*source.choices, *source.optional, *op.signature.scalars})
+        expect(name, "dimension", dimensions(dim).keys() - source.choices.keys(), {*dims_of(op)})
+        expect(name, "option", options.keys(), {*source.choices, *source.optional, *op.signature.scalars})
         if format:
             given["out_format"] = Format.parse(format)
         forward, backward = passes(op, Call(given), TARGETS[arch])
@@ -82,12 +81,6 @@ def _options(texts: list[str] | None) -> dict[str, Any]:
             fail(f"--option {text} is not of the form pair=fp8_block")
         found[name] = words.get(value.lower(), int(value) if value.isdigit() else value)
     return found
-
-
-def _expect(op: str, what: str, given: Set[str], known: Set[str]) -> None:
-    unknown = sorted(given - known)
-    if unknown:
-        raise ValueError(f"{op} has no {what} {unknown[0]}; it has {', '.join(sorted(known))}")
 
 
 def _products(op: Any, values: dict[str, Any], target: Any) -> dict[str, Any]:

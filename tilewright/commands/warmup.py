@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from .console import Json, dimensions, fail, find, show
+from .console import Json, dimensions, expect, fail, find, show
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
@@ -27,12 +27,15 @@ def warmup(
 
     import tilewright as tw
 
+    from ..check.cases import dims_of
+
     op = find(name)
     if dtype not in DTYPES:
         fail(f"--dtype {dtype} is not one of {', '.join(DTYPES)}")
     if format and "out_format" not in op.signature.names:
         fail(f"{name} has no out_format")
     dims = dimensions(dim)
+    expect(name, "dimension", dims.keys(), {*dims_of(op)})
     if not torch.cuda.is_available():
         fail(
             "warmup compiles for the GPU that is here, and there is none; `tilewright compile --arch sm_90` needs none"
