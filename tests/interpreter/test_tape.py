@@ -18,6 +18,7 @@ from tests.interpreter.toy import launch, pair, toys
 from tilewright.check.oracle import same_bits
 from tilewright.core import op as op_module
 from tilewright.core import register
+from tilewright.core.call import Key
 from tilewright.core.op import Op
 from tilewright.core.target import TARGETS, pretend
 
@@ -219,3 +220,11 @@ def test_plans_of_calls_with_gradients_are_bounded_and_hold_no_tensor(learning, 
     del x, y
     gc.collect()
     assert [ref() for ref in watched] == [None] * 2
+
+
+def test_what_has_no_memory_is_part_of_no_key():
+    """A view of a meta tensor says that it has an address, and is on the device -1, as one of a CPU is."""
+    room = torch.empty(9, 24, device="meta")
+    for t in (room, room[:, 2:], room.to(torch.bfloat16)[1:]):
+        assert not Key().add([t])
+    assert Key().add([torch.empty(9, 24)[:, 2:], torch.empty(0), None, 1.0])

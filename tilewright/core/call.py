@@ -59,11 +59,9 @@ class Key:
                 value = value.tensor
                 if value is None:
                     continue
-            if value.layout is not STRIDED or value.is_neg():
-                return False  # there is no address, or other numbers lie there
+            if value.layout is not STRIDED or value.is_neg() or value.is_meta:
+                return False  # there is no address (a view of a meta tensor has one, of nothing), or other numbers lie there
             address = value.data_ptr()
-            if not address and value.is_meta:
-                return False
             order = value.is_contiguous() or value.stride()
             parts += value.shape, value.dtype, value.get_device(), not address & 15, order
             slots.append(value)
