@@ -14,6 +14,7 @@ from torch import Tensor
 
 import tilewright as tw
 from tests.interpreter.toy import launch, pair, plain, toys
+from tilewright.check.memory import guarded_allocations
 from tilewright.check.oracle import same_bits
 from tilewright.core import op as op_module
 from tilewright.core import plan as plan_module
@@ -354,3 +355,15 @@ def test_threads(declare):
     for thread in threads:
         thread.join()
     assert not wrong
+
+
+def test_guarded_memory_is_no_part_of_a_plan():
+    """A plan of such a run would give out what has a shape alone."""
+    x, op = torch.randn(3, 5), tw.catalogue()["rms_norm"]
+    op.plans.clear()
+    with tw.force("triton"):
+        with guarded_allocations(0xFF):
+            tw.rms_norm(x)
+        assert not op.plans
+        tw.rms_norm(x)
+        assert len(op.plans) == 1

@@ -185,7 +185,7 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if func in ALLOCATES:
+        if func in ALLOCATES and not out.is_meta:  # what only has a shape is no step of a run
             self.slots.append(out)
             self._know(out, len(self.slots) - 1)
             fill = ALLOCATES[func]
