@@ -72,9 +72,10 @@ def dimensions(texts: list[str] | None) -> dict[str, int]:
 
 
 def expect(op: str, what: str, given: Set[str], known: Set[str]) -> None:
+    """Raise `ValueError` for a name that an op does not know."""
     unknown = sorted(given - known)
     if unknown:
-        fail(f"{op} has no {what} {unknown[0]}; it has {', '.join(sorted(known))}")
+        raise ValueError(f"{op} has no {what} {unknown[0]}; it has {', '.join(sorted(known))}")
 
 
 class Bar:

@@ -35,7 +35,10 @@ def warmup(
     if format and "out_format" not in op.signature.names:
         fail(f"{name} has no out_format")
     dims = dimensions(dim)
-    expect(name, "dimension", dims.keys(), {*dims_of(op)})
+    try:
+        expect(name, "dimension", dims.keys(), {*dims_of(op)})
+    except ValueError as error:
+        fail(str(error))
     if not torch.cuda.is_available():
         fail(
             "warmup compiles for the GPU that is here, and there is none; `tilewright compile --arch sm_90` needs none"
