@@ -137,7 +137,7 @@ def test_a_layer_that_weighs_its_sums_stays_as_it_is():
 
 
 def test_projections_of_attention_are_made_together(monkeypatch):
-    """Seen by their gradients: x of each layer has three products added to one, and one of a gated layer."""
+    """Seen by their gradients: to the first product of each attention two are added, to that of each gated layer one."""
     model, added = build("Llama", mlp_bias=False), []
     original = torch.Tensor.addmm_
     monkeypatch.setattr(torch.Tensor, "addmm_", lambda *given: added.append(1) or original(*given))

@@ -31,7 +31,6 @@ def computing(module: nn.Module, eps: str, offset: float, count: Count) -> Calla
     forward, known, kinds = type(module).forward, known_by(module._modules[SECOND]), inspect.Parameter
     taken = [p for p in inspect.signature(forward).parameters.values() if p.kind is kinds.POSITIONAL_OR_KEYWORD][2:]
     names, defaults = [p.name for p in taken], {p.name: p.default for p in taken if p.default is not kinds.empty}
-
     ahead = PROJECTIONS
 
     def layer(self: nn.Module, hidden_states: Tensor, *given: Any, **named: Any) -> Tensor:

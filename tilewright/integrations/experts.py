@@ -60,9 +60,8 @@ def fed_forward(self: nn.Module, x: Tensor, chosen: Tensor, probs: Tensor) -> Te
     given: dict[str, Any] = {"keep": "product" if torch.is_grad_enabled() else "input"}
     if isinstance(self, KeepsCodes):
         given["precision"] = "fp8"
-        probs = (
-            probs.float()
-        )  # as the products' tiles take them: a cast within the op would keep it from being one plan
+        # As the products' tiles take them: a cast within the op would keep it from being one plan
+        probs = probs.float()
         for name, weight in (("gate_up", gate_up), ("down", down)):
             # What autocast makes anew in each call has no codes to keep
             if weight.dtype == getattr(self, f"{name}_proj").dtype:
