@@ -10,7 +10,7 @@ from torch import nn
 from tests.transformer_models import FP32, SIZES, build, error, step
 from tilewright.integrations import projections
 from tilewright.integrations.huggingface import patch
-from tilewright.integrations.projections import handed, projected
+from tilewright.integrations.projections import joined, projected
 
 
 def layers(count: int, bias: bool) -> list[nn.Linear]:
@@ -49,40 +49,43 @@ class Attention(nn.Module):
         super().__init__()
         self.q_proj, self.k_proj = layers(2, False)
 
-    def forward(self, x: torch.Tensor, fails: bool = False) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, other: torch.Tensor | None = None, fails: bool = False) -> torch.Tensor:
         assert self.q_proj.weight.shape == (3, 8)
         if fails:
             raise RuntimeError("on purpose")
-        return self.q_proj(x).sum() + self.k_proj(x + 1).sum()
+        return self.q_proj(x).sum() + self.k_proj(x if other is None else other).sum()
 
 
-def test_results_are_handed_for_one_input_and_one_call():
-    attention, x = Attention(), torch.randn(5, 8, requires_grad=True)
-    expected = attention(x)
-    with handed(attention, x, ("q_proj", "k_proj")):
-        handle = attention._modules["q_proj"].weight
-        attention._modules["q_proj"].weight = nn.Parameter(torch.zeros_like(handle))  # q is there already, k is not
-        assert torch.allclose(attention(x), expected)
-    assert not {"q_proj", "k_proj"} & {*attention.__dict__}
-    with pytest.raises(RuntimeError, match="on purpose"), handed(attention, x, ("q_proj", "k_proj")):
+def test_layers_are_joined_for_one_call(monkeypatch):
+    attention, x, made = Attention(), torch.randn(5, 8, requires_grad=True), []
+    names, original = ("q_proj", "k_proj"), projections.projected
+    monkeypatch.setattr(projections, "projected", lambda *given: made.append(1) or original(*given))
+    for other, count in ((None, 1), (x + 1, 2)):  # of different inputs all are made, and the right one taken
+        made.clear()
+        expected = attention(x, other)
+        with joined(attention, names):
+            assert torch.equal(attention(x, other), expected) and len(made) == count
+        assert not {*names} & {*attention.__dict__}
+    with pytest.raises(RuntimeError, match="on purpose"), joined(attention, names):
         attention(x, fails=True)
-    assert not {"q_proj", "k_proj"} & {*attention.__dict__}
-    with handed(attention, x, ("q_proj", "v_proj")):
+    assert not {*names} & {*attention.__dict__}
+    with joined(attention, ("q_proj", "v_proj")):
         assert not {"q_proj", "v_proj"} & {*attention.__dict__}
 
 
-def test_attention_that_projects_something_else_is_handed_nothing_again(monkeypatch):
-    model, ahead = build("Llama", num_hidden_layers=1), []
+def test_attention_that_projects_a_copy_under_checkpoints(monkeypatch):
+    model, made = build("Llama", num_hidden_layers=1), []
     attention = model.model.layers[0].self_attn
     forward = type(attention).forward
     attention.forward = lambda hidden_states, **named: forward(attention, hidden_states.clone(), **named)
     _, grads = step(model)
     patch(model, only=["decoder"])
+    model.gradient_checkpointing_enable()
     original = projections.projected
-    monkeypatch.setattr(projections, "projected", lambda *given: ahead.append(1) or original(*given))
-    for _ in range(3):
+    monkeypatch.setattr(projections, "projected", lambda *given: made.append(1) or original(*given))
+    for _ in range(2):
         assert error(step(model)[1], grads) < FP32
-    assert ahead == [1]
+    assert len(made) == 2 * 2  # each again in the backward
 
 
 def test_a_second_norm_with_a_hook_is_called():

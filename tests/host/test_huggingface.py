@@ -282,7 +282,8 @@ def test_experts_in_fp8():
     experts = model.model.layers[0].mlp.experts
     after, again = step(model)
     assert report.calls() == {"moe_feed_forward(fp8)": 1}
-    assert torch.allclose(after.loss, before.loss, rtol=FP32) and error(again, grads) < FP32
+    # So wide, the router's gradient is a sum that cancels: transformers' own is 9e-6 off float64's
+    assert torch.allclose(after.loss, before.loss, rtol=FP32) and error(again, grads) < 2e-5
     assert not experts.codes.made  # of weights that learn
     model.requires_grad_(False).zero_grad()
     for _ in range(2):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ..core.call import PLAIN
 from ..ops.rms_norm import add_rms_norm
 from .probe import EXACT, UNRUN, Source, compared, device_of, twin
-from .projections import handed, unhooked
+from .projections import joined, unhooked
 from .roles import Count, Found, Skip, bound, ignore, norm_of
 
 FIRST, ATTENTION, SECOND, MLP = "input_layernorm", "self_attn", "post_attention_layernorm", "mlp"
@@ -31,16 +31,12 @@ def computing(module: nn.Module, eps: str, offset: float, count: Count) -> Calla
     forward, known, kinds = type(module).forward, known_by(module._modules[SECOND]), inspect.Parameter
     taken = [p for p in inspect.signature(forward).parameters.values() if p.kind is kinds.POSITIONAL_OR_KEYWORD][2:]
     names, defaults = [p.name for p in taken], {p.name: p.default for p in taken if p.default is not kinds.empty}
-    ahead = PROJECTIONS
 
     def layer(self: nn.Module, hidden_states: Tensor, *given: Any, **named: Any) -> Tensor:
-        nonlocal ahead
         attention, second = getattr(self, ATTENTION), getattr(self, SECOND)
         x = getattr(self, FIRST)(hidden_states)
-        with handed(attention, x, ahead) as made:
+        with joined(attention, PROJECTIONS):
             x, *_ = attention(hidden_states=x, **{**defaults, **dict(zip(names, given)), **named})
-        if not all(one.taken for one in made):
-            ahead = ()  # it projects something else than x, and what was made for it was for nothing
         # Asked at each call: hooks and adapters come and go, and FSDP gathers weights for it. Under autocast dtypes may differ
         plain = known_by(second) == known and unhooked(second) and type(second.weight) in PLAIN
         if plain and x.dtype == hidden_states.dtype:

@@ -75,34 +75,42 @@ def projected(x: Tensor, *layers: nn.Module) -> tuple[Tensor, ...]:
     return tuple(layer(x) for layer in layers)
 
 
-class Handed:
-    """Stands for a layer whose result for one input is there already."""
+class Together:
+    """Layers that a module asks for one after the other, for the same input: the first that is asked makes the results of all."""
 
-    def __init__(self, layer: nn.Module, x: Tensor, y: Tensor) -> None:
-        self.layer, self.x, self.y, self.taken = layer, x, y, False
+    def __init__(self, layers: dict[str, nn.Module]) -> None:
+        self.layers, self.x, self.made = layers, None, {}
+
+    def ask(self, name: str, x: Tensor) -> Tensor:
+        if x is not self.x:
+            self.x, self.made = x, dict(zip(self.layers, projected(x, *self.layers.values())))
+        return self.made[name]
+
+
+class Member:
+    """Stands for one of them."""
+
+    def __init__(self, name: str, together: Together) -> None:
+        self.name, self.together = name, together
 
     def __call__(self, x: Tensor) -> Tensor:
-        if x is not self.x:
-            return self.layer(x)
-        self.taken = True
-        return self.y
+        return self.together.ask(self.name, x)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.layer, name)
+        return getattr(self.together.layers[self.name], name)
 
 
 @contextlib.contextmanager
-def handed(module: nn.Module, x: Tensor, names: tuple[str, ...]) -> Iterator[list[Handed]]:
-    """While it lasts, what these layers of a module give for x is there before the module asks for it. Its own code asks for one
-    at a time."""
-    layers = [module._modules.get(name) for name in names]
-    if not layers or None in layers or torch.compiler.is_compiling() or not all(map(plain_linear, layers)):
-        yield []
+def joined(module: nn.Module, names: tuple[str, ...]) -> Iterator[None]:
+    """While it lasts, these layers of a module are made together, where its own code asks for one at a time."""
+    layers = {name: module._modules.get(name) for name in names}
+    if None in layers.values() or torch.compiler.is_compiling() or not all(map(plain_linear, layers.values())):
+        yield
         return
-    made = [Handed(layer, x, y) for layer, y in zip(layers, projected(x, *layers))]
-    module.__dict__ |= dict(zip(names, made))
+    together = Together(layers)
+    module.__dict__ |= {name: Member(name, together) for name in names}
     try:
-        yield made
+        yield
     finally:
         for name in names:
             del module.__dict__[name]
