@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from tilewright.check.wide import load
+from tilewright.check.far_apart import load
 from tilewright.core.op import OPS, Op
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -34,9 +34,18 @@ class Mutant(NamedTuple):
 
 
 def edited(text: str, mutant: Mutant, tag: str) -> str:
-    """The file's text with the edit, its ops under other names."""
+    """The file's text with the edit, its ops under other names, its imports absolute, for it will stand in another folder."""
     assert mutant.old in text, f"{mutant.name}: {mutant.file} no longer contains {mutant.old!r}"
     text = text.replace(mutant.old, mutant.new)
+    package = Path(mutant.file).parent.parts
+
+    def absolute(found: re.Match) -> str:
+        return (
+            ".".join(("from " + package[0], *package[1 : len(package) - len(found[1]) + 1], *filter(None, [found[2]])))
+            + " "
+        )
+
+    text = re.sub(r"^from (\.+)([\w.]*) ", absolute, text, flags=re.MULTILINE)
     return re.sub(r'\bOp\(\s*"(\w+)"', rf'Op("{tag}_\1"', text)
 
 
@@ -108,7 +117,7 @@ MUTANTS = [
            "sizes", "d_"),
 ]  # fmt: skip
 
-MANY = "tilewright/ops/multi_tensor.py"
+MANY = "tilewright/ops/optimiser/multi_tensor.py"
 MUTANTS += [
     Mutant("multi_tensor: tail left out", "for at in range(start, stop, LANES):\n            acc",
            "for at in range(start, stop - 1, LANES):\n            acc", "sizes", "out", MANY, "multi_tensor_norm"),
@@ -122,7 +131,10 @@ MUTANTS += [
            "    tl.store(P + tl.program_id(0), total", "guarded_memory", "was written|differ", MANY, "multi_tensor_norm"),
 ]  # fmt: skip
 
-NORM, GLU, LOSS, CODES = (f"tilewright/ops/{name}.py" for name in ("rms_norm", "glu", "cross_entropy", "quantize"))
+NORM, GLU, LOSS, CODES = (
+    f"tilewright/ops/{name}.py"
+    for name in ("norm/rms_norm", "activation/glu", "loss/cross_entropy", "quantise/quantize")
+)
 MUTANTS += [
     Mutant("rms_norm: weight offset dropped", "w += weight_offset", "w += 0.0", "accuracy", "out", NORM, "rms_norm"),
     Mutant("rms_norm: eps dropped", "inv_n + eps)", "inv_n)", "accuracy", "rms_norm.*(out|d_x)", NORM, "rms_norm"),

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from tilewright.check.variants import Variant
-from tilewright.core.aot import Compiled
+from tilewright.toolchain.aot import Compiled
 
 EVERY = os.environ.get("TILEWRIGHT_COMPILE") == "all"
 SAMPLE = 12

@@ -11,8 +11,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from tests.compile import table
-from tilewright.core.aot import Compiled, CompileError, compile_for, fingerprint
 from tilewright.core.target import TARGETS
+from tilewright.toolchain.aot import Compiled, CompileError, compile_for, fingerprint
 
 
 @triton.jit

@@ -40,10 +40,10 @@ from tilewright.check.variants import (
     variant,
     variants,
 )
-from tilewright.core.aot import CompileError
 from tilewright.core.kernel import Kernel
 from tilewright.core.op import Op
 from tilewright.core.target import TARGETS
+from tilewright.toolchain.aot import CompileError
 
 TABLE = Path(__file__).parent / "sm_90.jsonl"
 OTHERS = Path(__file__).parent / "others.jsonl"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tilewright.check.provided import CHECKS
+from tilewright.check.provided.rows import CHECKS
 
 pytestmark = pytest.mark.gpu
 

@@ -11,7 +11,7 @@ from torch import Tensor
 import tilewright as tw
 from tilewright.core.format import Quantized
 from tilewright.core.target import Target
-from tilewright.ops import glu as module
+from tilewright.ops.activation import glu as module
 
 pytestmark = [
     pytest.mark.gpu,

@@ -10,8 +10,8 @@ from torch import Tensor
 
 import tilewright as tw
 from tilewright.core.target import Target
-from tilewright.gemm import hopper_logits
-from tilewright.ops.linear_cross_entropy_tokens import padded
+from tilewright.gemm.hopper import logits as hopper_logits
+from tilewright.ops.loss.linear_cross_entropy_tokens import padded
 
 pytestmark = [
     pytest.mark.gpu,

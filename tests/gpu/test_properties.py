@@ -18,7 +18,6 @@ import tilewright as tw
 from tests.mutants import SUBJECT, Mutant, declared
 from tilewright.check import layouts
 from tilewright.check.cases import SMALL, Net, choices, dims_of, draw, put, row_arguments, tensors
-from tilewright.check.faces import compiled, fakes, refusals, registered
 from tilewright.check.oracle import (
     as_tuple,
     check,
@@ -32,6 +31,7 @@ from tilewright.check.oracle import (
     specified,
 )
 from tilewright.check.properties import VALUES
+from tilewright.check.registration import compiled, fakes, refusals, registered
 from tilewright.core.kernel import Kernel
 from tilewright.core.op import Op
 

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import tilewright as tw
-from tilewright.integrations.checkpointing import policy, save_products
+from tilewright.integrations.pytorch.checkpointing import policy, save_products
 
 WATCHED = ("rms_norm", "glu", "linear_fp8", "moe_feed_forward")
 

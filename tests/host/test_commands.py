@@ -15,9 +15,9 @@ from tilewright.__main__ import app
 from tilewright.bench import tune
 from tilewright.check import guarded, variants
 from tilewright.core import config
-from tilewright.core.aot import CompileError
 from tilewright.core.op import Triton
 from tilewright.core.target import TARGETS, Target
+from tilewright.toolchain.aot import CompileError
 
 OPS = tw.catalogue()
 HERE = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")

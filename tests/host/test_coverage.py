@@ -13,7 +13,8 @@ from typer.testing import CliRunner
 
 import tilewright as tw
 from tilewright.__main__ import app
-from tilewright.check import coverage, provided
+from tilewright.check import coverage
+from tilewright.check.provided import rows as provided
 from tilewright.core.op import Op
 
 LISTS = coverage.everything()

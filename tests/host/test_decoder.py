@@ -8,9 +8,9 @@ import transformers
 from torch import nn
 
 from tests.transformer_models import FP32, SIZES, build, error, step
-from tilewright.integrations import projections
-from tilewright.integrations.huggingface import patch
-from tilewright.integrations.projections import joined, projected
+from tilewright.integrations.huggingface import projections
+from tilewright.integrations.huggingface.patching import patch
+from tilewright.integrations.huggingface.projections import joined, projected
 
 
 def layers(count: int, bias: bool) -> list[nn.Linear]:

@@ -112,7 +112,7 @@ def test_the_source_follows_what_is_launched():
 
 
 def test_the_source_holds_every_function_that_a_kernel_calls():
-    from tilewright.ops import rms_norm
+    from tilewright.ops.norm import rms_norm
 
     texts = list(source.sources(rms_norm.rms_norm_forward.jit))
     assert "def rms_norm_forward" in texts[0] and len(texts) > 1 and len(set(texts)) == len(texts)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 import tilewright as tw
 from tilewright.core.target import TARGETS, pretend
-from tilewright.ops.glu import glu
+from tilewright.ops.activation.glu import glu
 
 FP8 = tw.fp8("1x128", ways="both")
 

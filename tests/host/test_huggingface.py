@@ -16,11 +16,12 @@ pytest.importorskip("transformers", reason="transformers is not installed: pip i
 import transformers
 
 from tests.transformer_models import FAMILIES, FP32, IDS, LABELS, OLD, build, error, roles_of, step, train
-from tilewright.integrations import huggingface, roles
-from tilewright.integrations.experts import experts_forward
-from tilewright.integrations.huggingface import patch, unpatch
-from tilewright.integrations.report import changed
-from tilewright.integrations.roles import TURNS, Fp8Linear, turning
+from tilewright.integrations.huggingface import patching as huggingface
+from tilewright.integrations.huggingface import roles
+from tilewright.integrations.huggingface.experts import experts_forward
+from tilewright.integrations.huggingface.patching import patch, unpatch
+from tilewright.integrations.huggingface.report import changed
+from tilewright.integrations.huggingface.roles import TURNS, Fp8Linear, turning
 
 STEPS = 20
 WIDE = {"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 1}  # whole blocks of FP8

@@ -18,9 +18,9 @@ pytest.importorskip("transformers", reason="transformers is not installed: pip i
 import transformers
 
 from tests.transformer_models import FP32, IDS, LABELS, build, error, step
-from tilewright.integrations import roles
-from tilewright.integrations.huggingface import patch, unpatch
-from tilewright.integrations.report import changed
+from tilewright.integrations.huggingface import roles
+from tilewright.integrations.huggingface.patching import patch, unpatch
+from tilewright.integrations.huggingface.report import changed
 
 
 def without(name: str) -> pytest.MarkDecorator:
@@ -53,7 +53,7 @@ def losses_of(made: transformers.Trainer) -> list[float]:
 @without("accelerate")
 @pytest.mark.parametrize(("family", "steps"), [("Llama", 20), ("Qwen3Moe", 5)])
 def test_a_trainer_goes_the_same_way(family, steps, tmp_path, caplog):
-    from tilewright.integrations.trainer import PatchCallback
+    from tilewright.integrations.huggingface.trainer import PatchCallback
 
     expected = losses_of(trainer(family, tmp_path, steps))
     callback = PatchCallback()
@@ -71,7 +71,7 @@ def test_a_trainer_goes_the_same_way(family, steps, tmp_path, caplog):
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul")
 def test_a_trainer_in_mixed_precision_trains_again(tmp_path, caplog):
     """Accelerate's wrapper stays over the model's forward from the first training on."""
-    from tilewright.integrations.trainer import PatchCallback
+    from tilewright.integrations.huggingface.trainer import PatchCallback
 
     callback = PatchCallback()
     made = trainer("Llama", tmp_path, 2, callbacks=[callback], bf16=True)

@@ -38,7 +38,7 @@ def test_it_adds_less_than_a_second(used):
 def test_it_touches_no_gpu_and_no_driver():
     code = """
 import sys, torch, tilewright as tw
-assert not any(name.startswith("tilewright.") for name in sys.modules), "import is not lazy"
+assert [name for name in sys.modules if name.startswith("tilewright.")] == ["tilewright.names"], "import is not lazy"
 tw.catalogue()
 y = tw.rms_norm(torch.ones(2, 4))
 assert y.shape == (2, 4)

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tilewright.integrations.layers import LAYERS, Here, kernel_mapping
+from tilewright.integrations.huggingface.layers import LAYERS, Here, kernel_mapping
 
 
 class Norm(nn.Module):

@@ -11,7 +11,7 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 import tilewright as tw
-from tilewright.ops.multi_tensor_table import folded
+from tilewright.ops.optimiser.multi_tensor_table import folded
 
 ORDS = (1.0, 2.0, math.inf)
 MIXED = (torch.float32, torch.bfloat16, torch.float16)

@@ -6,7 +6,7 @@ import pytest
 
 import tilewright as tw
 from tilewright.check.cases import Net
-from tilewright.check.faces import FACES
+from tilewright.check.registration import FACES
 
 NET = Net()
 NAMES = sorted(tw.catalogue())

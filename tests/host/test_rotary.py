@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import tilewright as tw
-from tilewright.ops.rope import positions
+from tilewright.ops.rotary.rope import positions
 
 
 def drawn(*shape: int, seed: int = 0) -> Tensor:

@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import tilewright as tw
 from examples import fsdp2
-from tilewright.integrations import sharding
+from tilewright.integrations.pytorch import sharding
 
 R, P = Replicate(), Partial()
 LABELS = torch.tensor([[0, 3, -100], [6, 7, 1], [2, -100, -100]])  # two of three rows on rank 0; 7 is in no vocabulary

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import tilewright as tw
-from tilewright.check.provided import CHECKS
+from tilewright.check.provided.rows import CHECKS
 
 
 @pytest.mark.parametrize(("name", "row"), [(name, row) for name, rows in CHECKS.items() for row in rows])

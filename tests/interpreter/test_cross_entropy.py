@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 import tilewright as tw
 from tilewright.check import memory
-from tilewright.ops import cross_entropy as module
+from tilewright.ops.loss import cross_entropy as module
 
 INF, NAN = math.inf, math.nan
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import tilewright as tw
 from tilewright.check.memory import Gaps, guarded_allocations
-from tilewright.ops import embedding as source
+from tilewright.ops.embedding import embedding as source
 
 KINDS = (torch.float32, torch.bfloat16, torch.float16)
 

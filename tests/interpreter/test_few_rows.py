@@ -8,7 +8,7 @@ import torch
 import tilewright as tw
 from tilewright.check.cases import Net, draw
 from tilewright.core.op import OPS
-from tilewright.gemm import small
+from tilewright.gemm import few
 from tilewright.gemm.scaled_mm import reference
 
 NET = Net(interpreter=True)
@@ -18,20 +18,20 @@ FEW = ("fp8_block", "int8_row", "int4_row", "int4_weight")
 @pytest.mark.parametrize("pair", FEW)
 def test_every_pair_and_parts_of_the_inner_dimension(pair):
     """More blocks than one part has: sums are added up from parts, after which come bias, activation and c."""
-    dims = {"tokens": 5, "hidden": 2 * small.LEAST * 128 + 40}
+    dims = {"tokens": 5, "hidden": 2 * few.LEAST * 128 + 40}
     options = {"pair": pair, "columns": 33, "act": "silu", "beta": 0.5, "c": True, "bias": True, "out_dtype": "float32"}
     values = draw(OPS["scaled_mm"], NET, 1, torch.bfloat16, dims, options).values
     exact = reference(**{**values, "bias": values["bias"].double()})
     with tw.force("triton"):
-        y = small.forward(**values)
-    assert small.splits_for(1, 17, 132) > 1
+        y = few.forward(**values)
+    assert few.splits_for(1, 17, 132) > 1
     assert (y.double() - exact).norm() <= 1e-5 * exact.norm()
 
 
 def test_parts_are_none_empty():
     for tiles in (1, 2, 31, 64, 66, 67, 500):
         for blocks in (0, 1, 7, 8, 15, 16, 17, 63, 64, 100, 1000):
-            parts = small.splits_for(tiles, blocks, 132)
+            parts = few.splits_for(tiles, blocks, 132)
             per = -(-blocks // parts)
             assert parts == 1 or (tiles * parts <= 132 and (parts - 1) * per < blocks)
 

@@ -8,8 +8,8 @@ from torch import Tensor
 
 import tilewright as tw
 from tilewright.check.oracle import check, outcome
-from tilewright.ops.gated_group_norm import gated_group_norm as op
-from tilewright.ops.gated_group_norm import split_columns
+from tilewright.ops.norm.gated_group_norm import gated_group_norm as op
+from tilewright.ops.norm.gated_group_norm import split_columns
 
 
 @pytest.fixture(autouse=True)

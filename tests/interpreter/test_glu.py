@@ -10,7 +10,7 @@ from torch import Tensor
 
 import tilewright as tw
 from tilewright.core.format import Quantized
-from tilewright.ops.glu import ACTIVATIONS, glu, list_blocks, sum_tiles
+from tilewright.ops.activation.glu import ACTIVATIONS, glu, list_blocks, sum_tiles
 
 SMALLEST = 1e-36  # below it sigmoids are 0, not subnormal
 

@@ -13,7 +13,7 @@ from tests import linear_oracle
 from tilewright.check.oracle import check, outcome
 from tilewright.core.op import OPS
 from tilewright.nn.expert_codes import quantize_weight
-from tilewright.ops import glu_linear as module
+from tilewright.ops.activation import glu_linear as module
 
 OP = OPS["glu_linear"]
 

@@ -9,11 +9,11 @@ import torch
 import tilewright as tw
 from tests import integer_oracle as oracle
 from tilewright.core.format import Quantized
-from tilewright.core.interpret import reversed_programs
 from tilewright.formats import integer_tiles
 from tilewright.formats.fp8 import GRANULARITIES
 from tilewright.formats.integers import int4, int8, unpack_nibbles
-from tilewright.ops.quantize import quantize
+from tilewright.ops.quantise.quantize import quantize
+from tilewright.toolchain.interpret import reversed_programs
 
 INT8 = [int8("row"), *(int8(g, ways="both") for g in GRANULARITIES)]
 INT4 = [int4(), int4("1x128"), int4(ways="both"), int4("1x128", zero=True), int4("1x128", zero=True, ways="both")]

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from tests.interpreter.values import BF16, E4M3, E5M2, F16, F32, FLOATS, as_gpu, every_value, round_to, same
-from tilewright.core import emulate, interpret
+from tilewright.toolchain import emulate, interpret
 
 NAMES = interpret.install()
 pytestmark = pytest.mark.smoke

@@ -10,7 +10,7 @@ import triton.language as tl
 from triton.runtime.errors import InterpreterError
 
 from tests.interpreter.values import BF16, E4M3, E5M2, F16, F32, same
-from tilewright.core import interpret
+from tilewright.toolchain import interpret
 
 interpret.install()
 pytestmark = pytest.mark.smoke

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import tilewright as tw
-from tilewright.ops import moe_map
+from tilewright.ops.moe import moe_map
 
 
 @pytest.fixture(autouse=True)

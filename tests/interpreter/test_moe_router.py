@@ -13,7 +13,7 @@ import tilewright as tw
 from tilewright.check.calls import gradients, paths, repeatable
 from tilewright.check.cases import Net
 from tilewright.check.properties import guarded_memory, isolation, leading, special_values, strides
-from tilewright.ops import moe_router
+from tilewright.ops.moe import moe_router
 
 OP = tw.catalogue()["topk_routing"]
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 import tilewright as tw
 from tilewright.core.kernel import collect
-from tilewright.ops import multi_tensor_table
-from tilewright.ops.multi_tensor_table import TILE
+from tilewright.ops.optimiser import multi_tensor_table
+from tilewright.ops.optimiser.multi_tensor_table import TILE
 
 ORDS = (1.0, 2.0, math.inf)
 

@@ -9,11 +9,11 @@ import pytest
 from triton.runtime.errors import InterpreterError
 
 from tests.mutants import MUTANTS, SUBJECT, Mutant, declared
-from tilewright.check import faces, properties
+from tilewright.check import properties, registration
 from tilewright.check.cases import Net
 
 NET = Net(interpreter=True, cases=9)
-PROPS = {p.__name__: p for p in (*properties.VALUES, *faces.FACES)}
+PROPS = {p.__name__: p for p in (*properties.VALUES, *registration.FACES)}
 
 
 def run(prop: str, op, path) -> None:

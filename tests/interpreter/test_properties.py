@@ -8,8 +8,8 @@ import pytest
 
 import tilewright as tw
 from tilewright.check.cases import Net
-from tilewright.check.faces import fakes, refusals
 from tilewright.check.properties import VALUES, accuracy, sizes
+from tilewright.check.registration import fakes, refusals
 
 NET = Net(interpreter=True, cases=int(os.environ.get("TILEWRIGHT_CASES", "7")))  # a GPU draws three times as many
 NAMES = sorted(tw.catalogue())

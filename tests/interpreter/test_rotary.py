@@ -12,8 +12,8 @@ from tilewright.check.oracle import check, outcome
 from tilewright.core.kernel import kernel
 from tilewright.core.tensor import cdiv
 from tilewright.device.rotary import cos_sin
-from tilewright.ops.mla_rope import mla_rope
-from tilewright.ops.qkv_split import qkv_split
+from tilewright.ops.rotary.mla_rope import mla_rope
+from tilewright.ops.rotary.qkv_split import qkv_split
 
 
 @pytest.fixture(autouse=True)

@@ -39,7 +39,7 @@ def repeatable(op: Op, net: Net) -> None:
             for _ in range(2 if net.interpreter else 20):
                 same_outcome(f"{case.label}: again", outcome(op, case.values), first, case.values)
             if net.interpreter:
-                from ..core.interpret import reversed_programs
+                from ..toolchain.interpret import reversed_programs
 
                 with reversed_programs():
                     actual = outcome(op, case.values)

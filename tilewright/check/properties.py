@@ -23,7 +23,8 @@ import tilewright as tw
 
 from ..core import config
 from ..core.op import Op
-from . import layouts, memory, wide
+from . import far_apart as wide
+from . import layouts, memory
 from .calls import gradients, paths, repeatable, repeated_argument
 from .cases import SMALL, Case, Net, choices, dims_of, draw, formats, put, row_arguments, rule_of, tensors
 from .oracle import (

@@ -22,12 +22,12 @@ from triton.runtime.jit import create_function_from_signature
 import tilewright as tw
 
 from ..core import register
-from ..core.aot import Compiled, compile_for, fingerprint, gpu_target
 from ..core.draw import Draw
 from ..core.kernel import Kernel, Wanted, collect
 from ..core.op import Op
 from ..core.signature import Row
 from ..core.target import TARGETS, Target, pretend
+from ..toolchain.aot import Compiled, compile_for, fingerprint, gpu_target
 from . import layouts
 from .cases import dims_of, formats, row_arguments
 

@@ -12,8 +12,8 @@ from typing import Any
 
 def properties(interpreter: bool) -> dict[str, Callable]:
     """By name, the properties that mean something where kernels run."""
-    from .faces import compiled, fakes, refusals, registered
     from .properties import VALUES
+    from .registration import compiled, fakes, refusals, registered
 
     chosen = (*VALUES, refusals, fakes) if interpreter else (*VALUES, refusals, fakes, registered, compiled)
     return {one.__name__: one for one in chosen}

@@ -23,8 +23,8 @@ def compile(
     """Compile what typical calls and their backwards launch: registers, spills, shared memory. Needs no GPU."""
     from .. import catalogue
     from ..check.variants import calls, hot_calls
-    from ..core.aot import CompileError
     from ..core.target import INTERPRETING, TARGETS
+    from ..toolchain.aot import CompileError
 
     ops = [find(name) for name in names] if names else list(catalogue().values())
     if INTERPRETING:

@@ -23,7 +23,7 @@ from . import config, plan
 from .target import INTERPRETING, Target
 
 if INTERPRETING:
-    from . import interpret
+    from ..toolchain import interpret
 
     interpret.install()
 

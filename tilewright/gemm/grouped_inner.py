@@ -20,7 +20,8 @@ from ..core.kernel import kernel
 from ..core.op import Op, Triton, single, upcast
 from ..core.tensor import cdiv, name_of, pieces, power_of_two
 from ..device.products import multiply, multiply_codes, multiply_scaled
-from . import hopper_grouped_inner, hopper_inner
+from .hopper import grouped_inner as hopper_grouped_inner
+from .hopper import wgrad as hopper_wgrad
 from .operands import DTYPES, Out
 from .tiles import ROWS, codes, group_of, group_range, rounded, stages
 
@@ -282,7 +283,7 @@ grouped_mm_inner = Op(
     check=check, flops=flops, over=("c",), bars={"class": "E", "whole": True},
 )  # fmt: skip
 grouped_mm_inner_fp8 = Op(
-    "grouped_mm_inner_fp8", reference_fp8, inputs_fp8, Triton(hopper_inner.forward, None, hopper_inner.fits, "hopper"),
+    "grouped_mm_inner_fp8", reference_fp8, inputs_fp8, Triton(hopper_wgrad.forward, None, hopper_wgrad.fits, "hopper"),
     Triton(forward_fp8, None, single, "portable"),
     where={
         "a": "codes[rows tokens]", "scale_a": "float32[blocks rows]", "b": "codes[tokens columns]",

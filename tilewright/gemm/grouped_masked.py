@@ -19,9 +19,9 @@ from ..core.kernel import kernel
 from ..core.op import Op, Triton, single, upcast
 from ..core.target import Target
 from ..core.tensor import cdiv, power_of_two
-from . import hopper_small
+from .few import COLUMNS, plain, sum_blocks
+from .hopper import few as hopper_few
 from .operands import DTYPES, FLOATS, Out
-from .small import COLUMNS, plain, sum_blocks
 from .tiles import stages
 
 MOST = 64  # rows of a tile
@@ -135,15 +135,15 @@ def fits_hopper(target: Target, a: SimpleNamespace) -> bool:
     """FP8 codes whose inner dimension is contiguous, in rows that begin at multiples of 16 bytes."""
     if not (target.arch == "sm_90" and target.tma and target.gluon) or a.scale_a is None:
         return False
-    if a.a.shape[0] > hopper_small.EXPERTS or 0 in a.a.shape or 0 in a.b.shape:
+    if a.a.shape[0] > hopper_few.EXPERTS or 0 in a.a.shape or 0 in a.b.shape:
         return False
-    return hopper_small.copies_in_bulk(a.a, a.b.transpose(1, 2)) and max(a.a.shape + a.b.shape) < 2**31 - 256
+    return hopper_few.copies_in_bulk(a.a, a.b.transpose(1, 2)) and max(a.a.shape + a.b.shape) < 2**31 - 256
 
 
 def forward_hopper(a, b, counts, scale_a, scale_b, *, out_dtype) -> Tensor:
     check_indices("grouped_mm_masked", "counts", counts, 0, a.shape[1] + 1)
     y = torch.empty(*a.shape[:2], b.shape[2], dtype=DTYPES[out_dtype], device=a.device)
-    hopper_small.multiply_masked(a, b, counts.contiguous(), scale_a, scale_b, y)
+    hopper_few.multiply_masked(a, b, counts.contiguous(), scale_a, scale_b, y)
     return y
 
 

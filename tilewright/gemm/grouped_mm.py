@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..core.format import Format, Quantized, pack, unpack
 from ..core.tensor import cdiv, name_of
-from ..ops.quantize import quantize
+from ..ops.quantise.quantize import quantize
 from .grouped_inner import grouped_mm_inner, grouped_mm_inner_fp8
 from .grouped_masked import grouped_mm_masked
 from .grouped_rows import ended, grouped_mm_rows, grouped_mm_rows_fp8

@@ -18,10 +18,11 @@ from ..core.kernel import kernel
 from ..core.op import Op, Triton, single, upcast
 from ..core.target import Target
 from ..core.tensor import cdiv, name_of, pieces, power_of_two
-from ..device.epilogue import columns_of, store_finished
 from ..device.products import multiply, multiply_scaled
-from . import hopper_grouped, hopper_rows
+from .epilogue import columns_of, store_finished
 from .grouped_inner import grouped_mm_inner
+from .hopper import grouped_rows as hopper
+from .hopper import grouped_rows_fp8 as hopper_fp8
 from .operands import DTYPES, Out
 from .scaled_mm import ACTS, Act
 from .tiles import BAND, ROWS, codes, group_of, stages, tile_entry, tile_list, tile_of
@@ -240,7 +241,7 @@ def bare(target: Target, a: SimpleNamespace) -> bool:
 
 
 def bare_hopper(target: Target, a: SimpleNamespace) -> bool:
-    return bare(target, a) and hopper_grouped.fits(target, a)
+    return bare(target, a) and hopper.fits(target, a)
 
 
 def forward_fp8(a, scale_a, b, scale_b, offsets, *, bias, act, glu, out_dtype) -> Tensor:
@@ -265,11 +266,11 @@ def fits_hopper(target: Target, a: SimpleNamespace) -> bool:
     blocks = cdiv(a.a.shape[1], ROWS), cdiv(a.b.shape[2], ROWS)
     by_block = a.scale_a.shape[0] == blocks[0] and a.scale_b.shape[1:] == blocks[::-1]
     by_row = a.scale_a.shape[0] == 1 and a.scale_b.shape[1:] == (a.b.shape[2], 1)
-    return (by_block or by_row) and a.glu is None and single(target, a) and hopper_rows.fits(target, a)
+    return (by_block or by_row) and a.glu is None and single(target, a) and hopper_fp8.fits(target, a)
 
 
 def forward_hopper(a, scale_a, b, scale_b, offsets, *, bias, act, glu, out_dtype) -> Tensor:
-    return hopper_rows.forward(a, scale_a, b, scale_b, offsets, out_dtype=out_dtype, bias=bias, act=act)
+    return hopper_fp8.forward(a, scale_a, b, scale_b, offsets, out_dtype=out_dtype, bias=bias, act=act)
 
 
 def check(a, b, offsets, *, bias, act, glu, out_dtype) -> None:
@@ -312,8 +313,8 @@ WHERE = {
     "a": "float[tokens inner]", "b": "float[experts inner columns]", "offsets": "int[experts]", "bias": "float[experts columns]",
 }  # fmt: skip
 grouped_mm_rows = Op(
-    "grouped_mm_rows", reference, inputs, Triton(hopper_grouped.forward, backward, bare_hopper, "hopper"),
-    Triton(hopper_grouped.forward, None, hopper_grouped.fits, "hopper_fused"),
+    "grouped_mm_rows", reference, inputs, Triton(hopper.forward, backward, bare_hopper, "hopper"),
+    Triton(hopper.forward, None, hopper.fits, "hopper_fused"),
     Triton(forward, backward, bare, "portable"), Triton(forward, None, single, "portable_fused"), where=WHERE,
     differentiable=("a", "b"), check=check, flops=flops, bars={"class": "E", "gradient": "E", "whole": True},
 )  # fmt: skip

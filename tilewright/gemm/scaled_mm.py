@@ -18,7 +18,12 @@ from ..core.format import Format, Quantized, store
 from ..core.op import Op, Triton
 from ..core.target import Target
 from ..core.tensor import cdiv, name_of
-from . import hopper_dense, hopper_inner, hopper_int4, hopper_plain, hopper_small, library, portable, small
+from . import few, library, portable
+from .hopper import few as hopper_few
+from .hopper import few_int4 as hopper_few_int4
+from .hopper import plain as hopper_plain
+from .hopper import scaled_mm as hopper
+from .hopper import wgrad as hopper_wgrad
 from .operands import BLOCKS, DTYPES, FLOATS, SCALES, Out, Recipe, inner_of, kind_of, operand, scale_shape, values
 
 WORTH = 2**18  # elements
@@ -186,7 +191,7 @@ def flops(a, b, **_) -> int:
     return 2 * a.shape[0] * inner_of(a) * b.shape[1]
 
 
-def few(fits: Callable[[Target, SimpleNamespace], bool]) -> Callable[[Target, SimpleNamespace], bool]:
+def rows_are_few(fits: Callable[[Target, SimpleNamespace], bool]) -> Callable[[Target, SimpleNamespace], bool]:
     """Of few rows, those whose second factor is worth being read by the whole chip."""
     return lambda target, a: a.b.numel() >= WORTH and fits(target, a)
 
@@ -194,12 +199,12 @@ def few(fits: Callable[[Target, SimpleNamespace], bool]) -> Callable[[Target, Si
 product = Op(
     "scaled_mm", reference, inputs,
     Triton(library.forward, None, library.fits, "cublaslt", library=True),
-    Triton(hopper_int4.forward, None, few(hopper_int4.fits), "hopper_few_int4"),
-    Triton(hopper_small.forward, None, few(hopper_small.fits), "hopper_few"),
-    Triton(small.forward, None, few(small.fits), "few"),
-    Triton(hopper_dense.forward, None, hopper_dense.fits, "hopper"),
+    Triton(hopper_few_int4.forward, None, rows_are_few(hopper_few_int4.fits), "hopper_few_int4"),
+    Triton(hopper_few.forward, None, rows_are_few(hopper_few.fits), "hopper_few"),
+    Triton(few.forward, None, rows_are_few(few.fits), "few"),
+    Triton(hopper.forward, None, hopper.fits, "hopper"),
     Triton(hopper_plain.forward, None, hopper_plain.fits, "hopper_plain"),
-    Triton(hopper_inner.forward_dense, None, hopper_inner.fits_dense, "hopper_wgrad"),
+    Triton(hopper_wgrad.forward_dense, None, hopper_wgrad.fits_dense, "hopper_wgrad"),
     Triton(portable.forward, None, portable.fits, "portable"),
     where={
         "a": "operand[tokens inner_a]", "b": "operand[inner_b columns]", "scale_a": "scale[rows_a blocks_a]",

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ..core.format import Quantized
 from ..core.tensor import cdiv
 from ..formats.fp8 import fp8
-from ..ops.quantize import quantize
+from ..ops.quantise.quantize import quantize
 
 BLOCK = 128
 WEIGHTS = {ways: fp8("128x128", ways=ways) for ways in ("row", "col", "both")}

@@ -28,11 +28,11 @@ from ..formats.fp8 import fp8
 from ..formats.tiles import store_tiles
 from ..gemm.grouped_inner import grouped_mm_inner, grouped_mm_inner_fp8
 from ..gemm.grouped_rows import grouped_mm_rows, grouped_mm_rows_fp8
-from ..ops.glu import glu
-from ..ops.moe_map import check_routing, find_rows
-from ..ops.moe_permute import backward as permute_backward
-from ..ops.moe_permute import moe_permute, probs_of_rows, produce, spread, sum_rows
-from ..ops.quantize import quantize
+from ..ops.activation.glu import glu
+from ..ops.moe.moe_map import check_routing, find_rows
+from ..ops.moe.moe_permute import backward as permute_backward
+from ..ops.moe.moe_permute import moe_permute, probs_of_rows, produce, spread, sum_rows
+from ..ops.quantise.quantize import quantize
 from .expert_codes import BLOCK, blocks_of, quantised, transposed_blocks
 
 ALIGN = {"input": 1, "fp8": BLOCK}  # of the rows of an expert

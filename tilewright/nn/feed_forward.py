@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..ops.rms_norm import rms_norm
+from ..ops.norm.rms_norm import rms_norm
 from .expert_codes import KeepsCodes, KeptCodes
 from .experts import moe_feed_forward
 

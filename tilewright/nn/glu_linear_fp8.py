@@ -21,9 +21,9 @@ from ..core.format import Quantized
 from ..core.op import Op, Triton, single, upcast
 from ..core.signature import above
 from ..core.tensor import rows
-from ..ops.glu import glu
-from ..ops.glu_linear import check_layer
-from ..ops.glu_linear import inputs as unit_inputs
+from ..ops.activation.glu import glu
+from ..ops.activation.glu_linear import check_layer
+from ..ops.activation.glu_linear import inputs as unit_inputs
 from .linear_fp8 import (
     CODES,
     WAYS,

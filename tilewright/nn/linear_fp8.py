@@ -26,7 +26,7 @@ from ..core.tensor import cdiv, name_of, rows
 from ..formats.fp8 import fp8
 from ..gemm.operands import values
 from ..gemm.scaled_mm import product
-from ..ops.quantize import quantize
+from ..ops.quantise.quantize import quantize
 
 BLOCK = 128
 CODES = {ways: fp8("1x128", ways=ways) for ways in ("row", "col", "both")}
@@ -330,7 +330,7 @@ def keep_for_backward(ctx: Any, inputs: tuple, output: Tensor) -> None:
 
 
 def accumulating_backward(ctx: Any, dy: Tensor) -> tuple:
-    from ..ops.embedding import placeholder
+    from ..ops.embedding.embedding import placeholder
 
     x, weight, *codes = ctx.saved_tensors
     data, add, _, bias, *_ = ctx.needs_input_grad

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ..ops.moe_router import topk_routing
-from ..ops.rms_norm import rms_norm
-from ..ops.router_linear import router_linear
-from ..ops.router_loss import load_balancing_loss, router_z_loss
+from ..ops.moe.moe_router import topk_routing
+from ..ops.moe.router_linear import router_linear
+from ..ops.moe.router_loss import load_balancing_loss, router_z_loss
+from ..ops.norm.rms_norm import rms_norm
 from .feed_forward import Experts, FeedForward, parameter
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from ...core.format import Quantized
 from ...formats.fp8 import Fp8, fp8
 from ...formats.interchange import to_te_blockwise
-from ...ops.quantize import quantize
+from ...ops.quantise.quantize import quantize
 
 OURS = ("quantize_impl", "copy")
 

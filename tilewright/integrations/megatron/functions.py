@@ -14,18 +14,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...ops.clip_grad import global_norm, global_zeros, local
-from ...ops.cross_entropy import cross_entropy
-from ...ops.glu import glu
-from ...ops.moe_permute import moe_permute, moe_unpermute
-from ...ops.moe_router import routing_map as dense_routing
-from ...ops.moe_router import topk_routing
-from ...ops.multi_tensor import multi_tensor_scale
-from ...ops.parallel_cross_entropy import parallel_cross_entropy
-from ...ops.rope import rope_one
-from ...ops.router_linear import router_linear
-from ...ops.router_loss import router_z_loss
-from ...ops.sort_chunks import sort_chunks
+from ...ops.activation.glu import glu
+from ...ops.loss.cross_entropy import cross_entropy
+from ...ops.loss.parallel_cross_entropy import parallel_cross_entropy
+from ...ops.moe.moe_permute import moe_permute, moe_unpermute
+from ...ops.moe.moe_router import routing_map as dense_routing
+from ...ops.moe.moe_router import topk_routing
+from ...ops.moe.router_linear import router_linear
+from ...ops.moe.router_loss import router_z_loss
+from ...ops.moe.sort_chunks import sort_chunks
+from ...ops.optimiser.clip_grad import global_norm, global_zeros, local
+from ...ops.optimiser.multi_tensor import multi_tensor_scale
+from ...ops.rotary.rope import rope_one
 
 IGNORED = -100
 TOPK = "_tilewright_topk"  # of a routing map: how many experts a token has in it at most, and the version of which that is true

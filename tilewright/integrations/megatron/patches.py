@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from ... import __version__
-from ..report import Change, PatchReport, Replaced, Skipped
+from ..huggingface.report import Change, PatchReport, Replaced, Skipped
 from .functions import FUNCTIONS, Declined, Function
 
 ROLES = tuple(dict.fromkeys(row.role for row in FUNCTIONS))

@@ -11,8 +11,8 @@ from megatron.core.extensions import transformer_engine
 from megatron.core.models.backends import LocalSpecProvider
 from torch import Tensor, nn
 
-from ...ops.rms_norm import rms_norm
-from ..roles import ignore
+from ...ops.norm.rms_norm import rms_norm
+from ..huggingface.roles import ignore
 from .experts import GroupedMLP
 
 if transformer_engine.HAVE_TE:

@@ -1,0 +1,299 @@
+"""The calls behind the rows of the coverage lists: each is made here, on a device, and its result held against float64 truth.
+
+Truth is torch's own operator or a formula written out, never the op's reference.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import tilewright as tw
+
+from ...core import config, register
+from ...core.format import Format
+from ...core.kernel import Arguments, collect
+from ...core.op import force
+from ...core.target import TARGETS, Target, pretend
+from ..agreement import BF16, FP16, agrees, end_rows, forms, normal
+from . import movers as more
+from . import products, training
+
+Check = Callable[[str], None]  # of a device
+EPS = 1e-6
+
+
+# ---- the ops ---------------------------------------------------------------------------------------------------------
+
+
+def norm(
+    device: str, dtype: torch.dtype = BF16, form: str = "plain", weighted: bool = True, residual: bool = False
+) -> None:
+    x = normal(device, 5, 200, dtype=dtype)
+    weight = normal(device, 200, dtype=dtype, seed=1) if weighted else None
+    out_format = forms(device)[form]
+    if residual:
+        other = normal(device, 5, 200, dtype=dtype, seed=2)
+        y, total = tw.add_rms_norm(x, other, weight, EPS, out_format=out_format)
+        agrees("the sum", total, x.double() + other.double(), "A")
+        x = total
+    else:
+        y = tw.rms_norm(x, weight, EPS, out_format=out_format)
+    agrees("y", y, F.rms_norm(x.double(), (200,), None if weight is None else weight.double(), EPS))
+
+
+def gated(x: Tensor, up: Tensor | None, act: str) -> Tensor:
+    gate, up = x.chunk(2, -1) if up is None else (x, up)
+    return (F.silu(gate) if act == "silu" else F.gelu(gate, approximate="tanh")) * up
+
+
+def glu(
+    device: str, dtype: torch.dtype = BF16, form: str = "plain", act: str = "silu", split: bool = False,
+    grouped: bool = False,
+) -> None:  # fmt: skip
+    x = normal(device, 9, 150 if split else 300, dtype=dtype)
+    up = normal(device, 9, 150, dtype=dtype, seed=1) if split else None
+    exact = gated(x.double(), None if up is None else up.double(), act)
+    options: dict[str, Any] = {}
+    ends = [4, 4, 7] if grouped else None
+    if ends is not None:
+        options = {"scale": normal(device, 9, dtype=torch.float32, seed=2).abs(), "offsets": end_rows(device, ends)}
+        exact = exact * options["scale"].double()[:, None]
+    y = tw.glu(x, up, act=act, out_format=forms(device)[form], **options)
+    agrees("y", y, exact, "A", ends)
+
+
+def glu_gradient(device: str, grouped: bool = False) -> None:
+    """The gradient that a layer in FP8 goes on with, quantised both ways as it is stored."""
+    op = tw.glu.op
+    x, dy = normal(device, 9, 256), normal(device, 9, 128, seed=1)
+    ends = [4, 4, 7] if grouped else None
+    probability = normal(device, 9, dtype=torch.float32, seed=2).abs() if grouped else None
+    offsets = None if ends is None else end_rows(device, ends)
+    values = op.signature.bind((x,), {"scale": probability, "offsets": offsets})
+    needs = frozenset({"x", "scale"} if grouped else {"x"})
+    results = register.saved_results(op, register.flatten(op.run(values)))
+    made = op.run_backward(values, results, [dy], needs, grad_format=forms(device)["blocks"])
+    dx, _, dscale = made
+    wide = x.double().requires_grad_()
+    p = torch.ones(9, dtype=torch.float64, device=device) if probability is None else probability.double()
+    p.requires_grad_()
+    y = gated(wide, None, "silu") * p[:, None]
+    truth = torch.autograd.grad(y, (wide, p), dy.double())
+    agrees("dx", dx, truth[0], "H", ends)
+    if ends is not None:
+        agrees("dscale", dscale, truth[1], "H", ends)
+
+
+def loss(device: str, inplace: bool = False) -> None:
+    leaf = normal(device, 7, 1003, scale=3.0).requires_grad_()
+    logits = leaf * 1.0  # not a leaf, so that its memory may be taken
+    labels = torch.arange(7, device=device) * 100
+    labels[2] = -100
+    value = tw.cross_entropy(logits, labels, inplace_backward=inplace)
+    value.backward()
+    wide = leaf.detach().double().requires_grad_()
+    truth = F.cross_entropy(wide, labels)
+    truth.backward()
+    agrees("the loss", value.detach()[None], truth.detach()[None], "D")
+    agrees("its gradient", leaf.grad, wide.grad, "H")
+
+
+def quantised(device: str, *formats: Format | str, dtype: torch.dtype = BF16, grouped: bool = False) -> None:
+    x = normal(device, 9, 200, dtype=dtype, scale=3.0)
+    ends = [4, 4, 7] if grouped else None
+    offsets = None if ends is None else end_rows(device, ends)
+    for one in formats:
+        q = tw.quantize(x, forms(device)[one] if isinstance(one, str) else one, offsets=offsets)
+        agrees(str(one), q, x.double(), "G", ends)
+
+
+# ---- what is not an op -----------------------------------------------------------------------------------------------
+
+
+def replays(device: str) -> None:
+    """A second call of the same kind makes no second plan and gives its own result."""
+    op, weight = tw.rms_norm.op, normal(device, 72, seed=9)
+    kernels = op.implementation(op.signature.bind((weight,), {})) is not None
+    made = []
+    for seed in range(3):
+        x = normal(device, 3, 72, seed=seed)
+        y = tw.rms_norm(x, weight)
+        agrees("y", y, F.rms_norm(x.double(), (72,), weight.double(), EPS))
+        made.append(len(op.plans))
+    assert made[0] == made[2] and (made[0] > 0 or not kernels), f"plans after each call: {made}"
+
+
+def tuned_row_is_taken(device: str) -> None:
+    """A row in the user's folder is what a call is launched with."""
+    from ...ops.activation.glu import glu_forward as kernel
+
+    a = Arguments(N=2048)
+    config.table.cache_clear()
+    now = dict(config.choose(kernel, a, TARGETS["sm_90"]))
+    other = next(dict(c) for c in kernel.candidates(a) if dict(c) != now)
+    row = {"kernel": kernel.name, "key": {"N": 2048}, "config": other}
+    try:
+        with tempfile.TemporaryDirectory() as base, mock.patch.dict(os.environ, {"TILEWRIGHT_CACHE": base}):
+            folder = Path(base) / "tilewright"
+            folder.mkdir(mode=0o700)
+            (folder / "sm_90.jsonl").write_text(json.dumps(row) + "\n")
+            (folder / "sm_90.jsonl").chmod(0o600)
+            config.table.cache_clear()
+            assert dict(config.choose(kernel, a, TARGETS["sm_90"])) == other
+    finally:
+        config.table.cache_clear()
+
+
+def chosen_by_chip(device: str) -> None:
+    """One declaration for every chip; those that convert to FP8 by themselves are asked to, the others are not."""
+    x, fast = normal(device, 16, 128), {}
+    for arch, target in TARGETS.items():
+        with pretend(target), force("triton"), collect() as launches:
+            tw.quantize(x, forms(device)["blocks"])
+        words = [
+            word for one in launches for value in one.ordered if isinstance(value, str) for word in value.split(":")
+        ]
+        assert launches, f"{arch}: nothing would be launched"
+        fast[arch] = "fast" in words
+    assert fast["sm_90"] and not fast["sm_80"] and not fast["gfx942"], fast
+
+
+def names_the_chip(device: str) -> None:
+    if device == "cpu":  # there is no chip to name: every known one under its own name
+        for arch, target in TARGETS.items():
+            with pretend(target):
+                assert Target.at(torch.device("cpu")).arch == arch
+        return
+    major, minor = torch.cuda.get_device_capability(0)
+    assert Target.of(0).arch == f"sm_{major}{minor}"
+
+
+def speed_of_light(device: str) -> None:
+    """Every rate is measured where there is a GPU; elsewhere the command says in a line that there is none."""
+    hidden = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""} if device == "cpu" else {}
+    words = [sys.executable, "-m", "tilewright", "sol", "--json"]
+    done = subprocess.run(words, env={**os.environ, **hidden}, capture_output=True, text=True, timeout=600)
+    if device == "cpu":
+        assert done.returncode == 2 and done.stderr.count("\n") == 1 and "GPU" in done.stderr, done.stderr
+        return
+    assert done.returncode == 0, done.stderr
+    rates = {row["what"]: row["burst"] for row in json.loads(done.stdout)["rows"] if not row["note"]}
+    assert rates and all(rate > 0 for rate in rates.values()), rates
+
+
+# ---- the rows --------------------------------------------------------------------------------------------------------
+
+CHECKS: dict[str, dict[str, Check]] = {
+    "training": {
+        "rms_norm_quant_fwd": partial(norm, form="blocks"),
+        "qk_norm_rope_fwd": training.qkv,
+        "qk_norm_rope_bwd": partial(training.qkv, gradient=True),
+        "router_gemm_fwd": training.router_linear,
+        "router_gemm_bwd": partial(training.router_linear, gradient=True),
+        "permute_pad": training.permute,
+        "unpermute_pad": training.unpermute,
+        "silu_quant_fwd": partial(glu, form="blocks"),
+        "silu_quant_bwd": glu_gradient,
+        "batch_silu_quant_fwd": partial(glu, form="blocks", grouped=True),
+        "batch_silu_quant_bwd": partial(glu_gradient, grouped=True),
+        "linear_gate_fwd": training.gated_norm,
+        "linear_gate_bwd": partial(training.gated_norm, gradient=True),
+        "cross_entropy_fwd": loss,
+        "cross_entropy_bwd": partial(loss, inplace=True),
+        "grad_norm": lambda device: training.norms(device, 2.0),
+        "count_zeros": training.zeros,
+    },
+    "training_more": {
+        "quantize blockwise 1x128, 128x1, 128x128, grouped by expert": lambda device: quantised(
+            device, "blocks", tw.fp8("128x128", ways="both"), grouped=True
+        ),
+        "quantize rowwise (channelwise), tensorwise": lambda device: quantised(
+            device, tw.fp8("row", ways="both"), tw.fp8("tensor", ways="both")
+        ),
+        "hadamard quantize": more.rotated,
+        "smooth quantize": more.smoothed,
+        "rms_norm + router gemm + quantize": more.normed_router,
+        "top-k routing, group-limited (DeepSeek-V3) routing score": training.routing,
+        "moe z-loss, load-balancing loss": training.router_losses,
+        "moe permute with quantised output": partial(training.permute, quantised=True),
+        "sort chunks by index (all-to-all reorder)": more.sorted_chunks,
+        "embedding with gradient accumulated into main_grad": more.embedding,
+        "mla rope (q, kv)": training.mla_rope,
+        "rope varlen + context parallel": training.rope_packed,
+        "vocab-parallel cross entropy": more.split_loss,
+        "fused linear cross entropy": training.linear_loss,
+        "multi-tensor scale, clip, norm L1/L2/inf, count zeros": training.many,
+        "batched transpose and pad": more.transposed,
+    },
+    "flashrt": {
+        "rms_norm": norm,
+        "rms_norm_fp16": partial(norm, dtype=FP16),
+        "rms_norm_fp8": partial(norm, form="static"),
+        "rms_norm_fp8_fp16": partial(norm, dtype=FP16, form="static"),
+        "rms_norm_fp8_noweight_bf16": partial(norm, form="static", weighted=False),
+        "rms_norm_fp8_noweight_fp16": partial(norm, dtype=FP16, form="static", weighted=False),
+        "plain_rms_fp8_fp16": partial(norm, dtype=FP16, form="unit", weighted=False),
+        "residual_add_rms_norm": partial(norm, residual=True),
+        "residual_add_rms_norm_fp8": partial(norm, form="static", residual=True),
+        "residual_add_rms_norm_fp8_fp16": partial(norm, dtype=FP16, form="static", residual=True),
+        "residual_add_rms_norm_fp8_noweight_bf16": partial(norm, form="static", weighted=False, residual=True),
+        "residual_add_rms_norm_fp8_noweight_fp16": partial(
+            norm, dtype=FP16, form="static", weighted=False, residual=True
+        ),
+        "plain_res_rms_fp8_fp16": partial(norm, dtype=FP16, form="unit", weighted=False, residual=True),
+        "gate_geglu": partial(glu, act="gelu_tanh", split=True),
+        "gate_geglu_fp16": partial(glu, dtype=FP16, act="gelu_tanh", split=True),
+        "gate_geglu_merged": partial(glu, act="gelu_tanh"),
+        "gate_geglu_merged_fp16": partial(glu, dtype=FP16, act="gelu_tanh"),
+        "gate_geglu_merged_fp8": partial(glu, form="static", act="gelu_tanh"),
+        "gate_geglu_merged_fp8_fp16": partial(glu, dtype=FP16, form="static", act="gelu_tanh"),
+        "geglu_fp8_static_fp16": partial(glu, dtype=FP16, form="static", act="gelu_tanh"),
+        "silu_mul_split_fp8_fp16": partial(glu, dtype=FP16, form="static", split=True),
+        "quantize_fp8": lambda device: quantised(device, "dynamic"),
+        "quantize_fp8_device": lambda device: quantised(device, "dynamic"),
+        "quantize_fp8_device_fp16": lambda device: quantised(device, "dynamic", dtype=FP16),
+        "quantize_fp8_static": lambda device: quantised(device, "static"),
+        "quantize_fp8_static_fp16": lambda device: quantised(device, "static", dtype=FP16),
+        "cast_fp16_fp8": lambda device: quantised(device, "unit", dtype=FP16),
+        "get_sm_version": names_the_chip,
+    },
+    "gn_kernels": {
+        "matmul, configurable input and accumulate dtype (fp16/bf16/fp32/fp8/int8; fp16 accumulate)": products.plain,
+        "rowwise-scaled matmul INT8": lambda device: products.scaled_integers(device, tw.int8("row")),
+        "rowwise-scaled matmul FP8": lambda device: products.scaled(device, tw.fp8("row")),
+        "tile-scaled matmul FP8 (1x128 x 128x128, DeepSeek style)": lambda device: products.scaled(
+            device, tw.fp8("1x128"), tw.fp8("128x128")
+        ),
+        "tile-scaled matmul INT8": lambda device: products.scaled_integers(
+            device, tw.int8("1x128"), tw.int8("128x128")
+        ),
+        "INT4 matmul, and rowwise-scaled INT4": lambda device: products.scaled_integers(
+            device, tw.int4("row"), largest=7
+        ),
+        "MXFP8 matmul": lambda device: products.scaled(device, tw.mx("e4m3")),
+        "MXFP4 matmul": lambda device: products.scaled(device, tw.mx("e2m1")),
+        "NVFP4 matmul": lambda device: products.scaled(device, tw.nvfp4()),
+        "grouped matmul, FP8 blockwise: contiguous (fwd, dgrad), masked (decode), K-grouped (wgrad)": products.grouped,
+        "persistent matmul": products.persistent,
+        "realistic speed-of-light sweep per dtype": speed_of_light,
+    },
+    "flaggems_features": {
+        "fast dispatch": replays,
+        "tuned configs persisted": tuned_row_is_taken,
+        "multi-backend": chosen_by_chip,
+        "eager mode": norm,
+    },
+}

@@ -1,0 +1,138 @@
+"""`patch(model)`: a transformers model whose norms, gated layers, rotary embeddings, routers, experts and loss are ops of ours."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+from torch import nn
+
+from ... import __version__
+from .causal_loss import LOSSES, loss
+from .decoder import decoder
+from .experts import experts, experts_forward
+from .report import REPORT, PatchReport, Replaced, Skipped, changed, rests
+from .roles import Count, Found, Skip, gated, linear, norm, rotary
+from .router import router
+
+OLDEST = 5  # the first major version of transformers whose experts and losses are as here
+ROLES = ("norm", "decoder", "mlp", "rotary", "router", "experts", "loss", "linear")
+Role = Callable[[str, nn.Module], Found | Skip | None]
+
+
+def patch(
+    model: nn.Module,
+    *,
+    strict: bool = True,
+    loss: str | None = "linear_cross_entropy",
+    experts: bool = True,
+    fp8: bool = False,
+    only: Iterable[str] | None = None,
+) -> PatchReport:
+    """Replace what an op can stand for in one transformers model, in its instances alone; `unpatch` takes it back.
+
+    Modules are found by what they hold and probed against their own code. `loss` is "linear_cross_entropy", which in training
+    makes no logits (a call with `return_logits=True` does), "cross_entropy" or None; `experts` is for their router too. `fp8`
+    makes products of FP8 codes: of linear layers with both sizes multiples of 128 from 1024 on, but for the head and routers,
+    and of experts with a hidden size from 1024 on and an inner one that is a multiple of 128 from 768 on.
+    `only` names the roles to replace: norm, decoder, mlp, rotary, router, experts, loss, linear. Parameters, buffers and their
+    names stay. `strict` raises `ValueError` if nothing was replaced or a probe failed, and then leaves the model as it was.
+    """
+    versions = known_versions()
+    if any(REPORT in m.__dict__ for m in model.modules()):
+        raise ValueError("patch: the model is patched already: unpatch it first")
+    if loss is not None and loss not in LOSSES:
+        raise ValueError(f"patch: loss must be one of {', '.join(LOSSES)} or None, got {loss!r}")
+    chosen = {*ROLES} if only is None else {only} if isinstance(only, str) else {*only}
+    if not chosen <= {*ROLES}:
+        raise ValueError(f"patch: only must name roles of {', '.join(ROLES)}, got {sorted(chosen - {*ROLES})}")
+    left_out = {"loss": loss is None, "router": not experts, "experts": not experts, "linear": not fp8}
+    report = PatchReport(versions)
+    failed = apply(model, roles(loss, fp8, {r for r in chosen if not left_out.get(r)}), report)
+    if strict and (failed or not report.replaced):
+        report.undo()
+        why = f"{failed[0].role} {failed[0].module}: {failed[0].reason}" if failed else "nothing was replaced"
+        raise ValueError(
+            f"patch: {type(model).__name__}: {why}\n{report}\nstrict=False leaves such modules as they are"
+        )
+    report.set(model, REPORT, report)
+    return report
+
+
+def unpatch(model: nn.Module) -> None:
+    """Make a patched model what it was. The model may have been copied or wrapped since."""
+    found = [m.__dict__[REPORT] for m in model.modules() if REPORT in m.__dict__]
+    if not found:
+        raise ValueError(f"unpatch: this {type(model).__name__} is not patched")
+    for report in found:
+        report.undo()
+
+
+def known_versions() -> dict[str, str]:
+    found = {"tilewright": __version__}
+    for name in ("transformers", "torch", "triton", "peft"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            if name == "transformers":
+                raise ImportError("patch: transformers is not installed: pip install transformers") from None
+    if int(found["transformers"].partition(".")[0]) < OLDEST:
+        raise ValueError(f"patch: transformers must be {OLDEST}.0 at least, is {found['transformers']}")
+    return found
+
+
+def roles(kind: str | None, fp8: bool, chosen: set[str]) -> dict[str, Role]:
+    """In the order in which they are applied: linear layers may be part of what came before, and gated layers are made of what
+    became of them."""
+    every: dict[str, Role] = {
+        "norm": norm, "decoder": decoder, "rotary": rotary, "router": router, "experts": partial(experts, fp8=fp8),
+        "linear": linear, "mlp": gated, "loss": partial(loss, kind=kind),
+    }  # fmt: skip
+    return {role: match for role, match in every.items() if role in chosen}
+
+
+def apply(model: nn.Module, matches: dict[str, Role], report: PatchReport) -> list[Skipped]:
+    """Fill the report and change the modules; returns what failed its probe."""
+    register_experts()
+    failed = []
+    for role, name, found in sought(model, matches):
+        if isinstance(found, Found):
+            for changed in found.changes(counting(report.counter)):
+                report.set(*changed)
+            report.replaced.append(Replaced(role, name, found.op))
+            if found.less is not None:
+                report.skipped.append(Skipped(role, name, found.less))
+            continue
+        report.skipped.append(Skipped(role, name, found.reason))
+        if found.failed:
+            failed.append(report.skipped[-1])
+    return failed
+
+
+def sought(model: nn.Module, matches: dict[str, Role]) -> Iterator[tuple[str, str, Found | Skip]]:
+    for role, match in matches.items():
+        for name, module in model.named_modules():
+            found = match(name, module)
+            if isinstance(found, Found) and changed(module) and not rests(module):
+                found = Skip("its forward was replaced before")
+            if found is not None:
+                yield role, name, found
+
+
+def counting(counter: Counter[str]) -> Count:
+    def count(op: str) -> None:
+        if not torch.compiler.is_compiling():  # a graph would have to be compiled again for each number
+            counter[op] += 1
+
+    return count
+
+
+def register_experts() -> None:
+    """For `experts_implementation="tilewright"`, too, which chooses them in a config."""
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    if "tilewright" not in ALL_EXPERTS_FUNCTIONS:
+        ALL_EXPERTS_FUNCTIONS.register("tilewright", experts_forward)

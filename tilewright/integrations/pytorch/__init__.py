@@ -1,0 +1,1 @@
+"""Adapters to PyTorch's own machinery: DTensor, selective checkpointing."""

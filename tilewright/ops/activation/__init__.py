@@ -1,0 +1,1 @@
+"""Gated units, alone and with the product behind them."""

@@ -1,0 +1,485 @@
+"""Softmax cross entropy over the last dimension, from logits in any precision; between load and store all is fp32.
+
+    z = logits, or softcap * tanh(logits / softcap);  lse = log(sum_j exp(z_j));  s = label_smoothing;  y the label
+    loss = (1 - s) * w_y * (lse - z_y) + s / vocab * sum_j w_j * (lse - z_j) + z_loss * lse**2,  w = weight, or ones
+    dz_j = p_j * ((1 - s) * w_y + s / vocab * sum(w) + 2 * z_loss * lse) - [j = y] * (1 - s) * w_y - s / vocab * w_j
+    p_j = exp(z_j - lse);  dlogits = dloss * dz * (1 - tanh(logits / softcap)**2)
+
+The forward reads each row once, the backward reads and writes it once. For the backward lse is kept in two parts,
+`stats`: a row's largest z, and log2 of sum_j exp(z_j - largest). One number would cost p digits where logits are large.
+"""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Literal
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...core.debug import check_labels
+from ...core.draw import Draw
+from ...core.kernel import kernel
+from ...core.op import Op, Triton, single, upcast
+from ...core.signature import above, at_least, between, self_overlapping
+from ...core.target import Target
+from ...core.tensor import cdiv, fold, fold_like, power_of_two
+from ...device.labels import load_if, offset_of, read_label
+from ...device.softmax import LN2, LOG2E, cap, extend, finite_or_zero, merge, tanh
+
+
+def reference(
+    logits: Tensor,
+    labels: Tensor,
+    *,
+    ignore_index: int = -100,
+    reduction: Literal["mean", "sum", "none"] = "mean",
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+    z_loss: float = 0.0,
+    weight: Tensor | None = None,
+    inplace_backward: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The fp32 loss that `torch.nn.functional.cross_entropy` gives for fp32 logits, classes in the last dimension.
+
+    `softcap` first squeezes the logits into [-softcap, softcap]; `z_loss` adds `z_loss * logsumexp(logits)**2` to every
+    row that counts. A row counts if its label is in the vocabulary and is not `ignore_index`. "mean" divides the sum by
+    the weights of those rows' labels (1 each without `weight`), so it is NaN if no row counts. An ignored row has loss 0;
+    a row whose label is outside the vocabulary has loss NaN and is left out of that divisor. The gradients of both are
+    exactly 0, and their logits are not read.
+
+    `inplace_backward` writes the gradient over the logits, so that it takes no memory. It is for eager calls on a GPU (on
+    a CPU it changes nothing), and it is an in-place operation on `logits` at the time of the backward: whatever needs
+    their values after that, a second backward through this loss included, raises. Logits whose elements share memory, or
+    which are a leaf that requires a gradient, are refused.
+    """
+    return losses(logits, labels, ignore_index, reduction, label_smoothing, softcap, z_loss, weight)
+
+
+def reference_lse(
+    logits: Tensor, labels: Tensor, *, ignore_index: int = -100, reduction: Literal["mean", "sum", "none"] = "mean",
+    label_smoothing: float = 0.0, softcap: float | None = None, z_loss: float = 0.0, weight: Tensor | None = None,
+    inplace_backward: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """(`cross_entropy`, the fp32 logsumexp of every row of softcap(logits) whatever its label). Both have gradients."""
+    loss, _, denominator = losses(logits, labels, ignore_index, reduction, label_smoothing, softcap, z_loss, weight)
+    lse, stats = log_sum_exp(capped(upcast(logits), softcap))
+    return loss, lse, stats, denominator
+
+
+def capped(z: Tensor, softcap: float | None) -> Tensor:
+    return z if softcap is None else softcap * torch.tanh(z / softcap)
+
+
+def log_sum_exp(z: Tensor) -> tuple[Tensor, Tensor]:
+    """(logsumexp, its two parts)."""
+    lse = torch.logsumexp(z, -1)
+    largest = z.amax(-1) if z.shape[-1] else z.sum(-1)
+    return lse, torch.stack([largest, (lse - largest) / math.log(2)]).detach()
+
+
+def losses(
+    logits, labels, ignore_index, reduction, label_smoothing, softcap, z_loss, weight
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """(loss, stats, denominator)."""
+    vocab = logits.shape[-1]
+    hit = labels.unsqueeze(-1) == torch.arange(vocab, device=labels.device)
+    ignored = labels == ignore_index
+    counts = hit.any(-1) & ~ignored
+    z = capped(upcast(logits).masked_fill(~counts.unsqueeze(-1), 0.0), softcap)
+    w = z.new_ones(vocab) if weight is None else upcast(weight).to(z.dtype)
+    own = torch.where(hit, w, 0.0).sum(-1)
+    below = -torch.log_softmax(z, -1)
+    rows = own * torch.where(hit, below, 0.0).sum(-1)
+    if label_smoothing > 0:
+        rows = (1 - label_smoothing) * rows + label_smoothing / max(vocab, 1) * (w * below).sum(-1)
+    lse, stats = log_sum_exp(z)
+    rows = (rows + z_loss * lse * lse).masked_fill(~counts, 0.0).masked_fill(~counts & ~ignored, math.nan)
+    stats = stats.masked_fill(~counts, 0.0)
+    if reduction == "mean":
+        denominator = torch.where(counts, own, 0.0).sum()
+        return rows.sum() / denominator, stats, denominator
+    return rows.sum() if reduction == "sum" else rows, stats, z.new_empty(0)
+
+
+def inputs(draw: Draw) -> dict:
+    tokens, vocab = draw.dim("tokens"), draw.dim("vocab")
+    ignore_index = draw.option("ignore_index", -100, 0)
+    labels = draw.integers(tokens, high=vocab)
+    ignored = draw.uniform(tokens, dtype=torch.float32) < draw.option("ignored", 0.25, 0.0, 1.0)
+    return {
+        "logits": draw.tensor(tokens, vocab, scale=draw.option("logits_scale", 1.0, 6.0)),
+        "labels": torch.where(ignored, ignore_index, labels).to(draw.option("index", torch.int64, torch.int32)),
+        "ignore_index": ignore_index,
+        "reduction": draw.option("reduction", "none", "mean", "sum"),
+        "label_smoothing": draw.option("label_smoothing", 0.0, 0.1),
+        "softcap": draw.option("softcap", None, 5.0),
+        "z_loss": draw.option("z_loss", 0.0, 1e-2),
+        "weight": draw.maybe("weight", lambda: draw.uniform(vocab, low=0.5, high=1.5, dtype=torch.float32)),
+    }
+
+
+# ---------------------------------------------------------------- on the device
+
+
+@triton.jit
+def read_row(X, Y, W, row, M, INNER, N, stride_yo, stride_yi, stride_xn, stride_w, ignore_index, softcap):
+    """(z of the label, its weight, whether the row counts, whether it is ignored)."""
+    y, counts, ignored = read_label(Y, row, M, INNER, N, stride_yo, stride_yi, ignore_index)
+    own = 1.0
+    if W is not None:
+        own = load_if(W + y * stride_w, counts)
+    return cap(load_if(X + y * stride_xn, counts), softcap), own, counts, ignored
+
+
+@triton.jit
+def take_in(X, W, m, s, d, start, stop, col, reads, anchor, stride_xn, stride_w, spill, softcap, MASKED: tl.constexpr):
+    """Columns start + col of the rows X, [DEPTH, ROWS, LANES], into each lane's own sums: until the row's end nothing
+    crosses threads. d sums w * (z - anchor); the anchor is the label's z, near which large logits lose no digits."""
+    c = start + col
+    P = X + start.to(tl.int64) * stride_xn + col.to(tl.int64) * stride_xn
+    inside = (c < stop) & reads
+    if MASKED:
+        z = cap(tl.load(P, inside, -float("inf")).to(tl.float32), softcap)
+        if softcap is not None:
+            z = tl.where(inside, z, -float("inf"))
+    else:
+        z = cap(tl.load(P).to(tl.float32), softcap)
+    if spill is not None:
+        e = z - anchor
+        if W is not None:
+            e *= tl.load(W + c.to(tl.int64) * stride_w, c < stop, 0.0).to(tl.float32)
+        if MASKED:
+            e = tl.where(inside, e, 0.0)
+        d += tl.sum(e, 0)
+    m, s = extend(m, s, z)
+    return m, s, d
+
+
+@triton.jit
+def store_row(largest, s, d, z, own, WSUM, LOSS, LSE, STATS, row, counts, ignored, M, N, keep, spill, z_loss):
+    """The loss of a row from its sums, and what the backward needs of it."""
+    spread = tl.log2(s)
+    base = finite_or_zero(largest)
+    lse = base + spread * LN2
+    loss = keep * own * ((base - z) + spread * LN2) + z_loss * lse * lse
+    if spill is not None:
+        weights = N * 1.0
+        if WSUM is not None:
+            weights = tl.load(WSUM)
+        loss += spill * (weights * ((base - finite_or_zero(z)) + spread * LN2) - d)
+    # log_softmax makes all of a row with an infinite logit NaN, and so does the backward that meets a NaN `largest`
+    loss = tl.where(lse == float("inf"), float("nan"), loss)
+    largest = tl.where(largest == float("inf"), float("nan"), largest)
+    at = row.to(tl.int64)
+    tl.store(LOSS + at, tl.where(counts, loss, tl.where(ignored, 0.0, float("nan"))), row < M)
+    if LSE is not None:
+        tl.store(LSE + at, lse, row < M)
+    else:
+        largest = tl.where(counts, largest, 0.0)
+        spread = tl.where(counts, spread, 0.0)
+    tl.store(STATS + at, largest, row < M)
+    tl.store(STATS + M + at, spread, row < M)
+
+
+def simple(a) -> bool:
+    """Whether loads are of 16 bytes and nothing but the loss itself is computed, so that registers allow many at once."""
+    return a.spill is None and a.softcap is None and a.stride_xn == 1 and a.N % 16 == 0
+
+
+def _lanes(a) -> dict:
+    # Simple bf16: 8 loads of 16 bytes a thread in 72 registers, seven programs keep 112 KiB of loads in flight on an SM.
+    LANES = min(1024, max(16, power_of_two(a.N)))
+    deepest = 16 // a.X.element_size() if simple(a) else 2 if a.stride_xn == 1 else 1
+    depth = min(deepest, power_of_two(cdiv(a.N, LANES)))
+    return {"ROWS": 1024 // LANES, "LANES": LANES, "DEPTH": depth, "num_warps": 4}
+
+
+def _lane_candidates(a) -> list[dict]:
+    tried = [{"ROWS": 1, "LANES": 256 * w, "DEPTH": d, "num_warps": w} for w in (2, 4, 8, 16) for d in (2, 4, 8)]
+    return [_lanes(a), *(t for t in tried if simple(a) and t["LANES"] <= a.N)]
+
+
+TOKENS = ("M", "INNER", "stride_yo", "stride_yi", "ignore_index")
+
+
+@kernel(
+    grid=lambda a: (cdiv(a.M, a.ROWS), a.SPLITS),
+    tokens=TOKENS,
+    tune_by=("N",),
+    default=_lanes,
+    candidates=_lane_candidates,
+)
+def cross_entropy_forward(
+    X, Y, W, WSUM, LOSS, LSE, STATS, PART, M, INNER, N, stride_xo, stride_xi, stride_xn, stride_yo, stride_yi, stride_w,
+    ignore_index, keep, spill, softcap, z_loss, SPLITS: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr,
+    DEPTH: tl.constexpr,
+):  # fmt: skip
+    """ROWS short rows, or one row, or one of SPLITS parts of it, whose sums then go to PART [3, M, SPLITS]."""
+    BLOCK: tl.constexpr = LANES * DEPTH
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
+    X += offset_of(row, INNER, stride_xo, stride_xi)
+    z, own, counts, ignored = read_row(
+        X, Y, W, row, M, INNER, N, stride_yo, stride_yi, stride_xn, stride_w, ignore_index, softcap
+    )  # fmt: skip
+    reads = counts if LSE is None else row < M
+    span = (N + (SPLITS * BLOCK - 1)) // (SPLITS * BLOCK) * BLOCK
+    start = tl.program_id(1) * span
+    stop = tl.where(tl.max(tl.max(reads.to(tl.int32), 1), 0) > 0, tl.minimum(start + span, N), start)
+    whole = start
+    if ROWS == 1:
+        whole += tl.maximum(stop - start, 0) // BLOCK * BLOCK
+    col = tl.arange(0, DEPTH)[:, None, None] * LANES + tl.arange(0, LANES)[None, None, :]
+    anchor = finite_or_zero(z)
+    m = tl.full([ROWS, LANES], -float("inf"), tl.float32)
+    s = tl.zeros([ROWS, LANES], tl.float32)
+    d = tl.zeros([ROWS, LANES], tl.float32)
+    for at in range(start, whole, BLOCK):
+        m, s, d = take_in(X, W, m, s, d, at, stop, col, reads, anchor, stride_xn, stride_w, spill, softcap, False)
+    for at in range(whole, stop, BLOCK):
+        m, s, d = take_in(X, W, m, s, d, at, stop, col, reads, anchor, stride_xn, stride_w, spill, softcap, True)
+    largest, total = merge(m, s)
+    d = tl.sum(d, 1, keep_dims=True)
+    if SPLITS == 1:
+        store_row(
+            largest, total, d, z, own, WSUM, LOSS, LSE, STATS, row, counts, ignored, M, N, keep, spill, z_loss
+        )  # fmt: skip
+    else:
+        P = PART + row.to(tl.int64) * SPLITS + tl.program_id(1)
+        tl.store(P, largest, row < M)
+        tl.store(P + M.to(tl.int64) * SPLITS, total, row < M)
+        tl.store(P + M.to(tl.int64) * (2 * SPLITS), d, row < M)
+
+
+@kernel(grid=lambda a: (a.M,), tokens=TOKENS, default=lambda a: {"num_warps": 1})
+def cross_entropy_merge(
+    X, Y, W, WSUM, LOSS, LSE, STATS, PART, M, INNER, N, stride_xo, stride_xi, stride_xn, stride_yo, stride_yi, stride_w,
+    ignore_index, keep, spill, softcap, z_loss, SPLITS: tl.constexpr,
+):  # fmt: skip
+    """A row from its parts."""
+    row = tl.program_id(0) + tl.arange(0, 1)[:, None]
+    X += offset_of(row, INNER, stride_xo, stride_xi)
+    z, own, counts, ignored = read_row(
+        X, Y, W, row, M, INNER, N, stride_yo, stride_yi, stride_xn, stride_w, ignore_index, softcap
+    )  # fmt: skip
+    P = PART + row.to(tl.int64) * SPLITS + tl.arange(0, SPLITS)[None, :]
+    largest, total = merge(tl.load(P), tl.load(P + M.to(tl.int64) * SPLITS))
+    d = tl.sum(tl.load(P + M.to(tl.int64) * (2 * SPLITS)), 1, keep_dims=True)
+    store_row(largest, total, d, z, own, WSUM, LOSS, LSE, STATS, row, counts, ignored, M, N, keep, spill, z_loss)
+
+
+@kernel(grid=lambda a: (1,), tokens=TOKENS, default=lambda a: {"BLOCK": 4096, "num_warps": 16})
+def cross_entropy_reduce(
+    ROWS, Y, W, LOSS, DENOMINATOR, M, INNER, N, stride_yo, stride_yi, stride_w, ignore_index, BLOCK: tl.constexpr
+):  # fmt: skip
+    """The sum of the rows' losses, or their mean and its denominator. One program, float64: one order, all digits."""
+    loss = tl.zeros([BLOCK], tl.float64)
+    weights = tl.zeros([BLOCK], tl.float64)
+    for start in range(0, M, BLOCK):
+        row = start + tl.arange(0, BLOCK)
+        loss += tl.load(ROWS + row, row < M, 0.0).to(tl.float64)
+        if DENOMINATOR is not None:
+            y, counts, _ = read_label(Y, row, M, INNER, N, stride_yo, stride_yi, ignore_index)
+            if W is not None:
+                weights += tl.load(W + y * stride_w, counts, 0.0).to(tl.float64)
+            else:
+                weights += tl.where(counts, 1.0, 0.0).to(tl.float64)
+    out = tl.sum(loss, 0).to(tl.float32)
+    if DENOMINATOR is not None:
+        denominator = tl.sum(weights, 0).to(tl.float32)
+        tl.store(DENOMINATOR, denominator)
+        out = tl.div_rn(out, denominator)
+    tl.store(LOSS, out)
+
+
+@kernel(grid=lambda a: (1,), default=lambda a: {"BLOCK": 8192, "num_warps": 16})
+def cross_entropy_sum_weights(W, WSUM, N, stride_w, BLOCK: tl.constexpr):
+    total = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, N, BLOCK):
+        c = start.to(tl.int64) + tl.arange(0, BLOCK)
+        total += tl.load(W + c * stride_w, c < N, 0.0).to(tl.float32)
+    tl.store(WSUM, tl.sum(total, 0))
+
+
+def tile(a) -> dict:
+    COLS = min(4096 if simple(a) else 2048, max(16, power_of_two(a.N)))
+    return {"ROWS": max(1, 1024 // COLS), "COLS": COLS, "num_warps": 4}
+
+
+def tile_candidates(a) -> list[dict]:
+    tried = [{"ROWS": 1, "COLS": cols, "num_warps": w} for cols in (2048, 4096, 8192, 16384) for w in (4, 8, 16)]
+    return [tile(a), *(t for t in tried if simple(a) and t["COLS"] <= a.N)]
+
+
+@kernel(
+    grid=lambda a: (cdiv(a.M, a.ROWS) * cdiv(a.N, a.COLS),),
+    tokens=(*TOKENS, "stride_go", "stride_gi", "stride_ho", "stride_hi"),
+    tune_by=("N",),
+    default=tile,
+    candidates=tile_candidates,
+)
+def cross_entropy_backward(
+    X, Y, W, WSUM, STATS, DENOMINATOR, G, H, DX, M, INNER, N, stride_xo, stride_xi, stride_xn, stride_do, stride_di,
+    stride_dn, stride_yo, stride_yi, stride_w, stride_go, stride_gi, stride_ho, stride_hi, ignore_index, keep, spill,
+    softcap, z_loss, ROWS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    """One tile; G and H are the gradients of loss and lse. DX may be X: an element is read by no other than its writer."""
+    tiles = (N + (COLS - 1)) // COLS
+    row = tl.program_id(0) // tiles * ROWS + tl.arange(0, ROWS)[:, None]
+    col = tl.program_id(0) % tiles * COLS + tl.arange(0, COLS)[None, :]
+    y, counts, _ = read_label(Y, row, M, INNER, N, stride_yo, stride_yi, ignore_index)
+    reads = counts if H is None else row < M
+    c = col.to(tl.int64)
+    P = X + offset_of(row, INNER, stride_xo, stride_xi) + c * stride_xn
+    x = tl.load(P, (col < N) & reads, 0.0).to(tl.float32)
+    largest = load_if(STATS + row.to(tl.int64), reads)
+    spread = load_if(STATS + M + row.to(tl.int64), reads)
+    g = 0.0
+    if G is not None:
+        g = load_if(G + offset_of(row, INNER, stride_go, stride_gi), counts)
+        if DENOMINATOR is not None:
+            g = tl.where(counts, tl.div_rn(g, tl.zeros_like(g) + tl.load(DENOMINATOR)), 0.0)
+    own = g * keep
+    if W is not None:
+        own *= load_if(W + y * stride_w, counts)
+    rest = g * (2.0 * z_loss) * (largest + spread * LN2)
+    if H is not None:
+        rest += load_if(H + offset_of(row, INNER, stride_ho, stride_hi), row < M)
+    t = x
+    if softcap is not None:
+        t = tanh(x * (1.0 / softcap))
+        x = softcap * t
+    p = tl.exp2((x - largest) * LOG2E - spread)
+    dz = own * tl.where(col == y.to(tl.int32), p - 1.0, p) + rest * p
+    if spill is not None:
+        if W is not None:
+            dz += g * spill * (p * tl.load(WSUM) - tl.load(W + c * stride_w, col < N, 0.0).to(tl.float32))
+        else:
+            dz += g * spill * (p * N - 1.0)
+    if softcap is not None:
+        dz *= 1.0 - t * t
+    D = DX + offset_of(row, INNER, stride_do, stride_di) + c * stride_dn
+    tl.store(D, dz.to(DX.dtype.element_ty), (row < M) & (col < N))
+
+
+# ---------------------------------------------------------------- on the host
+
+PER_SM = 8  # programs per SM for which rows are split when they are few
+NARROWEST = 8192  # columns of a part, at least
+
+
+def splits(M: int, N: int, sms: int) -> int:
+    """Into how many parts a row is split: enough to fill the chip when rows are few. Not to even out the last wave of many
+    rows: two parts cost 8 % at 4096 x 32000 and gain 1 % at 4096 x 151936 (H200, November 2026)."""
+    few = PER_SM * sms // max(M, 1)
+    return power_of_two(min(few, cdiv(N, NARROWEST))) if few > 1 else 1
+
+
+def numbers(a: SimpleNamespace, vocab: int) -> tuple[int, float, float | None, float | None, float]:
+    """(ignore_index, the label's own share, every class's share or None, softcap, z_loss)."""
+    spill = a.label_smoothing / max(vocab, 1) if a.label_smoothing > 0 else None
+    softcap = None if a.softcap is None else float(a.softcap)
+    return a.ignore_index, 1.0 - a.label_smoothing, spill, softcap, float(a.z_loss)
+
+
+def sum_of(weight: Tensor | None, spill: float | None) -> Tensor | None:
+    """The sum of the weights, where smoothing needs it."""
+    if weight is None or spill is None:
+        return None
+    total = torch.empty(1, dtype=torch.float32, device=weight.device)
+    cross_entropy_sum_weights(weight, total, weight.shape[0], weight.stride(0))
+    return total
+
+
+def launch_forward(logits: Tensor, labels: Tensor, lse: Tensor | None, **options) -> tuple[Tensor, Tensor, Tensor]:
+    def fp32(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.float32, device=logits.device)
+
+    a = SimpleNamespace(**options)
+    x, inner, strides = fold(logits)
+    y, steps = fold_like(labels, inner)
+    M, N = labels.numel(), logits.shape[-1]
+    check_labels("cross_entropy", labels, N, a.ignore_index)
+    given, stride_w = numbers(a, N), 0 if a.weight is None else a.weight.stride(0)
+    stats, rows = fp32(2, *labels.shape), fp32(*labels.shape)
+    SPLITS = splits(M, N, Target.at(logits.device).sms)
+    part = fp32(3, M, SPLITS) if SPLITS > 1 else None
+    total = sum_of(a.weight, given[2])
+    operands = (x, y, a.weight, total, rows, lse, stats, part, M, inner, N, *strides, *steps, stride_w)
+    cross_entropy_forward(*operands, *given, SPLITS=SPLITS)
+    if SPLITS > 1:
+        cross_entropy_merge(*operands, *given, SPLITS=SPLITS)
+    if a.reduction == "none":
+        return rows, stats, fp32(0)
+    loss, denominator = fp32(), fp32() if a.reduction == "mean" else None
+    cross_entropy_reduce(rows, y, a.weight, loss, denominator, M, inner, N, *steps, stride_w, a.ignore_index)
+    return loss, stats, fp32(0) if denominator is None else denominator
+
+
+def forward(logits, labels, **options) -> tuple[Tensor, Tensor, Tensor]:
+    return launch_forward(logits, labels, None, **options)
+
+
+def forward_lse(logits, labels, **options) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    lse = torch.empty(labels.shape, dtype=torch.float32, device=logits.device)
+    loss, stats, denominator = launch_forward(logits, labels, lse, **options)
+    return loss, lse, stats, denominator
+
+
+def backward(saved: SimpleNamespace, dloss: Tensor | None, dlse: Tensor | None = None) -> tuple[Tensor]:
+    logits, weight = saved.logits, saved.weight
+    x, inner, strides = fold(logits)
+    y, steps = fold_like(saved.labels, inner)
+    M, N = saved.labels.numel(), logits.shape[-1]
+    given, stride_w = numbers(saved, N), 0 if weight is None else weight.stride(0)
+    out, places = x, strides
+    if not saved.inplace_backward:
+        out = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+        places = (inner * N if inner < M else 0, N, 1)
+    g, h, g_steps, h_steps = dloss, dlse, (0, 0), (0, 0)
+    if g is not None and saved.reduction == "none":
+        g, g_steps = fold_like(g, inner)
+    if h is not None:
+        h, h_steps = fold_like(h, inner)
+    denominator = saved.denominator if saved.reduction == "mean" else None
+    cross_entropy_backward(
+        x, y, weight, sum_of(weight, given[2]), saved.stats, denominator, g, h, out, M, inner, N, *strides, *places,
+        *steps, stride_w, *g_steps, *h_steps, *given,
+    )  # fmt: skip
+    if not saved.inplace_backward:
+        return (out,)
+    if out is not logits:
+        logits.copy_(out)
+    torch.autograd.graph.increment_version(logits)
+    return (logits.detach(),)
+
+
+def check(logits: Tensor, inplace_backward: bool, *, op: str = "cross_entropy", **_) -> None:
+    if not inplace_backward:
+        return
+    if self_overlapping(logits):
+        raise ValueError(f"{op}: inplace_backward would write logits, whose elements share memory")
+    if torch.is_grad_enabled() and logits.requires_grad and logits.is_leaf:
+        raise ValueError(f"{op}: inplace_backward would overwrite logits, a leaf that requires a gradient")
+
+
+WHERE = {
+    "logits": "float[... vocab]", "labels": "int[...]", "weight": "float[vocab]", "label_smoothing": between(0.0, 1.0),
+    "softcap": above(0.0), "z_loss": at_least(0.0),
+}  # fmt: skip
+SAVES = ("logits", "labels", "weight", "stats", "denominator")
+BARS = {"class": "D"}
+
+cross_entropy_lse = Op(
+    "cross_entropy_lse", reference_lse, inputs, Triton(forward_lse, backward, single), where=WHERE, saves=SAVES,
+    results=("loss", "lse", "stats", "denominator"), graded_results=(0, 1), aux=2, differentiable=("logits",),
+    check=check, bars=BARS, overwrites="inplace_backward",
+)  # fmt: skip
+cross_entropy = Op(
+    "cross_entropy", reference, inputs, Triton(forward, backward, single), where=WHERE, saves=SAVES,
+    results=("loss", "stats", "denominator"), aux=2, differentiable=("logits",), check=check, bars=BARS,
+    overwrites="inplace_backward",
+)  # fmt: skip

@@ -1,0 +1,1 @@
+"""Mixtures of experts: routing, the map from tokens to experts, and moving rows by it."""

@@ -1,0 +1,1 @@
+"""Norms over rows and over groups of columns."""

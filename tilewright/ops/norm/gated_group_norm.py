@@ -1,0 +1,468 @@
+"""RMS norm of each group of columns, times a gate: out = x * rstd * weight * act(gate), rstd = 1 / sqrt(mean(x**2) + eps) over
+the group; out lies as gate does, which may be [length, batch, hidden] where x is [batch, length, hidden].
+
+Backward, with a = act(gate) and g = dy * a * weight: dx = rstd * g - rstd**3 * x * mean(x * g),
+dgate = dy * x * rstd * weight * act'(gate), and dweight is the sum over rows of dy * a * x * rstd.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Literal
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...core.draw import Draw
+from ...core.format import Format, Quantized, store
+from ...core.kernel import kernel
+from ...core.op import Op, Triton, single, upcast
+from ...core.signature import at_least
+from ...core.target import Target
+from ...core.tensor import cdiv, power_of_two, vector
+from ...device.activation import activate, activate_slope
+from ...device.groups import (
+    columns,
+    dot_pieces,
+    inside_piece,
+    load_pieces,
+    load_weight_pieces,
+    row_offsets,
+    zero_pieces,
+)
+from ...device.rows import store_row_codes
+from ...formats.tiles import codes_of, is_fast, row_stride, store_tiles
+from .gated_group_norm_wide import gated_group_norm_means, rstd_of
+from .rms_norm import sum_columns
+
+ACTIVATIONS = {"sigmoid": torch.sigmoid, "silu": lambda a: a * torch.sigmoid(a)}
+
+
+def reference(
+    x: Tensor,
+    gate: Tensor,
+    weight: Tensor | None = None,
+    eps: float = 1e-6,
+    *,
+    groups: int = 1,
+    transposed: bool = True,
+    act: Literal["sigmoid", "silu"] = "sigmoid",
+    out_format: Format | None = None,
+    out: Tensor | Quantized | None = None,
+) -> Tensor:
+    """Scale each of `groups` equal parts of every row of `x` to unit root-mean-square, then by `weight` and `act(gate)`;
+    in fp32, rounded once to the dtype of `x`.
+
+    `x` is [batch, length, hidden]. `gate` and the result are [length, batch, hidden], or with `transposed=False` as `x` is.
+    `weight` has a number for each column, or for each column of a group: then all groups share it. `out_format` gives a
+    `Quantized` result, `out` writes into it.
+    """
+    (batch, length, hidden), width = x.shape, x.shape[-1] // groups
+    wide = upcast(x).reshape(batch * length, groups, width)  # rows: so autograd's dx is contiguous, as the kernels' is
+    y = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    if weight is not None:
+        w = upcast(weight)
+        y = y * (w.unflatten(0, (groups, width)) if w.shape[0] == hidden else w)
+    y = y.reshape(x.shape)
+    y = (y.transpose(0, 1) if transposed else y) * ACTIVATIONS[act](upcast(gate))
+    return store(y, out_format, x.dtype)
+
+
+def inputs(draw: Draw) -> dict:
+    batch, length = draw.dim("batch"), draw.dim("length")
+    groups = draw.option("groups", 1, 4, 3)
+    hidden = cdiv(draw.dim("hidden"), groups) * groups
+    transposed = draw.option("transposed", True, False)
+    columns = hidden // groups if draw.option("shared_weight", False, True) else hidden
+    return {
+        "x": draw.tensor(batch, length, hidden),
+        "gate": draw.tensor(*((length, batch) if transposed else (batch, length)), hidden, scale=2.0),
+        "weight": draw.maybe("weight", lambda: draw.tensor(columns, scale=0.5, shift=1.0)),
+        "eps": draw.option("eps", 1e-6, 1e-5),
+        "groups": groups,
+        "transposed": transposed,
+        "act": draw.option("act", *ACTIVATIONS),
+    }
+
+
+ON_SM, ON_SM_PIECES = 20, 12  # warps of the backward on one SM, which has registers for more (H200, November 2026)
+SIZE = 1024  # elements of its tiles, if not of pieces
+FINEST = 8  # pieces to the power of two
+HELD = 48  # elements that a thread has at most, if of pieces
+HELD_BACKWARD = 20  # and backward, which at 36 spills
+WIDEST = 8192  # columns of a group that one program holds in registers; a wider group is read twice
+MOST_ROWS = 2**30  # row numbers and those of a last, partial block are 32-bit
+MOST_COLUMNS = 2**24  # of a group in quantised tiles, which take the number as a float
+
+
+def split_columns(D: int) -> tuple[int, int]:
+    """(BLOCK, PIECES): a group as one tile, or as up to six where a power of two would leave a quarter of its lanes idle;
+    but an odd one, which is read element by element, as one."""
+    whole = power_of_two(D)
+    BLOCK = max(32, whole // FINEST)
+    PIECES = cdiv(D, BLOCK)
+    spared = whole - PIECES * BLOCK
+    return (BLOCK, PIECES) if D % 8 == 0 and 4 * spared >= whole else (whole, 1)
+
+
+def each_of(pieces: int, most: int) -> int:
+    """Elements of every piece that a thread has: a power of two, of which a load takes up to 16 bytes."""
+    return min(8, power_of_two(most // pieces + 1) // 2)
+
+
+def _shape(a, size: int, run: int, warps: int) -> dict:
+    """A tile of about `size` elements, runs of `run` columns if whole groups make them."""
+    GB = a.G & -a.G if a.BLOCK >= a.D else 1  # no more groups than divide them all
+    GB = max(1, min(GB, run // a.BLOCK))
+    return {"GB": GB, "ROWS": max(1, size // (GB * a.BLOCK)), "num_warps": warps}
+
+
+def _default(a) -> dict:
+    if a.FORMAT is not None:  # store_row_codes wants whole rows
+        GB = max(power_of_two(a.G), 128 // a.BLOCK)
+        return {"GB": GB, "ROWS": max(1, 4096 // (GB * a.BLOCK)), "num_warps": min(16, max(4, GB * a.BLOCK // 1024))}
+    if a.PIECES > 1:
+        each = each_of(a.PIECES, HELD)
+        return _shape(a, each * 128, 512, max(4, a.BLOCK // (32 * each)))
+    return _shape(a, 2048, 512, min(16, max(4, a.BLOCK // 512)))
+
+
+def _candidates(a) -> list[dict]:
+    if a.FORMAT is not None or a.PIECES > 1:
+        return [_default(a)]
+    shapes = [(2048, 4), (4096, 4), (4096, 8), (8192, 8), (8192, 16)]
+    return [_default(a)] + [_shape(a, size, run, warps) for run in (512, 2048) for size, warps in shapes]
+
+
+def rows_backward(columns: int, pieces: int, size: int) -> tuple[int, int]:
+    """(ROWS, warps) of the backward's programs, of tiles with so many columns of whole groups or of pieces of them."""
+    if pieces > 1:
+        each = each_of(pieces, HELD_BACKWARD)
+        return max(1, each * 128 // columns), max(4, columns // (32 * each))
+    ROWS = max(1, size // columns)
+    return ROWS, min(16, max(4, ROWS * columns // 512))
+
+
+def programs_on_sm(pieces: int, warps: int) -> int:
+    return max(1, (ON_SM if pieces == 1 else ON_SM_PIECES) // warps)
+
+
+def _shape_backward(a, size: int | None = None, stages: int = 3) -> dict:
+    ROWS, warps = rows_backward(a.GB * a.BLOCK, a.PIECES, size or SIZE)
+    elements = ROWS * a.GB * a.BLOCK * a.PIECES
+    # All stages but one keep a block of every operand in shared memory
+    held = (stages - 1) * elements * sum(t.element_size() for t in (a.X, a.GATE, a.DY))
+    STAGES = stages if held + 1024 <= Target.at(a.X.device).shared_memory // programs_on_sm(a.PIECES, warps) else 1
+    return {"ROWS": ROWS, "STAGES": STAGES, "num_warps": warps}
+
+
+def _candidates_backward(a) -> list[dict]:
+    return [_shape_backward(a, size, stages) for size in (1024, 2048) for stages in (1, 2, 3)]
+
+
+@kernel(
+    grid=lambda a: (cdiv(a.M, a.ROWS) * cdiv(a.G, a.GB) * (cdiv(a.D, a.BLOCK) if a.GIVEN else 1),),
+    tokens=("M", "INNER", "stride_s"),
+    tune_by=("D", "G"),
+    default=_default,
+    candidates=_candidates,
+)
+def gated_group_norm_forward(
+    X, GATE, W, RSTD, Y, S, STATIC, M, INNER, D, stride_xo, stride_xi, stride_xn, stride_go, stride_gi, stride_gn, stride_yo,
+    stride_yi, stride_yn, stride_s, eps, inv_d, G: tl.constexpr, ACT: tl.constexpr, FORMAT: tl.constexpr,
+    SHARED: tl.constexpr, GIVEN: tl.constexpr, BLOCK: tl.constexpr, RUN: tl.constexpr, PIECES: tl.constexpr,
+    GB: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Y takes values, or codes with scales in S, unless None. RSTD [rows, groups] is read if GIVEN, else written unless None."""
+    parts = tl.cdiv(D, BLOCK) if GIVEN else 1
+    units = (G + GB - 1) // GB * parts
+    unit = tl.program_id(0) % units
+    first = tl.program_id(0) // units * ROWS
+    s = tl.arange(0, ROWS * GB)
+    row = first + s // GB
+    g = unit // parts * GB + s % GB
+    c = columns(unit % parts * BLOCK, BLOCK, RUN)
+    col = (g * D)[:, None, None] + c
+    live = (row < M) & (g < G)
+    x = load_pieces(X, row_offsets(row, INNER, stride_xo, stride_xi), col, c, D, live, stride_xn, BLOCK, PIECES)
+    # All loads before the sum, which everything after it waits for
+    if Y is not None:
+        a = load_pieces(GATE, row_offsets(row, INNER, stride_go, stride_gi), col, c, D, live, stride_gn, BLOCK, PIECES)
+        if W is not None:
+            w = load_weight_pieces(W, c, col, D, live, SHARED, BLOCK, PIECES)
+    at = row.to(tl.int64) * G + g
+    if GIVEN:
+        rstd = tl.load(RSTD + at, live, 0.0)
+    else:
+        # With eps 0 a row past the end, all zeros, would have an infinite rstd and give NaN
+        rstd = tl.where(live, tl.rsqrt(dot_pieces(x, x, PIECES) * inv_d + eps), 0.0)
+        if RSTD is not None:
+            tl.store(RSTD + at, rstd, live)
+    if Y is not None:
+        to = row_offsets(row, INNER, stride_yo, stride_yi) + col.to(tl.int64) * stride_yn
+        for i in tl.static_range(PIECES):
+            y = x[i] * rstd[:, None, None]
+            if W is not None:
+                y = y * w[i]
+            y = y * activate(a[i], 1.0, ACT)
+            if FORMAT is None:
+                at_y = Y + to + tl.full([], i * BLOCK, tl.int64) * stride_yn
+                tl.store(at_y, y.to(Y.dtype.element_ty), inside_piece(c, D, live, i, BLOCK, PIECES))
+            else:  # of one piece
+                r = (first + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+                whole = tl.reshape(y, (ROWS, GB * BLOCK))
+                store_row_codes(whole, Y, S, STATIC, r, 0, r < M, G * D, G * D, stride_s, FORMAT, "")
+
+
+@kernel(
+    grid=lambda a: (a.BANDS * cdiv(a.G, a.GB) * (cdiv(a.D, a.BLOCK) if a.GIVEN else 1),),
+    tokens=("M", "INNER", "BANDS"),
+    tune_by=("D", "G"),
+    default=_shape_backward,
+    candidates=_candidates_backward,
+)
+def gated_group_norm_backward(
+    X, GATE, W, RSTD, MEAN, DY, DX, DGATE, DW, M, INNER, D, BANDS, stride_xo, stride_xi, stride_xn, stride_go, stride_gi,
+    stride_gn, stride_yo, stride_yi, stride_yn, stride_do, stride_di, eps, inv_d, G: tl.constexpr, ACT: tl.constexpr,
+    SHARED: tl.constexpr, GIVEN: tl.constexpr, PDL: tl.constexpr, BLOCK: tl.constexpr, RUN: tl.constexpr,
+    PIECES: tl.constexpr, GB: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """A program takes some groups of every BANDS-th block of rows and keeps its share of dweight in registers: DW [bands,
+    hidden], or SHARED [programs, D]. RSTD and MEAN [rows, groups] are read if GIVEN. PDL: the launch that sums the shares may
+    begin, and waits by itself."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    parts = tl.cdiv(D, BLOCK) if GIVEN else 1
+    blocks: tl.constexpr = (G + GB - 1) // GB
+    unit = tl.program_id(0) % (blocks * parts)
+    band = tl.program_id(0) // (blocks * parts)
+    s = tl.arange(0, ROWS * GB)
+    g = unit // parts * GB + s % GB
+    c = columns(unit % parts * BLOCK, BLOCK, RUN)
+    col = (g * D)[:, None, None] + c
+    if W is not None:
+        w = load_weight_pieces(W, c, col, D, g < G, SHARED, BLOCK, PIECES)
+    dw = zero_pieces(ROWS * GB, BLOCK, RUN, PIECES)
+    for block in tl.range(band, tl.cdiv(M, ROWS), BANDS, num_stages=STAGES):
+        row = block * ROWS + s // GB
+        live = (row < M) & (g < G)
+        x = load_pieces(X, row_offsets(row, INNER, stride_xo, stride_xi), col, c, D, live, stride_xn, BLOCK, PIECES)
+        a = load_pieces(GATE, row_offsets(row, INNER, stride_go, stride_gi), col, c, D, live, stride_gn, BLOCK, PIECES)
+        dy = load_pieces(DY, row_offsets(row, INNER, stride_yo, stride_yi), col, c, D, live, stride_yn, BLOCK, PIECES)
+        dn = ()  # the gradient of xhat * weight
+        dg = ()
+        da = ()  # before rstd is known, so that the factors of neither need be kept until then
+        for i in tl.static_range(PIECES):
+            value, slope = activate_slope(a[i], 1.0, ACT)
+            dn = dn + (dy[i] * value,)
+            da = da + (dy[i] * slope,)
+            dg = dg + (dn[i] if W is None else dn[i] * w[i],)
+        at = row.to(tl.int64) * G + g
+        if GIVEN:
+            rstd = tl.load(RSTD + at, live, 0.0)
+            mean = tl.load(MEAN + at, live, 0.0)
+        else:
+            rstd = tl.where(live, tl.rsqrt(dot_pieces(x, x, PIECES) * inv_d + eps), 0.0)
+            mean = dot_pieces(x, dg, PIECES) * inv_d * rstd
+        more = ()
+        for i in tl.static_range(PIECES):
+            inside = inside_piece(c, D, live, i, BLOCK, PIECES)
+            xhat = x[i] * rstd[:, None, None]
+            more = more + (dw[i] if DW is None else dw[i] + dn[i] * xhat,)
+            if DGATE is not None:
+                dgate = da[i] * xhat
+                if W is not None:
+                    dgate *= w[i]
+                to = DGATE + (row.to(tl.int64) * (G * D))[:, None, None] + col + i * BLOCK
+                tl.store(to, dgate.to(DGATE.dtype.element_ty), inside)
+            if DX is not None:
+                dx = rstd[:, None, None] * (dg[i] - xhat * mean[:, None, None])
+                to = DX + row_offsets(row, INNER, stride_do, stride_di) + col + i * BLOCK
+                tl.store(to, dx.to(DX.dtype.element_ty), inside)
+        dw = more
+    if DW is not None:
+        for i in tl.static_range(PIECES):
+            ci = c + i * BLOCK
+            if SHARED:
+                to = DW + (band * blocks + unit // parts).to(tl.int64) * D + ci
+                tl.store(to, tl.sum(dw[i], axis=0)[None, :, :], ci < D)
+            else:
+                part = tl.sum(tl.reshape(dw[i], (ROWS, GB, BLOCK // RUN, RUN)), axis=0)
+                h = (unit // parts * GB + tl.arange(0, GB))[:, None, None]
+                tl.store(DW + band.to(tl.int64) * (G * D) + h * D + ci, part, (h < G) & (ci < D))
+
+
+@triton.constexpr_function
+def field(MODE, i):
+    return MODE[i]
+
+
+@triton.jit
+def produce(X, GATE, W, RSTD, inner, outer, width, p1, row, col, inside, MODE: tl.constexpr):
+    """A tile of y, rstd being given. MODE is (act, groups, whether they share the weight, whether 16 divides the columns of all
+    and 128 those of a group), width the columns of a group; gate and x are dense, x with inner before outer."""
+    G: tl.constexpr = field(MODE, 1)
+    D = width.to(tl.int32)
+    N = G * D
+    if field(MODE, 3):
+        N = N // 16 * 16  # says that rows are aligned
+    # r // n by a reciprocal, too large by 1 at times: sixteen divisions a thread spill. Of 1 it is 0, and outer then 1
+    r = row.to(tl.uint32)
+    n = tl.full([], 0, tl.uint32) + inner
+    o = tl.umulhi(r, tl.zeros_like(r) + (0xFFFFFFFF // n + 1))
+    o -= (o * n > r).to(tl.uint32)
+    source = (r - o * n).to(tl.int64) * outer + o
+    y = tl.load(X + source * N + col, inside, 0.0).to(tl.float32)
+    a = tl.load(GATE + row * N + col, inside, 0.0).to(tl.float32)
+    if G == 1:
+        rstd = tl.load(RSTD + row)
+    elif field(MODE, 4):  # the tile lies in one group
+        rstd = tl.load(RSTD + row * G + tl.min(col) // D)
+    else:
+        rstd = tl.load(RSTD + row * G + col // D)
+    y = y * rstd
+    if W is not None:
+        y = y * tl.load(W + (col % D if field(MODE, 2) else col)).to(tl.float32)
+    y = y * activate(a, 1.0, field(MODE, 0))
+    return y
+
+
+# ---------------------------------------------------------------- host
+
+
+def in_order(x: Tensor, transposed: bool) -> Tensor:
+    """x as [outer, inner, hidden], the order of gate."""
+    return x.transpose(0, 1) if transposed else x
+
+
+def is_shared(weight: Tensor | None, hidden: int) -> bool:
+    return weight is not None and weight.shape[0] != hidden
+
+
+def launch(x, gate, weight, rstd, y, eps, groups, act, given=False, scale=None, fmt=None) -> None:
+    """One launch over rows of x and gate [outer, inner, hidden]; `fmt` says that y are codes."""
+    outer, inner, hidden = x.shape
+    D = hidden // groups
+    BLOCK, PIECES = (2048, 1) if given else (power_of_two(D), 1) if fmt is not None else split_columns(D)
+    strides = (0, 0, 0) if y is None or fmt is not None else y.stride()
+    gated_group_norm_forward(
+        x, gate, weight, rstd, y, scale, None if fmt is None else fmt.tensor, outer * inner, inner, D, *x.stride(),
+        *gate.stride(), *strides, row_stride(scale), eps, 1.0 / D, G=groups, ACT=act, GIVEN=given, BLOCK=BLOCK, PIECES=PIECES,
+        FORMAT=None if fmt is None else fmt.device_format(is_fast(x)), RUN=min(BLOCK, 512 // x.element_size()),
+        SHARED=is_shared(weight, hidden),
+    )  # fmt: skip
+
+
+def quantised(x, gate, weight, eps, groups, transposed, act, fmt, q) -> None:
+    """Fill q. Row-wise codes come from the launch that finds rstd where a program can hold a row and all that its scales need;
+    column-wise ones, and all others, from a launch over tiles that takes rstd as given."""
+    xs, (batch, length, hidden) = in_order(x, transposed), x.shape
+    D = hidden // groups
+    scaled = fmt.granularity in ("1x128", "row") or fmt.source != "dynamic"
+    whole = groups == 1 or power_of_two(D) == D  # then the columns of a tile are those of a row, one after another
+    whole = whole and x.numel() > 0 and power_of_two(groups) * power_of_two(D) <= WIDEST
+    rows_done = scaled and whole and q.data is not None
+    rstd = None
+    if x.numel() and power_of_two(D) > WIDEST:
+        rstd = rstd_of(xs, eps, groups)
+    elif not rows_done or q.data_t is not None:
+        rstd = torch.empty(batch * length, groups, dtype=torch.float32, device=x.device)
+    if rows_done:
+        launch(xs, gate, weight, rstd, codes_of(q.data, is_fast(x)), eps, groups, act, scale=q.scale, fmt=fmt)
+        if q.data_t is None:
+            return
+        q = Quantized.from_tensors(replace(fmt, ways="col"), q.dtype, q.shape, (q.data_t, q.scale_t))
+    elif x.numel() and power_of_two(D) <= WIDEST:
+        launch(xs, gate, weight, rstd, None, eps, groups, act)
+    order = (batch, length) if transposed and batch > 1 and length > 1 else (1, 1)
+    mode = (act, groups, is_shared(weight, hidden), hidden % 16 == 0, D % 128 == 0)
+    operands = (x.contiguous(), gate.contiguous(), weight, rstd)
+    store_tiles(q, produce, operands, order, (float(max(1, D)), 0.0), mode=mode, scale=fmt.tensor)
+
+
+def forward(x, gate, weight, eps, *, groups, transposed, act, out_format, out) -> Tensor:
+    w = vector(weight)
+    if out_format is not None:
+        q = out if out is not None else out_format.empty(gate.shape, x.dtype, x.device)
+        quantised(x, gate, w, eps, groups, transposed, act, out_format, q)
+        return q
+    y = out if out is not None else torch.empty(gate.shape, dtype=x.dtype, device=x.device)
+    if x.numel():
+        xs, given = in_order(x, transposed), power_of_two(x.shape[-1] // groups) > WIDEST
+        launch(xs, gate, w, rstd_of(xs, eps, groups) if given else None, y, eps, groups, act, given)
+    return y
+
+
+def backward(saved: SimpleNamespace, dy: Tensor) -> tuple:
+    """dweight is summed in fp32, per program and then over programs: no atomics."""
+    x, gate, w, groups, needs = saved.x, saved.gate, vector(saved.weight), saved.groups, saved.needs
+    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if "x" in needs else None
+    dgate = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device) if "gate" in needs else None
+    dweight = torch.empty(w.shape, dtype=w.dtype, device=w.device) if "weight" in needs else None
+    if not x.numel():
+        return dx, dgate, None if dweight is None else dweight.zero_()
+    xs, (outer, inner, hidden) = in_order(x, saved.transposed), gate.shape
+    D, M = hidden // groups, outer * inner
+    shared = is_shared(w, hidden)
+    given = power_of_two(D) > WIDEST
+    BLOCK, PIECES = (2048, 1) if given else split_columns(D)
+    GB = 1 if PIECES > 1 else max(1, min(groups & -groups, 512 // BLOCK))
+    units = cdiv(groups, GB) * (cdiv(D, BLOCK) if given else 1)
+    target = Target.at(x.device)
+    ROWS, warps = rows_backward(GB * BLOCK, PIECES, SIZE)
+    # At most what runs at once: a program more would be a second wave
+    BANDS = max(1, min(programs_on_sm(PIECES, warps) * target.sms // units, cdiv(M, ROWS)))
+    lines = (BANDS * cdiv(groups, GB), D) if shared else (BANDS, hidden)
+    part = torch.empty(lines, dtype=torch.float32, device=x.device) if dweight is not None else None
+    PDL = dweight is not None and target.tma
+    rstd = mean = None
+    if given:
+        rstd, mean = rstd_of(xs, saved.eps, groups), torch.empty(M, groups, dtype=torch.float32, device=x.device)
+        strides = (*xs.stride(), *gate.stride(), *dy.stride())
+        gated_group_norm_means(
+            xs, gate, w, rstd, dy, mean, M, inner, D, *strides, 1.0 / D, G=groups, ACT=saved.act, SHARED=shared
+        )
+    gated_group_norm_backward(
+        xs, gate, w, rstd, mean, dy, dx, dgate, part, M, inner, D, BANDS, *xs.stride(), *gate.stride(), *dy.stride(),
+        *(in_order(dx, saved.transposed).stride()[:2] if dx is not None else (0, 0)), saved.eps, 1.0 / D, G=groups,
+        ACT=saved.act, SHARED=shared, GIVEN=given, BLOCK=BLOCK, GB=GB, RUN=min(BLOCK, 512 // x.element_size()), PIECES=PIECES,
+        PDL=PDL,
+    )  # fmt: skip
+    if dweight is not None:
+        sum_columns(part, dweight, *lines, PDL=PDL)
+    return dx, dgate, dweight
+
+
+def check(x, gate, weight, eps, groups, transposed, act, out_format, out) -> None:
+    batch, length, hidden = x.shape
+    if hidden % groups:
+        raise ValueError(f"gated_group_norm: groups must divide the {hidden} columns of x, got {groups}")
+    wanted = (length, batch, hidden) if transposed else (batch, length, hidden)
+    if tuple(gate.shape) != wanted:
+        raise ValueError(
+            f"gated_group_norm: gate is {list(gate.shape)}, but with transposed={transposed} it must be {list(wanted)}"
+        )
+    if weight is not None and weight.shape[0] not in (hidden, hidden // groups):
+        raise ValueError(
+            f"gated_group_norm: weight has {weight.shape[0]} numbers, but must have one for each of the {hidden} columns"
+            f" or of a group's {hidden // groups}"
+        )
+    if batch * length > MOST_ROWS:
+        raise ValueError(f"gated_group_norm: x has {batch * length} rows, but a launch takes at most {MOST_ROWS}")
+    if out_format is not None and hidden // groups > MOST_COLUMNS:
+        raise ValueError(
+            f"gated_group_norm: x has groups of {hidden // groups} columns, out_format takes {MOST_COLUMNS}"
+        )
+
+
+gated_group_norm = Op(
+    "gated_group_norm", reference, inputs, Triton(forward, backward, single),
+    where={
+        "x": "float[batch length hidden]", "gate": "float[tokens rows hidden]", "weight": "float[columns]",
+        "eps": at_least(0.0), "groups": at_least(1), "out": "x[tokens rows hidden]",
+    },
+    differentiable=("x", "gate", "weight"), check=check,
+)  # fmt: skip

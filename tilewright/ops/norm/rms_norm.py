@@ -1,0 +1,489 @@
+"""RMS norm over the last dimension: y = x * rstd * (weight + weight_offset), rstd = 1 / sqrt(mean(x**2) + eps).
+
+`add_rms_norm` first adds a residual: h = x + residual, rounded once and returned, and y is the norm of that h.
+Backward, with g = dy * (weight + weight_offset): dx = rstd * g - rstd**3 * x * mean(x * g), and dweight is the sum over
+rows of dy * x * rstd.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...core.draw import Draw
+from ...core.format import Format, Quantized, store
+from ...core.kernel import kernel
+from ...core.op import Op, Triton, single, upcast
+from ...core.signature import at_least
+from ...core.target import Target
+from ...core.tensor import cdiv, power_of_two, rows, vector
+from ...device.rows import store_row_codes
+from ...formats.tiles import codes_of, is_fast, row_stride, store_tiles
+from .rms_norm_hopper import store_normed, whole_tiles
+from .rms_norm_rows import in_rows, pieces
+
+
+def reference(
+    x: Tensor,
+    weight: Tensor | None = None,
+    eps: float = 1e-6,
+    *,
+    weight_offset: float = 0.0,
+    rstd: Tensor | None = None,
+    out_format: Format | None = None,
+    out: Tensor | Quantized | None = None,
+) -> Tensor:
+    """Scale each row of `x` to unit root-mean-square, then by `weight + weight_offset`; statistics in fp32.
+
+    `rstd`, one number per row, is the statistic from an earlier call on the same `x` (`rms_norm_rstd` returns it): it is used
+    instead of being computed, and the gradient is the same. `out_format` gives a `Quantized` result, `out` writes into it.
+    """
+    return normalise(x, weight, eps, weight_offset, rstd, out_format)[0]
+
+
+def normalise(x, weight, eps, weight_offset, rstd, out_format) -> tuple[Tensor, Tensor]:
+    """(y, rstd). A given rstd takes the computed one's place in value, not in the gradient."""
+    wide = upcast(x)  # once: autograd would round a gradient for each use of x itself
+    computed = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    if rstd is not None:
+        # The difference is 0, and where x is not finite NaN: it must carry the gradient and leave the value alone
+        computed = upcast(rstd).unsqueeze(-1) + torch.nan_to_num(computed - computed.detach())
+    y = wide * computed
+    if weight is not None:
+        y = y * (upcast(weight) + weight_offset)
+    return store(y, out_format, x.dtype), computed.squeeze(-1).detach()
+
+
+def reference_rstd(
+    x: Tensor,
+    weight: Tensor | None = None,
+    eps: float = 1e-6,
+    *,
+    weight_offset: float = 0.0,
+    out_format: Format | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`rms_norm`, and the fp32 reciprocal root-mean-square of each row that it used."""
+    y, rstd = normalise(x, weight, eps, weight_offset, None, out_format)
+    return y, rstd
+
+
+def reference_add(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None = None,
+    eps: float = 1e-6,
+    *,
+    weight_offset: float = 0.0,
+    out_format: Format | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(rms_norm(h), h) with h = x + residual, the new residual."""
+    h = (upcast(x) + upcast(residual)).to(x.dtype)
+    return normalise(h, weight, eps, weight_offset, None, out_format)[0], h
+
+
+def inputs(draw: Draw) -> dict:
+    return dict(
+        x=draw.tensor("tokens", "hidden"),
+        weight=draw.maybe("weight", lambda: draw.tensor("hidden", scale=0.5, shift=1.0)),
+        eps=draw.option("eps", 1e-6, 1e-5),
+        weight_offset=draw.option("weight_offset", 0.0, 1.0),
+    )
+
+
+def inputs_add(draw: Draw) -> dict:
+    return {**inputs(draw), "residual": draw.tensor("tokens", "hidden")}
+
+
+PER_SM = 2  # programs of the backward, each with its share of dweight: more make the column sum longer than they gain
+WIDEST = 16384  # columns that one program holds in registers; a wider row is read twice
+
+
+def _default(a) -> dict:
+    # 512 elements a warp, 4 warps or more: the best of 1-4 rows by 2-16 warps at 2048, 4096 and 7168 columns (H200,
+    # November 2026)
+    if a.FORMAT is None and a.Y is not None:
+        return dict(ROWS=max(1, min(16, 2048 // a.BLOCK)), num_warps=min(16, max(4, a.BLOCK // 512)))
+    # Codes are bound by instructions: 32 elements a thread share what is done once for a block of 128 or for a column
+    return dict(ROWS=max(1, min(16, 4096 // a.BLOCK)), num_warps=min(16, max(4, a.BLOCK // 1024)))
+
+
+def _default_backward(a) -> dict:
+    ROWS = max(1, min(16, 4096 // a.BLOCK))
+    # Three stages keep two blocks of every operand in shared memory; with two, ptxas spilled 3 KB (Triton 3.6)
+    blocks = 2 * ROWS * a.BLOCK * sum(t.element_size() for t in (a.X, a.DY, a.DH) if t is not None)
+    STAGES = 3 if blocks + 1024 <= Target.at(a.X.device).shared_memory else 1
+    return dict(ROWS=ROWS, num_warps=min(16, max(4, a.BLOCK // 512)), STAGES=STAGES)
+
+
+@triton.jit
+def add_pairs(a, b, c, d):
+    return a + c, b + d
+
+
+@triton.jit
+def load_row(X, R, H, row, col, inside, N, stride_xm, stride_xn, stride_rm, stride_rn, KEEP: tl.constexpr):
+    """x in fp32, or the new residual h = x + r as it is stored."""
+    x = tl.load(
+        X + row * stride_xm + col.to(tl.int64) * stride_xn, inside, 0.0, eviction_policy="evict_last" if KEEP else ""
+    )
+    if R is not None:
+        r = tl.load(R + row * stride_rm + col.to(tl.int64) * stride_rn, inside, 0.0)
+        x = (x.to(tl.float32) + r.to(tl.float32)).to(H.dtype.element_ty)
+        tl.store(H + row * N + col, x, inside)
+    return x.to(tl.float32)
+
+
+@triton.jit
+def load_weight(W, col, inside, weight_offset):
+    """weight + weight_offset at columns `col` [n]; an offset of 0 comes as None, so that no sum is left.
+
+    One-dimensional, and expanded by the caller: of a [1, n] load the compiler makes a layout of its own, and eight barriers.
+    """
+    w = tl.load(W + col, inside, 0.0).to(tl.float32)
+    if weight_offset is not None:
+        w += weight_offset
+    return w
+
+
+@triton.jit
+def produce(X, B, W, RSTD, stride_xm, stride_xn, weight_offset, p1, row, col, inside, MODE: tl.constexpr):
+    """A tile of y, rstd being given."""
+    x = tl.load(X + row * stride_xm + col.to(tl.int64) * stride_xn, inside, 0.0).to(tl.float32) * tl.load(RSTD + row)
+    if W is not None:
+        x = x * (tl.load(W + col).to(tl.float32) + weight_offset)
+    return x
+
+
+@triton.jit
+def store_rows(y, Y, S, STATIC, row, start, live, N, stride_s, FORMAT: tl.constexpr, KEEP: tl.constexpr):
+    """The normalised rows, rounded once: to Y's dtype, or to codes."""
+    if FORMAT is None:
+        col = start + tl.arange(0, y.shape[1])[None, :]
+        tl.store(Y + row * N + col, y.to(Y.dtype.element_ty), live & (col < N))
+    else:
+        # Codes written once and not read back should not push x out of the L2, where the column-wise launch looks for it
+        EVICT: tl.constexpr = "evict_first" if KEEP else ""
+        store_row_codes(y, Y, S, STATIC, row, start, live, N, N, stride_s, FORMAT, EVICT)
+
+
+@kernel(grid=lambda a: (cdiv(a.M, a.ROWS),), tokens=("M", "stride_s"), tune_by=("N",), default=_default)
+def rms_norm_forward(
+    X, R, W, RSTD_IN, Y, S, STATIC, H, RSTD, M, N, stride_xm, stride_xn, stride_rm, stride_rn, stride_s, eps, inv_n, weight_offset,
+    BLOCK: tl.constexpr, SINGLE: tl.constexpr, FORMAT: tl.constexpr, KEEP: tl.constexpr, PDL: tl.constexpr,
+    ROWS: tl.constexpr,
+):  # fmt: skip
+    """Y, H and RSTD are each written unless None; Y takes values, or codes with scales in S. KEEP: x is read again soon. PDL: the
+    next launch may start now; it waits by itself for what it needs of this one."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    r = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    row = r[:, None]
+    lane = tl.arange(0, BLOCK)
+    col = lane[None, :]
+    live = row < M
+    if SINGLE:
+        x = load_row(X, R, H, row, col, live & (col < N), N, stride_xm, stride_xn, stride_rm, stride_rn, KEEP)
+        if W is not None:
+            # Before the sum, which everything after it waits for: 14.5 us instead of 16.2 in FP8 (8192 x 2048, H200)
+            w = load_weight(W, lane, lane < N, weight_offset)[None, :]
+        square = tl.sum(x * x, axis=1)
+    else:
+        total = tl.zeros([ROWS, BLOCK], tl.float32)
+        for start in range(0, N, BLOCK):
+            c = start + col
+            x = load_row(X, R, H, row, c, live & (c < N), N, stride_xm, stride_xn, stride_rm, stride_rn, KEEP)
+            total += x * x
+        square = tl.sum(total, axis=1)
+        if R is not None:
+            tl.debug_barrier()  # other threads of this program read back what was just stored in H
+    if RSTD_IN is None:
+        rstd = tl.rsqrt(square * inv_n + eps)
+    else:
+        rstd = tl.load(RSTD_IN + r, r < M, 0.0)
+    if RSTD is not None:
+        tl.store(RSTD + r, rstd, r < M)
+    rstd = rstd[:, None]
+    if Y is not None:
+        if SINGLE:
+            y = x * rstd
+            if W is not None:
+                y = y * w
+            store_rows(y, Y, S, STATIC, row, 0, live, N, stride_s, FORMAT, KEEP)
+        else:
+            for start in range(0, N, BLOCK):
+                c = start + col
+                if R is not None:
+                    x = tl.load(H + row * N + c, live & (c < N), 0.0).to(tl.float32)
+                else:
+                    x = tl.load(X + row * stride_xm + c.to(tl.int64) * stride_xn, live & (c < N), 0.0).to(tl.float32)
+                y = x * rstd
+                if W is not None:
+                    y = y * load_weight(W, start + lane, start + lane < N, weight_offset)[None, :]
+                store_rows(y, Y, S, STATIC, row, start, live, N, stride_s, FORMAT, KEEP)
+
+
+@kernel(
+    grid=lambda a: (a.PROGRAMS,),
+    tokens=("M", "PROGRAMS"),
+    tune_by=("N",),
+    default=_default_backward,
+)
+def rms_norm_backward(
+    X, W, RSTD, DY, DH, DX, DW, M, N, stride_xm, stride_xn, stride_ym, stride_yn, stride_hm, stride_hn, stride_dm, eps,
+    inv_n, weight_offset, PROGRAMS, BLOCK: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Each program takes every PROGRAMS-th block of rows and keeps its share of dweight, DW[program], in registers."""
+    lane = tl.arange(0, BLOCK)
+    col = lane[None, :]
+    if W is not None:
+        w = load_weight(W, lane, lane < N, weight_offset)[None, :]
+    dw = tl.zeros([ROWS, BLOCK], tl.float32)
+    # Without the pipeline a program waits for each block's loads: 42 us instead of 29 at 8192 x 2048 (H200, November 2026)
+    for block in tl.range(tl.program_id(0), tl.cdiv(M, ROWS), PROGRAMS, num_stages=STAGES):
+        row = block.to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+        live = row < M
+        inside = live & (col < N)
+        x = tl.load(X + row * stride_xm + col.to(tl.int64) * stride_xn, inside, 0.0).to(tl.float32)
+        dy = tl.load(DY + row * stride_ym + col.to(tl.int64) * stride_yn, inside, 0.0).to(tl.float32)
+        g = dy
+        if W is not None:
+            g = dy * w
+        square, cross = tl.reduce((x * x, x * g), 1, add_pairs)
+        if RSTD is None:
+            # Past the last row x is 0, and with an eps of 0 the sum for dweight would take 0 * inf
+            rstd = tl.where(live, tl.rsqrt(square * inv_n + eps)[:, None], 0.0)
+        else:
+            rstd = tl.load(RSTD + row, live, 0.0)
+        xhat = x * rstd
+        if DW is not None:
+            dw += dy * xhat
+        if DX is not None:
+            dx = rstd * (g - xhat * ((cross * inv_n)[:, None] * rstd))
+            if DH is not None:
+                dx += tl.load(DH + row * stride_hm + col.to(tl.int64) * stride_hn, inside, 0.0).to(tl.float32)
+            tl.store(DX + row * stride_dm + col, dx.to(DX.dtype.element_ty), inside)
+    if DW is not None:
+        tl.store(DW + tl.program_id(0).to(tl.int64) * N + lane, tl.sum(dw, axis=0), lane < N)
+
+
+@kernel(grid=lambda a: (a.M,), tokens=("M",), default=lambda a: dict(BLOCK=4096, num_warps=8))
+def rms_norm_row_sums(X, W, RSTD_IN, DY, RSTD, MEAN, M, N, stride_xm, stride_xn, stride_ym, stride_yn, eps, inv_n, weight_offset,
+                      BLOCK: tl.constexpr):  # fmt: skip
+    """For rows too wide for one program: rstd and mean(xhat * g) of each."""
+    row = tl.program_id(0).to(tl.int64)
+    col = tl.arange(0, BLOCK)
+    square = tl.zeros([BLOCK], tl.float32)
+    cross = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, N, BLOCK):
+        c = start + col
+        x = tl.load(X + row * stride_xm + c.to(tl.int64) * stride_xn, c < N, 0.0).to(tl.float32)
+        g = tl.load(DY + row * stride_ym + c.to(tl.int64) * stride_yn, c < N, 0.0).to(tl.float32)
+        if W is not None:
+            g = g * load_weight(W, c, c < N, weight_offset)
+        square += x * x
+        cross += x * g
+    if RSTD_IN is None:
+        rstd = tl.rsqrt(tl.sum(square, axis=0) * inv_n + eps)
+    else:
+        rstd = tl.load(RSTD_IN + row)
+    tl.store(RSTD + row, rstd)
+    tl.store(MEAN + row, tl.sum(cross, axis=0) * inv_n * rstd)
+
+
+@kernel(
+    grid=lambda a: (a.BANDS, cdiv(a.N, a.BLOCK)), tokens=("M", "BANDS"), default=lambda a: dict(BLOCK=1024, num_warps=4)
+)
+def rms_norm_backward_wide(
+    X, W, RSTD, MEAN, DY, DH, DX, DW, M, N, stride_xm, stride_xn, stride_ym, stride_yn, stride_hm, stride_hn, stride_dm,
+    weight_offset, BANDS, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A band of rows by a block of columns, given the rows' sums."""
+    col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = col < N
+    dw = tl.zeros([BLOCK], tl.float32)
+    for r in range(tl.program_id(0), M, BANDS):
+        row = r.to(tl.int64)
+        rstd = tl.load(RSTD + row)
+        xhat = tl.load(X + row * stride_xm + col.to(tl.int64) * stride_xn, inside, 0.0).to(tl.float32) * rstd
+        dy = tl.load(DY + row * stride_ym + col.to(tl.int64) * stride_yn, inside, 0.0).to(tl.float32)
+        dw += dy * xhat
+        if DX is not None:
+            g = dy
+            if W is not None:
+                g = dy * load_weight(W, col, inside, weight_offset)
+            dx = rstd * (g - xhat * tl.load(MEAN + row))
+            if DH is not None:
+                dx += tl.load(DH + row * stride_hm + col.to(tl.int64) * stride_hn, inside, 0.0).to(tl.float32)
+            tl.store(DX + row * stride_dm + col, dx.to(DX.dtype.element_ty), inside)
+    if DW is not None:
+        tl.store(DW + tl.program_id(0).to(tl.int64) * N + col, dw, inside)
+
+
+@kernel(
+    grid=lambda a: (cdiv(a.N, a.BLOCK),),
+    tokens=("M",),
+    default=lambda a: {
+        "ROWS": 64 if a.M <= 64 else 512,
+        "BLOCK": 16,
+        "num_warps": 4,
+        "PDL": a.get("PDL", False),
+        **({"launch_pdl": True} if a.get("PDL", False) else {}),
+    },
+)
+def sum_columns(P, OUT, M, N, PDL: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """OUT[n] = sum over m of P[m, n], always in the same order. Narrow and tall: one load in flight per row, many programs. PDL:
+    started before the launch that fills P has ended, if that one says so."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    col = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    total = tl.zeros([ROWS, BLOCK], tl.float32)
+    for start in range(0, M, ROWS):
+        row = start + tl.arange(0, ROWS)[:, None]
+        total += tl.load(P + row.to(tl.int64) * N + col, (row < M) & (col < N), 0.0)
+    c = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(OUT + c, tl.sum(total, axis=0).to(OUT.dtype.element_ty), c < N)
+
+
+def launch_rows(
+    x, residual, weight, rstd_in, y, h, rstd, eps, weight_offset, scale=None, fmt=None, keep=False, pdl=False
+) -> None:
+    """One launch over rows [M, N]; `fmt` says that y are codes."""
+    M, N = x.shape
+    BLOCK = max(128, power_of_two(N)) if fmt is not None else power_of_two(N)
+    SINGLE = BLOCK <= WIDEST
+    strides = residual.stride() if residual is not None else (0, 0)
+    rms_norm_forward(
+        x, residual, weight, rstd_in, y, scale, None if fmt is None else fmt.tensor, h, rstd, M, N, *x.stride(), *strides,
+        row_stride(scale), eps, 1.0 / N if N else math.nan, weight_offset or None,
+        BLOCK=BLOCK if SINGLE else 4096, SINGLE=SINGLE, KEEP=keep, PDL=pdl,
+        FORMAT=None if fmt is None else fmt.device_format(is_fast(x)),
+    )  # fmt: skip
+
+
+def quantised(x, residual, weight, rstd_in, h, rstd, eps, weight_offset, fmt, q) -> None:
+    """Fill q. Row-wise codes come from the row launch where a program sees all it needs for their scales; the column-wise
+    ones, and per-tensor or 128x128 scales, from a launch over tiles that takes rstd as given and finds x in the L2."""
+    M, N = x.shape
+    wide = max(128, power_of_two(N)) > WIDEST
+    in_rows = fmt.granularity == "1x128" or fmt.source != "dynamic" or (fmt.granularity == "row" and not wide)
+    rows_done = in_rows and q.data is not None
+    tiles = not rows_done or q.data_t is not None
+    if tiles and rstd is None:
+        rstd = torch.empty(M, dtype=torch.float32, device=x.device) if rstd_in is None else rstd_in
+    if rows_done or rstd is not rstd_in or h is not None:
+        codes, scale = (codes_of(q.data, is_fast(x)), q.scale) if rows_done else (None, None)
+        made = None if rstd is rstd_in else rstd
+        launch_rows(x, residual, weight, rstd_in, codes, h, made, eps, weight_offset, scale, fmt, keep=tiles)
+    if tiles:
+        source = x if h is None else h.view(M, N)
+        if rows_done:
+            q = Quantized.from_tensors(replace(fmt, ways="col"), q.dtype, q.shape, (q.data_t, q.scale_t))
+        store_tiles(q, produce, (source, None, weight, rstd), source.stride(), (weight_offset, 0.0), scale=fmt.tensor)
+
+
+def in_tiles(x, residual, weight, rstd_in, h, rstd, eps, weight_offset, fmt, q) -> None:
+    """Fill q both ways from tiles, after a launch over rows for rstd (and h) unless it is given."""
+    after = None
+    if rstd_in is None:
+        rstd = torch.empty(x.shape[0], dtype=torch.float32, device=x.device) if rstd is None else rstd
+        launch_rows(x, residual, None, None, None, h, rstd, eps, 0.0, keep=True, pdl=True)
+        after = "rstd" if h is None else "x"
+    store_normed(
+        q, x if h is None else h.view(x.shape), weight, rstd_in if rstd is None else rstd, weight_offset, after
+    )
+
+
+def normalised(x, residual, weight, rstd_in, h, rstd, eps, weight_offset, out_format, out, how) -> Tensor:
+    """y of any of the three ops, plain or quantised by `how`; h and rstd are filled if given."""
+    flat = (rows(x), None if residual is None else rows(residual), vector(weight), vector(rstd_in))
+    if out_format is None:
+        y = out if out is not None else torch.empty_like(x, memory_format=torch.contiguous_format)
+        dense = y if y.is_contiguous() else torch.empty_like(x, memory_format=torch.contiguous_format)
+        launch_rows(*flat, dense, h, rstd, eps, weight_offset)
+        return y if dense is y else y.copy_(dense)
+    q = out if out is not None else out_format.empty(x.shape, x.dtype, x.device)
+    how(*flat, h, rstd, eps, weight_offset, out_format, q)
+    return q
+
+
+def forward(x, weight, eps, *, weight_offset, rstd, out_format, out, how=quantised) -> Tensor:
+    return normalised(x, None, weight, rstd, None, None, eps, weight_offset, out_format, out, how)
+
+
+def forward_rstd(x, weight, eps, *, weight_offset, out_format, how=quantised) -> tuple[Tensor, Tensor]:
+    rstd = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
+    return normalised(x, None, weight, None, None, rstd, eps, weight_offset, out_format, None, how), rstd
+
+
+def forward_add(x, residual, weight, eps, *, weight_offset, out_format, how=quantised) -> tuple[Tensor, Tensor]:
+    h = torch.empty_like(x, memory_format=torch.contiguous_format)
+    return normalised(x, residual, weight, None, h, None, eps, weight_offset, out_format, None, how), h
+
+
+def gradients(x, weight, rstd, dy, dh, eps, weight_offset, needs) -> tuple[Tensor | None, Tensor | None]:
+    """(dx, dweight), None where not needed. dweight is summed in fp32, per program and then over programs: no atomics."""
+    dx = torch.empty_like(x, memory_format=torch.contiguous_format) if "x" in needs or "residual" in needs else None
+    dweight = torch.empty_like(weight) if "weight" in needs else None
+    x2, dy2 = rows(x), rows(dy)
+    M, N = x2.shape
+    dh2 = rows(dh) if dh is not None else None
+    BLOCK = power_of_two(N)
+    strides = (*x2.stride(), *dy2.stride(), *(dh2.stride() if dh2 is not None else (0, 0)), N)
+    common = (eps, 1.0 / N if N else math.nan, weight_offset or None)
+    weight, rstd = vector(weight), vector(rstd)
+    PROGRAMS = max(1, min(PER_SM * Target.at(x.device).sms, cdiv(M, max(1, 2048 // BLOCK))))
+    part = torch.empty(PROGRAMS, N, dtype=torch.float32, device=x.device) if dweight is not None else None
+    if BLOCK <= WIDEST:
+        rms_norm_backward(x2, weight, rstd, dy2, dh2, dx, part, M, N, *strides, *common, BLOCK=BLOCK, PROGRAMS=PROGRAMS)
+    else:
+        sums = [torch.empty(M, dtype=torch.float32, device=x.device) for _ in range(2)]  # each aligned, whatever M is
+        rms_norm_row_sums(x2, weight, rstd, dy2, *sums, M, N, *strides[:4], *common)
+        rms_norm_backward_wide(x2, weight, *sums, dy2, dh2, dx, part, M, N, *strides, weight_offset or None, PROGRAMS)
+    if dweight is not None:
+        sum_columns(part, dweight, PROGRAMS, N)
+    return dx, dweight
+
+
+def backward(saved: SimpleNamespace, dy: Tensor) -> tuple:
+    return gradients(
+        saved.x, saved.weight, getattr(saved, "rstd", None), dy, None, saved.eps, saved.weight_offset, saved.needs
+    )
+
+
+def backward_add(saved: SimpleNamespace, dy: Tensor | None, dh: Tensor | None) -> tuple:
+    if dy is None:
+        return dh, dh, None
+    dx, dweight = gradients(saved.h, saved.weight, None, dy, dh, saved.eps, saved.weight_offset, saved.needs)
+    return dx, dx, dweight
+
+
+WHERE = {"x": "float[... hidden]", "weight": "float[hidden]", "eps": at_least(0.0)}
+
+rms_norm_rstd = Op(
+    "rms_norm_rstd", reference_rstd, inputs,
+    Triton(partial(forward_rstd, how=in_tiles), backward, whole_tiles, "tiles"),
+    Triton(partial(forward_rstd, how=in_rows), backward, pieces, "rows"),
+    Triton(forward_rstd, backward, single), where=WHERE,
+    results=("y", "rstd"), differentiable=("x", "weight"), saves=("x", "weight", "rstd"),
+)  # fmt: skip
+add_rms_norm = Op(
+    "add_rms_norm", reference_add, inputs_add,
+    Triton(partial(forward_add, how=in_tiles), backward_add, whole_tiles, "tiles"),
+    Triton(forward_add, backward_add, single),
+    where={**WHERE, "residual": "x[... hidden]"}, results=("y", "h"), graded_results=(0, 1),
+    differentiable=("x", "residual", "weight"), saves=("weight", "h"),
+    resume=lambda saved: {**vars(saved), "x": saved.h, "residual": torch.zeros_like(saved.h)},
+)  # fmt: skip
+rms_norm = Op(
+    "rms_norm", reference, inputs,
+    Triton(partial(forward, how=in_tiles), backward, whole_tiles, "tiles"),
+    Triton(partial(forward, how=in_rows), backward, pieces, "rows"), Triton(forward, backward, single),
+    where={**WHERE, "rstd": "float32[...]", "out": "x[... hidden]"}, differentiable=("x", "weight"),
+)  # fmt: skip

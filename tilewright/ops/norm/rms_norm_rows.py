@@ -1,0 +1,149 @@
+"""rms_norm in FP8 row-wise on Hopper, in Gluon, for rows of 3, 5, 6 or 7 times 1024 columns.
+
+A row that is no power of two fills its next power of two badly, and codes are bound by instructions. Here a program holds a
+row as pieces of 1024 columns, eight consecutive ones a thread, and the weight with it; it walks over rows and loads the next
+one before it works on this one. The maxima of the 128-column blocks are exchanged once for all pieces, so that each scale is
+computed by two threads and not by sixteen: 9 instructions an element, where the Triton kernel takes 17 at 7168 columns.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from ...core.format import Format, Quantized
+from ...core.kernel import kernel
+from ...core.op import single
+from ...core.target import Target
+from ...core.tensor import cdiv
+from ...device.quantize import encode, max_nan, scale_of
+from ...formats.fp8 import Fp8
+
+PER_SM = {3: 5, 5: 4, 6: 3, 7: 3}  # programs by pieces: what registers leave room for
+PIECE = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))  # eight blocks of 128 columns
+BLOCKS = gl.constexpr(gl.BlockedLayout([1, 8], [16, 2], [4, 1], [1, 0]))  # two threads to a block
+FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
+
+
+@gluon.jit
+def load_pieces(P, PIECES: gl.constexpr):
+    """A row, as it lies in memory."""
+    block = gl.expand_dims(gl.arange(0, 8, gl.SliceLayout(1, PIECE)), 1)
+    at = block * 128 + gl.expand_dims(gl.arange(0, 128, gl.SliceLayout(0, PIECE)), 0)
+    pieces = ()
+    for i in gl.static_range(PIECES):
+        pieces = pieces + (gl.load(P + at + i * 1024),)
+    return pieces
+
+
+@gluon.jit
+def load_weight(W, weight_offset, PIECES: gl.constexpr):
+    ws = ()
+    if W is not None:
+        raw = load_pieces(W, PIECES)
+        for i in gl.static_range(PIECES):
+            w = raw[i].to(gl.float32)
+            if weight_offset is not None:
+                w = w + weight_offset
+            ws = ws + (w,)
+    return ws
+
+
+@gluon.jit
+def stack(t):
+    """Eight [8, 16] as one [64, 16]."""
+    low = gl.join(gl.join(t[0], t[4]), gl.join(t[2], t[6]))
+    high = gl.join(gl.join(t[1], t[5]), gl.join(t[3], t[7]))
+    return gl.convert_layout(gl.join(low, high).permute((2, 3, 4, 0, 1)).reshape([64, 16]), BLOCKS)
+
+
+@gluon.jit
+def rstd_of(xs, eps, inv_n, PIECES: gl.constexpr):
+    total = gl.zeros([8, 128], gl.float32, PIECE)
+    for i in gl.static_range(PIECES):
+        x = xs[i].to(gl.float32)
+        total += x * x
+    return gl.rsqrt(gl.sum(gl.sum(total, 1), 0) * inv_n + eps)
+
+
+@kernel(
+    grid=lambda a: (a.PROGRAMS,), jit=gluon.jit, tokens=("M", "stride_s", "PROGRAMS"),
+    default=lambda a: {"num_warps": 4},
+)  # fmt: skip
+def rms_norm_rows(
+    X, W, RSTD_IN, Q, S, RSTD, M, stride_xm, stride_s, eps, inv_n, weight_offset, PROGRAMS,
+    PIECES: gl.constexpr, FORMAT: gl.constexpr,
+):  # fmt: skip
+    """Codes and scales of rows of PIECES * 1024 columns; RSTD is written unless None."""
+    mults = gl.allocate_shared_memory(gl.float32, [64], FLAT)
+    ws = load_weight(W, weight_offset, PIECES)
+    first = gl.program_id(0)
+    xs = load_pieces(X + first.to(gl.int64) * stride_xm, PIECES)
+    b = gl.arange(0, 64, gl.SliceLayout(1, BLOCKS))
+    block = gl.expand_dims(gl.arange(0, 8, gl.SliceLayout(1, PIECE)), 1)
+    at = block * 128 + gl.expand_dims(gl.arange(0, 128, gl.SliceLayout(0, PIECE)), 0)
+    for row in range(first, M, PROGRAMS):
+        ahead = load_pieces(X + gl.minimum(row + PROGRAMS, M - 1).to(gl.int64) * stride_xm, PIECES)
+        if RSTD_IN is None:
+            rstd = rstd_of(xs, eps, inv_n, PIECES)
+        else:
+            rstd = gl.load(RSTD_IN + row)
+        if RSTD is not None:
+            gl.store(RSTD + row, rstd)
+        ys = ()
+        tops = ()
+        for i in gl.static_range(PIECES):
+            y = xs[i].to(gl.float32) * rstd
+            if W is not None:
+                y = y * ws[i]
+            ys = ys + (y,)
+            tops = tops + (gl.reduce(gl.abs(y).reshape([8, 16, 8]), 2, max_nan),)
+        for _ in gl.static_range(8 - PIECES):
+            tops = tops + (gl.zeros_like(tops[0]),)
+        s, m = scale_of(gl.reduce(stack(tops), 1, max_nan), FORMAT)
+        gl.store(S + b.to(gl.int64) * stride_s + row, s, b < 8 * PIECES)
+        mults.store(m)
+        q = Q + row.to(gl.int64) * (PIECES * 1024)
+        for i in gl.static_range(PIECES):
+            m = gl.expand_dims(mults.slice(8 * i, 8).load(gl.SliceLayout(1, PIECE)), 1)
+            gl.store(q + at + i * 1024, encode(ys[i], m, m, FORMAT))
+        xs = ahead
+
+
+def fits(target: Target, x: Tensor, format: Format | None, out: Quantized | None = None) -> bool:
+    """Whether the kernel above takes this x into this format."""
+    N = x.shape[-1]
+    return (
+        target.gluon
+        and target.arch == "sm_90"
+        and target.fp8
+        and x.dtype in (torch.bfloat16, torch.float16)
+        and isinstance(format, Fp8)
+        and (format.granularity, format.ways, format.pow2) == ("1x128", "row", True)
+        and x.is_contiguous()
+        and x.data_ptr() % 16 == 0
+        and x.numel() > 0
+        and N % 1024 == 0
+        and N // 1024 in PER_SM
+        and (out is None or out.data.data_ptr() % 16 == 0)
+    )
+
+
+def in_rows(x, residual, weight, rstd_in, h, rstd, eps, weight_offset, fmt, q) -> None:
+    """Fill q, and rstd if given: the norm of x [M, N], row-wise."""
+    M, N = x.shape
+    PIECES = N // 1024
+    # As many programs as share the rows evenly
+    programs = cdiv(M, cdiv(M, PER_SM[PIECES] * Target.at(x.device).sms))
+    rms_norm_rows(
+        x, weight, rstd_in, q.data, q.scale, rstd, M, x.stride(0), q.scale.stride(0), eps, 1.0 / N, weight_offset or None,
+        programs, PIECES=PIECES, FORMAT=fmt.device_format(True),
+    )  # fmt: skip
+
+
+def pieces(target: Target, a: SimpleNamespace) -> bool:
+    return a.x is not None and single(target, a) and fits(target, a.x, a.out_format, getattr(a, "out", None))

@@ -1,0 +1,1 @@
+"""Many tensors at once: norms, scaling, clipping of gradients."""

@@ -1,0 +1,1 @@
+"""Numbers to codes and back, and what is done to them on the way."""

@@ -1,0 +1,299 @@
+"""Rotary embedding of multi-head latent attention: a head is `nope` plain columns, then the ones that are turned.
+
+    q' = [q_nope | turn(q_rope)];  k = [kv_nope | turn(k_pos), the same for all heads];  v = the rest of kv
+
+The turned columns come as interleaved pairs (2k, 2k + 1) and leave as halves (k, k + n / 2). Backward: the same turn by the
+opposite angle, the gradient of k_pos summed over heads before it.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Literal
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...core.draw import Draw
+from ...core.kernel import kernel
+from ...core.op import Op, Triton, single, upcast
+from ...core.signature import above, at_least
+from ...core.tensor import cdiv
+from ...device.rotary import load_angles, load_pairs, locate, rotate, store_pairs, turn_back
+from .rope import (
+    SMALL_HEADS,
+    angles,
+    at_positions,
+    block_of,
+    check_tables,
+    draw_positions,
+    draw_tables,
+    lanes,
+    positions,
+    positions_on_device,
+    rows_of,
+    tables_on_device,
+    turn,
+)
+
+
+def reference(
+    q: Tensor,
+    kv: Tensor,
+    k_pos: Tensor,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
+    freqs: Tensor | None = None,
+    *,
+    layout: Literal["sbhd", "bshd"] = "sbhd",
+    pairing: Literal["interleaved", "half"] = "interleaved",
+    mscale: float = 1.0,
+    cu_seqlens: Tensor | None = None,
+    cp_size: int = 1,
+    cp_rank: int = 0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(q, k, v) for attention from `q` [.., heads, nope + n], `kv` [.., heads, nope + v] and `k_pos` [.., 1, n] of all heads.
+
+    The n columns are turned in fp32, from pairs as `pairing` has them to halves. `layout` says whether the first dimension
+    is the sequence or the batch. Angles, `freqs` or `cos` and `sin`, are [positions, n / 2] or [positions, n], whose first
+    half is read; `mscale`, `cu_seqlens`, `cp_size` and `cp_rank` are those of `rope`. k is [.., heads, nope + n], v
+    [.., heads, v].
+    """
+    count = k_pos.shape[-1]
+    nope = q.shape[-1] - count
+    place = positions(q.shape[0 if layout == "sbhd" else 1], cu_seqlens, cp_size, cp_rank, q.device)
+    c, s = at_positions(angles(freqs, cos, sin, count, "half", mscale), place)
+    c, s = (t[:, None, None] if layout == "sbhd" else t[:, None] for t in (c, s))
+    turned = [turn(upcast(t), c, s, pairing, "half") for t in (q[..., nope:], k_pos)]
+    shared = turned[1].expand(*q.shape[:-1], count)
+    q_out = torch.cat([upcast(q[..., :nope]), turned[0]], -1).to(q.dtype)
+    k = torch.cat([upcast(kv[..., :nope]), shared], -1).to(q.dtype)
+    return q_out, k, kv[..., nope:].clone()
+
+
+def inputs(draw: Draw) -> dict:
+    batch, length = draw.dim("batch"), draw.dim("length")
+    nope = draw.dim("head_dim", (1, 8, 24, 32))
+    heads = draw.dim("heads", SMALL_HEADS)
+    count = draw.option("turned_columns", 64, 2, 16, 24) if nope else 0
+    layout = draw.option("layout", "sbhd", "bshd")
+    place = draw_positions(draw, length)
+    outer = (length, batch) if layout == "sbhd" else (batch, length)
+    return {
+        "q": draw.tensor(*outer, heads, nope + count),
+        "kv": draw.tensor(*outer, heads, nope + max(1, nope)),
+        "k_pos": draw.tensor(*outer, 1, count),
+        **draw_tables(draw, count // 2, length * place["cp_size"]),
+        "layout": layout,
+        "pairing": draw.option("pairing", "interleaved", "half"),
+        "mscale": draw.option("mscale", 1.0, 1.25),
+        **place,
+    }
+
+
+# ---------------------------------------------------------------- on the device
+
+
+@triton.jit
+def copy_columns(X, Y, at, to, inside, stride, FIRST: tl.constexpr, COUNT: tl.constexpr, LANES: tl.constexpr):
+    i = tl.arange(0, LANES)[None, None, :]
+    x = tl.load(X + at + (FIRST + i).to(tl.int64) * stride, inside & (i < COUNT), 0.0)
+    tl.store(Y + to + i, x, inside & (i < COUNT))
+
+
+def _tile(a, size: int = 4096, warps: int = 4) -> dict:
+    rows = rows_of(size, a.NOPE + 2 * a.HALF)
+    HB = block_of(a.H, min(8, rows))
+    return {"T": max(1, rows // HB), "HB": HB, "num_warps": warps}
+
+
+SETTINGS = {
+    "tokens": ("B", "L", "P"),
+    "tune_by": ("NOPE",),
+    "default": _tile,
+    "candidates": lambda a: [_tile(a, size, warps) for size in (2048, 4096, 8192) for warps in (4, 8)],
+}
+
+
+@kernel(grid=lambda a: (cdiv(a.B * a.L, a.T) * 2 * cdiv(a.H, a.HB),), **SETTINGS)
+def mla_rope_forward(
+    Q, KV, KP, FREQS, COS, SIN, POS, YQ, YK, YV, B, L, P, stride_qb, stride_ql, stride_qh, stride_qd, stride_kb, stride_kl,
+    stride_kh, stride_kd, stride_pb, stride_pl, stride_pd, stride_tl, stride_t, mscale, H: tl.constexpr,
+    NOPE: tl.constexpr, PAIRS: tl.constexpr, VALUE: tl.constexpr, HALF: tl.constexpr, LANES: tl.constexpr,
+    VALUE_LANES: tl.constexpr, INTERLEAVED: tl.constexpr, BATCH_INNER: tl.constexpr, T: tl.constexpr, HB: tl.constexpr,
+):  # fmt: skip
+    """A program takes T tokens by HB heads of queries, or of keys and values. Results are contiguous, in the order of rows."""
+    D: tl.constexpr = NOPE + 2 * PAIRS
+    BLOCKS: tl.constexpr = (H + HB - 1) // HB
+    unit = tl.program_id(0) % (2 * BLOCKS)
+    row = tl.program_id(0) // (2 * BLOCKS) * T + tl.arange(0, T)
+    batch, index, place = locate(row, B, L, P, POS, BATCH_INNER)
+    live = row < B * L
+    head = unit % BLOCKS * HB + tl.arange(0, HB)[None, :, None]
+    h = head.to(tl.int64)
+    inside = live[:, None, None] & (head < H)
+    to = (row.to(tl.int64)[:, None, None] * H + h) * D
+    if unit < BLOCKS:
+        at_q = (batch * stride_qb + index * stride_ql)[:, None, None] + h * stride_qh
+        copy_columns(Q, YQ, at_q, to, inside, stride_qd, 0, NOPE, LANES)
+        a, b = load_pairs(Q, at_q, inside, stride_qd, NOPE, 2 * PAIRS, HALF, INTERLEAVED)
+        c, s = load_angles(FREQS, COS, SIN, place * stride_tl, place, live, stride_t, mscale, PAIRS, HALF)
+        a, b = rotate(a, b, c, s)
+        store_pairs(YQ, a, b, to + NOPE, inside, 2 * PAIRS, HALF, False)
+    else:
+        at_k = (batch * stride_kb + index * stride_kl)[:, None, None] + h * stride_kh
+        copy_columns(KV, YK, at_k, to, inside, stride_kd, 0, NOPE, LANES)
+        to_v = (row.to(tl.int64)[:, None, None] * H + h) * VALUE
+        copy_columns(KV, YV, at_k, to_v, inside, stride_kd, NOPE, VALUE, VALUE_LANES)
+        at_p = (batch * stride_pb + index * stride_pl)[:, None, None]
+        pa, pb = load_pairs(KP, at_p, live[:, None, None], stride_pd, 0, 2 * PAIRS, HALF, INTERLEAVED)
+        pc, ps = load_angles(FREQS, COS, SIN, place * stride_tl, place, live, stride_t, mscale, PAIRS, HALF)
+        pa, pb = rotate(pa, pb, pc, ps)
+        shape: tl.constexpr = [T, HB, HALF]
+        store_pairs(
+            YK, tl.broadcast_to(pa, shape), tl.broadcast_to(pb, shape), to + NOPE, inside, 2 * PAIRS, HALF, False
+        )  # fmt: skip
+
+
+@kernel(grid=lambda a: (cdiv(a.B * a.L, a.T) * (cdiv(a.H, a.HB) + 1),), **SETTINGS)
+def mla_rope_backward(
+    GQ, GK, GV, FREQS, COS, SIN, POS, DQ, DKV, DKP, B, L, P, stride_qb, stride_ql, stride_qh, stride_qd, stride_kb,
+    stride_kl, stride_kh, stride_kd, stride_vb, stride_vl, stride_vh, stride_vd, stride_tl, stride_t, mscale,
+    H: tl.constexpr, NOPE: tl.constexpr, PAIRS: tl.constexpr, VALUE: tl.constexpr, HALF: tl.constexpr,
+    LANES: tl.constexpr, VALUE_LANES: tl.constexpr, INTERLEAVED: tl.constexpr, BATCH_INNER: tl.constexpr,
+    T: tl.constexpr, HB: tl.constexpr,
+):  # fmt: skip
+    """A program takes T tokens by HB heads of queries, or by all heads of keys and values, which it sums for k_pos."""
+    D: tl.constexpr = NOPE + 2 * PAIRS
+    BLOCKS: tl.constexpr = (H + HB - 1) // HB
+    unit = tl.program_id(0) % (BLOCKS + 1)
+    row = tl.program_id(0) // (BLOCKS + 1) * T + tl.arange(0, T)
+    batch, index, place = locate(row, B, L, P, POS, BATCH_INNER)
+    live = row < B * L
+    token = row.to(tl.int64)[:, None, None]
+    if unit < BLOCKS:
+        if DQ is not None:
+            head_q = unit * HB + tl.arange(0, HB)[None, :, None]
+            inside_q = live[:, None, None] & (head_q < H)
+            at_q = (batch * stride_qb + index * stride_ql)[:, None, None] + head_q.to(tl.int64) * stride_qh
+            to_q = (token * H + head_q) * D
+            copy_columns(GQ, DQ, at_q, to_q, inside_q, stride_qd, 0, NOPE, LANES)
+            a, b = load_pairs(GQ, at_q, inside_q, stride_qd, NOPE, 2 * PAIRS, HALF, False)
+            c, s = load_angles(FREQS, COS, SIN, place * stride_tl, place, live, stride_t, mscale, PAIRS, HALF)
+            a, b = turn_back(a, b, c, s)
+            store_pairs(DQ, a, b, to_q + NOPE, inside_q, 2 * PAIRS, HALF, INTERLEAVED)
+    else:
+        sa = tl.zeros([T, HB, HALF], tl.float32)
+        sb = tl.zeros([T, HB, HALF], tl.float32)
+        for first in range(0, H, HB):
+            head = first + tl.arange(0, HB)[None, :, None]
+            h = head.to(tl.int64)
+            inside = live[:, None, None] & (head < H)
+            at_k = (batch * stride_kb + index * stride_kl)[:, None, None] + h * stride_kh
+            at_v = (batch * stride_vb + index * stride_vl)[:, None, None] + h * stride_vh
+            to = (token * H + h) * (NOPE + VALUE)
+            copy_columns(GK, DKV, at_k, to, inside, stride_kd, 0, NOPE, LANES)
+            copy_columns(GV, DKV, at_v, to + NOPE, inside, stride_vd, 0, VALUE, VALUE_LANES)
+            ga, gb = load_pairs(GK, at_k, inside, stride_kd, NOPE, 2 * PAIRS, HALF, False)
+            sa += ga
+            sb += gb
+        pc, ps = load_angles(FREQS, COS, SIN, place * stride_tl, place, live, stride_t, mscale, PAIRS, HALF)
+        pa, pb = turn_back(tl.sum(sa, 1)[:, None, :], tl.sum(sb, 1)[:, None, :], pc, ps)
+        store_pairs(DKP, pa, pb, token * (2 * PAIRS), live[:, None, None], 2 * PAIRS, HALF, INTERLEAVED)
+
+
+# ---------------------------------------------------------------- host
+
+
+def constants_of(q: Tensor, kv: Tensor, k_pos: Tensor, layout: str, pairing: str) -> dict:
+    count = k_pos.shape[-1]
+    nope = q.shape[-1] - count
+    value = kv.shape[-1] - nope
+    return {
+        "H": q.shape[2], "NOPE": nope, "PAIRS": count // 2, "VALUE": value, "HALF": lanes(count // 2),
+        "LANES": lanes(nope), "VALUE_LANES": lanes(value), "INTERLEAVED": pairing == "interleaved",
+        "BATCH_INNER": layout == "sbhd",
+    }  # fmt: skip
+
+
+def table_of(a: SimpleNamespace, L: int) -> tuple[tuple, tuple]:
+    """Angles and positions as kernels take them; their count and strides."""
+    t = tables_on_device(a.freqs, a.cos, a.sin, a.k_pos.shape[-1], "half")
+    place = positions_on_device("mla_rope", L, a.cu_seqlens, a.cp_size, a.cp_rank, a.k_pos.device)
+    return (t.freqs, t.cos, t.sin, place), (t.count, *t.strides[1:])
+
+
+def strides_of(t: Tensor, inner: bool, *dims: int) -> list[int]:
+    """Strides of batch, sequence and these dimensions."""
+    outer = (1, 0) if inner else (0, 1)
+    return [t.stride(d) for d in (*outer, *dims)]
+
+
+def forward(**values) -> tuple[Tensor, Tensor, Tensor]:
+    a = SimpleNamespace(**values)
+    inner = a.layout == "sbhd"
+    L, B = (a.q.shape[0], a.q.shape[1]) if inner else (a.q.shape[1], a.q.shape[0])
+    constants = constants_of(a.q, a.kv, a.k_pos, a.layout, a.pairing)
+    made = [
+        torch.empty(*a.q.shape[:3], width, dtype=a.q.dtype, device=a.q.device)
+        for width in (a.q.shape[3], a.q.shape[3], constants["VALUE"])
+    ]
+    table, (P, *strides) = table_of(a, L)
+    mla_rope_forward(
+        a.q, a.kv, a.k_pos, *table, *made, B, L, P, *strides_of(a.q, inner, 2, 3), *strides_of(a.kv, inner, 2, 3),
+        *strides_of(a.k_pos, inner, 3), *strides, None if a.mscale == 1.0 else a.mscale, **constants,
+    )  # fmt: skip
+    return tuple(made)
+
+
+def backward(saved: SimpleNamespace, gq: Tensor | None, gk: Tensor | None, gv: Tensor | None) -> tuple:
+    q, kv, k_pos = saved.q, saved.kv, saved.k_pos  # their shapes alone
+    inner = saved.layout == "sbhd"
+    L, B = (q.shape[0], q.shape[1]) if inner else (q.shape[1], q.shape[0])
+    constants = constants_of(q, kv, k_pos, saved.layout, saved.pairing)
+    some = next(g for g in (gq, gk, gv) if g is not None)
+    zero = torch.zeros(1, dtype=some.dtype, device=some.device) if None in (gk, gv) else None
+    widths = q.shape[3], constants["VALUE"]
+    gk, gv = (zero.expand(*q.shape[:3], w) if g is None else g for g, w in zip((gk, gv), widths))
+    dq = None if gq is None else torch.empty(q.shape, dtype=gq.dtype, device=gq.device)
+    dkv, dk_pos = (torch.empty(t.shape, dtype=gk.dtype, device=gk.device) for t in (kv, k_pos))
+    table, (P, *strides) = table_of(saved, L)
+    mla_rope_backward(
+        gq, gk, gv, *table, dq, dkv, dk_pos, B, L, P, *([0] * 4 if gq is None else strides_of(gq, inner, 2, 3)),
+        *strides_of(gk, inner, 2, 3), *strides_of(gv, inner, 2, 3), *strides, None if saved.mscale == 1.0 else saved.mscale,
+        **constants,
+    )  # fmt: skip
+    return dq, dkv, dk_pos
+
+
+def check(q, kv, k_pos, cos, sin, freqs, layout, pairing, mscale, cu_seqlens, cp_size, cp_rank) -> None:
+    count = k_pos.shape[-1]
+    nope = q.shape[-1] - count
+    if count % 2 or count < 2 or nope < 0:
+        raise ValueError(f"mla_rope: k_pos has {count} columns: they must be even, and no more than q's {q.shape[-1]}")
+    if kv.shape[-1] <= nope:
+        raise ValueError(
+            f"mla_rope: kv has {kv.shape[-1]} columns: more than the {nope} of q before k_pos's are needed"
+        )
+    if q.shape[2] == 0:
+        raise ValueError("mla_rope: q has no heads")
+    if q.shape[0] * q.shape[1] >= 2**31:
+        raise ValueError(f"mla_rope: q has {q.shape[0] * q.shape[1]} tokens, but a launch takes less than 2^31")
+    if freqs is None and cos is None and sin is None:
+        raise ValueError("mla_rope: freqs must be given, or cos and sin")
+    length = q.shape[0 if layout == "sbhd" else 1]
+    check_tables("mla_rope", freqs, cos, sin, None, count, length, cu_seqlens, cp_size, cp_rank)
+
+
+mla_rope = Op(
+    "mla_rope", reference, inputs, Triton(forward, backward, single),
+    where={
+        "q": "float[batch length heads qk_dim]", "kv": "q[batch length heads kv_dim]", "k_pos": "q[batch length 1 turned]",
+        **dict.fromkeys(("cos", "sin", "freqs"), "float[positions angles]"), "cu_seqlens": "int[sequences]",
+        "mscale": above(0.0), "cp_size": at_least(1),
+    },
+    results=("q_out", "k", "v"), graded_results=(0, 1, 2), differentiable=("q", "kv", "k_pos"),
+    spares=lambda values: ("q", "kv", "k_pos"), check=check, bars={"class": "A"},
+)  # fmt: skip
