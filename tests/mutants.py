@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tilewright.check.far_apart import load
-from tilewright.core.op import OPS, Op
+from tilewright.op import OPS, Op
 
 ROOT = Path(__file__).resolve().parents[1]
 SUBJECT = "tests/subject.py"

@@ -14,10 +14,10 @@ import triton.language as tl
 from torch import Tensor
 
 from tilewright.core.draw import Draw
-from tilewright.core.kernel import kernel
-from tilewright.core.op import Op, Triton, upcast
 from tilewright.core.signature import at_least
 from tilewright.core.tensor import cdiv, power_of_two, rows
+from tilewright.op import Op, Triton, upcast
+from tilewright.runtime.kernel import kernel
 
 
 def reference(
@@ -151,6 +151,6 @@ def backward(saved: SimpleNamespace, dy: Tensor) -> tuple:
 toy_norm = Op(
     "toy_norm", reference, inputs, Triton(forward, backward, name="toy"),
     where={"x": "float[... hidden]", "weight": "float[hidden]", "eps": at_least(0.0), "out": "x[... hidden]"},
-    results=("y", "mean", "rstd"), aux=2, differentiable=("x", "weight"), saves=("x", "weight", "mean", "rstd"),
+    results=("y", "mean", "rstd"), hidden=2, differentiable=("x", "weight"), saves=("x", "weight", "mean", "rstd"),
     bars={"class": "B"},
 )  # fmt: skip

@@ -21,7 +21,7 @@ def __getattr__(name: str) -> Any:
     elif name in NAMES:
         value = getattr(importlib.import_module(f"{__name__}.{NAMES[name]}"), name)
     elif name in OPS:
-        value = op(name).function
+        value = declaration(name).function
     elif name in _declared():
         return _declared()[name].function  # somebody's own op, which may be taken away again: it is not kept
     else:
@@ -36,11 +36,11 @@ def __dir__() -> list[str]:
 
 def _declared() -> dict[str, Any]:
     """The ops that have been declared so far, by name; nothing is loaded for it."""
-    core = sys.modules.get(f"{__name__}.core.op")
+    core = sys.modules.get(f"{__name__}.op")
     return {} if core is None else core.OPS
 
 
-def op(name: str) -> Any:
+def declaration(name: str) -> Any:
     """The declaration of one op, from its module alone."""
     importlib.import_module(f"{__name__}.{OPS[name]}")
     return _declared()[name]

@@ -8,9 +8,9 @@ import triton
 
 import tilewright as tw
 from tilewright.check.variants import variant
-from tilewright.core.kernel import collect
 from tilewright.core.target import TARGETS, pretend
 from tilewright.ops.embedding.embedding import COUNTED, sum_into
+from tilewright.runtime.kernel import collect
 
 OLDEST = pytest.mark.skipif(not triton.__version__.startswith("3.6."), reason="what Triton 3.6 makes of it is held")
 

@@ -40,9 +40,9 @@ from tilewright.check.variants import (
     variant,
     variants,
 )
-from tilewright.core.kernel import Kernel
-from tilewright.core.op import Op
 from tilewright.core.target import TARGETS
+from tilewright.op import Op
+from tilewright.runtime.kernel import Kernel
 from tilewright.toolchain.aot import CompileError
 
 TABLE = Path(__file__).parent / "sm_90.jsonl"

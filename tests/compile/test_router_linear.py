@@ -8,9 +8,9 @@ import pytest
 import triton
 
 from tilewright.check.variants import Call, drawn, launches, variant
-from tilewright.core.kernel import Arguments
-from tilewright.core.op import OPS
 from tilewright.core.target import TARGETS, pretend
+from tilewright.op import OPS
+from tilewright.runtime.kernel import Arguments
 
 HOT = {"tokens": 8192, "hidden": 2048, "experts": 256}
 OLDEST = pytest.mark.skipif(not triton.__version__.startswith("3.6."), reason="what Triton 3.6 makes of it is held")

@@ -8,10 +8,10 @@ import torch
 import tilewright as tw
 from tilewright.check.variants import variant
 from tilewright.core.draw import Draw
-from tilewright.core.kernel import collect
 from tilewright.core.target import TARGETS, pretend
 from tilewright.gemm.labels import label_of
 from tilewright.gemm.scaled_mm import PAIRS, draw_operand, product
+from tilewright.runtime.kernel import collect
 
 NATIVE = {
     ("sm_100", "mxfp8"): "tcgen05.mma.cta_group::1.kind::mxf8f6f4.block_scale",

@@ -27,7 +27,7 @@ from tilewright.check.oracle import (
     result_bar,
     rms,
 )
-from tilewright.core.op import Op
+from tilewright.op import Op
 
 pytestmark = pytest.mark.gpu
 NET = Net(device="cuda", largest=1 << 40)

@@ -18,9 +18,9 @@ import tilewright as tw
 from tests.mutants import SUBJECT, Mutant, declared
 from tilewright.check import layouts
 from tilewright.check.cases import SMALL, Net, choices, dims_of, draw, put, row_arguments, tensors
+from tilewright.check.compare import check
 from tilewright.check.oracle import (
     as_tuple,
-    check,
     contract,
     differentiate,
     leaves,
@@ -32,8 +32,8 @@ from tilewright.check.oracle import (
 )
 from tilewright.check.properties import VALUES
 from tilewright.check.registration import compiled, fakes, refusals, registered
-from tilewright.core.kernel import Kernel
-from tilewright.core.op import Op
+from tilewright.op import Op
+from tilewright.runtime.kernel import Kernel
 
 pytestmark = pytest.mark.gpu
 NET = Net(device="cuda", cases=21, largest=64 * 1024)

@@ -13,7 +13,7 @@ import tilewright as tw
 from tests.pretended import Pretended
 from tilewright.bench import cases, check, rivals, run, sol, timing
 from tilewright.bench.work import Work
-from tilewright.core.op import Op
+from tilewright.op import Op
 
 MIB = 1 << 20
 # Those of one op; whole models have tests of their own

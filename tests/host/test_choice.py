@@ -13,9 +13,9 @@ import tilewright as tw
 from tilewright.__main__ import app
 from tilewright.bench import choose, evidence
 from tilewright.bench.cases import Case
-from tilewright.core import call
 from tilewright.core.target import TARGETS
 from tilewright.gemm import choice, library
+from tilewright.runtime.choose import forced
 
 HOPPER = TARGETS["sm_90"]
 
@@ -197,9 +197,9 @@ def test_the_library_is_taken_where_it_is_there_and_faster_or_asked_for(rows, mo
     monkeypatch.setattr(library, "entry_points", lambda: frozenset({"_scaled_mm", "_scaled_mm_v2"}))
     monkeypatch.setattr(library, "cuda_version", lambda: (13, 0))
     assert not library.fits(HOPPER, given)
-    token = call.forced.set("cublaslt")
+    token = forced.set("cublaslt")
     assert library.fits(HOPPER, given) and not library.fits(HOPPER, operands(62, 64, 256, BLOCKS))
-    call.forced.reset(token)
+    forced.reset(token)
     assert library.fits(HOPPER, operands(4096, 4096, 4096, BLOCKS, backend="cublaslt"))
     assert not library.fits(HOPPER, operands(62, 64, 256, BLOCKS, backend="cublaslt"))
     rows(row("fp8_block", (4096, 4096, 4096), 2.0, 1.0))
@@ -293,8 +293,8 @@ def test_how_scales_lie_for_it():
 def test_groups_one_by_one(name, monkeypatch):
     """What is cut for each group, empty ones left out, gives what the grouped product gives."""
     from tilewright.core.draw import Draw
-    from tilewright.core.op import OPS
     from tilewright.gemm.scaled_mm import reference
+    from tilewright.op import OPS
 
     source = Draw(2, {"tokens": 512, "hidden": 256, "columns": 128}, {"columns": 128, "out_dtype": "float32"})
     plain = {"scales": "block", "recipe": "BlockWise1x128", "bias": False, "c": False, "act": None, "glu": None}

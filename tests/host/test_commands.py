@@ -14,9 +14,9 @@ import tilewright as tw
 from tilewright.__main__ import app
 from tilewright.bench import tune
 from tilewright.check import guarded, variants
-from tilewright.core import config
-from tilewright.core.op import Triton
 from tilewright.core.target import TARGETS, Target
+from tilewright.op import Triton
+from tilewright.runtime import config
 from tilewright.toolchain.aot import CompileError
 
 OPS = tw.catalogue()

@@ -10,9 +10,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from tilewright.core import config
-from tilewright.core.kernel import Arguments
 from tilewright.core.target import TARGETS
+from tilewright.runtime import config
+from tilewright.runtime.kernel import Arguments
 
 ARCH = "sm_90"
 DEFAULT = {"ROWS": 1, "num_warps": 4}

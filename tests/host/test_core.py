@@ -17,9 +17,9 @@ from tilewright.check.cases import Net
 from tilewright.check.oracle import same_bits
 from tilewright.check.registration import FACES
 from tilewright.core.cost import traffic
-from tilewright.core.op import Op, Triton
-from tilewright.core.plan import guard
+from tilewright.core.private import guard
 from tilewright.core.signature import at_least
+from tilewright.op import Op, Triton
 
 WHOLE = Mutant("none", "Toy op", "Toy op", "", "", SUBJECT)
 

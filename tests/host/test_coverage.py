@@ -15,7 +15,7 @@ import tilewright as tw
 from tilewright.__main__ import app
 from tilewright.check import coverage
 from tilewright.check.provided import rows as provided
-from tilewright.core.op import Op
+from tilewright.op import Op
 
 LISTS = coverage.everything()
 THERE = [(name, row) for name, rows in LISTS.items() for row in rows if row["status"] != "missing"]

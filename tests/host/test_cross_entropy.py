@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 
 import tilewright as tw
-from tilewright.core import kernel as kernels
 from tilewright.core.target import TARGETS, pretend
 from tilewright.core.tensor import fold, fold_like
+from tilewright.runtime import kernel as kernels
 
 INF, NAN = math.inf, math.nan
 

@@ -17,8 +17,8 @@ from tilewright.__main__ import app
 from tilewright.bench import documents
 from tilewright.bench.cases import Case, Goal
 from tilewright.check import coverage
-from tilewright.core import config
 from tilewright.core.target import TARGETS
+from tilewright.runtime import config
 
 ROOT = Path(__file__).resolve().parents[2]
 GOAL = Goal("toy_fwd", "toy", "8x16 bf16", "fraction", 0.9)

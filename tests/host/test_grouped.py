@@ -7,8 +7,8 @@ import torch
 
 import tilewright as tw
 from tilewright.formats.grouped import MAPS, from_row_id_map, from_te_grouped, to_row_id_map, to_te_grouped
-from tilewright.gemm.grouped_mm import grouped_mm
 from tilewright.nn.expert_codes import quantize_experts
+from tilewright.ops.moe.grouped_mm import grouped_mm
 
 
 def routed(tokens: int = 21, experts: int = 6, slots: int = 3):

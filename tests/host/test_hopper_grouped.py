@@ -10,8 +10,8 @@ import torch
 
 import tilewright as tw
 from tilewright.check.variants import Call, passes
-from tilewright.core.kernel import collect
 from tilewright.core.target import TARGETS, pretend
+from tilewright.runtime.kernel import collect
 
 HOPPER = replace(TARGETS["sm_90"], gluon=True)
 ROWS, INNER = tw.catalogue()["grouped_mm_rows"], tw.catalogue()["grouped_mm_inner"]

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import tilewright as tw
-from tilewright.core import kernel as module
-from tilewright.core import plan
-from tilewright.core.kernel import kernel
+from tilewright.runtime import kernel as module
+from tilewright.runtime import plan
+from tilewright.runtime.kernel import kernel
 
 
 class Compiled:

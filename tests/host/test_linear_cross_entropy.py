@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 
 import tilewright as tw
-from tilewright.core.kernel import collect
 from tilewright.core.target import TARGETS, pretend
+from tilewright.runtime.kernel import collect
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])

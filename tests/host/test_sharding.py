@@ -343,6 +343,6 @@ def test_rules_name_results_and_arguments_of_ops():
         op = ops[name]
         if isinstance(rule, sharding.Rule):
             known = {d for p in op.signature.parameters if p.name in op.signature.tensors for d in p.rule.dims}
-            assert len(rule.results) == len(op.results) - op.aux, name
+            assert len(rule.results) == len(op.results) - op.hidden, name
             assert {*rule.local} <= {"...", *known} and {*rule.advice} <= known, name
             assert {*rule.once, *rule.summed, *filter(None, [rule.mean])} <= {*op.signature.tensors}, name

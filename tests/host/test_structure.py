@@ -12,7 +12,8 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = "tilewright"
 # A layer may import itself and those of a lower rank; `device` holds kernels' functions and knows Triton alone.
 RANK = {
-    "core": 0, "toolchain": 0, "formats": 1, "ops": 2, "gemm": 2, "attention": 2, "aten": 2, "nn": 3, "integrations": 4,
+    "core": 0, "toolchain": 1, "runtime": 2, "op": 3, "formats": 4, "gemm": 5, "attention": 5, "ops": 6, "aten": 7, "nn": 8,
+    "integrations": 9,
 }  # fmt: skip
 HOLD_KERNELS = ("formats", "ops", "gemm", "attention", "aten", "bench")
 # Above all those: they may import any layer, and no other layer imports them.
@@ -91,6 +92,40 @@ def test_imports_go_one_way():
                 yield f" imports {'.'.join(module)}"
 
     offences(LIBRARY, find)
+
+
+def graph() -> dict[tuple[str, ...], set[tuple[str, ...]]]:
+    """Which modules each module imports, those named for annotations alone included."""
+    modules = {module_of(path) for path in LIBRARY}
+
+    def imported(path: Path) -> set[tuple[str, ...]]:
+        """`from .a import b` is of module a.b if there is one, else of a."""
+        return {next((m for m in (module, module[:-1]) if m in modules), ()) for module in imports(path)}
+
+    return {module_of(path): imported(path) - {(), module_of(path), (PACKAGE,)} for path in LIBRARY}
+
+
+def circles(arrows: dict[tuple[str, ...], set[tuple[str, ...]]]) -> list[str]:
+    """The modules that import one another: what is left after taking away, again and again, modules that import nothing
+    that is left, or that nothing left imports."""
+    left = {m: set(to) for m, to in arrows.items()}
+    while True:
+        wanted = set().union(*left.values()) if left else set()
+        gone = {m for m, to in left.items() if not to & left.keys() or m not in wanted}
+        if not gone:
+            return sorted(".".join(m) for m in left)
+        left = {m: to - gone for m, to in left.items() if m not in gone}
+
+
+def test_no_circle_is_imported():
+    found = circles(graph())
+    assert not found, f"these modules import one another: {found}"
+
+
+def test_a_circle_would_be_found():
+    a, b, c, d = (("a",), ("b",), ("c",), ("d",))
+    assert circles({a: {b}, b: {c}, c: set(), d: {a}}) == []
+    assert circles({a: {b}, b: {c}, c: {b}, d: {a}}) == ["b", "c"]
 
 
 def test_device_functions_know_triton_alone():

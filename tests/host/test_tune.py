@@ -17,9 +17,9 @@ from tests.pretended import Pretended
 from tilewright.bench import tune
 from tilewright.check import guarded
 from tilewright.check.guarded import supervise
-from tilewright.core import config
-from tilewright.core.kernel import Arguments
 from tilewright.core.target import TARGETS
+from tilewright.runtime import config
+from tilewright.runtime.kernel import Arguments
 
 ARCH = "sm_90"
 A, B, C = ({"ROWS": rows, "num_warps": 4} for rows in (1, 2, 4))

@@ -7,9 +7,9 @@ import torch
 
 import tilewright as tw
 from tilewright.check.cases import Net, draw
-from tilewright.core.op import OPS
 from tilewright.gemm import few
 from tilewright.gemm.scaled_mm import reference
+from tilewright.op import OPS
 
 NET = Net(interpreter=True)
 FEW = ("fp8_block", "int8_row", "int4_row", "int4_weight")

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 import tilewright as tw
-from tilewright.check.oracle import check, outcome
+from tilewright.check.compare import check
+from tilewright.check.oracle import outcome
 from tilewright.ops.norm.gated_group_norm import gated_group_norm as op
 from tilewright.ops.norm.gated_group_norm import split_columns
 

@@ -10,9 +10,10 @@ import torch
 
 import tilewright as tw
 from tests import linear_oracle
-from tilewright.check.oracle import check, outcome
-from tilewright.core.op import OPS
+from tilewright.check.compare import check
+from tilewright.check.oracle import outcome
 from tilewright.nn.expert_codes import quantize_weight
+from tilewright.op import OPS
 from tilewright.ops.activation import glu_linear as module
 
 OP = OPS["glu_linear"]
@@ -119,7 +120,7 @@ def test_nothing_of_the_value_is_kept_in_fp8():
 
 def test_a_call_in_fp8_is_one_plan_and_makes_what_is_wanted():
     op = OPS["glu_linear_fp8"]
-    for plans in (op.plans, op.backward_plans, op.hopeless):
+    for plans in (op.plans, op.backward_plans, op.unplannable):
         plans.clear()
     x, weight, _, dy = (t[:17] for t in made_fp8())
     dy = dy[:, :17]
@@ -127,7 +128,7 @@ def test_a_call_in_fp8_is_one_plan_and_makes_what_is_wanted():
         leaves = [(times * x).requires_grad_(), weight.clone().requires_grad_()]
         y = fp8(*leaves, None)
         whole = torch.autograd.grad(y, leaves, dy)
-    assert len(op.plans) == len(op.backward_plans) == 1 and not op.hopeless
+    assert len(op.plans) == len(op.backward_plans) == 1 and not op.unplannable
     for at in range(2):
         given = [x, weight]
         given[at] = leaf = given[at].clone().requires_grad_()

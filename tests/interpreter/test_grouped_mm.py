@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import tilewright as tw
-from tilewright.gemm.grouped_mm import grouped_mm
+from tilewright.ops.moe.grouped_mm import grouped_mm
 
 ENDS = torch.tensor([0, 5, 17], dtype=torch.int32)  # the last row of 18 is nobody's
 

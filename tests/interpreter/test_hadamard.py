@@ -7,7 +7,8 @@ import torch
 
 import tilewright as tw
 from tilewright.check.cases import Net, draw
-from tilewright.check.oracle import check, outcome
+from tilewright.check.compare import check
+from tilewright.check.oracle import outcome
 
 NET = Net(interpreter=True)
 

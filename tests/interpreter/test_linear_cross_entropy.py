@@ -8,7 +8,8 @@ import torch
 
 import tilewright as tw
 from tilewright.check import memory
-from tilewright.check.oracle import check, outcome, same_outcome
+from tilewright.check.compare import check
+from tilewright.check.oracle import outcome, same_outcome
 from tilewright.ops.loss import linear_cross_entropy_tokens as module
 
 OP = tw.linear_cross_entropy.op

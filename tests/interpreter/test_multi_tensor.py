@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 import tilewright as tw
-from tilewright.core.kernel import collect
 from tilewright.ops.optimiser import multi_tensor_table
 from tilewright.ops.optimiser.multi_tensor_table import TILE
+from tilewright.runtime.kernel import collect
 
 ORDS = (1.0, 2.0, math.inf)
 

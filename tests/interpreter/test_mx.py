@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 import tilewright as tw
 from tests import mx_oracle as oracle
-from tilewright.core.kernel import kernel
 from tilewright.device.small_blocks import code_e2m1, mx_scale, scale_e8m0, widen_e2m1
 from tilewright.formats.mx import CODES, RULES, mx
 from tilewright.formats.nvfp4 import nvfp4
+from tilewright.runtime.kernel import kernel
 
 EVERY = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).float()
 

@@ -9,10 +9,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tilewright as tw
-from tilewright.core.op import OPS
 from tilewright.gemm.grouped_inner import by_group as inner_by_group
 from tilewright.gemm.grouped_rows import by_group
 from tilewright.nn.expert_codes import quantize_experts
+from tilewright.op import OPS
 
 op = tw.catalogue()["moe_feed_forward"]
 NAMES = ("x", "gate_up", "down", "probs")
@@ -198,11 +198,11 @@ def test_one_plan_each_way(precision, routing):
         routing, hidden=128, ffn=128, experts=1 if routing is None else 2, precision=precision, keep="product"
     )
     other = {**values, "x": values["x"].flip(0), "down": -2 * values["down"]}
-    for plans in (op.plans, op.backward_plans, op.hopeless):
+    for plans in (op.plans, op.backward_plans, op.unplannable):
         plans.clear()
     with tw.force("triton"):
         outcome(values)
-        assert len(op.plans) == len(op.backward_plans) == 1 and not op.hopeless
+        assert len(op.plans) == len(op.backward_plans) == 1 and not op.unplannable
         replayed = outcome(other)
         assert len(op.plans) == len(op.backward_plans) == 1
         for plans in (op.plans, op.backward_plans):

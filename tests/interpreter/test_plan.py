@@ -16,9 +16,9 @@ import tilewright as tw
 from tests.interpreter.toy import launch, pair, plain, toys
 from tilewright.check.memory import guarded_allocations
 from tilewright.check.oracle import same_bits
-from tilewright.core import op as op_module
-from tilewright.core import plan as plan_module
-from tilewright.core.plan import Recorder
+from tilewright.runtime import plan as plan_module
+from tilewright.runtime import run
+from tilewright.runtime.plan import Recorder
 
 KEPT = torch.full((64,), 3.0)  # memory that belongs to no call
 
@@ -199,7 +199,7 @@ def test_one_tensor_for_two_arguments_makes_no_plan(declare):
 
 
 def test_plans_are_bounded_and_hold_no_tensor(declare, monkeypatch):
-    monkeypatch.setattr(op_module, "PLANS", 8)
+    monkeypatch.setattr(run, "PLANS", 8)
     op, _ = declare()
     for rows in range(1, 30):
         x, z = pair(rows)

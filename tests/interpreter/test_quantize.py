@@ -13,10 +13,10 @@ from torch import Tensor
 
 from tests import fp8_oracle as oracle
 from tests.fp8_oracle import SOME, amaxes, bits, codes, every, matrix, ties
-from tilewright.core.kernel import kernel
 from tilewright.device.quantize import amax, code_bits, decode, interleave4, pack4, quotient, scale_of
 from tilewright.formats.fp8 import CODES, GRANULARITIES, RULES, WAYS, fp8
 from tilewright.formats.tiles import load_tile, load_tiles, store_tiles
+from tilewright.runtime.kernel import kernel
 from tilewright.toolchain.interpret import reversed_programs
 
 BLOCK = 4096

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import tilewright as tw
-from tilewright.check.oracle import check, outcome
+from tilewright.check.compare import check
+from tilewright.check.oracle import outcome
 
 
 def arguments(tokens: int, experts: int) -> tuple[torch.Tensor, ...]:

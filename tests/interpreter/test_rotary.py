@@ -8,12 +8,13 @@ import triton.language as tl
 from torch import Tensor
 
 import tilewright as tw
-from tilewright.check.oracle import check, outcome
-from tilewright.core.kernel import kernel
+from tilewright.check.compare import check
+from tilewright.check.oracle import outcome
 from tilewright.core.tensor import cdiv
 from tilewright.device.rotary import cos_sin
 from tilewright.ops.rotary.mla_rope import mla_rope
 from tilewright.ops.rotary.qkv_split import qkv_split
+from tilewright.runtime.kernel import kernel
 
 
 @pytest.fixture(autouse=True)

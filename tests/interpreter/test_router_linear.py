@@ -6,8 +6,9 @@ import pytest
 import torch
 
 import tilewright as tw
-from tilewright.check.oracle import check, outcome
-from tilewright.core.op import OPS
+from tilewright.check.compare import check
+from tilewright.check.oracle import outcome
+from tilewright.op import OPS
 
 FINITE = torch.tensor([1.0, -1 / 3, 3.3e38, -1.0000001, 2.0**-100, 1 + 2.0**-23, 0.0, 12345.678])
 

@@ -16,11 +16,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import tilewright as tw
 from tests.interpreter.toy import launch, pair, toys
 from tilewright.check.oracle import same_bits
-from tilewright.core import op as op_module
-from tilewright.core import register
-from tilewright.core.call import Key
-from tilewright.core.op import Op
 from tilewright.core.target import TARGETS, pretend
+from tilewright.op import Op
+from tilewright.runtime import register, run
+from tilewright.runtime.key import Key
 
 
 @pytest.fixture
@@ -209,7 +208,7 @@ def test_labels_are_read_in_every_call_with_gradients(monkeypatch):
 
 
 def test_plans_of_calls_with_gradients_are_bounded_and_hold_no_tensor(learning, monkeypatch):
-    monkeypatch.setattr(op_module, "PLANS", 8)
+    monkeypatch.setattr(run, "PLANS", 8)
     op, _, _ = learning
     for rows in range(1, 20):
         x = pair(rows)[0].requires_grad_()

@@ -7,7 +7,7 @@ import pytest
 import tilewright as tw
 from tests.pretended import Pretended
 from tilewright.bench import tune
-from tilewright.core.kernel import Kernel
+from tilewright.runtime.kernel import Kernel
 
 DIMS = {"tokens": 3, "hidden": 40}
 KEY = {"N": 40}

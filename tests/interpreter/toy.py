@@ -12,9 +12,9 @@ from torch import Tensor
 
 import tilewright as tw
 from tilewright.core.draw import Draw
-from tilewright.core.kernel import kernel
-from tilewright.core.op import OPS, Op, Triton
 from tilewright.core.tensor import cdiv
+from tilewright.op import OPS, Op, Triton
+from tilewright.runtime.kernel import kernel
 
 _count = itertools.count()
 

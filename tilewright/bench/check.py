@@ -28,7 +28,7 @@ from ..check.oracle import (
     specified,
 )
 from ..core.format import Quantized
-from ..core.op import Op
+from ..op import Op
 
 BLOCK = 128
 E4M3_MAX = 448.0

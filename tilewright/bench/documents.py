@@ -9,7 +9,6 @@ from __future__ import annotations
 import inspect
 import math
 import sys
-import textwrap
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
@@ -18,45 +17,23 @@ from typing import Any
 from torch import Tensor
 
 from ..check import coverage
-from ..core.op import Op
 from ..core.signature import Parameter, Range, Row
 from ..core.target import TARGETS, Target
+from ..op import Op
 from .cases import CASES, GOALS, Case, Goal
+from .markdown import COMMAND, GENERATED, code, listed, table, wrapped
 from .report import Goals, Result, understand
 
 ROOT = Path(__file__).parents[2]
 OPS, COVERAGE, RATES, README = Path("docs/ops.md"), Path("docs/coverage.md"), Path("docs/rates.md"), Path("README.md")
 BEGIN, END = "<!-- results -->", "<!-- /results -->"
 MODELS_BEGIN, MODELS_END = "<!-- models -->", "<!-- /models -->"
-COMMAND = "tilewright docs"
 # Of a training step, by their names in evidence: what the columns are called, and which are ours
 VARIANTS = {
     "plain": "transformers", "compile": "torch.compile", "liger": "liger-kernel", "bf16": "tilewright, bf16",
     "fp8": "tilewright, FP8",
 }  # fmt: skip
 OURS = ("bf16", "fp8")
-GENERATED = f"<!-- Generated: edit what it is made from, then run `{COMMAND}`. -->"
-
-
-# ---- Markdown --------------------------------------------------------------------------------------------------------
-
-
-def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    cells = [[str(cell).replace("|", "\\|").replace("\n", " ") for cell in row] for row in rows]
-    lines = [list(head), ["---"] * len(head), *cells]
-    return ["| " + " | ".join(line) + " |" for line in lines]
-
-
-def code(text: str) -> str:
-    return f"`{text}`" if text else ""
-
-
-def listed(names: Iterable[str]) -> str:
-    return ", ".join(code(name) for name in names)
-
-
-def wrapped(text: str, indent: str = "") -> list[str]:
-    return textwrap.wrap(text, 120, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
 # ---- docs/ops.md -----------------------------------------------------------------------------------------------------
@@ -89,7 +66,7 @@ def _formula(module: str) -> list[str]:
 
 
 def _entry(op: Op, results: Sequence[Result]) -> list[str]:
-    public = op.results[: len(op.results) - op.aux]
+    public = op.results[: len(op.results) - op.hidden]
     graded = [op.results[i] for i in op.graded_results if i < len(public)] if op.differentiable else []
     lines = [
         f"### {op.name}",
@@ -122,8 +99,8 @@ def _signature(op: Op) -> list[str]:
         parts.insert(op.signature.positional, "*")
     result = op.signature.python.return_annotation
     result = result if isinstance(result, str) else inspect.formatannotation(result)
-    if op.aux:  # the reference also returns what the backward keeps
-        count = len(op.results) - op.aux
+    if op.hidden:  # the reference also returns what the backward keeps
+        count = len(op.results) - op.hidden
         result = "Tensor" if count == 1 else f"tuple[{', '.join(['Tensor'] * count)}]"
     return [f"{op.name}(", *(f"    {part}," for part in parts), f") -> {result}"]
 

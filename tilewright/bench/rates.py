@@ -17,7 +17,7 @@ from ..check.variants import Blank
 from ..core.target import TARGETS, Target
 from ..gemm.labels import Computed, computed
 from .cases import CASES, Case
-from .documents import GENERATED, code, table
+from .markdown import GENERATED, code, table
 from .work import arguments
 
 ABOUT = """\

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.op import force
 from ..core.tensor import cdiv
+from ..op import force
 from . import timing
 from .floor import floor_us
 

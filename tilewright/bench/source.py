@@ -16,8 +16,8 @@ from typing import Any
 from torch import Tensor
 from triton import JITFunction
 
-from ..core.kernel import Arguments, Wanted
 from ..core.target import TARGETS, Target, pretend
+from ..runtime.kernel import Arguments, Wanted
 from .cases import CASES, Case
 from .work import launches
 

@@ -30,10 +30,11 @@ from ..check import memory
 from ..check.cases import dims_of
 from ..check.guarded import READY, Row, serve
 from ..check.variants import COMMON, FORWARD, Blank, Call, Plain, passes
-from ..core import config, register
 from ..core.format import Format, Quantized
-from ..core.op import Op
 from ..core.target import Target
+from ..op import Op
+from ..runtime import config
+from ..runtime.results import flatten, saved_results
 from . import timing
 
 GAIN = 0.02  # a config must win by this much: timings of one binary differ by about 1 % between two runs
@@ -165,8 +166,8 @@ class Subject:
         self._inputs = [v for v in values.values() if isinstance(v, Tensor)]
         if self.direction == "forward":
             return lambda: op.run(values)
-        flat = register.flatten(op.run(values))
-        results = register.saved_results(op, flat)
+        flat = flatten(op.run(values))
+        results = saved_results(op, flat)
         grads = [torch.randn(flat[i].shape, device=flat[i].device).to(flat[i].dtype) for i in op.graded(values)]
         needs = frozenset(n for n in op.differentiable if values[n] is not None)
         return lambda: op.run_backward(values, results, grads, needs)

@@ -14,12 +14,12 @@ import tilewright as tw
 
 from ..check.oracle import leaves
 from ..check.variants import Blank, Plain
-from ..core import register
 from ..core.cost import tensor_bytes, traffic
 from ..core.format import Format, Quantized
-from ..core.kernel import Wanted, collect
-from ..core.op import Op, force
 from ..core.target import Target, pretend
+from ..op import Op, force
+from ..runtime.kernel import Wanted, collect
+from ..runtime.results import flatten, saved_results
 from . import check
 from .cases import Case
 
@@ -61,7 +61,7 @@ class Work:
         op = self.op
         # What the backward writes over is put back from here before every timed call
         self._kept = {n: self.values[n].clone() for n in op.differentiable[:1]} if self.overwrites else {}
-        results = register.flatten(op.run(self.values))
+        results = flatten(op.run(self.values))
         source = torch.Generator(device).manual_seed(seed + 1)
         self.grads = tuple(
             torch.randn(results[i].shape, generator=source, device=device).to(results[i].dtype)
@@ -69,10 +69,10 @@ class Work:
         )
         dropped = set(op.signature.tensors) - set(op.saves)
         self._saved = {n: None if n in dropped else v for n, v in self.values.items()}
-        for n in () if op.spares is None else op.spares(self.values):  # of these a backward reads no element
+        for n in () if op.shape_only is None else op.shape_only(self.values):  # of these a backward reads no element
             if self._saved[n] is not None:
                 self._saved[n] = self._saved[n].new_empty(1).expand(self._saved[n].shape)
-        self._results = register.saved_results(op, results)
+        self._results = saved_results(op, results)
         self._needs = frozenset(n for n in op.differentiable if self.values[n] is not None)
 
     def _prepare_step(self, seed: int, device: str) -> None:
@@ -162,13 +162,13 @@ def launches(case: Case, target: Target) -> list[Wanted]:
     values = arguments(case, Blank(op, case.dims, case.options, dtype=getattr(torch, case.dtype)))
     with pretend(target), force("triton"), torch.no_grad(), collect() as found:
         needs = frozenset(n for n in op.differentiable if values[n] is not None)
-        results = register.flatten(op.run(values, needs if case.direction == "step" else frozenset()))
+        results = flatten(op.run(values, needs if case.direction == "step" else frozenset()))
         if case.direction in ("backward", "step"):
             if case.direction == "backward":
                 found.clear()
             grads = [torch.empty_like(results[i]) for i in op.graded(values)]
             extra = {"grad_format": Format.parse(case.grad_format)} if case.grad_format else {}
-            op.run_backward(values, register.saved_results(op, results), grads, needs, **extra)
+            op.run_backward(values, saved_results(op, results), grads, needs, **extra)
     return found
 
 

@@ -9,15 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core import register
-from ..core.op import Op
+from ..op import Op
+from ..runtime import register
 from .cases import SMALL, Case, Net, choices, draw, put, tensors
+from .compare import check
 from .oracle import (
     FLOATS,
     Outcome,
     as_tuple,
     bits,
-    check,
     contract,
     differentiate,
     leaves,

@@ -15,7 +15,7 @@ from torch import Tensor
 import tilewright as tw
 
 from ..core.draw import Draw
-from ..core.op import Op
+from ..op import Op
 from .oracle import ROW_DIMS, row_shaped
 
 SMALL = {

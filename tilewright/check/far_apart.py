@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from ..core.op import Op
+    from ..op import Op
 
 LIMIT = 300  # seconds in a fork
 STRIDE = 1_200_000_007  # two steps of it pass 2^31, and it is odd
@@ -68,7 +68,7 @@ def load(path: str, name: str) -> Any:
 def main(name: str, device: str, source: str = "") -> None:
     import tilewright as tw
 
-    from ..core.op import OPS
+    from ..op import OPS
 
     tw.catalogue()
     if source:

@@ -11,8 +11,8 @@ from torch import Tensor
 import tilewright as tw
 
 from ..core.format import Format
-from ..core.op import Op
 from ..core.signature import Parameter, Range
+from ..op import Op
 
 BAD_NUMBERS = (-1e30, -1.0, -1e-3, 0.0, 1.5, 2.0, 1e30)
 
@@ -167,7 +167,7 @@ def _outs(op: Op, values: Mapping[str, Any]) -> Iterator[Bad]:
     yield change("overlapping itself", wide.as_strided(good.shape, (1,) * good.dim()))
     for n in op.signature.tensors:
         t = values[n]
-        if isinstance(t, Tensor) and t.shape == good.shape and t.dtype == good.dtype and n not in op.over:
+        if isinstance(t, Tensor) and t.shape == good.shape and t.dtype == good.dtype and n not in op.in_place:
             yield change(f"the memory of {n}", t)
     named = next((n for n in op.differentiable if isinstance(values[n], Tensor)), None)
     if named is not None:

@@ -23,11 +23,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..core import register
 from ..core.flat import as_tuple
 from ..core.format import Quantized
-from ..core.op import Op
 from ..core.signature import Row
+from ..op import Op
+from ..runtime import register
 
 ROW_DIMS = ("tokens", "batch", "length")
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
@@ -175,7 +175,7 @@ def truth(
     plain = {n: None if n in ("out", "out_format") else lift(v, dtype) for n, v in values.items()}
     inputs = leaves(op, plain) if grads else {}
     results = as_tuple(op.reference(**{**plain, **inputs}))
-    named = zip(op.results[: len(op.results) - op.aux], results)
+    named = zip(op.results[: len(op.results) - op.hidden], results)
     made = {f"{name}{tail}": t.detach() for name, r in named for tail, t in pieces(r).items()}
     given = [None if g is None else g.detach().cpu().to(results[i].dtype) for g, i in zip(grads, op.graded_results)]
     found = differentiate(op, results, inputs, given)
@@ -411,25 +411,3 @@ def specified(values: Mapping[str, Any], name: str, t: Tensor) -> Tensor:
     if t.dim() == 0 or t.shape[axis] not in sizes:
         return t
     return t.narrow(axis, 0, min(t.shape[axis], ends[-1]))
-
-
-def check(op: Op, label: str, values: Mapping[str, Any], actual: Outcome) -> None:
-    """Hold an outcome against the truth: plain results and gradients within their bars, quantised ones code by code."""
-    from .codes import near_codes  # which needs what is above
-
-    exact, noise = expectation(op, values, actual)
-    # Differences of terms as large as the upstream gradient, when they vanish, leave fp32 noise of that size.
-    floor = 2.0**-22 * max((float(g.abs().max()) for g in actual.grads if g is not None and g.numel()), default=0.0)
-    values = contract(values, actual)
-    for name, there in exact.items():
-        gradient = name.startswith("d_")
-        bar = gradient_bar(op, name[2:]) if gradient else result_bar(op, values)
-        if name in actual:
-            cut = [specified(values, name, t) for t in (actual[name], there, noise[name])]
-            near(f"{label}: {name}", *cut, bar, floor if gradient else 0.0)
-        else:
-            assert not gradient, f"{label}: there is no gradient of {name[2:]}"
-            rough = None if bar == BARS["G"] else noise[name]
-            if bar == BARS["F"]:  # FP8 tensor cores' own precision
-                rough = rough.clamp(min=bar.single * rms(there))
-            near_codes(f"{label}: {name}", name, values, actual, there, rough, op.bars.get("twin"))

@@ -21,18 +21,18 @@ from torch import Tensor
 
 import tilewright as tw
 
-from ..core import config
-from ..core.op import Op
+from ..op import Op
+from ..runtime import config
 from . import far_apart as wide
 from . import layouts, memory
 from .calls import gradients, paths, repeatable, repeated_argument
 from .cases import SMALL, Case, Net, choices, dims_of, draw, formats, put, row_arguments, rule_of, tensors
+from .compare import check
 from .oracle import (
     FLOATS,
     Outcome,
     as_tuple,
     bits,
-    check,
     contract,
     outcome,
     pieces,

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ..core.op import Op
+from ..op import Op
 from . import malformed
 from .cases import SMALL, Net, choices, draw, formats, put, tensors
 from .oracle import Outcome, as_tuple, differentiate, leaves, lift, outcome, pieces, same_bits, same_outcome, upstream

@@ -21,12 +21,12 @@ from triton.runtime.jit import create_function_from_signature
 
 import tilewright as tw
 
-from ..core import register
 from ..core.draw import Draw
-from ..core.kernel import Kernel, Wanted, collect
-from ..core.op import Op
 from ..core.signature import Row
 from ..core.target import TARGETS, Target, pretend
+from ..op import Op
+from ..runtime.kernel import Kernel, Wanted, collect
+from ..runtime.results import flatten, saved_results
 from ..toolchain.aot import Compiled, compile_for, fingerprint, gpu_target
 from . import layouts
 from .cases import dims_of, formats, row_arguments
@@ -213,8 +213,8 @@ def passes(op: Op, call: Call, target: Target) -> tuple[list[Wanted], list[Wante
     with pretend(target), tw.force("triton"), torch.no_grad():
         with collect() as forward:
             op.validate(values)
-            flat = register.flatten(op.run(values, needs))
-        results = register.saved_results(op, flat)
+            flat = flatten(op.run(values, needs))
+        results = saved_results(op, flat)
         one = op.implementation({**values, **results})
         with collect() as backward:
             if needs and one.backward is not None:

@@ -13,8 +13,8 @@ def doctor(as_json: Json = False) -> None:
     import torch
     import triton
 
-    from ..core import config, kernel, plan
     from ..core.target import GLUON, Target
+    from ..runtime import config, kernel, plan
 
     def row(what: str, found: str, fix: str = "") -> dict[str, str]:
         return {"what": what, "found": found, "to mend it": fix}

@@ -30,8 +30,8 @@ def explain(
     from ..check.cases import dims_of
     from ..check.variants import COMMON, Blank, Call, passes
     from ..core.format import Format
-    from ..core.op import force
     from ..core.target import TARGETS, pretend
+    from ..op import force
 
     op = find(name)
     if arch not in TARGETS:

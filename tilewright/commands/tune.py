@@ -28,8 +28,8 @@ def tune(
 
     from .. import catalogue
     from ..bench import tune as tuning
-    from ..core import config
     from ..core.target import Target
+    from ..runtime import config
 
     ops = [find(name) for name in names] if names else list(catalogue().values())
     known = tuning.models()

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from .declaration import Declaration
 from .format import Format, Quantized
-from .op import Op
 
 
-def traffic(op: Op, values: Mapping[str, Any]) -> tuple[int, int]:
+def traffic(op: Declaration, values: Mapping[str, Any]) -> tuple[int, int]:
     """(bytes read, bytes written) by the forward of an op for arguments by name. Nothing is computed."""
     if op.cost is not None:
         return op.cost(**values)

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
+from .private import no_torch_function
+
 
 class Format:
     """A number format. Subclasses are frozen dataclasses; `name` starts the canonical string `key`, which `str` gives.
@@ -177,7 +179,7 @@ class Quantized(Tensor):
         plain.__tensor_flatten__ = lambda: ([], None)  # AOTAutograd walks the inner tensors of what this returns: none
         return plain
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = no_torch_function
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):

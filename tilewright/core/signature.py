@@ -1,10 +1,10 @@
 """What an op's arguments may be, read once from its reference's signature and its `where` rows.
 
 A row is `dtype[dims]` for a tensor, `"float[... hidden]"` say: dims are names that must agree between arguments, integers,
-or a leading `...` (any leading dimensions, equal wherever it appears). The dtype is a class (`float`, `int`, `codes`, `any`), a
-torch dtype's name, or another argument's name (the same dtype). The row of a `list[Tensor]` holds for each of its tensors, which
-need not agree with one another; one whose dtype is another list's name is like that list, tensor by tensor. For a number it
-is `at_least(0)`, `above(0)`, `between(0, 1)` or `one_of(1, 2)`.
+or a leading `...` (any leading dimensions, equal wherever it appears); one whose name ends in `+` is at least 1. The dtype is a
+class (`float`, `int`, `codes`, `any`), a torch dtype's name, or another argument's name (the same dtype). The row of a
+`list[Tensor]` holds for each of its tensors, which need not agree with one another; one whose dtype is another list's name is
+like that list, tensor by tensor. For a number it is `at_least(0)`, `above(0)`, `between(0, 1)` or `one_of(1, 2)`.
 Everything here depends on types, shapes and dtypes alone, so a call whose key was seen before need not be checked again.
 """
 
@@ -70,6 +70,7 @@ class Row:
     dtype: str
     dims: tuple[str, ...]
     leading: bool
+    filled: frozenset[str] = frozenset()  # dimensions that are never 0
     many: bool = False
 
     @staticmethod
@@ -79,7 +80,9 @@ class Row:
             raise ValueError(f"where: {text!r} is not of the form 'dtype[dims]'")
         dims = match[2].replace(",", " ").split()
         leading = bool(dims) and dims[0] == "..."
-        return Row(match[1], tuple(dims[1:] if leading else dims), leading)
+        dims = dims[1:] if leading else dims
+        filled = frozenset(name[:-1] for name in dims if name.endswith("+"))
+        return Row(match[1], tuple(name.removesuffix("+") for name in dims), leading, filled)
 
 
 @dataclass(frozen=True)
@@ -141,6 +144,7 @@ class Signature:
     python: inspect.Signature
     check: Callable[..., None] | None = None
     listed: bool = False  # the result is a list of tensors
+    groups: str | None = None  # the argument that holds the end rows of groups
     tensors: tuple[str, ...] = field(init=False)
     scalars: tuple[str, ...] = field(init=False)
 
@@ -154,7 +158,13 @@ class Signature:
         self.positional = keyword.index(True) if True in keyword else len(keyword)
 
     @staticmethod
-    def of(op: str, reference: Callable, where: Mapping[str, str | Range], check: Callable | None) -> Signature:
+    def of(
+        op: str,
+        reference: Callable,
+        where: Mapping[str, str | Range],
+        check: Callable | None = None,
+        groups: str | None = None,
+    ) -> Signature:
         python = inspect.signature(reference)
         hints = typing.get_type_hints(reference)
         unknown = set(where) - set(python.parameters)
@@ -168,7 +178,12 @@ class Signature:
                 raise ValueError(f"{op}: tensor argument {p.name} needs a row in where")
             rule = replace(Row.parse(rule), many=kind is list) if isinstance(rule, str) else rule
             rows.append(Parameter(p.name, kind, optional, p.default, choices, rule))
-        return Signature(op, tuple(rows), python, check, hints.get("return") == list[Tensor])
+        return Signature(op, tuple(rows), python, check, hints.get("return") == list[Tensor], groups)
+
+    @property
+    def filled(self) -> frozenset[str]:
+        """The names of dimensions that are never 0."""
+        return frozenset().union(*(p.rule.filled for p in self.parameters if isinstance(p.rule, Row)))
 
     def bind(self, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Every argument by name, defaults filled in. Plain loops, so that torch.compile can trace them."""
@@ -208,7 +223,7 @@ class Signature:
                 device = self._device(p.name, value, device)
                 leading = self._shape(p, value, dims, leading)
         if values.get("out") is not None:
-            self._out(values["out"], values.get("out_format"), values.get("offsets"))
+            self._out(values["out"], values.get("out_format"), values.get(self.groups))
         if self.check is not None:
             self.check(**values)
 
@@ -244,14 +259,15 @@ class Signature:
             raise TypeError(f"{self.op}: {p.name}[{i}] must be a Tensor, got {type(tensor).__name__}")
         return device
 
-    def _out(self, out: Tensor, wanted: Format | None, offsets: Tensor | None) -> None:
-        """`out` is in out_format, and laid out as that lays out its memory: kernels write where the format says."""
+    def _out(self, out: Tensor, wanted: Format | None, ends: Tensor | None) -> None:
+        """`out` is in out_format, and laid out as that lays out its memory: kernels write where the format says. `ends`: the end
+        rows of groups."""
         given = out.format if isinstance(out, Quantized) else None
         if (wanted and wanted.key) != (given and given.key):
             raise ValueError(f"{self.op}: out is {given or 'a plain tensor'}, but out_format is {wanted}")
         if wanted is None:
             return
-        like = wanted.empty(out.shape, out.dtype, "meta", 0 if offsets is None else offsets.shape[0])
+        like = wanted.empty(out.shape, out.dtype, "meta", 0 if ends is None else ends.shape[0])
         for name, has, should in zip(wanted.tensor_names, out.tensors(), like.tensors()):
             if (has.dtype, _layout(has)) != (should.dtype, _layout(should)):
                 raise ValueError(
@@ -311,8 +327,8 @@ class Signature:
                     f" {list(leading[0])} as in {leading[1]}"
                 )
         for name, size in zip(row.dims, tail):
-            if name == "experts" and size == 0:
-                raise ValueError(f"{self.op}: {p.name} is {_shape_words(value)}: it needs at least one group")
+            if name in row.filled and size == 0:
+                raise ValueError(f"{self.op}: {p.name} is {_shape_words(value)}, but {name} must be at least 1")
             if name.isdigit():
                 known, source = int(name), None
             else:

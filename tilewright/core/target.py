@@ -34,9 +34,9 @@ class Target:
     @staticmethod
     def at(device: torch.device) -> Target:
         """The chip that a tensor's kernels run on: the pretended one, the interpreter, or the GPU it is on."""
-        pretended = _pretended.get()
-        if pretended is not None:
-            return pretended
+        instead = pretended.get()
+        if instead is not None:
+            return instead
         if INTERPRETING:
             return INTERPRETER
         if device.type != "cuda":
@@ -77,14 +77,14 @@ TARGETS = {
 # The interpreter is chosen per process. It stands for the chip the kernels are written for, less what it cannot run.
 INTERPRETING: bool = knobs.runtime.interpret
 INTERPRETER = replace(TARGETS["sm_90"], fp8=False, tma=False)
-_pretended: ContextVar[Target | None] = ContextVar("pretended", default=None)
+pretended: ContextVar[Target | None] = ContextVar("pretended", default=None)
 
 
 @contextlib.contextmanager
 def pretend(target: Target) -> Iterator[None]:
     """Choose implementations and constants as on `target`; with `kernel.collect`, to compile for a chip that is not here."""
-    token = _pretended.set(target)
+    token = pretended.set(target)
     try:
         yield
     finally:
-        _pretended.reset(token)
+        pretended.reset(token)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 import tilewright as tw
 
-from ..core.kernel import Kernel
+from ..runtime.kernel import Kernel
 from .model import FP8, OURS, PARTS, PLAIN, LanguageModel, Sizes
 
 TEXT = Path(__file__).parent.parent / "data" / "demo.txt"

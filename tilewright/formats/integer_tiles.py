@@ -9,10 +9,10 @@ import triton.language as tl
 from torch import Tensor
 
 from ..core.format import Quantized
-from ..core.kernel import kernel
 from ..core.tensor import cdiv, power_of_two
 from ..device.integers import integer_code, pairs, row_stats, store_integer_scales, store_integer_tile
 from ..device.quantize import has
+from ..runtime.kernel import kernel
 from .tiles import amax_tiles, find_tile, load_tile, produce_rows, row_stride
 
 WIDEST = 16384  # longest row that a program holds whole

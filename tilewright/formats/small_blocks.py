@@ -10,11 +10,10 @@ from torch import Tensor
 from triton import jit
 
 from ..core.format import Quantized
-from ..core.kernel import kernel
 from ..core.tensor import cdiv, power_of_two
 from ..device.quantize import has
 from ..device.small_blocks import store_blocks, whole_scale
-from .mx import SmallBlocks
+from ..runtime.kernel import kernel
 from .tiles import amax_tiles, is_fast, load_tile
 
 
@@ -82,7 +81,7 @@ def as_bytes(t: Tensor | None) -> Tensor | None:
 
 def quantize_matrix(q: Quantized, x: Tensor, offsets: Tensor | None, static: Tensor | None) -> None:
     """Fill `q`, made by `empty`, with the matrix x. One launch; a scale of the whole takes one more, unless static."""
-    format: SmallBlocks = q.format
+    format = q.format
     M, N = x.shape
     groups = 0 if offsets is None else offsets.shape[0]
     whole = static

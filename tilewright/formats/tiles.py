@@ -15,10 +15,10 @@ from torch import Tensor
 from triton import JITFunction, jit
 
 from ..core.format import Format, Quantized
-from ..core.kernel import kernel
 from ..core.target import Target
 from ..core.tensor import cdiv, power_of_two
 from ..device.quantize import amax, decode, find_block, has, max_nan, store_given, store_tile4
+from ..runtime.kernel import kernel
 from .fp8 import Fp8, flat_rows
 
 

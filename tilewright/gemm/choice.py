@@ -16,9 +16,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..core.config import LONGEST, SHIPPED
 from ..core.target import Target
 from ..core.tensor import power_of_two
+from ..runtime.config import LONGEST, SHIPPED
 
 OWN, LIBRARY = "own", "cublaslt"
 LARGEST = 65536  # sizes above count as this

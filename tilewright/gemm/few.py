@@ -14,12 +14,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..core.kernel import kernel
-from ..core.op import single
 from ..core.target import Target
 from ..core.tensor import cdiv, power_of_two
 from ..device.activation import activate
 from ..device.decode import four_bits, load_operand
+from ..op import single
+from ..runtime.kernel import kernel
 from .operands import BLOCKS, DTYPES, inner_of, kind_of
 from .tiles import stages
 

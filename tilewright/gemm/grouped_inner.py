@@ -16,10 +16,10 @@ from torch import Tensor
 
 from ..core.debug import check_ends
 from ..core.draw import Draw
-from ..core.kernel import kernel
-from ..core.op import Op, Triton, single, upcast
 from ..core.tensor import cdiv, name_of, pieces, power_of_two
 from ..device.products import multiply, multiply_codes, multiply_scaled
+from ..op import Op, Triton, single, upcast
+from ..runtime.kernel import kernel
 from .hopper import grouped_inner as hopper_grouped_inner
 from .hopper import wgrad as hopper_wgrad
 from .operands import DTYPES, Out
@@ -275,19 +275,19 @@ def flops(a, b, **_) -> int:
     return 2 * a.numel() * b.shape[1]
 
 
-RESULT = {"c": "float[experts rows columns]", "out": "float[experts rows columns]"}
+RESULT = {"c": "float[experts+ rows columns]", "out": "float[experts+ rows columns]"}
 grouped_mm_inner = Op(
     "grouped_mm_inner", reference, inputs,
     Triton(hopper_grouped_inner.forward, None, hopper_grouped_inner.fits, "hopper"), Triton(forward, None, single, "portable"),
-    where={"a": "float[rows tokens]", "b": "float[tokens columns]", "offsets": "int[experts]", **RESULT}, graded_results=(),
-    check=check, flops=flops, over=("c",), bars={"class": "E", "whole": True},
+    where={"a": "float[rows tokens]", "b": "float[tokens columns]", "offsets": "int[experts+]", **RESULT}, graded_results=(),
+    groups="offsets", check=check, flops=flops, in_place=("c",), bars={"class": "E", "whole": True},
 )  # fmt: skip
 grouped_mm_inner_fp8 = Op(
     "grouped_mm_inner_fp8", reference_fp8, inputs_fp8, Triton(hopper_wgrad.forward, None, hopper_wgrad.fits, "hopper"),
     Triton(forward_fp8, None, single, "portable"),
-    where={
+    groups="offsets", where={
         "a": "codes[rows tokens]", "scale_a": "float32[blocks rows]", "b": "codes[tokens columns]",
-        "scale_b": "float32[blocks columns]", "offsets": "int[experts]", **RESULT,
+        "scale_b": "float32[blocks columns]", "offsets": "int[experts+]", **RESULT,
     },
-    graded_results=(), check=check_fp8, flops=flops, over=("c",), bars={"class": "F", "whole": True},
+    graded_results=(), check=check_fp8, flops=flops, in_place=("c",), bars={"class": "F", "whole": True},
 )  # fmt: skip

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from ..core.debug import check_indices
 from ..core.draw import Draw
-from ..core.kernel import kernel
-from ..core.op import Op, Triton, single, upcast
 from ..core.target import Target
 from ..core.tensor import cdiv, power_of_two
+from ..op import Op, Triton, single, upcast
+from ..runtime.kernel import kernel
 from .few import COLUMNS, plain, sum_blocks
 from .hopper import few as hopper_few
 from .operands import DTYPES, FLOATS, Out
@@ -181,8 +181,8 @@ grouped_mm_masked = Op(
     "grouped_mm_masked", reference, inputs, Triton(forward_hopper, None, fits_hopper, "hopper"),
     Triton(forward, None, single, "portable"),
     where={
-        "a": "operand[experts rows inner]", "b": "operand[experts inner columns]", "counts": "int[experts]",
-        "scale_a": "float32[experts rows blocks]", "scale_b": "float32[experts column_blocks blocks]",
+        "a": "operand[experts+ rows inner]", "b": "operand[experts+ inner columns]", "counts": "int[experts+]",
+        "scale_a": "float32[experts+ rows blocks]", "scale_b": "float32[experts+ column_blocks blocks]",
     },
     graded_results=(), check=check, cost=cost, flops=flops, bars={"class": "F", "whole": True},
 )  # fmt: skip

@@ -14,11 +14,11 @@ import triton.language as tl
 from torch import Tensor
 
 from ..core.draw import Draw
-from ..core.kernel import kernel
-from ..core.op import Op, Triton, single, upcast
 from ..core.target import Target
 from ..core.tensor import cdiv, name_of, pieces, power_of_two
 from ..device.products import multiply, multiply_scaled
+from ..op import Op, Triton, single, upcast
+from ..runtime.kernel import kernel
 from .epilogue import columns_of, store_finished
 from .grouped_inner import grouped_mm_inner
 from .hopper import grouped_rows as hopper
@@ -310,20 +310,20 @@ def flops(a, b, **_) -> int:
 
 
 WHERE = {
-    "a": "float[tokens inner]", "b": "float[experts inner columns]", "offsets": "int[experts]", "bias": "float[experts columns]",
+    "a": "float[tokens inner]", "b": "float[experts+ inner columns]", "offsets": "int[experts+]", "bias": "float[experts+ columns]",
 }  # fmt: skip
 grouped_mm_rows = Op(
     "grouped_mm_rows", reference, inputs, Triton(hopper.forward, backward, bare_hopper, "hopper"),
     Triton(hopper.forward, None, hopper.fits, "hopper_fused"),
-    Triton(forward, backward, bare, "portable"), Triton(forward, None, single, "portable_fused"), where=WHERE,
+    Triton(forward, backward, bare, "portable"), Triton(forward, None, single, "portable_fused"), groups="offsets", where=WHERE,
     differentiable=("a", "b"), check=check, flops=flops, bars={"class": "E", "gradient": "E", "whole": True},
 )  # fmt: skip
 grouped_mm_rows_fp8 = Op(
     "grouped_mm_rows_fp8", reference_fp8, inputs_fp8, Triton(forward_hopper, None, fits_hopper, "hopper"),
     Triton(forward_fp8, None, single, "portable"),
-    where={
-        "a": "codes[tokens inner]", "scale_a": "float32[inner_blocks tokens]", "b": "codes[experts inner columns]",
-        "scale_b": "float32[experts column_blocks blocks]", "offsets": "int[experts]", "bias": "float[experts columns]",
+    groups="offsets", where={
+        "a": "codes[tokens inner]", "scale_a": "float32[inner_blocks tokens]", "b": "codes[experts+ inner columns]",
+        "scale_b": "float32[experts+ column_blocks blocks]", "offsets": "int[experts+]", "bias": "float[experts+ columns]",
     },
     graded_results=(), check=check_fp8, flops=flops, bars={"class": "F", "whole": True},
 )  # fmt: skip

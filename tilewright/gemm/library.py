@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..core import call
 from ..core.target import Target
 from ..core.tensor import cdiv, rows
+from ..runtime.choose import forced
 from .choice import LIBRARY, WIDE, preferred
 from .operands import DTYPES
 
@@ -66,7 +66,7 @@ def cuda_version() -> tuple[int, ...]:
 
 def wanted(target: Target, asked: str, pair: str, M: int, N: int, K: int) -> bool:
     """Whether the library is to be taken where it can be: it was asked for, or is the faster."""
-    return LIBRARY in (asked, call.forced.get()) or preferred(target, pair, M, N, K) == LIBRARY
+    return LIBRARY in (asked, forced.get()) or preferred(target, pair, M, N, K) == LIBRARY
 
 
 # ---- scaled products -------------------------------------------------------------------------------------------------

@@ -18,11 +18,11 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..core.draw import Draw
-from ..core.kernel import kernel
-from ..core.op import Op, Triton, single, upcast
 from ..core.target import Target
 from ..core.tensor import cdiv, name_of, pieces, power_of_two, rows
 from ..device.products import add_product, widen_codes
+from ..op import Op, Triton, single, upcast
+from ..runtime.kernel import kernel
 from . import library
 from .tiles import BAND, codes, tile_of
 
@@ -290,6 +290,6 @@ matmul = Op(
     "matmul", reference, inputs,
     Triton(library.multiply, backward_by_library, library.fits_matmul, "cublaslt", library=True),
     Triton(forward, backward, single, "portable"), check=check, flops=flops,
-    where={"a": "any[... inner]", "b": "any[inner columns]", "out": "any[... columns]"},
+    asks="backend", where={"a": "any[... inner]", "b": "any[inner columns]", "out": "any[... columns]"},
     differentiable=("a", "b"), bars={"class": "E", "codes": "F", "gradient": "E"},
 )  # fmt: skip

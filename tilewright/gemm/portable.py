@@ -17,8 +17,6 @@ import triton.language as tl
 from torch import Tensor
 
 from ..core.format import Format, Quantized
-from ..core.kernel import kernel
-from ..core.op import single
 from ..core.target import Target
 from ..core.tensor import cdiv, power_of_two
 from ..device.activation import activate
@@ -26,6 +24,8 @@ from ..device.decode import four_bits, load_bytes, load_operand, load_scales
 from ..device.products import add_product
 from ..formats.fp8 import Fp8
 from ..formats.tiles import load_tile, store_tiles
+from ..op import single
+from ..runtime.kernel import kernel
 from .labels import fp8_math, math_of
 from .operands import BLOCKS, inner_of, kind_of
 from .tiles import BAND, tile_of

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from ..core.draw import Draw
 from ..core.format import Format, Quantized, store
-from ..core.op import Op, Triton
 from ..core.target import Target
 from ..core.tensor import cdiv, name_of
+from ..op import Op, Triton
 from . import few, library, portable
 from .hopper import few as hopper_few
 from .hopper import few_int4 as hopper_few_int4
@@ -206,13 +206,13 @@ product = Op(
     Triton(hopper_plain.forward, None, hopper_plain.fits, "hopper_plain"),
     Triton(hopper_wgrad.forward_dense, None, hopper_wgrad.fits_dense, "hopper_wgrad"),
     Triton(portable.forward, None, portable.fits, "portable"),
-    where={
+    asks="backend", where={
         "a": "operand[tokens inner_a]", "b": "operand[inner_b columns]", "scale_a": "scale[rows_a blocks_a]",
         "scale_b": "scale[rows_b blocks_b]", "shared_a": "float32[1]", "shared_b": "float32[1]",
         "zero_b": "float32[rows_b blocks_b]", "bias": "float[columns]", "c": "float[tokens columns]",
         "out": "float[tokens columns]",
     },
-    graded_results=(), check=check, flops=flops, over=("c",), any_format=True,
+    graded_results=(), check=check, flops=flops, in_place=("c",), any_format=True,
     bars={"class": "F", "whole": True, "coarse": lambda values: values["accumulate"] == "fast"},
 )  # fmt: skip
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..core.op import upcast
+from ..op import upcast
 
 FULL = 132 * 128 * 256  # elements of a product that has a tile for every processor of a Hopper
 

@@ -8,10 +8,10 @@ import triton.language as tl
 from torch import Tensor
 
 from ..core.debug import check_ends
-from ..core.kernel import kernel
 from ..core.target import Target
 from ..core.tensor import cdiv, power_of_two
 from ..device.quantize import find_block
+from ..runtime.kernel import kernel
 
 ROWS = 128  # of a tile, and of the blocks that FP8 scales are for
 BAND = 8  # tiles of rows that programs take together, so that both operands come from the L2

@@ -21,13 +21,13 @@ from torch import Tensor
 
 from ..core.draw import Draw
 from ..core.format import Quantized
-from ..core.op import Op, Triton, single, upcast
 from ..core.signature import above, at_least
 from ..core.tensor import cdiv, name_of
 from ..formats.fp8 import fp8
 from ..formats.tiles import store_tiles
 from ..gemm.grouped_inner import grouped_mm_inner, grouped_mm_inner_fp8
 from ..gemm.grouped_rows import grouped_mm_rows, grouped_mm_rows_fp8
+from ..op import Op, Triton, single, upcast
 from ..ops.activation.glu import glu
 from ..ops.moe.moe_map import check_routing, find_rows
 from ..ops.moe.moe_permute import backward as permute_backward
@@ -373,13 +373,13 @@ KEPT = ("h", "rows", "rows_scale", "act_rows", "act_scale")
 moe_feed_forward = Op(
     OP, reference, inputs, Triton(forward, backward, single), flops=flops, composite=True, planned=True,
     where={
-        "x": "float[tokens hidden]", "gate_up": "float[experts width hidden]", "down": "float[experts hidden ffn]",
+        "x": "float[tokens hidden]", "gate_up": "float[experts+ width hidden]", "down": "float[experts+ hidden ffn]",
         "routing": "int[tokens slots]", "probs": "float[tokens slots]", "limit": above(0.0), "capacity": at_least(1),
-        "gate_up_codes": "codes[experts width hidden]", "gate_up_scale": "float32[up_blocks hidden_blocks]",
-        "gate_up_codes_t": "codes[hidden up_rows]", "down_codes": "codes[experts hidden ffn]",
+        "gate_up_codes": "codes[experts+ width hidden]", "gate_up_scale": "float32[up_blocks hidden_blocks]",
+        "gate_up_codes_t": "codes[hidden up_rows]", "down_codes": "codes[experts+ hidden ffn]",
         "down_scale": "float32[down_blocks ffn_blocks]", "down_codes_t": "codes[ffn down_rows]",
     },
-    results=("y", *ROUTE, *KEPT), aux=len(ROUTE) + len(KEPT), differentiable=("x", "gate_up", "down", "probs"),
+    results=("y", *ROUTE, *KEPT), hidden=len(ROUTE) + len(KEPT), differentiable=("x", "gate_up", "down", "probs"),
     saves=(
         "x", "gate_up", "down", "routing", "probs", "gate_up_codes", "gate_up_scale", "gate_up_codes_t", "down_codes",
         "down_scale", "down_codes_t", *ROUTE, *KEPT,

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from ..core.draw import Draw
 from ..core.format import Quantized
-from ..core.op import Op, Triton, single, upcast
 from ..core.signature import above
 from ..core.tensor import rows
+from ..op import Op, Triton, single, upcast
 from ..ops.activation.glu import glu
 from ..ops.activation.glu_linear import check_layer
 from ..ops.activation.glu_linear import inputs as unit_inputs

@@ -17,16 +17,17 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..core import call, register
 from ..core.draw import Draw
 from ..core.format import Format, Quantized
-from ..core.op import Op, Triton, force, single, upcast
 from ..core.signature import overlapping, self_overlapping
 from ..core.tensor import cdiv, name_of, rows
 from ..formats.fp8 import fp8
 from ..gemm.operands import values
 from ..gemm.scaled_mm import product
+from ..op import Op, Triton, force, single, upcast
 from ..ops.quantise.quantize import quantize
+from ..runtime import register
+from ..runtime.choose import forced
 
 BLOCK = 128
 CODES = {ways: fp8("1x128", ways=ways) for ways in ("row", "col", "both")}
@@ -200,7 +201,7 @@ def check_codes(op: str, weight: Tensor, codes: Tensor | None, scale: Tensor | N
 
 def spares(given: Mapping[str, Any]) -> tuple[str, ...]:
     """Kernels go on from the codes of x; the reference needs x."""
-    kernels = given["x"].is_cuda and call.forced.get() != "reference"
+    kernels = given["x"].is_cuda and forced.get() != "reference"
     return ("x",) if given["keep"] == "codes" and kernels else ()
 
 
@@ -215,9 +216,9 @@ linear_fp8 = Op(
         "weight_codes": "codes[columns hidden]", "weight_scale": "float32[out_blocks in_blocks]",
         "weight_codes_t": "codes[hidden columns]",
     },
-    results=("y", "codes", "codes_scale"), aux=2, differentiable=("x", "weight", "bias"),
+    results=("y", "codes", "codes_scale"), hidden=2, differentiable=("x", "weight", "bias"),
     saves=("x", "weight", "bias", "weight_codes", "weight_scale", "weight_codes_t", "codes", "codes_scale"),
-    spares=spares, check=check,
+    shape_only=spares, check=check,
     bars={"class": "F", "gradient": "F", "steps": True},
 )  # fmt: skip
 
@@ -326,7 +327,7 @@ def keep_for_backward(ctx: Any, inputs: tuple, output: Tensor) -> None:
     ctx.save_for_backward(x, weight, *codes)
     ctx.main_grad, ctx.weight = main_grad, weight  # not a saved tensor: other backwards write to it in between
     ctx.bias_dtype = None if bias is None else bias.dtype
-    ctx.forced = call.forced.get()  # autograd may run the backward in a thread of its own
+    ctx.forced = forced.get()  # autograd may run the backward in a thread of its own
 
 
 def accumulating_backward(ctx: Any, dy: Tensor) -> tuple:

@@ -15,9 +15,9 @@ from torch import Tensor
 import tilewright as tw
 
 from ...core.format import Format, Quantized
-from ...core.kernel import collect
-from ...core.op import force
 from ...core.target import TARGETS, pretend
+from ...op import force
+from ...runtime.kernel import collect
 from ..agreement import BF16, FP16, agrees, end_rows, normal
 
 M, N, K = 5, 40, 288  # K is whole blocks of 16 and of 32, and not of 128

@@ -22,11 +22,12 @@ from torch import Tensor
 
 import tilewright as tw
 
-from ...core import config, register
 from ...core.format import Format
-from ...core.kernel import Arguments, collect
-from ...core.op import force
 from ...core.target import TARGETS, Target, pretend
+from ...op import force
+from ...runtime import config
+from ...runtime.kernel import Arguments, collect
+from ...runtime.results import flatten, saved_results
 from ..agreement import BF16, FP16, agrees, end_rows, forms, normal
 from . import movers as more
 from . import products, training
@@ -84,7 +85,7 @@ def glu_gradient(device: str, grouped: bool = False) -> None:
     offsets = None if ends is None else end_rows(device, ends)
     values = op.signature.bind((x,), {"scale": probability, "offsets": offsets})
     needs = frozenset({"x", "scale"} if grouped else {"x"})
-    results = register.saved_results(op, register.flatten(op.run(values)))
+    results = saved_results(op, flatten(op.run(values)))
     made = op.run_backward(values, results, [dy], needs, grad_format=forms(device)["blocks"])
     dx, _, dscale = made
     wide = x.double().requires_grad_()

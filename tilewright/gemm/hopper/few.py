@@ -15,11 +15,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from ...core.kernel import kernel
 from ...core.target import Target
 from ...core.tensor import cdiv, power_of_two
 from ...device.activation import activate
 from ...device.turns import CODES, advance
+from ...runtime.kernel import kernel
 from ..few import add_parts, splits_for
 from ..operands import DTYPES, ONCE
 from .boxes import box_of, copies_in_bulk

@@ -17,11 +17,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, mma_v2, tma
 
-from ...core.kernel import kernel
 from ...core.target import Target
 from ...core.tensor import cdiv, power_of_two
 from ...device.activation import activate
 from ...device.turns import advance
+from ...runtime.kernel import kernel
 from ..few import DTYPES, MOST, add_parts, splits_for
 from .boxes import box_of, copies_in_bulk
 

@@ -15,10 +15,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from ...core.debug import check_ends
-from ...core.kernel import kernel
 from ...core.target import Target
 from ...core.tensor import cdiv
 from ...device.turns import advance
+from ...runtime.kernel import kernel
 from ..operands import DTYPES
 from ..tiles import group_range, tile_of
 from .boxes import box_of, copies_in_bulk

@@ -21,12 +21,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ...core.kernel import kernel
-from ...core.op import single
 from ...core.target import Target
 from ...core.tensor import cdiv
 from ...device.activation import activate
 from ...device.turns import advance, await_turn
+from ...op import single
+from ...runtime.kernel import kernel
 from ..operands import DTYPES
 from ..tiles import BAND, tile_entry, tile_list, tile_of
 from .boxes import box_of, copies_in_bulk, stores_in_bulk

@@ -15,12 +15,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from ...core.kernel import kernel
-from ...core.op import single
 from ...core.target import Target
 from ...core.tensor import cdiv
 from ...device.softmax import LOG2E, finite_or_zero
 from ...device.turns import advance
+from ...op import single
+from ...runtime.kernel import kernel
 from ..tiles import ROWS, tile_of
 from .boxes import box_of, copies_in_bulk
 from .grouped_rows import COLUMNS, KINDS, STEP, SUMS, make_ring, pass_over, quarter_of, sum_products

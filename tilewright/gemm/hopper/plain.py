@@ -23,11 +23,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ...core.kernel import kernel
 from ...core.target import Target
 from ...core.tensor import cdiv
 from ...device.activation import activate
 from ...device.turns import PART, advance, await_turn, give_turn
+from ...runtime.kernel import kernel
 from ..operands import DTYPES, ONCE
 from ..tiles import BAND, tile_of
 from .boxes import box_of, copies_in_bulk, stores_in_bulk

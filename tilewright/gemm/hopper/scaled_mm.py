@@ -23,11 +23,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from ...core.kernel import kernel
 from ...core.target import Target
 from ...core.tensor import cdiv
 from ...device.activation import activate
 from ...device.turns import PART, advance, await_turn, codes_at, give_turn, store_part
+from ...runtime.kernel import kernel
 from ..operands import DTYPES, ONCE
 from ..portable import fill
 from ..tiles import BAND, tile_entry, tile_of

@@ -17,10 +17,10 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warp
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ...core.debug import check_ends
-from ...core.kernel import kernel
 from ...core.target import Target
 from ...core.tensor import cdiv
 from ...device.turns import PART, advance, await_turn, give_turn, store_part
+from ...runtime.kernel import kernel
 from ..tiles import BAND, group_range, tile_of
 from .boxes import box_of, copies_in_bulk
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ...core.call import PLAIN
+from ...core.declaration import PLAIN
 from ...ops.norm.rms_norm import add_rms_norm
 from .probe import EXACT, UNRUN, Source, compared, device_of, twin
 from .projections import joined, unhooked

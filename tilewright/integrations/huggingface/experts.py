@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...gemm.grouped_mm import grouped_mm
 from ...nn.expert_codes import KeepsCodes, KeptCodes
 from ...nn.experts import moe_feed_forward
+from ...ops.moe.grouped_mm import grouped_mm
 from ...ops.moe.moe_permute import moe_permute, moe_unpermute
 from .probe import NAMES, PRODUCTS, Source, activation, compared, device_of, twin
 from .roles import Count, Found, Skip, alike, bound

@@ -20,11 +20,11 @@ from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attri
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor, nn
 
-from ...gemm.grouped_mm import grouped_mm
 from ...nn.expert_codes import KeepsCodes, KeptCodes
 from ...nn.experts import moe_feed_forward
 from ...ops.activation.glu import glu
 from ...ops.embedding.embedding import placeholder
+from ...ops.moe.grouped_mm import grouped_mm
 
 ACTIVATIONS = {F.silu: "silu", F.gelu: "gelu_erf", F.relu: "relu", torch.sigmoid: "sigmoid"}
 # What a config must have, and what it is where a version does not know it.

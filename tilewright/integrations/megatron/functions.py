@@ -23,8 +23,9 @@ from ...ops.moe.moe_router import topk_routing
 from ...ops.moe.router_linear import router_linear
 from ...ops.moe.router_loss import router_z_loss
 from ...ops.moe.sort_chunks import sort_chunks
-from ...ops.optimiser.clip_grad import global_norm, global_zeros, local
+from ...ops.optimiser.clip_grad import global_norm, global_zeros
 from ...ops.optimiser.multi_tensor import multi_tensor_scale
+from ...ops.optimiser.shards import local
 from ...ops.rotary.rope import rope_one
 
 IGNORED = -100

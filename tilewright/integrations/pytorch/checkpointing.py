@@ -16,7 +16,7 @@ from torch._ops import OpOverload
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import flop_registry
 
-from ...core.op import OPS
+from ...op import OPS
 
 
 def save_products() -> tuple[AbstractContextManager, AbstractContextManager]:

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.tensor import DeviceMesh, DTensor, Partial, Placement, Replicate, Shard
 
 from ... import catalogue
-from ...core.op import Op, upcast
+from ...op import Op, upcast
 from ...ops.rotary.qkv_split import local_heads
 
 Dims = tuple[str, ...]

@@ -17,14 +17,14 @@ from torch import Tensor
 from ...core.debug import check_ends
 from ...core.draw import Draw
 from ...core.format import Format, Quantized, store
-from ...core.kernel import kernel
-from ...core.op import Op, Triton, single, upcast
 from ...core.signature import above
 from ...core.target import Target
 from ...core.tensor import cdiv, power_of_two, rows, vector
 from ...device.activation import gated, gated_gradient
 from ...device.quantize import find_block
 from ...formats.tiles import store_tiles
+from ...op import Op, Triton, single, upcast
+from ...runtime.kernel import kernel
 from .glu_hopper import fits, store_pairs
 
 # The gelus as torch has them, but without 1 + tanh and 1 + erf, which leave nothing of a small result.
@@ -394,9 +394,9 @@ def pairs_fit(target: Target, a: SimpleNamespace) -> bool:
 # Both share the backward, which looks at the format of the gradient: no predicate sees that.
 glu = Op(
     "glu", reference, inputs, Triton(forward_pairs, backward, pairs_fit, "gluon"), Triton(forward, backward, single),
-    where={
+    groups="offsets", where={
         "x": "float[... width]", "up": "x[... width]", "limit": above(0.0), "scale": "float[...]",
-        "offsets": "int[experts]", "out": "x[... hidden]",
+        "offsets": "int[experts+]", "out": "x[... hidden]",
     },
     differentiable=("x", "up", "scale"), check=check, bars={"class": "A"},
 )  # fmt: skip

@@ -16,12 +16,12 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ...core.format import Format, Quantized
-from ...core.kernel import kernel
 from ...core.target import Target
 from ...core.tensor import cdiv
 from ...device.activation import gated, gated_gradient
 from ...device.hopper import TILE, store_tile, widen
 from ...formats.tiles import by_bulk_copies, row_stride
+from ...runtime.kernel import kernel
 
 # Programs; 250 registers on four warps leave room for no more. Three of 168 were slower at every size (H200, November 2026)
 PER_SM = 2

@@ -18,12 +18,12 @@ import triton.language as tl
 from torch import Tensor
 
 from ...core.draw import Draw
-from ...core.kernel import kernel
-from ...core.op import Op, Triton, single, upcast
 from ...core.signature import above
 from ...core.tensor import cdiv, rows
 from ...device.activation import gated, gated_gradient
 from ...gemm.summed import product
+from ...op import Op, Triton, single, upcast
+from ...runtime.kernel import kernel
 from .glu import ACTIVATIONS, TILES, check_unit, glu, halves
 
 
@@ -152,6 +152,6 @@ glu_linear = Op(
         "x": "float[... width]", "weight": "x[columns hidden]", "bias": "x[columns]", "up": "x[... width]",
         "limit": above(0.0),
     },
-    results=("y",), differentiable=("x", "weight", "bias", "up"), spares=lambda values: ("bias",), check=check,
+    results=("y",), differentiable=("x", "weight", "bias", "up"), shape_only=lambda values: ("bias",), check=check,
     bars={"class": "E", "gradient": "E", "rounds": ("y",)},
 )  # fmt: skip

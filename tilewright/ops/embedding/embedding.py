@@ -17,13 +17,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...core import register
 from ...core.debug import check_indices
 from ...core.draw import Draw
-from ...core.kernel import kernel
-from ...core.op import Op, Triton, single, upcast
 from ...core.signature import overlapping, self_overlapping
 from ...core.tensor import cdiv, power_of_two, rows
+from ...op import Op, Triton, single, upcast
+from ...runtime import register
+from ...runtime.kernel import kernel
 
 COUNTED = 16384  # tokens; the work of counting grows with their square, and beyond this torch's sort is faster
 SLICE = 64
@@ -355,6 +355,6 @@ def register_functions() -> None:
 embedding = Op(
     "embedding", reference, inputs, Triton(forward, backward, single), cost=cost,
     where={"ids": "int[...]", "weight": "float[vocab hidden]"},
-    differentiable=("weight",), spares=lambda values: ("weight",), check=check, bars={"class": "A"},
+    differentiable=("weight",), shape_only=lambda values: ("weight",), check=check, bars={"class": "A"},
 )  # fmt: skip
 register_functions()

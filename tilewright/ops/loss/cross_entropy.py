@@ -22,13 +22,13 @@ from torch import Tensor
 
 from ...core.debug import check_labels
 from ...core.draw import Draw
-from ...core.kernel import kernel
-from ...core.op import Op, Triton, single, upcast
 from ...core.signature import above, at_least, between, self_overlapping
 from ...core.target import Target
 from ...core.tensor import cdiv, fold, fold_like, power_of_two
 from ...device.labels import load_if, offset_of, read_label
 from ...device.softmax import LN2, LOG2E, cap, extend, finite_or_zero, merge, tanh
+from ...op import Op, Triton, single, upcast
+from ...runtime.kernel import kernel
 
 
 def reference(
@@ -475,11 +475,11 @@ BARS = {"class": "D"}
 
 cross_entropy_lse = Op(
     "cross_entropy_lse", reference_lse, inputs, Triton(forward_lse, backward, single), where=WHERE, saves=SAVES,
-    results=("loss", "lse", "stats", "denominator"), graded_results=(0, 1), aux=2, differentiable=("logits",),
+    results=("loss", "lse", "stats", "denominator"), graded_results=(0, 1), hidden=2, differentiable=("logits",),
     check=check, bars=BARS, overwrites="inplace_backward",
 )  # fmt: skip
 cross_entropy = Op(
     "cross_entropy", reference, inputs, Triton(forward, backward, single), where=WHERE, saves=SAVES,
-    results=("loss", "stats", "denominator"), aux=2, differentiable=("logits",), check=check, bars=BARS,
+    results=("loss", "stats", "denominator"), hidden=2, differentiable=("logits",), check=check, bars=BARS,
     overwrites="inplace_backward",
 )  # fmt: skip

@@ -26,11 +26,12 @@ from torch import Tensor
 
 from ...core.debug import check_labels
 from ...core.draw import Draw
-from ...core.op import Op, Triton, last_backward, single, upcast
+from ...core.private import last_backward
 from ...core.signature import above, at_least, between
 from ...core.tensor import cdiv, rows, vector
 from ...gemm.hopper import logits as hopper_logits
 from ...gemm.summed import product
+from ...op import Op, Triton, single, upcast
 from ..norm.rms_norm import sum_columns
 from .cross_entropy import cross_entropy_reduce, losses, numbers
 from .linear_cross_entropy_tokens import (
@@ -252,7 +253,7 @@ linear_cross_entropy = Op(
         "hidden": "float[... hidden]", "weight": "hidden[vocab hidden]", "labels": "int[...]", "bias": "float[vocab]",
         "label_smoothing": between(0.0, 1.0), "softcap": above(0.0), "z_loss": at_least(0.0),
     },
-    results=("loss", "stats", "denominator", "codes", "tops", "dhidden", "dweight", "dbias"), aux=7,
+    results=("loss", "stats", "denominator", "codes", "tops", "dhidden", "dweight", "dbias"), hidden=7,
     differentiable=("hidden", "weight", "bias"),
     saves=("hidden", "weight", "labels", "bias", "stats", "denominator", "codes", "tops", "dhidden", "dweight", "dbias"),
     composite=True,

@@ -18,12 +18,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...core.kernel import kernel
 from ...core.tensor import cdiv, power_of_two
 from ...device.labels import load_if, read_label
 from ...device.softmax import LN2, LOG2E, cap, finite_or_zero, tanh
 from ...gemm.hopper import logits as hopper_logits
 from ...gemm.summed import product
+from ...runtime.kernel import kernel
 from .cross_entropy import store_row
 
 # ---------------------------------------------------------------- on the device

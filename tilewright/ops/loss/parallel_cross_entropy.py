@@ -26,12 +26,12 @@ from torch import Tensor
 
 from ...core.debug import check_labels
 from ...core.draw import Draw
-from ...core.kernel import kernel
-from ...core.op import Op, Triton, single, upcast
 from ...core.signature import above, at_least, between
 from ...core.tensor import cdiv, fold, fold_like, power_of_two, vector
 from ...device.labels import load_if, offset_of, read_label
 from ...device.softmax import LN2, LOG2E, cap, finite_or_zero, merge, tanh
+from ...op import Op, Triton, single, upcast
+from ...runtime.kernel import kernel
 from .cross_entropy import capped, simple, take_in, tile, tile_candidates
 from .cross_entropy import check as check_overwriting
 
@@ -416,8 +416,8 @@ cross_entropy_join = Op(
         "parts": "float[tokens 5]", "gathered": "parts[shards tokens 5]", "labels": "int[tokens]", "z_loss": at_least(0.0),
         "label_smoothing": between(0.0, 1.0),
     },
-    results=("loss", "slopes"), aux=1, saves=("parts", "gathered", "labels", "slopes"), differentiable=("parts",), check=check_join,
-    bars={"class": "D"},
+    results=("loss", "slopes"), hidden=1, saves=("parts", "gathered", "labels", "slopes"), differentiable=("parts",),
+    check=check_join, bars={"class": "D"},
 )  # fmt: skip
 
 

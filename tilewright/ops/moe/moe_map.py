@@ -21,12 +21,12 @@ from torch import Tensor
 
 from ...core.debug import check_indices
 from ...core.draw import Draw
-from ...core.kernel import kernel
-from ...core.op import Op, Triton
 from ...core.signature import at_least
 from ...core.target import Target
 from ...core.tensor import cdiv, power_of_two
 from ...device.quantize import interleave4
+from ...op import Op, Triton
+from ...runtime.kernel import kernel
 
 BLOCKS = 128  # programs at most: each reads the counts of all, so that more would cost more than they bring
 WARPS = 4  # 8 take 3 us longer at 8192 tokens and 256 experts (H200, November 2026)
@@ -485,6 +485,6 @@ NUMBERS = {"experts": at_least(1), "topk": at_least(1), "align": at_least(1), "c
 
 moe_row_map = Op(
     "moe_row_map", reference, inputs, Triton(forward),
-    where={"routing": "int_or_bool[rows slots]", **NUMBERS},
+    groups="offsets", where={"routing": "int_or_bool[rows slots]", **NUMBERS},
     results=("row_map", "source", "offsets", "overflow"), graded_results=(), check=check, bars={"class": "G"},
 )  # fmt: skip

@@ -19,12 +19,12 @@ from ...core.cost import tensor_bytes
 from ...core.debug import check_indices
 from ...core.draw import Draw
 from ...core.format import Format, store
-from ...core.kernel import kernel
-from ...core.op import Op, Triton, single, upcast
 from ...core.target import Target
 from ...core.tensor import cdiv, power_of_two
 from ...device.labels import load_if
 from ...formats.tiles import store_tiles
+from ...op import Op, Triton, single, upcast
+from ...runtime.kernel import kernel
 from .moe_map import (
     NUMBERS,
     RowMap,
@@ -422,11 +422,11 @@ def cost(x, routing, probs, *, experts, topk, align, capacity, out_format) -> tu
 moe_permute = Op(
     "moe_permute", reference, inputs, Triton(forward, backward, single), cost=cost,
     # The tokens of routing have a name of their own: one token's experts decide where the rows of the others go.
-    where={
+    groups="offsets", where={
         "x": "float[tokens hidden]", "routing": "int_or_bool[rows slots]", "probs": "float[tokens slots]", **NUMBERS,
     },
     results=("rows", "row_probs", "row_map", "source", "offsets", "overflow"), graded_results=(0, 1),
-    differentiable=("x", "probs"), saves=("routing", "row_map"), spares=lambda values: ("x", "probs"), check=check,
+    differentiable=("x", "probs"), saves=("routing", "row_map"), shape_only=lambda values: ("x", "probs"), check=check,
     bars={"class": "G", "gradient": "B"},
 )  # fmt: skip
 
@@ -495,6 +495,6 @@ def cost_sum(rows, row_map, probs) -> tuple[int, int]:
 moe_unpermute = Op(
     "moe_unpermute", reference_sum, inputs_sum, Triton(forward_sum, backward_sum, single), cost=cost_sum,
     where={"rows": "float[rows hidden]", "row_map": "int[tokens slots]", "probs": "float[rows]"},
-    differentiable=("rows", "probs"), spares=lambda values: ("rows",) if values["probs"] is None else (),
+    differentiable=("rows", "probs"), shape_only=lambda values: ("rows",) if values["probs"] is None else (),
     check=check_sum, bars={"class": "B"},
 )  # fmt: skip

@@ -8,9 +8,9 @@ import triton.language as tl
 from torch import Tensor
 
 from ...core.draw import Draw
-from ...core.kernel import kernel
-from ...core.op import Op, Triton, single
 from ...core.tensor import cdiv, power_of_two
+from ...op import Op, Triton, single
+from ...runtime.kernel import kernel
 from .moe_map import NUMBERS, check_routing, draw_routing, find_rows
 from .moe_permute import build_rows, check_tokens, probs_of_rows, spread, unused_rows
 
@@ -77,7 +77,7 @@ def check(codes, scale, routing, probs, *, experts, topk, align, capacity) -> No
 
 moe_permute_codes = Op(
     "moe_permute_codes", reference, inputs, Triton(forward, None, single),
-    where={
+    groups="offsets", where={
         "codes": "uint8[tokens hidden]", "scale": "float32[tokens blocks]", "routing": "int_or_bool[rows slots]",
         "probs": "float[tokens slots]", **NUMBERS,
     },

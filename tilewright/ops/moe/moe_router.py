@@ -21,12 +21,12 @@ from torch import Tensor
 
 from ...core.debug import check_indices
 from ...core.draw import Draw
-from ...core.kernel import kernel
-from ...core.op import Op, Triton, single, upcast
 from ...core.signature import above, at_least
 from ...core.target import Target
 from ...core.tensor import cdiv, power_of_two, rows
 from ...device.softmax import LOG2E
+from ...op import Op, Triton, single, upcast
+from ...runtime.kernel import kernel
 from .choice import OUT, choose, keep_groups, key_of, spread
 
 TINY = 1e-20  # beside the sum of sigmoids, which may all be 0
@@ -412,7 +412,7 @@ def resume(saved: SimpleNamespace) -> dict:
 topk_routing = Op(
     "topk_routing", reference, inputs, Triton(forward, backward, single),
     where={
-        "logits": "float[... experts]", "k": at_least(1), "bias": "float[experts]", "groups": at_least(1),
+        "logits": "float[... experts+]", "k": at_least(1), "bias": "float[experts+]", "groups": at_least(1),
         "group_topk": at_least(1), "scaling": above(0.0), "indices": "int[... slots]",
     },
     results=("probs", "chosen", "counts"), differentiable=("logits",), saves=("logits", "chosen"),
@@ -476,5 +476,5 @@ routing_map = Op(
     "routing_map", reference_map, inputs_map, Triton(forward_map, backward_map, single),
     where={"indices": "int[... slots]", "probs": "float[... slots]", "experts": at_least(1)},
     results=("dense", "map"), differentiable=("probs",), saves=("indices",),
-    spares=lambda values: ("probs",), check=check_map, bars={"class": "G", "gradient": "G"},
+    shape_only=lambda values: ("probs",), check=check_map, bars={"class": "G", "gradient": "G"},
 )  # fmt: skip

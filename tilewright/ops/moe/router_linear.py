@@ -15,11 +15,11 @@ import triton.language as tl
 from torch import Tensor
 
 from ...core.draw import Draw
-from ...core.kernel import kernel
-from ...core.op import Op, Triton, single, upcast
 from ...core.target import Target
 from ...core.tensor import cdiv, pieces, power_of_two, rows, vector
 from ...device.products import multiply, peel, sum_parts
+from ...op import Op, Triton, single, upcast
+from ...runtime.kernel import kernel
 from ..norm.rms_norm import sum_columns
 
 
@@ -411,6 +411,6 @@ def fuses(target: Target, a: SimpleNamespace) -> bool:
 router_linear = Op(
     "router_linear", reference, inputs, Triton(forward, fused_backward, fuses, "fused"),
     Triton(forward, backward, single, "products"), flops=lambda x, weight, **_: 2 * x.numel() * weight.shape[0],
-    where={"x": "float[... hidden]", "weight": "float[experts hidden]", "bias": "float[experts]", "out": "float32[... experts]"},
-    differentiable=("x", "weight", "bias"), spares=lambda values: ("bias",), bars={"class": "E", "gradient": "F"},
+    where={"x": "float[... hidden]", "weight": "float[experts+ hidden]", "bias": "float[experts+]", "out": "float32[... experts+]"},
+    differentiable=("x", "weight", "bias"), shape_only=lambda values: ("bias",), bars={"class": "E", "gradient": "F"},
 )  # fmt: skip

@@ -21,11 +21,11 @@ import triton.language as tl
 from torch import Tensor
 
 from ...core.draw import Draw
-from ...core.kernel import kernel
-from ...core.op import Op, Triton, single, upcast
 from ...core.signature import at_least
 from ...core.tensor import cdiv, power_of_two, rows
 from ...device.softmax import LN2, LOG2E, finite_or_zero
+from ...op import Op, Triton, single, upcast
+from ...runtime.kernel import kernel
 from .moe_router import MOST, TINY, rows_of, sigmoids, softmax_parts
 
 Score = Literal["softmax", "sigmoid", "given"]
@@ -218,7 +218,7 @@ def check_experts(op: str, logits: Tensor) -> None:
 
 router_z_loss = Op(
     "router_z_loss", reference, inputs, Triton(forward, backward, single),
-    where={"logits": "float[... experts]", "coef": at_least(0.0)}, differentiable=("logits",), check=check,
+    where={"logits": "float[... experts+]", "coef": at_least(0.0)}, differentiable=("logits",), check=check,
     bars={"class": "D"},
 )  # fmt: skip
 
@@ -237,6 +237,6 @@ def check_balance(logits, counts, coef, *, score) -> None:
 
 load_balancing_loss = Op(
     "load_balancing_loss", reference_balance, inputs_balance, Triton(forward_balance, backward_balance, single),
-    where={"logits": "float[... experts]", "counts": "int[experts]", "coef": at_least(0.0)}, differentiable=("logits",),
-    spares=lambda values: ("logits",) if values["score"] == "given" else (), check=check_balance, bars={"class": "D"},
+    where={"logits": "float[... experts+]", "counts": "int[experts+]", "coef": at_least(0.0)}, differentiable=("logits",),
+    shape_only=lambda values: ("logits",) if values["score"] == "given" else (), check=check_balance, bars={"class": "D"},
 )  # fmt: skip

@@ -20,10 +20,10 @@ from torch import Tensor
 
 from ...core.debug import can_read
 from ...core.draw import Draw
-from ...core.kernel import kernel
-from ...core.op import Op, Triton
 from ...core.target import Target
 from ...core.tensor import BITS, cdiv, power_of_two
+from ...op import Op, Triton
+from ...runtime.kernel import kernel
 
 
 def reference(x: Tensor, sizes: Tensor, order: Tensor, probs: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -248,5 +248,5 @@ sort_chunks = Op(
     # Rows have a name of their own, not that of tokens: they go to other places in the result.
     where={"x": "any[rows hidden]", "sizes": "int[chunks]", "order": "int[chunks]", "probs": "float[rows]"},
     results=("rows", "row_probs"), graded_results=(0, 1), differentiable=("x", "probs"),
-    saves=("sizes", "order"), spares=lambda values: ("x", "probs"), bars={"class": "G"},
+    saves=("sizes", "order"), shape_only=lambda values: ("x", "probs"), bars={"class": "G"},
 )  # fmt: skip

@@ -18,8 +18,6 @@ from torch import Tensor
 
 from ...core.draw import Draw
 from ...core.format import Format, Quantized, store
-from ...core.kernel import kernel
-from ...core.op import Op, Triton, single, upcast
 from ...core.signature import at_least
 from ...core.target import Target
 from ...core.tensor import cdiv, power_of_two, vector
@@ -35,6 +33,8 @@ from ...device.groups import (
 )
 from ...device.rows import store_row_codes
 from ...formats.tiles import codes_of, is_fast, row_stride, store_tiles
+from ...op import Op, Triton, single, upcast
+from ...runtime.kernel import kernel
 from .gated_group_norm_wide import gated_group_norm_means, rstd_of
 from .rms_norm import sum_columns
 

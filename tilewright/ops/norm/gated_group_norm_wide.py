@@ -7,9 +7,9 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from ...core.kernel import kernel
 from ...device.activation import activate
 from ...device.groups import columns, load_tile, load_weight, row_offsets, sum_group
+from ...runtime.kernel import kernel
 
 ONE_GROUP = {
     "grid": lambda a: (a.M * a.G,),

@@ -19,13 +19,13 @@ from torch import Tensor
 
 from ...core.draw import Draw
 from ...core.format import Format, Quantized, store
-from ...core.kernel import kernel
-from ...core.op import Op, Triton, single, upcast
 from ...core.signature import at_least
 from ...core.target import Target
 from ...core.tensor import cdiv, power_of_two, rows, vector
 from ...device.rows import store_row_codes
 from ...formats.tiles import codes_of, is_fast, row_stride, store_tiles
+from ...op import Op, Triton, single, upcast
+from ...runtime.kernel import kernel
 from .rms_norm_hopper import store_normed, whole_tiles
 from .rms_norm_rows import in_rows, pieces
 

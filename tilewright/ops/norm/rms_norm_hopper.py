@@ -15,12 +15,12 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ...core.format import Format, Quantized
-from ...core.kernel import kernel
-from ...core.op import single
 from ...core.target import Target
 from ...core.tensor import cdiv
 from ...device.hopper import TILE, store_tile, widen
 from ...formats.tiles import by_bulk_copies, row_stride
+from ...op import single
+from ...runtime.kernel import kernel
 
 PER_SM = 2  # programs; 250 registers on four warps leave room for no more
 BYTES = gl.constexpr(64 * 128 * 2)  # of half a tile

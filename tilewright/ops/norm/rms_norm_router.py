@@ -18,14 +18,14 @@ from torch import Tensor
 
 from ...core.draw import Draw
 from ...core.format import Format, store
-from ...core.kernel import kernel
-from ...core.op import Op, Triton, single, upcast
 from ...core.signature import at_least
 from ...core.target import Target
 from ...core.tensor import cdiv, rows, vector
 from ...device.quantize import store_tile4
 from ...formats.fp8 import Fp8
 from ...formats.tiles import alignment, codes_of, is_fast, row_stride
+from ...op import Op, Triton, single, upcast
+from ...runtime.kernel import kernel
 from ..moe.router_linear import backward as product_backward
 from ..moe.router_linear import forward as product
 from ..moe.router_linear import fused_backward, fuses, width
@@ -271,8 +271,8 @@ rms_norm_router = Op(
     "rms_norm_router", reference, inputs, Triton(forward, backward, at_once, "one_launch"),
     Triton(forward_apart, backward, single, "apart"),
     where={
-        "x": "float[... hidden]", "weight": "float[hidden]", "router": "float[experts hidden]", "eps": at_least(0.0),
+        "x": "float[... hidden]", "weight": "float[hidden]", "router": "float[experts+ hidden]", "eps": at_least(0.0),
     },
-    results=("y", "logits", "rstd"), aux=1, graded_results=(0, 1), differentiable=("x", "weight", "router"),
+    results=("y", "logits", "rstd"), hidden=1, graded_results=(0, 1), differentiable=("x", "weight", "router"),
     saves=("x", "weight", "router", "rstd"), bars={"class": "E", "gradient": "F", "rounds": ("logits",)},
 )  # fmt: skip

@@ -16,12 +16,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ...core.format import Format, Quantized
-from ...core.kernel import kernel
-from ...core.op import single
 from ...core.target import Target
 from ...core.tensor import cdiv
 from ...device.quantize import encode, max_nan, scale_of
 from ...formats.fp8 import Fp8
+from ...op import single
+from ...runtime.kernel import kernel
 
 PER_SM = {3: 5, 5: 4, 6: 3, 7: 3}  # programs by pieces: what registers leave room for
 PIECE = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))  # eight blocks of 128 columns

@@ -19,11 +19,12 @@ import triton.language as tl
 from torch import Tensor
 
 from ...core.draw import Draw
-from ...core.kernel import kernel
-from ...core.op import Op, Triton, single, upcast
 from ...core.signature import one_of
 from ...core.target import Target
+from ...op import Op, Triton, single, upcast
+from ...runtime.kernel import kernel
 from .multi_tensor_table import ALIGNED, DENSE, TILE, WORDS, foldable, table_of
+from .shards import each_scaled, norm_of_whole, zeros_of_whole
 
 
 def reference(tensors: list[Tensor], ord: float = 2.0) -> Tensor:
@@ -290,21 +291,17 @@ def forward_scale(tensors: list[Tensor], scale: float, *, by: Tensor | None, out
 
 
 def sharded_norm(tensors: list[Tensor], ord: float) -> Tensor:
-    from .clip_grad import global_norm
-
-    return global_norm(tensors, ord)
+    return norm_of_whole(multi_tensor_norm, tensors, ord)
 
 
 def sharded_zeros(tensors: list[Tensor]) -> Tensor:
-    from .clip_grad import global_zeros
-
-    return global_zeros(tensors)
+    return zeros_of_whole(multi_tensor_count_zeros, tensors)
 
 
-def sharded_scale(tensors: list[Tensor], scale: float, *, by: Tensor | None, out: list[Tensor] | None) -> list[Tensor]:
-    from .clip_grad import scaled_shards
-
-    return scaled_shards(tensors, scale, by, out)
+def sharded_scale(
+    tensors: list[Tensor], *, by: Tensor | None, out: list[Tensor] | None, **given: float
+) -> list[Tensor]:
+    return each_scaled(multi_tensor_scale, tensors, by, out, **given)
 
 
 multi_tensor_norm = Op(

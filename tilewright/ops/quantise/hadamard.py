@@ -17,12 +17,12 @@ from torch import Tensor
 
 from ...core.draw import Draw
 from ...core.format import Format, Quantized, pack, store
-from ...core.kernel import kernel
-from ...core.op import Op, Triton, single, upcast
 from ...core.tensor import cdiv, rows
 from ...device.quantize import amax, amax4, has, store_given, store_tile4
 from ...formats.fp8 import fp8
 from ...formats.tiles import alignment, codes_of, is_fast, row_stride
+from ...op import Op, Triton, single, upcast
+from ...runtime.kernel import kernel
 from .sylvester import rotate_columns, rotate_rows4
 
 TILE = 128  # rows and columns of a quantised tile: no rotated run is longer
@@ -264,7 +264,7 @@ def check(x, *, block, dim, out_format) -> None:
 hadamard = Op(
     "hadamard", reference, inputs, Triton(forward, backward, single),
     where={"x": "float[... hidden]"}, differentiable=("x",), check=check, bars={"class": "A"},
-    spares=lambda values: ("x",),
+    shape_only=lambda values: ("x",),
 )  # fmt: skip
 
 

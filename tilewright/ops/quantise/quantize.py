@@ -15,10 +15,10 @@ from torch import Tensor
 from ...core.debug import check_ends
 from ...core.draw import Draw
 from ...core.format import Format, Quantized, store, unpack
-from ...core.op import Op, Triton
 from ...core.tensor import name_of, rows
 from ...formats.fp8 import CODES, WAYS, Fp8, fp8
 from ...formats.tiles import load_tile, load_tiles, store_tiles
+from ...op import Op, Triton
 
 
 def reference(x: Tensor, out_format: Format, *, offsets: Tensor | None = None) -> Tensor:
@@ -64,7 +64,7 @@ def check(x, out_format, *, offsets) -> None:
 
 quantize = Op(
     "quantize", reference, inputs, Triton(forward, backward),
-    where={"x": "float[... hidden]", "offsets": "int[experts]"},
+    groups="offsets", where={"x": "float[... hidden]", "offsets": "int[experts+]"},
     differentiable=("x",), any_format=True, check=check, bars={"class": "G", "gradient": "G"},
 )  # fmt: skip
 
@@ -148,7 +148,7 @@ def check_codes(codes, scale, format, way, dtype, *, offsets) -> None:
 
 dequantize_codes = Op(
     "dequantize_codes", reference_codes, inputs_codes, Triton(forward_codes),
-    where={"codes": "uint8[first second]", "scale": "float32[outer inner]", "offsets": "int[experts]"},
+    groups="offsets", where={"codes": "uint8[first second]", "scale": "float32[outer inner]", "offsets": "int[experts+]"},
     check=check_codes, bars={"class": "G"},
 )  # fmt: skip
 

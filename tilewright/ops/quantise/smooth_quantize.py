@@ -16,12 +16,12 @@ from torch import Tensor
 from ...core.debug import check_ends
 from ...core.draw import Draw
 from ...core.format import Format, Quantized, store
-from ...core.kernel import kernel
-from ...core.op import Op, Triton, single, upcast
 from ...core.tensor import cdiv, power_of_two, rows
 from ...device.quantize import find_block, max_nan, quotient
 from ...formats.fp8 import fp8
 from ...formats.tiles import amax_tiles, find_tile, load_tile, store_tiles
+from ...op import Op, Triton, single, upcast
+from ...runtime.kernel import kernel
 from ..activation.glu import columns, grouping
 
 TINY = 1e-30  # no column is divided by less
@@ -143,8 +143,8 @@ def check(x, smooth, out_format, *, reverse, offsets) -> None:
 
 smooth_quantize = Op(
     "smooth_quantize", reference, inputs, Triton(forward, backward, single),
-    where={"x": "float[... hidden]", "smooth": "float32[experts hidden]", "offsets": "int[experts]"},
-    differentiable=("x",), check=check, bars={"class": "A"}, spares=lambda values: ("x",),
+    groups="offsets", where={"x": "float[... hidden]", "smooth": "float32[experts+ hidden]", "offsets": "int[experts+]"},
+    differentiable=("x",), check=check, bars={"class": "A"}, shape_only=lambda values: ("x",),
 )  # fmt: skip
 
 
@@ -191,7 +191,7 @@ def forward_amax(x, *, offsets) -> Tensor:
 
 column_amax = Op(
     "column_amax", reference_amax, inputs_amax, Triton(forward_amax, when=single),
-    where={"x": "float[... hidden]", "offsets": "int[experts]"}, bars={"class": "G"},
+    groups="offsets", where={"x": "float[... hidden]", "offsets": "int[experts+]"}, bars={"class": "G"},
 )  # fmt: skip
 
 

@@ -14,10 +14,10 @@ import triton.language as tl
 from torch import Tensor
 
 from ...core.draw import Draw
-from ...core.kernel import kernel
-from ...core.op import Op, Triton
 from ...core.signature import at_least
 from ...core.tensor import BITS, cdiv
+from ...op import Op, Triton
+from ...runtime.kernel import kernel
 
 
 def reference(x: Tensor, *, multiple: int = 1) -> Tensor:
@@ -97,5 +97,5 @@ def check(x, *, multiple) -> None:
 transpose_pad = Op(
     "transpose_pad", reference, inputs, Triton(forward, backward), check=check,
     where={"x": "any[... length hidden]", "multiple": at_least(1)}, differentiable=("x",), saves=(),
-    spares=lambda values: ("x",), bars={"class": "G", "gradient": "G"},
+    shape_only=lambda values: ("x",), bars={"class": "G", "gradient": "G"},
 )  # fmt: skip

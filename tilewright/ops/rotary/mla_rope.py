@@ -17,11 +17,11 @@ import triton.language as tl
 from torch import Tensor
 
 from ...core.draw import Draw
-from ...core.kernel import kernel
-from ...core.op import Op, Triton, single, upcast
 from ...core.signature import above, at_least
 from ...core.tensor import cdiv
 from ...device.rotary import load_angles, load_pairs, locate, rotate, store_pairs, turn_back
+from ...op import Op, Triton, single, upcast
+from ...runtime.kernel import kernel
 from .rope import (
     SMALL_HEADS,
     angles,
@@ -295,5 +295,5 @@ mla_rope = Op(
         "mscale": above(0.0), "cp_size": at_least(1),
     },
     results=("q_out", "k", "v"), graded_results=(0, 1, 2), differentiable=("q", "kv", "k_pos"),
-    spares=lambda values: ("q", "kv", "k_pos"), check=check, bars={"class": "A"},
+    shape_only=lambda values: ("q", "kv", "k_pos"), check=check, bars={"class": "A"},
 )  # fmt: skip

@@ -18,12 +18,12 @@ import triton.language as tl
 from torch import Tensor
 
 from ...core.draw import Draw
-from ...core.kernel import kernel
-from ...core.op import Op, Triton, single, upcast
 from ...core.signature import above, at_least
 from ...core.tensor import cdiv, vector
 from ...device.activation import sigmoid
 from ...device.rotary import column_of, load_angles, load_pairs, load_vector_pairs, locate, rotate, store_pairs
+from ...op import Op, Triton, single, upcast
+from ...runtime.kernel import kernel
 from .qkv_split_backward import blocks, gradients, units
 from .rope import (
     HEAD_DIMS,

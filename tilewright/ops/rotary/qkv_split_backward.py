@@ -9,7 +9,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...core.kernel import kernel
 from ...core.target import Target
 from ...core.tensor import cdiv
 from ...device.activation import sigmoid_both
@@ -23,6 +22,7 @@ from ...device.rotary import (
     store_pairs,
     turn_back,
 )
+from ...runtime.kernel import kernel
 from .rope import block_of, rows_of
 
 PER_SM = 4  # programs on an SM, by their registers and the shared memory of their stages

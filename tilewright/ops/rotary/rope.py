@@ -16,11 +16,11 @@ from torch import Tensor
 
 from ...core.debug import check_ends
 from ...core.draw import Draw
-from ...core.kernel import kernel
-from ...core.op import Op, Triton, single, upcast
 from ...core.signature import above, at_least
 from ...core.tensor import cdiv, power_of_two
 from ...device.rotary import load_angles, load_pairs, locate, rotate, store_pairs
+from ...op import Op, Triton, single, upcast
+from ...runtime.kernel import kernel
 
 
 def reference(
@@ -432,11 +432,11 @@ WHERE = {**dict.fromkeys(("cos", "sin", "freqs"), "float[tables positions angles
 rope_one = Op(
     "rope_one", reference_one, inputs_one, Triton(forward_one, backward_one, single),
     where={"x": "float[batch length heads head_dim]", **WHERE}, results=("y",), differentiable=("x",),
-    spares=lambda values: ("x",), check=check_one, bars={"class": "A"},
+    shape_only=lambda values: ("x",), check=check_one, bars={"class": "A"},
 )  # fmt: skip
 rope = Op(
     "rope", reference, inputs, Triton(forward, backward, single),
     where={"q": "float[batch q_length q_heads head_dim]", "k": "q[batch k_length k_heads head_dim]", **WHERE},
-    results=("q_out", "k_out"), graded_results=(0, 1), differentiable=("q", "k"), spares=lambda values: ("q", "k"),
+    results=("q_out", "k_out"), graded_results=(0, 1), differentiable=("q", "k"), shape_only=lambda values: ("q", "k"),
     check=check_two, bars={"class": "A"},
 )  # fmt: skip

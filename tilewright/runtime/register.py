@@ -1,33 +1,43 @@
 """The registered face of an op: `torch.ops.tilewright.<name>`, its fake and its autograd, from the same declaration.
 
 Registered ops are flat: tensors and numbers in, tensors out. Overloads: `.default`; `.quantized` with a canonical format
-string, its quantised result led by a carrier, a one-element tensor expanded to the logical shape, through which autograd sends
-an ordinary gradient of the logical dtype (an fp8 result would have its gradient cast to fp8); and `.out`. Absent pieces of a
-quantised result are empty tensors. `<name>_backward` is what the backward pass calls.
+string, its quantised result led by a carrier (`results.py`; an fp8 result would have its gradient cast to fp8); and `.out`.
+`<name>_backward` is what the backward pass calls. It is told the implementation that the forward took, except in a compiled
+function: while that is traced there are no tensors to choose by, and its backward chooses by what was saved.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from contextvars import ContextVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from .format import Format, Quantized, pack
-
-if TYPE_CHECKING:
-    from .op import Op
+from ..core.declaration import PIECES, is_foreign
+from ..core.flat import given_tensors
+from ..core.format import Format
+from ..core.private import has_tangent, levels, recording
+from .choose import implementation as chosen_for
+from .results import flatten, unflatten
+from .run import Runner
+from .tape import gradients, keep, kept
 
 LIBRARY = torch.library.Library("tilewright", "FRAGMENT")
 DEVICES = ("CPU", "CUDA")
-PIECES = 8  # tensors of a quantised result beside its carrier; absent ones are empty
+FORWARD_MODE = (
+    "{}: kernels have no forward-mode derivative (torch.func.jvp, jacfwd, hessian):"
+    " call it under tilewright.force('reference')"
+)  # fmt: skip
+# Whether the tensors of this call were seen to have no tangents. Under torch.func they reach an implementation without their
+# wrappers, where it cannot be seen; so one that is called by its registered name inside forward mode is refused
+_constant: ContextVar[bool] = ContextVar("constant", default=False)
 
 
-def register(op: Op) -> None:
-    """Define and implement all overloads of an op."""
-    op.overloads = {}
+def register(op: Runner) -> dict[str, Any]:
+    """Define and implement all overloads of an op, and give them by kind."""
+    overloads = {}
     kinds = ["default"]
     kinds += ["quantized"] if "out_format" in op.signature.names else []
     kinds += ["out"] if "out" in op.signature.names else []
@@ -37,26 +47,27 @@ def register(op: Op) -> None:
         for device in DEVICES:
             LIBRARY.impl(name, _implementation(op, kind), device)
         torch.library.register_fake(f"tilewright::{name}", _fake(op, kind), lib=LIBRARY)
-        op.overloads[kind] = getattr(getattr(torch.ops.tilewright, op.name), kind)
+        overloads[kind] = getattr(getattr(torch.ops.tilewright, op.name), kind)
     if op.differentiable:
-        _register_backward(op)
+        overloads["backward"] = _register_backward(op)
         for kind in kinds:
             if kind != "out":
                 _register_autograd(op, kind)
+    return overloads
 
 
-def _name(op: Op, kind: str) -> str:
+def _name(op: Runner, kind: str) -> str:
     return op.name if kind == "default" else f"{op.name}.{kind}"
 
 
 # ---------------------------------------------------------------- flat arguments
 
 
-def _parameters(op: Op) -> list:
+def _parameters(op: Runner) -> list:
     return [p for p in op.signature.parameters if p.name not in ("out", "out_format")]
 
 
-def _schema(op: Op, kind: str) -> str:
+def _schema(op: Runner, kind: str) -> str:
     arguments = [p.schema() for p in _parameters(op)]
     if kind == "quantized":
         arguments += ['str out_format=""', "Tensor? out_scale=None"]
@@ -70,7 +81,7 @@ def _schema(op: Op, kind: str) -> str:
     return f"({', '.join(arguments)}) -> {returns}"
 
 
-def _values(op: Op, flat: tuple, named: Mapping[str, Any]) -> dict[str, Any]:
+def _values(op: Runner, flat: tuple, named: Mapping[str, Any]) -> dict[str, Any]:
     """The reference's arguments from a registered op's."""
     names = [p.name for p in _parameters(op)]
     given = {**dict(zip([*names, "out_format", "out_scale"], flat)), **named}
@@ -82,7 +93,17 @@ def _values(op: Op, flat: tuple, named: Mapping[str, Any]) -> dict[str, Any]:
     return {**op.signature.defaults, **given}
 
 
-def call(op: Op, values: Mapping[str, Any]) -> Any:
+def constant_call(op: Runner, values: Mapping[str, Any]) -> Any:
+    """`call` inside forward-mode differentiation, with tensors that it does not go through."""
+    refuse_tangents(op, given_tensors(values))
+    token = _constant.set(True)
+    try:
+        return call(op, values)
+    finally:
+        _constant.reset(token)
+
+
+def call(op: Runner, values: Mapping[str, Any]) -> Any:
     """The public function through the registered op: subclasses, dispatch modes, fake tensors, torch.compile, export."""
     flat = [values[p.name] for p in _parameters(op)]
     if op.sharded is not None and any(isinstance(t, Tensor) and hasattr(t, "device_mesh") for t in flat):
@@ -106,41 +127,20 @@ def call(op: Op, values: Mapping[str, Any]) -> Any:
     return op.public(unflatten(op, values, made if isinstance(made, (tuple, list)) else (made,)))
 
 
-# ---------------------------------------------------------------- flat results
+# ---------------------------------------------------------------- implementations and fakes
 
 
-def flatten(results: Any) -> tuple[Tensor, ...]:
-    """All results as the registered op returns them."""
-    made: list[Tensor] = []
-    for r in results if isinstance(results, tuple) else (results,):
-        if not isinstance(r, Quantized):
-            made.append(r)
-            continue
-        made.append(torch.empty(1, dtype=r.dtype, device=r.device).expand(r.shape))
-        pieces = r.tensors()
-        made += [*pieces, *(torch.empty(0, device=r.device) for _ in range(PIECES - len(pieces)))]
-    return tuple(made)
+def refuse_tangents(op: Runner, tensors: list[Tensor]) -> None:
+    """Kernels have no forward-mode derivative, and what has none would count as constant: all tangents would be 0."""
+    if any(has_tangent(t) for t in tensors):
+        raise NotImplementedError(FORWARD_MODE.format(op.name))
 
 
-def saved_results(op: Op, flat: tuple[Tensor, ...]) -> dict[str, Tensor]:
-    """The results that the backward wants, by name."""
-    return {name: flat[at] for name, at in op.kept.items()}
-
-
-def unflatten(op: Op, values: Mapping[str, Any], flat: tuple) -> tuple:
-    """The results from what the registered op (or the autograd function) returned."""
-    fmt = values.get("out_format")
-    if fmt is None:
-        return tuple(flat)
-    offsets = values.get("offsets")
-    if "offsets" in op.results:  # the op makes the groups itself
-        offsets = flat[op.results.index("offsets") + PIECES]
-    return (pack(flat[0], flat[1 : 1 + len(fmt.tensor_names)], fmt, offsets), *flat[1 + PIECES :])
-
-
-def _implementation(op: Op, kind: str) -> Any:
+def _implementation(op: Runner, kind: str) -> Any:
     def implementation(*flat: Any, **named: Any) -> Any:
         values = _values(op, flat, named)
+        if levels._current_level >= 0 and not _constant.get():
+            raise NotImplementedError(FORWARD_MODE.format(op.name))
         op.validate(values)
         results = op.run(values)
         if kind == "out":
@@ -151,7 +151,7 @@ def _implementation(op: Op, kind: str) -> Any:
     return implementation
 
 
-def _fake(op: Op, kind: str) -> Any:
+def _fake(op: Runner, kind: str) -> Any:
     def fake(*flat: Any, **named: Any) -> Any:
         values = _values(op, flat, named)
         op.signature.validate(values)
@@ -166,63 +166,28 @@ def _fake(op: Op, kind: str) -> Any:
 # ---------------------------------------------------------------- autograd
 
 
-def setup(ctx: Any, op: Op, values: Mapping[str, Any], flat: tuple[Tensor, ...]) -> None:
-    """Keep what the backward needs; say which results carry gradients."""
-    names = op.signature.tensors
-    tensors = [values[n] if n in op.saves else None for n in names]
-    for name in () if op.spares is None else op.spares(values):
-        given = values[name]
-        if given is not None:  # shape and dtype for nothing: one element seen everywhere
-            tensors[names.index(name)] = given.new_empty_strided(given.shape, (0,) * given.dim())
-    ctx.save_for_backward(*tensors, *saved_results(op, flat).values())
-    ctx.op = op
-    ctx.scalars = {n: None if n in op.held else v for n, v in values.items()}
-    ctx.graded = graded = op.graded(values)
-    ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(*[t for i, t in enumerate(flat) if i not in graded])
-
-
-def backward(ctx: Any, grads: tuple, wanted: frozenset, through: Any) -> tuple:
-    """Gradients for the tensor arguments, in order; None for those not `wanted`."""
-    op: Op = ctx.op
-    tensors = op.signature.tensors
-    given = [None if grads[i] is None else grads[i].resolve_neg() for i in ctx.graded]
-    if all(g is None for g in given):
-        return (None,) * len(tensors)
-    found = through(op, ctx.scalars, ctx.saved_tensors, given, wanted)
-    by_name = dict(zip(op.differentiable, found))
-    return tuple([by_name[n] if n in wanted else None for n in tensors])
-
-
-def saved_by_name(op: Op, scalars: Mapping[str, Any], saved: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """(arguments, in their order, and results) by name from what `setup` kept."""
-    tensors = op.signature.tensors
-    return {**scalars, **dict(zip(tensors, saved))}, dict(zip(op.kept, saved[len(tensors) :]))
-
-
-def eager(op: Op, scalars: Mapping[str, Any], saved: Any, grads: list, needs: frozenset) -> tuple:
-    values, results = saved_by_name(op, scalars, saved)
-    return op.run_backward(values, results, grads, needs)
-
-
-def traced(op: Op, scalars: Mapping[str, Any], saved: Any, grads: list, needs: frozenset) -> tuple:
-    fmt = scalars.get("out_format")
-    numbers = [scalars[n] for n in op.signature.scalars]
-    flags = [n in needs for n in op.differentiable]
-    made = op.overloads["backward"](list(saved), grads, *numbers, None if fmt is None else fmt.key, flags)
-    return tuple(t if flag else None for t, flag in zip(made, flags))
-
-
-def _register_autograd(op: Op, kind: str) -> None:
+def _register_autograd(op: Runner, kind: str) -> None:
     def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
-        setup(ctx, op, _values(op, inputs, {}), output if isinstance(output, (tuple, list)) else (output,))
+        values = _values(op, inputs, {})
+        keep(ctx, op, values, output if isinstance(output, (tuple, list)) else (output,))
+        plain = not any(is_foreign(t) for t in given_tensors(values))
+        one = chosen_for(op, values) if plain else None
+        ctx.chosen = None if one is None else one.name
+
+    def backward(ctx: Any, saved: Any, grads: list, needs: frozenset) -> tuple:
+        fmt = ctx.scalars.get("out_format")
+        numbers = [ctx.scalars[n] for n in op.signature.scalars]
+        flags = [n in needs for n in op.differentiable]
+        fmt = None if fmt is None else fmt.key
+        made = op.overloads["backward"](list(saved), grads, *numbers, ctx.chosen, fmt, flags)
+        return tuple(t if flag else None for t, flag in zip(made, flags))
 
     def in_order(ctx: Any, *grads: Any) -> tuple:
         """One entry per argument of the registered op, tensors and numbers in their own order."""
         names = [p.name for p in _parameters(op)] + (["out_format", "out_scale"] if kind == "quantized" else [])
         needed = zip(names, ctx.needs_input_grad)
         wanted = frozenset(n for n, flag in needed if flag and n in op.differentiable)
-        found = dict(zip(op.signature.tensors, backward(ctx, grads, wanted, traced)))
+        found = dict(zip(op.signature.tensors, gradients(ctx, grads, wanted, backward)))
         return tuple(found.get(n) for n in names)
 
     torch.library.register_autograd(
@@ -230,26 +195,14 @@ def _register_autograd(op: Op, kind: str) -> None:
     )
 
 
-@contextlib.contextmanager
-def recording() -> Iterator[None]:
-    """Let autograd record the reference, whose backward it is: a dispatch mode takes autograd away from what it calls, and all
-    gradients would be 0."""
-    keys = torch._C.DispatchKey.AutogradFunctionality, torch._C.DispatchKey.ADInplaceOrView
-    taken = [key for key in keys if torch._C._dispatch_tls_is_dispatch_key_excluded(key)]
-    for key in taken:
-        torch._C._dispatch_tls_set_dispatch_key_excluded(key, False)
-    try:
-        yield
-    finally:
-        for key in taken:
-            torch._C._dispatch_tls_set_dispatch_key_excluded(key, True)
-
-
-def _register_backward(op: Op) -> None:
+def _register_backward(op: Runner) -> Any:
     numbers = [p for p in op.signature.parameters if p.name in op.signature.scalars]
     types = {p.name: p.schema().split("=")[0] for p in numbers}
-    schema = ", ".join(["Tensor?[] saved", "Tensor?[] grads", *types.values(), "str? out_format", "bool[] needs"])
+    schema = ", ".join(
+        ["Tensor?[] saved", "Tensor?[] grads", *types.values(), "str? chosen", "str? out_format", "bool[] needs"]
+    )
     name = f"{op.name}_backward"
+    by_name = {one.name: one for one in op.implementations}
     LIBRARY.define(f"{name}({schema}) -> Tensor[]")
 
     def unpack(flat: tuple) -> tuple:
@@ -260,18 +213,19 @@ def _register_backward(op: Op) -> None:
         if op.overwrites:
             scalars[op.overwrites] = False  # a registered op writes only what its schema says
         needs = frozenset(n for n, flag in zip(op.differentiable, rest[-1]) if flag)
-        return saved, grads, scalars, needs
+        return saved, grads, scalars, needs, by_name.get(rest[-3])
 
     def shapes(saved: Any, grads: Any, scalars: Mapping[str, Any]) -> list[Tensor]:
         """What each gradient is like: its argument, or the result if that was not saved."""
-        values, _ = saved_by_name(op, scalars, saved)
+        values, _ = kept(op, scalars, saved)
         some = next(g for g in grads if g is not None)
         return [values[n] if values[n] is not None else some for n in op.differentiable]
 
     def implementation(*flat: Any) -> list[Tensor]:
-        saved, grads, scalars, needs = unpack(flat)
+        saved, grads, scalars, needs, chosen = unpack(flat)
         with recording():
-            found = dict(zip(op.differentiable, eager(op, scalars, saved, grads, needs)))
+            found = op.run_backward(*kept(op, scalars, saved), grads, needs, chosen)
+        found = dict(zip(op.differentiable, found))
         made: list[Tensor] = []
         for name, like in zip(op.differentiable, shapes(saved, grads, scalars)):
             grad = found[name] if name in needs else like.new_empty(0)
@@ -283,11 +237,11 @@ def _register_backward(op: Op) -> None:
         return made
 
     def fake(*flat: Any) -> list[Tensor]:
-        saved, grads, scalars, needs = unpack(flat)
+        saved, grads, scalars, needs, _ = unpack(flat)
         likes = zip(op.differentiable, shapes(saved, grads, scalars))
         return [like.new_empty(like.shape if name in needs else 0) for name, like in likes]
 
     for device in DEVICES:
         LIBRARY.impl(name, implementation, device)
     torch.library.register_fake(f"tilewright::{name}", fake, lib=LIBRARY)
-    op.overloads["backward"] = getattr(torch.ops.tilewright, name).default
+    return getattr(torch.ops.tilewright, name).default

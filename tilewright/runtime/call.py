@@ -3,86 +3,43 @@
 A plan may be replayed for a call that is like the one it was recorded from in all that the op's host code and its validation
 read. Two tests say so. A guard, for calls with tensors alone: torch's own C++ check against one of the last few kinds of
 call. A key, for every other call: types, sizes, strides, dtypes, device, alignment, numbers and, where gradients are wanted,
-of which tensors. What neither knows goes the long way, `Op.dispatch`, which validates, chooses an implementation and records.
+of which tensors. What neither knows goes the long way, `dispatch`, which validates, chooses an implementation and records.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable
-from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
+from ..core.declaration import Declaration, is_foreign
+from ..core.flat import given_tensors
+from ..core.private import guard, levels, modes, transforms
 from . import register
-from .format import Format
-from .plan import Plan, guard
-from .target import _pretended
+from .choose import forced
+from .key import Key
+from .plan import Plan
+from .run import Runner
+from .tape import differentiate, taped
 
-if TYPE_CHECKING:
-    from .op import Op
-
-PLAIN = {Tensor, Parameter}
-NUMBERS = {float, int, bool, str, type(None), frozenset}  # and sets of names
-STRIDED = torch.strided
 RECENT = 4  # kinds of call that an op remembers by guard
-forced: ContextVar[str | None] = ContextVar("forced", default=None)
-modes = torch._C._len_torch_dispatch_stack
-transforms = torch._C._are_functorch_transforms_active
 _tracing = torch.compiler.is_dynamo_compiling
 
 
-class Key:
-    """The key of a call and, in the order of the call, its tensors and their addresses."""
-
-    def __init__(self) -> None:
-        self.parts: list[Any] = [forced.get(), _pretended.get()]
-        self.slots: list[Tensor] = []
-        self.addresses: list[int] = []
-
-    def add(self, values: Iterable[Any]) -> bool:
-        """Take values in; False if one cannot be part of a key: a subclass, a list, a tensor that has no address."""
-        parts, slots, addresses = self.parts, self.slots, self.addresses
-        for value in values:
-            kind = type(value)
-            if kind not in PLAIN:
-                if kind in NUMBERS:
-                    parts += kind, value
-                    continue
-                if not isinstance(value, Format):
-                    return False
-                parts.append(value.key)
-                value = value.tensor
-                if value is None:
-                    continue
-            if value.layout is not STRIDED or value.is_neg() or value.is_meta:
-                return False  # there is no address (a view of a meta tensor has one, of nothing), or other numbers lie there
-            address = value.data_ptr()
-            order = value.is_contiguous() or value.stride()
-            parts += value.shape, value.dtype, value.get_device(), not address & 15, order
-            slots.append(value)
-            addresses.append(address)
-        return True
-
-    @property
-    def aligned(self) -> bool:
-        return not any(address & 15 for address in self.addresses)
-
-
-def public(op: Op) -> Callable[..., Any]:
-    """The public function of an op: plain tensors and no mode active go straight to a plan, from there to the tape (`Op.taped`)
-    if gradients are wanted."""
+def public(op: Runner) -> Callable[..., Any]:
+    """The public function of an op: plain tensors and no mode active go straight to a plan, from there to the tape if gradients
+    are wanted."""
     recent: tuple = ()
 
     @functools.wraps(op.reference)
     def function(*args: Any, **kwargs: Any) -> Any:
         if _tracing():
             return register.call(op, op.signature.bind(args, kwargs))
-        if not kwargs and forced.get() is None:
+        if not kwargs and forced.get() is None and levels._current_level < 0:
             for check, count, graded, plan, restore in recent:
                 if count == len(args) and check(*args):
                     if graded and torch.is_grad_enabled():
@@ -100,19 +57,19 @@ def public(op: Op) -> Callable[..., Any]:
         return keyed(args, kwargs)
 
     def keyed(args: tuple, kwargs: dict[str, Any]) -> Any:
-        """By the plan of the call's key. `whole`: it gives all results, for it is of a call that wants gradients."""
-        if modes() or transforms():
-            return op.dispatch(args, kwargs)
+        """By the plan of the call's key. A plan of a call that wants gradients gives all results."""
+        if modes() or transforms() or levels._current_level >= 0:
+            return dispatch(op, args, kwargs)
         key = Key()
         key.parts += kwargs
         if not key.add(args) or not key.add(kwargs.values()):
-            return op.dispatch(args, kwargs)
+            return dispatch(op, args, kwargs)
         graded = [t.requires_grad for t in key.slots] if torch.is_grad_enabled() else ()
         parts = (*key.parts, *graded) if True in graded else tuple(key.parts)
         found = op.plans.get(parts)
         if found is None:
-            return op.dispatch(args, kwargs, parts, key.slots)
-        plan, restore, written, whole = found
+            return dispatch(op, args, kwargs, parts, key.slots)
+        plan, restore, written, whole, chosen = found
         if written:
             op.validate(op.signature.bind(args, kwargs))  # whether arguments overlap depends on their addresses
             for at in written:
@@ -122,7 +79,7 @@ def public(op: Op) -> Callable[..., Any]:
         results = plan(key.slots, key.addresses)
         if restore is not None:
             results = restore(results)
-        return op.taped(op.signature.bind(args, kwargs), results) if whole else results
+        return taped(op, op.signature.bind(args, kwargs), results, chosen) if whole else results
 
     def remember(slots: list[Tensor], plan: Plan, restore: Callable | None) -> None:
         nonlocal recent
@@ -132,16 +89,35 @@ def public(op: Op) -> Callable[..., Any]:
             recent = ((check, len(slots), graded, plan, restore), *recent[: RECENT - 1])
 
     function.op, function.__name__, function.__qualname__ = op, op.name, op.name
-    function.__signature__ = _signature(op)
+    function.__signature__ = signature_of(op)
     return function
 
 
-def _signature(op: Op) -> inspect.Signature:
+def dispatch(op: Runner, args: tuple, kwargs: Mapping[str, Any], key: tuple | None = None, slots: Any = None) -> Any:
+    """A call that no plan answered. The plan it makes, over `slots`, is kept under `key` unless that is None."""
+    values = op.signature.bind(args, kwargs)
+    tensors = given_tensors(values)
+    if levels._current_level >= 0:
+        if forced.get() == "reference":
+            op.signature.validate(values)
+            return op.public(op.reference(**values))  # torch differentiates it, in any mode
+        return register.constant_call(op, values)
+    if any(is_foreign(t) for t in tensors) or modes() or transforms():
+        if op.sharded is not None and any(hasattr(t, "device_mesh") for t in tensors):
+            return op.sharded(**values)
+        return register.call(op, values)
+    op.validate(values)
+    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+        return differentiate(op, values, key, slots)
+    return op.record(values, key, op.slots(values) if slots is None else slots, whole=False)[0]
+
+
+def signature_of(op: Declaration) -> inspect.Signature:
     """The reference's, less the results that the caller does not get."""
     signature = inspect.signature(op.reference)
-    kept = len(op.results) - op.aux
-    if op.aux:
+    count = len(op.results) - op.hidden
+    if op.hidden:
         signature = signature.replace(
-            return_annotation="Tensor" if kept == 1 else f"tuple[{', '.join(['Tensor'] * kept)}]"
+            return_annotation="Tensor" if count == 1 else f"tuple[{', '.join(['Tensor'] * count)}]"
         )
     return signature

@@ -19,8 +19,8 @@ import torch
 import triton
 from torch import Tensor
 
+from ..core.target import INTERPRETING, Target
 from . import config, plan
-from .target import INTERPRETING, Target
 
 if INTERPRETING:
     from ..toolchain import interpret

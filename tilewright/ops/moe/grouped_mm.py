@@ -15,15 +15,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..core.format import Format, Quantized, pack, unpack
-from ..core.tensor import cdiv, name_of
-from ..ops.quantise.quantize import quantize
-from .grouped_inner import grouped_mm_inner, grouped_mm_inner_fp8
-from .grouped_masked import grouped_mm_masked
-from .grouped_rows import ended, grouped_mm_rows, grouped_mm_rows_fp8
-from .operands import DTYPES, KINDS, names_of
-from .scaled_mm import Act
-from .tiles import ROWS
+from ...core.format import Format, Quantized, pack, unpack
+from ...core.tensor import cdiv, name_of
+from ...gemm.grouped_inner import grouped_mm_inner, grouped_mm_inner_fp8
+from ...gemm.grouped_masked import grouped_mm_masked
+from ...gemm.grouped_rows import ended, grouped_mm_rows, grouped_mm_rows_fp8
+from ...gemm.operands import DTYPES, KINDS, names_of
+from ...gemm.scaled_mm import Act
+from ...gemm.tiles import ROWS
+from ..quantise.quantize import quantize
 
 OP = "grouped_mm"
 RECIPES = ("RowWise", "BlockWise1x128", "BlockWise128x128")

@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from ..core.private import DispatchMode, empty_strided_cuda, no_modes, raw_stream
 
 aten = torch.ops.aten
 ALLOCATES = {
@@ -30,8 +31,6 @@ ALLOCATES = {
     aten.new_zeros.default: 0,
     aten.full.default: ...,  # its second argument, which is a number of the host's
 }
-_raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
-_guards = getattr(getattr(torch._C, "_dynamo", None), "guards", None)  # C++ that torch.compile's own code calls
 _local = threading.local()
 
 
@@ -58,7 +57,7 @@ class HostLaunch:
         self.jit, self.grid, self.ordered = jit, grid, ordered
 
     def first(self) -> None:
-        with _disable_current_modes():  # the interpreter's own torch calls are no part of what the op did
+        with no_modes():  # the interpreter's own torch calls are no part of what the op did
             self.jit[self.grid](*self.ordered)
 
     def bind(self, places: list[tuple[int, Place]]) -> Callable:
@@ -97,11 +96,11 @@ class CudaLaunch:
 
     def first(self) -> None:
         args = list(self.args)
-        args[3] = _raw_stream(self.device)
+        args[3] = raw_stream(self.device)
         self.raw(*args)
 
     def bind(self, places: list[tuple[int, Place]]) -> Callable:
-        raw, device, stream = self.raw, self.device, _raw_stream
+        raw, device, stream = self.raw, self.device, raw_stream
         template = [None if isinstance(a, Tensor) else a for a in self.args]
         moves, descriptors = [], []
         for at, place in places:
@@ -130,25 +129,7 @@ class CudaLaunch:
 Launch = HostLaunch | PublicLaunch | CudaLaunch
 
 
-def guard(tensors: list[Tensor]) -> Callable[..., bool] | None:
-    """A check, in one call, that tensors are of the very kind of these: type, dtype, device, sizes, strides, whether they
-    require a gradient, and the dispatch keys in force (so dispatch modes, transforms, autocast and inference mode are seen).
-
-    It is the C++ guard of torch.compile. Reading the same from Python costs four times as much; where torch has no such class,
-    or another, there is no guard and calls take the keyed path.
-    """
-    if not hasattr(_guards, "TensorGuards"):
-        return None
-    sizes = [list(t.shape) for t in tensors]
-    strides = [list(t.stride()) for t in tensors]
-    try:
-        check = _guards.TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
-        return check if check(*tensors) else None
-    except (TypeError, ValueError, RuntimeError):
-        return None
-
-
-class Recorder(TorchDispatchMode):
+class Recorder(DispatchMode):
     """Watches one run of host code over `inputs`; slots are the inputs, then the allocations in order. Without `watch` there is
     no plan, torch calls cost what they do elsewhere, and memory is free again when the host code lets go of it."""
 
@@ -287,7 +268,7 @@ class Plan:
             return None
         if self._results[0][0] != count:
             return None
-        raw, device, stream, allocate = launch.raw, launch.device, _raw_stream, self._allocate[0]
+        raw, device, stream, allocate = launch.raw, launch.device, raw_stream, self._allocate[0]
         template = [None if isinstance(a, Tensor) else a for a in launch.args]
         inputs, output = [slots[i] for i in range(count)], slots[count]
 
@@ -317,8 +298,6 @@ def _allocator(recorder: Recorder, place: Place, fill: float | None) -> Callable
         return lambda: torch.zeros(shape, dtype=dtype, device=device)
     if fill is not None:
         return lambda: torch.full(shape, fill, dtype=dtype, device=device)
-    # What Inductor's code calls: past the dispatcher, at a third of the cost of torch.empty
-    fast = getattr(_guards, "_empty_strided_cuda", None)
-    if fast is not None and device.type == "cuda":
-        return functools.partial(fast, shape, stride, dtype)
+    if empty_strided_cuda is not None and device.type == "cuda":
+        return functools.partial(empty_strided_cuda, shape, stride, dtype)
     return lambda: torch.empty_strided(shape, stride, dtype=dtype, device=device)

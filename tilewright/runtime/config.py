@@ -17,20 +17,29 @@ from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
-if TYPE_CHECKING:
-    from .kernel import Arguments, Kernel
-    from .target import Target
+from ..core.target import Target
 
 SHIPPED = Path(__file__).parent.parent / "data"
 LONGEST = 4 * 1024 * 1024  # bytes of a tuning file that are read
 Rows = dict[str, list[tuple[dict[str, int], dict[str, Any]]]]
-Override = Callable[["Kernel", "Arguments"], "Mapping[str, Any] | None"]
+
+
+class Tunable(Protocol):
+    """What is asked of a kernel (`kernel.py`) here."""
+
+    name: str
+    tune_by: tuple[str, ...]
+    default: Callable[[Any], Mapping[str, Any]]
+    candidates: Callable[[Any], Any] | None
+
+
+Override = Callable[[Tunable, Any], "Mapping[str, Any] | None"]
 _override: ContextVar[Override | None] = ContextVar("override", default=None)
 
 
-def choose(kernel: Kernel, a: Arguments, target: Target) -> Mapping[str, Any]:
+def choose(kernel: Tunable, a: Mapping[str, Any], target: Target) -> Mapping[str, Any]:
     """The constants and launch options for one call."""
     instead = _override.get()
     if instead is not None:

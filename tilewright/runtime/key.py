@@ -1,0 +1,54 @@
+"""The key of a call: all that an op's host code and its validation read, so that a plan under an equal key may be replayed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..core.declaration import PLAIN
+from ..core.format import Format
+from ..core.target import pretended
+from .choose import forced
+
+NUMBERS = {float, int, bool, str, type(None), frozenset}  # and sets of names
+STRIDED = torch.strided
+
+
+class Key:
+    """The key of a call and, in the order of the call, its tensors and their addresses."""
+
+    def __init__(self) -> None:
+        self.parts: list[Any] = [forced.get(), pretended.get()]
+        self.slots: list[Tensor] = []
+        self.addresses: list[int] = []
+
+    def add(self, values: Iterable[Any]) -> bool:
+        """Take values in; False if one cannot be part of a key: a subclass, a list, a tensor that has no address."""
+        parts, slots, addresses = self.parts, self.slots, self.addresses
+        for value in values:
+            kind = type(value)
+            if kind not in PLAIN:
+                if kind in NUMBERS:
+                    parts += kind, value
+                    continue
+                if not isinstance(value, Format):
+                    return False
+                parts.append(value.key)
+                value = value.tensor
+                if value is None:
+                    continue
+            if value.layout is not STRIDED or value.is_neg() or value.is_meta:
+                return False  # there is no address (a view of a meta tensor has one, of nothing), or other numbers lie there
+            address = value.data_ptr()
+            order = value.is_contiguous() or value.stride()
+            parts += value.shape, value.dtype, value.get_device(), not address & 15, order
+            slots.append(value)
+            addresses.append(address)
+        return True
+
+    @property
+    def aligned(self) -> bool:
+        return not any(address & 15 for address in self.addresses)

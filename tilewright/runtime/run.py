@@ -1,0 +1,192 @@
+"""`Runner`: a declaration that can be run. It replays the plan of a call that was made before, else records one.
+
+What it gives are all results, those for the backward included, and no autograd: the tape is `tape.py`'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..core.declaration import Declaration, Triton
+from ..core.flat import flattened, plain_tensors, taken_apart
+from .choose import implementation
+from .key import Key
+from .plan import Plan, Recorder
+
+# `flops` up to which a composite becomes a plan. While one is recorded no memory is given back, which is much in large calls; there
+# the host, which takes 1 to 3 ms, waits for the device anyway
+LIGHT = 2e12
+PLANS = 4096  # plans kept per op and direction; dropped all at once when full, so memory stays bounded
+_compile_only: ContextVar[bool] = ContextVar("compile_only", default=False)
+
+
+@contextmanager
+def compiling_only() -> Iterator[None]:
+    """Compile kernels, and launch none of them."""
+    token = _compile_only.set(True)
+    try:
+        yield
+    finally:
+        _compile_only.reset(token)
+
+
+class Known(NamedTuple):
+    """What is kept of a recorded forward: its plan, what makes results of the plan's flat ones, which slots it writes, whether it
+    gives all results or the caller's, and the implementation that ran, whose backward is this call's."""
+
+    plan: Plan
+    restore: Callable | None
+    written: tuple[int, ...]
+    whole: bool
+    implementation: Triton
+
+
+class Runner(Declaration):
+    """See the module."""
+
+    def __init__(self, *args: Any, **said: Any) -> None:
+        super().__init__(*args, **said)
+        self.plans: dict[tuple, Known] = {}
+        self.backward_plans: dict[tuple, tuple[Plan, Callable]] = {}
+        self.unplannable: set[tuple] = set()  # keys of composite calls that made no plan
+
+    def implementation(self, values: Mapping[str, Any], device: torch.device | None = None) -> Triton | None:
+        """The implementation for these arguments; None is the reference."""
+        return implementation(self, values, device)
+
+    def run(self, values: dict[str, Any], needs: frozenset = frozenset()) -> Any:
+        """All results for validated arguments. `needs`: whose gradients are known to be wanted."""
+        return self.run_chosen(values, needs)[0]
+
+    def run_chosen(self, values: dict[str, Any], needs: frozenset = frozenset()) -> tuple[Any, Triton | None]:
+        """(all results for validated arguments, the implementation that made them)."""
+        outer = Recorder.active()
+        one = self.implementation(values) if outer is not None and outer.watch else None
+        if one is not None:
+            return self._forward(one, values, needs), one  # a step of that op's plan
+        key = Key()
+        keyed = self.planned and key.add((*values.values(), needs))
+        parts = ("all results", *key.parts) if keyed else None
+        known = self.plans.get(parts) if keyed else None
+        if known is None or _compile_only.get():
+            return self.record(values, parts, key.slots if keyed else self.slots(values), whole=True, needs=needs)
+        results = known.plan(key.slots, key.addresses)
+        for at in known.written:
+            torch.autograd.graph.increment_version(key.slots[at])
+        return results if known.restore is None else known.restore(results), known.implementation
+
+    def record(
+        self,
+        values: dict[str, Any],
+        key: tuple | None,
+        slots: list[Tensor],
+        whole: bool,
+        needs: frozenset = frozenset(),
+    ) -> tuple[Any, Triton | None]:
+        """Run the host code and give (results, the implementation); keep the plan of it under `key`, over `slots`, the call's
+        tensors in the order in which later calls will give theirs. `whole`: give all results, not only the caller's."""
+        with torch.no_grad():
+            one = self.implementation(values)
+            if one is None:
+                results = self.run_reference(values)
+                return results if whole else self.public(results), None
+            watch = self._may_become_plan(key, values)
+            with Recorder(slots, _compile_only.get(), watch) as recorder:
+                results = self._forward(one, values, needs)
+            written = self._written(values, slots)
+            flat, restore = taken_apart(results)
+            single = isinstance(results, Tensor)
+
+            def finish(flat: Any) -> Any:
+                made = restore(flat)[0] if single else restore(flat)
+                return made if whole else self.public(made)
+
+            plan = recorder.plan(flat) if key is not None and not recorder.compile_only else None
+            if plan is not None:
+                if len(self.plans) >= PLANS:
+                    self.plans.clear()
+                # A plan's one tensor is the result as it is
+                self.plans[key] = Known(plan, None if plan.single and single else finish, written, whole, one)
+            elif watch and not recorder.compile_only:
+                self._remember_no_plan(key)
+            for at in written:
+                torch.autograd.graph.increment_version(slots[at])
+            if self.signature.listed and values["out"] is not None:
+                torch.autograd.graph.increment_version(values["out"])
+            return results if whole else self.public(results), one
+
+    def run_backward(
+        self,
+        values: Mapping[str, Any],
+        results: Mapping[str, Tensor],
+        grads: list[Tensor | None],
+        needs: frozenset,
+        chosen: Triton | None = None,
+        **extra: Any,
+    ) -> tuple:
+        """Gradients for `differentiable`, None where not needed. `chosen` is the forward's implementation; without it, as in a
+        registered backward, one is chosen from what was saved. `extra` is passed on (a composite's `grad_format`)."""
+        outer, key = Recorder.active(), Key()
+        nested = outer is not None and outer.watch
+        keyed = not nested and self.planned
+        name = None if chosen is None else chosen.name
+        keyed = keyed and key.add((*values.values(), *results.values(), *grads, needs, name, *extra.values()))
+        parts = tuple(key.parts) if keyed else None
+        plan = self.backward_plans.get(parts) if keyed else None
+        if plan is not None and not _compile_only.get():
+            replay, restore = plan
+            return restore(replay(key.slots, key.addresses))
+        with torch.no_grad():
+            together = {**values, **results}
+            one = chosen or self.implementation(together, next(g.device for g in grads if g is not None))
+            saved = SimpleNamespace(**together, needs=needs)
+            if one is None:
+                return self.reference_backward(saved, grads)
+            if nested:
+                return one.backward(saved, *grads, **extra)  # a step of that op's plan
+            slots = key.slots if keyed else plain_tensors({**together, **dict(enumerate(grads))})
+            watch = self._may_become_plan(parts, values)
+            with Recorder(slots, _compile_only.get(), watch) as recorder:
+                out = one.backward(saved, *grads, **extra)
+            flat, restore = taken_apart(tuple(out))
+            made = recorder.plan(flat) if keyed and not recorder.compile_only else None
+            if made is not None and not values.get(self.overwrites):
+                if len(self.backward_plans) >= PLANS:
+                    self.backward_plans.clear()
+                self.backward_plans[parts] = made, restore
+            elif made is None and watch and not recorder.compile_only:
+                self._remember_no_plan(parts)
+            return tuple(out)
+
+    def slots(self, values: Mapping[str, Any]) -> list[Tensor]:
+        """What a recorder watches: nothing in an op over lists, which makes no plan and may have thousands of tensors."""
+        return [] if self.signature.lists else plain_tensors(values)
+
+    def _forward(self, one: Triton, values: Mapping[str, Any], needs: frozenset) -> Any:
+        return one.forward(**values, **({"needs": needs} if self.composite else {}))
+
+    def _may_become_plan(self, key: tuple | None, values: Mapping[str, Any]) -> bool:
+        """Whether a run is watched; a composite is not tried twice, for watching costs more than its launches."""
+        if not self.composite:
+            return True
+        return self.planned and key is not None and key not in self.unplannable and self.flops(**values) < LIGHT
+
+    def _remember_no_plan(self, key: tuple | None) -> None:
+        if self.composite:
+            if len(self.unplannable) >= PLANS:
+                self.unplannable.clear()
+            self.unplannable.add(key)
+
+    def _written(self, values: Mapping[str, Any], inputs: list[Tensor]) -> tuple[int, ...]:
+        """Which of the inputs this call writes."""
+        if self.signature.lists:
+            return ()
+        written = [piece for piece in flattened(values.get("out")) if piece is not None]
+        return tuple(i for i, t in enumerate(inputs) if any(t is w for w in written))
