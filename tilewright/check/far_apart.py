@@ -1,4 +1,4 @@
-"""Tensors whose elements lie more than 2^31 apart: `python -m tilewright.check.wide OP DEVICE [FILE]`.
+"""Tensors whose elements lie more than 2^31 apart: `python -m tilewright.check.far_apart OP DEVICE [FILE]`.
 
 The memory is reserved and never touched but for the few elements in use, so this costs address space alone. Strides stay below
 2^31: a larger one would be passed to kernels as 64 bits and hide a 32-bit product.

@@ -369,7 +369,14 @@ def wide_strides(op: Op, net: Net, source: str = "") -> None:
     if net.interpreter and hasattr(os, "fork"):  # no GPU's driver lives on in one; else 5 s each
         status, said = wide.in_a_fork(op)
     else:
-        command = [sys.executable, "-m", "tilewright.check.wide", op.name, net.device, *([source] if source else [])]
+        command = [
+            sys.executable,
+            "-m",
+            "tilewright.check.far_apart",
+            op.name,
+            net.device,
+            *([source] if source else []),
+        ]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
         done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
         status, said = done.returncode, done.stdout + done.stderr
