@@ -1,7 +1,8 @@
-"""The table of what each compiled variant costs, kept as sorted JSON lines and held by a test.
+"""The tables of what each compiled variant costs: a folder of sorted JSON lines, a file for each family of kernels, held by a
+test.
 
 A variant may not gain a spill, a serialised matrix instruction, more than `SLACK` registers or `SLACK_SHARED` bytes of shared
-memory; it may improve freely. `python -m tests.compile.test_kernels --write` replaces it.
+memory; it may improve freely. `python -m tests.compile.test_kernels --write [OP or FAMILY ...]` replaces rows.
 
 A row has the fingerprint of what it was made from. One compiler makes the same of the same, so a variant whose fingerprint
 is that of its row needs no compiling to be known; one in `SAMPLE` is compiled all the same, as are all with
@@ -13,11 +14,13 @@ from __future__ import annotations
 import json
 import os
 import zlib
+from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from tilewright.check.variants import Variant
+from tilewright.core.target import TARGETS
 from tilewright.toolchain.aot import Compiled
 
 EVERY = os.environ.get("TILEWRIGHT_COMPILE") == "all"
@@ -52,16 +55,29 @@ def row(compiled: Compiled) -> Row:
     }
 
 
-def load(path: Path) -> dict[str, Row]:
-    """The recorded rows by variant name."""
-    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+def kernel_of(name: str) -> str:
+    """The kernel that a row is about: the first word of its name that is not a chip."""
+    first, _, rest = name.partition(" ")
+    return rest.partition(" ")[0] if first in TARGETS else first
+
+
+def load(folder: Path) -> dict[str, Row]:
+    """The recorded rows of all families by variant name."""
+    rows = [json.loads(line) for path in sorted(folder.glob("*.jsonl")) for line in path.read_text().splitlines()]
     return {r.pop("variant"): r for r in rows}
 
 
-def save(path: Path, rows: Mapping[str, Row]) -> None:
-    """Replace the table."""
-    lines = [json.dumps({"variant": name, **rows[name]}) for name in sorted(rows)]
-    path.write_text("".join(line + "\n" for line in lines))
+def save(folder: Path, rows: Mapping[str, Row], families: Mapping[str, str]) -> None:
+    """Replace the tables of a folder; `families` says which file the rows of a kernel go to."""
+    lines: dict[str, list[str]] = defaultdict(list)
+    for name in sorted(rows):
+        lines[families[kernel_of(name)]].append(json.dumps({"variant": name, **rows[name]}))
+    folder.mkdir(exist_ok=True)
+    for path in folder.glob("*.jsonl"):
+        if path.stem not in lines:
+            path.unlink()
+    for family, own in lines.items():
+        (folder / f"{family}.jsonl").write_text("".join(line + "\n" for line in own))
 
 
 def problems(name: str, compiled: Compiled, table: Mapping[str, Row]) -> list[str]:

@@ -147,8 +147,8 @@ def test_errors_are_one_line():
 
 def test_the_table_holds_registers_spills_and_serialisation(tmp_path):
     compiled = compile_elementwise("sm_90")
-    table.save(tmp_path / "t.jsonl", {"a": table.row(compiled)})
-    rows = table.load(tmp_path / "t.jsonl")
+    table.save(tmp_path, {"a": table.row(compiled)}, {"a": "toys"})
+    rows = table.load(tmp_path)
     assert table.problems("a", compiled, rows) == []
     assert table.problems("a", replace(compiled, registers=compiled.registers - 3), rows) == []
     worse = {"spills": 4, "registers": compiled.registers + table.SLACK + 1, "serialised": True, "shared": 10**6}

@@ -1,8 +1,8 @@
 """Every kernel compiled ahead of time: all variants for sm_90 held to a table, a few for every other chip; and how many
 variants there can be.
 
-The tables are `sm_90.jsonl` and, for the other chips, `others.jsonl`, made with Triton 3.6. `python -m
-tests.compile.test_kernels --write`, with that Triton, makes them anew and prints what became worse.
+The tables are in `sm_90/` and, for the other chips, in `others/`, a file for each family, made with Triton 3.6. `python -m
+tests.compile.test_kernels --write [OP or FAMILY ...]`, with that Triton, makes them anew and prints what became worse.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ import triton
 
 import tilewright as tw
 from tests.compile import table
-from tilewright.check.properties import formats
+from tilewright.check import families
+from tilewright.check.cases import formats
 from tilewright.check.variants import (
     COMMON,
     FORWARD,
@@ -30,6 +31,7 @@ from tilewright.check.variants import (
     ODD,
     WIDE,
     Call,
+    Variant,
     all_launches,
     chip_variants,
     drawn,
@@ -45,8 +47,8 @@ from tilewright.op import Op
 from tilewright.runtime.kernel import Kernel
 from tilewright.toolchain.aot import CompileError
 
-TABLE = Path(__file__).parent / "sm_90.jsonl"
-OTHERS = Path(__file__).parent / "others.jsonl"
+TABLE = Path(__file__).parent / "sm_90"
+OTHERS = Path(__file__).parent / "others"
 OPS: dict[str, Op] = tw.catalogue()
 SHARDS = 3  # of an op's variants, so that two processes share one op
 CHIPS = [a for a in TARGETS if a not in ("sm_86", "sm_90")]
@@ -132,6 +134,21 @@ def test_every_kernel_is_compiled():
     assert declared, "no kernel was found"
     missing = declared.keys() - {one.kernel.name for op in OPS.values() for one in variants(op)}
     assert not missing, f"no call of any op needs {sorted(missing)}"
+
+
+def families_of_kernels() -> dict[str, str]:
+    kernels = {one.kernel for op in OPS.values() for one in variants(op)}
+    return {kernel.name: families.of_module(kernel.jit.fn.__module__) for kernel in kernels}
+
+
+@OLDEST
+@pytest.mark.parametrize("folder", [TABLE, OTHERS], ids=lambda path: path.name)
+def test_every_row_is_in_its_family_s_file(folder, tmp_path):
+    table.save(tmp_path, table.load(folder), families_of_kernels())
+    kept, wanted = ({path.name: path.read_text() for path in where.iterdir()} for where in (folder, tmp_path))
+    assert kept.keys() == wanted.keys()
+    wrong = [name for name in wanted if kept[name] != wanted[name]]
+    assert not wrong, f"not sorted, or with rows of other families' kernels: {wrong}"
 
 
 @every_op
@@ -270,36 +287,58 @@ def test_the_key_tells_triton_s_variants_apart(op):
 
 def measure(at: int) -> tuple[str, table.Row, list[str]]:
     one = _wanted[at]
+    recorded = _recorded if one.arch == "sm_90" else _others
+    if not table.EVERY and table.known(one, recorded):
+        return table.label(one), recorded[table.label(one)], []
     compiled = one.compile()
     row = {**table.row(compiled), "source": one.fingerprint()}
-    return table.label(one), row, table.problems(one.name, compiled, _recorded) if one.arch == "sm_90" else []
+    if one.arch != "sm_90":
+        return table.label(one), {k: row[k] for k in ("shared", "source")}, []
+    return one.name, row, table.problems(one.name, compiled, recorded)
 
 
 def write(processes: int) -> None:
-    """Compile everything and replace the tables; say what is new, gone or worse on sm_90."""
-    context = multiprocessing.get_context("fork")
+    """Compile what has changed and replace its rows and those that no call needs; say what is new, gone or worse on sm_90."""
     rows: dict[str, table.Row] = {}
-    with context.Pool(processes) as pool:
+    with multiprocessing.get_context("fork").Pool(processes) as pool:
         for name, row, problems in pool.imap_unordered(measure, range(len(_wanted))):
             rows[name] = row
             print(f"\r{len(rows)} of {len(_wanted)}", end="", file=sys.stderr, flush=True)
             for line in problems:
                 print(f"\r{line}")
-    hopper = {one.name: rows[one.name] for one in _wanted if one.arch == "sm_90"}
-    for name in sorted(_recorded.keys() - hopper.keys()):
+    hopper = {one.name for op in OPS.values() for one in variants(op)}
+    others = {table.label(one) for arch in CHIPS for mine in chip_variants(arch).values() for one in mine}
+    for name in sorted(_recorded.keys() - hopper):
         print(f"gone: {name}")
-    table.save(TABLE, hopper)
-    table.save(OTHERS, {name: {k: rows[name][k] for k in ("shared", "source")} for name in rows.keys() - hopper.keys()})
+    for folder, old, kept in ((TABLE, _recorded, hopper), (OTHERS, _others, others)):
+        new = {**old, **rows}
+        table.save(folder, {name: new[name] for name in kept if name in new}, families_of_kernels())
+
+
+def of_these(names: list[str]) -> list[Variant]:
+    """All variants, for every chip, of the kernels that the ops or families of these names launch; without names, of all."""
+    unknown = [name for name in names if name not in OPS and name not in families.members()]
+    if unknown:
+        raise ValueError(f"no such op or family: {', '.join(unknown)}")
+    every = list({one.name: one for op in OPS.values() for one in variants(op)}.values())
+    every += [one for arch in CHIPS for mine in chip_variants(arch).values() for one in mine]
+    chosen = [op for op in OPS if not names or {op, families.of(op)} & set(names)]
+    kernels = {one.kernel for op in chosen for one in variants(OPS[op])}
+    return [one for one in every if one.kernel in kernels]
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--write", action="store_true", required=True, help="replace the table")
+    parser.add_argument(
+        "--write", nargs="*", metavar="NAME", required=True, help="replace rows of these ops or families"
+    )
     parser.add_argument("--processes", type=int, default=2)
     arguments = parser.parse_args()
     if not IS_OLDEST:
         parser.error(f"the table is Triton 3.6's, this is {triton.__version__}")
-    _recorded = table.load(TABLE)
-    _wanted = list({one.name: one for op in OPS.values() for one in variants(op)}.values())
-    _wanted += [one for arch in CHIPS for op in OPS for one in chip_variants(arch)[op]]
+    _recorded, _others = table.load(TABLE), table.load(OTHERS)
+    try:
+        _wanted = of_these(arguments.write)
+    except ValueError as error:
+        parser.error(str(error))
     write(arguments.processes)
