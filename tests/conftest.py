@@ -1,30 +1,34 @@
-"""Which net this process is, and how long it took: in all and for each op.
+"""Which net this process is, which part of it runs, and what it cost: in all and for each op.
 
 Triton decides at import whether kernels are interpreted, so `tests/interpreter` runs in processes with
-TRITON_INTERPRET=1 and everything else in processes without. A net fails if it took longer than TILEWRIGHT_TEST_BUDGET
-seconds, or one op longer than TILEWRIGHT_OP_BUDGET seconds of test time (the Makefile sets both; without them nothing
-is checked).
+TRITON_INTERPRET=1 and everything else in processes without. TILEWRIGHT_NET, which the Makefile sets, names a net that is run
+whole or, with TILEWRIGHT_SHARD=I/N, in parts: its CPU seconds are held to a budget and kept (`tests/seconds.py`).
 """
 
 from __future__ import annotations
 
 import os
-import time
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests import seconds
+
 HERE = Path(__file__).parent
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
+NET = os.environ.get("TILEWRIGHT_NET", "")
+SHARD = os.environ.get("TILEWRIGHT_SHARD") or "1/1"
 collect_ignore = (
     [p.name for p in HERE.iterdir() if p.is_dir() and p.name != "interpreter"] if INTERPRETING else ["interpreter"]
 )
 
-_started = time.monotonic()
-_seconds: Counter[str] = Counter()
+_spent: Counter[str] = Counter()
 _tests: Counter[str] = Counter()
-_over: list[str] = []
+_workers: list[float] = []  # seconds of the processes that ran the tests, if others did
+_mark = 0.0  # the clock when the last phase of a test ended
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -34,6 +38,10 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError("tests/interpreter needs TRITON_INTERPRET=1 in the environment (make interpreter)")
     if INTERPRETING and any(path.is_relative_to(HERE / name) for path in asked for name in collect_ignore):
         raise pytest.UsageError("only tests/interpreter runs with TRITON_INTERPRET=1 in the environment")
+    try:
+        seconds.read_shard(SHARD)
+    except ValueError as error:
+        raise pytest.UsageError(str(error)) from error
 
 
 def pytest_collection() -> None:
@@ -43,40 +51,60 @@ def pytest_collection() -> None:
     tilewright.catalogue()
 
 
-def op_of(item: pytest.Item) -> str:
-    """The op a test is about: its `op` parameter, else its file."""
-    op = getattr(item, "callspec", None) and item.callspec.params.get("op")
-    return str(getattr(op, "name", op)) if op else item.path.stem
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(trylast=True)  # after -k and -m, so that parts of what is left are equal
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    mine = seconds.shard((item.nodeid for item in items), *seconds.read_shard(SHARD))
+    config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in mine])
+    items[:] = [item for item in items if item.nodeid in mine]
     for item in items:
-        item.user_properties.append(("op", op_of(item)))
+        parameters = item.callspec.params if hasattr(item, "callspec") else {}
+        item.user_properties.append(("subject", seconds.subject(item.path, parameters)))
+
+
+# ---------------------------------------------------------------- what it cost
+
+
+def pytest_runtest_logstart() -> None:
+    global _mark
+    _mark = seconds.clock()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Iterator[Any]:
+    """The process that ran a phase of a test says what it took; the one that is told of it adds up."""
+    global _mark
+    report = yield
+    before, _mark = _mark, seconds.clock()
+    report.user_properties.append(("seconds", _mark - before))
+    return report
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    op = dict(report.user_properties).get("op", "")
-    _seconds[op] += report.duration
-    _tests[op] += report.when == "call"
+    told = dict(report.user_properties)
+    _spent[told["subject"]] += told["seconds"]
+    _tests[told["subject"]] += report.when == "call"
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    _workers.append(getattr(node, "workeroutput", {}).get("seconds", 0.0))
+
+
+@pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
     if hasattr(session.config, "workerinput"):
+        session.config.workeroutput["seconds"] = seconds.clock()
         return
-    total = time.monotonic() - _started
-    limit, each = (float(os.environ.get(f"TILEWRIGHT_{name}_BUDGET", "inf")) for name in ("TEST", "OP"))
-    if total > limit:
-        _over.append(f"the net took {total:.0f} s, its budget is {limit:.0f} s")
-    _over.extend(
-        f"{op} took {s:.0f} s of test time, an op's budget is {each:.0f} s" for op, s in _seconds.items() if s > each
-    )
-    if _over and session.exitstatus == pytest.ExitCode.OK:
+    _spent[seconds.REST] = max(0.0, (sum(_workers) or seconds.clock()) - _spent.total())
+    if NET:
+        seconds.keep(NET, SHARD, _spent)
+    if NET and seconds.over(_spent, NET) and seconds.errs() and session.exitstatus == pytest.ExitCode.OK:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    terminalreporter.section(f"seconds of test time by op; {time.monotonic() - _started:.1f} s in all")
-    for op, seconds in _seconds.most_common():
-        terminalreporter.line(f"{seconds:8.1f}  {_tests[op]:5d} tests  {op}")
-    for line in _over:
-        terminalreporter.line(f"OVER BUDGET: {line}", red=True)
+    terminalreporter.section(f"CPU seconds by op; {_spent.total():.1f} in all")
+    for name, spent in _spent.most_common():
+        terminalreporter.line(f"{spent:8.1f}  {_tests[name]:5d} tests  {name}")
+    for line in seconds.said(seconds.over(_spent, NET)) if NET else ():
+        terminalreporter.line(line, red=seconds.errs(), yellow=not seconds.errs())

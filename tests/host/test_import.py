@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-SECONDS = 1.0  # that importing may add to torch and triton
-TRIES = 3  # a busy machine may be slow once
+SECONDS = 1.0  # of CPU time that importing may add to torch and triton: a busy machine takes no more of it
+TRIES = 3  # the first may read files that no process has read yet
 
 
 def python(code: str, **environment: str) -> str:
@@ -25,14 +25,14 @@ def python(code: str, **environment: str) -> str:
 @pytest.mark.parametrize("used", ["", "; tilewright.rms_norm"], ids=["import", "first use"])
 def test_it_adds_less_than_a_second(used):
     code = (
-        f"import time, torch, triton; t = time.perf_counter(); import tilewright{used}; print(time.perf_counter() - t)"
+        f"import time, torch, triton; t = time.process_time(); import tilewright{used}; print(time.process_time() - t)"
     )
     took = []
     for _ in range(TRIES):
         took.append(float(python(code)))
         if took[-1] < SECONDS:
             return
-    raise AssertionError(f"importing took {took} s")
+    raise AssertionError(f"importing took {took} CPU seconds")
 
 
 def test_it_touches_no_gpu_and_no_driver():
