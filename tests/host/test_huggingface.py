@@ -16,12 +16,13 @@ pytest.importorskip("transformers", reason="transformers is not installed: pip i
 import transformers
 
 from tests.transformer_models import FAMILIES, FP32, IDS, LABELS, OLD, build, error, roles_of, step, train
+from tilewright.integrations.huggingface import linear
 from tilewright.integrations.huggingface import patching as huggingface
-from tilewright.integrations.huggingface import roles
 from tilewright.integrations.huggingface.experts import experts_forward
+from tilewright.integrations.huggingface.linear import Fp8Linear
 from tilewright.integrations.huggingface.patching import patch, unpatch
 from tilewright.integrations.huggingface.report import changed
-from tilewright.integrations.huggingface.roles import TURNS, Fp8Linear, turning
+from tilewright.integrations.huggingface.rotary import ROTATIONS, rotating
 
 STEPS = 20
 WIDE = {"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 1}  # whole blocks of FP8
@@ -104,7 +105,7 @@ def test_gradient_checkpointing_adapters_and_copies():
 
 @pytest.fixture(params=[False, True], ids=["plain", "fp8"])
 def fp8(request, monkeypatch) -> bool:
-    monkeypatch.setattr(roles, "LEAST", WIDE["hidden_size"])
+    monkeypatch.setattr(linear, "LEAST", WIDE["hidden_size"])
     return request.param
 
 
@@ -149,13 +150,15 @@ def test_gated_layers_under_autocast(fp8):
     assert 0 < error(ours, truth) < 1.2 * error(plain, truth)
 
 
-@pytest.mark.parametrize("turn", TURNS, ids=str)
-def test_turned_heads_lie_as_they_did(turn):
+@pytest.mark.parametrize("rotation", ROTATIONS, ids=str)
+def test_rotated_heads_lie_as_they_did(rotation):
     """Else the result of attention, which lies as its queries do, would be copied and kept for the next layer."""
     q, k = (torch.randn(2, 5, heads, 16, requires_grad=True) for heads in (4, 2))
-    angles = torch.cat([torch.randn(2, 5, 8)] * turn.times, -1)
+    angles = torch.cat([torch.randn(2, 5, 8)] * rotation.times, -1)
     function = transformers.models.llama.modeling_llama.apply_rotary_pos_emb
-    made = turning(function, turn, lambda op: None)(q.transpose(1, 2), k.transpose(1, 2), angles.cos(), angles.sin())
+    made = rotating(function, rotation, lambda op: None)(
+        q.transpose(1, 2), k.transpose(1, 2), angles.cos(), angles.sin()
+    )
     grads = torch.autograd.grad(sum(t.square().sum() for t in made), (q, k))
     assert all(t.transpose(1, 2).is_contiguous() for t in made) and all(t.is_contiguous() for t in grads)
 

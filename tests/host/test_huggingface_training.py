@@ -18,7 +18,7 @@ pytest.importorskip("transformers", reason="transformers is not installed: pip i
 import transformers
 
 from tests.transformer_models import FP32, IDS, LABELS, build, error, step
-from tilewright.integrations.huggingface import roles
+from tilewright.integrations.huggingface import linear
 from tilewright.integrations.huggingface.patching import patch, unpatch
 from tilewright.integrations.huggingface.report import changed
 
@@ -209,12 +209,12 @@ def on_two_ranks(rank: int, file: str) -> None:
 
 
 def other_rank(file: str) -> None:
-    roles.LEAST = SIZES["hidden_size"]
+    linear.LEAST = SIZES["hidden_size"]
     on_two_ranks(1, file)
 
 
 def test_sharded_before_and_after(tmp_path, monkeypatch):
-    monkeypatch.setattr(roles, "LEAST", SIZES["hidden_size"])
+    monkeypatch.setattr(linear, "LEAST", SIZES["hidden_size"])
     file = str(tmp_path / "meeting")
     other = mp.get_context("spawn").Process(target=other_rank, args=(file,))
     other.start()

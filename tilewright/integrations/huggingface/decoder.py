@@ -11,9 +11,10 @@ from torch import Tensor, nn
 
 from ...core.declaration import PLAIN
 from ...ops.norm.rms_norm import add_rms_norm
+from .norm import norm_of
 from .probe import EXACT, UNRUN, Source, compared, device_of, twin
 from .projections import joined, unhooked
-from .roles import Count, Found, Skip, bound, ignore, norm_of
+from .roles import Count, Found, Skip, bound, ignore
 
 FIRST, ATTENTION, SECOND, MLP = "input_layernorm", "self_attn", "post_attention_layernorm", "mlp"
 PROJECTIONS = ("q_proj", "k_proj", "v_proj")

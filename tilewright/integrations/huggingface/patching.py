@@ -14,8 +14,12 @@ from ... import __version__
 from .causal_loss import LOSSES, loss
 from .decoder import decoder
 from .experts import experts, experts_forward
+from .gated import gated
+from .linear import linear
+from .norm import norm
 from .report import REPORT, PatchReport, Replaced, Skipped, changed, rests
-from .roles import Count, Found, Skip, gated, linear, norm, rotary
+from .roles import Count, Found, Skip
+from .rotary import rotary
 from .router import router
 
 OLDEST = 5  # the first major version of transformers whose experts and losses are as here
