@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 
@@ -43,7 +43,8 @@ def patch(
     makes products of FP8 codes: of linear layers with both sizes multiples of 128 from 1024 on, but for the head and routers,
     and of experts with a hidden size from 1024 on and an inner one that is a multiple of 128 from 768 on.
     `only` names the roles to replace: norm, decoder, mlp, rotary, router, experts, loss, linear. Parameters, buffers and their
-    names stay. `strict` raises `ValueError` if nothing was replaced or a probe failed, and then leaves the model as it was.
+    names stay. `strict` raises `ValueError` if nothing was replaced or a module failed: it computes something else than it looks
+    like, or finding that out raised; without `strict` such a module is skipped. Whatever is raised, the model is as it was.
     """
     versions = known_versions()
     if any(REPORT in m.__dict__ for m in model.modules()):
@@ -55,14 +56,17 @@ def patch(
         raise ValueError(f"patch: only must name roles of {', '.join(ROLES)}, got {sorted(chosen - {*ROLES})}")
     left_out = {"loss": loss is None, "router": not experts, "experts": not experts, "linear": not fp8}
     report = PatchReport(versions)
-    failed = apply(model, roles(loss, fp8, {r for r in chosen if not left_out.get(r)}), report)
-    if strict and (failed or not report.replaced):
+    try:
+        failed = apply(model, roles(loss, fp8, {r for r in chosen if not left_out.get(r)}), report)
+        if strict and (failed or not report.replaced):
+            why = "{0.role} {0.module}: {0.reason}".format(failed[0]) if failed else "nothing was replaced"
+            raise ValueError(
+                f"patch: {type(model).__name__}: {why}\n{report}\nstrict=False leaves such modules as they are"
+            ) from (failed[1].error if failed else None)
+        report.set(model, REPORT, report)
+    except BaseException:
         report.undo()
-        why = f"{failed[0].role} {failed[0].module}: {failed[0].reason}" if failed else "nothing was replaced"
-        raise ValueError(
-            f"patch: {type(model).__name__}: {why}\n{report}\nstrict=False leaves such modules as they are"
-        )
-    report.set(model, REPORT, report)
+        raise
     return report
 
 
@@ -98,32 +102,38 @@ def roles(kind: str | None, fp8: bool, chosen: set[str]) -> dict[str, Role]:
     return {role: match for role, match in every.items() if role in chosen}
 
 
-def apply(model: nn.Module, matches: dict[str, Role], report: PatchReport) -> list[Skipped]:
-    """Fill the report and change the modules; returns what failed its probe."""
+def apply(model: nn.Module, matches: dict[str, Role], report: PatchReport) -> tuple[Skipped, Skip] | None:
+    """Fill the report and change the modules; returns the first that failed."""
     register_experts()
-    failed = []
-    for role, name, found in sought(model, matches):
-        if isinstance(found, Found):
-            for changed in found.changes(counting(report.counter)):
-                report.set(*changed)
-            report.replaced.append(Replaced(role, name, found.op))
-            if found.less is not None:
-                report.skipped.append(Skipped(role, name, found.less))
-            continue
-        report.skipped.append(Skipped(role, name, found.reason))
-        if found.failed:
-            failed.append(report.skipped[-1])
-    return failed
-
-
-def sought(model: nn.Module, matches: dict[str, Role]) -> Iterator[tuple[str, str, Found | Skip]]:
+    first = None
     for role, match in matches.items():
         for name, module in model.named_modules():
-            found = match(name, module)
-            if isinstance(found, Found) and changed(module) and not rests(module):
-                found = Skip("its forward was replaced before")
-            if found is not None:
-                yield role, name, found
+            found = change(match, name, module, report)
+            if isinstance(found, Found):
+                report.replaced.append(Replaced(role, name, found.op))
+                if found.less is not None:
+                    report.skipped.append(Skipped(role, name, found.less))
+            elif found is not None:
+                report.skipped.append(Skipped(role, name, found.reason))
+                if found.failed and first is None:
+                    first = report.skipped[-1], found
+    return first
+
+
+def change(match: Role, name: str, module: nn.Module, report: PatchReport) -> Found | Skip | None:
+    """What a role says of a module, which is then changed; one at which something raises stays as it is."""
+    before = len(report.changes)
+    try:
+        found = match(name, module)
+        if isinstance(found, Found):
+            if changed(module) and not rests(module):
+                return Skip("its forward was replaced before")
+            for given in found.changes(counting(report.counter)):
+                report.set(*given)
+        return found
+    except Exception as error:
+        report.undo(before)
+        return Skip(" ".join(f"{type(error).__name__}: {error}".split()), failed=True, error=error)
 
 
 def counting(counter: Counter[str]) -> Count:

@@ -12,6 +12,7 @@ from torch import nn
 
 REPORT = "_tilewright_report"  # where the patched module keeps its report
 RESTS = "_tilewright_rests"  # of a forward that does what the original does once the rest of its patch is taken back
+HOOKED = "_old_forward"  # where a hook of accelerate's keeps the forward that it calls
 ABSENT = object()
 
 
@@ -27,6 +28,31 @@ class Skipped(NamedTuple):
     reason: str
 
 
+def own_forward(module: nn.Module) -> Any:
+    """The forward that an instance has of its own, or None. Under a hook of accelerate's it is the one that the hook calls."""
+    return module.__dict__.get(kept_as(module, "forward"))
+
+
+def kept_as(module: nn.Module, name: str) -> str:
+    """The key under which an instance has an attribute."""
+    return HOOKED if name == "forward" and HOOKED in module.__dict__ else name
+
+
+def give(module: nn.Module, name: str, value: Any) -> None:
+    """Give one instance an attribute, past `nn.Module.__setattr__`: no state dict shall see it. `ABSENT` takes it away."""
+    key, plain = kept_as(module, name), MethodType(type(module).forward, module)
+    if name == "__class__":
+        module.__class__ = value
+        if module.__dict__.get(HOOKED) == plain:  # a hook calls the forward of the class that was
+            module.__dict__[HOOKED] = MethodType(value.forward, module)
+    elif value is not ABSENT:
+        module.__dict__[key] = value
+    elif key == HOOKED:  # a hook calls it whatever it is
+        module.__dict__[key] = plain
+    else:
+        del module.__dict__[key]
+
+
 class Change(NamedTuple):
     """An attribute of one instance: its value, and what `__dict__` held there before."""
 
@@ -36,7 +62,8 @@ class Change(NamedTuple):
     before: Any
 
     def stands(self) -> bool:
-        now = type(self.module) if self.name == "__class__" else self.module.__dict__.get(self.name)
+        kept = self.module.__dict__.get(kept_as(self.module, self.name))
+        now = type(self.module) if self.name == "__class__" else kept
         return now == self.value  # of methods, each `MethodType` of the same function and module is another
 
     def covered(self) -> bool:
@@ -47,14 +74,14 @@ class Change(NamedTuple):
 def changed(module: nn.Module) -> bool:
     """Whether an instance has another forward than its class. Old versions of transformers leave that of the class on instances
     whose outputs they once collected."""
-    forward = module.__dict__.get("forward")
+    forward = own_forward(module)
     return forward is not None and forward != MethodType(type(module).forward, module)
 
 
 def rests(module: nn.Module) -> bool:
     """Whether an instance's own forward is, or wraps, one that may stay after its patch. Accelerate's wrapper for mixed precision
     stays on a model as long as it lives, and comes between patches."""
-    forward = module.__dict__.get("forward")
+    forward = own_forward(module)
     while forward is not None and not hasattr(forward, RESTS):
         forward = getattr(forward, "__wrapped__", None)
     return forward is not None
@@ -76,32 +103,22 @@ class PatchReport:
         return dict(self.counter)
 
     def set(self, module: nn.Module, name: str, value: Any) -> None:
-        """Give one instance an attribute, past `nn.Module.__setattr__`: no state dict shall see it."""
-        if name == "__class__":
-            self.changes.append(Change(module, name, value, type(module)))
-            module.__class__ = value
-        else:
-            self.changes.append(Change(module, name, value, module.__dict__.get(name, ABSENT)))
-            module.__dict__[name] = value
+        """Give one instance an attribute that `undo` takes back."""
+        before = type(module) if name == "__class__" else module.__dict__.get(kept_as(module, name), ABSENT)
+        give(module, name, value)
+        self.changes.append(Change(module, name, value, before))
 
-    def undo(self) -> None:
-        """Take back every change, the last one first; none of them if something was put over one since, but for wrappers of the
-        model's forward."""
-        over = next((c for c in self.changes if not c.stands() and not c.covered()), None)
+    def undo(self, left: int = 0) -> None:
+        """Take back every change but the first `left`, the last one first; none of them if something was put over one since, but
+        for wrappers of the model's forward."""
+        over = next((c for c in self.changes[left:] if not c.stands() and not c.covered()), None)
         if over is not None:
             kind = type(over.module).__name__
             raise ValueError(f"unpatch: {over.name} of a {kind} was replaced after the patch: take that back first")
-        while self.changes:
+        while len(self.changes) > left:
             change = self.changes.pop()
-            module, name, _, before = change
-            if change.covered():
-                continue
-            if name == "__class__":
-                module.__class__ = before
-            elif before is ABSENT:
-                del module.__dict__[name]
-            else:
-                module.__dict__[name] = before
+            if not change.covered():
+                give(change.module, change.name, change.before)
 
     def __enter__(self) -> PatchReport:
         return self

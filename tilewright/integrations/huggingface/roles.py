@@ -24,10 +24,11 @@ Count = Callable[[str], None]  # told the name of an op that is called
 
 @dataclass
 class Skip:
-    """A module that stays as it is. `failed`: it should have been one of ours, but computes something else."""
+    """A module that stays as it is. `failed`: it should have been one of ours, but computes something else or raises."""
 
     reason: str
     failed: bool = False
+    error: Exception | None = None
 
 
 @dataclass

@@ -1,0 +1,142 @@
+"""What `patch` leaves behind: after errors, under dropout, in replicas, in files and under accelerate's hooks."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("transformers", reason="transformers is not installed: pip install transformers")
+import transformers
+
+from tests.transformer_models import SIZES, build, step
+from tilewright.integrations.huggingface import patching
+from tilewright.integrations.huggingface.patching import patch, unpatch
+from tilewright.integrations.huggingface.roles import Found
+
+
+def dicts(model: nn.Module) -> list[tuple[type, dict]]:
+    """Everything that a patch could change."""
+    return [(type(m), dict(m.__dict__)) for m in model.modules()]
+
+
+# ---- errors -----------------------------------------------------------------------------------------------------------------
+
+
+class Norm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(32)), 1e-6
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps) * self.weight
+
+
+class Raising(Norm):
+    @property
+    def variance_epsilon(self) -> float:
+        raise IndexError("no such\nlayer")
+
+
+def failing(found: Found) -> Found:
+    """The first of its changes can be made, the second not."""
+
+    def changes(count):
+        first, *_ = found.changes(count)
+        return [first, (first[0], "__class__", int)]
+
+    return Found(found.op, changes)
+
+
+@pytest.mark.parametrize("stage", ["finding", "changing", "interrupted"])
+def test_whatever_raises_leaves_the_model_as_it_was(stage, monkeypatch):
+    model = build("Llama")
+    model.model.norm = Raising() if stage == "finding" else Norm()
+    expected, before = dicts(model), step(model)[0].loss
+    own = patching.norm
+
+    def norm(name, module):
+        found = own(name, module)
+        if type(module) is not Norm:
+            return found
+        if stage == "interrupted":
+            raise KeyboardInterrupt
+        return failing(found)
+
+    monkeypatch.setattr(patching, "norm", norm)
+    words = {"finding": "IndexError: no such layer", "changing": "TypeError: __class__ assignment"}.get(stage)
+    for strict in (True, False) if words is None else (True,):
+        error, match = (KeyboardInterrupt, None) if words is None else (ValueError, f"norm model.norm: {words}")
+        with pytest.raises(error, match=match):
+            patch(model, strict=strict)
+        assert dicts(model) == expected
+        with pytest.raises(ValueError, match="is not patched"):
+            unpatch(model)
+    if words is not None:
+        report = patch(model, strict=False)
+        assert [s.module for s in report.skipped] == ["model.norm"] and report.skipped[0].reason.startswith(words)
+        assert "forward" not in model.model.norm.__dict__ and len(report.replaced) == 11
+        unpatch(model)
+        assert dicts(model) == expected
+    torch.testing.assert_close(step(model)[0].loss, before, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("role", ["norm", "decoder", "rotary", "gated", "loss"])
+def test_a_role_that_raises_is_skipped(role, monkeypatch):
+    """In its probe, at a model that is patched half by then."""
+    model = build("Llama")
+    expected = dicts(model)
+
+    def raises(*given, **named):
+        raise RuntimeError("probe")
+
+    file = "causal_loss" if role == "loss" else role
+    module = importlib.import_module(f"tilewright.integrations.huggingface.{file}")
+    monkeypatch.setattr(module, "compared", raises)
+    with pytest.raises(ValueError, match="RuntimeError: probe") as caught:
+        patch(model)
+    assert dicts(model) == expected and isinstance(caught.value.__cause__, RuntimeError)
+    report = patch(model, strict=False)
+    assert {s.reason for s in report.skipped} == {"RuntimeError: probe"} and report.replaced
+    unpatch(model)
+    assert dicts(model) == expected
+
+
+ODD = {  # whose losses, or their configs, once made `patch` raise what it should not
+    "Gemma3n": (
+        "Gemma3nTextConfig",
+        {
+            **SIZES, "head_dim": 8, "vocab_size_per_layer_input": 96, "hidden_size_per_layer_input": 8, "laurel_rank": 4,
+            "num_kv_shared_layers": 0, "activation_sparsity_pattern": [0.95, 0.0], "layer_types": ["full_attention"] * 2,
+        },
+    ),
+    "HYV4": ("HYV4Config", SIZES),
+    "CpmAnt": (
+        "CpmAntConfig",
+        {
+            "vocab_size": 96, "hidden_size": 32, "num_attention_heads": 4, "dim_head": 8, "dim_ff": 48, "num_hidden_layers": 2,
+            "prompt_length": 2, "prompt_types": 2, "segment_types": 2,
+        },
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", ODD)
+def test_a_model_with_an_odd_loss_stays_whole(family):
+    config, given = ODD[family]
+    if not hasattr(transformers, config):
+        pytest.skip(f"transformers {transformers.__version__} has no {family}")
+    model = getattr(transformers, f"{family}ForCausalLM")(getattr(transformers, config)(**given))
+    expected = dicts(model)
+    try:
+        patch(model)
+    except ValueError as error:
+        assert "strict=False leaves such modules as they are" in str(error)
+    else:
+        unpatch(model)
+    assert dicts(model) == expected
+    assert patch(model, strict=False).replaced
+    unpatch(model)
+    assert dicts(model) == expected
