@@ -10,12 +10,15 @@ import typer
 
 from . import __version__
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
+HELP = {"help_option_names": ["-h", "--help"]}
+app = typer.Typer(
+    no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__, context_settings=HELP
+)
 COMMANDS = Path(__file__).parent / "commands"
 for path in sorted(COMMANDS.glob("*.py")):
     if path.stem not in ("__init__", "console"):  # every other file is a command: the function of its own name
         module = importlib.import_module(f"{__package__}.commands.{path.stem}")
-        app.command(path.stem)(getattr(module, path.stem))
+        app.command(path.stem, context_settings=HELP)(getattr(module, path.stem))
 
 
 def say_version(wanted: bool) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import sys
 from pathlib import Path
 
@@ -99,13 +98,16 @@ def test_a_worker_that_cannot_start_ends_the_run(fake, monkeypatch):
 def test_the_real_worker_says_that_there_is_no_device(monkeypatch):
     if torch.cuda.is_available():
         pytest.skip("there is a device")
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", ""))))
+    started = []
+    monkeypatch.setattr(guarded, "Worker", started.append)
     done = CliRunner().invoke(app, ["bench", "launch_rms_norm"])
-    assert done.exit_code == 2 and "no CUDA device" in done.stderr and "Traceback" not in done.stderr
+    assert done.exit_code == 2 and "no CUDA device" in done.stderr and done.stderr.count("\n") == 1
+    assert not started  # it is said at once
 
 
 def bench(fake, monkeypatch, *words: str, **plan: str):
     command = fake(**plan)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(run, "supervise", lambda names, beside, limit: SUPERVISE(names, beside, command, limit))
     return CliRunner().invoke(app, ["bench", *words])
 
@@ -136,12 +138,15 @@ def test_rows_are_kept_when_a_run_is_interrupted(fake, tmp_path, monkeypatch):
                 raise KeyboardInterrupt
             yield row
 
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(run, "supervise", interrupted)
     done = CliRunner().invoke(app, ["bench", "rms_norm_fwd", "--record", "--evidence", str(tmp_path)])
+    assert done.exit_code == 130
     assert "interrupted after 2 of 5" in done.stderr and len(evidence.everything(tmp_path)) == 2
 
 
-def test_bad_words_are_one_line(tmp_path):
+def test_bad_words_are_one_line(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for words, said in (
         (["bench", "rope_nonsense_xyz"], "no case, op or suite matches"),
         (["bench", "rms_norm_fwd", "--rivals", "nobody"], "no such rival"),

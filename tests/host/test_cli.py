@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import json
+import re
 
 import pytest
+import typer
+from rich.console import Console
 from typer.testing import CliRunner
 
 import tilewright as tw
 from tilewright.__main__ import app
+from tilewright.commands import console
 
 QUANTISED = "fp8:e4m3:1x128:both:pow2:te"
 
@@ -40,6 +45,35 @@ def test_list_has_every_op():
     assert "mxfp4" not in rows["scaled_mm"]["emulated"]["sm_100"] and not rows["glu"]["emulated"]
     status, out, _ = run("list")
     assert status == 0 and all(name in out for name in ("glu", "quantize", "int4_row: INT4 storage, INT8 math"))
+
+
+@pytest.mark.parametrize("name", [None, *typer.main.get_command(app).commands])
+def test_h_is_help(name):
+    words = [name] if name else []
+    status, out, _ = run(*words, "-h")
+    assert status == 0 and "Usage" in out and out == run(*words, "--help")[1]
+
+
+def shown(rows, monkeypatch, capsys, width: int) -> str:
+    """What a terminal of this width shows."""
+    window = Console(file=io.StringIO(), force_terminal=True, width=width, color_system=None)
+    monkeypatch.setattr(console, "Console", lambda: window)
+    console.show(rows, "ops [all]", False)
+    return window.file.getvalue() + capsys.readouterr().out
+
+
+@pytest.mark.parametrize("width", [40, 80, 120, 240])
+def test_a_table_loses_no_text_and_breaks_no_word(width, monkeypatch, capsys):
+    rows = [{"name": name, "summary": (op.__doc__ or "").strip().partition("\n")[0], "formats": op.formats(),
+             "implementations": [one.name for one in op.implementations]}
+            for name, op in tw.catalogue().items()]  # fmt: skip
+    text = shown(rows, monkeypatch, capsys, width)
+    words = set(re.sub("[│┃]", " ", text).split())
+    assert "[all]" in words
+    for row in rows:
+        wanted = {row["name"], *row["summary"].split(), *row["formats"], *row["implementations"]}
+        assert wanted <= words, wanted - words
+    assert ("━" in text) == (width > 80)  # else each row is a list of its fields
 
 
 def test_doctor_names_what_it_found():

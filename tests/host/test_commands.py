@@ -145,6 +145,19 @@ def test_check_begins_nothing_after_its_time():
     assert status == 0 and out.startswith("0 held, 0 failed, 1 not run")
 
 
+def test_check_interrupted_says_what_is_left(monkeypatch):
+    def interrupted(names, command, limit):
+        yield {"case": next(iter(names)), "wall_s": 0.5, "status": "ok"}
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(guarded, "supervise", interrupted)
+    words = ["check", "glu", *(w for p in ("accuracy", "sizes", "strides") for w in ("--property", p))]
+    status, out, err = run(*words)
+    assert status == 130 and "1 held, 0 failed, 2 not run" in out
+    assert err.splitlines()[-1] == "interrupted: 2 of 3 properties left"
+    assert run(*words, "--json")[0] == 130
+
+
 def test_check_says_why_it_cannot_start(monkeypatch):
     def none(names, command, limit):
         raise guarded.NoWorker("no CUDA device")
@@ -207,7 +220,7 @@ def test_tune_interrupted_keeps_what_is_finished(gpu, monkeypatch):
 
     monkeypatch.setattr(guarded, "supervise", interrupted)
     status, out, err = run("tune", "glu", "--model", "mixtral-8x7b", "--json")
-    assert status == 0 and [row["kernel"] for row in json.loads(out)] == ["glu_forward"] and "interrupted" in err
+    assert status == 130 and [row["kernel"] for row in json.loads(out)] == ["glu_forward"] and "interrupted" in err
     assert len((config.folder() / "sm_90.jsonl").read_text().splitlines()) == 1
 
 

@@ -89,7 +89,7 @@ def test_results_have_a_line_for_each_goal():
 
 def test_results_hide_nothing():
     assert "0.700 (short)" in section({**ROW, "fraction": 0.7})
-    assert "0.950 (stale)" in section(ROW, stale=True) and "1 of 1 rows stale" in section(ROW, stale=True)
+    assert "0.950 (stale)" in section(ROW, stale=True) and "1 of 1 rows are stale" in section(ROW, stale=True)
     assert "Goals without a measurement: `toy_fwd`" in section()
     assert "Goals without a measurement: `toy_fwd`" in section({**ROW, "case": "toy_fwd/4x4"})
     two = section(ROW, {**ROW, "gpu": "Chip B"})

@@ -155,6 +155,7 @@ def test_without_a_step_to_hold_them_against_nothing_is_right(fake):
 
 def test_the_command_records_models(fake, tmp_path, monkeypatch):
     command = fake(bf16=100.0, fp8=80.0, liger=101.0, compile="failed")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(models, "supervise", partial(models.supervise, command=command))
     done = CliRunner().invoke(app, ["bench", "hf_*", "--record", "--evidence", str(tmp_path)])
     assert done.exit_code == 0, done.output

@@ -8,6 +8,7 @@ import json
 import re
 import shutil
 import subprocess
+from functools import partial
 from html.parser import HTMLParser
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,9 +19,11 @@ from typer.testing import CliRunner
 
 from tilewright import bench
 from tilewright.__main__ import app
-from tilewright.bench import report
+from tilewright.bench import documents, evidence, report
 from tilewright.bench.cases import CASES
-from tilewright.bench.report import comparison, page, roofline, understand
+from tilewright.bench.cases import GOALS as GOALS_STATED
+from tilewright.bench.report import comparison, page, roofline
+from tilewright.bench.results import standings, understand
 
 H200 = "NVIDIA H200"
 GOALS = {
@@ -126,15 +129,41 @@ def test_the_table_sorts_by_numbers_and_not_by_their_letters():
 def test_what_falls_short_loses_or_is_stale_is_named():
     text = page(ROWS, goals=GOALS, stale=STALE)
     short, slower, stale = (section(text, h) for h in ("Short of the goal", "Slower than a rival", "Stale"))
-    assert short.startswith("1<") and "norm/slow" in short and "0.800 of 0.90" in short and "norm/fast" not in short
+    assert (
+        short.startswith("1 of 4 rows<")
+        and "norm/slow" in short
+        and "0.800 of 0.90" in short
+        and "norm/fast" not in short
+    )
     assert "norm/bare" in short and "vs:liger" in short  # recorded, without the number its goal is about
-    assert "norm/never" in short and "1 goal without a row" in short
+    assert "norm/never" in short and "1 case with a goal and without a row" in short
     assert slower.startswith("2<") and "×0.947 liger" in slower and "×0.950 torch_add" in slower
     assert stale.startswith("1<") and "norm/slow" in stale
     flags = {values["id"]: values["data-flags"] for tag, values in Outline(text).tags if tag == "tr" and "id" in values}
     assert sorted(flags.values()) == ["", "", "", "lost", "short lost stale"]
     fresh = page(ROWS[:1], goals={}, stale=set())
     assert section(fresh, "Stale").startswith("0<") and "Short of the goal" not in fresh and ">Goal<" not in fresh
+
+
+def test_the_report_and_the_results_count_the_same_goals():
+    rows = evidence.everything(Path(__file__).parents[2] / "evidence")
+    goals = {name: (case.metric, case.goal) for name, case in CASES.items() if case.goal is not None}
+    judge = partial(standings, goals=GOALS_STATED.values(), cases=CASES.values())
+    shown = " ".join(Outline(page(rows, goals=goals, stale=set(), judge=judge)).words.split())
+    results = documents.understood(rows, goals, set())
+    written = " ".join(documents.results_section(results, GOALS_STATED.values(), CASES.values()).split())
+    for gpu in {result.gpu for result in results}:
+        here = judge([result for result in results if result.gpu == gpu])
+        short = [one.goal.case for one in here if one.verdict == "short"]
+        measured = [one.goal.case for one in here if one.value is not None]
+        said = f"{len(short)} of {len(measured)} measured goals are short at the shapes that they are stated for"
+        assert said in shown and said in written
+        assert f"goals reached{len(measured) - len(short)} of {len(measured)}" in shown
+
+
+def test_no_floor_is_said_to_be_a_rate():
+    text = page(ROWS, goals=GOALS, stale=STALE)
+    assert "measured rate" not in text and text.count("moves the same bytes") == 1
 
 
 def test_a_goal_against_a_rival_is_the_ratio_of_the_times():
@@ -281,7 +310,9 @@ def test_the_command_writes_the_page(command, tmp_path):
     assert result.exit_code == 0 and result.stdout == "report.html: rows 5, GPUs 1, stale 1\n"
     goals = {name: (case.metric, case.goal) for name, case in CASES.items() if case.goal is not None}
     written = (tmp_path / "report.html").read_text(encoding="utf-8")
-    assert written == page(ROWS, goals=goals, stale=STALE) and "goals without a row" in written
+    judge = partial(standings, goals=GOALS_STATED.values(), cases=CASES.values())
+    assert written == page(ROWS, goals=goals, stale=STALE, judge=judge)
+    assert "cases with a goal and without a row" in written
     assert command("--out", "other.html", "--evidence", str(tmp_path / "evidence")).exit_code == 0
     assert (tmp_path / "other.html").read_text(encoding="utf-8") == written
 

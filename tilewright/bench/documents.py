@@ -7,7 +7,6 @@ fails when one is out of date.
 from __future__ import annotations
 
 import inspect
-import math
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import zip_longest
@@ -22,7 +21,7 @@ from ..core.target import TARGETS, Target
 from ..op import Op
 from .cases import CASES, GOALS, Case, Goal
 from .markdown import COMMAND, GENERATED, code, listed, table, wrapped
-from .report import Goals, Result, understand
+from .results import Goals, Result, Standing, standings, tally, understand
 
 ROOT = Path(__file__).parents[2]
 OPS, COVERAGE, RATES, README = Path("docs/ops.md"), Path("docs/coverage.md"), Path("docs/rates.md"), Path("README.md")
@@ -218,46 +217,28 @@ def results_section(
         versions = "; ".join(", ".join(pair) for pair in made)
         when = " to ".join(dict.fromkeys((days[0], days[-1]))) if days else "no date"
         lines += [f"**{gpu}**, {versions}, {when}.", ""]
-        rows = {goal.case: line for goal in goals if (line := _goal_line(goal, here, cases)) is not None}
+        measured = [one for one in standings(list(here.values()), goals, cases) if one.value is not None]
         heads = ("op", "case", "shape", "µs", "streaming µs", "reached", "goal", "rivals, µs", "other shapes")
-        lines += table(heads, rows.values())
-        short = sum("short" in row[5] for row in rows.values())
+        lines += table(heads, map(_goal_line, measured))
         stale = sum(r.stale for r in here.values())
-        lines += ["", f"{len(rows)} goals recorded, {short} of them short; {stale} of {len(here)} rows stale."]
+        lines += ["", *wrapped(f"{tally(measured)} {stale} of {len(here)} rows are stale.")]
         note = (notes or {}).get(gpu)
         lines += wrapped(note) if note else []
-        recorded |= set(rows)
+        recorded |= {one.goal.case for one in measured}
     without = [goal.case for goal in goals if goal.case not in recorded]
     lines += wrapped(f"Goals without a measurement: {listed(without)}.") if without else []
     return "\n".join([*lines, END])
 
 
-def _goal_line(goal: Goal, here: Mapping[str, Result], cases: Sequence[Case]) -> tuple[str, ...] | None:
-    family = [case for case in cases if case.family == goal.case and case.name in here]
-    over = [case for case in cases if case.family == goal.case and case.mean]
-    if over:
-        return _mean_line(goal, [here[case.name] for case in over if case.name in here], len(over))
-    own = [here[case.name] for case in family if case.own]
-    if not own:
-        return None
-    r, beside = own[0], [here[case.name] for case in family if not case.own]
-    others = ", ".join(f"{o.case.partition('/')[2]}: {_ratio(o)}" for o in beside)
-    return (
-        code(r.op), goal.case, goal.shape, _us(r.us), _us(r.floor), _ratio(r), _goal(r), _rivals(r), others
-    )  # fmt: skip
-
-
-def _mean_line(goal: Goal, results: Sequence[Result], count: int) -> tuple[str, ...] | None:
-    """A goal for the geometric mean over `count` shapes, of which all must be there."""
-    values = [r.measured for r in results if r.measured]
-    if len(values) < count:
-        return None
-    mean = math.exp(sum(map(math.log, values)) / count)
-    marks = [mark for mark, so in (("short", mean < goal.goal), ("stale", any(r.stale for r in results))) if so]
-    reached = f"{mean:.3f}" + (f" ({', '.join(marks)})" if marks else "")
-    each = ", ".join(f"{r.case.partition('/')[2]}: {_ratio(r)}" for r in results)
-    wanted = f"{goal.goal:.2f}" + ("" if goal.metric == "fraction" else f" {goal.metric}")
-    return code(results[0].op), goal.case, goal.shape, "", "", reached, wanted, "", each
+def _goal_line(one: Standing) -> tuple[str, ...]:
+    """A goal that was measured; one for the geometric mean over several shapes has these beside it instead of a time."""
+    marks = [mark for mark, so in (("short", one.verdict == "short"), ("stale", any(r.stale for r in one.own))) if so]
+    reached = f"{one.value:.3f}" + (f" ({', '.join(marks)})" if marks else "")
+    wanted = f"{one.goal.goal:.2f}" + ("" if one.goal.metric == "fraction" else f" {one.goal.metric}")
+    alone = one.own[0] if len(one.own) == 1 else None
+    times = ("", "", "") if alone is None else (_us(alone.us), _us(alone.floor), _rivals(alone))
+    beside = ", ".join(f"{r.case.partition('/')[2]}: {_ratio(r)}" for r in (one.own if alone is None else one.others))
+    return code(one.own[0].op), one.goal.case, one.goal.shape, *times[:2], reached, wanted, times[2], beside
 
 
 def models_section(

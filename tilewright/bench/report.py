@@ -10,17 +10,15 @@ import base64
 import hashlib
 import math
 import statistics
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib import resources
-from typing import Any
 
 import jinja2
 from markupsafe import Markup
 
-Row = Mapping[str, Any]
-Goals = Mapping[str, tuple[str, float]]
+from .results import Goals, Result, Rival, Row, Standing, tally, understand
 
 # One shape a rival, so that colour is never all that tells two apart; ours is a disc. Drawn around (0, 0).
 SHAPES = (
@@ -36,144 +34,6 @@ DISC = "M-4.6 0A4.6 4.6 0 1 1 4.6 0 4.6 4.6 0 1 1-4.6 0Z"
 RING = DISC + "M-2.1 0A2.1 2.1 0 1 0 2.1 0 2.1 2.1 0 1 0-2.1 0Z"  # the hole winds the other way
 COLOURS = 6
 WIDE, NARROW = 1080, 380  # pixels across a plot; each is drawn for both, so that its letters keep their size
-
-
-# ---------------------------------------------------------------------------------------------------------------- rows
-
-
-@dataclass(frozen=True)
-class Rival:
-    name: str
-    us: float
-    ratio: float  # its time over ours: above 1, ours is faster
-
-
-@dataclass(frozen=True)
-class Result:
-    """A row as the page shows it; what the row lacks, or has no use for, is None or empty."""
-
-    case: str
-    op: str
-    gpu: str
-    dims: str
-    us: float | None
-    floor: float | None
-    fraction: float | None
-    rate: float | None  # GB/s over the compulsory bytes
-    rivals: tuple[Rival, ...]  # fastest first
-    metric: str
-    goal: float | None
-    measured: float | None
-    error: float | None
-    host: float | None
-    extra: float | None
-    torch: str
-    triton: str
-    date: str
-    source: str
-    method: str
-    direction: str
-    stale: bool
-    id: str = ""
-
-    @property
-    def verdict(self) -> str:
-        if self.goal is None:
-            return ""
-        if self.measured is None:
-            return "unmeasured"
-        return "reached" if self.measured >= self.goal else "short"
-
-    @property
-    def gap(self) -> float | None:
-        """How far above the goal; below it, negative."""
-        return None if self.goal is None or self.measured is None else self.measured - self.goal
-
-    @property
-    def drawn(self) -> bool:
-        """Whether it has a place on the roofline."""
-        return None not in (self.us, self.floor, self.fraction)
-
-    @property
-    def best(self) -> Rival | None:
-        return self.rivals[0] if self.rivals else None
-
-    @property
-    def lost(self) -> bool:
-        return self.best is not None and self.best.ratio < 1.0
-
-    @property
-    def flags(self) -> str:
-        held = (("short", self.verdict == "short"), ("lost", self.lost), ("stale", self.stale))
-        return " ".join(name for name, is_so in held if is_so)
-
-
-def text_of(value: Any) -> str:
-    """Text that UTF-8 can hold: JSON may smuggle in half a surrogate pair."""
-    return "" if value is None else str(value).encode("utf-8", "replace").decode("utf-8")
-
-
-def number_of(value: Any) -> float | None:
-    """A finite number, or None; JSON as Python reads it knows NaN, Infinity and integers past any float."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return None
-    try:
-        found = float(value)
-    except OverflowError:
-        return None
-    return found if math.isfinite(found) else None
-
-
-def positive(value: Any) -> float | None:
-    found = number_of(value)
-    return found if found is not None and found > 0.0 else None
-
-
-def ratio_of(over: float | None, under: float | None) -> float | None:
-    return None if over is None or under is None else positive(over / under)
-
-
-def mapping_of(value: Any) -> Mapping[Any, Any]:
-    return value if isinstance(value, Mapping) else {}
-
-
-def understand(row: Row, goals: Goals, stale: Collection[tuple[str, str]]) -> Result:
-    """What a row says, beside its goal."""
-    case, gpu = text_of(row.get("case")), text_of(row.get("gpu")) or "unknown GPU"
-    us, floor = positive(row.get("us")), positive(row.get("floor_us"))
-    fraction = positive(row.get("fraction")) or ratio_of(floor, us)
-    times = {text_of(name): positive(time) for name, time in mapping_of(row.get("rivals")).items()}
-    rivals = [Rival(name, time, ratio) for name, time in times.items() if (ratio := ratio_of(time, us)) and time]
-    traffic = row.get("bytes")
-    moved = sum(number_of(part) or 0.0 for part in traffic) if isinstance(traffic, (list, tuple)) else None
-    metric, goal = goals.get(case, ("", None))
-    measured = fraction if metric == "fraction" else None
-    if metric.startswith("vs:"):
-        measured = next((rival.ratio for rival in rivals if rival.name == metric.removeprefix("vs:")), None)
-    return Result(
-        case=case,
-        op=text_of(row.get("op")),
-        gpu=gpu,
-        dims=", ".join(f"{text_of(name)} {text_of(size)}" for name, size in mapping_of(row.get("dims")).items()),
-        us=us,
-        floor=floor,
-        fraction=fraction,
-        rate=ratio_of(positive(moved), us and us * 1e3),
-        rivals=tuple(sorted(rivals, key=lambda rival: (rival.us, rival.name))),
-        metric=metric,
-        goal=goal,
-        measured=measured,
-        error=number_of(row.get("error")),
-        host=positive(row.get("host_us")),
-        extra=number_of(row.get("extra_bytes")),
-        torch=text_of(row.get("torch")),
-        triton=text_of(row.get("triton")),
-        date=text_of(row.get("date")),
-        source=text_of(row.get("source")),
-        method=text_of(row.get("method")),
-        direction=text_of(row.get("direction")),
-        stale=(gpu, case) in stale,
-    )
 
 
 # --------------------------------------------------------------------------------------------------------------- plots
@@ -351,6 +211,7 @@ class Chip:
     rooflines: list[tuple[str, Plot]]
     comparisons: list[tuple[str, Plot]]
     unrecorded: list[str]  # cases with a goal and without a row
+    goals: list[Standing]
 
     @property
     def legend(self) -> list[tuple[str, str, str]]:
@@ -380,8 +241,13 @@ class Chip:
         return sum(r.goal is not None for r in self.results)
 
     @property
-    def reached(self) -> int:
-        return sum(r.verdict == "reached" for r in self.results)
+    def verdicts(self) -> list[str]:
+        """Of the goals that were measured."""
+        return [one.verdict for one in self.goals if one.value is not None]
+
+    @property
+    def tally(self) -> str:
+        return tally(self.goals)
 
     @property
     def compared(self) -> int:
@@ -405,13 +271,13 @@ class Chip:
         return "unknown" if not days else days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
 
 
-def chip_of(gpu: str, results: list[Result], goals: Goals) -> Chip:
+def chip_of(gpu: str, results: list[Result], goals: Goals, standings: list[Standing]) -> Chip:
     names = sorted({rival.name for r in results for rival in r.rivals})
     widths = (("wide", WIDE), ("narrow", NARROW))
     rooflines = [(word, plot) for word, width in widths if (plot := roofline(results, names, width))]
     comparisons = [(word, plot) for word, width in widths if (plot := comparison(results, names, width))]
     unrecorded = sorted(set(goals) - {r.case for r in results})
-    return Chip(gpu, results, names, rooflines, comparisons, unrecorded)
+    return Chip(gpu, results, names, rooflines, comparisons, unrecorded, standings)
 
 
 # ---------------------------------------------------------------------------------------------------------------- page
@@ -458,14 +324,22 @@ def _template() -> jinja2.Template:
     return environment.from_string(_source("report.html.j2"))
 
 
-def page(rows: Sequence[Row], *, goals: Goals, stale: Iterable[tuple[str, str]]) -> str:
-    """The whole page. `goals`: case -> metric (`fraction`, `vs:RIVAL`) and goal; `stale`: (gpu, case) of stale rows."""
+def page(
+    rows: Sequence[Row],
+    *,
+    goals: Goals,
+    stale: Iterable[tuple[str, str]],
+    judge: Callable[[list[Result]], list[Standing]] = lambda results: [],
+) -> str:
+    """The whole page. `goals`: case -> metric (`fraction`, `vs:RIVAL`) and goal; `stale`: (gpu, case) of stale rows; `judge`: how
+    the project's goals stand by one GPU's results."""
     known = set(stale)
     found = [understand(row, goals, known) for row in rows]
     found.sort(key=lambda r: (r.gpu, r.op, r.case, r.date))
     results = [replace(result, id=f"r{index}") for index, result in enumerate(found)]
     gpus = sorted({result.gpu for result in results})
-    chips = [chip_of(gpu, [r for r in results if r.gpu == gpu], goals) for gpu in gpus]
+    of = {gpu: [r for r in results if r.gpu == gpu] for gpu in gpus}
+    chips = [chip_of(gpu, of[gpu], goals, judge(of[gpu])) for gpu in gpus]
     # A column that no row fills is left out.
     columns = {
         name: any(getattr(r, name) is not None for r in results) for name in ("rate", "error", "host", "extra", "goal")

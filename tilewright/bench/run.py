@@ -29,6 +29,7 @@ from .work import Work
 
 CASE_LIMIT = 150.0
 COMMAND = (sys.executable, "-m", "tilewright.bench.run")
+NO_DEVICE = "no CUDA device: a bench needs a GPU (`tilewright doctor` says what is missing)"
 
 
 # --------------------------------------------------------------------------------------------------------------- worker
@@ -163,8 +164,7 @@ def extra_bytes(work: Work) -> int:
 
 def serve(requests: TextIO, replies: TextIO, measure: Callable[[Case, Sequence[str]], Row] = measure) -> None:
     """Answer requests for cases with rows until they end."""
-    here = torch.cuda.is_available()
-    status = guarded.READY if here else "no CUDA device: a bench needs a GPU (`tilewright doctor` says what is missing)"
+    status = guarded.READY if torch.cuda.is_available() else NO_DEVICE
 
     def answer(request: str) -> Row:
         asked = json.loads(request)

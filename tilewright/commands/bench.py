@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -11,11 +10,11 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from .console import Json, fail, show
+from .console import INTERRUPTED, Json, fail, show
 
 
 def bench(
-    names: Annotated[list[str] | None, typer.Argument(metavar="[OP|CASE|SUITE]...", help="All cases if none.")] = None,
+    names: Annotated[list[str] | None, typer.Argument(metavar="OP|CASE|SUITE", help="All cases if none.")] = None,
     beside: Annotated[
         str, typer.Option("--rivals", help="eager, compile, liger or a rival of single ops, with commas.")
     ] = "",
@@ -28,7 +27,9 @@ def bench(
     as_json: Json = False,
 ) -> None:
     """Check, then time, cases on this GPU beside their floor and their rivals."""
-    from ..bench import cases, evidence, rivals
+    import torch
+
+    from ..bench import cases, evidence, rivals, run
     from ..check import guarded
 
     try:
@@ -42,6 +43,8 @@ def bench(
     for name in wanted:
         if rivals.missing(name) and name not in rivals.known():
             fail(str(rivals.missing(name)))
+    if not torch.cuda.is_available():
+        fail(run.NO_DEVICE)
     try:
         recorded = evidence.everything(folder)
         if stale:
@@ -59,6 +62,8 @@ def bench(
             typer.echo(f"rival {name}: not timed for some cases: {'; '.join(whys)}")
     if against == "goals" and not as_json:
         show(goals_table(good, recorded), "goals", False)
+    if len(rows) < len(chosen):
+        raise typer.Exit(INTERRUPTED)
     if len(good) < len(rows):
         raise typer.Exit(1)
 
@@ -164,28 +169,18 @@ def rate(rates: dict[str, Any] | None) -> str:
 def goals_table(rows: list[dict[str, Any]], recorded: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Every goal of the project, what was measured for it now or recorded before, and by how much it falls short."""
     from ..bench.cases import CASES, GOALS
+    from ..bench.results import standings, understand
 
-    found = {row["case"]: row for row in (*recorded, *rows)}
-    table = []
-    for goal in GOALS.values():
-        family = [c for c in CASES.values() if c.family == goal.case and (c.own or c.mean)]
-        values = [metric_of(found[c.name], goal.metric) for c in family if c.name in found]
-        value = None
-        if family and len(values) == len(family) and all(values):
-            value = math.exp(sum(map(math.log, values)) / len(values))  # one, or a geometric mean over shapes
-        missing = "not measured" if family else "no case yet"
-        verdict = missing if value is None else "reached" if value >= goal.goal else f"short by {goal.goal - value:.3f}"
-        shown = "" if value is None else f"{value:.3f}"
-        table.append(
-            {"goal": goal.case, "op": goal.op, "metric": goal.metric, "wanted": f"{goal.goal:.2f}", "measured": shown}
-            | {"verdict": verdict}
-        )
-    return table
-
-
-def metric_of(row: dict[str, Any], metric: str) -> float | None:
-    """A row's value of `fraction` or `vs:RIVAL`."""
-    if metric == "fraction":
-        return row["fraction"]
-    theirs = row["rivals"].get(metric.partition("vs:")[2])
-    return None if theirs is None else theirs / row["us"]
+    latest = {row["case"]: row for row in (*recorded, *rows)}
+    results = [understand(row, {}, ()) for row in latest.values()]
+    return [
+        {
+            "goal": one.goal.case,
+            "op": one.goal.op,
+            "metric": one.goal.metric,
+            "wanted": f"{one.goal.goal:.2f}",
+            "measured": "" if one.value is None else f"{one.value:.3f}",
+            "verdict": f"short by {one.goal.goal - one.value:.3f}" if one.verdict == "short" else one.verdict,
+        }
+        for one in standings(results, GOALS.values(), CASES.values())
+    ]

@@ -10,14 +10,14 @@ from typing import Annotated, Any
 
 import typer
 
-from .console import Json, bar, fail, find
+from .console import INTERRUPTED, Json, bar, fail, find
 
 LIMIT = 600.0  # seconds one property of one op may take: a kernel that hangs would take for ever
 REASON = 12  # lines of a failure that are shown
 
 
 def check(
-    names: Annotated[list[str] | None, typer.Argument(metavar="[OP]...", help="All ops, if none is named.")] = None,
+    names: Annotated[list[str] | None, typer.Argument(metavar="OP", help="All ops, if none is named.")] = None,
     prop: Annotated[
         list[str] | None, typer.Option("--property", help="Only this property; may be given several times.")
     ] = None,
@@ -44,6 +44,7 @@ def check(
     wanted = [{"op": op, "property": one} for op in ops for one in prop or known]
     command = [sys.executable, "-m", "tilewright.check.worker", *(["--interpreter"] if interpreter else [])]
     rows: list[dict[str, Any]] = []
+    interrupted = False
     with bar(len(wanted)) as shown:
         try:
             for row in supervise(_in_time(wanted, minutes, shown), command, LIMIT):
@@ -52,7 +53,8 @@ def check(
                 if not as_json:
                     typer.echo(_line(rows[-1]))
         except KeyboardInterrupt:
-            shown.say("interrupted")
+            interrupted = True
+            shown.say(f"interrupted: {len(wanted) - len(rows)} of {len(wanted)} properties left")
         except NoWorker as error:
             fail(str(error))
     bad = [row for row in rows if row["status"] != "ok"]
@@ -62,6 +64,8 @@ def check(
         left = len(wanted) - len(rows)
         where = "in the interpreter" if interpreter else f"on {torch.cuda.get_device_name()}"
         typer.echo(f"{len(rows) - len(bad)} held, {len(bad)} failed, {left} not run, {where}")
+    if interrupted:
+        raise typer.Exit(INTERRUPTED)
     if bad:
         raise typer.Exit(1)
 

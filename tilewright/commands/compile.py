@@ -11,7 +11,7 @@ from .console import Json, bar, fail, find, show
 
 
 def compile(
-    names: Annotated[list[str] | None, typer.Argument(metavar="[OP]...", help="All ops, if none is named.")] = None,
+    names: Annotated[list[str] | None, typer.Argument(metavar="OP", help="All ops, if none is named.")] = None,
     arch: Annotated[
         list[str] | None, typer.Option(help="A chip; may be given several times. This GPU's, or sm_90, if not given.")
     ] = None,

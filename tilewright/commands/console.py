@@ -5,15 +5,18 @@ from __future__ import annotations
 import contextlib
 import difflib
 import json
-from collections.abc import Iterator, Set
+import textwrap
+from collections.abc import Iterator, Sequence, Set
 from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from rich.text import Text
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+INTERRUPTED = 130  # the exit status of a program that Ctrl-C ended
 
 
 def fail(text: str) -> NoReturn:
@@ -23,18 +26,41 @@ def fail(text: str) -> NoReturn:
 
 
 def show(rows: list[dict[str, Any]], title: str, as_json: bool) -> None:
+    """A table, or JSON. Where the window is too narrow for a table of whole words, each row is a list of its fields."""
     if as_json:
         typer.echo(json.dumps(rows, indent=1))
         return
-    table = Table(title=title, title_justify="left")
-    for name in rows[0] if rows else ():
-        table.add_column(name, overflow="fold")
-    for row in rows:
-        table.add_row(*(_words(value) for value in row.values()))
     console = Console()
     if not console.is_terminal:
-        console.width = 200  # nobody's window: names are not to be folded
+        console.width = 200  # nobody's window
+    names = list(rows[0]) if rows else []
+    cells = [[_words(value) for value in row.values()] for row in rows]
+    longest = [max(len(word) for text in column for word in text.split()) for column in zip(names, *cells)]
+    if sum(longest) + 3 * len(names) + 1 > console.width:  # a border and a space on either side of each
+        for line in _fields(title, names, cells, console.width):
+            typer.echo(line)
+        return
+    table = Table(title=Text(title), title_justify="left")  # Text: brackets are no markup
+    for name, width in zip(names, longest):
+        table.add_column(Text(name), min_width=width)
+    for row in cells:
+        table.add_row(*map(Text, row))
     console.print(table)
+
+
+def _fields(title: str, names: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> Iterator[str]:
+    """Each row under its first cell, a field a line, broken between words alone."""
+    yield title
+    margin = max(map(len, names[1:]), default=0) + 4
+    for first, *others in rows:
+        yield first
+        for name, text in zip(names[1:], others):
+            lines = [part for line in text.splitlines() for part in _wrapped(line, max(width - margin, 1))]
+            yield from (f"  {head:<{margin - 4}}  {line}" for head, line in zip([name, *[""] * len(lines)], lines))
+
+
+def _wrapped(text: str, width: int) -> list[str]:
+    return textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False)
 
 
 def _words(value: Any) -> str:

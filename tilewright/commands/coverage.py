@@ -12,7 +12,7 @@ from .console import Json, fail, show
 
 
 def coverage(
-    lists: Annotated[list[str] | None, typer.Argument(metavar="[LIST]...", help="Only these lists.")] = None,
+    lists: Annotated[list[str] | None, typer.Argument(metavar="LIST", help="Only these lists.")] = None,
     as_json: Json = False,
 ) -> None:
     """The lists of operations that the library is held to: what provides each row, natively or not, and what is missing."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -17,6 +18,7 @@ def report(
     """Write the recorded rows as one page that needs no network: rooflines, rivals, goals, what is stale, every row."""
     from ..bench import cases, evidence
     from ..bench.report import page
+    from ..bench.results import standings
 
     if not folder.is_dir():
         fail(f"there is no folder {folder}; `tilewright bench --record` makes one, --evidence names another")
@@ -24,7 +26,8 @@ def report(
         rows = evidence.everything(folder)
         stale = {(row["gpu"], row["case"]) for row in rows if evidence.freshness(row) == "stale"}
         goals = {name: (case.metric, case.goal) for name, case in cases.CASES.items() if case.goal is not None}
-        out.write_text(page(rows, goals=goals, stale=stale), encoding="utf-8")
+        judge = partial(standings, goals=cases.GOALS.values(), cases=cases.CASES.values())
+        out.write_text(page(rows, goals=goals, stale=stale, judge=judge), encoding="utf-8")
     except (OSError, ValueError) as error:
         fail(str(error).partition("\n")[0])
     chips = len({row["gpu"] for row in rows})

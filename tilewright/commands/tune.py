@@ -8,13 +8,13 @@ from typing import Annotated, Any
 
 import typer
 
-from .console import Json, bar, fail, find, show
+from .console import INTERRUPTED, Json, bar, fail, find, show
 
 LIMIT = 90.0  # seconds one config may take to compile, be checked and be timed
 
 
 def tune(
-    names: Annotated[list[str] | None, typer.Argument(metavar="[OP]...", help="All ops, if none is named.")] = None,
+    names: Annotated[list[str] | None, typer.Argument(metavar="OP", help="All ops, if none is named.")] = None,
     model: Annotated[
         list[str] | None, typer.Option(help="A model whose sizes count; may be given several times. All, if not given.")
     ] = None,
@@ -46,17 +46,21 @@ def tune(
     wanted = tuning.tasks(ops, model or list(known), target, tokens)
     if not wanted:
         fail(f"no kernel of {', '.join(op.name for op in ops)} has configs to choose from")
-    found = _search(wanted, path, target.arch, minutes)
+    found, interrupted = _search(wanted, path, target.arch, minutes)
     rows = [_row(one) for one in found]
     show(rows, f"{len(rows)} of {len(wanted)} kernels and sizes tuned; rows in {path}", as_json)
+    if interrupted:
+        raise typer.Exit(INTERRUPTED)
 
 
-def _search(wanted: list[Any], path: Path, arch: str, minutes: float) -> list[Any]:
+def _search(wanted: list[Any], path: Path, arch: str, minutes: float) -> tuple[list[Any], bool]:
+    """What was found, and whether Ctrl-C ended the search."""
     from ..bench import tune as tuning
     from ..check.guarded import NoWorker, supervise
 
     command = [sys.executable, "-m", "tilewright.bench.tune"]
     found: list[Any] = []
+    interrupted = False
 
     def finished(one: Any) -> None:
         found.append(one)
@@ -73,12 +77,13 @@ def _search(wanted: list[Any], path: Path, arch: str, minutes: float) -> list[An
                 tick=lambda task: shown.step(task.name),
             )
         except KeyboardInterrupt:
+            interrupted = True
             shown.say("interrupted; what was finished is kept")
         except NoWorker as error:
             fail(str(error))
         except OSError as error:
             fail(f"cannot write {path}: {error.strerror or error}")
-    return found
+    return found, interrupted
 
 
 def _row(found: Any) -> dict[str, Any]:
