@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from pathlib import Path
 from typing import Annotated
 
-import typer
+NEEDS = ("typer", "rich", "jinja2", "matplotlib", "numpy")  # what tilewright[cli] brings
+missing = [name for name in NEEDS if importlib.util.find_spec(name) is None]
+if missing:  # one line, and exit status 1
+    raise SystemExit(f'tilewright: the commands need {", ".join(missing)}: pip install "tilewright[cli]"')
 
-from . import __version__
+import typer  # noqa: E402
+
+from . import __version__  # noqa: E402
 
 HELP = {"help_option_names": ["-h", "--help"]}
 app = typer.Typer(

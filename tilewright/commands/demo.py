@@ -39,10 +39,6 @@ def demo(
         fail(f"--steps {steps} must not be negative")
     if out.suffix != ".png" or not out.absolute().parent.is_dir():
         fail(f"--out {out} must be a .png file in a folder that exists")
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        fail("the picture needs matplotlib: pip install matplotlib")
     import torch
 
     from ..core.target import INTERPRETING

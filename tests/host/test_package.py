@@ -1,0 +1,106 @@
+"""The wheel as somebody installs it: all its files, torch and triton as its only needs, signatures that a type checker sees."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from tilewright import __main__ as command_line
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "tilewright"
+
+
+def needed(*names: str) -> dict[str, metadata.Distribution]:
+    """The distributions of these names and all that they require, extras aside."""
+    found: dict[str, metadata.Distribution] = {}
+    waiting = list(names)
+    while waiting:
+        name = waiting.pop().lower().replace("_", "-")
+        if name in found:
+            continue
+        try:
+            found[name] = metadata.distribution(name)
+        except metadata.PackageNotFoundError:  # for another platform
+            continue
+        lines = [line for line in found[name].requires or () if "extra ==" not in line]
+        waiting += [re.match(r"[\w.-]+", line)[0] for line in lines]
+    return found
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("wheel")
+    source = folder / "source"
+    shutil.copytree(PACKAGE, source / "tilewright", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
+    words = ["wheel", "--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", str(folder), str(source)]
+    subprocess.run([*pip, *words], check=True, timeout=300)
+    return next(folder.glob("*.whl"))
+
+
+@pytest.fixture(scope="module")
+def bare(wheel, tmp_path_factory) -> Path:
+    """A folder of packages: the wheel, torch, triton, what these two require, and nothing else."""
+    folder = tmp_path_factory.mktemp("bare")
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
+    subprocess.run([*pip, "install", "--no-deps", "--no-index", "--target", str(folder), str(wheel)], check=True)
+    for distribution in needed("torch", "triton").values():
+        for name in {file.parts[0] for file in distribution.files or () if file.parts[0] not in ("..", "__pycache__")}:
+            if not (folder / name).exists():
+                (folder / name).symlink_to(distribution.locate_file(name))
+    assert not (folder / "typer").exists() and not (folder / "numpy").exists()
+    return folder
+
+
+def run(bare: Path, folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """Python with the packages of `bare` alone."""
+    environment = {"PYTHONPATH": str(bare), "PATH": "", "HOME": str(folder), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-S", *words]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
+
+
+def test_the_wheel_has_every_file(wheel):
+    held = {name for name in zipfile.ZipFile(wheel).namelist() if name.startswith("tilewright/")}
+    there = {
+        path.relative_to(ROOT).as_posix()
+        for path in PACKAGE.rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+    assert held == there
+
+
+def test_it_needs_torch_and_triton_alone(bare, tmp_path):
+    lines = metadata.Distribution.at(next(bare.glob("tilewright-*"))).requires
+    names = {line: re.match(r"\w+", line)[0] for line in lines}
+    assert sorted(name for line, name in names.items() if "extra" not in line) == ["torch", "triton"]
+    assert [name for line, name in names.items() if 'extra == "cli"' in line] == list(command_line.NEEDS)
+    example = re.findall(r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)[0]
+    (tmp_path / "first.py").write_text(example)
+    done = run(bare, tmp_path, "first.py")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "torch.float32 torch.bfloat16" in done.stdout
+
+
+def test_every_public_name_is_there_without_the_extras(bare, tmp_path):
+    code = "import tilewright as tw; tw.catalogue(); print(len([getattr(tw, name) for name in dir(tw)]))"
+    done = run(bare, tmp_path, "-c", code)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_a_command_without_the_extras_says_what_to_install(bare, tmp_path):
+    for words in ((), ("list",), ("demo", "--help")):
+        done = run(bare, tmp_path, "-m", "tilewright", *words)
+        assert done.returncode == 1 and not done.stdout
+        assert (
+            done.stderr.count("\n") == 1 and 'pip install "tilewright[cli]"' in done.stderr and "typer" in done.stderr
+        )
