@@ -1,4 +1,4 @@
-"""The generated pages: docs/ops.md, docs/coverage.md, docs/rates.md and the results in README.md.
+"""The generated pages: docs/ops/, docs/coverage.md, docs/rates.md and the results in README.md.
 
 Each is a pure function of the catalogue, the coverage lists and the evidence; `tilewright docs` writes them, and a test
 fails when one is out of date.
@@ -16,6 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from ..check import coverage
+from ..check.families import of_module
 from ..core.signature import Parameter, Range, Row
 from ..core.target import TARGETS, Target
 from ..op import Op
@@ -24,7 +25,8 @@ from .markdown import COMMAND, GENERATED, code, listed, table, wrapped
 from .results import Goals, Result, Standing, standings, tally, understand
 
 ROOT = Path(__file__).parents[2]
-OPS, COVERAGE, RATES, README = Path("docs/ops.md"), Path("docs/coverage.md"), Path("docs/rates.md"), Path("README.md")
+OPS, COVERAGE, RATES, README = Path("docs/ops"), Path("docs/coverage.md"), Path("docs/rates.md"), Path("README.md")
+INDEX, NAMES = OPS / "index.md", Path("tilewright/names.py")
 BEGIN, END = "<!-- results -->", "<!-- /results -->"
 MODELS_BEGIN, MODELS_END = "<!-- models -->", "<!-- /models -->"
 # Of a training step, by their names in evidence: what the columns are called, and which are ours
@@ -35,27 +37,53 @@ VARIANTS = {
 OURS = ("bf16", "fp8")
 
 
-# ---- docs/ops.md -----------------------------------------------------------------------------------------------------
+# ---- docs/ops -----------------------------------------------------------------------------------------------------
 
 
-def ops_page(ops: Mapping[str, Op], results: Sequence[Result], targets: Iterable[Target]) -> str:
-    """One entry an op, those of a file together under its formula."""
+def ops_pages(ops: Mapping[str, Op], results: Sequence[Result], targets: Iterable[Target]) -> dict[Path, str]:
+    """A page for each family, and the index: one entry an op, those of a file together under its formula."""
     families: dict[str, list[Op]] = {}
     for _, op in sorted(ops.items()):
-        families.setdefault(op.reference.__module__, []).append(op)
-    targets = list(targets)
+        families.setdefault(of_module(op.reference.__module__), []).append(op)
+    pages = {OPS / f"{family}.md": _family(family, members, results) for family, members in sorted(families.items())}
+    return {INDEX: _index(ops, families, list(targets)), **pages}
+
+
+def _index(ops: Mapping[str, Op], families: Mapping[str, list[Op]], targets: Sequence[Target]) -> str:
     ran, compiled = ([t.arch for t in targets if t.ran is flag] for flag in (True, False))
     lines = [
         "# Operations", "", GENERATED, "",
         f"{len(ops)} operations, each `tilewright.<name>` and `torch.ops.tilewright.<name>`. On CPU tensors each is its PyTorch",
         "reference; on a GPU the first of its implementations that takes the arguments. Tensor rules read `dtype[dimensions]`:",
         "`...` is any leading dimensions, equal names are equal sizes, `float` is bfloat16, float16 or float32 (float64 on a CPU),",
-        "an argument's name stands for its dtype. Numbers, determinism, layouts of formats: [contracts.md](contracts.md).", "",
+        "an argument's name stands for its dtype. Numbers, determinism, layouts of formats: [contracts.md](../contracts.md).", "",
         f"Chips: run on {listed(ran)}; compiled, never run, on {listed(compiled)}.", "",
     ]  # fmt: skip
-    for module, members in sorted(families.items()):
-        lines += [f"## {module.rpartition('.')[2]}", "", "```text", *_formula(module), "```", ""]
-        for op in members:
+    for family, members in sorted(families.items()):
+        lines += [f"## [{family}]({family}.md)", "", _package_words(members[0]), ""]
+        rows = ((f"[{op.name}]({family}.md#{op.name})", _first_sentence(op)) for op in members)
+        lines += [*table(("operation", "what it does"), rows), ""]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _package_words(op: Op) -> str:
+    """What the folder of a family says it is."""
+    return inspect.cleandoc(sys.modules[op.reference.__module__.rpartition(".")[0]].__doc__ or "").splitlines()[0]
+
+
+def _first_sentence(op: Op) -> str:
+    words = " ".join(inspect.cleandoc(op.__doc__).partition("\n\n")[0].split())
+    return words if len(words) < 160 else words.partition(". ")[0].rstrip(".") + "."
+
+
+def _family(family: str, members: Sequence[Op], results: Sequence[Result]) -> str:
+    files: dict[str, list[Op]] = {}
+    for op in members:
+        files.setdefault(op.reference.__module__, []).append(op)
+    lines = [f"# Operations: {family}", "", GENERATED, "", "How to read this page: [the index](index.md).", ""]
+    for module, declared in sorted(files.items()):
+        lines += [f"## `{module.replace('.', '/')}.py`", "", "```text", *_formula(module), "```", ""]
+        for op in declared:
             lines += [*_entry(op, [r for r in results if r.op == op.name]), ""]
     return "\n".join(lines).rstrip() + "\n"
 
@@ -279,6 +307,19 @@ def with_results(readme: str, section: str, begin: str = BEGIN, end: str = END) 
     return readme[: readme.index(begin)] + section + readme[readme.index(end) + len(end) :]
 
 
+# ---- tilewright/names.py ---------------------------------------------------------------------------------------------
+
+
+def names_table(text: str, ops: Mapping[str, Op]) -> str:
+    """The table of names with the part of the ops made anew: which module declares each."""
+    begin = "OPS = {\n"
+    if text.count(begin) != 1:
+        raise ValueError(f"{NAMES} must hold {begin.strip()!r} once")
+    package = __name__.partition(".")[0] + "."
+    rows = (f'    "{name}": "{op.reference.__module__.removeprefix(package)}",\n' for name, op in sorted(ops.items()))
+    return text[: text.index(begin)] + begin + "".join(rows) + "}\n"
+
+
 # ---- all of them -----------------------------------------------------------------------------------------------------
 
 
@@ -300,7 +341,8 @@ def generate(root: Path = ROOT) -> dict[Path, str]:
     section = results_section(results, GOALS.values(), CASES.values(), notes)
     models = models_section(rows, stale, CASES.values(), VARIANTS)
     return {
-        OPS: ops_page(catalogue(), results, TARGETS.values()),
+        **ops_pages(catalogue(), results, TARGETS.values()),
+        NAMES: names_table((root / NAMES).read_text(), catalogue()),
         COVERAGE: coverage_page(coverage.everything()),
         RATES: rates.page(rows),
         README: with_results(with_results((root / README).read_text(), section), models, MODELS_BEGIN, MODELS_END),
@@ -324,6 +366,7 @@ def write(root: Path = ROOT) -> list[Path]:
     changed = []
     for path, text in generate(root).items():
         if not (root / path).exists() or (root / path).read_text() != text:
+            (root / path).parent.mkdir(parents=True, exist_ok=True)
             (root / path).write_text(text)
             changed.append(path)
     return changed

@@ -12,7 +12,7 @@ from .console import fail
 def docs(
     check: Annotated[bool, typer.Option("--check", help="Write nothing; fail if a page is out of date.")] = False,
 ) -> None:
-    """Write docs/ops.md, docs/coverage.md, docs/rates.md and the README's results from the declarations, the lists and the
+    """Write docs/ops/, docs/coverage.md, docs/rates.md and the README's results from the declarations, the lists and the
     evidence."""
     from ..bench import documents
 

@@ -1,1 +1,1 @@
-"""Matrix products, dense and grouped by expert. `tilewright.catalogue()` declares them all."""
+"""Matrix products: dense, of scaled codes, and grouped by expert."""
