@@ -13,8 +13,9 @@ def doctor(as_json: Json = False) -> None:
     import torch
     import triton
 
-    from ..core.target import GLUON, Target
-    from ..runtime import config, kernel, plan
+    from ..core.private import guard
+    from ..core.target import GLUON, Target, chip_words
+    from ..runtime import config, kernel
 
     def row(what: str, found: str, fix: str = "") -> dict[str, str]:
         return {"what": what, "found": found, "to mend it": fix}
@@ -33,13 +34,12 @@ def doctor(as_json: Json = False) -> None:
         rows.append(row("GPU", "none: CPU tensors take the references", fix))
     for index in range(torch.cuda.device_count()):
         try:
-            target = Target.of(index)
-            state = f"{target.arch}, {'measured' if target.ran else 'compiled, never run'}"
+            state = chip_words(Target.of(index))
         except RuntimeError as error:
             state = str(error)
         rows.append(row(f"GPU {index}", f"{torch.cuda.get_device_name(index)}: {state}"))
     older = "a torch that brings Triton 3.6 (2.10, 2.11)"
-    direct = kernel.PRIVATE_LAUNCHER and plan.guard([torch.empty(1)]) is not None
+    direct = kernel.PRIVATE_LAUNCHER and guard([torch.empty(1)]) is not None
     fix = "" if direct else f"{older}: a call then costs the host half"
     rows.append(row("launch", "plans, launched directly" if direct else "through Triton's public call", fix))
     found = "in Gluon" if GLUON else "portable ones: Gluon is used with Triton 3.6 alone"

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 import triton
@@ -29,7 +29,22 @@ class Target:
     tma: bool  # bulk tensor copies
     ran: bool  # whether tilewright has ever been run on it; otherwise "compiled, never run"
     warp: int = 32
+    wgmma: bool = False  # products of whole warpgroups, from shared memory
+    fp8_products: bool = False  # multiplies e4m3 and e5m2 as they are
+    # Instructions that take codes together with scales of small blocks: recipe, and whether both operands need be of one width
+    block_scaled: Mapping[str, bool] = field(default_factory=dict, hash=False)
+    early_launch: bool = False  # a kernel may begin before the one it waits for has ended
     gluon: bool = GLUON  # whether Triton's Gluon is the one that kernels are written for
+    stands_for: str | None = None  # of a chip that is not in the table: the one whose facts these are
+
+    @property
+    def nvidia(self) -> bool:
+        return self.arch.startswith("sm_")
+
+    @property
+    def hopper_gluon(self) -> bool:
+        """Whether kernels in Gluon that copy in bulk and multiply by warpgroups run here."""
+        return self.wgmma and self.tma and self.gluon
 
     @staticmethod
     def at(device: torch.device) -> Target:
@@ -52,31 +67,69 @@ class Target:
             arch = props.gcnArchName.split(":")[0]
         else:
             arch = f"sm_{props.major}{props.minor}"
-        known = TARGETS.get(arch)
-        if known is None:
-            raise RuntimeError(
-                f"tilewright does not know the chip {arch} ({props.name}); it knows {', '.join(TARGETS)}"
-            )
-        return replace(known, sms=props.multi_processor_count, l2=props.L2_cache_size)
+        found = TARGETS.get(arch) or nearest(arch)
+        # What a table says of another chip may be more than this one has
+        shared = getattr(props, "shared_memory_per_block_optin", found.shared_memory)
+        return replace(
+            found,
+            sms=props.multi_processor_count,
+            l2=props.L2_cache_size,
+            shared_memory=min(found.shared_memory, shared) if found.stands_for else found.shared_memory,
+            warp=getattr(props, "warp_size", found.warp) if found.stands_for else found.warp,
+        )
 
 
 KIB = 1024
+_HOPPER = {"fp8": True, "fp8_products": True, "tma": True, "early_launch": True}
 TARGETS = {
     t.arch: t
     for t in (
         Target("sm_80", 108, 163 * KIB, 40 * KIB**2, 1.6e12, fp8=False, tma=False, ran=False),
         Target("sm_86", 84, 99 * KIB, 6 * KIB**2, 0.9e12, fp8=False, tma=False, ran=False),
-        Target("sm_89", 128, 99 * KIB, 72 * KIB**2, 0.95e12, fp8=True, tma=False, ran=False),
-        Target("sm_90", 132, 227 * KIB, 60 * KIB**2, 4.28e12, fp8=True, tma=True, ran=True),  # H200, November 2026
-        Target("sm_100", 148, 227 * KIB, 126 * KIB**2, 7.0e12, fp8=True, tma=True, ran=False),
-        Target("sm_120", 170, 99 * KIB, 96 * KIB**2, 1.6e12, fp8=True, tma=True, ran=False),
+        Target("sm_89", 128, 99 * KIB, 72 * KIB**2, 0.95e12, fp8=True, fp8_products=True, tma=False, ran=False),
+        Target("sm_90", 132, 227 * KIB, 60 * KIB**2, 4.28e12, **_HOPPER, wgmma=True, ran=True),  # H200, November 2026
+        Target("sm_100", 148, 227 * KIB, 126 * KIB**2, 7.0e12, **_HOPPER, ran=False,
+               block_scaled={"BlockWise1x32": False, "BlockWise1x16": True}),
+        Target("sm_120", 170, 99 * KIB, 96 * KIB**2, 1.6e12, **_HOPPER, ran=False,
+               block_scaled={"BlockWise1x32": True, "BlockWise1x16": True}),
+        # Its e4m3 is another encoding than everybody's, so that it converts but does not multiply
         Target("gfx942", 304, 64 * KIB, 4 * KIB**2, 4.0e12, fp8=True, tma=False, ran=False, warp=64),
-        Target("gfx950", 256, 160 * KIB, 4 * KIB**2, 6.0e12, fp8=True, tma=False, ran=False, warp=64),
+        Target("gfx950", 256, 160 * KIB, 4 * KIB**2, 6.0e12, fp8=True, fp8_products=True, tma=False, ran=False, warp=64,
+               block_scaled={"BlockWise1x32": False}),
     )
-}
+}  # fmt: skip
+
+
+def number(arch: str) -> tuple[str, int]:
+    """(maker, how far in its line) of a chip: `sm_103` is 103rd of sm, `gfx90a` 0x90a-th of gfx."""
+    if arch.startswith("sm_"):
+        return "sm", int("".join(c for c in arch[3:] if c.isdigit()) or "0")
+    if arch.startswith("gfx"):
+        return "gfx", int(arch[3:], 16)
+    raise RuntimeError(f"tilewright has kernels for chips sm_* and gfx*, not for {arch}")
+
+
+def nearest(arch: str) -> Target:
+    """What stands for a chip that is not in the table: the facts of the nearest lower one of its line, and portable kernels, for
+    what the chip has beside those is not known. One below them all has no instructions for FP8 either."""
+    maker, place = number(arch)
+    line = sorted((t for t in TARGETS.values() if number(t.arch)[0] == maker), key=lambda t: number(t.arch))
+    lower = [t for t in line if number(t.arch)[1] <= place]
+    found = lower[-1] if lower else replace(line[0], fp8=False, fp8_products=False)
+    plain = {"tma": False, "wgmma": False, "early_launch": False, "block_scaled": {}, "gluon": False, "ran": False}
+    return replace(found, arch=arch, stands_for=found.arch, **plain)
+
+
+def chip_words(target: Target) -> str:
+    """What is known of a chip, in a few words."""
+    if target.stands_for is not None:
+        return f"{target.arch}, not known: portable kernels, with the facts of {target.stands_for}"
+    return f"{target.arch}, {'measured' if target.ran else 'compiled, never run'}"
+
+
 # The interpreter is chosen per process. It stands for the chip the kernels are written for, less what it cannot run.
 INTERPRETING: bool = knobs.runtime.interpret
-INTERPRETER = replace(TARGETS["sm_90"], fp8=False, tma=False)
+INTERPRETER = replace(TARGETS["sm_90"], fp8=False, fp8_products=False, tma=False, wgmma=False, early_launch=False)
 pretended: ContextVar[Target | None] = ContextVar("pretended", default=None)
 
 

@@ -192,16 +192,14 @@ def load_tile(A, B, C, D, stride_a, stride_b, p0, p1, row, col, inside, MODE: tl
 def is_fast(tensor: Tensor) -> bool:
     """Whether the tensor's chip has the conversion instructions that the format word fast stands for."""
     target = Target.at(tensor.device)
-    return target.fp8 and target.arch.startswith("sm_")
+    return target.fp8 and target.nvidia
 
 
 def by_bulk_copies(target: Target, x: Tensor, format: Format | None, out: Quantized | None = None) -> bool:
     """Whether Gluon kernels may fetch 128x128 tiles of x by bulk tensor copies and store them both ways by whole words."""
     M, N = x.numel() // max(1, x.shape[-1]), x.shape[-1]
     return (
-        target.gluon
-        and target.arch == "sm_90"
-        and target.tma
+        target.hopper_gluon
         and x.dtype == torch.bfloat16
         and isinstance(format, Fp8)
         and (format.granularity, format.ways, format.pow2) == ("1x128", "both", True)

@@ -133,7 +133,7 @@ def forward(a, b, counts, scale_a, scale_b, *, out_dtype) -> Tensor:
 
 def fits_hopper(target: Target, a: SimpleNamespace) -> bool:
     """FP8 codes whose inner dimension is contiguous, in rows that begin at multiples of 16 bytes."""
-    if not (target.arch == "sm_90" and target.tma and target.gluon) or a.scale_a is None:
+    if not target.hopper_gluon or a.scale_a is None:
         return False
     if a.a.shape[0] > hopper_few.EXPERTS or 0 in a.a.shape or 0 in a.b.shape:
         return False

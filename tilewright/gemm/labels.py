@@ -16,22 +16,11 @@ from .operands import SCALES, inner_of, kind_of
 
 FP8 = ("e4m3", "e5m2")
 INTEGERS = ("int8", "int4")
-# Instructions that take codes together with scales of small blocks, by chip: recipe and whether both operands need be of one width
-BLOCK_SCALED: dict[str, dict[str, bool]] = {
-    "sm_100": {"BlockWise1x32": False, "BlockWise1x16": True},
-    "sm_120": {"BlockWise1x32": True, "BlockWise1x16": True},
-    "gfx950": {"BlockWise1x32": False},
-}
-
-
-def fp8_math(target: Target) -> bool:
-    """Whether the chip multiplies e4m3 and e5m2 as they are: gfx942 knows another encoding of them."""
-    return target.fp8 and target.arch != "gfx942"
 
 
 def block_scaled(target: Target, kinds: tuple[str, str], recipes: tuple[str | None, str | None]) -> bool:
     """Whether the chip multiplies these codes and their scales in one instruction."""
-    known = BLOCK_SCALED.get(target.arch, {})
+    known = target.block_scaled
     if recipes[0] != recipes[1] or recipes[0] not in known or not set(kinds) <= {*FP8, "e2m1"}:
         return False
     if recipes[0] == "BlockWise1x16" and kinds != ("e2m1", "e2m1"):
@@ -55,7 +44,7 @@ def math_of(
     if not any(recipe in SCALES for recipe in recipes):
         if set(kinds) <= set(INTEGERS) and not zero:
             return "int8"
-        if set(kinds) <= set(FP8) and fp8_math(target):
+        if set(kinds) <= set(FP8) and target.fp8_products:
             return "fp8"
         if half:
             return "fp16"

@@ -90,7 +90,7 @@ def refusal(target: Target, a: SimpleNamespace) -> str | None:
     if pair is None:
         return "cuBLASLt has no product of these operands"
     kind = RECIPES[a.recipe_a, a.recipe_b]
-    if not target.arch.startswith("sm_") or not target.fp8 or (kind != "fp8_tensor" and target.arch != "sm_90"):
+    if not target.nvidia or not target.fp8 or (kind != "fp8_tensor" and not target.wgmma):
         return f"cuBLASLt has no {kind} on {target.arch}"
     (M, K), N = a.a.shape, a.b.shape[1]
     if 0 in (M, N, K) or K % 16 or N % 16:
@@ -231,7 +231,7 @@ def refusal_of_matmul(target: Target, a: SimpleNamespace) -> str | None:
     """Why cuBLAS is not used for these; None if it can be."""
     if pair_of_matmul(a) is None:
         return "only products of bf16 and of fp16 are left to cuBLAS"
-    if not target.arch.startswith("sm_"):
+    if not target.nvidia:
         return f"there is no cuBLAS on {target.arch}"
     if 0 in (*a.a.shape, *a.b.shape):
         return "there is nothing to multiply"

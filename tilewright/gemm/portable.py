@@ -26,7 +26,7 @@ from ..formats.fp8 import Fp8
 from ..formats.tiles import load_tile, store_tiles
 from ..op import single
 from ..runtime.kernel import kernel
-from .labels import fp8_math, math_of
+from .labels import math_of
 from .operands import BLOCKS, inner_of, kind_of
 from .tiles import BAND, tile_of
 
@@ -230,7 +230,7 @@ def settings(target: Target, a: Tensor, b: Tensor, recipe_a, recipe_b, zero_b, a
 def as_taken(t: Tensor | None, target: Target) -> Tensor | None:
     """Codes or scales as the kernel takes them: bytes where Triton has no such type on the chip."""
     bytewise = t is not None and t.is_floating_point() and t.element_size() == 1
-    return t.view(torch.uint8) if bytewise and (t.dtype == torch.float8_e8m0fnu or not fp8_math(target)) else t
+    return t.view(torch.uint8) if bytewise and (t.dtype == torch.float8_e8m0fnu or not target.fp8_products) else t
 
 
 def strides(t: Tensor | None) -> tuple[int, int]:

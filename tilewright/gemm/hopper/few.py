@@ -227,7 +227,7 @@ def shape_of(rows: int, columns: int, tiles: int, sms: int) -> tuple[int, int, i
 
 def fits(target: Target, a: SimpleNamespace) -> bool:
     """Up to 64 rows of FP8 codes whose inner dimension is contiguous, in rows that begin at multiples of 16 bytes."""
-    if not (target.arch == "sm_90" and target.tma and target.gluon) or a.out_format is not None:
+    if not target.hopper_gluon or a.out_format is not None:
         return False
     once = a.recipe_a in ONCE and a.recipe_b in ONCE and a.accumulate == "full"
     if not (once or (a.recipe_a, a.recipe_b) == ("BlockWise1x128", "BlockWise128x128")):

@@ -304,7 +304,7 @@ def small_int4_hopper(
 def fits(target: Target, a: SimpleNamespace) -> bool:
     """Up to 64 rows of bf16 or fp16, int4 codes with a scale for each 128, the inner dimension contiguous in both, in rows that
     begin at multiples of 16 bytes."""
-    if not (target.arch == "sm_90" and target.tma and target.gluon) or a.out_format is not None:
+    if not target.hopper_gluon or a.out_format is not None:
         return False
     if a.a.dtype not in WIDE or a.b.dtype != torch.uint8 or a.recipe_b != "BlockWise1x128" or a.a.shape[0] > MOST:
         return False

@@ -231,7 +231,7 @@ def grouped_rows_hopper(
 
 def able(target: Target, a: SimpleNamespace, columns: int) -> bool:
     """Factors of one 16-bit dtype, none of them empty. 128 columns or fewer would leave half of every tile so."""
-    chip = target.arch == "sm_90" and target.tma and target.gluon
+    chip = target.hopper_gluon
     kinds = a.a.dtype in KINDS and a.b.dtype == a.a.dtype and single(target, a)
     return chip and kinds and 0 not in (*a.a.shape, *a.b.shape) and 128 < columns < 2**31 - COLUMNS
 

@@ -18,7 +18,7 @@ COLUMNS = 256
 
 def fits(target: Target, a: SimpleNamespace) -> bool:
     """FP8 codes whose inner dimension is contiguous, results in 16 bits, and work for tensor cores."""
-    if not (target.arch == "sm_90" and target.tma and target.gluon) or a.out_dtype not in OUT:
+    if not target.hopper_gluon or a.out_dtype not in OUT:
         return False
     if a.a.dtype not in CODES or a.b.dtype not in CODES or 0 in a.a.shape or 0 in a.b.shape:
         return False

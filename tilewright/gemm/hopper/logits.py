@@ -188,7 +188,7 @@ def logits_hopper(
 def fits(target: Target, a: SimpleNamespace) -> bool:
     """The `when` of `linear_cross_entropy`: 16-bit factors in rows that begin at multiples of 16 bytes, none of them empty, and no
     softcap, which codes do not take."""
-    if not (target.arch == "sm_90" and target.tma and target.gluon and single(target, a)) or a.softcap is not None:
+    if not (target.hopper_gluon and single(target, a)) or a.softcap is not None:
         return False
     if a.weight.dtype not in KINDS or a.hidden.dtype != a.weight.dtype or a.weight.shape[1] % 8:
         return False

@@ -281,7 +281,7 @@ def plain_hopper(
 
 def fits(target: Target, a: SimpleNamespace) -> bool:
     """8-bit codes whose inner dimension is contiguous, in rows that begin at multiples of 16 bytes; at least one."""
-    if not (target.arch == "sm_90" and target.tma and target.gluon) or a.out_format is not None:
+    if not target.hopper_gluon or a.out_format is not None:
         return False
     integers = [t.dtype == torch.int8 for t in (a.a, a.b)]
     if a.a.dtype not in CODES or a.b.dtype not in CODES or a.recipe_a not in ONCE or a.recipe_b not in ONCE:

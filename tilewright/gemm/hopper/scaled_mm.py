@@ -268,7 +268,7 @@ def tile_for(M: int, N: int, sms: int) -> Tile:
 
 def fits(target: Target, a: SimpleNamespace) -> bool:
     """FP8 codes whose inner dimension is contiguous, in rows that begin at multiples of 16 bytes; at least one."""
-    if not (target.arch == "sm_90" and target.tma and target.gluon):
+    if not target.hopper_gluon:
         return False
     once = a.recipe_a in ONCE and a.recipe_b in ONCE and a.accumulate == "full"
     if a.a.dtype not in CODES or a.b.dtype not in CODES or not (once or (a.recipe_a, a.recipe_b) == BLOCKWISE):

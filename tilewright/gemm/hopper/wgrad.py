@@ -196,12 +196,7 @@ def line_of(scale: Tensor) -> TensorDescriptor:
 def able(target: Target, a, scale_a, b, scale_b, c, out_dtype: str, out) -> bool:
     """e4m3 codes whose inner dimension is contiguous, scales of a block side by side ([blocks, rows], [blocks, columns]), and
     results whose rows begin at multiples of 16 bytes."""
-    if (
-        not (target.arch == "sm_90" and target.tma and target.gluon)
-        or 0 in a.shape
-        or 0 in b.shape
-        or out_dtype not in OUT
-    ):
+    if not target.hopper_gluon or 0 in a.shape or 0 in b.shape or out_dtype not in OUT:
         return False
     if (
         a.dtype != torch.float8_e4m3fn

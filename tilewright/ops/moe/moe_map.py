@@ -440,7 +440,7 @@ def build_map(
     counts = room(MOST, BLOCK_E, dtype=torch.uint8 if in_bytes else torch.int32)
     found = RowMap(room(T, width), room(capacity), room(E), room())
     words = room(P, TILE // 32, BLOCK_E)
-    pdl = Target.at(routing.device).tma  # the chips that have the one have the other
+    pdl = Target.at(routing.device).early_launch
     blocks = {"BLOCK_E": BLOCK_E, "BLOCK_S": BLOCK_S, "TOKENS": TOKENS, "PDL": pdl}
     moe_count(R, counts, T, E, P, steps, *R.stride(), **form, **blocks)
     W_strides = (0, 0) if probs is None else probs.stride()

@@ -342,7 +342,7 @@ def spread(
     (T, N), R, slots = x.shape, source.shape[0], row_map.shape[1]
     out = torch.empty((R, N), dtype=x.dtype, device=x.device)
     target = Target.at(x.device)
-    pdl = early and target.tma
+    pdl = early and target.early_launch
     moe_spread(
         x, row_map, source, offsets, weight, out, T, N, R, 0 if offsets is None else offsets.shape[0], target.sms * WAVE,
         *x.stride(), *row_map.stride(), 0 if weight is None else weight.stride(0), SLOTS=slots, BASE=base,
@@ -357,7 +357,7 @@ def sum_rows(rows: Tensor, row_map: Tensor, weight: Tensor | None) -> Tensor:
     y = torch.empty((T, N), dtype=rows.dtype, device=rows.device)
     moe_sum(
         rows, row_map, weight, y, T, N, R, *rows.stride(), *row_map.stride(), 0 if weight is None else weight.stride(0),
-        SLOTS=slots, UNROLL=slots <= UNROLLED, PDL=Target.at(rows.device).tma,
+        SLOTS=slots, UNROLL=slots <= UNROLLED, PDL=Target.at(rows.device).early_launch,
     )  # fmt: skip
     return y
 

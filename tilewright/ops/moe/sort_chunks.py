@@ -181,7 +181,7 @@ def find_chunks(sizes: Tensor, order: Tensor, count: int) -> Table:
     table = Table(room[0], room[1], room[2], room[3])
     place = torch.empty(C, dtype=torch.int32, device=device)
     chunk_table(
-        sizes, order, place, *table, count, C, sizes.stride(0), order.stride(0), PDL=Target.at(device).tma
+        sizes, order, place, *table, count, C, sizes.stride(0), order.stride(0), PDL=Target.at(device).early_launch
     )  # fmt: skip
     return table
 
@@ -192,7 +192,7 @@ def move(
     """Rows of x, and the numbers that go with them."""
     device = ends.device
     row_probs = torch.empty(count, dtype=torch.float32 if probs is None else probs.dtype, device=device)
-    stride_p, settings = 0 if probs is None else probs.stride(0), {"PDL": Target.at(device).tma}
+    stride_p, settings = 0 if probs is None else probs.stride(0), {"PDL": Target.at(device).early_launch}
     if x is None:
         chunk_move(
             None, probs, ends, shifts, None, row_probs, count, 0, chunks, chunks.bit_length(), 0, 1, stride_p, **settings

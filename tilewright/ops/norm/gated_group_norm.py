@@ -417,7 +417,7 @@ def backward(saved: SimpleNamespace, dy: Tensor) -> tuple:
     BANDS = max(1, min(programs_on_sm(PIECES, warps) * target.sms // units, cdiv(M, ROWS)))
     lines = (BANDS * cdiv(groups, GB), D) if shared else (BANDS, hidden)
     part = torch.empty(lines, dtype=torch.float32, device=x.device) if dweight is not None else None
-    PDL = dweight is not None and target.tma
+    PDL = dweight is not None and target.early_launch
     rstd = mean = None
     if given:
         rstd, mean = rstd_of(xs, saved.eps, groups), torch.empty(M, groups, dtype=torch.float32, device=x.device)

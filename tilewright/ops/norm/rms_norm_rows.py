@@ -119,7 +119,7 @@ def fits(target: Target, x: Tensor, format: Format | None, out: Quantized | None
     N = x.shape[-1]
     return (
         target.gluon
-        and target.arch == "sm_90"
+        and target.wgmma
         and target.fp8
         and x.dtype in (torch.bfloat16, torch.float16)
         and isinstance(format, Fp8)

@@ -266,7 +266,7 @@ def _reduced(tensors: list[Tensor], kind: str, partial: torch.dtype, result: tor
     table = table_of(held)
     P = torch.empty(table.chunks, dtype=partial, device=device)
     y = torch.empty((), dtype=result, device=device)
-    PDL = Target.at(device).tma  # both came with Hopper
+    PDL = Target.at(device).early_launch
     multi_tensor_reduce(table.words, P, table.rows, table.chunks, table.span, KIND=kind, PDL=PDL)
     multi_tensor_finish(P, y, table.chunks, KIND=kind, PDL=PDL)
     return y

@@ -299,7 +299,7 @@ def gradients(
     wanted = any(d is not None for d in dweights)
     part = torch.empty(queries + keys, a.D, dtype=torch.float32, device=qkv.device) if wanted else None
     dqkv = torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device)
-    PDL = wanted and target.tma
+    PDL = wanted and target.early_launch
     FREQS, COS, SIN, POS, P, stride_tl, stride_t = angles
     qkv_split_backward(
         qkv, *weights, FREQS, COS, SIN, POS, *grads, dqkv, part, B, L, P, *strides, *(s for g in grads for s in g.stride()),
