@@ -80,17 +80,17 @@ class Target:
 
 
 KIB = 1024
-_HOPPER = {"fp8": True, "fp8_products": True, "tma": True, "early_launch": True}
+_SINCE_HOPPER = {"fp8": True, "fp8_products": True, "tma": True, "early_launch": True}
 TARGETS = {
     t.arch: t
     for t in (
         Target("sm_80", 108, 163 * KIB, 40 * KIB**2, 1.6e12, fp8=False, tma=False, ran=False),
         Target("sm_86", 84, 99 * KIB, 6 * KIB**2, 0.9e12, fp8=False, tma=False, ran=False),
         Target("sm_89", 128, 99 * KIB, 72 * KIB**2, 0.95e12, fp8=True, fp8_products=True, tma=False, ran=False),
-        Target("sm_90", 132, 227 * KIB, 60 * KIB**2, 4.28e12, **_HOPPER, wgmma=True, ran=True),  # H200, November 2026
-        Target("sm_100", 148, 227 * KIB, 126 * KIB**2, 7.0e12, **_HOPPER, ran=False,
+        Target("sm_90", 132, 227 * KIB, 60 * KIB**2, 4.28e12, **_SINCE_HOPPER, wgmma=True, ran=True),  # H200, November 2026
+        Target("sm_100", 148, 227 * KIB, 126 * KIB**2, 7.0e12, **_SINCE_HOPPER, ran=False,
                block_scaled={"BlockWise1x32": False, "BlockWise1x16": True}),
-        Target("sm_120", 170, 99 * KIB, 96 * KIB**2, 1.6e12, **_HOPPER, ran=False,
+        Target("sm_120", 170, 99 * KIB, 96 * KIB**2, 1.6e12, **_SINCE_HOPPER, ran=False,
                block_scaled={"BlockWise1x32": True, "BlockWise1x16": True}),
         # Its e4m3 is another encoding than everybody's, so that it converts but does not multiply
         Target("gfx942", 304, 64 * KIB, 4 * KIB**2, 4.0e12, fp8=True, tma=False, ran=False, warp=64),
