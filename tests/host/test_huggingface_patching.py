@@ -94,7 +94,7 @@ def test_a_role_that_raises_is_skipped(role, monkeypatch):
 
     file = "causal_loss" if role == "loss" else role
     module = importlib.import_module(f"tilewright.integrations.huggingface.{file}")
-    monkeypatch.setattr(module, "compared", raises)
+    monkeypatch.setattr(module, "compared" if role in ("loss", "rotary") else "compared_in_modes", raises)
     with pytest.raises(ValueError, match="RuntimeError: probe") as caught:
         patch(model)
     assert dicts(model) == expected and isinstance(caught.value.__cause__, RuntimeError)
@@ -140,3 +140,52 @@ def test_a_model_with_an_odd_loss_stays_whole(family):
     assert patch(model, strict=False).replaced
     unpatch(model)
     assert dicts(model) == expected
+
+
+# ---- modes ------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("rate", [0.1, 1e-4])
+def test_layers_that_drop_values_in_training_stay(training, rate):
+    """Patched in either mode, and however few they drop."""
+    config = transformers.SeedOssConfig(**SIZES, head_dim=8, residual_dropout=rate)
+    model = transformers.SeedOssForCausalLM(config).train(training)
+    torch.manual_seed(5)
+    report, drawn = patch(model), torch.rand(1)
+    torch.manual_seed(5)
+    assert torch.equal(drawn, torch.rand(1))  # a probe draws nothing
+    assert {(s.role, s.reason.partition(":")[0]) for s in report.skipped} == {("mlp", "not down(glu(gate, up))")}
+    assert all("in training its code does more" in s.reason for s in report.skipped) and len(report.skipped) == 2
+    assert "mlp" not in {r.role for r in report.replaced}
+    unpatch(model)
+    model.config.residual_dropout = 0.0
+    assert not patch(transformers.SeedOssForCausalLM(model.config)).skipped
+
+
+class Noisy(Norm):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + self.training
+
+
+class DroppingLayer(transformers.models.llama.modeling_llama.LlamaDecoderLayer):
+    def forward(self, hidden_states: torch.Tensor, **named: object) -> torch.Tensor:
+        return nn.functional.dropout(super().forward(hidden_states, **named), 0.5, self.training)
+
+
+def test_norms_layers_routers_and_experts_are_probed_in_both_modes(monkeypatch):
+    model = build("Qwen3Moe").eval()
+    model.model.norm = Noisy()
+    block = model.model.layers[0].mlp
+    route, feed = type(block.gate).forward, type(block.experts).forward
+    monkeypatch.setattr(type(block.gate), "forward", lambda self, x: route(self, x + self.training))
+    monkeypatch.setattr(type(block.experts), "forward", lambda self, x, i, w: feed(self, x + self.training, i, w))
+    report = patch(model, only=["norm", "router", "experts"])
+    assert {(s.role, "in training" in s.reason) for s in report.skipped} == {
+        ("norm", True), ("router", True), ("experts", True)
+    }  # fmt: skip
+    assert {r.role for r in report.replaced} == {"norm"}
+    model = build("Llama")
+    model.model.layers[1].__class__ = DroppingLayer
+    report = patch(model.eval(), only=["decoder"])
+    assert [s.module for s in report.skipped] == ["model.layers.1"] and "in training" in report.skipped[0].reason

@@ -18,8 +18,8 @@ from ...nn.expert_codes import KeepsCodes, KeptCodes
 from ...nn.experts import moe_feed_forward
 from ...ops.moe.grouped_mm import grouped_mm
 from ...ops.moe.moe_permute import moe_permute, moe_unpermute
-from .probe import NAMES, PRODUCTS, Source, activation, compared, device_of, twin
-from .roles import Count, Found, Skip, alike, bound
+from .probe import NAMES, PRODUCTS, Source, activation, device_of, twin
+from .roles import TRAINING, Count, Found, Skip, alike, bound, compared_in_modes
 
 MARKS = ("has_bias", "is_transposed", "_apply_gate")  # what the decorator gives, in every version
 FLAGS = {"has_gate": True, "has_post_expert_norm": False}  # what others of its flags must be
@@ -121,7 +121,8 @@ def experts(name: str, module: nn.Module, fp8: bool) -> Found | Skip | None:
         return Skip(reason)
     words = probed(module)
     if words is not None:
-        return Skip(f"not {'moe_feed_forward' if usual(module) else 'grouped_mm'}: {words}", failed=True)
+        op = "moe_feed_forward" if usual(module) else "grouped_mm"
+        return Skip(f"not {op}: {words}", failed=not words.startswith(TRAINING))
     less = narrow(module) if fp8 else None
     coded, way = fp8 and less is None, fed_forward if usual(module) else composed
     op = "moe_feed_forward(fp8)" if coded else "moe_feed_forward" if usual(module) else "grouped_mm"
@@ -151,4 +152,4 @@ def probed(module: nn.Module) -> str | None:
     made = twin(module, parameters, module._modules, num_experts=E, config=eager)
     chosen = torch.tensor([[0, 2], [3, 1], [2, 3], [0, 1], [1, 2]], device=draw.device)
     given = draw.tokens(5, hidden)[0], chosen, draw.tensor(5, 2).softmax(-1)
-    return compared(experts_forward, type(module).forward, PRODUCTS, made, *given)
+    return compared_in_modes(experts_forward, type(module).forward, PRODUCTS, made, *given)

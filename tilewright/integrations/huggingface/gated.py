@@ -10,9 +10,9 @@ from ...nn.glu_linear_fp8 import glu_linear_fp8
 from ...ops.activation.glu import glu
 from ...ops.activation.glu_linear import glu_linear
 from .linear import Fp8Linear
-from .probe import PRODUCTS, UNRUN, Source, activation, compared, device_of, twin
+from .probe import PRODUCTS, UNRUN, Source, activation, device_of, twin
 from .projections import autocast_dtype, plain_linear, projected
-from .roles import Count, Found, Skip, alike, argument, bound, cast, ignore, taking
+from .roles import TRAINING, Count, Found, Skip, alike, argument, bound, cast, compared_in_modes, ignore, taking
 
 ACTIVATIONS = ("act_fn", "activation_fn", "act", "activation")
 
@@ -53,8 +53,8 @@ def gated(name: str, module: nn.Module) -> Found | Skip | None:
     children = {n: draw.linear(*shapes.get(n, (hidden, ffn)), bias) for n, bias in biases.items()}
     children |= {n: m for n, m in module._modules.items() if n in ACTIVATIONS}
     made, tokens = twin(module, {}, children), draw.tokens(4, hidden)
-    words = compared(computing(ignore), type(module).forward, PRODUCTS, made, tokens)
+    words = compared_in_modes(computing(ignore), type(module).forward, PRODUCTS, made, tokens)
     if words is not None:
-        return Skip(f"not down(glu(gate, up)): {words}", failed=not words.startswith(UNRUN))
+        return Skip(f"not down(glu(gate, up)): {words}", failed=not words.startswith((UNRUN, TRAINING)))
     op = {nn.Linear: "glu_linear", Fp8Linear: "glu_linear_fp8"}.get(type(module.down_proj), "glu")
     return Found(op, lambda count: [bound(module, taking(x, computing(count)))])

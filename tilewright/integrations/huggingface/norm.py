@@ -7,8 +7,8 @@ from collections.abc import Callable
 from torch import Tensor, nn
 
 from ...ops.norm.rms_norm import rms_norm
-from .probe import EXACT, Source, compared, device_of, twin
-from .roles import Count, Found, Skip, argument, bound, ignore, taking
+from .probe import EXACT, Source, device_of, twin
+from .roles import TRAINING, Count, Found, Skip, argument, bound, compared_in_modes, ignore, taking
 
 EPSILONS = ("variance_epsilon", "eps", "epsilon")
 OFFSETS = (0.0, 1.0)  # what is added to the weight
@@ -23,9 +23,11 @@ def norm_of(module: nn.Module) -> tuple[str, float] | Skip | None:
         return None
     draw, width = Source(device_of(module)), module.weight.shape[0]
     made, tokens = twin(module, {"weight": draw.tensor(width)}, {}), draw.tokens(4, width)
-    words = [compared(normed(eps, o, ignore), type(module).forward, EXACT, made, tokens) for o in OFFSETS]
+    words = [compared_in_modes(normed(eps, o, ignore), type(module).forward, EXACT, made, tokens) for o in OFFSETS]
     if None not in words:
-        return Skip(f"not rms_norm: {words[0]}", failed="rms" in type(module).__name__.lower())
+        late = next((w for w in words if w.startswith(TRAINING)), None)
+        failed = late is None and "rms" in type(module).__name__.lower()
+        return Skip(f"not rms_norm: {late or words[0]}", failed)
     return eps, OFFSETS[words.index(None)]
 
 

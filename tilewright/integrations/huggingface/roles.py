@@ -17,8 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .probe import compared, shallow
 from .projections import autocast_dtype
 
+TRAINING = "in training its code does more"
 Count = Callable[[str], None]  # told the name of an op that is called
 
 
@@ -38,6 +40,35 @@ class Found:
     op: str
     changes: Callable[[Count], list[tuple[nn.Module, str, Any]]]
     less: str | None = None  # why it is not all that was asked for
+
+
+def compared_in_modes(
+    ours: Callable[..., Any], theirs: Callable[..., Any], bar: float, module: nn.Module, *given: Any
+) -> str | None:
+    """Why `ours` does not stand for `theirs` in both modes of a module, or None. In training code may drop some of its values or
+    add noise, which none of our forwards does; torch's generators stay as they were."""
+    device = next(g.device for g in given if isinstance(g, Tensor))
+    with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type):
+        words = compared(ours, theirs, bar, in_mode(module, False), *given)
+        if words is not None:
+            return words
+        before = random_state(device)
+        words = compared(ours, theirs, bar, in_mode(module, True), *given)
+        if words is None and not torch.equal(before, random_state(device)):  # so few were dropped that it did not show
+            words = "it draws random numbers"
+        return None if words is None else f"{TRAINING}: {words}"
+
+
+def in_mode(module: nn.Module, training: bool) -> nn.Module:
+    """A copy of a module and of those in it, with the same tensors, in training or not."""
+    made = shallow(module)
+    children = {name: child and in_mode(child, training) for name, child in module._modules.items()}
+    made.__dict__ |= {"training": training, "_modules": children}
+    return made
+
+
+def random_state(device: torch.device) -> Tensor:
+    return torch.get_rng_state() if device.type == "cpu" else getattr(torch, device.type).get_rng_state(device)
 
 
 def ignore(op: str) -> None:

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from ...ops.moe.moe_router import topk_routing
 from ...ops.moe.router_linear import router_linear
-from .probe import PRODUCTS, UNRUN, Source, compared, device_of, twin
-from .roles import Count, Found, Skip, argument, bound, ignore, taking
+from .probe import PRODUCTS, UNRUN, Source, device_of, twin
+from .roles import Count, Found, Skip, argument, bound, compared_in_modes, ignore, in_mode, taking
 
 BIAS = "e_score_correction_bias"  # a buffer of routers that score by sigmoids
 # An option of `topk_routing`, the attribute that says it, and what it is without one.
@@ -65,14 +65,14 @@ def router(name: str, module: nn.Module) -> Found | Skip | None:
     made, probe = probe_of(module, torch.bfloat16)
     try:
         with torch.no_grad():
-            logits, probs, _ = type(module).forward(made, probe)
+            logits, probs, _ = type(module).forward(in_mode(made, False), probe)
     except Exception as error:
         return Skip(f"{UNRUN}: {type(error).__name__}: {error}")
     wide = logits.dtype == torch.float32
     dtype = None if probs.dtype == logits.dtype else probs.dtype
     made, probe = probe_of(module, torch.float32)
     ours = routing(wide, dtype, ignore)
-    words = compared(dense(ours), dense(type(module).forward), PRODUCTS, made, probe)
+    words = compared_in_modes(dense(ours), dense(type(module).forward), PRODUCTS, made, probe)
     if words is not None:
         return Skip(f"not topk_routing: {words}")
     return Found("topk_routing", lambda count: [bound(module, taking(x, routing(wide, dtype, count)))])
