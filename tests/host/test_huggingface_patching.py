@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
+import io
+import pickle
 
 import pytest
 import torch
@@ -11,8 +14,8 @@ from torch import nn
 pytest.importorskip("transformers", reason="transformers is not installed: pip install transformers")
 import transformers
 
-from tests.transformer_models import SIZES, build, step
-from tilewright.integrations.huggingface import patching
+from tests.transformer_models import FP32, IDS, LABELS, SIZES, build, error, step
+from tilewright.integrations.huggingface import linear, patching
 from tilewright.integrations.huggingface.patching import patch, unpatch
 from tilewright.integrations.huggingface.roles import Found
 
@@ -189,3 +192,76 @@ def test_norms_layers_routers_and_experts_are_probed_in_both_modes(monkeypatch):
     model.model.layers[1].__class__ = DroppingLayer
     report = patch(model.eval(), only=["decoder"])
     assert [s.module for s in report.skipped] == ["model.layers.1"] and "in training" in report.skipped[0].reason
+
+
+# ---- replicas and files -----------------------------------------------------------------------------------------------------
+
+
+def replicas(model: nn.Module, monkeypatch) -> list[nn.Module]:
+    """Two, as `torch.nn.DataParallel` makes them, but on the CPU."""
+    module = importlib.import_module("torch.nn.parallel.replicate")
+    monkeypatch.setattr(module, "_get_device_index", lambda device, _: device)
+    monkeypatch.setattr(
+        module, "_broadcast_coalesced_reshape", lambda given, devices, detach=False: [[t.clone() for t in given]] * 2
+    )
+    return module.replicate(model, ["cpu", "cpu"])
+
+
+@pytest.mark.parametrize("family", ["Llama", "Qwen3Moe", "GptOss"])
+def test_replicas_have_weights_of_their_own(family, monkeypatch):
+    model = build(family)
+    before, grads = step(model)
+    report = patch(model)
+    model.zero_grad()
+    first, second = replicas(model, monkeypatch)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+    out = first(input_ids=IDS, labels=LABELS)
+    out.loss.backward()
+    torch.testing.assert_close(out.loss, before.loss, rtol=FP32, atol=0)
+    assert error({n: p.grad for n, p in model.named_parameters()}, grads) < FP32
+    assert report.calls()["rms_norm"] and "linear_cross_entropy" not in report.calls()  # the loss is the model's own
+    assert all(m.__dict__["forward"].__self__ is m for m in second.modules() if "forward" in m.__dict__)
+    unpatch(model)
+    assert first.model.norm.__dict__["forward"].__self__ is first.model.norm
+
+
+def test_replicas_of_layers_in_fp8(monkeypatch):
+    monkeypatch.setattr(linear, "LEAST", 128)
+    model = build("Llama", hidden_size=128, intermediate_size=128, num_hidden_layers=1)
+    patch(model, fp8=True, loss=None)
+    expected = step(model)[1]
+    model.zero_grad()
+    first, _ = replicas(model, monkeypatch)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+    first(input_ids=IDS, labels=LABELS).loss.backward()
+    assert error({n: p.grad for n, p in model.named_parameters()}, expected) < FP32
+
+
+def test_a_patched_model_is_not_pickled():
+    model = build("Llama")
+    patch(model)
+    for part in (model, model.model, model.model.layers[0], model.model.norm, model.lm_head):
+        with pytest.raises(
+            TypeError, match=r"a patched model cannot be pickled: save its state_dict\(\), or unpatch it first"
+        ):
+            torch.save(part, io.BytesIO())
+        with pytest.raises(TypeError, match="a patched model cannot be pickled"):
+            pickle.dumps(part)
+    torch.save(model.state_dict(), io.BytesIO())
+    other = copy.deepcopy(model)
+    assert torch.equal(step(other)[0].loss, step(model)[0].loss)
+    for each in (other, model):
+        unpatch(each)
+        file = io.BytesIO()
+        torch.save(each, file)
+        file.seek(0)
+        loaded = torch.load(file, weights_only=False)
+        assert torch.equal(step(loaded)[0].loss, step(each)[0].loss)
+    empty = nn.Linear(2, 2)
+    patch(empty, strict=False)
+    with pytest.raises(TypeError, match="cannot be pickled"):
+        torch.save(empty, io.BytesIO())

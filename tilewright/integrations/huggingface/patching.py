@@ -6,12 +6,14 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
+from types import MethodType
+from typing import Any
 
 import torch
 from torch import nn
 
 from ... import __version__
-from .causal_loss import LOSSES, loss
+from .causal_loss import LOSSES, SHADOW, loss
 from .decoder import decoder
 from .experts import experts, experts_forward
 from .gated import gated
@@ -24,6 +26,8 @@ from .router import router
 
 OLDEST = 5  # the first major version of transformers whose experts and losses are as here
 ROLES = ("norm", "decoder", "mlp", "rotary", "router", "experts", "loss", "linear")
+REPLICATE = "_replicate_for_data_parallel"  # the method by which `torch.nn.parallel.replicate` copies each module
+UNPICKLABLE = "_tilewright_unpicklable"
 Role = Callable[[str, nn.Module], Found | Skip | None]
 
 
@@ -63,7 +67,7 @@ def patch(
             raise ValueError(
                 f"patch: {type(model).__name__}: {why}\n{report}\nstrict=False leaves such modules as they are"
             ) from (failed[1].error if failed else None)
-        report.set(model, REPORT, report)
+        give(report, model, REPORT, report)
     except BaseException:
         report.undo()
         raise
@@ -129,11 +133,38 @@ def change(match: Role, name: str, module: nn.Module, report: PatchReport) -> Fo
             if changed(module) and not rests(module):
                 return Skip("its forward was replaced before")
             for given in found.changes(counting(report.counter)):
-                report.set(*given)
+                give(report, *given)
         return found
     except Exception as error:
         report.undo(before)
         return Skip(" ".join(f"{type(error).__name__}: {error}".split()), failed=True, error=error)
+
+
+def give(report: PatchReport, module: nn.Module, name: str, value: Any) -> None:
+    """Give one instance an attribute, and with its first what each changed instance has."""
+    if UNPICKLABLE not in module.__dict__:
+        report.set(module, UNPICKLABLE, Unpicklable())
+        report.set(module, REPLICATE, MethodType(replicated, module))
+    report.set(module, name, value)
+
+
+def replicated(self: nn.Module) -> nn.Module:
+    """A replica whose methods are its own. A shadow has the children of the original, so that the replica's loss is the model's."""
+    made = getattr(type(self), REPLICATE)(self)
+    own = {k: v for k, v in made.__dict__.items() if isinstance(v, MethodType) and v.__self__ is self}
+    made.__dict__ |= {name: MethodType(method.__func__, made) for name, method in own.items()}
+    made.__dict__.pop(SHADOW, None)
+    return made
+
+
+class Unpicklable:
+    """Refuses to be written to a file, and so does the module that has it. A loaded module would lack its forward."""
+
+    def __deepcopy__(self, memo: dict) -> Unpicklable:
+        return self
+
+    def __reduce_ex__(self, protocol: int) -> Any:
+        raise TypeError("a patched model cannot be pickled: save its state_dict(), or unpatch it first")
 
 
 def counting(counter: Counter[str]) -> Count:

@@ -30,7 +30,7 @@ def routing(wide: bool, dtype: torch.dtype | None, count: Count) -> Callable:
     """The forward: with fp32 logits if `wide`, and with weights of `dtype` or that of the logits."""
 
     def compute(self: nn.Module, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        x, plus = x.reshape(-1, x.shape[-1]), self._parameters.get("bias")
+        x, plus = x.reshape(-1, x.shape[-1]), getattr(self, "bias", None)  # of a replica no parameter
         if wide:
             count("router_linear")
             logits = router_linear.function(x, self.weight, plus)
