@@ -265,3 +265,80 @@ def test_a_patched_model_is_not_pickled():
     patch(empty, strict=False)
     with pytest.raises(TypeError, match="cannot be pickled"):
         torch.save(empty, io.BytesIO())
+
+
+# ---- accelerate's hooks -----------------------------------------------------------------------------------------------------
+
+PLACES = {
+    "model.embed_tokens": "cpu",
+    "model.rotary_emb": "cpu",
+    "model.layers.0": "cpu",
+    "model.norm": "disk",
+    "lm_head": "disk",
+}
+
+
+def offloaded(model: nn.Module, way: str, folder: str) -> nn.Module:
+    accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed: pip install accelerate")
+    if way == "cpu":
+        return accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
+    if way == "disk":
+        return accelerate.disk_offload(model, folder, execution_device=torch.device("cpu"))
+    return accelerate.dispatch_model(
+        model, {**PLACES, "model.layers.1": "disk"}, main_device="cpu", offload_dir=folder, force_hooks=True
+    )
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("way", ["cpu", "disk", "map"])
+@pytest.mark.parametrize("family", ["Llama", "Qwen3Moe"])
+def test_offloaded_models_run_through_their_hooks(family, way, fp8, tmp_path, monkeypatch):
+    """Patched before the hooks come, or after; unpatched below them, or without."""
+    monkeypatch.setattr(linear, "LEAST", 128)
+    sizes = {"hidden_size": 128, "intermediate_size": 128}
+    if fp8 and family != "Llama":
+        pytest.skip("such small experts have no FP8 products")
+    hooks = pytest.importorskip("accelerate.hooks", reason="accelerate is not installed: pip install accelerate")
+    given = {"input_ids": IDS, "labels": LABELS}
+    model = build(family, **sizes)
+    with torch.no_grad():
+        expected = model(**given).loss
+        report = patch(model, fp8=fp8)
+        wanted, calls = model(**given).loss, report.calls()
+    unpatch(model)
+    roles = {(r.role, r.module, r.op) for r in report.replaced}
+    bar = {"rtol": FP32, "atol": 0}
+    torch.testing.assert_close(wanted, expected, rtol=0.05 if fp8 else FP32, atol=0)
+    for order in ("patch, hooks", "hooks, patch"):
+        for last in ("unpatch below", "unpatch after"):
+            model = build(family, **sizes)
+            if order == "patch, hooks":
+                report = patch(model, fp8=fp8)
+                offloaded(model, way, str(tmp_path / order / last))
+            else:
+                offloaded(model, way, str(tmp_path / order / last))
+                report = patch(model, fp8=fp8)
+            assert {(r.role, r.module, r.op) for r in report.replaced} == roles
+            with torch.no_grad():
+                torch.testing.assert_close(model(**given).loss, wanted, **bar)
+                made = report.calls()
+                assert (
+                    made["linear_cross_entropy"] == 1
+                    and made["rope"] == 2
+                    and (made.get("linear_fp8") if fp8 else True)
+                )
+                assert made["rms_norm"] + made.get("add_rms_norm", 0) == calls["rms_norm"] + calls["add_rms_norm"]
+                if last == "unpatch below":
+                    unpatch(model)
+                    assert torch.equal(model(**given).loss, expected)
+                    hooks.remove_hook_from_submodules(model)
+                else:
+                    hooks.remove_hook_from_submodules(model)
+                    torch.testing.assert_close(model(**given).loss, wanted, **bar)
+                    unpatch(model)
+                assert torch.equal(model(**given).loss, expected)
+            assert "linear" not in report.calls() and {type(m) for m in model.modules()} == {
+                type(m) for m in build(family).modules()
+            }
+            with pytest.raises(ValueError, match="is not patched"):
+                unpatch(model)

@@ -14,6 +14,7 @@ from ...ops.norm.rms_norm import add_rms_norm
 from .norm import norm_of
 from .probe import EXACT, UNRUN, Source, device_of, twin
 from .projections import joined, unhooked
+from .report import HOOKED, own_forward
 from .roles import Count, Found, Skip, bound, compared_in_modes, ignore
 
 FIRST, ATTENTION, SECOND, MLP = "input_layernorm", "self_attn", "post_attention_layernorm", "mlp"
@@ -23,7 +24,7 @@ X = "hidden_states"
 
 def known_by(module: nn.Module) -> tuple[type, Any]:
     """A norm's class and the forward of its own, if it has one: a wrapper or an adapter of it has others, a copy the same."""
-    forward = module.__dict__.get("forward")
+    forward = own_forward(module)
     return type(module), getattr(forward, "__func__", forward)
 
 
@@ -78,7 +79,8 @@ def same_layer(module: nn.Module, kind: tuple[str, float], scores: bool) -> str 
     theirs, second = type(module).forward, module._modules[SECOND]
     draw, width = Source(device_of(module)), second.weight.shape[0]
     own = twin(second, {"weight": draw.tensor(width)}, {})
-    own.__dict__.pop("forward", None)  # ours, which would be that of the module itself
+    for name in ("forward", HOOKED, "_hf_hook"):  # which would be those of the module itself
+        own.__dict__.pop(name, None)
     children = {FIRST: Bent(), ATTENTION: Attention(), SECOND: own, MLP: Bent(scores)}
     made, told = twin(module, {}, children), []
     parameters = [*inspect.signature(theirs).parameters.values()][2:]

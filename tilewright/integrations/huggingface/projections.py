@@ -19,7 +19,9 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 
 
 def unhooked(module: nn.Module) -> bool:
-    return not (any(getattr(module, hooks) for hooks in HOOKS) or _has_any_global_hook())
+    """Whether calling a module does no more than its forward; accelerate's hooks bring weights from elsewhere."""
+    hooked = "_hf_hook" in module.__dict__ or any(getattr(module, hooks) for hooks in HOOKS)
+    return not (hooked or _has_any_global_hook())
 
 
 def plain_linear(module: nn.Module, kind: type[nn.Linear] = nn.Linear) -> bool:

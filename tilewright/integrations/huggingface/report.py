@@ -38,13 +38,13 @@ def kept_as(module: nn.Module, name: str) -> str:
     return HOOKED if name == "forward" and HOOKED in module.__dict__ else name
 
 
-def give(module: nn.Module, name: str, value: Any) -> None:
+def assign(module: nn.Module, name: str, value: Any) -> None:
     """Give one instance an attribute, past `nn.Module.__setattr__`: no state dict shall see it. `ABSENT` takes it away."""
     key, plain = kept_as(module, name), MethodType(type(module).forward, module)
     if name == "__class__":
         module.__class__ = value
-        if module.__dict__.get(HOOKED) == plain:  # a hook calls the forward of the class that was
-            module.__dict__[HOOKED] = MethodType(value.forward, module)
+        if own_forward(module) == plain:  # accelerate's hooks bind that of the class, and leave it there
+            module.__dict__[kept_as(module, "forward")] = MethodType(value.forward, module)
     elif value is not ABSENT:
         module.__dict__[key] = value
     elif key == HOOKED:  # a hook calls it whatever it is
@@ -105,7 +105,7 @@ class PatchReport:
     def set(self, module: nn.Module, name: str, value: Any) -> None:
         """Give one instance an attribute that `undo` takes back."""
         before = type(module) if name == "__class__" else module.__dict__.get(kept_as(module, name), ABSENT)
-        give(module, name, value)
+        assign(module, name, value)
         self.changes.append(Change(module, name, value, before))
 
     def undo(self, left: int = 0) -> None:
@@ -118,7 +118,7 @@ class PatchReport:
         while len(self.changes) > left:
             change = self.changes.pop()
             if not change.covered():
-                give(change.module, change.name, change.before)
+                assign(change.module, change.name, change.before)
 
     def __enter__(self) -> PatchReport:
         return self
