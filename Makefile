@@ -1,6 +1,7 @@
 # make test   the environment, lint and the four nets that need no GPU; SHARD=1/4 runs a quarter of each net
 # make seconds  what the nets took when they last ran, for each op
 # make demo   a small model trained with plain PyTorch and with tilewright, their curves in out/demo.png
+# make site   the pages of docs/ as a site in out/site, every link checked
 # make gpu    the same properties on hardware, in resumable shards
 PYTHON ?= python3
 JOBS ?= 2
@@ -25,7 +26,7 @@ SLOWER ?= 1
 export SLOWER
 net = TILEWRIGHT_NET=$(1) TILEWRIGHT_SHARD=$(SHARD)
 
-.PHONY: env lint test host interpreter compile smoke seconds gpu demo docs clean
+.PHONY: env lint test host interpreter compile smoke seconds gpu demo docs site clean
 
 env: $(VENV)/.ready $(OLD)/.ready
 
@@ -76,6 +77,11 @@ gpu:
 docs: $(VENV)/.ready
 	PYTHONPATH=. $(PY) -m tilewright docs
 
+SITE := .venv-site
+site:
+	test -x $(SITE)/bin/mkdocs || { $(PYTHON) -m venv $(SITE) && $(SITE)/bin/python -m pip --quiet install -r requirements-site.txt; }
+	NO_MKDOCS_2_WARNING=1 $(SITE)/bin/mkdocs build --strict
+
 clean:
-	rm -rf $(VENV) .cache .ruff_cache .hypothesis .pytest_cache build dist out *.egg-info
+	rm -rf $(VENV) $(SITE) .cache .ruff_cache .hypothesis .pytest_cache build dist out *.egg-info
 	find tilewright tests -name __pycache__ -type d -prune -exec rm -rf {} +
