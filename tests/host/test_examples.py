@@ -1,0 +1,66 @@
+"""The examples, small and on a CPU: each runs, prints what it shows, and a patched model goes the way of the plain one."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+NOTEBOOK = ROOT / "examples" / "first_ten_minutes.ipynb"
+NEEDS = {
+    "trainer": ("transformers", "accelerate"),
+    "lora_moe": ("transformers", "peft"),
+    "trl_sft": ("trl", "accelerate"),
+}
+
+
+def shown(name: str, steps: int, monkeypatch, capsys) -> str:
+    """What the example prints."""
+    for module in NEEDS.get(name, ()):
+        if importlib.util.find_spec(module) is None:
+            pytest.skip(f"{module} is not installed")
+    example = importlib.import_module(f"examples.{name}")
+    monkeypatch.setattr(sys, "argv", [f"{name}.py", "--steps", str(steps)])
+    example.main()
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", NEEDS)
+def test_a_patched_model_learns_as_the_plain_one(name, monkeypatch, capsys):
+    out = shown(name, 4, monkeypatch, capsys)
+    pairs = [tuple(map(float, pair)) for pair in re.findall(r"^step \d+: loss ([\d.]+), patched ([\d.]+)$", out, re.M)]
+    assert len(pairs) == 4 and all(abs(plain - patched) < 2e-4 for plain, patched in pairs)
+    assert pairs[-1][1] < pairs[0][1]
+    assert " replaced, 0 skipped (tilewright " in out and re.search(r"^calls: \{'.*'rms_norm': \d+", out, re.M)
+    assert name == "trl_sft" or "'linear_cross_entropy': 4" in out
+
+
+def test_fsdp2_on_one_process(monkeypatch, capsys):
+    losses = [
+        float(loss) for loss in re.findall(r"^step \d: loss ([\d.]+)$", shown("fsdp2", 3, monkeypatch, capsys), re.M)
+    ]
+    assert len(losses) == 3 and losses[-1] < losses[0]
+
+
+def test_the_notebook_runs(tmp_path):
+    cells = json.loads(NOTEBOOK.read_text())["cells"]
+    code = [cell for cell in cells if cell["cell_type"] == "code"]
+    assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in code), "outputs are not committed"
+    (tmp_path / "notebook.py").write_text("\n".join("".join(cell["source"]) for cell in code))
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "notebook.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "12 replaced, 0 skipped" in done.stdout and "'linear_cross_entropy': 5" in done.stdout
+    errors = {who: float(value) for who, value in re.findall(r"^(torch|tilewright) +([\d.e-]+)$", done.stdout, re.M)}
+    assert errors["tilewright"] < errors["torch"]
