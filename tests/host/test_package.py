@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import os
 import re
 import shutil
 import subprocess
@@ -13,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from tilewright import __main__ as command_line
+from tilewright import names
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "tilewright"
@@ -76,7 +79,7 @@ def test_the_wheel_has_every_file(wheel):
         for path in PACKAGE.rglob("*")
         if path.is_file() and "__pycache__" not in path.parts
     }
-    assert held == there
+    assert held == there and {"tilewright/py.typed", "tilewright/__init__.pyi"} <= held
 
 
 def test_it_needs_torch_and_triton_alone(bare, tmp_path):
@@ -104,3 +107,67 @@ def test_a_command_without_the_extras_says_what_to_install(bare, tmp_path):
         assert (
             done.stderr.count("\n") == 1 and 'pip install "tilewright[cli]"' in done.stderr and "typer" in done.stderr
         )
+
+
+# ---- types -----------------------------------------------------------------------------------------------------------
+
+RIGHT = """
+import torch
+import tilewright as tw
+
+x = torch.randn(4, 256)
+y: torch.Tensor = tw.rms_norm(x, None, 1e-5)
+q: tw.Quantized = tw.glu(x, act="gelu_tanh", out_format=tw.fp8("1x128", ways="both"))
+plain: torch.Tensor = q.dequantize()
+print(q.format.key, q.data_t.shape, q.scale.shape)
+normed, total = tw.add_rms_norm(x, residual=x)
+loss: torch.Tensor = tw.cross_entropy(x, torch.zeros(4, dtype=torch.long), reduction="sum")
+layer: torch.nn.Module = tw.nn.Linear(256, 256)
+norm: torch.Tensor = tw.clip_grad_norm_(layer.parameters(), 1.0)
+product: torch.Tensor = tw.scaled_mm(tw.quantize(x, tw.fp8()), tw.quantize(x, tw.fp8()))
+report = tw.patch(layer, strict=True)
+print(report.replaced, tw.declaration("glu").name, tw.__version__)
+"""
+WRONG = {  # a line -> what a type checker says of it
+    "tw.rms_norm(x, epsilon=1e-5)": 'Unexpected keyword argument "epsilon"|No overload variant',
+    "tw.rms_norm([1.0, 2.0])": "No overload variant",
+    'tw.topk_routing(x, k="two")': "arg-type|call-arg",
+    'tw.cross_entropy(x, x, reduction="avg")': "Literal",
+    "tw.cross_entropy(x)": 'Missing positional argument "labels"',
+    "tw.glu_linaer(x, x, x)": "Module has no attribute",
+    "loss: str = tw.cross_entropy(x, x)": "Incompatible types in assignment",
+    'tw.clip_grad_norm_("weights", 1.0)': "arg-type",
+    "tw.nn.Linear(256, 256, biass=False)": "call-arg",
+}
+
+
+def checked(text: str, folder: Path) -> list[str]:
+    """What mypy says of a user's program, a line each."""
+    (folder / "user.py").write_text(text)
+    cache = ROOT / ".cache" / "mypy"
+    words = ["--follow-imports=silent", "--no-error-summary", "--show-error-codes", "--no-color-output", "--cache-dir"]
+    environment = {**os.environ, "MYPYPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-m", "mypy", *words, str(cache), "user.py"], cwd=folder, env=environment, capture_output=True,
+        text=True, timeout=400,
+    )  # fmt: skip
+    assert not done.stderr, done.stderr
+    return [line for line in done.stdout.splitlines() if ": error:" in line]
+
+
+def test_a_type_checker_sees_every_signature(tmp_path):
+    assert checked(RIGHT, tmp_path) == []
+    head = "import torch\nimport tilewright as tw\nx = torch.randn(4, 256)\n"
+    said = checked(head + "\n".join(WRONG), tmp_path)
+    lines = {int(line.split(":")[1]): line for line in said}
+    for number, (line, words) in enumerate(WRONG.items(), head.count("\n") + 1):
+        assert re.search(words, lines.get(number, "")), (line, lines.get(number))
+
+
+def test_the_stub_has_every_name():
+    there = ast.parse((PACKAGE / "__init__.pyi").read_text())
+    defined = {node.name for node in ast.walk(there) if isinstance(node, ast.FunctionDef)}
+    imported = {alias.asname for node in ast.walk(there) if isinstance(node, ast.ImportFrom) for alias in node.names}
+    assert {*names.NAMES, "nn"} <= imported and set(names.OPS) <= defined | imported
+    own = ast.parse((PACKAGE / "__init__.py").read_text()).body
+    assert {node.name for node in own if isinstance(node, ast.FunctionDef) and node.name[0] != "_"} <= defined

@@ -1,4 +1,4 @@
-"""The generated pages: docs/ops/, docs/coverage.md, docs/rates.md and the results in README.md.
+"""The generated pages: docs/ops/, docs/coverage.md, docs/rates.md, the results in README.md; the tables of names; the stub.
 
 Each is a pure function of the catalogue, the coverage lists and the evidence; `tilewright docs` writes them, and a test
 fails when one is out of date.
@@ -330,7 +330,7 @@ def understood(rows: Iterable[Mapping[str, Any]], goals: Goals, stale: Collectio
 def generate(root: Path = ROOT) -> dict[Path, str]:
     """Path below `root` -> what should stand there."""
     from .. import catalogue
-    from . import choose, evidence, rates
+    from . import choose, evidence, rates, stubs
 
     rows = evidence.everything(root / "evidence")
     stale = {(row["gpu"], row["case"]) for row in rows if evidence.freshness(row) == "stale"}
@@ -345,6 +345,7 @@ def generate(root: Path = ROOT) -> dict[Path, str]:
         NAMES: names_table((root / NAMES).read_text(), catalogue()),
         COVERAGE: coverage_page(coverage.everything()),
         RATES: rates.page(rows),
+        stubs.STUB: stubs.stub(catalogue()),
         README: with_results(with_results((root / README).read_text(), section), models, MODELS_BEGIN, MODELS_END),
     }
 

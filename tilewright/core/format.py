@@ -120,6 +120,18 @@ class Quantized(Tensor):
     and is never read: the gradient of the result flows to it unchanged. It may be one element expanded.
     """
 
+    # For type checkers, which do not see FIELDS become properties below; Any, as most callers know that theirs is no None.
+    format: Format
+    data: Tensor | Any
+    scale: Tensor | Any
+    data_t: Tensor | Any
+    scale_t: Tensor | Any
+    shared: Tensor | Any
+    zero: Tensor | Any
+    shared_t: Tensor | Any
+    zero_t: Tensor | Any
+    offsets: Tensor | Any
+
     # Dynamo writes the constructor of a traceable subclass into the graph as it stands when all arguments are tensors or
     # literals: that is why the format may come as a string, and why the gradient edge is made here.
     @staticmethod

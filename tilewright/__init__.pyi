@@ -1,0 +1,688 @@
+"""Signatures of the public names. Generated: edit a declaration or `names.py`, then run `tilewright docs`."""
+
+from typing import Literal, overload
+
+from torch import Tensor
+
+from . import nn as nn
+from .core.declaration import Triton as Triton
+from .core.draw import Draw as Draw
+from .core.format import Format as Format
+from .core.format import Quantized as Quantized
+from .core.target import Target as Target
+from .formats.fp8 import fp8 as fp8
+from .formats.integers import int4 as int4
+from .formats.integers import int8 as int8
+from .formats.mx import mx as mx
+from .formats.nvfp4 import nvfp4 as nvfp4
+from .formats.swizzle import swizzle_scale as swizzle_scale
+from .formats.swizzle import unswizzle_scale as unswizzle_scale
+from .formats.weights import from_awq as from_awq
+from .formats.weights import from_gptq as from_gptq
+from .gemm.scaled_mm import scaled_mm as scaled_mm
+from .integrations.huggingface.patching import patch as patch
+from .integrations.huggingface.patching import unpatch as unpatch
+from .nn.linear_fp8 import linear_fp8_main_grad as linear_fp8_main_grad
+from .op import Op as Op
+from .op import warmup as warmup
+from .ops.embedding.embedding import embedding_main_grad as embedding_main_grad
+from .ops.loss.parallel_cross_entropy import parallel_cross_entropy as parallel_cross_entropy
+from .ops.moe.grouped_mm import grouped_mm as grouped_mm
+from .ops.optimiser.clip_grad import clip_grad_norm_ as clip_grad_norm_
+from .ops.optimiser.clip_grad import global_norm as global_norm
+from .ops.quantise.quantize import dequantize as dequantize
+from .ops.quantise.smooth_quantize import smooth_scale as smooth_scale
+from .runtime.choose import force as force
+from .runtime.kernel import kernel as kernel
+
+__version__: str
+
+def declaration(name: str) -> Op:
+    """The declaration of one op, from its module alone."""
+
+def catalogue() -> dict[str, Op]:
+    """Every declared op by name."""
+
+@overload
+def add_rms_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None = None,
+    eps: float = 1e-06,
+    *,
+    weight_offset: float = 0.0,
+    out_format: None = None,
+) -> tuple[Tensor, Tensor]:
+    """(rms_norm(h), h) with h = x + residual, the new residual."""
+
+@overload
+def add_rms_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None = None,
+    eps: float = 1e-06,
+    *,
+    weight_offset: float = 0.0,
+    out_format: Format,
+) -> tuple[Quantized, Tensor]:
+    """(rms_norm(h), h) with h = x + residual, the new residual."""
+
+def column_amax(
+    x: Tensor,
+    *,
+    offsets: Tensor | None = None,
+) -> Tensor:
+    """max |x| of each column in fp32, [1, hidden] or, with `offsets` (end rows of groups), [experts, hidden]; 0 of no rows."""
+
+def cross_entropy(
+    logits: Tensor,
+    labels: Tensor,
+    *,
+    ignore_index: int = -100,
+    reduction: Literal["mean", "sum", "none"] = "mean",
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+    z_loss: float = 0.0,
+    weight: Tensor | None = None,
+    inplace_backward: bool = False,
+) -> Tensor:
+    """The fp32 loss that `torch.nn.functional.cross_entropy` gives for fp32 logits, classes in the last dimension."""
+
+def cross_entropy_join(
+    parts: Tensor,
+    gathered: Tensor,
+    labels: Tensor,
+    *,
+    classes: int,
+    rank: int = 0,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+) -> Tensor:
+    """The loss of every row from the parts that `cross_entropy_parts` gave, each for some columns of it."""
+
+def cross_entropy_lse(
+    logits: Tensor,
+    labels: Tensor,
+    *,
+    ignore_index: int = -100,
+    reduction: Literal["mean", "sum", "none"] = "mean",
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+    z_loss: float = 0.0,
+    weight: Tensor | None = None,
+    inplace_backward: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """(`cross_entropy`, the fp32 logsumexp of every row of softcap(logits) whatever its label). Both have gradients."""
+
+def cross_entropy_parts(
+    logits: Tensor,
+    labels: Tensor,
+    *,
+    start: int = 0,
+    classes: int | None = None,
+    ignore_index: int = -100,
+    slant: bool = False,
+    softcap: float | None = None,
+    inplace_backward: bool = False,
+) -> Tensor:
+    """What `cross_entropy_join` needs of a row's columns `start` to `start + logits.shape[-1]`: fp32 `[..., 5]`."""
+
+def dequantize_codes(
+    codes: Tensor,
+    scale: Tensor,
+    format: str,
+    way: Literal["row", "col"] = "row",
+    dtype: Literal["bfloat16", "float16", "float32", "float64"] = "bfloat16",
+    *,
+    offsets: Tensor | None = None,
+) -> Tensor:
+    """code * scale in fp32, rounded to `dtype`: the matrix whose row-wise operand, or column-wise twin, these are."""
+
+def embedding(
+    ids: Tensor,
+    weight: Tensor,
+    *,
+    padding_idx: int | None = None,
+) -> Tensor:
+    """The rows of `weight` [vocab, hidden] that `ids` name: [..., hidden]."""
+
+@overload
+def gated_group_norm(
+    x: Tensor,
+    gate: Tensor,
+    weight: Tensor | None = None,
+    eps: float = 1e-06,
+    *,
+    groups: int = 1,
+    transposed: bool = True,
+    act: Literal["sigmoid", "silu"] = "sigmoid",
+    out_format: None = None,
+    out: Tensor | Quantized | None = None,
+) -> Tensor:
+    """Scale each of `groups` equal parts of every row of `x` to unit root-mean-square, then by `weight` and `act(gate)`;"""
+
+@overload
+def gated_group_norm(
+    x: Tensor,
+    gate: Tensor,
+    weight: Tensor | None = None,
+    eps: float = 1e-06,
+    *,
+    groups: int = 1,
+    transposed: bool = True,
+    act: Literal["sigmoid", "silu"] = "sigmoid",
+    out_format: Format,
+    out: Tensor | Quantized | None = None,
+) -> Quantized:
+    """Scale each of `groups` equal parts of every row of `x` to unit root-mean-square, then by `weight` and `act(gate)`;"""
+
+@overload
+def glu(
+    x: Tensor,
+    up: Tensor | None = None,
+    *,
+    act: Literal["silu", "gelu_tanh", "gelu_erf", "relu", "sigmoid"] = "silu",
+    limit: float | None = None,
+    alpha: float = 1.0,
+    scale: Tensor | None = None,
+    offsets: Tensor | None = None,
+    out_format: None = None,
+    out: Tensor | Quantized | None = None,
+) -> Tensor:
+    """`act(gate) * up`, in fp32 and rounded once: gate and up are the first and second half of `x`, or `x` and `up`."""
+
+@overload
+def glu(
+    x: Tensor,
+    up: Tensor | None = None,
+    *,
+    act: Literal["silu", "gelu_tanh", "gelu_erf", "relu", "sigmoid"] = "silu",
+    limit: float | None = None,
+    alpha: float = 1.0,
+    scale: Tensor | None = None,
+    offsets: Tensor | None = None,
+    out_format: Format,
+    out: Tensor | Quantized | None = None,
+) -> Quantized:
+    """`act(gate) * up`, in fp32 and rounded once: gate and up are the first and second half of `x`, or `x` and `up`."""
+
+def glu_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    up: Tensor | None = None,
+    *,
+    act: Literal["silu", "gelu_tanh", "gelu_erf", "relu", "sigmoid"] = "silu",
+    limit: float | None = None,
+    alpha: float = 1.0,
+) -> Tensor:
+    """`glu(x, up) @ weight.T + bias`, for whose backward x and up are kept, but not the unit's value; see `glu` for the options."""
+
+def glu_linear_fp8(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    up: Tensor | None = None,
+    weight_codes: Tensor | None = None,
+    weight_scale: Tensor | None = None,
+    weight_codes_t: Tensor | None = None,
+    *,
+    act: Literal["silu", "gelu_tanh", "gelu_erf", "relu", "sigmoid"] = "silu",
+    limit: float | None = None,
+    alpha: float = 1.0,
+) -> Tensor:
+    """`linear_fp8(glu(x, up), weight, bias)`, for whose backward x and up are kept, but nothing of the unit's value."""
+
+def grouped_mm_inner(
+    a: Tensor,
+    b: Tensor,
+    offsets: Tensor,
+    *,
+    c: Tensor | None = None,
+    beta: float = 0.0,
+    out_dtype: Literal["bfloat16", "float16", "float32"] | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """For each group of tokens `a` [rows, tokens] times `b` [tokens, columns], plus `beta * c`: [experts, rows, columns], in the"""
+
+def grouped_mm_inner_fp8(
+    a: Tensor,
+    scale_a: Tensor,
+    b: Tensor,
+    scale_b: Tensor,
+    offsets: Tensor,
+    *,
+    recipe: Literal["BlockWise1x128", "RowWise"] = "BlockWise1x128",
+    c: Tensor | None = None,
+    beta: float = 0.0,
+    out_dtype: Literal["bfloat16", "float16", "float32"] = "float32",
+    out: Tensor | None = None,
+) -> Tensor:
+    """The same of FP8 codes: `scale_a` [tokens / 128, rows] and `scale_b` [tokens / 128, columns], as `fp8(\"1x128\")` has them"""
+
+def grouped_mm_masked(
+    a: Tensor,
+    b: Tensor,
+    counts: Tensor,
+    scale_a: Tensor | None = None,
+    scale_b: Tensor | None = None,
+    *,
+    out_dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16",
+) -> Tensor:
+    """The first `counts[e]` rows of `a[e]` [experts, rows, inner] times `b[e]` [experts, inner, columns], summed in fp32 and"""
+
+def grouped_mm_rows(
+    a: Tensor,
+    b: Tensor,
+    offsets: Tensor,
+    *,
+    bias: Tensor | None = None,
+    act: Literal["silu", "gelu_tanh", "gelu_erf", "relu"] | None = None,
+    glu: Literal["silu", "gelu_tanh", "gelu_erf", "relu"] | None = None,
+    out_dtype: Literal["bfloat16", "float16", "float32"] | None = None,
+) -> Tensor:
+    """Rows of `a` [rows, inner] times the matrix of their group in `b` [experts, inner, columns]: as `torch`'s grouped products"""
+
+def grouped_mm_rows_fp8(
+    a: Tensor,
+    scale_a: Tensor,
+    b: Tensor,
+    scale_b: Tensor,
+    offsets: Tensor,
+    *,
+    bias: Tensor | None = None,
+    act: Literal["silu", "gelu_tanh", "gelu_erf", "relu"] | None = None,
+    glu: Literal["silu", "gelu_tanh", "gelu_erf", "relu"] | None = None,
+    out_dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16",
+) -> Tensor:
+    """The same of FP8 codes: `scale_a` [inner / 128, rows] for `a`, `scale_b` [experts, columns / 128, inner / 128] for `b`, as"""
+
+@overload
+def hadamard(
+    x: Tensor,
+    *,
+    block: Literal[16, 32, 64, 128, 256] = 64,
+    dim: Literal[-1, 0] = -1,
+    out_format: None = None,
+) -> Tensor:
+    """`x` rotated by Hadamard matrices of size `block`, which must divide the size along `dim`; in fp32, rounded once."""
+
+@overload
+def hadamard(
+    x: Tensor,
+    *,
+    block: Literal[16, 32, 64, 128, 256] = 64,
+    dim: Literal[-1, 0] = -1,
+    out_format: Format,
+) -> Quantized:
+    """`x` rotated by Hadamard matrices of size `block`, which must divide the size along `dim`; in fp32, rounded once."""
+
+def hadamard_quantize(
+    x: Tensor,
+    out_format: Format,
+    *,
+    block: Literal[16, 32, 64, 128] = 64,
+) -> Quantized:
+    """The matrix `x` for a product that sums over features and one that sums over tokens, in one pass."""
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    bias: Tensor | None = None,
+    *,
+    ignore_index: int = -100,
+    reduction: Literal["mean", "sum", "none"] = "mean",
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+    z_loss: float = 0.0,
+) -> Tensor:
+    """`cross_entropy(hidden @ weight.T + bias, labels)` without the memory of the logits; see there for the options."""
+
+def linear_fp8(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    weight_codes: Tensor | None = None,
+    weight_scale: Tensor | None = None,
+    weight_codes_t: Tensor | None = None,
+    *,
+    keep: Literal["codes", "input"] = "codes",
+) -> Tensor:
+    """`x @ weight.T + bias` for `x` [..., in] and `weight` [out, in], as `torch.nn.functional.linear` has them; all products,"""
+
+def load_balancing_loss(
+    logits: Tensor,
+    counts: Tensor,
+    coef: float,
+    *,
+    score: Literal["softmax", "sigmoid", "given"] = "softmax",
+) -> Tensor:
+    """`coef * experts * sum_e f_e * P_e`, fp32: `f_e` is the share of the choices that expert e has, `P_e` its mean score."""
+
+def matmul(
+    a: Tensor,
+    b: Tensor,
+    *,
+    acc_dtype: Literal["float32", "float16", "int32"] | None = None,
+    out_dtype: Literal["bfloat16", "float16", "float32", "int32"] | None = None,
+    backend: Literal["auto", "triton", "cublaslt", "portable"] = "auto",
+    out: Tensor | None = None,
+) -> Tensor:
+    """`a` [..., K] times `b` [K, N], both of one dtype or both FP8, summed in `acc_dtype` and rounded once to `out_dtype`."""
+
+def mla_rope(
+    q: Tensor,
+    kv: Tensor,
+    k_pos: Tensor,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
+    freqs: Tensor | None = None,
+    *,
+    layout: Literal["sbhd", "bshd"] = "sbhd",
+    pairing: Literal["interleaved", "half"] = "interleaved",
+    mscale: float = 1.0,
+    cu_seqlens: Tensor | None = None,
+    cp_size: int = 1,
+    cp_rank: int = 0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(q, k, v) for attention from `q` [.., heads, nope + n], `kv` [.., heads, nope + v] and `k_pos` [.., 1, n] of all heads."""
+
+def moe_feed_forward(
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    routing: Tensor | None = None,
+    probs: Tensor | None = None,
+    gate_up_codes: Tensor | None = None,
+    gate_up_scale: Tensor | None = None,
+    gate_up_codes_t: Tensor | None = None,
+    down_codes: Tensor | None = None,
+    down_scale: Tensor | None = None,
+    down_codes_t: Tensor | None = None,
+    *,
+    act: Literal["silu", "gelu_tanh", "gelu_erf", "relu", "sigmoid"] = "silu",
+    limit: float | None = None,
+    capacity: int | None = None,
+    precision: Literal["input", "fp8"] = "input",
+    keep: Literal["all", "product", "input"] = "all",
+) -> Tensor:
+    """Each token's sum over its experts of `down[e] @ glu(gate_up[e] @ x)`, times the router's `probs`: [tokens, hidden]."""
+
+@overload
+def moe_permute(
+    x: Tensor,
+    routing: Tensor,
+    probs: Tensor | None = None,
+    *,
+    experts: int | None = None,
+    topk: int | None = None,
+    align: int = 16,
+    capacity: int | None = None,
+    out_format: None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(rows [capacity, hidden], row_probs [capacity], row_map, source, offsets, overflow): rows of `x` grouped by expert."""
+
+@overload
+def moe_permute(
+    x: Tensor,
+    routing: Tensor,
+    probs: Tensor | None = None,
+    *,
+    experts: int | None = None,
+    topk: int | None = None,
+    align: int = 16,
+    capacity: int | None = None,
+    out_format: Format,
+) -> tuple[Quantized, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(rows [capacity, hidden], row_probs [capacity], row_map, source, offsets, overflow): rows of `x` grouped by expert."""
+
+def moe_permute_codes(
+    codes: Tensor,
+    scale: Tensor,
+    routing: Tensor,
+    probs: Tensor | None = None,
+    *,
+    experts: int | None = None,
+    topk: int | None = None,
+    align: int = 16,
+    capacity: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(rows, row_scale [capacity, blocks], row_probs, row_map, source, offsets, overflow): as `moe_permute`, of bytes `codes`"""
+
+def moe_row_map(
+    routing: Tensor,
+    *,
+    experts: int | None = None,
+    topk: int | None = None,
+    align: int = 16,
+    capacity: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(row_map [tokens, slots], source [capacity], offsets [experts], overflow []), int32: rows grouped by expert."""
+
+def moe_unpermute(
+    rows: Tensor,
+    row_map: Tensor,
+    probs: Tensor | None = None,
+) -> Tensor:
+    """Each token's sum of its rows, in fp32 and in the order of `row_map`, [tokens, hidden]."""
+
+def multi_tensor_count_zeros(
+    tensors: list[Tensor],
+) -> Tensor:
+    """How many elements of all tensors are zero, of either sign, an int64 scalar. DTensors give the count of the whole."""
+
+def multi_tensor_norm(
+    tensors: list[Tensor],
+    ord: float = 2.0,
+) -> Tensor:
+    """The 1-, 2- or inf-norm of all elements of all tensors together, an fp32 scalar (float64 if a tensor is)."""
+
+def multi_tensor_scale(
+    tensors: list[Tensor],
+    scale: float = 1.0,
+    *,
+    by: Tensor | None = None,
+    out: list[Tensor] | None = None,
+) -> list[Tensor]:
+    """Every tensor times `scale`, and times the scalar `by` if it is given, which stays on the device."""
+
+def qkv_split(
+    qkv: Tensor,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    q_weight: Tensor | None = None,
+    k_weight: Tensor | None = None,
+    freqs: Tensor | None = None,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
+    *,
+    eps: float = 1e-06,
+    rotary_dim: int | None = None,
+    pairing: Literal["half", "interleaved"] = "half",
+    packing: Literal["grouped", "plain"] = "grouped",
+    transposed: bool = False,
+    silu: bool = False,
+    mscale: float = 1.0,
+    cu_seqlens: Tensor | None = None,
+    cp_size: int = 1,
+    cp_rank: int = 0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(q, k, v), each [batch, length, heads, head_dim], of `qkv` [batch, length, width] or, `transposed`, [length, batch, width]."""
+
+def quantize(
+    x: Tensor,
+    out_format: Format,
+    *,
+    offsets: Tensor | None = None,
+) -> Quantized:
+    """`x` in `out_format`, rounded to fp32 first if it is float64; the gradient passes unchanged."""
+
+@overload
+def rms_norm(
+    x: Tensor,
+    weight: Tensor | None = None,
+    eps: float = 1e-06,
+    *,
+    weight_offset: float = 0.0,
+    rstd: Tensor | None = None,
+    out_format: None = None,
+    out: Tensor | Quantized | None = None,
+) -> Tensor:
+    """Scale each row of `x` to unit root-mean-square, then by `weight + weight_offset`; statistics in fp32."""
+
+@overload
+def rms_norm(
+    x: Tensor,
+    weight: Tensor | None = None,
+    eps: float = 1e-06,
+    *,
+    weight_offset: float = 0.0,
+    rstd: Tensor | None = None,
+    out_format: Format,
+    out: Tensor | Quantized | None = None,
+) -> Quantized:
+    """Scale each row of `x` to unit root-mean-square, then by `weight + weight_offset`; statistics in fp32."""
+
+@overload
+def rms_norm_router(
+    x: Tensor,
+    weight: Tensor | None,
+    router: Tensor,
+    eps: float = 1e-06,
+    *,
+    out_format: None = None,
+) -> tuple[Tensor, Tensor]:
+    """(y, logits): `rms_norm(x, weight, eps)`, and the fp32 logits `y @ router.T` from exact products of `y` in x's dtype."""
+
+@overload
+def rms_norm_router(
+    x: Tensor,
+    weight: Tensor | None,
+    router: Tensor,
+    eps: float = 1e-06,
+    *,
+    out_format: Format,
+) -> tuple[Quantized, Tensor]:
+    """(y, logits): `rms_norm(x, weight, eps)`, and the fp32 logits `y @ router.T` from exact products of `y` in x's dtype."""
+
+@overload
+def rms_norm_rstd(
+    x: Tensor,
+    weight: Tensor | None = None,
+    eps: float = 1e-06,
+    *,
+    weight_offset: float = 0.0,
+    out_format: None = None,
+) -> tuple[Tensor, Tensor]:
+    """`rms_norm`, and the fp32 reciprocal root-mean-square of each row that it used."""
+
+@overload
+def rms_norm_rstd(
+    x: Tensor,
+    weight: Tensor | None = None,
+    eps: float = 1e-06,
+    *,
+    weight_offset: float = 0.0,
+    out_format: Format,
+) -> tuple[Quantized, Tensor]:
+    """`rms_norm`, and the fp32 reciprocal root-mean-square of each row that it used."""
+
+def rope(
+    q: Tensor,
+    k: Tensor,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
+    freqs: Tensor | None = None,
+    *,
+    layout: Literal["bhsd", "bshd", "sbhd"] = "bhsd",
+    rotary_dim: int | None = None,
+    pairing: Literal["half", "interleaved"] = "half",
+    mscale: float = 1.0,
+    cu_seqlens: Tensor | None = None,
+    cp_size: int = 1,
+    cp_rank: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """Turn the first `rotary_dim` columns (default: all) of every head of `q` and of `k`, in fp32 and rounded once."""
+
+def rope_one(
+    x: Tensor,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
+    freqs: Tensor | None = None,
+    *,
+    layout: Literal["bhsd", "bshd", "sbhd"] = "bhsd",
+    rotary_dim: int | None = None,
+    pairing: Literal["half", "interleaved"] = "half",
+    mscale: float = 1.0,
+    cu_seqlens: Tensor | None = None,
+    cp_size: int = 1,
+    cp_rank: int = 0,
+) -> Tensor:
+    """`rope` of one tensor."""
+
+def router_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    precision: Literal["high", "ieee"] = "high",
+    out: Tensor | None = None,
+) -> Tensor:
+    """fp32 logits `x @ weight.T + bias`, from exact products of bf16 or fp16 `x` and `weight`."""
+
+def router_z_loss(
+    logits: Tensor,
+    coef: float,
+) -> Tensor:
+    """`coef` times the mean over tokens of the squared logsumexp of their logits [..., experts]; fp32."""
+
+def routing_map(
+    indices: Tensor,
+    probs: Tensor,
+    *,
+    experts: int,
+) -> tuple[Tensor, Tensor]:
+    """(dense probs [..., experts], map bool [..., experts]) of a choice of experts and its weights, both [..., k]."""
+
+def smooth_quantize(
+    x: Tensor,
+    smooth: Tensor,
+    out_format: Format,
+    *,
+    reverse: bool = False,
+    offsets: Tensor | None = None,
+) -> Quantized:
+    """`x / smooth` per column in `out_format`, or `x * smooth` if `reverse`: in fp32, one rounding, then the format's."""
+
+def sort_chunks(
+    x: Tensor,
+    sizes: Tensor,
+    order: Tensor,
+    probs: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(rows [rows, hidden], row_probs [rows]): the chunks of `x`, of `sizes` rows each, in the order `order`."""
+
+def topk_routing(
+    logits: Tensor,
+    k: int,
+    *,
+    score: Literal["softmax", "sigmoid"] = "softmax",
+    bias: Tensor | None = None,
+    groups: int = 1,
+    group_topk: int = 1,
+    normalize: bool = True,
+    scaling: float = 1.0,
+    order: Literal["score_first", "topk_first"] = "score_first",
+    indices: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(probs fp32 [..., k], chosen [..., k], counts int32 [experts]): the `k` experts of each token and their weights."""
+
+def transpose_pad(
+    x: Tensor,
+    *,
+    multiple: int = 1,
+) -> Tensor:
+    """x [..., length, hidden] as [..., hidden, length rounded up to a `multiple`], zeros after the last column."""
