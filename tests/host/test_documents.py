@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 import shlex
@@ -14,8 +15,8 @@ import typer
 
 import tilewright as tw
 from tilewright.__main__ import app
-from tilewright.bench import documents
-from tilewright.bench.cases import Case, Goal
+from tilewright.bench import documents, picture
+from tilewright.bench.cases import CASES, GOALS, Case, Goal
 from tilewright.check import coverage
 from tilewright.core.target import TARGETS
 from tilewright.runtime import config
@@ -51,7 +52,9 @@ def test_what_is_out_of_date_is_named_and_mended(tmp_path):
     (tmp_path / "docs").mkdir()
     readme = (ROOT / "README.md").read_text()
     models = f"{documents.MODELS_BEGIN}\n{documents.MODELS_END}"
-    (tmp_path / "README.md").write_text(f"before\n{documents.BEGIN}\nold\n{documents.END}\n{models}\nafter\n")
+    page = f"before\n{documents.BEGIN}\nold\n{documents.END}\n"
+    (tmp_path / "README.md").write_text(f"{page}after\n")
+    (tmp_path / "docs/results.md").write_text(f"{page}{models}\nafter\n")
     names = tmp_path / "tilewright" / "names.py"
     names.parent.mkdir()
     names.write_text((ROOT / "tilewright" / "names.py").read_text().replace('    "glu": "ops.activation.glu",\n', ""))
@@ -62,13 +65,43 @@ def test_what_is_out_of_date_is_named_and_mended(tmp_path):
         "tilewright/names.py",
         "docs/coverage.md",
         "docs/rates.md",
+        "docs/results.md",
+        "docs/results.svg",
+        "tilewright/__init__.pyi",
     } < wrong.keys()
     assert all("`tilewright docs`" in line for line in wrong.values()) and "line 3" in wrong["README.md"]
     assert len(documents.write(tmp_path)) == len(wrong) and documents.check(tmp_path) == [] == documents.write(tmp_path)
     assert names.read_text() == (ROOT / "tilewright" / "names.py").read_text()
-    made = (tmp_path / "README.md").read_text()
-    assert made.startswith("before\n") and made.endswith("\nafter\n") and "old" not in made
+    for name in ("README.md", "docs/results.md"):
+        made = (tmp_path / name).read_text()
+        assert made.startswith("before\n") and made.endswith("\nafter\n") and "old" not in made
     assert (ROOT / "README.md").read_text() == readme
+
+
+def test_the_readme_shows_goals_of_the_results():
+    made = documents.shown_section(results(ROW, stale=True), [GOAL], TOYS.values())
+    assert "toy" not in made and "0 of 1 measured goals are short" in made
+    goal = GOAL._replace(case="rms_norm_fwd")
+    case = dataclasses.replace(TOYS["toy_fwd/8x16"], family="rms_norm_fwd")
+    [line] = [
+        line for line in documents.shown_section(results(ROW, stale=True), [goal], [case]).splitlines() if "rms" in line
+    ]
+    assert line == "| `rms_norm` | 8x16 bf16 | 10 (stale) | 95 % | eager 2.00 |"
+    assert {*documents.SHOWN} <= {*GOALS}
+
+
+def test_the_picture_is_drawn_anew_when_its_numbers_change():
+    step = {"us": 1e5, "bytes": 2e9}
+    row = {"case": next(iter(picture.TITLES)), "gpu": "Chip A", "steps": {"plain": step, "bf16": {"failed": "no"}}}
+    wanted = picture.numbers([row], set(), documents.VARIANTS)
+    assert wanted[0]["bars"] == [["transformers", 100.0, 2.0]]
+    there = picture.draw(wanted)
+    assert "100 ms, 2.0 GB" in there and picture.current(there + " ", wanted) == there + " "
+    for changed in ([{**row, "steps": {"plain": {**step, "us": 2e5}}}], [row]):
+        stale = {("Chip A", row["case"])} if changed == [row] else set()
+        again = picture.current(there, picture.numbers(changed, stale, documents.VARIANTS))
+        assert again != there and ("200 ms" in again or "(stale)" in again)
+    assert set(picture.TITLES) <= set(CASES)
 
 
 @pytest.mark.parametrize(
@@ -165,7 +198,7 @@ def test_the_code_of_a_page_runs(page, tmp_path):
     assert done.stdout.count("\n") >= 3
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/guide.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/guide.md", "docs/commands.md"])
 def test_the_commands_of_a_page_exist(page):
     known = typer.main.get_command(app).commands
     text = (ROOT / page).read_text()
@@ -183,3 +216,15 @@ def test_a_note_stands_with_its_gpu():
     made = documents.results_section(results(ROW), [GOAL], TOYS.values(), notes)
     assert "as fast as the faster" in made and "not there" not in made
     assert "None" not in documents.results_section(results(ROW), [GOAL], TOYS.values(), {"Chip A": None})
+
+
+def test_every_link_leads_somewhere():
+    for page in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]:
+        prose = re.sub(r"^```.*?^```$|`[^`\n]*`", "", page.read_text(), flags=re.M | re.S)
+        for target in re.findall(r"\]\(([^)\s]+)\)", prose):
+            path, _, anchor = target.partition("#")
+            there = (page.parent / path).resolve() if path else page
+            assert "://" in target or there.exists(), f"{page.relative_to(ROOT)}: {target}"
+            if anchor and there.suffix == ".md":
+                heads = re.findall(r"^#+ (.*)$", there.read_text(), re.MULTILINE)
+                assert anchor in {re.sub(r"[^\w -]", "", head).lower().replace(" ", "-") for head in heads}, target

@@ -1,4 +1,5 @@
-"""The generated pages: docs/ops/, docs/coverage.md, docs/rates.md, the results in README.md; the tables of names; the stub.
+"""The generated pages: docs/ops/, docs/coverage.md, docs/rates.md, the results in docs/results.md and, some of them, README.md; the
+picture of these; the table of names; the stub of the package.
 
 Each is a pure function of the catalogue, the coverage lists and the evidence; `tilewright docs` writes them, and a test
 fails when one is out of date.
@@ -26,7 +27,7 @@ from .results import Goals, Result, Standing, standings, tally, understand
 
 ROOT = Path(__file__).parents[2]
 OPS, COVERAGE, RATES, README = Path("docs/ops"), Path("docs/coverage.md"), Path("docs/rates.md"), Path("README.md")
-INDEX, NAMES = OPS / "index.md", Path("tilewright/names.py")
+INDEX, RESULTS, NAMES = OPS / "index.md", Path("docs/results.md"), Path("tilewright/names.py")
 BEGIN, END = "<!-- results -->", "<!-- /results -->"
 MODELS_BEGIN, MODELS_END = "<!-- models -->", "<!-- /models -->"
 # Of a training step, by their names in evidence: what the columns are called, and which are ours
@@ -35,6 +36,11 @@ VARIANTS = {
     "fp8": "tilewright, FP8",
 }  # fmt: skip
 OURS = ("bf16", "fp8")
+# The goals that the README shows, and what it calls them
+SHOWN = {
+    "rms_norm_fwd": "`rms_norm`", "silu_bwd": "`glu`, backward", "cross_entropy_fwd": "`cross_entropy`",
+    "fused_linear_ce": "`linear_cross_entropy`", "moe_layer_fp8": "`moe_feed_forward` in FP8",
+}  # fmt: skip
 
 
 # ---- docs/ops -----------------------------------------------------------------------------------------------------
@@ -225,7 +231,25 @@ def _missing(rows: Sequence[coverage.Row]) -> Iterator[str]:
         yield from wrapped(f"- {listed(bare)}", "  ")
 
 
-# ---- README.md -------------------------------------------------------------------------------------------------------
+# ---- docs/results.md and README.md -----------------------------------------------------------------------------------
+
+
+def shown_section(results: Sequence[Result], goals: Iterable[Goal], cases: Collection[Case]) -> str:
+    """What stands between the README's markers: the rows of SHOWN, for each GPU, and how many goals are short."""
+    goals, lines = list(goals), [BEGIN]
+    for gpu in sorted({r.gpu for r in results}):
+        measured = standings([r for r in results if r.gpu == gpu], goals, cases)
+        rows = [_shown(one) for name in SHOWN for one in measured if one.goal.case == name and one.value is not None]
+        lines += table((f"on one {gpu}", "shape", "µs", "of memory's speed", "others' time over ours"), rows)
+        lines += ["", *wrapped(tally(measured))]
+    return "\n".join([*lines, END])
+
+
+def _shown(one: Standing) -> tuple[str, ...]:
+    r = one.own[0]
+    share = "" if r.fraction is None else f"{100 * r.fraction:.0f} %"
+    others = ", ".join(f"{rival.name} {rival.ratio:.2f}" for rival in r.rivals)
+    return SHOWN[one.goal.case], one.goal.shape, f"{r.us:.0f}" + " (stale)" * r.stale, share, others
 
 
 def results_section(
@@ -300,11 +324,11 @@ def _step(row: Mapping[str, Any], variant: str, stale: Collection[tuple[str, str
     return f"{step['us'] / 1e3:.1f} ms, {step['bytes'] / 1e9:.1f} GB{mark}"
 
 
-def with_results(readme: str, section: str, begin: str = BEGIN, end: str = END) -> str:
-    """`readme` with the part between the markers replaced."""
-    if readme.count(begin) != 1 or readme.count(end) != 1 or readme.index(begin) > readme.index(end):
-        raise ValueError(f"README.md must hold {begin} and {end}, once each and in this order")
-    return readme[: readme.index(begin)] + section + readme[readme.index(end) + len(end) :]
+def with_results(page: str, section: str, name: Path = README, begin: str = BEGIN, end: str = END) -> str:
+    """`page` with the part between the markers replaced."""
+    if page.count(begin) != 1 or page.count(end) != 1 or page.index(begin) > page.index(end):
+        raise ValueError(f"{name} must hold {begin} and {end}, once each and in this order")
+    return page[: page.index(begin)] + section + page[page.index(end) + len(end) :]
 
 
 # ---- tilewright/names.py ---------------------------------------------------------------------------------------------
@@ -330,7 +354,7 @@ def understood(rows: Iterable[Mapping[str, Any]], goals: Goals, stale: Collectio
 def generate(root: Path = ROOT) -> dict[Path, str]:
     """Path below `root` -> what should stand there."""
     from .. import catalogue
-    from . import choose, evidence, rates, stubs
+    from . import choose, evidence, picture, rates, stubs
 
     rows = evidence.everything(root / "evidence")
     stale = {(row["gpu"], row["case"]) for row in rows if evidence.freshness(row) == "stale"}
@@ -340,13 +364,17 @@ def generate(root: Path = ROOT) -> dict[Path, str]:
     notes = {gpu: choose.auto_line(one for one in both if one.row["gpu"] == gpu) for gpu in {r["gpu"] for r in rows}}
     section = results_section(results, GOALS.values(), CASES.values(), notes)
     models = models_section(rows, stale, CASES.values(), VARIANTS)
+    page = with_results((root / RESULTS).read_text(), section, RESULTS)
+    drawn = (root / picture.PICTURE).read_text() if (root / picture.PICTURE).exists() else ""
     return {
         **ops_pages(catalogue(), results, TARGETS.values()),
         NAMES: names_table((root / NAMES).read_text(), catalogue()),
         COVERAGE: coverage_page(coverage.everything()),
         RATES: rates.page(rows),
         stubs.STUB: stubs.stub(catalogue()),
-        README: with_results(with_results((root / README).read_text(), section), models, MODELS_BEGIN, MODELS_END),
+        RESULTS: with_results(page, models, RESULTS, MODELS_BEGIN, MODELS_END),
+        picture.PICTURE: picture.current(drawn, picture.numbers(rows, stale, VARIANTS)),
+        README: with_results((root / README).read_text(), shown_section(results, GOALS.values(), CASES.values())),
     }
 
 

@@ -12,8 +12,8 @@ from .console import fail
 def docs(
     check: Annotated[bool, typer.Option("--check", help="Write nothing; fail if a page is out of date.")] = False,
 ) -> None:
-    """Write docs/ops/, docs/coverage.md, docs/rates.md and the README's results from the declarations, the lists and the
-    evidence."""
+    """Write what is generated of docs/ and the README, the picture of results, the table of names and the package's stub, from the
+    declarations, the lists and the evidence."""
     from ..bench import documents
 
     if not (documents.ROOT / documents.README).exists():
