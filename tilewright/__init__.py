@@ -25,13 +25,23 @@ def __getattr__(name: str) -> Any:
     elif name in _declared():
         return _declared()[name].function  # somebody's own op, which may be taken away again: it is not kept
     else:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{_meant(name)}")
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *NAMES, "nn", *OPS, *_declared()})
+
+
+def _meant(name: str) -> str:
+    """The public names that are nearly this one, as the end of an error message."""
+    if name.startswith("_"):
+        return ""  # what Python itself asks every module for
+    import difflib
+
+    near = difflib.get_close_matches(name, [*NAMES, *OPS, *_declared()], n=3)
+    return f": did you mean {' or '.join(near)}?" if near else ""
 
 
 def _declared() -> dict[str, Any]:

@@ -87,11 +87,12 @@ names = dir(tw)
 assert {"rms_norm", "glu", "cross_entropy", "quantize", "fp8", "Op", "kernel", "Draw", "Format", "Target"} <= set(names)
 for name in names:
     getattr(tw, name)
-for name in ("no_such_op", "_private"):
+for name in ("no_such_op", "_private", "rms_nrm"):
     try:
         getattr(tw, name)
     except AttributeError as error:
         assert name in str(error)
+        assert ("did you mean rms_norm" in str(error)) == (name == "rms_nrm")
     else:
         raise SystemExit(f"{name} exists")
 print(tw.__version__)

@@ -10,6 +10,7 @@ Everything here depends on types, shapes and dtypes alone, so a call whose key w
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import math
 import re
@@ -194,7 +195,9 @@ class Signature:
             if name in values:
                 raise TypeError(f"{self.op}() got argument {name} twice")
             if name not in self.defaults:
-                raise TypeError(f"{self.op}() has no argument {name}; it takes {', '.join(self.names)}")
+                near = difflib.get_close_matches(name, self.names, n=1)
+                meant = f" (did you mean {near[0]}?)" if near else ""
+                raise TypeError(f"{self.op}() has no argument {name}{meant}; it takes {', '.join(self.names)}")
         for name, default in self.defaults.items():
             if name not in values:
                 value = kwargs.get(name, default)
