@@ -2,14 +2,16 @@
 
 The model's own forward runs on a shadow of it: an instance of the same class with the same attributes and children, but for the
 head, which passes hidden states through, and the loss function, which takes them for what they are. So auxiliary losses, scalings
-of logits and outputs stay the model's own; of a softcap, which is not linear, the shadow's config says none, and the loss knows it.
+of logits and outputs stay the model's own. Of a softcap, which is not linear, the shadow's head knows the curve, and keeps hidden
+states aside for the loss: what the model makes of those that passed through is of no use then.
 """
 
 from __future__ import annotations
 
-import copy
 import inspect
+import itertools
 from collections.abc import Callable
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -19,11 +21,12 @@ from torch import Tensor, nn
 
 from ...ops.loss.cross_entropy import cross_entropy
 from ...ops.loss.linear_cross_entropy import linear_cross_entropy
-from .probe import PRODUCTS, UNRUN, Source, compared, device_of, shallow, twin
+from .logit_curve import HEAD, OWN_LOSS, WIDTH, Curve, arguments, curve_of, vocabulary, with_answers
+from .probe import PRODUCTS, UNRUN, Source, compared, device_of, shallow
 from .report import RESTS, changed, rests
 from .roles import Count, Found, Skip, alike, bound, ignore
 
-HEAD, SOFTCAP, SHADOW = "lm_head", "final_logit_softcapping", "_tilewright_shadow"
+SHADOW = "_tilewright_shadow"
 LOSSES = ("linear_cross_entropy", "cross_entropy")
 
 
@@ -51,6 +54,34 @@ def head_forward(self: nn.Module, x: Tensor, labels: Tensor | None = None, **opt
     return F.linear(x, self.weight, self.bias) if labels is None else head_loss(self, x, labels, **options)
 
 
+class Passing(nn.Module):
+    """The head of a shadow, with the attributes of the model's. With a softcap it keeps what it passes on until the loss takes
+    it."""
+
+    def __init__(self, model: nn.Module, curve: Curve) -> None:
+        super().__init__()
+        self.__dict__["model"] = model  # which is no child
+        self.curve = curve
+        self.kept: list[Tensor] = []
+
+    def __getattr__(self, name: str) -> Any:
+        if "model" not in self.__dict__:  # while it is copied
+            raise AttributeError(name)
+        return getattr(self.__dict__["model"]._modules[HEAD], name)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.curve.softcap is not None:
+            self.kept[:] = [x]
+        return x
+
+    def taken(self, passed: Tensor) -> Tensor:
+        """The hidden states, scaled as the logits are, from what the loss function was given."""
+        if self.curve.softcap is None:
+            return passed
+        x = self.kept.pop()
+        return x if self.curve.scale == 1 else x * self.curve.scale
+
+
 def hidden_loss(count: Count) -> Callable:
     """Like transformers' `ForCausalLMLoss`, of hidden states."""
 
@@ -59,15 +90,16 @@ def hidden_loss(count: Count) -> Callable:
         ignore_index: int = -100, shift_labels: Tensor | None = None, **_: Any,
     ) -> Tensor:  # fmt: skip
         count("linear_cross_entropy")
-        head, y = self._modules[HEAD], shifted(labels, shift_labels, ignore_index, logits.device)
+        head, passing = self._modules[HEAD], self.__dict__[SHADOW]._modules[HEAD]
+        hidden, y = passing.taken(logits), shifted(labels, shift_labels, ignore_index, logits.device)
         options = {
             "ignore_index": ignore_index, "reduction": "mean" if num_items_in_batch is None else "sum",
-            "softcap": getattr(self.config, SOFTCAP, None),
+            "softcap": passing.curve.softcap,
         }  # fmt: skip
         if "forward" in head.__dict__:
-            made = head(logits, labels=y, **options)
+            made = head(hidden, labels=y, **options)
         elif type(head).forward is nn.Linear.forward:  # resize_token_embeddings makes a new one, which knows no labels
-            made = head_loss(head, logits, y, **options)
+            made = head_loss(head, hidden, y, **options)
         else:
             raise ValueError(
                 f"patch: the head became a {type(head).__name__} after the patch: unpatch, and patch again"
@@ -93,14 +125,19 @@ def logits_loss(count: Count) -> Callable:
     return loss
 
 
-def shadow_of(model: nn.Module, count: Count) -> nn.Module:
+def shadow_of(model: nn.Module, curve: Curve, count: Count) -> nn.Module:
     made = shallow(model)
-    made.__dict__["_modules"] = {**model._modules, HEAD: nn.Identity()}
+    made.__dict__["_modules"] = {**model._modules, HEAD: Passing(model, curve)}
     made.__dict__["_loss_function"] = MethodType(hidden_loss(count), model)
-    if getattr(model.config, SOFTCAP, None) is not None:
-        made.__dict__["config"] = copy.copy(model.config)
-        setattr(made.config, SOFTCAP, None)
     return made
+
+
+def without_logits(output: Any) -> Any:
+    """An output whose logits are None; in a tuple, where they are the first tensor that is no number, None in their place."""
+    if not isinstance(output, tuple):
+        return type(output)(**{k: v for k, v in output.items() if k != "logits"})
+    at = next(i for i, part in enumerate(output) if isinstance(part, Tensor) and part.dim() > 1)
+    return *output[:at], None, *output[at + 1 :]
 
 
 def causal_forward(original: Callable) -> Callable:
@@ -112,10 +149,7 @@ def causal_forward(original: Callable) -> Callable:
         shadow = self.__dict__.get(SHADOW)
         if labels is None or return_logits or not self.training or shadow is None:
             return original(self, *given, **named)
-        asked = named.pop("return_dict", None)
-        output = original(shadow, *given, return_dict=True, **named)
-        output = type(output)(**{k: v for k, v in output.items() if k != "logits"})
-        return output if (self.config.return_dict if asked is None else asked) else output.to_tuple()
+        return without_logits(original(shadow, *given, **named))
 
     setattr(forward, RESTS, True)
     return forward
@@ -133,39 +167,47 @@ def loss(name: str, module: nn.Module, kind: str) -> Found | Skip | None:
         return None
     if module.loss_function is not ForCausalLMLoss:
         return Skip("its loss function is not ForCausalLMLoss")
-    if kind == "cross_entropy":
-        return Found(kind, lambda count: [(module, "_loss_function", logits_loss(count))])
     head = module._modules[HEAD]
     if getattr(type(head), "forward", None) is not nn.Linear.forward or changed(head):
         return Skip(f"its head is not a plain linear layer but {type(head).__name__}")
-    words = probed(module, original)
+    curve = curve_of(module, original)
+    if curve == OWN_LOSS:
+        return Skip(curve)
+    if kind == "cross_entropy":
+        return Found(kind, lambda count: [(module, "_loss_function", logits_loss(count))])
+    words = curve if isinstance(curve, str) else probed(module, original, curve)
     if words is not None:
         causal = type(module).__name__.endswith("ForCausalLM")
         return Skip(f"not linear_cross_entropy: {words}", failed=causal or not words.startswith(UNRUN))
 
     def changes(count: Count) -> list[tuple[nn.Module, str, Any]]:
-        made = [(module, SHADOW, shadow_of(module, count)), (head, "forward", MethodType(head_forward, head))]
+        made = [(module, SHADOW, shadow_of(module, curve, count)), (head, "forward", MethodType(head_forward, head))]
         return made if rests(module) else [*made, bound(module, causal_forward(original))]
 
     return Found(kind, changes)
 
 
-def probed(module: nn.Module, original: Callable) -> str | None:
-    """Why the loss by a shadow is not the model's own, on random hidden states of a few tokens and a narrow head."""
-    from transformers.modeling_outputs import MoeModelOutputWithPast
-
-    draw, width, vocab = Source(device_of(module)), 8, module.config.get_text_config().vocab_size
-    hidden, labels = draw.tensor(2, 4, width), draw.integers(2, 4, high=vocab)
+def probed(module: nn.Module, original: Callable, curve: Curve) -> str | None:
+    """Why the loss by a shadow, or a gradient of it, is not the model's own: of a few tokens and a narrow head, with logits of
+    about 1 and of hundreds, in both modes."""
+    draw, vocab = Source(device_of(module)), vocabulary(module)
+    labels = draw.integers(2, 4, high=vocab)
     labels[0, 2] = -100
+    for training, size in itertools.product((True, False), (1, 64)):
+        # Small integers, whose products no GPU rounds: of large logits a rounded one would be another loss
+        hidden = (draw.integers(2, 4, WIDTH, high=7).float() - 3).requires_grad_()
+        head = draw.linear(WIDTH, vocab, module._modules[HEAD].bias is not None)
+        head.weight = nn.Parameter((draw.integers(vocab, WIDTH, high=9).float() - 4) * (size / 8))
+        made = with_answers(module, head, hidden, training=training)
+        made.__dict__[SHADOW] = shadow_of(made, curve, ignore)
+        run = partial(loss_and_gradients, made, arguments(module, labels), [hidden, *head.parameters()])
+        words = compared(partial(run, causal_forward(original)), partial(run, original), PRODUCTS)
+        if words is not None:
+            return words
+    return None
 
-    class Body(nn.Module):
-        def forward(self, *given: Any, **named: Any) -> Any:
-            return MoeModelOutputWithPast(last_hidden_state=hidden)
 
-    head = draw.linear(width, vocab, module._modules[HEAD].bias is not None)
-    made = twin(module, {}, {**module._modules, module.base_model_prefix: Body(), HEAD: head}, training=True)
-    made.__dict__[SHADOW] = shadow_of(made, ignore)
-    ours, named = causal_forward(original), {"labels": labels, "num_items_in_batch": 5}
-    if "output_router_logits" in inspect.signature(original).parameters:
-        named["output_router_logits"] = False
-    return compared(lambda: ours(made, **named).loss, lambda: original(made, **named).loss, PRODUCTS)
+def loss_and_gradients(model: nn.Module, named: dict, wanted: list[Tensor], forward: Callable) -> tuple[Tensor, ...]:
+    with torch.enable_grad():
+        loss = forward(model, **named)[0]
+        return loss.detach(), *torch.autograd.grad(loss, wanted)

@@ -96,7 +96,11 @@ def compared(ours: Callable[..., Any], theirs: Callable[..., Any], bar: float, *
             expected = theirs(*given)
         except Exception as error:
             return f"{UNRUN}: {type(error).__name__}: {error}"
-        return differ(ours(*given), expected, bar)
+        try:
+            made = ours(*given)
+        except Exception as error:
+            return f"what should stand for it does not run on a probe: {type(error).__name__}: {error}"
+        return differ(made, expected, bar)
 
 
 def activation(function: Any) -> str | None:
