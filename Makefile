@@ -2,6 +2,7 @@
 # make seconds  what the nets took when they last ran, for each op
 # make demo   a small model trained with plain PyTorch and with tilewright, their curves in out/demo.png
 # make site   the pages of docs/ as a site in out/site, every link checked
+# make models every language model of transformers that can be built small, patched and compared; minutes, and resumable
 # make gpu    the same properties on hardware, in resumable shards
 PYTHON ?= python3
 JOBS ?= 2
@@ -26,7 +27,7 @@ SLOWER ?= 1
 export SLOWER
 net = TILEWRIGHT_NET=$(1) TILEWRIGHT_SHARD=$(SHARD)
 
-.PHONY: env lint test host interpreter compile smoke seconds gpu demo docs site clean
+.PHONY: env lint test host interpreter compile smoke seconds models gpu demo docs site clean
 
 env: $(VENV)/.ready $(OLD)/.ready
 
@@ -63,6 +64,10 @@ smoke: env
 
 seconds: $(VENV)/.ready
 	PYTHONPATH=. $(PY) -m tests.seconds
+
+# Ends by writing the table of docs/huggingface.md, and fails if a row of it is wrong.
+models: $(VENV)/.ready
+	PYTHONPATH=. $(PY) -m tests.survey
 
 # Without a GPU in the environment that the tests use; with one, PY=python3 takes the Python that has torch for it.
 demo: $(if $(filter $(VENV)/%,$(PY)),$(VENV)/.ready)
