@@ -84,6 +84,13 @@ LAYERED = {
         kind: {"rope_type": "default", "rope_theta": 1e4} for kind in ("full_attention", "sliding_attention")
     }
 }
+INDEXED = {
+    "indexer_n_heads": KEYS,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": HEAD,
+    "indexer_budget": 8,
+    "indexer_compress_ratio": 2,
+}
 MAMBA = {"mamba_d_head": 2 * HEAD}  # heads of twice the hidden size
 # Columns that time, height and width turn, of as many pairs as are turned
 TURNS = {
@@ -113,11 +120,24 @@ MORE: dict[str, dict[str, Any]] = {
         "vq_config": {"base_channels": 32},
     },
     "janus": {"vq_config": {"base_channels": 32}},
-    "qwen4_exp_text": {"indexer_budget": 8, "indexer_compress_ratio": 2},
+    "emu3": {
+        "vocabulary_map": {"<image>": 100, "<|extra_200|>": 101, "<|visual token 000000|>": 102},
+        "vq_config": {"base_channels": 32},
+    },
+    "ernie4_5_vl_moe": {
+        "text_config": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [3, 3, 2]}}
+    },
+    "granite4_vision": {"deepstack_layer_map": [[-1, 0]], "downsample_rate": "2/4", "spatial_target_layers": [1]},
+    "muse_spark": {"audio_config": {"hidden_sizes": [16, 16, 32, 32]}},
+    "nemotron_h_omni": {"vision_config": {"video_temporal_patch_size": 2}},
+    "qwen4_exp": {"text_config": INDEXED},
+    "qwen4_exp_text": INDEXED,
+    "zamba": {"num_hidden_layers": 6, "attn_layer_period": 2, "attn_layer_offset": 1},
+    "zaya": {"num_experts_per_tok": 1},
     "bamba": MAMBA,
     "blt": {"encoder_hash_byte_group_vocab": 50},
     "dbrx": {"attn_config": {"rope_theta": 1e4}},
-    "glm5_next": {"text_config": {"num_key_value_heads": HEADS}},
+    "glm5_next": {"text_config": {"num_key_value_heads": HEADS, "index_topk": 16, "qk_rope_head_dim": 0}},
     "gpt_neo": {"attention_types": [[["global", "local"], LAYERS // 2]]},
     "granitemoehybrid": MAMBA,
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * (LAYERS // 2)},

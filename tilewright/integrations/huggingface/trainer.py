@@ -8,7 +8,6 @@ import weakref
 from typing import Any
 
 import torch
-from accelerate.state import AcceleratorState
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
@@ -63,6 +62,8 @@ class PatchCallback(TrainerCallback):
             self.on_init_end(args, state, control, model=model)
         only, kind = self.options.get("only"), self.options.get("loss", "linear_cross_entropy")
         if fuses_the_head(args) and kind == "linear_cross_entropy" and (only is None or "loss" in only):
+            from accelerate.state import AcceleratorState  # which a trainer that trains has made
+
             precision = PRECISIONS.get(AcceleratorState().mixed_precision)
             reach(model, self.report, counting(self.report.counter), precision)
 
