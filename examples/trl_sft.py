@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import argparse
 import tempfile
+from collections.abc import Iterator
 
 import torch
-from datasets import Dataset
+from datasets import IterableDataset
 from transformers import PreTrainedTokenizerFast, PrinterCallback, Qwen3Config, Qwen3ForCausalLM
 from trl import SFTConfig, SFTTrainer
 
@@ -40,12 +41,12 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words), pad_token="<pad>", eos_token="<eos>")
 
 
-def conversations(count: int) -> Dataset:
-    """Each token is the one before it plus 1, from a random first one."""
+def conversations(count: int) -> Iterator[dict[str, list[int]]]:
+    """Each token is the one before it plus 1, from a random first one; the first half is the prompt."""
     first = torch.randint(2, VOCAB, (count, 1), generator=torch.Generator().manual_seed(1))
     rows = 2 + (first - 2 + torch.arange(LENGTH)) % (VOCAB - 2)
-    ignored = [-100] * (LENGTH // 2)
-    return Dataset.from_list([{"input_ids": row, "labels": ignored + row[LENGTH // 2 :]} for row in rows.tolist()])
+    for row in rows.tolist():
+        yield {"input_ids": row, "labels": [-100] * (LENGTH // 2) + row[LENGTH // 2 :]}
 
 
 def train(steps: int, callbacks: list[PatchCallback]) -> list[float]:
@@ -56,8 +57,9 @@ def train(steps: int, callbacks: list[PatchCallback]) -> list[float]:
             save_strategy="no", report_to=[], disable_tqdm=True, dataloader_pin_memory=False, max_length=LENGTH,
             gradient_checkpointing=False,
         )  # fmt: skip
+        data = IterableDataset.from_generator(conversations, gen_kwargs={"count": steps * BATCH})
         trainer = SFTTrainer(
-            model(), args=config, train_dataset=conversations(steps * BATCH), processing_class=tokenizer(),
+            model(), args=config, train_dataset=data, processing_class=tokenizer(),
             callbacks=callbacks,
         )  # fmt: skip
         trainer.remove_callback(PrinterCallback)
