@@ -23,7 +23,11 @@ def _expanded(entry: dict) -> dict:
         return entry
     folder = ROOT / "docs" / path
     pages = sorted(folder.glob("*.md"), key=lambda page: (page.stem != "index", page.stem))
-    return {title: [page.relative_to(ROOT / "docs").as_posix() for page in pages]}
+    return {title: [{_name(page): page.relative_to(ROOT / "docs").as_posix()} for page in pages]}
+
+
+def _name(page: Path) -> str:
+    return "all" if page.stem == "index" else page.stem
 
 
 def on_files(files: Files, config) -> Files:
