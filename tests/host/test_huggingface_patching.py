@@ -194,6 +194,46 @@ def test_norms_layers_routers_and_experts_are_probed_in_both_modes(monkeypatch):
     assert [s.module for s in report.skipped] == ["model.layers.1"] and "in training" in report.skipped[0].reason
 
 
+# ---- experts that a token has twice -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["Mixtral", "GptOss"])
+def test_repeated_experts_are_added(family):
+    model = build(family)
+    experts = model.model.layers[0].mlp.experts
+    x, weights = torch.randn(5, 32, requires_grad=True), torch.rand(5, 3, requires_grad=True)
+    chosen, dy = torch.tensor([[1, 1, 2], [0, 0, 0], [3, 1, 3], [2, 1, 0], [3, 3, 1]]), torch.randn(5, 32)
+
+    def results() -> tuple[torch.Tensor, ...]:
+        y = experts(x, chosen, weights)
+        return y, *torch.autograd.grad(y, (x, weights, *experts.parameters()), dy)
+
+    model.set_experts_implementation("eager")
+    expected = dict(enumerate(results()))
+    patch(model)
+    assert error(dict(enumerate(results())), expected) < FP32
+
+
+def test_tables_of_experts_may_repeat_one():
+    """DeepSeek-V4 routes the tokens of its first layers by a table, which is all zeros until it is loaded."""
+    if not hasattr(transformers, "DeepseekV4Config"):
+        pytest.skip(f"transformers {transformers.__version__} has no DeepSeek-V4")
+    torch.manual_seed(0)
+    given = {**SIZES, "head_dim": 16, "moe_intermediate_size": 24, "num_experts_per_tok": 2, "n_routed_experts": 4}
+    model = transformers.DeepseekV4ForCausalLM(transformers.DeepseekV4Config(**given)).eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.randn_like(p), alpha=0.1)
+        tables = [m.tid2eid for m in model.modules() if hasattr(m, "tid2eid")]
+        for table in tables:
+            table.random_(4)
+        assert tables and (tables[0][IDS, 0] == tables[0][IDS, 1]).any()
+        expected = model(IDS).logits
+        report = patch(model, strict=False)
+        assert {r.op for r in report.replaced if r.role == "experts"} == {"grouped_mm"}
+        assert error({"logits": model(IDS).logits}, {"logits": expected}) < FP32
+
+
 # ---- replicas and files -----------------------------------------------------------------------------------------------------
 
 

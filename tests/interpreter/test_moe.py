@@ -97,9 +97,36 @@ def test_indices_that_are_none_or_twice():
     same_map(tw.moe_row_map(chosen, experts=4, align=2, capacity=12), wanted)
     probs = torch.arange(12.0).reshape(4, 3).requires_grad_()
     row_probs = tw.moe_permute(torch.ones(4, 8), chosen, probs, experts=4, align=2, capacity=12)[1]
-    assert row_probs[:8].tolist() == [2.0, 0.0, 10.0, 0.0, 0.0, 0.0, 4.0, 0.0]
+    assert row_probs[:8].tolist() == [2.0, 0.0, 10.0, 0.0, 1.0, 0.0, 9.0, 0.0]
     (d,) = torch.autograd.grad(row_probs, probs, torch.arange(12.0) + 1)
-    assert d.tolist() == [[5.0, 0.0, 1.0], [0.0, 7.0, 0.0], [0.0] * 3, [0.0, 3.0, 0.0]]
+    assert d.tolist() == [[5.0, 5.0, 1.0], [0.0, 7.0, 7.0], [0.0] * 3, [0.0, 3.0, 0.0]]
+    counts = tw.moe_permute(torch.ones(4, 8), chosen, experts=4, align=2, capacity=12)[1]
+    assert counts[:8].tolist() == [1.0, 0.0, 1.0, 0.0, 2.0, 0.0, 2.0, 0.0]
+
+
+@pytest.mark.parametrize("weighted", [True, False])
+@pytest.mark.parametrize("slots", [2, 5])
+def test_repeated_experts_are_added(weighted, slots):
+    """As if each slot were a token of its own. Some tiles of tokens have repeated experts, others none."""
+    draw = torch.Generator().manual_seed(0)
+    tokens, E, hidden, ffn = 140, 6, 16, 16
+    chosen = torch.cat([indices(100, E, slots), torch.randint(-1, E, (tokens - 100, slots), generator=draw)])
+    chosen[-1] = 3
+    x, gate_up, down, probs = (
+        torch.randn(*shape, generator=draw, dtype=torch.float64).mul(0.5).float().requires_grad_()
+        for shape in ((tokens, hidden), (E, 2 * ffn, hidden), (E, hidden, ffn), (tokens, slots))
+    )
+    given = [x, gate_up, down, *([probs] if weighted else [])]
+    y = tw.moe_feed_forward(x, gate_up, down, chosen, probs if weighted else None)
+    dy = torch.randn(y.shape, generator=draw)
+    wide = [t.detach().double().requires_grad_() for t in given]
+    e = chosen.clamp(min=0)
+    gate, up = torch.einsum("th,tkfh->tkf", wide[0], wide[1][e]).chunk(2, -1)
+    each = torch.einsum("tkf,tkhf->tkh", torch.nn.functional.silu(gate) * up, wide[2][e]) * (chosen >= 0)[..., None]
+    expected = (each * wide[3][..., None] if weighted else each).sum(1)
+    torch.testing.assert_close(y.double(), expected, rtol=1e-4, atol=1e-5)
+    for ours, theirs in zip(torch.autograd.grad(y, given, dy), torch.autograd.grad(expected, wide, dy.double())):
+        torch.testing.assert_close(ours.double(), theirs, rtol=1e-3, atol=1e-4)
 
 
 def test_topk_of_a_map_keeps_the_lowest_experts():

@@ -62,8 +62,8 @@ def reference(
     """Each token's sum over its experts of `down[e] @ glu(gate_up[e] @ x)`, times the router's `probs`: [tokens, hidden].
 
     `gate_up` is [experts, 2 * ffn, hidden], `down` [experts, hidden, ffn]. `routing` [tokens, k] has the experts of each token,
-    `probs` their weights (1 without); an index outside [0, experts) is none, and a repeated one counts once. Without `routing`
-    there is one expert, for all tokens. `act` and `limit` are those of `glu`. `capacity` bounds the rows of all experts
+    `probs` their weights (1 without); an index outside [0, experts) is none, and the weights of a repeated one are added. Without
+    `routing` there is one expert, for all tokens. `act` and `limit` are those of `glu`. `capacity` bounds the rows of all experts
     together, each expert's rounded up to 128 in FP8: pairs past it, the last in expert-major order, are dropped.
 
     `precision="fp8"` makes all products, those of the backward too, of e4m3 codes; it wants ffn to be a multiple of 128, and on
@@ -83,8 +83,7 @@ def reference(
         chosen = kept & (routing == e)
         there = chosen.any(1, keepdim=True)
         act_e = glu.reference(torch.where(there, wide, 0.0) @ first, act=act, limit=limit)
-        if probs is not None:
-            act_e = act_e * torch.where(chosen, upcast(probs), 0.0).sum(1, keepdim=True)
+        act_e = act_e * torch.where(chosen, 1.0 if probs is None else upcast(probs), 0.0).sum(1, keepdim=True)
         y = y + torch.where(there, act_e @ second, 0.0)
     route = found.row_map, found.source, found.offsets, probs_of_rows(routing, probs, found).detach()
     return y.to(x.dtype), *route, *room(a, found.source.shape[0])
@@ -191,8 +190,9 @@ class Plain:
     def glu_values(self, h: Tensor, out_format: Any) -> dict[str, Any]:
         a = self.a
         return {
-            "x": h, "up": None, "act": a.act, "limit": a.limit, "alpha": 1.0, "scale": None if a.probs is None else self.row_probs,
-            "offsets": self.offsets if self.routed else None, "out_format": out_format, "out": None,
+            "x": h, "up": None, "act": a.act, "limit": a.limit, "alpha": 1.0,
+            "scale": self.row_probs if self.routed else None, "offsets": self.offsets if self.routed else None,
+            "out_format": out_format, "out": None,
         }  # fmt: skip
 
     def gated_gradient(self, h: Tensor, dact: Tensor, ways: str, needs: frozenset) -> tuple[Any, Tensor | None]:

@@ -150,6 +150,8 @@ def probed(module: nn.Module) -> str | None:
         parameters |= {"gate_up_proj_bias": draw.tensor(E, 2 * ffn), "down_proj_bias": draw.tensor(E, hidden)}
     eager = SimpleNamespace(_experts_implementation="eager")
     made = twin(module, parameters, module._modules, num_experts=E, config=eager)
-    chosen = torch.tensor([[0, 2], [3, 1], [2, 3], [0, 1], [1, 2]], device=draw.device)
-    given = draw.tokens(5, hidden)[0], chosen, draw.tensor(5, 2).softmax(-1)
+    chosen = torch.tensor(
+        [[0, 2], [3, 1], [2, 2], [2, 3], [0, 1], [1, 1]], device=draw.device
+    )  # tables may repeat an expert
+    given = draw.tokens(6, hidden)[0], chosen, draw.tensor(6, 2).softmax(-1)
     return compared_in_modes(experts_forward, type(module).forward, PRODUCTS, made, *given)

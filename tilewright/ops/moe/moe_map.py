@@ -43,7 +43,7 @@ def reference(
     """(row_map [tokens, slots], source [capacity], offsets [experts], overflow []), int32: rows grouped by expert.
 
     `routing` is a map [tokens, experts], not 0 where a token goes to an expert, or, with `experts`, indices [tokens, k],
-    where an index outside [0, experts) is none and a repeated one counts once. `row_map` has the rows of each token,
+    where an index outside [0, experts) is none and a repeated one has one row. `row_map` has the rows of each token,
     ascending, then -1: k columns or, for a map, `topk` (default: all experts; what a token has more of is dropped, highest
     experts first). `source` has the token of each row, -1 for padding and beyond. `offsets` are end rows of the experts'
     groups, all multiples of `align`. `capacity` is the number of rows, by default enough for any routing: pairs whose row
@@ -75,22 +75,23 @@ def sizes(
     return count, width, capacity
 
 
-def chosen_experts(routing: Tensor, experts: int | None, width: int) -> tuple[Tensor, Tensor]:
-    """(expert of each slot, whether the slot counts)."""
+def chosen_experts(routing: Tensor, experts: int | None, width: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(expert of each slot, whether the slot has a row of its own, the first slot of its token with that expert)."""
     tokens, slots = routing.shape
+    slot = torch.arange(slots, device=routing.device).expand(tokens, slots)
     if experts is None:
         counts = routing != 0
-        return torch.arange(slots, device=routing.device).expand(tokens, slots), counts & (counts.cumsum(1) <= width)
+        return slot, counts & (counts.cumsum(1) <= width), slot
     expert = routing.to(torch.int64)
-    repeated = (expert[:, :, None] == expert[:, None, :]).tril(-1).any(2)
-    return expert, (expert >= 0) & (expert < experts) & ~repeated
+    first = torch.where(expert[:, :, None] == expert[:, None, :], slot[:, None, :], slots).amin(2)
+    return expert, (expert >= 0) & (expert < experts) & (first == slot), first
 
 
 def find_rows(routing: Tensor, experts: int | None, topk: int | None, align: int, capacity: int | None) -> RowMap:
     """The map in plain torch, for references."""
     (tokens, slots), device = routing.shape, routing.device
     count, width, capacity = sizes(routing, experts, topk, align, capacity)
-    expert, counts = chosen_experts(routing, experts, width)
+    expert, counts, first = chosen_experts(routing, experts, width)
     key = torch.where(counts, expert, count).reshape(-1)
     per = torch.zeros(count + 1, dtype=torch.int64, device=device).scatter_add(0, key, torch.ones_like(key))
     place = torch.zeros_like(key).scatter(0, key.argsort(stable=True), torch.arange(tokens * slots, device=device))
@@ -109,7 +110,7 @@ def find_rows(routing: Tensor, experts: int | None, topk: int | None, align: int
         source.to(torch.int32),
         ends.clamp(max=usable).to(torch.int32),
         (counts & ~kept).sum().to(torch.int32),
-        row,
+        row.gather(1, first),
     )
 
 
@@ -177,17 +178,31 @@ def counted(expert, k, WIDTH: tl.constexpr, SLOTS: tl.constexpr, MAP: tl.constex
 
 @triton.jit
 def slot_experts(t, k, R, T, E, stride_t, stride_k, WIDTH: tl.constexpr, SLOTS: tl.constexpr, MAP: tl.constexpr):
-    """(the expert of each slot or -1, its place among its token's experts)."""
-    expert = counted(read_routing(R, t, k, T, E, stride_t, stride_k, SLOTS, MAP), k, WIDTH, SLOTS, MAP)
+    """(the expert that each slot names or -1, the same but for slots that repeat one, its place among its token's experts)."""
+    named = read_routing(R, t, k, T, E, stride_t, stride_k, SLOTS, MAP)
+    expert = counted(named, k, WIDTH, SLOTS, MAP)
     if MAP:
+        named = expert
         counts = (expert >= 0).to(tl.int32)
         place = tl.cumsum(counts, 1) - counts
     else:
         place = tl.zeros(expert.shape, tl.int32)
         for j in range(SLOTS):
             other = tl.sum(tl.where(k == j, expert, 0), 1)[:, None]
-            place += ((other >= 0) & (other < expert)).to(tl.int32)
-    return expert, place
+            place += ((other >= 0) & (other < named)).to(tl.int32)
+    return named, expert, place
+
+
+@triton.jit
+def add_repeated(named, expert, prob, k, SLOTS: tl.constexpr):
+    """The probabilities of slots; the first that names an expert has the sum of all that do."""
+    if tl.max(((named >= 0) & (expert < 0)).to(tl.int32)) > 0:  # seldom: routers choose different experts
+        total = tl.zeros(prob.shape, tl.float32)
+        for j in range(SLOTS):
+            other = tl.sum(tl.where(k == j, named, 0), 1)[:, None]
+            total += tl.where(other == expert, tl.sum(tl.where(k == j, prob, 0.0), 1)[:, None], 0.0)
+        prob = total
+    return prob
 
 
 @kernel(
@@ -319,7 +334,7 @@ def find_pairs(
     """(expert, place among the token's experts, tokens before it in the tile with that expert, probability) of the slots of
     tokens t."""
     k = tl.arange(0, BLOCK_S)[None, :]
-    expert, place = slot_experts(t, k, R, T, E, stride_t, stride_k, WIDTH, SLOTS, MAP)
+    named, expert, place = slot_experts(t, k, R, T, E, stride_t, stride_k, WIDTH, SLOTS, MAP)
     counts = expert >= 0
     j = t % TILE
     rank = tl.zeros(expert.shape, tl.int32)
@@ -331,7 +346,9 @@ def find_pairs(
     if W is None:
         prob = tl.full(expert.shape, 1.0, tl.float32)
     else:
-        prob = tl.load(W + t.to(tl.int64) * stride_wt + k.to(tl.int64) * stride_wk, counts, 0.0).to(tl.float32)
+        prob = tl.load(W + t.to(tl.int64) * stride_wt + k.to(tl.int64) * stride_wk, named >= 0, 0.0).to(tl.float32)
+    if not MAP:
+        prob = add_repeated(named, expert, prob, k, SLOTS)
     return expert, place, rank, prob
 
 
@@ -417,7 +434,8 @@ def build_map(
     op: str, routing: Tensor, probs: Tensor | None, experts: int | None, topk: int | None, align: int,
     capacity: int | None, row_probs: Tensor | None = None,
 ) -> RowMap:  # fmt: skip
-    """The map on the device; `row_probs`, if given, is filled with the probability of each row, 1 without `probs`."""
+    """The map on the device; `row_probs`, if given, is filled with the probability of each row, without `probs` how many slots
+    name it."""
     if experts is not None:
         check_indices(op, "routing", routing, -1, experts)
     E, width, capacity = sizes(routing, experts, topk, align, capacity)

@@ -55,9 +55,9 @@ def reference(
     """(rows [capacity, hidden], row_probs [capacity], row_map, source, offsets, overflow): rows of `x` grouped by expert.
 
     `routing`, `experts`, `topk`, `align` and `capacity`, and the last four results, are those of `moe_row_map`. `row_probs`
-    has the entry of `probs`, shaped like `routing`, for each row (1 without `probs`, then fp32). Padding rows are 0 and so
-    are their probabilities. Rows past the last offset are unspecified: nothing may read them. `out_format` gives `rows` as
-    `Quantized`, its groups those of `offsets`.
+    has the entry of `probs`, shaped like `routing`, for each row (1 without `probs`, then fp32); where a token has an expert
+    several times, their sum. Padding rows are 0 and so are their probabilities. Rows past the last offset are unspecified:
+    nothing may read them. `out_format` gives `rows` as `Quantized`, its groups those of `offsets`.
     """
     found = find_rows(routing, experts, topk, align, capacity)
     token = torch.where(found.source < 0, x.shape[0], found.source)
@@ -66,12 +66,11 @@ def reference(
 
 
 def probs_of_rows(routing: Tensor, probs: Tensor | None, found: RowMap) -> Tensor:
-    capacity, weights = (
-        found.source.shape[0],
-        torch.ones(routing.shape, device=routing.device) if probs is None else probs,
-    )
-    none = torch.zeros(capacity + 1, dtype=weights.dtype, device=weights.device)
-    return none.scatter(0, found.rows.reshape(-1), weights.reshape(-1))[:capacity]
+    """The sum over the slots that name each row of their probabilities, 1 each without `probs`."""
+    capacity = found.source.shape[0]
+    weights = torch.ones(routing.shape, device=routing.device) if probs is None else probs
+    none = torch.zeros(capacity + 1, dtype=upcast(weights).dtype, device=weights.device)
+    return none.scatter_add(0, found.rows.reshape(-1), upcast(weights).reshape(-1)).to(weights.dtype)[:capacity]
 
 
 def inputs(draw: Draw) -> dict:
@@ -301,11 +300,11 @@ def moe_prob_gradient(
     R, MAP, DROW, DPROBS, T, E, stride_t, stride_k, stride_d, WIDTH: tl.constexpr, SLOTS: tl.constexpr,
     MAP_FORM: tl.constexpr, BLOCK_S: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """DPROBS, laid out as the routing: the gradient of the row of each pair, 0 where there is none."""
+    """DPROBS, laid out as the routing: the gradient of the row that each slot names, 0 where there is none."""
     t = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)[:, None]
     k = tl.arange(0, BLOCK_S)[None, :]
-    expert, place = slot_experts(t, k, R, T, E, stride_t, stride_k, WIDTH, SLOTS, MAP_FORM)
-    row = tl.load(MAP + t.to(tl.int64) * WIDTH + place, expert >= 0, -1)
+    named, _, place = slot_experts(t, k, R, T, E, stride_t, stride_k, WIDTH, SLOTS, MAP_FORM)
+    row = tl.load(MAP + t.to(tl.int64) * WIDTH + place, named >= 0, -1)
     d = tl.load(DROW + tl.maximum(row, 0).to(tl.int64) * stride_d, row >= 0, 0.0)
     tl.store(DPROBS + t.to(tl.int64) * SLOTS + k, d.to(DPROBS.dtype.element_ty), (t < T) & (k < SLOTS))
 
