@@ -23,7 +23,7 @@ from tilewright.integrations.huggingface.roles import Skip
 # What models do with their logits: softcaps by several names, factors, quotients, both; and models whose outputs have fields of
 # their own, or whose text backbone is inside a larger one.
 CAPPED = {
-    "recurrent_gemma": {"logits_soft_cap": 30.0}, "xlstm": {}, "gemma3n_text": {},
+    "recurrent_gemma": {"logits_soft_cap": 30.0}, "xlstm": {}, "gemma3n_text": {}, "muse_glimmer": {},
     "gemma4_text": {"final_logit_softcapping": 30.0},
 }  # fmt: skip
 SCALED = {
@@ -31,7 +31,7 @@ SCALED = {
     "minicpm3": {},
 }  # fmt: skip
 FIELDS = ("mamba", "mamba2", "llama4_text", "nemotron_h")
-IMAGES = ("qwen2_5_vl", "qwen3_vl", "gemma3", "gemma4", "llava", "muse_glimmer", "mistral3")
+IMAGES = ("qwen2_5_vl", "qwen3_vl", "gemma3", "gemma4", "llava", "mistral3")
 
 
 def step(model: nn.Module) -> tuple[object, dict[str, torch.Tensor]]:

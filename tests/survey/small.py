@@ -78,75 +78,55 @@ SIZES = {
 }  # fmt: skip
 # Ids of what is no text, one each; the text of the survey has none of them.
 FIRST_ID = 100
-# What single types need beside: by type, and below it by sub-config.
-LAYERED = {
-    "rope_parameters": {
-        kind: {"rope_type": "default", "rope_theta": 1e4} for kind in ("full_attention", "sliding_attention")
-    }
-}
+
+
+def turned(*sections: int) -> dict[str, Any]:
+    """A text config whose pairs of columns are turned by time, height and width, so many each."""
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [*sections]}
+    return {"text_config": {"rope_parameters": rope}}
+
+
+BY_LAYER = {k: {"rope_type": "default", "rope_theta": 1e4} for k in ("full_attention", "sliding_attention")}
 INDEXED = {
-    "indexer_n_heads": KEYS,
-    "indexer_kv_heads": 1,
-    "indexer_head_dim": HEAD,
-    "indexer_budget": 8,
-    "indexer_compress_ratio": 2,
-}
-MAMBA = {"mamba_d_head": 2 * HEAD}  # heads of twice the hidden size
-# Columns that time, height and width turn, of as many pairs as are turned
-TURNS = {
-    pairs: {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": list(parts)}}
-    for pairs, parts in {8: (4, 2, 2), 4: (2, 1, 1)}.items()
-}
+    "indexer_n_heads": KEYS, "indexer_kv_heads": 1, "indexer_head_dim": HEAD, "indexer_budget": 8, "indexer_compress_ratio": 2
+}  # fmt: skip
+# What single types need beside: by type, and below it by sub-config.
 MORE: dict[str, dict[str, Any]] = {
-    **{
-        kind: {"text_config": TURNS[8]}
-        for kind in (
-            "glm46v",
-            "glm4v",
-            "glm_ocr",
-            "glmga",
-            "qwen2_vl",
-            "qwen2_5_vl",
-            "qwen2_5_omni_thinker",
-            "paddleocr_vl",
-        )
-    },
-    "glm4v_moe": {"text_config": TURNS[4]},
-    "cohere_compass": {"text_config": LAYERED},
-    "cohere_compass_text": LAYERED,
-    "deepseek_ocr2": {"text_config": {"mlp_layer_types": ["dense", *["sparse"] * (LAYERS - 1)]}},
+    **named(
+        turned(4, 2, 2), "glm46v", "glm4v", "glm_ocr", "glmga", "paddleocr_vl", "qwen2_5_omni_thinker", "qwen2_5_vl", "qwen2_vl"
+    ),
+    **named({"mamba_d_head": 2 * HEAD}, "bamba", "granitemoehybrid"),  # heads of twice the hidden size
+    "blt": {"encoder_hash_byte_group_vocab": 50},
     "chameleon": {
-        "vocabulary_map": {"<image>": 100, "IMGIMGBZ": 101, "IMGIMGCZ": 102},
-        "vq_config": {"base_channels": 32},
+        "vocabulary_map": {"<image>": 100, "IMGIMGBZ": 101, "IMGIMGCZ": 102}, "vq_config": {"base_channels": 32},
     },
-    "janus": {"vq_config": {"base_channels": 32}},
+    "cohere_compass": {"text_config": {"rope_parameters": BY_LAYER}},
+    "cohere_compass_text": {"rope_parameters": BY_LAYER},
+    "dbrx": {"attn_config": {"rope_theta": 1e4}},
+    "deepseek_ocr2": {"text_config": {"mlp_layer_types": ["dense", *["sparse"] * (LAYERS - 1)]}},
     "emu3": {
         "vocabulary_map": {"<image>": 100, "<|extra_200|>": 101, "<|visual token 000000|>": 102},
         "vq_config": {"base_channels": 32},
     },
-    "ernie4_5_vl_moe": {
-        "text_config": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [3, 3, 2]}}
-    },
+    "ernie4_5_vl_moe": turned(3, 3, 2),
+    "glm4v_moe": turned(2, 1, 1),
+    "glm5_next": {"text_config": {"num_key_value_heads": HEADS, "index_topk": 16, "qk_rope_head_dim": 0}},
+    "gpt_neo": {"attention_types": [[["global", "local"], LAYERS // 2]]},
     "granite4_vision": {"deepstack_layer_map": [[-1, 0]], "downsample_rate": "2/4", "spatial_target_layers": [1]},
+    "janus": {"vq_config": {"base_channels": 32}},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * (LAYERS // 2)},
+    "mamba2": {"num_heads": 2 * HEADS},
+    "molmo2": {"vit_config": {"image_size": [32, 32]}},
     "muse_spark": {"audio_config": {"hidden_sizes": [16, 16, 32, 32]}},
     "nemotron_h_omni": {"vision_config": {"video_temporal_patch_size": 2}},
     "qwen4_exp": {"text_config": INDEXED},
     "qwen4_exp_text": INDEXED,
-    "zamba": {"num_hidden_layers": 6, "attn_layer_period": 2, "attn_layer_offset": 1},
-    "zaya": {"num_experts_per_tok": 1},
-    "bamba": MAMBA,
-    "blt": {"encoder_hash_byte_group_vocab": 50},
-    "dbrx": {"attn_config": {"rope_theta": 1e4}},
-    "glm5_next": {"text_config": {"num_key_value_heads": HEADS, "index_topk": 16, "qk_rope_head_dim": 0}},
-    "gpt_neo": {"attention_types": [[["global", "local"], LAYERS // 2]]},
-    "granitemoehybrid": MAMBA,
-    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * (LAYERS // 2)},
-    "mamba2": {"num_heads": 2 * HEADS},
-    "molmo2": {"vit_config": {"image_size": [32, 32]}},
     "reformer": {"is_decoder": True, "axial_pos_shape": [16, 16], "axial_pos_embds_dim": [32, 32]},
-    "xlstm": {"qk_dim_factor": 1.0, "head_dim": HEAD},
+    "xlstm": {"qk_dim_factor": 1.0},
+    "zamba": {"num_hidden_layers": 6, "attn_layer_period": 2, "attn_layer_offset": 1},
     "zamba2": {"layer_types": ["linear_attention", "hybrid"] * (LAYERS // 2)},
-}
+    "zaya": {"num_experts_per_tok": 1},
+}  # fmt: skip
 
 
 def known(config: type[PreTrainedConfig]) -> set[str]:
