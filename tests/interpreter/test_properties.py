@@ -1,4 +1,5 @@
-"""Every property of values, memory and calls for every op, its kernels run by the interpreter."""
+"""Every property of values, memory and calls, kernels run by the interpreter: of the op for every op, of the machinery for those
+that stand for all."""
 
 from __future__ import annotations
 
@@ -7,27 +8,29 @@ import os
 import pytest
 
 import tilewright as tw
+from tilewright.check import families
 from tilewright.check.cases import Net
 from tilewright.check.properties import VALUES, accuracy, sizes
 from tilewright.check.registration import fakes, refusals
 
 NET = Net(interpreter=True, cases=int(os.environ.get("TILEWRIGHT_CASES", "7")))  # a GPU draws three times as many
-NAMES = sorted(tw.catalogue())
 QUICK = {accuracy}  # what is run with the oldest supported Triton as well
-# Second public forms over the kernels of other ops: here their results, fakes and errors are enough, a GPU runs it all.
+# Second public forms over the kernels of other ops: here their results and fakes are enough, and what they are tried on for the
+# machinery's sake; a GPU runs it all.
 SIBLINGS = (
     "cross_entropy_lse", "glu_linear_fp8", "linear_fp8", "moe_feed_forward", "rms_norm_rstd", "rope_one",
 )  # fmt: skip
-FORMS = (accuracy, sizes, refusals, fakes)
+FORMS = (accuracy, sizes, fakes)
 
 
-def marked(prop):
-    return pytest.param(prop, id=prop.__name__, marks=[pytest.mark.smoke] if prop in QUICK else [])
+def pairs():
+    for prop in (*VALUES, refusals, fakes):
+        for op in families.tried_on(prop, "kernels"):
+            if op not in SIBLINGS or prop in FORMS or prop.about["kernels"][0] == "machinery":
+                marks = [pytest.mark.smoke] if prop in QUICK else []
+                yield pytest.param(prop, op, id=f"{prop.__name__}-{op}", marks=marks)
 
 
-@pytest.mark.parametrize("op", NAMES)
-@pytest.mark.parametrize("prop", [marked(p) for p in (*VALUES, refusals, fakes)])
+@pytest.mark.parametrize(("prop", "op"), pairs())
 def test_property(prop, op):
-    if op in SIBLINGS and prop not in FORMS:
-        return
     prop(tw.catalogue()[op], NET)

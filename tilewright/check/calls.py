@@ -13,6 +13,7 @@ from ..op import Op
 from ..runtime import register
 from .cases import SMALL, Case, Net, choices, draw, put, tensors
 from .compare import check
+from .families import of_the_machinery, of_the_op
 from .oracle import (
     FLOATS,
     Outcome,
@@ -27,9 +28,11 @@ from .oracle import (
     same_bits,
     same_outcome,
     specified,
+    upstream,
 )
 
 
+@of_the_op("each kernel may race, and each host code may keep something from the last call")
 def repeatable(op: Op, net: Net) -> None:
     """The same bits every time, also with the programs run in another order."""
     for seed in range(2):
@@ -46,6 +49,20 @@ def repeatable(op: Op, net: Net) -> None:
                 same_outcome(f"{case.label}: programs backwards", actual, first, case.values)
 
 
+@of_the_op("host code that reads what a tensor holds, or the clock, is frozen in its plan")
+def replayed(op: Op, net: Net) -> None:
+    """What was recorded of one call gives the next one, with other data, its own result: forward and backward."""
+    case = draw(op, net, 40, torch.bfloat16, SMALL, full=True)
+    other = draw(op, net, 41, torch.bfloat16, case.dims, case.options)
+    with net.kernels():
+        outcome(op, case.values)
+        actual = outcome(op, other.values, 1)
+        again = outcome(op, case.values, 2)
+    check(op, f"{other.label}: replayed", other.values, actual)
+    check(op, f"{case.label}: replayed", case.values, again)
+
+
+@of_the_machinery("the ways to call are the public function's and the registered op's, for every op alike")
 def paths(op: Op, net: Net) -> None:
     """Recorded, replayed, by keyword in any order, with gradients, through the registered op: one result."""
     for fmt in choices(op, net.device)[:2]:
@@ -77,6 +94,7 @@ def _ways_to_call(op: Op, values: Mapping[str, Any], backwards: bool) -> Iterato
         yield "registered", named(register.call(op, values))
 
 
+@of_the_op("each backward decides what to leave out when a gradient is not wanted or not given")
 def gradients(op: Op, net: Net) -> None:
     """What autograd may ask: one upstream gradient for two results, twice over one graph, some arguments only, some results
     only, zeros, twice as much."""
@@ -135,6 +153,30 @@ def _shared_gradient(op: Op, case: Case, grads: list) -> None:
     check(op, f"{case.label}: after one gradient for all, one each", case.values, again)
 
 
+@of_the_machinery("the key of a plan holds all that host code reads, for every op alike")
+def unlike(op: Op, net: Net) -> None:
+    """Calls of equal shapes that differ in numbers, dtype, format or in which gradients are wanted: no plan may take one for
+    another."""
+    some = choices(op, net.device)
+    kinds = [
+        (170, torch.bfloat16, 0),
+        *((seed, torch.float32, at) for seed, at in ((171, 0), (172, 1), (172, 2), (173, 0))),
+    ]
+    for seed, dtype, at in kinds:
+        fmt = some[at % len(some)]
+        case = draw(op, net, seed, dtype, SMALL, {"out_format": fmt, "offsets": False}, full=True)
+        values = {**case.values, "out_format": fmt} if fmt is not None else case.values
+        with net.kernels():
+            with torch.no_grad():
+                op.function(**values)
+            for name, leaf in list(leaves(op, values).items())[:1]:  # fewer gradients than the next call
+                results = as_tuple(op.function(**{**values, name: leaf}))
+                differentiate(op, results, {name: leaf}, upstream(op, results))
+            actual = outcome(op, values, seed)
+        check(op, f"{case.label}: after others, {fmt}", values, actual)
+
+
+@of_the_machinery("the key of a plan tells aliases apart, for every op alike")
 def repeated_argument(op: Op, net: Net) -> None:
     """One tensor given for two arguments, then two tensors: no plan may take one for the other."""
     case = draw(op, net, 60, torch.float32, {**SMALL, "tokens": 9}, {"offsets": False}, full=True)

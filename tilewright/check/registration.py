@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from ..op import Op
 from . import malformed
 from .cases import SMALL, Net, choices, draw, formats, put, tensors
+from .families import of_the_machinery, of_the_op
 from .oracle import Outcome, as_tuple, differentiate, leaves, lift, outcome, pieces, same_bits, same_outcome, upstream
 
 FEWEST = 20  # malformed calls per op
@@ -21,6 +22,8 @@ FEWEST = 20  # malformed calls per op
 ALL_CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
 
 
+@of_the_op("`where` and `check` are the op's own", "reference")
+@of_the_machinery("they are checked before anything asks for a kernel", "kernels")
 def refusals(op: Op, net: Net) -> None:
     """Malformed calls raise TypeError or ValueError naming the argument, before anything is written or remembered."""
     case = draw(op, net, 80, torch.float32, SMALL, full=True)
@@ -52,6 +55,10 @@ def named(op: Op, results: Any) -> dict[str, Tensor]:
     return {f"{n}{tail}": t for n, r in zip(op.results, as_tuple(results)) for tail, t in pieces(r).items()}
 
 
+@of_the_op("a kernel's results lie in memory as its host code lets them", "kernels")
+@of_the_machinery(
+    "without kernels both are the reference, and only the flattening between them can be wrong", "reference"
+)
 def fakes(op: Op, net: Net) -> None:
     """Fake tensors give the shapes, strides, dtypes and devices of what really comes, gradients included."""
     for seed in range(4):
@@ -78,6 +85,7 @@ def kind_of(t: Tensor) -> tuple:
     return t.shape, tuple(s for n, s in zip(t.shape, t.stride()) if n > 1), t.dtype, t.device
 
 
+@of_the_machinery("schema, autograd and fake are made from the declaration, for every op alike")
 def registered(op: Op, net: Net) -> None:
     """torch's own check of the registered op and of its backward: schema, mutation, autograd, fake, AOT with dynamic shapes."""
     # Every row is a token's: torch compares whole results, and rows that are nobody's hold whatever memory held
@@ -103,8 +111,15 @@ def registered(op: Op, net: Net) -> None:
             torch.library.opcheck(op.overloads["out"], plain, {"out": out}, test_utils=every)
 
 
+@of_the_op("a reference that asks for a size as a number makes torch compile anew for each")
+def traced(op: Op, net: Net) -> None:
+    """torch.compile(fullgraph=True) gives the bits of eager for many shapes with one compilation."""
+    _compiled(op, net, choices(op, net.device)[0], dynamic=True)
+
+
+@of_the_machinery("packing, unpacking and the choice of an overload under torch.compile are the public function's")
 def compiled(op: Op, net: Net) -> None:
-    """torch.compile(fullgraph=True) gives the bits of eager, for one shape and for many with one compilation."""
+    """torch.compile(fullgraph=True) gives the bits of eager, plain and in a format, for one shape and for many."""
     for fmt in choices(op, net.device)[:2]:
         for dynamic in (False, True):
             _compiled(op, net, fmt, dynamic)
@@ -139,6 +154,7 @@ def _compiled(op: Op, net: Net, fmt: Any, dynamic: bool) -> None:
     assert counter.frame_count == first, f"{case.label}: new shapes were compiled anew"
 
 
+@of_the_op("each reference is its own formula")
 def reference_gradients(op: Op, net: Net) -> None:
     """The gradients of the reference against finite differences, in float64."""
     for seed in range(2):
@@ -156,4 +172,4 @@ def reference_gradients(op: Op, net: Net) -> None:
         assert torch.autograd.gradcheck(call, tuple(inputs.values())), case.label
 
 
-FACES = (refusals, fakes, registered, compiled, reference_gradients)
+FACES = (refusals, fakes, registered, traced, compiled, reference_gradients)
