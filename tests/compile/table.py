@@ -4,21 +4,27 @@ test.
 A variant may not gain a spill, a serialised matrix instruction, more than `SLACK` registers or `SLACK_SHARED` bytes of shared
 memory; it may improve freely. `python -m tests.compile.test_kernels --write [OP or FAMILY ...]` replaces rows.
 
-A row has the fingerprint of what it was made from. One compiler makes the same of the same, so a variant whose fingerprint
-is that of its row needs no compiling to be known; one in `SAMPLE` is compiled all the same, as are all with
-TILEWRIGHT_COMPILE=all and all that are new or changed.
+A row has the fingerprint of what it was made from, Triton's front-end code. One compiler makes the same of the same, so a variant
+whose fingerprint is that of its row needs no compiling to be known; and none needs reading by the front end whose kernel, with
+the functions that it calls and is given, has the text that `texts.json` keeps. One in `SAMPLE` is compiled all the same, as are
+all with TILEWRIGHT_COMPILE=all and all that are new or changed.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import zlib
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+import triton
+
+from tilewright.bench.source import sources
 from tilewright.check.variants import Variant
 from tilewright.core.target import TARGETS
 from tilewright.toolchain.aot import Compiled
@@ -27,7 +33,9 @@ EVERY = os.environ.get("TILEWRIGHT_COMPILE") == "all"
 SAMPLE = 12
 SLACK = 8
 SLACK_SHARED = 1024
+TEXTS = Path(__file__).parent / "texts.json"
 Row = dict[str, Any]
+Texts = dict[str, str]  # digests by function; the kernel's own has no name
 
 
 def sampled(one: Variant) -> bool:
@@ -35,9 +43,38 @@ def sampled(one: Variant) -> bool:
     return EVERY or zlib.crc32(f"{one.arch} {one.name}".encode()) % SAMPLE == 0
 
 
-def known(one: Variant, table: Mapping[str, Row]) -> bool:
+def known(one: Variant, table: Mapping[str, Row], texts: Mapping[str, Texts]) -> bool:
     """Whether the variant's row was made from what it is now. Raises CompileError if Triton cannot even read it."""
-    return label(one) in table and one.fingerprint() == table[label(one)].get("source")
+    if label(one) not in table:
+        return False
+    return same_text(one, texts) or one.fingerprint() == table[label(one)].get("source")
+
+
+def same_text(one: Variant, texts: Mapping[str, Texts]) -> bool:
+    """Whether all that the variant is made from reads as it did when the rows of its kernel were written."""
+    kept = texts.get(one.kernel.name, {})
+    return all(kept.get(name) == digest for name, digest in text(one).items())
+
+
+def text(one: Variant) -> Texts:
+    """Digests of the kernel and of the functions that the variant is given, each with all that it calls."""
+    given = {f"{v.fn.__module__}.{v.fn.__name__}": v for v in _functions(one.constants.values())}
+    return {"": digest(one.kernel.jit), **{name: digest(function) for name, function in given.items()}}
+
+
+def _functions(values: Iterable[Any]) -> Iterator[Any]:
+    for value in values:
+        if isinstance(value, (tuple, list)):
+            yield from _functions(value)
+        elif callable(getattr(value, "fn", None)):
+            yield value
+
+
+@cache
+def digest(function: Any) -> str:
+    """Sixteen hexadecimal digits of a function's text and of those it calls, for this Triton; comments do not count."""
+    lines = [triton.__version__, *sources(function)]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
 
 def label(one: Variant) -> str:
@@ -78,6 +115,26 @@ def save(folder: Path, rows: Mapping[str, Row], families: Mapping[str, str]) -> 
             path.unlink()
     for family, own in lines.items():
         (folder / f"{family}.jsonl").write_text("".join(line + "\n" for line in own))
+
+
+def load_texts(path: Path = TEXTS) -> dict[str, Texts]:
+    """By kernel, what its rows were made from."""
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def save_texts(texts: Mapping[str, Texts], path: Path = TEXTS) -> None:
+    path.write_text(json.dumps(texts, indent=1, sort_keys=True) + "\n")
+
+
+def checked(one: Variant, table: Mapping[str, Row], texts: Mapping[str, Texts]) -> tuple[Row, list[str]]:
+    """The row of a variant, compiled if it is new, changed or sampled, and what is wrong with it."""
+    if not sampled(one) and known(one, table, texts):
+        return table[label(one)], []
+    compiled = one.compile()
+    wrong = problems(one.name, compiled, table) if one.arch == "sm_90" else []
+    if label(one) in table and same_text(one, texts) and one.fingerprint() != table[label(one)]["source"]:
+        wrong.append(f"{label(one)}: changed although nothing that texts.json knows did (--write)")
+    return row(compiled), wrong
 
 
 def problems(name: str, compiled: Compiled, table: Mapping[str, Row]) -> list[str]:

@@ -39,6 +39,7 @@ from tilewright.check.variants import (
     is_gluon,
     launches,
     needed,
+    own_variants,
     variant,
     variants,
 )
@@ -50,7 +51,6 @@ from tilewright.toolchain.aot import CompileError
 TABLE = Path(__file__).parent / "sm_90"
 OTHERS = Path(__file__).parent / "others"
 OPS: dict[str, Op] = tw.catalogue()
-SHARDS = 3  # of an op's variants, so that two processes share one op
 CHIPS = [a for a in TARGETS if a not in ("sm_86", "sm_90")]
 IS_OLDEST = triton.__version__.startswith("3.6.")
 OLDEST = pytest.mark.skipif(not IS_OLDEST, reason="the table is Triton 3.6's")
@@ -93,16 +93,12 @@ SHAPES, MOST = 60, 24  # random shapes, and variants of one kernel for one kind 
 
 @OLDEST
 @every_op
-@pytest.mark.parametrize("shard", range(SHARDS))
-def test_hopper_variants_keep_to_the_table(op, shard):
-    """Each is compiled that is new, changed, sampled or the first of its kernel; the others are as recorded."""
-    recorded, wrong = table.load(TABLE), []
-    mine = variants(op)
-    first = {one.kernel.name: one for one in reversed(mine)}
-    for one in mine[shard::SHARDS]:
+def test_hopper_variants_keep_to_the_table(op):
+    """Each is compiled that is new, changed or sampled; the others are as recorded. A variant of several ops is the first's."""
+    recorded, texts, wrong = table.load(TABLE), table.load_texts(), []
+    for one in own_variants()[op.name]:
         try:
-            if first[one.kernel.name] is one or table.sampled(one) or not table.known(one, recorded):
-                wrong += table.problems(one.name, one.compile(), recorded)
+            wrong += table.checked(one, recorded, texts)[1]
         except CompileError as error:
             wrong.append(f"{one.name}: {error}")
     assert not wrong, f"{op.name}: {len(wrong)} variants\n" + "\n".join(wrong)
@@ -154,21 +150,17 @@ def test_every_row_is_in_its_family_s_file(folder, tmp_path):
 @every_op
 @pytest.mark.parametrize("arch", CHIPS)
 def test_other_chips_compile_every_kernel(op, arch):
-    """Each kernel; and where it quantises, has the longest rows or many experts, if that is new, changed or sampled."""
-    recorded, wrong = table.load(OTHERS) if IS_OLDEST else {}, []
-    mine = chip_variants(arch)[op.name]
-    first = {one.kernel.name: one for one in reversed(mine)}
-    for one in mine:
+    """Each kernel; and where it quantises, has the longest rows or many experts: if that is new, changed or sampled."""
+    recorded, texts, wrong = (table.load(OTHERS), table.load_texts(), []) if IS_OLDEST else ({}, {}, [])
+    for one in chip_variants(arch)[op.name]:
         try:
-            if first[one.kernel.name] is one or table.sampled(one) or not table.known(one, recorded):
-                shared = one.compile().shared
-            else:
-                shared = recorded[table.label(one)]["shared"]
+            row, found = table.checked(one, recorded, texts)
         except CompileError as error:
             wrong.append(f"{one.name}: {error}")
             continue
-        if shared > TARGETS[arch].shared_memory:
-            wrong.append(f"{one.name}: {shared} bytes of shared memory do not exist on {arch}")
+        wrong += found
+        if row["shared"] > TARGETS[arch].shared_memory:
+            wrong.append(f"{one.name}: {row['shared']} bytes of shared memory do not exist on {arch}")
     assert not wrong, f"{op.name} on {arch}: {len(wrong)} variants\n" + "\n".join(wrong)
 
 
@@ -288,7 +280,7 @@ def test_the_key_tells_triton_s_variants_apart(op):
 def measure(at: int) -> tuple[str, table.Row, list[str]]:
     one = _wanted[at]
     recorded = _recorded if one.arch == "sm_90" else _others
-    if not table.EVERY and table.known(one, recorded):
+    if not table.EVERY and table.known(one, recorded, _texts):
         return table.label(one), recorded[table.label(one)], []
     compiled = one.compile()
     row = {**table.row(compiled), "source": one.fingerprint()}
@@ -313,6 +305,13 @@ def write(processes: int) -> None:
     for folder, old, kept in ((TABLE, _recorded, hopper), (OTHERS, _others, others)):
         new = {**old, **rows}
         table.save(folder, {name: new[name] for name in kept if name in new}, families_of_kernels())
+    kernels = families_of_kernels()
+    texts = {
+        name: own for name, own in _texts.items() if name in kernels and name not in {o.kernel.name for o in _wanted}
+    }
+    for one in _wanted:
+        texts.setdefault(one.kernel.name, {}).update(table.text(one))
+    table.save_texts(texts)
 
 
 def of_these(names: list[str]) -> list[Variant]:
@@ -336,7 +335,7 @@ if __name__ == "__main__":
     arguments = parser.parse_args()
     if not IS_OLDEST:
         parser.error(f"the table is Triton 3.6's, this is {triton.__version__}")
-    _recorded, _others = table.load(TABLE), table.load(OTHERS)
+    _recorded, _others, _texts = table.load(TABLE), table.load(OTHERS), table.load_texts()
     try:
         _wanted = of_these(arguments.write)
     except ValueError as error:

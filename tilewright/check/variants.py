@@ -312,6 +312,17 @@ def variants(op: Op) -> tuple[Variant, ...]:
     return tuple(by_name[name] for name in sorted(by_name))
 
 
+@cache
+def own_variants() -> dict[str, tuple[Variant, ...]]:
+    """By op, its variants that no op before it has."""
+    found: dict[str, tuple[Variant, ...]] = {}
+    seen: set[str] = set()
+    for op in tw.catalogue().values():
+        found[op.name] = tuple(one for one in variants(op) if one.name not in seen)
+        seen.update(one.name for one in found[op.name])
+    return found
+
+
 def is_gluon(kernel: Kernel) -> bool:
     """Gluon kernels are written for one chip and one Triton; they have a Triton sibling for all others."""
     return kernel.jit.is_gluon()

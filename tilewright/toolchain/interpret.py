@@ -14,6 +14,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import dataclasses
+import functools
 import threading
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -312,6 +313,18 @@ _STRICT = {
 _applied: tuple[str, ...] | None = None
 
 
+def _remembered(of_dtype: Callable) -> Callable:
+    """The stock table of NumPy's types, which is made anew for each of millions of calls, made once."""
+    known = functools.cache(of_dtype)
+    pointer = np.dtype(np.uint64)
+
+    def remembered(dtype: Any) -> np.dtype:
+        scalar = dtype.scalar
+        return pointer if isinstance(scalar, tl.pointer_type) else known(scalar)
+
+    return remembered
+
+
 def install() -> tuple[str, ...]:
     """Correct the interpreter of this process, once; returns the names of the corrections the stock one needed."""
     global _applied
@@ -328,6 +341,7 @@ def install() -> tuple[str, ...]:
         # The rewriter makes this module's names visible to the kernels it rewrites.
         for function in (_loop_range, _logical, _negation, _as_tensor):
             setattr(stock, function.__name__, function)
+        stock._get_np_dtype = _remembered(stock._get_np_dtype)
         stock._patch_lang, stock._patch_lang_tensor, stock._implicit_cvt = _patch_lang, _patch_tensor, _implicit
         stock.InterpretedFunction.__call__ = _device_call
         stock.GridExecutor.__call__ = _call
