@@ -42,7 +42,7 @@ MUTANTS = [
     Broken("formats left out of the key", "parts.append(value.key)", "pass", "unlike", "after others", "rms_norm"),
     Broken("wanted gradients left out of the key", "(*key.parts, *graded) if True in graded else", "", "unlike",
            "no gradient of x"),
-    Broken("wanted gradients left out of the backward's key", "*grads, needs, *extra", "*grads, *extra", "unlike",
+    Broken("wanted gradients left out of the backward's key", "*grads, needs, name, *extra", "*grads, name, *extra", "unlike",
            "no gradient of weight"),
     Broken("an argument given twice taken for two", "< len(inputs):", "< 0:", "repeated_argument", "after", "add_rms_norm"),
     Broken("a replayed write that does not show", "for at in written:\n                torch.autograd.graph.increment_version(key",
@@ -80,13 +80,14 @@ def attempt(prop: str, op: str) -> None:
     import tilewright as tw
     from tilewright.check import far_apart, properties, registration
     from tilewright.check.cases import Net
+    from tilewright.op import OPS
 
     if op == TOY:
         far_apart.load(str(ROOT / "tests" / "subject.py"), "subject")
     else:
         getattr(tw, op)
     found = {p.__name__: p for p in (*properties.VALUES, *registration.FACES)}
-    found[prop](tw.core.op.OPS[op], Net(interpreter=True, cases=3))
+    found[prop](OPS[op], Net(interpreter=True, cases=3))
 
 
 def in_a_fork(folder: Path, prop: str, op: str) -> str:

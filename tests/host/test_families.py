@@ -44,10 +44,19 @@ def test_a_declaration_that_says_something_new_is_taken():
     def op(count: int, **said: object) -> SimpleNamespace:
         names = [f"a{i}" for i in range(count)]
         signature = SimpleNamespace(parameters=names, names=names, listed=False, lists=())
-        quiet = {"any_format": False, "differentiable": (), "results": ("out",), "aux": 0, "kept": {}, "resume": None}
-        quiet |= {"spares": None, "over": (), "overwrites": None, "composite": False, "sharded": None}
+        quiet = {"any_format": False, "differentiable": (), "results": ("out",), "hidden": 0, "resume": None}
+        quiet |= {
+            "saved_results": {},
+            "shape_only": None,
+            "in_place": (),
+            "overwrites": None,
+            "groups": None,
+            "asks": None,
+        }
+        quiet |= {"composite": False, "sharded": None}
         return SimpleNamespace(signature=signature, implementations=(1,), **{**quiet, **said})
 
-    ops = {"small": op(1), "large": op(3), "aux": op(4, aux=1), "both": op(6, aux=1, composite=True), "c": op(5, aux=2)}
+    ops = {"small": op(1), "large": op(3), "hidden": op(4, hidden=1), "c": op(5, hidden=2)}
+    ops["both"] = op(6, hidden=1, composite=True)
     assert families.chosen(ops, {"one": ["small", "large"], "two": ["both", "c"]}) == ["both", "c", "small"]
-    assert families.chosen(ops, {"one": ["small", "large", "aux", "both", "c"]}) == ["both", "small"]
+    assert families.chosen(ops, {"one": ["small", "large", "hidden", "both", "c"]}) == ["both", "small"]

@@ -33,6 +33,7 @@ from ..core.target import TARGETS
 __all__ = ["CompileError", "Compiled", "compile_for", "fingerprint", "gpu_target"]
 
 _LOG = "tilewright.assembler.log"
+_MODULES = re.compile(r"\btilewright(\.\w+)*[.:](?=\w)")  # in the names of functions: the same code may move
 
 
 class CompileError(RuntimeError):
@@ -131,7 +132,7 @@ def fingerprint(
     **options: Any,
 ) -> str:
     """Sixteen hexadecimal digits of all that the machine code of `compile_for` follows from: the function as Triton has read it,
-    the options, the chip and the release of Triton. Comments, names of files and lines do not count.
+    the options, the chip and the release of Triton. Comments, lines and where functions are kept do not count.
 
     Only Triton's front end runs, about a tenth of a compilation; what it refuses raises as there.
     """
@@ -150,6 +151,7 @@ def fingerprint(
             raise CompileError(f"{source.name} for {arch}: {_reason(error, errors.read())}") from error
     # The paths of libraries are this machine's
     settled = sorted((k, str(v)) for k, v in vars(parsed).items() if k != "extern_libs")
+    text = _MODULES.sub("", text)
     return hashlib.sha256(f"{triton.__version__} {target} {settled}\n{text}".encode()).hexdigest()[:16]
 
 
