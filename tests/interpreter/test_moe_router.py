@@ -50,6 +50,22 @@ def test_chosen_are_the_largest_in_order(tokens, experts, k):
     torch.testing.assert_close(probs.double(), exact, rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.parametrize("score", ["sigmoid", "softmax"])
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize(
+    "experts, groups, group_topk, k", [(256, 32, 4, 8), (256, 8, 4, 8), (160, 8, 3, 6), (40, 5, 2, 4)]
+)
+def test_groups_of_real_models(experts, groups, group_topk, k, biased, score):
+    """32 groups of 8 without a bias were wrong on GPUs: `tests/compile/test_reductions.py` holds what the compiler makes of them."""
+    logits = normal(6, experts, seed=groups)
+    bias = normal(experts, seed=1).mul(0.1) if biased else None
+    settings = {"score": score, "bias": bias, "groups": groups, "group_topk": group_topk, "scaling": 2.5}
+    probs, chosen, counts = tw.topk_routing(logits, k, **settings)
+    exact = moe_router.reference(logits.double(), k, **settings)
+    assert torch.equal(chosen, exact[1]) and torch.equal(counts, exact[2])
+    torch.testing.assert_close(probs.double(), exact[0], rtol=1e-6, atol=1e-7)
+
+
 @pytest.mark.parametrize("experts, k", [(128, 8), (40, 8), (256, 16)])
 def test_ties_zeros_and_what_is_not_finite(experts, k):
     logits = normal(12, experts, dtype=torch.bfloat16).mul(2).round()  # a few distinct numbers, both zeros among them

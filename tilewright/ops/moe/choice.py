@@ -1,6 +1,8 @@
 """Choosing the largest of a row by integer keys that order as the numbers do, ties to the lower index.
 
-Tiles are [rows, groups, places]. A NaN is above all numbers, as in torch's sort, and -0 is 0. Two codes lie below every number's
+Tiles are [rows, 1, columns]; columns that stand in groups follow each other group by group. They are loaded so, for then the
+lanes that share a row are neighbours however it is split. Of groups that are a dimension of the load, and joined, they need not
+be, which reductions before Triton 3.7 take them to be (`docs/measured.md`, the compiler). A NaN is above all numbers, as in torch's sort, and -0 is 0. Two codes lie below every number's
 key: TAKEN, of what was chosen already, and OUT, of what cannot be.
 """
 
@@ -34,32 +36,32 @@ def first_largest(key, index, AXIS: tl.constexpr):
 
 
 @triton.jit
-def keep_groups(key, e, group, GROUPS: tl.constexpr, KEPT: tl.constexpr, BEST: tl.constexpr):
-    """`key` with all but KEPT groups OUT: those whose BEST largest numbers have the largest sums."""
-    left = key
-    sums = tl.zeros([key.shape[0], key.shape[1], 1], tl.float32)
+def keep_groups(key, PLACES: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr, BEST: tl.constexpr):
+    """`key` with all but KEPT groups of PLACES columns OUT: those whose BEST largest numbers have the largest sums."""
+    BLOCK: tl.constexpr = key.shape[2] // PLACES
+    group = tl.arange(0, BLOCK)[None, :, None]
+    place = tl.arange(0, PLACES)[None, None, :]
+    parts = tl.reshape(key, [key.shape[0], BLOCK, PLACES])
+    left = parts
+    sums = tl.zeros([key.shape[0], BLOCK, 1], tl.float32)
     for _ in range(BEST):
-        best, at = first_largest(left, e, 2)
+        best, at = first_largest(left, place, 2)
         sums += number_of(best)
-        left = tl.where(e == at, TAKEN, left)
+        left = tl.where(place == at, TAKEN, left)
     rank = tl.where(group < GROUPS, key_of(sums), OUT)
     for _ in range(KEPT):
         _, at = first_largest(rank, group, 1)
         rank = tl.where(group == at, TAKEN, rank)
-    return tl.where(rank == TAKEN, key, OUT)
+    return tl.reshape(tl.where(rank == TAKEN, parts, OUT), key.shape)
 
 
 @triton.jit
 def choose(key, e, K: tl.constexpr, COLUMNS: tl.constexpr):
     """Indices of the K largest of each row in falling order, [rows, COLUMNS]; -1 after the last that is not OUT."""
-    col = tl.arange(0, COLUMNS)[
-        None, None, :
-    ]  # along the places, for along the rows every thread would hold all of them
+    col = tl.arange(0, COLUMNS)[None, None, :]
     chosen = tl.full([key.shape[0], 1, COLUMNS], -1, tl.int32)
     for j in range(K):
-        best = tl.max(tl.max(key, 2, keep_dims=True), 1, keep_dims=True)
-        at = tl.where(key == best, e, BEYOND)
-        at = tl.min(tl.min(at, 2, keep_dims=True), 1, keep_dims=True)
+        best, at = first_largest(key, e, 2)
         key = tl.where(e == at, TAKEN, key)
         chosen = tl.where((col == j) & (best > OUT), at, chosen)
     return tl.reshape(chosen, [key.shape[0], COLUMNS])

@@ -135,14 +135,11 @@ def sigmoids(z):
 
 @triton.jit
 def softmax_parts(z):
-    """(largest, 1 / sum of exp(z - largest)) of rows [rows, columns] or [rows, groups, places], those dimensions kept. An
-    infinite largest makes all NaN, as in torch."""
-    largest = tl.max(z, 1, keep_dims=True)
-    if len(z.shape) == 3:
-        largest = tl.max(largest, 2, keep_dims=True)
-    total = tl.sum(tl.exp2((z - largest) * LOG2E), 1, keep_dims=True)
-    if len(z.shape) == 3:
-        total = tl.sum(total, 2, keep_dims=True)
+    """(largest, 1 / sum of exp(z - largest)) along the last dimension, which is kept. An infinite largest makes all NaN, as in
+    torch."""
+    AXIS: tl.constexpr = len(z.shape) - 1
+    largest = tl.max(z, AXIS, keep_dims=True)
+    total = tl.sum(tl.exp2((z - largest) * LOG2E), AXIS, keep_dims=True)
     return largest, tl.div_rn(tl.full(total.shape, 1.0, tl.float32), total)
 
 
@@ -207,14 +204,13 @@ def _programs(a) -> int:
 
 @triton.jit
 def choose_in_parts(
-    key, X, B, row, M, E, stride_xt, stride_xe, stride_b, SIZE: tl.constexpr, K: tl.constexpr, BY: tl.constexpr,
-    PART: tl.constexpr, COLUMNS: tl.constexpr,
+    key, X, B, row, M, E, stride_xt, stride_xe, stride_b, SIZE: tl.constexpr, PLACES: tl.constexpr, K: tl.constexpr,
+    BY: tl.constexpr, PART: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """`choose` in two steps. The K largest lie in the K parts of PART places with the largest heads, for otherwise K heads would
     come before one of them. So choose those, read them again and choose there: a fifth of the comparisons."""
     ROWS: tl.constexpr = key.shape[0]
-    PLACES: tl.constexpr = key.shape[2]
-    PARTS: tl.constexpr = key.shape[1] * PLACES // PART
+    PARTS: tl.constexpr = key.shape[2] // PART
     heads = tl.max(tl.reshape(key, [ROWS, PARTS, PART]), 2)
     part = choose(tl.reshape(heads, [ROWS, 1, PARTS]), tl.arange(0, PARTS)[None, None, :], K, COLUMNS)
     at = part[:, :, None] * PART + tl.arange(0, PART)[None, None, :]
@@ -233,11 +229,10 @@ def topk_routing_forward(
     BEST: tl.constexpr, SIZE: tl.constexpr, PART: tl.constexpr, BINS: tl.constexpr, BLOCK_G: tl.constexpr,
     BLOCK_S: tl.constexpr, BLOCK_K: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Rows are seen as GROUPS of SIZE experts. COUNTS is zeroed before; integers are added in any order."""
-    group = tl.arange(0, BLOCK_G)[None, :, None]
-    within = tl.arange(0, BLOCK_S)[None, None, :]
-    e = group * SIZE + within
-    there = (within < SIZE) & (e < E)
+    """Columns are GROUPS of SIZE experts, each group BLOCK_S wide. COUNTS is zeroed before; integers are added in any order."""
+    place = tl.arange(0, BLOCK_G * BLOCK_S)[None, None, :]
+    e = place // BLOCK_S * SIZE + place % BLOCK_S
+    there = (place % BLOCK_S < SIZE) & (e < E)
     col = tl.arange(0, BLOCK_K)[None, :]
     counts = tl.zeros([BINS], tl.int32)
     for tile in range(tl.program_id(0), tl.cdiv(M, ROWS), tl.num_programs(0)):
@@ -254,10 +249,10 @@ def topk_routing_forward(
         else:
             key = tl.where(there, key_of(decide(z, B, e, there, stride_b, BY)), OUT)
             if GROUPS > 1:
-                key = keep_groups(key, e, group, GROUPS, KEPT, BEST)
+                key = keep_groups(key, BLOCK_S, GROUPS, KEPT, BEST)
             if PART > 1:
                 chosen = choose_in_parts(
-                    key, X, B, row, M, E, stride_xt, stride_xe, stride_b, SIZE, K, BY, PART, BLOCK_K
+                    key, X, B, row, M, E, stride_xt, stride_xe, stride_b, SIZE, BLOCK_S, K, BY, PART, BLOCK_K
                 )  # fmt: skip
             else:
                 chosen = choose(key, e, K, BLOCK_K)
