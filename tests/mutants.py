@@ -153,3 +153,13 @@ MUTANTS += [
     Mutant("dequantize: scales exchanged", "load_tiles(as_quantized(codes.contiguous(), SCALE,",
            "load_tiles(as_quantized(codes.contiguous(), SCALE.flip(1),", "accuracy", "out", CODES, "dequantize_codes"),
 ]  # fmt: skip
+
+# What only the compiled code shows: nothing that a property can see is wrong in these.
+COMPILED = [
+    Mutant("groups are a dimension of the load",
+           "            z = read_logits(X, row[:, :, None], e, there & (row[:, :, None] < M), stride_xt, stride_xe)",
+           "            at = tl.arange(0, BLOCK_G)[None, :, None] * SIZE + tl.arange(0, BLOCK_S)[None, None, :]\n"
+           "            z = read_logits(X, row[:, :, None], at, (at < E) & (row[:, :, None] < M), stride_xt, stride_xe)\n"
+           "            z = tl.reshape(z, [ROWS, 1, BLOCK_G * BLOCK_S])", "reductions",
+           r"choice\.py:\d+ from .* lane bits \[0, 3, 4\] are no neighbours", "tilewright/ops/moe/moe_router.py", "topk_routing"),
+]  # fmt: skip

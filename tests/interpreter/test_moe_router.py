@@ -56,7 +56,7 @@ def test_chosen_are_the_largest_in_order(tokens, experts, k):
     "experts, groups, group_topk, k", [(256, 32, 4, 8), (256, 8, 4, 8), (160, 8, 3, 6), (40, 5, 2, 4)]
 )
 def test_groups_of_real_models(experts, groups, group_topk, k, biased, score):
-    """32 groups of 8 without a bias were wrong on GPUs: `tests/compile/test_reductions.py` holds what the compiler makes of them."""
+    """32 groups without a bias were wrong on GPUs: `tests/compile/test_reductions.py` holds what the compiler makes of them."""
     logits = normal(6, experts, seed=groups)
     bias = normal(experts, seed=1).mul(0.1) if biased else None
     settings = {"score": score, "bias": bias, "groups": groups, "group_topk": group_topk, "scaling": 2.5}

@@ -51,6 +51,7 @@ class Compiled:
     shared: int  # bytes a block
     threads: int  # a block
     serialised: bool  # warpgroup matrix instructions run one at a time (ptxas C7515)
+    ir: str = field(repr=False)  # TTGIR: tiles with their layouts
     text: str = field(repr=False)  # PTX or AMD assembly
     binary: bytes = field(repr=False)
 
@@ -117,6 +118,7 @@ def compile_for(
         shared=kernel.metadata.shared,
         threads=_threads(kernel),
         serialised="C7515" in log or "serialized" in log,
+        ir=kernel.asm["ttgir"],
         text=kernel.asm["ptx"],
         binary=kernel.asm["cubin"],
     )
@@ -262,6 +264,7 @@ def _from_amd(kernel: Any, arch: str) -> Compiled:
         shared=kernel.metadata.shared,
         threads=_threads(kernel),
         serialised=False,
+        ir=kernel.asm["ttgir"],
         text=text,
         binary=kernel.asm["hsaco"],
     )

@@ -1,9 +1,11 @@
 """Choosing the largest of a row by integer keys that order as the numbers do, ties to the lower index.
 
 Tiles are [rows, 1, columns]; columns that stand in groups follow each other group by group. They are loaded so, for then the
-lanes that share a row are neighbours however it is split. Of groups that are a dimension of the load, and joined, they need not
-be, which reductions before Triton 3.7 take them to be (`docs/measured.md`, the compiler). A NaN is above all numbers, as in torch's sort, and -0 is 0. Two codes lie below every number's
-key: TAKEN, of what was chosen already, and OUT, of what cannot be.
+lanes that share a row are neighbours however it is split. If groups were a dimension of the load, and joined afterwards, they
+might not be, which reductions before Triton 3.7 take them to be (`docs/measured.md`, the compiler).
+
+A NaN is above all numbers, as in torch's sort, and -0 is 0. Two codes lie below every number's key: TAKEN, of what was chosen
+already, and OUT, of what cannot be.
 """
 
 import triton
