@@ -15,7 +15,7 @@ import tilewright as tw
 from tests.compile import table
 from tests.mutants import COMPILED, declared
 from tilewright.check.variants import FORWARD, Call, launches, variant
-from tilewright.core.op import Op
+from tilewright.op import Op
 from tilewright.toolchain.aot import Compiled, compile_for
 from tilewright.toolchain.reductions import Layout, fault, layout_of, misread, reductions
 
