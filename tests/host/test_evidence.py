@@ -12,6 +12,7 @@ import pytest
 from tilewright.bench import evidence, source
 from tilewright.bench.cases import CASES
 from tilewright.core.target import TARGETS
+from tilewright.toolchain import source as code
 
 CASE = "rms_norm_fwd/8192x2048"
 
@@ -114,6 +115,6 @@ def test_the_source_follows_what_is_launched():
 def test_the_source_holds_every_function_that_a_kernel_calls():
     from tilewright.ops.norm import rms_norm
 
-    texts = list(source.sources(rms_norm.rms_norm_forward.jit))
+    texts = list(code.sources(rms_norm.rms_norm_forward.jit))
     assert "def rms_norm_forward" in texts[0] and len(texts) > 1 and len(set(texts)) == len(texts)
     assert not any(line.startswith("#") or line != line.strip() for text in texts for line in text.splitlines())

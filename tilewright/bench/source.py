@@ -1,27 +1,17 @@
 """Which code made a number: a hash over the kernels that a case launches and the constants they are launched with.
 
 It is found without a GPU, on tensors without memory, so that anybody can tell whether a recorded number is still of the code
-before them. Comment lines, blank lines and indentation do not count; nor does anything the case does not launch.
+before them. Nothing counts that the case does not launch.
 """
 
 from __future__ import annotations
 
-import hashlib
-import inspect
-import types
-from collections.abc import Callable, Iterator
 from functools import cache
-from typing import Any
-
-from torch import Tensor
-from triton import JITFunction
 
 from ..core.target import TARGETS, Target, pretend
-from ..runtime.kernel import Arguments, Wanted
+from ..toolchain.source import hashed
 from .cases import CASES, Case
 from .work import launches
-
-OURS = __name__.partition(".")[0] + "."
 
 
 @cache
@@ -32,55 +22,4 @@ def source(case: str, target: Target = TARGETS["sm_90"]) -> str:
 
 def digest(case: Case, target: Target) -> str:
     with pretend(target):  # a grid may depend on the chip
-        text = "\n".join(part for wanted in launches(case, target) for part in described(wanted))
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def described(wanted: Wanted) -> Iterator[str]:
-    """A launch as lines of text: kernels' sources, grid, constants and options."""
-    yield from sources(wanted.kernel.jit)
-    yield f"grid={tuple(wanted.kernel.grid(Arguments(zip(wanted.kernel.names, wanted.ordered))))}"
-    for parameter, value in zip(wanted.kernel.jit.params, wanted.ordered):
-        if parameter.is_constexpr:
-            yield f"{parameter.name}={constant(value)}"
-        elif value is None or isinstance(value, Tensor):
-            yield f"{parameter.name}: {getattr(value, 'dtype', None)}"
-    yield repr(sorted(wanted.options.items()))
-
-
-def constant(value: Any) -> str:
-    if isinstance(value, JITFunction) or callable(value):
-        return "\n".join(sources(value))
-    return repr(value)
-
-
-def sources(function: Any, seen: set[int] | None = None) -> Iterator[str]:
-    """The text of a kernel and of every function of this library that it calls, each once."""
-    seen = set() if seen is None else seen
-    plain: Callable = getattr(function, "fn", function)
-    if id(plain) in seen or not isinstance(plain, types.FunctionType):
-        return
-    seen.add(id(plain))
-    yield text_of(plain)
-    for name in names_in(plain.__code__):
-        value = plain.__globals__.get(name)
-        if callable(getattr(value, "fn", None)) and value.fn.__module__.startswith(OURS):
-            yield from sources(value, seen)
-        elif hasattr(value, "value") and type(value).__name__ == "constexpr":
-            yield f"{name}={value.value!r}"
-
-
-def names_in(code: types.CodeType) -> list[str]:
-    """The names that a function's code looks up, in an order that does not depend on the Python that compiled it."""
-    found = set(code.co_names)
-    for inner in code.co_consts:
-        if isinstance(inner, types.CodeType):
-            found.update(names_in(inner))
-    return sorted(found)
-
-
-@cache
-def text_of(function: types.FunctionType) -> str:
-    """A function's lines without indentation, blank lines and comment lines."""
-    lines = (line.strip() for line in inspect.getsource(function).splitlines())
-    return "\n".join(line for line in lines if line and not line.startswith("#"))
+        return hashed(launches(case, target))
