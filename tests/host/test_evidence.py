@@ -12,7 +12,7 @@ import pytest
 from tilewright.bench import evidence, source
 from tilewright.bench.cases import CASES
 from tilewright.core.target import TARGETS
-from tilewright.toolchain import source as code
+from tilewright.runtime import source as code
 
 CASE = "rms_norm_fwd/8192x2048"
 

@@ -32,19 +32,6 @@ def task(size: int = 4096, configs: tuple = (A, B, C), kernel: str = "toy") -> t
 # ---------------------------------------------------------------- what there is to tune
 
 
-def test_models_are_whole():
-    for name, model in tune.models().items():
-        assert {"hidden", "heads", "kv_heads", "head_dim", "vocab"} <= set(model), name
-        assert "ffn" in model or "expert_ffn" in model, name
-        assert all(type(v) is int and v > 0 for v in model.values()) and model["heads"] % model["kv_heads"] == 0, name
-    assert {"llama-3-8b", "qwen3-8b", "qwen3-30b-a3b", "deepseek-v3", "gpt-oss-20b", "mixtral-8x7b"} <= set(
-        tune.models()
-    )
-    ops = tw.catalogue()
-    for op in tune._data()["instead"]:
-        assert op in ops
-
-
 def test_an_op_is_called_at_the_sizes_it_has_in_a_model():
     ops = tw.catalogue()
     widths = {d["hidden"] for d in tune.sizes(ops["glu"], ["deepseek-v3", "llama-3-8b", "mixtral-8x7b"], 64)}

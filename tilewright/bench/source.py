@@ -9,7 +9,7 @@ from __future__ import annotations
 from functools import cache
 
 from ..core.target import TARGETS, Target, pretend
-from ..toolchain.source import hashed
+from ..runtime.source import hashed
 from .cases import CASES, Case
 from .work import launches
 

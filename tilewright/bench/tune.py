@@ -16,7 +16,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +26,9 @@ from triton.errors import TritonError
 import tilewright as tw
 
 from ..check import memory
-from ..check.cases import dims_of
 from ..check.guarded import READY, Row, serve
-from ..check.variants import COMMON, FORWARD, Blank, Call, Plain, passes
+from ..check.models import place_calls
+from ..check.variants import FORWARD, Blank, Call, Plain, passes
 from ..core.format import Format, Quantized
 from ..core.target import Target
 from ..op import Op
@@ -75,27 +74,10 @@ class Task:
         return json.dumps({**{n: getattr(self, n) for n in fields}, "default": self.configs[0], "config": chosen})
 
 
-@cache
-def _data() -> dict[str, Any]:
-    return json.loads((config.SHIPPED / "models.json").read_text())
-
-
-def models() -> dict[str, dict[str, int]]:
-    """Dimensions of models by name."""
-    return _data()["models"]
-
-
 def sizes(op: Op, names: Iterable[str], tokens: int) -> list[dict[str, int]]:
     """The dimensions at which an op is called in these models, each once."""
-    used, instead = dims_of(op), _data()["instead"].get(op.name, {})
-    found: dict[tuple, dict[str, int]] = {}
-    for name in names:
-        model = models()[name]
-        dims = [{n: v for n, v in {**COMMON, **model, "tokens": tokens}.items() if n in used}]
-        for dim, others in instead.items():
-            dims = [{**d, dim: model[other]} for d in dims for other in others if other in model]
-        found.update({tuple(sorted(d.items())): d for d in dims})
-    return list(found.values())
+    found = [call.dims for call in place_calls(op, names, (tokens,))]
+    return [dims for i, dims in enumerate(found) if dims not in found[:i]]
 
 
 def tasks(ops: Iterable[Op], names: Sequence[str], target: Target, tokens: int) -> list[Task]:

@@ -28,11 +28,12 @@ def tune(
 
     from .. import catalogue
     from ..bench import tune as tuning
+    from ..check.models import models
     from ..core.target import Target
     from ..runtime import config
 
     ops = [find(name) for name in names] if names else list(catalogue().values())
-    known = tuning.models()
+    known = models()
     for one in model or ():
         if one not in known:
             fail(f"--model {one} is not one of {', '.join(known)}")

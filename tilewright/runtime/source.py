@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 from triton import JITFunction
 
-from ..runtime.kernel import Arguments, Wanted
+from .kernel import Arguments, Wanted
 
 OURS = __name__.partition(".")[0] + "."
 
