@@ -35,21 +35,27 @@ def near_codes(
                 one = {**values, "out_format": dataclasses.replace(fmt, ways="row" if way == "data" else "col")}
                 near_codes(label, name, one, actual, value, error)
         return
-    offsets = None if offsets is None else offsets.cpu()
-    fmt = fmt if fmt.tensor is None else fmt.bare().with_scale(fmt.tensor.cpu())
+    offsets = None if offsets is None else offsets.to(there.device)
+    fmt = fmt if fmt.tensor is None else fmt.bare().with_scale(fmt.tensor.to(there.device))
     step = torch.zeros_like(there) if exact else there.sign() * (3e-7 * there.abs() + 8 * noise)
     moved = (there,) if exact else (there, there - step, there + step)
     options = [fmt.quantize(value, torch.float32, offsets) for value in moved]
     for i, part in enumerate(fmt.tensor_names):
         wanted = [q.tensors()[i] for q in options]
-        found = actual[f"{name}.{part}"].cpu()
+        found = actual[f"{name}.{part}"].to(there.device)
         assert found.shape == wanted[0].shape, (
             f"{label}.{part}: shape {tuple(found.shape)}, not {tuple(wanted[0].shape)}"
         )
         found, *wanted = (specified(values, f"{name}.{part}", t) for t in (found, *wanted))
         if part.startswith("data"):
             if exact:  # codes may be packed, so that they are fewer than elements
-                _near_code(f"{label}.{part}", found, wanted, torch.ones(found.shape, dtype=torch.bool), exact)
+                _near_code(
+                    f"{label}.{part}",
+                    found,
+                    wanted,
+                    torch.ones(found.shape, dtype=torch.bool, device=found.device),
+                    exact,
+                )
                 continue
             clear = 512 * step.abs() <= there.abs()
             clear = clear.reshape(math.prod(there.shape[:-1]), there.shape[-1]).t() if part == "data_t" else clear

@@ -16,7 +16,9 @@ inputs: where four times that is more than the bar, it takes the bar's place.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -34,6 +36,18 @@ FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 IDEAL = 1.66e-3  # relative RMS of bf16 values that are all correctly rounded
 SHARE_OF_BF16 = {torch.bfloat16: 1.0, torch.float16: 1 / 8}
 JITTERS = 3
+_where: ContextVar[tuple[str, int]] = ContextVar("where", default=("cpu", JITTERS))
+
+
+@contextlib.contextmanager
+def truth_on(device: str, jitters: int = 1) -> Iterator[None]:
+    """Compute the truth on this device, not on the CPU, and the noise from so many jittered inputs: large tensors have many
+    elements to take it from."""
+    token = _where.set((device, jitters))
+    try:
+        yield
+    finally:
+        _where.reset(token)
 
 
 class Bar(NamedTuple):
@@ -110,13 +124,12 @@ def upstream(op: Op, results: tuple, seed: int = 0) -> list[Tensor | None]:
     made: list[Tensor | None] = []
     for i in op.graded_results:
         like = results[i]
-        source = torch.Generator().manual_seed(1000 * seed + i)
-        g = torch.randn(like.shape, generator=source)
+        where = _where.get()[0]
+        drawn = {"generator": torch.Generator(where).manual_seed(1000 * seed + i), "device": where}
+        g = torch.randn(like.shape, **drawn)
         if like.dim() > 0:
-            g = g * torch.exp2(torch.randint(-2, 3, like.shape[:1], generator=source)).reshape(
-                -1, *[1] * (like.dim() - 1)
-            )
-            g = torch.where(torch.rand(like.shape, generator=source) < 0.125, 0.0, g)
+            g = g * torch.exp2(torch.randint(-2, 3, like.shape[:1], **drawn)).reshape(-1, *[1] * (like.dim() - 1))
+            g = torch.where(torch.rand(like.shape, **drawn) < 0.125, 0.0, g)
         made.append(g.to(like.dtype).to(like.device))
     return made
 
@@ -159,12 +172,12 @@ def outcome(
 
 
 def lift(value: Any, dtype: torch.dtype | None) -> Any:
-    """A tensor on the CPU, in `dtype` if it is a float one and that is given."""
+    """A tensor where the truth is computed, in `dtype` if it is a float one and that is given."""
     if isinstance(value, (list, tuple)):
         return [lift(t, dtype) for t in value]
     if not isinstance(value, Tensor):
         return value
-    value = value.detach().cpu()
+    value = value.detach().to(_where.get()[0])
     return value.to(dtype) if dtype is not None and value.is_floating_point() else value
 
 
@@ -177,7 +190,7 @@ def truth(
     results = as_tuple(op.reference(**{**plain, **inputs}))
     named = zip(op.results[: len(op.results) - op.hidden], results)
     made = {f"{name}{tail}": t.detach() for name, r in named for tail, t in pieces(r).items()}
-    given = [None if g is None else g.detach().cpu().to(results[i].dtype) for g, i in zip(grads, op.graded_results)]
+    given = [None if g is None else g.detach().to(results[i]) for g, i in zip(grads, op.graded_results)]
     found = differentiate(op, results, inputs, given)
     made.update({f"d_{n}": g for n, g in found.items() if g is not None})
     return made
@@ -264,7 +277,7 @@ def rms(x: Tensor) -> float:
 def near(label: str, actual: Tensor, exact: Tensor, noise: Tensor, bar: Bar, negligible: float = 0.0) -> None:
     """`actual` is `exact` rounded once, but for what `bar` and `noise` (an error per row) allow; or both are `negligible`."""
     assert actual.shape == exact.shape, f"{label}: shape {tuple(actual.shape)}, not {tuple(exact.shape)}"
-    actual, rounded = actual.cpu(), exact.to(actual.dtype)
+    actual, rounded = actual.to(exact.device), exact.to(actual.dtype)
     if bar == BARS["G"] or not actual.is_floating_point():
         return same_bits(label, actual, rounded)
     finite = rounded.isfinite()
@@ -322,17 +335,18 @@ def noises(op: Op, values: Mapping[str, Any], grads: list) -> dict[str, Tensor]:
     worst: dict[str, Tensor] = {}
     # A long sum is kept to some 2^-21 of its terms, however small it comes out: 2000 fp32 additions, each rounded
     shake = 2.0**-21 if op.bars.get("class") in PRODUCTS else 2.0**-26
-    source = torch.Generator().manual_seed(7)
-    for _ in range(JITTERS):
-        moved = {n: _each(lambda t: _jitter(t, source, 2.0**-10).float(), v) for n, v in values.items()}
+    where, jitters = _where.get()
+    source = torch.Generator(where).manual_seed(7)
+    for _ in range(jitters):
+        moved = {n: each(lambda t: jitter(t, source, 2.0**-10).float(), v) for n, v in values.items()}
         exact = truth(op, moved, grads)
-        shaken = {n: _each(lambda t: _jitter(t, source, shake), v) for n, v in moved.items()}
+        shaken = {n: each(lambda t: jitter(t, source, shake), v) for n, v in moved.items()}
         others = [truth(op, moved, grads, torch.float32), truth(op, shaken, grads)]
         if op.bars.get("rounds") and (grads or rounded_results(op)):
             low = next(v.dtype for v in values.values() if isinstance(v, Tensor) and v.is_floating_point())
             share = torch.finfo(low).eps / 6  # four times it: over half a step, by which equal terms may all be off
-            rounded = {n: _each(lambda t, by=share: _jitter(t, source, by), v) for n, v in moved.items()}
-            upward = [g if g is None else _jitter(g, source, share) for g in grads]
+            rounded = {n: each(lambda t, by=share: jitter(t, source, by), v) for n, v in moved.items()}
+            upward = [g if g is None else jitter(g, source, share) for g in grads]
             after = truth(op, rounded, upward)
             others.append(
                 {n: t if n.startswith("d_") or n in rounded_results(op) else exact[n] for n, t in after.items()}
@@ -351,15 +365,16 @@ def noises(op: Op, values: Mapping[str, Any], grads: list) -> dict[str, Tensor]:
     return worst
 
 
-def _each(change: Callable[[Tensor], Tensor], value: Any) -> Any:
+def each(change: Callable[[Tensor], Tensor], value: Any) -> Any:
     """A float tensor, or each of a list, changed; anything else as it is."""
     if isinstance(value, (list, tuple)):
-        return [_each(change, t) for t in value]
+        return [each(change, t) for t in value]
     return change(value) if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
-def _jitter(t: Tensor, source: torch.Generator, share: float) -> Tensor:
-    return t.detach().cpu().double() * (1 + share * torch.randn(t.shape, generator=source, dtype=torch.float64))
+def jitter(t: Tensor, source: torch.Generator, share: float) -> Tensor:
+    t = t.detach().to(source.device)
+    return t.double() * (1 + share * torch.randn(t.shape, generator=source, dtype=torch.float64, device=t.device))
 
 
 def expectation(op: Op, values: Mapping[str, Any], actual: Outcome) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
