@@ -19,10 +19,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..core import config
-from ..core.kernel import Arguments, Kernel, Wanted
-from ..core.op import Op
 from ..core.target import INTERPRETING, TARGETS, Target, pretend
+from ..op import Op
+from ..runtime import config
+from ..runtime.kernel import Arguments, Kernel, Wanted
 from ..runtime.source import hashed
 from .cases import formats
 from .variants import Blank, Call, Plain, passes, variant

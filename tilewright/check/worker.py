@@ -1,4 +1,4 @@
-"""The properties of ops, one request each: `python -m tilewright.check.worker [--interpreter] FD`."""
+"""The properties of ops and their calls in models, one request each: `python -m tilewright.check.worker [--interpreter] FD`."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ def main(words: list[str]) -> None:
     import torch
 
     from .. import catalogue
+    from . import model_run
     from .cases import Net
     from .guarded import READY, serve
 
@@ -34,6 +35,9 @@ def main(words: list[str]) -> None:
 
     def answer(line: str) -> dict[str, Any]:
         asked = json.loads(line)
+        if "property" not in asked:
+            call = model_run.read(line)
+            return model_run.answer(catalogue()[call.op], call, net)
         start = time.monotonic()
         known[asked["property"]](catalogue()[asked["op"]], net)
         return {"seconds": round(time.monotonic() - start, 2)}

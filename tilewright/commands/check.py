@@ -1,16 +1,18 @@
-"""`tilewright check`: the properties of every op on this machine."""
+"""`tilewright check`: the properties of every op on this machine; with `--models`, every op at the sizes of real models."""
 
 from __future__ import annotations
 
 import json
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from .console import INTERRUPTED, Json, bar, fail, find
+from .console import INTERRUPTED, Json, bar, fail, find, show
 
 LIMIT = 600.0  # seconds one property of one op may take: a kernel that hangs would take for ever
 REASON = 12  # lines of a failure that are shown
@@ -25,9 +27,30 @@ def check(
     interpreter: Annotated[
         bool, typer.Option("--interpreter", help="In Triton's interpreter, even where there is a GPU.")
     ] = False,
+    at_models: Annotated[
+        bool,
+        typer.Option("--models", help="Instead, every op at the sizes of real models, against float64 on the GPU."),
+    ] = False,
+    model: Annotated[
+        list[str] | None, typer.Option(help="With --models: only this model; may be given several times.")
+    ] = None,
+    shard: Annotated[str, typer.Option(metavar="I/N", help="With --models: the I-th of N parts.")] = "1/1",
+    again: Annotated[bool, typer.Option("--again", help="With --models: also what was right before.")] = False,
+    record: Annotated[
+        bool, typer.Option("--record", help="With --models: write what was covered into evidence/models/.")
+    ] = False,
+    state: Annotated[
+        Path | None,
+        typer.Option(help="With --models: the file that outcomes are kept in. Yours for this GPU, if not given."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Every property of ops: on the GPU, or in the interpreter where there is none. A line each; status 1 if one fails."""
+    """Every property of ops: on the GPU, or in the interpreter where there is none. A line each; status 1 if one fails.
+
+    With --models every op, forward and backward, at the dimensions of every model of data/models.json, for 1, 7, 128 and 4096
+    tokens and with each optional argument that selects another compiled variant. Outcomes are kept as they come: a run that was
+    stopped goes on where it was. Status 1 if a call is wrong, 3 if time ran out before the last.
+    """
     import torch
 
     from .. import catalogue
@@ -36,6 +59,23 @@ def check(
     from ..core.target import INTERPRETING
 
     ops = [find(name).name for name in names] if names else sorted(catalogue())
+    if at_models:
+        from ..bench import evidence
+        from ..check.model_run import gpu, in_interpreter, read_rows
+
+        if not interpreter and not torch.cuda.is_available():
+            fail("check --models needs a GPU, and there is none here; --interpreter runs its small form")
+        if interpreter and record:
+            fail("--record is of calls on a GPU, not in the interpreter")
+        made = _models(ops, model, in_interpreter() if interpreter else gpu(), shard, state, again)
+        interrupted = _hold(made, minutes, as_json)
+        if record:
+            path = evidence.path_of(made.here.name, evidence.folder() / "models")
+            with evidence.locked(path):
+                rows = {row["call"]: row for row in (*read_rows(path), *made.rows())}
+                evidence.write(path, [rows[call] for call in sorted(rows)])
+        status = _told(made, as_json)
+        raise typer.Exit(INTERRUPTED if interrupted else status)
     interpreter = interpreter or INTERPRETING or not torch.cuda.is_available()
     known = properties(interpreter)
     for one in prop or ():
@@ -85,3 +125,76 @@ def _line(row: dict[str, Any]) -> str:
         return text + "held"
     lines = str(row.get("why", "")).strip().splitlines()[:REASON]
     return text + f"{row['status'].upper()}\n" + "\n".join(f"    {line[:400]}" for line in lines)
+
+
+# ---------------------------------------------------------------- at models' sizes
+
+
+def _part(shard: str) -> tuple[int, int]:
+    part, _, parts = shard.partition("/")
+    if not (part.isdigit() and parts.isdigit() and 1 <= int(part) <= int(parts)):
+        fail(f"--shard is I/N with I from 1 to N, got {shard}")
+    return int(part), int(parts)
+
+
+def _models(ops: list[str], model: list[str] | None, here: Any, shard: str, state: Path | None, again: bool) -> Any:
+    """The calls of a part, and what is known of them already."""
+    from .. import catalogue
+    from ..bench import evidence
+    from ..check.model_run import Run
+    from ..check.models import known
+
+    for one in model or ():
+        if one not in known():
+            fail(f"--model {one} is not one of {', '.join(known())}")
+    folder = evidence.folder()
+    path = state or folder.parent / ".cache" / f"models-{evidence.path_of(here.name, folder).name}"
+    made = Run([catalogue()[name] for name in ops], model, here, _part(shard), path, again)
+    if not made.planned:
+        fail(f"{', '.join(ops)} has no place in {', '.join(model or ())}")
+    return made
+
+
+def _hold(made: Any, minutes: float, as_json: bool) -> bool:
+    """Run what is left to run, with a line for each call that was not right; whether Ctrl-C ended it."""
+    from ..check.guarded import NoWorker, supervise
+
+    command = [sys.executable, "-m", "tilewright.check.worker", *(["--interpreter"] if made.here.interpreter else [])]
+    with bar(len(made.pending)) as shown:
+        try:
+            for row in made.go(lambda requests: supervise(requests, command, LIMIT), 60 * minutes):
+                shown.step(row["op"])
+                if row["outcome"] not in ("held", "skipped") and not as_json:
+                    typer.echo(
+                        _line(
+                            {"op": row["op"], "property": "", **row, "wall_s": row["seconds"], "status": row["outcome"]}
+                        )
+                    )
+        except KeyboardInterrupt:
+            shown.say("interrupted; what was run is kept")
+            return True
+        except NoWorker as error:
+            fail(str(error))
+        except OSError as error:
+            fail(f"cannot write {made.kept.path}: {error.strerror or error}")
+    return False
+
+
+def _told(made: Any, as_json: bool) -> int:
+    """Say what is known of the calls now; the exit status."""
+    rows, total = made.rows(), Counter(op.name for op, _ in made.planned)
+    counts = {op: Counter(row["outcome"] for row in rows if row["op"] == op) for op in total}
+    bad = sum(n for found in counts.values() for what, n in found.items() if what not in ("held", "skipped"))
+    skipped, left = sum(found["skipped"] for found in counts.values()), len(made.planned) - len(rows)
+    if as_json:
+        typer.echo(json.dumps(rows, indent=1))
+    else:
+        table = [
+            {"op": op, "calls": total[op], "held": found["held"], "skipped": found["skipped"],
+             "failed": found.total() - found["held"] - found["skipped"], "left": total[op] - found.total()}
+            for op, found in counts.items()
+        ]  # fmt: skip
+        show(table, "calls at the sizes of real models", False)
+        held = len(rows) - bad - skipped
+        typer.echo(f"{held} held, {bad} failed, {skipped} skipped, {left} not run, on {made.here.name}")
+    return 1 if bad else 3 if left else 0

@@ -1,0 +1,235 @@
+"""Ops held to the truth at the sizes of real models: which calls to make, one of them made, and what was found, kept.
+
+On a GPU these are all calls of `models.calls`, with the truth in float64 on that GPU; in the interpreter those few that have
+every value of every constant, with few rows. A file keeps an outcome a line, so that a run that was stopped goes on where it was,
+and a call is made again when the code that it launches has changed.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+
+from ..core.format import Format
+from ..core.target import INTERPRETER, Target
+from ..op import Op
+from ..runtime.kernel import Wanted
+from .cases import Net
+from .compare import check
+from .models import TOKENS, ModelCall, Place, calls, covering, digest, elements, place_calls, programs
+from .oracle import outcome, truth_on
+from .variants import Plain
+
+DONE = ("held", "skipped")
+BYTES = (
+    96  # of memory for each element of the arguments: it, its gradient, and float64 copies of both for truth and noise
+)
+SHARE = 0.8  # of a GPU's memory that a call may take
+FEW, SOME = 3, 128  # rows in the interpreter, and of the property on a GPU
+LARGEST = {True: 1 << 20, False: 1 << 26}  # elements of a sampled call, in the interpreter and on a GPU
+# Milliseconds that a call, a program and an element of its arguments take in the interpreter, and those that an op may take
+CALL_MS, PROGRAM_MS, ELEMENT_MS, OP_MS = 50.0, 4.0, 0.005, 2000.0
+ON_GPU = 1 << 28  # elements of all sampled calls of an op there
+Row = dict[str, Any]
+
+
+# ---------------------------------------------------------------- which calls
+
+
+def sample(
+    op: Op, net: Net, names: Iterable[str] | None = None, places: Sequence[Place] | None = None
+) -> list[ModelCall]:
+    """A few of an op's calls in models, the smallest first, that have every value of its kernels' constants between them."""
+    chosen = {"places": places, "room": LARGEST[net.interpreter]}
+    if not net.interpreter:
+        some = place_calls(op, names, (SOME,), **chosen)
+        target = Target.of(torch.cuda.current_device())
+        return covering(op, _sorted(op, some), target, cost=lambda one, _: elements(op, one), most=ON_GPU)
+    # Formats are for `quantised`: their codes are made by integer arithmetic, which takes seconds here
+    some = [one for one in calls(op, names, (FEW,), INTERPRETER, **chosen) if one.format is None]
+
+    def milliseconds(one: ModelCall, launches: list[Wanted]) -> float:
+        return CALL_MS + PROGRAM_MS * programs(launches) + ELEMENT_MS * elements(op, one)
+
+    return covering(op, _sorted(op, some), INTERPRETER, cost=milliseconds, most=OP_MS)
+
+
+def _sorted(op: Op, some: list[ModelCall]) -> list[ModelCall]:
+    return sorted(some, key=lambda one: elements(op, one))
+
+
+# ---------------------------------------------------------------- one call
+
+
+def hold(op: Op, call: ModelCall, net: Net) -> None:
+    """Make a call and its backward, and hold all that they give to the truth."""
+    values = call.values(op, call.source(op, Plain, device=net.device))
+    with truth_on(net.device):
+        with net.kernels():
+            actual = outcome(op, values)
+        check(op, call.name, values, actual)
+
+
+def answer(op: Op, call: ModelCall, net: Net) -> Row:
+    """`hold` as a worker's reply: a call that does not fit is skipped, and the memory of that process given up."""
+    try:
+        hold(op, call, net)
+    except torch.OutOfMemoryError as error:
+        return {"skipped": f"did not fit: {str(error).partition('.')[0]}", "spoiled": True}
+    finally:
+        if net.device == "cuda":
+            torch.cuda.empty_cache()
+    return {}
+
+
+def written(call: ModelCall) -> str:
+    """A call as a line of JSON."""
+    fields = {n: v for n, v in vars(call).items() if n != "models"}
+    return json.dumps({**fields, "options": {n: _to_json(v) for n, v in call.options.items()}})
+
+
+def read(line: str) -> ModelCall:
+    """The call of such a line."""
+    fields = json.loads(line)
+    return ModelCall(**{**fields, "options": {n: _from_json(v) for n, v in fields["options"].items()}})
+
+
+def _to_json(value: Any) -> Any:
+    if isinstance(value, Fraction):
+        return {"share": str(value)}
+    if isinstance(value, torch.dtype):
+        return {"dtype": str(value).removeprefix("torch.")}
+    return {"format": value.key} if isinstance(value, Format) else value
+
+
+def _from_json(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    ((kind, text),) = value.items()
+    return {"share": Fraction, "dtype": lambda t: getattr(torch, t), "format": Format.parse}[kind](text)
+
+
+# ---------------------------------------------------------------- what was found
+
+
+@dataclass(frozen=True)
+class Here:
+    """Where calls run: what that is called, the chip, and how many elements the arguments of a call may have."""
+
+    name: str
+    target: Target
+    room: int
+    interpreter: bool = False
+
+
+def in_interpreter() -> Here:
+    return Here("interpreter", INTERPRETER, LARGEST[True], interpreter=True)
+
+
+def gpu() -> Here:
+    """The current GPU."""
+    at = torch.cuda.current_device()
+    room = int(SHARE * torch.cuda.get_device_properties(at).total_memory / BYTES)
+    return Here(torch.cuda.get_device_name(at), Target.of(at), room)
+
+
+class Kept:
+    """The last outcome of each call, in a file that is appended to as outcomes come."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.rows = path, {row["call"]: row for row in read_rows(path)}
+
+    def has(self, op: Op, call: ModelCall, target: Target) -> bool:
+        """Whether the call was right, or cannot be made, with the code and the compiler of now."""
+        row = self.rows.get(call.name, {})
+        same = row.get("triton") == triton.__version__ and row.get("outcome") in DONE
+        return same and row["source"] == digest(op, call, target)
+
+    def add(self, row: Row) -> None:
+        """Keep a row: one write, so that neither a kill nor another process can mix two lines."""
+        self.rows[row["call"]] = row
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        try:
+            os.write(file, (json.dumps(row) + "\n").encode())
+        finally:
+            os.close(file)
+
+
+def read_rows(path: Path) -> list[Row]:
+    """The whole lines of a file; one that was cut short is left out."""
+    rows = []
+    for line in path.read_text().split("\n") if path.exists() else ():
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(row, dict) and {"call", "outcome", "source"} <= row.keys():
+            rows.append(row)
+    return rows
+
+
+class Run:
+    """A part of all calls of some ops in some models (None: all), and a file that says which of them were right before."""
+
+    def __init__(
+        self, ops: Sequence[Op], names: Sequence[str] | None, here: Here, part: tuple[int, int], path: Path, again: bool
+    ) -> None:
+        self.here, self.kept = here, Kept(path)
+        found = [(op, call) for op in ops for call in self._calls(op, names)]
+        self.planned = found[part[0] - 1 :: part[1]]
+        self.pending = [one for one in self.planned if again or not self.kept.has(*one, here.target)]
+        for _, call in self.pending:
+            self.kept.rows.pop(call.name, None)
+
+    def _calls(self, op: Op, names: Sequence[str] | None) -> list[ModelCall]:
+        if self.here.interpreter:
+            return sample(op, Net(interpreter=True), names)
+        return calls(op, names, TOKENS, self.here.target, self.here.room)
+
+    def go(self, ask: Callable[[Iterator[str]], Iterator[Row]], seconds: float) -> Iterator[Row]:
+        """A row for each call that is left to run, kept as it comes; none is begun after that time. `ask` gives a worker's reply
+        for each request."""
+        end, current = time.monotonic() + seconds, self.pending[:1]
+
+        def requests() -> Iterator[str]:
+            for op, call in self.pending:
+                if time.monotonic() >= end:
+                    return
+                current[:] = [(op, call)]
+                yield written(call)
+
+        large = [one for one in self.pending if elements(*one) > self.here.room]
+        for op, call in large:
+            why = f"its arguments have {elements(op, call)} elements, of which {self.here.room} fit"
+            yield self._keep(op, call, {"status": "ok", "skipped": why})
+        self.pending = [one for one in self.pending if one not in large]
+        for reply in ask(requests()):
+            yield self._keep(*current[0], reply)
+
+    def _keep(self, op: Op, call: ModelCall, reply: Row) -> Row:
+        """What is kept of a worker's reply."""
+        outcome = {"ok": "skipped" if "skipped" in reply else "held"}.get(reply["status"], reply["status"])
+        row = {
+            "op": op.name, "call": call.name, "models": list(call.models), "outcome": outcome,
+            "why": reply.get("skipped") or reply.get("why", ""), "seconds": reply.get("wall_s", 0.0),
+            "source": digest(op, call, self.here.target), "where": self.here.name, "torch": torch.__version__,
+            "triton": triton.__version__,
+            "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        }  # fmt: skip
+        self.kept.add(row)
+        return row
+
+    def rows(self) -> list[Row]:
+        """What is known of the calls of this part."""
+        return [self.kept.rows[call.name] for _, call in self.planned if call.name in self.kept.rows]
