@@ -22,7 +22,8 @@ _count = itertools.count()
 
 
 class Mutant(NamedTuple):
-    """`old` in `file` becomes `new` everywhere; `prop` must fail for `op`, and what it says must match `says`."""
+    """`old` in `file` becomes `new` everywhere; `prop` must fail for `op`, and what it says must match `says`. `missed_by` is a
+    property that does not notice, which is why `prop` is there."""
 
     name: str
     old: str
@@ -31,6 +32,7 @@ class Mutant(NamedTuple):
     says: str
     file: str = SUBJECT
     op: str = "toy_norm"
+    missed_by: str = ""
 
 
 def edited(text: str, mutant: Mutant, tag: str) -> str:
@@ -154,6 +156,12 @@ MUTANTS += [
            "load_tiles(as_quantized(codes.contiguous(), SCALE.flip(1),", "accuracy", "out", CODES, "dequantize_codes"),
 ]  # fmt: skip
 
+ROUTER = "tilewright/ops/moe/moe_router.py"
+MUTANTS += [
+    Mutant("topk_routing: a group too few of 32", "KEPT=group_topk,", "KEPT=group_topk - (groups == 32),", "as_in_models",
+           "chosen: . of . rows chose others", ROUTER, "topk_routing", missed_by="accuracy"),
+]  # fmt: skip
+
 # What only the compiled code shows: nothing that a property can see is wrong in these.
 COMPILED = [
     Mutant("groups are a dimension of the load",
@@ -161,5 +169,5 @@ COMPILED = [
            "            at = tl.arange(0, BLOCK_G)[None, :, None] * SIZE + tl.arange(0, BLOCK_S)[None, None, :]\n"
            "            z = read_logits(X, row[:, :, None], at, (at < E) & (row[:, :, None] < M), stride_xt, stride_xe)\n"
            "            z = tl.reshape(z, [ROWS, 1, BLOCK_G * BLOCK_S])", "reductions",
-           r"choice\.py:\d+ from .* lane bits \[0, 3, 4\] are no neighbours", "tilewright/ops/moe/moe_router.py", "topk_routing"),
+           r"choice\.py:\d+ from .* lane bits \[0, 3, 4\] are no neighbours", ROUTER, "topk_routing"),
 ]  # fmt: skip

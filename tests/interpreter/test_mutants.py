@@ -20,23 +20,34 @@ NET = Net(interpreter=True, cases=9)
 PROPS = {p.__name__: p for p in (*properties.VALUES, *registration.FACES)}
 
 
-def run(prop: str, op, path) -> None:
-    PROPS[prop](op, NET, *([str(path)] if prop == "wide_strides" else []))
+def run(prop: str, op, path, known: str) -> None:
+    further = {
+        "wide_strides": [str(path)],
+        "as_in_models": [known],
+    }  # what they find by the name of an op of the library
+    PROPS[prop](op, NET, *further.get(prop, []))
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: m.name.replace(" ", "-"))
 def test_mutant_is_caught(mutant: Mutant, tmp_path):
     errors = (AssertionError, InterpreterError, RuntimeError)
     with declared(mutant, tmp_path) as (op, path), pytest.raises(errors) as caught:
-        run(mutant.prop, op, path)
+        run(mutant.prop, op, path, mutant.op)
     assert re.search(mutant.says, str(caught.value)), f"caught, but for another reason: {caught.value}"
+
+
+@pytest.mark.parametrize("mutant", [m for m in MUTANTS if m.missed_by], ids=lambda m: m.name.replace(" ", "-"))
+def test_mutant_is_missed_by_another_property(mutant: Mutant, tmp_path):
+    """As it was by all that draw small and odd sizes alone: should one notice it now, another mutant has to tell them apart."""
+    with declared(mutant, tmp_path) as (op, path):
+        run(mutant.missed_by, op, path, mutant.op)
 
 
 @pytest.mark.parametrize("prop", sorted({m.prop for m in MUTANTS}))
 def test_unbroken_op_passes(prop, tmp_path):
     same = Mutant("none", "Toy op", "Toy op", prop, "", SUBJECT)
     with declared(same, tmp_path) as (op, path):
-        run(prop, op, path)
+        run(prop, op, path, same.op)
 
 
 def test_mutants_of_the_machinery_are_caught():

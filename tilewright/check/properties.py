@@ -30,6 +30,8 @@ from .calls import gradients, paths, repeatable, repeated_argument, replayed, un
 from .cases import SMALL, Case, Net, choices, dims_of, draw, formats, put, row_arguments, rule_of, tensors
 from .compare import check
 from .families import of_the_op
+from .model_run import hold, sample
+from .models import PLACES
 from .oracle import (
     FLOATS,
     Outcome,
@@ -118,6 +120,19 @@ def sizes(op: Op, net: Net) -> None:
             assert op.name in str(error) and 0 in case.dims.values(), f"{case.label}: {error}"
             continue
         check(op, case.label, case.values, actual)
+
+
+@of_the_op("the constants that models give a kernel are its own")
+def as_in_models(op: Op, net: Net, stands_for: str = "") -> None:
+    """Right with the constants that real models' sizes and options give its kernels: with few rows in the interpreter, with more
+    on a GPU. `stands_for` is the op whose places it has, if not its own."""
+    places = PLACES.get(stands_for or op.name)
+    if places is None:  # no op of the library: a test holds that each of those has places
+        return
+    chosen = sample(op, net, places=places)
+    assert chosen, f"{op.name}: no call in any model"
+    for one in chosen:
+        hold(op, one, net)
 
 
 @of_the_op("each op feeds the shared store of codes in its own way")
@@ -391,6 +406,6 @@ def wide_strides(op: Op, net: Net, source: str = "") -> None:
 
 
 VALUES: tuple[Callable, ...] = (
-    accuracy, sizes, quantised, every_config, isolation, special_values, strides, leading, outs, wild_indices,
+    accuracy, sizes, as_in_models, quantised, every_config, isolation, special_values, strides, leading, outs, wild_indices,
     guarded_memory, wide_strides, repeatable, replayed, paths, gradients, repeated_argument, unlike,
 )  # fmt: skip
