@@ -40,6 +40,8 @@ def test_without_a_gpu_it_is_one_line(words):
     [
         (["tune", "gluu"], "glu"),
         (["check", "rms_nrm"], "rms_norm"),
+        (["explain"], "--models"),
+        (["explain", "glu", "--models", "--full"], "--models takes"),
         (["compile", "cross_entropi"], "cross_entropy"),
         (["warmup", "glue"], "glu"),
         (["tune", "glu", "--model", "llama"], "llama-3-8b"),
@@ -98,6 +100,21 @@ def test_compile_fails_where_a_kernel_does_not_compile(one_call, monkeypatch):
     monkeypatch.setattr(variants.Variant, "compile", broken)
     status, out, _ = run("compile", "glu", "--arch", "sm_90")
     assert status == 1 and "failed" in out and "no such instruction" in out
+
+
+# ---------------------------------------------------------------- explain
+
+
+def test_explain_says_which_variants_models_reach():
+    status, out, _ = run("explain", "topk_routing", "--models", "--json")
+    rows = json.loads(out)
+    fault = [row for row in rows if "GROUPS=32 " in row["variant"]]
+    assert status == 0 and fault and all(row["models"] == ["256-in-32-groups"] for row in fault)
+    assert {row["kernel"] for row in rows} == {"topk_routing_forward", "topk_routing_backward"}
+    assert any({"deepseek-v3", "ling-1t"} <= set(row["models"]) for row in rows)
+    assert len({row["variant"] for row in rows}) <= len(rows)
+    status, out, _ = run("explain", "router_z_loss", "--models")
+    assert status == 0 and "mixtral-8x7b" in out and "router_z_loss" in out
 
 
 # ---------------------------------------------------------------- check

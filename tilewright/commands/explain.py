@@ -1,4 +1,4 @@
-"""`tilewright explain OP`: which implementation a call takes on a chip, and what it launches there."""
+"""`tilewright explain OP`: which implementation a call takes on a chip, and what it launches there; or what real models launch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .console import Json, dimensions, expect, fail, find, show
 
 
 def explain(
-    name: Annotated[str, typer.Argument(metavar="OP")],
+    name: Annotated[str, typer.Argument(metavar="OP", help="May be left out with --models: all ops.")] = "",
     arch: Annotated[str, typer.Option(help="The chip to explain for.")] = "sm_90",
     dim: Annotated[
         list[str] | None, typer.Option(help="A dimension, tokens=8192 say; may be given several times.")
@@ -23,6 +23,9 @@ def explain(
     ] = None,
     format: Annotated[str, typer.Option(help="An out_format, fp8:e4m3:1x128:both:pow2:te say.")] = "",
     full: Annotated[bool, typer.Option("--full", help="With every optional tensor.")] = False,
+    at_models: Annotated[
+        bool, typer.Option("--models", help="Instead, the compiled variants that real models reach, kernel by kernel.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Which implementation a bf16 call takes on a chip, and what it launches there, forward and backward; of a matrix product also
@@ -33,9 +36,16 @@ def explain(
     from ..core.target import TARGETS, pretend
     from ..op import force
 
-    op = find(name)
     if arch not in TARGETS:
         fail(f"--arch {arch} is not one of {', '.join(TARGETS)}")
+    if at_models:
+        if dim or option or format or full:
+            fail("--models takes an op and --arch alone: models say the rest")
+        _reached(name, TARGETS[arch], as_json)
+        return
+    if not name:
+        fail("explain needs an op; without one it takes --models")
+    op = find(name)
     if format and "out_format" not in op.signature.names:
         fail(f"{name} has no out_format")
     dims = {**COMMON, "tokens": 256, "hidden": 2048, "vocab": 32000, **dimensions(dim)}
@@ -69,6 +79,26 @@ def explain(
     kernels = "" if taken == chosen.name else f"; of our own: {chosen.name}"
     names = [one.name for one in op.implementations]
     show(rows, f"{name} on {arch}: implementation {taken} of {names}{kernels}", False)
+
+
+def _reached(name: str, target: Any, as_json: bool) -> None:
+    """The compiled variants of real models' calls, each with the models that reach it."""
+    from .. import catalogue
+    from ..check.models import calls
+    from ..check.variants import variant
+
+    found: dict[str, dict[str, Any]] = {}
+    for op in [find(name)] if name else catalogue().values():
+        for call in calls(op, target=target):
+            for wanted in call.launches(op, target):
+                one = variant(wanted, target.arch)
+                row = found.setdefault(
+                    one.name, {"op": op.name, "kernel": one.kernel.name, "variant": "", "models": {}}
+                )
+                row["variant"] = one.name.removeprefix(f"{one.kernel.name} ")
+                row["models"] |= dict.fromkeys(call.models)
+    rows = [{**row, "models": list(row["models"])} for row in found.values()]
+    show(rows, f"{len(rows)} variants for {target.arch} that real models reach", as_json)
 
 
 def _options(texts: list[str] | None) -> dict[str, Any]:
