@@ -2,8 +2,9 @@
 
 Tests run in several guarded processes, a few dozen tests of one file each. A process that is silent for too long is
 killed; the test it was in counts as failed and the others go to a new process. Outcomes are kept in
-`.cache/gpu_tests.jsonl` (and in $OUT where that is set) as they come; `--resume` skips what has passed. The exit status
-is 0 when all passed, 1 when one failed, 3 when time ran out first.
+`.cache/gpu_tests.jsonl` (and in $OUT where that is set) as they come; `--resume` skips what has passed. After the tests, unless
+files were named, comes `tilewright check --models` with the time that is left. The exit status is 0 when all passed, 1 when one
+failed, 3 when time ran out first.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -24,6 +26,8 @@ from . import LOG
 
 ROOT = Path(__file__).resolve().parents[2]
 STATE = "gpu_tests.jsonl"
+MODELS = "gpu_models.jsonl"
+EVERYTHING = "tests/gpu"
 DONE = ("passed", "skipped")
 LAST_START = 30.0  # seconds before the end at which no new process is started: importing torch takes several
 SHOWN_FAILURES = 12
@@ -230,7 +234,7 @@ class Runner:
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python3 -m tests.gpu", description="Run the GPU tests in resumable shards.")
-    parser.add_argument("paths", nargs="*", default=["tests/gpu"], help="files or folders of tests")
+    parser.add_argument("paths", nargs="*", default=[EVERYTHING], help="files or folders of tests")
     parser.add_argument("--shard", default="1/1", metavar="I/N", help="the I-th of N parts")
     parser.add_argument("--resume", action="store_true", help="skip what has passed already")
     parser.add_argument("--minutes", type=float, default=8.0, help="when to stop; what is left can be resumed")
@@ -283,7 +287,29 @@ def main(
     say(f"{len(names)} tests, {sum(map(len, pending))} to run, {options.jobs} processes at once")
     seconds = options.minutes * 60 - (time.monotonic() - begin)
     Runner(state, root, options.jobs, options.limit, seconds, say).run([unit for unit in pending if unit])
-    return report(names, state, say)
+    status = report(names, state, say)
+    if options.paths != [EVERYTHING] or not need_cuda:
+        return status
+    return worst(status, at_models(options, options.minutes - (time.monotonic() - begin) / 60, root, say))
+
+
+def at_models(options: argparse.Namespace, minutes: float, root: Path, say: Say) -> int:
+    """Every op at the sizes of real models, in one process at a time: a call may take most of the device's memory."""
+    if minutes <= LAST_START / 60:
+        say("models: no time is left: run again with --resume")
+        return 3
+    state, out = root / ".cache" / MODELS, os.environ.get("OUT")
+    words = ("--models", "--shard", options.shard, "--minutes", f"{minutes:.2f}", "--state", str(state))
+    command = [sys.executable, "-m", "tilewright", "check", *words, *([] if options.resume else ["--again"])]
+    status = subprocess.run(command, cwd=root, env=environment(Path(os.devnull))).returncode
+    if out and state.exists():
+        shutil.copy(state, out)
+    return status
+
+
+def worst(*statuses: int) -> int:
+    """The exit status of several parts: something failed, something is left, all is well."""
+    return next((s for s in statuses if s not in (0, 3)), max(statuses))
 
 
 if __name__ == "__main__":

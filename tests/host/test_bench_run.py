@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -289,6 +290,28 @@ def test_tests_that_cannot_be_imported_are_an_error(suite):
     if not torch.cuda.is_available():
         with pytest.raises(SystemExit, match="no CUDA device"):
             gpu.main(["tests/gpu/test_one.py"], root=suite, say=print)
+
+
+def test_models_are_a_part_with_the_time_that_is_left(tmp_path, monkeypatch):
+    asked: list[list[str]] = []
+
+    def run(command, **settings):
+        asked.append(command)
+        (tmp_path / ".cache").mkdir(exist_ok=True)
+        (tmp_path / ".cache" / gpu.MODELS).write_text("{}\n")
+        return types.SimpleNamespace(returncode=3)
+
+    monkeypatch.setattr(gpu.subprocess, "run", run)
+    monkeypatch.setenv("OUT", str(tmp_path))
+    said: list[str] = []
+    assert gpu.at_models(gpu.parse(["--shard", "2/3"]), 5.0, tmp_path, said.append) == 3 and not said
+    words = asked[0][asked[0].index("check") :]
+    assert words[:6] == ["check", "--models", "--shard", "2/3", "--minutes", "5.00"] and words[-1] == "--again"
+    assert (tmp_path / gpu.MODELS).exists()
+    gpu.at_models(gpu.parse(["--resume"]), 5.0, tmp_path, said.append)
+    assert "--again" not in asked[1]
+    assert gpu.at_models(gpu.parse([]), 0.1, tmp_path, said.append) == 3 and "--resume" in said[0] and len(asked) == 2
+    assert [gpu.worst(*s) for s in ((0, 0), (0, 3), (3, 1), (2, 3), (1, 0))] == [0, 3, 1, 2, 1]
 
 
 def test_shards_and_units_cover_every_test_once():
