@@ -1,8 +1,9 @@
 """Which compiled variants an op needs: the launches of representative calls, made on tensors without memory.
 
 The calls come from the declaration: `inputs(draw)` at the sizes that are benchmarked and at awkward ones, every choice of
-every option, every optional tensor, dtypes, layouts, formats, gradients together and one by one. Triton itself binds the
-arguments of each launch, so that a variant here is the one that the call would compile.
+every option, every optional tensor, dtypes, layouts, formats, gradients together and one by one; and from the places that the op
+has in real models. Triton itself binds the arguments of each launch, so that a variant here is the one that the call would
+compile.
 """
 
 from __future__ import annotations
@@ -123,7 +124,18 @@ def hot_calls(op: Op) -> Iterator[Call]:
 
 
 def calls(op: Op) -> Iterator[Call]:
-    """Hot calls fully, everything else once."""
+    """Hot calls fully, everything else once, and what real models call with constants that none of these have."""
+    from .models import covering, place_calls, settings  # which need what is here
+
+    made = list(drawn_only(op))
+    target = TARGETS["sm_90"]
+    seen = [one for call in made for wanted in launches(op, call) for one in settings(wanted)]
+    yield from made
+    yield from (Call(one.values(op)) for one in covering(op, place_calls(op), target, seen))
+
+
+def drawn_only(op: Op) -> Iterator[Call]:
+    """The calls that follow from the op's declaration alone."""
     yield from hot_calls(op)
     yield Call(drawn(op, FEW))
     yield from few_of_each_kind(op)
