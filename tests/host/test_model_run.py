@@ -16,8 +16,8 @@ from tilewright.check import guarded, model_run, models
 from tilewright.check.cases import Net
 from tilewright.check.model_run import Here, Run, in_interpreter, read, read_rows, written
 from tilewright.check.models import ModelCall, calls, elements, place_calls
-from tilewright.op import Op
 from tilewright.core.target import TARGETS
+from tilewright.op import Op
 
 OPS = tw.catalogue()
 HERE = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
