@@ -14,10 +14,12 @@ import pytest
 import typer
 
 import tilewright as tw
+from tests import seconds
 from tilewright.__main__ import app
 from tilewright.bench import documents, picture
 from tilewright.bench.cases import CASES, GOALS, Case, Goal
 from tilewright.check import coverage
+from tilewright.check.oracle import BARS
 from tilewright.core.target import TARGETS
 from tilewright.runtime import config
 
@@ -228,3 +230,30 @@ def test_every_link_leads_somewhere():
             if anchor and there.suffix == ".md":
                 heads = re.findall(r"^#+ (.*)$", there.read_text(), re.MULTILINE)
                 assert anchor in {re.sub(r"[^\w -]", "", head).lower().replace(" ", "-") for head in heads}, target
+
+
+def test_the_bars_in_contributing_are_those_of_the_code():
+    """Each row of the table as the code's numbers would write it."""
+
+    def share(part: float) -> str:
+        return f"{100 * part:g} %" if part else "none"
+
+    rows = re.findall(
+        r"^\| ([A-Z]) [^|]*\| (\S+) \| (\S+) \| ([^|]+) \|$", (ROOT / "CONTRIBUTING.md").read_text(), re.M
+    )
+    assert [row[0] for row in rows] == sorted(BARS)
+    for name, low, single, misrounded in rows:
+        bar = BARS[name]
+        if bar.low:
+            assert (float(low), float(single)) == (bar.low, bar.single), f"class {name}"
+        else:
+            assert low == single == "bitwise", f"class {name}"
+        assert misrounded == share(bar.misrounded), f"class {name}"
+
+
+def test_the_budgets_in_contributing_are_those_of_the_tests():
+    text = " ".join((ROOT / "CONTRIBUTING.md").read_text().split())
+    said = re.search(
+        r"The budgets \(`tests/seconds.py`\): (\d+) on average for an op, everything counted, (\d+) at most", text
+    )
+    assert said and (int(said[1]), int(said[2])) == (seconds.AVERAGE, seconds.OP)

@@ -33,7 +33,8 @@ from ..core.target import TARGETS
 __all__ = ["CompileError", "Compiled", "compile_for", "fingerprint", "gpu_target"]
 
 _LOG = "tilewright.assembler.log"
-_MODULES = re.compile(r"\btilewright(\.\w+)*[.:](?=\w)")  # in the names of functions: the same code may move
+# In the names of functions and, mangled, of those given to them: the same code may move
+_MODULES = re.compile(r"\btilewright((\.\w+)*[.:]|(_d_\w+?)*:)(?=\w)")
 
 
 class CompileError(RuntimeError):
