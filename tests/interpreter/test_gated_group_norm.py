@@ -67,3 +67,23 @@ def test_groups_in_pieces(width, shared):
 def test_gate_in_another_precision():
     for x, gate in ((torch.bfloat16, torch.float32), (torch.float32, torch.float16)):
         hold(f"{x}, {gate}", drawn(2, 3, 16, dtype=x), drawn(3, 2, 16, seed=1, dtype=gate), drawn(16, seed=2), groups=2)
+
+
+def test_the_gate_s_gradient_does_not_cancel_where_the_gate_is_saturated():
+    """Numbers of 1e4, gates to 80: the slope s * (1 - s) of a sigmoid near 1 loses all its digits where 1 - s is taken, as torch
+    does; the kernel multiplies by sigmoid(-gate). So it is torch's gradient whose elements near zero are rounding."""
+    source = torch.Generator().manual_seed(0)
+    x, dy = (1e4 * torch.randn(1, 16, 128, generator=source) for _ in range(2))
+    gate = torch.linspace(-80.0, 80.0, x.numel()).reshape(x.shape)
+    wide = x.double()
+    slope = torch.sigmoid(gate.double()) * torch.sigmoid(-gate.double())
+    exact = dy.double() * wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6) * slope
+
+    def error(call) -> torch.Tensor:
+        leaf = gate.clone().requires_grad_()
+        return ((torch.autograd.grad(call(leaf), leaf, dy)[0].double() - exact) / exact).abs()
+
+    ours = error(lambda g: tw.gated_group_norm(x, g, None, 1e-6, transposed=False))
+    torch_s = error(lambda g: torch.nn.functional.rms_norm(x, (128,), None, 1e-6) * torch.sigmoid(g))
+    assert ours.max() < 4e-6
+    assert torch_s[gate > 20.0].min() > 0.99 and torch_s[gate < 0.0].max() < 4e-6

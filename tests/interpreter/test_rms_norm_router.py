@@ -58,3 +58,14 @@ def test_a_result_that_is_not_used_has_no_gradient(used):
         assert (grad is None) == (there is None)
         if there is not None:
             assert (grad.double() - there).norm() < 4e-3 * there.norm()
+
+
+def test_the_reference_equals_the_layers_one_by_one():
+    """Not those of an fp32 y, which a model that was trained unfused has never seen."""
+    x, weight, router = arguments(20, 33)
+    with tw.force("reference"), torch.no_grad():
+        y, logits = tw.rms_norm_router(x, weight, router)
+        apart = tw.rms_norm(x, weight)
+        assert torch.equal(y, apart) and torch.equal(logits, tw.router_linear(apart, router))
+        exact, _ = tw.rms_norm_router(x.float(), weight, router)
+    assert (exact @ router.float().t() - logits).abs().max() > 1e-4

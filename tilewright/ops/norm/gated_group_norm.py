@@ -2,7 +2,9 @@
 the group; out lies as gate does, which may be [length, batch, hidden] where x is [batch, length, hidden].
 
 Backward, with a = act(gate) and g = dy * a * weight: dx = rstd * g - rstd**3 * x * mean(x * g),
-dgate = dy * x * rstd * weight * act'(gate), and dweight is the sum over rows of dy * a * x * rstd.
+dgate = dy * x * rstd * weight * act'(gate), and dweight is the sum over rows of dy * a * x * rstd. A sigmoid's slope is
+sigmoid(gate) * sigmoid(-gate); autograd's 1 - sigmoid(gate) has no digits left for a gate of 20, so that torch's fp32 gradient
+is rounding there.
 """
 
 from __future__ import annotations

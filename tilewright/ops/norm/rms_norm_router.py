@@ -37,8 +37,10 @@ def reference(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(y, logits): `rms_norm(x, weight, eps)`, and the fp32 logits `y @ router.T` from exact products of `y` in x's dtype.
 
-    `out_format` gives a `Quantized` y; the logits are those of the plain one. The gradient of the logits enters the products of
-    the backward as the nearest sum of two bf16 numbers, and the gradient of y is rounded to x's dtype once.
+    These are the logits of the layers one by one, `router_linear(rms_norm(x, weight, eps), router)`, where y is rounded between
+    the two; a product of the fp32 y would not be. `out_format` gives a `Quantized` y; the logits are those of the plain one. The
+    gradient of the logits enters the products of the backward as the nearest sum of two bf16 numbers, and the gradient of y is
+    rounded to x's dtype once.
     """
     wide = upcast(x)
     rstd = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
