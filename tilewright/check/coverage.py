@@ -20,6 +20,7 @@ LISTS = {
     "gn_kernels": "quantised matrix products and attention",
     "aten": "torch's own operators, replaced",
     "flaggems_features": "what a library of replaced operators offers",
+    "linghe_more": "what else a library of fused training kernels offers",
 }
 STATUSES = {
     "native": "kernels, in the chip's own arithmetic",

@@ -123,6 +123,13 @@ def smoothed(device: str) -> None:
     agrees("groups", q, x.double() / each, "A", ends)
 
 
+def smoothed_rows(device: str) -> None:
+    """Some rows of a tensor alone, of which codes both ways are the codes and those of the transposed."""
+    x, smooth = normal(device, 40, 200, scale=3.0), 0.5 + normal(device, 1, 200, seed=1).abs().float()
+    part = x[8:24]
+    agrees("rows", tw.smooth_quantize(part, smooth, tw.fp8("row", ways="both")), part.double() / smooth.double(), "A")
+
+
 def normed_router(device: str) -> None:
     """Logits are those of the rows as they were rounded; what follows a rounding in the backward is no better than that."""
     leaves = [normal(device, 9, 200), 1 + 0.5 * normal(device, 200, seed=1), normal(device, 33, 200, seed=2, scale=0.1)]

@@ -297,4 +297,7 @@ CHECKS: dict[str, dict[str, Check]] = {
         "multi-backend": chosen_by_chip,
         "eager mode": norm,
     },
+    "linghe_more": {
+        "smooth quantisation of a sub-range of rows": more.smoothed_rows,
+    },
 }
