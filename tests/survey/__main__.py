@@ -1,7 +1,8 @@
 """`python -m tests.survey [TYPE ...]`: compare every type, or these, and write the table of docs/huggingface.md.
 
 Each type has a process of its own, with a limit of time and memory, two at a time. Rows are kept in out/models.jsonl as they come;
-a run goes on where the last one stopped unless code of the library or of the survey changed since, or `--again` says so.
+a run goes on where the last one stopped. Rows of other code, of the library or of the survey, are made again, unless `--keep` says
+that the change does not touch them.
 """
 
 from __future__ import annotations
@@ -78,6 +79,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.survey", description=__doc__.splitlines()[0])
     parser.add_argument("types", nargs="*", metavar="TYPE", help="types of transformers' models; all, if none is named")
     parser.add_argument("--again", action="store_true", help="compare types that are done, too")
+    parser.add_argument("--keep", action="store_true", help="keep rows that were made by other code")
     given = parser.parse_args()
     unknown = sorted({*given.types} - {*types()})
     if unknown:
@@ -87,7 +89,7 @@ def main() -> int:
     chosen, code = given.types or [*types()], fingerprint()
     KEPT.parent.mkdir(exist_ok=True)
     before = [json.loads(line) for line in KEPT.read_text().splitlines()] if KEPT.exists() else []
-    known = {r["type"]: r for r in before if r["code"] == code}
+    known = {r["type"]: r for r in before if given.keep or r["code"] == code}
     todo = [kind for kind in chosen if given.again or kind not in known]
     with KEPT.open("a") as file:
         for at, made in enumerate(rows(todo), 1):

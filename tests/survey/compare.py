@@ -81,8 +81,9 @@ def farthest(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> tuple[str, f
     for name, truth in theirs.items():
         scale = max(truth.abs().max().item(), LEAST * most if name.startswith("gradient") else 0.0, 1e-30)
         error = ((ours[name] - truth).abs().max() / scale).item()
-        if not error <= worst[1]:  # a NaN is the worst
-            worst = (name, error)
+        if error != error:
+            return f"{name} is not a number", float("inf")
+        worst = max(worst, (name, error), key=lambda found: found[1])
     return worst
 
 
