@@ -56,16 +56,27 @@ def looking(model: nn.Module) -> Callable[[], Any] | None:
     return None
 
 
-def measured(model: nn.Module, look: Callable[[], Any] | None) -> dict[str, Tensor]:
+def inputs(model: nn.Module) -> dict[str, Tensor]:
+    """What a call needs beside the text: most nothing, some an image for each sequence."""
+    text, image = {"use_cache": False}, torch.rand(2, 3, 32, 32, generator=torch.Generator().manual_seed(3))
+    try:
+        model(input_ids=IDS, labels=LABELS, **text)
+    except Exception:
+        model(input_ids=IDS, labels=LABELS, pixel_values=image, **text)
+        return {"pixel_values": image, **text}
+    return text
+
+
+def measured(model: nn.Module, given: dict[str, Tensor], look: Callable[[], Any] | None) -> dict[str, Tensor]:
     """Logits and images in evaluation, loss and gradients in training, dropout and all."""
     found = {}
     with torch.no_grad():
-        found["logits"] = model.eval()(input_ids=IDS, use_cache=False).logits
+        found["logits"] = model.eval()(input_ids=IDS, **given).logits
         if look is not None:
             found |= {f"image {i}": t for i, t in enumerate(tensors(look()))}
     model.train().zero_grad()
     torch.manual_seed(0)
-    loss = model(input_ids=IDS, labels=LABELS, use_cache=False).loss
+    loss = model(input_ids=IDS, labels=LABELS, **given).loss
     loss.backward()
     found["loss"] = loss.detach()
     found |= {f"gradient of {n}": p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
@@ -92,14 +103,14 @@ def row(kind: str) -> dict[str, Any]:
     made: dict[str, Any] = {"type": kind, "model": types()[kind]}
     try:
         model = build(kind)
-        look = looking(model.eval())
-        plain = measured(model, look)
+        given, look = inputs(model.eval()), looking(model)
+        plain = measured(model, given, look)
         if not torch.isfinite(plain["loss"]):
             raise ValueError("its loss is not finite")
     except Exception as error:
         return {**made, "state": "not built", "why": f"{type(error).__name__}: {error}".splitlines()[0][:200]}
-    made["image"] = look is not None
-    steady = all(torch.equal(a, b) for a, b in zip(measured(model, look).values(), plain.values()))
+    made["image"] = look is not None or "pixel_values" in given
+    steady = all(torch.equal(a, b) for a, b in zip(measured(model, given, look).values(), plain.values()))
     report = patch(model, strict=False)
     replaced, skipped = defaultdict(Counter), defaultdict(Counter)
     for role, _, op in report.replaced:
@@ -107,9 +118,9 @@ def row(kind: str) -> dict[str, Any]:
     for role, _, reason in report.skipped:
         skipped[role][reason] += 1
     made |= {"replaced": replaced, "skipped": skipped}
-    made["worst"], made["error"] = farthest(measured(model, look), plain)
+    made["worst"], made["error"] = farthest(measured(model, given, look), plain)
     unpatch(model)
-    again = measured(model, look)
+    again = measured(model, given, look)
     left = [n for n, m in model.named_modules() if changed(m)]
     try:
         patch(model).undo()

@@ -102,7 +102,7 @@ MORE: dict[str, dict[str, Any]] = {
     },
     "cohere_compass": {"text_config": {"rope_parameters": BY_LAYER}},
     "cohere_compass_text": {"rope_parameters": BY_LAYER},
-    "dbrx": {"attn_config": {"rope_theta": 1e4}},
+    "dbrx": {"attn_config": {"rope_theta": 1e4, "clip_qkv": 8.0}},
     "deepseek_ocr2": {"text_config": {"mlp_layer_types": ["dense", *["sparse"] * (LAYERS - 1)]}},
     "emu3": {
         "vocabulary_map": {"<image>": 100, "<|extra_200|>": 101, "<|visual token 000000|>": 102},
