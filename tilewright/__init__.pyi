@@ -484,6 +484,7 @@ def multi_tensor_scale(
     scale: float = 1.0,
     *,
     by: Tensor | None = None,
+    limit: float | None = None,
     out: list[Tensor] | None = None,
 ) -> list[Tensor]:
     """Every tensor times `scale`, and times the scalar `by` if it is given, which stays on the device."""

@@ -107,6 +107,19 @@ def test_a_factor_of_one_leaves_tensors_unread():
     assert all(bool(t.isnan().all()) for t in given)
 
 
+@pytest.mark.parametrize("over", [False, True])
+def test_a_limit(over):
+    given = [
+        torch.tensor([-3.0, -0.5, 0.25, 2.0, math.inf, -math.inf, math.nan]),
+        torch.linspace(-4, 4, 5000).bfloat16(),
+    ]
+    expected = [(t.float() * 2).clamp(-1.5, 1.5).to(t.dtype) for t in given]
+    found = tw.multi_tensor_scale(given, 2.0, limit=1.5, out=given if over else None)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+    tw.multi_tensor_scale(found, limit=0.5, out=found)  # a factor of one, and still something to do
+    torch.testing.assert_close(found, [t.clamp(-0.5, 0.5) for t in expected], rtol=0, atol=0, equal_nan=True)
+
+
 def test_chunks_are_balanced():
     given = [torch.zeros(1), torch.zeros(40 * 4096 + 1), torch.zeros(0), torch.zeros(9000).half()]
     table = multi_tensor_table.table_of(given)

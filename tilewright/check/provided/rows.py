@@ -299,5 +299,6 @@ CHECKS: dict[str, dict[str, Check]] = {
     },
     "linghe_more": {
         "smooth quantisation of a sub-range of rows": more.smoothed_rows,
+        "clamping over many tensors": training.clamped,
     },
 }

@@ -367,6 +367,12 @@ def scaled(device: str) -> None:
             agrees(label, at_least_1d(y), at_least_1d(t.double() * factor), "A")
 
 
+def clamped(device: str) -> None:
+    tensors = several(device)
+    for t, y in zip(tensors, tw.multi_tensor_scale(tensors, limit=0.5), strict=True):
+        agrees("clamped", at_least_1d(y), at_least_1d(t.double().clamp(-0.5, 0.5)), "G")
+
+
 def clipped(device: str) -> None:
     for bound in (1.0, 1e6):
         grads = several(device)

@@ -2,7 +2,7 @@
 
     multi_tensor_norm         (sum |x|^ord)^(1/ord), ord 1 or 2; or max |x|
     multi_tensor_count_zeros  how many x are +0 or -0
-    multi_tensor_scale        x * scale * by, tensor by tensor, into new memory or over the old
+    multi_tensor_scale        x * scale * by, at most `limit` in size, tensor by tensor, into new memory or over the old
 
 One launch for any number of tensors of any size, stride and dtype; a program takes one chunk (`multi_tensor_table`). Sums are
 float64 from the first element on: squares of fp32 are exact in it, so nothing overflows that has a finite norm, and the
@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...core.draw import Draw
-from ...core.signature import one_of
+from ...core.signature import above, one_of
 from ...core.target import Target
 from ...op import Op, Triton, single, upcast
 from ...runtime.kernel import kernel
@@ -49,14 +49,21 @@ def reference_zeros(tensors: list[Tensor]) -> Tensor:
 
 
 def reference_scale(
-    tensors: list[Tensor], scale: float = 1.0, *, by: Tensor | None = None, out: list[Tensor] | None = None
+    tensors: list[Tensor],
+    scale: float = 1.0,
+    *,
+    by: Tensor | None = None,
+    limit: float | None = None,
+    out: list[Tensor] | None = None,
 ) -> list[Tensor]:
     """Every tensor times `scale`, and times the scalar `by` if it is given, which stays on the device.
 
-    `out=tensors` writes over the tensors themselves; where the factor is exactly 1 they are then not even read.
+    What is above `limit` then is `limit`, what is below `-limit` is `-limit`; a NaN stays. `out=tensors` writes over the tensors
+    themselves; where the factor is exactly 1 and there is no limit they are then not even read.
     """
     factor = scale if by is None else scale * upcast(by)
-    return [(upcast(t) * factor).to(t.dtype) for t in tensors]
+    scaled = [upcast(t) * factor for t in tensors]
+    return [(y if limit is None else y.clamp(-limit, limit)).to(t.dtype) for t, y in zip(tensors, scaled)]
 
 
 SHAPES = (("tokens", "hidden"), ("hidden",), (), ("tokens", 3, "hidden"), (0, 4), ("tokens", 1))
@@ -73,7 +80,8 @@ def inputs_zeros(draw: Draw) -> dict:
 
 def inputs_scale(draw: Draw) -> dict:
     by = draw.maybe("by", lambda: draw.uniform(dtype=torch.float32, low=0.1))
-    return {"tensors": _drawn(draw), "scale": draw.option("scale", 1.0, 0.37), "by": by}
+    limit = draw.option("limit", None, 0.6)
+    return {"tensors": _drawn(draw), "scale": draw.option("scale", 1.0, 0.37), "by": by, "limit": limit}
 
 
 def _drawn(draw: Draw) -> list[Tensor]:
@@ -200,7 +208,14 @@ def multi_tensor_finish(P, Y, CHUNKS, KIND: tl.constexpr, PDL: tl.constexpr, ACR
 
 
 @triton.jit
-def scale_chunk(row, chunk, SPAN, factor, DTYPE: tl.constexpr):
+def limited(x, limit):
+    if limit is not None:
+        x = tl.clamp(x, -limit, limit, propagate_nan=tl.PropagateNan.ALL)
+    return x
+
+
+@triton.jit
+def scale_chunk(row, chunk, SPAN, factor, limit, DTYPE: tl.constexpr):
     SIZE: tl.constexpr = DTYPE.primitive_bitwidth // 8
     LANES: tl.constexpr = LANE_BYTES // SIZE
     STEP: tl.constexpr = ROWS * LANES
@@ -215,34 +230,34 @@ def scale_chunk(row, chunk, SPAN, factor, DTYPE: tl.constexpr):
         tiles = (stop - start) // STEP
         for tile in range(first, first + tiles):
             at = tile * STEP + tl.arange(0, ROWS)[:, None] * LANES + lane[None, :]
-            tl.store(Y + at, (tl.load(X + at).to(tl.float32) * factor).to(DTYPE))
+            tl.store(Y + at, limited(tl.load(X + at).to(tl.float32) * factor, limit).to(DTYPE))
         start += tiles * STEP
     Z = tl.load(row).to(tl.pointer_type(DTYPE))
     W = tl.load(row + 7).to(tl.pointer_type(DTYPE))
     if (layout & DENSE_BIT) != 0:
         for at in range(start, stop, LANES):
             x = tl.load(Z + at + lane, at + lane < stop, 0.0).to(tl.float32)
-            tl.store(W + at + lane, (x * factor).to(DTYPE), at + lane < stop)
+            tl.store(W + at + lane, limited(x * factor, limit).to(DTYPE), at + lane < stop)
     else:
         for at in range(start, stop, LANES):
             x = tl.load(Z + offsets(row, at + lane, 5), at + lane < stop, 0.0).to(tl.float32)
-            tl.store(W + offsets(row, at + lane, 8), (x * factor).to(DTYPE), at + lane < stop)
+            tl.store(W + offsets(row, at + lane, 8), limited(x * factor, limit).to(DTYPE), at + lane < stop)
 
 
 @kernel(grid=lambda a: (a.CHUNKS,), tokens=("N", "CHUNKS", "SPAN"), default=lambda a: {"num_warps": 4})
-def multi_tensor_scale_forward(T, BY, N, CHUNKS, SPAN, scale, OVER: tl.constexpr):
+def multi_tensor_scale_forward(T, BY, N, CHUNKS, SPAN, scale, limit, OVER: tl.constexpr):
     factor = scale
     if BY is not None:
         factor = scale * tl.load(BY).to(tl.float32)
-    if (factor != 1.0) | (not OVER):
+    if (factor != 1.0) | (not OVER) | (limit is not None):
         row, chunk = find_chunk(T, N)
         dtype = tl.load(row + 2) & DTYPE_BITS
         if dtype == 0:
-            scale_chunk(row, chunk, SPAN, factor, tl.float32)
+            scale_chunk(row, chunk, SPAN, factor, limit, tl.float32)
         elif dtype == 1:
-            scale_chunk(row, chunk, SPAN, factor, tl.bfloat16)
+            scale_chunk(row, chunk, SPAN, factor, limit, tl.bfloat16)
         else:
-            scale_chunk(row, chunk, SPAN, factor, tl.float16)
+            scale_chunk(row, chunk, SPAN, factor, limit, tl.float16)
 
 
 # ---------------------------------------------------------------- host
@@ -272,7 +287,9 @@ def _reduced(tensors: list[Tensor], kind: str, partial: torch.dtype, result: tor
     return y
 
 
-def forward_scale(tensors: list[Tensor], scale: float, *, by: Tensor | None, out: list[Tensor] | None) -> list[Tensor]:
+def forward_scale(
+    tensors: list[Tensor], scale: float, *, by: Tensor | None, limit: float | None, out: list[Tensor] | None
+) -> list[Tensor]:
     results = [torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in tensors] if out is None else out
     if not any(t.numel() for t in tensors):
         return results
@@ -283,7 +300,7 @@ def forward_scale(tensors: list[Tensor], scale: float, *, by: Tensor | None, out
             targets[i] = torch.empty(y.shape, dtype=y.dtype, device=y.device)
     over = all(t is y or t.data_ptr() == y.data_ptr() for t, y in zip(sources, targets) if t.numel())
     table = table_of(sources, sources if results is tensors and over else targets)
-    multi_tensor_scale_forward(table.words, by, table.rows, table.chunks, table.span, float(scale), OVER=over)
+    multi_tensor_scale_forward(table.words, by, table.rows, table.chunks, table.span, float(scale), limit, OVER=over)
     for y, made in zip(results, targets):
         if y is not made:
             y.copy_(made)
@@ -314,5 +331,6 @@ multi_tensor_count_zeros = Op(
 )  # fmt: skip
 multi_tensor_scale = Op(
     "multi_tensor_scale", reference_scale, inputs_scale, Triton(forward_scale, when=single),
-    where={"tensors": "float[...]", "by": "float[]", "out": "tensors[...]"}, sharded=sharded_scale, bars={"class": "A"},
+    where={"tensors": "float[...]", "by": "float[]", "limit": above(0.0), "out": "tensors[...]"},
+    sharded=sharded_scale, bars={"class": "A"},
 )  # fmt: skip
