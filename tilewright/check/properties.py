@@ -48,8 +48,7 @@ from .oracle import (
 )
 
 ROOT = Path(__file__).resolve().parents[2]
-EDGES = (0, 1, 2, 17, 129)
-LONG = 131  # more than one block of rows, more groups or heads than a tile has
+EDGES = (0, 1, 2, 17, 129)  # the last is more than one block of rows, more groups or heads than a tile has
 LONG_ROW, LONGER_ROW = 2053, 16389  # more than one block of columns; more than one program of a row reduction holds
 
 
@@ -110,7 +109,7 @@ def sizes(op: Op, net: Net) -> None:
     chosen += [{**dict.fromkeys(SMALL, 128), n: 0} for n in names]  # nothing, of a size that whole tiles would divide
     chosen = [dims for dims in chosen if dims["experts"]]  # no group at all is refused
     row = LONGER_ROW if op.bars.get("class", "B") in "BD" else LONG_ROW
-    chosen += [{**dict.fromkeys(SMALL, 2), n: row if n in ("hidden", "vocab") else LONG} for n in names]
+    chosen += [{**dict.fromkeys(SMALL, 2), n: row} for n in names if n in ("hidden", "vocab")]
     for seed, dims in enumerate(chosen):
         case = draw(op, net, seed, FLOATS[seed % 3], {n: dims[n] for n in names})
         try:
