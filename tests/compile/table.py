@@ -25,9 +25,9 @@ from typing import Any
 
 import triton
 
-from tilewright.bench.source import sources
 from tilewright.check.variants import Variant
 from tilewright.core.target import TARGETS
+from tilewright.runtime.source import sources
 from tilewright.toolchain.aot import Compiled
 from tilewright.toolchain.reductions import AFFECTED, misread
 
