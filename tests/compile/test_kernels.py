@@ -24,6 +24,7 @@ import tilewright as tw
 from tests.compile import table
 from tilewright.check import families
 from tilewright.check.cases import formats
+from tilewright.check.compiled import all_launches, chip_variants, own_variants, variants
 from tilewright.check.variants import (
     COMMON,
     FORWARD,
@@ -32,16 +33,12 @@ from tilewright.check.variants import (
     WIDE,
     Call,
     Variant,
-    all_launches,
-    chip_variants,
     drawn,
     hot_calls,
     is_gluon,
     launches,
     needed,
-    own_variants,
     variant,
-    variants,
 )
 from tilewright.core.target import TARGETS
 from tilewright.op import Op

@@ -36,7 +36,7 @@ BYTES = (
 )
 SHARE = 0.8  # of a GPU's memory that a call may take
 FEW, SOME = 3, 128  # rows in the interpreter, and of the property on a GPU
-LARGEST = {True: 1 << 20, False: 1 << 26}  # elements of a sampled call, in the interpreter and on a GPU
+LARGEST = {True: 3 << 17, False: 1 << 26}  # elements of a sampled call, in the interpreter and on a GPU
 # Milliseconds that a call, a program and an element of its arguments take in the interpreter, and those that an op may take
 CALL_MS, PROGRAM_MS, ELEMENT_MS, OP_MS = 50.0, 4.0, 0.005, 2000.0
 ON_GPU = 1 << 28  # elements of all sampled calls of an op there
@@ -51,21 +51,22 @@ def sample(
 ) -> list[ModelCall]:
     """A few of an op's calls in models, the smallest first, that have every value of its kernels' constants between them."""
     chosen = {"places": places, "room": LARGEST[net.interpreter]}
-    if not net.interpreter:
-        some = place_calls(op, names, (SOME,), **chosen)
+    if net.interpreter:
+        target = INTERPRETER
+        # Formats are for `quantised`: their codes are made by integer arithmetic, which takes seconds here
+        some = [one for one in calls(op, names, (FEW,), target, **chosen) if one.format is None]
+    else:
         target = Target.of(torch.cuda.current_device())
-        return covering(op, _sorted(op, some), target, cost=lambda one, _: elements(op, one), most=ON_GPU)
-    # Formats are for `quantised`: their codes are made by integer arithmetic, which takes seconds here
-    some = [one for one in calls(op, names, (FEW,), INTERPRETER, **chosen) if one.format is None]
+        some = place_calls(op, names, (SOME,), **chosen)
+    size = {one.name: elements(op, one) for one in some}
 
-    def milliseconds(one: ModelCall, launches: list[Wanted]) -> float:
-        return CALL_MS + PROGRAM_MS * programs(launches) + ELEMENT_MS * elements(op, one)
+    def cost(one: ModelCall, launches: list[Wanted]) -> float:
+        """Milliseconds in the interpreter, elements on a GPU."""
+        there = size[one.name]
+        return CALL_MS + PROGRAM_MS * programs(launches) + ELEMENT_MS * there if net.interpreter else there
 
-    return covering(op, _sorted(op, some), INTERPRETER, cost=milliseconds, most=OP_MS)
-
-
-def _sorted(op: Op, some: list[ModelCall]) -> list[ModelCall]:
-    return sorted(some, key=lambda one: elements(op, one))
+    smallest_first = sorted(some, key=lambda one: size[one.name])
+    return covering(op, smallest_first, target, cost=cost, most=OP_MS if net.interpreter else ON_GPU)
 
 
 # ---------------------------------------------------------------- one call
@@ -124,7 +125,7 @@ def _from_json(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Here:
-    """Where calls run: what that is called, the chip, and how many elements the arguments of a call may have."""
+    """Where calls run: what that is called, the chip, and how many elements the tensors of a call may have."""
 
     name: str
     target: Target
@@ -211,7 +212,7 @@ class Run:
 
         large = [one for one in self.pending if elements(*one) > self.here.room]
         for op, call in large:
-            why = f"its arguments have {elements(op, call)} elements, of which {self.here.room} fit"
+            why = f"its tensors have {elements(op, call)} elements, of which {self.here.room} fit"
             yield self._keep(op, call, {"status": "ok", "skipped": why})
         self.pending = [one for one in self.pending if one not in large]
         for reply in ask(requests()):

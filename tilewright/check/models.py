@@ -113,9 +113,17 @@ SINGLE = "float32"  # routers' logits, of models that are trained with these ops
 
 
 def products(**settings: Any) -> tuple[Place, ...]:
-    """The dense products of a layer: into and out of attention, into and out of the feed-forward network."""
-    pairs = (("hidden", "joined"), ("attention", "hidden"), ("hidden", "gate_up"), ("ffn", "hidden"))
-    return tuple(Place({**ROWS, "hidden": inner, "columns": columns}, **settings) for inner, columns in pairs)
+    """The dense products of a layer: into and out of attention, into and out of the feed-forward network. Ranks share its heads,
+    or its width."""
+    pairs = (
+        ("hidden", "joined", "heads"),
+        ("attention", "hidden", "heads"),
+        ("hidden", "gate_up", "ffn"),
+        ("ffn", "hidden", "ffn"),
+    )
+    return tuple(
+        Place({**ROWS, "hidden": inner, "columns": columns}, fewer=fewer, **settings) for inner, columns, fewer in pairs
+    )
 
 
 def experts(rows: str = "tokens", **settings: Any) -> tuple[Place, ...]:
@@ -137,7 +145,7 @@ def of_experts(*names: str, **settings: Any) -> tuple[Place, ...]:
 
 
 NORM = widths("hidden", options=WEIGHTED)
-GLU_LINEAR = tuple(Place({**ROWS, "hidden": n, "columns": "hidden"}, GATED) for n in ("ffn", "expert_ffn"))
+GLU_LINEAR = tuple(Place({**ROWS, "hidden": n, "columns": "hidden"}, GATED, fewer=n) for n in ("ffn", "expert_ffn"))
 LOSS = (Place({**ROWS, "vocab": "vocab"}, {"reduction": "mean"}),)
 LOGITS = (Place({**ROWS, "experts": "experts"}, of("score"), dtype=SINGLE),)
 PERMUTE = (Place({**ROWS, "hidden": "hidden", "experts": "experts"}, {**CHOSEN, "probs": True}),)
@@ -281,7 +289,7 @@ def place_calls(
     room: int | None = None,
     places: Sequence[Place] | None = None,
 ) -> list[ModelCall]:
-    """The plain call of an op at each of its places in models, equal ones once. `room`: how many elements arguments may have in
+    """The plain call of an op at each of its places in models, equal ones once. `room`: how many elements tensors may have in
     all, where a rank can hold fewer; `places`: others than those of the op's name."""
     found: dict[str, ModelCall] = {}
     for model, count in ((m, t) for m in (known() if names is None else names) for t in tokens):
@@ -396,11 +404,13 @@ def covering(
     return made
 
 
-def elements(op: Op, call: ModelCall) -> int:
-    """How many elements the arguments have."""
-    given = call.values(op).values()
-    flat = [t for v in given for t in (v if isinstance(v, (list, tuple)) else (v,)) if isinstance(t, Tensor)]
-    return sum(t.numel() for t in flat)
+def elements(op: Op, call: ModelCall, target: Target = TARGETS["sm_90"]) -> int:
+    """How many elements the arguments have together or, where that is more, the tensors of one launch: results among them."""
+    values = call.values(op)
+    forward, backward = passes(op, Call(values), target)
+    at_once = [values.values(), *(wanted.ordered for wanted in forward + backward)]
+    flat = [[t for v in given for t in (v if isinstance(v, (list, tuple)) else (v,))] for given in at_once]
+    return max(sum(t.numel() for t in given if isinstance(t, Tensor)) for given in flat)
 
 
 def digest(op: Op, call: ModelCall, target: Target) -> str:

@@ -1,9 +1,8 @@
 """Which compiled variants an op needs: the launches of representative calls, made on tensors without memory.
 
 The calls come from the declaration: `inputs(draw)` at the sizes that are benchmarked and at awkward ones, every choice of
-every option, every optional tensor, dtypes, layouts, formats, gradients together and one by one; and from the places that the op
-has in real models. Triton itself binds the arguments of each launch, so that a variant here is the one that the call would
-compile.
+every option, every optional tensor, dtypes, layouts, formats, gradients together and one by one. Triton itself binds the
+arguments of each launch, so that a variant here is the one that the call would compile.
 """
 
 from __future__ import annotations
@@ -124,18 +123,7 @@ def hot_calls(op: Op) -> Iterator[Call]:
 
 
 def calls(op: Op) -> Iterator[Call]:
-    """Hot calls fully, everything else once, and what real models call with constants that none of these have."""
-    from .models import covering, place_calls, settings  # which need what is here
-
-    made = list(drawn_only(op))
-    target = TARGETS["sm_90"]
-    seen = [one for call in made for wanted in launches(op, call) for one in settings(wanted)]
-    yield from made
-    yield from (Call(one.values(op)) for one in covering(op, place_calls(op), target, seen))
-
-
-def drawn_only(op: Op) -> Iterator[Call]:
-    """The calls that follow from the op's declaration alone."""
+    """Hot calls fully, everything else once."""
     yield from hot_calls(op)
     yield Call(drawn(op, FEW))
     yield from few_of_each_kind(op)
@@ -241,18 +229,6 @@ def launches(op: Op, call: Call, arch: str = "sm_90") -> list[Wanted]:
     return forward + backward
 
 
-@cache
-def drawn_calls(op: Op) -> tuple[Call, ...]:
-    """`calls`, drawn once for all chips."""
-    return tuple(calls(op))
-
-
-@cache
-def all_launches(op: Op, arch: str = "sm_90") -> tuple[tuple[Call, tuple[Wanted, ...]], ...]:
-    """What each of an op's calls launches on a chip."""
-    return tuple((call, tuple(launches(op, call, arch))) for call in drawn_calls(op))
-
-
 # ---------------------------------------------------------------- variants
 
 
@@ -317,45 +293,6 @@ def needed(op: Op, which: Iterable[Call], arch: str = "sm_90") -> tuple[Variant,
     return tuple(by_name[name] for name in sorted(by_name))
 
 
-@cache
-def variants(op: Op) -> tuple[Variant, ...]:
-    """All variants of an op's calls on sm_90."""
-    by_name = {one.name: one for _, launched in all_launches(op) for one in map(variant, launched)}
-    return tuple(by_name[name] for name in sorted(by_name))
-
-
-@cache
-def own_variants() -> dict[str, tuple[Variant, ...]]:
-    """By op, its variants that no op before it has."""
-    found: dict[str, tuple[Variant, ...]] = {}
-    seen: set[str] = set()
-    for op in tw.catalogue().values():
-        found[op.name] = tuple(one for one in variants(op) if one.name not in seen)
-        seen.update(one.name for one in found[op.name])
-    return found
-
-
 def is_gluon(kernel: Kernel) -> bool:
     """Gluon kernels are written for one chip and one Triton; they have a Triton sibling for all others."""
     return kernel.jit.is_gluon()
-
-
-@cache
-def chip_variants(arch: str) -> dict[str, tuple[Variant, ...]]:
-    """By op, one variant of each kernel for a chip, and one more where it quantises, for the longest rows and for many experts.
-    A kernel of several ops is the last one's."""
-    found: dict[str, tuple[Variant, ...]] = {}
-    seen: set[Any] = set()
-    for op in reversed(tw.catalogue().values()):
-        mine: dict[str, Variant] = {}
-        rest = [(call, tuple(launches(op, call, arch))) for call in hardest(op)]
-        for at, (_, launched) in enumerate((*all_launches(op, arch), *rest)):
-            kind = max(0, at + 1 - len(drawn_calls(op)))
-            for wanted in launched:
-                one = variant(wanted, arch)
-                key = wanted.kernel.name, one.constants.get("FORMAT") is not None, kind
-                if key not in seen:
-                    seen.add(key)
-                    mine[one.name] = one
-        found[op.name] = tuple(mine.values())
-    return found
