@@ -213,6 +213,12 @@ def test_the_commands_of_a_page_exist(page):
         assert {word for word in words if word.startswith("--")} <= options, " ".join(words)
 
 
+def test_every_target_of_make_is_described():
+    targets = set(re.search(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)[1].split())
+    described = set(re.findall(r"^\| `make (\w+)` \|", (ROOT / "docs/commands.md").read_text(), re.MULTILINE))
+    assert described <= targets and targets - described <= {"host", "interpreter", "compile", "smoke", "clean"}
+
+
 def test_a_note_stands_with_its_gpu():
     notes = {"Chip A": "as fast as the faster", "Chip B": "not there"}
     made = documents.results_section(results(ROW), [GOAL], TOYS.values(), notes)
