@@ -135,6 +135,8 @@ def shadow_of(model: nn.Module, curve: Curve, count: Count) -> nn.Module:
 def without_logits(output: Any) -> Any:
     """An output whose logits are None; in a tuple, where they are the first tensor that is no number, None in their place."""
     if not isinstance(output, tuple):
+        if "logits" not in output:  # under another name they would be handed out
+            raise ValueError(f"patch: a {type(output).__name__} has no logits")
         return type(output)(**{k: v for k, v in output.items() if k != "logits"})
     at = next(i for i, part in enumerate(output) if isinstance(part, Tensor) and part.dim() > 1)
     return *output[:at], None, *output[at + 1 :]
