@@ -46,8 +46,7 @@ def work(kind: str, out: Connection) -> None:
     try:
         out.send(compare.row(kind))
     except Exception as error:
-        words = f"{type(error).__name__}: {error}".splitlines()[0][:200]
-        out.send({"type": kind, "model": types()[kind], "state": "raised", "why": words})
+        out.send({"type": kind, "model": types()[kind], "state": "raised", "why": compare.words(error)})
 
 
 def rows(kinds: list[str]) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -98,6 +99,11 @@ def farthest(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> tuple[str, f
     return worst
 
 
+def words(error: Exception) -> str:
+    """In one line, not too long."""
+    return textwrap.shorten(f"{type(error).__name__}: {error}", 200, placeholder=" ...")
+
+
 def row(kind: str) -> dict[str, Any]:
     """What became of one type, in words and numbers that JSON has."""
     made: dict[str, Any] = {"type": kind, "model": types()[kind]}
@@ -108,7 +114,7 @@ def row(kind: str) -> dict[str, Any]:
         if not torch.isfinite(plain["loss"]):
             raise ValueError("its loss is not finite")
     except Exception as error:
-        return {**made, "state": "not built", "why": f"{type(error).__name__}: {error}".splitlines()[0][:200]}
+        return {**made, "state": "not built", "why": words(error)}
     made["image"] = look is not None or "pixel_values" in given
     steady = all(torch.equal(a, b) for a, b in zip(measured(model, given, look).values(), plain.values()))
     report = patch(model, strict=False)
