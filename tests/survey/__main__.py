@@ -79,6 +79,9 @@ def main() -> int:
     parser.add_argument("types", nargs="*", metavar="TYPE", help="types of transformers' models; all, if none is named")
     parser.add_argument("--again", action="store_true", help="compare types that are done, too")
     parser.add_argument("--keep", action="store_true", help="keep rows that were made by other code")
+    parser.add_argument(
+        "--table", action="store_true", help="compare nothing: write the table of the rows that are kept"
+    )
     given = parser.parse_args()
     unknown = sorted({*given.types} - {*types()})
     if unknown:
@@ -88,16 +91,16 @@ def main() -> int:
     chosen, code = given.types or [*types()], fingerprint()
     KEPT.parent.mkdir(exist_ok=True)
     before = [json.loads(line) for line in KEPT.read_text().splitlines()] if KEPT.exists() else []
-    known = {r["type"]: r for r in before if given.keep or r["code"] == code}
-    todo = [kind for kind in chosen if given.again or kind not in known]
+    known = {r["type"]: r for r in before if given.keep or given.table or r["code"] == code}
+    todo = [] if given.table else [kind for kind in chosen if given.again or kind not in known]
     with KEPT.open("a") as file:
         for at, made in enumerate(rows(todo), 1):
             known[made["type"]] = made | {"code": code}
             print(json.dumps(known[made["type"]]), file=file, flush=True)
             print(f"{at}/{len(todo)} {made['type']}: {made['state']} {made.get('why', '')}", flush=True)
     found = [known[kind] for kind in types() if kind in known]
-    if len(found) == len(types()):
-        table.write(ROOT / "docs" / "huggingface.md", found)
+    if given.table or len(found) == len(types()):
+        table.write(ROOT / "docs" / "huggingface.md", found, len(types()))
     bad = [r["type"] for r in found if r["state"] in ("wrong", "raised")]
     print(f"{len(found)} of {len(types())} types; wrong or raised: {', '.join(bad) or 'none'}")
     return 1 if bad else 0

@@ -31,26 +31,27 @@ def line(row: dict[str, Any]) -> str:
     return "| " + " | ".join(str(w).replace("|", "\\|").replace("\n", " ") for w in words) + " |"
 
 
-def page(rows: list[dict[str, Any]]) -> str:
+def page(rows: list[dict[str, Any]], types: int) -> str:
     states = Counter(r["state"] for r in rows)
     compared = [r for r in rows if "replaced" in r]
     losses = sum("linear_cross_entropy" in r["replaced"].get("loss", {}) for r in compared)
     strict = sum("refused" not in r for r in compared)
     images = sum(r["image"] for r in compared)
     intro = (
-        f"Of {len(rows)} types of transformers {transformers.__version__} with torch {torch.__version__.partition('+')[0]}, "
+        f"Of {types} types of transformers {transformers.__version__} with torch {torch.__version__.partition('+')[0]}, "
         f"{len(compared)} were built and compared on a CPU: {states['right']} right, {states['wrong']} wrong, "
         f"{states['raised']} raised an error. {strict} patch under `strict`, {losses} have the fused loss, {images} were shown an "
-        "image too. A type that was not built has the reason in its last column.\n"
+        f"image too; {states['not built']} were not built, for the reason in the last column"
+        + (f", and {types - len(rows)} not tried.\n" if len(rows) < types else ".\n")
     )
     head = "| type | model | replaced | skipped, and why | errors |\n|---|---|---|---|---|"
     return "\n".join([BEGIN, intro, head, *map(line, rows), END])
 
 
-def write(path: Path, rows: list[dict[str, Any]]) -> None:
+def write(path: Path, rows: list[dict[str, Any]], types: int) -> None:
     text = path.read_text()
     before, _, rest = text.partition(BEGIN)
     after = rest.partition(END)[2]
     made = path.with_name(f"{path.name}.new")
-    made.write_text(before + page(rows) + after)
+    made.write_text(before + page(rows, types) + after)
     os.replace(made, path)
