@@ -150,7 +150,7 @@ LOSS = (Place({**ROWS, "vocab": "vocab"}, {"reduction": "mean"}),)
 LOGITS = (Place({**ROWS, "experts": "experts"}, of("score"), dtype=SINGLE),)
 PERMUTE = (Place({**ROWS, "hidden": "hidden", "experts": "experts"}, {**CHOSEN, "probs": True}),)
 WEIGHTS = (("ffn", "hidden"), ("expert_ffn", "hidden"))
-MATRICES = tuple(Place({"tokens": rows, "hidden": columns}, {"count": 12}) for rows, columns in WEIGHTS)
+MATRICES = tuple(Place({"tokens": rows, "hidden": columns}, {"count": 12}, fewer=rows) for rows, columns in WEIGHTS)
 ACTIVATIONS = (*widths("hidden", "ffn"), *of_experts("hidden", "expert_ffn"))
 PLACES: dict[str, tuple[Place, ...]] = {
     "add_rms_norm": NORM,
