@@ -9,7 +9,7 @@ import tilewright as tw
 from tilewright.check.variants import variant
 from tilewright.core.draw import Draw
 from tilewright.core.target import TARGETS, pretend
-from tilewright.gemm.labels import label_of
+from tilewright.gemm.arithmetic import words_for
 from tilewright.gemm.scaled_mm import PAIRS, draw_operand, product
 from tilewright.runtime.kernel import collect
 
@@ -31,4 +31,4 @@ def test_native_instructions(arch, pair):
     with pretend(TARGETS[arch]), tw.force("portable"), torch.no_grad(), collect() as found:
         product.run(product.signature.bind((a, b.t(), scale_a, scale_b, *recipes), {}))
     assert NATIVE[arch, pair] in variant(found[0], arch).compile().text
-    assert label_of((kind_a, kind_b), (recipes[0], recipes[1]), TARGETS[arch]) == "native"
+    assert words_for((kind_a, kind_b), (recipes[0], recipes[1]), TARGETS[arch]) == "native"

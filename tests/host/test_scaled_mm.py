@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tilewright.core.target import TARGETS
-from tilewright.gemm.labels import computed, label_of, math_of
+from tilewright.gemm.arithmetic import computed, math_of, words_for
 from tilewright.gemm.scaled_mm import PAIRS
 
 NATIVE = "native"
@@ -34,14 +34,14 @@ LABELS = {
 def test_labels(arch):
     for pair, words in LABELS[arch].items():
         kinds, recipes = PAIRS[pair][:2], PAIRS[pair][2:]
-        assert label_of(kinds, recipes, TARGETS[arch]) == words, pair
+        assert words_for(kinds, recipes, TARGETS[arch]) == words, pair
 
 
 def test_labels_of_mixes():
     mixed = ("e4m3", "e2m1"), ("BlockWise1x32", "BlockWise1x32")
-    assert label_of(*mixed, TARGETS["sm_100"]) == NATIVE
-    assert label_of(*mixed, TARGETS["sm_120"]) == "MXFP8 and MXFP4 storage, BF16 math"
-    assert label_of(("int8", "int4"), ("RowWise", "BlockWise1x128"), TARGETS["sm_90"]) == "INT4 storage, INT8 math"
+    assert words_for(*mixed, TARGETS["sm_100"]) == NATIVE
+    assert words_for(*mixed, TARGETS["sm_120"]) == "MXFP8 and MXFP4 storage, BF16 math"
+    assert words_for(("int8", "int4"), ("RowWise", "BlockWise1x128"), TARGETS["sm_90"]) == "INT4 storage, INT8 math"
     assert math_of(TARGETS["sm_90"], ("int8", "int4"), ("RowWise", "RowWise"), zero=True) == "bf16"
 
 

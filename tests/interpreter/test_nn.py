@@ -9,8 +9,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tilewright as tw
-from tilewright.gemm.grouped_inner import by_group as inner_by_group
-from tilewright.gemm.grouped_rows import by_group
+from tilewright.gemm.grouped_inner import grouped_product as inner_product
+from tilewright.gemm.grouped_rows import grouped_product
 from tilewright.nn.expert_codes import quantize_experts
 from tilewright.op import OPS
 
@@ -86,17 +86,17 @@ def in_codes(x, gate_up, down, routing, probs, precision):
     rows, p, row_map, source, ends, _ = OPS["moe_permute"].reference(x, routing, probs, experts=E, align=128)
     w1, w2 = (torch.stack([coded(w[e], "row", "128x128") for e in range(E)]) for w in (gate_up, down))
     low = lambda t: t.to(x.dtype)  # noqa: E731
-    h = low(by_group(coded(rows, "row", ends=ends), w1.transpose(1, 2), ends)).float().requires_grad_()
+    h = low(grouped_product(coded(rows, "row", ends=ends), w1.transpose(1, 2), ends)).float().requires_grad_()
     p = p.clone().requires_grad_()
     act = OPS["glu"].reference(h, scale=p)
-    out = low(by_group(coded(act, "row", ends=ends), w2.transpose(1, 2), ends))
+    out = low(grouped_product(coded(act, "row", ends=ends), w2.transpose(1, 2), ends))
     total = lambda t: OPS["moe_unpermute"].reference(t.double(), row_map)  # noqa: E731
     dy = OPS["moe_permute"].reference(upstream({"x": x}), routing, experts=E, align=128)[0]
-    dact = low(by_group(coded(dy, "row", ends=ends), w2, ends))
-    ddown = inner_by_group(coded(dy, "col", ends=ends).t(), coded(act, "col", ends=ends), ends, E)
+    dact = low(grouped_product(coded(dy, "row", ends=ends), w2, ends))
+    ddown = inner_product(coded(dy, "col", ends=ends).t(), coded(act, "col", ends=ends), ends, E)
     dh, dp = torch.autograd.grad(act, (h, p), dact.float())
-    dgate_up = inner_by_group(coded(dh, "col", ends=ends).t(), coded(rows, "col", ends=ends), ends, E)
-    dx = total(low(by_group(coded(dh, "row", ends=ends), w1, ends)))
+    dgate_up = inner_product(coded(dh, "col", ends=ends).t(), coded(rows, "col", ends=ends), ends, E)
+    dx = total(low(grouped_product(coded(dh, "row", ends=ends), w1, ends)))
     at = OPS["moe_permute"].reference(
         x, routing, probs * 0 + torch.arange(probs.numel()).view_as(probs), experts=E, align=128
     )

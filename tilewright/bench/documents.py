@@ -354,14 +354,16 @@ def understood(rows: Iterable[Mapping[str, Any]], goals: Goals, stale: Collectio
 def generate(root: Path = ROOT) -> dict[Path, str]:
     """Path below `root` -> what should stand there."""
     from .. import catalogue
-    from . import choose, evidence, picture, rates, stubs
+    from . import evidence, picture, preference, rates, stubs
 
     rows = evidence.everything(root / "evidence")
     stale = {(row["gpu"], row["case"]) for row in rows if evidence.freshness(row) == "stale"}
     goals = {name: (case.metric, case.goal) for name, case in CASES.items() if case.goal is not None}
     results = understood(rows, goals, stale)
-    both = list(choose.measured(rows))
-    notes = {gpu: choose.auto_line(one for one in both if one.row["gpu"] == gpu) for gpu in {r["gpu"] for r in rows}}
+    both = list(preference.measured(rows))
+    notes = {
+        gpu: preference.auto_line(one for one in both if one.row["gpu"] == gpu) for gpu in {r["gpu"] for r in rows}
+    }
     section = results_section(results, GOALS.values(), CASES.values(), notes)
     models = models_section(rows, stale, CASES.values(), VARIANTS)
     page = with_results((root / RESULTS).read_text(), section, RESULTS)

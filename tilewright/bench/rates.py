@@ -15,7 +15,7 @@ import tilewright as tw
 
 from ..check.variants import Blank
 from ..core.target import TARGETS, Target
-from ..gemm.labels import Computed, computed
+from ..gemm.arithmetic import Computed, computed
 from .cases import CASES, Case
 from .markdown import GENERATED, code, table
 from .work import arguments
@@ -56,7 +56,7 @@ def page(recorded: Iterable[Mapping[str, Any]], cases: Mapping[str, Case] = CASE
 
 def _line(row: Mapping[str, Any], kind: Computed, best: float) -> tuple[str, ...]:
     rates = row["rates"]
-    words = f"{kind.math.upper()}, native" if kind.label == "native" else kind.label
+    words = f"{kind.math.upper()}, native" if kind.words == "native" else kind.words
     clock = "" if rates["clock_mhz"] is None else str(rates["clock_mhz"])
     speeds = f"{rates['burst']:.0f}", f"{rates['sustained']:.0f}"
     return code(row["case"]), row["gpu"], words, *speeds, clock, f"{rates['burst'] / best:.2f}"

@@ -273,7 +273,7 @@ def _cublaslt_loop(work: Work) -> Call:
     """One cuBLASLt call a group, of operands and scales that were cut before; results lie apart."""
     from ..gemm import library
 
-    calls, finish = library.by_group(work.case.op, work.values)
+    calls, finish = library.calls_by_group(work.case.op, work.values)
 
     def call() -> list[Tensor]:
         return [one() for one in calls]

@@ -19,7 +19,7 @@ import triton
 
 from ..check import guarded
 from ..core.target import Target
-from ..gemm.labels import computed
+from ..gemm.arithmetic import computed
 from . import check, rivals, sol, timing
 from .cases import CASES, Case
 from .evidence import Row
@@ -120,7 +120,7 @@ def matrix_rates(work: Work, us: float) -> Row:
     steady, mhz = sol.sustained_us(work.call, us, timing.Cuda(), sol.sm_clock)
     rates = {"burst": flops / us / 1e6, "sustained": flops / steady / 1e6, "clock_mhz": mhz}
     if {"a", "b"} <= set(work.values) and work.values["a"].is_cuda:
-        rates["math"] = computed(work.values, Target.at(work.values["a"].device)).label
+        rates["math"] = computed(work.values, Target.at(work.values["a"].device)).words
     return {"rates": rates}
 
 

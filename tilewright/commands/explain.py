@@ -114,10 +114,10 @@ def _options(texts: list[str] | None) -> dict[str, Any]:
 
 
 def _products(op: Any, values: dict[str, Any], target: Any) -> dict[str, Any]:
-    """Of a dense product: its label, and the choice between our kernels and the library's, with what it rests on."""
+    """How a dense product is computed, and which of our kernels and the library is preferred, with what that rests on."""
     import torch
 
-    from ..gemm import choice, library
+    from ..gemm import library, preference
 
     if op.name not in ("scaled_mm", "matmul"):
         return {}
@@ -125,23 +125,23 @@ def _products(op: Any, values: dict[str, Any], target: Any) -> dict[str, Any]:
     sizes = a.numel() // a.shape[-1] if a.dim() > 1 and a.shape[-1] else 0, values["b"].shape[1], a.shape[-1]
     about: dict[str, Any] = {}
     if op.name == "scaled_mm":
-        from ..gemm.labels import computed
+        from ..gemm.arithmetic import computed
         from ..gemm.operands import inner_of
 
         sizes = a.shape[0], values["b"].shape[1], inner_of(a)
-        about["label"] = computed(values, target).label
+        about["label"] = computed(values, target).words
         pair, reason = library.pair_of(given), library.refusal(target, given)
         if reason is None and torch.version.cuda is not None:  # elsewhere it is said of a torch that has all of it
             reason = library.absence(given)
     else:
         pair, reason = library.pair_of_matmul(given), library.refusal_of_matmul(target, given)
     if values["backend"] != "auto":
-        return {**about, "library": values["backend"] == choice.LIBRARY, "why": f"asked for: {values['backend']}"}
+        return {**about, "library": values["backend"] == preference.LIBRARY, "why": f"asked for: {values['backend']}"}
     if reason is not None:
         return {**about, "library": None, "why": reason}
-    found = choice.decide(target.arch, pair, *choice.bucket(*sizes))
-    about |= {"library": found.best == choice.LIBRARY, "why": found.why, "evidence": found.row}
-    return {**about, "taken": choice.LIBRARY} if found.best == choice.LIBRARY else about
+    found = preference.decide(target.arch, pair, *preference.bucket(*sizes))
+    about |= {"library": found.best == preference.LIBRARY, "why": found.why, "evidence": found.row}
+    return {**about, "taken": preference.LIBRARY} if found.best == preference.LIBRARY else about
 
 
 def _lines(about: dict[str, Any]) -> list[str]:

@@ -13,7 +13,7 @@ def list(as_json: Json = False) -> None:
     from .. import catalogue
     from ..bench import evidence
     from ..core.target import TARGETS
-    from ..gemm.labels import emulated
+    from ..gemm.arithmetic import emulated
     from ..gemm.scaled_mm import PAIRS
 
     try:
@@ -41,5 +41,5 @@ def list(as_json: Json = False) -> None:
         rows = [{column: row[column] for column in shown} for row in rows]
     show(rows, "ops", as_json)
     if not as_json:
-        words = "; ".join(f"{pair}: {label}" for pair, label in emulated(TARGETS["sm_90"], PAIRS).items())
+        words = "; ".join(f"{pair}: {how}" for pair, how in emulated(TARGETS["sm_90"], PAIRS).items())
         typer.echo(f"scaled_mm on sm_90, where codes are not multiplied as they are: {words}")

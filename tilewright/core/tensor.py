@@ -22,7 +22,7 @@ def power_of_two(n: int) -> int:
 
 
 def name_of(dtype: torch.dtype) -> str:
-    """As options and errors have it: "bfloat16"."""
+    """The name of a dtype as options and errors have it: "bfloat16"."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -64,8 +64,11 @@ def fold_like(t: Tensor, inner: int) -> tuple[Tensor, tuple[int, int]]:
     return t, t.stride()
 
 
-def pieces(t: Tensor, other: Tensor) -> int:
-    """Of how many bf16 numbers a factor consists; 1 also of two fp16 ones, which have an instruction of their own."""
+def piece_count(t: Tensor, other: Tensor) -> int:
+    """How many bf16 numbers stand for one number of the factor `t`: 3 for fp32, 2 for fp16.
+
+    Two factors of fp16 have an instruction of their own, so that each counts as one piece.
+    """
     if t.dtype == torch.float32:
         return 3
     return 2 if t.dtype == torch.float16 and other.dtype != torch.float16 else 1

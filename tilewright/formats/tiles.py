@@ -245,7 +245,7 @@ def store_tiles(
             bits_t = torch.zeros(max(1, groups) * N, dtype=torch.int32, device=some.device)
         amax_tiles(*operands, bits, bits_t, q.offsets, M, N, groups, *strides, *params, **common)
     quantize_tiles(
-        *operands, codes_of(q.data, fast), q.scale, codes_of(q.data_t, fast), q.scale_t, bits, bits_t, q.offsets,
+        *operands, codes_for_kernel(q.data, fast), q.scale, codes_for_kernel(q.data_t, fast), q.scale_t, bits, bits_t, q.offsets,
         M, N, groups, *strides, row_stride(q.scale), M, row_stride(q.scale_t), *params, **common,
         ALIGN=alignment(q.data_t, M),
         # An empty tensor has no whole tile, though 128 divides its sizes
@@ -263,7 +263,7 @@ def alignment(data_t: Tensor | None, M: int) -> int:
     return 16 if M % 16 == 0 else 4 if M % 4 == 0 else 1
 
 
-def codes_of(data: Tensor | None, fast: bool) -> Tensor | None:
+def codes_for_kernel(data: Tensor | None, fast: bool) -> Tensor | None:
     """Codes as a kernel takes them: Triton knows no e4m3 on chips that cannot convert it."""
     return data if data is None or fast else data.view(torch.uint8)
 
@@ -281,6 +281,6 @@ def load_tiles(q: Quantized, y: Tensor) -> None:
     groups = 0 if q.offsets is None else q.offsets.shape[0]
     fast = is_fast(data)
     dequantize_tiles(
-        codes_of(data, fast), scale, y, q.offsets, M, N, groups, M if transposed else N, row_stride(scale),
+        codes_for_kernel(data, fast), scale, y, q.offsets, M, N, groups, M if transposed else N, row_stride(scale),
         TRANSPOSED=transposed, FORMAT=q.format.device_format(fast), BLOCK_E=power_of_two(groups),
     )  # fmt: skip

@@ -30,7 +30,7 @@ ALONG = ("BlockWise1x128", "BlockWise128x128")  # scales that change along the i
 
 
 def splits_for(tiles: int, blocks: int, sms: int, least: int = LEAST) -> int:
-    """Into how many parts, none empty, the inner dimension is cut so that there is a program for every SM."""
+    """How many parts, none of them empty, the inner dimension is cut into so that there is a program for every SM."""
     if 2 * tiles > sms:
         return 1
     parts = min(sms // tiles, blocks // least)
@@ -147,7 +147,7 @@ def small_add_parts(
 
 
 def add_parts(parts: Tensor, y: Tensor, bias: Tensor | None, add: Tensor | None, beta: float, act: str | None) -> None:
-    """`small_add_parts` of parts [parts, M, N] into y."""
+    """Add up parts [parts, M, N] into y, with what follows the product, by `small_add_parts`."""
     small_add_parts(
         parts, y, None if bias is None else bias.contiguous(), add, *y.shape, parts.shape[0], *y.stride(),
         *((0, 0) if add is None else add.stride()), beta, ACT=act,
@@ -155,7 +155,7 @@ def add_parts(parts: Tensor, y: Tensor, bias: Tensor | None, add: Tensor | None,
 
 
 def math_of(kind_a: str, kind_b: str, a: Tensor) -> str | None:
-    """What is multiplied (`device/decode.py`), None where this file does not."""
+    """What these kernels multiply (`device/decode.py`), None where they do not."""
     if kind_a == "float":
         return {torch.bfloat16: "bf16", torch.float16: "fp16"}[a.dtype] if kind_b != "e2m1" else None
     if {kind_a, kind_b} <= {"int8", "int4"}:
@@ -165,20 +165,20 @@ def math_of(kind_a: str, kind_b: str, a: Tensor) -> str | None:
     return None
 
 
-def plain(codes: Tensor, math: str) -> Tensor:
-    """FP8 codes as bytes where the chip does not multiply them."""
+def codes_for_math(codes: Tensor, math: str) -> Tensor:
+    """Codes as kernels take them: FP8 as bytes unless it is FP8 that is multiplied."""
     return (
         codes.view(torch.uint8) if codes.dtype in (torch.float8_e4m3fn, torch.float8_e5m2) and math != "fp8" else codes
     )
 
 
 def strides_of(scale: Tensor) -> list[int]:
-    """Those of a scale's dimensions, 0 where it is one for all, whatever the tensor says."""
+    """The strides of a scale, 0 along a dimension of one element: that scale is for all."""
     return [stride if size > 1 else 0 for size, stride in zip(scale.shape, scale.stride())]
 
 
 def fits(target: Target, a: SimpleNamespace) -> bool:
-    """Up to 64 rows of codes whose scales are for 128 elements, for rows or for all, or of numbers with such codes."""
+    """Whether there are up to 64 rows, and scales are for 128 elements, for rows or for the whole; `a` may be plain numbers."""
     kinds = kind_of(a.a, a.recipe_a), kind_of(a.b.t(), a.recipe_b)
     known = all(r is None or r in (*ALONG, "RowWise", "TensorWise") for r in (a.recipe_a, a.recipe_b))
     if not known or a.out_format is not None or a.a.shape[0] > MOST or a.accumulate != "full" or not single(target, a):
@@ -201,8 +201,9 @@ def forward(a, b, scale_a, scale_b, recipe_a, recipe_b, *, zero_b, bias, act, c,
     target = torch.empty(parts, M, N, dtype=torch.float32, device=a.device) if later else y
     strides = [(0, 0) if s is None else strides_of(s) for s in (scale_a, scale_b)]
     small_rows(
-        plain(a, math), plain(b, math), target, scale_a, scale_b, zero_b, None if bias is None or later else bias.contiguous(),
-        None if later else add, M, N, K, cdiv(blocks, parts), parts, *a.stride(), *b.stride(), *strides[0], *strides[1],
+        codes_for_math(a, math), codes_for_math(b, math), target, scale_a, scale_b, zero_b,
+        None if bias is None or later else bias.contiguous(), None if later else add, M, N, K, cdiv(blocks, parts), parts,
+        *a.stride(), *b.stride(), *strides[0], *strides[1],
         *target.stride()[-2:], *((0, 0) if later or add is None else add.stride()), beta,
         KIND_A=kind_a, KIND_B=kind_b, MATH=math, DOWN=max(1, BLOCKS[recipe_b][0]) if recipe_b else 1,
         ALONG_A=recipe_a in ALONG, ALONG_B=recipe_b in ALONG, ACT=None if later else act,

@@ -16,19 +16,19 @@ from torch import Tensor
 
 from ..core.debug import check_ends
 from ..core.draw import Draw
-from ..core.tensor import cdiv, name_of, pieces, power_of_two
+from ..core.tensor import cdiv, name_of, piece_count, power_of_two
 from ..device.products import multiply, multiply_codes, multiply_scaled
 from ..op import Op, Triton, single, upcast
 from ..runtime.kernel import kernel
 from .hopper import grouped_inner as hopper_grouped_inner
 from .hopper import wgrad as hopper_wgrad
 from .operands import DTYPES, Out
-from .tiles import ROWS, codes, group_of, group_range, rounded, stages
+from .tiles import ROWS, group_of, group_range, operands_for_kernel, rounded, stages
 
 Scales = Literal["BlockWise1x128", "RowWise"]
 
 
-def by_group(a: Tensor, b: Tensor, ends: Tensor, experts: int) -> Tensor:
+def grouped_product(a: Tensor, b: Tensor, ends: Tensor, experts: int) -> Tensor:
     group = group_of(ends, a.shape[1])
     parts = [torch.where(group == e, a, 0.0) @ torch.where((group == e)[:, None], b, 0.0) for e in range(experts)]
     return torch.stack(parts)
@@ -54,7 +54,7 @@ def reference(
     `offsets` [experts] are end tokens of the groups. fp32 sums, rounded once; an empty group's product is 0. Tokens past the
     last group are never read. `out` may be `c`: fp32 gradients are added up in place with `beta=1.0`.
     """
-    y = added(by_group(upcast(a), upcast(b), offsets, offsets.shape[0]), c, beta)
+    y = added(grouped_product(upcast(a), upcast(b), offsets, offsets.shape[0]), c, beta)
     return y.to(a.dtype if out_dtype is None or y.dtype == torch.float64 else DTYPES[out_dtype])
 
 
@@ -92,12 +92,12 @@ def reference_fp8(
     `scale_b` [experts, columns]. Groups then end anywhere.
     """
     if recipe == "RowWise":
-        y = by_group(upcast(a), upcast(b), offsets, offsets.shape[0])
+        y = grouped_product(upcast(a), upcast(b), offsets, offsets.shape[0])
         y = y * upcast(scale_a)[:, :, None] * upcast(scale_b)[:, None, :]
     else:
         wide_a = upcast(a) * upcast(scale_a).t().repeat_interleave(ROWS, 1)[:, : a.shape[1]]
         wide_b = upcast(b) * upcast(scale_b).repeat_interleave(ROWS, 0)[: b.shape[0]]
-        y = by_group(wide_a, wide_b, rounded(offsets, a.shape[1], ROWS), offsets.shape[0])
+        y = grouped_product(wide_a, wide_b, rounded(offsets, a.shape[1], ROWS), offsets.shape[0])
     y = added(y, c, beta)
     return y if y.dtype == torch.float64 else y.to(DTYPES[out_dtype])
 
@@ -209,7 +209,7 @@ def grouped_inner_fp8(
 
 
 def addend(c: Tensor | None, beta: float) -> tuple[Tensor | None, tuple[int, ...]]:
-    """What is to be added, and its strides: nothing where beta is 0, whatever c holds."""
+    """What is to be added, and its strides. Where beta is 0 nothing is, whatever c holds."""
     return (None, (0, 0, 0)) if c is None or beta == 0.0 else (c, c.stride())
 
 
@@ -223,7 +223,7 @@ def forward(a, b, offsets, *, c, beta, out_dtype, out) -> Tensor:
     if y.numel():
         grouped_inner(
             a, b, offsets.contiguous(), y, C, beta, T, M, N, E, *a.stride(), *b.stride(), *y.stride(), *strides,
-            PIECES_A=pieces(a, b), PIECES_B=pieces(b, a),
+            PIECES_A=piece_count(a, b), PIECES_B=piece_count(b, a),
         )  # fmt: skip
     return y
 
@@ -234,7 +234,7 @@ def forward_fp8(a, scale_a, b, scale_b, offsets, *, recipe, c, beta, out_dtype, 
     y = torch.empty(E, M, N, dtype=DTYPES[out_dtype], device=a.device) if out is None else out
     C, strides = addend(c, beta)
     if y.numel():
-        A, B, how = codes(a, b)
+        A, B, how = operands_for_kernel(a, b)
         grouped_inner_fp8(
             A, scale_a, B, scale_b, offsets.contiguous(), y, C, beta, T, M, N, E, *a.stride(), *scale_a.stride(), *b.stride(),
             *scale_b.stride(), *y.stride(), *strides, ROWWISE=recipe == "RowWise", **how,

@@ -1,8 +1,8 @@
 """Products of a few rows for each of many experts: y[e, m] = a[e, m] @ b[e] for the first counts[e] rows m of expert e.
 
-Decoding has few tokens for an expert, in room for more: how many is known on the device alone, and what bounds the product is
-reading the matrices of the experts that have any. In FP8 every 128 columns of a row of `a` have a scale, and every 128x128 block
-of `b`: the sum of each block of the inner dimension, times both scales, is added up in fp32.
+Decoding has few tokens for an expert, in a buffer that holds more: how many is known on the device alone, and what bounds the
+product is reading the matrices of the experts that have any. In FP8 every 128 columns of a row of `a` have a scale, and every
+128x128 block of `b`: the sum of each block of the inner dimension, times both scales, is added up in fp32.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ..core.target import Target
 from ..core.tensor import cdiv, power_of_two
 from ..op import Op, Triton, single, upcast
 from ..runtime.kernel import kernel
-from .few import COLUMNS, plain, sum_blocks
+from .few import COLUMNS, codes_for_math, sum_blocks
 from .hopper import few as hopper_few
 from .operands import DTYPES, FLOATS, Out
 from .tiles import stages
@@ -124,15 +124,16 @@ def forward(a, b, counts, scale_a, scale_b, *, out_dtype) -> Tensor:
     math = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(a.dtype, "fp8" if native else "bf16")
     none = (0, 0, 0)
     grouped_masked(
-        plain(a, math), plain(b, math), y, scale_a, scale_b, counts.contiguous(), E, R, N, K, *a.stride(), *b.stride(),
-        *(none if scale_a is None else scale_a.stride()), *(none if scale_b is None else scale_b.stride()),
+        codes_for_math(a, math), codes_for_math(b, math), y, scale_a, scale_b, counts.contiguous(), E, R, N, K,
+        *a.stride(), *b.stride(), *(none if scale_a is None else scale_a.stride()),
+        *(none if scale_b is None else scale_b.stride()),
         KIND_A=kinds[0], KIND_B=kinds[1], MATH=math, BLOCK_M=max(16, min(MOST, power_of_two(R))), BLOCK_N=COLUMNS,
     )  # fmt: skip
     return y
 
 
 def fits_hopper(target: Target, a: SimpleNamespace) -> bool:
-    """FP8 codes whose inner dimension is contiguous, in rows that begin at multiples of 16 bytes."""
+    """Whether factors are FP8 codes whose inner dimension is contiguous, in rows that begin at multiples of 16 bytes."""
     if not target.hopper_gluon or a.scale_a is None:
         return False
     if a.a.shape[0] > hopper_few.EXPERTS or 0 in a.a.shape or 0 in a.b.shape:
@@ -153,7 +154,9 @@ def check(a, b, counts, scale_a, scale_b, *, out_dtype) -> None:
     if (codes and b.dtype not in FP8) or (not codes and (a.dtype not in FLOATS or a.dtype != b.dtype)):
         raise TypeError(f"{op}: a and b must both be FP8 codes, or bf16, or fp16, got {a.dtype} and {b.dtype}")
     if codes != (scale_a is not None) or codes != (scale_b is not None):
-        raise ValueError(f"{op}: scale_a and scale_b must both be given for FP8 codes, and neither for plain numbers")
+        raise ValueError(
+            f"{op}: scale_a and scale_b must both be given for FP8 codes, and neither for codes_for_math numbers"
+        )
     if codes:
         across, down = cdiv(a.shape[2], 128), cdiv(b.shape[2], 128)
         if scale_a.shape[2] != across or tuple(scale_b.shape[1:]) != (down, across):
@@ -164,7 +167,7 @@ def check(a, b, counts, scale_a, scale_b, *, out_dtype) -> None:
 
 
 def cost(a, b, counts, scale_a, scale_b, *, out_dtype) -> tuple[int, int]:
-    """Rows that are there, and the matrices of experts that have some."""
+    """Bytes read and written: of the rows that are there, and of the matrices of experts that have any."""
     counts = counts.clamp(0, a.shape[1])
     rows, live, scales = int(counts.sum()), int((counts > 0).sum()), 0
     if scale_a is not None:

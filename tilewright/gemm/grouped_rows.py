@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..core.draw import Draw
 from ..core.target import Target
-from ..core.tensor import cdiv, name_of, pieces, power_of_two
+from ..core.tensor import cdiv, name_of, piece_count, power_of_two
 from ..device.products import multiply, multiply_scaled
 from ..op import Op, Triton, single, upcast
 from ..runtime.kernel import kernel
@@ -25,11 +25,11 @@ from .hopper import grouped_rows as hopper
 from .hopper import grouped_rows_fp8 as hopper_fp8
 from .operands import DTYPES, Out
 from .scaled_mm import ACTS, Act
-from .tiles import BAND, ROWS, codes, group_of, stages, tile_entry, tile_list, tile_of
+from .tiles import BAND, ROWS, group_of, operands_for_kernel, stages, tile_entry, tile_list, tile_of
 
 
-def by_group(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
-    """Rows of `a` times the matrix of their group, 0 where there is none."""
+def grouped_product(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
+    """Rows of `a` times the matrix of their group; rows without a group are 0. For references."""
     group = group_of(offsets, a.shape[0])[:, None]
     y = a.new_zeros(a.shape[0], b.shape[2])
     for e in range(b.shape[0]):
@@ -37,9 +37,11 @@ def by_group(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
     return y
 
 
-def ended(y: Tensor, bias: Tensor | None, offsets: Tensor, act: str | None, glu: str | None) -> Tensor:
-    """What follows the product, for references. Rows past the last group have a bias of their own, 0: their gradients, which
-    may be anything, are no expert's."""
+def finished(y: Tensor, bias: Tensor | None, offsets: Tensor, act: str | None, glu: str | None) -> Tensor:
+    """A product with its bias and its activation or gated unit; for references.
+
+    Rows past the last group have a bias of their own, 0: their gradients, which may be anything, are no expert's.
+    """
     if bias is not None:
         y = y + F.pad(upcast(bias), (0, 0, 0, 1))[group_of(offsets, y.shape[0])]
     if glu is not None:
@@ -66,7 +68,7 @@ def reference(
     the last group are unspecified. `b` may lie in memory either way; fastest is what `weight.transpose(1, 2)` of
     [experts, columns, inner] gives. There is a gradient where there is no bias, `act` and `glu`; of all, `grouped_mm` has one.
     """
-    y = ended(by_group(upcast(a), upcast(b), offsets), bias, offsets, act, glu)
+    y = finished(grouped_product(upcast(a), upcast(b), offsets), bias, offsets, act, glu)
     return y.to(a.dtype if out_dtype is None or y.dtype == torch.float64 else DTYPES[out_dtype])
 
 
@@ -82,7 +84,7 @@ def inputs(draw: Draw) -> dict:
 
 
 def scaled(values: Tensor, scale: Tensor, dims: tuple[int, ...]) -> Tensor:
-    """Codes times their scales, each of which is for 128 of them along every dimension in `dims`, or for one, or for all."""
+    """Codes times their scales. A scale is for 128 codes along every dimension in `dims`, or for one code, or for all."""
     for dim in dims:
         if scale.shape[dim] not in (1, values.shape[dim]):
             scale = scale.repeat_interleave(ROWS, dim).narrow(dim, 0, values.shape[dim])
@@ -110,7 +112,7 @@ def reference_fp8(
     """
     wide_a = scaled(a, upcast(scale_a).t(), (1,))
     wide_b = scaled(b, upcast(scale_b).transpose(1, 2), (1, 2))
-    y = ended(by_group(wide_a, wide_b, offsets), bias, offsets, act, glu)
+    y = finished(grouped_product(wide_a, wide_b, offsets), bias, offsets, act, glu)
     return y if y.dtype == torch.float64 else y.to(DTYPES[out_dtype])
 
 
@@ -217,13 +219,13 @@ def forward(a, b, offsets, *, bias=None, act=None, glu=None, out_dtype=None) -> 
         tiles = tile_list(offsets, M)
         grouped_rows(
             a, b, bias if bias is None else bias.contiguous(), tiles, y, tiles.shape[0], N, K, *a.stride(), *b.stride(),
-            PIECES_A=pieces(a, b), PIECES_B=pieces(b, a), ACT=act, GLU=glu, BAND=BAND, BLOCK_M=ROWS,
+            PIECES_A=piece_count(a, b), PIECES_B=piece_count(b, a), ACT=act, GLU=glu, BAND=BAND, BLOCK_M=ROWS,
         )  # fmt: skip
     return y
 
 
 def backward(saved: SimpleNamespace, dy: Tensor) -> tuple:
-    """Both gradients are grouped products, by whichever kernel is for them."""
+    """Both gradients, which are grouped products too: by whichever kernels take them."""
     a, b, offsets = saved.a, saved.b, saved.offsets
 
     def product(op: Op, first: Tensor, second: Tensor, like: Tensor) -> Tensor:
@@ -235,13 +237,13 @@ def backward(saved: SimpleNamespace, dy: Tensor) -> tuple:
     return da, db
 
 
-def bare(target: Target, a: SimpleNamespace) -> bool:
-    """Nothing but the product is asked for: of that there is a gradient."""
+def has_gradient(target: Target, a: SimpleNamespace) -> bool:
+    """Whether nothing but the product is asked for: of that alone there is a gradient."""
     return single(target, a) and a.bias is None and a.act is None and a.glu is None
 
 
-def bare_hopper(target: Target, a: SimpleNamespace) -> bool:
-    return bare(target, a) and hopper.fits(target, a)
+def has_gradient_hopper(target: Target, a: SimpleNamespace) -> bool:
+    return has_gradient(target, a) and hopper.fits(target, a)
 
 
 def forward_fp8(a, scale_a, b, scale_b, offsets, *, bias, act, glu, out_dtype) -> Tensor:
@@ -249,7 +251,7 @@ def forward_fp8(a, scale_a, b, scale_b, offsets, *, bias, act, glu, out_dtype) -
     y = torch.empty(M, N if glu is None else N // 2, dtype=DTYPES[out_dtype], device=a.device)
     if y.numel():
         tiles = tile_list(offsets, M)
-        A, B, how = codes(a, b)
+        A, B, how = operands_for_kernel(a, b)
         (stride_sk, stride_sm), (stride_se, stride_sn, stride_sbk) = scale_a.stride(), scale_b.stride()
         # One scale for all blocks of the inner dimension is every block's
         stride_sk, stride_sbk = stride_sk * (scale_a.shape[0] > 1), stride_sbk * (scale_b.shape[2] > 1)
@@ -262,7 +264,7 @@ def forward_fp8(a, scale_a, b, scale_b, offsets, *, bias, act, glu, out_dtype) -
 
 
 def fits_hopper(target: Target, a: SimpleNamespace) -> bool:
-    """Scales for blocks of both factors, or for rows of both, and no gated unit."""
+    """Whether scales are for blocks of both factors or for rows of both, and there is no gated unit."""
     blocks = cdiv(a.a.shape[1], ROWS), cdiv(a.b.shape[2], ROWS)
     by_block = a.scale_a.shape[0] == blocks[0] and a.scale_b.shape[1:] == blocks[::-1]
     by_row = a.scale_a.shape[0] == 1 and a.scale_b.shape[1:] == (a.b.shape[2], 1)
@@ -277,7 +279,7 @@ def check(a, b, offsets, *, bias, act, glu, out_dtype) -> None:
     if b.shape[0] != offsets.shape[0]:
         raise ValueError(f"grouped_mm_rows: b has {b.shape[0]} matrices, offsets {offsets.shape[0]} groups")
     check_rows("grouped_mm_rows", a)
-    check_ending("grouped_mm_rows", b, act, glu)
+    check_epilogue("grouped_mm_rows", b, act, glu)
 
 
 def check_rows(op: str, a: Tensor) -> None:
@@ -285,7 +287,7 @@ def check_rows(op: str, a: Tensor) -> None:
         raise ValueError(f"{op}: a must have fewer than 2**31 - {ROWS} rows, got {a.shape[0]}")
 
 
-def check_ending(op: str, b: Tensor, act: str | None, glu: str | None) -> None:
+def check_epilogue(op: str, b: Tensor, act: str | None, glu: str | None) -> None:
     if act is not None and glu is not None:
         raise ValueError(f"{op}: glu names an activation itself, so that act must be None, got {act!r}")
     if glu is not None and b.shape[2] % 2:
@@ -295,7 +297,7 @@ def check_ending(op: str, b: Tensor, act: str | None, glu: str | None) -> None:
 def check_fp8(a, scale_a, b, scale_b, offsets, *, bias, act, glu, out_dtype) -> None:
     op = "grouped_mm_rows_fp8"
     check_rows(op, a)
-    check_ending(op, b, act, glu)
+    check_epilogue(op, b, act, glu)
     inner, down, columns = cdiv(a.shape[1], ROWS), cdiv(b.shape[2], ROWS), b.shape[2]
     if scale_a.shape[0] not in (inner, 1):
         raise ValueError(f"{op}: scale_a has {scale_a.shape[0]} rows, but a has {inner} blocks of 128 columns")
@@ -313,9 +315,10 @@ WHERE = {
     "a": "float[tokens inner]", "b": "float[experts+ inner columns]", "offsets": "int[experts+]", "bias": "float[experts+ columns]",
 }  # fmt: skip
 grouped_mm_rows = Op(
-    "grouped_mm_rows", reference, inputs, Triton(hopper.forward, backward, bare_hopper, "hopper"),
+    "grouped_mm_rows", reference, inputs, Triton(hopper.forward, backward, has_gradient_hopper, "hopper"),
     Triton(hopper.forward, None, hopper.fits, "hopper_fused"),
-    Triton(forward, backward, bare, "portable"), Triton(forward, None, single, "portable_fused"), groups="offsets", where=WHERE,
+    Triton(forward, backward, has_gradient, "portable"), Triton(forward, None, single, "portable_fused"),
+    groups="offsets", where=WHERE,
     differentiable=("a", "b"), check=check, flops=flops, bars={"class": "E", "gradient": "E", "whole": True},
 )  # fmt: skip
 grouped_mm_rows_fp8 = Op(

@@ -2,7 +2,7 @@
 
 cuBLASLt multiplies FP8 whose inner dimension is contiguous on both sides, in sizes that 16 divides. Scales of 1x128 blocks lie
 block by block, [M, K/128] with strides (1, M); those of 128x128 blocks row by row, each row padded to a multiple of four, without
-which results are silently wrong. Where both it and our kernels can be used, `choice.py` says which is.
+which results are silently wrong. Where both it and our kernels can be used, `preference.py` says which is.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from torch.nn import functional
 from ..core.target import Target
 from ..core.tensor import cdiv, rows
 from ..runtime.choose import forced
-from .choice import LIBRARY, WIDE, preferred
 from .operands import DTYPES
+from .preference import LIBRARY, WIDE, preferred
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 SIXTEEN = {torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -43,7 +43,7 @@ BLOCK_OUTS = ("bfloat16", "float32")
 
 @functools.cache
 def entry_points() -> frozenset[str]:
-    """Which functions for scaled products this torch has: its CUDA build only, and those that take what they are known to take."""
+    """Which functions for scaled products this torch has. Only a CUDA build has any; one with other arguments is left out."""
     if torch.version.cuda is None:
         return frozenset()
     found = {name for name in ("_scaled_mm", "_scaled_mm_v2") if hasattr(torch, name)}
@@ -60,12 +60,12 @@ def knows_recipes() -> bool:
 
 @functools.cache
 def cuda_version() -> tuple[int, ...]:
-    """Of the libraries that torch was built with."""
+    """The version of CUDA that torch was built with."""
     return tuple(int(part) for part in (torch.version.cuda or "0").split(".")[:2])
 
 
 def wanted(target: Target, asked: str, pair: str, M: int, N: int, K: int) -> bool:
-    """Whether the library is to be taken where it can be: it was asked for, or is the faster."""
+    """Whether the library is to be taken if it takes the arguments: it was asked for, or it is the faster."""
     return LIBRARY in (asked, forced.get()) or preferred(target, pair, M, N, K) == LIBRARY
 
 
@@ -73,7 +73,7 @@ def wanted(target: Target, asked: str, pair: str, M: int, N: int, K: int) -> boo
 
 
 def pair_of(a: SimpleNamespace) -> str | None:
-    """The name under which `choice.py` knows these operands; None where cuBLASLt has no such product."""
+    """The name under which `preference.py` knows these operands; None where cuBLASLt has no such product."""
     pair = RECIPES.get((a.recipe_a, a.recipe_b))
     if pair is None or {a.a.dtype, a.b.dtype} - {E4M3, E5M2} or a.a.dtype == E5M2 == a.b.dtype:
         return None
@@ -85,7 +85,7 @@ def pair_of(a: SimpleNamespace) -> str | None:
 
 
 def refusal(target: Target, a: SimpleNamespace) -> str | None:
-    """Why cuBLASLt, through a torch that has all of it, cannot multiply these; None if it can."""
+    """Why cuBLASLt cannot multiply these operands, even through a torch that has all of it; None if it can."""
     pair = pair_of(a)
     if pair is None:
         return "cuBLASLt has no product of these operands"
@@ -97,7 +97,7 @@ def refusal(target: Target, a: SimpleNamespace) -> str | None:
         return "K and N must be multiples of 16"
     if "block" in kind and (K % 128 or (a.recipe_a == "BlockWise1x128" and M % 4)):
         return "K must be a multiple of 128, and M of 4"
-    if not (along(a.a) and along(a.b.t())):
+    if not (rows_are_aligned(a.a) and rows_are_aligned(a.b.t())):
         return "the inner dimension of both operands must be contiguous, in rows that begin at multiples of 16 bytes"
     if a.act is not None or (a.c is not None and a.beta != 0.0) or a.out_format is not None:
         return "torch has no activation, c or quantised result there"
@@ -114,14 +114,14 @@ def takes(values: Mapping[str, Any]) -> bool:
     return refusal(Target.at(a.a.device), a) is None and absence(a) is None
 
 
-def along(t: Tensor) -> bool:
-    """Whether rows are contiguous and begin at multiples of 16 bytes."""
+def rows_are_aligned(t: Tensor) -> bool:
+    """Whether the rows of a matrix are contiguous and begin at multiples of 16 bytes."""
     apart = t.shape[0] == 1 or (t.stride(0) % 16 == 0 and t.stride(0) >= t.shape[1])
     return apart and t.stride(1) == 1 and t.data_ptr() % 16 == 0
 
 
 def fits(target: Target, a: SimpleNamespace) -> bool:
-    """cuBLASLt takes these, is there, and is the faster or asked for."""
+    """Whether cuBLASLt takes these operands, torch gives access to it, and it is the faster or was asked for."""
     if refusal(target, a) is not None or absence(a) is not None:
         return False
     (M, K), N = a.a.shape, a.b.shape[1]
@@ -129,7 +129,7 @@ def fits(target: Target, a: SimpleNamespace) -> bool:
 
 
 def absence(a: SimpleNamespace) -> str | None:
-    """Why this torch gives no access to what cuBLASLt has for these; None if it does."""
+    """Why this torch gives no access to the product that cuBLASLt has of these operands; None if it does."""
     kind, names = RECIPES[a.recipe_a, a.recipe_b], entry_points()
     if not names:
         return f"torch {torch.__version__} has no scaled products of CUDA"
@@ -141,7 +141,7 @@ def absence(a: SimpleNamespace) -> str | None:
 
 
 def scale_for(scale: Tensor, recipe: str, second: bool) -> Tensor:
-    """A scale [rows or blocks of rows, blocks] as cuBLASLt reads it: as it is where it lies so already, else a copy."""
+    """A scale [rows or blocks of rows, blocks] laid out as cuBLASLt reads it. It is copied unless it lies so already."""
     if recipe == "TensorWise":
         return scale.reshape(())
     if recipe == "RowWise":
@@ -162,7 +162,7 @@ def scale_for(scale: Tensor, recipe: str, second: bool) -> Tensor:
 
 
 def prepared(values: Mapping[str, Any]) -> Callable[[], Tensor]:
-    """A call of cuBLASLt alone, for arguments of `scaled_mm`: scales are brought to where it wants them beforehand."""
+    """A function that calls cuBLASLt and nothing else, for arguments of `scaled_mm`. Scales are laid out for it beforehand."""
     if not takes(values):
         given = SimpleNamespace(**values)
         raise RuntimeError(
@@ -188,9 +188,14 @@ def forward(**values: Any) -> Tensor:
     return prepared(values)()
 
 
-def by_group(op: str, values: Mapping[str, Any]) -> tuple[list[Callable[[], Tensor]], Callable[[list[Tensor]], Tensor]]:
-    """(A call of cuBLASLt for each group that is not empty, what makes one result of theirs), for arguments of
-    `grouped_mm_rows_fp8` or `grouped_mm_inner_fp8` in blocks; operands and scales are cut beforehand."""
+def calls_by_group(
+    op: str, values: Mapping[str, Any]
+) -> tuple[list[Callable[[], Tensor]], Callable[[list[Tensor]], Tensor]]:
+    """(a call of cuBLASLt for each group that is not empty, a function that makes one result of theirs).
+
+    The arguments are those of `grouped_mm_rows_fp8` or `grouped_mm_inner_fp8`, with scales of blocks; operands and scales are cut
+    beforehand.
+    """
     a, b, scale_a, scale_b = (values[name] for name in ("a", "b", "scale_a", "scale_b"))
     common = {"bias": None, "act": None, "c": None, "beta": 0.0, "accumulate": "full", "out_format": None}
     common |= {"out_dtype": values["out_dtype"], "recipe_a": "BlockWise1x128"}
@@ -222,13 +227,13 @@ def by_group(op: str, values: Mapping[str, Any]) -> tuple[list[Callable[[], Tens
 
 
 def pair_of_matmul(a: SimpleNamespace) -> str | None:
-    """bf16 or fp16: what cuBLAS multiplies as our kernels do."""
+    """The name under which `preference.py` knows these factors; None where cuBLAS does not multiply them as our kernels do."""
     pair = SIXTEEN.get(a.a.dtype) if a.b.dtype == a.a.dtype else None
     return f"{pair}{WIDE}" if pair and a.out_dtype == "float32" else pair
 
 
 def refusal_of_matmul(target: Target, a: SimpleNamespace) -> str | None:
-    """Why cuBLAS is not used for these; None if it can be."""
+    """Why cuBLAS is not used for these factors; None if it can be."""
     if pair_of_matmul(a) is None:
         return "only products of bf16 and of fp16 are left to cuBLAS"
     if not target.nvidia:
@@ -241,7 +246,7 @@ def refusal_of_matmul(target: Target, a: SimpleNamespace) -> str | None:
 
 
 def fits_matmul(target: Target, a: SimpleNamespace) -> bool:
-    """Those of which cuBLAS is there, and is the faster or asked for."""
+    """Whether cuBLAS takes these factors, is there, and is the faster or was asked for."""
     if torch.version.cuda is None or refusal_of_matmul(target, a) is not None:
         return False
     return wanted(target, a.backend, pair_of_matmul(a), a.a.numel() // a.a.shape[-1], a.b.shape[1], a.a.shape[-1])
@@ -253,7 +258,7 @@ def dtype_of(a: Tensor, out_dtype: str | None) -> torch.dtype:
 
 @contextlib.contextmanager
 def whole_sums() -> Iterator[None]:
-    """cuBLAS adds up parts of a sum in fp32, as our kernels do: torch lets it do so in 16 bits by default."""
+    """Inside, cuBLAS adds up parts of a sum in fp32, as our kernels do. By default torch lets it add them in 16 bits."""
     settings = torch.backends.cuda.matmul
     names = ("allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction")
     before = [getattr(settings, name) for name in names]
@@ -278,7 +283,7 @@ def multiply(a, b, *, out_dtype, out, **_) -> Tensor:
 
 
 def multiply_backward(saved: SimpleNamespace, dy: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """For a gradient of the dtype of the factors."""
+    """The gradients of both factors. `dy` has the dtype of the factors."""
     a, b, flat = saved.a, saved.b, rows(dy)
     da = mm(flat, b.t(), a.dtype).view(a.shape) if "a" in saved.needs else None
     db = mm(rows(a).t(), flat, b.dtype) if "b" in saved.needs else None

@@ -19,12 +19,12 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..core.draw import Draw
 from ..core.target import Target
-from ..core.tensor import cdiv, name_of, pieces, power_of_two, rows
+from ..core.tensor import cdiv, name_of, piece_count, power_of_two, rows
 from ..device.products import add_product, widen_codes
 from ..op import Op, Triton, single, upcast
 from ..runtime.kernel import kernel
 from . import library
-from .tiles import BAND, codes, tile_of
+from .tiles import BAND, operands_for_kernel, tile_of
 
 Out = Literal["bfloat16", "float16", "float32", "int32"]
 Acc = Literal["float32", "float16", "int32"]
@@ -147,7 +147,7 @@ def matmul_tiles(
 
 
 class Tile(NamedTuple):
-    """What a program works on at a time, and how many steps along K are in shared memory."""
+    """The sizes that a program works on at a time, and how many steps along K are in shared memory."""
 
     M: int
     N: int
@@ -156,10 +156,10 @@ class Tile(NamedTuple):
 
 
 def tile_for(a: Tensor, b: Tensor, columns: int, how: str, bulk: bool, words: bool) -> Tile:
-    """The largest that registers and shared memory take. `words`: rows or columns are whole words, all of them."""
+    """The largest tile that registers and shared memory take. `words` says that all rows, or all columns, are whole words."""
     memory = Target.at(a.device).shared_memory
     wide = max(a.element_size(), b.element_size())
-    if how == "pieces" and max(pieces(a, b), pieces(b, a)) > 1:
+    if how == "pieces" and max(piece_count(a, b), piece_count(b, a)) > 1:
         # All pieces of a step are in registers and shared memory
         N, K, wide = 64, 32, 2 * wide
     else:
@@ -171,7 +171,7 @@ def tile_for(a: Tensor, b: Tensor, columns: int, how: str, bulk: bool, words: bo
     return Tile(128, N, K, max(1, min(4, memory // (K * (128 + N) * wide))))
 
 
-def turned(t: Tensor) -> bool | None:
+def lies_by_columns(t: Tensor) -> bool | None:
     """Whether a matrix lies in memory column by column; None where bulk copies do not take it either way."""
     for answer, (long, short) in ((False, (0, 1)), (True, (1, 0))):
         step = t.stride(long)
@@ -180,9 +180,9 @@ def turned(t: Tensor) -> bool | None:
     return None
 
 
-def box(t: Tensor, across: bool, block: tuple[int, int]) -> TensorDescriptor:
-    """A matrix for bulk copies, or its transpose, as it lies in memory."""
-    if across:
+def box(t: Tensor, by_columns: bool, block: tuple[int, int]) -> TensorDescriptor:
+    """The descriptor by which bulk copies read a matrix; of one that lies by columns it is that of the transpose."""
+    if by_columns:
         t, block = t.t(), block[::-1]
     made = TensorDescriptor(t, list(t.shape), list(t.stride()), list(block))
     made.layout = "tiles"  # part of a variant's key
@@ -202,23 +202,22 @@ def product(a: Tensor, b: Tensor, y: Tensor, acc_dtype: str | None = None) -> Te
         return y.zero_()
     if not y.numel():
         return y
-    target, lie, e5m2 = Target.at(a.device), (turned(a), turned(b)), 0
+    target, by_columns, e5m2 = Target.at(a.device), (lies_by_columns(a), lies_by_columns(b)), 0
     if a.dtype in FP8:
         e5m2 = (a.dtype == torch.float8_e5m2) + 2 * (b.dtype == torch.float8_e5m2)
-        a, b, _ = codes(a, b)
-    once = how != "pieces" or pieces(a, b) == pieces(b, a) == 1
-    words = None not in lie
-    BULK = target.tma and once and words
+        a, b, _ = operands_for_kernel(a, b)
+    pieces = (piece_count(a, b), piece_count(b, a)) if how == "pieces" else (1, 1)
+    words = None not in by_columns
+    BULK = target.tma and pieces == (1, 1) and words
     tile = tile_for(a, b, N, how, BULK, words)
-    A = box(a, lie[0], (tile.M, tile.K)) if BULK else a
-    B = box(b, lie[1], (tile.K, tile.N)) if BULK else b
+    A = box(a, by_columns[0], (tile.M, tile.K)) if BULK else a
+    B = box(b, by_columns[1], (tile.K, tile.N)) if BULK else b
     tiles = cdiv(M, tile.M) * cdiv(N, tile.N)
     strides = (0,) * 4 if BULK else (*a.stride(), *b.stride())
     matmul_tiles(
         A, B, y, M, N, K, *strides, *y.stride(), min(tiles, target.sms) if BULK else tiles,
-        HOW=how, PIECES_A=pieces(a, b) if how == "pieces" else 1, PIECES_B=pieces(b, a) if how == "pieces" else 1, E5M2=e5m2,
-        BULK=BULK, TURNED_A=BULK and lie[0], TURNED_B=BULK and lie[1], BAND=BAND, BLOCK_M=tile.M, BLOCK_N=tile.N,
-        BLOCK_K=tile.K, STAGES=tile.stages,
+        HOW=how, PIECES_A=pieces[0], PIECES_B=pieces[1], E5M2=e5m2, BULK=BULK, TURNED_A=BULK and by_columns[0],
+        TURNED_B=BULK and by_columns[1], BAND=BAND, BLOCK_M=tile.M, BLOCK_N=tile.N, BLOCK_K=tile.K, STAGES=tile.stages,
     )  # fmt: skip
     return y
 
@@ -235,7 +234,7 @@ def forward(a, b, *, acc_dtype, out_dtype, out, **_) -> Tensor:
 
 
 def viewable(y: Tensor) -> bool:
-    """Whether leading dimensions can be one without a copy."""
+    """Whether the leading dimensions can be merged into one without a copy."""
     merged = [(n, s) for n, s in zip(y.shape[:-1], y.stride()) if n != 1]
     return all(s == n * t for (_, s), (n, t) in zip(merged, merged[1:]))
 
@@ -254,7 +253,10 @@ def backward(saved: SimpleNamespace, dy: Tensor) -> tuple[Tensor | None, Tensor 
 
 
 def backward_by_library(saved: SimpleNamespace, dy: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """An fp32 gradient would be rounded there, or multiplied without tensor cores."""
+    """The backward by cuBLAS, but by our kernels for an fp32 gradient of 16-bit factors.
+
+    cuBLAS would round such a gradient, or multiply it without tensor cores.
+    """
     return (library.multiply_backward if dy.dtype == saved.a.dtype else backward)(saved, dy)
 
 

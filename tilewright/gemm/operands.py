@@ -46,7 +46,7 @@ DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in get_arg
 
 
 def kind_of(codes: Tensor, recipe: str | None) -> str:
-    """Which codes these are: e4m3, e5m2, int8, int4, e2m1, or `float` for bf16 and fp16."""
+    """The kind of these codes: e4m3, e5m2, int8, int4, e2m1, or `float` for bf16 and fp16, which are no codes."""
     if codes.dtype == torch.uint8:
         return "e2m1" if recipe in SCALES else "int4"
     return KINDS.get(codes.dtype, "float")
@@ -67,8 +67,8 @@ def scale_shape(recipe: str, rows: int, inner: int) -> tuple[int, int]:
 
 
 def decode(codes: Tensor, recipe: str | None) -> Tensor:
-    """The numbers that codes stand for without their scales: in float64 unless they are floats, whose products would not be
-    exact in float32."""
+    """The numbers that codes stand for without their scales. They are in float64, for in float32 their products would not be exact;
+    floats stay as they are."""
     if codes.dtype != torch.uint8:
         return codes.double() if codes.dtype == torch.int8 else codes if codes.dtype == torch.float64 else codes.float()
     nibbles = torch.stack((codes & 15, codes >> 4), -1).flatten(1)
@@ -79,7 +79,7 @@ def decode(codes: Tensor, recipe: str | None) -> Tensor:
 
 
 def spread(t: Tensor, recipe: str, rows: int, inner: int) -> Tensor:
-    """A scale, or a zero point, for every element."""
+    """A scale or a zero point, repeated for every element that it is for."""
     down, across = BLOCKS[recipe]
     t = t.repeat_interleave(down, 0)[:rows] if down else t.expand(rows, t.shape[1])
     return t.repeat_interleave(across, 1)[:, :inner] if across else t.expand(rows, inner)
@@ -170,7 +170,8 @@ def flat_scale(op: str, name: str, scale: Tensor, recipe: str, codes: Tensor) ->
 
 
 def of_quantized(op: str, name: str, q: Quantized) -> Operand:
-    """Of the first factor the row-wise operand, of the second its column-wise twin: those have the inner dimension contiguous."""
+    """The operand that a `Quantized` is: its row-wise one as the first factor, its column-wise twin as the second. The inner
+    dimension of those is contiguous."""
     second = name == "b"
     fields: Sequence[str] = ("data_t", "scale_t") if second else ("data", "scale")
     if q.dim() != 2 or q.offsets is not None:

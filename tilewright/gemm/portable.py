@@ -26,7 +26,7 @@ from ..formats.fp8 import Fp8
 from ..formats.tiles import load_tile, store_tiles
 from ..op import single
 from ..runtime.kernel import kernel
-from .labels import math_of
+from .arithmetic import math_of
 from .operands import BLOCKS, inner_of, kind_of
 from .tiles import BAND, tile_of
 
@@ -210,7 +210,7 @@ def fits(target: Target, a: SimpleNamespace) -> bool:
 
 
 def settings(target: Target, a: Tensor, b: Tensor, recipe_a, recipe_b, zero_b, accumulate: str) -> dict[str, Any]:
-    """The constants of a product of a [M, K] and b [N, K]."""
+    """The constants that the kernel is compiled with for a product of a [M, K] and b [N, K]."""
     kinds, K = (kind_of(a, recipe_a), kind_of(b, recipe_b)), inner_of(a)
     half = torch.float16 in (a.dtype, b.dtype)
     math = math_of(target, kinds, (recipe_a, recipe_b), zero_b is not None, half, K % 128 == 0)
@@ -227,8 +227,8 @@ def settings(target: Target, a: Tensor, b: Tensor, recipe_a, recipe_b, zero_b, a
     return made
 
 
-def as_taken(t: Tensor | None, target: Target) -> Tensor | None:
-    """Codes or scales as the kernel takes them: bytes where Triton has no such type on the chip."""
+def for_kernel(t: Tensor | None, target: Target) -> Tensor | None:
+    """Codes or scales as the kernel takes them: as bytes where Triton has no such type on the chip."""
     bytewise = t is not None and t.is_floating_point() and t.element_size() == 1
     return t.view(torch.uint8) if bytewise and (t.dtype == torch.float8_e8m0fnu or not target.fp8_products) else t
 
@@ -238,7 +238,7 @@ def strides(t: Tensor | None) -> tuple[int, int]:
 
 
 def fill(q: Quantized, y: Tensor, format: Format) -> None:
-    """Store fp32 values [M, N] in a format."""
+    """Store the fp32 values y [M, N] in `q`, which is of this format."""
     if isinstance(format, Fp8):
         store_tiles(q, load_tile, (y,), y.stride(), scale=format.tensor)
     else:
@@ -260,7 +260,7 @@ def forward(
     C = c if beta != 0.0 else None
     how = settings(target, a, b, recipe_a, recipe_b, zero_b, accumulate)
     scaled_product(
-        *(as_taken(t, target) for t in (a, scale_a, b, scale_b)), zero_b, shared_a, shared_b, bias, C, y, M, N, K, float(beta),
+        *(for_kernel(t, target) for t in (a, scale_a, b, scale_b)), zero_b, shared_a, shared_b, bias, C, y, M, N, K, float(beta),
         *a.stride(), *b.stride(), *strides(scale_a), *strides(scale_b), *strides(zero_b), 0 if bias is None else bias.stride(0),
         *strides(C), *y.stride(), **how, ACT=act, BAND=BAND,
     )  # fmt: skip

@@ -26,7 +26,7 @@ from .hopper import scaled_mm as hopper
 from .hopper import wgrad as hopper_wgrad
 from .operands import BLOCKS, DTYPES, FLOATS, SCALES, Out, Recipe, inner_of, kind_of, operand, scale_shape, values
 
-WORTH = 2**18  # elements
+LARGE = 2**18  # elements of `b`
 Act = Literal["silu", "gelu_tanh", "gelu_erf", "relu"]
 # "auto" is the faster of those that take the arguments, "triton" the first that is no library's; others name one of `product`'s
 Backend = Literal[
@@ -126,7 +126,7 @@ def inputs(draw: Draw) -> dict:
 
 
 def draw_operand(draw: Draw, kind: str, recipe: str | None, rows: int, inner: int) -> tuple[Tensor, Tensor | None]:
-    """Codes [rows, inner] of a kind, over all of its range, and their scales."""
+    """Codes [rows, inner] of a kind, drawn from all of its range, and their scales."""
     if kind == "float":
         floats = draw.dtype if draw.dtype in FLOATS else torch.bfloat16
         return draw.tensor(rows, inner, dtype=floats), None
@@ -139,16 +139,16 @@ def draw_operand(draw: Draw, kind: str, recipe: str | None, rows: int, inner: in
             rows, inner, dtype=getattr(torch, {"e4m3": "float8_e4m3fn", "e5m2": "float8_e5m2"}[kind]), scale=20.0
         )
     shape = scale_shape(recipe, rows, inner)
-    turned = recipe == "BlockWise1x128"  # scales of a block side by side, as formats have them
-    scale = draw.uniform(*(shape[::-1] if turned else shape), low=0.01, high=0.1, dtype=torch.float32)
-    scale = scale.t() if turned else scale
+    by_block = recipe == "BlockWise1x128"  # scales of a block side by side, as formats have them
+    scale = draw.uniform(*(shape[::-1] if by_block else shape), low=0.01, high=0.1, dtype=torch.float32)
+    scale = scale.t() if by_block else scale
     return codes, scale.to(SCALES.get(recipe, torch.float32))
 
 
 def check(
     a, b, scale_a, scale_b, recipe_a, recipe_b, *, shared_a, shared_b, zero_b, c, out_dtype, out, out_format, **_
 ) -> None:
-    """What shapes and dtypes alone do not say."""
+    """Raise where operands, scales and recipes do not go together, which shapes and dtypes alone do not say."""
     sides = (("a", a, scale_a, recipe_a, shared_a), ("b", b.t(), scale_b, recipe_b, shared_b))
     for name, codes, scale, recipe, shared in sides:
         kind = kind_of(codes, recipe)
@@ -191,17 +191,20 @@ def flops(a, b, **_) -> int:
     return 2 * a.shape[0] * inner_of(a) * b.shape[1]
 
 
-def rows_are_few(fits: Callable[[Target, SimpleNamespace], bool]) -> Callable[[Target, SimpleNamespace], bool]:
-    """Of few rows, those whose second factor is worth being read by the whole chip."""
-    return lambda target, a: a.b.numel() >= WORTH and fits(target, a)
+def with_large_b(fits: Callable[[Target, SimpleNamespace], bool]) -> Callable[[Target, SimpleNamespace], bool]:
+    """The predicate `fits`, narrowed to calls whose `b` is so large that all SMs are needed to read it.
+
+    Kernels for few rows split the reading of `b` over the whole chip, which costs more than it saves where `b` is small.
+    """
+    return lambda target, a: a.b.numel() >= LARGE and fits(target, a)
 
 
 product = Op(
     "scaled_mm", reference, inputs,
     Triton(library.forward, None, library.fits, "cublaslt", library=True),
-    Triton(hopper_few_int4.forward, None, rows_are_few(hopper_few_int4.fits), "hopper_few_int4"),
-    Triton(hopper_few.forward, None, rows_are_few(hopper_few.fits), "hopper_few"),
-    Triton(few.forward, None, rows_are_few(few.fits), "few"),
+    Triton(hopper_few_int4.forward, None, with_large_b(hopper_few_int4.fits), "hopper_few_int4"),
+    Triton(hopper_few.forward, None, with_large_b(hopper_few.fits), "hopper_few"),
+    Triton(few.forward, None, with_large_b(few.fits), "few"),
     Triton(hopper.forward, None, hopper.fits, "hopper"),
     Triton(hopper_plain.forward, None, hopper_plain.fits, "hopper_plain"),
     Triton(hopper_wgrad.forward_dense, None, hopper_wgrad.fits_dense, "hopper_wgrad"),

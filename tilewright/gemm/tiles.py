@@ -53,7 +53,10 @@ def tile_entry(TILES, tile):
 
 
 def tile_list(offsets: Tensor, rows: int) -> Tensor:
-    """What `list_tiles` makes, [most tiles that there can be, 4]: groups may each begin in the middle of what would be a tile."""
+    """The list that `list_tiles` makes, [most tiles that there can be, 4].
+
+    Each group begins a tile of its own, so that there may be one tile more for every group than the rows alone would take.
+    """
     check_ends("grouped_mm_rows", "offsets", offsets, rows)
     E = offsets.shape[0]
     tiles = torch.empty(cdiv(rows, ROWS) + E, 4, dtype=torch.int32, device=offsets.device)
@@ -62,22 +65,22 @@ def tile_list(offsets: Tensor, rows: int) -> Tensor:
 
 
 def stages(device: torch.device, bytes_a_step: int, most: int = 4) -> int:
-    """Steps of both operands in shared memory at a time."""
+    """How many steps of both operands shared memory holds at a time, `most` at the most."""
     return max(1, min(most, Target.at(device).shared_memory // bytes_a_step))
 
 
-def codes(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, dict]:
-    """FP8 operands as the portable kernels take them: where the chip does not know them, as bytes."""
+def operands_for_kernel(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, dict]:
+    """FP8 operands as the portable kernels take them, with the constants that say so: as bytes where the chip has no FP8."""
     native = Target.at(a.device).fp8
     how = {"NATIVE": native, "E5M2_A": a.dtype == torch.float8_e5m2, "E5M2_B": b.dtype == torch.float8_e5m2}
     return (a, b, how) if native else (a.view(torch.uint8), b.view(torch.uint8), how)
 
 
 def rounded(ends: Tensor, rows: int, step: int) -> Tensor:
-    """End rows taken up to a multiple of `step`, within the rows; for references."""
+    """End rows, each rounded up to a multiple of `step` but to no more than `rows`; for references."""
     return ((ends.to(torch.int64) + step - 1) // step * step).clamp(max=rows)
 
 
 def group_of(ends: Tensor, rows: int) -> Tensor:
-    """The group of each row, `len(ends)` past the last; for references."""
+    """The group of each row; rows past the last group have `len(ends)`. For references."""
     return (ends.to(torch.int64)[None, :] <= torch.arange(rows, device=ends.device)[:, None]).sum(1)

@@ -10,7 +10,7 @@ from ...core.tensor import cdiv
 
 
 def copies_in_bulk(*tensors: Tensor) -> bool:
-    """Whether bulk copies take these: rows and matrices begin at multiples of 16 bytes, and columns lie side by side."""
+    """Whether bulk copies take these tensors: rows and matrices begin at multiples of 16 bytes, and columns lie side by side."""
     for t in tensors:
         strides = [s for s, size in zip(t.stride()[:-1], t.shape) if size > 1]
         if t.data_ptr() % 16 or t.stride(-1) != 1 or any(s == 0 or s * t.element_size() % 16 for s in strides):
@@ -19,8 +19,10 @@ def copies_in_bulk(*tensors: Tensor) -> bool:
 
 
 def stores_in_bulk(t: Tensor) -> bool:
-    """Whether bulk copies may write a result: not where its rows are no multiples of 16 bytes. A result of one bf16 number was
-    seen to change what lay beside it (H200, November 2026); why was not looked into."""
+    """Whether bulk copies may write a result: its rows must be whole multiples of 16 bytes.
+
+    A result of one bf16 number was seen to change what lay beside it (H200, November 2026); why was not looked into.
+    """
     return copies_in_bulk(t) and t.shape[-1] * t.element_size() % 16 == 0
 
 

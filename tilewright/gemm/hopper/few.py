@@ -219,14 +219,15 @@ def small_rows_hopper(
 
 
 def shape_of(rows: int, columns: int, tiles: int, sms: int) -> tuple[int, int, int]:
-    """(rows of a tile, its columns, stages): wide tiles read `a` less often, if they leave enough of them."""
+    """(rows of a tile, its columns, stages). Wide tiles read `a` less often; they are taken if there are enough of them."""
     height = max(8, min(MOST, power_of_two(rows)))
     width = 128 if height >= 32 and tiles * cdiv(columns, 128) >= 2 * sms else 64
     return height, width, RING // (128 * (height + width))
 
 
 def fits(target: Target, a: SimpleNamespace) -> bool:
-    """Up to 64 rows of FP8 codes whose inner dimension is contiguous, in rows that begin at multiples of 16 bytes."""
+    """Whether there are up to 64 rows of FP8 codes whose inner dimension is contiguous, in rows that begin at multiples of 16
+    bytes."""
     if not target.hopper_gluon or a.out_format is not None:
         return False
     once = a.recipe_a in ONCE and a.recipe_b in ONCE and a.accumulate == "full"
@@ -263,7 +264,7 @@ def forward(a, b, scale_a, scale_b, recipe_a, recipe_b, *, bias, act, c, beta, o
 
 
 def multiply_masked(a: Tensor, b: Tensor, counts: Tensor, scale_a: Tensor, scale_b: Tensor, y: Tensor) -> None:
-    """y[e] = a[e] @ b[e] for the first counts[e] rows of a [experts, rows, inner], scales of blocks."""
+    """y[e] = a[e] @ b[e] for the first counts[e] rows of a [experts, rows, inner]; scales are those of blocks."""
     (E, R, K), N, sms = a.shape, b.shape[2], Target.at(a.device).sms
     height, width, stages = shape_of(R, N, E, sms)
     small_rows_hopper(

@@ -302,8 +302,8 @@ def small_int4_hopper(
 
 
 def fits(target: Target, a: SimpleNamespace) -> bool:
-    """Up to 64 rows of bf16 or fp16, int4 codes with a scale for each 128, the inner dimension contiguous in both, in rows that
-    begin at multiples of 16 bytes."""
+    """Whether there are up to 64 rows of bf16 or fp16, and int4 codes with a scale for each 128. The inner dimension of both must
+    be contiguous, in rows that begin at multiples of 16 bytes."""
     if not target.hopper_gluon or a.out_format is not None:
         return False
     if a.a.dtype not in WIDE or a.b.dtype != torch.uint8 or a.recipe_b != "BlockWise1x128" or a.a.shape[0] > MOST:
@@ -315,8 +315,8 @@ def fits(target: Target, a: SimpleNamespace) -> bool:
     return min(sizes) > 0 and max(sizes) < 2**31 - 4096 and a.a.shape[1] % 128 == 0 and copies_in_bulk(a.a, a.b.t())
 
 
-def by_group(t: Tensor, each: int) -> Tensor:
-    """[rows, groups * each] seen as [groups, rows, each]."""
+def groups_first(t: Tensor, each: int) -> Tensor:
+    """A view of t [rows, groups * each] as [groups, rows, each]."""
     return t.as_strided((t.shape[1] // each, t.shape[0], each), (each, t.stride(0), 1))
 
 
@@ -331,8 +331,8 @@ def forward(a, b, scale_a, scale_b, recipe_a, recipe_b, *, zero_b, bias, act, c,
     later = parts > 1
     target = torch.empty(parts, M, N, dtype=torch.float32, device=a.device) if later else y
     small_int4_hopper(
-        box_of(by_group(a, GROUP), [4, rows, GROUP], WIDE[a.dtype]),
-        box_of(by_group(b.t(), GROUP // 2), [4, COLUMNS, GROUP // 2], gl.uint8), target, scale_b, zero_b,
+        box_of(groups_first(a, GROUP), [4, rows, GROUP], WIDE[a.dtype]),
+        box_of(groups_first(b.t(), GROUP // 2), [4, COLUMNS, GROUP // 2], gl.uint8), target, scale_b, zero_b,
         None if bias is None or later else bias.contiguous(), None if later else add, M, N, per, K // GROUP, parts,
         *scale_b.stride(), *target.stride()[-2:],
         *((0, 0) if later or add is None else add.stride()), beta, min(sms, parts * tiles),

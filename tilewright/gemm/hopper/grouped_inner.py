@@ -28,12 +28,12 @@ from .grouped_rows import (
     RING,
     STEP,
     SUMS,
-    able,
     box_of_result,
     make_ring,
     quarter_of,
     store_quarter,
     sum_products,
+    takes_factors,
 )
 from .plain import HALF
 
@@ -114,8 +114,8 @@ def grouped_tokens_hopper(
 
 
 def fits(target: Target, a: SimpleNamespace) -> bool:
-    """Both factors token by token, each token at a multiple of 16 bytes, and rows of the result side by side."""
-    if not able(target, a, a.b.shape[1]) or not 64 < a.a.shape[0] < 2**31 - 128:
+    """Whether both factors lie token by token, each token at a multiple of 16 bytes, and columns of the result side by side."""
+    if not takes_factors(target, a, a.b.shape[1]) or not 64 < a.a.shape[0] < 2**31 - 128:
         return False
     there = all(t is None or t.stride(2) == 1 for t in (a.c, a.out))
     return there and copies_in_bulk(a.a.t(), a.b)

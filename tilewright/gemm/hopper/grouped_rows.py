@@ -229,16 +229,22 @@ def grouped_rows_hopper(
 # ---- host ------------------------------------------------------------------------------------------------------------
 
 
-def able(target: Target, a: SimpleNamespace, columns: int) -> bool:
-    """Factors of one 16-bit dtype, none of them empty. 128 columns or fewer would leave half of every tile so."""
+def takes_factors(target: Target, a: SimpleNamespace, columns: int) -> bool:
+    """Whether both factors have one 16-bit dtype and neither is empty. 128 columns or fewer would leave half of every tile so."""
     chip = target.hopper_gluon
     kinds = a.a.dtype in KINDS and a.b.dtype == a.a.dtype and single(target, a)
     return chip and kinds and 0 not in (*a.a.shape, *a.b.shape) and 128 < columns < 2**31 - COLUMNS
 
 
 def fits(target: Target, a: SimpleNamespace) -> bool:
-    """Rows that begin at multiples of 16 bytes, matrices either way, and no gated unit, whose halves are in different tiles."""
-    if a.glu is not None or not able(target, a, a.b.shape[2]) or a.a.shape[1] >= 2**31 - STEP or a.b.shape[2] % 8:
+    """Whether rows begin at multiples of 16 bytes, and there is no gated unit, whose halves would lie in different tiles.
+    Matrices may lie either way."""
+    if (
+        a.glu is not None
+        or not takes_factors(target, a, a.b.shape[2])
+        or a.a.shape[1] >= 2**31 - STEP
+        or a.b.shape[2] % 8
+    ):
         return False
     return copies_in_bulk(a.a) and (copies_in_bulk(a.b.transpose(1, 2)) or copies_in_bulk(a.b))
 
@@ -257,5 +263,6 @@ def forward(a, b, offsets, *, bias=None, act=None, glu=None, out_dtype=None) -> 
 
 
 def box_of_result(y: Tensor):
-    """fp32 goes straight from registers, of which a warp's fill whole sectors."""
+    """The descriptor of a result that leaves by bulk copies, None where it does not: an fp32 result goes straight from registers,
+    of which a warp's fill whole sectors."""
     return box_of(y, [1, 64, 64], KINDS[y.dtype]) if y.dtype in KINDS and stores_in_bulk(y) else None

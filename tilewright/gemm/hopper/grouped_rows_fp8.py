@@ -17,7 +17,7 @@ COLUMNS = 256
 
 
 def fits(target: Target, a: SimpleNamespace) -> bool:
-    """FP8 codes whose inner dimension is contiguous, results in 16 bits, and work for tensor cores."""
+    """Whether factors are FP8 codes whose inner dimension is contiguous, the result has 16 bits, and nothing is empty."""
     if not target.hopper_gluon or a.out_dtype not in OUT:
         return False
     if a.a.dtype not in CODES or a.b.dtype not in CODES or 0 in a.a.shape or 0 in a.b.shape:

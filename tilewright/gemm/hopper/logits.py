@@ -186,8 +186,8 @@ def logits_hopper(
 
 
 def fits(target: Target, a: SimpleNamespace) -> bool:
-    """The `when` of `linear_cross_entropy`: 16-bit factors in rows that begin at multiples of 16 bytes, none of them empty, and no
-    softcap, which codes do not take."""
+    """Whether these arguments of `linear_cross_entropy` are 16-bit factors, not empty, in rows that begin at multiples of 16 bytes,
+    and there is no softcap, which codes do not take."""
     if not (target.hopper_gluon and single(target, a)) or a.softcap is not None:
         return False
     if a.weight.dtype not in KINDS or a.hidden.dtype != a.weight.dtype or a.weight.shape[1] % 8:
@@ -202,8 +202,8 @@ def encode(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, ignore_index: int, codes: Tensor, tops: Tensor,
     total: Tensor | None = None, own: Tensor | None = None, slant: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Fill `tops` [blocks of weight's rows, tokens], `codes` of the first rows, as many as it has, and the sums that are wanted.
-    `hidden` may have more rows than there are labels: of these codes alone are written."""
+    """Fill `tops` [blocks of weight's rows, tokens], `codes` of as many first rows as it has, and the sums that are wanted.
+    `hidden` may have more rows than there are labels: for those only codes are written."""
     T, (N, K), held, kind = labels.shape[0], weight.shape, codes.shape[0], KINDS[weight.dtype]
     if N == 0:  # of no rows there is no box
         return

@@ -40,9 +40,9 @@ LINE = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 
 
 class Tile(NamedTuple):
-    """Rows and columns that are multiplied at a time; whether each warpgroup has its `own` ones; steps that are in shared memory
-    at a time; boxes that a warpgroup's results leave through; how well tensor cores are fed while they multiply, and how long
-    they wait `between` tiles."""
+    """A tile has, in this order: the rows and columns that are multiplied at a time; whether each warpgroup has its `own` ones; how
+    many steps are in shared memory at a time; how many boxes a warpgroup's results leave through; how well tensor cores are fed
+    while they multiply, and how long they wait `between` tiles."""
 
     rows: int
     columns: int
@@ -280,7 +280,8 @@ def plain_hopper(
 
 
 def fits(target: Target, a: SimpleNamespace) -> bool:
-    """8-bit codes whose inner dimension is contiguous, in rows that begin at multiples of 16 bytes; at least one."""
+    """Whether both factors are 8-bit codes, not empty, whose inner dimension is contiguous in rows that begin at multiples of 16
+    bytes."""
     if not target.hopper_gluon or a.out_format is not None:
         return False
     integers = [t.dtype == torch.int8 for t in (a.a, a.b)]
@@ -295,7 +296,7 @@ def fits(target: Target, a: SimpleNamespace) -> bool:
 
 
 def forward(a, b, scale_a, scale_b, *, bias, act, c, beta, out_dtype, out, tile: Tile | None = None, **_) -> Tensor:
-    """`tile` is there for comparisons; without it the best one is taken."""
+    """The product. `tile` is an argument for comparisons; without it the best one is taken."""
     (M, K), N, sms = a.shape, b.shape[1], Target.at(a.device).sms
     y = torch.empty(M, N, dtype=DTYPES[out_dtype], device=a.device) if out is None else out
     add = None if beta == 0.0 else c

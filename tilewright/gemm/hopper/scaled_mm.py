@@ -267,7 +267,8 @@ def tile_for(M: int, N: int, sms: int) -> Tile:
 
 
 def fits(target: Target, a: SimpleNamespace) -> bool:
-    """FP8 codes whose inner dimension is contiguous, in rows that begin at multiples of 16 bytes; at least one."""
+    """Whether both factors are FP8 codes, not empty, whose inner dimension is contiguous in rows that begin at multiples of 16
+    bytes."""
     if not target.hopper_gluon:
         return False
     once = a.recipe_a in ONCE and a.recipe_b in ONCE and a.accumulate == "full"
@@ -282,7 +283,7 @@ def fits(target: Target, a: SimpleNamespace) -> bool:
 def forward(
     a, b, scale_a, scale_b, recipe_a, recipe_b, *, bias, act, c, beta, out_dtype, out_format, out, tile: Tile | None = None, **_
 ) -> Tensor:  # fmt: skip
-    """`tile` is there for comparisons; without it the better one is taken."""
+    """The product. `tile` is an argument for comparisons; without it the better one is taken."""
     (M, K), N, sms = a.shape, b.shape[1], Target.at(a.device).sms
     tile = tile or tile_for(M, N, sms)
     y, dtype = out, DTYPES[out_dtype]

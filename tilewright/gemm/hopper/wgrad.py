@@ -187,15 +187,15 @@ def grouped_inner_hopper(
 
 
 def line_of(scale: Tensor) -> TensorDescriptor:
-    """Scales [blocks, columns], of which a bulk copy takes 128 of one block."""
+    """The descriptor of scales [blocks, columns] by which a bulk copy takes 128 scales of one block."""
     layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
     stride = scale.stride(0) if scale.shape[0] > 1 else 4 * cdiv(scale.shape[1], 4)
     return TensorDescriptor(scale, list(scale.shape), [stride, 1], [1, 128], layout)
 
 
-def able(target: Target, a, scale_a, b, scale_b, c, out_dtype: str, out) -> bool:
-    """e4m3 codes whose inner dimension is contiguous, scales of a block side by side ([blocks, rows], [blocks, columns]), and
-    results whose rows begin at multiples of 16 bytes."""
+def takes_operands(target: Target, a, scale_a, b, scale_b, c, out_dtype: str, out) -> bool:
+    """Whether codes are e4m3 whose inner dimension is contiguous, scales of a block lie side by side ([blocks, rows] and
+    [blocks, columns]), and rows of the result begin at multiples of 16 bytes."""
     if not target.hopper_gluon or 0 in a.shape or 0 in b.shape or out_dtype not in OUT:
         return False
     if (
@@ -210,7 +210,7 @@ def able(target: Target, a, scale_a, b, scale_b, c, out_dtype: str, out) -> bool
 
 
 def multiply(a, scale_a, b, scale_b, offsets, c, beta, out_dtype, out) -> Tensor:
-    """[groups, rows, columns]; scales are [blocks, rows] and [blocks, columns]."""
+    """The products [groups, rows, columns]; scales are [blocks, rows] and [blocks, columns]."""
     (M, T), N, E = a.shape, b.shape[1], 1 if offsets is None else offsets.shape[0]
     dtype, kind = OUT[out_dtype]
     y = torch.empty(E, M, N, dtype=dtype, device=a.device) if out is None else out
@@ -230,7 +230,9 @@ def multiply(a, scale_a, b, scale_b, offsets, c, beta, out_dtype, out) -> Tensor
 
 
 def fits(target: Target, a: SimpleNamespace) -> bool:
-    return a.recipe == "BlockWise1x128" and able(target, a.a, a.scale_a, a.b, a.scale_b, a.c, a.out_dtype, a.out)
+    return a.recipe == "BlockWise1x128" and takes_operands(
+        target, a.a, a.scale_a, a.b, a.scale_b, a.c, a.out_dtype, a.out
+    )
 
 
 def forward(a, scale_a, b, scale_b, offsets, *, recipe, c, beta, out_dtype, out) -> Tensor:
@@ -239,12 +241,12 @@ def forward(a, scale_a, b, scale_b, offsets, *, recipe, c, beta, out_dtype, out)
 
 
 def fits_dense(target: Target, a: SimpleNamespace) -> bool:
-    """`scaled_mm` of 1x128 scales on both sides, as weights' gradients have them, and nothing after it but `beta * c`."""
+    """Whether a `scaled_mm` has 1x128 scales on both sides, as weights' gradients do, and nothing after it but `beta * c`."""
     if a.recipe_a != "BlockWise1x128" or a.recipe_b != "BlockWise1x128" or a.out_format is not None:
         return False
     if a.bias is not None or a.act is not None:
         return False
-    return able(target, a.a, a.scale_a.t(), a.b, a.scale_b.t(), a.c, a.out_dtype, a.out)
+    return takes_operands(target, a.a, a.scale_a.t(), a.b, a.scale_b.t(), a.c, a.out_dtype, a.out)
 
 
 def forward_dense(a, b, scale_a, scale_b, *, c, beta, out_dtype, out, **_) -> Tensor:

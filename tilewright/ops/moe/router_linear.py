@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...core.draw import Draw
 from ...core.target import Target
-from ...core.tensor import cdiv, pieces, power_of_two, rows, vector
+from ...core.tensor import cdiv, piece_count, power_of_two, rows, vector
 from ...device.products import multiply, peel, sum_parts
 from ...op import Op, Triton, single, upcast
 from ...runtime.kernel import kernel
@@ -322,7 +322,7 @@ def forward(x, weight, bias, *, precision, out) -> Tensor:
     part = torch.empty(SPLITS, M, N, dtype=torch.float32, device=x.device) if SPLITS > 1 else y
     router_linear_forward(
         x2, weight, vector(bias), part, M, N, K, *x2.stride(), *weight.stride(), SPLITS, UNITS,
-        PIECES_X=pieces(x, weight), PIECES_W=pieces(weight, x), UNIT=UNIT,
+        PIECES_X=piece_count(x, weight), PIECES_W=piece_count(weight, x), UNIT=UNIT,
     )  # fmt: skip
     if part is not y:
         router_linear_merge(part, y, y.numel(), SPLITS)
@@ -385,7 +385,7 @@ def backward(saved: SimpleNamespace, dy: Tensor, add: Tensor | None = None) -> t
     dx = dweight = None
     if "x" in saved.needs:
         dx = torch.empty_like(saved.x, memory_format=torch.contiguous_format)
-        PIECES_W = min(PIECES_Y, pieces(weight, dy))
+        PIECES_W = min(PIECES_Y, piece_count(weight, dy))
         more = add if add is None else rows(add).contiguous()
         strides = *dy.stride()[-2:], *weight.stride()
         router_linear_backward_x(dy, weight, more, dx, M, N, K, *strides, PIECES_W=PIECES_W, **common)
@@ -393,7 +393,7 @@ def backward(saved: SimpleNamespace, dy: Tensor, add: Tensor | None = None) -> t
         dweight = torch.empty_like(weight, memory_format=torch.contiguous_format)
         SPLITS, UNITS = shares(x.device, cdiv(N, 128) * cdiv(K, 128), M)
         part = torch.empty(SPLITS, N, K, dtype=torch.float32, device=x.device)
-        PIECES_X = min(PIECES_Y, pieces(x, dy))
+        PIECES_X = min(PIECES_Y, piece_count(x, dy))
         strides = *dy.stride()[-2:], *x.stride()
         router_linear_backward_weight(
             dy, x, part, M, N, K, *strides, SPLITS, UNITS, PIECES_X=PIECES_X, UNIT=UNIT, **common

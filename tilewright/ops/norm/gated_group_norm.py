@@ -34,7 +34,7 @@ from ...device.groups import (
     zero_pieces,
 )
 from ...device.rows import store_row_codes
-from ...formats.tiles import codes_of, is_fast, row_stride, store_tiles
+from ...formats.tiles import codes_for_kernel, is_fast, row_stride, store_tiles
 from ...op import Op, Triton, single, upcast
 from ...runtime.kernel import kernel
 from .gated_group_norm_wide import gated_group_norm_means, rstd_of
@@ -373,7 +373,7 @@ def quantised(x, gate, weight, eps, groups, transposed, act, fmt, q) -> None:
     elif not rows_done or q.data_t is not None:
         rstd = torch.empty(batch * length, groups, dtype=torch.float32, device=x.device)
     if rows_done:
-        launch(xs, gate, weight, rstd, codes_of(q.data, is_fast(x)), eps, groups, act, scale=q.scale, fmt=fmt)
+        launch(xs, gate, weight, rstd, codes_for_kernel(q.data, is_fast(x)), eps, groups, act, scale=q.scale, fmt=fmt)
         if q.data_t is None:
             return
         q = Quantized.from_tensors(replace(fmt, ways="col"), q.dtype, q.shape, (q.data_t, q.scale_t))

@@ -23,7 +23,7 @@ from ...core.signature import at_least
 from ...core.target import Target
 from ...core.tensor import cdiv, power_of_two, rows, vector
 from ...device.rows import store_row_codes
-from ...formats.tiles import codes_of, is_fast, row_stride, store_tiles
+from ...formats.tiles import codes_for_kernel, is_fast, row_stride, store_tiles
 from ...op import Op, Triton, single, upcast
 from ...runtime.kernel import kernel
 from .rms_norm_hopper import store_normed, whole_tiles
@@ -378,7 +378,7 @@ def quantised(x, residual, weight, rstd_in, h, rstd, eps, weight_offset, fmt, q)
     if tiles and rstd is None:
         rstd = torch.empty(M, dtype=torch.float32, device=x.device) if rstd_in is None else rstd_in
     if rows_done or rstd is not rstd_in or h is not None:
-        codes, scale = (codes_of(q.data, is_fast(x)), q.scale) if rows_done else (None, None)
+        codes, scale = (codes_for_kernel(q.data, is_fast(x)), q.scale) if rows_done else (None, None)
         made = None if rstd is rstd_in else rstd
         launch_rows(x, residual, weight, rstd_in, codes, h, made, eps, weight_offset, scale, fmt, keep=tiles)
     if tiles:

@@ -23,7 +23,7 @@ from ...core.target import Target
 from ...core.tensor import cdiv, rows, vector
 from ...device.quantize import store_tile4
 from ...formats.fp8 import Fp8
-from ...formats.tiles import alignment, codes_of, is_fast, row_stride
+from ...formats.tiles import alignment, codes_for_kernel, is_fast, row_stride
 from ...op import Op, Triton, single, upcast
 from ...runtime.kernel import kernel
 from ..moe.router_linear import backward as product_backward
@@ -216,7 +216,7 @@ def forward(x, weight, router, eps, *, out_format) -> tuple[Tensor, Tensor, Tens
     else:
         fast = is_fast(x)
         y = out_format.empty(x.shape, x.dtype, x.device)
-        Y, S, YT, ST = codes_of(y.data, fast), y.scale, codes_of(y.data_t, fast), y.scale_t
+        Y, S, YT, ST = codes_for_kernel(y.data, fast), y.scale, codes_for_kernel(y.data_t, fast), y.scale_t
         FORMAT = out_format.device_format(fast)
     rms_norm_router_forward(
         x2, vector(weight), router, Y, S, YT, ST, logits, rstd, M, N, E, *x2.stride(), *router.stride(), row_stride(S),

@@ -20,7 +20,7 @@ from ...core.format import Format, Quantized, pack, store
 from ...core.tensor import cdiv, rows
 from ...device.quantize import amax, amax4, has, store_given, store_tile4
 from ...formats.fp8 import fp8
-from ...formats.tiles import alignment, codes_of, is_fast, row_stride
+from ...formats.tiles import alignment, codes_for_kernel, is_fast, row_stride
 from ...op import Op, Triton, single, upcast
 from ...runtime.kernel import kernel
 from .sylvester import rotate_columns, rotate_rows4
@@ -202,7 +202,7 @@ def store_rotated(q: Quantized, x: Tensor, block: int, dim: int, dim_t: int, sta
     """Fill `q`: its row-wise operand from x rotated along `dim`, its column-wise one from x rotated along `dim_t`."""
     X, some = rows(x), q.data if q.data is not None else q.data_t
     (M, N), fast = X.shape, is_fast(some)
-    Q, QT = codes_of(q.data, fast), codes_of(q.data_t, fast)
+    Q, QT = codes_for_kernel(q.data, fast), codes_for_kernel(q.data_t, fast)
     bits = bits_t = static
     settings = {
         "BLOCK": block, "DIM": dim, "DIM_T": dim_t, "FORMAT": q.format.device_format(fast),

@@ -1,7 +1,7 @@
-"""The table of `gemm/choice.py`, from the evidence: every recorded product that our kernels and cuBLASLt made in one run; and how
-near what `backend="auto"` takes by that table comes to the faster of the two.
+"""The table of `gemm/preference.py` is made here from the evidence, of every recorded product that our kernels and cuBLASLt made
+in one run. So is how near what `backend="auto"` takes by that table comes to the faster of the two.
 
-`python3 -m tilewright.bench.choose` writes `data/choice_<arch>.jsonl` anew for each chip that there is evidence of.
+`python3 -m tilewright.bench.preference` writes `data/preference_<arch>.jsonl` anew for each chip that there is evidence of.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 import tilewright as tw
 
 from ..check.variants import Blank
-from ..gemm import choice, library
+from ..gemm import library, preference
 from . import evidence
 from .cases import CASES, Case
 from .work import arguments
@@ -36,12 +36,12 @@ class Both(NamedTuple):
     @property
     def auto(self) -> float:
         """The speed of what `auto` takes over that of the faster."""
-        taken = choice.decide(self.row["arch"], self.pair, *choice.bucket(*self.sizes)).best
+        taken = preference.decide(self.row["arch"], self.pair, *preference.bucket(*self.sizes)).best
         return min(self.times.values()) / self.times[taken]
 
 
 def pair_of(case: Case) -> str | None:
-    """The name under which `choice.py` knows a case's operands; None if the case does not say which of two is faster."""
+    """The name under which `preference.py` knows a case's operands; None if the case does not say which of two is faster."""
     if not case.ours or case.direction != "forward" or case.op not in NAMES:
         return None
     source = Blank(tw.catalogue()[case.op], case.dims, case.options, dtype=getattr(torch, case.dtype))
@@ -52,11 +52,11 @@ def measured(recorded: Iterable[Mapping[str, Any]], cases: Mapping[str, Case] = 
     """The rows that tell which of two is faster."""
     for row in recorded:
         case = cases.get(row["case"])
-        theirs = row["rivals"].get(choice.LIBRARY, row["rivals"].get("cublas"))
+        theirs = row["rivals"].get(preference.LIBRARY, row["rivals"].get("cublas"))
         pair = pair_of(case) if case is not None and theirs is not None else None
         if pair is not None:
             sizes = tuple(row["dims"][name] for name in ("tokens", "columns", "hidden"))
-            yield Both(row, pair, sizes, {choice.OWN: row["us"], choice.LIBRARY: theirs})
+            yield Both(row, pair, sizes, {preference.OWN: row["us"], preference.LIBRARY: theirs})
 
 
 def rows_of(
@@ -64,7 +64,7 @@ def rows_of(
 ) -> list[dict[str, Any]]:
     """Rows of the table for a chip."""
     return [
-        choice.made(one.row["op"], one.pair, one.sizes, one.times, one.row["date"][:10])
+        preference.made(one.row["op"], one.pair, one.sizes, one.times, one.row["date"][:10])
         for one in measured(recorded, cases)
         if one.row["arch"] == arch
     ]
@@ -85,11 +85,11 @@ def auto_line(found: Iterable[Both]) -> str | None:
 def main() -> None:
     recorded = evidence.everything(evidence.folder())
     for arch in sorted({row["arch"] for row in recorded}):
-        rows, path = rows_of(recorded, arch), choice.path_of(arch)
+        rows, path = rows_of(recorded, arch), preference.path_of(arch)
         if rows:
             path.unlink(missing_ok=True)
-            choice.write(path, rows)
-            print(f"{path}: {len(choice.read(path))} products of {len(rows)} recorded")
+            preference.write(path, rows)
+            print(f"{path}: {len(preference.read(path))} products of {len(rows)} recorded")
 
 
 if __name__ == "__main__":

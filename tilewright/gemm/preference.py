@@ -1,6 +1,6 @@
-"""Our kernels or the vendor's library: which is faster for a product, by measurements.
+"""Which is preferred for a product, our kernels or the vendor's library: the faster one, by measurements.
 
-`data/choice_<arch>.jsonl` has a row for each measured product, `{"op": ..., "pair": "fp8_block", "bucket": [4096, 4096, 8192],
+`data/preference_<arch>.jsonl` has a row for each measured product, `{"op": ..., "pair": "fp8_block", "bucket": [4096, 4096, 8192],
 "best": "own", "times": {"own": 101.5, "cublaslt": 108.0}, "date": "2026-11-15"}`: bucket is M, N and K rounded up to powers of
 two, times are microseconds. The nearest row of a pair counts if it is within a factor of four in every size; where there is none,
 a rule does. Rows are data: one that is damaged, or whose best is not its fastest, is not believed.
@@ -33,8 +33,8 @@ DELEGATED = {"bf16", "fp16", "fp8_row_fast", "fp8_tensor_fast", "fp8_block_both"
 DELEGATED_FEW = {"bf16", "fp16"}
 
 
-class Choice(NamedTuple):
-    """Which backend, why, and the row that says so, if one does."""
+class Preference(NamedTuple):
+    """The preferred backend, why it is preferred, and the row that says so, if one does."""
 
     best: str
     why: str
@@ -51,28 +51,28 @@ def preferred(target: Target, pair: str, M: int, N: int, K: int) -> str:
 
 
 @functools.lru_cache(maxsize=4096)
-def decide(arch: str, pair: str, M: int, N: int, K: int) -> Choice:
-    """The choice for a bucket."""
-    near = [(distance(row["bucket"], (M, N, K)), row) for row in table(arch) if row["pair"] == pair]
-    near = [(d, row) for d, row in near if d <= FAR]
-    if near:
-        row = min(near, key=lambda pair: pair[0])[1]
+def decide(arch: str, pair: str, M: int, N: int, K: int) -> Preference:
+    """What is preferred for a bucket."""
+    away = [(distance(row["bucket"], (M, N, K)), row) for row in table(arch) if row["pair"] == pair]
+    within = [found for found in away if found[0] <= FAR]
+    if within:
+        _, row = min(within, key=lambda found: found[0])
         times = ", ".join(f"{name} {us:g} us" for name, us in sorted(row["times"].items()))
         size = "x".join(map(str, row["bucket"]))
-        return Choice(row["best"], f"measured on {row['date']} at {size}: {times}", row)
+        return Preference(row["best"], f"measured on {row['date']} at {size}: {times}", row)
     few = M <= FEW
     best = LIBRARY if pair.removesuffix(WIDE) in (DELEGATED_FEW if few else DELEGATED) else OWN
-    return Choice(best, f"not measured; the rule for {pair}{' of few rows' if few else ''}")
+    return Preference(best, f"not measured; the rule for {pair}{' of few rows' if few else ''}")
 
 
 def distance(there: Sequence[int], here: Sequence[int]) -> float:
-    """In doublings of the farthest size, and among equals by all of them."""
+    """How far one bucket is from another: by the size that is farthest, in doublings, and among equals by all three."""
     apart = [abs(math.log2(a / b)) for a, b in zip(there, here)]
     return max(apart) + 1e-3 * sum(apart) / 64
 
 
 def path_of(arch: str) -> Path:
-    return SHIPPED / f"choice_{arch}.jsonl"
+    return SHIPPED / f"preference_{arch}.jsonl"
 
 
 @functools.cache
@@ -114,14 +114,14 @@ def _row(line: str) -> dict[str, Any] | None:
 
 
 def made(op: str, pair: str, sizes: tuple[int, int, int], times: Mapping[str, float], date: str) -> dict[str, Any]:
-    """A row, from times in microseconds by backend."""
+    """The row that times in microseconds, by backend, make."""
     rounded = {name: round(float(us), 3) for name, us in sorted(times.items())}
     best = min(rounded, key=lambda name: (rounded[name], name != OWN))
     return {"op": op, "pair": pair, "bucket": list(bucket(*sizes)), "best": best, "times": rounded, "date": date}
 
 
 def write(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    """Put rows into a file beside those that are there, sorted; of one pair and bucket the last."""
+    """Merge rows into a file, sorted. Of several rows for one pair and bucket the last one stays."""
     by_key = {(row["pair"], tuple(row["bucket"])): row for row in (*read(path), *rows)}
     lines = [json.dumps(by_key[key]) for key in sorted(by_key)]
     bad = [line for line in lines if _row(line) is None]

@@ -36,9 +36,11 @@ def math_of(
     half: bool = False,
     whole: bool = True,
 ) -> str:
-    """What is multiplied: fp8, int8, bf16, fp16, or scaled for codes together with their scales. `zero`: integer codes have zero
-    points; `half`: the operand that has no codes is fp16; `whole`: 128 divides the inner dimension, which instructions that take
-    scales need."""
+    """What the chip multiplies: fp8, int8, bf16, fp16, or "scaled" for codes together with their scales.
+
+    `zero` says that integer codes have zero points, `half` that the operand without codes is fp16, and `whole` that 128 divides the
+    inner dimension, as instructions that take scales need it.
+    """
     if whole and block_scaled(target, kinds, recipes):
         return "scaled"
     if not any(recipe in SCALES for recipe in recipes):
@@ -57,7 +59,7 @@ def storage(kind: str, recipe: str | None) -> str:
     return prefix + {"e4m3": "FP8", "e5m2": "FP8", "int8": "INT8", "int4": "INT4", "e2m1": "FP4"}[kind]
 
 
-def label_of(
+def words_for(
     kinds: tuple[str, str],
     recipes: tuple[str | None, str | None],
     target: Target,
@@ -65,7 +67,7 @@ def label_of(
     half: bool = False,
     whole: bool = True,
 ) -> str:
-    """How a product of kinds of codes (`operands.kind_of`) is computed: "native", or what is stored and what is multiplied."""
+    """How a chip computes a product of kinds of codes (`operands.kind_of`): "native", or what is stored and what is multiplied."""
     math = math_of(target, kinds, recipes, zero, half, whole)
     if math == "scaled":
         return "native"
@@ -77,22 +79,22 @@ def label_of(
 
 
 def emulated(target: Target, pairs: Mapping[str, tuple[str, str, str | None, str | None]]) -> dict[str, str]:
-    """The labels of those pairs (`scaled_mm.PAIRS`) that a chip does not multiply as they are."""
-    found = {name: label_of(pair[:2], pair[2:], target) for name, pair in pairs.items()}
+    """The words for each of the pairs (`scaled_mm.PAIRS`) that a chip does not multiply as they are."""
+    found = {name: words_for(pair[:2], pair[2:], target) for name, pair in pairs.items()}
     return {name: words for name, words in found.items() if words != "native"}
 
 
 class Computed(NamedTuple):
-    """What `label_of` says of a product, and what is multiplied alone, as `math_of` names it."""
+    """How a product is computed: in words, as `words_for` gives them, and as the name that `math_of` gives the math alone."""
 
-    label: str
+    words: str
     math: str
 
 
 def computed(values: Mapping[str, Any], target: Target) -> Computed:
-    """How a product of the arguments `a` and `b` is computed on a chip; of codes without recipes every scale is a float."""
+    """How a chip computes the product of the arguments `a` and `b`. Where there are no recipes, every scale is a float."""
     a, b = values["a"], values["b"]
     recipes = values.get("recipe_a"), values.get("recipe_b")
     kinds = kind_of(a, recipes[0]), kind_of(b, recipes[1])
     rest = values.get("zero_b") is not None, torch.float16 in (a.dtype, b.dtype), inner_of(a) % 128 == 0
-    return Computed(label_of(kinds, recipes, target, *rest), math_of(target, kinds, recipes, *rest))
+    return Computed(words_for(kinds, recipes, target, *rest), math_of(target, kinds, recipes, *rest))

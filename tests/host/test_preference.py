@@ -11,10 +11,11 @@ from typer.testing import CliRunner
 
 import tilewright as tw
 from tilewright.__main__ import app
-from tilewright.bench import choose, evidence
+from tilewright.bench import evidence
+from tilewright.bench import preference as derived
 from tilewright.bench.cases import Case
 from tilewright.core.target import TARGETS
-from tilewright.gemm import choice, library
+from tilewright.gemm import library, preference
 from tilewright.runtime.choose import forced
 
 HOPPER = TARGETS["sm_90"]
@@ -23,39 +24,39 @@ HOPPER = TARGETS["sm_90"]
 @pytest.fixture
 def rows(tmp_path, monkeypatch):
     """A function that puts lines into the chip's table."""
-    monkeypatch.setattr(choice, "SHIPPED", tmp_path)
+    monkeypatch.setattr(preference, "SHIPPED", tmp_path)
 
     def put(*lines: dict | str) -> None:
         texts = [line if isinstance(line, str) else json.dumps(line) for line in lines]
-        choice.path_of("sm_90").write_text("".join(f"{text}\n" for text in texts))
-        choice.table.cache_clear()
-        choice.decide.cache_clear()
+        preference.path_of("sm_90").write_text("".join(f"{text}\n" for text in texts))
+        preference.table.cache_clear()
+        preference.decide.cache_clear()
 
     put()
     yield put
-    choice.table.cache_clear()
-    choice.decide.cache_clear()
+    preference.table.cache_clear()
+    preference.decide.cache_clear()
 
 
 def row(pair: str, sizes: tuple, own: float, other: float) -> dict:
-    return choice.made("scaled_mm", pair, sizes, {"own": own, "cublaslt": other}, "2026-11-15")
+    return preference.made("scaled_mm", pair, sizes, {"own": own, "cublaslt": other}, "2026-11-15")
 
 
 def test_the_rule_where_nothing_is_measured(rows):
-    assert choice.preferred(HOPPER, "fp8_row_fast", 4096, 4096, 4096) == "cublaslt"
-    assert choice.preferred(HOPPER, "bf16", 16, 8192, 8192) == "cublaslt"
+    assert preference.preferred(HOPPER, "fp8_row_fast", 4096, 4096, 4096) == "cublaslt"
+    assert preference.preferred(HOPPER, "bf16", 16, 8192, 8192) == "cublaslt"
     for pair, tokens in (("fp8_block", 4096), ("int8_row", 4096), ("fp8_row_fast", 16), ("no such", 4096)):
-        assert choice.preferred(HOPPER, pair, tokens, 8192, 8192) == "own"
-    assert "not measured" in choice.decide("sm_90", "fp8_block", 4096, 4096, 4096).why
+        assert preference.preferred(HOPPER, pair, tokens, 8192, 8192) == "own"
+    assert "not measured" in preference.decide("sm_90", "fp8_block", 4096, 4096, 4096).why
 
 
 def test_the_nearest_row_decides(rows):
     rows(row("fp8_block", (4096, 4096, 4096), 100.0, 110.0), row("fp8_block", (4096, 2112, 7168), 110.0, 100.0))
-    assert choice.preferred(HOPPER, "fp8_block", 4096, 4096, 4096) == "own"
-    assert choice.preferred(HOPPER, "fp8_block", 4000, 2112, 7168) == "cublaslt"  # both are 4096 x 4096 x 8192
-    assert choice.preferred(HOPPER, "fp8_block", 16, 4096, 4096) == "own"  # too far from either: the rule
-    assert choice.preferred(TARGETS["sm_100"], "fp8_block", 4096, 2112, 7168) == "own"  # measured elsewhere
-    found = choice.decide("sm_90", "fp8_block", *choice.bucket(4000, 2112, 7168))
+    assert preference.preferred(HOPPER, "fp8_block", 4096, 4096, 4096) == "own"
+    assert preference.preferred(HOPPER, "fp8_block", 4000, 2112, 7168) == "cublaslt"  # both are 4096 x 4096 x 8192
+    assert preference.preferred(HOPPER, "fp8_block", 16, 4096, 4096) == "own"  # too far from either: the rule
+    assert preference.preferred(TARGETS["sm_100"], "fp8_block", 4096, 2112, 7168) == "own"  # measured elsewhere
+    found = preference.decide("sm_90", "fp8_block", *preference.bucket(4000, 2112, 7168))
     assert found.row["times"] == {"cublaslt": 100.0, "own": 110.0} and "2026-11-15" in found.why
 
 
@@ -72,34 +73,34 @@ def test_the_nearest_row_decides(rows):
 def test_damaged_rows_are_ignored(rows, change):
     good = row("fp8_block", (4096, 4096, 4096), 110.0, 100.0)
     rows(good)
-    assert choice.preferred(HOPPER, "fp8_block", 4096, 4096, 4096) == "cublaslt"
+    assert preference.preferred(HOPPER, "fp8_block", 4096, 4096, 4096) == "cublaslt"
     rows(change if isinstance(change, str) else {**good, **change})
     with pytest.warns(UserWarning, match="1 damaged"):
-        assert choice.preferred(HOPPER, "fp8_block", 4096, 4096, 4096) == "own"  # the rule
+        assert preference.preferred(HOPPER, "fp8_block", 4096, 4096, 4096) == "own"  # the rule
 
 
 def test_bytes_that_are_no_text(rows):
-    choice.path_of("sm_90").write_bytes(b"\xff\xfe\x00\n")
-    choice.table.cache_clear()
+    preference.path_of("sm_90").write_bytes(b"\xff\xfe\x00\n")
+    preference.table.cache_clear()
     with pytest.warns(UserWarning, match="damaged"):
-        assert choice.preferred(HOPPER, "fp8_block", 4096, 4096, 4096) == "own"
+        assert preference.preferred(HOPPER, "fp8_block", 4096, 4096, 4096) == "own"
 
 
 def test_writing_keeps_the_last_of_a_bucket(rows, tmp_path):
     path = tmp_path / "table.jsonl"
-    choice.write(path, [row("b", (64, 64, 64), 1.0, 2.0), row("a", (64, 64, 64), 1.0, 2.0)])
-    choice.write(path, [row("a", (60, 64, 64), 3.0, 2.0)])
-    found = choice.read(path)
+    preference.write(path, [row("b", (64, 64, 64), 1.0, 2.0), row("a", (64, 64, 64), 1.0, 2.0)])
+    preference.write(path, [row("a", (60, 64, 64), 3.0, 2.0)])
+    found = preference.read(path)
     assert [(r["pair"], r["best"]) for r in found] == [("a", "cublaslt"), ("b", "own")]
     with pytest.raises(ValueError, match="not a row"):
-        choice.write(path, [{**found[0], "best": "own"}])
-    assert choice.read(path) == found
+        preference.write(path, [{**found[0], "best": "own"}])
+    assert preference.read(path) == found
 
 
 def test_the_shipped_table_is_whole():
-    path = choice.path_of("sm_90")
+    path = preference.path_of("sm_90")
     lines = path.read_text().splitlines() if path.exists() else []
-    assert len(choice.read(path)) == len(lines) == len(set(lines))
+    assert len(preference.read(path)) == len(lines) == len(set(lines))
 
 
 def test_rows_come_from_evidence():
@@ -118,7 +119,7 @@ def test_rows_come_from_evidence():
         {**about, "case": "block", "rivals": {}},
         {**about, "case": "block", "rivals": {"cublaslt": 1.0}, "arch": "sm_80"},
     ]
-    made = choose.rows_of(recorded, "sm_90", cases)
+    made = derived.rows_of(recorded, "sm_90", cases)
     assert [(r["pair"], r["bucket"], r["best"]) for r in made] == [
         ("fp8_block", [4096, 4096, 8192], "cublaslt"),
         ("fp8_block_f32", [4096, 4096, 8192], "cublaslt"),
@@ -129,10 +130,10 @@ def test_rows_come_from_evidence():
 def test_auto_is_near_the_faster_in_all_that_was_recorded():
     """By the shipped table, over products that both made in one run; and where `auto` itself was timed beside the library."""
     recorded = evidence.everything(evidence.folder())
-    found = {one.row["case"]: one.auto for one in choose.measured(recorded)}
-    assert found and min(found.values()) >= choose.LEAST, found
+    found = {one.row["case"]: one.auto for one in derived.measured(recorded)}
+    assert found and min(found.values()) >= derived.LEAST, found
     timed = [row for row in recorded if row["case"].startswith("auto_")]
-    slow = {r["case"]: us / r["us"] for r in timed for us in r["rivals"].values() if us / r["us"] < choose.LEAST}
+    slow = {r["case"]: us / r["us"] for r in timed for us in r["rivals"].values() if us / r["us"] < derived.LEAST}
     assert not slow
 
 
@@ -141,12 +142,12 @@ def test_what_auto_reaches_in_a_sentence(rows):
     about = {"arch": "sm_90", "op": "scaled_mm"}
     same = "fp8_block", (4096, 4096, 4096)
     found = [
-        choose.Both({**about, "case": "a"}, *same, {"own": 1.0, "cublaslt": 2.0}),
-        choose.Both({**about, "case": "b"}, *same, {"own": 4.0, "cublaslt": 1.0}),
+        derived.Both({**about, "case": "a"}, *same, {"own": 1.0, "cublaslt": 2.0}),
+        derived.Both({**about, "case": "b"}, *same, {"own": 4.0, "cublaslt": 1.0}),
     ]
-    line = choose.auto_line(found)
+    line = derived.auto_line(found)
     assert "2 products" in line and "0.500 of the faster" in line and "0.250 at the least (`b`)" in line
-    assert choose.auto_line([]) is None
+    assert derived.auto_line([]) is None
 
 
 # ---- what the library takes ------------------------------------------------------------------------------------------
@@ -304,7 +305,7 @@ def test_groups_one_by_one(name, monkeypatch):
     values["offsets"] = torch.tensor([0, 384, 512])
     known = {"a", "b", "scale_a", "scale_b", "recipe_a", "recipe_b", "out_dtype"}
     monkeypatch.setattr(library, "prepared", lambda given: lambda: reference(**{n: given[n] for n in known}))
-    calls, finish = library.by_group(name, values)
+    calls, finish = library.calls_by_group(name, values)
     assert len(calls) == 2
     torch.testing.assert_close(finish([one() for one in calls]), OPS[name].reference(**values), rtol=1e-4, atol=1e-2)
 
