@@ -68,7 +68,7 @@ def test_triton_and_gluon_compile_for_every_chip(arch):
     compiled = compile_elementwise(arch)
     assert compiled.registers > 0
     assert compiled.spills == 0
-    assert compiled.fits
+    assert compiled.shared_is_there
     assert compiled.threads == 4 * TARGETS[arch].warp
     assert sum(compiled.instructions.values()) > 20
     layout = gl.BlockedLayout([4], [TARGETS[arch].warp], [4], [0])
@@ -93,7 +93,7 @@ def test_spills_registers_and_shared_memory_are_reported():
     assert free.registers > 128 >= tight.registers
     assert free.spills == 0 < tight.spills
     assert compile_product(num_stages=3).shared == 3 * (128 + 256) * 64 * 2
-    assert not compile_product(num_stages=5).fits
+    assert not compile_product(num_stages=5).shared_is_there
 
 
 @pytest.mark.skipif(not triton.__version__.startswith("3.6."), reason="later compilers do not serialise this product")

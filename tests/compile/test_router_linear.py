@@ -23,7 +23,7 @@ def test_hot_products_neither_spill_nor_wait(experts, full):
     op = OPS["router_linear"]
     for wanted in launches(op, Call(drawn(op, {**HOT, "experts": experts}, full=full))):
         made = variant(wanted).compile()
-        assert made.spills == 0 and not made.serialised and made.fits, f"{wanted.kernel.name}: {made}"
+        assert made.spills == 0 and not made.serialised and made.shared_is_there, f"{wanted.kernel.name}: {made}"
 
 
 @OLDEST
@@ -38,4 +38,4 @@ def test_every_tile_of_the_forward_is_clean():
     for config in configs:
         options = {"num_warps": config.pop("num_warps")}
         made = replace(one, constants={**one.constants, **config}, options=options).compile()
-        assert made.spills == 0 and not made.serialised and made.fits, f"{config} {options}: {made}"
+        assert made.spills == 0 and not made.serialised and made.shared_is_there, f"{config} {options}: {made}"

@@ -75,7 +75,7 @@ def test_same_bits_as_the_triton_kernel(monkeypatch, M, hidden, groups, poisoned
         "scale": scale,
         "offsets": offsets,
     }
-    assert module.fits(Target.at(x.device), x, None, fmt)
+    assert module.takes(Target.at(x.device), x, None, fmt)
     needs = frozenset(("x", "scale") if scale is not None else ("x",))
     saved = SimpleNamespace(x=x, up=None, needs=needs, **options)
     mine = module.forward_pairs(x, None, **options, out_format=fmt, out=None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tilewright.gemm.matmul import matmul, turned
+from tilewright.gemm.matmul import lies_by_columns, matmul
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
@@ -78,8 +78,10 @@ def test_fp8_has_no_gradient():
 def test_how_matrices_lie():
     """Bulk copies want one dimension contiguous and steps of 16 bytes along the other."""
     t = torch.empty(24, 40, dtype=torch.bfloat16)
-    assert turned(t) is False and turned(t.t()) is True
-    assert turned(t[:, 1:]) is None and turned(t[:, ::2]) is None  # not aligned, not contiguous
-    assert turned(torch.empty(24, 41, dtype=torch.bfloat16)) is None
-    assert turned(torch.empty(1, 41, dtype=torch.bfloat16)) is None  # as of more rows: one binary serves all
-    assert turned(t[:1].expand(24, 40)) is None and turned(t[:1, :1].expand(24, 40)) is None  # rows lie apart
+    assert lies_by_columns(t) is False and lies_by_columns(t.t()) is True
+    assert lies_by_columns(t[:, 1:]) is None and lies_by_columns(t[:, ::2]) is None  # not aligned, not contiguous
+    assert lies_by_columns(torch.empty(24, 41, dtype=torch.bfloat16)) is None
+    assert lies_by_columns(torch.empty(1, 41, dtype=torch.bfloat16)) is None  # as of more rows: one binary serves all
+    assert (
+        lies_by_columns(t[:1].expand(24, 40)) is None and lies_by_columns(t[:1, :1].expand(24, 40)) is None
+    )  # rows lie apart

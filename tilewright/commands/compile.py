@@ -51,7 +51,7 @@ def compile(
             shown.step(f"{variant.kernel.name} for {one}", 0)
             try:
                 made = variant.compile()
-                rows.append(_row(op_name, one, variant, "compiled" if made.fits else "failed", made))
+                rows.append(_row(op_name, one, variant, "compiled" if made.shared_is_there else "failed", made))
             except CompileError as error:
                 rows.append(_row(op_name, one, variant, "failed", why=str(error)))
             shown.step()
@@ -105,5 +105,5 @@ def _row(op: str, arch: str, variant: Any, state: str, compiled: Any = None, why
         "threads": compiled and compiled.threads,
         "constants": {**constants, **variant.options} if variant else {},
         "variant": variant.name if variant else "",
-        "why": "more shared memory than the chip has" if compiled and not compiled.fits else why,
+        "why": "more shared memory than the chip has" if compiled and not compiled.shared_is_there else why,
     }

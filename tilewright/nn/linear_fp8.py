@@ -58,17 +58,17 @@ def reference(
     y = Emulated.apply(x, weight, known_weight(weight, weight_codes, weight_scale))
     if bias is not None:
         y = y + upcast(bias)
-    return y.to(x.dtype), *room(x, keep)
+    return y.to(x.dtype), *zeros_for_codes(x, keep)
 
 
-def seen(x: Tensor, format: Format) -> Tensor:
-    """What a product sees of a matrix that is quantised, in float64 if that is its dtype."""
+def rounded(x: Tensor, format: Format) -> Tensor:
+    """The matrix that the codes of x stand for, which is what a product multiplies; in float64 if that is its dtype."""
     return format.quantize(x.detach(), torch.float32).dequantize().to(upcast(x).dtype)
 
 
 def known_weight(weight: Tensor, codes: Tensor | None, scale: Tensor | None) -> Tensor:
-    """What products see of the weight."""
-    return seen(weight, WEIGHTS["row"]) if codes is None else values(codes, scale, SQUARES)
+    """The weight that products multiply: what its codes stand for."""
+    return rounded(weight, WEIGHTS["row"]) if codes is None else values(codes, scale, SQUARES)
 
 
 def times(a: Tensor, b: Tensor) -> Tensor:
@@ -78,26 +78,27 @@ def times(a: Tensor, b: Tensor) -> Tensor:
 
 
 class Emulated(torch.autograd.Function):
-    """The layer without its bias, products being of what the codes stand for."""
+    """The layer without its bias, as the reference computes it: products multiply what the codes stand for."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, known: Tensor) -> Tensor:
         ctx.save_for_backward(x, known)
         ctx.dtype = weight.dtype
-        return times(seen(rows(x), CODES["row"]), known.t()).reshape(*x.shape[:-1], known.shape[0])
+        return times(rounded(rows(x), CODES["row"]), known.t()).reshape(*x.shape[:-1], known.shape[0])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None]:
         x, known = ctx.saved_tensors
         flat = rows(dy)
-        dx = times(seen(flat, CODES["row"]), known)
-        dweight = times(seen(flat, CODES["col"]).t(), seen(rows(x), CODES["col"]))
+        dx = times(rounded(flat, CODES["row"]), known)
+        dweight = times(rounded(flat, CODES["col"]).t(), rounded(rows(x), CODES["col"]))
         return dx.to(x.dtype).reshape(x.shape), dweight.to(ctx.dtype), None
 
 
-def room(x: Tensor, keep: str) -> tuple[Tensor, Tensor]:
-    """The column-wise codes of x, as bytes, and their scales, in shape and dtype; none where the input is kept."""
+def zeros_for_codes(x: Tensor, keep: str) -> tuple[Tensor, Tensor]:
+    """Zeros with the shapes and dtypes of the column-wise codes of x, as bytes, and of their scales; empty where the input is
+    kept instead."""
     size = x.shape[-1] if keep == "codes" else 0
     count = x.numel() // x.shape[-1] if size else 0
     codes = torch.zeros(size, count, dtype=torch.uint8, device=x.device)  # torch's own checks of ops sum all results
@@ -124,7 +125,7 @@ def inputs(draw: Draw) -> dict:
 def multiply(
     a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, dtype: torch.dtype, squares: bool, **more: Any
 ) -> Tensor:
-    """a [M, K] times b [N, K] transposed; scales as products have them."""
+    """a [M, K] times b [N, K] transposed; scales are laid out as `scaled_mm` has them."""
     recipe = SQUARES if squares else ROWS
     given = {"a": a, "b": b.t(), "scale_a": scale_a, "scale_b": scale_b, "recipe_a": ROWS, "recipe_b": recipe}
     return product.run(product.signature.bind((), {**given, "out_dtype": name_of(dtype), **more}))
@@ -135,7 +136,7 @@ def coded(x: Tensor, ways: str) -> Quantized:
 
 
 def weight_way(a: SimpleNamespace, back: bool) -> tuple[Tensor, Tensor]:
-    """(codes [columns of the result, inner], their scales) of the weight, for the backward of its transpose."""
+    """(codes [columns of the result, inner], their scales) of the weight or, with `back`, of its transpose."""
     if a.weight_codes is not None:
         return (a.weight_codes_t, a.weight_scale.t()) if back else (a.weight_codes, a.weight_scale)
     q = quantize.run({"x": a.weight, "out_format": WEIGHTS["col" if back else "row"], "offsets": None})
@@ -162,7 +163,7 @@ def forward(
     wanted = keep == "codes" and (not needs or "weight" in needs)  # a frozen weight has no gradient to keep codes for
     q = coded(rows(x), "both" if wanted else "row")
     y = multiply(q.data, q.scale.t(), *weight_way(a, False), x.dtype, True, bias=bias)
-    kept = (q.data_t.view(torch.uint8), q.scale_t.contiguous()) if wanted else room(x, "input")
+    kept = (q.data_t.view(torch.uint8), q.scale_t.contiguous()) if wanted else zeros_for_codes(x, "input")
     return y.reshape(*x.shape[:-1], weight.shape[0]), *kept
 
 
@@ -176,8 +177,8 @@ def backward(saved: SimpleNamespace, dy: Tensor) -> tuple:
     if "weight" in needs:
         codes, scale = saved.codes.view(torch.float8_e4m3fn), saved.codes_scale
         if not codes.numel():
-            again = coded(rows(saved.x), "col")
-            codes, scale = again.data_t, again.scale_t
+            made = coded(rows(saved.x), "col")
+            codes, scale = made.data_t, made.scale_t
         dweight = weight_gradient(q, codes, scale, saved.weight.dtype)
     if "bias" in needs:
         dbias = flat.sum(0, dtype=torch.float32).to(saved.bias.dtype)
@@ -189,7 +190,7 @@ def check(x, weight, bias, weight_codes, weight_scale, weight_codes_t, *, keep) 
 
 
 def check_codes(op: str, weight: Tensor, codes: Tensor | None, scale: Tensor | None, codes_t: Tensor | None) -> None:
-    """Raise unless these, which `op` takes, are all the codes of a weight, or none."""
+    """Raise unless `op` was given all the codes of a weight, or none of them."""
     there = [t is not None for t in (codes, scale, codes_t)]
     if any(there) and not all(there):
         raise ValueError(f"{op}: weight_codes, weight_scale and weight_codes_t are given together")
@@ -199,8 +200,8 @@ def check_codes(op: str, weight: Tensor, codes: Tensor | None, scale: Tensor | N
             raise ValueError(f"{op}: weight_scale must be {list(least)}, got {list(scale.shape)}")
 
 
-def spares(given: Mapping[str, Any]) -> tuple[str, ...]:
-    """Kernels go on from the codes of x; the reference needs x."""
+def shape_only(given: Mapping[str, Any]) -> tuple[str, ...]:
+    """The arguments that the backward reads no numbers of: x where kernels go on from its codes. The reference needs it."""
     kernels = given["x"].is_cuda and forced.get() != "reference"
     return ("x",) if given["keep"] == "codes" and kernels else ()
 
@@ -218,7 +219,7 @@ linear_fp8 = Op(
     },
     results=("y", "codes", "codes_scale"), hidden=2, differentiable=("x", "weight", "bias"),
     saves=("x", "weight", "bias", "weight_codes", "weight_scale", "weight_codes_t", "codes", "codes_scale"),
-    shape_only=spares, check=check,
+    shape_only=shape_only, check=check,
     bars={"class": "F", "gradient": "F", "steps": True},
 )  # fmt: skip
 
@@ -253,7 +254,7 @@ NAMES = ("x", "weight", "bias", "weight_codes", "weight_scale", "weight_codes_t"
 
 
 def arguments(x: Tensor, weight: Tensor, main_grad: Tensor, *rest: Tensor | None) -> dict[str, Any]:
-    """The layer's, once they and `main_grad` are known to be right but for what depends on addresses."""
+    """The layer's arguments by name, after they and `main_grad` were checked but for what depends on addresses."""
     given = dict(zip(NAMES, (x, weight, *rest)), keep="input")
     linear_fp8.signature.validate(given)
     if main_grad.dtype != torch.float32:
@@ -289,7 +290,7 @@ def layer_backward(
     data: bool,
     add: bool,
 ) -> Tensor:
-    """dy @ weight if `data`, else nothing; main_grad += dy.T @ x if `add`."""
+    """Returns dy @ weight if `data`, and adds dy.T @ x to `main_grad` if `add`."""
     if (
         dy.shape != (*x.shape[:-1], weight.shape[0])
         or x.shape[-1] != weight.shape[1]
@@ -305,9 +306,9 @@ def layer_backward(
         if linear_fp8.implementation(vars(a)) is None:
             if data:
                 known = known_weight(weight, weight_codes, weight_scale)
-                dx = times(seen(flat, CODES["row"]), known).to(x.dtype).reshape(x.shape)
+                dx = times(rounded(flat, CODES["row"]), known).to(x.dtype).reshape(x.shape)
             if add:
-                main_grad.add_(times(seen(flat, CODES["col"]).t(), seen(rows(x), CODES["col"])))
+                main_grad.add_(times(rounded(flat, CODES["col"]).t(), rounded(rows(x), CODES["col"])))
             return dx
         q = coded(flat, WAYS[data, add])
         if data:

@@ -43,7 +43,7 @@ class CompileError(RuntimeError):
 
 @dataclass(frozen=True)
 class Compiled:
-    """What one variant of one kernel became."""
+    """One variant of one kernel as it was compiled, and what its machine code costs."""
 
     name: str
     arch: str
@@ -57,8 +57,8 @@ class Compiled:
     binary: bytes = field(repr=False)
 
     @property
-    def fits(self) -> bool:
-        """Whether a block's shared memory exists on the chip."""
+    def shared_is_there(self) -> bool:
+        """Whether the chip has as much shared memory as a block takes."""
         return self.shared <= TARGETS[self.arch].shared_memory
 
     @cached_property
@@ -161,7 +161,7 @@ def fingerprint(
 def _options(
     arch: str, *, num_warps: int = 4, num_stages: int | None = None, maxnreg: int | None = None, **options: Any
 ) -> dict[str, Any]:
-    """What the backend of a chip is asked for."""
+    """The options that the backend of a chip is given."""
     chosen: dict[str, Any] = {"num_warps": num_warps, **options}
     if num_stages is not None:
         chosen["num_stages"] = num_stages
@@ -200,7 +200,7 @@ def _source(
 
 @contextlib.contextmanager
 def _captured() -> Iterator[tuple[io.StringIO, Any]]:
-    """What the compiler prints: Python's on sys.stdout, MLIR's on the process's own standard error."""
+    """Captures what the compiler prints: Python's part on sys.stdout, MLIR's on the process's own standard error."""
     out = io.StringIO()
     with tempfile.TemporaryFile("w+", errors="replace") as errors:
         saved = os.dup(2)

@@ -227,8 +227,8 @@ def _reduce(self: Any, inputs: tuple) -> Any:
 def _scan(self: Any, inputs: tuple) -> list:
     dtypes = [t.dtype for t in inputs]
     axis = self.axis % len(inputs[0].shape)
-    turn = (lambda d: np.flip(d, axis)) if self.reverse else (lambda d: d)
-    parts = [turn(t.handle.data) for t in inputs]
+    flip = (lambda d: np.flip(d, axis)) if self.reverse else (lambda d: d)
+    parts = [flip(t.handle.data) for t in inputs]
     if self.combine_fn is tl.standard._sum_combine and dtypes[0].name not in SMALL:
         out = [np.cumsum(parts[0], axis=axis, dtype=parts[0].dtype)]
     else:
@@ -238,7 +238,7 @@ def _scan(self: Any, inputs: tuple) -> list:
             step = _call_combine(self, [o[before] for o in out], [p[row] for p in parts], dtypes)
             for o, s in zip(out, step):
                 o[row] = s
-    return [self.to_tensor(np.ascontiguousarray(turn(o)), dtype) for o, dtype in zip(out, dtypes)]
+    return [self.to_tensor(np.ascontiguousarray(flip(o)), dtype) for o, dtype in zip(out, dtypes)]
 
 
 # ---- which of these the installed Triton needs ----------------------------------------------------------------------

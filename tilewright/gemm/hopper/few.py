@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warp
 from ...core.target import Target
 from ...core.tensor import cdiv, power_of_two
 from ...device.activation import activate
-from ...device.turns import CODES, advance
+from ...device.warpgroups import CODES, advance
 from ...runtime.kernel import kernel
 from ..few import add_parts, splits_for
 from ..operands import DTYPES, ONCE

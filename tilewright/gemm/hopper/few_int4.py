@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, mma_v2, t
 from ...core.target import Target
 from ...core.tensor import cdiv, power_of_two
 from ...device.activation import activate
-from ...device.turns import advance
+from ...device.warpgroups import advance
 from ...runtime.kernel import kernel
 from ..few import DTYPES, MOST, add_parts, splits_for
 from .boxes import box_of, copies_in_bulk

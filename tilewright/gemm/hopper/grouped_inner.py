@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from ...core.debug import check_ends
 from ...core.target import Target
 from ...core.tensor import cdiv
-from ...device.turns import advance
+from ...device.warpgroups import advance
 from ...runtime.kernel import kernel
 from ..operands import DTYPES
 from ..tiles import group_range, tile_of

@@ -24,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ...core.target import Target
 from ...core.tensor import cdiv
 from ...device.activation import activate
-from ...device.turns import advance, await_turn
+from ...device.warpgroups import advance, await_turn
 from ...op import single
 from ...runtime.kernel import kernel
 from ..operands import DTYPES

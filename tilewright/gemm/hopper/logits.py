@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from ...core.target import Target
 from ...core.tensor import cdiv
 from ...device.softmax import LOG2E, finite_or_zero
-from ...device.turns import advance
+from ...device.warpgroups import advance
 from ...op import single
 from ...runtime.kernel import kernel
 from ..tiles import ROWS, tile_of

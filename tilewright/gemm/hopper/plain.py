@@ -26,7 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ...core.target import Target
 from ...core.tensor import cdiv
 from ...device.activation import activate
-from ...device.turns import PART, advance, await_turn, give_turn
+from ...device.warpgroups import PART, advance, await_turn, give_turn
 from ...runtime.kernel import kernel
 from ..operands import DTYPES, ONCE
 from ..tiles import BAND, tile_of

@@ -26,7 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warp
 from ...core.target import Target
 from ...core.tensor import cdiv
 from ...device.activation import activate
-from ...device.turns import PART, advance, await_turn, codes_at, give_turn, store_part
+from ...device.warpgroups import PART, advance, await_turn, codes_at, give_turn, store_part
 from ...runtime.kernel import kernel
 from ..operands import DTYPES, ONCE
 from ..portable import fill

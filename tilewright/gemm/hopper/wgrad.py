@@ -19,7 +19,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from ...core.debug import check_ends
 from ...core.target import Target
 from ...core.tensor import cdiv
-from ...device.turns import PART, advance, await_turn, give_turn, store_part
+from ...device.warpgroups import PART, advance, await_turn, give_turn, store_part
 from ...runtime.kernel import kernel
 from ..tiles import BAND, group_range, tile_of
 from .boxes import box_of, copies_in_bulk

@@ -121,7 +121,7 @@ def replace(rows: list[Function], report: FunctionReport) -> None:
         except ImportError as error:
             report.skipped.append(Skipped(same[0].role, f"{module}.{name}", f"{module} cannot be imported: {error}"))
             continue
-        row = next((row for row in same if original is not None and fits(row, original)), None)
+        row = next((row for row in same if original is not None and has_parameters(row, original)), None)
         if row is None:
             reason = "there is none" if original is None else f"its parameters are {inspect.signature(original)}"
             report.skipped.append(Skipped(same[0].role, f"{module}.{name}", reason))
@@ -152,7 +152,8 @@ def replace_providers(report: FunctionReport) -> None:
     report.replaced.append(Replaced("modules", f"{transformer_block.__name__}.LayerNormImpl", "rms_norm"))
 
 
-def fits(row: Function, original: Callable) -> bool:
+def has_parameters(row: Function, original: Callable) -> bool:
+    """Whether Megatron's function has the parameters, by name and default, that the row knows."""
     theirs, ours = inspect.signature(original).parameters, inspect.signature(row.ours).parameters
     plain = all(p.kind is p.POSITIONAL_OR_KEYWORD for p in theirs.values())
     named = {*theirs} == {*ours} if row.exact else {*ours} <= {*theirs}
@@ -160,7 +161,7 @@ def fits(row: Function, original: Callable) -> bool:
 
 
 def bindings(packages: tuple[str, ...], wanted: dict[int, Any]) -> Iterator[tuple[ModuleType, str, Any]]:
-    """Where modules hold one of the objects with these ids."""
+    """(module, name, object) wherever a module of these packages holds one of the objects with these ids."""
     for module_name, module in [*sys.modules.items()]:
         if module_name.partition(".")[0] in packages:
             for name, value in [*getattr(module, "__dict__", {}).items()]:
@@ -169,7 +170,7 @@ def bindings(packages: tuple[str, ...], wanted: dict[int, Any]) -> Iterator[tupl
 
 
 def standing_in(row: Function, original: Callable, report: FunctionReport) -> Callable:
-    """The op in the signature of the original."""
+    """A function with the signature of the original that calls the op, or the original where the op declines."""
     theirs, ours = inspect.signature(original).parameters, inspect.signature(row.ours).parameters
     names, known = tuple(theirs), {*ours}
     needed = {name for name, p in theirs.items() if p.default is p.empty}
@@ -197,5 +198,5 @@ def tally(counter: Counter, key: Any) -> None:
 
 
 def equal(value: Any, default: Any) -> bool:
-    """Whether an argument is its default; tensors are not asked."""
+    """Whether an argument equals its default. A tensor equals it only if it is the very object."""
     return value is default or (isinstance(value, (bool, int, float, str)) and value == default)

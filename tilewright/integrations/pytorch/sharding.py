@@ -46,7 +46,8 @@ class Rule:
 
 
 def of_glu(a: Mapping[str, Any]) -> Rule:
-    """Gate and up in one tensor are far apart in its last dimension; groups of rows are counted over all ranks."""
+    """The rule of `glu`: gate and up in one tensor are far apart in its last dimension, which therefore is not sharded, and
+    groups of rows are counted over all ranks."""
     local = () if a["offsets"] is not None else ("...",) if a["up"] is None else ("...", "width")
     return Rule(("... width",), local)
 
@@ -66,7 +67,7 @@ def of_loss(*results: str) -> Callable[[Mapping[str, Any]], Rule]:
 
 
 def of_experts(a: Mapping[str, Any]) -> Rule:
-    """A capacity is that of all ranks together."""
+    """The rule of the experts' feed-forward, whose capacity is that of all ranks together."""
     return Rule(("tokens hidden",), ("tokens",) if a["capacity"] is None else ())
 
 
@@ -74,17 +75,17 @@ DIMENSIONS = {"b": "batch", "s": "length", "d": "size"}
 
 
 def of_rope(heads: Mapping[str, str], results: tuple[str, ...]) -> Callable[[Mapping[str, Any]], Rule]:
-    """For arguments that have these `heads`; `results` are like which of them."""
+    """The rule of a rotary op whose arguments have these `heads`; `results` names the argument that each result is like."""
 
     def rule(a: Mapping[str, Any]) -> Rule:
         dims = {n: " ".join({**DIMENSIONS, "h": own}[letter] for letter in a["layout"]) for n, own in heads.items()}
-        tables, local = turned(a, a[results[0]].shape[a["layout"].index("s")])
+        tables, local = rotary_dims(a, a[results[0]].shape[a["layout"].index("s")])
         return Rule(tuple(dims[r] for r in results), (*local, "heads"), {**dims, **tables})
 
     return rule
 
 
-def turned(a: Mapping[str, Any], length: int) -> tuple[dict[str, str], tuple[str, ...]]:
+def rotary_dims(a: Mapping[str, Any], length: int) -> tuple[dict[str, str], tuple[str, ...]]:
     """(the dimensions of the angles, which of batch and length may be sharded)."""
     tables = next((a[n] for n in ("freqs", "cos") if a[n] is not None), None)
     # A part of the sequence has the same part of the angles, unless its positions are others
@@ -96,10 +97,11 @@ def turned(a: Mapping[str, Any], length: int) -> tuple[dict[str, str], tuple[str
 
 
 def of_qkv(a: Mapping[str, Any]) -> Rule:
-    """A part of the columns is whole groups of heads if these are packed together and each rank has as many."""
+    """The rule of `qkv_split`: a part of the columns is whole groups of heads if these are packed together and each rank has
+    as many."""
     qkv, outer = a["qkv"], "length batch" if a["transposed"] else "batch length"
     H, KV = local_heads(qkv, a["heads"], a["kv_heads"], a["head_dim"])
-    tables, local = turned(a, qkv.shape[0 if a["transposed"] else 1])
+    tables, local = rotary_dims(a, qkv.shape[0 if a["transposed"] else 1])
     if a["packing"] == "grouped" and KV % ranks_along(qkv, 2) == 0:
         local = (*local, "heads")
     results = [f"batch length heads/{name} head_dim" for name in "qkk"]
@@ -284,7 +286,7 @@ def sharded_on(op: Op, rule: Rule, tensors: Mapping[str, Tensor], dims: Mapping[
 
 
 def placements(dims: Dims, split: list[str | None]) -> list[Placement]:
-    """Of a result, or of a gradient, with these dimensions."""
+    """The placement of a result, or of a gradient, that has these dimensions."""
     keys = [key_of(name) for name in dims]
     return [Replicate() if key is None else Shard(keys.index(key)) if key in keys else Partial() for key in split]
 
@@ -302,7 +304,7 @@ def distributed(
 
 
 def weight_of_labels(a: Mapping[str, Any], mesh: DeviceMesh, split: list[str | None]) -> Tensor:
-    """What a mean divides by, over all ranks: the one number that is sent."""
+    """The number that a mean divides by, summed over all ranks: it is the one number that is sent."""
     labels, weight = a["labels"], a["weight"]
     vocab = a["logits"].shape[-1] if "logits" in a else weight.shape[0]
     own = (labels >= 0) & (labels < vocab) & (labels != a["ignore_index"])

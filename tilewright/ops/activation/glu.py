@@ -25,7 +25,7 @@ from ...device.quantize import find_block
 from ...formats.tiles import store_tiles
 from ...op import Op, Triton, single, upcast
 from ...runtime.kernel import kernel
-from .glu_hopper import fits, store_pairs
+from .glu_hopper import store_pairs, takes
 
 # The gelus as torch has them, but without 1 + tanh and 1 + erf, which leave nothing of a small result.
 ACTIVATIONS = {
@@ -346,7 +346,7 @@ def quantized_gradient(
             f"glu: grad_format wants whole 128-column blocks of gate and of up, got {hidden} columns of each"
         )
     DY = DY.contiguous()
-    if fits(Target.at(x.device), x, None, format) and DY.data_ptr() % 16 == 0:
+    if takes(Target.at(x.device), x, None, format) and DY.data_ptr() % 16 == 0:
         E = grouping(dx.offsets)[1]
         part = None if dscale is None else torch.empty(hidden // 128, M, dtype=torch.float32, device=x.device)
         store_pairs(dx, rows(x), DY, scale, part, block_list(dx.offsets, M, E), saved.limit, saved.alpha, saved.act)
@@ -383,8 +383,8 @@ MOST_TILES = (
 )
 
 
-def pairs_fit(target: Target, a: SimpleNamespace) -> bool:
-    if not fits(target, a.x, a.up, a.out_format, getattr(a, "out", None)):
+def fits_pairs(target: Target, a: SimpleNamespace) -> bool:
+    if not takes(target, a.x, a.up, a.out_format, getattr(a, "out", None)):
         return False
     hidden = a.x.shape[-1] // 2
     tiles = cdiv(a.x.numel() // (2 * hidden), 128) * (hidden // 128)
@@ -393,7 +393,7 @@ def pairs_fit(target: Target, a: SimpleNamespace) -> bool:
 
 # Both share the backward, which looks at the format of the gradient: no predicate sees that.
 glu = Op(
-    "glu", reference, inputs, Triton(forward_pairs, backward, pairs_fit, "gluon"), Triton(forward, backward, single),
+    "glu", reference, inputs, Triton(forward_pairs, backward, fits_pairs, "gluon"), Triton(forward, backward, single),
     groups="offsets", where={
         "x": "float[... width]", "up": "x[... width]", "limit": above(0.0), "scale": "float[...]",
         "offsets": "int[experts+]", "out": "x[... hidden]",

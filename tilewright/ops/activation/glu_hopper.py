@@ -252,7 +252,7 @@ def glu_backward_pairs(
             block, row0, rows_left, col0 = next_block, next_row, next_left, next_col
 
 
-def fits(target: Target, x: Tensor, up: Tensor | None, format: Format | None, out: Quantized | None = None) -> bool:
+def takes(target: Target, x: Tensor, up: Tensor | None, format: Format | None, out: Quantized | None = None) -> bool:
     """Whether the kernels above take this x, gate and up merged, into this format."""
     return up is None and by_bulk_copies(target, x, format, out) and x.shape[-1] % 256 == 0 and x.shape[-1] < 2**23
 

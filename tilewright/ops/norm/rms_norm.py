@@ -26,8 +26,8 @@ from ...device.rows import store_row_codes
 from ...formats.tiles import codes_for_kernel, is_fast, row_stride, store_tiles
 from ...op import Op, Triton, single, upcast
 from ...runtime.kernel import kernel
-from .rms_norm_hopper import store_normed, whole_tiles
-from .rms_norm_rows import in_rows, pieces
+from .rms_norm_hopper import fits_tiles, store_normed
+from .rms_norm_rows import fits_rows, in_rows
 
 
 def reference(
@@ -468,14 +468,14 @@ WHERE = {"x": "float[... hidden]", "weight": "float[hidden]", "eps": at_least(0.
 
 rms_norm_rstd = Op(
     "rms_norm_rstd", reference_rstd, inputs,
-    Triton(partial(forward_rstd, how=in_tiles), backward, whole_tiles, "tiles"),
-    Triton(partial(forward_rstd, how=in_rows), backward, pieces, "rows"),
+    Triton(partial(forward_rstd, how=in_tiles), backward, fits_tiles, "tiles"),
+    Triton(partial(forward_rstd, how=in_rows), backward, fits_rows, "rows"),
     Triton(forward_rstd, backward, single), where=WHERE,
     results=("y", "rstd"), differentiable=("x", "weight"), saves=("x", "weight", "rstd"),
 )  # fmt: skip
 add_rms_norm = Op(
     "add_rms_norm", reference_add, inputs_add,
-    Triton(partial(forward_add, how=in_tiles), backward_add, whole_tiles, "tiles"),
+    Triton(partial(forward_add, how=in_tiles), backward_add, fits_tiles, "tiles"),
     Triton(forward_add, backward_add, single),
     where={**WHERE, "residual": "x[... hidden]"}, results=("y", "h"), graded_results=(0, 1),
     differentiable=("x", "residual", "weight"), saves=("weight", "h"),
@@ -483,7 +483,7 @@ add_rms_norm = Op(
 )  # fmt: skip
 rms_norm = Op(
     "rms_norm", reference, inputs,
-    Triton(partial(forward, how=in_tiles), backward, whole_tiles, "tiles"),
-    Triton(partial(forward, how=in_rows), backward, pieces, "rows"), Triton(forward, backward, single),
+    Triton(partial(forward, how=in_tiles), backward, fits_tiles, "tiles"),
+    Triton(partial(forward, how=in_rows), backward, fits_rows, "rows"), Triton(forward, backward, single),
     where={**WHERE, "rstd": "float32[...]", "out": "x[... hidden]"}, differentiable=("x", "weight"),
 )  # fmt: skip

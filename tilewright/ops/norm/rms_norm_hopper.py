@@ -119,8 +119,8 @@ def rms_norm_tiles(
         block, row0, rows_left, col0 = next_block, next_row, next_left, next_col
 
 
-def fits(target: Target, x: Tensor, format: Format | None, out: Quantized | None = None) -> bool:
-    """Whether the kernel above takes this x into this format: with fewer tiles there is none to fetch ahead."""
+def takes(target: Target, x: Tensor, format: Format | None, out: Quantized | None = None) -> bool:
+    """Whether the kernel above takes this x into this format. With fewer tiles than programs there is none to fetch ahead."""
     return by_bulk_copies(target, x, format, out) and cdiv(x.numel() // x.shape[-1], 128) * (x.shape[-1] // 128) >= (
         PER_SM * target.sms
     )
@@ -129,7 +129,7 @@ def fits(target: Target, x: Tensor, format: Format | None, out: Quantized | None
 def store_normed(
     q: Quantized, x: Tensor, weight: Tensor | None, rstd: Tensor, weight_offset: float, after: str | None
 ) -> None:
-    """Fill q with the norm of x [M, N], rstd being given; `after` is told in `rms_norm_tiles`."""
+    """Fill q with the norm of x [M, N] by a known rstd; `after` is what `rms_norm_tiles` says of it."""
     M, N = x.shape
     tiles = cdiv(M, 128) * (N // 128)
     # As many programs as share the tiles evenly
@@ -143,6 +143,6 @@ def store_normed(
     )  # fmt: skip
 
 
-def whole_tiles(target: Target, a: SimpleNamespace) -> bool:
-    """x is None where a backward has another residual instead: all implementations share theirs."""
-    return a.x is not None and single(target, a) and fits(target, a.x, a.out_format, getattr(a, "out", None))
+def fits_tiles(target: Target, a: SimpleNamespace) -> bool:
+    """Whether the kernel above takes this call. x is None where a backward has another residual instead."""
+    return a.x is not None and single(target, a) and takes(target, a.x, a.out_format, getattr(a, "out", None))

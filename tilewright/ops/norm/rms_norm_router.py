@@ -199,17 +199,17 @@ def rms_norm_router_forward(
         )  # fmt: skip
 
 
-def results(x: Tensor, router: Tensor) -> tuple[Tensor, Tensor]:
-    """Room for the logits and rstd."""
+def empty_results(x: Tensor, router: Tensor) -> tuple[Tensor, Tensor]:
+    """Uninitialised tensors for the logits and rstd."""
     logits = torch.empty(*x.shape[:-1], router.shape[0], dtype=torch.float32, device=x.device)
     return logits, torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
 
 
 def forward(x, weight, router, eps, *, out_format) -> tuple[Tensor, Tensor, Tensor]:
-    """All in one launch."""
+    """Everything in one launch."""
     x2 = rows(x)
     (M, N), E = x2.shape, router.shape[0]
-    logits, rstd = results(x, router)
+    logits, rstd = empty_results(x, router)
     Y = S = YT = ST = FORMAT = None
     if out_format is None:
         y = Y = torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -228,15 +228,15 @@ def forward(x, weight, router, eps, *, out_format) -> tuple[Tensor, Tensor, Tens
 
 
 def forward_apart(x, weight, router, eps, *, out_format) -> tuple[Tensor, Tensor, Tensor]:
-    """The kernels of `rms_norm` and `router_linear` one after the other; beside codes, a plain y for the product."""
-    logits, rstd = results(x, router)
+    """The kernels of `rms_norm` and `router_linear` one after the other. Beside codes a plain y is made for the product."""
+    logits, rstd = empty_results(x, router)
     y = normalised(x, None, weight, None, None, rstd, eps, 0.0, out_format, None, quantised)
-    plain = y if out_format is None else again(x, weight, rstd, eps)
+    plain = y if out_format is None else normed_by(rstd, x, weight, eps)
     return y, product(plain, router, None, precision="high", out=logits), rstd
 
 
-def again(x: Tensor, weight: Tensor | None, rstd: Tensor, eps: float) -> Tensor:
-    """The plain y, rstd being given."""
+def normed_by(rstd: Tensor, x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    """The plain y, from an rstd that is known."""
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     launch_rows(rows(x), None, vector(weight), vector(rstd), y, None, None, eps, 0.0)
     return y
@@ -248,7 +248,7 @@ def backward(saved: SimpleNamespace, dy: Tensor | None, dlogits: Tensor | None) 
     g, drouter = dy, None
     if dlogits is not None:
         wanted |= {"weight"} if "router" in needs else set()
-        y = again(x, weight, saved.rstd, saved.eps) if "weight" in wanted else x
+        y = normed_by(saved.rstd, x, weight, saved.eps) if "weight" in wanted else x
         inner = SimpleNamespace(x=y, weight=router, bias=None, precision="high", needs=frozenset(wanted))
         way = fused_backward if fuses(Target.at(x.device), inner) else product_backward
         g, drouter, _ = way(inner, dlogits, add=dy)
@@ -257,8 +257,8 @@ def backward(saved: SimpleNamespace, dy: Tensor | None, dlogits: Tensor | None) 
     return *gradients(x, weight, saved.rstd, g, None, saved.eps, 0.0, needs), drouter
 
 
-def at_once(target: Target, a: SimpleNamespace) -> bool:
-    """Factors of one piece; plain values, or codes whose scales a program sees all of."""
+def fits_one_launch(target: Target, a: SimpleNamespace) -> bool:
+    """Whether both factors are of one piece (not fp32), and y is plain or in codes whose scales one program can make."""
     fmt = a.out_format
     return (
         single(target, a)
@@ -270,7 +270,7 @@ def at_once(target: Target, a: SimpleNamespace) -> bool:
 
 
 rms_norm_router = Op(
-    "rms_norm_router", reference, inputs, Triton(forward, backward, at_once, "one_launch"),
+    "rms_norm_router", reference, inputs, Triton(forward, backward, fits_one_launch, "one_launch"),
     Triton(forward_apart, backward, single, "apart"),
     where={
         "x": "float[... hidden]", "weight": "float[hidden]", "router": "float[experts+ hidden]", "eps": at_least(0.0),

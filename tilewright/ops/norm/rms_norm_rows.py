@@ -114,7 +114,7 @@ def rms_norm_rows(
         xs = ahead
 
 
-def fits(target: Target, x: Tensor, format: Format | None, out: Quantized | None = None) -> bool:
+def takes(target: Target, x: Tensor, format: Format | None, out: Quantized | None = None) -> bool:
     """Whether the kernel above takes this x into this format."""
     N = x.shape[-1]
     return (
@@ -134,7 +134,7 @@ def fits(target: Target, x: Tensor, format: Format | None, out: Quantized | None
 
 
 def in_rows(x, residual, weight, rstd_in, h, rstd, eps, weight_offset, fmt, q) -> None:
-    """Fill q, and rstd if given: the norm of x [M, N], row-wise."""
+    """Fill q with the norm of x [M, N], row-wise, and rstd if it is given."""
     M, N = x.shape
     PIECES = N // 1024
     # As many programs as share the rows evenly
@@ -145,5 +145,6 @@ def in_rows(x, residual, weight, rstd_in, h, rstd, eps, weight_offset, fmt, q) -
     )  # fmt: skip
 
 
-def pieces(target: Target, a: SimpleNamespace) -> bool:
-    return a.x is not None and single(target, a) and fits(target, a.x, a.out_format, getattr(a, "out", None))
+def fits_rows(target: Target, a: SimpleNamespace) -> bool:
+    """Whether the kernel above takes this call. x is None where a backward has another residual instead."""
+    return a.x is not None and single(target, a) and takes(target, a.x, a.out_format, getattr(a, "out", None))

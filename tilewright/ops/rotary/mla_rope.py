@@ -1,8 +1,8 @@
-"""Rotary embedding of multi-head latent attention: a head is `nope` plain columns, then the ones that are turned.
+"""Rotary embedding of multi-head latent attention: a head is `nope` plain columns, then the ones that are rotated.
 
-    q' = [q_nope | turn(q_rope)];  k = [kv_nope | turn(k_pos), the same for all heads];  v = the rest of kv
+    q' = [q_nope | rotate(q_rope)];  k = [kv_nope | rotate(k_pos), the same for all heads];  v = the rest of kv
 
-The turned columns come as interleaved pairs (2k, 2k + 1) and leave as halves (k, k + n / 2). Backward: the same turn by the
+The rotated columns come as interleaved pairs (2k, 2k + 1) and leave as halves (k, k + n / 2). Backward: the same rotation by the
 opposite angle, the gradient of k_pos summed over heads before it.
 """
 
@@ -33,9 +33,9 @@ from .rope import (
     lanes,
     positions,
     positions_on_device,
+    rotate_columns,
     rows_of,
     tables_on_device,
-    turn,
 )
 
 
@@ -56,7 +56,7 @@ def reference(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(q, k, v) for attention from `q` [.., heads, nope + n], `kv` [.., heads, nope + v] and `k_pos` [.., 1, n] of all heads.
 
-    The n columns are turned in fp32, from pairs as `pairing` has them to halves. `layout` says whether the first dimension
+    The n columns are rotated in fp32, from pairs as `pairing` has them to halves. `layout` says whether the first dimension
     is the sequence or the batch. Angles, `freqs` or `cos` and `sin`, are [positions, n / 2] or [positions, n], whose first
     half is read; `mscale`, `cu_seqlens`, `cp_size` and `cp_rank` are those of `rope`. k is [.., heads, nope + n], v
     [.., heads, v].
@@ -66,9 +66,9 @@ def reference(
     place = positions(q.shape[0 if layout == "sbhd" else 1], cu_seqlens, cp_size, cp_rank, q.device)
     c, s = at_positions(angles(freqs, cos, sin, count, "half", mscale), place)
     c, s = (t[:, None, None] if layout == "sbhd" else t[:, None] for t in (c, s))
-    turned = [turn(upcast(t), c, s, pairing, "half") for t in (q[..., nope:], k_pos)]
-    shared = turned[1].expand(*q.shape[:-1], count)
-    q_out = torch.cat([upcast(q[..., :nope]), turned[0]], -1).to(q.dtype)
+    rotated = [rotate_columns(upcast(t), c, s, pairing, "half") for t in (q[..., nope:], k_pos)]
+    shared = rotated[1].expand(*q.shape[:-1], count)
+    q_out = torch.cat([upcast(q[..., :nope]), rotated[0]], -1).to(q.dtype)
     k = torch.cat([upcast(kv[..., :nope]), shared], -1).to(q.dtype)
     return q_out, k, kv[..., nope:].clone()
 
@@ -219,7 +219,7 @@ def constants_of(q: Tensor, kv: Tensor, k_pos: Tensor, layout: str, pairing: str
 
 
 def table_of(a: SimpleNamespace, L: int) -> tuple[tuple, tuple]:
-    """Angles and positions as kernels take them; their count and strides."""
+    """Angles and positions as kernels take them, with their count and strides."""
     t = tables_on_device(a.freqs, a.cos, a.sin, a.k_pos.shape[-1], "half")
     place = positions_on_device("mla_rope", L, a.cu_seqlens, a.cp_size, a.cp_rank, a.k_pos.device)
     return (t.freqs, t.cos, t.sin, place), (t.count, *t.strides[1:])

@@ -2,7 +2,7 @@
 
     per head of q and k:  y = x * rstd * weight,  rstd = 1 / sqrt(mean(x**2) + eps);  then `rope` of y; v is copied
 
-with x = silu(x) of all three before, if asked. Backward of a head, with g the gradient turned back: dweight sums g * x * rstd
+with x = silu(x) of all three before, if asked. Backward of a head, with g the gradient rotated back: dweight sums g * x * rstd
 over tokens and heads, and dx = rstd * (g * weight - x * rstd * mean(x * rstd * g * weight)).
 """
 
@@ -36,8 +36,8 @@ from .rope import (
     lanes,
     positions,
     positions_on_device,
+    rotate_columns,
     tables_on_device,
-    turn,
 )
 
 
@@ -68,7 +68,7 @@ def reference(
     A row of qkv holds, "grouped", for each key head its query heads, itself and its value head; "plain", all query, then
     all key, then all value heads. `heads` and `kv_heads` may be those of a whole tensor-parallel group: they are divided by
     how many times narrower the row is than they say. `silu` goes before all else; heads with a weight are RMS-normalised;
-    q and k are turned as by `rope` if there are angles, whose `freqs`, or `cos` and `sin`, are [positions, n] here.
+    q and k are rotated as by `rope` if there are angles, whose `freqs`, or `cos` and `sin`, are [positions, n] here.
     Everything is fp32 up to one rounding. Packed sequences (`cu_seqlens`) lie along the length, [1, tokens, width] say.
     """
     x = upcast(qkv.transpose(0, 1) if transposed else qkv)
@@ -87,7 +87,7 @@ def reference(
     if freqs is not None or cos is not None:
         place = positions(x.shape[1], cu_seqlens, cp_size, cp_rank, x.device)
         c, s = at_positions(angles(freqs, cos, sin, rotary_dim or head_dim, pairing, mscale), place)
-        q, k = (turn(t, c.unsqueeze(1), s.unsqueeze(1), pairing) for t in (q, k))
+        q, k = (rotate_columns(t, c.unsqueeze(1), s.unsqueeze(1), pairing) for t in (q, k))
     return q.to(qkv.dtype), k.to(qkv.dtype), v.to(qkv.dtype)
 
 
@@ -113,14 +113,14 @@ def inputs(draw: Draw) -> dict:
     shards = draw.option("shards", 1, 2)
     transposed = draw.option("transposed", False, True)
     rotary_dim = max(2, head_dim // draw.option("share", 2, 1, 3) // 2 * 2)
-    turns = head_dim > 1 and draw.option("turns", True, True, False)
+    rotates = head_dim > 1 and draw.option("turns", True, True, False)
     place = draw_positions(draw, length)
     outer = (length, batch) if transposed else (batch, length)
     return {
         "qkv": draw.tensor(*outer, (heads + 2 * kv_heads) * head_dim),
         "q_weight": draw.maybe("q_weight", lambda: draw.tensor(head_dim, scale=0.5, shift=1.0)),
         "k_weight": draw.maybe("k_weight", lambda: draw.tensor(head_dim, scale=0.5, shift=1.0)),
-        **(draw_tables(draw, rotary_dim // 2, length * place["cp_size"]) if turns else {}),
+        **(draw_tables(draw, rotary_dim // 2, length * place["cp_size"]) if rotates else {}),
         "heads": heads * shards,
         "kv_heads": kv_heads * shards,
         "head_dim": head_dim,
@@ -252,10 +252,10 @@ def qkv_split_forward(
 
 
 def constants_of(a: SimpleNamespace) -> dict:
-    """What kernels are compiled for."""
+    """The constants that kernels are compiled for."""
     H, KV = local_heads(a.qkv, a.heads, a.kv_heads, a.head_dim)
-    turns = a.freqs is not None or a.cos is not None
-    rotary = (a.head_dim if a.rotary_dim is None else a.rotary_dim) if turns else 0
+    rotates = a.freqs is not None or a.cos is not None
+    rotary = (a.head_dim if a.rotary_dim is None else a.rotary_dim) if rotates else 0
     return {
         "H": H, "KV": KV, "D": a.head_dim, "LANES": lanes(a.head_dim), "PAIRS": rotary // 2,
         "HALF": lanes(rotary // 2), "REST": lanes(cdiv(a.head_dim - rotary, 2)) if rotary < a.head_dim else 0,
@@ -270,8 +270,8 @@ def operands(a: SimpleNamespace) -> tuple:
     B, L = a.qkv.shape[batch], a.qkv.shape[length]
     x = (a.qkv, B, L, a.qkv.stride(batch), a.qkv.stride(length), a.qkv.stride(2))
     t = tables_on_device(a.freqs, a.cos, a.sin, a.rotary_dim or a.head_dim, a.pairing)
-    turns = t.freqs is not None or t.cos is not None
-    place = positions_on_device("qkv_split", L, a.cu_seqlens, a.cp_size, a.cp_rank, a.qkv.device) if turns else None
+    rotates = t.freqs is not None or t.cos is not None
+    place = positions_on_device("qkv_split", L, a.cu_seqlens, a.cp_size, a.cp_rank, a.qkv.device) if rotates else None
     table = (t.freqs, t.cos, t.sin, place, t.count, *t.strides[1:])
     return x, (vector(a.q_weight), vector(a.k_weight)), table, (a.eps, None if a.mscale == 1.0 else a.mscale)
 

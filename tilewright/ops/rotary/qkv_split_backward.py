@@ -260,8 +260,8 @@ def sum_shares(PART, DQ, DK, Q, K, D: tl.constexpr, PDL: tl.constexpr, ROWS: tl.
 
 
 def blocks(a, size: int, share: int) -> dict:
-    """Tokens and heads of a tile of about `size` elements: of queries, and of keys and values, which go together and are
-    `share` times smaller each."""
+    """The tokens and heads of a tile of about `size` elements, for queries and then for keys and values: these go together, in
+    tiles that are `share` times smaller each."""
     rows = rows_of(size, 2 * (a.HALF * (a.PAIRS > 0) + a.REST))
     HB = block_of(a.H, min(8, rows))
     KB = block_of(a.KV, max(1, min(8, rows) // 2))
@@ -270,13 +270,13 @@ def blocks(a, size: int, share: int) -> dict:
 
 
 def units(a) -> int:
-    """Programs that share a block of max(T, TK) tokens."""
+    """How many programs share a block of max(T, TK) tokens."""
     span = max(a.T, a.TK)
     return cdiv(a.H, a.HB) * (span // a.T) + cdiv(a.KV, a.KB) * (span // a.TK)
 
 
 def slots_of(a, programs: int) -> tuple[int, int]:
-    """How many programs each block of query heads and each block of key heads gets: by the bytes that they move."""
+    """How many programs each block of query heads and each block of key heads gets, by the bytes that they move."""
     queries, keys = 3 * a.HB, (6 if a.SILU else 5) * a.KB  # x, gradient and dx; values need no x
     whole = cdiv(a.H, a.HB) * queries + cdiv(a.KV, a.KB) * keys
     tokens = a.B * a.L

@@ -1,7 +1,7 @@
 """Rotary embedding: of every pair (a, b) of a head's leading columns, a' = a cos - b sin and b' = b cos + a sin.
 
 The pairs are (k, k + rotary_dim / 2), "half", or (2k, 2k + 1), "interleaved"; columns past rotary_dim stay as they are. The
-backward is the same turn by the opposite angle, and needs none of the forward's numbers but the angles.
+backward is the same rotation by the opposite angle, and needs none of the forward's numbers but the angles.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def reference(
     cp_size: int = 1,
     cp_rank: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """Turn the first `rotary_dim` columns (default: all) of every head of `q` and of `k`, in fp32 and rounded once.
+    """Rotate the first `rotary_dim` columns (default: all) of every head of `q` and of `k`, in fp32 and rounded once.
 
     `layout` names their dimensions: batch, sequence, heads and head_dim. The angles come as fp32 `freqs`, or as `cos` and
     `sin`, [batch or 1, positions, n]: n is `rotary_dim / 2`, or `rotary_dim` with each angle twice, as `pairing` has it
@@ -51,7 +51,7 @@ def reference(
     """
     tables = angles(freqs, cos, sin, rotary_dim or q.shape[-1], pairing, mscale)
     place = positions(q.shape[SEQUENCE[layout]], cu_seqlens, cp_size, cp_rank, q.device)
-    return tuple(turned(t, tables, place, layout, pairing).to(t.dtype) for t in (q, k))
+    return tuple(rotate_by_tables(t, tables, place, layout, pairing).to(t.dtype) for t in (q, k))
 
 
 def reference_one(
@@ -71,7 +71,7 @@ def reference_one(
     """`rope` of one tensor."""
     tables = angles(freqs, cos, sin, rotary_dim or x.shape[-1], pairing, mscale)
     place = positions(x.shape[SEQUENCE[layout]], cu_seqlens, cp_size, cp_rank, x.device)
-    return turned(x, tables, place, layout, pairing).to(x.dtype)
+    return rotate_by_tables(x, tables, place, layout, pairing).to(x.dtype)
 
 
 SEQUENCE = {"bhsd": 2, "bshd": 1, "sbhd": 0}
@@ -111,7 +111,7 @@ def positions(length: int, cu_seqlens: Tensor | None, cp_size: int, cp_rank: int
 
 
 def at_positions(tables: tuple[Tensor, Tensor], place: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows of tables [..., positions, pairs], NaN where there is none."""
+    """The rows of tables [..., positions, pairs] at these positions, NaN where there is none."""
     count = tables[0].shape[-2]
     known = (place < count).unsqueeze(-1)
     if count == 0:
@@ -119,8 +119,8 @@ def at_positions(tables: tuple[Tensor, Tensor], place: Tensor) -> tuple[Tensor, 
     return tuple(t[..., place.clamp(max=count - 1), :].masked_fill(~known, torch.nan) for t in tables)
 
 
-def turn(x: Tensor, c: Tensor, s: Tensor, pairing: str, to: str | None = None) -> Tensor:
-    """The leading columns of x turned: pairs as in `pairing`, and as in `to` afterwards."""
+def rotate_columns(x: Tensor, c: Tensor, s: Tensor, pairing: str, to: str | None = None) -> Tensor:
+    """x with its leading columns rotated. Pairs lie as `pairing` says before, and as `to` says afterwards."""
     pairs = c.shape[-1]
     head, rest = x[..., : 2 * pairs], x[..., 2 * pairs :]
     a, b = (head[..., ::2], head[..., 1::2]) if pairing == "interleaved" else head.chunk(2, -1)
@@ -129,12 +129,12 @@ def turn(x: Tensor, c: Tensor, s: Tensor, pairing: str, to: str | None = None) -
     return torch.cat([head, rest], -1)
 
 
-def turned(x: Tensor, tables: tuple[Tensor, Tensor], place: Tensor, layout: str, pairing: str) -> Tensor:
-    """x [4 dimensions] turned by tables [batch or 1, positions, pairs]."""
+def rotate_by_tables(x: Tensor, tables: tuple[Tensor, Tensor], place: Tensor, layout: str, pairing: str) -> Tensor:
+    """x, of four dimensions, rotated by tables [batch or 1, positions, pairs]."""
     c, s = at_positions(tables, place)  # [batch or 1, length, pairs]
     order = {"bhsd": (0, None, 1), "bshd": (0, 1, None), "sbhd": (1, 0, None)}[layout]
     c, s = (t.permute([d for d in order if d is not None] + [2]).unsqueeze(order.index(None)) for t in (c, s))
-    return turn(upcast(x), c, s, pairing)
+    return rotate_columns(upcast(x), c, s, pairing)
 
 
 def draw_tables(draw: Draw, pairs: int, *dims: int | str) -> dict:
@@ -216,7 +216,7 @@ def token_positions(ENDS, POS, L, S, cp_size, cp_rank, BLOCK: tl.constexpr, TOKE
 def positions_on_device(
     op: str, length: int, cu_seqlens: Tensor | None, cp_size: int, cp_rank: int, device: torch.device
 ) -> Tensor | None:
-    """Where tokens stand, unless at their own index."""
+    """The position of each token on the device; None where that is its index."""
     if cu_seqlens is None and cp_size == 1:
         return None
     check_ends(op, "cu_seqlens", cu_seqlens, length * cp_size)
@@ -253,7 +253,7 @@ def tables_on_device(freqs, cos, sin, rotary_dim: int, pairing: str) -> Tables:
 def check_tables(
     op: str, freqs, cos, sin, rotary_dim, head_dim: int, length: int, cu_seqlens, cp_size, cp_rank
 ) -> None:
-    """What `where` cannot say of angles and positions. Positions that device numbers give are checked on the device."""
+    """Raise where angles and positions do not go together. Positions that device numbers give are checked on the device."""
     if cp_rank < 0 or cp_rank >= cp_size:
         raise ValueError(f"{op}: cp_rank must be at least 0 and below cp_size, {cp_size}, got {cp_rank}")
     for name, t, other in (("cos", cos, sin), ("sin", sin, cos)):
@@ -306,7 +306,7 @@ def turn_heads(
 
 
 def lanes(columns: int) -> int:
-    """Columns of a tile, two at least: of a load of one element the interpreter takes `other=0` for none."""
+    """The columns of a tile, two at least: the interpreter takes `other=0` for none in a load of one element."""
     return max(2, power_of_two(columns))
 
 
@@ -361,8 +361,8 @@ def rope_turn(
         )  # fmt: skip
 
 
-def launch_turn(x1: Tensor, x2: Tensor | None, a: SimpleNamespace, sense: float) -> tuple[Tensor, Tensor | None]:
-    """Both tensors turned, contiguous; `sense` -1.0 turns back."""
+def launch_rotation(x1: Tensor, x2: Tensor | None, a: SimpleNamespace, sense: float) -> tuple[Tensor, Tensor | None]:
+    """Both tensors rotated, contiguous; a `sense` of -1.0 rotates back."""
     made = [None if x is None else torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (x1, x2)]
     order = BATCH[a.layout], SEQUENCE[a.layout], HEADS[a.layout], 3
     B, L, D = x1.shape[order[0]], x1.shape[order[1]], x1.shape[3]
@@ -385,22 +385,22 @@ def launch_turn(x1: Tensor, x2: Tensor | None, a: SimpleNamespace, sense: float)
 
 
 def forward(q, k, cos, sin, freqs, **options) -> tuple[Tensor, Tensor]:
-    return launch_turn(q, k, SimpleNamespace(cos=cos, sin=sin, freqs=freqs, **options), 1.0)
+    return launch_rotation(q, k, SimpleNamespace(cos=cos, sin=sin, freqs=freqs, **options), 1.0)
 
 
 def backward(saved: SimpleNamespace, dq: Tensor | None, dk: Tensor | None) -> tuple:
     if dq is None or dk is None:
-        one, _ = launch_turn(dk if dq is None else dq, None, saved, -1.0)
+        one, _ = launch_rotation(dk if dq is None else dq, None, saved, -1.0)
         return (None, one) if dq is None else (one, None)
-    return launch_turn(dq, dk, saved, -1.0)
+    return launch_rotation(dq, dk, saved, -1.0)
 
 
 def forward_one(x, cos, sin, freqs, **options) -> Tensor:
-    return launch_turn(x, None, SimpleNamespace(cos=cos, sin=sin, freqs=freqs, **options), 1.0)[0]
+    return launch_rotation(x, None, SimpleNamespace(cos=cos, sin=sin, freqs=freqs, **options), 1.0)[0]
 
 
 def backward_one(saved: SimpleNamespace, dy: Tensor) -> tuple[Tensor]:
-    return (launch_turn(dy, None, saved, -1.0)[0],)
+    return (launch_rotation(dy, None, saved, -1.0)[0],)
 
 
 def check(x: Tensor, name: str, layout, freqs, cos, sin, rotary_dim, cu_seqlens, cp_size, cp_rank, op: str) -> None:
