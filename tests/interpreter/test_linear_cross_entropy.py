@@ -24,7 +24,7 @@ def kernels():
 @pytest.fixture
 def small_chunks(monkeypatch):
     """Chunks of one block, and little memory for codes that are not kept in a gradient's."""
-    for name, value in {"FEWEST": 512, "MOST": 512, "HELD": 2**20}.items():
+    for name, value in {"FEWEST": 512, "MOST": 512, "MOST_CODES": 2**20}.items():
         monkeypatch.setattr(module, name, value)
 
 
@@ -72,7 +72,7 @@ def test_chunks_codes_and_groups(tokens, hidden, dtype, options, small_chunks):
 )
 def test_groups_of_tokens(dtype, options, small_chunks, monkeypatch):
     """Groups of 128 and 22 tokens: gradients are there after the forward, and no logits are computed again."""
-    monkeypatch.setattr(module, "HELD", 2**16)
+    monkeypatch.setattr(module, "MOST_CODES", 2**16)
     values = drawn(150, 24, 600, dtype, **options)
     whole = outcome(OP, values, registered=True)  # its backward makes the gradients
     check(OP, "groups", values, whole)

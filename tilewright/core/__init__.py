@@ -1,1 +1,1 @@
-"""The machinery: knows torch and triton, knows no op."""
+"""What is said: declarations, signatures, formats, chips. It knows torch and Triton, and no operation."""

@@ -1,7 +1,7 @@
-"""What a call must move: bytes read and written, and so the floor of its time.
+"""The bytes that a call must read and write, from which the floor of its time follows.
 
-An op that touches other memory than its arguments and results (a gather, a product) declares `cost`; of every other op each
-tensor argument is read once and each result written once.
+An op that touches other memory than its arguments and results (a gather, a product) declares `cost`. Every other op reads each
+tensor argument once and writes each result once.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .format import Format, Quantized
 
 
 def traffic(op: Declaration, values: Mapping[str, Any]) -> tuple[int, int]:
-    """(bytes read, bytes written) by the forward of an op for arguments by name. Nothing is computed."""
+    """(bytes read, bytes written) by the forward of an op, for arguments by name. Nothing is computed."""
     if op.cost is not None:
         return op.cost(**values)
     read = sum(tensor_bytes(v) for n, v in values.items() if n != "out")

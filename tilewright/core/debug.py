@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def can_read(indices: Tensor) -> bool:
-    """Whether the contents of these indices are to be checked: asked for, and there to be read."""
+    """Whether the contents of these indices are to be checked: that was asked for, and they can be read now."""
     if os.environ.get("TILEWRIGHT_DEBUG") != "1" or indices.is_meta or indices.numel() == 0:
         return False
     return not (indices.is_cuda and torch.cuda.is_current_stream_capturing())
@@ -29,7 +29,7 @@ def check_indices(op: str, name: str, indices: Tensor, low: int, high: int) -> N
 
 
 def check_labels(op: str, labels: Tensor, classes: int, ignore_index: int) -> None:
-    """Raise if a label is neither a class nor `ignore_index`; as `check_indices`."""
+    """Raise if a label is neither a class nor `ignore_index`; like `check_indices` it reads the device."""
     if not can_read(labels):
         return
     wrong = ((labels < 0) | (labels >= classes)) & (labels != ignore_index)
@@ -40,7 +40,7 @@ def check_labels(op: str, labels: Tensor, classes: int, ignore_index: int) -> No
 
 
 def check_ends(op: str, name: str, ends: Tensor | None, most: int) -> None:
-    """Raise if numbers that mark the ends of groups do not ascend within [0, most]; as `check_indices`."""
+    """Raise if numbers that mark the ends of groups do not ascend within [0, most]; like `check_indices` it reads the device."""
     if ends is None or not can_read(ends):
         return
     found = ends.tolist()

@@ -55,18 +55,17 @@ class Triton:
 
 
 def upcast(x: Tensor) -> Tensor:
-    """float64 stays float64, everything else becomes float32: references are written with this, so that they are exact
-    oracles in float64."""
+    """x in float32, but a float64 x as it is. References are written with this, so that they are exact oracles in float64."""
     return x if x.dtype == torch.float64 else x.float()
 
 
 def single(target: Target, a: SimpleNamespace) -> bool:
-    """The `when` of kernels that compute in fp32: no argument is float64."""
+    """Whether no argument is float64: the `when` of kernels that compute in fp32."""
     return all(t.dtype != torch.float64 for t in given_tensors(vars(a)))
 
 
 class Declaration:
-    """See the module."""
+    """What one op says of itself; the module's docstring has every part of it."""
 
     def __init__(
         self,
@@ -175,20 +174,20 @@ class Declaration:
     # ---------------------------------------------------------------- results
 
     def public(self, results: Any) -> Any:
-        """What the caller gets of all results: without the hidden ones, and bare if it is one."""
+        """The results that the caller gets: those that are not hidden, as a tuple unless there is one."""
         if not isinstance(results, tuple):
             return results
         given = results[: len(results) - self.hidden]
         return given[0] if len(given) == 1 else given
 
     def graded(self, values: Mapping[str, Any]) -> tuple[int, ...]:
-        """Where in the registered op's results gradients arrive: a quantised one's at its carrier."""
+        """The places among the registered op's results at which gradients arrive; that of a quantised result is its carrier."""
         if values.get("out_format") is None:
             return self.graded_results
         return tuple(i if i == 0 else i + PIECES for i in self.graded_results)
 
     def run_reference(self, values: Mapping[str, Any]) -> Any:
-        """The reference as an implementation: contiguous results, `out` filled if given."""
+        """Run the reference as an implementation: results are contiguous, and `out` is filled if it is given."""
         values = dict(values)
         out = values.pop("out", None)
         if "out" in self.signature.names:
@@ -202,7 +201,7 @@ class Declaration:
         return (out, *results[1:]) if isinstance(results, tuple) else out
 
     def reference_backward(self, saved: SimpleNamespace, grads: list[Tensor | None]) -> tuple:
-        """The reference under autograd: the backward on a CPU."""
+        """The backward of the reference by autograd, which is the op's backward on a CPU."""
         values = self.resume(saved) if self.resume else vars(saved)
         values = {n: values[n] for n in self.signature.names}
         wanted = [n for n in self.differentiable if n in saved.needs]

@@ -18,7 +18,7 @@ SIZES = (0, 1, 2, 3, 7, 15, 16, 17, 31, 33, 63, 64, 65, 100, 127, 128, 129, 200,
 
 
 class Draw:
-    """A source of arguments. `dims` and `options` fix what they name; the seed decides the rest."""
+    """A source of an op's arguments. `dims` and `options` fix what they name; the seed decides the rest."""
 
     def __init__(
         self,
@@ -38,10 +38,10 @@ class Draw:
     def dim(self, name: str, sizes: Sequence[int] = SIZES) -> int:
         """A named dimension; drawn once, then the same wherever the name appears."""
         if name not in self.dims:
-            room = self.largest
+            left = self.largest
             for size in self.dims.values():
-                room //= max(1, size)
-            fitting = [s for s in sizes if s <= max(1, room)] or [min(sizes)]
+                left //= max(1, size)
+            fitting = [s for s in sizes if s <= max(1, left)] or [min(sizes)]
             self.dims[name] = fitting[self._index(len(fitting))]
         return self.dims[name]
 

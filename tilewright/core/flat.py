@@ -15,7 +15,7 @@ def as_tuple(results: Any) -> tuple:
 
 
 def mapped(change: Callable[[Tensor], Tensor], results: Any) -> Any:
-    """Apply to every plain tensor among results."""
+    """The results with `change` applied to every plain tensor among them."""
     if isinstance(results, list):
         return [change(r) for r in results]
     made = tuple(r if isinstance(r, Quantized) else change(r) for r in as_tuple(results))
@@ -23,7 +23,7 @@ def mapped(change: Callable[[Tensor], Tensor], results: Any) -> Any:
 
 
 def taken_apart(results: Any) -> tuple[list[Tensor | None], Callable[[Any], Any]]:
-    """(results as plain tensors, a function that makes results of the same kind from such tensors)."""
+    """(results as plain tensors, a function that puts such tensors together to results of the same kind)."""
     flat: list[Tensor | None] = []
     kinds: list[tuple | None] = []
     for r in as_tuple(results):

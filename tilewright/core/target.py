@@ -101,7 +101,7 @@ TARGETS = {
 
 
 def number(arch: str) -> tuple[str, int]:
-    """(maker, how far in its line) of a chip: `sm_103` is 103rd of sm, `gfx90a` 0x90a-th of gfx."""
+    """(maker, number in that maker's line) of a chip: `sm_103` is number 103 of sm, `gfx90a` number 0x90a of gfx."""
     if arch.startswith("sm_"):
         return "sm", int("".join(c for c in arch[3:] if c.isdigit()) or "0")
     if arch.startswith("gfx"):
@@ -110,8 +110,8 @@ def number(arch: str) -> tuple[str, int]:
 
 
 def nearest(arch: str) -> Target:
-    """What stands for a chip that is not in the table: the facts of the nearest lower one of its line, and portable kernels, for
-    what the chip has beside those is not known. One below them all has no instructions for FP8 either."""
+    """The target that stands for a chip that is not in the table: it has the facts of the nearest lower chip of its line, and
+    portable kernels, for what the chip has beside those is not known. A chip below them all has no instructions for FP8 either."""
     maker, place = number(arch)
     line = sorted((t for t in TARGETS.values() if number(t.arch)[0] == maker), key=lambda t: number(t.arch))
     lower = [t for t in line if number(t.arch)[1] <= place]
@@ -121,7 +121,7 @@ def nearest(arch: str) -> Target:
 
 
 def chip_words(target: Target) -> str:
-    """What is known of a chip, in a few words."""
+    """The facts of a chip in a few words."""
     if target.stands_for is not None:
         return f"{target.arch}, not known: portable kernels, with the facts of {target.stands_for}"
     return f"{target.arch}, {'measured' if target.ran else 'compiled, never run'}"
@@ -135,7 +135,8 @@ pretended: ContextVar[Target | None] = ContextVar("pretended", default=None)
 
 @contextlib.contextmanager
 def pretend(target: Target) -> Iterator[None]:
-    """Choose implementations and constants as on `target`; with `kernel.collect`, to compile for a chip that is not here."""
+    """Inside, implementations and constants are chosen as on `target`. With `kernel.collect` that is how kernels are compiled for
+    a chip that is not here."""
     token = pretended.set(target)
     try:
         yield

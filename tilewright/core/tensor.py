@@ -27,12 +27,12 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 def rows(x: Tensor) -> Tensor:
-    """x as [rows, last dimension]: a view where the leading dimensions can be merged, else a copy."""
+    """x as [rows, last dimension]. It is a view where the leading dimensions can be merged, else a copy."""
     return x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
 def vector(t: Tensor | None, dtype: torch.dtype | None = None) -> Tensor | None:
-    """An operand with one number per row or column: flat, contiguous, of this dtype if one is given."""
+    """An operand with one number per row or column as a flat, contiguous tensor, of this dtype if one is given."""
     if t is None:
         return None
     t = t.reshape(-1)

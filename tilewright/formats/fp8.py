@@ -79,7 +79,10 @@ RECIPES = {
 
 
 class Scaled(Format):
-    """One code an element and fp32 scales, laid out as above. A subclass gives these and `_scales`, `_encode`, `_given`."""
+    """A format with one code for each element and fp32 scales, laid out as above.
+
+    A subclass gives `_scales`, `_encode` and `_given`.
+    """
 
     granularity: str
     ways: str
@@ -152,7 +155,7 @@ class Scaled(Format):
         return pack(carrier, tuple(made[name] for name in self.tensor_names), self, offsets)
 
     def _tensors(self, x: Tensor, offsets: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Codes and scales both ways of a matrix; unpadded."""
+        """The codes and scales of a matrix, both ways and without padding."""
         bits = x.abs().view(torch.int32)  # as integers, NaN > Inf > every number
         if self.granularity == "tensor":
             s, m = self._given(x) if self.source != "dynamic" else self._scales(F.pad(bits.reshape(-1), (0, 1)).amax(0))
@@ -333,7 +336,7 @@ def flat_rows(shape: Sequence[int]) -> int:
 
 
 def ceil128(n: int) -> int:
-    """How many blocks of 128 hold n."""
+    """How many blocks of 128 hold n elements."""
     return (n + BLOCK - 1) // BLOCK
 
 
@@ -347,7 +350,7 @@ def _t(x: Tensor) -> Tensor:
 
 
 def padded(scale: Tensor) -> Tensor:
-    """A two-dimensional scale in rows padded to a multiple of 4; others as they are."""
+    """A two-dimensional scale with its rows padded to a multiple of 4; any other scale as it is."""
     if scale.dim() < 2:
         return scale
     outer, inner = scale.shape
@@ -357,7 +360,7 @@ def padded(scale: Tensor) -> Tensor:
 
 
 def _divide(a: Tensor | float, b: Tensor | float) -> Tensor:
-    """RN(a / b). Torch divides by a number, and a number by a tensor, through a rounded reciprocal."""
+    """RN(a / b), of two tensors. Where one of them is a number, torch multiplies by a rounded reciprocal instead."""
     a = a if isinstance(a, Tensor) else torch.full_like(b, a)
     return a / (b if isinstance(b, Tensor) else torch.full_like(a, b))
 
@@ -368,7 +371,7 @@ def _ceil_pow2_bits(value: float) -> int:
 
 
 def _spread(x: Tensor, size: int) -> Tensor:
-    """One value per 128 columns -> one per column."""
+    """A value per 128 columns, repeated for each column."""
     return x.repeat_interleave(BLOCK, 1)[:, :size]
 
 
@@ -378,7 +381,7 @@ def _col_blocks(bits: Tensor) -> Tensor:
 
 
 def _amax_by(bits: Tensor, index: Tensor, count: int) -> Tensor:
-    """Maximum of the rows of `bits` that have the same `index`."""
+    """The maximum over the rows of `bits` that have the same `index`, for `count` indices."""
     zeros = bits.new_zeros(count, bits.shape[1])
     return zeros.scatter_reduce(0, index[:, None].expand(bits.shape), bits, "amax")
 
@@ -392,7 +395,7 @@ def _group_of(M: int, offsets: Tensor | None, device: torch.device) -> tuple[Ten
 
 
 def _block_of(M: int, offsets: Tensor | None, device: torch.device) -> tuple[Tensor, int]:
-    """128-row block of each row, and how many there are; rows past the last group share the last, spare one."""
+    """The 128-row block of each row, and how many blocks there are. Rows past the last group share one more, the last."""
     row = torch.arange(M, device=device)
     if offsets is None:
         return row // BLOCK, ceil128(M)

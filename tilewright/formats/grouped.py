@@ -72,7 +72,7 @@ def from_row_id_map(
 
 
 def _groups(rows: int, offsets: Tensor) -> tuple[Tensor, Tensor]:
-    """(first row of the group, rows of the group) of each row; rows past the last group are one more group."""
+    """(first row of its group, number of rows of its group) for each row. Rows past the last group are one more group."""
     row = torch.arange(rows, device=offsets.device)
     ends = torch.cat([offsets.to(torch.int64).clamp(0, rows), offsets.new_full((1,), rows, dtype=torch.int64)])
     starts = torch.cat([ends.new_zeros(1), ends[:-1]])
@@ -81,8 +81,8 @@ def _groups(rows: int, offsets: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _private(outer: int, offsets: Tensor, rows: int) -> Tensor:
-    """Where element [i, r] of an [outer, rows] matrix lies when each group has an [outer, group] matrix of its own, flat one
-    after the other."""
+    """The flat index of each element [i, r] of an [outer, rows] matrix where every group has an [outer, rows of the group] matrix
+    of its own, one after the other."""
     start, count = _groups(rows, offsets)
     row = torch.arange(rows, device=offsets.device)
     return (start * outer + row - start) + torch.arange(outer, device=offsets.device)[:, None] * count

@@ -84,8 +84,10 @@ def quantize_integer_rows(
 
 
 def store_integers(q: Quantized, x: Tensor, words: str) -> None:
-    """Fill `q` with the codes of `x`; `words` are those of the device functions. One launch; scales per tensor, and per row where a
-    row is long or the twin wanted, take another before it, for amax."""
+    """Fill `q` with the codes of `x`; `words` are what the device functions are compiled for.
+
+    It takes one launch. Scales per tensor, and per row where a row is long or the twin is wanted, take another before it, for amax.
+    """
     granularity = q.format.granularity
     (M, N), width = x.shape, x.shape[1] // (2 if q.format.name == "int4" else 1)  # bytes of a row of codes
     if granularity == "row" and q.data_t is None and 0 < N <= WIDEST and q.offsets is None:

@@ -219,7 +219,7 @@ def symmetric_scale(bits: Tensor, largest: float) -> Tensor:
 
 
 def _with_zero(blocks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(scale, zero point, codes) of blocks along the last dimension."""
+    """(scale, zero point, codes) of blocks that lie along the last dimension."""
     low, high = blocks.amin(-1).clamp(max=0.0), blocks.amax(-1).clamp(min=0.0)
     half = high * 0.5 - low * 0.5  # the whole range may overflow
     scale = (half / torch.full_like(half, 15.0) * 2.0).clamp(min=SMALLEST)
@@ -230,12 +230,12 @@ def _with_zero(blocks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _integers(x: Tensor) -> Tensor:
-    """Nearest integers, ties to even; 0 for NaN. In fp32."""
+    """The nearest integers, ties to even, as fp32; 0 for NaN."""
     return torch.where(x.isnan(), 0.0, x.round())
 
 
 def _along(t: Tensor, rows: int, inner: int) -> Tensor:
-    """A stored scale or zero point for every element of a row-wise operand, or one for every row."""
+    """A stored scale or zero point repeated for every element of a row-wise operand, or one for every row."""
     return t[:, None] if t.dim() == 1 else t.t().repeat_interleave(BLOCK, 1)[:rows, :inner]
 
 

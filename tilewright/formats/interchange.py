@@ -112,7 +112,7 @@ def to_te_blockwise(q: Quantized) -> dict[str, Tensor | str | bool | None]:
 
 
 def te_codes(fields: Mapping[str, Any]) -> tuple[str, str]:
-    """(name of the code, ways) of TransformerEngine's fields."""
+    """(name of the code, ways) that TransformerEngine's fields have."""
     name = next((n for n, c in CODES.items() if c.te_name == fields["fp8_dtype"]), None)
     if name is None:
         raise ValueError(f"fp8_dtype: must be one of {', '.join(c.te_name for c in CODES.values())}")
@@ -147,10 +147,10 @@ def from_te_blockwise(
 
 
 def _whole(scale: Tensor) -> Tensor:
-    """A two-dimensional scale with its padding, without a copy where the padding is there."""
+    """A two-dimensional scale with its padding. It is not copied where the padding is there already."""
     rows, inner = scale.shape
     width = round4(inner)
-    room = scale.untyped_storage().nbytes() // scale.element_size() - scale.storage_offset()
-    if scale.stride() == (width, 1) and room >= rows * width:
+    behind = scale.untyped_storage().nbytes() // scale.element_size() - scale.storage_offset()
+    if scale.stride() == (width, 1) and behind >= rows * width:
         return scale.as_strided((rows, width), (width, 1))
     return F.pad(scale, (0, width - inner))

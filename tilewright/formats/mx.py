@@ -38,8 +38,8 @@ E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 class Codes(NamedTuple):
-    """A code: the torch dtype that stores it, how many one of these holds; its largest value, also as exponent and mantissa bits of
-    fp32; its own mantissa bits."""
+    """What there is to know of a code: the torch dtype that stores it and how many codes one element of that holds; its largest
+    value, also as exponent and mantissa bits of fp32; how many mantissa bits it has itself."""
 
     dtype: torch.dtype
     per: int
@@ -59,7 +59,7 @@ SUFFIXES = {"row": ("",), "col": ("_t",), "both": ("", "_t")}
 
 
 class SmallBlocks(Format):
-    """What formats of small blocks have in common: their layouts, and both ways."""
+    """A format of small blocks: the layouts and the two ways that all of them have in common."""
 
     block: ClassVar[int]  # numbers that a scale is for
     scale_dtype: ClassVar[torch.dtype]
@@ -165,7 +165,7 @@ class SmallBlocks(Format):
         return x.contiguous().reshape(q.shape)
 
     def fill(self, q: Quantized, x: Tensor, offsets: Tensor | None = None) -> None:
-        """Quantise the matrix x into `q`, made by `empty`: by kernels."""
+        """Quantise the matrix x into `q`, made by `empty`, with kernels."""
         from tilewright.formats.small_blocks import quantize_matrix
 
         quantize_matrix(q, x, offsets, self.tensor)
@@ -222,7 +222,7 @@ def mx(dtype: str = "e4m3", *, scale_rule: str = "rceil", ways: str = "row") -> 
 
 
 def block_bits(x: Tensor, block: int) -> Tensor:
-    """Bits of max|x| of blocks along rows, [rows, blocks]; as integers, NaN > Inf > every number."""
+    """The bits of max|x| of each block along the rows, [rows, blocks]. As integers, NaN > Inf > every number."""
     bits = x.abs().contiguous().view(torch.int32)
     M, N = bits.shape
     return F.pad(bits, (0, -N % block)).reshape(M, cdiv(N, block), block).amax(2)

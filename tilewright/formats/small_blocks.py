@@ -75,12 +75,12 @@ def load_finite(A, B, C, D, stride_a, stride_b, p0, p1, row, col, inside, MODE: 
 
 
 def as_bytes(t: Tensor | None) -> Tensor | None:
-    """Codes and scales as kernels take them: Triton knows no e8m0, and e4m3 not on every chip."""
+    """Codes or scales as kernels take them, as bytes: Triton knows no e8m0, and e4m3 not on every chip."""
     return None if t is None or t.dtype == torch.float32 else t.view(torch.uint8)
 
 
 def quantize_matrix(q: Quantized, x: Tensor, offsets: Tensor | None, static: Tensor | None) -> None:
-    """Fill `q`, made by `empty`, with the matrix x. One launch; a scale of the whole takes one more, unless static."""
+    """Fill `q`, made by `empty`, with the matrix x. One launch does it; a scale of the whole takes one more unless static."""
     format = q.format
     M, N = x.shape
     groups = 0 if offsets is None else offsets.shape[0]

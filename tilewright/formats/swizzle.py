@@ -14,7 +14,7 @@ ROWS, BLOCKS = 128, 4
 
 
 def swizzle_scale(scale: Tensor) -> Tensor:
-    """A scale [rows, blocks] of one byte each, flat, in tiles; what pads them is 0."""
+    """A scale [rows, blocks] of one byte each as flat tiles, padded with 0."""
     rows, blocks = scale.shape
     codes = F.pad(scale.view(torch.uint8), (0, -blocks % BLOCKS, 0, -rows % ROWS))
     tiles = codes.unflatten(0, (-1, 4, 32)).unflatten(3, (-1, BLOCKS))  # [down, r // 32, r % 32, across, c]
@@ -22,7 +22,7 @@ def swizzle_scale(scale: Tensor) -> Tensor:
 
 
 def unswizzle_scale(scale: Tensor, rows: int, blocks: int) -> Tensor:
-    """The inverse: [rows, blocks] of a flat scale in tiles."""
+    """The scale [rows, blocks] that flat tiles hold: the inverse of `swizzle_scale`."""
     down, across = -(-rows // ROWS), -(-blocks // BLOCKS)
     if scale.numel() != down * across * ROWS * BLOCKS:
         raise ValueError(

@@ -195,7 +195,7 @@ def is_fast(tensor: Tensor) -> bool:
     return target.fp8 and target.nvidia
 
 
-def by_bulk_copies(target: Target, x: Tensor, format: Format | None, out: Quantized | None = None) -> bool:
+def tiles_in_bulk(target: Target, x: Tensor, format: Format | None, out: Quantized | None = None) -> bool:
     """Whether Gluon kernels may fetch 128x128 tiles of x by bulk tensor copies and store them both ways by whole words."""
     M, N = x.numel() // max(1, x.shape[-1]), x.shape[-1]
     return (
@@ -224,7 +224,7 @@ def store_tiles(
 ) -> None:
     """Fill `q`, made by `format.empty`, with what `produce` makes of up to four operands; `scale` is a static one.
 
-    One launch; per-row and dynamic per-tensor scales take another before it, for amax.
+    It takes one launch; per-row and dynamic per-tensor scales take another before it, for amax.
     """
     format: Fp8 = q.format
     M, N = flat_rows(q.shape), q.shape[-1]
@@ -254,8 +254,10 @@ def store_tiles(
 
 
 def alignment(data_t: Tensor | None, M: int) -> int:
-    """16, 4 or 1: what divides the length of the rows of transposed codes and the address of the first. Without such codes it
-    is always 16, so that all numbers of rows share a binary."""
+    """16, 4 or 1: the largest of these that divides the length of the rows of transposed codes and the address of the first.
+
+    Without such codes it is always 16, so that all numbers of rows share a binary.
+    """
     if data_t is None:
         return 16
     if data_t.data_ptr() % 16:
@@ -264,7 +266,7 @@ def alignment(data_t: Tensor | None, M: int) -> int:
 
 
 def codes_for_kernel(data: Tensor | None, fast: bool) -> Tensor | None:
-    """Codes as a kernel takes them: Triton knows no e4m3 on chips that cannot convert it."""
+    """Codes as a kernel takes them: as bytes on chips that cannot convert e4m3, where Triton does not know it."""
     return data if data is None or fast else data.view(torch.uint8)
 
 

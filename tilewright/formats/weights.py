@@ -73,13 +73,13 @@ def _words(name: str, t: Tensor) -> Tensor:
 
 
 def _spread_words(words: Tensor, order: tuple[int, ...]) -> Tensor:
-    """[R, C] words of eight nibbles -> [R, 8 C] unsigned codes, uint8."""
+    """The unsigned codes, uint8 [R, 8 C], that words [R, C] of eight nibbles hold."""
     shifts = torch.tensor([4 * order.index(i) for i in range(8)], dtype=torch.int32, device=words.device)
     return ((words[..., None] >> shifts) & 15).to(torch.uint8).flatten(1)
 
 
 def _in_groups(codes: Tensor, g_idx: Tensor, group: int, reorder: bool) -> Tensor:
-    """Codes [K, N] whose group g is the inputs from g * group on."""
+    """Codes [K, N] in the order in which group g has the inputs from g * group on."""
     if g_idx.shape != codes.shape[:1]:
         raise ValueError(f"g_idx: must have {codes.shape[0]} elements, one for each input, got {list(g_idx.shape)}")
     wanted = torch.arange(codes.shape[0], device=g_idx.device) // group

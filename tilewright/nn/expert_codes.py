@@ -1,4 +1,4 @@
-"""Weights of experts as FP8 codes, and how long they may be kept: until the weight is another.
+"""Weights of experts as FP8 codes, and how long these may be kept: until the weight changes.
 
 A weight [experts, out, in] is quantised in blocks of 128x128, which begin anew at each expert, with its codes transposed beside
 it: FP8 tensor cores want the inner dimension contiguous, and that is `in` in the forward, `out` in the backward.
@@ -58,9 +58,9 @@ def transposed_blocks(codes_t: Tensor, shape: torch.Size) -> Tensor:
 class KeptCodes:
     """The codes of a module's weights, each as long as its weight is the one that they were made of.
 
-    A weight is another when its version counter or its memory is. Fused optimisers write past that counter, so codes of a weight
-    that learns are made anew for each forward, and none are kept while a gradient waits. `until_cleared` keeps them over the
-    forwards of several micro-batches as well: then, and after writing to `weight.data`, `clear` must be called. Nothing is
+    A weight has changed when its version counter or its memory has. Fused optimisers write past that counter, so codes of a
+    weight that learns are made anew for each forward, and none are kept while a gradient waits. `until_cleared` keeps them over
+    the forwards of several micro-batches as well: then, and after writing to `weight.data`, `clear` must be called. Nothing is
     kept while a CUDA graph is captured: its replays would go on with the codes of the first."""
 
     def __init__(self) -> None:
@@ -90,13 +90,13 @@ class KeptCodes:
 
 
 def learning(parameter: nn.Parameter) -> bool:
-    """Whether a forward of now may be followed by a step of an optimiser before the next."""
+    """Whether an optimiser may change the parameter between this forward and the next."""
     waits = parameter.grad is not None or getattr(parameter, "main_grad", None) is not None
     return waits or (torch.is_grad_enabled() and parameter.requires_grad)
 
 
 class KeepsCodes(nn.Module):
-    """A layer with the codes of its weights in `codes`."""
+    """A layer that keeps the codes of its weights in `codes`."""
 
     codes: KeptCodes
 
@@ -119,7 +119,8 @@ class KeepsCodes(nn.Module):
         return q.data, q.scale, q.data_t
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """FSDP gathers a weight to where it lay before, past its version counter: what shows is that it sets the parameter."""
+        """Forget the codes when a parameter is set. FSDP gathers a weight into the memory it had before, past its version counter;
+        only the setting shows."""
         if isinstance(value, nn.Parameter) and "codes" in self.__dict__:
             self.codes.clear()
             self.codes.gathered |= hasattr(value, "device_mesh")

@@ -75,7 +75,7 @@ def inputs(draw: Draw) -> dict:
 
 
 def value(a: SimpleNamespace, ways: str) -> Quantized:
-    """The gated unit's, as the codes of a matrix."""
+    """The gated unit's value, as the codes of a matrix."""
     given = {"act": a.act, "limit": a.limit, "alpha": a.alpha, "out_format": CODES[ways]}
     return glu.run(glu.signature.bind((rows(a.x), None if a.up is None else rows(a.up)), given))
 

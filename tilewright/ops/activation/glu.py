@@ -247,12 +247,12 @@ def row_scale(scale: Tensor | None) -> tuple[Tensor | None, int]:
 
 
 def columns(t: Tensor) -> Tensor:
-    """A matrix whose columns are one apart: itself, or a copy."""
+    """A matrix whose columns are one element apart: `t` itself, or a copy."""
     return t if t.stride(1) == 1 or t.shape[1] == 1 else t.contiguous()
 
 
 def tile_arguments(act: str, limit: float | None, alpha: float) -> dict:
-    """What both producers take beside their operands."""
+    """The arguments that both producers take beside their operands."""
     return {"params": (0.0 if limit is None else limit, alpha), "mode": act if limit is None else f"{act}:limit"}
 
 
@@ -270,7 +270,7 @@ def block_list(OFFSETS: Tensor | None, M: int, E: int) -> Tensor | None:
 
 
 def result(x, up, offsets, out_format, out) -> Quantized:
-    """Where a quantised y goes."""
+    """The storage that a quantised y goes to: `out`, or a new one."""
     OFFSETS, E = grouping(offsets)
     shape = (*x.shape[:-1], x.shape[-1] // (1 if up is not None else 2))
     if out is not None:
@@ -307,7 +307,7 @@ def forward(x, up, *, act, limit, alpha, scale, offsets, out_format, out) -> Ten
 
 
 def backward(saved: SimpleNamespace, dy: Tensor, grad_format: Format | None = None) -> tuple:
-    """With `grad_format` the gradient of x, which must be merged, is `Quantized`: for composite ops."""
+    """The gradients. With `grad_format`, which composite ops give, that of x, which must be merged, is `Quantized`."""
     x, up, scale = saved.x, saved.up, saved.scale
     A, B = halves(x, up)
     DY = rows(dy)
@@ -337,7 +337,7 @@ def backward(saved: SimpleNamespace, dy: Tensor, grad_format: Format | None = No
 def quantized_gradient(
     dx: Quantized, saved: SimpleNamespace, A: Tensor, B: Tensor, DY: Tensor, dscale: Tensor | None, format: Format
 ) -> bool:
-    """Fill dx; whether dscale was filled too."""
+    """Fill dx, and say whether dscale was filled too."""
     (M, hidden), x, scale = A.shape, saved.x, vector(saved.scale, torch.float32)
     if saved.up is not None:
         raise ValueError("glu: grad_format wants gate and up merged in x, not two tensors")
@@ -362,7 +362,7 @@ def quantized_gradient(
 
 
 def check_unit(op: str, x: Tensor, up: Tensor | None, act: str, alpha: float) -> None:
-    """Raise unless these are a gated unit's; `op` takes them."""
+    """Raise unless these arguments of `op` are those of a gated unit."""
     if up is None and x.shape[-1] % 2:
         raise ValueError(f"{op}: x holds gate and up in its last dimension, which must be even, got {x.shape[-1]}")
     if act != "silu" and alpha != 1.0:

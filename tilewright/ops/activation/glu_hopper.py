@@ -20,7 +20,7 @@ from ...core.target import Target
 from ...core.tensor import cdiv
 from ...device.activation import gated, gated_gradient
 from ...device.hopper import TILE, store_tile, widen
-from ...formats.tiles import by_bulk_copies, row_stride
+from ...formats.tiles import row_stride, tiles_in_bulk
 from ...runtime.kernel import kernel
 
 # Programs; 250 registers on four warps leave room for no more. Three of 168 were slower at every size (H200, November 2026)
@@ -254,7 +254,7 @@ def glu_backward_pairs(
 
 def takes(target: Target, x: Tensor, up: Tensor | None, format: Format | None, out: Quantized | None = None) -> bool:
     """Whether the kernels above take this x, gate and up merged, into this format."""
-    return up is None and by_bulk_copies(target, x, format, out) and x.shape[-1] % 256 == 0 and x.shape[-1] < 2**23
+    return up is None and tiles_in_bulk(target, x, format, out) and x.shape[-1] % 256 == 0 and x.shape[-1] < 2**23
 
 
 def boxes(x: Tensor, block: list[int], shape: list[int], strides: list[int]) -> TensorDescriptor:

@@ -86,7 +86,7 @@ def glu_linear_backward(
 
 
 def value(a: SimpleNamespace) -> Tensor:
-    """The gated unit's, as a matrix."""
+    """The gated unit's value, as a matrix."""
     options = {"act": a.act, "limit": a.limit, "alpha": a.alpha}
     return rows(glu.run(glu.signature.bind((a.x, a.up), options)))
 
@@ -101,7 +101,7 @@ def forward(x, weight, bias, up, *, act, limit, alpha, needs: frozenset) -> Tens
 
 
 def unit_backward(saved: SimpleNamespace, dh: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients of x and up that are wanted; the unit's value in `dh` if the weight's is."""
+    """The gradients of x and up that are wanted. If the weight's is wanted too, the unit's value is left in `dh`."""
     x, up, needs = saved.x, saved.up, saved.needs
     A, B = halves(x, up)
     dx = DA = DB = dup = None
@@ -138,7 +138,7 @@ def check(x, weight, bias, up, *, act, limit, alpha) -> None:
 
 
 def check_layer(op: str, x: Tensor, weight: Tensor, up: Tensor | None, act: str, alpha: float) -> None:
-    """Raise unless these are a gated unit's and the weight is that of a layer after it; `op` takes them."""
+    """Raise unless these arguments of `op` are those of a gated unit, and the weight that of a layer after it."""
     check_unit(op, x, up, act, alpha)
     hidden = x.shape[-1] // (2 if up is None else 1)
     if weight.shape[1] != hidden:

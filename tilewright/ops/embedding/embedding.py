@@ -59,7 +59,7 @@ def inputs(draw: Draw) -> dict:
 
 
 def _shape(a, size: int = 2048, warps: int = 4) -> dict:
-    """Several rows to a program while they are short: two 16-byte accesses of bf16 for each thread."""
+    """A tile of several rows while they are short, so that each thread has two 16-byte accesses of bf16."""
     BLOCK = max(16, min(size, power_of_two(a.N)))
     return {"ROWS": max(1, min(32, size // BLOCK)), "BLOCK": BLOCK, "num_warps": warps}
 
@@ -214,7 +214,7 @@ def sort_ids(ids: Tensor, V: int, padding: int) -> tuple[Tensor, Tensor]:
 
 
 def sum_into(grad: Tensor, ids: Tensor, dy: Tensor, padding_idx: int | None, add: bool) -> None:
-    """Each id's sum of rows of `dy` into its row of `grad`, or added to it; other rows are not touched."""
+    """Store each id's sum of rows of `dy` in its row of `grad`, or add it there; other rows are not touched."""
     (V, N), ids, dy = grad.shape, ids.reshape(-1), rows(dy)
     T = ids.shape[0]
     if T == 0 or N == 0:
@@ -243,7 +243,7 @@ def check(ids: Tensor, weight: Tensor, *, padding_idx: int | None) -> None:
 
 
 def cost(ids: Tensor, weight: Tensor, *, padding_idx: int | None) -> tuple[int, int]:
-    """The rows that are looked up, each read once for every time, and the ids."""
+    """Bytes read and written: of the ids, and of the rows that are looked up, each as often as it is looked up."""
     moved = ids.numel() * weight.shape[1] * weight.element_size()
     return moved + ids.numel() * ids.element_size(), moved
 
@@ -268,7 +268,7 @@ def embedding_main_grad(ids: Tensor, weight: Tensor, main_grad: Tensor, *, paddi
 
 
 def check_buffer(weight: Tensor, main_grad: Tensor) -> None:
-    """What depends on no address."""
+    """Raise where `main_grad` cannot be that of `weight`, by all that depends on no address."""
     if not main_grad.is_floating_point() or main_grad.element_size() < 2:
         raise TypeError(f"embedding_main_grad: main_grad must be a float tensor, got {main_grad.dtype}")
     if main_grad.shape != weight.shape or main_grad.device != weight.device:

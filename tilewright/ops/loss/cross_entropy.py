@@ -75,7 +75,7 @@ def capped(z: Tensor, softcap: float | None) -> Tensor:
 
 
 def log_sum_exp(z: Tensor) -> tuple[Tensor, Tensor]:
-    """(logsumexp, its two parts)."""
+    """(logsumexp, the two parts in which it is kept)."""
     lse = torch.logsumexp(z, -1)
     largest = z.amax(-1) if z.shape[-1] else z.sum(-1)
     return lse, torch.stack([largest, (lse - largest) / math.log(2)]).detach()
@@ -372,8 +372,11 @@ NARROWEST = 8192  # columns of a part, at least
 
 
 def splits(M: int, N: int, sms: int) -> int:
-    """Into how many parts a row is split: enough to fill the chip when rows are few. Not to even out the last wave of many
-    rows: two parts cost 8 % at 4096 x 32000 and gain 1 % at 4096 x 151936 (H200, November 2026)."""
+    """How many parts a row is split into: enough to fill the chip when rows are few.
+
+    Rows are not split to even out the last wave of many of them: two parts cost 8 % at 4096 x 32000 and gain 1 % at 4096 x 151936
+    (H200, November 2026).
+    """
     few = PER_SM * sms // max(M, 1)
     return power_of_two(min(few, cdiv(N, NARROWEST))) if few > 1 else 1
 

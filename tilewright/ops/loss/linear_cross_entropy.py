@@ -39,11 +39,11 @@ from .linear_cross_entropy_tokens import (
     Tokens,
     affordable,
     chunks,
-    fitting,
+    codes_in,
     group_of,
-    held_in,
     linear_cross_entropy_scale,
     padded,
+    tokens_within,
     widened,
 )
 
@@ -109,7 +109,7 @@ def forward(hidden, weight, labels, bias, *, needs: frozenset, at_once: bool = F
         grads = ahead(tokens, vector(loss), needs)
     elif "weight" in needs and a.softcap is None:
         codes = tokens.empty(*weight.shape, dtype=weight.dtype)
-        tops = tokens.losses(loss, held_in(codes, M))
+        tops = tokens.losses(loss, codes_in(codes, M))
     else:
         tokens.losses(loss, codes)
     if a.reduction == "none":
@@ -120,7 +120,7 @@ def forward(hidden, weight, labels, bias, *, needs: frozenset, at_once: bool = F
 
 
 def in_groups(a: SimpleNamespace, tokens: Tokens) -> bool:
-    """Whether gradients are made with the losses, a group of tokens after another."""
+    """Whether the forward makes gradients with the losses, one group of tokens after another."""
     (vocab, hidden), size = tokens.weight.shape, tokens.weight.element_size()
     if len(tokens) <= hidden or a.reduction == "none" or a.softcap is not None:
         return False
@@ -128,7 +128,7 @@ def in_groups(a: SimpleNamespace, tokens: Tokens) -> bool:
 
 
 def ahead(tokens: Tokens, loss: Tensor, needs: frozenset) -> tuple[Tensor, Tensor, Tensor]:
-    """Fill `loss`; the gradients of its sum, in fp32, empty where not needed."""
+    """Fill `loss`, and return the gradients of its sum, in fp32, empty where they are not needed."""
     weight, (count, width), M = tokens.weight, tokens.weight.shape, len(tokens)
     part = tokens.empty(cdiv(M, BLOCK_T), count) if "bias" in needs else None
     dhidden, dweight, dbias = (
@@ -156,11 +156,11 @@ def ahead(tokens: Tokens, loss: Tensor, needs: frozenset) -> tuple[Tensor, Tenso
 
 
 def both(tokens: Tokens, codes: Tensor, tops: Tensor, dhidden: Tensor | None) -> Tensor:
-    """dweight, in the memory of the codes if there is any; `dhidden` filled if given."""
+    """Returns dweight, in the memory of the codes if there are any, and fills `dhidden` if it is given."""
     weight, count = tokens.weight, tokens.weight.shape[0]
     there = codes.numel() > 0
     dweight = codes if there else tokens.empty(*weight.shape, dtype=weight.dtype)
-    held = held_in(dweight, len(tokens))
+    held = codes_in(dweight, len(tokens))
     tokens.fill_first(held, tops if there else None)
     whole, total = held.shape[0] == count, dhidden
     if dhidden is not None:
@@ -183,10 +183,12 @@ def both(tokens: Tokens, codes: Tensor, tops: Tensor, dhidden: Tensor | None) ->
 
 
 def frozen(tokens: Tokens, dhidden: Tensor | None) -> None:
-    """`dhidden` filled, if given, and the bias's part, a few tokens at a time: each row of dhidden is one sum over the whole
-    vocabulary."""
+    """Fill `dhidden`, if it is given, and the bias's part for a weight that has no gradient.
+
+    It goes by a few tokens at a time, so that each row of dhidden is one sum over the whole vocabulary.
+    """
     weight, count = tokens.weight, tokens.weight.shape[0]
-    group = fitting(count, weight.element_size())
+    group = tokens_within(count, weight.element_size())
     # Of few tokens the products are those that `both` makes, strides included: then the bits are the same
     width = max(weight.shape[1], padded(len(tokens)))
     stride = width if width <= group else padded(min(group, len(tokens)))
@@ -204,7 +206,7 @@ def frozen(tokens: Tokens, dhidden: Tensor | None) -> None:
 
 
 def scaled(made: Tensor, x: Tensor, tokens: Tokens) -> Tensor:
-    """The gradient of x from that of the sum of all losses."""
+    """The gradient of x, made from the gradient `made` of the sum of all losses."""
     made = made.detach()
     out = made if made.dtype == x.dtype and last_backward() else torch.empty(made.shape, dtype=x.dtype, device=x.device)
     linear_cross_entropy_scale(made, tokens.grad, tokens.denominator, out, made.numel())

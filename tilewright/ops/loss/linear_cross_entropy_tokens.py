@@ -181,25 +181,25 @@ def linear_cross_entropy_scale(X, G, DENOMINATOR, Y, N, BLOCK: tl.constexpr):
 
 SCRATCH = 32 * 2**20  # bytes of fp32 logits at a time: most of them stay in a Hopper's L2 until they are read
 FEWEST, MOST = 1024, 16384  # rows of a chunk: fewer would leave a product without tiles for all processors
-HELD = 256 * 2**20  # bytes of codes that may always be held, beside those in the memory of dweight
+MOST_CODES = 256 * 2**20  # bytes of codes that may always be there, beside those in the memory of dweight
 AHEAD = 2 * 2**30  # bytes of fp32 gradients of weight and codes of a group: with more, logits are rather computed twice
 
 
 def padded(tokens: int) -> int:
-    """The tokens of a row in memory: whole 16-byte words."""
+    """How many tokens a row has in memory, where it is whole 16-byte words."""
     return 16 * cdiv(tokens, 16)
 
 
 def widened(hidden: Tensor) -> Tensor:
-    """Tokens and rows of zeros after them, as many as are in memory."""
+    """The tokens, followed by as many rows of zeros as `padded` adds."""
     more = padded(hidden.shape[0]) - hidden.shape[0]
     return F.pad(hidden, (0, 0, 0, more)) if more else hidden
 
 
 def chunk_of(tokens: int) -> int:
-    """Rows of the vocabulary that go by at a time, a multiple of BLOCK_V."""
-    room = SCRATCH // (4 * max(1, padded(tokens)))
-    return min(MOST, max(FEWEST, power_of_two(room + 1) // 2))
+    """How many rows of the vocabulary go by at a time, a multiple of BLOCK_V."""
+    most = SCRATCH // (4 * max(1, padded(tokens)))
+    return min(MOST, max(FEWEST, power_of_two(most + 1) // 2))
 
 
 def chunks(tokens: int, start: int, stop: int) -> Iterator[tuple[int, int]]:
@@ -207,10 +207,12 @@ def chunks(tokens: int, start: int, stop: int) -> Iterator[tuple[int, int]]:
     return ((at, min(at + step, stop)) for at in range(start, stop, step))
 
 
-def held_in(memory: Tensor, tokens: int) -> Tensor:
-    """The memory of weight's gradient as codes [rows, padded tokens]: all rows or, if there are more tokens than hidden
-    dimensions, as many chunks as fit. Codes of a row begin no earlier than its gradient does: gradients written in order spare
-    the codes of later rows."""
+def codes_in(memory: Tensor, tokens: int) -> Tensor:
+    """The memory of weight's gradient seen as codes [rows, padded tokens]. It has all rows or, if there are more tokens than
+    hidden dimensions, as many whole chunks as that memory takes.
+
+    Codes of a row begin no earlier than its gradient does: gradients that are written in order leave the codes of later rows alone.
+    """
     vocab, width = memory.shape
     stride = max(width, padded(tokens))
     count = vocab * width // max(1, stride)
@@ -219,19 +221,20 @@ def held_in(memory: Tensor, tokens: int) -> Tensor:
     return memory.view(-1)[: count * stride].view(count, stride)[:, : padded(tokens)]
 
 
-def fitting(vocab: int, size: int) -> int:
-    """Tokens whose codes, of `size` bytes, are within HELD; a multiple of BLOCK_T."""
-    return BLOCK_T * max(1, HELD // max(1, vocab * size) // BLOCK_T)
+def tokens_within(vocab: int, size: int) -> int:
+    """How many tokens have codes, of `size` bytes each, that take MOST_CODES bytes at most; a multiple of BLOCK_T."""
+    return BLOCK_T * max(1, MOST_CODES // max(1, vocab * size) // BLOCK_T)
 
 
 def group_of(tokens: int, vocab: int, hidden: int, size: int) -> int:
-    """Tokens of a group, of which codes take no more memory than a gradient of the weight, or HELD; a multiple of BLOCK_T."""
-    most = max(hidden, fitting(vocab, size))
+    """How many tokens a group has: their codes take no more memory than a gradient of the weight, or MOST_CODES. It is a multiple
+    of BLOCK_T."""
+    most = max(hidden, tokens_within(vocab, size))
     return BLOCK_T * cdiv(cdiv(tokens, cdiv(tokens, most)), BLOCK_T)
 
 
 def affordable(tokens: int, vocab: int, hidden: int, size: int) -> bool:
-    """Whether gradients may be made with the losses, for what they take beside their results."""
+    """Whether gradients may be made with the losses: what they take beside their results is AHEAD bytes at most."""
     return vocab * (4 * hidden + size * group_of(tokens, vocab, hidden, size)) <= AHEAD
 
 
@@ -260,7 +263,7 @@ class Tokens:
         return hopper_logits.BLOCK if self.at_once else BLOCK_V
 
     def some(self, start: int, stop: int) -> Tokens:
-        """A range that begins at a multiple of BLOCK_T."""
+        """The tokens from `start` to `stop`; `start` is a multiple of BLOCK_T."""
         grad = self.grad if self.grad.dim() == 0 else self.grad[start:stop]
         part = None if self.part is None else self.part[start // BLOCK_T :]
         stats, labels = self.stats[:, start:stop], self.labels[start:stop]
@@ -271,7 +274,7 @@ class Tokens:
         return torch.empty(shape, dtype=dtype, device=self.hidden.device)
 
     def scratch(self, count: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Memory for a chunk of `count` rows at most."""
+        """Uninitialised memory for one chunk, of `count` rows at most."""
         return self.empty(min(count, chunk_of(len(self))), padded(len(self)), dtype=dtype)
 
     def logits(self, start: int, stop: int, scratch: Tensor) -> Tensor:
@@ -289,7 +292,7 @@ class Tokens:
         )  # fmt: skip
 
     def encode_all(self, count: int, codes: Tensor, tops: Tensor, *sums: Tensor | None) -> None:
-        """The tops of the first `count` rows of the vocabulary, their codes as far as `codes` has rows, and the sums if wanted."""
+        """Fill the tops of the first `count` rows of the vocabulary, their codes as far as `codes` has rows, and sums if wanted."""
         if self.at_once:
             rows, ignore_index = self.weight[:count], self.numbers[0]
             hopper_logits.encode(self.wide, rows, self.bias, self.labels, ignore_index, codes, tops, *sums)
@@ -299,14 +302,14 @@ class Tokens:
             kept = codes[start:stop] if start < codes.shape[0] else None
             self.encode(start, self.logits(start, stop, scratch), tops, kept, *sums)
 
-    def losses(self, loss: Tensor, held: Tensor) -> Tensor:
-        """Fill `loss` and the stats, and `held` with the codes of the first rows of the vocabulary; the tops of all blocks."""
+    def losses(self, loss: Tensor, codes: Tensor) -> Tensor:
+        """Fill `loss`, the stats, and `codes` with those of the first rows of the vocabulary. Returns the tops of all blocks."""
         ignore_index, keep, spill, _, z_loss = self.numbers
         count = self.weight.shape[0]
         blocks = cdiv(count, self.block)
         tops, total = (self.empty(blocks, len(self)) for _ in range(2))
         own, slant = self.empty(len(self)), None if spill is None else self.empty(blocks, len(self))
-        self.encode_all(count, held, tops, total, own, slant)
+        self.encode_all(count, codes, tops, total, own, slant)
         linear_cross_entropy_merge(
             tops, total, own, slant, self.labels, loss, self.stats, blocks, len(self), count, ignore_index, keep, spill, z_loss,
             BLOCK=self.block,

@@ -98,8 +98,8 @@ def reference_join(
     live = total != 0  # the base of nothing means nothing
     top = torch.where(live, base, -math.inf).detach().amax(0)
     top = top.masked_fill(top.isinf(), 0.0)
-    near = torch.where(live, torch.exp(torch.where(live, base, 0.0) - top), 0.0)
-    whole = (total * near).sum(0)
+    factor = torch.where(live, torch.exp(torch.where(live, base, 0.0) - top), 0.0)
+    whole = (total * factor).sum(0)
     whole = whole * torch.where(whole == math.inf, math.nan, 1.0)  # as log_softmax has it
     rest = torch.log(whole)
     keep, spill, lse = 1 - label_smoothing, label_smoothing / max(classes, 1), top + rest
@@ -110,7 +110,7 @@ def reference_join(
         rows = rows + spill * (count * ((top - base) + rest) - slant).sum(0)
         slope = slope + spill * count.sum(0)
     rows = rows.masked_fill(~counts, 0.0).masked_fill(~counts & ~ignored, math.nan)
-    steep = slope * near[rank] / whole
+    steep = slope * factor[rank] / whole
     smooth = [flat - spill, spill * away] if label_smoothing > 0 else [flat, flat]
     pull = spill * count[rank] if label_smoothing > 0 else flat
     slopes = torch.stack([steep * total[rank] - pull, steep, flat - keep, *smooth], -1)
@@ -333,7 +333,7 @@ def cross_entropy_join_forward(
 
 
 def sizes_of(a: SimpleNamespace) -> tuple:
-    """What both passes launch with: the logits, the labels, (M, INNER, N, START, CLASSES), strides of both, options."""
+    """What both passes are launched with: the logits, the labels, (M, INNER, N, START, CLASSES), strides of both, options."""
     x, inner, strides = fold(a.logits)
     y, steps = fold_like(a.labels, inner)
     columns = a.logits.shape[-1]

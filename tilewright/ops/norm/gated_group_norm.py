@@ -93,30 +93,30 @@ def inputs(draw: Draw) -> dict:
 ON_SM, ON_SM_PIECES = 20, 12  # warps of the backward on one SM, which has registers for more (H200, November 2026)
 SIZE = 1024  # elements of its tiles, if not of pieces
 FINEST = 8  # pieces to the power of two
-HELD = 48  # elements that a thread has at most, if of pieces
-HELD_BACKWARD = 20  # and backward, which at 36 spills
+MOST_A_THREAD = 48  # elements that a thread has at most, if of pieces
+MOST_A_THREAD_BACKWARD = 20  # and backward, which at 36 spills
 WIDEST = 8192  # columns of a group that one program holds in registers; a wider group is read twice
 MOST_ROWS = 2**30  # row numbers and those of a last, partial block are 32-bit
 MOST_COLUMNS = 2**24  # of a group in quantised tiles, which take the number as a float
 
 
 def split_columns(D: int) -> tuple[int, int]:
-    """(BLOCK, PIECES): a group as one tile, or as up to six where a power of two would leave a quarter of its lanes idle;
-    but an odd one, which is read element by element, as one."""
+    """(BLOCK, PIECES): how many columns a tile has, and how many tiles a group takes. That is one, or up to six where a power of
+    two would leave a quarter of its lanes idle; a group that 8 does not divide is read element by element, as one."""
     whole = power_of_two(D)
     BLOCK = max(32, whole // FINEST)
     PIECES = cdiv(D, BLOCK)
-    spared = whole - PIECES * BLOCK
-    return (BLOCK, PIECES) if D % 8 == 0 and 4 * spared >= whole else (whole, 1)
+    saved = whole - PIECES * BLOCK
+    return (BLOCK, PIECES) if D % 8 == 0 and 4 * saved >= whole else (whole, 1)
 
 
 def each_of(pieces: int, most: int) -> int:
-    """Elements of every piece that a thread has: a power of two, of which a load takes up to 16 bytes."""
+    """How many elements of every piece a thread has: a power of two, at most the 16 bytes that a load takes."""
     return min(8, power_of_two(most // pieces + 1) // 2)
 
 
 def _shape(a, size: int, run: int, warps: int) -> dict:
-    """A tile of about `size` elements, runs of `run` columns if whole groups make them."""
+    """A tile of about `size` elements, in runs of `run` columns if whole groups make such runs."""
     GB = a.G & -a.G if a.BLOCK >= a.D else 1  # no more groups than divide them all
     GB = max(1, min(GB, run // a.BLOCK))
     return {"GB": GB, "ROWS": max(1, size // (GB * a.BLOCK)), "num_warps": warps}
@@ -127,7 +127,7 @@ def _default(a) -> dict:
         GB = max(power_of_two(a.G), 128 // a.BLOCK)
         return {"GB": GB, "ROWS": max(1, 4096 // (GB * a.BLOCK)), "num_warps": min(16, max(4, GB * a.BLOCK // 1024))}
     if a.PIECES > 1:
-        each = each_of(a.PIECES, HELD)
+        each = each_of(a.PIECES, MOST_A_THREAD)
         return _shape(a, each * 128, 512, max(4, a.BLOCK // (32 * each)))
     return _shape(a, 2048, 512, min(16, max(4, a.BLOCK // 512)))
 
@@ -140,9 +140,9 @@ def _candidates(a) -> list[dict]:
 
 
 def rows_backward(columns: int, pieces: int, size: int) -> tuple[int, int]:
-    """(ROWS, warps) of the backward's programs, of tiles with so many columns of whole groups or of pieces of them."""
+    """(ROWS, warps) of the backward's programs, whose tiles have so many columns of whole groups, or of pieces of them."""
     if pieces > 1:
-        each = each_of(pieces, HELD_BACKWARD)
+        each = each_of(pieces, MOST_A_THREAD_BACKWARD)
         return max(1, each * 128 // columns), max(4, columns // (32 * each))
     ROWS = max(1, size // columns)
     return ROWS, min(16, max(4, ROWS * columns // 512))
@@ -156,8 +156,8 @@ def _shape_backward(a, size: int | None = None, stages: int = 3) -> dict:
     ROWS, warps = rows_backward(a.GB * a.BLOCK, a.PIECES, size or SIZE)
     elements = ROWS * a.GB * a.BLOCK * a.PIECES
     # All stages but one keep a block of every operand in shared memory
-    held = (stages - 1) * elements * sum(t.element_size() for t in (a.X, a.GATE, a.DY))
-    STAGES = stages if held + 1024 <= Target.at(a.X.device).shared_memory // programs_on_sm(a.PIECES, warps) else 1
+    shared = (stages - 1) * elements * sum(t.element_size() for t in (a.X, a.GATE, a.DY))
+    STAGES = stages if shared + 1024 <= Target.at(a.X.device).shared_memory // programs_on_sm(a.PIECES, warps) else 1
     return {"ROWS": ROWS, "STAGES": STAGES, "num_warps": warps}
 
 
@@ -336,7 +336,7 @@ def produce(X, GATE, W, RSTD, inner, outer, width, p1, row, col, inside, MODE: t
 
 
 def in_order(x: Tensor, transposed: bool) -> Tensor:
-    """x as [outer, inner, hidden], the order of gate."""
+    """x as [outer, inner, hidden], which is the order of gate."""
     return x.transpose(0, 1) if transposed else x
 
 
@@ -399,7 +399,7 @@ def forward(x, gate, weight, eps, *, groups, transposed, act, out_format, out) -
 
 
 def backward(saved: SimpleNamespace, dy: Tensor) -> tuple:
-    """dweight is summed in fp32, per program and then over programs: no atomics."""
+    """All gradients. dweight is summed in fp32, per program and then over programs, without atomics."""
     x, gate, w, groups, needs = saved.x, saved.gate, vector(saved.weight), saved.groups, saved.needs
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if "x" in needs else None
     dgate = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device) if "gate" in needs else None

@@ -1,5 +1,5 @@
-"""What `gated_group_norm` knows first of groups too wide for one program: rstd = 1 / sqrt(mean(x**2) + eps) and, backward,
-mean(x * rstd * g), from a pass of their own."""
+"""The statistics of groups too wide for one program, which `gated_group_norm` takes from a pass of its own: rstd =
+1 / sqrt(mean(x**2) + eps) and, backward, mean(x * rstd * g)."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def reference(
 
 
 def normalise(x, weight, eps, weight_offset, rstd, out_format) -> tuple[Tensor, Tensor]:
-    """(y, rstd). A given rstd takes the computed one's place in value, not in the gradient."""
+    """(y, rstd). A given rstd replaces the computed one in value, not in the gradient."""
     wide = upcast(x)  # once: autograd would round a gradient for each use of x itself
     computed = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     if rstd is not None:
@@ -354,7 +354,7 @@ def sum_columns(P, OUT, M, N, PDL: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.c
 def launch_rows(
     x, residual, weight, rstd_in, y, h, rstd, eps, weight_offset, scale=None, fmt=None, keep=False, pdl=False
 ) -> None:
-    """One launch over rows [M, N]; `fmt` says that y are codes."""
+    """Launch the kernel over rows [M, N]; with `fmt`, y are codes."""
     M, N = x.shape
     BLOCK = max(128, power_of_two(N)) if fmt is not None else power_of_two(N)
     SINGLE = BLOCK <= WIDEST
@@ -389,7 +389,7 @@ def quantised(x, residual, weight, rstd_in, h, rstd, eps, weight_offset, fmt, q)
 
 
 def in_tiles(x, residual, weight, rstd_in, h, rstd, eps, weight_offset, fmt, q) -> None:
-    """Fill q both ways from tiles, after a launch over rows for rstd (and h) unless it is given."""
+    """Fill q both ways from tiles, after a launch over rows for rstd (and h) unless rstd is given."""
     after = None
     if rstd_in is None:
         rstd = torch.empty(x.shape[0], dtype=torch.float32, device=x.device) if rstd is None else rstd
@@ -401,7 +401,7 @@ def in_tiles(x, residual, weight, rstd_in, h, rstd, eps, weight_offset, fmt, q) 
 
 
 def normalised(x, residual, weight, rstd_in, h, rstd, eps, weight_offset, out_format, out, how) -> Tensor:
-    """y of any of the three ops, plain or quantised by `how`; h and rstd are filled if given."""
+    """The y of any of the three ops, plain or quantised by the function `how`; h and rstd are filled if given."""
     flat = (rows(x), None if residual is None else rows(residual), vector(weight), vector(rstd_in))
     if out_format is None:
         y = out if out is not None else torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -428,7 +428,7 @@ def forward_add(x, residual, weight, eps, *, weight_offset, out_format, how=quan
 
 
 def gradients(x, weight, rstd, dy, dh, eps, weight_offset, needs) -> tuple[Tensor | None, Tensor | None]:
-    """(dx, dweight), None where not needed. dweight is summed in fp32, per program and then over programs: no atomics."""
+    """(dx, dweight), None where not needed. dweight is summed in fp32, per program and then over programs, without atomics."""
     dx = torch.empty_like(x, memory_format=torch.contiguous_format) if "x" in needs or "residual" in needs else None
     dweight = torch.empty_like(weight) if "weight" in needs else None
     x2, dy2 = rows(x), rows(dy)

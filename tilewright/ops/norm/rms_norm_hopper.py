@@ -18,7 +18,7 @@ from ...core.format import Format, Quantized
 from ...core.target import Target
 from ...core.tensor import cdiv
 from ...device.hopper import TILE, store_tile, widen
-from ...formats.tiles import by_bulk_copies, row_stride
+from ...formats.tiles import row_stride, tiles_in_bulk
 from ...op import single
 from ...runtime.kernel import kernel
 
@@ -121,7 +121,7 @@ def rms_norm_tiles(
 
 def takes(target: Target, x: Tensor, format: Format | None, out: Quantized | None = None) -> bool:
     """Whether the kernel above takes this x into this format. With fewer tiles than programs there is none to fetch ahead."""
-    return by_bulk_copies(target, x, format, out) and cdiv(x.numel() // x.shape[-1], 128) * (x.shape[-1] // 128) >= (
+    return tiles_in_bulk(target, x, format, out) and cdiv(x.numel() // x.shape[-1], 128) * (x.shape[-1] // 128) >= (
         PER_SM * target.sms
     )
 

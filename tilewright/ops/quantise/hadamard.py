@@ -316,7 +316,7 @@ def check_both(x, out_format, *, block) -> None:
 
 
 def twin(x, out_format, *, block) -> Tensor:
-    """What the column-wise operand holds."""
+    """The value that the column-wise operand holds."""
     return rotate(x, block, 0)
 
 

@@ -154,7 +154,7 @@ dequantize_codes = Op(
 
 
 class _Through(torch.autograd.Function):
-    """The value of `y` with the gradient edge of `carrier`."""
+    """Gives the value of `y`, and sends the gradient to `carrier`."""
 
     @staticmethod
     def forward(ctx, carrier, y):
