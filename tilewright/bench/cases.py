@@ -82,13 +82,13 @@ def _family(row: dict[str, Any], suite: str, further: dict[str, list[dict[str, i
     metric = row.pop("metric", None) or (goal.metric if goal else "fraction")
     made = []
     for dims in (*over, *([own] if own else []), *(further[also] if also else ())):
-        held = None
+        limit = None
         if dims in over:
-            held = least
+            limit = least
         elif goal is not None:
-            held = goal.goal if dims is own else round(goal.goal - slack, 4)
+            limit = goal.goal if dims is own else round(goal.goal - slack, 4)
         name = f"{family}/{'x'.join(map(str, dims.values()))}"
-        about = {"metric": metric, "goal": held, "own": dims is own, "mean": dims in over}
+        about = {"metric": metric, "goal": limit, "own": dims is own, "mean": dims in over}
         made.append(Case(name, family, suite, op, dims=dims, **about, **row))
     return made
 
@@ -100,19 +100,19 @@ CASES: dict[str, Case] = _cases()  # by name, in the order of the suites
 def select(words: Sequence[str]) -> list[Case]:
     """The cases that the words name: an op, a suite, a family or a pattern of either or of a whole name (all, if none).
 
-    Raises KeyError with near matches.
+    Raises KeyError with similar names.
     """
     chosen: set[str] = set()
     for word in words:
         hits = {c.name for c in CASES.values() if any(fnmatch.fnmatchcase(n, word) for n in names(c))}
         if not hits:
             known = {n for c in CASES.values() for n in names(c)}
-            near = difflib.get_close_matches(word, known, cutoff=0.5) or sorted({c.op for c in CASES.values()})
-            raise KeyError(f"no case, op or suite matches {word!r}; perhaps {', '.join(near)}")
+            similar = difflib.get_close_matches(word, known, cutoff=0.5) or sorted({c.op for c in CASES.values()})
+            raise KeyError(f"no case, op or suite matches {word!r}; perhaps {', '.join(similar)}")
         chosen |= hits
     return [c for c in CASES.values() if not words or c.name in chosen]
 
 
 def names(case: Case) -> tuple[str, ...]:
-    """What a case answers to."""
+    """The names by which a case can be selected."""
     return case.name, case.family, case.op, case.suite

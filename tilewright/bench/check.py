@@ -52,7 +52,7 @@ def bands(rows: int, height: int = BLOCK, count: int = 6) -> list[slice]:
 
 
 def chunks(rows: int, columns: int, elements: int = 1 << 25) -> Iterator[slice]:
-    """All rows, in slices of about `elements` elements."""
+    """Slices of about `elements` elements that make up all rows."""
     step = max(1, elements // max(columns, 1))
     return (slice(i, min(i + step, rows)) for i in range(0, rows, step))
 
@@ -265,12 +265,12 @@ def forward(op: Op, values: Mapping[str, Any], results: Sequence[Any]) -> float:
                     compare_quantized(r, lambda band, by_start=by_start: by_start[band.start], name, twin=whole)
                 )
             else:
-                errors.append(_held(op, name, ((r[b], w[i]) for b, w in zip(picked, wanted)), values))
+                errors.append(_error_of(op, name, ((r[b], w[i]) for b, w in zip(picked, wanted)), values))
     return max(errors)
 
 
 def whole_columns(op: Op, values: Mapping[str, Any], q: Quantized, at: int) -> Tensor | None:
-    """The truth of a column-wise operand that rows alone do not tell; None where they do."""
+    """The true values of a column-wise operand where rows alone do not tell them; None where they do."""
     if q.data_t is None:
         return None
     if "twin" in op.bars:
@@ -284,7 +284,7 @@ def is_coarse(op: Op, values: Mapping[str, Any]) -> bool:
     return "coarse" in op.bars and op.bars["coarse"](values)
 
 
-def _held(op: Op, name: str, pairs: Iterable[tuple[Tensor, Tensor]], values: Mapping[str, Any]) -> float:
+def _error_of(op: Op, name: str, pairs: Iterable[tuple[Tensor, Tensor]], values: Mapping[str, Any]) -> float:
     if is_coarse(op, values):
         return compare(pairs, COARSE, name, slack=2.0)
     if name in rounded_results(op):
@@ -300,17 +300,18 @@ def _whole(
     result, wanted = specified(terms, name, result), specified(terms, name, wanted)
     if not wanted.is_floating_point():
         return compare([(result, wanted)], BARS["G"], name)
-    return _held(op, name, [(result, wanted)], values)
+    return _error_of(op, name, [(result, wanted)], values)
 
 
 def backward(
     op: Op, values: Mapping[str, Any], grads: Sequence[Tensor], found: Mapping[str, Any], overwritten: bool = False
 ) -> float:
-    """The largest error of the gradients by name. `overwritten`: an unwritten row would not show as NaN, so all are read."""
+    """The largest error of the gradients by name. `overwritten` says that an unwritten row would not show as NaN: then all are
+    read."""
     rules = {p.name: p.rule for p in op.signature.parameters}
     found = {n: g for n, g in found.items() if g is not None}
 
-    def held(pairs: Any, name: str) -> float:
+    def error_of(pairs: Any, name: str) -> float:
         if is_coarse(op, values):
             return compare(pairs, COARSE, f"d{name}", slack=2.0)
         if op.bars.get("rounds"):  # a product of factors that are themselves rounded: no element is its own rounding
@@ -326,7 +327,7 @@ def backward(
         return max(
             compare_quantized(g, lambda band, w=wanted[n]: w.reshape(-1, w.shape[-1])[band], f"d{n}")
             if isinstance(g, Quantized)
-            else held([(g, wanted[n])], n)
+            else error_of([(g, wanted[n])], n)
             for n, g in found.items()
         )
     summed = {n for n in found if not row_shaped(rules[n])}
@@ -341,6 +342,6 @@ def backward(
             elif isinstance(g, Quantized):
                 errors.append(compare_quantized(g, lambda band, w=wanted[name]: w, f"d{name}", [part]))
             else:
-                errors.append(held([(g[part], wanted[name])], name))
-    errors += [held([(found[n], total)], n) for n, total in totals.items()]
+                errors.append(error_of([(g[part], wanted[name])], name))
+    errors += [error_of([(found[n], total)], n) for n, total in totals.items()]
     return max(errors)

@@ -36,7 +36,7 @@ class Damaged(ValueError):
 
 
 def folder() -> Path:
-    """The project's own folder where this is a checkout, else `evidence` in the current one."""
+    """The folder of the evidence: the project's own where this is a checkout, else `evidence` in the current one."""
     here = Path(__file__).resolve().parents[2]
     return here / "evidence" if (here / "pyproject.toml").exists() else Path("evidence")
 
@@ -134,7 +134,7 @@ def write(path: Path, rows: Sequence[Row]) -> None:
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Nobody else records to this file meanwhile."""
+    """Inside, no other process records to this file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path.with_name(f".{path.name}.lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -158,6 +158,6 @@ def target_of(row: Row) -> Target | None:
 
 
 def state(op: str, rows: Sequence[Row]) -> str:
-    """What an op's rows are worth together: `none`, `fresh`, or `stale` if one of them is."""
+    """The freshness of an op's rows together: `none`, `fresh`, or `stale` if one of them is."""
     found = [freshness(row) for row in rows if row["op"] == op]
     return "none" if not found else "stale" if "stale" in found else "fresh"

@@ -46,7 +46,7 @@ def stream(X, Y, READ: tl.constexpr, WRITE: tl.constexpr, BLOCK: tl.constexpr):
 
 
 def proportion(read: int, written: int) -> tuple[int, int]:
-    """The small whole numbers whose ratio is nearest to read : written, (1, 0) or (0, 1) when one hardly counts."""
+    """The small whole numbers whose ratio is nearest to read : written; (1, 0) or (0, 1) where one of the two hardly counts."""
     if read < 0 or written < 0 or read + written == 0:
         raise ValueError(f"a floor needs bytes to move, got {read} read and {written} written")
     share = read / (read + written)

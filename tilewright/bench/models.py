@@ -171,7 +171,7 @@ def reading(step: Callable[[], Any], between: Callable[[], None], clock: Device,
 
 
 class Host:
-    """The few operations of a `timing.Device` that a reading takes, where there is none."""
+    """The few operations of a `timing.Device` that a reading takes, for a machine without a GPU."""
 
     def mark(self) -> float:
         return time.perf_counter() * 1e6
@@ -196,7 +196,7 @@ def tiny(case: Case) -> Case:
 
 
 def packages() -> dict[str, str]:
-    """Versions of what is compared that torch and triton do not say."""
+    """The versions of the packages that are compared, beside torch and Triton."""
     found = {}
     for name in ("transformers", "liger_kernel"):
         try:
@@ -237,7 +237,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def errors(found: Mapping[str, Any], truth: Mapping[str, Any]) -> Bars:
-    """How far a step is off another, in the terms of the bars."""
+    """How far a step is off another, by what the bars limit."""
     squares = []
     for name, wanted in truth["sample"].items():
         size = math.fsum(w * w for w in wanted)

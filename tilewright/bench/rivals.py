@@ -83,12 +83,12 @@ def _directed(function: Callable[..., Any], work: Work) -> Call:
 
 
 def finished(call: Call) -> Any:
-    """What a rival's call stands for: its result, or what `finish` makes of one that leaves a step undone."""
+    """The result of a rival's call, completed by its `finish` where it leaves a step undone."""
     return getattr(call, "finish", lambda result: result)(call())
 
 
 def agrees(mine: Any, theirs: Any, loose: float = LOOSE) -> bool:
-    """Whether a rival's result, perhaps in two halves, is about ours, which was checked."""
+    """Whether a rival's result, perhaps in two halves, is near ours, which was checked."""
     ours, others = _tensors(mine), _tensors(theirs)
     if len(ours) == 1 and len(others) == 2:
         others = [torch.cat(others, -1)]

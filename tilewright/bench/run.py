@@ -36,7 +36,7 @@ NO_DEVICE = "no CUDA device: a bench needs a GPU (`tilewright doctor` says what 
 
 
 def measure(case: Case, beside: Sequence[str]) -> Row:
-    """One case in this process, with the rivals asked for and the one that its goal names. Raises `check.Wrong`."""
+    """Measure one case in this process, with the rivals asked for and the one that its goal names. Raises `check.Wrong`."""
     named = case.metric.partition("vs:")[2]
     beside = list(dict.fromkeys([*beside, *([named] if named else [])]))
     row = (measure_host if case.direction == "host" else measure_device)(case, beside)
@@ -46,7 +46,7 @@ def measure(case: Case, beside: Sequence[str]) -> Row:
 
 
 def measure_host(case: Case, beside: Sequence[str]) -> Row:
-    """Host time of a call and, in turns with it, of its rivals."""
+    """The host time of a call and, in batches that alternate with its own, of its rivals."""
     work = Work.build(case)
     result = work.call()
     error = work.verify(result)
@@ -65,7 +65,7 @@ def measure_host(case: Case, beside: Sequence[str]) -> Row:
 
 
 def measure_device(case: Case, beside: Sequence[str]) -> Row:
-    """Device time of a call whose result was checked before the timing, and again after it in what the replays left."""
+    """The device time of a call. Its result is checked before the timing and, in what the replays left, after it."""
     work = [Work.build(case)]
     once = work[0].overwrites
     read, written = work[0].traffic(work[0].call())
@@ -111,8 +111,8 @@ def readings_of(work: Work) -> int:
 
 
 def matrix_rates(work: Work, us: float) -> Row:
-    """Of a matrix product its rate in TFLOP/s, as a burst and sustained, with the clock then: power lowers the second; and what is
-    multiplied."""
+    """The rate of a matrix product in TFLOP/s, as a burst and sustained, which power makes lower, with the clock then; and what the
+    chip multiplies. Empty for any other op."""
     if work.op.flops is None:
         return {}
     # A gradient of a product is two of its size
@@ -177,7 +177,7 @@ def serve(requests: TextIO, replies: TextIO, measure: Callable[[Case, Sequence[s
 
 
 def about(case: Case) -> Row:
-    """What a number is of, and what it was measured on and with."""
+    """What a row's number is of, and what it was measured on and with."""
     target = Target.of(torch.cuda.current_device())
     return {
         "op": case.op, "direction": case.direction, "dims": case.dims, "gpu": torch.cuda.get_device_name(),

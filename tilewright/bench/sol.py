@@ -72,7 +72,7 @@ def plain(dtype: torch.dtype) -> Product:
 
 
 def fp8(M: int, N: int, K: int) -> Callable[[], Tensor]:
-    """One scale a tensor, the accumulator as the tensor cores keep it."""
+    """An FP8 product with one scale a tensor, whose sums stay in the tensor cores."""
     a, b = (torch.randn(shape, device="cuda").to(torch.float8_e4m3fn) for shape in ((M, K), (N, K)))
     one = torch.ones((), device="cuda")
     return lambda: torch._scaled_mm(a, b.t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=True)
@@ -84,7 +84,7 @@ def int8(M: int, N: int, K: int) -> Callable[[], Tensor]:
 
 
 def block_operands(M: int, N: int, K: int) -> dict[str, Any]:
-    """FP8 with a scale for 1x128 elements of a row, and for 128x128 of a weight."""
+    """FP8 operands with a scale for 1x128 elements of a row, and for 128x128 of a weight."""
     a, b = (torch.randn(shape, device="cuda").to(torch.float8_e4m3fn) for shape in ((M, K), (N, K)))
     scale_a, scale_b = (torch.rand(shape, device="cuda") for shape in ((cdiv(K, 128), M), (cdiv(N, 128), cdiv(K, 128))))
     recipes = {"recipe_a": "BlockWise1x128", "recipe_b": "BlockWise128x128"}
@@ -120,7 +120,7 @@ def bf16_operands(M: int, N: int, K: int) -> dict[str, Any]:
 
 
 def row_operands(dtype: torch.dtype) -> Callable[[int, int, int], dict[str, Any]]:
-    """A scale for each row of both factors, and sums as the tensor cores keep them."""
+    """Operands with a scale for each row of both factors, for sums that stay in the tensor cores."""
 
     def make(M: int, N: int, K: int) -> dict[str, Any]:
         spread = 40.0 if dtype == torch.int8 else 1.0
@@ -144,7 +144,7 @@ PRODUCTS: dict[str, dict[str, Product]] = {
 
 @contextlib.contextmanager
 def tf32() -> Iterator[None]:
-    """fp32 products on tensor cores."""
+    """Inside, torch multiplies fp32 on tensor cores, as TF32."""
     before = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = True
     try:

@@ -16,7 +16,7 @@ from .work import launches
 
 @cache
 def source(case: str, target: Target = TARGETS["sm_90"]) -> str:
-    """Sixteen hexadecimal digits for a case on a chip."""
+    """Sixteen hexadecimal digits that stand for the code of a case on a chip."""
     return digest(CASES[case], target)
 
 

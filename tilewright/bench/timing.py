@@ -219,10 +219,10 @@ def time_host_each(
     clock: Callable[[], int] = time.perf_counter_ns,
     drain: Callable[[], None] | None = None,
 ) -> list[float]:
-    """Microseconds the host needs to issue one of each of `calls`: medians over batches that take turns.
+    """Microseconds the host needs to issue one of each of `calls`: medians over batches of one call after another.
 
-    Taking turns lets a slower or faster spell of the machine fall on all of them. A batch of 100 is far under the about
-    1000 launches that a stream queues before the host has to wait.
+    Batches of all calls alternate, so that a slower or faster spell of the machine falls on all of them. A batch of 100 is far
+    under the about 1000 launches that a stream queues before the host has to wait.
     """
     drain = torch.cuda.synchronize if drain is None else drain
     for call in calls:

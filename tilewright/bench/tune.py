@@ -334,9 +334,9 @@ def _one(task: Task, ask: Callable) -> Iterator[str]:
     if not times or min(times)[0] > first * (1 - GAIN):
         return Found(task, default, first, first, count)
     us, at = min(times)
-    again = (yield from ask(task, task.configs[at])) or float("inf")
+    repeated = (yield from ask(task, task.configs[at])) or float("inf")
     second = (yield from ask(task, default)) or first
-    slowest, fastest = max(us, again), min(first, second)
+    slowest, fastest = max(us, repeated), min(first, second)
     if slowest > fastest * (1 - GAIN):
         return Found(task, default, fastest, fastest, count)
     return Found(task, task.configs[at], fastest, slowest, count)
@@ -352,7 +352,7 @@ def rows(found: Iterable[Found], others: Sequence[tuple], shipped: Sequence[tupl
     measured = {(f.task.kernel, _text(f.task.key)) for f in found}
     kept = [row for row in others if (row[0], _text(row[1])) not in measured]
     kept += [(f.task.kernel, f.task.key, f.config) for f in found if f.config != f.task.configs[0]]
-    near = [*kept, *shipped]
+    neighbours = [*kept, *shipped]
     for f in found:
         task, default = f.task, f.task.configs[0]
         if f.config == default and default in task.allowed:
@@ -360,7 +360,7 @@ def rows(found: Iterable[Found], others: Sequence[tuple], shipped: Sequence[tupl
             if any(
                 kernel == task.kernel and chosen != default and chosen in task.allowed
                 and config.distance(key, task.key, names) <= 1.0
-                for kernel, key, chosen in near
+                for kernel, key, chosen in neighbours
             ):  # fmt: skip
                 kept.append((task.kernel, task.key, default))
     return kept

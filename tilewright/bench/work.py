@@ -149,13 +149,13 @@ class Work:
 
 
 def forced(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """A call of an op by kernels of ours."""
+    """A function that calls an op by kernels of ours, never a library's."""
     with force("triton"):
         return function(*args, **kwargs)
 
 
 def launches(case: Case, target: Target) -> list[Wanted]:
-    """What a case launches on a chip, found without it and without memory; a model, what its parts do."""
+    """The launches of a case on a chip, found without that chip and without memory. Those of a model are its parts'."""
     if case.parts:
         return [one for part in case.parts for one in launches(replace(case, parts=[], **part), target)]
     op: Op = tw.catalogue()[case.op]
@@ -173,5 +173,5 @@ def launches(case: Case, target: Target) -> list[Wanted]:
 
 
 def same_arguments(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments as a reference takes them: no memory of the caller's to write to."""
+    """The arguments as a reference takes them: without memory of the caller's to write to."""
     return {n: None if n == "out" else v for n, v in values.items()}

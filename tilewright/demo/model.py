@@ -146,7 +146,7 @@ class Layer(nn.Module):
 
 
 class LanguageModel(nn.Module):
-    """Bytes in, loss out."""
+    """A language model that takes bytes and gives their loss."""
 
     def __init__(self, sizes: Sizes, parts: Parts) -> None:
         super().__init__()

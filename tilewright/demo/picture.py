@@ -1,4 +1,4 @@
-"""The picture of the demonstration: the loss of every run, and how far each parts from the first."""
+"""The picture of the demonstration: the loss of every run, and how far each is from the first."""
 
 from __future__ import annotations
 

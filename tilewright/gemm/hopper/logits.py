@@ -3,7 +3,7 @@ block of 256 logits of a token the largest, `top`, the sum of exp(x - top), and 
 
 The warps and the ring are those of `grouped_rows.py`. A warpgroup has 64 tokens, as rows of its sums, by the 256 logits of a
 block: in each thread lie 64 of two tokens, so that a top takes two shuffles. Codes are written as [vocabulary, tokens]: they are
-turned on their way into shared memory, which costs nothing.
+transposed on their way into shared memory, which costs nothing.
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ class GroupedMLP(KeepsCodes, MegatronModule):
         self.weight2 = self.parameter(hidden, ffn, 1, config.output_layer_init_method)
 
     def parameter(self, rows: int, columns: int, axis: int, init_method: Callable) -> nn.Parameter:
-        """Of [experts, rows, columns] the part of this tensor-parallel rank, which divides `axis` of a matrix."""
+        """The part of a parameter [experts, rows, columns] that this tensor-parallel rank has; ranks divide `axis` of a matrix."""
         config, ranks = self.config, self.tp_group.size()
         shape = [rows, columns]
         if shape[axis] % ranks:
@@ -119,7 +119,7 @@ class GroupedMLP(KeepsCodes, MegatronModule):
     # ---- gradients of weights ----------------------------------------------------------------------------------------------
 
     def weight_gradient(self, weight: Tensor, dy: Tensor, rows: Tensor, offsets: Tensor) -> Tensor | None:
-        """The gradient, or what autograd is to have where it was added to `main_grad`."""
+        """The gradient of a weight, or what autograd is given instead where it was added to `main_grad`."""
         if not self.config.gradient_accumulation_fusion:
             return grouped_mm(dy, rows, offsets, transposed_a=True, out_dtype=weight.dtype)
         buffer = weight.main_grad
@@ -132,7 +132,7 @@ class GroupedMLP(KeepsCodes, MegatronModule):
             weight.grad = found if weight.grad is None else weight.grad + found
 
     def backward_dw(self) -> None:
-        """The gradients that backward passes have left, in their order."""
+        """Compute the gradients that backward passes have left for later, in their order."""
         waiting, self.waiting = self.waiting, []
         with torch.no_grad():
             for add in waiting:
@@ -141,13 +141,13 @@ class GroupedMLP(KeepsCodes, MegatronModule):
             hook()
 
     def register_wgrad_accumulation_and_reduce_hooks(self, hook: Callable[[], None]) -> None:
-        """What distributed data parallelism does once a delayed gradient is there."""
+        """Keep `hook`, by which distributed data parallelism is told that a delayed gradient is there."""
         self.hooks.append(hook)
 
     # ---- checkpoints -------------------------------------------------------------------------------------------------------
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
-        """Shards under the keys of `SequentialMLP`: of weight1 the halves apart, for each of them is divided by ranks."""
+        """The shards under the keys of `SequentialMLP`. The halves of weight1 are apart, for each of them is divided by ranks."""
         alone = (metadata or {}).get("singleton_local_shards", False)
         made = {}
         for name, linear, axis, halves in (("weight1", "linear_fc1", 0, 2), ("weight2", "linear_fc2", 1, 1)):
@@ -162,7 +162,7 @@ class GroupedMLP(KeepsCodes, MegatronModule):
         self, key: str, data: Tensor, replica_id: Any, flattened_range: None = None, *, axis: int, halves: int,
         outer: tuple, prefix: str, alone: bool,
     ) -> list:  # fmt: skip
-        """For each half its shard, or with `alone` those of its experts, each under a key of its own."""
+        """The shard of each half or, with `alone`, those of its experts, each under a key of its own."""
         rank, ranks, first = self.tp_group.rank(), self.tp_group.size(), len(outer)
         options = {"replica_id": replica_id, "prepend_axis_num": first}
         made = []

@@ -33,11 +33,11 @@ TOPK = "_tilewright_topk"  # of a routing map: how many experts a token has in i
 
 
 class Declined(str):
-    """Why a call goes to Megatron's own function."""
+    """The reason why a call goes to Megatron's own function."""
 
 
 class Function(NamedTuple):
-    """One function of Megatron. `exact`: its parameters must be these alone, for its results depend on them."""
+    """One function of Megatron. `exact` says that its parameters must be these alone, for its results depend on them."""
 
     role: str
     module: str
@@ -226,7 +226,7 @@ def permuted(
 ) -> tuple[Tensor, Tensor | None, Tensor] | Declined:
     """(rows, their probabilities, the row map): nobody but `unpermute` reads the last, which is ours if it has 3 dimensions."""
     if drop_and_pad:
-        return Declined("experts have room for the same number of tokens each")
+        return Declined("every expert has the same capacity")
     if probs is not None and probs.dtype == torch.float64:
         return Declined("probs are float64")
     rows = int(routing_map.count_nonzero() if count is None else count)
@@ -276,7 +276,7 @@ def grad_norm(
 
 
 def nothing() -> Tensor:
-    """Of a rank without gradients, for which the others wait all the same."""
+    """An empty gradient, for a rank that has none: the other ranks wait for its norm all the same."""
     return torch.empty(0, device="cuda" if torch.cuda.is_available() else "cpu")
 
 

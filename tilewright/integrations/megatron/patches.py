@@ -79,7 +79,7 @@ class FunctionReport(PatchReport):
         tally(self.counter, op)
 
     def fallbacks(self) -> dict[str, int]:
-        """How often which function was left to Megatron, and why."""
+        """How often each function was left to Megatron, and why."""
         return {f"{name}: {reason}": count for (name, reason), count in self.declined.items()}
 
     def undo(self) -> None:

@@ -22,7 +22,7 @@ else:
 
 
 class RMSNorm(nn.Module):
-    """`weight` [hidden], from 1 on, or from 0 on where the config has it centred there."""
+    """An RMS norm whose `weight` [hidden] begins at 1, or at 0 where the config centres it there."""
 
     def __init__(self, config: Any, hidden_size: int, eps: float, count: Callable[[str], None]) -> None:
         super().__init__()
