@@ -606,7 +606,7 @@ def rope(
     cp_size: int = 1,
     cp_rank: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """Turn the first `rotary_dim` columns (default: all) of every head of `q` and of `k`, in fp32 and rounded once."""
+    """Rotate the first `rotary_dim` columns (default: all) of every head of `q` and of `k`, in fp32 and rounded once."""
 
 def rope_one(
     x: Tensor,
