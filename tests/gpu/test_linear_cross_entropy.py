@@ -11,7 +11,7 @@ from torch import Tensor
 import tilewright as tw
 from tilewright.core.target import Target
 from tilewright.gemm.hopper import logits as hopper_logits
-from tilewright.ops.loss.linear_cross_entropy_tokens import padded
+from tilewright.ops.loss.linear_cross_entropy_tokens import padded_count
 
 pytestmark = [
     pytest.mark.gpu,
@@ -59,7 +59,7 @@ def off(found: Tensor, exact: Tensor) -> float:
 def test_sums_and_codes(case, shape):
     (T, _, V), dtype = shape, FP16 if case % 3 == 2 else BF16
     hidden, weight, y, bias = drawn(*shape, dtype, (None, FP32, BF16)[case % 3])
-    blocks, width = -(-V // hopper_logits.BLOCK), padded(T)
+    blocks, width = -(-V // hopper_logits.BLOCK), padded_count(T)
     codes = torch.full((V + 2, width + 24), SEVEN, device="cuda", dtype=dtype)
     sums = [torch.full((blocks + 2, T), SEVEN, device="cuda") for _ in range(3)]
     own = torch.full((T + 2,), SEVEN, device="cuda")

@@ -27,7 +27,7 @@ are widened to what it does: the column `math` says so, and the share is of the 
 math."""
 
 
-def kind_of(case: Case, target: Target) -> Computed | None:
+def arithmetic_of(case: Case, target: Target) -> Computed | None:
     """How a case's product is computed; None where it is no product by kernels of ours alone."""
     op = tw.catalogue().get(case.op)
     if op is None or op.flops is None or (any(one.library for one in op.implementations) and not case.ours):
@@ -41,7 +41,7 @@ def page(recorded: Iterable[Mapping[str, Any]], cases: Mapping[str, Case] = CASE
     found = []
     for row in recorded:
         case, target = cases.get(row["case"]), TARGETS.get(row["arch"])
-        kind = kind_of(case, target) if case is not None and target is not None and "rates" in row else None
+        kind = arithmetic_of(case, target) if case is not None and target is not None and "rates" in row else None
         if kind is not None:
             found.append((row, kind))
     best: dict[tuple[str, str], float] = {}

@@ -214,11 +214,11 @@ class Fp8(Scaled):
     key: str = dataclasses.field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        one_of("granularity", self.granularity, GRANULARITIES)
-        one_of("dtype", self.dtype, CODES)
-        one_of("ways", self.ways, WAYS)
-        one_of("rule", self.rule, RULES)
-        one_of("scale", self.source, ("dynamic", "static", "unit"))
+        check_one_of("granularity", self.granularity, GRANULARITIES)
+        check_one_of("dtype", self.dtype, CODES)
+        check_one_of("ways", self.ways, WAYS)
+        check_one_of("rule", self.rule, RULES)
+        check_one_of("scale", self.source, ("dynamic", "static", "unit"))
         if self.source != "dynamic" and self.granularity != "tensor":
             raise ValueError(f"scale: only granularity 'tensor' takes one, not {self.granularity!r}")
         if self.tensor is not None and (self.tensor.numel() != 1 or self.tensor.dtype != torch.float32):
@@ -233,7 +233,7 @@ class Fp8(Scaled):
         if len(fields) != (6 if fields[1:2] == ["tensor"] else 5):
             raise ValueError(f"format: 'fp8:{':'.join(fields)}' is not dtype:granularity:ways:scales:rule[:source]")
         dtype, granularity, ways, scales, rule = fields[:5]
-        one_of("scales", scales, ("pow2", "fp32"))
+        check_one_of("scales", scales, ("pow2", "fp32"))
         return cls(granularity, dtype, ways, scales == "pow2", rule, *fields[5:])
 
     @property
@@ -321,7 +321,7 @@ def fp8(
     return Fp8(granularity, dtype, ways, pow2, rule, "unit")
 
 
-def one_of(name: str, value: str, allowed: Iterable[str]) -> None:
+def check_one_of(name: str, value: str, allowed: Iterable[str]) -> None:
     """Raise unless the argument `name` has an allowed value."""
     if value not in allowed:
         raise ValueError(f"{name}: must be one of {', '.join(allowed)}, not {value!r}")

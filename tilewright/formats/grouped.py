@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..core.format import Quantized
-from .fp8 import CODES, Fp8, ceil128, one_of, padded
+from .fp8 import CODES, Fp8, ceil128, check_one_of, padded
 from .interchange import te_codes
 
 MAPS = ("experts", "tokens", "compact")
@@ -27,7 +27,7 @@ def to_row_id_map(
     "experts" is [experts, tokens], "tokens" its transpose. "compact" is [tokens, 2 * experts + 1]: the rows of a token,
     descending, from column 0; their experts from column `experts`; how many there are in the last. All int32.
     """
-    one_of("layout", layout, MAPS)
+    check_one_of("layout", layout, MAPS)
     (tokens, _), experts = row_map.shape, offsets.shape[0]
     row = row_map.to(torch.int64)
     expert = torch.searchsorted(offsets.to(torch.int64), row.contiguous(), right=True)
@@ -54,7 +54,7 @@ def from_row_id_map(
 
     `slots`, by default the number of experts, is how many rows a token has at most; `align` what the groups were padded to.
     """
-    one_of("layout", layout, MAPS)
+    check_one_of("layout", layout, MAPS)
     if layout == "experts":
         row_id_map = row_id_map.t()
     elif layout == "compact":

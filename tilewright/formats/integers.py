@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..core.format import Format, Quantized, pack
-from .fp8 import BLOCK, GRANULARITIES, INF_BITS, RECIPES, WAYS, Scaled, ceil128, flat_rows, one_of, padded, round4
+from .fp8 import BLOCK, GRANULARITIES, INF_BITS, RECIPES, WAYS, Scaled, ceil128, check_one_of, flat_rows, padded, round4
 
 SMALLEST = 2.0**-100
 
@@ -43,8 +43,8 @@ class Int8(Scaled):
     key: str = dataclasses.field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        one_of("granularity", self.granularity, GRANULARITIES)
-        one_of("ways", self.ways, WAYS)
+        check_one_of("granularity", self.granularity, GRANULARITIES)
+        check_one_of("ways", self.ways, WAYS)
         object.__setattr__(self, "key", f"int8:{self.granularity}:{self.ways}")
 
     @classmethod
@@ -78,8 +78,8 @@ class Int4(Format):
     key: str = dataclasses.field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        one_of("granularity", self.granularity, ("row", "1x128"))
-        one_of("ways", self.ways, WAYS)
+        check_one_of("granularity", self.granularity, ("row", "1x128"))
+        check_one_of("ways", self.ways, WAYS)
         if self.zero and self.granularity != "1x128":
             raise ValueError(f"zero: only granularity '1x128' has zero points, not {self.granularity!r}")
         object.__setattr__(self, "key", ":".join(["int4", self.granularity, self.ways, *["zero"] * self.zero]))

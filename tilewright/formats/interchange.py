@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import ScalingType
 
 from tilewright.core.format import Quantized
-from tilewright.formats.fp8 import CODES, Fp8, ceil128, flat_rows, one_of, padded, round4
+from tilewright.formats.fp8 import CODES, Fp8, ceil128, check_one_of, flat_rows, padded, round4
 
 
 class Operand(NamedTuple):
@@ -38,8 +38,8 @@ def to_scaled_mm(q: Quantized, side: str = "a", way: str = "row") -> Operand:
 
     Shares memory with `q` wherever torch's layout allows it: 1x128 scales are copied when the rows are not a multiple of 4.
     """
-    one_of("side", side, ("a", "b"))
-    one_of("way", way, ("row", "col"))
+    check_one_of("side", side, ("a", "b"))
+    check_one_of("way", way, ("row", "col"))
     data, scale = (q.data, q.scale) if way == "row" else (q.data_t, q.scale_t)
     if data is None:
         raise ValueError(f"way: {q.format} has no {way} operand")
@@ -70,7 +70,7 @@ def from_scaled_mm(
 
     `pow2`, `rule` and `source` say how the scales were made, which operands do not tell.
     """
-    one_of("side", side, ("a", "b"))
+    check_one_of("side", side, ("a", "b"))
     given = {name: operand for name, operand in (("row", row), ("col", col)) if operand is not None}
     if not given:
         raise ValueError("row, col: at least one operand is needed")

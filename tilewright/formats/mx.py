@@ -31,7 +31,7 @@ from torch import Tensor
 
 from tilewright.core.format import Format, Quantized, pack
 from tilewright.core.tensor import cdiv
-from tilewright.formats.fp8 import flat_rows, one_of
+from tilewright.formats.fp8 import check_one_of, flat_rows
 
 INF_BITS = 0x7F800000
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -185,9 +185,9 @@ class Mx(SmallBlocks):
     key: str = dataclasses.field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        one_of("dtype", self.dtype, CODES)
-        one_of("ways", self.ways, SUFFIXES)
-        one_of("scale_rule", self.rule, RULES)
+        check_one_of("dtype", self.dtype, CODES)
+        check_one_of("ways", self.ways, SUFFIXES)
+        check_one_of("scale_rule", self.rule, RULES)
         object.__setattr__(self, "key", f"mx:{self.dtype}:{self.ways}:{self.rule}")
 
     @classmethod

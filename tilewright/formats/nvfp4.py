@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from tilewright.core.format import Quantized
-from tilewright.formats.fp8 import one_of
+from tilewright.formats.fp8 import check_one_of
 from tilewright.formats.mx import INF_BITS, SUFFIXES, SmallBlocks, block_bits, encode_e2m1
 
 SMALLEST, LARGEST = 2.0**-80, 2.0**100
@@ -46,8 +46,8 @@ class Nvfp4(SmallBlocks):
     key: str = dataclasses.field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        one_of("ways", self.ways, SUFFIXES)
-        one_of("scale", self.source, ("dynamic", "static"))
+        check_one_of("ways", self.ways, SUFFIXES)
+        check_one_of("scale", self.source, ("dynamic", "static"))
         if self.tensor is not None and (self.tensor.numel() != 1 or self.tensor.dtype != torch.float32):
             found = f"{tuple(self.tensor.shape)} of {self.tensor.dtype}"
             raise ValueError(f"scale: must be one element of torch.float32, not {found}")

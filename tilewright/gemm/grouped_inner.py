@@ -23,7 +23,7 @@ from ..runtime.kernel import kernel
 from .hopper import grouped_inner as hopper_grouped_inner
 from .hopper import wgrad as hopper_wgrad
 from .operands import DTYPES, Out
-from .tiles import ROWS, group_of, group_range, operands_for_kernel, rounded, stages
+from .tiles import ROWS, group_of, group_range, operands_for_kernel, rounded_ends, stages
 
 Scales = Literal["BlockWise1x128", "RowWise"]
 
@@ -97,7 +97,7 @@ def reference_fp8(
     else:
         wide_a = upcast(a) * upcast(scale_a).t().repeat_interleave(ROWS, 1)[:, : a.shape[1]]
         wide_b = upcast(b) * upcast(scale_b).repeat_interleave(ROWS, 0)[: b.shape[0]]
-        y = grouped_product(wide_a, wide_b, rounded(offsets, a.shape[1], ROWS), offsets.shape[0])
+        y = grouped_product(wide_a, wide_b, rounded_ends(offsets, a.shape[1], ROWS), offsets.shape[0])
     y = added(y, c, beta)
     return y if y.dtype == torch.float64 else y.to(DTYPES[out_dtype])
 

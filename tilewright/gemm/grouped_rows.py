@@ -37,7 +37,7 @@ def grouped_product(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
     return y
 
 
-def finished(y: Tensor, bias: Tensor | None, offsets: Tensor, act: str | None, glu: str | None) -> Tensor:
+def with_epilogue(y: Tensor, bias: Tensor | None, offsets: Tensor, act: str | None, glu: str | None) -> Tensor:
     """A product with its bias and its activation or gated unit; for references.
 
     Rows past the last group have a bias of their own, 0: their gradients, which may be anything, are no expert's.
@@ -68,7 +68,7 @@ def reference(
     the last group are unspecified. `b` may lie in memory either way; fastest is what `weight.transpose(1, 2)` of
     [experts, columns, inner] gives. There is a gradient where there is no bias, `act` and `glu`; of all, `grouped_mm` has one.
     """
-    y = finished(grouped_product(upcast(a), upcast(b), offsets), bias, offsets, act, glu)
+    y = with_epilogue(grouped_product(upcast(a), upcast(b), offsets), bias, offsets, act, glu)
     return y.to(a.dtype if out_dtype is None or y.dtype == torch.float64 else DTYPES[out_dtype])
 
 
@@ -112,7 +112,7 @@ def reference_fp8(
     """
     wide_a = scaled(a, upcast(scale_a).t(), (1,))
     wide_b = scaled(b, upcast(scale_b).transpose(1, 2), (1, 2))
-    y = finished(grouped_product(wide_a, wide_b, offsets), bias, offsets, act, glu)
+    y = with_epilogue(grouped_product(wide_a, wide_b, offsets), bias, offsets, act, glu)
     return y if y.dtype == torch.float64 else y.to(DTYPES[out_dtype])
 
 

@@ -76,7 +76,7 @@ def operands_for_kernel(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, dict]:
     return (a, b, how) if native else (a.view(torch.uint8), b.view(torch.uint8), how)
 
 
-def rounded(ends: Tensor, rows: int, step: int) -> Tensor:
+def rounded_ends(ends: Tensor, rows: int, step: int) -> Tensor:
     """End rows, each rounded up to a multiple of `step` but to no more than `rows`; for references."""
     return ((ends.to(torch.int64) + step - 1) // step * step).clamp(max=rows)
 

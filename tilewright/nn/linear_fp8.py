@@ -61,14 +61,14 @@ def reference(
     return y.to(x.dtype), *zeros_for_codes(x, keep)
 
 
-def rounded(x: Tensor, format: Format) -> Tensor:
+def through_codes(x: Tensor, format: Format) -> Tensor:
     """The matrix that the codes of x stand for, which is what a product multiplies; in float64 if that is its dtype."""
     return format.quantize(x.detach(), torch.float32).dequantize().to(upcast(x).dtype)
 
 
 def known_weight(weight: Tensor, codes: Tensor | None, scale: Tensor | None) -> Tensor:
     """The weight that products multiply: what its codes stand for."""
-    return rounded(weight, WEIGHTS["row"]) if codes is None else values(codes, scale, SQUARES)
+    return through_codes(weight, WEIGHTS["row"]) if codes is None else values(codes, scale, SQUARES)
 
 
 def times(a: Tensor, b: Tensor) -> Tensor:
@@ -84,15 +84,15 @@ class Emulated(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, known: Tensor) -> Tensor:
         ctx.save_for_backward(x, known)
         ctx.dtype = weight.dtype
-        return times(rounded(rows(x), CODES["row"]), known.t()).reshape(*x.shape[:-1], known.shape[0])
+        return times(through_codes(rows(x), CODES["row"]), known.t()).reshape(*x.shape[:-1], known.shape[0])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None]:
         x, known = ctx.saved_tensors
         flat = rows(dy)
-        dx = times(rounded(flat, CODES["row"]), known)
-        dweight = times(rounded(flat, CODES["col"]).t(), rounded(rows(x), CODES["col"]))
+        dx = times(through_codes(flat, CODES["row"]), known)
+        dweight = times(through_codes(flat, CODES["col"]).t(), through_codes(rows(x), CODES["col"]))
         return dx.to(x.dtype).reshape(x.shape), dweight.to(ctx.dtype), None
 
 
@@ -306,9 +306,9 @@ def layer_backward(
         if linear_fp8.implementation(vars(a)) is None:
             if data:
                 known = known_weight(weight, weight_codes, weight_scale)
-                dx = times(rounded(flat, CODES["row"]), known).to(x.dtype).reshape(x.shape)
+                dx = times(through_codes(flat, CODES["row"]), known).to(x.dtype).reshape(x.shape)
             if add:
-                main_grad.add_(times(rounded(flat, CODES["col"]).t(), rounded(rows(x), CODES["col"])))
+                main_grad.add_(times(through_codes(flat, CODES["col"]).t(), through_codes(rows(x), CODES["col"])))
             return dx
         q = coded(flat, WAYS[data, add])
         if data:

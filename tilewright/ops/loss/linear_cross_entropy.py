@@ -40,9 +40,9 @@ from .linear_cross_entropy_tokens import (
     affordable,
     chunks,
     codes_in,
-    group_of,
+    group_size,
     linear_cross_entropy_scale,
-    padded,
+    padded_count,
     tokens_within,
     widened,
 )
@@ -106,7 +106,7 @@ def forward(hidden, weight, labels, bias, *, needs: frozenset, at_once: bool = F
     loss, codes = tokens.empty(*labels.shape), tokens.empty(0, dtype=hidden.dtype)
     tops, none, *grads = (tokens.empty(0) for _ in range(5))
     if needs and in_groups(a, tokens):
-        grads = ahead(tokens, vector(loss), needs)
+        grads = losses_and_gradients(tokens, vector(loss), needs)
     elif "weight" in needs and a.softcap is None:
         codes = tokens.empty(*weight.shape, dtype=weight.dtype)
         tops = tokens.losses(loss, codes_in(codes, M))
@@ -127,7 +127,7 @@ def in_groups(a: SimpleNamespace, tokens: Tokens) -> bool:
     return affordable(len(tokens), vocab, hidden, size)
 
 
-def ahead(tokens: Tokens, loss: Tensor, needs: frozenset) -> tuple[Tensor, Tensor, Tensor]:
+def losses_and_gradients(tokens: Tokens, loss: Tensor, needs: frozenset) -> tuple[Tensor, Tensor, Tensor]:
     """Fill `loss`, and return the gradients of its sum, in fp32, empty where they are not needed."""
     weight, (count, width), M = tokens.weight, tokens.weight.shape, len(tokens)
     part = tokens.empty(cdiv(M, BLOCK_T), count) if "bias" in needs else None
@@ -137,12 +137,12 @@ def ahead(tokens: Tokens, loss: Tensor, needs: frozenset) -> tuple[Tensor, Tenso
     )
     one = torch.ones((), dtype=torch.float32, device=weight.device)
     tokens = replace(tokens, grad=one, denominator=None, part=part)
-    group = group_of(M, count, width, weight.element_size())
-    held = tokens.empty(count, padded(min(group, M)), dtype=weight.dtype)
+    group = group_size(M, count, width, weight.element_size())
+    memory = tokens.empty(count, padded_count(min(group, M)), dtype=weight.dtype)
     for start in range(0, M, group):
         some = tokens.some(start, min(start + group, M))
         some, stats = replace(some, stats=tokens.empty(2, len(some))), some.stats
-        dx = held[:, : len(some.wide)]
+        dx = memory[:, : len(some.wide)]
         tops = some.losses(loss[start : start + len(some)], dx)
         stats.copy_(some.stats)
         some.slopes(0, dx, tops, dx)
@@ -155,23 +155,23 @@ def ahead(tokens: Tokens, loss: Tensor, needs: frozenset) -> tuple[Tensor, Tenso
     return dhidden, dweight, dbias
 
 
-def both(tokens: Tokens, codes: Tensor, tops: Tensor, dhidden: Tensor | None) -> Tensor:
+def weight_gradient(tokens: Tokens, codes: Tensor, tops: Tensor, dhidden: Tensor | None) -> Tensor:
     """Returns dweight, in the memory of the codes if there are any, and fills `dhidden` if it is given."""
     weight, count = tokens.weight, tokens.weight.shape[0]
     there = codes.numel() > 0
     dweight = codes if there else tokens.empty(*weight.shape, dtype=weight.dtype)
-    held = codes_in(dweight, len(tokens))
-    tokens.fill_first(held, tops if there else None)
-    whole, total = held.shape[0] == count, dhidden
+    first = codes_in(dweight, len(tokens))
+    tokens.fill_first(first, tops if there else None)
+    whole, total = first.shape[0] == count, dhidden
     if dhidden is not None:
         if not whole or len(tokens.wide) > len(tokens):
             total = tokens.empty(*tokens.wide.shape, dtype=dhidden.dtype if whole else torch.float32)
-        product(held.t(), weight[: held.shape[0]], total)
+        product(first.t(), weight[: first.shape[0]], total)
     scratch = tokens.scratch(count, weight.dtype)
-    for start, stop in chunks(len(tokens), 0, held.shape[0]):
-        dx = scratch[: stop - start].copy_(held[start:stop])
+    for start, stop in chunks(len(tokens), 0, first.shape[0]):
+        dx = scratch[: stop - start].copy_(first[start:stop])
         product(dx, tokens.wide, dweight[start:stop])
-    for start, stop in chunks(len(tokens), held.shape[0], count):
+    for start, stop in chunks(len(tokens), first.shape[0], count):
         dx = scratch[: stop - start]
         tokens.fill(start, dx)
         if total is not None:
@@ -182,20 +182,20 @@ def both(tokens: Tokens, codes: Tensor, tops: Tensor, dhidden: Tensor | None) ->
     return dweight
 
 
-def frozen(tokens: Tokens, dhidden: Tensor | None) -> None:
+def hidden_gradient(tokens: Tokens, dhidden: Tensor | None) -> None:
     """Fill `dhidden`, if it is given, and the bias's part for a weight that has no gradient.
 
     It goes by a few tokens at a time, so that each row of dhidden is one sum over the whole vocabulary.
     """
     weight, count = tokens.weight, tokens.weight.shape[0]
     group = tokens_within(count, weight.element_size())
-    # Of few tokens the products are those that `both` makes, strides included: then the bits are the same
-    width = max(weight.shape[1], padded(len(tokens)))
-    stride = width if width <= group else padded(min(group, len(tokens)))
-    held = tokens.empty(count, stride, dtype=weight.dtype)
+    # Of few tokens the products are those that `weight_gradient` makes, strides included: then the bits are the same
+    width = max(weight.shape[1], padded_count(len(tokens)))
+    stride = width if width <= group else padded_count(min(group, len(tokens)))
+    memory = tokens.empty(count, stride, dtype=weight.dtype)
     for start in range(0, len(tokens), group):
         some = tokens.some(start, min(start + group, len(tokens)))
-        there = held[:, : len(some.wide)]
+        there = memory[:, : len(some.wide)]
         some.fill_first(there)
         if dhidden is not None:
             out = dhidden[start : start + len(some)]
@@ -205,7 +205,7 @@ def frozen(tokens: Tokens, dhidden: Tensor | None) -> None:
                 out.copy_(made[: len(some)])
 
 
-def scaled(made: Tensor, x: Tensor, tokens: Tokens) -> Tensor:
+def scaled_gradient(made: Tensor, x: Tensor, tokens: Tokens) -> Tensor:
     """The gradient of x, made from the gradient `made` of the sum of all losses."""
     made = made.detach()
     out = made if made.dtype == x.dtype and last_backward() else torch.empty(made.shape, dtype=x.dtype, device=x.device)
@@ -225,9 +225,11 @@ def backward(saved: SimpleNamespace, dloss: Tensor, at_once: bool = False) -> tu
     if in_groups(saved, tokens):
         grads = saved.dhidden, saved.dweight, saved.dbias
         if not any(t.numel() for t in grads):  # a registered op's forward does not know what will be wanted
-            grads = ahead(replace(tokens, stats=tokens.empty(2, M)), tokens.empty(M), needs)
+            grads = losses_and_gradients(replace(tokens, stats=tokens.empty(2, M)), tokens.empty(M), needs)
         inputs = ("hidden", hidden), ("weight", weight), ("bias", saved.bias)
-        return tuple(scaled(made, x, tokens) if name in needs else None for (name, x), made in zip(inputs, grads))
+        return tuple(
+            scaled_gradient(made, x, tokens) if name in needs else None for (name, x), made in zip(inputs, grads)
+        )
     part = dbias = dhidden = dweight = None
     if "bias" in needs:
         part = tokens.empty(cdiv(M, BLOCK_T), N)
@@ -237,9 +239,9 @@ def backward(saved: SimpleNamespace, dloss: Tensor, at_once: bool = False) -> tu
     flat = None if dhidden is None else dhidden.view(M, hidden.shape[-1])
     if "weight" in needs:
         codes = saved.codes if last_backward() else saved.codes.clone()
-        dweight = both(tokens, codes.detach(), saved.tops, flat)
+        dweight = weight_gradient(tokens, codes.detach(), saved.tops, flat)
     else:
-        frozen(tokens, flat)
+        hidden_gradient(tokens, flat)
     if part is not None:
         dbias = torch.empty(N, dtype=saved.bias.dtype, device=hidden.device)
         sum_columns(part, dbias, part.shape[0], N)

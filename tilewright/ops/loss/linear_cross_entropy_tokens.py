@@ -185,20 +185,20 @@ MOST_CODES = 256 * 2**20  # bytes of codes that may always be there, beside thos
 AHEAD = 2 * 2**30  # bytes of fp32 gradients of weight and codes of a group: with more, logits are rather computed twice
 
 
-def padded(tokens: int) -> int:
+def padded_count(tokens: int) -> int:
     """How many tokens a row has in memory, where it is whole 16-byte words."""
     return 16 * cdiv(tokens, 16)
 
 
 def widened(hidden: Tensor) -> Tensor:
-    """The tokens, followed by as many rows of zeros as `padded` adds."""
-    more = padded(hidden.shape[0]) - hidden.shape[0]
+    """The tokens, followed by as many rows of zeros as `padded_count` adds."""
+    more = padded_count(hidden.shape[0]) - hidden.shape[0]
     return F.pad(hidden, (0, 0, 0, more)) if more else hidden
 
 
 def chunk_of(tokens: int) -> int:
     """How many rows of the vocabulary go by at a time, a multiple of BLOCK_V."""
-    most = SCRATCH // (4 * max(1, padded(tokens)))
+    most = SCRATCH // (4 * max(1, padded_count(tokens)))
     return min(MOST, max(FEWEST, power_of_two(most + 1) // 2))
 
 
@@ -214,11 +214,11 @@ def codes_in(memory: Tensor, tokens: int) -> Tensor:
     Codes of a row begin no earlier than its gradient does: gradients that are written in order leave the codes of later rows alone.
     """
     vocab, width = memory.shape
-    stride = max(width, padded(tokens))
+    stride = max(width, padded_count(tokens))
     count = vocab * width // max(1, stride)
     if count < vocab:
         count -= count % chunk_of(tokens)
-    return memory.view(-1)[: count * stride].view(count, stride)[:, : padded(tokens)]
+    return memory.view(-1)[: count * stride].view(count, stride)[:, : padded_count(tokens)]
 
 
 def tokens_within(vocab: int, size: int) -> int:
@@ -226,7 +226,7 @@ def tokens_within(vocab: int, size: int) -> int:
     return BLOCK_T * max(1, MOST_CODES // max(1, vocab * size) // BLOCK_T)
 
 
-def group_of(tokens: int, vocab: int, hidden: int, size: int) -> int:
+def group_size(tokens: int, vocab: int, hidden: int, size: int) -> int:
     """How many tokens a group has: their codes take no more memory than a gradient of the weight, or MOST_CODES. It is a multiple
     of BLOCK_T."""
     most = max(hidden, tokens_within(vocab, size))
@@ -235,7 +235,7 @@ def group_of(tokens: int, vocab: int, hidden: int, size: int) -> int:
 
 def affordable(tokens: int, vocab: int, hidden: int, size: int) -> bool:
     """Whether gradients may be made with the losses: what they take beside their results is AHEAD bytes at most."""
-    return vocab * (4 * hidden + size * group_of(tokens, vocab, hidden, size)) <= AHEAD
+    return vocab * (4 * hidden + size * group_size(tokens, vocab, hidden, size)) <= AHEAD
 
 
 @dataclass(frozen=True)
@@ -267,7 +267,7 @@ class Tokens:
         grad = self.grad if self.grad.dim() == 0 else self.grad[start:stop]
         part = None if self.part is None else self.part[start // BLOCK_T :]
         stats, labels = self.stats[:, start:stop], self.labels[start:stop]
-        hidden, wide = self.hidden[start:stop], self.wide[start : start + padded(stop - start)]
+        hidden, wide = self.hidden[start:stop], self.wide[start : start + padded_count(stop - start)]
         return replace(self, hidden=hidden, labels=labels, stats=stats, grad=grad, part=part, wide=wide)
 
     def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -275,7 +275,7 @@ class Tokens:
 
     def scratch(self, count: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """Uninitialised memory for one chunk, of `count` rows at most."""
-        return self.empty(min(count, chunk_of(len(self))), padded(len(self)), dtype=dtype)
+        return self.empty(min(count, chunk_of(len(self))), padded_count(len(self)), dtype=dtype)
 
     def logits(self, start: int, stop: int, scratch: Tensor) -> Tensor:
         out = scratch[: stop - start]

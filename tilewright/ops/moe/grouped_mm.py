@@ -19,7 +19,7 @@ from ...core.format import Format, Quantized, pack, unpack
 from ...core.tensor import cdiv, name_of
 from ...gemm.grouped_inner import grouped_mm_inner, grouped_mm_inner_fp8
 from ...gemm.grouped_masked import grouped_mm_masked
-from ...gemm.grouped_rows import finished, grouped_mm_rows, grouped_mm_rows_fp8
+from ...gemm.grouped_rows import grouped_mm_rows, grouped_mm_rows_fp8, with_epilogue
 from ...gemm.operands import DTYPES, KINDS, names_of
 from ...gemm.scaled_mm import Act
 from ...gemm.tiles import ROWS
@@ -231,7 +231,7 @@ def by_rows(
         graded = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (a.codes, b.codes, bias))
         if graded and (bias is not None or act is not None or glu is not None):
             y = grouped_mm_rows.function(a.codes, b.codes, offsets, out_dtype="float32")
-            y = finished(y, bias, offsets, act, glu).to(wide)
+            y = with_epilogue(y, bias, offsets, act, glu).to(wide)
         else:
             y = grouped_mm_rows.function(a.codes, b.codes, offsets, **options)
     else:
