@@ -80,7 +80,7 @@ def test_same_bits_as_the_triton_kernel(monkeypatch, M, hidden, groups, poisoned
     saved = SimpleNamespace(x=x, up=None, needs=needs, **options)
     mine = module.forward_pairs(x, None, **options, out_format=fmt, out=None)
     dmine, _, dscale = module.backward(saved, dy, fmt)
-    monkeypatch.setattr(module, "fits", lambda *_: False)
+    monkeypatch.setattr(module, "takes", lambda *_: False)
     other = module.forward(x, None, **options, out_format=fmt, out=None)
     dother, _, dscale_other = module.backward(saved, dy, fmt)
     live, blocks = specified(M, ends)
