@@ -244,7 +244,7 @@ def grouped_mm_inner(
     out_dtype: Literal["bfloat16", "float16", "float32"] | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """For each group of tokens `a` [rows, tokens] times `b` [tokens, columns], plus `beta * c`: [experts, rows, columns], in the"""
+    """The product of `a` [rows, tokens] and `b` [tokens, columns] over the tokens of each group, plus `beta * c`."""
 
 def grouped_mm_inner_fp8(
     a: Tensor,
@@ -282,7 +282,7 @@ def grouped_mm_rows(
     glu: Literal["silu", "gelu_tanh", "gelu_erf", "relu"] | None = None,
     out_dtype: Literal["bfloat16", "float16", "float32"] | None = None,
 ) -> Tensor:
-    """Rows of `a` [rows, inner] times the matrix of their group in `b` [experts, inner, columns]: as `torch`'s grouped products"""
+    """The rows of `a` [rows, inner], each times the matrix of its group in `b` [experts, inner, columns]; `offsets` [experts] are"""
 
 def grouped_mm_rows_fp8(
     a: Tensor,

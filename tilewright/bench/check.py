@@ -45,7 +45,7 @@ class Wrong(Exception):
 
 
 def bands(rows: int, height: int = BLOCK, count: int = 6) -> list[slice]:
-    """Up to `count` bands of rows beginning at multiples of `height`: the first, the last (maybe short), others."""
+    """At most `count` bands of rows that begin at multiples of `height`: the first, the last (maybe short) and others."""
     blocks = -(-rows // height)
     picked = sorted({i * (blocks - 1) // max(count - 1, 1) for i in range(count)})
     return [slice(i * height, min((i + 1) * height, rows)) for i in picked]

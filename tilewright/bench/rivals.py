@@ -160,7 +160,7 @@ def _cublas_f32out(work: Work) -> Call:
 
 
 def _torch_tf32(work: Work) -> Call:
-    """Both gradients of a linear layer by torch's TF32 products of fp32 copies that were made before."""
+    """The two gradients of a linear layer by torch's TF32 products, of fp32 copies that were made before."""
     x, weight, dy = (t.float() for t in (work.values["x"], work.values["weight"], work.grads[0]))
     dtype = work.values["x"].dtype
 

@@ -48,11 +48,11 @@ def reference(
     out_dtype: Out | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """For each group of tokens `a` [rows, tokens] times `b` [tokens, columns], plus `beta * c`: [experts, rows, columns], in the
-    dtype of `a` if there is no `out_dtype`.
+    """The product of `a` [rows, tokens] and `b` [tokens, columns] over the tokens of each group, plus `beta * c`.
 
-    `offsets` [experts] are end tokens of the groups. fp32 sums, rounded once; an empty group's product is 0. Tokens past the
-    last group are never read. `out` may be `c`: fp32 gradients are added up in place with `beta=1.0`.
+    The result is [experts, rows, columns], in the dtype of `a` if there is no `out_dtype`. `offsets` [experts] are end tokens of
+    the groups. Sums are fp32 and rounded once; an empty group's product is 0. Tokens past the last group are never read. `out` may
+    be `c`: fp32 gradients are added up in place with `beta=1.0`.
     """
     y = added(grouped_product(upcast(a), upcast(b), offsets, offsets.shape[0]), c, beta)
     return y.to(a.dtype if out_dtype is None or y.dtype == torch.float64 else DTYPES[out_dtype])

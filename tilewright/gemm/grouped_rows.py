@@ -60,13 +60,14 @@ def reference(
     glu: Act | None = None,
     out_dtype: Out | None = None,
 ) -> Tensor:
-    """Rows of `a` [rows, inner] times the matrix of their group in `b` [experts, inner, columns]: as `torch`'s grouped products
-    have them, `offsets` [experts] being end rows of the groups.
+    """The rows of `a` [rows, inner], each times the matrix of its group in `b` [experts, inner, columns]; `offsets` [experts] are
+    the end rows of the groups, as in `torch`'s grouped products.
 
-    `bias` [experts, columns] is added to that, and either `act` applied or `glu`: the activation of the first half of the columns
-    times the second half, half as many columns. fp32 sums, rounded once, to the dtype of `a` if there is no `out_dtype`. Rows past
-    the last group are unspecified. `b` may lie in memory either way; fastest is what `weight.transpose(1, 2)` of
-    [experts, columns, inner] gives. There is a gradient where there is no bias, `act` and `glu`; of all, `grouped_mm` has one.
+    `bias` [experts, columns] is added to that, and either `act` is applied or `glu`: the activation of the first half of the
+    columns times the second half, half as many columns. Sums are fp32 and rounded once, to the dtype of `a` if there is no
+    `out_dtype`. Rows past the last group are unspecified. `b` may lie in memory either way; fastest is what
+    `weight.transpose(1, 2)` of [experts, columns, inner] gives. There is a gradient of the product alone; with a bias, `act` or
+    `glu` take `grouped_mm`, which has one of all.
     """
     y = with_epilogue(grouped_product(upcast(a), upcast(b), offsets), bias, offsets, act, glu)
     return y.to(a.dtype if out_dtype is None or y.dtype == torch.float64 else DTYPES[out_dtype])
@@ -225,7 +226,7 @@ def forward(a, b, offsets, *, bias=None, act=None, glu=None, out_dtype=None) -> 
 
 
 def backward(saved: SimpleNamespace, dy: Tensor) -> tuple:
-    """Both gradients, which are grouped products too: by whichever kernels take them."""
+    """The gradients of both factors. They are grouped products too, by whichever kernels take them."""
     a, b, offsets = saved.a, saved.b, saved.offsets
 
     def product(op: Op, first: Tensor, second: Tensor, like: Tensor) -> Tensor:

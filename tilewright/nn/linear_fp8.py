@@ -349,7 +349,7 @@ def accumulating_backward(ctx: Any, dy: Tensor) -> tuple:
 
 
 def register_functions() -> None:
-    """As registered ops, so that torch.compile and dispatch modes see what is written, and when."""
+    """Register the layer's functions as ops, so that torch.compile and dispatch modes see what is written, and when."""
     codes = "Tensor? weight_codes, Tensor? weight_scale, Tensor? weight_codes_t"  # no defaults: tracing would drop them
     one = f"linear_fp8_main_grad(Tensor x, Tensor weight, Tensor main_grad, Tensor? bias, {codes}) -> Tensor"
     tensors = f"Tensor dy, Tensor x, Tensor weight, Tensor(a!) main_grad, {codes}"

@@ -338,7 +338,7 @@ def placeholder(weight: Tensor) -> Tensor | None:
 
 
 def register_functions() -> None:
-    """Both as registered ops, so that torch.compile and dispatch modes see what is written, and when."""
+    """Register both functions as ops, so that torch.compile and dispatch modes see what is written, and when."""
     lookup = "embedding_main_grad(Tensor ids, Tensor weight, Tensor main_grad, int? padding_idx=None) -> Tensor"
     addition = "embedding_accumulate(Tensor ids, Tensor dy, Tensor(a!) main_grad, int? padding_idx=None) -> ()"
     for schema, implementation, fake in ((lookup, look_up, look_up_fake), (addition, accumulate, lambda *_: None)):

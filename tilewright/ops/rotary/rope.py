@@ -362,7 +362,7 @@ def rope_turn(
 
 
 def launch_rotation(x1: Tensor, x2: Tensor | None, a: SimpleNamespace, sense: float) -> tuple[Tensor, Tensor | None]:
-    """Both tensors rotated, contiguous; a `sense` of -1.0 rotates back."""
+    """Launch the rotation of one or two tensors, and return contiguous results. A `sense` of -1.0 rotates back."""
     made = [None if x is None else torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (x1, x2)]
     order = BATCH[a.layout], SEQUENCE[a.layout], HEADS[a.layout], 3
     B, L, D = x1.shape[order[0]], x1.shape[order[1]], x1.shape[3]
