@@ -15,22 +15,19 @@ from tilewright.check.registration import fakes, refusals
 
 NET = Net(interpreter=True, cases=int(os.environ.get("TILEWRIGHT_CASES", "7")))  # a GPU draws three times as many
 QUICK = {accuracy}  # what is run with the oldest supported Triton as well
-# Second public forms over the kernels of other ops: here their results and fakes are enough, and what they are tried on for the
-# machinery's sake; a GPU runs it all.
-SIBLINGS = (
-    "cross_entropy_lse", "glu_linear_fp8", "linear_fp8", "moe_feed_forward", "rms_norm_rstd", "rope_one",
-)  # fmt: skip
+# Of second public forms over the kernels of other ops these are enough here, and what they are tried on for the machinery's sake;
+# a GPU runs it all.
 FORMS = (accuracy, sizes, fakes)
 
 
 def pairs():
     for prop in (*VALUES, refusals, fakes):
         for op in families.tried_on(prop, "kernels"):
-            if op not in SIBLINGS or prop in FORMS or prop.about["kernels"][0] == "machinery":
+            if tw.catalogue()[op].sibling is None or prop in FORMS or prop.about["kernels"][0] == "machinery":
                 marks = [pytest.mark.smoke] if prop in QUICK else []
                 yield pytest.param(prop, op, id=f"{prop.__name__}-{op}", marks=marks)
 
 
-@pytest.mark.parametrize(("prop", "op"), pairs())
+@pytest.mark.parametrize(("prop", "op"), [*pairs()])
 def test_property(prop, op):
     prop(tw.catalogue()[op], NET)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..op import Op
 from ..runtime import register
-from .cases import SMALL, Case, Net, choices, draw, put, tensors
+from .cases import SMALL, Case, Net, choices, draw, put, tensors, ungrouped
 from .compare import check
 from .families import of_the_machinery, of_the_op
 from .oracle import (
@@ -98,7 +98,7 @@ def _ways_to_call(op: Op, values: Mapping[str, Any], backwards: bool) -> Iterato
 def gradients(op: Op, net: Net) -> None:
     """What autograd may ask: one upstream gradient for two results, twice over one graph, some arguments only, some results
     only, zeros, twice as much."""
-    case = draw(op, net, 50, torch.float32, {**SMALL, "tokens": 6}, {"offsets": False}, full=True)
+    case = draw(op, net, 50, torch.float32, {**SMALL, "tokens": 6}, ungrouped(op), full=True)
     inputs = leaves(op, case.values)
     if not inputs or case.values.get("inplace_backward"):
         return
@@ -164,7 +164,7 @@ def unlike(op: Op, net: Net) -> None:
     ]
     for seed, dtype, at in kinds:
         fmt = some[at % len(some)]
-        case = draw(op, net, seed, dtype, SMALL, {"out_format": fmt, "offsets": False}, full=True)
+        case = draw(op, net, seed, dtype, SMALL, {"out_format": fmt, **ungrouped(op)}, full=True)
         values = {**case.values, "out_format": fmt} if fmt is not None else case.values
         with net.kernels():
             with torch.no_grad():
@@ -179,7 +179,7 @@ def unlike(op: Op, net: Net) -> None:
 @of_the_machinery("the key of a plan tells aliases apart, for every op alike")
 def repeated_argument(op: Op, net: Net) -> None:
     """One tensor given for two arguments, then two tensors: no plan may take one for the other."""
-    case = draw(op, net, 60, torch.float32, {**SMALL, "tokens": 9}, {"offsets": False}, full=True)
+    case = draw(op, net, 60, torch.float32, {**SMALL, "tokens": 9}, ungrouped(op), full=True)
     by_kind: dict[Any, list[str]] = {}
     for n, t in tensors(op, case.values).items():
         by_kind.setdefault((t.shape, t.dtype), []).append(n)

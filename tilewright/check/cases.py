@@ -150,6 +150,11 @@ def formats(op: Op, device: str) -> list[Any]:
     ]
 
 
+def ungrouped(op: Op) -> dict[str, bool]:
+    """The option by which an op's `inputs` draw no groups of rows, of an op that draws any."""
+    return {op.groups: False} if op.groups in op.signature.names else {}
+
+
 def choices(op: Op, device: str) -> list[Any]:
     """`formats`, and None for a plain result where the op has one."""
     needed = any(p.name == "out_format" and not p.optional for p in op.signature.parameters)

@@ -112,8 +112,8 @@ def _sizes(op: Op, p: Parameter, values: Mapping[str, Any], others: list[str]) -
     for at, dim in enumerate(p.rule.dims):
         sharing = [n for n in others if dim in rules[n].dims]
         axis = at - len(p.rule.dims)
-        if dim == "experts" and not sharing:
-            yield "no group", p.name, good.narrow(axis, 0, 0)
+        if dim in p.rule.filled and not sharing:
+            yield f"no {dim}", p.name, good.narrow(axis, 0, 0)
         if sharing or dim.isdigit():
             yield f"one {dim} more", p.name, torch.cat([good, good.narrow(axis, 0, 1)], axis), *sharing
             yield f"no {dim}", p.name, good.narrow(axis, 0, 0), *sharing

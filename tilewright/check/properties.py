@@ -27,7 +27,7 @@ from ..runtime import config
 from . import far_apart as wide
 from . import layouts, memory
 from .calls import gradients, paths, repeatable, repeated_argument, replayed, unlike
-from .cases import SMALL, Case, Net, choices, dims_of, draw, formats, put, row_arguments, rule_of, tensors
+from .cases import SMALL, Case, Net, choices, dims_of, draw, formats, put, row_arguments, rule_of, tensors, ungrouped
 from .compare import check
 from .families import of_the_op
 from .model_run import hold, sample
@@ -107,7 +107,9 @@ def sizes(op: Op, net: Net) -> None:
     names = dims_of(op)
     chosen = [{**SMALL, n: size} for n in names for size in EDGES]
     chosen += [{**dict.fromkeys(SMALL, 128), n: 0} for n in names]  # nothing, of a size that whole tiles would divide
-    chosen = [dims for dims in chosen if dims["experts"]]  # no group at all is refused
+    chosen = [
+        dims for dims in chosen if all(dims.get(name) for name in op.signature.filled)
+    ]  # none of these is refused
     row = LONGER_ROW if op.bars.get("class", "B") in "BD" else LONG_ROW
     chosen += [{**dict.fromkeys(SMALL, 2), n: row} for n in names if n in ("hidden", "vocab")]
     for seed, dims in enumerate(chosen):
@@ -205,7 +207,7 @@ def _rows_kept(label: str, clean: Outcome, dirty: Outcome, count: int, row: int)
 @of_the_op("each formula has its own NaN and its own ways to lose one")
 def special_values(op: Op, net: Net) -> None:
     """NaN, infinities, zeros and subnormals at the first, last and a tail element: NaN just where the reference has it."""
-    case = draw(op, net, 5, torch.float32, {**SMALL, "hidden": 65}, {"offsets": False})
+    case = draw(op, net, 5, torch.float32, {**SMALL, "hidden": 65}, ungrouped(op))
     for name, t in row_arguments(op, case.values).items():
         if not (t.is_floating_point() and t.dim() > 1):
             continue
@@ -262,7 +264,7 @@ def strides(op: Op, net: Net) -> None:
 @of_the_op("each op's host code flattens rows")
 def leading(op: Op, net: Net) -> None:
     """Any number of leading dimensions: the bits of the flattened call."""
-    case = draw(op, net, 12, torch.float32, {**SMALL, "tokens": 6}, {"offsets": False}, full=True)
+    case = draw(op, net, 12, torch.float32, {**SMALL, "tokens": 6}, ungrouped(op), full=True)
     names = [n for n in tensors(op, case.values) if rule_of(op, n).leading and not rule_of(op, n).many]
     if not names:
         return
@@ -283,7 +285,7 @@ def outs(op: Op, net: Net) -> None:
     """`out` is filled and returned, in any layout that shares no memory; nothing between its elements is touched."""
     if "out" not in op.signature.names:
         return
-    case = draw(op, net, 13, torch.float32, {**SMALL, "tokens": 6}, {"offsets": False})
+    case = draw(op, net, 13, torch.float32, {**SMALL, "tokens": 6}, ungrouped(op))
     with net.kernels(), torch.no_grad():
         plain = as_tuple(op.function(**case.values))[0]
         if op.signature.listed:
@@ -354,7 +356,7 @@ def wild_indices(op: Op, net: Net) -> None:
                     guard.check(label)
                 if n in shaped:
                     _rows_kept(label, clean, dirty, t.shape[0], 2)
-            if n == "offsets":  # groups that do not reach the last row
+            if n == op.groups:  # groups that do not reach the last row
                 short = {**case.values, n: t.clamp(max=4)}
                 check(op, f"{case.label}: {n} end at row 4", short, outcome(op, short))
 

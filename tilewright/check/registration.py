@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ..op import Op
 from . import malformed
-from .cases import SMALL, Net, choices, draw, formats, put, tensors
+from .cases import SMALL, Net, choices, draw, formats, put, tensors, ungrouped
 from .families import of_the_machinery, of_the_op
 from .oracle import Outcome, as_tuple, differentiate, leaves, lift, outcome, pieces, same_bits, same_outcome, upstream
 
@@ -128,7 +128,7 @@ def compiled(op: Op, net: Net) -> None:
 def _compiled(op: Op, net: Net, fmt: Any, dynamic: bool) -> None:
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
-    case = draw(op, net, 110, torch.float32, SMALL, {"out_format": fmt, "offsets": False}, full=True)
+    case = draw(op, net, 110, torch.float32, SMALL, {"out_format": fmt, **ungrouped(op)}, full=True)
     chosen = {"out_format": fmt} if fmt else {}
     fixed = {n: v for n, v in case.values.items() if not isinstance(v, (Tensor, list))}
 
@@ -159,7 +159,7 @@ def reference_gradients(op: Op, net: Net) -> None:
     """The gradients of the reference against finite differences, in float64."""
     for seed in range(2):
         dims = {**SMALL, "tokens": 3, "hidden": 4, "vocab": 5}
-        case = draw(op, Net(), 120 + seed, torch.float64, dims, {"offsets": False}, full=seed == 0)
+        case = draw(op, Net(), 120 + seed, torch.float64, dims, ungrouped(op), full=seed == 0)
         values = {n: lift(v, torch.float64) for n, v in case.values.items()}
         inputs = leaves(op, values)
         if not inputs or None not in choices(op, net.device) or op.bars.get("steps"):

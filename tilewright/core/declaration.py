@@ -13,6 +13,7 @@
 * `overwrites` names the flag, if there is one, that lets the backward write over an argument: eager calls alone take it.
 * `groups` names the argument or the result that holds the end rows of groups, if rows come in groups.
 * `asks` names the argument, if there is one, by which a call asks for an implementation: "auto", or an implementation's name.
+* `sibling` names the op, if there is one, whose kernels these are too: this is a second public form over them.
 * `composite` says that host code calls other ops, or torch's own products: it runs every time, unwatched (`runtime/plan.py`),
   unless it is `planned`: then where it can, and is small enough for the host to matter, it becomes one plan. Its `forward` also
   takes `needs`, the names whose gradient is known to be wanted (none in a registered op, which is not told), and may keep more in
@@ -85,6 +86,7 @@ class Declaration:
         overwrites: str | None = None,
         groups: str | None = None,
         asks: str | None = None,
+        sibling: str | None = None,
         check: Callable[..., None] | None = None,
         cost: Callable[..., tuple[int, int]] | None = None,
         flops: Callable[..., int] | None = None,
@@ -113,7 +115,7 @@ class Declaration:
         self.saved_results = {n: i - len(results) for i, n in enumerate(results) if n in self.saves}
         self.resume, self.sharded, self.shape_only, self.composite = resume, sharded, shape_only, composite
         self.flops, self.in_place, self.any_format = flops, in_place, any_format
-        self.groups, self.asks = groups, asks
+        self.groups, self.asks, self.sibling = groups, asks, sibling
         self.planned = not composite if planned is None else planned
         self.__doc__ = reference.__doc__
 

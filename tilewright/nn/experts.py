@@ -371,7 +371,7 @@ def flops(x, gate_up, routing=None, **_) -> int:
 ROUTE = ("row_map", "source", "offsets", "row_probs")
 KEPT = ("h", "rows", "rows_scale", "act_rows", "act_scale")
 moe_feed_forward = Op(
-    OP, reference, inputs, Triton(forward, backward, single), flops=flops, composite=True, planned=True,
+    OP, reference, inputs, Triton(forward, backward, single), flops=flops, composite=True, planned=True, sibling="grouped_mm_rows",
     where={
         "x": "float[tokens hidden]", "gate_up": "float[experts+ width hidden]", "down": "float[experts+ hidden ffn]",
         "routing": "int[tokens slots]", "probs": "float[tokens slots]", "limit": above(0.0), "capacity": at_least(1),

@@ -109,7 +109,7 @@ def check(x, weight, bias, up, weight_codes, weight_scale, weight_codes_t, *, ac
 
 
 glu_linear_fp8 = Op(
-    OP, reference, inputs, Triton(forward, backward, single), composite=True, planned=True,
+    OP, reference, inputs, Triton(forward, backward, single), composite=True, planned=True, sibling="glu_linear",
     flops=lambda x, weight, **_: 2 * math.prod(x.shape[:-1]) * weight.numel(),
     where={
         "x": "float[... width]", "weight": "float[columns hidden]", "bias": "float[columns]", "up": "x[... width]",

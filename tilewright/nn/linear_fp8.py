@@ -211,7 +211,7 @@ def flops(x, weight, **_) -> int:
 
 
 linear_fp8 = Op(
-    OP, reference, inputs, Triton(forward, backward, single), flops=flops, composite=True, planned=True,
+    OP, reference, inputs, Triton(forward, backward, single), flops=flops, composite=True, planned=True, sibling="scaled_mm",
     where={
         "x": "float[... hidden]", "weight": "float[columns hidden]", "bias": "float[columns]",
         "weight_codes": "codes[columns hidden]", "weight_scale": "float32[out_blocks in_blocks]",

@@ -478,6 +478,7 @@ BARS = {"class": "D"}
 
 cross_entropy_lse = Op(
     "cross_entropy_lse", reference_lse, inputs, Triton(forward_lse, backward, single), where=WHERE, saves=SAVES,
+    sibling="cross_entropy",
     results=("loss", "lse", "stats", "denominator"), graded_results=(0, 1), hidden=2, differentiable=("logits",),
     check=check, bars=BARS, overwrites="inplace_backward",
 )  # fmt: skip

@@ -470,7 +470,7 @@ rms_norm_rstd = Op(
     "rms_norm_rstd", reference_rstd, inputs,
     Triton(partial(forward_rstd, how=in_tiles), backward, fits_tiles, "tiles"),
     Triton(partial(forward_rstd, how=in_rows), backward, fits_rows, "rows"),
-    Triton(forward_rstd, backward, single), where=WHERE,
+    Triton(forward_rstd, backward, single), sibling="rms_norm", where=WHERE,
     results=("y", "rstd"), differentiable=("x", "weight"), saves=("x", "weight", "rstd"),
 )  # fmt: skip
 add_rms_norm = Op(

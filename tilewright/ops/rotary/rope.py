@@ -431,7 +431,7 @@ WHERE = {**dict.fromkeys(("cos", "sin", "freqs"), "float[tables positions angles
 
 rope_one = Op(
     "rope_one", reference_one, inputs_one, Triton(forward_one, backward_one, single),
-    where={"x": "float[batch length heads head_dim]", **WHERE}, results=("y",), differentiable=("x",),
+    sibling="rope", where={"x": "float[batch length heads head_dim]", **WHERE}, results=("y",), differentiable=("x",),
     shape_only=lambda values: ("x",), check=check_one, bars={"class": "A"},
 )  # fmt: skip
 rope = Op(
