@@ -38,17 +38,19 @@ def kept_as(module: nn.Module, name: str) -> str:
     return HOOKED if name == "forward" and HOOKED in module.__dict__ else name
 
 
-def assign(module: nn.Module, name: str, value: Any) -> None:
-    """Give one instance an attribute, past `nn.Module.__setattr__`: no state dict shall see it. `ABSENT` takes it away."""
-    key, plain = kept_as(module, name), MethodType(type(module).forward, module)
+def assign(module: Any, name: str, value: Any) -> None:
+    """Give one instance, a layer or a Python module, an attribute, past `nn.Module.__setattr__`: no state dict shall see it.
+    `ABSENT` takes it away."""
+    key = kept_as(module, name)
     if name == "__class__":
+        plain = MethodType(type(module).forward, module)
         module.__class__ = value
         if own_forward(module) == plain:  # accelerate's hooks bind that of the class, and leave it there
             module.__dict__[kept_as(module, "forward")] = MethodType(value.forward, module)
     elif value is not ABSENT:
         module.__dict__[key] = value
     elif key == HOOKED:  # a hook calls it whatever it is
-        module.__dict__[key] = plain
+        module.__dict__[key] = MethodType(type(module).forward, module)
     else:
         del module.__dict__[key]
 
