@@ -177,3 +177,14 @@ def test_softcapped_models_compile_and_copy():
             p.zero_()
     after, again = transformer_models.step(other)
     assert torch.allclose(after.loss, before.loss, rtol=FP32) and error(again, grads) < FP32
+
+
+def test_queries_that_are_rotated_alone():
+    """By the same function as queries with keys, so that a patched model must know both calls."""
+    model = build("qwen4_exp_text").train()
+    before, grads = step(model)
+    report = patch(model, only="rotary")
+    after, again = step(model)
+    assert (
+        report.calls()["rope"] > 0 and torch.allclose(after.loss, before.loss, rtol=FP32) and error(again, grads) < 1e-4
+    )

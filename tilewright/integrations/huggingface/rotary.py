@@ -46,7 +46,16 @@ def rotating(original: Callable, kind: Rotation, count: Count) -> Callable:
     pairs are. What has no batch or no heads goes to the original."""
     more = [*inspect.signature(original).parameters][len(ARGUMENTS) :]
 
-    def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *rest: Any, **named: Any) -> tuple[Tensor, Tensor]:
+    def rotate(
+        q: Tensor,
+        k: Tensor | None = None,
+        cos: Tensor | None = None,
+        sin: Tensor | None = None,
+        *rest: Any,
+        **named: Any,
+    ):
+        if k is None:  # some turn queries alone by the same function
+            return original(q, k, cos, sin, *rest, **named)
         given = {**dict(zip(more, rest)), **named}
         heads = given.get("unsqueeze_dim", 1)
         if heads not in LAYOUTS or q.dim() != 4 or cos.dim() != 3 or given.get("position_ids") is not None:
