@@ -11,7 +11,7 @@ from torch import Tensor
 import tilewright as tw
 from tilewright.core.target import Target
 from tilewright.gemm.hopper import logits as hopper_logits
-from tilewright.ops.loss.linear_cross_entropy_tokens import padded_count
+from tilewright.ops.loss.linear_cross_entropy_chunks import padded_count
 
 pytestmark = [
     pytest.mark.gpu,

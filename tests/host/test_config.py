@@ -35,7 +35,7 @@ def file(tmp_path, monkeypatch):
 
 def chosen(size: int = 4096) -> dict:
     config.table.cache_clear()
-    return dict(config.choose(KERNEL, Arguments(N=size), TARGETS[ARCH]))
+    return dict(config.config_for(KERNEL, Arguments(N=size), TARGETS[ARCH]))
 
 
 def write(file, *rows) -> None:

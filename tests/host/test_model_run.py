@@ -190,7 +190,7 @@ def test_what_cannot_fit_is_skipped_with_the_reason(tmp_path):
     large = [call for op, call in made.planned if elements(op, call) > 1 << 22]
     assert large and all("elements" in rows[c.name]["why"] and rows[c.name]["outcome"] == "skipped" for c in large)
     assert sum(row["outcome"] == "held" for row in rows.values()) == len(made.planned) - len(large)
-    assert in_interpreter().room < tight.room
+    assert in_interpreter().most < tight.most
 
 
 def test_memory_that_runs_out_is_a_reason_too(monkeypatch):
@@ -216,7 +216,7 @@ def held(op: Op, call: ModelCall, change=None) -> None:
 
 
 def call_of(name: str, model: str, tokens: int, at: int = 0) -> tuple[Op, ModelCall]:
-    return OPS[name], place_calls(OPS[name], [model], (tokens,), room=1 << 23)[at]
+    return OPS[name], place_calls(OPS[name], [model], (tokens,), most=1 << 23)[at]
 
 
 @pytest.mark.parametrize(

@@ -119,11 +119,11 @@ def test_a_covering_has_every_value_of_every_constant():
 
 def test_a_call_too_large_is_a_rank_s():
     op = OPS["grouped_mm_rows"]
-    whole, held = (place_calls(op, ["deepseek-v3"], (7,), room=room) for room in (None, 1 << 28))
+    whole, held = (place_calls(op, ["deepseek-v3"], (7,), most=most) for most in (None, 1 << 28))
     assert {one.dims["experts"] for one in whole} == {256}
     assert all(1 <= one.dims["experts"] < 256 and elements(op, one) <= 1 << 28 for one in held)
     inner = OPS["grouped_mm_inner"]  # whose result has all experts' weights, and whose arguments have none
-    assert all(one.dims["experts"] < 256 for one in place_calls(inner, ["deepseek-v3"], (7,), room=1 << 28))
+    assert all(one.dims["experts"] < 256 for one in place_calls(inner, ["deepseek-v3"], (7,), most=1 << 28))
     few = facts({**models.models()["deepseek-v3"], "experts": 4}, 7)
     assert few["top_k"] == 4 and few["routed"] == 28
 

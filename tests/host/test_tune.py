@@ -62,9 +62,9 @@ def test_an_override_holds_inside_alone(monkeypatch, tmp_path):
     kernel = SimpleNamespace(name="toy", tune_by=("N",), default=lambda a: A, candidates=lambda a: [A, B])
     a = Arguments(N=64)
     with config.overridden(lambda k, a: B if k.name == "toy" and a.N == 64 else None):
-        assert config.choose(kernel, a, TARGETS[ARCH]) == B
-        assert config.choose(kernel, Arguments(N=65), TARGETS[ARCH]) == A
-    assert config.choose(kernel, a, TARGETS[ARCH]) == A
+        assert config.config_for(kernel, a, TARGETS[ARCH]) == B
+        assert config.config_for(kernel, Arguments(N=65), TARGETS[ARCH]) == A
+    assert config.config_for(kernel, a, TARGETS[ARCH]) == A
     config.table.cache_clear()
 
 
@@ -228,8 +228,8 @@ def found(size: int, chosen: dict, **more) -> tune.Found:
 def test_saved_rows_are_chosen_by_calls(path):
     assert tune.save(path, ARCH, [found(4096, B), found(64, A)]) == 1
     kernel = SimpleNamespace(name="toy", tune_by=("N",), default=lambda a: A, candidates=lambda a: [A, B, C])
-    assert config.choose(kernel, Arguments(N=4096), TARGETS[ARCH]) == B
-    assert config.choose(kernel, Arguments(N=64), TARGETS[ARCH]) == A
+    assert config.config_for(kernel, Arguments(N=4096), TARGETS[ARCH]) == B
+    assert config.config_for(kernel, Arguments(N=64), TARGETS[ARCH]) == A
 
 
 def test_rows_are_replaced_by_key_and_others_kept(path):

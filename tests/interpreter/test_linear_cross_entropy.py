@@ -10,7 +10,7 @@ import tilewright as tw
 from tilewright.check import memory
 from tilewright.check.compare import check
 from tilewright.check.oracle import outcome, same_outcome
-from tilewright.ops.loss import linear_cross_entropy_tokens as module
+from tilewright.ops.loss import linear_cross_entropy_chunks as module
 
 OP = tw.linear_cross_entropy.op
 

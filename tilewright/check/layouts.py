@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 
-def room(t: Tensor, *shape: int) -> Tensor:
+def larger(t: Tensor, *shape: int) -> Tensor:
     """Uninteresting memory of this shape that would show if it were read."""
     size, fill = torch.Size(shape).numel() * t.element_size(), 0xFF if t.is_floating_point() else 0x5A
     return torch.full((size,), fill, dtype=torch.uint8, device=t.device).view(t.dtype).reshape(shape)
@@ -28,24 +28,24 @@ def transposed(t: Tensor) -> Tensor | None:
 def every_other_column(t: Tensor) -> Tensor | None:
     if t.dim() < 1:
         return None
-    return _filled(room(t, *t.shape[:-1], 2 * t.shape[-1])[..., ::2], t)
+    return _filled(larger(t, *t.shape[:-1], 2 * t.shape[-1])[..., ::2], t)
 
 
 def every_other_row(t: Tensor) -> Tensor | None:
     if t.dim() < 2:
         return None
-    return _filled(room(t, 2 * t.shape[0], *t.shape[1:])[::2], t)
+    return _filled(larger(t, 2 * t.shape[0], *t.shape[1:])[::2], t)
 
 
 def one_further(t: Tensor) -> Tensor:
     """Off the 16-byte boundary by one element."""
-    return _filled(room(t, t.numel() + 1)[1:].view(t.shape), t)
+    return _filled(larger(t, t.numel() + 1)[1:].view(t.shape), t)
 
 
 def padded_rows(t: Tensor) -> Tensor | None:
     if t.dim() < 2:
         return None
-    return _filled(room(t, *t.shape[:-1], t.shape[-1] + 3)[..., : t.shape[-1]], t)
+    return _filled(larger(t, *t.shape[:-1], t.shape[-1] + 3)[..., : t.shape[-1]], t)
 
 
 def expanded_rows(t: Tensor) -> Tensor | None:

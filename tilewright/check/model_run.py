@@ -50,7 +50,7 @@ def sample(
     op: Op, net: Net, names: Iterable[str] | None = None, places: Sequence[Place] | None = None
 ) -> list[ModelCall]:
     """A few of an op's calls in models, the smallest first, that have every value of its kernels' constants between them."""
-    chosen = {"places": places, "room": LARGEST[net.interpreter]}
+    chosen = {"places": places, "most": LARGEST[net.interpreter]}
     if net.interpreter:
         target = INTERPRETER
         # Formats are for `quantised`: their codes are made by integer arithmetic, which takes seconds here
@@ -129,7 +129,7 @@ class Here:
 
     name: str
     target: Target
-    room: int
+    most: int
     interpreter: bool = False
 
 
@@ -140,8 +140,8 @@ def in_interpreter() -> Here:
 def gpu() -> Here:
     """The current GPU."""
     at = torch.cuda.current_device()
-    room = int(SHARE * torch.cuda.get_device_properties(at).total_memory / BYTES)
-    return Here(torch.cuda.get_device_name(at), Target.of(at), room)
+    most = int(SHARE * torch.cuda.get_device_properties(at).total_memory / BYTES)
+    return Here(torch.cuda.get_device_name(at), Target.of(at), most)
 
 
 class Kept:
@@ -196,7 +196,7 @@ class Run:
     def _calls(self, op: Op, names: Sequence[str] | None) -> list[ModelCall]:
         if self.here.interpreter:
             return sample(op, Net(interpreter=True), names)
-        return calls(op, names, TOKENS, self.here.target, self.here.room)
+        return calls(op, names, TOKENS, self.here.target, self.here.most)
 
     def go(self, ask: Callable[[Iterator[str]], Iterator[Row]], seconds: float) -> Iterator[Row]:
         """A row for each call that is left to run, kept as it comes; none is begun after that time. `ask` gives a worker's reply
@@ -210,9 +210,9 @@ class Run:
                 current[:] = [(op, call)]
                 yield written(call)
 
-        large = [one for one in self.pending if elements(*one) > self.here.room]
+        large = [one for one in self.pending if elements(*one) > self.here.most]
         for op, call in large:
-            why = f"its tensors have {elements(op, call)} elements, of which {self.here.room} fit"
+            why = f"its tensors have {elements(op, call)} elements, of which {self.here.most} fit"
             yield self._keep(op, call, {"status": "ok", "skipped": why})
         self.pending = [one for one in self.pending if one not in large]
         for reply in ask(requests()):

@@ -286,28 +286,28 @@ def place_calls(
     op: Op,
     names: Iterable[str] | None = None,
     tokens: Sequence[int] = TOKENS,
-    room: int | None = None,
+    most: int | None = None,
     places: Sequence[Place] | None = None,
 ) -> list[ModelCall]:
-    """The plain call of an op at each of its places in models, equal ones once. `room`: how many elements tensors may have in
+    """The plain call of an op at each of its places in models, equal ones once. `most`: how many elements tensors may have in
     all, where a rank can hold fewer; `places`: others than those of the op's name."""
     found: dict[str, ModelCall] = {}
     for model, count in ((m, t) for m in (known() if names is None else names) for t in tokens):
         for place in PLACES.get(op.name, ()) if places is None else places:
-            one = _placed(op, place, dict(known()[model]), count, room)
+            one = _placed(op, place, dict(known()[model]), count, most)
             if one is not None:
                 before = found[one.name].models if one.name in found else ()
                 found[one.name] = replace(one, models=tuple(dict.fromkeys((*before, model))))
     return list(found.values())
 
 
-def _placed(op: Op, place: Place, model: Facts, tokens: int, room: int | None) -> ModelCall | None:
+def _placed(op: Op, place: Place, model: Facts, tokens: int, most: int | None) -> ModelCall | None:
     """The call at one place in one model; None where the model has no such place."""
     there = facts(model, tokens)
     if not (set(place.dims.values()) <= there.keys() and all(there.get(n) for n in place.needs)):
         return None
     one = _plain(op, place, there)
-    while room is not None and model.get(place.fewer, 0) > 1 and elements(op, one) > room:
+    while most is not None and model.get(place.fewer, 0) > 1 and elements(op, one) > most:
         model[place.fewer] //= 2
         one = _plain(op, place, facts(model, tokens))
     return one
@@ -349,11 +349,11 @@ def calls(
     names: Iterable[str] | None = None,
     tokens: Sequence[int] = TOKENS,
     target: Target = TARGETS["sm_90"],
-    room: int | None = None,
+    most: int | None = None,
     places: Sequence[Place] | None = None,
 ) -> list[ModelCall]:
     """Every place's plain call, and of the others those that reach a variant which none before them does."""
-    made = place_calls(op, names, tokens, room, places)
+    made = place_calls(op, names, tokens, most, places)
     sets = {reached(op, one, target): one for one in reversed(made)}  # calls with one set have others with one set
     seen: set = set().union(*sets)
     for one in reversed(sets.values()):

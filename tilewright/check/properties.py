@@ -158,7 +158,7 @@ def every_config(op: Op, net: Net) -> None:
         del long["hidden"]  # its arguments would be that large in both
     while at < max(counts.values()):
 
-        def choose(kernel: Any, a: Any, target: Any, at: int = at) -> dict[str, Any]:
+        def config_for(kernel: Any, a: Any, target: Any, at: int = at) -> dict[str, Any]:
             some = [dict(c) for c in kernel.candidates(a)] if kernel.candidates else [dict(kernel.default(a))]
             counts[kernel.name] = max(len(some), counts.get(kernel.name, 0))
             return some[at % len(some)]
@@ -166,7 +166,7 @@ def every_config(op: Op, net: Net) -> None:
         case = draw(op, net, 9, torch.bfloat16, {**SMALL, "tokens": 3, **long})
         op.plans.clear()
         op.backward_plans.clear()
-        with net.kernels(), mock.patch.object(config, "choose", choose):
+        with net.kernels(), mock.patch.object(config, "config_for", config_for):
             actual = outcome(op, case.values)
         check(op, f"{case.label}: config {at} of {counts}", case.values, actual)
         at += 1

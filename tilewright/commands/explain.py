@@ -149,7 +149,7 @@ def _lines(about: dict[str, Any]) -> list[str]:
     found = [f"math: {about['label']}"] if "label" in about else []
     if "why" in about:
         who = "cuBLASLt through torch, where torch has it" if about["library"] else "our kernels"
-        found.append(f"choice: {who} ({about['why']})")
+        found.append(f"preference: {who} ({about['why']})")
     return found
 
 

@@ -76,7 +76,7 @@ def reference(
     a = SimpleNamespace(x=x, gate_up=gate_up, down=down, routing=routing, precision=precision, keep=keep)
     if routing is None:
         y = glu.reference(wide @ weights[0][0], act=act, limit=limit) @ weights[0][1]
-        return y.to(x.dtype), *none(x, torch.int32, torch.int32, torch.int32, torch.float32), *room(a, x.shape[0])
+        return y.to(x.dtype), *none(x, torch.int32, torch.int32, torch.int32, torch.float32), *empty_kept(a, x.shape[0])
     found = find_rows(routing, E, None, ALIGN[precision], capacity)
     kept, y = found.rows < found.source.shape[0], torch.zeros_like(wide)
     for e, (first, second) in enumerate(weights):
@@ -86,7 +86,7 @@ def reference(
         act_e = act_e * torch.where(chosen, 1.0 if probs is None else upcast(probs), 0.0).sum(1, keepdim=True)
         y = y + torch.where(there, act_e @ second, 0.0)
     route = found.row_map, found.source, found.offsets, probs_of_rows(routing, probs, found).detach()
-    return y.to(x.dtype), *route, *room(a, found.source.shape[0])
+    return y.to(x.dtype), *route, *empty_kept(a, found.source.shape[0])
 
 
 def none(x: Tensor, *dtypes: torch.dtype) -> tuple[Tensor, ...]:
@@ -94,7 +94,7 @@ def none(x: Tensor, *dtypes: torch.dtype) -> tuple[Tensor, ...]:
     return tuple(torch.empty(0, dtype=dtype, device=x.device) for dtype in dtypes)
 
 
-def room(a: SimpleNamespace, rows: int) -> tuple[Tensor, ...]:
+def empty_kept(a: SimpleNamespace, rows: int) -> tuple[Tensor, ...]:
     """What the forward keeps for the backward, in its shapes and dtypes: h, rows and act with the scales of their codes."""
     (E, width, hidden), x = a.gate_up.shape, a.x
     made = [x.new_zeros(0 if a.keep == "input" else (rows, width))]
@@ -218,7 +218,7 @@ class Plain:
             return none(self.a.x, self.a.x.dtype, torch.float32)
         return rows, *none(self.a.x, torch.float32)
 
-    def again(self, found: Tensor, scale: Tensor, shape: tuple[int, int]) -> Any:
+    def restored(self, found: Tensor, scale: Tensor, shape: tuple[int, int]) -> Any:
         return found if found.shape == shape else None
 
 
@@ -264,7 +264,7 @@ class Coded(Plain):
             return none(self.a.x, torch.float8_e4m3fn, torch.float32)
         return rows.data_t, rows.scale_t.contiguous()  # without the padding of odd sizes
 
-    def again(self, found: Tensor, scale: Tensor, shape: tuple[int, int]) -> Quantized | None:
+    def restored(self, found: Tensor, scale: Tensor, shape: tuple[int, int]) -> Quantized | None:
         if found.shape != shape[::-1]:
             return None
         return Quantized.from_tensors(CODES["col"], self.a.x.dtype, shape, (found, scale))
@@ -296,7 +296,7 @@ def backward(saved: SimpleNamespace, dy: Tensor) -> tuple:
     do = STAGES[a.precision](a, (a.row_map, a.source, a.offsets, a.row_probs))
     (_, width, hidden), count = a.gate_up.shape, a.source.shape[0] if do.routed else a.x.shape[0]
     ddown = dgate_up = dx = dprobs = None
-    rows = do.again(a.rows, a.rows_scale, (count, hidden)) if "gate_up" in needs else None
+    rows = do.restored(a.rows, a.rows_scale, (count, hidden)) if "gate_up" in needs else None
     h = a.h
     if a.keep == "input":
         first = do.take(a.x, "both" if "gate_up" in needs else "row")
@@ -305,7 +305,7 @@ def backward(saved: SimpleNamespace, dy: Tensor) -> tuple:
     g = do.take(dy, "both" if "down" in needs else "row")
     dact = do.times(g, "down", back=True)
     if "down" in needs:
-        act = do.again(a.act_rows, a.act_scale, (count, width // 2))
+        act = do.restored(a.act_rows, a.act_scale, (count, width // 2))
         ddown = do.weight_gradient(g, do.gated(h, "col") if act is None else act, "down")
         del act
     del g

@@ -39,7 +39,7 @@ Override = Callable[[Tunable, Any], "Mapping[str, Any] | None"]
 _override: ContextVar[Override | None] = ContextVar("override", default=None)
 
 
-def choose(kernel: Tunable, a: Mapping[str, Any], target: Target) -> Mapping[str, Any]:
+def config_for(kernel: Tunable, a: Mapping[str, Any], target: Target) -> Mapping[str, Any]:
     """The constants and launch options for one call."""
     instead = _override.get()
     if instead is not None:

@@ -113,7 +113,7 @@ class Kernel:
         a = Arguments(zip(self.names, args))
         a.update(constants)
         tensor = next(v for v in args if isinstance(v, Tensor))
-        a.update(config.choose(self, a, Target.at(tensor.device)))
+        a.update(config.config_for(self, a, Target.at(tensor.device)))
         options = {k: a.pop(k) for k in OPTIONS & a.keys()}
         grid = tuple(self.grid(a))
         if 0 in grid:

@@ -143,7 +143,7 @@ def tuned_row_is_taken(device: str) -> None:
 
     a = Arguments(N=2048)
     config.table.cache_clear()
-    now = dict(config.choose(kernel, a, TARGETS["sm_90"]))
+    now = dict(config.config_for(kernel, a, TARGETS["sm_90"]))
     other = next(dict(c) for c in kernel.candidates(a) if dict(c) != now)
     row = {"kernel": kernel.name, "key": {"N": 2048}, "config": other}
     try:
@@ -153,7 +153,7 @@ def tuned_row_is_taken(device: str) -> None:
             (folder / "sm_90.jsonl").write_text(json.dumps(row) + "\n")
             (folder / "sm_90.jsonl").chmod(0o600)
             config.table.cache_clear()
-            assert dict(config.choose(kernel, a, TARGETS["sm_90"])) == other
+            assert dict(config.config_for(kernel, a, TARGETS["sm_90"])) == other
     finally:
         config.table.cache_clear()
 

@@ -4,7 +4,7 @@
     dhidden = dx @ weight;  dweight = dx.T @ hidden;  dbias = sum over tokens of dx
 
 The products are torch's, but on Hopper that of the logits, which leave it as codes. The vocabulary goes by in chunks, as
-`linear_cross_entropy_tokens.py` says, and what the forward computed is used again:
+`linear_cross_entropy_chunks.py` says, and what the forward computed is used again:
 
 - No more tokens than hidden dimensions: their codes fit into the memory that dweight will have. The backward makes dx of them in
   place, dhidden of that, and then dweight chunk by chunk; nothing is rounded twice or held beside the gradients.
@@ -34,7 +34,7 @@ from ...gemm.summed import product
 from ...op import Op, Triton, single, upcast
 from ..norm.rms_norm import sum_columns
 from .cross_entropy import cross_entropy_reduce, losses, numbers
-from .linear_cross_entropy_tokens import (
+from .linear_cross_entropy_chunks import (
     BLOCK_T,
     Tokens,
     affordable,

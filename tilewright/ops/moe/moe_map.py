@@ -446,7 +446,7 @@ def build_map(
     P = max(1, cdiv(T, TILE * tiles))
     in_bytes = tiles == 1
 
-    def room(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+    def empty(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=routing.device)
 
     BLOCK_E = max(16, power_of_two(E))
@@ -455,9 +455,9 @@ def build_map(
     steps = tiles * (TILE // TOKENS)
     BLOCK_P = max(1, min(BLOCKS, 32768 // BLOCK_E))
     MOST = cdiv(BLOCKS, BLOCK_P) * BLOCK_P
-    counts = room(MOST, BLOCK_E, dtype=torch.uint8 if in_bytes else torch.int32)
-    found = RowMap(room(T, width), room(capacity), room(E), room())
-    words = room(P, TILE // 32, BLOCK_E)
+    counts = empty(MOST, BLOCK_E, dtype=torch.uint8 if in_bytes else torch.int32)
+    found = RowMap(empty(T, width), empty(capacity), empty(E), empty())
+    words = empty(P, TILE // 32, BLOCK_E)
     pdl = Target.at(routing.device).early_launch
     blocks = {"BLOCK_E": BLOCK_E, "BLOCK_S": BLOCK_S, "TOKENS": TOKENS, "PDL": pdl}
     moe_count(R, counts, T, E, P, steps, *R.stride(), **form, **blocks)

@@ -29,15 +29,17 @@ from ...device.groups import (
     dot_pieces,
     inside_piece,
     load_pieces,
+    load_tile,
+    load_weight,
     load_weight_pieces,
     row_offsets,
+    sum_group,
     zero_pieces,
 )
 from ...device.rows import store_row_codes
 from ...formats.tiles import codes_for_kernel, is_fast, row_stride, store_tiles
 from ...op import Op, Triton, single, upcast
 from ...runtime.kernel import kernel
-from .gated_group_norm_wide import gated_group_norm_means, rstd_of
 from .rms_norm import sum_columns
 
 ACTIVATIONS = {"sigmoid": torch.sigmoid, "silu": lambda a: a * torch.sigmoid(a)}
@@ -332,6 +334,52 @@ def produce(X, GATE, W, RSTD, inner, outer, width, p1, row, col, inside, MODE: t
     return y
 
 
+# Groups that are too wide for one program: their rstd and, backward, mean(x * rstd * g), come from a pass of their own.
+ONE_GROUP = {
+    "grid": lambda a: (a.M * a.G,),
+    "tokens": ("M", "INNER"),
+    "default": lambda a: {"BLOCK": 2048, "num_warps": 8},
+}
+
+
+@kernel(**ONE_GROUP)
+def gated_group_norm_rstd(
+    X, RSTD, M, INNER, D, stride_xo, stride_xi, stride_xn, eps, inv_d, G: tl.constexpr, BLOCK: tl.constexpr
+):
+    """For groups too wide for one program: rstd of each."""
+    row = tl.program_id(0) // G + tl.arange(0, 1)
+    g = tl.program_id(0) % G + tl.arange(0, 1)
+    square = tl.zeros([1, 1, BLOCK], tl.float32)
+    for start in range(0, D, BLOCK):
+        c = columns(start, BLOCK, BLOCK)
+        col = (g * D)[:, None, None] + c
+        x = load_tile(X, row_offsets(row, INNER, stride_xo, stride_xi), col, c < D, stride_xn)
+        square += x * x
+    tl.store(RSTD + row.to(tl.int64) * G + g, tl.rsqrt(sum_group(square) * inv_d + eps))
+
+
+@kernel(**ONE_GROUP)
+def gated_group_norm_means(
+    X, GATE, W, RSTD, DY, MEAN, M, INNER, D, stride_xo, stride_xi, stride_xn, stride_go, stride_gi, stride_gn, stride_yo,
+    stride_yi, stride_yn, inv_d, G: tl.constexpr, ACT: tl.constexpr, SHARED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """For the same groups mean(xhat * g), given rstd."""
+    row = tl.program_id(0) // G + tl.arange(0, 1)
+    g = tl.program_id(0) % G + tl.arange(0, 1)
+    cross = tl.zeros([1, 1, BLOCK], tl.float32)
+    for start in range(0, D, BLOCK):
+        c = columns(start, BLOCK, BLOCK)
+        col = (g * D)[:, None, None] + c
+        x = load_tile(X, row_offsets(row, INNER, stride_xo, stride_xi), col, c < D, stride_xn)
+        a = load_tile(GATE, row_offsets(row, INNER, stride_go, stride_gi), col, c < D, stride_gn)
+        dg = load_tile(DY, row_offsets(row, INNER, stride_yo, stride_yi), col, c < D, stride_yn) * activate(a, 1.0, ACT)
+        if W is not None:
+            dg = dg * load_weight(W, c, col, c < D, SHARED)
+        cross += x * dg
+    at = row.to(tl.int64) * G + g
+    tl.store(MEAN + at, sum_group(cross) * inv_d * tl.load(RSTD + at))
+
+
 # ---------------------------------------------------------------- host
 
 
@@ -342,6 +390,15 @@ def in_order(x: Tensor, transposed: bool) -> Tensor:
 
 def is_shared(weight: Tensor | None, hidden: int) -> bool:
     return weight is not None and weight.shape[0] != hidden
+
+
+def rstd_of(x: Tensor, eps: float, groups: int) -> Tensor:
+    """rstd [rows, groups] for groups too wide for one program."""
+    outer, inner, hidden = x.shape
+    rstd = torch.empty(outer * inner, groups, dtype=torch.float32, device=x.device)
+    D = hidden // groups
+    gated_group_norm_rstd(x, rstd, outer * inner, inner, D, *x.stride(), eps, 1.0 / D, G=groups)
+    return rstd
 
 
 def launch(x, gate, weight, rstd, y, eps, groups, act, given=False, scale=None, fmt=None) -> None:
