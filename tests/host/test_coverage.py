@@ -254,6 +254,7 @@ def test_the_command_gives_every_row():
     assert result.exit_code == 0 and list(found) == list(coverage.LISTS)
     assert {name: len(rows) for name, rows in found.items()} == {
         "training": 17, "training_more": 18, "flashrt": 92, "gn_kernels": 15, "aten": 288, "flaggems_features": 9,
+        "linghe_more": 9,
     }  # fmt: skip
     assert all(list(row)[:4] == list(coverage.FIELDS) for rows in found.values() for row in rows)
     result = CliRunner().invoke(app, ["coverage", "training"])

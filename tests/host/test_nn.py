@@ -28,14 +28,12 @@ def drawn(tokens=9, hidden=12, ffn=6, experts=4, k=3, dtype=torch.float64):
 
 
 def by_token(x, gate_up, down, routing, probs, act="silu", limit=None, kept=lambda t, e: True):
-    """The formula, one pair of a token and an expert at a time."""
+    """The formula, one slot of a token at a time."""
     y = torch.zeros_like(x)
     for t in range(x.shape[0]):
-        seen = set()
         for e, p in zip(routing[t].tolist(), probs[t]):
-            if e < 0 or e in seen or not kept(t, e):
+            if e < 0 or not kept(t, e):
                 continue
-            seen.add(e)
             gate, up = (gate_up[e] @ x[t]).chunk(2)
             if limit is not None:
                 gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)

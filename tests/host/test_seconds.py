@@ -131,6 +131,8 @@ def test_what_a_test_is_about():
 
 
 def test_the_listing_and_the_budgets_of_all_nets(tmp_path, capsys, monkeypatch):
+    monkeypatch.delenv("TILEWRIGHT_BUDGETS", raising=False)
+    monkeypatch.delenv("SLOWER", raising=False)
     monkeypatch.setattr(seconds, "OP", 60)
     path = tmp_path / "seconds.json"
     assert seconds.main(path) == 1 and "nothing is kept" in capsys.readouterr().out
