@@ -43,7 +43,8 @@ def check(op: Op, label: str, values: Mapping[str, Any], actual: Outcome) -> Non
         if op.resume is not None and name in op.saves and not there.is_floating_point():
             same_choice(f"{label}: {name}", op, given, name, actual[name], there)
         elif name in actual:
-            rough = of_long_sums(noise[name], there, given) if bar == BARS["E"] else noise[name]
+            long = bar == BARS["E"] and there.is_floating_point()  # integers are summed without rounding
+            rough = of_long_sums(noise[name], there, given) if long else noise[name]
             cut = [specified(values, name, t) for t in (actual[name], there, rough)]
             near(f"{label}: {name}", *cut, bar, floor if gradient else 0.0)
         else:
