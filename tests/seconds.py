@@ -21,7 +21,7 @@ from tilewright.names import OPS
 
 KEPT = Path(__file__).resolve().parents[1] / ".cache" / "seconds.json"
 NETS = {"host": 700, "interpreter": 950, "compile": 350, "smoke": 110}  # CPU seconds that each may take
-OP, AVERAGE = 120, 44  # that one op may take in all nets together, and an op on average, everything counted
+OP, AVERAGE = 75, 44  # that one op may take in all nets together, and an op on average, everything counted
 REST = "(collecting and importing)"  # what no test took
 Kept = dict[str, dict[str, dict[str, float]]]  # by net, shard, and op or file
 
