@@ -130,11 +130,8 @@ def _signature(op: Op) -> list[str]:
     parts = [words(p) for p in op.signature.python.parameters.values()]
     if op.signature.positional < len(parts):
         parts.insert(op.signature.positional, "*")
-    result = op.signature.python.return_annotation
+    result = inspect.signature(op.function).return_annotation  # without what the backward keeps
     result = result if isinstance(result, str) else inspect.formatannotation(result)
-    if op.hidden:  # the reference also returns what the backward keeps
-        count = len(op.results) - op.hidden
-        result = "Tensor" if count == 1 else f"tuple[{', '.join(['Tensor'] * count)}]"
     return [f"{op.name}(", *(f"    {part}," for part in parts), f") -> {result}"]
 
 

@@ -80,10 +80,7 @@ def _parameter(p: inspect.Parameter, hint: Any) -> str:
 
 def _result(op: Op, hint: Any) -> str:
     """What a call hands out; the reference also gives what the backward keeps."""
-    public = len(op.results) - op.hidden
-    if not op.hidden:
-        return _words(hint)
-    return "Tensor" if public == 1 else f"tuple[{', '.join(['Tensor'] * public)}]"
+    return inspect.signature(op.function).return_annotation if op.hidden else _words(hint)
 
 
 def _words(hint: Any) -> str:

@@ -176,11 +176,13 @@ def in_hot_formats(op: Op, values: dict[str, Any]) -> Iterator[Call]:
     """Blockwise FP8 both ways and row-wise: of a result, and of a gradient to a backward that can quantise it."""
     backwards = [one.backward for one in op.implementations if one.backward is not None]
     quantises = any("grad_format" in inspect.signature(b).parameters for b in backwards)
+    rules = {p.name: p.rule for p in op.signature.parameters}
+    matrices = [name for name in op.differentiable if rules[name].leading and rules[name].dims]
     for ways in ("both", "row"):
         fmt = tw.fp8("1x128", ways=ways)
         if "out_format" in op.signature.names and op.flops is None:  # a product is quantised by a launch of its own
             yield Call({**values, "out_format": fmt}, FORWARD)
-        if quantises and values.get("up") is None:  # halves in two tensors have no one quantised gradient
+        if quantises and sum(values.get(name) is not None for name in matrices) == 1:  # two have no one gradient
             yield Call(values, extra={"grad_format": fmt})
 
 
