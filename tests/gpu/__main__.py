@@ -294,13 +294,14 @@ def main(
 
 
 def at_models(options: argparse.Namespace, minutes: float, root: Path, say: Say) -> int:
-    """Every op at the sizes of real models, in one process at a time: a call may take most of the device's memory."""
+    """Every op at the sizes of real models, side by side where they fit into the device's memory together."""
     if minutes <= LAST_START / 60:
         say("models: no time is left: run again with --resume")
         return 3
     state, out = root / ".cache" / MODELS, os.environ.get("OUT")
     words = ("--models", "--shard", options.shard, "--minutes", f"{minutes:.2f}", "--state", str(state))
-    command = [sys.executable, "-m", "tilewright", "check", *words, *([] if options.resume else ["--again"])]
+    words = (*words, "--jobs", str(options.jobs), *([] if options.resume else ["--again"]))
+    command = [sys.executable, "-m", "tilewright", "check", *words]
     status = subprocess.run(command, cwd=root, env=environment(Path(os.devnull))).returncode
     if out and state.exists():
         shutil.copy(state, out)

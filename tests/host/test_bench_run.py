@@ -83,6 +83,30 @@ def test_a_hang_and_a_crash_cost_one_case_each(fake):
     assert fake.starts() == 4
 
 
+def test_workers_side_by_side_lose_no_case_and_stay_within_the_weight(fake):
+    names = [json.dumps({"case": c}) for c in "abcdefgh"]
+    command, live, most = fake(a="crash", c="hang", e="failed"), [], []
+
+    def drawn():
+        for name in names:
+            live.append(name)
+            most.append(len(live))
+            yield name
+
+    rows = []
+    for row in guarded.supervise(drawn(), command, 2.0, 20, jobs=3, weight=lambda name: 2.0, most=6.0):
+        live.remove(row["case"])
+        rows.append(row)
+    found = {json.loads(row["case"])["case"]: row["status"] for row in rows}
+    assert found == {**dict.fromkeys("bdfgh", "ok"), "a": "lost", "c": "lost", "e": "failed"}
+    assert max(most) == 3 and 3 <= fake.starts() <= 6
+    heavy = {names[1]: 5.0, names[4]: 9.0}
+    running: set[str] = set()
+    for row in guarded.supervise(iter(names), fake(), 20, 20, jobs=3, weight=lambda n: heavy.get(n, 1.0), most=5.0):
+        running.add(row["case"])
+    assert running == set(names)
+
+
 def test_a_failed_capture_replaces_the_worker(fake):
     rows = list(run.supervise(["a", "b"], [], fake(a="events"), 20))
     assert [r["status"] for r in rows] == ["ok", "ok"] and fake.starts() == 2

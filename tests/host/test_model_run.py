@@ -14,8 +14,10 @@ from tilewright.__main__ import app
 from tilewright.bench import evidence
 from tilewright.check import guarded, model_run, models
 from tilewright.check.cases import Net
+from tilewright.check.codes import near_codes
 from tilewright.check.model_run import Here, Run, in_interpreter, read, read_rows, written
 from tilewright.check.models import ModelCall, calls, elements, place_calls
+from tilewright.check.oracle import Outcome
 from tilewright.core.target import TARGETS
 from tilewright.op import Op
 
@@ -33,7 +35,7 @@ def run(*words: object) -> tuple[int, str, str]:
 def replies(*rows: dict, then: type[BaseException] | None = None):
     """Instead of a worker: these replies in turn, and `then` an end or an exception."""
 
-    def pretend(names, command, limit):
+    def pretend(names, command, limit, **_):
         for name, row in zip(names, rows):
             yield {"case": name, "wall_s": 0.5, **row}
         if then is not None:
@@ -43,7 +45,7 @@ def replies(*rows: dict, then: type[BaseException] | None = None):
 
 
 def always(row: dict):
-    def pretend(names, command, limit):
+    def pretend(names, command, limit, **_):
         for name in names:
             yield {"case": name, "wall_s": 0.5, **row}
 
@@ -92,7 +94,7 @@ def test_the_small_form_runs_here_and_goes_on_where_it_was(tmp_path, monkeypatch
     assert f"{len(rows)} held, 0 failed, 0 skipped, 0 not run, on interpreter" in out
     assert rows[0]["models"] == ["mixtral-8x7b"] and {"source", "date", "torch", "triton"} <= rows[0].keys()
     asked: list[str] = []
-    monkeypatch.setattr(guarded, "supervise", lambda names, command, limit: iter(asked.extend(names) or ()))
+    monkeypatch.setattr(guarded, "supervise", lambda names, command, limit, **_: iter(asked.extend(names) or ()))
     status, out, _ = run(*words)
     assert status == 0 and not asked and f"{len(rows)} held" in out
     status, out, _ = run(*words, "--again")
@@ -187,7 +189,7 @@ def test_what_cannot_fit_is_skipped_with_the_reason(tmp_path):
     tight = Here("small", TARGETS["sm_90"], 1 << 22)
     made = whole(tmp_path, ["rms_norm"], here=tight, models=["llama-3-70b"])
     rows = {row["call"]: row for row in go(made, always(OK))}
-    large = [call for op, call in made.planned if elements(op, call) > 1 << 22]
+    large = [call for op, call in made.planned if elements(op, call) > tight.limit]
     assert large and all("elements" in rows[c.name]["why"] and rows[c.name]["outcome"] == "skipped" for c in large)
     assert sum(row["outcome"] == "held" for row in rows.values()) == len(made.planned) - len(large)
     assert in_interpreter().most < tight.most
@@ -200,6 +202,19 @@ def test_memory_that_runs_out_is_a_reason_too(monkeypatch):
     monkeypatch.setattr(model_run, "hold", full)
     reply = model_run.answer(OPS["glu"], place_calls(OPS["glu"], tokens=(1,))[0], Net())
     assert reply == {"skipped": "did not fit: CUDA out of memory", "spoiled": True}
+
+
+def test_replies_may_come_in_any_order(tmp_path):
+    made = whole(tmp_path, ["router_z_loss"])
+
+    def backwards(names, command, limit):
+        for name in reversed(list(names)):
+            yield {"case": name, "wall_s": 0.0, "status": "wrong" if '"tokens": 7' in name else "ok"}
+
+    rows = go(made, backwards)
+    assert len(rows) == len(made.planned) and sum(made.weights.values()) > 0
+    for row in rows:
+        assert (row["outcome"] == "wrong") == ("tokens=7 " in row["call"]), row
 
 
 # ---------------------------------------------------------------- the comparison at scale
@@ -254,3 +269,22 @@ def test_a_choice_may_differ_where_it_hangs_by_a_rounding():
     exchanged(3)
     with pytest.raises(AssertionError, match="chosen: 1 of 64 rows chose others, first row 5"):
         exchanged(5)
+
+
+def test_a_scale_of_what_is_all_noise_may_be_smaller_and_no_other():
+    fmt = tw.fp8("1x128", ways="both", pow2=False)
+    there = torch.randn(1, 256, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    there[0, 7] = 1e-12
+    noise = torch.full((1, 1), 1e-9, dtype=torch.float64)
+
+    def hold(at: int, factor: float) -> None:
+        found = there.clone()
+        found[0, at] *= factor
+        stored = fmt.quantize(found, torch.float32).tensors()
+        actual = Outcome({f"y.{part}": t for part, t in zip(fmt.tensor_names, stored)})
+        near_codes("held", "y", {"out_format": fmt}, actual, there, noise)
+
+    hold(7, 1 - 1e-5)
+    hold(7, 1 + 1e-5)
+    with pytest.raises(AssertionError, match="scale_t: 1 of 256 scales differ"):
+        hold(8, 1 - 1e-5)

@@ -38,7 +38,9 @@ def near_codes(
     offsets = None if offsets is None else offsets.to(there.device)
     fmt = fmt if fmt.tensor is None else fmt.bare().with_scale(fmt.tensor.to(there.device))
     step = torch.zeros_like(there) if exact else there.sign() * (3e-7 * there.abs() + 8 * noise)
-    moved = (there,) if exact else (there, there - step, there + step)
+    # Towards zero, not past it: the scale of a value that is all noise may be as small as one likes
+    smaller = torch.where(step.abs() < there.abs(), there - step, 2.0**-10 * there)
+    moved = (there,) if exact else (there, smaller, there + step)
     options = [fmt.quantize(value, torch.float32, offsets) for value in moved]
     for i, part in enumerate(fmt.tensor_names):
         wanted = [q.tensors()[i] for q in options]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -56,12 +55,12 @@ def check(op: Op, label: str, values: Mapping[str, Any], actual: Outcome) -> Non
 
 
 def of_long_sums(noise: Tensor, exact: Tensor, values: Mapping[str, Any]) -> Tensor:
-    """The noise of a product of as many terms as its arguments are long, where these are more than its bar is for: rounding of
-    partial sums, and what a tensor core cuts off of them, which has the sign of a sum that wanders."""
+    """The noise of a product of as many terms as its arguments are long, where these are more than its bar is for: a tensor core
+    cuts off a little of each partial sum, so that what is lost grows with their number."""
     longest = max((size for v in values.values() if isinstance(v, Tensor) for size in v.shape), default=0)
     if longest <= TERMS:
         return noise
-    return noise.clamp(min=math.sqrt(longest / TERMS) * BARS["E"].single * rms(exact) / 4)  # four times it is allowed
+    return noise.clamp(min=longest / TERMS * BARS["E"].single * rms(exact) / 4)  # four times it is allowed
 
 
 def same_choice(label: str, op: Op, values: Mapping[str, Any], name: str, actual: Tensor, there: Tensor) -> None:

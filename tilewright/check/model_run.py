@@ -39,6 +39,7 @@ FEW, SOME = 3, 128  # rows in the interpreter, and of the property on a GPU
 LARGEST = {True: 3 << 17, False: 1 << 26}  # elements of a sampled call, in the interpreter and on a GPU
 # Milliseconds that a call, a program and an element of its arguments take in the interpreter, and those that an op may take
 CALL_MS, PROGRAM_MS, ELEMENT_MS, OP_MS = 50.0, 4.0, 0.005, 2000.0
+RANK = 1 << 28  # elements of a call at which one more rank shares the experts, or the width, that ranks can share
 ON_GPU = 1 << 28  # elements of all sampled calls of an op there
 Row = dict[str, Any]
 
@@ -125,12 +126,18 @@ def _from_json(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Here:
-    """Where calls run: what that is called, the chip, and how many elements the tensors of a call may have."""
+    """Where calls run: what that is called, the chip, and how many elements the tensors of all calls at a time may have."""
 
     name: str
     target: Target
     most: int
     interpreter: bool = False
+
+    @property
+    def limit(self) -> int:
+        """How many the tensors of a call that runs alone may have: most need less than `BYTES` each, and one that does not is
+        skipped when memory runs out."""
+        return 2 * self.most
 
 
 def in_interpreter() -> Here:
@@ -187,6 +194,7 @@ class Run:
         self, ops: Sequence[Op], names: Sequence[str] | None, here: Here, part: tuple[int, int], path: Path, again: bool
     ) -> None:
         self.here, self.kept = here, Kept(path)
+        self.weights: dict[str, int] = {}  # of each request, in elements
         found = [(op, call) for op in ops for call in self._calls(op, names)]
         self.planned = found[part[0] - 1 :: part[1]]
         self.pending = [one for one in self.planned if again or not self.kept.has(*one, here.target)]
@@ -196,27 +204,22 @@ class Run:
     def _calls(self, op: Op, names: Sequence[str] | None) -> list[ModelCall]:
         if self.here.interpreter:
             return sample(op, Net(interpreter=True), names)
-        return calls(op, names, TOKENS, self.here.target, self.here.most)
+        return calls(op, names, TOKENS, self.here.target, min(self.here.most, RANK))
 
     def go(self, ask: Callable[[Iterator[str]], Iterator[Row]], seconds: float) -> Iterator[Row]:
-        """A row for each call that is left to run, kept as it comes; none is begun after that time. `ask` gives a worker's reply
-        for each request."""
-        end, current = time.monotonic() + seconds, self.pending[:1]
-
-        def requests() -> Iterator[str]:
-            for op, call in self.pending:
-                if time.monotonic() >= end:
-                    return
-                current[:] = [(op, call)]
-                yield written(call)
-
-        large = [one for one in self.pending if elements(*one) > self.here.most]
-        for op, call in large:
-            why = f"its tensors have {elements(op, call)} elements, of which {self.here.most} fit"
-            yield self._keep(op, call, {"status": "ok", "skipped": why})
-        self.pending = [one for one in self.pending if one not in large]
-        for reply in ask(requests()):
-            yield self._keep(*current[0], reply)
+        """A row for each call that is left to run, kept as it comes; none is begun after that time. `ask` gives workers' replies
+        to requests, in whatever order."""
+        end = time.monotonic() + seconds
+        size = {call.name: elements(op, call) for op, call in self.pending}
+        for op, call in self.pending:
+            if size[call.name] > self.here.limit:
+                why = f"its tensors have {size[call.name]} elements, of which {self.here.limit} fit"
+                yield self._keep(op, call, {"status": "ok", "skipped": why})
+        self.pending = [one for one in self.pending if size[one[1].name] <= self.here.limit]
+        asked = {written(call): (op, call) for op, call in self.pending}
+        self.weights = {line: size[call.name] for line, (_, call) in asked.items()}
+        for reply in ask(line for line in asked if time.monotonic() < end):
+            yield self._keep(*asked[reply["case"]], reply)
 
     def _keep(self, op: Op, call: ModelCall, reply: Row) -> Row:
         """What is kept of a worker's reply."""

@@ -25,7 +25,7 @@ from ..runtime import config
 from ..runtime.kernel import Arguments, Kernel, Wanted
 from ..runtime.source import hashed
 from .cases import formats
-from .variants import Blank, Call, Plain, passes, variant
+from .variants import Blank, Call, Plain, passes, passes_and_results, variant
 
 TOKENS = (1, 7, 128, 4096)
 # What a model has if its line does not say otherwise
@@ -405,10 +405,10 @@ def covering(
 
 
 def elements(op: Op, call: ModelCall, target: Target = TARGETS["sm_90"]) -> int:
-    """How many elements the arguments have together or, where that is more, the tensors of one launch: results among them."""
+    """How many elements the arguments and results have together or, where that is more, the tensors of one launch."""
     values = call.values(op)
-    forward, backward = passes(op, Call(values), target)
-    at_once = [values.values(), *(wanted.ordered for wanted in forward + backward)]
+    forward, backward, results = passes_and_results(op, Call(values), target)
+    at_once = [(*values.values(), *results), *(wanted.ordered for wanted in forward + backward)]
     flat = [[t for v in given for t in (v if isinstance(v, (list, tuple)) else (v,))] for given in at_once]
     return max(sum(t.numel() for t in given if isinstance(t, Tensor)) for given in flat)
 

@@ -209,6 +209,12 @@ def options_one_by_one(op: Op) -> Iterator[Call]:
 
 def passes(op: Op, call: Call, target: Target) -> tuple[list[Wanted], list[Wanted]]:
     """What a call and its backward would launch on a chip."""
+    forward, backward, _ = passes_and_results(op, call, target)
+    return forward, backward
+
+
+def passes_and_results(op: Op, call: Call, target: Target) -> tuple[list[Wanted], list[Wanted], tuple[Tensor, ...]]:
+    """The same, and the tensors that the call gives, without memory."""
     values = op.signature.bind((), call.values)
     there = {n for n in op.differentiable if isinstance(values[n], Tensor) and values[n].is_floating_point()}
     needs = frozenset(there if call.gradients is None else there & call.gradients)
@@ -222,7 +228,7 @@ def passes(op: Op, call: Call, target: Target) -> tuple[list[Wanted], list[Wante
             if needs and one.backward is not None:
                 grads = [torch.empty(flat[i].shape, dtype=flat[i].dtype, device="meta") for i in op.graded(values)]
                 one.backward(SimpleNamespace(**{**values, **results}, needs=needs), *grads, **call.extra)
-    return forward, backward
+    return forward, backward, tuple(flat)
 
 
 def launches(op: Op, call: Call, arch: str = "sm_90") -> list[Wanted]:

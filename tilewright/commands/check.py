@@ -43,6 +43,10 @@ def check(
         Path | None,
         typer.Option(help="With --models: the file that outcomes are kept in. Yours for this GPU, if not given."),
     ] = None,
+    jobs: Annotated[
+        int,
+        typer.Option(min=1, help="With --models: how many calls are made side by side, where they fit into memory."),
+    ] = 1,
     as_json: Json = False,
 ) -> None:
     """Every property of ops: on the GPU, or in the interpreter where there is none. A line each; status 1 if one fails.
@@ -68,7 +72,7 @@ def check(
         if interpreter and record:
             fail("--record is of calls on a GPU, not in the interpreter")
         made = _models(ops, model, in_interpreter() if interpreter else gpu(), shard, state, again)
-        interrupted = _hold(made, minutes, as_json)
+        interrupted = _hold(made, minutes, jobs, as_json)
         if record:
             path = evidence.path_of(made.here.name, evidence.folder() / "models")
             with evidence.locked(path):
@@ -155,14 +159,20 @@ def _models(ops: list[str], model: list[str] | None, here: Any, shard: str, stat
     return made
 
 
-def _hold(made: Any, minutes: float, as_json: bool) -> bool:
+def _hold(made: Any, minutes: float, jobs: int, as_json: bool) -> bool:
     """Run what is left to run, with a line for each call that was not right; whether Ctrl-C ended it."""
     from ..check.guarded import NoWorker, supervise
 
     command = [sys.executable, "-m", "tilewright.check.worker", *(["--interpreter"] if made.here.interpreter else [])]
     with bar(len(made.pending)) as shown:
         try:
-            for row in made.go(lambda requests: supervise(requests, command, LIMIT), 60 * minutes):
+            # What runs side by side fits together, as each call alone does
+            for row in made.go(
+                lambda requests: supervise(
+                    requests, command, LIMIT, jobs=jobs, weight=made.weights.__getitem__, most=made.here.most
+                ),
+                60 * minutes,
+            ):
                 shown.step(row["op"])
                 if row["outcome"] not in ("held", "skipped") and not as_json:
                     typer.echo(
