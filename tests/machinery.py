@@ -54,10 +54,15 @@ MUTANTS = [
            "embedding"),
     Broken("results one place off behind a quantised one", "*flat[1 + PIECES :]", "*flat[PIECES:]", "paths",
            ": h: ", "add_rms_norm"),
-    Broken("out that overlaps itself accepted", "if self_overlapping(out):", "if False:", "refusals",
+    Broken("out that overlaps itself accepted", "if self_overlapping(piece):", "if False:", "refusals",
            "overlapping itself: accepted", "rms_norm"),
-    Broken("out over an argument accepted", "if overlapping(out, values[name]):", "if False:", "refusals",
+    Broken("out over an argument accepted", "if overlapping(piece, t) and not (", "if False and not (", "refusals",
            "the memory of x: accepted", "rms_norm"),
+    Broken("out of another dtype accepted", "if out.dtype != dtype:", "if False:", "refusals",
+           "another dtype: (accepted|RuntimeError)", "rms_norm"),
+    Broken("results that are not copied to the caller's memory",
+           "if not recorder.compile_only:\n                        there.copy_(here)",
+           "if not recorder.compile_only:\n                        pass", "outs", "differ"),
     Broken("a size that differs accepted", "if size != known:", "if False:", "refusals", "one hidden more: ", "rms_norm"),
 ]  # fmt: skip
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from tilewright.core.draw import Draw
 from tilewright.core.signature import at_least
 from tilewright.core.tensor import cdiv, power_of_two, rows
-from tilewright.op import Op, Triton, upcast
+from tilewright.op import Bars, Gradient, Op, Triton, upcast
 from tilewright.runtime.kernel import kernel
 
 
@@ -27,7 +27,6 @@ def reference(
     *,
     offset: float = 0.0,
     kind: Literal["centred", "plain"] = "centred",
-    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Give each row of `x` mean 0 (unless `kind` is "plain") and unit variance, then scale it by `weight + offset`."""
     v = upcast(x)
@@ -118,10 +117,10 @@ def weight_stride(weight: Tensor | None) -> int:
     return 0 if weight is None else weight.stride(0)
 
 
-def forward(x, weight, eps, *, offset, kind, out) -> tuple[Tensor, Tensor, Tensor]:
+def forward(x, weight, eps, *, offset, kind) -> tuple[Tensor, Tensor, Tensor]:
     flat = rows(x)
     M, N = flat.shape
-    y = out if out is not None else torch.empty_like(x, memory_format=torch.contiguous_format)
+    y = torch.empty_like(x, memory_format=torch.contiguous_format)
     mean, rstd = (torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device) for _ in range(2))
     y2 = y if y.dim() == 2 else y.view(M, N)
     toy_norm_forward(
@@ -150,7 +149,7 @@ def backward(saved: SimpleNamespace, dy: Tensor) -> tuple:
 
 toy_norm = Op(
     "toy_norm", reference, inputs, Triton(forward, backward, name="toy"),
-    where={"x": "float[... hidden]", "weight": "float[hidden]", "eps": at_least(0.0), "out": "x[... hidden]"},
-    results=("y", "mean", "rstd"), hidden=2, differentiable=("x", "weight"), saves=("x", "weight", "mean", "rstd"),
-    bars={"class": "B"},
+    where={"x": "float[... hidden]", "weight": "float[hidden]", "eps": at_least(0.0)},
+    results={"y": "x[... hidden]"}, hidden=("mean", "rstd"),
+    gradient=Gradient(of=("x", "weight"), saves=("x", "weight", "mean", "rstd")), bars=Bars("B"),
 )  # fmt: skip

@@ -52,6 +52,7 @@ def add_rms_norm(
     *,
     weight_offset: float = 0.0,
     out_format: None = None,
+    out: tuple[Tensor | None, Tensor | None] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(rms_norm(h), h) with h = x + residual, the new residual."""
 
@@ -64,6 +65,7 @@ def add_rms_norm(
     *,
     weight_offset: float = 0.0,
     out_format: Format,
+    out: tuple[Quantized | None, Tensor | None] | None = None,
 ) -> tuple[Quantized, Tensor]:
     """(rms_norm(h), h) with h = x + residual, the new residual."""
 
@@ -71,6 +73,7 @@ def column_amax(
     x: Tensor,
     *,
     offsets: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """max |x| of each column in fp32, [1, hidden] or, with `offsets` (end rows of groups), [experts, hidden]; 0 of no rows."""
 
@@ -85,6 +88,7 @@ def cross_entropy(
     z_loss: float = 0.0,
     weight: Tensor | None = None,
     inplace_backward: bool = False,
+    out: Tensor | None = None,
 ) -> Tensor:
     """The fp32 loss that `torch.nn.functional.cross_entropy` gives for fp32 logits, classes in the last dimension."""
 
@@ -98,6 +102,7 @@ def cross_entropy_join(
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
+    out: Tensor | None = None,
 ) -> Tensor:
     """The loss of every row from the parts that `cross_entropy_parts` gave, each for some columns of it."""
 
@@ -112,6 +117,7 @@ def cross_entropy_lse(
     z_loss: float = 0.0,
     weight: Tensor | None = None,
     inplace_backward: bool = False,
+    out: tuple[Tensor | None, Tensor | None] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(`cross_entropy`, the fp32 logsumexp of every row of softcap(logits) whatever its label). Both have gradients."""
 
@@ -125,6 +131,7 @@ def cross_entropy_parts(
     slant: bool = False,
     softcap: float | None = None,
     inplace_backward: bool = False,
+    out: Tensor | None = None,
 ) -> Tensor:
     """What `cross_entropy_join` needs of a row's columns `start` to `start + logits.shape[-1]`: fp32 `[..., 5]`."""
 
@@ -136,6 +143,7 @@ def dequantize_codes(
     dtype: Literal["bfloat16", "float16", "float32", "float64"] = "bfloat16",
     *,
     offsets: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """code * scale in fp32, rounded to `dtype`: the matrix whose row-wise operand, or column-wise twin, these are."""
 
@@ -144,6 +152,7 @@ def embedding(
     weight: Tensor,
     *,
     padding_idx: int | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """The rows of `weight` [vocab, hidden] that `ids` name: [..., hidden]."""
 
@@ -158,7 +167,7 @@ def gated_group_norm(
     transposed: bool = True,
     act: Literal["sigmoid", "silu"] = "sigmoid",
     out_format: None = None,
-    out: Tensor | Quantized | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Scale each of `groups` equal parts of every row of `x` to unit root-mean-square, then by `weight` and `act(gate)`;"""
 
@@ -173,7 +182,7 @@ def gated_group_norm(
     transposed: bool = True,
     act: Literal["sigmoid", "silu"] = "sigmoid",
     out_format: Format,
-    out: Tensor | Quantized | None = None,
+    out: Quantized | None = None,
 ) -> Quantized:
     """Scale each of `groups` equal parts of every row of `x` to unit root-mean-square, then by `weight` and `act(gate)`;"""
 
@@ -188,7 +197,7 @@ def glu(
     scale: Tensor | None = None,
     offsets: Tensor | None = None,
     out_format: None = None,
-    out: Tensor | Quantized | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """`act(gate) * up`, in fp32 and rounded once: gate and up are the first and second half of `x`, or `x` and `up`."""
 
@@ -203,7 +212,7 @@ def glu(
     scale: Tensor | None = None,
     offsets: Tensor | None = None,
     out_format: Format,
-    out: Tensor | Quantized | None = None,
+    out: Quantized | None = None,
 ) -> Quantized:
     """`act(gate) * up`, in fp32 and rounded once: gate and up are the first and second half of `x`, or `x` and `up`."""
 
@@ -216,6 +225,7 @@ def glu_linear(
     act: Literal["silu", "gelu_tanh", "gelu_erf", "relu", "sigmoid"] = "silu",
     limit: float | None = None,
     alpha: float = 1.0,
+    out: Tensor | None = None,
 ) -> Tensor:
     """`glu(x, up) @ weight.T + bias`, for whose backward x and up are kept, but not the unit's value; see `glu` for the options."""
 
@@ -231,6 +241,7 @@ def glu_linear_fp8(
     act: Literal["silu", "gelu_tanh", "gelu_erf", "relu", "sigmoid"] = "silu",
     limit: float | None = None,
     alpha: float = 1.0,
+    out: Tensor | None = None,
 ) -> Tensor:
     """`linear_fp8(glu(x, up), weight, bias)`, for whose backward x and up are kept, but nothing of the unit's value."""
 
@@ -269,6 +280,7 @@ def grouped_mm_masked(
     scale_b: Tensor | None = None,
     *,
     out_dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16",
+    out: Tensor | None = None,
 ) -> Tensor:
     """The first `counts[e]` rows of `a[e]` [experts, rows, inner] times `b[e]` [experts, inner, columns], summed in fp32 and"""
 
@@ -281,6 +293,7 @@ def grouped_mm_rows(
     act: Literal["silu", "gelu_tanh", "gelu_erf", "relu"] | None = None,
     glu: Literal["silu", "gelu_tanh", "gelu_erf", "relu"] | None = None,
     out_dtype: Literal["bfloat16", "float16", "float32"] | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """The rows of `a` [rows, inner], each times the matrix of its group in `b` [experts, inner, columns]; `offsets` [experts] are"""
 
@@ -295,6 +308,7 @@ def grouped_mm_rows_fp8(
     act: Literal["silu", "gelu_tanh", "gelu_erf", "relu"] | None = None,
     glu: Literal["silu", "gelu_tanh", "gelu_erf", "relu"] | None = None,
     out_dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16",
+    out: Tensor | None = None,
 ) -> Tensor:
     """The same of FP8 codes: `scale_a` [inner / 128, rows] for `a`, `scale_b` [experts, columns / 128, inner / 128] for `b`, as"""
 
@@ -305,6 +319,7 @@ def hadamard(
     block: Literal[16, 32, 64, 128, 256] = 64,
     dim: Literal[-1, 0] = -1,
     out_format: None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """`x` rotated by Hadamard matrices of size `block`, which must divide the size along `dim`; in fp32, rounded once."""
 
@@ -315,6 +330,7 @@ def hadamard(
     block: Literal[16, 32, 64, 128, 256] = 64,
     dim: Literal[-1, 0] = -1,
     out_format: Format,
+    out: Quantized | None = None,
 ) -> Quantized:
     """`x` rotated by Hadamard matrices of size `block`, which must divide the size along `dim`; in fp32, rounded once."""
 
@@ -323,6 +339,7 @@ def hadamard_quantize(
     out_format: Format,
     *,
     block: Literal[16, 32, 64, 128] = 64,
+    out: Quantized | None = None,
 ) -> Quantized:
     """The matrix `x` for a product that sums over features and one that sums over tokens, in one pass."""
 
@@ -337,6 +354,7 @@ def linear_cross_entropy(
     label_smoothing: float = 0.0,
     softcap: float | None = None,
     z_loss: float = 0.0,
+    out: Tensor | None = None,
 ) -> Tensor:
     """`cross_entropy(hidden @ weight.T + bias, labels)` without the memory of the logits; see there for the options."""
 
@@ -349,6 +367,7 @@ def linear_fp8(
     weight_codes_t: Tensor | None = None,
     *,
     keep: Literal["codes", "input"] = "codes",
+    out: Tensor | None = None,
 ) -> Tensor:
     """`x @ weight.T + bias` for `x` [..., in] and `weight` [out, in], as `torch.nn.functional.linear` has them; all products,"""
 
@@ -358,6 +377,7 @@ def load_balancing_loss(
     coef: float,
     *,
     score: Literal["softmax", "sigmoid", "given"] = "softmax",
+    out: Tensor | None = None,
 ) -> Tensor:
     """`coef * experts * sum_e f_e * P_e`, fp32: `f_e` is the share of the choices that expert e has, `P_e` its mean score."""
 
@@ -386,6 +406,7 @@ def mla_rope(
     cu_seqlens: Tensor | None = None,
     cp_size: int = 1,
     cp_rank: int = 0,
+    out: tuple[Tensor | None, Tensor | None, Tensor | None] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(q, k, v) for attention from `q` [.., heads, nope + n], `kv` [.., heads, nope + v] and `k_pos` [.., 1, n] of all heads."""
 
@@ -407,6 +428,7 @@ def moe_feed_forward(
     capacity: int | None = None,
     precision: Literal["input", "fp8"] = "input",
     keep: Literal["all", "product", "input"] = "all",
+    out: Tensor | None = None,
 ) -> Tensor:
     """Each token's sum over its experts of `down[e] @ glu(gate_up[e] @ x)`, times the router's `probs`: [tokens, hidden]."""
 
@@ -421,6 +443,7 @@ def moe_permute(
     align: int = 16,
     capacity: int | None = None,
     out_format: None = None,
+    out: tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(rows [capacity, hidden], row_probs [capacity], row_map, source, offsets, overflow): rows of `x` grouped by expert."""
 
@@ -435,6 +458,8 @@ def moe_permute(
     align: int = 16,
     capacity: int | None = None,
     out_format: Format,
+    out: tuple[Quantized | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+    | None = None,
 ) -> tuple[Quantized, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(rows [capacity, hidden], row_probs [capacity], row_map, source, offsets, overflow): rows of `x` grouped by expert."""
 
@@ -448,6 +473,8 @@ def moe_permute_codes(
     topk: int | None = None,
     align: int = 16,
     capacity: int | None = None,
+    out: tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+    | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(rows, row_scale [capacity, blocks], row_probs, row_map, source, offsets, overflow): as `moe_permute`, of bytes `codes`"""
 
@@ -458,6 +485,7 @@ def moe_row_map(
     topk: int | None = None,
     align: int = 16,
     capacity: int | None = None,
+    out: tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(row_map [tokens, slots], source [capacity], offsets [experts], overflow []), int32: rows grouped by expert."""
 
@@ -465,17 +493,23 @@ def moe_unpermute(
     rows: Tensor,
     row_map: Tensor,
     probs: Tensor | None = None,
+    *,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Each token's sum of its rows, in fp32 and in the order of `row_map`, [tokens, hidden]."""
 
 def multi_tensor_count_zeros(
     tensors: list[Tensor],
+    *,
+    out: Tensor | None = None,
 ) -> Tensor:
     """How many elements of all tensors are zero, of either sign, an int64 scalar. DTensors give the count of the whole."""
 
 def multi_tensor_norm(
     tensors: list[Tensor],
     ord: float = 2.0,
+    *,
+    out: Tensor | None = None,
 ) -> Tensor:
     """The 1-, 2- or inf-norm of all elements of all tensors together, an fp32 scalar (float64 if a tensor is)."""
 
@@ -510,6 +544,7 @@ def qkv_split(
     cu_seqlens: Tensor | None = None,
     cp_size: int = 1,
     cp_rank: int = 0,
+    out: tuple[Tensor | None, Tensor | None, Tensor | None] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(q, k, v), each [batch, length, heads, head_dim], of `qkv` [batch, length, width] or, `transposed`, [length, batch, width]."""
 
@@ -518,6 +553,7 @@ def quantize(
     out_format: Format,
     *,
     offsets: Tensor | None = None,
+    out: Quantized | None = None,
 ) -> Quantized:
     """`x` in `out_format`, rounded to fp32 first if it is float64; the gradient passes unchanged."""
 
@@ -530,7 +566,7 @@ def rms_norm(
     weight_offset: float = 0.0,
     rstd: Tensor | None = None,
     out_format: None = None,
-    out: Tensor | Quantized | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Scale each row of `x` to unit root-mean-square, then by `weight + weight_offset`; statistics in fp32."""
 
@@ -543,7 +579,7 @@ def rms_norm(
     weight_offset: float = 0.0,
     rstd: Tensor | None = None,
     out_format: Format,
-    out: Tensor | Quantized | None = None,
+    out: Quantized | None = None,
 ) -> Quantized:
     """Scale each row of `x` to unit root-mean-square, then by `weight + weight_offset`; statistics in fp32."""
 
@@ -555,6 +591,7 @@ def rms_norm_router(
     eps: float = 1e-06,
     *,
     out_format: None = None,
+    out: tuple[Tensor | None, Tensor | None] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(y, logits): `rms_norm(x, weight, eps)`, and the fp32 logits `y @ router.T` from exact products of `y` in x's dtype."""
 
@@ -566,6 +603,7 @@ def rms_norm_router(
     eps: float = 1e-06,
     *,
     out_format: Format,
+    out: tuple[Quantized | None, Tensor | None] | None = None,
 ) -> tuple[Quantized, Tensor]:
     """(y, logits): `rms_norm(x, weight, eps)`, and the fp32 logits `y @ router.T` from exact products of `y` in x's dtype."""
 
@@ -577,6 +615,7 @@ def rms_norm_rstd(
     *,
     weight_offset: float = 0.0,
     out_format: None = None,
+    out: tuple[Tensor | None, Tensor | None] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`rms_norm`, and the fp32 reciprocal root-mean-square of each row that it used."""
 
@@ -588,6 +627,7 @@ def rms_norm_rstd(
     *,
     weight_offset: float = 0.0,
     out_format: Format,
+    out: tuple[Quantized | None, Tensor | None] | None = None,
 ) -> tuple[Quantized, Tensor]:
     """`rms_norm`, and the fp32 reciprocal root-mean-square of each row that it used."""
 
@@ -605,6 +645,7 @@ def rope(
     cu_seqlens: Tensor | None = None,
     cp_size: int = 1,
     cp_rank: int = 0,
+    out: tuple[Tensor | None, Tensor | None] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Rotate the first `rotary_dim` columns (default: all) of every head of `q` and of `k`, in fp32 and rounded once."""
 
@@ -621,6 +662,7 @@ def rope_one(
     cu_seqlens: Tensor | None = None,
     cp_size: int = 1,
     cp_rank: int = 0,
+    out: Tensor | None = None,
 ) -> Tensor:
     """`rope` of one tensor."""
 
@@ -637,6 +679,8 @@ def router_linear(
 def router_z_loss(
     logits: Tensor,
     coef: float,
+    *,
+    out: Tensor | None = None,
 ) -> Tensor:
     """`coef` times the mean over tokens of the squared logsumexp of their logits [..., experts]; fp32."""
 
@@ -645,6 +689,7 @@ def routing_map(
     probs: Tensor,
     *,
     experts: int,
+    out: tuple[Tensor | None, Tensor | None] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(dense probs [..., experts], map bool [..., experts]) of a choice of experts and its weights, both [..., k]."""
 
@@ -655,6 +700,7 @@ def smooth_quantize(
     *,
     reverse: bool = False,
     offsets: Tensor | None = None,
+    out: Quantized | None = None,
 ) -> Quantized:
     """`x / smooth` per column in `out_format`, or `x * smooth` if `reverse`: in fp32, one rounding, then the format's."""
 
@@ -663,6 +709,8 @@ def sort_chunks(
     sizes: Tensor,
     order: Tensor,
     probs: Tensor | None = None,
+    *,
+    out: tuple[Tensor | None, Tensor | None] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(rows [rows, hidden], row_probs [rows]): the chunks of `x`, of `sizes` rows each, in the order `order`."""
 
@@ -678,6 +726,7 @@ def topk_routing(
     scaling: float = 1.0,
     order: Literal["score_first", "topk_first"] = "score_first",
     indices: Tensor | None = None,
+    out: tuple[Tensor | None, Tensor | None, Tensor | None] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(probs fp32 [..., k], chosen [..., k], counts int32 [experts]): the `k` experts of each token and their weights."""
 
@@ -685,5 +734,6 @@ def transpose_pad(
     x: Tensor,
     *,
     multiple: int = 1,
+    out: Tensor | None = None,
 ) -> Tensor:
     """x [..., length, hidden] as [..., hidden, length rounded up to a `multiple`], zeros after the last column."""

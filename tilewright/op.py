@@ -1,7 +1,7 @@
 """`Op`: one declaration of one operation (`core/declaration.py`), with all that follows from it: the public function, its CPU path,
 validation, autograd, the registered `torch.ops.tilewright.*` op with its fake, cost, tests and the catalogue entry.
 
-    rms_norm = Op("rms_norm", reference, inputs, Triton(forward, backward), where={...}, differentiable=("x", "weight"))
+    rms_norm = Op("rms_norm", reference, inputs, Triton(forward, backward), where={...}, results={...}, gradient=...)
 
 This module assembles what stands below it, and nothing there imports it.
 """
@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 
-from .core.declaration import Triton, single, upcast
+from .core.declaration import Bars, Cost, Gradient, Out, Sharding, Triton, single, upcast
 from .runtime import call, register
 from .runtime.choose import force
 from .runtime.results import flatten, saved_results
 from .runtime.run import Runner, compiling_only
 
-__all__ = ["OPS", "Op", "Triton", "force", "single", "upcast", "warmup"]
+__all__ = ["OPS", "Bars", "Cost", "Gradient", "Op", "Out", "Sharding", "Triton", "force", "single", "upcast", "warmup"]
 OPS: dict[str, Op] = {}
 
 

@@ -121,7 +121,7 @@ def compare_rows(op: Op, label: str, values: dict[str, Any], actual: Outcome) ->
             near(f"{label}: {name}", actual[name], there, noise[name], bar, 1e-6 if gradient else 0.0)
         elif not gradient:
             rough = None if bar == BARS["G"] else noise[name]
-            near_codes(f"{label}: {name}", name, values, actual, there, rough, op.bars.get("twin"))
+            near_codes(f"{label}: {name}", name, values, actual, there, rough, op.bars.twin)
 
 
 def compare_sum(
@@ -148,11 +148,11 @@ def compare_sum(
 def share_of_sum(op: Op) -> float:
     """How far a sum over all rows may be off, relative to a typical one. Tensor cores cut off where fp32 rounds, once for every
     sixteen of these 600,001 terms; an op that rounds on its way adds up rounded terms."""
-    if op.bars.get("rounds"):
+    if op.bars.rounds:
         return torch.finfo(torch.bfloat16).eps / 6
-    if op.bars.get("gradient") == "F":  # by two pieces of bf16, no worse than TF32
+    if op.bars.gradient == "F":  # by two pieces of bf16, no worse than TF32
         return 2.5e-4
-    return 5e-5 if op.bars.get("class") in PRODUCTS else 2e-6
+    return 5e-5 if op.bars.kind in PRODUCTS else 2e-6
 
 
 def _is_float(value: Any) -> bool:

@@ -281,7 +281,7 @@ def test_a_case_is_checked_timed_and_set_beside_its_floor(family, pretended):
         flops = 2 * 256 * 256 * 4 * (2 if case.direction == "backward" else 1)
         assert row["rates"] == pytest.approx({"burst": flops / 5e6, "sustained": flops / 1e7, "clock_mhz": 1500})
     else:
-        assert ("rates" in row) == (tw.catalogue()[case.op].flops is not None)
+        assert ("rates" in row) == (tw.catalogue()[case.op].cost.flops is not None)
     if case.direction == "forward":
         assert row["rivals"] == {"eager": pytest.approx(5.0)} and "no such rival" in row["absent"]["nobody"]
 

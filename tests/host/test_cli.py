@@ -40,11 +40,13 @@ def test_list_has_every_op():
     assert status == 0 and set(rows) == set(tw.catalogue())
     assert rows["glu"]["backward"] and rows["glu"]["formats"] == ["fp8"] and "gluon" in rows["glu"]["implementations"]
     assert not rows["dequantize_codes"]["backward"]
+    assert rows["dequantize_codes"]["internal"] and not rows["quantize"]["internal"]
     assert rows["rms_norm"]["chips"]["sm_90"] == "measured" and rows["rms_norm"]["chips"]["sm_80"] == "compiled"
     assert rows["scaled_mm"]["emulated"]["sm_90"]["mxfp4"] == "MXFP4 storage, BF16 math"
     assert "mxfp4" not in rows["scaled_mm"]["emulated"]["sm_100"] and not rows["glu"]["emulated"]
     status, out, _ = run("list")
     assert status == 0 and all(name in out for name in ("glu", "quantize", "int4_row: INT4 storage, INT8 math"))
+    assert out.index(" transpose_pad ") < out.index("parts of other ops") < out.index(" dequantize_codes ")
 
 
 @pytest.mark.parametrize("name", [None, *typer.main.get_command(app).commands])

@@ -19,7 +19,7 @@ from tilewright.check.registration import FACES
 from tilewright.core.cost import traffic
 from tilewright.core.private import guard
 from tilewright.core.signature import at_least
-from tilewright.op import Op, Triton
+from tilewright.op import Gradient, Op, Out, Triton
 
 WHOLE = Mutant("none", "Toy op", "Toy op", "", "", SUBJECT)
 
@@ -50,10 +50,15 @@ def test_it_appears_and_goes(tmp_path):
 
 def test_public_function_has_the_signature_and_words_of_the_reference(toy):
     public, written = inspect.signature(toy.function), inspect.signature(toy.reference)
-    assert public.parameters == written.parameters
+    assert list(public.parameters.values())[:-1] == list(written.parameters.values())
+    assert str(public.parameters["out"]) == "out: 'Tensor | None' = None"
     assert public.return_annotation == "Tensor"  # two of the reference's results are for the backward alone
     rms_norm = tw.catalogue()["rms_norm"]
-    assert inspect.signature(tw.rms_norm) == inspect.signature(rms_norm.reference)
+    shown = inspect.signature(tw.rms_norm)
+    assert [*shown.parameters] == [*inspect.signature(rms_norm.reference).parameters, "out"]
+    assert shown.parameters["out"].annotation == "Tensor | Quantized | None"
+    both = inspect.signature(tw.add_rms_norm).parameters["out"].annotation
+    assert both == "tuple[Tensor | Quantized | None, Tensor | None] | None"
     assert toy.function.__doc__ == toy.reference.__doc__ == toy.__doc__
     assert toy.function.__name__ == toy.name
     assert toy.function.op is toy
@@ -214,8 +219,18 @@ def test_declarations_are_checked():
         ("cannot be of type", {"x": "float[n]"}, untyped),
     ):
         with pytest.raises((ValueError, TypeError)) as caught:
-            Op("never_declared", function, dict, none, where=where)
+            Op("never_declared", function, dict, none, where=where, results={"y": "x[n]"})
         assert words in str(caught.value)
+    good = {"where": {"x": "float[n]"}, "results": {"y": "x[n]"}}
+    for words, said in (
+        ("gradient.of names z", {"gradient": Gradient(of=("z",))}),
+        ("gradient.saves names w", {"gradient": Gradient(of=("x",), saves=("w",))}),
+        ("out.lies_on names u", {"out": Out(lies_on={"y": ("u",)})}),
+        ("writes names v", {"writes": ("v",)}),
+        ("written has no gradient", {"writes": ("x",), "gradient": Gradient(of=("x",))}),
+    ):
+        with pytest.raises(ValueError, match=words):
+            Op("never_declared", reference, dict, none, **good, **said)
     assert "never_declared" not in tw.catalogue()
 
 

@@ -168,7 +168,51 @@ def test_an_entry_says_what_the_declaration_says():
     assert "- Formats: `fp8`." in entry and "- Implementations: `gluon`, `triton`, `reference`." in entry
     assert "y = act(gate) * up * scale" in entry and "| `toy_fwd/8x16` | Chip A | 10.0 | 9.5 | 0.950 |" in entry
     loss = "\n".join(documents.ops_pages({"cross_entropy": tw.cross_entropy.op}, [], TARGETS.values()).values())
-    assert ") -> Tensor\n" in loss and "Results: `loss` (carries gradients)." in loss and "no row yet" in loss
+    assert ") -> Tensor\n" in loss and "    out: Tensor | None = None,\n" in loss and "no row yet" in loss
+    by_default = "`wide(logits)[]` by default; `wide(logits)[...]` with `reduction='none'`"
+    assert f"| `loss` | {by_default} | yes | contiguous |  |" in loss
+
+
+def result_lines(name: str) -> list[str]:
+    op = tw.declaration(name)
+    page = "\n".join(documents.ops_pages({name: op}, [], TARGETS.values()).values())
+    return [line for line in page.splitlines() if line.startswith(tuple(f"| `{n}` |" for n in op.result_rows))]
+
+
+def test_a_result_reads_as_its_row_says():
+    assert "| `rstd` | `wide(x)[...]` | no | contiguous |  |" in result_lines("rms_norm_rstd")
+    assert result_lines("glu") == ["| `out` | `x[..., hidden]` | yes | of any strides |  |"]
+    assert result_lines("multi_tensor_scale") == [
+        "| `out` | list of `tensors[...]` | no | of any strides | `tensors` |"
+    ]
+    assert result_lines("quantize") == ["| `out` | `x[..., hidden]` | yes | as the format has it |  |"]
+
+
+@pytest.mark.parametrize(
+    "name, words",
+    [
+        ("scaled_mm", "`bfloat16[tokens, columns]` by default; of the dtype that `out_dtype` names"),
+        ("grouped_mm_inner", "`a[experts, rows, columns]` by default; of the dtype that `out_dtype` names, if any"),
+        ("multi_tensor_norm", "`float32[]` by default; `float64[]` for float64"),
+        (
+            "matmul",
+            "`a[..., columns]` by default; `int32[..., columns]` for int8; `bfloat16[..., columns]` for float8_e4m3fn;"
+            " of the dtype that `out_dtype` names, if any",
+        ),
+    ],
+)
+def test_a_row_that_is_a_function_says_what_it_depends_on(name, words):
+    [line] = result_lines(name)
+    assert line.split(" | ")[1] == words
+
+
+def test_parts_of_others_stand_apart():
+    ops = {name: tw.declaration(name) for name in ("quantize", "dequantize_codes")}
+    pages = documents.ops_pages(ops, [], TARGETS.values())
+    whole, parts = pages[documents.INDEX].split("## Parts of others")
+    assert "\n1 operations" in whole and "[quantize]" in whole and "dequantize_codes" not in whole
+    assert "[dequantize_codes](quantise.md#dequantize_codes)" in parts
+    assert pages[documents.OPS / "quantise.md"].count("- A part of other operations.") == 1
 
 
 def test_coverage_has_every_row():

@@ -10,6 +10,7 @@ import tilewright as tw
 from tilewright.check import families
 from tilewright.check.properties import VALUES
 from tilewright.check.registration import FACES
+from tilewright.op import Out
 
 
 def test_families_are_folders():
@@ -44,17 +45,16 @@ def test_a_declaration_that_says_something_new_is_taken():
     def op(count: int, **said: object) -> SimpleNamespace:
         names = [f"a{i}" for i in range(count)]
         signature = SimpleNamespace(parameters=names, names=names, listed=False, lists=())
-        quiet = {"any_format": False, "differentiable": (), "results": ("out",), "hidden": 0, "resume": None}
+        quiet = {"out": Out(), "differentiable": (), "results": ("out",), "hidden": 0, "resume": None}
         quiet |= {
             "saved_results": {},
             "shape_only": None,
-            "in_place": (),
             "overwrites": None,
             "groups": None,
             "asks": None,
         }
         quiet |= {"composite": False, "sharded": None}
-        return SimpleNamespace(signature=signature, implementations=(1,), **{**quiet, **said})
+        return SimpleNamespace(signature=signature, implementations=(SimpleNamespace(out=False),), **{**quiet, **said})
 
     ops = {"small": op(1), "large": op(3), "hidden": op(4, hidden=1), "c": op(5, hidden=2)}
     ops["both"] = op(6, hidden=1, composite=True)

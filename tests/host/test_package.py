@@ -121,6 +121,9 @@ q: tw.Quantized = tw.glu(x, act="gelu_tanh", out_format=tw.fp8("1x128", ways="bo
 plain: torch.Tensor = q.dequantize()
 print(q.format.key, q.data_t.shape, q.scale.shape)
 normed, total = tw.add_rms_norm(x, residual=x)
+y = tw.rms_norm(x, out=torch.empty_like(x))
+normed, rstd = tw.rms_norm_rstd(x, out=(None, torch.empty(4)))
+q = tw.rms_norm(x, out_format=q.format, out=q)
 loss: torch.Tensor = tw.cross_entropy(x, torch.zeros(4, dtype=torch.long), reduction="sum")
 layer: torch.nn.Module = tw.nn.Linear(256, 256)
 norm: torch.Tensor = tw.clip_grad_norm_(layer.parameters(), 1.0)
@@ -134,6 +137,7 @@ WRONG = {  # a line -> what a type checker says of it
     'tw.topk_routing(x, k="two")': "arg-type|call-arg",
     'tw.cross_entropy(x, x, reduction="avg")': "Literal",
     "tw.cross_entropy(x)": 'Missing positional argument "labels"',
+    "tw.cross_entropy_lse(x, x, out=x)": "arg-type",
     "tw.glu_linaer(x, x, x)": "Module has no attribute",
     "loss: str = tw.cross_entropy(x, x)": "Incompatible types in assignment",
     'tw.clip_grad_norm_("weights", 1.0)': "arg-type",

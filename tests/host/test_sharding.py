@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -18,7 +22,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import tilewright as tw
 from examples import fsdp2
+from tilewright.core.signature import Row
 from tilewright.integrations.pytorch import sharding
+from tilewright.op import OPS, Op, Sharding
 
 R, P = Replicate(), Partial()
 LABELS = torch.tensor([[0, 3, -100], [6, 7, 1], [2, -100, -100]])  # two of three rows on rank 0; 7 is in no vocabulary
@@ -299,15 +305,24 @@ def test_two_ranks(tmp_path):
     mp.start_processes(on_two_ranks, (str(tmp_path / "meeting"), alone), nprocs=2, start_method="forkserver")
 
 
-def test_compiled_in_one_graph():
-    """Traced with two ranks of which there is one."""
+@contextmanager
+def one_of_two() -> Iterator[DeviceMesh]:
+    """The mesh of two ranks of which there is one; rules that are registered meanwhile are forgotten."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     before = {name: op.sharded for name, op in tw.catalogue().items()}
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    sharding.register()
     try:
-        mesh = init_device_mesh("cpu", (2,))
+        yield init_device_mesh("cpu", (2,))
+    finally:
+        dist.destroy_process_group()
+        for name, op in tw.catalogue().items():
+            op.sharded = before[name]
+
+
+def test_compiled_in_one_graph():
+    with one_of_two() as mesh:
+        sharding.register()
         made = []
         for call in (tw.rms_norm, torch.compile(tw.rms_norm, fullgraph=True, backend="aot_eager")):
             x = DTensor.from_local(torch.linspace(-1, 2, 24).view(3, 8), mesh, [Shard(0)]).requires_grad_()
@@ -317,10 +332,20 @@ def test_compiled_in_one_graph():
             assert (y.placements, x.grad.placements, w.grad.placements) == ((Shard(0),), (Shard(0),), (P,))
             made.append([t.to_local() for t in (y.detach(), x.grad, w.grad)])
         assert all(torch.equal(*pair) for pair in zip(*made))
-    finally:
-        dist.destroy_process_group()
-        for name, op in tw.catalogue().items():
-            op.sharded = before[name]
+
+
+def test_rules_that_are_functions_are_traced():
+    with one_of_two() as mesh:
+        sharding.register()
+        tried = {case.op: case for case in cases() if case.op in ("qkv_split", "glu", "cross_entropy_lse")}
+        for name, case in tried.items():
+            parts = {n: distribute_tensor(t, mesh, [p], src_data_rank=None) for n, (t, p) in case.tensors.items()}
+            call = partial(getattr(tw, name), **case.options)
+            for made in (
+                tuple_of(call(**parts)),
+                tuple_of(torch.compile(call, fullgraph=True, backend="eager")(**parts)),
+            ):
+                assert tuple(r.placements[0] for r in made) == case.results, name
 
 
 def test_a_weight_that_is_set_has_new_codes():
@@ -336,13 +361,113 @@ def test_a_weight_that_is_set_has_new_codes():
     assert torch.equal(layer(x), other(x))
 
 
-def test_rules_name_results_and_arguments_of_ops():
+def shardings() -> Iterator[tuple[Op, Sharding]]:
+    """What each op says, of each of the calls above where that is a function of the arguments."""
     ops = tw.catalogue()
-    assert {case.op for case in cases()} == {*sharding.RULES}
-    for name, rule in sharding.RULES.items():
-        op = ops[name]
-        if isinstance(rule, sharding.Rule):
-            known = {d for p in op.signature.parameters if p.name in op.signature.tensors for d in p.rule.dims}
-            assert len(rule.results) == len(op.results) - op.hidden, name
-            assert {*rule.local} <= {"...", *known} and {*rule.advice} <= known, name
-            assert {*rule.once, *rule.summed, *filter(None, [rule.mean])} <= {*op.signature.tensors}, name
+    for case in cases():
+        op, given = ops[case.op], {n: t for n, (t, _) in case.tensors.items()}
+        said = op.sharding
+        yield (
+            op,
+            said
+            if isinstance(said, Sharding)
+            else said(SimpleNamespace(**op.signature.bind((), given | case.options))),
+        )
+
+
+def test_every_op_that_says_how_it_is_sharded_is_tried():
+    assert {case.op for case in cases()} == {name for name, op in tw.catalogue().items() if op.sharding is not None}
+
+
+def test_shardings_name_dimensions_and_arguments():
+    for op, said in shardings():
+        rows = [p.rule for p in op.signature.parameters if p.name in op.signature.tensors]
+        declared = {d for row in rows for d in row.dims}
+        known = {sharding.key_of(said.names.get(d, d)) for d in declared} | {"..." for row in rows if row.leading}
+        assert {*said.local} <= known and {*said.units} <= known and {*said.advice} <= known, op.name
+        results = {d for text in op.result_rows.values() if isinstance(text, str) for d in Row.parse(text).dims}
+        assert {*said.names} <= declared | results, op.name
+        assert {*said.once, *said.summed, *filter(None, [said.mean])} <= {*op.signature.tensors}, op.name
+
+
+@contextmanager
+def declared(name: str, reference: Any, **said: Any) -> Iterator[Op]:
+    try:
+        yield Op(name, reference, dict, **said)
+    finally:
+        OPS.pop(name, None)
+
+
+def shifted(x: Tensor, by: Tensor, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """(x + by in every row, scaled by it, the sums of columns)."""
+    y = (x + by) * (1 if scale is None else scale)
+    return y, y.sum(0)
+
+
+def test_an_op_takes_dtensors_as_it_declares():
+    """On a rank of two that does not hear of the other."""
+    rows = {"where": {"x": "float[tokens hidden]", "by": "float[hidden]", "scale": "float[tokens? hidden?]"}}
+    rows["results"] = {"y": "x[tokens hidden]", "total": "x[hidden]"}
+    with (
+        one_of_two() as mesh,
+        declared("shifted_locally", shifted, **rows, sharding=Sharding(("tokens", "hidden"))) as local,
+        declared(
+            "shifted_in_order", shifted, **rows, sharding=lambda a: Sharding(("row",), {"tokens": "row"})
+        ) as named,
+        declared("shifted_whole", shifted, **rows) as whole,
+    ):
+        sharding.register()
+
+        def part(shape: tuple[int, ...], placement: Placement) -> DTensor:
+            return DTensor.from_local(torch.ones(shape), mesh, [placement])
+
+        x, by = part((3, 8), Shard(0)), part((8,), R)
+        for op in (local, named):
+            y, total = op(x, by)
+            assert (y.shape, y.placements, total.shape, total.placements) == ((6, 8), (Shard(0),), (8,), (P,))
+            assert torch.equal(total.to_local(), torch.full((8,), 6.0))
+        y, total = local(part((3, 4), Shard(1)), part((4,), Shard(0)))
+        assert (y.shape, y.placements, total.shape, total.placements) == ((3, 8), (Shard(1),), (8,), (Shard(0),))
+        # What broadcasts has the dimension not, and is replicated
+        y, _ = local(x, by, part((1, 8), R))
+        assert y.placements == (Shard(0),)
+        y, _ = local(x, by, part((3, 1), Shard(0)))
+        assert y.placements == (Shard(0),)
+        with pytest.raises(ValueError, match="scale must be replicated on mesh dimension 0"):
+            local(part((4, 4), Shard(1)), part((4,), Shard(0)), part((2, 1), Shard(0)))
+        with pytest.raises(ValueError, match="scale must be sharded on tokens as x is"):
+            local(x, by, part((6, 8), R))
+        with pytest.raises(ValueError, match="x is sharded on hidden, of which each rank needs all"):
+            named(part((3, 4), Shard(1)), part((4,), Shard(0)))
+        with pytest.raises(NotImplementedError, match="shifted_whole: there is no rule for DTensors"):
+            whole(x, by)
+
+
+def test_a_sharding_that_cannot_be_is_refused():
+    rows = {"where": {"x": "float[tokens hidden]", "by": "float[hidden]", "scale": "float[tokens hidden]"}}
+    rows["results"] = {"y": "x[tokens hidden]", "total": "x[hidden]"}
+    with pytest.raises(ValueError, match="sharding names bias, which is neither"):
+        Op("never_declared", shifted, dict, **rows, sharding=Sharding(once=("bias",)))
+
+
+def test_an_argument_that_is_written_is_written_where_it_is_sharded():
+    from tests.remember import remember
+
+    x, gain = torch.linspace(-1, 2, 24).view(3, 8), torch.linspace(1, 2, 8)
+    OPS["remember"] = remember
+    try:
+        with one_of_two() as mesh:
+            sharding.register()
+
+            def part(t: Tensor, placement: Placement) -> DTensor:
+                return DTensor.from_local(t, mesh, [placement], run_check=False)
+
+            cache = part(torch.zeros(3, 8), Shard(1))
+            y, total = remember(part(x, Shard(1)), part(gain, Shard(0)), cache, slot=1)
+            assert (y.shape, y.placements, total.placements) == ((3, 16), (Shard(1),), (P,))
+            assert torch.equal(cache.to_local()[1], x.sum(0)) and torch.equal(y.to_local(), x * gain)
+            with pytest.raises(ValueError, match="cache is written, and has no dimension"):
+                remember(part(x, Shard(0)), part(gain, R), part(torch.zeros(3, 8), R))
+            assert remember(part(x, R), part(gain, R), part(torch.zeros(3, 8), R))[1].placements == (R,)
+    finally:
+        del OPS["remember"]

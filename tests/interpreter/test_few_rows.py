@@ -21,7 +21,7 @@ def test_every_pair_and_parts_of_the_inner_dimension(pair):
     dims = {"tokens": 5, "hidden": 2 * few.LEAST * 128 + 40}
     options = {"pair": pair, "columns": 33, "act": "silu", "beta": 0.5, "c": True, "bias": True, "out_dtype": "float32"}
     values = draw(OPS["scaled_mm"], NET, 1, torch.bfloat16, dims, options).values
-    exact = reference(**{**values, "bias": values["bias"].double()})
+    exact = reference(**{**OPS["scaled_mm"].arguments(values), "bias": values["bias"].double()})
     with tw.force("triton"):
         y = few.forward(**values)
     assert few.splits_for(1, 17, 132) > 1
@@ -43,7 +43,8 @@ def test_rows_past_a_count_are_neither_read_nor_written(fp8):
     values = draw(OPS["grouped_mm_masked"], NET, 0, torch.bfloat16, dims, options).values
     counts = torch.tensor([0, 3, 70, 2**31 - 1, -5], dtype=torch.int32)
     live = torch.arange(70) < counts.clamp(0, 70)[:, None]
-    clean = OPS["grouped_mm_masked"].reference(**{**values, "counts": counts})
+    op = OPS["grouped_mm_masked"]
+    clean = op.reference(**{**op.arguments(values), "counts": counts})
     values["a"].view(torch.uint8)[~live] = 0x7F  # NaN
     with tw.force("portable"):
         y = tw.grouped_mm_masked(**{**values, "counts": counts})

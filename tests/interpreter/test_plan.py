@@ -16,6 +16,7 @@ import tilewright as tw
 from tests.interpreter.toy import launch, pair, plain, toys
 from tilewright.check.memory import guarded_allocations
 from tilewright.check.oracle import same_bits
+from tilewright.op import Cost, Gradient
 from tilewright.runtime import plan as plan_module
 from tilewright.runtime import run
 from tilewright.runtime.plan import Recorder
@@ -71,13 +72,13 @@ def test_an_integer_is_not_a_float_nor_a_truth_value(declare):
 
 
 def test_results_that_are_views_or_several(declare):
-    def forward(x, z, factor, *, out):
+    def forward(x, z, factor):
         whole = torch.empty(2, x.shape[0] + 1, x.shape[1])
         launch(x, z, whole[0, 1:], factor)
         launch(x, None, whole[1, :-1], factor)
         return whole[0, 1:], whole[1, :-1].t()
 
-    op, host = declare(forward, results=("a", "b"))
+    op, host = declare(forward, results={"a": "float32[m n]", "b": "float32[m n]"})
     for seed in range(3):
         x, z = pair(seed=seed)
         a, b = op(x, z)
@@ -88,7 +89,7 @@ def test_results_that_are_views_or_several(declare):
 
 
 def test_zeroed_memory_is_zeroed_again(declare):
-    def forward(x, z, factor, *, out):
+    def forward(x, z, factor):
         y = torch.zeros_like(x)
         launch(x, z, y, factor)
         return y
@@ -104,7 +105,7 @@ def test_memory_that_ends_within_a_run_is_free_for_what_comes_later(declare, mon
     """Four matrices, one after another made of the last: no more than two are there at once, in a replay too."""
     alive, most = weakref.WeakSet(), [0]
 
-    def forward(x, z, factor, *, out):
+    def forward(x, z, factor):
         for _ in range(4):
             y = torch.empty_like(x)
             launch(x, z, y, factor)
@@ -131,31 +132,31 @@ def test_memory_that_ends_within_a_run_is_free_for_what_comes_later(declare, mon
     assert host.runs == 1 and most[0] == 2
 
 
-def foreign_copy(x, z, factor, *, out):
-    return plain(x.t().contiguous().t(), z, factor, out=None)
+def foreign_copy(x, z, factor):
+    return plain(x.t().contiguous().t(), z, factor)
 
 
-def foreign_fill(x, z, factor, *, out):
+def foreign_fill(x, z, factor):
     y = torch.empty_like(x)
     y.fill_(1.0)
     launch(x, z, y, factor)
     return y
 
 
-def foreign_arithmetic(x, z, factor, *, out):
-    return plain(x + 1, z, factor, out=None)
+def foreign_arithmetic(x, z, factor):
+    return plain(x + 1, z, factor)
 
 
-def foreign_result(x, z, factor, *, out):
-    return plain(x, z, factor, out=None) + 0
+def foreign_result(x, z, factor):
+    return plain(x, z, factor) + 0
 
 
-def foreign_memory(x, z, factor, *, out):
-    return plain(x, KEPT[: x.numel()].view(x.shape), factor, out=None)
+def foreign_memory(x, z, factor):
+    return plain(x, KEPT[: x.numel()].view(x.shape), factor)
 
 
-def foreign_read(x, z, factor, *, out):
-    return plain(x, z, abs(float(x[0, 0].item())), out=None)
+def foreign_read(x, z, factor):
+    return plain(x, z, abs(float(x[0, 0].item())))
 
 
 @pytest.mark.parametrize(
@@ -221,19 +222,20 @@ def test_out_is_written_checked_and_marked_every_time(declare):
         version = out._version
         assert op(x, z, out=out) is out
         same_bits(f"turn {turn}", out, 2 * x + z)
+        assert host.runs == 2  # one that finds where the result is allocated, and one that launches
         assert out._version > version
     with pytest.raises(ValueError, match="out shares memory with x"):
         op(x, z, out=x)
     other = torch.empty_like(x)
     assert op(x, z, out=other) is other
-    assert host.runs == 1
+    assert host.runs == 2
 
 
 def test_an_error_leaves_no_recorder_behind(declare):
-    def forward(x, z, factor, *, out):
+    def forward(x, z, factor):
         if factor == 7.0:
             raise RuntimeError("on purpose")
-        return plain(x, z, factor, out=out)
+        return plain(x, z, factor)
 
     op, _ = declare(forward)
     x, z = pair()
@@ -246,8 +248,8 @@ def test_an_error_leaves_no_recorder_behind(declare):
 def test_an_op_may_call_another(declare):
     inner, _ = declare()
 
-    def forward(x, z, factor, *, out):
-        return plain(inner(x, z, factor), z, factor, out=None)
+    def forward(x, z, factor):
+        return plain(inner(x, z, factor), z, factor)
 
     outer, _ = declare(forward)
     for seed in range(3):
@@ -260,7 +262,7 @@ def test_warmup_launches_nothing(declare):
     x, z = pair()
     out = torch.full_like(x, 5.0)
     tw.warmup(op, x, z, out=out, backward=False)
-    assert host.runs == 1
+    assert host.runs == 2
     assert bool((out == 5.0).all())
     same_bits("afterwards", op(x, z, out=out), 2 * x + z)
 
@@ -274,7 +276,7 @@ def test_backward_plans(declare):
         launch(g, None, dx, saved.factor)
         return (dx,)
 
-    op, _ = declare(backward=backward, differentiable=("x",), saves=())
+    op, _ = declare(backward=backward, gradient=Gradient(of=("x",), saves=()))
     for seed in range(3):
         x, g = pair(seed=seed)
         x = x.requires_grad_()
@@ -293,11 +295,11 @@ def test_a_backward_may_call_another_s(declare):
         launch(g, None, dx, saved.factor)
         return (dx,)
 
-    inner, _ = declare(backward=backward, differentiable=("x",), saves=())
+    inner, _ = declare(backward=backward, gradient=Gradient(of=("x",), saves=()))
     ran = []
 
-    def forward(x, z, factor, *, out, needs):
-        return plain(x, z, factor, out=out)
+    def forward(x, z, factor, *, needs):
+        return plain(x, z, factor)
 
     def outer_backward(saved, g):
         ran.append(1)
@@ -306,7 +308,12 @@ def test_a_backward_may_call_another_s(declare):
         return inner.run_backward(values, {}, [dx], frozenset({"x"}))
 
     outer, _ = declare(
-        forward, outer_backward, differentiable=("x",), saves=("x",), composite=True, planned=True, flops=lambda **_: 0
+        forward,
+        outer_backward,
+        gradient=Gradient(of=("x",), saves=("x",)),
+        composite=True,
+        planned=True,
+        cost=Cost(flops=lambda **_: 0),
     )
     for seed in range(3):
         x, g = pair(seed=seed)
@@ -316,7 +323,7 @@ def test_a_backward_may_call_another_s(declare):
 
 
 def test_backward_of_backward_is_refused(declare):
-    op, _ = declare(backward=lambda saved, g: (torch.empty_like(g),), differentiable=("x",), saves=())
+    op, _ = declare(backward=lambda saved, g: (torch.empty_like(g),), gradient=Gradient(of=("x",), saves=()))
     x = pair()[0].requires_grad_()
     (dx,) = torch.autograd.grad(op(x), x, torch.ones_like(x), create_graph=True)
     with pytest.raises(RuntimeError):
@@ -324,7 +331,7 @@ def test_backward_of_backward_is_refused(declare):
 
 
 def test_an_op_without_a_backward_says_so(declare):
-    op, _ = declare(differentiable=("x",))
+    op, _ = declare(gradient=Gradient(of=("x",)))
     with pytest.raises(RuntimeError, match="has no backward"):
         op(pair()[0].requires_grad_())
 

@@ -17,7 +17,7 @@ import tilewright as tw
 from tests.interpreter.toy import launch, pair, toys
 from tilewright.check.oracle import same_bits
 from tilewright.core.target import TARGETS, pretend
-from tilewright.op import Op
+from tilewright.op import Gradient, Op
 from tilewright.runtime import register, run
 from tilewright.runtime.key import Key
 
@@ -37,7 +37,7 @@ def scaled_gradient(saved, g):
 @pytest.fixture
 def learning(declare, monkeypatch):
     """A toy op with gradients for x and z; gives it, its host code, and the names of what the long way did."""
-    op, host = declare(backward=scaled_gradient, differentiable=("x", "z"), saves=())
+    op, host = declare(backward=scaled_gradient, gradient=Gradient(of=("x", "z"), saves=()))
     done: list[str] = []
     for name in ("validate", "implementation"):
 
@@ -87,7 +87,7 @@ def test_which_tensors_want_gradients_is_part_of_the_key(learning):
 
 
 def test_what_an_earlier_call_with_gradients_does_not_hide(declare):
-    op, _ = declare(backward=scaled_gradient, differentiable=("x",), saves=())
+    op, _ = declare(backward=scaled_gradient, gradient=Gradient(of=("x",), saves=()))
     x, z = pair()
     x.requires_grad_()
     for _ in range(2):
@@ -110,7 +110,7 @@ def test_what_an_earlier_call_with_gradients_does_not_hide(declare):
 
 def test_another_target_is_another_choice(declare):
     """An implementation that a chip does not have is not taken there because it was elsewhere."""
-    op, _ = declare(backward=scaled_gradient, differentiable=("x",), saves=())
+    op, _ = declare(backward=scaled_gradient, gradient=Gradient(of=("x",), saves=()))
     (known,) = op.implementations
     op.implementations = (replace(known, when=lambda target, _: target.arch == "sm_90"),)
     x = pair()[0].requires_grad_()
@@ -162,7 +162,7 @@ def test_hooks_of_saved_tensors_see_every_call(declare):
         launch(g, saved.z, dx, 2.0)
         return (dx,)
 
-    op, _ = declare(backward=backward, differentiable=("x",), saves=("z",))
+    op, _ = declare(backward=backward, gradient=Gradient(of=("x",), saves=("z",)))
     for shift in range(3):
         x, z = pair(seed=shift)
         x.requires_grad_()

@@ -40,7 +40,7 @@ def launch(x: Tensor, z: Tensor | None, y: Tensor, factor: float) -> None:
     affine(x, z, y, *x.shape, *x.stride(), *z_stride, *y.stride(), factor, BLOCK=64)
 
 
-def reference(x: Tensor, z: Tensor | None = None, factor: float = 2.0, *, out: Tensor | None = None) -> Tensor:
+def reference(x: Tensor, z: Tensor | None = None, factor: float = 2.0) -> Tensor:
     """factor * x + z."""
     return factor * x + (0 if z is None else z)
 
@@ -60,8 +60,8 @@ class Counted:
         return self.forward(**values)
 
 
-def plain(x, z, factor, *, out):
-    y = out if out is not None else torch.empty_like(x, memory_format=torch.contiguous_format)
+def plain(x, z, factor):
+    y = torch.empty_like(x, memory_format=torch.contiguous_format)
     launch(x, z, y, factor)
     return y
 
@@ -74,9 +74,10 @@ def toys() -> Iterator[Callable[..., tuple[Op, Counted]]]:
     def declare(forward: Callable = plain, backward: Callable | None = None, **settings) -> tuple[Op, Counted]:
         name = f"plan_toy{next(_count)}"
         counted = Counted(forward)
-        where = {"x": "float32[m n]", "z": "float32[m n]", "out": "float32[m n]"}
+        where = {"x": "float32[m n]", "z": "float32[m n]"}
         made.append(name)
-        return Op(name, reference, inputs, Triton(counted, backward), where=where, **settings), counted
+        said = {"results": {"out": "float32[m n]"}, **settings}
+        return Op(name, reference, inputs, Triton(counted, backward), where=where, **said), counted
 
     with tw.force("triton"):
         yield declare

@@ -205,7 +205,7 @@ def compare_quantized(
 
 def row_count(op: Op, values: Mapping[str, Any], others: Sequence[Any] = ()) -> int | None:
     """The number of rows by which arguments, and the tensors beside them, can be cut; None if they cannot."""
-    if op.bars.get("whole"):  # groups of rows, and scales of blocks of them, cannot be cut with them
+    if op.bars.whole:  # groups of rows, and scales of blocks of them, cannot be cut with them
         return None
     rules = {p.name: p.rule for p in op.signature.parameters}
     tensors = {n: values[n] for n in op.signature.tensors if isinstance(values[n], Tensor)}
@@ -225,7 +225,7 @@ def exact(op: Op, values: Mapping[str, Any], part: slice | None, grads: Sequence
     rules = {p.name: p.rule for p in op.signature.parameters}
 
     def lifted(name: str, value: Any) -> Any:
-        if name in ("out", "out_format") or (name == "offsets" and part is not None):
+        if name == "out_format" or (name == "offsets" and part is not None):
             return None  # groups matter to blocks of codes alone, and blocks are compared where groups are whole ones
         if isinstance(value, list):
             return [lifted(name, one) for one in value]
@@ -234,7 +234,7 @@ def exact(op: Op, values: Mapping[str, Any], part: slice | None, grads: Sequence
         value = value[part] if part is not None and row_shaped(rules[name]) else value
         return value.detach().double() if value.is_floating_point() else value
 
-    plain = {n: lifted(n, v) for n, v in values.items()}
+    plain = {n: lifted(n, v) for n, v in op.arguments(values).items()}
     inputs = leaves(op, plain) if grads else {}
     results = op.reference(**{**plain, **inputs})
     results = results if isinstance(results, tuple) else (results,)
@@ -273,15 +273,16 @@ def whole_columns(op: Op, values: Mapping[str, Any], q: Quantized, at: int) -> T
     """The true values of a column-wise operand where rows alone do not tell them; None where they do."""
     if q.data_t is None:
         return None
-    if "twin" in op.bars:
-        lifted = {n: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v for n, v in values.items()}
-        return op.bars["twin"](**lifted)
+    if op.bars.twin is not None:
+        given = op.arguments(values).items()
+        lifted = {n: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v for n, v in given}
+        return op.bars.twin(**lifted)
     return exact(op, values, None)[0][at] if q.format.granularity == "row" else None
 
 
 def is_coarse(op: Op, values: Mapping[str, Any]) -> bool:
     """Whether a call computes with few bits on its way, as the op's `coarse` says."""
-    return "coarse" in op.bars and op.bars["coarse"](values)
+    return op.bars.coarse is not None and op.bars.coarse(values)
 
 
 def _error_of(op: Op, name: str, pairs: Iterable[tuple[Tensor, Tensor]], values: Mapping[str, Any]) -> float:
@@ -314,7 +315,7 @@ def backward(
     def error_of(pairs: Any, name: str) -> float:
         if is_coarse(op, values):
             return compare(pairs, COARSE, f"d{name}", slack=2.0)
-        if op.bars.get("rounds"):  # a product of factors that are themselves rounded: no element is its own rounding
+        if op.bars.rounds:  # a product of factors that are themselves rounded: no element is its own rounding
             return compare(pairs, ROUNDED, f"d{name}", slack=0.05)
         return compare(pairs, gradient_bar(op, name), f"d{name}")
 

@@ -18,11 +18,13 @@ from torch import Tensor
 
 from ..check import coverage
 from ..check.families import of_module
-from ..core.signature import Parameter, Range, Row
+from ..core.argument import Parameter, kind_name
+from ..core.rule import Range, Row
 from ..core.target import TARGETS, Target
 from ..op import Op
 from .cases import CASES, GOALS, Case, Goal
 from .markdown import COMMAND, GENERATED, code, listed, table, wrapped
+from .result_rows import row_words
 from .results import Goals, Result, Standing, standings, tally, understand
 
 ROOT = Path(__file__).parents[2]
@@ -57,19 +59,32 @@ def ops_pages(ops: Mapping[str, Op], results: Sequence[Result], targets: Iterabl
 
 def _index(ops: Mapping[str, Op], families: Mapping[str, list[Op]], targets: Sequence[Target]) -> str:
     ran, compiled = ([t.arch for t in targets if t.ran is flag] for flag in (True, False))
+    parts = [(family, op) for family, members in sorted(families.items()) for op in members if op.internal]
     lines = [
         "# Operations", "", GENERATED, "",
-        f"{len(ops)} operations, each `tilewright.<name>` and `torch.ops.tilewright.<name>`. On CPU tensors each is its PyTorch",
-        "reference; on a GPU the first of its implementations that takes the arguments. Tensor rules read `dtype[dimensions]`:",
-        "`...` is any leading dimensions, equal names are equal sizes, `float` is bfloat16, float16 or float32 (float64 on a CPU),",
-        "an argument's name stands for its dtype. Numbers, determinism, layouts of formats: [contracts.md](../contracts.md).", "",
+        f"{len(ops) - len(parts)} operations, each `tilewright.<name>` and `torch.ops.tilewright.<name>`. On CPU tensors each is",
+        "its PyTorch reference; on a GPU the first of its implementations that takes the arguments. The row of a tensor reads",
+        "`dtype[dimensions]`: `...` is any leading dimensions, equal names are equal sizes, what ends in `?` broadcasts, `float`",
+        "is bfloat16, float16 or float32 (float64 on a CPU), an argument's name stands for its dtype, `wide(x)` is float32, or",
+        "float64 where `x` is.", "",
+        "Every operation takes `out=`, memory for its results: a tensor or, for several results, a tuple that has None where the",
+        "call allocates. With `out_format`, memory for the first result is a `Quantized` of that format. The tables of results say",
+        "which memory must be contiguous, and on which arguments it may lie. Numbers, determinism, `out=`, layouts of formats:",
+        "[contracts.md](../contracts.md).", "",
         f"Chips: run on {listed(ran)}; compiled, never run, on {listed(compiled)}.", "",
     ]  # fmt: skip
     for family, members in sorted(families.items()):
         lines += [f"## [{family}]({family}.md)", "", _package_words(members[0]), ""]
-        rows = ((f"[{op.name}]({family}.md#{op.name})", _first_sentence(op)) for op in members)
-        lines += [*table(("operation", "what it does"), rows), ""]
+        rows = [_index_line(family, op) for op in members if not op.internal]
+        lines += [*table(("operation", "what it does"), rows), ""] if rows else []
+    if parts:
+        lines += ["## Parts of others", "", "These are internal: other functions of the library call them.", ""]
+        lines += [*table(("operation", "what it does"), (_index_line(*part) for part in parts)), ""]
     return "\n".join(lines).rstrip() + "\n"
+
+
+def _index_line(family: str, op: Op) -> tuple[str, str]:
+    return f"[{op.name}]({family}.md#{op.name})", _first_sentence(op)
 
 
 def _package_words(op: Op) -> str:
@@ -99,8 +114,6 @@ def _formula(module: str) -> list[str]:
 
 
 def _entry(op: Op, results: Sequence[Result]) -> list[str]:
-    public = op.results[: len(op.results) - op.hidden]
-    graded = [op.results[i] for i in op.graded_results if i < len(public)] if op.differentiable else []
     lines = [
         f"### {op.name}",
         "",
@@ -112,9 +125,11 @@ def _entry(op: Op, results: Sequence[Result]) -> list[str]:
         "",
     ]
     lines += table(("argument", "takes", "default", "gradient"), (_argument(op, p) for p in op.signature.parameters))
-    shown = [f"{code(name)} (carries gradients)" if name in graded else code(name) for name in public]
+    heads = ("result", "is", "gradient", "memory for it", "may lie on")
+    lines += ["", *table(heads, (_result(op, name) for name in op.result_rows)), ""] if op.result_rows else [""]
     formats = op.formats()
-    lines += ["", f"- Results: {', '.join(shown)}."]
+    lines += ["- A part of other operations."] if op.internal else []
+    lines += [f"- Writes: {listed(op.writes)}."] if op.writes else []
     lines += [f"- Formats: {listed(formats)}." if formats else "- Formats: none, plain tensors only."]
     lines += [f"- Implementations: {listed([*(one.name for one in op.implementations), 'reference'])}."]
     if not results:
@@ -127,27 +142,37 @@ def _signature(op: Op) -> list[str]:
         kind = p.annotation if isinstance(p.annotation, str) else inspect.formatannotation(p.annotation)
         return f"{p.name}: {kind}" + ("" if p.default is p.empty else f" = {p.default!r}")
 
-    parts = [words(p) for p in op.signature.python.parameters.values()]
+    signature = inspect.signature(op.function)  # with `out`, without what the backward keeps
+    parts = [words(p) for p in signature.parameters.values()]
     if op.signature.positional < len(parts):
         parts.insert(op.signature.positional, "*")
-    result = inspect.signature(op.function).return_annotation  # without what the backward keeps
+    result = signature.return_annotation
     result = result if isinstance(result, str) else inspect.formatannotation(result)
     return [f"{op.name}(", *(f"    {part}," for part in parts), f") -> {result}"]
 
 
 def _argument(op: Op, p: Parameter) -> tuple[str, str, str, str]:
     if isinstance(p.rule, Row):
-        dims = [*(["..."] if p.rule.leading else []), *p.rule.dims]
-        takes = ("list of " if p.rule.many else "") + code(f"{p.rule.dtype}[{', '.join(dims)}]")
+        takes = ("list of " if p.rule.many else "") + code(p.rule.words)
     elif p.choices is not None:
         takes = " or ".join(code(repr(one)) for one in p.choices)
     else:
-        takes = code(p.kind.__name__) + (f" {p.rule.words}" if isinstance(p.rule, Range) else "")
+        takes = code(kind_name(p.kind)) + (f" {p.rule.words}" if isinstance(p.rule, Range) else "")
     if p.optional:
         takes += " or `None`"
     default = "" if p.default is inspect.Parameter.empty else code(repr(p.default))
-    has = "yes" if p.name in op.differentiable else ("no" if p.kind in (Tensor, list) and p.name != "out" else "")
+    has = "yes" if p.name in op.differentiable else ("no" if p.kind in (Tensor, list) else "")
     return code(p.name), takes, default, has
+
+
+def _result(op: Op, name: str) -> tuple[str, ...]:
+    graded = bool(op.differentiable) and op.results.index(name) in op.graded_results
+    over = [p.name for p in op.signature.parameters if p.kind is list] if op.signature.listed else ()
+    lies_on = op.out.lies_on.get(name, ()) or over[:1]  # a list may be written over the list that it is like
+    memory = "contiguous" if name in op.out.contiguous else "of any strides"
+    if name == op.results[0] and op.signature.defaults.get("out_format") is inspect.Parameter.empty:
+        memory = "as the format has it"  # which is always given
+    return code(name), row_words(op, name), "yes" if graded else "no", memory, listed(lies_on)
 
 
 def _measured(results: Sequence[Result]) -> list[str]:

@@ -30,7 +30,7 @@ math."""
 def arithmetic_of(case: Case, target: Target) -> Computed | None:
     """How a case's product is computed; None where it is no product by kernels of ours alone."""
     op = tw.catalogue().get(case.op)
-    if op is None or op.flops is None or (any(one.library for one in op.implementations) and not case.ours):
+    if op is None or op.cost.flops is None or (any(one.library for one in op.implementations) and not case.ours):
         return None
     values = arguments(case, Blank(op, case.dims, case.options, dtype=getattr(torch, case.dtype)))
     return computed(values, target) if {"a", "b"} <= set(values) else None

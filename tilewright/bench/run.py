@@ -107,16 +107,19 @@ def measure_device(case: Case, beside: Sequence[str]) -> Row:
 
 
 def readings_of(work: Work) -> int:
-    return 1 if work.op.flops is None else 2
+    return 1 if work.op.cost.flops is None else 2
 
 
 def matrix_rates(work: Work, us: float) -> Row:
     """The rate of a matrix product in TFLOP/s, as a burst and sustained, which power makes lower, with the clock then; and what the
     chip multiplies. Empty for any other op."""
-    if work.op.flops is None:
+    if work.op.cost.flops is None:
         return {}
     # A gradient of a product is two of its size
-    flops = work.op.flops(**work.values) * {"forward": 1, "backward": 2, "step": 3}[work.case.direction]
+    flops = (
+        work.op.cost.flops(**work.op.arguments(work.values))
+        * {"forward": 1, "backward": 2, "step": 3}[work.case.direction]
+    )
     steady, mhz = sol.sustained_us(work.call, us, timing.Cuda(), sol.sm_clock)
     rates = {"burst": flops / us / 1e6, "sustained": flops / steady / 1e6, "clock_mhz": mhz}
     if {"a", "b"} <= set(work.values) and work.values["a"].is_cuda:

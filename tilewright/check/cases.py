@@ -146,7 +146,7 @@ def formats(op: Op, device: str) -> list[Any]:
         tw.fp8("tensor", ways="both"),
         tw.fp8("tensor", ways="row", scale=static),
         tw.fp8("tensor", "e5m2", ways="both", scale="unit"),
-        *([tw.int8("1x128", ways="both"), tw.mx("e4m3")] if op.any_format else []),
+        *([tw.int8("1x128", ways="both"), tw.mx("e4m3")] if op.out.any_format else []),
     ]
 
 

@@ -28,7 +28,9 @@ def near_codes(
     fmt, offsets, exact = values["out_format"], values.get("offsets"), noise is None
     if twin is not None:
         ways = [n for n in fmt.tensor_names if n.startswith("data")]
-        other, single = (twin(**{n: lift(v, d) for n, v in values.items()}) for d in (torch.float64, torch.float32))
+        other, single = (
+            twin(**{n: lift(v, d) for n, v in values.items() if n != "out"}) for d in (torch.float64, torch.float32)
+        )
         rough = (single.double() - other).square().mean(tuple(range(other.dim() - 1)), keepdim=True).sqrt()
         for way, value, error in (("data", there, noise), ("data_t", other, rough)):
             if way in ways:

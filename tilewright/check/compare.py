@@ -51,7 +51,7 @@ def check(op: Op, label: str, values: Mapping[str, Any], actual: Outcome) -> Non
             rough = None if bar == BARS["G"] else noise[name]
             if bar == BARS["F"]:  # FP8 tensor cores' own precision
                 rough = rough.clamp(min=bar.single * rms(there))
-            near_codes(f"{label}: {name}", name, values, actual, there, rough, op.bars.get("twin"))
+            near_codes(f"{label}: {name}", name, values, actual, there, rough, op.bars.twin)
 
 
 def of_long_sums(noise: Tensor, exact: Tensor, values: Mapping[str, Any]) -> Tensor:

@@ -71,19 +71,19 @@ def says(op: Op) -> frozenset[str]:
     """What an op's declaration says to the machinery."""
     args = op.signature
     found = {
-        "out": "out" in args.names and not args.listed,
         "a list of outs": args.listed,
         "lists of tensors": args.lists,
         "out_format": "out_format" in args.names,
-        "out in a format": {"out", "out_format"} <= set(args.names),
-        "any_format": op.any_format,
+        "any_format": op.out.any_format,
         "differentiable": op.differentiable,
         "several results": len(op.results) > 1,
         "hidden": op.hidden,
         "saved results": op.saved_results,
         "resume": op.resume,
         "shape_only": op.shape_only,
-        "in_place": op.in_place,
+        "lies_on": op.out.lies_on,
+        "contiguous": op.out.contiguous,
+        "stores where it is told": any(one.out for one in op.implementations),
         "overwrites": op.overwrites,
         "groups": op.groups,
         "asks": op.asks,

@@ -5,11 +5,7 @@ of op, beside a bound on every element and on the share of elements that are not
 
     A elementwise · B row reduction · C column reduction · D loss · E, F matrix products · G copies · H backward of A and B
 
-`Op.bars` says `{"class": "B"}`; `gradient` names another class than H for gradients of row-shaped arguments, `misrounded`
-another share, `codes` another class for the results of FP8 arguments; `rounds` says that the backward goes on from values
-rounded to the dtype of the arguments, and names the results that do, if there are any; `whole` that results cannot be cut by
-rows for a comparison; `steps` says that the reference rounds to codes on its way, so that it has no finite differences; `twin`
-is a function of the arguments that gives the value of a column-wise operand that is not the row-wise one's. Noise is what an
+`Bars` says which class an op is of. Noise is what an
 honest fp32 computation of the same formula loses to cancellation, measured with the reference in fp32 on slightly moved
 inputs: where four times that is more than the bar, it takes the bar's place.
 """
@@ -73,11 +69,11 @@ PRODUCTS = ("E", "F")
 
 
 def result_bar(op: Op, values: Mapping[str, Any] | None = None) -> Bar:
-    kind = op.bars.get("class", "B")
+    kind = op.bars.kind
     if values is not None and any(is_code(v) for v in values.values()):
-        kind = op.bars.get("codes", kind)
+        kind = op.bars.codes or kind
     bar = BARS[kind]
-    return bar._replace(misrounded=op.bars["misrounded"]) if "misrounded" in op.bars else bar
+    return bar if op.bars.misrounded is None else bar._replace(misrounded=op.bars.misrounded)
 
 
 def is_code(value: Any) -> bool:
@@ -87,14 +83,13 @@ def is_code(value: Any) -> bool:
 
 def gradient_bar(op: Op, name: str) -> Bar:
     rule = next(p.rule for p in op.signature.parameters if p.name == name)
-    product = op.bars.get("class") in PRODUCTS  # whose gradients are products too, those of parameters included
-    return BARS[op.bars.get("gradient", "H") if row_shaped(rule) or product else "C"]
+    product = op.bars.kind in PRODUCTS  # whose gradients are products too, those of parameters included
+    return BARS[op.bars.gradient if row_shaped(rule) or product else "C"]
 
 
 def rounded_results(op: Op) -> tuple[str, ...]:
     """Results that go on from values rounded to the dtype of the arguments."""
-    found = op.bars.get("rounds")
-    return found if isinstance(found, tuple) else ()
+    return op.bars.rounds if isinstance(op.bars.rounds, tuple) else ()
 
 
 def row_shaped(rule: Any) -> bool:
@@ -148,6 +143,17 @@ def differentiate(
     return dict(zip(inputs, found))
 
 
+def fresh(op: Op, values: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments with copies of those that the op writes."""
+    return {**values, **{n: copied(values[n]) for n in op.writes if isinstance(values.get(n), Tensor)}}
+
+
+def copied(t: Tensor) -> Tensor:
+    """A tensor of other memory with the same strides, which is written in its place."""
+    span = 1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride())) if t.numel() else 0
+    return t.new_empty(span).as_strided(t.shape, t.stride()).copy_(t)
+
+
 class Outcome(dict):
     """Tensors by name, and the upstream gradients that were used."""
 
@@ -155,15 +161,23 @@ class Outcome(dict):
 
 
 def outcome(
-    op: Op, values: Mapping[str, Any], seed: int = 0, grads: list | None = None, *, registered: bool = False
+    op: Op,
+    values: Mapping[str, Any],
+    seed: int = 0,
+    grads: list | None = None,
+    *,
+    registered: bool = False,
+    gradients: bool = True,
 ) -> Outcome:
-    """Everything one call and its backward give, by name: results, pieces of quantised ones, `d_<argument>`."""
-    inputs = leaves(op, values) if values.get("out") is None else {}
-    given = {**values, **inputs}
+    """Everything one call and, with `gradients`, its backward give, by name: results, pieces of quantised ones, `d_<argument>`, and
+    `<argument> after` of those that are written."""
+    inputs = leaves(op, values) if values.get("out") is None and gradients else {}
+    given = fresh(op, {**values, **inputs})
     results = as_tuple(register.call(op, given) if registered else op.function(**given))
     made = Outcome(
         {f"{name}{tail}": t.detach() for name, r in zip(op.results, results) for tail, t in pieces(r).items()}
     )
+    made.update({f"{n} after": given[n] for n in op.writes if values[n] is not None})
     if inputs:
         made.grads = upstream(op, results, seed) if grads is None else grads
         used = [g.clone() for g in made.grads] if grads is None else grads
@@ -186,11 +200,13 @@ def truth(
     op: Op, values: Mapping[str, Any], grads: list, dtype: torch.dtype | None = torch.float64
 ) -> dict[str, Tensor]:
     """Results and gradients by name from the reference in `dtype` (None: as given); of a quantised result, the value before."""
-    plain = {n: None if n in ("out", "out_format") else lift(v, dtype) for n, v in values.items()}
+    plain = {n: None if n == "out_format" else lift(values[n], dtype) for n in op.signature.names}
     inputs = leaves(op, plain) if grads else {}
-    results = as_tuple(op.reference(**{**plain, **inputs}))
+    results, becomes = op.apart(op.reference(**{**plain, **inputs}))
+    results = as_tuple(results)
     named = zip(op.results[: len(op.results) - op.hidden], results)
     made = {f"{name}{tail}": t.detach() for name, r in named for tail, t in pieces(r).items()}
+    made.update({f"{n} after": t.detach() for n, t in becomes.items() if t is not None})
     given = [None if g is None else g.detach().to(results[i]) for g, i in zip(grads, op.graded_results)]
     found = differentiate(op, results, inputs, given)
     made.update({f"d_{n}": g for n, g in found.items() if g is not None})
@@ -340,7 +356,7 @@ def noises(op: Op, values: Mapping[str, Any], grads: list) -> dict[str, Tensor]:
     on its way, what follows is no better than what such a rounding of the inputs and of upstream gradients changes."""
     worst: dict[str, Tensor] = {}
     # A long sum is kept to some 2^-21 of its terms, however small it comes out: 2000 fp32 additions, each rounded
-    shake = 2.0**-21 if op.bars.get("class") in PRODUCTS else 2.0**-26
+    shake = 2.0**-21 if op.bars.kind in PRODUCTS else 2.0**-26
     where, jitters = _where.get()
     source = torch.Generator(where).manual_seed(7)
     for _ in range(jitters):
@@ -348,7 +364,7 @@ def noises(op: Op, values: Mapping[str, Any], grads: list) -> dict[str, Tensor]:
         exact = truth(op, moved, grads)
         shaken = {n: each(lambda t: jitter(t, source, shake), v) for n, v in moved.items()}
         others = [truth(op, moved, grads, torch.float32), truth(op, shaken, grads)]
-        if op.bars.get("rounds") and (grads or rounded_results(op)):
+        if op.bars.rounds and (grads or rounded_results(op)):
             low = next(v.dtype for v in values.values() if isinstance(v, Tensor) and v.is_floating_point())
             share = torch.finfo(low).eps / 6  # four times it: over half a step, by which equal terms may all be off
             rounded = {n: each(lambda t, by=share: jitter(t, source, by), v) for n, v in moved.items()}

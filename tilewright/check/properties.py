@@ -38,6 +38,7 @@ from .oracle import (
     as_tuple,
     bits,
     contract,
+    fresh,
     outcome,
     pieces,
     row_shaped,
@@ -110,7 +111,7 @@ def sizes(op: Op, net: Net) -> None:
     chosen = [
         dims for dims in chosen if all(dims.get(name) for name in op.signature.filled)
     ]  # none of these is refused
-    row = LONGER_ROW if op.bars.get("class", "B") in "BD" else LONG_ROW
+    row = LONGER_ROW if op.bars.kind in "BD" else LONG_ROW
     chosen += [{**dict.fromkeys(SMALL, 2), n: row} for n in names if n in ("hidden", "vocab")]
     for seed, dims in enumerate(chosen):
         case = draw(op, net, seed, FLOATS[seed % 3], {n: dims[n] for n in names})
@@ -218,7 +219,7 @@ def special_values(op: Op, net: Net) -> None:
             bad.reshape(-1)[at] = value
             values = {**case.values, name: bad}
             with net.kernels(), torch.no_grad():
-                actual = as_tuple(op.function(**values))
+                actual = as_tuple(op.function(**fresh(op, values)))
             agreed = contract(values, dict(zip(op.results, actual)))
             for part, result, exact in zip(op.results, actual, truth(op, values, [], torch.float32).values()):
                 if isinstance(result, tw.Quantized):
@@ -244,8 +245,8 @@ def strides(op: Op, net: Net) -> None:
             case, plain = cases[tokens], usual[tokens]
             for argument, t in tensors(op, case.values).items():
                 view = make(t)
-                if view is None:
-                    continue
+                if view is None or (argument in op.writes and "expanded" in name):
+                    continue  # elements that are written share no memory
                 given = put(case.values, {argument: view})
                 dense = {argument: view.contiguous().clone()}
                 expected = plain if torch.equal(bits(view), bits(t)) else outcome(op, put(given, dense))
@@ -280,41 +281,91 @@ def leading(op: Op, net: Net) -> None:
                     same_bits(f"{case.label}: {shape} {label}: {part}", actual[part].reshape(expected.shape), expected)
 
 
-@of_the_op("each op's host code passes the strides of out")
+@of_the_op("each op's host code passes the strides of its results")
 def outs(op: Op, net: Net) -> None:
-    """`out` is filled and returned, in any layout that shares no memory; nothing between its elements is touched."""
-    if "out" not in op.signature.names:
-        return
+    """Memory for results is filled and returned, in any layout that shares none, for all of them or one: its bits are those of
+    a call that allocates, and nothing between the elements is touched. So is an argument that a result may lie on."""
     case = draw(op, net, 13, torch.float32, {**SMALL, "tokens": 6}, ungrouped(op))
     with net.kernels(), torch.no_grad():
-        plain = as_tuple(op.function(**case.values))[0]
+        plain = as_tuple(op.function(**fresh(op, case.values)))
         if op.signature.listed:
-            _list_outs(op, case, plain)
+            _list_outs(op, case, plain[0])
             return
-        for name, make in layouts.LAYOUTS.items():
-            out = make(torch.zeros_like(plain))
-            if out is None or "expanded" in name or name == "size one":
-                continue
-            guard = memory.Gaps(out)
-            for _ in range(2):  # recorded, then replayed
-                out.fill_(float("nan"))
-                version = out._version
-                made = as_tuple(op.function(**{**case.values, "out": out}))[0]
-                assert made is out, f"{case.label}: out {name} was not returned"
-                same_bits(f"{case.label}: out {name}", out, plain)
-                assert out._version > version, f"{case.label}: writing out does not show in its version"
-            guard.check(f"{case.label}: out {name}")
+        if None in choices(op, net.device):
+            dense = {"dense": torch.clone, "one element further": layouts.one_further}
+            strided = not {*op.result_rows} <= {*op.out.contiguous}
+            for name, make in {**dense, **(layouts.LAYOUTS if strided else {})}.items():
+                if "expanded" not in name and name != "size one":
+                    _outs_in(op, case, plain, name, make)
+            for result, arguments in op.out.lies_on.items():
+                for argument in arguments:
+                    _out_over(op, case, plain, result, argument)
         for fmt in formats(op, net.device):
-            expected = pieces(as_tuple(op.function(**{**case.values, "out_format": fmt}))[0])
-            out = fmt.empty(plain.shape, plain.dtype, plain.device)
-            made = as_tuple(op.function(**{**case.values, "out_format": fmt, "out": out}))[0]
-            assert made is out, f"{case.label}: out in {fmt} was not returned"
-            same_outcome(f"{case.label}: out in {fmt}", pieces(out), expected)
+            expected = as_tuple(op.function(**{**fresh(op, case.values), "out_format": fmt}))
+            groups = expected[0].offsets
+            out = fmt.empty(
+                plain[0].shape, plain[0].dtype, plain[0].device, 0 if groups is None else len(groups), groups
+            )
+            given = (out, *(None for _ in plain[1:]))
+            for _ in range(2):  # recorded, then replayed
+                values = {**fresh(op, case.values), "out_format": fmt, "out": given if plain[1:] else out}
+                made = as_tuple(op.function(**values))
+                assert made[0] is out, f"{case.label}: out in {fmt} was not returned"
+                agreed = contract({**case.values, "out_format": fmt}, dict(zip(op.results, expected)))
+                name = op.results[0]
+                there, here = ({f"{name}{tail}": t for tail, t in pieces(q).items()} for q in (expected[0], out))
+                for part, wanted in there.items():
+                    found, wanted = (specified(agreed, part, t) for t in (here[part], wanted))
+                    same_bits(f"{case.label}: out in {fmt}: {part}", found, wanted)
+
+
+def _outs_in(op: Op, case: Case, plain: tuple, name: str, make: Callable[[Tensor], Tensor | None]) -> None:
+    """`out` in one layout: all results twice, recorded and replayed, and each alone."""
+    agreed = contract(case.values, dict(zip(op.results, plain)))
+
+    def memory_for(result: str, like: Tensor) -> Tensor:
+        dense = torch.zeros_like(like, memory_format=torch.contiguous_format)
+        made = None if result in op.out.contiguous and name != "one element further" else make(dense)
+        return dense if made is None else made
+
+    given = [memory_for(result, like) for result, like in zip(op.results, plain)]
+    guards = [memory.Gaps(t) for t in given]
+    alone = [[t if i == k else None for i, t in enumerate(given)] for k in range(len(given))]
+    alone = alone if plain[1:] and name == "dense" else []
+    for outs in (given, given, *alone):
+        label = f"{case.label}: out {name}" + (f" {[t is not None for t in outs]}" if plain[1:] else "")
+        chosen = [t for t in outs if t is not None]
+        for t in chosen:
+            t.fill_(float("nan") if t.is_floating_point() else 1)
+        versions = [t._version for t in chosen]
+        made = as_tuple(op.function(**{**fresh(op, case.values), "out": tuple(outs) if plain[1:] else outs[0]}))
+        for result, out, found, wanted in zip(op.results, outs, made, plain):
+            assert out is None or found is out, f"{label}: {result} was not returned"
+            same_bits(f"{label}: {result}", *(specified(agreed, result, t) for t in (found, wanted)))
+        moved = all(t._version > v for t, v in zip(chosen, versions))
+        assert moved, f"{label}: writing out does not show in its version"
+    for guard, result in zip(guards, op.results):
+        guard.check(f"{case.label}: out {name}: {result}")
+
+
+def _out_over(op: Op, case: Case, plain: tuple, result: str, argument: str) -> None:
+    """A result in the memory of an argument that it may lie on."""
+    at = op.results.index(result)
+    if not isinstance(case.values[argument], Tensor) or case.values[argument].dtype != plain[at].dtype:
+        return
+    for _ in range(2):
+        over = case.values[argument].clone()
+        outs = [over if i == at else None for i in range(len(plain))]
+        values = {**case.values, argument: over, "out": tuple(outs) if plain[1:] else over}
+        made = as_tuple(op.function(**values))
+        assert made[at] is over, f"{case.label}: {result} over {argument} was not returned"
+        for name, found, wanted in zip(op.results, made, plain):
+            same_bits(f"{case.label}: {result} over {argument}: {name}", found, wanted)
 
 
 def _list_outs(op: Op, case: Case, plain: list[Tensor]) -> None:
     """`out` as a list: in every layout, and over the arguments themselves."""
-    source = next(p.rule.dtype for p in op.signature.parameters if p.name == "out")
+    source = next(n for n in op.signature.tensors if isinstance(case.values[n], list))
     for name, make in layouts.LAYOUTS.items():
         if "expanded" in name:
             continue

@@ -11,11 +11,24 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from ..core.format import Quantized
 from ..op import Op
 from . import malformed
 from .cases import SMALL, Net, choices, draw, formats, put, tensors, ungrouped
 from .families import of_the_machinery, of_the_op
-from .oracle import Outcome, as_tuple, differentiate, leaves, lift, outcome, pieces, same_bits, same_outcome, upstream
+from .oracle import (
+    Outcome,
+    as_tuple,
+    differentiate,
+    fresh,
+    leaves,
+    lift,
+    outcome,
+    pieces,
+    same_bits,
+    same_outcome,
+    upstream,
+)
 
 FEWEST = 20  # malformed calls per op
 
@@ -28,7 +41,7 @@ def refusals(op: Op, net: Net) -> None:
     """Malformed calls raise TypeError or ValueError naming the argument, before anything is written or remembered."""
     case = draw(op, net, 80, torch.float32, SMALL, full=True)
     with net.kernels(), torch.no_grad():
-        good = named(op, op.function(**case.values))
+        good = named(op, op.function(**fresh(op, case.values)))
     kept = {n: t.clone() for n, t in tensors(op, case.values).items()}
     bad = list(malformed.calls(op, case.values))
     assert len(bad) >= FEWEST, f"{op.name}: only {len(bad)} malformed calls, {FEWEST} wanted"
@@ -47,7 +60,7 @@ def refusals(op: Op, net: Net) -> None:
     for n, t in kept.items():
         same_bits(f"{op.name}: {n} after malformed calls", tensors(op, case.values)[n], t)
     with net.kernels(), torch.no_grad():
-        again = named(op, op.function(**case.values))
+        again = named(op, op.function(**fresh(op, case.values)))
     same_outcome(f"{op.name}: a good call after malformed ones", again, good, case.values)
 
 
@@ -67,17 +80,26 @@ def fakes(op: Op, net: Net) -> None:
         case = draw(op, net, 90 + seed, torch.bfloat16, SMALL if seed % 2 else None, {"out_format": fmt}, full=seed > 1)
         values = {**case.values, "out_format": fmt} if fmt else dict(case.values)
         with net.kernels():
-            real = outcome(op, values)
+            real = outcome(op, values, gradients=not op.writes)
         with FakeTensorMode() as mode:
             unreal = put(values, {n: mode.from_tensor(t) for n, t in tensors(op, values).items()})
             if fmt is not None and fmt.tensor is not None:
                 unreal["out_format"] = fmt.bare().with_scale(mode.from_tensor(fmt.tensor))
             grads = [None if g is None else mode.from_tensor(g) for g in real.grads]
-            fake = outcome(op, unreal, grads=grads)
+            fake = outcome(op, unreal, grads=grads, gradients=not op.writes)
         assert fake.keys() == real.keys(), f"{case.label}: {sorted(fake)}, not {sorted(real)}"
+        _as_declared(op, case.label, values, real)
         for name, t in real.items():
             found, wanted = (kind_of(u) for u in (fake[name], t))
             assert found == wanted, f"{case.label}: fake {name} is {found}, really {wanted}"
+
+
+def _as_declared(op: Op, label: str, values: Mapping[str, Any], real: Mapping[str, Tensor]) -> None:
+    """Results have the shape and the dtype that their rows say; what is quantised has a shape of its own."""
+    for name, (shape, dtype) in op.expected(values).items():
+        if name in real:
+            found = tuple(real[name].shape), real[name].dtype
+            assert found == (tuple(shape), dtype), f"{label}: {name} is declared {(tuple(shape), dtype)}, is {found}"
 
 
 def kind_of(t: Tensor) -> tuple:
@@ -103,12 +125,15 @@ def registered(op: Op, net: Net) -> None:
             # torch's AOT check sums every result, which CPU float8 cannot; `compiled` goes that way instead
             kinds = [kind for kind in every if kind != "test_aot_dispatch_dynamic"]
             torch.library.opcheck(op.overloads["quantized"], [*flat, fmt.key], test_utils=kinds)
-        if "out" in op.overloads:
-            with torch.no_grad():
-                result = as_tuple(op.function(**case.values))[0]
-            out = [torch.empty_like(t) for t in result] if op.signature.listed else torch.empty_like(result)
-            plain = [v.detach() if isinstance(v, Tensor) else v for v in flat]
-            torch.library.opcheck(op.overloads["out"], plain, {"out": out}, test_utils=every)
+        with torch.no_grad():
+            results = as_tuple(op.function(**fresh(op, case.values)))
+        if isinstance(results[0], Quantized):
+            return  # memory for a quantised result is for eager calls alone
+        single = len(results) == 1
+        like = [[torch.empty_like(t) for t in r] if op.signature.listed else torch.empty_like(r) for r in results]
+        given = {"out" if single else f"out_{name}": t for name, t in zip(op.results, like)}
+        plain = [v.detach() if isinstance(v, Tensor) else v for v in flat]
+        torch.library.opcheck(op.overloads["out"], plain, given, test_utils=every)
 
 
 @of_the_op("a reference that asks for a size as a number makes torch compile anew for each")
@@ -162,11 +187,11 @@ def reference_gradients(op: Op, net: Net) -> None:
         case = draw(op, Net(), 120 + seed, torch.float64, dims, ungrouped(op), full=seed == 0)
         values = {n: lift(v, torch.float64) for n, v in case.values.items()}
         inputs = leaves(op, values)
-        if not inputs or None not in choices(op, net.device) or op.bars.get("steps"):
+        if not inputs or None not in choices(op, net.device) or op.bars.steps:
             return  # there is nothing to differentiate, or it is a rounding
 
         def call(*given: Tensor, values: Any = values, inputs: Any = inputs) -> tuple:
-            results = as_tuple(op.reference(**{**values, **dict(zip(inputs, given))}))
+            results = as_tuple(op.reference(**{**op.arguments(values), **dict(zip(inputs, given))}))
             return tuple(results[i] for i in op.graded_results)
 
         assert torch.autograd.gradcheck(call, tuple(inputs.values())), case.label

@@ -137,7 +137,7 @@ def calls(op: Op) -> Iterator[Call]:
     yield from options_one_by_one(op)
     for i, fmt in enumerate(formats(op, "meta")):
         yield Call({**drawn(op, HOT[0], full=bool(i % 2)), "out_format": fmt}, FORWARD)
-    if op.any_format:  # two codes a byte: even sizes, no groups
+    if op.out.any_format:  # two codes a byte: even sizes, no groups
         for fmt in (
             tw.int8("row"),
             tw.int4("1x128", zero=True, ways="both"),
@@ -157,7 +157,7 @@ def few_of_each_kind(op: Op) -> Iterator[Call]:
     """Few rows of each kind of operands that a product draws: these may have kernels of their own."""
     source = Blank(op, FEW)
     op.inputs(source)
-    for name, choices in source.choices.items() if op.flops is not None else ():
+    for name, choices in source.choices.items() if op.cost.flops is not None else ():
         if name not in op.signature.names:
             yield from (Call(drawn(op, FEW, options={name: choice})) for choice in dict.fromkeys(choices))
 
@@ -180,7 +180,9 @@ def in_hot_formats(op: Op, values: dict[str, Any]) -> Iterator[Call]:
     matrices = [name for name in op.differentiable if rules[name].leading and rules[name].dims]
     for ways in ("both", "row"):
         fmt = tw.fp8("1x128", ways=ways)
-        if "out_format" in op.signature.names and op.flops is None:  # a product is quantised by a launch of its own
+        if (
+            "out_format" in op.signature.names and op.cost.flops is None
+        ):  # a product is quantised by a launch of its own
             yield Call({**values, "out_format": fmt}, FORWARD)
         if quantises and sum(values.get(name) is not None for name in matrices) == 1:  # two have no one gradient
             yield Call(values, extra={"grad_format": fmt})
@@ -198,7 +200,7 @@ def options_one_by_one(op: Op) -> Iterator[Call]:
         yield Call(drawn(op, HOT[0], options={name: True}))
     first = next((t for t in values.values() if isinstance(t, Tensor)), None)
     for p in op.signature.parameters:
-        if p.name in values or p.name in ("out", "out_format"):
+        if p.name in values or p.name == "out_format":
             continue
         if isinstance(p.rule, Row) and p.rule.leading and not p.rule.dims:
             dtype = getattr(torch, p.rule.dtype, torch.float32)

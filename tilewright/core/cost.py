@@ -1,7 +1,7 @@
 """The bytes that a call must read and write, from which the floor of its time follows.
 
-An op that touches other memory than its arguments and results (a gather, a product) declares `cost`. Every other op reads each
-tensor argument once and writes each result once.
+An op that touches other memory than its arguments and results (a gather, a product) declares `cost.moved`. Every other op reads
+each tensor argument once and writes each result once.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from .format import Format, Quantized
 
 def traffic(op: Declaration, values: Mapping[str, Any]) -> tuple[int, int]:
     """(bytes read, bytes written) by the forward of an op, for arguments by name. Nothing is computed."""
-    if op.cost is not None:
-        return op.cost(**values)
-    read = sum(tensor_bytes(v) for n, v in values.items() if n != "out")
+    values = op.arguments(values)
+    if op.cost.moved is not None:
+        return op.cost.moved(**values)
+    read = sum(tensor_bytes(v) for v in values.values())
     with FakeTensorMode() as mode, torch.no_grad():
-        results = op.run_reference({n: None if n == "out" else _fake(v, mode) for n, v in values.items()})
+        results = op.run_reference({n: _fake(v, mode) for n, v in values.items()})
     return read, sum(tensor_bytes(r) for r in (results if isinstance(results, tuple) else (results,)))
 
 
@@ -47,5 +48,7 @@ def _fake(value: Any, mode: FakeTensorMode) -> Any:
     if isinstance(value, Format) and value.tensor is not None:
         return value.bare().with_scale(mode.from_tensor(value.tensor))
     if isinstance(value, (list, tuple)):
-        return [_fake(t, mode) for t in value]
+        return type(value)(_fake(t, mode) for t in value)
+    if isinstance(value, torch.Generator):
+        return None
     return mode.from_tensor(value) if isinstance(value, Tensor) else value

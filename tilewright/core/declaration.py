@@ -3,41 +3,46 @@
 * `reference` is a few lines of PyTorch; its signature and docstring are the op's.
 * `inputs(draw)` makes arguments for it, by name.
 * Each of `implementations` has a `forward` that takes the reference's arguments by name and returns what it returns, and perhaps a
-  `backward(saved, *grads)` that returns one gradient per name in `differentiable`. `saved` holds every argument by name (tensors
-  not in `saves` are None), the results named in `saves`, and `needs`, the names whose gradient is wanted.
-* `where` says what arguments may be (`signature.py`), and `check` what rows of it cannot say.
-* The last `hidden` results are for the backward alone: the caller does not get them.
-* `resume(saved)` gives the reference's arguments from which the rest of a result that was rounded on the way follows.
-* `shape_only(values)` names arguments of which this call's backward reads shape and dtype alone: they are not kept alive.
-* `in_place` names arguments that `out` may be: each of their elements is read by what then writes it.
-* `overwrites` names the flag, if there is one, that lets the backward write over an argument: eager calls alone take it.
+  `backward(saved, *grads)` that returns one gradient per name in `gradient.of`. `saved` holds every argument by name (tensors
+  not in `gradient.saves` are None), the results named there, and `needs`, the names whose gradient is wanted.
+* `where` says what arguments may be (`rule.py`), beside their types (`argument.py`), and `check` what rows of it cannot say.
+* `results` says what comes out, a row each in the order of the reference: `{"y": "x[... hidden]", "rstd": "wide(x)[...]"}`. Its
+  dtype is that of an argument (or the argument, if that is a dtype), `wide(x)` of one (float32, or float64 where x is), or a torch
+  dtype's name; its dimensions are those of arguments, numbers among the arguments, what `sizes(arguments)` gives by name, or
+  integers. A function of the arguments gives a row that depends on options.
+* `hidden` names the results after those, which are for the backward alone: the caller does not get them, and how they look is
+  between the implementation's two halves.
+* `writes` names the arguments that a call changes. The reference changes nothing: it gives what they become after all results, and
+  kernels give the results alone. They have no gradient, nor does the backward see them; in compiled calls nothing else has.
+* `out` says where results may be stored, `gradient` what the backward needs, `cost` what a call must do, `bars` how near to the
+  truth it must come.
 * `groups` names the argument or the result that holds the end rows of groups, if rows come in groups.
 * `asks` names the argument, if there is one, by which a call asks for an implementation: "auto", or an implementation's name.
-* `sibling` names the op, if there is one, whose kernels these are too: this is a second public form over them.
+* `sibling` names the op, if there is one, whose kernels these are too: this is a second public form over them. An `internal` op is
+  a part of others, and is listed apart.
 * `composite` says that host code calls other ops, or torch's own products: it runs every time, unwatched (`runtime/plan.py`),
   unless it is `planned`: then where it can, and is small enough for the host to matter, it becomes one plan. Its `forward` also
   takes `needs`, the names whose gradient is known to be wanted (none in a registered op, which is not told), and may keep more in
   its hidden results for them.
-* `any_format` says that results can be had in every format, not only in those that kernels make as they store (`Format.fused`).
-* `cost` counts the bytes a call must move, where they are not those of its arguments and results; `flops` counts the
-  multiplications and additions of a matrix product, forward.
-* `sharded` takes the calls that have DTensors among their tensors.
-* `bars` says how near to the truth results must come (`check/oracle.py`).
+* `sharding` says which dimensions may be sharded over ranks, and so lets calls take DTensors; a function of the arguments gives it
+  where that depends on options. It follows from no row: "..." does not say that what lies there is apart from one another.
+* `sharded` takes the calls that have DTensors among their tensors, where no `sharding` says what they do.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .flat import as_tuple, flattened, given_tensors, in_words, mapped
+from .flat import as_tuple, given_tensors, in_words, mapped
 from .format import Format, Quantized
-from .signature import Range, Signature, clashing, overlapping, same_memory, self_overlapping
+from .outs import check_outs, check_written, outs_of, stored
+from .signature import Range, Row, Signature
 from .target import Target
 
 PIECES = 8  # tensors of a quantised result beside its carrier, in what a registered op returns (`runtime/results.py`)
@@ -45,14 +50,101 @@ PIECES = 8  # tensors of a quantised result beside its carrier, in what a regist
 
 @dataclass(frozen=True)
 class Triton:
-    """One implementation: host code that launches kernels. `when(target, values)` is pure over chip, dtypes, shapes, strides
-    and format; the first implementation whose `when` holds is taken."""
+    """One implementation: host code that launches kernels.
+
+    `when(target, values)` is pure over chip, dtypes, shapes, strides and format, and sees as `out` what was given for the first
+    result; the first implementation whose `when` holds is taken. Memory that a caller gives for results takes the place of what
+    `forward` allocates for them, so that it need not know; with `out` it is told, and stores there itself."""
 
     forward: Callable[..., Any]
     backward: Callable[..., Any] | None = None
     when: Callable[[Target, SimpleNamespace], bool] | None = None
     name: str = "triton"
     library: bool = False  # host code that calls torch's own product instead: no kernel of ours
+    out: bool = False
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """What the backward gives and needs.
+
+    `of` names the arguments that have a gradient, `through` the results that it comes through (the first, if not said). `saves`
+    names the arguments and results that the backward reads (all arguments, if not said); `shape_only(values)` those arguments of
+    which this call's reads shape and dtype alone: they are not kept alive. `resume(saved)` gives the reference's arguments from
+    which the rest of a result that was rounded on the way follows. `overwrites` names the flag, if there is one, that lets the
+    backward write over an argument: eager calls alone take it."""
+
+    of: tuple[str, ...] = ()
+    through: tuple[str, ...] | None = None
+    saves: tuple[str, ...] | None = None
+    shape_only: Callable[[Mapping[str, Any]], tuple[str, ...]] | None = None
+    resume: Callable[[SimpleNamespace], dict[str, Any]] | None = None
+    overwrites: str | None = None
+
+
+@dataclass(frozen=True)
+class Out:
+    """Where results may be stored.
+
+    `lies_on` names, for a result, the arguments whose memory it may be given: each of their elements is read by what then writes
+    it. `contiguous` names results whose kernels write rows one after the other: memory that is given for them must be so.
+    `any_format`: results can be had in every format, not only in those that kernels make as they store (`Format.fused`)."""
+
+    lies_on: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    contiguous: tuple[str, ...] = ()
+    any_format: bool = False
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a call must do. `moved` counts the bytes that it reads and writes, where they are not those of its arguments and
+    results; `flops` the multiplications and additions of a matrix product, forward."""
+
+    moved: Callable[..., tuple[int, int]] | None = None
+    flops: Callable[..., int] | None = None
+
+
+@dataclass(frozen=True)
+class Bars:
+    """How near to the truth results must come (`check/oracle.py` has the classes).
+
+    `kind` is the class of results, `gradient` that of gradients of row-shaped arguments, `codes` that of results of FP8 arguments;
+    `misrounded` is another share of misrounded elements than the class has. `rounds`: the backward goes on from values rounded to
+    the dtype of the arguments, or these results do. `whole`: results cannot be cut by rows for a comparison. `steps`: the reference
+    rounds to codes on its way, so that it has no finite differences. `twin` is a function of the arguments that gives the value of
+    a column-wise operand that is not the row-wise one's; `coarse` says of arguments that they ask for less than that."""
+
+    kind: str = "B"
+    gradient: str = "H"
+    codes: str | None = None
+    misrounded: float | None = None
+    rounds: bool | tuple[str, ...] = False
+    whole: bool = False
+    steps: bool = False
+    twin: Callable[..., Tensor] | None = None
+    coarse: Callable[[Mapping[str, Any]], bool] | None = None
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """Which dimensions may be sharded over ranks, where each rank computes its part of the results from its part of the arguments.
+
+    `local` names them; "..." is every leading one. `names` says what a dimension of rows is, of arguments' or results', where its
+    name does not: where options order dimensions, or one is cut as another is. Sizes of one dimension may differ: "heads/q" and
+    "heads/k" are sharded together. `units` counts what a dimension is made of that is not cut: each rank must have as many.
+    Arguments in `once` are added to what is a sum over ranks if it is one, and must then be absent. `mean` names the argument over
+    whose rows the first result is a mean; where `reduction` asks for one, `divisor` gives, from a rank's own arguments, its part of
+    what the sum is divided by. Arguments in `summed`, a few numbers, may be `Partial`, and are then summed over ranks. `advice` is
+    for who shards a dimension that is not local."""
+
+    local: tuple[str, ...] = ("...",)
+    names: Mapping[str, str] = field(default_factory=dict)
+    units: Mapping[str, int] = field(default_factory=dict)
+    once: tuple[str, ...] = ()
+    mean: str | None = None
+    divisor: Callable[[SimpleNamespace], Tensor] | None = None
+    summed: tuple[str, ...] = ()
+    advice: Mapping[str, str] = field(default_factory=dict)
 
 
 def upcast(x: Tensor) -> Tensor:
@@ -60,9 +152,25 @@ def upcast(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
+class Traced:
+    """A `SimpleNamespace` that torch.compile can trace."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        for name, value in values.items():
+            setattr(self, name, value)
+
+
+def namespace(values: Mapping[str, Any]) -> Any:
+    """A call's arguments as attributes, for the functions of them in a declaration."""
+    return Traced(values) if torch.compiler.is_compiling() else SimpleNamespace(**values)
+
+
 def single(target: Target, a: SimpleNamespace) -> bool:
     """Whether no argument is float64: the `when` of kernels that compute in fp32."""
     return all(t.dtype != torch.float64 for t in given_tensors(vars(a)))
+
+
+PLAIN_GRADIENT, PLAIN_OUT, PLAIN_COST, PLAIN_BARS = Gradient(), Out(), Cost(), Bars()
 
 
 class Declaration:
@@ -75,48 +183,62 @@ class Declaration:
         inputs: Callable[..., dict[str, Any]],
         *implementations: Triton,
         where: Mapping[str, str | Range],
-        results: tuple[str, ...] = ("out",),
-        differentiable: tuple[str, ...] = (),
-        graded_results: tuple[int, ...] = (0,),
-        saves: tuple[str, ...] | None = None,
-        resume: Callable[[SimpleNamespace], dict[str, Any]] | None = None,
-        hidden: int = 0,
-        any_format: bool = False,
-        in_place: tuple[str, ...] = (),
-        overwrites: str | None = None,
+        results: Mapping[str, str | Callable[[SimpleNamespace], str]],
+        hidden: tuple[str, ...] = (),
+        writes: tuple[str, ...] = (),
+        sizes: Callable[[SimpleNamespace], Mapping[str, int]] | None = None,
+        check: Callable[..., None] | None = None,
+        gradient: Gradient = PLAIN_GRADIENT,
+        out: Out = PLAIN_OUT,
+        cost: Cost = PLAIN_COST,
+        bars: Bars = PLAIN_BARS,
         groups: str | None = None,
         asks: str | None = None,
         sibling: str | None = None,
-        check: Callable[..., None] | None = None,
-        cost: Callable[..., tuple[int, int]] | None = None,
-        flops: Callable[..., int] | None = None,
-        shape_only: Callable[[Mapping[str, Any]], tuple[str, ...]] | None = None,
-        bars: Mapping[str, Any] | None = None,
+        internal: bool = False,
+        sharding: Sharding | Callable[[SimpleNamespace], Sharding] | None = None,
         sharded: Callable[..., Any] | None = None,
         composite: bool = False,
         planned: bool | None = None,
     ) -> None:
         self.name, self.reference, self.inputs, self.implementations = name, reference, inputs, implementations
         self.signature = Signature.of(name, reference, where, check, groups)
-        known = {*self.signature.names, *results}
-        for what, word in (("groups", groups), ("asks", asks), ("overwrites", overwrites)):
-            if word is not None and word not in known:
-                raise ValueError(f"{name}: {what} names {word}, which is neither an argument nor a result")
-        self.results, self.hidden, self.overwrites, self.cost, self.bars = (
-            results,
-            hidden,
-            overwrites,
-            cost,
-            dict(bars or {}),
-        )
-        self.differentiable, self.graded_results = differentiable, graded_results
-        self.saves = self.signature.tensors if saves is None else saves
+        self.result_rows, self.sizes = dict(results), sizes
+        for text in results.values():
+            if isinstance(text, str) and (Row.parse(text).broadcasts or "|" in text):
+                raise ValueError(f"{name}: the result {text!r} must have one dtype and sizes that broadcast to nothing")
+        self.results, self.hidden, self.writes = (*results, *hidden), len(hidden), writes
+        through = gradient.through if gradient.through is not None else (self.results[:1] if gradient.of else ())
+        known = {*self.signature.names, *self.results}
+        shards = sharding if isinstance(sharding, Sharding) else Sharding()
+        said = [
+            ("groups", (groups,)), ("asks", (asks,)), ("gradient.overwrites", (gradient.overwrites,)),
+            ("gradient.of", gradient.of), ("gradient.saves", gradient.saves or ()), ("gradient.through", through),
+            ("out.lies_on", (*out.lies_on, *(n for names in out.lies_on.values() for n in names))),
+            ("out.contiguous", out.contiguous), ("writes", writes),
+            ("sharding", (*shards.once, *shards.summed, shards.mean)),
+        ]  # fmt: skip
+        for what, words in said:
+            wrong = [word for word in words if word is not None and word not in known]
+            if wrong:
+                raise ValueError(f"{name}: {what} names {wrong[0]}, which is neither an argument nor a result")
+        if {*writes} & {*gradient.of, *(gradient.saves or ())}:
+            raise ValueError(f"{name}: an argument that is written has no gradient, and the backward does not see it")
+        if sharding is not None and self.signature.lists:
+            raise ValueError(f"{name}: an op that takes lists of tensors has no sharding")
+        self.gradient, self.out, self.cost, self.bars = gradient, out, cost, bars
+        # Flat, since every call reads them
+        self.differentiable, self.overwrites = gradient.of, gradient.overwrites
+        self.graded_results = tuple(self.results.index(n) for n in through)
+        unwritten = tuple(n for n in self.signature.tensors if n not in writes)
+        self.saves = unwritten if gradient.saves is None else gradient.saves
         # Results that the backward wants, counted from the end: only the first can be several tensors
-        self.saved_results = {n: i - len(results) for i, n in enumerate(results) if n in self.saves}
-        self.resume, self.sharded, self.shape_only, self.composite = resume, sharded, shape_only, composite
-        self.flops, self.in_place, self.any_format = flops, in_place, any_format
+        self.saved_results = {n: i - len(self.results) for i, n in enumerate(self.results) if n in self.saves}
+        self.resume, self.shape_only = gradient.resume, gradient.shape_only
+        self.sharding, self.sharded, self.composite, self.internal = sharding, sharded, composite, internal
         self.groups, self.asks, self.sibling = groups, asks, sibling
-        self.planned = not composite if planned is None else planned
+        # An op over lists of tensors has no plans: such a list is no part of a key
+        self.planned = not (composite or self.signature.lists) if planned is None else planned
         self.__doc__ = reference.__doc__
 
     def __repr__(self) -> str:
@@ -124,43 +246,52 @@ class Declaration:
 
     # ---------------------------------------------------------------- arguments
 
+    def arguments(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """What the reference takes: all but `out`."""
+        return {n: values[n] for n in self.signature.names}
+
     def validate(self, values: Mapping[str, Any]) -> None:
         """Raise TypeError or ValueError naming the first argument that is not what it should be."""
         self.signature.validate(values)
         wanted = values.get("out_format")
-        if wanted is not None and not (self.any_format or wanted.fused):
+        if wanted is not None and not (self.out.any_format or wanted.fused):
             raise ValueError(f"{self.name}: out_format {wanted} is not made here: quantize the plain result")
-        out = values.get("out")
-        if out is None:
-            return
-        if isinstance(out, (list, tuple)):
-            self._check_outs(out, values)
-            return
-        for piece in flattened(out):
-            if piece is not None:
-                self._check_out(piece, values)
+        if self.writes:
+            check_written(self, values)
+        if values.get("out") is not None:
+            check_outs(self, values)
 
-    def _check_out(self, out: Tensor, values: Mapping[str, Any]) -> None:
-        if self_overlapping(out):
-            raise ValueError(f"{self.name}: out has elements that share memory")
-        for name in self.signature.tensors:
-            if values[name] is None or (name in self.in_place and same_memory(out, values[name])):
+    def expected(self, values: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+        """(shape, dtype) of each result that the caller gets, lists of them where it is a list, for validated arguments."""
+        dims, leading = self.signature.dims(values)
+        sizes = {} if self.sizes is None else self.sizes(namespace(values))
+
+        def size(name: str) -> int:
+            if name.isdigit():
+                return int(name)
+            for known in (dims, sizes, values):
+                if name in known:
+                    return known[name]
+            raise KeyError(f"{self.name}: {name} is a dimension of no argument, and `sizes` does not give it")
+
+        made = {}
+        for name, row in self.rows(values).items():
+            wide = row.dtype.startswith("wide(")
+            like = values.get(row.dtype[5:-1] if wide else row.dtype)
+            if isinstance(like, (list, tuple)):
+                made[name] = [t.shape for t in like], [t.dtype for t in like]
                 continue
-            if overlapping(out, values[name]):
-                raise ValueError(f"{self.name}: out shares memory with {name}")
+            head = leading if row.leading else ()
+            dtype = getattr(torch, row.dtype) if like is None else getattr(like, "dtype", like)
+            dtype = torch.float32 if wide and dtype != torch.float64 else dtype
+            made[name] = torch.Size((*head, *map(size, row.dims))), dtype
+        return made
 
-    def _check_outs(self, outs: list[Tensor], values: Mapping[str, Any]) -> None:
-        """A list of results may be written over the list of arguments that it is like, tensor by tensor, and over nothing
-        else."""
-        rule = next(p.rule for p in self.signature.parameters if p.name == "out")
-        for i, out in enumerate(outs):
-            if not out.is_contiguous() and self_overlapping(out):
-                raise ValueError(f"{self.name}: out[{i}] has elements that share memory")
-        over = [same_memory(a, b) for a, b in zip(outs, values[rule.dtype])]
-        rest = [t for t, same in zip(values[rule.dtype], over) if not same]
-        rest += [t for n in self.signature.tensors if n != rule.dtype for t in given_tensors({n: values[n]})]
-        if clashing(outs, rest):
-            raise ValueError(f"{self.name}: out shares memory within itself, or with other arguments than its own")
+    def rows(self, values: Mapping[str, Any]) -> dict[str, Row]:
+        """The row of each result that the caller gets."""
+        space = namespace(values)
+        parse = Row.parse.__wrapped__ if torch.compiler.is_compiling() else Row.parse  # which warns of a cache
+        return {n: parse(text if isinstance(text, str) else text(space)) for n, text in self.result_rows.items()}
 
     def explain(self, values: Mapping[str, Any]) -> str:
         """Which implementations there are and what these arguments look like, in one line."""
@@ -171,16 +302,16 @@ class Declaration:
         """The names of formats that the result can be had in."""
         if "out_format" not in self.signature.names:
             return []
-        return sorted(name for name, one in Format.known.items() if one.fused or self.any_format)
+        return sorted(name for name, one in Format.known.items() if one.fused or self.out.any_format)
 
     # ---------------------------------------------------------------- results
 
     def public(self, results: Any) -> Any:
-        """The results that the caller gets: those that are not hidden, as a tuple unless there is one."""
+        """The results that the caller gets: those that are not hidden, as a tuple unless there is one, or None."""
         if not isinstance(results, tuple):
             return results
         given = results[: len(results) - self.hidden]
-        return given[0] if len(given) == 1 else given
+        return given[0] if len(given) == 1 else given or None
 
     def graded(self, values: Mapping[str, Any]) -> tuple[int, ...]:
         """The places among the registered op's results at which gradients arrive; that of a quantised result is its carrier."""
@@ -189,18 +320,21 @@ class Declaration:
         return tuple(i if i == 0 else i + PIECES for i in self.graded_results)
 
     def run_reference(self, values: Mapping[str, Any]) -> Any:
-        """Run the reference as an implementation: results are contiguous, and `out` is filled if it is given."""
-        values = dict(values)
-        out = values.pop("out", None)
-        if "out" in self.signature.names:
-            values["out"] = None
-        results = mapped(lambda t: t.contiguous(), self.reference(**values))
-        if out is None:
-            return results
-        for there, here in zip(flattened(out), flattened(as_tuple(results)[0])):
-            if here is not None:
-                there.copy_(here)
-        return (out, *results[1:]) if isinstance(results, tuple) else out
+        """Run the reference as an implementation: results are contiguous, or in the memory that was given for them, and arguments
+        that the op writes are written."""
+        results, becomes = self.apart(self.reference(**self.arguments(values)))
+        for name, value in becomes.items():
+            values[name].copy_(value)
+        return stored(self, mapped(lambda t: t.contiguous(), results), outs_of(self, values))
+
+    def apart(self, made: Any) -> tuple[Any, dict[str, Tensor]]:
+        """(all results, what each argument that the op writes becomes) of what the reference gave."""
+        if not self.writes:
+            return made, {}
+        given = as_tuple(made)
+        at = len(given) - len(self.writes)
+        results = given[:at]
+        return results[0] if len(results) == 1 else results, dict(zip(self.writes, given[at:]))
 
     def reference_backward(self, saved: SimpleNamespace, grads: list[Tensor | None]) -> tuple:
         """The backward of the reference by autograd, which is the op's backward on a CPU."""

@@ -48,8 +48,9 @@ def taken_apart(results: Any) -> tuple[list[Tensor | None], Callable[[Any], Any]
 
 
 def flattened(result: Any) -> tuple[Tensor | None, ...]:
+    """A result, or several, as plain tensors."""
     if isinstance(result, (list, tuple)):
-        return tuple(result)
+        return tuple(piece for one in result for piece in flattened(one))
     return tuple(result.tensors()) if isinstance(result, Quantized) else (result,)
 
 
@@ -66,7 +67,7 @@ def given_tensors(values: Mapping[str, Any]) -> list[Tensor]:
 
 def in_words(value: Any) -> Any:
     """An argument as an error message shows it."""
-    if isinstance(value, (list, tuple)):
+    if isinstance(value, (list, tuple)) and any(isinstance(t, Tensor) for t in value):
         return f"{len(value)} of {sorted({str(getattr(t, 'dtype', t)) for t in value})}"
     return f"{value.dtype}{list(value.shape)}" if isinstance(value, Tensor) else value
 
@@ -81,6 +82,6 @@ def plain_tensors(values: Mapping[str, Any]) -> list[Tensor]:
     for value in values.values():
         if isinstance(value, Format) and value.tensor is not None:
             found.append(value.tensor)
-        elif isinstance(value, Tensor):
-            found += [t for t in flattened(value) if t is not None]
+        elif isinstance(value, (Tensor, list, tuple)):
+            found += [t for t in flattened(value) if isinstance(t, Tensor)]
     return found

@@ -162,6 +162,11 @@ class Quantized(Tensor):
         """The stored tensors in the order of FIELDS, without those that the format does not have."""
         return tuple(self._inner[name] for name in self.format.tensor_names)
 
+    def in_groups(self, offsets: Tensor | None) -> None:
+        """Say where the groups end that were stored here."""
+        if offsets is not None:
+            self._inner["offsets"] = offsets
+
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:  # type: ignore[override]
         """The plain tensor that this stands for; differentiable."""
         dtype = dtype or self.dtype

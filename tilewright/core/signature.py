@@ -1,11 +1,8 @@
-"""What an op's arguments may be, read once from its reference's signature and its `where` rows.
+"""What an op's arguments may be, read once from its reference's signature (`argument.py`) and its `where` rows (`rule.py`).
 
-A row is `dtype[dims]` for a tensor, `"float[... hidden]"` say: dims are names that must agree between arguments, integers,
-or a leading `...` (any leading dimensions, equal wherever it appears); one whose name ends in `+` is at least 1. The dtype is a
-class (`float`, `int`, `codes`, `any`), a torch dtype's name, or another argument's name (the same dtype). The row of a
-`list[Tensor]` holds for each of its tensors, which need not agree with one another; one whose dtype is another list's name is
-like that list, tensor by tensor. For a number it is `at_least(0)`, `above(0)`, `between(0, 1)` or `one_of(1, 2)`.
-Everything here depends on types, shapes and dtypes alone, so a call whose key was seen before need not be checked again.
+The row of a `list[Tensor]` holds for each of its tensors, which need not agree with one another; one whose dtype is another list's
+name is like that list, tensor by tensor. Everything here depends on types, shapes, dtypes and numbers alone, so a call whose key
+was seen before need not be checked again.
 """
 
 from __future__ import annotations
@@ -13,126 +10,28 @@ from __future__ import annotations
 import difflib
 import inspect
 import math
-import re
-import types
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .argument import SCALAR, Numbers, Parameter, kind_name, kind_of
 from .format import Format, Quantized
+from .rule import Range, Row, above, at_least, between, dtypes_of, one_of
 from .tensor import name_of
 
-DTYPES = {
-    "float": (torch.bfloat16, torch.float16, torch.float32, torch.float64),
-    "int": (torch.int32, torch.int64),
-    "int_or_bool": (torch.int32, torch.int64, torch.bool),
-    "codes": (torch.float8_e4m3fn, torch.float8_e5m2),
-    # What low-precision products take: codes, two 4-bit codes a byte, or plain numbers; and what scales codes
-    "operand": (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8, torch.bfloat16, torch.float16),
-    "scale": (torch.float32, torch.float8_e8m0fnu, torch.float8_e4m3fn),
-    "any": None,
-}
-SCHEMA_TYPES = {float: "float", int: "int", bool: "bool", str: "str", Tensor: "Tensor", Format: "str", list: "Tensor[]"}
+__all__ = ["Parameter", "Range", "Row", "Signature", "above", "at_least", "between", "one_of", "shape_words"]
 
 
-@dataclass(frozen=True)
-class Range:
-    """A predicate on a number, with the words for its error message."""
-
-    words: str
-    holds: Callable[[float], bool]
-    finite: bool = True  # an infinity is refused whatever `holds` says
+def _head(tensor: Tensor, row: Row) -> torch.Size:
+    """The leading dimensions of a tensor with this row."""
+    return tensor.shape[: tensor.dim() - len(row.dims)]
 
 
-def at_least(low: float) -> Range:
-    return Range(f">= {low:g}", lambda v: v >= low)
-
-
-def above(low: float) -> Range:
-    return Range(f"> {low:g}", lambda v: v > low)
-
-
-def between(low: float, high: float) -> Range:
-    return Range(f"in [{low:g}, {high:g}]", lambda v: low <= v <= high)
-
-
-def one_of(*numbers: float) -> Range:
-    return Range(f"one of {', '.join(f'{n:g}' for n in numbers)}", lambda v: v in numbers, finite=False)
-
-
-@dataclass(frozen=True)
-class Row:
-    """A parsed `dtype[dims]`; `many`: of each tensor in a list."""
-
-    dtype: str
-    dims: tuple[str, ...]
-    leading: bool
-    filled: frozenset[str] = frozenset()  # dimensions that are never 0
-    many: bool = False
-
-    @staticmethod
-    def parse(text: str) -> Row:
-        match = re.fullmatch(r"(\w+)\[([^\]]*)\]", text)
-        if match is None:
-            raise ValueError(f"where: {text!r} is not of the form 'dtype[dims]'")
-        dims = match[2].replace(",", " ").split()
-        leading = bool(dims) and dims[0] == "..."
-        dims = dims[1:] if leading else dims
-        filled = frozenset(name[:-1] for name in dims if name.endswith("+"))
-        return Row(match[1], tuple(name.removesuffix("+") for name in dims), leading, filled)
-
-
-@dataclass(frozen=True)
-class Parameter:
-    """One argument: its Python type, whether None is allowed, its default and its rule."""
-
-    name: str
-    kind: type
-    optional: bool
-    default: Any
-    choices: tuple | None
-    rule: Row | Range | None
-
-    def schema(self) -> str:
-        text = SCHEMA_TYPES[self.kind] + ("?" if self.optional else "") + " " + self.name
-        if self.default is inspect.Parameter.empty:
-            return text
-        value = f'"{self.default}"' if isinstance(self.default, str) else repr(self.default)
-        return f"{text}={value}"
-
-
-def _unwrap(annotation: Any) -> tuple[type, bool, tuple | None]:
-    """(Python type, None allowed, choices) of an annotation."""
-    optional = False
-    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
-        members = typing.get_args(annotation)
-        optional = type(None) in members
-        rest = [m for m in members if m is not type(None)]
-        if Tensor in rest:  # `Tensor | Quantized` is a tensor to the registered op
-            rest = [Tensor]
-        if len(rest) != 1:
-            raise TypeError(f"an op's argument has one type, not {annotation}")
-        annotation = rest[0]
-    if typing.get_origin(annotation) is typing.Literal:
-        choices = typing.get_args(annotation)
-        return type(choices[0]), optional, choices
-    if annotation == list[Tensor]:
-        return list, optional, None
-    if annotation is list or annotation not in SCHEMA_TYPES:
-        raise TypeError(f"an op's argument cannot be of type {annotation}")
-    return annotation, optional, None
-
-
-def _layout(tensor: Tensor) -> tuple:
-    """Sizes, and the strides of dimensions that have more than one element."""
-    return tensor.shape, [stride for size, stride in zip(tensor.shape, tensor.stride()) if size > 1]
-
-
-def _shape_words(tensor: Tensor) -> str:
+def shape_words(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
 
 
@@ -150,10 +49,14 @@ class Signature:
     scalars: tuple[str, ...] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.tensors = tuple(p.name for p in self.parameters if p.kind in (Tensor, list) and p.name != "out")
+        self.tensors = tuple(p.name for p in self.parameters if p.kind in (Tensor, list))
         self.scalars = tuple(p.name for p in self.parameters if p.kind not in (Tensor, Format, list))
         self.lists = any(p.kind is list for p in self.parameters)
         self.names = tuple(p.name for p in self.parameters)
+        self.several = {p.name: p.kind for p in self.parameters if isinstance(p.kind, Numbers)}
+        self.dtypes = tuple(p.name for p in self.parameters if p.kind is torch.dtype)
+        self.generators = any(p.kind is torch.Generator for p in self.parameters)
+        self.spread = tuple(p for p in self.parameters if isinstance(p.rule, Row) and p.rule.spread)
         self.defaults = {p.name: p.default for p in self.parameters}
         keyword = [p.kind is inspect.Parameter.KEYWORD_ONLY for p in self.python.parameters.values()]
         self.positional = keyword.index(True) if True in keyword else len(keyword)
@@ -173,11 +76,16 @@ class Signature:
             raise ValueError(f"{op}: where names {sorted(unknown)}, which the reference does not take")
         rows = []
         for p in python.parameters.values():
-            kind, optional, choices = _unwrap(hints[p.name])
+            kind, optional, choices = kind_of(hints[p.name])
             rule = where.get(p.name)
             if kind in (Tensor, list) and rule is None:
                 raise ValueError(f"{op}: tensor argument {p.name} needs a row in where")
-            rule = replace(Row.parse(rule), many=kind is list) if isinstance(rule, str) else rule
+            if isinstance(rule, str):
+                rule = replace(Row.parse(rule), many=kind is list)
+                if rule.dtype not in python.parameters:
+                    dtypes_of(rule.dtype)  # which raises where there is none
+                if rule.many and rule.broadcasts:
+                    raise ValueError(f"{op}: {p.name} is a list, whose tensors broadcast to nothing: {rule.words}")
             rows.append(Parameter(p.name, kind, optional, p.default, choices, rule))
         return Signature(op, tuple(rows), python, check, hints.get("return") == list[Tensor], groups)
 
@@ -187,24 +95,58 @@ class Signature:
         return frozenset().union(*(p.rule.filled for p in self.parameters if isinstance(p.rule, Row)))
 
     def bind(self, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """Every argument by name, defaults filled in. Plain loops, so that torch.compile can trace them."""
+        """Every argument by name, defaults filled in, and `out`. Plain loops, so that torch.compile can trace them."""
         if len(args) > self.positional:
             raise TypeError(f"{self.op}() takes {self.positional} positional arguments, got {len(args)}")
         values = dict(zip(self.names, args))
         for name in kwargs:
             if name in values:
                 raise TypeError(f"{self.op}() got argument {name} twice")
-            if name not in self.defaults:
+            if name not in self.defaults and name != "out":
                 near = difflib.get_close_matches(name, self.names, n=1)
                 meant = f" (did you mean {near[0]}?)" if near else ""
-                raise TypeError(f"{self.op}() has no argument {name}{meant}; it takes {', '.join(self.names)}")
+                raise TypeError(f"{self.op}() has no argument {name}{meant}; it takes {', '.join(self.names)}, out")
         for name, default in self.defaults.items():
             if name not in values:
                 value = kwargs.get(name, default)
                 if value is inspect.Parameter.empty:
                     raise TypeError(f"{self.op}() needs argument {name}")
                 values[name] = value
-        return {name: values[name] for name in self.names}
+        made = {name: values[name] for name in self.names}
+        made["out"] = kwargs.get("out")
+        return self.settle(made) if self.several else made
+
+    def settle(self, values: dict[str, Any]) -> dict[str, Any]:
+        """The arguments with several numbers as the reference takes them: in a list or a tuple that no caller can change."""
+        for name, kind in self.several.items():
+            values[name] = kind.own(values[name])
+        return values
+
+    def schemas(self) -> dict[str, str]:
+        """What torch's schema has of each argument. Before a default that it cannot have it has none at all, as torch wants it:
+        there callers of the registered op give every argument."""
+        bare = max((at for at, p in enumerate(self.parameters) if not p.writable), default=-1)
+        return {p.name: p.schema(default=at > bare) for at, p in enumerate(self.parameters)}
+
+    def dims(self, values: Mapping[str, Any]) -> tuple[dict[str, int], torch.Size]:
+        """(the sizes of the dimensions that rows name, the leading dimensions) of validated arguments, all broadcast."""
+        sizes: dict[str, int] = {}
+        leading = None
+        for p in self.parameters:
+            value = values[p.name]
+            if p.kind is Tensor and value is not None:
+                count = len(p.rule.dims)
+                tail = value.shape[value.dim() - count :]
+                if p.rule.loose:
+                    for at, (name, size) in enumerate(zip(p.rule.dims, tail)):
+                        sizes[name] = sizes.get(name, 1) if at in p.rule.loose and size == 1 else size
+                else:
+                    sizes.update(zip(p.rule.dims, tail))
+                leading = value.shape[: value.dim() - count] if p.rule.leading else leading
+        if leading is None:
+            heads = [_head(values[p.name], p.rule) for p in self.spread if values[p.name] is not None]
+            leading = torch.broadcast_shapes(*heads) if heads else torch.Size()
+        return sizes, leading
 
     def validate(self, values: Mapping[str, Any]) -> None:
         """Raise TypeError or ValueError naming the first argument that is not what it should be."""
@@ -219,16 +161,18 @@ class Signature:
                 continue
             if p.kind is list:
                 device = self._list(p, value, values, device)
+            elif p.name in self.several:
+                self._numbers(p, value)
             elif p.kind is not Tensor:
                 self._number(p, value)
             else:
                 self._tensor(p, value, values)
                 device = self._device(p.name, value, device)
                 leading = self._shape(p, value, dims, leading)
-        if values.get("out") is not None:
-            self._out(values["out"], values.get("out_format"), values.get(self.groups))
+        if self.spread:
+            self._broadcast(values, leading)
         if self.check is not None:
-            self.check(**values)
+            self.check(**{n: values[n] for n in self.names})
 
     def _device(self, name: str, value: Tensor, known: tuple | None) -> tuple[torch.device, str]:
         if known is not None and value.device != known[0]:
@@ -240,8 +184,6 @@ class Signature:
         if not isinstance(value, (list, tuple)):
             raise TypeError(f"{self.op}: {p.name} must be a list of Tensors, got {type(value).__name__}")
         like = values.get(p.rule.dtype)
-        if like is value:
-            return device  # the arguments themselves, written over
         if like is not None and len(like) != len(value):
             raise ValueError(f"{self.op}: {p.name} has {len(value)} tensors, {p.rule.dtype} has {len(like)}")
         row = replace(p.rule, dtype="any") if like is not None else p.rule
@@ -257,35 +199,28 @@ class Signature:
                     self._shape(one, tensor, {}, None)
                 if like is None or (tensor.dtype, tensor.shape) == (like[i].dtype, like[i].shape):
                     continue
-                wanted = f"{_shape_words(like[i])} as {p.rule.dtype}[{i}] is"
-                raise ValueError(f"{self.op}: {p.name}[{i}] is {_shape_words(tensor)}, but must be {wanted}")
+                wanted = f"{shape_words(like[i])} as {p.rule.dtype}[{i}] is"
+                raise ValueError(f"{self.op}: {p.name}[{i}] is {shape_words(tensor)}, but must be {wanted}")
             raise TypeError(f"{self.op}: {p.name}[{i}] must be a Tensor, got {type(tensor).__name__}")
         return device
 
-    def _out(self, out: Tensor, wanted: Format | None, ends: Tensor | None) -> None:
-        """`out` is in out_format, and laid out as that lays out its memory: kernels write where the format says. `ends`: the end
-        rows of groups."""
-        given = out.format if isinstance(out, Quantized) else None
-        if (wanted and wanted.key) != (given and given.key):
-            raise ValueError(f"{self.op}: out is {given or 'a plain tensor'}, but out_format is {wanted}")
-        if wanted is None:
-            return
-        like = wanted.empty(out.shape, out.dtype, "meta", 0 if ends is None else ends.shape[0])
-        for name, has, should in zip(wanted.tensor_names, out.tensors(), like.tensors()):
-            if (has.dtype, _layout(has)) != (should.dtype, _layout(should)):
-                raise ValueError(
-                    f"{self.op}: out.{name} is {_shape_words(has)} of strides {list(has.stride())}, but out_format has"
-                    f" {_shape_words(should)} of strides {list(should.stride())}"
-                )
+    def _numbers(self, p: Parameter, value: Any) -> None:
+        """Several numbers, each as a lone one would be."""
+        if not isinstance(value, (list, tuple)):
+            raise TypeError(f"{self.op}: {p.name} must be {p.kind.words}, got {type(value).__name__}")
+        if p.kind.count not in (None, len(value)):
+            raise ValueError(f"{self.op}: {p.name} must be {p.kind.words}, got {len(value)}")
+        for i, one in enumerate(value):
+            self._number(replace(p, name=f"{p.name}[{i}]", kind=p.kind.of), one)
 
     def _number(self, p: Parameter, value: Any) -> None:
-        accepted = (int, float) if p.kind is float else (p.kind,)
+        accepted = SCALAR if p.kind is float else p.kind
         if not isinstance(value, accepted) or (isinstance(value, bool) and p.kind is not bool):
-            raise TypeError(f"{self.op}: {p.name} must be {p.kind.__name__}, got {type(value).__name__}")
+            raise TypeError(f"{self.op}: {p.name} must be {kind_name(p.kind)}, got {type(value).__name__}")
         if p.choices is not None and value not in p.choices:
             raise ValueError(f"{self.op}: {p.name} must be one of {list(p.choices)}, got {value!r}")
         bounded = not isinstance(p.rule, Range) or p.rule.finite
-        if p.kind is float and not math.isfinite(value) and bounded:
+        if isinstance(value, float) and not math.isfinite(value) and bounded:
             raise ValueError(f"{self.op}: {p.name} must be finite, got {value}")
         if isinstance(p.rule, Range) and not p.rule.holds(value):
             raise ValueError(f"{self.op}: {p.name} must be {p.rule.words}, got {value}")
@@ -300,16 +235,8 @@ class Signature:
                 f"{self.op}: {p.name} is a lazily negated or conjugated view: call {p.name}.resolve_neg() first"
             )
         if isinstance(value, Quantized):
-            if p.name != "out":
-                raise TypeError(f"{self.op}: {p.name} is Quantized: call {p.name}.dequantize() first")
-            return
-        wanted = p.rule.dtype
-        if wanted in values:
-            allowed = (values[wanted].dtype,)
-        elif wanted in DTYPES:
-            allowed = DTYPES[wanted]
-        else:
-            allowed = (getattr(torch, wanted),)
+            raise TypeError(f"{self.op}: {p.name} is Quantized: call {p.name}.dequantize() first")
+        allowed = p.rule.dtypes(values)
         if allowed is not None and value.dtype not in allowed:
             words = " or ".join(name_of(d) for d in allowed)
             raise TypeError(f"{self.op}: {p.name} must be {words}, got {str(value.dtype).removeprefix('torch.')}")
@@ -317,76 +244,51 @@ class Signature:
     def _shape(self, p: Parameter, value: Tensor, dims: dict, leading: tuple | None) -> tuple | None:
         row: Row = p.rule
         count = len(row.dims)
-        if value.dim() < count or (not row.leading and value.dim() != count):
-            want = f"at least {count}" if row.leading else str(count)
-            raise ValueError(f"{self.op}: {p.name} must have {want} dimensions, got {_shape_words(value)}")
+        leads = row.leading or row.spread
+        if value.dim() < count or (not leads and value.dim() != count):
+            want = f"at least {count}" if leads else str(count)
+            raise ValueError(f"{self.op}: {p.name} must have {want} dimensions, got {shape_words(value)}")
         head, tail = value.shape[: value.dim() - count], value.shape[value.dim() - count :]
         if row.leading:
             if leading is None:
                 leading = head, p.name
             elif head != leading[0]:
                 raise ValueError(
-                    f"{self.op}: {p.name} is {_shape_words(value)}, but its leading dimensions must be"
+                    f"{self.op}: {p.name} is {shape_words(value)}, but its leading dimensions must be"
                     f" {list(leading[0])} as in {leading[1]}"
                 )
-        for name, size in zip(row.dims, tail):
+        for at, (name, size) in enumerate(zip(row.dims, tail)):
+            if at in row.loose and size == 1:
+                continue
             if name in row.filled and size == 0:
-                raise ValueError(f"{self.op}: {p.name} is {_shape_words(value)}, but {name} must be at least 1")
+                raise ValueError(f"{self.op}: {p.name} is {shape_words(value)}, but {name} must be at least 1")
             if name.isdigit():
                 known, source = int(name), None
             else:
                 known, source = dims.setdefault(name, (size, p.name))
             if size != known:
                 because = f", as in {source}" if source else ""
-                raise ValueError(f"{self.op}: {p.name} is {_shape_words(value)}, but {name} must be {known}{because}")
+                known = f"{known} or 1" if at in row.loose else known
+                raise ValueError(f"{self.op}: {p.name} is {shape_words(value)}, but {name} must be {known}{because}")
         return leading
 
-
-def _span(t: Tensor) -> tuple[int, int]:
-    """The bytes from a tensor's first element to its last."""
-    if t.is_contiguous():
-        return t.data_ptr(), t.data_ptr() + t.nbytes
-    last = sum((n - 1) * s for n, s in zip(t.shape, t.stride()))
-    return t.data_ptr(), t.data_ptr() + (last + 1) * t.element_size()
-
-
-def overlapping(a: Tensor, b: Tensor) -> bool:
-    """Whether the bytes spanned by two dense tensors can meet (spans, so a false alarm is possible, a miss is not)."""
-    if a.numel() == 0 or b.numel() == 0:
-        return False
-    (a0, a1), (b0, b1) = _span(a), _span(b)
-    return a0 < b1 and b0 < a1
-
-
-def same_memory(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors are one: the same elements at the same addresses."""
-    return a is b or (a.data_ptr(), a.shape, a.stride(), a.dtype) == (b.data_ptr(), b.shape, b.stride(), b.dtype)
-
-
-def clashing(written: Sequence[Tensor], read: Sequence[Tensor]) -> bool:
-    """Whether the span of a written tensor meets that of a read one, or of another written one where neither has gaps (the
-    columns of one matrix, written one by one, have spans that meet and no element in common)."""
-    writes = [(*_span(t), t.is_contiguous()) for t in written if t.numel()]
-    dense, reads = sorted(w for w in writes if w[2]), sorted(_span(t) for t in read if t.numel())
-    if any(a[1] > b[0] for a, b in zip(dense, dense[1:])):
-        return True
-    gaps = sorted(w[:2] for w in writes if not w[2])
-    if any(a[0] == b[0] for a, b in zip(gaps, gaps[1:])):
-        return True
-    spans = sorted([(start, end, True) for start, end, _ in writes] + [(start, end, False) for start, end in reads])
-    reach = {True: 0, False: 0}  # how far written and read spans that began before have come
-    for start, end, writing in spans:
-        if start < reach[not writing]:
-            return True
-        reach[writing] = max(reach[writing], end)
-    return False
-
-
-def self_overlapping(t: Tensor) -> bool:
-    """Whether two elements of a tensor can share memory (an expanded output, say)."""
-    reach = 0
-    for stride, size in sorted((s, n) for n, s in zip(t.shape, t.stride()) if n > 1):
-        if stride <= reach:
-            return True
-        reach += stride * (size - 1)
-    return False
+    def _broadcast(self, values: Mapping[str, Any], leading: tuple | None) -> None:
+        """Leading dimensions that broadcast: to the plain ones, or where there are none, with one another."""
+        known, source = leading or (torch.Size(), "")
+        for p in self.spread:
+            value = values[p.name]
+            if value is None:
+                continue
+            head = _head(value, p.rule)
+            pairs = [*zip(reversed(head), reversed(known))]
+            if leading is None:
+                fits = all(a == b or a == 1 or b == 1 for a, b in pairs)
+            else:
+                fits = len(head) <= len(known) and all(a == b or a == 1 for a, b in pairs)
+            if not fits:
+                raise ValueError(
+                    f"{self.op}: {p.name} is {shape_words(value)}, but its leading dimensions must broadcast"
+                    f" {'with' if leading is None else 'to'} {list(known)} as in {source}"
+                )
+            if leading is None:
+                known, source = torch.broadcast_shapes(head, known), f"{source} and {p.name}" if source else p.name

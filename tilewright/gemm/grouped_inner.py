@@ -7,6 +7,7 @@ one. What was there before may be added: y[e] + beta * c[e], for gradients that 
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Literal
 
 import torch
@@ -16,13 +17,13 @@ from torch import Tensor
 
 from ..core.debug import check_ends
 from ..core.draw import Draw
-from ..core.tensor import cdiv, name_of, piece_count, power_of_two
+from ..core.tensor import cdiv, piece_count, power_of_two
 from ..device.products import multiply, multiply_codes, multiply_scaled
-from ..op import Op, Triton, single, upcast
+from ..op import Bars, Cost, Op, Out, Triton, single, upcast
 from ..runtime.kernel import kernel
 from .hopper import grouped_inner as hopper_grouped_inner
 from .hopper import wgrad as hopper_wgrad
-from .operands import DTYPES, Out
+from .operands import DTYPES, OutDtype
 from .tiles import ROWS, group_of, group_range, operands_for_kernel, rounded_ends, stages
 
 Scales = Literal["BlockWise1x128", "RowWise"]
@@ -45,8 +46,7 @@ def reference(
     *,
     c: Tensor | None = None,
     beta: float = 0.0,
-    out_dtype: Out | None = None,
-    out: Tensor | None = None,
+    out_dtype: OutDtype | None = None,
 ) -> Tensor:
     """The product of `a` [rows, tokens] and `b` [tokens, columns] over the tokens of each group, plus `beta * c`.
 
@@ -81,8 +81,7 @@ def reference_fp8(
     recipe: Scales = "BlockWise1x128",
     c: Tensor | None = None,
     beta: float = 0.0,
-    out_dtype: Out = "float32",
-    out: Tensor | None = None,
+    out_dtype: OutDtype = "float32",
 ) -> Tensor:
     """The same of FP8 codes: `scale_a` [tokens / 128, rows] and `scale_b` [tokens / 128, columns], as `fp8("1x128")` has them
     column-wise; rounded once to `out_dtype`. Groups are whole blocks of 128 tokens: an end that 128 does not divide is taken up to
@@ -242,10 +241,8 @@ def forward_fp8(a, scale_a, b, scale_b, offsets, *, recipe, c, beta, out_dtype, 
     return y
 
 
-def check(a, b, offsets, *, c, beta, out_dtype, out) -> None:
+def check(a, b, offsets, *, c, beta, out_dtype) -> None:
     check_tokens("grouped_mm_inner", a)
-    same = out_dtype is None or a.dtype == torch.float64
-    check_out("grouped_mm_inner", a.dtype if same else DTYPES[out_dtype], out)
 
 
 def check_tokens(op: str, a: Tensor) -> None:
@@ -253,16 +250,9 @@ def check_tokens(op: str, a: Tensor) -> None:
         raise ValueError(f"{op}: a must have fewer than 2**31 - {ROWS} tokens, got {a.shape[1]}")
 
 
-def check_out(op: str, dtype: torch.dtype, out: Tensor | None) -> None:
-    if out is not None and out.dtype != dtype:
-        words = [name_of(d) for d in (dtype, out.dtype)]
-        raise TypeError(f"{op}: out must be {words[0]}, as the result is, got {words[1]}")
-
-
-def check_fp8(a, scale_a, b, scale_b, offsets, *, recipe, c, beta, out_dtype, out) -> None:
+def check_fp8(a, scale_a, b, scale_b, offsets, *, recipe, c, beta, out_dtype) -> None:
     op = "grouped_mm_inner_fp8"
     check_tokens(op, a)
-    check_out(op, DTYPES[out_dtype], out)
     blocks, experts = cdiv(a.shape[1], ROWS), offsets.shape[0]
     for name, scale in (("scale_a", scale_a), ("scale_b", scale_b)):
         if recipe == "RowWise" and scale.shape[0] != experts:
@@ -275,19 +265,30 @@ def flops(a, b, **_) -> int:
     return 2 * a.numel() * b.shape[1]
 
 
-RESULT = {"c": "float[experts+ rows columns]", "out": "float[experts+ rows columns]"}
+def result_row(a: SimpleNamespace) -> str:
+    same = a.out_dtype is None or a.a.dtype == torch.float64
+    return f"{'a' if same else a.out_dtype}[experts rows columns]"
+
+
+OVER_C = Out(lies_on={"out": ("c",)})
 grouped_mm_inner = Op(
     "grouped_mm_inner", reference, inputs,
-    Triton(hopper_grouped_inner.forward, None, hopper_grouped_inner.fits, "hopper"), Triton(forward, None, single, "portable"),
-    where={"a": "float[rows tokens]", "b": "float[tokens columns]", "offsets": "int[experts+]", **RESULT}, graded_results=(),
-    groups="offsets", check=check, flops=flops, in_place=("c",), bars={"class": "E", "whole": True},
+    Triton(hopper_grouped_inner.forward, None, hopper_grouped_inner.fits, "hopper", out=True),
+    Triton(forward, None, single, "portable", out=True),
+    groups="offsets", where={
+        "a": "float[rows tokens]", "b": "float[tokens columns]", "offsets": "int[experts+]",
+        "c": "float[experts+ rows columns]",
+    },
+    results={"out": result_row}, check=check, cost=Cost(flops=flops), out=OVER_C, bars=Bars("E", whole=True),
 )  # fmt: skip
 grouped_mm_inner_fp8 = Op(
-    "grouped_mm_inner_fp8", reference_fp8, inputs_fp8, Triton(hopper_wgrad.forward, None, hopper_wgrad.fits, "hopper"),
-    Triton(forward_fp8, None, single, "portable"),
+    "grouped_mm_inner_fp8", reference_fp8, inputs_fp8,
+    Triton(hopper_wgrad.forward, None, hopper_wgrad.fits, "hopper", out=True),
+    Triton(forward_fp8, None, single, "portable", out=True),
     groups="offsets", where={
         "a": "codes[rows tokens]", "scale_a": "float32[blocks rows]", "b": "codes[tokens columns]",
-        "scale_b": "float32[blocks columns]", "offsets": "int[experts+]", **RESULT,
+        "scale_b": "float32[blocks columns]", "offsets": "int[experts+]", "c": "float[experts+ rows columns]",
     },
-    graded_results=(), check=check_fp8, flops=flops, in_place=("c",), bars={"class": "F", "whole": True},
+    results={"out": lambda a: f"{a.out_dtype}[experts rows columns]"},
+    check=check_fp8, cost=Cost(flops=flops), out=OVER_C, bars=Bars("F", whole=True),
 )  # fmt: skip

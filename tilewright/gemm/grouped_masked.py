@@ -17,11 +17,11 @@ from ..core.debug import check_indices
 from ..core.draw import Draw
 from ..core.target import Target
 from ..core.tensor import cdiv, power_of_two
-from ..op import Op, Triton, single, upcast
+from ..op import Bars, Cost, Op, Out, Triton, single, upcast
 from ..runtime.kernel import kernel
 from .few import COLUMNS, codes_for_math, sum_blocks
 from .hopper import few as hopper_few
-from .operands import DTYPES, FLOATS, Out
+from .operands import DTYPES, FLOATS, OutDtype
 from .tiles import stages
 
 MOST = 64  # rows of a tile
@@ -35,7 +35,7 @@ def reference(
     scale_a: Tensor | None = None,
     scale_b: Tensor | None = None,
     *,
-    out_dtype: Out = "bfloat16",
+    out_dtype: OutDtype = "bfloat16",
 ) -> Tensor:
     """The first `counts[e]` rows of `a[e]` [experts, rows, inner] times `b[e]` [experts, inner, columns], summed in fp32 and
     rounded once to `out_dtype`.
@@ -187,5 +187,6 @@ grouped_mm_masked = Op(
         "a": "operand[experts+ rows inner]", "b": "operand[experts+ inner columns]", "counts": "int[experts+]",
         "scale_a": "float32[experts+ rows blocks]", "scale_b": "float32[experts+ column_blocks blocks]",
     },
-    graded_results=(), check=check, cost=cost, flops=flops, bars={"class": "F", "whole": True},
+    results={"out": lambda a: f"{a.out_dtype}[experts rows columns]"}, out=Out(contiguous=("out",)),
+    check=check, cost=Cost(cost, flops), bars=Bars("F", whole=True),
 )  # fmt: skip

@@ -17,13 +17,13 @@ from ..core.draw import Draw
 from ..core.target import Target
 from ..core.tensor import cdiv, name_of, piece_count, power_of_two
 from ..device.products import multiply, multiply_scaled
-from ..op import Op, Triton, single, upcast
+from ..op import Bars, Cost, Gradient, Op, Out, Triton, single, upcast
 from ..runtime.kernel import kernel
 from .epilogue import columns_of, store_finished
 from .grouped_inner import grouped_mm_inner
 from .hopper import grouped_rows as hopper
 from .hopper import grouped_rows_fp8 as hopper_fp8
-from .operands import DTYPES, Out
+from .operands import DTYPES, OutDtype
 from .scaled_mm import ACTS, Act
 from .tiles import BAND, ROWS, group_of, operands_for_kernel, stages, tile_entry, tile_list, tile_of
 
@@ -58,7 +58,7 @@ def reference(
     bias: Tensor | None = None,
     act: Act | None = None,
     glu: Act | None = None,
-    out_dtype: Out | None = None,
+    out_dtype: OutDtype | None = None,
 ) -> Tensor:
     """The rows of `a` [rows, inner], each times the matrix of its group in `b` [experts, inner, columns]; `offsets` [experts] are
     the end rows of the groups, as in `torch`'s grouped products.
@@ -102,7 +102,7 @@ def reference_fp8(
     bias: Tensor | None = None,
     act: Act | None = None,
     glu: Act | None = None,
-    out_dtype: Out = "bfloat16",
+    out_dtype: OutDtype = "bfloat16",
 ) -> Tensor:
     """The same of FP8 codes: `scale_a` [inner / 128, rows] for `a`, `scale_b` [experts, columns / 128, inner / 128] for `b`, as
     `fp8("1x128")` and `fp8("128x128")` have them; sizes that 128 does not divide are rounded up. Either may be for whole rows:
@@ -312,6 +312,16 @@ def flops(a, b, **_) -> int:
     return 2 * a.numel() * b.shape[2]
 
 
+def result_row(a: SimpleNamespace) -> str:
+    same = a.out_dtype is None or a.a.dtype == torch.float64
+    return f"{'a' if same else a.out_dtype}[tokens width]"
+
+
+def sizes_of(a: SimpleNamespace) -> dict[str, int]:
+    """A gated unit has half as many columns."""
+    return {"width": a.b.shape[2] if a.glu is None else a.b.shape[2] // 2}
+
+
 WHERE = {
     "a": "float[tokens inner]", "b": "float[experts+ inner columns]", "offsets": "int[experts+]", "bias": "float[experts+ columns]",
 }  # fmt: skip
@@ -319,8 +329,8 @@ grouped_mm_rows = Op(
     "grouped_mm_rows", reference, inputs, Triton(hopper.forward, backward, has_gradient_hopper, "hopper"),
     Triton(hopper.forward, None, hopper.fits, "hopper_fused"),
     Triton(forward, backward, has_gradient, "portable"), Triton(forward, None, single, "portable_fused"),
-    groups="offsets", where=WHERE,
-    differentiable=("a", "b"), check=check, flops=flops, bars={"class": "E", "gradient": "E", "whole": True},
+    groups="offsets", where=WHERE, results={"out": result_row}, sizes=sizes_of, gradient=Gradient(of=("a", "b")),
+    out=Out(contiguous=("out",)), check=check, cost=Cost(flops=flops), bars=Bars("E", gradient="E", whole=True),
 )  # fmt: skip
 grouped_mm_rows_fp8 = Op(
     "grouped_mm_rows_fp8", reference_fp8, inputs_fp8, Triton(forward_hopper, None, fits_hopper, "hopper"),
@@ -329,5 +339,6 @@ grouped_mm_rows_fp8 = Op(
         "a": "codes[tokens inner]", "scale_a": "float32[inner_blocks tokens]", "b": "codes[experts+ inner columns]",
         "scale_b": "float32[experts+ column_blocks blocks]", "offsets": "int[experts+]", "bias": "float[experts+ columns]",
     },
-    graded_results=(), check=check_fp8, flops=flops, bars={"class": "F", "whole": True},
+    results={"out": lambda a: f"{a.out_dtype}[tokens width]"}, sizes=sizes_of,
+    out=Out(contiguous=("out",)), check=check_fp8, cost=Cost(flops=flops), bars=Bars("F", whole=True),
 )  # fmt: skip

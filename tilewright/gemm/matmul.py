@@ -21,12 +21,12 @@ from ..core.draw import Draw
 from ..core.target import Target
 from ..core.tensor import cdiv, name_of, piece_count, power_of_two, rows
 from ..device.products import add_product, widen_codes
-from ..op import Op, Triton, single, upcast
+from ..op import Bars, Cost, Gradient, Op, Sharding, Triton, single, upcast
 from ..runtime.kernel import kernel
 from . import library
 from .tiles import BAND, operands_for_kernel, tile_of
 
-Out = Literal["bfloat16", "float16", "float32", "int32"]
+OutDtype = Literal["bfloat16", "float16", "float32", "int32"]
 Acc = Literal["float32", "float16", "int32"]
 Backend = Literal["auto", "triton", "cublaslt", "portable"]  # as in `scaled_mm.py`
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -39,9 +39,8 @@ def reference(
     b: Tensor,
     *,
     acc_dtype: Acc | None = None,
-    out_dtype: Out | None = None,
+    out_dtype: OutDtype | None = None,
     backend: Backend = "auto",
-    out: Tensor | None = None,
 ) -> Tensor:
     """`a` [..., K] times `b` [K, N], both of one dtype or both FP8, summed in `acc_dtype` and rounded once to `out_dtype`.
 
@@ -260,12 +259,12 @@ def backward_by_library(saved: SimpleNamespace, dy: Tensor) -> tuple[Tensor | No
     return (library.multiply_backward if dy.dtype == saved.a.dtype else backward)(saved, dy)
 
 
-def check(a, b, *, acc_dtype, out_dtype, out, **_) -> None:
+def check(a, b, *, acc_dtype, out_dtype, **_) -> None:
     name = {t: name_of(t.dtype) for t in (a, b)}
     for which, t in (("a", a), ("b", b)):
         if t.dtype not in (*FLOATS, *FP8, torch.int8):
             raise TypeError(f"matmul: {which} must be a float of 16, 32 or 64 bits, FP8 or int8, got {name[t]}")
-        if t.dtype in FP8 and t.requires_grad and torch.is_grad_enabled() and out is None:
+        if t.dtype in FP8 and t.requires_grad and torch.is_grad_enabled():
             raise TypeError(f"matmul: there is no gradient for FP8: pass {which}.detach()")
     if a.dtype != b.dtype and not (a.dtype in FP8 and b.dtype in FP8):
         raise TypeError(f"matmul: a and b must have one dtype, or both be FP8, got {name[a]} and {name[b]}")
@@ -275,9 +274,6 @@ def check(a, b, *, acc_dtype, out_dtype, out, **_) -> None:
         raise ValueError(f"matmul: acc_dtype of {name[a]} factors must be {' or '.join(sums)}, got {acc_dtype}")
     if out_dtype is not None and (out_dtype == "int32") != (a.dtype == torch.int8):
         raise ValueError(f"matmul: out_dtype must be int32 of int8, and of nothing else, got {out_dtype} of {name[a]}")
-    wanted = torch.float64 if a.dtype == torch.float64 else dtype_of(a, out_dtype)
-    if out is not None and out.dtype != wanted:
-        raise TypeError(f"matmul: out must be {str(wanted).removeprefix('torch.')}, got {str(out.dtype)[6:]}")
     if max(math.prod(a.shape[:-1]), *b.shape) >= 2**31 - 256:
         raise ValueError(
             f"matmul: a and b must have fewer than 2**31 - 256 rows and columns, got {list(a.shape)}, {list(b.shape)}"
@@ -288,10 +284,15 @@ def flops(a, b, **_) -> int:
     return 2 * a.numel() * b.shape[1]
 
 
+def result_row(a: SimpleNamespace) -> str:
+    dtype = a.a.dtype if a.a.dtype == torch.float64 else dtype_of(a.a, a.out_dtype)
+    return f"{name_of(dtype)}[... columns]"
+
+
 matmul = Op(
     "matmul", reference, inputs,
-    Triton(library.multiply, backward_by_library, library.fits_matmul, "cublaslt", library=True),
-    Triton(forward, backward, single, "portable"), check=check, flops=flops,
-    asks="backend", where={"a": "any[... inner]", "b": "any[inner columns]", "out": "any[... columns]"},
-    differentiable=("a", "b"), bars={"class": "E", "codes": "F", "gradient": "E"},
+    Triton(library.multiply, backward_by_library, library.fits_matmul, "cublaslt", library=True, out=True),
+    Triton(forward, backward, single, "portable", out=True), check=check, cost=Cost(flops=flops),
+    asks="backend", where={"a": "any[... inner]", "b": "any[inner columns]"}, results={"out": result_row},
+    gradient=Gradient(of=("a", "b")), sharding=Sharding(("...", "columns", "inner")), bars=Bars("E", gradient="E", codes="F"),
 )  # fmt: skip

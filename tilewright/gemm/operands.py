@@ -41,8 +41,8 @@ FLOATS = (torch.bfloat16, torch.float16)
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 KINDS = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2", torch.int8: "int8"}
 ONCE = ("TensorWise", "RowWise")  # scales that multiply a whole sum
-Out = Literal["bfloat16", "float16", "float32"]
-DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in get_args(Out)}
+OutDtype = Literal["bfloat16", "float16", "float32"]
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in get_args(OutDtype)}
 
 
 def kind_of(codes: Tensor, recipe: str | None) -> str:

@@ -17,14 +17,14 @@ from ..core.draw import Draw
 from ..core.format import Format, Quantized, store
 from ..core.target import Target
 from ..core.tensor import cdiv, name_of
-from ..op import Op, Triton
+from ..op import Bars, Cost, Op, Out, Triton
 from . import few, library, portable
 from .hopper import few as hopper_few
 from .hopper import few_int4 as hopper_few_int4
 from .hopper import plain as hopper_plain
 from .hopper import scaled_mm as hopper
 from .hopper import wgrad as hopper_wgrad
-from .operands import BLOCKS, DTYPES, FLOATS, SCALES, Out, Recipe, inner_of, kind_of, operand, scale_shape, values
+from .operands import BLOCKS, DTYPES, FLOATS, SCALES, OutDtype, Recipe, inner_of, kind_of, operand, scale_shape, values
 
 LARGE = 2**18  # elements of `b`
 Act = Literal["silu", "gelu_tanh", "gelu_erf", "relu"]
@@ -55,11 +55,10 @@ def reference(
     act: Act | None = None,
     c: Tensor | None = None,
     beta: float = 0.0,
-    out_dtype: Out = "bfloat16",
+    out_dtype: OutDtype = "bfloat16",
     accumulate: Literal["full", "fast"] = "full",
     backend: Backend = "auto",
     out_format: Format | None = None,
-    out: Tensor | Quantized | None = None,
 ) -> Tensor:
     """`a` [M, K] times `b` [K, N], either as codes with scales, laid out as `gemm/operands.py` says, rounded once to `out_dtype` or
     into `out_format`. `scale_b` and `zero_b` are those of `b`'s transpose.
@@ -145,9 +144,7 @@ def draw_operand(draw: Draw, kind: str, recipe: str | None, rows: int, inner: in
     return codes, scale.to(SCALES.get(recipe, torch.float32))
 
 
-def check(
-    a, b, scale_a, scale_b, recipe_a, recipe_b, *, shared_a, shared_b, zero_b, c, out_dtype, out, out_format, **_
-) -> None:
+def check(a, b, scale_a, scale_b, recipe_a, recipe_b, *, shared_a, shared_b, zero_b, c, out_format, **_) -> None:
     """Raise where operands, scales and recipes do not go together, which shapes and dtypes alone do not say."""
     sides = (("a", a, scale_a, recipe_a, shared_a), ("b", b.t(), scale_b, recipe_b, shared_b))
     for name, codes, scale, recipe, shared in sides:
@@ -183,8 +180,6 @@ def check(
         out_format.check((a.shape[0], b.shape[1]))
     if c is not None and c.dtype not in DTYPES.values():
         raise TypeError(f"scaled_mm: c must be one of {', '.join(DTYPES)}, got {str(c.dtype).removeprefix('torch.')}")
-    if out is not None and out_format is None and out.dtype != DTYPES[out_dtype]:
-        raise TypeError(f"scaled_mm: out must be {out_dtype}, got {str(out.dtype).removeprefix('torch.')}")
 
 
 def flops(a, b, **_) -> int:
@@ -201,22 +196,22 @@ def with_large_b(fits: Callable[[Target, SimpleNamespace], bool]) -> Callable[[T
 
 product = Op(
     "scaled_mm", reference, inputs,
-    Triton(library.forward, None, library.fits, "cublaslt", library=True),
-    Triton(hopper_few_int4.forward, None, with_large_b(hopper_few_int4.fits), "hopper_few_int4"),
-    Triton(hopper_few.forward, None, with_large_b(hopper_few.fits), "hopper_few"),
-    Triton(few.forward, None, with_large_b(few.fits), "few"),
-    Triton(hopper.forward, None, hopper.fits, "hopper"),
-    Triton(hopper_plain.forward, None, hopper_plain.fits, "hopper_plain"),
-    Triton(hopper_wgrad.forward_dense, None, hopper_wgrad.fits_dense, "hopper_wgrad"),
-    Triton(portable.forward, None, portable.fits, "portable"),
+    Triton(library.forward, None, library.fits, "cublaslt", library=True, out=True),
+    Triton(hopper_few_int4.forward, None, with_large_b(hopper_few_int4.fits), "hopper_few_int4", out=True),
+    Triton(hopper_few.forward, None, with_large_b(hopper_few.fits), "hopper_few", out=True),
+    Triton(few.forward, None, with_large_b(few.fits), "few", out=True),
+    Triton(hopper.forward, None, hopper.fits, "hopper", out=True),
+    Triton(hopper_plain.forward, None, hopper_plain.fits, "hopper_plain", out=True),
+    Triton(hopper_wgrad.forward_dense, None, hopper_wgrad.fits_dense, "hopper_wgrad", out=True),
+    Triton(portable.forward, None, portable.fits, "portable", out=True),
     asks="backend", where={
         "a": "operand[tokens inner_a]", "b": "operand[inner_b columns]", "scale_a": "scale[rows_a blocks_a]",
         "scale_b": "scale[rows_b blocks_b]", "shared_a": "float32[1]", "shared_b": "float32[1]",
         "zero_b": "float32[rows_b blocks_b]", "bias": "float[columns]", "c": "float[tokens columns]",
-        "out": "float[tokens columns]",
     },
-    graded_results=(), check=check, flops=flops, in_place=("c",), any_format=True,
-    bars={"class": "F", "whole": True, "coarse": lambda values: values["accumulate"] == "fast"},
+    results={"out": lambda a: f"{a.out_dtype}[tokens columns]"},
+    check=check, cost=Cost(flops=flops), out=Out(lies_on={"out": ("c",)}, any_format=True),
+    bars=Bars("F", whole=True, coarse=lambda values: values["accumulate"] == "fast"),
 )  # fmt: skip
 
 

@@ -27,7 +27,7 @@ from ..formats.fp8 import fp8
 from ..formats.tiles import store_tiles
 from ..gemm.grouped_inner import grouped_mm_inner, grouped_mm_inner_fp8
 from ..gemm.grouped_rows import grouped_mm_rows, grouped_mm_rows_fp8
-from ..op import Op, Triton, single, upcast
+from ..op import Bars, Cost, Gradient, Op, Out, Sharding, Triton, single, upcast
 from ..ops.activation.glu import glu
 from ..ops.moe.moe_map import check_routing, find_rows
 from ..ops.moe.moe_permute import backward as permute_backward
@@ -192,7 +192,7 @@ class Plain:
         return {
             "x": h, "up": None, "act": a.act, "limit": a.limit, "alpha": 1.0,
             "scale": self.row_probs if self.routed else None, "offsets": self.offsets if self.routed else None,
-            "out_format": out_format, "out": None,
+            "out_format": out_format,
         }  # fmt: skip
 
     def gated_gradient(self, h: Tensor, dact: Tensor, ways: str, needs: frozenset) -> tuple[Any, Tensor | None]:
@@ -371,7 +371,8 @@ def flops(x, gate_up, routing=None, **_) -> int:
 ROUTE = ("row_map", "source", "offsets", "row_probs")
 KEPT = ("h", "rows", "rows_scale", "act_rows", "act_scale")
 moe_feed_forward = Op(
-    OP, reference, inputs, Triton(forward, backward, single), flops=flops, composite=True, planned=True, sibling="grouped_mm_rows",
+    OP, reference, inputs, Triton(forward, backward, single), cost=Cost(flops=flops), composite=True, planned=True,
+    sibling="grouped_mm_rows",
     where={
         "x": "float[tokens hidden]", "gate_up": "float[experts+ width hidden]", "down": "float[experts+ hidden ffn]",
         "routing": "int[tokens slots]", "probs": "float[tokens slots]", "limit": above(0.0), "capacity": at_least(1),
@@ -379,11 +380,15 @@ moe_feed_forward = Op(
         "gate_up_codes_t": "codes[hidden up_rows]", "down_codes": "codes[experts+ hidden ffn]",
         "down_scale": "float32[down_blocks ffn_blocks]", "down_codes_t": "codes[ffn down_rows]",
     },
-    results=("y", *ROUTE, *KEPT), hidden=len(ROUTE) + len(KEPT), differentiable=("x", "gate_up", "down", "probs"),
-    saves=(
-        "x", "gate_up", "down", "routing", "probs", "gate_up_codes", "gate_up_scale", "gate_up_codes_t", "down_codes",
-        "down_scale", "down_codes_t", *ROUTE, *KEPT,
+    results={"y": "x[tokens hidden]"}, hidden=(*ROUTE, *KEPT),
+    gradient=Gradient(
+        of=("x", "gate_up", "down", "probs"),
+        saves=(
+            "x", "gate_up", "down", "routing", "probs", "gate_up_codes", "gate_up_scale", "gate_up_codes_t", "down_codes",
+            "down_scale", "down_codes_t", *ROUTE, *KEPT,
+        ),
     ),
-    check=check,
-    bars={"class": "E", "gradient": "E", "rounds": ("y",), "coarse": lambda values: values["precision"] == "fp8"},
+    # A capacity is that of all ranks together
+    out=Out(contiguous=("y",)), check=check, sharding=lambda a: Sharding(("tokens",) if a.capacity is None else ()),
+    bars=Bars("E", gradient="E", rounds=("y",), coarse=lambda values: values["precision"] == "fp8"),
 )  # fmt: skip

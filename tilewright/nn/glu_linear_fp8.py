@@ -20,9 +20,9 @@ from ..core.draw import Draw
 from ..core.format import Quantized
 from ..core.signature import above
 from ..core.tensor import rows
-from ..op import Op, Triton, single, upcast
+from ..op import Bars, Cost, Gradient, Op, Out, Triton, single, upcast
 from ..ops.activation.glu import glu
-from ..ops.activation.glu_linear import check_layer
+from ..ops.activation.glu_linear import check_layer, sharding
 from ..ops.activation.glu_linear import inputs as unit_inputs
 from .linear_fp8 import (
     CODES,
@@ -110,13 +110,14 @@ def check(x, weight, bias, up, weight_codes, weight_scale, weight_codes_t, *, ac
 
 glu_linear_fp8 = Op(
     OP, reference, inputs, Triton(forward, backward, single), composite=True, planned=True, sibling="glu_linear",
-    flops=lambda x, weight, **_: 2 * math.prod(x.shape[:-1]) * weight.numel(),
+    cost=Cost(flops=lambda x, weight, **_: 2 * math.prod(x.shape[:-1]) * weight.numel()),
     where={
         "x": "float[... width]", "weight": "float[columns hidden]", "bias": "float[columns]", "up": "x[... width]",
         "weight_codes": "codes[columns hidden]", "weight_scale": "float32[out_blocks in_blocks]",
         "weight_codes_t": "codes[hidden columns]", "limit": above(0.0),
     },
-    results=("y",), differentiable=("x", "weight", "bias", "up"), check=check,
+    results={"y": "x[... columns]"}, gradient=Gradient(of=("x", "weight", "bias", "up")), out=Out(contiguous=("y",)),
+    check=check, sharding=sharding,
     # Where h lies between two codes to within fp32's own error, a kernel may take another than the truth does: y feels it too
-    bars={"class": "F", "gradient": "F", "steps": True, "rounds": ("y",)},
+    bars=Bars("F", gradient="F", steps=True, rounds=("y",)),
 )  # fmt: skip

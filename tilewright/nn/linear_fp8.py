@@ -19,12 +19,12 @@ from torch.autograd.function import once_differentiable
 
 from ..core.draw import Draw
 from ..core.format import Format, Quantized
-from ..core.signature import overlapping, self_overlapping
+from ..core.memory import overlapping, self_overlapping
 from ..core.tensor import cdiv, name_of, rows
 from ..formats.fp8 import fp8
 from ..gemm.operands import values
 from ..gemm.scaled_mm import product
-from ..op import Op, Triton, force, single, upcast
+from ..op import Bars, Cost, Gradient, Op, Out, Sharding, Triton, force, single, upcast
 from ..ops.quantise.quantize import quantize
 from ..runtime import register
 from ..runtime.choose import forced
@@ -211,16 +211,20 @@ def flops(x, weight, **_) -> int:
 
 
 linear_fp8 = Op(
-    OP, reference, inputs, Triton(forward, backward, single), flops=flops, composite=True, planned=True, sibling="scaled_mm",
+    OP, reference, inputs, Triton(forward, backward, single), cost=Cost(flops=flops), composite=True, planned=True,
+    sibling="scaled_mm",
     where={
         "x": "float[... hidden]", "weight": "float[columns hidden]", "bias": "float[columns]",
         "weight_codes": "codes[columns hidden]", "weight_scale": "float32[out_blocks in_blocks]",
         "weight_codes_t": "codes[hidden columns]",
     },
-    results=("y", "codes", "codes_scale"), hidden=2, differentiable=("x", "weight", "bias"),
-    saves=("x", "weight", "bias", "weight_codes", "weight_scale", "weight_codes_t", "codes", "codes_scale"),
-    shape_only=shape_only, check=check,
-    bars={"class": "F", "gradient": "F", "steps": True},
+    results={"y": "x[... columns]"}, hidden=("codes", "codes_scale"),
+    gradient=Gradient(
+        of=("x", "weight", "bias"), shape_only=shape_only,
+        saves=("x", "weight", "bias", "weight_codes", "weight_scale", "weight_codes_t", "codes", "codes_scale"),
+    ),
+    out=Out(contiguous=("y",)), check=check, sharding=Sharding(("...", "columns", "hidden"), once=("bias",)),
+    bars=Bars("F", gradient="F", steps=True),
 )  # fmt: skip
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ..core.declaration import Declaration, is_foreign
 from ..core.flat import given_tensors
+from ..core.outs import outs_of, with_outs
 from ..core.private import guard, levels, modes, transforms
 from . import register
 from .choose import forced
@@ -62,7 +63,9 @@ def public(op: Runner) -> Callable[..., Any]:
             return dispatch(op, args, kwargs)
         key = Key()
         key.parts += kwargs
-        if not key.add(args) or not key.add(kwargs.values()):
+        out = kwargs.get("out")
+        rest = kwargs.values() if out is None else [v for n, v in kwargs.items() if n != "out"]
+        if not key.add(args) or not key.add(rest) or not (out is None or key.add_out(out)):
             return dispatch(op, args, kwargs)
         graded = [t.requires_grad for t in key.slots] if torch.is_grad_enabled() else ()
         parts = (*key.parts, *graded) if True in graded else tuple(key.parts)
@@ -71,7 +74,7 @@ def public(op: Runner) -> Callable[..., Any]:
             return dispatch(op, args, kwargs, parts, key.slots)
         plan, restore, written, whole, chosen = found
         if written:
-            op.validate(op.signature.bind(args, kwargs))  # whether arguments overlap depends on their addresses
+            op.validate(op.signature.bind(args, kwargs))  # whether they overlap depends on addresses
             for at in written:
                 torch.autograd.graph.increment_version(key.slots[at])
         elif not whole and not kwargs and parts[0] is None and len(key.slots) == len(args) and key.aligned:
@@ -79,6 +82,8 @@ def public(op: Runner) -> Callable[..., Any]:
         results = plan(key.slots, key.addresses)
         if restore is not None:
             results = restore(results)
+        if out is not None:
+            return with_outs(results, outs_of(op, kwargs))  # the caller's own objects
         return taped(op, op.signature.bind(args, kwargs), results, chosen) if whole else results
 
     def remember(slots: list[Tensor], plan: Plan, restore: Callable | None) -> None:
@@ -97,10 +102,12 @@ def dispatch(op: Runner, args: tuple, kwargs: Mapping[str, Any], key: tuple | No
     """A call that no plan answered. The plan it makes, over `slots`, is kept under `key` unless that is None."""
     values = op.signature.bind(args, kwargs)
     tensors = given_tensors(values)
+    if op.signature.lists:
+        key = slots = None  # an empty list is part of a key as well as numbers are; one of tensors is not
     if levels._current_level >= 0:
         if forced.get() == "reference":
             op.signature.validate(values)
-            return op.public(op.reference(**values))  # torch differentiates it, in any mode
+            return op.public(op.reference(**op.arguments(values)))  # torch differentiates it, in any mode
         return register.constant_call(op, values)
     if any(is_foreign(t) for t in tensors) or modes() or transforms():
         if op.sharded is not None and any(hasattr(t, "device_mesh") for t in tensors):
@@ -113,11 +120,15 @@ def dispatch(op: Runner, args: tuple, kwargs: Mapping[str, Any], key: tuple | No
 
 
 def signature_of(op: Declaration) -> inspect.Signature:
-    """The reference's, less the results that the caller does not get."""
+    """The reference's with `out`, less the results that the caller does not get."""
     signature = inspect.signature(op.reference)
     count = len(op.results) - op.hidden
     if op.hidden:
         signature = signature.replace(
             return_annotation="Tensor" if count == 1 else f"tuple[{', '.join(['Tensor'] * count)}]"
         )
-    return signature
+    one = "Tensor | Quantized | None" if "out_format" in op.signature.names else "Tensor | None"
+    kind = "list[Tensor] | None" if op.signature.listed else one
+    kind = kind if count == 1 else f"tuple[{', '.join([one] + ['Tensor | None'] * (count - 1))}] | None"
+    out = inspect.Parameter("out", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind)
+    return signature.replace(parameters=[*signature.parameters.values(), out])

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..core.declaration import Declaration, Triton
 from ..core.flat import given_tensors
+from ..core.outs import outs_of
 from ..core.target import Target
 
 AUTO = "auto"  # what a call that leaves the choice to us asks for
@@ -44,7 +45,7 @@ def implementation(op: Declaration, values: Mapping[str, Any], device: torch.dev
     if wanted == "reference" or (device.type != "cuda" and wanted is None):
         return None
     target = Target.at(device)
-    space = SimpleNamespace(**values)
+    space = SimpleNamespace(**{**values, "out": next(iter(outs_of(op, values)), None)})
     others = []
     for one in op.implementations:
         if (one.library and device.type == "cpu") or not (one.when is None or one.when(target, space)):

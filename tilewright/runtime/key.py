@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from ..core.declaration import PLAIN
-from ..core.format import Format
+from ..core.format import Format, Quantized
 from ..core.target import pretended
 from .choose import forced
 
-NUMBERS = {float, int, bool, str, type(None), frozenset}  # and sets of names
+NUMBERS = {float, int, bool, str, type(None), frozenset, torch.dtype}  # and sets of names
+SEVERAL = {list, tuple, torch.Size}
 STRIDED = torch.strided
 
 
@@ -26,7 +27,8 @@ class Key:
         self.addresses: list[int] = []
 
     def add(self, values: Iterable[Any]) -> bool:
-        """Take values in; False if one cannot be part of a key: a subclass, a list, a tensor that has no address."""
+        """Take values in; False if one cannot be part of a key: a subclass, a list of tensors, a generator, a tensor
+        that has no address."""
         parts, slots, addresses = self.parts, self.slots, self.addresses
         for value in values:
             kind = type(value)
@@ -35,6 +37,8 @@ class Key:
                     parts += kind, value
                     continue
                 if not isinstance(value, Format):
+                    if kind in SEVERAL and self._add_numbers(value):
+                        continue
                     return False
                 parts.append(value.key)
                 value = value.tensor
@@ -48,6 +52,30 @@ class Key:
             slots.append(value)
             addresses.append(address)
         return True
+
+    def _add_numbers(self, values: Any) -> bool:
+        """Take several numbers in, by what they are now and of which types: the list can be changed, and 1 is equal to True."""
+        if values and type(values[0]) not in NUMBERS:
+            return False  # tensors, of which there may be thousands
+        kinds = tuple(map(type, values))
+        if not NUMBERS.issuperset(kinds):
+            return False
+        self.parts += tuple, tuple(values), kinds
+        return True
+
+    def add_out(self, out: Any) -> bool:
+        """Take in what was given for results. What is an argument too is told by its place: a plan knows tensors by identity."""
+        if type(out) in (tuple, list):
+            self.parts.append(len(out))
+            return all(self.add_out(one) for one in out)
+        if isinstance(out, Quantized):
+            self.parts += out.format.key, out.shape, out.dtype
+            return all(self.add_out(piece) for piece in out.tensors())
+        for at, known in enumerate(self.slots):
+            if out is known:
+                self.parts += "on", at
+                return True
+        return self.add((out,))
 
     @property
     def aligned(self) -> bool:

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -126,16 +127,42 @@ class CudaLaunch:
         return replay
 
 
-Launch = HostLaunch | PublicLaunch | CudaLaunch
+class Fill:
+    """Memory of the caller's in the place of an allocation that host code asked to be filled."""
+
+    def __init__(self, tensor: Tensor, value: float) -> None:
+        self.tensor, self.value = tensor, value
+
+    def first(self) -> None:
+        with no_modes():
+            self.tensor.fill_(self.value)
+
+    def bind(self, places: list[tuple[int, Place]]) -> Callable:
+        (_, place), value, self.tensor = places[0], self.value, None
+
+        def replay(slots: list[Tensor], addresses: list[int]) -> None:
+            place.view(slots[place.slot]).fill_(value)
+
+        return replay
+
+
+Launch = HostLaunch | PublicLaunch | CudaLaunch | Fill
 
 
 class Recorder(DispatchMode):
     """Watches one run of host code over `inputs`; slots are the inputs, then the allocations in order. Without `watch` there is
-    no plan, torch calls cost what they do elsewhere, and memory is free again when the host code lets go of it."""
+    no plan, torch calls cost what they do elsewhere, and memory is free again when the host code lets go of it. `instead` has, by
+    their number, tensors over inputs' memory that host code gets in the place of what it asks to be allocated."""
 
-    def __init__(self, inputs: list[Tensor], compile_only: bool = False, watch: bool = True) -> None:
+    def __init__(
+        self,
+        inputs: list[Tensor],
+        compile_only: bool = False,
+        watch: bool = True,
+        instead: Mapping[int, tuple[int, Tensor]] | None = None,
+    ) -> None:
         super().__init__()
-        self.compile_only, self.watch = compile_only, watch
+        self.compile_only, self.watch, self.instead, self.asked = compile_only, watch, instead or {}, 0
         self.inputs = len(inputs)
         self.slots: list[Tensor] = list(inputs)
         self.allocations: list[tuple[Place, float | None]] = []
@@ -167,10 +194,21 @@ class Recorder(DispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         out = func(*args, **(kwargs or {}))
         if func in ALLOCATES and not out.is_meta:  # what only has a shape is no step of a run
-            self.slots.append(out)
-            self._know(out, len(self.slots) - 1)
             fill = ALLOCATES[func]
-            self.allocations.append((self._places[id(out)][1], args[1] if fill is ... else fill))
+            fill = args[1] if fill is ... else fill
+            slot, tensor = self.instead.get(self.asked, (len(self.slots), None))
+            self.asked += 1
+            if tensor is not None:
+                self._know(tensor, slot)
+                if fill is not None:
+                    step = Fill(tensor, fill)
+                    self.launch(step, [tensor])
+                    if not self.compile_only:
+                        step.first()
+                return tensor
+            self.slots.append(out)
+            self._know(out, slot)
+            self.allocations.append((self._places[id(out)][1], fill))
         elif func.is_view and isinstance(out, Tensor) and id(args[0]) in self._places:
             self._know(out, self._places[id(args[0])][1].slot)
         else:
@@ -197,6 +235,24 @@ class Recorder(DispatchMode):
             self.foreign = self.foreign or "a tensor that is neither an argument nor allocated here"
         self.launches.append((launch, places))
         self.before.append(len(self.allocations))
+
+    def stored_in(
+        self, results: Sequence[Tensor | None], outs: Sequence[Tensor | None]
+    ) -> dict[int, tuple[int, Tensor]]:
+        """Of a run without the caller's memory: which allocations it can stand in for, `instead` of a second run. Left out are
+        results that are no allocation of their own, or a part of one."""
+        slot_of = {id(t): slot for slot, t in enumerate(self.slots[: self.inputs])}
+        found: dict[int, tuple[int, Tensor]] = {}
+        for result, out in zip(results, outs):
+            place = None if result is None or out is None else self.place(result)
+            # Kernels may take it for granted that what they allocated is aligned
+            if place is None or place.slot < self.inputs or id(out) not in slot_of or out.data_ptr() % 16:
+                continue
+            seen = _as_allocated(out, place, self.slots[place.slot])
+            number = place.slot - self.inputs
+            if seen is not None and number not in found:
+                found[number] = slot_of[id(out)], seen
+        return found
 
     def plan(self, results: list[Tensor | None]) -> Plan | None:
         """The recorded run as a plan giving `results`, or None with `foreign` saying why not."""
@@ -288,6 +344,29 @@ class Plan:
             return result
 
         return simple
+
+
+def _as_allocated(out: Tensor, place: Place, allocated: Tensor) -> Tensor | None:
+    """The caller's memory for a result, seen as host code saw the allocation that the result at `place` is a view of."""
+    if place.offset or out.numel() != allocated.numel() or place.dtype.itemsize != allocated.dtype.itemsize:
+        return None
+    out = out if out.dtype == allocated.dtype else out.view(allocated.dtype)
+    if (place.shape, place.stride) == (allocated.shape, allocated.stride()):
+        return out  # the allocation itself: in whatever strides it is given
+    sizes = [(n, s, t) for n, s, t in zip(place.shape, place.stride, out.stride()) if n > 1]
+    if all(s == t for _, s, t in sizes):
+        return out.as_strided(allocated.shape, allocated.stride(), out.storage_offset())
+    if allocated.is_contiguous() and sizes and [s for _, s, _ in sizes] == _dense([n for n, _, _ in sizes]):
+        try:
+            return out.view(allocated.shape)
+        except RuntimeError:  # its strides do not allow that
+            return None
+    return None
+
+
+def _dense(sizes: Sequence[int]) -> list[int]:
+    """The strides of a contiguous tensor of these sizes."""
+    return [math.prod(sizes[i + 1 :]) for i in range(len(sizes))]
 
 
 def _allocator(recorder: Recorder, place: Place, fill: float | None) -> Callable[[], Tensor]:

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from ..core.declaration import PIECES, is_foreign
-from ..core.flat import given_tensors
+from ..core.flat import as_tuple, given_tensors, mapped, wants_grad
 from ..core.format import Format
+from ..core.outs import check_number, check_outs, outs_of, with_outs
 from ..core.private import has_tangent, levels, recording
 from .choose import implementation as chosen_for
 from .results import flatten, unflatten
@@ -40,7 +41,7 @@ def register(op: Runner) -> dict[str, Any]:
     overloads = {}
     kinds = ["default"]
     kinds += ["quantized"] if "out_format" in op.signature.names else []
-    kinds += ["out"] if "out" in op.signature.names else []
+    kinds += ["out"] if op.result_rows else []
     for kind in kinds:
         name = _name(op, kind)
         LIBRARY.define(name + _schema(op, kind))
@@ -48,7 +49,7 @@ def register(op: Runner) -> dict[str, Any]:
             LIBRARY.impl(name, _implementation(op, kind), device)
         torch.library.register_fake(f"tilewright::{name}", _fake(op, kind), lib=LIBRARY)
         overloads[kind] = getattr(getattr(torch.ops.tilewright, op.name), kind)
-    if op.differentiable:
+    if op.differentiable and not op.writes:  # torch lets no op that changes its arguments have a gradient
         overloads["backward"] = _register_backward(op)
         for kind in kinds:
             if kind != "out":
@@ -64,21 +65,37 @@ def _name(op: Runner, kind: str) -> str:
 
 
 def _parameters(op: Runner) -> list:
-    return [p for p in op.signature.parameters if p.name not in ("out", "out_format")]
+    return [p for p in op.signature.parameters if p.name != "out_format"]
+
+
+def _outs(op: Runner) -> tuple[str, ...]:
+    """The names under which the `.out` overload takes memory for results."""
+    return ("out",) if len(op.result_rows) == 1 else tuple(f"out_{name}" for name in op.result_rows)
 
 
 def _schema(op: Runner, kind: str) -> str:
-    arguments = [p.schema() for p in _parameters(op)]
+    said = op.signature.schemas()
+    said.update((name, _written(said[name], at)) for at, name in enumerate(op.writes))
+    arguments = [said[p.name] for p in _parameters(op)]
     if kind == "quantized":
         arguments += ['str out_format=""', "Tensor? out_scale=None"]
     if kind == "out":
-        out = "Tensor(a!)[] out" if op.signature.listed else "Tensor(a!) out"
-        return f"({', '.join([*arguments, '*', out])}) -> ()"
+        names = _outs(op)
+        if len(names) == 1:
+            out = "Tensor(a!)[] out" if op.signature.listed else "Tensor(a!) out"
+            return f"({', '.join([*arguments, '*', out])}) -> ()"
+        outs = [f"Tensor({chr(97 + i)}!)? {name}=None" for i, name in enumerate(names)]
+        return f"({', '.join([*arguments, '*', *outs])}) -> ({', '.join(['Tensor'] * len(names))})"
     if op.signature.listed:
         return f"({', '.join(arguments)}) -> Tensor[]"
     count = len(op.results) + (PIECES if kind == "quantized" else 0)
     returns = "Tensor" if count == 1 else f"({', '.join(['Tensor'] * count)})"
     return f"({', '.join(arguments)}) -> {returns}"
+
+
+def _written(schema: str, at: int) -> str:
+    """The schema of an argument that the op writes."""
+    return schema.replace("Tensor", f"Tensor({chr(ord('z') - at)}!)", 1)
 
 
 def _values(op: Runner, flat: tuple, named: Mapping[str, Any]) -> dict[str, Any]:
@@ -90,7 +107,12 @@ def _values(op: Runner, flat: tuple, named: Mapping[str, Any]) -> dict[str, Any]
         raise ValueError(f"{op.name}: {op.overwrites} is for eager calls alone, not for compiled or traced ones")
     if given.get("out_format"):
         given["out_format"] = Format.parse(given["out_format"], scale)
-    return {**op.signature.defaults, **given}
+    for name in op.signature.dtypes:
+        if type(given.get(name)) is int:
+            del given[name]  # a default, which torch fills in as the integer that its schema has
+    outs = tuple(given.pop(name, None) for name in _outs(op))
+    out = outs[0] if len(outs) == 1 else None if all(t is None for t in outs) else outs
+    return op.signature.settle({**op.signature.defaults, **given, "out": out})
 
 
 def constant_call(op: Runner, values: Mapping[str, Any]) -> Any:
@@ -108,22 +130,28 @@ def call(op: Runner, values: Mapping[str, Any]) -> Any:
     flat = [values[p.name] for p in _parameters(op)]
     if op.sharded is not None and any(isinstance(t, Tensor) and hasattr(t, "device_mesh") for t in flat):
         return op.sharded(**values)  # while torch.compile traces: eager calls do not come here with DTensors
-    if op.signature.lists and not any(isinstance(v, Tensor) or (isinstance(v, (list, tuple)) and v) for v in flat):
+    if op.signature.lists and not given_tensors(dict(enumerate(flat))):
         op.signature.validate(values)
         return op.run_reference(values)  # without a tensor the dispatcher knows no device
+    if op.writes and torch.is_grad_enabled() and any(wants_grad(values[n]) for n in op.differentiable):
+        raise NotImplementedError(f"{op.name}: it writes {op.writes[0]}, so a gradient is for eager calls alone")
     fmt = values.get("out_format")
     out = values.get("out")
     if out is not None:
         if fmt is not None:
             raise ValueError(f"{op.name}: out with out_format is for eager calls alone")
-        op.overloads["out"](*flat, out=out)
-        return out
+        if len(op.result_rows) == 1:
+            op.overloads["out"](*flat, out=out)
+            return out
+        check_number(op, out)
+        return with_outs(tuple(op.overloads["out"](*flat, **dict(zip(_outs(op), out)))), tuple(out))
     if fmt is None:
         made = op.overloads["default"](*flat)
         if op.signature.listed:
             return list(made)
     else:
         made = op.overloads["quantized"](*flat, fmt.key, fmt.tensor)
+    made = () if made is None else made
     return op.public(unflatten(op, values, made if isinstance(made, (tuple, list)) else (made,)))
 
 
@@ -144,11 +172,27 @@ def _implementation(op: Runner, kind: str) -> Any:
         op.validate(values)
         results = op.run(values)
         if kind == "out":
-            return None
+            return _apart(op, as_tuple(results), values)
         made = flatten(results)
-        return made[0] if len(made) == 1 else made
+        return made[0] if len(made) == 1 else made or None
 
     return implementation
+
+
+def _apart(op: Runner, results: tuple, values: Mapping[str, Any]) -> Any:
+    """What an `.out` overload returns: nothing, or of several results those that it allocated, and nothing for the others, which
+    must not be returned as well."""
+    if len(op.result_rows) == 1:
+        return None
+    outs = outs_of(op, values) or (None,) * len(op.result_rows)
+    return tuple(r if out is None else r.new_empty(0) for r, out in zip(results, outs))
+
+
+def _shapes(op: Runner, values: Mapping[str, Any]) -> Any:
+    """All results of the reference, which writes nothing, as kernels give them. No generator is asked for numbers."""
+    if op.signature.generators:
+        values = {n: None if isinstance(v, torch.Generator) else v for n, v in values.items()}
+    return mapped(lambda t: t.contiguous(), op.apart(op.reference(**op.arguments(values)))[0])
 
 
 def _fake(op: Runner, kind: str) -> Any:
@@ -156,9 +200,10 @@ def _fake(op: Runner, kind: str) -> Any:
         values = _values(op, flat, named)
         op.signature.validate(values)
         if kind == "out":
-            return None
-        made = flatten(op.run_reference(values))
-        return made[0] if len(made) == 1 else made
+            check_outs(op, values, addresses=False)
+            return _apart(op, as_tuple(_shapes(op, values)), values)
+        made = flatten(_shapes(op, values))
+        return made[0] if len(made) == 1 else made or None
 
     return fake
 
@@ -197,7 +242,7 @@ def _register_autograd(op: Runner, kind: str) -> None:
 
 def _register_backward(op: Runner) -> Any:
     numbers = [p for p in op.signature.parameters if p.name in op.signature.scalars]
-    types = {p.name: p.schema().split("=")[0] for p in numbers}
+    types = {p.name: p.schema(default=False) for p in numbers}
     schema = ", ".join(
         ["Tensor?[] saved", "Tensor?[] grads", *types.values(), "str? chosen", "str? out_format", "bool[] needs"]
     )
@@ -207,7 +252,7 @@ def _register_backward(op: Runner) -> Any:
 
     def unpack(flat: tuple) -> tuple:
         saved, grads, *rest = flat
-        scalars = {**dict.fromkeys(op.signature.names), **dict(zip(types, rest))}
+        scalars = op.signature.settle({**dict.fromkeys((*op.signature.names, "out")), **dict(zip(types, rest))})
         if "out_format" in op.signature.names:
             scalars["out_format"] = None if rest[-2] is None else Format.parse(rest[-2])
         if op.overwrites:

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from ..core.declaration import Declaration, Triton
-from ..core.flat import flattened, plain_tensors, taken_apart
+from ..core.flat import as_tuple, flattened, plain_tensors, taken_apart
+from ..core.outs import outs_of, stored, with_outs
 from .choose import implementation
 from .key import Key
 from .plan import Plan, Recorder
@@ -69,18 +70,22 @@ class Runner(Declaration):
         """(all results for validated arguments, the implementation that made them)."""
         outer = Recorder.active()
         one = self.implementation(values) if outer is not None and outer.watch else None
-        if one is not None:
-            return self._forward(one, values, needs), one  # a step of that op's plan
+        if one is not None:  # a step of that op's plan
+            results = self._forward(one, values, needs)
+            return results if one.out else stored(self, results, outs_of(self, values)), one
         key = Key()
-        keyed = self.planned and key.add((*values.values(), needs))
+        keyed = self.planned and key.add((*(values[n] for n in self.signature.names), needs))
+        keyed = keyed and key.add_out(values.get("out"))
         parts = ("all results", *key.parts) if keyed else None
         known = self.plans.get(parts) if keyed else None
         if known is None or _compile_only.get():
             return self.record(values, parts, key.slots if keyed else self.slots(values), whole=True, needs=needs)
+        written = [key.slots[at] for at in known.written]
         results = known.plan(key.slots, key.addresses)
-        for at in known.written:
-            torch.autograd.graph.increment_version(key.slots[at])
-        return results if known.restore is None else known.restore(results), known.implementation
+        for tensor in written:
+            torch.autograd.graph.increment_version(tensor)
+        results = results if known.restore is None else known.restore(results)
+        return with_outs(results, outs_of(self, values)), known.implementation
 
     def record(
         self,
@@ -98,8 +103,12 @@ class Runner(Declaration):
                 results = self.run_reference(values)
                 return results if whole else self.public(results), None
             watch = self._may_become_plan(key, values)
-            with Recorder(slots, _compile_only.get(), watch) as recorder:
+            outs = () if one.out else outs_of(self, values)
+            instead = self._instead(one, values, needs, slots, outs) if outs and watch else {}
+            with Recorder(slots, _compile_only.get(), watch, instead) as recorder:
                 results = self._forward(one, values, needs)
+            if outs:
+                results = self._stored(results, outs, instead, recorder)
             written = self._written(values, slots)
             flat, restore = taken_apart(results)
             single = isinstance(results, Tensor)
@@ -118,7 +127,7 @@ class Runner(Declaration):
                 self._remember_no_plan(key)
             for at in written:
                 torch.autograd.graph.increment_version(slots[at])
-            if self.signature.listed and values["out"] is not None:
+            if self.signature.listed and values.get("out") is not None:
                 torch.autograd.graph.increment_version(values["out"])
             return results if whole else self.public(results), one
 
@@ -170,13 +179,39 @@ class Runner(Declaration):
         return [] if self.signature.lists else plain_tensors(values)
 
     def _forward(self, one: Triton, values: Mapping[str, Any], needs: frozenset) -> Any:
-        return one.forward(**values, **({"needs": needs} if self.composite else {}))
+        more = {"out": values.get("out")} if one.out else {}
+        made = one.forward(**self.arguments(values), **more, **({"needs": needs} if self.composite else {}))
+        return made if self.results else ()
+
+    def _instead(
+        self, one: Triton, values: Mapping[str, Any], needs: frozenset, slots: list[Tensor], outs: tuple
+    ) -> dict[int, tuple[int, Tensor]]:
+        """What the caller's memory stands in for, found by a run that launches nothing."""
+        with Recorder(slots, compile_only=True) as first:
+            results = as_tuple(self._forward(one, values, needs))
+        pairs = [(r, o) for r, o in zip(results, outs) if o is not None]
+        flat = [(here, there) for r, o in pairs for here, there in zip(flattened(r), flattened(o))]
+        return first.stored_in([here for here, _ in flat], [there for _, there in flat])
+
+    def _stored(self, results: Any, outs: tuple, instead: Mapping[int, tuple[int, Tensor]], recorder: Recorder) -> Any:
+        """The results with the caller's memory among them; what no allocation was, such as a part of one, is copied there."""
+        direct = {t.data_ptr() for _, t in instead.values()}
+        for result, out in zip(as_tuple(results), outs):
+            for here, there in zip(flattened(result), flattened(out)):
+                if here is not None and there is not None and there.data_ptr() not in direct and there.numel():
+                    recorder.foreign = recorder.foreign or "a copy of a result to memory that was given for it"
+                    if not recorder.compile_only:
+                        there.copy_(here)
+        return with_outs(results, outs)
 
     def _may_become_plan(self, key: tuple | None, values: Mapping[str, Any]) -> bool:
         """Whether a run is watched; a composite is not tried twice, for watching costs more than its launches."""
+        if key is None and self.signature.generators:
+            return False  # what a generator gives is no step of a plan, and host code that asks it must run once
         if not self.composite:
             return True
-        return self.planned and key is not None and key not in self.unplannable and self.flops(**values) < LIGHT
+        may = self.planned and key is not None and key not in self.unplannable
+        return may and self.cost.flops(**self.arguments(values)) < LIGHT
 
     def _remember_no_plan(self, key: tuple | None) -> None:
         if self.composite:
@@ -186,7 +221,8 @@ class Runner(Declaration):
 
     def _written(self, values: Mapping[str, Any], inputs: list[Tensor]) -> tuple[int, ...]:
         """Which of the inputs this call writes."""
-        if self.signature.lists:
+        if self.signature.lists or (values.get("out") is None and not self.writes):
             return ()
         written = [piece for piece in flattened(values.get("out")) if piece is not None]
+        written += [values[name] for name in self.writes if values[name] is not None]
         return tuple(i for i, t in enumerate(inputs) if any(t is w for w in written))

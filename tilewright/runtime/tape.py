@@ -29,7 +29,11 @@ def differentiate(op: Runner, values: dict[str, Any], key: tuple | None, slots: 
         raise ValueError(f"{op.name}: there is no gradient for {bad[0]}: pass {detached}")
     one = op.implementation(values)
     if one is None:
-        return op.public(mapped(lambda t: t.contiguous(), op.reference(**values)))
+        results, becomes = op.apart(op.reference(**op.arguments(values)))
+        with torch.no_grad():
+            for name, value in becomes.items():
+                values[name].copy_(value)
+        return op.public(mapped(lambda t: t.contiguous(), results))
     if one.backward is None:
         raise RuntimeError(f"{op.name}: implementation {one.name} has no backward; use torch.no_grad()")
     needs = frozenset(n for n in op.differentiable if wants_grad(values[n]))

@@ -37,4 +37,4 @@ def is_product(overload: Any) -> bool:
         return overload._overloadpacket in flop_registry
     name = overload._schema.name.partition("::")[2]
     op = OPS.get(name.removesuffix("_main_grad"))  # of which only the backward is another
-    return op is not None and op.flops is not None
+    return op is not None and op.cost.flops is not None

@@ -23,7 +23,7 @@ from ...core.tensor import cdiv, power_of_two, rows, vector
 from ...device.activation import gated, gated_gradient
 from ...device.quantize import find_block
 from ...formats.tiles import store_tiles
-from ...op import Op, Triton, single, upcast
+from ...op import Bars, Gradient, Op, Sharding, Triton, single, upcast
 from ...runtime.kernel import kernel
 from .glu_hopper import store_pairs, takes
 
@@ -47,14 +47,13 @@ def reference(
     scale: Tensor | None = None,
     offsets: Tensor | None = None,
     out_format: Format | None = None,
-    out: Tensor | Quantized | None = None,
 ) -> Tensor:
     """`act(gate) * up`, in fp32 and rounded once: gate and up are the first and second half of `x`, or `x` and `up`.
 
     silu is `a * sigmoid(alpha * a)`. `limit` clamps gate to at most it and up to [-limit, limit] before. `scale`, a
     number per row (a router's probability), multiplies the result. `offsets`, on the device, are end rows of groups,
     one per expert: 128-row blocks of a quantised result begin anew at each, and rows past the last are neither read nor
-    specified. `out_format` gives a `Quantized` result, `out` writes into it.
+    specified. `out_format` gives a `Quantized` result.
     """
     gate, up = (x, up) if up is not None else x.chunk(2, -1)
     a, b = upcast(gate), upcast(up)
@@ -269,10 +268,15 @@ def block_list(OFFSETS: Tensor | None, M: int, E: int) -> Tensor | None:
     return blocks
 
 
+def width_of(x: Tensor, up: Tensor | None) -> int:
+    """How many columns the unit's value has."""
+    return x.shape[-1] if up is not None else x.shape[-1] // 2
+
+
 def result(x, up, offsets, out_format, out) -> Quantized:
     """The storage that a quantised y goes to: `out`, or a new one."""
     OFFSETS, E = grouping(offsets)
-    shape = (*x.shape[:-1], x.shape[-1] // (1 if up is not None else 2))
+    shape = (*x.shape[:-1], width_of(x, up))
     if out is not None:
         return Quantized.from_tensors(out_format, x.dtype, shape, out.tensors(), OFFSETS)
     return out_format.empty(shape, x.dtype, x.device, E, OFFSETS)
@@ -369,13 +373,8 @@ def check_unit(op: str, x: Tensor, up: Tensor | None, act: str, alpha: float) ->
         raise ValueError(f"{op}: alpha belongs to act='silu'; with act={act!r} it must be 1, got {alpha}")
 
 
-def check(x, up, *, act, limit, alpha, scale, offsets, out_format, out) -> None:
+def check(x, up, *, act, limit, alpha, scale, offsets, out_format) -> None:
     check_unit("glu", x, up, act, alpha)
-    if out is None:
-        return
-    shape = (*x.shape[:-1], x.shape[-1] if up is not None else x.shape[-1] // 2)
-    if out.shape != shape:
-        raise ValueError(f"glu: out must be of shape {list(shape)}, got {list(out.shape)}")
 
 
 MOST_TILES = (
@@ -392,11 +391,21 @@ def fits_pairs(target: Target, a: SimpleNamespace) -> bool:
 
 
 # Both share the backward, which looks at the format of the gradient: no predicate sees that.
+def sharding(a: SimpleNamespace) -> Sharding:
+    """Gate and up in one tensor are far apart in its last dimension, which therefore is not sharded, and groups of rows are
+    counted over all ranks."""
+    if a.offsets is not None:
+        return Sharding(())
+    return Sharding() if a.up is None else Sharding(("...", "width"), {"hidden": "width"})
+
+
 glu = Op(
-    "glu", reference, inputs, Triton(forward_pairs, backward, fits_pairs, "gluon"), Triton(forward, backward, single),
+    "glu", reference, inputs, Triton(forward_pairs, backward, fits_pairs, "gluon", out=True),
+    Triton(forward, backward, single, out=True),
     groups="offsets", where={
         "x": "float[... width]", "up": "x[... width]", "limit": above(0.0), "scale": "float[...]",
-        "offsets": "int[experts+]", "out": "x[... hidden]",
+        "offsets": "int[experts+]",
     },
-    differentiable=("x", "up", "scale"), check=check, bars={"class": "A"},
+    results={"out": "x[... hidden]"}, sizes=lambda a: {"hidden": width_of(a.x, a.up)},
+    gradient=Gradient(of=("x", "up", "scale")), check=check, sharding=sharding, bars=Bars("A"),
 )  # fmt: skip

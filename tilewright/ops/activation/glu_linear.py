@@ -22,7 +22,7 @@ from ...core.signature import above
 from ...core.tensor import cdiv, rows
 from ...device.activation import gated, gated_gradient
 from ...gemm.summed import product
-from ...op import Op, Triton, single, upcast
+from ...op import Bars, Cost, Gradient, Op, Sharding, Triton, single, upcast
 from ...runtime.kernel import kernel
 from .glu import ACTIVATIONS, TILES, check_unit, glu, halves
 
@@ -145,13 +145,21 @@ def check_layer(op: str, x: Tensor, weight: Tensor, up: Tensor | None, act: str,
         raise ValueError(f"{op}: weight must be [columns, {hidden}], got {list(weight.shape)}")
 
 
+def sharding(a: SimpleNamespace) -> Sharding:
+    """Of a product of `glu`: with `up`, its inner dimension is as wide as x is, and may be sharded as x may."""
+    if a.up is None:
+        return Sharding(("...", "columns"))
+    return Sharding(("...", "columns", "width"), {"hidden": "width"}, once=("bias",))
+
+
 glu_linear = Op(
     "glu_linear", reference, inputs, Triton(forward, backward, single), composite=True,
-    flops=lambda x, weight, **_: 2 * math.prod(x.shape[:-1]) * weight.numel(),
+    cost=Cost(flops=lambda x, weight, **_: 2 * math.prod(x.shape[:-1]) * weight.numel()),
     where={
         "x": "float[... width]", "weight": "x[columns hidden]", "bias": "x[columns]", "up": "x[... width]",
         "limit": above(0.0),
     },
-    results=("y",), differentiable=("x", "weight", "bias", "up"), shape_only=lambda values: ("bias",), check=check,
-    bars={"class": "E", "gradient": "E", "rounds": ("y",)},
+    results={"y": "x[... columns]"}, check=check, bars=Bars("E", gradient="E", rounds=("y",)),
+    gradient=Gradient(of=("x", "weight", "bias", "up"), shape_only=lambda values: ("bias",)),
+    sharding=sharding,
 )  # fmt: skip

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from ...core.debug import check_indices
 from ...core.draw import Draw
-from ...core.signature import overlapping, self_overlapping
+from ...core.memory import overlapping, self_overlapping
 from ...core.tensor import cdiv, power_of_two, rows
-from ...op import Op, Triton, single, upcast
+from ...op import Bars, Cost, Gradient, Op, Out, Sharding, Triton, single, upcast
 from ...runtime import register
 from ...runtime.kernel import kernel
 
@@ -353,8 +353,9 @@ def register_functions() -> None:
 
 
 embedding = Op(
-    "embedding", reference, inputs, Triton(forward, backward, single), cost=cost,
-    where={"ids": "int[...]", "weight": "float[vocab hidden]"},
-    differentiable=("weight",), shape_only=lambda values: ("weight",), check=check, bars={"class": "A"},
+    "embedding", reference, inputs, Triton(forward, backward, single), cost=Cost(cost),
+    where={"ids": "int[...]", "weight": "float[vocab hidden]"}, results={"out": "weight[... hidden]"},
+    out=Out(contiguous=("out",)), gradient=Gradient(of=("weight",), shape_only=lambda values: ("weight",)), check=check,
+    sharding=Sharding(("...", "hidden")), bars=Bars("A"),
 )  # fmt: skip
 register_functions()

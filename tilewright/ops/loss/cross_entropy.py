@@ -12,6 +12,7 @@ The forward reads each row once, the backward reads and writes it once. For the 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Literal
 
@@ -22,13 +23,15 @@ from torch import Tensor
 
 from ...core.debug import check_labels
 from ...core.draw import Draw
-from ...core.signature import above, at_least, between, self_overlapping
+from ...core.memory import self_overlapping
+from ...core.signature import above, at_least, between
 from ...core.target import Target
 from ...core.tensor import cdiv, fold, fold_like, power_of_two
 from ...device.labels import load_if, offset_of, read_label
 from ...device.softmax import LN2, LOG2E, cap, extend, finite_or_zero, merge, tanh
-from ...op import Op, Triton, single, upcast
+from ...op import Bars, Gradient, Op, Out, Triton, single, upcast
 from ...runtime.kernel import kernel
+from .sharding import ROWS
 
 
 def reference(
@@ -473,17 +476,24 @@ WHERE = {
     "logits": "float[... vocab]", "labels": "int[...]", "weight": "float[vocab]", "label_smoothing": between(0.0, 1.0),
     "softcap": above(0.0), "z_loss": at_least(0.0),
 }  # fmt: skip
-SAVES = ("logits", "labels", "weight", "stats", "denominator")
-BARS = {"class": "D"}
+GRADIENT = Gradient(
+    of=("logits",), saves=("logits", "labels", "weight", "stats", "denominator"), overwrites="inplace_backward"
+)  # fmt: skip
+HIDDEN = ("stats", "denominator")
+
+
+def loss_row(a: SimpleNamespace) -> str:
+    """The loss of every row, or one number."""
+    kind = "wide(hidden)" if hasattr(a, "hidden") else "wide(logits)"
+    return f"{kind}[...]" if a.reduction == "none" else f"{kind}[]"
+
 
 cross_entropy_lse = Op(
-    "cross_entropy_lse", reference_lse, inputs, Triton(forward_lse, backward, single), where=WHERE, saves=SAVES,
-    sibling="cross_entropy",
-    results=("loss", "lse", "stats", "denominator"), graded_results=(0, 1), hidden=2, differentiable=("logits",),
-    check=check, bars=BARS, overwrites="inplace_backward",
+    "cross_entropy_lse", reference_lse, inputs, Triton(forward_lse, backward, single), where=WHERE, sibling="cross_entropy",
+    results={"loss": loss_row, "lse": "wide(logits)[...]"}, hidden=HIDDEN, gradient=replace(GRADIENT, through=("loss", "lse")),
+    out=Out(contiguous=("loss", "lse")), check=check, sharding=ROWS, bars=Bars("D"),
 )  # fmt: skip
 cross_entropy = Op(
-    "cross_entropy", reference, inputs, Triton(forward, backward, single), where=WHERE, saves=SAVES,
-    results=("loss", "stats", "denominator"), hidden=2, differentiable=("logits",), check=check, bars=BARS,
-    overwrites="inplace_backward",
+    "cross_entropy", reference, inputs, Triton(forward, backward, single), where=WHERE, results={"loss": loss_row},
+    hidden=HIDDEN, gradient=GRADIENT, out=Out(contiguous=("loss",)), check=check, sharding=ROWS, bars=Bars("D"),
 )  # fmt: skip

@@ -31,9 +31,9 @@ from ...core.signature import above, at_least, between
 from ...core.tensor import cdiv, rows, vector
 from ...gemm.hopper import logits as hopper_logits
 from ...gemm.summed import product
-from ...op import Op, Triton, single, upcast
+from ...op import Bars, Cost, Gradient, Op, Triton, single, upcast
 from ..norm.rms_norm import sum_columns
-from .cross_entropy import cross_entropy_reduce, losses, numbers
+from .cross_entropy import cross_entropy_reduce, loss_row, losses, numbers
 from .linear_cross_entropy_chunks import (
     BLOCK_T,
     Tokens,
@@ -46,6 +46,7 @@ from .linear_cross_entropy_chunks import (
     tokens_within,
     widened,
 )
+from .sharding import ROWS
 
 
 def reference(
@@ -248,18 +249,17 @@ def backward(saved: SimpleNamespace, dloss: Tensor, at_once: bool = False) -> tu
     return dhidden, dweight, dbias
 
 
+KEPT = ("stats", "denominator", "codes", "tops", "dhidden", "dweight", "dbias")
 linear_cross_entropy = Op(
     "linear_cross_entropy", reference, inputs,
     Triton(partial(forward, at_once=True), partial(backward, at_once=True), hopper_logits.fits, "hopper"),
     Triton(forward, backward, single, "portable"),
-    flops=lambda hidden, weight, **_: 2 * hidden.numel() * weight.shape[0],
+    cost=Cost(flops=lambda hidden, weight, **_: 2 * hidden.numel() * weight.shape[0]),
     where={
         "hidden": "float[... hidden]", "weight": "hidden[vocab hidden]", "labels": "int[...]", "bias": "float[vocab]",
         "label_smoothing": between(0.0, 1.0), "softcap": above(0.0), "z_loss": at_least(0.0),
     },
-    results=("loss", "stats", "denominator", "codes", "tops", "dhidden", "dweight", "dbias"), hidden=7,
-    differentiable=("hidden", "weight", "bias"),
-    saves=("hidden", "weight", "labels", "bias", "stats", "denominator", "codes", "tops", "dhidden", "dweight", "dbias"),
-    composite=True,
-    bars={"class": "E", "gradient": "E", "rounds": True},
+    results={"loss": loss_row}, hidden=KEPT,
+    gradient=Gradient(of=("hidden", "weight", "bias"), saves=("hidden", "weight", "labels", "bias", *KEPT)),
+    composite=True, sharding=ROWS, bars=Bars("E", gradient="E", rounds=True),
 )  # fmt: skip

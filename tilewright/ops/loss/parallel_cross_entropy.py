@@ -30,10 +30,11 @@ from ...core.signature import above, at_least, between
 from ...core.tensor import cdiv, fold, fold_like, power_of_two, vector
 from ...device.labels import load_if, offset_of, read_label
 from ...device.softmax import LN2, LOG2E, cap, finite_or_zero, merge, tanh
-from ...op import Op, Triton, single, upcast
+from ...op import Bars, Gradient, Op, Out, Sharding, Triton, single, upcast
 from ...runtime.kernel import kernel
 from .cross_entropy import capped, simple, take_in, tile, tile_candidates
 from .cross_entropy import check as check_overwriting
+from .sharding import ADVICE
 
 PARTS = tl.constexpr(5)
 
@@ -407,8 +408,9 @@ def check_join(gathered: Tensor, rank: int, classes: int, **_: Any) -> None:
 cross_entropy_parts = Op(
     "cross_entropy_parts", reference_parts, inputs_parts, Triton(forward_parts, backward_parts, single),
     where={"logits": "float[... vocab]", "labels": "int[...]", "softcap": above(0.0)},
-    results=("parts",), saves=("logits", "labels", "parts"), differentiable=("logits",), check=check_parts,
-    bars={"class": "D"}, overwrites="inplace_backward",
+    results={"parts": "wide(logits)[... 5]"},
+    gradient=Gradient(of=("logits",), saves=("logits", "labels", "parts"), overwrites="inplace_backward"),
+    out=Out(contiguous=("parts",)), check=check_parts, sharding=Sharding(advice=ADVICE), bars=Bars("D"), internal=True,
 )  # fmt: skip
 cross_entropy_join = Op(
     "cross_entropy_join", reference_join, inputs_join, Triton(forward_join, backward_join, single),
@@ -416,8 +418,9 @@ cross_entropy_join = Op(
         "parts": "float[tokens 5]", "gathered": "parts[shards tokens 5]", "labels": "int[tokens]", "z_loss": at_least(0.0),
         "label_smoothing": between(0.0, 1.0),
     },
-    results=("loss", "slopes"), hidden=1, saves=("parts", "gathered", "labels", "slopes"), differentiable=("parts",),
-    check=check_join, bars={"class": "D"},
+    results={"loss": "parts[tokens]"}, hidden=("slopes",),
+    gradient=Gradient(of=("parts",), saves=("parts", "gathered", "labels", "slopes")),
+    out=Out(contiguous=("loss",)), check=check_join, sharding=Sharding(("tokens",)), bars=Bars("D"), internal=True,
 )  # fmt: skip
 
 

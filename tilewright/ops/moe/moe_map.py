@@ -11,6 +11,7 @@ every 32 tokens and expert with one bit per token.
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
@@ -25,7 +26,7 @@ from ...core.signature import at_least
 from ...core.target import Target
 from ...core.tensor import cdiv, power_of_two
 from ...device.quantize import interleave4
-from ...op import Op, Triton
+from ...op import Bars, Op, Out, Triton
 from ...runtime.kernel import kernel
 
 BLOCKS = 128  # programs at most: each reads the counts of all, so that more would cost more than they bring
@@ -499,10 +500,18 @@ def check(routing, *, experts, topk, align, capacity) -> None:
     check_routing("moe_row_map", routing, experts, topk, align, capacity)
 
 
+def named_sizes(a: SimpleNamespace) -> dict[str, int]:
+    """The dimensions of results that `sizes` gives."""
+    return dict(zip(("experts", "width", "capacity"), sizes(a.routing, a.experts, a.topk, a.align, a.capacity)))
+
+
 NUMBERS = {"experts": at_least(1), "topk": at_least(1), "align": at_least(1), "capacity": at_least(1)}
+MAP_ROWS = {
+    "row_map": "int32[rows width]", "source": "int32[capacity]", "offsets": "int32[experts]", "overflow": "int32[]",
+}  # fmt: skip
 
 moe_row_map = Op(
     "moe_row_map", reference, inputs, Triton(forward),
     groups="offsets", where={"routing": "int_or_bool[rows slots]", **NUMBERS},
-    results=("row_map", "source", "offsets", "overflow"), graded_results=(), check=check, bars={"class": "G"},
+    results=MAP_ROWS, sizes=named_sizes, out=Out(contiguous=tuple(MAP_ROWS)), check=check, bars=Bars("G"),
 )  # fmt: skip

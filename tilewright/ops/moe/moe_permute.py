@@ -23,15 +23,17 @@ from ...core.target import Target
 from ...core.tensor import cdiv, power_of_two
 from ...device.labels import load_if
 from ...formats.tiles import store_tiles
-from ...op import Op, Triton, single, upcast
+from ...op import Bars, Cost, Gradient, Op, Out, Triton, single, upcast
 from ...runtime.kernel import kernel
 from .moe_map import (
+    MAP_ROWS,
     NUMBERS,
     RowMap,
     build_map,
     check_routing,
     draw_routing,
     find_rows,
+    named_sizes,
     routing_form,
     sizes,
     slot_experts,
@@ -418,15 +420,23 @@ def cost(x, routing, probs, *, experts, topk, align, capacity, out_format) -> tu
     return read, tensor_bytes(stored) + 8 * count + 4 * T * width + 4 * groups
 
 
+def row_probs_row(a: SimpleNamespace) -> str:
+    return "float32[capacity]" if a.probs is None else "probs[capacity]"
+
+
+RESULTS = {"rows": "x[capacity hidden]", "row_probs": row_probs_row, **MAP_ROWS}
 moe_permute = Op(
-    "moe_permute", reference, inputs, Triton(forward, backward, single), cost=cost,
+    "moe_permute", reference, inputs, Triton(forward, backward, single), cost=Cost(cost),
     # The tokens of routing have a name of their own: one token's experts decide where the rows of the others go.
     groups="offsets", where={
         "x": "float[tokens hidden]", "routing": "int_or_bool[rows slots]", "probs": "float[tokens slots]", **NUMBERS,
     },
-    results=("rows", "row_probs", "row_map", "source", "offsets", "overflow"), graded_results=(0, 1),
-    differentiable=("x", "probs"), saves=("routing", "row_map"), shape_only=lambda values: ("x", "probs"), check=check,
-    bars={"class": "G", "gradient": "B"},
+    results=RESULTS, sizes=named_sizes, out=Out(contiguous=tuple(RESULTS)), check=check,
+    gradient=Gradient(
+        of=("x", "probs"), through=("rows", "row_probs"), saves=("routing", "row_map"),
+        shape_only=lambda values: ("x", "probs"),
+    ),
+    bars=Bars("G", gradient="B"),
 )  # fmt: skip
 
 
@@ -492,8 +502,8 @@ def cost_sum(rows, row_map, probs) -> tuple[int, int]:
 
 
 moe_unpermute = Op(
-    "moe_unpermute", reference_sum, inputs_sum, Triton(forward_sum, backward_sum, single), cost=cost_sum,
+    "moe_unpermute", reference_sum, inputs_sum, Triton(forward_sum, backward_sum, single), cost=Cost(cost_sum),
     where={"rows": "float[rows hidden]", "row_map": "int[tokens slots]", "probs": "float[rows]"},
-    differentiable=("rows", "probs"), shape_only=lambda values: ("rows",) if values["probs"] is None else (),
-    check=check_sum, bars={"class": "B"},
+    results={"out": "rows[tokens hidden]"}, out=Out(contiguous=("out",)), check=check_sum, bars=Bars("B"),
+    gradient=Gradient(of=("rows", "probs"), shape_only=lambda values: ("rows",) if values["probs"] is None else ()),
 )  # fmt: skip

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from ...core.draw import Draw
 from ...core.tensor import cdiv, power_of_two
-from ...op import Op, Triton, single
+from ...op import Bars, Op, Out, Triton, single
 from ...runtime.kernel import kernel
-from .moe_map import NUMBERS, check_routing, draw_routing, find_rows
-from .moe_permute import build_rows, check_tokens, probs_of_rows, spread, unused_rows
+from .moe_map import MAP_ROWS, NUMBERS, check_routing, draw_routing, find_rows, named_sizes
+from .moe_permute import build_rows, check_tokens, probs_of_rows, row_probs_row, spread, unused_rows
 
 
 def reference(
@@ -75,12 +75,14 @@ def check(codes, scale, routing, probs, *, experts, topk, align, capacity) -> No
     check_routing("moe_permute_codes", routing, experts, topk, align, capacity)
 
 
+RESULTS = {
+    "rows": "codes[capacity hidden]", "row_scale": "scale[capacity blocks]", "row_probs": row_probs_row, **MAP_ROWS,
+}  # fmt: skip
 moe_permute_codes = Op(
     "moe_permute_codes", reference, inputs, Triton(forward, None, single),
     groups="offsets", where={
         "codes": "uint8[tokens hidden]", "scale": "float32[tokens blocks]", "routing": "int_or_bool[rows slots]",
         "probs": "float[tokens slots]", **NUMBERS,
     },
-    results=("rows", "row_scale", "row_probs", "row_map", "source", "offsets", "overflow"), graded_results=(),
-    check=check, bars={"class": "G"},
+    results=RESULTS, sizes=named_sizes, out=Out(contiguous=tuple(RESULTS)), check=check, bars=Bars("G"),
 )  # fmt: skip

@@ -25,7 +25,7 @@ from ...core.signature import above, at_least
 from ...core.target import Target
 from ...core.tensor import cdiv, power_of_two, rows
 from ...device.softmax import LOG2E
-from ...op import Op, Triton, single, upcast
+from ...op import Bars, Gradient, Op, Out, Sharding, Triton, single, upcast
 from ...runtime.kernel import kernel
 from .choice import OUT, choose, keep_groups, key_of, spread
 
@@ -404,14 +404,19 @@ def resume(saved: SimpleNamespace) -> dict:
     return {**vars(saved), "bias": None, "groups": 1, "group_topk": 1, "indices": saved.chosen}
 
 
+def chosen_row(a: SimpleNamespace) -> str:
+    return "int64[... k]" if a.indices is None else "indices[... k]"
+
+
 topk_routing = Op(
     "topk_routing", reference, inputs, Triton(forward, backward, single),
     where={
         "logits": "float[... experts+]", "k": at_least(1), "bias": "float[experts+]", "groups": at_least(1),
         "group_topk": at_least(1), "scaling": above(0.0), "indices": "int[... slots]",
     },
-    results=("probs", "chosen", "counts"), differentiable=("logits",), saves=("logits", "chosen"),
-    resume=resume, check=check, bars={"class": "B"},
+    results={"probs": "wide(logits)[... k]", "chosen": chosen_row, "counts": "int32[experts]"},
+    gradient=Gradient(of=("logits",), saves=("logits", "chosen"), resume=resume),
+    out=Out(contiguous=("probs", "chosen", "counts")), check=check, sharding=Sharding(), bars=Bars("B"),
 )  # fmt: skip
 
 
@@ -470,6 +475,7 @@ def check_map(indices, probs, *, experts) -> None:
 routing_map = Op(
     "routing_map", reference_map, inputs_map, Triton(forward_map, backward_map, single),
     where={"indices": "int[... slots]", "probs": "float[... slots]", "experts": at_least(1)},
-    results=("dense", "map"), differentiable=("probs",), saves=("indices",),
-    shape_only=lambda values: ("probs",), check=check_map, bars={"class": "G", "gradient": "G"},
+    results={"dense": "probs[... experts]", "map": "bool[... experts]"}, out=Out(contiguous=("dense", "map")),
+    gradient=Gradient(of=("probs",), saves=("indices",), shape_only=lambda values: ("probs",)),
+    check=check_map, sharding=Sharding(), bars=Bars("G", gradient="G"),
 )  # fmt: skip

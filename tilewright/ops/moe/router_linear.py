@@ -18,7 +18,7 @@ from ...core.draw import Draw
 from ...core.target import Target
 from ...core.tensor import cdiv, piece_count, power_of_two, rows, vector
 from ...device.products import multiply, peel, sum_parts
-from ...op import Op, Triton, single, upcast
+from ...op import Bars, Cost, Gradient, Op, Sharding, Triton, single, upcast
 from ...runtime.kernel import kernel
 from ..norm.rms_norm import sum_columns
 
@@ -29,13 +29,12 @@ def reference(
     bias: Tensor | None = None,
     *,
     precision: Literal["high", "ieee"] = "high",
-    out: Tensor | None = None,
 ) -> Tensor:
     """fp32 logits `x @ weight.T + bias`, from exact products of bf16 or fp16 `x` and `weight`.
 
     Factors enter the product as they are, fp32 ones too (but from 3.4e38 on, which counts as infinite). Only the gradient of
     the logits may be rounded in the backward, as `precision` says: "high" takes the nearest sum of two bf16 numbers (relative
-    error 2**-17; TF32's is 2**-12), "ieee" all of it. `out` writes into it.
+    error 2**-17; TF32's is 2**-12), "ieee" all of it.
     """
     logits = upcast(x) @ upcast(weight).t()
     return logits if bias is None else logits + upcast(bias)
@@ -409,8 +408,10 @@ def fuses(target: Target, a: SimpleNamespace) -> bool:
 
 
 router_linear = Op(
-    "router_linear", reference, inputs, Triton(forward, fused_backward, fuses, "fused"),
-    Triton(forward, backward, single, "products"), flops=lambda x, weight, **_: 2 * x.numel() * weight.shape[0],
-    where={"x": "float[... hidden]", "weight": "float[experts+ hidden]", "bias": "float[experts+]", "out": "float32[... experts+]"},
-    differentiable=("x", "weight", "bias"), shape_only=lambda values: ("bias",), bars={"class": "E", "gradient": "F"},
+    "router_linear", reference, inputs, Triton(forward, fused_backward, fuses, "fused", out=True),
+    Triton(forward, backward, single, "products", out=True),
+    cost=Cost(flops=lambda x, weight, **_: 2 * x.numel() * weight.shape[0]),
+    where={"x": "float[... hidden]", "weight": "float[experts+ hidden]", "bias": "float[experts+]"},
+    results={"out": "wide(x)[... experts]"}, sharding=Sharding(("...", "experts")), bars=Bars("E", gradient="F"),
+    gradient=Gradient(of=("x", "weight", "bias"), shape_only=lambda values: ("bias",)),
 )  # fmt: skip

@@ -24,7 +24,7 @@ from ...core.draw import Draw
 from ...core.signature import at_least
 from ...core.tensor import cdiv, power_of_two, rows
 from ...device.softmax import LN2, LOG2E, finite_or_zero
-from ...op import Op, Triton, single, upcast
+from ...op import Bars, Gradient, Op, Sharding, Triton, single, upcast
 from ...runtime.kernel import kernel
 from .moe_router import MOST, TINY, rows_of, sigmoids, softmax_parts
 
@@ -218,8 +218,8 @@ def check_experts(op: str, logits: Tensor) -> None:
 
 router_z_loss = Op(
     "router_z_loss", reference, inputs, Triton(forward, backward, single),
-    where={"logits": "float[... experts+]", "coef": at_least(0.0)}, differentiable=("logits",), check=check,
-    bars={"class": "D"},
+    where={"logits": "float[... experts+]", "coef": at_least(0.0)}, results={"out": "wide(logits)[]"},
+    gradient=Gradient(of=("logits",)), check=check, sharding=Sharding(mean="logits"), bars=Bars("D"),
 )  # fmt: skip
 
 
@@ -237,6 +237,8 @@ def check_balance(logits, counts, coef, *, score) -> None:
 
 load_balancing_loss = Op(
     "load_balancing_loss", reference_balance, inputs_balance, Triton(forward_balance, backward_balance, single),
-    where={"logits": "float[... experts+]", "counts": "int[experts+]", "coef": at_least(0.0)}, differentiable=("logits",),
-    shape_only=lambda values: ("logits",) if values["score"] == "given" else (), check=check_balance, bars={"class": "D"},
+    where={"logits": "float[... experts+]", "counts": "int[experts+]", "coef": at_least(0.0)},
+    results={"out": "wide(logits)[]"}, check=check_balance, bars=Bars("D"),
+    sharding=Sharding(mean="logits", summed=("counts",)),
+    gradient=Gradient(of=("logits",), shape_only=lambda values: ("logits",) if values["score"] == "given" else ()),
 )  # fmt: skip

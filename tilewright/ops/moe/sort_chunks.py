@@ -22,7 +22,7 @@ from ...core.debug import can_read
 from ...core.draw import Draw
 from ...core.target import Target
 from ...core.tensor import BITS, cdiv, power_of_two
-from ...op import Op, Triton
+from ...op import Bars, Gradient, Op, Out, Triton
 from ...runtime.kernel import kernel
 
 
@@ -247,6 +247,9 @@ sort_chunks = Op(
     "sort_chunks", reference, inputs, Triton(forward, backward), check=check,
     # Rows have a name of their own, not that of tokens: they go to other places in the result.
     where={"x": "any[rows hidden]", "sizes": "int[chunks]", "order": "int[chunks]", "probs": "float[rows]"},
-    results=("rows", "row_probs"), graded_results=(0, 1), differentiable=("x", "probs"),
-    saves=("sizes", "order"), shape_only=lambda values: ("x", "probs"), bars={"class": "G"},
+    results={"rows": "x[rows hidden]", "row_probs": lambda a: "float32[rows]" if a.probs is None else "probs[rows]"},
+    gradient=Gradient(
+        of=("x", "probs"), through=("rows", "row_probs"), saves=("sizes", "order"), shape_only=lambda values: ("x", "probs")
+    ),
+    out=Out(contiguous=("rows", "row_probs")), bars=Bars("G"),
 )  # fmt: skip

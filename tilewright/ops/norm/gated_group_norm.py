@@ -38,7 +38,7 @@ from ...device.groups import (
 )
 from ...device.rows import store_row_codes
 from ...formats.tiles import codes_for_kernel, is_fast, row_stride, store_tiles
-from ...op import Op, Triton, single, upcast
+from ...op import Gradient, Op, Sharding, Triton, single, upcast
 from ...runtime.kernel import kernel
 from .rms_norm import sum_columns
 
@@ -55,14 +55,13 @@ def reference(
     transposed: bool = True,
     act: Literal["sigmoid", "silu"] = "sigmoid",
     out_format: Format | None = None,
-    out: Tensor | Quantized | None = None,
 ) -> Tensor:
     """Scale each of `groups` equal parts of every row of `x` to unit root-mean-square, then by `weight` and `act(gate)`;
     in fp32, rounded once to the dtype of `x`.
 
     `x` is [batch, length, hidden]. `gate` and the result are [length, batch, hidden], or with `transposed=False` as `x` is.
     `weight` has a number for each column, or for each column of a group: then all groups share it. `out_format` gives a
-    `Quantized` result, `out` writes into it.
+    `Quantized` result.
     """
     (batch, length, hidden), width = x.shape, x.shape[-1] // groups
     wide = upcast(x).reshape(batch * length, groups, width)  # rows: so autograd's dx is contiguous, as the kernels' is
@@ -495,7 +494,7 @@ def backward(saved: SimpleNamespace, dy: Tensor) -> tuple:
     return dx, dgate, dweight
 
 
-def check(x, gate, weight, eps, groups, transposed, act, out_format, out) -> None:
+def check(x, gate, weight, eps, groups, transposed, act, out_format) -> None:
     batch, length, hidden = x.shape
     if hidden % groups:
         raise ValueError(f"gated_group_norm: groups must divide the {hidden} columns of x, got {groups}")
@@ -517,11 +516,18 @@ def check(x, gate, weight, eps, groups, transposed, act, out_format, out) -> Non
         )
 
 
+def sharding(a: SimpleNamespace) -> Sharding:
+    """The gate's dimensions and the result's are those of x, in its order or the other."""
+    outer, inner = ("length", "batch") if a.transposed else ("batch", "length")
+    return Sharding(("batch", "length"), {"tokens": outer, "rows": inner})
+
+
 gated_group_norm = Op(
-    "gated_group_norm", reference, inputs, Triton(forward, backward, single),
+    "gated_group_norm", reference, inputs, Triton(forward, backward, single, out=True),
     where={
         "x": "float[batch length hidden]", "gate": "float[tokens rows hidden]", "weight": "float[columns]",
-        "eps": at_least(0.0), "groups": at_least(1), "out": "x[tokens rows hidden]",
+        "eps": at_least(0.0), "groups": at_least(1),
     },
-    differentiable=("x", "gate", "weight"), check=check,
+    results={"out": "x[tokens rows hidden]"}, gradient=Gradient(of=("x", "gate", "weight")), check=check,
+    sharding=sharding,
 )  # fmt: skip

@@ -24,7 +24,7 @@ from ...core.target import Target
 from ...core.tensor import cdiv, power_of_two, rows, vector
 from ...device.rows import store_row_codes
 from ...formats.tiles import codes_for_kernel, is_fast, row_stride, store_tiles
-from ...op import Op, Triton, single, upcast
+from ...op import Gradient, Op, Out, Sharding, Triton, single, upcast
 from ...runtime.kernel import kernel
 from .rms_norm_hopper import fits_tiles, store_normed
 from .rms_norm_rows import fits_rows, in_rows
@@ -38,12 +38,11 @@ def reference(
     weight_offset: float = 0.0,
     rstd: Tensor | None = None,
     out_format: Format | None = None,
-    out: Tensor | Quantized | None = None,
 ) -> Tensor:
     """Scale each row of `x` to unit root-mean-square, then by `weight + weight_offset`; statistics in fp32.
 
     `rstd`, one number per row, is the statistic from an earlier call on the same `x` (`rms_norm_rstd` returns it): it is used
-    instead of being computed, and the gradient is the same. `out_format` gives a `Quantized` result, `out` writes into it.
+    instead of being computed, and the gradient is the same. `out_format` gives a `Quantized` result.
     """
     return normalise(x, weight, eps, weight_offset, rstd, out_format)[0]
 
@@ -471,19 +470,25 @@ rms_norm_rstd = Op(
     Triton(partial(forward_rstd, how=in_tiles), backward, fits_tiles, "tiles"),
     Triton(partial(forward_rstd, how=in_rows), backward, fits_rows, "rows"),
     Triton(forward_rstd, backward, single), sibling="rms_norm", where=WHERE,
-    results=("y", "rstd"), differentiable=("x", "weight"), saves=("x", "weight", "rstd"),
+    results={"y": "x[... hidden]", "rstd": "wide(x)[...]"}, out=Out(contiguous=("y", "rstd")),
+    gradient=Gradient(of=("x", "weight"), saves=("x", "weight", "rstd")), sharding=Sharding(),
 )  # fmt: skip
 add_rms_norm = Op(
     "add_rms_norm", reference_add, inputs_add,
     Triton(partial(forward_add, how=in_tiles), backward_add, fits_tiles, "tiles"),
     Triton(forward_add, backward_add, single),
-    where={**WHERE, "residual": "x[... hidden]"}, results=("y", "h"), graded_results=(0, 1),
-    differentiable=("x", "residual", "weight"), saves=("weight", "h"),
-    resume=lambda saved: {**vars(saved), "x": saved.h, "residual": torch.zeros_like(saved.h)},
+    where={**WHERE, "residual": "x[... hidden]"}, results=dict.fromkeys(("y", "h"), "x[... hidden]"),
+    out=Out(contiguous=("y", "h")), sharding=Sharding(),
+    gradient=Gradient(
+        of=("x", "residual", "weight"), through=("y", "h"), saves=("weight", "h"),
+        resume=lambda saved: {**vars(saved), "x": saved.h, "residual": torch.zeros_like(saved.h)},
+    ),
 )  # fmt: skip
 rms_norm = Op(
     "rms_norm", reference, inputs,
-    Triton(partial(forward, how=in_tiles), backward, fits_tiles, "tiles"),
-    Triton(partial(forward, how=in_rows), backward, fits_rows, "rows"), Triton(forward, backward, single),
-    where={**WHERE, "rstd": "float32[...]", "out": "x[... hidden]"}, differentiable=("x", "weight"),
+    Triton(partial(forward, how=in_tiles), backward, fits_tiles, "tiles", out=True),
+    Triton(partial(forward, how=in_rows), backward, fits_rows, "rows", out=True),
+    Triton(forward, backward, single, out=True),
+    where={**WHERE, "rstd": "float32[...]"}, results={"out": "x[... hidden]"}, gradient=Gradient(of=("x", "weight")),
+    sharding=Sharding(),
 )  # fmt: skip

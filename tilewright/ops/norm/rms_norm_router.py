@@ -24,7 +24,7 @@ from ...core.tensor import cdiv, rows, vector
 from ...device.quantize import store_tile4
 from ...formats.fp8 import Fp8
 from ...formats.tiles import alignment, codes_for_kernel, is_fast, row_stride
-from ...op import Op, Triton, single, upcast
+from ...op import Bars, Gradient, Op, Out, Sharding, Triton, single, upcast
 from ...runtime.kernel import kernel
 from ..moe.router_linear import backward as product_backward
 from ..moe.router_linear import forward as product
@@ -275,6 +275,9 @@ rms_norm_router = Op(
     where={
         "x": "float[... hidden]", "weight": "float[hidden]", "router": "float[experts+ hidden]", "eps": at_least(0.0),
     },
-    results=("y", "logits", "rstd"), hidden=1, graded_results=(0, 1), differentiable=("x", "weight", "router"),
-    saves=("x", "weight", "router", "rstd"), bars={"class": "E", "gradient": "F", "rounds": ("logits",)},
+    results={"y": "x[... hidden]", "logits": "wide(x)[... experts]"}, hidden=("rstd",), out=Out(contiguous=("y", "logits")),
+    gradient=Gradient(
+        of=("x", "weight", "router"), through=("y", "logits"), saves=("x", "weight", "router", "rstd")
+    ),
+    sharding=Sharding(), bars=Bars("E", gradient="F", rounds=("logits",)),
 )  # fmt: skip

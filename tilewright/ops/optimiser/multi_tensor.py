@@ -21,7 +21,7 @@ from torch import Tensor
 from ...core.draw import Draw
 from ...core.signature import above, one_of
 from ...core.target import Target
-from ...op import Op, Triton, single, upcast
+from ...op import Bars, Op, Triton, single, upcast
 from ...runtime.kernel import kernel
 from .multi_tensor_table import ALIGNED, DENSE, TILE, WORDS, foldable, table_of
 from .shards import each_scaled, norm_of_whole, zeros_of_whole
@@ -49,12 +49,7 @@ def reference_zeros(tensors: list[Tensor]) -> Tensor:
 
 
 def reference_scale(
-    tensors: list[Tensor],
-    scale: float = 1.0,
-    *,
-    by: Tensor | None = None,
-    limit: float | None = None,
-    out: list[Tensor] | None = None,
+    tensors: list[Tensor], scale: float = 1.0, *, by: Tensor | None = None, limit: float | None = None
 ) -> list[Tensor]:
     """Every tensor times `scale`, and times the scalar `by` if it is given, which stays on the device.
 
@@ -307,12 +302,14 @@ def forward_scale(
     return results
 
 
-def sharded_norm(tensors: list[Tensor], ord: float) -> Tensor:
-    return norm_of_whole(multi_tensor_norm, tensors, ord)
+def sharded_norm(tensors: list[Tensor], ord: float, out: Tensor | None = None) -> Tensor:
+    norm = norm_of_whole(multi_tensor_norm, tensors, ord)
+    return norm if out is None else out.copy_(norm)
 
 
-def sharded_zeros(tensors: list[Tensor]) -> Tensor:
-    return zeros_of_whole(multi_tensor_count_zeros, tensors)
+def sharded_zeros(tensors: list[Tensor], out: Tensor | None = None) -> Tensor:
+    count = zeros_of_whole(multi_tensor_count_zeros, tensors)
+    return count if out is None else out.copy_(count)
 
 
 def sharded_scale(
@@ -323,14 +320,15 @@ def sharded_scale(
 
 multi_tensor_norm = Op(
     "multi_tensor_norm", reference, inputs, Triton(forward, when=single),
-    where={"tensors": "float[...]", "ord": one_of(1.0, 2.0, math.inf)}, sharded=sharded_norm, bars={"class": "B"},
+    where={"tensors": "float[...]", "ord": one_of(1.0, 2.0, math.inf)}, sharded=sharded_norm, bars=Bars("B"),
+    results={"out": lambda a: "float64[]" if any(t.dtype == torch.float64 for t in a.tensors) else "float32[]"},
 )  # fmt: skip
 multi_tensor_count_zeros = Op(
     "multi_tensor_count_zeros", reference_zeros, inputs_zeros, Triton(forward_zeros, when=single),
-    where={"tensors": "float[...]"}, sharded=sharded_zeros, bars={"class": "G"},
+    where={"tensors": "float[...]"}, results={"out": "int64[]"}, sharded=sharded_zeros, bars=Bars("G"),
 )  # fmt: skip
 multi_tensor_scale = Op(
-    "multi_tensor_scale", reference_scale, inputs_scale, Triton(forward_scale, when=single),
-    where={"tensors": "float[...]", "by": "float[]", "limit": above(0.0), "out": "tensors[...]"},
-    sharded=sharded_scale, bars={"class": "A"},
+    "multi_tensor_scale", reference_scale, inputs_scale, Triton(forward_scale, when=single, out=True),
+    where={"tensors": "float[...]", "by": "float[]", "limit": above(0.0)}, results={"out": "tensors[...]"},
+    sharded=sharded_scale, bars=Bars("A"),
 )  # fmt: skip

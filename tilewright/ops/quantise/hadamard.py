@@ -21,7 +21,7 @@ from ...core.tensor import cdiv, rows
 from ...device.quantize import amax, amax4, has, store_given, store_tile4
 from ...formats.fp8 import fp8
 from ...formats.tiles import alignment, codes_for_kernel, is_fast, row_stride
-from ...op import Op, Triton, single, upcast
+from ...op import Bars, Gradient, Op, Out, Sharding, Triton, single, upcast
 from ...runtime.kernel import kernel
 from .sylvester import rotate_columns, rotate_rows4
 
@@ -263,8 +263,9 @@ def check(x, *, block, dim, out_format) -> None:
 
 hadamard = Op(
     "hadamard", reference, inputs, Triton(forward, backward, single),
-    where={"x": "float[... hidden]"}, differentiable=("x",), check=check, bars={"class": "A"},
-    shape_only=lambda values: ("x",),
+    where={"x": "float[... hidden]"}, results={"out": "x[... hidden]"}, out=Out(contiguous=("out",)),
+    gradient=Gradient(of=("x",), shape_only=lambda values: ("x",)), check=check, bars=Bars("A"),
+    sharding=lambda a: Sharding() if a.dim == -1 else Sharding(("hidden",)),
 )  # fmt: skip
 
 
@@ -322,5 +323,5 @@ def twin(x, out_format, *, block) -> Tensor:
 
 hadamard_quantize = Op(
     "hadamard_quantize", reference_both, inputs_both, Triton(forward_both, when=single),
-    where={"x": "float[tokens hidden]"}, check=check_both, bars={"class": "A", "twin": twin},
+    where={"x": "float[tokens hidden]"}, results={"out": "x[tokens hidden]"}, check=check_both, bars=Bars("A", twin=twin),
 )  # fmt: skip

@@ -18,7 +18,7 @@ from ...core.format import Format, Quantized, store, unpack
 from ...core.tensor import name_of, rows
 from ...formats.fp8 import CODES, WAYS, Fp8, fp8
 from ...formats.tiles import load_tile, load_tiles, store_tiles
-from ...op import Op, Triton
+from ...op import Bars, Gradient, Op, Out, Triton
 
 
 def reference(x: Tensor, out_format: Format, *, offsets: Tensor | None = None) -> Tensor:
@@ -65,7 +65,8 @@ def check(x, out_format, *, offsets) -> None:
 quantize = Op(
     "quantize", reference, inputs, Triton(forward, backward),
     groups="offsets", where={"x": "float[... hidden]", "offsets": "int[experts+]"},
-    differentiable=("x",), any_format=True, check=check, bars={"class": "G", "gradient": "G"},
+    results={"out": "x[... hidden]"}, out=Out(any_format=True), gradient=Gradient(of=("x",)), check=check,
+    bars=Bars("G", gradient="G"),
 )  # fmt: skip
 
 
@@ -149,7 +150,8 @@ def check_codes(codes, scale, format, way, dtype, *, offsets) -> None:
 dequantize_codes = Op(
     "dequantize_codes", reference_codes, inputs_codes, Triton(forward_codes),
     groups="offsets", where={"codes": "uint8[first second]", "scale": "float32[outer inner]", "offsets": "int[experts+]"},
-    check=check_codes, bars={"class": "G"},
+    results={"out": lambda a: f"{a.dtype}[first second]" if a.way == "row" else f"{a.dtype}[second first]"},
+    out=Out(contiguous=("out",)), check=check_codes, bars=Bars("G"), internal=True,
 )  # fmt: skip
 
 

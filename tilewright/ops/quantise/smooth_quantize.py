@@ -20,7 +20,7 @@ from ...core.tensor import cdiv, power_of_two, rows
 from ...device.quantize import find_block, max_nan, quotient
 from ...formats.fp8 import fp8
 from ...formats.tiles import amax_tiles, find_tile, load_tile, store_tiles
-from ...op import Op, Triton, single, upcast
+from ...op import Bars, Gradient, Op, Out, Triton, single, upcast
 from ...runtime.kernel import kernel
 from ..activation.glu import columns, grouping
 
@@ -144,7 +144,8 @@ def check(x, smooth, out_format, *, reverse, offsets) -> None:
 smooth_quantize = Op(
     "smooth_quantize", reference, inputs, Triton(forward, backward, single),
     groups="offsets", where={"x": "float[... hidden]", "smooth": "float32[experts+ hidden]", "offsets": "int[experts+]"},
-    differentiable=("x",), check=check, bars={"class": "A"}, shape_only=lambda values: ("x",),
+    results={"out": "x[... hidden]"}, gradient=Gradient(of=("x",), shape_only=lambda values: ("x",)), check=check,
+    bars=Bars("A"),
 )  # fmt: skip
 
 
@@ -189,9 +190,15 @@ def forward_amax(x, *, offsets) -> Tensor:
     return found
 
 
+def row_amax(a: SimpleNamespace) -> str:
+    dtype = "float64" if a.x.dtype == torch.float64 else "float32"
+    return f"{dtype}[1 hidden]" if a.offsets is None else f"{dtype}[experts hidden]"
+
+
 column_amax = Op(
     "column_amax", reference_amax, inputs_amax, Triton(forward_amax, when=single),
-    groups="offsets", where={"x": "float[... hidden]", "offsets": "int[experts+]"}, bars={"class": "G"},
+    groups="offsets", where={"x": "float[... hidden]", "offsets": "int[experts+]"},
+    results={"out": row_amax}, out=Out(contiguous=("out",)), bars=Bars("G"),
 )  # fmt: skip
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from ...core.draw import Draw
 from ...core.signature import at_least
 from ...core.tensor import BITS, cdiv
-from ...op import Op, Triton
+from ...op import Bars, Gradient, Op, Out, Sharding, Triton
 from ...runtime.kernel import kernel
 
 
@@ -80,9 +80,13 @@ def transpose(x: Tensor, rows: int, cols: int) -> Tensor:
     return y
 
 
+def padded(x: Tensor, multiple: int) -> int:
+    """The new last dimension."""
+    return cdiv(x.shape[-2], multiple) * multiple
+
+
 def forward(x, *, multiple) -> Tensor:
-    length, hidden = x.shape[-2:]
-    return transpose(x, hidden, cdiv(length, multiple) * multiple)
+    return transpose(x, x.shape[-1], padded(x, multiple))
 
 
 def backward(saved: SimpleNamespace, dy: Tensor) -> tuple[Tensor]:
@@ -96,6 +100,8 @@ def check(x, *, multiple) -> None:
 
 transpose_pad = Op(
     "transpose_pad", reference, inputs, Triton(forward, backward), check=check,
-    where={"x": "any[... length hidden]", "multiple": at_least(1)}, differentiable=("x",), saves=(),
-    shape_only=lambda values: ("x",), bars={"class": "G", "gradient": "G"},
+    where={"x": "any[... length hidden]", "multiple": at_least(1)},
+    results={"out": "x[... hidden padded]"}, sizes=lambda a: {"padded": padded(a.x, a.multiple)},
+    out=Out(contiguous=("out",)), gradient=Gradient(of=("x",), saves=(), shape_only=lambda values: ("x",)),
+    sharding=Sharding(("...", "hidden")), bars=Bars("G", gradient="G"),
 )  # fmt: skip

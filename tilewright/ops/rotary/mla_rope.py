@@ -20,7 +20,7 @@ from ...core.draw import Draw
 from ...core.signature import above, at_least
 from ...core.tensor import cdiv
 from ...device.rotary import load_angles, load_pairs, locate, rotate, store_pairs, turn_back
-from ...op import Op, Triton, single, upcast
+from ...op import Bars, Gradient, Op, Out, Triton, single, upcast
 from ...runtime.kernel import kernel
 from .rope import (
     SMALL_HEADS,
@@ -30,11 +30,13 @@ from .rope import (
     check_tables,
     draw_positions,
     draw_tables,
+    in_order,
     lanes,
     positions,
     positions_on_device,
     rotate_columns,
     rows_of,
+    sharding,
     tables_on_device,
 )
 
@@ -294,6 +296,11 @@ mla_rope = Op(
         **dict.fromkeys(("cos", "sin", "freqs"), "float[positions angles]"), "cu_seqlens": "int[sequences]",
         "mscale": above(0.0), "cp_size": at_least(1),
     },
-    results=("q_out", "k", "v"), graded_results=(0, 1, 2), differentiable=("q", "kv", "k_pos"),
-    shape_only=lambda values: ("q", "kv", "k_pos"), check=check, bars={"class": "A"},
+    results={**dict.fromkeys(("q_out", "k"), "q[batch length heads qk_dim]"), "v": "q[batch length heads v_dim]"},
+    sizes=lambda a: {"v_dim": a.kv.shape[-1] - (a.q.shape[-1] - a.k_pos.shape[-1])},
+    out=Out(contiguous=("q_out", "k", "v")), check=check, bars=Bars("A"),
+    sharding=lambda a: sharding(a, a.q, in_order(a.layout, "batch", "length", "heads")),
+    gradient=Gradient(
+        of=("q", "kv", "k_pos"), through=("q_out", "k", "v"), shape_only=lambda values: ("q", "kv", "k_pos")
+    ),
 )  # fmt: skip

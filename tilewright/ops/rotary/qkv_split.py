@@ -22,7 +22,7 @@ from ...core.signature import above, at_least
 from ...core.tensor import cdiv, vector
 from ...device.activation import sigmoid
 from ...device.rotary import column_of, load_angles, load_pairs, load_vector_pairs, locate, rotate, store_pairs
-from ...op import Op, Triton, single, upcast
+from ...op import Gradient, Op, Out, Sharding, Triton, single, upcast
 from ...runtime.kernel import kernel
 from .qkv_split_backward import blocks, gradients, units
 from .rope import (
@@ -31,6 +31,7 @@ from .rope import (
     angles,
     at_positions,
     check_tables,
+    cut_angles,
     draw_positions,
     draw_tables,
     lanes,
@@ -321,6 +322,22 @@ def check(
         raise ValueError(f"qkv_split: cp_rank must be at least 0 and below cp_size, {cp_size}, got {cp_rank}")
 
 
+def sizes(a: SimpleNamespace) -> dict[str, int]:
+    H, KV = local_heads(a.qkv, a.heads, a.kv_heads, a.head_dim)
+    outer, inner = a.qkv.shape[1::-1] if a.transposed else a.qkv.shape[:2]
+    return {"outer": outer, "inner": inner, "own_heads": H, "own_kv_heads": KV}
+
+
+def sharding(a: SimpleNamespace) -> Sharding:
+    """A part of the columns is whole groups of heads if these are packed together and each rank has as many."""
+    _, KV = local_heads(a.qkv, a.heads, a.kv_heads, a.head_dim)
+    local, angles = cut_angles(a, a.qkv.shape[0 if a.transposed else 1])
+    first, second = ("length", "batch") if a.transposed else ("batch", "length")
+    heads = {"width": "heads/qkv", "own_heads": "heads/q", "own_kv_heads": "heads/k"}
+    names = {"batch": first, "length": second, "outer": "batch", "inner": "length", **heads, **angles}
+    return Sharding((*local, "heads") if a.packing == "grouped" else local, names, {"heads": KV})
+
+
 qkv_split = Op(
     "qkv_split", reference, inputs, Triton(forward, backward, single),
     where={
@@ -329,5 +346,9 @@ qkv_split = Op(
         "heads": at_least(1), "kv_heads": at_least(1), "head_dim": at_least(1), "eps": at_least(0.0), "mscale": above(0.0),
         "cp_size": at_least(1),
     },
-    results=("q", "k", "v"), graded_results=(0, 1, 2), differentiable=("qkv", "q_weight", "k_weight"), check=check,
+    results={
+        "q": "qkv[outer inner own_heads head_dim]", **dict.fromkeys(("k", "v"), "qkv[outer inner own_kv_heads head_dim]"),
+    },
+    sizes=sizes, out=Out(contiguous=("q", "k", "v")), check=check, sharding=sharding,
+    gradient=Gradient(of=("qkv", "q_weight", "k_weight"), through=("q", "k", "v")),
 )  # fmt: skip

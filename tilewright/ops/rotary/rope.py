@@ -19,7 +19,7 @@ from ...core.draw import Draw
 from ...core.signature import above, at_least
 from ...core.tensor import cdiv, power_of_two
 from ...device.rotary import load_angles, load_pairs, locate, rotate, store_pairs
-from ...op import Op, Triton, single, upcast
+from ...op import Bars, Gradient, Op, Out, Sharding, Triton, single, upcast
 from ...runtime.kernel import kernel
 
 
@@ -429,14 +429,45 @@ def check_one(x, cos, sin, freqs, layout, rotary_dim, pairing, mscale, cu_seqlen
 TABLES = {"cu_seqlens": "int[sequences]", "mscale": above(0.0), "cp_size": at_least(1)}
 WHERE = {**dict.fromkeys(("cos", "sin", "freqs"), "float[tables positions angles]"), **TABLES}
 
+
+def in_order(layout: str, *dims: str, heads: str = "heads") -> dict[str, str]:
+    """What the first dimensions of a tensor are in this layout."""
+    words = {"b": "batch", "s": "length", "h": heads}
+    return {dim: words[letter] for dim, letter in zip(dims, layout)}
+
+
+def cut_angles(a: SimpleNamespace, length: int) -> tuple[tuple[str, ...], dict[str, str]]:
+    """(which of batch and length may be sharded, what the dimensions of the angles are): a part of the sequence has the same part
+    of the angles, unless its positions are others."""
+    table = a.cos if a.freqs is None else a.freqs
+    whole = a.cu_seqlens is None and a.cp_size == 1 and (table is None or table.shape[-2] == length)
+    names = {"positions": "length"} if whole else {}
+    if table is not None and table.dim() == 3 and table.shape[0] != 1:
+        names["tables"] = "batch"
+    return ("batch", "length") if whole else ("batch",), names
+
+
+def sharding(a: SimpleNamespace, x: Tensor, names: dict[str, str]) -> Sharding:
+    local, angles = cut_angles(a, x.shape[SEQUENCE[a.layout]])
+    return Sharding((*local, "heads"), {**names, **angles})
+
+
+def sharding_two(a: SimpleNamespace) -> Sharding:
+    q = in_order(a.layout, "batch", "q_length", "q_heads", heads="heads/q")
+    return sharding(a, a.q, {**q, **in_order(a.layout, "batch", "k_length", "k_heads", heads="heads/k")})
+
+
 rope_one = Op(
     "rope_one", reference_one, inputs_one, Triton(forward_one, backward_one, single),
-    sibling="rope", where={"x": "float[batch length heads head_dim]", **WHERE}, results=("y",), differentiable=("x",),
-    shape_only=lambda values: ("x",), check=check_one, bars={"class": "A"},
+    sibling="rope", where={"x": "float[batch length heads head_dim]", **WHERE},
+    results={"y": "x[batch length heads head_dim]"}, out=Out(contiguous=("y",)),
+    gradient=Gradient(of=("x",), shape_only=lambda values: ("x",)), check=check_one, bars=Bars("A"),
+    sharding=lambda a: sharding(a, a.x, in_order(a.layout, "batch", "length", "heads")),
 )  # fmt: skip
 rope = Op(
     "rope", reference, inputs, Triton(forward, backward, single),
     where={"q": "float[batch q_length q_heads head_dim]", "k": "q[batch k_length k_heads head_dim]", **WHERE},
-    results=("q_out", "k_out"), graded_results=(0, 1), differentiable=("q", "k"), shape_only=lambda values: ("q", "k"),
-    check=check_two, bars={"class": "A"},
+    results={"q_out": "q[batch q_length q_heads head_dim]", "k_out": "q[batch k_length k_heads head_dim]"},
+    out=Out(contiguous=("q_out", "k_out")), check=check_two, sharding=sharding_two, bars=Bars("A"),
+    gradient=Gradient(of=("q", "k"), through=("q_out", "k_out"), shape_only=lambda values: ("q", "k")),
 )  # fmt: skip
