@@ -14,7 +14,7 @@ from tilewright.core.draw import Draw
 from tilewright.core.format import Format, Quantized, store
 from tilewright.core.signature import at_least
 from tilewright.core.tensor import power_of_two
-from tilewright.op import Bars, Gradient, Op, Out, Sharding, Triton, single, upcast
+from tilewright.op import OPS, Bars, Gradient, Op, Out, Sharding, Triton, single, upcast
 from tilewright.ops.quantise.quantize import quantize
 from tilewright.runtime.kernel import kernel
 
@@ -123,3 +123,4 @@ remember = Op(
     gradient=Gradient(of=("x",), through=("y", "total"), saves=("x", "gain"), shape_only=lambda values: ("x",)),
     bars=Bars("B"), sharding=Sharding(local=("...", "hidden")),
 )  # fmt: skip
+del OPS["remember"]  # tests put it into the catalogue while they need it

@@ -50,7 +50,7 @@ def same(found: Quantized, wanted: Quantized, share: float) -> None:
 def sibling(name: str, *args: Any, **options: Any) -> Any:
     """The same call by the Triton kernels."""
     op = tw.catalogue()[name]
-    return op.implementations[-1].forward(**op.signature.bind(args, options))
+    return op._forward(op.implementations[-1], op.signature.bind(args, options), frozenset())
 
 
 @pytest.mark.parametrize("poisoned", [False, True])

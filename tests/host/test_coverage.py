@@ -137,7 +137,7 @@ def given(op: str, values: dict, positional: int | None, options: dict[str, ast.
     names = {*list(defaults)[: positional or 0], *options}
     if any(values.get(name) is None for name in names):
         return False
-    rest = {n: v for n, v in values.items() if n not in names and n != "eps"}
+    rest = {n: v for n, v in values.items() if n not in names and n not in ("eps", "out")}
     if positional is not None and any(isinstance(v, torch.Tensor) or v != defaults[n] for n, v in rest.items()):
         return False
     for name, tree in options.items():

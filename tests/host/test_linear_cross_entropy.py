@@ -58,7 +58,7 @@ def on_hopper(
     values = op.signature.bind((*factors, torch.empty(tokens, dtype=torch.int64, device="meta")), options)
     with pretend(chip), collect() as launches:
         one = op.implementation(values, torch.device("cuda"))
-        one.forward(**values, needs=frozenset(op.differentiable))
+        one.forward(**op.arguments(values), needs=frozenset(op.differentiable))
     return one.name, [wanted.kernel.name for wanted in launches]
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 import tilewright as tw
 from tests.remember import remember
@@ -88,3 +91,27 @@ def test_four_bits_into_memory_by_a_plan():
             assert made is out
             for found, wanted in zip(out.tensors(), expected.tensors()):
                 same_bits("nvfp4", found.view(torch.uint8), wanted.view(torch.uint8))
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor's code for a CPU wants a C++ compiler")
+@pytest.mark.parametrize("view", [False, True], ids=["argument", "view"])
+def test_compiled_what_is_written_is_not_copied(view):
+    """Inductor would clone an argument that it thought it had to keep: shown by the bytes that a call allocates."""
+
+    def step(x, gain, cache):
+        y, total = tw.remember(x, gain, cache[1:] if view else cache, slot=1)
+        return y + 1, total
+
+    torch._dynamo.reset()
+    a = {**arguments(), "cache": torch.zeros(1 << 14, 32)}
+    compiled = torch.compile(step, fullgraph=True)
+    with tw.force("triton"), torch.no_grad():
+        compiled(**a)
+        before = a["cache"].data_ptr()
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+            y, _ = compiled(**a)
+    taken = [e.nbytes() for e in seen.profiler.kineto_results.events() if e.name() == "[memory]"]
+    assert 0 < sum(n for n in taken if n > 0) < a["cache"].nbytes / 16
+    same_bits("y", y, a["x"] * a["gain"] + 1)
+    torch.testing.assert_close(a["cache"][2 if view else 1], a["x"].sum(0))
+    assert a["cache"].data_ptr() == before and not a["cache"][3:].any()

@@ -174,4 +174,4 @@ def launches(case: Case, target: Target) -> list[Wanted]:
 
 def same_arguments(values: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments as a reference takes them: without memory of the caller's to write to."""
-    return {**values, "out": None}
+    return {n: v for n, v in values.items() if n != "out"}

@@ -22,7 +22,7 @@ def _span(t: Tensor) -> tuple[int, int]:
 
 def overlapping(a: Tensor, b: Tensor) -> bool:
     """Whether the bytes spanned by two dense tensors can meet (spans, so a false alarm is possible, a miss is not)."""
-    if a.numel() == 0 or b.numel() == 0:
+    if a.numel() == 0 or b.numel() == 0 or a.is_meta or b.is_meta:
         return False
     (a0, a1), (b0, b1) = _span(a), _span(b)
     return a0 < b1 and b0 < a1
