@@ -257,6 +257,34 @@ def test_an_op_may_call_another(declare):
         same_bits("nested", outer(x, z), 2 * (2 * x + z) + z)
 
 
+def test_memory_that_cannot_take_the_place_of_an_allocation_is_copied_to(declare):
+    """Kernels may take it for granted that what they allocated is aligned. Host code runs twice for the first call alone."""
+    op, host = declare()
+    x, z = pair()
+    out = torch.full((x.numel() + 1,), 7.0)[1:].view(x.shape)
+    for turn in range(3):
+        assert op(x, z, out=out) is out
+        same_bits(f"turn {turn}", out, 2 * x + z)
+        assert host.runs == 2 + turn
+        out.zero_()
+
+
+def test_memory_for_a_result_that_is_filled_before_it_is_written(declare):
+    def forward(x, z, factor):
+        y = torch.full(x.shape, 3.0)  # which the kernel adds to, the factor being negative
+        launch(x, z, y, factor)
+        return y
+
+    op, host = declare(forward)
+    x, z = pair()
+    expected = op(x, z, -1.0)
+    for turn in range(3):
+        out = torch.full_like(x, float("nan"))
+        assert op(x, z, -1.0, out=out) is out
+        same_bits(f"turn {turn}", out, expected)
+    assert host.runs == 3
+
+
 def test_warmup_launches_nothing(declare):
     op, host = declare()
     x, z = pair()

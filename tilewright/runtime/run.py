@@ -56,7 +56,9 @@ class Runner(Declaration):
         super().__init__(*args, **said)
         self.plans: dict[tuple, Known] = {}
         self.backward_plans: dict[tuple, tuple[Plan, Callable]] = {}
-        self.unplannable: set[tuple] = set()  # keys of composite calls that made no plan
+        self.unplannable: set[tuple] = (
+            set()
+        )  # keys of calls that made no plan: composite ones, or with memory for results
 
     def implementation(self, values: Mapping[str, Any], device: torch.device | None = None) -> Triton | None:
         """The implementation for these arguments; None is the reference."""
@@ -104,7 +106,8 @@ class Runner(Declaration):
                 return results if whole else self.public(results), None
             watch = self._may_become_plan(key, values)
             outs = () if one.out else outs_of(self, values)
-            instead = self._instead(one, values, needs, slots, outs) if outs and watch else {}
+            twice = watch and key not in self.unplannable and not (self.composite and self.writes)
+            instead = self._instead(one, values, needs, slots, outs) if outs and twice else {}
             with Recorder(slots, _compile_only.get(), watch, instead) as recorder:
                 results = self._forward(one, values, needs)
             if outs:
@@ -124,7 +127,7 @@ class Runner(Declaration):
                 # A plan's one tensor is the result as it is
                 self.plans[key] = Known(plan, None if plan.single and single else finish, written, whole, one)
             elif watch and not recorder.compile_only:
-                self._remember_no_plan(key)
+                self._remember_no_plan(key, bool(outs))
             for at in written:
                 torch.autograd.graph.increment_version(slots[at])
             if self.signature.listed and values.get("out") is not None:
@@ -186,7 +189,8 @@ class Runner(Declaration):
     def _instead(
         self, one: Triton, values: Mapping[str, Any], needs: frozenset, slots: list[Tensor], outs: tuple
     ) -> dict[int, tuple[int, Tensor]]:
-        """What the caller's memory stands in for, found by a run that launches nothing."""
+        """What the caller's memory stands in for, found by a run that launches nothing. Host code that writes arguments by other
+        means than launches is not run for that: it would write them twice."""
         with Recorder(slots, compile_only=True) as first:
             results = as_tuple(self._forward(one, values, needs))
         pairs = [(r, o) for r, o in zip(results, outs) if o is not None]
@@ -213,8 +217,9 @@ class Runner(Declaration):
         may = self.planned and key is not None and key not in self.unplannable
         return may and self.cost.flops(**self.arguments(values)) < LIGHT
 
-    def _remember_no_plan(self, key: tuple | None) -> None:
-        if self.composite:
+    def _remember_no_plan(self, key: tuple | None, outs: bool = False) -> None:
+        """Keep in mind that a call made no plan; one with memory for its `outs` is then not run twice, but copied."""
+        if key is not None and (self.composite or outs):
             if len(self.unplannable) >= PLANS:
                 self.unplannable.clear()
             self.unplannable.add(key)
