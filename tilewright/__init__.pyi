@@ -156,6 +156,15 @@ def embedding(
 ) -> Tensor:
     """The rows of `weight` [vocab, hidden] that `ids` name: [..., hidden]."""
 
+def embedding_accumulate(
+    ids: Tensor,
+    dy: Tensor,
+    main_grad: Tensor,
+    *,
+    padding_idx: int | None = None,
+) -> None:
+    """Add the gradient of an embedding to `main_grad` [vocab, hidden]: each row of `dy` to the row that its id names."""
+
 @overload
 def gated_group_norm(
     x: Tensor,

@@ -42,6 +42,7 @@ OPS = {
     "cross_entropy_parts": "ops.loss.parallel_cross_entropy",
     "dequantize_codes": "ops.quantise.quantize",
     "embedding": "ops.embedding.embedding",
+    "embedding_accumulate": "ops.embedding.embedding",
     "gated_group_norm": "ops.norm.gated_group_norm",
     "glu": "ops.activation.glu",
     "glu_linear": "ops.activation.glu_linear",

@@ -36,6 +36,7 @@ def arguments(tokens: int = 4, hidden: int = 32, wide: bool = True) -> dict:
 def test_the_public_function_shows_what_it_gives_and_takes():
     shown = inspect.signature(remember.function)
     assert [*shown.parameters] == ["x", "gain", "cache", "slot", "out_format", "out"]
+    assert shown.return_annotation == "tuple[Tensor, Tensor]"
     assert shown.parameters["out"].annotation == "tuple[Tensor | Quantized | None, Tensor | None] | None"
     assert tw.remember is remember.function
 

@@ -48,6 +48,7 @@ def test_a_declaration_that_says_something_new_is_taken():
         quiet = {"out": Out(), "differentiable": (), "results": ("out",), "hidden": 0, "resume": None}
         quiet |= {
             "saved_results": {},
+            "writes": (),
             "shape_only": None,
             "overwrites": None,
             "groups": None,

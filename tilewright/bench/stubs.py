@@ -66,9 +66,10 @@ def _function(op: Op, hints: Mapping[str, Any], result: str, first: str, out_for
     parts = [_parameter(p, hints[p.name]) for p in op.signature.python.parameters.values()]
     if out_format:
         parts[op.signature.names.index("out_format")] = out_format
-    out = inspect.signature(op.function).parameters["out"].annotation
-    out = f"out: {out.replace('Tensor | Quantized', first, 1)} = None"
-    parts.append(out if len(out) < LONGEST else out.removesuffix(" | None = None") + "\n    | None = None")
+    if op.result_rows:
+        out = inspect.signature(op.function).parameters["out"].annotation
+        out = f"out: {out.replace('Tensor | Quantized', first, 1)} = None"
+        parts.append(out if len(out) < LONGEST else out.removesuffix(" | None = None") + "\n    | None = None")
     if op.signature.positional < len(parts):
         parts.insert(op.signature.positional, "*")
     yield f"def {op.name}("
@@ -83,8 +84,8 @@ def _parameter(p: inspect.Parameter, hint: Any) -> str:
 
 
 def _result(op: Op, hint: Any) -> str:
-    """What a call hands out; the reference also gives what the backward keeps."""
-    return inspect.signature(op.function).return_annotation if op.hidden else _words(hint)
+    """What a call hands out; the reference also gives what the backward keeps, and what written arguments become."""
+    return inspect.signature(op.function).return_annotation if op.hidden or op.writes else _words(hint)
 
 
 def _words(hint: Any) -> str:

@@ -82,6 +82,8 @@ def says(op: Op) -> frozenset[str]:
         "resume": op.resume,
         "shape_only": op.shape_only,
         "lies_on": op.out.lies_on,
+        "writes": op.writes,
+        "no results": not op.results,
         "contiguous": op.out.contiguous,
         "stores where it is told": any(one.out for one in op.implementations),
         "overwrites": op.overwrites,

@@ -49,7 +49,9 @@ def calls(op: Op, values: Mapping[str, Any]) -> Iterator[Bad]:
             yield from (change(*row) for row in _objects(p))
         elif p.kind not in (Tensor, list):
             yield from (change(*row) for row in _numbers(p))
-    yield from (_list_outs if op.signature.listed else _outs)(op, values)
+    if op.result_rows:
+        yield from (_list_outs if op.signature.listed else _outs)(op, values)
+    yield from _written(op, values)
     yield from _shapes_of_calls(op, values)
 
 
@@ -210,6 +212,23 @@ def _numbers(p: Parameter) -> Iterator[tuple]:
         assert wrong, f"{p.name}: none of {BAD_NUMBERS} is refused by '{p.rule.words}'"
         for value in wrong:
             yield str(value), p.name, value
+
+
+def _written(op: Op, values: Mapping[str, Any]) -> Iterator[Bad]:
+    """Arguments that are written, in memory that they share with themselves or with another argument."""
+    for name in op.writes:
+        good = values[name]
+        if not isinstance(good, Tensor) or good.numel() < 2:
+            continue
+        yield Bad(
+            f"{name}: one element for all", (name,), (), {**values, name: good.reshape(-1)[:1].expand(good.shape)}
+        )
+        for other in op.signature.tensors:
+            t = values[other]
+            if other != name and isinstance(t, Tensor) and t.numel() and t.dtype == good.dtype:
+                both = torch.zeros(good.numel() + t.numel() - 1, dtype=t.dtype, device=t.device)
+                shared = {name: both[: good.numel()].view(good.shape), other: both[good.numel() - 1 :].view(t.shape)}
+                yield Bad(f"{name}: in the memory of {other}", (name,), (), {**values, **shared})
 
 
 def _outs(op: Op, values: Mapping[str, Any]) -> Iterator[Bad]:

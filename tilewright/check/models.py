@@ -164,6 +164,7 @@ PLACES: dict[str, tuple[Place, ...]] = {
         *(Place({"tokens": rows, "hidden": columns}, {"granularity": "128x128"}) for rows, columns in WEIGHTS),
     ),
     "embedding": (Place({**ROWS, "vocab": "vocab", "hidden": "hidden"}, fewer="vocab"),),
+    "embedding_accumulate": (Place({**ROWS, "vocab": "vocab", "hidden": "hidden"}, fewer="vocab"),),
     # Of layers of linear attention, which have the width of these
     "gated_group_norm": (
         Place({"batch": "one", "length": "tokens", "hidden": "attention"}, {"groups": Fact("kv_heads"), "weight": True}),

@@ -125,6 +125,8 @@ def registered(op: Op, net: Net) -> None:
             # torch's AOT check sums every result, which CPU float8 cannot; `compiled` goes that way instead
             kinds = [kind for kind in every if kind != "test_aot_dispatch_dynamic"]
             torch.library.opcheck(op.overloads["quantized"], [*flat, fmt.key], test_utils=kinds)
+        if not op.result_rows:
+            return
         with torch.no_grad():
             results = as_tuple(op.function(**fresh(op, case.values)))
         if isinstance(results[0], Quantized):
@@ -166,11 +168,13 @@ def _compiled(op: Op, net: Net, fmt: Any, dynamic: bool) -> None:
         again = draw(op, net, 111 + tokens, torch.float32, {**case.dims, "tokens": tokens}, case.options)
         values = {**again.values, **fixed, **chosen}
         with net.kernels():
-            expected = outcome(op, values)
-            inputs = leaves(op, values)
-            moving = {n: v for n, v in values.items() if n in op.signature.tensors and v is not None}
+            expected = outcome(op, values, gradients=not op.writes)
+            inputs = {} if op.writes else leaves(op, values)
+            given = fresh(op, values)
+            moving = {n: v for n, v in given.items() if n in op.signature.tensors and v is not None}
             results = as_tuple(made({**moving, **inputs}))
             actual = Outcome({n: t.detach() for n, t in named(op, results).items()})
+            actual.update({f"{n} after": moving[n] for n in op.writes if n in moving})
             if inputs:
                 found = differentiate(op, results, inputs, upstream(op, results))
                 actual.update({f"d_{n}": g for n, g in found.items() if g is not None})

@@ -25,7 +25,8 @@ def traffic(op: Declaration, values: Mapping[str, Any]) -> tuple[int, int]:
     read = sum(tensor_bytes(v) for v in values.values())
     with FakeTensorMode() as mode, torch.no_grad():
         results = op.run_reference({n: _fake(v, mode) for n, v in values.items()})
-    return read, sum(tensor_bytes(r) for r in (results if isinstance(results, tuple) else (results,)))
+    written = [*(results if isinstance(results, tuple) else (results,)), *(values[name] for name in op.writes)]
+    return read, sum(map(tensor_bytes, written))
 
 
 def tensor_bytes(value: Any) -> int:

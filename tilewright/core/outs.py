@@ -79,6 +79,8 @@ def check_number(op: Declared, out: Any) -> None:
 def check_outs(op: Declared, values: Mapping[str, Any], addresses: bool = True) -> None:
     """Raise TypeError or ValueError for an `out` that cannot be stored into. Without `addresses`, as while a call is traced,
     nothing is said of memory that is shared."""
+    if not op.result_rows:
+        raise TypeError(f"{op.name}: out is memory for results, and it gives none")
     if len(op.result_rows) > 1:
         check_number(op, values["out"])
     arguments = {n: values[n] for n in op.signature.tensors if values[n] is not None}

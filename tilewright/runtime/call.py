@@ -123,10 +123,12 @@ def signature_of(op: Declaration) -> inspect.Signature:
     """The reference's with `out`, less the results that the caller does not get."""
     signature = inspect.signature(op.reference)
     count = len(op.results) - op.hidden
-    if op.hidden:
+    if op.hidden or op.writes:
         signature = signature.replace(
             return_annotation="Tensor" if count == 1 else f"tuple[{', '.join(['Tensor'] * count)}]"
         )
+    if not op.result_rows:
+        return signature.replace(return_annotation="None")
     one = "Tensor | Quantized | None" if "out_format" in op.signature.names else "Tensor | None"
     kind = "list[Tensor] | None" if op.signature.listed else one
     kind = kind if count == 1 else f"tuple[{', '.join([one] + ['Tensor | None'] * (count - 1))}] | None"

@@ -297,26 +297,6 @@ def look_up_fake(ids: Tensor, weight: Tensor, main_grad: Tensor, padding_idx: in
     return weight.new_empty((*ids.shape, weight.shape[1]))
 
 
-def accumulate(ids: Tensor, dy: Tensor, main_grad: Tensor, padding_idx: int | None = None) -> None:
-    """main_grad += the gradient of an embedding of its shape."""
-    V, values = main_grad.shape[0], {"ids": ids, "weight": main_grad, "padding_idx": padding_idx}
-    embedding.validate(values)
-    if dy.shape != (*ids.shape, main_grad.shape[1]):
-        raise ValueError(
-            f"embedding_accumulate: dy is {list(dy.shape)}, of ids {list(ids.shape)} into {list(main_grad.shape)}"
-        )
-    with torch.no_grad():
-        if embedding.implementation({**values, "dy": dy}) is not None:
-            sum_into(main_grad, ids, dy.resolve_neg(), padding_idx, add=True)
-            torch.autograd.graph.increment_version(main_grad)
-            return
-        wide = upcast(main_grad)
-        padded = torch.where(ids == (-1 if padding_idx is None else padding_idx), V, ids).reshape(-1)
-        at = torch.where((padded >= 0) & (padded < V), padded, V)
-        sums = wide.new_zeros(V + 1, wide.shape[1]).index_add_(0, at, rows(dy).to(wide.dtype))
-        main_grad.copy_(wide + sums[:V])
-
-
 def keep(ctx: Any, inputs: tuple, output: Tensor) -> None:
     ids, weight, main_grad, ctx.padding_idx = inputs
     ctx.save_for_backward(ids)
@@ -325,7 +305,7 @@ def keep(ctx: Any, inputs: tuple, output: Tensor) -> None:
 
 
 def accumulating_backward(ctx: Any, dy: Tensor) -> tuple:
-    torch.ops.tilewright.embedding_accumulate(ctx.saved_tensors[0], dy, ctx.main_grad, ctx.padding_idx)
+    embedding_accumulate(ctx.saved_tensors[0], dy.resolve_neg(), ctx.main_grad, padding_idx=ctx.padding_idx)
     return None, placeholder(ctx.weight), None, None
 
 
@@ -337,25 +317,64 @@ def placeholder(weight: Tensor) -> Tensor | None:
     return make(weight, requires_grad=False)
 
 
-def register_functions() -> None:
-    """Register both functions as ops, so that torch.compile and dispatch modes see what is written, and when."""
-    lookup = "embedding_main_grad(Tensor ids, Tensor weight, Tensor main_grad, int? padding_idx=None) -> Tensor"
-    addition = "embedding_accumulate(Tensor ids, Tensor dy, Tensor(a!) main_grad, int? padding_idx=None) -> ()"
-    for schema, implementation, fake in ((lookup, look_up, look_up_fake), (addition, accumulate, lambda *_: None)):
-        name = schema.partition("(")[0]
-        register.LIBRARY.define(schema)
-        for device in register.DEVICES:
-            register.LIBRARY.impl(name, implementation, device)
-        torch.library.register_fake(f"tilewright::{name}", fake, lib=register.LIBRARY)
+def register_lookup() -> None:
+    """Register the function as an op, so that torch.compile and dispatch modes see what its backward writes, and when."""
+    name = "embedding_main_grad"
+    register.LIBRARY.define(f"{name}(Tensor ids, Tensor weight, Tensor main_grad, int? padding_idx=None) -> Tensor")
+    for device in register.DEVICES:
+        register.LIBRARY.impl(name, look_up, device)
+    torch.library.register_fake(f"tilewright::{name}", look_up_fake, lib=register.LIBRARY)
     torch.library.register_autograd(
-        "tilewright::embedding_main_grad", accumulating_backward, setup_context=keep, lib=register.LIBRARY
+        f"tilewright::{name}", accumulating_backward, setup_context=keep, lib=register.LIBRARY
     )
 
 
+def reference_accumulate(ids: Tensor, dy: Tensor, main_grad: Tensor, *, padding_idx: int | None = None) -> Tensor:
+    """Add the gradient of an embedding to `main_grad` [vocab, hidden]: each row of `dy` to the row that its id names.
+
+    An id outside the table adds nothing, nor does `padding_idx`. Rows are summed in fp32 in the order of the tokens, and rounded
+    once with what was there; rows that no id names are not touched.
+    """
+    V, wide = main_grad.shape[0], upcast(main_grad)
+    padded = torch.where(ids == (-1 if padding_idx is None else padding_idx), V, ids).reshape(-1)
+    at = torch.where((padded >= 0) & (padded < V), padded, V)
+    flat = upcast(dy).reshape(ids.numel(), dy.shape[-1]).to(wide.dtype)
+    return (wide + wide.new_zeros(V + 1, wide.shape[1]).index_add(0, at, flat)[:V]).to(main_grad.dtype)
+
+
+def inputs_accumulate(draw: Draw) -> dict:
+    drawn = inputs(draw)
+    return {
+        "ids": drawn["ids"],
+        "dy": draw.tensor("tokens", "hidden"),
+        "main_grad": drawn["weight"].to(draw.option("main_dtype", torch.float32, draw.dtype)),
+        "padding_idx": drawn["padding_idx"],
+    }
+
+
+def forward_accumulate(ids: Tensor, dy: Tensor, main_grad: Tensor, *, padding_idx: int | None) -> None:
+    sum_into(main_grad, ids, dy, padding_idx, add=True)
+
+
+def check_accumulate(ids: Tensor, dy: Tensor, main_grad: Tensor, *, padding_idx: int | None) -> None:
+    check(ids, main_grad, padding_idx=padding_idx)
+
+
+def cost_accumulate(ids: Tensor, dy: Tensor, main_grad: Tensor, *, padding_idx: int | None) -> tuple[int, int]:
+    """Bytes read and written, every id being another: of the ids, of their rows of dy, and of as many rows of main_grad."""
+    rows_there = ids.numel() * dy.shape[-1] * main_grad.element_size()
+    return ids.numel() * (ids.element_size() + dy.shape[-1] * dy.element_size()) + rows_there, rows_there
+
+
+embedding_accumulate = Op(
+    "embedding_accumulate", reference_accumulate, inputs_accumulate, Triton(forward_accumulate, None, single),
+    sibling="embedding", internal=True, results={}, writes=("main_grad",), cost=Cost(cost_accumulate), bars=Bars("C"),
+    where={"ids": "int[...]", "dy": "float[... hidden]", "main_grad": "float[vocab hidden]"}, check=check_accumulate,
+)  # fmt: skip
 embedding = Op(
     "embedding", reference, inputs, Triton(forward, backward, single), cost=Cost(cost),
     where={"ids": "int[...]", "weight": "float[vocab hidden]"}, results={"out": "weight[... hidden]"},
     out=Out(contiguous=("out",)), gradient=Gradient(of=("weight",), shape_only=lambda values: ("weight",)), check=check,
     sharding=Sharding(("...", "hidden")), bars=Bars("A"),
 )  # fmt: skip
-register_functions()
+register_lookup()
