@@ -61,8 +61,8 @@ MUTANTS = [
     Broken("out of another dtype accepted", "if out.dtype != dtype:", "if False:", "refusals",
            "another dtype: (accepted|RuntimeError)", "rms_norm"),
     Broken("results that are not copied to the caller's memory",
-           "if not recorder.compile_only:\n                        there.copy_(here)",
-           "if not recorder.compile_only:\n                        pass", "outs", "differ"),
+           "if not recorder.compile_only:\n                there.copy_(here)",
+           "if not recorder.compile_only:\n                pass", "outs", "differ"),
     Broken("a size that differs accepted", "if size != known:", "if False:", "refusals", "one hidden more: ", "rms_norm"),
 ]  # fmt: skip
 

@@ -3,7 +3,9 @@ is written, a gradient, a rule for ranks. Tests import it, and see everything el
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Iterator
 from types import SimpleNamespace
 
 import torch
@@ -123,4 +125,14 @@ remember = Op(
     gradient=Gradient(of=("x",), through=("y", "total"), saves=("x", "gain"), shape_only=lambda values: ("x",)),
     bars=Bars("B"), sharding=Sharding(local=("...", "hidden")),
 )  # fmt: skip
-del OPS["remember"]  # tests put it into the catalogue while they need it
+del OPS["remember"]  # other tests count the catalogue
+
+
+@contextlib.contextmanager
+def in_catalogue() -> Iterator[None]:
+    """Have the op in the catalogue while a test needs it."""
+    OPS["remember"] = remember
+    try:
+        yield
+    finally:
+        del OPS["remember"]

@@ -10,21 +10,18 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import tilewright as tw
-from tests.remember import remember
+from tests.remember import in_catalogue, remember
 from tilewright.bench import documents
 from tilewright.check import malformed
 from tilewright.check.oracle import same_bits
 from tilewright.check.variants import Call, launches
-from tilewright.op import OPS
 from tilewright.runtime.source import hashed
 
 
 @pytest.fixture(autouse=True)
-def _undeclared():
-    """Other tests count the catalogue."""
-    OPS["remember"] = remember
-    yield
-    del OPS["remember"]
+def _declared():
+    with in_catalogue():
+        yield
 
 
 def arguments(tokens: int = 4, hidden: int = 32, wide: bool = True) -> dict:

@@ -22,6 +22,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import tilewright as tw
 from examples import fsdp2
+from tests.remember import in_catalogue, remember
 from tilewright.core.signature import Row
 from tilewright.integrations.pytorch import sharding
 from tilewright.op import OPS, Op, Sharding
@@ -451,23 +452,17 @@ def test_a_sharding_that_cannot_be_is_refused():
 
 
 def test_an_argument_that_is_written_is_written_where_it_is_sharded():
-    from tests.remember import remember
-
     x, gain = torch.linspace(-1, 2, 24).view(3, 8), torch.linspace(1, 2, 8)
-    OPS["remember"] = remember
-    try:
-        with one_of_two() as mesh:
-            sharding.register()
+    with in_catalogue(), one_of_two() as mesh:
+        sharding.register()
 
-            def part(t: Tensor, placement: Placement) -> DTensor:
-                return DTensor.from_local(t, mesh, [placement], run_check=False)
+        def part(t: Tensor, placement: Placement) -> DTensor:
+            return DTensor.from_local(t, mesh, [placement], run_check=False)
 
-            cache = part(torch.zeros(3, 8), Shard(1))
-            y, total = remember(part(x, Shard(1)), part(gain, Shard(0)), cache, slot=1)
-            assert (y.shape, y.placements, total.placements) == ((3, 16), (Shard(1),), (P,))
-            assert torch.equal(cache.to_local()[1], x.sum(0)) and torch.equal(y.to_local(), x * gain)
-            with pytest.raises(ValueError, match="cache is written, and has no dimension"):
-                remember(part(x, Shard(0)), part(gain, R), part(torch.zeros(3, 8), R))
-            assert remember(part(x, R), part(gain, R), part(torch.zeros(3, 8), R))[1].placements == (R,)
-    finally:
-        del OPS["remember"]
+        cache = part(torch.zeros(3, 8), Shard(1))
+        y, total = remember(part(x, Shard(1)), part(gain, Shard(0)), cache, slot=1)
+        assert (y.shape, y.placements, total.placements) == ((3, 16), (Shard(1),), (P,))
+        assert torch.equal(cache.to_local()[1], x.sum(0)) and torch.equal(y.to_local(), x * gain)
+        with pytest.raises(ValueError, match="cache is written, and has no dimension"):
+            remember(part(x, Shard(0)), part(gain, R), part(torch.zeros(3, 8), R))
+        assert remember(part(x, R), part(gain, R), part(torch.zeros(3, 8), R))[1].placements == (R,)

@@ -9,20 +9,18 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 import tilewright as tw
-from tests.remember import remember
+from tests.remember import in_catalogue, remember
 from tilewright.check import properties, registration
 from tilewright.check.cases import Net
 from tilewright.check.oracle import same_bits
-from tilewright.op import OPS
 
 NET = Net(interpreter=True)
 
 
 @pytest.fixture(autouse=True)
-def _undeclared():
-    OPS["remember"] = remember
-    yield
-    del OPS["remember"]
+def _declared():
+    with in_catalogue():
+        yield
 
 
 @pytest.mark.parametrize(

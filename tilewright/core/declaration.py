@@ -202,7 +202,7 @@ class Declaration:
         planned: bool | None = None,
     ) -> None:
         self.name, self.reference, self.inputs, self.implementations = name, reference, inputs, implementations
-        self.signature = Signature.of(name, reference, where, check, groups)
+        self.signature = Signature.of(name, reference, where, check)
         self.result_rows, self.sizes = dict(results), sizes
         for text in results.values():
             if isinstance(text, str) and (Row.parse(text).broadcasts or "|" in text):
@@ -325,7 +325,7 @@ class Declaration:
         results, becomes = self.apart(self.reference(**self.arguments(values)))
         for name, value in becomes.items():
             values[name].copy_(value)
-        return stored(self, mapped(lambda t: t.contiguous(), results), outs_of(self, values))
+        return stored(mapped(lambda t: t.contiguous(), results), outs_of(self, values))
 
     def apart(self, made: Any) -> tuple[Any, dict[str, Tensor]]:
         """(all results, what each argument that the op writes becomes) of what the reference gave."""

@@ -6,7 +6,7 @@ of the arguments, without elements that share memory, apart from all arguments b
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -53,13 +53,19 @@ def with_outs(results: Any, outs: Sequence[Any]) -> Any:
     return made if isinstance(results, tuple) else made[0]
 
 
-def stored(op: Declared, results: Any, outs: Sequence[Any]) -> Any:
-    """The results, copied to where the caller wants them."""
+def apart(results: Any, outs: Sequence[Any], direct: Collection[int] = ()) -> Iterator[tuple[Tensor, Tensor]]:
+    """(memory of the caller's, what belongs there), but for memory at the addresses `direct`, which is filled."""
     for result, out in zip(as_tuple(results), outs):
         if out is not None:
             for there, here in zip(flattened(out), flattened(result)):
-                if here is not None:
-                    there.copy_(here)
+                if here is not None and there.numel() and there.data_ptr() not in direct:
+                    yield there, here
+
+
+def stored(results: Any, outs: Sequence[Any]) -> Any:
+    """The results, copied to where the caller wants them."""
+    for there, here in apart(results, outs):
+        there.copy_(here)
     return with_outs(results, outs)
 
 

@@ -44,7 +44,6 @@ class Signature:
     python: inspect.Signature
     check: Callable[..., None] | None = None
     listed: bool = False  # the result is a list of tensors
-    groups: str | None = None  # the argument that holds the end rows of groups
     tensors: tuple[str, ...] = field(init=False)
     scalars: tuple[str, ...] = field(init=False)
 
@@ -67,7 +66,6 @@ class Signature:
         reference: Callable,
         where: Mapping[str, str | Range],
         check: Callable | None = None,
-        groups: str | None = None,
     ) -> Signature:
         python = inspect.signature(reference)
         hints = typing.get_type_hints(reference)
@@ -87,7 +85,7 @@ class Signature:
                 if rule.many and rule.broadcasts:
                     raise ValueError(f"{op}: {p.name} is a list, whose tensors broadcast to nothing: {rule.words}")
             rows.append(Parameter(p.name, kind, optional, p.default, choices, rule))
-        return Signature(op, tuple(rows), python, check, hints.get("return") == list[Tensor], groups)
+        return Signature(op, tuple(rows), python, check, hints.get("return") == list[Tensor])
 
     @property
     def filled(self) -> frozenset[str]:

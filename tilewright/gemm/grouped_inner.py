@@ -7,7 +7,6 @@ one. What was there before may be added: y[e] + beta * c[e], for gradients that 
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Literal
 
 import torch
@@ -23,7 +22,7 @@ from ..op import Bars, Cost, Op, Out, Triton, single, upcast
 from ..runtime.kernel import kernel
 from .hopper import grouped_inner as hopper_grouped_inner
 from .hopper import wgrad as hopper_wgrad
-from .operands import DTYPES, OutDtype
+from .operands import DTYPES, OutDtype, result_row
 from .tiles import ROWS, group_of, group_range, operands_for_kernel, rounded_ends, stages
 
 Scales = Literal["BlockWise1x128", "RowWise"]
@@ -265,11 +264,6 @@ def flops(a, b, **_) -> int:
     return 2 * a.numel() * b.shape[1]
 
 
-def result_row(a: SimpleNamespace) -> str:
-    same = a.out_dtype is None or a.a.dtype == torch.float64
-    return f"{'a' if same else a.out_dtype}[experts rows columns]"
-
-
 OVER_C = Out(lies_on={"out": ("c",)})
 grouped_mm_inner = Op(
     "grouped_mm_inner", reference, inputs,
@@ -279,7 +273,8 @@ grouped_mm_inner = Op(
         "a": "float[rows tokens]", "b": "float[tokens columns]", "offsets": "int[experts+]",
         "c": "float[experts+ rows columns]",
     },
-    results={"out": result_row}, check=check, cost=Cost(flops=flops), out=OVER_C, bars=Bars("E", whole=True),
+    results={"out": result_row("experts rows columns")},
+    check=check, cost=Cost(flops=flops), out=OVER_C, bars=Bars("E", whole=True),
 )  # fmt: skip
 grouped_mm_inner_fp8 = Op(
     "grouped_mm_inner_fp8", reference_fp8, inputs_fp8,

@@ -23,7 +23,7 @@ from .epilogue import columns_of, store_finished
 from .grouped_inner import grouped_mm_inner
 from .hopper import grouped_rows as hopper
 from .hopper import grouped_rows_fp8 as hopper_fp8
-from .operands import DTYPES, OutDtype
+from .operands import DTYPES, OutDtype, result_row
 from .scaled_mm import ACTS, Act
 from .tiles import BAND, ROWS, group_of, operands_for_kernel, stages, tile_entry, tile_list, tile_of
 
@@ -312,11 +312,6 @@ def flops(a, b, **_) -> int:
     return 2 * a.numel() * b.shape[2]
 
 
-def result_row(a: SimpleNamespace) -> str:
-    same = a.out_dtype is None or a.a.dtype == torch.float64
-    return f"{'a' if same else a.out_dtype}[tokens width]"
-
-
 def sizes_of(a: SimpleNamespace) -> dict[str, int]:
     """A gated unit has half as many columns."""
     return {"width": a.b.shape[2] if a.glu is None else a.b.shape[2] // 2}
@@ -329,7 +324,7 @@ grouped_mm_rows = Op(
     "grouped_mm_rows", reference, inputs, Triton(hopper.forward, backward, has_gradient_hopper, "hopper"),
     Triton(hopper.forward, None, hopper.fits, "hopper_fused"),
     Triton(forward, backward, has_gradient, "portable"), Triton(forward, None, single, "portable_fused"),
-    groups="offsets", where=WHERE, results={"out": result_row}, sizes=sizes_of, gradient=Gradient(of=("a", "b")),
+    groups="offsets", where=WHERE, results={"out": result_row("tokens width")}, sizes=sizes_of, gradient=Gradient(of=("a", "b")),
     out=Out(contiguous=("out",)), check=check, cost=Cost(flops=flops), bars=Bars("E", gradient="E", whole=True),
 )  # fmt: skip
 grouped_mm_rows_fp8 = Op(

@@ -17,7 +17,8 @@ as they are. The names of scale layouts are those of `torch.nn.functional.Scalin
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
@@ -43,6 +44,16 @@ KINDS = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2", torch.int8: "in
 ONCE = ("TensorWise", "RowWise")  # scales that multiply a whole sum
 OutDtype = Literal["bfloat16", "float16", "float32"]
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in get_args(OutDtype)}
+
+
+def result_row(dims: str) -> Callable[[SimpleNamespace], str]:
+    """The row of a product of these dimensions: in `out_dtype`, or as `a` is where that is None or float64, the oracle's."""
+
+    def row(a: SimpleNamespace) -> str:
+        same = a.out_dtype is None or a.a.dtype == torch.float64
+        return f"{'a' if same else a.out_dtype}[{dims}]"
+
+    return row
 
 
 def kind_of(codes: Tensor, recipe: str | None) -> str:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..core.declaration import Declaration, Triton
 from ..core.flat import as_tuple, flattened, plain_tensors, taken_apart
-from ..core.outs import outs_of, stored, with_outs
+from ..core.outs import apart, outs_of, stored, with_outs
 from .choose import implementation
 from .key import Key
 from .plan import Plan, Recorder
@@ -74,7 +74,7 @@ class Runner(Declaration):
         one = self.implementation(values) if outer is not None and outer.watch else None
         if one is not None:  # a step of that op's plan
             results = self._forward(one, values, needs)
-            return results if one.out else stored(self, results, outs_of(self, values)), one
+            return results if one.out else stored(results, outs_of(self, values)), one
         key = Key()
         keyed = self.planned and key.add((*(values[n] for n in self.signature.names), needs))
         keyed = keyed and key.add_out(values.get("out"))
@@ -199,13 +199,10 @@ class Runner(Declaration):
 
     def _stored(self, results: Any, outs: tuple, instead: Mapping[int, tuple[int, Tensor]], recorder: Recorder) -> Any:
         """The results with the caller's memory among them; what no allocation was, such as a part of one, is copied there."""
-        direct = {t.data_ptr() for _, t in instead.values()}
-        for result, out in zip(as_tuple(results), outs):
-            for here, there in zip(flattened(result), flattened(out)):
-                if here is not None and there is not None and there.data_ptr() not in direct and there.numel():
-                    recorder.foreign = recorder.foreign or "a copy of a result to memory that was given for it"
-                    if not recorder.compile_only:
-                        there.copy_(here)
+        for there, here in apart(results, outs, {t.data_ptr() for _, t in instead.values()}):
+            recorder.foreign = recorder.foreign or "a copy of a result to memory that was given for it"
+            if not recorder.compile_only:
+                there.copy_(here)
         return with_outs(results, outs)
 
     def _may_become_plan(self, key: tuple | None, values: Mapping[str, Any]) -> bool:
