@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import warnings
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
 import tilewright as tw
+from tilewright.core.nest import labels, leaves, mapped
 from tilewright.runtime import kernel as module
 from tilewright.runtime import plan
-from tilewright.runtime.kernel import kernel
+from tilewright.runtime.kernel import argument_class, kernel
 
 
 class Compiled:
@@ -82,3 +83,60 @@ def test_warmup_on_a_cpu_has_nothing_to_do():
         tw.warmup(tw.rms_norm, x, torch.ones(7))
     with pytest.raises(TypeError, match="function must be an operation of tilewright's, got builtin_function"):
         tw.warmup(print)
+
+
+# ---- tuples as arguments ---------------------------------------------------------------------------------------------
+
+
+class Pair(NamedTuple):
+    data: Any
+    stride: Any
+
+
+def test_leaves_of_arguments_and_their_names():
+    given = [3, Pair("x", (1, None)), ("y", 2)]
+    assert list(leaves(given)) == [
+        ((0,), 3),
+        ((1, 0), "x"),
+        ((1, 1, 0), 1),
+        ((1, 1, 1), None),
+        ((2, 0), "y"),
+        ((2, 1), 2),
+    ]
+    assert labels("A", given[1]) == {(0,): "A.data", (1, 0): "A.stride.0", (1, 1): "A.stride.1"}
+    assert labels("A", 3) == {(): "A"}
+    doubled = mapped(lambda path, leaf: (path, leaf), Pair("x", (1,)))
+    assert doubled == Pair(((0,), "x"), (((1, 0), 1),)) and isinstance(doubled, Pair)
+
+
+def test_a_replay_puts_the_addresses_of_its_own_call_into_tuples(monkeypatch):
+    """What is no tensor stays, also a tuple of the launcher's own; a launch keeps no tensor alive."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(plan, "raw_stream", lambda device: 99)
+    compiled, launched = Compiled("CudaLauncher"), []
+    compiled.packed_metadata = (1, 2)
+    compiled.run.launch = lambda *args: launched.append(args)
+    x, y = torch.zeros(8), torch.zeros(8)
+    with plan.Recorder([x, y]) as recorder:
+        ordered = [x, Pair(y[2:], 5), ((x, None), y), ("a word", 1), 7]
+        recorder.launch(plan.CudaLaunch(compiled, (3,), ordered), ordered)
+    launch, places = recorder.launches[0]
+    replay = launch.bind(places)
+    replay([], [1000, 2000])
+    head, own = launched[0][: plan.CudaLaunch.HEAD], launched[0][plan.CudaLaunch.HEAD :]
+    assert own == (1000, (2008, 5), ((1000, None), 2000), ("a word", 1), 7)
+    assert head[3] == 99 and head[9] == (1, 2)
+
+
+def test_the_variant_depends_on_what_lies_in_a_tuple():
+    one = argument_class(Pair(torch.zeros(8), 16), True)
+    assert one == argument_class(Pair(torch.ones(8), 32), True)
+    others = [
+        Pair(torch.zeros(8), 1),
+        Pair(torch.zeros(8), 17),
+        Pair(None, 16),
+        Pair(torch.zeros(8).half(), 16),
+        (torch.zeros(8),),
+    ]
+    assert all(argument_class(other, True) != one for other in others)
+    assert argument_class(Pair(torch.zeros(8), 17), False) == argument_class(Pair(torch.zeros(8), 1), False)

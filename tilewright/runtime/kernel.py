@@ -1,9 +1,9 @@
 """`kernel`: a Triton or Gluon function together with its grid. Calling it launches it.
 
-There is one launch path. A call names its runtime arguments by position and its constants by keyword; the kernel's own
-default (or a tuned row) adds the rest; the compiled variant is found by a key of dtypes, 16-byte alignment, the class of each
-integer, constants and device. What was launched is also told to the active `Recorder`, so that the op which called us can
-replay it without coming back here (`plan.py`).
+There is one launch path. A call names its runtime arguments by position and its constants by keyword; an argument may be a
+tuple of others, which the kernel hands on to what needs them. The kernel's own default (or a tuned row) adds the rest; the
+compiled variant is found by a key of dtypes, 16-byte alignment, the class of each integer, constants and device. What was
+launched is also told to the active `Recorder`, so that the op which called us can replay it without coming back here (`plan.py`).
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch
 import triton
 from torch import Tensor
 
+from ..core.nest import leaves
 from ..core.target import INTERPRETING, Target
 from . import config, plan
 
@@ -57,6 +58,8 @@ def argument_class(value: Any, specialised: bool) -> Any:
         return integer_class(value, specialised)
     if isinstance(value, float):
         return float
+    if isinstance(value, tuple):
+        return tuple(argument_class(item, specialised) for item in value)
     if hasattr(value, "block_shape"):  # a tensor descriptor: its box and layout are part of the type
         return value.base.dtype, tuple(value.block_shape), repr(value.layout)
     raise TypeError(f"a kernel cannot take a {type(value).__name__}")
@@ -112,13 +115,17 @@ class Kernel:
     def __call__(self, *args: Any, **constants: Any) -> None:
         a = Arguments(zip(self.names, args))
         a.update(constants)
-        tensor = next(v for v in args if isinstance(v, Tensor))
+        tensor = next(v for _, v in leaves(args) if isinstance(v, Tensor))
         a.update(config.config_for(self, a, Target.at(tensor.device)))
         options = {k: a.pop(k) for k in OPTIONS & a.keys()}
         grid = tuple(self.grid(a))
         if 0 in grid:
             return
         ordered = [a[name] for name in self.names]
+        if any(isinstance(a[name], tuple) for name in self.tokens):
+            raise TypeError(
+                f"{self.name}: Triton specialises integers in tuples: tokens must be arguments of their own"
+            )
         recorder = plan.Recorder.active()
         collected = _collected.get()
         if collected is not None:

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..core.nest import Path, leaves, mapped
 from ..core.private import DispatchMode, empty_strided_cuda, no_modes, raw_stream
 
 aten = torch.ops.aten
@@ -51,6 +52,9 @@ class Place(NamedTuple):
         return out.set_(base.untyped_storage(), start // self.dtype.itemsize, self.shape, self.stride)
 
 
+Places = Sequence[tuple[Path, Place]]  # of a launch's tensors: where among its arguments, and which
+
+
 class HostLaunch:
     """A launch through the interpreter: it wants tensors, not addresses."""
 
@@ -61,14 +65,17 @@ class HostLaunch:
         with no_modes():  # the interpreter's own torch calls are no part of what the op did
             self.jit[self.grid](*self.ordered)
 
-    def bind(self, places: list[tuple[int, Place]]) -> Callable:
-        def replay(slots: list[Tensor], addresses: list[int]) -> None:
-            args = list(self.ordered)
-            for at, place in places:
-                args[at] = place.view(slots[place.slot])
-            self.jit[self.grid](*args)
+    def bind(self, places: Places) -> Callable:
+        found = dict(places)
 
-        self.ordered = [None if isinstance(a, Tensor) else a for a in self.ordered]
+        def replay(slots: list[Tensor], addresses: list[int]) -> None:
+            def filled(path: Path, value: Any) -> Any:
+                return found[path].view(slots[found[path].slot]) if path in found else value
+
+            self.jit[self.grid](*mapped(filled, template))
+
+        template = mapped(lambda _, value: None if isinstance(value, Tensor) else value, tuple(self.ordered))
+        self.ordered = []  # no tensor is kept alive
         return replay
 
 
@@ -100,24 +107,31 @@ class CudaLaunch:
         args[3] = raw_stream(self.device)
         self.raw(*args)
 
-    def bind(self, places: list[tuple[int, Place]]) -> Callable:
+    def bind(self, places: Places) -> Callable:
         raw, device, stream = self.raw, self.device, raw_stream
         template = [None if isinstance(a, Tensor) else a for a in self.args]
-        moves, descriptors = [], []
-        for at, place in places:
+        moves, descriptors, inside = [], [], {}
+        for (at, *inner), place in places:
             value = self.args[at + self.HEAD]
-            if isinstance(value, Tensor):
+            if inner:
+                inside.setdefault(at, {})[tuple(inner)] = place
+            elif isinstance(value, Tensor):
                 moves.append((at + self.HEAD, place.slot, place.offset))
             else:
                 template[at + self.HEAD] = None
                 fields = {name: held for name, held in vars(value).items() if name != "base"}  # no tensor is kept alive
                 descriptors.append((at + self.HEAD, place, type(value), fields))
+        tuples = [(at + self.HEAD, _addresses_in(self.args[at + self.HEAD], found)) for at, found in inside.items()]
+        for at, _ in tuples:
+            template[at] = None  # here neither
 
         def replay(slots: list[Tensor], addresses: list[int]) -> None:
             args = template.copy()
             args[3] = stream(device)
             for at, slot, offset in moves:
                 args[at] = addresses[slot] + offset
+            for at, made in tuples:
+                args[at] = made(addresses)
             for at, place, kind, fields in descriptors:
                 base = slots[place.slot]
                 args[at] = descriptor = kind.__new__(kind)
@@ -137,7 +151,7 @@ class Fill:
         with no_modes():
             self.tensor.fill_(self.value)
 
-    def bind(self, places: list[tuple[int, Place]]) -> Callable:
+    def bind(self, places: Places) -> Callable:
         (_, place), value, self.tensor = places[0], self.value, None
 
         def replay(slots: list[Tensor], addresses: list[int]) -> None:
@@ -166,7 +180,7 @@ class Recorder(DispatchMode):
         self.inputs = len(inputs)
         self.slots: list[Tensor] = list(inputs)
         self.allocations: list[tuple[Place, float | None]] = []
-        self.launches: list[tuple[Any, list[tuple[int, Place]]]] = []
+        self.launches: list[tuple[Any, Places]] = []
         self.before: list[int] = []  # of each launch: how many allocations there were
         self.foreign: str | None = None if watch else "nobody watched"
         self._places: dict[int, tuple[Tensor, Place]] = {}  # by id; the tensor is kept alive so that ids stay unique
@@ -227,7 +241,7 @@ class Recorder(DispatchMode):
     def launch(self, launch: Any, ordered: list) -> None:
         if not self.watch:
             return
-        bases = [(at, getattr(v, "base", v)) for at, v in enumerate(ordered)]  # a tensor descriptor has a base
+        bases = [(at, getattr(v, "base", v)) for at, v in leaves(ordered)]  # a tensor descriptor has a base
         places = [(at, self.place(base)) for at, base in bases if isinstance(base, Tensor)]
         if launch.bind is None:
             self.foreign = self.foreign or f"a launch that cannot be replayed ({type(launch).__name__})"
@@ -317,10 +331,10 @@ class Plan:
         if not (self.single and len(launches) == len(self._allocate) == 1 and self._elsewhere is None):
             return None
         launch, places = launches[0]
-        slots = {place.slot: at + CudaLaunch.HEAD for at, place in places if place.offset == 0}
+        slots = {place.slot: path[0] + CudaLaunch.HEAD for path, place in places if place.offset == 0}
         if type(launch) is not CudaLaunch or len(places) != count + 1 or set(slots) != set(range(count + 1)):
             return None
-        if any(hasattr(a, "base") for a in launch.args):
+        if any(len(path) > 1 for path, _ in places) or any(hasattr(a, "base") for a in launch.args):
             return None
         if self._results[0][0] != count:
             return None
@@ -344,6 +358,22 @@ class Plan:
             return result
 
         return simple
+
+
+def _addresses_in(value: tuple, places: dict[Path, Place]) -> Callable[[list[int]], tuple]:
+    """A function that makes a tuple argument of a later call: its tensors become addresses."""
+    parts: list[Any] = []
+    for at, item in enumerate(value):
+        if isinstance(item, tuple):
+            parts.append(_addresses_in(item, {path[1:]: place for path, place in places.items() if path[0] == at}))
+        else:
+            place = places.get((at,))
+            parts.append(item if place is None else (place.slot, place.offset))
+
+    def made(addresses: list[int]) -> tuple:
+        return tuple(p(addresses) if callable(p) else addresses[p[0]] + p[1] if type(p) is tuple else p for p in parts)
+
+    return made
 
 
 def _as_allocated(out: Tensor, place: Place, allocated: Tensor) -> Tensor | None:

@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor
 from triton import JITFunction
 
+from ..core.nest import labels, leaves
 from .kernel import Arguments, Wanted
 
 OURS = __name__.partition(".")[0] + "."
@@ -31,8 +32,11 @@ def described(wanted: Wanted) -> Iterator[str]:
     for parameter, value in zip(wanted.kernel.jit.params, wanted.ordered):
         if parameter.is_constexpr:
             yield f"{parameter.name}={constant(value)}"
-        elif value is None or isinstance(value, Tensor):
-            yield f"{parameter.name}: {getattr(value, 'dtype', None)}"
+            continue
+        names = labels(parameter.name, value)
+        for path, leaf in leaves((value,)):
+            if leaf is None or isinstance(leaf, Tensor):
+                yield f"{names[path[1:]]}: {getattr(leaf, 'dtype', None)}"
     yield repr(sorted(wanted.options.items()))
 
 

@@ -28,6 +28,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.cache import get_cache_manager
 
+from ..core.nest import labels
 from ..core.target import TARGETS
 
 __all__ = ["CompileError", "Compiled", "compile_for", "fingerprint", "gpu_target"]
@@ -89,7 +90,7 @@ def gpu_target(arch: str) -> GPUTarget:
 
 def compile_for(
     function: Any,
-    signature: Mapping[str, str],
+    signature: Mapping[str, str | tuple],
     constants: Mapping[str, Any],
     arch: str,
     *,
@@ -101,10 +102,10 @@ def compile_for(
 ) -> Compiled:
     """Compile a `triton.jit` or `gluon.jit` function for `arch`.
 
-    `signature` gives the type of each runtime argument (`*bf16`, `*fp8e4nv`, `i32`, `fp32`, `tensordesc<...>`),
-    `constants` the value of every other one: constexprs, injected functions, `None` for an absent pointer, 1 for an
-    integer that is specialised to it. `divisible` names the pointers and integers that are multiples of 16. `options`
-    go to the backend.
+    `signature` gives the type of each runtime argument (`*bf16`, `*fp8e4nv`, `i32`, `fp32`, `tensordesc<...>`), of a tuple the
+    types in it, with `constexpr` for what is constant; `constants` the value of every other one: constexprs, injected functions,
+    `None` for an absent pointer, 1 for an integer that is specialised to it. `divisible` names the pointers and integers that are
+    multiples of 16. What lies in a tuple is named `WAY.codes` or `SOURCE.0`. `options` go to the backend.
     """
     source = _source(function, signature, constants, divisible)
     chosen = _options(arch, num_warps=num_warps, num_stages=num_stages, maxnreg=maxnreg, **options)
@@ -127,7 +128,7 @@ def compile_for(
 
 def fingerprint(
     function: Any,
-    signature: Mapping[str, str],
+    signature: Mapping[str, str | tuple],
     constants: Mapping[str, Any],
     arch: str,
     *,
@@ -171,7 +172,7 @@ def _options(
 
 
 def _source(
-    function: Any, signature: Mapping[str, str], constants: Mapping[str, Any], divisible: Collection[str]
+    function: Any, signature: Mapping[str, str | tuple], constants: Mapping[str, Any], divisible: Collection[str]
 ) -> ASTSource:
     if not hasattr(function, "is_gluon"):
         kind = type(function).__name__
@@ -179,7 +180,12 @@ def _source(
             f"function is a {kind}; it should be a compiled kernel (is TRITON_INTERPRET set in this process?)"
         )
     names = function.arg_names
-    unknown = sorted((set(signature) | set(constants) | set(divisible)) - set(names))
+    inner = {
+        label: (at, *path)
+        for at, name in enumerate(names)
+        for path, label in labels(name, signature.get(name, "constexpr")).items()
+    }
+    unknown = sorted((set(signature) - set(names)) | (set(constants) | set(divisible)) - set(inner))
     missing = [name for name in names if name not in signature and name not in constants]
     twice = sorted(set(signature) & set(constants))
     for problem, which in (
@@ -190,12 +196,13 @@ def _source(
         if which:
             raise ValueError(f"{function.__name__} {problem} {', '.join(which)}")
     types = {name: "constexpr" if name in constants else signature[name] for name in names}
-    attributes = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name in divisible}
+    attributes = {inner[name]: [["tt.divisibility", 16]] for name in inner if name in divisible}
+    values = {inner[name]: value for name, value in constants.items()}
     if not function.is_gluon():
-        return ASTSource(fn=function, signature=types, constexprs=dict(constants), attrs=attributes)
+        return ASTSource(fn=function, signature=types, constexprs=values, attrs=attributes)
     from triton.experimental.gluon._runtime import GluonASTSource
 
-    return GluonASTSource(fn=function, signature=types, constexprs=dict(constants), attrs=attributes)
+    return GluonASTSource(fn=function, signature=types, constexprs=values, attrs=attributes)
 
 
 @contextlib.contextmanager
