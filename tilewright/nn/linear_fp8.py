@@ -19,14 +19,13 @@ from torch.autograd.function import once_differentiable
 
 from ..core.draw import Draw
 from ..core.format import Format, Quantized
-from ..core.memory import overlapping, self_overlapping
 from ..core.tensor import cdiv, name_of, rows
 from ..formats.fp8 import fp8
 from ..gemm.operands import values
 from ..gemm.scaled_mm import product
-from ..op import Bars, Cost, Gradient, Op, Out, Sharding, Triton, force, single, upcast
+from ..op import Bars, Cost, Gradient, Op, Out, Sharding, Triton, single, upcast
 from ..ops.quantise.quantize import quantize
-from ..runtime import register
+from ..runtime.accumulate import Accumulating
 from ..runtime.choose import forced
 
 BLOCK = 128
@@ -245,129 +244,97 @@ def linear_fp8_main_grad(
     `main_grad` is float32 of the shape of `weight`, which itself gets no gradient; see `embedding_main_grad` for what becomes
     of Megatron's attributes. `x` is kept and quantised again in the backward.
     """
-    if not isinstance(main_grad, Tensor):
-        raise TypeError(f"{OP}_main_grad: main_grad must be a Tensor, got {type(main_grad).__name__}")
-    if main_grad.requires_grad:
-        raise ValueError(f"{OP}_main_grad: main_grad requires a gradient: pass main_grad.detach()")
-    return torch.ops.tilewright.linear_fp8_main_grad(
-        x, weight, main_grad, bias, weight_codes, weight_scale, weight_codes_t
-    )
+    given = (x, weight, bias, weight_codes, weight_scale, weight_codes_t)
+    return accumulating(main_grad, dict(zip(NAMES, given)))
 
 
 NAMES = ("x", "weight", "bias", "weight_codes", "weight_scale", "weight_codes_t")
 
 
-def arguments(x: Tensor, weight: Tensor, main_grad: Tensor, *rest: Tensor | None) -> dict[str, Any]:
-    """The layer's arguments by name, after they and `main_grad` were checked but for what depends on addresses."""
-    given = dict(zip(NAMES, (x, weight, *rest)), keep="input")
-    linear_fp8.signature.validate(given)
-    if main_grad.dtype != torch.float32:
-        raise TypeError(f"{OP}_main_grad: main_grad must be float32, got {name_of(main_grad.dtype)}")
-    if main_grad.shape != weight.shape or main_grad.device != weight.device:
-        raise ValueError(
-            f"{OP}_main_grad: main_grad is {list(main_grad.shape)} on {main_grad.device}, but weight is"
-            f" {list(weight.shape)} on {weight.device}"
-        )
-    return given
-
-
-def layer(x: Tensor, weight: Tensor, main_grad: Tensor, *rest: Tensor | None) -> Tensor:
-    given = arguments(x, weight, main_grad, *rest)
-    if self_overlapping(main_grad) or overlapping(main_grad, weight):
-        raise ValueError(f"{OP}_main_grad: main_grad shares memory within itself or with weight")
-    return linear_fp8.run(given)[0]
-
-
-def layer_fake(x: Tensor, weight: Tensor, main_grad: Tensor, *rest: Tensor | None) -> Tensor:
-    arguments(x, weight, main_grad, *rest)
-    return x.new_empty((*x.shape[:-1], weight.shape[0]))
-
-
-def layer_backward(
+def reference_accumulate(
     dy: Tensor,
     x: Tensor,
     weight: Tensor,
     main_grad: Tensor,
-    weight_codes,
-    weight_scale,
-    weight_codes_t,
-    data: bool,
-    add: bool,
-) -> Tensor:
-    """Returns dy @ weight if `data`, and adds dy.T @ x to `main_grad` if `add`."""
-    if (
-        dy.shape != (*x.shape[:-1], weight.shape[0])
-        or x.shape[-1] != weight.shape[1]
-        or main_grad.shape != weight.shape
-    ):
-        shapes = ", ".join(f"{list(t.shape)}" for t in (dy, x, weight, main_grad))
-        raise ValueError(f"{OP}_main_grad: dy, x, weight and main_grad do not belong together: {shapes}")
-    a = SimpleNamespace(
-        x=x, weight=weight, weight_codes=weight_codes, weight_scale=weight_scale, weight_codes_t=weight_codes_t
-    )
-    flat, dx = rows(dy), x.new_empty(0)
-    with torch.no_grad():
-        if linear_fp8.implementation(vars(a)) is None:
-            if data:
-                known = known_weight(weight, weight_codes, weight_scale)
-                dx = times(through_codes(flat, CODES["row"]), known).to(x.dtype).reshape(x.shape)
-            if add:
-                main_grad.add_(times(through_codes(flat, CODES["col"]).t(), through_codes(rows(x), CODES["col"])))
-            return dx
-        q = coded(flat, WAYS[data, add])
-        if data:
-            dx = data_gradient(a, q, x.dtype).reshape(x.shape)
-        if add:
-            p = coded(rows(x), "col")
-            weight_gradient(q, p.data_t, p.scale_t, torch.float32, c=main_grad, beta=1.0, out=main_grad)
-        return dx
-
-
-def layer_backward_fake(dy: Tensor, x: Tensor, *rest: Any) -> Tensor:
-    return x.new_empty(x.shape if rest[-2] else 0)
-
-
-def keep_for_backward(ctx: Any, inputs: tuple, output: Tensor) -> None:
-    x, weight, main_grad, bias, *codes = inputs
-    ctx.save_for_backward(x, weight, *codes)
-    ctx.main_grad, ctx.weight = main_grad, weight  # not a saved tensor: other backwards write to it in between
-    ctx.bias_dtype = None if bias is None else bias.dtype
-    ctx.forced = forced.get()  # autograd may run the backward in a thread of its own
-
-
-def accumulating_backward(ctx: Any, dy: Tensor) -> tuple:
-    from ..ops.embedding.embedding import placeholder
-
-    x, weight, *codes = ctx.saved_tensors
-    data, add, _, bias, *_ = ctx.needs_input_grad
-    dx = dweight = dbias = None
-    if data or add:
-        with force(ctx.forced):
-            made = torch.ops.tilewright.linear_fp8_main_grad_backward(dy, x, weight, ctx.main_grad, *codes, data, add)
-        dx = made if data else None
+    weight_codes: Tensor | None = None,
+    weight_scale: Tensor | None = None,
+    weight_codes_t: Tensor | None = None,
+    *,
+    data: bool = True,
+    add: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """The backward of `linear_fp8`: gives `dy @ weight`, or nothing without `data`, and adds `dy.T @ x` to `main_grad` if `add`."""
+    flat, dx = rows(dy), x.new_empty((*x.shape[:-1], 0))
+    if data:
+        known = known_weight(weight, weight_codes, weight_scale)
+        dx = times(through_codes(flat, CODES["row"]), known).to(x.dtype).reshape(x.shape)
     if add:
-        dweight = placeholder(ctx.weight)
-    if bias:
-        dbias = rows(dy).sum(0, dtype=torch.float32).to(ctx.bias_dtype)
-    return dx, dweight, None, dbias, None, None, None
+        made = times(through_codes(flat, CODES["col"]).t(), through_codes(rows(x), CODES["col"]))
+        main_grad = (main_grad + made).to(main_grad.dtype)
+    return dx, main_grad
 
 
-def register_functions() -> None:
-    """Register the layer's functions as ops, so that torch.compile and dispatch modes see what is written, and when."""
-    codes = "Tensor? weight_codes, Tensor? weight_scale, Tensor? weight_codes_t"  # no defaults: tracing would drop them
-    one = f"linear_fp8_main_grad(Tensor x, Tensor weight, Tensor main_grad, Tensor? bias, {codes}) -> Tensor"
-    tensors = f"Tensor dy, Tensor x, Tensor weight, Tensor(a!) main_grad, {codes}"
-    back = f"linear_fp8_main_grad_backward({tensors}, bool data, bool add) -> Tensor"
-    made = (one, layer, layer_fake), (back, layer_backward, layer_backward_fake)
-    for schema, implementation, fake in made:
-        name = schema.partition("(")[0]
-        register.LIBRARY.define(schema)
-        for device in register.DEVICES:
-            register.LIBRARY.impl(name, implementation, device)
-        torch.library.register_fake(f"tilewright::{name}", fake, lib=register.LIBRARY)
-    torch.library.register_autograd(
-        "tilewright::linear_fp8_main_grad", accumulating_backward, setup_context=keep_for_backward, lib=register.LIBRARY
+def inputs_accumulate(draw: Draw) -> dict:
+    drawn = inputs(draw)
+    made = {n: drawn[n] for n in ("x", "weight", "weight_codes", "weight_scale", "weight_codes_t") if n in drawn}
+    out = drawn["weight"].shape[0]
+    return {
+        "dy": draw.tensor("tokens", out),
+        **made,
+        "main_grad": draw.tensor(out, "hidden", dtype=torch.float32),
+        "data": draw.option("data", True, False),
+        "add": draw.option("add", True, False),
+    }
+
+
+def forward_accumulate(
+    dy, x, weight, main_grad, weight_codes, weight_scale, weight_codes_t, *, data, add, needs: frozenset
+) -> Tensor:
+    a = SimpleNamespace(
+        weight=weight, weight_codes=weight_codes, weight_scale=weight_scale, weight_codes_t=weight_codes_t
     )
+    dx = torch.empty((*x.shape[:-1], 0), dtype=x.dtype, device=x.device)
+    if not (data or add):
+        return dx
+    q = coded(rows(dy), WAYS[data, add])
+    if data:
+        dx = data_gradient(a, q, x.dtype).reshape(x.shape)
+    if add:
+        p = coded(rows(x), "col")
+        weight_gradient(q, p.data_t, p.scale_t, torch.float32, c=main_grad, beta=1.0, out=main_grad)
+    return dx
 
 
-register_functions()
+def check_accumulate(dy, x, weight, main_grad, weight_codes, weight_scale, weight_codes_t, *, data, add) -> None:
+    check_codes("linear_fp8_accumulate", weight, weight_codes, weight_scale, weight_codes_t)
+
+
+def flops_accumulate(dy, x, *, data, add, **_) -> int:
+    return 2 * dy.numel() * x.shape[-1] * (data + add)
+
+
+def add_gradient(saved: SimpleNamespace, dy: Tensor, main_grad: Tensor, needs: frozenset) -> dict:
+    data, add, found = "x" in needs, "weight" in needs, {}
+    if data or add:
+        codes = saved.weight_codes, saved.weight_scale, saved.weight_codes_t
+        dx = linear_fp8_accumulate(dy, saved.x, saved.weight, main_grad, *codes, data=data, add=add)
+        found["x"] = dx if data else None
+    if "bias" in needs:
+        found["bias"] = rows(dy).sum(0, dtype=torch.float32).to(saved.dtypes["bias"])
+    return found
+
+
+linear_fp8_accumulate = Op(
+    "linear_fp8_accumulate", reference_accumulate, inputs_accumulate, Triton(forward_accumulate, None, single),
+    cost=Cost(flops=flops_accumulate), composite=True, sibling=OP, internal=True,
+    where={
+        "dy": "float[... columns]", "x": "float[... hidden]", "weight": "float[columns hidden]",
+        "main_grad": "float32[columns hidden]", "weight_codes": "codes[columns hidden]",
+        "weight_scale": "float32[out_blocks in_blocks]", "weight_codes_t": "codes[hidden columns]",
+    },
+    results={"dx": lambda a: "x[... hidden]" if a.data else "x[... 0]"}, writes=("main_grad",), check=check_accumulate,
+    out=Out(contiguous=("dx",)), bars=Bars("F", steps=True),
+)  # fmt: skip
+accumulating = Accumulating(
+    linear_fp8, "weight", add_gradient, ("x", "weight", *NAMES[3:]), kinds=("float32",), keep="input"
+)

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from ...nn.expert_codes import KeepsCodes, KeptCodes
 from ...nn.experts import moe_feed_forward
 from ...ops.activation.glu import glu
-from ...ops.embedding.embedding import placeholder
 from ...ops.moe.grouped_mm import grouped_mm
+from ...runtime.accumulate import placeholder
 
 ACTIVATIONS = {F.silu: "silu", F.gelu: "gelu_erf", F.relu: "relu", torch.sigmoid: "sigmoid"}
 # What a config must have, and what it is where a version does not know it.

@@ -9,7 +9,6 @@ such runs, in their order. The sums become a new gradient, or are added to `main
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,10 +18,9 @@ from torch import Tensor
 
 from ...core.debug import check_indices
 from ...core.draw import Draw
-from ...core.memory import overlapping, self_overlapping
 from ...core.tensor import cdiv, power_of_two, rows
 from ...op import Bars, Cost, Gradient, Op, Out, Sharding, Triton, single, upcast
-from ...runtime import register
+from ...runtime.accumulate import Accumulating
 from ...runtime.kernel import kernel
 
 COUNTED = 16384  # tokens; the work of counting grows with their square, and beyond this torch's sort is faster
@@ -260,73 +258,12 @@ def embedding_main_grad(ids: Tensor, weight: Tensor, main_grad: Tensor, *, paddi
     zeros if its `zero_out_wgrad` is true. Under `torch.compile` the backward adds as well but sees no attributes; if several
     forwards come before their backwards, pass it `main_grad.data`, for torch lets no saved tensor change in between.
     """
-    if isinstance(main_grad, Tensor) and main_grad.requires_grad:
-        raise ValueError("embedding_main_grad: main_grad requires a gradient: pass main_grad.detach()")
-    if not isinstance(main_grad, Tensor):
-        raise TypeError(f"embedding_main_grad: main_grad must be a Tensor, got {type(main_grad).__name__}")
-    return torch.ops.tilewright.embedding_main_grad(ids, weight, main_grad, padding_idx)
+    return accumulating(main_grad, {"ids": ids, "weight": weight, "padding_idx": padding_idx})
 
 
-def check_buffer(weight: Tensor, main_grad: Tensor) -> None:
-    """Raise where `main_grad` cannot be that of `weight`, by all that depends on no address."""
-    if not main_grad.is_floating_point() or main_grad.element_size() < 2:
-        raise TypeError(f"embedding_main_grad: main_grad must be a float tensor, got {main_grad.dtype}")
-    if main_grad.shape != weight.shape or main_grad.device != weight.device:
-        raise ValueError(
-            f"embedding_main_grad: main_grad is {list(main_grad.shape)} on {main_grad.device}, but weight is"
-            f" {list(weight.shape)} on {weight.device}"
-        )
-
-
-def look_up(ids: Tensor, weight: Tensor, main_grad: Tensor, padding_idx: int | None = None) -> Tensor:
-    values = {"ids": ids, "weight": weight, "padding_idx": padding_idx}
-    embedding.validate(values)
-    check_buffer(weight, main_grad)
-    if self_overlapping(main_grad):
-        raise ValueError("embedding_main_grad: main_grad has elements that share memory")
-    if overlapping(main_grad, weight):
-        raise ValueError("embedding_main_grad: main_grad shares memory with weight")
-    embedding.implementation({**values, "main_grad": main_grad})  # raises for what the backward could not add to
-    return embedding.run(values)
-
-
-def look_up_fake(ids: Tensor, weight: Tensor, main_grad: Tensor, padding_idx: int | None = None) -> Tensor:
-    values = {"ids": ids, "weight": weight, "padding_idx": padding_idx}
-    embedding.signature.validate(values)
-    check_buffer(weight, main_grad)
-    return weight.new_empty((*ids.shape, weight.shape[1]))
-
-
-def keep(ctx: Any, inputs: tuple, output: Tensor) -> None:
-    ids, weight, main_grad, ctx.padding_idx = inputs
-    ctx.save_for_backward(ids)
-    # Not a saved tensor: another backward into the same buffer would make it one that was changed in the meantime
-    ctx.main_grad, ctx.weight = main_grad, weight
-
-
-def accumulating_backward(ctx: Any, dy: Tensor) -> tuple:
-    embedding_accumulate(ctx.saved_tensors[0], dy.resolve_neg(), ctx.main_grad, padding_idx=ctx.padding_idx)
-    return None, placeholder(ctx.weight), None, None
-
-
-def placeholder(weight: Tensor) -> Tensor | None:
-    if not hasattr(weight, "grad_added_to_main_grad"):
-        return None
-    weight.grad_added_to_main_grad = True
-    make = torch.zeros_like if getattr(weight, "zero_out_wgrad", False) else torch.empty_like
-    return make(weight, requires_grad=False)
-
-
-def register_lookup() -> None:
-    """Register the function as an op, so that torch.compile and dispatch modes see what its backward writes, and when."""
-    name = "embedding_main_grad"
-    register.LIBRARY.define(f"{name}(Tensor ids, Tensor weight, Tensor main_grad, int? padding_idx=None) -> Tensor")
-    for device in register.DEVICES:
-        register.LIBRARY.impl(name, look_up, device)
-    torch.library.register_fake(f"tilewright::{name}", look_up_fake, lib=register.LIBRARY)
-    torch.library.register_autograd(
-        f"tilewright::{name}", accumulating_backward, setup_context=keep, lib=register.LIBRARY
-    )
+def add_gradient(saved: SimpleNamespace, dy: Tensor, main_grad: Tensor, needs: frozenset) -> dict:
+    embedding_accumulate(saved.ids, dy.resolve_neg(), main_grad, padding_idx=saved.padding_idx)
+    return {}
 
 
 def reference_accumulate(ids: Tensor, dy: Tensor, main_grad: Tensor, *, padding_idx: int | None = None) -> Tensor:
@@ -377,4 +314,6 @@ embedding = Op(
     out=Out(contiguous=("out",)), gradient=Gradient(of=("weight",), shape_only=lambda values: ("weight",)), check=check,
     sharding=Sharding(("...", "hidden")), bars=Bars("A"),
 )  # fmt: skip
-register_lookup()
+accumulating = Accumulating(
+    embedding, "weight", add_gradient, saves=("ids",), kinds=("float32", "bfloat16", "float16", "float64")
+)
