@@ -28,6 +28,17 @@ def test_every_pair_and_parts_of_the_inner_dimension(pair):
     assert (y.double() - exact).norm() <= 1e-5 * exact.norm()
 
 
+def test_zero_points_that_lie_otherwise_than_their_scales():
+    """The kernel for few rows reads both by the strides of the scales: it must not take these."""
+    dims = {"tokens": 4, "hidden": 512, "columns": 1024}
+    values = draw(OPS["scaled_mm"], NET, 1, torch.bfloat16, dims, {"pair": "int4_weight", "zero_b": True}).values
+    given = {**values, "zero_b": values["zero_b"].contiguous()}
+    assert given["zero_b"].stride() != given["scale_b"].stride()
+    with tw.force("triton"):
+        y, same = (OPS["scaled_mm"].run(OPS["scaled_mm"].signature.bind((), v)) for v in (given, values))
+    torch.testing.assert_close(y.float(), same.float(), rtol=1e-2, atol=1e-2)
+
+
 def test_parts_are_none_empty():
     for tiles in (1, 2, 31, 64, 66, 67, 500):
         for blocks in (0, 1, 7, 8, 15, 16, 17, 63, 64, 100, 1000):

@@ -9,7 +9,7 @@ import torch
 import tilewright as tw
 from tests import integer_oracle as oracle
 from tilewright.core.format import Quantized
-from tilewright.formats import integer_tiles
+from tilewright.formats import fill
 from tilewright.formats.fp8 import GRANULARITIES
 from tilewright.formats.integers import int4, int8, unpack_nibbles
 from tilewright.ops.quantise.quantize import quantize
@@ -52,7 +52,7 @@ def test_whole_tiles_odd_sizes_and_strides():
 
 
 def test_rows_too_long_for_a_program(monkeypatch):
-    monkeypatch.setattr(integer_tiles, "WIDEST", 0)
+    monkeypatch.setattr(fill, "WIDEST", 0)
     x = torch.from_numpy(oracle.matrix(7, 300))
     for fmt in (int8("row"), int4()):
         assert_same(made(x, fmt), fmt.quantize(x))

@@ -14,8 +14,9 @@ from torch import Tensor
 from tests import fp8_oracle as oracle
 from tests.fp8_oracle import SOME, amaxes, bits, codes, every, matrix, ties
 from tilewright.device.quantize import amax, code_bits, decode, interleave4, pack4, quotient, scale_of
+from tilewright.formats.dequantize import load_tiles
+from tilewright.formats.fill import fill_from
 from tilewright.formats.fp8 import CODES, GRANULARITIES, RULES, WAYS, fp8
-from tilewright.formats.tiles import load_tile, load_tiles, store_tiles
 from tilewright.runtime.kernel import kernel
 from tilewright.toolchain.interpret import reversed_programs
 
@@ -134,7 +135,7 @@ def filled(fmt, x: Tensor, offsets: Tensor | None = None):
     q = fmt.empty(x.shape, x.dtype, "cpu", 0 if offsets is None else offsets.shape[0], offsets)
     for t in q.tensors():
         t.view(torch.uint8).fill_(0x55) if t.dtype.itemsize == 1 else t.fill_(float("nan"))
-    store_tiles(q, load_tile, (x,), x.stride(), scale=fmt.tensor)
+    fill_from(q, x, fmt.tensor)
     return q
 
 

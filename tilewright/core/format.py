@@ -6,6 +6,7 @@ the logical ones, so autograd carries ordinary gradients (a raw float8 result wo
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -20,16 +21,38 @@ from .private import no_torch_function
 class Format:
     """A number format. Subclasses are frozen dataclasses; `name` starts the canonical string `key`, which `str` gives.
 
-    A subclass gives `key`, `tensor_names`, `quantize` (the reference, computed in fp32), `dequantize`, `empty`, `check` and the
-    class method `from_fields`, the inverse of `key`.
+    A subclass gives `key`, `tensor_names`, `quantize` (the reference, computed in fp32), `dequantize`, `empty`, `check`, what
+    kernels ask (`granularity`, `reach`, `device_format`) and the class method `from_fields`, the inverse of `key`.
     """
 
     name: ClassVar[str] = ""
-    fused: ClassVar[bool] = False  # whether the kernels of every op can make it as they store
     known: ClassVar[dict[str, type[Format]]] = {}
     key: str  # canonical string, made once: all of the format but `tensor`
     tensor: Tensor | None = None  # a static scale on the device, where there is one
     tensor_names: tuple[str, ...]  # what a value stores: some of FIELDS, in that order
+    granularity: str  # what a scale is for: "tensor", "row", "128x128" or a block of a row, "1x128", "1x32" or "1x16"
+    source: str = "dynamic"  # whence the scale of the whole comes where there is one: "dynamic", "static" or "unit"
+
+    @property
+    def block(self) -> int:
+        """How many numbers of a row share a scale, where blocks do; else 0."""
+        return int(self.granularity[2:]) if self.granularity.startswith("1x") else 0
+
+    @property
+    def small(self) -> bool:
+        """Whether there are several blocks to 128 numbers, whose scales are bytes."""
+        return 0 < self.block < 128
+
+    @property
+    def reach(self) -> str:
+        """What of a value decides a scale: a "block" of a row, a "row", a "tile", the whole "tensor", or nothing, "given"."""
+        if self.granularity == "tensor":
+            return "tensor" if self.source == "dynamic" else "given"
+        return {"row": "row", "128x128": "tile"}.get(self.granularity, "block")
+
+    def device_format(self, fast: bool) -> str:
+        """The compile-time FORMAT of `device/store.py`; `fast` takes the chip's conversion instructions."""
+        raise NotImplementedError(f"{type(self).__name__}.device_format")
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -77,16 +100,23 @@ class Format:
         """Uninitialised storage for a value of this shape, split into `groups` groups of rows (0: not grouped)."""
         raise NotImplementedError(f"{type(self).__name__}.empty")
 
-    def check(self, shape: Sequence[int]) -> None:
-        """Raise ValueError if a tensor of this shape cannot be held."""
+    def check(self, shape: Sequence[int], groups: int = 0) -> None:
+        """Raise ValueError if a tensor of this shape, its rows in so many groups, cannot be held."""
 
     def transposed(self) -> Format:
         """The format of a matrix's transpose, whose row-wise operand is the matrix's column-wise twin and the other way round."""
         raise TypeError(f"a value in {self} cannot be transposed: quantise the transpose")
 
     def recipe(self, scale: Tensor) -> tuple[Tensor, str]:
-        """A matrix's `scale` or `scale_t` as [rows or blocks of rows, blocks], and torch's name of that (`ScalingType`)."""
+        """A matrix's `scale` or `scale_t` as [rows or blocks of rows, blocks], but flat where it is stored in tiles, and torch's
+        name of that (`ScalingType`)."""
         raise TypeError(f"products do not take the format {self}")
+
+    def scale_stride(self, q: Quantized, way: str) -> int:
+        """What `device/store.py` takes as the stride of `q.scale` or, where `way` is "col", of `q.scale_t`: the distance between
+        rows of one with two dimensions, else 0."""
+        scale = q.scale_t if way == "col" else q.scale
+        return scale.stride(0) if scale is not None and scale.dim() == 2 else 0
 
     def extras(self, q: Quantized, way: str) -> tuple[Tensor | None, Tensor | None]:
         """(one scale for the whole beside those of blocks, zero points laid out as scales) of the row-wise operand or, where
@@ -161,6 +191,12 @@ class Quantized(Tensor):
     def tensors(self) -> tuple[Tensor, ...]:
         """The stored tensors in the order of FIELDS, without those that the format does not have."""
         return tuple(self._inner[name] for name in self.format.tensor_names)
+
+    def twin(self) -> Quantized:
+        """The column-wise twin alone, where there are both ways."""
+        names = [name for name in self.format.tensor_names if name.endswith("_t")]
+        one = dataclasses.replace(self.format, ways="col")
+        return Quantized.from_tensors(one, self.dtype, self.shape, [self._inner[n] for n in names], self.offsets)
 
     def in_groups(self, offsets: Tensor | None) -> None:
         """Say where the groups end that were stored here."""

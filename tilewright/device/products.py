@@ -9,6 +9,8 @@ too small to matter.
 import triton
 import triton.language as tl
 
+from .quantize import decode
+
 
 @triton.jit
 def finite(x):
@@ -92,39 +94,32 @@ def sum_parts(P, at, COUNT, PARTS):
 
 @triton.jit
 def widen_codes(x, E5M2: tl.constexpr):
-    """FP8 codes in bytes as bf16, which holds them all: the bits of e5m2 are the upper half of fp16's, those of e4m3 lie one lower
-    and have an exponent that is 8 less."""
-    if E5M2:
-        wide = (x.to(tl.uint16) << 8).to(tl.float16, bitcast=True).to(tl.float32)
-    else:
-        half = (((x & 0x80).to(tl.uint16) << 8) | ((x & 0x7F).to(tl.uint16) << 7)).to(tl.float16, bitcast=True)
-        wide = tl.where((x & 0x7F) == 0x7F, float("nan"), half.to(tl.float32) * 256.0)
-    return wide.to(tl.bfloat16)
+    """FP8 codes in bytes as bf16, which holds them all."""
+    return decode(x, "e5m2" if E5M2 else "e4m3").to(tl.bfloat16)
 
 
 @triton.jit
 def multiply_scaled(
-    A, B, SA, SB, row, col, start, end, M, N, K, stride_am, stride_ak, stride_bk, stride_bn, stride_sak, stride_sam, stride_sbk,
-    stride_sbn, COLUMNS: tl.constexpr, NATIVE: tl.constexpr, E5M2_A: tl.constexpr, E5M2_B: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    A, B, SA, SB, row, col, start, end, M, N, K, COLUMNS: tl.constexpr, NATIVE: tl.constexpr, E5M2_A: tl.constexpr,
+    E5M2_B: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """The tile at `row`, `col` of A[M, K] @ B[K, N] in FP8 codes, over blocks of 128 of the inner dimension from `start`, which
-    128 divides, to `end`: SA has a scale for every row of a block, SB for every COLUMNS columns. NATIVE: the chip multiplies
-    codes; elsewhere they come as bytes and are widened, which loses nothing."""
-    A += row.to(tl.int64)[:, None] * stride_am
-    B += col.to(tl.int64)[None, :] * stride_bn
-    SA += row.to(tl.int64) * stride_sam
-    SB += (col // COLUMNS).to(tl.int64) * stride_sbn
+    128 divides, to `end`: SA [blocks, rows] has a scale for every row of a block, SB [blocks, columns / COLUMNS] for every COLUMNS
+    columns. NATIVE: the chip multiplies codes; elsewhere they come as bytes and are widened, which loses nothing."""
+    at_a = A.data + row.to(tl.int64)[:, None] * A.stride_r
+    at_b = B.data + col.to(tl.int64)[None, :] * B.stride_c
+    at_sa = SA.data + row.to(tl.int64) * SA.stride_c
+    at_sb = SB.data + (col // COLUMNS).to(tl.int64) * SB.stride_c
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for at in tl.range(start, end, 128, num_stages=STAGES):
         first = tl.multiple_of(at, 128)  # of which, and of K, the compiler knows that codes can be loaded by words
         k = first + tl.arange(0, 128)
         step = k.to(tl.int64)
-        a = tl.load(A + step[None, :] * stride_ak, (row < M)[:, None] & (k < K)[None, :], 0.0 if NATIVE else 0)
-        b = tl.load(B + step[:, None] * stride_bk, (k < K)[:, None] & (col < N)[None, :], 0.0 if NATIVE else 0)
+        a = tl.load(at_a + step[None, :] * A.stride_c, (row < M)[:, None] & (k < K)[None, :], 0.0 if NATIVE else 0)
+        b = tl.load(at_b + step[:, None] * B.stride_r, (k < K)[:, None] & (col < N)[None, :], 0.0 if NATIVE else 0)
         block = (first // 128).to(tl.int64)
-        sa = tl.load(SA + block * stride_sak, row < M, 0.0)
-        sb = tl.load(SB + block * stride_sbk, col < N, 0.0)
+        sa = tl.load(at_sa + block * SA.stride_r, row < M, 0.0)
+        sb = tl.load(at_sb + block * SB.stride_r, col < N, 0.0)
         if NATIVE:
             part = tl.dot(a, b)
         else:
@@ -135,19 +130,19 @@ def multiply_scaled(
 
 @triton.jit
 def multiply_codes(
-    A, B, row, col, start, end, M, N, stride_am, stride_ak, stride_bk, stride_bn, NATIVE: tl.constexpr, E5M2_A: tl.constexpr,
-    E5M2_B: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    A, B, row, col, start, end, M, N, NATIVE: tl.constexpr, E5M2_A: tl.constexpr, E5M2_B: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """The tile at `row`, `col` of A[M, .] @ B[., N] in FP8 codes without scales, from `start` to `end` of the inner dimension,
     wherever these are; sums of 128 are added up in fp32, since tensor cores may keep fewer bits."""
-    A += row.to(tl.int64)[:, None] * stride_am
-    B += col.to(tl.int64)[None, :] * stride_bn
+    at_a = A.data + row.to(tl.int64)[:, None] * A.stride_r
+    at_b = B.data + col.to(tl.int64)[None, :] * B.stride_c
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for first in tl.range(start, end, 128, num_stages=STAGES):
         k = first + tl.arange(0, 128)
         step = k.to(tl.int64)
-        a = tl.load(A + step[None, :] * stride_ak, (row < M)[:, None] & (k < end)[None, :], 0.0 if NATIVE else 0)
-        b = tl.load(B + step[:, None] * stride_bk, (k < end)[:, None] & (col < N)[None, :], 0.0 if NATIVE else 0)
+        a = tl.load(at_a + step[None, :] * A.stride_c, (row < M)[:, None] & (k < end)[None, :], 0.0 if NATIVE else 0)
+        b = tl.load(at_b + step[:, None] * B.stride_r, (k < end)[:, None] & (col < N)[None, :], 0.0 if NATIVE else 0)
         if NATIVE:
             total += tl.dot(a, b)
         else:

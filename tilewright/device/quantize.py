@@ -1,12 +1,7 @@
-"""FP8 quantisation on the device: amax, scale, codes, and the tile that is stored row-wise, column-wise or both.
+"""FP8 arithmetic on the device: amax, scale, codes; and what the other formats share with it.
 
-Rules and layouts are those of `formats/fp8.py`, bit for bit. The compile-time FORMAT is a string of words from
-`Fp8.device_format`: e4m3 or e5m2; 1x128, 128x128, row, tensor, static or unit; pow2 or fp32; te, exact or linghe; and fast for
-the conversion instructions of sm_89 and later, without which integer arithmetic gives the same codes (the interpreter runs no
-assembly).
-
-A 128x128 tile is four [32, 128] tensors, the k-th holding rows 4g+k. Four codes of one column, one from each tensor, are one
-int32, and the transposed store is a transpose of [32, 128] int32: no byte is shuffled.
+Rules are those of `formats/fp8.py`, bit for bit. `store.py` says what the words of the compile-time FORMAT mean; those that count
+here are e4m3 or e5m2; static or unit, where the scale is given; pow2 or fp32; te, exact or linghe; and fast.
 """
 
 import triton
@@ -47,6 +42,12 @@ def amax(y, axis: tl.constexpr):
 def amax4(y0, y1, y2, y3):
     """max |y| of four tensors, element by element."""
     return max_nan(max_nan(tl.abs(y0), tl.abs(y1)), max_nan(tl.abs(y2), tl.abs(y3)))
+
+
+@triton.jit
+def finite(y):
+    """y with 0 in the place of what is not finite."""
+    return tl.where(tl.abs(y) < float("inf"), y, 0.0)
 
 
 @triton.jit
@@ -150,14 +151,6 @@ def encode(y, scale, mult, FORMAT: tl.constexpr):
 
 
 @triton.jit
-def codes_at(P, FORMAT: tl.constexpr):
-    """A pointer to codes, of the type that `encode` gives."""
-    if not has(FORMAT, "fast"):
-        P = P.to(tl.pointer_type(tl.uint8), bitcast=True)
-    return P
-
-
-@triton.jit
 def pack4(a, b, c, d, FORMAT: tl.constexpr):
     """The codes of four fp32 values in one int32, a's in the lowest byte."""
     if has(FORMAT, "fast"):
@@ -173,187 +166,3 @@ def pack4(a, b, c, d, FORMAT: tl.constexpr):
 def interleave4(a, b, c, d):
     """[n] four times -> [4n] with element 4g+k from the k-th."""
     return tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), (4 * a.shape[0],))
-
-
-# ---- tiles -----------------------------------------------------------------------------------------------------------
-
-
-@triton.jit
-def find_block(block, OFFSETS, E, M, BLOCK_E: tl.constexpr):
-    """(group, first row, rows from there to the group's end) of a 128-row block; no rows when there is no such block.
-
-    OFFSETS are device data: clamped to [0, M], so that whatever they hold no row outside the tensor is touched.
-    """
-    e = tl.arange(0, BLOCK_E)
-    ends = tl.minimum(tl.maximum(tl.load(OFFSETS + e, e < E, 0).to(tl.int64), 0), M)
-    starts = tl.minimum(tl.maximum(tl.load(OFFSETS + e - 1, (e > 0) & (e < E), 0).to(tl.int64), 0), M)
-    count = tl.maximum(ends - starts, 0)
-    blocks = (count + 127) // 128
-    last = tl.cumsum(blocks, 0)
-    here = (last > block) & (last - blocks <= block)
-    group = tl.sum(tl.where(here, e, 0), 0)
-    first = tl.sum(tl.where(here, (block - last + blocks) * 128, 0), 0)
-    start = tl.sum(tl.where(here, starts, 0), 0)
-    rows = tl.sum(tl.where(here, count, 0), 0)
-    return group, start + first, rows - first
-
-
-@triton.jit
-def tile_scale(y0, y1, y2, y3, AMAX, FORMAT: tl.constexpr):
-    """(scale, multiplier) where the whole tile has one; otherwise nothing of use."""
-    if has(FORMAT, "128x128"):
-        s, m = scale_of(amax(amax(amax4(y0, y1, y2, y3), 0), 0), FORMAT)
-    elif has(FORMAT, "tensor"):
-        s, m = scale_of(tl.load(AMAX).to(tl.float32, bitcast=True), FORMAT)
-    elif has(FORMAT, "static"):
-        s = tl.load(AMAX)
-        m = tl.div_rn(1.0, s)
-    else:
-        s = 1.0
-        m = 1.0
-    return s, m
-
-
-@triton.jit
-def store_rows(
-    y, k: tl.constexpr, s, m, Q, AMAX, row0, col0, rows_left, N, stride_q, FORMAT: tl.constexpr, FULL: tl.constexpr
-):
-    """Store the codes of rows 4g+k and return their scales."""
-    r = 4 * tl.arange(0, 32) + k
-    c = tl.arange(0, 128)[None, :]
-    if has(FORMAT, "1x128"):
-        s, m = scale_of(amax(y, 1), FORMAT)
-    elif has(FORMAT, "row"):
-        s, m = scale_of(tl.load(AMAX + row0 + r, r < rows_left, 0).to(tl.float32, bitcast=True), FORMAT)
-    if has(FORMAT, "1x128", "row"):
-        codes = encode(y, s[:, None], m[:, None], FORMAT)
-    else:
-        codes = encode(y, s, m, FORMAT)
-    at = codes_at(Q, FORMAT) + (row0 + r)[:, None] * stride_q + col0 + c
-    if FULL:
-        tl.store(at, codes)
-    else:
-        tl.store(at, codes, (r[:, None] < rows_left) & (col0 + c < N))
-    return s
-
-
-@triton.jit
-def store_columns(
-    y0, y1, y2, y3, s, m, QT, ST, AMAX_T, row0, col0, block, group, rows_left, N, stride_qt, stride_st,
-    FORMAT: tl.constexpr, ALIGN: tl.constexpr, GROUPED: tl.constexpr, FULL: tl.constexpr,
-):  # fmt: skip
-    """Store the codes of the tile's columns, transposed, and their scales if it is the tile that gives them."""
-    c = tl.arange(0, 128)
-    if has(FORMAT, "1x128"):
-        s, m = scale_of(amax(amax4(y0, y1, y2, y3), 0), FORMAT)
-        at = ST + block.to(tl.int64) * (stride_st // 4 * 4) + col0 + c
-        if FULL:
-            tl.store(at, s)
-        else:
-            tl.store(at, s, col0 + c < N)
-    elif has(FORMAT, "row"):
-        a = tl.load(AMAX_T + group.to(tl.int64) * N + col0 + c, col0 + c < N, 0)
-        s, m = scale_of(a.to(tl.float32, bitcast=True), FORMAT)
-    if has(FORMAT, "1x128", "row"):
-        s = s[None, :]
-        m = m[None, :]
-    y0 = scaled(y0, s, m, FORMAT)
-    y1 = scaled(y1, s, m, FORMAT)
-    y2 = scaled(y2, s, m, FORMAT)
-    y3 = scaled(y3, s, m, FORMAT)
-    words = tl.trans(pack4(y0, y1, y2, y3, FORMAT))
-    store_words(words, QT, row0, col0, rows_left, N, stride_qt, ALIGN, GROUPED, FULL)
-
-
-@triton.jit
-def store_words(
-    words, QT, row0, col0, rows_left, N, stride_qt, ALIGN: tl.constexpr, GROUPED: tl.constexpr, FULL: tl.constexpr
-):
-    """Store [128 columns, 32] words of four codes at QT[col0:, row0:]: as int32 where ALIGN rows divide all offsets.
-
-    ALIGN is 16, 4 or 1, and 1 means bytes. Writing offsets as products with ALIGN tells the compiler: at 16 it stores 16
-    bytes at once. Groups may start and end anywhere: there the choice is made at run time.
-    """
-    c = col0 + tl.arange(0, 128)[:, None]
-    g = tl.arange(0, 32)[None, :]
-    bytewise = ALIGN < 4
-    if GROUPED and ALIGN >= 4:
-        bytewise = (row0 % ALIGN != 0) | ((rows_left % ALIGN != 0) & (rows_left < 128))
-    if ALIGN >= 4:
-        if not bytewise:
-            PER: tl.constexpr = ALIGN // 4
-            at = QT.to(tl.pointer_type(tl.int32), bitcast=True) + c.to(tl.int64) * (stride_qt // ALIGN * PER) + g
-            at += row0 // ALIGN * PER
-            if FULL:
-                tl.store(at, words)
-            else:
-                tl.store(at, words, (c < N) & (g < rows_left // ALIGN * PER))
-    if bytewise:
-        at = QT.to(tl.pointer_type(tl.uint8), bitcast=True) + c.to(tl.int64) * stride_qt + row0 + 4 * g
-        for k in tl.static_range(4):
-            tl.store(at + k, (words >> (8 * k)).to(tl.uint8), (c < N) & (4 * g + k < rows_left))
-
-
-@triton.jit
-def store_tile4(
-    y0, y1, y2, y3, Q, S, QT, ST, AMAX, AMAX_T, row0, col0, block, group, rows_left, N, stride_q, stride_s, stride_qt,
-    stride_st, FORMAT: tl.constexpr, ALIGN: tl.constexpr, GROUPED: tl.constexpr, FULL: tl.constexpr,
-):  # fmt: skip
-    """Quantise the tile y (rows row0.., columns col0..; zero outside) and store what is not None of Q, S and QT, ST.
-
-    `row0` is 64-bit; `block` is the row of block scales, `group` that of column scales. Formats row and tensor read the bits
-    of amax from AMAX and AMAX_T, static its scale from AMAX; these and unit leave the scales to `store_given`. FULL says
-    that the tile lies wholly inside; ALIGN and GROUPED are told in `store_words`.
-    """
-    c = tl.arange(0, 128)
-    tile = col0 // 128
-    s, m = tile_scale(y0, y1, y2, y3, AMAX, FORMAT)
-    if has(FORMAT, "128x128"):
-        if S is not None:
-            tl.store(S + block.to(tl.int64) * stride_s + tile, s)
-        if ST is not None:
-            tl.store(ST + tile.to(tl.int64) * stride_st + block, s)
-    if Q is not None:
-        s0 = store_rows(y0, 0, s, m, Q, AMAX, row0, col0, rows_left, N, stride_q, FORMAT, FULL)
-        s1 = store_rows(y1, 1, s, m, Q, AMAX, row0, col0, rows_left, N, stride_q, FORMAT, FULL)
-        s2 = store_rows(y2, 2, s, m, Q, AMAX, row0, col0, rows_left, N, stride_q, FORMAT, FULL)
-        s3 = store_rows(y3, 3, s, m, Q, AMAX, row0, col0, rows_left, N, stride_q, FORMAT, FULL)
-        if has(FORMAT, "1x128"):
-            at = S + tile.to(tl.int64) * (stride_s // 4 * 4) + row0 + c
-            if FULL:
-                tl.store(at, interleave4(s0, s1, s2, s3))
-            else:
-                tl.store(at, interleave4(s0, s1, s2, s3), c < rows_left)
-    if QT is not None:
-        store_columns(
-            y0, y1, y2, y3, s, m, QT, ST, AMAX_T, row0, col0, block, group, rows_left, N, stride_qt, stride_st,
-            FORMAT, ALIGN, GROUPED, FULL,
-        )  # fmt: skip
-
-
-@triton.jit
-def store_given(S, ST, AMAX, AMAX_T, row0, col0, block, groups, rows_left, N, stride_st, FORMAT: tl.constexpr):
-    """Store the scales of formats row, tensor, static and unit: each by one tile, `block` and col0 saying which."""
-    c = tl.arange(0, 128)
-    if has(FORMAT, "row"):
-        if S is not None:
-            if col0 == 0:
-                s, _ = scale_of(tl.load(AMAX + row0 + c, c < rows_left, 0).to(tl.float32, bitcast=True), FORMAT)
-                tl.store(S + row0 + c, s, c < rows_left)
-        if ST is not None:
-            if block < groups:
-                bits = tl.load(AMAX_T + block.to(tl.int64) * N + col0 + c, col0 + c < N, 0)
-                s, _ = scale_of(bits.to(tl.float32, bitcast=True), FORMAT)
-                tl.store(ST + block.to(tl.int64) * stride_st + col0 + c, s, col0 + c < N)
-    elif has(FORMAT, "tensor", "static", "unit"):
-        if (block == 0) & (col0 == 0):
-            if has(FORMAT, "tensor"):
-                s, _ = scale_of(tl.load(AMAX).to(tl.float32, bitcast=True), FORMAT)
-            elif has(FORMAT, "static"):
-                s = tl.load(AMAX)
-            else:
-                s = 1.0
-            if S is not None:
-                tl.store(S, s)
-            if ST is not None:
-                tl.store(ST, s)

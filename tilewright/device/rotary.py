@@ -1,11 +1,68 @@
-"""Rotary embedding on the device: angles to cosines and sines, pairs of columns in and out, the turn between.
+"""Rotary embedding on the device: angles to cosines and sines, pairs of columns in and out, the rotation between.
 
 Tiles are [TOKENS, HEADS, columns]; cosines and sines are [TOKENS, pairs], computed once for all heads. The k-th pair of
 columns is (k, k + PAIRS), or (2k, 2k + 1) if it is interleaved.
 """
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
+
+
+class Heads(NamedTuple):
+    """Heads of tokens, [batch, length, heads, columns] in any order: a pointer and four strides; `Heads()` are none."""
+
+    data: Any = None
+    stride_b: Any = None
+    stride_l: Any = None
+    stride_h: Any = None
+    stride_d: Any = None
+
+
+class Rows(NamedTuple):
+    """Rows of tokens, [batch, length, columns] in any order: a pointer and three strides."""
+
+    data: Any
+    stride_b: Any
+    stride_l: Any
+    stride_n: Any
+
+
+class QKV(NamedTuple):
+    """What there is of queries, of keys and of values."""
+
+    q: Any
+    k: Any
+    v: Any
+
+
+class Columns(NamedTuple):
+    """How tiles hold the columns of a head: the first ones as PAIRS pairs, in HALF lanes, which are rotated; the others as pairs as
+    well, in REST lanes, 0 if there are none; all together in LANES. INTERLEAVED says which columns are a pair."""
+
+    PAIRS: int
+    HALF: int
+    REST: int
+    LANES: int
+    INTERLEAVED: bool
+
+
+class Angles(NamedTuple):
+    """What tokens are rotated by: pointers, None for what there is not, strides, and a factor.
+
+    Angles are `freqs`, or `cos` and `sin` of them, [batch, position, pair]; `stride_b` is None where all batches have the same.
+    `positions` has the position of each token, None where that is its index. `mscale` multiplies cosines and sines, None for 1.
+    """
+
+    freqs: Any
+    cos: Any
+    sin: Any
+    positions: Any
+    stride_b: Any
+    stride_l: Any
+    stride_pair: Any
+    mscale: Any
 
 
 @triton.jit
@@ -35,8 +92,8 @@ def cos_sin(x):
 
 
 @triton.jit
-def locate(row, B, L, P, POS, BATCH_INNER: tl.constexpr):
-    """(batch, index in the sequence, position or -1 if there are no angles for it) of tokens, all 64-bit. B * L < 2^31."""
+def locate(row, B, L, P, POSITIONS, BATCH_INNER: tl.constexpr):
+    """(batch, index in the sequence, position, or -1 if that is none of the P with angles) of tokens, all 64-bit. B * L < 2^31."""
     live = row < B * L
     if BATCH_INNER:
         batch = (row % B).to(tl.int64)
@@ -44,28 +101,28 @@ def locate(row, B, L, P, POS, BATCH_INNER: tl.constexpr):
     else:
         batch = (row // L).to(tl.int64)
         index = (row % L).to(tl.int64)
-    if POS is None:
+    if POSITIONS is None:
         return batch, index, index
     else:
-        place = tl.load(POS + index, live, 0)
-        return batch, index, tl.where((place >= 0) & (place < P), place, -1)
+        position = tl.load(POSITIONS + index, live, 0)
+        return batch, index, tl.where((position >= 0) & (position < P), position, -1)
 
 
 @triton.jit
-def load_angles(FREQS, COS, SIN, at, place, live, stride, mscale, PAIRS: tl.constexpr, HALF: tl.constexpr):
-    """(cos, sin) [TOKENS, HALF] times mscale, from angles or from tables whose rows begin at offsets `at` [TOKENS]; NaN at
-    live tokens of no position, and nothing of consequence at others."""
+def load_angles(ANGLES, at, position, live, PAIRS: tl.constexpr, HALF: tl.constexpr):
+    """(cos, sin) [TOKENS, HALF] times mscale of tokens whose angles begin at offsets `at` [TOKENS]; NaN at live tokens of no
+    position, and nothing of consequence at others."""
     i = tl.arange(0, HALF)[None, :]
-    at = at[:, None] + i.to(tl.int64) * stride
-    inside = (live & (place >= 0))[:, None] & (i < PAIRS)
-    if FREQS is not None:
-        c, s = cos_sin(tl.load(FREQS + at, inside, 0.0).to(tl.float32))
+    at = at[:, None] + i.to(tl.int64) * ANGLES.stride_pair
+    inside = (live & (position >= 0))[:, None] & (i < PAIRS)
+    if ANGLES.freqs is not None:
+        c, s = cos_sin(tl.load(ANGLES.freqs + at, inside, 0.0).to(tl.float32))
     else:
-        c = tl.load(COS + at, inside, 0.0).to(tl.float32)
-        s = tl.load(SIN + at, inside, 0.0).to(tl.float32)
-    factor = tl.where(live & (place < 0), float("nan"), 1.0)[:, None]
-    if mscale is not None:
-        factor *= mscale
+        c = tl.load(ANGLES.cos + at, inside, 0.0).to(tl.float32)
+        s = tl.load(ANGLES.sin + at, inside, 0.0).to(tl.float32)
+    factor = tl.where(live & (position < 0), float("nan"), 1.0)[:, None]
+    if ANGLES.mscale is not None:
+        factor *= ANGLES.mscale
     return c * factor, s * factor
 
 
@@ -124,14 +181,14 @@ def load_vector_pairs(W, COUNT: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: t
 
 @triton.jit
 def rotate(a, b, c, s):
-    """Pairs [TOKENS, HEADS, HALF] turned by the angles of c and s [TOKENS, HALF]; by -s back."""
+    """Pairs [TOKENS, HEADS, HALF] rotated by the angles of c and s [TOKENS, HALF]; by -s back."""
     c = c[:, None, :]
     s = s[:, None, :]
     return a * c - b * s, b * c + a * s
 
 
 @triton.jit
-def turn_back(a, b, c, s):
+def rotate_back(a, b, c, s):
     """The transpose of `rotate`: what a gradient goes through."""
     c = c[:, None, :]
     s = s[:, None, :]
@@ -139,18 +196,18 @@ def turn_back(a, b, c, s):
 
 
 @triton.constexpr_function
-def place_of(kind, H, KV, GROUPED):
+def head_layout(part, H, KV, GROUPED):
     """(first, per group, heads in a group): head h begins at head-row (h // heads) * per group + first + h % heads."""
     share = H // KV
-    if kind == "q":
+    if part == "q":
         return (0, share + 2, share) if GROUPED else (0, H, H)
     if GROUPED:
-        return (share + (kind == "v"), share + 2, 1)
-    return (H + KV * (kind == "v"), KV, KV)
+        return (share + (part == "v"), share + 2, 1)
+    return (H + KV * (part == "v"), KV, KV)
 
 
 @triton.jit
-def column_of(head, kind: tl.constexpr, H: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, GROUPED: tl.constexpr):
-    """Where in a row heads of a kind begin."""
-    PLACE: tl.constexpr = place_of(kind, H, KV, GROUPED)
-    return ((head // PLACE[2] * PLACE[1] + PLACE[0] + head % PLACE[2]) * D).to(tl.int64)
+def column_of(head, part: tl.constexpr, H: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, GROUPED: tl.constexpr):
+    """Where in a row heads of a part begin."""
+    LAYOUT: tl.constexpr = head_layout(part, H, KV, GROUPED)
+    return ((head // LAYOUT[2] * LAYOUT[1] + LAYOUT[0] + head % LAYOUT[2]) * D).to(tl.int64)

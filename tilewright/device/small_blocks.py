@@ -7,7 +7,7 @@ Rules are those of `formats/mx.py` and `formats/nvfp4.py`, bit for bit. An e2m1 
 import triton
 import triton.language as tl
 
-from .quantize import amax, code_bits, decode, encode, has, quotient
+from .quantize import code_bits, decode, has, quotient
 
 SMALLEST = tl.constexpr(2.0**-80)  # scale of a whole tensor
 LARGEST = tl.constexpr(2.0**100)  # of a static one
@@ -46,15 +46,6 @@ def code_e2m1(a):
     twos = a * 0.5 + (2.0**23 + 4.0)
     least = tl.minimum(tl.minimum(halves, ones), tl.minimum(twos, 2.0**23 + 7.0))
     return least.to(tl.int32, bitcast=True)
-
-
-@triton.jit
-def pair_e2m1(a, y, kept):
-    """Bytes of two e2m1 codes each [rows, pairs], in int32: of a >= 0 [rows, blocks, numbers] with the signs of y, or 0."""
-    sign = (y.to(tl.int32, bitcast=True) >> 28) & 8
-    codes = ((code_e2m1(a) & 7) | sign) & tl.expand_dims(tl.where(kept, 15, 0), 2)
-    low, high = tl.split(tl.reshape(codes, (a.shape[0], a.shape[1] * a.shape[2] // 2, 2)))
-    return low | (high << 4)
 
 
 @triton.constexpr_function
@@ -109,43 +100,3 @@ def nv_scale(amax, g, FORMAT: tl.constexpr):
         code = code_bits(r, "e4m3").to(tl.uint8)
         s = decode(code, "e4m3")
     return code.to(tl.uint8, bitcast=True), g * s
-
-
-@triton.jit
-def small_codes(y, g, FORMAT: tl.constexpr):
-    """(bytes of codes, codes of scales [rows, blocks]) of y [rows, blocks, numbers], in integers of some size."""
-    a = amax(y, 2)
-    if has(FORMAT, "nvfp4"):
-        scale, t = nv_scale(a, g, FORMAT)
-        d = tl.expand_dims(t, 2)
-        near = tl.abs(y)
-        if has(FORMAT, "static"):
-            near = tl.minimum(near, 8.0 * d)  # here too
-        v = quotient(near, d, tl.expand_dims(tl.div_rn(1.0, t), 2))
-        codes = pair_e2m1(v, y, t > 0.0)  # neither NaN nor 0, by which nothing is divided
-    else:
-        scale, mult = mx_scale(a, FORMAT)
-        if has(FORMAT, "e2m1"):
-            codes = pair_e2m1(tl.abs(y) * tl.expand_dims(mult, 2), y, scale < 255)
-        else:
-            mult = tl.expand_dims(mult, 2)
-            codes = encode(y, mult, mult, FORMAT).to(tl.uint8, bitcast=True)
-    return codes, scale
-
-
-@triton.jit
-def store_blocks(x, g, Q, S, row0, col0, rows, cols, stride_q, stride_s, FORMAT: tl.constexpr, BLOCK: tl.constexpr):
-    """Store the tile x of a matrix [rows, cols], zero outside of it, in blocks along its columns: codes in Q, scales in S.
-
-    `row0`, 64-bit, and `col0`, a multiple of the tile's width, are where the tile begins.
-    """
-    R: tl.constexpr = x.shape[0]
-    C: tl.constexpr = x.shape[1]
-    y = tl.reshape(x.to(tl.float32), (R, C // BLOCK, BLOCK))
-    codes, scale = small_codes(y, g, FORMAT)
-    r = row0 + tl.arange(0, R)[:, None]
-    PER: tl.constexpr = 2 if has(FORMAT, "e2m1") else 1  # codes of a byte
-    c = col0 // PER + tl.arange(0, C // PER)[None, :]
-    tl.store(Q + r * stride_q + c, tl.reshape(codes, (R, C // PER)).to(tl.uint8), (r < rows) & (c < cols // PER))
-    b = col0 // BLOCK + tl.arange(0, C // BLOCK)[None, :]
-    tl.store(S + r * stride_s + b, scale.to(tl.uint8), (r < rows) & (b * BLOCK < cols))

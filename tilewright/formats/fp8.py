@@ -87,7 +87,6 @@ class Scaled(Format):
     granularity: str
     ways: str
     code_dtype: torch.dtype
-    source = "dynamic"  # whence a per-tensor scale comes
 
     @property
     def tensor_names(self) -> tuple[str, ...]:
@@ -101,7 +100,7 @@ class Scaled(Format):
         name, shape = RECIPES[self.granularity]
         return (scale if shape is None else scale.t() if shape == "t" else scale.reshape(shape)), name
 
-    def check(self, shape: Sequence[int]) -> None:
+    def check(self, shape: Sequence[int], groups: int = 0) -> None:
         if len(shape) == 0:
             raise ValueError(f"y: a value in {self} has at least one dimension, got none")
 
@@ -203,7 +202,6 @@ class Fp8(Scaled):
     """FP8 in one granularity, made by `fp8(...)`; `source` says whence a per-tensor scale comes."""
 
     name: ClassVar[str] = "fp8"
-    fused: ClassVar[bool] = True
     granularity: str = "1x128"
     dtype: str = "e4m3"
     ways: str = "row"
@@ -242,7 +240,6 @@ class Fp8(Scaled):
         return CODES[self.dtype].dtype
 
     def device_format(self, fast: bool) -> str:
-        """The compile-time FORMAT of the device functions; `fast` takes the chip's conversion instructions."""
         scaling = self.source if self.source != "dynamic" else self.granularity
         words = [self.dtype, scaling, "pow2" if self.pow2 else "fp32", self.rule]
         return ":".join([*words, "fast"] if fast else words)

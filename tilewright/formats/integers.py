@@ -60,11 +60,8 @@ class Int8(Scaled):
     def _encode(self, x: Tensor, scale: Tensor, _: Tensor) -> Tensor:
         return _integers(x / scale).to(torch.int8)
 
-    def fill(self, q: Quantized, x: Tensor, offsets: Tensor | None = None) -> None:
-        """Quantise the matrix `x` into `q`, made by `empty`."""
-        from .integer_tiles import store_integers
-
-        store_integers(q, x, f"int8:{self.granularity}")
+    def device_format(self, fast: bool) -> str:
+        return f"int8:{self.granularity}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,7 +104,9 @@ class Int4(Format):
         zero = q.zero if way == "row" else q.zero_t
         return None, None if zero is None else zero.t()
 
-    def check(self, shape: Sequence[int]) -> None:
+    def check(self, shape: Sequence[int], groups: int = 0) -> None:
+        if groups:
+            raise ValueError(f"offsets: a value in {self} has no groups")
         if len(shape) == 0:
             raise ValueError(f"y: a value in {self} has at least one dimension, got none")
         for way, size, what in (("row", shape[-1], "elements in a row"), ("col", flat_rows(shape), "rows")):
@@ -122,9 +121,7 @@ class Int4(Format):
         groups: int = 0,
         offsets: Tensor | None = None,
     ) -> Quantized:
-        self.check(shape)
-        if groups or offsets is not None:
-            raise ValueError(f"offsets: a value in {self} has no groups")
+        self.check(shape, groups if offsets is None else offsets.shape[0])
         M, N = flat_rows(shape), shape[-1]
         made = []
         for name in self.tensor_names:
@@ -139,9 +136,7 @@ class Int4(Format):
         return Quantized.from_tensors(self, dtype, shape, made)
 
     def quantize(self, y: Tensor, dtype: torch.dtype | None = None, offsets: Tensor | None = None) -> Quantized:
-        self.check(y.shape)
-        if offsets is not None:
-            raise ValueError(f"offsets: a value in {self} has no groups")
+        self.check(y.shape, 0 if offsets is None else offsets.shape[0])
         dtype = dtype or y.dtype
         with torch.no_grad():
             x = y.detach().to(torch.float32).reshape(flat_rows(y.shape), y.shape[-1])
@@ -184,11 +179,8 @@ class Int4(Format):
         x = x * _along(scale, rows, inner)
         return (x if q.data is not None else x.t()).to(dtype or q.dtype).reshape(q.shape)
 
-    def fill(self, q: Quantized, x: Tensor, offsets: Tensor | None = None) -> None:
-        """Quantise the matrix `x` into `q`, made by `empty`."""
-        from .integer_tiles import store_integers
-
-        store_integers(q, x, ":".join(["int4", self.granularity, *["zero"] * self.zero]))
+    def device_format(self, fast: bool) -> str:
+        return ":".join(["int4", self.granularity, *["zero"] * self.zero])
 
 
 def int8(granularity: str = "row", *, ways: str = "row") -> Int8:

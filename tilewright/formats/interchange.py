@@ -1,28 +1,35 @@
-"""FP8 values as other libraries hold them, and back: operands of torch's `scaled_mm`, fields of TransformerEngine's tensor.
+"""Values as other libraries hold them, and back: operands of torch's `scaled_mm`, fields of TransformerEngine's FP8 tensor.
 
 Lossless both ways: codes and scales keep their bits, and memory is shared wherever the two layouts agree.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.functional import ScalingType
+from torch.nn.functional import ScalingType, SwizzleType
 
 from tilewright.core.format import Quantized
 from tilewright.formats.fp8 import CODES, Fp8, ceil128, check_one_of, flat_rows, padded, round4
+from tilewright.formats.mx import CODES as SMALL_CODES
+from tilewright.formats.mx import Mx
+from tilewright.formats.nvfp4 import Nvfp4
+from tilewright.formats.swizzle import swizzle_scale
 
 
 class Operand(NamedTuple):
-    """One operand of `torch.nn.functional.scaled_mm`: matrix, scale and scale recipe."""
+    """One operand of `torch.nn.functional.scaled_mm`: matrix, scale, scale recipe, and in which order the scale lies. In NVFP4 the
+    last three are lists of two, for the scales of blocks and that of the whole."""
 
     mat: Tensor
-    scale: Tensor
-    recipe: ScalingType
+    scale: Tensor | list[Tensor]
+    recipe: ScalingType | list[ScalingType]
+    swizzle: SwizzleType | list[SwizzleType] = SwizzleType.NO_SWIZZLE
 
 
 RECIPES = {
@@ -31,12 +38,15 @@ RECIPES = {
     "1x128": ScalingType.BlockWise1x128,
     "128x128": ScalingType.BlockWise128x128,
 }
+SMALL = {"1x32": ScalingType.BlockWise1x32, "1x16": ScalingType.BlockWise1x16}
+TILES = SwizzleType.SWIZZLE_32_4_4
 
 
 def to_scaled_mm(q: Quantized, side: str = "a", way: str = "row") -> Operand:
     """The operand `a` [rows, K] or `b` [K, rows] that the row-wise data or the column-wise twin of `q` is.
 
-    Shares memory with `q` wherever torch's layout allows it: 1x128 scales are copied when the rows are not a multiple of 4.
+    Shares memory with `q` wherever torch's layout allows it: 1x128 scales are copied when the rows are not a multiple of 4, scales
+    of MX and NVFP4 unless the format is swizzled.
     """
     check_one_of("side", side, ("a", "b"))
     check_one_of("way", way, ("row", "col"))
@@ -47,6 +57,14 @@ def to_scaled_mm(q: Quantized, side: str = "a", way: str = "row") -> Operand:
         raise ValueError("q: scaled_mm takes no grouped operand")
     mat = data.reshape(-1, data.shape[-1])
     granularity = q.format.granularity
+    if granularity in SMALL:
+        mat = mat.view(torch.float4_e2m1fn_x2) if mat.dtype == torch.uint8 else mat
+        scale, recipe = scale if q.format.swizzled else swizzle_scale(scale), SMALL[granularity]
+        shared, _ = q.format.extras(q, way)
+        if shared is None:
+            return Operand(mat if side == "a" else mat.t(), scale, recipe, TILES)
+        recipes, swizzles = [recipe, ScalingType.TensorWise], [TILES, SwizzleType.NO_SWIZZLE]
+        return Operand(mat if side == "a" else mat.t(), [scale, shared], recipes, swizzles)
     if granularity == "row":
         scale = scale[:, None] if side == "a" else scale[None, :]
     elif granularity == "1x128":
@@ -63,24 +81,27 @@ def from_scaled_mm(
     side: str = "a",
     dtype: torch.dtype = torch.bfloat16,
     pow2: bool = True,
-    rule: str = "te",
+    rule: str | None = None,
     source: str = "dynamic",
 ) -> Quantized:
-    """The inverse of `to_scaled_mm`: the value whose row-wise and column-wise operands on this side are these.
+    """The inverse of `to_scaled_mm`: the value whose row-wise and column-wise operands on this side are these. MX and NVFP4 are in
+    swizzled formats where the operands are.
 
-    `pow2`, `rule` and `source` say how the scales were made, which operands do not tell.
+    `pow2`, `rule` (by default "te" of FP8, "rceil" of MX) and `source` say how the scales were made, which operands do not tell.
     """
     check_one_of("side", side, ("a", "b"))
     given = {name: operand for name, operand in (("row", row), ("col", col)) if operand is not None}
     if not given:
         raise ValueError("row, col: at least one operand is needed")
+    if _first(next(iter(given.values())).recipe) in SMALL.values():
+        return _from_small(given, side, dtype, rule or "rceil", source)
     tensors: list[Tensor] = []
     for operand in given.values():
         mat = operand.mat if side == "a" else operand.mat.t()
         granularity = next((g for g, r in RECIPES.items() if r == operand.recipe), None)
         if granularity is None:
             raise ValueError(
-                f"recipe: must be one of {', '.join(r.name for r in RECIPES.values())}, not {operand.recipe}"
+                f"recipe: must be one of {', '.join(r.name for r in (RECIPES | SMALL).values())}, not {operand.recipe}"
             )
         scale = operand.scale
         if granularity in ("tensor", "row"):
@@ -92,8 +113,41 @@ def from_scaled_mm(
         tensors += [mat, scale]
     M, N = mat.shape if "row" in given and len(given) == 1 else tensors[-2].t().shape
     name = next(n for n, c in CODES.items() if c.dtype == mat.dtype)
-    format = Fp8(granularity, name, "both" if len(given) == 2 else next(iter(given)), pow2, rule, source)
+    format = Fp8(granularity, name, "both" if len(given) == 2 else next(iter(given)), pow2, rule or "te", source)
     return Quantized.from_tensors(format, dtype, (M, N), tensors)
+
+
+def _first(x: Any) -> Any:
+    return x[0] if isinstance(x, (list, tuple)) else x
+
+
+def _from_small(given: Mapping[str, Operand], side: str, dtype: torch.dtype, rule: str, source: str) -> Quantized:
+    """`from_scaled_mm` of operands in MX or NVFP4."""
+    alike = {(_first(o.recipe), _first(o.swizzle), o.mat.dtype) for o in given.values()}
+    if len(alike) > 1:
+        raise ValueError("row, col: both operands must have the same recipe, swizzle and codes")
+    ((recipe, swizzle, code),) = alike
+    ways, tiles = "both" if len(given) == 2 else next(iter(given)), swizzle == TILES
+    code = torch.uint8 if code == torch.float4_e2m1fn_x2 else code
+    name = next((n for n, c in SMALL_CODES.items() if c.dtype == code), None)
+    if name is None or (recipe == SMALL["1x16"] and name != "e2m1"):
+        raise ValueError(f"mat: {recipe.name} is of e2m1 codes or, in blocks of 32, of e4m3 or e5m2, not {code}")
+    format = Nvfp4(ways, source, swizzled=tiles) if recipe == SMALL["1x16"] else Mx(name, ways, rule, tiles)
+    tensors: list[Tensor] = []
+    for operand in given.values():
+        codes = (operand.mat if side == "a" else operand.mat.t()).view(code)
+        rows, inner = codes.shape[0], codes.shape[1] * SMALL_CODES[name].per
+        scales = list(operand.scale) if isinstance(operand.scale, (list, tuple)) else [operand.scale]
+        if len(scales) != len(format.parts) - 1:
+            raise ValueError(f"scale: {format} has {len(format.parts) - 1} for each operand, got {len(scales)}")
+        wanted = format.scale_shape(rows, inner)
+        if scales[0].numel() != math.prod(wanted):
+            raise ValueError(
+                f"scale: {rows} by {inner} codes in {format} have {list(wanted)}, got {list(scales[0].shape)}"
+            )
+        tensors += [codes, scales[0].reshape(wanted), *scales[1:]]
+    shape = (inner, rows) if "col" in given else (rows, inner)
+    return Quantized.from_tensors(format, dtype, shape, tensors)
 
 
 def to_te_blockwise(q: Quantized) -> dict[str, Tensor | str | bool | None]:

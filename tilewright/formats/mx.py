@@ -16,12 +16,14 @@ keep their sign. A NaN or Inf gives its block scale NaN (0xFF) and codes 0x7F, i
 Row-wise: data as the value, of e2m1 [..., N/2] bytes with two codes each, the low nibble first; scale [M, ceil(N/32)] of dtype
 float8_e8m0fnu, leading dimensions flattened to M. Column-wise: data_t and scale_t are those of the transpose, [N, M]. The last
 block may be short; rows of e2m1 have an even number of codes. `offsets`, ends of groups of rows, are for the row-wise way alone:
-rows past the last are unspecified. `formats/swizzle.py` puts scales in the order that Blackwell's tensor cores read.
+rows past the last are unspecified. Where the format is `swizzled`, scale and scale_t are flat, each in the order that Blackwell's
+tensor cores read and padded with 0, by which no code 0 becomes NaN: `formats/swizzle.py` has that order.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import ClassVar, NamedTuple
 
@@ -32,6 +34,7 @@ from torch import Tensor
 from tilewright.core.format import Format, Quantized, pack
 from tilewright.core.tensor import cdiv
 from tilewright.formats.fp8 import check_one_of, flat_rows
+from tilewright.formats.swizzle import padded_blocks, swizzle_scale, tiled_size, unswizzle_scale
 
 INF_BITS = 0x7F800000
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -61,28 +64,39 @@ SUFFIXES = {"row": ("",), "col": ("_t",), "both": ("", "_t")}
 class SmallBlocks(Format):
     """A format of small blocks: the layouts and the two ways that all of them have in common."""
 
-    block: ClassVar[int]  # numbers that a scale is for
     scale_dtype: ClassVar[torch.dtype]
     parts: ClassVar[tuple[str, ...]] = ("data", "scale")
     recipe_name: ClassVar[str]
+    fields: ClassVar[str]  # what the canonical string has behind the name
     dtype: str
     ways: str
-
-    @property
-    def granularity(self) -> str:
-        return f"1x{self.block}"
+    swizzled: bool
 
     @property
     def tensor_names(self) -> tuple[str, ...]:  # type: ignore[override]
         """The tensors of a value in this format, in order."""
         return tuple(part + suffix for suffix in SUFFIXES[self.ways] for part in self.parts)
 
-    def device_format(self, fast: bool) -> str:
-        """The compile-time FORMAT of the device functions; `fast` takes the chip's conversion instructions."""
-        raise NotImplementedError(f"{type(self).__name__}.device_format")
+    @classmethod
+    def from_fields(cls, fields: Sequence[str]) -> SmallBlocks:
+        swizzled = list(fields[-1:]) == ["swizzled"]
+        plain = fields[:-1] if swizzled else fields
+        if len(plain) != cls.fields.count(":") + 1:
+            raise ValueError(f"format: '{':'.join((cls.name, *fields))}' is not {cls.fields} or {cls.fields}:swizzled")
+        return cls(*plain, swizzled=swizzled)
+
+    def set_key(self, *fields: str) -> None:
+        """Check `swizzled` and make `key`, whose last word it is."""
+        if not isinstance(self.swizzled, bool):
+            raise TypeError(f"swizzled: must be True or False, not {self.swizzled!r}")
+        object.__setattr__(self, "key", ":".join((self.name, *fields, *(["swizzled"] if self.swizzled else []))))
+
+    def device_words(self, fast: bool) -> str:
+        """The words of `device_format` that all of these formats have in common."""
+        return f":{self.granularity}" + (":swizzled" if self.swizzled else "") + (":fast" if fast else "")
 
     def encode(self, x: Tensor, shared: Tensor | None) -> tuple[Tensor, Tensor]:
-        """(codes, scales) of a matrix along its rows; codes of e2m1 are not packed yet."""
+        """(codes, scales) of a matrix along its rows; codes of e2m1 are not packed yet, scales are [rows, blocks]."""
         raise NotImplementedError(f"{type(self).__name__}.encode")
 
     def shared_of(self, x: Tensor) -> Tensor | None:
@@ -95,7 +109,28 @@ class SmallBlocks(Format):
     def recipe(self, scale: Tensor) -> tuple[Tensor, str]:
         return scale, self.recipe_name
 
-    def check(self, shape: Sequence[int]) -> None:
+    def scale_stride(self, q: Quantized, way: str) -> int:
+        if not self.swizzled:
+            return super().scale_stride(q, way)
+        if (q.scale_t if way == "col" else q.scale) is None:
+            return 0
+        return padded_blocks(cdiv(flat_rows(q.shape) if way == "col" else q.shape[-1], self.block))
+
+    def scale_shape(self, rows: int, inner: int) -> tuple[int, ...]:
+        """The shape of the scales of a matrix [rows, inner]."""
+        blocks = cdiv(inner, self.block)
+        return (tiled_size(rows, blocks),) if self.swizzled else (rows, blocks)
+
+    def empty_scale(self, rows: int, inner: int, device: torch.device | str) -> Tensor:
+        """Storage for the scales of a matrix [rows, inner]: zeros where there is padding, which no kernel writes."""
+        shape = self.scale_shape(rows, inner)
+        make = torch.zeros if math.prod(shape) > rows * cdiv(inner, self.block) else torch.empty
+        # As bytes, for no number of e8m0 is 0
+        return make(shape, dtype=torch.uint8, device=device).view(self.scale_dtype)
+
+    def check(self, shape: Sequence[int], groups: int = 0) -> None:
+        if groups and self.ways != "row":
+            raise ValueError(f"offsets: groups of rows are for ways='row' alone, and this is {self}")
         if len(shape) == 0:
             raise ValueError(f"y: a value in {self.name} has at least one dimension, got none")
         per = CODES[self.dtype].per
@@ -113,26 +148,20 @@ class SmallBlocks(Format):
         groups: int = 0,
         offsets: Tensor | None = None,
     ) -> Quantized:
-        self.check(shape)
-        self._check_groups(groups)
+        self.check(shape, groups)
         M, N = flat_rows(shape), shape[-1]
         codes, made = CODES[self.dtype], []
         for suffix in SUFFIXES[self.ways]:
             rows, inner = (N, M) if suffix else (M, N)
             leading = (N,) if suffix else tuple(shape[:-1])
             made.append(torch.empty((*leading, inner // codes.per), dtype=codes.dtype, device=device))
-            made.append(torch.empty((rows, cdiv(inner, self.block)), dtype=self.scale_dtype, device=device))
+            made.append(self.empty_scale(rows, inner, device))
             if "shared" in self.parts:
                 made.append(torch.empty(1, dtype=torch.float32, device=device))
         return Quantized.from_tensors(self, dtype, shape, tuple(made), offsets)
 
-    def _check_groups(self, groups: int) -> None:
-        if groups and self.ways != "row":
-            raise ValueError(f"offsets: groups of rows are for ways='row' alone, and this is {self}")
-
     def quantize(self, y: Tensor, dtype: torch.dtype | None = None, offsets: Tensor | None = None) -> Quantized:
-        self.check(y.shape)
-        self._check_groups(0 if offsets is None else offsets.shape[0])
+        self.check(y.shape, 0 if offsets is None else offsets.shape[0])
         dtype = dtype or y.dtype
         with torch.no_grad():
             x = y.detach().to(torch.float32).reshape(flat_rows(y.shape), y.shape[-1])
@@ -145,6 +174,7 @@ class SmallBlocks(Format):
             for suffix in SUFFIXES[self.ways]:
                 codes, scale = self.encode(x.t() if suffix else x, shared)
                 codes = pack_nibbles(codes) if CODES[self.dtype].per == 2 else codes
+                scale = swizzle_scale(scale) if self.swizzled else scale
                 made += [codes if suffix else codes.reshape(*y.shape[:-1], codes.shape[1]), scale]
                 made += [] if shared is None else [shared.clone()]
         needs_edge = torch.is_grad_enabled() and y.requires_grad
@@ -158,17 +188,12 @@ class SmallBlocks(Format):
         rows, inner = (inner, rows) if suffix else (rows, inner)
         codes = codes.reshape(rows, inner // CODES[self.dtype].per)
         x = widen_nibbles(codes) if codes.dtype == torch.uint8 else codes.to(torch.float32)
+        scale = unswizzle_scale(scale, rows, cdiv(inner, self.block)) if self.swizzled else scale
         x = x * wide_scale(scale).repeat_interleave(self.block, 1)[:, :inner]
         shared, _ = self.extras(q, "col" if suffix else "row")
         x = x if shared is None else x * shared
         x = (x.t() if suffix else x).to(dtype or q.dtype)
         return x.contiguous().reshape(q.shape)
-
-    def fill(self, q: Quantized, x: Tensor, offsets: Tensor | None = None) -> None:
-        """Quantise the matrix x into `q`, made by `empty`, with kernels."""
-        from tilewright.formats.small_blocks import quantize_matrix
-
-        quantize_matrix(q, x, offsets, self.tensor)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,28 +201,24 @@ class Mx(SmallBlocks):
     """A microscaling format, made by `mx(...)`."""
 
     name: ClassVar[str] = "mx"
-    block: ClassVar[int] = 32
+    granularity: ClassVar[str] = "1x32"
     scale_dtype: ClassVar[torch.dtype] = torch.float8_e8m0fnu
     recipe_name: ClassVar[str] = "BlockWise1x32"
+    fields: ClassVar[str] = "dtype:ways:rule"
     dtype: str = "e4m3"
     ways: str = "row"
     rule: str = "rceil"
+    swizzled: bool = False
     key: str = dataclasses.field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         check_one_of("dtype", self.dtype, CODES)
         check_one_of("ways", self.ways, SUFFIXES)
         check_one_of("scale_rule", self.rule, RULES)
-        object.__setattr__(self, "key", f"mx:{self.dtype}:{self.ways}:{self.rule}")
-
-    @classmethod
-    def from_fields(cls, fields: Sequence[str]) -> Mx:
-        if len(fields) != 3:
-            raise ValueError(f"format: 'mx:{':'.join(fields)}' is not dtype:ways:rule")
-        return cls(*fields)
+        self.set_key(self.dtype, self.ways, self.rule)
 
     def device_format(self, fast: bool) -> str:
-        return f"mx:{self.dtype}:{self.rule}:pow2" + (":fast" if fast else "")
+        return f"mx:{self.dtype}:{self.rule}:pow2" + self.device_words(fast)
 
     def encode(self, x: Tensor, shared: Tensor | None) -> tuple[Tensor, Tensor]:
         codes = CODES[self.dtype]
@@ -212,13 +233,14 @@ class Mx(SmallBlocks):
         return encode_e2m1(v) if codes.per == 2 else encode_fp8(v, codes), scale
 
 
-def mx(dtype: str = "e4m3", *, scale_rule: str = "rceil", ways: str = "row") -> Mx:
+def mx(dtype: str = "e4m3", *, scale_rule: str = "rceil", ways: str = "row", swizzled: bool = False) -> Mx:
     """A microscaling format: blocks of 32 numbers along the last dimension, each with a power of two.
 
     `dtype`: "e4m3", "e5m2" or "e2m1" codes. `scale_rule`: "rceil", "floor", "ceil" or "even", as `formats/mx.py` has them.
-    `ways`: the row-wise operand, the column-wise twin (transposed, its own blocks) or both.
+    `ways`: the row-wise operand, the column-wise twin (transposed, its own blocks) or both. `swizzled`: whether scales are stored
+    flat, in the order that Blackwell's tensor cores read, rather than as [rows, blocks].
     """
-    return Mx(dtype, ways, scale_rule)
+    return Mx(dtype, ways, scale_rule, swizzled)
 
 
 def block_bits(x: Tensor, block: int) -> Tensor:

@@ -10,14 +10,13 @@ With A = max|x| of the whole and a = max|x| of a block, every operation rounded 
 A static `shared` is taken as it is, but at least 2^-80, also for NaN, and at most 2^100. A NaN or Inf gives its block scale NaN and
 codes 0, and does not enter A. Back it is RN((code * scale) * shared), of which the first product is exact.
 
-Layouts are those of `formats/mx.py`: data [..., N/2], scale [M, ceil(N/16)], shared [1]; column-wise the same of the transpose,
-where `shared_t` is equal to `shared`. Where `offsets` end groups of rows, rows past the last do not enter A.
+Layouts are those of `formats/mx.py`: data [..., N/2], scale [M, ceil(N/16)] or, swizzled, flat, shared [1]; column-wise the same of
+the transpose, where `shared_t` is equal to `shared`. Where `offsets` end groups of rows, rows past the last do not enter A.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from typing import ClassVar
 
 import torch
@@ -35,14 +34,16 @@ class Nvfp4(SmallBlocks):
     """NVFP4, made by `nvfp4(...)`; `source` says whence the scale of the whole comes."""
 
     name: ClassVar[str] = "nvfp4"
-    block: ClassVar[int] = 16
+    granularity: ClassVar[str] = "1x16"
     scale_dtype: ClassVar[torch.dtype] = torch.float8_e4m3fn
     parts: ClassVar[tuple[str, ...]] = ("data", "scale", "shared")
     recipe_name: ClassVar[str] = "BlockWise1x16"
+    fields: ClassVar[str] = "ways:source"
     dtype: ClassVar[str] = "e2m1"
     ways: str = "row"
     source: str = "dynamic"
     tensor: Tensor | None = dataclasses.field(default=None, compare=False, repr=False)
+    swizzled: bool = False
     key: str = dataclasses.field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -51,16 +52,14 @@ class Nvfp4(SmallBlocks):
         if self.tensor is not None and (self.tensor.numel() != 1 or self.tensor.dtype != torch.float32):
             found = f"{tuple(self.tensor.shape)} of {self.tensor.dtype}"
             raise ValueError(f"scale: must be one element of torch.float32, not {found}")
-        object.__setattr__(self, "key", f"nvfp4:{self.ways}:{self.source}")
-
-    @classmethod
-    def from_fields(cls, fields: Sequence[str]) -> Nvfp4:
-        if len(fields) != 2:
-            raise ValueError(f"format: 'nvfp4:{':'.join(fields)}' is not ways:source")
-        return cls(*fields)
+        self.set_key(self.ways, self.source)
 
     def device_format(self, fast: bool) -> str:
-        return f"nvfp4:e2m1:{self.source}" + (":fast" if fast else "")
+        return f"nvfp4:e2m1:{self.source}" + self.device_words(fast)
+
+    @property
+    def reach(self) -> str:
+        return "tensor" if self.source == "dynamic" else "block"
 
     def with_scale(self, scale: Tensor) -> Nvfp4:
         if self.source != "static":
@@ -95,10 +94,11 @@ class Nvfp4(SmallBlocks):
         return encode_e2m1(x / t) * (t > 0), scale
 
 
-def nvfp4(*, ways: str = "row", scale: Tensor | None = None) -> Nvfp4:
+def nvfp4(*, ways: str = "row", scale: Tensor | None = None, swizzled: bool = False) -> Nvfp4:
     """NVFP4: blocks of 16 numbers along the last dimension.
 
     `scale`: None to take the scale of the whole from the largest number, or a one-element fp32 tensor for a static one.
-    `ways`: the row-wise operand, the column-wise twin (transposed, its own blocks) or both.
+    `ways`: the row-wise operand, the column-wise twin (transposed, its own blocks) or both. `swizzled`: whether scales of blocks
+    are stored flat, in the order that Blackwell's tensor cores read, rather than as [rows, blocks].
     """
-    return Nvfp4(ways) if scale is None else Nvfp4(ways, "static", scale)
+    return Nvfp4(ways, "dynamic" if scale is None else "static", scale, swizzled)

@@ -21,9 +21,9 @@ from ...core.signature import above
 from ...core.target import Target
 from ...core.tensor import cdiv, power_of_two, rows, vector
 from ...device.activation import gated, gated_gradient
-from ...device.quantize import find_block
-from ...formats.tiles import store_tiles
-from ...op import Bars, Gradient, Op, Sharding, Triton, single, upcast
+from ...device.blocks import find_block
+from ...formats.fill import fill
+from ...op import Bars, Gradient, Op, Out, Sharding, Triton, single, upcast
 from ...runtime.kernel import kernel
 from .glu_hopper import store_pairs, takes
 
@@ -189,32 +189,24 @@ def sum_tiles(P, DSCALE, OFFSETS, M, tiles, E, ROWS: tl.constexpr):
     tl.store(DSCALE + row, total.to(DSCALE.dtype.element_ty), live)
 
 
-@triton.constexpr_function
-def act_of(MODE):
-    return MODE.split(":")[0]
-
-
-@triton.constexpr_function
-def limited(MODE):
-    return MODE.endswith(":limit")
-
-
 @triton.jit
-def produce(A, B, SCALE, D, stride_a, stride_b, limit, alpha, row, col, inside, MODE: tl.constexpr):
-    """A tile of y. A and B have rows of their own strides and columns one apart."""
+def produce(SOURCE, row, col, inside, MODE: tl.constexpr):
+    """Rows of y. A and B have rows of their own strides and columns one apart."""
+    A, B, SCALE, stride_a, stride_b, limit, alpha = SOURCE
     if SCALE is not None:
         scale = tl.load(SCALE + row)
     a = tl.load(A + row * stride_a + col, inside, 0.0)
     b = tl.load(B + row * stride_b + col, inside, 0.0)
-    y = gated(a, b, limit if limited(MODE) else None, alpha, act_of(MODE))
+    y = gated(a, b, limit, alpha, MODE)
     if SCALE is not None:
         y *= scale
     return y
 
 
 @triton.jit
-def produce_gradient(A, B, SCALE, DY, stride, hidden, limit, alpha, row, col, inside, MODE: tl.constexpr):
+def produce_gradient(SOURCE, row, col, inside, MODE: tl.constexpr):
     """A tile of [dgate | dup], wholly in one: `hidden`, which is also the row stride of DY, is a multiple of 128."""
+    A, B, SCALE, DY, stride, hidden, limit, alpha = SOURCE
     scale = None
     if SCALE is not None:
         scale = tl.load(SCALE + row)
@@ -222,9 +214,9 @@ def produce_gradient(A, B, SCALE, DY, stride, hidden, limit, alpha, row, col, in
     col -= tl.where(in_up, hidden, 0)
     a = tl.load(A + row * stride + col, inside, 0.0)
     # dup does not depend on up, but for where it is clamped
-    b = tl.load(B + row * stride + col, inside & (limited(MODE) | (not in_up)), 0.0)
+    b = tl.load(B + row * stride + col, inside & ((limit is not None) | (not in_up)), 0.0)
     dy = tl.load(DY + row * hidden + col, inside, 0.0)
-    da, db, _ = gated_gradient(a, b, dy, scale, limit if limited(MODE) else None, alpha, act_of(MODE))
+    da, db, _ = gated_gradient(a, b, dy, scale, limit, alpha, MODE)
     return tl.where(in_up, db, da)
 
 
@@ -248,11 +240,6 @@ def row_scale(scale: Tensor | None) -> tuple[Tensor | None, int]:
 def columns(t: Tensor) -> Tensor:
     """A matrix whose columns are one element apart: `t` itself, or a copy."""
     return t if t.stride(1) == 1 or t.shape[1] == 1 else t.contiguous()
-
-
-def tile_arguments(act: str, limit: float | None, alpha: float) -> dict:
-    """The arguments that both producers take beside their operands."""
-    return {"params": (0.0 if limit is None else limit, alpha), "mode": act if limit is None else f"{act}:limit"}
 
 
 def grouping(offsets: Tensor | None) -> tuple[Tensor | None, int]:
@@ -296,8 +283,8 @@ def forward(x, up, *, act, limit, alpha, scale, offsets, out_format, out) -> Ten
     if out_format is not None:
         y = result(x, up, offsets, out_format, out)
         A, B = columns(A), columns(B)
-        operands, strides = (A, B, vector(scale, torch.float32)), (A.stride(0), B.stride(0))
-        store_tiles(y, produce, operands, strides, scale=out_format.tensor, **tile_arguments(act, limit, alpha))
+        source = (A, B, vector(scale, torch.float32), A.stride(0), B.stride(0), limit, alpha)
+        fill(y, produce, source, act, out_format.tensor)
         return y if out is None else out
     OFFSETS, E = grouping(offsets)
     y = out if out is not None else torch.empty((*x.shape[:-1], A.shape[1]), dtype=x.dtype, device=x.device)
@@ -359,9 +346,8 @@ def quantized_gradient(
         return True
     if A.stride(1) != 1:
         A, B = halves(x.contiguous(), None)
-    operands, strides = (A, B, scale, DY), (A.stride(0), hidden)
-    arguments = tile_arguments(saved.act, saved.limit, saved.alpha)
-    store_tiles(dx, produce_gradient, operands, strides, scale=format.tensor, **arguments)
+    source = (A, B, scale, DY, A.stride(0), hidden, saved.limit, saved.alpha)
+    fill(dx, produce_gradient, source, saved.act, format.tensor, tiles_only=True)
     return dscale is None
 
 
@@ -406,6 +392,6 @@ glu = Op(
         "x": "float[... width]", "up": "x[... width]", "limit": above(0.0), "scale": "float[...]",
         "offsets": "int[experts+]",
     },
-    results={"out": "x[... hidden]"}, sizes=lambda a: {"hidden": width_of(a.x, a.up)},
+    results={"out": "x[... hidden]"}, sizes=lambda a: {"hidden": width_of(a.x, a.up)}, out=Out(live={"...": "offsets"}),
     gradient=Gradient(of=("x", "up", "scale")), check=check, sharding=sharding, bars=Bars("A"),
 )  # fmt: skip

@@ -20,7 +20,7 @@ from ...core.target import Target
 from ...core.tensor import cdiv
 from ...device.activation import gated, gated_gradient
 from ...device.hopper import TILE, store_tile, widen
-from ...formats.tiles import row_stride, tiles_in_bulk
+from ...formats.fill import row_stride, tiles_in_bulk
 from ...runtime.kernel import kernel
 
 # Programs; 250 registers on four warps leave room for no more. Three of 168 were slower at every size (H200, November 2026)

@@ -9,7 +9,6 @@ is rounding there.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Literal
 
@@ -19,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...core.draw import Draw
-from ...core.format import Format, Quantized, store
+from ...core.format import Format, store
 from ...core.signature import at_least
 from ...core.target import Target
 from ...core.tensor import cdiv, power_of_two, vector
@@ -36,8 +35,8 @@ from ...device.groups import (
     sum_group,
     zero_pieces,
 )
-from ...device.rows import store_row_codes
-from ...formats.tiles import codes_for_kernel, is_fast, row_stride, store_tiles
+from ...device.store import NOWHERE, store_rows
+from ...formats.fill import fill, is_fast, row_way
 from ...op import Gradient, Op, Sharding, Triton, single, upcast
 from ...runtime.kernel import kernel
 from .rms_norm import sum_columns
@@ -98,7 +97,6 @@ MOST_A_THREAD = 48  # elements that a thread has at most, if of pieces
 MOST_A_THREAD_BACKWARD = 20  # and backward, which at 36 spills
 WIDEST = 8192  # columns of a group that one program holds in registers; a wider group is read twice
 MOST_ROWS = 2**30  # row numbers and those of a last, partial block are 32-bit
-MOST_COLUMNS = 2**24  # of a group in quantised tiles, which take the number as a float
 
 
 def split_columns(D: int) -> tuple[int, int]:
@@ -124,7 +122,7 @@ def _shape(a, size: int, run: int, warps: int) -> dict:
 
 
 def _default(a) -> dict:
-    if a.FORMAT is not None:  # store_row_codes wants whole rows
+    if a.FORMAT is not None:  # store_rows wants whole rows
         GB = max(power_of_two(a.G), 128 // a.BLOCK)
         return {"GB": GB, "ROWS": max(1, 4096 // (GB * a.BLOCK)), "num_warps": min(16, max(4, GB * a.BLOCK // 1024))}
     if a.PIECES > 1:
@@ -174,12 +172,12 @@ def _candidates_backward(a) -> list[dict]:
     candidates=_candidates,
 )
 def gated_group_norm_forward(
-    X, GATE, W, RSTD, Y, S, STATIC, M, INNER, D, stride_xo, stride_xi, stride_xn, stride_go, stride_gi, stride_gn, stride_yo,
+    X, GATE, W, RSTD, Y, ROW, M, INNER, D, stride_xo, stride_xi, stride_xn, stride_go, stride_gi, stride_gn, stride_yo,
     stride_yi, stride_yn, stride_s, eps, inv_d, G: tl.constexpr, ACT: tl.constexpr, FORMAT: tl.constexpr,
     SHARED: tl.constexpr, GIVEN: tl.constexpr, BLOCK: tl.constexpr, RUN: tl.constexpr, PIECES: tl.constexpr,
     GB: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Y takes values, or codes with scales in S, unless None. RSTD [rows, groups] is read if GIVEN, else written unless None."""
+    """Y takes values, unless None, or, with FORMAT, ROW codes. RSTD [rows, groups] is read if GIVEN, else written unless None."""
     parts = tl.cdiv(D, BLOCK) if GIVEN else 1
     units = (G + GB - 1) // GB * parts
     unit = tl.program_id(0) % units
@@ -192,7 +190,7 @@ def gated_group_norm_forward(
     live = (row < M) & (g < G)
     x = load_pieces(X, row_offsets(row, INNER, stride_xo, stride_xi), col, c, D, live, stride_xn, BLOCK, PIECES)
     # All loads before the sum, which everything after it waits for
-    if Y is not None:
+    if (Y is not None) or (ROW.codes is not None):
         a = load_pieces(GATE, row_offsets(row, INNER, stride_go, stride_gi), col, c, D, live, stride_gn, BLOCK, PIECES)
         if W is not None:
             w = load_weight_pieces(W, c, col, D, live, SHARED, BLOCK, PIECES)
@@ -204,7 +202,7 @@ def gated_group_norm_forward(
         rstd = tl.where(live, tl.rsqrt(dot_pieces(x, x, PIECES) * inv_d + eps), 0.0)
         if RSTD is not None:
             tl.store(RSTD + at, rstd, live)
-    if Y is not None:
+    if (Y is not None) or (ROW.codes is not None):
         to = row_offsets(row, INNER, stride_yo, stride_yi) + col.to(tl.int64) * stride_yn
         for i in tl.static_range(PIECES):
             y = x[i] * rstd[:, None, None]
@@ -217,7 +215,7 @@ def gated_group_norm_forward(
             else:  # of one piece
                 r = (first + tl.arange(0, ROWS)).to(tl.int64)[:, None]
                 whole = tl.reshape(y, (ROWS, GB * BLOCK))
-                store_row_codes(whole, Y, S, STATIC, r, 0, r < M, G * D, G * D, stride_s, FORMAT, "")
+                store_rows(whole, ROW, r, 0, r < M, G * D, stride_s, FORMAT, "")
 
 
 @kernel(
@@ -304,11 +302,11 @@ def field(MODE, i):
 
 
 @triton.jit
-def produce(X, GATE, W, RSTD, inner, outer, width, p1, row, col, inside, MODE: tl.constexpr):
+def produce(SOURCE, row, col, inside, MODE: tl.constexpr):
     """A tile of y, rstd being given. MODE is (act, groups, whether they share the weight, whether 16 divides the columns of all
-    and 128 those of a group), width the columns of a group; gate and x are dense, x with inner before outer."""
+    and 128 those of a group), D the columns of a group; gate and x are dense, x with inner before outer."""
+    X, GATE, W, RSTD, inner, outer, D = SOURCE
     G: tl.constexpr = field(MODE, 1)
-    D = width.to(tl.int32)
     N = G * D
     if field(MODE, 3):
         N = N // 16 * 16  # says that rows are aligned
@@ -400,15 +398,15 @@ def rstd_of(x: Tensor, eps: float, groups: int) -> Tensor:
     return rstd
 
 
-def launch(x, gate, weight, rstd, y, eps, groups, act, given=False, scale=None, fmt=None) -> None:
-    """One launch over rows of x and gate [outer, inner, hidden]; `fmt` says that y are codes."""
+def launch(x, gate, weight, rstd, y, eps, groups, act, given=False, to=NOWHERE, stride_s=0, fmt=None) -> None:
+    """One launch over rows of x and gate [outer, inner, hidden], into y or, with `fmt`, codes."""
     outer, inner, hidden = x.shape
     D = hidden // groups
     BLOCK, PIECES = (2048, 1) if given else (power_of_two(D), 1) if fmt is not None else split_columns(D)
-    strides = (0, 0, 0) if y is None or fmt is not None else y.stride()
+    strides = (0, 0, 0) if y is None else y.stride()
     gated_group_norm_forward(
-        x, gate, weight, rstd, y, scale, None if fmt is None else fmt.tensor, outer * inner, inner, D, *x.stride(),
-        *gate.stride(), *strides, row_stride(scale), eps, 1.0 / D, G=groups, ACT=act, GIVEN=given, BLOCK=BLOCK, PIECES=PIECES,
+        x, gate, weight, rstd, y, to, outer * inner, inner, D, *x.stride(), *gate.stride(), *strides, stride_s, eps,
+        1.0 / D, G=groups, ACT=act, GIVEN=given, BLOCK=BLOCK, PIECES=PIECES,
         FORMAT=None if fmt is None else fmt.device_format(is_fast(x)), RUN=min(BLOCK, 512 // x.element_size()),
         SHARED=is_shared(weight, hidden),
     )  # fmt: skip
@@ -419,7 +417,7 @@ def quantised(x, gate, weight, eps, groups, transposed, act, fmt, q) -> None:
     column-wise ones, and all others, from a launch over tiles that takes rstd as given."""
     xs, (batch, length, hidden) = in_order(x, transposed), x.shape
     D = hidden // groups
-    scaled = fmt.granularity in ("1x128", "row") or fmt.source != "dynamic"
+    scaled = fmt.reach in ("block", "row", "given")
     whole = groups == 1 or power_of_two(D) == D  # then the columns of a tile are those of a row, one after another
     whole = whole and x.numel() > 0 and power_of_two(groups) * power_of_two(D) <= WIDEST
     rows_done = scaled and whole and q.data is not None
@@ -429,16 +427,17 @@ def quantised(x, gate, weight, eps, groups, transposed, act, fmt, q) -> None:
     elif not rows_done or q.data_t is not None:
         rstd = torch.empty(batch * length, groups, dtype=torch.float32, device=x.device)
     if rows_done:
-        launch(xs, gate, weight, rstd, codes_for_kernel(q.data, is_fast(x)), eps, groups, act, scale=q.scale, fmt=fmt)
+        to, stride_s = row_way(q, fmt.tensor), fmt.scale_stride(q, "row")
+        launch(xs, gate, weight, rstd, None, eps, groups, act, to=to, stride_s=stride_s, fmt=fmt)
         if q.data_t is None:
             return
-        q = Quantized.from_tensors(replace(fmt, ways="col"), q.dtype, q.shape, (q.data_t, q.scale_t))
+        q = q.twin()
     elif x.numel() and power_of_two(D) <= WIDEST:
         launch(xs, gate, weight, rstd, None, eps, groups, act)
     order = (batch, length) if transposed and batch > 1 and length > 1 else (1, 1)
     mode = (act, groups, is_shared(weight, hidden), hidden % 16 == 0, D % 128 == 0)
-    operands = (x.contiguous(), gate.contiguous(), weight, rstd)
-    store_tiles(q, produce, operands, order, (float(max(1, D)), 0.0), mode=mode, scale=fmt.tensor)
+    source = (x.contiguous(), gate.contiguous(), weight, rstd, *order, max(1, D))
+    fill(q, produce, source, mode, fmt.tensor, tiles_only=True)
 
 
 def forward(x, gate, weight, eps, *, groups, transposed, act, out_format, out) -> Tensor:
@@ -510,10 +509,6 @@ def check(x, gate, weight, eps, groups, transposed, act, out_format) -> None:
         )
     if batch * length > MOST_ROWS:
         raise ValueError(f"gated_group_norm: x has {batch * length} rows, but a launch takes at most {MOST_ROWS}")
-    if out_format is not None and hidden // groups > MOST_COLUMNS:
-        raise ValueError(
-            f"gated_group_norm: x has groups of {hidden // groups} columns, out_format takes {MOST_COLUMNS}"
-        )
 
 
 def sharding(a: SimpleNamespace) -> Sharding:

@@ -8,7 +8,6 @@ rows of dy * x * rstd.
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -18,15 +17,15 @@ import triton.language as tl
 from torch import Tensor
 
 from ...core.draw import Draw
-from ...core.format import Format, Quantized, store
+from ...core.format import Format, store
 from ...core.signature import at_least
 from ...core.target import Target
 from ...core.tensor import cdiv, power_of_two, rows, vector
-from ...device.rows import store_row_codes
-from ...formats.tiles import codes_for_kernel, is_fast, row_stride, store_tiles
+from ...device.store import Way, store_rows
+from ...formats.fill import fill, is_fast, row_way
 from ...op import Gradient, Op, Out, Sharding, Triton, single, upcast
 from ...runtime.kernel import kernel
-from .rms_norm_hopper import fits_tiles, store_normed
+from .rms_norm_hopper import fits_tiles, store_normed_tiles
 from .rms_norm_rows import fits_rows, in_rows
 
 
@@ -135,6 +134,8 @@ def load_row(X, R, H, row, col, inside, N, stride_xm, stride_xn, stride_rm, stri
     if R is not None:
         r = tl.load(R + row * stride_rm + col.to(tl.int64) * stride_rn, inside, 0.0)
         x = (x.to(tl.float32) + r.to(tl.float32)).to(H.dtype.element_ty)
+        # H may lie on R, and of few columns several threads hold the same: all have read before one writes
+        tl.debug_barrier()
         tl.store(H + row * N + col, x, inside)
     return x.to(tl.float32)
 
@@ -152,34 +153,35 @@ def load_weight(W, col, inside, weight_offset):
 
 
 @triton.jit
-def produce(X, B, W, RSTD, stride_xm, stride_xn, weight_offset, p1, row, col, inside, MODE: tl.constexpr):
-    """A tile of y, rstd being given."""
+def produce(SOURCE, row, col, inside, MODE: tl.constexpr):
+    """Rows of y, rstd being given."""
+    X, W, RSTD, stride_xm, stride_xn, weight_offset = SOURCE
     x = tl.load(X + row * stride_xm + col.to(tl.int64) * stride_xn, inside, 0.0).to(tl.float32) * tl.load(RSTD + row)
     if W is not None:
-        x = x * (tl.load(W + col).to(tl.float32) + weight_offset)
+        x = x * (tl.load(W + col, inside, 0.0).to(tl.float32) + weight_offset)
     return x
 
 
 @triton.jit
-def store_rows(y, Y, S, STATIC, row, start, live, N, stride_s, FORMAT: tl.constexpr, KEEP: tl.constexpr):
+def store_normed(y, Y, row, start, live, N, stride_s, FORMAT: tl.constexpr, KEEP: tl.constexpr):
     """The normalised rows, rounded once: to Y's dtype, or to codes."""
     if FORMAT is None:
         col = start + tl.arange(0, y.shape[1])[None, :]
-        tl.store(Y + row * N + col, y.to(Y.dtype.element_ty), live & (col < N))
+        tl.store(Y.codes + row * N + col, y.to(Y.codes.dtype.element_ty), live & (col < N))
     else:
         # Codes written once and not read back should not push x out of the L2, where the column-wise launch looks for it
         EVICT: tl.constexpr = "evict_first" if KEEP else ""
-        store_row_codes(y, Y, S, STATIC, row, start, live, N, N, stride_s, FORMAT, EVICT)
+        store_rows(y, Y, row, start, live, N, stride_s, FORMAT, EVICT)
 
 
 @kernel(grid=lambda a: (cdiv(a.M, a.ROWS),), tokens=("M", "stride_s"), tune_by=("N",), default=_default)
 def rms_norm_forward(
-    X, R, W, RSTD_IN, Y, S, STATIC, H, RSTD, M, N, stride_xm, stride_xn, stride_rm, stride_rn, stride_s, eps, inv_n, weight_offset,
-    BLOCK: tl.constexpr, SINGLE: tl.constexpr, FORMAT: tl.constexpr, KEEP: tl.constexpr, PDL: tl.constexpr,
+    X, R, W, RSTD_IN, Y, S, SHARED, ZERO, STATIC, H, RSTD, M, N, stride_xm, stride_xn, stride_rm, stride_rn, stride_s, eps, inv_n,
+    weight_offset, BLOCK: tl.constexpr, SINGLE: tl.constexpr, FORMAT: tl.constexpr, KEEP: tl.constexpr, PDL: tl.constexpr,
     ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Y, H and RSTD are each written unless None; Y takes values, or codes with scales in S. KEEP: x is read again soon. PDL: the
-    next launch may start now; it waits by itself for what it needs of this one."""
+    """Y, H and RSTD are each written unless None; Y takes values, or codes with what a `Way` has beside them. KEEP: x is read again
+    soon. PDL: the next launch may start now; it waits by itself for what it needs of this one."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     r = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -210,11 +212,12 @@ def rms_norm_forward(
         tl.store(RSTD + r, rstd, r < M)
     rstd = rstd[:, None]
     if Y is not None:
+        to = Way(Y, S, SHARED, ZERO, STATIC)
         if SINGLE:
             y = x * rstd
             if W is not None:
                 y = y * w
-            store_rows(y, Y, S, STATIC, row, 0, live, N, stride_s, FORMAT, KEEP)
+            store_normed(y, to, row, 0, live, N, stride_s, FORMAT, KEEP)
         else:
             for start in range(0, N, BLOCK):
                 c = start + col
@@ -225,7 +228,7 @@ def rms_norm_forward(
                 y = x * rstd
                 if W is not None:
                     y = y * load_weight(W, start + lane, start + lane < N, weight_offset)[None, :]
-                store_rows(y, Y, S, STATIC, row, start, live, N, stride_s, FORMAT, KEEP)
+                store_normed(y, to, row, start, live, N, stride_s, FORMAT, KEEP)
 
 
 @kernel(
@@ -351,16 +354,17 @@ def sum_columns(P, OUT, M, N, PDL: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.c
 
 
 def launch_rows(
-    x, residual, weight, rstd_in, y, h, rstd, eps, weight_offset, scale=None, fmt=None, keep=False, pdl=False
+    x, residual, weight, rstd_in, y, h, rstd, eps, weight_offset, fmt=None, stride_s=0, keep=False, pdl=False
 ) -> None:
-    """Launch the kernel over rows [M, N]; with `fmt`, y are codes."""
+    """Launch the kernel over rows [M, N]; with `fmt`, y is a `Way` of codes."""
     M, N = x.shape
     BLOCK = max(128, power_of_two(N)) if fmt is not None else power_of_two(N)
     SINGLE = BLOCK <= WIDEST
     strides = residual.stride() if residual is not None else (0, 0)
+    to = y if isinstance(y, Way) else Way(y)
     rms_norm_forward(
-        x, residual, weight, rstd_in, y, scale, None if fmt is None else fmt.tensor, h, rstd, M, N, *x.stride(), *strides,
-        row_stride(scale), eps, 1.0 / N if N else math.nan, weight_offset or None,
+        x, residual, weight, rstd_in, *to, h, rstd, M, N, *x.stride(), *strides, stride_s, eps,
+        1.0 / N if N else math.nan, weight_offset or None,
         BLOCK=BLOCK if SINGLE else 4096, SINGLE=SINGLE, KEEP=keep, PDL=pdl,
         FORMAT=None if fmt is None else fmt.device_format(is_fast(x)),
     )  # fmt: skip
@@ -371,20 +375,20 @@ def quantised(x, residual, weight, rstd_in, h, rstd, eps, weight_offset, fmt, q)
     ones, and per-tensor or 128x128 scales, from a launch over tiles that takes rstd as given and finds x in the L2."""
     M, N = x.shape
     wide = max(128, power_of_two(N)) > WIDEST
-    in_rows = fmt.granularity == "1x128" or fmt.source != "dynamic" or (fmt.granularity == "row" and not wide)
-    rows_done = in_rows and q.data is not None
+    # Of no rows nothing is launched, and a scale that is given would not be stored
+    rows_done = M > 0 and q.data is not None and (fmt.reach in ("block", "given") or (fmt.reach == "row" and not wide))
     tiles = not rows_done or q.data_t is not None
     if tiles and rstd is None:
         rstd = torch.empty(M, dtype=torch.float32, device=x.device) if rstd_in is None else rstd_in
     if rows_done or rstd is not rstd_in or h is not None:
-        codes, scale = (codes_for_kernel(q.data, is_fast(x)), q.scale) if rows_done else (None, None)
+        to, stride_s = (row_way(q, fmt.tensor), fmt.scale_stride(q, "row")) if rows_done else (None, 0)
         made = None if rstd is rstd_in else rstd
-        launch_rows(x, residual, weight, rstd_in, codes, h, made, eps, weight_offset, scale, fmt, keep=tiles)
+        launch_rows(x, residual, weight, rstd_in, to, h, made, eps, weight_offset, fmt, stride_s, keep=tiles)
     if tiles:
         source = x if h is None else h.view(M, N)
         if rows_done:
-            q = Quantized.from_tensors(replace(fmt, ways="col"), q.dtype, q.shape, (q.data_t, q.scale_t))
-        store_tiles(q, produce, (source, None, weight, rstd), source.stride(), (weight_offset, 0.0), scale=fmt.tensor)
+            q = q.twin()
+        fill(q, produce, (source, weight, rstd, *source.stride(), weight_offset), scale=fmt.tensor)
 
 
 def in_tiles(x, residual, weight, rstd_in, h, rstd, eps, weight_offset, fmt, q) -> None:
@@ -394,7 +398,7 @@ def in_tiles(x, residual, weight, rstd_in, h, rstd, eps, weight_offset, fmt, q) 
         rstd = torch.empty(x.shape[0], dtype=torch.float32, device=x.device) if rstd is None else rstd
         launch_rows(x, residual, None, None, None, h, rstd, eps, 0.0, keep=True, pdl=True)
         after = "rstd" if h is None else "x"
-    store_normed(
+    store_normed_tiles(
         q, x if h is None else h.view(x.shape), weight, rstd_in if rstd is None else rstd, weight_offset, after
     )
 
@@ -478,7 +482,7 @@ add_rms_norm = Op(
     Triton(partial(forward_add, how=in_tiles), backward_add, fits_tiles, "tiles"),
     Triton(forward_add, backward_add, single),
     where={**WHERE, "residual": "x[... hidden]"}, results=dict.fromkeys(("y", "h"), "x[... hidden]"),
-    out=Out(contiguous=("y", "h")), sharding=Sharding(),
+    out=Out(contiguous=("y", "h"), lies_on={"h": ("residual",)}), sharding=Sharding(),
     gradient=Gradient(
         of=("x", "residual", "weight"), through=("y", "h"), saves=("weight", "h"),
         resume=lambda saved: {**vars(saved), "x": saved.h, "residual": torch.zeros_like(saved.h)},

@@ -18,7 +18,7 @@ from ...core.format import Format, Quantized
 from ...core.target import Target
 from ...core.tensor import cdiv
 from ...device.hopper import TILE, store_tile, widen
-from ...formats.tiles import row_stride, tiles_in_bulk
+from ...formats.fill import row_stride, tiles_in_bulk
 from ...op import single
 from ...runtime.kernel import kernel
 
@@ -126,7 +126,7 @@ def takes(target: Target, x: Tensor, format: Format | None, out: Quantized | Non
     )
 
 
-def store_normed(
+def store_normed_tiles(
     q: Quantized, x: Tensor, weight: Tensor | None, rstd: Tensor, weight_offset: float, after: str | None
 ) -> None:
     """Fill q with the norm of x [M, N] by a known rstd; `after` is what `rms_norm_tiles` says of it."""

@@ -21,9 +21,9 @@ from ...core.format import Format, store
 from ...core.signature import at_least
 from ...core.target import Target
 from ...core.tensor import cdiv, rows, vector
-from ...device.quantize import store_tile4
+from ...device.store import Way, store_tile
+from ...formats.fill import alignment, column_way, is_fast, row_stride, row_way
 from ...formats.fp8 import Fp8
-from ...formats.tiles import alignment, codes_for_kernel, is_fast, row_stride
 from ...op import Bars, Gradient, Op, Out, Sharding, Triton, single, upcast
 from ...runtime.kernel import kernel
 from ..moe.router_linear import backward as product_backward
@@ -138,9 +138,9 @@ def store_codes(
         y1 = normed(x1, s1, W, k, N)
         y2 = normed(x2, s2, W, k, N)
         y3 = normed(x3, s3, W, k, N)
-        store_tile4(
-            y0, y1, y2, y3, Y, S, YT, ST, None, None, start // N, start, block, block * 0, left, N, N, stride_s, M,
-            stride_st, FORMAT, ALIGN, False, FULL,
+        store_tile(
+            y0, y1, y2, y3, Way(Y, S, None, None, None), Way(YT, ST, None, None, None), start // N, start, block, block * 0,
+            left, M, N, stride_s, stride_st, FORMAT, ALIGN, False, FULL,
         )  # fmt: skip
         x0, x1, x2, x3 = a0, a1, a2, a3
 
@@ -210,14 +210,14 @@ def forward(x, weight, router, eps, *, out_format) -> tuple[Tensor, Tensor, Tens
     x2 = rows(x)
     (M, N), E = x2.shape, router.shape[0]
     logits, rstd = empty_results(x, router)
-    Y = S = YT = ST = FORMAT = None
+    FORMAT, YT, ST = None, None, None
     if out_format is None:
         y = Y = torch.empty_like(x, memory_format=torch.contiguous_format)
+        S = None
     else:
-        fast = is_fast(x)
         y = out_format.empty(x.shape, x.dtype, x.device)
-        Y, S, YT, ST = codes_for_kernel(y.data, fast), y.scale, codes_for_kernel(y.data_t, fast), y.scale_t
-        FORMAT = out_format.device_format(fast)
+        (Y, S, *_), (YT, ST, *_) = row_way(y), column_way(y)
+        FORMAT = out_format.device_format(is_fast(x))
     rms_norm_router_forward(
         x2, vector(weight), router, Y, S, YT, ST, logits, rstd, M, N, E, *x2.stride(), *router.stride(), row_stride(S),
         row_stride(ST), eps, 1.0 / N if N else math.nan, FORMAT=FORMAT,

@@ -18,9 +18,10 @@ from torch import Tensor
 from ...core.draw import Draw
 from ...core.format import Format, Quantized, pack, store
 from ...core.tensor import cdiv, rows
-from ...device.quantize import amax, amax4, has, store_given, store_tile4
+from ...device.quantize import amax, amax4, finite, has
+from ...device.store import Way, store_given, store_tile
+from ...formats.fill import alignment, amax_bits, column_way, is_fast, row_way, some_codes
 from ...formats.fp8 import fp8
-from ...formats.tiles import alignment, codes_for_kernel, is_fast, row_stride
 from ...op import Bars, Gradient, Op, Out, Sharding, Triton, single, upcast
 from ...runtime.kernel import kernel
 from .sylvester import rotate_columns, rotate_rows4
@@ -133,7 +134,9 @@ def rotated_tile(
 @triton.jit
 def raise_amax(y0, y1, y2, y3, AMAX, row0, col0, rows_left, N, FORMAT: tl.constexpr, WAY: tl.constexpr):
     """Bits of amax into zeroed memory, of each row or column or of the tensor: as integers they keep their order."""
-    if has(FORMAT, "tensor"):
+    if has(FORMAT, "tensor", "nvfp4"):
+        if has(FORMAT, "nvfp4"):
+            y0, y1, y2, y3 = finite(y0), finite(y1), finite(y2), finite(y3)
         whole = amax(amax(amax4(y0, y1, y2, y3), 0), 0)
         tl.atomic_max(AMAX, whole.to(tl.int32, bitcast=True), sem="relaxed")
     elif WAY == "row":
@@ -155,71 +158,66 @@ def raise_rows(y, k: tl.constexpr, AMAX, row0, rows_left):
 
 @kernel(
     grid=lambda a: (max(1, cdiv(a.M, TILE)) * max(1, cdiv(a.N, TILE)),),  # one stores the scale of an empty tensor
-    tokens=("M", "stride_s", "stride_qt", "stride_st"),
+    tokens=("M", "stride_s", "stride_st"),
     # Two programs an SM; the three pieces of fp32 do not fit into half of the registers
     default=lambda a: {"num_warps": 8} if a.X.dtype == torch.float32 else {"num_warps": 8, "maxnreg": 128},
 )
 def hadamard_tiles(
-    X, Q, S, QT, ST, AMAX, AMAX_T, M, N, stride_xm, stride_xn, stride_s, stride_qt, stride_st, scale,
+    X, ROW, COL, M, N, stride_xm, stride_xn, stride_s, stride_st, scale,
     BLOCK: tl.constexpr, DIM: tl.constexpr, DIM_T: tl.constexpr, FORMAT: tl.constexpr, ALIGN: tl.constexpr,
     FULL: tl.constexpr, MEASURE: tl.constexpr,
 ):  # fmt: skip
-    """One program, one tile: the row-wise operand rotated along DIM, the column-wise one along DIM_T. With MEASURE only their
-    amax, into AMAX and AMAX_T; a way whose pointers are None is left out."""
+    """One program, one tile: the row-wise operand rotated along DIM, the column-wise one along DIM_T. With MEASURE only what
+    their scales follow from, into `given`; a way without codes is left out."""
     tiles = tl.maximum(tl.cdiv(N, 128), 1)
     block = tl.program_id(0) // tiles
     col0 = tl.program_id(0) % tiles * 128
     row0 = block.to(tl.int64) * 128
     rows_left = M - row0
     if not MEASURE:
-        store_given(S, None, AMAX, AMAX, row0, col0, block, 1, rows_left, N, stride_st, FORMAT)
-        store_given(None, ST, AMAX_T, AMAX_T, row0, col0, block, 1, rows_left, N, stride_st, FORMAT)
+        store_given(ROW, COL, row0, col0, block, 1, rows_left, N, stride_st, FORMAT)
     if not FULL:
         if (rows_left <= 0) | (col0 >= N):
             return
-    if Q is not None:
+    if ROW.codes is not None:
         y0, y1, y2, y3 = rotated_tile(X, row0, col0, rows_left, N, stride_xm, stride_xn, scale, BLOCK, DIM, FULL)
         if MEASURE:
-            raise_amax(y0, y1, y2, y3, AMAX, row0, col0, rows_left, N, FORMAT, "row")
+            raise_amax(y0, y1, y2, y3, ROW.given, row0, col0, rows_left, N, FORMAT, "row")
         else:
-            store_tile4(
-                y0, y1, y2, y3, Q, S, None, None, AMAX, None, row0, col0, block, 0, rows_left, N, N, stride_s, 0, 0,
-                FORMAT, ALIGN, False, FULL,
+            store_tile(
+                y0, y1, y2, y3, ROW, Way(), row0, col0, block, block * 0, rows_left, M, N, stride_s, stride_st, FORMAT,
+                ALIGN, False, FULL,
             )  # fmt: skip
-    if QT is not None:
+    if COL.codes is not None:
         # Read again, from the cache: registers that held it on would leave room for one program where there are two
         y0, y1, y2, y3 = rotated_tile(X, row0, col0, rows_left, N, stride_xm, stride_xn, scale, BLOCK, DIM_T, FULL)
         if MEASURE:
-            raise_amax(y0, y1, y2, y3, AMAX_T, row0, col0, rows_left, N, FORMAT, "col")
+            raise_amax(y0, y1, y2, y3, COL.given, row0, col0, rows_left, N, FORMAT, "col")
         else:
-            store_tile4(
-                y0, y1, y2, y3, None, None, QT, ST, AMAX_T, AMAX_T, row0, col0, block, block * 0, rows_left, N, 0, 0,
-                stride_qt, stride_st, FORMAT, ALIGN, False, FULL,
+            store_tile(
+                y0, y1, y2, y3, Way(), COL, row0, col0, block, block * 0, rows_left, M, N, stride_s, stride_st, FORMAT,
+                ALIGN, False, FULL,
             )  # fmt: skip
 
 
 def store_rotated(q: Quantized, x: Tensor, block: int, dim: int, dim_t: int, static: Tensor | None) -> None:
     """Fill `q`: its row-wise operand from x rotated along `dim`, its column-wise one from x rotated along `dim_t`."""
-    X, some = rows(x), q.data if q.data is not None else q.data_t
-    (M, N), fast = X.shape, is_fast(some)
-    Q, QT = codes_for_kernel(q.data, fast), codes_for_kernel(q.data_t, fast)
+    X = rows(x)
+    M, N = X.shape
     bits = bits_t = static
     settings = {
-        "BLOCK": block, "DIM": dim, "DIM_T": dim_t, "FORMAT": q.format.device_format(fast),
-        "ALIGN": alignment(QT, M),
+        "BLOCK": block, "DIM": dim, "DIM_T": dim_t, "FORMAT": q.format.device_format(is_fast(some_codes(q))),
+        "ALIGN": alignment(q.data_t, M),
         "FULL": M * N > 0 and M % TILE == 0 and N % TILE == 0,
     }  # fmt: skip
-    strides = (*X.stride(), row_stride(q.scale), M, row_stride(q.scale_t))
+    strides = (*X.stride(), q.format.scale_stride(q, "row"), q.format.scale_stride(q, "col"))
 
     def launch(bits: Tensor | None, bits_t: Tensor | None, measure: bool) -> None:
-        hadamard_tiles(
-            X, Q, q.scale, QT, q.scale_t, bits, bits_t, M, N, *strides, block**-0.5, **settings, MEASURE=measure
-        )
+        ways = row_way(q, bits), column_way(q, bits_t)
+        hadamard_tiles(X, *ways, M, N, *strides, block**-0.5, **settings, MEASURE=measure)
 
-    if q.format.source == "dynamic" and q.format.granularity in ("tensor", "row"):
-        by_row = q.format.granularity == "row"
-        bits = torch.zeros(M if by_row else 1, dtype=torch.int32, device=x.device)
-        bits_t = torch.zeros(N if by_row else 1, dtype=torch.int32, device=x.device)
+    if q.format.reach in ("tensor", "row"):
+        bits, bits_t = amax_bits(q, apart=True)
         launch(bits, bits_t, True)
     launch(bits, bits_t, False)
 
@@ -257,7 +255,6 @@ def within_tile(op: str, block: int, out_format: Format) -> None:
 def check(x, *, block, dim, out_format) -> None:
     divides("hadamard", x, block, dim)
     if out_format is not None:
-        out_format.check(x.shape)
         within_tile("hadamard", block, out_format)
 
 
@@ -288,7 +285,7 @@ def reference_both(x: Tensor, out_format: Format, *, block: Literal[16, 32, 64, 
     made = dict(zip(names, out_format.quantize(along, x.dtype).tensors())) if "data" in names else {}
     if "data_t" in names:
         twin = dict(zip(names, out_format.quantize(rotate(x, block, 0), x.dtype).tensors()))
-        made.update(data_t=twin["data_t"], scale_t=twin["scale_t"])
+        made.update({name: tensor for name, tensor in twin.items() if name.endswith("_t")})
     carrier = x.new_empty((1,)).expand(x.shape)
     return pack(carrier, tuple(made[name] for name in names), out_format)
 
@@ -309,7 +306,6 @@ def forward_both(x, out_format, *, block) -> Quantized:
 
 
 def check_both(x, out_format, *, block) -> None:
-    out_format.check(x.shape)
     within_tile("hadamard_quantize", block, out_format)
     for name, dim in (("data", -1), ("data_t", 0)):
         if name in out_format.tensor_names:

@@ -17,9 +17,10 @@ from ...core.debug import check_ends
 from ...core.draw import Draw
 from ...core.format import Format, Quantized, store
 from ...core.tensor import cdiv, power_of_two, rows
-from ...device.quantize import find_block, max_nan, quotient
+from ...device.blocks import find_block, find_tile
+from ...device.quantize import max_nan, quotient
+from ...formats.fill import amax_tiles, fill, read
 from ...formats.fp8 import fp8
-from ...formats.tiles import amax_tiles, find_tile, load_tile, store_tiles
 from ...op import Bars, Gradient, Op, Out, Triton, single, upcast
 from ...runtime.kernel import kernel
 from ..activation.glu import columns, grouping
@@ -69,8 +70,9 @@ def list_groups(OFFSETS, GROUP, M, E, count, BLOCK_E: tl.constexpr):
 
 
 @triton.jit
-def produce(X, SMOOTH, GROUP, D, stride, N, p0, p1, row, col, inside, MODE: tl.constexpr):
+def produce(SOURCE, row, col, inside, MODE: tl.constexpr):
     """A tile of z, wholly in one group."""
+    X, SMOOTH, GROUP, stride, N = SOURCE
     at = SMOOTH + col
     if GROUP is not None:
         # The block by the number of the program, not from its rows: the four parts of a tile then load and invert once
@@ -119,9 +121,8 @@ def forward(x, smooth, out_format, *, reverse, offsets) -> Quantized:
     q = out_format.empty(x.shape, x.dtype, x.device, groups, OFFSETS)
     X = columns(rows(x))
     check_ends("smooth_quantize", "offsets", offsets, X.shape[0])
-    operands = (X, smooth.contiguous(), group_list(OFFSETS, X.shape[0]))
-    mode = "times" if reverse else "over"
-    store_tiles(q, produce, operands, (X.stride(0), X.shape[1]), scale=out_format.tensor, mode=mode)
+    source = (X, smooth.contiguous(), group_list(OFFSETS, X.shape[0]), X.stride(0), X.shape[1])
+    fill(q, produce, source, "times" if reverse else "over", out_format.tensor, tiles_only=True)
     return q
 
 
@@ -136,7 +137,6 @@ def backward(saved: SimpleNamespace, dz: Tensor) -> tuple[Tensor]:
 
 
 def check(x, smooth, out_format, *, reverse, offsets) -> None:
-    out_format.check(x.shape)
     if offsets is None and smooth.shape[0] != 1:
         raise ValueError(f"smooth_quantize: smooth is {list(smooth.shape)}, but has one row where there are no offsets")
 
@@ -145,7 +145,7 @@ smooth_quantize = Op(
     "smooth_quantize", reference, inputs, Triton(forward, backward, single),
     groups="offsets", where={"x": "float[... hidden]", "smooth": "float32[experts+ hidden]", "offsets": "int[experts+]"},
     results={"out": "x[... hidden]"}, gradient=Gradient(of=("x",), shape_only=lambda values: ("x",)), check=check,
-    bars=Bars("A"),
+    out=Out(live={"...": "offsets"}), bars=Bars("A"),
 )  # fmt: skip
 
 
@@ -183,8 +183,8 @@ def forward_amax(x, *, offsets) -> Tensor:
     found = torch.zeros(max(1, groups), N, dtype=torch.float32, device=x.device)
     # Bits of absolute values keep their order as integers, NaN above all: the programs' order does not matter
     amax_tiles(
-        X, None, None, None, None, found.view(torch.int32), OFFSETS, M, N, groups, *X.stride(), 0.0, 0.0,
-        PRODUCE=load_tile, MODE=0, FORMAT="row", COLS=128 if N % 128 == 0 else 16 if N % 16 == 0 else 1,
+        (X, *X.stride()), None, found.view(torch.int32), OFFSETS, M, N, groups, PRODUCE=read, MODE=0, FORMAT="row",
+        COLS=128 if N % 128 == 0 else 16 if N % 16 == 0 else 1,
         BLOCK_E=power_of_two(groups),
     )  # fmt: skip
     return found
