@@ -155,6 +155,30 @@ def test_gradients_of_weights_are_summed_in_place(granularity):
     near(grouped_mm(dy.dequantize().t(), x.dequantize(), TOKEN_ENDS), product)
 
 
+def test_memory_of_the_callers():
+    """Each way of grouping stores into `out`, which decides the dtype, and gives it back."""
+    x, weight = factors()
+    a, b = tw.fp8("row").quantize(x, offsets=ROW_ENDS), tw.fp8("row", ways="both").quantize(weight)
+    for first, second, ends in ((x, weight, ROW_ENDS), (a, b, None)):
+        out = torch.full((17, 200), 7.0, dtype=torch.bfloat16)
+        made = grouped_mm(first, second, ends, transposed_b=True, out=out)
+        assert made is out
+        assert torch.equal(out, grouped_mm(first, second, ends, transposed_b=True, out_dtype=torch.bfloat16))
+    wanted = grouped_mm(x, weight, ROW_ENDS, transposed_b=True, out_format=tw.fp8("1x128"))
+    q = tw.fp8("1x128").empty((17, 200), torch.float32, "cpu", 3)
+    assert grouped_mm(x, weight, ROW_ENDS, transposed_b=True, out_format=tw.fp8("1x128"), out=q) is q
+    assert torch.equal(q.dequantize(), wanted.dequantize())
+    many, counts = tw.fp8("row").quantize(x[:15].reshape(3, 5, 130)), torch.tensor([5, 0, 3])
+    for first, second in ((x[:15].reshape(3, 5, 130).bfloat16(), weight.bfloat16()), (many, b)):
+        out = torch.zeros(3, 5, 200)
+        assert grouped_mm(first, second, transposed_b=True, counts=counts, out=out) is out
+        wanted = grouped_mm(first, second, transposed_b=True, counts=counts, out_dtype=torch.float32)
+        for e, count in enumerate(counts.tolist()):
+            assert torch.equal(out[e, :count], wanted[e, :count])
+        with pytest.raises(ValueError, match="out"):
+            grouped_mm(first, second, transposed_b=True, counts=counts, out=out[:, :, 1:])
+
+
 def test_ending_of_products():
     x, weight = factors()
     bias = torch.randn(3, 200)

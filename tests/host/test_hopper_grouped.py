@@ -94,8 +94,8 @@ def test_a_layer_and_its_gradients():
     values = by_rows(M=65536, K=2048, N=1536, E=64)
     (first, y), (second, da), (third, db) = with_gradients(ROWS, values)
     assert (first, second, third) == ("grouped_rows_hopper", "grouped_rows_hopper", "grouped_tokens_hopper")
-    assert (y["TURNED"], y["A"].shape, y["B"].shape) == (True, [65536, 2048], [64, 1536, 2048])
-    assert (da["TURNED"], da["A"].shape, da["B"].shape) == (False, [65536, 1536], [64, 1536, 2048])
+    assert (y["BY_COLUMNS"], y["A"].shape, y["B"].shape) == (True, [65536, 2048], [64, 1536, 2048])
+    assert (da["BY_COLUMNS"], da["A"].shape, da["B"].shape) == (False, [65536, 1536], [64, 1536, 2048])
     assert (db["M"], db["N"], db["T"]) == (2048, 1536, 65536) and db["C"].shape == [64, 2048, 1536]
     assert all(a["PROGRAMS"] == HOPPER.sms for a in (y, da, db))
     assert (y["count"], y["N"], y["K"]) == (512 + 64, 1536, 2048)

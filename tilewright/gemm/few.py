@@ -17,11 +17,12 @@ from torch import Tensor
 from ..core.target import Target
 from ..core.tensor import cdiv, power_of_two
 from ..device.activation import activate
-from ..device.decode import four_bits, load_operand
+from ..device.load import four_bits, load_operand
+from ..device.matrices import Added, Factor, Matrix, Strides
 from ..op import single
 from ..runtime.kernel import kernel
 from .operands import BLOCKS, DTYPES, inner_of, kind_of
-from .tiles import stages
+from .tiles import matrix, stages
 
 MOST = 64  # rows; with more, products of whole tiles are as fast
 COLUMNS = 64  # of a tile
@@ -42,32 +43,37 @@ def splits_for(tiles: int, blocks: int, sms: int, least: int = LEAST) -> int:
 
 @triton.jit
 def sum_blocks(
-    A, B, SA, SB, ZERO, row, col, first, end, M, N, K, stride_am, stride_ak, stride_bk, stride_bn, stride_sam, stride_sak,
-    stride_sbn, stride_sbk, KIND_A: tl.constexpr, KIND_B: tl.constexpr, MATH: tl.constexpr, DOWN: tl.constexpr,
-    ALONG_A: tl.constexpr, ALONG_B: tl.constexpr, STAGES: tl.constexpr,
+    A, B, row, col, first, end, M, N, K, STRIDES_SA, STRIDES_SB, KIND_A: tl.constexpr, KIND_B: tl.constexpr, MATH: tl.constexpr,
+    DOWN: tl.constexpr, ALONG_A: tl.constexpr, ALONG_B: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Sums [columns, rows] of A[M, K] @ B[K, N] over blocks of 128 of the inner dimension from `first` to `end`. Scales that change
-    along it are multiplied in: ALONG_A and ALONG_B; one of B is for DOWN columns."""
+    """Sums [columns, rows] of factors A [M, K] and B [N, K] over blocks of 128 of the inner dimension from `first` to `end`. Scales
+    that change along it are multiplied in: ALONG_A and ALONG_B; one of B, and a zero point, is for DOWN columns."""
     HALVES: tl.constexpr = four_bits(KIND_A) or four_bits(KIND_B)
     SUM: tl.constexpr = tl.int32 if MATH == "int8" else tl.float32
-    scaled = (col // DOWN).to(tl.int64) * stride_sbn
+    if B.scale is not None:
+        scaled = (col // DOWN).to(tl.int64) * STRIDES_SB.r
     total = tl.zeros([col.shape[0], row.shape[0]], tl.float32 if ALONG_A or ALONG_B else SUM)
     for block in tl.range(first, end, num_stages=STAGES):
         at = tl.multiple_of(block * 128, 128)
         zero = None
-        if ZERO is not None:
-            zero = tl.load(ZERO + scaled + block.to(tl.int64) * stride_sbk, col < N, 0.0)[:, None]
-        b, b_odd = load_operand(B, None, col, at, N, K, stride_bn, stride_bk, 0, 0, zero, KIND_B, 0, MATH, HALVES, 128)
-        a, a_odd = load_operand(A, None, row, at, M, K, stride_am, stride_ak, 0, 0, None, KIND_A, 0, MATH, HALVES, 128)
+        if B.zero is not None:
+            zero = tl.load(B.zero + scaled + block.to(tl.int64) * STRIDES_SB.k, col < N, 0.0)[:, None]
+        b, b_odd = load_operand(
+            B.codes, None, col, at, N, K, B.stride_r, B.stride_k, 0, 0, zero, KIND_B, 0, MATH, HALVES, 128
+        )  # fmt: skip
+        a, a_odd = load_operand(
+            A.codes, None, row, at, M, K, A.stride_r, A.stride_k, 0, 0, None, KIND_A, 0, MATH, HALVES, 128
+        )  # fmt: skip
         part = tl.dot(b, a.T, out_dtype=SUM)
         if HALVES:
             part = tl.dot(b_odd, a_odd.T, part, out_dtype=SUM)
         if ALONG_A or ALONG_B:
             part = part.to(tl.float32)
         if ALONG_A:
-            part *= tl.load(SA + row.to(tl.int64) * stride_sam + block.to(tl.int64) * stride_sak, row < M, 0.0)[None, :]
+            at_a = A.scale + row.to(tl.int64) * STRIDES_SA.r + block.to(tl.int64) * STRIDES_SA.k
+            part *= tl.load(at_a, row < M, 0.0)[None, :]
         if ALONG_B:
-            part *= tl.load(SB + scaled + block.to(tl.int64) * stride_sbk, col < N, 0.0)[:, None]
+            part *= tl.load(B.scale + scaled + block.to(tl.int64) * STRIDES_SB.k, col < N, 0.0)[:, None]
         total += part
     return total
 
@@ -75,36 +81,38 @@ def sum_blocks(
 @kernel(
     grid=lambda a: (cdiv(a.N, a.BLOCK_N), a.parts),
     tokens=("M", "per", "parts", "stride_sam", "stride_sak", "stride_sbn", "stride_sbk"),
-    default=lambda a: {"STAGES": stages(a.A.device, 128 * 2 * (a.BLOCK_M + a.BLOCK_N), 5), "num_warps": 4},
+    default=lambda a: {"STAGES": stages(a.Y.data.device, 128 * 2 * (a.BLOCK_M + a.BLOCK_N), 5), "num_warps": 4},
 )  # fmt: skip
 def small_rows(
-    A, B, Y, SA, SB, ZERO, BIAS, ADD, M, N, K, per, parts, stride_am, stride_ak, stride_bk, stride_bn, stride_sam, stride_sak,
-    stride_sbn, stride_sbk, stride_ym, stride_yn, stride_cm, stride_cn, beta,
-    KIND_A: tl.constexpr, KIND_B: tl.constexpr, MATH: tl.constexpr, DOWN: tl.constexpr, ALONG_A: tl.constexpr,
-    ALONG_B: tl.constexpr, ACT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    A, B, Y, ADDED, M, N, K, per, parts, stride_sam, stride_sak, stride_sbn, stride_sbk, KIND_A: tl.constexpr,
+    KIND_B: tl.constexpr, MATH: tl.constexpr, DOWN: tl.constexpr, ALONG_A: tl.constexpr, ALONG_B: tl.constexpr,
+    ACT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
+    """Columns of Y [parts, M, N] from factors A [M, K] and B [N, K], of `per` blocks of the inner dimension for each part."""
     part = tl.program_id(1)
     row = tl.arange(0, BLOCK_M)
     col = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     first = part * per
     y = sum_blocks(
-        A, B, SA, SB, ZERO, row, col, first, tl.minimum(first + per, tl.cdiv(K, 128)), M, N, K, stride_am, stride_ak, stride_bk,
-        stride_bn, stride_sam, stride_sak, stride_sbn, stride_sbk, KIND_A, KIND_B, MATH, DOWN, ALONG_A, ALONG_B, STAGES,
+        A, B, row, col, first, tl.minimum(first + per, tl.cdiv(K, 128)), M, N, K, Strides(stride_sam, stride_sak),
+        Strides(stride_sbn, stride_sbk), KIND_A, KIND_B, MATH, DOWN, ALONG_A, ALONG_B, STAGES,
     ).to(tl.float32)  # fmt: skip
-    if SA is not None and not ALONG_A:
-        y *= tl.load(SA + row.to(tl.int64) * stride_sam, row < M, 0.0)[None, :]
-    if SB is not None and not ALONG_B:
-        y *= tl.load(SB + (col // DOWN).to(tl.int64) * stride_sbn, col < N, 0.0)[:, None]
+    if A.scale is not None and not ALONG_A:
+        y *= tl.load(A.scale + row.to(tl.int64) * stride_sam, row < M, 0.0)[None, :]
+    if B.scale is not None and not ALONG_B:
+        y *= tl.load(B.scale + (col // DOWN).to(tl.int64) * stride_sbn, col < N, 0.0)[:, None]
     inside = (col < N)[:, None] & (row < M)[None, :]
-    if BIAS is not None:
-        y += tl.load(BIAS + col, col < N, 0.0).to(tl.float32)[:, None]
-    if ADD is not None:
-        at = ADD + row.to(tl.int64)[None, :] * stride_cm + col.to(tl.int64)[:, None] * stride_cn
-        y += tl.load(at, inside, 0.0).to(tl.float32) * beta
+    if ADDED.bias is not None:
+        y += tl.load(ADDED.bias + col, col < N, 0.0).to(tl.float32)[:, None]
+    C = ADDED.c
+    if C.data is not None:
+        at = C.data + row.to(tl.int64)[None, :] * C.stride_r + col.to(tl.int64)[:, None] * C.stride_c
+        y += tl.load(at, inside, 0.0).to(tl.float32) * ADDED.beta
     if ACT is not None:
         y = activate(y, 1.0, ACT)
-    at = Y + part.to(tl.int64) * M * N + row.to(tl.int64)[None, :] * stride_ym + col.to(tl.int64)[:, None] * stride_yn
-    tl.store(at, y.to(Y.dtype.element_ty), inside)
+    at = Y.data + part.to(tl.int64) * M * N
+    at = at + row.to(tl.int64)[None, :] * Y.stride_r + col.to(tl.int64)[:, None] * Y.stride_c
+    tl.store(at, y.to(Y.data.dtype.element_ty), inside)
 
 
 @kernel(
@@ -155,7 +163,7 @@ def add_parts(parts: Tensor, y: Tensor, bias: Tensor | None, add: Tensor | None,
 
 
 def math_of(kind_a: str, kind_b: str, a: Tensor) -> str | None:
-    """What these kernels multiply (`device/decode.py`), None where they do not."""
+    """What these kernels multiply (`device/load.py`), None where they do not."""
     if kind_a == "float":
         return {torch.bfloat16: "bf16", torch.float16: "fp16"}[a.dtype] if kind_b != "e2m1" else None
     if {kind_a, kind_b} <= {"int8", "int4"}:
@@ -172,18 +180,21 @@ def codes_for_math(codes: Tensor, math: str) -> Tensor:
     )
 
 
-def strides_of(scale: Tensor) -> list[int]:
+def strides_of(scale: Tensor | None) -> list[int]:
     """The strides of a scale, 0 along a dimension of one element: that scale is for all."""
-    return [stride if size > 1 else 0 for size, stride in zip(scale.shape, scale.stride())]
+    return [0, 0] if scale is None else [stride if size > 1 else 0 for size, stride in zip(scale.shape, scale.stride())]
 
 
 def fits(target: Target, a: SimpleNamespace) -> bool:
-    """Whether there are up to 64 rows, and scales are for 128 elements, for rows or for the whole; `a` may be plain numbers."""
+    """Whether there are up to 64 rows, and scales are for 128 elements, for rows or for the whole; `a` may be plain numbers. Zero
+    points must lie as their scales do."""
     kinds = kind_of(a.a, a.recipe_a), kind_of(a.b.t(), a.recipe_b)
     known = all(r is None or r in (*ALONG, "RowWise", "TensorWise") for r in (a.recipe_a, a.recipe_b))
     if not known or a.out_format is not None or a.a.shape[0] > MOST or a.accumulate != "full" or not single(target, a):
         return False
     if "e2m1" in kinds or {"int8", "int4"} & {kinds[0]} and kinds[1] not in ("int8", "int4"):
+        return False
+    if a.zero_b is not None and a.zero_b.stride() != a.scale_b.stride():
         return False
     return a.b.shape[1] < 2**31 - COLUMNS and inner_of(a.a) < 2**31 - 128
 
@@ -199,12 +210,12 @@ def forward(a, b, scale_a, scale_b, recipe_a, recipe_b, *, zero_b, bias, act, c,
     parts = splits_for(cdiv(N, COLUMNS), blocks, Target.at(a.device).sms)
     later = parts > 1
     target = torch.empty(parts, M, N, dtype=torch.float32, device=a.device) if later else y
-    strides = [(0, 0) if s is None else strides_of(s) for s in (scale_a, scale_b)]
+    added = Added(None if bias is None or later else bias.contiguous(), matrix(None if later else add), beta)
+    A = Factor(codes_for_math(a, math), *a.stride(), scale_a)
+    B = Factor(codes_for_math(b, math), *b.t().stride(), scale_b, zero_b)
     small_rows(
-        codes_for_math(a, math), codes_for_math(b, math), target, scale_a, scale_b, zero_b,
-        None if bias is None or later else bias.contiguous(), None if later else add, M, N, K, cdiv(blocks, parts), parts,
-        *a.stride(), *b.stride(), *strides[0], *strides[1],
-        *target.stride()[-2:], *((0, 0) if later or add is None else add.stride()), beta,
+        A, B, Matrix(target, *target.stride()[-2:]), added, M, N, K, cdiv(blocks, parts), parts, *strides_of(scale_a),
+        *strides_of(scale_b),
         KIND_A=kind_a, KIND_B=kind_b, MATH=math, DOWN=max(1, BLOCKS[recipe_b][0]) if recipe_b else 1,
         ALONG_A=recipe_a in ALONG, ALONG_B=recipe_b in ALONG, ACT=None if later else act,
         BLOCK_M=max(16, power_of_two(M)), BLOCK_N=COLUMNS,

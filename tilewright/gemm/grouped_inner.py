@@ -17,13 +17,14 @@ from torch import Tensor
 from ..core.debug import check_ends
 from ..core.draw import Draw
 from ..core.tensor import cdiv, piece_count, power_of_two
+from ..device.matrices import Matrices
 from ..device.products import multiply, multiply_codes, multiply_scaled
 from ..op import Bars, Cost, Op, Out, Triton, single, upcast
 from ..runtime.kernel import kernel
 from .hopper import grouped_inner as hopper_grouped_inner
 from .hopper import wgrad as hopper_wgrad
 from .operands import DTYPES, OutDtype, result_row
-from .tiles import ROWS, group_of, group_range, operands_for_kernel, rounded_ends, stages
+from .tiles import ROWS, group_of, group_range, matrices, matrix, operands_for_kernel, rounded_ends, stages
 
 Scales = Literal["BlockWise1x128", "RowWise"]
 
@@ -119,14 +120,14 @@ def inputs_fp8(draw: Draw) -> dict:
 
 
 def _shape(a) -> dict:
-    wide, BLOCK_K, most = max(a.A.element_size(), a.B.element_size()), 64, 128
+    wide, BLOCK_K, most = max(a.A.data.element_size(), a.B.data.element_size()), 64, 128
     if (
         max(a.PIECES_A, a.PIECES_B) > 1
     ):  # all pieces of a step live in registers, and beside the operands in shared memory
         wide, BLOCK_K, most = 2 * wide, 32, 64
     M, N = max(16, min(most, power_of_two(a.M))), max(16, min(most, power_of_two(a.N)))
     bytes_a_step = BLOCK_K * (M + N) * wide
-    STAGES = stages(a.A.device, bytes_a_step)
+    STAGES = stages(a.A.data.device, bytes_a_step)
     return {"BLOCK_M": M, "BLOCK_N": N, "BLOCK_K": BLOCK_K, "STAGES": STAGES, "num_warps": 8}
 
 
@@ -134,27 +135,29 @@ def _shape_fp8(a) -> dict:
     # Widened codes take more registers, and so do codes that are loaded one by one since groups begin anywhere
     most = 128 if a.NATIVE and not a.ROWWISE else 64
     M, N = max(16, min(most, power_of_two(a.M))), max(16, min(most, power_of_two(a.N)))
-    return {"BLOCK_M": M, "BLOCK_N": N, "STAGES": stages(a.A.device, 128 * (M + N)), "num_warps": 8}
+    return {"BLOCK_M": M, "BLOCK_N": N, "STAGES": stages(a.A.data.device, 128 * (M + N)), "num_warps": 8}
 
 
 GRID = {"grid": lambda a: (cdiv(a.M, a.BLOCK_M) * cdiv(a.N, a.BLOCK_N), a.E)}
 
 
 @triton.jit
-def store_sum(y, Y, C, beta, row, col, M, N, stride_ym, stride_yn, stride_cm, stride_cn):
-    """y + beta * C into Y, which C may be."""
+def store_sum(y, Y, C, beta, e, row, col, M, N):
+    """y + beta * C[e] into Y[e], which C may be."""
+    to = Y.data + e.to(tl.int64) * Y.stride_e
+    if C.data is not None:
+        at = C.data + e.to(tl.int64) * C.stride_e
     r, c = row.to(tl.int64)[:, None], col.to(tl.int64)[None, :]
     inside = (row < M)[:, None] & (col < N)[None, :]
-    if C is not None:
-        y += beta * tl.load(C + r * stride_cm + c * stride_cn, inside, 0.0).to(tl.float32)
-    tl.store(Y + r * stride_ym + c * stride_yn, y.to(Y.dtype.element_ty), inside)
+    if C.data is not None:
+        y += beta * tl.load(at + r * C.stride_r + c * C.stride_c, inside, 0.0).to(tl.float32)
+    tl.store(to + r * Y.stride_r + c * Y.stride_c, y.to(Y.data.dtype.element_ty), inside)
 
 
 @kernel(**GRID, tokens=("T", "E"), default=_shape)
 def grouped_inner(
-    A, B, OFFSETS, Y, C, beta, T, M, N, E, stride_am, stride_at, stride_bt, stride_bn, stride_ye, stride_ym, stride_yn,
-    stride_ce, stride_cm, stride_cn, PIECES_A: tl.constexpr, PIECES_B: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+    A, B, OFFSETS, Y, C, beta, T, M, N, E, PIECES_A: tl.constexpr, PIECES_B: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     e = tl.program_id(1)
     start, end = group_range(e, OFFSETS, T, 1)
@@ -163,52 +166,42 @@ def grouped_inner(
     col = tl.program_id(0) % across * BLOCK_N + tl.arange(0, BLOCK_N)
     y = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     y = multiply(
-        y, A, B, row, col, start, end, M, N, stride_am, stride_at, stride_bt, stride_bn, PIECES_A, PIECES_B, BLOCK_K, STAGES,
+        y, A.data, B.data, row, col, start, end, M, N, A.stride_r, A.stride_c, B.stride_r, B.stride_c, PIECES_A, PIECES_B, BLOCK_K,
+        STAGES,
     )  # fmt: skip
-    Y += e.to(tl.int64) * stride_ye
-    if C is not None:
-        C += e.to(tl.int64) * stride_ce
-    store_sum(y, Y, C, beta, row, col, M, N, stride_ym, stride_yn, stride_cm, stride_cn)
+    store_sum(y, Y, C, beta, e, row, col, M, N)
 
 
 # T is specialised: where 16 divides it codes are loaded by words
 @kernel(**GRID, tokens=("E",), default=_shape_fp8)
 def grouped_inner_fp8(
-    A, SA, B, SB, OFFSETS, Y, C, beta, T, M, N, E, stride_am, stride_at, stride_sk, stride_sm, stride_bt, stride_bn, stride_sbk,
-    stride_sn, stride_ye, stride_ym, stride_yn, stride_ce, stride_cm, stride_cn, ROWWISE: tl.constexpr,
-    NATIVE: tl.constexpr, E5M2_A: tl.constexpr, E5M2_B: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    STAGES: tl.constexpr,
+    A, SA, B, SB, OFFSETS, Y, C, beta, T, M, N, E, ROWWISE: tl.constexpr, NATIVE: tl.constexpr, E5M2_A: tl.constexpr,
+    E5M2_B: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
+    """Scales are SA [blocks of tokens, M] and SB [blocks of tokens, N], ROWWISE with a group in the place of a block."""
     e = tl.program_id(1)
     start, end = group_range(e, OFFSETS, T, 1 if ROWWISE else 128)
     across = tl.cdiv(N, BLOCK_N)
     row = tl.program_id(0) // across * BLOCK_M + tl.arange(0, BLOCK_M)
     col = tl.program_id(0) % across * BLOCK_N + tl.arange(0, BLOCK_N)
     if ROWWISE:
-        y = multiply_codes(
-            A, B, row, col, start, end, M, N, stride_am, stride_at, stride_bt, stride_bn, NATIVE, E5M2_A, E5M2_B, BLOCK_M, BLOCK_N,
-            STAGES,
-        )  # fmt: skip
-        sa = tl.load(SA + e.to(tl.int64) * stride_sk + row.to(tl.int64) * stride_sm, row < M, 0.0)
-        sb = tl.load(SB + e.to(tl.int64) * stride_sbk + col.to(tl.int64) * stride_sn, col < N, 0.0)
+        y = multiply_codes(A, B, row, col, start, end, M, N, NATIVE, E5M2_A, E5M2_B, BLOCK_M, BLOCK_N, STAGES)
+        sa = tl.load(SA.data + e.to(tl.int64) * SA.stride_r + row.to(tl.int64) * SA.stride_c, row < M, 0.0)
+        sb = tl.load(SB.data + e.to(tl.int64) * SB.stride_r + col.to(tl.int64) * SB.stride_c, col < N, 0.0)
         y = y * sa[:, None] * sb[None, :]
     else:
         y = multiply_scaled(
-            A, B, SA, SB, row, col, start, end, M, N, T, stride_am, stride_at, stride_bt, stride_bn, stride_sk, stride_sm,
-            stride_sbk, stride_sn, 1, NATIVE, E5M2_A, E5M2_B, BLOCK_M, BLOCK_N, STAGES,
+            A, B, SA, SB, row, col, start, end, M, N, T, 1, NATIVE, E5M2_A, E5M2_B, BLOCK_M, BLOCK_N, STAGES
         )  # fmt: skip
-    Y += e.to(tl.int64) * stride_ye
-    if C is not None:
-        C += e.to(tl.int64) * stride_ce
-    store_sum(y, Y, C, beta, row, col, M, N, stride_ym, stride_yn, stride_cm, stride_cn)
+    store_sum(y, Y, C, beta, e, row, col, M, N)
 
 
 # ---- host ------------------------------------------------------------------------------------------------------------
 
 
-def addend(c: Tensor | None, beta: float) -> tuple[Tensor | None, tuple[int, ...]]:
-    """What is to be added, and its strides. Where beta is 0 nothing is, whatever c holds."""
-    return (None, (0, 0, 0)) if c is None or beta == 0.0 else (c, c.stride())
+def addend(c: Tensor | None, beta: float) -> Matrices:
+    """What is to be added. Where beta is 0 nothing is, whatever c holds."""
+    return matrices(None if beta == 0.0 else c)
 
 
 def forward(a, b, offsets, *, c, beta, out_dtype, out) -> Tensor:
@@ -217,10 +210,9 @@ def forward(a, b, offsets, *, c, beta, out_dtype, out) -> Tensor:
     y = out
     if y is None:
         y = torch.empty(E, M, N, dtype=a.dtype if out_dtype is None else DTYPES[out_dtype], device=a.device)
-    C, strides = addend(c, beta)
     if y.numel():
         grouped_inner(
-            a, b, offsets.contiguous(), y, C, beta, T, M, N, E, *a.stride(), *b.stride(), *y.stride(), *strides,
+            matrix(a), matrix(b), offsets.contiguous(), matrices(y), addend(c, beta), beta, T, M, N, E,
             PIECES_A=piece_count(a, b), PIECES_B=piece_count(b, a),
         )  # fmt: skip
     return y
@@ -230,12 +222,11 @@ def forward_fp8(a, scale_a, b, scale_b, offsets, *, recipe, c, beta, out_dtype, 
     (M, T), N, E = a.shape, b.shape[1], offsets.shape[0]
     check_ends("grouped_mm_inner_fp8", "offsets", offsets, T)
     y = torch.empty(E, M, N, dtype=DTYPES[out_dtype], device=a.device) if out is None else out
-    C, strides = addend(c, beta)
     if y.numel():
         A, B, how = operands_for_kernel(a, b)
         grouped_inner_fp8(
-            A, scale_a, B, scale_b, offsets.contiguous(), y, C, beta, T, M, N, E, *a.stride(), *scale_a.stride(), *b.stride(),
-            *scale_b.stride(), *y.stride(), *strides, ROWWISE=recipe == "RowWise", **how,
+            matrix(A), matrix(scale_a), matrix(B), matrix(scale_b), offsets.contiguous(), matrices(y), addend(c, beta), beta, T, M,
+            N, E, ROWWISE=recipe == "RowWise", **how,
         )  # fmt: skip
     return y
 

@@ -17,12 +17,13 @@ from ..core.debug import check_indices
 from ..core.draw import Draw
 from ..core.target import Target
 from ..core.tensor import cdiv, power_of_two
+from ..device.matrices import Factor, Strides
 from ..op import Bars, Cost, Op, Out, Triton, single, upcast
 from ..runtime.kernel import kernel
 from .few import COLUMNS, codes_for_math, sum_blocks
 from .hopper import few as hopper_few
 from .operands import DTYPES, FLOATS, OutDtype
-from .tiles import stages
+from .tiles import matrices, stages
 
 MOST = 64  # rows of a tile
 FP8 = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
@@ -84,13 +85,13 @@ def inputs(draw: Draw) -> dict:
 @kernel(
     grid=lambda a: (cdiv(a.N, a.BLOCK_N), cdiv(a.R, a.BLOCK_M), a.E),
     tokens=("E", "R", "stride_sae", "stride_sam", "stride_sak"),
-    default=lambda a: {"STAGES": stages(a.A.device, 128 * 2 * (a.BLOCK_M + a.BLOCK_N), 5), "num_warps": 4},
+    default=lambda a: {"STAGES": stages(a.Y.device, 128 * 2 * (a.BLOCK_M + a.BLOCK_N), 5), "num_warps": 4},
 )  # fmt: skip
 def grouped_masked(
-    A, B, Y, SA, SB, COUNTS, E, R, N, K, stride_ae, stride_am, stride_ak, stride_be, stride_bk, stride_bn, stride_sae,
-    stride_sam, stride_sak, stride_sbe, stride_sbn, stride_sbk, KIND_A: tl.constexpr, KIND_B: tl.constexpr,
+    A, B, Y, SA, SB, COUNTS, E, R, N, K, stride_sae, stride_sam, stride_sak, KIND_A: tl.constexpr, KIND_B: tl.constexpr,
     MATH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
+    """Y[e] = A[e] @ B[e] for the first COUNTS[e] of R rows; scales, if there are any, are for blocks of both."""
     e = tl.program_id(2).to(tl.int64)
     row0 = tl.program_id(1) * BLOCK_M
     count = tl.minimum(tl.load(COUNTS + e).to(tl.int64), R).to(tl.int32)  # device data: whatever it holds
@@ -98,13 +99,15 @@ def grouped_masked(
         row = row0 + tl.arange(0, BLOCK_M)
         col = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
         SCALED: tl.constexpr = SA is not None
+        scale_a = SA
+        scale_b = SB.data
         if SCALED:
-            SA += e * stride_sae
-            SB += e * stride_sbe
+            scale_a += e * stride_sae
+            scale_b += e * SB.stride_e
         y = sum_blocks(
-            A + e * stride_ae, B + e * stride_be, SA, SB, None, row, col, 0, tl.cdiv(K, 128), count, N, K, stride_am, stride_ak,
-            stride_bk, stride_bn, stride_sam, stride_sak, stride_sbn, stride_sbk, KIND_A, KIND_B, MATH, 128, SCALED, SCALED,
-            STAGES,
+            Factor(A.data + e * A.stride_e, A.stride_r, A.stride_c, scale_a, None, None),
+            Factor(B.data + e * B.stride_e, B.stride_c, B.stride_r, scale_b, None, None), row, col, 0, tl.cdiv(K, 128), count, N, K,
+            Strides(stride_sam, stride_sak), Strides(SB.stride_r, SB.stride_c), KIND_A, KIND_B, MATH, 128, SCALED, SCALED, STAGES,
         )  # fmt: skip
         at = Y + (e * R + row)[None, :] * N + col[:, None]
         tl.store(at, y.to(Y.dtype.element_ty), (col < N)[:, None] & (row < count)[None, :])
@@ -122,11 +125,10 @@ def forward(a, b, counts, scale_a, scale_b, *, out_dtype) -> Tensor:
     kinds = FP8.get(a.dtype, "float"), FP8.get(b.dtype, "float")
     native = Target.at(a.device).fp8
     math = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(a.dtype, "fp8" if native else "bf16")
-    none = (0, 0, 0)
+    A, B = (matrices(codes_for_math(t, math)) for t in (a, b))
     grouped_masked(
-        codes_for_math(a, math), codes_for_math(b, math), y, scale_a, scale_b, counts.contiguous(), E, R, N, K,
-        *a.stride(), *b.stride(), *(none if scale_a is None else scale_a.stride()),
-        *(none if scale_b is None else scale_b.stride()),
+        A, B, y, scale_a, matrices(scale_b), counts.contiguous(), E, R, N, K,
+        *((0, 0, 0) if scale_a is None else scale_a.stride()),
         KIND_A=kinds[0], KIND_B=kinds[1], MATH=math, BLOCK_M=max(16, min(MOST, power_of_two(R))), BLOCK_N=COLUMNS,
     )  # fmt: skip
     return y
@@ -187,6 +189,6 @@ grouped_mm_masked = Op(
         "a": "operand[experts+ rows inner]", "b": "operand[experts+ inner columns]", "counts": "int[experts+]",
         "scale_a": "float32[experts+ rows blocks]", "scale_b": "float32[experts+ column_blocks blocks]",
     },
-    results={"out": lambda a: f"{a.out_dtype}[experts rows columns]"}, out=Out(contiguous=("out",)),
-    check=check, cost=Cost(cost, flops), bars=Bars("F", whole=True),
+    results={"out": lambda a: f"{a.out_dtype}[experts rows columns]"},
+    out=Out(contiguous=("out",), live={"rows": "counts"}), check=check, cost=Cost(cost, flops), bars=Bars("F", whole=True),
 )  # fmt: skip

@@ -16,6 +16,7 @@ from torch import Tensor
 from ..core.draw import Draw
 from ..core.target import Target
 from ..core.tensor import cdiv, name_of, piece_count, power_of_two
+from ..device.matrices import Matrices, Matrix
 from ..device.products import multiply, multiply_scaled
 from ..op import Bars, Cost, Gradient, Op, Out, Triton, single, upcast
 from ..runtime.kernel import kernel
@@ -25,7 +26,18 @@ from .hopper import grouped_rows as hopper
 from .hopper import grouped_rows_fp8 as hopper_fp8
 from .operands import DTYPES, OutDtype, result_row
 from .scaled_mm import ACTS, Act
-from .tiles import BAND, ROWS, group_of, operands_for_kernel, stages, tile_entry, tile_list, tile_of
+from .tiles import (
+    BAND,
+    ROWS,
+    group_of,
+    matrices,
+    matrix,
+    operands_for_kernel,
+    stages,
+    tile_entry,
+    tile_list,
+    tile_of,
+)
 
 
 def grouped_product(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
@@ -155,7 +167,7 @@ def _shape(a) -> dict:
 def _shape_fp8(a) -> dict:
     # Widened codes take more registers, and so do the places of columns that alternate
     BLOCK_N = max(16, min(128 if a.NATIVE and a.GLU is None else 64, power_of_two(a.N)))
-    return {"BLOCK_N": BLOCK_N, "STAGES": stages(a.A.device, 128 * (ROWS + BLOCK_N)), "num_warps": 8}
+    return {"BLOCK_N": BLOCK_N, "STAGES": stages(a.A.data.device, 128 * (ROWS + BLOCK_N)), "num_warps": 8}
 
 
 @kernel(
@@ -187,11 +199,11 @@ def grouped_rows(
     grid=lambda a: (a.count * cdiv(a.N, a.BLOCK_N),), tokens=("count", "stride_sk"), default=_shape_fp8,
 )  # fmt: skip
 def grouped_rows_fp8(
-    A, SA, B, SB, BIAS, TILES, Y, count, N, K, stride_am, stride_ak, stride_sk, stride_sm, stride_be, stride_bk, stride_bn,
-    stride_se, stride_sn, stride_sbk,
-    NATIVE: tl.constexpr, E5M2_A: tl.constexpr, E5M2_B: tl.constexpr, COLUMNS: tl.constexpr, ACT: tl.constexpr,
-    GLU: tl.constexpr, BAND: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    TILES, count, A, SA, B, SB, BIAS, Y, N, K, stride_sk, stride_sm, NATIVE: tl.constexpr, E5M2_A: tl.constexpr,
+    E5M2_B: tl.constexpr, COLUMNS: tl.constexpr, ACT: tl.constexpr, GLU: tl.constexpr, BAND: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
+    """Scales are SA [blocks, rows], with these two strides, and SB [experts, columns / COLUMNS, blocks]."""
     tile, across = tile_of(tl.program_id(0), count, tl.cdiv(N, BLOCK_N), BAND)
     group, row0, rows = tile_entry(TILES, tile)
     group, row0 = group.to(tl.int64), row0.to(tl.int64)
@@ -199,9 +211,10 @@ def grouped_rows_fp8(
         row = tl.arange(0, BLOCK_M)
         col = columns_of(across, N, BLOCK_N, GLU)
         y = multiply_scaled(
-            A + row0 * stride_am, B + group * stride_be, SA + row0 * stride_sm, SB + group * stride_se, row, col, 0, K, rows, N,
-            K, stride_am, stride_ak, stride_bk, stride_bn, stride_sk, stride_sm, stride_sbk, stride_sn, COLUMNS,
-            NATIVE, E5M2_A, E5M2_B, BLOCK_M, BLOCK_N, STAGES,
+            Matrix(A.data + row0 * A.stride_r, A.stride_r, A.stride_c),
+            Matrix(B.data + group * B.stride_e, B.stride_r, B.stride_c), Matrix(SA + row0 * stride_sm, stride_sk, stride_sm),
+            Matrix(SB.data + group * SB.stride_e, SB.stride_c, SB.stride_r), row, col, 0, K, rows, N, K, COLUMNS, NATIVE, E5M2_A,
+            E5M2_B, BLOCK_M, BLOCK_N, STAGES,
         )  # fmt: skip
         if BIAS is not None:
             BIAS += group * N
@@ -257,8 +270,8 @@ def forward_fp8(a, scale_a, b, scale_b, offsets, *, bias, act, glu, out_dtype) -
         # One scale for all blocks of the inner dimension is every block's
         stride_sk, stride_sbk = stride_sk * (scale_a.shape[0] > 1), stride_sbk * (scale_b.shape[2] > 1)
         grouped_rows_fp8(
-            A, scale_a, B, scale_b, bias if bias is None else bias.contiguous(), tiles, y, tiles.shape[0], N, K, *a.stride(),
-            stride_sk, stride_sm, *b.stride(), stride_se, stride_sn, stride_sbk, **how,
+            tiles, tiles.shape[0], matrix(A), scale_a, matrices(B), Matrices(scale_b, stride_se, stride_sn, stride_sbk),
+            bias if bias is None else bias.contiguous(), y, N, K, stride_sk, stride_sm, **how,
             COLUMNS=1 if scale_b.shape[1] == N else ROWS, ACT=act, GLU=glu, BAND=BAND, BLOCK_M=ROWS,
         )  # fmt: skip
     return y
@@ -320,12 +333,13 @@ def sizes_of(a: SimpleNamespace) -> dict[str, int]:
 WHERE = {
     "a": "float[tokens inner]", "b": "float[experts+ inner columns]", "offsets": "int[experts+]", "bias": "float[experts+ columns]",
 }  # fmt: skip
+IN_GROUPS = Out(contiguous=("out",), live={"tokens": "offsets"})
 grouped_mm_rows = Op(
     "grouped_mm_rows", reference, inputs, Triton(hopper.forward, backward, has_gradient_hopper, "hopper"),
     Triton(hopper.forward, None, hopper.fits, "hopper_fused"),
     Triton(forward, backward, has_gradient, "portable"), Triton(forward, None, single, "portable_fused"),
     groups="offsets", where=WHERE, results={"out": result_row("tokens width")}, sizes=sizes_of, gradient=Gradient(of=("a", "b")),
-    out=Out(contiguous=("out",)), check=check, cost=Cost(flops=flops), bars=Bars("E", gradient="E", whole=True),
+    out=IN_GROUPS, check=check, cost=Cost(flops=flops), bars=Bars("E", gradient="E", whole=True),
 )  # fmt: skip
 grouped_mm_rows_fp8 = Op(
     "grouped_mm_rows_fp8", reference_fp8, inputs_fp8, Triton(forward_hopper, None, fits_hopper, "hopper"),
@@ -335,5 +349,5 @@ grouped_mm_rows_fp8 = Op(
         "scale_b": "float32[experts+ column_blocks blocks]", "offsets": "int[experts+]", "bias": "float[experts+ columns]",
     },
     results={"out": lambda a: f"{a.out_dtype}[tokens width]"}, sizes=sizes_of,
-    out=Out(contiguous=("out",)), check=check_fp8, cost=Cost(flops=flops), bars=Bars("F", whole=True),
+    out=IN_GROUPS, check=check_fp8, cost=Cost(flops=flops), bars=Bars("F", whole=True),
 )  # fmt: skip

@@ -107,10 +107,10 @@ def add_tile(total, a, b, HOW: tl.constexpr, PIECES_A: tl.constexpr, PIECES_B: t
 def matmul_tiles(
     A, B, Y, M, N, K, stride_am, stride_ak, stride_bk, stride_bn, stride_ym, stride_yn, PROGRAMS,
     HOW: tl.constexpr, PIECES_A: tl.constexpr, PIECES_B: tl.constexpr, E5M2: tl.constexpr, BULK: tl.constexpr,
-    TURNED_A: tl.constexpr, TURNED_B: tl.constexpr, BAND: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BY_COLUMNS_A: tl.constexpr, BY_COLUMNS_B: tl.constexpr, BAND: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """BULK: A and B are boxes of memory that lies as [rows, inner] and [inner, columns], or the other way round where TURNED."""
+    """BULK: A and B are boxes of memory that lies as [rows, inner] and [inner, columns], or the other way round: BY_COLUMNS."""
     down = tl.cdiv(M, BLOCK_M)
     across = tl.cdiv(N, BLOCK_N)
     ACC: tl.constexpr = tl.float16 if HOW == "half" else tl.int32 if HOW == "integer" else tl.float32
@@ -125,8 +125,8 @@ def matmul_tiles(
         total = tl.zeros([BLOCK_M, BLOCK_N], ACC)
         if BULK:
             for k0 in tl.range(0, K, BLOCK_K, num_stages=STAGES):
-                a = A.load([k0, row0]).T if TURNED_A else A.load([row0, k0])
-                b = B.load([col0, k0]).T if TURNED_B else B.load([k0, col0])
+                a = A.load([k0, row0]).T if BY_COLUMNS_A else A.load([row0, k0])
+                b = B.load([col0, k0]).T if BY_COLUMNS_B else B.load([k0, col0])
                 total = add_tile(total, a, b, HOW, PIECES_A, PIECES_B, E5M2)
         else:
             at_a = A + row.to(tl.int64)[:, None] * stride_am
@@ -215,8 +215,8 @@ def product(a: Tensor, b: Tensor, y: Tensor, acc_dtype: str | None = None) -> Te
     strides = (0,) * 4 if BULK else (*a.stride(), *b.stride())
     matmul_tiles(
         A, B, y, M, N, K, *strides, *y.stride(), min(tiles, target.sms) if BULK else tiles,
-        HOW=how, PIECES_A=pieces[0], PIECES_B=pieces[1], E5M2=e5m2, BULK=BULK, TURNED_A=BULK and by_columns[0],
-        TURNED_B=BULK and by_columns[1], BAND=BAND, BLOCK_M=tile.M, BLOCK_N=tile.N, BLOCK_K=tile.K, STAGES=tile.stages,
+        HOW=how, PIECES_A=pieces[0], PIECES_B=pieces[1], E5M2=e5m2, BULK=BULK, BY_COLUMNS_A=BULK and by_columns[0],
+        BY_COLUMNS_B=BULK and by_columns[1], BAND=BAND, BLOCK_M=tile.M, BLOCK_N=tile.N, BLOCK_K=tile.K, STAGES=tile.stages,
     )  # fmt: skip
     return y
 

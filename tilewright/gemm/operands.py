@@ -160,7 +160,7 @@ def operand(op: str, name: str, t: Tensor, scale: Any, recipe: Any) -> Operand:
 
 def flat_scale(op: str, name: str, scale: Tensor, recipe: str, codes: Tensor) -> Tensor:
     """A scale in torch's layout as [rows or blocks of rows, blocks]: torch has 128x128 blocks with the inner dimension first,
-    and a one-dimensional scale of small blocks is in tiles of 128x4 (`swizzle_scale`)."""
+    and a one-dimensional scale of small blocks is in tiles of 128x4 (`swizzle_scale`), of which this makes a copy."""
     from ..formats.swizzle import unswizzle_scale
 
     rows, inner = codes.shape[0], inner_of(codes)
@@ -193,4 +193,7 @@ def of_quantized(op: str, name: str, q: Quantized) -> Operand:
         raise ValueError(
             f"{op}: {name} has no {way} operand: quantise it with ways='both', or its transpose and pass .t()"
         )
-    return Operand(codes, *q.format.recipe(scale), *q.format.extras(q, "col" if second else "row"))
+    scale, recipe = q.format.recipe(scale)
+    if recipe in SCALES:
+        scale = flat_scale(op, name, scale, recipe, codes)
+    return Operand(codes, scale, recipe, *q.format.extras(q, "col" if second else "row"))

@@ -176,8 +176,6 @@ def check(a, b, scale_a, scale_b, recipe_a, recipe_b, *, shared_a, shared_b, zer
         recipe_b not in BLOCKS or zero_b.shape != scale_b.shape or kind_of(b.t(), recipe_b) != "int4"
     ):
         raise ValueError("scaled_mm: zero_b is one number for each scale of int4 codes")
-    if out_format is not None:
-        out_format.check((a.shape[0], b.shape[1]))
     if c is not None and c.dtype not in DTYPES.values():
         raise TypeError(f"scaled_mm: c must be one of {', '.join(DTYPES)}, got {str(c.dtype).removeprefix('torch.')}")
 
@@ -210,7 +208,7 @@ product = Op(
         "zero_b": "float32[rows_b blocks_b]", "bias": "float[columns]", "c": "float[tokens columns]",
     },
     results={"out": lambda a: f"{a.out_dtype}[tokens columns]"},
-    check=check, cost=Cost(flops=flops), out=Out(lies_on={"out": ("c",)}, any_format=True),
+    check=check, cost=Cost(flops=flops), out=Out(lies_on={"out": ("c",)}),
     bars=Bars("F", whole=True, coarse=lambda values: values["accumulate"] == "fast"),
 )  # fmt: skip
 

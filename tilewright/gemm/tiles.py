@@ -10,7 +10,8 @@ from torch import Tensor
 from ..core.debug import check_ends
 from ..core.target import Target
 from ..core.tensor import cdiv, power_of_two
-from ..device.quantize import find_block
+from ..device.blocks import find_block
+from ..device.matrices import Matrices, Matrix
 from ..runtime.kernel import kernel
 
 ROWS = 128  # of a tile, and of the blocks that FP8 scales are for
@@ -62,6 +63,16 @@ def tile_list(offsets: Tensor, rows: int) -> Tensor:
     tiles = torch.empty(cdiv(rows, ROWS) + E, 4, dtype=torch.int32, device=offsets.device)
     list_tiles(offsets.contiguous(), tiles, rows, E, tiles.shape[0], BLOCK_E=power_of_two(E))
     return tiles
+
+
+def matrix(t: Tensor | None) -> Matrix:
+    """A matrix, or none, as kernels take it."""
+    return Matrix() if t is None else Matrix(t, *t.stride())
+
+
+def matrices(t: Tensor | None) -> Matrices:
+    """A matrix for each expert, or none, as kernels take them."""
+    return Matrices() if t is None else Matrices(t, *t.stride())
 
 
 def stages(device: torch.device, bytes_a_step: int, most: int = 4) -> int:

@@ -18,10 +18,12 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warp
 from ...core.target import Target
 from ...core.tensor import cdiv, power_of_two
 from ...device.activation import activate
+from ...device.matrices import Added, Matrices, Matrix
 from ...device.warpgroups import CODES, advance
 from ...runtime.kernel import kernel
 from ..few import add_parts, splits_for
 from ..operands import DTYPES, ONCE
+from ..tiles import matrices, matrix
 from .boxes import box_of, copies_in_bulk
 
 KINDS = {torch.float8_e4m3fn: gl.float8e4nv, torch.float8_e5m2: gl.float8e5}
@@ -108,12 +110,10 @@ def load_scales(SA, SB, k, end, r, rows, stride_sam, stride_sak, stride_sbk):
 
 @gluon.jit
 def store_columns(
-    acc, result, scales, after, expert, row0, rows, split, col0, N, R, BLOCKS: gl.constexpr, ACT: gl.constexpr
+    acc, Y, scales, added, expert, row0, rows, split, col0, N, R, BLOCKS: gl.constexpr, ACT: gl.constexpr
 ):
     """act(acc * scales + bias + beta * c) of sums [columns, rows]; scales of blocks are in the sums already."""
-    Y, stride_ye, stride_ym, stride_yn = result
     SA, SB, stride_sae, stride_sam, stride_sak, stride_sbe, stride_sbn, stride_sbk = scales
-    BIAS, ADD, stride_cm, stride_cn, beta = after
     LAYOUT: gl.constexpr = acc.type.layout
     col = col0 + gl.arange(0, acc.shape[0], gl.SliceLayout(1, LAYOUT))
     r = gl.arange(0, acc.shape[1], gl.SliceLayout(0, LAYOUT))
@@ -123,21 +123,22 @@ def store_columns(
         sa = gl.load(SA + expert.to(gl.int64) * stride_sae + row * stride_sam, r < rows, 0.0)
         sb = gl.load(SB + expert.to(gl.int64) * stride_sbe + col.to(gl.int64) * stride_sbn, col < N, 0.0)
         acc = acc * gl.expand_dims(sa, 0) * gl.expand_dims(sb, 1)
-    if BIAS is not None:
-        acc += gl.expand_dims(gl.load(BIAS + col, col < N, 0.0).to(gl.float32), 1)
-    if ADD is not None:
-        at = ADD + gl.expand_dims(row * stride_cm, 0) + gl.expand_dims(col.to(gl.int64) * stride_cn, 1)
-        acc += gl.load(at, inside, 0.0).to(gl.float32) * beta
+    if added.bias is not None:
+        acc += gl.expand_dims(gl.load(added.bias + col, col < N, 0.0).to(gl.float32), 1)
+    C = added.c
+    if C.data is not None:
+        at = C.data + gl.expand_dims(row * C.stride_r, 0) + gl.expand_dims(col.to(gl.int64) * C.stride_c, 1)
+        acc += gl.load(at, inside, 0.0).to(gl.float32) * added.beta
     if ACT is not None:
         acc = activate(acc, 1.0, ACT)
-    Y += expert.to(gl.int64) * stride_ye + split.to(gl.int64) * R * N
-    at = Y + gl.expand_dims(row * stride_ym, 0) + gl.expand_dims(col.to(gl.int64) * stride_yn, 1)
-    gl.store(at, acc.to(Y.dtype.element_ty), inside)
+    to = Y.data + (expert.to(gl.int64) * Y.stride_e + split.to(gl.int64) * R * N)
+    at = to + gl.expand_dims(row * Y.stride_r, 0) + gl.expand_dims(col.to(gl.int64) * Y.stride_c, 1)
+    gl.store(at, acc.to(Y.data.dtype.element_ty), inside)
 
 
 @gluon.jit
 def multiply_tiles(
-    result, scales, after, COUNTS, ring, line, E, R, across, N, KB, per, splits, PROGRAMS, ROWS: gl.constexpr,
+    Y, scales, added, COUNTS, ring, line, E, R, across, N, KB, per, splits, PROGRAMS, ROWS: gl.constexpr,
     STAGES: gl.constexpr, BLOCK_E: gl.constexpr, BLOCKS: gl.constexpr, ACT: gl.constexpr,
 ):  # fmt: skip
     a_ring, b_ring, full, empty = ring
@@ -180,7 +181,7 @@ def multiply_tiles(
                 mbarrier.arrive(empty.index(stage), count=1)
                 total += part * s if BLOCKS else part
                 stage, phase = advance(stage, phase, STAGES)
-        store_columns(total, result, scales, after, expert, row0, rows, split, col0, N, R, BLOCKS, ACT)
+        store_columns(total, Y, scales, added, expert, row0, rows, split, col0, N, R, BLOCKS, ACT)
 
 
 @kernel(
@@ -190,9 +191,9 @@ def multiply_tiles(
     default=lambda a: {"num_warps": 4, "maxnreg": 128},
 )  # fmt: skip
 def small_rows_hopper(
-    A, B, Y, SA, SB, BIAS, ADD, COUNTS, E, R, N, KB, per, splits, stride_ye, stride_ym, stride_yn, stride_sae, stride_sam,
-    stride_sak, stride_sbe, stride_sbn, stride_sbk, stride_cm, stride_cn, beta, PROGRAMS, ACT: gl.constexpr,
-    BLOCKS: gl.constexpr, ROWS: gl.constexpr, BLOCK_E: gl.constexpr, STAGES: gl.constexpr, CHUNK: gl.constexpr,
+    A, B, Y, SCALES, ADDED, COUNTS, E, R, N, KB, per, splits, stride_sae, stride_sam, stride_sak, stride_sbe, stride_sbn,
+    stride_sbk, PROGRAMS, ACT: gl.constexpr, BLOCKS: gl.constexpr, ROWS: gl.constexpr, BLOCK_E: gl.constexpr,
+    STAGES: gl.constexpr, CHUNK: gl.constexpr,
 ):  # fmt: skip
     """Y[e] = A[e] @ B[e].T for the first COUNTS[e] of R rows; of `splits` parts of the inner dimension, `per` blocks each, one
     after the other."""
@@ -208,11 +209,10 @@ def small_rows_hopper(
         mbarrier.init(empty.index(i), count=1)
     across = gl.cdiv(N, COLUMNS)
     ring = (a_ring, b_ring, full, empty)
-    result = (Y, stride_ye, stride_ym, stride_yn)
+    SA, SB = SCALES
     scales = (SA, SB, stride_sae, stride_sam, stride_sak, stride_sbe, stride_sbn, stride_sbk)
-    after = (BIAS, ADD, stride_cm, stride_cn, beta)
     gl.warp_specialize([
-        (multiply_tiles, (result, scales, after, COUNTS, ring, line, E, R, across, N, KB, per, splits, PROGRAMS, ROWS, STAGES,
+        (multiply_tiles, (Y, scales, ADDED, COUNTS, ring, line, E, R, across, N, KB, per, splits, PROGRAMS, ROWS, STAGES,
                           BLOCK_E, BLOCKS, ACT)),
         (copy_operands, (A, B, COUNTS, ring, E, R, across, KB, per, splits, PROGRAMS, ROWS, STAGES, BLOCK_E)),
     ], [1], [24])  # fmt: skip
@@ -253,9 +253,9 @@ def forward(a, b, scale_a, scale_b, recipe_a, recipe_b, *, bias, act, c, beta, o
     small_rows_hopper(
         box_of(a.unsqueeze(0), [1, min(PIECE, height), 128], KINDS[a.dtype]),
         box_of(b.t().unsqueeze(0), [1, width, 128], KINDS[b.dtype]),
-        target, scale_a, scale_b, None if bias is None or later else bias.contiguous(), None if later else add, None, 1, M, N,
-        KB, per, parts, 0, *target.stride()[-2:], 0, *strides_a, 0, *strides_b,
-        *((0, 0) if add is None or later else add.stride()), beta, min(2 * sms, parts * cdiv(N, width)),
+        Matrices(target, 0, *target.stride()[-2:]), (scale_a, scale_b),
+        Added(None if bias is None or later else bias.contiguous(), matrix(None if later else add), beta), None, 1, M, N, KB, per,
+        parts, 0, *strides_a, 0, *strides_b, min(2 * sms, parts * cdiv(N, width)),
         ACT=None if later else act, BLOCKS=blocks, ROWS=height, BLOCK_E=1, STAGES=stages, CHUNK=CHUNK,
     )  # fmt: skip
     if later:
@@ -270,7 +270,7 @@ def multiply_masked(a: Tensor, b: Tensor, counts: Tensor, scale_a: Tensor, scale
     small_rows_hopper(
         box_of(a, [1, min(PIECE, height), 128], KINDS[a.dtype]),
         box_of(b.transpose(1, 2), [1, width, 128], KINDS[b.dtype]),
-        y, scale_a, scale_b, None, None, counts, E, R, N, cdiv(K, 128), cdiv(K, 128), 1, *y.stride(), *scale_a.stride(),
-        *scale_b.stride(), 0, 0, 0.0, min(2 * sms, E * cdiv(R, height) * cdiv(N, width)),
+        matrices(y), (scale_a, scale_b), Added(None, Matrix(), None), counts, E, R, N, cdiv(K, 128), cdiv(K, 128), 1,
+        *scale_a.stride(), *scale_b.stride(), min(2 * sms, E * cdiv(R, height) * cdiv(N, width)),
         ACT=None, BLOCKS=True, ROWS=height, BLOCK_E=power_of_two(E), STAGES=stages, CHUNK=CHUNK,
     )  # fmt: skip

@@ -20,6 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, mma_v2, t
 from ...core.target import Target
 from ...core.tensor import cdiv, power_of_two
 from ...device.activation import activate
+from ...device.matrices import Added, Matrix
 from ...device.warpgroups import advance
 from ...runtime.kernel import kernel
 from ..few import DTYPES, MOST, add_parts, splits_for
@@ -167,51 +168,50 @@ def load_columns(P, at, inside, more):
 
 
 @gluon.jit
-def store_columns(y, result, after, row0, col0, split, M, N, ACT: gl.constexpr):
+def store_columns(y, Y, added, row0, col0, split, M, N, ACT: gl.constexpr):
     """act(y + bias + beta * c) of sums [columns, rows]."""
-    Y, stride_ym, stride_yn = result
-    BIAS, ADD, stride_cm, stride_cn, beta = after
     LAYOUT: gl.constexpr = y.type.layout
     col = col0 + gl.arange(0, y.shape[0], gl.SliceLayout(1, LAYOUT))
     row = (row0 + gl.arange(0, y.shape[1], gl.SliceLayout(0, LAYOUT))).to(gl.int64)
     inside = gl.expand_dims(col < N, 1) & gl.expand_dims(row < M, 0)
-    if BIAS is not None:
-        y += gl.expand_dims(gl.load(BIAS + col, col < N, 0.0).to(gl.float32), 1)
-    if ADD is not None:
-        c = ADD + gl.expand_dims(row * stride_cm, 0) + gl.expand_dims(col.to(gl.int64) * stride_cn, 1)
-        y += gl.load(c, inside, 0.0).to(gl.float32) * beta
+    if added.bias is not None:
+        y += gl.expand_dims(gl.load(added.bias + col, col < N, 0.0).to(gl.float32), 1)
+    C = added.c
+    if C.data is not None:
+        at = C.data + gl.expand_dims(row * C.stride_r, 0) + gl.expand_dims(col.to(gl.int64) * C.stride_c, 1)
+        y += gl.load(at, inside, 0.0).to(gl.float32) * added.beta
     if ACT is not None:
         y = activate(y, 1.0, ACT)
-    Y += split.to(gl.int64) * M * N
-    there = Y + gl.expand_dims(row * stride_ym, 0) + gl.expand_dims(col.to(gl.int64) * stride_yn, 1)
-    gl.store(there, y.to(Y.dtype.element_ty), inside)
+    to = Y.data + split.to(gl.int64) * M * N
+    at = to + gl.expand_dims(row * Y.stride_r, 0) + gl.expand_dims(col.to(gl.int64) * Y.stride_c, 1)
+    gl.store(at, y.to(Y.data.dtype.element_ty), inside)
 
 
 @gluon.jit
-def finish_tile(totals, boxes, turn, result, after, row0, col0, split, M, N, ACT: gl.constexpr, W: gl.constexpr):
+def finish_tile(totals, boxes, phase, Y, added, row0, col0, split, M, N, ACT: gl.constexpr, W: gl.constexpr):
     """The sums of all warps and warpgroups, always in the same order, stored by warpgroup 0."""
     box, made, taken = boxes
     if W > 0:
-        mbarrier.wait(taken, turn ^ 1)
+        mbarrier.wait(taken, phase ^ 1)
     for i in gl.static_range(2):
         box.index(W * 2 + i).store(totals[i])
     gl.thread_barrier()  # an arrival is one thread's
     if W > 0:
         mbarrier.arrive(made, count=1)
     else:
-        mbarrier.wait(made, turn)
+        mbarrier.wait(made, phase)
         for i in gl.static_range(2):
             y = gl.sum(box.index(i).load(TAKEN), 0)
             for w in gl.static_range(1, 3):
                 y += gl.sum(box.index(w * 2 + i).load(TAKEN), 0)
-            store_columns(y, result, after, row0, col0 + i * 32, split, M, N, ACT)
+            store_columns(y, Y, added, row0, col0 + i * 32, split, M, N, ACT)
         gl.thread_barrier()
         mbarrier.arrive(taken, count=1)
 
 
 @gluon.jit
 def multiply_tiles(
-    result, scales, after, a_ring, b_ring, boxes, sizes, EACH: gl.constexpr, ACT: gl.constexpr, A_DEPTH: gl.constexpr,
+    Y, scales, added, a_ring, b_ring, boxes, sizes, EACH: gl.constexpr, ACT: gl.constexpr, A_DEPTH: gl.constexpr,
     B_DEPTH: gl.constexpr, W: gl.constexpr,
 ):  # fmt: skip
     """Warpgroup W of three, which has every third step."""
@@ -224,7 +224,7 @@ def multiply_tiles(
     a_phase = 0
     b_slot = 0
     b_phase = 0
-    shift = 0
+    phase = 0  # of the box's barriers
     for t in range(gl.program_id(0), tiles, PROGRAMS):
         row0, col0, first = place_of(t, sizes, EACH)
         inside = (col0 + n < N, col0 + 32 + n < N)
@@ -251,8 +251,8 @@ def multiply_tiles(
             a_slot, a_phase = advance(a_slot, a_phase, A_DEPTH)
             b_slot, b_phase = advance(b_slot, b_phase, B_DEPTH)
             scale = scale_next
-        finish_tile(totals, boxes, shift, result, after, row0, col0, first // (4 * steps), M, N, ACT, W)
-        shift ^= 1
+        finish_tile(totals, boxes, phase, Y, added, row0, col0, first // (4 * steps), M, N, ACT, W)
+        phase ^= 1
 
 
 @kernel(
@@ -288,14 +288,14 @@ def small_int4_hopper(
     a_ring = (a_boxes, a_full, a_empty)
     b_ring = (b_boxes, b_full, b_empty)
     boxes = (box, made, taken)
-    result = (Y, stride_ym, stride_yn)
+    result = Matrix(Y, stride_ym, stride_yn)
     scales = (SB, ZERO, stride_sn, stride_sk)
-    after = (BIAS, ADD, stride_cm, stride_cn, beta)
+    added = Added(BIAS, Matrix(ADD, stride_cm, stride_cn), beta)
     sizes = (M, N, steps, groups, gl.cdiv(M, EACH) * gl.cdiv(N, 64) * splits, PROGRAMS)
     gl.warp_specialize([
-        (multiply_tiles, (result, scales, after, a_ring, b_ring, boxes, sizes, EACH, ACT, A_DEPTH, B_DEPTH, 0)),
-        (multiply_tiles, (result, scales, after, a_ring, b_ring, boxes, sizes, EACH, ACT, A_DEPTH, B_DEPTH, 1)),
-        (multiply_tiles, (result, scales, after, a_ring, b_ring, boxes, sizes, EACH, ACT, A_DEPTH, B_DEPTH, 2)),
+        (multiply_tiles, (result, scales, added, a_ring, b_ring, boxes, sizes, EACH, ACT, A_DEPTH, B_DEPTH, 0)),
+        (multiply_tiles, (result, scales, added, a_ring, b_ring, boxes, sizes, EACH, ACT, A_DEPTH, B_DEPTH, 1)),
+        (multiply_tiles, (result, scales, added, a_ring, b_ring, boxes, sizes, EACH, ACT, A_DEPTH, B_DEPTH, 2)),
         (copy_steps, (B, b_ring, sizes, EACH, B_DEPTH, True)),
         (copy_steps, (A, a_ring, sizes, EACH, A_DEPTH, False)),
     ], [4, 4, 1, 1], [160, 160, 24, 24])  # fmt: skip

@@ -45,10 +45,10 @@ WORDS = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 
 
 @gluon.jit
-def matrix_at(ring, stage, TURNED: gl.constexpr):
-    """64 by 256 numbers of the second factor, which lie column by column where TURNED."""
+def matrix_at(ring, stage, BY_COLUMNS: gl.constexpr):
+    """64 by 256 numbers of the second factor, which lie column by column where BY_COLUMNS."""
     box = ring.index(stage)
-    if TURNED:
+    if BY_COLUMNS:
         return box._reinterpret(ring.dtype, [256, 64], FLAT).permute((1, 0))
     else:
         return box._reinterpret(ring.dtype, [64, 256], FLAT)
@@ -76,7 +76,7 @@ def clear_tokens(ring, stage, left, W: gl.constexpr):
 
 @gluon.jit
 def sum_products(
-    total, ring, stage, phase, start, end, TOKENS: gl.constexpr, TURNED: gl.constexpr, STAGES: gl.constexpr, W: gl.constexpr
+    total, ring, stage, phase, start, end, TOKENS: gl.constexpr, BY_COLUMNS: gl.constexpr, STAGES: gl.constexpr, W: gl.constexpr
 ):  # fmt: skip
     """(sums of the inner dimension from `start` to `end`, which is more, in the ring from a stage on, the stage after them and its
     phase); what `total` was is of no meaning. TOKENS: both factors lie token by token."""
@@ -89,7 +89,7 @@ def sum_products(
             if end - k < 64:
                 clear_tokens(ring, stage, end - k, W)
             a = a.permute((1, 0))
-        total = warpgroup_mma(a, matrix_at(b_ring, stage, TURNED), total, use_acc=k > start, is_async=True)
+        total = warpgroup_mma(a, matrix_at(b_ring, stage, BY_COLUMNS), total, use_acc=k > start, is_async=True)
         # For all but the product just issued: the step before is done with
         total = warpgroup_mma_wait(1, deps=(total,))
         mbarrier.arrive(empty.index(before), count=1, pred=k > start)
@@ -154,7 +154,7 @@ def make_ring(A, B, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def copy_rows(A, B, ring, work, TURNED: gl.constexpr, BAND: gl.constexpr, STAGES: gl.constexpr):
+def copy_rows(A, B, ring, work, BY_COLUMNS: gl.constexpr, BAND: gl.constexpr, STAGES: gl.constexpr):
     a_ring, b_ring, full, empty = ring
     TILES, count, across, K, PROGRAMS = work
     stage = 0
@@ -169,14 +169,14 @@ def copy_rows(A, B, ring, work, TURNED: gl.constexpr, BAND: gl.constexpr, STAGES
                 mbarrier.expect(ready, (128 + 256) * 64 * 2)
                 for i in gl.static_range(2):
                     tma.async_copy_global_to_shared(A, [row0 + i * 64, k], ready, a_ring.index(2 * stage + i))
-                at = [group, column * 256, k] if TURNED else [group, k, column * 256]
+                at = [group, column * 256, k] if BY_COLUMNS else [group, k, column * 256]
                 tma.async_copy_global_to_shared(B, at, ready, b_ring.index(stage))
                 stage, phase = advance(stage, phase, STAGES)
 
 
 @gluon.jit
 def multiply_rows(
-    result, BIAS, N, ring, work, ACT: gl.constexpr, TURNED: gl.constexpr, BOXES: gl.constexpr, BAND: gl.constexpr,
+    result, BIAS, N, ring, work, ACT: gl.constexpr, BY_COLUMNS: gl.constexpr, BOXES: gl.constexpr, BAND: gl.constexpr,
     STAGES: gl.constexpr, W: gl.constexpr,
 ):  # fmt: skip
     """Warpgroup W."""
@@ -188,7 +188,7 @@ def multiply_rows(
         tile, column = tile_of(t, count, across, BAND)
         group, row0, rows = tile_entry(TILES, tile)
         if rows > W * 64:
-            total, stage, phase = sum_products(total, ring, stage, phase, 0, K, False, TURNED, STAGES, W)
+            total, stage, phase = sum_products(total, ring, stage, phase, 0, K, False, BY_COLUMNS, STAGES, W)
             for i in gl.static_range(4):
                 y = quarter_of(total, i)
                 col0 = column * 256 + i * 64
@@ -210,19 +210,19 @@ def multiply_rows(
     default=lambda a: {"num_warps": 4, "maxnreg": 168},
 )  # fmt: skip
 def grouped_rows_hopper(
-    A, B, C, Y, BIAS, TILES, count, N, K, PROGRAMS, ACT: gl.constexpr, TURNED: gl.constexpr, BOXES: gl.constexpr,
+    A, B, C, Y, BIAS, TILES, count, N, K, PROGRAMS, ACT: gl.constexpr, BY_COLUMNS: gl.constexpr, BOXES: gl.constexpr,
     BAND: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """TURNED: B lies as [experts, columns, inner], not as [experts, inner, columns]."""
+    """BY_COLUMNS: B lies as [experts, columns, inner], not as [experts, inner, columns]."""
     ring = make_ring(A, B, STAGES)
     result = (C, C, Y, 0, N)
     if C is not None:
         result = (C, gl.allocate_shared_memory(C.dtype, [2 * BOXES, 1, 64, 64], C.layout), Y, 0, N)
     work = (TILES, count, gl.cdiv(N, 256), K, PROGRAMS)
     gl.warp_specialize([
-        (multiply_rows, (result, BIAS, N, ring, work, ACT, TURNED, BOXES, BAND, STAGES, 0)),
-        (multiply_rows, (result, BIAS, N, ring, work, ACT, TURNED, BOXES, BAND, STAGES, 1)),
-        (copy_rows, (A, B, ring, work, TURNED, BAND, STAGES)),
+        (multiply_rows, (result, BIAS, N, ring, work, ACT, BY_COLUMNS, BOXES, BAND, STAGES, 0)),
+        (multiply_rows, (result, BIAS, N, ring, work, ACT, BY_COLUMNS, BOXES, BAND, STAGES, 1)),
+        (copy_rows, (A, B, ring, work, BY_COLUMNS, BAND, STAGES)),
     ], [4, 1], [240, 24])  # fmt: skip
 
 
@@ -252,12 +252,13 @@ def fits(target: Target, a: SimpleNamespace) -> bool:
 def forward(a, b, offsets, *, bias=None, act=None, glu=None, out_dtype=None) -> Tensor:
     (M, K), N, kind = a.shape, b.shape[2], KINDS[a.dtype]
     y = torch.empty(M, N, dtype=a.dtype if out_dtype is None else DTYPES[out_dtype], device=a.device)
-    TURNED = copies_in_bulk(b.transpose(1, 2))
-    B = box_of(b.transpose(1, 2), [1, COLUMNS, STEP], kind) if TURNED else box_of(b, [1, STEP, COLUMNS], kind)
+    BY_COLUMNS = copies_in_bulk(b.transpose(1, 2))
+    B = box_of(b.transpose(1, 2), [1, COLUMNS, STEP], kind) if BY_COLUMNS else box_of(b, [1, STEP, COLUMNS], kind)
     tiles = tile_list(offsets, M)
     grouped_rows_hopper(
         box_of(a, [64, STEP], kind), B, box_of_result(y.unsqueeze(0)), y, None if bias is None else bias.contiguous(), tiles,
-        tiles.shape[0], N, K, min(Target.at(a.device).sms, tiles.shape[0] * cdiv(N, COLUMNS)), ACT=act, TURNED=TURNED, **RING,
+        tiles.shape[0], N, K, min(Target.at(a.device).sms, tiles.shape[0] * cdiv(N, COLUMNS)), ACT=act, BY_COLUMNS=BY_COLUMNS,
+        **RING,
     )  # fmt: skip
     return y
 

@@ -78,7 +78,7 @@ def store_own(x, OWN, label, token, col0, N, ignore_index):
 
 @gluon.jit
 def store_codes(code, C, boxes, col0, token0, BOX: gl.constexpr, BOXES: gl.constexpr):
-    """64 tokens and 64 logits of each, turned, by a bulk copy through a box, which a copy before may still be leaving."""
+    """64 tokens and 64 logits of each, transposed, by a bulk copy through a box, which a copy before may still be leaving."""
     box = boxes.index(BOX)
     tma.store_wait(BOXES - 1)
     box.permute((1, 0)).store(code.to(C.dtype))

@@ -26,6 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ...core.target import Target
 from ...core.tensor import cdiv
 from ...device.activation import activate
+from ...device.matrices import Added, Matrix
 from ...device.warpgroups import PART, advance, await_turn, give_turn
 from ...runtime.kernel import kernel
 from ..operands import DTYPES, ONCE
@@ -135,15 +136,16 @@ def sum_products(
 
 
 @gluon.jit
-def finish(acc, scale, columns, bias, after, row, col, inside, ACT: gl.constexpr):
+def finish(acc, scale, columns, bias, added, row, col, inside, ACT: gl.constexpr):
     """act(acc * scales + bias + beta * c) of 64 rows and 64 columns."""
-    BIAS, ADD, stride_cm, stride_cn, beta = after
     y = acc.to(gl.float32) * gl.expand_dims(scale, 1) * gl.expand_dims(columns.load(gl.SliceLayout(0, HALF)), 0)
-    if BIAS is not None:
+    if added.bias is not None:
         y += gl.expand_dims(bias.load(gl.SliceLayout(0, HALF)), 0)
-    if ADD is not None:
-        at = ADD + gl.expand_dims(row.to(gl.int64) * stride_cm, 1) + gl.expand_dims(col.to(gl.int64) * stride_cn, 0)
-        y += gl.load(at, inside, 0.0).to(gl.float32) * beta
+    C = added.c
+    if C.data is not None:
+        at = C.data + gl.expand_dims(row.to(gl.int64) * C.stride_r, 1)
+        at = at + gl.expand_dims(col.to(gl.int64) * C.stride_c, 0)
+        y += gl.load(at, inside, 0.0).to(gl.float32) * added.beta
     if ACT is not None:
         y = activate(y, 1.0, ACT)
     return y
@@ -151,7 +153,7 @@ def finish(acc, scale, columns, bias, after, row, col, inside, ACT: gl.constexpr
 
 @gluon.jit
 def store_chunk(
-    acc, scale, lines, result, after, row0, col0, M, N, BOXES: gl.constexpr, ACT: gl.constexpr, W: gl.constexpr
+    acc, scale, lines, result, added, row0, col0, M, N, BOXES: gl.constexpr, ACT: gl.constexpr, W: gl.constexpr
 ):
     """64 rows and 128 columns, finished: half of the columns at a time by a bulk copy through a box, which a copy before may still
     be leaving; or one by one where there are no boxes."""
@@ -164,7 +166,7 @@ def store_chunk(
         part = gl.convert_layout(parts[i], HALF, assert_trivial=True)
         columns = lines.index(2 * W).slice(i * 64, 64, 0)
         bias = lines.index(2 * W + 1).slice(i * 64, 64, 0)
-        y = finish(part, scale, columns, bias, after, row, col, inside, ACT)
+        y = finish(part, scale, columns, bias, added, row, col, inside, ACT)
         if C is None:
             at = Y + gl.expand_dims(row.to(gl.int64) * stride_ym, 1) + gl.expand_dims(col.to(gl.int64) * stride_yn, 0)
             gl.store(at, y.to(Y.dtype.element_ty), inside)
@@ -178,23 +180,23 @@ def store_chunk(
 
 @gluon.jit
 def multiply_tiles(
-    result, scales, after, ring, lines, M, N, down, across, KB, PROGRAMS, ACC: gl.constexpr, ACT: gl.constexpr,
+    result, scales, added, ring, lines, M, N, down, across, KB, PROGRAMS, ACC: gl.constexpr, ACT: gl.constexpr,
     CHUNKS: gl.constexpr, OWN: gl.constexpr, BOXES: gl.constexpr, BAND: gl.constexpr, STAGES: gl.constexpr,
     W: gl.constexpr,
 ):  # fmt: skip
     """Warpgroup W. What a tile is scaled with is loaded before its products and needed after them."""
     a_ring, b_ring, full, empty = ring
     SA, SB, stride_sa, stride_sb = scales
-    BIAS, ADD, stride_cm, stride_cn, beta = after
+    BIAS = added.bias
     stage = 0
     phase = 0
     if OWN:
         # The other warpgroup's tile is KB steps of the ring, in which this one has no part
         skipped = KB % STAGES
-        turned = (KB // STAGES) & 1
+        flipped = (KB // STAGES) & 1
         if W == 1:
             stage += skipped
-            phase ^= turned
+            phase ^= flipped
             give_turn(W)
     place = gl.arange(0, 128, LINE)
     sum0 = gl.zeros([64, 128], ACC, PART)
@@ -226,13 +228,13 @@ def multiply_tiles(
         lines.index(2 * W).store(columns)
         if BIAS is not None:
             lines.index(2 * W + 1).store(bias.to(gl.float32))
-        store_chunk(sum0, scale0, lines, result, after, row0, col0, M, N, BOXES, ACT, W)
-        store_chunk(sum1, scale1, lines, result, after, row0 + 64, col0, M, N, BOXES, ACT, W)
+        store_chunk(sum0, scale0, lines, result, added, row0, col0, M, N, BOXES, ACT, W)
+        store_chunk(sum1, scale1, lines, result, added, row0 + 64, col0, M, N, BOXES, ACT, W)
         if CHUNKS == 3:
-            store_chunk(sum2, scale2, lines, result, after, row0 + 128, col0, M, N, BOXES, ACT, W)
+            store_chunk(sum2, scale2, lines, result, added, row0 + 128, col0, M, N, BOXES, ACT, W)
         if OWN:
             stage += skipped
-            phase ^= turned
+            phase ^= flipped
             if stage >= STAGES:
                 stage -= STAGES
                 phase ^= 1
@@ -266,11 +268,11 @@ def plain_hopper(
     across = gl.cdiv(N, ACROSS * 128)
     ring = (a_ring, b_ring, full, empty)
     scales = (SA, SB, stride_sa, stride_sb)
-    after = (BIAS, ADD, stride_cm, stride_cn, beta)
+    added = Added(BIAS, Matrix(ADD, stride_cm, stride_cn), beta)
     gl.warp_specialize([
-        (multiply_tiles, (result, scales, after, ring, lines, M, N, down, across, KB, PROGRAMS, ACC, ACT, CHUNKS, OWN,
+        (multiply_tiles, (result, scales, added, ring, lines, M, N, down, across, KB, PROGRAMS, ACC, ACT, CHUNKS, OWN,
                           BOXES, BAND, STAGES, 0)),
-        (multiply_tiles, (result, scales, after, ring, lines, M, N, down, across, KB, PROGRAMS, ACC, ACT, CHUNKS, OWN,
+        (multiply_tiles, (result, scales, added, ring, lines, M, N, down, across, KB, PROGRAMS, ACC, ACT, CHUNKS, OWN,
                           BOXES, BAND, STAGES, 1)),
         (copy_operands, (A, B, ring, down, across, KB, PROGRAMS, CHUNKS, OWN, BAND, STAGES)),
     ], [4, 1], [240, 24])  # fmt: skip

@@ -26,11 +26,12 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warp
 from ...core.target import Target
 from ...core.tensor import cdiv
 from ...device.activation import activate
+from ...device.matrices import Added
 from ...device.warpgroups import PART, advance, await_turn, codes_at, give_turn, store_part
+from ...formats.fill import fill_from
 from ...runtime.kernel import kernel
 from ..operands import DTYPES, ONCE
-from ..portable import fill
-from ..tiles import BAND, tile_entry, tile_of
+from ..tiles import BAND, matrix, tile_entry, tile_of
 from .boxes import box_of, copies_in_bulk, stores_in_bulk
 
 OUT = {"bfloat16": (torch.bfloat16, gl.bfloat16), "float16": (torch.float16, gl.float16)}
@@ -97,9 +98,7 @@ def store_masked(acc, Y, stride_ym, row, col, inside):
 
 
 @gluon.jit
-def store_rows(
-    acc, result, ADD, stride_cm, beta, row0, rows, col0, N, CLIPS: gl.constexpr, ACT: gl.constexpr, W: gl.constexpr
-):
+def store_rows(acc, result, added, row0, rows, col0, N, CLIPS: gl.constexpr, ACT: gl.constexpr, W: gl.constexpr):
     """act(acc + beta * c) of 64 rows: by a bulk copy, which CLIPS where the matrix ends; or one by one where no bulk copy can
     be, or a group ends."""
     C, c_box, Y, stride_ym = result
@@ -107,10 +106,10 @@ def store_rows(
     col = col0 + gl.arange(0, 128, gl.SliceLayout(0, PART))
     row = row0 + r
     inside = gl.expand_dims(r < rows, 1) & gl.expand_dims(col < N, 0)
-    if ADD is not None:
+    if added.c.data is not None:
         gl.thread_barrier()  # else loads are moved up to where their registers are not free yet
-        at = ADD + gl.expand_dims(row.to(gl.int64) * stride_cm, 1) + gl.expand_dims(col, 0)
-        acc += gl.load(at, inside, 0.0).to(gl.float32) * beta
+        at = added.c.data + gl.expand_dims(row.to(gl.int64) * added.c.stride_r, 1) + gl.expand_dims(col, 0)
+        acc += gl.load(at, inside, 0.0).to(gl.float32) * added.beta
     if ACT is not None:
         acc = activate(acc, 1.0, ACT)
     if C is None:
@@ -123,14 +122,13 @@ def store_rows(
 
 @gluon.jit
 def multiply_tiles(
-    result, scales, after, N, ring, work, ACT: gl.constexpr, BLOCKS: gl.constexpr, BAND: gl.constexpr, STAGES: gl.constexpr,
+    result, scales, added, N, ring, work, ACT: gl.constexpr, BLOCKS: gl.constexpr, BAND: gl.constexpr, STAGES: gl.constexpr,
     WARPGROUPS: gl.constexpr, W: gl.constexpr,
 ):  # fmt: skip
     """Warpgroup W. Scales are loaded a step ahead, while the tensor cores work."""
     a_ring, b_ring, full, empty = ring
     TILES, M, count, across, KB, PROGRAMS = work
     SA, SB, stride_sam, stride_sak, stride_se, stride_sbn, stride_sbk = scales
-    BIAS, ADD, stride_cm, beta = after
     WIDE: gl.constexpr = WARPGROUPS == 2
     CLIPS: gl.constexpr = TILES is None
     stage = 0
@@ -191,12 +189,12 @@ def multiply_tiles(
                     sum1 += part * scale1 if BLOCKS else part
                 stage, phase = advance(stage, phase, STAGES)
             # Both halves before either is stored: what is loaded for the columns then leaves the registers
-            sum0 = scale_sums(sum0, scales, BIAS, group, row0, rows, col0, N, BLOCKS)
+            sum0 = scale_sums(sum0, scales, added.bias, group, row0, rows, col0, N, BLOCKS)
             if WIDE:
-                sum1 = scale_sums(sum1, scales, BIAS, group, row0 + 64, rows - 64, col0, N, BLOCKS)
-            store_rows(sum0, result, ADD, stride_cm, beta, row0, rows, col0, N, CLIPS, ACT, W)
+                sum1 = scale_sums(sum1, scales, added.bias, group, row0 + 64, rows - 64, col0, N, BLOCKS)
+            store_rows(sum0, result, added, row0, rows, col0, N, CLIPS, ACT, W)
             if WIDE:
-                store_rows(sum1, result, ADD, stride_cm, beta, row0 + 64, rows - 64, col0, N, CLIPS, ACT, W)
+                store_rows(sum1, result, added, row0 + 64, rows - 64, col0, N, CLIPS, ACT, W)
     tma.store_wait(0)
 
 
@@ -206,9 +204,8 @@ def multiply_tiles(
     default=lambda a: {"num_warps": 4, "maxnreg": 168 if a.WARPGROUPS == 2 else 128},
 )  # fmt: skip
 def promoted_rows_hopper(
-    A, B, C, Y, SA, SB, BIAS, ADD, TILES, M, count, N, KB, stride_sam, stride_sak, stride_se, stride_sbn, stride_sbk,
-    stride_ym, stride_cm, beta, PROGRAMS, ACT: gl.constexpr, BLOCKS: gl.constexpr,
-    BAND: gl.constexpr, STAGES: gl.constexpr, WARPGROUPS: gl.constexpr,
+    A, B, C, Y, SA, SB, ADDED, TILES, M, count, N, KB, stride_sam, stride_sak, stride_se, stride_sbn, stride_sbk, stride_ym,
+    PROGRAMS, ACT: gl.constexpr, BLOCKS: gl.constexpr, BAND: gl.constexpr, STAGES: gl.constexpr, WARPGROUPS: gl.constexpr,
 ):  # fmt: skip
     DOWN: gl.constexpr = 1 if WARPGROUPS == 2 else 3
     ACROSS: gl.constexpr = 2 if WARPGROUPS == 2 else 1
@@ -226,18 +223,17 @@ def promoted_rows_hopper(
     ring = (a_ring, b_ring, full, empty)
     work = (TILES, M, count, gl.cdiv(N, 128 * ACROSS), KB, PROGRAMS)
     scales = (SA, SB, stride_sam, stride_sak, stride_se, stride_sbn, stride_sbk)
-    after = (BIAS, ADD, stride_cm, beta)
     if WARPGROUPS == 2:
         gl.warp_specialize([
-            (multiply_tiles, (result, scales, after, N, ring, work, ACT, BLOCKS, BAND, STAGES, 2, 0)),
-            (multiply_tiles, (result, scales, after, N, ring, work, ACT, BLOCKS, BAND, STAGES, 2, 1)),
+            (multiply_tiles, (result, scales, ADDED, N, ring, work, ACT, BLOCKS, BAND, STAGES, 2, 0)),
+            (multiply_tiles, (result, scales, ADDED, N, ring, work, ACT, BLOCKS, BAND, STAGES, 2, 1)),
             (copy_operands, (A, B, ring, work, BAND, STAGES, 2)),
         ], [4, 1], [240, 24])  # fmt: skip
     else:
         gl.warp_specialize([
-            (multiply_tiles, (result, scales, after, N, ring, work, ACT, BLOCKS, BAND, STAGES, 3, 0)),
-            (multiply_tiles, (result, scales, after, N, ring, work, ACT, BLOCKS, BAND, STAGES, 3, 1)),
-            (multiply_tiles, (result, scales, after, N, ring, work, ACT, BLOCKS, BAND, STAGES, 3, 2)),
+            (multiply_tiles, (result, scales, ADDED, N, ring, work, ACT, BLOCKS, BAND, STAGES, 3, 0)),
+            (multiply_tiles, (result, scales, ADDED, N, ring, work, ACT, BLOCKS, BAND, STAGES, 3, 1)),
+            (multiply_tiles, (result, scales, ADDED, N, ring, work, ACT, BLOCKS, BAND, STAGES, 3, 2)),
             (copy_operands, (A, B, ring, work, BAND, STAGES, 3)),
         ], [4, 4, 1], [160, 160, 24])  # fmt: skip
 
@@ -298,12 +294,12 @@ def forward(
     promoted_rows_hopper(
         box_of(a, [128 if tile.warpgroups == 2 else 64, 128], CODES[a.dtype]),
         box_of(b.t().unsqueeze(0), [1, 128, 128], CODES[b.dtype]),
-        C, y, scale_a, scale_b, None if bias is None else bias.contiguous(), add, None, M, down, N, cdiv(K, 128), *strides_a, 0,
-        *strides_b, y.stride(0), 0 if add is None else add.stride(0), float(beta), min(sms, down * cdiv(N, tile.columns)),
+        C, y, scale_a, scale_b, Added(None if bias is None else bias.contiguous(), matrix(add), float(beta)), None, M, down, N,
+        cdiv(K, 128), *strides_a, 0, *strides_b, y.stride(0), min(sms, down * cdiv(N, tile.columns)),
         ACT=act, BLOCKS=recipe_a == BLOCKWISE[0], BAND=BAND, STAGES=4, WARPGROUPS=tile.warpgroups,
     )  # fmt: skip
     if out_format is None:
         return y
     q = out if out is not None else out_format.empty((M, N), dtype, a.device)
-    fill(q, y, out_format)
+    fill_from(q, y, out_format.tensor)
     return q

@@ -29,7 +29,7 @@ OUT = {
 }  # fmt: skip
 FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 # Rows. Three warpgroups of 64 were no faster: 0.95 to 0.97 of cuBLASLt, two of 128 0.99 to 1.03 (H200, November 2026)
-TILE = 256
+TILE = gl.constexpr(256)
 
 
 @gluon.jit
@@ -54,8 +54,8 @@ def copy_operands(A, B, SB, OFFSETS, ring, sizes, BAND: gl.constexpr, STAGES: gl
             ready = full.index(stage)
             mbarrier.wait(empty.index(stage), phase)
             mbarrier.expect(ready, 3 * 128 * 128 + 128 * 4)
-            tma.async_copy_global_to_shared(A, [row * 256, k], ready, a_ring.index(2 * stage))
-            tma.async_copy_global_to_shared(A, [row * 256 + 128, k], ready, a_ring.index(2 * stage + 1))
+            tma.async_copy_global_to_shared(A, [row * TILE, k], ready, a_ring.index(2 * stage))
+            tma.async_copy_global_to_shared(A, [row * TILE + 128, k], ready, a_ring.index(2 * stage + 1))
             tma.async_copy_global_to_shared(B, [column * 128, k], ready, b_ring.index(stage))
             tma.async_copy_global_to_shared(SB, [k // 128, column * 128], ready, line_ring.index(stage))
             stage, phase = advance(stage, phase, STAGES)
@@ -109,7 +109,7 @@ def multiply_tiles(
         e = t // (down * across)
         start, end = span_of(e, OFFSETS, T)
         tile, column = tile_of(t % (down * across), down, across, BAND)
-        row0 = tile * 256 + W * 128
+        row0 = tile * TILE + W * 128
         col0 = column * 128
         sap = SA + (start // 128).to(gl.int64) * stride_sa + row0 + lane
         more = start < end
@@ -169,7 +169,7 @@ def grouped_inner_hopper(
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=2)
-    down = gl.cdiv(M, 256)
+    down = gl.cdiv(M, TILE)
     across = gl.cdiv(N, 128)
     ring = (a_ring, b_ring, line_ring, full, empty)
     result = (C, c_box)
@@ -219,7 +219,7 @@ def multiply(a, scale_a, b, scale_b, offsets, c, beta, out_dtype, out) -> Tensor
     wide = (
         out_dtype == "float32"
     )  # whose box leaves a ring of three steps; then what comes between products counts more
-    PROGRAMS = min(Target.at(a.device).sms, E * cdiv(M, TILE) * cdiv(N, 128))
+    PROGRAMS = min(Target.at(a.device).sms, E * cdiv(M, TILE.value) * cdiv(N, 128))
     grouped_inner_hopper(
         box_of(a, [128, 128], gl.float8e4nv), box_of(b.t(), [128, 128], gl.float8e4nv), box_of(y, [1, 64, 128], kind),
         D, None if D is None or beta == 1.0 else beta, scale_a, line_of(scale_b), OFFSETS, T, M, N, E, scale_a.stride(0),

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import triton
@@ -31,7 +31,7 @@ from ...device.labels import load_if, offset_of, read_label
 from ...device.softmax import LN2, LOG2E, cap, extend, finite_or_zero, merge, tanh
 from ...op import Bars, Gradient, Op, Out, Triton, single, upcast
 from ...runtime.kernel import kernel
-from .sharding import ROWS
+from .sharding import of_rows
 
 
 def reference(
@@ -128,6 +128,34 @@ def inputs(draw: Draw) -> dict:
 # ---------------------------------------------------------------- on the device
 
 
+class Logits(NamedTuple):
+    """Rows of logits, or of their gradient, as kernels take them: a pointer, and how far apart outer rows, inner rows (`fold`) and
+    columns are."""
+
+    data: Any
+    stride_o: Any
+    stride_i: Any
+    stride_n: Any
+
+
+class Weights(NamedTuple):
+    """The weights of classes as kernels take them: a pointer, None for ones, their stride, and a pointer to their sum, None where
+    nothing needs it."""
+
+    data: Any = None
+    stride: Any = None
+    sum: Any = None
+
+
+class Terms(NamedTuple):
+    """The numbers in a loss: how much the label counts, and every class, None for not at all; softcap, None for none; z_loss."""
+
+    label_share: Any
+    class_share: Any
+    softcap: Any
+    z_loss: Any
+
+
 @triton.jit
 def read_row(X, Y, W, row, M, INNER, N, stride_yo, stride_yi, stride_xn, stride_w, ignore_index, softcap):
     """(z of the label, its weight, whether the row counts, whether it is ignored)."""
@@ -139,7 +167,9 @@ def read_row(X, Y, W, row, M, INNER, N, stride_yo, stride_yi, stride_xn, stride_
 
 
 @triton.jit
-def take_in(X, W, m, s, d, start, stop, col, reads, anchor, stride_xn, stride_w, spill, softcap, MASKED: tl.constexpr):
+def take_in(
+    X, W, m, s, d, start, stop, col, reads, anchor, stride_xn, stride_w, class_share, softcap, MASKED: tl.constexpr
+):
     """Columns start + col of the rows X, [DEPTH, ROWS, LANES], into each lane's own sums: until the row's end nothing
     crosses threads. d sums w * (z - anchor); the anchor is the label's z, near which large logits lose no digits."""
     c = start + col
@@ -151,7 +181,7 @@ def take_in(X, W, m, s, d, start, stop, col, reads, anchor, stride_xn, stride_w,
             z = tl.where(inside, z, -float("inf"))
     else:
         z = cap(tl.load(P).to(tl.float32), softcap)
-    if spill is not None:
+    if class_share is not None:
         e = z - anchor
         if W is not None:
             e *= tl.load(W + c.to(tl.int64) * stride_w, c < stop, 0.0).to(tl.float32)
@@ -163,17 +193,17 @@ def take_in(X, W, m, s, d, start, stop, col, reads, anchor, stride_xn, stride_w,
 
 
 @triton.jit
-def store_row(largest, s, d, z, own, WSUM, LOSS, LSE, STATS, row, counts, ignored, M, N, keep, spill, z_loss):
+def store_row(largest, s, d, z, own, WSUM, LOSS, LSE, STATS, row, counts, ignored, M, N, TERMS):
     """The loss of a row from its sums, and what the backward needs of it."""
     spread = tl.log2(s)
     base = finite_or_zero(largest)
     lse = base + spread * LN2
-    loss = keep * own * ((base - z) + spread * LN2) + z_loss * lse * lse
-    if spill is not None:
+    loss = TERMS.label_share * own * ((base - z) + spread * LN2) + TERMS.z_loss * lse * lse
+    if TERMS.class_share is not None:
         weights = N * 1.0
         if WSUM is not None:
             weights = tl.load(WSUM)
-        loss += spill * (weights * ((base - finite_or_zero(z)) + spread * LN2) - d)
+        loss += TERMS.class_share * (weights * ((base - finite_or_zero(z)) + spread * LN2) - d)
     # log_softmax makes all of a row with an infinite logit NaN, and so does the backward that meets a NaN `largest`
     loss = tl.where(lse == float("inf"), float("nan"), loss)
     largest = tl.where(largest == float("inf"), float("nan"), largest)
@@ -188,22 +218,26 @@ def store_row(largest, s, d, z, own, WSUM, LOSS, LSE, STATS, row, counts, ignore
     tl.store(STATS + M + at, spread, row < M)
 
 
-def simple(a) -> bool:
+def simple(N: int, stride_n: int, class_share: float | None, softcap: float | None) -> bool:
     """Whether loads are of 16 bytes and nothing but the loss itself is computed, so that registers allow many at once."""
-    return a.spill is None and a.softcap is None and a.stride_xn == 1 and a.N % 16 == 0
+    return class_share is None and softcap is None and stride_n == 1 and N % 16 == 0
+
+
+def _simple(a) -> bool:
+    return simple(a.N, a.X.stride_n, a.TERMS.class_share, a.TERMS.softcap)
 
 
 def _lanes(a) -> dict:
     # Simple bf16: 8 loads of 16 bytes a thread in 72 registers, seven programs keep 112 KiB of loads in flight on an SM.
     LANES = min(1024, max(16, power_of_two(a.N)))
-    deepest = 16 // a.X.element_size() if simple(a) else 2 if a.stride_xn == 1 else 1
+    deepest = 16 // a.X.data.element_size() if _simple(a) else 2 if a.X.stride_n == 1 else 1
     depth = min(deepest, power_of_two(cdiv(a.N, LANES)))
     return {"ROWS": 1024 // LANES, "LANES": LANES, "DEPTH": depth, "num_warps": 4}
 
 
 def _lane_candidates(a) -> list[dict]:
     tried = [{"ROWS": 1, "LANES": 256 * w, "DEPTH": d, "num_warps": w} for w in (2, 4, 8, 16) for d in (2, 4, 8)]
-    return [_lanes(a), *(t for t in tried if simple(a) and t["LANES"] <= a.N)]
+    return [_lanes(a), *(t for t in tried if _simple(a) and t["LANES"] <= a.N)]
 
 
 TOKENS = ("M", "INNER", "stride_yo", "stride_yi", "ignore_index")
@@ -217,16 +251,15 @@ TOKENS = ("M", "INNER", "stride_yo", "stride_yi", "ignore_index")
     candidates=_lane_candidates,
 )
 def cross_entropy_forward(
-    X, Y, W, WSUM, LOSS, LSE, STATS, PART, M, INNER, N, stride_xo, stride_xi, stride_xn, stride_yo, stride_yi, stride_w,
-    ignore_index, keep, spill, softcap, z_loss, SPLITS: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr,
-    DEPTH: tl.constexpr,
+    X, Y, WEIGHTS, LOSS, LSE, STATS, PART, M, INNER, N, stride_yo, stride_yi, ignore_index, TERMS, SPLITS: tl.constexpr,
+    ROWS: tl.constexpr, LANES: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
     """ROWS short rows, or one row, or one of SPLITS parts of it, whose sums then go to PART [3, M, SPLITS]."""
     BLOCK: tl.constexpr = LANES * DEPTH
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
-    X += offset_of(row, INNER, stride_xo, stride_xi)
+    x = X.data + offset_of(row, INNER, X.stride_o, X.stride_i)
     z, own, counts, ignored = read_row(
-        X, Y, W, row, M, INNER, N, stride_yo, stride_yi, stride_xn, stride_w, ignore_index, softcap
+        x, Y, WEIGHTS.data, row, M, INNER, N, stride_yo, stride_yi, X.stride_n, WEIGHTS.stride, ignore_index, TERMS.softcap
     )  # fmt: skip
     reads = counts if LSE is None else row < M
     span = (N + (SPLITS * BLOCK - 1)) // (SPLITS * BLOCK) * BLOCK
@@ -241,15 +274,19 @@ def cross_entropy_forward(
     s = tl.zeros([ROWS, LANES], tl.float32)
     d = tl.zeros([ROWS, LANES], tl.float32)
     for at in range(start, whole, BLOCK):
-        m, s, d = take_in(X, W, m, s, d, at, stop, col, reads, anchor, stride_xn, stride_w, spill, softcap, False)
+        m, s, d = take_in(
+            x, WEIGHTS.data, m, s, d, at, stop, col, reads, anchor, X.stride_n, WEIGHTS.stride, TERMS.class_share,
+            TERMS.softcap, False,
+        )  # fmt: skip
     for at in range(whole, stop, BLOCK):
-        m, s, d = take_in(X, W, m, s, d, at, stop, col, reads, anchor, stride_xn, stride_w, spill, softcap, True)
+        m, s, d = take_in(
+            x, WEIGHTS.data, m, s, d, at, stop, col, reads, anchor, X.stride_n, WEIGHTS.stride, TERMS.class_share,
+            TERMS.softcap, True,
+        )  # fmt: skip
     largest, total = merge(m, s)
     d = tl.sum(d, 1, keep_dims=True)
     if SPLITS == 1:
-        store_row(
-            largest, total, d, z, own, WSUM, LOSS, LSE, STATS, row, counts, ignored, M, N, keep, spill, z_loss
-        )  # fmt: skip
+        store_row(largest, total, d, z, own, WEIGHTS.sum, LOSS, LSE, STATS, row, counts, ignored, M, N, TERMS)
     else:
         P = PART + row.to(tl.int64) * SPLITS + tl.program_id(1)
         tl.store(P, largest, row < M)
@@ -259,19 +296,18 @@ def cross_entropy_forward(
 
 @kernel(grid=lambda a: (a.M,), tokens=TOKENS, default=lambda a: {"num_warps": 1})
 def cross_entropy_merge(
-    X, Y, W, WSUM, LOSS, LSE, STATS, PART, M, INNER, N, stride_xo, stride_xi, stride_xn, stride_yo, stride_yi, stride_w,
-    ignore_index, keep, spill, softcap, z_loss, SPLITS: tl.constexpr,
+    X, Y, WEIGHTS, LOSS, LSE, STATS, PART, M, INNER, N, stride_yo, stride_yi, ignore_index, TERMS, SPLITS: tl.constexpr
 ):  # fmt: skip
     """A row from its parts."""
     row = tl.program_id(0) + tl.arange(0, 1)[:, None]
-    X += offset_of(row, INNER, stride_xo, stride_xi)
+    x = X.data + offset_of(row, INNER, X.stride_o, X.stride_i)
     z, own, counts, ignored = read_row(
-        X, Y, W, row, M, INNER, N, stride_yo, stride_yi, stride_xn, stride_w, ignore_index, softcap
+        x, Y, WEIGHTS.data, row, M, INNER, N, stride_yo, stride_yi, X.stride_n, WEIGHTS.stride, ignore_index, TERMS.softcap
     )  # fmt: skip
     P = PART + row.to(tl.int64) * SPLITS + tl.arange(0, SPLITS)[None, :]
     largest, total = merge(tl.load(P), tl.load(P + M.to(tl.int64) * SPLITS))
     d = tl.sum(tl.load(P + M.to(tl.int64) * (2 * SPLITS)), 1, keep_dims=True)
-    store_row(largest, total, d, z, own, WSUM, LOSS, LSE, STATS, row, counts, ignored, M, N, keep, spill, z_loss)
+    store_row(largest, total, d, z, own, WEIGHTS.sum, LOSS, LSE, STATS, row, counts, ignored, M, N, TERMS)
 
 
 @kernel(grid=lambda a: (1,), tokens=TOKENS, default=lambda a: {"BLOCK": 4096, "num_warps": 16})
@@ -307,36 +343,36 @@ def cross_entropy_sum_weights(W, WSUM, N, stride_w, BLOCK: tl.constexpr):
     tl.store(WSUM, tl.sum(total, 0))
 
 
-def tile(a) -> dict:
-    COLS = min(4096 if simple(a) else 2048, max(16, power_of_two(a.N)))
+def tile(N: int, simple: bool) -> dict:
+    COLS = min(4096 if simple else 2048, max(16, power_of_two(N)))
     return {"ROWS": max(1, 1024 // COLS), "COLS": COLS, "num_warps": 4}
 
 
-def tile_candidates(a) -> list[dict]:
+def tile_candidates(N: int, simple: bool) -> list[dict]:
     tried = [{"ROWS": 1, "COLS": cols, "num_warps": w} for cols in (2048, 4096, 8192, 16384) for w in (4, 8, 16)]
-    return [tile(a), *(t for t in tried if simple(a) and t["COLS"] <= a.N)]
+    return [tile(N, simple), *(t for t in tried if simple and t["COLS"] <= N)]
 
 
 @kernel(
     grid=lambda a: (cdiv(a.M, a.ROWS) * cdiv(a.N, a.COLS),),
     tokens=(*TOKENS, "stride_go", "stride_gi", "stride_ho", "stride_hi"),
     tune_by=("N",),
-    default=tile,
-    candidates=tile_candidates,
+    default=lambda a: tile(a.N, _simple(a)),
+    candidates=lambda a: tile_candidates(a.N, _simple(a)),
 )
 def cross_entropy_backward(
-    X, Y, W, WSUM, STATS, DENOMINATOR, G, H, DX, M, INNER, N, stride_xo, stride_xi, stride_xn, stride_do, stride_di,
-    stride_dn, stride_yo, stride_yi, stride_w, stride_go, stride_gi, stride_ho, stride_hi, ignore_index, keep, spill,
-    softcap, z_loss, ROWS: tl.constexpr, COLS: tl.constexpr,
+    X, Y, WEIGHTS, STATS, DENOMINATOR, G, H, DX, M, INNER, N, stride_yo, stride_yi, stride_go, stride_gi, stride_ho,
+    stride_hi, ignore_index, TERMS, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     """One tile; G and H are the gradients of loss and lse. DX may be X: an element is read by no other than its writer."""
+    softcap = TERMS.softcap
     tiles = (N + (COLS - 1)) // COLS
     row = tl.program_id(0) // tiles * ROWS + tl.arange(0, ROWS)[:, None]
     col = tl.program_id(0) % tiles * COLS + tl.arange(0, COLS)[None, :]
     y, counts, _ = read_label(Y, row, M, INNER, N, stride_yo, stride_yi, ignore_index)
     reads = counts if H is None else row < M
     c = col.to(tl.int64)
-    P = X + offset_of(row, INNER, stride_xo, stride_xi) + c * stride_xn
+    P = X.data + offset_of(row, INNER, X.stride_o, X.stride_i) + c * X.stride_n
     x = tl.load(P, (col < N) & reads, 0.0).to(tl.float32)
     largest = load_if(STATS + row.to(tl.int64), reads)
     spread = load_if(STATS + M + row.to(tl.int64), reads)
@@ -345,10 +381,10 @@ def cross_entropy_backward(
         g = load_if(G + offset_of(row, INNER, stride_go, stride_gi), counts)
         if DENOMINATOR is not None:
             g = tl.where(counts, tl.div_rn(g, tl.zeros_like(g) + tl.load(DENOMINATOR)), 0.0)
-    own = g * keep
-    if W is not None:
-        own *= load_if(W + y * stride_w, counts)
-    rest = g * (2.0 * z_loss) * (largest + spread * LN2)
+    own = g * TERMS.label_share
+    if WEIGHTS.data is not None:
+        own *= load_if(WEIGHTS.data + y * WEIGHTS.stride, counts)
+    rest = g * (2.0 * TERMS.z_loss) * (largest + spread * LN2)
     if H is not None:
         rest += load_if(H + offset_of(row, INNER, stride_ho, stride_hi), row < M)
     t = x
@@ -357,15 +393,17 @@ def cross_entropy_backward(
         x = softcap * t
     p = tl.exp2((x - largest) * LOG2E - spread)
     dz = own * tl.where(col == y.to(tl.int32), p - 1.0, p) + rest * p
-    if spill is not None:
-        if W is not None:
-            dz += g * spill * (p * tl.load(WSUM) - tl.load(W + c * stride_w, col < N, 0.0).to(tl.float32))
+    if TERMS.class_share is not None:
+        if WEIGHTS.data is not None:
+            share = g * TERMS.class_share
+            expected = p * tl.load(WEIGHTS.sum)
+            dz += share * (expected - tl.load(WEIGHTS.data + c * WEIGHTS.stride, col < N, 0.0).to(tl.float32))
         else:
-            dz += g * spill * (p * N - 1.0)
+            dz += g * TERMS.class_share * (p * N - 1.0)
     if softcap is not None:
         dz *= 1.0 - t * t
-    D = DX + offset_of(row, INNER, stride_do, stride_di) + c * stride_dn
-    tl.store(D, dz.to(DX.dtype.element_ty), (row < M) & (col < N))
+    D = DX.data + offset_of(row, INNER, DX.stride_o, DX.stride_i) + c * DX.stride_n
+    tl.store(D, dz.to(DX.data.dtype.element_ty), (row < M) & (col < N))
 
 
 # ---------------------------------------------------------------- on the host
@@ -384,20 +422,20 @@ def splits(M: int, N: int, sms: int) -> int:
     return power_of_two(min(few, cdiv(N, NARROWEST))) if few > 1 else 1
 
 
-def numbers(a: SimpleNamespace, vocab: int) -> tuple[int, float, float | None, float | None, float]:
-    """(ignore_index, the label's own share, every class's share or None, softcap, z_loss)."""
-    spill = a.label_smoothing / max(vocab, 1) if a.label_smoothing > 0 else None
-    softcap = None if a.softcap is None else float(a.softcap)
-    return a.ignore_index, 1.0 - a.label_smoothing, spill, softcap, float(a.z_loss)
+def terms_of(a: SimpleNamespace, vocab: int) -> Terms:
+    class_share = a.label_smoothing / max(vocab, 1) if a.label_smoothing > 0 else None
+    return Terms(1.0 - a.label_smoothing, class_share, None if a.softcap is None else float(a.softcap), float(a.z_loss))
 
 
-def sum_of(weight: Tensor | None, spill: float | None) -> Tensor | None:
-    """The sum of the weights, where smoothing needs it."""
-    if weight is None or spill is None:
-        return None
+def weights_of(weight: Tensor | None, terms: Terms) -> Weights:
+    """The weights, and their sum where smoothing needs it."""
+    if weight is None:
+        return Weights()
+    if terms.class_share is None:
+        return Weights(weight, weight.stride(0))
     total = torch.empty(1, dtype=torch.float32, device=weight.device)
     cross_entropy_sum_weights(weight, total, weight.shape[0], weight.stride(0))
-    return total
+    return Weights(weight, weight.stride(0), total)
 
 
 def launch_forward(logits: Tensor, labels: Tensor, lse: Tensor | None, **options) -> tuple[Tensor, Tensor, Tensor]:
@@ -409,15 +447,15 @@ def launch_forward(logits: Tensor, labels: Tensor, lse: Tensor | None, **options
     y, steps = fold_like(labels, inner)
     M, N = labels.numel(), logits.shape[-1]
     check_labels("cross_entropy", labels, N, a.ignore_index)
-    given, stride_w = numbers(a, N), 0 if a.weight is None else a.weight.stride(0)
+    terms, stride_w = terms_of(a, N), 0 if a.weight is None else a.weight.stride(0)
     stats, rows = fp32(2, *labels.shape), fp32(*labels.shape)
     SPLITS = splits(M, N, Target.at(logits.device).sms)
     part = fp32(3, M, SPLITS) if SPLITS > 1 else None
-    total = sum_of(a.weight, given[2])
-    operands = (x, y, a.weight, total, rows, lse, stats, part, M, inner, N, *strides, *steps, stride_w)
-    cross_entropy_forward(*operands, *given, SPLITS=SPLITS)
+    weights = weights_of(a.weight, terms)
+    operands = (Logits(x, *strides), y, weights, rows, lse, stats, part, M, inner, N, *steps, a.ignore_index, terms)
+    cross_entropy_forward(*operands, SPLITS=SPLITS)
     if SPLITS > 1:
-        cross_entropy_merge(*operands, *given, SPLITS=SPLITS)
+        cross_entropy_merge(*operands, SPLITS=SPLITS)
     if a.reduction == "none":
         return rows, stats, fp32(0)
     loss, denominator = fp32(), fp32() if a.reduction == "mean" else None
@@ -440,7 +478,7 @@ def backward(saved: SimpleNamespace, dloss: Tensor | None, dlse: Tensor | None =
     x, inner, strides = fold(logits)
     y, steps = fold_like(saved.labels, inner)
     M, N = saved.labels.numel(), logits.shape[-1]
-    given, stride_w = numbers(saved, N), 0 if weight is None else weight.stride(0)
+    terms = terms_of(saved, N)
     out, places = x, strides
     if not saved.inplace_backward:
         out = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
@@ -452,8 +490,8 @@ def backward(saved: SimpleNamespace, dloss: Tensor | None, dlse: Tensor | None =
         h, h_steps = fold_like(h, inner)
     denominator = saved.denominator if saved.reduction == "mean" else None
     cross_entropy_backward(
-        x, y, weight, sum_of(weight, given[2]), saved.stats, denominator, g, h, out, M, inner, N, *strides, *places,
-        *steps, stride_w, *g_steps, *h_steps, *given,
+        Logits(x, *strides), y, weights_of(weight, terms), saved.stats, denominator, g, h, Logits(out, *places), M, inner, N,
+        *steps, *g_steps, *h_steps, saved.ignore_index, terms,
     )  # fmt: skip
     if not saved.inplace_backward:
         return (out,)
@@ -491,9 +529,9 @@ def loss_row(a: SimpleNamespace) -> str:
 cross_entropy_lse = Op(
     "cross_entropy_lse", reference_lse, inputs, Triton(forward_lse, backward, single), where=WHERE, sibling="cross_entropy",
     results={"loss": loss_row, "lse": "wide(logits)[...]"}, hidden=HIDDEN, gradient=replace(GRADIENT, through=("loss", "lse")),
-    out=Out(contiguous=("loss", "lse")), check=check, sharding=ROWS, bars=Bars("D"),
+    out=Out(contiguous=("loss", "lse")), check=check, sharding=of_rows, bars=Bars("D"),
 )  # fmt: skip
 cross_entropy = Op(
     "cross_entropy", reference, inputs, Triton(forward, backward, single), where=WHERE, results={"loss": loss_row},
-    hidden=HIDDEN, gradient=GRADIENT, out=Out(contiguous=("loss",)), check=check, sharding=ROWS, bars=Bars("D"),
+    hidden=HIDDEN, gradient=GRADIENT, out=Out(contiguous=("loss",)), check=check, sharding=of_rows, bars=Bars("D"),
 )  # fmt: skip

@@ -33,7 +33,7 @@ from ...gemm.hopper import logits as hopper_logits
 from ...gemm.summed import product
 from ...op import Bars, Cost, Gradient, Op, Triton, single, upcast
 from ..norm.rms_norm import sum_columns
-from .cross_entropy import cross_entropy_reduce, loss_row, losses, numbers
+from .cross_entropy import cross_entropy_reduce, loss_row, losses, terms_of
 from .linear_cross_entropy_chunks import (
     BLOCK_T,
     Tokens,
@@ -46,7 +46,7 @@ from .linear_cross_entropy_chunks import (
     tokens_within,
     widened,
 )
-from .sharding import ROWS
+from .sharding import of_rows
 
 
 def reference(
@@ -103,7 +103,9 @@ def forward(hidden, weight, labels, bias, *, needs: frozenset, at_once: bool = F
     M, N = labels.numel(), weight.shape[0]
     check_labels("linear_cross_entropy", labels, N, a.ignore_index)
     x, y = rows(hidden).contiguous(), vector(labels)
-    tokens = Tokens(x, weight, vector(bias), y, stats.view(2, M), numbers(a, N), wide=widened(x), at_once=at_once)
+    tokens = Tokens(
+        x, weight, vector(bias), y, stats.view(2, M), a.ignore_index, terms_of(a, N), wide=widened(x), at_once=at_once
+    )  # fmt: skip
     loss, codes = tokens.empty(*labels.shape), tokens.empty(0, dtype=hidden.dtype)
     tops, none, *grads = (tokens.empty(0) for _ in range(5))
     if needs and in_groups(a, tokens):
@@ -219,8 +221,8 @@ def backward(saved: SimpleNamespace, dloss: Tensor, at_once: bool = False) -> tu
     M, N = saved.labels.numel(), weight.shape[0]
     x = rows(hidden).contiguous()
     tokens = Tokens(
-        x, weight, vector(saved.bias), vector(saved.labels), saved.stats.reshape(2, M), numbers(saved, N),
-        dloss if dloss.dim() == 0 else vector(dloss), saved.denominator if saved.reduction == "mean" else None,
+        x, weight, vector(saved.bias), vector(saved.labels), saved.stats.reshape(2, M), saved.ignore_index,
+        terms_of(saved, N), dloss if dloss.dim() == 0 else vector(dloss), saved.denominator if saved.reduction == "mean" else None,
         wide=widened(x), at_once=at_once,
     )  # fmt: skip
     if in_groups(saved, tokens):
@@ -261,5 +263,5 @@ linear_cross_entropy = Op(
     },
     results={"loss": loss_row}, hidden=KEPT,
     gradient=Gradient(of=("hidden", "weight", "bias"), saves=("hidden", "weight", "labels", "bias", *KEPT)),
-    composite=True, sharding=ROWS, bars=Bars("E", gradient="E", rounds=True),
+    composite=True, sharding=of_rows, bars=Bars("E", gradient="E", rounds=True),
 )  # fmt: skip

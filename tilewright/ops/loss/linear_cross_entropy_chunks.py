@@ -24,7 +24,7 @@ from ...device.softmax import LN2, LOG2E, cap, finite_or_zero, tanh
 from ...gemm.hopper import logits as hopper_logits
 from ...gemm.summed import product
 from ...runtime.kernel import kernel
-from .cross_entropy import store_row
+from .cross_entropy import Terms, store_row
 
 # ---------------------------------------------------------------- on the device
 
@@ -87,8 +87,8 @@ def linear_cross_entropy_encode(
     default=lambda a: {"TOKENS": 32, "STEP": 32, "num_warps": 4},
 )
 def linear_cross_entropy_merge(
-    TOP, TOTAL, OWN, SLANT, Y, LOSS, STATS, BLOCKS, T, N, ignore_index, keep, spill, z_loss, BLOCK: tl.constexpr,
-    TOKENS: tl.constexpr, STEP: tl.constexpr,
+    TOP, TOTAL, OWN, SLANT, Y, LOSS, STATS, BLOCKS, T, N, ignore_index, TERMS, BLOCK: tl.constexpr, TOKENS: tl.constexpr,
+    STEP: tl.constexpr,
 ):  # fmt: skip
     """The losses of a few tokens from the sums of their blocks and OWN, z of their labels."""
     t = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)[None, :]
@@ -112,7 +112,7 @@ def linear_cross_entropy_merge(
             size = tl.minimum(N - block * BLOCK, BLOCK).to(tl.float32)
             slant = tl.load(SLANT + at, inside, 0.0) + size * (finite_or_zero(top) - anchor)
             d += tl.sum(tl.where(inside, slant, 0.0), 0, keep_dims=True)
-    store_row(m, s, d, own, 1.0, None, LOSS, None, STATS, t, counts, ignored, T, N, keep, spill, z_loss)
+    store_row(m, s, d, own, 1.0, None, LOSS, None, STATS, t, counts, ignored, T, N, TERMS)
 
 
 @kernel(
@@ -122,9 +122,10 @@ def linear_cross_entropy_merge(
 )
 def linear_cross_entropy_backward(
     X, BIAS, TOP, Y, STATS, DENOMINATOR, G, DX, PART, FIRST, COUNT, T, WIDTH, N, stride_x, stride_d, stride_s, stride_g,
-    ignore_index, keep, spill, softcap, z_loss, BLOCK: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr,
+    ignore_index, TERMS, BLOCK: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """A tile of DX [COUNT, T] from logits X, or from codes X and their TOP, which it may overwrite."""
+    softcap = TERMS.softcap
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     inside = row < COUNT
     t = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
@@ -135,10 +136,10 @@ def linear_cross_entropy_backward(
     g = load_if(G + t.to(tl.int64) * stride_g, counts)
     if DENOMINATOR is not None:
         g = tl.where(counts, tl.div_rn(g, tl.zeros_like(g) + tl.load(DENOMINATOR)), 0.0)
-    own = g * keep
-    all = g * (2.0 * z_loss) * (largest + spread * LN2)
-    if spill is not None:
-        all += g * spill * N
+    own = g * TERMS.label_share
+    all = g * (2.0 * TERMS.z_loss) * (largest + spread * LN2)
+    if TERMS.class_share is not None:
+        all += g * TERMS.class_share * N
     mine = row[:, None] == (y - FIRST).to(tl.int32)[None, :]
     x = tl.load(X + row.to(tl.int64)[:, None] * stride_x + t[None, :], live, 0.0).to(tl.float32)
     if TOP is not None:
@@ -156,8 +157,8 @@ def linear_cross_entropy_backward(
             x = softcap * u
         p = tl.exp2((x - largest[None, :]) * LOG2E - spread[None, :])
         dx = own[None, :] * tl.where(mine, p - 1.0, p) + all[None, :] * p
-    if spill is not None:
-        dx -= (g * spill)[None, :]
+    if TERMS.class_share is not None:
+        dx -= (g * TERMS.class_share)[None, :]
     if softcap is not None:
         dx *= 1.0 - u * u
     dx = tl.where(counts[None, :] & inside[:, None], dx, 0.0)
@@ -247,7 +248,8 @@ class Tokens:
     bias: Tensor | None
     labels: Tensor  # [tokens]
     stats: Tensor  # [2, tokens]
-    numbers: tuple  # of cross_entropy
+    ignore_index: int
+    terms: Terms
     grad: Tensor | None = None  # one number, or one per token
     denominator: Tensor | None = None
     part: Tensor | None = None  # of the bias's gradient: a row for BLOCK_T tokens
@@ -284,18 +286,17 @@ class Tokens:
 
     def encode(self, first: int, x: Tensor, tops: Tensor, codes: Tensor | None, *sums: Tensor | None) -> None:
         """The tops and codes of the logits x and, if wanted, the `sums` over them: totals, z of the labels, slants."""
-        ignore_index, _, _, softcap, _ = self.numbers
         linear_cross_entropy_encode(
             x, self.bias, self.labels, tops, codes, *(sums or (None,) * 3), first, x.shape[0], len(self), x.shape[1],
-            self.weight.shape[0], x.stride(0), 0 if codes is None else codes.stride(0), ignore_index, softcap,
-            BLOCK=BLOCK_V,
+            self.weight.shape[0], x.stride(0), 0 if codes is None else codes.stride(0), self.ignore_index,
+            self.terms.softcap, BLOCK=BLOCK_V,
         )  # fmt: skip
 
     def encode_all(self, count: int, codes: Tensor, tops: Tensor, *sums: Tensor | None) -> None:
         """Fill the tops of the first `count` rows of the vocabulary, their codes as far as `codes` has rows, and sums if wanted."""
         if self.at_once:
-            rows, ignore_index = self.weight[:count], self.numbers[0]
-            hopper_logits.encode(self.wide, rows, self.bias, self.labels, ignore_index, codes, tops, *sums)
+            rows = self.weight[:count]
+            hopper_logits.encode(self.wide, rows, self.bias, self.labels, self.ignore_index, codes, tops, *sums)
             return
         scratch = self.scratch(count)
         for start, stop in chunks(len(self), 0, count):
@@ -304,14 +305,13 @@ class Tokens:
 
     def losses(self, loss: Tensor, codes: Tensor) -> Tensor:
         """Fill `loss`, the stats, and `codes` with those of the first rows of the vocabulary. Returns the tops of all blocks."""
-        ignore_index, keep, spill, _, z_loss = self.numbers
         count = self.weight.shape[0]
         blocks = cdiv(count, self.block)
         tops, total = (self.empty(blocks, len(self)) for _ in range(2))
-        own, slant = self.empty(len(self)), None if spill is None else self.empty(blocks, len(self))
+        own, slant = self.empty(len(self)), None if self.terms.class_share is None else self.empty(blocks, len(self))
         self.encode_all(count, codes, tops, total, own, slant)
         linear_cross_entropy_merge(
-            tops, total, own, slant, self.labels, loss, self.stats, blocks, len(self), count, ignore_index, keep, spill, z_loss,
+            tops, total, own, slant, self.labels, loss, self.stats, blocks, len(self), count, self.ignore_index, self.terms,
             BLOCK=self.block,
         )  # fmt: skip
         return tops
@@ -321,7 +321,7 @@ class Tokens:
         linear_cross_entropy_backward(
             x, None if tops is not None else self.bias, tops, self.labels, self.stats, self.denominator, self.grad, out,
             self.part, first, x.shape[0], len(self), x.shape[1], self.weight.shape[0], x.stride(0), out.stride(0),
-            self.stats.stride(0), self.grad.dim(), *self.numbers, BLOCK=self.block, TOKENS=BLOCK_T,
+            self.stats.stride(0), self.grad.dim(), self.ignore_index, self.terms, BLOCK=self.block, TOKENS=BLOCK_T,
         )  # fmt: skip
 
     def fill(self, first: int, out: Tensor) -> None:
@@ -333,7 +333,7 @@ class Tokens:
     def fill_first(self, out: Tensor, tops: Tensor | None = None) -> None:
         """out = the gradient of the logits of the first rows; `tops`: they are there as codes already. They come by codes in any
         case, so that the bits are the same, but for a softcap, whose slope codes do not tell."""
-        if self.numbers[3] is not None:
+        if self.terms.softcap is not None:
             self.fill(0, out)
             return
         if tops is None:

@@ -103,18 +103,18 @@ def reference_join(
     whole = (total * factor).sum(0)
     whole = whole * torch.where(whole == math.inf, math.nan, 1.0)  # as log_softmax has it
     rest = torch.log(whole)
-    keep, spill, lse = 1 - label_smoothing, label_smoothing / max(classes, 1), top + rest
-    rows = keep * ((top - own.sum(0)) + rest) + z_loss * lse * lse
-    slope, flat = keep + 2 * z_loss * lse, torch.zeros_like(rows)
+    label_share, class_share, lse = 1 - label_smoothing, label_smoothing / max(classes, 1), top + rest
+    rows = label_share * ((top - own.sum(0)) + rest) + z_loss * lse * lse
+    slope, flat = label_share + 2 * z_loss * lse, torch.zeros_like(rows)
     away = (top - base[rank]) + rest
     if label_smoothing > 0:
-        rows = rows + spill * (count * ((top - base) + rest) - slant).sum(0)
-        slope = slope + spill * count.sum(0)
+        rows = rows + class_share * (count * ((top - base) + rest) - slant).sum(0)
+        slope = slope + class_share * count.sum(0)
     rows = rows.masked_fill(~counts, 0.0).masked_fill(~counts & ~ignored, math.nan)
     steep = slope * factor[rank] / whole
-    smooth = [flat - spill, spill * away] if label_smoothing > 0 else [flat, flat]
-    pull = spill * count[rank] if label_smoothing > 0 else flat
-    slopes = torch.stack([steep * total[rank] - pull, steep, flat - keep, *smooth], -1)
+    smooth = [flat - class_share, class_share * away] if label_smoothing > 0 else [flat, flat]
+    pull = class_share * count[rank] if label_smoothing > 0 else flat
+    slopes = torch.stack([steep * total[rank] - pull, steep, flat - label_share, *smooth], -1)
     return rows, torch.where(counts.unsqueeze(-1), slopes, 0.0).detach()
 
 
@@ -170,17 +170,21 @@ def inputs_join(draw: Draw) -> dict:
 # ---------------------------------------------------------------- on the device
 
 
+def _simple(a) -> bool:
+    return simple(a.N, a.stride_xn, a.class_share, a.softcap)
+
+
 def _lanes(a) -> dict:
     # At least four blocks to a row where rows allow: the last, masked one costs as much as a whole one.
     LANES = min(1024, max(16, power_of_two(a.N)))
-    deepest = 16 // a.X.element_size() if simple(a) else 2 if a.stride_xn == 1 else 1
+    deepest = 16 // a.X.element_size() if _simple(a) else 2 if a.stride_xn == 1 else 1
     depth = min(deepest, max(1, power_of_two(a.N // (4 * LANES) + 1) // 2))
     return {"ROWS": 1024 // LANES, "LANES": LANES, "DEPTH": depth, "num_warps": 4}
 
 
 def _lane_candidates(a) -> list[dict]:
     tried = [{"ROWS": 1, "LANES": 256 * w, "DEPTH": d, "num_warps": w} for w in (4, 8) for d in (2, 4, 8)]
-    return [_lanes(a), *(t for t in tried if simple(a) and t["LANES"] <= a.N)]
+    return [_lanes(a), *(t for t in tried if _simple(a) and t["LANES"] <= a.N)]
 
 
 ROW_SIZES = ("M", "INNER", "START", "CLASSES", "stride_yo", "stride_yi", "ignore_index")
@@ -194,10 +198,10 @@ ROW_SIZES = ("M", "INNER", "START", "CLASSES", "stride_yo", "stride_yi", "ignore
     candidates=_lane_candidates,
 )
 def cross_entropy_parts_forward(
-    X, Y, OUT, M, INNER, N, START, CLASSES, stride_xo, stride_xi, stride_xn, stride_yo, stride_yi, ignore_index, spill,
+    X, Y, OUT, M, INNER, N, START, CLASSES, stride_xo, stride_xi, stride_xn, stride_yo, stride_yi, ignore_index, class_share,
     softcap, ROWS: tl.constexpr, LANES: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """ROWS short rows, or one row. Slants are wanted unless `spill` is None."""
+    """ROWS short rows, or one row. Slants are wanted unless `class_share` is None."""
     BLOCK: tl.constexpr = LANES * DEPTH
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     X += offset_of(row, INNER, stride_xo, stride_xi)
@@ -205,7 +209,7 @@ def cross_entropy_parts_forward(
     here = counts & (y >= START) & (y < START + N)
     z = cap(load_if(X + tl.where(here, y - START, 0) * stride_xn, here), softcap)
     anchor = 0.0
-    if spill is not None:  # near any number of the row large logits lose no digits
+    if class_share is not None:  # near any number of the row large logits lose no digits
         anchor = finite_or_zero(cap(load_if(X, counts & (N > 0)), softcap))
     stop = tl.where(tl.max(tl.max(counts.to(tl.int32), 1), 0) > 0, N, 0)
     whole = 0
@@ -216,9 +220,9 @@ def cross_entropy_parts_forward(
     s = tl.zeros([ROWS, LANES], tl.float32)
     d = tl.zeros([ROWS, LANES], tl.float32)
     for at in range(0, whole, BLOCK):
-        m, s, d = take_in(X, None, m, s, d, at, stop, col, counts, anchor, stride_xn, 0, spill, softcap, False)
+        m, s, d = take_in(X, None, m, s, d, at, stop, col, counts, anchor, stride_xn, 0, class_share, softcap, False)
     for at in range(whole, stop, BLOCK):
-        m, s, d = take_in(X, None, m, s, d, at, stop, col, counts, anchor, stride_xn, 0, spill, softcap, True)
+        m, s, d = take_in(X, None, m, s, d, at, stop, col, counts, anchor, stride_xn, 0, class_share, softcap, True)
     largest, total = merge(m, s)
     top = finite_or_zero(largest)
     base = tl.floor(top + 1 / 3)
@@ -228,7 +232,7 @@ def cross_entropy_parts_forward(
     tl.store(OUT + 1, tl.where(counts, total, 0.0), row < M)
     tl.store(OUT + 2, tl.where(here, z, 0.0), row < M)
     slant = tl.zeros_like(base)
-    if spill is not None:
+    if class_share is not None:
         slant = tl.sum(d, 1, keep_dims=True) + N * (anchor - base)
     tl.store(OUT + 3, tl.where(counts, slant, 0.0), row < M)
     tl.store(OUT + 4, tl.where(counts, N * 1.0, 0.0), row < M)
@@ -238,12 +242,12 @@ def cross_entropy_parts_forward(
     grid=lambda a: (cdiv(a.M, a.ROWS) * cdiv(a.N, a.COLS),),
     tokens=ROW_SIZES,
     tune_by=("N",),
-    default=tile,
-    candidates=tile_candidates,
+    default=lambda a: tile(a.N, _simple(a)),
+    candidates=lambda a: tile_candidates(a.N, _simple(a)),
 )
 def cross_entropy_parts_backward(
     X, Y, OUT, G, DX, M, INNER, N, START, CLASSES, stride_xo, stride_xi, stride_xn, stride_do, stride_di, stride_dn,
-    stride_yo, stride_yi, ignore_index, spill, softcap, ROWS: tl.constexpr, COLS: tl.constexpr,
+    stride_yo, stride_yi, ignore_index, class_share, softcap, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     """One tile; G is the gradient of OUT. DX may be X: an element is read by no other than its writer."""
     tiles = (N + (COLS - 1)) // COLS
@@ -263,7 +267,7 @@ def cross_entropy_parts_backward(
         x = softcap * t
     dz = steep * tl.exp2((x - base) * LOG2E)
     dz = tl.where(col == (y - START).to(tl.int32), dz + own, dz)
-    if spill is not None:
+    if class_share is not None:
         dz += load_if(G + at + 3, counts)
     if softcap is not None:
         dz *= 1.0 - t * t
@@ -277,8 +281,8 @@ def cross_entropy_parts_backward(
     default=lambda a: {"BLOCK": 128, "num_warps": 4},
 )
 def cross_entropy_join_forward(
-    OWN, ALL, Y, LOSS, SLOPES, T, SHARDS, RANK, CLASSES, ignore_index, keep, spill, z_loss, BLOCK: tl.constexpr
-):
+    OWN, ALL, Y, LOSS, SLOPES, T, SHARDS, RANK, CLASSES, ignore_index, label_share, class_share, z_loss, BLOCK: tl.constexpr
+):  # fmt: skip
     """A few rows: their losses, and the gradients of those for OWN. Every rank adds in the same order."""
     t = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     _, counts, ignored = read_label(Y, t, T, T, CLASSES, 0, 1, ignore_index)
@@ -302,30 +306,30 @@ def cross_entropy_join_forward(
         total = load_if(P + 1, counts)
         whole += tl.where(total != 0.0, total * tl.exp2((base - top) * LOG2E), 0.0)
         z += load_if(P + 2, counts)
-        if spill is not None:
+        if class_share is not None:
             columns = load_if(P + 4, counts)
             count += columns
             even += columns * (top - base) - load_if(P + 3, counts)
     whole = tl.where(whole == float("inf"), float("nan"), whole)  # as log_softmax has it
     rest = tl.log2(whole) * LN2
     lse = top + rest
-    loss = keep * ((top - z) + rest) + z_loss * lse * lse
-    slope = keep + 2.0 * z_loss * lse
+    loss = label_share * ((top - z) + rest) + z_loss * lse * lse
+    slope = label_share + 2.0 * z_loss * lse
     near = tl.where(own_total != 0.0, tl.exp2((own_base - top) * LOG2E), 0.0)
     slant = tl.zeros([BLOCK], tl.float32)
     pull = tl.zeros([BLOCK], tl.float32)
     away = tl.zeros([BLOCK], tl.float32)
-    if spill is not None:
-        loss += spill * (even + count * rest)
-        slope += spill * count
-        slant -= spill
-        pull = spill * load_if(OWN + at + 4, counts)
-        away = spill * ((top - own_base) + rest)
+    if class_share is not None:
+        loss += class_share * (even + count * rest)
+        slope += class_share * count
+        slant -= class_share
+        pull = class_share * load_if(OWN + at + 4, counts)
+        away = class_share * ((top - own_base) + rest)
     steep = slope * tl.div_rn(near, whole)
     tl.store(LOSS + t, tl.where(counts, loss, tl.where(ignored, 0.0, float("nan"))), t < T)
     tl.store(SLOPES + at, tl.where(counts, steep * own_total - pull, 0.0), t < T)
     tl.store(SLOPES + at + 1, tl.where(counts, steep, 0.0), t < T)
-    tl.store(SLOPES + at + 2, tl.where(counts, 0.0 - keep, 0.0), t < T)
+    tl.store(SLOPES + at + 2, tl.where(counts, 0.0 - label_share, 0.0), t < T)
     tl.store(SLOPES + at + 3, tl.where(counts, slant, 0.0), t < T)
     tl.store(SLOPES + at + 4, tl.where(counts, away, 0.0), t < T)
 
@@ -375,10 +379,10 @@ def forward_join(parts: Tensor, gathered: Tensor, labels: Tensor, **options: Any
     (tokens,) = labels.shape
     loss = torch.empty(tokens, dtype=torch.float32, device=parts.device)
     slopes = torch.empty((tokens, PARTS.value), dtype=torch.float32, device=parts.device)
-    spill = a.label_smoothing / max(a.classes, 1) if a.label_smoothing > 0 else None
+    class_share = a.label_smoothing / max(a.classes, 1) if a.label_smoothing > 0 else None
     cross_entropy_join_forward(
         parts.contiguous(), gathered.contiguous(), vector(labels), loss, slopes, tokens, gathered.shape[0], a.rank,
-        a.classes, a.ignore_index, 1.0 - a.label_smoothing, spill, float(a.z_loss),
+        a.classes, a.ignore_index, 1.0 - a.label_smoothing, class_share, float(a.z_loss),
     )  # fmt: skip
     return loss, slopes
 

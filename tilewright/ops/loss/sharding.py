@@ -21,4 +21,10 @@ def weight_of_labels(a: SimpleNamespace) -> Tensor:
 
 
 ADVICE = {"vocab": "pass its to_local() to parallel_cross_entropy"}
-ROWS = Sharding(divisor=weight_of_labels, advice=ADVICE)
+
+
+def of_rows(a: SimpleNamespace) -> Sharding:
+    """Rows are apart from one another, but that a mean divides by what the labels of all ranks weigh."""
+    if a.reduction != "mean":
+        return Sharding(advice=ADVICE)
+    return Sharding(divisor=weight_of_labels, summing={"reduction": "sum"}, advice=ADVICE)

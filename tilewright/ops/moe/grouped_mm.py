@@ -175,9 +175,7 @@ def grouped_mm(
     if many or not matrices:
         refuse("is for groups of rows, where a has 2 dimensions and b has 3", **ending)
     if many or matrices:
-        refuse(
-            "is for groups of tokens, where a and b have 2 dimensions", c=c, out=out, transposed_a=transposed_a or None
-        )
+        refuse("is for groups of tokens, where a and b have 2 dimensions", c=c, transposed_a=transposed_a or None)
     if many:
         refuse("is for a of 2 dimensions: matrices have counts", offsets=offsets)
     else:
@@ -191,8 +189,9 @@ def grouped_mm(
     if (first.recipe is None) != (second.recipe is None):
         raise TypeError(f"{OP}: a and b must both be codes, or neither")
     if many:
-        return masked(first, second, sources, transposed_b, counts, out_dtype)
-    return by_rows(first, second, sources, transposed_b, ends_of(offsets, sources), **ending, out_dtype=out_dtype)
+        return masked(first, second, sources, transposed_b, counts, out_dtype, out)
+    ends = ends_of(offsets, sources)
+    return by_rows(first, second, sources, transposed_b, ends, **ending, out_dtype=out_dtype, out=out)
 
 
 def refuse(why: str, **given: Any) -> None:
@@ -222,14 +221,16 @@ def by_rows(
     glu: str | None,
     out_dtype: torch.dtype | None,
     out_format: Format | None,
+    out: Tensor | None,
 ) -> Tensor:
     (rows, inner), (experts, _, columns) = a.codes.shape, b.codes.shape
-    dtype = out_dtype or (torch.bfloat16 if a.recipe else a.codes.dtype)
+    dtype = dtype_of(a, out_dtype, out)
     wide = torch.float32 if out_format is not None else dtype
-    options = {"bias": bias, "act": act, "glu": glu, "out_dtype": word(wide)}
+    options = {"bias": bias, "act": act, "glu": glu, "out_dtype": word(wide), "out": None if out_format else out}
     if a.recipe is None:
         graded = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (a.codes, b.codes, bias))
         if graded and (bias is not None or act is not None or glu is not None):
+            refuse("is for calls that want no gradient", out=out)
             y = grouped_mm_rows.function(a.codes, b.codes, offsets, out_dtype="float32")
             y = with_epilogue(y, bias, offsets, act, glu).to(wide)
         else:
@@ -243,6 +244,8 @@ def by_rows(
     if out_format is None:
         return y
     # The logical dtype of what was rounded from fp32 is the caller's
+    if out is not None:
+        return quantize.function(y, out_format, offsets=offsets, out=out)
     carrier, tensors = unpack(quantize.function(y, out_format, offsets=offsets), dtype)
     return pack(carrier, tensors, out_format, offsets)
 
@@ -257,8 +260,7 @@ def by_tokens(
     out_dtype: torch.dtype | None,
     out: Tensor | None,
 ) -> Tensor:
-    kept = next((t.dtype for t in (out, c) if t is not None), None)
-    dtype = out_dtype or kept or (torch.bfloat16 if a.recipe else a.codes.dtype)
+    dtype = dtype_of(a, out_dtype, out if out is not None else c)
     options = {"c": c, "beta": beta, "out_dtype": word(dtype), "out": out}
     if a.recipe != b.recipe or a.recipe == "BlockWise128x128":
         raise ValueError(
@@ -279,14 +281,14 @@ def masked(
     transposed: bool,
     counts: Tensor | None,
     out_dtype: torch.dtype | None,
+    out: Tensor | None,
 ) -> Tensor:
     """[experts, rows, columns], of which the first `counts[e]` rows of each are products."""
     if counts is None:
         raise ValueError(f"{OP}: counts must be given where a has 3 dimensions: the rows of each matrix that count")
-    dtype, recipes = out_dtype or (torch.bfloat16 if a.recipe else a.codes.dtype), (a.recipe, b.recipe)
-    name = word(dtype)
+    recipes, name = (a.recipe, b.recipe), word(dtype_of(a, out_dtype, out))
     if a.recipe is None:
-        return grouped_mm_masked.function(a.codes, b.codes, counts, out_dtype=name)
+        return grouped_mm_masked.function(a.codes, b.codes, counts, out_dtype=name, out=out)
     if recipes not in (("BlockWise1x128", "BlockWise128x128"), ("RowWise", "RowWise")):
         raise ValueError(
             f"{OP}: where there are counts a has 1x128 scales and b 128x128, or both row-wise, not {' and '.join(recipes)}"
@@ -298,12 +300,20 @@ def masked(
         blocks = cdiv(inner, ROWS)
         first = scale_of_lines("a", a, experts * rows, inner, 0, sources[0]).reshape(experts, rows, 1)
         ones = torch.ones(1, 1, 1, device=second.device).expand(experts, cdiv(columns, ROWS), blocks)
-        y = grouped_mm_masked.function(
-            a.codes, b.codes, counts, first.expand(experts, rows, blocks), ones, out_dtype="float32"
-        )
-        return y.mul_(second.transpose(1, 2)).to(dtype)
+        given = a.codes, b.codes, counts, first.expand(experts, rows, blocks), ones
+        if out is not None:
+            grouped_mm_masked.validate(grouped_mm_masked.signature.bind(given, {"out_dtype": name, "out": out}))
+        y = grouped_mm_masked.function(*given, out_dtype="float32").mul_(second.transpose(1, 2))
+        return y.to(getattr(torch, name)) if out is None else out.copy_(y)
     first = a.scale if sources[0] is None else a.scale.t().unflatten(0, (experts, rows))
-    return grouped_mm_masked.function(a.codes, b.codes, counts, first, second, out_dtype=name)
+    return grouped_mm_masked.function(a.codes, b.codes, counts, first, second, out_dtype=name, out=out)
+
+
+def dtype_of(a: Factor, wanted: torch.dtype | None, like: Tensor | None) -> torch.dtype:
+    """The dtype of a result: the one that is asked for, or that of memory for it, else that of plain factors, else bf16."""
+    if wanted is not None:
+        return wanted
+    return like.dtype if like is not None else torch.bfloat16 if a.recipe else a.codes.dtype
 
 
 def word(dtype: torch.dtype) -> str:

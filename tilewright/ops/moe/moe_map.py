@@ -197,13 +197,12 @@ def slot_experts(t, k, R, T, E, stride_t, stride_k, WIDTH: tl.constexpr, SLOTS: 
 @triton.jit
 def add_repeated(named, expert, prob, k, SLOTS: tl.constexpr):
     """The probabilities of slots; the first that names an expert has the sum of all that do."""
-    if tl.max(((named >= 0) & (expert < 0)).to(tl.int32)) > 0:  # seldom: routers choose different experts
-        total = tl.zeros(prob.shape, tl.float32)
-        for j in range(SLOTS):
-            other = tl.sum(tl.where(k == j, named, 0), 1)[:, None]
-            total += tl.where(other == expert, tl.sum(tl.where(k == j, prob, 0.0), 1)[:, None], 0.0)
-        prob = total
-    return prob
+    # Always, though routers seldom repeat an expert: asking whether one did takes longer, for it waits for all threads
+    total = tl.zeros(prob.shape, tl.float32)
+    for j in range(SLOTS):
+        other = tl.sum(tl.where(k == j, named, 0), 1)[:, None]
+        total += tl.where(other == expert, tl.sum(tl.where(k == j, prob, 0.0), 1)[:, None], 0.0)
+    return total
 
 
 @kernel(
@@ -509,9 +508,10 @@ NUMBERS = {"experts": at_least(1), "topk": at_least(1), "align": at_least(1), "c
 MAP_ROWS = {
     "row_map": "int32[rows width]", "source": "int32[capacity]", "offsets": "int32[experts]", "overflow": "int32[]",
 }  # fmt: skip
+LIVE = {"capacity": "offsets"}  # there is room for more rows than a routing may give
 
 moe_row_map = Op(
     "moe_row_map", reference, inputs, Triton(forward),
     groups="offsets", where={"routing": "int_or_bool[rows slots]", **NUMBERS},
-    results=MAP_ROWS, sizes=named_sizes, out=Out(contiguous=tuple(MAP_ROWS)), check=check, bars=Bars("G"),
+    results=MAP_ROWS, sizes=named_sizes, out=Out(contiguous=tuple(MAP_ROWS), live=LIVE), check=check, bars=Bars("G"),
 )  # fmt: skip

@@ -22,10 +22,11 @@ from ...core.format import Format, store
 from ...core.target import Target
 from ...core.tensor import cdiv, power_of_two
 from ...device.labels import load_if
-from ...formats.tiles import store_tiles
+from ...formats.fill import fill
 from ...op import Bars, Cost, Gradient, Op, Out, Triton, single, upcast
 from ...runtime.kernel import kernel
 from .moe_map import (
+    LIVE,
     MAP_ROWS,
     NUMBERS,
     RowMap,
@@ -148,7 +149,7 @@ def _shape(a, size: int = 2048, warps: int = 8) -> dict:
     return {"ROWS": max(1, min(32, size // BLOCK)), "BLOCK": BLOCK, "num_warps": warps}
 
 
-SHARE = 16  # rows of the result that a program looks after for each token that it copies
+SHARE = tl.constexpr(16)  # rows of the result that a program looks after for each token that it copies
 WAVE = 4  # programs of an SM that wait for the map from its beginning
 AHEAD = 4  # programs whose tokens each of them asks for meanwhile
 STORES = "evict_first"  # keeps what is asked for in the L2 until it is read
@@ -164,7 +165,7 @@ SPREAD = {
 
 def _programs(a) -> int:
     """So many that all tokens are copied and all rows looked after."""
-    return cdiv(max(a.T, cdiv(a.R, SHARE)), a.ROWS)
+    return cdiv(max(a.T, cdiv(a.R, SHARE.value)), a.ROWS)
 
 
 @kernel(grid=lambda a: (_programs(a) * max(1, cdiv(a.N, a.BLOCK)),), **SPREAD)
@@ -174,11 +175,11 @@ def moe_spread(
     STORES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """OUT[row] = X[token] [* W[row]]. A program reads a token's row once and writes all its copies; it also zeroes the rows of
-    no token among 16: a program for each row of the result takes a third longer (H200, November 2026). PDL: X was there
+    no token among SHARE: a program for each row of the result takes a third longer (H200, November 2026). PDL: X was there
     before the launches that make the map; while they run, the first `wave` programs bring more of it into the L2."""
     across = tl.maximum(tl.cdiv(N, BLOCK), 1)
     first = tl.program_id(0) // across * ROWS
-    mine = first.to(tl.int64) * 16
+    mine = first.to(tl.int64) * SHARE
     t = first + tl.arange(0, ROWS)[:, None]
     col = tl.program_id(0) % across * BLOCK + tl.arange(0, BLOCK)[None, :]
     v = tl.load(X + t.to(tl.int64) * stride_xt + col.to(tl.int64) * stride_xn, (t < T) & (col < N), 0)
@@ -188,7 +189,7 @@ def moe_spread(
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     # In one dimension first, where a thread holds one row: few programs have any, and a column of rows is in every thread
-    some = tl.max(is_unused(SOURCE, OFFSETS, mine + tl.arange(0, 16 * ROWS), R, E, BASE).to(tl.int32), 0)
+    some = tl.max(is_unused(SOURCE, OFFSETS, mine + tl.arange(0, SHARE * ROWS), R, E, BASE).to(tl.int32), 0)
     if UNROLL:
         for k in tl.static_range(SLOTS):
             copy_rows(v, k, MAP, SOURCE, W, OUT, t, col, T, N, R, stride_mt, stride_mk, stride_w, BASE, STORES)
@@ -196,7 +197,7 @@ def moe_spread(
         for k in range(SLOTS):
             copy_rows(v, k, MAP, SOURCE, W, OUT, t, col, T, N, R, stride_mt, stride_mk, stride_w, BASE, STORES)
     if some > 0:
-        for i in range(16):
+        for i in range(SHARE):
             r, unused = unused_rows(SOURCE, OFFSETS, mine + i * ROWS, R, E, BASE, ROWS)
             tl.store(OUT + r * N + col, tl.zeros([ROWS, BLOCK], OUT.dtype.element_ty), unused & (col < N))
 
@@ -242,13 +243,15 @@ def moe_spread_and_dot(
                 k, DY, MAP, SOURCE, W, ROWS_IN, DROWS, DW, t, T, N, R, stride_dt, stride_dn, stride_mt, stride_mk,
                 stride_w, stride_rt, stride_rn, ROWS, BLOCK,
             )  # fmt: skip
-    r, unused = unused_rows(SOURCE, None, first.to(tl.int64) * 16, R, 0, 1, 16 * ROWS)
+    r, unused = unused_rows(SOURCE, None, first.to(tl.int64) * SHARE, R, 0, 1, SHARE * ROWS)
     if tl.max(unused.to(tl.int32)) > 0:
-        tl.store(DW + r, tl.zeros([16 * ROWS, 1], DW.dtype.element_ty), unused)
+        tl.store(DW + r, tl.zeros([SHARE * ROWS, 1], DW.dtype.element_ty), unused)
         if DROWS is not None:
             for start in range(0, N, BLOCK):
                 col = start + tl.arange(0, BLOCK)[None, :]
-                tl.store(DROWS + r * N + col, tl.zeros([16 * ROWS, BLOCK], DROWS.dtype.element_ty), unused & (col < N))
+                tl.store(
+                    DROWS + r * N + col, tl.zeros([SHARE * ROWS, BLOCK], DROWS.dtype.element_ty), unused & (col < N)
+                )
 
 
 @triton.jit
@@ -326,9 +329,10 @@ def moe_invert(MAP, SOURCE, T, R, stride_t, stride_k, SLOTS: tl.constexpr):
 
 
 @triton.jit
-def produce(X, SOURCE, C, D, stride_t, stride_n, p0, p1, row, col, inside, MODE: tl.constexpr):
-    """A tile of rows; padding is 0."""
-    token = tl.load(SOURCE + row)
+def produce(SOURCE, row, col, inside, MODE: tl.constexpr):
+    """The tokens of rows; padding is 0."""
+    X, TOKEN, stride_t, stride_n = SOURCE
+    token = tl.load(TOKEN + row)
     at = X + tl.maximum(token, 0).to(tl.int64) * stride_t + col.to(tl.int64) * stride_n
     return tl.load(at, inside & (token >= 0), 0.0).to(tl.float32)
 
@@ -377,7 +381,7 @@ def forward(x, routing, probs, *, experts, topk, align, capacity, out_format) ->
     else:
         shape = found.source.shape[0], x.shape[1]
         rows = out_format.empty(shape, x.dtype, x.device, found.offsets.shape[0], found.offsets)
-        store_tiles(rows, produce, (x, found.source), x.stride(), scale=out_format.tensor)
+        fill(rows, produce, (x, found.source, *x.stride()), scale=out_format.tensor)
     return rows, row_probs, *found[:4]
 
 
@@ -431,7 +435,7 @@ moe_permute = Op(
     groups="offsets", where={
         "x": "float[tokens hidden]", "routing": "int_or_bool[rows slots]", "probs": "float[tokens slots]", **NUMBERS,
     },
-    results=RESULTS, sizes=named_sizes, out=Out(contiguous=tuple(RESULTS)), check=check,
+    results=RESULTS, sizes=named_sizes, out=Out(contiguous=tuple(RESULTS), live=LIVE), check=check,
     gradient=Gradient(
         of=("x", "probs"), through=("rows", "row_probs"), saves=("routing", "row_map"),
         shape_only=lambda values: ("x", "probs"),

@@ -11,7 +11,7 @@ from ...core.draw import Draw
 from ...core.tensor import cdiv, power_of_two
 from ...op import Bars, Op, Out, Triton, single
 from ...runtime.kernel import kernel
-from .moe_map import MAP_ROWS, NUMBERS, check_routing, draw_routing, find_rows, named_sizes
+from .moe_map import LIVE, MAP_ROWS, NUMBERS, check_routing, draw_routing, find_rows, named_sizes
 from .moe_permute import build_rows, check_tokens, probs_of_rows, row_probs_row, spread, unused_rows
 
 
@@ -84,5 +84,5 @@ moe_permute_codes = Op(
         "codes": "uint8[tokens hidden]", "scale": "float32[tokens blocks]", "routing": "int_or_bool[rows slots]",
         "probs": "float[tokens slots]", **NUMBERS,
     },
-    results=RESULTS, sizes=named_sizes, out=Out(contiguous=tuple(RESULTS)), check=check, bars=Bars("G"),
+    results=RESULTS, sizes=named_sizes, out=Out(contiguous=tuple(RESULTS), live=LIVE), check=check, bars=Bars("G"),
 )  # fmt: skip

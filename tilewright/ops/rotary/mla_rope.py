@@ -19,12 +19,13 @@ from torch import Tensor
 from ...core.draw import Draw
 from ...core.signature import above, at_least
 from ...core.tensor import cdiv
-from ...device.rotary import load_angles, load_pairs, locate, rotate, store_pairs, turn_back
+from ...device.rotary import Heads, Rows, load_angles, load_pairs, locate, rotate, rotate_back, store_pairs
 from ...op import Bars, Gradient, Op, Out, Triton, single, upcast
 from ...runtime.kernel import kernel
 from .rope import (
     SMALL_HEADS,
     angles,
+    angles_on_device,
     at_positions,
     block_of,
     check_tables,
@@ -33,11 +34,9 @@ from .rope import (
     in_order,
     lanes,
     positions,
-    positions_on_device,
     rotate_columns,
     rows_of,
     sharding,
-    tables_on_device,
 )
 
 
@@ -121,37 +120,36 @@ SETTINGS = {
 
 @kernel(grid=lambda a: (cdiv(a.B * a.L, a.T) * 2 * cdiv(a.H, a.HB),), **SETTINGS)
 def mla_rope_forward(
-    Q, KV, KP, FREQS, COS, SIN, POS, YQ, YK, YV, B, L, P, stride_qb, stride_ql, stride_qh, stride_qd, stride_kb, stride_kl,
-    stride_kh, stride_kd, stride_pb, stride_pl, stride_pd, stride_tl, stride_t, mscale, H: tl.constexpr,
-    NOPE: tl.constexpr, PAIRS: tl.constexpr, VALUE: tl.constexpr, HALF: tl.constexpr, LANES: tl.constexpr,
-    VALUE_LANES: tl.constexpr, INTERLEAVED: tl.constexpr, BATCH_INNER: tl.constexpr, T: tl.constexpr, HB: tl.constexpr,
+    Q, KV, KP, ANGLES, YQ, YK, YV, B, L, P, H: tl.constexpr, NOPE: tl.constexpr, PAIRS: tl.constexpr, VALUE: tl.constexpr,
+    HALF: tl.constexpr, LANES: tl.constexpr, VALUE_LANES: tl.constexpr, INTERLEAVED: tl.constexpr, BATCH_INNER: tl.constexpr,
+    T: tl.constexpr, HB: tl.constexpr,
 ):  # fmt: skip
     """A program takes T tokens by HB heads of queries, or of keys and values. Results are contiguous, in the order of rows."""
     D: tl.constexpr = NOPE + 2 * PAIRS
     BLOCKS: tl.constexpr = (H + HB - 1) // HB
     unit = tl.program_id(0) % (2 * BLOCKS)
     row = tl.program_id(0) // (2 * BLOCKS) * T + tl.arange(0, T)
-    batch, index, place = locate(row, B, L, P, POS, BATCH_INNER)
+    batch, index, position = locate(row, B, L, P, ANGLES.positions, BATCH_INNER)
     live = row < B * L
     head = unit % BLOCKS * HB + tl.arange(0, HB)[None, :, None]
     h = head.to(tl.int64)
     inside = live[:, None, None] & (head < H)
     to = (row.to(tl.int64)[:, None, None] * H + h) * D
     if unit < BLOCKS:
-        at_q = (batch * stride_qb + index * stride_ql)[:, None, None] + h * stride_qh
-        copy_columns(Q, YQ, at_q, to, inside, stride_qd, 0, NOPE, LANES)
-        a, b = load_pairs(Q, at_q, inside, stride_qd, NOPE, 2 * PAIRS, HALF, INTERLEAVED)
-        c, s = load_angles(FREQS, COS, SIN, place * stride_tl, place, live, stride_t, mscale, PAIRS, HALF)
+        at_q = (batch * Q.stride_b + index * Q.stride_l)[:, None, None] + h * Q.stride_h
+        copy_columns(Q.data, YQ, at_q, to, inside, Q.stride_d, 0, NOPE, LANES)
+        a, b = load_pairs(Q.data, at_q, inside, Q.stride_d, NOPE, 2 * PAIRS, HALF, INTERLEAVED)
+        c, s = load_angles(ANGLES, position * ANGLES.stride_l, position, live, PAIRS, HALF)
         a, b = rotate(a, b, c, s)
         store_pairs(YQ, a, b, to + NOPE, inside, 2 * PAIRS, HALF, False)
     else:
-        at_k = (batch * stride_kb + index * stride_kl)[:, None, None] + h * stride_kh
-        copy_columns(KV, YK, at_k, to, inside, stride_kd, 0, NOPE, LANES)
+        at_k = (batch * KV.stride_b + index * KV.stride_l)[:, None, None] + h * KV.stride_h
+        copy_columns(KV.data, YK, at_k, to, inside, KV.stride_d, 0, NOPE, LANES)
         to_v = (row.to(tl.int64)[:, None, None] * H + h) * VALUE
-        copy_columns(KV, YV, at_k, to_v, inside, stride_kd, NOPE, VALUE, VALUE_LANES)
-        at_p = (batch * stride_pb + index * stride_pl)[:, None, None]
-        pa, pb = load_pairs(KP, at_p, live[:, None, None], stride_pd, 0, 2 * PAIRS, HALF, INTERLEAVED)
-        pc, ps = load_angles(FREQS, COS, SIN, place * stride_tl, place, live, stride_t, mscale, PAIRS, HALF)
+        copy_columns(KV.data, YV, at_k, to_v, inside, KV.stride_d, NOPE, VALUE, VALUE_LANES)
+        at_p = (batch * KP.stride_b + index * KP.stride_l)[:, None, None]
+        pa, pb = load_pairs(KP.data, at_p, live[:, None, None], KP.stride_n, 0, 2 * PAIRS, HALF, INTERLEAVED)
+        pc, ps = load_angles(ANGLES, position * ANGLES.stride_l, position, live, PAIRS, HALF)
         pa, pb = rotate(pa, pb, pc, ps)
         shape: tl.constexpr = [T, HB, HALF]
         store_pairs(
@@ -161,10 +159,8 @@ def mla_rope_forward(
 
 @kernel(grid=lambda a: (cdiv(a.B * a.L, a.T) * (cdiv(a.H, a.HB) + 1),), **SETTINGS)
 def mla_rope_backward(
-    GQ, GK, GV, FREQS, COS, SIN, POS, DQ, DKV, DKP, B, L, P, stride_qb, stride_ql, stride_qh, stride_qd, stride_kb,
-    stride_kl, stride_kh, stride_kd, stride_vb, stride_vl, stride_vh, stride_vd, stride_tl, stride_t, mscale,
-    H: tl.constexpr, NOPE: tl.constexpr, PAIRS: tl.constexpr, VALUE: tl.constexpr, HALF: tl.constexpr,
-    LANES: tl.constexpr, VALUE_LANES: tl.constexpr, INTERLEAVED: tl.constexpr, BATCH_INNER: tl.constexpr,
+    GQ, GK, GV, ANGLES, DQ, DKV, DKP, B, L, P, H: tl.constexpr, NOPE: tl.constexpr, PAIRS: tl.constexpr, VALUE: tl.constexpr,
+    HALF: tl.constexpr, LANES: tl.constexpr, VALUE_LANES: tl.constexpr, INTERLEAVED: tl.constexpr, BATCH_INNER: tl.constexpr,
     T: tl.constexpr, HB: tl.constexpr,
 ):  # fmt: skip
     """A program takes T tokens by HB heads of queries, or by all heads of keys and values, which it sums for k_pos."""
@@ -172,19 +168,19 @@ def mla_rope_backward(
     BLOCKS: tl.constexpr = (H + HB - 1) // HB
     unit = tl.program_id(0) % (BLOCKS + 1)
     row = tl.program_id(0) // (BLOCKS + 1) * T + tl.arange(0, T)
-    batch, index, place = locate(row, B, L, P, POS, BATCH_INNER)
+    batch, index, position = locate(row, B, L, P, ANGLES.positions, BATCH_INNER)
     live = row < B * L
     token = row.to(tl.int64)[:, None, None]
     if unit < BLOCKS:
         if DQ is not None:
             head_q = unit * HB + tl.arange(0, HB)[None, :, None]
             inside_q = live[:, None, None] & (head_q < H)
-            at_q = (batch * stride_qb + index * stride_ql)[:, None, None] + head_q.to(tl.int64) * stride_qh
+            at_q = (batch * GQ.stride_b + index * GQ.stride_l)[:, None, None] + head_q.to(tl.int64) * GQ.stride_h
             to_q = (token * H + head_q) * D
-            copy_columns(GQ, DQ, at_q, to_q, inside_q, stride_qd, 0, NOPE, LANES)
-            a, b = load_pairs(GQ, at_q, inside_q, stride_qd, NOPE, 2 * PAIRS, HALF, False)
-            c, s = load_angles(FREQS, COS, SIN, place * stride_tl, place, live, stride_t, mscale, PAIRS, HALF)
-            a, b = turn_back(a, b, c, s)
+            copy_columns(GQ.data, DQ, at_q, to_q, inside_q, GQ.stride_d, 0, NOPE, LANES)
+            a, b = load_pairs(GQ.data, at_q, inside_q, GQ.stride_d, NOPE, 2 * PAIRS, HALF, False)
+            c, s = load_angles(ANGLES, position * ANGLES.stride_l, position, live, PAIRS, HALF)
+            a, b = rotate_back(a, b, c, s)
             store_pairs(DQ, a, b, to_q + NOPE, inside_q, 2 * PAIRS, HALF, INTERLEAVED)
     else:
         sa = tl.zeros([T, HB, HALF], tl.float32)
@@ -193,16 +189,16 @@ def mla_rope_backward(
             head = first + tl.arange(0, HB)[None, :, None]
             h = head.to(tl.int64)
             inside = live[:, None, None] & (head < H)
-            at_k = (batch * stride_kb + index * stride_kl)[:, None, None] + h * stride_kh
-            at_v = (batch * stride_vb + index * stride_vl)[:, None, None] + h * stride_vh
+            at_k = (batch * GK.stride_b + index * GK.stride_l)[:, None, None] + h * GK.stride_h
+            at_v = (batch * GV.stride_b + index * GV.stride_l)[:, None, None] + h * GV.stride_h
             to = (token * H + h) * (NOPE + VALUE)
-            copy_columns(GK, DKV, at_k, to, inside, stride_kd, 0, NOPE, LANES)
-            copy_columns(GV, DKV, at_v, to + NOPE, inside, stride_vd, 0, VALUE, VALUE_LANES)
-            ga, gb = load_pairs(GK, at_k, inside, stride_kd, NOPE, 2 * PAIRS, HALF, False)
+            copy_columns(GK.data, DKV, at_k, to, inside, GK.stride_d, 0, NOPE, LANES)
+            copy_columns(GV.data, DKV, at_v, to + NOPE, inside, GV.stride_d, 0, VALUE, VALUE_LANES)
+            ga, gb = load_pairs(GK.data, at_k, inside, GK.stride_d, NOPE, 2 * PAIRS, HALF, False)
             sa += ga
             sb += gb
-        pc, ps = load_angles(FREQS, COS, SIN, place * stride_tl, place, live, stride_t, mscale, PAIRS, HALF)
-        pa, pb = turn_back(tl.sum(sa, 1)[:, None, :], tl.sum(sb, 1)[:, None, :], pc, ps)
+        pc, ps = load_angles(ANGLES, position * ANGLES.stride_l, position, live, PAIRS, HALF)
+        pa, pb = rotate_back(tl.sum(sa, 1)[:, None, :], tl.sum(sb, 1)[:, None, :], pc, ps)
         store_pairs(DKP, pa, pb, token * (2 * PAIRS), live[:, None, None], 2 * PAIRS, HALF, INTERLEAVED)
 
 
@@ -220,40 +216,37 @@ def constants_of(q: Tensor, kv: Tensor, k_pos: Tensor, layout: str, pairing: str
     }  # fmt: skip
 
 
-def table_of(a: SimpleNamespace, L: int) -> tuple[tuple, tuple]:
-    """Angles and positions as kernels take them, with their count and strides."""
-    t = tables_on_device(a.freqs, a.cos, a.sin, a.k_pos.shape[-1], "half")
-    place = positions_on_device("mla_rope", L, a.cu_seqlens, a.cp_size, a.cp_rank, a.k_pos.device)
-    return (t.freqs, t.cos, t.sin, place), (t.count, *t.strides[1:])
+def heads_of(t: Tensor | None, layout: str) -> Heads:
+    """A tensor of heads, or none, as kernels take it."""
+    if t is None:
+        return Heads()
+    length, batch = t.stride()[:2] if layout == "sbhd" else t.stride()[1::-1]
+    return Heads(t, batch, length, *t.stride()[2:])
 
 
-def strides_of(t: Tensor, inner: bool, *dims: int) -> list[int]:
-    """Strides of batch, sequence and these dimensions."""
-    outer = (1, 0) if inner else (0, 1)
-    return [t.stride(d) for d in (*outer, *dims)]
+def token_rows(t: Tensor, layout: str) -> Rows:
+    """A tensor of one head for all, k_pos, as kernels take it."""
+    heads = heads_of(t, layout)
+    return Rows(t, heads.stride_b, heads.stride_l, heads.stride_d)
 
 
 def forward(**values) -> tuple[Tensor, Tensor, Tensor]:
     a = SimpleNamespace(**values)
-    inner = a.layout == "sbhd"
-    L, B = (a.q.shape[0], a.q.shape[1]) if inner else (a.q.shape[1], a.q.shape[0])
+    L, B = a.q.shape[:2] if a.layout == "sbhd" else a.q.shape[1::-1]
     constants = constants_of(a.q, a.kv, a.k_pos, a.layout, a.pairing)
     made = [
         torch.empty(*a.q.shape[:3], width, dtype=a.q.dtype, device=a.q.device)
         for width in (a.q.shape[3], a.q.shape[3], constants["VALUE"])
     ]
-    table, (P, *strides) = table_of(a, L)
-    mla_rope_forward(
-        a.q, a.kv, a.k_pos, *table, *made, B, L, P, *strides_of(a.q, inner, 2, 3), *strides_of(a.kv, inner, 2, 3),
-        *strides_of(a.k_pos, inner, 3), *strides, None if a.mscale == 1.0 else a.mscale, **constants,
-    )  # fmt: skip
+    angles, P = angles_on_device("mla_rope", a, L, a.q.device, a.k_pos.shape[-1], "half")
+    q, kv = heads_of(a.q, a.layout), heads_of(a.kv, a.layout)
+    mla_rope_forward(q, kv, token_rows(a.k_pos, a.layout), angles, *made, B, L, P, **constants)
     return tuple(made)
 
 
 def backward(saved: SimpleNamespace, gq: Tensor | None, gk: Tensor | None, gv: Tensor | None) -> tuple:
     q, kv, k_pos = saved.q, saved.kv, saved.k_pos  # their shapes alone
-    inner = saved.layout == "sbhd"
-    L, B = (q.shape[0], q.shape[1]) if inner else (q.shape[1], q.shape[0])
+    L, B = q.shape[:2] if saved.layout == "sbhd" else q.shape[1::-1]
     constants = constants_of(q, kv, k_pos, saved.layout, saved.pairing)
     some = next(g for g in (gq, gk, gv) if g is not None)
     zero = torch.zeros(1, dtype=some.dtype, device=some.device) if None in (gk, gv) else None
@@ -261,12 +254,9 @@ def backward(saved: SimpleNamespace, gq: Tensor | None, gk: Tensor | None, gv: T
     gk, gv = (zero.expand(*q.shape[:3], w) if g is None else g for g, w in zip((gk, gv), widths))
     dq = None if gq is None else torch.empty(q.shape, dtype=gq.dtype, device=gq.device)
     dkv, dk_pos = (torch.empty(t.shape, dtype=gk.dtype, device=gk.device) for t in (kv, k_pos))
-    table, (P, *strides) = table_of(saved, L)
-    mla_rope_backward(
-        gq, gk, gv, *table, dq, dkv, dk_pos, B, L, P, *([0] * 4 if gq is None else strides_of(gq, inner, 2, 3)),
-        *strides_of(gk, inner, 2, 3), *strides_of(gv, inner, 2, 3), *strides, None if saved.mscale == 1.0 else saved.mscale,
-        **constants,
-    )  # fmt: skip
+    angles, P = angles_on_device("mla_rope", saved, L, k_pos.device, k_pos.shape[-1], "half")
+    grads = (heads_of(g, saved.layout) for g in (gq, gk, gv))
+    mla_rope_backward(*grads, angles, dq, dkv, dk_pos, B, L, P, **constants)
     return dq, dkv, dk_pos
 
 

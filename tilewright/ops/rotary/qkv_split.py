@@ -21,7 +21,19 @@ from ...core.draw import Draw
 from ...core.signature import above, at_least
 from ...core.tensor import cdiv, vector
 from ...device.activation import sigmoid
-from ...device.rotary import column_of, load_angles, load_pairs, load_vector_pairs, locate, rotate, store_pairs
+from ...device.rotary import (
+    QKV,
+    Angles,
+    Columns,
+    Rows,
+    column_of,
+    load_angles,
+    load_pairs,
+    load_vector_pairs,
+    locate,
+    rotate,
+    store_pairs,
+)
 from ...op import Gradient, Op, Out, Sharding, Triton, single, upcast
 from ...runtime.kernel import kernel
 from .qkv_split_backward import blocks, gradients, units
@@ -29,6 +41,7 @@ from .rope import (
     HEAD_DIMS,
     SMALL_HEADS,
     angles,
+    angles_on_device,
     at_positions,
     check_tables,
     cut_angles,
@@ -36,9 +49,7 @@ from .rope import (
     draw_tables,
     lanes,
     positions,
-    positions_on_device,
     rotate_columns,
-    tables_on_device,
 )
 
 
@@ -141,20 +152,23 @@ def inputs(draw: Draw) -> dict:
 
 @triton.jit
 def split_heads(
-    X, W, Y, FREQS, COS, SIN, at, to, inside, table, place, live, stride_xn, stride_t, eps, mscale, D: tl.constexpr,
-    PAIRS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr, INTERLEAVED: tl.constexpr, SILU: tl.constexpr,
+    X, W, Y, ANGLES, at, to, inside, angles_at, position, live, eps, D: tl.constexpr, COLUMNS: tl.constexpr, SILU: tl.constexpr
 ):  # fmt: skip
     """Heads at offsets `at` of X to offsets `to` of Y, both [TOKENS, HEADS, 1]."""
     # All loads of x before the angles, which wait for theirs and cross threads. The other columns are pairs as well, so that
-    # with half of a head turned all parts have one shape and one layout
+    # with half of a head rotated all parts have one shape and one layout
+    PAIRS: tl.constexpr = COLUMNS.PAIRS
+    HALF: tl.constexpr = COLUMNS.HALF
+    REST: tl.constexpr = COLUMNS.REST
+    INTERLEAVED: tl.constexpr = COLUMNS.INTERLEAVED
     OTHERS: tl.constexpr = D - 2 * PAIRS
     if PAIRS > 0:
-        a, b = load_pairs(X, at, inside, stride_xn, 0, 2 * PAIRS, HALF, INTERLEAVED)
+        a, b = load_pairs(X.data, at, inside, X.stride_n, 0, 2 * PAIRS, HALF, INTERLEAVED)
         if SILU:
             a *= sigmoid(a, 1.0)
             b *= sigmoid(b, 1.0)
     if REST > 0:
-        d, e = load_pairs(X, at, inside, stride_xn, 2 * PAIRS, OTHERS, REST, INTERLEAVED)
+        d, e = load_pairs(X.data, at, inside, X.stride_n, 2 * PAIRS, OTHERS, REST, INTERLEAVED)
         if SILU:
             d *= sigmoid(d, 1.0)
             e *= sigmoid(e, 1.0)
@@ -179,15 +193,15 @@ def split_heads(
     if REST > 0:
         store_pairs(Y, d, e, to + 2 * PAIRS, inside, OTHERS, REST, INTERLEAVED)
     if PAIRS > 0:
-        c, s = load_angles(FREQS, COS, SIN, table, place, live, stride_t, mscale, PAIRS, HALF)
+        c, s = load_angles(ANGLES, angles_at, position, live, PAIRS, HALF)
         a, b = rotate(a, b, c, s)
         store_pairs(Y, a, b, to, inside, 2 * PAIRS, HALF, INTERLEAVED)
 
 
 @triton.jit
-def copy_heads(X, Y, at, to, inside, stride_xn, D: tl.constexpr, LANES: tl.constexpr, SILU: tl.constexpr):
+def copy_heads(X, Y, at, to, inside, D: tl.constexpr, LANES: tl.constexpr, SILU: tl.constexpr):
     i = tl.arange(0, LANES)[None, None, :]
-    x = tl.load(X + at + i.to(tl.int64) * stride_xn, inside & (i < D), 0.0)
+    x = tl.load(X.data + at + i.to(tl.int64) * X.stride_n, inside & (i < D), 0.0)
     if SILU:
         x = x.to(tl.float32)
         x *= sigmoid(x, 1.0)
@@ -207,10 +221,9 @@ def _tile(a, size: int = 4096, warps: int = 4) -> dict:
     candidates=lambda a: [_tile(a, size, warps) for size in (2048, 4096, 8192) for warps in (4, 8)],
 )
 def qkv_split_forward(
-    X, QW, KW, FREQS, COS, SIN, POS, Q, K, V, B, L, P, stride_xb, stride_xl, stride_xn, stride_tl, stride_t, eps, mscale,
-    H: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, LANES: tl.constexpr, PAIRS: tl.constexpr, HALF: tl.constexpr,
-    REST: tl.constexpr, INTERLEAVED: tl.constexpr, GROUPED: tl.constexpr, SILU: tl.constexpr, BATCH_INNER: tl.constexpr,
-    T: tl.constexpr, HB: tl.constexpr, TK: tl.constexpr, KB: tl.constexpr,
+    X, WEIGHTS, ANGLES, OUT, B, L, P, eps, H: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, COLUMNS: tl.constexpr,
+    GROUPED: tl.constexpr, SILU: tl.constexpr, BATCH_INNER: tl.constexpr, T: tl.constexpr, HB: tl.constexpr,
+    TK: tl.constexpr, KB: tl.constexpr,
 ):  # fmt: skip
     """A program takes T tokens by HB query heads, or TK tokens by KB key heads and their values. Programs of the same tokens
     are neighbours."""
@@ -225,30 +238,29 @@ def qkv_split_forward(
     if unit < ASKING:
         row_q = first + unit // QUERIES * T + tl.arange(0, T)
         live_q = row_q < B * L
-        batch_q, index_q, place_q = locate(row_q, B, L, P, POS, BATCH_INNER)
+        batch_q, index_q, position_q = locate(row_q, B, L, P, ANGLES.positions, BATCH_INNER)
         head_q = unit % QUERIES * HB + tl.arange(0, HB)[None, :, None]
         column_q = column_of(head_q, "q", H, KV, D, GROUPED)
-        at_q = (batch_q * stride_xb + index_q * stride_xl)[:, None, None] + column_q * stride_xn
+        at_q = (batch_q * X.stride_b + index_q * X.stride_l)[:, None, None] + column_q * X.stride_n
         to_q = ((batch_q * L + index_q)[:, None, None] * H + head_q) * D
         split_heads(
-            X, QW, Q, FREQS, COS, SIN, at_q, to_q, live_q[:, None, None] & (head_q < H), place_q * stride_tl, place_q, live_q,
-            stride_xn, stride_t, eps, mscale, D, PAIRS, HALF, REST, INTERLEAVED, SILU,
+            X, WEIGHTS.q, OUT.q, ANGLES, at_q, to_q, live_q[:, None, None] & (head_q < H), position_q * ANGLES.stride_l,
+            position_q, live_q, eps, D, COLUMNS, SILU,
         )  # fmt: skip
     else:
         other = unit - ASKING
         row = first + other // KEYS * TK + tl.arange(0, TK)
         live = row < B * L
-        batch, index, place = locate(row, B, L, P, POS, BATCH_INNER)
+        batch, index, position = locate(row, B, L, P, ANGLES.positions, BATCH_INNER)
         head_k = other % KEYS * KB + tl.arange(0, KB)[None, :, None]
         inside = live[:, None, None] & (head_k < KV)
-        start = (batch * stride_xb + index * stride_xl)[:, None, None]
+        start = (batch * X.stride_b + index * X.stride_l)[:, None, None]
         to = ((batch * L + index)[:, None, None] * KV + head_k) * D
-        at_v = start + column_of(head_k, "v", H, KV, D, GROUPED) * stride_xn
-        copy_heads(X, V, at_v, to, inside, stride_xn, D, LANES, SILU)
-        at_k = start + column_of(head_k, "k", H, KV, D, GROUPED) * stride_xn
+        at_v = start + column_of(head_k, "v", H, KV, D, GROUPED) * X.stride_n
+        copy_heads(X, OUT.v, at_v, to, inside, D, COLUMNS.LANES, SILU)
+        at_k = start + column_of(head_k, "k", H, KV, D, GROUPED) * X.stride_n
         split_heads(
-            X, KW, K, FREQS, COS, SIN, at_k, to, inside, place * stride_tl, place, live, stride_xn, stride_t, eps, mscale, D,
-            PAIRS, HALF, REST, INTERLEAVED, SILU,
+            X, WEIGHTS.k, OUT.k, ANGLES, at_k, to, inside, position * ANGLES.stride_l, position, live, eps, D, COLUMNS, SILU
         )  # fmt: skip
 
 
@@ -257,48 +269,43 @@ def constants_of(a: SimpleNamespace) -> dict:
     H, KV = local_heads(a.qkv, a.heads, a.kv_heads, a.head_dim)
     rotates = a.freqs is not None or a.cos is not None
     rotary = (a.head_dim if a.rotary_dim is None else a.rotary_dim) if rotates else 0
+    rest = lanes(cdiv(a.head_dim - rotary, 2)) if rotary < a.head_dim else 0
+    columns = Columns(rotary // 2, lanes(rotary // 2), rest, lanes(a.head_dim), a.pairing == "interleaved")
     return {
-        "H": H, "KV": KV, "D": a.head_dim, "LANES": lanes(a.head_dim), "PAIRS": rotary // 2,
-        "HALF": lanes(rotary // 2), "REST": lanes(cdiv(a.head_dim - rotary, 2)) if rotary < a.head_dim else 0,
-        "INTERLEAVED": a.pairing == "interleaved", "GROUPED": a.packing == "grouped", "SILU": a.silu,
+        "H": H, "KV": KV, "D": a.head_dim, "COLUMNS": columns, "GROUPED": a.packing == "grouped", "SILU": a.silu,
         "BATCH_INNER": a.transposed,
     }  # fmt: skip
 
 
-def operands(a: SimpleNamespace) -> tuple:
-    """(qkv, batch, length and strides), (weights), (angles and positions), (numbers) as kernels take them."""
+def operands(a: SimpleNamespace) -> tuple[Rows, QKV, Angles, tuple[int, int, int]]:
+    """(qkv, weights, angles, (batch, length, positions that have angles)) as kernels take them."""
     batch, length = (1, 0) if a.transposed else (0, 1)
     B, L = a.qkv.shape[batch], a.qkv.shape[length]
-    x = (a.qkv, B, L, a.qkv.stride(batch), a.qkv.stride(length), a.qkv.stride(2))
-    t = tables_on_device(a.freqs, a.cos, a.sin, a.rotary_dim or a.head_dim, a.pairing)
-    rotates = t.freqs is not None or t.cos is not None
-    place = positions_on_device("qkv_split", L, a.cu_seqlens, a.cp_size, a.cp_rank, a.qkv.device) if rotates else None
-    table = (t.freqs, t.cos, t.sin, place, t.count, *t.strides[1:])
-    return x, (vector(a.q_weight), vector(a.k_weight)), table, (a.eps, None if a.mscale == 1.0 else a.mscale)
+    x = Rows(a.qkv, a.qkv.stride(batch), a.qkv.stride(length), a.qkv.stride(2))
+    angles, P = angles_on_device("qkv_split", a, L, a.qkv.device, a.rotary_dim or a.head_dim, a.pairing)
+    return x, QKV(vector(a.q_weight), vector(a.k_weight), None), angles, (B, L, P)
 
 
 def forward(**values) -> tuple[Tensor, Tensor, Tensor]:
     a = SimpleNamespace(**values)
     constants = constants_of(a)
-    (qkv, B, L, *strides), weights, (*table, P, stride_tl, stride_t), numbers = operands(a)
-    made = [
-        torch.empty(B, L, count, a.head_dim, dtype=qkv.dtype, device=qkv.device)
-        for count in (constants["H"], constants["KV"], constants["KV"])
-    ]
-    qkv_split_forward(qkv, *weights, *table, *made, B, L, P, *strides, stride_tl, stride_t, *numbers, **constants)
+    x, weights, angles, (B, L, P) = operands(a)
+    counts = constants["H"], constants["KV"], constants["KV"]
+    made = [torch.empty(B, L, count, a.head_dim, dtype=a.qkv.dtype, device=a.qkv.device) for count in counts]
+    qkv_split_forward(x, weights, angles, QKV(*made), B, L, P, a.eps, **constants)
     return tuple(made)
 
 
 def backward(saved: SimpleNamespace, *grads: Tensor | None) -> tuple:
     constants = constants_of(saved)
-    x, weights, table, numbers = operands(saved)
+    x, weights, angles, sizes = operands(saved)
     some = next(g for g in grads if g is not None)
     counts = constants["H"], constants["KV"], constants["KV"]
     zero = torch.zeros(1, dtype=some.dtype, device=some.device) if None in grads else None
     full = [
-        zero.expand(x[1], x[2], count, saved.head_dim) if g is None else g for g, count in zip(grads, counts)
+        zero.expand(*sizes[:2], count, saved.head_dim) if g is None else g for g, count in zip(grads, counts)
     ]  # fmt: skip
-    return gradients(x, weights, table, full, numbers, constants, saved.needs)
+    return gradients(x, weights, angles, full, sizes, saved.eps, constants, saved.needs)
 
 
 def check(

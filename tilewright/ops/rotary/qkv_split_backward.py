@@ -13,14 +13,18 @@ from ...core.target import Target
 from ...core.tensor import cdiv
 from ...device.activation import sigmoid_both
 from ...device.rotary import (
+    QKV,
+    Angles,
+    Heads,
+    Rows,
     column_of,
     load_angles,
     load_pairs,
     load_vector_pairs,
     locate,
     pair_columns,
+    rotate_back,
     store_pairs,
-    turn_back,
 )
 from ...runtime.kernel import kernel
 from .rope import block_of, rows_of
@@ -47,24 +51,29 @@ def through_silu(x, SILU: tl.constexpr):
 
 @triton.jit
 def split_gradient(
-    X, W, G, DX, FREQS, COS, SIN, at, up, to, inside, table, place, live, stride_xn, stride_gd, stride_t, eps, mscale, wa, wb,
-    wd, we, da, db, dd, de, D: tl.constexpr, PAIRS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr,
-    INTERLEAVED: tl.constexpr, SILU: tl.constexpr,
+    X, W, G, DX, ANGLES, at, up, to, inside, angles_at, position, live, eps, weight, sums, D: tl.constexpr,
+    COLUMNS: tl.constexpr, SILU: tl.constexpr,
 ):  # fmt: skip
-    """dx of heads at offsets `at` of X, `up` of G and `to` of DX; and the sums da, db, dd, de with these heads' shares of
-    dweight: (a, b) are the pairs that are turned, (d, e) the others. Absent ones have sums of one element."""
+    """dx of heads at offsets `at` of X, `up` of G and `to` of DX; and `sums` with these heads' shares of dweight. Of the four
+    parts of weight and sums, (a, b) are the pairs that are rotated, (d, e) the others; absent ones have one element."""
+    PAIRS: tl.constexpr = COLUMNS.PAIRS
+    HALF: tl.constexpr = COLUMNS.HALF
+    REST: tl.constexpr = COLUMNS.REST
+    INTERLEAVED: tl.constexpr = COLUMNS.INTERLEAVED
     OTHERS: tl.constexpr = D - 2 * PAIRS
+    wa, wb, wd, we = weight
+    da, db, dd, de = sums
     if PAIRS > 0:
-        a, b = load_pairs(X, at, inside, stride_xn, 0, 2 * PAIRS, HALF, INTERLEAVED)
-        ga, gb = load_pairs(G, up, inside, stride_gd, 0, 2 * PAIRS, HALF, INTERLEAVED)
+        a, b = load_pairs(X.data, at, inside, X.stride_n, 0, 2 * PAIRS, HALF, INTERLEAVED)
+        ga, gb = load_pairs(G.data, up, inside, G.stride_d, 0, 2 * PAIRS, HALF, INTERLEAVED)
     if REST > 0:
-        d, e = load_pairs(X, at, inside, stride_xn, 2 * PAIRS, OTHERS, REST, INTERLEAVED)
-        gd, ge = load_pairs(G, up, inside, stride_gd, 2 * PAIRS, OTHERS, REST, INTERLEAVED)
+        d, e = load_pairs(X.data, at, inside, X.stride_n, 2 * PAIRS, OTHERS, REST, INTERLEAVED)
+        gd, ge = load_pairs(G.data, up, inside, G.stride_d, 2 * PAIRS, OTHERS, REST, INTERLEAVED)
         d, slope_d = through_silu(d, SILU)
         e, slope_e = through_silu(e, SILU)
     if PAIRS > 0:
-        c, s = load_angles(FREQS, COS, SIN, table, place, live, stride_t, mscale, PAIRS, HALF)
-        ga, gb = turn_back(ga, gb, c, s)
+        c, s = load_angles(ANGLES, angles_at, position, live, PAIRS, HALF)
+        ga, gb = rotate_back(ga, gb, c, s)
         a, slope_a = through_silu(a, SILU)
         b, slope_b = through_silu(b, SILU)
     if W is not None:
@@ -101,32 +110,29 @@ def split_gradient(
 
 
 @triton.jit
-def copy_gradient(
-    X, G, DX, at, up, to, inside, stride_xn, stride_gd, D: tl.constexpr, LANES: tl.constexpr, SILU: tl.constexpr
-):
+def copy_gradient(X, G, DX, at, up, to, inside, D: tl.constexpr, LANES: tl.constexpr, SILU: tl.constexpr):
     i = tl.arange(0, LANES)[None, None, :]
     inside = inside & (i < D)
-    g = tl.load(G + up + i.to(tl.int64) * stride_gd, inside, 0.0)
+    g = tl.load(G.data + up + i.to(tl.int64) * G.stride_d, inside, 0.0)
     if SILU:
-        _, slope = through_silu(tl.load(X + at + i.to(tl.int64) * stride_xn, inside, 0.0).to(tl.float32), SILU)
+        _, slope = through_silu(tl.load(X.data + at + i.to(tl.int64) * X.stride_n, inside, 0.0).to(tl.float32), SILU)
         g = g.to(tl.float32) * slope
     tl.store(DX + to + i, g.to(DX.dtype.element_ty), inside)
 
 
 @triton.jit
-def load_weight(
-    W, D: tl.constexpr, PAIRS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr, INTERLEAVED: tl.constexpr
-):
-    """A weight as a head's columns are: pairs that are turned, then the others; one 0 for what there is not."""
+def load_weight(W, D: tl.constexpr, COLUMNS: tl.constexpr):
+    """A weight as a head's columns are: pairs that are rotated, then the others; one 0 for what there is not."""
+    PAIRS: tl.constexpr = COLUMNS.PAIRS
     wa = tl.zeros([1, 1, 1], tl.float32)
     wb = tl.zeros([1, 1, 1], tl.float32)
     wd = tl.zeros([1, 1, 1], tl.float32)
     we = tl.zeros([1, 1, 1], tl.float32)
     if W is not None:
         if PAIRS > 0:
-            wa, wb = load_vector_pairs(W, 2 * PAIRS, HALF, INTERLEAVED)
-        if REST > 0:
-            wd, we = load_vector_pairs(W + 2 * PAIRS, D - 2 * PAIRS, REST, INTERLEAVED)
+            wa, wb = load_vector_pairs(W, 2 * PAIRS, COLUMNS.HALF, COLUMNS.INTERLEAVED)
+        if COLUMNS.REST > 0:
+            wd, we = load_vector_pairs(W + 2 * PAIRS, D - 2 * PAIRS, COLUMNS.REST, COLUMNS.INTERLEAVED)
     return wa, wb, wd, we
 
 
@@ -139,21 +145,36 @@ def zero_pair(T: tl.constexpr, HB: tl.constexpr, HALF: tl.constexpr):
 
 
 @triton.jit
-def store_sums(PART, a, b, COUNT: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """A program's share of dweight at some pairs."""
+def zero_sums(T: tl.constexpr, HB: tl.constexpr, COLUMNS: tl.constexpr):
+    a, b = zero_pair(T, HB, COLUMNS.HALF)
+    d, e = zero_pair(T, HB, COLUMNS.REST)
+    return a, b, d, e
+
+
+@triton.jit
+def store_pair_sums(PART, a, b, COUNT: tl.constexpr, INTERLEAVED: tl.constexpr):
     if COUNT > 0:
         first, second, has_first, has_second = pair_columns(COUNT, a.shape[2], INTERLEAVED)
         tl.store(PART + first, tl.sum(tl.sum(a, 0), 0), has_first)
         tl.store(PART + second, tl.sum(tl.sum(b, 0), 0), has_second)
 
 
+@triton.jit
+def store_sums(PART, sums, D: tl.constexpr, COLUMNS: tl.constexpr):
+    """A program's share of dweight."""
+    a, b, d, e = sums
+    store_pair_sums(PART, a, b, 2 * COLUMNS.PAIRS, COLUMNS.INTERLEAVED)
+    store_pair_sums(PART + 2 * COLUMNS.PAIRS, d, e, D - 2 * COLUMNS.PAIRS, COLUMNS.INTERLEAVED)
+
+
 def _default(a) -> dict:
     # A thread holds 16 elements each of x, of its gradient, of the weight and of its sum: at 128 registers four programs of
     # four warps fit on an SM, which have 64 KB of bf16 loads in flight
     rows = max(a.T * a.HB, 2 * a.TK * a.KB)
-    ahead = 2 * rows * 2 * (a.HALF * (a.PAIRS > 0) + a.REST) * (a.X.element_size() + a.GQ.element_size())
-    STAGES = 3 if ahead + 4096 <= Target.at(a.X.device).shared_memory else 1
-    even = not a.SILU and (a.HALF == a.REST or 0 in (a.PAIRS, a.REST)) and a.stride_xn == 1  # others would spill
+    x, c = a.X.data, a.COLUMNS
+    ahead = 2 * rows * 2 * (c.HALF * (c.PAIRS > 0) + c.REST) * (x.element_size() + a.G.q.data.element_size())
+    STAGES = 3 if ahead + 4096 <= Target.at(x.device).shared_memory else 1
+    even = not a.SILU and (c.HALF == c.REST or 0 in (c.PAIRS, c.REST)) and a.X.stride_n == 1  # others would spill
     return {"num_warps": 4, "STAGES": STAGES, **({"maxnreg": 128} if even else {})}
 
 
@@ -168,12 +189,9 @@ def _default(a) -> dict:
     ],
 )
 def qkv_split_backward(
-    X, QW, KW, FREQS, COS, SIN, POS, GQ, GK, GV, DX, PART, B, L, P, stride_xb, stride_xl, stride_xn, stride_qb, stride_ql,
-    stride_qh, stride_qd, stride_kb, stride_kl, stride_kh, stride_kd, stride_vb, stride_vl, stride_vh, stride_vd, stride_tl,
-    stride_t, eps, mscale, SLOTS, KEY_SLOTS, H: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, LANES: tl.constexpr,
-    PAIRS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr, INTERLEAVED: tl.constexpr, GROUPED: tl.constexpr,
-    SILU: tl.constexpr, BATCH_INNER: tl.constexpr, T: tl.constexpr, HB: tl.constexpr, TK: tl.constexpr, KB: tl.constexpr,
-    PDL: tl.constexpr, STAGES: tl.constexpr,
+    X, WEIGHTS, ANGLES, G, DX, PART, B, L, P, eps, SLOTS, KEY_SLOTS, H: tl.constexpr, KV: tl.constexpr, D: tl.constexpr,
+    COLUMNS: tl.constexpr, GROUPED: tl.constexpr, SILU: tl.constexpr, BATCH_INNER: tl.constexpr, T: tl.constexpr,
+    HB: tl.constexpr, TK: tl.constexpr, KB: tl.constexpr, PDL: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """A program takes every SLOTS-th block of T tokens for its query heads, or every KEY_SLOTS-th of TK for its key heads and
     their values, and keeps its share of dweight in registers. PDL: the launch that sums the shares may begin, and waits by
@@ -189,50 +207,44 @@ def qkv_split_backward(
     if tl.program_id(0) < asking:
         head_q = tl.program_id(0) // SLOTS * HB + tl.arange(0, HB)[None, :, None]
         column_q = column_of(head_q, "q", H, KV, D, GROUPED)
-        wqa, wqb, wqd, wqe = load_weight(QW, D, PAIRS, HALF, REST, INTERLEAVED)
-        qa, qb = zero_pair(T, HB, HALF)
-        qd, qe = zero_pair(T, HB, REST)
+        weight_q = load_weight(WEIGHTS.q, D, COLUMNS)
+        sums_q = zero_sums(T, HB, COLUMNS)
         for block in tl.range(tl.program_id(0) % SLOTS, tl.cdiv(B * L, T), SLOTS, num_stages=STAGES):
             row = block * T + tl.arange(0, T)
-            batch, index, place = locate(row, B, L, P, POS, BATCH_INNER)
-            at_q = (batch * stride_xb + index * stride_xl)[:, None, None] + column_q * stride_xn
-            up_q = (batch * stride_qb + index * stride_ql)[:, None, None] + head_q.to(tl.int64) * stride_qh
+            batch, index, position = locate(row, B, L, P, ANGLES.positions, BATCH_INNER)
+            at_q = (batch * X.stride_b + index * X.stride_l)[:, None, None] + column_q * X.stride_n
+            up_q = (batch * G.q.stride_b + index * G.q.stride_l)[:, None, None] + head_q.to(tl.int64) * G.q.stride_h
             to_q = (index * B + batch if BATCH_INNER else batch * L + index)[:, None, None] * W + column_q
-            qa, qb, qd, qe = split_gradient(
-                X, QW, GQ, DX, FREQS, COS, SIN, at_q, up_q, to_q, (row < B * L)[:, None, None] & (head_q < H), place * stride_tl,
-                place, row < B * L, stride_xn, stride_qd, stride_t, eps, mscale, wqa, wqb, wqd, wqe, qa, qb, qd, qe, D, PAIRS,
-                HALF, REST, INTERLEAVED, SILU,
+            sums_q = split_gradient(
+                X, WEIGHTS.q, G.q, DX, ANGLES, at_q, up_q, to_q, (row < B * L)[:, None, None] & (head_q < H),
+                position * ANGLES.stride_l, position, row < B * L, eps, weight_q, sums_q, D, COLUMNS, SILU,
             )  # fmt: skip
-        if QW is not None and PART is not None:
-            store_sums(PART, qa, qb, 2 * PAIRS, INTERLEAVED)
-            store_sums(PART + 2 * PAIRS, qd, qe, D - 2 * PAIRS, INTERLEAVED)
+        if WEIGHTS.q is not None and PART is not None:
+            store_sums(PART, sums_q, D, COLUMNS)
     else:
         other = tl.program_id(0) - asking
         head_k = other // KEY_SLOTS * KB + tl.arange(0, KB)[None, :, None]
         column_k = column_of(head_k, "k", H, KV, D, GROUPED)
         column_v = column_of(head_k, "v", H, KV, D, GROUPED)
-        wka, wkb, wkd, wke = load_weight(KW, D, PAIRS, HALF, REST, INTERLEAVED)
-        ka, kb = zero_pair(TK, KB, HALF)
-        kd, ke = zero_pair(TK, KB, REST)
+        weight_k = load_weight(WEIGHTS.k, D, COLUMNS)
+        sums_k = zero_sums(TK, KB, COLUMNS)
         for block in tl.range(other % KEY_SLOTS, tl.cdiv(B * L, TK), KEY_SLOTS, num_stages=STAGES):
             row = block * TK + tl.arange(0, TK)
-            batch, index, place = locate(row, B, L, P, POS, BATCH_INNER)
+            batch, index, position = locate(row, B, L, P, ANGLES.positions, BATCH_INNER)
             inside = (row < B * L)[:, None, None] & (head_k < KV)
-            start = (batch * stride_xb + index * stride_xl)[:, None, None]
+            start = (batch * X.stride_b + index * X.stride_l)[:, None, None]
             token = (index * B + batch if BATCH_INNER else batch * L + index)[:, None, None] * W
-            up_v = (batch * stride_vb + index * stride_vl)[:, None, None] + head_k.to(tl.int64) * stride_vh
+            up_v = (batch * G.v.stride_b + index * G.v.stride_l)[:, None, None] + head_k.to(tl.int64) * G.v.stride_h
             copy_gradient(
-                X, GV, DX, start + column_v * stride_xn, up_v, token + column_v, inside, stride_xn, stride_vd, D, LANES, SILU
+                X, G.v, DX, start + column_v * X.stride_n, up_v, token + column_v, inside, D, COLUMNS.LANES, SILU
             )  # fmt: skip
-            up_k = (batch * stride_kb + index * stride_kl)[:, None, None] + head_k.to(tl.int64) * stride_kh
-            ka, kb, kd, ke = split_gradient(
-                X, KW, GK, DX, FREQS, COS, SIN, start + column_k * stride_xn, up_k, token + column_k, inside, place * stride_tl,
-                place, row < B * L, stride_xn, stride_kd, stride_t, eps, mscale, wka, wkb, wkd, wke, ka, kb, kd, ke, D, PAIRS,
-                HALF, REST, INTERLEAVED, SILU,
+            up_k = (batch * G.k.stride_b + index * G.k.stride_l)[:, None, None] + head_k.to(tl.int64) * G.k.stride_h
+            sums_k = split_gradient(
+                X, WEIGHTS.k, G.k, DX, ANGLES, start + column_k * X.stride_n, up_k, token + column_k, inside,
+                position * ANGLES.stride_l, position, row < B * L, eps, weight_k, sums_k, D, COLUMNS, SILU,
             )  # fmt: skip
-        if KW is not None and PART is not None:
-            store_sums(PART, ka, kb, 2 * PAIRS, INTERLEAVED)
-            store_sums(PART + 2 * PAIRS, kd, ke, D - 2 * PAIRS, INTERLEAVED)
+        if WEIGHTS.k is not None and PART is not None:
+            store_sums(PART, sums_k, D, COLUMNS)
 
 
 @kernel(
@@ -262,7 +274,8 @@ def sum_shares(PART, DQ, DK, Q, K, D: tl.constexpr, PDL: tl.constexpr, ROWS: tl.
 def blocks(a, size: int, share: int) -> dict:
     """The tokens and heads of a tile of about `size` elements, for queries and then for keys and values: these go together, in
     tiles that are `share` times smaller each."""
-    rows = rows_of(size, 2 * (a.HALF * (a.PAIRS > 0) + a.REST))
+    c = a.COLUMNS
+    rows = rows_of(size, 2 * (c.HALF * (c.PAIRS > 0) + c.REST))
     HB = block_of(a.H, min(8, rows))
     KB = block_of(a.KV, max(1, min(8, rows) // 2))
     # The fewer key heads, the more tokens: tiles of one head by T tokens would be loaded by single elements
@@ -285,11 +298,11 @@ def slots_of(a, programs: int) -> tuple[int, int]:
 
 
 def gradients(
-    x: tuple, weights: tuple, angles: tuple, grads: list[Tensor], numbers: tuple, constants: dict, needs
-) -> tuple:
-    """(dqkv, dq_weight, dk_weight). `x` is qkv, batch, length and strides of those and of columns; `angles` what kernels take
-    of them: tensors, positions, their count and strides; `numbers` eps and mscale."""
-    qkv, B, L, *strides = x
+    x: Rows, weights: QKV, angles: Angles, grads: list[Tensor], sizes: tuple[int, int, int], eps: float, constants: dict,
+    needs: frozenset[str],
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """(dqkv, dq_weight, dk_weight). `sizes` are the batch, the length and how many positions have angles."""
+    qkv, (B, L, P) = x.data, sizes
     a = SimpleNamespace(**constants)
     chosen = blocks(a, SIZE, KEY_SHARE)
     target = Target.at(qkv.device)
@@ -300,11 +313,8 @@ def gradients(
     part = torch.empty(queries + keys, a.D, dtype=torch.float32, device=qkv.device) if wanted else None
     dqkv = torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device)
     PDL = wanted and target.early_launch
-    FREQS, COS, SIN, POS, P, stride_tl, stride_t = angles
-    qkv_split_backward(
-        qkv, *weights, FREQS, COS, SIN, POS, *grads, dqkv, part, B, L, P, *strides, *(s for g in grads for s in g.stride()),
-        stride_tl, stride_t, *numbers, *slots, **constants, **chosen, PDL=PDL,
-    )  # fmt: skip
+    G = QKV(*(Heads(g, *g.stride()) for g in grads))
+    qkv_split_backward(x, weights, angles, G, dqkv, part, B, L, P, eps, *slots, **constants, **chosen, PDL=PDL)
     if wanted:
         sum_shares(part, *dweights, queries, keys, D=a.D, PDL=PDL)
     return dqkv, *dweights

@@ -7,7 +7,7 @@ backward is the same rotation by the opposite angle, and needs none of the forwa
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 import triton
@@ -18,7 +18,7 @@ from ...core.debug import check_ends
 from ...core.draw import Draw
 from ...core.signature import above, at_least
 from ...core.tensor import cdiv, power_of_two
-from ...device.rotary import load_angles, load_pairs, locate, rotate, store_pairs
+from ...device.rotary import Angles, Heads, load_angles, load_pairs, locate, rotate, store_pairs
 from ...op import Bars, Gradient, Op, Out, Sharding, Triton, single, upcast
 from ...runtime.kernel import kernel
 
@@ -229,25 +229,21 @@ def positions_on_device(
     return place
 
 
-class Tables(NamedTuple):
-    """What kernels take of the angles: tensors, and strides of batch, position and pair."""
-
-    freqs: Tensor | None
-    cos: Tensor | None
-    sin: Tensor | None
-    count: int
-    strides: tuple[int, int, int]
-
-
-def tables_on_device(freqs, cos, sin, rotary_dim: int, pairing: str) -> Tables:
+def angles_on_device(
+    op: str, a: SimpleNamespace, length: int, device: torch.device, rotary_dim: int, pairing: str, batched: bool = False
+) -> tuple[Angles, int]:
+    """The angles of an op's arguments as kernels take them, and how many positions have any. Angles are `batched` if they may
+    differ from batch to batch."""
+    freqs, cos, sin, mscale = a.freqs, a.cos, a.sin, None if a.mscale == 1.0 else a.mscale
     if freqs is None and cos is None:
-        return Tables(None, None, None, 0, (0, 0, 0))
+        return Angles(None, None, None, None, None, 0, 0, mscale), 0
     if freqs is None and cos.stride() != sin.stride():
         cos, sin = cos.contiguous(), sin.contiguous()
     t = cos if freqs is None else freqs
-    batch = t.stride(0) if t.dim() == 3 and t.shape[0] > 1 else 0
+    stride_b = (t.stride(0) if t.shape[0] > 1 else 0) if batched else None
     step = 2 if pairing == "interleaved" and t.shape[-1] == rotary_dim else 1
-    return Tables(freqs, cos, sin, t.shape[-2], (batch, t.stride(-2), t.stride(-1) * step))
+    positions = positions_on_device(op, length, a.cu_seqlens, a.cp_size, a.cp_rank, device)
+    return Angles(freqs, cos, sin, positions, stride_b, t.stride(-2), t.stride(-1) * step, mscale), t.shape[-2]
 
 
 def check_tables(
@@ -278,31 +274,29 @@ def check_tables(
         raise ValueError(f"{op}: {name} has {t.shape[-2]} positions, but there are {last}")
 
 
-# ---------------------------------------------------------------- the turn
+# ---------------------------------------------------------------- the rotation
 
 
 @triton.jit
-def turn_heads(
-    X, Y, FREQS, COS, SIN, row, head, B, L, P, POS, stride_xb, stride_xl, stride_xh, stride_xd, stride_yb, stride_yl,
-    stride_yh, stride_tb, stride_tl, stride_t, mscale, sense, H: tl.constexpr, D: tl.constexpr, PAIRS: tl.constexpr,
-    HALF: tl.constexpr, REST: tl.constexpr, INTERLEAVED: tl.constexpr, BATCH_INNER: tl.constexpr,
+def rotate_heads(
+    X, Y, ANGLES, row, head, B, L, P, sense, H: tl.constexpr, D: tl.constexpr, PAIRS: tl.constexpr, HALF: tl.constexpr,
+    REST: tl.constexpr, INTERLEAVED: tl.constexpr, BATCH_INNER: tl.constexpr,
 ):  # fmt: skip
     """Heads `head` [HEADS] of tokens `row` [TOKENS]."""
-    batch, index, place = locate(row, B, L, P, POS, BATCH_INNER)
+    batch, index, position = locate(row, B, L, P, ANGLES.positions, BATCH_INNER)
     h = head.to(tl.int64)[None, :, None]
-    at = (batch * stride_xb + index * stride_xl)[:, None, None] + h * stride_xh
-    to = (batch * stride_yb + index * stride_yl)[:, None, None] + h * stride_yh
+    at = (batch * X.stride_b + index * X.stride_l)[:, None, None] + h * X.stride_h
+    to = (batch * Y.stride_b + index * Y.stride_l)[:, None, None] + h * Y.stride_h
     inside = (row < B * L)[:, None, None] & (head < H)[None, :, None]
-    a, b = load_pairs(X, at, inside, stride_xd, 0, 2 * PAIRS, HALF, INTERLEAVED)
+    a, b = load_pairs(X.data, at, inside, X.stride_d, 0, 2 * PAIRS, HALF, INTERLEAVED)
     if REST > 0:
         i = 2 * PAIRS + tl.arange(0, REST)[None, None, :]
-        rest = tl.load(X + at + i.to(tl.int64) * stride_xd, inside & (i < D), 0.0)
-        tl.store(Y + to + i, rest, inside & (i < D))
-    c, s = load_angles(
-        FREQS, COS, SIN, batch * stride_tb + place * stride_tl, place, row < B * L, stride_t, mscale, PAIRS, HALF
-    )  # fmt: skip
+        rest = tl.load(X.data + at + i.to(tl.int64) * X.stride_d, inside & (i < D), 0.0)
+        tl.store(Y.data + to + i, rest, inside & (i < D))
+    angles_at = batch * ANGLES.stride_b + position * ANGLES.stride_l
+    c, s = load_angles(ANGLES, angles_at, position, row < B * L, PAIRS, HALF)
     a, b = rotate(a, b, c, s * sense)
-    store_pairs(Y, a, b, to, inside, 2 * PAIRS, HALF, INTERLEAVED)
+    store_pairs(Y.data, a, b, to, inside, 2 * PAIRS, HALF, INTERLEAVED)
 
 
 def lanes(columns: int) -> int:
@@ -335,11 +329,9 @@ def _tile(a, size: int = 4096, warps: int = 4) -> dict:
     default=_tile,
     candidates=lambda a: [_tile(a, size, warps) for size in (2048, 4096, 8192) for warps in (4, 8)],
 )
-def rope_turn(
-    X1, X2, Y1, Y2, FREQS, COS, SIN, POS, B, L, P, stride_1b, stride_1l, stride_1h, stride_1d, stride_2b, stride_2l,
-    stride_2h, stride_2d, stride_y1b, stride_y1l, stride_y1h, stride_y2b, stride_y2l, stride_y2h, stride_tb, stride_tl,
-    stride_t, mscale, sense, H1: tl.constexpr, H2: tl.constexpr, D: tl.constexpr, PAIRS: tl.constexpr, HALF: tl.constexpr,
-    REST: tl.constexpr, INTERLEAVED: tl.constexpr, BATCH_INNER: tl.constexpr, T: tl.constexpr,
+def rope_rotate(
+    X1, X2, Y1, Y2, ANGLES, B, L, P, sense, H1: tl.constexpr, H2: tl.constexpr, D: tl.constexpr, PAIRS: tl.constexpr,
+    HALF: tl.constexpr, REST: tl.constexpr, INTERLEAVED: tl.constexpr, BATCH_INNER: tl.constexpr, T: tl.constexpr,
     HB: tl.constexpr,
 ):  # fmt: skip
     """One or two tensors, Y1 and Y2 with columns one apart; a program takes T tokens by HB heads of one of them."""
@@ -348,16 +340,13 @@ def rope_turn(
     unit = tl.program_id(0) % UNITS
     row = tl.program_id(0) // UNITS * T + tl.arange(0, T)
     if unit < FIRST:
-        turn_heads(
-            X1, Y1, FREQS, COS, SIN, row, unit * HB + tl.arange(0, HB), B, L, P, POS, stride_1b, stride_1l, stride_1h, stride_1d,
-            stride_y1b, stride_y1l, stride_y1h, stride_tb, stride_tl, stride_t, mscale, sense, H1, D, PAIRS, HALF, REST,
-            INTERLEAVED, BATCH_INNER,
+        rotate_heads(
+            X1, Y1, ANGLES, row, unit * HB + tl.arange(0, HB), B, L, P, sense, H1, D, PAIRS, HALF, REST, INTERLEAVED, BATCH_INNER
         )  # fmt: skip
-    elif X2 is not None:
-        turn_heads(
-            X2, Y2, FREQS, COS, SIN, row, (unit - FIRST) * HB + tl.arange(0, HB), B, L, P, POS, stride_2b, stride_2l, stride_2h,
-            stride_2d, stride_y2b, stride_y2l, stride_y2h, stride_tb, stride_tl, stride_t, mscale, sense, H2, D, PAIRS, HALF,
-            REST, INTERLEAVED, BATCH_INNER,
+    elif X2.data is not None:
+        rotate_heads(
+            X2, Y2, ANGLES, row, (unit - FIRST) * HB + tl.arange(0, HB), B, L, P, sense, H2, D, PAIRS, HALF, REST, INTERLEAVED,
+            BATCH_INNER,
         )  # fmt: skip
 
 
@@ -368,15 +357,13 @@ def launch_rotation(x1: Tensor, x2: Tensor | None, a: SimpleNamespace, sense: fl
     B, L, D = x1.shape[order[0]], x1.shape[order[1]], x1.shape[3]
     if x1.numel() or (x2 is not None and x2.numel()):
         rotary_dim = D if a.rotary_dim is None else a.rotary_dim
-        t = tables_on_device(a.freqs, a.cos, a.sin, rotary_dim, a.pairing)
-        place = positions_on_device("rope", L, a.cu_seqlens, a.cp_size, a.cp_rank, x1.device)
+        angles, count = angles_on_device("rope", a, L, x1.device, rotary_dim, a.pairing, batched=True)
 
-        def strides(x: Tensor | None, count: int) -> list[int]:
-            return [0] * count if x is None else [x.stride(d) for d in order[:count]]
+        def heads(x: Tensor | None) -> Heads:
+            return Heads() if x is None else Heads(x, *(x.stride(d) for d in order))
 
-        rope_turn(
-            x1, x2, *made, t.freqs, t.cos, t.sin, place, B, L, t.count, *strides(x1, 4), *strides(x2, 4),
-            *strides(made[0], 3), *strides(made[1], 3), *t.strides, None if a.mscale == 1.0 else a.mscale, sense,
+        rope_rotate(
+            heads(x1), heads(x2), heads(made[0]), heads(made[1]), angles, B, L, count, sense,
             H1=x1.shape[order[2]], H2=0 if x2 is None else x2.shape[order[2]], D=D, PAIRS=rotary_dim // 2,
             HALF=lanes(rotary_dim // 2), REST=lanes(D - rotary_dim) if rotary_dim < D else 0,
             INTERLEAVED=a.pairing == "interleaved", BATCH_INNER=a.layout == "sbhd",
