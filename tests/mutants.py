@@ -152,8 +152,8 @@ MUTANTS += [
            "cross_entropy"),
     Mutant("cross_entropy: class weight dropped", "own = load_if(W + y * stride_w, counts)", "own = 1.0", "accuracy", "loss", LOSS,
            "cross_entropy"),
-    Mutant("dequantize: scales exchanged", "load_tiles(as_quantized(codes.contiguous(), SCALE,",
-           "load_tiles(as_quantized(codes.contiguous(), SCALE.flip(1),", "accuracy", "out", CODES, "dequantize_codes"),
+    Mutant("dequantize: scales exchanged", "load_way(Way(codes.contiguous(), SCALE,",
+           "load_way(Way(codes.contiguous(), SCALE.flip(1),", "accuracy", "out", CODES, "dequantize_codes"),
 ]  # fmt: skip
 
 ROUTER = "tilewright/ops/moe/moe_router.py"

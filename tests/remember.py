@@ -16,7 +16,7 @@ from tilewright.core.draw import Draw
 from tilewright.core.format import Format, Quantized, store
 from tilewright.core.signature import at_least
 from tilewright.core.tensor import power_of_two
-from tilewright.op import OPS, Bars, Gradient, Op, Out, Sharding, Triton, single, upcast
+from tilewright.op import OPS, Bars, Gradient, Op, Sharding, Triton, single, upcast
 from tilewright.ops.quantise.quantize import quantize
 from tilewright.runtime.kernel import kernel
 
@@ -121,7 +121,7 @@ def backward(saved: SimpleNamespace, dy: Tensor | None, dtotal: Tensor | None) -
 remember = Op(
     "remember", reference, inputs, Triton(forward, backward, single, "toy"),
     where={"x": "float[... hidden+]", "gain": "float[hidden?]", "cache": "float32[slots+ hidden]", "slot": at_least(0)},
-    results={"y": "x[... hidden]", "total": "wide(x)[...]"}, writes=("cache",), check=check, out=Out(any_format=True),
+    results={"y": "x[... hidden]", "total": "wide(x)[...]"}, writes=("cache",), check=check,
     gradient=Gradient(of=("x",), through=("y", "total"), saves=("x", "gain"), shape_only=lambda values: ("x",)),
     bars=Bars("B"), sharding=Sharding(local=("...", "hidden")),
 )  # fmt: skip

@@ -1,8 +1,9 @@
 """Every op once with more than 2^31 elements, forward and backward: rows at the start, about the boundary and at the end
-against float64, and gradients that sum over all rows against the reference in chunks."""
+against float64, and gradients and written arguments that sum over all rows against the reference in chunks."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 import tilewright as tw
-from tilewright.check.cases import SMALL, Net, choices, draw, row_arguments
+from tilewright.check.cases import SMALL, Net, choices, draw, row_arguments, ungrouped
 from tilewright.check.codes import near_codes
 from tilewright.check.oracle import (
     BARS,
@@ -20,13 +21,16 @@ from tilewright.check.oracle import (
     as_tuple,
     differentiate,
     expectation,
+    fresh,
     gradient_bar,
     leaves,
     near,
     pieces,
     result_bar,
     rms,
+    row_shaped,
 )
+from tilewright.check.variants import Plain
 from tilewright.op import Op
 
 pytestmark = pytest.mark.gpu
@@ -42,7 +46,6 @@ OTHERS = {
     "cross_entropy_lse": {"tokens": 17_001, "vocab": 131_071},
     "cross_entropy_parts": {"tokens": 17_001, "vocab": 131_071},
 }
-OPTIONS = {"up": False, "offsets": False, "weight": True, "scale": True, "reduction": "none"}
 FORMAT = tw.fp8("1x128", ways="both")
 # Their results have no row for each row of the arguments, or several dimensions of them: 64-bit addresses are seen by the
 # property of wide strides and, of `test_large_products.py`, by those that multiply or gather.
@@ -60,6 +63,24 @@ CASES = [
     and row_arguments(op, draw(op, Net(), options={"out_format": FORMAT}).values)  # the others have tests of their own
     and (fmt is None if len(choices(op, "cpu")) == 1 else fmt in (FORMAT, *choices(op, "cpu")[:1]))
 ]
+
+
+def options_by_rows(op: Op) -> dict[str, Any]:
+    """The options of the plainest call in which every result has a row for each row of the arguments, at most one option being
+    other than that. All optional tensors are there but groups of rows and what is like a tensor that is needed: without it, that
+    has the columns of both."""
+    tensors = {p.name: p for p in op.signature.parameters if p.name in op.signature.tensors}
+    needed = [p.rule.dims for p in tensors.values() if not p.optional and row_shaped(p.rule)]
+    absent = {n: False for n, p in tensors.items() if p.optional and row_shaped(p.rule) and p.rule.dims in needed}
+    absent |= ungrouped(op)
+    plain = Plain(op, SMALL, absent, full=True)
+    op.inputs(plain)
+    for one in ({}, *({name: choice} for name, some in plain.choices.items() for choice in some)):
+        source = Plain(op, SMALL, {**absent, **one}, full=True)
+        values = op.signature.bind((), op.inputs(source))
+        if all(row_shaped(row) for row in op.rows(values).values()):
+            return source.options
+    raise AssertionError(f"{op.name}: no option gives results with a row for each row of the arguments")
 
 
 def sampled(rows: int, width: int, blocks: bool) -> Tensor:
@@ -88,15 +109,15 @@ def test_more_than_two_to_the_31(op, fmt):
     if torch.cuda.mem_get_info()[0] < FREE:
         pytest.skip("the device's memory is taken")
     dims = {**SMALL, **OTHERS.get(op.name, DIMS)}
-    case = draw(op, NET, 1, torch.bfloat16, dims, {**OPTIONS, "out_format": fmt})
+    case = draw(op, NET, 1, torch.bfloat16, dims, {**options_by_rows(op), "out_format": fmt})
     values = {**case.values, **({"out_format": fmt} if fmt is not None else {})}
     named = row_arguments(op, values)
     main = max(named.values(), key=Tensor.numel)
     assert main.numel() > 1 << 31
     count, index = main.shape[0], sampled(main.shape[0], main.shape[1], fmt is not None)
 
-    inputs = leaves(op, values)
-    results = as_tuple(op.function(**{**values, **inputs}))
+    inputs, given = leaves(op, values), fresh(op, values)
+    results = as_tuple(op.function(**{**given, **inputs}))
     source = torch.Generator("cuda").manual_seed(0)
     graded = [results[i] for i in op.graded_results] if inputs else []
     grads = [torch.randn(r.shape, generator=source, device="cuda", dtype=r.dtype) for r in graded]
@@ -110,18 +131,33 @@ def test_more_than_two_to_the_31(op, fmt):
     for n, g in found.items():
         if cut[f"d_{n}"] is None:
             compare_sum(op, f"{case.label}: d_{n}", n, {**values, **made}, list(named), grads, g)
+    for n in op.writes:
+        compare_written(op, f"{case.label}: {n} after", n, values, list(named), given[n])
 
 
 def compare_rows(op: Op, label: str, values: dict[str, Any], actual: Outcome) -> None:
     exact, noise = expectation(op, values, actual)
     for name, there in exact.items():
+        if name.removesuffix(" after") in op.writes:
+            continue  # by all rows
         gradient = name.startswith("d_")
         bar = gradient_bar(op, name[2:]) if gradient else result_bar(op)
         if name in actual:
             near(f"{label}: {name}", actual[name], there, noise[name], bar, 1e-6 if gradient else 0.0)
         elif not gradient:
             rough = None if bar == BARS["G"] else noise[name]
-            near_codes(f"{label}: {name}", name, values, actual, there, rough, op.bars.twin)
+            near_codes(op, f"{label}: {name}", name, values, actual, there, rough)
+
+
+def in_chunks(op: Op, values: dict[str, Any], rows: list[str]) -> Iterator[tuple[slice, dict[str, Any]]]:
+    """(which rows, the reference's arguments in float64) for a chunk of rows at a time."""
+    kept = [n for n in op.results if n in op.saves and n in values]
+    for start in range(0, values[rows[0]].shape[0], CHUNK):
+        part = slice(start, start + CHUNK)
+        given = {**values, **{n: values[n][part] for n in (*rows, *kept)}}
+        given = op.resume(SimpleNamespace(**given)) if op.resume else given
+        plain = {n: given[n].double() if _is_float(given[n]) else given[n] for n in op.signature.names}
+        yield part, {n: None if n == "out_format" else v for n, v in plain.items()}
 
 
 def compare_sum(
@@ -129,20 +165,22 @@ def compare_sum(
 ) -> None:
     """A gradient that sums over rows, against the reference in float64, a chunk of rows at a time."""
     total = torch.zeros(actual.shape, dtype=torch.float64, device="cuda")
-    kept = [n for n in op.results if n in op.saves and n in values]
-    for start in range(0, values[rows[0]].shape[0], CHUNK):
-        part = {n: values[n][start : start + CHUNK] for n in (*rows, *kept)}
-        given = {**values, **part}
-        given = op.resume(SimpleNamespace(**given)) if op.resume else given
-        plain = {n: given[n].double() if _is_float(given[n]) else given[n] for n in op.signature.names}
-        plain.update(out=None, out_format=None)
-        leaf = plain[name].detach().requires_grad_()
-        call = {n: plain[n] for n in op.signature.names}
+    for part, call in in_chunks(op, values, rows):
+        leaf = call[name].detach().requires_grad_()
         results = as_tuple(op.reference(**{**call, name: leaf}))
-        some = [g[start : start + CHUNK].double() for g in grads]
+        some = [g[part].double() for g in grads]
         total += differentiate(op, results, {name: leaf}, some)[name]
     exact = total.cpu()
     near(label, actual, exact, torch.tensor(share_of_sum(op) * rms(exact)), BARS["C"])
+
+
+def compare_written(op: Op, label: str, name: str, values: dict[str, Any], rows: list[str], actual: Tensor) -> None:
+    """An argument that rows are added to, against the reference in float64, which goes on from one chunk of rows to the next."""
+    total = values[name].double()
+    for _, call in in_chunks(op, values, rows):
+        total = op.apart(op.reference(**{**call, name: total}))[1][name]
+    exact = total.cpu()
+    near(label, actual, exact, torch.tensor(share_of_sum(op) * rms(exact)), result_bar(op))
 
 
 def share_of_sum(op: Op) -> float:
@@ -150,7 +188,7 @@ def share_of_sum(op: Op) -> float:
     sixteen of these 600,001 terms; an op that rounds on its way adds up rounded terms."""
     if op.bars.rounds:
         return torch.finfo(torch.bfloat16).eps / 6
-    if op.bars.gradient == "F":  # by two pieces of bf16, no worse than TF32
+    if "F" in (op.bars.kind, op.bars.gradient):  # by two pieces of bf16, no worse than TF32, or of FP8 codes
         return 2.5e-4
     return 5e-5 if op.bars.kind in PRODUCTS else 2e-6
 

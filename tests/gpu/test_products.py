@@ -111,7 +111,14 @@ INTEGERS = [
     tw.int8("row"), tw.int8("tensor", ways="both"), tw.int8("1x128", ways="both"), tw.int8("128x128", ways="both"),
     tw.int4(), tw.int4("1x128", ways="both"), tw.int4("1x128", zero=True, ways="both"),
 ]  # fmt: skip
-SMALL = [tw.mx(code, scale_rule=rule, ways="both") for code in CODES for rule in RULES] + [tw.nvfp4(ways="both")]
+SMALL = [tw.mx(code, scale_rule=rule, ways="both") for code in CODES for rule in RULES]
+SMALL += [
+    tw.nvfp4(ways="both"),
+    tw.nvfp4(),
+    tw.nvfp4(ways="col"),
+    tw.nvfp4(ways="both", swizzled=True),
+    tw.mx(swizzled=True),
+]
 
 
 def every() -> Tensor:

@@ -106,8 +106,9 @@ def test_capture_and_replay_with_new_data(op, quantise):
         graph.replay()
         torch.cuda.synchronize()
         expected = outcome(op, call, grads=grads)
+        agreed = contract(op, call, expected)
         for name, t in made.items():
-            pair = specified(call, name, t.detach()), specified(call, name, expected[name])
+            pair = specified(agreed, name, t.detach()), specified(agreed, name, expected[name])
             same_bits(f"{cases[0].label}: replayed {name}", *pair)
 
 
@@ -143,7 +144,7 @@ def test_streams(op):
                 made.append((i, outcome(op, case.values, grads=expected[i].grads or None)))
     torch.cuda.synchronize()
     for i, actual in made:
-        same_outcome(f"{cases[i].label} on stream {i}", actual, expected[i], cases[i].values)
+        same_outcome(f"{cases[i].label} on stream {i}", actual, expected[i], op, cases[i].values)
 
 
 def test_threads_that_compile(toy):
@@ -186,20 +187,31 @@ def test_no_call_waits_for_the_device(op):
         torch.cuda.set_sync_debug_mode("default")
 
 
+def settled_bytes(most: int | None = None) -> int:
+    """The bytes that are allocated once nothing is left to be freed: autograd's thread may still be letting go of the last
+    backward. That is so when they are `most` or fewer or, where that is not known, when they have not changed for a while."""
+    gc.collect()
+    torch.cuda.synchronize()
+    patience, since, found = time.monotonic() + 5, time.monotonic(), torch.cuda.memory_allocated()
+    while time.monotonic() < patience:
+        settled = time.monotonic() > since + 0.2 if most is None else found <= most
+        if settled:
+            break
+        time.sleep(0.02)
+        now = torch.cuda.memory_allocated()
+        since, found = since if now == found else time.monotonic(), now
+    return found
+
+
 def test_memory_is_given_back(op):
     case = draw(op, NET, 40, torch.bfloat16, {**SMALL, "tokens": 129})
     grads = outcome(op, case.values).grads
-    gc.collect()
-    before = torch.cuda.memory_allocated()
+    before = settled_bytes()
     for _ in range(5):
         outcome(op, case.values, grads=grads or None)
         with torch.no_grad():
             op.function(**case.values)
-    gc.collect()
-    patience = time.monotonic() + 5
-    while torch.cuda.memory_allocated() > before and time.monotonic() < patience:
-        time.sleep(0.05)  # autograd's thread may still be letting go of the last backward
-    assert torch.cuda.memory_allocated() == before
+    assert settled_bytes(before) <= before
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two devices")
@@ -275,10 +287,10 @@ def test_alignment_comes_and_goes(op):
         for turn in range(300):
             made = as_tuple(op.function(**(moved if turn % 2 else case.values)))
             if turn % 50 < 2:
-                rule = contract(case.values, dict(zip(op.results, expected)))
+                agreed = contract(op, case.values, dict(zip(op.results, expected)))
                 for n, a, b in zip(op.results, made, expected):
                     for (tail, t), right in zip(pieces(a).items(), pieces(b).values()):
-                        cut = [specified(rule, f"{n}{tail}", u) for u in (t, right)]
+                        cut = [specified(agreed, f"{n}{tail}", u) for u in (t, right)]
                         if t.dtype == torch.float32 and turn % 2:  # loads of another width, sums in another order
                             torch.testing.assert_close(*cut, rtol=5e-7, atol=0.0, equal_nan=True)
                         else:

@@ -38,7 +38,11 @@ def test_list_has_every_op():
     status, out, _ = run("list", "--json")
     rows = {row["name"]: row for row in json.loads(out)}
     assert status == 0 and set(rows) == set(tw.catalogue())
-    assert rows["glu"]["backward"] and rows["glu"]["formats"] == ["fp8"] and "gluon" in rows["glu"]["implementations"]
+    assert (
+        rows["glu"]["backward"]
+        and rows["glu"]["formats"] == ["fp8", "int4", "int8", "mx", "nvfp4"]
+        and "gluon" in rows["glu"]["implementations"]
+    )
     assert not rows["dequantize_codes"]["backward"]
     assert rows["dequantize_codes"]["internal"] and not rows["quantize"]["internal"]
     assert rows["rms_norm"]["chips"]["sm_90"] == "measured" and rows["rms_norm"]["chips"]["sm_80"] == "compiled"

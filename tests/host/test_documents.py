@@ -165,7 +165,10 @@ def test_an_entry_says_what_the_declaration_says():
     assert "| `x` | `float[..., width]` |  | yes |" in entry
     assert "| `limit` | `float` > 0 or `None` | `None` |  |" in entry
     assert "| `offsets` | `int[experts]` or `None` | `None` | no |" in entry
-    assert "- Formats: `fp8`." in entry and "- Implementations: `gluon`, `triton`, `reference`." in entry
+    assert (
+        "- Formats: `fp8`, `int4`, `int8`, `mx`, `nvfp4`." in entry
+        and "- Implementations: `gluon`, `triton`, `reference`." in entry
+    )
     assert "y = act(gate) * up * scale" in entry and "| `toy_fwd/8x16` | Chip A | 10.0 | 9.5 | 0.950 |" in entry
     loss = "\n".join(documents.ops_pages({"cross_entropy": tw.cross_entropy.op}, [], TARGETS.values()).values())
     assert ") -> Tensor\n" in loss and "    out: Tensor | None = None,\n" in loss and "no row yet" in loss

@@ -116,5 +116,6 @@ def test_the_source_holds_every_function_that_a_kernel_calls():
     from tilewright.ops.norm import rms_norm
 
     texts = list(code.sources(rms_norm.rms_norm_forward.jit))
-    assert "def rms_norm_forward" in texts[0] and len(texts) > 1 and len(set(texts)) == len(texts)
+    functions = [text for text in texts if "def " in text]  # constants are told with each function that has them
+    assert "def rms_norm_forward" in texts[0] and len(functions) > 1 and len(set(functions)) == len(functions)
     assert not any(line.startswith("#") or line != line.strip() for text in texts for line in text.splitlines())

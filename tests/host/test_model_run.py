@@ -282,7 +282,7 @@ def test_a_scale_of_what_is_all_noise_may_be_smaller_and_no_other():
         found[0, at] *= factor
         stored = fmt.quantize(found, torch.float32).tensors()
         actual = Outcome({f"y.{part}": t for part, t in zip(fmt.tensor_names, stored)})
-        near_codes("held", "y", {"out_format": fmt}, actual, there, noise)
+        near_codes(tw.catalogue()["rms_norm"], "held", "y", {"out_format": fmt}, actual, there, noise)
 
     hold(7, 1 - 1e-5)
     hold(7, 1 + 1e-5)

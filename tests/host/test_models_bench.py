@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 import tilewright as tw
 from tilewright.__main__ import app
 from tilewright.bench import documents, evidence, models, source
-from tilewright.bench.cases import CASES, Case
+from tilewright.bench.cases import CASES, GOALS, Case
 from tilewright.core.target import TARGETS
 
 MODELS = {case.family: case for case in CASES.values() if case.direction == "train"}
@@ -159,7 +159,7 @@ def test_the_command_records_models(fake, tmp_path, monkeypatch):
     monkeypatch.setattr(models, "supervise", partial(models.supervise, command=command))
     done = CliRunner().invoke(app, ["bench", "hf_*", "--record", "--evidence", str(tmp_path)])
     assert done.exit_code == 0, done.output
-    assert "hf_llama_train/8x2048: 100.00 us, 1.010, short of 1.05" in done.stderr
+    assert f"hf_llama_train/8x2048: 100.00 us, 1.010, short of {GOALS['hf_llama_train'].goal}" in done.stderr
     assert "rival compile: not timed for some cases: RuntimeError: no" in done.stdout
     rows = evidence.everything(tmp_path)
     assert {row["case"] for row in rows} == {case.name for case in MODELS.values()}

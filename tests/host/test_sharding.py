@@ -389,6 +389,7 @@ def test_shardings_name_dimensions_and_arguments():
         results = {d for text in op.result_rows.values() if isinstance(text, str) for d in Row.parse(text).dims}
         assert {*said.names} <= declared | results, op.name
         assert {*said.once, *said.summed, *filter(None, [said.mean])} <= {*op.signature.tensors}, op.name
+        assert {*said.summing} <= {*op.signature.names} and (said.divisor is None) == (not said.summing), op.name
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from ..check.oracle import (
     BARS,
     IDEAL,
     Bar,
+    Contract,
     contract,
     differentiate,
     gradient_bar,
@@ -32,12 +33,14 @@ from ..op import Op
 
 BLOCK = 128
 E4M3_MAX = 448.0
+INT8_MAX = 127.0
 ULPS = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}  # of anything wider, 1e-5
 ROUNDED = Bar(6e-3, 6e-3, 1.0)  # of what goes on from rounded values
 COARSE = Bar(8e-2, 8e-2, 1.0)  # of FP8 products of FP8 products: each factor of each is off by 2.6 %
 GAIN = 1e-2  # of those: rounding to codes makes noise, which hides no factor
 MOST_CODES_OFF = 1e-3
 MOST_SCALES_OFF = 1e-4
+SCALE_ULPS = 4 * 2.0**-24  # that a scale which is no power of two may be off: amax is of sums in another order
 
 
 class Wrong(Exception):
@@ -70,11 +73,13 @@ def poison(nbytes: int, device: str = "cuda") -> None:
 
 
 def all_written(tensor: Tensor, what: str) -> None:
-    """Raise if any element is NaN, which finite inputs never give."""
+    """Raise if any element is NaN, which finite inputs never give, or if a row of integers is nothing but poison."""
     flat = tensor.reshape(1, -1) if tensor.dim() < 2 else tensor
     for part in chunks(flat.shape[0], flat.shape[-1], 1 << 28):
         piece = flat[part]
-        if piece.element_size() == 1:  # torch has no isnan for float8; both formats' NaN codes end in seven ones
+        if piece.dtype == torch.int8:
+            nan = (piece == -1).all(-1)
+        elif piece.element_size() == 1:  # torch has no isnan for float8; both formats' NaN codes end in seven ones
             nan = (piece.view(torch.uint8) & 0x7F) == 0x7F
         else:
             nan = piece.isnan()
@@ -138,8 +143,20 @@ def expected_codes(y: Tensor, width: int = BLOCK) -> tuple[Tensor, Tensor]:
     return codes.flatten(-2)[..., : y.shape[-1]], scales
 
 
+def expected_integers(y: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """(INT8 codes, scales) of groups of `width` along the last dimension: scale amax / 127, code the nearest to y / scale."""
+    pad = -y.shape[-1] % width
+    groups = torch.nn.functional.pad(y, (0, pad)).unflatten(-1, (-1, width)).double()
+    amax = groups.abs().amax(-1, keepdim=True)
+    scales = torch.where(amax == 0, 1.0, amax / INT8_MAX)
+    codes = (groups / scales).round().to(torch.int8)
+    return codes.flatten(-2)[..., : y.shape[-1]], scales.float().squeeze(-1)
+
+
 def _steps(codes: Tensor) -> Tensor:
     """Codes as whole numbers in the order of their values, so that neighbours differ by one."""
+    if codes.dtype == torch.int8:
+        return codes.to(torch.int16)
     bits = codes.view(torch.uint8).to(torch.int16)
     return torch.where(bits < 128, bits, 128 - bits)
 
@@ -148,8 +165,12 @@ def compare_codes(groups: Iterable[tuple[Tensor, Tensor, Tensor]], what: str, wi
     """Share of differing codes of (codes, scales, truth), groups along the last dimension; raises above the bars."""
     off = elements = scales_off = scale_count = 0
     for codes, scales, truth in groups:
-        want_codes, want_scales = expected_codes(truth.float(), width)
-        same_scale = scales == want_scales
+        if codes.dtype == torch.int8:
+            want_codes, want_scales = expected_integers(truth.float(), width)
+            same_scale = (scales - want_scales).abs() <= SCALE_ULPS * want_scales
+        else:
+            want_codes, want_scales = expected_codes(truth.float(), width)
+            same_scale = scales == want_scales
         distance = (_steps(codes) - _steps(want_codes)).abs()
         trusted = same_scale.repeat_interleave(width, -1)[..., : codes.shape[-1]]
         if bool((distance[trusted] > 1).any()):
@@ -172,8 +193,8 @@ def compare_quantized(
     picked: Sequence[slice] | None = None,
     twin: Tensor | None = None,
 ) -> float:
-    """Check a `Quantized`, 1x128 or with a scale per row, whichever ways it has, on the bands of its rows. `twin` is the whole
-    truth of the column-wise operand: where that is another value, and where scales are those of whole columns."""
+    """Check a `Quantized` in FP8 or INT8, 1x128 or with a scale per row, whichever ways it has, on the bands of its rows. `twin`
+    is the whole truth of the column-wise operand: where that is another value, and where scales are those of whole columns."""
     errors = []
     picked = bands(q.shape[0]) if picked is None else picked
     by_row, columns = q.format.granularity == "row", truth if twin is None else twin.__getitem__
@@ -225,7 +246,7 @@ def exact(op: Op, values: Mapping[str, Any], part: slice | None, grads: Sequence
     rules = {p.name: p.rule for p in op.signature.parameters}
 
     def lifted(name: str, value: Any) -> Any:
-        if name == "out_format" or (name == "offsets" and part is not None):
+        if name == "out_format" or (name == op.groups and part is not None):
             return None  # groups matter to blocks of codes alone, and blocks are compared where groups are whole ones
         if isinstance(value, list):
             return [lifted(name, one) for one in value]
@@ -244,7 +265,7 @@ def exact(op: Op, values: Mapping[str, Any], part: slice | None, grads: Sequence
 
 def forward(op: Op, values: Mapping[str, Any], results: Sequence[Any]) -> float:
     """The largest error of the results of a call."""
-    terms = contract(values, dict(zip(op.results, results)))
+    terms = contract(op, values, dict(zip(op.results, results)))
     for name, r in zip(op.results, results):
         if not isinstance(r, Quantized) and r.is_floating_point():
             all_written(specified(terms, name, r), name)
@@ -293,9 +314,7 @@ def _error_of(op: Op, name: str, pairs: Iterable[tuple[Tensor, Tensor]], values:
     return compare(pairs, result_bar(op), name)
 
 
-def _whole(
-    op: Op, name: str, result: Any, wanted: Tensor, terms: Mapping[str, Any], values: Mapping[str, Any]
-) -> float:
+def _whole(op: Op, name: str, result: Any, wanted: Tensor, terms: Contract, values: Mapping[str, Any]) -> float:
     if isinstance(result, Quantized):
         return compare_quantized(result, lambda band: wanted.reshape(-1, wanted.shape[-1])[band], name)
     result, wanted = specified(terms, name, result), specified(terms, name, wanted)

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -33,6 +33,9 @@ SMALL = {
 # The interpreter takes milliseconds for each program, and many ops have one per row.
 FEW_ROWS = (1, 2, 3, 7, 15, 17, 31, 33)
 FEW = {"batch": 3}  # of them, where rows are the product of two dimensions
+# Rows and columns of results that are stored in 128x128 tiles: one tile or more each way, none of them whole, all, or some, and
+# rows of codes that begin anywhere, at words and at 16 bytes. Formats with two codes a byte take the even ones.
+TILED = ((130, 136), (6, 258), (7, 129), (132, 48), (128, 128))
 
 
 @dataclass(frozen=True)
@@ -131,7 +134,8 @@ def row_arguments(op: Op, values: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def formats(op: Op, device: str) -> list[Any]:
-    """Formats that the op's result can be asked in: every granularity, direction, rule and kind of code, not every product."""
+    """Formats that the op's result can be asked in: every granularity, direction, rule and kind of code, not every product. Calls
+    of models are kept by the places that formats have here: a new one goes last."""
     if "out_format" not in op.signature.names:
         return []
     static = torch.tensor([0.37], device=device)
@@ -146,8 +150,45 @@ def formats(op: Op, device: str) -> list[Any]:
         tw.fp8("tensor", ways="both"),
         tw.fp8("tensor", ways="row", scale=static),
         tw.fp8("tensor", "e5m2", ways="both", scale="unit"),
-        *([tw.int8("1x128", ways="both"), tw.mx("e4m3")] if op.out.any_format else []),
+        tw.int8("1x128", ways="both"),
+        tw.mx("e4m3"),
+        tw.nvfp4(ways="both"),
+        tw.nvfp4(),
+        tw.mx("e2m1", ways="both"),
+        tw.int4("1x128", zero=True, ways="both"),
+        tw.int8("row"),
     ]
+
+
+def kinds(op: Op, device: str) -> list[Any]:
+    """Of `formats` one of each kind that an op's own code can tell apart: by how much of a value decides a scale, whether blocks
+    are small, and whether there is a row-wise operand."""
+    found: dict[tuple, Any] = {}
+    for fmt in formats(op, device):
+        found.setdefault((fmt.reach, fmt.small, "data" in fmt.tensor_names), fmt)
+    return list(found.values())
+
+
+def holds(op: Op, fmt: Any, values: Mapping[str, Any]) -> bool:
+    """Whether the op's result for these arguments can be had in a format."""
+    try:
+        op.check_format(fmt, op.signature.bind((), dict(values)))
+    except ValueError:
+        return False
+    return True
+
+
+def draw_in(op: Op, net: Net, fmt: Any, seed: int, dtype: torch.dtype) -> Case | None:
+    """A call that asks for a format, at the first shape of `TILED` from that of the seed on that the format goes with, without
+    groups of rows if it has none; None if it goes with no call of the op."""
+    for at in range(len(TILED)):
+        rows, columns = TILED[(seed + at) % len(TILED)]
+        dims = {**SMALL, "tokens": rows, "batch": 1, "length": rows, "hidden": columns, "columns": columns}
+        for options in ({}, ungrouped(op)):
+            case = draw(op, net, seed, dtype, dims, {"out_format": fmt, **options})
+            if holds(op, fmt, case.values):
+                return replace(case, label=f"{case.label} in {fmt}", values={**case.values, "out_format": fmt})
+    return None
 
 
 def ungrouped(op: Op) -> dict[str, bool]:

@@ -4,45 +4,54 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .oracle import Outcome, bits, lift, same_bits, specified
+from ..core.format import Format
+from ..op import Op
+from .oracle import Contract, Outcome, bits, contract, lift, same_bits, specified
 
 
 def near_codes(
+    op: Op,
     label: str,
     name: str,
     values: Mapping[str, Any],
     actual: Outcome,
     there: Tensor,
     noise: Tensor | None,
-    twin: Callable[..., Tensor] | None = None,
 ) -> None:
     """A quantised result: what quantising the true value gives; a producer's last bit may move a scale or, in one element of
-    a thousand, a code by one step. Without `noise` every bit must be right. `twin` gives the value of the column-wise operand
-    from the arguments, where that is another."""
-    fmt, offsets, exact = values["out_format"], values.get("offsets"), noise is None
-    if twin is not None:
-        ways = [n for n in fmt.tensor_names if n.startswith("data")]
-        other, single = (
-            twin(**{n: lift(v, d) for n, v in values.items() if n != "out"}) for d in (torch.float64, torch.float32)
-        )
-        rough = (single.double() - other).square().mean(tuple(range(other.dim() - 1)), keepdim=True).sqrt()
-        for way, value, error in (("data", there, noise), ("data_t", other, rough)):
-            if way in ways:
-                one = {**values, "out_format": dataclasses.replace(fmt, ways="row" if way == "data" else "col")}
-                near_codes(label, name, one, actual, value, error)
-        return
+    a thousand, a code by one step. Without `noise` every bit must be right. The column-wise operand's value may be another: the
+    op's `twin` gives it from the arguments."""
+    agreed, twin = contract(op, values, actual), op.bars.twin
+    if twin is None:
+        return _near(label, name, agreed, actual, there, noise)
+    ways = [n for n in agreed.format.tensor_names if n.startswith("data")]
+    other, single = (
+        twin(**{n: lift(v, d) for n, v in values.items() if n != "out"}) for d in (torch.float64, torch.float32)
+    )
+    rough = (single.double() - other).square().mean(tuple(range(other.dim() - 1)), keepdim=True).sqrt()
+    for way, value, error in (("data", there, noise), ("data_t", other, rough)):
+        if way in ways:
+            one = dataclasses.replace(agreed.format, ways="row" if way == "data" else "col")
+            _near(label, name, agreed._replace(format=one), actual, value, error)
+    return None
+
+
+def _near(label: str, name: str, agreed: Contract, actual: Outcome, there: Tensor, noise: Tensor | None) -> None:
+    fmt, offsets, exact = agreed.format, agreed.ends, noise is None
     offsets = None if offsets is None else offsets.to(there.device)
     fmt = fmt if fmt.tensor is None else fmt.bare().with_scale(fmt.tensor.to(there.device))
     step = torch.zeros_like(there) if exact else there.sign() * (3e-7 * there.abs() + 8 * noise)
     # Towards zero, not past it: the scale of a value that is all noise may be as small as one likes
     smaller = torch.where(step.abs() < there.abs(), there - step, 2.0**-10 * there)
-    moved = (there,) if exact else (there, smaller, there + step)
+    # Or nothing, which has a scale of its own
+    nothing = torch.where(step.abs() < there.abs(), there, 0.0)
+    moved = (there,) if exact else (there, smaller, there + step, nothing)
     options = [fmt.quantize(value, torch.float32, offsets) for value in moved]
     for i, part in enumerate(fmt.tensor_names):
         wanted = [q.tensors()[i] for q in options]
@@ -50,28 +59,31 @@ def near_codes(
         assert found.shape == wanted[0].shape, (
             f"{label}.{part}: shape {tuple(found.shape)}, not {tuple(wanted[0].shape)}"
         )
-        found, *wanted = (specified(values, f"{name}.{part}", t) for t in (found, *wanted))
         if part.startswith("data"):
-            if exact:  # codes may be packed, so that they are fewer than elements
-                _near_code(
-                    f"{label}.{part}",
-                    found,
-                    wanted,
-                    torch.ones(found.shape, dtype=torch.bool, device=found.device),
-                    exact,
-                )
-                continue
-            clear = 512 * step.abs() <= there.abs()
+            clear = torch.ones_like(there, dtype=torch.bool) if exact else 512 * step.abs() <= there.abs()
             clear = clear.reshape(math.prod(there.shape[:-1]), there.shape[-1]).t() if part == "data_t" else clear
-            _near_code(f"{label}.{part}", found, wanted, specified(values, f"{name}.{part}", clear), exact)
+            per = 2 if 2 * found.shape[-1] == clear.shape[-1] else 1  # codes in a byte
+            parts = [specified(agreed, f"{name}.{part}", clear[..., k::per]) for k in range(per)]
+            clear = torch.stack(parts, -1).flatten(-2)
+        found, *wanted = (specified(agreed, f"{name}.{part}", t) for t in (found, *wanted))
+        if part.startswith("data"):
+            found, *wanted = (_apart(t, fmt) if per == 2 else t for t in (found, *wanted))
+            _near_code(f"{label}.{part}", found, wanted, clear, exact)
         else:
             _near_scale(f"{label}.{part}", found, wanted, exact)
+
+
+def _apart(codes: Tensor, fmt: Format) -> Tensor:
+    """4-bit codes, two to a byte, as one int8 each, in the order of what they stand for."""
+    pairs = codes.contiguous().view(torch.uint8)
+    code = torch.stack((pairs & 15, pairs >> 4), -1).flatten(-2).to(torch.int8)
+    return torch.where(code < 8, code, code - 16 if fmt.name == "int4" else 7 - code)
 
 
 def _near_code(label: str, found: Tensor, wanted: list[Tensor], clear: Tensor, exact: bool) -> None:
     def order(t: Tensor) -> Tensor:
         code = t.contiguous().view(torch.uint8).to(torch.int16)
-        return torch.where(code < 128, code, 127 - code)
+        return t.to(torch.int16) if t.dtype == torch.int8 else torch.where(code < 128, code, 127 - code)
 
     right = ~clear.expand(found.shape)
     for w in wanted:
@@ -85,9 +97,11 @@ def _near_code(label: str, found: Tensor, wanted: list[Tensor], clear: Tensor, e
 def _near_scale(label: str, found: Tensor, wanted: list[Tensor], exact: bool) -> None:
     if exact:
         return same_bits(label, found, wanted[0])
-    found, wanted = found.float(), [w.float() for w in wanted]
+    found, *wanted, nothing = (t.float() for t in (found, *wanted))
     low, high = torch.stack(wanted).amin(0), torch.stack(wanted).amax(0)
-    right = ((1 - 2e-7) * low <= found) & (found <= (1 + 2e-7) * high) | (found.isnan() & low.isnan())
+    # Zero points may be negative
+    right = (low - 2e-7 * low.abs() <= found) & (found <= high + 2e-7 * high.abs()) | (found == nothing)
+    right |= found.isnan() & low.isnan()
     assert bool(right.all()), (
         f"{label}: {int((~right).sum())} of {right.numel()} scales differ, one is {found[~right][0]}"
     )

@@ -35,23 +35,23 @@ def check(op: Op, label: str, values: Mapping[str, Any], actual: Outcome) -> Non
     exact, noise = expectation(op, values, actual)
     # Differences of terms as large as the upstream gradient, when they vanish, leave fp32 noise of that size.
     floor = 2.0**-22 * max((float(g.abs().max()) for g in actual.grads if g is not None and g.numel()), default=0.0)
-    given, values = values, contract(values, actual)
+    agreed = contract(op, values, actual)
     for name, there in exact.items():
         gradient = name.startswith("d_")
         bar = gradient_bar(op, name[2:]) if gradient else result_bar(op, values)
         if op.resume is not None and name in op.saves and not there.is_floating_point():
-            same_choice(f"{label}: {name}", op, given, name, actual[name], there)
+            same_choice(f"{label}: {name}", op, values, name, actual[name], there)
         elif name in actual:
             long = bar == BARS["E"] and there.is_floating_point()  # integers are summed without rounding
-            rough = of_long_sums(noise[name], there, given) if long else noise[name]
-            cut = [specified(values, name, t) for t in (actual[name], there, rough)]
+            rough = of_long_sums(noise[name], there, values) if long else noise[name]
+            cut = [specified(agreed, name, t) for t in (actual[name], there, rough)]
             near(f"{label}: {name}", *cut, bar, floor if gradient else 0.0)
         else:
             assert not gradient, f"{label}: there is no gradient of {name[2:]}"
             rough = None if bar == BARS["G"] else noise[name]
             if bar == BARS["F"]:  # FP8 tensor cores' own precision
                 rough = rough.clamp(min=bar.single * rms(there))
-            near_codes(f"{label}: {name}", name, values, actual, there, rough, op.bars.twin)
+            near_codes(op, f"{label}: {name}", name, values, actual, there, rough)
 
 
 def of_long_sums(noise: Tensor, exact: Tensor, values: Mapping[str, Any]) -> Tensor:

@@ -113,7 +113,9 @@ def check(op: Op, device: str) -> None:
             for axis in range(t.dim()):
                 if t.shape[axis] >= 3 and there_is_room(t, axis, device):
                     wide = put(case.values, {argument: spread(t, axis, device)})
-                    same_outcome(f"{case.label}: {argument} wide along {axis}", outcome(op, wide), expected, wide, True)
+                    same_outcome(
+                        f"{case.label}: {argument} wide along {axis}", outcome(op, wide), expected, op, wide, True
+                    )
                     del wide
         for i, g in enumerate(expected.grads):
             for axis in range(g.dim()):
@@ -121,7 +123,7 @@ def check(op: Op, device: str) -> None:
                     grads = [spread(g, axis, device) if k == i else kept for k, kept in enumerate(expected.grads)]
                     actual = outcome(op, case.values, grads=grads)
                     label = f"{case.label}: upstream gradient {i} wide along {axis}"
-                    same_outcome(label, actual, expected, case.values, True)
+                    same_outcome(label, actual, expected, op, case.values, True)
                     del grads
         alone = len(op.result_rows) == 1 and not op.signature.listed and not op.out.contiguous
         if alone and None in choices(op, device):  # a plain result, in whatever strides
@@ -130,7 +132,9 @@ def check(op: Op, device: str) -> None:
                 for axis in (d for d in range(plain.dim()) if there_is_room(plain, d, device)):
                     out = spread(torch.zeros_like(plain), axis, device)
                     made = op.function(**{**case.values, "out": out})
-                    same_outcome(f"{case.label}: out wide along {axis}", {"out": made}, {"out": plain}, None, True)
+                    same_outcome(
+                        f"{case.label}: out wide along {axis}", {"out": made}, {"out": plain}, another_binary=True
+                    )
                     del out, made
 
 

@@ -87,3 +87,5 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor | None]] = {
     "expanded whole": expanded_whole,
     "size one": size_one,
 }
+EXPANDED = [name for name in LAYOUTS if "expanded" in name]  # which have other values
+KEEPING = [name for name in LAYOUTS if name not in EXPANDED and name != "size one"]

@@ -263,8 +263,8 @@ def _bad_outs(op: Op, values: Mapping[str, Any], name: str, good: Tensor, change
     yield change("a list", good.tolist())
     yield change("one more", torch.cat([good.reshape(-1), good.reshape(-1)[:1]]) if good.numel() else good.new_empty(1))
     if good.dim() > 0:
-        yield change("one row more", torch.cat([good, good[:1]]))
-        yield change("one column more", torch.cat([good, good[..., :1]], -1))
+        yield change("one row more", good.new_zeros((good.shape[0] + 1, *good.shape[1:])))
+        yield change("one column more", good.new_zeros((*good.shape[:-1], good.shape[-1] + 1)))
     yield change("one dimension more", good.unsqueeze(0))
     yield change("another dtype", good.to(torch.float64 if good.dtype != torch.float64 else torch.float32))
     yield change("on another device", good.to("meta"))

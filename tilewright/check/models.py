@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +24,7 @@ from ..op import Op
 from ..runtime import config
 from ..runtime.kernel import Arguments, Kernel, Wanted
 from ..runtime.source import hashed
-from .cases import formats
+from .cases import formats, holds
 from .variants import Blank, Call, Plain, passes, passes_and_results, variant
 
 TOKENS = (1, 7, 128, 4096)
@@ -186,6 +186,7 @@ PLACES: dict[str, tuple[Place, ...]] = {
         Place({**ROWS, "hidden": "hidden", "vocab": "vocab"}, {"reduction": "mean"}, fewer="vocab"),
     ),
     "linear_fp8": products(),
+    "linear_fp8_accumulate": products(),
     "load_balancing_loss": LOGITS,
     "matmul": products(),
     "mla_rope": (Place(HEADS, {"turned_columns": Fact("turned")}, needs=("q_rank",)),),
@@ -262,12 +263,16 @@ class ModelCall:
         words += ["full"] * self.full + ([] if self.format is None else [f"format={self.format}"])
         return " ".join(words)
 
+    def __hash__(self) -> int:
+        return hash(self.name)
+
     def source(self, op: Op, kind: type[Plain] = Blank, **settings: Any) -> Plain:
         return kind(op, self.dims, self.options, full=self.full, dtype=getattr(torch, self.dtype), **settings)
 
     def values(self, op: Op, source: Plain | None = None) -> dict[str, Any]:
         """The arguments, without memory or from a draw of this call."""
-        source = self.source(op) if source is None else source
+        if source is None:
+            return dict(_blank_values(op, self))
         made = {**op.inputs(source), **self.arguments}
         if self.format is not None:
             made["out_format"] = formats(op, str(source.device))[self.format]
@@ -277,6 +282,11 @@ class ModelCall:
         """What it and its backward launch on a chip."""
         forward, backward = passes(op, Call(self.values(op)), target)
         return forward + backward
+
+
+@lru_cache(maxsize=1024)  # a call is asked for its size, what it launches and what is new in that
+def _blank_values(op: Op, call: ModelCall) -> dict[str, Any]:
+    return call.values(op, call.source(op))
 
 
 def _word(value: Any) -> str:
@@ -308,8 +318,9 @@ def _placed(op: Op, place: Place, model: Facts, tokens: int, most: int | None) -
     if not (set(place.dims.values()) <= there.keys() and all(there.get(n) for n in place.needs)):
         return None
     one = _plain(op, place, there)
-    while most is not None and model.get(place.fewer, 0) > 1 and elements(op, one) > most:
-        model[place.fewer] //= 2
+    while most is not None and model.get(place.fewer, 0) > 1 and (size := elements(op, one)) > most:
+        # Half of them makes no less than half the size, so that as many halves as divide it are too many still
+        model[place.fewer] //= 2 ** min(max(1, (size // most).bit_length() - 1), model[place.fewer].bit_length() - 1)
         one = _plain(op, place, facts(model, tokens))
     return one
 
@@ -323,7 +334,8 @@ def _plain(op: Op, place: Place, there: Facts) -> ModelCall:
 
 
 def others(op: Op, call: ModelCall) -> Iterator[ModelCall]:
-    """The call with other optional arguments: all tensors, each one in or out, each other choice of an option, each format."""
+    """The call with other optional arguments: all tensors, each one in or out, each other choice of an option, each format that
+    its result can be had in. In the interpreter no format: `quantised` tries them at sizes that take it less long."""
     source = call.source(op)
     op.inputs(source)
     yield replace(call, full=True, options={n: v for n, v in call.options.items() if n not in source.optional})
@@ -334,8 +346,9 @@ def others(op: Op, call: ModelCall) -> Iterator[ModelCall]:
             for choice in dict.fromkeys(choices):
                 if choice != source.options[name]:
                     yield replace(call, options={**call.options, name: choice})
-    for i in range(len(formats(op, "meta"))):
-        yield replace(call, format=i)
+    for i, fmt in enumerate(() if INTERPRETING else formats(op, "meta")):
+        if holds(op, fmt, call.values(op)):
+            yield replace(call, format=i)
 
 
 def reached(op: Op, call: ModelCall, target: Target = TARGETS["sm_90"]) -> frozenset:
@@ -359,10 +372,7 @@ def calls(
     seen: set = set().union(*sets)
     for one in reversed(sets.values()):
         for other in others(op, one):
-            try:
-                new = reached(op, other, target) - seen
-            except ValueError:  # what these sizes do not go with: codes of half a byte, say, and rows in groups
-                continue
+            new = reached(op, other, target) - seen
             if new:
                 seen |= new
                 made.append(other)

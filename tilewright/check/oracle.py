@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ..core.flat import as_tuple
-from ..core.format import Quantized
+from ..core.format import Format, Quantized
 from ..core.signature import Row
 from ..op import Op
 from ..runtime import register
@@ -263,19 +263,20 @@ def same_outcome(
     label: str,
     actual: Mapping[str, Tensor],
     expected: Mapping[str, Tensor],
+    op: Op | None = None,
     values: Mapping[str, Any] | None = None,
     another_binary: bool = False,
 ) -> None:
-    """Equal bit for bit in everything; with `values`, in everything that the contract of that call speaks of.
+    """Equal bit for bit in everything; with `op` and `values`, in everything that the contract of that call speaks of.
 
     `another_binary`: on a GPU other strides are other machine code, whose sums may go in another order.
     """
     assert actual.keys() == expected.keys(), f"{label}: gave {sorted(actual)}, not {sorted(expected)}"
-    values = None if values is None else contract(values, expected)
+    agreed = None if op is None or values is None else contract(op, values, expected)
     for name in expected:
         pair = actual[name], expected[name]
-        if values is not None:
-            pair = specified(values, name, pair[0]), specified(values, name, pair[1])
+        if agreed is not None:
+            pair = specified(agreed, name, pair[0]), specified(agreed, name, pair[1])
         on_gpu = another_binary and pair[0].is_cuda
         (nearly_same if on_gpu else same_bits)(f"{label}: {name}", *pair)
 
@@ -414,37 +415,72 @@ def expectation(op: Op, values: Mapping[str, Any], actual: Outcome) -> tuple[dic
     return exact, noise
 
 
-def contract(values: Mapping[str, Any], results: Mapping[str, Tensor]) -> Mapping[str, Any]:
-    """What `specified` goes by: the arguments or, of an op that makes the groups itself, its own offsets and rows."""
-    if "offsets" not in results:
-        return values
-    return {"out_format": values.get("out_format"), "offsets": results["offsets"], "rows": results["source"][:, None]}
+class Contract(NamedTuple):
+    """What is specified of the results of one call, where that is not all of them."""
+
+    format: Format | None  # of the first result
+    ends: Tensor | None  # the end rows of groups, where rows come in groups
+    live: Mapping[str, Tensor]  # how many there are of a dimension, or how many for each index of the dimension before
+    rows: Mapping[str, Row]  # of results, of gradients and of what arguments become, as an `Outcome` names them
+    shapes: Mapping[str, tuple[int, ...]]
 
 
-def specified(values: Mapping[str, Any], name: str, t: Tensor) -> Tensor:
-    """The part of a result that the contract speaks of: rows past the last group, or past a group's count, are not, nor are spare
-    blocks' scales."""
-    counts, offsets = values.get("counts"), values.get("offsets")
-    if counts is not None and t.dim() == 3:
-        live = torch.arange(t.shape[1], device=t.device) < counts.to(t.device)[:, None]
-        return torch.where(live[:, :, None], t, 0.0)
-    if offsets is None:
+def contract(op: Op, values: Mapping[str, Any], results: Mapping[str, Any]) -> Contract:
+    """What `specified` goes by: what the op declares, and the numbers of this call, which may be among its results."""
+    known = {**values, **results}
+    ends, format = known.get(op.groups), values.get("out_format")
+    live = {dim: known[name] for dim, name in op.out.live.items() if known.get(name) is not None}
+    if not live:
+        return Contract(format, ends, {}, {}, {})
+    live = {dim: said[-1] if op.out.live[dim] == op.groups else said for dim, said in live.items()}
+    rows, shapes = op.rows(values), {n: tuple(shape) for n, (shape, _) in op.expected(values).items()}
+    for p in op.signature.parameters:
+        if isinstance(p.rule, Row) and isinstance(values.get(p.name), Tensor):
+            for name in (f"d_{p.name}", f"{p.name} after"):
+                rows[name], shapes[name] = p.rule, tuple(values[p.name].shape)
+    return Contract(format, ends, live, rows, shapes)
+
+
+def specified(agreed: Contract, name: str, t: Tensor) -> Tensor:
+    """The part of a result, or of a tensor like it, that the contract speaks of: rows past the last group, or past a group's
+    count, are not, nor are spare blocks' scales."""
+    base, _, part = name.partition(".")
+    row = agreed.rows.get(base)
+    if row is None:
         return t
-    ends = [0, *offsets.tolist()]
-    part = name.partition(".")[2]
-    granularity = values["out_format"].granularity if part else ""
-    by_row = part == "scale" and granularity in (
-        "1x128",
-        "row",
-        "1x32",
-        "1x16",
-    )  # a row of a value has scales of its own
-    if part.startswith("scale") and not by_row:
-        blocks = sum(-(-(end - start) // 128) for start, end in zip(ends, ends[1:]))
-        axis = {"1x128": 0, "128x128": int(part == "scale_t")}.get(granularity)
-        return t if axis is None else t.narrow(axis, 0, blocks)
-    sizes = {size for v in values.values() if isinstance(v, Tensor) and v.dim() > 1 for size in v.shape}
-    axis = t.dim() - 1 if part == "data_t" or (part == "scale" and granularity == "1x128") else 0
-    if t.dim() == 0 or t.shape[axis] not in sizes:
+    shape = agreed.shapes[base]
+    head = len(shape) - len(row.dims)
+    places = {dim: head + i for i, dim in enumerate(row.dims)} | ({"...": 0} if row.leading and head else {})
+    dim = next((d for d in agreed.live if d in places), None)
+    if dim is None:
         return t
-    return t.narrow(axis, 0, min(t.shape[axis], ends[-1]))
+    count, axis = agreed.live[dim], places[dim]
+    if part:
+        return _specified_piece(agreed, shape, part, t, int(count))
+    if t.dim() != len(shape) or t.shape[axis] != shape[axis]:
+        return t  # an error for all rows, say
+    if count.dim():
+        there = torch.arange(shape[axis], device=t.device) < count.to(t.device)[:, None]
+        return t.masked_fill(~there.reshape(*there.shape, *(1 for _ in shape[axis + 1 :])), 0)
+    rows = t.flatten(0, head - 1) if dim == "..." else t
+    return rows.narrow(axis, 0, max(0, min(rows.shape[axis], int(count))))
+
+
+def _specified_piece(agreed: Contract, shape: tuple[int, ...], part: str, t: Tensor, count: int) -> Tensor:
+    """The same of one tensor of a quantised matrix, of which so many rows are there. How it grows with the rows says which of
+    its axes has an index for each of them, or for each block of 128, which begin anew at each group."""
+    groups, rows = 0 if agreed.ends is None else agreed.ends.shape[0], math.prod(shape[:-1])
+    like, taller = (
+        getattr(agreed.format.empty((n, shape[-1]), torch.float32, "meta", groups), part) for n in (rows, rows + 256)
+    )
+    t = t.flatten(0, -2) if t.dim() > 2 else t
+    axis = next((i for i, (a, b) in enumerate(zip(like.shape, taller.shape)) if a != b), None)
+    if axis is None or t.shape != like.shape:
+        return t
+    grown = taller.shape[axis] - like.shape[axis]
+    if grown == 256:
+        return t.narrow(axis, 0, max(0, min(rows, count)))
+    if grown == 2 and agreed.ends is not None:
+        ends = [0, *agreed.ends.tolist()]
+        return t.narrow(axis, 0, sum(-(-(end - start) // 128) for start, end in zip(ends, ends[1:])))
+    return t

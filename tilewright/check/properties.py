@@ -12,7 +12,7 @@ import itertools
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -27,13 +27,30 @@ from ..runtime import config
 from . import far_apart as wide
 from . import layouts, memory
 from .calls import gradients, paths, repeatable, repeated_argument, replayed, unlike
-from .cases import SMALL, Case, Net, choices, dims_of, draw, formats, put, row_arguments, rule_of, tensors, ungrouped
+from .cases import (
+    SMALL,
+    Case,
+    Net,
+    choices,
+    dims_of,
+    draw,
+    draw_in,
+    formats,
+    holds,
+    kinds,
+    put,
+    row_arguments,
+    rule_of,
+    tensors,
+    ungrouped,
+)
 from .compare import check
 from .families import of_the_op
 from .model_run import hold, sample
 from .models import PLACES
 from .oracle import (
     FLOATS,
+    PRODUCTS,
     Outcome,
     as_tuple,
     bits,
@@ -51,6 +68,11 @@ from .oracle import (
 ROOT = Path(__file__).resolve().parents[2]
 EDGES = (0, 1, 2, 17, 129)  # the last is more than one block of rows, more groups or heads than a tile has
 LONG_ROW, LONGER_ROW = 2053, 16389  # more than one block of columns; more than one program of a row reduction holds
+LONG_SUM = (
+    517  # more than one step of a product, whose operands are 128 wide or more: the interpreter takes seconds for many
+)
+# Sizes that whole tiles would divide; of what is no row or column, a few
+WHOLE = {**dict.fromkeys(SMALL, 128), "batch": 2, "heads": 2, "experts": 2}
 
 
 # ---------------------------------------------------------------- numbers
@@ -107,14 +129,16 @@ def sizes(op: Op, net: Net) -> None:
     """Nothing, one, odd and long in every dimension: right, or refused by name."""
     names = dims_of(op)
     chosen = [{**SMALL, n: size} for n in names for size in EDGES]
-    chosen += [{**dict.fromkeys(SMALL, 128), n: 0} for n in names]  # nothing, of a size that whole tiles would divide
-    chosen = [
-        dims for dims in chosen if all(dims.get(name) for name in op.signature.filled)
-    ]  # none of these is refused
-    row = LONGER_ROW if op.bars.kind in "BD" else LONG_ROW
+    chosen += [{**WHOLE, n: 0} for n in names]  # nothing, of a size that whole tiles would divide
+    # None of these is refused
+    chosen = [dims for dims in chosen if all(dims.get(name) for name in op.signature.filled)]
+    row = LONGER_ROW if op.bars.kind in "BD" else LONG_SUM if op.bars.kind in PRODUCTS and net.interpreter else LONG_ROW
     chosen += [{**dict.fromkeys(SMALL, 2), n: row} for n in names if n in ("hidden", "vocab")]
-    for seed, dims in enumerate(chosen):
-        case = draw(op, net, seed, FLOATS[seed % 3], {n: dims[n] for n in names})
+    drawn = [{n: dims[n] for n in names} for dims in chosen]
+    for seed, dims in enumerate(drawn):
+        if dims in drawn[:seed]:
+            continue
+        case = draw(op, net, seed, FLOATS[seed % 3], dims)
         try:
             with net.kernels():
                 actual = outcome(op, case.values, seed)
@@ -139,14 +163,17 @@ def as_in_models(op: Op, net: Net, stands_for: str = "") -> None:
 
 @of_the_op("each op feeds the shared store of codes in its own way")
 def quantised(op: Op, net: Net) -> None:
-    """Every format of the result: codes and scales those of the true value, gradients those of the plain op."""
+    """Every format of the result: codes and scales those of the true value, whatever memory held, nothing written outside of
+    them, gradients those of the plain op."""
     for seed, fmt in enumerate(formats(op, net.device)):
-        dims = {**SMALL, "tokens": 130, "hidden": 257} if seed % 3 == 0 else {**SMALL, "tokens": 7, "hidden": 136}
-        case = draw(op, net, seed, FLOATS[seed % 3], dims, {"out_format": fmt})
-        values = {**case.values, "out_format": fmt}
-        with net.kernels():
-            actual = outcome(op, values, seed)
-        check(op, f"{case.label} in {fmt}", values, actual)
+        case = draw_in(op, net, fmt, seed, FLOATS[seed % 3])
+        if case is None:
+            continue
+        with net.kernels(), memory.guarded_allocations(memory.FILLS[seed % 3]) as guards:
+            actual = outcome(op, case.values, seed)
+        for guard in guards:
+            guard.check(case.label)
+        check(op, case.label, case.values, actual)
 
 
 @of_the_op("the configs are those of the op's kernels")
@@ -178,28 +205,35 @@ def every_config(op: Op, net: Net) -> None:
 @of_the_op("which rows a program sees together is the kernel's choice")
 def isolation(op: Op, net: Net) -> None:
     """A NaN or Inf in one row leaves every other row of results and gradients as it was, bit for bit."""
-    for fmt in choices(op, net.device):
-        if fmt is not None and not (fmt.granularity in ("row", "1x128") and fmt.ways == "row"):
-            continue  # scales shared between rows carry the poison to all of them
+    plain = [None] if None in choices(op, net.device) else []
+    # Of each kind of scale that rows do not share, for that carries the poison to all of them
+    kept = {
+        (f.reach, f.small): f
+        for f in reversed(formats(op, net.device))
+        if f.ways == "row" and f.reach in ("block", "row")
+    }
+    for fmt in (*plain, *kept.values()):
         case = draw(op, net, 3, torch.float32, {**SMALL, "tokens": 6}, {"out_format": fmt}, full=True)
         values = {**case.values, "out_format": fmt} if fmt is not None else case.values
         with net.kernels():
             clean = outcome(op, values)
         shaped = {n: t for n, t in row_arguments(op, values).items() if t.is_floating_point()}
-        for (name, t), poison in itertools.product(shaped.items(), (float("nan"), float("inf"), float("-inf"))):
+        poisons = (float("nan"), float("inf"), float("-inf")) if fmt is None else (float("nan"), float("inf"))
+        for (name, t), poison in itertools.product(shaped.items(), poisons):
             bad, row = t.clone(), min(2, t.shape[0] - 1)
             bad[row].reshape(-1)[-1 if poison > 0 else 0] = poison
             with net.kernels():
                 dirty = outcome(op, {**values, name: bad}, grads=clean.grads)
             label = f"{case.label}: {poison} in row {row} of {name}" + (f", {fmt}" if fmt else "")
-            _rows_kept(label, clean, dirty, t.shape[0], row)
+            _rows_kept(label, clean, dirty, t.shape[0], row, fmt is not None and fmt.small)
 
 
-def _rows_kept(label: str, clean: Outcome, dirty: Outcome, count: int, row: int) -> None:
+def _rows_kept(label: str, clean: Outcome, dirty: Outcome, count: int, row: int, small: bool = False) -> None:
+    """All rows but one are the same in two outcomes; `small`: scales are those of small blocks, which lie row by row."""
     others = [i for i in range(count) if i != row]
     for part, before in clean.items():
         after = dirty[part]
-        if part.endswith(".scale") and before.dim() == 2:  # one column of scales per row
+        if part.endswith(".scale") and before.dim() == 2 and not small:  # one column of scales per row
             before, after = before.t(), after.t()
         if before.dim() and before.shape[0] == count:
             same_bits(f"{label}: other rows of {part}", after[others], before[others])
@@ -220,7 +254,7 @@ def special_values(op: Op, net: Net) -> None:
             values = {**case.values, name: bad}
             with net.kernels(), torch.no_grad():
                 actual = as_tuple(op.function(**fresh(op, values)))
-            agreed = contract(values, dict(zip(op.results, actual)))
+            agreed = contract(op, values, dict(zip(op.results, actual)))
             for part, result, exact in zip(op.results, actual, truth(op, values, [], torch.float32).values()):
                 if isinstance(result, tw.Quantized):
                     result, exact = result.dequantize(), values["out_format"].quantize(exact).dequantize()
@@ -236,30 +270,50 @@ def special_values(op: Op, net: Net) -> None:
 
 @of_the_op("each op's host code passes strides, and each kernel multiplies by them")
 def strides(op: Op, net: Net) -> None:
-    """Every layout of every tensor argument, and of the upstream gradient, gives the bits that a contiguous one gives."""
-    cases = {n: draw(op, net, 11, torch.bfloat16, {**SMALL, "tokens": n}, full=True) for n in (1, 6)}
+    """Every layout of every tensor argument, and of each upstream gradient, gives the bits that a contiguous one gives: each of
+    them alone in one layout, then all at once, no two in the same one, until each was in all of them."""
+    case, single = (draw(op, net, 11, torch.bfloat16, {**SMALL, "tokens": n}, full=True) for n in (6, 1))
     with net.kernels():
-        usual = {n: outcome(op, case.values) for n, case in cases.items()}
-        for name, make in layouts.LAYOUTS.items():
-            tokens = 1 if name == "size one" else 6
-            case, plain = cases[tokens], usual[tokens]
-            for argument, t in tensors(op, case.values).items():
-                view = make(t)
-                if view is None or (argument in op.writes and "expanded" in name):
-                    continue  # elements that are written share no memory
-                given = put(case.values, {argument: view})
-                dense = {argument: view.contiguous().clone()}
-                expected = plain if torch.equal(bits(view), bits(t)) else outcome(op, put(given, dense))
-                same_outcome(f"{case.label}: {argument} {name}", outcome(op, given), expected, given, True)
-            views = [g if g is None else make(g) for g in plain.grads]
-            if any(v is not None for v in views):
-                dense = [v if v is None else v.contiguous().clone() for v in views]
-                kept = all(
-                    g is v or (v is not None and torch.equal(bits(g), bits(v))) for g, v in zip(plain.grads, views)
-                )
-                expected = plain if kept else outcome(op, case.values, grads=dense)
-                actual = outcome(op, case.values, grads=views)
-                same_outcome(f"{case.label}: gradient {name}", actual, expected, case.values, True)
+        plain = outcome(op, case.values)
+        places = list(_places(op, case, plain))
+        for place in places:
+            _laid_out(op, case, plain, {place: "every other column"})
+        for some in (
+            layouts.KEEPING,
+            layouts.EXPANDED,
+        ):  # apart, for what changes no value is compared with the plain call
+            for turn in range(len(some)):
+                _laid_out(op, case, plain, {place: some[(turn + i) % len(some)] for i, place in enumerate(places)})
+        plain = outcome(op, single.values)
+        _laid_out(op, single, plain, dict.fromkeys(_places(op, single, plain), "size one"))
+
+
+def _places(op: Op, case: Case, plain: Outcome) -> dict[str, Tensor]:
+    """The tensor arguments of a call and its upstream gradients, by name."""
+    return {**tensors(op, case.values), **{f"gradient {i}": g for i, g in enumerate(plain.grads) if g is not None}}
+
+
+def _laid_out(op: Op, case: Case, plain: Outcome, chosen: Mapping[str, str]) -> None:
+    """A call with tensors in these layouts gives the bits of one whose tensors are contiguous and hold the same."""
+    there = _places(op, case, plain)
+    views = {
+        place: layouts.LAYOUTS[name](there[place])
+        for place, name in chosen.items()
+        if not (place in op.writes and "expanded" in name)  # elements that are written share no memory
+    }
+    views = {place: view for place, view in views.items() if view is not None}
+    if not views:
+        return
+
+    def called(some: Mapping[str, Tensor]) -> tuple[dict[str, Any], Outcome]:
+        values = put(case.values, {n: t for n, t in some.items() if not n.startswith("gradient ")})
+        return values, outcome(op, values, grads=[some.get(f"gradient {i}", g) for i, g in enumerate(plain.grads)])
+
+    same = all(torch.equal(bits(view), bits(there[place])) for place, view in views.items())
+    expected = plain if same else called({place: view.contiguous().clone() for place, view in views.items()})[1]
+    label = ", ".join(f"{place} {chosen[place]}" for place in views)
+    values, actual = called(views)
+    same_outcome(f"{case.label}: {label}", actual, expected, op, values, True)
 
 
 @of_the_op("each op's host code flattens rows")
@@ -287,7 +341,7 @@ def outs(op: Op, net: Net) -> None:
     a call that allocates, and nothing between the elements is touched. So is an argument that a result may lie on."""
     if not op.result_rows:
         return
-    case = draw(op, net, 13, torch.float32, {**SMALL, "tokens": 6}, ungrouped(op))
+    case = draw(op, net, 13, torch.float32, {**SMALL, "tokens": 6, "hidden": 34, "columns": 34}, ungrouped(op))
     with net.kernels(), torch.no_grad():
         plain = as_tuple(op.function(**fresh(op, case.values)))
         if op.signature.listed:
@@ -302,7 +356,9 @@ def outs(op: Op, net: Net) -> None:
             for result, arguments in op.out.lies_on.items():
                 for argument in arguments:
                     _out_over(op, case, plain, result, argument)
-        for fmt in formats(op, net.device):
+        for fmt in kinds(op, net.device):
+            if not holds(op, fmt, case.values):
+                continue
             expected = as_tuple(op.function(**{**fresh(op, case.values), "out_format": fmt}))
             groups = expected[0].offsets
             out = fmt.empty(
@@ -313,7 +369,7 @@ def outs(op: Op, net: Net) -> None:
                 values = {**fresh(op, case.values), "out_format": fmt, "out": given if plain[1:] else out}
                 made = as_tuple(op.function(**values))
                 assert made[0] is out, f"{case.label}: out in {fmt} was not returned"
-                agreed = contract({**case.values, "out_format": fmt}, dict(zip(op.results, expected)))
+                agreed = contract(op, {**case.values, "out_format": fmt}, dict(zip(op.results, expected)))
                 name = op.results[0]
                 there, here = ({f"{name}{tail}": t for tail, t in pieces(q).items()} for q in (expected[0], out))
                 for part, wanted in there.items():
@@ -322,8 +378,8 @@ def outs(op: Op, net: Net) -> None:
 
 
 def _outs_in(op: Op, case: Case, plain: tuple, name: str, make: Callable[[Tensor], Tensor | None]) -> None:
-    """`out` in one layout: all results twice, recorded and replayed, and each alone."""
-    agreed = contract(case.values, dict(zip(op.results, plain)))
+    """`out` in one layout: all results, where it is dense or has gaps twice, recorded and replayed, and each alone."""
+    agreed = contract(op, case.values, dict(zip(op.results, plain)))
 
     def memory_for(result: str, like: Tensor) -> Tensor:
         dense = torch.zeros_like(like, memory_format=torch.contiguous_format)
@@ -334,7 +390,7 @@ def _outs_in(op: Op, case: Case, plain: tuple, name: str, make: Callable[[Tensor
     guards = [memory.Gaps(t) for t in given]
     alone = [[t if i == k else None for i, t in enumerate(given)] for k in range(len(given))]
     alone = alone if plain[1:] and name == "dense" else []
-    for outs in (given, given, *alone):
+    for outs in (given, *([given] if name in ("dense", "every other column") else []), *alone):
         label = f"{case.label}: out {name}" + (f" {[t is not None for t in outs]}" if plain[1:] else "")
         chosen = [t for t in outs if t is not None]
         for t in chosen:
@@ -442,7 +498,7 @@ def guarded_memory(op: Op, net: Net) -> None:
                         fence.check(f"{label}: upstream gradient {i}")
                 for guard in guards:
                     guard.check(label)
-                same_outcome(label, actual, expected, values)
+                same_outcome(label, actual, expected, op, values)
 
 
 @of_the_op("each kernel widens its own offsets")

@@ -61,7 +61,7 @@ def refusals(op: Op, net: Net) -> None:
         same_bits(f"{op.name}: {n} after malformed calls", tensors(op, case.values)[n], t)
     with net.kernels(), torch.no_grad():
         again = named(op, op.function(**fresh(op, case.values)))
-    same_outcome(f"{op.name}: a good call after malformed ones", again, good, case.values)
+    same_outcome(f"{op.name}: a good call after malformed ones", again, good, op, case.values)
 
 
 def named(op: Op, results: Any) -> dict[str, Tensor]:
@@ -178,7 +178,7 @@ def _compiled(op: Op, net: Net, fmt: Any, dynamic: bool) -> None:
             if inputs:
                 found = differentiate(op, results, inputs, upstream(op, results))
                 actual.update({f"d_{n}": g for n, g in found.items() if g is not None})
-        same_outcome(f"{again.label}: compiled, dynamic={dynamic}, {fmt}", actual, expected, values)
+        same_outcome(f"{again.label}: compiled, dynamic={dynamic}, {fmt}", actual, expected, op, values)
         first = first or counter.frame_count
     assert counter.frame_count == first, f"{case.label}: new shapes were compiled anew"
 

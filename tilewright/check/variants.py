@@ -22,6 +22,7 @@ from triton.runtime.jit import create_function_from_signature
 import tilewright as tw
 
 from ..core.draw import Draw
+from ..core.nest import labels, leaves
 from ..core.signature import Row
 from ..core.target import TARGETS, Target, pretend
 from ..op import Op
@@ -29,7 +30,7 @@ from ..runtime.kernel import Kernel, Wanted, collect
 from ..runtime.results import flatten, saved_results
 from ..toolchain.aot import Compiled, compile_for, fingerprint, gpu_target
 from . import layouts
-from .cases import dims_of, formats, row_arguments
+from .cases import dims_of, formats, holds, row_arguments
 
 COMMON = {"tokens": 8192, "experts": 8, "batch": 2, "length": 4096, "heads": 32, "head_dim": 128, "columns": 4096}
 HOT = (
@@ -43,7 +44,6 @@ ODD = {**COMMON, "tokens": 101, "hidden": 130, "columns": 77, "vocab": 50257, "b
 WIDE = {**COMMON, "tokens": 130, "hidden": 20000, "vocab": 2**20}
 LONG = {**COMMON, "tokens": 1000, "hidden": 16384, "vocab": 16384, "experts": 256}
 LOW = torch.bfloat16
-ROUTED = {"scale": True, "offsets": True}  # rows grouped by expert, each with its router's probability
 
 
 class Plain(Draw):
@@ -115,11 +115,21 @@ def hot_calls(op: Op) -> Iterator[Call]:
     """What the library is made for: none of these may spill."""
     source = Blank(op, HOT[0])
     op.inputs(source)
-    settings = [{}, {"full": True}, *([{"options": ROUTED}] if ROUTED.keys() <= set(source.optional) else [])]
+    routed = routed_options(op, source.optional)
+    settings = [{}, {"full": True}, *([{"options": routed}] if 0 < len(routed) < len(source.optional) else [])]
     for dims in (*HOT, *([MANY] if "experts" in dims_of(op) else [])):
         for setting in settings:
             yield Call(drawn(op, dims, **setting))
             yield from in_hot_formats(op, drawn(op, dims, **setting))
+
+
+def routed_options(op: Op, optional: Iterable[str]) -> dict[str, bool]:
+    """The optional tensors of rows that are grouped by expert, each with a number of its own, its router's probability; none of
+    an op whose rows are never grouped, or always."""
+    rules = {p.name: p.rule for p in op.signature.parameters}
+    if op.groups not in optional:
+        return {}
+    return {n: True for n in optional if n == op.groups or (rules[n].leading and not rules[n].dims)}
 
 
 def calls(op: Op) -> Iterator[Call]:
@@ -135,22 +145,24 @@ def calls(op: Op) -> Iterator[Call]:
         yield Call(drawn(op, HOT[0], dtype=dtype, full=True))
     yield longest_rows(op)
     yield from options_one_by_one(op)
-    for i, fmt in enumerate(formats(op, "meta")):
-        yield Call({**drawn(op, HOT[0], full=bool(i % 2)), "out_format": fmt}, FORWARD)
-    if op.out.any_format:  # two codes a byte: even sizes, no groups
-        for fmt in (
-            tw.int8("row"),
-            tw.int4("1x128", zero=True, ways="both"),
-            tw.mx("e2m1", ways="both"),
-            tw.nvfp4(ways="both"),
-        ):
-            yield Call({**drawn(op, HOT[0]), "out_format": fmt}, FORWARD)
+    yield from in_every_format(op)
     for layout in (layouts.transposed, layouts.one_further):
         values = drawn(op, HOT[0], full=True)
         moved = {n: layout(t) for n, t in row_arguments(op, op.signature.bind((), values)).items()}
         yield Call({**values, **{n: t for n, t in moved.items() if t is not None}})
     for name in op.differentiable:
         yield Call(drawn(op, HOT[0], full=True), frozenset((name,)))
+
+
+def in_every_format(op: Op) -> Iterator[Call]:
+    """A result in each format that it can be had in, by turns of a call without and with optional tensors; without them where
+    these are groups of rows, which a format may not have."""
+    for i, fmt in enumerate(formats(op, "meta")):
+        for full in (bool(i % 2), False):
+            values = drawn(op, HOT[0], full=full)
+            if holds(op, fmt, values):
+                yield Call({**values, "out_format": fmt}, FORWARD)
+                break
 
 
 def few_of_each_kind(op: Op) -> Iterator[Call]:
@@ -248,7 +260,7 @@ class Variant:
 
     kernel: Kernel
     arch: str
-    types: dict[str, str]  # of the arguments that are left at run time
+    types: dict[str, str | tuple]  # of the arguments that are left at run time; a tuple's are those of what lies in it
     divisible: frozenset[str]  # those among them that are multiples of 16
     constants: dict[str, Any]
     options: dict[str, Any]
@@ -256,7 +268,7 @@ class Variant:
     @property
     def name(self) -> str:
         """All that it depends on but the chip."""
-        words = [f"{n}:{t}{'/16' * (n in self.divisible)}" for n, t in self.types.items()]
+        words = [f"{n}:{t}{'/16' * (n in self.divisible)}" for n, t in named(self.types).items() if t != "constexpr"]
         words += [f"{n}={_show(v)}" for n, v in self.constants.items() if v is not None]
         words += [f"{n}={v}" for n, v in sorted(self.options.items())]
         return " ".join([self.kernel.name, *words])
@@ -289,11 +301,24 @@ def variant(wanted: Wanted, arch: str = "sm_90") -> Variant:
     """The variant that a launch needs."""
     kernel = wanted.kernel
     bound, read, _ = _binder(kernel, arch)(*wanted.ordered)
-    marked = dict(zip(bound, read))
-    types = {name: kind for name, (kind, _) in marked.items() if kind != "constexpr"}
-    divisible = frozenset(name for name in types if "D" in str(marked[name][1] or ""))
-    constants = {name: bound[name] for name in bound if name not in types}
-    return Variant(kernel, arch, types, divisible, constants, wanted.options)
+    kinds = {name: kind for name, (kind, _) in zip(bound, read)}
+    facts = named({name: fact for name, (_, fact) in zip(bound, read)})
+    # A compile-time argument may be a tuple, and a tuple of the launch may hold what is constant: 1, None
+    whole = {name: bound[name] for name, kind in kinds.items() if kind == "constexpr"}
+    types = {name: kind for name, kind in kinds.items() if name not in whole}
+    values, flat = named({name: bound[name] for name in types}), named(types)
+    divisible = frozenset(name for name, kind in flat.items() if kind != "constexpr" and "D" in str(facts[name] or ""))
+    inside = {name: values[name] for name, kind in flat.items() if kind == "constexpr"}
+    return Variant(kernel, arch, types, divisible, {**whole, **inside}, wanted.options)
+
+
+def named(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments, and in the place of tuples what lies in them, as `WAY.codes` or `SOURCE.0`."""
+    return {
+        label: leaf
+        for name, value in arguments.items()
+        for (_, leaf), label in zip(leaves((value,)), labels(name, value).values())
+    }
 
 
 def needed(op: Op, which: Iterable[Call], arch: str = "sm_90") -> tuple[Variant, ...]:

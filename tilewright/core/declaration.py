@@ -14,8 +14,8 @@
   between the implementation's two halves.
 * `writes` names the arguments that a call changes. The reference changes nothing: it gives what they become after all results, and
   kernels give the results alone. They have no gradient, nor does the backward see them; in compiled calls nothing else has.
-* `out` says where results may be stored, `gradient` what the backward needs, `cost` what a call must do, `bars` how near to the
-  truth it must come.
+* `out` says where results may be stored and how much of them is there, `gradient` what the backward needs, `cost` what a call must
+  do, `bars` how near to the truth it must come.
 * `groups` names the argument or the result that holds the end rows of groups, if rows come in groups.
 * `asks` names the argument, if there is one, by which a call asks for an implementation: "auto", or an implementation's name.
 * `sibling` names the op, if there is one, whose kernels these are too: this is a second public form over them. An `internal` op is
@@ -41,7 +41,7 @@ from torch import Tensor
 
 from .flat import as_tuple, given_tensors, in_words, mapped
 from .format import Format, Quantized
-from .outs import check_outs, check_written, outs_of, stored
+from .outs import check_outs, check_written, groups_of, outs_of, stored
 from .signature import Range, Row, Signature
 from .target import Target
 
@@ -87,12 +87,14 @@ class Out:
     """Where results may be stored.
 
     `lies_on` names, for a result, the arguments whose memory it may be given: each of their elements is read by what then writes
-    it. `contiguous` names results whose kernels write rows one after the other: memory that is given for them must be so.
-    `any_format`: results can be had in every format, not only in those that kernels make as they store (`Format.fused`)."""
+    it. `contiguous` names results whose kernels write rows one after the other: memory that is given for them must be so. `live`
+    names, for a dimension of results ("..." is the leading ones), the argument or result that says how much of it is there: end
+    rows of groups, of which the last counts, or a count for each index of the dimension before. What results and gradients hold
+    beyond is not specified."""
 
     lies_on: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     contiguous: tuple[str, ...] = ()
-    any_format: bool = False
+    live: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -133,9 +135,10 @@ class Sharding:
     name does not: where options order dimensions, or one is cut as another is. Sizes of one dimension may differ: "heads/q" and
     "heads/k" are sharded together. `units` counts what a dimension is made of that is not cut: each rank must have as many.
     Arguments in `once` are added to what is a sum over ranks if it is one, and must then be absent. `mean` names the argument over
-    whose rows the first result is a mean; where `reduction` asks for one, `divisor` gives, from a rank's own arguments, its part of
-    what the sum is divided by. Arguments in `summed`, a few numbers, may be `Partial`, and are then summed over ranks. `advice` is
-    for who shards a dimension that is not local."""
+    whose rows the first result is a mean. Where it is a mean over something else, `divisor` gives, from a rank's own arguments, its
+    part of what the sum is divided by, and `summing` the options with which a rank's call gives its part of the sum. Arguments in
+    `summed`, a few numbers, may be `Partial`, and are then summed over ranks. `advice` is for who shards a dimension that is not
+    local."""
 
     local: tuple[str, ...] = ("...",)
     names: Mapping[str, str] = field(default_factory=dict)
@@ -143,6 +146,7 @@ class Sharding:
     once: tuple[str, ...] = ()
     mean: str | None = None
     divisor: Callable[[SimpleNamespace], Tensor] | None = None
+    summing: Mapping[str, Any] = field(default_factory=dict)
     summed: tuple[str, ...] = ()
     advice: Mapping[str, str] = field(default_factory=dict)
 
@@ -215,8 +219,8 @@ class Declaration:
             ("groups", (groups,)), ("asks", (asks,)), ("gradient.overwrites", (gradient.overwrites,)),
             ("gradient.of", gradient.of), ("gradient.saves", gradient.saves or ()), ("gradient.through", through),
             ("out.lies_on", (*out.lies_on, *(n for names in out.lies_on.values() for n in names))),
-            ("out.contiguous", out.contiguous), ("writes", writes),
-            ("sharding", (*shards.once, *shards.summed, shards.mean)),
+            ("out.contiguous", out.contiguous), ("out.live", out.live.values()), ("writes", writes),
+            ("sharding", (*shards.once, *shards.summed, *shards.summing, shards.mean)),
         ]  # fmt: skip
         for what, words in said:
             wrong = [word for word in words if word is not None and word not in known]
@@ -254,12 +258,22 @@ class Declaration:
         """Raise TypeError or ValueError naming the first argument that is not what it should be."""
         self.signature.validate(values)
         wanted = values.get("out_format")
-        if wanted is not None and not (self.out.any_format or wanted.fused):
-            raise ValueError(f"{self.name}: out_format {wanted} is not made here: quantize the plain result")
+        if wanted is not None:
+            self.check_format(wanted, values)
         if self.writes:
             check_written(self, values)
         if values.get("out") is not None:
             check_outs(self, values)
+
+    def check_format(self, wanted: Format, values: Mapping[str, Any]) -> None:
+        """Raise ValueError if the first result cannot be held in a format."""
+        expected = self.expected(values)
+        shape, _ = next(iter(expected.values()))
+        try:
+            wanted.check(shape, groups_of(self, values, expected))
+        except ValueError as error:
+            why = str(error).removeprefix("y: ")
+            raise ValueError(f"{self.name}: out_format cannot hold a result of shape {list(shape)}: {why}") from None
 
     def expected(self, values: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
         """(shape, dtype) of each result that the caller gets, lists of them where it is a list, for validated arguments."""
@@ -302,7 +316,7 @@ class Declaration:
         """The names of formats that the result can be had in."""
         if "out_format" not in self.signature.names:
             return []
-        return sorted(name for name, one in Format.known.items() if one.fused or self.out.any_format)
+        return sorted(Format.known)
 
     # ---------------------------------------------------------------- results
 

@@ -82,6 +82,14 @@ def check_number(op: Declared, out: Any) -> None:
         raise TypeError(f"{op.name}: out must be a tuple of {count}, for {', '.join(op.result_rows)}, got {got}")
 
 
+def groups_of(op: Declared, values: Mapping[str, Any], expected: Mapping[str, tuple[Any, Any]]) -> int:
+    """How many groups the rows of the first result are in: by an argument or by another result; 0 of rows that are not grouped."""
+    if op.groups in expected:
+        return expected[op.groups][0][0]
+    ends = values.get(op.groups)
+    return 0 if ends is None else ends.shape[0]
+
+
 def check_outs(op: Declared, values: Mapping[str, Any], addresses: bool = True) -> None:
     """Raise TypeError or ValueError for an `out` that cannot be stored into. Without `addresses`, as while a call is traced,
     nothing is said of memory that is shared."""
@@ -93,9 +101,7 @@ def check_outs(op: Declared, values: Mapping[str, Any], addresses: bool = True) 
     tensors = given_tensors(arguments)
     device = tensors[0].device if tensors else None
     outs, written, expected = outs_of(op, values), [], op.expected(values)
-    ends = values.get(op.groups)
-    groups = 0 if ends is None else ends.shape[0]
-    groups = expected[op.groups][0][0] if op.groups in expected else groups
+    groups = groups_of(op, values, expected)
     for at, ((name, (shape, dtype)), out) in enumerate(zip(expected.items(), outs)):
         if out is None:
             continue

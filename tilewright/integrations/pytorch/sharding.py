@@ -72,8 +72,9 @@ def run(op: Op, rule: Sharding, values: Mapping[str, Any]) -> Any:
 
     local = {n: t.to_local(grad_placements=placements(dims[n], split)) for n, t in tensors.items()}
     total = None
-    if reduced and rule.divisor is not None and values["reduction"] == "mean":
-        local["reduction"], total = "sum", over_ranks(rule.divisor(namespace({**values, **local})), mesh, split)
+    if reduced and rule.divisor is not None:
+        total = over_ranks(rule.divisor(namespace({**values, **local})), mesh, split)
+        local |= rule.summing
     whole = None if rule.mean is None or not reduced else tensors[rule.mean].numel()
     if whole and not local[rule.mean].numel():
         made = upcast(local[rule.mean]).sum()  # the mean of no rows would be NaN
