@@ -143,9 +143,11 @@ def dequantize_codes(
     dtype: Literal["bfloat16", "float16", "float32", "float64"] = "bfloat16",
     *,
     offsets: Tensor | None = None,
+    shared: Tensor | None = None,
+    zero: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """code * scale in fp32, rounded to `dtype`: the matrix whose row-wise operand, or column-wise twin, these are."""
+    """(code - zero) * scale * shared in fp32, rounded to `dtype`: the matrix whose row-wise operand, or twin, these are."""
 
 def embedding(
     ids: Tensor,
@@ -379,6 +381,21 @@ def linear_fp8(
     out: Tensor | None = None,
 ) -> Tensor:
     """`x @ weight.T + bias` for `x` [..., in] and `weight` [out, in], as `torch.nn.functional.linear` has them; all products,"""
+
+def linear_fp8_accumulate(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    main_grad: Tensor,
+    weight_codes: Tensor | None = None,
+    weight_scale: Tensor | None = None,
+    weight_codes_t: Tensor | None = None,
+    *,
+    data: bool = True,
+    add: bool = True,
+    out: Tensor | None = None,
+) -> Tensor:
+    """The backward of `linear_fp8`: gives `dy @ weight`, or nothing without `data`, and adds `dy.T @ x` to `main_grad` if `add`."""
 
 def load_balancing_loss(
     logits: Tensor,

@@ -56,6 +56,7 @@ OPS = {
     "hadamard_quantize": "ops.quantise.hadamard",
     "linear_cross_entropy": "ops.loss.linear_cross_entropy",
     "linear_fp8": "nn.linear_fp8",
+    "linear_fp8_accumulate": "nn.linear_fp8",
     "load_balancing_loss": "ops.moe.router_loss",
     "matmul": "gemm.matmul",
     "mla_rope": "ops.rotary.mla_rope",

@@ -23,8 +23,8 @@ from ..core.draw import Draw
 from ..core.format import Quantized
 from ..core.signature import above, at_least
 from ..core.tensor import cdiv, name_of
+from ..formats.fill import fill
 from ..formats.fp8 import fp8
-from ..formats.tiles import store_tiles
 from ..gemm.grouped_inner import grouped_mm_inner, grouped_mm_inner_fp8
 from ..gemm.grouped_rows import grouped_mm_rows, grouped_mm_rows_fp8
 from ..op import Bars, Cost, Gradient, Op, Out, Sharding, Triton, single, upcast
@@ -233,7 +233,7 @@ class Coded(Plain):
             return quantize.run({"x": x, "out_format": CODES[ways], "offsets": None})
         shape = self.source.shape[0], x.shape[1]
         q = CODES[ways].empty(shape, x.dtype, x.device, self.offsets.shape[0], self.offsets)
-        store_tiles(q, produce, (x, self.source), x.stride())
+        fill(q, produce, (x, self.source, *x.stride()))
         return q
 
     def times(self, rows: Quantized, name: str, back: bool = False) -> Tensor:
