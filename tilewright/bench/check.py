@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -28,12 +29,10 @@ from ..check.oracle import (
     row_shaped,
     specified,
 )
-from ..core.format import Quantized
+from ..core.format import Format, Quantized
 from ..op import Op
 
 BLOCK = 128
-E4M3_MAX = 448.0
-INT8_MAX = 127.0
 ULPS = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}  # of anything wider, 1e-5
 ROUNDED = Bar(6e-3, 6e-3, 1.0)  # of what goes on from rounded values
 COARSE = Bar(8e-2, 8e-2, 1.0)  # of FP8 products of FP8 products: each factor of each is off by 2.6 %
@@ -130,29 +129,6 @@ def compare(pairs: Iterable[tuple[Tensor, Tensor]], bar: Bar, what: str, slack: 
     return error
 
 
-def expected_codes(y: Tensor, width: int = BLOCK) -> tuple[Tensor, Tensor]:
-    """(codes, scales) of groups of `width` along the last dimension, by the default rule: m = 2^floor(log2(448 / amax))."""
-    pad = -y.shape[-1] % width
-    groups = torch.nn.functional.pad(y, (0, pad)).unflatten(-1, (-1, width))
-    amax = groups.abs().amax(-1, keepdim=True)
-    # The exponent field of the float64 quotient is the floor of its logarithm, exactly.
-    exponent = (E4M3_MAX / amax.double().clamp_min(1e-35)).view(torch.int64) >> 52
-    multiplier = (exponent << 52).view(torch.float64)
-    codes = (groups.double() * multiplier).clamp(-E4M3_MAX, E4M3_MAX).float().to(torch.float8_e4m3fn)
-    scales = torch.where(amax == 0, 1.0, 1.0 / multiplier).float().squeeze(-1)
-    return codes.flatten(-2)[..., : y.shape[-1]], scales
-
-
-def expected_integers(y: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """(INT8 codes, scales) of groups of `width` along the last dimension: scale amax / 127, code the nearest to y / scale."""
-    pad = -y.shape[-1] % width
-    groups = torch.nn.functional.pad(y, (0, pad)).unflatten(-1, (-1, width)).double()
-    amax = groups.abs().amax(-1, keepdim=True)
-    scales = torch.where(amax == 0, 1.0, amax / INT8_MAX)
-    codes = (groups / scales).round().to(torch.int8)
-    return codes.flatten(-2)[..., : y.shape[-1]], scales.float().squeeze(-1)
-
-
 def _steps(codes: Tensor) -> Tensor:
     """Codes as whole numbers in the order of their values, so that neighbours differ by one."""
     if codes.dtype == torch.int8:
@@ -161,17 +137,19 @@ def _steps(codes: Tensor) -> Tensor:
     return torch.where(bits < 128, bits, 128 - bits)
 
 
-def compare_codes(groups: Iterable[tuple[Tensor, Tensor, Tensor]], what: str, width: int = BLOCK) -> float:
-    """Share of differing codes of (codes, scales, truth), groups along the last dimension; raises above the bars."""
+def compare_codes(groups: Iterable[tuple[Tensor, Tensor, Tensor]], what: str, format: Format) -> float:
+    """Share of codes of (codes, scales [rows, blocks], truth) that differ from what the format makes of the truth along its rows;
+    raises above the bars."""
     off = elements = scales_off = scale_count = 0
+    one, by_row = replace(format, ways="row"), format.granularity == "row"
     for codes, scales, truth in groups:
-        if codes.dtype == torch.int8:
-            want_codes, want_scales = expected_integers(truth.float(), width)
+        want = one.quantize(truth.float())
+        want_scales = want.scale[:, None] if by_row else want.scale.t()
+        width = truth.shape[-1] if by_row else BLOCK
+        same_scale = scales == want_scales
+        if not getattr(format, "pow2", False):
             same_scale = (scales - want_scales).abs() <= SCALE_ULPS * want_scales
-        else:
-            want_codes, want_scales = expected_codes(truth.float(), width)
-            same_scale = scales == want_scales
-        distance = (_steps(codes) - _steps(want_codes)).abs()
+        distance = (_steps(codes) - _steps(want.data)).abs()
         trusted = same_scale.repeat_interleave(width, -1)[..., : codes.shape[-1]]
         if bool((distance[trusted] > 1).any()):
             raise Wrong(f"{what}: a code is {int(distance[trusted].max())} steps from the truth")
@@ -206,16 +184,16 @@ def compare_quantized(
             all_written(tensor, f"{what}.{part}")
     if q.data is not None:
         triples = ((q.data[b], q.scale[b, None] if by_row else q.scale[:, b].t(), truth(b)) for b in picked)
-        errors.append(compare_codes(triples, f"{what} row-wise", q.shape[-1] if by_row else BLOCK))
+        errors.append(compare_codes(triples, f"{what} row-wise", q.format))
     if q.data_t is not None and by_row:
         triples = [(q.data_t, q.scale_t[:, None], columns(slice(None)).t().contiguous())]
-        errors.append(compare_codes(triples, f"{what} column-wise", q.shape[0]))
+        errors.append(compare_codes(triples, f"{what} column-wise", q.format))
     elif q.data_t is not None:
         triples = (
             (q.data_t[:, b].contiguous(), q.scale_t[b.start // BLOCK, :, None], columns(b).t().contiguous())
             for b in picked
         )
-        errors.append(compare_codes(triples, f"{what} column-wise"))
+        errors.append(compare_codes(triples, f"{what} column-wise", q.format))
     if not errors:
         raise Wrong(f"{what}: neither row-wise nor column-wise codes")
     return max(errors)

@@ -288,8 +288,3 @@ def codes_for_kernel(data: Tensor | None, fast: bool) -> Tensor | None:
 def as_bytes(scale: Tensor | None) -> Tensor | None:
     """Scales as a kernel takes them: those of small blocks as bytes, for Triton knows no e8m0, and e4m3 not on every chip."""
     return None if scale is None else scale if scale.dtype == torch.float32 else scale.view(torch.uint8)
-
-
-def row_stride(scale: Tensor | None) -> int:
-    """The distance between rows of a two-dimensional scale."""
-    return scale.stride(0) if scale is not None and scale.dim() == 2 else 0

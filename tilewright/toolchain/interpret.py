@@ -5,7 +5,8 @@ probe and is applied only where the probe fails, so a Triton that mends a fault 
 
 It also makes the interpreter stricter, for the stock one hides faults that a GPU shows: a load or store outside the
 memory of every tensor argument raises, lanes masked off without `other` hold NaN (integers: a wild value), float
-arguments are float32 scalars, loop variables are tensors, `and`/`or`/`not` work element by element.
+arguments are float32 scalars, loop variables are tensors, `and`/`or`/`not` work element by element. And it is made to
+remember what it makes again and again (`quicken.py`).
 `reversed_programs()` runs the grid backwards, so an answer that depends on the order of programs changes.
 """
 
@@ -25,7 +26,7 @@ import triton.language as tl
 import triton.runtime.interpreter as stock
 from triton.runtime.interpreter import TensorHandle
 
-from . import emulate
+from . import emulate, quicken
 
 __all__ = ["install", "reversed_programs"]
 
@@ -346,5 +347,6 @@ def install() -> tuple[str, ...]:
         stock.InterpretedFunction.__call__ = _device_call
         stock.GridExecutor.__call__ = _call
         stock.GridExecutor._init_args_hst, stock.GridExecutor._restore_args_dev = _init_args, _restore_args
+        quicken.install()
         _applied = applied
         return applied

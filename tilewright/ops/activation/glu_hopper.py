@@ -20,7 +20,7 @@ from ...core.target import Target
 from ...core.tensor import cdiv
 from ...device.activation import gated, gated_gradient
 from ...device.hopper import TILE, store_tile, widen
-from ...formats.fill import row_stride, tiles_in_bulk
+from ...formats.fill import tiles_in_bulk
 from ...runtime.kernel import kernel
 
 # Programs; 250 registers on four warps leave room for no more. Three of 168 were slower at every size (H200, November 2026)
@@ -282,7 +282,8 @@ def store_pairs(
         programs = cdiv(tiles, cdiv(tiles, programs))
     X = boxes(x, [2, 64, 128], [2, M, N], [N, 2 * N, 1])
     rest = (
-        blocks, q.data, q.scale, q.data_t, q.scale_t, tiles, M, N, row_stride(q.scale), row_stride(q.scale_t), limit, alpha,
+        blocks, q.data, q.scale, q.data_t, q.scale_t, tiles, M, N, q.format.scale_stride(q, "row"),
+        q.format.scale_stride(q, "col"), limit, alpha,
         programs,
     )  # fmt: skip
     constants = {"ACT": act, "FORMAT": q.format.device_format(True), "MASK": blocks is not None or M % 128 != 0}

@@ -18,7 +18,7 @@ from ...core.format import Format, Quantized
 from ...core.target import Target
 from ...core.tensor import cdiv
 from ...device.hopper import TILE, store_tile, widen
-from ...formats.fill import row_stride, tiles_in_bulk
+from ...formats.fill import tiles_in_bulk
 from ...op import single
 from ...runtime.kernel import kernel
 
@@ -136,7 +136,8 @@ def store_normed_tiles(
     programs = cdiv(tiles, cdiv(tiles, PER_SM * Target.at(x.device).sms))
     layout = gl.NVMMASharedLayout.get_default_for([64, 128], gl.bfloat16)
     box = TensorDescriptor(x, [M, N], [N, 1], [64, 128], layout)
-    outputs = q.data, q.scale, q.data_t, q.scale_t, tiles, M, N, row_stride(q.scale), row_stride(q.scale_t)
+    strides = q.format.scale_stride(q, "row"), q.format.scale_stride(q, "col")
+    outputs = q.data, q.scale, q.data_t, q.scale_t, tiles, M, N, *strides
     rms_norm_tiles(
         box, weight, rstd, *outputs, weight_offset or None, programs,
         FORMAT=q.format.device_format(True), MASK=M % 128 != 0, AFTER=after,

@@ -22,7 +22,7 @@ from ...core.signature import at_least
 from ...core.target import Target
 from ...core.tensor import cdiv, rows, vector
 from ...device.store import Way, store_tile
-from ...formats.fill import alignment, column_way, is_fast, row_stride, row_way
+from ...formats.fill import alignment, column_way, is_fast, row_way
 from ...formats.fp8 import Fp8
 from ...op import Bars, Gradient, Op, Out, Sharding, Triton, single, upcast
 from ...runtime.kernel import kernel
@@ -210,17 +210,18 @@ def forward(x, weight, router, eps, *, out_format) -> tuple[Tensor, Tensor, Tens
     x2 = rows(x)
     (M, N), E = x2.shape, router.shape[0]
     logits, rstd = empty_results(x, router)
-    FORMAT, YT, ST = None, None, None
+    S = YT = ST = FORMAT = None
+    strides = (0, 0)
     if out_format is None:
         y = Y = torch.empty_like(x, memory_format=torch.contiguous_format)
-        S = None
     else:
         y = out_format.empty(x.shape, x.dtype, x.device)
         (Y, S, *_), (YT, ST, *_) = row_way(y), column_way(y)
         FORMAT = out_format.device_format(is_fast(x))
+        strides = (out_format.scale_stride(y, "row"), out_format.scale_stride(y, "col"))
     rms_norm_router_forward(
-        x2, vector(weight), router, Y, S, YT, ST, logits, rstd, M, N, E, *x2.stride(), *router.stride(), row_stride(S),
-        row_stride(ST), eps, 1.0 / N if N else math.nan, FORMAT=FORMAT,
+        x2, vector(weight), router, Y, S, YT, ST, logits, rstd, M, N, E, *x2.stride(), *router.stride(), *strides,
+        eps, 1.0 / N if N else math.nan, FORMAT=FORMAT,
         BLOCK_K=BLOCK_K, ALIGN=alignment(YT, M),
         FULL=out_format is not None and M * N > 0 and M % TILE == 0 and N % TILE == 0,
     )  # fmt: skip
