@@ -12,12 +12,18 @@ from .quantize import has, quotient
 SMALLEST = tl.constexpr(2.0**-100)  # smallest scale: below it `quotient` would not be exact
 MAGIC = tl.constexpr(12582912.0)  # 1.5 * 2**23: what is added to it rounds to an integer, in the low bits
 MAGIC_BITS = tl.constexpr(0x4B400000)
+# The lowest bytes of four words in one, and that where the fifth has bits
+PACK_BYTES = tl.constexpr(
+    "{ .reg .b32 low, high; prmt.b32 low, $1, $2, 0x0040; prmt.b32 high, $3, $4, 0x0040;"
+    " prmt.b32 $0, low, high, 0x5410; and.b32 $0, $0, $5; }"
+)
 
 
 @triton.jit
 def integer_scale(amax, FORMAT: tl.constexpr):
     """(scale, its reciprocal) of a block with this amax; NaN if that is not finite."""
-    s = tl.maximum(tl.div_rn(amax, 127.0 if has(FORMAT, "int8") else 7.0), SMALLEST)
+    MAX: tl.constexpr = 127.0 if has(FORMAT, "int8") else 7.0
+    s = tl.maximum(quotient(amax, MAX, 1.0 / MAX), SMALLEST)  # exact for every amax, by 127 and by 7
     s = tl.where(amax == 0.0, 1.0, s) + amax * 0.0
     return s, tl.div_rn(1.0, s)
 
@@ -43,10 +49,23 @@ def nearest(v, s):
 def integer_code(y, s, c, z, FORMAT: tl.constexpr):
     """The code of y in the low bits of an int32 whose others are 0. No code exceeds 127, or 7, but for a zero point's."""
     v = quotient(y, s, c)
-    if has(FORMAT, "int8"):
-        code = tl.where(s == s, (v + MAGIC).to(tl.int32, bitcast=True) & 0xFF, 0)
-    elif has(FORMAT, "zero"):
-        code = tl.where(s == s, tl.minimum(nearest(v, s) + z, 7) & 0xF, 0)
+    kept = tl.where(s == s, 0xFF if has(FORMAT, "int8") else 0xF, 0)
+    if has(FORMAT, "zero"):
+        code = tl.minimum(nearest(v, s) + z, 7) & kept
     else:
-        code = tl.where(s == s, (v + MAGIC).to(tl.int32, bitcast=True) & 0xF, 0)
+        code = (v + MAGIC).to(tl.int32, bitcast=True) & kept
+    return code
+
+
+@triton.jit
+def byte_code(y, s, c, FORMAT: tl.constexpr):
+    """The int8 code of y. Four numbers are packed and masked as one word where the chip's own instructions may be named."""
+    if has(FORMAT, "fast"):
+        v = (quotient(y, s, c) + MAGIC).to(tl.int32, bitcast=True)
+        kept = tl.where(s == s, -1, 0) | tl.zeros_like(v)
+        code = tl.inline_asm_elementwise(
+            PACK_BYTES, "=r,r,r,r,r,r,r,r,r", [v, kept], dtype=tl.int8, is_pure=True, pack=4
+        )
+    else:
+        code = integer_code(y, s, c, s, FORMAT).to(tl.int8)
     return code

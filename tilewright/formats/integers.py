@@ -61,7 +61,7 @@ class Int8(Scaled):
         return _integers(x / scale).to(torch.int8)
 
     def device_format(self, fast: bool) -> str:
-        return f"int8:{self.granularity}"
+        return f"int8:{self.granularity}" + (":fast" if fast else "")
 
 
 @dataclasses.dataclass(frozen=True)
