@@ -123,7 +123,7 @@ def test_every_kernel_is_compiled():
     for module in pkgutil.walk_packages(tw.__path__, "tilewright."):
         if module.name.rpartition(".")[2] != "__main__":
             found = vars(importlib.import_module(module.name)).values()
-            declared.update({k.name: k for k in found if isinstance(k, Kernel) and (IS_OLDEST or not is_gluon(k))})
+            declared.update({k.name: k for k in found if isinstance(k, Kernel)})
     assert declared, "no kernel was found"
     missing = declared.keys() - {one.kernel.name for op in OPS.values() for one in variants(op)}
     assert not missing, f"no call of any op needs {sorted(missing)}"

@@ -33,7 +33,7 @@ SEVEN = 7.0  # lies around what may be written
 @pytest.fixture(autouse=True)
 def hopper():
     target = Target.at(torch.device("cuda"))
-    if not (target.arch == "sm_90" and target.gluon):
+    if not (target.arch == "sm_90" and target.takes_gluon):
         pytest.skip("the kernel is Hopper's")
 
 

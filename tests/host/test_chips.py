@@ -35,7 +35,7 @@ LIBRARY = Path(tw.__file__).parent
 def test_an_unknown_chip_takes_the_nearest_lower_one_and_portable_kernels(arch, lower, fp8):
     found = nearest(arch)
     assert (found.arch, found.stands_for, found.fp8, found.ran) == (arch, lower, fp8, False)
-    assert not (found.tma or found.wgmma or found.gluon or found.early_launch or found.block_scaled)
+    assert not (found.tma or found.wgmma or found.takes_gluon or found.early_launch or found.block_scaled)
     with pretend(found), tw.force("triton"):
         for op in (tw.rms_norm.op, tw.glu.op):
             names = op.signature.names

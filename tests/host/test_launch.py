@@ -1,34 +1,82 @@
-"""Which way a compiled kernel is launched, without a GPU: the launcher that is known directly, every other by Triton's own call."""
+"""Which way a compiled kernel is launched, without a GPU: launchers that are known directly, every other by Triton's own call."""
 
 from __future__ import annotations
 
+import sys
 import warnings
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 
 import tilewright as tw
+from tilewright.core import triton_versions
 from tilewright.core.nest import labels, leaves, mapped
 from tilewright.runtime import kernel as module
-from tilewright.runtime import plan
+from tilewright.runtime import list_launch, plan
 from tilewright.runtime.kernel import argument_class, kernel
+from tilewright.runtime.list_launch import ListLaunch
+
+STREAM, FUNCTION, META = 99, 7, (4, 1, 0)
+DIRECT = {"3.6": plan.CudaLaunch, "3.7": ListLaunch, "3.9": ListLaunch}
+every_version = pytest.mark.parametrize("version", DIRECT)
+
+
+def row_call(self, gridX, gridY, gridZ, stream, function, *args): ...
+
+
+def list_call(
+    self, gridX, gridY, gridZ, stream, function, kernel_metadata, launch_metadata, launch_enter_hook, launch_exit_hook, *args
+): ...  # fmt: skip
+
+
+def driver_of(version: str) -> ModuleType:
+    """Triton's module for NVIDIA's driver, as far as launching goes. Its launchers keep what they are called with."""
+    driver = ModuleType(f"driver_of_{version}")
+    driver.launched, driver.refuses = [], None
+
+    def launch(*args: Any) -> None:
+        if driver.refuses is not None:
+            raise driver.refuses
+        driver.launched.append(args)
+
+    def box(arg: Any, meta: dict) -> list:
+        return [(arg.base.data_ptr(), tuple(arg.shape), meta["block_size"]), *arg.shape, *arg.strides]
+
+    driver.CudaLauncher = type("CudaLauncher", (), {"__module__": driver.__name__, "launch": staticmethod(launch)})
+    driver.CudaLauncher.__call__ = row_call if version == "3.6" else list_call
+    if version == "3.6":
+        driver._BASE_ARGS_FORMAT = "iiiKKppOOOOOO"
+        return driver
+    active = SimpleNamespace(utils=SimpleNamespace(launch=launch))
+    driver.triton = SimpleNamespace(runtime=SimpleNamespace(driver=SimpleNamespace(active=active)))
+    driver.annotate_arguments = lambda types: ["kernel"] * len(types)
+    driver.make_tensordesc_arg = box if version == "3.7" else lambda arg, meta, base_args: box(arg, meta)
+    return driver
 
 
 class Compiled:
     """What Triton's compiler returns, as far as launching it goes."""
 
-    function, packed_metadata = 7, ()
+    function, packed_metadata = FUNCTION, META
 
-    def __init__(self, launcher: str, scratch: int = 0) -> None:
-        settings = {"global_scratch_size": scratch, "profile_scratch_size": 0}
-        settings |= {"launch_cooperative_grid": False, "launch_pdl": False, "launch": None}
-        self.run = type(launcher, (), settings)()
-        self.launched: list[tuple] = []
+    def __init__(
+        self, driver: ModuleType, types: tuple = ("*fp32", "i32"), scratch: int = 0, launcher: str = "CudaLauncher"
+    ):
+        self.run = driver.CudaLauncher() if launcher == "CudaLauncher" else type(launcher, (), {})()
+        self.run.global_scratch_size, self.run.profile_scratch_size = scratch, 0
+        self.run.launch_cooperative_grid, self.run.launch_pdl = False, True
+        flat = [t for _, t in leaves(types) if t != "constexpr"]
+        self.run.kernel_signature = b"".join(b"x" * (5 if t.startswith("tensordesc") else 1) for t in flat)
+        self.src = SimpleNamespace(signature=dict(enumerate(types)))
+        self.metadata = SimpleNamespace(
+            tensordesc_meta=[{"block_size": [8, 8]} for t in flat if t.startswith("tensordesc")]
+        )
+        self.public: list[tuple] = []
 
     def __getitem__(self, grid: tuple) -> Any:
-        return lambda *args: self.launched.append((grid, args))
+        return lambda *args: self.public.append((grid, args))
 
 
 @kernel(grid=lambda a: (3,))
@@ -37,43 +85,137 @@ def nothing(X, N):
 
 
 @pytest.fixture
-def prepared(monkeypatch):
-    """The launch made of a compiled kernel."""
+def drivers(monkeypatch):
+    """A driver's module for each version."""
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(plan, "raw_stream", lambda device: STREAM)
+    monkeypatch.setattr(list_launch, "raw_stream", lambda device: STREAM)
     monkeypatch.setattr(module, "_said", set())
+    monkeypatch.setattr(nothing, "_direct", {})
+    found = {version: driver_of(version) for version in DIRECT}
+    for driver in found.values():
+        monkeypatch.setitem(sys.modules, driver.__name__, driver)
+    triton_versions.launcher_of.cache_clear()
+    yield found
+    triton_versions.launcher_of.cache_clear()
 
-    def prepare(compiled: Compiled, known: bool = True) -> Any:
-        monkeypatch.setattr(module, "PRIVATE_LAUNCHER", known)
+
+@pytest.fixture
+def prepared(monkeypatch, drivers):
+    """The launch made of a compiled kernel."""
+
+    def prepare(compiled: Compiled, ordered: list | None = None) -> Any:
         monkeypatch.setattr(nothing, "variant", lambda *_: compiled)
-        return nothing._prepare([None, 5], {}, (3,), 0)
+        return nothing._prepare(ordered or [None, 5], {}, (3,), 0)
 
     return prepare
 
 
-def test_known_launcher_is_called_directly(prepared):
+def own_of(version: str, launched: tuple) -> list:
+    """The kernel's own arguments of a launch; what goes before them is as that version's launcher takes it."""
+    if version == "3.6":
+        head, own = launched[:13], list(launched[13:])
+        assert head[1:] == (1, 1, STREAM, FUNCTION, False, True, None, None, META, None, None, None)
+    else:
+        *head, own = launched
+        annotations = ["kernel"] * len(own)
+        assert head[1:13] == [1, 1, STREAM, FUNCTION, False, True, META, None, None, None, None, None]
+        assert head[13:] == [annotations, b"x" * len(own)]
+    return own
+
+
+def test_the_installed_launcher_is_known():
+    assert triton_versions.launches_directly()
+
+
+@every_version
+def test_known_launcher_is_called_directly_after_a_trial_that_launches_nothing(prepared, drivers, version):
+    compiled, driver = Compiled(drivers[version]), drivers[version]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert isinstance(prepared(Compiled("CudaLauncher")), plan.CudaLaunch)
+        launch = prepared(compiled)
+        assert type(launch) is DIRECT[version]
+    assert [args[0] for args in driver.launched] == [0]  # of programs
+    launch.first()
+    assert driver.launched[1][0] == 3 and own_of(version, driver.launched[1]) == [None, 5]
+    assert type(prepared(compiled)) is DIRECT[version] and len(driver.launched) == 2  # a variant is tried once
+    assert not compiled.public
 
 
-@pytest.mark.parametrize(("launcher", "known"), [("CudaLauncher", False), ("SomeLauncher", True)])
-def test_another_launcher_falls_back_and_says_so_once(prepared, launcher, known):
-    compiled = Compiled(launcher)
-    with pytest.warns(RuntimeWarning, match="public launch"):
-        launch = prepared(compiled, known)
+@every_version
+def test_a_refused_trial_leaves_the_kernel_to_the_public_call_and_says_so_once(prepared, drivers, version):
+    drivers[version].refuses = TypeError("function takes 14 arguments")
+    compiled = Compiled(drivers[version])
+    with pytest.warns(RuntimeWarning, match="refused nothing: function takes 14 arguments"):
+        launch = prepared(compiled)
+    assert isinstance(launch, plan.PublicLaunch) and launch.bind is None
+    launch.first()
+    assert compiled.public == [((3, 1, 1), (None, 5))]
+    drivers[version].refuses = None
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert isinstance(prepared(compiled), plan.PublicLaunch)
+    assert not drivers[version].launched
+
+
+def test_an_error_of_the_driver_is_no_refusal(prepared, drivers):
+    drivers["3.9"].refuses = RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered")
+    with pytest.raises(RuntimeError, match="illegal memory"):
+        prepared(Compiled(drivers["3.9"]))
+
+
+def test_arguments_that_are_not_as_compiled_are_refused(prepared, drivers):
+    for types in (("*fp32",), ("*fp32", "i32", "i32"), ("*fp32", ("i32", "i32"))):
+        with pytest.warns(RuntimeWarning, match="public launch"):
+            assert isinstance(prepared(Compiled(drivers["3.9"], types)), plan.PublicLaunch)
+
+
+def changed(driver: ModuleType, **attributes: Any) -> ModuleType:
+    for name, value in attributes.items():
+        delattr(driver, name) if value is None else setattr(driver, name, value)
+    return driver
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda drivers: {"driver": drivers["3.9"], "launcher": "SomeLauncher"},
+        lambda drivers: {"driver": changed(drivers["3.6"], _BASE_ARGS_FORMAT="iiiKKppOOOOOOO")},
+        lambda drivers: {"driver": changed(drivers["3.9"], annotate_arguments=None)},
+        lambda drivers: (setattr(drivers["3.9"].CudaLauncher, "__call__", row_call), {"driver": drivers["3.9"]})[1],
+    ],
+    ids=("name", "head", "functions", "order"),
+)
+def test_another_launcher_falls_back_and_says_so_once(prepared, drivers, change):
+    compiled = Compiled(**change(drivers))
+    with pytest.warns(RuntimeWarning, match="public launch, which costs the host more per call .*not known"):
+        launch = prepared(compiled)
     assert isinstance(launch, plan.PublicLaunch)
     launch.first()
-    assert compiled.launched == [((3, 1, 1), (None, 5))]
+    assert compiled.public == [((3, 1, 1), (None, 5))]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        prepared(Compiled(launcher), known)
+        prepared(Compiled(**{"driver": drivers["3.9"], "launcher": "SomeLauncher"}))
 
 
-def test_scratch_memory_and_hooks_take_tritons_own_call(prepared, monkeypatch):
-    assert isinstance(prepared(Compiled("CudaLauncher", scratch=64)), plan.PublicLaunch)
+@every_version
+def test_scratch_memory_and_hooks_take_tritons_own_call(prepared, drivers, version, monkeypatch):
+    assert isinstance(prepared(Compiled(drivers[version], scratch=64)), plan.PublicLaunch)
     hooked = SimpleNamespace(runtime=SimpleNamespace(launch_enter_hook=print, launch_exit_hook=None))
     monkeypatch.setattr(module.triton, "knobs", hooked)
-    assert isinstance(prepared(Compiled("CudaLauncher")), plan.PublicLaunch)
+    assert isinstance(prepared(Compiled(drivers[version])), plan.PublicLaunch)
+
+
+def test_contraction_is_stated(monkeypatch):
+    """Triton 3.10 changes the default, and bits are promised."""
+    seen = {}
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(
+        nothing.jit, "warmup", lambda *args, **options: seen.update(options) or SimpleNamespace(run=None)
+    )
+    monkeypatch.setattr(nothing, "variants", {})
+    nothing.variant([None, 5], {"num_warps": 2}, (3,), 0)
+    assert seen == {"grid": (3,), "num_warps": 2, "enable_fp_fusion": True}
 
 
 def test_warmup_on_a_cpu_has_nothing_to_do():
@@ -109,23 +251,67 @@ def test_leaves_of_arguments_and_their_names():
     assert doubled == Pair(((0,), "x"), (((1, 0), 1),)) and isinstance(doubled, Pair)
 
 
-def test_a_replay_puts_the_addresses_of_its_own_call_into_tuples(monkeypatch):
-    """What is no tensor stays, also a tuple of the launcher's own; a launch keeps no tensor alive."""
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(plan, "raw_stream", lambda device: 99)
-    compiled, launched = Compiled("CudaLauncher"), []
-    compiled.packed_metadata = (1, 2)
-    compiled.run.launch = lambda *args: launched.append(args)
+class Descriptor:
+    """A tensor descriptor, as far as launching goes."""
+
+    def __init__(self, base: torch.Tensor) -> None:
+        self.base, self.shape, self.strides = base, list(base.shape), list(base.stride())
+        self.block_shape, self.layout = [8, 8], "layout"
+
+
+@every_version
+def test_a_replay_puts_the_addresses_of_its_own_call_into_tuples(drivers, version):
+    """What is no tensor stays, also a tuple that is constant; a launch keeps no tensor alive."""
     x, y = torch.zeros(8), torch.zeros(8)
+    types = ("*fp32", ("*fp32", "i32"), (("*fp32", "constexpr"), "*fp32"), "constexpr", "i32")
+    compiled = Compiled(drivers[version], types)
     with plan.Recorder([x, y]) as recorder:
         ordered = [x, Pair(y[2:], 5), ((x, None), y), ("a word", 1), 7]
-        recorder.launch(plan.CudaLaunch(compiled, (3,), ordered), ordered)
+        recorder.launch(DIRECT[version](compiled, (3,), ordered), ordered)
     launch, places = recorder.launches[0]
     replay = launch.bind(places)
     replay([], [1000, 2000])
-    head, own = launched[0][: plan.CudaLaunch.HEAD], launched[0][plan.CudaLaunch.HEAD :]
-    assert own == (1000, (2008, 5), ((1000, None), 2000), ("a word", 1), 7)
-    assert head[3] == 99 and head[9] == (1, 2)
+    own = own_of(version, drivers[version].launched[0])
+    if version == "3.6":
+        assert own == [1000, (2008, 5), ((1000, None), 2000), ("a word", 1), 7]
+    else:
+        assert own == [1000, 2008, 5, 1000, 2000, 7]  # flat, and without constants
+
+
+@every_version
+def test_a_replay_makes_descriptors_of_its_own_call(drivers, version):
+    x, n = torch.zeros(16, 16), torch.zeros(16, 16)
+    compiled = Compiled(drivers[version], ("i32", "tensordesc<fp32[8,8],layout>"))
+    with plan.Recorder([x]) as recorder:
+        ordered = [3, Descriptor(x)]
+        recorder.launch(DIRECT[version](compiled, (3,), ordered), ordered)
+    launch, places = recorder.launches[0]
+    replay = launch.bind(places)
+    for _ in range(2):  # the second time it is remembered
+        replay([n], [n.data_ptr()])
+        own = own_of(version, drivers[version].launched.pop())
+        if version == "3.6":
+            assert own[0] == 3 and own[1].base is n and own[1].block_shape == [8, 8]
+        else:
+            assert own == [3, (n.data_ptr(), (16, 16), [8, 8]), 16, 16, 16, 1]
+    replay([x], [x.data_ptr()])
+    box = own_of(version, drivers[version].launched.pop())[1]
+    assert (box.base is x) if version == "3.6" else box[0] == x.data_ptr()
+
+
+@every_version
+def test_the_simple_plan_launches_with_its_own_addresses(drivers, version):
+    compiled = Compiled(drivers[version], ("*fp32", "constexpr", "*fp32", "i32"))
+    x, made = torch.zeros(8), torch.zeros(8)
+    launch = DIRECT[version](compiled, (3,), [torch.zeros(8), None, torch.zeros(8), 5])
+    simple = launch.simple([(0,)], (2,), lambda: made)
+    assert simple((x,)) is made
+    own = [v for v in own_of(version, drivers[version].launched.pop()) if v is not None]
+    assert own == [x.data_ptr(), made.data_ptr(), 5]
+    assert simple((x[1:],)) is None and not drivers[version].launched  # not aligned
+    with_box = Compiled(drivers[version], ("tensordesc<fp32[8,8],layout>", "*fp32"))
+    launch = DIRECT[version](with_box, (3,), [Descriptor(torch.zeros(16, 16)), torch.zeros(8)])
+    assert launch.simple([(0,)], (1,), lambda: made) is None
 
 
 def test_the_variant_depends_on_what_lies_in_a_tuple():

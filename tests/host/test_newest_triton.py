@@ -7,10 +7,12 @@ from functools import cache
 import pytest
 
 import tilewright as tw
-from tilewright.check.variants import HOT, Call, Variant, drawn, in_hot_formats, needed
+from tilewright.check.variants import HOT, Call, Variant, drawn, in_hot_formats, is_gluon, needed
 
 OPS = tw.catalogue()
-SPILLS = 64  # bytes a thread: another compiler may keep a few addresses in memory, not a tile
+# Bytes a thread: another compiler may keep a few addresses in memory, not a tile. Kernels in Gluon fill the registers that they
+# are given, and Triton 3.9 has its assembler allocate these by a simpler rule: `docs/measured.md` says what that comes to
+SPILLS, GLUON_SPILLS = 64, 192
 
 
 @cache
@@ -30,4 +32,5 @@ def hot_variants() -> dict[str, list[Variant]]:
 def test_hot_calls_compile_for_hopper(op):
     for one in hot_variants()[op.name]:
         compiled = one.compile()
-        assert compiled.shared_is_there and compiled.spills <= SPILLS, f"{one.name}: {compiled}"
+        most = GLUON_SPILLS if is_gluon(one.kernel) else SPILLS
+        assert compiled.shared_is_there and compiled.spills <= most, f"{one.name}: {compiled}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -18,7 +19,7 @@ from tilewright.core.target import TARGETS
 from tilewright.gemm import library, preference
 from tilewright.runtime.choose import forced
 
-HOPPER = TARGETS["sm_90"]
+HOPPER = replace(TARGETS["sm_90"], gluon=True)
 
 
 @pytest.fixture
@@ -30,16 +31,16 @@ def rows(tmp_path, monkeypatch):
         texts = [line if isinstance(line, str) else json.dumps(line) for line in lines]
         preference.path_of("sm_90").write_text("".join(f"{text}\n" for text in texts))
         preference.table.cache_clear()
-        preference.decide.cache_clear()
+        preference.nearest.cache_clear()
 
     put()
     yield put
     preference.table.cache_clear()
-    preference.decide.cache_clear()
+    preference.nearest.cache_clear()
 
 
 def row(pair: str, sizes: tuple, own: float, other: float) -> dict:
-    return preference.made("scaled_mm", pair, sizes, {"own": own, "cublaslt": other}, "2026-11-15")
+    return preference.made("scaled_mm", pair, sizes, {"own": own, "cublaslt": other}, "2026-11-15", "3.6.0")
 
 
 def test_the_rule_where_nothing_is_measured(rows):
@@ -47,7 +48,7 @@ def test_the_rule_where_nothing_is_measured(rows):
     assert preference.preferred(HOPPER, "bf16", 16, 8192, 8192) == "cublaslt"
     for pair, tokens in (("fp8_block", 4096), ("int8_row", 4096), ("fp8_row_fast", 16), ("no such", 4096)):
         assert preference.preferred(HOPPER, pair, tokens, 8192, 8192) == "own"
-    assert "not measured" in preference.decide("sm_90", "fp8_block", 4096, 4096, 4096).why
+    assert "not measured" in preference.decide(HOPPER, "fp8_block", 4096, 4096, 4096).why
 
 
 def test_the_nearest_row_decides(rows):
@@ -56,8 +57,23 @@ def test_the_nearest_row_decides(rows):
     assert preference.preferred(HOPPER, "fp8_block", 4000, 2112, 7168) == "cublaslt"  # both are 4096 x 4096 x 8192
     assert preference.preferred(HOPPER, "fp8_block", 16, 4096, 4096) == "own"  # too far from either: the rule
     assert preference.preferred(TARGETS["sm_100"], "fp8_block", 4096, 2112, 7168) == "own"  # measured elsewhere
-    found = preference.decide("sm_90", "fp8_block", *preference.bucket(4000, 2112, 7168))
-    assert found.row["times"] == {"cublaslt": 100.0, "own": 110.0} and "2026-11-15" in found.why
+    found = preference.decide(HOPPER, "fp8_block", 4000, 2112, 7168)
+    assert found.row["times"] == {"cublaslt": 100.0, "own": 110.0} and "2026-11-15 with Triton 3.6.0" in found.why
+
+
+def test_without_gluon_rows_of_kernels_in_gluon_say_nothing(rows):
+    """The library is taken, and no figure of a kernel quoted that would not run. What is portable is as it was measured."""
+    rows(row("fp8_block", (4096, 4096, 4096), 100.0, 110.0), row("bf16", (4096, 4096, 4096), 100.0, 110.0))
+    without = replace(HOPPER, gluon=False)
+    for pair in ("fp8_block", "fp8_row", "fp8_block_f32"):
+        for tokens in (16, 4096):
+            found = preference.decide(without, pair, tokens, 4096, 4096)
+            assert found.best == "cublaslt" and found.row is None and "Gluon" in found.why
+    assert preference.preferred(HOPPER, "fp8_block", 4096, 4096, 4096) == "own"
+    assert preference.preferred(without, "bf16", 4096, 4096, 4096) == "own"
+    assert (
+        preference.preferred(replace(TARGETS["sm_100"], gluon=False), "fp8_block", 4096, 4096, 4096) == "own"
+    )  # never there
 
 
 @pytest.mark.parametrize(
@@ -114,10 +130,12 @@ def test_rows_come_from_evidence():
         "int4": Case("int4", options={"pair": "int4_row"}, ours=True, **common),
     }
     about = {"op": "scaled_mm", "dims": dims, "us": 50.0, "date": "2026-11-15T06:09:08+00:00", "arch": "sm_90"}
+    about["triton"] = "3.6.0"
     recorded = [{**about, "case": name, "rivals": {"cublaslt": 40.0}} for name in (*cases, "gone")]
     recorded += [
         {**about, "case": "block", "rivals": {}},
         {**about, "case": "block", "rivals": {"cublaslt": 1.0}, "arch": "sm_80"},
+        {**about, "case": "block", "rivals": {"cublaslt": 1.0}, "triton": "3.5.1"},  # before there was such a Gluon
     ]
     made = derived.rows_of(recorded, "sm_90", cases)
     assert [(r["pair"], r["bucket"], r["best"]) for r in made] == [
@@ -139,7 +157,7 @@ def test_auto_is_near_the_faster_in_all_that_was_recorded():
 
 def test_what_auto_reaches_in_a_sentence(rows):
     rows(row("fp8_block", (4096, 4096, 4096), 1.0, 2.0))
-    about = {"arch": "sm_90", "op": "scaled_mm"}
+    about = {"arch": "sm_90", "op": "scaled_mm", "sms": 132, "triton": "3.6.0"}
     same = "fp8_block", (4096, 4096, 4096)
     found = [
         derived.Both({**about, "case": "a"}, *same, {"own": 1.0, "cublaslt": 2.0}),

@@ -10,7 +10,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = "tilewright"
-# A layer may import itself and those of a lower rank; `device` holds kernels' functions and knows Triton alone.
+# A layer may import itself and those of a lower rank; `device` holds kernels' functions and knows Triton alone, and the names
+# that Triton's versions give its parts.
 RANK = {
     "core": 0, "toolchain": 1, "runtime": 2, "op": 3, "formats": 4, "gemm": 5, "attention": 5, "ops": 6, "aten": 7, "nn": 8,
     "integrations": 9,
@@ -18,6 +19,7 @@ RANK = {
 HOLD_KERNELS = ("formats", "ops", "gemm", "attention", "aten", "bench")
 # Above all those: they may import any layer, and no other layer imports them.
 ABOVE = ("check", "bench", "demo", "commands")
+VERSIONS = (PACKAGE, "core", "triton_versions")
 NOBODY_IMPORTS = (*ABOVE, "integrations")
 LONG_FILE, LONG_FUNCTION = 500, 80  # lines from which a file or function is listed, for somebody to look at
 BANNED_CALLS = {
@@ -84,7 +86,9 @@ def test_imports_go_one_way():
                     yield f" imports {'.'.join(module)}"
                 continue
             wrong = other in NOBODY_IMPORTS
-            if other == "device":
+            if own == "device":
+                wrong = module[:3] != VERSIONS
+            elif other == "device":
                 wrong = own not in HOLD_KERNELS
             elif own not in ABOVE and other in RANK:
                 wrong = wrong or own not in RANK or RANK[other] > RANK[own]
@@ -131,10 +135,27 @@ def test_a_circle_would_be_found():
 def test_device_functions_know_triton_alone():
     def find(path: Path) -> Iterator[str]:
         for module in imports(path):
-            if module[0] not in ("triton", "typing", "__future__") and module[:2] != (PACKAGE, "device"):
+            ours = module[:2] == (PACKAGE, "device") or module[:3] == VERSIONS
+            if module[0] not in ("triton", "typing", "__future__") and not ours:
                 yield f" imports {'.'.join(module)}"
 
     offences(files(f"{PACKAGE}/device"), find)
+
+
+def test_what_differs_between_tritons_is_in_one_module():
+    """It imports nothing of ours, nothing else imports Gluon, and nothing asks for Triton's number but to write it down."""
+    versions = ROOT.joinpath(*VERSIONS).with_suffix(".py")
+    assert not [m for m in imports(versions) if m[0] == PACKAGE]
+
+    def find(path: Path) -> Iterator[str]:
+        if path == versions:
+            return
+        yield from (f" imports {'.'.join(m)}" for m in imports(path) if m[:3] == ("triton", "experimental", "gluon"))
+        for call in calls(tree(path)):
+            if dotted(call.func).startswith("triton.__version__."):
+                yield f":{call.lineno} calls {dotted(call.func)}"
+
+    offences(LIBRARY, find)
 
 
 def dotted(node: ast.expr) -> str:

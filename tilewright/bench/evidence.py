@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ..core.target import TARGETS, Target
+from ..core.triton_versions import offered_gluon
 from .cases import CASES
 
 Row = dict[str, Any]
@@ -154,7 +155,7 @@ def freshness(row: Row) -> str:
 def target_of(row: Row) -> Target | None:
     """The chip of a row, with the Triton that it was measured with."""
     known = TARGETS.get(row["arch"])
-    return known and replace(known, sms=row["sms"], gluon=row["triton"].startswith("3.6."))
+    return known and replace(known, sms=row["sms"], gluon=offered_gluon(row["triton"]))
 
 
 def state(op: str, rows: Sequence[Row]) -> str:

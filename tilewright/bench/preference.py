@@ -16,6 +16,7 @@ import torch
 import tilewright as tw
 
 from ..check.variants import Blank
+from ..core.triton_versions import offered_gluon
 from ..gemm import library, preference
 from . import evidence
 from .cases import CASES, Case
@@ -36,7 +37,7 @@ class Both(NamedTuple):
     @property
     def auto(self) -> float:
         """The speed of what `auto` takes over that of the faster."""
-        taken = preference.decide(self.row["arch"], self.pair, *preference.bucket(*self.sizes)).best
+        taken = preference.decide(evidence.target_of(self.row), self.pair, *self.sizes).best
         return min(self.times.values()) / self.times[taken]
 
 
@@ -64,9 +65,9 @@ def rows_of(
 ) -> list[dict[str, Any]]:
     """Rows of the table for a chip."""
     return [
-        preference.made(one.row["op"], one.pair, one.sizes, one.times, one.row["date"][:10])
+        preference.made(one.row["op"], one.pair, one.sizes, one.times, one.row["date"][:10], one.row["triton"])
         for one in measured(recorded, cases)
-        if one.row["arch"] == arch
+        if one.row["arch"] == arch and offered_gluon(one.row["triton"])  # the table is of our kernels as they are meant
     ]
 
 

@@ -329,5 +329,5 @@ def needed(op: Op, which: Iterable[Call], arch: str = "sm_90") -> tuple[Variant,
 
 
 def is_gluon(kernel: Kernel) -> bool:
-    """Gluon kernels are written for one chip and one Triton; they have a Triton sibling for all others."""
+    """Gluon kernels are written for one chip; they have a Triton sibling for all others."""
     return kernel.jit.is_gluon()

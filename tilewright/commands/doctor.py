@@ -13,9 +13,10 @@ def doctor(as_json: Json = False) -> None:
     import torch
     import triton
 
+    from ..core import triton_versions
     from ..core.private import guard
-    from ..core.target import GLUON, Target, chip_words
-    from ..runtime import config, kernel
+    from ..core.target import Target, chip_words
+    from ..runtime import config
 
     def row(what: str, found: str, fix: str = "") -> dict[str, str]:
         return {"what": what, "found": found, "to mend it": fix}
@@ -38,12 +39,13 @@ def doctor(as_json: Json = False) -> None:
         except RuntimeError as error:
             state = str(error)
         rows.append(row(f"GPU {index}", f"{torch.cuda.get_device_name(index)}: {state}"))
-    older = "a torch that brings Triton 3.6 (2.10, 2.11)"
-    direct = kernel.PRIVATE_LAUNCHER and guard([torch.empty(1)]) is not None
-    fix = "" if direct else f"{older}: a call then costs the host half"
+    tried = "a torch that brings Triton 3.6 to 3.9"
+    direct = triton_versions.launches_directly() and guard([torch.empty(1)]) is not None
+    fix = "" if direct else f"{tried}: a call then costs the host a tenth"
     rows.append(row("launch", "plans, launched directly" if direct else "through Triton's public call", fix))
-    found = "in Gluon" if GLUON else "portable ones: Gluon is used with Triton 3.6 alone"
-    rows.append(row("kernels for Hopper", found, "" if GLUON else f"{older}, on sm_90"))
+    lacks = triton_versions.probe().lacks
+    found = "in Gluon" if lacks is None else f"portable ones: this Triton's Gluon is another ({lacks})"
+    rows.append(row("kernels for Hopper", found, "" if lacks is None else f"{tried}, on sm_90"))
     rows.append(row("your tuned rows", str(config.folder())))
     for name in ("pytest", "ruff"):
         if importlib.util.find_spec(name) is None:

@@ -139,7 +139,7 @@ def _products(op: Any, values: dict[str, Any], target: Any) -> dict[str, Any]:
         return {**about, "library": values["backend"] == preference.LIBRARY, "why": f"asked for: {values['backend']}"}
     if reason is not None:
         return {**about, "library": None, "why": reason}
-    found = preference.decide(target.arch, pair, *preference.bucket(*sizes))
+    found = preference.decide(target, pair, *sizes)
     about |= {"library": found.best == preference.LIBRARY, "why": found.why, "evidence": found.row}
     return {**about, "taken": preference.LIBRARY} if found.best == preference.LIBRARY else about
 

@@ -1,6 +1,6 @@
 """Names of torch that are not public, each with what is done where a torch does not have it: slower, or an error, never wrong.
 
-Of the machinery only this module and the launches of `runtime/plan.py` (Triton's compiled launcher) touch private names.
+Of the machinery only this module, `triton_versions.py` and the launches of `runtime/` touch private names.
 """
 
 from __future__ import annotations

@@ -9,11 +9,9 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 
 import torch
-import triton
 from triton import knobs
 
-# Gluon, Triton's lower level, is experimental: what its functions are called with is known for this version alone
-GLUON = triton.__version__.startswith("3.6.")
+from . import triton_versions
 
 
 @dataclass(frozen=True)
@@ -34,7 +32,9 @@ class Target:
     # Instructions that take codes together with scales of small blocks: recipe, and whether both operands need be of one width
     block_scaled: Mapping[str, bool] = field(default_factory=dict, hash=False)
     early_launch: bool = False  # a kernel may begin before the one it waits for has ended
-    gluon: bool = GLUON  # whether Triton's Gluon is the one that kernels are written for
+    gluon: bool | None = (
+        None  # whether kernels in Gluon may be taken; None: if the installed Triton offers what they call
+    )
     stands_for: str | None = None  # of a chip that is not in the table: the one whose facts these are
 
     @property
@@ -42,9 +42,15 @@ class Target:
         return self.arch.startswith("sm_")
 
     @property
+    def takes_gluon(self) -> bool:
+        """Whether kernels in Gluon may be taken. It is asked last, of chips that there are such kernels for: it may load Gluon, and
+        warn that there is none."""
+        return triton_versions.offers_gluon() if self.gluon is None else self.gluon
+
+    @property
     def hopper_gluon(self) -> bool:
         """Whether kernels in Gluon that copy in bulk and multiply by warpgroups run here."""
-        return self.wgmma and self.tma and self.gluon
+        return self.wgmma and self.tma and self.takes_gluon
 
     @staticmethod
     def at(device: torch.device) -> Target:

@@ -5,9 +5,7 @@ conflicts, and the codes of four rows of a column are one word, so that the tran
 `quantize`.
 """
 
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-
+from ..core.triton_versions import gl, gluon
 from .quantize import encode, max_nan, pack4, scale_of
 
 TILE = gl.constexpr(gl.BlockedLayout([4, 8], [4, 8], [4, 1], [1, 0]))

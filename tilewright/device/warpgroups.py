@@ -1,9 +1,7 @@
 """What warp-specialised Gluon products on Hopper share: the ring of shared memory between the warp that copies and the
 warpgroups that multiply, and the order in which these issue their products."""
 
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
+from ..core.triton_versions import async_store, fence_async_shared, gl, gluon, reinterpret, tma
 
 # A warpgroup's accumulator of 64 rows and 128 columns, of products of 8-bit operands
 PART = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 32]))
@@ -42,7 +40,7 @@ def advance(stage, phase, STAGES: gl.constexpr):
 @gluon.jit
 def codes_at(ring, at):
     """A 128x128 box of codes in a ring of them, whatever its descriptor's rank, as a product takes it."""
-    return ring.index(at)._reinterpret(ring.dtype, [128, 128], CODES)
+    return reinterpret(ring.index(at), ring.dtype, [128, 128], CODES)
 
 
 @gluon.jit
@@ -51,4 +49,4 @@ def store_part(acc, box, C, at):
     tma.store_wait(0)
     box.store(acc.to(box.dtype).reshape(box.shape))
     fence_async_shared()
-    tma.async_copy_shared_to_global(C, at, box)
+    async_store(C, at, box)

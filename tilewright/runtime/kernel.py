@@ -19,9 +19,10 @@ import torch
 import triton
 from torch import Tensor
 
+from ..core import triton_versions
 from ..core.nest import leaves
 from ..core.target import INTERPRETING, Target
-from . import config, plan
+from . import config, list_launch, plan
 
 if INTERPRETING:
     from ..toolchain import interpret
@@ -30,8 +31,9 @@ if INTERPRETING:
 
 # Launch options that Triton takes beside the kernel's own arguments.
 OPTIONS = frozenset(("num_warps", "num_stages", "num_ctas", "maxnreg", "launch_pdl", "launch_cooperative_grid"))
-# The private launcher is called directly only where its argument order is the one below; elsewhere Triton's public call.
-PRIVATE_LAUNCHER = triton.__version__.startswith("3.6.")
+# Compiled launchers that are called directly, by how they take a kernel's arguments; elsewhere Triton's public call.
+DIRECT = {"row": plan.CudaLaunch, "list": list_launch.ListLaunch}
+CUDA_ERROR = "Triton Error [CUDA]"  # begins what the driver says through a launcher
 
 
 class Arguments(dict):
@@ -107,6 +109,8 @@ class Kernel:
         self.tokens, self.tune_by = frozenset(tokens), tuple(tune_by)
         self.names: list[str] = list(self.jit.arg_names)
         self.variants: dict[tuple, Any] = {}
+        # Of a variant, by id: what launches it directly, or None
+        self._direct: dict[int, Callable | None] = {}
         self._compiling = threading.Lock()
 
     def __repr__(self) -> str:
@@ -161,7 +165,7 @@ class Kernel:
                             f"{self.name} would have to be compiled during CUDA graph capture: call"
                             " tilewright.warmup(op, ...) with these shapes and dtypes before capturing"
                         )
-                    compiled = self.jit.warmup(*ordered, grid=grid, **options)
+                    compiled = self.jit.warmup(*ordered, grid=grid, **triton_versions.COMPILED_WITH, **options)
                     _ = (
                         compiled.run
                     )  # loads the binary, before another thread can find a variant that is loaded in part
@@ -173,15 +177,35 @@ class Kernel:
             return plan.HostLaunch(self.jit, grid, ordered)
         compiled = self.variant(ordered, options, grid, device)
         launcher = compiled.run
-        scratch = launcher.global_scratch_size or launcher.profile_scratch_size
+        scratch = any(getattr(launcher, f"{use}_scratch_size", 0) for use in ("global", "profile"))
         hooks = triton.knobs.runtime.launch_enter_hook, triton.knobs.runtime.launch_exit_hook
         hooked = any(getattr(hook, "calls", hook) for hook in hooks)  # a chain of hooks is true even when it is empty
-        known = PRIVATE_LAUNCHER and type(launcher).__name__ == "CudaLauncher"
-        if not known:
-            _say_once(f"triton {triton.__version__}: using Triton's public launch, which costs the host more per call")
-        if not known or scratch or hooked:
+        if scratch or hooked:
             return plan.PublicLaunch(compiled, grid, ordered)
-        return plan.CudaLaunch(compiled, grid, ordered)
+        if id(compiled) not in self._direct:
+            return self._tried(compiled, grid, ordered)
+        return (self._direct[id(compiled)] or plan.PublicLaunch)(compiled, grid, ordered)
+
+    def _tried(self, compiled: Any, grid: tuple, ordered: list) -> plan.Launch:
+        """The first launch of a variant: direct if the launcher is a known one that takes what it is given, else Triton's own."""
+        kind = triton_versions.launcher_of(type(compiled.run))
+        direct, reason = DIRECT.get(kind), "its compiled launcher is not known"
+        launch: plan.Launch = plan.PublicLaunch(compiled, grid, ordered)
+        if direct is not None:
+            try:
+                made = direct(compiled, grid, ordered)
+                made.trial()
+                launch = made
+            except Exception as error:
+                if CUDA_ERROR in str(error):
+                    raise
+                direct, reason = None, f"its compiled launcher refused {self.name}: {error}"
+        if direct is None:
+            _say_once(
+                f"triton {triton.__version__}: using Triton's public launch, which costs the host more per call ({reason})"
+            )
+        self._direct[id(compiled)] = direct
+        return launch
 
 
 _said: set[str] = set()

@@ -13,7 +13,7 @@ import itertools
 import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -53,6 +53,17 @@ class Place(NamedTuple):
 
 
 Places = Sequence[tuple[Path, Place]]  # of a launch's tensors: where among its arguments, and which
+
+
+class Launch(Protocol):
+    """A step of a run."""
+
+    def first(self) -> None:
+        """Make it."""
+
+    @property
+    def bind(self) -> Callable[[Places], Callable[[list[Tensor], list[int]], None]] | None:
+        """A function that makes it again with a later call's tensors and their addresses; None where only a run can."""
 
 
 class HostLaunch:
@@ -102,6 +113,10 @@ class CudaLaunch:
         head = [*(*grid, 1, 1)[:3], 0, compiled.function, run.launch_cooperative_grid, run.launch_pdl]
         self.args = [*head, None, None, compiled.packed_metadata, None, None, None, *ordered]
 
+    def trial(self) -> None:
+        """Have the launcher read its arguments, and launch nothing: an empty grid does not reach the driver."""
+        self.raw(0, *self.args[1:3], raw_stream(self.device), *self.args[4:])
+
     def first(self) -> None:
         args = list(self.args)
         args[3] = raw_stream(self.device)
@@ -140,6 +155,31 @@ class CudaLaunch:
 
         return replay
 
+    def simple(self, inputs: Sequence[Path], output: Path, allocate: Callable[[], Tensor]) -> Callable | None:
+        """The function of `Plan.simple`: arguments are single tensors, the result is one allocation."""
+        if any(len(path) > 1 for path in (*inputs, output)) or any(hasattr(a, "base") for a in self.args):
+            return None
+        raw, device, stream = self.raw, self.device, raw_stream
+        template = [None if isinstance(a, Tensor) else a for a in self.args]
+        ins, out = [path[0] + self.HEAD for path in inputs], output[0] + self.HEAD
+
+        def simple(tensors: tuple[Tensor, ...]) -> Tensor | None:
+            args = template.copy()
+            low = 0
+            for at, tensor in zip(ins, tensors):
+                address = tensor.data_ptr()
+                low |= address
+                args[at] = address
+            if low & 15:
+                return None
+            result = allocate()
+            args[out] = result.data_ptr()
+            args[3] = stream(device)
+            raw(*args)
+            return result
+
+        return simple
+
 
 class Fill:
     """Memory of the caller's in the place of an allocation that host code asked to be filled."""
@@ -158,9 +198,6 @@ class Fill:
             place.view(slots[place.slot]).fill_(value)
 
         return replay
-
-
-Launch = HostLaunch | PublicLaunch | CudaLaunch | Fill
 
 
 class Recorder(DispatchMode):
@@ -331,33 +368,12 @@ class Plan:
         if not (self.single and len(launches) == len(self._allocate) == 1 and self._elsewhere is None):
             return None
         launch, places = launches[0]
-        slots = {place.slot: path[0] + CudaLaunch.HEAD for path, place in places if place.offset == 0}
-        if type(launch) is not CudaLaunch or len(places) != count + 1 or set(slots) != set(range(count + 1)):
-            return None
-        if any(len(path) > 1 for path, _ in places) or any(hasattr(a, "base") for a in launch.args):
+        paths = {place.slot: path for path, place in places if place.offset == 0}
+        if not hasattr(launch, "simple") or len(places) != count + 1 or set(paths) != set(range(count + 1)):
             return None
         if self._results[0][0] != count:
             return None
-        raw, device, stream, allocate = launch.raw, launch.device, raw_stream, self._allocate[0]
-        template = [None if isinstance(a, Tensor) else a for a in launch.args]
-        inputs, output = [slots[i] for i in range(count)], slots[count]
-
-        def simple(tensors: tuple[Tensor, ...]) -> Tensor | None:
-            args = template.copy()
-            low = 0
-            for at, tensor in zip(inputs, tensors):
-                address = tensor.data_ptr()
-                low |= address
-                args[at] = address
-            if low & 15:
-                return None
-            result = allocate()
-            args[output] = result.data_ptr()
-            args[3] = stream(device)
-            raw(*args)
-            return result
-
-        return simple
+        return launch.simple([paths[i] for i in range(count)], paths[count], self._allocate[0])
 
 
 def _addresses_in(value: tuple, places: dict[Path, Place]) -> Callable[[list[int]], tuple]:

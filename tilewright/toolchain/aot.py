@@ -28,6 +28,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.cache import get_cache_manager
 
+from ..core import triton_versions
 from ..core.nest import labels
 from ..core.target import TARGETS
 
@@ -163,7 +164,7 @@ def _options(
     arch: str, *, num_warps: int = 4, num_stages: int | None = None, maxnreg: int | None = None, **options: Any
 ) -> dict[str, Any]:
     """The options that the backend of a chip is given."""
-    chosen: dict[str, Any] = {"num_warps": num_warps, **options}
+    chosen: dict[str, Any] = {"num_warps": num_warps, **triton_versions.COMPILED_WITH, **options}
     if num_stages is not None:
         chosen["num_stages"] = num_stages
     if maxnreg is not None and not arch.startswith("gfx"):
@@ -198,11 +199,8 @@ def _source(
     types = {name: "constexpr" if name in constants else signature[name] for name in names}
     attributes = {inner[name]: [["tt.divisibility", 16]] for name in inner if name in divisible}
     values = {inner[name]: value for name, value in constants.items()}
-    if not function.is_gluon():
-        return ASTSource(fn=function, signature=types, constexprs=values, attrs=attributes)
-    from triton.experimental.gluon._runtime import GluonASTSource
-
-    return GluonASTSource(fn=function, signature=types, constexprs=values, attrs=attributes)
+    source = triton_versions.GluonASTSource if function.is_gluon() else ASTSource
+    return source(fn=function, signature=types, constexprs=values, attrs=attributes)
 
 
 @contextlib.contextmanager

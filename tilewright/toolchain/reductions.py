@@ -13,11 +13,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import PurePosixPath
 from typing import NamedTuple
 
-import triton
+from ..core.triton_versions import MISREADS_REDUCTIONS as AFFECTED
 
 __all__ = ["AFFECTED", "Layout", "Reduction", "fault", "layout_of", "misread", "reductions"]
 
-AFFECTED = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7)
 Bases = tuple[tuple[int, ...], ...]
 
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from torch import Tensor
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ...core.tensor import cdiv
+from ...core.triton_versions import TensorDescriptor, gl
 
 
 def copies_in_bulk(*tensors: Tensor) -> bool:

@@ -11,12 +11,10 @@ from types import SimpleNamespace
 
 import torch
 from torch import Tensor
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
 from ...core.target import Target
 from ...core.tensor import cdiv, power_of_two
+from ...core.triton_versions import async_load, gl, gluon, mbarrier, reinterpret, warpgroup_mma, warpgroup_mma_wait
 from ...device.activation import activate
 from ...device.matrices import Added, Matrices, Matrix
 from ...device.warpgroups import CODES, advance
@@ -92,11 +90,11 @@ def copy_operands(
             ready = full.index(stage)
             mbarrier.wait(empty.index(stage), phase)
             mbarrier.expect(ready, (COLUMNS + ROWS) * 128)
-            tma.async_copy_global_to_shared(B, [expert, col0, k * 128], ready, b_ring.index(stage))
+            async_load(B, [expert, col0, k * 128], ready, b_ring.index(stage))
             for i in gl.static_range(PIECES):
                 # A box past the last row is zeros that nothing was read for
                 row = gl.where(i * EACH < rows, row0 + i * EACH, R)
-                tma.async_copy_global_to_shared(A, [expert, row, k * 128], ready, a_ring.index(PIECES * stage + i))
+                async_load(A, [expert, row, k * 128], ready, a_ring.index(PIECES * stage + i))
             stage, phase = advance(stage, phase, STAGES)
 
 
@@ -148,7 +146,7 @@ def multiply_tiles(
     CHUNK: gl.constexpr = line.shape[0]
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, ROWS, 32])
     LINES: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [4, 1], [1, 0])
-    lines = line._reinterpret(gl.float32, [CHUNK, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    lines = reinterpret(line, gl.float32, [CHUNK, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     stage = 0
     phase = 0
     part = gl.zeros([COLUMNS, ROWS], gl.float32, LAYOUT)
@@ -172,8 +170,8 @@ def multiply_tiles(
                 scale = load_scales(sap, sbp, chunk + CHUNK + step, end, r, rows, stride_sam, stride_sak, stride_sbk)
             for k in range(chunk, gl.minimum(chunk + CHUNK, end)):
                 mbarrier.wait(full.index(stage), phase)
-                a = a_ring.index(PIECES * stage)._reinterpret(a_ring.dtype, [ROWS, 128], CODES)
-                b = b_ring.index(stage)._reinterpret(b_ring.dtype, [COLUMNS, 128], CODES)
+                a = reinterpret(a_ring.index(PIECES * stage), a_ring.dtype, [ROWS, 128], CODES)
+                b = reinterpret(b_ring.index(stage), b_ring.dtype, [COLUMNS, 128], CODES)
                 part = warpgroup_mma(b, a.permute((1, 0)), part, use_acc=False, is_async=True)
                 if BLOCKS:
                     s = gl.expand_dims(lines.index(k - chunk).load(gl.SliceLayout(0, LAYOUT)), 0)

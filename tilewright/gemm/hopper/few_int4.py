@@ -13,12 +13,10 @@ from types import SimpleNamespace
 
 import torch
 from torch import Tensor
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, mma_v2, tma
 
 from ...core.target import Target
 from ...core.tensor import cdiv, power_of_two
+from ...core.triton_versions import async_load, barrier, gl, gluon, mbarrier, mma_v2
 from ...device.activation import activate
 from ...device.matrices import Added, Matrix
 from ...device.warpgroups import advance
@@ -124,7 +122,7 @@ def copy_steps(D, ring, sizes, EACH: gl.constexpr, DEPTH: gl.constexpr, IS_B: gl
             mbarrier.wait(empty.index(slot), j // DEPTH & 1 ^ 1)
             ready = full.index(slot)
             mbarrier.expect(ready, D.block_type.nbytes)
-            tma.async_copy_global_to_shared(D, [first + 4 * s, start, 0], ready, boxes.index(slot))
+            async_load(D, [first + 4 * s, start, 0], ready, boxes.index(slot))
 
 
 @gluon.jit
@@ -133,7 +131,7 @@ def take_rows(ring, slot, phase):
     boxes, full, empty = ring
     mbarrier.wait(full.index(slot), phase)
     a = boxes.index(slot).permute((0, 2, 1)).load(ROWS_TWICE)
-    gl.thread_barrier()  # all of the warpgroup have read what the copy writes over
+    barrier()  # all of the warpgroup have read what the copy writes over
     mbarrier.arrive(empty.index(slot), count=1)
     return columns_alike(a)
 
@@ -150,7 +148,7 @@ def multiply_step(totals, rows, ring, slot, phase, scales, zeros, ZEROS: gl.cons
     mbarrier.wait(full.index(slot), phase)
     first = boxes.index(slot).slice(0, 32, 1).load(CODES)
     second = boxes.index(slot).slice(32, 32, 1).load(CODES)
-    gl.thread_barrier()
+    barrier()
     mbarrier.arrive(empty.index(slot), count=1)
     out = ()
     for i in gl.static_range(2):
@@ -195,7 +193,7 @@ def finish_tile(totals, boxes, phase, Y, added, row0, col0, split, M, N, ACT: gl
         mbarrier.wait(taken, phase ^ 1)
     for i in gl.static_range(2):
         box.index(W * 2 + i).store(totals[i])
-    gl.thread_barrier()  # an arrival is one thread's
+    barrier()  # an arrival is one thread's
     if W > 0:
         mbarrier.arrive(made, count=1)
     else:
@@ -205,7 +203,7 @@ def finish_tile(totals, boxes, phase, Y, added, row0, col0, split, M, N, ACT: gl
             for w in gl.static_range(1, 3):
                 y += gl.sum(box.index(w * 2 + i).load(TAKEN), 0)
             store_columns(y, Y, added, row0, col0 + i * 32, split, M, N, ACT)
-        gl.thread_barrier()
+        barrier()
         mbarrier.arrive(taken, count=1)
 
 

@@ -10,13 +10,11 @@ from types import SimpleNamespace
 
 import torch
 from torch import Tensor
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from ...core.debug import check_ends
 from ...core.target import Target
 from ...core.tensor import cdiv
+from ...core.triton_versions import async_load, barrier, gl, gluon, mbarrier, tma
 from ...device.warpgroups import advance
 from ...runtime.kernel import kernel
 from ..operands import DTYPES
@@ -52,8 +50,8 @@ def copy_tokens(A, B, ring, work, BAND: gl.constexpr, STAGES: gl.constexpr):
             mbarrier.wait(empty.index(stage), phase)
             mbarrier.expect(ready, (128 + 256) * 64 * 2)
             for i in gl.static_range(2):
-                tma.async_copy_global_to_shared(A, [k, tile * 128 + i * 64], ready, a_ring.index(2 * stage + i))
-            tma.async_copy_global_to_shared(B, [k, column * 256], ready, b_ring.index(stage))
+                async_load(A, [k, tile * 128 + i * 64], ready, a_ring.index(2 * stage + i))
+            async_load(B, [k, column * 256], ready, b_ring.index(stage))
             stage, phase = advance(stage, phase, STAGES)
 
 
@@ -78,7 +76,7 @@ def multiply_tokens(
             y = quarter_of(total, i)
             col0 = column * 256 + i * 64
             if ADD is not None:
-                gl.thread_barrier()  # else loads are moved up to where their registers are not free yet
+                barrier()  # else loads are moved up to where their registers are not free yet
                 r = gl.arange(0, 64, gl.SliceLayout(1, HALF))
                 c = gl.arange(0, 64, gl.SliceLayout(0, HALF))
                 first = ADD + e.to(gl.int64) * stride_ce + row0.to(gl.int64) * stride_cm + col0

@@ -11,18 +11,21 @@ from types import SimpleNamespace
 
 import torch
 from torch import Tensor
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
+
+from ...core.target import Target
+from ...core.tensor import cdiv
+from ...core.triton_versions import (
+    async_load,
+    async_store,
     fence_async_shared,
+    gl,
+    gluon,
     mbarrier,
+    reinterpret,
     tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-
-from ...core.target import Target
-from ...core.tensor import cdiv
 from ...device.activation import activate
 from ...device.warpgroups import advance, await_turn
 from ...op import single
@@ -49,9 +52,9 @@ def matrix_at(ring, stage, BY_COLUMNS: gl.constexpr):
     """64 by 256 numbers of the second factor, which lie column by column where BY_COLUMNS."""
     box = ring.index(stage)
     if BY_COLUMNS:
-        return box._reinterpret(ring.dtype, [256, 64], FLAT).permute((1, 0))
+        return reinterpret(box, ring.dtype, [256, 64], FLAT).permute((1, 0))
     else:
-        return box._reinterpret(ring.dtype, [64, 256], FLAT)
+        return reinterpret(box, ring.dtype, [64, 256], FLAT)
 
 
 @gluon.jit
@@ -67,7 +70,7 @@ def clear_tokens(ring, stage, left, W: gl.constexpr):
     half of the columns, which both of them need."""
     a_ring, b_ring, full, empty = ring
     clear_after(a_ring.index(2 * stage + W), left)
-    quarters = b_ring._reinterpret(b_ring.dtype, [4 * b_ring.shape[0], 64, 64], FLAT)
+    quarters = reinterpret(b_ring, b_ring.dtype, [4 * b_ring.shape[0], 64, 64], FLAT)
     clear_after(quarters.index(4 * stage + 2 * W), left)
     clear_after(quarters.index(4 * stage + 2 * W + 1), left)
     fence_async_shared()
@@ -135,7 +138,7 @@ def store_quarter(y, result, at, rows, N, CLIPS: gl.constexpr, BOX: gl.constexpr
         tma.store_wait(BOXES - 1)
         box.store(y.to(C.dtype).reshape(box.shape))
         fence_async_shared()
-        tma.async_copy_shared_to_global(C, [e, row0, col0], box)
+        async_store(C, [e, row0, col0], box)
     else:
         store_masked(y, Y + e.to(gl.int64) * stride_ye, stride_ym, row0 + r, col, inside)
 
@@ -168,9 +171,9 @@ def copy_rows(A, B, ring, work, BY_COLUMNS: gl.constexpr, BAND: gl.constexpr, ST
                 mbarrier.wait(empty.index(stage), phase)
                 mbarrier.expect(ready, (128 + 256) * 64 * 2)
                 for i in gl.static_range(2):
-                    tma.async_copy_global_to_shared(A, [row0 + i * 64, k], ready, a_ring.index(2 * stage + i))
+                    async_load(A, [row0 + i * 64, k], ready, a_ring.index(2 * stage + i))
                 at = [group, column * 256, k] if BY_COLUMNS else [group, k, column * 256]
-                tma.async_copy_global_to_shared(B, at, ready, b_ring.index(stage))
+                async_load(B, at, ready, b_ring.index(stage))
                 stage, phase = advance(stage, phase, STAGES)
 
 

@@ -11,12 +11,10 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 from torch import Tensor
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from ...core.target import Target
 from ...core.tensor import cdiv
+from ...core.triton_versions import async_load, async_store, fence_async_shared, gl, gluon, mbarrier, tma
 from ...device.softmax import LOG2E, finite_or_zero
 from ...device.warpgroups import advance
 from ...op import single
@@ -48,8 +46,8 @@ def copy_factors(A, B, ring, work, BAND: gl.constexpr, STAGES: gl.constexpr):
             mbarrier.wait(empty.index(stage), phase)
             mbarrier.expect(ready, (128 + 256) * 64 * 2)
             for i in gl.static_range(2):
-                tma.async_copy_global_to_shared(A, [tile * 128 + i * 64, k], ready, a_ring.index(2 * stage + i))
-            tma.async_copy_global_to_shared(B, [block * 256, k], ready, b_ring.index(stage))
+                async_load(A, [tile * 128 + i * 64, k], ready, a_ring.index(2 * stage + i))
+            async_load(B, [block * 256, k], ready, b_ring.index(stage))
             stage, phase = advance(stage, phase, STAGES)
 
 
@@ -83,7 +81,7 @@ def store_codes(code, C, boxes, col0, token0, BOX: gl.constexpr, BOXES: gl.const
     tma.store_wait(BOXES - 1)
     box.permute((1, 0)).store(code.to(C.dtype))
     fence_async_shared()
-    tma.async_copy_shared_to_global(C, [col0, token0], box)
+    async_store(C, [col0, token0], box)
 
 
 @gluon.jit

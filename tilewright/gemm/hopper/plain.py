@@ -12,19 +12,21 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
+
+from ...core.target import Target
+from ...core.tensor import cdiv
+from ...core.triton_versions import (
+    async_load,
+    async_store,
     fence_async_shared,
+    gl,
+    gluon,
     mbarrier,
     tma,
     warpgroup_mma,
     warpgroup_mma_init,
     warpgroup_mma_wait,
 )
-
-from ...core.target import Target
-from ...core.tensor import cdiv
 from ...device.activation import activate
 from ...device.matrices import Added, Matrix
 from ...device.warpgroups import PART, advance, await_turn, give_turn
@@ -92,10 +94,10 @@ def copy_operands(
             mbarrier.expect(ready, (CHUNKS * 64 + ACROSS * 128) * 128)
             for i in gl.static_range(CHUNKS):
                 box = a_ring.index(CHUNKS * stage + i)
-                tma.async_copy_global_to_shared(A, [(tile * CHUNKS + i) * 64, k * 128], ready, box)
+                async_load(A, [(tile * CHUNKS + i) * 64, k * 128], ready, box)
             for i in gl.static_range(ACROSS):
                 box = b_ring.index(ACROSS * stage + i)
-                tma.async_copy_global_to_shared(B, [(column * ACROSS + i) * 128, k * 128], ready, box)
+                async_load(B, [(column * ACROSS + i) * 128, k * 128], ready, box)
             stage, phase = advance(stage, phase, STAGES)
 
 
@@ -175,7 +177,7 @@ def store_chunk(
             tma.store_wait(BOXES - 1)
             box.store(y.to(C.dtype))
             fence_async_shared()
-            tma.async_copy_shared_to_global(C, [row0, col0 + i * 64], box)
+            async_store(C, [row0, col0 + i * 64], box)
 
 
 @gluon.jit

@@ -19,12 +19,10 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
 from ...core.target import Target
 from ...core.tensor import cdiv
+from ...core.triton_versions import async_load, barrier, gl, gluon, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from ...device.activation import activate
 from ...device.matrices import Added
 from ...device.warpgroups import PART, advance, await_turn, codes_at, give_turn, store_part
@@ -68,10 +66,10 @@ def copy_operands(A, B, ring, work, BAND: gl.constexpr, STAGES: gl.constexpr, WA
                 mbarrier.expect(ready, (DOWN * HEIGHT + ACROSS * 128) * 128)
                 for i in gl.static_range(DOWN):
                     box = a_ring.index(DOWN * stage + i)
-                    tma.async_copy_global_to_shared(A, [row0 + i * HEIGHT, k * 128], ready, box)
+                    async_load(A, [row0 + i * HEIGHT, k * 128], ready, box)
                 for i in gl.static_range(ACROSS):
                     box = b_ring.index(ACROSS * stage + i)
-                    tma.async_copy_global_to_shared(B, [group, (column * ACROSS + i) * 128, k * 128], ready, box)
+                    async_load(B, [group, (column * ACROSS + i) * 128, k * 128], ready, box)
                 stage, phase = advance(stage, phase, STAGES)
 
 
@@ -107,7 +105,7 @@ def store_rows(acc, result, added, row0, rows, col0, N, CLIPS: gl.constexpr, ACT
     row = row0 + r
     inside = gl.expand_dims(r < rows, 1) & gl.expand_dims(col < N, 0)
     if added.c.data is not None:
-        gl.thread_barrier()  # else loads are moved up to where their registers are not free yet
+        barrier()  # else loads are moved up to where their registers are not free yet
         at = added.c.data + gl.expand_dims(row.to(gl.int64) * added.c.stride_r, 1) + gl.expand_dims(col, 0)
         acc += gl.load(at, inside, 0.0).to(gl.float32) * added.beta
     if ACT is not None:

@@ -11,14 +11,21 @@ from types import SimpleNamespace
 
 import torch
 from torch import Tensor
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ...core.debug import check_ends
 from ...core.target import Target
 from ...core.tensor import cdiv
+from ...core.triton_versions import (
+    TensorDescriptor,
+    async_load,
+    gl,
+    gluon,
+    mbarrier,
+    reinterpret,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 from ...device.warpgroups import PART, advance, await_turn, give_turn, store_part
 from ...runtime.kernel import kernel
 from ..tiles import BAND, group_range, tile_of
@@ -54,16 +61,16 @@ def copy_operands(A, B, SB, OFFSETS, ring, sizes, BAND: gl.constexpr, STAGES: gl
             ready = full.index(stage)
             mbarrier.wait(empty.index(stage), phase)
             mbarrier.expect(ready, 3 * 128 * 128 + 128 * 4)
-            tma.async_copy_global_to_shared(A, [row * TILE, k], ready, a_ring.index(2 * stage))
-            tma.async_copy_global_to_shared(A, [row * TILE + 128, k], ready, a_ring.index(2 * stage + 1))
-            tma.async_copy_global_to_shared(B, [column * 128, k], ready, b_ring.index(stage))
-            tma.async_copy_global_to_shared(SB, [k // 128, column * 128], ready, line_ring.index(stage))
+            async_load(A, [row * TILE, k], ready, a_ring.index(2 * stage))
+            async_load(A, [row * TILE + 128, k], ready, a_ring.index(2 * stage + 1))
+            async_load(B, [column * 128, k], ready, b_ring.index(stage))
+            async_load(SB, [k // 128, column * 128], ready, line_ring.index(stage))
             stage, phase = advance(stage, phase, STAGES)
 
 
 @gluon.jit
 def line_at(ring, at):
-    return ring.index(at)._reinterpret(gl.float32, [128], FLAT)
+    return reinterpret(ring.index(at), gl.float32, [128], FLAT)
 
 
 @gluon.jit

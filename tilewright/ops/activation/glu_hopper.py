@@ -10,14 +10,20 @@ read of its operands: while dgate is quantised, dup waits where gate and up were
 from __future__ import annotations
 
 from torch import Tensor
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ...core.format import Format, Quantized
 from ...core.target import Target
 from ...core.tensor import cdiv
+from ...core.triton_versions import (
+    TensorDescriptor,
+    async_load,
+    barrier,
+    fence_async_shared,
+    gl,
+    gluon,
+    mbarrier,
+    reinterpret,
+)
 from ...device.activation import gated, gated_gradient
 from ...device.hopper import TILE, store_tile, widen
 from ...formats.fill import tiles_in_bulk
@@ -57,7 +63,7 @@ def clear(memory, rows_left, AT: gl.constexpr, LAYOUT: gl.constexpr, ROWS: gl.co
         x = gl.inline_asm_elementwise("and.b32 $0, $1, $2;", "=r,r,r", [x, keep], dtype=x.dtype, is_pure=True, pack=2)
         memory.store(x)
         fence_async_shared()  # before the copy of the next tile
-        gl.thread_barrier()
+        barrier()
 
 
 @gluon.jit
@@ -81,7 +87,7 @@ def row_scale(SCALE, row0, rows_left, AT: gl.constexpr, MASK: gl.constexpr):
 @gluon.jit
 def parked(half):
     """Gate's and up's memory as 64x128 numbers in fp32, the two fours of eight columns apart: no bank conflicts."""
-    return half._reinterpret(gl.float32, [1, 2, 4096], FLAT).index(0)
+    return reinterpret(half, gl.float32, [1, 2, 4096], FLAT).index(0)
 
 
 @gluon.jit
@@ -135,9 +141,9 @@ def glu_forward_pairs(
     block, row0, rows_left, col0 = locate(first, BLOCKS, across, M)
     more = rows_left > 0
     mbarrier.expect(ready0.index(0), BYTES, pred=more)
-    tma.async_copy_global_to_shared(X, [0, row0, col0], ready0.index(0), half0, pred=more)
+    async_load(X, [0, row0, col0], ready0.index(0), half0, pred=more)
     mbarrier.expect(ready1.index(0), BYTES, pred=more)
-    tma.async_copy_global_to_shared(X, [0, row0 + 64, col0], ready1.index(0), half1, pred=more)
+    async_load(X, [0, row0 + 64, col0], ready1.index(0), half1, pred=more)
     phase = 0
     for t in range(first + PROGRAMS, tiles + PROGRAMS, PROGRAMS):
         if rows_left > 0:
@@ -145,12 +151,12 @@ def glu_forward_pairs(
             more = (t < tiles) & (next_left > 0)
             y0 = gated_half(half0, ready0, phase, SCALE, row0, rows_left, limit, alpha, 0, ACT, MASK, GROUPED)
             mbarrier.expect(ready0.index(0), BYTES, pred=more)
-            gl.thread_barrier()
-            tma.async_copy_global_to_shared(X, [0, next_row, next_col], ready0.index(0), half0, pred=more)
+            barrier()
+            async_load(X, [0, next_row, next_col], ready0.index(0), half0, pred=more)
             y1 = gated_half(half1, ready1, phase, SCALE, row0, rows_left, limit, alpha, 64, ACT, MASK, GROUPED)
             mbarrier.expect(ready1.index(0), BYTES, pred=more)
-            gl.thread_barrier()
-            tma.async_copy_global_to_shared(X, [0, next_row + 64, next_col], ready1.index(0), half1, pred=more)
+            barrier()
+            async_load(X, [0, next_row + 64, next_col], ready1.index(0), half1, pred=more)
             phase ^= 1
             store_tile(
                 y0, y1, Q, S, QT, ST, block, row0, rows_left, col0, M, N, stride_s, stride_st, FORMAT, MASK, GROUPED
@@ -174,8 +180,8 @@ def gradient_half(
     a, b = load_pair(half)
     g = dy.load(TILE)
     mbarrier.expect(ready, BYTES, pred=more)
-    gl.thread_barrier()  # all threads have read: dy may come, and dup overwrite what other threads read
-    tma.async_copy_global_to_shared(DY, [next_row + AT, next_col], ready, dy, pred=more)
+    barrier()  # all threads have read: dy may come, and dup overwrite what other threads read
+    async_load(DY, [next_row + AT, next_col], ready, dy, pred=more)
     a = widen(a)
     b = widen(b)
     g = widen(g)
@@ -217,11 +223,11 @@ def glu_backward_pairs(
     block, row0, rows_left, col0 = locate(first, BLOCKS, across, M)
     more = rows_left > 0
     mbarrier.expect(ready0, BYTES, pred=more)
-    tma.async_copy_global_to_shared(DY, [row0, col0], ready0, dy0, pred=more)
-    tma.async_copy_global_to_shared(X, [0, row0, col0], ready0, half0, pred=more)
+    async_load(DY, [row0, col0], ready0, dy0, pred=more)
+    async_load(X, [0, row0, col0], ready0, half0, pred=more)
     mbarrier.expect(ready1, BYTES, pred=more)
-    tma.async_copy_global_to_shared(DY, [row0 + 64, col0], ready1, dy1, pred=more)
-    tma.async_copy_global_to_shared(X, [0, row0 + 64, col0], ready1, half1, pred=more)
+    async_load(DY, [row0 + 64, col0], ready1, dy1, pred=more)
+    async_load(X, [0, row0 + 64, col0], ready1, half1, pred=more)
     phase = 0
     for t in range(first + PROGRAMS, tiles + PROGRAMS, PROGRAMS):
         if rows_left > 0:
@@ -242,9 +248,9 @@ def glu_backward_pairs(
             y0 = unpark(half0)
             y1 = unpark(half1)
             fence_async_shared()  # ordinary writes to this memory come before the copies into it
-            gl.thread_barrier()
-            tma.async_copy_global_to_shared(X, [0, next_row, next_col], ready0, half0, pred=more)
-            tma.async_copy_global_to_shared(X, [0, next_row + 64, next_col], ready1, half1, pred=more)
+            barrier()
+            async_load(X, [0, next_row, next_col], ready0, half0, pred=more)
+            async_load(X, [0, next_row + 64, next_col], ready1, half1, pred=more)
             store_tile(
                 y0, y1, Q, S, QT, ST, block, row0, rows_left, N + col0, M, 2 * N, stride_s, stride_st, FORMAT, MASK,
                 GROUPED,

@@ -9,14 +9,11 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 from torch import Tensor
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ...core.format import Format, Quantized
 from ...core.target import Target
 from ...core.tensor import cdiv
+from ...core.triton_versions import TensorDescriptor, async_load, barrier, gl, gluon, mbarrier
 from ...device.hopper import TILE, store_tile, widen
 from ...formats.fill import tiles_in_bulk
 from ...op import single
@@ -90,9 +87,9 @@ def rms_norm_tiles(
     first = gl.program_id(0)
     block, row0, rows_left, col0 = place(tiles - 1 - first, across, M)
     mbarrier.expect(ready0.index(0), BYTES)
-    tma.async_copy_global_to_shared(X, [row0, col0], ready0.index(0), half0)
+    async_load(X, [row0, col0], ready0.index(0), half0)
     mbarrier.expect(ready1.index(0), BYTES)
-    tma.async_copy_global_to_shared(X, [row0 + 64, col0], ready1.index(0), half1)
+    async_load(X, [row0 + 64, col0], ready1.index(0), half1)
     if AFTER == "rstd":
         wait_for_launch_before()
     r0 = load_rstd(RSTD, row0, rows_left, 0, MASK)
@@ -105,13 +102,13 @@ def rms_norm_tiles(
         mbarrier.wait(ready0.index(0), phase)
         y0 = normed(half0, r0, w)
         mbarrier.expect(ready0.index(0), BYTES, pred=more)
-        gl.thread_barrier()
-        tma.async_copy_global_to_shared(X, [next_row, next_col], ready0.index(0), half0, pred=more)
+        barrier()
+        async_load(X, [next_row, next_col], ready0.index(0), half0, pred=more)
         mbarrier.wait(ready1.index(0), phase)
         y1 = normed(half1, r1, w)
         mbarrier.expect(ready1.index(0), BYTES, pred=more)
-        gl.thread_barrier()
-        tma.async_copy_global_to_shared(X, [next_row + 64, next_col], ready1.index(0), half1, pred=more)
+        barrier()
+        async_load(X, [next_row + 64, next_col], ready1.index(0), half1, pred=more)
         r0 = load_rstd(RSTD, next_row, next_left, 0, MASK)
         r1 = load_rstd(RSTD, next_row, next_left, 64, MASK)
         phase ^= 1

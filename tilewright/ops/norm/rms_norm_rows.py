@@ -12,12 +12,11 @@ from types import SimpleNamespace
 
 import torch
 from torch import Tensor
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
 
 from ...core.format import Format, Quantized
 from ...core.target import Target
 from ...core.tensor import cdiv
+from ...core.triton_versions import gl, gluon
 from ...device.quantize import encode, max_nan, scale_of
 from ...formats.fp8 import Fp8
 from ...op import single
@@ -118,9 +117,9 @@ def takes(target: Target, x: Tensor, format: Format | None, out: Quantized | Non
     """Whether the kernel above takes this x into this format."""
     N = x.shape[-1]
     return (
-        target.gluon
-        and target.wgmma
+        target.wgmma
         and target.fp8
+        and target.takes_gluon
         and x.dtype in (torch.bfloat16, torch.float16)
         and isinstance(format, Fp8)
         and (format.granularity, format.ways, format.pow2) == ("1x128", "row", True)

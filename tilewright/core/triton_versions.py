@@ -1,0 +1,175 @@
+"""What differs between versions of Triton: names of Gluon, its lower level, options of the compiler, compiled launchers.
+
+Any Triton is probed by what it offers, never by its number. Gluon is experimental, and its functions are renamed: kernels import
+them from here by their newest names. Where Triton does not offer what kernels in Gluon call, portable ones are taken. Gluon is
+loaded when the first of its names is asked for, since that takes 0.1 s. This module knows Triton alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import triton
+
+MISREADS_REDUCTIONS = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7)  # as `toolchain/reductions.py` tells
+GLUON = "triton.experimental.gluon"
+TRIED = ("3.6.", "3.7.", "3.8.", "3.9.")  # kernels have been compiled with these
+WARPGROUP = ("warpgroup_mma", "warpgroup_mma_init", "warpgroup_mma_wait")
+# How kernels call what they import from here: how many arguments by position, and which by name; None if that cannot be asked
+CALLED = {
+    "GluonASTSource": (0, ("fn", "signature", "constexprs", "attrs")),
+    "TensorDescriptor": (5, ()),
+    "async_load": (4, ("pred", "_semantic")),
+    "async_store": (3, ("_semantic",)),
+    "barrier": (0, ("_semantic",)),
+    "fence_async_shared": (0, ("_semantic",)),
+    "mbarrier.arrive": (1, ("count", "pred", "_semantic")),
+    "mbarrier.expect": (2, ("pred", "_semantic")),
+    "mbarrier.init": (1, ("count", "_semantic")),
+    "mbarrier.wait": (2, ("_semantic",)),
+    "mma_v2": (3, ("_semantic",)),
+    "reinterpret": (4, ("_semantic",)),
+    "tma.store_wait": (1, ("_semantic",)),
+    "warpgroup_mma": (3, ("use_acc", "is_async", "_semantic")),
+    "warpgroup_mma_init": (1, ("_semantic",)),
+    "warpgroup_mma_wait": (1, ("deps", "_semantic")),
+    "gl.BlockedLayout": (4, ()),
+    "gl.NVMMADistributedLayout": (0, ("version", "warps_per_cta", "instr_shape")),
+    "gl.NVMMASharedLayout": (0, ("swizzle_byte_width", "element_bitwidth", "rank")),
+    "gl.NVMMASharedLayout.get_default_for": None,
+    "gl.SwizzledSharedLayout": (4, ()),
+    "gl.allocate_shared_memory": (3, ("_semantic",)),
+    "gl.inline_asm_elementwise": (6, ("_semantic",)),
+    "gl.warp_specialize": (3, ("_semantic",)),
+}
+
+
+class Absent:
+    """Stands for all of Gluon where it is not what kernels are written for, so that their modules can be imported. Whatever is
+    made of it is absent as well."""
+
+    def __getattr__(self, name: str) -> Absent:
+        if name.startswith("__"):  # what asks for such a name wants to know what kind of thing this is
+            raise AttributeError(name)
+        return self
+
+    def __call__(self, *args: Any, **settings: Any) -> Absent:
+        return self
+
+    def __iter__(self) -> Any:
+        return iter(())
+
+
+class Gluon(NamedTuple):
+    """Gluon's names as kernels use them, and what this Triton lacks of it, in words."""
+
+    names: dict[str, Any]
+    lacks: str | None
+
+
+def gluon_of(load: Callable[[str], Any]) -> Gluon:
+    """Gluon, its modules loaded by `load`."""
+    try:
+        gl = load(f"{GLUON}.language")
+        hopper = load(f"{GLUON}.language.nvidia.hopper")
+        memory = load(f"{GLUON}.language._core").shared_memory_descriptor
+        tma = hopper.tma
+        names = {
+            "gl": gl,
+            "gluon": load(GLUON),
+            "GluonASTSource": load(f"{GLUON}._runtime").GluonASTSource,
+            "TensorDescriptor": load(f"{GLUON}.nvidia.hopper").TensorDescriptor,
+            # Of two names the newer is asked for first: an older one may be kept only to say that it is gone
+            "async_load": either(tma, "async_load", "async_copy_global_to_shared"),
+            "async_store": either(tma, "async_store", "async_copy_shared_to_global"),
+            "barrier": either(gl, "barrier", "thread_barrier"),
+            "reinterpret": either(memory, "reinterpret", "_reinterpret"),
+            **{name: getattr(hopper, name) for name in ("fence_async_shared", "mbarrier", "mma_v2", "tma")},
+            **{name: getattr(hopper, name) for name in WARPGROUP},
+        }
+        for path, call in CALLED.items():
+            first, *rest = path.split(".")
+            function = functools.reduce(getattr, rest, names[first])
+            if call is not None:
+                inspect.signature(function).bind(*[None] * call[0], **dict.fromkeys(call[1]))
+    except (ImportError, AttributeError) as error:
+        return Gluon({}, str(error))
+    except (TypeError, ValueError) as error:
+        return Gluon({}, f"{path}: {error}")
+    return Gluon(names, None)
+
+
+def either(of: Any, name: str, older: str) -> Any:
+    """What goes by one of two names; if none does, the error says the newer."""
+    return getattr(of, name) if hasattr(of, name) or not hasattr(of, older) else getattr(of, older)
+
+
+@functools.cache
+def probe() -> Gluon:
+    """The Gluon of the Triton that is installed."""
+    return gluon_of(importlib.import_module)
+
+
+@functools.cache
+def offers_gluon() -> bool:
+    """Whether the installed Triton offers what kernels in Gluon call. The first to ask is warned if it does not."""
+    lacks = probe().lacks
+    if lacks is not None:
+        text = f"triton {triton.__version__} does not offer what kernels in Gluon call ({lacks}): portable kernels are taken"
+        warnings.warn(text, RuntimeWarning, stacklevel=3)
+    return lacks is None
+
+
+def offered_gluon(version: str) -> bool:
+    """Whether the Triton that something was measured with offers it: the installed one is asked, of others the tried are known."""
+    if version == triton.__version__:
+        return probe().lacks is None
+    return version.startswith(TRIED)
+
+
+def __getattr__(name: str) -> Any:
+    """One of Gluon's names, for `from .triton_versions import gl`."""
+    if name.startswith("__"):
+        raise AttributeError(name)
+    found = probe()
+    if found.lacks is not None:
+        return Absent()
+    if name not in found.names:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return found.names[name]
+
+
+# ---------------------------------------------------------------- the compiler and its launcher
+
+# Products may be contracted into sums: the default up to 3.9, and so what bits are promised with
+COMPILED_WITH = {"enable_fp_fusion": True}
+# What launchers are called with beside a kernel's own arguments, as Triton writes it down
+ROW = "iiiKKppOOOOOO"
+LIST = "gridX gridY gridZ stream function kernel_metadata launch_metadata launch_enter_hook launch_exit_hook args"
+
+
+@functools.cache
+def launcher_of(launcher: type) -> str | None:
+    """How a class of compiled launchers of Triton's takes a kernel's arguments: in a `row` after its own (3.6), in a `list` (from
+    3.7 on), or None if it is neither of these."""
+    module = sys.modules.get(launcher.__module__)
+    if launcher.__name__ != "CudaLauncher" or module is None:
+        return None
+    if getattr(module, "_BASE_ARGS_FORMAT", None) == ROW:
+        return "row"
+    if not all(hasattr(module, name) for name in ("annotate_arguments", "make_tensordesc_arg")):
+        return None
+    names = list(inspect.signature(launcher.__call__).parameters)[1:]
+    return "list" if names == LIST.split() else None
+
+
+def launches_directly() -> bool:
+    """Whether the launcher of the Triton that is installed is a known one."""
+    driver = importlib.import_module("triton.backends.nvidia.driver")
+    return hasattr(driver, "CudaLauncher") and launcher_of(driver.CudaLauncher) is not None
