@@ -119,7 +119,8 @@ def store_rows(
     if ACT is not None:
         acc = activate(acc, 1.0, ACT)
     if FORMAT is not None:
-        acc = gl.where(gl.expand_dims(col < N, 0), acc, 0.0)  # not every activation of 0 is 0
+        if col0 + 128 > N:
+            acc = gl.where(gl.expand_dims(col < N, 0), acc, 0.0)  # not every activation of 0 is 0
         store_in_format(acc, ROW, c_box if C is None else c_box.index(W), C, row0, rows, col0, N, stride_s, FORMAT)
     elif C is None:
         store_masked(acc, Y, stride_ym, row, col, inside)
