@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import tilewright as tw
-from tilewright.check.variants import variant
+from tilewright.check.variants import FORWARD, HOT, Call, drawn, launches, variant
 from tilewright.core.draw import Draw
 from tilewright.core.target import TARGETS, pretend
 from tilewright.gemm.arithmetic import words_for
@@ -32,3 +32,22 @@ def test_native_instructions(arch, pair):
         product.run(product.signature.bind((a, b.t(), scale_a, scale_b, *recipes), {}))
     assert NATIVE[arch, pair] in variant(found[0], arch).compile().text
     assert words_for((kind_a, kind_b), (recipes[0], recipes[1]), TARGETS[arch]) == "native"
+
+
+SCALE = torch.empty(1, device="meta")
+STORED = [
+    tw.fp8("1x128"), tw.fp8("tensor", scale="unit"), tw.fp8("tensor", scale=SCALE), tw.int8("1x128"), tw.int4("1x128", zero=True),
+    tw.mx("e2m1"), tw.mx("e4m3", swizzled=True),
+]  # fmt: skip
+LEFT = [tw.fp8("1x128", ways="both"), tw.fp8("row"), tw.fp8("tensor"), tw.int8("128x128"), tw.nvfp4(scale=SCALE)]
+
+
+@pytest.mark.skipif(
+    not TARGETS["sm_90"].hopper_gluon, reason="this Triton's Gluon is not the one that kernels are written in"
+)
+@pytest.mark.parametrize(("fmt", "alone"), [(f, True) for f in STORED] + [(f, False) for f in LEFT], ids=str)
+def test_products_on_hopper_quantise_what_they_can(fmt, alone):
+    """In the launch that multiplies where a warpgroup's sums are all that scales need."""
+    values = {**drawn(product, HOT[0]), "out_format": fmt, "backend": "hopper"}
+    first, *rest = (wanted.kernel.name for wanted in launches(product, Call(values, FORWARD)))
+    assert (first, rest == []) == ("promoted_rows_hopper", alone)

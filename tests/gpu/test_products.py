@@ -18,9 +18,11 @@ import tilewright as tw
 from tests import integer_oracle
 from tests import product_oracle as oracle
 from tilewright.check.oracle import pieces, same_bits
+from tilewright.core.draw import Draw
 from tilewright.core.target import Target
 from tilewright.formats.mx import CODES, RULES
-from tilewright.gemm.scaled_mm import PAIRS, product
+from tilewright.gemm.hopper import scaled_mm as hopper
+from tilewright.gemm.scaled_mm import PAIRS, draw_operand, product
 
 pytestmark = pytest.mark.gpu
 FEW, MANY, COLUMNS, INNER = 64, 256, 512, 1024  # the least that every kernel takes
@@ -192,3 +194,46 @@ def test_masked_matrices_with_scales_of_rows():
     exact = (a.double() * scale_a.double()[..., None]) @ (b.double() * scale_b.double()[..., None]).mT
     for e, count in enumerate(counts.tolist()):
         assert (y[e, :count].double() - exact[e, :count]).norm() <= 5e-4 * exact[e, :count].norm()
+
+
+# ---- results as codes ------------------------------------------------------------------------------------------------
+
+STORED = [
+    tw.fp8("1x128"), tw.fp8("1x128", "e5m2"), tw.fp8("1x128", pow2=False), tw.fp8("1x128", rule="exact", pow2=False),
+    tw.fp8("1x128", rule="linghe", pow2=False), tw.fp8("tensor", scale="unit"), tw.fp8("tensor", scale=torch.tensor([0.37])),
+    tw.fp8("tensor", rule="exact", scale=torch.tensor([0.37])), tw.int8("1x128"), tw.int4("1x128"), tw.int4("1x128", zero=True),
+    tw.mx("e4m3"), tw.mx("e5m2"), tw.mx("e2m1"), tw.mx("e4m3", swizzled=True),
+]  # fmt: skip
+
+
+def on_device(fmt: tw.Format) -> tw.Format:
+    return fmt if fmt.tensor is None else fmt.with_scale(fmt.tensor.cuda())
+
+
+# Whole tiles; rows and columns that end inside one; and rows of codes that no bulk copy may write
+@pytest.mark.parametrize(("rows", "columns"), [(384, 512), (200, 320), (70, 200)])
+@pytest.mark.parametrize("tile", hopper.TILES, ids=lambda tile: f"{tile.rows}x{tile.columns}")
+@pytest.mark.parametrize("fmt", STORED, ids=str)
+def test_products_store_the_codes_of_their_sums(fmt, tile, rows, columns, monkeypatch):
+    if not Target.at(torch.device("cuda")).hopper_gluon:
+        pytest.skip("a kernel for Hopper")
+    monkeypatch.setattr(hopper, "TILES", (tile,))
+    fmt, source = on_device(fmt), torch.Generator().manual_seed(rows)
+    bias, c = (torch.randn(n, generator=source).bfloat16().cuda() for n in ((columns,), (rows, columns)))
+    for pair in ("fp8_block", "fp8_row"):
+        kind_a, kind_b, recipe_a, recipe_b = PAIRS[pair]
+        a, scale_a = (t.cuda() for t in draw_operand(Draw(1), kind_a, recipe_a, rows, 384))
+        b, scale_b = (t.cuda() for t in draw_operand(Draw(2), kind_b, recipe_b, columns, 384))
+        a.view(torch.uint8)[rows // 2, 5] = 0x7F  # NaN
+        for more in ({}, {"bias": bias, "act": "gelu_tanh"}, {"c": c, "beta": 0.5}):
+            call = functools.partial(
+                tw.scaled_mm, a, b.t(), scale_a, scale_b, recipe_a=recipe_a, recipe_b=recipe_b, backend="hopper", **more
+            )  # fmt: skip
+            expected, out = (
+                tw.quantize(call(out_dtype=torch.float32), fmt),
+                fmt.empty((rows, columns), torch.bfloat16, "cuda"),
+            )
+            assert call(out_format=fmt, out=out) is out
+            for made in (call(out_format=fmt), out):
+                for (tail, found), right in zip(pieces(made).items(), pieces(expected).values()):
+                    same_bits(f"{pair} {list(more)} in {fmt}{tail}", found, right)

@@ -62,7 +62,7 @@ def byte_code(y, s, c, FORMAT: tl.constexpr):
     """The int8 code of y. Four numbers are packed and masked as one word where the chip's own instructions may be named."""
     if has(FORMAT, "fast"):
         v = (quotient(y, s, c) + MAGIC).to(tl.int32, bitcast=True)
-        kept = tl.where(s == s, -1, 0) | tl.zeros_like(v)
+        kept, v = tl.broadcast(tl.where(s == s, -1, 0), v)
         code = tl.inline_asm_elementwise(
             PACK_BYTES, "=r,r,r,r,r,r,r,r,r", [v, kept], dtype=tl.int8, is_pure=True, pack=4
         )

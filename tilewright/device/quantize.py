@@ -114,13 +114,13 @@ def code_bits(v, FORMAT: tl.constexpr):
     DROP: tl.constexpr = 20 if E4M3 else 21  # mantissa bits that fp32 has more
     REBIAS: tl.constexpr = 120 << 3 if E4M3 else 112 << 2
     NORMAL: tl.constexpr = 121 << 23 if E4M3 else 113 << 23  # smallest normal code, as fp32 bits
-    MAGIC: tl.constexpr = 141 << 23 if E4M3 else 134 << 23  # its last mantissa bit is worth the smallest code
+    MAGIC: tl.constexpr = 2.0**14 if E4M3 else 2.0**7  # its last mantissa bit is worth the smallest code
+    MAGIC_BITS: tl.constexpr = 141 << 23 if E4M3 else 134 << 23
     LARGEST: tl.constexpr = 0x43E00000 if E4M3 else 0x47600000
     bits = v.to(tl.int32, bitcast=True)
     a = tl.minimum(bits & 0x7FFFFFFF, LARGEST)
     normal = ((a + ((1 << (DROP - 1)) - 1) + ((a >> DROP) & 1)) >> DROP) - REBIAS
-    magic = tl.full(a.shape, MAGIC, tl.int32).to(tl.float32, bitcast=True)
-    small = (a.to(tl.float32, bitcast=True) + magic).to(tl.int32, bitcast=True) - MAGIC
+    small = (a.to(tl.float32, bitcast=True) + MAGIC).to(tl.int32, bitcast=True) - MAGIC_BITS
     code = tl.where(a < NORMAL, small, normal) | ((bits >> 24) & 0x80)
     return tl.where(v == v, code, 0x7F)
 

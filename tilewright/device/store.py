@@ -182,43 +182,92 @@ def scale_at(P, row, block, stride, FORMAT: tl.constexpr):
 
 
 @triton.jit
+def row_scales(y, WAY, whole, FORMAT: tl.constexpr):
+    """(scale, multiplier, zero point) of y [ROWS, COLS]: of each block [ROWS, blocks], of each row [ROWS], or those of all."""
+    BLOCK: tl.constexpr = block_of(FORMAT)
+    if BLOCK > 0:
+        s, m, z = block_scales(tl.reshape(y, (y.shape[0], y.shape[1] // BLOCK, BLOCK)), 2, whole, FORMAT)
+    elif has(FORMAT, "row"):
+        s, m, z = block_scales(y, 1, whole, FORMAT)
+    else:
+        s, m = given_scale(WAY.given, FORMAT)
+        z = m
+    return s, m, z
+
+
+@triton.jit
+def row_codes(y, s, m, z, FORMAT: tl.constexpr):
+    """What is stored of y [ROWS, COLS] with its `row_scales`: [ROWS, COLS] codes, or half as many bytes of 4-bit ones."""
+    ROWS: tl.constexpr = y.shape[0]
+    COLS: tl.constexpr = y.shape[1]
+    BLOCK: tl.constexpr = block_of(FORMAT)
+    if BLOCK > 0:
+        blocks = tl.reshape(y, (ROWS, COLS // BLOCK, BLOCK))
+        made = codes(blocks, s[:, :, None], m[:, :, None], z[:, :, None], COLS, FORMAT)
+        made = tl.reshape(made, (ROWS, COLS // codes_in_byte(FORMAT)))
+    elif has(FORMAT, "row"):
+        made = codes(y, s[:, None], m[:, None], z[:, None], COLS, FORMAT)
+    else:
+        made = codes(y, s, m, z, COLS, FORMAT)
+    return made
+
+
+@triton.jit
+def store_scales(s, z, WAY, row, block, live, first, N, stride_s, FORMAT: tl.constexpr):
+    """Store `row_scales` of rows `row` [ROWS, 1], 64-bit, where `live`, those of blocks at `block` [1, blocks]; a scale that all
+    share where this is the `first` store."""
+    BLOCK: tl.constexpr = block_of(FORMAT)
+    if BLOCK > 0:
+        there = live & (block * BLOCK < N)
+        at = scale_at(WAY.scale, row, block.to(tl.int64), stride_s, FORMAT)
+        tl.store(at, s.to(WAY.scale.dtype.element_ty), there)
+        if WAY.zero is not None:
+            tl.store(scale_at(WAY.zero, row, block.to(tl.int64), stride_s, FORMAT), z.to(tl.float32), there)
+    elif has(FORMAT, "row"):
+        tl.store(WAY.scale + row, s[:, None], live)
+    else:
+        if first:
+            tl.store(WAY.scale, s)
+
+
+@triton.jit
+def store_whole(whole, WAY, first):
+    """Store `whole_of` where a format has it and this is the `first` store."""
+    if WAY.shared is not None:
+        if first:
+            tl.store(WAY.shared, whole)
+
+
+@triton.jit
+def store_codes(made, WAY, row, c, live, N, FORMAT: tl.constexpr, EVICT: tl.constexpr):
+    """Store `row_codes` of rows `row` [ROWS, 1], 64-bit, where `live`, at bytes `c` [1, bytes] of them. EVICT is how they are to be
+    cached."""
+    PER: tl.constexpr = codes_in_byte(FORMAT)
+    at = codes_at(WAY.codes, FORMAT) + row * (N // PER) + c
+    tl.store(at, made, live & (c < N // PER), eviction_policy=EVICT)
+
+
+@triton.jit
 def store_rows(y, WAY, row, start, live, N, stride_s, FORMAT: tl.constexpr, EVICT: tl.constexpr):
     """Store y [ROWS, COLS], columns `start` and on of rows `row` [ROWS, 1], 64-bit, where `live`; zero past column N.
 
     For formats whose scales are given or for a block, which divides COLS and `start`, or for a row, of which y is then the whole.
-    EVICT is how codes are to be cached.
+    EVICT is how codes are to be cached. `warpgroups.store_in_format` is the same in Gluon, which wants layouts of its indices.
     """
-    ROWS: tl.constexpr = y.shape[0]
     COLS: tl.constexpr = y.shape[1]
     PER: tl.constexpr = codes_in_byte(FORMAT)
     BLOCK: tl.constexpr = block_of(FORMAT)
+    first = tl.program_id(0) == 0
     whole = whole_of(WAY, FORMAT)
+    s, m, z = row_scales(y, WAY, whole, FORMAT)
+    block = None
     if BLOCK > 0:
-        blocks = tl.reshape(y, (ROWS, COLS // BLOCK, BLOCK))
-        s, m, z = block_scales(blocks, 2, whole, FORMAT)
-        b = start // BLOCK + tl.arange(0, COLS // BLOCK)[None, :]
-        there = live & (b * BLOCK < N)
-        at = scale_at(WAY.scale, row, b.to(tl.int64), stride_s, FORMAT)
-        tl.store(at, s.to(WAY.scale.dtype.element_ty), there)
-        if WAY.zero is not None:
-            tl.store(scale_at(WAY.zero, row, b.to(tl.int64), stride_s, FORMAT), z.to(tl.float32), there)
-        made = codes(blocks, s[:, :, None], m[:, :, None], z[:, :, None], COLS, FORMAT)
-        made = tl.reshape(made, (ROWS, COLS // PER))
-    elif has(FORMAT, "row"):
-        s, m, z = block_scales(y, 1, whole, FORMAT)
-        tl.store(WAY.scale + row, s[:, None], live)
-        made = codes(y, s[:, None], m[:, None], z[:, None], COLS, FORMAT)
-    else:
-        s, m = given_scale(WAY.given, FORMAT)
-        if tl.program_id(0) == 0:
-            tl.store(WAY.scale, s)
-        made = codes(y, s, m, m, COLS, FORMAT)
-    if WAY.shared is not None:
-        if tl.program_id(0) == 0:
-            tl.store(WAY.shared, whole)
+        block = start // BLOCK + tl.arange(0, COLS // BLOCK)[None, :]
+    store_scales(s, z, WAY, row, block, live, first, N, stride_s, FORMAT)
+    made = row_codes(y, s, m, z, FORMAT)
+    store_whole(whole, WAY, first)
     c = start // PER + tl.arange(0, COLS // PER)[None, :]
-    at = codes_at(WAY.codes, FORMAT) + row * (N // PER) + c
-    tl.store(at, made, live & (c < N // PER), eviction_policy=EVICT)
+    store_codes(made, WAY, row, c, live, N, FORMAT, EVICT)
 
 
 # ---- tiles -----------------------------------------------------------------------------------------------------------

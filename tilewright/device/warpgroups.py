@@ -2,6 +2,7 @@
 warpgroups that multiply, and the order in which these issue their products."""
 
 from ..core.triton_versions import async_store, fence_async_shared, gl, gluon, reinterpret, tma
+from .store import block_of, codes_in_byte, row_codes, row_scales, store_codes, store_scales, store_whole, whole_of
 
 # A warpgroup's accumulator of 64 rows and 128 columns, of products of 8-bit operands
 PART = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 32]))
@@ -50,3 +51,35 @@ def store_part(acc, box, C, at):
     box.store(acc.to(box.dtype).reshape(box.shape))
     fence_async_shared()
     async_store(C, at, box)
+
+
+@gluon.jit
+def store_in_format(acc, WAY, box, C, row0, rows, col0, N, stride_s, FORMAT: gl.constexpr):
+    """An accumulator as codes and scales, of which `rows` rows there are: what `store.store_rows` stores. Codes go by a bulk copy,
+    which clips them where the matrix ends, or one by one where C is None."""
+    PER: gl.constexpr = codes_in_byte(FORMAT)
+    BLOCK: gl.constexpr = block_of(FORMAT)
+    first = (row0 == 0) & (col0 == 0)
+    whole = whole_of(WAY, FORMAT)
+    s, m, z = row_scales(acc, WAY, whole, FORMAT)
+    if BLOCK > 0:
+        r, block = indices(s)
+        row = (row0 + r).to(gl.int64)
+        store_scales(s, z, WAY, row, col0 // BLOCK + block, r < rows, first, N, stride_s, FORMAT)
+    else:
+        store_scales(s, z, WAY, None, None, None, first, N, stride_s, FORMAT)
+    made = row_codes(acc, s, m, z, FORMAT)
+    store_whole(whole, WAY, first)
+    if C is None:
+        r, c = indices(made)
+        store_codes(made, WAY, (row0 + r).to(gl.int64), col0 // PER + c, r < rows, N, FORMAT, "")
+    else:
+        store_part(made, box, C, [row0, col0 // PER])
+
+
+@gluon.jit
+def indices(x):
+    """Of the rows [n, 1] and of the columns [1, n] of a tile."""
+    r = gl.arange(0, x.shape[0], gl.SliceLayout(1, x.type.layout))
+    c = gl.arange(0, x.shape[1], gl.SliceLayout(0, x.type.layout))
+    return gl.expand_dims(r, 1), gl.expand_dims(c, 0)

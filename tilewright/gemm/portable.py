@@ -16,24 +16,23 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..core.format import Format
 from ..core.target import Target
 from ..core.tensor import cdiv, power_of_two
 from ..device.activation import activate
 from ..device.load import four_bits, load_bytes, load_operand, load_scales
 from ..device.matrices import Added, Factor, Strides
 from ..device.products import add_product
-from ..device.store import NOWHERE, block_of, store_rows
-from ..formats.fill import fill_from, is_fast, row_way
+from ..device.store import block_of, store_rows
 from ..op import single
 from ..runtime.kernel import kernel
 from .arithmetic import math_of
+from .destination import destination
 from .operands import BLOCKS, inner_of, kind_of
 from .tiles import BAND, matrix, tile_of
 
 EXACT = 131071  # so many products of two int8 codes, also of -128, stay below 2**31
 LARGEST = 2**31 - 256  # rows, columns and inner elements are counted in 32 bits
-NARROW = 64
+NARROW, WIDEST = 64, 128  # columns of a tile
 
 
 class Coding(NamedTuple):
@@ -168,7 +167,7 @@ def _shape(a: Any) -> dict[str, Any]:
     codes_a, codes_b = a.A.codes, a.B.codes
     target = Target.at(codes_a.device)
     widened = a.MATH in ("bf16", "fp16")
-    most = 128 if target.shared_memory > 100 * 1024 else 64
+    most = WIDEST if target.shared_memory > 100 * 1024 else 64
     M, N = (max(16, min(most, power_of_two(size))) for size in (a.M, a.N))
     # Of fewer rows the compiler makes fp16 products on Hopper, and widens block-scaled codes on Blackwell
     M = {"fp8": max(M, 64), "scaled": most}.get(a.MATH, M)
@@ -259,13 +258,6 @@ def settings(target: Target, a: Tensor, b: Tensor, recipe_a, recipe_b, zero_b, a
     return made
 
 
-def stores_codes(format: Format, how: dict[str, Any]) -> bool:
-    """Whether a tile of the product has all that its codes need: row-wise, scales given or for blocks that tiles are made of."""
-    if format.ways != "row" or format.reach not in ("block", "given"):
-        return False
-    return format.block <= NARROW or not is_narrow(how["CODING_B"], how["MATH"], how["PROMOTE"])
-
-
 def for_kernel(t: Tensor | None, target: Target) -> Tensor | None:
     """Codes or scales as the kernel takes them: as bytes where Triton has no such type on the chip."""
     bytewise = t is not None and t.is_floating_point() and t.element_size() == 1
@@ -284,25 +276,14 @@ def forward(
     M, N, K = a.shape[0], b.shape[0], inner_of(a)
     if K == 0:  # nothing that could be scaled: there may be no scales, and those that there are may be NaN
         scale_a = scale_b = recipe_a = recipe_b = shared_a = shared_b = zero_b = None
-    dtype = getattr(torch, out_dtype)
     how = settings(target, a, b, recipe_a, recipe_b, zero_b, accumulate)
-    y, q, row, stride_s, words = out, None, NOWHERE, 0, None
-    if out_format is not None:
-        q = out if out is not None else out_format.empty((M, N), dtype, a.device)
-        if stores_codes(out_format, how) and M * N:
-            y, row, stride_s = None, row_way(q, out_format.tensor), out_format.scale_stride(q, "row")
-            words = out_format.device_format(is_fast(a))
-        else:
-            y = torch.empty(M, N, dtype=torch.float32, device=a.device)
-    elif out is None:
-        y = torch.empty(M, N, dtype=dtype, device=a.device)
+    columns = NARROW if is_narrow(how["CODING_B"], how["MATH"], how["PROMOTE"]) else WIDEST
+    to = destination(out, out_format, M, N, getattr(torch, out_dtype), a.device, range(columns + 1))
     codes_a, codes_b, sa, sb = (for_kernel(t, target) for t in (a, b, scale_a, scale_b))
     scaled_product(
         Factor(codes_a, *a.stride(), sa, None, shared_a), Factor(codes_b, *b.stride(), sb, zero_b, shared_b),
-        Added(bias, matrix(c if beta != 0.0 else None), float(beta)), matrix(y), row, M, N, K,
-        None if bias is None else bias.stride(0), stride_s, *strides(scale_a), *strides(scale_b), *strides(zero_b), **how, ACT=act,
-        FORMAT=words, BAND=BAND,
+        Added(bias, matrix(c if beta != 0.0 else None), float(beta)), matrix(to.y), to.row, M, N, K,
+        None if bias is None else bias.stride(0), to.stride_s, *strides(scale_a), *strides(scale_b), *strides(zero_b), **how,
+        ACT=act, FORMAT=to.FORMAT, BAND=BAND,
     )  # fmt: skip
-    if q is not None and y is not None:
-        fill_from(q, y, out_format.tensor)
-    return y if q is None else q
+    return to.result()

@@ -10,6 +10,7 @@ from torch import Tensor
 from ...core.target import Target
 from ...core.tensor import cdiv
 from ...device.matrices import Added, Matrix
+from ...device.store import NOWHERE
 from ..tiles import BAND, ROWS, tile_list
 from .boxes import box_of, copies_in_bulk, stores_in_bulk
 from .scaled_mm import CODES, OUT, promoted_rows_hopper
@@ -36,8 +37,8 @@ def forward(a, scale_a, b, scale_b, offsets, *, out_dtype, bias=None, act=None) 
     C = box_of(y, [64, 128], kind) if stores_in_bulk(y) else None  # a caller's memory may begin anywhere
     BLOCKS = scale_a.shape[0] == cdiv(K, 128) and scale_b.shape[1] == cdiv(N, 128)
     promoted_rows_hopper(
-        A, B, C, y, scale_a, scale_b, Added(None if bias is None else bias.contiguous(), Matrix(), None), tiles, M, tiles.shape[0],
-        N, cdiv(K, 128), scale_a.stride(1), scale_a.stride(0), *scale_b.stride(), N, PROGRAMS,
-        ACT=act, BLOCKS=BLOCKS, BAND=BAND, STAGES=4, WARPGROUPS=2,
+        A, B, C, y, NOWHERE, scale_a, scale_b, Added(None if bias is None else bias.contiguous(), Matrix(), None), tiles, M,
+        tiles.shape[0], N, cdiv(K, 128), scale_a.stride(1), scale_a.stride(0), *scale_b.stride(), N, 0, PROGRAMS,
+        ACT=act, FORMAT=None, BLOCKS=BLOCKS, BAND=BAND, STAGES=4, WARPGROUPS=2,
     )  # fmt: skip
     return y

@@ -25,9 +25,9 @@ from ...core.tensor import cdiv
 from ...core.triton_versions import async_load, barrier, gl, gluon, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from ...device.activation import activate
 from ...device.matrices import Added
-from ...device.warpgroups import PART, advance, await_turn, codes_at, give_turn, store_part
-from ...formats.fill import fill_from
+from ...device.warpgroups import PART, advance, await_turn, codes_at, give_turn, store_in_format, store_part
 from ...runtime.kernel import kernel
+from ..destination import destination
 from ..operands import DTYPES, ONCE
 from ..tiles import BAND, matrix, tile_entry, tile_of
 from .boxes import box_of, copies_in_bulk, stores_in_bulk
@@ -35,7 +35,11 @@ from .boxes import box_of, copies_in_bulk, stores_in_bulk
 OUT = {"bfloat16": (torch.bfloat16, gl.bfloat16), "float16": (torch.float16, gl.float16)}
 CODES = {torch.float8_e4m3fn: gl.float8e4nv, torch.float8_e5m2: gl.float8e5}
 BLOCKWISE = ("BlockWise1x128", "BlockWise128x128")
-BULK = dict(OUT.values())  # results of 16 bits
+BULK = {**dict(OUT.values()), **CODES, torch.int8: gl.int8, torch.uint8: gl.uint8}  # results of at most 16 bits
+COLUMNS = 128  # of a warpgroup
+STORED = range(
+    32, COLUMNS + 1
+)  # blocks whose codes it stores itself: scales of smaller ones would spill beside the sums
 
 
 @gluon.jit
@@ -96,10 +100,12 @@ def store_masked(acc, Y, stride_ym, row, col, inside):
 
 
 @gluon.jit
-def store_rows(acc, result, added, row0, rows, col0, N, CLIPS: gl.constexpr, ACT: gl.constexpr, W: gl.constexpr):
-    """act(acc + beta * c) of 64 rows: by a bulk copy, which CLIPS where the matrix ends; or one by one where no bulk copy can
-    be, or a group ends."""
-    C, c_box, Y, stride_ym = result
+def store_rows(
+    acc, result, added, row0, rows, col0, N, CLIPS: gl.constexpr, ACT: gl.constexpr, FORMAT: gl.constexpr, W: gl.constexpr
+):  # fmt: skip
+    """act(acc + beta * c) of 64 rows, with FORMAT as codes: by a bulk copy, which CLIPS where the matrix ends; or one by one where
+    no bulk copy can be, or a group ends."""
+    C, c_box, Y, stride_ym, ROW, stride_s = result
     r = gl.arange(0, 64, gl.SliceLayout(1, PART))
     col = col0 + gl.arange(0, 128, gl.SliceLayout(0, PART))
     row = row0 + r
@@ -110,7 +116,11 @@ def store_rows(acc, result, added, row0, rows, col0, N, CLIPS: gl.constexpr, ACT
         acc += gl.load(at, inside, 0.0).to(gl.float32) * added.beta
     if ACT is not None:
         acc = activate(acc, 1.0, ACT)
-    if C is None:
+    if FORMAT is not None:
+        if col0 + 128 > N:
+            acc = gl.where(gl.expand_dims(col < N, 0), acc, 0.0)  # not every activation of 0 is 0
+        store_in_format(acc, ROW, c_box if C is None else c_box.index(W), C, row0, rows, col0, N, stride_s, FORMAT)
+    elif C is None:
         store_masked(acc, Y, stride_ym, row, col, inside)
     elif CLIPS or rows >= 64:
         store_part(acc, c_box.index(W), C, [row0, col0])
@@ -120,8 +130,8 @@ def store_rows(acc, result, added, row0, rows, col0, N, CLIPS: gl.constexpr, ACT
 
 @gluon.jit
 def multiply_tiles(
-    result, scales, added, N, ring, work, ACT: gl.constexpr, BLOCKS: gl.constexpr, BAND: gl.constexpr, STAGES: gl.constexpr,
-    WARPGROUPS: gl.constexpr, W: gl.constexpr,
+    result, scales, added, N, ring, work, ACT: gl.constexpr, FORMAT: gl.constexpr, BLOCKS: gl.constexpr, BAND: gl.constexpr,
+    STAGES: gl.constexpr, WARPGROUPS: gl.constexpr, W: gl.constexpr,
 ):  # fmt: skip
     """Warpgroup W. Scales are loaded a step ahead, while the tensor cores work."""
     a_ring, b_ring, full, empty = ring
@@ -190,29 +200,31 @@ def multiply_tiles(
             sum0 = scale_sums(sum0, scales, added.bias, group, row0, rows, col0, N, BLOCKS)
             if WIDE:
                 sum1 = scale_sums(sum1, scales, added.bias, group, row0 + 64, rows - 64, col0, N, BLOCKS)
-            store_rows(sum0, result, added, row0, rows, col0, N, CLIPS, ACT, W)
+            store_rows(sum0, result, added, row0, rows, col0, N, CLIPS, ACT, FORMAT, W)
             if WIDE:
-                store_rows(sum1, result, added, row0 + 64, rows - 64, col0, N, CLIPS, ACT, W)
+                store_rows(sum1, result, added, row0 + 64, rows - 64, col0, N, CLIPS, ACT, FORMAT, W)
     tma.store_wait(0)
 
 
 @kernel(
     grid=lambda a: (a.PROGRAMS,), jit=gluon.jit,
-    tokens=("M", "count", "KB", "stride_sam", "stride_sak", "stride_se", "stride_sbn", "stride_sbk", "PROGRAMS"),
+    tokens=("M", "count", "KB", "stride_sam", "stride_sak", "stride_se", "stride_sbn", "stride_sbk", "stride_s", "PROGRAMS"),
     default=lambda a: {"num_warps": 4, "maxnreg": 168 if a.WARPGROUPS == 2 else 128},
 )  # fmt: skip
 def promoted_rows_hopper(
-    A, B, C, Y, SA, SB, ADDED, TILES, M, count, N, KB, stride_sam, stride_sak, stride_se, stride_sbn, stride_sbk, stride_ym,
-    PROGRAMS, ACT: gl.constexpr, BLOCKS: gl.constexpr, BAND: gl.constexpr, STAGES: gl.constexpr, WARPGROUPS: gl.constexpr,
+    A, B, C, Y, ROW, SA, SB, ADDED, TILES, M, count, N, KB, stride_sam, stride_sak, stride_se, stride_sbn, stride_sbk, stride_ym,
+    stride_s, PROGRAMS, ACT: gl.constexpr, FORMAT: gl.constexpr, BLOCKS: gl.constexpr, BAND: gl.constexpr, STAGES: gl.constexpr,
+    WARPGROUPS: gl.constexpr,
 ):  # fmt: skip
+    """Tiles of Y or, with FORMAT, of its codes in ROW; C is the box that either goes by, None where no bulk copy can be."""
     DOWN: gl.constexpr = 1 if WARPGROUPS == 2 else 3
     ACROSS: gl.constexpr = 2 if WARPGROUPS == 2 else 1
     a_ring = gl.allocate_shared_memory(A.dtype, [DOWN * STAGES, 128 if WARPGROUPS == 2 else 64, 128], A.layout)
     b_ring = gl.allocate_shared_memory(B.dtype, [ACROSS * STAGES, 1, 128, 128], B.layout)
-    result = (C, C, Y, stride_ym)
+    result = (C, C, Y, stride_ym, ROW, stride_s)
     if C is not None:
-        c_box = gl.allocate_shared_memory(C.dtype, [WARPGROUPS, 64, 128], C.layout)
-        result = (C, c_box, Y, stride_ym)
+        c_box = gl.allocate_shared_memory(C.dtype, [WARPGROUPS, 64, C.block_shape[1]], C.layout)
+        result = (C, c_box, Y, stride_ym, ROW, stride_s)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
@@ -223,15 +235,15 @@ def promoted_rows_hopper(
     scales = (SA, SB, stride_sam, stride_sak, stride_se, stride_sbn, stride_sbk)
     if WARPGROUPS == 2:
         gl.warp_specialize([
-            (multiply_tiles, (result, scales, ADDED, N, ring, work, ACT, BLOCKS, BAND, STAGES, 2, 0)),
-            (multiply_tiles, (result, scales, ADDED, N, ring, work, ACT, BLOCKS, BAND, STAGES, 2, 1)),
+            (multiply_tiles, (result, scales, ADDED, N, ring, work, ACT, FORMAT, BLOCKS, BAND, STAGES, 2, 0)),
+            (multiply_tiles, (result, scales, ADDED, N, ring, work, ACT, FORMAT, BLOCKS, BAND, STAGES, 2, 1)),
             (copy_operands, (A, B, ring, work, BAND, STAGES, 2)),
         ], [4, 1], [240, 24])  # fmt: skip
     else:
         gl.warp_specialize([
-            (multiply_tiles, (result, scales, ADDED, N, ring, work, ACT, BLOCKS, BAND, STAGES, 3, 0)),
-            (multiply_tiles, (result, scales, ADDED, N, ring, work, ACT, BLOCKS, BAND, STAGES, 3, 1)),
-            (multiply_tiles, (result, scales, ADDED, N, ring, work, ACT, BLOCKS, BAND, STAGES, 3, 2)),
+            (multiply_tiles, (result, scales, ADDED, N, ring, work, ACT, FORMAT, BLOCKS, BAND, STAGES, 3, 0)),
+            (multiply_tiles, (result, scales, ADDED, N, ring, work, ACT, FORMAT, BLOCKS, BAND, STAGES, 3, 1)),
+            (multiply_tiles, (result, scales, ADDED, N, ring, work, ACT, FORMAT, BLOCKS, BAND, STAGES, 3, 2)),
             (copy_operands, (A, B, ring, work, BAND, STAGES, 3)),
         ], [4, 4, 1], [160, 160, 24])  # fmt: skip
 
@@ -280,24 +292,19 @@ def forward(
     """The product. `tile` is an argument for comparisons; without it the better one is taken."""
     (M, K), N, sms = a.shape, b.shape[1], Target.at(a.device).sms
     tile = tile or tile_for(M, N, sms)
-    y, dtype = out, DTYPES[out_dtype]
-    if out_format is not None or out is None:
-        y = torch.empty(M, N, dtype=dtype if out_format is None else torch.float32, device=a.device)
+    to = destination(out, out_format, M, N, DTYPES[out_dtype], a.device, STORED)
     add = None if beta == 0.0 else c
     # A bulk copy wants rows of the result at multiples of 16 bytes. fp32 goes straight from registers: a warp writes whole sectors,
     # and what it would be staged in is a quarter of the operands' ring
-    C = box_of(y, [64, 128], BULK[y.dtype]) if y.dtype in BULK and stores_in_bulk(y) else None
+    y = to.y if to.FORMAT is None else to.row.codes
+    C = box_of(y, [64, COLUMNS * y.shape[1] // N], BULK[y.dtype]) if y.dtype in BULK and stores_in_bulk(y) else None
     strides_a, strides_b = ((s.stride(0) * (s.shape[0] > 1), s.stride(1)) for s in (scale_a, scale_b))
     down = cdiv(M, tile.rows)
     promoted_rows_hopper(
         box_of(a, [128 if tile.warpgroups == 2 else 64, 128], CODES[a.dtype]),
         box_of(b.t().unsqueeze(0), [1, 128, 128], CODES[b.dtype]),
-        C, y, scale_a, scale_b, Added(None if bias is None else bias.contiguous(), matrix(add), float(beta)), None, M, down, N,
-        cdiv(K, 128), *strides_a, 0, *strides_b, y.stride(0), min(sms, down * cdiv(N, tile.columns)),
-        ACT=act, BLOCKS=recipe_a == BLOCKWISE[0], BAND=BAND, STAGES=4, WARPGROUPS=tile.warpgroups,
+        C, to.y, to.row, scale_a, scale_b, Added(None if bias is None else bias.contiguous(), matrix(add), float(beta)), None, M,
+        down, N, cdiv(K, 128), *strides_a, 0, *strides_b, y.stride(0), to.stride_s, min(sms, down * cdiv(N, tile.columns)),
+        ACT=act, FORMAT=to.FORMAT, BLOCKS=recipe_a == BLOCKWISE[0], BAND=BAND, STAGES=4, WARPGROUPS=tile.warpgroups,
     )  # fmt: skip
-    if out_format is None:
-        return y
-    q = out if out is not None else out_format.empty((M, N), dtype, a.device)
-    fill_from(q, y, out_format.tensor)
-    return q
+    return to.result()
