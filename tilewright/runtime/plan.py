@@ -362,16 +362,23 @@ class Plan:
 
 def _addresses_in(value: tuple, places: dict[Path, Place]) -> Callable[[list[int]], tuple]:
     """A function that makes a tuple argument of a later call: its tensors become addresses."""
-    parts: list[Any] = []
+    fixed, moves, nested = list(value), [], []
     for at, item in enumerate(value):
         if isinstance(item, tuple):
-            parts.append(_addresses_in(item, {path[1:]: place for path, place in places.items() if path[0] == at}))
-        else:
-            place = places.get((at,))
-            parts.append(item if place is None else (place.slot, place.offset))
+            inner = {path[1:]: place for path, place in places.items() if path[0] == at}
+            if inner:
+                nested.append((at, _addresses_in(item, inner)))
+        elif (at,) in places:
+            fixed[at] = None  # no tensor is kept alive
+            moves.append((at, places[at,].slot, places[at,].offset))
 
     def made(addresses: list[int]) -> tuple:
-        return tuple(p(addresses) if callable(p) else addresses[p[0]] + p[1] if type(p) is tuple else p for p in parts)
+        parts = fixed.copy()
+        for at, slot, offset in moves:
+            parts[at] = addresses[slot] + offset
+        for at, inner in nested:
+            parts[at] = inner(addresses)
+        return tuple(parts)
 
     return made
 
