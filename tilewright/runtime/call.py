@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..core.declaration import Declaration, is_foreign
 from ..core.flat import given_tensors
@@ -21,7 +22,7 @@ from .choose import forced
 from .front import MISS, Front
 from .plan import Recorder
 from .run import Known, Runner
-from .tape import differentiate, taped
+from .tape import Step, differentiate, taped
 
 _tracing = torch.compiler.is_dynamo_compiling
 
@@ -62,7 +63,11 @@ def public(op: Runner) -> Callable[..., Any]:
         op.validate(op.signature.bind(args, kwargs))
         return MISS
 
-    def tape(args: tuple, kwargs: Mapping[str, Any], results: Any, known: Known) -> Any:
+    def tape(args: tuple, kwargs: Mapping[str, Any], slots: list[Tensor], results: Any, known: Known) -> Any:
+        if known.step is None:
+            known.step = Step.of(op, op.signature.bind(args, kwargs), slots, known) or False
+        if known.step and forced.get() is None:
+            return known.step.taped(slots, results)
         return taped(op, op.signature.bind(args, kwargs), results, known.implementation)
 
     front = Front(op, unusual, functools.partial(dispatch, op), shared, tape)

@@ -38,7 +38,7 @@ _address = Tensor.data_ptr
 class Kind(NamedTuple):
     """A kind of call that is remembered by guard: types and names of arguments, what is no tensor among them, how many tensors
     there are, which of them are a plan's slots (None: all), the guard over all, whether gradients were recorded (None: no tensor
-    has any), and what is known of the call."""
+    has any), which tensors are leaves (None: it does not matter), and what is known of the call."""
 
     types: tuple
     others: list[Any]
@@ -46,6 +46,7 @@ class Kind(NamedTuple):
     slots: tuple[int, ...] | None
     check: Callable[..., bool]
     recorded: bool | None
+    leaves: tuple[bool, ...] | None
     known: Known
 
 
@@ -71,12 +72,16 @@ def apart(given: tuple) -> tuple[list[Tensor], list[Any]]:
     return tensors, others
 
 
+def leaves_of(tensors: list[Tensor]) -> tuple[bool, ...]:
+    return tuple([t.is_leaf for t in tensors])
+
+
 class Front:
     """See the module. `unusual(args, kwargs)` takes calls that have no key or are under a mode or transform;
     `unknown(args, kwargs, key, slots)` those without a plan, to record one; `shared(args, kwargs)` those in which memory that is
-    written meets other memory: it raises, gives the result, or MISS where that is allowed. `tape(args, kwargs, results, known)`
-    puts the backward behind results; without it no call here wants one. `plain`: kinds of call without names and numbers, where
-    `call.py`, which is the only one to have a tape, looks first."""
+    written meets other memory: it raises, gives the result, or MISS where that is allowed.
+    `tape(args, kwargs, slots, results, known)` puts the backward behind results; without it no call here wants one. `plain`: kinds
+    of call without names and numbers, where `call.py`, which is the only one to have a tape, looks first."""
 
     def __init__(
         self,
@@ -112,6 +117,8 @@ class Front:
                 continue
             if kind.recorded is not None and kind.recorded != torch.is_grad_enabled():
                 continue
+            if kind.leaves is not None and kind.leaves != leaves_of(tensors):
+                continue
             slots = tensors if kind.slots is None else [tensors[at] for at in kind.slots]
             known = kind.known
             if known.simple is not None:
@@ -137,6 +144,8 @@ class Front:
             return self.unusual(args, kwargs)
         graded = [t.requires_grad for t in key.slots] if torch.is_grad_enabled() else ()
         parts = (*key.parts, *graded) if True in graded else tuple(key.parts)
+        if self.op.overwrites and True in graded:
+            parts = (*parts, *leaves_of(key.slots))  # whether the backward may write over an argument
         known = self.op.plans.get(parts)
         if known is None or compiles_only():
             return self.unknown(args, kwargs, parts, key.slots)
@@ -162,7 +171,7 @@ class Front:
         if known.restore is not None:
             results = known.restore(results)
         if known.whole:
-            return self.tape(args, kwargs, results, known)
+            return self.tape(args, kwargs, slots, results, known)
         if written is not None and out is not None:
             return with_outs(
                 results, (out,) if len(self.op.result_rows) == 1 else tuple(out)
@@ -179,14 +188,15 @@ class Front:
             return  # a result on an argument: the guard would not tell it from one beside it
         kind = known.kind
         recorded = torch.is_grad_enabled() if any(t.requires_grad for t in tensors) else None
-        if kind is None or kind.recorded != recorded or not kind.check(*tensors):
+        leaves = leaves_of(tensors) if self.op.overwrites and recorded else None
+        if kind is None or (kind.recorded, kind.leaves) != (recorded, leaves) or not kind.check(*tensors):
             check = guard(tensors)
             if check is None:
                 return
             at = tuple(next(i for i, t in enumerate(tensors) if t is slot) for slot in slots)
             every = at == tuple(range(len(tensors)))
             types = (*map(type, given), *kwargs)
-            known.kind = kind = Kind(types, others, len(tensors), None if every else at, check, recorded, known)
+            known.kind = kind = Kind(types, others, len(tensors), None if every else at, check, recorded, leaves, known)
         if self.tape and not others and not kwargs and kind.slots is None and not known.whole and not known.written:
             one = kind.check, kind.count, bool(kind.recorded), known.plan, known.restore
             self.plain = (one, *[other for other in self.plain if other[0] is not kind.check][: RECENT - 1])

@@ -280,6 +280,7 @@ class Plan:
     """A recorded run. Calling it with a later call's tensors and their addresses gives the flat results."""
 
     def __init__(self, recorder: Recorder, results: list[Place | None]) -> None:
+        self.inputs = recorder.inputs
         self._allocate = [_allocator(recorder, place, fill) for place, fill in recorder.allocations]
         self._launch = [launch.bind(places) for launch, places in recorder.launches]
         self._stages = self._in_stages(recorder, {p.slot for p in results if p is not None})

@@ -108,6 +108,13 @@ def spans_apart(recorder: Recorder, written: tuple[int, ...]) -> Callable[[list[
     return are_apart
 
 
+def _overwritten(grads: tuple) -> tuple:
+    """The gradients of a replay that wrote over arguments: new tensors over that memory, whose versions are counted as host code
+    counts them."""
+    torch.autograd.graph.increment_version([g for g in grads if g is not None])
+    return tuple(None if g is None else g.detach() for g in grads)
+
+
 class Runner(Declaration):
     """See the module."""
 
@@ -197,15 +204,13 @@ class Runner(Declaration):
     ) -> tuple:
         """Gradients for `differentiable`, None where not needed. `chosen` is the forward's implementation; without it, as in a
         registered backward, one is chosen from what was saved. `extra` is passed on (a composite's `grad_format`)."""
-        outer, key = Recorder.active(), Key()
+        outer = Recorder.active()
         nested = outer is not None and outer.watch
-        keyed = not nested and self.planned
-        name = None if chosen is None else chosen.name
-        keyed = keyed and key.add((*values.values(), *results.values(), *grads, needs, name, *extra.values()))
-        parts = tuple(key.parts) if keyed else None
-        plan = self.backward_plans.get(parts) if keyed else None
-        if plan is not None and not _compile_only.get():
-            replay, restore = plan
+        key, parts, known = (None, None, None)
+        if not nested:
+            key, parts, known = self.backward_known(values, results, grads, needs, chosen, **extra)
+        if known is not None and not _compile_only.get():
+            replay, restore = known
             return restore(replay(key.slots, key.addresses))
         with torch.no_grad():
             together = {**values, **results}
@@ -215,19 +220,38 @@ class Runner(Declaration):
                 return self.reference_backward(saved, grads)
             if nested:
                 return one.backward(saved, *grads, **extra)  # a step of that op's plan
-            slots = key.slots if keyed else plain_tensors({**together, **dict(enumerate(grads))})
+            slots = plain_tensors({**together, **dict(enumerate(grads))}) if key is None else key.slots
             watch = self._may_become_plan(parts, values)
             with Recorder(slots, _compile_only.get(), watch) as recorder:
                 out = one.backward(saved, *grads, **extra)
             flat, restore = taken_apart(tuple(out))
-            made = recorder.plan(flat) if keyed and not recorder.compile_only else None
-            if made is not None and not values.get(self.overwrites):
+            made = recorder.plan(flat) if key is not None and not recorder.compile_only else None
+            if made is not None:
                 if len(self.backward_plans) >= PLANS:
                     self.backward_plans.clear()
-                self.backward_plans[parts] = made, restore
-            elif made is None and watch and not recorder.compile_only and self.composite:
+                over = values.get(self.overwrites)
+                self.backward_plans[parts] = made, (lambda flat: _overwritten(restore(flat))) if over else restore
+            elif watch and not recorder.compile_only and self.composite:
                 self.remember_no_plan(parts)
             return tuple(out)
+
+    def backward_known(
+        self,
+        values: Mapping[str, Any],
+        results: Mapping[str, Tensor],
+        grads: list[Tensor | None],
+        needs: frozenset,
+        chosen: Triton | None = None,
+        **extra: Any,
+    ) -> tuple[Key | None, tuple | None, tuple[Plan, Callable] | None]:
+        """(the key of a backward, what it is made of, its plan and what makes gradients of what that gives), None where there is
+        none."""
+        key, name = Key(), None if chosen is None else chosen.name
+        given = (*values.values(), *results.values(), *grads, needs, name, *extra.values())
+        if not self.planned or not key.add(given):
+            return None, None, None
+        parts = tuple(key.parts)
+        return key, parts, self.backward_plans.get(parts)
 
     def slots(self, values: Mapping[str, Any]) -> list[Tensor]:
         """What a recorder watches: nothing in an op over lists, which makes no plan and may have thousands of tensors."""
