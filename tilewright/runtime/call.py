@@ -19,7 +19,7 @@ from ..core.flat import given_tensors
 from ..core.private import levels, modes, transforms
 from . import register
 from .choose import forced
-from .front import MISS, Front
+from .front import MISS, Front, ListFront
 from .plan import Recorder
 from .run import Known, Runner
 from .tape import Step, differentiate, taped
@@ -35,6 +35,8 @@ def public(op: Runner) -> Callable[..., Any]:
     def function(*args: Any, **kwargs: Any) -> Any:
         if _tracing():
             return register.call(op, op.signature.bind(args, kwargs))
+        if lists is not None:
+            return lists.call(args, kwargs)
         if forced.get() is None and levels._current_level < 0:
             if not kwargs:
                 for check, count, graded, plan, restore in front.plain:
@@ -56,8 +58,8 @@ def public(op: Runner) -> Callable[..., Any]:
                 return result
         return front.keyed(args, kwargs)
 
-    def unusual(args: tuple, kwargs: Mapping[str, Any]) -> Any:
-        return step(op, args, kwargs) if is_step() else dispatch(op, args, kwargs)
+    def unusual(args: tuple, kwargs: Mapping[str, Any], *key: Any) -> Any:
+        return step(op, args, kwargs) if is_step() else dispatch(op, args, kwargs, *key)
 
     def shared(args: tuple, kwargs: Mapping[str, Any]) -> Any:
         op.validate(op.signature.bind(args, kwargs))
@@ -71,6 +73,7 @@ def public(op: Runner) -> Callable[..., Any]:
         return taped(op, op.signature.bind(args, kwargs), results, known.implementation)
 
     front = Front(op, unusual, functools.partial(dispatch, op), shared, tape)
+    lists = ListFront(op, unusual) if op.signature.lists else None
     function.op, function.__name__, function.__qualname__ = op, op.name, op.name
     function.__signature__ = signature_of(op)
     return function
@@ -96,8 +99,6 @@ def dispatch(op: Runner, args: tuple, kwargs: Mapping[str, Any], key: tuple | No
     """A call that no plan answered. The plan it makes, over `slots`, is kept under `key` unless that is None."""
     values = op.signature.bind(args, kwargs)
     tensors = given_tensors(values)
-    if op.signature.lists:
-        key = slots = None  # an empty list is part of a key as well as numbers are; one of tensors is not
     if levels._current_level >= 0:
         if forced.get() == "reference":
             op.signature.validate(values)

@@ -204,6 +204,75 @@ class Front:
             self.recent = (kind, *[other for other in self.recent if other is not kind][: RECENT - 1])
 
 
+class Once(tuple):
+    """The key of a plan for the very tensors of a call."""
+
+
+class ListKind(NamedTuple):
+    """A call over lists of tensors that has a plan: types and names of arguments, what is no tensor among them and how long lists
+    are, the guard over all tensors, where they lie, what was forced, whether gradients were recorded, and its plan."""
+
+    types: tuple
+    others: list[Any]
+    check: Callable[..., bool]
+    addresses: list[int]
+    forced: str | None
+    recorded: bool
+    known: Known
+
+
+class ListFront:
+    """The front of an op over lists of tensors: the plan of a call is for its very tensors, as long as each is of the same kind and
+    lies where it lay. That is what one pass of C++ over thousands of them can say."""
+
+    def __init__(self, op: Runner, unknown: Callable) -> None:
+        self.op, self.unknown = op, unknown
+        self.recent: tuple[ListKind, ...] = ()
+
+    def call(self, args: tuple, kwargs: Mapping[str, Any]) -> Any:
+        usual = (
+            not kwargs.get("out") and not self.op.signature.listed and levels._current_level < 0 and not compiles_only()
+        )
+        found = self._apart(args, kwargs) if usual else None
+        if found is None:
+            return self.unknown(args, kwargs)
+        types, others, tensors = found
+        how, recorded = forced.get(), torch.is_grad_enabled()
+        for kind in self.recent:
+            if kind.types == types and kind.others == others and (kind.forced, kind.recorded) == (how, recorded):
+                if kind.check(*tensors) and [*map(_address, tensors)] == kind.addresses:
+                    results = kind.known.plan([], [])
+                    return results if kind.known.restore is None else kind.known.restore(results)
+        if modes() or transforms() or not all(type(t) in PLAIN for t in tensors):
+            return self.unknown(args, kwargs)
+        key = Once((object(),))
+        result = self.unknown(args, kwargs, key, [])
+        known = self.op.plans.pop(key, None)
+        check = None if known is None or known.whole else guard(tensors)
+        if check is not None:
+            kind = ListKind(types, others, check, [*map(_address, tensors)], how, recorded, known)
+            self.recent = (kind, *self.recent[: RECENT - 1])
+        return result
+
+    def _apart(self, args: tuple, kwargs: Mapping[str, Any]) -> tuple[tuple, list[Any], list[Tensor]] | None:
+        """(types and names, what is no tensor and how long lists are, tensors); None where there are other arguments."""
+        given = (*args, *kwargs.values())
+        tensors: list[Tensor] = []
+        others: list[Any] = []
+        for value in given:
+            kind = type(value)
+            if kind in (list, tuple):
+                others.append(len(value))
+                tensors += value
+            elif kind in PLAIN:
+                tensors.append(value)
+            elif kind in NUMBERS:
+                others.append(value)
+            else:
+                return None
+        return ((*map(type, given), *kwargs), others, tensors) if tensors else None
+
+
 def fronted(op: Runner) -> Callable[[Callable], Callable]:
     """A decorator for a function that does nothing but take its arguments apart and call ops by their public functions: a call
     becomes one plan, kept with those of `op`. What has none (one that copies, or wants gradients) is the function itself."""

@@ -183,6 +183,7 @@ class Recorder(DispatchMode):
         self.launches: list[tuple[Any, Places]] = []
         self.before: list[int] = []  # of each launch: how many allocations there were
         self.foreign: str | None = None if watch else "nobody watched"
+        self.adopted: list[tuple[Tensor, Callable[[], None]]] = []
         self._places: dict[int, tuple[Tensor, Place]] = {}  # by id; the tensor is kept alive so that ids stay unique
         if not watch:
             return
@@ -228,6 +229,19 @@ class Recorder(DispatchMode):
         else:
             self.foreign = self.foreign or str(func)
         return out
+
+    def adopt(self, tensor: Tensor, before: Callable[[], None]) -> None:
+        """Know memory that host code keeps for later calls, such as a table: the plan holds it, and calls `before` at each
+        replay."""
+        if not self.watch:
+            return
+        if len(self.slots) != self.inputs:
+            self.foreign = self.foreign or "kept memory that was asked for after an allocation"
+            return
+        self.slots.append(tensor)
+        self._know(tensor, self.inputs)
+        self.inputs += 1
+        self.adopted.append((tensor, before))
 
     def _know(self, tensor: Tensor, slot: int) -> None:
         offset = tensor.data_ptr() - self.slots[slot].data_ptr() if tensor.numel() else 0
@@ -280,7 +294,8 @@ class Plan:
     """A recorded run. Calling it with a later call's tensors and their addresses gives the flat results."""
 
     def __init__(self, recorder: Recorder, results: list[Place | None]) -> None:
-        self.inputs = recorder.inputs
+        self._adopted = [(tensor, tensor.data_ptr(), before) for tensor, before in recorder.adopted]
+        self.inputs = recorder.inputs - len(self._adopted)  # which calls give
         self._allocate = [_allocator(recorder, place, fill) for place, fill in recorder.allocations]
         self._launch = [launch.bind(places) for launch, places in recorder.launches]
         self._stages = self._in_stages(recorder, {p.slot for p in results if p is not None})
@@ -290,9 +305,13 @@ class Plan:
         self.single = len(results) == 1 and results[0] is not None and self._results[0][1] is None
         device = recorder.slots[0].device
         self._elsewhere = device if device.type == "cuda" and torch.cuda.device_count() > 1 else None
-        self.simple = self._simple(recorder)
+        self.simple = None if self._adopted else self._simple(recorder)
 
     def __call__(self, slots: list[Tensor], addresses: list[int]) -> Any:
+        for tensor, address, before in self._adopted:
+            before()
+            slots.append(tensor)
+            addresses.append(address)
         if self._elsewhere is not None and torch.cuda.current_device() != self._elsewhere.index:
             with torch.cuda.device(self._elsewhere):
                 return self._run(slots, addresses)

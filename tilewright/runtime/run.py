@@ -90,8 +90,8 @@ def spans_apart(recorder: Recorder, written: tuple[int, ...]) -> Callable[[list[
     """A function that says of the addresses of all inputs whether those that are written share memory with none."""
     if not written:
         return None
-    sizes = [span(t) for t in recorder.slots[: recorder.inputs]]
-    sizes = [end - start if t.numel() else 0 for t, (start, end) in zip(recorder.slots, sizes)]
+    given = recorder.slots[: recorder.inputs - len(recorder.adopted)]
+    sizes = [end - start if t.numel() else 0 for t, (start, end) in zip(given, map(span, given))]
     pairs = [
         (at, other, sizes[at], sizes[other])
         for at in written
