@@ -15,6 +15,7 @@ import tilewright as tw
 from tests.interpreter.toy import launch, pair, toys
 from tilewright.check.oracle import same_bits
 from tilewright.core.format import Quantized
+from tilewright.gemm import library
 from tilewright.gemm import scaled_mm as scaled_mm_module
 from tilewright.op import Gradient
 from tilewright.ops.optimiser import multi_tensor
@@ -298,6 +299,43 @@ def test_products_of_groups_are_plans_too(guards):
         made = tw.grouped_mm(a, b, offsets, out_format=tw.fp8("row"))
         assert torch.equal(made.dequantize(), wanted.dequantize()) and torch.equal(made.offsets, wanted.offsets)
     assert guards[0] > 0
+
+
+@pytest.fixture
+def library_calls(monkeypatch):
+    """A stand-in for cuBLASLt's product of one block of inner elements, and how it was called."""
+    calls = []
+
+    def product(a, b, scale_a, kind_a, tiles_a, scale_b, kind_b, tiles_b, bias, dtype, dims, fast, *, out=None):
+        calls.append(out)
+        y = (a.float() @ b.float() * scale_a[0][:, :1] * scale_b[0][0, 0]).to(dtype)
+        y = y if bias is None else y + bias
+        return y if out is None else out.copy_(y)
+
+    def chosen(op, values, device=None):
+        return op.implementations[0] if values.get("backend") == "cublaslt" else None
+
+    monkeypatch.setattr(torch, "_scaled_mm_v2", product)
+    monkeypatch.setattr(library, "entry_points", lambda: frozenset(["_scaled_mm_v2"]))
+    monkeypatch.setattr(run, "implementation", chosen)
+    return calls
+
+
+def test_a_library_s_product_is_a_step_of_a_plan(library_calls, guards):
+    bias = torch.ones(32, dtype=torch.bfloat16)
+    for turn in range(5):
+        a, b = operands(turn)
+        wanted = (a.dequantize().float() @ b.dequantize().float()).to(torch.bfloat16)
+        made = tw.scaled_mm(a, b, backend="cublaslt")
+        torch.testing.assert_close(made, wanted)
+        torch.testing.assert_close(tw.scaled_mm(a, b, bias=bias, backend="cublaslt"), wanted + bias)
+        out = torch.zeros(16, 32, dtype=torch.bfloat16)
+        assert tw.scaled_mm(a, b, out=out, backend="cublaslt") is out
+        torch.testing.assert_close(out, wanted)
+        apart = torch.zeros(32, 16, dtype=torch.bfloat16).t()
+        assert tw.scaled_mm(a, b, out=apart, backend="cublaslt") is apart
+        torch.testing.assert_close(apart, wanted)
+    assert len(library_calls) == 5 * 4 and guards[0] == 3 * 3
 
 
 # ---- numbers, formats, memory for results ----------------------------------------------------------------------------

@@ -51,6 +51,14 @@ class Place(NamedTuple):
         out = torch.empty(0, dtype=self.dtype, device=base.device)
         return out.set_(base.untyped_storage(), start // self.dtype.itemsize, self.shape, self.stride)
 
+    def seen(self, base: Tensor) -> Tensor:
+        """The same, where nobody asks whether it is a view: the slot itself if that looks so, or a view that torch knows of."""
+        if base.dtype != self.dtype:
+            return self.view(base)
+        if base.shape == self.shape and base.stride() == self.stride and not self.offset:
+            return base
+        return base.as_strided(self.shape, self.stride, base.storage_offset() + self.offset // self.dtype.itemsize)
+
 
 Places = Sequence[tuple[Path, Place]]  # of a launch's tensors: where among its arguments, and which
 
@@ -160,7 +168,39 @@ class Fill:
         return replay
 
 
-Launch = HostLaunch | PublicLaunch | CudaLaunch | Fill
+class Call:
+    """A call of torch's own that does nothing but fill memory that it is given, such as a library's product: a function of tensors,
+    of which some may be None."""
+
+    def __init__(self, function: Callable[..., Any], tensors: Sequence[Tensor | None]) -> None:
+        self.function, self.tensors = function, tensors
+
+    @staticmethod
+    def now(function: Callable[..., Any], *tensors: Tensor | None) -> None:
+        """Call it, as a step of the run that is recorded, if there is one."""
+        call, recorder = Call(function, tensors), Recorder.active()
+        if recorder is not None:
+            recorder.launch(call, [*tensors])
+        if recorder is None or not recorder.compile_only:
+            call.first()
+
+    def first(self) -> None:
+        with no_modes():
+            self.function(*self.tensors)
+
+    def bind(self, places: Places) -> Callable:
+        function, found = self.function, dict(places)
+        order = [found.get((at,)) for at in range(len(self.tensors))]
+        self.tensors = ()  # no tensor is kept alive
+
+        def replay(slots: list[Tensor], addresses: list[int]) -> None:
+            with torch.no_grad():
+                function(*[None if place is None else place.seen(slots[place.slot]) for place in order])
+
+        return replay
+
+
+Launch = HostLaunch | PublicLaunch | CudaLaunch | Fill | Call
 
 
 class Recorder(DispatchMode):
