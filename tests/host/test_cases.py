@@ -292,6 +292,33 @@ def test_host_time_is_measured_beside_the_goals_rival(pretended, monkeypatch):
     assert row["us"] == 10.0 and row["rivals"] == {"torch_add": 11.0} and row["measured"] == pytest.approx(1.1)
 
 
+@pytest.mark.parametrize("family", ["launch_out", "launch_norm_step", "launch_scaled_mm"])
+def test_other_ways_of_calling_are_checked_and_timed(family, pretended, monkeypatch):
+    """A case that would call another function, or give no memory, would fail here: what is timed is asked."""
+    seen = []
+    monkeypatch.setattr(
+        timing, "time_host_each", lambda calls: [seen.append(calls[0]()), 10.0, 11.0][1 : 1 + len(calls)]
+    )
+    row = run.measure(small(family), [])
+    work = Work.build(small(family))
+    (result,) = seen
+    rival = cases.GOALS[family].metric.removeprefix("vs:")
+    if family == "launch_scaled_mm":  # cuBLASLt is not on a CPU
+        assert rival in row["absent"] and row["us"] == 10.0
+        assert torch.equal(result, work.op.function(**work.values))
+        return
+    assert row["us"] == 10.0 and row["rivals"] == {rival: 11.0}
+    if family == "launch_out":
+        assert work.call() is work.call()
+    else:
+        theirs = rivals.call_of(rival, work)()
+        assert (
+            len(result) == 3
+            and rivals.agrees(result, theirs)
+            and [t.shape for t in result] == [t.shape for t in theirs]
+        )
+
+
 def test_a_rival_that_computes_something_else_gets_no_time(pretended, monkeypatch):
     monkeypatch.setitem(rivals.NAMED, "liar", lambda work: lambda: work.call() * 1.1)
     row = run.measure(small("rms_norm_fwd"), ["liar"])

@@ -12,7 +12,7 @@ import torch
 
 import tilewright as tw
 from tilewright.core import private
-from tilewright.runtime import call
+from tilewright.runtime import call, front
 
 NOTHING = SimpleNamespace()
 LIBRARY = Path(tw.__file__).parent
@@ -53,14 +53,16 @@ def test_calls_go_through_the_registered_op_where_modes_cannot_be_seen(monkeypat
     taken = []
     original = call.register.call
     monkeypatch.setattr(call.register, "call", lambda *given: (taken.append(1), original(*given))[1])
-    monkeypatch.setattr(call, "modes", private.modes_of(NOTHING))
+    for module in (call, front):
+        monkeypatch.setattr(module, "modes", private.modes_of(NOTHING))
     found = tw.rms_norm(x, w)
     assert taken and torch.equal(found, wanted)
     assert torch.equal(torch.autograd.grad(found.sum(), x)[0], grad)
 
 
 def test_no_level_is_asked_for_where_torch_does_not_say(monkeypatch):
-    monkeypatch.setattr(call, "levels", private._Level)
+    for module in (call, front):
+        monkeypatch.setattr(module, "levels", private._Level)
     monkeypatch.setattr(call.register, "levels", private._Level)
     monkeypatch.setattr(private, "levels", private._Level)
     x = torch.ones(2, 4)

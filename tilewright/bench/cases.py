@@ -22,6 +22,8 @@ GOALS_FILE = Path(__file__).parent.parent / "data" / "goals.tsv"
 SLACK = 0.05
 # A step is a forward and its backward, through autograd; training is that of a whole model
 Direction = Literal["forward", "backward", "step", "host", "train"]
+# With memory given for the result, forward and backward through autograd, or with quantised operands
+Way = Literal["out", "step", "quantised"]
 
 
 class Goal(NamedTuple):
@@ -53,6 +55,7 @@ class Case:
     arguments: dict[str, Any] = field(default_factory=dict)
     grad_format: str | None = None
     dtype: str = "bfloat16"
+    way: Way | None = None  # in which the host's time is taken, where it is not that of a plain call
     parts: list[dict[str, Any]] = field(
         default_factory=list
     )  # of a model: what its ops are, each as a case's own fields

@@ -59,7 +59,7 @@ def call_of(name: str, work: Work) -> Call:
 def _directed(function: Callable[..., Any], work: Work) -> Call:
     """A function of the op's arguments as the call of the case: forward, or backward alone."""
     values = same_arguments(work.values)
-    if work.case.direction == "step":
+    if work.steps:
         return work.step(function)
     if work.case.direction != "backward":
 
@@ -152,6 +152,34 @@ def _torch_add(work: Work) -> Call:
     x = next(v for v in work.values.values() if type(v) is Tensor)
     other = x.clone()
     return lambda: torch.add(x, other)
+
+
+def _torch_add_out(work: Work) -> Call:
+    x = next(v for v in work.values.values() if type(v) is Tensor)
+    other, y = x.clone(), torch.empty_like(x)
+    return lambda: torch.add(x, other, out=y)
+
+
+def _torch_rms_norm(work: Work) -> Call:
+    if work.case.op != "rms_norm":
+        raise Absent(f"torch's norm has nothing for {work.case.family}")
+    norm = torch.nn.functional.rms_norm
+    return _directed(lambda x, weight, eps, **_: norm(x, x.shape[-1:], weight, eps), work)
+
+
+def _torch_scaled_mm(work: Work) -> Call:
+    """torch's public product, with scales as it wants them; before that came, what stands behind it."""
+    from ..gemm import library
+
+    if work.case.op != "scaled_mm" or not (work.values["a"].is_cuda and library.takes(work.values)):
+        raise Absent(f"torch's scaled product has nothing for {work.case.family}")
+    function = getattr(torch.nn.functional, "scaled_mm", None)
+    if function is None:
+        return library.prepared(work.values)
+    a, b, scale_a, scale_b, bias = library.multiplied(work.values).tensors
+    kinds = [getattr(torch.nn.functional.ScalingType, work.values[n]) for n in ("recipe_a", "recipe_b")]
+    dtype = getattr(torch, work.values["out_dtype"])
+    return lambda: function(a, b, scale_a, kinds[0], scale_b, kinds[1], bias=bias, output_dtype=dtype)
 
 
 def _cublas_f32out(work: Work) -> Call:
@@ -310,6 +338,9 @@ LOOSER = {"torch_linear": 8e-2}
 # Rivals that goals name, for the cases that name them
 NAMED: dict[str, Callable[[Work], Call]] = {
     "torch_add": _torch_add,
+    "torch_add_out": _torch_add_out,
+    "torch_rms_norm": _torch_rms_norm,
+    "torch_scaled_mm": _torch_scaled_mm,
     "cublas_f32out": _cublas_f32out,
     "torch_tf32": _torch_tf32,
     "torch_embedding": _torch_embedding,

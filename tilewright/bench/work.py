@@ -48,7 +48,7 @@ class Work:
         work = Work(case, arguments(case, draw))
         if case.direction == "backward":
             work._prepare_backward(seed, device)
-        if case.direction == "step":
+        if work.steps:
             work._leaves = leaves(op, work.values)
             work._prepare_step(seed, device)
         return work
@@ -56,6 +56,11 @@ class Work:
     @property
     def op(self) -> Op:
         return tw.catalogue()[self.case.op]
+
+    @property
+    def steps(self) -> bool:
+        """Whether a call is a forward and its backward."""
+        return "step" in (self.case.direction, self.case.way)
 
     def _prepare_backward(self, seed: int, device: str) -> None:
         op = self.op
@@ -91,19 +96,33 @@ class Work:
     def call(self) -> Callable[[], Any]:
         """What is timed: the public function, or the backward alone with autograd left out."""
         op, values = self.op, self.values
-        if self.case.direction == "step":
+        if self.steps:
             return self.step(op.function)
+        if self.case.way == "quantised":
+            return self._of_quantised()
         if self.case.direction != "backward":
             names, defaults, function = op.signature.names, op.signature.defaults, op.function
             count = next((i for i, n in enumerate(names) if type(values[n]) is not Tensor), len(names))
             leading = [values[n] for n in names[: min(count, op.signature.positional)]]
             rest = {n: values[n] for n in names[len(leading) :] if values[n] is not defaults[n]}
+            if self.case.way == "out":
+                rest["out"] = torch.empty_like(function(*leading, **rest))
             if self.case.ours and any(type(t) is Tensor and t.is_cuda for t in leading):
                 return partial(forced, function, *leading, **rest)
             return lambda: function(*leading, **rest)
         extra = {"grad_format": Format.parse(self.case.grad_format)} if self.case.grad_format else {}
         saved, results, grads, needs = self._saved, self._results, list(self.grads), self._needs
         return lambda: op.run_backward(saved, results, grads, needs, **extra)
+
+    def _of_quantised(self) -> Callable[[], Tensor]:
+        """A product by `tw.scaled_mm`, of the drawn codes as quantised values: 1x128 by 128x128."""
+        a, b, scale_a, scale_b = (self.values[n] for n in ("a", "b", "scale_a", "scale_b"))
+        given = {n: self.values[n] for n in ("bias", "act", "c", "beta", "accumulate", "backend")}
+        given = {n: value for n, value in given.items() if value is not self.op.signature.defaults[n]}
+        dtype = getattr(torch, self.values["out_dtype"])
+        first = Quantized.from_tensors(tw.fp8("1x128"), dtype, a.shape, [a, scale_a.t()])
+        second = Quantized.from_tensors(tw.fp8("128x128", ways="col"), dtype, b.shape, [b.t(), scale_b])
+        return lambda: tw.scaled_mm(first, second, out_dtype=dtype, **given)
 
     def step(self, function: Callable[..., Any]) -> Callable[[], tuple]:
         """The loss of a function of the op's arguments, or its result where that is no loss, and its gradients."""
@@ -122,7 +141,7 @@ class Work:
 
     def traffic(self, result: Any) -> tuple[int, int]:
         """(bytes read, bytes written) that a call with this result cannot do without."""
-        if self.case.direction == "step":
+        if self.steps:
             return sum(map(tensor_bytes, self.values.values())), sum(map(tensor_bytes, result))
         if self.case.direction != "backward":
             return traffic(self.op, self.values)
@@ -131,7 +150,7 @@ class Work:
 
     def verify(self, result: Any) -> float:
         """The error against float64 truth. Raises `check.Wrong`."""
-        if self.case.direction == "step":
+        if self.steps:
             error = check.forward(self.op, self.values, result[:1])
             grads = self.grads or (torch.ones_like(result[0]),)
             return max(error, check.backward(self.op, self.values, grads, dict(zip(self._leaves, result[1:]))))

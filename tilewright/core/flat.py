@@ -25,23 +25,23 @@ def mapped(change: Callable[[Tensor], Tensor], results: Any) -> Any:
 def taken_apart(results: Any) -> tuple[list[Tensor | None], Callable[[Any], Any]]:
     """(results as plain tensors, a function that puts such tensors together to results of the same kind)."""
     flat: list[Tensor | None] = []
-    kinds: list[tuple | None] = []
+    makers: list[tuple[int, Callable | None]] = []  # how many tensors a result is, and what makes it of them
     for r in as_tuple(results):
         quantised = isinstance(r, Quantized)
-        flat += [*r.tensors(), r.offsets] if quantised else [r]
-        kinds.append((r.format, r.dtype, r.shape) if quantised else None)
-    if not any(kinds):
+        pieces = [*r.tensors(), r.offsets] if quantised else [r]
+        flat += pieces
+        makers.append((len(pieces), Quantized.maker(r.format, r.dtype, r.shape) if quantised else None))
+    if all(make is None for _, make in makers):
         return flat, lambda pieces: tuple(pieces) if isinstance(pieces, list) else (pieces,)
+    if len(makers) == 1:
+        lone = makers[0][1]
+        return flat, lambda pieces: (lone(pieces),)
 
     def restore(pieces: Any) -> Any:
-        source = iter(pieces if isinstance(pieces, list) else [pieces])
-        made = []
-        for kind in kinds:
-            if kind is None:
-                made.append(next(source))
-            else:
-                stored = [next(source) for _ in kind[0].tensor_names]
-                made.append(Quantized.from_tensors(*kind, stored, next(source)))
+        made, at = [], 0
+        for count, make in makers:
+            made.append(pieces[at] if make is None else make(pieces[at : at + count]))
+            at += count
         return tuple(made)
 
     return flat, restore

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -179,14 +179,27 @@ class Quantized(Tensor):
         offsets: Tensor | None = None,
     ) -> Quantized:
         """The inverse of `tensors()`: no copy, no gradient edge."""
-        format = Format.parse(format) if isinstance(format, str) else format.bare()
+        format = Format.parse(format) if isinstance(format, str) else format
         names = format.tensor_names
         if len(tensors) != len(names):
             raise ValueError(f"tensors: {format} has {len(names)} ({', '.join(names)}), got {len(tensors)}")
-        inner = dict(zip(names, tensors))
-        if offsets is not None:
-            inner["offsets"] = offsets
-        return _wrap(format, dtype, shape, None, inner)
+        return Quantized.maker(format, dtype, shape)([*tensors, offsets])
+
+    @staticmethod
+    def maker(
+        format: Format, dtype: torch.dtype, shape: Sequence[int]
+    ) -> Callable[[Sequence[Tensor | None]], Quantized]:
+        """A function that makes a value of `(*tensors(), offsets)`, for many values of one kind."""
+        format = format.bare()
+        names = format.tensor_names
+
+        def made(stored: Sequence[Tensor | None]) -> Quantized:
+            inner = dict(zip(names, stored))
+            if stored[-1] is not None:
+                inner["offsets"] = stored[-1]
+            return _wrap(format, dtype, shape, None, inner)
+
+        return made
 
     def tensors(self) -> tuple[Tensor, ...]:
         """The stored tensors in the order of FIELDS, without those that the format does not have."""
@@ -328,13 +341,18 @@ def _share(func, args, kwargs):
     return return_and_correct_aliasing(func, args, kwargs, out)
 
 
+@functools.lru_cache(maxsize=256)
+def _turned(format: Format) -> Format:
+    return format.transposed()
+
+
 def _transpose(func, args, kwargs):
     q = args[0]
     if q.dim() != 2 or q.offsets is not None:
         raise TypeError(f"transposing is defined on a Quantized matrix that is not grouped, not on {q!r}")
     other = {name: name.removesuffix("_t") if name.endswith("_t") else f"{name}_t" for name in q._inner}
     inner = {other[name]: tensor.detach() for name, tensor in q._inner.items()}
-    out = _wrap(q.format.transposed(), q.dtype, q.shape[::-1], q.stride()[::-1], inner)
+    out = _wrap(_turned(q.format), q.dtype, q.shape[::-1], q.stride()[::-1], inner)
     return return_and_correct_aliasing(func, args, kwargs, out)
 
 

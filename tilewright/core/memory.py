@@ -12,7 +12,7 @@ def layout(tensor: Tensor) -> tuple:
     return tensor.shape, [stride for size, stride in zip(tensor.shape, tensor.stride()) if size > 1]
 
 
-def _span(t: Tensor) -> tuple[int, int]:
+def span(t: Tensor) -> tuple[int, int]:
     """The bytes from a tensor's first element to its last."""
     if t.is_contiguous():
         return t.data_ptr(), t.data_ptr() + t.nbytes
@@ -24,7 +24,7 @@ def overlapping(a: Tensor, b: Tensor) -> bool:
     """Whether the bytes spanned by two dense tensors can meet (spans, so a false alarm is possible, a miss is not)."""
     if a.numel() == 0 or b.numel() == 0 or a.is_meta or b.is_meta:
         return False
-    (a0, a1), (b0, b1) = _span(a), _span(b)
+    (a0, a1), (b0, b1) = span(a), span(b)
     return a0 < b1 and b0 < a1
 
 
@@ -36,8 +36,8 @@ def same_memory(a: Tensor, b: Tensor) -> bool:
 def clashing(written: Sequence[Tensor], read: Sequence[Tensor]) -> bool:
     """Whether the span of a written tensor meets that of a read one, or of another written one where neither has gaps (the
     columns of one matrix, written one by one, have spans that meet and no element in common)."""
-    writes = [(*_span(t), t.is_contiguous()) for t in written if t.numel()]
-    dense, reads = sorted(w for w in writes if w[2]), sorted(_span(t) for t in read if t.numel())
+    writes = [(*span(t), t.is_contiguous()) for t in written if t.numel()]
+    dense, reads = sorted(w for w in writes if w[2]), sorted(span(t) for t in read if t.numel())
     if any(a[1] > b[0] for a, b in zip(dense, dense[1:])):
         return True
     gaps = sorted(w[:2] for w in writes if not w[2])

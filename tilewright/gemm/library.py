@@ -11,7 +11,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from torch.nn import functional
 from ..core.target import Target
 from ..core.tensor import cdiv, rows
 from ..runtime.choose import forced
+from ..runtime.plan import Call
 from .operands import DTYPES
 from .preference import LIBRARY, WIDE, preferred
 
@@ -161,6 +162,32 @@ def scale_for(scale: Tensor, recipe: str, second: bool) -> Tensor:
     return padded.t()
 
 
+class Multiplied(NamedTuple):
+    """A product by cuBLASLt: `function(*tensors, out)` gives it, in the memory `out` unless that is None."""
+
+    function: Callable[..., Tensor]
+    tensors: tuple[Tensor | None, ...]
+
+
+def multiplied(values: Mapping[str, Any]) -> Multiplied:
+    """The call of cuBLASLt for arguments of `scaled_mm`, which it takes. Scales are laid out for it."""
+    names = values["recipe_a"], values["recipe_b"]
+    fast = values["accumulate"] == "fast" and "Block" not in names[0]
+    scales = scale_for(values["scale_a"], names[0], False), scale_for(values["scale_b"], names[1], True)
+    dtype, bias = DTYPES[values["out_dtype"]], values.get("bias")
+    tensors = values["a"], values["b"], *scales, None if bias is None else bias.contiguous()
+    if "_scaled_mm_v2" not in entry_points():
+        about = {"out_dtype": dtype, "use_fast_accum": fast}
+        return Multiplied(lambda *given: torch._scaled_mm(*given[:4], bias=given[4], **about, out=given[5]), tensors)
+    first, second = [[getattr(functional.ScalingType, name).value] for name in names]
+
+    def function(a: Tensor, b: Tensor, of_a: Tensor, of_b: Tensor, bias: Tensor | None, out: Tensor | None) -> Tensor:
+        sides = [of_a], first, [0], [of_b], second, [0]  # 0: scales are not in tiles
+        return torch._scaled_mm_v2(a, b, *sides, bias, dtype, [], fast, out=out)
+
+    return Multiplied(function, tensors)
+
+
 def prepared(values: Mapping[str, Any]) -> Callable[[], Tensor]:
     """A function that calls cuBLASLt and nothing else, for arguments of `scaled_mm`. Scales are laid out for it beforehand."""
     if not takes(values):
@@ -168,24 +195,18 @@ def prepared(values: Mapping[str, Any]) -> Callable[[], Tensor]:
         raise RuntimeError(
             f"cuBLASLt cannot multiply these: {refusal(Target.at(given.a.device), given) or absence(given)}"
         )
-    a, b, bias, out = (values.get(name) for name in ("a", "b", "bias", "out"))
-    names = values["recipe_a"], values["recipe_b"]
-    fast = values["accumulate"] == "fast" and "Block" not in names[0]
-    scales = scale_for(values["scale_a"], names[0], False), scale_for(values["scale_b"], names[1], True)
-    dtype, bias = DTYPES[values["out_dtype"]], None if bias is None else bias.contiguous()
-    direct = {"out": out} if out is not None and out.is_contiguous() else {}
-    if "_scaled_mm_v2" in entry_points():
-        kinds = [[getattr(functional.ScalingType, name).value] for name in names]
-        sides = [scales[0]], kinds[0], [0], [scales[1]], kinds[1], [0]  # 0: scales are not in tiles
-        multiplied = functools.partial(torch._scaled_mm_v2, a, b, *sides, bias, dtype, [], fast, **direct)
-    else:
-        about = {"bias": bias, "out_dtype": dtype, "use_fast_accum": fast, **direct}
-        multiplied = functools.partial(torch._scaled_mm, a, b, *scales, **about)
-    return multiplied if out is None or direct else lambda: out.copy_(multiplied())
+    function, tensors = multiplied(values)
+    return functools.partial(function, *tensors, None)
 
 
-def forward(**values: Any) -> Tensor:
-    return prepared(values)()
+def forward(*, out: Tensor | None = None, **values: Any) -> Tensor:
+    """Into memory that this allocates, or the caller's: a call that fills memory is a step of a plan."""
+    a, b = values["a"], values["b"]
+    function, tensors = multiplied(values)
+    direct = out is not None and out.is_contiguous()
+    y = out if direct else torch.empty((a.shape[0], b.shape[1]), dtype=DTYPES[values["out_dtype"]], device=a.device)
+    Call.now(function, *tensors, y)
+    return y if out is None or direct else out.copy_(y)
 
 
 def calls_by_group(

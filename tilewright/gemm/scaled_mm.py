@@ -18,6 +18,7 @@ from ..core.format import Format, Quantized, store
 from ..core.target import Target
 from ..core.tensor import cdiv, name_of
 from ..op import Bars, Cost, Op, Out, Triton
+from ..runtime.front import fronted
 from . import few, library, portable
 from .hopper import few as hopper_few
 from .hopper import few_int4 as hopper_few_int4
@@ -213,6 +214,7 @@ product = Op(
 )  # fmt: skip
 
 
+@fronted(product)
 def scaled_mm(
     a: Tensor | Quantized,
     b: Tensor | Quantized,
@@ -249,6 +251,3 @@ def scaled_mm(
         shared_b=second.shared, zero_b=second.zero, bias=bias, act=act, c=c, beta=beta, out_dtype=name,
         accumulate=accumulate, backend=backend, out_format=out_format, out=out,
     )  # fmt: skip
-
-
-scaled_mm.op = product

@@ -21,8 +21,10 @@ STRIDED = torch.strided
 class Key:
     """The key of a call and, in the order of the call, its tensors and their addresses."""
 
-    def __init__(self) -> None:
-        self.parts: list[Any] = [forced.get(), pretended.get()]
+    def __init__(self, name: tuple[str, ...] = ()) -> None:
+        """`name`: of whose call it is, where several share their plans."""
+        self.parts: list[Any] = [*name, forced.get(), pretended.get()]
+        self.free = self.parts[-2] is self.parts[-1] is None  # nothing is forced or pretended
         self.slots: list[Tensor] = []
         self.addresses: list[int] = []
 
@@ -35,6 +37,10 @@ class Key:
             if kind not in PLAIN:
                 if kind in NUMBERS:
                     parts += kind, value
+                    continue
+                if kind is Quantized:
+                    if not self._add_quantized(value):
+                        return False
                     continue
                 if not isinstance(value, Format):
                     if kind in SEVERAL and self._add_numbers(value):
@@ -52,6 +58,14 @@ class Key:
             slots.append(value)
             addresses.append(address)
         return True
+
+    def _add_quantized(self, value: Quantized) -> bool:
+        """Take in what a quantised value stores, under its format; not where it carries a gradient."""
+        if value.requires_grad and torch.is_grad_enabled():
+            return False
+        inner = value._inner
+        self.parts += value.key, value.shape, value.dtype, tuple(inner)
+        return self.add(inner.values())
 
     def _add_numbers(self, values: Any) -> bool:
         """Take several numbers in, by what they are now and of which types: the list can be changed, and 1 is equal to True."""

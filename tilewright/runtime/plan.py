@@ -51,6 +51,14 @@ class Place(NamedTuple):
         out = torch.empty(0, dtype=self.dtype, device=base.device)
         return out.set_(base.untyped_storage(), start // self.dtype.itemsize, self.shape, self.stride)
 
+    def seen(self, base: Tensor) -> Tensor:
+        """The same, where nobody asks whether it is a view: the slot itself if that looks so, or a view that torch knows of."""
+        if base.dtype != self.dtype:
+            return self.view(base)
+        if base.shape == self.shape and base.stride() == self.stride and not self.offset:
+            return base
+        return base.as_strided(self.shape, self.stride, base.storage_offset() + self.offset // self.dtype.itemsize)
+
 
 Places = Sequence[tuple[Path, Place]]  # of a launch's tensors: where among its arguments, and which
 
@@ -200,6 +208,38 @@ class Fill:
         return replay
 
 
+class Call:
+    """A call of torch's own that does nothing but fill memory that it is given, such as a library's product: a function of tensors,
+    of which some may be None."""
+
+    def __init__(self, function: Callable[..., Any], tensors: Sequence[Tensor | None]) -> None:
+        self.function, self.tensors = function, tensors
+
+    @staticmethod
+    def now(function: Callable[..., Any], *tensors: Tensor | None) -> None:
+        """Call it, as a step of the run that is recorded, if there is one."""
+        call, recorder = Call(function, tensors), Recorder.active()
+        if recorder is not None:
+            recorder.launch(call, [*tensors])
+        if recorder is None or not recorder.compile_only:
+            call.first()
+
+    def first(self) -> None:
+        with no_modes():
+            self.function(*self.tensors)
+
+    def bind(self, places: Places) -> Callable:
+        function, found = self.function, dict(places)
+        order = [found.get((at,)) for at in range(len(self.tensors))]
+        self.tensors = ()  # no tensor is kept alive
+
+        def replay(slots: list[Tensor], addresses: list[int]) -> None:
+            with torch.no_grad():
+                function(*[None if place is None else place.seen(slots[place.slot]) for place in order])
+
+        return replay
+
+
 class Recorder(DispatchMode):
     """Watches one run of host code over `inputs`; slots are the inputs, then the allocations in order. Without `watch` there is
     no plan, torch calls cost what they do elsewhere, and memory is free again when the host code lets go of it. `instead` has, by
@@ -220,6 +260,7 @@ class Recorder(DispatchMode):
         self.launches: list[tuple[Any, Places]] = []
         self.before: list[int] = []  # of each launch: how many allocations there were
         self.foreign: str | None = None if watch else "nobody watched"
+        self.adopted: list[tuple[Tensor, Callable[[], None]]] = []
         self._places: dict[int, tuple[Tensor, Place]] = {}  # by id; the tensor is kept alive so that ids stay unique
         if not watch:
             return
@@ -265,6 +306,19 @@ class Recorder(DispatchMode):
         else:
             self.foreign = self.foreign or str(func)
         return out
+
+    def adopt(self, tensor: Tensor, before: Callable[[], None]) -> None:
+        """Know memory that host code keeps for later calls, such as a table: the plan holds it, and calls `before` at each
+        replay."""
+        if not self.watch:
+            return
+        if len(self.slots) != self.inputs:
+            self.foreign = self.foreign or "kept memory that was asked for after an allocation"
+            return
+        self.slots.append(tensor)
+        self._know(tensor, self.inputs)
+        self.inputs += 1
+        self.adopted.append((tensor, before))
 
     def _know(self, tensor: Tensor, slot: int) -> None:
         offset = tensor.data_ptr() - self.slots[slot].data_ptr() if tensor.numel() else 0
@@ -317,6 +371,8 @@ class Plan:
     """A recorded run. Calling it with a later call's tensors and their addresses gives the flat results."""
 
     def __init__(self, recorder: Recorder, results: list[Place | None]) -> None:
+        self._adopted = [(tensor, tensor.data_ptr(), before) for tensor, before in recorder.adopted]
+        self.inputs = recorder.inputs - len(self._adopted)  # which calls give
         self._allocate = [_allocator(recorder, place, fill) for place, fill in recorder.allocations]
         self._launch = [launch.bind(places) for launch, places in recorder.launches]
         self._stages = self._in_stages(recorder, {p.slot for p in results if p is not None})
@@ -326,9 +382,13 @@ class Plan:
         self.single = len(results) == 1 and results[0] is not None and self._results[0][1] is None
         device = recorder.slots[0].device
         self._elsewhere = device if device.type == "cuda" and torch.cuda.device_count() > 1 else None
-        self.simple = self._simple(recorder)
+        self.simple = None if self._adopted else self._simple(recorder)
 
     def __call__(self, slots: list[Tensor], addresses: list[int]) -> Any:
+        for tensor, address, before in self._adopted:
+            before()
+            slots.append(tensor)
+            addresses.append(address)
         if self._elsewhere is not None and torch.cuda.current_device() != self._elsewhere.index:
             with torch.cuda.device(self._elsewhere):
                 return self._run(slots, addresses)
@@ -378,16 +438,23 @@ class Plan:
 
 def _addresses_in(value: tuple, places: dict[Path, Place]) -> Callable[[list[int]], tuple]:
     """A function that makes a tuple argument of a later call: its tensors become addresses."""
-    parts: list[Any] = []
+    fixed, moves, nested = list(value), [], []
     for at, item in enumerate(value):
         if isinstance(item, tuple):
-            parts.append(_addresses_in(item, {path[1:]: place for path, place in places.items() if path[0] == at}))
-        else:
-            place = places.get((at,))
-            parts.append(item if place is None else (place.slot, place.offset))
+            inner = {path[1:]: place for path, place in places.items() if path[0] == at}
+            if inner:
+                nested.append((at, _addresses_in(item, inner)))
+        elif (at,) in places:
+            fixed[at] = None  # no tensor is kept alive
+            moves.append((at, places[at,].slot, places[at,].offset))
 
     def made(addresses: list[int]) -> tuple:
-        return tuple(p(addresses) if callable(p) else addresses[p[0]] + p[1] if type(p) is tuple else p for p in parts)
+        parts = fixed.copy()
+        for at, slot, offset in moves:
+            parts[at] = addresses[slot] + offset
+        for at, inner in nested:
+            parts[at] = inner(addresses)
+        return tuple(parts)
 
     return made
 

@@ -8,14 +8,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..core.declaration import Declaration, Triton
 from ..core.flat import as_tuple, flattened, plain_tensors, taken_apart
+from ..core.memory import span
 from ..core.outs import apart, outs_of, stored, with_outs
 from .choose import implementation
 from .key import Key
@@ -38,15 +40,79 @@ def compiling_only() -> Iterator[None]:
         _compile_only.reset(token)
 
 
-class Known(NamedTuple):
-    """What is kept of a recorded forward: its plan, what makes results of the plan's flat ones, which slots it writes, whether it
-    gives all results or the caller's, and the implementation that ran, whose backward is this call's."""
+def compiles_only() -> bool:
+    return _compile_only.get()
+
+
+@dataclass(eq=False)
+class Known:
+    """What is kept of a recorded run: its plan, what makes results of the plan's flat ones, which slots it writes, whether it
+    gives all results or the caller's, the implementation that ran, whose backward is this call's, and whether the memory at these
+    addresses that is written is apart from all other. `simple` is the plan's, where it gives what the caller gets. `kind` and
+    `step` are how `front.py` and `tape.py` know a call like this one."""
 
     plan: Plan
     restore: Callable | None
-    written: tuple[int, ...]
-    whole: bool
-    implementation: Triton
+    written: tuple[int, ...] = ()
+    whole: bool = False
+    implementation: Triton | None = None
+    apart: Callable[[list[int]], bool] | None = None
+    simple: Callable | None = None
+    kind: Any = None
+    step: Any = None
+
+
+def known_of(
+    recorder: Recorder,
+    results: Any,
+    written: tuple[int, ...],
+    whole: bool = False,
+    implementation: Triton | None = None,
+    finish: Callable[[Any], Any] = lambda made: made,
+) -> Known | None:
+    """What is known after a run that gave these results, of which the caller gets `finish(results)`; None if it is no plan."""
+    flat, restore = taken_apart(results)
+    plan = recorder.plan(flat)
+    if plan is None:
+        return None
+    several = isinstance(results, tuple)
+
+    def made(flat: Any) -> Any:
+        return finish(restore(flat) if several else restore(flat)[0])
+
+    simple = None if whole or written else plan.simple
+    # A plan's one tensor is the result as it is
+    again = made if several or not plan.single else None
+    return Known(plan, again, written, whole, implementation, spans_apart(recorder, written), simple)
+
+
+def spans_apart(recorder: Recorder, written: tuple[int, ...]) -> Callable[[list[int]], bool] | None:
+    """A function that says of the addresses of all inputs whether those that are written share memory with none."""
+    if not written:
+        return None
+    given = recorder.slots[: recorder.inputs - len(recorder.adopted)]
+    sizes = [end - start if t.numel() else 0 for t, (start, end) in zip(given, map(span, given))]
+    pairs = [
+        (at, other, sizes[at], sizes[other])
+        for at in written
+        for other, size in enumerate(sizes)
+        if size and sizes[at] and other != at and not (other in written and other < at)
+    ]
+
+    def are_apart(addresses: list[int]) -> bool:
+        for at, other, size, others in pairs:
+            if addresses[at] < addresses[other] + others and addresses[other] < addresses[at] + size:
+                return False
+        return True
+
+    return are_apart
+
+
+def _overwritten(grads: tuple) -> tuple:
+    """The gradients of a replay that wrote over arguments: new tensors over that memory, whose versions are counted as host code
+    counts them."""
+    torch.autograd.graph.increment_version([g for g in grads if g is not None])
+    return tuple(None if g is None else g.detach() for g in grads)
 
 
 class Runner(Declaration):
@@ -113,21 +179,14 @@ class Runner(Declaration):
             if outs:
                 results = self._stored(results, outs, instead, recorder)
             written = self._written(values, slots)
-            flat, restore = taken_apart(results)
-            single = isinstance(results, Tensor)
-
-            def finish(flat: Any) -> Any:
-                made = restore(flat)[0] if single else restore(flat)
-                return made if whole else self.public(made)
-
-            plan = recorder.plan(flat) if key is not None and not recorder.compile_only else None
-            if plan is not None:
-                if len(self.plans) >= PLANS:
-                    self.plans.clear()
-                # A plan's one tensor is the result as it is
-                self.plans[key] = Known(plan, None if plan.single and single else finish, written, whole, one)
-            elif watch and not recorder.compile_only:
-                self._remember_no_plan(key, bool(outs))
+            known = None
+            if key is not None and not recorder.compile_only:
+                finish = (lambda made: made) if whole else self.public
+                known = known_of(recorder, results, written, whole, one, finish)
+            if known is not None:
+                self.keep(key, known)
+            elif watch and not recorder.compile_only and (self.composite or outs):
+                self.remember_no_plan(key)
             for at in written:
                 torch.autograd.graph.increment_version(slots[at])
             if self.signature.listed and values.get("out") is not None:
@@ -145,15 +204,13 @@ class Runner(Declaration):
     ) -> tuple:
         """Gradients for `differentiable`, None where not needed. `chosen` is the forward's implementation; without it, as in a
         registered backward, one is chosen from what was saved. `extra` is passed on (a composite's `grad_format`)."""
-        outer, key = Recorder.active(), Key()
+        outer = Recorder.active()
         nested = outer is not None and outer.watch
-        keyed = not nested and self.planned
-        name = None if chosen is None else chosen.name
-        keyed = keyed and key.add((*values.values(), *results.values(), *grads, needs, name, *extra.values()))
-        parts = tuple(key.parts) if keyed else None
-        plan = self.backward_plans.get(parts) if keyed else None
-        if plan is not None and not _compile_only.get():
-            replay, restore = plan
+        key, parts, known = (None, None, None)
+        if not nested:
+            key, parts, known = self.backward_known(values, results, grads, needs, chosen, **extra)
+        if known is not None and not _compile_only.get():
+            replay, restore = known
             return restore(replay(key.slots, key.addresses))
         with torch.no_grad():
             together = {**values, **results}
@@ -163,19 +220,38 @@ class Runner(Declaration):
                 return self.reference_backward(saved, grads)
             if nested:
                 return one.backward(saved, *grads, **extra)  # a step of that op's plan
-            slots = key.slots if keyed else plain_tensors({**together, **dict(enumerate(grads))})
+            slots = plain_tensors({**together, **dict(enumerate(grads))}) if key is None else key.slots
             watch = self._may_become_plan(parts, values)
             with Recorder(slots, _compile_only.get(), watch) as recorder:
                 out = one.backward(saved, *grads, **extra)
             flat, restore = taken_apart(tuple(out))
-            made = recorder.plan(flat) if keyed and not recorder.compile_only else None
-            if made is not None and not values.get(self.overwrites):
+            made = recorder.plan(flat) if key is not None and not recorder.compile_only else None
+            if made is not None:
                 if len(self.backward_plans) >= PLANS:
                     self.backward_plans.clear()
-                self.backward_plans[parts] = made, restore
-            elif made is None and watch and not recorder.compile_only:
-                self._remember_no_plan(parts)
+                over = values.get(self.overwrites)
+                self.backward_plans[parts] = made, (lambda flat: _overwritten(restore(flat))) if over else restore
+            elif watch and not recorder.compile_only and self.composite:
+                self.remember_no_plan(parts)
             return tuple(out)
+
+    def backward_known(
+        self,
+        values: Mapping[str, Any],
+        results: Mapping[str, Tensor],
+        grads: list[Tensor | None],
+        needs: frozenset,
+        chosen: Triton | None = None,
+        **extra: Any,
+    ) -> tuple[Key | None, tuple | None, tuple[Plan, Callable] | None]:
+        """(the key of a backward, what it is made of, its plan and what makes gradients of what that gives), None where there is
+        none."""
+        key, name = Key(), None if chosen is None else chosen.name
+        given = (*values.values(), *results.values(), *grads, needs, name, *extra.values())
+        if not self.planned or not key.add(given):
+            return None, None, None
+        parts = tuple(key.parts)
+        return key, parts, self.backward_plans.get(parts)
 
     def slots(self, values: Mapping[str, Any]) -> list[Tensor]:
         """What a recorder watches: nothing in an op over lists, which makes no plan and may have thousands of tensors."""
@@ -214,9 +290,15 @@ class Runner(Declaration):
         may = self.planned and key is not None and key not in self.unplannable
         return may and self.cost.flops(**self.arguments(values)) < LIGHT
 
-    def _remember_no_plan(self, key: tuple | None, outs: bool = False) -> None:
-        """Keep in mind that a call made no plan; one with memory for its `outs` is then not run twice, but copied."""
-        if key is not None and (self.composite or outs):
+    def keep(self, key: tuple, known: Known) -> None:
+        if len(self.plans) >= PLANS:
+            self.plans.clear()
+        self.plans[key] = known
+
+    def remember_no_plan(self, key: tuple | None) -> None:
+        """Keep in mind that a call made no plan. A composite is then not watched again, and one with memory for results is not run
+        twice, but copied."""
+        if key is not None:
             if len(self.unplannable) >= PLANS:
                 self.unplannable.clear()
             self.unplannable.add(key)

@@ -23,6 +23,7 @@ from ...gemm.grouped_rows import grouped_mm_rows, grouped_mm_rows_fp8, with_epil
 from ...gemm.operands import DTYPES, KINDS, names_of
 from ...gemm.scaled_mm import Act
 from ...gemm.tiles import ROWS
+from ...runtime.front import fronted
 from ..quantise.quantize import quantize
 
 OP = "grouped_mm"
@@ -129,6 +130,7 @@ def scale_of_lines(name: str, f: Factor, lines: int, inner: int, groups: int, q:
     )
 
 
+@fronted(grouped_mm_rows)
 def grouped_mm(
     a: Tensor | Quantized,
     b: Tensor | Quantized,
@@ -322,6 +324,3 @@ def word(dtype: torch.dtype) -> str:
     if name not in DTYPES and dtype != torch.float64:
         raise TypeError(f"{OP}: out_dtype must be one of {', '.join(DTYPES)}, got {name}")
     return name
-
-
-grouped_mm.op = grouped_mm_rows

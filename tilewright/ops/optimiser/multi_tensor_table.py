@@ -20,8 +20,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from ...core.private import no_modes, raw_stream
 from ...core.target import Target
 from ...core.tensor import cdiv, power_of_two
+from ...runtime.plan import Recorder
 
 WORDS = 10
 DENSE, ALIGNED = 4, 8  # bits of `kind`: no gaps; that, and on a 16-byte boundary. The bits below are the dtype
@@ -43,6 +45,18 @@ class Table:
     span: int
     stream: int = 0
     ready: torch.cuda.Event | None = field(default=None, repr=False)
+
+    def use(self) -> None:
+        """Before a launch that reads it: wait until it is there, where another stream filled it; a graph holds it for ever."""
+        if self.ready is None:
+            return
+        if torch.cuda.is_current_stream_capturing():  # a capture begins with all work done
+            with _lock:
+                _held[id(self)] = self
+        elif raw_stream(self.words.get_device()) != self.stream:
+            stream = torch.cuda.current_stream(self.words.device)
+            stream.wait_event(self.ready)
+            self.words.record_stream(stream)
 
 
 _tables: dict[tuple, Table] = {}
@@ -78,27 +92,26 @@ def table_of(tensors: Sequence[Tensor], outs: Sequence[Tensor] | None = None) ->
         # One flat tuple: thousands of small ones, kept, would be walked by every collection of garbage
         parts += (t.data_ptr(), t.dtype, t.numel() if t.is_contiguous() else (*t.shape, *t.stride()))
     key = tuple(parts)
-    capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
     with _lock:
         found = _tables.pop(key, None)
         if found is not None:
             _tables[key] = found  # the last is the one used last
-            if capturing:
-                _held[id(found)] = found
     if found is None:
-        found = _made(tensors, outs, device, capturing)
+        capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        with no_modes():  # a recorder is to see that the table is used, not how it is made
+            found = _made(tensors, outs, device, capturing)
         with _lock:
             if capturing:
                 _held[id(found)] = found  # and not for eager calls: the graph fills it, when it runs
-            else:
-                _tables[key] = found
-                while len(_tables) > MOST:
-                    del _tables[next(iter(_tables))]
-    elif found.ready is not None and not capturing:  # a capture begins with all work done
-        stream = torch.cuda.current_stream(device)
-        if stream.cuda_stream != found.stream:
-            stream.wait_event(found.ready)
-            found.words.record_stream(stream)
+                return found
+            _tables[key] = found
+            while len(_tables) > MOST:
+                del _tables[next(iter(_tables))]
+    else:
+        found.use()
+    recorder = Recorder.active()
+    if recorder is not None:
+        recorder.adopt(found.words, found.use)
     return found
 
 
