@@ -130,15 +130,16 @@ def share_pieces(a, most: int) -> tuple[int, int]:
 
 
 def _default(a) -> dict:
+    AHEAD = a.BLOCK * a.PIECES <= 2**15  # beside more numbers of x there are no registers for the weight
     if a.PIECES > 1:
         ROWS, num_warps = share_pieces(a, 64)
-        return dict(ROWS=ROWS, num_warps=num_warps)
-    # 512 elements a warp, 4 warps or more: the best of 1-4 rows by 2-16 warps at 2048, 4096 and 7168 columns (H200,
-    # November 2026)
-    if a.FORMAT is None and a.Y is not None:
-        return dict(ROWS=max(1, min(16, 2048 // a.BLOCK)), num_warps=min(16, max(4, a.BLOCK // 512)))
-    # Codes are bound by instructions: 32 elements a thread share what is done once for a block of 128 or for a column
-    return dict(ROWS=max(1, min(16, 4096 // a.BLOCK)), num_warps=min(16, max(4, a.BLOCK // 1024)))
+    elif a.FORMAT is None and a.Y is not None:
+        # 512 elements a warp, 4 warps or more: the best of 1-4 rows by 2-16 warps at 2048 and 4096 columns (H200, November 2026)
+        ROWS, num_warps = max(1, min(16, 2048 // a.BLOCK)), min(16, max(4, a.BLOCK // 512))
+    else:
+        # Codes are bound by instructions: 32 elements a thread share what is done once for a block of 128 or for a column
+        ROWS, num_warps = max(1, min(16, 4096 // a.BLOCK)), min(16, max(4, a.BLOCK // 1024))
+    return dict(ROWS=ROWS, num_warps=num_warps, AHEAD=AHEAD)
 
 
 def _default_backward(a) -> dict:
@@ -225,13 +226,19 @@ def load_weight(W, col, inside, weight_offset):
 
 
 @triton.jit
+def weight_piece(W, N, weight_offset, i: tl.constexpr, BLOCK: tl.constexpr):
+    """`load_weight` of the i-th piece of a row: [1, BLOCK]."""
+    lane = tl.arange(0, BLOCK)
+    return load_weight(W + i * BLOCK, lane, i * BLOCK + lane < N, weight_offset)[None, :]
+
+
+@triton.jit
 def weight_pieces(W, N, weight_offset, BLOCK: tl.constexpr, PIECES: tl.constexpr):
-    """`load_weight` of a whole row, [1, BLOCK] each; () if there is none."""
+    """All pieces of the weight; none if there is none."""
     ws = ()
     if W is not None:
-        lane = tl.arange(0, BLOCK)
         for i in tl.static_range(PIECES):
-            ws = ws + (load_weight(W + i * BLOCK, lane, i * BLOCK + lane < N, weight_offset)[None, :],)
+            ws = ws + (weight_piece(W, N, weight_offset, i, BLOCK),)
     return ws
 
 
@@ -261,7 +268,7 @@ def store_normed(y, Y, row, start, live, N, stride_s, FORMAT: tl.constexpr, KEEP
 def rms_norm_forward(
     X, R, W, RSTD_IN, Y, S, SHARED, ZERO, STATIC, H, RSTD, M, N, stride_xm, stride_xn, stride_rm, stride_rn, stride_s, eps, inv_n,
     weight_offset, BLOCK: tl.constexpr, PIECES: tl.constexpr, FORMAT: tl.constexpr, KEEP: tl.constexpr, PDL: tl.constexpr,
-    ROWS: tl.constexpr,
+    ROWS: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Y, H and RSTD are each written unless None; Y takes values, or codes with what a `Way` has beside them. A row is held
     as PIECES of BLOCK columns, or with PIECES 0 read twice. KEEP: x is read again soon. PDL: the next launch may start now; it
@@ -275,8 +282,9 @@ def rms_norm_forward(
     live = row < M
     if PIECES > 0:
         xs = load_row(X, R, H, row, col, live, N, stride_xm, stride_xn, stride_rm, stride_rn, KEEP, BLOCK, PIECES)
-        # Before the sum, which everything after it waits for: 14.5 us instead of 16.2 in FP8 (8192 x 2048, H200)
-        ws = weight_pieces(W, N, weight_offset, BLOCK, PIECES)
+        if AHEAD:
+            # Before the sum, which everything after it waits for: 14.5 us instead of 16.2 in FP8 (8192 x 2048, H200)
+            ws = weight_pieces(W, N, weight_offset, BLOCK, PIECES)
         total = dot_pieces(xs, xs, PIECES)
     else:
         total = tl.zeros([ROWS, BLOCK], tl.float32)
@@ -301,7 +309,7 @@ def rms_norm_forward(
             for i in tl.static_range(PIECES):
                 y = xs[i].to(tl.float32) * rstd
                 if W is not None:
-                    y = y * ws[i]
+                    y = y * (ws[i] if AHEAD else weight_piece(W, N, weight_offset, i, BLOCK))
                 store_normed(y, to, row, i * BLOCK, live, N, stride_s, FORMAT, KEEP)
         else:
             for start in range(0, N, BLOCK):
