@@ -130,7 +130,7 @@ def share_pieces(a, most: int) -> tuple[int, int]:
 
 
 def _default(a) -> dict:
-    AHEAD = a.BLOCK * a.PIECES <= 2**15  # beside more numbers of x there are no registers for the weight
+    TIGHT = a.BLOCK * a.PIECES > 2**15  # beside more numbers of x there are no registers for the weight
     if a.PIECES > 1:
         ROWS, num_warps = share_pieces(a, 64)
     elif a.FORMAT is None and a.Y is not None:
@@ -139,19 +139,19 @@ def _default(a) -> dict:
     else:
         # Codes are bound by instructions: 32 elements a thread share what is done once for a block of 128 or for a column
         ROWS, num_warps = max(1, min(16, 4096 // a.BLOCK)), min(16, max(4, a.BLOCK // 1024))
-    return dict(ROWS=ROWS, num_warps=num_warps, AHEAD=AHEAD)
+    return dict(ROWS=ROWS, num_warps=num_warps, TIGHT=TIGHT)
 
 
 def _default_backward(a) -> dict:
     if a.PIECES > 1:
-        ROWS, num_warps = share_pieces(a, 24)
+        ROWS, num_warps = share_pieces(a, 64)
     else:
         ROWS, num_warps = max(1, min(16, 4096 // a.BLOCK)), min(16, max(4, a.BLOCK // 512))
     # Three stages keep two blocks of every operand in shared memory; with two, ptxas spilled 3 KB (Triton 3.6)
     sizes = sum(t.element_size() for t in (a.X, a.DY, a.DH) if t is not None)
     blocks = 2 * ROWS * a.BLOCK * a.PIECES * sizes
     STAGES = 3 if blocks + 1024 <= Target.at(a.X.device).shared_memory else 1
-    return dict(ROWS=ROWS, num_warps=num_warps, STAGES=STAGES)
+    return dict(ROWS=ROWS, num_warps=num_warps, STAGES=STAGES, TIGHT=a.PIECES > 1)
 
 
 @triton.jit
@@ -202,6 +202,26 @@ def load_row(
             tl.store(H + row * N + col + i * BLOCK, hs[i], inside_piece(live, col, N, i, BLOCK, PIECES))
         xs = hs
     return xs
+
+
+@triton.jit
+def let_go(pieces, TIGHT: tl.constexpr, PIECES: tl.constexpr):
+    """Pieces for a sum of products of two of them. If TIGHT, -x for each x, which the compiler takes for another number: what it
+    converts to fp32 for the sum it then does not keep until x is used again."""
+    out = pieces
+    if TIGHT:
+        out = ()
+        for i in tl.static_range(PIECES):
+            out = out + (-pieces[i],)
+    return out
+
+
+@triton.jit
+def times_pieces(a, b, PIECES: tl.constexpr):
+    out = ()
+    for i in tl.static_range(PIECES):
+        out = out + (a[i].to(tl.float32) * b[i],)
+    return out
 
 
 @triton.jit
@@ -268,11 +288,11 @@ def store_normed(y, Y, row, start, live, N, stride_s, FORMAT: tl.constexpr, KEEP
 def rms_norm_forward(
     X, R, W, RSTD_IN, Y, S, SHARED, ZERO, STATIC, H, RSTD, M, N, stride_xm, stride_xn, stride_rm, stride_rn, stride_s, eps, inv_n,
     weight_offset, BLOCK: tl.constexpr, PIECES: tl.constexpr, FORMAT: tl.constexpr, KEEP: tl.constexpr, PDL: tl.constexpr,
-    ROWS: tl.constexpr, AHEAD: tl.constexpr,
+    ROWS: tl.constexpr, TIGHT: tl.constexpr,
 ):  # fmt: skip
-    """Y, H and RSTD are each written unless None; Y takes values, or codes with what a `Way` has beside them. A row is held
-    as PIECES of BLOCK columns, or with PIECES 0 read twice. KEEP: x is read again soon. PDL: the next launch may start now; it
-    waits by itself for what it needs of this one."""
+    """Y, H and RSTD are each written unless None; Y takes values, or codes with what a `Way` has beside them. A row is held as
+    PIECES of BLOCK columns, or with PIECES 0 read twice. TIGHT: registers are short. KEEP: x is read again soon. PDL: the next
+    launch may start now; it waits by itself for what it needs of this one."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     r = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -282,10 +302,11 @@ def rms_norm_forward(
     live = row < M
     if PIECES > 0:
         xs = load_row(X, R, H, row, col, live, N, stride_xm, stride_xn, stride_rm, stride_rn, KEEP, BLOCK, PIECES)
-        if AHEAD:
+        if not TIGHT:
             # Before the sum, which everything after it waits for: 14.5 us instead of 16.2 in FP8 (8192 x 2048, H200)
             ws = weight_pieces(W, N, weight_offset, BLOCK, PIECES)
-        total = dot_pieces(xs, xs, PIECES)
+        for_sum = let_go(xs, TIGHT, PIECES)
+        total = dot_pieces(for_sum, for_sum, PIECES)
     else:
         total = tl.zeros([ROWS, BLOCK], tl.float32)
         for start in range(0, N, BLOCK):
@@ -309,7 +330,7 @@ def rms_norm_forward(
             for i in tl.static_range(PIECES):
                 y = xs[i].to(tl.float32) * rstd
                 if W is not None:
-                    y = y * (ws[i] if AHEAD else weight_piece(W, N, weight_offset, i, BLOCK))
+                    y = y * (weight_piece(W, N, weight_offset, i, BLOCK) if TIGHT else ws[i])
                 store_normed(y, to, row, i * BLOCK, live, N, stride_s, FORMAT, KEEP)
         else:
             for start in range(0, N, BLOCK):
@@ -333,6 +354,7 @@ def rms_norm_forward(
 def rms_norm_backward(
     X, W, RSTD, DY, DH, DX, DW, M, N, stride_xm, stride_xn, stride_ym, stride_yn, stride_hm, stride_hn, stride_dm, eps,
     inv_n, weight_offset, PROGRAMS, BLOCK: tl.constexpr, PIECES: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
+    TIGHT: tl.constexpr,
 ):  # fmt: skip
     """Each program takes every PROGRAMS-th block of rows, as pieces, and keeps its share of dweight, DW[program], in registers."""
     lane = tl.arange(0, BLOCK)
@@ -347,12 +369,12 @@ def rms_norm_backward(
         live = row < M
         xs = load_pieces(X, row, col, live, N, stride_xm, stride_xn, "", BLOCK, PIECES)
         dys = load_pieces(DY, row, col, live, N, stride_ym, stride_yn, "", BLOCK, PIECES)
-        gs = dys
+        for_sum = let_go(xs, TIGHT, PIECES)
+        gs = let_go(dys, TIGHT, PIECES)
         if W is not None:
-            gs = ()
-            for i in tl.static_range(PIECES):
-                gs = gs + (dys[i].to(tl.float32) * ws[i],)
-        square, cross = tl.reduce((dot_pieces(xs, xs, PIECES), dot_pieces(xs, gs, PIECES)), 1, add_pairs)
+            gs = times_pieces(gs, ws, PIECES)
+        totals = dot_pieces(for_sum, for_sum, PIECES), dot_pieces(for_sum, gs, PIECES)
+        square, cross = tl.reduce(totals, 1, add_pairs)
         if RSTD is None:
             # Past the last row x is 0, and with an eps of 0 the sum for dweight would take 0 * inf
             rstd = tl.where(live, tl.rsqrt(square * inv_n + eps)[:, None], 0.0)
@@ -366,7 +388,10 @@ def rms_norm_backward(
             xhat = xs[i].to(tl.float32) * rstd
             sums = sums + (dws[i] if DW is None else dws[i] + dy * xhat,)
             if DX is not None:
-                dx = rstd * (gs[i].to(tl.float32) - xhat * mean)
+                g = dy
+                if W is not None:
+                    g = dy * ws[i]
+                dx = rstd * (g - xhat * mean)
                 if DH is not None:
                     c = col.to(tl.int64) + i * BLOCK
                     dx += tl.load(DH + row * stride_hm + c * stride_hn, inside, 0.0).to(tl.float32)
