@@ -100,9 +100,12 @@ def inputs_add(draw: Draw) -> dict:
 
 
 PER_SM = 2  # programs of the backward, each with its share of dweight: more make the column sum longer than they gain
-WIDEST = 16384  # columns of a row that is one piece, and of a row whose backward is one program's
+WIDEST = 16384  # columns of a row that may be one piece, and of a row whose backward is one program's
 HELD = 2**17  # bytes of x, and of the residual, that a program's registers hold; a row of more is read twice
-PIECE = 8192  # columns of a piece of wider rows: 16 bytes of bf16 for each of 1024 threads
+NARROWEST, BROADEST = (
+    256,
+    8192,
+)  # columns of a piece: 16 bytes of bf16 for each thread of a warp, and of the largest program
 FINEST = 16  # pieces that the next power of two could be cut into
 
 
@@ -110,29 +113,29 @@ def split_columns(N: int) -> tuple[int, int]:
     """(BLOCK, PIECES): a row of N columns is held as PIECES of BLOCK, a power of two; the last may be short.
 
     They are as few as leave a sixteenth of their columns idle, or less. Where none do, as few as leave the fewest idle: at most a
-    ninth, or of rows under 2048 columns what pieces of 128 leave.
+    ninth, or less than 256. Rows of up to 1024 columns are one piece, for there a program has several.
     """
     whole = power_of_two(N)
-    largest = whole if whole <= WIDEST else PIECE
-    sizes = [largest]
-    while sizes[-1] > max(128, whole // FINEST):
+    if whole <= 1024:
+        return whole, 1
+    sizes = [whole if whole <= WIDEST else BROADEST]
+    while sizes[-1] > max(NARROWEST, whole // FINEST):
         sizes.append(sizes[-1] // 2)
     covered = {size: cdiv(N, size) * size for size in sizes}
     close = [size for size in sizes if 16 * (covered[size] - N) <= covered[size]]
     BLOCK = close[0] if close else min(sizes, key=covered.__getitem__)
-    return BLOCK, max(1, cdiv(N, BLOCK))
+    return BLOCK, cdiv(N, BLOCK)
 
 
-def share_pieces(a, most: int) -> tuple[int, int]:
-    """(ROWS, num_warps) such that a thread holds 16 bytes of bf16 of each piece, or less if that made more than `most` numbers."""
-    each = min(8, power_of_two(most // a.PIECES + 1) // 2)
-    return max(1, 128 * each // a.BLOCK), min(32, max(4, a.BLOCK // (32 * each)))
+def warps_for_pieces(a) -> int:
+    """As many as give a thread 16 bytes of bf16 of each piece, or 8 of more than eight: not above 64 numbers in all."""
+    return min(32, a.BLOCK // (256 if a.PIECES <= 8 else 128))
 
 
 def _default(a) -> dict:
     TIGHT = a.BLOCK * a.PIECES > 2**15  # beside more numbers of x there are no registers for the weight
     if a.PIECES > 1:
-        ROWS, num_warps = share_pieces(a, 64)
+        ROWS, num_warps = 1, warps_for_pieces(a)
     elif a.FORMAT is None and a.Y is not None:
         # 512 elements a warp, 4 warps or more: the best of 1-4 rows by 2-16 warps at 2048 and 4096 columns (H200, November 2026)
         ROWS, num_warps = max(1, min(16, 2048 // a.BLOCK)), min(16, max(4, a.BLOCK // 512))
@@ -144,7 +147,8 @@ def _default(a) -> dict:
 
 def _default_backward(a) -> dict:
     if a.PIECES > 1:
-        ROWS, num_warps = share_pieces(a, 64)
+        num_warps = max(4, warps_for_pieces(a))
+        ROWS = num_warps // warps_for_pieces(a)
     else:
         ROWS, num_warps = max(1, min(16, 4096 // a.BLOCK)), min(16, max(4, a.BLOCK // 512))
     # Three stages keep two blocks of every operand in shared memory; with two, ptxas spilled 3 KB (Triton 3.6)
