@@ -7,8 +7,7 @@ import torch
 
 import tilewright as tw
 from tilewright.core.tensor import power_of_two
-from tilewright.ops.norm import rms_norm as rms_norm_module
-from tilewright.ops.norm.rms_norm import rms_norm_backward, rms_norm_forward, split_columns
+from tilewright.ops.norm import rms_norm as norm
 
 
 @pytest.mark.parametrize("rows", [1, 3, 5])
@@ -27,7 +26,7 @@ def test_without_eps_the_rows_past_the_end_do_not_count(rows):
 
 def test_every_width_is_covered_by_few_pieces_and_few_idle_columns():
     for columns in range(1, 70001):
-        block, pieces = split_columns(columns)
+        block, pieces = norm.split_columns(columns)
         assert power_of_two(block) == block and pieces <= 16
         assert block * (pieces - 1) < columns <= block * pieces
         idle = block * pieces - columns
@@ -44,7 +43,7 @@ def test_every_width_is_covered_by_few_pieces_and_few_idle_columns():
     ],
 )  # fmt: skip
 def test_widths_of_models_are_split_into_the_fewest_pieces(columns, split):
-    assert split_columns(columns) == split
+    assert norm.split_columns(columns) == split
 
 
 WIDTHS = [1280, 1290, 1536]  # 5 of 256, 3 of 512 of which the last is short, 3 of 512
@@ -54,14 +53,6 @@ def operands(columns: int, dtype: torch.dtype = torch.bfloat16) -> list[torch.Te
     """x, residual and dy of 5 rows, which fill no block of rows, and a weight."""
     source = torch.Generator().manual_seed(columns)
     return [torch.randn(*shape, columns, generator=source).to(dtype) for shape in [(5,), (5,), (5,), ()]]
-
-
-def configured(monkeypatch, **constants) -> None:
-    """Launch both kernels with constants of their own."""
-    for kernel in (rms_norm_forward, rms_norm_backward):
-        chosen, known = kernel.default, set(kernel.names)
-        more = {name: value for name, value in constants.items() if name in known}
-        monkeypatch.setattr(kernel, "default", lambda a, chosen=chosen, more=more: {**chosen(a), **more})
 
 
 @pytest.mark.parametrize("columns", WIDTHS)
@@ -82,35 +73,36 @@ def test_rows_in_pieces(columns):
 
 @pytest.mark.parametrize("columns", WIDTHS)
 def test_tight_registers_change_no_bit(columns, monkeypatch):
+    x, _, dy, weight = operands(columns)
     made = []
     for tight in (False, True):
-        with monkeypatch.context() as patch, tw.force("triton"):
-            configured(patch, TIGHT=tight)
-            x, _, dy, weight = operands(columns)
-            x.requires_grad_()
-            weight.requires_grad_()
-            y = tw.rms_norm(x, weight)
-            made.append([y, *torch.autograd.grad(y, [x, weight], dy)])
+        for kernel in (norm.rms_norm_forward, norm.rms_norm_backward):
+            chosen = kernel.default
+            monkeypatch.setattr(kernel, "default", lambda a, chosen=chosen, tight=tight: {**chosen(a), "TIGHT": tight})
+        # Not through the op, which would play back what it launched the first time
+        y = norm.forward(x, weight, 1e-6, weight_offset=0.0, rstd=None, out_format=None, out=None)
+        made.append([y, *norm.gradients(x, weight, None, dy, None, 1e-6, 0.0, ("x", "weight"))])
     assert all(torch.equal(a, b) for a, b in zip(*made))
 
 
-@pytest.mark.parametrize(
-    "fmt", [tw.fp8("1x128", ways="row"), tw.int8("row"), tw.nvfp4(ways="row"), tw.mx("e4m3", ways="row")], ids=str
-)
-def test_codes_of_rows_in_pieces_are_those_of_the_row(fmt, monkeypatch):
-    """Whatever the pieces, and where a row is read twice, the codes are the same bits."""
-    x, residual, _, weight = operands(1280)
+FORMATS = [tw.fp8("1x128", ways="row"), tw.int8("row"), tw.nvfp4(), tw.mx()]
+
+
+@pytest.mark.parametrize("fmt", FORMATS, ids=str)
+@pytest.mark.parametrize("columns", [1280, 1536])
+def test_codes_of_pieces_are_those_of_the_row(fmt, columns, monkeypatch):
+    """Of rows in pieces, as one piece, and read twice; with rstd given, for the order of a sum moves its last bit."""
+    x, _, _, weight = operands(columns)
+    rstd = torch.rsqrt(x.float().square().mean(-1))
     made = []
-    for held in (rms_norm_module.HELD, 0):
-        with monkeypatch.context() as patch, tw.force("triton"):
-            patch.setattr(rms_norm_module, "HELD", held)
-            made.append(tw.add_rms_norm(x, residual, weight, out_format=fmt))
-    with tw.force("reference"):
-        _, h = tw.add_rms_norm(x, residual, weight)
-    for q, found in made:
-        assert torch.equal(found, h)
-        assert torch.equal(q.data.view(torch.uint8), made[0][0].data.view(torch.uint8))
-        torch.testing.assert_close(q.dequantize(), made[0][0].dequantize(), rtol=0, atol=0)
+    for changed in ({}, {"split_columns": lambda N: (2048, 1)}, {"HELD": 0}):
+        for name, value in changed.items():
+            monkeypatch.setattr(norm, name, value)
+        made.append(norm.forward(x, weight, 1e-6, weight_offset=0.0, rstd=rstd, out_format=fmt, out=None))
+        monkeypatch.undo()
+    for q in made[1:]:
+        for what, found, wanted in zip(fmt.tensor_names, q.tensors(), made[0].tensors()):
+            assert torch.equal(found.view(torch.uint8), wanted.view(torch.uint8)), what
 
 
 @pytest.mark.parametrize("columns", WIDTHS)
