@@ -29,6 +29,7 @@ from tilewright.check.variants import Variant
 from tilewright.core.target import TARGETS
 from tilewright.runtime.source import sources
 from tilewright.toolchain.aot import Compiled
+from tilewright.toolchain.conversions import misplaced
 from tilewright.toolchain.reductions import AFFECTED, misread
 
 EVERY = os.environ.get("TILEWRIGHT_COMPILE") == "all"
@@ -133,21 +134,23 @@ def checked(one: Variant, table: Mapping[str, Row], texts: Mapping[str, Texts]) 
     if not sampled(one) and known(one, table, texts):
         return table[label(one)], []
     compiled = one.compile()
-    wrong = problems(one.name, compiled, table) if one.arch == "sm_90" else wrong_sums(one.name, compiled)
+    wrong = problems(one.name, compiled, table) if one.arch == "sm_90" else wrong_code(one.name, compiled)
     if label(one) in table and same_text(one, texts) and one.fingerprint() != table[label(one)]["source"]:
         wrong.append(f"{label(one)}: changed although nothing that texts.json knows did (--write)")
     return row(compiled), wrong
 
 
-def wrong_sums(name: str, compiled: Compiled) -> list[str]:
-    """Reductions of a variant for NVIDIA chips that this release of Triton lowers wrongly."""
-    checked = AFFECTED and compiled.arch.startswith("sm_")
-    return [f"{name}: {line}" for line in misread(compiled.ir)] if checked else []
+def wrong_code(name: str, compiled: Compiled) -> list[str]:
+    """What this release of Triton, or its assembler, makes wrong of a variant for NVIDIA chips: reductions, joined FP8 codes."""
+    if not compiled.arch.startswith("sm_"):
+        return []
+    found = [*(misread(compiled.ir) if AFFECTED else []), *misplaced(compiled.text)]
+    return [f"{name}: {line}" for line in found]
 
 
 def problems(name: str, compiled: Compiled, table: Mapping[str, Row]) -> list[str]:
     """Why `compiled` is worse than its recorded row; empty if it is not."""
-    out = wrong_sums(name, compiled)
+    out = wrong_code(name, compiled)
     if not compiled.shared_is_there:
         out.append(f"{name}: {compiled.shared} bytes of shared memory do not exist on {compiled.arch}")
     if name not in table:

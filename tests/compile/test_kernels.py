@@ -292,7 +292,7 @@ def measure(at: int) -> tuple[str, table.Row, list[str]]:
     compiled = one.compile()
     row = {**table.row(compiled), "source": one.fingerprint()}
     if one.arch != "sm_90":
-        return table.label(one), {k: row[k] for k in ("shared", "source")}, table.wrong_sums(one.name, compiled)
+        return table.label(one), {k: row[k] for k in ("shared", "source")}, table.wrong_code(one.name, compiled)
     return one.name, row, table.problems(one.name, compiled, recorded)
 
 

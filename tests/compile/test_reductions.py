@@ -149,7 +149,7 @@ def routing(op: Op, **settings) -> Compiled:
 @pytest.mark.parametrize("mutant", COMPILED, ids=lambda m: m.name.replace(" ", "-"))
 def test_a_router_that_joins_groups_is_caught(mutant, tmp_path):
     with declared(mutant, tmp_path) as (op, _):
-        found = table.wrong_sums(op.name, routing(op))
+        found = table.wrong_code(op.name, routing(op))
     assert found and all(re.search(mutant.says, line) for line in found)
 
 

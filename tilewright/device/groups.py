@@ -3,8 +3,27 @@
 A group that a power of two would pad much is a tuple of such tiles, PIECES of them, side by side.
 """
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
+
+
+class Rows(NamedTuple):
+    """Rows of groups of columns, [outer, inner, hidden] in any order: a pointer and three strides; `Rows()` are none."""
+
+    data: Any = None
+    stride_o: Any = None
+    stride_i: Any = None
+    stride_n: Any = None
+
+
+class Columns(NamedTuple):
+    """How tiles hold the columns of a group: BLOCK of them, in runs of RUN (`columns`), in each of PIECES tiles."""
+
+    BLOCK: int
+    RUN: int
+    PIECES: int
 
 
 @triton.jit
@@ -15,35 +34,37 @@ def columns(start, BLOCK: tl.constexpr, RUN: tl.constexpr):
 
 
 @triton.jit
-def row_offsets(row, INNER, stride_o, stride_i):
-    """Where rows [n] of a tensor [outer, inner, hidden] begin, 64-bit, [n, 1, 1]."""
+def row_offsets(X, row, INNER):
+    """Where rows [n] of X begin, 64-bit, [n, 1, 1]."""
     o = row // INNER
-    return (o.to(tl.int64) * stride_o + (row - o * INNER).to(tl.int64) * stride_i)[:, None, None]
+    return (o.to(tl.int64) * X.stride_o + (row - o * INNER).to(tl.int64) * X.stride_i)[:, None, None]
 
 
 @triton.jit
-def load_tile(P, start, col, inside, stride):
-    """Columns of rows that begin at `start`, in fp32."""
-    return tl.load(P + start + col.to(tl.int64) * stride, inside, 0.0).to(tl.float32)
+def load_tile(X, row, INNER, col, inside):
+    """Columns `col` of rows of X, in fp32."""
+    return tl.load(X.data + row_offsets(X, row, INNER) + col.to(tl.int64) * X.stride_n, inside, 0.0).to(tl.float32)
 
 
 @triton.jit
-def inside_piece(c, D, live, i: tl.constexpr, BLOCK: tl.constexpr, PIECES: tl.constexpr):
+def inside_piece(c, D, live, i: tl.constexpr, COLUMNS: tl.constexpr):
     """Which elements of the i-th piece there are: [groups, BLOCK / RUN, RUN]. Only the last may be short."""
-    if i == PIECES - 1:
-        return live[:, None, None] & (c + i * BLOCK < D)
+    if i == COLUMNS.PIECES - 1:
+        return live[:, None, None] & (c + i * COLUMNS.BLOCK < D)
     else:
         return tl.broadcast_to(live[:, None, None], [live.shape[0], c.shape[1], c.shape[2]])
 
 
 @triton.jit
-def load_pieces(P, start, col, c, D, live, stride, BLOCK: tl.constexpr, PIECES: tl.constexpr):
-    """The columns of groups whose first piece is at columns `col` of rows that begin at `start`: PIECES tiles in fp32."""
+def load_pieces(X, row, INNER, col, c, D, live, COLUMNS: tl.constexpr):
+    """The columns of groups whose first piece is at columns `col` of rows of X: PIECES tiles in fp32."""
+    PIECES: tl.constexpr = COLUMNS.PIECES
     out = ()
-    first = P + start + col.to(tl.int64) * stride
+    first = X.data + row_offsets(X, row, INNER) + col.to(tl.int64) * X.stride_n
     for i in tl.static_range(PIECES):
-        inside = inside_piece(c, D, live, i, BLOCK, PIECES)
-        out = out + (tl.load(first + tl.full([], i * BLOCK, tl.int64) * stride, inside, 0.0).to(tl.float32),)
+        inside = inside_piece(c, D, live, i, COLUMNS)
+        further = tl.full([], i * COLUMNS.BLOCK, tl.int64) * X.stride_n
+        out = out + (tl.load(first + further, inside, 0.0).to(tl.float32),)
     return out
 
 
@@ -54,17 +75,21 @@ def load_weight(W, c, col, inside, SHARED: tl.constexpr):
 
 
 @triton.jit
-def load_weight_pieces(W, c, col, D, live, SHARED: tl.constexpr, BLOCK: tl.constexpr, PIECES: tl.constexpr):
+def load_weight_pieces(W, c, col, D, live, SHARED: tl.constexpr, COLUMNS: tl.constexpr):
     """The weight of groups in pieces."""
+    PIECES: tl.constexpr = COLUMNS.PIECES
     out = ()
     for i in tl.static_range(PIECES):
-        inside = inside_piece(c, D, live, i, BLOCK, PIECES)
-        out = out + (load_weight(W + i * BLOCK, c, col, inside, SHARED),)
+        inside = inside_piece(c, D, live, i, COLUMNS)
+        out = out + (load_weight(W + i * COLUMNS.BLOCK, c, col, inside, SHARED),)
     return out
 
 
 @triton.jit
-def zero_pieces(GROUPS: tl.constexpr, BLOCK: tl.constexpr, RUN: tl.constexpr, PIECES: tl.constexpr):
+def zero_pieces(GROUPS: tl.constexpr, COLUMNS: tl.constexpr):
+    BLOCK: tl.constexpr = COLUMNS.BLOCK
+    RUN: tl.constexpr = COLUMNS.RUN
+    PIECES: tl.constexpr = COLUMNS.PIECES
     out = ()
     for _ in tl.static_range(PIECES):
         out = out + (tl.zeros([GROUPS, BLOCK // RUN, RUN], tl.float32),)

@@ -39,13 +39,6 @@ def amax(y, axis: tl.constexpr):
 
 
 @triton.jit
-def amax_row(y):
-    """`amax` along rows that whole warps hold. Bits of |y| keep their order as integers, NaN above Inf, and of integers one
-    instruction finds the largest in a warp."""
-    return tl.max(tl.abs(y).to(tl.int32, bitcast=True), 1).to(tl.float32, bitcast=True)
-
-
-@triton.jit
 def amax4(y0, y1, y2, y3):
     """max |y| of four tensors, element by element."""
     return max_nan(max_nan(tl.abs(y0), tl.abs(y1)), max_nan(tl.abs(y2), tl.abs(y3)))

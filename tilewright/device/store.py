@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from .integers import byte_code, integer_code, integer_scale, zero_scale
-from .quantize import amax, amax4, amax_row, encode, has, interleave4, max_nan, pack4, quotient, scale_of, scaled
+from .quantize import amax, amax4, encode, has, interleave4, max_nan, pack4, quotient, scale_of, scaled
 from .small_blocks import code_e2m1, mx_scale, nv_scale, whole_scale
 
 
@@ -96,7 +96,7 @@ def block_scales(y, axis: tl.constexpr, whole, FORMAT: tl.constexpr):
         low = max_nan(tl.reduce(-y, axis, max_nan), 0.0) * -1.0
         s, m, z = zero_scale(high, low)
     else:
-        s, m = scales(amax_row(y) if has(FORMAT, "row") else amax(y, axis), whole, FORMAT)
+        s, m = scales(amax(y, axis), whole, FORMAT)
         z = m
     return s, m, z
 

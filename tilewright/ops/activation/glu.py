@@ -23,6 +23,7 @@ from ...core.tensor import cdiv, power_of_two, rows, vector
 from ...device.activation import gated, gated_gradient
 from ...device.blocks import find_block
 from ...formats.fill import fill
+from ...gemm.tiles import matrix
 from ...op import Bars, Gradient, Op, Out, Sharding, Triton, single, upcast
 from ...runtime.kernel import kernel
 from .glu_hopper import store_pairs, takes
@@ -108,47 +109,42 @@ TILES = {
 
 @kernel(grid=lambda a: (cdiv(a.M, a.ROWS) * cdiv(a.N, a.COLS),), **TILES)
 def glu_forward(
-    A, B, SCALE, OFFSETS, Y, M, N, E, stride_am, stride_an, stride_bm, stride_bn, stride_s, stride_ym, stride_yn, limit,
-    alpha, ACT: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    A, B, SCALE, OFFSETS, Y, M, N, E, stride_s, limit, alpha, ACT: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr
 ):  # fmt: skip
     across = tl.cdiv(N, COLS)
     row = (tl.program_id(0) // across).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     col = (tl.program_id(0) % across).to(tl.int64) * COLS + tl.arange(0, COLS)[None, :]
     live = row < live_rows(OFFSETS, E, M)
     inside = live & (col < N)
-    a = tl.load(A + row * stride_am + col * stride_an, inside, 0.0)
-    b = tl.load(B + row * stride_bm + col * stride_bn, inside, 0.0)
+    a = tl.load(A.data + row * A.stride_r + col * A.stride_c, inside, 0.0)
+    b = tl.load(B.data + row * B.stride_r + col * B.stride_c, inside, 0.0)
     y = gated(a, b, limit, alpha, ACT)
     if SCALE is not None:
         y *= tl.load(SCALE + row * stride_s, live, 0.0).to(tl.float32)
-    tl.store(Y + row * stride_ym + col * stride_yn, y.to(Y.dtype.element_ty), inside)
+    tl.store(Y.data + row * Y.stride_r + col * Y.stride_c, y.to(Y.data.dtype.element_ty), inside)
 
 
 @triton.jit
-def backward_tile(
-    A, B, DY, DA, DB, scale, row, col, live, N, stride_am, stride_an, stride_bm, stride_bn, stride_ym, stride_yn,
-    stride_dam, stride_dbm, limit, alpha, ACT: tl.constexpr,
-):  # fmt: skip
-    """Store dgate and dup of one tile where they are wanted; the terms of dscale."""
+def backward_tile(A, B, DY, DA, DB, scale, row, col, live, N, limit, alpha, ACT: tl.constexpr):
+    """Store dgate and dup of one tile where they are wanted, columns of both being dense; the terms of dscale."""
     inside = live & (col < N)
-    a = tl.load(A + row * stride_am + col * stride_an, inside, 0.0)
-    b = tl.load(B + row * stride_bm + col * stride_bn, inside, 0.0)
-    dy = tl.load(DY + row * stride_ym + col * stride_yn, inside, 0.0)
+    a = tl.load(A.data + row * A.stride_r + col * A.stride_c, inside, 0.0)
+    b = tl.load(B.data + row * B.stride_r + col * B.stride_c, inside, 0.0)
+    dy = tl.load(DY.data + row * DY.stride_r + col * DY.stride_c, inside, 0.0)
     da, db, terms = gated_gradient(a, b, dy, scale, limit, alpha, ACT)
-    if DA is not None:
-        tl.store(DA + row * stride_dam + col, da.to(DA.dtype.element_ty), inside)
-    if DB is not None:
-        tl.store(DB + row * stride_dbm + col, db.to(DB.dtype.element_ty), inside)
+    if DA.data is not None:
+        tl.store(DA.data + row * DA.stride_r + col, da.to(DA.data.dtype.element_ty), inside)
+    if DB.data is not None:
+        tl.store(DB.data + row * DB.stride_r + col, db.to(DB.data.dtype.element_ty), inside)
     return terms
 
 
 @kernel(grid=lambda a: (cdiv(a.M, a.ROWS) * (cdiv(a.N, a.COLS) if a.DSCALE is None else 1),), **TILES)
 def glu_backward(
-    A, B, SCALE, OFFSETS, DY, DA, DB, DSCALE, M, N, E, stride_am, stride_an, stride_bm, stride_bn, stride_s, stride_ym,
-    stride_yn, stride_dam, stride_dbm, limit, alpha, ACT: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    A, B, SCALE, OFFSETS, DY, DA, DB, DSCALE, M, N, E, stride_s, limit, alpha, ACT: tl.constexpr, ROWS: tl.constexpr,
+    COLS: tl.constexpr,
 ):  # fmt: skip
     """With DSCALE a program takes whole rows, and their sums need neither atomics nor a second launch."""
-    strides = (stride_am, stride_an, stride_bm, stride_bn, stride_ym, stride_yn, stride_dam, stride_dbm)
     across = 1
     if DSCALE is None:
         across = tl.cdiv(N, COLS)
@@ -159,11 +155,11 @@ def glu_backward(
     if SCALE is not None:
         scale = tl.load(SCALE + row * stride_s, live, 0.0).to(tl.float32)
     if DSCALE is None:
-        backward_tile(A, B, DY, DA, DB, scale, row, col, live, N, *strides, limit, alpha, ACT)
+        backward_tile(A, B, DY, DA, DB, scale, row, col, live, N, limit, alpha, ACT)
     else:
         total = tl.zeros([ROWS, COLS], tl.float32)
         for start in range(0, N, COLS):
-            total += backward_tile(A, B, DY, DA, DB, scale, row, start + col, live, N, *strides, limit, alpha, ACT)
+            total += backward_tile(A, B, DY, DA, DB, scale, row, start + col, live, N, limit, alpha, ACT)
         tl.store(DSCALE + row, tl.sum(total, axis=1)[:, None].to(DSCALE.dtype.element_ty), live)
 
 
@@ -290,8 +286,7 @@ def forward(x, up, *, act, limit, alpha, scale, offsets, out_format, out) -> Ten
     y = out if out is not None else torch.empty((*x.shape[:-1], A.shape[1]), dtype=x.dtype, device=x.device)
     Y = rows(y)
     SCALE, stride_s = row_scale(scale)
-    strides = (*A.stride(), *B.stride(), stride_s, *Y.stride())
-    glu_forward(A, B, SCALE, OFFSETS, Y, *A.shape, E, *strides, limit, alpha, ACT=act)
+    glu_forward(matrix(A), matrix(B), SCALE, OFFSETS, matrix(Y), *A.shape, E, stride_s, limit, alpha, ACT=act)
     if Y.data_ptr() != y.data_ptr():
         y.copy_(Y.view(y.shape))  # leading dimensions that no one stride describes
     return y
@@ -317,10 +312,10 @@ def backward(saved: SimpleNamespace, dy: Tensor, grad_format: Format | None = No
         DA, DB = (dx, DB) if up is not None else halves(dx, None)
     if not (DA is DB is dscale is None):
         SCALE, stride_s = row_scale(scale)
-        width = x.shape[-1]  # the row stride of dgate and dup
-        strides = (*A.stride(), *B.stride(), stride_s, *DY.stride(), width, width)
+        DA, DB = (t if t is None else rows(t) for t in (DA, DB))
         glu_backward(
-            A, B, SCALE, OFFSETS, DY, DA, DB, dscale, *A.shape, E, *strides, saved.limit, saved.alpha, ACT=saved.act,
+            matrix(A), matrix(B), SCALE, OFFSETS, matrix(DY), matrix(DA), matrix(DB), dscale, *A.shape, E, stride_s,
+            saved.limit, saved.alpha, ACT=saved.act,
         )  # fmt: skip
     return dx, dup, dscale
 

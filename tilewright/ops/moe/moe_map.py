@@ -25,7 +25,9 @@ from ...core.draw import Draw
 from ...core.signature import at_least
 from ...core.target import Target
 from ...core.tensor import cdiv, power_of_two
+from ...device.matrices import Matrix
 from ...device.quantize import interleave4
+from ...gemm.tiles import matrix
 from ...op import Bars, Op, Out, Triton
 from ...runtime.kernel import kernel
 
@@ -61,6 +63,23 @@ class RowMap(NamedTuple):
     offsets: Tensor  # [experts] end row of each group
     overflow: Tensor  # [] pairs that did not fit
     rows: Tensor | None = None  # [tokens, slots of the routing], `capacity` for none
+
+
+class Form(NamedTuple):
+    """What a routing holds for each token: SLOTS indices of experts or, MAP, flags of theirs. It has at most WIDTH rows."""
+
+    WIDTH: int
+    SLOTS: int
+    MAP: bool
+
+
+class Sums(NamedTuple):
+    """How counts of blocks of tokens are summed: there is room for MOST blocks, of which AT_ONCE are read at a time; BYTES: four
+    counts are one int32."""
+
+    MOST: int
+    AT_ONCE: int
+    BYTES: bool
 
 
 def sizes(
@@ -150,11 +169,11 @@ def popcount(v):
 
 
 @triton.jit
-def read_routing(R, t, k, T, E, stride_t, stride_k, SLOTS: tl.constexpr, MAP: tl.constexpr):
+def read_routing(R, t, k, T, E, FORM: tl.constexpr):
     """The expert of slots k of tokens t, -1 for none: device data, of which nothing outside [0, E) is kept."""
-    at = R + t.to(tl.int64) * stride_t + k.to(tl.int64) * stride_k
-    v = tl.load(at, (t < T) & (k < SLOTS), 0 if MAP else -1)
-    if MAP:
+    at = R.data + t.to(tl.int64) * R.stride_r + k.to(tl.int64) * R.stride_c
+    v = tl.load(at, (t < T) & (k < FORM.SLOTS), 0 if FORM.MAP else -1)
+    if FORM.MAP:
         expert = tl.where(v != 0, k, -1)
     else:
         v = v.to(tl.int64)
@@ -163,14 +182,14 @@ def read_routing(R, t, k, T, E, stride_t, stride_k, SLOTS: tl.constexpr, MAP: tl
 
 
 @triton.jit
-def counted(expert, k, WIDTH: tl.constexpr, SLOTS: tl.constexpr, MAP: tl.constexpr):
+def counted(expert, k, FORM: tl.constexpr):
     """The experts of whole tokens [.., slots], -1 where a slot does not count: it is one too many, or repeats one before."""
-    if MAP:
-        if WIDTH < SLOTS:
-            expert = tl.where(tl.cumsum((expert >= 0).to(tl.int32), 1) <= WIDTH, expert, -1)
+    if FORM.MAP:
+        if FORM.WIDTH < FORM.SLOTS:
+            expert = tl.where(tl.cumsum((expert >= 0).to(tl.int32), 1) <= FORM.WIDTH, expert, -1)
     else:
         repeated = expert < 0
-        for j in range(SLOTS - 1):
+        for j in range(FORM.SLOTS - 1):
             other = tl.sum(tl.where(k == j, expert, 0), 1)[:, None]
             repeated = repeated | ((other == expert) & (j < k))
         expert = tl.where(repeated, -1, expert)
@@ -178,17 +197,17 @@ def counted(expert, k, WIDTH: tl.constexpr, SLOTS: tl.constexpr, MAP: tl.constex
 
 
 @triton.jit
-def slot_experts(t, k, R, T, E, stride_t, stride_k, WIDTH: tl.constexpr, SLOTS: tl.constexpr, MAP: tl.constexpr):
+def slot_experts(t, k, R, T, E, FORM: tl.constexpr):
     """(the expert that each slot names or -1, the same but for slots that repeat one, its place among its token's experts)."""
-    named = read_routing(R, t, k, T, E, stride_t, stride_k, SLOTS, MAP)
-    expert = counted(named, k, WIDTH, SLOTS, MAP)
-    if MAP:
+    named = read_routing(R, t, k, T, E, FORM)
+    expert = counted(named, k, FORM)
+    if FORM.MAP:
         named = expert
         counts = (expert >= 0).to(tl.int32)
         place = tl.cumsum(counts, 1) - counts
     else:
         place = tl.zeros(expert.shape, tl.int32)
-        for j in range(SLOTS):
+        for j in range(FORM.SLOTS):
             other = tl.sum(tl.where(k == j, expert, 0), 1)[:, None]
             place += ((other >= 0) & (other < named)).to(tl.int32)
     return named, expert, place
@@ -211,8 +230,8 @@ def add_repeated(named, expert, prob, k, SLOTS: tl.constexpr):
     default=lambda a: {"num_warps": WARPS},
 )
 def moe_count(
-    R, COUNTS, T, E, P, steps, stride_t, stride_k, WIDTH: tl.constexpr, SLOTS: tl.constexpr, MAP: tl.constexpr,
-    BLOCK_E: tl.constexpr, BLOCK_S: tl.constexpr, TOKENS: tl.constexpr, PDL: tl.constexpr,
+    R, COUNTS, T, E, P, steps, FORM: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_S: tl.constexpr, TOKENS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """COUNTS [P, BLOCK_E]: tokens that each block of TOKENS * steps sends to each expert. PDL: the next launch may start now; it
     waits by itself. This one does not start early: what reads its input before it waits, two launches on, counts on that."""
@@ -223,8 +242,8 @@ def moe_count(
     total = tl.zeros([BLOCK_E], tl.int32)
     for i in range(steps):
         t = (p * steps + i) * TOKENS + tl.arange(0, TOKENS)[:, None]
-        expert = counted(read_routing(R, t, k, T, E, stride_t, stride_k, SLOTS, MAP), k, WIDTH, SLOTS, MAP)
-        if MAP:
+        expert = counted(read_routing(R, t, k, T, E, FORM), k, FORM)
+        if FORM.MAP:
             total += tl.sum((expert >= 0).to(tl.int32), 0)
         else:
             flat = tl.reshape(expert, [TOKENS * BLOCK_S])
@@ -234,18 +253,18 @@ def moe_count(
 
 
 @triton.jit
-def sum_counts(
-    COUNTS, p, P, BLOCK_E: tl.constexpr, BLOCK_P: tl.constexpr, MOST: tl.constexpr, BYTES: tl.constexpr
-):  # fmt: skip
-    """(tokens of each expert, those of them in blocks before p). BYTES: four counts to an int32, of which every other one is
-    summed at once, in 16 bits each; blocks are so few and short that no sum needs the sixteenth."""
+def sum_counts(COUNTS, p, P, BLOCK_E: tl.constexpr, SUMS: tl.constexpr):
+    """(tokens of each expert, those of them in blocks before p). Of four counts in an int32 every other one is summed at once, in
+    16 bits each; blocks are so few and short that no sum needs the sixteenth."""
+    BYTES: tl.constexpr = SUMS.BYTES
+    AT_ONCE: tl.constexpr = SUMS.AT_ONCE
     COLS: tl.constexpr = BLOCK_E // 4 if BYTES else BLOCK_E
     c = tl.arange(0, COLS)[None, :]
     total = tl.zeros([COLS], tl.int32)
     before, odd, odd_before = total, total, total
     # There is room for MOST blocks: in a loop over P, or with a mask, fewer loads would be under way at once
-    for start in range(0, MOST, BLOCK_P):
-        q = start + tl.arange(0, BLOCK_P)[:, None]
+    for start in range(0, SUMS.MOST, AT_ONCE):
+        q = start + tl.arange(0, AT_ONCE)[:, None]
         v = tl.where(q < P, tl.load(COUNTS + q * COLS + c), 0)
         if BYTES:
             w = (v >> 8) & 0x00FF00FF
@@ -285,18 +304,18 @@ def store_none(SOURCE, PROBS, r, inside):
 
 @triton.jit
 def write_words(
-    tile, R, WORDS, T, E, stride_t, stride_k, WIDTH: tl.constexpr, SLOTS: tl.constexpr, MAP: tl.constexpr,
-    TILE: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_S: tl.constexpr, TOKENS: tl.constexpr,
+    tile, R, WORDS, T, E, FORM: tl.constexpr, TILE: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_S: tl.constexpr,
+    TOKENS: tl.constexpr,
 ):  # fmt: skip
     """WORDS [TILE / 32, BLOCK_E]: for each expert a bit for every token of a tile that goes there."""
-    if MAP:
+    if FORM.MAP:
         e = tl.arange(0, BLOCK_E)
         for w in range(TILE // 32):
             bits = tl.zeros([BLOCK_E], tl.uint32)
             for start in range(0, 32, 8):  # few at a time: a row of flags is as wide as there are experts
                 bit = start + tl.arange(0, 8)[:, None]
-                expert = read_routing(R, tile * TILE + 32 * w + bit, e[None, :], T, E, stride_t, stride_k, SLOTS, MAP)
-                chosen = (counted(expert, e[None, :], WIDTH, SLOTS, MAP) >= 0).to(tl.uint32)
+                expert = read_routing(R, tile * TILE + 32 * w + bit, e[None, :], T, E, FORM)
+                chosen = (counted(expert, e[None, :], FORM) >= 0).to(tl.uint32)
                 bits += tl.sum(chosen << bit.to(tl.uint32), 0)
             tl.store(WORDS + w * BLOCK_E + e, bits.to(tl.int32, bitcast=True))
     else:
@@ -308,7 +327,7 @@ def write_words(
         k = tl.arange(0, BLOCK_S)[None, :]
         for start in range(0, TILE, TOKENS):
             j = start + tl.arange(0, TOKENS)[:, None]
-            expert = read_routing(R, tile * TILE + j, k, T, E, stride_t, stride_k, SLOTS, MAP)
+            expert = read_routing(R, tile * TILE + j, k, T, E, FORM)
             bit = tl.full(j.shape, 1, tl.uint32) << (j % 32).to(tl.uint32)
             bit = tl.broadcast_to(bit.to(tl.int32, bitcast=True), expert.shape)
             at = WORDS + j // 32 * BLOCK_E + tl.maximum(expert, 0)
@@ -328,13 +347,12 @@ def tokens_in(WORDS, TILE: tl.constexpr, BLOCK_E: tl.constexpr):
 
 @triton.jit
 def find_pairs(
-    t, R, W, WORDS, T, E, stride_t, stride_k, stride_wt, stride_wk, WIDTH: tl.constexpr, SLOTS: tl.constexpr,
-    MAP: tl.constexpr, TILE: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_S: tl.constexpr,
+    t, R, PROBS, WORDS, T, E, FORM: tl.constexpr, TILE: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_S: tl.constexpr
 ):  # fmt: skip
     """(expert, place among the token's experts, tokens before it in the tile with that expert, probability) of the slots of
     tokens t."""
     k = tl.arange(0, BLOCK_S)[None, :]
-    named, expert, place = slot_experts(t, k, R, T, E, stride_t, stride_k, WIDTH, SLOTS, MAP)
+    named, expert, place = slot_experts(t, k, R, T, E, FORM)
     counts = expert >= 0
     j = t % TILE
     rank = tl.zeros(expert.shape, tl.int32)
@@ -343,31 +361,32 @@ def find_pairs(
         bits = tl.load(at, counts & (j >= 32 * w), 0, cache_modifier=".cg").to(tl.uint32, bitcast=True)
         below = (tl.full(j.shape, 1, tl.uint32) << (j % 32).to(tl.uint32)) - 1
         rank += popcount(bits & tl.where(j < 32 * w + 32, below, 0xFFFFFFFF))
-    if W is None:
+    if PROBS.data is None:
         prob = tl.full(expert.shape, 1.0, tl.float32)
     else:
-        prob = tl.load(W + t.to(tl.int64) * stride_wt + k.to(tl.int64) * stride_wk, named >= 0, 0.0).to(tl.float32)
-    if not MAP:
-        prob = add_repeated(named, expert, prob, k, SLOTS)
+        at = PROBS.data + t.to(tl.int64) * PROBS.stride_r + k.to(tl.int64) * PROBS.stride_c
+        prob = tl.load(at, named >= 0, 0.0).to(tl.float32)
+    if not FORM.MAP:
+        prob = add_repeated(named, expert, prob, k, FORM.SLOTS)
     return expert, place, rank, prob
 
 
 @triton.jit
 def place_pairs(
-    t, expert, place, rank, prob, first, ROW_MAP, SOURCE, PROBS, T, usable, WIDTH: tl.constexpr, BLOCK_W: tl.constexpr
+    t, expert, place, rank, prob, first, FOUND, ROW_PROBS, T, usable, WIDTH: tl.constexpr, BLOCK_W: tl.constexpr
 ):
     """Give tokens t their rows; first is the row of each expert's first token in the tile."""
     counts = expert >= 0
     flat = tl.reshape(tl.maximum(expert, 0), [expert.shape[0] * expert.shape[1]])
     row = tl.reshape(tl.gather(first, flat, 0), expert.shape) + rank
     kept = counts & (row < usable)
-    tl.store(ROW_MAP + t.to(tl.int64) * WIDTH + place, row, kept)
-    tl.store(SOURCE + row, tl.broadcast_to(t, row.shape), kept)
-    if PROBS is not None:
-        tl.store(PROBS + row, prob.to(PROBS.dtype.element_ty), kept)
+    tl.store(FOUND.row_map + t.to(tl.int64) * WIDTH + place, row, kept)
+    tl.store(FOUND.source + row, tl.broadcast_to(t, row.shape), kept)
+    if ROW_PROBS is not None:
+        tl.store(ROW_PROBS + row, prob.to(ROW_PROBS.dtype.element_ty), kept)
     c = tl.arange(0, BLOCK_W)[None, :]
     rest = (t < T) & (c >= tl.sum(kept.to(tl.int32), 1)[:, None]) & (c < WIDTH)
-    tl.store(ROW_MAP + t.to(tl.int64) * WIDTH + c, tl.full(rest.shape, -1, tl.int32), rest)
+    tl.store(FOUND.row_map + t.to(tl.int64) * WIDTH + c, tl.full(rest.shape, -1, tl.int32), rest)
 
 
 @kernel(
@@ -376,13 +395,12 @@ def place_pairs(
     default=lambda a: {"num_warps": WARPS, "launch_pdl": a.PDL},
 )
 def moe_place(
-    R, W, WORDS, COUNTS, ROW_MAP, SOURCE, PROBS, OFFSETS, OVERFLOW, T, E, P, steps, capacity, stride_t, stride_k,
-    stride_wt, stride_wk, WIDTH: tl.constexpr, SLOTS: tl.constexpr, MAP: tl.constexpr, ALIGN: tl.constexpr,
-    TILE: tl.constexpr, BYTES: tl.constexpr, BLOCK_A: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_P: tl.constexpr,
-    BLOCK_S: tl.constexpr, BLOCK_W: tl.constexpr, MOST: tl.constexpr, TOKENS: tl.constexpr, PDL: tl.constexpr,
+    R, PROBS, WORDS, COUNTS, FOUND, ROW_PROBS, T, E, P, steps, capacity, FORM: tl.constexpr, SUMS: tl.constexpr,
+    ALIGN: tl.constexpr, TILE: tl.constexpr, TOKENS: tl.constexpr, BLOCK_A: tl.constexpr, BLOCK_E: tl.constexpr,
+    BLOCK_S: tl.constexpr, BLOCK_W: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """All results from routing and counts, TOKENS at a time; WORDS [P, TILE / 32, BLOCK_E] is room. What needs no counts comes
-    before the wait for them."""
+    """FOUND, a `RowMap`, and probabilities of its rows from routing and counts, TOKENS at a time; WORDS [P, TILE / 32, BLOCK_E]
+    is room. What needs no counts comes before the wait for them."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     p = tl.program_id(0)
@@ -390,13 +408,11 @@ def moe_place(
     WORDS += p.to(tl.int64) * (TILE // 32 * BLOCK_E)
     t = p * steps * TOKENS + tl.arange(0, TOKENS)[:, None]
     tile = p * steps * TOKENS // TILE
-    write_words(tile, R, WORDS, T, E, stride_t, stride_k, WIDTH, SLOTS, MAP, TILE, BLOCK_E, BLOCK_S, TOKENS)
-    expert, place, rank, prob = find_pairs(
-        t, R, W, WORDS, T, E, stride_t, stride_k, stride_wt, stride_wk, WIDTH, SLOTS, MAP, TILE, BLOCK_E, BLOCK_S
-    )
+    write_words(tile, R, WORDS, T, E, FORM, TILE, BLOCK_E, BLOCK_S, TOKENS)
+    expert, place, rank, prob = find_pairs(t, R, PROBS, WORDS, T, E, FORM, TILE, BLOCK_E, BLOCK_S)
     if PDL:
         tl.extra.cuda.gdc_wait()
-    total, before = sum_counts(COUNTS, p, P, BLOCK_E, BLOCK_P, MOST, BYTES)
+    total, before = sum_counts(COUNTS, p, P, BLOCK_E, SUMS)
     padded = tl.cdiv(total, ALIGN) * ALIGN
     ends = tl.cumsum(padded, 0)
     usable = capacity // ALIGN * ALIGN
@@ -404,30 +420,28 @@ def moe_place(
     end = tl.minimum(ends, usable)
     first = ends - padded + before
     for i in range(1, steps + 1):
-        place_pairs(t, expert, place, rank, prob, first, ROW_MAP, SOURCE, PROBS, T, usable, WIDTH, BLOCK_W)
+        place_pairs(t, expert, place, rank, prob, first, FOUND, ROW_PROBS, T, usable, FORM.WIDTH, BLOCK_W)
         if i < steps:
             t += TOKENS
             if i % (TILE // TOKENS) == 0:
                 first += tokens_in(WORDS, TILE, BLOCK_E)
                 tile += 1
                 tl.debug_barrier()  # all have read the words
-                write_words(tile, R, WORDS, T, E, stride_t, stride_k, WIDTH, SLOTS, MAP, TILE, BLOCK_E, BLOCK_S, TOKENS)
-            expert, place, rank, prob = find_pairs(
-                t, R, W, WORDS, T, E, stride_t, stride_k, stride_wt, stride_wk, WIDTH, SLOTS, MAP, TILE, BLOCK_E, BLOCK_S
-            )  # fmt: skip
-    fill_unused(SOURCE, PROBS, full, end, p, P, e, tl.max(end, 0), capacity, ALIGN, BLOCK_A)
+                write_words(tile, R, WORDS, T, E, FORM, TILE, BLOCK_E, BLOCK_S, TOKENS)
+            expert, place, rank, prob = find_pairs(t, R, PROBS, WORDS, T, E, FORM, TILE, BLOCK_E, BLOCK_S)
+    fill_unused(FOUND.source, ROW_PROBS, full, end, p, P, e, tl.max(end, 0), capacity, ALIGN, BLOCK_A)
     if p == 0:
-        tl.store(OFFSETS + e, end, e < E)
-        tl.store(OVERFLOW, tl.sum(tl.minimum(tl.maximum(full - usable, 0), total), 0))
+        tl.store(FOUND.offsets + e, end, e < E)
+        tl.store(FOUND.overflow, tl.sum(tl.minimum(tl.maximum(full - usable, 0), total), 0))
 
 
 # ---- host ------------------------------------------------------------------------------------------------------------
 
 
-def routing_form(routing: Tensor, experts: int | None, width: int) -> tuple[Tensor, dict]:
+def routing_form(routing: Tensor, experts: int | None, width: int) -> tuple[Matrix, Form]:
     """The routing and what kernels must know of it."""
     R = routing.view(torch.uint8) if routing.dtype == torch.bool else routing
-    return R, {"WIDTH": width, "SLOTS": routing.shape[1], "MAP": experts is None}
+    return matrix(R), Form(width, routing.shape[1], experts is None)
 
 
 def build_map(
@@ -453,20 +467,18 @@ def build_map(
     BLOCK_S = BLOCK_E if experts is None else power_of_two(slots)
     TOKENS = max(1, min(TILE, (2048 if experts is None else 4096) // BLOCK_S))
     steps = tiles * (TILE // TOKENS)
-    BLOCK_P = max(1, min(BLOCKS, 32768 // BLOCK_E))
-    MOST = cdiv(BLOCKS, BLOCK_P) * BLOCK_P
-    counts = empty(MOST, BLOCK_E, dtype=torch.uint8 if in_bytes else torch.int32)
+    at_once = max(1, min(BLOCKS, 32768 // BLOCK_E))
+    sums = Sums(cdiv(BLOCKS, at_once) * at_once, at_once, in_bytes)
+    counts = empty(sums.MOST, BLOCK_E, dtype=torch.uint8 if in_bytes else torch.int32)
     found = RowMap(empty(T, width), empty(capacity), empty(E), empty())
     words = empty(P, TILE // 32, BLOCK_E)
     pdl = Target.at(routing.device).early_launch
     blocks = {"BLOCK_E": BLOCK_E, "BLOCK_S": BLOCK_S, "TOKENS": TOKENS, "PDL": pdl}
-    moe_count(R, counts, T, E, P, steps, *R.stride(), **form, **blocks)
-    W_strides = (0, 0) if probs is None else probs.stride()
+    moe_count(R, counts, T, E, P, steps, FORM=form, **blocks)
     moe_place(
-        R, probs, words, counts.view(torch.int32), found.row_map, found.source, row_probs, found.offsets, found.overflow, T,
-        E, P, steps, capacity, *R.stride(), *W_strides, **form, **blocks, ALIGN=align, TILE=TILE, BYTES=in_bytes,
-        BLOCK_A=max(1, min(power_of_two(align), 4096 // BLOCK_E)), BLOCK_P=BLOCK_P,
-        BLOCK_W=power_of_two(width), MOST=MOST,
+        R, matrix(probs), words, counts.view(torch.int32), found, row_probs, T, E, P, steps, capacity, FORM=form, **blocks,
+        SUMS=sums, ALIGN=align, TILE=TILE, BLOCK_A=max(1, min(power_of_two(align), 4096 // BLOCK_E)),
+        BLOCK_W=power_of_two(width),
     )  # fmt: skip
     return found
 

@@ -302,16 +302,15 @@ def moe_sum(
     default=lambda a: {"TOKENS": max(1, 1024 // a.BLOCK_S), "num_warps": 4},
 )
 def moe_prob_gradient(
-    R, MAP, DROW, DPROBS, T, E, stride_t, stride_k, stride_d, WIDTH: tl.constexpr, SLOTS: tl.constexpr,
-    MAP_FORM: tl.constexpr, BLOCK_S: tl.constexpr, TOKENS: tl.constexpr,
-):  # fmt: skip
+    R, MAP, DROW, DPROBS, T, E, stride_d, FORM: tl.constexpr, BLOCK_S: tl.constexpr, TOKENS: tl.constexpr
+):
     """DPROBS, laid out as the routing: the gradient of the row that each slot names, 0 where there is none."""
     t = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)[:, None]
     k = tl.arange(0, BLOCK_S)[None, :]
-    named, _, place = slot_experts(t, k, R, T, E, stride_t, stride_k, WIDTH, SLOTS, MAP_FORM)
-    row = tl.load(MAP + t.to(tl.int64) * WIDTH + place, named >= 0, -1)
+    named, _, place = slot_experts(t, k, R, T, E, FORM)
+    row = tl.load(MAP + t.to(tl.int64) * FORM.WIDTH + place, named >= 0, -1)
     d = tl.load(DROW + tl.maximum(row, 0).to(tl.int64) * stride_d, row >= 0, 0.0)
-    tl.store(DPROBS + t.to(tl.int64) * SLOTS + k, d.to(DPROBS.dtype.element_ty), (t < T) & (k < SLOTS))
+    tl.store(DPROBS + t.to(tl.int64) * FORM.SLOTS + k, d.to(DPROBS.dtype.element_ty), (t < T) & (k < FORM.SLOTS))
 
 
 @kernel(
@@ -395,9 +394,8 @@ def backward(saved: SimpleNamespace, drows: Tensor | None, drow_probs: Tensor | 
         E = slots if saved.experts is None else saved.experts
         dprobs = torch.empty((T, slots), dtype=drow_probs.dtype, device=drow_probs.device)
         moe_prob_gradient(
-            R, saved.row_map, drow_probs, dprobs, T, E, *R.stride(), drow_probs.stride(0), WIDTH=width, SLOTS=slots,
-            MAP_FORM=form["MAP"], BLOCK_S=power_of_two(slots),
-        )  # fmt: skip
+            R, saved.row_map, drow_probs, dprobs, T, E, drow_probs.stride(0), FORM=form, BLOCK_S=power_of_two(slots)
+        )
     return dx, dprobs
 
 

@@ -10,7 +10,7 @@ is rounding there.
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import triton
@@ -24,6 +24,8 @@ from ...core.target import Target
 from ...core.tensor import cdiv, power_of_two, vector
 from ...device.activation import activate, activate_slope
 from ...device.groups import (
+    Columns,
+    Rows,
     columns,
     dot_pieces,
     inside_piece,
@@ -99,6 +101,22 @@ WIDEST = 8192  # columns of a group that one program holds in registers; a wider
 MOST_ROWS = 2**30  # row numbers and those of a last, partial block are 32-bit
 
 
+class Given(NamedTuple):
+    """What passes of their own found of groups too wide for one program, [rows, groups]: rstd and, backward, mean(x * rstd * g);
+    `Given()` is nothing, where a program finds it by itself."""
+
+    rstd: Any = None
+    mean: Any = None
+
+
+class Gradients(NamedTuple):
+    """Where gradients go, each none where it is not wanted: dx as `Rows` of dense columns, dgate, dense, and shares of dweight."""
+
+    x: Rows
+    gate: Any
+    weight: Any
+
+
 def split_columns(D: int) -> tuple[int, int]:
     """(BLOCK, PIECES): how many columns a tile has, and how many tiles a group takes. That is one, or up to six where a power of
     two would leave a quarter of its lanes idle; a group that 8 does not divide is read element by element, as one."""
@@ -116,23 +134,25 @@ def each_of(pieces: int, most: int) -> int:
 
 def _shape(a, size: int, run: int, warps: int) -> dict:
     """A tile of about `size` elements, in runs of `run` columns if whole groups make such runs."""
-    GB = a.G & -a.G if a.BLOCK >= a.D else 1  # no more groups than divide them all
-    GB = max(1, min(GB, run // a.BLOCK))
-    return {"GB": GB, "ROWS": max(1, size // (GB * a.BLOCK)), "num_warps": warps}
+    BLOCK = a.COLUMNS.BLOCK
+    GB = a.G & -a.G if BLOCK >= a.D else 1  # no more groups than divide them all
+    GB = max(1, min(GB, run // BLOCK))
+    return {"GB": GB, "ROWS": max(1, size // (GB * BLOCK)), "num_warps": warps}
 
 
 def _default(a) -> dict:
+    BLOCK, PIECES = a.COLUMNS.BLOCK, a.COLUMNS.PIECES
     if a.FORMAT is not None:  # store_rows wants whole rows
-        GB = max(power_of_two(a.G), 128 // a.BLOCK)
-        return {"GB": GB, "ROWS": max(1, 4096 // (GB * a.BLOCK)), "num_warps": min(16, max(4, GB * a.BLOCK // 1024))}
-    if a.PIECES > 1:
-        each = each_of(a.PIECES, MOST_A_THREAD)
-        return _shape(a, each * 128, 512, max(4, a.BLOCK // (32 * each)))
-    return _shape(a, 2048, 512, min(16, max(4, a.BLOCK // 512)))
+        GB = max(power_of_two(a.G), 128 // BLOCK)
+        return {"GB": GB, "ROWS": max(1, 4096 // (GB * BLOCK)), "num_warps": min(16, max(4, GB * BLOCK // 1024))}
+    if PIECES > 1:
+        each = each_of(PIECES, MOST_A_THREAD)
+        return _shape(a, each * 128, 512, max(4, BLOCK // (32 * each)))
+    return _shape(a, 2048, 512, min(16, max(4, BLOCK // 512)))
 
 
 def _candidates(a) -> list[dict]:
-    if a.FORMAT is not None or a.PIECES > 1:
+    if a.FORMAT is not None or a.COLUMNS.PIECES > 1:
         return [_default(a)]
     shapes = [(2048, 4), (4096, 4), (4096, 8), (8192, 8), (8192, 16)]
     return [_default(a)] + [_shape(a, size, run, warps) for run in (512, 2048) for size, warps in shapes]
@@ -152,11 +172,13 @@ def programs_on_sm(pieces: int, warps: int) -> int:
 
 
 def _shape_backward(a, size: int | None = None, stages: int = 3) -> dict:
-    ROWS, warps = rows_backward(a.GB * a.BLOCK, a.PIECES, size or SIZE)
-    elements = ROWS * a.GB * a.BLOCK * a.PIECES
+    BLOCK, _, PIECES = a.COLUMNS
+    ROWS, warps = rows_backward(a.GB * BLOCK, PIECES, size or SIZE)
+    elements = ROWS * a.GB * BLOCK * PIECES
     # All stages but one keep a block of every operand in shared memory
-    shared = (stages - 1) * elements * sum(t.element_size() for t in (a.X, a.GATE, a.DY))
-    STAGES = stages if shared + 1024 <= Target.at(a.X.device).shared_memory // programs_on_sm(a.PIECES, warps) else 1
+    shared = (stages - 1) * elements * sum(rows.data.element_size() for rows in (a.X, a.GATE, a.DY))
+    room = Target.at(a.X.data.device).shared_memory // programs_on_sm(PIECES, warps)
+    STAGES = stages if shared + 1024 <= room else 1
     return {"ROWS": ROWS, "STAGES": STAGES, "num_warps": warps}
 
 
@@ -164,54 +186,61 @@ def _candidates_backward(a) -> list[dict]:
     return [_shape_backward(a, size, stages) for size in (1024, 2048) for stages in (1, 2, 3)]
 
 
+def programs_of_groups(a) -> int:
+    """How many programs all groups of a block of rows take, of the widest ones several each."""
+    return cdiv(a.G, a.GB) * (cdiv(a.D, a.COLUMNS.BLOCK) if a.GIVEN.rstd is not None else 1)
+
+
 @kernel(
-    grid=lambda a: (cdiv(a.M, a.ROWS) * cdiv(a.G, a.GB) * (cdiv(a.D, a.BLOCK) if a.GIVEN else 1),),
+    grid=lambda a: (cdiv(a.M, a.ROWS) * programs_of_groups(a),),
     tokens=("M", "INNER", "stride_s"),
     tune_by=("D", "G"),
     default=_default,
     candidates=_candidates,
 )
 def gated_group_norm_forward(
-    X, GATE, W, RSTD, Y, ROW, M, INNER, D, stride_xo, stride_xi, stride_xn, stride_go, stride_gi, stride_gn, stride_yo,
-    stride_yi, stride_yn, stride_s, eps, inv_d, G: tl.constexpr, ACT: tl.constexpr, FORMAT: tl.constexpr,
-    SHARED: tl.constexpr, GIVEN: tl.constexpr, BLOCK: tl.constexpr, RUN: tl.constexpr, PIECES: tl.constexpr,
-    GB: tl.constexpr, ROWS: tl.constexpr,
+    M, INNER, D, X, GATE, W, GIVEN, RSTD, Y, ROW, stride_s, eps, inv_d, G: tl.constexpr, ACT: tl.constexpr,
+    FORMAT: tl.constexpr, SHARED: tl.constexpr, COLUMNS: tl.constexpr, GB: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Y takes values, unless None, or, with FORMAT, ROW codes. RSTD [rows, groups] is read if GIVEN, else written unless None."""
-    parts = tl.cdiv(D, BLOCK) if GIVEN else 1
+    """Y takes values, if it is there, or, with FORMAT, ROW codes. rstd [rows, groups] is GIVEN, else found and, unless RSTD is
+    None, written there. Sizes come first: after the strides of X they cost up to 16 registers (ptxas 12.8, sm_90)."""
+    BLOCK: tl.constexpr = COLUMNS.BLOCK
+    PIECES: tl.constexpr = COLUMNS.PIECES
+    parts = tl.cdiv(D, BLOCK) if GIVEN.rstd is not None else 1
     units = (G + GB - 1) // GB * parts
     unit = tl.program_id(0) % units
     first = tl.program_id(0) // units * ROWS
     s = tl.arange(0, ROWS * GB)
     row = first + s // GB
     g = unit // parts * GB + s % GB
-    c = columns(unit % parts * BLOCK, BLOCK, RUN)
+    c = columns(unit % parts * BLOCK, BLOCK, COLUMNS.RUN)
     col = (g * D)[:, None, None] + c
     live = (row < M) & (g < G)
-    x = load_pieces(X, row_offsets(row, INNER, stride_xo, stride_xi), col, c, D, live, stride_xn, BLOCK, PIECES)
+    x = load_pieces(X, row, INNER, col, c, D, live, COLUMNS)
     # All loads before the sum, which everything after it waits for
-    if (Y is not None) or (ROW.codes is not None):
-        a = load_pieces(GATE, row_offsets(row, INNER, stride_go, stride_gi), col, c, D, live, stride_gn, BLOCK, PIECES)
+    if (Y.data is not None) or (ROW.codes is not None):
+        a = load_pieces(GATE, row, INNER, col, c, D, live, COLUMNS)
         if W is not None:
-            w = load_weight_pieces(W, c, col, D, live, SHARED, BLOCK, PIECES)
+            w = load_weight_pieces(W, c, col, D, live, SHARED, COLUMNS)
     at = row.to(tl.int64) * G + g
-    if GIVEN:
-        rstd = tl.load(RSTD + at, live, 0.0)
+    if GIVEN.rstd is not None:
+        rstd = tl.load(GIVEN.rstd + at, live, 0.0)
     else:
         # With eps 0 a row past the end, all zeros, would have an infinite rstd and give NaN
         rstd = tl.where(live, tl.rsqrt(dot_pieces(x, x, PIECES) * inv_d + eps), 0.0)
         if RSTD is not None:
             tl.store(RSTD + at, rstd, live)
-    if (Y is not None) or (ROW.codes is not None):
-        to = row_offsets(row, INNER, stride_yo, stride_yi) + col.to(tl.int64) * stride_yn
+    if (Y.data is not None) or (ROW.codes is not None):
+        if FORMAT is None:
+            to = row_offsets(Y, row, INNER) + col.to(tl.int64) * Y.stride_n
         for i in tl.static_range(PIECES):
             y = x[i] * rstd[:, None, None]
             if W is not None:
                 y = y * w[i]
             y = y * activate(a[i], 1.0, ACT)
             if FORMAT is None:
-                at_y = Y + to + tl.full([], i * BLOCK, tl.int64) * stride_yn
-                tl.store(at_y, y.to(Y.dtype.element_ty), inside_piece(c, D, live, i, BLOCK, PIECES))
+                at_y = Y.data + to + tl.full([], i * BLOCK, tl.int64) * Y.stride_n
+                tl.store(at_y, y.to(Y.data.dtype.element_ty), inside_piece(c, D, live, i, COLUMNS))
             else:  # of one piece
                 r = (first + tl.arange(0, ROWS)).to(tl.int64)[:, None]
                 whole = tl.reshape(y, (ROWS, GB * BLOCK))
@@ -219,24 +248,25 @@ def gated_group_norm_forward(
 
 
 @kernel(
-    grid=lambda a: (a.BANDS * cdiv(a.G, a.GB) * (cdiv(a.D, a.BLOCK) if a.GIVEN else 1),),
+    grid=lambda a: (a.BANDS * programs_of_groups(a),),
     tokens=("M", "INNER", "BANDS"),
     tune_by=("D", "G"),
     default=_shape_backward,
     candidates=_candidates_backward,
 )
 def gated_group_norm_backward(
-    X, GATE, W, RSTD, MEAN, DY, DX, DGATE, DW, M, INNER, D, BANDS, stride_xo, stride_xi, stride_xn, stride_go, stride_gi,
-    stride_gn, stride_yo, stride_yi, stride_yn, stride_do, stride_di, eps, inv_d, G: tl.constexpr, ACT: tl.constexpr,
-    SHARED: tl.constexpr, GIVEN: tl.constexpr, PDL: tl.constexpr, BLOCK: tl.constexpr, RUN: tl.constexpr,
-    PIECES: tl.constexpr, GB: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
+    X, GATE, W, GIVEN, DY, GRADIENTS, M, INNER, D, BANDS, eps, inv_d, G: tl.constexpr, ACT: tl.constexpr,
+    SHARED: tl.constexpr, PDL: tl.constexpr, COLUMNS: tl.constexpr, GB: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """A program takes some groups of every BANDS-th block of rows and keeps its share of dweight in registers: DW [bands,
-    hidden], or SHARED [programs, D]. RSTD and MEAN [rows, groups] are read if GIVEN. PDL: the launch that sums the shares may
-    begin, and waits by itself."""
+    """A program takes some groups of every BANDS-th block of rows and keeps its share of dweight in registers: [bands, hidden],
+    or SHARED [programs, D]. PDL: the launch that sums the shares may begin, and waits by itself."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    parts = tl.cdiv(D, BLOCK) if GIVEN else 1
+    BLOCK: tl.constexpr = COLUMNS.BLOCK
+    RUN: tl.constexpr = COLUMNS.RUN
+    PIECES: tl.constexpr = COLUMNS.PIECES
+    DX, DGATE, DW = GRADIENTS.x, GRADIENTS.gate, GRADIENTS.weight
+    parts = tl.cdiv(D, BLOCK) if GIVEN.rstd is not None else 1
     blocks: tl.constexpr = (G + GB - 1) // GB
     unit = tl.program_id(0) % (blocks * parts)
     band = tl.program_id(0) // (blocks * parts)
@@ -245,14 +275,14 @@ def gated_group_norm_backward(
     c = columns(unit % parts * BLOCK, BLOCK, RUN)
     col = (g * D)[:, None, None] + c
     if W is not None:
-        w = load_weight_pieces(W, c, col, D, g < G, SHARED, BLOCK, PIECES)
-    dw = zero_pieces(ROWS * GB, BLOCK, RUN, PIECES)
+        w = load_weight_pieces(W, c, col, D, g < G, SHARED, COLUMNS)
+    dw = zero_pieces(ROWS * GB, COLUMNS)
     for block in tl.range(band, tl.cdiv(M, ROWS), BANDS, num_stages=STAGES):
         row = block * ROWS + s // GB
         live = (row < M) & (g < G)
-        x = load_pieces(X, row_offsets(row, INNER, stride_xo, stride_xi), col, c, D, live, stride_xn, BLOCK, PIECES)
-        a = load_pieces(GATE, row_offsets(row, INNER, stride_go, stride_gi), col, c, D, live, stride_gn, BLOCK, PIECES)
-        dy = load_pieces(DY, row_offsets(row, INNER, stride_yo, stride_yi), col, c, D, live, stride_yn, BLOCK, PIECES)
+        x = load_pieces(X, row, INNER, col, c, D, live, COLUMNS)
+        a = load_pieces(GATE, row, INNER, col, c, D, live, COLUMNS)
+        dy = load_pieces(DY, row, INNER, col, c, D, live, COLUMNS)
         dn = ()  # the gradient of xhat * weight
         dg = ()
         da = ()  # before rstd is known, so that the factors of neither need be kept until then
@@ -262,15 +292,15 @@ def gated_group_norm_backward(
             da = da + (dy[i] * slope,)
             dg = dg + (dn[i] if W is None else dn[i] * w[i],)
         at = row.to(tl.int64) * G + g
-        if GIVEN:
-            rstd = tl.load(RSTD + at, live, 0.0)
-            mean = tl.load(MEAN + at, live, 0.0)
+        if GIVEN.rstd is not None:
+            rstd = tl.load(GIVEN.rstd + at, live, 0.0)
+            mean = tl.load(GIVEN.mean + at, live, 0.0)
         else:
             rstd = tl.where(live, tl.rsqrt(dot_pieces(x, x, PIECES) * inv_d + eps), 0.0)
             mean = dot_pieces(x, dg, PIECES) * inv_d * rstd
         more = ()
         for i in tl.static_range(PIECES):
-            inside = inside_piece(c, D, live, i, BLOCK, PIECES)
+            inside = inside_piece(c, D, live, i, COLUMNS)
             xhat = x[i] * rstd[:, None, None]
             more = more + (dw[i] if DW is None else dw[i] + dn[i] * xhat,)
             if DGATE is not None:
@@ -279,10 +309,10 @@ def gated_group_norm_backward(
                     dgate *= w[i]
                 to = DGATE + (row.to(tl.int64) * (G * D))[:, None, None] + col + i * BLOCK
                 tl.store(to, dgate.to(DGATE.dtype.element_ty), inside)
-            if DX is not None:
+            if DX.data is not None:
                 dx = rstd[:, None, None] * (dg[i] - xhat * mean[:, None, None])
-                to = DX + row_offsets(row, INNER, stride_do, stride_di) + col + i * BLOCK
-                tl.store(to, dx.to(DX.dtype.element_ty), inside)
+                to = DX.data + row_offsets(DX, row, INNER) + col + i * BLOCK
+                tl.store(to, dx.to(DX.data.dtype.element_ty), inside)
         dw = more
     if DW is not None:
         for i in tl.static_range(PIECES):
@@ -340,9 +370,7 @@ ONE_GROUP = {
 
 
 @kernel(**ONE_GROUP)
-def gated_group_norm_rstd(
-    X, RSTD, M, INNER, D, stride_xo, stride_xi, stride_xn, eps, inv_d, G: tl.constexpr, BLOCK: tl.constexpr
-):
+def gated_group_norm_rstd(X, RSTD, M, INNER, D, eps, inv_d, G: tl.constexpr, BLOCK: tl.constexpr):
     """For groups too wide for one program: rstd of each."""
     row = tl.program_id(0) // G + tl.arange(0, 1)
     g = tl.program_id(0) % G + tl.arange(0, 1)
@@ -350,15 +378,15 @@ def gated_group_norm_rstd(
     for start in range(0, D, BLOCK):
         c = columns(start, BLOCK, BLOCK)
         col = (g * D)[:, None, None] + c
-        x = load_tile(X, row_offsets(row, INNER, stride_xo, stride_xi), col, c < D, stride_xn)
+        x = load_tile(X, row, INNER, col, c < D)
         square += x * x
     tl.store(RSTD + row.to(tl.int64) * G + g, tl.rsqrt(sum_group(square) * inv_d + eps))
 
 
 @kernel(**ONE_GROUP)
 def gated_group_norm_means(
-    X, GATE, W, RSTD, DY, MEAN, M, INNER, D, stride_xo, stride_xi, stride_xn, stride_go, stride_gi, stride_gn, stride_yo,
-    stride_yi, stride_yn, inv_d, G: tl.constexpr, ACT: tl.constexpr, SHARED: tl.constexpr, BLOCK: tl.constexpr,
+    X, GATE, W, RSTD, DY, MEAN, M, INNER, D, inv_d, G: tl.constexpr, ACT: tl.constexpr, SHARED: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """For the same groups mean(xhat * g), given rstd."""
     row = tl.program_id(0) // G + tl.arange(0, 1)
@@ -367,9 +395,9 @@ def gated_group_norm_means(
     for start in range(0, D, BLOCK):
         c = columns(start, BLOCK, BLOCK)
         col = (g * D)[:, None, None] + c
-        x = load_tile(X, row_offsets(row, INNER, stride_xo, stride_xi), col, c < D, stride_xn)
-        a = load_tile(GATE, row_offsets(row, INNER, stride_go, stride_gi), col, c < D, stride_gn)
-        dg = load_tile(DY, row_offsets(row, INNER, stride_yo, stride_yi), col, c < D, stride_yn) * activate(a, 1.0, ACT)
+        x = load_tile(X, row, INNER, col, c < D)
+        a = load_tile(GATE, row, INNER, col, c < D)
+        dg = load_tile(DY, row, INNER, col, c < D) * activate(a, 1.0, ACT)
         if W is not None:
             dg = dg * load_weight(W, c, col, c < D, SHARED)
         cross += x * dg
@@ -385,6 +413,11 @@ def in_order(x: Tensor, transposed: bool) -> Tensor:
     return x.transpose(0, 1) if transposed else x
 
 
+def rows_of(t: Tensor | None) -> Rows:
+    """A tensor [outer, inner, hidden], or none, as kernels take it."""
+    return Rows() if t is None else Rows(t, *t.stride())
+
+
 def is_shared(weight: Tensor | None, hidden: int) -> bool:
     return weight is not None and weight.shape[0] != hidden
 
@@ -394,21 +427,24 @@ def rstd_of(x: Tensor, eps: float, groups: int) -> Tensor:
     outer, inner, hidden = x.shape
     rstd = torch.empty(outer * inner, groups, dtype=torch.float32, device=x.device)
     D = hidden // groups
-    gated_group_norm_rstd(x, rstd, outer * inner, inner, D, *x.stride(), eps, 1.0 / D, G=groups)
+    gated_group_norm_rstd(rows_of(x), rstd, outer * inner, inner, D, eps, 1.0 / D, G=groups)
     return rstd
 
 
-def launch(x, gate, weight, rstd, y, eps, groups, act, given=False, to=NOWHERE, stride_s=0, fmt=None) -> None:
-    """One launch over rows of x and gate [outer, inner, hidden], into y or, with `fmt`, codes."""
+def columns_of(x: Tensor, block: int, pieces: int) -> Columns:
+    return Columns(block, min(block, 512 // x.element_size()), pieces)
+
+
+def launch(x, gate, weight, given, rstd, y, eps, groups, act, to=NOWHERE, stride_s=0, fmt=None) -> None:
+    """One launch over rows of x and gate [outer, inner, hidden], into y or, with `fmt`, codes; of rstd, if it is not given, into
+    `rstd` as well."""
     outer, inner, hidden = x.shape
     D = hidden // groups
-    BLOCK, PIECES = (2048, 1) if given else (power_of_two(D), 1) if fmt is not None else split_columns(D)
-    strides = (0, 0, 0) if y is None else y.stride()
+    whole = (2048, 1) if given.rstd is not None else (power_of_two(D), 1) if fmt is not None else split_columns(D)
     gated_group_norm_forward(
-        x, gate, weight, rstd, y, to, outer * inner, inner, D, *x.stride(), *gate.stride(), *strides, stride_s, eps,
-        1.0 / D, G=groups, ACT=act, GIVEN=given, BLOCK=BLOCK, PIECES=PIECES,
-        FORMAT=None if fmt is None else fmt.device_format(is_fast(x)), RUN=min(BLOCK, 512 // x.element_size()),
-        SHARED=is_shared(weight, hidden),
+        outer * inner, inner, D, rows_of(x), rows_of(gate), weight, given, rstd, rows_of(y), to, stride_s, eps, 1.0 / D,
+        G=groups, ACT=act, FORMAT=None if fmt is None else fmt.device_format(is_fast(x)), SHARED=is_shared(weight, hidden),
+        COLUMNS=columns_of(x, *whole),
     )  # fmt: skip
 
 
@@ -428,12 +464,12 @@ def quantised(x, gate, weight, eps, groups, transposed, act, fmt, q) -> None:
         rstd = torch.empty(batch * length, groups, dtype=torch.float32, device=x.device)
     if rows_done:
         to, stride_s = row_way(q, fmt.tensor), fmt.scale_stride(q, "row")
-        launch(xs, gate, weight, rstd, None, eps, groups, act, to=to, stride_s=stride_s, fmt=fmt)
+        launch(xs, gate, weight, Given(), rstd, None, eps, groups, act, to, stride_s, fmt)
         if q.data_t is None:
             return
         q = q.twin()
     elif x.numel() and power_of_two(D) <= WIDEST:
-        launch(xs, gate, weight, rstd, None, eps, groups, act)
+        launch(xs, gate, weight, Given(), rstd, None, eps, groups, act)
     order = (batch, length) if transposed and batch > 1 and length > 1 else (1, 1)
     mode = (act, groups, is_shared(weight, hidden), hidden % 16 == 0, D % 128 == 0)
     source = (x.contiguous(), gate.contiguous(), weight, rstd, *order, max(1, D))
@@ -448,8 +484,8 @@ def forward(x, gate, weight, eps, *, groups, transposed, act, out_format, out) -
         return q
     y = out if out is not None else torch.empty(gate.shape, dtype=x.dtype, device=x.device)
     if x.numel():
-        xs, given = in_order(x, transposed), power_of_two(x.shape[-1] // groups) > WIDEST
-        launch(xs, gate, w, rstd_of(xs, eps, groups) if given else None, y, eps, groups, act, given)
+        xs, wide = in_order(x, transposed), power_of_two(x.shape[-1] // groups) > WIDEST
+        launch(xs, gate, w, Given(rstd_of(xs, eps, groups) if wide else None), None, y, eps, groups, act)
     return y
 
 
@@ -464,10 +500,10 @@ def backward(saved: SimpleNamespace, dy: Tensor) -> tuple:
     xs, (outer, inner, hidden) = in_order(x, saved.transposed), gate.shape
     D, M = hidden // groups, outer * inner
     shared = is_shared(w, hidden)
-    given = power_of_two(D) > WIDEST
-    BLOCK, PIECES = (2048, 1) if given else split_columns(D)
+    wide = power_of_two(D) > WIDEST
+    BLOCK, PIECES = (2048, 1) if wide else split_columns(D)
     GB = 1 if PIECES > 1 else max(1, min(groups & -groups, 512 // BLOCK))
-    units = cdiv(groups, GB) * (cdiv(D, BLOCK) if given else 1)
+    units = cdiv(groups, GB) * (cdiv(D, BLOCK) if wide else 1)
     target = Target.at(x.device)
     ROWS, warps = rows_backward(GB * BLOCK, PIECES, SIZE)
     # At most what runs at once: a program more would be a second wave
@@ -475,18 +511,16 @@ def backward(saved: SimpleNamespace, dy: Tensor) -> tuple:
     lines = (BANDS * cdiv(groups, GB), D) if shared else (BANDS, hidden)
     part = torch.empty(lines, dtype=torch.float32, device=x.device) if dweight is not None else None
     PDL = dweight is not None and target.early_launch
-    rstd = mean = None
-    if given:
-        rstd, mean = rstd_of(xs, saved.eps, groups), torch.empty(M, groups, dtype=torch.float32, device=x.device)
-        strides = (*xs.stride(), *gate.stride(), *dy.stride())
+    X, GATE, DY, given = rows_of(xs), rows_of(gate), rows_of(dy), Given()
+    if wide:
+        given = Given(rstd_of(xs, saved.eps, groups), torch.empty(M, groups, dtype=torch.float32, device=x.device))
         gated_group_norm_means(
-            xs, gate, w, rstd, dy, mean, M, inner, D, *strides, 1.0 / D, G=groups, ACT=saved.act, SHARED=shared
+            X, GATE, w, given.rstd, DY, given.mean, M, inner, D, 1.0 / D, G=groups, ACT=saved.act, SHARED=shared
         )
+    gradients = Gradients(rows_of(None if dx is None else in_order(dx, saved.transposed)), dgate, part)
     gated_group_norm_backward(
-        xs, gate, w, rstd, mean, dy, dx, dgate, part, M, inner, D, BANDS, *xs.stride(), *gate.stride(), *dy.stride(),
-        *(in_order(dx, saved.transposed).stride()[:2] if dx is not None else (0, 0)), saved.eps, 1.0 / D, G=groups,
-        ACT=saved.act, SHARED=shared, GIVEN=given, BLOCK=BLOCK, GB=GB, RUN=min(BLOCK, 512 // x.element_size()), PIECES=PIECES,
-        PDL=PDL,
+        X, GATE, w, given, DY, gradients, M, inner, D, BANDS, saved.eps, 1.0 / D, G=groups, ACT=saved.act, SHARED=shared,
+        PDL=PDL, COLUMNS=columns_of(x, BLOCK, PIECES), GB=GB,
     )  # fmt: skip
     if dweight is not None:
         sum_columns(part, dweight, *lines, PDL=PDL)
