@@ -6,6 +6,8 @@ import pytest
 import torch
 
 import tilewright as tw
+from tilewright.core.tensor import power_of_two
+from tilewright.ops.norm import rms_norm as norm
 
 
 @pytest.mark.parametrize("rows", [1, 3, 5])
@@ -20,3 +22,94 @@ def test_without_eps_the_rows_past_the_end_do_not_count(rows):
     wanted = torch.autograd.grad(torch.nn.functional.rms_norm(x, (64,), weight, 0.0), [x, weight], dy)
     for a, b in zip(found, wanted):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+def test_every_width_is_covered_by_few_pieces_and_few_idle_columns():
+    for columns in range(1, 70001):
+        block, pieces = norm.split_columns(columns)
+        assert power_of_two(block) == block and pieces <= 16
+        assert block * (pieces - 1) < columns <= block * pieces
+        idle = block * pieces - columns
+        if columns > 1024:
+            assert 9 * idle <= block * pieces or idle < 256, columns
+
+
+@pytest.mark.parametrize(
+    ("columns", "split"),
+    [
+        (1, (1, 1)), (128, (128, 1)), (2048, (2048, 1)), (16384, (16384, 1)), (1536, (512, 3)), (2560, (512, 5)),
+        (2880, (1024, 3)), (3584, (512, 7)), (5120, (1024, 5)), (6144, (2048, 3)), (7168, (1024, 7)), (12288, (4096, 3)),
+        (32768, (8192, 4)), (65536, (8192, 8)),
+    ],
+)  # fmt: skip
+def test_widths_of_models_are_split_into_the_fewest_pieces(columns, split):
+    assert norm.split_columns(columns) == split
+
+
+WIDTHS = [1280, 1290, 1536]  # 5 of 256, 3 of 512 of which the last is short, 3 of 512
+
+
+def operands(columns: int, dtype: torch.dtype = torch.bfloat16) -> list[torch.Tensor]:
+    """x, residual and dy of 5 rows, which fill no block of rows, and a weight."""
+    source = torch.Generator().manual_seed(columns)
+    return [torch.randn(*shape, columns, generator=source).to(dtype) for shape in [(5,), (5,), (5,), ()]]
+
+
+@pytest.mark.parametrize("columns", WIDTHS)
+def test_rows_in_pieces(columns):
+    x, residual, dy, weight = operands(columns)
+    x.requires_grad_()
+    weight.requires_grad_()
+    found, wanted = [], []
+    for ours, names in ((found, "triton"), (wanted, "reference")):
+        with tw.force(names):
+            y, rstd = tw.rms_norm_rstd(x, weight, weight_offset=1.0)
+            total, h = tw.add_rms_norm(x, residual, weight)
+            ours += [y, rstd, total, h, *torch.autograd.grad([y, total, h], [x, weight], [dy, dy, dy])]
+    for a, b in zip(found, wanted):
+        torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)
+    assert torch.equal(found[3], wanted[3])
+
+
+@pytest.mark.parametrize("columns", WIDTHS)
+def test_tight_registers_change_no_bit(columns, monkeypatch):
+    x, _, dy, weight = operands(columns)
+    made = []
+    for tight in (False, True):
+        for kernel in (norm.rms_norm_forward, norm.rms_norm_backward):
+            chosen = kernel.default
+            monkeypatch.setattr(kernel, "default", lambda a, chosen=chosen, tight=tight: {**chosen(a), "TIGHT": tight})
+        # Not through the op, which would play back what it launched the first time
+        y = norm.forward(x, weight, 1e-6, weight_offset=0.0, rstd=None, out_format=None, out=None)
+        made.append([y, *norm.gradients(x, weight, None, dy, None, 1e-6, 0.0, ("x", "weight"))])
+    assert all(torch.equal(a, b) for a, b in zip(*made))
+
+
+FORMATS = [tw.fp8("1x128", ways="row"), tw.int8("row"), tw.nvfp4(), tw.mx()]
+
+
+@pytest.mark.parametrize("fmt", FORMATS, ids=str)
+@pytest.mark.parametrize("columns", [1280, 1536])
+def test_codes_of_pieces_are_those_of_the_row(fmt, columns, monkeypatch):
+    """Of rows in pieces, as one piece, and read twice; with rstd given, for the order of a sum moves its last bit."""
+    x, _, _, weight = operands(columns)
+    rstd = torch.rsqrt(x.float().square().mean(-1))
+    made = []
+    for changed in ({}, {"split_columns": lambda N: (2048, 1)}, {"HELD": 0}):
+        for name, value in changed.items():
+            monkeypatch.setattr(norm, name, value)
+        made.append(norm.forward(x, weight, 1e-6, weight_offset=0.0, rstd=rstd, out_format=fmt, out=None))
+        monkeypatch.undo()
+    for q in made[1:]:
+        for what, found, wanted in zip(fmt.tensor_names, q.tensors(), made[0].tensors()):
+            assert torch.equal(found.view(torch.uint8), wanted.view(torch.uint8)), what
+
+
+@pytest.mark.parametrize("columns", WIDTHS)
+def test_the_new_residual_may_lie_on_the_old(columns):
+    x, residual, _, weight = operands(columns)
+    with tw.force("triton"):
+        wanted, h = tw.add_rms_norm(x, residual, weight)
+        y = torch.empty_like(x)
+        found = tw.add_rms_norm(x, residual, weight, out=(y, residual))
+    assert torch.equal(found[0], wanted) and torch.equal(residual, h)

@@ -99,25 +99,62 @@ def inputs_add(draw: Draw) -> dict:
     return {**inputs(draw), "residual": draw.tensor("tokens", "hidden")}
 
 
-PER_SM = 2  # programs of the backward, each with its share of dweight: more make the column sum longer than they gain
-WIDEST = 16384  # columns that one program holds in registers; a wider row is read twice
+WIDEST = 16384  # columns of a row whose scale is found of it as one tensor, and of one whose backward is one program's
+HELD = 2**17  # bytes of x, and of the residual, that a program's registers hold; a row of more is read twice
+BROADEST = 8192  # columns of a piece of several: 16 bytes of bf16 for each thread of 16 warps
+FINEST = 16  # pieces that the next power of two could be cut into
+
+
+def split_columns(N: int, narrowest: int = 256, idle: int = 16) -> tuple[int, int]:
+    """(BLOCK, PIECES): a row of N columns is held as PIECES of BLOCK, a power of two; the last may be short.
+
+    They are as few as leave one of `idle` columns idle, or less. Where none do, as few as leave the fewest idle. A piece of several
+    has `narrowest` columns or more. Rows of up to 1024 columns are one piece, for there a program has several.
+    """
+    whole = power_of_two(N)
+    if whole <= 1024:
+        return whole, 1
+    sizes = [min(whole, BROADEST)]
+    while sizes[-1] > max(narrowest, whole // FINEST):
+        sizes.append(sizes[-1] // 2)
+    covered = {size: cdiv(N, size) * size for size in sizes}
+    close = [size for size in sizes if idle * (covered[size] - N) <= covered[size]]
+    BLOCK = close[0] if close else min(sizes, key=covered.__getitem__)
+    return BLOCK, cdiv(N, BLOCK)
+
+
+# Codes, and the backward, do more to an element than load and store it: idle lanes cost them less than more pieces do
+split_coarsely = partial(split_columns, narrowest=1024, idle=8)
+
+
+def programs_per_sm(N: int) -> int:
+    """Of the backward, each with its share of dweight: more make the column sum longer than they gain."""
+    return 2 if N <= 6144 else 1
 
 
 def _default(a) -> dict:
-    # 512 elements a warp, 4 warps or more: the best of 1-4 rows by 2-16 warps at 2048, 4096 and 7168 columns (H200,
-    # November 2026)
-    if a.FORMAT is None and a.Y is not None:
-        return dict(ROWS=max(1, min(16, 2048 // a.BLOCK)), num_warps=min(16, max(4, a.BLOCK // 512)))
-    # Codes are bound by instructions: 32 elements a thread share what is done once for a block of 128 or for a column
-    return dict(ROWS=max(1, min(16, 4096 // a.BLOCK)), num_warps=min(16, max(4, a.BLOCK // 1024)))
+    columns = a.BLOCK * a.PIECES
+    plain = a.FORMAT is None and a.Y is not None
+    if a.PIECES > 1:
+        # A thread of a plain norm has 8 bytes of bf16 of each piece: many loads in flight count, not their size
+        ROWS, num_warps = 1, min(32, a.BLOCK // (128 if plain else 256))
+    elif plain:
+        # 512 elements a warp, 4 warps or more: the best of 1-4 rows by 2-16 warps at 2048 and 4096 columns (H200, November 2026)
+        ROWS, num_warps = max(1, min(16, 2048 // a.BLOCK)), min(16, max(4, a.BLOCK // 512))
+    else:
+        # Codes are bound by instructions: 32 elements a thread share what is done once for a block of 128 or for a column
+        ROWS, num_warps = max(1, min(16, 4096 // a.BLOCK)), min(16, max(4, a.BLOCK // 1024))
+    return dict(ROWS=ROWS, num_warps=num_warps, TIGHT=a.PIECES > 1 and columns > 8192)
 
 
 def _default_backward(a) -> dict:
-    ROWS = max(1, min(16, 4096 // a.BLOCK))
+    columns = a.BLOCK * a.PIECES
+    ROWS, num_warps = max(1, min(16, 4096 // columns)), min(32, max(4, power_of_two(cdiv(columns, 768))))
     # Three stages keep two blocks of every operand in shared memory; with two, ptxas spilled 3 KB (Triton 3.6)
-    blocks = 2 * ROWS * a.BLOCK * sum(t.element_size() for t in (a.X, a.DY, a.DH) if t is not None)
+    sizes = sum(t.element_size() for t in (a.X, a.DY, a.DH) if t is not None)
+    blocks = 2 * ROWS * columns * sizes
     STAGES = 3 if blocks + 1024 <= Target.at(a.X.device).shared_memory else 1
-    return dict(ROWS=ROWS, num_warps=min(16, max(4, a.BLOCK // 512)), STAGES=STAGES)
+    return dict(ROWS=ROWS, num_warps=num_warps, STAGES=STAGES, TIGHT=a.PIECES > 1)
 
 
 @triton.jit
@@ -126,18 +163,77 @@ def add_pairs(a, b, c, d):
 
 
 @triton.jit
-def load_row(X, R, H, row, col, inside, N, stride_xm, stride_xn, stride_rm, stride_rn, KEEP: tl.constexpr):
-    """x in fp32, or the new residual h = x + r as it is stored."""
-    x = tl.load(
-        X + row * stride_xm + col.to(tl.int64) * stride_xn, inside, 0.0, eviction_policy="evict_last" if KEEP else ""
-    )
+def inside_piece(live, col, N, i: tl.constexpr, BLOCK: tl.constexpr, PIECES: tl.constexpr):
+    """Which elements of the i-th piece there are, `col` being the columns of the first. Only the last may be short."""
+    if i == PIECES - 1:
+        inside = live & (i * BLOCK + col < N)
+    else:
+        inside = live & (col >= 0)  # of all columns, in the shape of the piece
+    return inside
+
+
+@triton.jit
+def load_pieces(
+    P, row, col, live, N, stride_m, stride_n, EVICT: tl.constexpr, BLOCK: tl.constexpr, PIECES: tl.constexpr
+):
+    """Rows as they lie in memory: PIECES tensors [ROWS, BLOCK]. They are converted where they are used, for held as they are
+    16-bit numbers take half the registers."""
+    first = P + row * stride_m + col.to(tl.int64) * stride_n
+    pieces = ()
+    for i in tl.static_range(PIECES):
+        at = first + tl.full([], i * BLOCK, tl.int64) * stride_n
+        pieces = pieces + (tl.load(at, inside_piece(live, col, N, i, BLOCK, PIECES), 0.0, eviction_policy=EVICT),)
+    return pieces
+
+
+@triton.jit
+def load_row(
+    X, R, H, row, col, live, N, stride_xm, stride_xn, stride_rm, stride_rn,
+    KEEP: tl.constexpr, BLOCK: tl.constexpr, PIECES: tl.constexpr,
+):  # fmt: skip
+    """The pieces of x, or of the new residual h = x + r, which is stored."""
+    xs = load_pieces(X, row, col, live, N, stride_xm, stride_xn, "evict_last" if KEEP else "", BLOCK, PIECES)
     if R is not None:
-        r = tl.load(R + row * stride_rm + col.to(tl.int64) * stride_rn, inside, 0.0)
-        x = (x.to(tl.float32) + r.to(tl.float32)).to(H.dtype.element_ty)
+        rs = load_pieces(R, row, col, live, N, stride_rm, stride_rn, "", BLOCK, PIECES)
+        hs = ()
+        for i in tl.static_range(PIECES):
+            r = rs[i]
+            hs = hs + ((xs[i].to(tl.float32) + r.to(tl.float32)).to(H.dtype.element_ty),)
         # H may lie on R, and of few columns several threads hold the same: all have read before one writes
         tl.debug_barrier()
-        tl.store(H + row * N + col, x, inside)
-    return x.to(tl.float32)
+        for i in tl.static_range(PIECES):
+            tl.store(H + row * N + col + i * BLOCK, hs[i], inside_piece(live, col, N, i, BLOCK, PIECES))
+        xs = hs
+    return xs
+
+
+@triton.jit
+def let_go(pieces, TIGHT: tl.constexpr, PIECES: tl.constexpr):
+    """Pieces for a sum of products of two of them. If TIGHT, -x for each x, which the compiler takes for another number: what it
+    converts to fp32 for the sum it then does not keep until x is used again."""
+    out = pieces
+    if TIGHT:
+        out = ()
+        for i in tl.static_range(PIECES):
+            out = out + (-pieces[i],)
+    return out
+
+
+@triton.jit
+def times_pieces(a, b, PIECES: tl.constexpr):
+    out = ()
+    for i in tl.static_range(PIECES):
+        out = out + (a[i].to(tl.float32) * b[i],)
+    return out
+
+
+@triton.jit
+def dot_pieces(a, b, PIECES: tl.constexpr):
+    """a * b, summed over pieces: [ROWS, BLOCK]."""
+    total = a[0].to(tl.float32) * b[0].to(tl.float32)
+    for i in tl.static_range(1, PIECES):
+        total += a[i].to(tl.float32) * b[i].to(tl.float32)
+    return total
 
 
 @triton.jit
@@ -150,6 +246,23 @@ def load_weight(W, col, inside, weight_offset):
     if weight_offset is not None:
         w += weight_offset
     return w
+
+
+@triton.jit
+def weight_piece(W, N, weight_offset, i: tl.constexpr, BLOCK: tl.constexpr):
+    """`load_weight` of the i-th piece of a row: [1, BLOCK]."""
+    lane = tl.arange(0, BLOCK)
+    return load_weight(W + i * BLOCK, lane, i * BLOCK + lane < N, weight_offset)[None, :]
+
+
+@triton.jit
+def weight_pieces(W, N, weight_offset, BLOCK: tl.constexpr, PIECES: tl.constexpr):
+    """All pieces of the weight; none if there is none."""
+    ws = ()
+    if W is not None:
+        for i in tl.static_range(PIECES):
+            ws = ws + (weight_piece(W, N, weight_offset, i, BLOCK),)
+    return ws
 
 
 @triton.jit
@@ -177,11 +290,12 @@ def store_normed(y, Y, row, start, live, N, stride_s, FORMAT: tl.constexpr, KEEP
 @kernel(grid=lambda a: (cdiv(a.M, a.ROWS),), tokens=("M", "stride_s"), tune_by=("N",), default=_default)
 def rms_norm_forward(
     X, R, W, RSTD_IN, Y, S, SHARED, ZERO, STATIC, H, RSTD, M, N, stride_xm, stride_xn, stride_rm, stride_rn, stride_s, eps, inv_n,
-    weight_offset, BLOCK: tl.constexpr, SINGLE: tl.constexpr, FORMAT: tl.constexpr, KEEP: tl.constexpr, PDL: tl.constexpr,
-    ROWS: tl.constexpr,
+    weight_offset, BLOCK: tl.constexpr, PIECES: tl.constexpr, FORMAT: tl.constexpr, KEEP: tl.constexpr, PDL: tl.constexpr,
+    ROWS: tl.constexpr, TIGHT: tl.constexpr,
 ):  # fmt: skip
-    """Y, H and RSTD are each written unless None; Y takes values, or codes with what a `Way` has beside them. KEEP: x is read again
-    soon. PDL: the next launch may start now; it waits by itself for what it needs of this one."""
+    """Y, H and RSTD are each written unless None; Y takes values, or codes with what a `Way` has beside them. A row is held as
+    PIECES of BLOCK columns, or with PIECES 0 read twice. TIGHT: registers are short. KEEP: x is read again soon. PDL: the next
+    launch may start now; it waits by itself for what it needs of this one."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     r = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -189,21 +303,23 @@ def rms_norm_forward(
     lane = tl.arange(0, BLOCK)
     col = lane[None, :]
     live = row < M
-    if SINGLE:
-        x = load_row(X, R, H, row, col, live & (col < N), N, stride_xm, stride_xn, stride_rm, stride_rn, KEEP)
-        if W is not None:
+    if PIECES > 0:
+        xs = load_row(X, R, H, row, col, live, N, stride_xm, stride_xn, stride_rm, stride_rn, KEEP, BLOCK, PIECES)
+        if not TIGHT:
             # Before the sum, which everything after it waits for: 14.5 us instead of 16.2 in FP8 (8192 x 2048, H200)
-            w = load_weight(W, lane, lane < N, weight_offset)[None, :]
-        square = tl.sum(x * x, axis=1)
+            ws = weight_pieces(W, N, weight_offset, BLOCK, PIECES)
+        for_sum = let_go(xs, TIGHT, PIECES)
+        total = dot_pieces(for_sum, for_sum, PIECES)
     else:
         total = tl.zeros([ROWS, BLOCK], tl.float32)
         for start in range(0, N, BLOCK):
-            c = start + col
-            x = load_row(X, R, H, row, c, live & (c < N), N, stride_xm, stride_xn, stride_rm, stride_rn, KEEP)
-            total += x * x
-        square = tl.sum(total, axis=1)
+            xs = load_row(
+                X, R, H, row, start + col, live, N, stride_xm, stride_xn, stride_rm, stride_rn, KEEP, BLOCK, 1
+            )
+            total += dot_pieces(xs, xs, 1)
         if R is not None:
             tl.debug_barrier()  # other threads of this program read back what was just stored in H
+    square = tl.sum(total, axis=1)
     if RSTD_IN is None:
         rstd = tl.rsqrt(square * inv_n + eps)
     else:
@@ -213,11 +329,12 @@ def rms_norm_forward(
     rstd = rstd[:, None]
     if Y is not None:
         to = Way(Y, S, SHARED, ZERO, STATIC)
-        if SINGLE:
-            y = x * rstd
-            if W is not None:
-                y = y * w
-            store_normed(y, to, row, 0, live, N, stride_s, FORMAT, KEEP)
+        if PIECES > 0:
+            for i in tl.static_range(PIECES):
+                y = xs[i].to(tl.float32) * rstd
+                if W is not None:
+                    y = y * (weight_piece(W, N, weight_offset, i, BLOCK) if TIGHT else ws[i])
+                store_normed(y, to, row, i * BLOCK, live, N, stride_s, FORMAT, KEEP)
         else:
             for start in range(0, N, BLOCK):
                 c = start + col
@@ -239,40 +356,54 @@ def rms_norm_forward(
 )
 def rms_norm_backward(
     X, W, RSTD, DY, DH, DX, DW, M, N, stride_xm, stride_xn, stride_ym, stride_yn, stride_hm, stride_hn, stride_dm, eps,
-    inv_n, weight_offset, PROGRAMS, BLOCK: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
+    inv_n, weight_offset, PROGRAMS, BLOCK: tl.constexpr, PIECES: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
+    TIGHT: tl.constexpr,
 ):  # fmt: skip
-    """Each program takes every PROGRAMS-th block of rows and keeps its share of dweight, DW[program], in registers."""
+    """Each program takes every PROGRAMS-th block of rows, as pieces, and keeps its share of dweight, DW[program], in registers."""
     lane = tl.arange(0, BLOCK)
     col = lane[None, :]
-    if W is not None:
-        w = load_weight(W, lane, lane < N, weight_offset)[None, :]
-    dw = tl.zeros([ROWS, BLOCK], tl.float32)
+    ws = weight_pieces(W, N, weight_offset, BLOCK, PIECES)
+    dws = ()
+    for _ in tl.static_range(PIECES):
+        dws = dws + (tl.zeros([ROWS, BLOCK], tl.float32),)
     # Without the pipeline a program waits for each block's loads: 42 us instead of 29 at 8192 x 2048 (H200, November 2026)
     for block in tl.range(tl.program_id(0), tl.cdiv(M, ROWS), PROGRAMS, num_stages=STAGES):
         row = block.to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
         live = row < M
-        inside = live & (col < N)
-        x = tl.load(X + row * stride_xm + col.to(tl.int64) * stride_xn, inside, 0.0).to(tl.float32)
-        dy = tl.load(DY + row * stride_ym + col.to(tl.int64) * stride_yn, inside, 0.0).to(tl.float32)
-        g = dy
+        xs = load_pieces(X, row, col, live, N, stride_xm, stride_xn, "", BLOCK, PIECES)
+        dys = load_pieces(DY, row, col, live, N, stride_ym, stride_yn, "", BLOCK, PIECES)
+        for_sum = let_go(xs, TIGHT, PIECES)
+        gs = let_go(dys, TIGHT, PIECES)
         if W is not None:
-            g = dy * w
-        square, cross = tl.reduce((x * x, x * g), 1, add_pairs)
+            gs = times_pieces(gs, ws, PIECES)
+        totals = dot_pieces(for_sum, for_sum, PIECES), dot_pieces(for_sum, gs, PIECES)
+        square, cross = tl.reduce(totals, 1, add_pairs)
         if RSTD is None:
             # Past the last row x is 0, and with an eps of 0 the sum for dweight would take 0 * inf
             rstd = tl.where(live, tl.rsqrt(square * inv_n + eps)[:, None], 0.0)
         else:
             rstd = tl.load(RSTD + row, live, 0.0)
-        xhat = x * rstd
-        if DW is not None:
-            dw += dy * xhat
-        if DX is not None:
-            dx = rstd * (g - xhat * ((cross * inv_n)[:, None] * rstd))
-            if DH is not None:
-                dx += tl.load(DH + row * stride_hm + col.to(tl.int64) * stride_hn, inside, 0.0).to(tl.float32)
-            tl.store(DX + row * stride_dm + col, dx.to(DX.dtype.element_ty), inside)
+        mean = (cross * inv_n)[:, None] * rstd
+        sums = ()
+        for i in tl.static_range(PIECES):
+            inside = inside_piece(live, col, N, i, BLOCK, PIECES)
+            dy = dys[i].to(tl.float32)
+            xhat = xs[i].to(tl.float32) * rstd
+            sums = sums + (dws[i] if DW is None else dws[i] + dy * xhat,)
+            if DX is not None:
+                g = dy
+                if W is not None:
+                    g = dy * ws[i]
+                dx = rstd * (g - xhat * mean)
+                if DH is not None:
+                    c = col.to(tl.int64) + i * BLOCK
+                    dx += tl.load(DH + row * stride_hm + c * stride_hn, inside, 0.0).to(tl.float32)
+                tl.store(DX + row * stride_dm + col + i * BLOCK, dx.to(DX.dtype.element_ty), inside)
+        dws = sums
     if DW is not None:
-        tl.store(DW + tl.program_id(0).to(tl.int64) * N + lane, tl.sum(dw, axis=0), lane < N)
+        for i in tl.static_range(PIECES):
+            c = i * BLOCK + lane
+            tl.store(DW + tl.program_id(0).to(tl.int64) * N + c, tl.sum(dws[i], axis=0), c < N)
 
 
 @kernel(grid=lambda a: (a.M,), tokens=("M",), default=lambda a: dict(BLOCK=4096, num_warps=8))
@@ -358,14 +489,17 @@ def launch_rows(
 ) -> None:
     """Launch the kernel over rows [M, N]; with `fmt`, y is a `Way` of codes."""
     M, N = x.shape
-    BLOCK = max(128, power_of_two(N)) if fmt is not None else power_of_two(N)
-    SINGLE = BLOCK <= WIDEST
+    BLOCK, PIECES = split_columns(N) if fmt is None else split_coarsely(N)
+    if fmt is not None and fmt.reach == "row":
+        BLOCK, PIECES = power_of_two(N), 1  # the scale is found of the row as one tensor
+    if PIECES > 1 and N * x.element_size() * (1 if residual is None else 2) > HELD:
+        BLOCK, PIECES = 4096, 0
     strides = residual.stride() if residual is not None else (0, 0)
     to = y if isinstance(y, Way) else Way(y)
     rms_norm_forward(
         x, residual, weight, rstd_in, *to, h, rstd, M, N, *x.stride(), *strides, stride_s, eps,
         1.0 / N if N else math.nan, weight_offset or None,
-        BLOCK=BLOCK if SINGLE else 4096, SINGLE=SINGLE, KEEP=keep, PDL=pdl,
+        BLOCK=max(128, BLOCK) if fmt is not None else BLOCK, PIECES=PIECES, KEEP=keep, PDL=pdl,
         FORMAT=None if fmt is None else fmt.device_format(is_fast(x)),
     )  # fmt: skip
 
@@ -374,7 +508,7 @@ def quantised(x, residual, weight, rstd_in, h, rstd, eps, weight_offset, fmt, q)
     """Fill q. Row-wise codes come from the row launch where a program sees all it needs for their scales; the column-wise
     ones, and per-tensor or 128x128 scales, from a launch over tiles that takes rstd as given and finds x in the L2."""
     M, N = x.shape
-    wide = max(128, power_of_two(N)) > WIDEST
+    wide = power_of_two(N) > WIDEST
     # Of no rows nothing is launched, and a scale that is given would not be stored
     rows_done = M > 0 and q.data is not None and (fmt.reach in ("block", "given") or (fmt.reach == "row" and not wide))
     tiles = not rows_done or q.data_t is not None
@@ -437,14 +571,16 @@ def gradients(x, weight, rstd, dy, dh, eps, weight_offset, needs) -> tuple[Tenso
     x2, dy2 = rows(x), rows(dy)
     M, N = x2.shape
     dh2 = rows(dh) if dh is not None else None
-    BLOCK = power_of_two(N)
+    BLOCK, PIECES = split_coarsely(N)
     strides = (*x2.stride(), *dy2.stride(), *(dh2.stride() if dh2 is not None else (0, 0)), N)
     common = (eps, 1.0 / N if N else math.nan, weight_offset or None)
     weight, rstd = vector(weight), vector(rstd)
-    PROGRAMS = max(1, min(PER_SM * Target.at(x.device).sms, cdiv(M, max(1, 2048 // BLOCK))))
+    PROGRAMS = max(1, min(programs_per_sm(N) * Target.at(x.device).sms, cdiv(M, max(1, 2048 // power_of_two(N)))))
     part = torch.empty(PROGRAMS, N, dtype=torch.float32, device=x.device) if dweight is not None else None
-    if BLOCK <= WIDEST:
-        rms_norm_backward(x2, weight, rstd, dy2, dh2, dx, part, M, N, *strides, *common, BLOCK=BLOCK, PROGRAMS=PROGRAMS)
+    if power_of_two(N) <= WIDEST:
+        rms_norm_backward(
+            x2, weight, rstd, dy2, dh2, dx, part, M, N, *strides, *common, PROGRAMS, BLOCK=BLOCK, PIECES=PIECES
+        )
     else:
         sums = [torch.empty(M, dtype=torch.float32, device=x.device) for _ in range(2)]  # each aligned, whatever M is
         rms_norm_row_sums(x2, weight, rstd, dy2, *sums, M, N, *strides[:4], *common)

@@ -1,9 +1,11 @@
-"""rms_norm in FP8 row-wise on Hopper, in Gluon, for rows of 3, 5, 6 or 7 times 1024 columns.
+"""rms_norm in FP8 or INT8 row-wise on Hopper, in Gluon, for rows of a few times 1024 columns.
 
 A row that is no power of two fills its next power of two badly, and codes are bound by instructions. Here a program holds a
 row as pieces of 1024 columns, eight consecutive ones a thread, and the weight with it; it walks over rows and loads the next
 one before it works on this one. The maxima of the 128-column blocks are exchanged once for all pieces, so that each scale is
-computed by two threads and not by sixteen: 9 instructions an element, where the Triton kernel takes 17 at 7168 columns.
+computed by two threads and not by sixteen: 9 instructions an element, where the Triton kernel takes 17 at 7168 columns. A row in
+INT8 has one scale, which waits for two reductions of the row, one after the other; other programs and the next row's loads fill
+that time.
 """
 
 from __future__ import annotations
@@ -17,33 +19,49 @@ from ...core.format import Format, Quantized
 from ...core.target import Target
 from ...core.tensor import cdiv
 from ...core.triton_versions import gl, gluon
-from ...device.quantize import encode, max_nan, scale_of
+from ...device.integers import MAGIC, PACK_BYTES, integer_scale
+from ...device.quantize import encode, has, max_nan, quotient, scale_of
 from ...formats.fp8 import Fp8
+from ...formats.integers import Int8
 from ...op import single
 from ...runtime.kernel import kernel
 
-PER_SM = {3: 5, 5: 4, 6: 3, 7: 3}  # programs by pieces: what registers leave room for
-PIECE = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))  # eight blocks of 128 columns
+# (warps, programs on an SM) by thousands of columns: what registers leave room for
+PROGRAMS = {
+    Fp8: {3: (4, 5), 5: (4, 4), 6: (4, 3), 7: (4, 3)},
+    Int8: {2: (1, 10), 3: (2, 5), 4: (2, 5), 5: (4, 4), 6: (4, 3), 7: (4, 3), 8: (4, 3)},
+}
 BLOCKS = gl.constexpr(gl.BlockedLayout([1, 8], [16, 2], [4, 1], [1, 0]))  # two threads to a block
 FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 
+@gluon.constexpr_function
+def piece(WARPS):
+    """The layout of a piece: two blocks of 128 columns to a warp."""
+    return gl.BlockedLayout([1, 8], [2, 16], [WARPS, 1], [1, 0])
+
+
 @gluon.jit
-def load_pieces(P, PIECES: gl.constexpr):
+def columns_of_piece(WARPS: gl.constexpr):
+    block = gl.expand_dims(gl.arange(0, 2 * WARPS, gl.SliceLayout(1, piece(WARPS))), 1)
+    return block * 128 + gl.expand_dims(gl.arange(0, 128, gl.SliceLayout(0, piece(WARPS))), 0)
+
+
+@gluon.jit
+def load_pieces(P, PIECES: gl.constexpr, WARPS: gl.constexpr):
     """A row, as it lies in memory."""
-    block = gl.expand_dims(gl.arange(0, 8, gl.SliceLayout(1, PIECE)), 1)
-    at = block * 128 + gl.expand_dims(gl.arange(0, 128, gl.SliceLayout(0, PIECE)), 0)
+    at = columns_of_piece(WARPS)
     pieces = ()
     for i in gl.static_range(PIECES):
-        pieces = pieces + (gl.load(P + at + i * 1024),)
+        pieces = pieces + (gl.load(P + at + i * (256 * WARPS)),)
     return pieces
 
 
 @gluon.jit
-def load_weight(W, weight_offset, PIECES: gl.constexpr):
+def load_weight(W, weight_offset, PIECES: gl.constexpr, WARPS: gl.constexpr):
     ws = ()
     if W is not None:
-        raw = load_pieces(W, PIECES)
+        raw = load_pieces(W, PIECES, WARPS)
         for i in gl.static_range(PIECES):
             w = raw[i].to(gl.float32)
             if weight_offset is not None:
@@ -61,73 +79,110 @@ def stack(t):
 
 
 @gluon.jit
-def rstd_of(xs, eps, inv_n, PIECES: gl.constexpr):
-    total = gl.zeros([8, 128], gl.float32, PIECE)
+def rstd_of(xs, eps, inv_n, PIECES: gl.constexpr, WARPS: gl.constexpr):
+    total = gl.zeros([2 * WARPS, 128], gl.float32, piece(WARPS))
     for i in gl.static_range(PIECES):
         x = xs[i].to(gl.float32)
         total += x * x
     return gl.rsqrt(gl.sum(gl.sum(total, 1), 0) * inv_n + eps)
 
 
+@gluon.jit
+def amax_of(ys, PIECES: gl.constexpr):
+    """The largest |y| of a row; NaN if there is one."""
+    top = gl.abs(ys[0])
+    for i in gl.static_range(1, PIECES):
+        top = max_nan(top, gl.abs(ys[i]))
+    return gl.reduce(gl.reduce(top, 1, max_nan), 0, max_nan)
+
+
+@gluon.jit
+def byte_code(y, s, c):
+    """`byte_code` of device/integers.py, where codes are packed as words."""
+    v = (quotient(y, s, c) + MAGIC).to(gl.int32, bitcast=True)
+    kept = gl.where(s == s, -1, 0)
+    return gl.inline_asm_elementwise(PACK_BYTES, "=r,r,r,r,r,r,r,r,r", [v, kept], dtype=gl.int8, is_pure=True, pack=4)
+
+
+@gluon.jit
+def store_whole(ys, Q, S, row, at, PIECES: gl.constexpr, WARPS: gl.constexpr, FORMAT: gl.constexpr):
+    """Codes of a row with one scale."""
+    s, c = integer_scale(amax_of(ys, PIECES), FORMAT)
+    gl.store(S + row, s)
+    for i in gl.static_range(PIECES):
+        gl.store(Q + at + i * (256 * WARPS), byte_code(ys[i], s, c))
+
+
+@gluon.jit
+def store_blocks(ys, Q, S, row, stride_s, mults, at, PIECES: gl.constexpr, FORMAT: gl.constexpr):
+    """Codes of a row with a scale for each 128 columns."""
+    b = gl.arange(0, 64, gl.SliceLayout(1, BLOCKS))
+    tops = ()
+    for i in gl.static_range(PIECES):
+        tops = tops + (gl.reduce(gl.abs(ys[i]).reshape([8, 16, 8]), 2, max_nan),)
+    for _ in gl.static_range(8 - PIECES):
+        tops = tops + (gl.zeros_like(tops[0]),)
+    s, m = scale_of(gl.reduce(stack(tops), 1, max_nan), FORMAT)
+    gl.store(S + b.to(gl.int64) * stride_s + row, s, b < 8 * PIECES)
+    mults.store(m)
+    for i in gl.static_range(PIECES):
+        m = gl.expand_dims(mults.slice(8 * i, 8).load(gl.SliceLayout(1, piece(4))), 1)
+        gl.store(Q + at + i * 1024, encode(ys[i], m, m, FORMAT))
+
+
 @kernel(
     grid=lambda a: (a.PROGRAMS,), jit=gluon.jit, tokens=("M", "stride_s", "PROGRAMS"),
-    default=lambda a: {"num_warps": 4},
+    default=lambda a: {"num_warps": a.WARPS},
 )  # fmt: skip
 def rms_norm_rows(
     X, W, RSTD_IN, Q, S, RSTD, M, stride_xm, stride_s, eps, inv_n, weight_offset, PROGRAMS,
-    PIECES: gl.constexpr, FORMAT: gl.constexpr,
+    PIECES: gl.constexpr, WARPS: gl.constexpr, FORMAT: gl.constexpr,
 ):  # fmt: skip
-    """Codes and scales of rows of PIECES * 1024 columns; RSTD is written unless None."""
-    mults = gl.allocate_shared_memory(gl.float32, [64], FLAT)
-    ws = load_weight(W, weight_offset, PIECES)
+    """Codes and scales of rows of PIECES * WARPS * 256 columns; RSTD is written unless None."""
+    if not has(FORMAT, "row"):
+        mults = gl.allocate_shared_memory(gl.float32, [64], FLAT)
+    ws = load_weight(W, weight_offset, PIECES, WARPS)
     first = gl.program_id(0)
-    xs = load_pieces(X + first.to(gl.int64) * stride_xm, PIECES)
-    b = gl.arange(0, 64, gl.SliceLayout(1, BLOCKS))
-    block = gl.expand_dims(gl.arange(0, 8, gl.SliceLayout(1, PIECE)), 1)
-    at = block * 128 + gl.expand_dims(gl.arange(0, 128, gl.SliceLayout(0, PIECE)), 0)
+    xs = load_pieces(X + first.to(gl.int64) * stride_xm, PIECES, WARPS)
+    at = columns_of_piece(WARPS)
     for row in range(first, M, PROGRAMS):
-        ahead = load_pieces(X + gl.minimum(row + PROGRAMS, M - 1).to(gl.int64) * stride_xm, PIECES)
+        ahead = load_pieces(X + gl.minimum(row + PROGRAMS, M - 1).to(gl.int64) * stride_xm, PIECES, WARPS)
         if RSTD_IN is None:
-            rstd = rstd_of(xs, eps, inv_n, PIECES)
+            rstd = rstd_of(xs, eps, inv_n, PIECES, WARPS)
         else:
             rstd = gl.load(RSTD_IN + row)
         if RSTD is not None:
             gl.store(RSTD + row, rstd)
         ys = ()
-        tops = ()
         for i in gl.static_range(PIECES):
             y = xs[i].to(gl.float32) * rstd
             if W is not None:
                 y = y * ws[i]
             ys = ys + (y,)
-            tops = tops + (gl.reduce(gl.abs(y).reshape([8, 16, 8]), 2, max_nan),)
-        for _ in gl.static_range(8 - PIECES):
-            tops = tops + (gl.zeros_like(tops[0]),)
-        s, m = scale_of(gl.reduce(stack(tops), 1, max_nan), FORMAT)
-        gl.store(S + b.to(gl.int64) * stride_s + row, s, b < 8 * PIECES)
-        mults.store(m)
-        q = Q + row.to(gl.int64) * (PIECES * 1024)
-        for i in gl.static_range(PIECES):
-            m = gl.expand_dims(mults.slice(8 * i, 8).load(gl.SliceLayout(1, PIECE)), 1)
-            gl.store(q + at + i * 1024, encode(ys[i], m, m, FORMAT))
+        q = Q + row.to(gl.int64) * (PIECES * WARPS * 256)
+        if has(FORMAT, "row"):
+            store_whole(ys, q, S, row, at, PIECES, WARPS, FORMAT)
+        else:
+            store_blocks(ys, q, S, row, stride_s, mults, at, PIECES, FORMAT)
         xs = ahead
 
 
 def takes(target: Target, x: Tensor, format: Format | None, out: Quantized | None = None) -> bool:
     """Whether the kernel above takes this x into this format."""
     N = x.shape[-1]
+    blocks = isinstance(format, Fp8) and (format.granularity, format.ways, format.pow2) == ("1x128", "row", True)
+    whole = isinstance(format, Int8) and (format.granularity, format.ways) == ("row", "row")
     return (
         target.wgmma
         and target.fp8
         and target.takes_gluon
         and x.dtype in (torch.bfloat16, torch.float16)
-        and isinstance(format, Fp8)
-        and (format.granularity, format.ways, format.pow2) == ("1x128", "row", True)
+        and (blocks or whole)
         and x.is_contiguous()
         and x.data_ptr() % 16 == 0
         and x.numel() > 0
         and N % 1024 == 0
-        and N // 1024 in PER_SM
+        and N // 1024 in PROGRAMS[type(format)]
         and (out is None or out.data.data_ptr() % 16 == 0)
     )
 
@@ -135,12 +190,12 @@ def takes(target: Target, x: Tensor, format: Format | None, out: Quantized | Non
 def in_rows(x, residual, weight, rstd_in, h, rstd, eps, weight_offset, fmt, q) -> None:
     """Fill q with the norm of x [M, N], row-wise, and rstd if it is given."""
     M, N = x.shape
-    PIECES = N // 1024
+    warps, per_sm = PROGRAMS[type(fmt)][N // 1024]
     # As many programs as share the rows evenly
-    programs = cdiv(M, cdiv(M, PER_SM[PIECES] * Target.at(x.device).sms))
+    programs = cdiv(M, cdiv(M, per_sm * Target.at(x.device).sms))
     rms_norm_rows(
-        x, weight, rstd_in, q.data, q.scale, rstd, M, x.stride(0), q.scale.stride(0), eps, 1.0 / N, weight_offset or None,
-        programs, PIECES=PIECES, FORMAT=fmt.device_format(True),
+        x, weight, rstd_in, q.data, q.scale, rstd, M, x.stride(0), fmt.scale_stride(q, "row"), eps, 1.0 / N,
+        weight_offset or None, programs, PIECES=N // (256 * warps), WARPS=warps, FORMAT=fmt.device_format(True),
     )  # fmt: skip
 
 
