@@ -15,7 +15,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-BOTH, ROW = tw.fp8("1x128", ways="both"), tw.fp8("1x128", ways="row")
+BOTH, ROW, BYTES = tw.fp8("1x128", ways="both"), tw.fp8("1x128", ways="row"), tw.int8("row")
 TILES = [(16, 34048), (34000, 128), (2064, 2048), (4096, 7168), (8192, 2048), (16384, 4096)]
 ROWS = [(1, 7168), (5, 3072), (777, 5120), (400, 6144), (4096, 7168)]
 
@@ -104,7 +104,26 @@ def test_rows_in_pieces(M, N, weight, offset, poisoned):
         same(found, wanted, share)
 
 
-@pytest.mark.parametrize("name, N, fmt", [("tiles", 2048, BOTH), ("rows", 7168, ROW)])
+@pytest.mark.parametrize("poisoned", [False, True])
+@pytest.mark.parametrize("weight, offset", [(True, 0.0), (True, 1.0), (False, 0.0)])
+@pytest.mark.parametrize(
+    "M, N", [(1, 2048), (8192, 2048), (5, 3072), (777, 4096), (333, 5120), (100, 6144), (400, 7168), (7, 8192)]
+)
+def test_rows_in_int8(M, N, weight, offset, poisoned):
+    """All bits, given the rstd that the rows kernel finds: a scale follows rstd to the last bit."""
+    x, w = draw(M, N, poisoned)
+    w = w if weight else None
+    with tw.force("rows"):
+        found, rstd = tw.rms_norm_rstd(x, w, weight_offset=offset, out_format=BYTES)
+        again = tw.rms_norm(x, w, weight_offset=offset, rstd=rstd, out_format=BYTES)
+    _, expected = sibling("rms_norm_rstd", x, w, weight_offset=offset, out_format=BYTES)
+    wanted = sibling("rms_norm", x, w, weight_offset=offset, rstd=rstd, out_format=BYTES)
+    torch.testing.assert_close(rstd, expected, rtol=5e-7, atol=0.0, equal_nan=True)
+    same(found, wanted, 0.0)
+    same(again, wanted, 0.0)
+
+
+@pytest.mark.parametrize("name, N, fmt", [("tiles", 2048, BOTH), ("rows", 7168, ROW), ("rows", 2048, BYTES)])
 def test_repeatable_on_two_streams(name, N, fmt):
     x, w = draw(8192, N, False)
     with tw.force(name):
@@ -121,7 +140,7 @@ def test_repeatable_on_two_streams(name, N, fmt):
             assert torch.equal(a, b), what
 
 
-@pytest.mark.parametrize("name, N, fmt", [("tiles", 2048, BOTH), ("rows", 7168, ROW)])
+@pytest.mark.parametrize("name, N, fmt", [("tiles", 2048, BOTH), ("rows", 7168, ROW), ("rows", 2048, BYTES)])
 def test_captured(name, N, fmt):
     x, w = draw(4096, N, False)
     with tw.force(name):

@@ -149,12 +149,12 @@ def _default(a) -> dict:
 
 def _default_backward(a) -> dict:
     columns = a.BLOCK * a.PIECES
-    ROWS, num_warps = max(1, min(16, 4096 // columns)), min(32, max(4, power_of_two(cdiv(columns, 768))))
+    ROWS, num_warps = max(1, min(16, 4096 // columns)), min(16, max(4, power_of_two(cdiv(columns, 768))))
     # Three stages keep two blocks of every operand in shared memory; with two, ptxas spilled 3 KB (Triton 3.6)
     sizes = sum(t.element_size() for t in (a.X, a.DY, a.DH) if t is not None)
     blocks = 2 * ROWS * columns * sizes
     STAGES = 3 if blocks + 1024 <= Target.at(a.X.device).shared_memory else 1
-    return dict(ROWS=ROWS, num_warps=num_warps, STAGES=STAGES, TIGHT=a.PIECES > 1)
+    return dict(ROWS=ROWS, num_warps=num_warps, STAGES=STAGES, TIGHT=a.PIECES > 1, RELOAD=False)
 
 
 @triton.jit
@@ -357,12 +357,13 @@ def rms_norm_forward(
 def rms_norm_backward(
     X, W, RSTD, DY, DH, DX, DW, M, N, stride_xm, stride_xn, stride_ym, stride_yn, stride_hm, stride_hn, stride_dm, eps,
     inv_n, weight_offset, PROGRAMS, BLOCK: tl.constexpr, PIECES: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
-    TIGHT: tl.constexpr,
+    TIGHT: tl.constexpr, RELOAD: tl.constexpr,
 ):  # fmt: skip
     """Each program takes every PROGRAMS-th block of rows, as pieces, and keeps its share of dweight, DW[program], in registers."""
     lane = tl.arange(0, BLOCK)
     col = lane[None, :]
-    ws = weight_pieces(W, N, weight_offset, BLOCK, PIECES)
+    if not RELOAD:
+        ws = weight_pieces(W, N, weight_offset, BLOCK, PIECES)
     dws = ()
     for _ in tl.static_range(PIECES):
         dws = dws + (tl.zeros([ROWS, BLOCK], tl.float32),)
@@ -374,6 +375,8 @@ def rms_norm_backward(
         dys = load_pieces(DY, row, col, live, N, stride_ym, stride_yn, "", BLOCK, PIECES)
         for_sum = let_go(xs, TIGHT, PIECES)
         gs = let_go(dys, TIGHT, PIECES)
+        if RELOAD:
+            ws = weight_pieces(W, N, weight_offset, BLOCK, PIECES)
         if W is not None:
             gs = times_pieces(gs, ws, PIECES)
         totals = dot_pieces(for_sum, for_sum, PIECES), dot_pieces(for_sum, gs, PIECES)
@@ -393,7 +396,7 @@ def rms_norm_backward(
             if DX is not None:
                 g = dy
                 if W is not None:
-                    g = dy * ws[i]
+                    g = dy * (weight_piece(W, N, weight_offset, i, BLOCK) if RELOAD else ws[i])
                 dx = rstd * (g - xhat * mean)
                 if DH is not None:
                     c = col.to(tl.int64) + i * BLOCK

@@ -29,7 +29,7 @@ from ...runtime.kernel import kernel
 # (warps, programs on an SM) by thousands of columns: what registers leave room for
 PROGRAMS = {
     Fp8: {3: (4, 5), 5: (4, 4), 6: (4, 3), 7: (4, 3)},
-    Int8: {2: (1, 10), 3: (2, 5), 4: (2, 5), 5: (4, 4), 6: (4, 3), 7: (4, 3), 8: (4, 3)},
+    Int8: {2: (1, 9), 3: (2, 6), 4: (2, 4), 5: (4, 4), 6: (4, 3), 7: (4, 3), 8: (4, 2)},
 }
 BLOCKS = gl.constexpr(gl.BlockedLayout([1, 8], [16, 2], [4, 1], [1, 0]))  # two threads to a block
 FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
