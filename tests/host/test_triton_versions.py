@@ -122,6 +122,30 @@ def test_rows_are_of_the_kernels_of_their_triton(lacking):
     assert others == {"3.5.1": False, "3.6.1": True, "3.8.99": True, "4.0.0": False}
 
 
+FALLBACK = """
+import warnings
+from tilewright.core import triton_versions
+triton_versions.probe = lambda: triton_versions.Gluon({}, "nothing")
+import tilewright as tw
+from tilewright.check.variants import HOT, FORWARD, Call, drawn, launches
+warnings.simplefilter("ignore")
+for name in ("glu", "scaled_mm", "grouped_mm_rows_fp8", "linear_cross_entropy"):
+    op = tw.catalogue()[name]
+    values = drawn(op, HOT[0])
+    if name == "glu":
+        values["out_format"] = tw.fp8("1x128", ways="both")
+    print(name, *(wanted.kernel.jit.is_gluon() is False for wanted in launches(op, Call(values, FORWARD))))
+"""
+
+
+def test_every_op_runs_where_there_is_no_gluon():
+    """Kernels' modules can be imported, and calls for Hopper launch portable ones."""
+    found = subprocess.run([sys.executable, "-c", FALLBACK], capture_output=True, text=True)
+    assert found.returncode == 0, found.stderr
+    said = {line.split()[0]: set(line.split()[1:]) for line in found.stdout.splitlines()}
+    assert len(said) == 4 and all(one == {"True"} for one in said.values()), said
+
+
 def test_gluon_is_loaded_when_it_is_asked_for():
     code = (
         "import sys, tilewright.core.target, tilewright.runtime.kernel; print(sum('gluon' in m for m in sys.modules))"

@@ -23,30 +23,30 @@ TRIED = ("3.6.", "3.7.", "3.8.", "3.9.")  # kernels have been compiled with thes
 WARPGROUP = ("warpgroup_mma", "warpgroup_mma_init", "warpgroup_mma_wait")
 # How kernels call what they import from here: how many arguments by position, and which by name; None if that cannot be asked
 CALLED = {
-    "GluonASTSource": (0, ("fn", "signature", "constexprs", "attrs")),
-    "TensorDescriptor": (5, ()),
-    "async_load": (4, ("pred", "_semantic")),
-    "async_store": (3, ("_semantic",)),
-    "barrier": (0, ("_semantic",)),
-    "fence_async_shared": (0, ("_semantic",)),
-    "mbarrier.arrive": (1, ("count", "pred", "_semantic")),
-    "mbarrier.expect": (2, ("pred", "_semantic")),
-    "mbarrier.init": (1, ("count", "_semantic")),
-    "mbarrier.wait": (2, ("_semantic",)),
-    "mma_v2": (3, ("_semantic",)),
-    "reinterpret": (4, ("_semantic",)),
-    "tma.store_wait": (1, ("_semantic",)),
-    "warpgroup_mma": (3, ("use_acc", "is_async", "_semantic")),
-    "warpgroup_mma_init": (1, ("_semantic",)),
-    "warpgroup_mma_wait": (1, ("deps", "_semantic")),
-    "gl.BlockedLayout": (4, ()),
-    "gl.NVMMADistributedLayout": (0, ("version", "warps_per_cta", "instr_shape")),
-    "gl.NVMMASharedLayout": (0, ("swizzle_byte_width", "element_bitwidth", "rank")),
+    "GluonASTSource": (0, "fn signature constexprs attrs"),
+    "TensorDescriptor": (5, ""),
+    "async_load": (4, "pred _semantic"),
+    "async_store": (3, "_semantic"),
+    "barrier": (0, "_semantic"),
+    "fence_async_shared": (0, "_semantic"),
+    "mbarrier.arrive": (1, "count pred _semantic"),
+    "mbarrier.expect": (2, "pred _semantic"),
+    "mbarrier.init": (1, "count _semantic"),
+    "mbarrier.wait": (2, "_semantic"),
+    "mma_v2": (3, "_semantic"),
+    "reinterpret": (4, "_semantic"),
+    "tma.store_wait": (1, "_semantic"),
+    "warpgroup_mma": (3, "use_acc is_async _semantic"),
+    "warpgroup_mma_init": (1, "_semantic"),
+    "warpgroup_mma_wait": (1, "deps _semantic"),
+    "gl.BlockedLayout": (4, ""),
+    "gl.NVMMADistributedLayout": (0, "version warps_per_cta instr_shape"),
+    "gl.NVMMASharedLayout": (0, "swizzle_byte_width element_bitwidth rank"),
     "gl.NVMMASharedLayout.get_default_for": None,
-    "gl.SwizzledSharedLayout": (4, ()),
-    "gl.allocate_shared_memory": (3, ("_semantic",)),
-    "gl.inline_asm_elementwise": (6, ("_semantic",)),
-    "gl.warp_specialize": (3, ("_semantic",)),
+    "gl.SwizzledSharedLayout": (4, ""),
+    "gl.allocate_shared_memory": (3, "_semantic"),
+    "gl.inline_asm_elementwise": (6, "_semantic"),
+    "gl.warp_specialize": (3, "_semantic"),
 }
 
 
@@ -97,7 +97,7 @@ def gluon_of(load: Callable[[str], Any]) -> Gluon:
             first, *rest = path.split(".")
             function = functools.reduce(getattr, rest, names[first])
             if call is not None:
-                inspect.signature(function).bind(*[None] * call[0], **dict.fromkeys(call[1]))
+                inspect.signature(function).bind(*[None] * call[0], **dict.fromkeys(call[1].split()))
     except (ImportError, AttributeError) as error:
         return Gluon({}, str(error))
     except (TypeError, ValueError) as error:
