@@ -101,20 +101,20 @@ def inputs_add(draw: Draw) -> dict:
 
 WIDEST = 16384  # columns of a row whose scale is found of it as one tensor, and of one whose backward is one program's
 HELD = 2**17  # bytes of x, and of the residual, that a program's registers hold; a row of more is read twice
-BROADEST = 8192  # columns of a piece of several: 16 bytes of bf16 for each thread of 16 warps
 FINEST = 16  # pieces that the next power of two could be cut into
 
 
-def split_columns(N: int, narrowest: int = 256, idle: int = 16) -> tuple[int, int]:
+def split_columns(N: int, broadest: int, narrowest: int = 256, idle: int = 16) -> tuple[int, int]:
     """(BLOCK, PIECES): a row of N columns is held as PIECES of BLOCK, a power of two; the last may be short.
 
-    They are as few as leave one of `idle` columns idle, or less. Where none do, as few as leave the fewest idle. A piece of several
-    has `narrowest` columns or more. Rows of up to 1024 columns are one piece, for there a program has several.
+    They are as few as leave one of `idle` columns idle, or less. Where none do, as few as leave the fewest idle. A piece has
+    `broadest` columns at most and, of several, `narrowest` at least. Rows of up to 1024 columns are one piece, for there a program
+    has several.
     """
     whole = power_of_two(N)
     if whole <= 1024:
         return whole, 1
-    sizes = [min(whole, BROADEST)]
+    sizes = [min(whole, broadest)]
     while sizes[-1] > max(narrowest, whole // FINEST):
         sizes.append(sizes[-1] // 2)
     covered = {size: cdiv(N, size) * size for size in sizes}
@@ -123,38 +123,51 @@ def split_columns(N: int, narrowest: int = 256, idle: int = 16) -> tuple[int, in
     return BLOCK, cdiv(N, BLOCK)
 
 
-# Codes, and the backward, do more to an element than load and store it: idle lanes cost them less than more pieces do
-split_coarsely = partial(split_columns, narrowest=1024, idle=8)
+# How the three kinds of launch hold a row: the best of what was tried at the widths of models, 1536 to 32768 (H200, November 2026)
+
+
+def split_plain(N: int) -> tuple[int, int]:
+    return split_columns(N, 4096 if N <= 4096 else 1024 if N <= 8192 else 4096 if N <= 16384 else 8192)
+
+
+def split_codes(N: int) -> tuple[int, int]:
+    """Codes do more to an element than load and store it: idle lanes cost them less than more pieces do."""
+    return split_columns(N, 8192 if N <= 8192 else 4096, narrowest=1024, idle=8)
+
+
+def split_backward(N: int) -> tuple[int, int]:
+    return split_columns(
+        N, 2048 if N <= 2048 else 1024 if N <= 5120 else 8192, narrowest=1024, idle=2 if N <= 8192 else 16
+    )
 
 
 def programs_per_sm(N: int) -> int:
     """Of the backward, each with its share of dweight: more make the column sum longer than they gain."""
-    return 2 if N <= 6144 else 1
+    return 2 if N <= 5120 else 1
 
 
 def _default(a) -> dict:
-    columns = a.BLOCK * a.PIECES
     plain = a.FORMAT is None and a.Y is not None
     if a.PIECES > 1:
         # A thread of a plain norm has 8 bytes of bf16 of each piece: many loads in flight count, not their size
-        ROWS, num_warps = 1, min(32, a.BLOCK // (128 if plain else 256))
+        ROWS, num_warps = 1, min(32, a.BLOCK // (128 if plain and a.BLOCK <= 1024 else 256))
     elif plain:
-        # 512 elements a warp, 4 warps or more: the best of 1-4 rows by 2-16 warps at 2048 and 4096 columns (H200, November 2026)
+        # 512 elements a warp, 4 warps or more: the best of 1-4 rows by 2-16 warps at 2048 and 4096 columns
         ROWS, num_warps = max(1, min(16, 2048 // a.BLOCK)), min(16, max(4, a.BLOCK // 512))
     else:
         # Codes are bound by instructions: 32 elements a thread share what is done once for a block of 128 or for a column
         ROWS, num_warps = max(1, min(16, 4096 // a.BLOCK)), min(16, max(4, a.BLOCK // 1024))
-    return dict(ROWS=ROWS, num_warps=num_warps, TIGHT=a.PIECES > 1 and columns > 8192)
+    return dict(ROWS=ROWS, num_warps=num_warps, TIGHT=a.PIECES > 1 and a.BLOCK * a.PIECES > 8192)
 
 
 def _default_backward(a) -> dict:
     columns = a.BLOCK * a.PIECES
-    ROWS, num_warps = max(1, min(16, 4096 // columns)), min(16, max(4, power_of_two(cdiv(columns, 768))))
+    ROWS, num_warps = max(1, min(16, 4096 // columns)), 4 if a.N <= 3584 else 8 if a.N <= 5120 else 16
     # Three stages keep two blocks of every operand in shared memory; with two, ptxas spilled 3 KB (Triton 3.6)
     sizes = sum(t.element_size() for t in (a.X, a.DY, a.DH) if t is not None)
     blocks = 2 * ROWS * columns * sizes
     STAGES = 3 if blocks + 1024 <= Target.at(a.X.device).shared_memory else 1
-    return dict(ROWS=ROWS, num_warps=num_warps, STAGES=STAGES, TIGHT=a.PIECES > 1, RELOAD=False)
+    return dict(ROWS=ROWS, num_warps=num_warps, STAGES=STAGES, TIGHT=a.PIECES > 1, RELOAD=columns > 8192)
 
 
 @triton.jit
@@ -492,7 +505,7 @@ def launch_rows(
 ) -> None:
     """Launch the kernel over rows [M, N]; with `fmt`, y is a `Way` of codes."""
     M, N = x.shape
-    BLOCK, PIECES = split_columns(N) if fmt is None else split_coarsely(N)
+    BLOCK, PIECES = split_plain(N) if fmt is None else split_codes(N)
     if fmt is not None and fmt.reach == "row":
         BLOCK, PIECES = power_of_two(N), 1  # the scale is found of the row as one tensor
     if PIECES > 1 and N * x.element_size() * (1 if residual is None else 2) > HELD:
@@ -574,7 +587,7 @@ def gradients(x, weight, rstd, dy, dh, eps, weight_offset, needs) -> tuple[Tenso
     x2, dy2 = rows(x), rows(dy)
     M, N = x2.shape
     dh2 = rows(dh) if dh is not None else None
-    BLOCK, PIECES = split_coarsely(N)
+    BLOCK, PIECES = split_backward(N)
     strides = (*x2.stride(), *dy2.stride(), *(dh2.stride() if dh2 is not None else (0, 0)), N)
     common = (eps, 1.0 / N if N else math.nan, weight_offset or None)
     weight, rstd = vector(weight), vector(rstd)
