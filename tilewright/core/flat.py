@@ -30,12 +30,9 @@ def taken_apart(results: Any) -> tuple[list[Tensor | None], Callable[[Any], Any]
         quantised = isinstance(r, Quantized)
         pieces = [*r.tensors(), r.offsets] if quantised else [r]
         flat += pieces
-        makers.append((len(pieces), Quantized.maker(r.format, r.dtype, r.shape) if quantised else None))
+        makers.append((len(pieces), r.maker() if quantised else None))
     if all(make is None for _, make in makers):
         return flat, lambda pieces: tuple(pieces) if isinstance(pieces, list) else (pieces,)
-    if len(makers) == 1:
-        lone = makers[0][1]
-        return flat, lambda pieces: (lone(pieces),)
 
     def restore(pieces: Any) -> Any:
         made, at = [], 0

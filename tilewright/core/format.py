@@ -179,25 +179,27 @@ class Quantized(Tensor):
         offsets: Tensor | None = None,
     ) -> Quantized:
         """The inverse of `tensors()`: no copy, no gradient edge."""
-        format = Format.parse(format) if isinstance(format, str) else format
+        format = Format.parse(format) if isinstance(format, str) else format.bare()
         names = format.tensor_names
         if len(tensors) != len(names):
             raise ValueError(f"tensors: {format} has {len(names)} ({', '.join(names)}), got {len(tensors)}")
-        return Quantized.maker(format, dtype, shape)([*tensors, offsets])
+        inner = dict(zip(names, tensors))
+        if offsets is not None:
+            inner["offsets"] = offsets
+        return _wrap(format, dtype, shape, None, inner)
 
-    @staticmethod
-    def maker(
-        format: Format, dtype: torch.dtype, shape: Sequence[int]
-    ) -> Callable[[Sequence[Tensor | None]], Quantized]:
-        """A function that makes a value of `(*tensors(), offsets)`, for many values of one kind."""
-        format = format.bare()
-        names = format.tensor_names
+    def maker(self) -> Callable[[Sequence[Tensor | None]], Quantized]:
+        """A function that makes values of this one's kind, on its device, of `(*tensors(), offsets)`."""
+        format, dtype, shape, device = self.format.bare(), self.dtype, self.shape, self.device
+        names, make, key = format.tensor_names, Tensor._make_wrapper_subclass, format.key
 
         def made(stored: Sequence[Tensor | None]) -> Quantized:
             inner = dict(zip(names, stored))
             if stored[-1] is not None:
                 inner["offsets"] = stored[-1]
-            return _wrap(format, dtype, shape, None, inner)
+            q = make(Quantized, shape, dtype=dtype, device=device)
+            q.format, q.key, q._inner = format, key, inner
+            return q
 
         return made
 

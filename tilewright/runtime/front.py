@@ -108,25 +108,27 @@ class Front:
         given = (*args, *kwargs.values()) if kwargs else args
         types = (*map(type, given), *kwargs)
         tensors = None
-        for kind in self.recent:
-            if kind.types != types:
+        for kinds, numbers, count, at, check, recorded, leaves, known in self.recent:
+            if kinds != types:
                 continue
             if tensors is None:
                 tensors, others = apart(given)
-            if kind.count != len(tensors) or kind.others != others or not kind.check(*tensors):
+            if count != len(tensors) or numbers != others or not check(*tensors):
                 continue
-            if kind.recorded is not None and kind.recorded != torch.is_grad_enabled():
+            if recorded is not None and recorded != torch.is_grad_enabled():
                 continue
-            if kind.leaves is not None and kind.leaves != leaves_of(tensors):
+            if leaves is not None and leaves != leaves_of(tensors):
                 continue
-            slots = tensors if kind.slots is None else [tensors[at] for at in kind.slots]
-            known = kind.known
+            slots = tensors if at is None else [tensors[i] for i in at]
             if known.simple is not None:
                 result = known.simple(slots)
                 return MISS if result is None else result
             addresses = [*map(_address, slots)]
             if functools.reduce(or_, addresses) & 15:
                 return MISS  # guards do not see alignment
+            if known.plainly:
+                results = known.plan(slots, addresses)
+                return results if known.restore is None else known.restore(results)
             if known.written and not known.apart(addresses):
                 return MISS
             return self.finished(args, kwargs, known, slots, addresses)

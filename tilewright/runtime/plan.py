@@ -379,6 +379,7 @@ class Plan:
         # A result that is a whole allocation (or argument) is handed out as it is; a view of one is taken anew.
         whole = [recorder.place(s) for s in recorder.slots]
         self._results = [None if p is None else (p.slot, None if whole[p.slot] == p else p) for p in results]
+        self._whole = all(r is None or r[1] is None for r in self._results)
         self.single = len(results) == 1 and results[0] is not None and self._results[0][1] is None
         device = recorder.slots[0].device
         self._elsewhere = device if device.type == "cuda" and torch.cuda.device_count() > 1 else None
@@ -406,6 +407,8 @@ class Plan:
                 slots[slot] = None
         if self.single:
             return slots[self._results[0][0]]
+        if self._whole:
+            return [None if r is None else slots[r[0]] for r in self._results]
         return [None if r is None else slots[r[0]] if r[1] is None else r[1].view(slots[r[0]]) for r in self._results]
 
     def _in_stages(self, recorder: Recorder, kept: set[int]) -> list[tuple[list[Callable], list[Callable], list[int]]]:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..core.declaration import Declaration, Triton
 from ..core.flat import as_tuple, flattened, plain_tensors, taken_apart
+from ..core.format import Quantized
 from ..core.memory import span
 from ..core.outs import apart, outs_of, stored, with_outs
 from .choose import implementation
@@ -61,6 +62,11 @@ class Known:
     kind: Any = None
     step: Any = None
 
+    def __post_init__(self) -> None:
+        self.plainly = not (
+            self.whole or self.written
+        )  # the caller gets what `restore` makes, and nothing else happens
+
 
 def known_of(
     recorder: Recorder,
@@ -81,8 +87,11 @@ def known_of(
         return finish(restore(flat) if several else restore(flat)[0])
 
     simple = None if whole or written else plan.simple
-    # A plan's one tensor is the result as it is
-    again = made if several or not plan.single else None
+    again: Callable | None = made
+    if isinstance(results, Quantized):
+        again = results.maker()
+    elif not several and plan.single:
+        again = None  # its one tensor is the result as it is
     return Known(plan, again, written, whole, implementation, spans_apart(recorder, written), simple)
 
 
