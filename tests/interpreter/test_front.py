@@ -20,6 +20,7 @@ from tilewright.gemm import scaled_mm as scaled_mm_module
 from tilewright.op import Gradient
 from tilewright.ops.optimiser import multi_tensor
 from tilewright.runtime import choose, front, run
+from tilewright.runtime.key import Key
 
 
 @pytest.fixture(autouse=True)
@@ -166,6 +167,51 @@ def test_what_the_plan_of_a_product_depends_on(guards):
             for one, other in zip(bits(made), bits(wanted)):
                 same_bits(f"{name}, turn {turn}", one, other)
     assert guards[0] > 0
+
+
+def test_the_key_of_a_quantised_value():
+    a, _ = operands()
+    pieces = a.tensors()
+    others = [
+        Quantized.from_tensors(tw.fp8("1x128", pow2=False), a.dtype, a.shape, pieces),
+        Quantized.from_tensors(FIRST, torch.float32, a.shape, pieces),
+        Quantized.from_tensors(FIRST, a.dtype, (8, 256), pieces),
+        Quantized.from_tensors(FIRST, a.dtype, a.shape, pieces, torch.tensor([16])),
+    ]
+
+    def parts(q: Quantized) -> list:
+        key = Key()
+        assert key.add((q,))
+        return key.parts
+
+    assert parts(a) == parts(operands(1)[0])
+    assert all(parts(other) != parts(a) for other in others)
+    graded = Quantized(torch.zeros(16, 128, requires_grad=True), FIRST, None, *pieces)
+    assert not Key().add((graded,))
+    with torch.no_grad():
+        assert Key().add((graded,))
+
+
+def test_codes_that_are_not_aligned_pass_the_guard(guards):
+    a, b = operands()
+    for _ in range(3):
+        tw.scaled_mm(a, b)
+    assert guards[0] == 1
+    same_bits("not aligned", tw.scaled_mm(misaligned(a), b), by_hand(a, b))
+    assert guards[0] == 1
+    tw.scaled_mm(a, b)
+    assert guards[0] == 2
+
+
+def test_a_result_on_an_argument_is_not_remembered(monkeypatch):
+    """Even where a guard does not refuse to see one tensor twice."""
+    monkeypatch.setattr(front, "guard", lambda tensors: lambda *others: True)
+    a, b = operands()
+    for _ in range(3):
+        c, beside, apart = torch.ones(16, 32), torch.ones(16, 32), torch.zeros(16, 32)
+        tw.scaled_mm(a, b, c=c, beta=1.0, out_dtype=torch.float32, out=c)
+        tw.scaled_mm(a, b, c=beside, beta=1.0, out_dtype=torch.float32, out=apart)
+        assert torch.equal(apart, c) and bool((beside == 1.0).all())
 
 
 def test_one_and_true_are_not_one_argument():
@@ -441,12 +487,29 @@ def test_a_backward_like_one_before_goes_from_a_guard_to_its_plan(learning, guar
         same_bits("dx", dx, 3 * g)
         same_bits("dz", dz, g)
         assert not dx.requires_grad and y.grad_fn is not None and not y._is_view()
+        (alone,) = torch.autograd.grad(y, x, g, retain_graph=True)
+        same_bits("dx alone", alone, 3 * g)
+        (alone,) = torch.autograd.grad(y, z, g, retain_graph=True)
+        same_bits("dz alone", alone, g)
         (alone,) = torch.autograd.grad(y, x, g.t(), retain_graph=True)
         same_bits("dx alone, of a strided gradient", alone, 3 * g.t().contiguous())
         off = torch.cat([torch.zeros(1), g.flatten()])[1:].view(8, 8)
+        before = len(long)
         same_bits("of one that is not aligned", torch.autograd.grad(y, x, off)[0], 3 * g)
+        assert len(long) == before + 1
     assert host.runs == 1 and guards[0] == 4
-    assert len(long) < 6 * 3
+    # All that are not aligned; the other four of the first call, which has the long tape; then each of two kinds once
+    assert len(long) == 6 + 4 + 2
+
+
+def test_a_step_knows_which_gradients_its_plan_gives(learning):
+    op, _, long = learning
+    x, z = (t.requires_grad_() for t in pair(8, 8))
+    g = torch.ones(8, 8)
+    for wanted in [(x,)] * 5 + [(x, z)] * 5 + [(z,)] * 5 + [(x,), (z,), (x, z)] * 2:
+        for tensor, grad in zip(wanted, torch.autograd.grad(op(x, z, 3.0), wanted, g)):
+            same_bits("gradient", grad, torch.full_like(g, 3.0 if tensor is x else 1.0))
+    assert len(long) < 5 + 2 * 3
 
 
 def test_which_gradients_are_wanted_is_seen_by_guards(learning):

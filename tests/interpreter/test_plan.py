@@ -191,6 +191,27 @@ def test_recorder_says_what_was_foreign():
     assert "twice" in recorder.foreign
 
 
+def test_memory_that_host_code_keeps_is_held_by_the_plan(declare):
+    """What has to happen before it is read happens in every replay; what is asked for too late makes no plan."""
+    used = []
+
+    def forward(x, z, factor):
+        if factor == 7.0:
+            torch.empty_like(x)
+        Recorder.active().adopt(KEPT, lambda: used.append(1))
+        return plain(x, KEPT[: x.numel()].view(x.shape), factor)
+
+    op, host = declare(forward)
+    for seed in range(4):
+        x, _ = pair(seed=seed)
+        used.append(0)
+        same_bits(f"call {seed}", op(x), 2 * x + 3)
+    assert host.runs == 1 and used == [0] + [0, 1] * 3
+    for turn in range(2):
+        same_bits(f"late, turn {turn}", op(x, factor=7.0), 7 * x + 3)
+        assert host.runs == 2 + turn
+
+
 def test_one_tensor_for_two_arguments_makes_no_plan(declare):
     op, _ = declare()
     x, z = pair()
