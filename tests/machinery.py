@@ -38,7 +38,7 @@ MUTANTS = [
     Broken("strides left out of the key", "value.is_contiguous() or value.stride()", "True", "strides", "differ|outside"),
     Broken("numbers left out of the key", "parts += kind, value", "parts += kind, value if kind is frozenset else 0", "unlike",
            "after others.*: y"),
-    Broken("dtypes left out of the key", "value.shape, value.dtype, ", "value.shape, ", "unlike", "after others.*: y"),
+    Broken("dtypes left out of the key", "parts += value.shape, value.dtype, ", "parts += value.shape, ", "unlike", "after others.*: y"),
     Broken("formats left out of the key", "parts.append(value.key)", "pass", "unlike", "after others", "rms_norm"),
     Broken("wanted gradients left out of the key", "(*key.parts, *graded) if True in graded else", "", "unlike",
            "no gradient of x"),

@@ -233,7 +233,10 @@ class ListFront:
 
     def call(self, args: tuple, kwargs: Mapping[str, Any]) -> Any:
         usual = (
-            not kwargs.get("out") and not self.op.signature.listed and levels._current_level < 0 and not compiles_only()
+            kwargs.get("out") is None
+            and not self.op.signature.listed
+            and levels._current_level < 0
+            and not compiles_only()
         )
         found = self._apart(args, kwargs) if usual else None
         if found is None:
