@@ -52,11 +52,9 @@ class Place(NamedTuple):
         return out.set_(base.untyped_storage(), start // self.dtype.itemsize, self.shape, self.stride)
 
     def seen(self, base: Tensor) -> Tensor:
-        """The same, where nobody asks whether it is a view: the slot itself if that looks so, or a view that torch knows of."""
+        """The same where nobody asks whether it is a view: torch may know it as one, which costs less."""
         if base.dtype != self.dtype:
             return self.view(base)
-        if base.shape == self.shape and base.stride() == self.stride and not self.offset:
-            return base
         return base.as_strided(self.shape, self.stride, base.storage_offset() + self.offset // self.dtype.itemsize)
 
 
@@ -214,6 +212,7 @@ class Call:
 
     def __init__(self, function: Callable[..., Any], tensors: Sequence[Tensor | None]) -> None:
         self.function, self.tensors = function, tensors
+        self.whole: set[int] = set()  # which of them are slots as they are
 
     @staticmethod
     def now(function: Callable[..., Any], *tensors: Tensor | None) -> None:
@@ -221,6 +220,7 @@ class Call:
         call, recorder = Call(function, tensors), Recorder.active()
         if recorder is not None:
             recorder.launch(call, [*tensors])
+            call.whole = {at for at, t in enumerate(tensors) if any(t is slot for slot in recorder.slots)}
         if recorder is None or not recorder.compile_only:
             call.first()
 
@@ -230,12 +230,19 @@ class Call:
 
     def bind(self, places: Places) -> Callable:
         function, found = self.function, dict(places)
-        order = [found.get((at,)) for at in range(len(self.tensors))]
+        count = len(self.tensors)
         self.tensors = ()  # no tensor is kept alive
+        slot_of = [(at, found[at,].slot) for at in sorted(self.whole)]
+        views = [(at, found[at,]) for at in range(count) if (at,) in found and at not in self.whole]
 
         def replay(slots: list[Tensor], addresses: list[int]) -> None:
+            given: list[Tensor | None] = [None] * count
             with torch.no_grad():
-                function(*[None if place is None else place.seen(slots[place.slot]) for place in order])
+                for at, slot in slot_of:
+                    given[at] = slots[slot]
+                for at, place in views:
+                    given[at] = place.seen(slots[place.slot])
+                function(*given)
 
         return replay
 
