@@ -227,10 +227,10 @@ def test_products_store_the_codes_of_their_sums(fmt, tile, rows, columns, monkey
         a.view(torch.uint8)[rows // 2, 5] = 0x7F  # NaN
         for more in ({}, {"bias": bias, "act": "gelu_tanh"}, {"c": c, "beta": 0.5}):
             call = functools.partial(
-                tw.scaled_mm, a, b.t(), scale_a, scale_b, recipe_a=recipe_a, recipe_b=recipe_b, backend="hopper", **more
-            )  # fmt: skip
+                product.function, a, b.t(), scale_a, scale_b, recipe_a, recipe_b, backend="hopper", **more
+            )
             expected, out = (
-                tw.quantize(call(out_dtype=torch.float32), fmt),
+                tw.quantize(call(out_dtype="float32"), fmt),
                 fmt.empty((rows, columns), torch.bfloat16, "cuda"),
             )
             assert call(out_format=fmt, out=out) is out

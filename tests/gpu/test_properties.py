@@ -236,6 +236,7 @@ MORE = {
     "grouped_mm_rows": 1,
     "grouped_mm_inner_fp8": 2,
     "linear_fp8": 4,
+    "linear_fp8_accumulate": 4,
     "glu_linear_fp8": 4,
     "matmul": 2,
     "scaled_mm": 1,

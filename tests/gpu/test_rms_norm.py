@@ -106,9 +106,7 @@ def test_rows_in_pieces(M, N, weight, offset, poisoned):
 
 @pytest.mark.parametrize("poisoned", [False, True])
 @pytest.mark.parametrize("weight, offset", [(True, 0.0), (True, 1.0), (False, 0.0)])
-@pytest.mark.parametrize(
-    "M, N", [(1, 2048), (8192, 2048), (5, 3072), (777, 4096), (333, 5120), (100, 6144), (400, 7168), (7, 8192)]
-)
+@pytest.mark.parametrize("M, N", [(1, 3072), (8192, 3072), (777, 4096), (333, 5120), (100, 6144), (400, 7168)])
 def test_rows_in_int8(M, N, weight, offset, poisoned):
     """All bits, given the rstd that the rows kernel finds: a scale follows rstd to the last bit."""
     x, w = draw(M, N, poisoned)
@@ -123,7 +121,7 @@ def test_rows_in_int8(M, N, weight, offset, poisoned):
     same(again, wanted, 0.0)
 
 
-@pytest.mark.parametrize("name, N, fmt", [("tiles", 2048, BOTH), ("rows", 7168, ROW), ("rows", 2048, BYTES)])
+@pytest.mark.parametrize("name, N, fmt", [("tiles", 2048, BOTH), ("rows", 7168, ROW), ("rows", 4096, BYTES)])
 def test_repeatable_on_two_streams(name, N, fmt):
     x, w = draw(8192, N, False)
     with tw.force(name):
@@ -140,7 +138,7 @@ def test_repeatable_on_two_streams(name, N, fmt):
             assert torch.equal(a, b), what
 
 
-@pytest.mark.parametrize("name, N, fmt", [("tiles", 2048, BOTH), ("rows", 7168, ROW), ("rows", 2048, BYTES)])
+@pytest.mark.parametrize("name, N, fmt", [("tiles", 2048, BOTH), ("rows", 7168, ROW), ("rows", 4096, BYTES)])
 def test_captured(name, N, fmt):
     x, w = draw(4096, N, False)
     with tw.force(name):

@@ -24,9 +24,9 @@ def near_codes(
     there: Tensor,
     noise: Tensor | None,
 ) -> None:
-    """A quantised result: what quantising the true value gives; a producer's last bit may move a scale or, in one element of
-    a thousand, a code by one step. Without `noise` every bit must be right. The column-wise operand's value may be another: the
-    op's `twin` gives it from the arguments."""
+    """A quantised result: what quantising the true value gives; a producer's last bit may move a scale or, in one of a thousand,
+    a code, a zero point or a scale of 8 bits by one step. Without `noise` every bit must be right. The column-wise operand's value
+    may be another: the op's `twin` gives it from the arguments."""
     agreed, twin = contract(op, values, actual), op.bars.twin
     if twin is None:
         return _near(label, name, agreed, actual, there, noise)
@@ -97,12 +97,24 @@ def _near_code(label: str, found: Tensor, wanted: list[Tensor], clear: Tensor, e
 def _near_scale(label: str, found: Tensor, wanted: list[Tensor], exact: bool) -> None:
     if exact:
         return same_bits(label, found, wanted[0])
+    steps = _steps(label, found, wanted[0])
     found, *wanted, nothing = (t.float() for t in (found, *wanted))
     low, high = torch.stack(wanted).amin(0), torch.stack(wanted).amax(0)
     # Zero points may be negative
     right = (low - 2e-7 * low.abs() <= found) & (found <= high + 2e-7 * high.abs()) | (found == nothing)
     right |= found.isnan() & low.isnan()
-    assert bool(right.all()), (
-        f"{label}: {int((~right).sum())} of {right.numel()} scales differ, one is {found[~right][0]}"
+    wrong = int((~right).sum())
+    allowed = 0 if steps is None else 1 + right.numel() // 1000
+    far = 0 if steps is None else int((steps > 1)[~right].sum())
+    assert wrong <= allowed and far == 0, (
+        f"{label}: {wrong} of {right.numel()} scales differ, {far} by more than a step, one is {found[~right][0]}"
     )
     return None
+
+
+def _steps(label: str, found: Tensor, wanted: Tensor) -> Tensor | None:
+    """By how many steps numbers of few digits differ. They follow from two whose last bits move apart: zero points from the largest
+    and the smallest of a block, scales of 8 bits from its largest and the whole's. None for scales of 32 bits."""
+    if found.dtype.itemsize == 1:
+        return (found.view(torch.uint8).int() - wanted.view(torch.uint8).int()).abs()
+    return (found - wanted).abs() if label.rpartition(".")[2].startswith("zero") else None

@@ -192,9 +192,7 @@ def in_hot_formats(op: Op, values: dict[str, Any]) -> Iterator[Call]:
     matrices = [name for name in op.differentiable if rules[name].leading and rules[name].dims]
     for ways in ("both", "row"):
         fmt = tw.fp8("1x128", ways=ways)
-        if (
-            "out_format" in op.signature.names and op.cost.flops is None
-        ):  # a product is quantised by a launch of its own
+        if "out_format" in op.signature.names and op.cost.flops is None:  # products have variants enough
             yield Call({**values, "out_format": fmt}, FORWARD)
         if quantises and sum(values.get(name) is not None for name in matrices) == 1:  # two have no one gradient
             yield Call(values, extra={"grad_format": fmt})

@@ -12,10 +12,9 @@ from .quantize import has, quotient
 SMALLEST = tl.constexpr(2.0**-100)  # smallest scale: below it `quotient` would not be exact
 MAGIC = tl.constexpr(12582912.0)  # 1.5 * 2**23: what is added to it rounds to an integer, in the low bits
 MAGIC_BITS = tl.constexpr(0x4B400000)
-# The lowest bytes of four words in one, and that where the fifth has bits
+# The lowest bytes of four words in one
 PACK_BYTES = tl.constexpr(
-    "{ .reg .b32 low, high; prmt.b32 low, $1, $2, 0x0040; prmt.b32 high, $3, $4, 0x0040;"
-    " prmt.b32 $0, low, high, 0x5410; and.b32 $0, $0, $5; }"
+    "{ .reg .b32 low, high; prmt.b32 low, $1, $2, 0x0040; prmt.b32 high, $3, $4, 0x0040; prmt.b32 $0, low, high, 0x5410; }"
 )
 
 
@@ -59,13 +58,11 @@ def integer_code(y, s, c, z, FORMAT: tl.constexpr):
 
 @triton.jit
 def byte_code(y, s, c, FORMAT: tl.constexpr):
-    """The int8 code of y. Four numbers are packed and masked as one word where the chip's own instructions may be named."""
+    """The int8 code of y. Where the chip's own instructions may be named, four numbers of a thread are packed as one word: they may
+    be of rows with different scales, so that each is masked by itself."""
     if has(FORMAT, "fast"):
-        v = (quotient(y, s, c) + MAGIC).to(tl.int32, bitcast=True)
-        kept, v = tl.broadcast(tl.where(s == s, -1, 0), v)
-        code = tl.inline_asm_elementwise(
-            PACK_BYTES, "=r,r,r,r,r,r,r,r,r", [v, kept], dtype=tl.int8, is_pure=True, pack=4
-        )
+        v = (quotient(y, s, c) + MAGIC).to(tl.int32, bitcast=True) & tl.where(s == s, -1, 0)
+        code = tl.inline_asm_elementwise(PACK_BYTES, "=r,r,r,r,r", [v], dtype=tl.int8, is_pure=True, pack=4)
     else:
         code = integer_code(y, s, c, s, FORMAT).to(tl.int8)
     return code
