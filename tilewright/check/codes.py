@@ -70,7 +70,7 @@ def _near(label: str, name: str, agreed: Contract, actual: Outcome, there: Tenso
             found, *wanted = (_apart(t, fmt) if per == 2 else t for t in (found, *wanted))
             _near_code(f"{label}.{part}", found, wanted, clear, exact)
         else:
-            _near_scale(f"{label}.{part}", found, wanted, exact)
+            near_scale(f"{label}.{part}", found, wanted, exact)
 
 
 def _apart(codes: Tensor, fmt: Format) -> Tensor:
@@ -94,7 +94,7 @@ def _near_code(label: str, found: Tensor, wanted: list[Tensor], clear: Tensor, e
     assert wrong <= allowed and far == 0, f"{label}: {wrong} of {right.numel()} codes differ, {far} by more than a step"
 
 
-def _near_scale(label: str, found: Tensor, wanted: list[Tensor], exact: bool) -> None:
+def near_scale(label: str, found: Tensor, wanted: list[Tensor], exact: bool) -> None:
     if exact:
         return same_bits(label, found, wanted[0])
     steps = _steps(label, found, wanted[0])
