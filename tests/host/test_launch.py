@@ -300,15 +300,20 @@ def test_a_replay_makes_descriptors_of_its_own_call(drivers, version):
 
 
 @every_version
-def test_the_simple_plan_launches_with_its_own_addresses(drivers, version):
-    compiled = Compiled(drivers[version], ("*fp32", "constexpr", "*fp32", "i32"))
-    x, made = torch.zeros(8), torch.zeros(8)
-    launch = DIRECT[version](compiled, (3,), [torch.zeros(8), None, torch.zeros(8), 5])
-    simple = launch.simple([(0,)], (2,), lambda: made)
-    assert simple((x,)) is made
-    own = [v for v in own_of(version, drivers[version].launched.pop()) if v is not None]
-    assert own == [x.data_ptr(), made.data_ptr(), 5]
-    assert simple((x[1:],)) is None and not drivers[version].launched  # not aligned
+@pytest.mark.parametrize("count", [1, 2, 3])  # two have a function of their own
+def test_the_simple_plan_launches_with_its_own_addresses(drivers, version, count):
+    compiled = Compiled(drivers[version], ("*fp32", "constexpr", *["*fp32"] * count, "i32"))
+    given, made = [torch.zeros(8) for _ in range(count)], torch.zeros(8)
+    launch = DIRECT[version](compiled, (3,), [torch.zeros(8), None, *[torch.zeros(8) for _ in given], 5])
+    # The result is the kernel's first argument, and the call's come in another order than the kernel's
+    simple = launch.simple([(2 + at,) for at in reversed(range(count))], (0,), lambda: made)
+    for _ in range(2):
+        assert simple(tuple(given)) is made
+        own = [v for v in own_of(version, drivers[version].launched.pop()) if v is not None]
+        assert own == [made.data_ptr(), *[t.data_ptr() for t in reversed(given)], 5]
+    for at in range(count):
+        shifted = [torch.zeros(9)[1:] if i == at else t for i, t in enumerate(given)]
+        assert simple(tuple(shifted)) is None and not drivers[version].launched  # not aligned
     with_box = Compiled(drivers[version], ("tensordesc<fp32[8,8],layout>", "*fp32"))
     launch = DIRECT[version](with_box, (3,), [Descriptor(torch.zeros(16, 16)), torch.zeros(8)])
     assert launch.simple([(0,)], (1,), lambda: made) is None

@@ -39,12 +39,12 @@ def public(op: Runner) -> Callable[..., Any]:
             return lists.call(args, kwargs)
         if forced.get() is None and levels._current_level < 0:
             if not kwargs:
-                for check, count, graded, plan, restore in front.plain:
+                for check, count, graded, simple, plan, restore in front.plain:
                     if count == len(args) and check(*args):
                         if graded and torch.is_grad_enabled():
                             break
-                        if plan.simple is not None:
-                            result = plan.simple(args)
+                        if simple is not None:
+                            result = simple(args)
                             if result is None:
                                 break  # the guards do not see alignment
                             return result

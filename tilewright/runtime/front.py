@@ -200,7 +200,7 @@ class Front:
             types = (*map(type, given), *kwargs)
             known.kind = kind = Kind(types, others, len(tensors), None if every else at, check, recorded, leaves, known)
         if self.tape and not others and not kwargs and kind.slots is None and not known.whole and not known.written:
-            one = kind.check, kind.count, bool(kind.recorded), known.plan, known.restore
+            one = kind.check, kind.count, bool(kind.recorded), known.plan.simple, known.plan, known.restore
             self.plain = (one, *[other for other in self.plain if other[0] is not kind.check][: RECENT - 1])
         else:
             self.recent = (kind, *[other for other in self.recent if other is not kind][: RECENT - 1])

@@ -95,7 +95,23 @@ class ListLaunch:
             raw(x, y, z, stream(device), *rest, args)
             return result
 
-        return simple
+        if len(ins) != 2:
+            return simple
+        one, other = ins
+
+        def pair(tensors: tuple[Tensor, ...]) -> Tensor | None:
+            """The same for two arguments, as in `CudaLaunch`."""
+            first, second = tensors
+            a, b = first.data_ptr(), second.data_ptr()
+            if (a | b) & 15:
+                return None
+            result = allocate()
+            args = template.copy()
+            args[one], args[other], args[out] = a, b, result.data_ptr()
+            raw(x, y, z, stream(device), *rest, args)
+            return result
+
+        return pair
 
 
 def _kept(types: tuple, values: tuple, path: Path = ()) -> Iterator[tuple[Path, Any]]:
