@@ -88,3 +88,30 @@ def test_a_block_that_is_all_noise_may_be_nothing_and_another_may_not():
     found[3, :128] = 0.0
     with pytest.raises(AssertionError, match="scale: 1 of 16 scales differ, one is 1.0"):
         hold(fmt, there, {**stored_by(fmt, found), "data": stored_by(fmt, there)["data"]})
+
+
+@pytest.mark.parametrize("fmt", [tw.int4("1x128", zero=True), tw.nvfp4()], ids=str)
+def test_numbers_of_few_digits_may_fall_to_either_side_of_a_tie(fmt):
+    """A zero point follows from two numbers of a block, NVFP4's scale of a block from one of it and one of the whole: values that
+    move together leave both where they are, and the last bit of one of them decides."""
+    there = truth()
+    if fmt.name == "int4":
+        block, at = slice(0, 128), 1  # from -6.5 to 8.5 in steps of 1: -8 + 6.5 is no integer
+        there[0, block] = there[0, block].clamp(-1.0, 1.0)
+        there[0, 0], there[0, at] = 8.5, -6.5
+    else:
+        there, block, at = there.clamp(-1.0, 1.0), slice(0, 16), 1  # 17 of the whole's 448: between the codes 16 and 18
+        there[3, 40], there[0, at] = 448.0, 17.0
+    lower, higher = there.clone(), there.clone()
+    lower[0, at] *= 1 - 2e-7
+    higher[0, at] *= 1 + 2e-7
+    stored = [stored_by(fmt, t) for t in (there, lower, higher)]
+    part = "zero" if fmt.name == "int4" else "scale"
+    firsts = [float(one[part].float().flatten()[0]) for one in stored]
+    assert len({*firsts}) == 2  # what is stored for the block depends on that bit
+    for one in stored:
+        hold(fmt, there, one)
+    far = there.clone()
+    far[0, at] *= 1.2 if fmt.name == "int4" else 0.8
+    with pytest.raises(AssertionError, match="differ"):
+        hold(fmt, there, stored_by(fmt, far))
