@@ -83,6 +83,7 @@ LADDERS = {
     "sum_columns.ROWS": 10,  # powers of two
 }
 SHAPES, MOST = 60, 24  # random shapes, and variants of one kernel for one kind of call that they may need
+MORE = {"rms_norm_forward": 32}  # a row is held as pieces, whose size and number follow its width
 
 
 # ---------------------------------------------------------------- what is compiled
@@ -256,9 +257,13 @@ def test_variants_are_bounded(op):
                 keys[kernel.name].add(tuple(parts.items()))
                 for name, value in parts.items():
                     rungs[f"{kernel.name}.{name}"].add(value)
-        wrong |= {f"{name}: {len(k)} variants for {SHAPES} shapes" for name, k in keys.items() if len(k) > MOST}
+        wrong |= {
+            f"{name}: {len(k)} variants for {SHAPES} shapes"
+            for name, k in keys.items()
+            if len(k) > MORE.get(name, MOST)
+        }
         wrong |= {f"{name}: takes {sorted(rungs[name])}" for name, most in LADDERS.items() if len(rungs[name]) > most}
-    assert not wrong, f"{op.name}: more than {MOST} variants, or more rungs than stated:\n" + "\n".join(sorted(wrong))
+    assert not wrong, f"{op.name}: more variants or rungs than stated:\n" + "\n".join(sorted(wrong))
 
 
 @every_op
