@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..core.nest import Path
 from ..core.private import raw_stream
-from .plan import Places
+from .plan import Places, simple_launch
 
 
 class ListLaunch:
@@ -78,40 +78,8 @@ class ListLaunch:
         """The function of `Plan.simple`: arguments are single tensors, the result is one allocation."""
         if self.makers:
             return None
-        raw, device, stream, rest, (x, y, z) = self.raw, self.device, raw_stream, self.rest, self.grid
-        template, ins, out = self.args, [self.at[path] for path in inputs], self.at[output]
-
-        def simple(tensors: tuple[Tensor, ...]) -> Tensor | None:
-            args = template.copy()
-            low = 0
-            for at, tensor in zip(ins, tensors):
-                address = tensor.data_ptr()
-                low |= address
-                args[at] = address
-            if low & 15:
-                return None
-            result = allocate()
-            args[out] = result.data_ptr()
-            raw(x, y, z, stream(device), *rest, args)
-            return result
-
-        if len(ins) != 2:
-            return simple
-        one, other = ins
-
-        def pair(tensors: tuple[Tensor, ...]) -> Tensor | None:
-            """The same for two arguments, as in `CudaLaunch`."""
-            first, second = tensors
-            a, b = first.data_ptr(), second.data_ptr()
-            if (a | b) & 15:
-                return None
-            result = allocate()
-            args = template.copy()
-            args[one], args[other], args[out] = a, b, result.data_ptr()
-            raw(x, y, z, stream(device), *rest, args)
-            return result
-
-        return pair
+        ins, out = [self.at[path] for path in inputs], self.at[output]
+        return simple_launch(self.raw, self.grid, self.device, self.rest, self.args, ins, out, allocate, spread=False)
 
 
 def _kept(types: tuple, values: tuple, path: Path = ()) -> Iterator[tuple[Path, Any]]:
