@@ -39,7 +39,8 @@ COARSE = Bar(8e-2, 8e-2, 1.0)  # of FP8 products of FP8 products: each factor of
 GAIN = 1e-2  # of those: rounding to codes makes noise, which hides no factor
 MOST_CODES_OFF = 1e-3
 MOST_SCALES_OFF = 1e-4
-SCALE_ULPS = 8 * 2.0**-24  # that a scale which is no power of two may be off: five roundings, one of them of an approximate rsqrt
+# That a scale which is no power of two may be off: five roundings make it, one of them in an approximate rsqrt
+SCALE_ULPS = 8 * 2.0**-24
 
 
 class Wrong(Exception):
