@@ -171,14 +171,21 @@ def programs_on_sm(pieces: int, warps: int) -> int:
     return max(1, (ON_SM if pieces == 1 else ON_SM_PIECES) // warps)
 
 
+REDUCING = 1024  # bytes of shared memory that the backward's sums take beside its stages, at most
+
+
+def stage_backward(a, ROWS: int) -> int:
+    """Bytes of shared memory that a stage of the backward's loop keeps: a block of every operand."""
+    elements = ROWS * a.GB * a.COLUMNS.BLOCK * a.COLUMNS.PIECES
+    return elements * sum(rows.data.element_size() for rows in (a.X, a.GATE, a.DY))
+
+
 def _shape_backward(a, size: int | None = None, stages: int = 3) -> dict:
-    BLOCK, _, PIECES = a.COLUMNS
-    ROWS, warps = rows_backward(a.GB * BLOCK, PIECES, size or SIZE)
-    elements = ROWS * a.GB * BLOCK * PIECES
-    # All stages but one keep a block of every operand in shared memory
-    shared = (stages - 1) * elements * sum(rows.data.element_size() for rows in (a.X, a.GATE, a.DY))
+    PIECES = a.COLUMNS.PIECES
+    ROWS, warps = rows_backward(a.GB * a.COLUMNS.BLOCK, PIECES, size or SIZE)
     room = Target.at(a.X.data.device).shared_memory // programs_on_sm(PIECES, warps)
-    STAGES = stages if shared + 1024 <= room else 1
+    # All stages but one are in shared memory
+    STAGES = stages if (stages - 1) * stage_backward(a, ROWS) + REDUCING <= room else 1
     return {"ROWS": ROWS, "STAGES": STAGES, "num_warps": warps}
 
 

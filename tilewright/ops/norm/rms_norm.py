@@ -160,14 +160,31 @@ def _default(a) -> dict:
     return dict(ROWS=ROWS, num_warps=num_warps, TIGHT=a.PIECES > 1 and a.BLOCK * a.PIECES > 8192)
 
 
+REDUCING = (
+    1024  # bytes of shared memory that the backward's sums, and an rstd that is given, take beside its stages, at most
+)
+
+
+def stage_backward(a, ROWS: int, RELOAD: bool) -> int:
+    """Bytes of shared memory that a stage of the backward's loop keeps: a block of each load in it.
+
+    A weight that is loaded in the loop is there for the sums and again for dx, but for its first piece: before that nothing was
+    stored, and one load serves both. Where there is no dx the loop stores nothing, and the compiler loads the weight before it.
+    """
+    in_rows = (a.X, a.DY, a.DH if a.DX is not None else None)
+    held = ROWS * a.BLOCK * a.PIECES * sum(t.element_size() for t in in_rows if t is not None)
+    if RELOAD and a.W is not None and a.DX is not None:
+        held += (2 * a.PIECES - 1) * a.BLOCK * a.W.element_size()
+    return held
+
+
 def _default_backward(a) -> dict:
     columns = a.BLOCK * a.PIECES
     ROWS, num_warps = max(1, min(16, 4096 // columns)), 4 if a.N <= 3584 else 8 if a.N <= 5120 else 16
+    RELOAD = columns > 8192
     # Three stages keep two blocks of every operand in shared memory; with two, ptxas spilled 3 KB (Triton 3.6)
-    sizes = sum(t.element_size() for t in (a.X, a.DY, a.DH) if t is not None)
-    blocks = 2 * ROWS * columns * sizes
-    STAGES = 3 if blocks + 1024 <= Target.at(a.X.device).shared_memory else 1
-    return dict(ROWS=ROWS, num_warps=num_warps, STAGES=STAGES, TIGHT=a.PIECES > 1, RELOAD=columns > 8192)
+    STAGES = 3 if 2 * stage_backward(a, ROWS, RELOAD) + REDUCING <= Target.at(a.X.device).shared_memory else 1
+    return dict(ROWS=ROWS, num_warps=num_warps, STAGES=STAGES, TIGHT=a.PIECES > 1, RELOAD=RELOAD)
 
 
 @triton.jit
