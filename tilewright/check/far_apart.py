@@ -13,7 +13,8 @@ import signal
 import sys
 import tempfile
 import traceback
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
 import torch
 from torch import Tensor
@@ -73,26 +74,40 @@ def main(name: str, device: str, source: str = "") -> None:
     tw.catalogue()
     if source:
         load(source, "loaded_" + name)
-    check(OPS[name], device)
+    end_after(lambda: check(OPS[name], device), sys.stderr)
+
+
+def end_after(work: Callable[[], None], said: TextIO) -> NoReturn:
+    """End the process after `work`, with status 0 if it did not raise; else `said` has the traceback.
+
+    Nothing is tidied up. In a fork that is the parent's to do. Elsewhere autograd's threads have outlived the last backward: one
+    that asks for the interpreter's lock while Python shuts down is ended inside of C++, and the process aborts: "terminate called
+    without an active exception".
+    """
+    status = 1
+    try:
+        work()
+        status = 0
+    except BaseException:
+        traceback.print_exc(file=said)
+        said.flush()
+    finally:
+        os._exit(status)
 
 
 def in_a_fork(op: Op) -> tuple[int, str]:
     """`check` on the CPU in a copy of this process: its status, negative for a signal, and what it printed."""
     with tempfile.TemporaryFile("w+", errors="replace") as said:
+
+        def work() -> None:
+            signal.setitimer(signal.ITIMER_PROF, LIMIT)  # of CPU time: a busy machine is no fault
+            os.dup2(said.fileno(), 1)
+            os.dup2(said.fileno(), 2)
+            check(op, "cpu")
+
         child = os.fork()
         if child == 0:
-            status = 1
-            try:
-                signal.setitimer(signal.ITIMER_PROF, LIMIT)  # of CPU time: a busy machine is no fault
-                os.dup2(said.fileno(), 1)
-                os.dup2(said.fileno(), 2)
-                check(op, "cpu")
-                status = 0
-            except BaseException:
-                said.write(traceback.format_exc())
-                said.flush()
-            finally:
-                os._exit(status)  # nothing of the parent's is tidied up here
+            end_after(work, said)
         _, waited = os.waitpid(child, 0)
         said.seek(0)
         return os.waitstatus_to_exitcode(waited), said.read()
