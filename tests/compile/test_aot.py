@@ -96,7 +96,9 @@ def test_spills_registers_and_shared_memory_are_reported():
     assert not compile_product(num_stages=5).shared_is_there
 
 
-@pytest.mark.skipif(not triton.__version__.startswith("3.6."), reason="later compilers do not serialise this product")
+@pytest.mark.skipif(
+    not triton.__version__.startswith("3.6."), reason="needs Triton 3.6: later ones do not serialise this product"
+)
 def test_serialised_matrix_instructions_are_reported():
     assert compile_product(num_stages=3).serialised
     assert not compile_elementwise("sm_90").serialised

@@ -12,7 +12,9 @@ from tilewright.core.target import TARGETS, pretend
 from tilewright.ops.embedding.embedding import COUNTED, sum_into
 from tilewright.runtime.kernel import collect
 
-OLDEST = pytest.mark.skipif(not triton.__version__.startswith("3.6."), reason="what Triton 3.6 makes of it is held")
+OLDEST = pytest.mark.skipif(
+    not triton.__version__.startswith("3.6."), reason="needs Triton 3.6: what it makes of this is held"
+)
 
 
 @OLDEST

@@ -53,7 +53,7 @@ OTHERS = Path(__file__).parent / "others"
 OPS: dict[str, Op] = tw.catalogue()
 CHIPS = [a for a in TARGETS if a not in ("sm_86", "sm_90")]
 IS_OLDEST = triton.__version__.startswith("3.6.")
-OLDEST = pytest.mark.skipif(not IS_OLDEST, reason="the table is Triton 3.6's")
+OLDEST = pytest.mark.skipif(not IS_OLDEST, reason="needs Triton 3.6, by which the table was made")
 every_op = pytest.mark.parametrize("op", OPS.values(), ids=list(OPS))
 
 # Constants that may follow the number of tokens, and how many values each may take: all else must not.

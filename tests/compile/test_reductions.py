@@ -19,7 +19,9 @@ from tilewright.op import Op
 from tilewright.toolchain.aot import Compiled, compile_for
 from tilewright.toolchain.reductions import Layout, fault, layout_of, misread, reductions
 
-OLDEST = pytest.mark.skipif(not triton.__version__.startswith("3.6."), reason="what Triton 3.6 makes of it is held")
+OLDEST = pytest.mark.skipif(
+    not triton.__version__.startswith("3.6."), reason="needs Triton 3.6: what it makes of this is held"
+)
 
 # Tiles of rows and columns, reduced along the columns: which dimension each bit of lane and warp walks along, "-" for none.
 RIGHT = [

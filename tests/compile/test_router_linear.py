@@ -13,7 +13,9 @@ from tilewright.op import OPS
 from tilewright.runtime.kernel import Arguments
 
 HOT = {"tokens": 8192, "hidden": 2048, "experts": 256}
-OLDEST = pytest.mark.skipif(not triton.__version__.startswith("3.6."), reason="what Triton 3.6 makes of it is held")
+OLDEST = pytest.mark.skipif(
+    not triton.__version__.startswith("3.6."), reason="needs Triton 3.6: what it makes of this is held"
+)
 
 
 @OLDEST

@@ -42,9 +42,7 @@ STORED = [
 LEFT = [tw.fp8("1x128", ways="both"), tw.fp8("row"), tw.fp8("tensor"), tw.int8("128x128"), tw.nvfp4(scale=SCALE)]
 
 
-@pytest.mark.skipif(
-    not TARGETS["sm_90"].hopper_gluon, reason="this Triton's Gluon is not the one that kernels are written in"
-)
+@pytest.mark.skipif(not TARGETS["sm_90"].hopper_gluon, reason="needs a Triton that offers what kernels in Gluon call")
 @pytest.mark.parametrize(("fmt", "alone"), [(f, True) for f in STORED] + [(f, False) for f in LEFT], ids=str)
 def test_products_on_hopper_quantise_what_they_can(fmt, alone):
     """In the launch that multiplies where a warpgroup's sums are all that scales need."""

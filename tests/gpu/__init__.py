@@ -13,6 +13,7 @@ from typing import Any
 LOG = "TILEWRIGHT_GPU_LOG"
 LOST_DEVICE = 70
 _reports: dict[str, list[Any]] = {}
+_absent: list[dict[str, Any]] = []  # files that were skipped whole, before they had tests
 
 
 def _write(row: dict[str, Any]) -> None:
@@ -22,12 +23,17 @@ def _write(row: dict[str, Any]) -> None:
             file.write(json.dumps(row) + "\n")
 
 
+def pytest_collectreport(report: Any) -> None:
+    if report.skipped:
+        _absent.append({"id": report.nodeid, "outcome": "skipped", "why": str(report.longrepr[-1])})
+
+
 def pytest_collection_finish(session: Any) -> None:
     if session.config.option.collectonly:
         torch = sys.modules.get("torch")  # every test that needs a device has imported it by now
         _write({"cuda": torch is not None and torch.cuda.is_available()})
-        for item in session.items:
-            _write({"id": item.nodeid, "outcome": "collected"})
+        for row in (*_absent, *({"id": item.nodeid, "outcome": "collected"} for item in session.items)):
+            _write(row)
 
 
 def pytest_runtest_logstart(nodeid: str, location: tuple) -> None:

@@ -86,8 +86,8 @@ class State:
         return self.rows[name]["outcome"] if name in self.rows else None
 
 
-def collect(paths: Sequence[str], root: Path, need_cuda: bool) -> list[str]:
-    """The ids of all GPU tests under `paths`."""
+def collect(paths: Sequence[str], root: Path, need_cuda: bool) -> tuple[list[str], list[dict[str, Any]]]:
+    """The ids of all GPU tests under `paths`, and the rows of files that have none here since something is not installed."""
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "collected"
         command = pytest_command("--collect-only", *paths)
@@ -97,7 +97,9 @@ def collect(paths: Sequence[str], root: Path, need_cuda: bool) -> list[str]:
         raise SystemExit(f"tests.gpu: pytest could not collect:\n{(done.stdout + done.stderr)[-3000:]}")
     if need_cuda and not (rows and rows[0].get("cuda")):
         raise SystemExit("tests.gpu: no CUDA device")
-    return [row["id"] for row in rows if "id" in row]
+    found = [row for row in rows if "id" in row]
+    absent = [row for row in found if row["outcome"] == "skipped"]
+    return [row["id"] for row in found if row not in absent], absent
 
 
 def units_of(names: Sequence[str], size: int) -> list[list[str]]:
@@ -277,7 +279,10 @@ def main(
     begin = time.monotonic()
     out = os.environ.get("OUT")
     state = State([root / ".cache" / STATE, *([Path(out) / STATE] if out else [])])
-    units = units_of(collect(options.paths, root, need_cuda), options.per_process)[options.part - 1 :: options.parts]
+    collected, absent = collect(options.paths, root, need_cuda)
+    for row in absent:
+        say(f"SKIPPED {row['id']}: {row['why']}")
+    units = units_of(collected, options.per_process)[options.part - 1 :: options.parts]
     names = [name for unit in units for name in unit]
     if not names:
         raise SystemExit("tests.gpu: there are no tests to run")
@@ -286,8 +291,10 @@ def main(
     state.rewrite(forget=[name for unit in pending for name in unit])
     say(f"{len(names)} tests, {sum(map(len, pending))} to run, {options.jobs} processes at once")
     seconds = options.minutes * 60 - (time.monotonic() - begin)
+    for row in absent:
+        state.add(row)
     Runner(state, root, options.jobs, options.limit, seconds, say).run([unit for unit in pending if unit])
-    status = report(names, state, say)
+    status = report([*names, *(row["id"] for row in absent)], state, say)
     if options.paths != [EVERYTHING] or not need_cuda:
         return status
     return worst(status, at_models(options, options.minutes - (time.monotonic() - begin) / 60, root, say))

@@ -13,10 +13,7 @@ from tilewright.core.format import Quantized
 from tilewright.core.target import Target
 from tilewright.ops.activation import glu as module
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 GROUPS = {
     "none": None,
     "aligned": [128, 128, 512],

@@ -107,7 +107,7 @@ def rows_of(name: str, t: Tensor, index: Tensor, count: int) -> Tensor | None:
 def test_more_than_two_to_the_31(op, fmt):
     op = tw.catalogue()[op]
     if torch.cuda.mem_get_info()[0] < FREE:
-        pytest.skip("the device's memory is taken")
+        pytest.skip(f"needs {FREE >> 30} GiB of the device's memory, free")
     dims = {**SMALL, **OTHERS.get(op.name, DIMS)}
     case = draw(op, NET, 1, torch.bfloat16, dims, {**options_by_rows(op), "out_format": fmt})
     values = {**case.values, **({"out_format": fmt} if fmt is not None else {})}
@@ -200,7 +200,7 @@ def _is_float(value: Any) -> bool:
 def test_codes_past_two_to_the_31():
     """`dequantize_codes` takes codes and scales, whose rows lie along different dimensions."""
     if torch.cuda.mem_get_info()[0] < FREE:
-        pytest.skip("the device's memory is taken")
+        pytest.skip(f"needs {FREE >> 30} GiB of the device's memory, free")
     rows, columns = 131_201, 16_400
     source = torch.Generator("cuda").manual_seed(0)
     codes = torch.randint(0, 0x7F, (rows, columns), generator=source, device="cuda", dtype=torch.uint8)

@@ -26,7 +26,7 @@ ROUNDING = 2e-3  # to bf16; of so few elements the large ones decide
 def room() -> None:
     torch.cuda.empty_cache()
     if torch.cuda.mem_get_info()[0] < FREE:
-        pytest.skip("the device's memory is taken")
+        pytest.skip(f"needs {FREE >> 30} GiB of the device's memory, free")
 
 
 def normal(*shape: int, seed: int) -> Tensor:

@@ -13,10 +13,7 @@ from tilewright.core.target import Target
 from tilewright.gemm.hopper import logits as hopper_logits
 from tilewright.ops.loss.linear_cross_entropy_chunks import padded_count
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 SHAPES = [
     (300, 256, 1024),
@@ -32,9 +29,8 @@ SEVEN = 7.0  # lies around what may be written
 
 @pytest.fixture(autouse=True)
 def hopper():
-    target = Target.at(torch.device("cuda"))
-    if not (target.arch == "sm_90" and target.takes_gluon):
-        pytest.skip("the kernel is Hopper's")
+    if not Target.at(torch.device("cuda")).hopper_gluon:
+        pytest.skip("needs a Hopper, and a Triton that offers what its kernels in Gluon call")
 
 
 def drawn(

@@ -11,10 +11,7 @@ from torch import Tensor
 import tilewright as tw
 from tilewright.core.format import Quantized
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 BOTH, ROW, BYTES = tw.fp8("1x128", ways="both"), tw.fp8("1x128", ways="row"), tw.int8("row")
 TILES = [(16, 34048), (34000, 128), (2064, 2048), (4096, 7168), (8192, 2048), (16384, 4096)]
 ROWS = [(1, 7168), (5, 3072), (777, 5120), (400, 6144), (4096, 7168)]

@@ -122,7 +122,7 @@ def test_a_worker_that_cannot_start_ends_the_run(fake, monkeypatch):
 
 def test_the_real_worker_says_that_there_is_no_device(monkeypatch):
     if torch.cuda.is_available():
-        pytest.skip("there is a device")
+        pytest.skip("needs a machine without a CUDA device")
     started = []
     monkeypatch.setattr(guarded, "Worker", started.append)
     done = CliRunner().invoke(app, ["bench", "launch_rms_norm"])
@@ -303,6 +303,19 @@ def test_when_time_is_up_the_rest_is_left(suite, monkeypatch):
     status, said = _gpu(suite, "tests/gpu/test_one.py", "--minutes", "0.1")
     assert status == 3 and "run again with --resume" in said[-1]
     assert said[-2].endswith(("0 failed, 0 skipped, 1 left", "0 failed, 0 skipped, 2 left"))
+
+
+def test_a_file_that_lacks_something_is_skipped_and_says_what(suite):
+    (suite / "tests" / "gpu" / "test_one.py").write_text(
+        "import pytest\npytest.importorskip('no_such_module', reason='no_such_module is not installed')\n"
+        "@pytest.mark.gpu\ndef test_one():\n    pass\n"
+    )
+    for _ in range(2):
+        status, said = _gpu(suite, "--resume")
+        assert status == 0 and said[-1] == "1 passed, 0 failed, 1 skipped, 0 left"
+        assert said[0].startswith("SKIPPED tests/gpu/test_one.py: ") and said[0].endswith(
+            "no_such_module is not installed"
+        )
 
 
 def test_tests_that_cannot_be_imported_are_an_error(suite):

@@ -20,7 +20,7 @@ from tilewright.runtime import config
 from tilewright.toolchain.aot import CompileError
 
 OPS = tw.catalogue()
-HERE = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
+HERE = pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a CUDA device")
 
 
 def run(*words: str, **environment: str) -> tuple[int, str, str]:

@@ -26,7 +26,7 @@ def shown(name: str, steps: int, monkeypatch, capsys) -> str:
     """What the example prints."""
     for module in NEEDS.get(name, ()):
         if importlib.util.find_spec(module) is None:
-            pytest.skip(f"{module} is not installed")
+            pytest.skip(f"{module} is not installed: pip install {module}")
     example = importlib.import_module(f"examples.{name}")
     monkeypatch.setattr(sys, "argv", [f"{name}.py", "--steps", str(steps)])
     example.main()

@@ -115,7 +115,7 @@ def test_mapping_names_devices():
 
 
 def test_kernels_takes_them():
-    kernels = pytest.importorskip("kernels")
+    kernels = pytest.importorskip("kernels", reason="kernels is not installed: pip install kernels")
     model = nn.ModuleList(kind() for kind in MODULES)
     with kernels.use_kernel_mapping(kernel_mapping("cpu")):
         kernels.kernelize(

@@ -22,7 +22,7 @@ from tilewright.core.target import TARGETS
 from tilewright.op import Op
 
 OPS = tw.catalogue()
-HERE = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
+HERE = pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a CUDA device")
 H200 = Here("NVIDIA H200", TARGETS["sm_90"], 1 << 30)
 OK = {"status": "ok"}
 

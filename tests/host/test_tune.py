@@ -202,7 +202,7 @@ def test_a_kernel_that_the_call_does_not_launch_has_no_time():
         subject.measure("glu_forward", {"N": 8}, A, B)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a CUDA device")
 def test_the_real_worker_says_that_there_is_no_device():
     command = [sys.executable, "-m", "tilewright.bench.tune"]
     with pytest.raises(guarded.NoWorker, match="no CUDA device"):

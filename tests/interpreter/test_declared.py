@@ -91,7 +91,7 @@ def test_four_bits_into_memory_by_a_plan():
                 same_bits("nvfp4", found.view(torch.uint8), wanted.view(torch.uint8))
 
 
-@pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor's code for a CPU wants a C++ compiler")
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++, by which Inductor compiles for a CPU")
 @pytest.mark.parametrize("view", [False, True], ids=["argument", "view"])
 def test_compiled_what_is_written_is_not_copied(view):
     """Inductor would clone an argument that it thought it had to keep: shown by the bytes that a call allocates."""
