@@ -183,25 +183,12 @@ class Quantized(Tensor):
         names = format.tensor_names
         if len(tensors) != len(names):
             raise ValueError(f"tensors: {format} has {len(names)} ({', '.join(names)}), got {len(tensors)}")
-        inner = dict(zip(names, tensors))
-        if offsets is not None:
-            inner["offsets"] = offsets
-        return _wrap(format, dtype, shape, None, inner)
+        return _made(format, names, format.key, dtype, shape, tensors[0].device, (*tensors, offsets))
 
     def maker(self) -> Callable[[Sequence[Tensor | None]], Quantized]:
         """A function that makes values of this one's kind, on its device, of `(*tensors(), offsets)`."""
-        format, dtype, shape, device = self.format.bare(), self.dtype, self.shape, self.device
-        names, make, key = format.tensor_names, Tensor._make_wrapper_subclass, format.key
-
-        def made(stored: Sequence[Tensor | None]) -> Quantized:
-            inner = dict(zip(names, stored))
-            if stored[-1] is not None:
-                inner["offsets"] = stored[-1]
-            q = make(Quantized, shape, dtype=dtype, device=device)
-            q.format, q.key, q._inner = format, key, inner
-            return q
-
-        return made
+        format = self.format.bare()
+        return functools.partial(_made, format, format.tensor_names, format.key, self.dtype, self.shape, self.device)
 
     def tensors(self) -> tuple[Tensor, ...]:
         """The stored tensors in the order of FIELDS, without those that the format does not have."""
@@ -274,9 +261,24 @@ for _name in (*OPERATORS, *(f"r{o}" for o in OPERATORS), *COMPARISONS):
     setattr(Quantized, f"__{_name}__", _refused(_name))
 
 
+_shell = Tensor._make_wrapper_subclass  # looked up once: a plan makes its results by it
+
+
+def _made(
+    format: Format, names: Sequence[str], key: str, dtype: torch.dtype, shape, device, stored: Sequence[Tensor | None]
+) -> Quantized:
+    """A value of `(*tensors(), offsets)`, dense. What follows from the format is given, for plans make many of one kind."""
+    inner = dict(zip(names, stored))
+    if stored[-1] is not None:
+        inner["offsets"] = stored[-1]
+    q = _shell(Quantized, shape, dtype=dtype, device=device)
+    q.format, q.key, q._inner = format, key, inner
+    return q
+
+
 def _wrap(format: Format, dtype: torch.dtype, shape, stride, inner: dict[str, Tensor]) -> Quantized:
     device = next(iter(inner.values())).device
-    q = Tensor._make_wrapper_subclass(Quantized, shape, strides=stride, dtype=dtype, device=device)
+    q = _shell(Quantized, shape, strides=stride, dtype=dtype, device=device)
     q.format = format
     q.key = format.key  # for code under torch.compile, which can read a string off an intermediate value, but no format
     q._inner = inner
