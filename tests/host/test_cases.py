@@ -12,6 +12,7 @@ import torch
 import tilewright as tw
 from tests.pretended import Pretended
 from tilewright.bench import cases, check, packaged, results, rivals, run, sol, timing
+from tilewright.bench.directed import Absent
 from tilewright.bench.work import Work
 from tilewright.core.triton_versions import release
 from tilewright.op import Op
@@ -440,6 +441,17 @@ def test_memory_is_the_rivals_bytes_over_ours(pretended):
     nothing = {**row, "extra_bytes": 0, "rival_bytes": {"eager": 0}}
     assert results.measured_by(0.9, results.rivals_of(nothing), "memory:eager") == 1.0
     assert results.measured_by(0.9, results.rivals_of({**row, "rival_bytes": {}}), "memory:eager") is None
+
+
+@pytest.mark.parametrize("family", ["rms_norm_fwd", "rms_norm_bwd", "cross_entropy_bwd"])
+def test_a_rival_is_measured_alone_over_arguments_as_they_were_drawn(family, pretended):
+    """Also where our own call, which says how much there is to move, writes over one of them."""
+    row = run.measure_alone(small(family), "eager")
+    assert (
+        row["rivals"] == {"eager": pytest.approx(5.0)} and row["absent"] == {} and row["rival_bytes"] == {"eager": 21}
+    )
+    with pytest.raises(Absent, match="within one process"):
+        run.measure_alone(small("launch_rms_norm"), "eager")
 
 
 def test_what_a_rival_raises_costs_the_rival_alone(pretended, monkeypatch):

@@ -104,6 +104,8 @@ def test_the_picture_is_drawn_anew_when_its_numbers_change():
         again = picture.current(there, picture.numbers(changed, stale, documents.VARIANTS))
         assert again != there and ("200 ms" in again or "(stale)" in again)
     assert set(picture.TITLES) <= set(CASES)
+    both = picture.numbers([{**row, "triton": one} for one in ("3.6.0", "3.9.0")], set(), documents.VARIANTS)
+    assert [one["title"].endswith(" (Triton 3.9)") for one in both] == [False, True]
 
 
 @pytest.mark.parametrize(

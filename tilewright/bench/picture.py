@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .results import Key, key_of
+from .results import Key, key_of, understand
 
 PICTURE = Path("docs/results.svg")
 TITLES = {  # what a model is called in the picture
@@ -38,7 +38,8 @@ def numbers(
                 if "us" in step
             ]
             mark = " (stale)" if key_of(row) in stale else ""
-            found.append({"title": TITLES[row["case"]], "gpu": row["gpu"] + mark, "bars": bars})
+            triton = understand(row, {}, ()).label.removeprefix(row["case"])
+            found.append({"title": TITLES[row["case"]] + triton, "gpu": row["gpu"] + mark, "bars": bars})
     return sorted(found, key=lambda one: (one["gpu"], one["title"]))
 
 

@@ -125,10 +125,10 @@ def measure_device(case: Case, beside: Sequence[str]) -> Row:
     rates = matrix_rates(work[0], timed.us)
     if once:
         restore()
-    beside = measure_rivals(work, calls, beside)  # last: a capture that fails spoils the process
+    theirs = measure_rivals(work, calls, beside)  # last: a capture that fails spoils the process
     return {
         "us": timed.us, "floor_us": floor, "host_us": host, "error": error, "method": timed.method,
-        "bytes": [read, written], "extra_bytes": extra, **beside, **rates,
+        "bytes": [read, written], "extra_bytes": extra, **theirs, **rates,
     }  # fmt: skip
 
 
@@ -137,6 +137,9 @@ def measure_alone(case: Case, rival: str) -> Row:
     if case.direction == "host":
         raise Absent("host times are compared within one process")
     work, calls, *_ = Sets.build(case)
+    if work[0].overwrites:
+        for one in work:
+            one.restore()
     return measure_rivals(work, calls, [rival])
 
 
@@ -241,7 +244,7 @@ def about(case: Case) -> Row:
 def supervise(
     names: Iterable[str],
     beside: Sequence[str],
-    also: Mapping[str, Sequence[str]] = MappingProxyType({}),
+    also: Mapping[str, Iterable[str]] = MappingProxyType({}),
     command: Sequence[str] = COMMAND,
     limit: float = CASE_LIMIT,
 ) -> Iterator[Row]:

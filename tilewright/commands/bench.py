@@ -49,8 +49,9 @@ def bench(
         recorded = evidence.everything(folder)
         if stale:
             chosen = [case for case in chosen if not fresh_here(case.name, recorded)]
-        # Beside what its recorded row has too, which the new one will replace
-        also = {row["case"]: list(row["rivals"]) for row in recorded if record}
+        also: dict[str, dict[str, float]] = {}  # what recorded rows have beside them, those that replace them must have
+        for row in recorded if record else ():
+            also.setdefault(row["case"], {}).update(row["rivals"])
         rows = measured(chosen, wanted, also, limit, folder if record else None, record, as_json)
     except (evidence.Damaged, guarded.NoWorker) as error:
         fail(str(error))
@@ -86,7 +87,7 @@ def fresh_here(case: str, recorded: list[dict[str, Any]]) -> bool:
 def measured(
     chosen: list,
     beside: list[str],
-    also: dict[str, list[str]],
+    also: dict[str, dict[str, float]],
     limit: float,
     folder: Path | None,
     record: bool,
