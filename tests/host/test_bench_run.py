@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import sys
 import types
 from pathlib import Path
@@ -14,7 +15,7 @@ from typer.testing import CliRunner
 
 from tests.gpu import __main__ as gpu
 from tilewright.__main__ import app
-from tilewright.bench import cases, check, evidence, run
+from tilewright.bench import cases, check, evidence, packaged, run
 from tilewright.check import guarded
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -33,10 +34,24 @@ def reply(row):
     replies.write(json.dumps(row) + "\\n"); replies.flush()
 open(os.environ["STARTS"], "a").write("x")
 print("noise on stdout", flush=True)
-reply({"status": os.environ.get("READY", "ready")})
+reply({"status": os.environ.get("READY_APART" if "--apart" in sys.argv else "READY", "ready")})
 for line in sys.stdin:
     name = json.loads(line)["case"]
     plan = json.loads(os.environ["PLAN"]).get(name, "ok")
+    if "alone" in json.loads(line):
+        rival = json.loads(line)["alone"]
+        assert sys.argv[1:3] == ["--apart", rival]
+        if plan == "alone-fails":
+            reply({"status": "wrong", "why": "it has no weight"})
+        else:
+            reply({"status": "ok", "rivals": {rival: 5.0}, "rival_bytes": {rival: 3}, "absent": {}, "spoiled": False})
+        continue
+    if plan == "absent":
+        why = {"quack": "it is not installed"}
+        reply({**FACTS, "status": "ok", "us": 10.0, "fraction": 0.9, "measured": None, "absent": why, "method": "graph"})
+        continue
+    if plan == "rival":
+        FACTS["rivals"] = {n: 20.0 for n in json.loads(line)["rivals"]}
     if plan == "hang":
         time.sleep(60)
     elif plan == "crash":
@@ -71,12 +86,12 @@ def fake(tmp_path, monkeypatch):
 
 
 def test_one_worker_serves_all_good_cases(fake):
-    rows = list(run.supervise(["a", "b", "c"], [], fake(b="wrong"), 20))
+    rows = list(run.supervise(["a", "b", "c"], [], {}, fake(b="wrong"), 20))
     assert [r["status"] for r in rows] == ["ok", "wrong", "ok"] and fake.starts() == 1
 
 
 def test_a_hang_and_a_crash_cost_one_case_each(fake):
-    rows = list(run.supervise(["a", "b", "c", "d", "e"], [], fake(a="hang", c="crash", d="failed"), 1.0))
+    rows = list(run.supervise(["a", "b", "c", "d", "e"], [], {}, fake(a="hang", c="crash", d="failed"), 1.0))
     assert [r["status"] for r in rows] == ["lost", "ok", "lost", "failed", "ok"]
     assert rows[0]["why"].startswith("timed out after 1 s")
     assert "status 3" in rows[2]["why"] and "illegal memory access" in rows[2]["why"]
@@ -108,16 +123,16 @@ def test_workers_side_by_side_lose_no_case_and_stay_within_the_weight(fake):
 
 
 def test_a_failed_capture_replaces_the_worker(fake):
-    rows = list(run.supervise(["a", "b"], [], fake(a="events"), 20))
+    rows = list(run.supervise(["a", "b"], [], {}, fake(a="events"), 20))
     assert [r["status"] for r in rows] == ["ok", "ok"] and fake.starts() == 2
 
 
 def test_a_worker_that_cannot_start_ends_the_run(fake, monkeypatch):
     monkeypatch.setenv("READY", "no CUDA device")
     with pytest.raises(guarded.NoWorker, match="no CUDA device"):
-        list(run.supervise(["a"], [], fake(), 20))
+        list(run.supervise(["a"], [], {}, fake(), 20))
     with pytest.raises(guarded.NoWorker, match="did not start"):
-        list(run.supervise(["a"], [], [sys.executable, "-c", "raise ValueError('broken')"], 20))
+        list(run.supervise(["a"], [], {}, [sys.executable, "-c", "raise ValueError('broken')"], 20))
 
 
 def test_the_real_worker_says_that_there_is_no_device(monkeypatch):
@@ -133,7 +148,9 @@ def test_the_real_worker_says_that_there_is_no_device(monkeypatch):
 def bench(fake, monkeypatch, *words: str, **plan: str):
     command = fake(**plan)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(run, "supervise", lambda names, beside, limit: SUPERVISE(names, beside, command, limit))
+    monkeypatch.setattr(
+        run, "supervise", lambda names, beside, also, limit: SUPERVISE(names, beside, also, command, limit)
+    )
     return CliRunner().invoke(app, ["bench", *words])
 
 
@@ -154,11 +171,97 @@ def test_results_are_written_and_judged(fake, tmp_path, monkeypatch):
     assert done.exit_code == 0 and "fused_linear_ce" in done.stdout and "not measured" in done.stdout
 
 
+def test_a_case_for_a_newer_triton_is_reported_as_waiting(fake, tmp_path, monkeypatch):
+    """It is neither measured nor a failure; and the goal says what it waits for."""
+    monkeypatch.setattr(run.triton, "__version__", "3.6.0")
+    words = ["launch_newest", "launch_rms_norm", "--record", "--evidence", str(tmp_path)]
+    done = bench(fake, monkeypatch, *words, "--json")
+    assert done.exit_code == 0, done.output
+    rows = {r["case"]: r for r in json.loads(done.stdout)}
+    assert rows["launch_newest/64x512"]["status"] == "waits" and "newer than 3.6" in rows["launch_newest/64x512"]["why"]
+    assert rows["launch_rms_norm/64x512"]["status"] == "ok" and "us" not in rows["launch_newest/64x512"]
+    assert [r["case"] for r in evidence.everything(tmp_path)] == ["launch_rms_norm/64x512"]
+    done = bench(fake, monkeypatch, *words, "--against", "goals")
+    assert (
+        done.exit_code == 0
+        and "WAITS" in done.stdout
+        and "waits for a Triton newer than 3.6" in " ".join(done.stdout.split())
+    )
+    monkeypatch.setattr(run.triton, "__version__", "3.9.0")
+    done = bench(fake, monkeypatch, "launch_newest", "--json")
+    assert [r["status"] for r in json.loads(done.stdout)] == ["ok"]
+
+
+def test_a_row_whose_rival_is_absent_is_neither_reached_nor_short(fake, tmp_path, monkeypatch):
+    case = "rms_norm_vs_quack/8192x8192"
+    done = bench(fake, monkeypatch, case, "--json", rms_norm_vs_quack__8192x8192="absent")
+    (row,) = json.loads(done.stdout)
+    assert done.exit_code == 0 and row["reached"] is None and row["goal"] == 0.9
+    done = bench(
+        fake, monkeypatch, case, "--record", "--evidence", str(tmp_path), rms_norm_vs_quack__8192x8192="absent"
+    )
+    said = " ".join((done.stdout + done.stderr).split())
+    assert "quack absent: it is not installed" in said and "short" not in said and "rival absent" in said
+    assert evidence.everything(tmp_path)[0]["absent"] == {"quack": "it is not installed"}
+
+
+def test_a_case_is_recorded_again_beside_the_rivals_that_it_had(fake, tmp_path, monkeypatch):
+    """They are asked for without being named. Where one is gone, the row is kept aside in one line."""
+    case, words = "silu_fwd/8192x2048", ["silu_fwd/8192x2048", "--record", "--evidence", str(tmp_path)]
+    done = bench(fake, monkeypatch, *words, silu_fwd__8192x2048="rival")
+    assert done.exit_code == 0 and evidence.everything(tmp_path)[0]["rivals"] == {}  # none was asked for
+    done = bench(fake, monkeypatch, *words, "--rivals", "eager", silu_fwd__8192x2048="rival")
+    assert evidence.everything(tmp_path)[0]["rivals"] == {"eager": 20.0}
+    done = bench(fake, monkeypatch, *words, "--json", silu_fwd__8192x2048="rival")
+    assert json.loads(done.stdout)[0]["rivals"] == {"eager": 20.0} and "aside" not in done.stderr
+    done = bench(fake, monkeypatch, *words)  # a worker that does not give it
+    assert done.exit_code == 0 and done.stderr.count("kept aside") == 1
+    assert f"{case}: kept aside: the recorded row has eager" in done.stderr
+    assert evidence.everything(tmp_path)[0]["rivals"] == {"eager": 20.0}
+
+
+def test_a_rival_that_is_chosen_at_import_has_a_worker_of_its_own(fake, monkeypatch):
+    """One for all cases, with its environment; it is asked after the case, and never where the case failed."""
+    monkeypatch.setattr(run.rivals, "missing", lambda name: None)
+    names = ["silu_fwd/8192x2048", "silu_fwd/4096x4096", "rms_norm_fwd/8192x2048", "rms_norm_fwd/4096x4096"]
+    command = fake(silu_fwd__4096x4096="wrong", rms_norm_fwd__8192x2048="alone-fails")
+    rows = list(run.supervise(names, ["liger_cutedsl", "eager"], {}, command, 20))
+    assert [r["status"] for r in rows] == ["ok", "wrong", "ok", "ok"] and fake.starts() == 2
+    assert rows[0]["rivals"] == rows[3]["rivals"] == {"liger_cutedsl": 5.0}
+    assert rows[0]["rival_bytes"] == {"liger_cutedsl": 3} and "rivals" not in rows[1]
+    assert rows[2]["rivals"] == {} and rows[2]["absent"] == {"liger_cutedsl": "it has no weight"}
+    monkeypatch.setattr(run.rivals, "missing", lambda name: "liger_cutedsl: not installed")
+    rows = list(run.supervise(names[:1], ["liger_cutedsl"], {}, fake(), 20))
+    assert rows[0]["absent"] == {"liger_cutedsl": "liger_cutedsl: not installed"} and fake.starts() == 3
+
+
+def test_a_worker_that_cannot_start_for_a_rival_costs_the_rival_alone(fake, monkeypatch):
+    monkeypatch.setattr(run.rivals, "missing", lambda name: None)
+    monkeypatch.setenv("READY_APART", "no room")
+    names = ["silu_fwd/8192x2048", "silu_fwd/4096x4096"]
+    rows = list(run.supervise(names, ["liger_cutedsl"], {}, fake(), 20))
+    assert [r["absent"] for r in rows] == [{"liger_cutedsl": "no room"}] * 2 and fake.starts() == 2
+
+
+def test_a_worker_of_a_rival_has_its_environment(monkeypatch):
+    """Set before anything of the package is imported, which is when it chooses."""
+    seen = []
+    monkeypatch.setattr(run, "serve", lambda requests, replies: seen.append(os.environ.get("LIGER_KERNEL_IMPL")))
+    monkeypatch.setenv("LIGER_KERNEL_IMPL", "")  # so that what is set here is undone
+    monkeypatch.delenv("LIGER_KERNEL_IMPL")
+    assert packaged.is_apart("liger_cutedsl") and not packaged.is_apart("liger") and not packaged.is_apart("torch_add")
+    for words in ([], [run.APART, "liger_cutedsl"]):
+        reader, writer = os.pipe()
+        run.main([*words, str(writer)])
+        os.close(reader)
+    assert seen == [None, "cutedsl"] and not packaged.is_apart("liger_cutedsl")
+
+
 def test_rows_are_kept_when_a_run_is_interrupted(fake, tmp_path, monkeypatch):
     command = fake()
 
-    def interrupted(names, beside, limit):
-        for i, row in enumerate(SUPERVISE(names, beside, command, limit)):
+    def interrupted(names, beside, also, limit):
+        for i, row in enumerate(SUPERVISE(names, beside, also, command, limit)):
             if i == 2:
                 raise KeyboardInterrupt
             yield row

@@ -11,8 +11,10 @@ import torch
 
 import tilewright as tw
 from tests.pretended import Pretended
-from tilewright.bench import cases, check, rivals, run, sol, timing
+from tilewright.bench import cases, check, packaged, results, rivals, run, sol, timing
+from tilewright.bench.directed import Absent
 from tilewright.bench.work import Work
+from tilewright.core.triton_versions import release
 from tilewright.op import Op
 
 MIB = 1 << 20
@@ -59,11 +61,60 @@ def test_every_case_has_an_op_and_its_goal():
 
 
 def test_suites_are_plain_data():
-    for path in cases.SUITES.glob("*.jsonl"):
-        for line in path.read_text().splitlines():
-            row = json.loads(line)
-            assert {"case", "direction"} <= set(row) and ("dims" in row) != ("over" in row)
-            assert row["direction"] in ("forward", "backward", "step", "host", "train")
+    rows = [json.loads(line) for path in cases.SUITES.glob("*.jsonl") for line in path.read_text().splitlines()]
+    lines = {row["case"]: row for row in rows}
+    assert len(lines) == len(rows)
+    for row in rows:
+        row = cases.whole(row, lines)
+        assert {"case", "direction"} <= set(row) and ("dims" in row) != ("over" in row) and "like" not in row
+        assert row["direction"] in ("forward", "backward", "step", "host", "train")
+
+
+def test_a_line_has_from_another_what_it_does_not_say_anew():
+    lines = {
+        "a": {"case": "a", "op": "x", "dims": {"n": 1}, "least": 0.5},
+        "b": {"case": "b", "like": "a", "dims": {"n": 2}},
+        "c": {"case": "c", "like": "b", "triton": "newest"},
+    }
+    assert cases.whole(lines["c"], lines) == {
+        "case": "c",
+        "op": "x",
+        "dims": {"n": 2},
+        "least": 0.5,
+        "triton": "newest",
+    }
+    assert cases.whole(lines["a"], lines) == lines["a"]
+    with pytest.raises(KeyError, match="d is like e, which no suite has"):
+        cases.whole({"case": "d", "like": "e"}, lines)
+    dense, newest = ([c for c in OPS if c.family == name] for name in ("fp8_block_dense", "newest_fp8_dense"))
+    assert [c.dims for c in dense] == [c.dims for c in newest] and len(newest) == 6
+    assert {c.triton for c in newest} == {"newest"} and {c.triton for c in dense} == {None}
+    assert all(c.metric == "vs:cublaslt" and c.ours and c.options == {"pair": "fp8_block"} for c in newest)
+    (launch,) = cases.select(["launch_newest"])
+    assert (launch.direction, launch.dims, launch.goal) == ("host", {"tokens": 64, "hidden": 512}, 0.85)
+
+
+def test_a_case_for_a_newer_triton_waits_for_one():
+    (case,), (plain,) = cases.select(["launch_newest"]), cases.select(["launch_rms_norm"])
+    assert "newer than 3.6, and here is 3.6.1" in cases.waits(case, "3.6.1")
+    assert cases.waits(case, "3.7.0") is cases.waits(case, "3.10.0+git1") is cases.waits(case, "4.0") is None
+    assert cases.waits(plain, "3.6.1") is cases.waits(plain, "3.9.0") is None
+    assert [release(v) for v in ("3.6.0", "3.10.1+git12", "3", "")] == ["3.6", "3.10", "3", ""]
+
+
+def test_norms_have_the_widths_of_real_models():
+    """Each within 0.03 of its goal, at 50 to 256 MB; and those beside quack are the ones that its goal is stated for."""
+    stated = {
+        c.dims["hidden"]: c for c in OPS if c.family in ("rms_norm_fwd_5120", "rms_norm_fwd_2880", "rms_norm_fwd_32768")
+    }
+    assert {*stated} == {1536, 2560, 2880, 3072, 3584, 5120, 6144, 7168, 8192, 12288, 16384, 32768}
+    for c in stated.values():
+        assert (
+            c.goal >= (0.97 if c.dims["hidden"] == 5120 else 0.94) and c.op == "rms_norm" and c.direction == "forward"
+        )
+    beside = [c for c in OPS if c.family == "rms_norm_vs_quack"]
+    assert [c.dims["hidden"] for c in beside] == [2048, 2880, 4096, 5120, 7168, 8192, 16384, 32768]
+    assert all(64e6 <= 2 * c.dims["tokens"] * c.dims["hidden"] <= 256e6 and c.mean for c in beside)
 
 
 def test_selection():
@@ -119,6 +170,11 @@ def _quantized(y: torch.Tensor) -> types.SimpleNamespace:
     )
 
 
+def exactly(y: torch.Tensor) -> check.Truth:
+    """A truth that fp32 can tell."""
+    return check.Truth(y, torch.zeros(y.shape[0], 1, dtype=torch.float64))
+
+
 def _flip(q, field, change):
     """A copy of `q` with one field changed."""
     pieces = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in vars(q).items()}
@@ -130,7 +186,7 @@ def test_right_codes_pass_and_wrong_ones_do_not():
     torch.manual_seed(0)
     y = torch.randn(200, 192, dtype=torch.float64) * torch.logspace(-6, 6, 192, dtype=torch.float64)
     q = _quantized(y)
-    truth = y.__getitem__
+    truth = exactly(y)
     assert check.compare_quantized(q, truth, "y") < 1e-3
     row_only = types.SimpleNamespace(**{**vars(q), "data_t": None, "scale_t": None})
     assert check.compare_quantized(row_only, truth, "y") < 1e-3
@@ -162,9 +218,54 @@ def test_a_step_off_is_allowed_only_rarely():
 
         return _flip(q, "data", change)
 
-    assert check.compare_quantized(step(3), y.__getitem__, "y") == pytest.approx(3 / y.numel())
-    with pytest.raises(check.Wrong, match="differ by a step"):
-        check.compare_quantized(step(200), y.__getitem__, "y")
+    truth = exactly(y)
+    assert check.compare_quantized(step(3), truth, "y") == pytest.approx(3 / y.numel())
+    with pytest.raises(check.Wrong, match="200 of 32768 codes differ, 0 by more than a step"):
+        check.compare_quantized(step(200), truth, "y")
+
+
+def test_scales_may_be_off_by_the_roundings_that_make_them_and_no_more():
+    """Eight units of 2**-24: five roundings, one of them in an approximate rsqrt."""
+    y = torch.randn(128, 256, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    q = tw.quantize(y, tw.Format.parse("int8:row:row"))
+    truth = exactly(y)
+
+    def moved(units: int) -> types.SimpleNamespace:
+        there = q.scale.double() * (1 + units * 2.0**-24)
+        scale = there.float()  # and not past it
+        past = (scale.double() - there) * units > 0
+        scale = torch.where(past, torch.nextafter(scale, q.scale), scale)
+        return types.SimpleNamespace(
+            format=q.format, shape=q.shape, data=q.data, scale=scale, data_t=None, scale_t=None
+        )
+
+    for units in (0, 8, -8):
+        assert check.compare_quantized(moved(units), truth, "y") < 1e-3
+    for units in (12, -12):
+        with pytest.raises(check.Wrong, match="scales differ"):
+            check.compare_quantized(moved(units), truth, "y")
+
+
+def test_what_fp32_cannot_tell_is_not_held_against_a_kernel():
+    """A scale may move as far as the reference in fp32 is off, and not where it is not."""
+    y = torch.randn(128, 256, dtype=torch.float64)
+    coded = tw.quantize((y * (1 + 1e-5)).float(), tw.Format.parse("int8:row:row"))
+    with pytest.raises(check.Wrong, match="scales differ"):
+        check.compare_quantized(coded, exactly(y), "y")
+    assert check.compare_quantized(coded, check.Truth.of(y, (y * (1 + 1e-5)).float()), "y") < 1e-3
+
+
+def test_a_gradient_in_codes_is_held_to_the_same_bars():
+    """Of the gradient as it should be, by the reference; a scale or a code that is off shows."""
+    case = small("silu_quant_bwd", tokens=300)
+    work = Work.build(replace(case, grad_format=None), device="cpu")
+    format = tw.Format.parse(case.grad_format)
+    dx = check.exact(work.op, work.values, None, work.grads, torch.float32)[1]["x"]
+    right = tw.quantize(dx, format)
+    assert check.backward(work.op, work.values, work.grads, {"x": right}) < 1e-3
+    for other in (1.01 * dx, dx.roll(1, 0), dx.roll(1, 1)):
+        with pytest.raises(check.Wrong):
+            check.backward(work.op, work.values, work.grads, {"x": tw.quantize(other, format)})
 
 
 # --------------------------------------------------------------------------------------------------------------- checks
@@ -261,7 +362,7 @@ def pretended(monkeypatch):
     monkeypatch.setattr(timing, "time_host", lambda call, **_: 3.0)
     monkeypatch.setattr(check, "poison", lambda nbytes: None)
     monkeypatch.setattr(run, "floor_us", lambda read, written: 4.0)
-    monkeypatch.setattr(run, "extra_bytes", lambda work: 7)
+    monkeypatch.setattr(run, "extra_bytes", lambda work, call=None: 7 if call is None else 21)
     monkeypatch.setattr(sol, "sustained_us", lambda call, us, device, clock: (2 * us, 1500))
     monkeypatch.setattr(Work, "build", staticmethod(lambda case, seed=0: build(case, seed, "cpu")))
     return device
@@ -325,6 +426,49 @@ def test_a_rival_that_computes_something_else_gets_no_time(pretended, monkeypatc
     assert row["rivals"] == {} and row["absent"]["liar"] == "its result is another"
 
 
+def test_a_case_without_its_goals_rival_has_no_value(pretended, monkeypatch):
+    """Neither 0.0, which would be short, nor the rival's time of another day."""
+    monkeypatch.setattr(packaged.importlib.util, "find_spec", lambda name: None)
+    row = run.measure(replace(small("rms_norm_fwd"), metric="vs:quack"), [])
+    assert row["measured"] is None and row["rivals"] == {} and row["fraction"] == pytest.approx(0.8)
+    assert row["absent"] == {"quack": "quack: quack is not installed (pip install quack-kernels)"}
+
+
+def test_memory_is_the_rivals_bytes_over_ours(pretended):
+    row = run.measure(replace(small("rms_norm_fwd"), metric="memory:eager"), [])
+    assert row["extra_bytes"] == 7 and row["rival_bytes"] == {"eager": 21} and row["measured"] == pytest.approx(3.0)
+    assert results.measured_by(0.9, results.rivals_of({**row, "extra_bytes": 0}), "memory:eager") == 21.0
+    nothing = {**row, "extra_bytes": 0, "rival_bytes": {"eager": 0}}
+    assert results.measured_by(0.9, results.rivals_of(nothing), "memory:eager") == 1.0
+    assert results.measured_by(0.9, results.rivals_of({**row, "rival_bytes": {}}), "memory:eager") is None
+
+
+@pytest.mark.parametrize("family", ["rms_norm_fwd", "rms_norm_bwd", "cross_entropy_bwd"])
+def test_a_rival_is_measured_alone_over_arguments_as_they_were_drawn(family, pretended):
+    """Also where our own call, which says how much there is to move, writes over one of them."""
+    row = run.measure_alone(small(family), "eager")
+    assert (
+        row["rivals"] == {"eager": pytest.approx(5.0)} and row["absent"] == {} and row["rival_bytes"] == {"eager": 21}
+    )
+    with pytest.raises(Absent, match="within one process"):
+        run.measure_alone(small("launch_rms_norm"), "eager")
+
+
+def test_what_a_rival_raises_costs_the_rival_alone(pretended, monkeypatch):
+    def broken(work):
+        raise AssertionError("no such\nwidth")
+
+    def not_there(work):
+        raise ImportError("libcudart.so.12")
+
+    monkeypatch.setitem(rivals.NAMED, "broken", broken)
+    monkeypatch.setitem(rivals.NAMED, "not_there", not_there)
+    row = run.measure(small("rms_norm_fwd"), ["not_there"])
+    assert row["absent"] == {"not_there": "ImportError: libcudart.so.12"} and not row["spoiled"]
+    row = run.measure(small("rms_norm_fwd"), ["broken", "eager"])
+    assert row["absent"] == {"broken": "AssertionError: no such width"} and row["spoiled"] and "eager" in row["rivals"]
+
+
 def test_a_result_that_goes_wrong_in_the_timed_run_gives_no_time(pretended, monkeypatch):
     seen = []
     verify = Work.verify
@@ -341,7 +485,9 @@ def test_a_result_that_goes_wrong_in_the_timed_run_gives_no_time(pretended, monk
 
 
 def test_rivals_are_named_when_they_are_absent(monkeypatch):
-    monkeypatch.setitem(rivals.PACKAGES, "nowhere", "no_such_package_at_all")
+    monkeypatch.setitem(
+        packaged.RIVALS, "nowhere", packaged.Rival("no_such_package_at_all", "no-such-package-at-all", {})
+    )
     assert rivals.missing("eager") is None
     assert "pip install no-such-package-at-all" in rivals.missing("nowhere")
     work = Work.build(small("silu_fwd"), device="cpu")

@@ -16,7 +16,7 @@ import typer
 import tilewright as tw
 from tests import seconds
 from tilewright.__main__ import app
-from tilewright.bench import documents, picture
+from tilewright.bench import documents, picture, preference
 from tilewright.bench.cases import CASES, GOALS, Case, Goal
 from tilewright.check import coverage
 from tilewright.check.oracle import BARS
@@ -37,7 +37,7 @@ ROW = {
 
 def results(*rows: dict, stale: bool = False) -> list:
     goals = dict.fromkeys(TOYS, ("fraction", 0.9))
-    return documents.understood(rows, goals, {("Chip A", "toy_fwd/8x16")} if stale else set())
+    return documents.understood(rows, goals, {("Chip A", "toy_fwd/8x16", "3.6")} if stale else set())
 
 
 def section(*rows: dict, stale: bool = False) -> str:
@@ -100,10 +100,12 @@ def test_the_picture_is_drawn_anew_when_its_numbers_change():
     there = picture.draw(wanted)
     assert "100 ms, 2.0 GB" in there and picture.current(there + " ", wanted) == there + " "
     for changed in ([{**row, "steps": {"plain": {**step, "us": 2e5}}}], [row]):
-        stale = {("Chip A", row["case"])} if changed == [row] else set()
+        stale = {("Chip A", row["case"], "")} if changed == [row] else set()
         again = picture.current(there, picture.numbers(changed, stale, documents.VARIANTS))
         assert again != there and ("200 ms" in again or "(stale)" in again)
     assert set(picture.TITLES) <= set(CASES)
+    both = picture.numbers([{**row, "triton": one} for one in ("3.6.0", "3.9.0")], set(), documents.VARIANTS)
+    assert [one["title"].endswith(" (Triton 3.9)") for one in both] == [False, True]
 
 
 @pytest.mark.parametrize(
@@ -139,6 +141,52 @@ def test_results_hide_nothing():
     assert "Goals without a measurement: `toy_fwd`" in section({**ROW, "case": "toy_fwd/4x4"})
     two = section(ROW, {**ROW, "gpu": "Chip B"})
     assert two.index("Chip A") < two.index("Chip B") and two.count("toy_fwd") == 2
+
+
+def test_a_goal_stands_by_the_row_of_its_triton():
+    """That of 3.6, or of the newest where there is none; one for a newer Triton by no row of 3.6. All rows are shown."""
+    newer = {**ROW, "triton": "3.9.0", "fraction": 0.91}
+    for rows in ((ROW, newer), (newer, ROW)):
+        [line] = [line for line in section(*rows).splitlines() if "toy_fwd" in line]
+        assert " 0.950 " in line and "Triton 3.9.0" in section(*rows)
+    assert " 0.910 " in section({**newer, "triton": "3.7.0", "fraction": 0.8}, newer)
+    waiting = [dataclasses.replace(case, triton="newest") for case in TOYS.values()]
+    made = documents.results_section(results(ROW), [GOAL], waiting)
+    assert "Goals that wait for a newer Triton: `toy_fwd`" in made and "without a measurement" not in made
+    made = documents.results_section(results(ROW, newer), [GOAL], waiting)
+    assert " 0.910 " in made and "wait" not in made
+    entry = "\n".join(
+        documents.ops_pages({"glu": tw.glu.op}, results({**newer, "op": "glu"}), TARGETS.values()).values()
+    )
+    assert "| `toy_fwd/8x16 (Triton 3.9)` |" in entry
+
+
+def test_a_goal_whose_rival_is_absent_is_neither_reached_nor_short():
+    goal = GOAL._replace(metric="vs:quack")
+    row = {**ROW, "absent": {"quack": "quack: quack is not installed"}}
+    made = documents.results_section(results(row), [goal], TOYS.values())
+    assert "Goals whose rival was absent: `toy_fwd`" in made and "short" not in made.partition("0 of 0")[0]
+    measured = documents.understood([{**row, "op": "glu"}], {"toy_fwd/8x16": ("vs:quack", 1.0)}, set())
+    entry = "\n".join(documents.ops_pages({"glu": tw.glu.op}, measured, TARGETS.values()).values())
+    assert "eager 20.0, quack absent" in entry and "(short)" not in entry
+
+
+def test_the_tables_of_choices_are_generated(tmp_path, monkeypatch):
+    """A row that no evidence made is noticed and mended, before the pages that say what is chosen."""
+    made = documents.generate()
+    tables = {path: text for path, text in made.items() if path.parent == documents.TABLES}
+    assert [path.name for path in tables] == ["preference_sm_90.jsonl"]
+    (path,) = tables
+    assert (ROOT / path).read_text() == tables[path]
+    order: list[str] = []
+    monkeypatch.setattr(documents, "generate", lambda root: order.append("generate") or {path: "a", Path("page"): "b"})
+    monkeypatch.setattr(preference, "forget", lambda: order.append("forget"))
+    (tmp_path / path).parent.mkdir(parents=True)
+    (tmp_path / path).write_text("by hand")
+    assert str(path) in documents.check(tmp_path)[0]
+    order.clear()
+    assert documents.write(tmp_path) == [path, Path("page")] and order == ["generate", "forget", "generate"]
+    assert (tmp_path / path).read_text() == "a" and documents.write(tmp_path) == []
 
 
 def test_a_cell_cannot_break_its_table():

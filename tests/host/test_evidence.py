@@ -39,6 +39,37 @@ def test_a_case_is_recorded_once_and_replaced(tmp_path):
     assert len(evidence.everything(tmp_path)) == 4 and (tmp_path / "another-gpu.jsonl").exists()
 
 
+def test_a_case_has_a_row_for_each_release_of_triton(tmp_path):
+    """Another build of the same release replaces it."""
+    evidence.record([{**row(us=20.0), "triton": "3.9.0"}, row(us=18.0)], tmp_path)
+    evidence.record([{**row(us=19.0), "triton": "3.9.1"}], tmp_path)
+    rows = evidence.read(tmp_path / "nvidia-h200.jsonl")
+    assert [(r["triton"], r["us"]) for r in rows] == [("3.6.0", 18.0), ("3.9.1", 19.0)]
+    assert len({evidence.key_of(r) for r in rows}) == 2
+    stale = evidence.stale_keys([rows[0], {**rows[1], "source": "x"}])
+    assert stale == {("NVIDIA H200", CASE, "3.9")}
+
+
+def test_no_two_recorded_rows_are_of_the_same():
+    recorded = evidence.everything()
+    assert recorded and len({evidence.key_of(r) for r in recorded}) == len(recorded)
+
+
+def test_a_row_without_its_rival_replaces_none_that_has_it(tmp_path):
+    """It is kept aside, where nothing counts it; a rival that is new, or the same ones, may replace."""
+    evidence.record([row(us=20.0)], tmp_path)
+    bare = {**row(us=18.0), "rivals": {}, "absent": {"eager": "it raised"}}
+    (said,) = evidence.record([bare], tmp_path)
+    assert said.startswith(f"{CASE}: kept aside: the recorded row has eager") and "eager: it raised" in said
+    assert "--rivals eager" in evidence.record([{**bare, "absent": {}}], tmp_path)[0]
+    assert [r["us"] for r in evidence.everything(tmp_path)] == [20.0]
+    (aside,) = evidence.read(tmp_path / evidence.ASIDE / "nvidia-h200.jsonl")
+    assert aside["us"] == 18.0 and aside["rivals"] == {}
+    assert evidence.record([{**bare, "triton": "3.9.0"}], tmp_path) == []  # of another Triton there was none
+    assert evidence.record([{**row(us=17.0), "rivals": {"eager": 1.0, "liger": 2.0}}], tmp_path) == []
+    assert [r["us"] for r in evidence.everything(tmp_path)] == [17.0, 18.0]
+
+
 @pytest.mark.parametrize(
     "text, words",
     [
@@ -47,6 +78,7 @@ def test_a_case_is_recorded_once_and_replaced(tmp_path):
         ('{"op": "x"}', ":2 lacks case"),
         (json.dumps({**row(), "us": "fast"}), ":2 has us"),
         (json.dumps({**row(), "rivals": {"a": "b"}}), "not a number"),
+        (json.dumps({**row(), "absent": {"a": None}}), "absent without a reason"),
         ("[" * 100_000, ":2 is not JSON"),
     ],
 )

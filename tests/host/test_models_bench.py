@@ -179,7 +179,7 @@ def test_the_table_hides_nothing():
     good = {"us": 123_456.0, "bytes": 41_000_000_000, "loss": 1.0, "norm": 1.0, "error": 0.0}
     steps = {"plain": good, "bf16": {**good, "note": "so"}, "compile": {"failed": "timed out after 50 s"}}
     rows = [{"case": "m/1", "gpu": "G", "steps": steps}]
-    made = documents.models_section(rows, {("G", "m/1")}, [*cases, LLAMA][:2], documents.VARIANTS)
+    made = documents.models_section(rows, {("G", "m/1", "")}, [*cases, LLAMA][:2], documents.VARIANTS)
     first, second = (line.split(" | ") for line in made.splitlines() if line.startswith(("| m/1", "| n/1")))
     assert first[1:] == [
         "G",

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import triton
 from typer.testing import CliRunner
 
 import tilewright as tw
@@ -39,8 +40,8 @@ def rows(tmp_path, monkeypatch):
     preference.nearest.cache_clear()
 
 
-def row(pair: str, sizes: tuple, own: float, other: float) -> dict:
-    return preference.made("scaled_mm", pair, sizes, {"own": own, "cublaslt": other}, "2026-11-15", "3.6.0")
+def row(pair: str, sizes: tuple, own: float, other: float, triton: str = "3.6.0") -> dict:
+    return preference.made("scaled_mm", pair, sizes, {"own": own, "cublaslt": other}, "2026-11-15", triton)
 
 
 def test_the_rule_where_nothing_is_measured(rows):
@@ -102,15 +103,42 @@ def test_bytes_that_are_no_text(rows):
         assert preference.preferred(HOPPER, "fp8_block", 4096, 4096, 4096) == "own"
 
 
-def test_writing_keeps_the_last_of_a_bucket(rows, tmp_path):
-    path = tmp_path / "table.jsonl"
-    preference.write(path, [row("b", (64, 64, 64), 1.0, 2.0), row("a", (64, 64, 64), 1.0, 2.0)])
-    preference.write(path, [row("a", (60, 64, 64), 3.0, 2.0)])
-    found = preference.read(path)
+def test_a_file_has_the_last_of_a_bucket():
+    made = [row("b", (64, 64, 64), 1.0, 2.0), row("a", (64, 64, 64), 1.0, 2.0), row("a", (60, 64, 64), 3.0, 2.0)]
+    found = [json.loads(line) for line in preference.text_of(made).splitlines()]
     assert [(r["pair"], r["best"]) for r in found] == [("a", "cublaslt"), ("b", "own")]
     with pytest.raises(ValueError, match="not a row"):
-        preference.write(path, [{**found[0], "best": "own"}])
-    assert preference.read(path) == found
+        preference.text_of([{**found[0], "best": "own"}])
+
+
+def test_the_table_has_a_row_for_each_release_of_triton():
+    """The last of each, whichever build; where two are as near, that of the installed release decides."""
+    block = "fp8_block_dense/4096x4096x4096"
+    about = {
+        "op": "scaled_mm",
+        "dims": {"tokens": 4096, "columns": 4096, "hidden": 4096},
+        "arch": "sm_90",
+        "case": block,
+    }
+
+    def recorded(us: float, triton: str) -> dict:
+        return {**about, "us": us, "rivals": {"cublaslt": 50.0}, "triton": triton, "date": "2026-11-15"}
+
+    made = [recorded(40.0, "3.6.0"), recorded(70.0, "3.9.0"), recorded(60.0, "3.9.1")]
+    ((name, text),) = derived.tables(made).items()
+    found = [(r["triton"], r["times"]["own"], r["best"]) for r in map(json.loads, text.splitlines())]
+    assert name == "preference_sm_90.jsonl" and found == [("3.6.0", 40.0, "own"), ("3.9.1", 60.0, "cublaslt")]
+    assert derived.tables([{**one, "rivals": {}} for one in made]) == {}
+
+
+def test_of_rows_as_near_that_of_the_release_decides(rows):
+    sizes = 4096, 4096, 4096
+    rows(row("fp8_block", sizes, 1.0, 2.0, "3.6.0"), row("fp8_block", sizes, 2.0, 1.0, "3.9.0"))
+    assert preference.decide(HOPPER, "fp8_block", *sizes, "3.6").best == "own"
+    assert preference.decide(HOPPER, "fp8_block", *sizes, "3.9").best == "cublaslt"
+    assert preference.decide(HOPPER, "fp8_block", *sizes).row["triton"] in ("3.6.0", "3.9.0")
+    rows(row("fp8_block", sizes, 1.0, 2.0, "3.6.0"), row("fp8_block", (8192, 4096, 4096), 2.0, 1.0, "3.9.0"))
+    assert preference.decide(HOPPER, "fp8_block", *sizes, "3.9").best == "own"  # the nearer
 
 
 def test_the_shipped_table_is_whole():
@@ -331,7 +359,7 @@ def test_groups_one_by_one(name, monkeypatch):
 
 
 def test_explain_says_which_and_why(rows, monkeypatch):
-    rows(row("fp8_block", (4096, 4096, 4096), 2.0, 1.0))
+    rows(row("fp8_block", (4096, 4096, 4096), 2.0, 1.0, triton.__version__))
     words = ["explain", "scaled_mm", "--option", "pair=fp8_block", "--dim", "columns=4096", "--dim", "hidden=4096"]
     done = CliRunner().invoke(app, [*words, "--dim", "tokens=4096", "--json"])
     made = json.loads(done.stdout)
@@ -348,3 +376,66 @@ def test_explain_says_which_and_why(rows, monkeypatch):
     assert "our kernels (scales of rows and blocks came with CUDA 12.9, this torch has 12.8)" in done.stdout
     done = CliRunner().invoke(app, ["explain", "scaled_mm", "--option", "pair=nothing"])
     assert done.exit_code == 2
+
+
+def explained(*dims: str, arch: str = "sm_90") -> dict:
+    words = ["explain", "scaled_mm", "--option", "pair=fp8_block", "--json", "--arch", arch]
+    done = CliRunner().invoke(app, [*words, *(word for dim in dims for word in ("--dim", dim))])
+    assert done.exit_code == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("own", [1.0, 3.0], ids=["ours", "theirs"])
+def test_explain_quotes_no_figure_of_another_triton(rows, own):
+    """Nor of kernels that the call does not take. cuBLASLt's own time is none of Triton's."""
+    call = "tokens=4096", "columns=4096", "hidden=4096"
+    rows(row("fp8_block", (4096, 4096, 4096), own, 2.0, triton.__version__))
+    found = explained(*call)
+    assert found["evidence"]["times"] == {"cublaslt": 2.0, "own": own} and f"own {own:g} us" in found["why"]
+    rows(row("fp8_block", (4096, 4096, 4096), own, 2.0, "3.5.1"))
+    found = explained(*call)
+    assert "own " not in found["why"] and "with Triton 3.5, and this is" in found["why"]
+    if own < 2.0:
+        assert found["evidence"] is None and " us" not in found["why"] and "taken" not in found
+    else:
+        assert found["evidence"]["times"] == {"cublaslt": 2.0} and "cublaslt 2 us" in found["why"]
+        assert found["taken"] == "cublaslt"
+
+
+def test_explain_quotes_no_figure_of_another_kernel(rows):
+    """The row is of many rows, the call of few, which another kernel multiplies."""
+    if not TARGETS["sm_90"].hopper_gluon:
+        pytest.skip("this Triton has no Gluon to choose from")
+    rows(row("fp8_block", (128, 4096, 4096), 1.0, 2.0, triton.__version__))
+    assert explained("tokens=100", "columns=4096", "hidden=4096")["evidence"]["times"]["own"] == 1.0
+    found = explained("tokens=64", "columns=4096", "hidden=4096")
+    assert found["implementation"] == "hopper_few" and found["evidence"] is None
+    assert "and this call takes hopper_few" in found["why"] and " us" not in found["why"]
+
+
+@pytest.mark.parametrize(
+    ("lacks", "known", "guarded", "words"),
+    [
+        (None, True, True, "kernels in Gluon and the direct launch"),
+        ("no tma", True, True, "the direct launch, but not kernels in Gluon"),
+        (None, False, True, "kernels in Gluon, but not the direct launch"),
+        (None, True, False, "kernels in Gluon, but not the direct launch"),
+        ("no tma", False, False, "portable kernels, but not kernels in Gluon nor the direct launch"),
+    ],
+)
+def test_doctor_says_what_this_triton_gets(monkeypatch, lacks, known, guarded, words):
+    from tilewright.core import private, triton_versions
+
+    monkeypatch.setattr(triton_versions, "probe", lambda: triton_versions.Gluon({}, lacks))
+    monkeypatch.setattr(triton_versions, "launches_directly", lambda: known)
+    monkeypatch.setattr(private, "guard", lambda tensors: object() if guarded else None)
+    done = CliRunner().invoke(app, ["doctor", "--json"])
+    found = {one["what"]: one for one in json.loads(done.stdout)}
+    assert found["triton"]["found"] == f"{triton.__version__}, which gets {words}"
+    assert ("no tma" in found["kernels for Hopper"]["found"]) == (lacks is not None)
+    assert bool(found["kernels for Hopper"]["to mend it"]) == (lacks is not None)
+    assert bool(found["launch"]["to mend it"]) == (not (known and guarded))
+    if not known:
+        assert "launcher is not a known one" in found["launch"]["found"]
+    elif not guarded:
+        assert "torch has no guard" in found["launch"]["found"]

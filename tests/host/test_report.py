@@ -23,7 +23,7 @@ from tilewright.bench import documents, evidence, report
 from tilewright.bench.cases import CASES
 from tilewright.bench.cases import GOALS as GOALS_STATED
 from tilewright.bench.report import comparison, page, roofline
-from tilewright.bench.results import standings, understand
+from tilewright.bench.results import key_of, standings, understand
 
 H200 = "NVIDIA H200"
 GOALS = {
@@ -53,7 +53,7 @@ ROWS = [
     row("norm/bare", rivals={}),
     row("norm/free", us=100.0, floor_us=95.0, rivals={"liger": 120.0}),
 ]
-STALE = {(H200, "norm/slow")}
+STALE = {(H200, "norm/slow", "3.6")}
 
 
 class Outline(HTMLParser):
@@ -262,9 +262,18 @@ def test_extreme_times_still_have_a_place_and_few_ticks():
 
 def test_half_a_surrogate_pair_can_be_written():
     half = json.loads('"\\ud800"')
-    text = page([row(half, gpu=half)], goals={}, stale={(half, half)})
+    text = page([row(half, gpu=half)], goals={}, stale={key_of(row(half, gpu=half))})
     text.encode("utf-8")
     assert list(keys(Outline(text), 0)) == ["?"]
+
+
+def test_an_absent_rival_is_said_to_be_absent():
+    """Neither short nor left out: by name in the table, with the reason where the goal's own number is missing."""
+    lone = row("norm/bare", rivals={}, absent={"liger": "liger_kernel is not installed"})
+    text = page([lone], goals=GOALS, stale=set())
+    assert '<small title="liger_kernel is not installed">liger absent</small>' in text and "rival absent" in text
+    assert "vs:liger: liger_kernel is not installed" in text and 'class="badge bad"' not in text
+    assert "absent" not in page([row("norm/bare")], goals=GOALS, stale=set())
 
 
 def test_two_chips_have_a_plot_each_and_a_column():
@@ -295,9 +304,7 @@ def command(monkeypatch, tmp_path):
         lines = (folder / "chip.jsonl").read_text().splitlines()
         return [json.loads(line) for line in lines]
 
-    evidence = SimpleNamespace(
-        everything=everything, freshness=lambda r: "stale" if (r["gpu"], r["case"]) in STALE else "fresh"
-    )
+    evidence = SimpleNamespace(everything=everything, stale_keys=lambda rows: {key_of(row) for row in rows} & STALE)
     monkeypatch.setattr(bench, "evidence", evidence, raising=False)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "evidence").mkdir()

@@ -3,7 +3,9 @@
 Cases are data. A suite is a file of `suites/`, a family of cases a line of it: `dims` is the shape that the goal is stated
 for, `also` names further shapes in `suites/dims.json`, which may stay `slack` (or SLACK) under the goal. A goal for the
 geometric mean over several shapes has these in `over`, and `least` for each of them. The goals are in `data/goals.tsv`, and
-only there; a family without one names its op itself.
+only there; a family without one names its op itself. A line that says `like` has everything from the line of that family but
+what it says anew. Goals are stated for Triton BASE, those of lines with `"triton": "newest"` for any that is newer: such a case
+waits where there is none.
 """
 
 from __future__ import annotations
@@ -12,14 +14,17 @@ import csv
 import difflib
 import fnmatch
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from ..core.triton_versions import age
+
 SUITES = Path(__file__).parent / "suites"
 GOALS_FILE = Path(__file__).parent.parent / "data" / "goals.tsv"
 SLACK = 0.05
+BASE = "3.6"
 # A step is a forward and its backward, through autograd; training is that of a whole model
 Direction = Literal["forward", "backward", "step", "host", "train"]
 # With memory given for the result, forward and backward through autograd, or with quantised operands
@@ -27,7 +32,8 @@ Way = Literal["out", "step", "quantised"]
 
 
 class Goal(NamedTuple):
-    """A line of goals.tsv. `metric` is `fraction` (of the floor's speed) or `vs:RIVAL` (its time over ours)."""
+    """A line of goals.tsv. `metric` is `fraction` (of the floor's speed), `vs:RIVAL` (its time over ours) or `memory:RIVAL` (its
+    peak of bytes beside its results over ours)."""
 
     case: str
     op: str
@@ -56,6 +62,7 @@ class Case:
     grad_format: str | None = None
     dtype: str = "bfloat16"
     way: Way | None = None  # in which the host's time is taken, where it is not that of a plain call
+    triton: Literal["newest"] | None = None  # the Triton it is for, where that is not BASE
     parts: list[dict[str, Any]] = field(
         default_factory=list
     )  # of a model: what its ops are, each as a case's own fields
@@ -69,12 +76,27 @@ def _goals() -> dict[str, Goal]:
 
 def _cases() -> dict[str, Case]:
     further = json.loads((SUITES / "dims.json").read_text())
+    read = [
+        (path.stem, json.loads(line))
+        for path in sorted(SUITES.glob("*.jsonl"))
+        for line in path.read_text().splitlines()
+    ]
+    lines = {row["case"]: row for _, row in read}
     found: dict[str, Case] = {}
-    for path in sorted(SUITES.glob("*.jsonl")):
-        for line in path.read_text().splitlines():
-            for case in _family(json.loads(line), path.stem, further):
-                found[case.name] = case
+    for suite, row in read:
+        for case in _family(whole(row, lines), suite, further):
+            found[case.name] = case
     return found
+
+
+def whole(row: Mapping[str, Any], lines: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """A line with all that it has from the one that it is `like`."""
+    own = {name: value for name, value in row.items() if name != "like"}
+    if "like" not in row:
+        return own
+    if row["like"] not in lines:
+        raise KeyError(f"{row['case']} is like {row['like']}, which no suite has")
+    return {**whole(lines[row["like"]], lines), **own}
 
 
 def _family(row: dict[str, Any], suite: str, further: dict[str, list[dict[str, int]]]) -> list[Case]:
@@ -119,3 +141,18 @@ def select(words: Sequence[str]) -> list[Case]:
 def names(case: Case) -> tuple[str, ...]:
     """The names by which a case can be selected."""
     return case.name, case.family, case.op, case.suite
+
+
+def rival_of(metric: str) -> str | None:
+    """The rival that a metric names."""
+    return metric.partition(":")[2] or None
+
+
+def is_for(case: Case, version: str) -> bool:
+    """Whether a case can be measured with a version of Triton."""
+    return case.triton is None or age(version) > age(BASE)
+
+
+def waits(case: Case, version: str) -> str | None:
+    """Why a case is not measured with a version of Triton, or None."""
+    return None if is_for(case, version) else f"it is for a Triton newer than {BASE}, and here is {version}"

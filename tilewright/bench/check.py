@@ -10,11 +10,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..check.codes import near_pieces
 from ..check.oracle import (
     BARS,
     IDEAL,
@@ -37,10 +38,6 @@ ULPS = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}  # of anything wider, 
 ROUNDED = Bar(6e-3, 6e-3, 1.0)  # of what goes on from rounded values
 COARSE = Bar(8e-2, 8e-2, 1.0)  # of FP8 products of FP8 products: each factor of each is off by 2.6 %
 GAIN = 1e-2  # of those: rounding to codes makes noise, which hides no factor
-MOST_CODES_OFF = 1e-3
-MOST_SCALES_OFF = 1e-4
-# That a scale which is no power of two may be off: five roundings make it, one of them in an approximate rsqrt
-SCALE_ULPS = 8 * 2.0**-24
 
 
 class Wrong(Exception):
@@ -130,74 +127,65 @@ def compare(pairs: Iterable[tuple[Tensor, Tensor]], bar: Bar, what: str, slack: 
     return error
 
 
-def _steps(codes: Tensor) -> Tensor:
-    """Codes as whole numbers in the order of their values, so that neighbours differ by one."""
-    if codes.dtype == torch.int8:
-        return codes.to(torch.int16)
-    bits = codes.view(torch.uint8).to(torch.int16)
-    return torch.where(bits < 128, bits, 128 - bits)
+class Truth(NamedTuple):
+    """What a value should be, in float64, and by how much the reference in fp32 is off it, RMS by row."""
 
+    there: Tensor
+    noise: Tensor
 
-def compare_codes(groups: Iterable[tuple[Tensor, Tensor, Tensor]], what: str, format: Format) -> float:
-    """Share of codes of (codes, scales [rows, blocks], truth) that differ from what the format makes of the truth along its rows;
-    raises above the bars."""
-    off = elements = scales_off = scale_count = 0
-    one, by_row = replace(format, ways="row"), format.granularity == "row"
-    for codes, scales, truth in groups:
-        want = one.quantize(truth.float())
-        want_scales = want.scale[:, None] if by_row else want.scale.t()
-        width = truth.shape[-1] if by_row else BLOCK
-        same_scale = scales == want_scales
-        if not getattr(format, "pow2", False):
-            same_scale = (scales - want_scales).abs() <= SCALE_ULPS * want_scales
-        distance = (_steps(codes) - _steps(want.data)).abs()
-        trusted = same_scale.repeat_interleave(width, -1)[..., : codes.shape[-1]]
-        if bool((distance[trusted] > 1).any()):
-            raise Wrong(f"{what}: a code is {int(distance[trusted].max())} steps from the truth")
-        off += int((distance[trusted] != 0).sum())
-        elements += codes.numel()
-        scales_off += int((~same_scale).sum())
-        scale_count += scales.numel()
-    if scales_off > MOST_SCALES_OFF * scale_count:
-        raise Wrong(f"{what}: {scales_off} of {scale_count} scales differ")
-    if off > MOST_CODES_OFF * elements:
-        raise Wrong(f"{what}: {off} of {elements} codes differ by a step")
-    return off / elements
+    @staticmethod
+    def of(there: Tensor, single: Tensor) -> Truth:
+        return Truth(there, (single.double() - there).square().mean(-1, keepdim=True).sqrt())
+
+    @property
+    def rows(self) -> Truth:
+        """As a matrix."""
+        return Truth(*(t.reshape(-1, t.shape[-1]) for t in self))
+
+    def __call__(self, part: slice) -> Truth:
+        return Truth(*(t[part] for t in self))
 
 
 def compare_quantized(
     q: Quantized,
-    truth: Callable[[slice], Tensor],
+    truth: Callable[[slice], Truth],
     what: str,
     picked: Sequence[slice] | None = None,
-    twin: Tensor | None = None,
+    twin: Truth | None = None,
 ) -> float:
-    """Check a `Quantized` in FP8 or INT8, 1x128 or with a scale per row, whichever ways it has, on the bands of its rows. `twin`
-    is the whole truth of the column-wise operand: where that is another value, and where scales are those of whole columns."""
-    errors = []
+    """Check a `Quantized` in FP8 or INT8, 1x128 or with a scale per row, whichever ways it has, on the bands of its rows, by the
+    bars of the tests. `twin` is the whole truth of the column-wise operand: where that is another value, and where scales are
+    those of whole columns. Gives the largest share of codes that are a step off."""
     picked = bands(q.shape[0]) if picked is None else picked
-    by_row, columns = q.format.granularity == "row", truth if twin is None else twin.__getitem__
-    used = q.scale_t
+    by_row, used = q.format.granularity == "row", q.scale_t
     if used is not None and not by_row:
         used = used[: -(-q.shape[0] // BLOCK)]  # groups may leave blocks over
     for tensor, part in ((q.data, "data"), (q.scale, "scale"), (q.data_t, "data_t"), (used, "scale_t")):
         if tensor is not None:
             all_written(tensor, f"{what}.{part}")
+    pieces: list[tuple[Truth, dict[str, Tensor]]] = []
     if q.data is not None:
-        triples = ((q.data[b], q.scale[b, None] if by_row else q.scale[:, b].t(), truth(b)) for b in picked)
-        errors.append(compare_codes(triples, f"{what} row-wise", q.format))
+        pieces += [(truth(b), {"data": q.data[b], "scale": q.scale[b] if by_row else q.scale[:, b]}) for b in picked]
     if q.data_t is not None and by_row:
-        triples = [(q.data_t, q.scale_t[:, None], columns(slice(None)).t().contiguous())]
-        errors.append(compare_codes(triples, f"{what} column-wise", q.format))
+        pieces.append((truth(slice(None)) if twin is None else twin, {"data_t": q.data_t, "scale_t": q.scale_t}))
     elif q.data_t is not None:
-        triples = (
-            (q.data_t[:, b].contiguous(), q.scale_t[b.start // BLOCK, :, None], columns(b).t().contiguous())
-            for b in picked
-        )
-        errors.append(compare_codes(triples, f"{what} column-wise", q.format))
-    if not errors:
+        of_columns = truth if twin is None else twin
+        for b in picked:
+            blocks = slice(b.start // BLOCK, -(-b.stop // BLOCK))
+            pieces.append((of_columns(b), {"data_t": q.data_t[:, b], "scale_t": q.scale_t[blocks]}))
+    if not pieces:
         raise Wrong(f"{what}: neither row-wise nor column-wise codes")
-    return max(errors)
+    return max(_compare_codes(what, q.format, *piece) for piece in pieces)
+
+
+def _compare_codes(what: str, format: Format, truth: Truth, found: Mapping[str, Tensor]) -> float:
+    """The tensors of one way of a format beside what it makes of the truth."""
+    one = replace(format, ways="row" if "data" in found else "col")
+    named = {f"{what}.{part}": tensor for part, tensor in found.items()}
+    try:
+        return near_pieces(what, what, Contract(one, None, {}, {}, {}), named, *truth)
+    except AssertionError as error:
+        raise Wrong(str(error)) from None
 
 
 # ------------------------------------------------------------------------------------------------------- an op's results
@@ -220,8 +208,14 @@ def row_count(op: Op, values: Mapping[str, Any], others: Sequence[Any] = ()) -> 
     return sizes.pop()
 
 
-def exact(op: Op, values: Mapping[str, Any], part: slice | None, grads: Sequence[Tensor] = ()) -> tuple[tuple, dict]:
-    """(results, gradients by name) of the reference in float64, of some rows or of everything."""
+def exact(
+    op: Op,
+    values: Mapping[str, Any],
+    part: slice | None,
+    grads: Sequence[Tensor] = (),
+    dtype: torch.dtype = torch.float64,
+) -> tuple[tuple, dict]:
+    """(results, gradients by name) of the reference in float64 or another dtype, of some rows or of everything."""
     rules = {p.name: p.rule for p in op.signature.parameters}
 
     def lifted(name: str, value: Any) -> Any:
@@ -232,13 +226,13 @@ def exact(op: Op, values: Mapping[str, Any], part: slice | None, grads: Sequence
         if not isinstance(value, Tensor):
             return value
         value = value[part] if part is not None and row_shaped(rules[name]) else value
-        return value.detach().double() if value.is_floating_point() else value
+        return value.detach().to(dtype) if value.is_floating_point() else value
 
     plain = {n: lifted(n, v) for n, v in op.arguments(values).items()}
     inputs = leaves(op, plain) if grads else {}
     results = op.reference(**{**plain, **inputs})
     results = results if isinstance(results, tuple) else (results,)
-    given = [(g if part is None else g[part]).double() for g in grads]
+    given = [(g if part is None else g[part]).to(dtype) for g in grads]
     return tuple(r.detach() for r in results), differentiate(op, results, inputs, given) if grads else {}
 
 
@@ -250,16 +244,17 @@ def forward(op: Op, values: Mapping[str, Any], results: Sequence[Any]) -> float:
             all_written(specified(terms, name, r), name)
     rows = row_count(op, values, results)
     with torch.no_grad():
-        if rows is None:
-            wanted = exact(op, values, None)[0]
-            pairs = zip(op.results, results, wanted)
-            return max(_whole(op, name, r, w, terms, values) for name, r, w in pairs)
-        picked = bands(rows)
+        picked = [None] if rows is None else bands(rows)
         wanted = [exact(op, values, band)[0] for band in picked]
+        coded = any(isinstance(r, Quantized) for r in results)
+        singles = [exact(op, values, band, dtype=torch.float32)[0] for band in picked] if coded else wanted
+        if rows is None:
+            whole = zip(op.results, results, wanted[0], singles[0])
+            return max(_whole(op, name, r, w, single, terms, values) for name, r, w, single in whole)
         errors = []
         for i, (name, r) in enumerate(zip(op.results, results)):
             if isinstance(r, Quantized):
-                by_start = {band.start: w[i] for band, w in zip(picked, wanted)}
+                by_start = {band.start: Truth.of(w[i], s[i]) for band, w, s in zip(picked, wanted, singles)}
                 whole = whole_columns(op, values, r, i)
                 errors.append(
                     compare_quantized(r, lambda band, by_start=by_start: by_start[band.start], name, twin=whole)
@@ -269,15 +264,19 @@ def forward(op: Op, values: Mapping[str, Any], results: Sequence[Any]) -> float:
     return max(errors)
 
 
-def whole_columns(op: Op, values: Mapping[str, Any], q: Quantized, at: int) -> Tensor | None:
+def whole_columns(op: Op, values: Mapping[str, Any], q: Quantized, at: int) -> Truth | None:
     """The true values of a column-wise operand where rows alone do not tell them; None where they do."""
-    if q.data_t is None:
+    if q.data_t is None or (op.bars.twin is None and q.format.granularity != "row"):
         return None
-    if op.bars.twin is not None:
-        given = op.arguments(values).items()
-        lifted = {n: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v for n, v in given}
+    given = op.arguments(values).items()
+
+    def of(dtype: torch.dtype) -> Tensor:
+        if op.bars.twin is None:
+            return exact(op, values, None, dtype=dtype)[0][at]
+        lifted = {n: v.to(dtype) if isinstance(v, Tensor) and v.is_floating_point() else v for n, v in given}
         return op.bars.twin(**lifted)
-    return exact(op, values, None)[0][at] if q.format.granularity == "row" else None
+
+    return Truth.of(of(torch.float64), of(torch.float32))
 
 
 def is_coarse(op: Op, values: Mapping[str, Any]) -> bool:
@@ -293,9 +292,11 @@ def _error_of(op: Op, name: str, pairs: Iterable[tuple[Tensor, Tensor]], values:
     return compare(pairs, result_bar(op), name)
 
 
-def _whole(op: Op, name: str, result: Any, wanted: Tensor, terms: Contract, values: Mapping[str, Any]) -> float:
+def _whole(
+    op: Op, name: str, result: Any, wanted: Tensor, single: Tensor, terms: Contract, values: Mapping[str, Any]
+) -> float:
     if isinstance(result, Quantized):
-        return compare_quantized(result, lambda band: wanted.reshape(-1, wanted.shape[-1])[band], name)
+        return compare_quantized(result, Truth.of(wanted, single).rows, name)
     result, wanted = specified(terms, name, result), specified(terms, name, wanted)
     if not wanted.is_floating_point():
         return compare([(result, wanted)], BARS["G"], name)
@@ -321,10 +322,17 @@ def backward(
         if not isinstance(g, Quantized):
             all_written(g, f"d{name}")
     rows = row_count(op, values, grads)
+    coded = any(isinstance(g, Quantized) for g in found.values())
+
+    def truths(part: slice | None) -> tuple[dict, dict]:
+        """The gradients and, where one is in codes, what the reference in fp32 gives."""
+        wanted = exact(op, values, part, grads)[1]
+        return wanted, exact(op, values, part, grads, torch.float32)[1] if coded else wanted
+
     if rows is None:
-        wanted = exact(op, values, None, grads)[1]
+        wanted, singles = truths(None)
         return max(
-            compare_quantized(g, lambda band, w=wanted[n]: w.reshape(-1, w.shape[-1])[band], f"d{n}")
+            compare_quantized(g, Truth.of(wanted[n], singles[n]).rows, f"d{n}")
             if isinstance(g, Quantized)
             else error_of([(g, wanted[n])], n)
             for n, g in found.items()
@@ -334,12 +342,13 @@ def backward(
     parts = list(chunks(rows, width)) if summed or overwritten else bands(rows)
     errors, totals = [], {}
     for part in parts:
-        wanted = exact(op, values, part, grads)[1]
+        wanted, singles = truths(part)
         for name, g in found.items():
             if name in summed:
                 totals[name] = totals.get(name, 0.0) + wanted[name]
             elif isinstance(g, Quantized):
-                errors.append(compare_quantized(g, lambda band, w=wanted[name]: w, f"d{name}", [part]))
+                here = Truth.of(wanted[name], singles[name])
+                errors.append(compare_quantized(g, lambda band, here=here: here, f"d{name}", [part]))
             else:
                 errors.append(error_of([(g[part], wanted[name])], name))
     errors += [error_of([(found[n], total)], n) for n, total in totals.items()]

@@ -1,5 +1,5 @@
 """The generated pages: docs/ops/, docs/coverage.md, docs/rates.md, the results in docs/results.md and, some of them, README.md; the
-picture of these; the table of names; the stub of the package.
+picture of these; the table of names; the stub of the package; the tables by which `backend="auto"` chooses.
 
 Each is a pure function of the catalogue, the coverage lists and the evidence; `tilewright docs` writes them, and a test
 fails when one is out of date.
@@ -21,15 +21,17 @@ from ..check.families import of_module
 from ..core.argument import Parameter, kind_name
 from ..core.rule import Range, Row
 from ..core.target import TARGETS, Target
+from ..core.triton_versions import age
 from ..op import Op
 from .cases import CASES, GOALS, Case, Goal
 from .markdown import COMMAND, GENERATED, code, listed, table, wrapped
 from .result_rows import row_words
-from .results import Goals, Result, Standing, standings, tally, understand
+from .results import Goals, Key, Result, Standing, key_of, standings, tally, understand
 
 ROOT = Path(__file__).parents[2]
 OPS, COVERAGE, RATES, README = Path("docs/ops"), Path("docs/coverage.md"), Path("docs/rates.md"), Path("README.md")
 INDEX, RESULTS, NAMES = OPS / "index.md", Path("docs/results.md"), Path("tilewright/names.py")
+TABLES = Path("tilewright/data")
 BEGIN, END = "<!-- results -->", "<!-- /results -->"
 MODELS_BEGIN, MODELS_END = "<!-- models -->", "<!-- /models -->"
 # Of a training step, by their names in evidence: what the columns are called, and which are ours
@@ -38,6 +40,12 @@ VARIANTS = {
     "fp8": "tilewright, FP8",
 }  # fmt: skip
 OURS = ("bf16", "fp8")
+# What is said of goals that have no value, by their verdicts
+UNMEASURED = {
+    "Goals that wait for a newer Triton": lambda verdict: verdict.startswith("waits"),
+    "Goals whose rival was absent": lambda verdict: verdict == "rival absent",
+    "Goals without a measurement": lambda verdict: verdict in ("not measured", "no case yet"),
+}
 # The goals that the README shows, and what it calls them
 SHOWN = {
     "rms_norm_fwd": "`rms_norm`", "silu_bwd": "`glu`, backward", "cross_entropy_fwd": "`cross_entropy`",
@@ -177,8 +185,8 @@ def _result(op: Op, name: str) -> tuple[str, ...]:
 
 def _measured(results: Sequence[Result]) -> list[str]:
     rows = (
-        (code(r.case), r.gpu, _us(r.us), _us(r.floor), _ratio(r), _goal(r), _rivals(r), _error(r.error))
-        for r in sorted(results, key=lambda r: (r.gpu, r.case))
+        (code(r.label), r.gpu, _us(r.us), _us(r.floor), _ratio(r), _goal(r), _rivals(r), _error(r.error))
+        for r in sorted(results, key=lambda r: (r.gpu, r.case, age(r.triton)))
     )
     return table(("case", "GPU", "µs", "streaming µs", "reached", "goal", "rivals, µs", "error"), rows)
 
@@ -206,7 +214,9 @@ def _goal(r: Result) -> str:
 
 
 def _rivals(r: Result) -> str:
-    return ", ".join(f"{rival.name} {rival.us:.1f}" for rival in r.rivals)
+    return ", ".join(
+        [*(f"{rival.name} {rival.us:.1f}" for rival in r.rivals), *(f"{name} absent" for name in r.absent)]
+    )
 
 
 # ---- docs/coverage.md ------------------------------------------------------------------------------------------------
@@ -284,23 +294,27 @@ def results_section(
     there is to note of that GPU."""
     goals, cases = list(goals), list(cases)
     lines, recorded = [BEGIN], set()
+    verdicts = {one.goal.case: one.verdict for one in standings([], goals, cases)}
     for gpu in sorted({r.gpu for r in results}):
-        here = {r.case: r for r in results if r.gpu == gpu}
-        made = sorted({(f"torch {r.torch}", f"Triton {r.triton}") for r in here.values()})
-        days = sorted({r.date[:10] for r in here.values() if r.date})
+        here = [r for r in results if r.gpu == gpu]
+        made = sorted({(f"torch {r.torch}", f"Triton {r.triton}") for r in here})
+        days = sorted({r.date[:10] for r in here if r.date})
         versions = "; ".join(", ".join(pair) for pair in made)
         when = " to ".join(dict.fromkeys((days[0], days[-1]))) if days else "no date"
         lines += [f"**{gpu}**, {versions}, {when}.", ""]
-        measured = [one for one in standings(list(here.values()), goals, cases) if one.value is not None]
+        found = standings(here, goals, cases)
+        verdicts |= {one.goal.case: one.verdict for one in found}
+        measured = [one for one in found if one.value is not None]
         heads = ("op", "case", "shape", "µs", "streaming µs", "reached", "goal", "rivals, µs", "other shapes")
         lines += table(heads, map(_goal_line, measured))
-        stale = sum(r.stale for r in here.values())
+        stale = sum(r.stale for r in here)
         lines += ["", *wrapped(f"{tally(measured)} {stale} of {len(here)} rows are stale.")]
         note = (notes or {}).get(gpu)
         lines += wrapped(note) if note else []
         recorded |= {one.goal.case for one in measured}
-    without = [goal.case for goal in goals if goal.case not in recorded]
-    lines += wrapped(f"Goals without a measurement: {listed(without)}.") if without else []
+    for words, verdict in UNMEASURED.items():
+        without = [goal.case for goal in goals if goal.case not in recorded and verdict(verdicts[goal.case])]
+        lines += wrapped(f"{words}: {listed(without)}.") if without else []
     return "\n".join([*lines, END])
 
 
@@ -317,7 +331,7 @@ def _goal_line(one: Standing) -> tuple[str, ...]:
 
 def models_section(
     rows: Iterable[Mapping[str, Any]],
-    stale: Collection[tuple[str, str]],
+    stale: Collection[Key],
     cases: Iterable[Case],
     variants: Mapping[str, str],
 ) -> str:
@@ -326,7 +340,7 @@ def models_section(
     made, notes = [], []
     for case in cases:
         here = [row for row in rows if row["case"] == case.name]
-        made += [(case.name, row["gpu"], *(_step(row, v, stale) for v in variants)) for row in here]
+        made += [(_labelled(row), row["gpu"], *(_step(row, v, stale) for v in variants)) for row in here]
         made += [] if here else [(case.name, "", *["not recorded yet"] * len(variants))]
         for row in here:
             said = {v: step.get("failed") or step.get("note") for v, step in row["steps"].items()}
@@ -336,13 +350,17 @@ def models_section(
     return "\n".join([*lines, MODELS_END])
 
 
-def _step(row: Mapping[str, Any], variant: str, stale: Collection[tuple[str, str]]) -> str:
+def _labelled(row: Mapping[str, Any]) -> str:
+    return understand(row, {}, ()).label
+
+
+def _step(row: Mapping[str, Any], variant: str, stale: Collection[Key]) -> str:
     step = row["steps"].get(variant)
     if step is None:
         return "not recorded yet"
     if "failed" in step:
         return "none"
-    mark = " (stale)" if (row["gpu"], row["case"]) in stale and variant in OURS else ""
+    mark = " (stale)" if key_of(row) in stale and variant in OURS else ""
     return f"{step['us'] / 1e3:.1f} ms, {step['bytes'] / 1e9:.1f} GB{mark}"
 
 
@@ -369,7 +387,7 @@ def names_table(text: str, ops: Mapping[str, Op]) -> str:
 # ---- all of them -----------------------------------------------------------------------------------------------------
 
 
-def understood(rows: Iterable[Mapping[str, Any]], goals: Goals, stale: Collection[tuple[str, str]]) -> list[Result]:
+def understood(rows: Iterable[Mapping[str, Any]], goals: Goals, stale: Collection[Key]) -> list[Result]:
     return [understand(row, goals, stale) for row in rows]
 
 
@@ -379,7 +397,7 @@ def generate(root: Path = ROOT) -> dict[Path, str]:
     from . import evidence, picture, preference, rates, stubs
 
     rows = evidence.everything(root / "evidence")
-    stale = {(row["gpu"], row["case"]) for row in rows if evidence.freshness(row) == "stale"}
+    stale = evidence.stale_keys(rows)
     goals = {name: (case.metric, case.goal) for name, case in CASES.items() if case.goal is not None}
     results = understood(rows, goals, stale)
     both = list(preference.measured(rows))
@@ -391,6 +409,7 @@ def generate(root: Path = ROOT) -> dict[Path, str]:
     page = with_results((root / RESULTS).read_text(), section, RESULTS)
     drawn = (root / picture.PICTURE).read_text() if (root / picture.PICTURE).exists() else ""
     return {
+        **{TABLES / name: text for name, text in preference.tables(rows).items()},
         **ops_pages(catalogue(), results, TARGETS.values()),
         NAMES: names_table((root / NAMES).read_text(), catalogue()),
         COVERAGE: coverage_page(coverage.everything()),
@@ -416,8 +435,19 @@ def check(root: Path = ROOT) -> list[str]:
 
 def write(root: Path = ROOT) -> list[Path]:
     """Bring the pages up to date; gives those that changed."""
+    from . import preference
+
+    pages = generate(root)
+    changed = _put(root, {path: text for path, text in pages.items() if path.parent == TABLES})
+    if changed:  # pages say what is chosen by these
+        preference.forget()
+        pages = generate(root)
+    return changed + _put(root, pages)
+
+
+def _put(root: Path, pages: Mapping[Path, str]) -> list[Path]:
     changed = []
-    for path, text in generate(root).items():
+    for path, text in pages.items():
         if not (root / path).exists() or (root / path).read_text() != text:
             (root / path).parent.mkdir(parents=True, exist_ok=True)
             (root / path).write_text(text)

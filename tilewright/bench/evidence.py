@@ -1,4 +1,5 @@
-"""Recorded results: `evidence/<gpu>.jsonl`, one JSON object a line, one line a case; recording a case again replaces it.
+"""Recorded results: `evidence/<gpu>.jsonl`, one JSON object a line, one line a case and release of Triton; recording that again
+replaces it, unless the new row lacks a rival that the old one has: then it is written to `evidence/aside/`, which nothing reads.
 
 A file is changed under a lock and put in place whole, so that neither an interrupted run nor two at once can damage it.
 """
@@ -10,14 +11,15 @@ import fcntl
 import json
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ..core.target import TARGETS, Target
-from ..core.triton_versions import offered_gluon
+from ..core.triton_versions import age, offered_gluon
 from .cases import CASES
+from .results import Key, key_of
 
 Row = dict[str, Any]
 FIELDS: dict[str, tuple[type, ...]] = {
@@ -26,8 +28,10 @@ FIELDS: dict[str, tuple[type, ...]] = {
     "extra_bytes": (int, type(None)), "host_us": (int, float, type(None)), "method": (str,), "bytes": (list,),
     "gpu": (str,), "arch": (str,), "sms": (int,), "torch": (str,), "triton": (str,), "date": (str,), "source": (str,),
 }  # fmt: skip
-# Of matrix products; of models, each variant's step by its name, and versions of what is compared; of any, what else to know
-OPTIONAL = ("rates", "steps", "packages", "note")
+# Of matrix products; of models, each variant's step by its name, and versions of what is compared; of any, why rivals that were
+# asked for have no time, the bytes that others take beside their results, and what else to know
+OPTIONAL = ("rates", "steps", "packages", "absent", "rival_bytes", "note")
+ASIDE = "aside"
 STEP = {"us": (int, float), "bytes": (int,), "loss": (int, float), "norm": (int, float), "error": (int, float)}
 LONGEST = 64 << 20  # bytes of a file that are read
 
@@ -58,6 +62,8 @@ def problem(row: Any) -> str | None:
             return f"has {name} = {row[name]!r}"
     if not all(isinstance(v, (int, float)) for v in (*row["dims"].values(), *row["rivals"].values())):
         return "has a dimension or a rival that is not a number"
+    if not all(isinstance(why, str) for why in row.get("absent", {}).values()):
+        return "has a rival that is absent without a reason"
     steps = row.get("steps", None if row["direction"] == "train" else {})
     if not isinstance(steps, dict) or not all(map(is_step, steps.values())):
         return "has a step that is neither measured nor failed"
@@ -100,23 +106,58 @@ def everything(where: Path | None = None) -> list[Row]:
     return [row for path in sorted((where or folder()).glob("*.jsonl")) for row in read(path)]
 
 
-def record(rows: Sequence[Row], where: Path | None = None) -> None:
-    """Add rows to their GPUs' files, in the place of earlier ones of the same case."""
+def record(rows: Sequence[Row], where: Path | None = None) -> list[str]:
+    """Add rows to their GPUs' files, in the place of earlier ones of the same case and Triton. A row that lacks a rival of the one
+    that it would replace is kept aside instead; gives a line for each of these."""
     for row in rows:
         wrong = problem(row)
         if wrong is not None:
             raise ValueError(f"{row.get('case')}: the row {wrong}")
+    said: list[str] = []
     for gpu in sorted({row["gpu"] for row in rows}):
         path = path_of(gpu, where)
         with locked(path):
-            merged = {row["case"]: row for row in read(path)}
-            merged.update({row["case"]: row for row in rows if row["gpu"] == gpu})
-            write(path, [merged[case] for case in sorted(merged, key=_order)])
+            merged = {key_of(row): row for row in read(path)}
+            refused = []
+            for row in rows:
+                if row["gpu"] != gpu:
+                    continue
+                lacks = sorted(merged.get(key_of(row), row)["rivals"].keys() - row["rivals"].keys())
+                if lacks:
+                    refused.append(row)
+                    said.append(refusal(row, lacks))
+                else:
+                    merged[key_of(row)] = row
+            write(path, sorted(merged.values(), key=_order))
+        if refused:
+            _keep_aside(refused, (where or folder()) / ASIDE)
+    return said
 
 
-def _order(case: str) -> tuple[int, str]:
+def refusal(row: Row, lacks: Sequence[str]) -> str:
+    """What to say of a row that replaces none."""
+    why = "; ".join(f"{name}: {row['absent'][name]}" for name in lacks if name in row.get("absent", {}))
+    return (
+        f"{row['case']}: kept aside: the recorded row has {', '.join(lacks)} beside it and this one has not"
+        f" ({why or 'measure it with --rivals ' + ','.join(lacks)})"
+    )
+
+
+def _keep_aside(rows: Sequence[Row], where: Path) -> None:
+    path = path_of(rows[0]["gpu"], where)
+    with locked(path):
+        merged = {key_of(row): row for row in (*read(path), *rows)}
+        write(path, sorted(merged.values(), key=_order))
+
+
+def _order(row: Row) -> tuple[int, str, tuple[int, ...]]:
     known = list(CASES)
-    return (known.index(case) if case in CASES else len(known)), case
+    return (known.index(row["case"]) if row["case"] in CASES else len(known)), row["case"], age(row["triton"])
+
+
+def stale_keys(rows: Iterable[Row]) -> set[Key]:
+    """The keys of rows that are not of today's code."""
+    return {key_of(row) for row in rows if freshness(row) == "stale"}
 
 
 def write(path: Path, rows: Sequence[Row]) -> None:

@@ -26,9 +26,10 @@ import tilewright as tw
 
 from ..check import guarded
 from .cases import CASES, Case
+from .directed import Absent
 from .evidence import Row
-from .rivals import Absent, missing
-from .run import about
+from .rivals import missing
+from .run import about, valued
 from .timing import Cuda, Device
 
 COMMAND = (sys.executable, "-m", "tilewright.bench.models")
@@ -303,13 +304,13 @@ def compare(case: Case, limit: float, command: Sequence[str], say: Callable[[str
         return {**wall, "status": status, "why": f"{OURS}: {steps[OURS]['failed']}", "steps": steps}
     us = steps[OURS]["us"]
     rivals = {name: steps[name]["us"] for name in RIVALS if "us" in steps[name]}
-    named = case.metric.partition("vs:")[2]
-    return {
+    row = {
         **wall, **ours.get("about", {}), "status": "ok", "us": us, "floor_us": None, "fraction": None, "host_us": None,
-        "rivals": rivals, "measured": rivals.get(named, 0.0) / us, "error": steps[OURS]["error"], "method": "events",
+        "rivals": rivals, "error": steps[OURS]["error"], "method": "events",
         "bytes": [], "extra_bytes": None, "steps": steps,
         "absent": {name: step["failed"] for name, step in steps.items() if "failed" in step},
     }  # fmt: skip
+    return valued(case, row)
 
 
 def words(step: Mapping[str, Any]) -> str:

@@ -13,6 +13,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from .results import Key, key_of, understand
+
 PICTURE = Path("docs/results.svg")
 TITLES = {  # what a model is called in the picture
     "hf_llama_train/8x2048": "Llama, 1.2 billion parameters, 16384 tokens",
@@ -23,7 +25,7 @@ MARK = re.compile(r"drawn from (\[.*\])")
 
 
 def numbers(
-    rows: Iterable[Mapping[str, Any]], stale: Collection[tuple[str, str]], variants: Mapping[str, str]
+    rows: Iterable[Mapping[str, Any]], stale: Collection[Key], variants: Mapping[str, str]
 ) -> list[dict[str, Any]]:
     """What is drawn: for each model and GPU the milliseconds and gigabytes of every variant that ran."""
     found = []
@@ -35,8 +37,9 @@ def numbers(
                 for name, step in steps
                 if "us" in step
             ]
-            mark = " (stale)" if (row["gpu"], row["case"]) in stale else ""
-            found.append({"title": TITLES[row["case"]], "gpu": row["gpu"] + mark, "bars": bars})
+            mark = " (stale)" if key_of(row) in stale else ""
+            triton = understand(row, {}, ()).label.removeprefix(row["case"])
+            found.append({"title": TITLES[row["case"]] + triton, "gpu": row["gpu"] + mark, "bars": bars})
     return sorted(found, key=lambda one: (one["gpu"], one["title"]))
 
 

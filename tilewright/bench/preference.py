@@ -1,7 +1,7 @@
 """The table of `gemm/preference.py` is made here from the evidence, of every recorded product that our kernels and cuBLASLt made
 in one run. So is how near what `backend="auto"` takes by that table comes to the faster of the two.
 
-`python3 -m tilewright.bench.preference` writes `data/preference_<arch>.jsonl` anew for each chip that there is evidence of.
+`tilewright docs` writes `data/preference_<arch>.jsonl` anew for each chip that there is evidence of.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ import torch
 import tilewright as tw
 
 from ..check.variants import Blank
-from ..core.triton_versions import offered_gluon
+from ..core.triton_versions import offered_gluon, release
 from ..gemm import library, preference
 from . import evidence
 from .cases import CASES, Case
+from .results import understand
 from .work import arguments
 
 NAMES = {"scaled_mm": library.pair_of, "matmul": library.pair_of_matmul}
@@ -37,7 +38,8 @@ class Both(NamedTuple):
     @property
     def auto(self) -> float:
         """The speed of what `auto` takes over that of the faster."""
-        taken = preference.decide(evidence.target_of(self.row), self.pair, *self.sizes).best
+        with_triton = release(self.row["triton"])
+        taken = preference.decide(evidence.target_of(self.row), self.pair, *self.sizes, with_triton).best
         return min(self.times.values()) / self.times[taken]
 
 
@@ -71,9 +73,22 @@ def rows_of(
     ]
 
 
+def tables(recorded: Iterable[Mapping[str, Any]]) -> dict[str, str]:
+    """What the table of each chip that there is evidence of should hold, by the name of its file."""
+    recorded = list(recorded)
+    rows = {arch: rows_of(recorded, arch) for arch in sorted({row["arch"] for row in recorded})}
+    return {preference.path_of(arch).name: preference.text_of(made) for arch, made in rows.items() if made}
+
+
+def forget() -> None:
+    """Read the tables anew when they are next asked."""
+    preference.table.cache_clear()
+    preference.nearest.cache_clear()
+
+
 def auto_line(found: Iterable[Both]) -> str | None:
     """What `auto` reaches over recorded products, in a sentence; None where there are none."""
-    ratios = {one.row["case"]: one.auto for one in found}
+    ratios = {understand(one.row, {}, ()).label: one.auto for one in found}
     if not ratios:
         return None
     mean, worst = math.exp(sum(map(math.log, ratios.values())) / len(ratios)), min(ratios, key=ratios.get)
@@ -81,17 +96,3 @@ def auto_line(found: Iterable[Both]) -> str | None:
         f'`backend="auto"` in {len(ratios)} products that both our kernels and cuBLASLt made in one run: {mean:.3f} of the'
         f" faster's speed in the geometric mean, {ratios[worst]:.3f} at the least (`{worst}`)."
     )
-
-
-def main() -> None:
-    recorded = evidence.everything(evidence.folder())
-    for arch in sorted({row["arch"] for row in recorded}):
-        rows, path = rows_of(recorded, arch), preference.path_of(arch)
-        if rows:
-            path.unlink(missing_ok=True)
-            preference.write(path, rows)
-            print(f"{path}: {len(preference.read(path))} products of {len(rows)} recorded")
-
-
-if __name__ == "__main__":
-    main()

@@ -18,6 +18,7 @@ from ..core.target import TARGETS, Target
 from ..gemm.arithmetic import Computed, computed
 from .cases import CASES, Case
 from .markdown import GENERATED, code, table
+from .results import understand
 from .work import arguments
 
 ABOUT = """\
@@ -59,4 +60,4 @@ def _line(row: Mapping[str, Any], kind: Computed, best: float) -> tuple[str, ...
     words = f"{kind.math.upper()}, native" if kind.words == "native" else kind.words
     clock = "" if rates["clock_mhz"] is None else str(rates["clock_mhz"])
     speeds = f"{rates['burst']:.0f}", f"{rates['sustained']:.0f}"
-    return code(row["case"]), row["gpu"], words, *speeds, clock, f"{rates['burst'] / best:.2f}"
+    return code(understand(row, {}, ()).label), row["gpu"], words, *speeds, clock, f"{rates['burst'] / best:.2f}"

@@ -18,7 +18,7 @@ from importlib import resources
 import jinja2
 from markupsafe import Markup
 
-from .results import Goals, Result, Rival, Row, Standing, tally, understand
+from .results import Goals, Key, Result, Rival, Row, Standing, tally, understand
 
 # One shape a rival, so that colour is never all that tells two apart; ours is a disc. Drawn around (0, 0).
 SHAPES = (
@@ -328,10 +328,10 @@ def page(
     rows: Sequence[Row],
     *,
     goals: Goals,
-    stale: Iterable[tuple[str, str]],
+    stale: Iterable[Key],
     judge: Callable[[list[Result]], list[Standing]] = lambda results: [],
 ) -> str:
-    """The whole page. `goals`: case -> metric (`fraction`, `vs:RIVAL`) and goal; `stale`: (gpu, case) of stale rows; `judge`: how
+    """The whole page. `goals`: case -> metric (`fraction`, `vs:RIVAL`) and goal; `stale`: keys of stale rows; `judge`: how
     the project's goals stand by one GPU's results."""
     known = set(stale)
     found = [understand(row, goals, known) for row in rows]
@@ -345,7 +345,7 @@ def page(
         name: any(getattr(r, name) is not None for r in results) for name in ("rate", "error", "host", "extra", "goal")
     }
     mixed = any(len({(r.torch, r.triton) for r in chip.results}) > 1 for chip in chips)
-    columns.update(gpu=len(gpus) > 1, rivals=any(r.rivals for r in results), versions=mixed)
+    columns.update(gpu=len(gpus) > 1, rivals=any(r.rivals or r.absent for r in results), versions=mixed)
     return _template().render(
         chips=chips,
         results=results,

@@ -11,7 +11,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .cases import Case, Goal
+from ..core.triton_versions import age, release
+from .cases import BASE, Case, Goal, is_for, rival_of
 
 Row = Mapping[str, Any]
 Goals = Mapping[str, tuple[str, float]]
@@ -22,6 +23,7 @@ class Rival:
     name: str
     us: float
     ratio: float  # its time over ours: above 1, ours is faster
+    memory: float | None = None  # its bytes beside its results over ours, at the peak: above 1, ours takes less
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,7 @@ class Result:
     fraction: float | None
     rate: float | None  # GB/s over the compulsory bytes
     rivals: tuple[Rival, ...]  # fastest first
+    absent: Mapping[str, str]  # why others were not timed
     metric: str
     goal: float | None
     measured: float | None
@@ -54,11 +57,22 @@ class Result:
 
     @property
     def verdict(self) -> str:
+        """Of the row beside its goal; where the rival that the goal names is absent there is nothing to judge."""
         if self.goal is None:
             return ""
         if self.measured is None:
             return "unmeasured"
         return "reached" if self.measured >= self.goal else "short"
+
+    @property
+    def lacks(self) -> str:
+        """Why the rival that the goal names has no time, where it has none."""
+        return self.absent.get(rival_of(self.metric) or "", "")
+
+    @property
+    def label(self) -> str:
+        """The case, with the release of Triton where that is not the one of most goals."""
+        return self.case + ("" if release(self.triton) in (BASE, "") else f" (Triton {release(self.triton)})")
 
     @property
     def gap(self) -> float | None:
@@ -113,13 +127,33 @@ def mapping_of(value: Any) -> Mapping[Any, Any]:
     return value if isinstance(value, Mapping) else {}
 
 
-def understand(row: Row, goals: Goals, stale: Collection[tuple[str, str]]) -> Result:
-    """What a row says, beside its goal."""
-    case, gpu = text_of(row.get("case")), text_of(row.get("gpu")) or "unknown GPU"
+def rivals_of(row: Row) -> list[Rival]:
+    """The rivals that a row has times of."""
+    us, ours, theirs = positive(row.get("us")), number_of(row.get("extra_bytes")), mapping_of(row.get("rival_bytes"))
+    found = []
+    for name, time in mapping_of(row.get("rivals")).items():
+        ratio, size = ratio_of(positive(time), us), number_of(theirs.get(name))
+        # A call that takes nothing counts as taking one byte, so that two of them are equal
+        memory = None if size is None or ours is None else ratio_of(max(1.0, size), max(1.0, ours))
+        if ratio is not None:
+            found.append(Rival(text_of(name), float(time), ratio, memory))
+    return found
+
+
+Key = tuple[str, str, str]
+
+
+def key_of(row: Row) -> Key:
+    """What a row is of: the GPU, the case and the Triton. No two rows of evidence have the same."""
+    return text_of(row.get("gpu")) or "unknown GPU", text_of(row.get("case")), release(text_of(row.get("triton")))
+
+
+def understand(row: Row, goals: Goals, stale: Collection[Key]) -> Result:
+    """What a row says, beside its goal. `stale` has the keys of rows that are."""
+    gpu, case, _ = key_of(row)
     us, floor = positive(row.get("us")), positive(row.get("floor_us"))
     fraction = positive(row.get("fraction")) or ratio_of(floor, us)
-    times = {text_of(name): positive(time) for name, time in mapping_of(row.get("rivals")).items()}
-    rivals = [Rival(name, time, ratio) for name, time in times.items() if (ratio := ratio_of(time, us)) and time]
+    rivals = rivals_of(row)
     traffic = row.get("bytes")
     moved = sum(number_of(part) or 0.0 for part in traffic) if isinstance(traffic, (list, tuple)) else None
     metric, goal = goals.get(case, ("", None))
@@ -134,6 +168,7 @@ def understand(row: Row, goals: Goals, stale: Collection[tuple[str, str]]) -> Re
         fraction=fraction,
         rate=ratio_of(positive(moved), us and us * 1e3),
         rivals=tuple(sorted(rivals, key=lambda rival: (rival.us, rival.name))),
+        absent={text_of(name): text_of(why) for name, why in mapping_of(row.get("absent")).items()},
         metric=metric,
         goal=goal,
         measured=measured,
@@ -146,7 +181,7 @@ def understand(row: Row, goals: Goals, stale: Collection[tuple[str, str]]) -> Re
         source=text_of(row.get("source")),
         method=text_of(row.get("method")),
         direction=text_of(row.get("direction")),
-        stale=(gpu, case) in stale,
+        stale=key_of(row) in stale,
     )
 
 
@@ -155,24 +190,43 @@ def understand(row: Row, goals: Goals, stale: Collection[tuple[str, str]]) -> Re
 
 @dataclass(frozen=True)
 class Standing:
-    """A goal on one GPU. `value` is None until every shape that the goal is stated for was measured."""
+    """A goal on one GPU. `value` is None until every shape that the goal is stated for was measured, with a Triton that it is
+    for and beside the rival that it names."""
 
     goal: Goal
     own: tuple[Result, ...]  # at the shapes that it is stated for
     others: tuple[Result, ...]  # at the other shapes of its family, each held to its own, lower goal
     known: bool  # whether there are cases for it at all
     value: float | None
+    newest: bool = False  # whether it is for a Triton newer than BASE
+
+    @property
+    def absent(self) -> str:
+        """Why the rival that the goal names has no time, where it has none."""
+        name = rival_of(self.goal.metric) or ""
+        return next((r.absent[name] for r in self.own if name in r.absent), "")
 
     @property
     def verdict(self) -> str:
+        if self.value is None and self.known:
+            waits = f"waits for a Triton newer than {BASE}" if self.newest and not self.own else "not measured"
+            return "rival absent" if self.absent else waits
         if self.value is None:
-            return "not measured" if self.known else "no case yet"
+            return "no case yet"
         return "reached" if self.value >= self.goal.goal else "short"
 
 
 def standings(results: Sequence[Result], goals: Iterable[Goal], cases: Collection[Case]) -> list[Standing]:
-    """How every goal stands, by the results of one GPU."""
-    here = {result.case: result for result in results}
+    """How every goal stands, by the results of one GPU: of a case by the row of Triton BASE, or by that of the newest, where the
+    case is for a newer one or there is no other."""
+    here: dict[str, Result] = {}
+    of = {case.name: case for case in cases}
+    for result in sorted(results, key=lambda one: age(one.triton)):
+        case = of.get(result.case)
+        if case is not None and is_for(case, result.triton):
+            if case.triton is None and case.name in here and release(here[case.name].triton) == BASE:
+                continue
+            here[case.name] = result
     found = []
     for goal in goals:
         family = [case for case in cases if case.family == goal.case]
@@ -182,7 +236,8 @@ def standings(results: Sequence[Result], goals: Iterable[Goal], cases: Collectio
         values = [value for result in own if (value := measured_by(result.fraction, result.rivals, goal.metric))]
         whole = bool(stated) and len(values) == len(stated)
         value = math.exp(sum(map(math.log, values)) / len(values)) if whole else None
-        found.append(Standing(goal, own, others, bool(family), value))
+        newest = any(case.triton is not None for case in family)
+        found.append(Standing(goal, own, others, bool(family), value, newest))
     return found
 
 
@@ -199,7 +254,9 @@ def tally(standings: Iterable[Standing]) -> str:
 
 
 def measured_by(fraction: float | None, rivals: Iterable[Rival], metric: str) -> float | None:
-    """The value of `fraction` or `vs:RIVAL`."""
-    if metric == "fraction":
+    """The value of `fraction`, `vs:RIVAL` or `memory:RIVAL`; None where it cannot be told."""
+    kind, _, name = metric.partition(":")
+    if kind == "fraction":
         return fraction
-    return next((rival.ratio for rival in rivals if rival.name == metric.removeprefix("vs:")), None)
+    found = next((rival for rival in rivals if rival.name == name), None)
+    return None if found is None else found.memory if kind == "memory" else found.ratio

@@ -1,12 +1,11 @@
 """What ours is timed beside: the same operation by somebody else, in the same run, checked too.
 
-`eager` is the op's own reference as PyTorch runs it, `compile` the reference through torch.compile; others come from
-packages that may or may not be installed. A rival's backward is timed alone, through autograd, as ours is without it.
+`eager` is the op's own reference as PyTorch runs it, `compile` the reference through torch.compile; those of packages are in
+`packaged.py`, the others here. A rival's backward is timed alone, through autograd, as ours is without it.
 """
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 from typing import Any
 
@@ -14,26 +13,21 @@ import torch
 from torch import Tensor
 
 from ..core.format import Quantized
-from .timing import capture_stream
-from .work import Work, same_arguments
+from . import packaged
+from .directed import Absent, Call, directed
+from .work import Work
 
-Call = Callable[[], Any]
-PACKAGES = {"liger": "liger_kernel"}
 LOOSE = 2e-2  # relative RMS: rivals may round where we do not
 
 
-class Absent(Exception):
-    """There is no such rival here, or none for this case; the message says why."""
-
-
 def known() -> list[str]:
-    return ["eager", "compile", *PACKAGES, *NAMED]
+    return ["eager", "compile", *packaged.RIVALS, *NAMED]
 
 
 def missing(name: str) -> str | None:
     """Why a rival cannot be had on this machine at all, or None."""
-    if name in PACKAGES and importlib.util.find_spec(PACKAGES[name]) is None:
-        return f"{name}: {PACKAGES[name]} is not installed (pip install {PACKAGES[name].replace('_', '-')})"
+    if name in packaged.RIVALS:
+        return packaged.missing(name)
     return None if name in known() else f"{name}: no such rival; there are {', '.join(known())}"
 
 
@@ -42,44 +36,14 @@ def call_of(name: str, work: Work) -> Call:
     why = missing(name)
     if why is not None:
         raise Absent(why)
+    if name in packaged.RIVALS:
+        return packaged.call_of(name, work)
     if name in NAMED:
         return NAMED[name](work)
     if name == "eager":
-        function = work.op.reference
-    elif name == "compile":
-        torch._dynamo.reset()
-        function = torch.compile(work.op.reference, dynamic=False)
-    elif work.case.op == "glu":
-        return _liger_glu(work)
-    else:
-        function = _liger(work)
-    return _directed(function, work)
-
-
-def _directed(function: Callable[..., Any], work: Work) -> Call:
-    """A function of the op's arguments as the call of the case: forward, or backward alone."""
-    values = same_arguments(work.values)
-    if work.steps:
-        return work.step(function)
-    if work.case.direction != "backward":
-
-        def forward() -> Any:
-            with torch.no_grad():
-                return function(**values)
-
-        return forward
-    if work.case.grad_format is not None:
-        raise Absent("its gradient is not quantised")
-    names = [n for n in work.op.differentiable if values[n] is not None]
-    leaves = {n: values[n].detach().clone().requires_grad_() for n in names}
-    # On the stream that captures: a backward runs on the stream of its forward
-    with torch.cuda.stream(capture_stream()):
-        results = function(**{**values, **leaves})
-        results = results if isinstance(results, tuple) else (results,)
-        outputs = [results[i] for i in work.op.graded_results]
-    torch.cuda.synchronize()
-    grads = [g.to(o.dtype) for g, o in zip(work.grads, outputs)]
-    return lambda: torch.autograd.grad(outputs, list(leaves.values()), grads, retain_graph=True)
+        return directed(work.op.reference, work)
+    torch._dynamo.reset()
+    return directed(torch.compile(work.op.reference, dynamic=False), work)
 
 
 def finished(call: Call) -> Any:
@@ -104,50 +68,6 @@ def _tensors(result: Any) -> list[Tensor]:
     return [r.dequantize() if isinstance(r, Quantized) else r for r in made if r is not None]
 
 
-def _liger(work: Work) -> Callable[..., Any]:
-    """liger-kernel's function for an op. Its loss computes the gradient in the forward, so its backward is no rival."""
-    _plain_only(work)
-    if work.case.op == "rms_norm":
-        from liger_kernel.ops.rms_norm import LigerRMSNormFunction
-
-        return lambda x, weight, eps, **_: LigerRMSNormFunction.apply(x, weight, eps, 0.0, "gemma", False)
-    if work.case.op == "cross_entropy" and work.case.direction == "forward":
-        from liger_kernel.ops.cross_entropy import LigerCrossEntropyFunction
-
-        def loss(logits: Tensor, labels: Tensor, *, ignore_index: int, reduction: str, **_: Any) -> Tensor:
-            return LigerCrossEntropyFunction.apply(logits, labels, None, ignore_index, 0.0, 0.0, reduction, None)[0]
-
-        return loss
-    if work.case.op == "linear_cross_entropy":
-        from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction
-
-        def fused(hidden: Tensor, weight: Tensor, labels: Tensor, **_: Any) -> Tensor:
-            return LigerFusedLinearCrossEntropyFunction.apply(hidden, weight, labels)[0]
-
-        return fused
-    raise Absent(f"liger has nothing for {work.case.family}")
-
-
-def _liger_glu(work: Work) -> Call:
-    """liger's gated unit takes gate and up as tensors of their own; of one merged tensor it would copy both first."""
-    _plain_only(work)
-    from liger_kernel.ops.swiglu import LigerSiLUMulFunction
-
-    gate, up = (half.contiguous() for half in work.values["x"].chunk(2, -1))
-    if work.case.direction == "forward":
-        return lambda: LigerSiLUMulFunction.apply(gate, up)
-    leaves = [gate.requires_grad_(), up.requires_grad_()]
-    with torch.cuda.stream(capture_stream()):
-        result = LigerSiLUMulFunction.apply(*leaves)
-    torch.cuda.synchronize()
-    return lambda: torch.autograd.grad([result], leaves, list(work.grads), retain_graph=True)
-
-
-def _plain_only(work: Work) -> None:
-    if "out_format" in work.case.arguments or work.case.grad_format is not None:
-        raise Absent("liger has no quantised results")
-
-
 def _torch_add(work: Work) -> Call:
     x = next(v for v in work.values.values() if type(v) is Tensor)
     other = x.clone()
@@ -164,7 +84,7 @@ def _torch_rms_norm(work: Work) -> Call:
     if work.case.op != "rms_norm":
         raise Absent(f"torch's norm has nothing for {work.case.family}")
     norm = torch.nn.functional.rms_norm
-    return _directed(lambda x, weight, eps, **_: norm(x, x.shape[-1:], weight, eps), work)
+    return directed(lambda x, weight, eps, **_: norm(x, x.shape[-1:], weight, eps), work)
 
 
 def _torch_scaled_mm(work: Work) -> Call:
@@ -206,7 +126,7 @@ def _torch_embedding(work: Work) -> Call:
     if work.case.op != "embedding":
         raise Absent(f"torch's embedding has nothing for {work.case.family}")
     function = torch.nn.functional.embedding
-    return _directed(lambda ids, weight, padding_idx: function(ids, weight, padding_idx), work)
+    return directed(lambda ids, weight, padding_idx: function(ids, weight, padding_idx), work)
 
 
 class _Spread(torch.autograd.Function):
@@ -272,7 +192,7 @@ def _compile_bf16(work: Work) -> Call:
     if work.case.op != "moe_feed_forward":
         raise Absent(f"there is no such program for {work.case.family}")
     torch._dynamo.reset()
-    return _directed(torch.compile(_experts_bf16, dynamic=False), work)
+    return directed(torch.compile(_experts_bf16, dynamic=False), work)
 
 
 def _cublaslt(work: Work) -> Call:
@@ -330,7 +250,7 @@ def _torch_linear(work: Work) -> Call:
     function = {"linear_fp8": _linear, "glu_linear": _silu_linear}.get(work.case.op)
     if function is None:
         raise Absent(f"torch's linear layer has nothing for {work.case.family}")
-    return _directed(function, work)
+    return directed(function, work)
 
 
 # Relative RMS by which a rival that does not quantise may be off ours

@@ -1,7 +1,7 @@
 """Measuring cases: each is checked, then timed, in one guarded worker process.
 
 The worker is replaced after a crash or when a case outlasts its limit (a wrong barrier hangs). A case whose output is wrong
-gets no speed.
+gets no speed. A rival that chooses its kernels when it is imported is measured by a worker of its own, after the case.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ import gc
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, TextIO
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple, TextIO
 
 import torch
 import triton
@@ -20,15 +21,19 @@ import triton
 from ..check import guarded
 from ..core.target import Target
 from ..gemm.arithmetic import computed
-from . import check, rivals, sol, timing
-from .cases import CASES, Case
+from . import check, packaged, rivals, sol, timing
+from .cases import CASES, Case, rival_of, waits
+from .directed import Absent
 from .evidence import Row
 from .floor import floor_us
+from .results import measured_by, rivals_of
 from .source import source
 from .work import Work
 
 CASE_LIMIT = 150.0
 COMMAND = (sys.executable, "-m", "tilewright.bench.run")
+APART = "--apart"
+WAITS = "waits"  # the status of a case that is for another Triton
 NO_DEVICE = "no CUDA device: a bench needs a GPU (`tilewright doctor` says what is missing)"
 
 
@@ -37,12 +42,19 @@ NO_DEVICE = "no CUDA device: a bench needs a GPU (`tilewright doctor` says what 
 
 def measure(case: Case, beside: Sequence[str]) -> Row:
     """Measure one case in this process, with the rivals asked for and the one that its goal names. Raises `check.Wrong`."""
-    named = case.metric.partition("vs:")[2]
-    beside = list(dict.fromkeys([*beside, *([named] if named else [])]))
-    row = (measure_host if case.direction == "host" else measure_device)(case, beside)
-    fraction = None if row["floor_us"] is None else row["floor_us"] / row["us"]
-    measured = fraction if not named else row["rivals"].get(named, 0.0) / row["us"]
-    return {**row, "fraction": fraction, "measured": measured}
+    here = [name for name in rivals_beside(case, beside) if not packaged.is_apart(name)]
+    row = (measure_host if case.direction == "host" else measure_device)(case, here)
+    return valued(case, {**row, "fraction": None if row["floor_us"] is None else row["floor_us"] / row["us"]})
+
+
+def rivals_beside(case: Case, beside: Sequence[str]) -> list[str]:
+    """The rivals that were asked for, and the one that a case's metric names."""
+    return list(dict.fromkeys([*beside, *filter(None, [rival_of(case.metric)])]))
+
+
+def valued(case: Case, row: Row) -> Row:
+    """A row with what its metric says of it: None where that is about a rival which is absent."""
+    return {**row, "measured": measured_by(row["fraction"], rivals_of(row), case.metric)}
 
 
 def measure_host(case: Case, beside: Sequence[str]) -> Row:
@@ -54,8 +66,9 @@ def measure_host(case: Case, beside: Sequence[str]) -> Row:
     for name in beside:
         try:
             calls.append((name, rivals.call_of(name, work)))
-        except rivals.Absent as why:
-            absent[name] = str(why)
+        except (Absent, ImportError) as why:
+            absent[name] = reason(why)
+    # Batches take turns, so that rivals of another process cannot be among them
     us, *theirs = timing.time_host_each([work.call, *(call for _, call in calls)])
     found = dict(zip([name for name, _ in calls], theirs))
     return {
@@ -64,13 +77,26 @@ def measure_host(case: Case, beside: Sequence[str]) -> Row:
     }  # fmt: skip
 
 
+class Sets(NamedTuple):
+    """A case's arguments, several times over, and how they are used."""
+
+    work: list[Work]
+    calls: int  # in a graph
+    read: int
+    written: int
+
+    @staticmethod
+    def build(case: Case) -> Sets:
+        work = [Work.build(case)]
+        read, written = work[0].traffic(work[0].call())
+        sets, calls = timing.plan(read + written, timing.Cuda().l2_bytes(), once=work[0].overwrites)
+        return Sets(work + [Work.build(case, seed) for seed in range(1, sets)], calls, read, written)
+
+
 def measure_device(case: Case, beside: Sequence[str]) -> Row:
     """The device time of a call. Its result is checked before the timing and, in what the replays left, after it."""
-    work = [Work.build(case)]
+    work, calls, read, written = Sets.build(case)
     once = work[0].overwrites
-    read, written = work[0].traffic(work[0].call())
-    sets, calls = timing.plan(read + written, timing.Cuda().l2_bytes(), once=once)
-    work += [Work.build(case, seed) for seed in range(1, sets)]
 
     def restore() -> None:
         for one in work:
@@ -99,11 +125,22 @@ def measure_device(case: Case, beside: Sequence[str]) -> Row:
     rates = matrix_rates(work[0], timed.us)
     if once:
         restore()
-    found, absent, spoiled = measure_rivals(work, calls, beside)  # last: a capture that fails spoils the process
+    theirs = measure_rivals(work, calls, beside)  # last: a capture that fails spoils the process
     return {
-        "us": timed.us, "floor_us": floor, "host_us": host, "rivals": found, "absent": absent, "error": error,
-        "method": timed.method, "bytes": [read, written], "extra_bytes": extra, "spoiled": spoiled, **rates,
+        "us": timed.us, "floor_us": floor, "host_us": host, "error": error, "method": timed.method,
+        "bytes": [read, written], "extra_bytes": extra, **theirs, **rates,
     }  # fmt: skip
+
+
+def measure_alone(case: Case, rival: str) -> Row:
+    """One rival of a case whose row another process makes, over arguments that are drawn alike."""
+    if case.direction == "host":
+        raise Absent("host times are compared within one process")
+    work, calls, *_ = Sets.build(case)
+    if work[0].overwrites:
+        for one in work:
+            one.restore()
+    return measure_rivals(work, calls, [rival])
 
 
 def readings_of(work: Work) -> int:
@@ -127,56 +164,70 @@ def matrix_rates(work: Work, us: float) -> Row:
     return {"rates": rates}
 
 
-def measure_rivals(
-    work: Sequence[Work], calls: int, beside: Sequence[str]
-) -> tuple[dict[str, float], dict[str, str], bool]:
-    """(microseconds by rival, why the others have none, whether a capture failed)."""
-    found, absent, spoiled = {}, {}, False
+def measure_rivals(work: Sequence[Work], calls: int, beside: Sequence[str]) -> Row:
+    """Of a row: microseconds by rival and bytes beside its results, why others have none, whether this process is still good."""
+    found, extra, absent, spoiled = {}, {}, {}, False
     for name in beside:
         try:
             made = [rivals.call_of(name, one) for one in work]
             loose = check.COARSE.low if check.is_coarse(work[0].op, work[0].values) else rivals.LOOSE
             if not rivals.agrees(work[0].call(), rivals.finished(made[0]), max(loose, rivals.LOOSER.get(name, 0.0))):
-                raise rivals.Absent("its result is another")
+                raise Absent("its result is another")
             if work[0].overwrites:
                 for one in work:
                     one.restore()
             readings = [timing.measure(made, calls) for _ in range(readings_of(work[0]))]
-            found[name] = min(timed.us for timed in readings)
             spoiled = spoiled or any(timed.method != "graph" for timed in readings)
-        except rivals.Absent as why:
-            absent[name] = str(why)
-        except (RuntimeError, TypeError, ImportError) as error:  # of somebody else's making; ours is measured already
-            spoiled = True
-            absent[name] = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200]}"
+            extra[name] = extra_bytes(work[0], made[0])
+            found[name] = min(timed.us for timed in readings)
+        except (Absent, ImportError) as error:
+            absent[name] = reason(error)
+        except Exception as error:  # of somebody else's making; ours is measured already
+            spoiled, absent[name] = True, reason(error)
         made = None
         gc.collect()
         torch.cuda.empty_cache()
-    return found, absent, spoiled
+    return {"rivals": found, "rival_bytes": extra, "absent": absent, "spoiled": spoiled}
 
 
-def extra_bytes(work: Work) -> int:
-    """Memory that a call takes beside its results, at its peak."""
-    work.call()
+def reason(error: Exception) -> str:
+    """Why a rival is absent, in one line."""
+    words = str(error) if isinstance(error, Absent) else f"{type(error).__name__}: {error}"
+    return " ".join(words.split())[:200]
+
+
+def extra_bytes(work: Work, call: Callable[[], Any] | None = None) -> int:
+    """Memory that a call over these arguments, ours unless another is given, takes beside its results, at its peak."""
+    call = work.call if call is None else call
+    call()
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    result = work.call()
+    result = call()
     return max(0, torch.cuda.max_memory_allocated() - before - work.result_bytes(result))
 
 
-def serve(requests: TextIO, replies: TextIO, measure: Callable[[Case, Sequence[str]], Row] = measure) -> None:
-    """Answer requests for cases with rows until they end."""
+def serve(
+    requests: TextIO,
+    replies: TextIO,
+    measure: Callable[[Case, Sequence[str]], Row] = measure,
+    alone: Callable[[Case, str], Row] = measure_alone,
+) -> None:
+    """Answer requests for cases, or for one rival of a case, with rows until they end."""
     status = guarded.READY if torch.cuda.is_available() else NO_DEVICE
 
     def answer(request: str) -> Row:
         asked = json.loads(request)
-        gc.collect()
-        torch.cuda.empty_cache()
         case = CASES[asked["case"]]
-        return {**measure(case, asked["rivals"]), **about(case)}
+        try:
+            return (
+                alone(case, asked["alone"]) if "alone" in asked else {**measure(case, asked["rivals"]), **about(case)}
+            )
+        finally:  # another process may be the next to need the memory
+            gc.collect()
+            torch.cuda.empty_cache()
 
-    guarded.serve(answer, (check.Wrong,), requests, replies, status)
+    guarded.serve(answer, (check.Wrong, Absent), requests, replies, status)
 
 
 def about(case: Case) -> Row:
@@ -191,14 +242,71 @@ def about(case: Case) -> Row:
 
 
 def supervise(
-    names: Iterable[str], beside: Sequence[str], command: Sequence[str] = COMMAND, limit: float = CASE_LIMIT
+    names: Iterable[str],
+    beside: Sequence[str],
+    also: Mapping[str, Iterable[str]] = MappingProxyType({}),
+    command: Sequence[str] = COMMAND,
+    limit: float = CASE_LIMIT,
 ) -> Iterator[Row]:
-    """A row for each case, from one worker process for as long as it lives. Raises `guarded.NoWorker`."""
-    requests = {json.dumps({"case": name, "rivals": list(beside)}): name for name in names}
-    for row in guarded.supervise(requests, command, limit):
-        yield {**row, "case": requests[row["case"]]}
+    """A row for each case, beside rivals of all cases and, in `also`, of single ones, from one worker process for as long as it
+    lives; of a case that is for another Triton one that says so. Raises `guarded.NoWorker`."""
+    names = list(names)
+    waiting = {name: why for name in names if name in CASES and (why := waits(CASES[name], triton.__version__))}
+    for name, why in waiting.items():
+        yield {"case": name, "status": WAITS, "why": why, "wall_s": 0.0}
+    asked = {name: list(dict.fromkeys([*beside, *also.get(name, ())])) for name in names if name not in waiting}
+    requests = {json.dumps({"case": name, "rivals": given}): name for name, given in asked.items()}
+    others: dict[str, Apart] = {}
+    try:
+        for row in guarded.supervise(requests, command, limit):
+            row = {**row, "case": requests[row["case"]]}
+            case = CASES.get(row["case"])
+            wanted = rivals_beside(case, asked[case.name]) if case is not None and row["status"] == "ok" else []
+            for name in filter(packaged.is_apart, wanted):
+                if name not in others:
+                    others[name] = Apart(name, command, limit)
+                row = valued(case, others[name].beside(row))
+            yield row
+    finally:
+        for one in others.values():
+            one.close()
+
+
+class Apart:
+    """A rival that is measured by a worker of its own, for one row after another."""
+
+    def __init__(self, rival: str, command: Sequence[str], limit: float) -> None:
+        self._rival, self._next, self._failed = rival, [], rivals.missing(rival)
+        # The next request is drawn when the next row is wanted, and there is one by then
+        self._rows = guarded.supervise(iter(self._next.pop, None), (*command, APART, rival), limit)
+
+    def beside(self, row: Row) -> Row:
+        """The row with this rival's time, or why it has none."""
+        reply = self._ask(row["case"])
+        if reply["status"] != "ok":
+            return {**row, "absent": {**row.get("absent", {}), self._rival: reply["why"]}}
+        return {**row, **{name: {**row.get(name, {}), **reply[name]} for name in ("rivals", "rival_bytes", "absent")}}
+
+    def _ask(self, case: str) -> Row:
+        if self._failed is None:
+            self._next.append(json.dumps({"case": case, "alone": self._rival}))
+            try:
+                return next(self._rows)
+            except guarded.NoWorker as error:  # nor would there be one for the next case
+                self._failed = str(error)
+        return {"status": "failed", "why": self._failed}
+
+    def close(self) -> None:
+        self._rows.close()
+
+
+def main(words: Sequence[str]) -> None:
+    """A worker: `[--apart RIVAL] DESCRIPTOR`, the last being that of the pipe for replies."""
+    if words[0] == APART:
+        os.environ.update(packaged.RIVALS[words[1]].environment)
+    with os.fdopen(int(words[-1]), "w") as replies:
+        serve(sys.stdin, replies)
 
 
 if __name__ == "__main__":
-    with os.fdopen(int(sys.argv[1]), "w") as replies:
-        serve(sys.stdin, replies)
+    main(sys.argv[1:])

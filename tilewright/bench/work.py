@@ -161,7 +161,7 @@ class Work:
         return check.backward(self.op, kept, self.grads, dict(zip(self.op.differentiable, result)), self.overwrites)
 
     def result_bytes(self, result: Any) -> int:
-        made = result if isinstance(result, tuple) else (result,)
+        made = result if isinstance(result, (tuple, list)) else (result,)
         memory = {t.untyped_storage().data_ptr() for t in self.values.values() if type(t) is Tensor}
         pieces = (t for r in made if r is not None for t in (r.tensors() if isinstance(r, Quantized) else (r,)))
         return sum(tensor_bytes(t) for t in pieces if t.untyped_storage().data_ptr() not in memory)

@@ -16,7 +16,7 @@ from .console import INTERRUPTED, Json, fail, show
 def bench(
     names: Annotated[list[str] | None, typer.Argument(metavar="OP|CASE|SUITE", help="All cases if none.")] = None,
     beside: Annotated[
-        str, typer.Option("--rivals", help="eager, compile, liger or a rival of single ops, with commas.")
+        str, typer.Option("--rivals", help="eager, compile, liger, quack or a rival of single ops, with commas.")
     ] = "",
     record: Annotated[bool, typer.Option("--record", help="Write the rows to evidence/<gpu>.jsonl.")] = False,
     stale: Annotated[bool, typer.Option("--stale", help="Only cases without a fresh row on this GPU.")] = False,
@@ -49,10 +49,14 @@ def bench(
         recorded = evidence.everything(folder)
         if stale:
             chosen = [case for case in chosen if not fresh_here(case.name, recorded)]
-        rows = measured(chosen, wanted, limit, folder if record else None, record, as_json)
+        also: dict[str, dict[str, float]] = {}  # what recorded rows have beside them, those that replace them must have
+        for row in recorded if record else ():
+            also.setdefault(row["case"], {}).update(row["rivals"])
+        rows = measured(chosen, wanted, also, limit, folder if record else None, record, as_json)
     except (evidence.Damaged, guarded.NoWorker) as error:
         fail(str(error))
     good = [row for row in rows if row["status"] == "ok"]
+    waiting = [row for row in rows if row["status"] == run.WAITS]
     if as_json:
         typer.echo(json.dumps(rows, indent=1))
     else:
@@ -64,22 +68,31 @@ def bench(
         show(goals_table(good, recorded), "goals", False)
     if len(rows) < len(chosen):
         raise typer.Exit(INTERRUPTED)
-    if len(good) < len(rows):
+    if len(good) + len(waiting) < len(rows):
         raise typer.Exit(1)
 
 
 def fresh_here(case: str, recorded: list[dict[str, Any]]) -> bool:
-    """Whether there is a row of today's code for this case and this GPU."""
+    """Whether there is a row of today's code for this case, this GPU and this release of Triton."""
     import torch
+    import triton
 
     from ..bench import evidence
+    from ..core.triton_versions import release
 
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    mine = [row for row in recorded if row["case"] == case and row["gpu"] == gpu]
-    return bool(mine) and evidence.freshness(mine[0]) == "fresh"
+    here = (torch.cuda.get_device_name() if torch.cuda.is_available() else None, case, release(triton.__version__))
+    return any(evidence.key_of(row) == here and evidence.freshness(row) == "fresh" for row in recorded)
 
 
-def measured(chosen: list, beside: list[str], limit: float, folder: Path | None, record: bool, quiet: bool) -> list:
+def measured(
+    chosen: list,
+    beside: list[str],
+    also: dict[str, dict[str, float]],
+    limit: float,
+    folder: Path | None,
+    record: bool,
+    quiet: bool,
+) -> list:
     """Run the cases, each row printed and recorded as it comes, so that an interrupted run keeps what it has."""
     from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -93,11 +106,12 @@ def measured(chosen: list, beside: list[str], limit: float, folder: Path | None,
             whole = [case for case in chosen if case.direction == "train"]
             ops = [case.name for case in chosen if case.direction != "train"]
             say = partial(progress.console.print, highlight=False, markup=False, soft_wrap=True)
-            for row in chain(models.supervise(whole, limit, say), run.supervise(ops, beside, limit=limit)):
+            for row in chain(models.supervise(whole, limit, say), run.supervise(ops, beside, also, limit=limit)):
                 rows.append(judged(row))
                 if record and row["status"] == "ok":
-                    kept = [name for name in (*evidence.FIELDS, *evidence.OPTIONAL) if name in row]
-                    evidence.record([{name: row[name] for name in kept}], folder)
+                    kept = [*evidence.FIELDS, *(name for name in evidence.OPTIONAL if row.get(name))]
+                    for refused in evidence.record([{name: row[name] for name in kept}], folder):
+                        say(refused)
                 progress.console.print(line(rows[-1]), highlight=False, markup=False)
                 progress.advance(task)
         except KeyboardInterrupt:
@@ -112,23 +126,32 @@ def _stderr() -> Any:
 
 
 def judged(row: dict[str, Any]) -> dict[str, Any]:
-    """The row with its goal and whether it reaches it."""
+    """The row with its goal and whether it reaches it; a row without its goal's rival does neither."""
     from ..bench.cases import CASES
 
     case = CASES[row["case"]]
     if row["status"] != "ok" or case.goal is None:
         return {**row, "goal": case.goal}
-    return {**row, "metric": case.metric, "goal": case.goal, "reached": row["measured"] >= case.goal}
+    reached = None if row["measured"] is None else row["measured"] >= case.goal
+    return {**row, "metric": case.metric, "goal": case.goal, "reached": reached}
 
 
 def line(row: dict[str, Any]) -> str:
     if row["status"] != "ok":
         return f"{row['case']}: {row['status'].upper()}: {row.get('why', '')}"
-    short = "" if row.get("reached", True) else f", short of {row['goal']:.2f}"
+    short = f", short of {row['goal']:.2f}" if row.get("reached") is False else ""
     measured = (
-        "" if row["measured"] is None else f", {row['measured']:.3f}{short}"
+        without_rival(row) if row["measured"] is None else f", {row['measured']:.3f}{short}"
     )  # a step without a rival has its time alone
     return f"{row['case']}: {row['us']:.2f} us{measured} ({row['wall_s']:g} s)"
+
+
+def without_rival(row: dict[str, Any]) -> str:
+    """What there is to say of a row that has not what its goal is about."""
+    from ..bench.cases import rival_of
+
+    name = rival_of(row.get("metric", ""))
+    return f", {name} absent: {row['absent'][name]}" if name in row.get("absent", {}) else ""
 
 
 def describe(case: Any) -> dict[str, Any]:
@@ -142,15 +165,15 @@ def summary(row: dict[str, Any], beside: list[str]) -> dict[str, Any]:
     """A line of the table: the floor and the rivals beside ours."""
     if row["status"] != "ok":
         return {"case": row["case"], "us": row["status"].upper(), "floor": row.get("why", "")}
-    verdict = {True: "reached", False: "short", None: ""}[row.get("reached")]
-    names = list(dict.fromkeys([*beside, *row["rivals"]]))
+    verdict = {True: "reached", False: "short", None: "rival absent"}[row["reached"]] if "reached" in row else ""
+    names = list(dict.fromkeys([*beside, *row["rivals"], *row.get("absent", {})]))
     return {
         "case": row["case"],
         "us": f"{row['us']:.2f}",
         "floor": "" if row["floor_us"] is None else f"{row['floor_us']:.2f}",
         "fraction": "" if row["fraction"] is None else f"{row['fraction']:.3f}",
         "goal": "" if row["goal"] is None else f"{row['goal']:.2f} {verdict}",
-        "rivals": " ".join(f"{n} {row['rivals'][n]:.1f}" if n in row["rivals"] else f"{n} -" for n in names),
+        "rivals": " ".join(f"{n} {row['rivals'][n]:.1f}" if n in row["rivals"] else f"{n} absent" for n in names),
         "TFLOP/s": rate(row.get("rates")),
         "host us": "" if row["host_us"] is None else f"{row['host_us']:.1f}",
         "error": f"{row['error']:.2e}",
@@ -169,9 +192,10 @@ def rate(rates: dict[str, Any] | None) -> str:
 def goals_table(rows: list[dict[str, Any]], recorded: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Every goal of the project, what was measured for it now or recorded before, and by how much it falls short."""
     from ..bench.cases import CASES, GOALS
-    from ..bench.results import standings, understand
+    from ..bench.results import key_of, standings, understand
 
-    latest = {row["case"]: row for row in (*recorded, *rows)}
+    gpus = {row["gpu"] for row in rows}
+    latest = {key_of(row)[1:]: row for row in (*recorded, *rows) if not gpus or row["gpu"] in gpus}
     results = [understand(row, {}, ()) for row in latest.values()]
     return [
         {

@@ -21,10 +21,13 @@ def doctor(as_json: Json = False) -> None:
     def row(what: str, found: str, fix: str = "") -> dict[str, str]:
         return {"what": what, "found": found, "to mend it": fix}
 
+    lacks = triton_versions.probe().lacks
+    slow = slow_launch(triton_versions.launches_directly(), guard([torch.empty(1)]) is not None)
+    tried = f"a torch that brings Triton {triton_versions.TRIED[0][:-1]} to {triton_versions.TRIED[-1][:-1]}"
     rows = [
         row("python", platform.python_version()),
         row("torch", torch.__version__),
-        row("triton", triton.__version__),
+        row("triton", f"{triton.__version__}, which gets {gets(lacks, slow)}"),
     ]
     if not torch.cuda.is_available():
         fix = (
@@ -39,11 +42,8 @@ def doctor(as_json: Json = False) -> None:
         except RuntimeError as error:
             state = str(error)
         rows.append(row(f"GPU {index}", f"{torch.cuda.get_device_name(index)}: {state}"))
-    tried = "a torch that brings Triton 3.6 to 3.9"
-    direct = triton_versions.launches_directly() and guard([torch.empty(1)]) is not None
-    fix = "" if direct else f"{tried}: a call then costs the host a tenth"
-    rows.append(row("launch", "plans, launched directly" if direct else "through Triton's public call", fix))
-    lacks = triton_versions.probe().lacks
+    found = "plans, launched directly" if slow is None else f"through Triton's public call: {slow}"
+    rows.append(row("launch", found, "" if slow is None else f"{tried}: a call then costs the host a tenth"))
     found = "in Gluon" if lacks is None else f"portable ones: this Triton's Gluon is another ({lacks})"
     rows.append(row("kernels for Hopper", found, "" if lacks is None else f"{tried}, on sm_90"))
     rows.append(row("your tuned rows", str(config.folder())))
@@ -51,3 +51,17 @@ def doctor(as_json: Json = False) -> None:
         if importlib.util.find_spec(name) is None:
             rows.append(row(name, "not installed", "only for working on tilewright: make env"))
     show(rows, "this machine", as_json)
+
+
+def slow_launch(known: bool, guarded: bool) -> str | None:
+    """Why calls are not launched directly, or None if they are."""
+    if not known:
+        return "its compiled launcher is not a known one"
+    return None if guarded else "torch has no guard over tensors that a plan could be found by"
+
+
+def gets(lacks: str | None, slow: str | None) -> str:
+    """What the installed Triton gets of what the library has, and what it does not get."""
+    parts = {"kernels in Gluon": lacks is None, "the direct launch": slow is None}
+    has, misses = ([name for name, there in parts.items() if there is flag] for flag in (True, False))
+    return " and ".join(has or ["portable kernels"]) + (f", but not {' nor '.join(misses)}" if misses else "")

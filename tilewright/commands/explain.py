@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Annotated, Any
 
@@ -61,7 +63,8 @@ def explain(
         values = op.signature.bind((), given)
         with pretend(TARGETS[arch]), force("triton"):
             chosen = op.implementation(values)
-        about = _products(op, values, TARGETS[arch])
+            at = partial(_implementation, op, dims, {**dimensions(dim), **options}, full)
+            about = _products(op, values, TARGETS[arch], chosen.name, at)
     except (ValueError, TypeError, RuntimeError, KeyError) as error:
         fail(str(error).partition("\n")[0])
     rows = [
@@ -113,8 +116,19 @@ def _options(texts: list[str] | None) -> dict[str, Any]:
     return found
 
 
-def _products(op: Any, values: dict[str, Any], target: Any) -> dict[str, Any]:
-    """How a dense product is computed, and which of our kernels and the library is preferred, with what that rests on."""
+def _implementation(op: Any, dims: dict[str, int], options: dict[str, Any], full: bool, sizes: Sequence[int]) -> str:
+    """Which of our implementations a product of other sizes takes."""
+    from ..check.variants import Blank
+
+    there = dict(zip(("tokens", "columns", "hidden"), sizes))
+    given = op.inputs(Blank(op, {**dims, **there}, {**options, **there}, full=full))
+    given |= {n: v for n, v in options.items() if n in op.signature.scalars}
+    return op.implementation(op.signature.bind((), given)).name
+
+
+def _products(op: Any, values: dict[str, Any], target: Any, own: str, at: Callable[[Any], str]) -> dict[str, Any]:
+    """How a dense product is computed, and which of our kernels and the library is preferred, with what that rests on. `own` is the
+    implementation of ours that takes the call, `at` gives that of other sizes."""
     import torch
 
     from ..gemm import library, preference
@@ -140,8 +154,32 @@ def _products(op: Any, values: dict[str, Any], target: Any) -> dict[str, Any]:
     if reason is not None:
         return {**about, "library": None, "why": reason}
     found = preference.decide(target, pair, *sizes)
-    about |= {"library": found.best == preference.LIBRARY, "why": found.why, "evidence": found.row}
+    why, row = found.why, None
+    if found.row is not None:
+        why, row = _figures(found.row, own, at(found.row["bucket"]))
+    about |= {"library": found.best == preference.LIBRARY, "why": why, "evidence": row}
     return {**about, "taken": preference.LIBRARY} if found.best == preference.LIBRARY else about
+
+
+def _figures(row: dict[str, Any], own: str, measured: str) -> tuple[str, dict[str, Any] | None]:
+    """What a measured product says of a call, with no figure but of what the call would take: our `own` implementation with this
+    release of Triton, or the library, which is none of Triton's. `measured` is the implementation of ours that the row is of."""
+    import triton
+
+    from ..core.triton_versions import release
+    from ..gemm.preference import LIBRARY, OWN
+
+    size, here = "x".join(map(str, row["bucket"])), release(triton.__version__)
+    other = None if release(row["triton"]) == here else f"with Triton {release(row['triton'])}, and this is {here}"
+    if measured != own:
+        other = f"by {measured}, and this call takes {own}"
+    times = {name: us for name, us in sorted(row["times"].items()) if name == LIBRARY or other is None}
+    said = ", ".join(f"{name} {us:g} us" for name, us in times.items())
+    if other is None:
+        return f"measured on {row['date']} with Triton {row['triton']} at {size}: {said}", row
+    if row["best"] == OWN:
+        return f"ours was the faster at {size}, measured {other}: there are no figures of this path", None
+    return f"measured on {row['date']} at {size}: {said}; ours was slower, measured {other}", {**row, "times": times}
 
 
 def _lines(about: dict[str, Any]) -> list[str]:

@@ -24,7 +24,7 @@ def report(
         fail(f"there is no folder {folder}; `tilewright bench --record` makes one, --evidence names another")
     try:
         rows = evidence.everything(folder)
-        stale = {(row["gpu"], row["case"]) for row in rows if evidence.freshness(row) == "stale"}
+        stale = evidence.stale_keys(rows)
         goals = {name: (case.metric, case.goal) for name, case in cases.CASES.items() if case.goal is not None}
         judge = partial(standings, goals=cases.GOALS.values(), cases=cases.CASES.values())
         out.write_text(page(rows, goals=goals, stale=stale, judge=judge), encoding="utf-8")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import re
 import sys
 import warnings
 from collections.abc import Callable
@@ -124,6 +125,16 @@ def offers_gluon() -> bool:
         text = f"triton {triton.__version__} does not offer what kernels in Gluon call ({lacks}): portable kernels are taken"
         warnings.warn(text, RuntimeWarning, stacklevel=3)
     return lacks is None
+
+
+def age(version: str) -> tuple[int, ...]:
+    """Major and minor, by which versions are older or newer."""
+    return tuple(int(part) for part in re.findall(r"\d{1,9}", version)[:2])
+
+
+def release(version: str) -> str:
+    """Of a version what measurements go by: `3.6` of 3.6.0."""
+    return ".".join(map(str, age(version)))
 
 
 def offered_gluon(version: str) -> bool:

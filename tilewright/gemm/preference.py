@@ -2,8 +2,9 @@
 
 `data/preference_<arch>.jsonl` has a row for each measured product, `{"op": ..., "pair": "fp8_block", "bucket": [4096, 4096, 8192],
 "best": "own", "times": {"own": 101.5, "cublaslt": 108.0}, "date": "2026-11-15", "triton": "3.6.0"}`: bucket is M, N and K rounded
-up to powers of two, times are microseconds. The nearest row of a pair counts if it is within a factor of four in every size;
-where there is none, a rule does. Rows are data: one that is damaged, or whose best is not its fastest, is not believed.
+up to powers of two, times are microseconds. The nearest row of a pair counts if it is within a factor of four in every size, of
+rows as near the one of the installed release of Triton; where there is none, a rule does. Rows are data: one that is damaged, or
+whose best is not its fastest, is not believed.
 
 On Hopper our kernels are in Gluon, and so were measured. Where Triton does not offer them, rows say nothing of what would run.
 """
@@ -18,8 +19,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import triton
+
 from ..core.target import Target
 from ..core.tensor import power_of_two
+from ..core.triton_versions import age, release
 from ..runtime.config import LONGEST, SHIPPED
 
 OWN, LIBRARY = "own", "cublaslt"
@@ -54,20 +58,24 @@ def preferred(target: Target, pair: str, M: int, N: int, K: int) -> str:
     return decide(target, pair, M, N, K).best
 
 
-def decide(target: Target, pair: str, M: int, N: int, K: int) -> Preference:
-    """What is preferred for a product on a chip, with the kernels that there are for it."""
+def decide(target: Target, pair: str, M: int, N: int, K: int, of: str = release(triton.__version__)) -> Preference:
+    """What is preferred for a product on a chip, with the kernels that there are for it and `of` a release of Triton."""
     if target.wgmma and pair.removesuffix(WIDE) not in PORTABLE and not target.hopper_gluon:
         return Preference(LIBRARY, f"our kernels for {pair} are in Gluon, which this Triton does not offer")
-    return nearest(target.arch, pair, *bucket(M, N, K))
+    return nearest(target.arch, pair, *bucket(M, N, K), of)
 
 
 @functools.lru_cache(maxsize=4096)
-def nearest(arch: str, pair: str, M: int, N: int, K: int) -> Preference:
-    """What is preferred for a bucket, by the row that is nearest or by the rule."""
-    away = [(distance(row["bucket"], (M, N, K)), row) for row in table(arch) if row["pair"] == pair]
+def nearest(arch: str, pair: str, M: int, N: int, K: int, of: str) -> Preference:
+    """What is preferred for a bucket, by the row that is nearest or by the rule. Sizes matter more than the release."""
+    away = [
+        (distance(row["bucket"], (M, N, K)), release(row["triton"]) != of, row)
+        for row in table(arch)
+        if row["pair"] == pair
+    ]
     within = [found for found in away if found[0] <= FAR]
     if within:
-        _, row = min(within, key=lambda found: found[0])
+        *_, row = min(within, key=lambda found: found[:2])
         times = ", ".join(f"{name} {us:g} us" for name, us in sorted(row["times"].items()))
         size = "x".join(map(str, row["bucket"]))
         when = f"on {row['date']} with Triton {row['triton']}"
@@ -135,13 +143,11 @@ def made(
     return {**sides, "date": date, "triton": triton}
 
 
-def write(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    """Merge rows into a file, sorted. Of several rows for one pair and bucket the last one stays."""
-    by_key = {(row["pair"], tuple(row["bucket"])): row for row in (*read(path), *rows)}
+def text_of(rows: Iterable[Mapping[str, Any]]) -> str:
+    """A file of rows, sorted. Of several rows for one pair, bucket and release of Triton the last one stays."""
+    by_key = {(row["pair"], tuple(row["bucket"]), age(row["triton"])): row for row in rows}
     lines = [json.dumps(by_key[key]) for key in sorted(by_key)]
     bad = [line for line in lines if _row(line) is None]
     if bad:
         raise ValueError(f"not a row: {bad[0]}")
-    fresh = path.with_name(f"{path.name}.new")
-    fresh.write_text("".join(f"{line}\n" for line in lines))
-    fresh.replace(path)
+    return "".join(f"{line}\n" for line in lines)

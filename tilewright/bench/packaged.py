@@ -1,0 +1,345 @@
+"""Rivals from packages, and torch's attention by each of its backends: rows of data, and for each op of a row the small function
+that turns a case's arguments into the rival's call.
+
+A package is imported when one of its calls is asked for, never before. One that chooses its kernels by the environment when it is
+imported has that in its row, and is measured in a process of its own. How packages are called was read from quack-kernels 0.6.5,
+liger-kernel 0.8.5 and sglang-kernel 0.4.2; where another version takes other arguments, the rival is absent and the row says why.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import os
+from collections.abc import Callable, Mapping
+from functools import partial
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..gemm.operands import DTYPES
+from .directed import Absent, Call, directed, forward_only, needs, own_stream, takes
+from .work import Work
+
+Make = Callable[[Work], Call]
+
+
+class Rival(NamedTuple):
+    """Somebody else's kernels: the module that they are in, what pip calls it, how each op is called, and what must be in the
+    environment when the module is imported."""
+
+    module: str
+    pip: str
+    calls: Mapping[str, Make]
+    environment: Mapping[str, str] = MappingProxyType({})
+
+
+def missing(name: str) -> str | None:
+    """Why a rival cannot be had on this machine at all, or None."""
+    rival = RIVALS[name]
+    if importlib.util.find_spec(rival.module) is None:
+        return f"{name}: {rival.module} is not installed (pip install {rival.pip})"
+    return None
+
+
+def call_of(name: str, work: Work) -> Call:
+    """The rival's call over a buffer set. Raises `Absent`."""
+    rival = RIVALS[name]
+    make = rival.calls.get(work.case.op)
+    if make is None:
+        raise Absent(f"{name} has nothing for {work.case.op}")
+    if is_apart(name):
+        raise Absent(f"{name} is measured in a process of its own")
+    return make(work)
+
+
+def is_apart(name: str) -> bool:
+    """Whether a rival has to be measured in another process than this one."""
+    return name in RIVALS and not RIVALS[name].environment.items() <= os.environ.items()
+
+
+# ---------------------------------------------------------------------------------------------------------------- liger
+
+Load = Callable[[str, str], Any]
+
+
+def liger_triton(module: str, name: str) -> Any:
+    """A function of Liger's submodule: its kernel in Triton, whatever the environment says."""
+    return getattr(importlib.import_module(f"liger_kernel.ops.{module}"), name)
+
+
+def liger_cutedsl(module: str, name: str) -> Any:
+    """A function as Liger exports it, which is that of its submodule unless the environment chose another."""
+    found = getattr(importlib.import_module("liger_kernel.ops"), name)
+    if ".cutedsl." not in found.__module__:
+        raise Absent(f"liger has no {module} in CuTe")
+    return found
+
+
+def liger_rms_norm(load: Load, work: Work) -> Call:
+    """By its mode `gemma`, which multiplies by the weight in fp32 as ours does."""
+    takes(work, "x", "weight", "eps", "weight_offset")
+    apply = load("rms_norm", "LigerRMSNormFunction").apply
+    return directed(
+        lambda x, weight, eps, weight_offset, **_: apply(x, weight, eps, weight_offset, "gemma", False), work
+    )
+
+
+def liger_add_rms_norm(load: Load, work: Work) -> Call:
+    takes(work, "x", "residual", "weight", "eps", "weight_offset")
+    needs(work, "weight")
+    apply = load("fused_add_rms_norm", "LigerFusedAddRMSNormFunction").apply
+
+    def function(x: Tensor, residual: Tensor, weight: Tensor, eps: float, weight_offset: float, **_: Any) -> Any:
+        return apply(x, residual, weight, eps, weight_offset, "gemma", False)
+
+    return directed(function, work)
+
+
+def liger_cross_entropy(load: Load, work: Work) -> Call:
+    """Its loss computes the gradient in the forward, so that its backward alone is no rival."""
+    takes(work, "logits", "labels", "ignore_index", "reduction", "label_smoothing", "softcap", "inplace_backward")
+    forward_only(work)
+    apply = load("cross_entropy", "LigerCrossEntropyFunction").apply
+
+    def function(
+        logits: Tensor,
+        labels: Tensor,
+        ignore_index: int,
+        reduction: str,
+        label_smoothing: float,
+        softcap: Any,
+        **_: Any,
+    ) -> Tensor:
+        return apply(logits, labels, None, ignore_index, 0.0, label_smoothing, reduction, softcap)[0]
+
+    return directed(function, work)
+
+
+def liger_linear_cross_entropy(load: Load, work: Work) -> Call:
+    takes(work, "hidden", "weight", "labels", "ignore_index", "reduction")
+    apply = load("fused_linear_cross_entropy", "LigerFusedLinearCrossEntropyFunction").apply
+
+    def function(hidden: Tensor, weight: Tensor, labels: Tensor, ignore_index: int, reduction: str, **_: Any) -> Tensor:
+        return apply(hidden, weight, labels, None, None, ignore_index, 0.0, 0.0, reduction)[0]
+
+    return directed(function, work)
+
+
+def liger_glu(load: Load, work: Work) -> Call:
+    """It takes gate and up as tensors of their own; of one merged tensor it would copy both first."""
+    takes(work, "x")
+    if work.steps:
+        raise Absent("its halves are cut before it is timed, and their gradients would have to be put together")
+    apply = load("swiglu", "LigerSiLUMulFunction").apply
+    gate, up = (half.contiguous() for half in work.values["x"].chunk(2, -1))
+    if work.case.direction == "forward":
+        return lambda: apply(gate, up)
+    leaves = [gate.requires_grad_(), up.requires_grad_()]
+    with own_stream():
+        result = apply(*leaves)
+    return lambda: torch.autograd.grad([result], leaves, list(work.grads), retain_graph=True)
+
+
+def liger_calls(load: Load) -> dict[str, Make]:
+    return {
+        "rms_norm": partial(liger_rms_norm, load),
+        "add_rms_norm": partial(liger_add_rms_norm, load),
+        "cross_entropy": partial(liger_cross_entropy, load),
+        "linear_cross_entropy": partial(liger_linear_cross_entropy, load),
+        "glu": partial(liger_glu, load),
+    }
+
+
+# ---------------------------------------------------------------------------------------------------------------- quack
+
+
+def quack_rms_norm(work: Work) -> Call:
+    takes(work, "x", "weight", "eps", "weight_offset")
+    norm = importlib.import_module("quack").rmsnorm
+    return directed(
+        lambda x, weight, eps, weight_offset, **_: norm(x, weight, eps=eps, weight_offset=weight_offset), work
+    )
+
+
+def quack_add_rms_norm(work: Work) -> Call:
+    """Its `prenorm` is that the sum is given beside the norm."""
+    takes(work, "x", "residual", "weight", "eps", "weight_offset")
+    norm = importlib.import_module("quack").rmsnorm
+
+    def function(x: Tensor, residual: Tensor, weight: Tensor, eps: float, weight_offset: float, **_: Any) -> Any:
+        return norm(x, weight, residual=residual, eps=eps, prenorm=True, weight_offset=weight_offset)
+
+    return directed(function, work)
+
+
+def quack_cross_entropy(work: Work) -> Call:
+    """Its backward writes to memory of its own: one that wrote over its logits could not be called twice by autograd."""
+    takes(work, "logits", "labels", "ignore_index", "reduction", "weight", "inplace_backward")
+    loss = importlib.import_module("quack").cross_entropy
+
+    def function(logits: Tensor, labels: Tensor, ignore_index: int, reduction: str, weight: Any, **_: Any) -> Tensor:
+        return loss(logits, labels, weight=weight, ignore_index=ignore_index, reduction=reduction)
+
+    return directed(function, work)
+
+
+# ----------------------------------------------------------------------------------------------------------- sgl_kernel
+
+
+def sgl_rms_norm(work: Work) -> Call:
+    takes(work, "x", "weight", "eps")
+    needs(work, "weight")
+    forward_only(work)
+    norm = importlib.import_module("sgl_kernel").rmsnorm
+    return directed(lambda x, weight, eps, **_: norm(x, weight, eps), work)
+
+
+def sgl_add_rms_norm(work: Work) -> Call:
+    """It writes the norm over x and the sum over the residual: both are copies, made before."""
+    takes(work, "x", "residual", "weight", "eps")
+    needs(work, "weight")
+    forward_only(work)
+    norm = importlib.import_module("sgl_kernel").fused_add_rmsnorm
+    x, residual = (work.values[name].clone() for name in ("x", "residual"))
+    weight, eps = work.values["weight"], work.values["eps"]
+
+    def call() -> tuple[Tensor, Tensor]:
+        norm(x, residual, weight, eps)
+        return x, residual
+
+    return call
+
+
+def sgl_glu(work: Work) -> Call:
+    takes(work, "x")
+    forward_only(work)
+    glu = importlib.import_module("sgl_kernel").silu_and_mul
+    return directed(lambda x, **_: glu(x), work)
+
+
+def sgl_scaled_mm(work: Work) -> Call:
+    """Of rows by rows of FP8 or INT8, and of 1x128 by 128x128 blocks of FP8: the second factor lies column by column, and so do the
+    scales of blocks."""
+    takes(work, "a", "b", "scale_a", "scale_b", "recipe_a", "recipe_b", "bias", "out_dtype", "accumulate", "backend")
+    module, given = importlib.import_module("sgl_kernel"), work.values
+    a, b, scale_a, scale_b, bias = (given[name] for name in ("a", "b", "scale_a", "scale_b", "bias"))
+    kinds, dtype = (a.dtype, b.dtype, given["recipe_a"], given["recipe_b"]), DTYPES[given["out_dtype"]]
+    if dtype == torch.float32:
+        raise Absent("it has no results in fp32")
+    rows = {torch.float8_e4m3fn: "fp8_scaled_mm", torch.int8: "int8_scaled_mm"}
+    if kinds == (torch.float8_e4m3fn, torch.float8_e4m3fn, "BlockWise1x128", "BlockWise128x128"):
+        if bias is not None:
+            raise Absent("it adds no bias to products of blocks")
+        if b.shape[1] % 128:
+            raise Absent("its columns come in blocks of 128")
+        by_block = scale_a.t().contiguous().t(), scale_b.contiguous().t()
+        return lambda: module.fp8_blockwise_scaled_mm(a, b, *by_block, dtype)
+    if kinds[0] == kinds[1] and kinds[0] in rows and kinds[2:] == ("RowWise", "RowWise"):
+        product, scales = getattr(module, rows[kinds[0]]), (scale_a.reshape(-1), scale_b.reshape(-1))
+        return lambda: product(a, b, *scales, dtype, bias)
+    raise Absent(f"sgl_kernel has nothing for {work.case.family}")
+
+
+# ------------------------------------------------------------------------------------------------------------ attention
+
+
+def sdpa(backend: str, work: Work) -> Call:
+    """torch's attention by one of its backends. Its tensors have heads before the length, which is a view of ours."""
+    takes(work, "q", "k", "v", "scale", "causal", "mask", "backend")
+    attention, given = importlib.import_module("torch.nn.attention"), work.values
+    if given["causal"] and given["q"].shape[1] != given["k"].shape[1]:
+        raise Absent("its causal mask begins at the upper left")
+    if given["causal"] and given["mask"] is not None:
+        raise Absent("it takes a mask or a causal one, not both")
+    chosen = getattr(attention.SDPBackend, backend)
+
+    def function(
+        q: Tensor, k: Tensor, v: Tensor, scale: float | None, causal: bool, mask: Tensor | None, **_: Any
+    ) -> Tensor:
+        views = (t.transpose(1, 2) for t in (q, k, v))
+        shared = q.shape[2] != k.shape[2]
+        with attention.sdpa_kernel(chosen):
+            o = torch.nn.functional.scaled_dot_product_attention(
+                *views, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=shared
+            )
+        return o.transpose(1, 2)
+
+    return directed(function, work)
+
+
+def flash_attention(work: Work) -> Call:
+    """FlashAttention 2 as torch has it: of batches by `scaled_dot_product_attention`, of packed sequences by `varlen_attn`."""
+    if work.values["cu_seqlens_q"] is None:
+        return sdpa("FLASH_ATTENTION", work)
+    takes(work, "q", "k", "v", "scale", "causal", "left", "right", "cu_seqlens_q", "cu_seqlens_k", "backend")
+    varlen_attn, given = importlib.import_module("torch.nn.attention.varlen").varlen_attn, work.values
+    ends = [
+        given[name] if given[name] is not None else given["cu_seqlens_q"] for name in ("cu_seqlens_q", "cu_seqlens_k")
+    ]
+    ends = [one.to(torch.int32) for one in ends]
+    longest = [int(one.diff().max()) for one in ends]
+    left, right = window(given)
+    sides = tuple(-1 if side is None else side for side in (left, right))
+    # A newer torch wants to be told that heads are shared; an older one took them so
+    told = "enable_gqa" in inspect.signature(varlen_attn).parameters and given["q"].shape[2] != given["k"].shape[2]
+    shared = {"enable_gqa": True} if told else {}
+
+    def function(q: Tensor, k: Tensor, v: Tensor, scale: float | None, **_: Any) -> Tensor:
+        flat = (t.squeeze(0) for t in (q, k, v))
+        return varlen_attn(*flat, *ends, *longest, scale=scale, window_size=sides, **shared).unsqueeze(0)
+
+    return directed(function, work)
+
+
+def flex_attention(work: Work, compile: Callable[..., Any] = torch.compile) -> Call:
+    """torch's attention of a mask and a score that are code, compiled; blocks that the mask hides are left out."""
+    takes(work, "q", "k", "v", "scale", "causal", "left", "right", "softcap", "backend")
+    flex, given = importlib.import_module("torch.nn.attention.flex_attention"), work.values
+    q, k, cap = given["q"], given["k"], given["softcap"]
+    (left, right), ahead = window(given), k.shape[1] - q.shape[1]  # positions are aligned to the lower right
+
+    def visible(batch: Tensor, head: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        i = i + ahead
+        seen = j >= 0 if left is None else j >= i - left
+        return seen if right is None else seen & (j <= i + right)
+
+    def capped(score: Tensor, *_: Tensor) -> Tensor:
+        return cap * torch.tanh(score / cap)
+
+    torch._dynamo.reset()
+    bounded = left is not None or right is not None
+    block = flex.create_block_mask(visible, None, None, q.shape[1], k.shape[1], device=q.device) if bounded else None
+    program = compile(flex.flex_attention, dynamic=False)
+
+    def function(q: Tensor, k: Tensor, v: Tensor, scale: float | None, **_: Any) -> Tensor:
+        views = (t.transpose(1, 2) for t in (q, k, v))
+        shared = q.shape[2] != k.shape[2]
+        score = capped if cap else None
+        return program(*views, score_mod=score, block_mask=block, scale=scale, enable_gqa=shared).transpose(1, 2)
+
+    return directed(function, work)
+
+
+def window(given: Mapping[str, Any]) -> tuple[int | None, int | None]:
+    """How many keys before and after its own a query sees; None for all of them. A causal one sees none after."""
+    return given["left"], 0 if given["causal"] else given["right"]
+
+
+# ------------------------------------------------------------------------------------------------------------- the rows
+
+CUTEDSL = MappingProxyType({"LIGER_KERNEL_IMPL": "cutedsl"})
+QUACK = {"rms_norm": quack_rms_norm, "add_rms_norm": quack_add_rms_norm, "cross_entropy": quack_cross_entropy}
+SGL = {"rms_norm": sgl_rms_norm, "add_rms_norm": sgl_add_rms_norm, "glu": sgl_glu, "scaled_mm": sgl_scaled_mm}
+RIVALS: dict[str, Rival] = {
+    "liger": Rival("liger_kernel", "liger-kernel", liger_calls(liger_triton)),
+    "liger_cutedsl": Rival("liger_kernel", "'liger-kernel[cutedsl]'", liger_calls(liger_cutedsl), CUTEDSL),
+    "quack": Rival("quack", "quack-kernels", QUACK),
+    "sgl_kernel": Rival("sgl_kernel", "sglang-kernel", SGL),
+    "cudnn": Rival("torch.nn.attention", "torch", {"attention": partial(sdpa, "CUDNN_ATTENTION")}),
+    "fa2": Rival("torch.nn.attention", "torch", {"attention": flash_attention}),
+    "flex": Rival("torch.nn.attention.flex_attention", "torch", {"attention": flex_attention}),
+}
