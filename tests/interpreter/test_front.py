@@ -196,11 +196,12 @@ def test_codes_that_are_not_aligned_pass_the_guard(guards):
     a, b = operands()
     for _ in range(3):
         tw.scaled_mm(a, b)
-    assert guards[0] == 1
+    count = guards[0]
+    assert count > 0
     same_bits("not aligned", tw.scaled_mm(misaligned(a), b), by_hand(a, b))
-    assert guards[0] == 1
+    assert guards[0] == count
     tw.scaled_mm(a, b)
-    assert guards[0] == 2
+    assert guards[0] == count + 1
 
 
 def test_a_result_on_an_argument_is_not_remembered(monkeypatch):
