@@ -206,7 +206,8 @@ class Front:
         kind = known.kind
         recorded = torch.is_grad_enabled() if any(t.requires_grad for t in tensors) else None
         leaves = leaves_of(tensors) if self.op.overwrites and recorded else None
-        if kind is None or (kind.recorded, kind.leaves) != (recorded, leaves) or not kind.check(*tensors):
+        like = kind is not None and (kind.recorded, kind.leaves) == (recorded, leaves) and kind.check(*tensors)
+        if not like or not (kind.take is None or kind.take(given)):  # a list is no tuple to a kind, but to a key it is
             check = guard([*tensors])
             if check is None:
                 return
