@@ -353,9 +353,22 @@ def test_a_launch_that_is_not_the_only_one_or_takes_a_part_is_bound(drivers, ver
         first = x.data_ptr() + 16 * views
         assert own == [[first, found.data_ptr()], [z.data_ptr(), found.data_ptr()]][: 2 - views]
         drivers[version].launched.clear()
+        shifted = torch.zeros(9)[1:]
+        assert recorder.plan(y).function((x, shifted)) is None and not drivers[version].launched  # not aligned
     with_box = Compiled(drivers[version], ("tensordesc<fp32[8,8],layout>", "*fp32"))
     launch = DIRECT[version](with_box, (3,), [Descriptor(torch.zeros(16, 16)), torch.zeros(8)])
     assert launch.sent([(0,), (1,)]) is None
+
+
+@every_version
+def test_memory_that_host_code_keeps_is_an_argument_of_each_launch(drivers, version):
+    x, kept, used = torch.zeros(8), torch.zeros(8), []
+    with plan.Recorder([x]) as recorder:
+        recorder.adopt(kept, lambda: used.append(1))
+        compiled = Compiled(drivers[version], ("*fp32", "*fp32"))
+        recorder.launch(DIRECT[version](compiled, (3,), [kept, x]), [kept, x])
+    assert recorder.plan(()).function((x,)) == () and used == [1]
+    assert own_of(version, drivers[version].launched.pop()) == [kept.data_ptr(), x.data_ptr()]
 
 
 @every_version

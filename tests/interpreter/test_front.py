@@ -523,6 +523,7 @@ def test_a_static_scale_is_an_argument_of_a_guarded_call(guards):
             same_bits(f"scale {scale}, turn {turn}", made.data.float(), wanted.data.float())
             assert made.scale.item() == scale
     assert guards[0] > 0
+    assert front.opened(format)[0] != front.opened(format.bare())[0]  # which holds nothing
 
 
 def test_calls_of_one_function_with_more_or_fewer_arguments(declare, guards):

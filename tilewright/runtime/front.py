@@ -51,15 +51,15 @@ class Kind(NamedTuple):
 
 
 def opened(value: Any) -> tuple[tuple, tuple]:
-    """Of an argument that holds others, (what is the same in all calls of a kind, what it holds): a format by its canonical string,
-    a quantised value also by the names of what it stores, several values by their types."""
+    """Of an argument that holds others, (what is the same in all calls of a kind, what it holds): a format by its canonical string
+    and whether it has a scale, a quantised value also by the names of what it stores, several values by their types."""
     kind = type(value)
     if kind is Quantized:
         inner = value._inner
         return (value.key, *inner), tuple(inner.values())
     if kind in SEVERAL:
         return tuple(map(type, value)), tuple(value)
-    return (value.key,), () if value.tensor is None else (value.tensor,)
+    return (value.key, value.tensor is None), () if value.tensor is None else (value.tensor,)
 
 
 def taking(given: tuple) -> tuple[Callable | None, tuple[Tensor, ...]]:
