@@ -581,6 +581,7 @@ def test_a_format_is_part_of_a_guard(guards):
         assert made.format == wanted.format and made.shape == wanted.shape and made.dtype == wanted.dtype
         for one, other in zip(bits(made), bits(wanted)):
             same_bits(f"{format}, turn {turn}", one, other)
+        assert type(tw.rms_norm(x, out_format=None)) is Tensor
     assert guards[0] > 0
 
 
@@ -670,6 +671,42 @@ def test_a_second_derivative_is_refused_after_guards_too(learning):
         (dx,) = torch.autograd.grad(op(x, z, 3.0), x, g, create_graph=True)
         with pytest.raises(RuntimeError, match="once_differentiable"):
             dx.sum().backward()
+
+
+class Unused(torch.autograd.Function):
+    """Gives no gradient to what it is called with."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return None
+
+
+def test_a_result_that_gets_no_gradient_gives_none(learning):
+    op, _, _ = learning
+    for seed in range(4):
+        x, z = (t.requires_grad_() for t in pair(8, 8, seed))
+        found = torch.autograd.grad(Unused.apply(op(x, z, 3.0)).sum(), (x, z), allow_unused=True)
+        assert found == (None, None)
+
+
+def test_arguments_named_in_another_order_are_saved_as_what_they_are(declare):
+    def backward(saved, g):
+        dx, dz = torch.empty_like(saved.x), torch.empty_like(saved.z)
+        launch(g, saved.x, dx, 1.0)
+        launch(g, saved.z, dz, 5.0)
+        return dx, dz
+
+    op, _ = declare(backward=backward, gradient=Gradient(of=("x", "z"), saves=("x", "z")))
+    for seed in range(5):
+        x, z = (t.requires_grad_() for t in pair(8, 8, seed))
+        for y in (op(x, z), op(x=x, z=z), op(z=z, x=x)):
+            dx, dz = torch.autograd.grad(y, (x, z), torch.ones(8, 8))
+            same_bits(f"dx, call {seed}", dx, 1 + x)
+            same_bits(f"dz, call {seed}", dz, 5 + z)
 
 
 def test_results_that_carry_no_gradient_are_not_on_the_tape(guards):

@@ -52,13 +52,13 @@ class Kind(NamedTuple):
 
 def opened(value: Any) -> tuple[tuple, tuple]:
     """Of an argument that holds others, (what is the same in all calls of a kind, what it holds): a format by its canonical string
-    and whether it has a scale, a quantised value also by the names of what it stores, several values by their types."""
+    and whether it has a scale, a quantised value by that and the names of what it stores, several values by their number."""
     kind = type(value)
     if kind is Quantized:
         inner = value._inner
         return (value.key, *inner), tuple(inner.values())
     if kind in SEVERAL:
-        return tuple(map(type, value)), tuple(value)
+        return (len(value),), tuple(value)
     return (value.key, value.tensor is None), () if value.tensor is None else (value.tensor,)
 
 
