@@ -512,6 +512,19 @@ def test_a_value_of_the_caller_s_is_told_of_the_groups_of_each_call():
             assert torch.equal(one.dequantize(), wanted.dequantize())
 
 
+def test_an_op_without_results_gives_none_in_every_call(guards):
+    add = tw.catalogue()["embedding_accumulate"].function
+    ids = torch.arange(4)
+    for seed in range(4):
+        dy, total = pair(4, 8, seed)
+        wanted, version = total + dy, total._version
+        assert add(ids, dy, total) is None and total._version > version
+        same_bits(f"call {seed}", total, wanted)
+        with pytest.raises(ValueError, match="main_grad, which is written, shares memory with dy"):
+            add(ids, total.view(4, 8), total)
+    assert guards[0] > 0
+
+
 def test_a_static_scale_is_an_argument_of_a_guarded_call(guards):
     x = torch.randn(4, 32, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
     for turn in range(5):

@@ -145,7 +145,7 @@ class CudaLaunch:
         if any(len(path) > 1 for path in paths) or any(hasattr(a, "base") for a in self.args):
             return None
         args = [None if isinstance(a, Tensor) else a for a in self.args]
-        return Sent(self.raw, self.device, args, [self.HEAD + path[0] for path in paths])
+        return Sent(self.raw, self.device, args, [self.HEAD + path[0] for path in paths], tuple(args[:3]))
 
 
 class Sent(NamedTuple):
@@ -156,7 +156,7 @@ class Sent(NamedTuple):
     device: int
     args: list[Any]
     at: list[int]
-    grid: tuple = ()
+    grid: tuple[int, int, int]
     rest: tuple = ()
 
 

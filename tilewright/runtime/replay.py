@@ -83,7 +83,7 @@ def _only_launch(
     """The function of a plan that is a single launch, of which each slot is an argument: most small ops. The host's time is all
     that such a call costs, so what is done once or not at all is no loop. Without `gives` the result is the one allocation, or
     nothing if there is none."""
-    (raw, device, _, at, grid, rest), stream = sent, raw_stream
+    (raw, device, _, at, (x, y, z), rest), stream = sent, raw_stream
     read = _reader(sent.args, at[:inputs], wrong)
     pairs = [(at[one], at[other], size, others) for one, other, size, others in pairs]
     alone, alone_at = (allocate[0], at[-1]) if allocate and gives is None else (None, 0)
@@ -93,7 +93,6 @@ def _only_launch(
         args = read(tensors)
         if args is None or (pairs and not meeting and _meet(args, pairs)):
             return None
-        result: Any = ()
         if alone is not None:
             result = alone()
             args[alone_at] = result.data_ptr()
@@ -105,8 +104,10 @@ def _only_launch(
                 slots.append(tensor)
             slots.append(None)
             result = gives(slots)
+        else:
+            result = ()
         if rest:
-            raw(*grid, stream(device), *rest, args)
+            raw(x, y, z, stream(device), *rest, args)
         else:
             args[STREAM] = stream(device)
             raw(*args)
