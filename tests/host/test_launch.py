@@ -14,12 +14,13 @@ import tilewright as tw
 from tilewright.core import triton_versions
 from tilewright.core.nest import labels, leaves, mapped
 from tilewright.runtime import kernel as module
-from tilewright.runtime import list_launch, plan
+from tilewright.runtime import launch as launches
+from tilewright.runtime import list_launch, plan, replay
 from tilewright.runtime.kernel import argument_class, kernel
 from tilewright.runtime.list_launch import ListLaunch
 
 STREAM, FUNCTION, META = 99, 7, (4, 1, 0)
-DIRECT = {"3.6": plan.CudaLaunch, "3.7": ListLaunch, "3.9": ListLaunch}
+DIRECT = {"3.6": launches.CudaLaunch, "3.7": ListLaunch, "3.9": ListLaunch}
 every_version = pytest.mark.parametrize("version", DIRECT)
 
 
@@ -88,8 +89,8 @@ def nothing(X, N):
 def drivers(monkeypatch):
     """A driver's module for each version."""
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(plan, "raw_stream", lambda device: STREAM)
-    monkeypatch.setattr(list_launch, "raw_stream", lambda device: STREAM)
+    for launching in (launches, list_launch, replay):
+        monkeypatch.setattr(launching, "raw_stream", lambda device: STREAM)
     monkeypatch.setattr(module, "_said", set())
     monkeypatch.setattr(nothing, "_direct", {})
     found = {version: driver_of(version) for version in DIRECT}
@@ -148,13 +149,13 @@ def test_a_refused_trial_leaves_the_kernel_to_the_public_call_and_says_so_once(p
     compiled = Compiled(drivers[version])
     with pytest.warns(RuntimeWarning, match="refused nothing: function takes 14 arguments"):
         launch = prepared(compiled)
-    assert isinstance(launch, plan.PublicLaunch) and launch.bind is None
+    assert isinstance(launch, launches.PublicLaunch) and launch.bind is None
     launch.first()
     assert compiled.public == [((3, 1, 1), (None, 5))]
     drivers[version].refuses = None
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert isinstance(prepared(compiled), plan.PublicLaunch)
+        assert isinstance(prepared(compiled), launches.PublicLaunch)
     assert not drivers[version].launched
 
 
@@ -167,7 +168,7 @@ def test_an_error_of_the_driver_is_no_refusal(prepared, drivers):
 def test_arguments_that_are_not_as_compiled_are_refused(prepared, drivers):
     for types in (("*fp32",), ("*fp32", "i32", "i32"), ("*fp32", ("i32", "i32"))):
         with pytest.warns(RuntimeWarning, match="public launch"):
-            assert isinstance(prepared(Compiled(drivers["3.9"], types)), plan.PublicLaunch)
+            assert isinstance(prepared(Compiled(drivers["3.9"], types)), launches.PublicLaunch)
 
 
 def changed(driver: ModuleType, **attributes: Any) -> ModuleType:
@@ -190,7 +191,7 @@ def test_another_launcher_falls_back_and_says_so_once(prepared, drivers, change)
     compiled = Compiled(**change(drivers))
     with pytest.warns(RuntimeWarning, match="public launch, which costs the host more per call .*not known"):
         launch = prepared(compiled)
-    assert isinstance(launch, plan.PublicLaunch)
+    assert isinstance(launch, launches.PublicLaunch)
     launch.first()
     assert compiled.public == [((3, 1, 1), (None, 5))]
     with warnings.catch_warnings():
@@ -200,10 +201,10 @@ def test_another_launcher_falls_back_and_says_so_once(prepared, drivers, change)
 
 @every_version
 def test_scratch_memory_and_hooks_take_tritons_own_call(prepared, drivers, version, monkeypatch):
-    assert isinstance(prepared(Compiled(drivers[version], scratch=64)), plan.PublicLaunch)
+    assert isinstance(prepared(Compiled(drivers[version], scratch=64)), launches.PublicLaunch)
     hooked = SimpleNamespace(runtime=SimpleNamespace(launch_enter_hook=print, launch_exit_hook=None))
     monkeypatch.setattr(module.triton, "knobs", hooked)
-    assert isinstance(prepared(Compiled(drivers[version])), plan.PublicLaunch)
+    assert isinstance(prepared(Compiled(drivers[version])), launches.PublicLaunch)
 
 
 def test_contraction_is_stated(monkeypatch):
@@ -299,24 +300,131 @@ def test_a_replay_makes_descriptors_of_its_own_call(drivers, version):
     assert (box.base is x) if version == "3.6" else box[0] == x.data_ptr()
 
 
+def recorded(version: str, driver: ModuleType, given: list[torch.Tensor], made: int) -> tuple[Any, plan.Recorder]:
+    """(what was allocated, the recorder) of a run that is one launch: the kernel takes allocations first, then what was given in
+    another order."""
+    types = (*["*fp32"] * made, "constexpr", *["*fp32"] * len(given), "i32")
+    with plan.Recorder(given) as recorder:
+        results = [torch.empty(8) for _ in range(made)]
+        ordered = [*results, None, *reversed(given), 5]
+        recorder.launch(DIRECT[version](Compiled(driver, types), (3,), ordered), ordered)
+    return results, recorder
+
+
+@pytest.fixture
+def straight(monkeypatch):
+    """No plan takes the way of plans with several launches."""
+    for launch in (launches.CudaLaunch, ListLaunch):
+        monkeypatch.setattr(launch, "bind", lambda *_: pytest.fail("bound"))
+
+
 @every_version
-@pytest.mark.parametrize("count", [1, 2, 3])  # two have a function of their own
-def test_the_simple_plan_launches_with_its_own_addresses(drivers, version, count):
-    compiled = Compiled(drivers[version], ("*fp32", "constexpr", *["*fp32"] * count, "i32"))
-    given, made = [torch.zeros(8) for _ in range(count)], torch.zeros(8)
-    launch = DIRECT[version](compiled, (3,), [torch.zeros(8), None, *[torch.zeros(8) for _ in given], 5])
-    # The result is the kernel's first argument, and the call's come in another order than the kernel's
-    simple = launch.simple([(2 + at,) for at in reversed(range(count))], (0,), lambda: made)
+@pytest.mark.parametrize("count", [1, 2, 3, 4])  # up to three are read one by one
+@pytest.mark.parametrize("made", [0, 1, 2])
+def test_the_only_launch_of_a_plan_is_made_with_the_addresses_of_the_call(drivers, straight, version, count, made):
+    launched = drivers[version].launched
+    results, recorder = recorded(version, drivers[version], [torch.zeros(8) for _ in range(count)], made)
+    function = recorder.plan(results[0] if made == 1 else (*results, None)).function
+    given = [torch.zeros(8) for _ in range(count)]
     for _ in range(2):
-        assert simple(tuple(given)) is made
-        own = [v for v in own_of(version, drivers[version].launched.pop()) if v is not None]
-        assert own == [made.data_ptr(), *[t.data_ptr() for t in reversed(given)], 5]
+        found = function(tuple(given))
+        found = (found,) if made == 1 else found[:-1]
+        assert len(found) == made and all(t.shape == (8,) for t in found)
+        own = [v for v in own_of(version, launched.pop()) if v is not None]
+        assert own == [t.data_ptr() for t in (*found, *reversed(given))] + [5] and not launched
     for at in range(count):
         shifted = [torch.zeros(9)[1:] if i == at else t for i, t in enumerate(given)]
-        assert simple(tuple(shifted)) is None and not drivers[version].launched  # not aligned
+        assert function(shifted) is None and not launched
+
+
+@every_version
+def test_a_launch_that_is_not_the_only_one_or_takes_a_part_is_bound(drivers, version):
+    """Two launches; a view; an argument that no launch takes."""
+    for views in (False, True):
+        x, z = torch.zeros(8), torch.zeros(8)
+        with plan.Recorder([x, z]) as recorder:
+            y = torch.empty(8)
+            for tensor in (x[4:],) if views else (x, z):
+                ordered = [tensor, None, y]
+                compiled = Compiled(drivers[version], ("*fp32", "constexpr", "*fp32"))
+                recorder.launch(DIRECT[version](compiled, (3,), ordered), ordered)
+        found = recorder.plan(y).function((x, z))
+        own = [[v for v in own_of(version, args) if v is not None] for args in drivers[version].launched]
+        first = x.data_ptr() + 16 * views
+        assert own == [[first, found.data_ptr()], [z.data_ptr(), found.data_ptr()]][: 2 - views]
+        drivers[version].launched.clear()
+        shifted = torch.zeros(9)[1:]
+        assert recorder.plan(y).function((x, shifted)) is None and not drivers[version].launched  # not aligned
     with_box = Compiled(drivers[version], ("tensordesc<fp32[8,8],layout>", "*fp32"))
     launch = DIRECT[version](with_box, (3,), [Descriptor(torch.zeros(16, 16)), torch.zeros(8)])
-    assert launch.simple([(0,)], (1,), lambda: made) is None
+    assert launch.sent([(0,), (1,)]) is None
+
+
+@every_version
+def test_memory_that_host_code_keeps_is_an_argument_of_each_launch(drivers, version):
+    x, kept, used = torch.zeros(8), torch.zeros(8), []
+    with plan.Recorder([x]) as recorder:
+        recorder.adopt(kept, lambda: used.append(1))
+        compiled = Compiled(drivers[version], ("*fp32", "*fp32"))
+        recorder.launch(DIRECT[version](compiled, (3,), [kept, x]), [kept, x])
+    assert recorder.plan(()).function((x,)) == () and used == [1]
+    assert own_of(version, drivers[version].launched.pop()) == [kept.data_ptr(), x.data_ptr()]
+
+
+@every_version
+@pytest.mark.parametrize("launches", [1, 2])
+def test_memory_that_is_written_is_apart_in_every_call(drivers, version, launches):
+    room = torch.zeros(64)
+    x, w, out = room[:8], room[16:24], room[32:40]
+    with plan.Recorder([x, w, out]) as recorder:
+        for _ in range(launches):
+            compiled = Compiled(drivers[version], ("*fp32", "*fp32", "*fp32"))
+            recorder.launch(DIRECT[version](compiled, (3,), [x, w, out]), [x, w, out])
+    made, launched = recorder.plan((), written=(2,)), drivers[version].launched
+    for start in (32, 8, 24, 0, 4, 12, 16, 20):
+        meets = start not in (32, 8, 24)
+        given = x, w, room[start : start + 8]
+        assert made.apart([t.data_ptr() for t in given]) is not meets
+        assert made.function(given) == (None if meets else ()) and len(launched) == launches * (not meets)
+        launched.clear()
+        assert made.function(given, True) == () and len(launched) == launches  # who asks for it has looked
+        launched.clear()
+
+
+@every_version
+@pytest.mark.parametrize("launches", [1, 2])
+def test_a_plan_of_a_call_that_was_not_aligned_is_for_such_calls(drivers, version, launches):
+    x = torch.zeros(9)[1:]
+    with plan.Recorder([x]) as recorder:
+        for _ in range(launches):
+            recorder.launch(DIRECT[version](Compiled(drivers[version], ("*fp32",)), (3,), [x]), [x])
+    assert recorder.plan(()).function((x,)) == () and len(drivers[version].launched) == launches
+
+
+@pytest.mark.parametrize("current", [0, 1])
+def test_a_plan_runs_on_the_device_of_its_tensors(monkeypatch, current):
+    entered = []
+
+    class Device:
+        def __init__(self, device: torch.device) -> None:
+            entered.append(device.index)
+
+        def __enter__(self) -> None:
+            entered.append("in")
+
+        def __exit__(self, *error: Any) -> None:
+            entered.append("out")
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
+    monkeypatch.setattr(torch.cuda, "device", Device)
+    made = replay._on_device(
+        torch.device("cuda", 0), lambda tensors, meeting: (entered.append("run"), tensors, meeting)
+    )
+    assert made("tensors", True)[1:] == ("tensors", True)
+    assert entered == (["run"] if current == 0 else [0, "in", "run", "out"])
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert replay._on_device(torch.device("cuda", 0), print) is print
 
 
 def test_the_variant_depends_on_what_lies_in_a_tuple():

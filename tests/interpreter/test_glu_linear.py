@@ -135,4 +135,4 @@ def test_a_call_in_fp8_is_one_plan_and_makes_what_is_wanted():
         again = fp8(*given, None)
         assert torch.equal(again, y) and torch.equal(torch.autograd.grad(again, leaf, dy)[0], whole[at])
     # dy quantised; the weight quantised, dh and the unit's gradients; the value's codes and dweight
-    assert sorted(len(plan._launch) for plan, _ in op.backward_plans.values()) == [1 + 2, 1 + 3, 1 + 3 + 2]
+    assert sorted(plan.launches for plan, _ in op.backward_plans.values()) == [1 + 2, 1 + 3, 1 + 3 + 2]

@@ -17,8 +17,7 @@ from tests.interpreter.toy import launch, pair, plain, toys
 from tilewright.check.memory import guarded_allocations
 from tilewright.check.oracle import same_bits
 from tilewright.op import Cost, Gradient
-from tilewright.runtime import plan as plan_module
-from tilewright.runtime import run
+from tilewright.runtime import replay, run
 from tilewright.runtime.plan import Recorder
 
 KEPT = torch.full((64,), 3.0)  # memory that belongs to no call
@@ -123,8 +122,8 @@ def test_memory_that_ends_within_a_run_is_free_for_what_comes_later(declare, mon
 
         return made
 
-    original = plan_module._allocator
-    monkeypatch.setattr(plan_module, "_allocator", allocator)
+    original = replay._allocator
+    monkeypatch.setattr(replay, "_allocator", allocator)
     op, host = declare(forward)
     for seed in range(3):
         x, _ = pair(seed=seed)

@@ -39,19 +39,13 @@ def public(op: Runner) -> Callable[..., Any]:
             return lists.call(args, kwargs)
         if forced.get() is None and levels._current_level < 0:
             if not kwargs:
-                for check, count, graded, simple, plan, restore in front.plain:
+                for check, count, graded, replay, restore in front.plain:
                     if count == len(args) and check(*args):
                         if graded and torch.is_grad_enabled():
                             break
-                        if simple is not None:
-                            result = simple(args)
-                            if result is None:
-                                break  # the guards do not see alignment
-                            return result
-                        addresses = [t.data_ptr() for t in args]
-                        if any(address & 15 for address in addresses):
+                        results = replay(args)
+                        if results is None:
                             break
-                        results = plan([*args], addresses)
                         return results if restore is None else restore(results)
             result = front.replayed(args, kwargs)
             if result is not MISS:

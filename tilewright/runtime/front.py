@@ -12,8 +12,7 @@ its views and the launches of the ops that it called are steps.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
-from operator import or_
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -21,58 +20,89 @@ from torch import Tensor
 
 from ..core.declaration import PLAIN
 from ..core.flat import flattened
-from ..core.format import Format, Quantized
-from ..core.outs import with_outs
+from ..core.format import Quantized
+from ..core.outs import outs_of, with_outs
 from ..core.private import guard, levels, modes, transforms
 from .choose import forced
-from .key import NUMBERS, Key
+from .key import NUMBERS, SEVERAL, Key
 from .plan import Recorder
+from .replay import picker
 from .run import Known, Runner, compiles_only, known_of
 
-RECENT = 8  # kinds of call that a function remembers by guard
+RECENT = 8  # kinds of call that a function remembers by guard, of those that name the same arguments
+WAYS = 64  # to name arguments
 MISS = object()  # no guard held
 _tracing = torch.compiler.is_dynamo_compiling
 _address = Tensor.data_ptr
 
 
 class Kind(NamedTuple):
-    """A kind of call that is remembered by guard: types and names of arguments, what is no tensor among them, how many tensors
-    there are, which of them are a plan's slots (None: all), the guard over all, whether gradients were recorded (None: no tensor
-    has any), which tensors are leaves (None: it does not matter), and what is known of the call."""
+    """A kind of call that is remembered by guard: how many arguments it has, what takes all tensors from them (None: they are
+    nothing else), the guard over these, what takes a plan's slots of them (None: all), whether gradients were recorded (None: no
+    tensor has any), which tensors are leaves (None: it does not matter), and what is known of the call."""
 
-    types: tuple
-    others: list[Any]
     count: int
-    slots: tuple[int, ...] | None
+    take: Callable[[tuple], tuple[Tensor, ...] | None] | None
     check: Callable[..., bool]
+    slots: Callable[[tuple], tuple[Tensor, ...]] | None
     recorded: bool | None
     leaves: tuple[bool, ...] | None
     known: Known
 
 
-def apart(given: tuple) -> tuple[list[Tensor], list[Any]]:
-    """(all tensors, the quantised ones each followed by what it stores; everything else, formats by their canonical strings)."""
-    tensors: list[Tensor] = []
-    others: list[Any] = []
-    for value in given:
+def opened(value: Any) -> tuple[tuple, tuple]:
+    """Of an argument that holds others, (what is the same in all calls of a kind, what it holds): a format by its canonical string
+    and whether it has a scale, a quantised value by that and the names of what it stores, several values by their number."""
+    kind = type(value)
+    if kind is Quantized:
+        inner = value._inner
+        return (value.key, *inner), tuple(inner.values())
+    if kind in SEVERAL:
+        return (len(value),), tuple(value)
+    return (value.key, value.tensor is None), () if value.tensor is None else (value.tensor,)
+
+
+def taking(given: tuple) -> tuple[Callable | None, tuple[Tensor, ...]]:
+    """(what takes all tensors from arguments like these, those of these). It gives None for arguments that differ in something else
+    than tensors, which are the guard's; it is None itself where there is nothing else. What an argument holds comes after the last
+    argument."""
+    whole, at = given, 0
+    tensors, numbers, holding = [], [], []
+    while at < len(whole):
+        value = whole[at]
         kind = type(value)
-        if kind in PLAIN:
-            tensors.append(value)
-        elif kind in NUMBERS:
-            others.append(value)
-        else:
-            others.append(value.key)
-            if kind is Quantized:
-                inner = value._inner
-                others += inner
-                tensors.append(value)
-                tensors += inner.values()
-            elif value.tensor is not None:
-                tensors.append(value.tensor)
-    return tensors, others
+        if isinstance(value, Tensor):
+            tensors.append(at)
+        if kind in NUMBERS:
+            numbers.append((at, kind, value))
+        elif kind not in PLAIN:
+            said, inner = opened(value)
+            holding.append((at, kind, said))
+            whole += inner
+        at += 1
+    if not numbers and not holding:
+        return None, given
+    pick = picker(tensors)
+
+    def take(given: tuple) -> tuple[Tensor, ...] | None:
+        for at, kind, said in holding:
+            value = given[at]
+            if type(value) is not kind:
+                return None
+            found, inner = opened(value)
+            if found != said:
+                return None
+            given += inner
+        for at, kind, number in numbers:
+            value = given[at]
+            if type(value) is not kind or value != number:  # 1 is equal to True
+                return None
+        return pick(given)
+
+    return take, pick(whole)
 
 
-def leaves_of(tensors: list[Tensor]) -> tuple[bool, ...]:
+def leaves_of(tensors: Sequence[Tensor]) -> tuple[bool, ...]:
     return tuple([t.is_leaf for t in tensors])
 
 
@@ -100,38 +130,27 @@ class Front:
             tape,
             name,
         )
-        self.recent: tuple[Kind, ...] = ()
+        self.recent: dict[tuple, tuple[Kind, ...]] = {}  # by the names of arguments that have one
         self.plain: tuple[tuple, ...] = ()
 
     def replayed(self, args: tuple, kwargs: Mapping[str, Any]) -> Any:
         """The result of a call that is like one of the last few, or MISS. No mode is active, and nothing is forced."""
-        given = (*args, *kwargs.values()) if kwargs else args
-        types = (*map(type, given), *kwargs)
-        tensors = None
-        for kinds, numbers, count, at, check, recorded, leaves, known in self.recent:
-            if kinds != types:
+        given = args + tuple(kwargs.values()) if kwargs else args
+        for count, take, check, pick, recorded, leaves, known in self.recent.get(tuple(kwargs) if kwargs else (), ()):
+            if count != len(given):
                 continue
-            if tensors is None:
-                tensors, others = apart(given)
-            if count != len(tensors) or numbers != others or not check(*tensors):
+            tensors = given if take is None else take(given)
+            if tensors is None or not check(*tensors):
                 continue
             if recorded is not None and recorded != torch.is_grad_enabled():
                 continue
             if leaves is not None and leaves != leaves_of(tensors):
                 continue
-            slots = tensors if at is None else [tensors[i] for i in at]
-            if known.simple is not None:
-                result = known.simple(slots)
-                return MISS if result is None else result
-            addresses = [*map(_address, slots)]
-            if functools.reduce(or_, addresses) & 15:
-                return MISS  # guards do not see alignment
-            if known.plainly:
-                results = known.plan(slots, addresses)
-                return results if known.restore is None else known.restore(results)
-            if known.written and not known.apart(addresses):
+            slots = tensors if pick is None else pick(tensors)
+            results = known.plan.function(slots)
+            if results is None:
                 return MISS
-            return self.finished(args, kwargs, known, slots, addresses)
+            return results if known.plain else self.finished(args, kwargs, known, slots, results)
         return MISS
 
     def keyed(self, args: tuple, kwargs: Mapping[str, Any]) -> Any:
@@ -151,59 +170,59 @@ class Front:
         known = self.op.plans.get(parts)
         if known is None or compiles_only():
             return self.unknown(args, kwargs, parts, key.slots)
-        if known.written and not known.apart(key.addresses):
+        if known.written and not known.plan.apart(key.addresses):
             result = self.shared(args, kwargs)
             if result is not MISS:
                 return result
         elif key.free and key.slots and key.aligned:
             self.remember(args, kwargs, known, key.slots)
-        return self.finished(args, kwargs, known, key.slots, key.addresses)
+        return self.finished(args, kwargs, known, key.slots, known.plan.function(key.slots, True))
 
     def finished(
-        self, args: tuple, kwargs: Mapping[str, Any], known: Known, slots: list[Tensor], addresses: list[int]
+        self, args: tuple, kwargs: Mapping[str, Any], known: Known, slots: Sequence[Tensor], results: Any
     ) -> Any:
-        """What the caller gets of a replay."""
-        written = [slots[at] for at in known.written] if known.written else None
-        results = known.plan(slots, addresses)
-        if written is not None:
-            torch.autograd.graph.increment_version(written)
+        """What the caller gets of what a plan gave."""
+        out = None
+        if known.written:
+            for at in known.written:
+                torch.autograd.graph.increment_version(slots[at])
             out = kwargs.get("out")
-            if type(out) in PLAIN:
-                return out
+            if known.stored:
+                return tuple(out) if type(out) is list else out
         if known.restore is not None:
             results = known.restore(results)
         if known.whole:
             return self.tape(args, kwargs, slots, results, known)
-        if written is not None and out is not None:
-            return with_outs(
-                results, (out,) if len(self.op.result_rows) == 1 else tuple(out)
-            )  # the caller's own objects
+        if out is not None:  # the caller's own objects
+            return with_outs(results, (out,) if len(self.op.result_rows) == 1 else tuple(out))
         return results
 
-    def remember(self, args: tuple, kwargs: Mapping[str, Any], known: Known, slots: list[Tensor]) -> None:
+    def remember(self, args: tuple, kwargs: Mapping[str, Any], known: Known, slots: Sequence[Tensor]) -> None:
         """Remember a kind of call by guard, where it has one. A guard is made once, for kinds of call may take turns."""
         given = (*args, *kwargs.values())
-        if not all(type(v) in PLAIN or type(v) in NUMBERS or isinstance(v, (Format, Quantized)) for v in given):
-            return  # several numbers, in a list that the caller may change; several results
-        tensors, others = apart(given)
+        take, tensors = taking(given)
         if sum(type(t) is not Quantized for t in tensors) != len(slots):
             return  # a result on an argument: the guard would not tell it from one beside it
         kind = known.kind
         recorded = torch.is_grad_enabled() if any(t.requires_grad for t in tensors) else None
         leaves = leaves_of(tensors) if self.op.overwrites and recorded else None
-        if kind is None or (kind.recorded, kind.leaves) != (recorded, leaves) or not kind.check(*tensors):
-            check = guard(tensors)
+        like = kind is not None and (kind.recorded, kind.leaves) == (recorded, leaves) and kind.check(*tensors)
+        if not like or not (kind.take is None or kind.take(given)):  # a list is no tuple to a kind, but to a key it is
+            check = guard([*tensors])
             if check is None:
                 return
-            at = tuple(next(i for i, t in enumerate(tensors) if t is slot) for slot in slots)
-            every = at == tuple(range(len(tensors)))
-            types = (*map(type, given), *kwargs)
-            known.kind = kind = Kind(types, others, len(tensors), None if every else at, check, recorded, leaves, known)
-        if self.tape and not others and not kwargs and kind.slots is None and not known.whole and not known.written:
-            one = kind.check, kind.count, bool(kind.recorded), known.plan.simple, known.plan, known.restore
+            at = [next(i for i, t in enumerate(tensors) if t is slot) for slot in slots]
+            pick = None if at == [*range(len(tensors))] else picker(at)
+            known.kind = kind = Kind(len(given), take, check, pick, recorded, leaves, known)
+        if self.tape and kind.take is None and kind.slots is None and not (kwargs or known.whole or known.written):
+            one = kind.check, len(tensors), bool(recorded), known.plan.function, known.restore
             self.plain = (one, *[other for other in self.plain if other[0] is not kind.check][: RECENT - 1])
         else:
-            self.recent = (kind, *[other for other in self.recent if other is not kind][: RECENT - 1])
+            names = tuple(kwargs)
+            others = [other for other in self.recent.get(names, ()) if other is not kind]
+            if len(self.recent) >= WAYS:
+                self.recent.clear()
+            self.recent[names] = (kind, *others[: RECENT - 1])
 
 
 class Once(tuple):
@@ -246,7 +265,7 @@ class ListFront:
         for kind in self.recent:
             if kind.types == types and kind.others == others and (kind.forced, kind.recorded) == (how, recorded):
                 if kind.check(*tensors) and [*map(_address, tensors)] == kind.addresses:
-                    results = kind.known.plan([], [])
+                    results = kind.known.plan.function(())
                     return results if kind.known.restore is None else kind.known.restore(results)
         if modes() or transforms() or not all(type(t) in PLAIN for t in tensors):
             return self.unknown(args, kwargs)
@@ -294,7 +313,7 @@ def fronted(op: Runner) -> Callable[[Callable], Callable]:
                 result = function(*args, **kwargs)
             pieces = [piece for piece in flattened(kwargs.get("out")) if piece is not None]
             written = tuple(at for at, slot in enumerate(slots) if any(slot is piece for piece in pieces))
-            known = known_of(recorder, result, written)
+            known = known_of(recorder, result, outs_of(op, kwargs), written)
             if known is None:
                 op.remember_no_plan(key)
             else:

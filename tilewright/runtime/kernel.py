@@ -22,7 +22,9 @@ from torch import Tensor
 from ..core import triton_versions
 from ..core.nest import leaves
 from ..core.target import INTERPRETING, Target
-from . import config, list_launch, plan
+from . import config, plan
+from .launch import CudaLaunch, HostLaunch, Launch, PublicLaunch
+from .list_launch import ListLaunch
 
 if INTERPRETING:
     from ..toolchain import interpret
@@ -32,7 +34,7 @@ if INTERPRETING:
 # Launch options that Triton takes beside the kernel's own arguments.
 OPTIONS = frozenset(("num_warps", "num_stages", "num_ctas", "maxnreg", "launch_pdl", "launch_cooperative_grid"))
 # Compiled launchers that are called directly, by how they take a kernel's arguments; elsewhere Triton's public call.
-DIRECT = {"row": plan.CudaLaunch, "list": list_launch.ListLaunch}
+DIRECT = {"row": CudaLaunch, "list": ListLaunch}
 CUDA_ERROR = "Triton Error [CUDA]"  # begins what the driver says through a launcher
 
 
@@ -172,25 +174,25 @@ class Kernel:
                     self.variants[key] = compiled
         return compiled
 
-    def _prepare(self, ordered: list, options: Mapping[str, Any], grid: tuple, device: int) -> plan.Launch:
+    def _prepare(self, ordered: list, options: Mapping[str, Any], grid: tuple, device: int) -> Launch:
         if INTERPRETING:
-            return plan.HostLaunch(self.jit, grid, ordered)
+            return HostLaunch(self.jit, grid, ordered)
         compiled = self.variant(ordered, options, grid, device)
         launcher = compiled.run
         scratch = any(getattr(launcher, f"{use}_scratch_size", 0) for use in ("global", "profile"))
         hooks = triton.knobs.runtime.launch_enter_hook, triton.knobs.runtime.launch_exit_hook
         hooked = any(getattr(hook, "calls", hook) for hook in hooks)  # a chain of hooks is true even when it is empty
         if scratch or hooked:
-            return plan.PublicLaunch(compiled, grid, ordered)
+            return PublicLaunch(compiled, grid, ordered)
         if id(compiled) not in self._direct:
             return self._tried(compiled, grid, ordered)
-        return (self._direct[id(compiled)] or plan.PublicLaunch)(compiled, grid, ordered)
+        return (self._direct[id(compiled)] or PublicLaunch)(compiled, grid, ordered)
 
-    def _tried(self, compiled: Any, grid: tuple, ordered: list) -> plan.Launch:
+    def _tried(self, compiled: Any, grid: tuple, ordered: list) -> Launch:
         """The first launch of a variant: direct if the launcher is a known one that takes what it is given, else Triton's own."""
         kind = triton_versions.launcher_of(type(compiled.run))
         direct, reason = DIRECT.get(kind), "its compiled launcher is not known"
-        launch: plan.Launch = plan.PublicLaunch(compiled, grid, ordered)
+        launch: Launch = PublicLaunch(compiled, grid, ordered)
         if direct is not None:
             try:
                 made = direct(compiled, grid, ordered)

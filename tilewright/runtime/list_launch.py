@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..core.nest import Path
 from ..core.private import raw_stream
-from .plan import Places, simple_launch
+from .launch import Places, Sent
 
 
 class ListLaunch:
@@ -74,12 +74,11 @@ class ListLaunch:
 
         return replay
 
-    def simple(self, inputs: Sequence[Path], output: Path, allocate: Callable[[], Tensor]) -> Callable | None:
-        """The function of `Plan.simple`: arguments are single tensors, the result is one allocation."""
+    def sent(self, paths: Sequence[Path]) -> Sent | None:
+        """See `Sent`, with tensors at these paths; None where there are boxes."""
         if self.makers:
             return None
-        ins, out = [self.at[path] for path in inputs], self.at[output]
-        return simple_launch(self.raw, self.grid, self.device, self.rest, self.args, ins, out, allocate, spread=False)
+        return Sent(self.raw, self.device, self.args, [self.at[path] for path in paths], self.grid, self.rest)
 
 
 def _kept(types: tuple, values: tuple, path: Path = ()) -> Iterator[tuple[Path, Any]]:

@@ -8,18 +8,18 @@ else did happen (a copy of a strided argument, say) there is no plan, and the ho
 
 from __future__ import annotations
 
-import functools
-import itertools
 import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..core.nest import Path, leaves, mapped
-from ..core.private import DispatchMode, empty_strided_cuda, no_modes, raw_stream
+from ..core.nest import leaves
+from ..core.private import DispatchMode, no_modes
+from .launch import Place, Places
+from .replay import Plan
 
 aten = torch.ops.aten
 ALLOCATES = {
@@ -34,189 +34,6 @@ ALLOCATES = {
     aten.full.default: ...,  # its second argument, which is a number of the host's
 }
 _local = threading.local()
-
-
-class Place(NamedTuple):
-    """A recorded tensor: bytes `offset` past the start of slot `slot`, seen through this shape."""
-
-    slot: int
-    offset: int
-    shape: torch.Size
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-
-    def view(self, base: Tensor) -> Tensor:
-        """The recorded view, taken of the slot's tensor in a later call."""
-        start = base.storage_offset() * base.element_size() + self.offset
-        out = torch.empty(0, dtype=self.dtype, device=base.device)
-        return out.set_(base.untyped_storage(), start // self.dtype.itemsize, self.shape, self.stride)
-
-    def seen(self, base: Tensor) -> Tensor:
-        """The same where nobody asks whether it is a view: torch may know it as one, which costs less."""
-        if base.dtype != self.dtype:
-            return self.view(base)
-        return base.as_strided(self.shape, self.stride, base.storage_offset() + self.offset // self.dtype.itemsize)
-
-
-Places = Sequence[tuple[Path, Place]]  # of a launch's tensors: where among its arguments, and which
-
-
-class Launch(Protocol):
-    """A step of a run."""
-
-    def first(self) -> None:
-        """Make it."""
-
-    @property
-    def bind(self) -> Callable[[Places], Callable[[list[Tensor], list[int]], None]] | None:
-        """A function that makes it again with a later call's tensors and their addresses; None where only a run can."""
-
-
-class HostLaunch:
-    """A launch through the interpreter: it wants tensors, not addresses."""
-
-    def __init__(self, jit: Any, grid: tuple, ordered: list) -> None:
-        self.jit, self.grid, self.ordered = jit, grid, ordered
-
-    def first(self) -> None:
-        with no_modes():  # the interpreter's own torch calls are no part of what the op did
-            self.jit[self.grid](*self.ordered)
-
-    def bind(self, places: Places) -> Callable:
-        found = dict(places)
-
-        def replay(slots: list[Tensor], addresses: list[int]) -> None:
-            def filled(path: Path, value: Any) -> Any:
-                return found[path].view(slots[found[path].slot]) if path in found else value
-
-            self.jit[self.grid](*mapped(filled, template))
-
-        template = mapped(lambda _, value: None if isinstance(value, Tensor) else value, tuple(self.ordered))
-        self.ordered = []  # no tensor is kept alive
-        return replay
-
-
-class PublicLaunch:
-    """A launch through Triton's own call: any version, scratch memory, profiler hooks. Never replayed."""
-
-    def __init__(self, compiled: Any, grid: tuple, ordered: list) -> None:
-        self.compiled, self.grid, self.ordered = compiled, (*grid, 1, 1)[:3], ordered
-
-    def first(self) -> None:
-        self.compiled[self.grid](*self.ordered)
-
-    bind = None
-
-
-class CudaLaunch:
-    """A launch through Triton 3.6's compiled launcher, given addresses as integers (which skips a driver query each)."""
-
-    HEAD = 13  # launcher arguments before the kernel's own
-
-    def __init__(self, compiled: Any, grid: tuple, ordered: list) -> None:
-        run = compiled.run
-        self.raw, self.device = run.launch, torch.cuda.current_device()
-        head = [*(*grid, 1, 1)[:3], 0, compiled.function, run.launch_cooperative_grid, run.launch_pdl]
-        self.args = [*head, None, None, compiled.packed_metadata, None, None, None, *ordered]
-
-    def trial(self) -> None:
-        """Have the launcher read its arguments, and launch nothing: an empty grid does not reach the driver."""
-        self.raw(0, *self.args[1:3], raw_stream(self.device), *self.args[4:])
-
-    def first(self) -> None:
-        args = list(self.args)
-        args[3] = raw_stream(self.device)
-        self.raw(*args)
-
-    def bind(self, places: Places) -> Callable:
-        raw, device, stream = self.raw, self.device, raw_stream
-        template = [None if isinstance(a, Tensor) else a for a in self.args]
-        moves, descriptors, inside = [], [], {}
-        for (at, *inner), place in places:
-            value = self.args[at + self.HEAD]
-            if inner:
-                inside.setdefault(at, {})[tuple(inner)] = place
-            elif isinstance(value, Tensor):
-                moves.append((at + self.HEAD, place.slot, place.offset))
-            else:
-                template[at + self.HEAD] = None
-                fields = {name: held for name, held in vars(value).items() if name != "base"}  # no tensor is kept alive
-                descriptors.append((at + self.HEAD, place, type(value), fields))
-        tuples = [(at + self.HEAD, _addresses_in(self.args[at + self.HEAD], found)) for at, found in inside.items()]
-        for at, _ in tuples:
-            template[at] = None  # here neither
-
-        def replay(slots: list[Tensor], addresses: list[int]) -> None:
-            args = template.copy()
-            args[3] = stream(device)
-            for at, slot, offset in moves:
-                args[at] = addresses[slot] + offset
-            for at, made in tuples:
-                args[at] = made(addresses)
-            for at, place, kind, fields in descriptors:
-                base = slots[place.slot]
-                args[at] = descriptor = kind.__new__(kind)
-                descriptor.__dict__.update(fields, base=place.view(base) if place.offset else base)
-            raw(*args)
-
-        return replay
-
-    def simple(self, inputs: Sequence[Path], output: Path, allocate: Callable[[], Tensor]) -> Callable | None:
-        """The function of `Plan.simple`: arguments are single tensors, the result is one allocation."""
-        if any(len(path) > 1 for path in (*inputs, output)) or any(hasattr(a, "base") for a in self.args):
-            return None
-        (x, y, z, _, *rest), own = self.args[: self.HEAD], self.args[self.HEAD :]
-        template = [None if isinstance(a, Tensor) else a for a in own]
-        ins = [path[0] for path in inputs]
-        return simple_launch(self.raw, (x, y, z), self.device, rest, template, ins, output[0], allocate, spread=True)
-
-
-def simple_launch(
-    raw: Callable,
-    grid: tuple[int, int, int],
-    device: int,
-    rest: Sequence[Any],
-    template: list[Any],
-    inputs: Sequence[int],
-    output: int,
-    allocate: Callable[[], Tensor],
-    spread: bool,
-) -> Callable[[tuple[Tensor, ...]], Tensor | None]:
-    """The function of `Plan.simple` by a compiled launcher, `raw(*grid, stream, *rest, ...)`. The kernel's arguments follow one by
-    one (`spread`) or in a list: a copy of `template`, with addresses at these places."""
-    (x, y, z), stream = grid, raw_stream
-
-    def simple(tensors: tuple[Tensor, ...]) -> Tensor | None:
-        args = template.copy()
-        low = 0
-        for at, tensor in zip(inputs, tensors):
-            address = tensor.data_ptr()
-            low |= address
-            args[at] = address
-        if low & 15:
-            return None
-        result = allocate()
-        args[output] = result.data_ptr()
-        raw(x, y, z, stream(device), *rest, *(args if spread else (args,)))
-        return result
-
-    if len(inputs) != 2:
-        return simple
-    one, other = inputs
-
-    def pair(tensors: tuple[Tensor, ...]) -> Tensor | None:
-        """The same for two arguments: without the loop Python's own part takes a seventh less."""
-        first, second = tensors
-        a, b = first.data_ptr(), second.data_ptr()
-        if (a | b) & 15:
-            return None
-        result = allocate()
-        args = template.copy()
-        args[one], args[other], args[output] = a, b, result.data_ptr()
-        raw(x, y, z, stream(device), *rest, *(args if spread else (args,)))
-        return result
-
-    return pair
 
 
 class Fill:
@@ -398,107 +215,14 @@ class Recorder(DispatchMode):
                 found[number] = slot_of[id(out)], seen
         return found
 
-    def plan(self, results: list[Tensor | None]) -> Plan | None:
-        """The recorded run as a plan giving `results`, or None with `foreign` saying why not."""
-        places = [None if r is None else self.place(r) for r in results]
-        if any(p is None and r is not None for p, r in zip(places, results)):
+    def plan(self, results: Tensor | Sequence[Tensor | None], written: Sequence[int] = ()) -> Plan | None:
+        """The recorded run as a plan that gives `results` and writes these inputs, or None with `foreign` saying why not."""
+        single = isinstance(results, Tensor)
+        flat = [results] if single else results
+        places = [None if r is None else self.place(r) for r in flat]
+        if any(p is None and r is not None for p, r in zip(places, flat)):
             self.foreign = self.foreign or "a result that was not allocated here"
-        return None if self.foreign else Plan(self, places)
-
-
-class Plan:
-    """A recorded run. Calling it with a later call's tensors and their addresses gives the flat results."""
-
-    def __init__(self, recorder: Recorder, results: list[Place | None]) -> None:
-        self._adopted = [(tensor, tensor.data_ptr(), before) for tensor, before in recorder.adopted]
-        self.inputs = recorder.inputs - len(self._adopted)  # which calls give
-        self._allocate = [_allocator(recorder, place, fill) for place, fill in recorder.allocations]
-        self._launch = [launch.bind(places) for launch, places in recorder.launches]
-        self._stages = self._in_stages(recorder, {p.slot for p in results if p is not None})
-        # A result that is a whole allocation (or argument) is handed out as it is; a view of one is taken anew.
-        whole = [recorder.place(s) for s in recorder.slots]
-        self._results = [None if p is None else (p.slot, None if whole[p.slot] == p else p) for p in results]
-        self._whole = all(r is None or r[1] is None for r in self._results)
-        self.single = len(results) == 1 and results[0] is not None and self._results[0][1] is None
-        device = recorder.slots[0].device
-        self._elsewhere = device if device.type == "cuda" and torch.cuda.device_count() > 1 else None
-        self.simple = None if self._adopted else self._simple(recorder)
-
-    def __call__(self, slots: list[Tensor], addresses: list[int]) -> Any:
-        for tensor, address, before in self._adopted:
-            before()
-            slots.append(tensor)
-            addresses.append(address)
-        if self._elsewhere is not None and torch.cuda.current_device() != self._elsewhere.index:
-            with torch.cuda.device(self._elsewhere):
-                return self._run(slots, addresses)
-        return self._run(slots, addresses)
-
-    def _run(self, slots: list[Tensor], addresses: list[int]) -> Any:
-        for allocations, launches, over in self._stages:
-            for allocate in allocations:
-                tensor = allocate()
-                slots.append(tensor)
-                addresses.append(tensor.data_ptr())
-            for launch in launches:
-                launch(slots, addresses)
-            for slot in over:
-                slots[slot] = None
-        if self.single:
-            return slots[self._results[0][0]]
-        if self._whole:
-            return [None if r is None else slots[r[0]] for r in self._results]
-        return [None if r is None else slots[r[0]] if r[1] is None else r[1].view(slots[r[0]]) for r in self._results]
-
-    def _in_stages(self, recorder: Recorder, kept: set[int]) -> list[tuple[list[Callable], list[Callable], list[int]]]:
-        """(allocations, launches after them, slots that no later one needs): what ends within the run leaves its memory to what
-        begins later, as it does when the host code runs."""
-        uses = {place.slot: at for at, (_, places) in enumerate(recorder.launches) for _, place in places}
-        temporary = {slot: at for slot, at in uses.items() if slot >= recorder.inputs and slot not in kept}
-        stages, made = [], 0
-        for count, group in itertools.groupby(range(len(self._launch)), recorder.before.__getitem__):
-            at = [*group]
-            over = [slot for slot, use in temporary.items() if use in at]
-            stages.append((self._allocate[made:count], self._launch[at[0] : at[-1] + 1], over))
-            made = count
-        return [*stages, (self._allocate[made:], [], [])] if made < len(self._allocate) else stages
-
-    def _simple(self, recorder: Recorder) -> Callable[[tuple[Tensor, ...]], Tensor | None] | None:
-        """The plan of most small ops in as few steps as Python allows: one allocation, which is the result, and one launch
-        that takes every argument once. The function gives None when an argument is not aligned to 16 bytes."""
-        launches, count = recorder.launches, recorder.inputs
-        if not (self.single and len(launches) == len(self._allocate) == 1 and self._elsewhere is None):
-            return None
-        launch, places = launches[0]
-        paths = {place.slot: path for path, place in places if place.offset == 0}
-        if not hasattr(launch, "simple") or len(places) != count + 1 or set(paths) != set(range(count + 1)):
-            return None
-        if self._results[0][0] != count:
-            return None
-        return launch.simple([paths[i] for i in range(count)], paths[count], self._allocate[0])
-
-
-def _addresses_in(value: tuple, places: dict[Path, Place]) -> Callable[[list[int]], tuple]:
-    """A function that makes a tuple argument of a later call: its tensors become addresses."""
-    fixed, moves, nested = list(value), [], []
-    for at, item in enumerate(value):
-        if isinstance(item, tuple):
-            inner = {path[1:]: place for path, place in places.items() if path[0] == at}
-            if inner:
-                nested.append((at, _addresses_in(item, inner)))
-        elif (at,) in places:
-            fixed[at] = None  # no tensor is kept alive
-            moves.append((at, places[at,].slot, places[at,].offset))
-
-    def made(addresses: list[int]) -> tuple:
-        parts = fixed.copy()
-        for at, slot, offset in moves:
-            parts[at] = addresses[slot] + offset
-        for at, inner in nested:
-            parts[at] = inner(addresses)
-        return tuple(parts)
-
-    return made
+        return None if self.foreign else Plan(self, places[0] if single else places, written)
 
 
 def _as_allocated(out: Tensor, place: Place, allocated: Tensor) -> Tensor | None:
@@ -522,16 +246,3 @@ def _as_allocated(out: Tensor, place: Place, allocated: Tensor) -> Tensor | None
 def _dense(sizes: Sequence[int]) -> list[int]:
     """The strides of a contiguous tensor of these sizes."""
     return [math.prod(sizes[i + 1 :]) for i in range(len(sizes))]
-
-
-def _allocator(recorder: Recorder, place: Place, fill: float | None) -> Callable[[], Tensor]:
-    """A function that makes an allocation again."""
-    device = recorder.slots[place.slot].device
-    shape, stride, dtype = tuple(place.shape), place.stride, place.dtype
-    if fill == 0:
-        return lambda: torch.zeros(shape, dtype=dtype, device=device)
-    if fill is not None:
-        return lambda: torch.full(shape, fill, dtype=dtype, device=device)
-    if empty_strided_cuda is not None and device.type == "cuda":
-        return functools.partial(empty_strided_cuda, shape, stride, dtype)
-    return lambda: torch.empty_strided(shape, stride, dtype=dtype, device=device)

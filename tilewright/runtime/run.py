@@ -18,7 +18,6 @@ from torch import Tensor
 from ..core.declaration import Declaration, Triton
 from ..core.flat import as_tuple, flattened, plain_tensors, taken_apart
 from ..core.format import Quantized
-from ..core.memory import span
 from ..core.outs import apart, outs_of, stored, with_outs
 from .choose import implementation
 from .key import Key
@@ -47,74 +46,50 @@ def compiles_only() -> bool:
 
 @dataclass(eq=False)
 class Known:
-    """What is kept of a recorded run: its plan, what makes results of the plan's flat ones, which slots it writes, whether it
-    gives all results or the caller's, the implementation that ran, whose backward is this call's, and whether the memory at these
-    addresses that is written is apart from all other. `simple` is the plan's, where it gives what the caller gets. `kind` and
-    `step` are how `front.py` and `tape.py` know a call like this one."""
+    """What is kept of a recorded run: its plan, what makes results of those that the plan gives (None: nothing has to), which
+    slots it writes, whether it gives all results or the caller's, whether the caller gets the memory that it gave for results and
+    no more, and the implementation that ran, whose backward is this call's. `kind` and `step` are how `front.py` and `tape.py`
+    know a call like this one."""
 
     plan: Plan
     restore: Callable | None
     written: tuple[int, ...] = ()
     whole: bool = False
+    stored: bool = False
     implementation: Triton | None = None
-    apart: Callable[[list[int]], bool] | None = None
-    simple: Callable | None = None
     kind: Any = None
     step: Any = None
 
     def __post_init__(self) -> None:
-        self.plainly = not (
-            self.whole or self.written
-        )  # the caller gets what `restore` makes, and nothing else happens
+        self.plain = self.restore is None and not (self.written or self.whole)  # the caller gets what the plan gives
+
+
+def planned(recorder: Recorder, results: Any, written: tuple[int, ...] = ()) -> tuple[Plan, Callable | None] | None:
+    """(the plan of a run that gave these results, what makes them of those that the plan gives or None); None if it is no plan."""
+    restore = None
+    if isinstance(results, Quantized):
+        restore, results = results.maker(), (*results.tensors(), results.offsets)
+    elif any(isinstance(r, Quantized) for r in as_tuple(results)):
+        results, restore = taken_apart(results)
+    plan = recorder.plan(results if isinstance(results, Tensor) else as_tuple(results), written)
+    return None if plan is None else (plan, restore)
 
 
 def known_of(
     recorder: Recorder,
     results: Any,
+    outs: tuple,
     written: tuple[int, ...],
     whole: bool = False,
     implementation: Triton | None = None,
-    finish: Callable[[Any], Any] = lambda made: made,
 ) -> Known | None:
-    """What is known after a run that gave these results, of which the caller gets `finish(results)`; None if it is no plan."""
-    flat, restore = taken_apart(results)
-    plan = recorder.plan(flat)
-    if plan is None:
-        return None
-    several = isinstance(results, tuple)
-
-    def made(flat: Any) -> Any:
-        return finish(restore(flat) if several else restore(flat)[0])
-
-    simple = None if whole or written else plan.simple
-    again: Callable | None = made
-    if isinstance(results, Quantized):
-        again = results.maker()
-    elif not several and plan.single:
-        again = None  # its one tensor is the result as it is
-    return Known(plan, again, written, whole, implementation, spans_apart(recorder, written), simple)
-
-
-def spans_apart(recorder: Recorder, written: tuple[int, ...]) -> Callable[[list[int]], bool] | None:
-    """A function that says of the addresses of all inputs whether those that are written share memory with none."""
-    if not written:
-        return None
-    given = recorder.slots[: recorder.inputs - len(recorder.adopted)]
-    sizes = [end - start if t.numel() else 0 for t, (start, end) in zip(given, map(span, given))]
-    pairs = [
-        (at, other, sizes[at], sizes[other])
-        for at in written
-        for other, size in enumerate(sizes)
-        if size and sizes[at] and other != at and not (other in written and other < at)
-    ]
-
-    def are_apart(addresses: list[int]) -> bool:
-        for at, other, size, others in pairs:
-            if addresses[at] < addresses[other] + others and addresses[other] < addresses[at] + size:
-                return False
-        return True
-
-    return are_apart
+    """What is known after a run that gave these results, some of them in the memory `outs`; None if it is no plan."""
+    # A value in groups is told where they end, though it is the caller's
+    grouped = any(isinstance(r, Quantized) and r.offsets is not None for r in as_tuple(results))
+    given = bool(outs) and all(out is not None for out in outs) and not grouped
+    stored = not whole and (given or results is None)
+    found = planned(recorder, () if stored else results, written)
+    return None if found is None else Known(*found, written, whole, stored, implementation)
 
 
 def _overwritten(grads: tuple) -> tuple:
@@ -130,7 +105,7 @@ class Runner(Declaration):
     def __init__(self, *args: Any, **said: Any) -> None:
         super().__init__(*args, **said)
         self.plans: dict[tuple, Known] = {}
-        self.backward_plans: dict[tuple, tuple[Plan, Callable]] = {}
+        self.backward_plans: dict[tuple, tuple[Plan, Callable | None]] = {}
         self.unplannable: set[tuple] = (
             set()
         )  # keys of calls that made no plan: composite ones, or with memory for results
@@ -158,7 +133,7 @@ class Runner(Declaration):
         if known is None or _compile_only.get():
             return self.record(values, parts, key.slots if keyed else self.slots(values), whole=True, needs=needs)
         written = [key.slots[at] for at in known.written]
-        results = known.plan(key.slots, key.addresses)
+        results = known.plan.function(key.slots, True)
         for tensor in written:
             torch.autograd.graph.increment_version(tensor)
         results = results if known.restore is None else known.restore(results)
@@ -180,7 +155,8 @@ class Runner(Declaration):
                 results = self.run_reference(values)
                 return results if whole else self.public(results), None
             watch = self._may_become_plan(key, values)
-            outs = () if one.out else outs_of(self, values)
+            given = outs_of(self, values)
+            outs = () if one.out else given
             twice = watch and key not in self.unplannable and not (self.composite and self.writes)
             instead = self._instead(one, values, needs, slots, outs) if outs and twice else {}
             with Recorder(slots, _compile_only.get(), watch, instead) as recorder:
@@ -190,8 +166,8 @@ class Runner(Declaration):
             written = self._written(values, slots)
             known = None
             if key is not None and not recorder.compile_only:
-                finish = (lambda made: made) if whole else self.public
-                known = known_of(recorder, results, written, whole, one, finish)
+                gets = results if whole else self.public(results)
+                known = known_of(recorder, gets, given, written, whole, one)
             if known is not None:
                 self.keep(key, known)
             elif watch and not recorder.compile_only and (self.composite or outs):
@@ -219,8 +195,9 @@ class Runner(Declaration):
         if not nested:
             key, parts, known = self.backward_known(values, results, grads, needs, chosen, **extra)
         if known is not None and not _compile_only.get():
-            replay, restore = known
-            return restore(replay(key.slots, key.addresses))
+            plan, restore = known
+            grads = plan.function(key.slots)
+            return grads if restore is None else restore(grads)
         with torch.no_grad():
             together = {**values, **results}
             one = chosen or self.implementation(together, next(g.device for g in grads if g is not None))
@@ -233,13 +210,11 @@ class Runner(Declaration):
             watch = self._may_become_plan(parts, values)
             with Recorder(slots, _compile_only.get(), watch) as recorder:
                 out = one.backward(saved, *grads, **extra)
-            flat, restore = taken_apart(tuple(out))
-            made = recorder.plan(flat) if key is not None and not recorder.compile_only else None
+            made = planned(recorder, tuple(out)) if key is not None and not recorder.compile_only else None
             if made is not None:
                 if len(self.backward_plans) >= PLANS:
                     self.backward_plans.clear()
-                over = values.get(self.overwrites)
-                self.backward_plans[parts] = made, (lambda flat: _overwritten(restore(flat))) if over else restore
+                self.backward_plans[parts] = (made[0], _overwritten) if values.get(self.overwrites) else made
             elif watch and not recorder.compile_only and self.composite:
                 self.remember_no_plan(parts)
             return tuple(out)
@@ -252,9 +227,9 @@ class Runner(Declaration):
         needs: frozenset,
         chosen: Triton | None = None,
         **extra: Any,
-    ) -> tuple[Key | None, tuple | None, tuple[Plan, Callable] | None]:
-        """(the key of a backward, what it is made of, its plan and what makes gradients of what that gives), None where there is
-        none."""
+    ) -> tuple[Key | None, tuple | None, tuple[Plan, Callable | None] | None]:
+        """(the key of a backward, what it is made of, its plan and what makes gradients of what that gives, if something has to),
+        None where there is none."""
         key, name = Key(), None if chosen is None else chosen.name
         given = (*values.values(), *results.values(), *grads, needs, name, *extra.values())
         if not self.planned or not key.add(given):

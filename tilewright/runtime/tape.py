@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from ..core.declaration import Declaration, Triton
 from ..core.flat import as_tuple, mapped, wants_grad
 from ..core.private import apply_of, guard
 from .choose import forced
+from .replay import picker
 from .results import flatten, saved_results, unflatten
 from .run import Known, Runner
 
@@ -135,96 +137,95 @@ _tape = apply_of(_Apply)
 
 class Step:
     """What is alike in all calls of one kind that want gradients, so that their tape costs little: whose arguments the slots are,
-    which of them and of the results are saved, where gradients arrive; and the last kinds of backward, by guard."""
+    which of them and of the results are saved, which results carry gradients; and the last kinds of backward, by guard."""
 
     def __init__(self, op: Runner, values: Mapping[str, Any], names: list[str], known: Known) -> None:
         self.op, self.chosen, self.names = op, known.implementation, names
-        tensors, count = op.signature.tensors, len(op.results)
+        tensors, count, slots = op.signature.tensors, len(op.results), len(names)
         self.scalars = {n: None if n in tensors or n == "out" else v for n, v in values.items()}
         self.hollow = [at for at, n in enumerate(names) if n in (op.shape_only(values) if op.shape_only else ())]
-        self.arguments = [at for at, n in enumerate(names) if n in op.saves or at in self.hollow]
-        self.results = {n: at + count for n, at in op.saved_results.items()}
+        arguments = [at for at, n in enumerate(names) if n in op.saves or at in self.hollow]
+        self.saved = [names[at] for at in arguments]  # and then the results of `op.saved_results`
+        # Of slots and all results after them. The tape has those alone that carry gradients: autograd asks nothing of others
+        self.saves = picker([*arguments, *[at + slots + count for at in op.saved_results.values()]])
         self.graded = op.graded(values)
-        self.others = [at for at in range(count) if at not in self.graded]
-        self.count = count - op.hidden
+        public = count - op.hidden
+        self.carries = picker(self.graded) if len(self.graded) > 1 else itemgetter(*self.graded)
+        self.alone = public == 1 and self.graded == (0,)  # the one result that the caller gets carries the gradient
+        # Of all results and those on the tape after them
+        self.public = picker([self.graded.index(at) + count if at in self.graded else at for at in range(public)])
         self.recent: tuple[tuple, ...] = ()
 
     @staticmethod
-    def of(op: Runner, values: Mapping[str, Any], slots: list[Tensor], known: Known) -> Step | None:
+    def of(op: Runner, values: Mapping[str, Any], slots: Sequence[Tensor], known: Known) -> Step | None:
         """None where there are more tensors in a call than arguments that are one each."""
         given = {id(values[n]): n for n in op.signature.tensors if values[n] is not None}
-        names = [given.get(id(slot)) for slot in slots[: len(given)]]
+        names = [given.get(id(slot)) for slot in slots]
         formats = values.get("out_format") is not None
-        return None if formats or None in names or len(names) != known.plan.inputs else Step(op, values, names, known)
+        return None if formats or None in names or not op.graded_results else Step(op, values, names, known)
 
-    def taped(self, slots: list[Tensor], results: Any) -> Any:
+    def taped(self, slots: Sequence[Tensor], results: Any) -> Any:
         """What the caller gets of all results of a replay over `slots`."""
-        flat = results if isinstance(results, tuple) else (results,)
-        made = _tape_step(self, flat, *slots[: len(self.names)])
-        return made[0] if self.count == 1 else made[: self.count]
+        flat = results if type(results) is tuple else (results,)
+        made = _tape_step(self, flat, *slots)
+        if self.alone:
+            return made
+        found = self.public((*flat, *(made if type(made) is tuple else (made,))))
+        return found[0] if len(found) == 1 else found
 
-    def gradients(self, saved: tuple, grads: list[Tensor | None], flags: tuple[bool, ...]) -> tuple:
-        """A gradient for each slot, or None."""
-        given = [*saved, *grads]
-        for check, wanted, plan, restore in self.recent:
+    def gradients(self, ctx: Any, grads: tuple) -> tuple:
+        """A gradient for each argument of the tape, or None."""
+        saved, flags = ctx.saved_tensors, ctx.needs_input_grad
+        given = (*saved, *grads)
+        for check, wanted, function, restore, by_slot in self.recent:
             if wanted == flags and check(*given):
-                addresses = [t.data_ptr() for t in given]
-                if any(address & 15 for address in addresses):
+                found = function(given)
+                if found is None:
                     break  # guards do not see alignment
-                return self._by_slot(restore(plan(given, addresses)), flags)
-        return self._long_way(saved, grads, flags)
-
-    def _long_way(self, saved: tuple, grads: list[Tensor | None], flags: tuple[bool, ...]) -> tuple:
-        """By key or by host code; a plan under that key is remembered."""
-        op = self.op
-        kept = dict(zip([self.names[at] for at in self.arguments], saved))
-        values = {n: kept.get(n, v) for n, v in self.scalars.items()}
-        results = dict(zip(self.results, saved[len(self.arguments) :]))
-        grads = [None if g is None else g.resolve_neg() for g in grads]
-        needs = frozenset(itertools.compress(self.names, flags))
-        key, _, known = op.backward_known(values, results, grads, needs, self.chosen)
-        given = [*saved, *grads]
-        if known is not None and key.aligned and [*map(id, key.slots)] == [*map(id, given)]:
-            check = guard(given)
-            if check is not None:
-                self.recent = ((check, flags, *known), *self.recent[: STEPS - 1])
-        return self._by_slot(op.run_backward(values, results, grads, needs, self.chosen), flags)
-
-    def _by_slot(self, found: tuple, flags: tuple[bool, ...]) -> tuple:
-        by_name = dict(zip(self.op.differentiable, found))
-        return tuple([by_name[n] if flag else None for n, flag in zip(self.names, flags)])
-
-
-class _StepTape(torch.autograd.Function):
-    """The tape of a call that is like others, over the tensors that were given alone."""
-
-    @staticmethod
-    def forward(ctx: Any, step: Step, flat: tuple[Tensor, ...], *tensors: Tensor) -> tuple:
-        if step.hollow:
-            tensors = tuple(hollow(t) if at in step.hollow else t for at, t in enumerate(tensors))
-        ctx.save_for_backward(*[tensors[at] for at in step.arguments], *[flat[at] for at in step.results.values()])
-        ctx.step = step
-        ctx.set_materialize_grads(False)
-        if step.others:
-            ctx.mark_non_differentiable(*[flat[at] for at in step.others])
-        return flat
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple:
-        return _step_once(ctx, *grads) if torch.is_grad_enabled() else _StepTape.run(ctx, *grads)
-
-    @staticmethod
-    def run(ctx: Any, *grads: Tensor | None) -> tuple:
-        step = ctx.step
-        given = [grads[at] for at in step.graded]
-        if all(g is None for g in given):
-            return (None, None, *[None] * len(step.names))
+                return by_slot((*(found if restore is None else restore(found)), None))
+        if all(g is None for g in grads):
+            return (None,) * len(flags)
         token = forced.set(None)  # as it was: autograd may run this in a thread of its own
         try:
-            return (None, None, *step.gradients(ctx.saved_tensors, given, ctx.needs_input_grad[2:]))
+            return self._long_way(saved, grads, flags)
         finally:
             forced.reset(token)
 
+    def _long_way(self, saved: tuple, grads: tuple, flags: tuple[bool, ...]) -> tuple:
+        """By key or by host code; a plan under that key is remembered."""
+        op, tape = self.op, len(flags) - len(self.names)
+        kept = dict(zip(self.saved, saved))
+        values = {n: kept.get(n, v) for n, v in self.scalars.items()}
+        results = dict(zip(op.saved_results, saved[len(self.saved) :]))
+        needs = frozenset(itertools.compress(self.names, flags[tape:]))
+        order = {n: at for at, n in enumerate(op.differentiable) if n in needs}
+        by_slot = picker([*[-1] * tape, *[order.get(n, -1) for n in self.names]])  # of gradients and None after them
+        given = [None if g is None else g.resolve_neg() for g in grads]
+        key, _, known = op.backward_known(values, results, given, needs, self.chosen)
+        if known is not None and key.aligned and [*map(id, key.slots)] == [*map(id, (*saved, *grads))]:
+            check = guard(key.slots)
+            if check is not None:
+                plan, restore = known
+                self.recent = ((check, flags, plan.function, restore, by_slot), *self.recent[: STEPS - 1])
+        return by_slot((*op.run_backward(values, results, given, needs, self.chosen), None))
 
-_step_once = once_differentiable(_StepTape.run)
+
+class _StepTape(torch.autograd.Function):
+    """The tape of a call that is like others, over the tensors that were given and the results that carry gradients alone."""
+
+    @staticmethod
+    def forward(ctx: Any, step: Step, flat: tuple[Tensor, ...], *tensors: Tensor) -> Any:
+        if step.hollow:
+            tensors = tuple(hollow(t) if at in step.hollow else t for at, t in enumerate(tensors))
+        ctx.save_for_backward(*step.saves(tensors + flat))
+        ctx.step = step
+        ctx.set_materialize_grads(False)
+        return step.carries(flat)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple:
+        return _step_once(ctx, *grads) if torch.is_grad_enabled() else ctx.step.gradients(ctx, grads)
+
+
+_step_once = once_differentiable(lambda ctx, *grads: ctx.step.gradients(ctx, grads))
 _tape_step = apply_of(_StepTape)

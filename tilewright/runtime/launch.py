@@ -1,0 +1,183 @@
+"""Launches, the steps of a run: by the interpreter, by Triton's own call, by the compiled launcher of Triton 3.6. That of 3.7 and
+later is `list_launch.py`'s."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from ..core.nest import Path, mapped
+from ..core.private import no_modes, raw_stream
+
+STREAM = 3  # where a row of a launcher's arguments has it
+
+
+class Place(NamedTuple):
+    """A recorded tensor: bytes `offset` past the start of slot `slot`, seen through this shape."""
+
+    slot: int
+    offset: int
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    def view(self, base: Tensor) -> Tensor:
+        """The recorded view, taken of the slot's tensor in a later call."""
+        start = base.storage_offset() * base.element_size() + self.offset
+        out = torch.empty(0, dtype=self.dtype, device=base.device)
+        return out.set_(base.untyped_storage(), start // self.dtype.itemsize, self.shape, self.stride)
+
+    def seen(self, base: Tensor) -> Tensor:
+        """The same where nobody asks whether it is a view: torch may know it as one, which costs less."""
+        if base.dtype != self.dtype:
+            return self.view(base)
+        return base.as_strided(self.shape, self.stride, base.storage_offset() + self.offset // self.dtype.itemsize)
+
+
+Places = Sequence[tuple[Path, Place]]  # of a launch's tensors: where among its arguments, and which
+
+
+class Launch(Protocol):
+    """A step of a run."""
+
+    def first(self) -> None:
+        """Make it."""
+
+    @property
+    def bind(self) -> Callable[[Places], Callable[[list[Tensor], list[int]], None]] | None:
+        """A function that makes it again with a later call's tensors and their addresses; None where only a run can."""
+
+
+class HostLaunch:
+    """A launch through the interpreter: it wants tensors, not addresses."""
+
+    def __init__(self, jit: Any, grid: tuple, ordered: list) -> None:
+        self.jit, self.grid, self.ordered = jit, grid, ordered
+
+    def first(self) -> None:
+        with no_modes():  # the interpreter's own torch calls are no part of what the op did
+            self.jit[self.grid](*self.ordered)
+
+    def bind(self, places: Places) -> Callable:
+        found = dict(places)
+
+        def replay(slots: list[Tensor], addresses: list[int]) -> None:
+            def filled(path: Path, value: Any) -> Any:
+                return found[path].view(slots[found[path].slot]) if path in found else value
+
+            self.jit[self.grid](*mapped(filled, template))
+
+        template = mapped(lambda _, value: None if isinstance(value, Tensor) else value, tuple(self.ordered))
+        self.ordered = []  # no tensor is kept alive
+        return replay
+
+
+class PublicLaunch:
+    """A launch through Triton's own call: any version, scratch memory, profiler hooks. Never replayed."""
+
+    def __init__(self, compiled: Any, grid: tuple, ordered: list) -> None:
+        self.compiled, self.grid, self.ordered = compiled, (*grid, 1, 1)[:3], ordered
+
+    def first(self) -> None:
+        self.compiled[self.grid](*self.ordered)
+
+    bind = None
+
+
+class CudaLaunch:
+    """A launch through Triton 3.6's compiled launcher, given addresses as integers (which skips a driver query each)."""
+
+    HEAD = 13  # launcher arguments before the kernel's own
+
+    def __init__(self, compiled: Any, grid: tuple, ordered: list) -> None:
+        run = compiled.run
+        self.raw, self.device = run.launch, torch.cuda.current_device()
+        head = [*(*grid, 1, 1)[:3], 0, compiled.function, run.launch_cooperative_grid, run.launch_pdl]
+        self.args = [*head, None, None, compiled.packed_metadata, None, None, None, *ordered]
+
+    def trial(self) -> None:
+        """Have the launcher read its arguments, and launch nothing: an empty grid does not reach the driver."""
+        self.raw(0, *self.args[1:3], raw_stream(self.device), *self.args[4:])
+
+    def first(self) -> None:
+        args = list(self.args)
+        args[STREAM] = raw_stream(self.device)
+        self.raw(*args)
+
+    def bind(self, places: Places) -> Callable:
+        raw, device, stream = self.raw, self.device, raw_stream
+        template = [None if isinstance(a, Tensor) else a for a in self.args]
+        moves, descriptors, inside = [], [], {}
+        for (at, *inner), place in places:
+            value = self.args[at + self.HEAD]
+            if inner:
+                inside.setdefault(at, {})[tuple(inner)] = place
+            elif isinstance(value, Tensor):
+                moves.append((at + self.HEAD, place.slot, place.offset))
+            else:
+                template[at + self.HEAD] = None
+                fields = {name: held for name, held in vars(value).items() if name != "base"}  # no tensor is kept alive
+                descriptors.append((at + self.HEAD, place, type(value), fields))
+        tuples = [(at + self.HEAD, _addresses_in(self.args[at + self.HEAD], found)) for at, found in inside.items()]
+        for at, _ in tuples:
+            template[at] = None  # here neither
+
+        def replay(slots: list[Tensor], addresses: list[int]) -> None:
+            args = template.copy()
+            args[STREAM] = stream(device)
+            for at, slot, offset in moves:
+                args[at] = addresses[slot] + offset
+            for at, made in tuples:
+                args[at] = made(addresses)
+            for at, place, kind, fields in descriptors:
+                base = slots[place.slot]
+                args[at] = descriptor = kind.__new__(kind)
+                descriptor.__dict__.update(fields, base=place.view(base) if place.offset else base)
+            raw(*args)
+
+        return replay
+
+    def sent(self, paths: Sequence[Path]) -> Sent | None:
+        """See `Sent`, with tensors at these paths; None where one is a part of an argument, or there are descriptors."""
+        if any(len(path) > 1 for path in paths) or any(hasattr(a, "base") for a in self.args):
+            return None
+        args = [None if isinstance(a, Tensor) else a for a in self.args]
+        return Sent(self.raw, self.device, args, [self.HEAD + path[0] for path in paths], tuple(args[:3]))
+
+
+class Sent(NamedTuple):
+    """What a launch hands to its compiled launcher: `raw(*args)` with the stream at `STREAM`, or `raw(*grid, stream, *rest, args)`
+    where there is a `rest`. From call to call the addresses of slots change, which belong at `at`, and the stream."""
+
+    raw: Callable
+    device: int
+    args: list[Any]
+    at: list[int]
+    grid: tuple[int, int, int]
+    rest: tuple = ()
+
+
+def _addresses_in(value: tuple, places: dict[Path, Place]) -> Callable[[list[int]], tuple]:
+    """A function that makes a tuple argument of a later call: its tensors become addresses."""
+    fixed, moves, nested = list(value), [], []
+    for at, item in enumerate(value):
+        if isinstance(item, tuple):
+            inner = {path[1:]: place for path, place in places.items() if path[0] == at}
+            if inner:
+                nested.append((at, _addresses_in(item, inner)))
+        elif (at,) in places:
+            fixed[at] = None  # no tensor is kept alive
+            moves.append((at, places[at,].slot, places[at,].offset))
+
+    def made(addresses: list[int]) -> tuple:
+        parts = fixed.copy()
+        for at, slot, offset in moves:
+            parts[at] = addresses[slot] + offset
+        for at, inner in nested:
+            parts[at] = inner(addresses)
+        return tuple(parts)
+
+    return made
