@@ -34,6 +34,9 @@ NAMES = {
 }
 # Every op, and the module that declares it.
 OPS = {
+    "attention": "attention.attention",
+    "attention_lse": "attention.attention",
+    "attention_merge": "attention.merge",
     "add_rms_norm": "ops.norm.rms_norm",
     "column_amax": "ops.quantise.smooth_quantize",
     "cross_entropy": "ops.loss.cross_entropy",

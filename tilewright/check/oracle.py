@@ -3,7 +3,8 @@
 Truth is the op's own reference on float64 copies of the very inputs. The bars are relative root-mean-square errors by class
 of op, beside a bound on every element and on the share of elements that are not correctly rounded:
 
-    A elementwise · B row reduction · C column reduction · D loss · E, F matrix products · G copies · H backward of A and B
+    A elementwise · B row reduction · C column reduction · D loss · E, F matrix products · G copies · H backward of A and B ·
+    I attention · J its backward
 
 `Bars` says which class an op is of. Noise is what an
 honest fp32 computation of the same formula loses to cancellation, measured with the reference in fp32 on slightly moved
@@ -48,11 +49,12 @@ def truth_on(device: str, jitters: int = 1) -> Iterator[None]:
 
 
 class Bar(NamedTuple):
-    """Relative RMS of bf16 and of fp32 results, and the share of bf16 and fp16 ones that may be rounded to a neighbour."""
+    """Relative RMS of bf16 and of fp32 results, and the share of bf16 and fp16 ones that may be rounded to a neighbour; None where
+    they come from values that were rounded to their dtype, so that any may."""
 
     low: float
     single: float
-    misrounded: float
+    misrounded: float | None
 
 
 BARS = {
@@ -64,8 +66,11 @@ BARS = {
     "F": Bar(1.80e-3, 5e-4, 0.10),  # Hopper adds up products of FP8 with 14 bits or so
     "G": Bar(0.0, 0.0, 0.0),
     "H": Bar(2.0e-3, 2e-6, 0.005),
+    # Weights are rounded before they multiply values, and their gradients before they multiply keys and queries
+    "I": Bar(2.4e-3, 1e-5, None),
+    "J": Bar(4.0e-3, 1e-5, None),
 }
-PRODUCTS = ("E", "F")
+PRODUCTS = ("E", "F", "I", "J")
 
 
 def result_bar(op: Op, values: Mapping[str, Any] | None = None) -> Bar:
@@ -314,6 +319,11 @@ def _near_low(label: str, actual: Tensor, rounded: Tensor, exact: Tensor, noise:
     error, step = (actual.double() - exact).abs(), spacing(exact, actual.dtype)
     # Where terms of a product cancel, its own precision shows, as it does in an fp32 result
     own = bar.single * rms(exact) if bar in [BARS[kind] for kind in PRODUCTS] else 0.0
+    if bar.misrounded is None:
+        limit = bar.low * SHARE_OF_BF16[actual.dtype] * rms(exact)
+        _within(label, actual, exact, error, step + reach(error) * noise.clamp(min=limit))
+        # A rounded weight is in all columns of a row: of few rows the error has its own spread
+        return _rms_within(label, error, exact, max(limit * (1 + 16 / error.numel() ** 0.5), 4 * rms(noise)))
     _within(label, actual, exact, error, step + reach(error) * noise.clamp(min=own))
     wrong = (actual != rounded) & (64 * noise < step)
     # FP8 products' own errors are larger than fp16's steps
