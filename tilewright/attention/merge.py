@@ -172,7 +172,9 @@ def by_token(lse: Tensor | None) -> Heads | None:
 def launched(o: Tensor, lse: Tensor) -> tuple[tuple, tuple, dict]:
     """What both kernels take first, and last."""
     parts, batch, length, heads, width = o.shape
-    first = (heads_of(o[0]), o.stride(0), lse, lse.stride(0), by_token(lse[0]))
+    s, t = o.stride(), lse.stride()
+    # An lse goes by [batch, length, heads] too
+    first = (Heads(o, *s[1:]), s[0], lse, t[0], Heads(lse, t[1], t[3], t[2], 0))
     return first, (batch * length * heads, length, heads, parts, width), {"BLOCK": power_of_two(width)}
 
 
