@@ -23,7 +23,7 @@ from ..core.draw import Draw
 from ..core.signature import at_least
 from ..op import Bars, Cost, Gradient, Op, Sharding, Triton, single, upcast
 from . import portable
-from .seen import seen
+from .seen import room, seen
 
 Backend = Literal["auto", "portable"]
 WIDEST = 576  # head columns: those of absorbed latent attention
@@ -80,8 +80,11 @@ def reference_lse(
     total = total.masked_fill(empty, 1.0)
     o = torch.einsum("bhlk,bkhd->blhd", (p / total)[..., :-1], wide_v)
     lse = (top + torch.log(total)).masked_fill(empty, -math.inf).squeeze(-1)
-    o = o.masked_fill(place.wrong[..., None, None], math.nan)
-    lse = lse.masked_fill(place.wrong[:, None], math.nan)
+    # Rows that ask for more keys than there is room for are NaN, and with them the sink's gradient, which has a term of every row
+    wrong = place.wrong[..., None]
+    poison = torch.where(wrong, math.nan, 1.0) * extra
+    o = torch.where(wrong[..., None], poison[..., None], o)
+    lse = torch.where(wrong.transpose(1, 2), poison.transpose(1, 2), lse)
     return o.to(q.dtype), lse
 
 
@@ -168,9 +171,11 @@ def inputs(draw: Draw) -> dict[str, Any]:
         made |= {"cu_seqlens_q": marks[0], "cu_seqlens_k": marks[1]}
         sequences = marks[0].shape[0] - 1
     if draw.option("kv_len", False, True):
-        shape = (batch, length) if draw.option("by_row", False, True) else (sequences,)
-        # Keys of packed sequences are not counted here: what is more than there are makes rows NaN, which is a contract too
-        made["kv_len"] = draw.integers(*shape, low=-1, high=(keys // 3 if packed else keys) + 1, dtype=torch.int32)
+        by_row = draw.option("by_row", False, True)
+        shape = (batch, length) if by_row else (sequences,)
+        made["kv_len"] = draw.integers(*shape, low=-1, high=keys + 1, dtype=torch.int32)
+        if packed:  # more than there is room for would make rows NaN
+            made["kv_len"] = torch.minimum(made["kv_len"], room(length, keys, by_row, *marks))
     return made
 
 

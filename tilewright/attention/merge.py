@@ -1,6 +1,6 @@
 """Parts of attention over parts of the keys, merged: the weight of part i is w_i = exp(lse_i - lse), lse = log(sum exp(lse_i)).
 
-    o = sum w_i * o_i;  backward: do_i = w_i * do,  dlse_i = w_i * (do . (o_i - o) + dlse)
+    o = sum w_i * o_i;  backward: do_i = w_i * do,  dlse_i = w_i * (do . o_i - sum w_j * (do . o_j) + dlse)
 
 A part that saw nothing, (0, -inf), changes nothing; where all are empty, so is the result.
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -20,7 +21,7 @@ from ..core.tensor import cdiv, power_of_two
 from ..device.softmax import LN2, LOG2E
 from ..op import Bars, Gradient, Op, Sharding, Triton, single, upcast
 from ..runtime.kernel import kernel
-from .portable import Heads, heads_of
+from .portable import Heads
 
 
 def reference(o: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
@@ -30,6 +31,7 @@ def reference(o: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
     A part with an lse of -inf saw nothing, and its o may hold anything. Where all saw nothing the result is 0 and -inf. lse is
     fp32, and sums are too, in the order of the parts.
     """
+    lse = lse.flatten().view(lse.shape)  # so autograd's dlse is contiguous, as the kernels' is
     top = lse.detach().amax(0)
     top = top.masked_fill(top == -math.inf, 0.0)
     weight = torch.exp(lse - top)
@@ -43,12 +45,8 @@ def reference(o: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def inputs(draw: Draw) -> dict:
-    parts, batch, length, heads = (
-        draw.dim("parts", (2, 1, 3, 5)),
-        draw.dim("batch"),
-        draw.dim("length"),
-        draw.dim("heads"),
-    )
+    parts, batch, length = draw.dim("parts", (2, 1, 3, 5)), draw.dim("batch"), draw.dim("length")
+    heads = draw.dim("heads")
     lse = draw.tensor(parts, batch, heads, length, dtype=torch.float32, scale=3.0)
     if draw.option("empty", True, False):
         lse = lse.masked_fill(draw.uniform(*lse.shape, dtype=torch.float32) < 0.4, -math.inf)
@@ -56,6 +54,17 @@ def inputs(draw: Draw) -> dict:
 
 
 # ---- kernels ---------------------------------------------------------------------------------------------------------
+
+
+class Parts(NamedTuple):
+    """A tensor [parts, batch, tokens, heads, columns] of any strides."""
+
+    data: Any
+    stride_p: Any
+    stride_b: Any
+    stride_t: Any
+    stride_h: Any
+    stride_d: Any
 
 
 MERGE = {
@@ -66,146 +75,149 @@ MERGE = {
 
 
 @triton.jit
-def places(row, L, HEADS):
-    """(batch, token, head) of rows, which go through [batch, length, heads]."""
-    head = row % HEADS
+def at_row(X, row, L, HEADS):
+    """Where rows [n] of [batch, tokens, heads] are in X."""
     token = row // HEADS
-    return token // L, token % L, head
+    return token // L * X.stride_b + token % L * X.stride_t + row % HEADS * X.stride_h
 
 
 @triton.jit
-def at_row(X, batch, token, head):
-    return batch.to(tl.int64) * X.stride_b + token.to(tl.int64) * X.stride_t + head.to(tl.int64) * X.stride_h
+def at_columns(X, row, column, L, HEADS):
+    return at_row(X, row, L, HEADS)[:, None] + column.to(tl.int64)[None, :] * X.stride_d
 
 
 @triton.jit
-def merged_lse(LSE, stride_p, at, inside, PARTS):
-    """(the largest lse that can be subtracted, the sum of the weights relative to it) of rows."""
+def lse_of(LSE, i, at, inside):
+    return tl.load(LSE.data + i.to(tl.int64) * LSE.stride_p + at, inside, float("-inf")).to(tl.float32)
+
+
+@triton.jit
+def weights(LSE, at, inside, PARTS):
+    """(base, total) of rows: a part weighs exp(lse - base) of their total, which is 0 where all are empty."""
     top = tl.full([at.shape[0]], float("-inf"), tl.float32)
-    lost = tl.zeros([at.shape[0]], tl.float32)
     for i in range(PARTS):
-        one = tl.load(LSE + i.to(tl.int64) * stride_p + at, inside, float("-inf")).to(tl.float32)
-        lost += tl.where(one == one, 0.0, one)  # a NaN, which a maximum loses
-        top = tl.maximum(top, one)
-    base = tl.where(top == float("-inf"), 0.0, top) + lost
+        top = tl.maximum(top, lse_of(LSE, i, at, inside), propagate_nan=tl.PropagateNan.ALL)
+    base = tl.where(top == float("-inf"), 0.0, top)
     total = tl.zeros([at.shape[0]], tl.float32)
     for i in range(PARTS):
-        one = tl.load(LSE + i.to(tl.int64) * stride_p + at, inside, float("-inf")).to(tl.float32)
-        total += tl.exp2((one - base) * LOG2E)
+        total += tl.exp2((lse_of(LSE, i, at, inside) - base) * LOG2E)
     return base, total
+
+
+@triton.jit
+def share_of(lse, base, total):
+    """The weight of a part with this lse."""
+    return tl.where(lse == float("-inf"), 0.0, tl.exp2((lse - base) * LOG2E) / total)
 
 
 @kernel(**MERGE)
 def attention_merge_forward(
-    P, stride_p, LSE, stride_lp, LSE_AT, O, OUT, ROWS, L, HEADS, PARTS, V, BLOCK: tl.constexpr, BLOCK_R: tl.constexpr
+    O, LSE, MERGED, MERGED_LSE, ROWS, L, HEADS, PARTS, V, BLOCK: tl.constexpr, BLOCK_R: tl.constexpr
 ):
-    """O and OUT of rows of the parts P; LSE_AT and OUT have the strides of their lse's [batch, length, heads]."""
     row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     inside = row < ROWS
-    batch, token, head = places(row, L, HEADS)
-    at_lse = at_row(LSE_AT, batch, token, head)
-    base, total = merged_lse(LSE, stride_lp, at_lse, inside, PARTS)
-    empty = total == 0.0
-    share = tl.where(empty, 0.0, 1.0 / tl.where(empty, 1.0, total))
     column = tl.arange(0, BLOCK)
     whole = inside[:, None] & (column < V)[None, :]
-    at = at_row(P, batch, token, head)[:, None] + column.to(tl.int64)[None, :] * P.stride_d
+    at_lse = at_row(LSE, row, L, HEADS)
+    base, total = weights(LSE, at_lse, inside, PARTS)
+    at = at_columns(O, row, column, L, HEADS)
     sums = tl.zeros([BLOCK_R, BLOCK], tl.float32)
     for i in range(PARTS):
-        one = tl.load(LSE + i.to(tl.int64) * stride_lp + at_lse, inside, float("-inf")).to(tl.float32)
-        weight = tl.exp2((one - base) * LOG2E) * share
-        seen = whole & (one != float("-inf"))[:, None]
-        sums += weight[:, None] * tl.load(P.data + i.to(tl.int64) * stride_p + at, seen, 0.0).to(tl.float32)
-    at = at_row(O, batch, token, head)[:, None] + column.to(tl.int64)[None, :] * O.stride_d
-    tl.store(O.data + at, sums.to(O.data.dtype.element_ty), whole)
+        lse = lse_of(LSE, i, at_lse, inside)
+        seen = whole & (lse != float("-inf"))[:, None]  # what saw nothing may hold NaN
+        o = tl.load(O.data + i.to(tl.int64) * O.stride_p + at, seen, 0.0).to(tl.float32)
+        sums += share_of(lse, base, total)[:, None] * o
+    tl.store(MERGED.data + at_columns(MERGED, row, column, L, HEADS), sums.to(MERGED.data.dtype.element_ty), whole)
+    empty = total == 0.0
     lse = tl.where(empty, float("-inf"), base + LN2 * tl.log2(tl.where(empty, 1.0, total)))
-    tl.store(OUT.data + at_row(OUT, batch, token, head), lse, inside)
+    tl.store(MERGED_LSE.data + at_row(MERGED_LSE, row, L, HEADS), lse, inside)
 
 
 @kernel(**MERGE)
 def attention_merge_backward(
-    P, stride_p, LSE, stride_lp, LSE_AT, O, OUT, DO, DLSE, DP, DPLSE, ROWS, L, HEADS, PARTS, V, BLOCK: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-):  # fmt: skip
-    """DP and DPLSE, contiguous, of the parts P."""
+    O, LSE, DMERGED, DMERGED_LSE, DO, DLSE, ROWS, L, HEADS, PARTS, V, BLOCK: tl.constexpr, BLOCK_R: tl.constexpr
+):
+    """DO and DLSE of the parts: a first pass finds the mean of do . o_i over parts, from which each differs in the second."""
     row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     inside = row < ROWS
-    batch, token, head = places(row, L, HEADS)
-    at_lse = at_row(LSE_AT, batch, token, head)
     column = tl.arange(0, BLOCK)
     whole = inside[:, None] & (column < V)[None, :]
-    lse = tl.load(OUT.data + at_row(OUT, batch, token, head), inside, float("-inf")).to(tl.float32)
-    do = tl.zeros([BLOCK_R, BLOCK], tl.float32)
-    merged = tl.zeros([BLOCK_R, BLOCK], tl.float32)
-    if DO is not None:
-        at = at_row(DO, batch, token, head)[:, None] + column.to(tl.int64)[None, :] * DO.stride_d
-        do = tl.load(DO.data + at, whole, 0.0).to(tl.float32)
-        at = at_row(O, batch, token, head)[:, None] + column.to(tl.int64)[None, :] * O.stride_d
-        merged = tl.load(O.data + at, whole, 0.0).to(tl.float32)
-    dlse = tl.zeros([BLOCK_R], tl.float32)
-    if DLSE is not None:
-        dlse = tl.load(DLSE.data + at_row(DLSE, batch, token, head), inside, 0.0).to(tl.float32)
-    at = at_row(P, batch, token, head)[:, None] + column.to(tl.int64)[None, :] * P.stride_d
+    at_lse = at_row(LSE, row, L, HEADS)
+    base, total = weights(LSE, at_lse, inside, PARTS)
+    at = at_columns(O, row, column, L, HEADS)
+    grad = tl.zeros([BLOCK_R, BLOCK], tl.float32)
+    if DMERGED is not None:
+        grad = tl.load(DMERGED.data + at_columns(DMERGED, row, column, L, HEADS), whole, 0.0).to(tl.float32)
+    rest = tl.zeros([BLOCK_R], tl.float32)  # what every part's do . o_i is added to
+    if DMERGED_LSE is not None:
+        rest += tl.load(DMERGED_LSE.data + at_row(DMERGED_LSE, row, L, HEADS), inside, 0.0).to(tl.float32)
+    if DLSE is not None and DMERGED is not None:
+        for i in range(PARTS):
+            lse = lse_of(LSE, i, at_lse, inside)
+            seen = whole & (lse != float("-inf"))[:, None]
+            o = tl.load(O.data + i.to(tl.int64) * O.stride_p + at, seen, 0.0).to(tl.float32)
+            rest -= share_of(lse, base, total) * tl.sum(grad * o, 1)
     for i in range(PARTS):
         part = i.to(tl.int64)
-        one = tl.load(LSE + part * stride_lp + at_lse, inside, float("-inf")).to(tl.float32)
-        seen = one != float("-inf")
-        weight = tl.where(seen, tl.exp2((one - lse) * LOG2E), 0.0)
-        own = tl.load(P.data + part * stride_p + at, whole & seen[:, None], 0.0).to(tl.float32)
-        if DP is not None:
-            grad = tl.where(seen[:, None], weight[:, None] * do, 0.0)
-            tl.store(DP + (part * ROWS + row)[:, None] * V + column[None, :], grad.to(DP.dtype.element_ty), whole)
-        if DPLSE is not None:
-            grad = tl.where(seen, weight * (tl.sum(do * (own - merged), 1) + dlse), 0.0)
-            # [parts, batch, heads, length]
-            tl.store(DPLSE + ((part * (ROWS // (L * HEADS)) + batch) * HEADS + head) * L + token, grad, inside)
+        lse = lse_of(LSE, i, at_lse, inside)
+        share = share_of(lse, base, total)
+        seen = lse != float("-inf")
+        if DO is not None:
+            do = tl.where(seen[:, None], share[:, None] * grad, 0.0)
+            tl.store(DO.data + part * DO.stride_p + at_columns(DO, row, column, L, HEADS), do.to(DO.data.dtype.element_ty), whole)
+        if DLSE is not None:
+            o = tl.load(O.data + part * O.stride_p + at, whole & seen[:, None], 0.0).to(tl.float32)
+            dlse = tl.where(seen, share * (tl.sum(grad * o, 1) + rest), 0.0)
+            tl.store(DLSE.data + part * DLSE.stride_p + at_row(DLSE, row, L, HEADS), dlse, inside)
 
 
 # ---- host ------------------------------------------------------------------------------------------------------------
 
 
-def by_token(lse: Tensor | None) -> Heads | None:
-    """An lse [batch, heads, length] with the strides of [batch, length, heads, 1]."""
-    return None if lse is None else heads_of(lse.transpose(1, 2).unsqueeze(-1))
+def parts_of(t: Tensor | None) -> Parts | None:
+    """Of o, or of an lse, which goes by [parts, batch, length, heads, 1] too."""
+    if t is None:
+        return None
+    return Parts(t, *(t if t.dim() == 5 else t.transpose(2, 3).unsqueeze(-1)).stride())
 
 
-def launched(o: Tensor, lse: Tensor) -> tuple[tuple, tuple, dict]:
-    """What both kernels take first, and last."""
+def whole_of(t: Tensor | None) -> Heads | None:
+    """The same of what has no parts."""
+    if t is None:
+        return None
+    return Heads(t, *(t if t.dim() == 4 else t.transpose(1, 2).unsqueeze(-1)).stride())
+
+
+def sizes_of(o: Tensor) -> dict[str, int]:
     parts, batch, length, heads, width = o.shape
-    s, t = o.stride(), lse.stride()
-    # An lse goes by [batch, length, heads] too
-    first = (Heads(o, *s[1:]), s[0], lse, t[0], Heads(lse, t[1], t[3], t[2], 0))
-    return first, (batch * length * heads, length, heads, parts, width), {"BLOCK": power_of_two(width)}
+    rows = {"ROWS": batch * length * heads, "L": length, "HEADS": heads, "PARTS": parts, "V": width}
+    return {**rows, "BLOCK": power_of_two(width)}
 
 
 def forward(o: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
     merged = torch.empty(o.shape[1:], dtype=o.dtype, device=o.device)
-    total = torch.empty(lse.shape[1:], dtype=torch.float32, device=o.device)
-    if total.numel():
-        first, last, constants = launched(o, lse)
-        attention_merge_forward(*first, heads_of(merged), by_token(total), *last, **constants)
-    return merged, total
+    merged_lse = torch.empty(lse.shape[1:], dtype=torch.float32, device=o.device)
+    if merged_lse.numel():
+        attention_merge_forward(parts_of(o), parts_of(lse), whole_of(merged), whole_of(merged_lse), **sizes_of(o))
+    return merged, merged_lse
 
 
-def backward(saved: SimpleNamespace, do: Tensor | None, dlse: Tensor | None) -> tuple:
-    o, lse, needs = saved.o, saved.lse, saved.needs
-    dp, dplse = (
-        torch.empty(t.shape, dtype=t.dtype, device=t.device) if n in needs else None
+def backward(saved: SimpleNamespace, dmerged: Tensor | None, dmerged_lse: Tensor | None) -> tuple:
+    o, lse = saved.o, saved.lse
+    do, dlse = (
+        torch.empty(t.shape, dtype=t.dtype, device=t.device) if n in saved.needs else None
         for n, t in (("o", o), ("lse", lse))
     )
-    if saved.merged_lse.numel():
-        first, last, constants = launched(o, lse)
-        attention_merge_backward(
-            *first, heads_of(saved.merged), by_token(saved.merged_lse), None if do is None else heads_of(do), by_token(dlse),
-            dp, dplse, *last, **constants,
-        )  # fmt: skip
-    return dp, dplse
+    if lse.numel():
+        given = (parts_of(o), parts_of(lse), whole_of(dmerged), whole_of(dmerged_lse), parts_of(do), parts_of(dlse))
+        attention_merge_backward(*given, **sizes_of(o))
+    return do, dlse
 
 
 attention_merge = Op(
     "attention_merge", reference, inputs, Triton(forward, backward, single),
-    where={"o": "float[parts+ batch length heads head_dim+]", "lse": "float32|float64[parts batch heads length]"},
-    results={"merged": "o[batch length heads head_dim]", "merged_lse": "lse[batch heads length]"},
-    gradient=Gradient(of=("o", "lse"), through=("merged", "merged_lse"), saves=("o", "lse", "merged", "merged_lse")),
+    where={"o": "float[parts+ batch length heads value_dim+]", "lse": "float32|float64[parts batch heads length]"},
+    results={"merged": "o[batch length heads value_dim]", "merged_lse": "lse[batch heads length]"},
+    gradient=Gradient(of=("o", "lse"), through=("merged", "merged_lse"), saves=("o", "lse")),
     sharding=Sharding(("batch", "length", "heads")), bars=Bars("B", gradient="H"),
 )  # fmt: skip

@@ -80,3 +80,9 @@ def keys_of_sequences(count: int, marks: Tensor | None, device: torch.device) ->
     if marks is not None:
         counts = torch.cat([torch.zeros_like(counts[:1]), counts[1:-1], torch.zeros_like(counts[:1])])
     return counts
+
+
+def room(length: int, keys: int, by_row: bool, marks_q: Tensor, marks_k: Tensor) -> Tensor:
+    """The most that `kv_len` may be: for each packed sequence, or for each row."""
+    counts = keys_of_sequences(keys, marks_k, marks_k.device).int()
+    return counts[sequences(length, marks_q, marks_q.device)[0]] if by_row else counts[1:-1]
