@@ -13,6 +13,7 @@ and dsink = - the sum of exp(sink - lse) * delta. Kernels stand in `portable.py`
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any, Literal
 
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from ..core.draw import Draw
 from ..core.signature import at_least
-from ..op import Bars, Cost, Gradient, Op, Sharding, Triton, single, upcast
+from ..op import Bars, Cost, Gradient, Op, Sharding, Triton, upcast
 from . import portable
 from .seen import room, seen
 
@@ -137,14 +138,14 @@ def scale_of(q: Tensor) -> float:
     return 1.0 / math.sqrt(q.shape[-1])
 
 
-WIDTHS = (64, 40, 72, 128, 192, 8, 256, 17, 576)
+WIDTHS = (64, 40, 17, 72, 8, 128)  # of one part and of two; models' others are tried as in models
 
 
 def inputs(draw: Draw) -> dict[str, Any]:
     packed = draw.option("cu_seqlens_q", False, True)
     batch, length = 1 if packed else draw.dim("batch"), draw.dim("length")
-    more = draw.option("more_keys", 0, 5, 0, 150, -1)  # than queries
-    keys, heads = max(0, length + more), draw.dim("heads", (1, 2, 4, 6))
+    more = draw.option("more_keys", 0, 5, 0, 70, -1)  # than queries: 70 is more than a block
+    keys, heads = max(0, length + more), draw.dim("heads", (1, 2, 4, 3))
     queries = math.gcd(heads, draw.option("queries_per_key", 2, 1, 3))
     width = draw.dim("head_dim", WIDTHS)
     values = max(1, width // draw.option("narrower", 1, 1, 2))
@@ -223,6 +224,20 @@ def flops(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, left: int | None, ri
     return 2 * q.shape[0] * q.shape[2] * pairs * (q.shape[3] + v.shape[3])
 
 
+def drift(values: Mapping[str, Any], grads: list, dtype: torch.dtype) -> dict[str, Tensor]:
+    """How far rounding o, to `dtype`, and lse, to fp32, takes gradients. Delta is a sum over o: its error is that of a gradient of
+    lse. An error of lse is a factor of all that a row gives."""
+    inputs = {n: values[n].detach().requires_grad_() for n in GRADED if values[n] is not None}
+    o, lse = reference_lse(**{**values, **inputs})
+    do, dlse = (torch.zeros_like(t) if g is None else g.to(t) for t, g in zip((o, lse), (*grads, None)))
+    off = (lse.float() - lse).detach().nan_to_num(0.0)
+    delta = (o * do).sum(-1) - (o.to(dtype).float() * do.float()).sum(-1)
+    through = (off.transpose(1, 2).unsqueeze(-1) * do, off * dlse + delta.transpose(1, 2))
+    found = torch.autograd.grad((o, lse), [*inputs.values()], through, allow_unused=True)
+    return {f"d_{n}": g for n, g in zip(inputs, found) if g is not None}
+
+
+GRADED = ("q", "k", "v", "sink")
 WHERE = {
     "q": "float[batch length heads head_dim]", "k": "q[batch keys kv_heads head_dim]", "v": "q[batch keys kv_heads value_dim]",
     "left": at_least(0), "right": at_least(0), "softcap": at_least(0.0), "sink": "float[heads]", "slopes": "float[heads]",
@@ -231,11 +246,11 @@ WHERE = {
 }  # fmt: skip
 READ = ("q", "k", "v", "sink", "slopes", "mask", "kv_len", "cu_seqlens_q", "cu_seqlens_k", "o", "lse")
 ROWS = {"o": "q[batch length heads value_dim]", "lse": "wide(q)[batch heads length]"}
-BARS = Bars("I", gradient="J", felt=("length", "heads"))
+BARS = Bars("I", gradient="J", rounds=True, felt=("length", "heads"), drift=drift)
 
 
 def implementations(backward) -> tuple[Triton, ...]:
-    return (Triton(portable.forward, backward, single, "portable"),)
+    return (Triton(portable.forward, backward, portable.fits, "portable"),)
 
 
 def sharding(a: SimpleNamespace) -> Sharding:
@@ -246,11 +261,11 @@ def sharding(a: SimpleNamespace) -> Sharding:
 
 attention_lse = Op(
     "attention_lse", reference_lse, inputs, *implementations(portable.backward), check=check, asks="backend", where=WHERE,
-    results=ROWS, gradient=Gradient(of=("q", "k", "v", "sink"), through=("o", "lse"), saves=READ), cost=Cost(flops=flops),
+    results=ROWS, gradient=Gradient(of=GRADED, through=("o", "lse"), saves=READ), cost=Cost(flops=flops),
     bars=BARS, sibling="attention", sharding=sharding,
 )  # fmt: skip
 attention = Op(
     "attention", reference, inputs, *implementations(portable.backward_of_o), check=check, asks="backend", where=WHERE,
-    results={"o": ROWS["o"]}, hidden=("lse",), gradient=Gradient(of=("q", "k", "v", "sink"), saves=READ),
+    results={"o": ROWS["o"]}, hidden=("lse",), gradient=Gradient(of=GRADED, saves=READ),
     cost=Cost(flops=flops), bars=BARS, sharding=sharding,
 )  # fmt: skip

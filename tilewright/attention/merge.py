@@ -164,7 +164,11 @@ def attention_merge_backward(
         seen = lse != float("-inf")
         if DO is not None:
             do = tl.where(seen[:, None], share[:, None] * grad, 0.0)
-            tl.store(DO.data + part * DO.stride_p + at_columns(DO, row, column, L, HEADS), do.to(DO.data.dtype.element_ty), whole)
+            tl.store(
+                DO.data + part * DO.stride_p + at_columns(DO, row, column, L, HEADS),
+                do.to(DO.data.dtype.element_ty),
+                whole,
+            )
         if DLSE is not None:
             o = tl.load(O.data + part * O.stride_p + at, whole & seen[:, None], 0.0).to(tl.float32)
             dlse = tl.where(seen, share * (tl.sum(grad * o, 1) + rest), 0.0)

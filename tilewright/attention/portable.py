@@ -8,6 +8,7 @@ The backward makes dq in one launch and dk, dv in another: each sum has one prog
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -20,6 +21,7 @@ from ..core.target import Target
 from ..core.tensor import cdiv, power_of_two
 from ..device.products import add_product
 from ..device.softmax import LN2, LOG2E, tanh
+from ..op import single
 from ..runtime.kernel import kernel
 from .tiles import (
     Window,
@@ -75,9 +77,10 @@ class Sizes(NamedTuple):
 
 @triton.jit
 def load_part(X, batch, head, token, live, COLUMNS: tl.constexpr, FROM: tl.constexpr, WIDTH: tl.constexpr):
-    """[n, WIDTH]: columns FROM to FROM + WIDTH, of COLUMNS, of tokens [n] of one head; 0 where there is none. None of no width."""
+    """[n, WIDTH]: columns FROM to FROM + WIDTH, of COLUMNS, of tokens [n] of one head; 0 where there is none. A number of no width,
+    for Triton 3.6 returns no None."""
     if WIDTH == 0:
-        return None
+        return 0.0
     else:
         column = FROM + tl.arange(0, WIDTH)
         at = batch.to(tl.int64) * X.stride_b + head.to(tl.int64) * X.stride_h
@@ -153,6 +156,17 @@ def shape_scores(SCORES, s, ok, batch, head, query, key, position, j, live):
     return s, ok
 
 
+@triton.jit
+def weight(s, lse):
+    """exp2(s - lse), which is at most 1: fp32 keeps both to less than that where they are above 2**23."""
+    return tl.exp2(tl.minimum(s - lse, 0.0, propagate_nan=tl.PropagateNan.ALL))
+
+
+def warps(columns: int) -> Callable[[Any], dict[str, int]]:
+    """Four for up to so many columns of 16 bits, eight for more."""
+    return lambda a: {"num_warps": 4 if columns >= a.SIZES.D0 + a.SIZES.V0 and a.PIECES == 1 else 8}
+
+
 # ---- forward ---------------------------------------------------------------------------------------------------------
 
 
@@ -211,7 +225,7 @@ def unit_of(pid, TILES, HEADS, BATCH, TOGETHER: tl.constexpr, LAST_FIRST: tl.con
 
 @kernel(
     grid=lambda a: (a.TILES * a.HEADS * a.BATCH,), tokens=("L", "KEYS", "TILES", "BATCH"),
-    default=lambda a: {"num_warps": 8 if a.SIZES.D0 + a.SIZES.V0 > 512 else 4},
+    default=warps(512),
 )  # fmt: skip
 def attention_forward(
     Q, K, V, O, LSE, SINK, SCORES, WINDOW, LENGTHS, L, KEYS, HEADS, GROUP, BATCH, TILES, SIZES: tl.constexpr,
@@ -337,7 +351,7 @@ def used_rows(used, t, WIDTH: tl.constexpr):
 
 @kernel(
     grid=lambda a: (a.TILES * a.HEADS * a.BATCH,), tokens=("L", "KEYS", "TILES", "BATCH"),
-    default=lambda a: {"num_warps": 8 if a.SIZES.D0 + a.SIZES.V0 > 256 else 4},
+    default=warps(256),
 )  # fmt: skip
 def attention_backward_queries(
     Q, K, V, DO, DQ, LSE, DELTA, SCORES, WINDOW, LENGTHS, L, KEYS, HEADS, GROUP, BATCH, TILES, SIZES: tl.constexpr,
@@ -389,7 +403,7 @@ def attention_backward_queries(
                 j[None, :],
                 live[:, None],
             )
-            p = tl.exp2(s - lse[:, None])
+            p = weight(s, lse[:, None])
             ds = p * (product_of_rows(do0, do1, v0, v1, SIZES.V1, PIECES) - delta[:, None]) * slope
             ds = tl.where(ok, ds, 0.0)
             if SCORES.mask is not None:
@@ -405,7 +419,7 @@ def attention_backward_queries(
 
 @kernel(
     grid=lambda a: (a.TILES * a.KV_HEADS * a.BATCH,), tokens=("L", "KEYS", "TILES", "BATCH"),
-    default=lambda a: {"num_warps": 8 if a.SIZES.D0 + a.SIZES.V0 > 128 else 4},
+    default=warps(128),
 )  # fmt: skip
 def attention_backward_keys(
     Q, K, V, DO, DK, DV, LSE, DELTA, SCORES, WINDOW, LENGTHS, L, KEYS, KV_HEADS, GROUP, BATCH, TILES, SIZES: tl.constexpr,
@@ -418,7 +432,7 @@ def attention_backward_keys(
         j = tile.start + tl.arange(0, BLOCK_N)
         live = j < tile.count_k
         key = tile.first_k + j
-        count, _ = keys_of(LENGTHS, tile)
+        count, wrong = keys_of(LENGTHS, tile)
         shift = count - tile.count_q
         last = tl.minimum(tile.start + BLOCK_N, count) - 1
         start, stop = queries_seeing(WINDOW, shift, tile.count_q, tile.start, last)
@@ -444,14 +458,14 @@ def attention_backward_keys(
                 do1 = load_part(DO, batch, head, token, seeing, SIZES.V, SIZES.V0, SIZES.V1)
                 lse = tl.load(LSE + base + row, seeing, 0.0) * LOG2E
                 delta = tl.load(DELTA + base + row, seeing, 0.0)
-                limit, _ = row_keys(LENGTHS, tile, batch, row, count)
+                limit, wrong_row = row_keys(LENGTHS, tile, batch, row, count)
                 s, slope = bend(SCORES, product_of_rows(k0, k1, q0, q1, SIZES.D1, PIECES))
                 position = (row + shift)[None, :]
                 ok = is_seen(WINDOW, position, j[:, None], limit[None, :]) & seeing[None, :]
                 s, ok = shape_scores(
                     SCORES, s, ok, batch, head, token[None, :], key[:, None], position, j[:, None], seeing[None, :]
                 )
-                p = tl.where(ok, tl.exp2(s - lse[None, :]), 0.0)
+                p = tl.where(ok, weight(s, lse[None, :]), 0.0)
                 if SCORES.mask is not None:
                     used = tl.max(ok.to(tl.int32), 0) > 0
                     q0 = used_rows(used, q0, SIZES.D0)
@@ -496,17 +510,16 @@ class Blocks(NamedTuple):
     stages: int
 
 
-def blocks(q: Tensor, sizes: Sizes, held: int) -> Blocks:
-    """Tiles that registers and shared memory take; `held`: how many columns of sums a program keeps for each of its rows."""
+def blocks(q: Tensor, sizes: Sizes, widest: int, sums: int = 1) -> Blocks:
+    """Tiles that registers and shared memory take, for a program that keeps so many `sums`, the widest of `widest` columns."""
     columns = sizes.D0 + sizes.D1 + sizes.V0 + sizes.V1
     if q.dtype == torch.float32:  # which is three bf16 numbers in registers and shared memory
-        own, other = (32, 32) if columns <= 256 else (16, 16)
-        return Blocks(own, other, 1)
-    own, other = 64, 64 if held <= 128 else 32
-    if columns > 640:
-        own, other = 32, 32
-    memory = Target.at(q.device).shared_memory - own * columns * 2
-    return Blocks(own, other, max(1, min(3, memory // (other * columns * 2 + 1))))
+        return Blocks(32 if columns <= 256 else 16, 16, 1)
+    memory = Target.at(q.device).shared_memory // (2 * columns)  # in rows
+    own, other = (64 if columns <= 640 else 32), (64 if widest <= 128 else 32) // sums
+    while own + other > memory and own > 16:
+        own, other = own // 2, max(16, other // 2)
+    return Blocks(own, other, max(1, min(4 - sums, (memory - own) // other)))
 
 
 def heads_of(t: Tensor) -> Heads:
@@ -527,8 +540,16 @@ def window_of(a: SimpleNamespace) -> Window:
     return Window(a.left, 0 if a.causal else a.right)
 
 
-def common(a: SimpleNamespace) -> dict[str, Any]:
+def constants_of(a: SimpleNamespace) -> dict[str, Any]:
+    """The constants that all three kernels take."""
     return {"SIZES": sizes_of(a.q, a.v), "TOGETHER": TOGETHER, "PIECES": 3 if a.q.dtype == torch.float32 else 1}
+
+
+def fits(target: Target, a: SimpleNamespace) -> bool:
+    """Whether shared memory holds tiles of 16 rows: in fp32 each number is three of 16 bits."""
+    sizes = sizes_of(a.q, a.v)
+    room = 2 * 16 * (sizes.D0 + sizes.D1 + sizes.V0 + sizes.V1) * (6 if a.q.dtype == torch.float32 else 2)
+    return single(target, a) and room <= target.shared_memory
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
@@ -540,11 +561,11 @@ def forward(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Te
     if not lse.numel():
         return o, lse
     sizes = sizes_of(q, v)
-    block = blocks(q, sizes, sizes.V0 + sizes.V1)
+    block = blocks(q, sizes, sizes.V)
     how, tiles = lengths(a.cu_seqlens_q, a.cu_seqlens_k, length, k.shape[1], a.kv_len, block.own, False)
     attention_forward(
         heads_of(q), heads_of(k), heads_of(v), heads_of(o), lse, None if a.sink is None else a.sink.contiguous(), scores_of(a),
-        window_of(a), how, length, k.shape[1], heads, heads // k.shape[2], batch, tiles, **common(a),
+        window_of(a), how, length, k.shape[1], heads, heads // k.shape[2], batch, tiles, **constants_of(a),
         PLAIN=a.mask is None and how.stride_l is None, BLOCK_M=block.own, BLOCK_N=block.other, STAGES=block.stages,
     )  # fmt: skip
     return o, lse
@@ -573,22 +594,22 @@ def backward(saved: SimpleNamespace, do: Tensor | None, dlse: Tensor | None) -> 
         dsink = dsink.to(a.sink.dtype)
     given = (heads_of(q), heads_of(k), heads_of(v), heads_of(do))
     if dq is not None:
-        block = blocks(q, sizes, sizes.D0 + sizes.D1)
+        block = blocks(q, sizes, sizes.D)
         how, tiles = lengths(a.cu_seqlens_q, a.cu_seqlens_k, length, k.shape[1], a.kv_len, block.own, False)
         attention_backward_queries(
             *given, heads_of(dq), a.lse, delta, scores_of(a), window_of(a), how, length, k.shape[1], heads, heads // kv_heads,
-            batch, tiles, **common(a), BLOCK_M=block.own, BLOCK_N=block.other, STAGES=block.stages,
+            batch, tiles, **constants_of(a), BLOCK_M=block.own, BLOCK_N=block.other, STAGES=block.stages,
         )  # fmt: skip
     if (dk is not None or dv is not None) and k.numel():
         # Both come from one walk: what is not wanted is a small part of it
         dk, dv = (
             torch.empty(t.shape, dtype=t.dtype, device=t.device) if d is None else d for t, d in ((k, dk), (v, dv))
         )
-        block = blocks(q, sizes, sizes.D0 + sizes.D1 + sizes.V0 + sizes.V1)
+        block = blocks(q, sizes, max(sizes.D, sizes.V), sums=2)
         how, tiles = lengths(a.cu_seqlens_k, a.cu_seqlens_q, k.shape[1], length, a.kv_len, block.own, True)
         attention_backward_keys(
             *given, heads_of(dk), heads_of(dv), a.lse, delta, scores_of(a), window_of(a), how, length, k.shape[1], kv_heads,
-            heads // kv_heads, batch, tiles, **common(a), BLOCK_M=block.other, BLOCK_N=block.own, STAGES=block.stages,
+            heads // kv_heads, batch, tiles, **constants_of(a), BLOCK_M=block.other, BLOCK_N=block.own, STAGES=block.stages,
         )  # fmt: skip
     return dq, dk if "k" in needs else None, dv if "v" in needs else None, dsink
 

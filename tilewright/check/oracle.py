@@ -201,11 +201,16 @@ def lift(value: Any, dtype: torch.dtype | None) -> Any:
     return value.to(dtype) if dtype is not None and value.is_floating_point() else value
 
 
+def lifted(op: Op, values: Mapping[str, Any], dtype: torch.dtype | None = torch.float64) -> dict[str, Any]:
+    """The arguments that the truth is computed from."""
+    return {n: None if n == "out_format" else lift(values[n], dtype) for n in op.signature.names}
+
+
 def truth(
     op: Op, values: Mapping[str, Any], grads: list, dtype: torch.dtype | None = torch.float64
 ) -> dict[str, Tensor]:
     """Results and gradients by name from the reference in `dtype` (None: as given); of a quantised result, the value before."""
-    plain = {n: None if n == "out_format" else lift(values[n], dtype) for n in op.signature.names}
+    plain = lifted(op, values, dtype)
     inputs = leaves(op, plain) if grads else {}
     results, becomes = op.apart(op.reference(**{**plain, **inputs}))
     results = as_tuple(results)
@@ -368,6 +373,7 @@ def noises(op: Op, values: Mapping[str, Any], grads: list) -> dict[str, Tensor]:
     worst: dict[str, Tensor] = {}
     # A long sum is kept to some 2^-21 of its terms, however small it comes out: 2000 fp32 additions, each rounded
     shake = 2.0**-21 if op.bars.kind in PRODUCTS else 2.0**-26
+    low = next((v.dtype for v in values.values() if isinstance(v, Tensor) and v.is_floating_point()), torch.float32)
     where, jitters = _where.get()
     source = torch.Generator(where).manual_seed(7)
     for _ in range(jitters):
@@ -376,7 +382,6 @@ def noises(op: Op, values: Mapping[str, Any], grads: list) -> dict[str, Tensor]:
         shaken = {n: each(lambda t: jitter(t, source, shake), v) for n, v in moved.items()}
         others = [truth(op, moved, grads, torch.float32), truth(op, shaken, grads)]
         if op.bars.rounds and (grads or rounded_results(op)):
-            low = next(v.dtype for v in values.values() if isinstance(v, Tensor) and v.is_floating_point())
             share = torch.finfo(low).eps / 6  # four times it: over half a step, by which equal terms may all be off
             rounded = {n: each(lambda t, by=share: jitter(t, source, by), v) for n, v in moved.items()}
             upward = [g if g is None else jitter(g, source, share) for g in grads]
@@ -384,6 +389,9 @@ def noises(op: Op, values: Mapping[str, Any], grads: list) -> dict[str, Tensor]:
             others.append(
                 {n: t if n.startswith("d_") or n in rounded_results(op) else exact[n] for n, t in after.items()}
             )
+        if op.bars.drift and grads:
+            change = op.bars.drift(lifted(op, moved), grads, low)
+            others.append({n: t + change.get(n, 0.0) for n, t in exact.items()})
         for i, other in enumerate(others):
             for name, there in exact.items():
                 error = (other[name].double() - there).abs().nan_to_num(0.0, 0.0, 0.0)

@@ -116,7 +116,8 @@ class Bars:
     rounds to codes on its way, so that it has no finite differences. `twin` is a function of the arguments that gives the value of
     a column-wise operand that is not the row-wise one's; `coarse` says of arguments that they ask for less than that. `felt` names
     the dimensions of results along which a NaN or infinity of an argument may show where a result does not depend on it: its weight
-    there is 0, and 0 times NaN is NaN."""
+    there is 0, and 0 times NaN is NaN. `drift(arguments, upstream gradients, dtype)` gives by name how far gradients go where the
+    backward goes on from a result that was rounded to that dtype."""
 
     kind: str = "B"
     gradient: str = "H"
@@ -128,6 +129,7 @@ class Bars:
     twin: Callable[..., Tensor] | None = None
     coarse: Callable[[Mapping[str, Any]], bool] | None = None
     felt: tuple[str, ...] = ()
+    drift: Callable[[Mapping[str, Any], list, torch.dtype], Mapping[str, Tensor]] | None = None
 
 
 @dataclass(frozen=True)
