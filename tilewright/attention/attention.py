@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, Literal
 
@@ -260,9 +261,9 @@ def sharding(a: SimpleNamespace) -> Sharding:
 
 
 attention_lse = Op(
-    "attention_lse", reference_lse, inputs, *implementations(portable.backward), check=check, asks="backend", where=WHERE,
-    results=ROWS, gradient=Gradient(of=GRADED, through=("o", "lse"), saves=READ), cost=Cost(flops=flops),
-    bars=BARS, sibling="attention", sharding=sharding,
+    "attention_lse", reference_lse, inputs, *implementations(portable.backward), check=partial(check, op="attention_lse"),
+    asks="backend", where=WHERE, results=ROWS, gradient=Gradient(of=GRADED, through=("o", "lse"), saves=READ),
+    cost=Cost(flops=flops), bars=BARS, sibling="attention", sharding=sharding,
 )  # fmt: skip
 attention = Op(
     "attention", reference, inputs, *implementations(portable.backward_of_o), check=check, asks="backend", where=WHERE,

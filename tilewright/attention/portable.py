@@ -127,6 +127,15 @@ def add_part(total, a, b, WIDTH: tl.constexpr, PIECES: tl.constexpr):
         return add_product(total, a.to(b.dtype), b, PIECES, PIECES)
 
 
+@triton.jit
+def used_rows(used, t, WIDTH: tl.constexpr):
+    """A part of a tile with 0 for the rows that are not used, which may hold NaN."""
+    if WIDTH == 0:
+        return t
+    else:
+        return tl.where(used[:, None], t, 0.0)
+
+
 # ---- scores ----------------------------------------------------------------------------------------------------------
 
 
@@ -157,6 +166,13 @@ def shape_scores(SCORES, s, ok, batch, head, query, key, position, j, live):
 
 
 @triton.jit
+def load_lse(LSE, at, live):
+    """In base 2; of rows that saw nothing, or only scores of -inf, infinite: their weights are 0, and not exp(-inf + inf)."""
+    lse = tl.load(LSE + at, live, 0.0) * LOG2E
+    return tl.where(lse == float("-inf"), float("inf"), lse)
+
+
+@triton.jit
 def weight(s, lse):
     """exp2(s - lse), which is at most 1: fp32 keeps both to less than that where they are above 2**23."""
     return tl.exp2(tl.minimum(s - lse, 0.0, propagate_nan=tl.PropagateNan.ALL))
@@ -173,10 +189,11 @@ def warps(columns: int) -> Callable[[Any], dict[str, int]]:
 @triton.jit
 def walk_keys(
     acc0, acc1, top, total, q0, q1, K, V, SCORES, WINDOW, tile, batch, head, kv_head, row, limit, shift, start, stop, from_, to,
-    EDGE: tl.constexpr, SIZES: tl.constexpr, BLOCK_N: tl.constexpr, PIECES: tl.constexpr, STAGES: tl.constexpr,
+    EDGE: tl.constexpr, PLAIN: tl.constexpr, SIZES: tl.constexpr, BLOCK_N: tl.constexpr, PIECES: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """Take in the keys of blocks from `from_` to `to`. EDGE: some are seen by some queries alone; none outside of [start, stop) is
-    seen by any, and those are not read."""
+    seen by any, and those are not read. PLAIN: all others are seen by some."""
     for n in tl.range(from_, to, BLOCK_N, num_stages=STAGES):
         j = n + tl.arange(0, BLOCK_N)
         token = tile.first_k + j
@@ -200,11 +217,10 @@ def walk_keys(
         top = new
         v0 = load_part(V, batch, kv_head, token, there, SIZES.V, 0, SIZES.V0)
         v1 = load_part(V, batch, kv_head, token, there, SIZES.V, SIZES.V0, SIZES.V1)
-        if SCORES.mask is not None:  # which may hide a key from all queries, and a NaN with it
-            used = (tl.max((ok & (row < tile.count_q)[:, None]).to(tl.int32), 0) > 0)[:, None]
-            v0 = tl.where(used, v0, 0.0)
-            if SIZES.V1 > 0:
-                v1 = tl.where(used, v1, 0.0)
+        if not PLAIN:
+            used = tl.max((ok & (row < tile.count_q)[:, None]).to(tl.int32), 0) > 0
+            v0 = used_rows(used, v0, SIZES.V0)
+            v1 = used_rows(used, v1, SIZES.V1)
         acc0 = add_part(acc0 * fade[:, None], p, v0, SIZES.V0, PIECES)
         if SIZES.V1 > 0:
             acc1 = add_part(acc1 * fade[:, None], p, v1, SIZES.V1, PIECES)
@@ -232,7 +248,8 @@ def attention_forward(
     PLAIN: tl.constexpr, TOGETHER: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PIECES: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """PLAIN: nothing but the window says what is seen, so that blocks between its edges need no mask."""
+    """PLAIN: nothing but the window and the number of keys says what is seen, so that blocks between its edges need no mask. A
+    mask, or a number of keys for each row, may hide a key from all queries, and then a NaN with it."""
     index, head, batch = unit_of(tl.program_id(0), TILES, HEADS, BATCH, TOGETHER, WINDOW.right is not None)
     kv_head = head // GROUP
     tile = tile_at(LENGTHS, index, batch, L, KEYS, BLOCK_M)
@@ -267,16 +284,16 @@ def attention_forward(
             if WINDOW.left is not None:
                 acc0, acc1, top, total = walk_keys(
                     acc0, acc1, top, total, q0, q1, K, V, SCORES, WINDOW, tile, batch, head, kv_head, row, limit, shift, start,
-                    stop, first, tl.minimum(middle, end), True, SIZES, BLOCK_N, PIECES, STAGES,
+                    stop, first, tl.minimum(middle, end), True, PLAIN, SIZES, BLOCK_N, PIECES, STAGES,
                 )  # fmt: skip
             acc0, acc1, top, total = walk_keys(
                 acc0, acc1, top, total, q0, q1, K, V, SCORES, WINDOW, tile, batch, head, kv_head, row, limit, shift, start, stop,
-                middle, tl.minimum(after, end), False, SIZES, BLOCK_N, PIECES, STAGES,
+                middle, tl.minimum(after, end), False, PLAIN, SIZES, BLOCK_N, PIECES, STAGES,
             )  # fmt: skip
             first = after
         acc0, acc1, top, total = walk_keys(
             acc0, acc1, top, total, q0, q1, K, V, SCORES, WINDOW, tile, batch, head, kv_head, row, limit, shift, start, stop,
-            first, end, True, SIZES, BLOCK_N, PIECES, STAGES,
+            first, end, True, PLAIN, SIZES, BLOCK_N, PIECES, STAGES,
         )  # fmt: skip
         empty = total == 0.0
         share = tl.where(empty, 0.0, 1.0 / tl.where(empty, 1.0, total))
@@ -340,22 +357,14 @@ def attention_sink_gradient(SINK, LSE, DELTA, DSINK, L, HEADS, BATCH, BLOCK: tl.
     tl.store(DSINK + head, -tl.sum(total, 0))
 
 
-@triton.jit
-def used_rows(used, t, WIDTH: tl.constexpr):
-    """A part of a tile with 0 for the rows that are not used, which may hold NaN."""
-    if WIDTH == 0:
-        return t
-    else:
-        return tl.where(used[:, None], t, 0.0)
-
-
 @kernel(
     grid=lambda a: (a.TILES * a.HEADS * a.BATCH,), tokens=("L", "KEYS", "TILES", "BATCH"),
     default=warps(256),
 )  # fmt: skip
 def attention_backward_queries(
     Q, K, V, DO, DQ, LSE, DELTA, SCORES, WINDOW, LENGTHS, L, KEYS, HEADS, GROUP, BATCH, TILES, SIZES: tl.constexpr,
-    TOGETHER: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PIECES: tl.constexpr, STAGES: tl.constexpr,
+    PLAIN: tl.constexpr, TOGETHER: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PIECES: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """dq of a tile of queries, over the keys that they see."""
     index, head, batch = unit_of(tl.program_id(0), TILES, HEADS, BATCH, TOGETHER, WINDOW.right is not None)
@@ -377,36 +386,28 @@ def attention_backward_queries(
         do0 = load_part(DO, batch, head, token, live, SIZES.V, 0, SIZES.V0)
         do1 = load_part(DO, batch, head, token, live, SIZES.V, SIZES.V0, SIZES.V1)
         at = (batch.to(tl.int64) * HEADS + head) * L + token
-        lse = tl.load(LSE + at, live, 0.0) * LOG2E
+        lse = load_lse(LSE, at, live)
         delta = tl.load(DELTA + at, live, 0.0)
         dq0 = no_part(BLOCK_M, SIZES.D0)
         dq1 = no_part(BLOCK_M, SIZES.D1)
         position = (row + shift)[:, None]
         for n in tl.range(start // BLOCK_N * BLOCK_N, stop, BLOCK_N, num_stages=STAGES):
             j = n + tl.arange(0, BLOCK_N)
+            key = tile.first_k + j
             there = (j >= start) & (j < stop)
-            k0 = load_part(K, batch, kv_head, tile.first_k + j, there, SIZES.D, 0, SIZES.D0)
-            k1 = load_part(K, batch, kv_head, tile.first_k + j, there, SIZES.D, SIZES.D0, SIZES.D1)
-            v0 = load_part(V, batch, kv_head, tile.first_k + j, there, SIZES.V, 0, SIZES.V0)
-            v1 = load_part(V, batch, kv_head, tile.first_k + j, there, SIZES.V, SIZES.V0, SIZES.V1)
+            k0 = load_part(K, batch, kv_head, key, there, SIZES.D, 0, SIZES.D0)
+            k1 = load_part(K, batch, kv_head, key, there, SIZES.D, SIZES.D0, SIZES.D1)
+            v0 = load_part(V, batch, kv_head, key, there, SIZES.V, 0, SIZES.V0)
+            v1 = load_part(V, batch, kv_head, key, there, SIZES.V, SIZES.V0, SIZES.V1)
             s, slope = bend(SCORES, product_of_rows(q0, q1, k0, k1, SIZES.D1, PIECES))
             ok = is_seen(WINDOW, position, j[None, :], limit[:, None]) & live[:, None]
             s, ok = shape_scores(
-                SCORES,
-                s,
-                ok,
-                batch,
-                head,
-                token[:, None],
-                (tile.first_k + j)[None, :],
-                position,
-                j[None, :],
-                live[:, None],
+                SCORES, s, ok, batch, head, token[:, None], key[None, :], position, j[None, :], live[:, None]
             )
             p = weight(s, lse[:, None])
             ds = p * (product_of_rows(do0, do1, v0, v1, SIZES.V1, PIECES) - delta[:, None]) * slope
             ds = tl.where(ok, ds, 0.0)
-            if SCORES.mask is not None:
+            if not PLAIN:
                 used = tl.max(ok.to(tl.int32), 0) > 0
                 k0 = used_rows(used, k0, SIZES.D0)
                 k1 = used_rows(used, k1, SIZES.D1)
@@ -423,7 +424,8 @@ def attention_backward_queries(
 )  # fmt: skip
 def attention_backward_keys(
     Q, K, V, DO, DK, DV, LSE, DELTA, SCORES, WINDOW, LENGTHS, L, KEYS, KV_HEADS, GROUP, BATCH, TILES, SIZES: tl.constexpr,
-    TOGETHER: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PIECES: tl.constexpr, STAGES: tl.constexpr,
+    PLAIN: tl.constexpr, TOGETHER: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PIECES: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of a tile of keys, over the queries that see them: those of one query head after the other."""
     index, kv_head, batch = unit_of(tl.program_id(0), TILES, KV_HEADS, BATCH, TOGETHER, False)
@@ -456,7 +458,7 @@ def attention_backward_keys(
                 q1 = load_part(Q, batch, head, token, seeing, SIZES.D, SIZES.D0, SIZES.D1)
                 do0 = load_part(DO, batch, head, token, seeing, SIZES.V, 0, SIZES.V0)
                 do1 = load_part(DO, batch, head, token, seeing, SIZES.V, SIZES.V0, SIZES.V1)
-                lse = tl.load(LSE + base + row, seeing, 0.0) * LOG2E
+                lse = load_lse(LSE, base + row, seeing)
                 delta = tl.load(DELTA + base + row, seeing, 0.0)
                 limit, wrong_row = row_keys(LENGTHS, tile, batch, row, count)
                 s, slope = bend(SCORES, product_of_rows(k0, k1, q0, q1, SIZES.D1, PIECES))
@@ -466,7 +468,7 @@ def attention_backward_keys(
                     SCORES, s, ok, batch, head, token[None, :], key[:, None], position, j[:, None], seeing[None, :]
                 )
                 p = tl.where(ok, weight(s, lse[None, :]), 0.0)
-                if SCORES.mask is not None:
+                if not PLAIN:
                     used = tl.max(ok.to(tl.int32), 0) > 0
                     q0 = used_rows(used, q0, SIZES.D0)
                     q1 = used_rows(used, q1, SIZES.D1)
@@ -542,7 +544,9 @@ def window_of(a: SimpleNamespace) -> Window:
 
 def constants_of(a: SimpleNamespace) -> dict[str, Any]:
     """The constants that all three kernels take."""
-    return {"SIZES": sizes_of(a.q, a.v), "TOGETHER": TOGETHER, "PIECES": 3 if a.q.dtype == torch.float32 else 1}
+    plain = a.mask is None and (a.kv_len is None or a.kv_len.dim() == 1)
+    pieces = 3 if a.q.dtype == torch.float32 else 1
+    return {"SIZES": sizes_of(a.q, a.v), "PLAIN": plain, "TOGETHER": TOGETHER, "PIECES": pieces}
 
 
 def fits(target: Target, a: SimpleNamespace) -> bool:
@@ -566,7 +570,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Te
     attention_forward(
         heads_of(q), heads_of(k), heads_of(v), heads_of(o), lse, None if a.sink is None else a.sink.contiguous(), scores_of(a),
         window_of(a), how, length, k.shape[1], heads, heads // k.shape[2], batch, tiles, **constants_of(a),
-        PLAIN=a.mask is None and how.stride_l is None, BLOCK_M=block.own, BLOCK_N=block.other, STAGES=block.stages,
+        BLOCK_M=block.own, BLOCK_N=block.other, STAGES=block.stages,
     )  # fmt: skip
     return o, lse
 
