@@ -26,9 +26,9 @@ def numbers(*shape: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> 
 
 
 def call(batch: int, length: int, keys: int, width: int = 40, values: int = 24, **options: Any) -> dict[str, Any]:
-    """Arguments of four heads over two, and as many keys as are more than a block."""
-    q, k = numbers(batch, length, 4, width), numbers(batch, keys, 2, width, seed=1)
-    made = {"q": q, "k": k, "v": numbers(batch, keys, 2, values, seed=2), **options}
+    """Arguments of two heads that share one."""
+    q, k = numbers(batch, length, 2, width), numbers(batch, keys, 1, width, seed=1)
+    made = {"q": q, "k": k, "v": numbers(batch, keys, 1, values, seed=2), **options}
     return OP.signature.bind((), made)
 
 
@@ -50,7 +50,7 @@ CALLS = {
     "rows that come before all keys": call(1, 6, 3, causal=True),
     "past each row's kv_len": call(1, 4, 70, kv_len=marks(0, 66, 3, 20)[None], left=4, right=2),
     "hidden by a mask": call(2, 4, 70, mask=hidden(2, 1, 4, 70, key=66, row=1)),
-    "hidden by a mask from some heads": call(1, 4, 9, width=16, mask=hidden(1, 4, 4, 9, key=2, row=3), softcap=2.0),
+    "hidden by a mask from some heads": call(1, 4, 9, width=16, mask=hidden(1, 2, 4, 9, key=2, row=3), softcap=2.0),
     "of no sequence": call(1, 9, 80, cu_seqlens_q=marks(1, 4, 4, 7), cu_seqlens_k=marks(2, 70, 72, 75), causal=True),
     "of sequences that fall": call(1, 9, 12, cu_seqlens_q=marks(0, 6, 3, 8), cu_seqlens_k=marks(1, 5, 9, 11)),
     "packed, past kv_len": call(
@@ -70,27 +70,19 @@ def unseen(values: dict[str, Any]) -> tuple[Tensor, Tensor]:
 
 @calls
 def test_what_is_invisible_never_shows(values):
-    """NaN in it leaves every result and gradient as it was; its own gradients are 0."""
+    """NaN in it leaves every result and gradient as it was, in whatever order programs run; its own gradients are 0."""
     rows, keys = unseen(values)
     assert bool(rows.any()) or bool(keys.any())
     poisoned = {**values, "q": values["q"].masked_fill(rows[..., None, None], NAN)}
     poisoned |= {n: values[n].masked_fill(keys[..., None, None], NAN) for n in "kv"}
     with tw.force("triton"):
         clean = outcome(OP, values)
-        dirty = outcome(OP, poisoned, grads=clean.grads)
+        with reversed_programs():
+            dirty = outcome(OP, poisoned, grads=clean.grads)
     same_outcome("NaN in what nobody sees", dirty, clean)
     assert not dirty["o"][rows].any() and not dirty["d_q"][rows].any()
     assert not dirty["d_k"][keys].any() and not dirty["d_v"][keys].any()
     check(OP, "NaN in what nobody sees", values, dirty)
-
-
-@calls
-def test_programs_may_run_in_any_order(values):
-    with tw.force("triton"):
-        first = outcome(OP, values)
-        same_outcome("again", outcome(OP, values, grads=first.grads), first)
-        with reversed_programs():
-            same_outcome("programs backwards", outcome(OP, values, grads=first.grads), first)
 
 
 def test_gradients_of_rows_of_no_sequence_may_hold_anything():
@@ -150,7 +142,7 @@ def test_more_keys_than_there_are_make_rows_nan(values):
 
 
 def test_a_wrong_row_s_sink_has_a_gradient_of_nan():
-    values = call(2, 3, 5, kv_len=marks(6, 5), sink=numbers(4))
+    values = call(2, 3, 5, kv_len=marks(6, 5), sink=numbers(2))
     with tw.force("triton"):
         made = outcome(OP, values)
     assert bool(made["d_sink"].isnan().all())

@@ -69,7 +69,7 @@ class Parts(NamedTuple):
 
 MERGE = {
     "grid": lambda a: (cdiv(a.ROWS, a.BLOCK_R),),
-    "tokens": ("ROWS", "L", "PARTS"),
+    "tokens": ("ROWS", "L", "HEADS", "PARTS"),
     "default": lambda a: {"BLOCK_R": max(1, 2048 // a.BLOCK), "num_warps": 4},
 }
 

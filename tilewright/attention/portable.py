@@ -240,7 +240,7 @@ def unit_of(pid, TILES, HEADS, BATCH, TOGETHER: tl.constexpr, LAST_FIRST: tl.con
 
 
 @kernel(
-    grid=lambda a: (a.TILES * a.HEADS * a.BATCH,), tokens=("L", "KEYS", "TILES", "BATCH"),
+    grid=lambda a: (a.TILES * a.HEADS * a.BATCH,), tokens=("L", "KEYS", "HEADS", "GROUP", "TILES", "BATCH"),
     default=warps(512),
 )  # fmt: skip
 def attention_forward(
@@ -312,7 +312,7 @@ def attention_forward(
 
 
 @kernel(
-    grid=lambda a: (cdiv(a.L, a.ROWS), a.HEADS, a.BATCH), tokens=("L", "BATCH"),
+    grid=lambda a: (cdiv(a.L, a.ROWS), a.HEADS, a.BATCH), tokens=("L", "HEADS", "BATCH"),
     default=lambda a: {"ROWS": max(1, 4096 // a.BLOCK), "num_warps": 4},
 )  # fmt: skip
 def attention_delta(
@@ -340,7 +340,7 @@ def attention_delta(
     tl.store(DELTA + (batch.to(tl.int64) * HEADS + head) * L + token, delta, live)
 
 
-@kernel(grid=lambda a: (a.HEADS,), tokens=("L", "BATCH"), default=lambda a: {"BLOCK": 1024, "num_warps": 4})
+@kernel(grid=lambda a: (a.HEADS,), tokens=("L", "HEADS", "BATCH"), default=lambda a: {"BLOCK": 1024, "num_warps": 4})
 def attention_sink_gradient(SINK, LSE, DELTA, DSINK, L, HEADS, BATCH, BLOCK: tl.constexpr):
     """DSINK [heads]: minus the sum over all rows of the sink's weight times delta, in the order of the rows."""
     head = tl.program_id(0)
@@ -358,7 +358,7 @@ def attention_sink_gradient(SINK, LSE, DELTA, DSINK, L, HEADS, BATCH, BLOCK: tl.
 
 
 @kernel(
-    grid=lambda a: (a.TILES * a.HEADS * a.BATCH,), tokens=("L", "KEYS", "TILES", "BATCH"),
+    grid=lambda a: (a.TILES * a.HEADS * a.BATCH,), tokens=("L", "KEYS", "HEADS", "GROUP", "TILES", "BATCH"),
     default=warps(256),
 )  # fmt: skip
 def attention_backward_queries(
@@ -419,7 +419,7 @@ def attention_backward_queries(
 
 
 @kernel(
-    grid=lambda a: (a.TILES * a.KV_HEADS * a.BATCH,), tokens=("L", "KEYS", "TILES", "BATCH"),
+    grid=lambda a: (a.TILES * a.KV_HEADS * a.BATCH,), tokens=("L", "KEYS", "KV_HEADS", "GROUP", "TILES", "BATCH"),
     default=warps(128),
 )  # fmt: skip
 def attention_backward_keys(
