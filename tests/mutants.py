@@ -23,7 +23,8 @@ _count = itertools.count()
 
 class Mutant(NamedTuple):
     """`old` in `file` becomes `new` everywhere; `prop` must fail for `op`, and what it says must match `says`. `missed_by` is a
-    property that does not notice, which is why `prop` is there."""
+    property that does not notice, which is why `prop` is there. `through` are the files, each of which imports the one before it,
+    by which `file` comes to the declaration, if it is not in `file` itself."""
 
     name: str
     old: str
@@ -33,13 +34,18 @@ class Mutant(NamedTuple):
     file: str = SUBJECT
     op: str = "toy_norm"
     missed_by: str = ""
+    through: tuple[str, ...] = ()
 
 
 def edited(text: str, mutant: Mutant, tag: str) -> str:
-    """The file's text with the edit, its ops under other names, its imports absolute, for it will stand in another folder."""
+    """The file's text with the edit, as `moved` gives it."""
     assert mutant.old in text, f"{mutant.name}: {mutant.file} no longer contains {mutant.old!r}"
-    text = text.replace(mutant.old, mutant.new)
-    package = Path(mutant.file).parent.parts
+    return moved(text.replace(mutant.old, mutant.new), mutant.file, tag)
+
+
+def moved(text: str, file: str, tag: str) -> str:
+    """A file's text with its ops under other names and its imports absolute, for it will stand in another folder."""
+    package = Path(file).parent.parts
 
     def absolute(found: re.Match) -> str:
         return (
@@ -56,15 +62,36 @@ def declared(mutant: Mutant, folder: Path) -> Iterator[tuple[Op, Path]]:
     """The broken op and the file that declares it, for as long as this lasts."""
     tag = f"mutant{next(_count)}"
     path = folder / f"{tag}.py"
-    path.write_text(edited((ROOT / mutant.file).read_text(), mutant, tag))
-    before = set(OPS)
-    module = load(str(path), tag)
+    text = edited((ROOT / mutant.file).read_text(), mutant, tag)
+    before, modules, last = set(OPS), [], mutant.file
     try:
+        for i, file in enumerate(mutant.through):
+            part = folder / f"{tag}_{i}.py"
+            part.write_text(text)
+            modules.append(load(str(part), f"{tag}_{i}").__name__)
+            text = redirected(moved((ROOT / file).read_text(), file, tag), last, modules[-1])
+            last = file
+        path.write_text(text)
+        modules.append(load(str(path), tag).__name__)
         yield OPS[f"{tag}_{mutant.op}"], path
     finally:
         for name in set(OPS) - before:
             del OPS[name]
-        del sys.modules[module.__name__]
+        for name in modules:
+            del sys.modules[name]
+
+
+def redirected(text: str, file: str, module: str) -> str:
+    """The text with its imports of and from a file taken from another module."""
+    package, _, name = file.removesuffix(".py").replace("/", ".").rpartition(".")
+    both = (
+        (f"from {package}.{name} import", f"from {module} import"),
+        (f"from {package} import {name}\n", f"import {module} as {name}\n"),
+    )
+    assert sum(text.count(old) for old, _ in both) == 1, f"{file} is not imported once"
+    for old, new in both:
+        text = text.replace(old, new)
+    return text
 
 
 MUTANTS = [
@@ -160,6 +187,22 @@ ROUTER = "tilewright/ops/moe/moe_router.py"
 MUTANTS += [
     Mutant("topk_routing: a group too few of 32", "KEPT=group_topk,", "KEPT=group_topk - (groups == 32),", "as_in_models",
            "chosen: . of . rows chose others", ROUTER, "topk_routing", missed_by="accuracy"),
+]  # fmt: skip
+
+TILES, PORTABLE, MERGE, ATTENTION = (
+    f"tilewright/attention/{name}.py" for name in ("tiles", "portable", "merge", "attention")
+)
+MUTANTS += [
+    Mutant("attention: a window off by one", "ok &= j <= position + WINDOW.right", "ok &= j <= position + WINDOW.right + 1",
+           "accuracy", "attention.*: (o|d_)", TILES, "attention", through=(PORTABLE, ATTENTION)),
+    Mutant("attention: keys of the wrong sequence", "other_first = begin_of(OTHER, last,", "other_first = begin_of(OWN, last,",
+           "accuracy", "attention.*: (o|d_)", TILES, "attention", through=(PORTABLE, ATTENTION)),
+    Mutant("attention: dk of only the first head of a group", "kv_head * GROUP + GROUP)", "kv_head * GROUP + 1)", "accuracy",
+           "d_(k|v)", PORTABLE, "attention", through=(ATTENTION,)),
+    Mutant("attention: delta of another row", "tl.load(DELTA + at, live,", "tl.load(DELTA + tl.maximum(at - 1, 0), live,",
+           "accuracy", "d_q", PORTABLE, "attention", through=(ATTENTION,)),
+    Mutant("attention_merge: in base 2", "tl.exp2((lse - base) * LOG2E)", "tl.exp2(lse - base)", "accuracy", "merged", MERGE,
+           "attention_merge"),
 ]  # fmt: skip
 
 # What only the compiled code shows: nothing that a property can see is wrong in these.

@@ -8,11 +8,23 @@ from __future__ import annotations
 
 import importlib
 import sys
+from types import ModuleType
 from typing import Any
 
 from .names import NAMES, OPS
 
 __version__ = "0.1.0"
+
+
+class Package(ModuleType):
+    """A folder may have the name of an op: importing it does not put it in the op's place."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not (name in OPS and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = Package
 
 
 def __getattr__(name: str) -> Any:

@@ -336,8 +336,8 @@ def test_every_link_leads_somewhere():
 def test_the_bars_in_contributing_are_those_of_the_code():
     """Each row of the table as the code's numbers would write it."""
 
-    def share(part: float) -> str:
-        return f"{100 * part:g} %" if part else "none"
+    def share(part: float | None) -> str:
+        return "any" if part is None else f"{100 * part:g} %" if part else "none"
 
     rows = re.findall(
         r"^\| ([A-Z]) [^|]*\| (\S+) \| (\S+) \| ([^|]+) \|$", (ROOT / "CONTRIBUTING.md").read_text(), re.M

@@ -18,7 +18,7 @@ NEEDED = {
     "gemma-3-27b", "mixtral-8x7b", "mixtral-8x22b", "olmoe-1b-7b", "ling-mini-2.0", "minimax-m2",
 }  # fmt: skip
 WORDS = {"act": str, "score": str, "order": str}
-FLAGS = ("head_norm", "expert_bias", "router_bias", "normalize")
+FLAGS = ("head_norm", "expert_bias", "router_bias", "normalize", "sinks")
 NUMBERS = ("weight_offset", "scaling", "limit", "alpha")
 
 

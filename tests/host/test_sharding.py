@@ -99,7 +99,20 @@ def more_cases(draw: Any) -> list[Case]:
     even = {"counts": (torch.tensor([3, 1, 4, 0, 2]), R)}
     chosen = {"indices": (torch.tensor([[0, 3], [4, -1], [2, 1]]), Shard(0)), "probs": (draw(3, 2), Shard(0))}
     gate, up, down = draw(3, 6), draw(3, 6), draw(5, 6)
+    by_head = {
+        "q": (draw(2, 5, 4, 6), Shard(2)),
+        "k": (draw(2, 5, 2, 6), Shard(2)),
+        "v": (draw(2, 5, 2, 4), Shard(2)),
+        "sink": (draw(4), Shard(0)),
+    }
+    by_batch = {n: (t, R if n == "sink" else Shard(0)) for n, (t, _) in by_head.items()}
+    some = {"kv_len": (torch.tensor([5, 3]), R)}
+    parts = {"o": (draw(3, 2, 5, 4, 6), Shard(2)), "lse": (draw(3, 2, 4, 5), Shard(3))}
     return [
+        Case("attention", by_head, (Shard(2),), {"causal": True}),
+        Case("attention", by_batch, (Shard(0),), {"left": 2}),
+        Case("attention_lse", {**by_head, **some}, (Shard(2), Shard(1))),
+        Case("attention_merge", parts, (Shard(1), Shard(2))),
         Case("glu_linear", {"x": (gate, Shard(1)), "up": (up, Shard(1)), "weight": (down, Shard(1))}, (P,)),
         Case("glu_linear", {"x": (draw(3, 12), Shard(0)), "weight": (down, R), "bias": (draw(5), R)}, (Shard(0),)),
         Case("glu_linear_fp8", {n: (numbers(5, 6), Shard(1)) for n in ("x", "up", "weight")}, (P,), {"act": "relu"}),
@@ -190,6 +203,14 @@ def refused(mesh: DeviceMesh) -> None:
         (
             lambda: tw.linear_fp8(placed((4, 8), Shard(1)), placed((6, 8), Shard(1)), placed((6,), R)),
             ValueError, "bias would be added on every rank",
+        ),
+        (
+            lambda: tw.attention(*[placed((2, 4, 2, 8), Shard(1))] * 3), ValueError,
+            "q is sharded on length, of which each rank needs all",
+        ),
+        (
+            lambda: tw.attention(*[placed((2, 4, 2, 8), Shard(2))] * 3, mask=placed((1, 2, 4, 4), R)), ValueError,
+            "q is sharded on heads, of which each rank needs all",
         ),
         (lambda: qkv(24, 3), ValueError, "qkv is sharded on heads, of which each rank needs all"),
         (lambda: qkv(16, 2, packing="plain"), ValueError, "qkv is sharded on heads, of which each rank needs all"),

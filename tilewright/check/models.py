@@ -32,7 +32,7 @@ TOKENS = (1, 7, 128, 4096)
 USUAL: dict[str, Any] = {
     "act": "silu", "limit": None, "alpha": 1.0, "weight_offset": 0.0, "head_norm": False, "router_bias": False,
     "expert_bias": False, "score": "softmax", "order": "score_first", "normalize": True, "scaling": 1.0, "groups": 1,
-    "group_topk": 1,
+    "group_topk": 1, "sinks": False,
 }  # fmt: skip
 Facts = dict[str, Any]
 
@@ -62,6 +62,11 @@ def facts(model: Mapping[str, Any], tokens: int) -> Facts:
             "attention": heads * size, "joined": (heads + 2 * kv_heads) * size, "head_rows": tokens * heads,
             "queries_per_key": heads // kv_heads, "share": Fraction(size, rotary), "shared_heads": heads > kv_heads,
         }  # fmt: skip
+    if "window" in found:  # a query's own key counts as one of it
+        found["left"] = found["window"] - 1
+    if "turned" in found:  # keys of latent attention have the turned columns beside those that values have
+        width = found["head_dim"] + found["turned"]
+        found |= {"latent_dim": width, "narrower": Fraction(width, found["head_dim"])}
     if "ffn" in found:
         found["gate_up"] = 2 * found["ffn"]
     if "experts" in found:
@@ -146,6 +151,12 @@ def of_experts(*names: str, **settings: Any) -> tuple[Place, ...]:
 
 NORM = widths("hidden", options=WEIGHTED)
 GLU_LINEAR = tuple(Place({**ROWS, "hidden": n, "columns": "hidden"}, GATED, fewer=n) for n in ("ffn", "expert_ffn"))
+CAUSAL = {"causal": True, **of("queries_per_key")}
+ATTENTION = (
+    Place(HEADS, CAUSAL, fewer="heads"),
+    Place({**HEADS, "head_dim": "latent_dim"}, {**CAUSAL, **of("narrower")}, fewer="heads"),
+    Place(HEADS, {**CAUSAL, "windowed": True, "sink": Fact("sinks"), **of("left")}, needs=("window",), fewer="heads"),
+)
 LOSS = (Place({**ROWS, "vocab": "vocab"}, {"reduction": "mean"}),)
 LOGITS = (Place({**ROWS, "experts": "experts"}, of("score"), dtype=SINGLE),)
 PERMUTE = (Place({**ROWS, "hidden": "hidden", "experts": "experts"}, {**CHOSEN, "probs": True}),)
@@ -154,6 +165,9 @@ MATRICES = tuple(Place({"tokens": rows, "hidden": columns}, {"count": 12}, fewer
 ACTIVATIONS = (*widths("hidden", "ffn"), *of_experts("hidden", "expert_ffn"))
 PLACES: dict[str, tuple[Place, ...]] = {
     "add_rms_norm": NORM,
+    "attention": ATTENTION,
+    "attention_lse": ATTENTION,
+    "attention_merge": (Place({**HEADS, "parts": "eight"}, fewer="heads"),),
     "column_amax": ACTIVATIONS,
     "cross_entropy": LOSS,
     "cross_entropy_join": (Place(ROWS, {"shards": Fact("eight")}),),

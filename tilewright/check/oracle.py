@@ -3,7 +3,8 @@
 Truth is the op's own reference on float64 copies of the very inputs. The bars are relative root-mean-square errors by class
 of op, beside a bound on every element and on the share of elements that are not correctly rounded:
 
-    A elementwise · B row reduction · C column reduction · D loss · E, F matrix products · G copies · H backward of A and B
+    A elementwise · B row reduction · C column reduction · D loss · E, F matrix products · G copies · H backward of A and B ·
+    I attention · J its backward
 
 `Bars` says which class an op is of. Noise is what an
 honest fp32 computation of the same formula loses to cancellation, measured with the reference in fp32 on slightly moved
@@ -48,11 +49,12 @@ def truth_on(device: str, jitters: int = 1) -> Iterator[None]:
 
 
 class Bar(NamedTuple):
-    """Relative RMS of bf16 and of fp32 results, and the share of bf16 and fp16 ones that may be rounded to a neighbour."""
+    """Relative RMS of bf16 and of fp32 results, and the share of bf16 and fp16 ones that may be rounded to a neighbour; None where
+    they come from values that were rounded to their dtype, so that any may."""
 
     low: float
     single: float
-    misrounded: float
+    misrounded: float | None
 
 
 BARS = {
@@ -64,8 +66,11 @@ BARS = {
     "F": Bar(1.80e-3, 5e-4, 0.10),  # Hopper adds up products of FP8 with 14 bits or so
     "G": Bar(0.0, 0.0, 0.0),
     "H": Bar(2.0e-3, 2e-6, 0.005),
+    # Weights are rounded before they multiply values, and their gradients before they multiply keys and queries
+    "I": Bar(2.4e-3, 1e-5, None),
+    "J": Bar(4.0e-3, 1e-5, None),
 }
-PRODUCTS = ("E", "F")
+PRODUCTS = ("E", "F", "I", "J")
 
 
 def result_bar(op: Op, values: Mapping[str, Any] | None = None) -> Bar:
@@ -196,11 +201,16 @@ def lift(value: Any, dtype: torch.dtype | None) -> Any:
     return value.to(dtype) if dtype is not None and value.is_floating_point() else value
 
 
+def lifted(op: Op, values: Mapping[str, Any], dtype: torch.dtype | None = torch.float64) -> dict[str, Any]:
+    """The arguments that the truth is computed from."""
+    return {n: None if n == "out_format" else lift(values[n], dtype) for n in op.signature.names}
+
+
 def truth(
     op: Op, values: Mapping[str, Any], grads: list, dtype: torch.dtype | None = torch.float64
 ) -> dict[str, Tensor]:
     """Results and gradients by name from the reference in `dtype` (None: as given); of a quantised result, the value before."""
-    plain = {n: None if n == "out_format" else lift(values[n], dtype) for n in op.signature.names}
+    plain = lifted(op, values, dtype)
     inputs = leaves(op, plain) if grads else {}
     results, becomes = op.apart(op.reference(**{**plain, **inputs}))
     results = as_tuple(results)
@@ -314,6 +324,11 @@ def _near_low(label: str, actual: Tensor, rounded: Tensor, exact: Tensor, noise:
     error, step = (actual.double() - exact).abs(), spacing(exact, actual.dtype)
     # Where terms of a product cancel, its own precision shows, as it does in an fp32 result
     own = bar.single * rms(exact) if bar in [BARS[kind] for kind in PRODUCTS] else 0.0
+    if bar.misrounded is None:
+        limit = bar.low * SHARE_OF_BF16[actual.dtype] * rms(exact)
+        _within(label, actual, exact, error, step + reach(error) * noise.clamp(min=limit))
+        # A rounded weight is in all columns of a row: of few rows the error has its own spread
+        return _rms_within(label, error, exact, max(limit * (1 + 16 / error.numel() ** 0.5), 4 * rms(noise)))
     _within(label, actual, exact, error, step + reach(error) * noise.clamp(min=own))
     wrong = (actual != rounded) & (64 * noise < step)
     # FP8 products' own errors are larger than fp16's steps
@@ -358,6 +373,7 @@ def noises(op: Op, values: Mapping[str, Any], grads: list) -> dict[str, Tensor]:
     worst: dict[str, Tensor] = {}
     # A long sum is kept to some 2^-21 of its terms, however small it comes out: 2000 fp32 additions, each rounded
     shake = 2.0**-21 if op.bars.kind in PRODUCTS else 2.0**-26
+    low = next((v.dtype for v in values.values() if isinstance(v, Tensor) and v.is_floating_point()), torch.float32)
     where, jitters = _where.get()
     source = torch.Generator(where).manual_seed(7)
     for _ in range(jitters):
@@ -366,7 +382,6 @@ def noises(op: Op, values: Mapping[str, Any], grads: list) -> dict[str, Tensor]:
         shaken = {n: each(lambda t: jitter(t, source, shake), v) for n, v in moved.items()}
         others = [truth(op, moved, grads, torch.float32), truth(op, shaken, grads)]
         if op.bars.rounds and (grads or rounded_results(op)):
-            low = next(v.dtype for v in values.values() if isinstance(v, Tensor) and v.is_floating_point())
             share = torch.finfo(low).eps / 6  # four times it: over half a step, by which equal terms may all be off
             rounded = {n: each(lambda t, by=share: jitter(t, source, by), v) for n, v in moved.items()}
             upward = [g if g is None else jitter(g, source, share) for g in grads]
@@ -374,6 +389,9 @@ def noises(op: Op, values: Mapping[str, Any], grads: list) -> dict[str, Tensor]:
             others.append(
                 {n: t if n.startswith("d_") or n in rounded_results(op) else exact[n] for n, t in after.items()}
             )
+        if op.bars.drift and grads:
+            change = op.bars.drift(lifted(op, moved), grads, low)
+            others.append({n: t + change.get(n, 0.0) for n, t in exact.items()})
         for i, other in enumerate(others):
             for name, there in exact.items():
                 error = (other[name].double() - there).abs().nan_to_num(0.0, 0.0, 0.0)

@@ -260,9 +260,33 @@ def special_values(op: Op, net: Net) -> None:
                     result, exact = result.dequantize(), values["out_format"].quantize(exact).dequantize()
                 found, wanted = (specified(agreed, part, t).isnan() for t in (result.cpu(), exact))
                 label = f"{case.label}: {value} at {at} of {name}: {part}"
+                if op.bars.felt:
+                    _felt(op, values, label, part, found, wanted, _depends(op, case.values, name, at)[part])
+                    continue
                 assert torch.equal(found, wanted), (
                     f"{label} has {int(found.sum())} NaN, the reference {int(wanted.sum())}"
                 )
+
+
+def _depends(op: Op, values: Mapping[str, Any], name: str, at: int) -> dict[str, Tensor]:
+    """Which elements of each result depend on an element of an argument: those that two values of it make differ."""
+    made = []
+    for value in (0.25, 1.75):
+        moved = values[name].double()
+        moved.reshape(-1)[at] = value
+        made.append(truth(op, {**values, name: moved}, []))
+    return {part: made[0][part] != made[1][part] for part in made[0]}
+
+
+def _felt(
+    op: Op, values: Mapping[str, Any], label: str, part: str, found: Tensor, wanted: Tensor, depends: Tensor
+) -> None:
+    """NaN that may show along `felt` dimensions: it is found where the result depends on its cause, and in no slice along these
+    dimensions that has none in the reference."""
+    axes = [i for i, dim in enumerate(op.rows(values)[part].dims) if dim in op.bars.felt]
+    missing, stray = wanted & depends & ~found, found & ~wanted.any(axes, keepdim=True)
+    assert not bool(missing.any()), f"{label} lost {int(missing.sum())} of {int((wanted & depends).sum())} NaN"
+    assert not bool(stray.any()), f"{label} has {int(stray.sum())} NaN in slices where the reference has none"
 
 
 # ---------------------------------------------------------------- memory

@@ -114,7 +114,10 @@ class Bars:
     `misrounded` is another share of misrounded elements than the class has. `rounds`: the backward goes on from values rounded to
     the dtype of the arguments, or these results do. `whole`: results cannot be cut by rows for a comparison. `steps`: the reference
     rounds to codes on its way, so that it has no finite differences. `twin` is a function of the arguments that gives the value of
-    a column-wise operand that is not the row-wise one's; `coarse` says of arguments that they ask for less than that."""
+    a column-wise operand that is not the row-wise one's; `coarse` says of arguments that they ask for less than that. `felt` names
+    the dimensions of results along which a NaN or infinity of an argument may show where a result does not depend on it: its weight
+    there is 0, and 0 times NaN is NaN. `drift(arguments, upstream gradients, dtype)` gives by name how far gradients go where the
+    backward goes on from a result that was rounded to that dtype."""
 
     kind: str = "B"
     gradient: str = "H"
@@ -125,6 +128,8 @@ class Bars:
     steps: bool = False
     twin: Callable[..., Tensor] | None = None
     coarse: Callable[[Mapping[str, Any]], bool] | None = None
+    felt: tuple[str, ...] = ()
+    drift: Callable[[Mapping[str, Any], list, torch.dtype], Mapping[str, Tensor]] | None = None
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,272 @@
+"""Attention: o = softmax(scale * q @ k.T) @ v, for each head.
+
+    s = scale * q . k,  then softcap * tanh(s / softcap),  then - slope * |i - j|,  then + mask;  p = exp(s - lse)
+
+over the keys that a query sees, with lse the logarithm of the sum of exp(s), a sink's included. Backward, with delta the sum of
+o * do over a row less the gradient of its lse:
+
+    dv = p.T @ do,  ds = p * (do @ v.T - delta) * (1 - (s / softcap)**2),  dq = scale * ds @ k,  dk = scale * ds.T @ q
+
+and dsink = - the sum of exp(sink - lse) * delta. Kernels stand in `portable.py` and `hopper/`; what a query sees, in `seen.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from ..core.draw import Draw
+from ..core.signature import at_least
+from ..op import Bars, Cost, Gradient, Op, Sharding, Triton, upcast
+from . import portable
+from .seen import room, seen
+
+Backend = Literal["auto", "portable"]
+WIDEST = 576  # head columns: those of absorbed latent attention
+
+
+def reference_lse(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float | None = None,
+    causal: bool = False,
+    left: int | None = None,
+    right: int | None = None,
+    softcap: float = 0.0,
+    sink: Tensor | None = None,
+    slopes: Tensor | None = None,
+    mask: Tensor | None = None,
+    kv_len: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    backend: Backend = "auto",
+) -> tuple[Tensor, Tensor]:
+    """(o, lse): `attention`, and the natural logarithm of the sum of what enters each softmax, [batch, heads, length] in fp32.
+
+    A row that sees nothing has an lse of -inf, or its sink. Both results have gradients. Parts of the keys are merged by
+    `attention_merge`, so that ring attention is these two under autograd.
+    """
+    place = seen(q, k, causal, left, right, kv_len, cu_seqlens_q, cu_seqlens_k)
+    visible = place.visible.unsqueeze(1)  # [batch, heads, length, keys]
+    if mask is not None and mask.dtype == torch.bool:
+        visible = visible & mask
+    # What nobody sees may hold NaN, which times a weight of 0 would show
+    lonely, unseen = (~visible.any(dim).any(1) for dim in (3, 2))
+    group = q.shape[2] // k.shape[2] if k.shape[2] else 1
+    wide_q = upcast(q).masked_fill(lonely[..., None, None], 0.0)
+    wide_k, wide_v = (upcast(t).masked_fill(unseen[..., None, None], 0.0).repeat_interleave(group, 2) for t in (k, v))
+    s = torch.einsum("blhd,bkhd->bhlk", wide_q, wide_k) * (scale_of(q) if scale is None else scale)
+    if softcap:
+        s = softcap * torch.tanh(s / softcap)
+    if slopes is not None:
+        s = s - upcast(slopes)[:, None, None] * place.apart.unsqueeze(1).to(s.dtype)
+    if mask is not None and mask.dtype != torch.bool:
+        s = s + upcast(mask)
+    s = s.masked_fill(~visible, -math.inf)
+    # A sink is one more key, whose value is 0; without one, its logit is -inf
+    extra = s.new_full((1,), -math.inf) if sink is None else upcast(sink).to(s.dtype)
+    s = torch.cat([s, extra[:, None, None].expand(*s.shape[:3], 1)], -1)
+    top = s.detach().amax(-1, keepdim=True)
+    top = top.masked_fill(top == -math.inf, 0.0)
+    p = torch.exp(s - top)
+    total = p.sum(-1, keepdim=True)
+    empty = total == 0.0
+    total = total.masked_fill(empty, 1.0)
+    o = torch.einsum("bhlk,bkhd->blhd", (p / total)[..., :-1], wide_v)
+    lse = (top + torch.log(total)).masked_fill(empty, -math.inf).squeeze(-1)
+    # Rows that ask for more keys than there is room for are NaN, and with them the sink's gradient, which has a term of every row
+    wrong = place.wrong[..., None]
+    poison = torch.where(wrong, math.nan, 1.0) * extra
+    o = torch.where(wrong[..., None], poison[..., None], o)
+    lse = torch.where(wrong.transpose(1, 2), poison.transpose(1, 2), lse)
+    return o.to(q.dtype), lse
+
+
+def reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float | None = None,
+    causal: bool = False,
+    left: int | None = None,
+    right: int | None = None,
+    softcap: float = 0.0,
+    sink: Tensor | None = None,
+    slopes: Tensor | None = None,
+    mask: Tensor | None = None,
+    kv_len: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    backend: Backend = "auto",
+) -> tuple[Tensor, Tensor]:
+    """Attention of `q` [batch, length, heads, head_dim] over `k` [batch, keys, kv_heads, head_dim] and `v` [..., value_dim].
+
+    Query heads share key heads evenly: head h takes `h // (heads // kv_heads)`. Any strides, any widths up to 576, v narrower or
+    wider than k. `scale` is 1 / sqrt(head_dim) if not given.
+
+    A query sees keys of its own sequence. Of n queries and m keys, query i stands at position p = i + m - n (the last query at
+    the last key), and sees key j if p - left <= j <= p + right; `causal` is right = 0. `kv_len` says how many keys there are:
+    [batch], of a sequence, whose positions then end there; [batch, length], of one row, whose position stays. More than there is
+    room for makes rows NaN; less than 0 is 0. Packed sequences lie one after the other in a batch of 1, sequence s from
+    `cu_seqlens_q[s]` to `cu_seqlens_q[s + 1]`, its keys likewise; where marks fall there is no sequence. `kv_len` then is
+    [sequences], or [1, length].
+
+    Scores are capped by `softcap` if that is not 0, lowered by `slopes` [heads] times the distance (ALiBi), and `mask`, which
+    broadcasts to [batch, heads, length, keys], is added to them or, bool, says which are seen. `sink` [heads] is the logit of one
+    more key, whose value is 0. A row that sees nothing is 0. What no query sees may hold anything, NaN too; a NaN in a key or
+    value that one query sees may show in others of its sequence.
+
+    Gradients of q, k, v and sink, bitwise repeatable: everything is added up in a fixed order. `backend="auto"` takes the fastest
+    implementation for the call; a name takes that one, or raises.
+    """
+    o, lse = reference_lse(
+        q, k, v, scale=scale, causal=causal, left=left, right=right, softcap=softcap, sink=sink, slopes=slopes, mask=mask,
+        kv_len=kv_len, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
+    )  # fmt: skip
+    return o, lse.detach()
+
+
+def scale_of(q: Tensor) -> float:
+    return 1.0 / math.sqrt(q.shape[-1])
+
+
+WIDTHS = (64, 40, 17, 72, 8, 128)  # of one part and of two; models' others are tried as in models
+
+
+def inputs(draw: Draw) -> dict[str, Any]:
+    packed = draw.option("cu_seqlens_q", False, True)
+    batch, length = 1 if packed else draw.dim("batch"), draw.dim("length")
+    more = draw.option("more_keys", 0, 5, 0, 70, -1)  # than queries: 70 is more than a block
+    keys, heads = max(0, length + more), draw.dim("heads", (1, 2, 4, 3))
+    queries = math.gcd(heads, draw.option("queries_per_key", 2, 1, 3))
+    width = draw.dim("head_dim", WIDTHS)
+    values = max(1, width // draw.option("narrower", 1, 1, 2))
+    causal = draw.option("causal", True, False)
+    windowed = draw.option("windowed", False, True)
+    made = {
+        "q": draw.tensor(batch, length, heads, width),
+        "k": draw.tensor(batch, keys, heads // queries, width),
+        "v": draw.tensor(batch, keys, heads // queries, values),
+        "scale": draw.option("scale", None, None, 0.3),
+        "causal": causal,
+        "left": draw.option("left", 2, 40) if windowed else None,
+        "right": draw.option("right", 3, None) if windowed and not causal else None,
+        "softcap": draw.option("softcap", 0.0, 0.0, 1.5),
+        "sink": draw.maybe("sink", lambda: draw.tensor(heads)),
+        "slopes": draw.maybe("slopes", lambda: draw.uniform(heads, low=0.01, high=0.1)),
+    }
+    if draw.option("mask", False, True):
+        across = (draw.option("mask_batch", 1, batch), draw.option("mask_heads", 1, heads), length, keys)
+        made["mask"] = draw.tensor(*across) if draw.option("added", True, False) else draw.uniform(*across) < 0.7
+    sequences = batch
+    if packed:
+        marks = [draw_marks(draw, count) for count in (length, keys)]
+        made |= {"cu_seqlens_q": marks[0], "cu_seqlens_k": marks[1]}
+        sequences = marks[0].shape[0] - 1
+    if draw.option("kv_len", False, True):
+        by_row = draw.option("by_row", False, True)
+        shape = (batch, length) if by_row else (sequences,)
+        made["kv_len"] = draw.integers(*shape, low=-1, high=keys + 1, dtype=torch.int32)
+        if packed:  # more than there is room for would make rows NaN
+            made["kv_len"] = torch.minimum(made["kv_len"], room(length, keys, by_row, *marks))
+    return made
+
+
+def draw_marks(draw: Draw, count: int) -> Tensor:
+    """Where a few sequences begin and end, which need not reach the first and the last token."""
+    return draw.integers(draw.dim("marks", (4, 2, 7)), high=count + 1, dtype=torch.int32).sort().values
+
+
+def check(
+    q, k, v, *, causal, right, mask, kv_len, cu_seqlens_q, cu_seqlens_k, op: str = "attention", **_
+) -> None:  # fmt: skip
+    batch, length, heads, width = q.shape
+    if k.shape[2] == 0 and heads or k.shape[2] and heads % k.shape[2]:
+        raise ValueError(f"{op}: q has {heads} heads, which the {k.shape[2]} of k do not divide")
+    for name, t in (("q", q), ("v", v)):
+        if not 1 <= t.shape[-1] <= WIDEST:
+            raise ValueError(f"{op}: {name} must have 1 to {WIDEST} columns, got {t.shape[-1]}")
+    if causal and right:
+        raise ValueError(f"{op}: causal means right=0, got right={right}")
+    if (cu_seqlens_q is None) != (cu_seqlens_k is None):
+        raise ValueError(f"{op}: cu_seqlens_q and cu_seqlens_k are given together or not at all")
+    sequences = batch
+    if cu_seqlens_q is not None:
+        if batch != 1:
+            raise ValueError(f"{op}: packed sequences lie in a batch of 1, got q with a batch of {batch}")
+        sequences = cu_seqlens_q.shape[0] - 1
+    if kv_len is not None and tuple(kv_len.shape) not in ((sequences,), (batch, length)):
+        many = "sequences" if cu_seqlens_q is not None else "batch"
+        raise ValueError(
+            f"{op}: kv_len must be [{many}] = [{sequences}] or [batch, length] = [{batch}, {length}],"
+            f" got {list(kv_len.shape)}"
+        )
+    if max(length, k.shape[1]) >= 2**31 - 1024:
+        raise ValueError(f"{op}: q and k must be shorter than 2**31 - 1024, got {length} and {k.shape[1]}")
+
+
+def flops(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, left: int | None, right: int | None, **_: Any) -> int:
+    """Multiplications and additions of both products, of the part that windows leave; lengths on the device are not known."""
+    n, m = q.shape[1], k.shape[1]
+    right = 0 if causal else right
+    position = torch.arange(n, dtype=torch.int64) + (m - n)
+    last = torch.full_like(position, m - 1) if right is None else (position + right).clamp(max=m - 1)
+    first = torch.zeros_like(position) if left is None else (position - left).clamp(min=0)
+    pairs = int((last - first + 1).clamp(min=0).sum())
+    return 2 * q.shape[0] * q.shape[2] * pairs * (q.shape[3] + v.shape[3])
+
+
+def drift(values: Mapping[str, Any], grads: list, dtype: torch.dtype) -> dict[str, Tensor]:
+    """How far rounding o, to `dtype`, and lse, to fp32, takes gradients. Delta is a sum over o: its error is that of a gradient of
+    lse. An error of lse is a factor of all that a row gives."""
+    inputs = {n: values[n].detach().requires_grad_() for n in GRADED if values[n] is not None}
+    o, lse = reference_lse(**{**values, **inputs})
+    do, dlse = (torch.zeros_like(t) if g is None else g.to(t) for t, g in zip((o, lse), (*grads, None)))
+    off = (lse.float() - lse).detach().nan_to_num(0.0)
+    delta = (o * do).sum(-1) - (o.to(dtype).float() * do.float()).sum(-1)
+    through = (off.transpose(1, 2).unsqueeze(-1) * do, off * dlse + delta.transpose(1, 2))
+    found = torch.autograd.grad((o, lse), [*inputs.values()], through, allow_unused=True)
+    return {f"d_{n}": g for n, g in zip(inputs, found) if g is not None}
+
+
+GRADED = ("q", "k", "v", "sink")
+WHERE = {
+    "q": "float[batch length heads head_dim]", "k": "q[batch keys kv_heads head_dim]", "v": "q[batch keys kv_heads value_dim]",
+    "left": at_least(0), "right": at_least(0), "softcap": at_least(0.0), "sink": "float[heads]", "slopes": "float[heads]",
+    "mask": "bool|float[batch? heads? length? keys?]", "kv_len": "int[...?]", "cu_seqlens_q": "int[marks+]",
+    "cu_seqlens_k": "int[marks+]",
+}  # fmt: skip
+READ = ("q", "k", "v", "sink", "slopes", "mask", "kv_len", "cu_seqlens_q", "cu_seqlens_k", "o", "lse")
+ROWS = {"o": "q[batch length heads value_dim]", "lse": "wide(q)[batch heads length]"}
+BARS = Bars("I", gradient="J", rounds=True, felt=("length", "heads"), drift=drift)
+
+
+def implementations(backward) -> tuple[Triton, ...]:
+    return (Triton(portable.forward, backward, portable.fits, "portable"),)
+
+
+def sharding(a: SimpleNamespace) -> Sharding:
+    """Ranks may share heads, and the batch if no lengths are tied to it; a mask that broadcasts is not cut along."""
+    local = () if a.mask is not None else ("heads",) if a.kv_len is not None else ("batch", "heads")
+    return Sharding(local, {"heads": "heads/q", "kv_heads": "heads/k"})
+
+
+attention_lse = Op(
+    "attention_lse", reference_lse, inputs, *implementations(portable.backward), check=partial(check, op="attention_lse"),
+    asks="backend", where=WHERE, results=ROWS, gradient=Gradient(of=GRADED, through=("o", "lse"), saves=READ),
+    cost=Cost(flops=flops), bars=BARS, sibling="attention", sharding=sharding,
+)  # fmt: skip
+attention = Op(
+    "attention", reference, inputs, *implementations(portable.backward_of_o), check=check, asks="backend", where=WHERE,
+    results={"o": ROWS["o"]}, hidden=("lse",), gradient=Gradient(of=GRADED, saves=READ),
+    cost=Cost(flops=flops), bars=BARS, sharding=sharding,
+)  # fmt: skip
