@@ -90,7 +90,7 @@ def said(function: Any, known: Kinds) -> dict[str, Any] | None:
     if function is known.causal:
         return {"causal": True}
     code = getattr(function, "__code__", None)
-    if code not in known[1:]:
+    if code not in known[1:] or torch.compiler.is_compiling():  # which cannot trace what a function holds
         return None
     (held,) = (cell.cell_contents for cell in function.__closure__)
     if code is known.sliding:
@@ -112,7 +112,10 @@ def mask_for(known: Kinds, **given: Any) -> Mask | Tensor:
     if isinstance(padding, Mask):  # a model within a model is given what was made before
         return padding
     found = None if function is None or given.get("use_vmap") else said(function, known)
-    offset, length = given.get("q_offset"), given.get("q_length")  # of static caches a tensor; old versions have neither
+    offset, length = (
+        given.get("q_offset"),
+        given.get("q_length"),
+    )  # of static caches a tensor; old versions have neither
     whole = isinstance(offset, int) and offset + length == given["kv_offset"] + given["kv_length"]
     # Who wants no mask left out, without packing being the reason, works on the tensor
     wanted = not given.get("allow_is_causal_skip", True)
@@ -366,13 +369,13 @@ def light(module: nn.Module, draw: Source) -> nn.Module:
 
 def arguments_of(module: nn.Module, draw: Source, length: int) -> list[dict[str, Any]]:
     """What a forward may be called with, beside its mask: widths of the tables of angles are tried."""
-    taken = [p for p in inspect.signature(type(module).forward).parameters.values()][1:]
+    taken = [*inspect.signature(type(module).forward).parameters.values()][1:]
     names, config = {p.name for p in taken}, module.config
     needed = {p.name for p in taken if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD}
     unknown = needed - {"hidden_states", "position_embeddings", "position_ids", "attention_mask", "past_key_values"}
     if unknown or not {"hidden_states", "attention_mask"} <= names:
         return []
-    given: dict[str, Any] = {n: None for n in needed}
+    given: dict[str, Any] = dict.fromkeys(needed)
     given |= {"hidden_states": draw.tensor(2, length, config.hidden_size)}
     if "position_ids" in names:
         given["position_ids"] = torch.arange(length, device=draw.device).expand(2, length)

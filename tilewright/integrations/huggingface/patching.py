@@ -1,4 +1,5 @@
-"""`patch(model)`: a transformers model whose norms, gated layers, rotary embeddings, routers, experts, loss and attention are ops of ours."""
+"""`patch(model)`: a transformers model whose norms, gated layers, rotary embeddings, routers, experts, loss and, if asked for,
+attention are ops of ours."""
 
 from __future__ import annotations
 
@@ -48,9 +49,9 @@ def patch(
     makes no logits (a call with `return_logits=True` does), "cross_entropy" or None; `experts` is for their router too. `fp8`
     makes products of FP8 codes: of linear layers with both sizes multiples of 128 from 1024 on, but for the head and routers,
     and of experts with a hidden size from 1024 on and an inner one that is a multiple of 128 from 768 on.
-    `attention` is for the layers' attention too, which is left out otherwise: its speed in models has not been recorded.
-    `only` names the roles to replace: norm, decoder, mlp, rotary, router, experts, loss, linear, attention. Parameters, buffers and their
-    names stay. `strict` raises `ValueError` if nothing was replaced or a module failed: it computes something else than it looks
+    `attention` takes that of decoders too: it is asked for, since its speed in models has not been recorded. `only` names the
+    roles to replace: norm, decoder, mlp, rotary, router, experts, loss, linear, attention. Parameters, buffers and their names
+    stay. `strict` raises `ValueError` if nothing was replaced or a module failed: it computes something else than it looks
     like, or finding that out raised; without `strict` such a module is skipped. Whatever is raised, the model is as it was.
     """
     versions = known_versions()
