@@ -153,6 +153,22 @@ def test_marks_of_the_collator_are_taken(monkeypatch):
     assert all(m is marks for m in seen) and len(seen) == 2
 
 
+@pytest.mark.parametrize(("length", "keys"), [(5, 5), (1, 5), (3, 5)])
+@pytest.mark.parametrize("causal", [True, False])
+def test_no_mask_means_what_it_does_in_transformers(length, keys, causal):
+    """Causal from the first key on, as in a static cache that is being filled, but for a single query."""
+    layer = build("Llama").model.layers[0].self_attn
+    layer.is_causal = causal
+    draw = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, h, n, 8, generator=draw) for h, n in ((4, length), (2, keys), (2, keys)))
+    expected, _ = ALL_ATTENTION_FUNCTIONS["sdpa"](layer, q, k, v, None, scaling=0.3)
+    found, _ = role.attend(layer, q, k, v, None, scaling=0.3)
+    torch.testing.assert_close(found, expected)
+    if causal and length > 1:
+        torch.testing.assert_close(role.attend(layer, q, k, v, None, scaling=0.3, sliding_window=5)[0], expected)
+        assert not torch.equal(role.attend(layer, q, k, v, None, scaling=0.3, sliding_window=2)[0], expected)
+
+
 def test_what_is_left_to_the_model(monkeypatch):
     """Weights that are asked for, and dropout: with a reason in the report, and the model's own results."""
     model = eager("Gemma2").eval()
@@ -193,6 +209,7 @@ def test_only_one_instance_changes():
     held = {m.config._attn_implementation for m in model.modules() if hasattr(m, "config")}
     assert held == {role.NAME} and config.__dict__ == state and type(config) is transformers.LlamaConfig
     assert isinstance(model.config, transformers.LlamaConfig) and model.config.to_dict() == config.to_dict()
+    assert model.config.to_diff_dict() == config.to_diff_dict()
     assert type(transformers.AutoModelForCausalLM.from_config(model.config)) is type(model)
     step(other)
     assert not report.calls()
@@ -261,11 +278,13 @@ def test_under_autocast():
 class Other(LlamaAttention):
     """Keys that are values too, by the eager attention that this file's globals name."""
 
+    more: dict = {}
+
     def forward(self, hidden_states, position_embeddings=None, attention_mask=None, past_key_values=None, **kwargs):
         shape = (*hidden_states.shape[:2], -1, self.head_dim)
         q, k = (linear(hidden_states).view(shape).transpose(1, 2) for linear in (self.q_proj, self.k_proj))
         function = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
-        o, _ = function(self, q, k, k, attention_mask, scaling=self.scaling, dropout=0.0, **kwargs)
+        o, _ = function(self, q, k, k, attention_mask, scaling=self.scaling, dropout=0.0, **self.more, **kwargs)
         return self.o_proj(o.reshape(*hidden_states.shape)), None
 
 
@@ -293,7 +312,11 @@ def test_layers_that_compute_something_else(monkeypatch):
     monkeypatch.setitem(globals(), "eager_attention_forward", LLAMAS)
     assert len(patch(model, only="attention").replaced) == 2
     unpatch(model)
-    own.is_causal = False
+    own.more = {"position_bias": torch.zeros(1)}
+    report = patch(model, attention=True)
+    assert {s.reason for s in report.skipped} == {"it wants more: a bias by position (at model.layers.1.self_attn)"}
+    unpatch(model)
+    own.more, own.is_causal = {}, False
     report = patch(model, attention=True)
     assert {s.reason for s in report.skipped} == {"it is not causal (at model.layers.1.self_attn)"}
     unpatch(model)

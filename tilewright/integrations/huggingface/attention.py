@@ -20,12 +20,12 @@ from ...attention.attention import attention as op
 from .probe import PRODUCTS, UNRUN, Source, device_of, shallow, twin
 from .projections import autocast_dtype
 from .report import changed
-from .roles import Count, Found, Skip, cast, compared_in_modes, ignore
+from .roles import TRAINING, Count, Found, Skip, cast, compared_in_modes, ignore
 
 NAME = "tilewright"  # of our implementation, in a config
 ATTENDS = "_tilewright_attends"  # where an attention module keeps whom its calls are told
 INTERFACE, EAGER = "ALL_ATTENTION_FUNCTIONS", "eager_attention_forward"  # what such a module's forward calls
-DROPOUT = "dropout"
+DROPOUT = "dropout in training"
 LARGEST = 2**20  # elements that a probe draws for one parameter
 # Further arguments by which a layer asks for more than `attention` does
 BEYOND = {
@@ -221,7 +221,7 @@ def beyond(
     if more.get("cache") is not None:
         raise ValueError("attention: paged caches are not supported: unpatch the model, or leave this role out")
     if dropout:
-        return f"{DROPOUT} in training"
+        return DROPOUT
     config = getattr(module, "config", None)
     for name, reason in BEYOND.items():
         asked = more.get(name)
@@ -283,6 +283,23 @@ def attends(module: nn.Module) -> bool:
     return "config" in module.__dict__ and {INTERFACE, EAGER} <= {*names} and EAGER in plain.__globals__
 
 
+def judged(module: nn.Module) -> Skip | str | None:
+    """The same of one module."""
+    if changed(module):
+        return Skip("its forward was replaced before")
+    if not getattr(module, "is_causal", False):
+        return Skip("it is not causal")
+    told: list[str] = []
+    words = probed(module, told.append)
+    if DROPOUT in told:  # in training, after a comparison in evaluation
+        return (
+            f"{DROPOUT}: that is left to its own code" if words is None or words.startswith(TRAINING) else Skip(words)
+        )
+    if told:
+        return Skip(f"it wants more: {told[0]}")
+    return None if words is None else Skip(f"not attention: {words}", failed=UNRUN not in words)
+
+
 class Attention:
     """The role, in one model. Modules that share a config share how masks are made, so that all of them are replaced or none."""
 
@@ -308,19 +325,10 @@ class Attention:
         less = None
         for name, module in self.model.named_modules():
             if attends(module) and module.config is config:
-                reason = "its forward was replaced before" if changed(module) else None
-                if not getattr(module, "is_causal", False):
-                    reason = "it is not causal"
-                if reason is None:
-                    told: list[str] = []
-                    reason = probed(module, told.append)
-                    if reason is not None and any(DROPOUT in words for words in told):
-                        reason, less = None, f"{DROPOUT} in training: that is left to its own code"
-                    elif reason is not None:
-                        reason = f"not attention: {reason}"
-                if reason is not None:
-                    failed = reason.startswith("not attention: ") and UNRUN not in reason
-                    return Skip(f"{reason} (at {name})", failed)
+                found = judged(module)
+                if isinstance(found, Skip):
+                    return Skip(f"{found.reason} (at {name})", found.failed)
+                less = less or found
         return less
 
     def changes(self, name: str, module: nn.Module, count: Count) -> list[tuple[nn.Module, str, Any]]:
@@ -396,7 +404,7 @@ def probed(module: nn.Module, leave: Leave) -> str | None:
     sequence = torch.tensor([[0, 0, 0, 1, 1, 2, 2], [0, 1, 1, 1, 1, 1, 1]], device=draw.device)
     shape = (2, 1, length, length)
     masks = [Mask(shape, 4, there), Mask(shape, None, None, sequence, marks_of(sequence))]
-    forward, words = type(module).forward, f"{UNRUN}: it takes other arguments"
+    forward, tried = type(module).forward, []
 
     for given in arguments_of(module, draw, length):
 
@@ -413,4 +421,5 @@ def probed(module: nn.Module, leave: Leave) -> str | None:
         )  # fmt: skip
         if words is None or UNRUN not in words:
             return words
-    return words
+        tried.append(words)
+    return tried[0] if tried else f"{UNRUN}: it takes other arguments"
