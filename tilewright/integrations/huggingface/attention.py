@@ -291,11 +291,9 @@ def judged(module: nn.Module) -> Skip | str | None:
         return Skip("it is not causal")
     told: list[str] = []
     words = probed(module, told.append)
-    if DROPOUT in told:  # in training, after a comparison in evaluation
-        return (
-            f"{DROPOUT}: that is left to its own code" if words is None or words.startswith(TRAINING) else Skip(words)
-        )
-    if told:
+    if DROPOUT in told and (words is None or words.startswith(TRAINING)):
+        return f"{DROPOUT}: that is left to its own code"
+    if told and DROPOUT not in told:
         return Skip(f"it wants more: {told[0]}")
     return None if words is None else Skip(f"not attention: {words}", failed=UNRUN not in words)
 
