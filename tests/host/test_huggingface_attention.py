@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 
 import pytest
 import torch
@@ -170,7 +171,7 @@ def test_no_mask_means_what_it_does_in_transformers(length, keys, causal):
 
 
 def test_what_is_left_to_the_model(monkeypatch):
-    """Weights that are asked for, and dropout: with a reason in the report, and the model's own results."""
+    """Weights that are asked for: with a reason in the report, and the model's own results."""
     model = eager("Gemma2").eval()
     expected = model(IDS, output_attentions=True)
     report = patch(model, only="attention")
@@ -182,20 +183,31 @@ def test_what_is_left_to_the_model(monkeypatch):
     reason = "some calls: output_attentions: its weights are asked for"
     assert rows == [(f"model.layers.{i}.self_attn", reason) for i in range(2)]
     assert "2 skipped: some calls: output_attentions" in str(report)
-    unpatch(model)
-    model = eager("Llama", attention_dropout=0.3)
+    layer = eager("Llama").model.layers[0].self_attn
+    with pytest.raises(ValueError, match="paged caches are not supported"):
+        role.attend(layer, *[torch.zeros(1, 4, 3, 8)] * 3, None, cache=object())
+
+
+@pytest.mark.parametrize("own", ["eager", "sdpa"])
+@pytest.mark.parametrize("batch", ["plain", "left"])
+def test_dropout_is_left_to_the_model(own, batch, monkeypatch):
+    """To the implementation that it had, in training alone, with the same random numbers."""
+    model = build("Llama", attention_dropout=0.3)
+    model.set_attn_implementation(own)
     torch.manual_seed(7)
-    expected = copied(results(model, "left"))
+    expected = copied(results(model, batch))
     quiet = model.eval()(IDS).logits
     report = patch(model.train(), only="attention")
     assert {s.reason for s in report.skipped} == {"dropout in training: that is left to its own code"}
+    module, name = ("sdpa_attention", "sdpa_attention_forward") if own == "sdpa" else (None, "eager_attention_forward")
+    where = getattr(transformers.integrations, module) if module else inspect.getmodule(LlamaAttention)
+    masks, theirs = [], getattr(where, name)
+    monkeypatch.setattr(where, name, lambda *a, **n: masks.append(a[4]) or theirs(*a, **n))
     torch.manual_seed(7)
-    assert error(copied(results(model, "left")), expected) < FP32 and not report.calls()
+    assert error(copied(results(model, batch)), expected) < FP32 and not report.calls() and len(masks) == 2
+    assert (masks[0] is None) == (own == "sdpa" and batch == "plain")
     assert {s.reason for s in report.skipped} >= {"some calls: dropout in training"}
     assert error({"logits": model.eval()(IDS).logits}, {"logits": quiet}) < FP32 and report.calls() == {"attention": 2}
-    layer = model.model.layers[0].self_attn
-    with pytest.raises(ValueError, match="paged caches are not supported"):
-        role.attend(layer, *[torch.zeros(1, 4, 3, 8)] * 3, None, cache=object())
 
 
 def test_only_one_instance_changes():

@@ -25,7 +25,7 @@ from .roles import TRAINING, Count, Found, Skip, cast, compared_in_modes, ignore
 NAME = "tilewright"  # of our implementation, in a config
 ATTENDS = "_tilewright_attends"  # where an attention module keeps whom its calls are told
 INTERFACE, EAGER = "ALL_ATTENTION_FUNCTIONS", "eager_attention_forward"  # what such a module's forward calls
-DROPOUT = "dropout in training"
+DROPOUT, OTHER_KEYS = "dropout in training", "its mask is for another number of keys"
 LARGEST = 2**20  # elements that a probe draws for one parameter
 # Further arguments by which a layer asks for more than `attention` does
 BEYOND = {
@@ -171,15 +171,15 @@ def attend(
     **more: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """transformers' attention interface: heads [batch, heads, length, head_dim] to [batch, length, heads, head_dim], and weights,
-    which are None. Calls that want more go to the module's own eager attention."""
+    which are None. Calls that want more go to the module's own code."""
     count, leave = getattr(module, ATTENDS, NOBODY)
     reason = beyond(module, key, attention_mask, dropout, more)
     if reason is not None:
         leave(reason)
         given = {"sliding_window": sliding_window, "softcap": softcap, "s_aux": s_aux}
         more |= {name: value for name, value in given.items() if value is not None}
-        mask = tensor_for(attention_mask, query)
-        return own_eager(module)(module, query, key, value, mask, scaling=scaling, dropout=dropout, **more)
+        function, mask = own_code(module, reason, attention_mask, query)
+        return function(module, query, key, value, mask, scaling=scaling, dropout=dropout, **more)
     count("attention")
     dtype = autocast_dtype(query)
     q, k, v = (t.transpose(1, 2) for t in ((query, key, value) if dtype is None else cast(dtype, query, key, value)))
@@ -228,21 +228,32 @@ def beyond(
         if asked is not None and asked is not False or name == "output_attentions" and getattr(config, name, False):
             return reason
     if mask is not None and mask.shape[-1] != key.shape[2]:
-        return "its mask is for another number of keys"
+        return OTHER_KEYS
     return None
 
 
-def tensor_for(mask: Mask | Tensor | None, like: Tensor) -> Tensor | None:
+def own_code(
+    module: nn.Module, reason: str, mask: Mask | Tensor | None, like: Tensor
+) -> tuple[Callable, Tensor | None]:
+    """The module's own attention, and its mask: SDPA, where that is its implementation and does this, or else eager."""
+    own = getattr(getattr(module, "config", None), "_attn_implementation_internal", None)
+    if own != "sdpa" or reason not in (DROPOUT, OTHER_KEYS):
+        return inspect.unwrap(type(module).forward).__globals__[EAGER], added(mask, like)
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    if isinstance(mask, Mask):
+        plain = mask[1:] == (None,) * 4 and mask.shape[2] == mask.shape[3]
+        mask = None if plain else mask.dense(like.device)
+    return sdpa_attention_forward, mask
+
+
+def added(mask: Mask | Tensor | None, like: Tensor) -> Tensor | None:
     """What eager attention adds to its scores."""
     if isinstance(mask, Mask):
         mask = mask.dense(like.device)
     if mask is None or mask.dtype != torch.bool:
         return mask
     return torch.where(mask, 0.0, torch.finfo(like.dtype).min).to(like.dtype)
-
-
-def own_eager(module: nn.Module) -> Callable:
-    return inspect.unwrap(type(module).forward).__globals__[EAGER]
 
 
 # ---- the role ---------------------------------------------------------------------------------------------------------------
@@ -295,6 +306,8 @@ def judged(module: nn.Module) -> Skip | str | None:
         return f"{DROPOUT}: that is left to its own code"
     if told and DROPOUT not in told:
         return Skip(f"it wants more: {told[0]}")
+    if words is not None and f"'{Mask.__name__}' object" in words:
+        return Skip("it works on its mask, as a tensor")
     return None if words is None else Skip(f"not attention: {words}", failed=UNRUN not in words)
 
 
@@ -410,7 +423,7 @@ def probed(module: nn.Module, leave: Leave) -> str | None:
             copy = shallow(self)
             copy.__dict__ |= {"config": viewed(module.config, name), ATTENDS: Attends(ignore, leave)}
             ours = name == NAME
-            made = [forward(copy, **{**given, "attention_mask": m if ours else tensor_for(m, x)}) for m in masks]
+            made = [forward(copy, **{**given, "attention_mask": m if ours else added(m, x)}) for m in masks]
             return torch.cat([m[0] if isinstance(m, tuple) else m for m in made])
 
         words = compared_in_modes(
