@@ -130,6 +130,38 @@ def test_a_model_with_our_core():
         megatron.apply(attention=True)
 
 
+LATENT = {
+    "multi_latent_attention": True, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_head_dim": 8, "qk_pos_emb_head_dim": 8,
+    "v_head_dim": 8, "rope_type": "rope",
+}  # fmt: skip
+
+
+def test_a_model_of_latent_attention(monkeypatch):
+    """Which Megatron's own core is not for: against the formula in its place."""
+    from tilewright.integrations.megatron.attention import CoreAttention
+
+    latent = module("transformer.multi_latent_attention")
+    if not module("extensions.transformer_engine").HAVE_TE:  # by which it asks of layers whether they are these
+        monkeypatch.setattr(latent, "TELinear", type("TELinear", (), {}))
+    with megatron.apply(modules=True, attention=True) as report:
+        config = module("transformer.transformer_config").MLATransformerConfig(**{**models.MODEL, **LATENT})
+        layer = module("models.gpt.gpt_layer_specs").get_gpt_layer_local_spec(
+            normalization="RMSNorm", multi_latent_attention=True
+        )
+        torch.manual_seed(0)
+        model = module("models.gpt").GPTModel(config, layer, models.VOCAB, LENGTH, position_embedding_type="rope")
+        found = step(model)
+        assert report.calls()["attention"] == 2
+
+        def forward(self: Any, q: Tensor, k: Tensor, v: Tensor, *_: Any, **named: Any) -> Tensor:
+            assert q.shape[-1] == k.shape[-1] == 16 and v.shape[-1] == 8
+            each = [formula(q[:, i], k[:, i], v[:, i], self.scale) for i in range(q.shape[1])]
+            return torch.stack(each, 1)
+
+        monkeypatch.setattr(CoreAttention, "forward", forward)
+        close([*found.values()], [*step(model).values()])
+
+
 def test_what_is_refused():
     for name, value in (("attention_dropout", 0.1), ("qk_clip", True), ("fp8_dot_product_attention", True)):
         with pytest.raises(ValueError, match=f"CoreAttention: {name} must be"):
