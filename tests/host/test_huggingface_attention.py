@@ -207,6 +207,7 @@ def test_dropout_is_left_to_the_model(own, batch, monkeypatch):
     assert error(copied(results(model, batch)), expected) < FP32 and not report.calls() and len(masks) == 2
     assert (masks[0] is None) == (own == "sdpa" and batch == "plain")
     assert {s.reason for s in report.skipped} >= {"some calls: dropout in training"}
+    assert model(IDS, output_attentions=True).attentions[0] is not None  # by eager attention, whatever it had
     assert error({"logits": model.eval()(IDS).logits}, {"logits": quiet}) < FP32 and report.calls() == {"attention": 2}
 
 

@@ -112,10 +112,8 @@ def mask_for(known: Kinds, **given: Any) -> Mask | Tensor:
     if isinstance(padding, Mask):  # a model within a model is given what was made before
         return padding
     found = None if function is None or given.get("use_vmap") else said(function, known)
-    offset, length = (
-        given.get("q_offset"),
-        given.get("q_length"),
-    )  # of static caches a tensor; old versions have neither
+    offset, length = given.get("q_offset"), given.get("q_length")
+    # Of static caches the offset is a tensor, and old versions say neither
     whole = isinstance(offset, int) and offset + length == given["kv_offset"] + given["kv_length"]
     # Who wants no mask left out, without packing being the reason, works on the tensor
     wanted = not given.get("allow_is_causal_skip", True)
@@ -220,8 +218,6 @@ def beyond(
     """Why a call is not for `attention`, or None."""
     if more.get("cache") is not None:
         raise ValueError("attention: paged caches are not supported: unpatch the model, or leave this role out")
-    if dropout:
-        return DROPOUT
     config = getattr(module, "config", None)
     for name, reason in BEYOND.items():
         asked = more.get(name)
@@ -229,7 +225,7 @@ def beyond(
             return reason
     if mask is not None and mask.shape[-1] != key.shape[2]:
         return OTHER_KEYS
-    return None
+    return DROPOUT if dropout else None
 
 
 def own_code(
@@ -242,7 +238,7 @@ def own_code(
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     if isinstance(mask, Mask):
-        plain = mask[1:] == (None,) * 4 and mask.shape[2] == mask.shape[3]
+        plain = all(part is None for part in mask[1:]) and mask.shape[2] == mask.shape[3]
         mask = None if plain else mask.dense(like.device)
     return sdpa_attention_forward, mask
 
@@ -295,7 +291,7 @@ def attends(module: nn.Module) -> bool:
 
 
 def judged(module: nn.Module) -> Skip | str | None:
-    """The same of one module."""
+    """Why a module stays as it is, or what is not ours of it, or None."""
     if changed(module):
         return Skip("its forward was replaced before")
     if not getattr(module, "is_causal", False):
@@ -332,7 +328,7 @@ class Attention:
         return Found("attention", lambda count: self.changes(name, module, count), verdict)
 
     def verdict(self, config: Any) -> Skip | str | None:
-        """Why the modules of a config stay as they are, or what is not ours of them, or None."""
+        """What is judged of the modules of a config together."""
         less = None
         for name, module in self.model.named_modules():
             if attends(module) and module.config is config:
