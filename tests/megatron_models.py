@@ -258,3 +258,47 @@ def state_of_groups(state: dict[str, Tensor], names: list[str]) -> dict[str, Ten
         count = sum(key.startswith(prefix) and key.endswith(linear) for key in made)
         made[name] = torch.stack([made.pop(f"{prefix}{e}.{linear}") for e in range(count)])
     return made
+
+
+# ---- core attention --------------------------------------------------------------------------------------------------------
+
+GROUPS_OF_KEYS = 2  # for 4 heads of queries
+
+
+def masks() -> Any:
+    return module("transformer.enums").AttnMaskType
+
+
+def core_config(**given: Any) -> Any:
+    """A config without experts, of which some settings want TransformerEngine if they are given to it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        made = module("transformer").TransformerConfig(
+            **{**MODEL, "num_query_groups": GROUPS_OF_KEYS, "use_cpu_initialization": True}
+        )
+    for name, value in given.items():
+        setattr(made, name, value)
+    return made
+
+
+def attending(kind: str = "causal", core: type | None = None, softmax_scale: float | None = None, **given: Any) -> Any:
+    """A core attention: ours, or of the class `core`."""
+    from tilewright.integrations.megatron.attention import CoreAttention
+
+    torch.manual_seed(0)
+    return (core or CoreAttention)(core_config(**given), 1, getattr(masks(), kind), "self", softmax_scale=softmax_scale)
+
+
+def heads(length: int = LENGTH, keys: int = LENGTH, batch: int = 2) -> list[Tensor]:
+    shapes = (length, batch, 4, 8), (keys, batch, GROUPS_OF_KEYS, 8), (keys, batch, GROUPS_OF_KEYS, 8)
+    return [randn(*shape, seed=i) for i, shape in enumerate(shapes)]
+
+
+def attend(core: Any, given: list[Tensor], *args: Any, weights: Tensor | None = None, **named: Any) -> list[Tensor]:
+    """The result, and the gradients of heads and of what the module learns."""
+    given = [t.detach().clone().requires_grad_() for t in given]
+    made = core(*given, *args, **named)
+    (made * (randn(*made.shape, seed=9) if weights is None else weights)).sum().backward()
+    learned = [p.grad for p in core.parameters()]
+    core.zero_grad()
+    return [made.detach(), *(t.grad for t in given), *learned]

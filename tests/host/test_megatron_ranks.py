@@ -1,6 +1,8 @@
-"""Models of Megatron-Core on two processes, that share tensors or experts: the same with our ops as by its own code."""
+"""Models of Megatron-Core on two processes, that share tensors, experts or sequences: the same with our ops as by its own code."""
 
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -9,7 +11,7 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 from tests import megatron_models as models
-from tests.megatron_models import ROUTER, build, close, module, step
+from tests.megatron_models import ROUTER, attend, attending, build, close, masks, module, randn, step
 from tilewright.integrations import megatron
 
 USUAL = {"rope_one", "glu", "cross_entropy"}
@@ -51,12 +53,70 @@ def shared_experts(rank: int) -> None:
     close([found[name] for name in truth], [*truth.values()])
 
 
+class Shared(NamedTuple):
+    """A call, and which rows of the first dimension a rank has."""
+
+    shapes: tuple[tuple[int, ...], ...]
+    kind: str = "causal"
+    marks: tuple[int, ...] = ()  # of packed sequences
+    window: tuple[int, int] | None = None
+
+    def part(self, t: Tensor, rank: int) -> Tensor:
+        begins = self.marks or (0, t.shape[0])
+        made = []
+        for begin, end in zip(begins, begins[1:]):
+            chunks = t[begin:end].chunk(4)
+            made += [chunks[rank], chunks[3 - rank]]
+        return torch.cat(made)
+
+
+def shapes(*leading: int, value: int = 8) -> tuple[tuple[int, ...], ...]:
+    return (*leading, 4, 8), (*leading, 2, 8), (*leading, 2, value)
+
+
+SHARED = {
+    "causal": Shared(shapes(16, 2)), "narrow values": Shared(shapes(8, 1, value=4)), "window": Shared(shapes(16, 2), window=(5, 0)),
+    "no mask": Shared(shapes(16, 2), "no_mask"), "packed": Shared(shapes(24), "padding_causal", (0, 4, 16, 24)),
+    "packed window": Shared(shapes(24), "padding_causal", (0, 4, 16, 24), (3, 0)),
+}  # fmt: skip
+
+
+def weights_of(given: list[Tensor]) -> Tensor:
+    return randn(*given[0].shape[:-2], 4 * given[2].shape[-1], seed=9)
+
+
+def attend_case(core: Any, given: list[Tensor], case: Shared, weights: Tensor | None = None) -> list[Tensor]:
+    core.window = (None, None) if case.window is None else case.window
+    named: dict[str, Any] = {"attn_mask_type": getattr(masks(), case.kind)}
+    if case.marks:
+        marks = torch.tensor(case.marks, dtype=torch.int32)
+        named["packed_seq_params"] = module("packed_seq_params").PackedSeqParams(
+            qkv_format="thd", cu_seqlens_q=marks, cu_seqlens_kv=marks
+        )
+    return attend(core, given, None, weights=weights_of(given) if weights is None else weights, **named)
+
+
+def shared_sequences(rank: int) -> None:
+    """Each rank has a chunk of the first half of each sequence and one of the second: as if one rank had all of them."""
+    whole, own = attending(), attending(context_parallel_size=2)
+    for name, case in SHARED.items():
+        heads = [randn(*shape, seed=i) for i, shape in enumerate(case.shapes)]
+        truth, mine = attend_case(whole, heads, case), [case.part(t, rank) for t in heads]
+        found = attend_case(own, mine, case, case.part(weights_of(heads), rank))
+        try:
+            close(found, [case.part(t, rank) for t in truth])
+        except AssertionError as error:
+            raise AssertionError(name) from error
+
+
 def on_two_ranks(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     with models.ranks("cpu", dist.FileStore(f"{folder}/tensors", 2), rank, 2, tensor_model_parallel_size=2):
         shared_tensors()
     with models.ranks("cpu", dist.FileStore(f"{folder}/experts", 2), rank, 2, expert_model_parallel_size=2):
         shared_experts(rank)
+    with models.ranks("cpu", dist.FileStore(f"{folder}/sequences", 2), rank, 2, context_parallel_size=2):
+        shared_sequences(rank)
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -1,4 +1,5 @@
-"""`patch(model)`: a transformers model whose norms, gated layers, rotary embeddings, routers, experts and loss are ops of ours."""
+"""`patch(model)`: a transformers model whose norms, gated layers, rotary embeddings, routers, experts, loss and, if asked for,
+attention are ops of ours."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ import torch
 from torch import nn
 
 from ... import __version__
+from .attention import Attention
 from .causal_loss import LOSSES, SHADOW, loss
 from .decoder import decoder
 from .experts import experts, experts_forward
@@ -25,7 +27,7 @@ from .rotary import rotary
 from .router import router
 
 OLDEST = 5  # the first major version of transformers whose experts and losses are as here
-ROLES = ("norm", "decoder", "mlp", "rotary", "router", "experts", "loss", "linear")
+ROLES = ("norm", "decoder", "mlp", "rotary", "router", "experts", "loss", "linear", "attention")
 REPLICATE = "_replicate_for_data_parallel"  # the method by which `torch.nn.parallel.replicate` copies each module
 UNPICKLABLE = "_tilewright_unpicklable"
 Role = Callable[[str, nn.Module], Found | Skip | None]
@@ -38,6 +40,7 @@ def patch(
     loss: str | None = "linear_cross_entropy",
     experts: bool = True,
     fp8: bool = False,
+    attention: bool = False,
     only: Iterable[str] | None = None,
 ) -> PatchReport:
     """Replace what an op can stand for in one transformers model, in its instances alone; `unpatch` takes it back.
@@ -46,8 +49,9 @@ def patch(
     makes no logits (a call with `return_logits=True` does), "cross_entropy" or None; `experts` is for their router too. `fp8`
     makes products of FP8 codes: of linear layers with both sizes multiples of 128 from 1024 on, but for the head and routers,
     and of experts with a hidden size from 1024 on and an inner one that is a multiple of 128 from 768 on.
-    `only` names the roles to replace: norm, decoder, mlp, rotary, router, experts, loss, linear. Parameters, buffers and their
-    names stay. `strict` raises `ValueError` if nothing was replaced or a module failed: it computes something else than it looks
+    `attention` takes that of decoders too: it is asked for, since its speed in models has not been recorded. `only` names the
+    roles to replace: norm, decoder, mlp, rotary, router, experts, loss, linear, attention. Parameters, buffers and their names
+    stay. `strict` raises `ValueError` if nothing was replaced or a module failed: it computes something else than it looks
     like, or finding that out raised; without `strict` such a module is skipped. Whatever is raised, the model is as it was.
     """
     versions = known_versions()
@@ -59,9 +63,11 @@ def patch(
     if not chosen <= {*ROLES}:
         raise ValueError(f"patch: only must name roles of {', '.join(ROLES)}, got {sorted(chosen - {*ROLES})}")
     left_out = {"loss": loss is None, "router": not experts, "experts": not experts, "linear": not fp8}
+    left_out["attention"] = not attention and only is None
     report = PatchReport(versions)
     try:
-        failed = apply(model, roles(loss, fp8, {r for r in chosen if not left_out.get(r)}), report)
+        wanted = {r for r in chosen if not left_out.get(r)}
+        failed = apply(model, roles(model, report, loss, fp8, wanted), report)
         if strict and (failed or not report.replaced):
             why = "{0.role} {0.module}: {0.reason}".format(failed[0]) if failed else "nothing was replaced"
             raise ValueError(
@@ -96,10 +102,14 @@ def known_versions() -> dict[str, str]:
     return found
 
 
-def roles(kind: str | None, fp8: bool, chosen: set[str]) -> dict[str, Role]:
-    """In the order in which they are applied: linear layers may be part of what came before, and gated layers are made of what
-    became of them."""
+def roles(model: nn.Module, report: PatchReport, kind: str | None, fp8: bool, chosen: set[str]) -> dict[str, Role]:
+    """In the order in which they are applied: attention's is asked of layers with a forward of their own, which rotary embeddings
+    replace; linear layers may be part of what came before, and gated layers are made of what became of them."""
+    first: dict[str, Role] = {}
+    if "attention" in chosen:
+        first["attention"] = Attention(model, partial(leaving, report, "attention"))
     every: dict[str, Role] = {
+        **first,
         "norm": norm, "decoder": decoder, "rotary": rotary, "router": router, "experts": partial(experts, fp8=fp8),
         "linear": linear, "mlp": gated, "loss": partial(loss, kind=kind),
     }  # fmt: skip
@@ -173,6 +183,13 @@ def counting(counter: Counter[str]) -> Count:
             counter[op] += 1
 
     return count
+
+
+def leaving(report: PatchReport, role: str, module: str, reason: str) -> None:
+    """Tell the report, once, why calls of a replaced module are left to its own code."""
+    row = Skipped(role, module, f"some calls: {reason}")
+    if not torch.compiler.is_compiling() and row not in report.skipped:
+        report.skipped.append(row)
 
 
 def register_experts() -> None:

@@ -27,6 +27,7 @@ def apply(
     *,
     only: Iterable[str] | None = None,
     modules: bool = False,
+    attention: bool = False,
     strict: bool = True,
     packages: Iterable[str] = ("megatron",),
 ) -> FunctionReport:
@@ -35,12 +36,15 @@ def apply(
     `only` names roles: swiglu, rope, cross_entropy, router, permute, sort_chunks, gradients. Modules that are imported later get
     the replacements from those that define them. A call that an op cannot answer goes to Megatron's own function, and
     `report.fallbacks()` counts it. `modules` replaces its spec providers too: models that are built from then on have norms and
-    grouped experts of ours, and keep them. `strict` raises `ValueError` if a function is missing, or has other parameters than
-    those known, and then replaces none.
+    grouped experts of ours, and keep them; with `attention` the core of their attention too, which is asked for, since its speed
+    in models has not been recorded. `strict` raises `ValueError` if a function is missing, or has other parameters than those
+    known, and then replaces none.
     """
     chosen = {*ROLES} if only is None else {only} if isinstance(only, str) else {*only}
     if not chosen <= {*ROLES}:
         raise ValueError(f"apply: only must name roles of {', '.join(ROLES)}, got {sorted(chosen - {*ROLES})}")
+    if attention and not modules:
+        raise ValueError("apply: attention is a module: modules=True is needed for it")
     if APPLIED:
         raise ValueError("apply: Megatron is patched already: remove() first")
     packages = (packages,) if isinstance(packages, str) else tuple(packages)
@@ -48,7 +52,7 @@ def apply(
     try:
         replace([row for row in FUNCTIONS if row.role in chosen], report)
         if modules:
-            replace_providers(report)
+            replace_providers(report, attention)
         if strict and (report.skipped or not report.replaced):
             first = report.skipped[0] if report.skipped else None
             why = f"{first.module}: {first.reason}" if first else f"no module of {', '.join(packages)} holds any"
@@ -135,7 +139,7 @@ def replace(rows: list[Function], report: FunctionReport) -> None:
         report.replaced.append(Replaced(row.role, f"{module.__name__}.{name}", row.op))
 
 
-def replace_providers(report: FunctionReport) -> None:
+def replace_providers(report: FunctionReport, attention: bool) -> None:
     """Put ours over the classes that say which modules a model is built of, and over that of its last norm."""
     from megatron.core.models.backends import LocalSpecProvider
     from megatron.core.transformer import transformer_block
@@ -143,11 +147,12 @@ def replace_providers(report: FunctionReport) -> None:
     from .provider import Base, norm_over, provider_over
 
     count = report.count
-    made = {id(base): provider_over(base, count) for base in {LocalSpecProvider, Base}}
+    made = {id(base): provider_over(base, count, attention) for base in {LocalSpecProvider, Base}}
+    ops = "rms_norm, grouped_mm, attention" if attention else "rms_norm, grouped_mm"
     for module, name, value in [*bindings(report.packages, made)]:
         report.originals[id(made[id(value)])] = made[id(value)], value
         report.set(module, name, made[id(value)])
-        report.replaced.append(Replaced("modules", f"{module.__name__}.{name}", "rms_norm, grouped_mm"))
+        report.replaced.append(Replaced("modules", f"{module.__name__}.{name}", ops))
     report.set(transformer_block, "LayerNormImpl", norm_over(transformer_block.LayerNormImpl, count))
     report.replaced.append(Replaced("modules", f"{transformer_block.__name__}.LayerNormImpl", "rms_norm"))
 

@@ -1,4 +1,5 @@
-"""Which modules Megatron builds a model of: RMS norms and grouped experts of ours, the rest TransformerEngine's or its own."""
+"""Which modules Megatron builds a model of: RMS norms, grouped experts and, if asked for, core attention of ours, the rest
+TransformerEngine's or its own."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 from ...ops.norm.rms_norm import rms_norm
 from ..huggingface.roles import ignore
+from .attention import CoreAttention
 from .experts import GroupedMLP
 
 if transformer_engine.HAVE_TE:
@@ -49,11 +51,17 @@ def norm_over(base: Any, count: Callable[[str], None] = ignore) -> type:
     return Norm
 
 
-def provider_over(base: type = Base, count: Callable[[str], None] = ignore) -> type:
-    """A spec provider: `base` but for norms that stand alone and, with `moe_grouped_gemm`, experts.
+def provider_over(base: type = Base, count: Callable[[str], None] = ignore, attention: bool = False) -> type:
+    """A spec provider: `base` but for norms that stand alone and, with `moe_grouped_gemm`, experts; with `attention`, for the
+    core of attention too.
 
     TransformerEngine's column-parallel linear layer has its norm inside, and keeps it.
     """
+
+    class CountedAttention(CoreAttention):
+        def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+            count("attention")
+            return super().forward(*args, **kwargs)
 
     class CountedMLP(GroupedMLP):
         def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
@@ -65,6 +73,9 @@ def provider_over(base: type = Base, count: Callable[[str], None] = ignore) -> t
             found = super().layer_norm(rms_norm=rms_norm, for_qk=for_qk, **options)
             fused = options.get("has_residual") and not issubclass(base, LocalSpecProvider)
             return found if fused else norm_over(found, count)
+
+        def core_attention(self) -> type:
+            return CountedAttention if attention else super().core_attention()
 
         def grouped_mlp_modules(self, moe_use_grouped_gemm: bool, *legacy: bool, **named: bool) -> Any:
             before = super().grouped_mlp_modules
