@@ -2,15 +2,15 @@
 goes from tile to tile.
 
 A warpgroup issues the scores of the next block of keys, then the sum of the values of the one before, and makes weights of those
-scores while the sum is added up; the other warpgroup fills the tensor cores in the meantime. Weights go from registers to the tensor
-cores. Tiles and blocks are those of `schedule.py`.
+scores while the sum is added up; the other warpgroup fills the tensor cores in the meantime. Weights go from registers to the
+tensor cores. Tiles and blocks are those of `schedule.py`.
 
-Who may write where in shared memory, and when. Queries, keys and values each have a ring of stages, and a stage two barriers, `full`
-and `empty`. The copying warp fills a stage after both warpgroups have arrived at its `empty`, and its bytes arrive at `full`. A
-warpgroup waits for `full` of every stage of every block, reads it by products alone, and arrives at `empty` once after the last of
-these is waited for. So a barrier is at most one phase ahead of who waits for it, and its parity is enough to tell. The one exception to
-reading by products: values that no query of the sequence sees are cleared, for 0 times NaN is NaN. Both warpgroups do that between
-`full` and their products, wait for each other, and arrive at `empty` after.
+Who may write where in shared memory, and when. Queries, keys and values each have a ring of stages, and a stage two barriers,
+`full` and `empty`. The copying warp fills a stage after both warpgroups have arrived at its `empty`, and its bytes arrive at
+`full`. A warpgroup waits for `full` of every stage of every block, reads it by products alone, and arrives at `empty` once, after
+the last of these is waited for. So a barrier is at most one phase ahead of who waits for it, and its parity is enough to tell.
+The one exception to reading by products: values that no query of the sequence sees are cleared, for 0 times NaN is NaN. Both
+warpgroups do that between `full` and their products, wait for each other, and arrive at `empty` after.
 """
 
 from __future__ import annotations
@@ -40,10 +40,12 @@ from ...gemm.hopper.boxes import box_of, copies_in_bulk
 from ...op import single
 from ...runtime.kernel import kernel
 from ..portable import TOGETHER, bend, heads_of, scores_of, sizes_of, window_of
-from ..tiles import check_lengths, keys_seen, lengths
+from ..tiles import Window, check_lengths, keys_seen, lengths
 from .schedule import HALF, ROWS, ring_for, row_ends, whole_blocks, work_of
 
 KINDS = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
+LONGEST = 2**30  # queries and keys together: positions, with a window added, are 32-bit
+MOST_PROGRAMS = 1024  # in the last turn some count past the last tile
 WIDEST = 256  # columns of queries or values: sums of more do not stay in a warpgroup's registers
 # Sums as they are stored: a thread has 16 bytes of a row, and a warp the 16 rows that its products have
 STORED = gl.constexpr(gl.BlockedLayout([2, 8], [8, 4], [4, 1], [1, 0]))
@@ -67,8 +69,8 @@ class Rings(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Of a warpgroup's rows [64]: how far each is below the warpgroup's first, that one's position among the keys, how many keys there
-    are; the slope of the head, or None."""
+    """Of a warpgroup's 64 rows: how far each is below the first, that one's position among the keys, how many keys there are; the
+    slope of the head in base 2, or 0."""
 
     below: Any
     position: Any
@@ -129,8 +131,8 @@ def await_values(o0, o1, SECOND: gl.constexpr):
 
 @gluon.jit
 def as_operands(p, v):
-    """Weights, rounded, as the products with both parts of the values take them. One packed conversion a pair, which stays where it is
-    written: after the products that still read the weights before."""
+    """Weights, rounded, as the products with both parts of the values take them. One packed conversion a pair, which stays where it
+    is written: after the products that still read the weights before."""
     FIRST: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=sums_of(v.first.shape[4]), k_width=2)
     packed = gl.inline_asm_elementwise(PACK[v.first.dtype == gl.float16], "=r,r,r", [p], v.first.dtype, False, 2)
     p0 = gl.convert_layout(packed, FIRST)
@@ -176,8 +178,8 @@ def hidden_out(s, WINDOW, rows, key):
 
 @gluon.jit
 def weigh(s, top, total, SCORES, WINDOW, rows, key, EDGE: gl.constexpr):
-    """(weights, the largest score so far, the sum of all weights so far, what the ones before are to be multiplied with) of products q . k
-    with the block of keys that begins at `key`. In base 2. EDGE: some queries do not see all of its keys."""
+    """(weights, the largest score so far, the sum of all weights so far, what those before are to be multiplied with) of products
+    q . k with the block of keys that begins at `key`. In base 2. EDGE: some queries do not see all of its keys."""
     PLAIN: gl.constexpr = SCORES.softcap is None and SCORES.slopes is None
     if not PLAIN:
         s, _ = bend(SCORES, s)
@@ -248,7 +250,8 @@ def copy_tiles(
 
 @gluon.jit
 def clear_part(boxes, stage, start, stop, W: gl.constexpr):
-    """Make the rows of a box outside of [start, stop) 0: 64 rows and at most 64 columns at a time, half of these by each warpgroup."""
+    """Make the rows of a box outside of [start, stop) 0. A box lies as pieces of 64 columns, or of all if it has fewer, of which each
+    warpgroup clears every other 64 rows."""
     HIGH: gl.constexpr = boxes.shape[3] // 64
     WIDE: gl.constexpr = boxes.shape[4] if boxes.shape[4] < 64 else 64
     PIECES: gl.constexpr = HIGH * (boxes.shape[4] // WIDE)
@@ -262,8 +265,8 @@ def clear_part(boxes, stage, start, stop, W: gl.constexpr):
 
 @gluon.jit
 def clear_unseen(v, stage, phase, start, stop, W: gl.constexpr):
-    """Make the values of a stage outside of [start, stop) 0, for both warpgroups. Each clears its half after the copy has arrived, and
-    goes on when both have: what threads wrote is then seen by products, to which the fence shows it."""
+    """Make the values of a stage outside of [start, stop) 0, for both warpgroups. Each clears its part after the copy has arrived,
+    shows by the fence what it wrote to the products to come, and goes on when both have."""
     mbarrier.wait(v.full.index(stage), phase)
     clear_part(v.first, stage, start, stop, W)
     if v.second is not None:
@@ -276,10 +279,11 @@ def clear_unseen(v, stage, phase, start, stop, W: gl.constexpr):
 def walk(
     state, rings, at_q, high, low, SCORES, WINDOW, rows, BLOCK: gl.constexpr, STAGES: gl.constexpr, EDGE: gl.constexpr
 ):
-    """Take in the blocks from before `high` down to `low`, after one whose weights are in `state` and whose values are in its stage.
+    """Take in the blocks from before `high` down to `low`, after one whose weights are in `state` and whose values are in its
+    stage.
 
-    Before and after a step no product is under way. In it, the scores of a block are issued, then the values of the block before, which
-    go on while scores become weights. Products end in the order they were issued in.
+    Before and after a step no product is under way. In it, the scores of a block are issued, then the values of the block before,
+    which go on while scores become weights. Products end in the order in which they were issued.
     """
     o0, o1, p, p0, p1, top, total, stage, phase = state
     SECOND: gl.constexpr = rings.v.second is not None
@@ -464,8 +468,8 @@ def attention_forward_hopper(
 
 
 def fits(target: Target, a: SimpleNamespace) -> bool:
-    """Whether heads are 16-bit, of widths that are multiples of 8 up to 256, in rows that begin at multiples of 16 bytes; nothing is
-    empty, and nothing but windows and lengths of sequences says what is seen."""
+    """Whether heads are 16-bit, of widths that are multiples of 8 up to 256, in rows that begin at multiples of 16 bytes; nothing
+    is empty, nothing but windows and lengths of sequences says what is seen, and the largest product is the largest score."""
     q, k, v = a.q, a.k, a.v
     if not target.hopper_gluon or q.dtype not in KINDS or not single(target, a):
         return False
@@ -473,7 +477,9 @@ def fits(target: Target, a: SimpleNamespace) -> bool:
         return False
     if any(t.shape[-1] % 8 or t.shape[-1] > WIDEST for t in (q, v)) or 0 in (*q.shape, *k.shape, *v.shape):
         return False
-    if ring_for(sizes_of(q, v), target.shared_memory) is None or tiles_of(a) >= 2**31 - ROWS.value:
+    if q.shape[1] + k.shape[1] >= LONGEST or tiles_of(a) >= 2**31 - MOST_PROGRAMS:
+        return False
+    if ring_for(sizes_of(q, v), target.shared_memory) is None:
         return False
     return copies_in_bulk(*(t.transpose(1, 2) for t in (q, k, v)))
 
@@ -490,20 +496,28 @@ def boxes_of(t: Tensor, rows: int, first: int, second: int) -> tuple[Any, Any]:
     return tuple(box_of(by_head, [1, 1, rows, width], kind) if width else None for width in (first, second))
 
 
+def near_window(a: SimpleNamespace) -> Window:
+    """The window, less the sides of it that reach past every key: those then need no mask, and no wider numbers."""
+    left, right = window_of(a)
+    keys, length = a.k.shape[1], a.q.shape[1]
+    wide_left, wide_right = (given is None or given >= far for given, far in ((left, keys), (right, keys + length)))
+    return Window(None if wide_left else left, None if wide_right else right)
+
+
 def forward(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
     a = SimpleNamespace(q=q, k=k, v=v, **options)
     batch, length, heads, _ = q.shape
     o = torch.empty(batch, length, heads, v.shape[-1], dtype=q.dtype, device=q.device)
     lse = torch.empty(batch, heads, length, dtype=torch.float32, device=q.device)
     check_lengths("attention", q, k, a.kv_len, a.cu_seqlens_q, a.cu_seqlens_k)
-    sizes, target = sizes_of(q, v), Target.at(q.device)
+    sizes, window, target = sizes_of(q, v), near_window(a), Target.at(q.device)
     ring = ring_for(sizes, target.shared_memory)
     how, tiles = lengths(a.cu_seqlens_q, a.cu_seqlens_k, length, k.shape[1], a.kv_len, ROWS.value, False)
     attention_forward_hopper(
         *boxes_of(q, HALF.value, sizes.D0, sizes.D1), *boxes_of(k, ring.block, sizes.D0, sizes.D1),
         *boxes_of(v, ring.block, sizes.V0, sizes.V1), heads_of(o), lse, None if a.sink is None else a.sink.contiguous(),
-        scores_of(a), window_of(a), how, length, k.shape[1], heads, heads // k.shape[2], batch, tiles,
+        scores_of(a), window, how, length, k.shape[1], heads, heads // k.shape[2], batch, tiles,
         min(target.sms, tiles * heads * batch), SIZES=sizes, TOGETHER=TOGETHER, BLOCK=ring.block, STAGES=ring.stages,
-        QUERIES=ring.queries, CLEARS=a.cu_seqlens_q is not None or a.kv_len is not None or a.left is not None,
+        QUERIES=ring.queries, CLEARS=a.cu_seqlens_q is not None or a.kv_len is not None or window.left is not None,
     )  # fmt: skip
     return o, lse

@@ -1,8 +1,8 @@
 """Which tiles a program of the forward takes in turn, which blocks of keys it walks over, and how much shared memory that takes.
 
-A tile is 128 queries of one head, 64 for each of two warpgroups. All of a program's warps go over the same tiles and the same blocks
-of keys, from the last that any query of the tile sees down to the first: each works them out for itself by these functions, so that
-nothing but barriers passes between them. Where a warpgroup need not mask is its own affair, for its 64 rows.
+A tile is 128 queries of one head, 64 for each of two warpgroups. All of a program's warps go over the same tiles and the same
+blocks of keys, from the last that any query of the tile sees down to the first: each works them out for itself by these
+functions, so that nothing but barriers passes between them. Where a warpgroup need not mask is its own affair, for its 64 rows.
 """
 
 from __future__ import annotations
