@@ -236,13 +236,23 @@ def copy_tiles(
                 row = tile.first_q + tile.start + w * HALF
                 copy_box(Q0, Q1, rings.q, stage_q, 2 * stage_q + w, work.batch, work.head, row)
             stage_q, phase_q = advance(stage_q, phase_q, QUERIES)
-            for i in range(work.high - work.low):
-                key = tile.first_k + (work.high - 1 - i) * BLOCK
-                expect_boxes(K0, K1, rings.k, stage, phase, 1)
-                copy_box(K0, K1, rings.k, stage, stage, work.batch, work.head // GROUP, key)
+            # In the order in which they are needed: the scores of a block come before the values of the one before
+            kv_head = work.head // GROUP
+            key = tile.first_k + (work.high - 1) * BLOCK
+            expect_boxes(K0, K1, rings.k, stage, phase, 1)
+            copy_box(K0, K1, rings.k, stage, stage, work.batch, kv_head, key)
+            for _ in range(work.high - work.low - 1):
+                following, its_phase = advance(stage, phase, STAGES)
+                expect_boxes(K0, K1, rings.k, following, its_phase, 1)
+                copy_box(K0, K1, rings.k, following, following, work.batch, kv_head, key - BLOCK)
                 expect_boxes(V0, V1, rings.v, stage, phase, 1)
-                copy_box(V0, V1, rings.v, stage, stage, work.batch, work.head // GROUP, key)
-                stage, phase = advance(stage, phase, STAGES)
+                copy_box(V0, V1, rings.v, stage, stage, work.batch, kv_head, key)
+                stage = following
+                phase = its_phase
+                key -= BLOCK
+            expect_boxes(V0, V1, rings.v, stage, phase, 1)
+            copy_box(V0, V1, rings.v, stage, stage, work.batch, kv_head, key)
+            stage, phase = advance(stage, phase, STAGES)
 
 
 # ---- the warpgroups --------------------------------------------------------------------------------------------------
@@ -250,8 +260,8 @@ def copy_tiles(
 
 @gluon.jit
 def clear_part(boxes, stage, start, stop, W: gl.constexpr):
-    """Make the rows of a box outside of [start, stop) 0. A box lies as pieces of 64 columns, or of all if it has fewer, of which each
-    warpgroup clears every other 64 rows."""
+    """Make the rows of a box outside of [start, stop) 0. A box lies as pieces of 64 columns, or of all if it has fewer, and 64
+    rows, of which each warpgroup clears every other one."""
     HIGH: gl.constexpr = boxes.shape[3] // 64
     WIDE: gl.constexpr = boxes.shape[4] if boxes.shape[4] < 64 else 64
     PIECES: gl.constexpr = HIGH * (boxes.shape[4] // WIDE)
