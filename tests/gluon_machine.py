@@ -90,6 +90,12 @@ def store(pointer: Pointer, x: Any, mask: Any = None) -> None:
     pointer.storage[at[live]] = value(x).to(pointer.storage.dtype).expand_as(at)[live].as_subclass(Tensor)
 
 
+def atomic_add(pointer: Pointer, step: int) -> Value:
+    before = load(pointer).clone()
+    store(pointer, before + step)
+    return before
+
+
 @dataclass
 class Box:
     """What happens to one box of shared memory."""
@@ -107,7 +113,8 @@ class Shared:
     ) -> None:
         self.dtype, self.shape, self.at = dtype, list(map(int, shape)), int(at)
         count = torch.Size(self.shape).numel()
-        self.memory = torch.full((count,), float("nan"), dtype=dtype) if memory is None else memory
+        nothing = float("nan") if dtype.is_floating_point else -1
+        self.memory = torch.full((count,), nothing, dtype=dtype) if memory is None else memory
         self.boxes = [Box() for _ in range(self.shape[0])] if boxes is None else boxes
         self.turned = False
 
@@ -148,7 +155,7 @@ class Shared:
         self.part.copy_(x.reshape(self.part.shape))
 
     def load(self, _: Any) -> Value:
-        return value(self.read())
+        return value(self.read().reshape(self.shape).clone())
 
     def store(self, x: Value) -> None:
         self.write(x.as_subclass(Tensor))
@@ -277,10 +284,10 @@ class Machine:
             self.copies.pop(self.random.randrange(len(self.copies)))()
         self.changed.notify_all()
 
-    def step(self, able: Callable[[], bool] = lambda: True) -> None:
-        """Let others go on, and come back when it is our turn and we are able to."""
+    def step(self, able: Callable[[], bool] = lambda: True, often: float = 0.5) -> None:
+        """Let others go on, and come back when it is our turn and we are able to; or go on at once, unless this happens `often`."""
         role = self.role
-        if role == "all" or (self.random.random() < 0.5 and able()):
+        if role == "all" or (self.random.random() >= often and able()):
             return
         with self.changed:
             self.can_go[role] = able
@@ -342,7 +349,7 @@ def arrive(barrier: Barrier, count: int = 1, pred: Any = True) -> None:
     if pred:
         barrier.arrived += count
         barrier.settle()
-    machine().step()
+    machine().step(often=1.0)  # others may have waited for this
 
 
 def expect(barrier: Barrier, size: int) -> None:
@@ -443,7 +450,7 @@ LANGUAGE = SimpleNamespace(
     cdiv=lambda a, b: -(-a // b),
     arange=lambda start, stop, _=None: value(torch.arange(start, stop, dtype=torch.int32)),
     zeros=lambda shape, dtype, _=None: value(torch.zeros(shape, dtype=dtype)),
-    full=lambda shape, x, dtype, _=None: value(torch.full(shape, x, dtype=dtype)),
+    full=lambda shape, x, dtype, _=None: value(torch.full(shape, float(x)).to(dtype)),
     expand_dims=lambda x, axis: x.unsqueeze(axis),
     convert_layout=lambda x, _: x,
     where=lambda ok, a, b: value(torch.where(value(ok), value(a), value(b))),
@@ -456,6 +463,9 @@ LANGUAGE = SimpleNamespace(
     abs=lambda x: value(torch.abs(x)),
     load=load,
     store=store,
+    atomic_add=atomic_add,
+    BlockedLayout=Anything(),
+    SwizzledSharedLayout=Anything(),
     allocate_shared_memory=allocate,
     inline_asm_elementwise=lambda asm, constraints, args, dtype, pure, pack: args[0].to(dtype),
     warp_specialize=lambda parts, *how: machine().run(parts),

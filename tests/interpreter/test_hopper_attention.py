@@ -50,11 +50,11 @@ def poisoned(a):
 
 
 def launched(a, forward=hopper.forward):
-    """(o, lse), not yet written, and the launch that writes them; tables of tiles are made."""
+    """(o, lse), not yet written, and the launch that writes them; the ones before are made."""
     assert hopper.fits(CHIP, SimpleNamespace(**a))
     with pretend(CHIP), collect() as found:
         o, lse = forward(**a)
-    for wanted in found[:-1]:
+    for wanted in found[:-1]:  # a table of tiles, a counter
         grid = wanted.kernel.grid(Arguments(zip(wanted.kernel.names, wanted.ordered)))
         wanted.kernel.jit[grid](*wanted.ordered)
     o.fill_(math.inf)
@@ -166,6 +166,7 @@ MUTANTS = {
     "the first values are not cleared": ("if (key < start) & (work.high - work.low > 1):", "if False:"),
     "a mask off by one": ("ok = j < gl.expand_dims(stop - key, 1)", "ok = j <= gl.expand_dims(stop - key, 1)"),
     "sums are not faded": ("        o0 = scaled_rows(o0, fade)\n", ""),
+    "a number is taken without waiting": ("            mbarrier.wait(turns.full.index(slot), phase_n)\n", ""),
     "the phase does not flip": ("        phase = its_phase\n    return", "    return"),
     "queries are copied for nothing": (
         "if work.high > work.low:\n            tile",
@@ -187,7 +188,7 @@ def test_mutants_are_found(name, tmp_path):
     sys.modules[spec.name] = mutant
     try:
         spec.loader.exec_module(mutant)
-        a = poisoned(call(batch=2, length=400, keys=700, D=128, left=100, causal=True, kv_len=ints(620, 0)))
+        a = poisoned(call(batch=2, length=400, keys=700, D=128, left=200, causal=True, kv_len=ints(620, 0)))
         with pytest.raises(AssertionError):
             for seed in range(8):
                 o, lse, wanted = launched(a, mutant.forward)

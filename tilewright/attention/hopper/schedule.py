@@ -1,8 +1,9 @@
-"""Which tiles a program of the forward takes in turn, which blocks of keys it walks over, and how much shared memory that takes.
+"""What a program of the forward does for a tile, which blocks of keys it walks over, and how much shared memory that takes.
 
 A tile is 128 queries of one head, 64 for each of two warpgroups. All of a program's warps go over the same tiles and the same
 blocks of keys, from the last that any query of the tile sees down to the first: each works them out for itself by these
-functions, so that nothing but barriers passes between them. Where a warpgroup need not mask is its own affair, for its 64 rows.
+functions, so that nothing but barriers and the number of the next tile passes between them. Where a warpgroup need not mask is
+its own affair, for its 64 rows.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from ...runtime.kernel import kernel
 from ..portable import Sizes, unit_of
 from ..tiles import keys_of, keys_seen, tile_at
 
@@ -46,13 +48,6 @@ class Ring(NamedTuple):
 
 
 @triton.jit
-def in_turn(turn, program, PROGRAMS):
-    """The number of the tile that a program takes in a turn: forth in one, back in the next. Tiles come longest first, so that who
-    had the longest of one turn has the shortest of the next."""
-    return turn * PROGRAMS + tl.where(turn % 2 == 0, program, PROGRAMS - 1 - program)
-
-
-@triton.jit
 def blocks_seen(WINDOW, shift, count, first, last, BLOCK: tl.constexpr):
     """[low, high) of the blocks of keys that any of the queries first to last sees."""
     start, stop, _, _ = keys_seen(WINDOW, shift, count, first, last)
@@ -82,19 +77,20 @@ def row_ends(WINDOW, position, count):
 
 
 @triton.jit
-def work_of(
-    turn, program, WINDOW, LENGTHS, L, KEYS, HEADS, BATCH, TILES, PROGRAMS, TOGETHER: tl.constexpr, BLOCK: tl.constexpr
-):
-    """What a program does in a turn."""
-    total = TILES * HEADS * BATCH
-    number = in_turn(turn, program, PROGRAMS)
-    index, head, batch = unit_of(tl.minimum(number, total - 1), TILES, HEADS, BATCH, TOGETHER, WINDOW.right is not None)
+def work_of(number, WINDOW, LENGTHS, L, KEYS, HEADS, BATCH, TILES, TOGETHER: tl.constexpr, BLOCK: tl.constexpr):
+    """What is to be done for the tile of a number, below TILES * HEADS * BATCH. In a band of heads the longest come first."""
+    index, head, batch = unit_of(number, TILES, HEADS, BATCH, TOGETHER, WINDOW.right is not None)
     tile = tile_at(LENGTHS, index, batch, L, KEYS, ROWS)
-    rows = tl.where(number < total, tl.minimum(tile.count_q - tile.start, ROWS), 0)
+    rows = tl.minimum(tile.count_q - tile.start, ROWS)
     count, wrong = keys_of(LENGTHS, tile)
     last = tile.start + tl.maximum(rows, 1) - 1
     low, high = blocks_seen(WINDOW, count - tile.count_q, count, tile.start, last, BLOCK)
     return Work(tile, head, batch, rows, count, wrong, low, tl.where(rows > 0, high, low))
+
+
+@kernel(grid=lambda a: (1,), default=lambda a: {"num_warps": 1})
+def clear_counter(COUNTER):
+    tl.store(COUNTER, 0)
 
 
 # ---- host ------------------------------------------------------------------------------------------------------------
