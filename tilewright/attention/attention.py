@@ -23,9 +23,10 @@ from ..core.draw import Draw
 from ..core.signature import at_least
 from ..op import Bars, Cost, Gradient, Op, Sharding, Triton, single, upcast
 from . import portable
+from .hopper import forward as hopper_forward
 from .seen import seen
 
-Backend = Literal["auto", "portable"]
+Backend = Literal["auto", "hopper", "portable"]
 WIDEST = 576  # head columns: those of absorbed latent attention
 
 
@@ -230,7 +231,10 @@ BARS = Bars("I", gradient="J", felt=("length", "heads"))
 
 
 def implementations(backward) -> tuple[Triton, ...]:
-    return (Triton(portable.forward, backward, single, "portable"),)
+    return (
+        Triton(hopper_forward.forward, backward, hopper_forward.fits_call, "hopper"),
+        Triton(portable.forward, backward, single, "portable"),
+    )
 
 
 def sharding(a: SimpleNamespace) -> Sharding:
