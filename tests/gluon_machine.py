@@ -90,7 +90,7 @@ def store(pointer: Pointer, x: Any, mask: Any = None) -> None:
     pointer.storage[at[live]] = value(x).to(pointer.storage.dtype).expand_as(at)[live].as_subclass(Tensor)
 
 
-def atomic_add(pointer: Pointer, step: int) -> Value:
+def atomic_add(pointer: Pointer, step: int, sem: str = "acq_rel") -> Value:
     before = load(pointer).clone()
     store(pointer, before + step)
     return before

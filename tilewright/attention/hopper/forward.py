@@ -245,9 +245,6 @@ def copy_tiles(
     phase_n = 1
     number = gl.program_id(0)
     while number < TILES * HEADS * BATCH:
-        later = number + PROGRAMS
-        if turns.counter is not None:  # asked early, for it takes its time to answer
-            later = gl.atomic_add(turns.counter, 1) + PROGRAMS
         work = work_of(number, WINDOW, LENGTHS, L, KEYS, HEADS, BATCH, TILES, TOGETHER, BLOCK)
         if work.high > work.low:
             tile = work.tile
@@ -273,12 +270,13 @@ def copy_tiles(
             expect_boxes(V0, V1, rings.v, stage, phase, 1)
             copy_box(V0, V1, rings.v, stage, stage, work.batch, kv_head, key)
             stage, phase = advance(stage, phase, STAGES)
-        if turns.counter is not None:
+        number += PROGRAMS
+        if turns.counter is not None:  # which takes its time to answer, while the last copies are on their way
+            number = gl.atomic_add(turns.counter, 1, sem="relaxed") + PROGRAMS
             mbarrier.wait(turns.empty.index(slot), phase_n)
-            turns.numbers.index(slot).store(gl.full([1], later, gl.int32, ALONE))
+            turns.numbers.index(slot).store(gl.full([1], number, gl.int32, ALONE))
             mbarrier.arrive(turns.full.index(slot), count=1)
             slot, phase_n = advance(slot, phase_n, NUMBERS)
-        number = later
 
 
 # ---- the warpgroups --------------------------------------------------------------------------------------------------
