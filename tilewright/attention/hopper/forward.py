@@ -337,9 +337,8 @@ def walk(
         o0 = scaled_rows(o0, fade)
         if SECOND:
             o1 = scaled_rows(o1, fade)
-        o0, o1 = await_values(
-            o0, o1, SECOND
-        )  # for nothing: sums are multiplied here, before the next product is issued
+        # For no product: so that sums are multiplied here, and not after the next product is issued
+        o0, o1 = await_values(o0, o1, SECOND)
         stage = following
         phase = its_phase
     return o0, o1, p, p0, p1, top, total, stage, phase
