@@ -25,9 +25,10 @@ from ..core.draw import Draw
 from ..core.signature import at_least
 from ..op import Bars, Cost, Gradient, Op, Sharding, Triton, upcast
 from . import portable
+from .hopper import forward as hopper_forward
 from .seen import room, seen
 
-Backend = Literal["auto", "portable"]
+Backend = Literal["auto", "hopper", "portable"]
 WIDEST = 576  # head columns: those of absorbed latent attention
 
 
@@ -251,7 +252,10 @@ BARS = Bars("I", gradient="J", rounds=True, felt=("length", "heads"), drift=drif
 
 
 def implementations(backward) -> tuple[Triton, ...]:
-    return (Triton(portable.forward, backward, portable.fits, "portable"),)
+    return (
+        Triton(hopper_forward.forward, backward, hopper_forward.fits_call, "hopper"),
+        Triton(portable.forward, backward, portable.fits, "portable"),
+    )
 
 
 def sharding(a: SimpleNamespace) -> Sharding:

@@ -11,7 +11,7 @@ from ..core.target import TARGETS
 from ..op import Op
 from ..runtime.kernel import Wanted
 from .models import covering, place_calls, settings
-from .variants import Call, Variant, calls, hardest, launches, variant
+from .variants import Call, Variant, calls, hardest, kept_back, launches, variant
 
 
 @cache
@@ -26,8 +26,8 @@ def drawn_calls(op: Op) -> tuple[Call, ...]:
 
 @cache
 def all_launches(op: Op, arch: str = "sm_90") -> tuple[tuple[Call, tuple[Wanted, ...]], ...]:
-    """What each of an op's calls launches on a chip."""
-    return tuple((call, tuple(launches(op, call, arch))) for call in drawn_calls(op))
+    """What each of an op's calls launches on a chip, and those that name what the chip has and is not taken unasked."""
+    return tuple((call, tuple(launches(op, call, arch))) for call in (*drawn_calls(op), *kept_back(op, arch)))
 
 
 @cache
@@ -58,7 +58,7 @@ def chip_variants(arch: str) -> dict[str, tuple[Variant, ...]]:
         mine: dict[str, Variant] = {}
         rest = [(call, tuple(launches(op, call, arch))) for call in hardest(op)]
         for at, (_, launched) in enumerate((*all_launches(op, arch), *rest)):
-            kind = max(0, at + 1 - len(drawn_calls(op)))
+            kind = max(0, at + 1 - len(all_launches(op, arch)))
             for wanted in launched:
                 one = variant(wanted, arch)
                 key = wanted.kernel.name, one.constants.get("FORMAT") is not None, kind

@@ -198,6 +198,19 @@ def in_hot_formats(op: Op, values: dict[str, Any]) -> Iterator[Call]:
             yield Call(values, extra={"grad_format": fmt})
 
 
+def kept_back(op: Op, arch: str) -> Iterator[Call]:
+    """Hot calls by the names of implementations that stand before the one that is taken, and would do: they wait to be measured."""
+    for full in (False, True) if op.asks is not None else ():
+        values = drawn(op, HOT[0], full=full)
+        with pretend(TARGETS[arch]), tw.force("triton"):
+            bound = op.signature.bind((), values)
+            before = op.implementations[: op.implementations.index(op.implementation(bound))]
+            for one in before:
+                named = SimpleNamespace(**{**bound, op.asks: one.name, "out": None})
+                if not one.library and (one.when is None or one.when(TARGETS[arch], named)):
+                    yield Call({**values, op.asks: one.name}, FORWARD)
+
+
 def options_one_by_one(op: Op) -> Iterator[Call]:
     """Each choice of an option among all optional tensors, each optional tensor alone, each argument that is not drawn."""
     source = Blank(op, HOT[0], full=True)

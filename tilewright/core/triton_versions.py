@@ -41,11 +41,13 @@ CALLED = {
     "warpgroup_mma_init": (1, "_semantic"),
     "warpgroup_mma_wait": (1, "deps _semantic"),
     "gl.BlockedLayout": (4, ""),
+    "gl.DotOperandLayout": (0, "operand_index parent k_width"),
     "gl.NVMMADistributedLayout": (0, "version warps_per_cta instr_shape"),
     "gl.NVMMASharedLayout": (0, "swizzle_byte_width element_bitwidth rank"),
     "gl.NVMMASharedLayout.get_default_for": None,
     "gl.SwizzledSharedLayout": (4, ""),
     "gl.allocate_shared_memory": (3, "_semantic"),
+    "gl.atomic_add": (2, "sem _semantic"),
     "gl.inline_asm_elementwise": (6, "_semantic"),
     "gl.warp_specialize": (3, "_semantic"),
 }

@@ -1,0 +1,58 @@
+"""Hopper's forward of attention at every tuned width and of every kind: it is compiled into memory that there is, products are not
+serialised, and next to nothing is spilled where nothing is done to scores."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import tilewright as tw
+from tests.compile.table import wrong_code
+from tilewright.check.variants import variant
+from tilewright.core.target import TARGETS, pretend
+from tilewright.runtime.kernel import collect
+
+HOPPER = replace(TARGETS["sm_90"], gluon=True)
+ATTENTION = tw.catalogue()["attention"]
+pytestmark = pytest.mark.skipif(
+    not TARGETS["sm_90"].hopper_gluon, reason="this Triton's Gluon is not the one that kernels are written in"
+)
+
+
+def blank(*shape, dtype=torch.bfloat16):
+    return torch.empty(*shape, dtype=dtype, device="meta")
+
+
+def marks():
+    return blank(9, dtype=torch.int32)
+
+
+EVERYTHING = {"left": 1000, "softcap": 30.0, "sink": blank(32), "slopes": blank(32)}
+
+
+# Bytes a thread: spilled in the prologue and between tiles, hardly in the loops over blocks. Triton 3.6 and 3.9.
+@pytest.mark.parametrize(
+    ("D", "V", "options", "most"),
+    [
+        (64, 64, {"causal": True}, 0),
+        (128, 128, {"causal": True}, 32),
+        (128, 128, {}, 0),
+        (96, 96, {"causal": True}, 48),
+        (192, 128, {"causal": True}, 192),
+        (256, 256, {"causal": True}, 400),
+        (128, 128, {"causal": True, "cu_seqlens_q": marks(), "cu_seqlens_k": marks()}, 160),
+        (128, 128, {"causal": True, **EVERYTHING}, 1700),
+    ],
+)
+def test_compiled(D, V, options, most):
+    q, k, v = blank(1, 16384, 32, D), blank(1, 16384, 8, D), blank(1, 16384, 8, V)
+    with pretend(HOPPER), torch.no_grad(), collect() as found:
+        ATTENTION.run(ATTENTION.signature.bind((q, k, v), {**options, "backend": "hopper"}))
+    one = variant(found[-1])
+    assert one.kernel.name == "attention_forward_hopper"
+    compiled = one.compile()
+    assert compiled.shared_is_there and not compiled.serialised
+    assert not wrong_code(one.kernel.name, compiled)
+    assert compiled.spills <= most

@@ -1,0 +1,533 @@
+"""A machine that runs warp-specialised Gluon kernels on a CPU, from their own source: for kernels that no interpreter takes.
+
+The functions of a kernel are called as Python, with names of Triton and Gluon that mean tensors of torch. Each role of
+`warp_specialize` is a thread; one runs at a time, and who is next is drawn at every step. Bulk copies arrive when they are drawn.
+Products that are issued read shared memory when they are waited for. So whatever order the barriers allow may happen, and it is an
+error (`Wrong`) if
+
+- nobody can go on;
+- a barrier is one or more phases past the one that is waited for, so that its parity tells nothing;
+- shared memory is written while products that read it are under way, or while a copy into it is;
+- a product reads what threads wrote and did not show it by a fence and a barrier of all who wait for it;
+- a sum is used before it is waited for;
+- a stage's bytes are not those that its barrier was told to expect.
+
+Layouts are not modelled, but for how boxes lie in memory: in columns of 64.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import types
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from tilewright.runtime.kernel import Arguments
+
+
+class Wrong(AssertionError):
+    """What a GPU would do wrong, or for ever."""
+
+
+class Value(torch.Tensor):
+    """A tensor in registers, with the attributes that Gluon's have. It never changes: `x += 1` makes another."""
+
+    def __iadd__(self, other):
+        return self + other
+
+    def __isub__(self, other):
+        return self - other
+
+    def __iand__(self, other):
+        return self & other
+
+    @property
+    def type(self):
+        return SimpleNamespace(layout=None)
+
+
+def value(x: Any) -> Value:
+    if isinstance(x, Pending):
+        raise Wrong("a sum is used before it is waited for")
+    return (x if isinstance(x, Tensor) else torch.tensor(x)).as_subclass(Value)
+
+
+# ---- memory ----------------------------------------------------------------------------------------------------------
+
+
+class Pointer:
+    """Addresses in a tensor's storage."""
+
+    def __init__(self, storage: Tensor, at: Any) -> None:
+        self.storage, self.at = storage, at
+        self.dtype = SimpleNamespace(element_ty=storage.dtype)
+
+    @staticmethod
+    def to(t: Tensor) -> Pointer:
+        size = t.untyped_storage().nbytes() // t.element_size()
+        return Pointer(torch.as_strided(t, (size,), (1,), 0), t.storage_offset())
+
+    def __add__(self, step: Any) -> Pointer:
+        return Pointer(self.storage, self.at + step)
+
+
+def load(pointer: Pointer, mask: Any = None, other: Any = 0) -> Value:
+    at = value(pointer.at).long()
+    live = torch.ones_like(at, dtype=torch.bool) if mask is None else value(mask).expand_as(at)
+    found = pointer.storage[torch.where(live, at, 0)]
+    return value(torch.where(live, found, value(other).to(found.dtype)))
+
+
+def store(pointer: Pointer, x: Any, mask: Any = None) -> None:
+    at, live = torch.broadcast_tensors(value(pointer.at).long(), value(True if mask is None else mask))
+    pointer.storage[at[live]] = value(x).to(pointer.storage.dtype).expand_as(at)[live].as_subclass(Tensor)
+
+
+def atomic_add(pointer: Pointer, step: int, sem: str = "acq_rel") -> Value:
+    before = load(pointer).clone()
+    store(pointer, before + step)
+    return before
+
+
+@dataclass
+class Box:
+    """What happens to one box of shared memory."""
+
+    readers: int = 0  # products under way
+    copying: bool = False
+    written: dict[str, str] = field(default_factory=dict)  # by role: "written", or "fenced"
+
+
+class Shared:
+    """Boxes of shared memory, or a view of them. `at` is where it begins, in elements."""
+
+    def __init__(
+        self, dtype: torch.dtype, shape: list[int], memory: Tensor | None = None, boxes: Any = None, at: int = 0
+    ) -> None:
+        self.dtype, self.shape, self.at = dtype, list(map(int, shape)), int(at)
+        count = torch.Size(self.shape).numel()
+        nothing = float("nan") if dtype.is_floating_point else -1
+        self.memory = torch.full((count,), nothing, dtype=dtype) if memory is None else memory
+        self.boxes = [Box() for _ in range(self.shape[0])] if boxes is None else boxes
+        self.turned = False
+
+    def index(self, i: Any) -> Shared:
+        if not 0 <= int(i) < self.shape[0]:
+            raise Wrong(f"box {int(i)} of {self.shape[0]}")
+        size = torch.Size(self.shape[1:]).numel()
+        return Shared(self.dtype, self.shape[1:], self.memory, self.boxes, self.at + int(i) * size)
+
+    def reinterpreted(self, dtype: torch.dtype, shape: list[int], _: Any) -> Shared:
+        if dtype != self.dtype or torch.Size(shape).numel() != torch.Size(self.shape).numel():
+            raise Wrong(f"{self.shape} as {shape}")
+        return Shared(dtype, shape, self.memory, self.boxes, self.at)
+
+    def permute(self, _: Any) -> Shared:
+        made = Shared(self.dtype, self.shape, self.memory, self.boxes, self.at)
+        made.turned = not self.turned
+        return made
+
+    @property
+    def box(self) -> Box:
+        return self.boxes[self.at // (self.memory.numel() // len(self.boxes))]
+
+    @property
+    def part(self) -> Tensor:
+        """[rows, columns], as a view of memory in columns of 64."""
+        columns = self.shape[-1]
+        rows, narrow = torch.Size(self.shape[:-1]).numel(), min(64, columns)
+        return self.memory[self.at : self.at + rows * columns].view(columns // narrow, rows, narrow).permute(1, 0, 2)
+
+    def read(self) -> Tensor:
+        found = self.part.reshape(-1, self.shape[-1])
+        return found.t() if self.turned else found
+
+    def write(self, x: Tensor) -> None:
+        if self.box.readers or self.box.copying:
+            raise Wrong("shared memory is written while it is read or copied into")
+        self.part.copy_(x.reshape(self.part.shape))
+
+    def load(self, _: Any) -> Value:
+        return value(self.read().reshape(self.shape).clone())
+
+    def store(self, x: Value) -> None:
+        self.write(x.as_subclass(Tensor))
+        self.box.written[machine().role] = "written"
+
+
+class Descriptor:
+    """A tensor that bulk copies read, [..., rows, columns], a box at a time; 0 outside of it."""
+
+    def __init__(self, given: Any) -> None:
+        self.tensor, self.dtype, self.layout = given.base, given.base.dtype, None
+        nbytes = torch.Size(given.block_shape).numel() * given.base.element_size()
+        self.block_type = SimpleNamespace(shape=list(given.block_shape), nbytes=nbytes)
+
+    def box_at(self, at: list[int]) -> Tensor:
+        made = torch.zeros(self.block_type.shape, dtype=self.dtype)
+        ends = [min(a + b, n) for a, b, n in zip(at, self.block_type.shape, self.tensor.shape)]
+        if min(at) < 0:
+            raise Wrong(f"a copy from {at}")
+        if all(e > a for a, e in zip(at, ends)):
+            source = self.tensor[tuple(slice(a, e) for a, e in zip(at, ends))]
+            made[tuple(slice(0, n) for n in source.shape)] = source
+        return made
+
+
+# ---- products --------------------------------------------------------------------------------------------------------
+
+
+class Pending:
+    """A sum that products are being added to."""
+
+    def __init__(self) -> None:
+        self.result: Tensor | None = None
+
+
+@dataclass
+class Product:
+    a: Any
+    b: Shared
+    before: Any
+    use_acc: bool
+    into: Pending
+
+    def finish(self) -> None:
+        a = self.a.read() if isinstance(self.a, Shared) else self.a.as_subclass(Tensor)
+        before = self.before.result if isinstance(self.before, Pending) else self.before.as_subclass(Tensor)
+        self.into.result = a.float() @ self.b.read().float() + (before if self.use_acc else 0.0)
+        for operand in (self.a, self.b):
+            if isinstance(operand, Shared):
+                operand.box.readers -= 1
+
+
+def issue(a: Any, b: Shared, acc: Any, use_acc: bool = True, is_async: bool = False) -> Pending:
+    role, made = machine().role, Pending()
+    for operand in (a, b):
+        if isinstance(operand, Shared):
+            box = operand.box
+            if box.copying or any(how == "written" or who != role for who, how in box.written.items()):
+                raise Wrong("a product reads what has not arrived, or was written and not shown to it")
+            box.readers += 1
+    machine().under_way[role].append(Product(a, b, acc, bool(use_acc), made))
+    if not is_async:
+        raise Wrong("products are asynchronous here")
+    machine().step()
+    return made
+
+
+def await_products(left: int = 0, deps: tuple = ()) -> Any:
+    queue = machine().under_way[machine().role]
+    while len(queue) > left:
+        queue.pop(0).finish()
+    machine().step()
+    found = []
+    for dep in deps:
+        if isinstance(dep, Pending) and dep.result is None:
+            raise Wrong("a sum is used before its products are waited for")
+        found.append(value(dep.result if isinstance(dep, Pending) else dep))
+    return found[0] if len(found) == 1 else tuple(found)
+
+
+# ---- barriers and roles ----------------------------------------------------------------------------------------------
+
+
+class Barrier:
+    def __init__(self) -> None:
+        self.count = self.arrived = self.bytes = self.phase = 0
+        self.waited: dict[str, int] = {}  # by role, the phase that it last waited for
+
+    def settle(self) -> None:
+        if self.arrived == self.count and self.bytes == 0:
+            self.phase, self.arrived = self.phase + 1, 0
+        elif self.arrived > self.count:
+            raise Wrong("more arrive at a barrier than it waits for")
+
+
+class Machine:
+    """Runs the roles of one program. Whoever holds the turn goes on; at each step it is given to somebody who can."""
+
+    def __init__(self, seed: int, program: int) -> None:
+        self.random, self.program = random.Random(seed), program
+        self.under_way: dict[str, list[Product]] = {}
+        self.copies: list[Callable[[], None]] = []
+        self.allocated: list[Shared] = []
+        self.can_go: dict[str, Callable[[], bool]] = {}
+        self.meeting: set[str] = set()
+        self.turn: str | None = None
+        self.failed: BaseException | None = None
+        self.changed = threading.Condition()
+        self.names = threading.local()
+
+    @property
+    def role(self) -> str:
+        return getattr(self.names, "role", "all")
+
+    def pass_on(self) -> None:
+        """Give the turn to a role that can go on, after some copies have arrived."""
+        while self.copies and self.random.random() < 0.5:
+            self.copies.pop(self.random.randrange(len(self.copies)))()
+        while True:
+            ready = [role for role, able in self.can_go.items() if able()]
+            if ready or not self.can_go:
+                self.turn = self.random.choice(ready) if ready else None
+                break
+            if not self.copies:
+                raise Wrong(f"nobody can go on: {sorted(self.can_go)} wait")
+            self.copies.pop(self.random.randrange(len(self.copies)))()
+        self.changed.notify_all()
+
+    def step(self, able: Callable[[], bool] = lambda: True, often: float = 0.5) -> None:
+        """Let others go on, and come back when it is our turn and we are able to; or go on at once, unless this happens `often`."""
+        role = self.role
+        if role == "all" or (self.random.random() >= often and able()):
+            return
+        with self.changed:
+            self.can_go[role] = able
+            try:
+                self.pass_on()
+            except Wrong as wrong:
+                self.failed = self.failed or wrong
+                self.changed.notify_all()
+            self.changed.wait_for(lambda: self.turn == role or self.failed)
+            if self.failed:
+                raise Wrong("stopped")
+
+    def run(self, parts: list[tuple[Callable, tuple]]) -> None:
+        def play(role: str, function: Callable, args: tuple) -> None:
+            _here.machine, self.names.role = self, role
+            try:
+                with self.changed:
+                    self.changed.wait_for(lambda: self.turn == role or self.failed)
+                if not self.failed:
+                    function(*args)
+            except BaseException as error:
+                self.failed = self.failed or error
+            with self.changed:
+                del self.can_go[role]
+                try:
+                    self.pass_on()
+                except Wrong as wrong:
+                    self.failed = self.failed or wrong
+                self.changed.notify_all()
+
+        for i, (function, _) in enumerate(parts):
+            role = f"{function.__name__} {i}"
+            self.can_go[role], self.under_way[role] = lambda: True, []
+        roles = [threading.Thread(target=play, args=(r, *p), daemon=True) for r, p in zip(self.can_go, parts)]
+        for thread in roles:
+            thread.start()
+        with self.changed:
+            self.pass_on()
+        for thread in roles:
+            thread.join()
+        if self.failed:
+            raise self.failed
+        if self.copies or any(self.under_way.values()):
+            raise Wrong("copies or products are under way when the program ends")
+
+
+_here = threading.local()
+
+
+def machine() -> Machine:
+    return _here.machine
+
+
+def init(barrier: Barrier, count: int) -> None:
+    barrier.count = count
+
+
+def arrive(barrier: Barrier, count: int = 1, pred: Any = True) -> None:
+    if pred:
+        barrier.arrived += count
+        barrier.settle()
+    machine().step(often=1.0)  # others may have waited for this
+
+
+def expect(barrier: Barrier, size: int) -> None:
+    barrier.bytes += size
+    barrier.arrived += 1
+    barrier.settle()
+    machine().step()
+
+
+def wait(barrier: Barrier, parity: Any) -> None:
+    """Wait for the phase of that parity which comes after the one that the role waited for last, or for that one once more. Of a
+    barrier that nobody has arrived at, the phase before the first, whose parity is 1, is over."""
+    parity, role = int(parity), machine().role
+    last = barrier.waited.get(role)
+    phase = -parity if last is None else last if last % 2 == parity else last + 1
+    barrier.waited[role] = phase
+    machine().step(lambda: barrier.phase > phase)
+    if barrier.phase > phase + 1:
+        raise Wrong("a barrier is phases ahead of who waits for it: its parity tells nothing")
+
+
+def copy_in(descriptor: Descriptor, at: list, barrier: Barrier, into: Shared) -> None:
+    box = into.box
+    if box.readers or box.copying:
+        raise Wrong("a copy is begun into what is read or copied into")
+    box.copying = True
+    place = [int(a) for a in at]
+
+    def arrives() -> None:
+        if box.readers:
+            raise Wrong("a copy arrives in what is read")
+        into.part.copy_(descriptor.box_at(place).reshape(into.part.shape))
+        box.copying = False
+        box.written.clear()
+        barrier.bytes -= descriptor.block_type.nbytes
+        if barrier.bytes < 0:
+            raise Wrong("more bytes arrive than were expected")
+        barrier.settle()
+
+    machine().copies.append(arrives)
+    machine().step()
+
+
+def fence() -> None:
+    for memory in machine().allocated:
+        for box in memory.boxes:
+            if box.written.get(machine().role) == "written":
+                box.written[machine().role] = "fenced"
+
+
+def meet(_: Any) -> None:
+    """Both warpgroups wait for each other; what both have shown by a fence, both may read."""
+    now = machine()
+    now.meeting.add(now.role)
+    met = now.meeting
+    if len(met) == 2:
+        for memory in machine().allocated:
+            for box in memory.boxes:
+                box.written = {who: how for who, how in box.written.items() if how == "written"}
+        now.meeting = set()
+    now.step(lambda: len(met) == 2)
+
+
+def allocate(dtype: Any, shape: list[int], _: Any) -> Any:
+    if dtype == torch.int64:
+        return Barriers([Barrier() for _ in range(shape[0])])
+    made = Shared(dtype, shape)
+    machine().allocated.append(made)
+    return made
+
+
+class Barriers(list):
+    def index(self, i: Any) -> Barrier:
+        return self[int(i)]
+
+
+# ---- names of Triton and Gluon ---------------------------------------------------------------------------------------
+
+
+class Anything:
+    """What layouts are made of here."""
+
+    def __getattr__(self, name: str) -> Any:
+        return self
+
+    def __call__(self, *_: Any, **__: Any) -> Any:
+        return self
+
+
+def reduced(function: Callable[[Tensor, int], Tensor]) -> Callable[[Tensor, int], Value]:
+    return lambda x, axis: value(function(x.as_subclass(Tensor), axis))
+
+
+LANGUAGE = SimpleNamespace(
+    **{name: getattr(torch, name) for name in ("float32", "float16", "bfloat16", "int64", "int32")},
+    program_id=lambda _: value(machine().program),
+    static_range=range,
+    cdiv=lambda a, b: -(-a // b),
+    arange=lambda start, stop, _=None: value(torch.arange(start, stop, dtype=torch.int32)),
+    zeros=lambda shape, dtype, _=None: value(torch.zeros(shape, dtype=dtype)),
+    full=lambda shape, x, dtype, _=None: value(torch.full(shape, float(x)).to(dtype)),
+    expand_dims=lambda x, axis: x.unsqueeze(axis),
+    convert_layout=lambda x, _: x,
+    where=lambda ok, a, b: value(torch.where(value(ok), value(a), value(b))),
+    minimum=lambda a, b: value(torch.minimum(value(a), value(b))),
+    maximum=lambda a, b: value(torch.maximum(value(a), value(b))),
+    max=reduced(torch.amax),
+    sum=reduced(torch.sum),
+    exp2=lambda x: value(torch.exp2(x)),
+    log=lambda x: value(torch.log(x)),
+    abs=lambda x: value(torch.abs(x)),
+    load=load,
+    store=store,
+    atomic_add=atomic_add,
+    BlockedLayout=Anything(),
+    SwizzledSharedLayout=Anything(),
+    allocate_shared_memory=allocate,
+    inline_asm_elementwise=lambda asm, constraints, args, dtype, pure, pack: args[0].to(dtype),
+    warp_specialize=lambda parts, *how: machine().run(parts),
+    SliceLayout=Anything(),
+    DotOperandLayout=Anything(),
+)
+INSTEAD = {
+    "gl": LANGUAGE,
+    "tl": LANGUAGE,
+    "mbarrier": SimpleNamespace(init=init, arrive=arrive, expect=expect, wait=wait, MBarrierLayout=Anything()),
+    "async_load": copy_in,
+    "fence_async_shared": fence,
+    "reinterpret": Shared.reinterpreted,
+    "warpgroup_mma": issue,
+    "warpgroup_mma_wait": await_products,
+    "await_turn": meet,
+    "reciprocal": lambda x: 1.0 / x,
+    "triton": Anything(),
+}
+
+
+def playable(function: Any, known: dict[int, Callable] | None = None) -> Callable:
+    """A function of a kernel, and all that it calls, as Python with the names above."""
+    known = {} if known is None else known
+    if id(function) not in known:
+        source = function.fn
+        names: dict[str, Any] = {}
+        made = types.FunctionType(source.__code__, names, source.__name__, source.__defaults__)
+        made.__kwdefaults__ = source.__kwdefaults__
+        known[id(function)] = made
+        for name in {*source.__code__.co_names, "range", "float", "len"}:
+            if name in INSTEAD:
+                names[name] = INSTEAD[name]
+            elif name in source.__globals__:
+                names[name] = playable_global(source.__globals__[name], known)
+        names["__builtins__"] = __builtins__
+    return known[id(function)]
+
+
+def playable_global(x: Any, known: dict[int, Callable]) -> Any:
+    if type(x).__name__ == "ConstexprFunction":
+        return Anything()
+    if isinstance(x, tl.constexpr):
+        return x.value
+    return playable(x, known) if callable(getattr(x, "fn", None)) else x
+
+
+def argument(x: Any) -> Any:
+    """What a kernel is launched with, as it gets it here."""
+    if isinstance(x, Tensor):
+        return Pointer.to(x)
+    if hasattr(x, "block_shape"):
+        return Descriptor(x)
+    if isinstance(x, tuple):
+        return type(x)(*map(argument, x))
+    return x
+
+
+def play(wanted: Any, seed: int, body: Callable | None = None) -> None:
+    """Run a launch that `collect` kept: each program of it, one after the other. `body` takes the place of the kernel's."""
+    body = body or playable(wanted.kernel.jit)
+    (programs,) = wanted.kernel.grid(Arguments(zip(wanted.kernel.names, wanted.ordered)))
+    for program in range(programs):
+        _here.machine = Machine(1000 * seed + program, program)
+        body(*map(argument, wanted.ordered))

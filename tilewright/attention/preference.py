@@ -1,0 +1,90 @@
+"""Where `backend="auto"` takes kernels for one chip: where they were measured to be right, and faster than the portable ones.
+
+`data/attention_<arch>.jsonl` has a row for each measured call that came out right, `{"direction": "forward", "kind":
+"bf16_128_128_causal", "bucket": [64, 4096, 4096], "best": "hopper", "times": {"hopper": 101.5, "portable": 130.0}, "date":
+"2026-11-17", "triton": "3.6.0"}`: bucket is batch times heads, queries and keys, rounded up to powers of two, times are
+microseconds. The nearest row of a kind counts if it is within a factor of four in every size; where there is none, the portable
+kernels are taken, and those of the chip by name alone. Rows are data: one that is damaged, or whose best is not its fastest, is
+not believed.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from ..core.target import Target
+from ..gemm.preference import FAR, LARGEST, bucket, distance
+from ..runtime.choose import forced
+from ..runtime.config import LONGEST, SHIPPED
+
+PORTABLE = "portable"
+DIRECTIONS = ("forward", "backward")
+FIELDS = {"direction", "kind", "bucket", "best", "times", "date", "triton"}
+NAMES = {"torch.bfloat16": "bf16", "torch.float16": "fp16", "torch.float32": "fp32"}
+
+
+def kind_of(a: SimpleNamespace) -> str:
+    """What a call's kernels are like, in a word: dtype, columns of keys and of values, and all that changes their code."""
+    window = "windowed" if a.left is not None or a.right is not None else "causal" if a.causal else "full"
+    more = {"softcap": a.softcap, "slopes": a.slopes is not None, "sink": a.sink is not None}
+    more |= {"kv_len": a.kv_len is not None, "packed": a.cu_seqlens_q is not None}
+    words = [NAMES[str(a.q.dtype)], a.q.shape[-1], a.v.shape[-1], window, *(name for name, has in more.items() if has)]
+    return "_".join(map(str, words))
+
+
+def wanted(name: str, direction: str, target: Target, a: SimpleNamespace) -> bool:
+    """Whether kernels of that name are to be taken if they take the arguments: they were asked for, or they are the faster."""
+    if name in (a.backend, forced.get()):
+        return True
+    batch, length, heads, _ = a.q.shape
+    return nearest(target.arch, direction, kind_of(a), *bucket(batch * heads, length, a.k.shape[1])) == name
+
+
+@functools.lru_cache(maxsize=4096)
+def nearest(arch: str, direction: str, kind: str, heads: int, length: int, keys: int) -> str:
+    """The faster for a bucket, by the row that is nearest; the portable kernels where none is near."""
+    rows = [row for row in table(arch) if (row["direction"], row["kind"]) == (direction, kind)]
+    within = [(away, row["best"]) for row in rows if (away := distance(row["bucket"], (heads, length, keys))) <= FAR]
+    return min(within)[1] if within else PORTABLE
+
+
+def path_of(arch: str) -> Path:
+    return SHIPPED / f"attention_{arch}.jsonl"
+
+
+@functools.cache
+def table(arch: str) -> tuple[dict[str, Any], ...]:
+    """The well-formed rows of a chip; anything else in its file costs a warning and nothing more."""
+    path = path_of(arch)
+    if not path.exists():
+        return ()
+    with path.open("rb") as file:
+        lines = file.read(LONGEST).decode(errors="replace").splitlines()
+    found = [row for row in map(row_of, lines) if row is not None]
+    if len(found) < len(lines):
+        warnings.warn(f"{path}: {len(lines) - len(found)} damaged row(s) ignored", stacklevel=2)
+    return tuple(found)
+
+
+def row_of(line: str) -> dict[str, Any] | None:
+    """A line's row, None if it is none."""
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(row, dict) or set(row) != FIELDS or row["direction"] not in DIRECTIONS:
+        return None
+    sizes, times = row["bucket"], row["times"]
+    if not isinstance(sizes, list) or len(sizes) != 3 or not all(type(n) is int and 1 <= n <= LARGEST for n in sizes):
+        return None
+    if not isinstance(times, dict) or PORTABLE not in times or len(times) < 2:
+        return None
+    if not all(type(us) in (int, float) and 0 < us < math.inf for us in times.values()):
+        return None
+    return row if row["best"] in times and times[row["best"]] == min(times.values()) else None
