@@ -1,0 +1,1 @@
+"""Attention in Gluon for Hopper: the forward in `forward.py`, the backward in `backward.py`."""
