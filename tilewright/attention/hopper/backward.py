@@ -24,7 +24,7 @@ block first; the others follow, a block apart, and end before it. Query heads of
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -60,12 +60,16 @@ from ..portable import (
     unit_of,
     window_of,
 )
-from ..tiles import is_seen, keys_of, keys_seen, lengths, queries_seeing, tile_at
+from ..tiles import keys_of, keys_seen, lengths, queries_seeing, tile_at
 
 KINDS = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 KEYS = tl.constexpr(128)  # of a tile; 64 to a warpgroup
 WIDE = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
 NARROW = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=16, rank=2))
+# What the warp that copies notes of a block, beside its place: some of it is not seen, rows of it must be cleared, no tile has added
+# to it
+MASKED, CLEARED, FIRST = tl.constexpr(1), tl.constexpr(2), tl.constexpr(4)
+NOTHING = gl.constexpr("mov.u32 $0, 0;")
 PLAIN = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 WORDS = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 # A warpgroup's sums, 64 rows of 32, 64 or 128 columns
@@ -184,22 +188,20 @@ def panel_at(ring, i, ROWS: gl.constexpr, COLUMNS: gl.constexpr, PANEL: gl.const
 
 
 @gluon.jit
-def clear_box(box, low, high):
-    """Make the rows before `low` and from `high` on 0."""
-    row = gl.arange(0, box.shape[0], gl.SliceLayout(1, WORDS))
-    keep = (row >= low) & (row < high)
+def clear_box(box, keep):
+    """Make the rows that are not kept 0."""
     box.store(gl.where(gl.expand_dims(keep, 1), box.load(WORDS), 0.0))
 
 
 @gluon.jit
-def clear_rows(ring, i, low, high, ROWS: gl.constexpr, COLUMNS: gl.constexpr, FROM: gl.constexpr, STEP: gl.constexpr):
+def clear_rows(ring, i, keep, ROWS: gl.constexpr, COLUMNS: gl.constexpr, FROM: gl.constexpr, STEP: gl.constexpr):
     """The same of panels FROM, FROM + STEP ... of a part of so many columns, which may be none."""
     if COLUMNS == 32:
         if FROM == 0:
-            clear_box(rows_at(ring, i, ROWS, COLUMNS), low, high)
+            clear_box(rows_at(ring, i, ROWS, COLUMNS), keep)
     else:
         for c in gl.static_range(FROM, COLUMNS // 64, STEP):
-            clear_box(panel_at(ring, i, ROWS, COLUMNS, c), low, high)
+            clear_box(panel_at(ring, i, ROWS, COLUMNS, c), keep)
 
 
 @gluon.jit
@@ -210,11 +212,17 @@ def wait_for_both():
 
 
 @gluon.jit
+def number_at(slot, LAYOUT: gl.constexpr):
+    """The one number that lies there."""
+    return gl.max(slot.load(LAYOUT), 0)
+
+
+@gluon.jit
 def read_ticket(ticket, phase, LAYOUT: gl.constexpr):
     """The next unit, which the warp that copies has taken."""
     slot, full, empty = ticket
     mbarrier.wait(full, phase)
-    unit = gl.max(slot.load(LAYOUT), 0)
+    unit = number_at(slot, LAYOUT)
     barrier()  # all of them have read it
     mbarrier.arrive(empty, count=1)
     return unit
@@ -233,8 +241,8 @@ def copy_parts(X0, X1, at, b, h, t, ready, D0: gl.constexpr, rings):
 
 @gluon.jit
 def copy_blocks(boxes, memory, bars, ticket, work, SHAPE: gl.constexpr, TOGETHER: gl.constexpr):
-    Q, Q1, K, K1, V, V1, DO, DO1, ROWS = boxes
-    k, v, q, do, rows, ds = memory
+    Q, Q1, K, K1, V, V1, DO, DO1, LINES = boxes
+    k, v, q, do, lines, notes, ds = memory
     full, empty, kv_full, kv_empty, ds_full, turn, added = bars
     slot, ticket_full, ticket_empty = ticket
     COUNTER, TURN, WINDOW, LENGTHS, L, KEYS_IN_ALL, KV_HEADS, GROUP, BATCH, TILES, SLOTS = work
@@ -265,16 +273,23 @@ def copy_blocks(boxes, memory, bars, ticket, work, SHAPE: gl.constexpr, TOGETHER
                     copy_parts(K, K1, half, batch, kv_head, at, kv_full, SHAPE.D0, k)
                     copy_parts(V, V1, half, batch, kv_head, at, kv_full, SHAPE.V0, v)
                 place = (batch * KV_HEADS + kv_head) * GROUP * SLOTS + slot_of(LENGTHS, tile, SHAPE.QUERIES) + first
+                alone = queries_alone(WINDOW, tile, count)
                 for i in range(blocks):
                     block = blocks - 1 - i
-                    at = tile.first_q + (first + block) * SHAPE.QUERIES
+                    m = (first + block) * SHAPE.QUERIES
+                    flags = gl.where(is_whole(WINDOW, tile, count, m, SHAPE.QUERIES), 0, MASKED)
+                    flags |= gl.where((m < alone) | (m + SHAPE.QUERIES > tile.count_q), CLEARED, 0)
+                    flags |= gl.where(turn_of(WINDOW, tile, count, m, SHAPE.QUERIES) == 0, FIRST, 0)
                     for g in range(GROUP):
+                        at = place + block + g * SLOTS
                         ready = full.index(stage)
                         mbarrier.wait(empty.index(stage), phase)
-                        mbarrier.expect(ready, SHAPE.QUERIES * ((SHAPE.D0 + SHAPE.D1 + SHAPE.V0 + SHAPE.V1) * 2 + 8))
-                        copy_parts(Q, Q1, stage, batch, kv_head * GROUP + g, at, ready, SHAPE.D0, q)
-                        async_load(ROWS, [place + block + g * SLOTS, 0], ready, rows.index(stage))
-                        copy_parts(DO, DO1, stage, batch, kv_head * GROUP + g, at, ready, SHAPE.V0, do)
+                        notes.index(stage).store(gl.zeros([1], gl.int32, ONE_WARP) + (at * 8 + flags))
+                        barrier()  # `expect` arrives: the note must be there
+                        mbarrier.expect(ready, SHAPE.QUERIES * ((SHAPE.D0 + SHAPE.D1 + SHAPE.V0 + SHAPE.V1) * 2 + 16))
+                        copy_parts(Q, Q1, stage, batch, kv_head * GROUP + g, tile.first_q + m, ready, SHAPE.D0, q)
+                        async_load(LINES, [at, 0, 0], ready, lines.index(stage))
+                        copy_parts(DO, DO1, stage, batch, kv_head * GROUP + g, tile.first_q + m, ready, SHAPE.V0, do)
                         stage, phase = advance(stage, phase, SHAPE.STAGES)
 
 
@@ -351,7 +366,7 @@ def add_to_block(y, TO, first, COLUMNS: gl.constexpr):
 @gluon.jit
 def multiply_ds(memory, buffer, SHAPE: gl.constexpr, W: gl.constexpr, PANEL: gl.constexpr):
     """Panel PANEL of a block's dq, in flight: of 128 queries it is a warpgroup's own 64, of 64 it is 64 columns or the second part."""
-    k, v, q, do, rows, ds = memory
+    k, v, q, do, lines, notes, ds = memory
     COLUMNS: gl.constexpr = panel_width(SHAPE, PANEL)
     dq = gl.zeros([64, COLUMNS], gl.float32, SUMS[COLUMNS // 64])
     for half in gl.static_range(2):
@@ -402,10 +417,10 @@ def wait_for(pending: gl.constexpr, sum0, sum1, C1: gl.constexpr):
 
 
 @gluon.jit
-def finish_dq(dq, memory, bars, DQ, place, first, step, SHAPE: gl.constexpr, W: gl.constexpr):
+def finish_dq(dq, memory, bars, DQ, note, step, SHAPE: gl.constexpr, W: gl.constexpr):
     """Add this warpgroup's part of dq of the block before, whose first panel is in flight, when it is the turn."""
     full, empty, kv_full, kv_empty, ds_full, turn, added = bars
-    to = DQ + place.to(gl.int64) * (SHAPE.QUERIES * (SHAPE.D0 + SHAPE.D1))
+    to = DQ + (note >> 3).to(gl.int64) * (SHAPE.QUERIES * (SHAPE.D0 + SHAPE.D1))
     before = (step & 1) ^ 1
     if W < SHAPE.PANELS:
         dq = warpgroup_mma_wait(0, deps=(dq,))
@@ -414,35 +429,50 @@ def finish_dq(dq, memory, bars, DQ, place, first, step, SHAPE: gl.constexpr, W: 
         if panel > W:
             dq = multiply_ds(memory, before, SHAPE, W, panel)
             dq = warpgroup_mma_wait(0, deps=(dq,))
-        add_to_block(dq, to + panel * 4096, first, panel_width(SHAPE, panel))
+        add_to_block(dq, to + panel * 4096, (note & FIRST) != 0, panel_width(SHAPE, panel))
     barrier()  # all of them have
     mbarrier.arrive(added, count=1)
 
 
 @gluon.jit
+def sees(lines, stage, j, WINDOW, S: gl.constexpr):
+    """Whether the queries of a block see keys j: from their lines, since to compute it for every row holds registers."""
+    ok = j <= gl.expand_dims(lines.index(4 * stage + 3).load(gl.SliceLayout(0, S)), 0).to(gl.int32, bitcast=True)
+    if WINDOW.left is not None:
+        at = gl.expand_dims(lines.index(4 * stage + 2).load(gl.SliceLayout(0, S)), 0).to(gl.int32, bitcast=True)
+        ok &= j >= at - WINDOW.left
+    return ok
+
+
+@gluon.jit
 def take_block(
-    dk0, dk1, dv0, dv1, memory, bars, DQ, SCORES, WINDOW, tile, count, batch, head, m, edge, stage, phase, step, place, first,
+    dk0, dk1, dv0, dv1, memory, bars, DQ, SCORES, WINDOW, start, HEADS, SLOTS, stage, phase, step, note,
     FOLLOWS: gl.constexpr, SHAPE: gl.constexpr, W: gl.constexpr,
 ):  # fmt: skip
-    """Add a block's part to dk and dv, and give its ds to both warpgroups. FOLLOWS: there is a block before, at `place`, whose dq
-    is still to be made; `step` counts blocks from the program's first."""
-    k, v, q, do, rows, ds = memory
+    """Add a block's part to dk and dv, and give its ds to both warpgroups. FOLLOWS: there is a block before, with this note, whose
+    dq is still to be made; `step` counts blocks from the program's first. Gives the block's own note."""
+    k, v, q, do, lines, notes, ds = memory
     full, empty, kv_full, kv_empty, ds_full, turn, added = bars
     DTYPE: gl.constexpr = ds.dtype
     S: gl.constexpr = SUMS[SHAPE.QUERIES // 64]
+    # What does not change from block to block the compiler would keep in registers, of which there are none left. It does not know
+    # that this is 0
+    mine = W + gl.inline_asm_elementwise(NOTHING, "=r", [], gl.int32, False, 1)
     buffer = step & 1
     mbarrier.wait(full.index(stage), phase)
-    # Rows of the next sequence, or that see nothing, may hold NaN, and a weight of 0 times that is no 0
-    low = queries_alone(WINDOW, tile, count) - m
-    high = tile.count_q - m
-    if (low > 0) | (high < SHAPE.QUERIES):
-        clear_rows(q[0], stage, low, high, SHAPE.QUERIES, SHAPE.D0, W, 2)
-        clear_rows(q[1], stage, low, high, SHAPE.QUERIES, SHAPE.D1, W, 2)
-        clear_rows(do[0], stage, low, high, SHAPE.QUERIES, SHAPE.V0, W, 2)
-        clear_rows(do[1], stage, low, high, SHAPE.QUERIES, SHAPE.V1, W, 2)
+    before = note
+    note = number_at(notes.index(stage), FOUR_WARPS)
+    lines = reinterpret(lines, gl.float32, [4 * SHAPE.STAGES, SHAPE.QUERIES], PLAIN)
+    if (note & CLEARED) != 0:
+        # Rows of the next sequence, or that see nothing, may hold NaN, and a weight of 0 times that is no 0
+        keep = lines.index(4 * stage + 3).load(gl.SliceLayout(1, WORDS)).to(gl.int32, bitcast=True) >= 0
+        clear_rows(q[0], stage, keep, SHAPE.QUERIES, SHAPE.D0, W, 2)
+        clear_rows(q[1], stage, keep, SHAPE.QUERIES, SHAPE.D1, W, 2)
+        clear_rows(do[0], stage, keep, SHAPE.QUERIES, SHAPE.V0, W, 2)
+        clear_rows(do[1], stage, keep, SHAPE.QUERIES, SHAPE.V1, W, 2)
         wait_for_both()
-    lines = reinterpret(rows, gl.float32, [2 * SHAPE.STAGES, SHAPE.QUERIES], PLAIN)
-    x = product_of_rows(k, W, q, stage, SHAPE.QUERIES, SHAPE.D0, SHAPE.D1)
+    x = product_of_rows(k, mine, q, stage, SHAPE.QUERIES, SHAPE.D0, SHAPE.D1)
+    dq = None
     if FOLLOWS:
         # The other's ds of the block before. When it is there, the other is also done with reading what of ours is written next
         mbarrier.wait(ds_full.index(2 * (buffer ^ 1) + 1 - W), ((step - 1) >> 1) & 1)
@@ -450,30 +480,28 @@ def take_block(
         dq = multiply_ds(memory, buffer ^ 1, SHAPE, W, W)
         x = warpgroup_mma_wait(2, deps=(x,))
     else:
-        dq = None
         x = warpgroup_mma_wait(0, deps=(x,))
-    lse = gl.expand_dims(lines.index(2 * stage).load(gl.SliceLayout(0, S)), 0)
+    lse = gl.expand_dims(lines.index(4 * stage).load(gl.SliceLayout(0, S)), 0)
     s, slope = bend(SCORES, x)
-    j = gl.expand_dims(tile.start + W * 64 + gl.arange(0, 64, gl.SliceLayout(1, S)), 1)
-    row = gl.expand_dims(m + gl.arange(0, SHAPE.QUERIES, gl.SliceLayout(0, S)), 0)
-    position = row + (count - tile.count_q)
-    s, _ = shape_scores(SCORES, s, True, batch, head, None, None, position, j, True)
+    j = gl.expand_dims(start + gl.arange(0, 64, gl.SliceLayout(1, S)), 1)
+    if SCORES.slopes is not None:
+        head = (note >> 3) // SLOTS % HEADS
+        at = gl.expand_dims(lines.index(4 * stage + 2).load(gl.SliceLayout(0, S)), 0).to(gl.int32, bitcast=True)
+        s, _ = shape_scores(SCORES, s, True, head, head, None, None, at, j, True)
     p = gl.exp2(s - lse)
-    if edge:
-        ok = is_seen(WINDOW, position, j, count) & (row < tile.count_q)
-        p = gl.where(ok, p, 0.0)
+    if (note & MASKED) != 0:
+        p = gl.where(sees(lines, stage, j, WINDOW, S), p, 0.0)
     if FOLLOWS:
-        finish_dq(dq, memory, bars, DQ, place, first, step, SHAPE, W)
-    dp = product_of_rows(v, W, do, stage, SHAPE.QUERIES, SHAPE.V0, SHAPE.V1)
+        finish_dq(dq, memory, bars, DQ, before, step, SHAPE, W)
+    dp = product_of_rows(v, mine, do, stage, SHAPE.QUERIES, SHAPE.V0, SHAPE.V1)
     dv0, dv1 = add_product(dv0, dv1, halve(p, DTYPE), do, stage, SHAPE.QUERIES, SHAPE.V0, SHAPE.V1)
-    delta = gl.expand_dims(lines.index(2 * stage + 1).load(gl.SliceLayout(0, S)), 0)
+    delta = gl.expand_dims(lines.index(4 * stage + 1).load(gl.SliceLayout(0, S)), 0)
     dp = warpgroup_mma_wait(2 if SHAPE.V1 > 0 else 1, deps=(dp,))
     y = p * (dp - delta) * slope
-    if edge:
-        ok = is_seen(WINDOW, position, j, count) & (row < tile.count_q)
-        y = gl.where(ok, y, 0.0)
+    if (note & MASKED) != 0:
+        y = gl.where(sees(lines, stage, j, WINDOW, S), y, 0.0)
     y = halve(y, DTYPE)
-    reinterpret(ds.index(2 * buffer + W), DTYPE, [64, SHAPE.QUERIES], WIDE).store(y)
+    reinterpret(ds.index(2 * buffer + mine), DTYPE, [64, SHAPE.QUERIES], WIDE).store(y)
     fence_async_shared()
     dk0, dk1 = add_product(dk0, dk1, y, q, stage, SHAPE.QUERIES, SHAPE.D0, SHAPE.D1)
     barrier()  # all of this warpgroup's ds is there
@@ -481,7 +509,7 @@ def take_block(
     dv0, dv1 = wait_for(2 if SHAPE.D1 > 0 else 1, dv0, dv1, SHAPE.V1)
     dk0, dk1 = wait_for(0, dk0, dk1, SHAPE.D1)
     mbarrier.arrive(empty.index(stage), count=1)
-    return dk0, dk1, dv0, dv1
+    return dk0, dk1, dv0, dv1, note
 
 
 @gluon.jit
@@ -501,7 +529,7 @@ def take_tiles(
     DQ, DK, DV, SCORES, memory, bars, ticket, work, SHAPE: gl.constexpr, TOGETHER: gl.constexpr, W: gl.constexpr
 ):
     """Warpgroup W."""
-    k, v, q, do, rows, ds = memory
+    k, v, q, do, lines, notes, ds = memory
     full, empty, kv_full, kv_empty, ds_full, turn, added = bars
     COUNTER, TURN, WINDOW, LENGTHS, L, KEYS_IN_ALL, KV_HEADS, GROUP, BATCH, TILES, SLOTS = work
     stage = 0
@@ -527,46 +555,32 @@ def take_tiles(
                 mbarrier.wait(kv_full, kv_phase)
                 kv_phase ^= 1
                 # Keys that are not there or that nobody sees may hold NaN, which ds of 0 would bring into dq
-                low = keys_alone(WINDOW, tile, count) - tile.start
-                high = count - tile.start
-                if (low > 0) | (high < KEYS):
-                    clear_rows(k[0], W, low - W * 64, high - W * 64, 64, SHAPE.D0, 0, 1)
-                    clear_rows(k[1], W, low - W * 64, high - W * 64, 64, SHAPE.D1, 0, 1)
+                start = tile.start + W * 64
+                low = keys_alone(WINDOW, tile, count)
+                if (low > tile.start) | (count < tile.start + KEYS):
+                    j = start + gl.arange(0, 64, gl.SliceLayout(1, WORDS))
+                    clear_rows(k[0], W, (j >= low) & (j < count), 64, SHAPE.D0, 0, 1)
+                    clear_rows(k[1], W, (j >= low) & (j < count), 64, SHAPE.D1, 0, 1)
                     wait_for_both()
-                place = (batch * KV_HEADS + kv_head) * GROUP * SLOTS + slot_of(LENGTHS, tile, SHAPE.QUERIES) + first
-                block = blocks - 1
-                g = 0
-                m = (first + block) * SHAPE.QUERIES
-                edge = ~is_whole(WINDOW, tile, count, m, SHAPE.QUERIES)
-                dk0, dk1, dv0, dv1 = take_block(
-                    dk0, dk1, dv0, dv1, memory, bars, DQ, SCORES, WINDOW, tile, count, batch, kv_head * GROUP, m, edge, stage,
-                    phase, step, place, True, False, SHAPE, W,
+                dk0, dk1, dv0, dv1, note = take_block(
+                    dk0, dk1, dv0, dv1, memory, bars, DQ, SCORES, WINDOW, start, KV_HEADS * GROUP, SLOTS, stage, phase, step, step,
+                    False, SHAPE, W,
                 )  # fmt: skip
                 stage, phase = advance(stage, phase, SHAPE.STAGES)
                 step += 1
-                before = place + block
-                new = turn_of(WINDOW, tile, count, m, SHAPE.QUERIES) == 0
-                for i in range(1, blocks * GROUP):
-                    g += 1
-                    if g == GROUP:
-                        g = 0
-                        block -= 1
-                    m = (first + block) * SHAPE.QUERIES
-                    edge = ~is_whole(WINDOW, tile, count, m, SHAPE.QUERIES)
-                    dk0, dk1, dv0, dv1 = take_block(
-                        dk0, dk1, dv0, dv1, memory, bars, DQ, SCORES, WINDOW, tile, count, batch, kv_head * GROUP + g, m, edge,
-                        stage, phase, step, before, new, True, SHAPE, W,
+                for _block in range(1, blocks * GROUP):
+                    dk0, dk1, dv0, dv1, note = take_block(
+                        dk0, dk1, dv0, dv1, memory, bars, DQ, SCORES, WINDOW, start, KV_HEADS * GROUP, SLOTS, stage, phase, step,
+                        note, True, SHAPE, W,
                     )  # fmt: skip
                     stage, phase = advance(stage, phase, SHAPE.STAGES)
                     step += 1
-                    before = place + block + g * SLOTS
-                    new = turn_of(WINDOW, tile, count, m, SHAPE.QUERIES) == 0
                 last = (step & 1) ^ 1
                 mbarrier.wait(ds_full.index(2 * last + 1 - W), ((step - 1) >> 1) & 1)
                 dq = None
                 if W < SHAPE.PANELS:
                     dq = multiply_ds(memory, last, SHAPE, W, W)
-                finish_dq(dq, memory, bars, DQ, before, new, step, SHAPE, W)
+                finish_dq(dq, memory, bars, DQ, note, step, SHAPE, W)
                 mbarrier.arrive(kv_empty, count=1)
             token = tile.first_k + tile.start + W * 64
             live = tile.count_k - tile.start - W * 64
@@ -604,7 +618,7 @@ def make_barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
     default=lambda a: {"num_warps": 4, "maxnreg": 168},
 )  # fmt: skip
 def attention_backward_hopper(
-    Q, Q1, K, K1, V, V1, DO, DO1, ROWS, DQ, DK, DV, COUNTER, TURN, SCORES, WINDOW, LENGTHS, L, KEYS_IN_ALL, KV_HEADS, GROUP,
+    Q, Q1, K, K1, V, V1, DO, DO1, LINES, DQ, DK, DV, COUNTER, TURN, SCORES, WINDOW, LENGTHS, L, KEYS_IN_ALL, KV_HEADS, GROUP,
     BATCH, TILES, SLOTS, PROGRAMS, SHAPE: gl.constexpr, TOGETHER: gl.constexpr,
 ):  # fmt: skip
     """dk, dv, and DQ: blocks of dq in fp32, less the scale, as `attention_dq` reads them. K1 and the like are the second parts."""
@@ -613,9 +627,10 @@ def attention_backward_hopper(
     v = make_boxes(V, V1, 2)
     q = make_boxes(Q, Q1, STAGES)
     do = make_boxes(DO, DO1, STAGES)
-    rows = gl.allocate_shared_memory(gl.float32, [STAGES] + ROWS.block_type.shape, ROWS.layout)
+    lines = gl.allocate_shared_memory(gl.float32, [STAGES] + LINES.block_type.shape, LINES.layout)
+    notes = gl.allocate_shared_memory(gl.int32, [STAGES, 1], PLAIN)
     ds = gl.allocate_shared_memory(Q.dtype, [4, 64, SHAPE.QUERIES], WIDE)
-    memory = (k, v, q, do, rows, ds)
+    memory = (k, v, q, do, lines, notes, ds)
     full = make_barriers(STAGES, 1)
     empty = make_barriers(STAGES, 2)
     ds_full = make_barriers(4, 1)
@@ -624,7 +639,7 @@ def attention_backward_hopper(
     bars = (full, empty, once.index(0), twice.index(0), ds_full, once.index(1), twice.index(1))
     ticket_empty = make_barriers(1, 3)
     ticket = (gl.allocate_shared_memory(gl.int32, [1], PLAIN), once.index(2), ticket_empty.index(0))
-    boxes = (Q, Q1, K, K1, V, V1, DO, DO1, ROWS)
+    boxes = (Q, Q1, K, K1, V, V1, DO, DO1, LINES)
     work = (COUNTER, TURN, WINDOW, LENGTHS, L, KEYS_IN_ALL, KV_HEADS, GROUP, BATCH, TILES, SLOTS)
     gl.warp_specialize([
         (take_tiles, (DQ, DK, DV, SCORES, memory, bars, ticket, work, SHAPE, TOGETHER, 0)),
@@ -638,11 +653,11 @@ def attention_backward_hopper(
     grid=lambda a: (a.TILES, a.HEADS, a.BATCH), tokens=("L", "KEYS_IN_ALL", "BATCH", "TILES", "SLOTS"),
     default=lambda a: {"num_warps": 1},
 )  # fmt: skip
-def attention_rows(
-    LSE, DELTA, ROWS, TURN, COUNTER, LENGTHS, L, KEYS_IN_ALL, HEADS, BATCH, TILES, SLOTS, QUERIES: tl.constexpr
+def attention_lines(
+    LSE, DELTA, LINES, TURN, COUNTER, WINDOW, LENGTHS, L, KEYS_IN_ALL, HEADS, BATCH, TILES, SLOTS, QUERIES: tl.constexpr
 ):  # fmt: skip
-    """ROWS [blocks, 2 * QUERIES]: lse in base 2 and delta of each block, as one copy brings them; what weighs nothing has an lse of
-    inf. Nobody has taken a unit yet, or added to a block."""
+    """LINES [blocks, 4, QUERIES] of each block, as one copy brings them: lse in base 2, inf where nothing has a weight; delta; and as
+    integers the position and the last key that is seen, -1 if there is none. Nobody has taken a unit yet, or added to a block."""
     index = tl.program_id(0)
     head = tl.program_id(1)
     batch = tl.program_id(2)
@@ -652,13 +667,20 @@ def attention_rows(
     if tile.start < tile.count_q:
         row = tile.start + tl.arange(0, QUERIES)
         live = row < tile.count_q
+        count, _ = keys_of(LENGTHS, tile)
+        position = row + (count - tile.count_q)
+        last = tl.zeros_like(row) + (count - 1)
+        if WINDOW.right is not None:
+            last = tl.minimum(last, position + WINDOW.right)
         unit = batch * HEADS + head
         lse = tl.load(LSE + unit.to(tl.int64) * L + tile.first_q + row, live, float("-inf"))
         delta = tl.load(DELTA + unit.to(tl.int64) * L + tile.first_q + row, live, 0.0)
         place = unit * SLOTS + slot_of(LENGTHS, tile, QUERIES) + tile.start // QUERIES
-        at = ROWS + place.to(tl.int64) * (2 * QUERIES) + tl.arange(0, QUERIES)
+        at = LINES + place.to(tl.int64) * (4 * QUERIES) + tl.arange(0, QUERIES)
         tl.store(at, tl.where(lse == float("-inf"), float("inf"), lse * LOG2E))
         tl.store(at + QUERIES, delta)
+        tl.store(at + 2 * QUERIES, position.to(tl.float32, bitcast=True))
+        tl.store(at + 3 * QUERIES, tl.where(live, tl.maximum(last, -1), -1).to(tl.float32, bitcast=True))
         tl.store(TURN + place, 0)
 
 
@@ -718,7 +740,7 @@ def shape_of(q: Tensor, v: Tensor) -> Shape:
     # Narrow heads leave registers for scores of more queries, which then share what is read of k and v
     queries = 128 if columns == 128 else 64
     held = KEYS.value * columns * 2 + 4 * 64 * queries * 2
-    stages = min(3, (MEMORY - held) // (queries * (columns * 2 + 8)))
+    stages = min(3, (MEMORY - held) // (queries * (columns * 2 + 16)))
     panels = 2 if queries == 128 else D0 // 64 + (1 if D1 else 0)
     return Shape(D, D0, D1, V, V0, V1, queries, panels, stages)
 
@@ -769,18 +791,18 @@ def backward(saved: SimpleNamespace, do: Tensor | None, dlse: Tensor | None) -> 
     by_query, blocks = lengths(a.cu_seqlens_q, a.cu_seqlens_k, length, keys, a.kv_len, shape.QUERIES, False)
     by_key, tiles = lengths(a.cu_seqlens_k, a.cu_seqlens_q, keys, length, a.kv_len, KEYS.value, True)
     slots = cdiv(length, shape.QUERIES) + marks
-    rows = torch.empty(batch * heads * slots, 2 * shape.QUERIES, dtype=torch.float32, device=q.device)
-    sums = torch.empty(rows.shape[0], shape.QUERIES * (shape.D0 + shape.D1), dtype=torch.float32, device=q.device)
-    turn = torch.empty(rows.shape[0], dtype=torch.int32, device=q.device)
+    lines = torch.empty(batch * heads * slots, 4, shape.QUERIES, dtype=torch.float32, device=q.device)
+    sums = torch.empty(lines.shape[0], shape.QUERIES * (shape.D0 + shape.D1), dtype=torch.float32, device=q.device)
+    turn = torch.empty(lines.shape[0], dtype=torch.int32, device=q.device)
     counter = torch.empty(1, dtype=torch.int32, device=q.device)
-    attention_rows(
-        a.lse, delta, rows, turn, counter, by_query, length, keys, heads, batch, blocks, slots, QUERIES=shape.QUERIES
-    )
+    attention_lines(
+        a.lse, delta, lines, turn, counter, window, by_query, length, keys, heads, batch, blocks, slots, QUERIES=shape.QUERIES
+    )  # fmt: skip
     dq, dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
     of_q, of_v = (shape.D0, shape.D1), (shape.V0, shape.V1)
     attention_backward_hopper(
         *boxes_of(q, shape.QUERIES, of_q), *boxes_of(k, 64, of_q), *boxes_of(v, 64, of_v), *boxes_of(do, shape.QUERIES, of_v),
-        box_of(rows, [1, 2 * shape.QUERIES], gl.float32), sums, heads_of(dk), heads_of(dv), counter, turn, scores, window, by_key,
+        box_of(lines, [1, 4, shape.QUERIES], gl.float32), sums, heads_of(dk), heads_of(dv), counter, turn, scores, window, by_key,
         length, keys, kv_heads, heads // kv_heads, batch, tiles, slots, min(target.sms, tiles * kv_heads * batch), SHAPE=shape,
         TOGETHER=TOGETHER,
     )  # fmt: skip
