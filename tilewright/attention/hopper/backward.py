@@ -72,13 +72,6 @@ MASKED, CLEARED, FIRST = tl.constexpr(1), tl.constexpr(2), tl.constexpr(4)
 NOTHING = gl.constexpr("mov.u32 $0, 0;")
 PLAIN = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 WORDS = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
-# A warpgroup's sums, 64 rows of 32, 64 or 128 columns
-SUMS = gl.constexpr(
-    tuple(
-        gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16])
-        for columns in (32, 64, 128)
-    )
-)
 ONE_WARP = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
 FOUR_WARPS = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 TO_BF16 = gl.constexpr("cvt.rn.bf16x2.f32 $0, $2, $1;")
@@ -109,6 +102,44 @@ class Shape(NamedTuple):
     QUERIES: int
     PANELS: int
     STAGES: int
+
+
+@triton.constexpr_function
+def sums_of(columns):
+    """The layout of a warpgroup's sums, 64 rows of so many columns."""
+    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16])
+
+
+@triton.constexpr_function
+def bytes_of(shape, rows):
+    """Of so many rows of both tensors that are copied together, q and do or k and v."""
+    shape = Shape(*shape)  # which arrives as a plain tuple under Triton 3.6
+    return rows * (shape.D0 + shape.D1 + shape.V0 + shape.V1) * 2
+
+
+@triton.constexpr_function
+def size_of(shape):
+    """How many numbers a block of dq is."""
+    shape = Shape(*shape)
+    return shape.QUERIES * (shape.D0 + shape.D1)
+
+
+@triton.constexpr_function
+def rows_before(shape, panel):
+    """How many rows of dq lie before a panel. Of 128 queries each warpgroup takes half; of 64, some of the columns."""
+    return 64 * panel if Shape(*shape).QUERIES == 128 else 0
+
+
+@triton.constexpr_function
+def columns_before(shape, panel):
+    return 0 if Shape(*shape).QUERIES == 128 else 64 * panel
+
+
+@triton.constexpr_function
+def width_of(shape, panel):
+    """How many columns a panel has."""
+    shape = Shape(*shape)
+    return min(64, shape.D0 + shape.D1 - (0 if shape.QUERIES == 128 else 64 * panel))
 
 
 # ---- which blocks a tile goes through, and when it is its turn -------------------------------------------------------
@@ -173,6 +204,11 @@ def keys_alone(WINDOW, tile, count):
 
 
 # ---- shared memory ---------------------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def no_sums(COLUMNS: gl.constexpr):
+    return gl.zeros([64, COLUMNS], gl.float32, sums_of(COLUMNS))
 
 
 @gluon.jit
@@ -267,7 +303,7 @@ def copy_blocks(boxes, memory, bars, ticket, work, SHAPE: gl.constexpr, TOGETHER
             if blocks > 0:
                 mbarrier.wait(kv_empty, kv_phase)
                 kv_phase ^= 1
-                mbarrier.expect(kv_full, 128 * (SHAPE.D0 + SHAPE.D1 + SHAPE.V0 + SHAPE.V1) * 2)
+                mbarrier.expect(kv_full, bytes_of(SHAPE, KEYS))
                 for half in gl.static_range(2):
                     at = tile.first_k + tile.start + half * 64
                     copy_parts(K, K1, half, batch, kv_head, at, kv_full, SHAPE.D0, k)
@@ -286,7 +322,7 @@ def copy_blocks(boxes, memory, bars, ticket, work, SHAPE: gl.constexpr, TOGETHER
                         mbarrier.wait(empty.index(stage), phase)
                         notes.index(stage).store(gl.zeros([1], gl.int32, ONE_WARP) + (at * 8 + flags))
                         barrier()  # `expect` arrives: the note must be there
-                        mbarrier.expect(ready, SHAPE.QUERIES * ((SHAPE.D0 + SHAPE.D1 + SHAPE.V0 + SHAPE.V1) * 2 + 16))
+                        mbarrier.expect(ready, bytes_of(SHAPE, SHAPE.QUERIES) + LINES.block_type.nbytes)
                         copy_parts(Q, Q1, stage, batch, kv_head * GROUP + g, tile.first_q + m, ready, SHAPE.D0, q)
                         async_load(LINES, [at, 0, 0], ready, lines.index(stage))
                         copy_parts(DO, DO1, stage, batch, kv_head * GROUP + g, tile.first_q + m, ready, SHAPE.V0, do)
@@ -333,11 +369,6 @@ def keep_turns(bars, ticket, work, SHAPE: gl.constexpr, TOGETHER: gl.constexpr):
 # ---- the warpgroups --------------------------------------------------------------------------------------------------
 
 
-@triton.jit
-def panel_width(SHAPE: tl.constexpr, PANEL: tl.constexpr):
-    return tl.constexpr(SHAPE.D1 if PANEL == SHAPE.D0 // 64 and SHAPE.QUERIES == 64 else 64)
-
-
 @gluon.jit
 def halve(x, DTYPE: gl.constexpr):
     """fp32 in bf16 or fp16, two in one instruction: the conversion that Triton makes takes apart again what a product in flight
@@ -356,7 +387,7 @@ def add_to_block(y, TO, first, COLUMNS: gl.constexpr):
     even, odd = gl.split(y)
     y0, y2 = gl.split(even)
     y1, y3 = gl.split(odd)
-    at = TO + gl.arange(0, 16 * COLUMNS, y0.type.layout) * 4
+    at = (TO + gl.arange(0, 16 * COLUMNS, y0.type.layout) * 4).to(gl.int64)
     if first:
         gl.inline_asm_elementwise(STORE, "=r,l,f,f,f,f", [at, y0, y1, y2, y3], gl.int32, False, 1)
     else:
@@ -364,21 +395,18 @@ def add_to_block(y, TO, first, COLUMNS: gl.constexpr):
 
 
 @gluon.jit
-def multiply_ds(memory, buffer, SHAPE: gl.constexpr, W: gl.constexpr, PANEL: gl.constexpr):
-    """Panel PANEL of a block's dq, in flight: of 128 queries it is a warpgroup's own 64, of 64 it is 64 columns or the second part."""
+def multiply_ds(memory, buffer, SHAPE: gl.constexpr, PANEL: gl.constexpr):
+    """Panel PANEL of a block's dq, in flight."""
     k, v, q, do, lines, notes, ds = memory
-    COLUMNS: gl.constexpr = panel_width(SHAPE, PANEL)
-    dq = gl.zeros([64, COLUMNS], gl.float32, SUMS[COLUMNS // 64])
+    COLUMNS: gl.constexpr = width_of(SHAPE, PANEL)
+    BEFORE: gl.constexpr = columns_before(SHAPE, PANEL)
+    dq = no_sums(COLUMNS)
     for half in gl.static_range(2):
-        if SHAPE.QUERIES == 128:
-            a = panel_at(ds, 2 * buffer + half, 64, 128, W)
-            b = rows_at(k[0], half, 64, 64)
+        a = panel_at(ds, 2 * buffer + half, 64, SHAPE.QUERIES, rows_before(SHAPE, PANEL) // 64)
+        if BEFORE < SHAPE.D0:
+            b = panel_at(k[0], half, 64, SHAPE.D0, BEFORE // 64)
         else:
-            a = rows_at(ds, 2 * buffer + half, 64, 64)
-            if PANEL < SHAPE.D0 // 64:
-                b = panel_at(k[0], half, 64, SHAPE.D0, PANEL)
-            else:
-                b = rows_at(k[1], half, 64, SHAPE.D1)
+            b = rows_at(k[1], half, 64, SHAPE.D1)
         dq = warpgroup_mma(a.permute((1, 0)), b, dq, use_acc=half > 0, is_async=True)
     return dq
 
@@ -386,7 +414,7 @@ def multiply_ds(memory, buffer, SHAPE: gl.constexpr, W: gl.constexpr, PANEL: gl.
 @gluon.jit
 def product_of_rows(a, i, b, j, ROWS: gl.constexpr, C0: gl.constexpr, C1: gl.constexpr):
     """a @ b.T, in flight, of boxes of 64 and of ROWS rows, in two parts."""
-    none = gl.zeros([64, ROWS], gl.float32, SUMS[ROWS // 64])
+    none = no_sums(ROWS)
     y = warpgroup_mma(
         rows_at(a[0], i, 64, C0), rows_at(b[0], j, ROWS, C0).permute((1, 0)), none, use_acc=False, is_async=True
     )
@@ -398,10 +426,10 @@ def product_of_rows(a, i, b, j, ROWS: gl.constexpr, C0: gl.constexpr, C1: gl.con
 @gluon.jit
 def add_product(sum0, sum1, x, b, j, ROWS: gl.constexpr, C0: gl.constexpr, C1: gl.constexpr):
     """Sums + x @ b of both parts, in flight; x [64, ROWS] in registers."""
-    left = gl.convert_layout(x, gl.DotOperandLayout(0, SUMS[C0 // 64], 2))
+    left = gl.convert_layout(x, gl.DotOperandLayout(0, sums_of(C0), 2))
     sum0 = warpgroup_mma(left, rows_at(b[0], j, ROWS, C0), sum0, is_async=True)
     if C1 > 0:
-        left = gl.convert_layout(x, gl.DotOperandLayout(0, SUMS[C1 // 64], 2))
+        left = gl.convert_layout(x, gl.DotOperandLayout(0, sums_of(C1), 2))
         sum1 = warpgroup_mma(left, rows_at(b[1], j, ROWS, C1), sum1, is_async=True)
     return sum0, sum1
 
@@ -420,16 +448,17 @@ def wait_for(pending: gl.constexpr, sum0, sum1, C1: gl.constexpr):
 def finish_dq(dq, memory, bars, DQ, note, step, SHAPE: gl.constexpr, W: gl.constexpr):
     """Add this warpgroup's part of dq of the block before, whose first panel is in flight, when it is the turn."""
     full, empty, kv_full, kv_empty, ds_full, turn, added = bars
-    to = DQ + (note >> 3).to(gl.int64) * (SHAPE.QUERIES * (SHAPE.D0 + SHAPE.D1))
+    to = DQ + (note >> 3).to(gl.int64) * size_of(SHAPE)
     before = (step & 1) ^ 1
     if W < SHAPE.PANELS:
         dq = warpgroup_mma_wait(0, deps=(dq,))
     mbarrier.wait(turn, before)
-    for panel in gl.static_range(W, SHAPE.PANELS, 2):
+    PANELS: gl.constexpr = SHAPE.PANELS
+    for panel in gl.static_range(W, PANELS, 2):
         if panel > W:
-            dq = multiply_ds(memory, before, SHAPE, W, panel)
+            dq = multiply_ds(memory, before, SHAPE, panel)
             dq = warpgroup_mma_wait(0, deps=(dq,))
-        add_to_block(dq, to + panel * 4096, (note & FIRST) != 0, panel_width(SHAPE, panel))
+        add_to_block(dq, to + panel * 4096, (note & FIRST) != 0, width_of(SHAPE, panel))
     barrier()  # all of them have
     mbarrier.arrive(added, count=1)
 
@@ -454,7 +483,7 @@ def take_block(
     k, v, q, do, lines, notes, ds = memory
     full, empty, kv_full, kv_empty, ds_full, turn, added = bars
     DTYPE: gl.constexpr = ds.dtype
-    S: gl.constexpr = SUMS[SHAPE.QUERIES // 64]
+    S: gl.constexpr = sums_of(SHAPE.QUERIES)
     # What does not change from block to block the compiler would keep in registers, of which there are none left. It does not know
     # that this is 0
     mine = W + gl.inline_asm_elementwise(NOTHING, "=r", [], gl.int32, False, 1)
@@ -477,7 +506,7 @@ def take_block(
         # The other's ds of the block before. When it is there, the other is also done with reading what of ours is written next
         mbarrier.wait(ds_full.index(2 * (buffer ^ 1) + 1 - W), ((step - 1) >> 1) & 1)
     if FOLLOWS and W < SHAPE.PANELS:
-        dq = multiply_ds(memory, buffer ^ 1, SHAPE, W, W)
+        dq = multiply_ds(memory, buffer ^ 1, SHAPE, W)
         x = warpgroup_mma_wait(2, deps=(x,))
     else:
         x = warpgroup_mma_wait(0, deps=(x,))
@@ -515,7 +544,7 @@ def take_block(
 @gluon.jit
 def store_sums(y, X, batch, head, token, live, factor, FROM: gl.constexpr, COLUMNS: gl.constexpr, WIDTH: gl.constexpr):
     """64 rows of sums times a factor; a head has COLUMNS columns, of which these are WIDTH from FROM on."""
-    LAYOUT: gl.constexpr = SUMS[WIDTH // 64]
+    LAYOUT: gl.constexpr = sums_of(WIDTH)
     row = gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
     column = FROM + gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
     at = batch.to(gl.int64) * X.stride_b + head.to(gl.int64) * X.stride_h + token.to(gl.int64) * X.stride_t
@@ -532,6 +561,9 @@ def take_tiles(
     k, v, q, do, lines, notes, ds = memory
     full, empty, kv_full, kv_empty, ds_full, turn, added = bars
     COUNTER, TURN, WINDOW, LENGTHS, L, KEYS_IN_ALL, KV_HEADS, GROUP, BATCH, TILES, SLOTS = work
+    # A second part that is not there is narrow, and its zeros are nobody's
+    WD: gl.constexpr = SHAPE.D1 if SHAPE.D1 > 0 else 32
+    WV: gl.constexpr = SHAPE.V1 if SHAPE.V1 > 0 else 32
     stage = 0
     phase = 0
     kv_phase = 0
@@ -547,10 +579,10 @@ def take_tiles(
             tile = tile_at(LENGTHS, index, batch, L, KEYS_IN_ALL, KEYS)
             count, _ = keys_of(LENGTHS, tile)
             first, blocks = blocks_of(WINDOW, tile, count, SHAPE.QUERIES)
-            dk0 = gl.zeros([64, SHAPE.D0], gl.float32, SUMS[SHAPE.D0 // 64])
-            dk1 = gl.zeros([64, SHAPE.D1 if SHAPE.D1 > 0 else 32], gl.float32, SUMS[SHAPE.D1 // 64])
-            dv0 = gl.zeros([64, SHAPE.V0], gl.float32, SUMS[SHAPE.V0 // 64])
-            dv1 = gl.zeros([64, SHAPE.V1 if SHAPE.V1 > 0 else 32], gl.float32, SUMS[SHAPE.V1 // 64])
+            dk0 = no_sums(SHAPE.D0)
+            dk1 = no_sums(WD)
+            dv0 = no_sums(SHAPE.V0)
+            dv1 = no_sums(WV)
             if blocks > 0:
                 mbarrier.wait(kv_full, kv_phase)
                 kv_phase ^= 1
@@ -579,7 +611,7 @@ def take_tiles(
                 mbarrier.wait(ds_full.index(2 * last + 1 - W), ((step - 1) >> 1) & 1)
                 dq = None
                 if W < SHAPE.PANELS:
-                    dq = multiply_ds(memory, last, SHAPE, W, W)
+                    dq = multiply_ds(memory, last, SHAPE, W)
                 finish_dq(dq, memory, bars, DQ, note, step, SHAPE, W)
                 mbarrier.arrive(kv_empty, count=1)
             token = tile.first_k + tile.start + W * 64
@@ -687,13 +719,11 @@ def attention_lines(
 @triton.jit
 def store_panel(at, to, DQ, live, some, scale, SHAPE: tl.constexpr, PANEL: tl.constexpr):
     """64 rows and up to 64 columns of dq, of which `live` rows there are, in rows again."""
-    COLUMNS: tl.constexpr = panel_width(SHAPE, PANEL)
-    ROW: tl.constexpr = PANEL * 64 if SHAPE.QUERIES == 128 else 0
-    COLUMN: tl.constexpr = 0 if SHAPE.QUERIES == 128 else PANEL * 64
+    COLUMNS: tl.constexpr = width_of(SHAPE, PANEL)
     x = tl.load(at + tl.arange(0, 64 * COLUMNS), some, 0.0)
     x = x.reshape([4, COLUMNS // 8, 8, 4, 2, 2]).permute((0, 4, 2, 1, 3, 5)).reshape([64, COLUMNS])
-    row = ROW + tl.arange(0, 64)
-    column = COLUMN + tl.arange(0, COLUMNS)
+    row = rows_before(SHAPE, PANEL) + tl.arange(0, 64)
+    column = columns_before(SHAPE, PANEL) + tl.arange(0, COLUMNS)
     to = to + row.to(tl.int64)[:, None] * DQ.stride_t + column.to(tl.int64)[None, :] * DQ.stride_d
     tl.store(to, (x * scale).to(DQ.data.dtype.element_ty), (row < live)[:, None] & (column < SHAPE.D)[None, :])
 
@@ -714,11 +744,12 @@ def attention_dq(BLOCKS, DQ, WINDOW, LENGTHS, scale, L, KEYS_IN_ALL, HEADS, BATC
         last = tl.minimum(tile.start + QUERIES, tile.count_q) - 1
         start, stop, _, _ = keys_seen(WINDOW, count - tile.count_q, count, tile.start, last)
         place = (batch * HEADS + head) * SLOTS + slot_of(LENGTHS, tile, QUERIES) + tile.start // QUERIES
-        at = BLOCKS + place.to(tl.int64) * (QUERIES * (SHAPE.D0 + SHAPE.D1))
+        at = BLOCKS + place.to(tl.int64) * size_of(SHAPE)
         to = DQ.data + batch.to(tl.int64) * DQ.stride_b + head.to(tl.int64) * DQ.stride_h
         to = to + (tile.first_q + tile.start).to(tl.int64) * DQ.stride_t
         live = tile.count_q - tile.start
-        for panel in tl.static_range(SHAPE.PANELS):
+        PANELS: tl.constexpr = SHAPE.PANELS
+        for panel in tl.static_range(PANELS):
             store_panel(at + panel * 4096, to, DQ, live, start < stop, scale, SHAPE, panel)
 
 
