@@ -91,7 +91,8 @@ PASS = gl.constexpr(
 
 class Shape(NamedTuple):
     """How many columns of q and k, and of v, there are, each in two parts that are multiplied one after the other (the second may be
-    0); the queries of a block; the panels of its dq, which the warpgroups take by turns; the blocks in shared memory at a time."""
+    0); the queries of a block; the panels of its dq, which the warpgroups take by turns; the blocks in shared memory at a time;
+    whether p is rounded before ds is made from it, which needs half the registers."""
 
     D: int
     D0: int
@@ -102,6 +103,7 @@ class Shape(NamedTuple):
     QUERIES: int
     PANELS: int
     STAGES: int
+    ROUNDS: bool
 
 
 @triton.constexpr_function
@@ -115,6 +117,13 @@ def bytes_of(shape, rows):
     """Of so many rows of both tensors that are copied together, q and do or k and v."""
     shape = Shape(*shape)  # which arrives as a plain tuple under Triton 3.6
     return rows * (shape.D0 + shape.D1 + shape.V0 + shape.V1) * 2
+
+
+@triton.constexpr_function
+def is_wide(shape):
+    """Whether dk and dv of a warpgroup take more than half of its registers."""
+    shape = Shape(*shape)
+    return shape.D0 + shape.D1 + shape.V0 + shape.V1 > 256
 
 
 @triton.constexpr_function
@@ -505,7 +514,8 @@ def take_block(
     if FOLLOWS:
         # The other's ds of the block before. When it is there, the other is also done with reading what of ours is written next
         mbarrier.wait(ds_full.index(2 * (buffer ^ 1) + 1 - W), ((step - 1) >> 1) & 1)
-    if FOLLOWS and W < SHAPE.PANELS:
+    LATE: gl.constexpr = is_wide(SHAPE)  # there is no room for scores and dq at a time
+    if FOLLOWS and W < SHAPE.PANELS and not LATE:
         dq = multiply_ds(memory, buffer ^ 1, SHAPE, W)
         x = warpgroup_mma_wait(2, deps=(x,))
     else:
@@ -520,13 +530,29 @@ def take_block(
     p = gl.exp2(s - lse)
     if (note & MASKED) != 0:
         p = gl.where(sees(lines, stage, j, WINDOW, S), p, 0.0)
+    # What ds is made from: where registers are few, as rounded as what dv is
+    w = p
+    if SCORES.softcap is not None:
+        w = p * slope
+    EARLY: gl.constexpr = SHAPE.ROUNDS or SCORES.softcap is not None
+    if EARLY:
+        p = halve(p, DTYPE)
+    if SHAPE.ROUNDS:
+        if SCORES.softcap is None:
+            w = p
+        else:
+            w = halve(w, DTYPE)
     if FOLLOWS:
+        if W < SHAPE.PANELS and LATE:
+            dq = multiply_ds(memory, buffer ^ 1, SHAPE, W)
         finish_dq(dq, memory, bars, DQ, before, step, SHAPE, W)
     dp = product_of_rows(v, mine, do, stage, SHAPE.QUERIES, SHAPE.V0, SHAPE.V1)
-    dv0, dv1 = add_product(dv0, dv1, halve(p, DTYPE), do, stage, SHAPE.QUERIES, SHAPE.V0, SHAPE.V1)
+    if not EARLY:
+        p = halve(p, DTYPE)
+    dv0, dv1 = add_product(dv0, dv1, p, do, stage, SHAPE.QUERIES, SHAPE.V0, SHAPE.V1)
     delta = gl.expand_dims(lines.index(4 * stage + 1).load(gl.SliceLayout(0, S)), 0)
     dp = warpgroup_mma_wait(2 if SHAPE.V1 > 0 else 1, deps=(dp,))
-    y = p * (dp - delta) * slope
+    y = w.to(gl.float32) * (dp - delta)
     if (note & MASKED) != 0:
         y = gl.where(sees(lines, stage, j, WINDOW, S), y, 0.0)
     y = halve(y, DTYPE)
@@ -773,7 +799,7 @@ def shape_of(q: Tensor, v: Tensor) -> Shape:
     held = KEYS.value * columns * 2 + 4 * 64 * queries * 2
     stages = min(3, (MEMORY - held) // (queries * (columns * 2 + 16)))
     panels = 2 if queries == 128 else D0 // 64 + (1 if D1 else 0)
-    return Shape(D, D0, D1, V, V0, V1, queries, panels, stages)
+    return Shape(D, D0, D1, V, V0, V1, queries, panels, stages, columns == 128 or columns > 256)
 
 
 def fits_backward(target: Target, a: SimpleNamespace) -> bool:
