@@ -1,53 +1,17 @@
-"""The order of attention's backward on Hopper, without a GPU: which blocks of queries a tile of keys goes through and when it is its
-turn, by the kernel's own functions; and a model of all warps of all programs under random schedules, which must end, add everything
-once and in order, and never read what is not there."""
+"""The order of attention's backward on Hopper, without a GPU: which blocks of queries a tile of keys goes through and when it is
+its turn, by the kernel's own functions; and a model of all warps of all programs under random schedules, which must end, add
+everything once and in order, and never read what is not there."""
 
 from __future__ import annotations
 
 import random
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from types import FunctionType, SimpleNamespace
 
 import pytest
-from triton.runtime.jit import JITFunction
 
-from tilewright.attention.hopper import backward as hopper
-from tilewright.attention.portable import unit_of
+from tests.attention_model import KEYS, blocks_of, is_whole, keys_alone, order_of, queries_alone, slot_of, turn_of
 from tilewright.attention.tiles import Lengths, Tile, Window
-
-KEYS = hopper.KEYS.value
-NUMBERS = SimpleNamespace(minimum=min, maximum=max, where=lambda condition, a, b: a if condition else b)
-
-
-def on_numbers(function: JITFunction) -> Callable:
-    """A kernel's function of integers, and those that it calls, as Python functions."""
-
-    class Names(dict):
-        def __missing__(self, name):
-            value = function.fn.__globals__[name]
-            return on_numbers(value) if isinstance(value, JITFunction) else getattr(value, "value", value)
-
-    names = function.fn.__code__.co_names
-    found = Names(tl=NUMBERS)
-    return FunctionType(
-        function.fn.__code__,
-        {"tl": NUMBERS, **{n: found[n] for n in names if n in function.fn.__globals__ and n != "tl"}},
-    )
-
-
-blocks_of, turn_of, slot_of, is_whole, queries_alone, keys_alone, order_of = map(
-    on_numbers,
-    (
-        hopper.blocks_of,
-        hopper.turn_of,
-        hopper.slot_of,
-        hopper.is_whole,
-        hopper.queries_alone,
-        hopper.keys_alone,
-        unit_of,
-    ),
-)
 
 
 class Case:
@@ -205,8 +169,8 @@ Wait = Iterator[Callable[[], bool]]
 
 
 class Program:
-    """The shared memory and the four roles of one program, step by step as `backward.py` has them. What is in flight is checked when
-    it is waited for: it must be what it was when it was asked for."""
+    """The shared memory and the four roles of one program, step by step as `backward.py` has them. What is in flight is checked
+    when it is waited for: it must be what it was when it was asked for."""
 
     def __init__(self, device: Device, start: Callable) -> None:
         self.device, self.start = device, start
@@ -248,7 +212,7 @@ class Program:
                 kv_phase ^= 1
                 self.kv = None
                 self.load(lambda u=unit: setattr(self, "kv", u), self.kv_full)
-            for at, step in enumerate(steps):
+            for at in range(len(steps)):
                 yield self.empty[stage].passed(phase)
                 self.ring[stage] = None
                 self.load(lambda s=stage, what=(unit, at): self.ring.__setitem__(s, what), self.full[stage])

@@ -722,7 +722,7 @@ def attention_lines(
     if index + head + batch == 0:
         tl.store(COUNTER, 0)
     tile = tile_at(LENGTHS, index, batch, L, KEYS_IN_ALL, QUERIES)
-    if tile.start < tile.count_q:
+    if (tile.sequence >= 0) & (tile.start < tile.count_q):  # tokens of no sequence have no blocks of their own
         row = tile.start + tl.arange(0, QUERIES)
         live = row < tile.count_q
         count, _ = keys_of(LENGTHS, tile)
