@@ -1,5 +1,5 @@
-"""Attention's backward for Hopper on hardware: against its portable sibling and float64 at every width and variant, with NaN in what
-nobody sees, the same bits every time, and more tiles than programs. The runner of these tests ends a process that hangs."""
+"""Attention's backward for Hopper on hardware: against its portable sibling and float64 at every width and variant, with NaN in
+what nobody sees, the same bits every time, and more tiles than programs. The runner of these tests ends a process that hangs."""
 
 from __future__ import annotations
 

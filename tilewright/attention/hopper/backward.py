@@ -6,8 +6,8 @@ turns. With keys as rows, of block i:
 
     s = k @ q.T,  p = exp2(s - lse),  dv += p @ do,  dp = v @ do.T,  ds = p * (dp - delta),  dk += ds @ q,  dq = ds.T @ k
 
-p and ds are factors in registers where they are multiplied from the left; for dq both warpgroups put ds into shared memory, and each
-takes a part of dq. That is done while the next block's scores are made, so that nobody waits for the other's ds.
+p and ds are factors in registers where they are multiplied from the left; for dq both warpgroups put ds into shared memory, and
+each takes a part of dq. That is done while the next block's scores are made, so that nobody waits for the other's ds.
 
 **Turns.** dq of a block is a sum over tiles, which lies in fp32 in global memory. Tiles add to it in ascending order: a counter for
 each block and head says how many have. The first one stores, so that nothing need be cleared. Adding is `red`, an addition in the
@@ -17,8 +17,9 @@ L2 of which nothing comes back; since nobody else adds meanwhile, its result doe
 earlier ones alone. A program goes through its units in the order it took them: of all units that are not done the earliest has
 nothing to wait for, and a program that has taken it runs. This holds for any number of programs that run at a time.
 
-**No waiting.** All tiles go through blocks from the last to the first. With `causal` the first tile is the longest and comes to each
-block first; the others follow, a block apart, and end before it. Query heads of one key head take turns within a block.
+**Little waiting.** All tiles go through blocks from the last to the first, the query heads of a key head within each. With `causal`
+the first tile is the longest and comes to each block first; the others follow, a block apart, and end before it. When programs
+have once waited for each other so far, they take later units as far apart.
 """
 
 from __future__ import annotations
@@ -66,8 +67,8 @@ KINDS = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 KEYS = tl.constexpr(128)  # of a tile; 64 to a warpgroup
 WIDE = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
 NARROW = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=16, rank=2))
-# What the warp that copies notes of a block, beside its place: some of it is not seen, rows of it must be cleared, no tile has added
-# to it
+# What the warp that copies notes of a block, beside its place: some of it is not seen, rows of it must be cleared, no tile has
+# added to it
 MASKED, CLEARED, FIRST = tl.constexpr(1), tl.constexpr(2), tl.constexpr(4)
 NOTHING = gl.constexpr("mov.u32 $0, 0;")
 PLAIN = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
@@ -90,8 +91,8 @@ PASS = gl.constexpr(
 
 
 class Shape(NamedTuple):
-    """How many columns of q and k, and of v, there are, each in two parts that are multiplied one after the other (the second may be
-    0); the queries of a block; the panels of its dq, which the warpgroups take by turns; the blocks in shared memory at a time;
+    """How many columns of q and k, and of v, there are, each in two parts that are multiplied one after the other (the second may
+    be 0); the queries of a block; the panels of its dq, which the warpgroups take by turns; the blocks in shared memory at a time;
     whether p is rounded before ds is made from it, which needs half the registers."""
 
     D: int
@@ -379,10 +380,17 @@ def keep_turns(bars, ticket, work, SHAPE: gl.constexpr, TOGETHER: gl.constexpr):
 
 
 @gluon.jit
+def unknown_zero():
+    """0, which the compiler does not know. Addresses of what stays from block to block it would keep in registers, of which there
+    are none left; with this they are computed for each block."""
+    return gl.inline_asm_elementwise(NOTHING, "=r", [], gl.int32, False, 1)
+
+
+@gluon.jit
 def halve(x, DTYPE: gl.constexpr):
     """fp32 in bf16 or fp16, two in one instruction: the conversion that Triton makes takes apart again what a product in flight
     still holds."""
-    if DTYPE == gl.bfloat16:
+    if DTYPE == gl.bfloat16:  # noqa: SIM300
         return gl.inline_asm_elementwise(TO_BF16, "=r,r,r", [x], gl.bfloat16, False, 2)
     else:
         return gl.inline_asm_elementwise(TO_FP16, "=r,r,r", [x], gl.float16, False, 2)
@@ -410,12 +418,13 @@ def multiply_ds(memory, buffer, SHAPE: gl.constexpr, PANEL: gl.constexpr):
     COLUMNS: gl.constexpr = width_of(SHAPE, PANEL)
     BEFORE: gl.constexpr = columns_before(SHAPE, PANEL)
     dq = no_sums(COLUMNS)
+    zero = unknown_zero()
     for half in gl.static_range(2):
         a = panel_at(ds, 2 * buffer + half, 64, SHAPE.QUERIES, rows_before(SHAPE, PANEL) // 64)
         if BEFORE < SHAPE.D0:
-            b = panel_at(k[0], half, 64, SHAPE.D0, BEFORE // 64)
+            b = panel_at(k[0], zero + half, 64, SHAPE.D0, BEFORE // 64)
         else:
-            b = rows_at(k[1], half, 64, SHAPE.D1)
+            b = rows_at(k[1], zero + half, 64, SHAPE.D1)
         dq = warpgroup_mma(a.permute((1, 0)), b, dq, use_acc=half > 0, is_async=True)
     return dq
 
@@ -493,9 +502,7 @@ def take_block(
     full, empty, kv_full, kv_empty, ds_full, turn, added = bars
     DTYPE: gl.constexpr = ds.dtype
     S: gl.constexpr = sums_of(SHAPE.QUERIES)
-    # What does not change from block to block the compiler would keep in registers, of which there are none left. It does not know
-    # that this is 0
-    mine = W + gl.inline_asm_elementwise(NOTHING, "=r", [], gl.int32, False, 1)
+    mine = W + unknown_zero()
     buffer = step & 1
     mbarrier.wait(full.index(stage), phase)
     before = note
@@ -714,8 +721,9 @@ def attention_backward_hopper(
 def attention_lines(
     LSE, DELTA, LINES, TURN, COUNTER, WINDOW, LENGTHS, L, KEYS_IN_ALL, HEADS, BATCH, TILES, SLOTS, QUERIES: tl.constexpr
 ):  # fmt: skip
-    """LINES [blocks, 4, QUERIES] of each block, as one copy brings them: lse in base 2, inf where nothing has a weight; delta; and as
-    integers the position and the last key that is seen, -1 if there is none. Nobody has taken a unit yet, or added to a block."""
+    """LINES [blocks, 4, QUERIES] of each block, as one copy brings them: lse in base 2, inf where nothing has a weight; delta; and
+    as integers the position and the last key that is seen, -1 if there is none. Nobody has taken a unit yet, nor added to a block.
+    """
     index = tl.program_id(0)
     head = tl.program_id(1)
     batch = tl.program_id(2)
