@@ -818,6 +818,9 @@ def fits_backward(target: Target, a: SimpleNamespace) -> bool:
         return False
     if a.mask is not None or (a.kv_len is not None and a.kv_len.dim() == 2):
         return False
+    marks = 0 if a.cu_seqlens_q is None else a.cu_seqlens_q.shape[0]
+    if q.shape[0] * q.shape[2] * (cdiv(q.shape[1], 64) + marks) >= 2**28:  # places that a note holds
+        return False
     if 0 in (*q.shape, *k.shape, *v.shape) or q.shape[-1] > 192 or v.shape[-1] > 128 or (q.shape[-1] | v.shape[-1]) % 8:
         return False
     return copies_in_bulk(q, k, v)
