@@ -45,6 +45,7 @@ from ...core.triton_versions import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from ...device.hopper import widen
 from ...device.softmax import LOG2E
 from ...device.warpgroups import advance, await_turn
 from ...gemm.hopper.boxes import box_of, copies_in_bulk
@@ -77,6 +78,7 @@ ONE_WARP = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
 FOUR_WARPS = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 TO_BF16 = gl.constexpr("cvt.rn.bf16x2.f32 $0, $2, $1;")
 TO_FP16 = gl.constexpr("cvt.rn.f16x2.f32 $0, $2, $1;")
+FROM_FP16 = gl.constexpr("{ .reg .b16 a, b; mov.b32 {a, b}, $2; cvt.f32.f16 $0, a; cvt.f32.f16 $1, b; }")
 ADD = gl.constexpr("red.global.add.v4.f32 [$1], {$2, $3, $4, $5}; mov.u32 $0, 0;")
 STORE = gl.constexpr("st.global.v4.f32 [$1], {$2, $3, $4, $5}; mov.u32 $0, 0;")
 AWAIT = gl.constexpr(
@@ -397,6 +399,15 @@ def halve(x, DTYPE: gl.constexpr):
 
 
 @gluon.jit
+def double(x, DTYPE: gl.constexpr):
+    """The way back, of two at a time as well: one by one they would take a register each from when they were made."""
+    if DTYPE == gl.bfloat16:  # noqa: SIM300
+        return widen(x)
+    else:
+        return gl.inline_asm_elementwise(FROM_FP16, "=f,=f,r", [x], gl.float32, True, 2)
+
+
+@gluon.jit
 def add_to_block(y, TO, first, COLUMNS: gl.constexpr):
     """Add 64 rows of sums to a block, or store them if none did before. The block lies in the order in which threads hold it, four
     numbers of each side by side, which `attention_dq` undoes."""
@@ -559,7 +570,9 @@ def take_block(
     dv0, dv1 = add_product(dv0, dv1, p, do, stage, SHAPE.QUERIES, SHAPE.V0, SHAPE.V1)
     delta = gl.expand_dims(lines.index(4 * stage + 1).load(gl.SliceLayout(0, S)), 0)
     dp = warpgroup_mma_wait(2 if SHAPE.V1 > 0 else 1, deps=(dp,))
-    y = w.to(gl.float32) * (dp - delta)
+    if SHAPE.ROUNDS:
+        w = double(w, DTYPE)
+    y = w * (dp - delta)
     if (note & MASKED) != 0:
         y = gl.where(sees(lines, stage, j, WINDOW, S), y, 0.0)
     y = halve(y, DTYPE)
