@@ -13,7 +13,7 @@ and dsink = - the sum of exp(sink - lse) * delta. Kernels stand in `portable.py`
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -25,6 +25,7 @@ from ..core.draw import Draw
 from ..core.signature import at_least
 from ..op import Bars, Cost, Gradient, Op, Sharding, Triton, upcast
 from . import portable
+from .hopper import backward as hopper_backward
 from .hopper import forward as hopper_forward
 from .seen import room, seen
 
@@ -251,10 +252,11 @@ ROWS = {"o": "q[batch length heads value_dim]", "lse": "wide(q)[batch heads leng
 BARS = Bars("I", gradient="J", rounds=True, felt=("length", "heads"), drift=drift)
 
 
-def implementations(backward) -> tuple[Triton, ...]:
+def implementations(on_hopper: Callable[..., tuple], elsewhere: Callable[..., tuple]) -> tuple[Triton, ...]:
+    """By their backwards: of o and lse, or of o alone."""
     return (
-        Triton(hopper_forward.forward, backward, hopper_forward.fits_call, "hopper"),
-        Triton(portable.forward, backward, portable.fits, "portable"),
+        Triton(hopper_forward.forward, on_hopper, hopper_forward.fits_call, "hopper"),
+        Triton(portable.forward, elsewhere, portable.fits, "portable"),
     )
 
 
@@ -265,12 +267,14 @@ def sharding(a: SimpleNamespace) -> Sharding:
 
 
 attention_lse = Op(
-    "attention_lse", reference_lse, inputs, *implementations(portable.backward), check=partial(check, op="attention_lse"),
+    "attention_lse", reference_lse, inputs, *implementations(hopper_backward.backward, portable.backward),
+    check=partial(check, op="attention_lse"),
     asks="backend", where=WHERE, results=ROWS, gradient=Gradient(of=GRADED, through=("o", "lse"), saves=READ),
     cost=Cost(flops=flops), bars=BARS, sibling="attention", sharding=sharding,
 )  # fmt: skip
 attention = Op(
-    "attention", reference, inputs, *implementations(portable.backward_of_o), check=check, asks="backend", where=WHERE,
+    "attention", reference, inputs, *implementations(hopper_backward.backward_of_o, portable.backward_of_o),
+    check=check, asks="backend", where=WHERE,
     results={"o": ROWS["o"]}, hidden=("lse",), gradient=Gradient(of=GRADED, saves=READ),
     cost=Cost(flops=flops), bars=BARS, sharding=sharding,
 )  # fmt: skip
