@@ -69,6 +69,56 @@ def add_rms_norm(
 ) -> tuple[Quantized, Tensor]:
     """(rms_norm(h), h) with h = x + residual, the new residual."""
 
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float | None = None,
+    causal: bool = False,
+    left: int | None = None,
+    right: int | None = None,
+    softcap: float = 0.0,
+    sink: Tensor | None = None,
+    slopes: Tensor | None = None,
+    mask: Tensor | None = None,
+    kv_len: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    backend: Literal["auto", "portable"] = "auto",
+    out: Tensor | None = None,
+) -> Tensor:
+    """Attention of `q` [batch, length, heads, head_dim] over `k` [batch, keys, kv_heads, head_dim] and `v` [..., value_dim]."""
+
+def attention_lse(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float | None = None,
+    causal: bool = False,
+    left: int | None = None,
+    right: int | None = None,
+    softcap: float = 0.0,
+    sink: Tensor | None = None,
+    slopes: Tensor | None = None,
+    mask: Tensor | None = None,
+    kv_len: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    backend: Literal["auto", "portable"] = "auto",
+    out: tuple[Tensor | None, Tensor | None] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(o, lse): `attention`, and the natural logarithm of the sum of what enters each softmax, [batch, heads, length] in fp32."""
+
+def attention_merge(
+    o: Tensor,
+    lse: Tensor,
+    *,
+    out: tuple[Tensor | None, Tensor | None] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(o, lse) of all keys, of parts `o` [parts, batch, length, heads, value_dim] and `lse` [parts, batch, heads, length]."""
+
 def column_amax(
     x: Tensor,
     *,

@@ -34,10 +34,11 @@ NAMES = {
 }
 # Every op, and the module that declares it.
 OPS = {
+    "add_rms_norm": "ops.norm.rms_norm",
     "attention": "attention.attention",
     "attention_lse": "attention.attention",
     "attention_merge": "attention.merge",
-    "add_rms_norm": "ops.norm.rms_norm",
+    "cached_attention": "attention.cached",
     "column_amax": "ops.quantise.smooth_quantize",
     "cross_entropy": "ops.loss.cross_entropy",
     "cross_entropy_join": "ops.loss.parallel_cross_entropy",
