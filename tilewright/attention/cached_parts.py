@@ -27,7 +27,7 @@ from ..device.products import add_product
 from ..device.quantize import decode
 from ..device.softmax import LN2, LOG2E
 from ..runtime.kernel import kernel
-from .merge import at_row, places
+from .merge import at_row, by_token, places
 from .portable import Heads, Scores, bend, heads_of, parts_of
 from .tiles import Lengths, Window, is_seen, keys_seen, lengths, tile_at
 
@@ -43,7 +43,7 @@ class Table(NamedTuple):
 
 
 class Scales(NamedTuple):
-    """Scales of codes: of heads or all (stride_p None), of tokens too (stride_c None), or of blocks of their columns."""
+    """Scales of codes: none, of heads or all (stride_p None), of tokens too (stride_c None), or of blocks of their columns."""
 
     data: Any
     stride_p: Any
@@ -152,10 +152,10 @@ def scores_of(SCORES, q, turned, k, rope, KS, page, place, kv_head, live, KEYS: 
     columns of the keys, `turned` are those of q."""
     COUNT: tl.constexpr = KEYS.COUNT
     raw = tl.zeros([q[0].shape[0], k[0].shape[0]], tl.float32)
-    if KS is None or KS.stride_c is None:
+    if KS.stride_c is None:
         for i in tl.static_range(COUNT):
             raw = add_product(raw, q[i], tl.trans(k[i]), PIECES.Q, PIECES.K)
-        if KS is not None:
+        if KS.data is not None:
             scale = load_scale(KS, page, place, kv_head, live, 0)
             raw *= scale if KS.stride_p is None else scale[None, :]
     else:
@@ -171,7 +171,7 @@ def scores_of(SCORES, q, turned, k, rope, KS, page, place, kv_head, live, KEYS: 
 @kernel(
     grid=lambda a: (a.PARTS * a.TILES * a.HEAD_TILES * a.KV_HEADS * a.BATCH,),
     tokens=("L", "CAPACITY", "PAGES", "TILES", "PARTS", "SPLIT", "BATCH"),
-    default=lambda a: {"num_warps": 8 if a.BLOCK_M * a.VALUES.FIRST > 16384 else 4},
+    default=lambda a: {"num_warps": 8 if a.BLOCK_M * a.VALUES.ALL > 16384 or a.VALUES.ALL > 256 else 4},
 )  # fmt: skip
 def attention_part(
     Q, K, V, ROPE, KS, VS, TABLE, KV_LEN, stride_len, TREE, stride_tb, stride_tl, O, stride_op, LSE, stride_lp, SINK, SCORES,
@@ -287,7 +287,7 @@ def attention_part(
                 if TREE is not None:
                     v = tl.where(used[:, None], v, 0.0)
                 weight = p
-                if VS is not None and VS.stride_p is not None:
+                if VS.stride_p is not None:
                     weight = p * load_scale(VS, page, place, kv_head, used, i)[None, :]
                 sums = acc[i] * fade[:, None]
                 grown = grown + (add_product(sums, rounded(weight, v.dtype, PIECES.P), v, PIECES.P, PIECES.V),)
@@ -295,7 +295,7 @@ def attention_part(
         empty = total == 0.0
         share = tl.where(empty, 0.0, 1.0 / tl.where(empty, 1.0, total))
         lse = tl.where(empty, float("-inf"), top * LN2 + tl.log(tl.where(empty, 1.0, total)))
-        if VS is not None and VS.stride_p is None:
+        if VS.data is not None and VS.stride_p is None:
             share *= load_scale(VS, 0, 0, kv_head, True, 0)
         poison = tl.where(wrong, float("nan"), 0.0)
         at = batch.to(tl.int64) * O.stride_b + token.to(tl.int64) * O.stride_t + head.to(tl.int64) * O.stride_h
@@ -374,20 +374,31 @@ class Blocks(NamedTuple):
     stages: int
 
 
-def blocks(q: Tensor, k: Tensor, rows: int | None, key_columns: int, value_columns: int) -> Blocks:
+def blocks(
+    q: Tensor, k: Tensor, rows: int | None, key_columns: int, value_columns: int, paged: bool, bits: bool
+) -> Blocks:
     """Tiles that registers and shared memory take. `rows` are those of a sequence that share a key head, None if the device alone
     knows how many; `value_columns` those that are read beside the keys."""
     if q.dtype == torch.float32:  # which is three bf16 numbers in registers and shared memory
         return Blocks(16, 32 if key_columns + value_columns <= 256 else 16, 1)
+    memory, wide = Target.at(q.device).shared_memory, key_columns > 256
     own = 64 if rows is None or rows > 32 else 32 if rows > 16 else 16
-    codes = k.element_size() == 1
-    for other in (64, 32, 16):
-        block = other * (key_columns + value_columns) * k.element_size()
-        # Codes are widened into memory of their own
-        room = Target.at(q.device).shared_memory - own * key_columns * 2 - (2 * block if codes else 0)
-        if room >= 2 * block or other == 16:
-            return Blocks(own, other, max(1, min(3, room // block)))
-    raise AssertionError
+    columns, widened = key_columns + value_columns, k.element_size() == 1
+
+    def room(own: int, other: int) -> int:
+        """What queries, and codes that were widened, leave."""
+        return memory - own * key_columns * 2 - (2 * other * columns if widened else 0)
+
+    if wide:
+        while own > 16 and room(own, 32) < 2 * 32 * columns * k.element_size():
+            own //= 2
+    other = 32 if (wide or bits) and own > 16 else 64  # keys times rows of bits take registers too
+    while other > 16 and room(own, other) < 2 * other * columns * k.element_size():
+        other //= 2
+    # Keys are loaded two blocks ahead, those of pages one, and their pages two: 0.96 of the memory's speed with 64 keys, November
+    # 2026 on an H200
+    stages = 4 if paged else 3
+    return Blocks(own, other, max(1, min(stages, room(own, other) // (other * columns * k.element_size()))))
 
 
 def columns_of(count: int, blocked: bool) -> Columns:
@@ -400,10 +411,10 @@ def columns_of(count: int, blocked: bool) -> Columns:
     return Columns(count, first, rest or first, 2 if rest else 1)
 
 
-def scales_of(scale: Tensor | None) -> Scales | None:
+def scales_of(scale: Tensor | None) -> Scales:
     """A scale that broadcasts to [pages, page, kv_heads, blocks of columns]."""
     if scale is None:
-        return None
+        return Scales(None, None, None, None, None)
     s = [0 if n == 1 else stride for n, stride in zip(scale.shape, scale.stride())]
     each = any(scale.shape[i] != 1 for i in (0, 1, 3))  # a scale of all tokens is one number to a program
     return Scales(scale, s[0] if each else None, s[1] if each else None, s[2], s[3] if scale.shape[3] > 1 else None)
@@ -430,11 +441,11 @@ def forward(q: Tensor, k_cache: Tensor, v_cache: Tensor | None, **options: Any) 
         return o, lse
     k_scale, v_scale = scales_of(a.k_scale), scales_of(a.k_scale if v_cache is None else a.v_scale)
     codes, value_codes = k_cache.element_size() == 1, (k_cache if v_cache is None else v_cache).element_size() == 1
-    keys = columns_of(key_dim, k_scale is not None and k_scale.stride_c is not None)
-    values = columns_of(value_dim, v_scale is not None and v_scale.stride_c is not None)
+    keys = columns_of(key_dim, k_scale.stride_c is not None)
+    values = columns_of(value_dim, v_scale.stride_c is not None)
     single = q.dtype == torch.float32
     # Weights times scales of tokens may be too small for fp16
-    small = q.dtype == torch.float16 and v_scale is not None and v_scale.stride_p is not None
+    small = q.dtype == torch.float16 and v_scale.stride_p is not None
     pieces = Pieces(
         3 if single else 1, 3 if single and not codes else 1, 3 if single else 2 if small else 1,
         3 if single and not value_codes else 1,
@@ -447,7 +458,15 @@ def forward(q: Tensor, k_cache: Tensor, v_cache: Tensor | None, **options: Any) 
     group = heads // kv_heads
     wide = keys.FIRST * (keys.COUNT - 1) + keys.LAST + turned.FIRST
     beside = 0 if shared else values.FIRST * (values.COUNT - 1) + values.LAST
-    block = blocks(q, k_cache, None if a.cu_seqlens_q is not None else group * length, wide, beside)
+    block = blocks(
+        q,
+        k_cache,
+        None if a.cu_seqlens_q is not None else group * length,
+        wide,
+        beside,
+        a.block_table is not None,
+        a.tree is not None,
+    )
     tokens = max(1, block.own // group)
     how, tiles = Lengths(), cdiv(length, tokens)
     if a.cu_seqlens_q is not None:
@@ -457,11 +476,12 @@ def forward(q: Tensor, k_cache: Tensor, v_cache: Tensor | None, **options: Any) 
     split = a.split or part_length(capacity, programs, Target.at(q.device).sms)
     parts = max(1, cdiv(capacity, split))
     if parts == 1:
-        made, strides, sums, lse_strides = o, o.stride(), lse, (lse.stride(0), 1, lse.stride(1))
+        made, sums, stride_o, stride_lse = heads_of(o), by_token(lse), 0, 0
     else:
-        made = torch.empty(batch, length, heads, parts, value_dim, dtype=torch.float32, device=q.device)
-        sums = torch.empty(batch, length, heads, parts, dtype=torch.float32, device=q.device)
-        strides, lse_strides = (*made.stride()[:3], 1), sums.stride()[:3]
+        each = torch.empty(batch, length, heads, parts, value_dim, dtype=torch.float32, device=q.device)
+        each_lse = torch.empty(batch, length, heads, parts, dtype=torch.float32, device=q.device)
+        made, sums = Heads(each, *each.stride()[:3], 1), Heads(each_lse, *each_lse.stride()[:3], 0)
+        stride_o, stride_lse = value_dim, 1
     table = None if a.block_table is None else Table(a.block_table, *a.block_table.stride())
     tree = (None, 0, 0) if a.tree is None else (a.tree, *a.tree.stride())
     scale = 1.0 / math.sqrt(head_dim) if a.scale is None else float(a.scale)
@@ -469,8 +489,8 @@ def forward(q: Tensor, k_cache: Tensor, v_cache: Tensor | None, **options: Any) 
     attention_part(
         heads_of(q), heads_of(as_codes(k_cache)), None if shared else heads_of(as_codes(k_cache if v_cache is None else v_cache)),
         None if a.k_rope is None else heads_of(a.k_rope), k_scale, v_scale, table, a.kv_len,
-        0 if a.kv_len is None else a.kv_len.stride(0), *tree, Heads(made, *strides), made.stride(-2) if parts > 1 else 0,
-        Heads(sums, *lse_strides, 0), 1 if parts > 1 else 0, None if a.sink is None else a.sink.contiguous(),
+        0 if a.kv_len is None else a.kv_len.stride(0), *tree, made, stride_o, sums, stride_lse,
+        None if a.sink is None else a.sink.contiguous(),
         Scores(scale, float(a.softcap) or None, slopes, None, None, None, None, None),
         Window(a.left, 0 if a.causal and a.tree is None else None), how, length, capacity, pages, kv_heads, batch, tiles,
         head_tiles, parts, split, GROUP=group, PAGE=0 if table is None else page, KEYS=keys, TURNED=turned, VALUES=values,
@@ -479,8 +499,8 @@ def forward(q: Tensor, k_cache: Tensor, v_cache: Tensor | None, **options: Any) 
     if parts > 1:
         rows = batch * length * heads
         attention_parts_merge(
-            made, sums, heads_of(o), Heads(lse, lse.stride(0), 1, lse.stride(1), 0), rows, length, heads, parts, value_dim,
-            FEW=8, BLOCK=max(16, power_of_two(value_dim)),
+            each, each_lse, heads_of(o), by_token(lse), rows, length, heads, parts, value_dim, FEW=8,
+            BLOCK=max(16, power_of_two(value_dim)),
         )  # fmt: skip
     return o, lse
 
