@@ -38,6 +38,8 @@ OPS = {
     "attention": "attention.attention",
     "attention_lse": "attention.attention",
     "attention_merge": "attention.merge",
+    "cache_move": "attention.cache_write",
+    "cache_write": "attention.cache_write",
     "cached_attention": "attention.cached",
     "column_amax": "ops.quantise.smooth_quantize",
     "cross_entropy": "ops.loss.cross_entropy",

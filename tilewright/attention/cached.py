@@ -18,7 +18,7 @@ from ..core.draw import Draw
 from ..core.signature import at_least
 from ..op import Bars, Cost, Op, Triton, single, upcast
 from . import cached_parts
-from .attention import WIDEST, draw_marks, scale_of
+from .attention import WIDEST, scale_of
 from .cached_parts import SCALED, value_columns
 from .seen import sequences
 
@@ -181,12 +181,14 @@ def inputs(draw: Draw) -> dict[str, Any]:
     heads, width = draw.dim("heads", (1, 2, 4, 6)), draw.dim("head_dim", WIDTHS)
     kv_heads = heads // math.gcd(heads, draw.option("queries_per_key", 2, 1, 3))
     paged = draw.option("block_table", True, False)
-    page = draw.option("page", 16, 1, 3, 64) if paged else draw.dim("capacity", (40, 7, 150))
-    most = draw.dim("most", (3, 2, 9)) if paged else 1
-    marks = draw_marks(draw, length) if packed else None
+    page = draw.option("page", 16, 1, 3, 64) if paged else draw.option("room", 40, 7, 150)
+    most = draw.option("most", 3, 2, 9) if paged else 1
+    marks = None
+    if packed:  # they need not reach the first and the last token
+        marks = draw.integers(draw.option("marks", 4, 2, 7), high=length + 1, dtype=torch.int32).sort().values
     many = batch if marks is None else marks.shape[0] - 1
-    pages = draw.dim("pages", (7, 20)) if paged else many
-    turned = min(width - 1, 8) if draw.option("k_rope", False, False, True) else 0
+    pages = draw.option("pages", 7, 20) if paged else many
+    turned = min(max(0, width - 1), 8) if draw.option("k_rope", False, False, True) else 0
     kinds = [
         draw_codes(draw, name, (pages, page, kv_heads, n))
         for name, n in (("k", width - turned), ("v", max(1, width // 2)))
@@ -245,6 +247,8 @@ def check(
     if kv_heads == 0 and heads or kv_heads and heads % kv_heads:
         raise ValueError(f"{op}: q has {heads} heads, which the {kv_heads} of k_cache do not divide")
     turned = 0 if k_rope is None else k_rope.shape[-1]
+    if k_rope is not None and not turned:
+        raise ValueError(f"{op}: k_rope must have columns, got none")
     if width != key_dim + turned:
         raise ValueError(
             f"{op}: q has {width} columns, k_cache {key_dim}" + (f" and k_rope {turned}" if turned else "")
@@ -275,6 +279,8 @@ def check_sequences(op: str, q: Tensor, k_cache: Tensor, block_table, kv_len, cu
     """Tables and lengths are those of as many sequences as there are."""
     (pages, page), many = k_cache.shape[:2], q.shape[0]
     if cu_seqlens_q is not None:
+        if not cu_seqlens_q.numel():
+            raise ValueError(f"{op}: cu_seqlens_q must have a mark, got none")
         if q.shape[0] != 1:
             raise ValueError(f"{op}: packed sequences lie in a batch of 1, got q with a batch of {q.shape[0]}")
         many = cu_seqlens_q.shape[0] - 1
@@ -315,10 +321,10 @@ cached_attention = Op(
     where={
         "q": "float[batch length heads head_dim]", "k_cache": f"{CACHE}[pages page kv_heads key_dim]",
         "v_cache": f"{CACHE}[pages page kv_heads value_columns]", "block_table": "int[sequences most]", "kv_len": "int[sequences]",
-        "value_dim": at_least(1), "k_rope": "q[pages page kv_heads rope_dim+]",
+        "value_dim": at_least(1), "k_rope": "q[pages page kv_heads rope_dim]",
         "k_scale": "float32|float64[pages? page? kv_heads? key_blocks]",
         "v_scale": "float32|float64[pages? page? kv_heads? value_blocks]",
-        "cu_seqlens_q": "int[marks+]", "left": at_least(0), "softcap": at_least(0.0),
+        "cu_seqlens_q": "int[marks]", "left": at_least(0), "softcap": at_least(0.0),
         "sink": "float[heads]", "slopes": "float[heads]", "tree": "int64[trees nodes]", "split": at_least(1),
     },
     results={"o": "q[batch length heads columns]", "lse": "wide(q)[batch heads length]"},
