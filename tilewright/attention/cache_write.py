@@ -416,8 +416,8 @@ cache_move = Op(
     "cache_move", reference_move, inputs_move, Triton(forward_move, None, single), check=check_move, cost=Cost(cost_move),
     bars=Bars("G"),
     where={
-        "k_cache": "any[pages page kv_heads key_dim]", "v_cache": "any[pages page kv_heads value_dim]", "source": "int[moves]",
-        "target": "int[moves]",
+        "k_cache": f"{CACHE}[pages page kv_heads key_dim]", "v_cache": f"{CACHE}[pages page kv_heads value_dim]",
+        "source": "int[moves]", "target": "int[moves]",
     },
     results={}, writes=("k_cache", "v_cache"),
 )  # fmt: skip

@@ -154,6 +154,13 @@ MATRICES = tuple(Place({"tokens": rows, "hidden": columns}, {"count": 12}, fewer
 ACTIVATIONS = (*widths("hidden", "ffn"), *of_experts("hidden", "expert_ffn"))
 PLACES: dict[str, tuple[Place, ...]] = {
     "add_rms_norm": NORM,
+    "cache_move": (Place({**ROWS, "heads": "kv_heads", "head_dim": "head_dim"}),),
+    "cache_write": (Place({**ROWS, "heads": "kv_heads", "head_dim": "head_dim"}),),
+    # A step of many sequences, and a chunk of one
+    "cached_attention": (
+        Place({**HEADS, "batch": "tokens", "length": "one"}, of("queries_per_key")),
+        Place(HEADS, of("queries_per_key")),
+    ),
     "column_amax": ACTIVATIONS,
     "cross_entropy": LOSS,
     "cross_entropy_join": (Place(ROWS, {"shards": Fact("eight")}),),
