@@ -18,10 +18,10 @@ from torch import Tensor
 
 from ..core.debug import check_indices
 from ..core.draw import Draw
-from ..core.target import Target
 from ..core.tensor import cdiv, power_of_two
 from ..device.integers import MAGIC, byte_code, integer_scale
 from ..device.quantize import amax, encode, has, scale_of
+from ..formats.fill import is_fast
 from ..formats.fp8 import fp8
 from ..formats.integers import int8
 from ..op import Bars, Cost, Op, Triton, single
@@ -206,10 +206,11 @@ def move_block(C, P, page, place, known, row, head, block, COLUMNS, OUT: tl.cons
     at = page * C.stride_b + place * C.stride_t + head.to(tl.int64) * C.stride_h
     cache = C.data + at[:, None] + column.to(tl.int64)[None, :] * C.stride_d
     kept = P + row[:, None] * COLUMNS + column[None, :]
+    ZERO: tl.constexpr = 0 if P.dtype.element_ty.is_int() else 0.0
     if OUT:
-        tl.store(cache, tl.load(kept, inside), inside)
+        tl.store(cache, tl.load(kept, inside, ZERO), inside)
     else:
-        tl.store(kept, tl.load(cache, inside), inside)
+        tl.store(kept, tl.load(cache, inside, ZERO), inside)
 
 
 @kernel(
@@ -251,8 +252,7 @@ def format_of(cache: Tensor, scale: Tensor | None) -> str:
         return ""
     kind = "int8" if cache.dtype == torch.int8 else "e4m3"
     given = "row" if tuple(scale.shape[:2]) == tuple(cache.shape[:2]) else "static"
-    target = Target.at(cache.device)
-    return f"{kind}:{given}:fp32:exact" + (":fast" if target.fp8 and target.nvidia else "")
+    return f"{kind}:{given}:fp32:exact" + (":fast" if is_fast(cache) else "")
 
 
 def width_of(cache: Tensor, scale: Tensor | None) -> int:

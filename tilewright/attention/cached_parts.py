@@ -26,6 +26,7 @@ from ..core.tensor import cdiv, power_of_two
 from ..device.products import add_product
 from ..device.quantize import decode
 from ..device.softmax import LN2, LOG2E
+from ..formats.fill import is_fast
 from ..runtime.kernel import kernel
 from .merge import at_row, by_token, places
 from .portable import Heads, Scores, bend, heads_of, parts_of
@@ -421,8 +422,8 @@ def scales_of(scale: Tensor | None) -> Scales:
 
 
 def as_codes(t: Tensor | None) -> Tensor | None:
-    """FP8 codes as bytes where the chip converts none."""
-    bytewise = t is not None and t.dtype == torch.float8_e4m3fn and not Target.at(t.device).fp8
+    """FP8 codes as bytes where the chip has no instructions that convert them."""
+    bytewise = t is not None and t.dtype == torch.float8_e4m3fn and not is_fast(t)
     return t.view(torch.uint8) if bytewise else t
 
 
