@@ -7,8 +7,11 @@ import math
 import pytest
 import torch
 from torch import Tensor
+from triton.runtime.errors import InterpreterError
 
 import tilewright as tw
+from tests.mutants import ROOT, Mutant, edited
+from tilewright.check.far_apart import load
 
 LOWEST = torch.iinfo(torch.int32).min
 HEADS, KV_HEADS, WIDTH, VALUES = 4, 2, 24, 16
@@ -281,3 +284,39 @@ def test_calls_that_make_no_sense_are_refused():
     cache = torch.zeros(2, 8, KV_HEADS, WIDTH)
     with pytest.raises(ValueError, match="k_cache, which is written, shares memory with v_cache"):
         tw.cache_write(cache[0].clone(), cache[1].clone(), cache, cache, torch.arange(8))
+
+
+PARTS = "tilewright/attention/cached_parts.py"
+BROKEN = {
+    "the last part dropped": ("parts = max(1, cdiv(capacity, split))", "parts = max(1, capacity // split)"),
+    "a page read twice": ("(j // PAGE).to(tl.int64)", "(j // PAGE // 2).to(tl.int64)"),
+    "a page not clamped": ("known = there & (page >= 0) & (page < PAGES)", "known = there"),
+    "a part that begins late": ("begin = part * SPLIT", "begin = part * SPLIT + (part > 0)"),
+    "a sink in every part": ("live & (part == 0), float", "live, float"),
+    "what a tree hides is multiplied": ("v = tl.where(used[:, None], v, 0.0)", "v = v"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_broken_kernels_are_noticed(name, tmp_path):
+    """The kernels' file with one edit: the identities above do not hold for it."""
+    mutant = Mutant(name, *BROKEN[name], "", "", PARTS)
+    path = tmp_path / "parts.py"
+    path.write_text(edited((ROOT / PARTS).read_text(), mutant, "none"))
+    forward = load(str(path), f"broken_parts_{list(BROKEN).index(name)}").forward
+    lengths, nodes = [37, 5], 2
+    q, k, v, kv_len = sequences(lengths, nodes)
+    (k_cache, table), (v_cache, _) = (paged(t, lengths, 4, spare=1) for t in (k, v))
+    tree = torch.tensor([[1, 2], [1, 3]])
+    if name == "what a tree hides is multiplied":
+        tree[0] = 2
+        at = 37 - nodes  # the first draft of the first sequence, which then none of its queries sees
+        v_cache[table[0, at // 4], at % 4] = math.nan
+    table[1, 1] = -7 if name == "a page not clamped" else table[1, 1]
+    values = tw.cached_attention.op.signature.bind((q, k_cache, v_cache, table, kv_len), {"tree": tree, "split": 16})
+    values["sink"] = torch.zeros(HEADS)
+    wanted = tw.cached_attention(**values)
+    near(launched(**values), wanted)
+    options = {n: value for n, value in values.items() if n not in ("backend", "out")}
+    with pytest.raises((AssertionError, InterpreterError)):
+        near(forward(**options), wanted)
