@@ -328,8 +328,11 @@ def attention_parts_merge(
     top = tl.full([BLOCK_R], float("-inf"), tl.float32)
     lost = tl.zeros([BLOCK_R], tl.float32)
     used = 0  # parts up to the last that saw anything
-    for first in range(0, PARTS, 64):
-        i = first + tl.arange(0, 64)
+    MANY: tl.constexpr = (
+        64 if BLOCK == 32 else 32
+    )  # not BLOCK: Triton 3.6 fails where ranges of one size are of two tiles
+    for first in range(0, PARTS, MANY):
+        i = first + tl.arange(0, MANY)
         one = tl.load(LSE + row[:, None] * PARTS + i[None, :], inside[:, None] & (i < PARTS)[None, :], float("-inf"))
         lost += tl.sum(tl.where(one == one, 0.0, one), 1)  # a NaN, which a maximum loses
         top = tl.maximum(top, tl.max(one, 1))
