@@ -205,6 +205,14 @@ MUTANTS += [
            "attention_merge"),
 ]  # fmt: skip
 
+SLOTS = "tilewright/attention/cache_write.py"
+MUTANTS += [
+    Mutant("cache_write: slots past the last", "(slot >= 0) & (slot < PAGES.to(tl.int64) * PAGE)", "slot >= 0", "wild_indices",
+           "outside|out of bounds|stray", SLOTS, "cache_write"),
+    Mutant("cache_move: read and written at once", "for out in (False, True):", "for out in (True, False):", "accuracy",
+           "k_cache after", SLOTS, "cache_move"),
+]  # fmt: skip
+
 # What only the compiled code shows: nothing that a property can see is wrong in these.
 COMPILED = [
     Mutant("groups are a dimension of the load",

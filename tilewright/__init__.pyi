@@ -119,6 +119,51 @@ def attention_merge(
 ) -> tuple[Tensor, Tensor]:
     """(o, lse) of all keys, of parts `o` [parts, batch, length, heads, value_dim] and `lse` [parts, batch, heads, length]."""
 
+def cache_move(
+    k_cache: Tensor,
+    v_cache: Tensor | None,
+    source: Tensor,
+    target: Tensor,
+) -> None:
+    """Copy what caches [pages, page, kv_heads, columns] hold in slots `source` [moves] into slots `target`."""
+
+def cache_write(
+    k: Tensor,
+    v: Tensor | None,
+    k_cache: Tensor,
+    v_cache: Tensor | None,
+    slots: Tensor,
+    *,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> None:
+    """Write `k` [..., kv_heads, head_dim] and `v` of tokens into the `slots` [...] of caches [pages, page, kv_heads, columns]."""
+
+def cached_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor | None = None,
+    block_table: Tensor | None = None,
+    kv_len: Tensor | None = None,
+    *,
+    value_dim: int | None = None,
+    k_rope: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    scale: float | None = None,
+    causal: bool = True,
+    left: int | None = None,
+    softcap: float = 0.0,
+    sink: Tensor | None = None,
+    slopes: Tensor | None = None,
+    tree: Tensor | None = None,
+    split: int | None = None,
+    backend: Literal["auto", "portable"] = "auto",
+    out: tuple[Tensor | None, Tensor | None] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(o, lse): attention of `q` [batch, length, heads, head_dim] over caches [pages, page, kv_heads, head_dim], forward only."""
+
 def column_amax(
     x: Tensor,
     *,

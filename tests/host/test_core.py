@@ -17,6 +17,7 @@ from tilewright.check.cases import Net
 from tilewright.check.oracle import same_bits
 from tilewright.check.registration import FACES
 from tilewright.core.cost import traffic
+from tilewright.core.memory import interleaved
 from tilewright.core.private import guard
 from tilewright.core.signature import at_least
 from tilewright.op import Gradient, Op, Out, Triton
@@ -306,3 +307,21 @@ def test_quantised_out_must_be_laid_out_as_its_format_says():
             tw.rms_norm(x, out_format=fmt, out=out)
     with pytest.raises(ValueError, match="out.scale_t"):  # made for no groups
         tw.glu(torch.cat([x, x], -1), out_format=fmt, out=good, offsets=torch.tensor([2, 6]))
+
+
+def test_fields_of_records_share_no_memory():
+    """Codes, scales and numbers of one buffer, record by record, though their spans meet."""
+    record = torch.zeros(3, 4, 1, 656, dtype=torch.uint8)
+    codes, scale, rope = (
+        record[..., :512],
+        record[..., 512:528].view(torch.float32),
+        record[..., 528:].view(torch.bfloat16),
+    )
+    for a, b in ((codes, scale), (scale, codes), (rope, codes), (scale, rope)):
+        assert interleaved(a, b)
+    for a, b in ((record, scale), (scale, record), (record[..., :513], scale), (record[1:, ..., 527:], scale)):
+        assert not interleaved(a, b)
+    flat = torch.zeros(64)
+    assert not interleaved(flat[:32].view(4, 8), flat[31:63].view(4, 8))  # one element in common
+    assert not interleaved(flat.as_strided((4, 3), (8, 1)), flat.as_strided((4, 3), (8, 1), 6))  # over the record's end
+    assert interleaved(flat.view(8, 8)[:, :3], flat.view(8, 8)[1:, 3:5])

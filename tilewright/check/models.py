@@ -168,6 +168,13 @@ PLACES: dict[str, tuple[Place, ...]] = {
     "attention": ATTENTION,
     "attention_lse": ATTENTION,
     "attention_merge": (Place({**HEADS, "parts": "eight"}, fewer="heads"),),
+    "cache_move": (Place({**ROWS, "heads": "kv_heads", "head_dim": "head_dim"}),),
+    "cache_write": (Place({**ROWS, "heads": "kv_heads", "head_dim": "head_dim"}),),
+    # A step of many sequences, and a chunk of one
+    "cached_attention": (
+        Place({**HEADS, "batch": "tokens", "length": "one"}, of("queries_per_key")),
+        Place(HEADS, of("queries_per_key")),
+    ),
     "column_amax": ACTIVATIONS,
     "cross_entropy": LOSS,
     "cross_entropy_join": (Place(ROWS, {"shards": Fact("eight")}),),

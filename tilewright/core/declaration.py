@@ -343,7 +343,8 @@ class Declaration:
         that the op writes are written."""
         results, becomes = self.apart(self.reference(**self.arguments(values)))
         for name, value in becomes.items():
-            values[name].copy_(value)
+            if value is not None:
+                values[name].copy_(value)
         return stored(mapped(lambda t: t.contiguous(), results), outs_of(self, values))
 
     def apart(self, made: Any) -> tuple[Any, dict[str, Tensor]]:

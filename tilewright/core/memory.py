@@ -28,6 +28,22 @@ def overlapping(a: Tensor, b: Tensor) -> bool:
     return a0 < b1 and b0 < a1
 
 
+def interleaved(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors are fields of the same records: both repeat at some distance, and within it lie apart."""
+    for record in {s * a.element_size() for n, s in zip(a.shape, a.stride()) if n > 1 and s}:
+        extents = []
+        for t in (a, b):
+            steps = [(n - 1, s * t.element_size()) for n, s in zip(t.shape, t.stride()) if n > 1]
+            if any(step > record and step % record for _, step in steps):
+                break
+            extents.append(t.element_size() + sum(n * step for n, step in steps if step < record))
+        else:
+            apart = (b.data_ptr() - a.data_ptr()) % record
+            if extents[0] <= apart and apart + extents[1] <= record:
+                return True
+    return False
+
+
 def same_memory(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors are one: the same elements at the same addresses."""
     return a is b or (a.data_ptr(), a.shape, a.stride(), a.dtype) == (b.data_ptr(), b.shape, b.stride(), b.dtype)
