@@ -85,7 +85,7 @@ def attention(
     kv_len: Tensor | None = None,
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
-    backend: Literal["auto", "portable"] = "auto",
+    backend: Literal["auto", "hopper", "portable"] = "auto",
     out: Tensor | None = None,
 ) -> Tensor:
     """Attention of `q` [batch, length, heads, head_dim] over `k` [batch, keys, kv_heads, head_dim] and `v` [..., value_dim]."""
@@ -106,7 +106,7 @@ def attention_lse(
     kv_len: Tensor | None = None,
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
-    backend: Literal["auto", "portable"] = "auto",
+    backend: Literal["auto", "hopper", "portable"] = "auto",
     out: tuple[Tensor | None, Tensor | None] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(o, lse): `attention`, and the natural logarithm of the sum of what enters each softmax, [batch, heads, length] in fp32."""

@@ -28,7 +28,7 @@ from ..device.quantize import decode
 from ..device.softmax import LN2, LOG2E
 from ..formats.fill import is_fast
 from ..runtime.kernel import kernel
-from .merge import at_row, by_token, places
+from .merge import at_columns, at_row, whole_of
 from .portable import Heads, Scores, bend, heads_of, parts_of
 from .tiles import Lengths, Window, is_seen, keys_seen, lengths, tile_at
 
@@ -352,11 +352,10 @@ def attention_parts_merge(
         sums += tl.sum(weight[:, :, None] * own, 1)
     empty = total == 0.0
     share = tl.where(empty, 0.0, 1.0 / tl.where(empty, 1.0, total))
-    batch, token, head = places(row, L, HEADS)
-    at = at_row(O, batch, token, head)[:, None] + column.to(tl.int64)[None, :] * O.stride_d
+    at = at_columns(O, row, column, L, HEADS)
     tl.store(O.data + at, (sums * share[:, None]).to(O.data.dtype.element_ty), inside[:, None] & (column < V)[None, :])
     lse = tl.where(empty, float("-inf"), base + tl.log(tl.where(empty, 1.0, total)))
-    tl.store(OUT.data + at_row(OUT, batch, token, head), lse, inside)
+    tl.store(OUT.data + at_row(OUT, row, L, HEADS), lse, inside)
 
 
 # ---- host ------------------------------------------------------------------------------------------------------------
@@ -480,7 +479,7 @@ def forward(q: Tensor, k_cache: Tensor, v_cache: Tensor | None, **options: Any) 
     split = a.split or part_length(capacity, programs, Target.at(q.device).sms)
     parts = max(1, cdiv(capacity, split))
     if parts == 1:
-        made, sums, stride_o, stride_lse = heads_of(o), by_token(lse), 0, 0
+        made, sums, stride_o, stride_lse = heads_of(o), whole_of(lse), 0, 0
     else:
         each = torch.empty(batch, length, heads, parts, value_dim, dtype=torch.float32, device=q.device)
         each_lse = torch.empty(batch, length, heads, parts, dtype=torch.float32, device=q.device)
@@ -503,7 +502,7 @@ def forward(q: Tensor, k_cache: Tensor, v_cache: Tensor | None, **options: Any) 
     if parts > 1:
         rows = batch * length * heads
         attention_parts_merge(
-            each, each_lse, heads_of(o), by_token(lse), rows, length, heads, parts, value_dim, FEW=8,
+            each, each_lse, heads_of(o), whole_of(lse), rows, length, heads, parts, value_dim, FEW=8,
             BLOCK=max(16, power_of_two(value_dim)),
         )  # fmt: skip
     return o, lse
