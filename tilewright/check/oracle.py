@@ -399,7 +399,7 @@ def noises(op: Op, values: Mapping[str, Any], grads: list) -> dict[str, Tensor]:
                     square = error.square()
                     error = square.mean(-1, keepdim=True).sqrt()
                     if (
-                        i == 2 and square.dim() > 1
+                        i > 1 and square.dim() > 1
                     ):  # where a column of what was rounded stands out, so does its rounding
                         error = torch.maximum(error, square.mean(-2, keepdim=True).sqrt())
                 worst[name] = torch.maximum(worst[name], error) if name in worst else error
