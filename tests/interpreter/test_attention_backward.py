@@ -69,7 +69,7 @@ def test_against_the_reference(name, through_lse, monkeypatch):
             t[(~alive).all(1)] = math.nan
     needs = {"q", "k", "v"} | ({"sink"} if sink is not None else set())
     saved = SimpleNamespace(
-        q=q, k=k, v=v, o=o.detach().bfloat16(), lse=lse.detach().float(), needs=needs, **options
+        q=q, k=k, v=v, o=o.detach().bfloat16(), lse=lse.detach().float().contiguous(), needs=needs, backend="hopper", **options
     )  # fmt: skip
     monkeypatch.setattr(hopper, "attention_backward_hopper", play_backward)
     with pretend(HOPPER):

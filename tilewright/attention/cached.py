@@ -178,16 +178,16 @@ WIDTHS = (64, 40, 72, 128, 192, 8, 17)
 def inputs(draw: Draw) -> dict[str, Any]:
     packed = draw.option("cu_seqlens_q", False, True)
     batch, length = 1 if packed else draw.dim("batch"), draw.dim("length")
-    heads, width = draw.dim("heads", (1, 2, 4, 6)), draw.dim("head_dim", WIDTHS)
+    heads, width = draw.dim("heads", (1, 2, 4, 3)), draw.dim("head_dim", WIDTHS)
     kv_heads = heads // math.gcd(heads, draw.option("queries_per_key", 2, 1, 3))
     paged = draw.option("block_table", True, False)
-    page = draw.option("page", 16, 1, 3, 64) if paged else draw.option("room", 40, 7, 150)
-    most = draw.option("most", 3, 2, 9) if paged else 1
+    page = draw.option("page", 16, 1, 3, 64) if paged else draw.option("room", 40, 7, 80)
+    most = draw.option("most", 3, 2, 5) if paged else 1
     marks = None
     if packed:  # they need not reach the first and the last token
         marks = draw.integers(draw.option("marks", 4, 2, 7), high=length + 1, dtype=torch.int32).sort().values
     many = batch if marks is None else marks.shape[0] - 1
-    pages = draw.option("pages", 7, 20) if paged else many
+    pages = draw.option("pages", 7, 5) if paged else many
     turned = min(max(0, width - 1), 8) if draw.option("k_rope", False, False, True) else 0
     kinds = [
         draw_codes(draw, name, (pages, page, kv_heads, n))
