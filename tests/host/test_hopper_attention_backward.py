@@ -27,7 +27,7 @@ def blank(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
 def saved(D=128, V=None, n=300, m=310, heads=4, kv_heads=2, batch=2, dtype=BF16, **given) -> SimpleNamespace:
     V = D if V is None else V
     q, k, v = (blank(batch, *size, dtype=dtype) for size in ((n, heads, D), (m, kv_heads, D), (m, kv_heads, V)))
-    made = {"q": q, "k": k, "v": v, **OPTIONS, "needs": frozenset({"q", "k", "v"}), **given}
+    made = {"q": q, "k": k, "v": v, **OPTIONS, "needs": frozenset({"q", "k", "v"}), "backend": "hopper", **given}
     o, lse = blank(batch, n, heads, V, dtype=dtype), blank(batch, heads, n, dtype=FP32)
     return SimpleNamespace(**made, o=o, lse=lse)
 

@@ -148,6 +148,7 @@ def inputs(draw: Draw) -> dict[str, Any]:
     packed = draw.option("cu_seqlens_q", False, True)
     batch, length = 1 if packed else draw.dim("batch"), draw.dim("length")
     more = draw.option("more_keys", 0, 5, 0, 70, -1)  # than queries: 70 is more than a block
+    more = more if length > 4 else min(more, 2)  # where others are few, properties of the machinery are tried
     keys, heads = max(0, length + more), draw.dim("heads", (1, 2, 4, 3))
     queries = math.gcd(heads, draw.option("queries_per_key", 2, 1, 3))
     width = draw.dim("head_dim", WIDTHS)

@@ -183,6 +183,8 @@ def inputs(draw: Draw) -> dict[str, Any]:
     paged = draw.option("block_table", True, False)
     page = draw.option("page", 16, 1, 3, 64) if paged else draw.option("room", 40, 7, 80)
     most = draw.option("most", 3, 2, 5) if paged else 1
+    if length <= 4:  # where others are few, properties of the machinery are tried
+        page, most = min(page, 16), min(most, 2)
     marks = None
     if packed:  # they need not reach the first and the last token
         marks = draw.integers(draw.option("marks", 4, 2, 7), high=length + 1, dtype=torch.int32).sort().values
