@@ -158,18 +158,12 @@ def gelu(x):
 
 @triton.jit
 def gelu_tanh(x):
-    return 0.5 * x * (1.0 + libdevice.tanh(ROOT_2_OVER_PI * (x + CUBE * x * x * x)))
+    return 0.5 * x * (1.0 + libdevice.tanh((x + x * x * x * CUBE) * ROOT_2_OVER_PI))
 
 
 @triton.jit
 def is_infinite(x):
     return tl.abs(x) == float("inf")
-
-
-@triton.jit
-def never(x):
-    """Of integers: none is NaN or infinite."""
-    return x != x
 
 
 @triton.jit
@@ -363,6 +357,42 @@ def filled(x, mask, value):
     return tl.where(mask != 0, value, x)
 
 
+@triton.jit
+def add_outer(x, y, z, beta, alpha):
+    return beta * x + alpha * (y * z)
+
+
+@triton.jit
+def outer(y, z, alpha):
+    return alpha * (y * z)
+
+
+@triton.jit
+def is_finite(x):
+    return tl.abs(x) < float("inf")
+
+
+@triton.jit
+def is_close(x, y, rtol, atol):
+    near = tl.abs(x - y) <= atol + tl.abs(rtol * y)
+    return (x == y) | (near & (tl.abs(y) < float("inf")) & (tl.abs(x) < float("inf")))
+
+
+@triton.jit
+def is_close_or_nan(x, y, rtol, atol):
+    return is_close(x, y, rtol, atol) | (is_nan(x) & is_nan(y))
+
+
+@triton.jit
+def times_cosine(x, y):
+    return x * libdevice.cos(y)
+
+
+@triton.jit
+def times_sine(x, y):
+    return x * libdevice.sin(y)
+
+
 # ---- formulas of backward passes, which autograd calls ---------------------------------------------------------------
 
 
@@ -390,8 +420,8 @@ def gelu_backward(dy, x):
 
 @triton.jit
 def gelu_tanh_backward(dy, x):
-    t = libdevice.tanh(ROOT_2_OVER_PI * (x + CUBE * x * x * x))
-    slope = ROOT_2_OVER_PI * (1.0 + 3.0 * CUBE * x * x)
+    t = libdevice.tanh((x + x * x * x * CUBE) * ROOT_2_OVER_PI)
+    slope = (x * x * (3.0 * CUBE) + 1.0) * ROOT_2_OVER_PI
     return dy * (0.5 * (1.0 + t) + 0.5 * x * (1.0 - t * t) * slope)
 
 
@@ -409,6 +439,18 @@ def elu_backward(dy, x, alpha, scale, input_scale):
 @triton.jit
 def elu_backward_of_result(dy, y, alpha, scale, input_scale):
     return tl.where(y <= 0, dy * input_scale * (y + alpha * scale), dy * scale)
+
+
+@triton.jit
+def gate(x, y):
+    return x * sigmoid(y)
+
+
+@triton.jit
+def gate_backward(dy, x, y):
+    """Of the gate's second operand."""
+    s = sigmoid(y)
+    return dy * x * s * (1.0 - s)
 
 
 @triton.jit

@@ -209,7 +209,7 @@ class Promoted(NamedTuple):
 
 def promoted(row: Row, given: list[Any]) -> Promoted:
     """The dtypes of tensors and numbers in tensors' places."""
-    common = given[0].dtype if len(given) == 1 else common_dtype(given)
+    common = given[0].dtype if len(given) == 1 or row.promotes == "keep" else common_dtype(given)
     if row.promotes == "float" and not common.is_floating_point:
         common = torch.get_default_dtype()
     if kind_of(common) not in row.dtypes or common not in TAKEN:
@@ -246,7 +246,7 @@ KINDS = ("bool", "integer", "float", "complex")
 def run(row: Row, values: dict[str, Any], out: Tensor | None) -> Tensor:
     """One call of a row; `out` is where the result is stored, if that is given."""
     function = row.function if row.choose is None else row.choose(values)
-    given = [values[n] for n in row.tensors]
+    given = [values[n] for n in row.tensors if values[n] is not None]
     shown = [v for v in given if isinstance(v, Tensor)]
     if not shown and out is None:
         raise Declined("no tensor")
@@ -256,7 +256,7 @@ def run(row: Row, values: dict[str, Any], out: Tensor | None) -> Tensor:
             raise Declined("tensors of two devices")
         if t.layout != torch.strided or t.dtype not in TAKEN or t.is_neg():
             raise Declined(f"{str(t.dtype).removeprefix('torch.')}, {t.layout}, or a lazy view")
-    common, result = promoted(row, given) if given else Promoted(out.dtype, out.dtype)
+    common, result = promoted(row, given) if shown else Promoted(out.dtype, out.dtype)
     compute = compute_dtype(common)
     shape = layout.broadcast([t.shape for t in shown]) if shown else tuple(out.shape)
     if shape is None:
@@ -265,9 +265,14 @@ def run(row: Row, values: dict[str, Any], out: Tensor | None) -> Tensor:
     own = [bits_of(n.default if values[n.name] is None else values[n.name], compute) for n in row.numbers]
     how = How(function, len(given), len(own), IN_TRITON[common], IN_TRITON[compute], row.promotes in ("bool", "keep"))
     if out is None:
-        out = torch.empty_strided(shape, layout.result_strides(shape, shown), dtype=result, device=device)
+        strides = (
+            layout.result_strides(shape, shown) if row.allocates == "iterator" else layout.contiguous_strides(shape)
+        )
+        if row.allocates == "like":
+            strides = torch.empty_like(shown[0], device="meta").stride()
+        out = torch.empty_strided(shape, strides, dtype=result, device=device)
     else:
-        check_out(out, shape, result, shown)
+        check_out(out, shape, result if row.name != "copy" else out.dtype, shown)
     if out.numel():
         launch(how, out, [v if isinstance(v, Tensor) else None for v in given], [*padded(places), *padded(own)])
     return out

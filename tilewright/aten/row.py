@@ -29,10 +29,11 @@ class Number(NamedTuple):
 class Row:
     """One operator of the pointwise engine.
 
-    `function` takes `tensors` in the compute dtype, then `numbers`, and gives the value. `promotes`: "default" is torch's own
-    promotion; "float" makes integers float; "bool" compares in the promoted dtype and gives bool; "keep" gives the dtype of the
-    first tensor. `dtypes` are the classes of compute dtype that are taken: "float", "integer", "bool". `when(values)` may say why
-    a call is aten's. `choose(values)` gives another function for some arguments (a rounding mode).
+    `function` takes `tensors` in the compute dtype, but for those that are None, then `numbers`, and gives the value. `promotes`:
+    "default" is torch's own promotion; "float" makes integers float; "bool" compares in the promoted dtype and gives bool; "keep"
+    gives the dtype of the first tensor. `dtypes` are the classes of promoted dtype that are taken: "float", "integer", "bool".
+    `allocates` says how the result lies: as the "iterator" has it, "like" the first tensor, or "contiguous". `when(values)` may
+    say why a call is aten's. `choose(values)` gives another function for some arguments (a rounding mode).
     """
 
     name: str
@@ -44,6 +45,7 @@ class Row:
     dtypes: tuple[str, ...] = ("float", "integer", "bool")
     when: Callable[[dict[str, Any]], str | None] | None = None
     choose: Callable[[dict[str, Any]], Any] | None = None
+    allocates: str = "iterator"
     engine: str = field(default="pointwise")
 
 

@@ -75,17 +75,23 @@ def extremes(values: dict[str, Any]) -> None:
     return None
 
 
-def by_kind(floats: Any, integers: Any) -> Any:
-    """Another function for integers, of which there are no NaN."""
-    return lambda values: floats if values["self"].is_floating_point() else integers
-
-
 def rounding(values: dict[str, Any]) -> Any:
     return {"floor": f.floored_quotient, "trunc": f.truncated_quotient}[values["rounding_mode"]]
 
 
+def halves(values: dict[str, Any]) -> bool:
+    """16-bit floats, in which aten rounds each step of a floored quotient."""
+    return any(isinstance(v, Tensor) and v.is_floating_point() and v.element_size() == 2 for v in values.values())
+
+
+def floors(values: dict[str, Any]) -> str | None:
+    return "a floored quotient of 16-bit floats" if halves(values) else None
+
+
 def rounds(values: dict[str, Any]) -> str | None:
-    return None if values["rounding_mode"] in ("floor", "trunc") else "division that does not round"
+    if values["rounding_mode"] not in ("floor", "trunc"):
+        return "division that does not round"
+    return floors(values) if values["rounding_mode"] == "floor" else None
 
 
 def gelu_of(plain: Any, by_tanh: Any) -> Any:
@@ -108,9 +114,38 @@ def plain_fill(values: dict[str, Any]) -> str | None:
     return None
 
 
-def inside(values: dict[str, Any]) -> str | None:
+def copies(values: dict[str, Any]) -> str | None:
+    """Only what a kernel does better than a copy of bytes: plain copies are the driver's."""
+    to, source = values["self"], values["src"]
+    if to.device != source.device:
+        return "a copy between devices"
+    if kind_of(source.dtype) == "float" and kind_of(to.dtype) == "integer":
+        return "a cast of floats to integers, which has no answer for large ones"
+    return None
+
+
+def masks(values: dict[str, Any]) -> str | None:
+    if values["mask"].dtype != torch.bool:
+        return "a mask that is not bool"
+    return plain_fill(values)
+
+
+def clamps(values: dict[str, Any]) -> str | None:
     """torch refuses to clamp by nothing."""
-    return "no bound" if values["min"] is None and values["max"] is None else None
+    return "no bound" if values.get("min") is None and values.get("max") is None else None
+
+
+def clamp_by(values: dict[str, Any]) -> Any:
+    low, high = values.get("min") is not None, values.get("max") is not None
+    return f.between if low and high else f.larger if low else f.smaller
+
+
+def conditions(values: dict[str, Any]) -> str | None:
+    return None if values["condition"].dtype == torch.bool else "a condition that is not bool"
+
+
+def alike(values: dict[str, Any]) -> str | None:
+    return None if values["self"].dtype == values["other"].dtype else "two dtypes, which torch refuses"
 
 
 def scaled(values: dict[str, Any]) -> str | None:
@@ -146,14 +181,18 @@ ROWS = (
     Row("softplus", f.softplus, ("softplus",), numbers=(Number("beta"), Number("threshold")), dtypes=FLOAT),
     Row("threshold", f.threshold, ("threshold",), numbers=(Number("threshold"), Number("value")), dtypes=FLOAT),
     Row("nan_to_num", f.finite_number, ("nan_to_num",), numbers=(Number("nan"), Number("posinf"), Number("neginf")),
-        dtypes=FLOAT, when=extremes),
+        dtypes=FLOAT, when=extremes, allocates="like"),
+    Row("isfinite", f.is_finite, ("isfinite",), promotes="bool", dtypes=FLOAT),
+    Row("fill", f.copy, ("fill_.Scalar", "fill_.Tensor"), ("value",), promotes="keep", when=plain_fill),
+    Row("copy", f.copy, ("copy_",), ("src",), promotes="keep", when=copies),
     # two
     Row("add", f.add, both("add.Tensor"), TWO, (Number("alpha"),), when=exact),
     Row("sub", f.subtract, both("sub.Tensor"), TWO, (Number("alpha"),), when=no_bools),
     Row("mul", f.multiply, both("mul.Tensor"), TWO),
     Row("div", f.quotient, both("div.Tensor"), TWO, promotes="float"),
     Row("div_mode", f.floored_quotient, both("div.Tensor_mode"), TWO, dtypes=NUMERIC, when=rounds, choose=rounding),
-    Row("floor_divide", f.floored_quotient, ("floor_divide", "floor_divide_.Tensor"), TWO, dtypes=NUMERIC),
+    Row("floor_divide", f.floored_quotient, ("floor_divide", "floor_divide_.Tensor"), TWO, dtypes=NUMERIC,
+        when=floors),
     Row("remainder", f.remainder, (*both("remainder.Tensor"), "remainder.Scalar_Tensor"), TWO, dtypes=NUMERIC),
     Row("maximum", f.larger, ("maximum",), TWO),
     Row("minimum", f.smaller, ("minimum",), TWO),
@@ -171,7 +210,16 @@ ROWS = (
     Row("pow", f.power, ("pow.Tensor_Tensor", "pow.Tensor_Scalar", "pow.Scalar", "pow_.Tensor", "pow_.Scalar"),
         ("self", "exponent"), dtypes=NUMERIC, when=whole_exponent),
     # three
-    Row("where", f.chosen, ("where.self", "where.self_out"), ("condition", "self", "other")),
+    Row("where", f.chosen, ("where.self", "where.self_out"), ("condition", "self", "other"), when=conditions),
+    Row("clamp", f.between, (*both("clamp"), *both("clamp.Tensor")), ("self", "min", "max"), dtypes=NUMERIC, when=clamps,
+        choose=clamp_by),
+    Row("clamp_min", f.larger, both("clamp_min"), ("self", "min"), dtypes=NUMERIC),
+    Row("masked_fill", f.filled, ("masked_fill.Scalar", "masked_fill.Tensor"), ("self", "mask", "value"), promotes="keep",
+        when=masks, allocates="contiguous"),
+    Row("masked_fill_", f.filled, ("masked_fill_.Scalar", "masked_fill_.Tensor"), ("self", "mask", "value"), promotes="keep",
+        when=masks),
+    Row("isclose", f.is_close, ("isclose",), TWO, (Number("rtol"), Number("atol")), promotes="bool", dtypes=FLOAT, when=alike,
+        choose=lambda v: f.is_close_or_nan if v["equal_nan"] else f.is_close),
     Row("addcmul", f.add_product, ("addcmul",), ("self", "tensor1", "tensor2"), (Number("value"),), dtypes=NUMERIC, when=scaled),
     Row("addcdiv", f.add_quotient, ("addcdiv",), ("self", "tensor1", "tensor2"), (Number("value"),), dtypes=FLOAT),
     Row("lerp", f.lerp, (*both("lerp.Tensor"), *both("lerp.Scalar")), ("self", "end", "weight"), dtypes=FLOAT),

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from . import pointwise
+from . import forms, pointwise
 from .row import Declined, Row
 from .rows import ROWS
 
@@ -32,5 +32,8 @@ def pointwise_form(row: Row, name: str) -> Callable[..., Any]:
     return call
 
 
-FORMS: dict[str, Callable[..., Any]] = {name: pointwise_form(row, name) for row in ROWS for name in row.overloads}
-ENGINE: dict[str, str] = {name: row.engine for row in ROWS for name in row.overloads}
+FORMS: dict[str, Callable[..., Any]] = {
+    **{name: pointwise_form(row, name) for row in ROWS for name in row.overloads},
+    **forms.FORMS,
+}
+ENGINE: dict[str, str] = dict.fromkeys(FORMS, "pointwise")
