@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from . import forms, pointwise
+from . import forms, pointwise, reduction_rows, scan
 from .row import Declined, Row
 from .rows import ROWS
 
@@ -35,5 +35,11 @@ def pointwise_form(row: Row, name: str) -> Callable[..., Any]:
 FORMS: dict[str, Callable[..., Any]] = {
     **{name: pointwise_form(row, name) for row in ROWS for name in row.overloads},
     **forms.FORMS,
+    **reduction_rows.FORMS,
+    **scan.FORMS,
 }
-ENGINE: dict[str, str] = dict.fromkeys(FORMS, "pointwise")
+ENGINE: dict[str, str] = {
+    **dict.fromkeys(FORMS, "pointwise"),
+    **dict.fromkeys(reduction_rows.FORMS, "reduction"),
+    **dict.fromkeys(scan.FORMS, "scan"),
+}
