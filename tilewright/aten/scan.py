@@ -18,7 +18,7 @@ from ..runtime.kernel import kernel
 from .functions import is_nan
 from .pointwise import IN_TRITON, promoted_value, stored
 from .reduction import LOOPS, How, Row, combined, loops_of, nothing, offset, parts_of, totals
-from .reduction_rows import as_it_is, highest_with_index, lowest_with_index, plus, value_and_index, with_index, zero
+from .reduction_rows import as_it_is, highest, lowest, plus, value_and_index, with_index, zero
 from .reduction_rows import itself as element
 from .row import TAKEN, Declined, compute_dtype, kind_of
 
@@ -90,21 +90,39 @@ def last_of(t, last):
 
 
 @triton.jit
+def later(a, i, b, j, better):
+    """Whether the second takes the place of the first: it is a NaN, or better and no NaN is there; of equals, the later. It goes
+    by the index, not by which comes first, for a reduction combines in any order."""
+    equal = (a == b) | (is_nan(a) & is_nan(b))
+    return tl.where(equal, j > i, is_nan(b) | (better & ~is_nan(a)))
+
+
+@triton.jit
 def last_largest(a, i, b, j):
-    """The later of equals, and a NaN once there is one."""
-    right = is_nan(b) | ((b >= a) & ~is_nan(a))
+    right = later(a, i, b, j, b > a)
     return tl.where(right, b, a), tl.where(right, j, i)
 
 
 @triton.jit
 def last_smallest(a, i, b, j):
-    right = is_nan(b) | ((b <= a) & ~is_nan(a))
+    right = later(a, i, b, j, b < a)
     return tl.where(right, b, a), tl.where(right, j, i)
 
 
+@triton.jit
+def lowest_before(t):
+    """Before every element, so that one which is as low takes its place."""
+    return lowest(t), t.to(tl.int64) - 1
+
+
+@triton.jit
+def highest_before(t):
+    return highest(t), t.to(tl.int64) - 1
+
+
 SUM = Row("cumsum", element, plus, zero, as_it_is)
-MAX = Row("cummax", with_index, last_largest, lowest_with_index, value_and_index, 2, results=("common", "int64"))
-MIN = Row("cummin", with_index, last_smallest, highest_with_index, value_and_index, 2, results=("common", "int64"))
+MAX = Row("cummax", with_index, last_largest, lowest_before, value_and_index, 2, results=("common", "int64"))
+MIN = Row("cummin", with_index, last_smallest, highest_before, value_and_index, 2, results=("common", "int64"))
 
 
 def run(row: Row, x: Tensor, dim: int, dtype: torch.dtype, out: Tensor | None = None) -> tuple[Tensor, ...]:
