@@ -1,10 +1,10 @@
 """The reduction engine: a value, and perhaps an index or a second value, from all elements along some dimensions.
 
-A row has four functions. `map` turns an element into a state of one to three numbers, `combine` makes one state of two, `identity`
-is the state of nothing, `finish` gives the results. `combine` is called in any order, and must not mind. Dimensions that are kept
-and dimensions that are reduced are each brought to the fewest loops. A program keeps a tile of states, kept x reduced, adds up along the reduced elements, and combines the tile's columns
-in the end. Where there are few results, parts of the reduced elements are programs of their own, and a second launch combines their
-states in order: the same bits every time, and no atomics.
+A row has four functions. `map` turns an element into a state of one to three numbers, `combine` makes one state of two, in any
+order of elements, `identity` is the state of nothing, `finish` gives the results. Dimensions that are kept and dimensions that are
+reduced are each brought to the fewest loops. A program keeps a tile of states, kept x reduced, takes in the reduced elements, and
+combines the tile's columns in the end. Where there are few results, parts of the reduced elements are programs of their own, and a
+second launch combines their states in order: the same bits every time, and no atomics.
 """
 
 from __future__ import annotations

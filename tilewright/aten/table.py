@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from . import forms, pointwise, reduction_rows, scan
+from . import forms, index_map, pointwise, reduction_rows, scan
 from .row import Declined, Row
 from .rows import ROWS
 
@@ -37,9 +37,11 @@ FORMS: dict[str, Callable[..., Any]] = {
     **forms.FORMS,
     **reduction_rows.FORMS,
     **scan.FORMS,
+    **index_map.FORMS,
 }
 ENGINE: dict[str, str] = {
     **dict.fromkeys(FORMS, "pointwise"),
     **dict.fromkeys(reduction_rows.FORMS, "reduction"),
     **dict.fromkeys(scan.FORMS, "scan"),
+    **dict.fromkeys(index_map.FORMS, "index_map"),
 }
