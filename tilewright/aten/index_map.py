@@ -1,8 +1,8 @@
 """The index-map engine: each element of a result from its coordinates.
 
-A result is contiguous, seen in at most four loops. `patch` puts a source into a box of it, with a step, and a number or another tensor
-elsewhere: padding, slices that are scattered. `band` keeps what lies on one side of a diagonal, or on it: triangles, diagonals that
-are embedded. `ranged` is a function of the index alone. What is a copy of views (cat, repeat, flip) is one.
+A result is contiguous, seen in at most four loops. `patch` puts a source into a box of it, with a step, and a number or another
+tensor elsewhere: padding, slices that are scattered, and dimensions that are flipped. `band` keeps what lies on one side of a
+diagonal, or on it: triangles, diagonals that are embedded. What is a copy of views (cat, repeat) is one.
 """
 
 from __future__ import annotations
@@ -70,45 +70,19 @@ def patch(
     default=lambda a: {"num_warps": 4},
 )  # fmt: skip
 def band(OUT, X, N, ROWS, COLUMNS, diagonal, outer, row, col, KEEP: tl.constexpr, BLOCK: tl.constexpr):
-    """Matrices of ROWS x COLUMNS: X where column - row is at least `diagonal` (KEEP "above"), or is it ("on"); 0 elsewhere, and 1
-    for X if that is None. X has a stride for matrices, rows and columns; on the diagonal, for its elements alone."""
+    """Matrices of ROWS x COLUMNS: X where column - row is at least `diagonal` (KEEP "above"), or is it ("on"); 0 elsewhere. X has a
+    stride for matrices, rows and columns; on the diagonal, for its elements alone."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = i < N
     c = i % COLUMNS
     r = i // COLUMNS % ROWS
     m = i // COLUMNS // ROWS
     ok = inside & (c - r >= diagonal if KEEP == "above" else c - r == diagonal)
-    if X is None:
-        value = ok.to(tl.int32)
-    else:
-        at = m * outer + (r * row + c * col if KEEP == "above" else tl.minimum(r, c) * col)
-        value = tl.load(X + at, ok, 0)
-        if OUT.dtype.element_ty == tl.int1:
-            value = value.to(tl.int32)
+    at = m * outer + (r * row + c * col if KEEP == "above" else tl.minimum(r, c) * col)
+    value = tl.load(X + at, ok, 0)
+    if OUT.dtype.element_ty == tl.int1:
+        value = value.to(tl.int32)
     tl.store(OUT + i, stored(value, OUT), inside)
-
-
-@kernel(grid=lambda a: (cdiv(a.N, a.BLOCK),), tokens=("N", "S0", "S1", "S2"), default=lambda a: {"num_warps": 4})
-def ranged(
-    OUT, N, S0: tl.int64, S1: tl.int64, S2: tl.int64, FUNCTION: tl.constexpr, COMPUTE: tl.constexpr, BLOCK: tl.constexpr
-):
-    """OUT[i] = FUNCTION(i, N, three numbers)."""
-    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    value = FUNCTION(i.to(COMPUTE), N.to(COMPUTE), number(S0, COMPUTE), number(S1, COMPUTE), number(S2, COMPUTE))
-    tl.store(OUT + i, stored(value, OUT), i < N)
-
-
-@triton.jit
-def stepped(i, n, start, step, unused):
-    return start + i * step
-
-
-@triton.jit
-def spaced(i, n, start, end, step):
-    """From both ends to the middle, so that the last is the end."""
-    return tl.where(
-        i < (n // 2 if n.dtype == tl.int64 else tl.floor(n * 0.5)), start + step * i, end - step * (n - 1 - i)
-    )
 
 
 # ---- host ------------------------------------------------------------------------------------------------------------
