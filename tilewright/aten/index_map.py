@@ -36,12 +36,12 @@ def in_box(c, lo, hi, by):
     return (c >= lo) & (c < hi) & (which * by == c - lo), which
 
 
-@kernel(grid=lambda a: (cdiv(a.N, a.BLOCK),), tokens=("N", "S0", *PATCH), default=lambda a: {"num_warps": 4})
+@kernel(grid=lambda a: (cdiv(a.N, a.BLOCK),), tokens=("N", "start", "S0", *PATCH), default=lambda a: {"num_warps": 4})
 def patch(
-    OUT, X, Y, N, n0, n1, n2, n3, lo0, lo1, lo2, lo3, hi0, hi1, hi2, hi3, by0, by1, by2, by3, x0, x1, x2, x3, y0, y1, y2, y3,
+    OUT, X, Y, N, start, n0, n1, n2, n3, lo0, lo1, lo2, lo3, hi0, hi1, hi2, hi3, by0, by1, by2, by3, x0, x1, x2, x3, y0, y1, y2, y3,
     S0: tl.int64, COMPUTE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """X, of strides x, in the box of each loop; elsewhere Y, of strides y, or the number S0. Loop 0 is the innermost."""
+    """X, from its element `start` with strides x, in the box of each loop; elsewhere Y, of strides y, or the number S0. Loop 0 is the innermost."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = i < N
     c0 = i % n0
@@ -53,7 +53,7 @@ def patch(
     ok2, at2 = in_box(c2, lo2, hi2, by2)
     ok3, at3 = in_box(c3, lo3, hi3, by3)
     ok = inside & ok0 & ok1 & ok2 & ok3
-    x = tl.load(X + at0 * x0 + at1 * x1 + at2 * x2 + at3 * x3, ok, 0)
+    x = tl.load(X + start + at0 * x0 + at1 * x1 + at2 * x2 + at3 * x3, ok, 0)
     if Y is None:
         other = tl.broadcast_to(stored(number(S0, COMPUTE), OUT), [BLOCK])
     else:
@@ -111,7 +111,7 @@ def put(
         shape = list(out.shape)
         y = [0] * LOOPS if other is None else reversed_loops(list(other.stride()), 0)
         patch(
-            out, x, other, out.numel(), *reversed_loops(shape, 1), *reversed_loops(lo, 0), *reversed_loops(hi, 1),
+            out, x, other, out.numel(), 0, *reversed_loops(shape, 1), *reversed_loops(lo, 0), *reversed_loops(hi, 1),
             *reversed_loops(by, 1), *reversed_loops(list(x.stride()), 0), *y, bits, COMPUTE=IN_TRITON[compute], BLOCK=BLOCK,
         )  # fmt: skip
     return out
@@ -228,9 +228,8 @@ def flip(self: Tensor, dims: list[int]) -> Tensor:
     start = sum((self.shape[d] - 1) * self.stride(d) for d in turned)
     shape = list(self.shape)
     patch(
-        out, pointwise.shifted(self, start), None, out.numel(), *reversed_loops(shape, 1), *[0] * LOOPS,
-        *reversed_loops(shape, 1), *[1] * LOOPS, *reversed_loops(strides, 0), *[0] * LOOPS, 0,
-        COMPUTE=IN_TRITON[compute_dtype(self.dtype)], BLOCK=BLOCK,
+        out, self, None, out.numel(), start, *reversed_loops(shape, 1), *[0] * LOOPS, *reversed_loops(shape, 1),
+        *[1] * LOOPS, *reversed_loops(strides, 0), *[0] * LOOPS, 0, COMPUTE=IN_TRITON[compute_dtype(self.dtype)], BLOCK=BLOCK,
     )  # fmt: skip
     return out
 

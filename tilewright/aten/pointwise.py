@@ -32,6 +32,7 @@ MOST_LAUNCHES = 64  # for the outer loops of one call
 NUMBERS = ("P0", "P1", "P2", "S0", "S1", "S2")
 SIZES = ("N0", "N1", "N2", "N3")
 STRIDES = tuple(f"{tensor}{i}" for tensor in "oabc" for i in range(LOOPS))
+STARTS = tuple(f"{tensor}_start" for tensor in "oabc")
 IN_TRITON = {
     torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32, torch.float64: tl.float64,
     torch.int8: tl.int8, torch.uint8: tl.uint8, torch.int16: tl.int16, torch.int32: tl.int32, torch.int64: tl.int64,
@@ -161,14 +162,16 @@ def load_tile(
 
 @kernel(
     grid=lambda a: (cdiv(a.N0, a.COLUMNS) * cdiv(a.N1, a.ROWS) * a.N2 * a.N3,),
-    tokens=(*SIZES, *STRIDES, *NUMBERS), default=lambda a: {"num_warps": 4},
+    tokens=(*SIZES, *STRIDES, *STARTS, *NUMBERS), default=lambda a: {"num_warps": 4},
 )  # fmt: skip
 def pointwise_tiles(
-    OUT, X0, X1, X2, N0, N1, N2, N3, o0, o1, o2, o3, a0, a1, a2, a3, b0, b1, b2, b3, c0, c1, c2, c3, P0: tl.int64,
-    P1: tl.int64, P2: tl.int64, S0: tl.int64, S1: tl.int64, S2: tl.int64, HOW: tl.constexpr, UNITS: tl.constexpr,
-    TURNED: tl.constexpr, ALIGN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    OUT, X0, X1, X2, N0, N1, N2, N3, o0, o1, o2, o3, a0, a1, a2, a3, b0, b1, b2, b3, c0, c1, c2, c3, o_start,
+    a_start, b_start, c_start, P0: tl.int64, P1: tl.int64, P2: tl.int64, S0: tl.int64, S1: tl.int64, S2: tl.int64,
+    HOW: tl.constexpr, UNITS: tl.constexpr, TURNED: tl.constexpr, ALIGN: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Loops N0, the innermost, to N3, with strides o of the result and a, b, c of operands. UNITS, TURNED: a bit a tensor."""
+    """Loops N0, the innermost, to N3, with strides o of the result and a, b, c of operands, each from its start. UNITS, TURNED: a
+    bit a tensor."""
     across = tl.cdiv(N0, COLUMNS)
     down = tl.cdiv(N1, ROWS)
     pid = tl.program_id(0)
@@ -180,13 +183,13 @@ def pointwise_tiles(
     row = (tile // across).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     r = row < N1
     c = col < N0
-    x = load_tile(X0, P0, i2 * a2 + i3 * a3, row, col, r, c, a1, a0, (UNITS & 2) > 0, (TURNED & 2) > 0, ALIGN, HOW)
-    y = load_tile(X1, P1, i2 * b2 + i3 * b3, row, col, r, c, b1, b0, (UNITS & 4) > 0, (TURNED & 4) > 0, ALIGN, HOW)
-    z = load_tile(X2, P2, i2 * c2 + i3 * c3, row, col, r, c, c1, c0, (UNITS & 8) > 0, (TURNED & 8) > 0, ALIGN, HOW)
+    x = load_tile(X0, P0, a_start + i2 * a2 + i3 * a3, row, col, r, c, a1, a0, (UNITS & 2) > 0, (TURNED & 2) > 0, ALIGN, HOW)
+    y = load_tile(X1, P1, b_start + i2 * b2 + i3 * b3, row, col, r, c, b1, b0, (UNITS & 4) > 0, (TURNED & 4) > 0, ALIGN, HOW)
+    z = load_tile(X2, P2, c_start + i2 * c2 + i3 * c3, row, col, r, c, c1, c0, (UNITS & 8) > 0, (TURNED & 8) > 0, ALIGN, HOW)
     value = applied(x, y, z, S0, S1, S2, HOW)
     if ALIGN > 1:
         o1 = tl.multiple_of(o1, ALIGN)
-    at = i2 * o2 + i3 * o3 + row[:, None] * o1 + (col[None, :] if (UNITS & 1) > 0 else col[None, :] * o0)
+    at = o_start + i2 * o2 + i3 * o3 + row[:, None] * o1 + (col[None, :] if (UNITS & 1) > 0 else col[None, :] * o0)
     tl.store(OUT + at, tl.broadcast_to(stored(value, OUT), [ROWS, COLUMNS]), r[:, None] & c[None, :])
 
 
@@ -319,13 +322,10 @@ def launch(how: How, out: Tensor, operands: list[Tensor | None], bits: list[int]
     align = 16 if not turned and all(s % 16 == 0 for own in strides for s in own[1:LOOPS]) else 1
     rows, columns = (32, 32) if turned else tile_of(inner[0])
     for index in itertools.product(*map(range, outer)):
-        moved = [
-            None if t is None else shifted(t, sum(i * s for i, s in zip(index, own[LOOPS:])))
-            for t, own in zip(tensors, strides)
-        ]
+        starts = [sum(i * s for i, s in zip(index, own[LOOPS:])) for own in strides]
         pointwise_tiles(
-            *moved, *inner, *itertools.chain(*steps), *bits, HOW=how, UNITS=units, TURNED=turned, ALIGN=align, ROWS=rows,
-            COLUMNS=columns,
+            *tensors, *inner, *itertools.chain(*steps), *starts, *bits, HOW=how, UNITS=units, TURNED=turned, ALIGN=align,
+            ROWS=rows, COLUMNS=columns,
         )  # fmt: skip
 
 
@@ -333,8 +333,3 @@ def tile_of(columns: int) -> tuple[int, int]:
     """Rows and columns of a tile of 1024 elements."""
     wide = 1024 if columns > 512 else 256 if columns > 64 else 32
     return 1024 // wide, wide
-
-
-def shifted(t: Tensor, by: int) -> Tensor:
-    """Memory that begins so many elements further on: kernels take addresses alone."""
-    return t if by == 0 else t.as_strided((1,), (1,), t.storage_offset() + by)
