@@ -10,9 +10,10 @@ from torch import Tensor
 from . import functions as f
 from .pointwise import run
 from .row import Declined, Number, Row
+from .rows import fill_is_aten
 
-COPY = Row("copy", f.copy, (), promotes="keep")
-FILL = Row("fill", f.copy, (), ("value",), promotes="keep")
+COPY = Row("copy", f.copy, (), promotes="keep", fills=True)
+FILL = Row("fill", f.copy, (), ("value",), promotes="keep", fills=True)
 GLU = Row("glu", f.gate, (), ("self", "other"), dtypes=("float",))
 GLU_OTHER = Row("glu_backward", f.gate_backward, (), ("grad", "self", "other"), dtypes=("float",))
 ADDR = Row("addr", f.add_outer, (), ("self", "one", "other"), (Number("beta"), Number("alpha")))
@@ -70,10 +71,9 @@ def polar(abs: Tensor, angle: Tensor) -> Tensor:
 
 
 def fill(self: Tensor, value: Any) -> Tensor:
-    if isinstance(value, Tensor) and (value.dim() or value.device != self.device):
-        raise Declined("a value with dimensions, or elsewhere")
-    if isinstance(value, float) and not self.is_floating_point():
-        raise Declined("a fraction in integers")
+    reason = fill_is_aten(self, value)
+    if reason is not None:
+        raise Declined(reason)
     return run(FILL, {"value": value}, torch.empty_like(self))
 
 

@@ -36,7 +36,7 @@ def in_box(c, lo, hi, by):
     return (c >= lo) & (c < hi) & (which * by == c - lo), which
 
 
-@kernel(grid=lambda a: (cdiv(a.N, a.BLOCK),), tokens=("N", "start", "S0", *PATCH), default=lambda a: {"num_warps": 4})
+@kernel(grid=lambda a: (cdiv(a.N, a.BLOCK),), tokens=("N", "start", "S0", *PATCH), default=lambda a: {"num_warps": 8})
 def patch(
     OUT, X, Y, N, start, n0, n1, n2, n3, lo0, lo1, lo2, lo3, hi0, hi1, hi2, hi3, by0, by1, by2, by3, x0, x1, x2, x3, y0, y1, y2, y3,
     S0: tl.int64, COMPUTE: tl.constexpr, BLOCK: tl.constexpr,

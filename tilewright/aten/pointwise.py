@@ -183,9 +183,15 @@ def pointwise_tiles(
     row = (tile // across).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     r = row < N1
     c = col < N0
-    x = load_tile(X0, P0, a_start + i2 * a2 + i3 * a3, row, col, r, c, a1, a0, (UNITS & 2) > 0, (TURNED & 2) > 0, ALIGN, HOW)
-    y = load_tile(X1, P1, b_start + i2 * b2 + i3 * b3, row, col, r, c, b1, b0, (UNITS & 4) > 0, (TURNED & 4) > 0, ALIGN, HOW)
-    z = load_tile(X2, P2, c_start + i2 * c2 + i3 * c3, row, col, r, c, c1, c0, (UNITS & 8) > 0, (TURNED & 8) > 0, ALIGN, HOW)
+    x = load_tile(
+        X0, P0, a_start + i2 * a2 + i3 * a3, row, col, r, c, a1, a0, (UNITS & 2) > 0, (TURNED & 2) > 0, ALIGN, HOW
+    )
+    y = load_tile(
+        X1, P1, b_start + i2 * b2 + i3 * b3, row, col, r, c, b1, b0, (UNITS & 4) > 0, (TURNED & 4) > 0, ALIGN, HOW
+    )
+    z = load_tile(
+        X2, P2, c_start + i2 * c2 + i3 * c3, row, col, r, c, c1, c0, (UNITS & 8) > 0, (TURNED & 8) > 0, ALIGN, HOW
+    )
     value = applied(x, y, z, S0, S1, S2, HOW)
     if ALIGN > 1:
         o1 = tl.multiple_of(o1, ALIGN)
@@ -261,7 +267,7 @@ def run(row: Row, values: dict[str, Any], out: Tensor | None) -> Tensor:
             raise Declined(f"{str(t.dtype).removeprefix('torch.')}, {t.layout}, or a lazy view")
     common, result = promoted(row, given) if shown else Promoted(out.dtype, out.dtype)
     compute = compute_dtype(common)
-    shape = layout.broadcast([t.shape for t in shown]) if shown else tuple(out.shape)
+    shape = layout.broadcast([t.shape for t in ((*shown, out) if row.fills else shown)])
     if shape is None:
         raise Declined("shapes that do not broadcast")
     places = [0 if isinstance(v, Tensor) else bits_of(v, compute) for v in given]
@@ -275,7 +281,7 @@ def run(row: Row, values: dict[str, Any], out: Tensor | None) -> Tensor:
             strides = torch.empty_like(shown[0], device="meta").stride()
         out = torch.empty_strided(shape, strides, dtype=result, device=device)
     else:
-        check_out(out, shape, result if row.name != "copy" else out.dtype, shown)
+        check_out(out, shape, out.dtype if row.fills else result, shown)
     if out.numel():
         launch(how, out, [v if isinstance(v, Tensor) else None for v in given], [*padded(places), *padded(own)])
     return out

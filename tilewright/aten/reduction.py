@@ -164,7 +164,8 @@ def reduce_tiles(
     if SCRATCH is None:
         finish_and_store(total, OUT0, OUT1, k, inside_k, REDUCED, S0, S1, HOW)
     else:
-        for i in tl.static_range(HOW.STATES):
+        STATES: tl.constexpr = HOW.STATES
+        for i in tl.static_range(STATES):
             tl.store(SCRATCH + (i * PARTS + part) * KEPT + k, total[i].to(SCRATCH.dtype.element_ty), inside_k)
 
 

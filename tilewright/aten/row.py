@@ -8,7 +8,7 @@ and those that take a number in a tensor's place come from the same row.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -33,7 +33,8 @@ class Row:
     "default" is torch's own promotion; "float" makes integers float; "bool" compares in the promoted dtype and gives bool; "keep"
     gives the dtype of the first tensor. `dtypes` are the classes of promoted dtype that are taken: "float", "integer", "bool".
     `allocates` says how the result lies: as the "iterator" has it, "like" the first tensor, or "contiguous". `when(values)` may
-    say why a call is aten's. `choose(values)` gives another function for some arguments (a rounding mode).
+    say why a call is aten's. `choose(values)` gives another function for some arguments (a rounding mode). `fills`: the result is
+    one that is given, and operands are expanded to its shape and cast to its dtype.
     """
 
     name: str
@@ -46,7 +47,7 @@ class Row:
     when: Callable[[dict[str, Any]], str | None] | None = None
     choose: Callable[[dict[str, Any]], Any] | None = None
     allocates: str = "iterator"
-    engine: str = field(default="pointwise")
+    fills: bool = False
 
 
 def kind_of(dtype: torch.dtype) -> str:

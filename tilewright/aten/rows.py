@@ -102,16 +102,18 @@ def known_gelu(values: dict[str, Any]) -> str | None:
     return None if values["approximate"] in ("none", "tanh") else "an unknown approximation"
 
 
-def plain_fill(values: dict[str, Any]) -> str | None:
-    value = values["value"]
-    if isinstance(value, Tensor) and value.dim():
-        return "a value with dimensions"
+def fill_is_aten(self: Tensor, value: Any) -> str | None:
+    """Why aten fills a tensor with this value, if it does: it refuses some values, and casts others as a processor pleases."""
+    if isinstance(value, Tensor) and (value.dim() or value.device != self.device):
+        return "a value with dimensions, or elsewhere"
     if isinstance(value, complex):
         return "complex"
-    number = value if not isinstance(value, Tensor) else None
-    if number is not None and not values["self"].is_floating_point() and isinstance(number, float):
-        return "a fraction in integers"
-    return None
+    fraction = value.is_floating_point() if isinstance(value, Tensor) else isinstance(value, float)
+    return "a fraction in integers" if fraction and not self.is_floating_point() else None
+
+
+def plain_fill(values: dict[str, Any]) -> str | None:
+    return fill_is_aten(values["self"], values["value"])
 
 
 def copies(values: dict[str, Any]) -> str | None:
@@ -183,8 +185,9 @@ ROWS = (
     Row("nan_to_num", f.finite_number, ("nan_to_num",), numbers=(Number("nan"), Number("posinf"), Number("neginf")),
         dtypes=FLOAT, when=extremes, allocates="like"),
     Row("isfinite", f.is_finite, ("isfinite",), promotes="bool", dtypes=FLOAT),
-    Row("fill", f.copy, ("fill_.Scalar", "fill_.Tensor"), ("value",), promotes="keep", when=plain_fill),
-    Row("copy", f.copy, ("copy_",), ("src",), promotes="keep", when=copies),
+    Row("fill", f.copy, ("fill_.Scalar", "fill_.Tensor"), ("value",), promotes="keep", when=plain_fill,
+        fills=True),
+    Row("copy", f.copy, ("copy_",), ("src",), promotes="keep", when=copies, fills=True),
     # two
     Row("add", f.add, both("add.Tensor"), TWO, (Number("alpha"),), when=exact),
     Row("sub", f.subtract, both("sub.Tensor"), TWO, (Number("alpha"),), when=no_bools),
