@@ -41,7 +41,8 @@ def patch(
     OUT, X, Y, N, start, n0, n1, n2, n3, lo0, lo1, lo2, lo3, hi0, hi1, hi2, hi3, by0, by1, by2, by3, x0, x1, x2, x3, y0, y1, y2, y3,
     S0: tl.int64, COMPUTE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """X, from its element `start` with strides x, in the box of each loop; elsewhere Y, of strides y, or the number S0. Loop 0 is the innermost."""
+    """X, from its element `start` with strides x, in the box of each loop; elsewhere Y, of strides y, or the number S0. Loop 0 is
+    the innermost."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = i < N
     c0 = i % n0
@@ -194,10 +195,14 @@ def embedded(x: Tensor, out: Tensor, offset: int) -> Tensor:
     return out
 
 
+def is_last_two(dim1: int, dim2: int, rank: int) -> bool:
+    return dim1 in (-2, rank - 2) and dim2 in (-1, rank - 1)
+
+
 def diag_embed(self: Tensor, offset: int = 0, dim1: int = -2, dim2: int = -1) -> Tensor:
     taken(self)
     rank = self.dim() + 1
-    if self.dim() < 1 or (dim1 % rank, dim2 % rank) != (rank - 2, rank - 1) or not self.is_contiguous():
+    if self.dim() < 1 or not is_last_two(dim1, dim2, rank) or not self.is_contiguous():
         raise Declined("other dimensions than the last two, or strides")
     size = self.shape[-1] + abs(offset)
     return embedded(self, torch.empty((*self.shape[:-1], size, size), dtype=self.dtype, device=self.device), offset)
@@ -206,7 +211,7 @@ def diag_embed(self: Tensor, offset: int = 0, dim1: int = -2, dim2: int = -1) ->
 def diagonal_backward(grad_output: Tensor, input_sizes: list[int], offset: int, dim1: int, dim2: int) -> Tensor:
     taken(grad_output)
     rank = len(input_sizes)
-    if (dim1 % rank, dim2 % rank) != (rank - 2, rank - 1) or not grad_output.is_contiguous():
+    if not is_last_two(dim1, dim2, rank) or not grad_output.is_contiguous():
         raise Declined("other dimensions than the last two, or strides")
     out = torch.empty(input_sizes, dtype=grad_output.dtype, device=grad_output.device)
     return embedded(grad_output, out, offset)
@@ -299,7 +304,7 @@ def filled_like(self, value, dtype, layout, device, pin_memory, memory_format) -
     ):
         raise Declined("another layout or device")
     if dtype not in TAKEN or (isinstance(value, float) and not dtype.is_floating_point) or isinstance(value, complex):
-        raise Declined(f"{value} in {str(dtype).removeprefix('torch.')}")
+        raise Declined(f"a value that is no {str(dtype).removeprefix('torch.')}")
     out = torch.empty_like(self, dtype=dtype, memory_format=memory_format or torch.preserve_format)
     return pointwise.run(forms.FILL, {"value": value}, out)
 

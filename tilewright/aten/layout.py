@@ -71,10 +71,10 @@ def order(shape: Ints, strides: Sequence[Ints]) -> list[int]:
     return found
 
 
-def result_strides(shape: Ints, operands: Sequence[Tensor]) -> Ints:
-    """The strides of the result that aten allocates for operands of these strides."""
-    same = all(t.shape == shape for t in operands)
-    if same and operands:
+def result_strides(shape: Ints, operands: Sequence[Tensor], with_number: bool = False) -> Ints:
+    """The strides of the result that aten allocates for operands of these strides. A number that aten makes an operand of has no
+    dimensions: operands are not of one shape then, even if all that we see are."""
+    if not with_number and all(t.shape == shape for t in operands):
         if all(t.is_contiguous() for t in operands):
             return contiguous_strides(shape)
         if len(shape) == 4 and all(t.is_contiguous(memory_format=torch.channels_last) for t in operands):

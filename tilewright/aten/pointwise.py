@@ -274,17 +274,22 @@ def run(row: Row, values: dict[str, Any], out: Tensor | None) -> Tensor:
     own = [bits_of(n.default if values[n.name] is None else values[n.name], compute) for n in row.numbers]
     how = How(function, len(given), len(own), IN_TRITON[common], IN_TRITON[compute], row.promotes in ("bool", "keep"))
     if out is None:
-        strides = (
-            layout.result_strides(shape, shown) if row.allocates == "iterator" else layout.contiguous_strides(shape)
-        )
-        if row.allocates == "like":
-            strides = torch.empty_like(shown[0], device="meta").stride()
-        out = torch.empty_strided(shape, strides, dtype=result, device=device)
+        out = torch.empty_strided(shape, strides_of(row, values, shape, shown), dtype=result, device=device)
     else:
         check_out(out, shape, out.dtype if row.fills else result, shown)
     if out.numel():
         launch(how, out, [v if isinstance(v, Tensor) else None for v in given], [*padded(places), *padded(own)])
     return out
+
+
+def strides_of(row: Row, values: dict[str, Any], shape: Ints, operands: list[Tensor]) -> Ints:
+    """How a new result lies."""
+    if row.allocates == "contiguous":
+        return layout.contiguous_strides(shape)
+    if row.allocates == "like":
+        return torch.empty_like(operands[0], device="meta").stride()
+    numbers = [n for n in row.tensors if values[n] is not None and not isinstance(values[n], Tensor)]
+    return layout.result_strides(shape, operands, any(n not in row.aside for n in numbers))
 
 
 def padded(bits: list[int]) -> list[int]:

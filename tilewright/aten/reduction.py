@@ -31,6 +31,7 @@ TOKENS = (
     "KEPT", "REDUCED", "PER", "PARTS", "K0", "K1", "R0", "R1", *(f"{t}{i}" for t in ("k", "r", "p", "q") for i in range(LOOPS)),
     "S0", "S1",
 )  # fmt: skip
+MOST_DIMS = 64
 BUSY = 2  # programs for each SM, below which parts of the reduced elements get programs of their own
 
 
@@ -205,6 +206,8 @@ def load_state(SCRATCH, part, PARTS, KEPT, k, inside, HOW: tl.constexpr):
 
 def dims_of(dim: Any, rank: int) -> tuple[int, ...]:
     """The dimensions that are reduced, ascending; all, if none is named."""
+    if rank > MOST_DIMS:
+        raise Declined("more dimensions than torch reduces")
     if dim is None or (isinstance(dim, (list, tuple)) and not dim):
         return tuple(range(rank))
     named = [dim] if isinstance(dim, int) else list(dim)

@@ -374,8 +374,8 @@ def trace(self: Tensor) -> Tensor:
 
 
 def allclose(self: Tensor, other: Tensor, rtol: float = 1e-05, atol: float = 1e-08, equal_nan: bool = False) -> bool:
-    if self.shape != other.shape or self.dtype != other.dtype:
-        raise Declined("shapes that broadcast, or two dtypes")
+    if self.shape != other.shape or self.dtype != other.dtype or rtol < 0 or atol < 0:
+        raise Declined("shapes that broadcast, two dtypes, or a negative tolerance")
     return bool(run(CLOSE[equal_nan], self, None, False, other=other, numbers=(rtol, atol))[0])
 
 

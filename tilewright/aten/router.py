@@ -7,37 +7,38 @@ goes to the kernel that was there before, whose exception is then the exception.
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import threading
+import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.library import Library
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..core.target import INTERPRETING
+from ..runtime.kernel import NotCompiledError
+from ..runtime.plan import Recorder
 from . import table
 from .row import Declined
+from .table import NUMBERS, name_of, overload_of, tensor_slots
 
-_inside = threading.local()
+STALE = "SafeKernelFunction has been invalidated"  # begins what torch says of a captured kernel whose library is gone
+
 _lock = threading.RLock()
 _active: dict[str, Override] = {}
 _wanted: list[Request] = []  # of each `enable` and `use` in force
 
 
-@contextlib.contextmanager
-def apart() -> Iterator[None]:
-    """Inside, this thread's calls are aten's: host code of ours, and the interpreter, use torch themselves."""
-    before = getattr(_inside, "off", False)
-    _inside.off = True
-    try:
-        yield
-    finally:
-        _inside.off = before
+class _Thread(threading.local):
+    ours = False  # whether this thread is inside a replacement: its host code and the interpreter use torch as it is
+
+
+_thread = _Thread()
 
 
 @dataclass(eq=False)
@@ -56,51 +57,82 @@ class Override:
         self.overload = overload_of(name)
         self.key = "CPU" if INTERPRETING else "CUDA"
         self.taken, self.declined = 0, Counter()
+        self.slots = tensor_slots(self.overload)
+        self.retired: list[Any] = []
+        self.register()
+
+    def register(self) -> None:
+        """Capture the kernel that is there, and take its place."""
         self.kernel = torch.library.get_kernel(self.overload, self.key)
         self.library = Library("aten", "IMPL")
-        self.library.impl(name, self.call, self.key, with_keyset=True, allow_override=True)
-
-    def call(self, keys: Any, *args: Any, **kwargs: Any) -> Any:
-        if getattr(_inside, "off", False):
-            return self.before(keys, args, kwargs)
-        try:
-            with apart():
-                made = self.form(*args, **kwargs)
-        except Declined as reason:
-            self.declined[str(reason)] += 1
-            return self.before(keys, args, kwargs)
-        self.taken += 1
-        return made
-
-    def before(self, keys: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """aten's own answer."""
-        return self.kernel.call_boxed(keys, *self.as_tensors(args), **kwargs)
-
-    def as_tensors(self, args: Sequence[Any]) -> list[Any]:
-        """A Python number may stand in a tensor's place, which a captured kernel refuses: as a tensor without dimensions that
-        promotes as the number does."""
-        slots = [isinstance(a.type, torch.TensorType) for a in self.overload._schema.arguments[: len(args)]]
-        if all(isinstance(v, Tensor) or not slot for v, slot in zip(args, slots)):
-            return list(args)
-        like = next((v for v in args if isinstance(v, Tensor)), None)
-        return [
-            wrapped(v, like) if slot and isinstance(v, (bool, int, float, complex)) else v
-            for v, slot in zip(args, slots)
-        ]
+        with warnings.catch_warnings():
+            warnings.filterwarnings(
+                "ignore", message="(?s).*Overriding a previously registered kernel", category=UserWarning
+            )
+            self.library.impl(self.name, self.call, self.key, with_keyset=True)
 
     def remove(self) -> None:
         self.library._destroy()
 
+    def call(self, keys: Any, *args: Any, **kwargs: Any) -> Any:
+        if _thread.ours or Recorder.active() is not None:
+            return self.before(keys, args, kwargs)
+        _thread.ours = True
+        try:
+            made = self.form(*args, **kwargs)
+            self.taken += 1
+            return made
+        except Declined as declined:
+            reason = str(declined)
+        except NotCompiledError:
+            reason = "a kernel that is not compiled, during graph capture"
+        finally:
+            _thread.ours = False
+        self.declined[reason] += 1
+        return self.before(keys, args, kwargs)
+
+    def before(self, keys: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """aten's own answer."""
+        args, kernel = self.as_tensors(args), self.kernel
+        try:
+            return kernel.call_boxed(keys, *args, **kwargs)
+        except RuntimeError as error:
+            if not str(error).startswith(STALE):
+                raise
+        with _lock:
+            if self.kernel is kernel:
+                self.capture_again()
+        return self.kernel.call_boxed(keys, *args, **kwargs)
+
+    def capture_again(self) -> None:
+        """The library whose kernel was captured is gone, so that another lies below ours: step aside to see it. Our own
+        registration is kept alive, for this very call came through it."""
+        self.retired.append(torch.library.get_kernel(self.overload, self.key))
+        self.remove()
+        self.register()
+
+    def as_tensors(self, args: tuple) -> Sequence[Any]:
+        """A Python number may stand in a tensor's place, which a captured kernel refuses: as a tensor without dimensions that
+        promotes as the number does."""
+        if all(not slot or not isinstance(v, NUMBERS) for v, slot in zip(args, self.slots)):
+            return args
+        like = next((v for v in args if isinstance(v, Tensor)), None)
+        before, _thread.ours = _thread.ours, True
+        try:
+            return [wrapped(v, like) if slot and isinstance(v, NUMBERS) else v for v, slot in zip(args, self.slots)]
+        finally:
+            _thread.ours = before
+
 
 def wrapped(value: Any, like: Tensor | None) -> Tensor:
-    floating = like is not None and like.is_floating_point() and not isinstance(value, complex)
-    dtype = torch.float64 if floating else torch.result_type(like, value) if like is not None else None
-    return torch.tensor(value, dtype=dtype)
-
-
-def overload_of(name: str) -> torch._ops.OpOverload:
-    packet, _, overload = name.partition(".")
-    return getattr(getattr(torch.ops.aten, packet), overload or "default")
+    """A number as the tensor that torch's own kernels take for it, beside a tensor: float64 beside floats, else of the dtype that
+    both promote to; alone, of the widest dtype of its kind."""
+    if isinstance(value, float) and (like is None or like.is_floating_point()):
+        return torch.tensor(value, dtype=torch.float64)
+    if like is None:
+        return torch.tensor(value)
+    floating = like.is_floating_point() and not isinstance(value, complex)
+    return torch.tensor(value, dtype=torch.float64 if floating else torch.result_type(like, value))
 
 
 # ---------------------------------------------------------------- which
@@ -192,32 +224,37 @@ def report() -> dict[str, dict[str, Any]]:
 
 
 def explain(name: str, *args: Any, **kwargs: Any) -> str:
-    """Who takes a call, and why, in one line; the call is made."""
-    overload = torch.ops.aten
+    """Who takes a call, and why, in one line. The call is made: of a composite, what is said is of the first that it calls."""
+    found: Any = torch.ops.aten
     for part in name.split("."):
-        overload = getattr(overload, part)
-    if not isinstance(overload, torch._ops.OpOverload):
-        with Seen() as seen:
-            overload(*args, **kwargs)
-        overload = seen.first
-    full = overload._schema.name.removeprefix("aten::") + (
-        f".{overload._overloadname}" if overload._overloadname != "default" else ""
-    )
-    if full not in table.FORMS:
-        return f"{full}: aten's, there is no replacement"
-    try:
-        with apart():
-            table.FORMS[full](*args, **kwargs)
-    except Declined as reason:
-        return f"{full}: aten's, because of {reason}"
-    return f"{full}: ours, by the engine {table.ENGINE[full]}"
+        if not hasattr(found, part):
+            raise ValueError(f"aten: torch does not define {name!r}")
+        found = getattr(found, part)
+    with Watch() as watch:
+        found(*args, **kwargs)
+    return watch.said or f"{name}: aten's, which calls nothing else"
 
 
-class Seen(torch.utils._python_dispatch.TorchDispatchMode):
-    """Which overload a call reaches first."""
+class Watch(TorchDispatchMode):
+    """Says who takes the first call inside."""
 
-    first: Any = None
+    said = ""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.first = func if self.first is None else self.first
-        return func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        name = name_of(func)
+        if self.said:
+            return func(*args, **kwargs)
+        if name not in table.FORMS:
+            self.said = f"{name}: aten's, there is no replacement"
+            return func(*args, **kwargs)
+        _thread.ours = True
+        try:
+            made = table.FORMS[name](*args, **kwargs)
+            self.said = f"{name}: ours, by the engine {table.ENGINE[name]}"
+            return made
+        except Declined as reason:
+            self.said = f"{name}: aten's, because of {reason}"
+            return func(*args, **kwargs)
+        finally:
+            _thread.ours = False

@@ -32,9 +32,10 @@ class Row:
     `function` takes `tensors` in the compute dtype, but for those that are None, then `numbers`, and gives the value. `promotes`:
     "default" is torch's own promotion; "float" makes integers float; "bool" compares in the promoted dtype and gives bool; "keep"
     gives the dtype of the first tensor. `dtypes` are the classes of promoted dtype that are taken: "float", "integer", "bool".
-    `allocates` says how the result lies: as the "iterator" has it, "like" the first tensor, or "contiguous". `when(values)` may
-    say why a call is aten's. `choose(values)` gives another function for some arguments (a rounding mode). `fills`: the result is
-    one that is given, and operands are expanded to its shape and cast to its dtype.
+    `when(values)` may say why a call is aten's. `choose(values)` gives another function for some arguments (a rounding mode).
+    `allocates` says how the result lies: as the "iterator" has it, "like" the first tensor, or "contiguous". `aside` are those of
+    `tensors` that aten, if they are numbers, makes no operands of. `fills`: the result is one that is given, and operands are
+    expanded to its shape and cast to its dtype.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Row:
     dtypes: tuple[str, ...] = ("float", "integer", "bool")
     when: Callable[[dict[str, Any]], str | None] | None = None
     choose: Callable[[dict[str, Any]], Any] | None = None
+    aside: tuple[str, ...] = ()
     allocates: str = "iterator"
     fills: bool = False
 

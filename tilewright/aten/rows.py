@@ -30,6 +30,11 @@ def unary(
     return Row(name, function, both(name) if in_place else (name,), promotes=promotes, dtypes=dtypes)
 
 
+def dtype_of(value: Any) -> torch.dtype | None:
+    """Of a tensor; a number in its place has none."""
+    return value.dtype if isinstance(value, Tensor) else None
+
+
 def comparison(name: str, function: Any) -> Row:
     return Row(name, function, (f"{name}.Tensor", f"{name}.Scalar"), TWO, promotes="bool")
 
@@ -119,6 +124,8 @@ def plain_fill(values: dict[str, Any]) -> str | None:
 def copies(values: dict[str, Any]) -> str | None:
     """Only what a kernel does better than a copy of bytes: plain copies are the driver's."""
     to, source = values["self"], values["src"]
+    if not isinstance(source, Tensor):
+        return fill_is_aten(to, source)
     if to.device != source.device:
         return "a copy between devices"
     if kind_of(source.dtype) == "float" and kind_of(to.dtype) == "integer":
@@ -127,7 +134,7 @@ def copies(values: dict[str, Any]) -> str | None:
 
 
 def masks(values: dict[str, Any]) -> str | None:
-    if values["mask"].dtype != torch.bool:
+    if dtype_of(values["mask"]) != torch.bool:
         return "a mask that is not bool"
     return plain_fill(values)
 
@@ -143,11 +150,13 @@ def clamp_by(values: dict[str, Any]) -> Any:
 
 
 def conditions(values: dict[str, Any]) -> str | None:
-    return None if values["condition"].dtype == torch.bool else "a condition that is not bool"
+    return None if dtype_of(values["condition"]) == torch.bool else "a condition that is not bool"
 
 
-def alike(values: dict[str, Any]) -> str | None:
-    return None if values["self"].dtype == values["other"].dtype else "two dtypes, which torch refuses"
+def comparable(values: dict[str, Any]) -> str | None:
+    if dtype_of(values["self"]) != dtype_of(values["other"]) or values["rtol"] < 0 or values["atol"] < 0:
+        return "two dtypes or a negative tolerance, which torch refuses"
+    return None
 
 
 def scaled(values: dict[str, Any]) -> str | None:
@@ -211,21 +220,22 @@ ROWS = (
     comparison("gt", f.greater),
     comparison("ge", f.greater_equal),
     Row("pow", f.power, ("pow.Tensor_Tensor", "pow.Tensor_Scalar", "pow.Scalar", "pow_.Tensor", "pow_.Scalar"),
-        ("self", "exponent"), dtypes=NUMERIC, when=whole_exponent),
+        ("self", "exponent"), dtypes=NUMERIC, when=whole_exponent, aside=("exponent",)),
     # three
     Row("where", f.chosen, ("where.self", "where.self_out"), ("condition", "self", "other"), when=conditions),
     Row("clamp", f.between, (*both("clamp"), *both("clamp.Tensor")), ("self", "min", "max"), dtypes=NUMERIC, when=clamps,
-        choose=clamp_by),
-    Row("clamp_min", f.larger, both("clamp_min"), ("self", "min"), dtypes=NUMERIC),
+        choose=clamp_by, aside=("min", "max")),
+    Row("clamp_min", f.larger, both("clamp_min"), ("self", "min"), dtypes=NUMERIC, aside=("min",)),
     Row("masked_fill", f.filled, ("masked_fill.Scalar", "masked_fill.Tensor"), ("self", "mask", "value"), promotes="keep",
         when=masks, allocates="contiguous"),
     Row("masked_fill_", f.filled, ("masked_fill_.Scalar", "masked_fill_.Tensor"), ("self", "mask", "value"), promotes="keep",
         when=masks),
-    Row("isclose", f.is_close, ("isclose",), TWO, (Number("rtol"), Number("atol")), promotes="bool", dtypes=FLOAT, when=alike,
+    Row("isclose", f.is_close, ("isclose",), TWO, (Number("rtol"), Number("atol")), promotes="bool", dtypes=FLOAT, when=comparable,
         choose=lambda v: f.is_close_or_nan if v["equal_nan"] else f.is_close),
     Row("addcmul", f.add_product, ("addcmul",), ("self", "tensor1", "tensor2"), (Number("value"),), dtypes=NUMERIC, when=scaled),
     Row("addcdiv", f.add_quotient, ("addcdiv",), ("self", "tensor1", "tensor2"), (Number("value"),), dtypes=FLOAT),
-    Row("lerp", f.lerp, (*both("lerp.Tensor"), *both("lerp.Scalar")), ("self", "end", "weight"), dtypes=FLOAT),
+    Row("lerp", f.lerp, (*both("lerp.Tensor"), *both("lerp.Scalar")), ("self", "end", "weight"), dtypes=FLOAT,
+        aside=("weight",)),
     # formulas of backward passes
     Row("sigmoid_backward", f.sigmoid_backward, ("sigmoid_backward",), ("grad_output", "output"), dtypes=FLOAT),
     Row("tanh_backward", f.tanh_backward, ("tanh_backward",), ("grad_output", "output"), dtypes=FLOAT),

@@ -36,6 +36,10 @@ DIRECT = {"row": plan.CudaLaunch, "list": list_launch.ListLaunch}
 CUDA_ERROR = "Triton Error [CUDA]"  # begins what the driver says through a launcher
 
 
+class NotCompiledError(RuntimeError):
+    """A kernel would have to be compiled where that cannot be: during CUDA graph capture."""
+
+
 class Arguments(dict):
     """A kernel's arguments by name, readable as attributes in grids and defaults."""
 
@@ -161,7 +165,7 @@ class Kernel:
                 compiled = self.variants.get(key)
                 if compiled is None:
                     if torch.cuda.is_current_stream_capturing():
-                        raise RuntimeError(
+                        raise NotCompiledError(
                             f"{self.name} would have to be compiled during CUDA graph capture: call"
                             " tilewright.warmup(op, ...) with these shapes and dtypes before capturing"
                         )
