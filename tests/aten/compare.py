@@ -41,8 +41,8 @@ def differences(made: Any, aten: Any, truth: Any = None, scale: float = 0.0) -> 
         return [f"{len(made)} results, not {len(aten)}"]
     found: list[str] = []
     for own, other, exact in zip(made, aten, truths):
-        if not isinstance(other, Tensor):
-            found += [] if own == other and type(own) is type(other) else [f"{own!r}, not {other!r}"]
+        if type(own) is not type(other) or not isinstance(other, Tensor):
+            found += [] if type(own) is type(other) and own == other else [f"{own!r}, not {other!r}"]
             continue
         for what in ("dtype", "shape", "device"):
             if getattr(own, what) != getattr(other, what):

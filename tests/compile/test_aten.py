@@ -86,3 +86,10 @@ def test_it_compiles(what):
     made = VARIANTS[what].compile()
     assert made.spills == 0 and made.shared_is_there
     assert not tables.wrong_code(what, made)
+
+
+def test_every_value_of_a_number_is_one_variant():
+    with collect() as wanted:
+        for value in (0.0, 1.0, 2.0, -3.5, 1e300, 16.0):
+            table.FORMS["mul.Tensor"](made((64,)), value)
+    assert len(wanted) == 6 and len({one.kernel.key(one.ordered, one.options, 0) for one in wanted}) == 1

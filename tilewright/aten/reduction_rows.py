@@ -229,8 +229,12 @@ AMIN = Row("amin", itself, smaller, highest, as_it_is, empty=False)
 ANY = Row("any", is_not_zero, either, zero, as_it_is)
 ALL = Row("all", is_not_zero, all_of, one, as_it_is)
 COUNT = Row("count_nonzero", is_not_zero, plus, zero, as_it_is, results=("int64",))
-ARGMAX = Row("argmax", with_index, first_largest, lowest_with_index, index_alone, 2, results=("int64",), empty=False)
-ARGMIN = Row("argmin", with_index, first_smallest, highest_with_index, index_alone, 2, results=("int64",), empty=False)
+ARGMAX = Row(
+    "argmax", with_index, first_largest, lowest_with_index, index_alone, 2, 0, ("int64",), ("float", "integer"), False
+)
+ARGMIN = Row(
+    "argmin", with_index, first_smallest, highest_with_index, index_alone, 2, 0, ("int64",), ("float", "integer"), False
+)
 MAX = Row(
     "max", with_index, first_largest, lowest_with_index, value_and_index, 2, results=("common", "int64"), empty=False
 )

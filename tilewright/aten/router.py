@@ -126,7 +126,9 @@ class Override:
 
 def wrapped(value: Any, like: Tensor | None) -> Tensor:
     """A number as the tensor that torch's own kernels take for it, beside a tensor: float64 beside floats, else of the dtype that
-    both promote to; alone, of the widest dtype of its kind."""
+    both promote to; alone, of the widest dtype of its kind. A bool is one."""
+    if isinstance(value, bool):
+        return torch.tensor(value)
     if isinstance(value, float) and (like is None or like.is_floating_point()):
         return torch.tensor(value, dtype=torch.float64)
     if like is None:

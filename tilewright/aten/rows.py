@@ -150,6 +150,9 @@ def clamp_by(values: dict[str, Any]) -> Any:
 
 
 def conditions(values: dict[str, Any]) -> str | None:
+    out = values.get("out")
+    if out is not None and out.dtype != torch.result_type(values["self"], values["other"]):
+        return "a result of another dtype, which torch refuses"
     return None if dtype_of(values["condition"]) == torch.bool else "a condition that is not bool"
 
 

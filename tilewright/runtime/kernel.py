@@ -151,8 +151,9 @@ class Kernel:
     def key(self, ordered: list, options: Mapping[str, Any], device: int) -> tuple:
         """What a compiled variant depends on; two calls with one key share a binary."""
         constants = {p.name for p in self.jit.params if p.is_constexpr}
+        wide = {p.name for p in self.jit.params if p.annotation_type == "i64" and p.name in self.tokens}
         parts = [
-            value if name in constants else argument_class(value, name not in self.tokens)
+            value if name in constants else int if name in wide else argument_class(value, name not in self.tokens)
             for name, value in zip(self.names, ordered)
         ]
         return device, tuple(parts), tuple(sorted(options.items()))
