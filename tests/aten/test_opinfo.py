@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 import tilewright as tw
-from tests.aten.calls import call_of
 from tests.aten.compare import as_double, differences, flat
 from tests.aten.samples import ENTRIES, dtypes_of, error_samples, samples
 from tilewright.aten import table
 from tilewright.aten.table import overload_of
+from tilewright.check.provided.aten import call_of, copied, drawn
 
 MOST = 4  # samples of an entry and dtype, each with its twin that is not contiguous
 # Entries of which every call is one of ours, or a composite's leaf
@@ -185,12 +185,6 @@ def test_gradients_are_autograds(name):
 # ---- every overload --------------------------------------------------------------------------------------------------
 
 
-def drawn(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
-    if dtype == torch.float32:
-        return torch.rand(shape) + 0.5
-    return torch.randint(0, 2 if dtype == torch.bool else 50, shape, dtype=dtype)
-
-
 @pytest.mark.parametrize("name", sorted(table.FORMS))
 def test_every_overload_is_reached(name):
     """By a plain call of it, which no row declines; what the call writes into is compared too."""
@@ -215,11 +209,3 @@ def test_every_overload_is_reached(name):
     assert made[2] == expected[2]
     for own, other, (result, _) in zip(made[1], expected[1], made[2]):
         assert result or not differences(own, other), "an operand was written to"
-
-
-def copied(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.clone()
-    if isinstance(value, dict):
-        return {k: copied(v) for k, v in value.items()}
-    return [copied(v) for v in value] if isinstance(value, list) else value
