@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -226,3 +227,10 @@ def test_explain_makes_the_call_once():
     assert torch.equal(x, torch.full((3,), 2.0))
     with pytest.raises(ValueError, match="torch does not define 'nonsense'"):
         tw.aten.explain("nonsense", x)
+
+
+def test_the_page_names_every_overload_with_its_engine():
+    page = (Path(__file__).parents[2] / "docs" / "aten.md").read_text()
+    told = {line.split(" | ")[0].strip("| "): line for line in page.splitlines() if line.startswith("| ")}
+    for name, engine in table.ENGINE.items():
+        assert f"`{name}`" in told[engine], f"docs/aten.md does not name {name} beside {engine}"
