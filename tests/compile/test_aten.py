@@ -76,7 +76,7 @@ VARIANTS = everything()
 
 def test_every_kernel_is_there():
     assert {one.kernel.name for one in VARIANTS.values()} == {
-        "pointwise_flat", "pointwise_tiles", "reduce_tiles", "reduce_parts", "scan_tiles", "patch", "band",
+        "pointwise_flat", "pointwise_tiles", "reduce_tiles", "reduce_parts", "scan_tiles", "patch", "band", "ramp",
     }  # fmt: skip
 
 

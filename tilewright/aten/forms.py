@@ -77,6 +77,10 @@ def fill(self: Tensor, value: Any) -> Tensor:
     return run(FILL, {"value": value}, torch.empty_like(self))
 
 
+def zero(self: Tensor) -> Tensor:
+    return run(FILL, {"value": 0}, self)
+
+
 def clone(self: Tensor, *, memory_format: torch.memory_format | None = None) -> Tensor:
     return run(COPY, {"self": self}, torch.empty_like(self, memory_format=memory_format or torch.preserve_format))
 
@@ -106,5 +110,5 @@ def to_copy(
 
 FORMS = {
     "glu": glu, "glu_backward": glu_backward, "addr": addr, "polar": polar, "fill.Scalar": fill, "fill.Tensor": fill,
-    "clone": clone, "_to_copy": to_copy,
+    "zero_": zero, "clone": clone, "_to_copy": to_copy,
 }  # fmt: skip

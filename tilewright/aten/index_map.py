@@ -2,11 +2,12 @@
 
 A result is contiguous, seen in at most four loops. `patch` puts a source into a box of it, with a step, and a number or another
 tensor elsewhere: padding, slices that are scattered, and dimensions that are flipped. `band` keeps what lies on one side of a
-diagonal, or on it: triangles, diagonals that are embedded. What is a copy of views (cat, repeat) is one.
+diagonal, or on it: triangles, diagonals that are embedded. `ramp` counts. What is a copy of views (cat, repeat) is one.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -84,6 +85,14 @@ def band(OUT, X, N, ROWS, COLUMNS, diagonal, outer, row, col, KEEP: tl.constexpr
     if OUT.dtype.element_ty == tl.int1:
         value = value.to(tl.int32)
     tl.store(OUT + i, stored(value, OUT), inside)
+
+
+@kernel(grid=lambda a: (cdiv(a.N, a.BLOCK),), tokens=("N", "S0", "S1"), default=lambda a: {"num_warps": 4})
+def ramp(OUT, N, S0: tl.int64, S1: tl.int64, COMPUTE: tl.constexpr, BLOCK: tl.constexpr):
+    """S0, S0 + S1, S0 + 2 S1 ..."""
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    value = number(S0, COMPUTE) + i.to(COMPUTE) * number(S1, COMPUTE)
+    tl.store(OUT + i, stored(value, OUT), i < N)
 
 
 # ---- host ------------------------------------------------------------------------------------------------------------
@@ -309,7 +318,52 @@ def filled_like(self, value, dtype, layout, device, pin_memory, memory_format) -
     return pointwise.run(forms.FILL, {"value": value}, out)
 
 
+def ramp_into(out: Tensor, size: int, start: Any, step: Any) -> Tensor:
+    """Fill `out`, which is resized as aten does, counting in float64 or int64."""
+    taken(out)
+    if out.dtype == torch.bool or out.numel() not in (0, size) or not out.is_contiguous():
+        raise Declined("bool, or a result that is resized or strided")
+    if not out.is_floating_point() and (isinstance(start, float) or isinstance(step, float)):
+        raise Declined("fractions of integers")
+    compute = torch.float64 if out.is_floating_point() else torch.int64
+    bits = bits_of(start, compute), bits_of(step, compute)
+    if out.numel() != size:
+        out.resize_(size)
+    if size:
+        ramp(out, size, *bits, COMPUTE=IN_TRITON[compute], BLOCK=BLOCK)
+    return out
+
+
+def arange_out(start: Any, end: Any, step: Any = 1, *, out: Tensor) -> Tensor:
+    if not all(isinstance(v, (int, float)) and math.isfinite(v) for v in (start, end, step)) or not step:
+        raise Declined("numbers that are refused")
+    if (end - start) * step < 0:
+        raise Declined("an end on the other side")
+    whole = all(isinstance(v, int) for v in (start, end, step))
+    return ramp_into(out, -((start - end) // step) if whole else math.ceil((end - start) / step), start, step)
+
+
+def linspace_out(start: Any, end: Any, steps: int, *, out: Tensor) -> Tensor:
+    if not all(isinstance(v, (int, float)) and math.isfinite(v) for v in (start, end)) or steps < 1:
+        raise Declined("numbers that are refused, or none")
+    if out.dtype != torch.float32:  # of float64 the last would not be `end` itself
+        raise Declined("another dtype than fp32")
+    return ramp_into(out, steps, start, (end - start) / max(1, steps - 1))
+
+
+def eye_out(n: int, m: int | None = None, *, out: Tensor) -> Tensor:
+    m = n if m is None else m
+    if n < 0 or m < 0 or out.numel() not in (0, n * m):
+        raise Declined("sizes that are refused, or a result that is resized")
+    taken(out)
+    out.resize_(n, m)
+    pointwise.run(forms.FILL, {"value": 0}, out)
+    pointwise.run(forms.FILL, {"value": 1}, out.diagonal())
+    return out
+
+
 FORMS = {
+    "arange.start_out": arange_out, "linspace.out": linspace_out, "eye.out": eye_out, "eye.m_out": eye_out,
     "constant_pad_nd": constant_pad_nd, "slice_scatter": slice_scatter, "select_scatter": select_scatter, "triu": triu,
     "diag_embed": diag_embed, "diagonal_backward": diagonal_backward, "flip": flip, "repeat": repeat, "cat": cat,
     "full_like": full_like, "ones_like": like(1), "zeros_like": like(0),
