@@ -21,20 +21,20 @@ MOST = 4  # samples of an entry and dtype, each with its twin that is not contig
 # Entries of which every call is one of ours, or a composite's leaf
 NAMES = [
     "__radd__", "__rand__", "__rdiv__", "__rmod__", "__rmul__", "__ror__", "__rpow__", "abs", "add", "addcdiv", "addcmul",
-    "addr", "all", "allclose", "amax", "angle", "any", "argmax", "argmin", "atan", "bfloat16", "bitwise_and", "bitwise_not",
-    "bitwise_or", "bool", "cat", "clamp", "clone", "column_stack", "constant_pad_nd", "cos", "count_nonzero", "cummax",
-    "cummin", "cumsum", "diag_embed", "diagflat", "div.floor_rounding", "div.no_rounding_mode", "div.trunc_rounding", "dot",
-    "double", "dstack", "eq", "erf", "exp", "exp2", "fill", "flip", "fliplr", "flipud", "float_power", "floor_divide",
-    "full_like", "ge", "gt", "half", "hstack", "isclose", "isfinite", "isinf", "isnan", "kron", "le", "lerp", "linalg.vecdot",
-    "linalg.vector_norm", "log", "logical_and", "logical_not", "logical_or", "logical_xor", "lt", "masked_fill", "max.binary",
-    "max.reduction_no_dim", "max.reduction_with_dim", "maximum", "mean", "min.binary", "min.reduction_no_dim",
-    "min.reduction_with_dim", "minimum", "mul", "nan_to_num", "native_dropout_backward", "ne", "neg", "nn.functional.elu",
-    "nn.functional.gelu", "nn.functional.glu", "nn.functional.mse_loss", "nn.functional.normalize",
+    "addr", "all", "allclose", "amax", "angle", "any", "arange", "argmax", "argmin", "atan", "bfloat16", "bitwise_and",
+    "bitwise_not", "bitwise_or", "bool", "cat", "clamp", "clone", "column_stack", "constant_pad_nd", "cos", "count_nonzero",
+    "cummax", "cummin", "cumsum", "diag_embed", "diagflat", "div.floor_rounding", "div.no_rounding_mode", "div.trunc_rounding",
+    "dot", "double", "dstack", "eq", "erf", "exp", "exp2", "eye", "fill", "flip", "fliplr", "flipud", "float_power",
+    "floor_divide", "full", "full_like", "ge", "gt", "half", "hstack", "isclose", "isfinite", "isinf", "isnan", "kron", "le",
+    "lerp", "linalg.vecdot", "linalg.vector_norm", "linspace", "log", "logical_and", "logical_not", "logical_or", "logical_xor",
+    "lt", "masked_fill", "max.binary", "max.reduction_no_dim", "max.reduction_with_dim", "maximum", "mean", "min.binary",
+    "min.reduction_no_dim", "min.reduction_with_dim", "minimum", "mul", "nan_to_num", "native_dropout_backward", "ne", "neg",
+    "nn.functional.elu", "nn.functional.gelu", "nn.functional.glu", "nn.functional.mse_loss", "nn.functional.normalize",
     "nn.functional.pad.constant", "nn.functional.relu", "nn.functional.selu", "nn.functional.silu", "nn.functional.softplus",
-    "nn.functional.softsign", "nn.functional.tanhshrink", "nn.functional.threshold", "ones_like", "outer", "polar", "pow",
-    "prod", "reciprocal", "remainder", "repeat", "rsqrt", "select_scatter", "sigmoid", "sin", "slice_scatter", "sqrt", "square",
-    "std", "std.unbiased", "sub", "sum", "sum_to_size", "tanh", "tile", "trace", "triu", "true_divide", "var_mean", "vdot",
-    "vstack", "where", "zeros_like",
+    "nn.functional.softsign", "nn.functional.tanhshrink", "nn.functional.threshold", "ones", "ones_like", "outer", "polar",
+    "pow", "prod", "reciprocal", "remainder", "repeat", "rsqrt", "select_scatter", "sigmoid", "sin", "slice_scatter", "sqrt",
+    "square", "stack", "std", "std.unbiased", "sub", "sum", "sum_to_size", "tanh", "tile", "trace", "triu", "true_divide",
+    "var_mean", "vdot", "vstack", "where", "zeros", "zeros_like",
 ]  # fmt: skip
 IN_PLACE = [n for n in NAMES if ENTRIES[n].get_inplace() is not None]
 # Sums of terms that may cancel, in the compute dtype, where aten's CPU kernels have a wider one: errors are steps of the largest
