@@ -1,4 +1,4 @@
-# make test   the environment, lint and the four nets that need no GPU; SHARD=1/4 runs a quarter of each net
+# make test   the environment, lint and the five nets that need no GPU; SHARD=1/4 runs a quarter of each net
 # make seconds  what the nets took when they last ran, for each op
 # make demo   a small model trained with plain PyTorch and with tilewright, their curves in out/demo.png
 # make site   the pages of docs/ as a site in out/site, every link checked
@@ -27,7 +27,7 @@ SLOWER ?= 1
 export SLOWER
 net = TILEWRIGHT_NET=$(1) TILEWRIGHT_SHARD=$(SHARD)
 
-.PHONY: env lint test host interpreter compile smoke seconds models gpu demo docs site clean
+.PHONY: env lint test host interpreter aten compile smoke seconds models gpu demo docs site clean
 
 env: $(VENV)/.ready $(OLD)/.ready
 
@@ -47,7 +47,7 @@ lint: $(VENV)/.ready
 	$(VENV)/bin/ruff check tilewright tests examples
 	$(VENV)/bin/ruff format --check tilewright tests examples
 
-test: lint host interpreter compile smoke
+test: lint host interpreter aten compile smoke
 	PYTHONPATH=. $(PY) -m tests.seconds
 
 host: $(VENV)/.ready
@@ -55,6 +55,9 @@ host: $(VENV)/.ready
 
 interpreter: $(VENV)/.ready
 	$(call net,interpreter) TRITON_INTERPRET=1 PYTHONPATH=. $(PY) $(PYTEST) $(SHARED) tests/interpreter
+
+aten: $(VENV)/.ready
+	$(call net,aten) TRITON_INTERPRET=1 PYTHONPATH=. $(PY) $(PYTEST) $(SHARED) tests/aten
 
 compile: env
 	$(call net,compile) PYTHONPATH=.:$(OLD) $(PY) $(PYTEST) $(SHARED) tests/compile

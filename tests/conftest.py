@@ -1,6 +1,6 @@
 """Which net this process is, which part of it runs, and what it cost: in all and for each op.
 
-Triton decides at import whether kernels are interpreted, so `tests/interpreter` runs in processes with
+Triton decides at import whether kernels are interpreted, so `tests/interpreter` and `tests/aten` run in processes with
 TRITON_INTERPRET=1 and everything else in processes without. TILEWRIGHT_NET, which the Makefile sets, names a net that is run
 whole or, with TILEWRIGHT_SHARD=I/N, in parts: its CPU seconds are held to a budget and kept (`tests/seconds.py`).
 """
@@ -21,9 +21,9 @@ HERE = Path(__file__).parent
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 NET = os.environ.get("TILEWRIGHT_NET", "")
 SHARD = os.environ.get("TILEWRIGHT_SHARD") or "1/1"
-collect_ignore = (
-    [p.name for p in HERE.iterdir() if p.is_dir() and p.name != "interpreter"] if INTERPRETING else ["interpreter"]
-)
+INTERPRETED = ("interpreter", "aten")  # the folders that run so
+FOLDERS = [p.name for p in HERE.iterdir() if p.is_dir()]
+collect_ignore = [name for name in FOLDERS if (name in INTERPRETED) != INTERPRETING]
 
 _spent: Counter[str] = Counter()
 _tests: Counter[str] = Counter()
@@ -34,10 +34,12 @@ _mark = 0.0  # the clock when the last phase of a test ended
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "smoke: quick enough to run again with the oldest supported Triton")
     asked = [Path(argument.split("::")[0]).resolve() for argument in config.args]
-    if not INTERPRETING and any(path.is_relative_to(HERE / "interpreter") for path in asked):
-        raise pytest.UsageError("tests/interpreter needs TRITON_INTERPRET=1 in the environment (make interpreter)")
-    if INTERPRETING and any(path.is_relative_to(HERE / name) for path in asked for name in collect_ignore):
-        raise pytest.UsageError("only tests/interpreter runs with TRITON_INTERPRET=1 in the environment")
+    for path in asked:
+        folder = path.relative_to(HERE).parts[:1] if path.is_relative_to(HERE) else ()
+        if not INTERPRETING and folder and folder[0] in INTERPRETED:
+            raise pytest.UsageError(f"tests/{folder[0]} needs TRITON_INTERPRET=1 in the environment (make {folder[0]})")
+        if INTERPRETING and folder and folder[0] in collect_ignore:
+            raise pytest.UsageError(f"only tests/{' and tests/'.join(INTERPRETED)} run with TRITON_INTERPRET=1")
     try:
         seconds.read_shard(SHARD)
     except ValueError as error:

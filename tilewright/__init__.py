@@ -14,6 +14,7 @@ from typing import Any
 from .names import NAMES, OPS
 
 __version__ = "0.1.0"
+FOLDERS = ("aten", "nn")  # which are public as they are
 
 
 class Package(ModuleType):
@@ -28,8 +29,8 @@ sys.modules[__name__].__class__ = Package
 
 
 def __getattr__(name: str) -> Any:
-    if name == "nn":
-        value = importlib.import_module(f"{__name__}.nn")
+    if name in FOLDERS:
+        value = importlib.import_module(f"{__name__}.{name}")
     elif name in NAMES:
         value = getattr(importlib.import_module(f"{__name__}.{NAMES[name]}"), name)
     elif name in OPS:
@@ -43,7 +44,7 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *NAMES, "nn", *OPS, *_declared()})
+    return sorted({*globals(), *NAMES, *FOLDERS, *OPS, *_declared()})
 
 
 def _meant(name: str) -> str:

@@ -4,6 +4,7 @@ from typing import Literal, overload
 
 from torch import Tensor
 
+from . import aten as aten
 from . import nn as nn
 from .core.declaration import Triton as Triton
 from .core.draw import Draw as Draw

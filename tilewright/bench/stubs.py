@@ -38,6 +38,7 @@ def stub(ops: Mapping[str, Op]) -> str:
     lines = [
         HEAD.rstrip(), "", "from typing import Literal, overload", "",
         *(["import torch"] if any(": torch." in line for line in made) else []), "from torch import Tensor", "",
+        "from . import aten as aten",
         "from . import nn as nn",
         *sorted((f"from .{module} import {name} as {name}" for name, module in NAMES.items()), key=str.casefold),
     ]  # fmt: skip

@@ -38,6 +38,10 @@ DIRECT = {"row": CudaLaunch, "list": ListLaunch}
 CUDA_ERROR = "Triton Error [CUDA]"  # begins what the driver says through a launcher
 
 
+class NotCompiledError(RuntimeError):
+    """A kernel would have to be compiled where that cannot be: during CUDA graph capture."""
+
+
 class Arguments(dict):
     """A kernel's arguments by name, readable as attributes in grids and defaults."""
 
@@ -149,8 +153,9 @@ class Kernel:
     def key(self, ordered: list, options: Mapping[str, Any], device: int) -> tuple:
         """What a compiled variant depends on; two calls with one key share a binary."""
         constants = {p.name for p in self.jit.params if p.is_constexpr}
+        wide = {p.name for p in self.jit.params if p.annotation_type == "i64" and p.name in self.tokens}
         parts = [
-            value if name in constants else argument_class(value, name not in self.tokens)
+            value if name in constants else int if name in wide else argument_class(value, name not in self.tokens)
             for name, value in zip(self.names, ordered)
         ]
         return device, tuple(parts), tuple(sorted(options.items()))
@@ -163,7 +168,7 @@ class Kernel:
                 compiled = self.variants.get(key)
                 if compiled is None:
                     if torch.cuda.is_current_stream_capturing():
-                        raise RuntimeError(
+                        raise NotCompiledError(
                             f"{self.name} would have to be compiled during CUDA graph capture: call"
                             " tilewright.warmup(op, ...) with these shapes and dtypes before capturing"
                         )

@@ -26,7 +26,7 @@ import triton.language as tl
 import triton.runtime.interpreter as stock
 from triton.runtime.interpreter import TensorHandle
 
-from . import emulate, quicken
+from . import emulate, library, quicken
 
 __all__ = ["install", "reversed_programs"]
 
@@ -347,6 +347,7 @@ def install() -> tuple[str, ...]:
         stock.InterpretedFunction.__call__ = _device_call
         stock.GridExecutor.__call__ = _call
         stock.GridExecutor._init_args_hst, stock.GridExecutor._restore_args_dev = _init_args, _restore_args
+        library.install()
         quicken.install()
         _applied = applied
         return applied

@@ -29,8 +29,8 @@ from ...runtime import config
 from ...runtime.kernel import Arguments, collect
 from ...runtime.results import flatten, saved_results
 from ..agreement import BF16, FP16, agrees, end_rows, forms, normal
+from . import aten, products, training
 from . import movers as more
-from . import products, training
 
 Check = Callable[[str], None]  # of a device
 EPS = 1e-6
@@ -198,6 +198,7 @@ def speed_of_light(device: str) -> None:
 # ---- the rows --------------------------------------------------------------------------------------------------------
 
 CHECKS: dict[str, dict[str, Check]] = {
+    "aten": aten.CHECKS,
     "training": {
         "rms_norm_quant_fwd": partial(norm, form="blocks"),
         "qk_norm_rope_fwd": training.qkv,
@@ -292,6 +293,8 @@ CHECKS: dict[str, dict[str, Check]] = {
         "realistic speed-of-light sweep per dtype": speed_of_light,
     },
     "flaggems_features": {
+        "enable / context manager": partial(aten.replaced, name="add.Tensor"),
+        "pointwise generator": partial(aten.replaced, name="add.Tensor"),
         "fast dispatch": replays,
         "tuned configs persisted": tuned_row_is_taken,
         "multi-backend": chosen_by_chip,

@@ -1,0 +1,52 @@
+"""torch's own samples of its operators. The one module here that touches `torch.testing._internal`, which promises nothing."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import types
+import unittest
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+try:
+    import expecttest  # noqa: F401
+except ModuleNotFoundError:  # op_db only wants a class of this name
+    sys.modules["expecttest"] = types.ModuleType("expecttest")
+    sys.modules["expecttest"].TestCase = unittest.TestCase
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from torch.testing._internal.common_methods_invocations import op_db
+
+OTHERS = (
+    torch.bfloat16, torch.int32, torch.float64, torch.bool, torch.float16, torch.int64, torch.uint8, torch.int8, torch.int16,
+)  # fmt: skip
+ENTRIES = {f"{op.name}.{op.variant_test_name}" if op.variant_test_name else op.name: op for op in op_db}
+
+
+def dtypes_of(name: str) -> list[torch.dtype]:
+    """fp32, and one other in turn, of those that an entry takes."""
+    takes = ENTRIES[name].supported_dtypes("cpu")
+    others = [d for d in OTHERS if d in takes]
+    turn = sorted(ENTRIES).index(name)
+    return [torch.float32] * (torch.float32 in takes) + others[turn % max(1, len(others)) :][:1]
+
+
+def samples(name: str, dtype: torch.dtype, most: int) -> Iterator[Any]:
+    """The first samples of an entry, spread over all that it has, each with its twin that is not contiguous."""
+    torch.manual_seed(0)
+    every = list(itertools.islice(ENTRIES[name].sample_inputs("cpu", dtype), 40))
+    for sample in every[:: max(1, len(every) // most)][:most]:
+        yield sample
+        yield sample.noncontiguous()
+
+
+def error_samples(name: str) -> Iterator[Any]:
+    """Arguments that are refused, as `sample_input`, and the type of exception."""
+    op = ENTRIES[name]
+    if op.error_inputs_func is not None:
+        yield from op.error_inputs("cpu")

@@ -1,0 +1,230 @@
+"""What torch's samples leave out: empty, expanded, non-dense and misaligned operands, awkward sizes, numbers, overlaps, and
+composites."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import tilewright as tw
+from tests.aten.compare import as_double, differences, flat
+
+FP32 = torch.float32
+CALLS: dict[str, Callable[[Tensor], Any]] = {
+    "add": lambda x: x + x.flip(0) if x.dim() else x + x,
+    "neg": torch.neg,
+    "number": lambda x: x * 2.5,
+    "clamp": lambda x: x.clamp(-0.5, 0.5),
+    "sum": lambda x: x.sum(),
+    "first": lambda x: x.amax(0) if x.dim() and x.shape[0] else x.sum(),
+    "last": lambda x: x.sum(-1),
+    "argmax": lambda x: x.argmax() if x.numel() else x.sum(),
+    "cumsum": lambda x: x.cumsum(-1),
+    "cummax": lambda x: x.cummax(0),
+    "zeros": torch.zeros_like,
+    "clone": torch.clone,
+    "triu": lambda x: x.triu() if x.dim() > 1 else x.clone(),
+}
+LAYOUTS: dict[str, Callable[[], Tensor]] = {
+    "empty": lambda: torch.empty(0),
+    "empty rows": lambda: torch.empty(0, 5),
+    "empty columns": lambda: torch.empty(5, 0),
+    "no dimensions": lambda: torch.randn(()),
+    "expanded": lambda: torch.randn(5, 1).expand(5, 7),
+    "all of one": lambda: torch.randn(1).expand(3, 4),
+    "channels last": lambda: torch.randn(2, 5, 3, 4).to(memory_format=torch.channels_last),
+    "not dense": lambda: torch.randn(6, 9)[::2, 1::3],
+    "turned": lambda: torch.randn(40, 70).t(),
+    "rank 6": lambda: torch.randn(2, 3, 2, 3, 2, 2).permute(5, 0, 3, 1, 4, 2),
+    "1": lambda: torch.randn(1),
+    "7": lambda: torch.randn(7),
+    "127": lambda: torch.randn(127),
+    "1025": lambda: torch.randn(1025),
+    "127 x 1025": lambda: torch.randn(127, 1025),
+    "misaligned": lambda: torch.randn(1026)[1:],
+    "NaN": lambda: torch.tensor([1.0, float("nan"), 3.0, float("nan"), -1.0]),
+    "infinities": lambda: torch.tensor([float("inf"), 1.0, float("-inf"), float("inf")]),
+    "equals": lambda: torch.tensor([[1.0, 2.0, 2.0], [2.0, 2.0, 0.0]]),
+    "bf16": lambda: torch.randn(33, 65).bfloat16(),
+    "int32": lambda: torch.randint(-9, 9, (33, 65), dtype=torch.int32),
+    "large int32": lambda: torch.full((9,), 2**30, dtype=torch.int32),
+    "uint8": lambda: torch.randint(0, 255, (33, 5), dtype=torch.uint8),
+    "bool": lambda: torch.randint(0, 2, (33, 5)).bool(),
+}
+
+
+def taken() -> int:
+    return sum(one["taken"] for one in tw.aten.report().values())
+
+
+def both(call: Callable[[], Any]) -> tuple[Any, Any, int]:
+    """(aten's, ours, how many calls were ours)."""
+
+    def run() -> Any:
+        try:
+            return call()
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+
+    aten = run()
+    with tw.aten.use():
+        return aten, run(), taken()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", CALLS)
+def test_awkward_operands(name, layout):
+    torch.manual_seed(0)
+    x, call = LAYOUTS[layout](), CALLS[name]
+    aten, ours, ran = both(lambda: call(x))
+    scale = float(x.double().nan_to_num(0, 0, 0).abs().sum()) if x.numel() and x.dtype != torch.bool else 0.0
+    scale = scale if name in ("sum", "last", "cumsum") else 0.0
+    truth = call(as_double(x)) if isinstance(aten, (Tensor, tuple)) and x.is_floating_point() else None
+    assert not differences(ours, aten, truth, scale)
+    if (
+        x.numel()
+        and x.dtype == FP32
+        and (x.is_contiguous() or name in ("add", "neg", "number", "clamp", "sum", "clone"))
+    ):
+        assert ran
+
+
+def test_offsets_past_32_bits():
+    """A view whose last element lies 2^31 elements on, of memory that no page is touched of but two."""
+    n = 2**31 + 5
+    x = torch.empty(n, dtype=torch.uint8).as_strided((2, 3), (n - 5, 2))
+    x.copy_(torch.tensor([[1, 2, 3], [4, 5, 6]]))
+    aten, ours, ran = both(lambda: (x + 1, x.sum(0), x.flip(0), x.cumsum(0)))
+    assert ran >= 4 and not differences(ours, aten)
+
+
+# ---- numbers in tensors' places --------------------------------------------------------------------------------------
+
+NUMBERS = (True, 3, 2.5)
+
+
+@pytest.mark.parametrize("dtype", [FP32, torch.bfloat16, torch.int64, torch.uint8, torch.bool])
+@pytest.mark.parametrize("number", NUMBERS)
+def test_numbers_promote_as_atens(number, dtype):
+    x = torch.tensor([1, 0, 1, 1]).to(dtype)
+    calls = [
+        lambda: x + number, lambda: x * number, lambda: number - x, lambda: x / number, lambda: x // number, lambda: x % number,
+        lambda: x == number, lambda: x < number, lambda: torch.where(x != 0, x, number), lambda: x**number,
+        lambda: number**x, lambda: torch.add(x, number, alpha=2), lambda: x.clone().add_(number), lambda: x.clone().fill_(number),
+        lambda: x.clone().masked_fill_(x != 0, number), lambda: x.clamp(max=number), lambda: x.to(FP32) + number,
+        lambda: torch.full_like(x, number), lambda: x[:0] + number, lambda: x.sum() + number,
+    ]  # fmt: skip
+    for at, call in enumerate(calls):
+        aten, ours, _ = both(call)
+        assert not differences(ours, aten), at
+
+
+def test_int64_and_a_float():
+    """Not float64, though the number is one in C++: declined or taken, it is fp32."""
+    x = torch.arange(3)
+    for names in ("neg", "add.Tensor"):
+        with tw.aten.use(include=names):
+            assert (x + 2.0).dtype == FP32
+    with tw.aten.use():
+        assert (x + 1j).dtype == torch.complex64  # declined, and wrapped for aten
+
+
+# ---- in place --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda x: x[1:].add_(x[:-1]), lambda x: x[1:].copy_(x[:-1]), lambda x: x.t().add_(x), lambda x: x[:, :3].mul_(x[:, 1:4]),
+        lambda x: x.add_(x), lambda x: x[0].add_(x[1]), lambda x: x[0, :1].expand(4).add_(1), lambda x: x.add_(x[0]),
+    ],
+)  # fmt: skip
+def test_memory_that_is_read_and_written(change):
+    def call() -> Any:
+        x = torch.arange(16.0).view(4, 4)
+        return change(x).clone(), x, x._version
+
+    aten, ours, _ = both(call)
+    assert not differences(ours, aten)
+
+
+def test_a_result_that_is_given():
+    x = torch.arange(6.0).view(2, 3)
+    for out in (torch.empty(2, 3), torch.empty(0), torch.empty(2, 3, dtype=torch.float64), torch.empty(3, 2).t()):
+
+        def call(out=out) -> Any:
+            own = out.clone()
+            made = torch.where(x > 2, x, -x, out=own)
+            sums = torch.cumsum(x, 0, out=out.clone())
+            return own, made is own, sums, torch.sum(x, 0, out=torch.empty(3))
+
+        aten, ours, _ = both(call)
+        assert not differences(ours, aten)
+
+
+# ---- composites ------------------------------------------------------------------------------------------------------
+
+# A composite, and the replaced operator that it reaches
+COMPOSITES: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
+    "divide": (lambda x: torch.divide(x, 2.0), "div.Tensor"),
+    "divide by a tensor, floored": (lambda x: torch.divide(x, x + 3, rounding_mode="trunc"), "div.Tensor_mode"),
+    "true_divide": (lambda x: torch.true_divide(x, x + 3), "div.Tensor"),
+    "div by a number": (lambda x: torch.ops.aten.div.Scalar(x, 2.0), "div.Tensor"),
+    "hstack": (lambda x: torch.hstack((x, x)), "cat"),
+    "vstack": (lambda x: torch.vstack((x, x)), "cat"),
+    "tile": (lambda x: torch.tile(x, (2, 2)), "repeat"),
+    "kron": (lambda x: torch.kron(x, x), "mul.Tensor"),
+    "pad": (lambda x: F.pad(x, (1, 2)), "constant_pad_nd"),
+    "where": (lambda x: torch.where(x > 0, 1.0, x), "where.self"),
+    "where, the other way": (lambda x: torch.where(x > 0, x, 1.0), "where.self"),
+    "contiguous": (lambda x: x.t().contiguous(), "clone"),
+    "reshape": (lambda x: x.t().reshape(-1), "clone"),
+    "to": (lambda x: x.to(torch.float64), "_to_copy"),
+    "rms_norm": (lambda x: F.rms_norm(x, x.shape[-1:]), "mul.Tensor"),
+    "var": (lambda x: x.std(), "std.correction"),
+    "fill": (lambda x: x * torch.ones(3).fill_(2.0), "fill_.Scalar"),
+}
+
+
+@pytest.mark.parametrize("name", COMPOSITES)
+def test_composites_reach_a_leaf_and_keep_their_gradient(name):
+    call, leaf = COMPOSITES[name]
+
+    def run() -> list[Tensor]:
+        x = torch.tensor([[1.0, -2.0, 3.0], [0.5, 4.0, -1.0], [2.0, 2.5, 1.5]], requires_grad=True)
+        made = call(x)
+        made.double().square().sum().backward()
+        return [made.detach(), x.grad]
+
+    aten = run()
+    with tw.aten.use():
+        ours = run()
+        assert tw.aten.report()[leaf]["taken"], tw.aten.report()[leaf]
+    for a, b in zip(ours, aten):
+        torch.testing.assert_close(a, b)
+    assert [t.stride() for t in ours] == [t.stride() for t in aten]
+
+
+def test_gradients_are_right():
+    """By differences, in float64, through several engines at once."""
+
+    def f(x: Tensor, y: Tensor) -> Tensor:
+        return (torch.sigmoid(x) * F.gelu(y)).cumsum(0).amax(1) + F.pad(x, (1, 1)).mean(1) + (x / (y * y + 1)).std(1)
+
+    torch.manual_seed(0)
+    x, y = (torch.randn(3, 4, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    with tw.aten.use():
+        assert torch.autograd.gradcheck(f, (x, y))
+        assert taken() > 100
+
+
+def test_vmap_and_autocast_stand_above():
+    x = torch.randn(4, 6)
+    call = lambda: flat([torch.func.vmap(lambda row: row.exp().sum())(x), torch.func.grad(lambda t: t.sin().sum())(x)])  # noqa: E731
+    aten, ours, ran = both(call)
+    assert ran and not differences(ours, aten, as_double(aten), 50.0)

@@ -1,0 +1,109 @@
+"""Deliberately broken replacements, each with the call whose comparison must notice. A net that lets one through is no net."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+import tilewright as tw
+from tests.aten.compare import differences
+from tilewright.aten import functions as f
+from tilewright.aten import layout, pointwise, reduction_rows, scan, table
+
+
+class Mutant(NamedTuple):
+    """`name`, an attribute of `owner` or a key of it, becomes `value`; `call` is then told from aten's by something like `says`."""
+
+    what: str
+    owner: Any
+    name: str
+    value: Any
+    call: Callable[[], Any]
+    says: str
+
+
+def flat_read(t: Tensor, shape: tuple[int, ...]) -> tuple[int, ...]:
+    return layout.contiguous_strides(shape)
+
+
+def crash_on_nothing(self: Tensor, *, dtype: Any = None) -> Tensor:
+    return self.new_empty(()).fill_(sum(self.flatten().tolist()) / self.numel() * self.numel())
+
+
+def one_further_on(x: Tensor) -> Tensor:
+    """Which aten refuses: elements are read and written."""
+    return x[1:].add_(x[:-1])
+
+
+EQUALS = torch.tensor([1.0, 3.0, 3.0, 2.0])
+HAS_NAN = torch.tensor([1.0, float("nan"), 2.0])
+MUTANTS = [
+    Mutant("an integer sum kept int32", reduction_rows, "widened", lambda self, dtype: dtype or self.dtype,
+           lambda: torch.full((4,), 2**30, dtype=torch.int32).sum(), "dtype torch.int32"),
+    Mutant("a flat read of a strided view", layout, "expanded", flat_read, lambda: -torch.arange(12.0)[::2],
+           "values"),
+    Mutant("a crash on nothing", table.FORMS, "sum", crash_on_nothing, lambda: torch.empty(0).sum(), "ZeroDivisionError"),
+    Mutant("the first of equals", scan, "MAX", replace(scan.MAX, combine=reduction_rows.first_largest),
+           lambda: EQUALS.cummax(0), "values"),
+    Mutant("the last of equals", reduction_rows, "MAX", replace(reduction_rows.MAX, combine=scan.last_largest),
+           lambda: EQUALS.max(0), "values"),
+    Mutant("a dropped NaN", reduction_rows, "AMAX", replace(reduction_rows.AMAX, combine=f.less_equal), lambda: HAS_NAN.amax(),
+           "values"),
+    Mutant("contiguous results", layout, "result_strides", lambda shape, *_: layout.contiguous_strides(shape),
+           lambda: torch.ones(3, 4).t() + 1, "strides"),
+    Mutant("a number cut to its whole part", pointwise, "bits_of", lambda value, compute: int(value), lambda: torch.ones(3) * 2.5,
+           "values"),
+    Mutant("overlaps that are not seen", layout, "span", lambda t: (0, 0), lambda: one_further_on(torch.arange(64.0)),
+           "not 'RuntimeError'"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: m.what.replace(" ", "-"))
+def test_it_is_noticed(mutant, monkeypatch):
+    def run() -> Any:
+        try:
+            return mutant.call()
+        except (ZeroDivisionError, RuntimeError) as error:
+            return type(error).__name__
+
+    aten = run()
+    with tw.aten.use():
+        assert not differences(run(), aten)
+    put = monkeypatch.setitem if isinstance(mutant.owner, dict) else monkeypatch.setattr
+    put(mutant.owner, mutant.name, mutant.value)
+    with tw.aten.use():
+        found = differences(run(), aten)
+    assert any(mutant.says in line for line in found), found
+
+
+def test_offsets_of_32_bits_are_noticed(monkeypatch):
+    """An offset that wraps lies before the memory, where the interpreter lets nobody read."""
+    n = 2**31 + 5
+    x = torch.empty(n, dtype=torch.uint8).as_strided((2, 3), (n - 5, 2)).fill_(1)
+    own = layout.expanded
+
+    def wrapped(t: Tensor, shape: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple((s + 2**31) % 2**32 - 2**31 for s in own(t, shape))
+
+    monkeypatch.setattr(layout, "expanded", wrapped)
+    with tw.aten.use(include="neg"), pytest.raises(Exception, match="(?s)."):
+        assert torch.equal(torch.neg(x), torch.full((2, 3), 255, dtype=torch.uint8))
+
+
+def test_a_registered_composite_loses_its_gradient():
+    """Which is why none is: what test_beyond asks of composites fails for one that is registered."""
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("tile", lambda self, dims: self.detach().repeat(dims), "CPU")
+    try:
+        x = torch.ones(2, requires_grad=True)
+        made = torch.tile(x, (2,))
+        with pytest.warns(UserWarning, match="autograd kernel"):
+            made.sum().backward()
+        assert x.grad is None
+    finally:
+        library._destroy()

@@ -1,0 +1,211 @@
+"""Every replaced operator on torch's own samples: values, dtypes, strides, exceptions and gradients are aten's."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import tilewright as tw
+from tests.aten.compare import as_double, differences, flat
+from tests.aten.samples import ENTRIES, dtypes_of, error_samples, samples
+from tilewright.aten import table
+from tilewright.aten.table import overload_of
+from tilewright.check.provided.aten import call_of, copied, drawn
+
+MOST = 4  # samples of an entry and dtype, each with its twin that is not contiguous
+# Entries of which every call is one of ours, or a composite's leaf
+NAMES = [
+    "__radd__", "__rand__", "__rdiv__", "__rmod__", "__rmul__", "__ror__", "__rpow__", "abs", "add", "addcdiv", "addcmul",
+    "addr", "all", "allclose", "amax", "angle", "any", "arange", "argmax", "argmin", "atan", "bfloat16", "bitwise_and",
+    "bitwise_not", "bitwise_or", "bool", "cat", "clamp", "clone", "column_stack", "constant_pad_nd", "cos", "count_nonzero",
+    "cummax", "cummin", "cumsum", "diag_embed", "diagflat", "div.floor_rounding", "div.no_rounding_mode", "div.trunc_rounding",
+    "dot", "double", "dstack", "eq", "erf", "exp", "exp2", "eye", "fill", "flip", "fliplr", "flipud", "float_power",
+    "floor_divide", "full", "full_like", "ge", "gt", "half", "hstack", "isclose", "isfinite", "isinf", "isnan", "kron", "le",
+    "lerp", "linalg.vecdot", "linalg.vector_norm", "linspace", "log", "logical_and", "logical_not", "logical_or", "logical_xor",
+    "lt", "masked_fill", "max.binary", "max.reduction_no_dim", "max.reduction_with_dim", "maximum", "mean", "min.binary",
+    "min.reduction_no_dim", "min.reduction_with_dim", "minimum", "mul", "nan_to_num", "native_dropout_backward", "ne", "neg",
+    "nn.functional.elu", "nn.functional.gelu", "nn.functional.glu", "nn.functional.mse_loss", "nn.functional.normalize",
+    "nn.functional.pad.constant", "nn.functional.relu", "nn.functional.selu", "nn.functional.silu", "nn.functional.softplus",
+    "nn.functional.softsign", "nn.functional.tanhshrink", "nn.functional.threshold", "ones", "ones_like", "outer", "polar",
+    "pow", "prod", "reciprocal", "remainder", "repeat", "rsqrt", "select_scatter", "sigmoid", "sin", "slice_scatter", "sqrt",
+    "square", "stack", "std", "std.unbiased", "sub", "sum", "sum_to_size", "tanh", "tile", "trace", "triu", "true_divide",
+    "var_mean", "vdot", "vstack", "where", "zeros", "zeros_like",
+]  # fmt: skip
+IN_PLACE = [n for n in NAMES if ENTRIES[n].get_inplace() is not None]
+# Sums of terms that may cancel, in the compute dtype, where aten's CPU kernels have a wider one: errors are steps of the largest
+SUMS = [
+    "add", "addcdiv", "addcmul", "addr", "cumsum", "dot", "lerp", "linalg.vecdot", "linalg.vector_norm", "mean", "mse_loss",
+    "nn.functional.mse_loss", "prod", "std", "std.unbiased", "sub", "sum", "sum_to_size", "tanh_backward", "trace", "var_mean",
+    "vdot",
+]  # fmt: skip
+GRADIENTS = [
+    "add", "amax", "cat", "clamp", "cummax", "cumsum", "div.no_rounding_mode", "exp", "hstack", "kron", "lerp",
+    "linalg.vector_norm", "masked_fill", "max.reduction_with_dim", "mean", "mul", "nn.functional.elu", "nn.functional.gelu",
+    "nn.functional.glu", "nn.functional.mse_loss", "nn.functional.pad.constant", "nn.functional.relu", "nn.functional.silu",
+    "nn.functional.threshold", "pow", "prod", "repeat", "sigmoid", "std", "sum", "tanh", "tile", "true_divide", "var_mean",
+    "vstack", "where",
+]  # fmt: skip
+
+
+def taken() -> int:
+    return sum(one["taken"] for one in tw.aten.report().values())
+
+
+@pytest.fixture(autouse=True)
+def quiet():
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", category=UserWarning, module="torch")
+        yield
+
+
+def wrong(name: str, calls: list[tuple[Any, Any, Any]], call: Any) -> list[str]:
+    """What differs, over calls (input, arguments, keywords): aten first, then ours, which must take one of them."""
+    expected = [call(*one) for one in calls]
+    with tw.aten.use():
+        made = [call(*one) for one in calls]
+        ran = taken()
+    truths: list[Any] = [None] * len(calls)
+    for at, (own, other) in enumerate(zip(made, expected)):
+        if differences(own, other):
+            with contextlib.suppress(RuntimeError, TypeError):  # of a call that mixes dtypes
+                truths[at] = call(*(as_double(part) for part in calls[at]))
+    found = [
+        f"{shown(one)}: {line}"
+        for one, own, other, truth in zip(calls, made, expected, truths)
+        for line in differences(own, other, truth, scale(name, one))
+    ]
+    return found if ran else [*found, "no replacement ran"]
+
+
+def scale(name: str, arguments: Any) -> float:
+    """The largest number among the operands of a sum."""
+    tensors = [t for t in flat(arguments) if isinstance(t, Tensor) and t.is_floating_point() and t.numel()]
+    largest = [float(t.double().nan_to_num(0.0, 0.0, 0.0).abs().max()) for t in tensors]
+    return max(largest, default=0.0) if name in SUMS else 0.0
+
+
+def shown(call: tuple[Any, Any, Any]) -> str:
+    def word(value: Any) -> str:
+        if isinstance(value, Tensor):
+            return f"{str(value.dtype).removeprefix('torch.')}{tuple(value.shape)}{value.stride()}"
+        return str([word(v) for v in value]) if isinstance(value, (list, tuple)) else repr(value)
+
+    return f"{word(call[0])}, {word(call[1])}, {call[2]}"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_results_are_atens(name):
+    op = ENTRIES[name]
+    for dtype in dtypes_of(name):
+        calls = [(s.input, s.args, s.kwargs) for s in samples(name, dtype, MOST)]
+        found = wrong(name, calls, lambda x, args, kwargs: op(x, *args, **kwargs))
+        if dtype != torch.float32:  # a row may decline a dtype
+            found = [line for line in found if line != "no replacement ran"]
+        assert not found, "\n".join(found)
+
+
+def in_place(op: Any) -> Any:
+    def call(x: Tensor, args: Any, kwargs: Any) -> Any:
+        copy = x.clone()
+        before = copy._version
+        try:
+            made = op.get_inplace()(copy, *args, **kwargs)
+        except RuntimeError as error:  # a result that the first operand cannot hold
+            return type(error).__name__
+        return copy, made is copy, copy._version - before
+
+    return call
+
+
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_in_place_the_tensor_is_the_result(name):
+    calls = [(s.input, s.args, s.kwargs) for s in samples(name, torch.float32, 2) if isinstance(s.input, Tensor)]
+    if torch.float32 not in ENTRIES[name].supported_dtypes("cpu"):
+        calls = [(s.input, s.args, s.kwargs) for s in samples(name, torch.int32, 2)]
+    found = [line for line in wrong(name, calls, in_place(ENTRIES[name])) if line != "no replacement ran"]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if ENTRIES[n].error_inputs_func is not None])
+def test_what_aten_refuses_is_refused_alike(name):
+    op = ENTRIES[name]
+
+    def refused(sample: Any) -> Any:
+        try:
+            made = op(sample.input, *sample.args, **sample.kwargs)
+        except Exception as error:
+            return type(error), str(error)
+        return [(t.dtype, t.shape) for t in flat(made) if isinstance(t, Tensor)]
+
+    given = [e.sample_input for e in error_samples(name)]
+    expected = [refused(sample) for sample in given]
+    with tw.aten.use():
+        assert [refused(sample) for sample in given] == expected
+
+
+@pytest.mark.parametrize("name", GRADIENTS)
+def test_gradients_are_autograds(name):
+    """Autograd stands above the replacements: its formulas run, on what they give."""
+    op = ENTRIES[name]
+
+    def gradients(sample: Any) -> list[Tensor]:
+        leaves = [t for t in flat([sample.input, *sample.args]) if isinstance(t, Tensor) and t.is_floating_point()]
+        leaves = [t.detach().requires_grad_() for t in leaves]
+        rest = iter(leaves)
+
+        def swapped(value: Any) -> Any:
+            if isinstance(value, (list, tuple)):
+                return type(value)(map(swapped, value))
+            return next(rest) if isinstance(value, Tensor) and value.is_floating_point() else value
+
+        x, args = swapped(sample.input), swapped(tuple(sample.args))
+        made = [t for t in flat(op(x, *args, **sample.kwargs)) if t.is_floating_point() and t.requires_grad]
+        total = sum((t.double() * torch.arange(1, t.numel() + 1).view(t.shape)).sum() for t in made)
+        found = torch.autograd.grad(total, leaves, allow_unused=True) if made else []
+        return [g for g in found if g is not None]
+
+    given = list(samples(name, torch.float32, 2))
+    expected = [gradients(sample) for sample in given]
+    with tw.aten.use():
+        made = [gradients(sample) for sample in given]
+        assert taken()
+    for own, other in zip(made, expected):
+        assert len(own) == len(other)
+        for a, b in zip(own, other):
+            near = 1e-6 * max(1.0, float(b.nan_to_num(0.0, 0.0, 0.0).abs().max())) if b.numel() else 0.0
+            torch.testing.assert_close(a, b, rtol=2e-6, atol=near, equal_nan=True)
+            assert a.stride() == b.stride()
+
+
+# ---- every overload --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", sorted(table.FORMS))
+def test_every_overload_is_reached(name):
+    """By a plain call of it, which no row declines; what the call writes into is compared too."""
+
+    torch.manual_seed(0)
+    args, kwargs = call_of(name, drawn)
+    truth = overload_of(name)(*as_double(args), **as_double(kwargs))
+
+    def call(own: list[Any], named: dict[str, Any]) -> tuple[Any, list[Tensor], list[Any]]:
+        given = [t for t in flat([own, list(named.values())]) if isinstance(t, Tensor)]
+        versions = [t._version for t in given]
+        made = overload_of(name)(*own, **named)
+        return made, given, [(made is t, t._version - before) for t, before in zip(given, versions)]
+
+    expected = call(copied(args), copied(kwargs))
+    own = copied(args), copied(kwargs)
+    with tw.aten.use(include=[name]):
+        made = call(*own)
+        assert tw.aten.report()[name] == {"taken": 1, "declined": {}}
+    packet = name.partition(".")[0].removesuffix("_")
+    assert not differences(made[0], expected[0], truth, scale(packet, [*args, *kwargs.values()]))
+    assert made[2] == expected[2]
+    for own, other, (result, _) in zip(made[1], expected[1], made[2]):
+        assert result or not differences(own, other), "an operand was written to"

@@ -1,0 +1,236 @@
+"""What is registered, for how long, and who is asked: the dispatcher as it was before, nesting, names, threads."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+import tilewright as tw
+from tilewright.aten import router, table
+from tilewright.aten.table import overload_of
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left():
+    before = {name: torch._C._dispatch_dump(f"aten::{name}") for name in table.FORMS}
+    yield
+    assert not router._active and not router._wanted
+    assert {name: torch._C._dispatch_dump(f"aten::{name}") for name in table.FORMS} == before
+
+
+def active() -> set[str]:
+    return set(tw.aten.report())
+
+
+# ---- how long --------------------------------------------------------------------------------------------------------
+
+
+def test_enable_and_disable():
+    tw.aten.enable(include="neg")
+    tw.aten.enable(include=["exp"])
+    assert active() == {"neg", "exp"}
+    torch.neg(torch.ones(2))
+    assert tw.aten.report()["neg"]["taken"] == 1
+    tw.aten.disable()
+    assert not active()
+    tw.aten.disable()
+
+
+def test_blocks_nest_and_one_may_be_entered_again():
+    block = tw.aten.use(include="neg")
+    with block, tw.aten.use(include="exp"), block:
+        torch.neg(torch.ones(2))
+        assert active() == {"neg", "exp"} and tw.aten.report()["neg"]["taken"] == 1
+    with block:
+        assert active() == {"neg"} and tw.aten.report()["neg"]["taken"] == 0
+    assert not active()
+
+
+def test_disable_leaves_blocks_alone():
+    with tw.aten.use(include="neg"):
+        tw.aten.enable(include="exp")
+        tw.aten.disable()
+        assert active() == {"neg"}
+
+
+def test_a_block_that_fails_ends():
+    with pytest.raises(KeyError), tw.aten.use(include="neg"):
+        raise KeyError
+    assert not active()
+
+
+# ---- which -----------------------------------------------------------------------------------------------------------
+
+
+def test_names_of_overloads_operators_and_engines():
+    assert router.resolve("add.Tensor") == {"add.Tensor"}
+    assert router.resolve(["eq"]) == {"eq.Tensor", "eq.Scalar"}
+    assert router.resolve(["scan"]) == {"cumsum", "cumsum.out", "cummax", "cummin"}
+    with tw.aten.use(exclude=["pointwise", "reduction", "cumsum.out"]):
+        assert active() == {n for n in table.FORMS if table.ENGINE[n] in ("scan", "index_map")} - {"cumsum.out"}
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("signoid", "did you mean sigmoid"), ("add.Tenosr", "did you mean add.Tensor"), ("nonsense_name", "torch does not define it")],
+)  # fmt: skip
+def test_a_name_that_is_misspelt(name, said):
+    for arguments in ({"include": [name]}, {"exclude": name}):
+        with pytest.raises(ValueError, match=said) as error:
+            tw.aten.enable(**arguments)
+        assert name in str(error.value)
+
+
+def test_a_mode_that_is_not_there():
+    with pytest.raises(ValueError, match="mode must be 'all', got 'auto'"):
+        tw.aten.use("auto")
+
+
+def test_every_name_is_one_of_torchs_and_none_a_composite_that_has_a_gradient():
+    """A kernel for a composite takes its gradient away: only those that give bools may have one."""
+    for name in table.FORMS:
+        overload_of(name)
+        has = [
+            torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", k)
+            for k in ("CompositeImplicitAutograd", "CPU")
+        ]
+        assert has != [True, False] or name in ("isclose", "isfinite"), name
+
+
+def test_without_a_gpu_there_is_nothing_to_replace():
+    code = "import tilewright as tw\ntry:\n    tw.aten.enable()\nexcept RuntimeError as error:\n    print(error)"
+    env = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    env.pop("TRITON_INTERPRET")
+    made = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
+    assert made.stdout == "aten: there is no GPU whose operators could be replaced\n"
+
+
+def test_nobody_is_warned():
+    """Neither of a kernel that is replaced, which is what was asked for, nor of anything else."""
+    code = "import torch, tilewright as tw\ntw.aten.enable()\ntorch.ones(3).neg()\ntw.aten.disable()"
+    made = subprocess.run([sys.executable, "-W", "always", "-c", code], capture_output=True, text=True, check=True)
+    assert made.stdout == "" and "Overriding" not in made.stderr
+
+
+# ---- whose call ------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_declined_is_atens_and_counted():
+    x = torch.ones(2, dtype=torch.complex64)
+    with tw.aten.use(include="neg"):
+        assert torch.equal(torch.neg(x), -1 * x)
+        [(reason, count)] = tw.aten.report()["neg"]["declined"].items()
+    assert "complex64" in reason and count == 1
+
+
+def test_a_captured_kernel_that_went_stale_is_captured_again():
+    """Another library's kernel lay below ours, and is taken away while ours stays."""
+    other = torch.library.Library("aten", "IMPL")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        other.impl("neg", lambda x: x.clone(), "CPU")
+    x = torch.ones(2, dtype=torch.complex64)  # which ours declines
+    with tw.aten.use(include="neg"):
+        assert torch.equal(torch.neg(x), x)
+        other._destroy()
+        for _ in range(2):
+            assert torch.equal(torch.neg(x), -1 * x)
+        assert torch.equal(torch.neg(torch.ones(2)), torch.tensor([-1.0, -1.0]))
+        assert tw.aten.report()["neg"]["taken"] == 1
+
+
+def test_host_code_and_the_interpreter_use_torch_as_it_is(monkeypatch):
+    """A replacement that calls an operator which is replaced reaches aten, in its own thread alone."""
+    seen: list[int] = []
+
+    def form(self):
+        seen.append(threading.get_ident())
+        return torch.neg(self)
+
+    monkeypatch.setitem(table.FORMS, "neg", form)
+    with tw.aten.use(include="neg"):
+        assert torch.equal(torch.neg(torch.ones(2)), torch.tensor([-1.0, -1.0]))
+        assert len(seen) == 1
+        with tw.force("triton"):
+            tw.rms_norm(torch.ones(4, 16), torch.ones(16))
+        assert len(seen) == 1
+
+
+def test_a_failure_leaves_the_thread_as_it_was(monkeypatch):
+    def broken(self):
+        raise ZeroDivisionError
+
+    monkeypatch.setitem(table.FORMS, "neg", broken)
+    with tw.aten.use(include="neg"):
+        for _ in range(2):
+            with pytest.raises(ZeroDivisionError):
+                torch.neg(torch.ones(2))
+
+
+def test_other_threads_see_it_and_autograds_do():
+    made: list[torch.Tensor] = []
+    with tw.aten.use(include=["exp", "mul.Tensor"]):
+        thread = threading.Thread(target=lambda: made.append(torch.exp(torch.zeros(3))))
+        thread.start()
+        thread.join()
+        assert tw.aten.report()["exp"]["taken"] == 1
+        x = torch.zeros(3, requires_grad=True)
+        x.exp().sum().backward()
+        assert tw.aten.report()["mul.Tensor"]["taken"] == 1 and torch.equal(x.grad, torch.ones(3))
+    assert torch.equal(made[0], torch.ones(3))
+
+
+def test_many_threads_enter_and_leave():
+    wrong: list[object] = []
+
+    def work() -> None:
+        try:
+            for _ in range(5):
+                with tw.aten.use(include="neg"):
+                    if not torch.equal(torch.neg(torch.ones(2)), torch.tensor([-1.0, -1.0])):
+                        wrong.append("a value")
+        except Exception as error:
+            wrong.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "said"),
+    [
+        ("cumsum", (torch.ones(3), 0), "cumsum: ours, by the engine scan"),
+        ("add.Tensor", (torch.ones(3), 2.0), "add.Tensor: ours, by the engine pointwise"),
+        ("divide", (torch.ones(3), 2.0), "div.Tensor: ours, by the engine pointwise"),
+        ("neg", (torch.ones(3, dtype=torch.complex64),), "neg: aten's, because of complex64"),
+        ("sort", (torch.ones(3),), "sort: aten's, there is no replacement"),
+    ],
+)
+def test_explain(name, args, said):
+    assert tw.aten.explain(name, *args).startswith(said)
+
+
+def test_explain_makes_the_call_once():
+    x = torch.ones(3)
+    tw.aten.explain("add_", x, 1.0)
+    assert torch.equal(x, torch.full((3,), 2.0))
+    with pytest.raises(ValueError, match="torch does not define 'nonsense'"):
+        tw.aten.explain("nonsense", x)
+
+
+def test_the_page_names_every_overload_with_its_engine():
+    page = (Path(__file__).parents[2] / "docs" / "aten.md").read_text()
+    told = {line.split(" | ")[0].strip("| "): line for line in page.splitlines() if line.startswith("| ")}
+    for name, engine in table.ENGINE.items():
+        assert f"`{name}`" in told[engine], f"docs/aten.md does not name {name} beside {engine}"

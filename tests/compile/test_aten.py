@@ -1,0 +1,95 @@
+"""The kernels behind torch's operators: one call of every overload, and one of each form of every engine's kernels, compiled."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.compile import table as tables
+from tilewright.aten import table
+from tilewright.check.provided.aten import call_of
+from tilewright.check.variants import Variant, variant
+from tilewright.core.target import TARGETS, pretend
+from tilewright.runtime.kernel import collect
+
+FP32, BF16, I64, BOOL = torch.float32, torch.bfloat16, torch.int64, torch.bool
+
+
+def made(shape: tuple[int, ...], dtype: torch.dtype = FP32) -> Tensor:
+    return torch.empty(shape, dtype=dtype)
+
+
+def turned(shape: tuple[int, ...], dtype: torch.dtype = FP32) -> Tensor:
+    return made(shape[::-1], dtype).permute(*range(len(shape))[::-1])
+
+
+# Calls that take other kernels or other forms of them than plain ones do: what they are, an overload, its arguments
+FORMS = {
+    "a row for all": ("add.Tensor", made((64, 96), BF16), made((96,), BF16)),
+    "turned tiles": ("add.Tensor", made((64, 96), BF16), turned((64, 96), BF16)),
+    "a number": ("mul.Tensor", made((64, 96), BF16), 2.5),
+    "float64": ("exp", made((64,), torch.float64)),
+    "integers": ("add.Tensor", made((64,), torch.uint8), made((64,), I64)),
+    "powers of integers": ("pow.Tensor_Tensor", made((64,), torch.int32), made((64,), torch.int32)),
+    "remainders of integers": ("remainder.Tensor", made((64,), torch.int32), made((64,), torch.int32)),
+    "quotients of integers": ("floor_divide", made((64,), torch.int32), made((64,), torch.int32)),
+    "bools": ("bitwise_not", made((64,), BOOL)),
+    "a choice of bools": ("where.self", made((64,), BOOL), made((64,), BOOL), made((64,), BOOL)),
+    "loops outside": ("neg", made((2, 3, 2, 3, 2, 3)).permute(3, 0, 5, 2, 4, 1)[..., ::2]),
+    "columns": ("sum.dim_IntList", made((256, 512), BF16), [0]),
+    "the middle": ("amax", made((8, 64, 40), BF16), [1]),
+    "parts of a sum": ("sum", made((1 << 22,), BF16)),
+    "parts with an index": ("max.dim", made((2, 1 << 20), BF16), 1),
+    "parts of moments": ("var_mean.correction", made((2, 1 << 20), BF16), [1]),
+    "a sum of bools": ("sum", made((256,), BOOL)),
+    "the largest of integers": ("max.dim", made((8, 64), I64), 1),
+    "columns of a scan": ("cumsum", made((64, 512), BF16), 0),
+    "parts of a scan": ("cumsum", made((1 << 20,), BF16), 0),
+    "parts of a scan with an index": ("cummax", made((1 << 20,), BF16), 0),
+    "a scan of integers": ("cummin", made((8, 64), torch.int32), 1),
+    "a patch of bools": ("constant_pad_nd", made((8, 8), BOOL), [1, 1]),
+    "a band of bools": ("triu", made((8, 8), BOOL)),
+}  # fmt: skip
+
+
+def needed(name: str, args: list, kwargs: dict) -> list[Variant]:
+    """What a call of an overload compiles."""
+    with pretend(TARGETS["sm_90"]), collect() as wanted:
+        table.FORMS[name](*args, **kwargs)
+    return [variant(one) for one in wanted]
+
+
+def everything() -> dict[str, Variant]:
+    """Every variant once, by the name of the first call that needs it."""
+    calls = [(name, name, *call_of(name, made)) for name in sorted(table.FORMS)]
+    calls += [(what.replace(" ", "-"), name, list(args), {}) for what, (name, *args) in FORMS.items()]
+    found: dict[str, tuple[str, Variant]] = {}
+    for what, name, args, kwargs in calls:
+        for at, one in enumerate(needed(name, args, kwargs)):
+            found.setdefault(one.name, (f"{what}-{at}" if at else what, one))
+    return dict(found.values())
+
+
+VARIANTS = everything()
+
+
+def test_every_kernel_is_there():
+    assert {one.kernel.name for one in VARIANTS.values()} == {
+        "pointwise_flat", "pointwise_tiles", "reduce_tiles", "reduce_parts", "scan_tiles", "patch", "band", "ramp",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("what", VARIANTS)
+def test_it_compiles(what):
+    """Without a spill, a reduction that Triton lowers wrongly, or more shared memory than there is."""
+    made = VARIANTS[what].compile()
+    assert made.spills == 0 and made.shared_is_there
+    assert not tables.wrong_code(what, made)
+
+
+def test_every_value_of_a_number_is_one_variant():
+    with pretend(TARGETS["sm_90"]), collect() as wanted:
+        for value in (0.0, 1.0, 2.0, -3.5, 1e300, 16.0):
+            table.FORMS["mul.Tensor"](made((64,)), value)
+    assert len(wanted) == 6 and len({one.kernel.key(one.ordered, one.options, 0) for one in wanted}) == 1

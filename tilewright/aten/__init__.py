@@ -1,0 +1,9 @@
+"""torch's own operators, replaced: `tw.aten.enable()`, or `with tw.aten.use():` around a part of a program.
+
+A *row* says what an operator is, an *engine* has the kernels that rows share (`pointwise.py`), the *router* registers them and
+gives aten what they decline.
+"""
+
+from .router import disable, enable, explain, report, use
+
+__all__ = ["disable", "enable", "explain", "report", "use"]

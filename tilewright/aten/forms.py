@@ -1,0 +1,114 @@
+"""Overloads of the pointwise engine whose arguments are not yet operands: views of them are, or halves, or a real view."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import functions as f
+from .pointwise import run
+from .row import Declined, Number, Row
+from .rows import fill_is_aten
+
+COPY = Row("copy", f.copy, (), promotes="keep", fills=True)
+FILL = Row("fill", f.copy, (), ("value",), promotes="keep", fills=True)
+GLU = Row("glu", f.gate, (), ("self", "other"), dtypes=("float",))
+GLU_OTHER = Row("glu_backward", f.gate_backward, (), ("grad", "self", "other"), dtypes=("float",))
+ADDR = Row("addr", f.add_outer, (), ("self", "one", "other"), (Number("beta"), Number("alpha")))
+OUTER = Row("addr", f.outer, (), ("one", "other"), (Number("alpha"),))
+REAL = Row("polar", f.times_cosine, (), ("self", "other"), dtypes=("float",))
+IMAGINARY = Row("polar", f.times_sine, (), ("self", "other"), dtypes=("float",))
+
+
+def glu(self: Tensor, dim: int = -1) -> Tensor:
+    one, other = halves(self, dim)
+    return run(GLU, {"self": one, "other": other}, None)
+
+
+def glu_backward(grad_output: Tensor, self: Tensor, dim: int) -> Tensor:
+    one, other = halves(self, dim)
+    if grad_output.shape != one.shape or grad_output.dtype != self.dtype:
+        raise Declined("a gradient that is not like the result")
+    made = torch.empty(self.shape, dtype=self.dtype, device=self.device)
+    first, second = halves(made, dim)
+    run(GLU, {"self": grad_output, "other": other}, first)
+    run(GLU_OTHER, {"grad": grad_output, "self": one, "other": other}, second)
+    return made
+
+
+def halves(t: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    if not -t.dim() <= dim < t.dim() or t.shape[dim] % 2:
+        raise Declined("no two halves")
+    return tuple(t.chunk(2, dim)) if t.shape[dim] else (t, t)
+
+
+def addr(self: Tensor, vec1: Tensor, vec2: Tensor, *, beta: Any = 1, alpha: Any = 1) -> Tensor:
+    if vec1.dim() != 1 or vec2.dim() != 1 or not {self.dtype} == {vec1.dtype} == {vec2.dtype}:
+        raise Declined("no two vectors, or several dtypes")
+    if not self.is_floating_point():
+        raise Declined("integers")
+    rows, columns = vec1.unsqueeze(1), vec2.unsqueeze(0)
+    whole = self.expand(vec1.shape[0], vec2.shape[0]) if self.dim() <= 2 else self
+    out = torch.empty((vec1.shape[0], vec2.shape[0]), dtype=self.dtype, device=self.device)
+    if beta == 0:  # what self holds is not looked at, NaN included
+        return run(OUTER, {"one": rows, "other": columns, "alpha": alpha}, out)
+    return run(ADDR, {"self": whole, "one": rows, "other": columns, "beta": beta, "alpha": alpha}, out)
+
+
+def polar(abs: Tensor, angle: Tensor) -> Tensor:
+    if abs.dtype != angle.dtype or abs.dtype not in (torch.float32, torch.float64):
+        raise Declined("no two floats of one dtype")
+    if abs.shape != angle.shape:
+        raise Declined("shapes that broadcast")
+    wide = torch.complex64 if abs.dtype == torch.float32 else torch.complex128
+    made = torch.empty(abs.shape, dtype=wide, device=abs.device)
+    parts = torch.view_as_real(made)
+    for row, part in ((REAL, parts[..., 0]), (IMAGINARY, parts[..., 1])):
+        run(row, {"self": abs, "other": angle}, part)
+    return made
+
+
+def fill(self: Tensor, value: Any) -> Tensor:
+    reason = fill_is_aten(self, value)
+    if reason is not None:
+        raise Declined(reason)
+    return run(FILL, {"value": value}, torch.empty_like(self))
+
+
+def zero(self: Tensor) -> Tensor:
+    return run(FILL, {"value": 0}, self)
+
+
+def clone(self: Tensor, *, memory_format: torch.memory_format | None = None) -> Tensor:
+    return run(COPY, {"self": self}, torch.empty_like(self, memory_format=memory_format or torch.preserve_format))
+
+
+def to_copy(
+    self: Tensor,
+    *,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout | None = None,
+    device: torch.device | None = None,
+    pin_memory: bool | None = None,
+    non_blocking: bool = False,
+    memory_format: torch.memory_format | None = None,
+) -> Tensor:
+    if (
+        (device is not None and torch.device(device) != self.device)
+        or pin_memory
+        or layout not in (None, torch.strided)
+    ):
+        raise Declined("a copy to another device or layout")
+    dtype = self.dtype if dtype is None else dtype
+    if self.is_floating_point() and not dtype.is_floating_point and dtype != torch.bool:
+        raise Declined("a cast of floats to integers, which has no answer for large ones")
+    made = torch.empty_like(self, dtype=dtype, memory_format=memory_format or torch.preserve_format)
+    return run(COPY, {"self": self}, made)
+
+
+FORMS = {
+    "glu": glu, "glu_backward": glu_backward, "addr": addr, "polar": polar, "fill.Scalar": fill, "fill.Tensor": fill,
+    "zero_": zero, "clone": clone, "_to_copy": to_copy,
+}  # fmt: skip

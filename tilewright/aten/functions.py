@@ -1,0 +1,458 @@
+"""Functions of numbers that the pointwise engine's rows name. x, y and z are operands in the compute dtype (fp32, float64 or
+int64), then come numbers. A result may be of any kind: the engine casts it to the dtype that it is stored in."""
+
+import triton
+import triton.language as tl
+from triton.language.extra import libdevice
+
+PI = tl.constexpr(3.141592653589793)
+ROOT_2 = tl.constexpr(1.4142135623730951)
+ROOT_2_OVER_PI = tl.constexpr(0.7978845608028654)
+ROOT_1_OVER_2PI = tl.constexpr(0.3989422804014327)
+CUBE = tl.constexpr(0.044715)
+
+
+@triton.jit
+def is_nan(x):
+    return x != x
+
+
+@triton.jit
+def divide(x, y):
+    """Rounded to nearest, which plain fp32 division on a GPU is not."""
+    if x.dtype == tl.float32:
+        return tl.div_rn(x, y)
+    else:
+        return x / y
+
+
+@triton.jit
+def larger(x, y):
+    return tl.where((x > y) | is_nan(x), x, y)  # of a NaN in y too, for no comparison with it holds
+
+
+@triton.jit
+def smaller(x, y):
+    return tl.where((x < y) | is_nan(x), x, y)
+
+
+@triton.jit
+def zero_of(x):
+    return x - x if x.dtype == tl.int64 else x * 0.0
+
+
+# ---- one operand -----------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def copy(x):
+    return x
+
+
+@triton.jit
+def negative(x):
+    return -x
+
+
+@triton.jit
+def absolute(x):
+    return tl.abs(x)
+
+
+@triton.jit
+def angle(x):
+    return tl.where(is_nan(x), x, tl.where(x < 0, PI, 0.0))
+
+
+@triton.jit
+def bitwise_not(x):
+    return ~x
+
+
+@triton.jit
+def flipped(x):
+    """Of a bool, which is 0 or 1 here."""
+    return 1 - x
+
+
+@triton.jit
+def logical_not(x):
+    return x == 0
+
+
+@triton.jit
+def exp(x):
+    return libdevice.exp(x)
+
+
+@triton.jit
+def exp2(x):
+    return libdevice.exp2(x)
+
+
+@triton.jit
+def log(x):
+    return libdevice.log(x)
+
+
+@triton.jit
+def sin(x):
+    return libdevice.sin(x)
+
+
+@triton.jit
+def cos(x):
+    return libdevice.cos(x)
+
+
+@triton.jit
+def atan(x):
+    return libdevice.atan(x)
+
+
+@triton.jit
+def tanh(x):
+    return libdevice.tanh(x)
+
+
+@triton.jit
+def erf(x):
+    return libdevice.erf(x)
+
+
+@triton.jit
+def square_root(x):
+    return libdevice.sqrt(x)
+
+
+@triton.jit
+def reciprocal_root(x):
+    return libdevice.rsqrt(x)
+
+
+@triton.jit
+def reciprocal(x):
+    return divide(tl.full([], 1.0, x.dtype), x)
+
+
+@triton.jit
+def sigmoid(x):
+    one = tl.full([], 1.0, x.dtype)
+    return divide(one, one + libdevice.exp(-x))
+
+
+@triton.jit
+def silu(x):
+    return divide(x, 1.0 + libdevice.exp(-x))
+
+
+@triton.jit
+def relu(x):
+    return larger(x, zero_of(x)) if x.dtype == tl.int64 else tl.where((x > 0) | is_nan(x), x, 0.0)
+
+
+@triton.jit
+def gelu(x):
+    return x * 0.5 * (1.0 + libdevice.erf(x * (1.0 / ROOT_2)))
+
+
+@triton.jit
+def gelu_tanh(x):
+    return 0.5 * x * (1.0 + libdevice.tanh((x + x * x * x * CUBE) * ROOT_2_OVER_PI))
+
+
+@triton.jit
+def is_infinite(x):
+    return tl.abs(x) == float("inf")
+
+
+@triton.jit
+def elu(x, alpha, scale, input_scale):
+    return tl.where(x > 0, x * scale, libdevice.expm1(x * input_scale) * (alpha * scale))
+
+
+@triton.jit
+def softplus(x, beta, threshold):
+    return tl.where(x * beta > threshold, x, divide(libdevice.log1p(libdevice.exp(x * beta)), beta))
+
+
+@triton.jit
+def threshold(x, least, value):
+    return tl.where(x <= least, value, x)
+
+
+@triton.jit
+def finite_number(x, nan, largest, smallest):
+    x = tl.where(is_nan(x), nan, x)
+    return tl.where(x == float("inf"), largest, tl.where(x == float("-inf"), smallest, x))
+
+
+@triton.jit
+def constant(value):
+    return value
+
+
+# ---- two operands ----------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def add(x, y, alpha):
+    return x + y * alpha
+
+
+@triton.jit
+def subtract(x, y, alpha):
+    return x - y * alpha
+
+
+@triton.jit
+def multiply(x, y):
+    return x * y
+
+
+@triton.jit
+def quotient(x, y):
+    return divide(x, y)
+
+
+@triton.jit
+def truncated_quotient(x, y):
+    if x.dtype == tl.int64:
+        return x // y
+    else:
+        return libdevice.trunc(divide(x, y))
+
+
+@triton.jit
+def remainder(x, y):
+    """With the sign of the divisor."""
+    if x.dtype == tl.int64:
+        rest = x % y
+    else:
+        rest = libdevice.fmod(x, y)
+    return tl.where((rest != 0) & ((rest < 0) != (y < 0)), rest + y, rest)
+
+
+@triton.jit
+def floored_quotient(x, y):
+    if x.dtype == tl.int64:
+        whole = x // y
+        return tl.where((whole * y != x) & ((x < 0) != (y < 0)), whole - 1, whole)
+    else:
+        # The quotient of what is left when the remainder is taken away is nearly whole: round it, as torch does
+        rest = libdevice.fmod(x, y)
+        whole = divide(x - rest, y)
+        whole = tl.where((rest != 0) & ((y < 0) != (rest < 0)), whole - 1.0, whole)
+        low = libdevice.floor(whole)
+        rounded = tl.where(whole - low > 0.5, low + 1.0, low)
+        signed = libdevice.copysign(zero_of(x) * 0.0, divide(x, y))
+        made = tl.where(whole != 0, rounded, signed)
+        return tl.where(y == 0, divide(x, y), made)
+
+
+@triton.jit
+def equal(x, y):
+    return x == y
+
+
+@triton.jit
+def not_equal(x, y):
+    return x != y
+
+
+@triton.jit
+def less(x, y):
+    return x < y
+
+
+@triton.jit
+def less_equal(x, y):
+    return x <= y
+
+
+@triton.jit
+def greater(x, y):
+    return x > y
+
+
+@triton.jit
+def greater_equal(x, y):
+    return x >= y
+
+
+@triton.jit
+def bitwise_and(x, y):
+    return x & y
+
+
+@triton.jit
+def bitwise_or(x, y):
+    return x | y
+
+
+@triton.jit
+def logical_and(x, y):
+    return (x != 0) & (y != 0)
+
+
+@triton.jit
+def logical_or(x, y):
+    return (x != 0) | (y != 0)
+
+
+@triton.jit
+def logical_xor(x, y):
+    return (x != 0) ^ (y != 0)
+
+
+@triton.jit
+def power(x, y):
+    if x.dtype == tl.int64:
+        # By repeated squaring; of a negative exponent, the whole part of the reciprocal
+        made = x * 0 + 1
+        base = x
+        left = tl.maximum(y, 0)
+        for _ in range(63):
+            made = tl.where((left & 1) != 0, made * base, made)
+            base = base * base
+            left = left >> 1
+        odd = (y & 1) != 0
+        below = tl.where(x == 1, 1, tl.where(x == -1, tl.where(odd, -1, 1), 0))
+        return tl.where(y < 0, below, made)
+    else:
+        return libdevice.pow(x, y)
+
+
+# ---- three -----------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def chosen(condition, x, y):
+    return tl.where(condition != 0, x, y)
+
+
+@triton.jit
+def add_product(x, y, z, value):
+    return x + value * (y * z)
+
+
+@triton.jit
+def add_quotient(x, y, z, value):
+    return x + value * divide(y, z)
+
+
+@triton.jit
+def between(x, low, high):
+    return smaller(larger(x, low), high)
+
+
+@triton.jit
+def lerp(x, y, weight):
+    """From the nearer end, as torch does, so that a weight of 1 gives y."""
+    return tl.where(tl.abs(weight) < 0.5, x + weight * (y - x), y - (y - x) * (1.0 - weight))
+
+
+@triton.jit
+def filled(x, mask, value):
+    return tl.where(mask != 0, value, x)
+
+
+@triton.jit
+def add_outer(x, y, z, beta, alpha):
+    return beta * x + alpha * (y * z)
+
+
+@triton.jit
+def outer(y, z, alpha):
+    return alpha * (y * z)
+
+
+@triton.jit
+def is_finite(x):
+    return tl.abs(x) < float("inf")
+
+
+@triton.jit
+def is_close(x, y, rtol, atol):
+    near = tl.abs(x - y) <= atol + tl.abs(rtol * y)
+    return (x == y) | (near & (tl.abs(y) < float("inf")) & (tl.abs(x) < float("inf")))
+
+
+@triton.jit
+def is_close_or_nan(x, y, rtol, atol):
+    return is_close(x, y, rtol, atol) | (is_nan(x) & is_nan(y))
+
+
+@triton.jit
+def times_cosine(x, y):
+    return x * libdevice.cos(y)
+
+
+@triton.jit
+def times_sine(x, y):
+    return x * libdevice.sin(y)
+
+
+# ---- formulas of backward passes, which autograd calls ---------------------------------------------------------------
+
+
+@triton.jit
+def sigmoid_backward(dy, y):
+    return dy * (1.0 - y) * y
+
+
+@triton.jit
+def tanh_backward(dy, y):
+    return dy * (1.0 - y * y)
+
+
+@triton.jit
+def silu_backward(dy, x):
+    s = sigmoid(x)
+    return dy * s * (1.0 + x * (1.0 - s))
+
+
+@triton.jit
+def gelu_backward(dy, x):
+    below = 0.5 * (1.0 + libdevice.erf(x * (1.0 / ROOT_2)))
+    return dy * (below + x * (libdevice.exp(-0.5 * x * x) * ROOT_1_OVER_2PI))
+
+
+@triton.jit
+def gelu_tanh_backward(dy, x):
+    t = libdevice.tanh((x + x * x * x * CUBE) * ROOT_2_OVER_PI)
+    slope = (x * x * (3.0 * CUBE) + 1.0) * ROOT_2_OVER_PI
+    return dy * (0.5 * (1.0 + t) + 0.5 * x * (1.0 - t * t) * slope)
+
+
+@triton.jit
+def threshold_backward(dy, x, least):
+    return tl.where(x <= least, 0.0, dy) if x.dtype != tl.int64 else tl.where(x <= least, 0, dy)
+
+
+@triton.jit
+def elu_backward(dy, x, alpha, scale, input_scale):
+    slope = (alpha * scale) * input_scale * libdevice.exp(x * input_scale)
+    return tl.where(x <= 0, dy * slope, dy * scale)
+
+
+@triton.jit
+def elu_backward_of_result(dy, y, alpha, scale, input_scale):
+    return tl.where(y <= 0, dy * input_scale * (y + alpha * scale), dy * scale)
+
+
+@triton.jit
+def gate(x, y):
+    return x * sigmoid(y)
+
+
+@triton.jit
+def gate_backward(dy, x, y):
+    """Of the gate's second operand."""
+    s = sigmoid(y)
+    return dy * x * s * (1.0 - s)
+
+
+@triton.jit
+def dropout_backward(dy, mask, scale):
+    return dy * mask * scale

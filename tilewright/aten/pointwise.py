@@ -1,0 +1,346 @@
+"""The pointwise engine: one function of numbers, over operands of any strides that broadcast.
+
+Operands are brought to the fewest loops (`layout.py`). One loop of which every operand has all elements in a row, or one for all,
+is `flat`; anything else is `tiles`: the innermost loop along the columns of a tile, the next along its rows, where an operand may
+be turned in shared memory, and up to two more outside. What is deeper is launched for each index of the outer loops.
+
+Numbers reach a kernel as 64 bits, float64 or int64, so that they are exact and no part of a compiled variant.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import struct
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..core.tensor import cdiv
+from ..runtime.kernel import kernel
+from . import layout
+from .layout import Ints
+from .row import TAKEN, Declined, Row, compute_dtype, kind_of
+
+MOST, LOOPS = 3, 4  # operands, and numbers; loops of a launch
+MOST_LAUNCHES = 64  # for the outer loops of one call
+# Integers that no variant is compiled for
+NUMBERS = ("P0", "P1", "P2", "S0", "S1", "S2")
+SIZES = ("N0", "N1", "N2", "N3")
+STRIDES = tuple(f"{tensor}{i}" for tensor in "oabc" for i in range(LOOPS))
+STARTS = tuple(f"{tensor}_start" for tensor in "oabc")
+IN_TRITON = {
+    torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32, torch.float64: tl.float64,
+    torch.int8: tl.int8, torch.uint8: tl.uint8, torch.int16: tl.int16, torch.int32: tl.int32, torch.int64: tl.int64,
+    torch.bool: tl.int1,
+}  # fmt: skip
+
+
+# ---- kernels ---------------------------------------------------------------------------------------------------------
+
+
+class How(NamedTuple):
+    """What a kernel is compiled for, beside where operands lie: the function, how many operands and numbers it takes, the dtype
+    that operands are promoted to and the one that is computed in; whether numbers in operands' places are promoted too."""
+
+    FUNCTION: Any
+    OPERANDS: int
+    NUMBERS: int
+    COMMON: Any
+    COMPUTE: Any
+    ROUNDED: bool
+
+
+@triton.jit
+def number(bits, COMPUTE: tl.constexpr):
+    """A number from its 64 bits."""
+    if COMPUTE.is_int():
+        return bits.to(tl.int64)
+    else:
+        return bits.to(tl.int64).to(tl.float64, bitcast=True).to(COMPUTE)
+
+
+@triton.jit
+def promoted_value(x, HOW: tl.constexpr):
+    """A loaded value, promoted, in the compute dtype: a bool is 0 or 1."""
+    if x.dtype == tl.int1:
+        x = x.to(tl.int32)
+    if tl.int1 == HOW.COMMON:
+        x = (x != 0).to(tl.int32)
+    else:
+        x = x.to(HOW.COMMON)
+    return x.to(HOW.COMPUTE)
+
+
+@triton.jit
+def operand_number(bits, HOW: tl.constexpr):
+    """A number in an operand's place."""
+    value = number(bits, HOW.COMPUTE)
+    if HOW.ROUNDED:
+        value = promoted_value(value, HOW)
+    return value
+
+
+@triton.jit
+def applied(x, y, z, S0, S1, S2, HOW: tl.constexpr):
+    """The function of the operands that there are and the numbers that it takes."""
+    FUNCTION: tl.constexpr = HOW.FUNCTION
+    if HOW.NUMBERS == 0:
+        given = ()
+    elif HOW.NUMBERS == 1:
+        given = (number(S0, HOW.COMPUTE),)
+    elif HOW.NUMBERS == 2:
+        given = (number(S0, HOW.COMPUTE), number(S1, HOW.COMPUTE))
+    else:
+        given = (number(S0, HOW.COMPUTE), number(S1, HOW.COMPUTE), number(S2, HOW.COMPUTE))
+    if HOW.OPERANDS == 0:
+        return FUNCTION(*given)
+    elif HOW.OPERANDS == 1:
+        return FUNCTION(x, *given)
+    elif HOW.OPERANDS == 2:
+        return FUNCTION(x, y, *given)
+    else:
+        return FUNCTION(x, y, z, *given)
+
+
+@triton.jit
+def stored(value, P):
+    """A computed value as a result of P's dtype holds it: integers wrap, and a bool is whether it is not 0."""
+    if P.dtype.element_ty == tl.int1:
+        return value != 0
+    else:
+        return value.to(P.dtype.element_ty)
+
+
+@triton.jit
+def load_flat(X, bits, at, inside, ONE: tl.constexpr, HOW: tl.constexpr):
+    if X is None:
+        return operand_number(bits, HOW)
+    elif ONE:
+        return promoted_value(tl.load(X), HOW)
+    else:
+        return promoted_value(tl.load(X + at, inside, 0), HOW)
+
+
+@kernel(grid=lambda a: (cdiv(a.N, a.BLOCK),), tokens=("N", *NUMBERS), default=lambda a: {"BLOCK": 1024, "num_warps": 4})
+def pointwise_flat(
+    OUT, X0, X1, X2, N, P0: tl.int64, P1: tl.int64, P2: tl.int64, S0: tl.int64, S1: tl.int64, S2: tl.int64,
+    HOW: tl.constexpr, ONES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """P: numbers in the places of operands that are None; S: the function's own. ONES: a bit for each operand of which there is
+    one element for all."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < N
+    x = load_flat(X0, P0, at, inside, (ONES & 1) > 0, HOW)
+    y = load_flat(X1, P1, at, inside, (ONES & 2) > 0, HOW)
+    z = load_flat(X2, P2, at, inside, (ONES & 4) > 0, HOW)
+    value = applied(x, y, z, S0, S1, S2, HOW)
+    tl.store(OUT + at, tl.broadcast_to(stored(value, OUT), [BLOCK]), inside)
+
+
+@triton.jit
+def load_tile(
+    X, bits, outer, row, col, inside_r, inside_c, stride_r, stride_c, UNIT: tl.constexpr, TURNED: tl.constexpr,
+    ALIGN: tl.constexpr, HOW: tl.constexpr,
+):  # fmt: skip
+    """[rows, columns] of an operand. UNIT: columns lie side by side; TURNED: rows do, and the tile is read by columns."""
+    if X is None:
+        return operand_number(bits, HOW)
+    elif TURNED:
+        at = outer + col[:, None] * stride_c + row[None, :]
+        return tl.trans(promoted_value(tl.load(X + at, inside_c[:, None] & inside_r[None, :], 0), HOW))
+    else:
+        if ALIGN > 1:
+            stride_r = tl.multiple_of(stride_r, ALIGN)
+        at = outer + row[:, None] * stride_r + (col[None, :] if UNIT else col[None, :] * stride_c)
+        return promoted_value(tl.load(X + at, inside_r[:, None] & inside_c[None, :], 0), HOW)
+
+
+@kernel(
+    grid=lambda a: (cdiv(a.N0, a.COLUMNS) * cdiv(a.N1, a.ROWS) * a.N2 * a.N3,),
+    tokens=(*SIZES, *STRIDES, *STARTS, *NUMBERS), default=lambda a: {"num_warps": 4},
+)  # fmt: skip
+def pointwise_tiles(
+    OUT, X0, X1, X2, N0, N1, N2, N3, o0, o1, o2, o3, a0, a1, a2, a3, b0, b1, b2, b3, c0, c1, c2, c3, o_start,
+    a_start, b_start, c_start, P0: tl.int64, P1: tl.int64, P2: tl.int64, S0: tl.int64, S1: tl.int64, S2: tl.int64,
+    HOW: tl.constexpr, UNITS: tl.constexpr, TURNED: tl.constexpr, ALIGN: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Loops N0, the innermost, to N3, with strides o of the result and a, b, c of operands, each from its start. UNITS, TURNED: a
+    bit a tensor."""
+    across = tl.cdiv(N0, COLUMNS)
+    down = tl.cdiv(N1, ROWS)
+    pid = tl.program_id(0)
+    tile = pid % (across * down)
+    rest = pid // (across * down)
+    i2 = (rest % N2).to(tl.int64)
+    i3 = (rest // N2).to(tl.int64)
+    col = (tile % across).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
+    row = (tile // across).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    r = row < N1
+    c = col < N0
+    x = load_tile(
+        X0, P0, a_start + i2 * a2 + i3 * a3, row, col, r, c, a1, a0, (UNITS & 2) > 0, (TURNED & 2) > 0, ALIGN, HOW
+    )
+    y = load_tile(
+        X1, P1, b_start + i2 * b2 + i3 * b3, row, col, r, c, b1, b0, (UNITS & 4) > 0, (TURNED & 4) > 0, ALIGN, HOW
+    )
+    z = load_tile(
+        X2, P2, c_start + i2 * c2 + i3 * c3, row, col, r, c, c1, c0, (UNITS & 8) > 0, (TURNED & 8) > 0, ALIGN, HOW
+    )
+    value = applied(x, y, z, S0, S1, S2, HOW)
+    if ALIGN > 1:
+        o1 = tl.multiple_of(o1, ALIGN)
+    at = o_start + i2 * o2 + i3 * o3 + row[:, None] * o1 + (col[None, :] if (UNITS & 1) > 0 else col[None, :] * o0)
+    tl.store(OUT + at, tl.broadcast_to(stored(value, OUT), [ROWS, COLUMNS]), r[:, None] & c[None, :])
+
+
+# ---- host ------------------------------------------------------------------------------------------------------------
+
+
+def bits_of(value: float, compute: torch.dtype) -> int:
+    """A number as the int64 that a kernel takes."""
+    if compute != torch.int64:
+        return struct.unpack("q", struct.pack("d", float(value)))[0]
+    if isinstance(value, float) or not -(2**63) <= int(value) < 2**63:
+        raise Declined("a number that no int64 is")
+    return int(value)
+
+
+class Promoted(NamedTuple):
+    common: torch.dtype  # of operands
+    result: torch.dtype
+
+
+def promoted(row: Row, given: list[Any]) -> Promoted:
+    """The dtypes of tensors and numbers in tensors' places."""
+    common = given[0].dtype if len(given) == 1 or row.promotes == "keep" else common_dtype(given)
+    if row.promotes == "float" and not common.is_floating_point:
+        common = torch.get_default_dtype()
+    if kind_of(common) not in row.dtypes or common not in TAKEN:
+        raise Declined(f"dtype {str(common).removeprefix('torch.')}")
+    return Promoted(
+        common, torch.bool if row.promotes == "bool" else given[0].dtype if row.promotes == "keep" else common
+    )
+
+
+def tier(value: Any) -> int:
+    """Whose dtype counts: that of a tensor with dimensions first, of one without next, of a number last."""
+    return 2 if not isinstance(value, Tensor) else 0 if value.dim() else 1
+
+
+def common_dtype(given: list[Any]) -> torch.dtype:
+    """torch's promotion, which `torch.result_type` has for two: a later tier counts only if it is of a higher kind."""
+    if len(given) == 2:
+        return torch.result_type(*given)
+    found = None
+    for which in range(3):
+        own = [v for v in given if tier(v) == which]
+        if not own:
+            continue
+        dtypes = [v.dtype if which < 2 else torch.result_type(torch.zeros((), dtype=torch.bool), v) for v in own]
+        dtype = functools.reduce(torch.promote_types, dtypes)
+        if found is None or KINDS.index(kind_of(dtype)) > KINDS.index(kind_of(found)):
+            found = dtype
+    return found
+
+
+KINDS = ("bool", "integer", "float", "complex")
+
+
+def run(row: Row, values: dict[str, Any], out: Tensor | None) -> Tensor:
+    """One call of a row; `out` is where the result is stored, if that is given."""
+    function = row.function if row.choose is None else row.choose(values)
+    given = [values[n] for n in row.tensors if values[n] is not None]
+    shown = [v for v in given if isinstance(v, Tensor)]
+    if not shown and out is None:
+        raise Declined("no tensor")
+    device = (shown[0] if shown else out).device
+    for t in shown if out is None else (*shown, out):
+        if t.device != device:
+            raise Declined("tensors of two devices")
+        if t.layout != torch.strided or t.dtype not in TAKEN or t.is_neg():
+            raise Declined(f"{str(t.dtype).removeprefix('torch.')}, {t.layout}, or a lazy view")
+    common, result = promoted(row, given) if shown else Promoted(out.dtype, out.dtype)
+    compute = compute_dtype(common)
+    shape = layout.broadcast([t.shape for t in ((*shown, out) if row.fills else shown)])
+    if shape is None:
+        raise Declined("shapes that do not broadcast")
+    places = [0 if isinstance(v, Tensor) else bits_of(v, compute) for v in given]
+    own = [bits_of(n.default if values[n.name] is None else values[n.name], compute) for n in row.numbers]
+    how = How(function, len(given), len(own), IN_TRITON[common], IN_TRITON[compute], row.promotes in ("bool", "keep"))
+    if out is None:
+        out = torch.empty_strided(shape, strides_of(row, values, shape, shown), dtype=result, device=device)
+    else:
+        check_out(out, shape, out.dtype if row.fills else result, shown)
+    if out.numel():
+        launch(how, out, [v if isinstance(v, Tensor) else None for v in given], [*padded(places), *padded(own)])
+    return out
+
+
+def strides_of(row: Row, values: dict[str, Any], shape: Ints, operands: list[Tensor]) -> Ints:
+    """How a new result lies."""
+    if row.allocates == "contiguous":
+        return layout.contiguous_strides(shape)
+    if row.allocates == "like":
+        return torch.empty_like(operands[0], device="meta").stride()
+    numbers = [n for n in row.tensors if values[n] is not None and not isinstance(values[n], Tensor)]
+    return layout.result_strides(shape, operands, any(n not in row.aside for n in numbers))
+
+
+def padded(bits: list[int]) -> list[int]:
+    return [*bits, *[0] * (MOST - len(bits))]
+
+
+def check_out(out: Tensor, shape: Ints, dtype: torch.dtype, operands: list[Tensor]) -> None:
+    """Leave to aten what it resizes, casts unusually, or refuses; and memory that is read and written in another order."""
+    if tuple(out.shape) != shape:
+        raise Declined("a result that is resized, or refused")
+    if not torch.can_cast(dtype, out.dtype) or out.dtype not in TAKEN:
+        raise Declined("a result that cannot hold it")
+    if layout.overlaps_itself(out):
+        raise Declined("a result that overlaps itself")
+    first, last = layout.span(out)
+    for t in operands:
+        begin, end = layout.span(t)
+        same = begin == first and t.shape == out.shape and t.stride() == out.stride() and t.dtype == out.dtype
+        if begin < last and first < end and not same:
+            raise Declined("a result that overlaps an operand")
+
+
+def launch(how: How, out: Tensor, operands: list[Tensor | None], bits: list[int]) -> None:
+    """Fill `out`; an operand that is None is one of the numbers in `bits`."""
+    shape = tuple(out.shape)
+    tensors = [out, *operands, *[None] * (MOST - len(operands))]
+    nothing = (0,) * len(shape)
+    sizes, strides = layout.loops(shape, [nothing if t is None else layout.expanded(t, shape) for t in tensors])
+    if len(sizes) <= 1 and all(own[:1] in ((), (0,), (1,)) for own in strides):
+        ones = sum(1 << i for i, own in enumerate(strides[1:]) if own[:1] != (1,))
+        pointwise_flat(*tensors, math.prod(shape), *bits, HOW=how, ONES=ones)
+        return
+    outer = sizes[LOOPS:]
+    if math.prod(outer) > MOST_LAUNCHES:
+        raise Declined("more loops than a launch takes")
+    inner = [*sizes[:LOOPS], *[1] * (LOOPS - len(sizes))]
+    steps = [[*own[:LOOPS], *[0] * (LOOPS - len(own))] for own in strides]
+    units = sum(1 << i for i, own in enumerate(steps) if own[0] == 1)
+    turned = sum(1 << i for i, own in enumerate(steps) if i and own[0] not in (0, 1) and own[1] == 1)
+    # Of rows that all begin at words, the compiler may load words
+    align = 16 if not turned and all(s % 16 == 0 for own in strides for s in own[1:LOOPS]) else 1
+    rows, columns = (32, 32) if turned else tile_of(inner[0])
+    for index in itertools.product(*map(range, outer)):
+        starts = [sum(i * s for i, s in zip(index, own[LOOPS:])) for own in strides]
+        pointwise_tiles(
+            *tensors, *inner, *itertools.chain(*steps), *starts, *bits, HOW=how, UNITS=units, TURNED=turned, ALIGN=align,
+            ROWS=rows, COLUMNS=columns,
+        )  # fmt: skip
+
+
+def tile_of(columns: int) -> tuple[int, int]:
+    """Rows and columns of a tile of 1024 elements."""
+    wide = 1024 if columns > 512 else 256 if columns > 64 else 32
+    return 1024 // wide, wide

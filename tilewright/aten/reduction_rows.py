@@ -1,0 +1,394 @@
+"""The rows of the reduction engine, and the overloads that they serve."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra import libdevice
+
+from .functions import divide, is_close, is_close_or_nan, is_nan
+from .reduction import Row, run
+from .row import Declined
+
+FAR = tl.constexpr(1 << 62)  # an index past every other
+
+
+# ---- functions -------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def itself(x, index):
+    return x
+
+
+@triton.jit
+def is_not_zero(x, index):
+    return (x != 0).to(x.dtype)
+
+
+@triton.jit
+def with_index(x, index):
+    return x, index
+
+
+@triton.jit
+def one_value(x, index, correction):
+    """(mean, sum of squares about it, how many)."""
+    return x, x * 0.0, x * 0.0 + 1.0
+
+
+@triton.jit
+def magnitude(x, index):
+    return tl.abs(x)
+
+
+@triton.jit
+def square(x, index):
+    return x * x
+
+
+@triton.jit
+def to_the_power(x, index, p):
+    return libdevice.pow(tl.abs(x), p)
+
+
+@triton.jit
+def squared_difference(x, y):
+    return (x - y) * (x - y)
+
+
+@triton.jit
+def product(x, y):
+    return x * y
+
+
+@triton.jit
+def near(x, y, rtol, atol):
+    return is_close(x, y, rtol, atol).to(x.dtype)
+
+
+@triton.jit
+def near_or_nan(x, y, rtol, atol):
+    return is_close_or_nan(x, y, rtol, atol).to(x.dtype)
+
+
+@triton.jit
+def zero(t):
+    return t
+
+
+@triton.jit
+def one(t):
+    return t + 1
+
+
+@triton.jit
+def lowest(t):
+    if t.dtype == tl.int64:
+        return t + -9223372036854775808
+    else:
+        return t + float("-inf")
+
+
+@triton.jit
+def highest(t):
+    if t.dtype == tl.int64:
+        return t + 9223372036854775807
+    else:
+        return t + float("inf")
+
+
+@triton.jit
+def lowest_with_index(t):
+    return lowest(t), t.to(tl.int64) + FAR
+
+
+@triton.jit
+def highest_with_index(t):
+    return highest(t), t.to(tl.int64) + FAR
+
+
+@triton.jit
+def no_values(t):
+    return t, t, t
+
+
+@triton.jit
+def plus(a, b):
+    return a + b
+
+
+@triton.jit
+def times(a, b):
+    return a * b
+
+
+@triton.jit
+def either(a, b):
+    return tl.where(a != 0, a, b)
+
+
+@triton.jit
+def all_of(a, b):
+    return tl.where(a == 0, a, b)
+
+
+@triton.jit
+def larger(a, b):
+    return tl.where((a > b) | is_nan(a), a, b)
+
+
+@triton.jit
+def smaller(a, b):
+    return tl.where((a < b) | is_nan(a), a, b)
+
+
+@triton.jit
+def first_largest(a, i, b, j):
+    """A NaN before every number, and the first of equals."""
+    same = (a == b) | (is_nan(a) & is_nan(b))
+    left = ((a > b) & ~is_nan(b)) | (is_nan(a) & ~is_nan(b)) | (same & (i < j))
+    return tl.where(left, a, b), tl.where(left, i, j)
+
+
+@triton.jit
+def first_smallest(a, i, b, j):
+    same = (a == b) | (is_nan(a) & is_nan(b))
+    left = ((a < b) & ~is_nan(b)) | (is_nan(a) & ~is_nan(b)) | (same & (i < j))
+    return tl.where(left, a, b), tl.where(left, i, j)
+
+
+@triton.jit
+def both_moments(mean_a, about_a, count_a, mean_b, about_b, count_b):
+    count = count_a + count_b
+    share = tl.where(count > 0, count_b / tl.where(count > 0, count, 1.0), 0.0)
+    apart = mean_b - mean_a
+    mean = mean_a + apart * share
+    # An infinity less an infinity, times no elements: nothing is added
+    extra = tl.where((count_a > 0) & (count_b > 0), apart * apart * count_a * share, 0.0)
+    mean = tl.where(count_a == 0, mean_b, tl.where(count_b == 0, mean_a, mean))
+    return mean, about_a + about_b + extra, count
+
+
+@triton.jit
+def as_it_is(total, count):
+    return total
+
+
+@triton.jit
+def over_count(total, count):
+    return divide(total, count.to(total.dtype))
+
+
+@triton.jit
+def value_and_index(value, index, count):
+    return value, index
+
+
+@triton.jit
+def index_alone(value, index, count):
+    return index
+
+
+@triton.jit
+def variance_and_mean(mean, about, weight, count, correction):
+    return divide(about, tl.maximum(weight - correction, 0.0)), mean
+
+
+@triton.jit
+def deviation(mean, about, weight, count, correction):
+    return libdevice.sqrt(divide(about, tl.maximum(weight - correction, 0.0)))
+
+
+@triton.jit
+def root(total, count):
+    return libdevice.sqrt(total)
+
+
+@triton.jit
+def power_root(total, count, p):
+    return libdevice.pow(total, divide(tl.full([], 1.0, total.dtype), p))
+
+
+@triton.jit
+def without_numbers(total, count, rtol, atol):
+    return total
+
+
+FLOAT, EXACT = ("float",), ("integer", "bool")
+SUM = Row("sum", itself, plus, zero, as_it_is)
+MEAN = Row("mean", itself, plus, zero, over_count, dtypes=FLOAT)
+PROD = Row("prod", itself, times, one, as_it_is)
+AMAX = Row("amax", itself, larger, lowest, as_it_is, empty=False)
+AMIN = Row("amin", itself, smaller, highest, as_it_is, empty=False)
+ANY = Row("any", is_not_zero, either, zero, as_it_is)
+ALL = Row("all", is_not_zero, all_of, one, as_it_is)
+COUNT = Row("count_nonzero", is_not_zero, plus, zero, as_it_is, results=("int64",))
+ARGMAX = Row(
+    "argmax", with_index, first_largest, lowest_with_index, index_alone, 2, 0, ("int64",), ("float", "integer"), False
+)
+ARGMIN = Row(
+    "argmin", with_index, first_smallest, highest_with_index, index_alone, 2, 0, ("int64",), ("float", "integer"), False
+)
+MAX = Row(
+    "max", with_index, first_largest, lowest_with_index, value_and_index, 2, results=("common", "int64"), empty=False
+)
+MIN = Row(
+    "min", with_index, first_smallest, highest_with_index, value_and_index, 2, results=("common", "int64"), empty=False
+)
+VAR_MEAN = Row(
+    "var_mean", one_value, both_moments, no_values, variance_and_mean, 3, 1, ("common", "common"), FLOAT, empty=False
+)
+STD = Row("std", one_value, both_moments, no_values, deviation, 3, 1, dtypes=FLOAT, empty=False)
+NORM = {
+    0.0: Row("norm_0", is_not_zero, plus, zero, as_it_is, dtypes=FLOAT),
+    1.0: Row("norm_1", magnitude, plus, zero, as_it_is, dtypes=FLOAT),
+    2.0: Row("norm_2", square, plus, zero, root, dtypes=FLOAT),
+    math.inf: Row("norm_inf", magnitude, larger, zero, as_it_is, dtypes=FLOAT, empty=False),
+    -math.inf: Row("norm_-inf", magnitude, smaller, highest, as_it_is, dtypes=FLOAT, empty=False),
+}
+NORM_P = Row("norm_p", to_the_power, plus, zero, power_root, numbers=1, dtypes=FLOAT)
+SQUARES = {1: Row("mse_mean", squared_difference, plus, zero, over_count, dtypes=FLOAT),
+           2: Row("mse_sum", squared_difference, plus, zero, as_it_is, dtypes=FLOAT)}  # fmt: skip
+DOT = Row("dot", product, plus, zero, as_it_is)
+CLOSE = {
+    equal_nan: Row("allclose", map, all_of, one, without_numbers, numbers=2, results=("bool",), dtypes=FLOAT)
+    for equal_nan, map in ((False, near), (True, near_or_nan))
+}
+
+
+# ---- overloads -------------------------------------------------------------------------------------------------------
+
+
+def widened(self: Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    """What integers are added up in."""
+    return dtype or (self.dtype if self.is_floating_point() else torch.int64)
+
+
+def sum_(
+    self: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: Any = None, out: Tensor | None = None
+) -> Tensor:
+    if out is not None and dtype is None:
+        dtype = out.dtype
+    return run(SUM, self, dim, keepdim, dtype=widened(self, dtype), outs=None if out is None else (out,))[0]
+
+
+def whole_sum(self: Tensor, *, dtype: Any = None, out: Tensor | None = None) -> Tensor:
+    return sum_(self, dtype=dtype, out=out)
+
+
+def mean(self: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
+    return run(MEAN, self, dim, keepdim, dtype=dtype or self.dtype)[0]
+
+
+def whole_mean(self: Tensor, *, dtype: Any = None) -> Tensor:
+    return mean(self, dtype=dtype)
+
+
+def prod(self: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
+    return run(PROD, self, dim, keepdim, dtype=widened(self, dtype))[0]
+
+
+def whole_prod(self: Tensor, *, dtype: Any = None) -> Tensor:
+    return prod(self, dtype=dtype)
+
+
+def amax(self: Tensor, dim: Any = (), keepdim: bool = False) -> Tensor:
+    return run(AMAX, self, dim, keepdim)[0]
+
+
+def whole_max(self: Tensor) -> Tensor:
+    return run(AMAX, self, None, False)[0]
+
+
+def whole_min(self: Tensor) -> Tensor:
+    return run(AMIN, self, None, False)[0]
+
+
+def max_along(self: Tensor, dim: int, keepdim: bool = False) -> tuple[Tensor, ...]:
+    return run(MAX, self, dim, keepdim)
+
+
+def min_along(self: Tensor, dim: int, keepdim: bool = False) -> tuple[Tensor, ...]:
+    return run(MIN, self, dim, keepdim)
+
+
+def argmax(self: Tensor, dim: int | None = None, keepdim: bool = False) -> Tensor:
+    return run(ARGMAX, self, dim, keepdim)[0]
+
+
+def argmin(self: Tensor, dim: int | None = None, keepdim: bool = False) -> Tensor:
+    return run(ARGMIN, self, dim, keepdim)[0]
+
+
+def truth_of(row: Row, nothing_is_all: bool = True) -> Any:
+    def reduce(self: Tensor, dim: Any = None, keepdim: bool = False) -> Tensor:
+        if isinstance(dim, (list, tuple)) and not dim and not nothing_is_all:
+            raise Declined("no dimension")
+        return run(row, self, dim, keepdim, result=torch.uint8 if self.dtype == torch.uint8 else torch.bool)[0]
+
+    return reduce
+
+
+def count_nonzero(self: Tensor, dim: int | None = None) -> Tensor:
+    return run(COUNT, self, dim, False)[0]
+
+
+def moments(row: Row) -> Any:
+    def reduce(self: Tensor, dim: Any = None, *, correction: Any = None, keepdim: bool = False) -> Any:
+        made = run(row, self, dim, keepdim, numbers=(1 if correction is None else correction,))
+        return made if len(made) > 1 else made[0]
+
+    return reduce
+
+
+def vector_norm(self: Tensor, ord: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
+    if dtype is not None and not (dtype.is_floating_point and self.is_floating_point()):
+        raise Declined("a dtype that is refused")
+    row = NORM.get(float(ord), NORM_P)
+    numbers = (float(ord),) if row is NORM_P else ()
+    return run(row, self, dim, keepdim, dtype=dtype or self.dtype, numbers=numbers)[0]
+
+
+def mse_loss(self: Tensor, target: Tensor, reduction: int = 1) -> Tensor:
+    if self.shape != target.shape or self.dtype != target.dtype or reduction not in SQUARES:
+        raise Declined("shapes that broadcast, two dtypes, or no reduction")
+    return run(SQUARES[reduction], self, None, False, other=target)[0]
+
+
+def dot(self: Tensor, tensor: Tensor) -> Tensor:
+    if self.dim() != 1 or self.shape != tensor.shape or self.dtype != tensor.dtype or self.dtype == torch.bool:
+        raise Declined("no two vectors of one length and dtype")
+    return run(DOT, self, None, False, other=tensor)[0]
+
+
+def vdot(self: Tensor, other: Tensor) -> Tensor:
+    return dot(self, other)
+
+
+def trace(self: Tensor) -> Tensor:
+    if self.dim() != 2:
+        raise Declined("no matrix")
+    return run(SUM, self.diagonal(), None, False, dtype=widened(self, None))[0]
+
+
+def allclose(self: Tensor, other: Tensor, rtol: float = 1e-05, atol: float = 1e-08, equal_nan: bool = False) -> bool:
+    if self.shape != other.shape or self.dtype != other.dtype or rtol < 0 or atol < 0:
+        raise Declined("shapes that broadcast, two dtypes, or a negative tolerance")
+    return bool(run(CLOSE[equal_nan], self, None, False, other=other, numbers=(rtol, atol))[0])
+
+
+FORMS = {
+    "sum": whole_sum, "sum.out": whole_sum, "sum.dim_IntList": sum_, "sum.IntList_out": sum_, "mean": whole_mean,
+    "mean.dim": mean, "prod": whole_prod, "prod.dim_int": prod, "amax": amax, "max": whole_max, "min": whole_min,
+    "max.dim": max_along, "min.dim": min_along, "argmax": argmax, "argmin": argmin, "any": truth_of(ANY),
+    "any.dim": truth_of(ANY), "any.dims": truth_of(ANY, False), "all": truth_of(ALL), "all.dim": truth_of(ALL),
+    "all.dims": truth_of(ALL, False), "count_nonzero": count_nonzero, "std.correction": moments(STD),
+    "var_mean.correction": moments(VAR_MEAN), "linalg_vector_norm": vector_norm, "mse_loss": mse_loss, "dot": dot,
+    "vdot": vdot, "trace": trace, "allclose": allclose,
+}  # fmt: skip

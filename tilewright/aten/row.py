@@ -1,0 +1,74 @@
+"""`Row`: what one of torch's operators is, to an engine.
+
+A row is no op: aten itself is its reference, and autograd's own formulas its backward. It names the overloads that it serves, which
+of their arguments are tensors and which are numbers that a kernel takes, and how dtypes are promoted. In-place overloads, `out=`
+and those that take a number in a tensor's place come from the same row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+
+class Declined(Exception):
+    """This call is aten's; the reason is counted."""
+
+
+class Number(NamedTuple):
+    """An argument that is a number, and what it is where aten's default is None."""
+
+    name: str
+    default: float | int | bool = 0
+
+
+@dataclass(frozen=True)
+class Row:
+    """One operator of the pointwise engine.
+
+    `function` takes `tensors` in the compute dtype, but for those that are None, then `numbers`, and gives the value. `promotes`:
+    "default" is torch's own promotion; "float" makes integers float; "bool" compares in the promoted dtype and gives bool; "keep"
+    gives the dtype of the first tensor. `dtypes` are the classes of promoted dtype that are taken: "float", "integer", "bool".
+    `when(values)` may say why a call is aten's. `choose(values)` gives another function for some arguments (a rounding mode).
+    `allocates` says how the result lies: as the "iterator" has it, "like" the first tensor, or "contiguous". `aside` are those of
+    `tensors` that aten, if they are numbers, makes no operands of. `fills`: the result is one that is given, and operands are
+    expanded to its shape and cast to its dtype.
+    """
+
+    name: str
+    function: Any
+    overloads: tuple[str, ...]
+    tensors: tuple[str, ...] = ("self",)
+    numbers: tuple[Number, ...] = ()
+    promotes: str = "default"
+    dtypes: tuple[str, ...] = ("float", "integer", "bool")
+    when: Callable[[dict[str, Any]], str | None] | None = None
+    choose: Callable[[dict[str, Any]], Any] | None = None
+    aside: tuple[str, ...] = ()
+    allocates: str = "iterator"
+    fills: bool = False
+
+
+def kind_of(dtype: torch.dtype) -> str:
+    """The class of a dtype, as rows name it."""
+    if dtype == torch.bool:
+        return "bool"
+    if dtype.is_complex:
+        return "complex"
+    return "float" if dtype.is_floating_point else "integer"
+
+
+TAKEN = (
+    torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64,
+    torch.bool,
+)  # fmt: skip
+
+
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What kernels compute in: fp32 for what is narrower, float64 for itself, and exact integers."""
+    if dtype.is_floating_point:
+        return torch.float64 if dtype == torch.float64 else torch.float32
+    return torch.int64

@@ -1,0 +1,255 @@
+"""The rows of the pointwise engine: each of torch's operators that it serves, in one line.
+
+Overloads that torch itself forwards to another ("div.Scalar" to "div.Tensor") are reached by that one, and not named here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import functions as f
+from .row import Number, Row, kind_of
+
+FLOAT, EXACT, ANY = ("float",), ("integer", "bool"), ("float", "integer", "bool")
+NUMERIC = ("float", "integer")
+TWO = ("self", "other")
+
+
+def both(name: str) -> tuple[str, str]:
+    """An overload and its in-place one: "add.Tensor" and "add_.Tensor"."""
+    packet, dot, overload = name.partition(".")
+    return name, f"{packet}_{dot}{overload}"
+
+
+def unary(
+    name: str, function: Any, promotes: str = "default", dtypes: tuple[str, ...] = ANY, in_place: bool = True
+) -> Row:
+    return Row(name, function, both(name) if in_place else (name,), promotes=promotes, dtypes=dtypes)
+
+
+def dtype_of(value: Any) -> torch.dtype | None:
+    """Of a tensor; a number in its place has none."""
+    return value.dtype if isinstance(value, Tensor) else None
+
+
+def comparison(name: str, function: Any) -> Row:
+    return Row(name, function, (f"{name}.Tensor", f"{name}.Scalar"), TWO, promotes="bool")
+
+
+def exact(values: dict[str, Any], name: str = "alpha") -> str | None:
+    """torch refuses a fractional alpha for integers."""
+    tensors = [v for v in values.values() if isinstance(v, Tensor)]
+    if isinstance(values[name], float) and not any(t.is_floating_point() for t in tensors):
+        other = values.get("other")
+        return None if isinstance(other, float) else "a fractional number for integers"
+    return None
+
+
+def no_bools(values: dict[str, Any]) -> str | None:
+    """torch refuses to subtract bools."""
+    if any(
+        isinstance(v, bool) or (isinstance(v, Tensor) and v.dtype == torch.bool)
+        for v in (values["self"], values["other"])
+    ):
+        return "bool"
+    return exact(values)
+
+
+def whole_exponent(values: dict[str, Any]) -> str | None:
+    """torch refuses negative numbers as exponents of integers."""
+    base, exponent = values["self"], values["exponent"]
+    kinds = [
+        kind_of(v.dtype) if isinstance(v, Tensor) else "float" if isinstance(v, float) else "integer"
+        for v in (base, exponent)
+    ]
+    if "float" not in kinds and not isinstance(exponent, Tensor) and exponent < 0:
+        return "a negative exponent of integers"
+    return None
+
+
+def extremes(values: dict[str, Any]) -> None:
+    """Fill in what takes the place of infinities: the largest numbers of the dtype."""
+    t = values["self"]
+    if t.is_floating_point():
+        info = torch.finfo(t.dtype)
+        values["posinf"] = info.max if values["posinf"] is None else values["posinf"]
+        values["neginf"] = info.min if values["neginf"] is None else values["neginf"]
+    return None
+
+
+def rounding(values: dict[str, Any]) -> Any:
+    return {"floor": f.floored_quotient, "trunc": f.truncated_quotient}[values["rounding_mode"]]
+
+
+def halves(values: dict[str, Any]) -> bool:
+    """16-bit floats, in which aten rounds each step of a floored quotient."""
+    return any(isinstance(v, Tensor) and v.is_floating_point() and v.element_size() == 2 for v in values.values())
+
+
+def floors(values: dict[str, Any]) -> str | None:
+    return "a floored quotient of 16-bit floats" if halves(values) else None
+
+
+def rounds(values: dict[str, Any]) -> str | None:
+    if values["rounding_mode"] not in ("floor", "trunc"):
+        return "division that does not round"
+    return floors(values) if values["rounding_mode"] == "floor" else None
+
+
+def gelu_of(plain: Any, by_tanh: Any) -> Any:
+    return lambda values: by_tanh if values["approximate"] == "tanh" else plain
+
+
+def known_gelu(values: dict[str, Any]) -> str | None:
+    return None if values["approximate"] in ("none", "tanh") else "an unknown approximation"
+
+
+def fill_is_aten(self: Tensor, value: Any) -> str | None:
+    """Why aten fills a tensor with this value, if it does: it refuses some values, and casts others as a processor pleases."""
+    if isinstance(value, Tensor) and (value.dim() or value.device != self.device):
+        return "a value with dimensions, or elsewhere"
+    if isinstance(value, complex):
+        return "complex"
+    fraction = value.is_floating_point() if isinstance(value, Tensor) else isinstance(value, float)
+    return "a fraction in integers" if fraction and not self.is_floating_point() else None
+
+
+def plain_fill(values: dict[str, Any]) -> str | None:
+    return fill_is_aten(values["self"], values["value"])
+
+
+def copies(values: dict[str, Any]) -> str | None:
+    """Only what a kernel does better than a copy of bytes: plain copies are the driver's."""
+    to, source = values["self"], values["src"]
+    if not isinstance(source, Tensor):
+        return fill_is_aten(to, source)
+    if to.device != source.device:
+        return "a copy between devices"
+    if kind_of(source.dtype) == "float" and kind_of(to.dtype) == "integer":
+        return "a cast of floats to integers, which has no answer for large ones"
+    return None
+
+
+def masks(values: dict[str, Any]) -> str | None:
+    if dtype_of(values["mask"]) != torch.bool:
+        return "a mask that is not bool"
+    return plain_fill(values)
+
+
+def clamps(values: dict[str, Any]) -> str | None:
+    """torch refuses to clamp by nothing."""
+    return "no bound" if values.get("min") is None and values.get("max") is None else None
+
+
+def clamp_by(values: dict[str, Any]) -> Any:
+    low, high = values.get("min") is not None, values.get("max") is not None
+    return f.between if low and high else f.larger if low else f.smaller
+
+
+def conditions(values: dict[str, Any]) -> str | None:
+    out = values.get("out")
+    if out is not None and out.dtype != torch.result_type(values["self"], values["other"]):
+        return "a result of another dtype, which torch refuses"
+    return None if dtype_of(values["condition"]) == torch.bool else "a condition that is not bool"
+
+
+def comparable(values: dict[str, Any]) -> str | None:
+    if dtype_of(values["self"]) != dtype_of(values["other"]) or values["rtol"] < 0 or values["atol"] < 0:
+        return "two dtypes or a negative tolerance, which torch refuses"
+    return None
+
+
+def scaled(values: dict[str, Any]) -> str | None:
+    return exact(values, "value")
+
+
+ROWS = (
+    # one operand
+    unary("abs", f.absolute, dtypes=NUMERIC),
+    unary("neg", f.negative, dtypes=NUMERIC),
+    unary("relu", f.relu, dtypes=NUMERIC),
+    unary("atan", f.atan, "float"),
+    unary("cos", f.cos, "float"),
+    unary("sin", f.sin, "float"),
+    unary("erf", f.erf, "float"),
+    unary("exp", f.exp, "float"),
+    unary("exp2", f.exp2, "float"),
+    unary("log", f.log, "float", in_place=False),
+    unary("reciprocal", f.reciprocal, "float"),
+    unary("rsqrt", f.reciprocal_root, "float"),
+    unary("sigmoid", f.sigmoid, "float"),
+    unary("sqrt", f.square_root, "float"),
+    unary("tanh", f.tanh, "float"),
+    unary("silu", f.silu, dtypes=FLOAT),
+    unary("angle", f.angle, "float", in_place=False),
+    unary("isnan", f.is_nan, "bool", in_place=False),
+    unary("isinf", f.is_infinite, "bool", dtypes=FLOAT, in_place=False),
+    unary("logical_not", f.logical_not, "bool", in_place=False),
+    Row("bitwise_not", f.bitwise_not, both("bitwise_not"), dtypes=EXACT,
+        choose=lambda v: f.flipped if v["self"].dtype == torch.bool else f.bitwise_not),
+    Row("gelu", f.gelu, both("gelu"), dtypes=FLOAT, when=known_gelu, choose=gelu_of(f.gelu, f.gelu_tanh)),
+    Row("elu", f.elu, both("elu"), numbers=(Number("alpha"), Number("scale"), Number("input_scale")), dtypes=FLOAT),
+    Row("softplus", f.softplus, ("softplus",), numbers=(Number("beta"), Number("threshold")), dtypes=FLOAT),
+    Row("threshold", f.threshold, ("threshold",), numbers=(Number("threshold"), Number("value")), dtypes=FLOAT),
+    Row("nan_to_num", f.finite_number, ("nan_to_num",), numbers=(Number("nan"), Number("posinf"), Number("neginf")),
+        dtypes=FLOAT, when=extremes, allocates="like"),
+    Row("isfinite", f.is_finite, ("isfinite",), promotes="bool", dtypes=FLOAT),
+    Row("fill", f.copy, ("fill_.Scalar", "fill_.Tensor"), ("value",), promotes="keep", when=plain_fill,
+        fills=True),
+    Row("copy", f.copy, ("copy_",), ("src",), promotes="keep", when=copies, fills=True),
+    # two
+    Row("add", f.add, both("add.Tensor"), TWO, (Number("alpha"),), when=exact),
+    Row("sub", f.subtract, both("sub.Tensor"), TWO, (Number("alpha"),), when=no_bools),
+    Row("mul", f.multiply, both("mul.Tensor"), TWO),
+    Row("div", f.quotient, both("div.Tensor"), TWO, promotes="float"),
+    Row("div_mode", f.floored_quotient, both("div.Tensor_mode"), TWO, dtypes=NUMERIC, when=rounds, choose=rounding),
+    Row("floor_divide", f.floored_quotient, ("floor_divide", "floor_divide_.Tensor"), TWO, dtypes=NUMERIC,
+        when=floors),
+    Row("remainder", f.remainder, (*both("remainder.Tensor"), "remainder.Scalar_Tensor"), TWO, dtypes=NUMERIC),
+    Row("maximum", f.larger, ("maximum",), TWO),
+    Row("minimum", f.smaller, ("minimum",), TWO),
+    Row("bitwise_and", f.bitwise_and, both("bitwise_and.Tensor"), TWO, dtypes=EXACT),
+    Row("bitwise_or", f.bitwise_or, both("bitwise_or.Tensor"), TWO, dtypes=EXACT),
+    Row("logical_and", f.logical_and, ("logical_and",), TWO, promotes="bool"),
+    Row("logical_or", f.logical_or, ("logical_or",), TWO, promotes="bool"),
+    Row("logical_xor", f.logical_xor, ("logical_xor",), TWO, promotes="bool"),
+    comparison("eq", f.equal),
+    comparison("ne", f.not_equal),
+    comparison("lt", f.less),
+    comparison("le", f.less_equal),
+    comparison("gt", f.greater),
+    comparison("ge", f.greater_equal),
+    Row("pow", f.power, ("pow.Tensor_Tensor", "pow.Tensor_Scalar", "pow.Scalar", "pow_.Tensor", "pow_.Scalar"),
+        ("self", "exponent"), dtypes=NUMERIC, when=whole_exponent, aside=("exponent",)),
+    # three
+    Row("where", f.chosen, ("where.self", "where.self_out"), ("condition", "self", "other"), when=conditions),
+    Row("clamp", f.between, (*both("clamp"), *both("clamp.Tensor")), ("self", "min", "max"), dtypes=NUMERIC, when=clamps,
+        choose=clamp_by, aside=("min", "max")),
+    Row("clamp_min", f.larger, both("clamp_min"), ("self", "min"), dtypes=NUMERIC, aside=("min",)),
+    Row("masked_fill", f.filled, ("masked_fill.Scalar", "masked_fill.Tensor"), ("self", "mask", "value"), promotes="keep",
+        when=masks, allocates="contiguous"),
+    Row("masked_fill_", f.filled, ("masked_fill_.Scalar", "masked_fill_.Tensor"), ("self", "mask", "value"), promotes="keep",
+        when=masks),
+    Row("isclose", f.is_close, ("isclose",), TWO, (Number("rtol"), Number("atol")), promotes="bool", dtypes=FLOAT, when=comparable,
+        choose=lambda v: f.is_close_or_nan if v["equal_nan"] else f.is_close),
+    Row("addcmul", f.add_product, ("addcmul",), ("self", "tensor1", "tensor2"), (Number("value"),), dtypes=NUMERIC, when=scaled),
+    Row("addcdiv", f.add_quotient, ("addcdiv",), ("self", "tensor1", "tensor2"), (Number("value"),), dtypes=FLOAT),
+    Row("lerp", f.lerp, (*both("lerp.Tensor"), *both("lerp.Scalar")), ("self", "end", "weight"), dtypes=FLOAT,
+        aside=("weight",)),
+    # formulas of backward passes
+    Row("sigmoid_backward", f.sigmoid_backward, ("sigmoid_backward",), ("grad_output", "output"), dtypes=FLOAT),
+    Row("tanh_backward", f.tanh_backward, ("tanh_backward",), ("grad_output", "output"), dtypes=FLOAT),
+    Row("silu_backward", f.silu_backward, ("silu_backward",), ("grad_output", "self"), dtypes=FLOAT),
+    Row("gelu_backward", f.gelu_backward, ("gelu_backward",), ("grad_output", "self"), dtypes=FLOAT, when=known_gelu,
+        choose=gelu_of(f.gelu_backward, f.gelu_tanh_backward)),
+    Row("threshold_backward", f.threshold_backward, ("threshold_backward",), ("grad_output", "self"), (Number("threshold"),),
+        dtypes=FLOAT),
+    Row("elu_backward", f.elu_backward, ("elu_backward",), ("grad_output", "self_or_result"),
+        (Number("alpha"), Number("scale"), Number("input_scale")), dtypes=FLOAT,
+        choose=lambda v: f.elu_backward_of_result if v["is_result"] else f.elu_backward),
+    Row("dropout_backward", f.dropout_backward, ("native_dropout_backward",), ("grad_output", "mask"), (Number("scale"),),
+        dtypes=FLOAT),
+)  # fmt: skip

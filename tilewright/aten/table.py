@@ -1,0 +1,77 @@
+"""Every overload that there is a replacement for: the function that takes its arguments, and the engine behind it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import forms, index_map, pointwise, reduction_rows, scan
+from .row import Declined, Row
+from .rows import ROWS
+
+NUMBERS = (bool, int, float, complex)
+
+
+def overload_of(name: str) -> torch._ops.OpOverload:
+    packet, _, overload = name.partition(".")
+    return getattr(getattr(torch.ops.aten, packet), overload or "default")
+
+
+def name_of(overload: torch._ops.OpOverload) -> str:
+    return str(overload).removeprefix("aten.").removesuffix(".default")
+
+
+def tensor_slots(overload: torch._ops.OpOverload) -> list[bool]:
+    """Which arguments are tensors, in the order of the schema."""
+    return [isinstance(a.type, torch.TensorType) for a in overload._schema.arguments]
+
+
+def pointwise_form(row: Row, name: str) -> Callable[..., Any]:
+    """A call of an overload, by its schema, as a call of its row: in place, into `out`, or with a new result."""
+    arguments = overload_of(name)._schema.arguments
+    names = [a.name for a in arguments]
+    defaults = {a.name: a.default_value for a in arguments if a.has_default_value()}
+    in_place = name.partition(".")[0].endswith("_")
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        values = {**defaults, **dict(zip(names, args)), **kwargs}
+        if not any(isinstance(values[n], Tensor) for n in (*row.tensors, *names[:1])):
+            raise Declined("numbers alone")
+        if row.when is not None:
+            reason = row.when(values)
+            if reason is not None:
+                raise Declined(reason)
+        out = values["self"] if in_place else values.get("out")
+        return pointwise.run(row, values, out)
+
+    return call
+
+
+def of_tensors(form: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """A form that takes tensors alone: torch hands a number that it has wrapped as a tensor back to Python as the number."""
+    slots = tensor_slots(overload_of(name))
+
+    @functools.wraps(form)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if any(slot and isinstance(v, NUMBERS) for v, slot in zip(args, slots)):
+            raise Declined("a number in a tensor's place")
+        return form(*args, **kwargs)
+
+    return call
+
+
+OTHERS = {**forms.FORMS, **reduction_rows.FORMS, **scan.FORMS, **index_map.FORMS}
+FORMS: dict[str, Callable[..., Any]] = {
+    **{name: pointwise_form(row, name) for row in ROWS for name in row.overloads},
+    **{name: form if name.startswith("fill") else of_tensors(form, name) for name, form in OTHERS.items()},
+}
+ENGINE: dict[str, str] = {
+    **dict.fromkeys(FORMS, "pointwise"),
+    **dict.fromkeys(reduction_rows.FORMS, "reduction"),
+    **dict.fromkeys(scan.FORMS, "scan"),
+    **dict.fromkeys(index_map.FORMS, "index_map"),
+}

@@ -1,0 +1,148 @@
+"""Torch's own operators, replaced: one plain call of every overload, made from its schema but for arguments whose names do not say
+what they are, and held against aten.
+
+Tensors are small and of fp32, or of int32 where an operator takes integers alone; `make` may give others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import tilewright as tw
+
+from ...aten import table
+from ...aten.table import overload_of
+from ...core.target import INTERPRETING
+
+Make = Callable[..., Tensor]
+SHAPE = (6, 40)
+INTEGERS = ("bitwise_and", "bitwise_or", "bitwise_not")
+# Arguments of an overload that a schema does not tell, by the operator's name without the underscore
+GIVEN: dict[str, Callable[[Make], dict[str, Any]]] = {
+    "addr": lambda make: {"vec1": make(SHAPE[:1]), "vec2": make(SHAPE[1:])},
+    "arange": lambda make: {"start": 1, "end": 9, "step": 2, "device": make(()).device},
+    "eye": lambda make: {"n": 4, "m": 5, "device": make(()).device},
+    "full": lambda make: {"size": [3, 4], "device": make(()).device},
+    "linspace": lambda make: {"start": 0.5, "end": 3.0, "steps": 7, "device": make(()).device},
+    "ones": lambda make: {"size": [3, 4], "device": make(()).device},
+    "zeros": lambda make: {"size": [3, 4], "device": make(()).device},
+    "cat": lambda make: {"tensors": [make(SHAPE), make(SHAPE)], "dim": 1},
+    "contiguous": lambda make: {"self": make(SHAPE).t()},
+    "diag": lambda make: {"self": make((6,))},
+    "hstack": lambda make: {"tensors": [make(SHAPE), make(SHAPE)]},
+    "pad": lambda make: {"pad": [1, 2]},
+    "repeat_interleave": lambda make: {"repeats": 3},
+    "stack": lambda make: {"tensors": [make(SHAPE), make(SHAPE)]},
+    "tile": lambda make: {"dims": [2, 1]},
+    "vstack": lambda make: {"tensors": [make(SHAPE), make(SHAPE)]},
+    "clamp": lambda make: {"max": 1.0},
+    "constant_pad_nd": lambda make: {"pad": [1, 2, 0, 1]},
+    "diagonal_backward": lambda make: {"grad_output": make((6,)), "input_sizes": [6, 7], "offset": 1, "dim1": 0, "dim2": 1},
+    "div": lambda make: {"rounding_mode": "floor"},
+    "divide": lambda make: {"rounding_mode": "floor"},
+    "dot": lambda make: {"self": make((40,)), "tensor": make((40,))},
+    "elu_backward": lambda make: {"is_result": False},
+    "flip": lambda make: {"dims": [0, 1]},
+    "glu_backward": lambda make: {"grad_output": make((6, 20)), "dim": 1},
+    "native_dropout_backward": lambda make: {"mask": make(SHAPE, torch.bool)},
+    "repeat": lambda make: {"repeats": [2, 1, 3]},
+    "select_scatter": lambda make: {"src": make((40,)), "dim": 0, "index": 2},
+    "slice_scatter": lambda make: {"src": make((6, 10)), "dim": 1, "start": 1, "end": 40, "step": 4},
+    "vdot": lambda make: {"self": make((40,)), "other": make((40,))},
+}  # fmt: skip
+# Overloads without a kernel of their own, whose gradient one would take away, or that torch forwards: the one that they reach
+LEAVES: dict[str, str] = {
+    "arange": "arange.start_out", "arange.start": "arange.start_out", "arange.start_step": "arange.start_out", "eye": "eye.m_out",
+    "eye.m": "eye.m_out", "full": "fill_.Scalar", "linspace": "linspace.out", "ones": "fill_.Scalar", "zeros": "zero_",
+    "bitwise_and.Scalar": "bitwise_and.Tensor", "bitwise_and.Scalar_Tensor": "bitwise_and.Tensor",
+    "bitwise_and_.Scalar": "bitwise_and_.Tensor", "bitwise_or.Scalar": "bitwise_or.Tensor",
+    "bitwise_or.Scalar_Tensor": "bitwise_or.Tensor", "bitwise_or_.Scalar": "bitwise_or_.Tensor", "celu": "elu", "celu_": "elu_",
+    "contiguous": "clone", "diag": "diag_embed", "div.Scalar": "div.Tensor", "div.Scalar_mode": "div.Tensor_mode",
+    "div_.Scalar": "div_.Tensor", "div_.Scalar_mode": "div_.Tensor_mode", "divide.Scalar": "div.Tensor",
+    "divide.Scalar_mode": "div.Tensor_mode", "divide.Tensor": "div.Tensor", "divide.Tensor_mode": "div.Tensor_mode",
+    "divide_.Scalar": "div_.Tensor", "divide_.Scalar_mode": "div_.Tensor_mode", "divide_.Tensor": "div_.Tensor",
+    "divide_.Tensor_mode": "div_.Tensor_mode", "floor_divide.Scalar": "floor_divide", "hstack": "cat", "kron": "mul.Tensor",
+    "pad": "constant_pad_nd", "remainder.Scalar": "remainder.Tensor", "remainder_.Scalar": "remainder_.Tensor",
+    "repeat_interleave.self_int": "clone", "stack": "cat", "tile": "repeat", "true_divide.Scalar": "div.Tensor",
+    "true_divide.Tensor": "div.Tensor", "true_divide_.Scalar": "div_.Tensor", "true_divide_.Tensor": "div_.Tensor",
+    "vstack": "cat", "where.ScalarOther": "where.self", "where.ScalarSelf": "where.self",
+}  # fmt: skip
+RESULTS = {"sum.out": (), "sum.IntList_out": (6,), "cumsum.out": SHAPE, "where.self_out": SHAPE,
+           "arange.start_out": (4,), "eye.out": (4, 4), "eye.m_out": (4, 5), "linspace.out": (7,)}  # fmt: skip
+
+
+def call_of(name: str, make: Make) -> tuple[list[Any], dict[str, Any]]:
+    """Arguments and keywords of one call of an overload."""
+    packet = name.partition(".")[0]
+    given = GIVEN.get(packet.removesuffix("_"), lambda make: {})(make)
+    args: list[Any] = []
+    kwargs: dict[str, Any] = {}
+    skipped = False
+    for argument in overload_of(name)._schema.arguments:
+        kind = str(argument.type)
+        if argument.name == "out":
+            value = make(RESULTS[name])
+        elif argument.name in given and ("Tensor" not in kind or isinstance(given[argument.name], (Tensor, list))):
+            value = given[argument.name]
+        elif argument.name == "mask" or argument.name == "condition":
+            value = make(SHAPE, torch.bool)
+        elif kind == "Tensor" and argument.name == "value":
+            value = make(())
+        elif "Tensor" in kind:
+            value = make(SHAPE, torch.int32 if packet.removesuffix("_") in INTEGERS else torch.float32)
+        elif argument.name == "dim":
+            value = 1 if kind == "int" else [1] if "List" in kind else None
+        elif argument.has_default_value():
+            skipped = True
+            continue
+        else:
+            value = {"number": 3 if packet.removesuffix("_") in INTEGERS else 0.5, "float": 0.5}[kind]
+        if argument.kwarg_only or skipped:
+            kwargs[argument.name] = value
+        else:
+            args.append(value)
+    return args, kwargs
+
+
+def drawn(shape: tuple[int, ...], dtype: torch.dtype = torch.float32, device: str = "cpu") -> Tensor:
+    if dtype == torch.float32:
+        return torch.rand(shape, device=device) + 0.5
+    return torch.randint(0, 2 if dtype == torch.bool else 50, shape, dtype=dtype, device=device)
+
+
+def copied(value: Any) -> Any:
+    """Arguments of a call, so that one made in place leaves them as they are."""
+    if isinstance(value, Tensor):
+        return value.clone()
+    if isinstance(value, dict):
+        return {k: copied(v) for k, v in value.items()}
+    return [copied(v) for v in value] if isinstance(value, list) else value
+
+
+def replaced(device: str, name: str) -> None:
+    """A call of an overload is ours, and its result aten's; without a kernel that can run, that there is a row for it."""
+    leaf = LEAVES.get(name, name)
+    assert leaf in table.FORMS and table.ENGINE[leaf]
+    torch.manual_seed(0)
+    args, kwargs = call_of(name, partial(drawn, device=device))
+    aten = overload_of(name)(*copied(args), **copied(kwargs))
+    if device == "cpu" and not INTERPRETING:
+        return
+    given = copied(args), copied(kwargs)
+    if name == "contiguous":
+        given = args, kwargs
+    with tw.aten.use(include=[leaf]):
+        ours = overload_of(name)(*given[0], **given[1])
+        assert tw.aten.report()[leaf]["taken"], f"{name} is not ours: {tw.aten.report()[leaf]['declined']}"
+    torch.testing.assert_close(ours, aten)
+
+
+# Which are leaves of others alone: no list asks for them
+UNLISTED = ("clone", "copy_", "zero_", "arange.start_out", "linspace.out", "eye.out", "eye.m_out")
+LISTED = [name for name in table.FORMS if name not in UNLISTED]
+CHECKS = {name: partial(replaced, name=name) for name in sorted({*LISTED, *LEAVES})}
