@@ -50,6 +50,8 @@ def test_compiled(D, V, options, most):
     q, k, v = blank(1, 16384, 32, D), blank(1, 16384, 8, D), blank(1, 16384, 8, V)
     with pretend(HOPPER), torch.no_grad(), collect() as found:
         ATTENTION.run(ATTENTION.signature.bind((q, k, v), {**options, "backend": "hopper"}))
+    for before in found[:-1]:  # which clears the counter of tiles, or makes their table
+        variant(before).compile()
     one = variant(found[-1])
     assert one.kernel.name == "attention_forward_hopper"
     compiled = one.compile()

@@ -75,8 +75,9 @@ class Pieces(NamedTuple):
 
 
 @triton.constexpr_function
-def width_of(COLUMNS, i):
-    return COLUMNS.LAST if i == COLUMNS.COUNT - 1 else COLUMNS.FIRST
+def width_of(first, last, count, i):
+    """The width of the i-th part of columns. Numbers, for Triton 3.6 hands such a function no named tuple."""
+    return last if i == count - 1 else first
 
 
 @triton.jit
@@ -228,13 +229,24 @@ def attention_part(
             slope = tl.load(SCORES.slopes + head, live, 0.0).to(tl.float32) * LOG2E
         q = ()
         for i in tl.static_range(KEY_PARTS):
-            q = q + (load_queries(Q, batch, head, token, live, KEYS.ALL, i * KEYS.FIRST, width_of(KEYS, i)),)
+            q = q + (
+                load_queries(
+                    Q,
+                    batch,
+                    head,
+                    token,
+                    live,
+                    KEYS.ALL,
+                    i * KEYS.FIRST,
+                    width_of(KEYS.FIRST, KEYS.LAST, KEYS.COUNT, i),
+                ),
+            )
         turned = q[0]
         if ROPE is not None:
             turned = load_queries(Q, batch, head, token, live, KEYS.ALL + TURNED.ALL, KEYS.ALL, TURNED.FIRST)
         acc = ()
         for i in tl.static_range(VALUE_PARTS):
-            acc = acc + (tl.zeros([BLOCK_M, width_of(VALUES, i)], tl.float32),)
+            acc = acc + (tl.zeros([BLOCK_M, width_of(VALUES.FIRST, VALUES.LAST, VALUES.COUNT, i)], tl.float32),)
         top = tl.full([BLOCK_M], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
         if SINK is not None:  # one more key of the first part, whose value is 0
@@ -250,7 +262,16 @@ def attention_part(
             page, place, found = find(TABLE, sequence, j, there, PAGES, PAGE)
             k = ()
             for i in tl.static_range(KEY_PARTS):
-                codes = load_cached(K, page, place, kv_head, found, KEYS.ALL, i * KEYS.FIRST, width_of(KEYS, i))
+                codes = load_cached(
+                    K,
+                    page,
+                    place,
+                    kv_head,
+                    found,
+                    KEYS.ALL,
+                    i * KEYS.FIRST,
+                    width_of(KEYS.FIRST, KEYS.LAST, KEYS.COUNT, i),
+                )
                 k = k + (numbers(codes, CODE),)
             rope = None
             if ROPE is not None:
@@ -282,7 +303,14 @@ def attention_part(
                     v = k[i]
                 else:
                     codes = load_cached(
-                        V, page, place, kv_head, found, VALUES.ALL, i * VALUES.FIRST, width_of(VALUES, i)
+                        V,
+                        page,
+                        place,
+                        kv_head,
+                        found,
+                        VALUES.ALL,
+                        i * VALUES.FIRST,
+                        width_of(VALUES.FIRST, VALUES.LAST, VALUES.COUNT, i),
                     )
                     v = numbers(codes, VALUE)
                 if TREE is not None:
@@ -303,7 +331,7 @@ def attention_part(
         at = at + part.to(tl.int64) * stride_op
         there = live & ((start < stop) | (part == 0))  # of other parts the lse says that there is nothing
         for i in tl.static_range(VALUE_PARTS):
-            column = i * VALUES.FIRST + tl.arange(0, width_of(VALUES, i))
+            column = i * VALUES.FIRST + tl.arange(0, width_of(VALUES.FIRST, VALUES.LAST, VALUES.COUNT, i))
             value = (acc[i] * share[:, None] + poison).to(O.data.dtype.element_ty)
             inside = there[:, None] & (column < VALUES.ALL)[None, :]
             tl.store(O.data + at[:, None] + column.to(tl.int64)[None, :] * O.stride_d, value, inside)

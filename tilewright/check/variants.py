@@ -208,7 +208,7 @@ def kept_back(op: Op, arch: str) -> Iterator[Call]:
             for one in before:
                 named = SimpleNamespace(**{**bound, op.asks: one.name, "out": None})
                 if not one.library and (one.when is None or one.when(TARGETS[arch], named)):
-                    yield Call({**values, op.asks: one.name}, FORWARD)
+                    yield Call({**values, op.asks: one.name})
 
 
 def options_one_by_one(op: Op) -> Iterator[Call]:
