@@ -119,7 +119,7 @@ def test_the_table_has_no_other_rows():
     assert not stale, f"{len(stale)} rows of variants that no call needs:\n" + "\n".join(stale)
 
 
-ELSEWHERE = ("tilewright.aten.", "tilewright.attention.hopper.schedule")  # test_aten.py, test_attention.py
+ELSEWHERE = ("tilewright.aten.", "tilewright.attention.hopper.schedule")  # test_aten.py, test_hopper_attention.py
 
 
 def test_every_kernel_is_compiled():

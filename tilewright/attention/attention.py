@@ -186,7 +186,7 @@ def inputs(draw: Draw) -> dict[str, Any]:
 
 def draw_marks(draw: Draw, count: int) -> Tensor:
     """Where a few sequences begin and end, which need not reach the first and the last token."""
-    return draw.integers(draw.dim("marks", (4, 2, 7)), high=count + 1, dtype=torch.int32).sort().values
+    return draw.integers(draw.dim("marks", (3, 2, 4)), high=count + 1, dtype=torch.int32).sort().values
 
 
 def check(

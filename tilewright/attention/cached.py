@@ -187,7 +187,7 @@ def inputs(draw: Draw) -> dict[str, Any]:
         page, most = min(page, 16), min(most, 2)
     marks = None
     if packed:  # they need not reach the first and the last token
-        marks = draw.integers(draw.option("marks", 4, 2, 7), high=length + 1, dtype=torch.int32).sort().values
+        marks = draw.integers(draw.option("marks", 3, 2, 4), high=length + 1, dtype=torch.int32).sort().values
     many = batch if marks is None else marks.shape[0] - 1
     pages = draw.option("pages", 7, 5) if paged else many
     turned = min(max(0, width - 1), 8) if draw.option("k_rope", False, False, True) else 0
