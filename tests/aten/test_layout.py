@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from tilewright.aten import layout
+from tilewright.core import memory
 
 
 def drawn(rng: random.Random, shape: tuple[int, ...]) -> Tensor:
@@ -91,6 +92,6 @@ def test_loops_are_the_fewest():
 )  # fmt: skip
 def test_overlaps(view, itself):
     t = view(torch.empty(6, 8))
-    assert layout.overlaps_itself(t) == itself
-    first, last = layout.span(t)
+    assert memory.self_overlapping(t) == itself
+    first, last = memory.span(t)
     assert first == t.data_ptr() and last <= t.data_ptr() + 48 * 4

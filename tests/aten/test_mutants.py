@@ -58,7 +58,7 @@ MUTANTS = [
            lambda: torch.ones(3, 4).t() + 1, "strides"),
     Mutant("a number cut to its whole part", pointwise, "bits_of", lambda value, compute: int(value), lambda: torch.ones(3) * 2.5,
            "values"),
-    Mutant("overlaps that are not seen", layout, "span", lambda t: (0, 0), lambda: one_further_on(torch.arange(64.0)),
+    Mutant("overlaps that are not seen", pointwise, "overlapping", lambda a, b: False, lambda: one_further_on(torch.arange(64.0)),
            "not 'RuntimeError'"),
 ]  # fmt: skip
 

@@ -102,25 +102,6 @@ def is_dense(t: Tensor) -> bool:
     return True
 
 
-def overlaps_itself(t: Tensor) -> bool:
-    """Whether two elements may share memory: never said of one that is dense in some order."""
-    pairs = sorted((s, n) for s, n in zip(t.stride(), t.shape) if n > 1)
-    reach = 0
-    for stride, size in pairs:
-        if stride <= reach:
-            return True
-        reach += stride * (size - 1)
-    return False
-
-
-def span(t: Tensor) -> tuple[int, int]:
-    """The addresses that a tensor's elements lie within."""
-    if not t.numel():
-        return 0, 0
-    last = sum((n - 1) * s for n, s in zip(t.shape, t.stride()))
-    return t.data_ptr(), t.data_ptr() + (last + 1) * t.element_size()
-
-
 class Loops(NamedTuple):
     """Loops over all elements, the innermost first: their sizes, and for each operand its strides."""
 

@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..core.memory import overlapping, same_memory, self_overlapping
 from ..core.tensor import cdiv
 from ..runtime.kernel import kernel
 from . import layout
@@ -302,14 +303,10 @@ def check_out(out: Tensor, shape: Ints, dtype: torch.dtype, operands: list[Tenso
         raise Declined("a result that is resized, or refused")
     if not torch.can_cast(dtype, out.dtype) or out.dtype not in TAKEN:
         raise Declined("a result that cannot hold it")
-    if layout.overlaps_itself(out):
+    if self_overlapping(out):
         raise Declined("a result that overlaps itself")
-    first, last = layout.span(out)
-    for t in operands:
-        begin, end = layout.span(t)
-        same = begin == first and t.shape == out.shape and t.stride() == out.stride() and t.dtype == out.dtype
-        if begin < last and first < end and not same:
-            raise Declined("a result that overlaps an operand")
+    if any(overlapping(out, t) and not same_memory(out, t) for t in operands):
+        raise Declined("a result that overlaps an operand")
 
 
 def launch(how: How, out: Tensor, operands: list[Tensor | None], bits: list[int]) -> None:
