@@ -13,6 +13,7 @@ from torch import Tensor
 
 import tilewright as tw
 from tests.aten.compare import as_double, differences, flat
+from tilewright.aten import reduction
 
 FP32 = torch.float32
 CALLS: dict[str, Callable[[Tensor], Any]] = {
@@ -228,3 +229,40 @@ def test_vmap_and_autocast_stand_above():
     call = lambda: flat([torch.func.vmap(lambda row: row.exp().sum())(x), torch.func.grad(lambda t: t.sin().sum())(x)])  # noqa: E731
     aten, ours, ran = both(call)
     assert ran and not differences(ours, aten, as_double(aten), 50.0)
+
+
+def test_counts_past_what_fp32_holds(monkeypatch):
+    """A sum of ones in fp32 stops at 2**24. Tiles are long here, for the interpreter's sake."""
+    monkeypatch.setattr(reduction, "tile_of", lambda *_: (1, 1 << 17))
+    x = torch.ones(1).expand(2**24 + 5)
+    with tw.aten.use(include=["count_nonzero"]):
+        found = torch.count_nonzero(x)
+        taken = tw.aten.report()["count_nonzero"]["taken"]
+    assert (int(found), taken) == (2**24 + 5, 1)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x: torch.cumsum(x[1:], 0, out=x[:-1]), lambda x: torch.cumsum(x, 0, out=x),
+        lambda x: torch.sum(x.view(5, 8), 0, out=x[3:11]),
+    ],
+)  # fmt: skip
+def test_a_result_on_what_is_read_is_left_to_aten(call):
+    """Programs would read what others have written."""
+    made = [torch.arange(40.0) for _ in range(2)]
+    wanted = raised(lambda: call(made[0]))
+    with tw.aten.use(include=["cumsum", "sum"]):
+        found = raised(lambda: call(made[1]))
+        counts = tw.aten.report().values()
+        assert any("a result that overlaps an operand" in one["declined"] for one in counts)
+    assert found == wanted
+    assert torch.equal(*made)
+
+
+def raised(call: Callable[[], Any]) -> str | None:
+    try:
+        call()
+    except RuntimeError as error:
+        return str(error)
+    return None

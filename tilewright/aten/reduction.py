@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..core.memory import overlapping
 from ..core.target import Target
 from ..core.tensor import cdiv
 from ..runtime.kernel import kernel
@@ -271,13 +272,19 @@ def run(
     made = outs
     if made is None:
         made = tuple(torch.empty(shape, dtype=kinds[kind], device=x.device) for kind in row.results)
-    elif any(
-        tuple(o.shape) != shape or o.dtype != kinds[k] or not o.is_contiguous() for o, k in zip(made, row.results)
-    ):
-        raise Declined("a result that is resized, cast or strided")
+    for out, kind in zip(outs or (), row.results):
+        check_out(out, shape, kinds[kind], x)
     if made[0].numel():
         launch(row, x, other, kept, reduced, dims, made, common, numbers)
     return made
+
+
+def check_out(out: Tensor, shape: Sequence[int], dtype: torch.dtype, x: Tensor) -> None:
+    """Leave to aten what it resizes, casts or refuses, and memory that others would still read."""
+    if tuple(out.shape) != tuple(shape) or out.dtype != dtype or not out.is_contiguous() or out.device != x.device:
+        raise Declined("a result that is resized, cast, strided or elsewhere")
+    if overlapping(out, x):
+        raise Declined("a result that overlaps an operand")
 
 
 def tile_of(kept: list[list[int]], reduced: list[list[int]], sizes_r: list[int]) -> tuple[int, int]:
@@ -305,9 +312,8 @@ def launch(row, x, other, kept, reduced, dims, outs, common, numbers) -> None:
     slots = [*(bits_of(n, compute) for n in numbers), 0, 0][:2]
     second = outs[1] if len(outs) > 1 else None
     scratch = None
-    if parts > 1:  # float64 holds every index that there can be
-        wide = torch.float64 if row.states > 1 and compute != torch.int64 else compute
-        scratch = torch.empty(row.states, parts, KEPT, dtype=wide, device=x.device)
+    if parts > 1:
+        scratch = states_of(row, parts, KEPT, compute, x.device)
     extra = [0] * (2 * LOOPS) if other is None else [*steps_k[1], *steps_r[1]]
     reduce_tiles(
         x, other, outs[0], second, scratch, KEPT, REDUCED, per, parts, sizes_k[0], sizes_k[1], sizes_r[0], sizes_r[1],
@@ -317,14 +323,19 @@ def launch(row, x, other, kept, reduced, dims, outs, common, numbers) -> None:
         reduce_parts(outs[0], second, scratch, KEPT, REDUCED, parts, *slots, HOW=how)
 
 
+def states_of(row: Row, parts: int, kept: int, compute: torch.dtype, device: torch.device) -> Tensor:
+    """Memory for the states of parts. float64 holds every index and every count that there can be."""
+    exact = compute == torch.int64 or (row.states == 1 and "int64" not in row.results)
+    return torch.empty(row.states, parts, kept, dtype=compute if exact else torch.float64, device=device)
+
+
 def totals(
     row: Row, x: Tensor, sizes_k, steps_k, steps_r, common, parts: int, per: int, kept: int, reduced: int
 ) -> Tensor:
     """The states of parts [states, parts, kept], each of `per` elements along one loop."""
     compute = compute_dtype(common)
     how = How(row.map, row.combine, row.identity, row.finish, row.states, 0, 1, IN_TRITON[common], IN_TRITON[compute])
-    wide = torch.float64 if row.states > 1 and compute != torch.int64 else compute
-    scratch = torch.empty(row.states, parts, kept, dtype=wide, device=x.device)
+    scratch = states_of(row, parts, kept, compute, x.device)
     reduce_tiles(
         x, None, scratch, None, scratch, kept, reduced, per, parts, sizes_k[0], sizes_k[1], reduced, 1, *steps_k, *steps_r,
         *[0] * (2 * LOOPS), 0, 0, HOW=how, BLOCK_K=128 if steps_k[0] == 1 else 2, BLOCK_R=16 if steps_k[0] == 1 else 1024,

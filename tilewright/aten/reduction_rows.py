@@ -32,6 +32,12 @@ def is_not_zero(x, index):
 
 
 @triton.jit
+def counted(x, index):
+    """1 or 0, exactly: an fp32 sum stops at 2**24."""
+    return (x != 0).to(tl.int64)
+
+
+@triton.jit
 def with_index(x, index):
     return x, index
 
@@ -80,6 +86,11 @@ def near_or_nan(x, y, rtol, atol):
 @triton.jit
 def zero(t):
     return t
+
+
+@triton.jit
+def none_counted(t):
+    return t.to(tl.int64)
 
 
 @triton.jit
@@ -228,7 +239,7 @@ AMAX = Row("amax", itself, larger, lowest, as_it_is, empty=False)
 AMIN = Row("amin", itself, smaller, highest, as_it_is, empty=False)
 ANY = Row("any", is_not_zero, either, zero, as_it_is)
 ALL = Row("all", is_not_zero, all_of, one, as_it_is)
-COUNT = Row("count_nonzero", is_not_zero, plus, zero, as_it_is, results=("int64",))
+COUNT = Row("count_nonzero", counted, plus, none_counted, as_it_is, results=("int64",))
 ARGMAX = Row(
     "argmax", with_index, first_largest, lowest_with_index, index_alone, 2, 0, ("int64",), ("float", "integer"), False
 )

@@ -17,7 +17,7 @@ from ..core.tensor import cdiv
 from ..runtime.kernel import kernel
 from .functions import is_nan
 from .pointwise import IN_TRITON, promoted_value, stored
-from .reduction import LOOPS, How, Row, combined, loops_of, nothing, offset, parts_of, totals
+from .reduction import LOOPS, How, Row, check_out, combined, loops_of, nothing, offset, parts_of, totals
 from .reduction_rows import as_it_is, highest, lowest, plus, value_and_index, with_index, zero
 from .reduction_rows import itself as element
 from .row import TAKEN, Declined, compute_dtype, kind_of
@@ -133,8 +133,8 @@ def run(row: Row, x: Tensor, dim: int, dtype: torch.dtype, out: Tensor | None = 
         raise Declined(f"{str(x.dtype).removeprefix('torch.')}, {x.layout}, or a lazy view")
     if kind_of(dtype) not in row.dtypes:
         raise Declined(f"dtype {str(dtype).removeprefix('torch.')}")
-    if out is not None and (out.shape != x.shape or out.dtype != dtype or not out.is_contiguous()):
-        raise Declined("a result that is resized, cast or strided")
+    if out is not None:
+        check_out(out, x.shape, dtype, x)
     made = [torch.empty(x.shape, dtype=dtype, device=x.device) if out is None else out]
     if len(row.results) == 2:
         made.append(torch.empty(x.shape, dtype=torch.int64, device=x.device))
