@@ -21,7 +21,7 @@ pytestmark = pytest.mark.gpu
 BARS = {torch.bfloat16: 4e-3, torch.float16: 5e-4}
 OPTIONS = dict.fromkeys(
     ("scale", "left", "right", "sink", "slopes", "mask", "kv_len", "cu_seqlens_q", "cu_seqlens_k")
-) | {"causal": False, "softcap": 0.0}
+) | {"causal": False, "softcap": 0.0, "backend": "hopper"}
 WIDTHS = [(64, 64), (128, 128), (192, 128), (96, 96), (72, 40), (64, 128), (128, 64), (8, 8), (160, 72)]
 VARIANTS = {
     "full": {},

@@ -10,14 +10,14 @@ import pytest
 import tilewright as tw
 from tilewright.check import families
 from tilewright.check.cases import Net
-from tilewright.check.properties import VALUES, accuracy, sizes
+from tilewright.check.properties import VALUES, accuracy, outs, sizes
 from tilewright.check.registration import fakes, refusals
 
 NET = Net(interpreter=True, cases=int(os.environ.get("TILEWRIGHT_CASES", "7")))  # a GPU draws three times as many
 QUICK = {accuracy}  # what is run with the oldest supported Triton as well
 # Of second public forms over the kernels of other ops these are enough here, and what they are tried on for the machinery's sake;
 # a GPU runs it all.
-FORMS = (accuracy, sizes, fakes)
+FORMS = (accuracy, sizes, fakes, outs)
 
 
 def pairs():

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ..core.draw import Draw
 from ..core.signature import at_least
-from ..op import Bars, Cost, Gradient, Op, Sharding, Triton, upcast
+from ..op import Bars, Cost, Gradient, Op, Out, Sharding, Triton, upcast
 from . import portable
 from .hopper import backward as hopper_backward
 from .hopper import forward as hopper_forward
@@ -270,7 +270,8 @@ def sharding(a: SimpleNamespace) -> Sharding:
 attention_lse = Op(
     "attention_lse", reference_lse, inputs, *implementations(hopper_backward.backward, portable.backward),
     check=partial(check, op="attention_lse"),
-    asks="backend", where=WHERE, results=ROWS, gradient=Gradient(of=GRADED, through=("o", "lse"), saves=READ),
+    asks="backend", where=WHERE, results=ROWS, out=Out(contiguous=("lse",)),
+    gradient=Gradient(of=GRADED, through=("o", "lse"), saves=READ),
     cost=Cost(flops=flops), bars=BARS, sibling="attention", sharding=sharding,
 )  # fmt: skip
 attention = Op(

@@ -29,7 +29,7 @@ from ..device.softmax import LN2, LOG2E
 from ..formats.fill import is_fast
 from ..runtime.kernel import kernel
 from .merge import at_columns, at_row, whole_of
-from .portable import Heads, Scores, bend, heads_of, parts_of
+from .portable import Heads, Scores, bend, heads_of, narrowest, parts_of
 from .tiles import Lengths, Window, is_seen, keys_seen, lengths, tile_at
 
 SCALED = 128  # columns that share a scale, where there are several
@@ -432,13 +432,14 @@ def blocks(
     return Blocks(own, other, max(1, min(stages, room(own, other) // (other * columns * k.element_size()))))
 
 
-def columns_of(count: int, blocked: bool) -> Columns:
+def columns_of(count: int, blocked: bool, least: int) -> Columns:
+    """Columns in parts of at least that many."""
     if blocked:
         parts = max(1, cdiv(count, SCALED))
         rest = count - (parts - 1) * SCALED
-        last = max(16, power_of_two(rest))
+        last = max(least, power_of_two(rest))
         return Columns(count, SCALED if parts > 1 else last, last, parts)
-    first, rest = parts_of(count)
+    first, rest = parts_of(count, least)
     return Columns(count, first, rest or first, 2 if rest else 1)
 
 
@@ -472,8 +473,9 @@ def forward(q: Tensor, k_cache: Tensor, v_cache: Tensor | None, **options: Any) 
         return o, lse
     k_scale, v_scale = scales_of(a.k_scale), scales_of(a.k_scale if v_cache is None else a.v_scale)
     codes, value_codes = k_cache.element_size() == 1, (k_cache if v_cache is None else v_cache).element_size() == 1
-    keys = columns_of(key_dim, k_scale.stride_c is not None)
-    values = columns_of(value_dim, v_scale.stride_c is not None)
+    least = narrowest(q)
+    keys = columns_of(key_dim, k_scale.stride_c is not None, least)
+    values = columns_of(value_dim, v_scale.stride_c is not None, least)
     single = q.dtype == torch.float32
     # Weights times scales of tokens may be too small for fp16
     small = q.dtype == torch.float16 and v_scale.stride_p is not None
@@ -485,7 +487,9 @@ def forward(q: Tensor, k_cache: Tensor, v_cache: Tensor | None, **options: Any) 
     shared = shared and (values.COUNT < keys.COUNT or values[2:] == keys[2:])
     turned = Columns(0, 0, 0, 0)
     if a.k_rope is not None:
-        turned = columns_of(a.k_rope.shape[-1], False)._replace(FIRST=max(16, power_of_two(a.k_rope.shape[-1])))
+        turned = columns_of(a.k_rope.shape[-1], False, least)._replace(
+            FIRST=max(least, power_of_two(a.k_rope.shape[-1]))
+        )
     group = heads // kv_heads
     wide = keys.FIRST * (keys.COUNT - 1) + keys.LAST + turned.FIRST
     beside = 0 if shared else values.FIRST * (values.COUNT - 1) + values.LAST

@@ -491,19 +491,25 @@ def attention_backward_keys(
 # ---- host ------------------------------------------------------------------------------------------------------------
 
 
-def parts_of(width: int) -> tuple[int, int]:
-    """A width as a power of two and what is left, rounded up to one: both at least 16, which products need, or 0."""
+def parts_of(width: int, least: int = 16) -> tuple[int, int]:
+    """A width as a power of two and what is left, rounded up to one: both at least `least`, or 0. Products need 16."""
     first = power_of_two(width)
-    if first != width and first > 16:
+    if first != width and first > least:
         first //= 2
-    first = max(16, first)
+    first = max(least, first)
     rest = max(0, width - first)
-    return first, max(16, power_of_two(rest)) if rest else 0
+    return first, max(least, power_of_two(rest)) if rest else 0
 
 
-def sizes_of(q: Tensor, v: Tensor) -> Sizes:
+def sizes_of(q: Tensor, v: Tensor, least: int = 16) -> Sizes:
     (D, V) = q.shape[-1], v.shape[-1]
-    return Sizes(D, *parts_of(D), V, *parts_of(V))
+    return Sizes(D, *parts_of(D, least), V, *parts_of(V, least))
+
+
+def narrowest(q: Tensor) -> int:
+    """The narrowest part of columns. Products of whole warpgroups get rows of 128 bytes: tiles of other widths are laid out in
+    other ways, and ptxas 12.8 may take one's place in memory for that of another (`toolchain/registers.py`)."""
+    return 64 if q.dtype != torch.float32 and Target.at(q.device).wgmma else 16
 
 
 class Blocks(NamedTuple):
@@ -546,12 +552,12 @@ def constants_of(a: SimpleNamespace) -> dict[str, Any]:
     """The constants that all three kernels take."""
     plain = a.mask is None and (a.kv_len is None or a.kv_len.dim() == 1)
     pieces = 3 if a.q.dtype == torch.float32 else 1
-    return {"SIZES": sizes_of(a.q, a.v), "PLAIN": plain, "TOGETHER": TOGETHER, "PIECES": pieces}
+    return {"SIZES": sizes_of(a.q, a.v, narrowest(a.q)), "PLAIN": plain, "TOGETHER": TOGETHER, "PIECES": pieces}
 
 
 def fits(target: Target, a: SimpleNamespace) -> bool:
     """Whether shared memory holds tiles of 16 rows: in fp32 each number is three of 16 bits."""
-    sizes = sizes_of(a.q, a.v)
+    sizes = sizes_of(a.q, a.v, narrowest(a.q))
     room = 2 * 16 * (sizes.D0 + sizes.D1 + sizes.V0 + sizes.V1) * (6 if a.q.dtype == torch.float32 else 2)
     return single(target, a) and room <= target.shared_memory
 
@@ -564,7 +570,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Te
     check_lengths("attention", q, k, a.kv_len, a.cu_seqlens_q, a.cu_seqlens_k)
     if not lse.numel():
         return o, lse
-    sizes = sizes_of(q, v)
+    sizes = sizes_of(q, v, narrowest(q))
     block = blocks(q, sizes, sizes.V)
     how, tiles = lengths(a.cu_seqlens_q, a.cu_seqlens_k, length, k.shape[1], a.kv_len, block.own, False)
     attention_forward(
@@ -591,7 +597,7 @@ def backward(saved: SimpleNamespace, do: Tensor | None, dlse: Tensor | None) -> 
     strides = (0, 0, 0) if dlse is None else dlse.stride()
     width = max(16, power_of_two(v.shape[-1]))
     attention_delta(heads_of(a.o), heads_of(do), dlse, delta, length, heads, batch, *strides, v.shape[-1], BLOCK=width)
-    sizes, kv_heads = sizes_of(q, v), k.shape[2]
+    sizes, kv_heads = sizes_of(q, v, narrowest(q)), k.shape[2]
     if dsink is not None:
         dsink = torch.empty(heads, dtype=torch.float32, device=q.device)
         attention_sink_gradient(a.sink.contiguous(), a.lse, delta, dsink, length, heads, batch)

@@ -327,8 +327,8 @@ def _near_low(label: str, actual: Tensor, rounded: Tensor, exact: Tensor, noise:
     if bar.misrounded is None:
         limit = bar.low * SHARE_OF_BF16[actual.dtype] * rms(exact)
         _within(label, actual, exact, error, step + reach(error) * noise.clamp(min=limit))
-        # A rounded weight is in all columns of a row: of few rows the error has its own spread
-        return _rms_within(label, error, exact, max(limit * (1 + 16 / error.numel() ** 0.5), 4 * rms(noise)))
+        # A rounded weight is in all columns of a row: of few rows, or of a few large ones, the error has its own spread
+        return _rms_within(label, error, exact, max(limit * (1 + 16 / weighty(exact) ** 0.5), 4 * rms(noise)))
     _within(label, actual, exact, error, step + reach(error) * noise.clamp(min=own))
     wrong = (actual != rounded) & (64 * noise < step)
     # FP8 products' own errors are larger than fp16's steps
@@ -353,6 +353,12 @@ def _near_single(label: str, actual: Tensor, rounded: Tensor, exact: Tensor, noi
 def reach(error: Tensor) -> float:
     """How many times the noise of its row an element may be off: 16, and more where there are millions to be the worst of."""
     return 16.0 + 2.0 * max(0.0, math.log2(max(1, error.numel())) - 20)
+
+
+def weighty(x: Tensor) -> float:
+    """How many elements make the RMS what it is: all where they are of one size, one where it is far larger than the others."""
+    squares = (x / x.abs().max().clamp(min=torch.finfo(x.dtype).tiny)).square()
+    return max(1.0, float(squares.sum() ** 2 / squares.square().sum().clamp(min=torch.finfo(x.dtype).tiny)))
 
 
 def _within(label: str, actual: Tensor, exact: Tensor, error: Tensor, bound: Tensor) -> None:

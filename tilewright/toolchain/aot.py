@@ -68,12 +68,16 @@ class Compiled:
         """Machine instructions by name, as they stand in the code (a loop's body counts once)."""
         if self.arch.startswith("gfx"):
             return Counter(re.findall(r"^\s+([a-z]+_[a-z0-9_]+)", self.text, re.MULTILINE))
+        return Counter(re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)", self.sass))
+
+    @cached_property
+    def sass(self) -> str:
+        """The machine code of an NVIDIA chip, disassembled."""
         with tempfile.TemporaryDirectory() as folder:
             cubin = Path(folder) / "kernel.cubin"
             cubin.write_bytes(self.binary)
             tool = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
-            sass = subprocess.run([tool, "-c", cubin], capture_output=True, text=True, check=True).stdout
-        return Counter(re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)", sass))
+            return subprocess.run([tool, "-c", cubin], capture_output=True, text=True, check=True).stdout
 
     def count(self, prefix: str) -> int:
         """How many instructions begin with `prefix`: `LDG`, `STG.E.128`, `FFMA`, `buffer_load` …"""

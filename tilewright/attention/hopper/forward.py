@@ -559,6 +559,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Te
     batch, length, heads, _ = q.shape
     o = torch.empty(batch, length, heads, v.shape[-1], dtype=q.dtype, device=q.device)
     lse = torch.empty(batch, heads, length, dtype=torch.float32, device=q.device)
+    # The caller's memory for o may have any strides; the kernel writes whole columns
+    whole = o if o.stride(-1) == 1 else torch.empty(o.shape, dtype=o.dtype, device=o.device)
     check_lengths("attention", q, k, a.kv_len, a.cu_seqlens_q, a.cu_seqlens_k)
     sizes, window, target = sizes_of(q, v), near_window(a), Target.at(q.device)
     ring = ring_for(sizes, target.shared_memory)
@@ -572,9 +574,11 @@ def forward(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Te
         clear_counter(counter)
     attention_forward_hopper(
         *boxes_of(q, HALF.value, sizes.D0, sizes.D1), *boxes_of(k, ring.block, sizes.D0, sizes.D1),
-        *boxes_of(v, ring.block, sizes.V0, sizes.V1), heads_of(o), lse, None if a.sink is None else a.sink.contiguous(), counter,
-        scores_of(a), window, how, length, k.shape[1], heads, heads // k.shape[2], batch, tiles, programs, SIZES=sizes,
+        *boxes_of(v, ring.block, sizes.V0, sizes.V1), heads_of(whole), lse, None if a.sink is None else a.sink.contiguous(),
+        counter, scores_of(a), window, how, length, k.shape[1], heads, heads // k.shape[2], batch, tiles, programs, SIZES=sizes,
         TOGETHER=TOGETHER, BLOCK=ring.block, STAGES=ring.stages, QUERIES=ring.queries,
         CLEARS=a.cu_seqlens_q is not None or a.kv_len is not None or window.left is not None,
     )  # fmt: skip
+    if whole is not o:
+        o.copy_(whole)
     return o, lse

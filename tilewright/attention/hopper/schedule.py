@@ -19,7 +19,9 @@ from ..tiles import keys_of, keys_seen, tile_at
 
 ROWS = tl.constexpr(128)  # of a tile
 HALF = tl.constexpr(64)  # of a warpgroup
-SPARE = 2048  # bytes of shared memory for barriers and alignment
+SPARE = (
+    8704  # bytes of shared memory for barriers, and for 64 rows of 128 bytes that results pass through on their way out
+)
 
 
 class Work(NamedTuple):
