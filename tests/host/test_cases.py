@@ -32,6 +32,11 @@ SMALL = {
     "head_dim": 32,
     "columns": 128,
     "rows": 16,
+    "kv_heads": 2,
+    "value_dim": 24,
+    "sequences": 3,
+    "shortest": 10,
+    "longest": 60,
 }
 FEW = {"count": 5, "slots": 2, "experts": 4, "ffn": 128}
 
@@ -39,6 +44,8 @@ FEW = {"count": 5, "slots": 2, "experts": 4, "ffn": 128}
 def small(family: str, **dims: int) -> cases.Case:
     case = OWN[family]
     options = {n: min(v, FEW.get(n, v)) if type(v) is int else v for n, v in case.options.items()}
+    given = {n: v for n, v in case.arguments.items() if n != "backend"}  # a CPU has the reference alone
+    case = replace(case, arguments=given, beside=[])
     return replace(case, dims={n: {**SMALL, **dims}.get(n, size) for n, size in case.dims.items()}, options=options)
 
 
@@ -303,6 +310,96 @@ def test_checks_accept_an_honest_result_and_refuse_damaged_ones(family):
                 work.verify(result)
             damaged.copy_(before)
     work.verify(result)
+
+
+ATTENTION = [family for family in ON_CPU if OWN[family].op in ("attention", "attention_lse")]
+
+
+@pytest.mark.parametrize("family", ATTENTION)
+@pytest.mark.parametrize("dims", [{"length": 300, "longest": 200}, {"length": 259, "heads": 7, "kv_heads": 1}], ids=str)
+def test_parts_of_attention_are_pieces_of_the_whole(family, dims):
+    """Also where bands are cut from the middle, sequences are packed and seven queries share a key."""
+    work = Work.build(small(family, **{"longest": 180, **dims}), device="cpu")
+    op, grads = work.op, (torch.randn(work.values["q"].shape[:3] + work.values["v"].shape[3:]),)
+    whole, gradients = check.exact(op, work.values, None, grads)
+    for with_gradients in (False, True):
+        parts = check.parts_of(op, work.values, with_gradients)
+        assert 2 <= len(parts) <= 6
+        for part in parts:
+            of = [g[part.at["o"]] for g in grads]
+            results, found = check.exact(op, part.arguments, None, of)
+            for name, wanted, piece in zip(op.results, whole, results):
+                torch.testing.assert_close(piece, wanted[part.at[name]])
+            for name, piece in found.items() if with_gradients else ():
+                torch.testing.assert_close(piece, gradients[name][part.at[name]])
+        for name in ("q", "k", "v", "o"):  # the first and the last element are in one
+            at = [part.at[name] for part in parts]
+            assert at[0][1].start == 0 and at[0][2].start == 0
+            last = (work.values if name != "o" else {"o": grads[0]})[name]
+            assert (at[-1][1].stop, at[-1][2].stop) == tuple(last.shape[1:3])
+
+
+def test_attention_that_cannot_be_cut_is_compared_whole():
+    work = Work.build(small("attention_prefill_full"), device="cpu")
+    assert check.parts_of(work.op, work.values, True)
+    for given in (
+        {"sink": torch.zeros(8)}, {"kv_len": torch.tensor([3, 4])}, {"mask": torch.zeros(1, 1, 100, 100)}, {"left": 3}
+    ):  # fmt: skip
+        values = {**work.values, **given}
+        assert not check.parts_of(work.op, values, False) and not check.parts_of(work.op, values, True)
+        result = work.op.function(**values)
+        assert check.forward(work.op, values, (result,)) < 2.5e-3
+        with pytest.raises(check.Wrong):
+            check.forward(work.op, values, (result * 1.02,))
+
+
+def test_what_attention_multiplies_is_what_its_sequences_see():
+    full, causal, packed, window = (
+        Work.build(small(f"attention_prefill_{kind}"), device="cpu") for kind in ("full", "bf16", "packed", "window")
+    )
+    window.values["left"] = 9
+    full, causal, packed, window = map(run.flops_of, (full, causal, packed, window))
+    assert full == 4 * 2 * 8 * 100 * 100 * 32 and causal == 4 * 2 * 8 * (100 * 101 // 2) * 32
+    assert window == 4 * 2 * 8 * sum(min(i + 1, 10) for i in range(100)) * 32
+    assert packed == sum(4 * 8 * (n * (n + 1) // 2) * 32 for n in (30, 60, 10))
+    backward, step = (
+        run.flops_of(Work.build(small(f"attention_bwd_{kind}"), device="cpu")) for kind in ("bf16", "memory")
+    )
+    assert (backward, step) == (2.5 * causal, 3.5 * causal)
+
+
+@pytest.mark.parametrize("family", ["attention_prefill_bf16", "attention_bwd_bf16", "attention_bwd_memory"])
+def test_another_implementation_is_called_over_the_same_arguments(family):
+    work = Work.build(small(family), device="cpu")
+    other = work.by(scale=0.5)
+    assert all(other.values[n] is work.values[n] for n in "qkv") and other.grads is work.grads
+    assert rivals.agrees(work.call(), work.by(scale=None).call(), 0.0)
+    assert not rivals.agrees(work.call(), other.call(), 1e-2)
+    with pytest.raises(Absent, match="what the case itself measures"):
+        rivals.call_of("portable", work.by(backend="portable") if family == "attention_prefill_bf16" else fixed(work))
+    with pytest.raises(Absent, match="rms_norm has no backend of that name"):
+        rivals.call_of("portable", Work.build(small("rms_norm_fwd"), device="cpu"))
+
+
+def fixed(work: Work) -> Work:
+    """A work that names the portable kernels, which a CPU does not run."""
+    work.values["backend"] = "portable"
+    return work
+
+
+def test_goals_of_attention_are_measured_by_the_chips_own_kernels():
+    """Beside the portable ones, so that a row tells which is the faster; each at one larger and one odd shape."""
+    for family in ATTENTION:
+        found = [case for case in OPS if case.family == family]
+        assert all(c.arguments["backend"] == "hopper" and "portable" in c.beside for c in found), family
+        if family in cases.GOALS:
+            own, larger, odd = found
+            assert own.own and larger.goal == odd.goal == pytest.approx(own.goal - 0.07)
+            assert odd.dims["heads"] == 7 * odd.dims["kv_heads"] and 4099 in odd.dims.values()
+            more = [c.dims["length"] * c.dims.get("batch", 1) for c in (own, larger)]
+            assert more[1] > more[0]
+    stated = {name for name, goal in cases.GOALS.items() if goal.op == "attention"}
+    assert stated - set(ATTENTION) == {"attention_prefill_int8", "attention_prefill_fp8"}
 
 
 def test_an_unwritten_row_between_the_bands_is_seen():

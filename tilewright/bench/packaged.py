@@ -324,6 +324,33 @@ def flex_attention(work: Work, compile: Callable[..., Any] = torch.compile) -> C
     return directed(function, work)
 
 
+def flash_attention_3(work: Work) -> Call:
+    """FlashAttention 3 as sglang-kernel has it, forward alone: of packed sequences by one function, of batches by the one that
+    takes them as a cache which is full."""
+    takes(work, "q", "k", "v", "scale", "causal", "left", "right", "softcap", "cu_seqlens_q", "cu_seqlens_k", "backend")
+    forward_only(work)
+    module, given = importlib.import_module("sgl_kernel.flash_attn"), work.values
+    left, right = window(given)
+    # A causal mask has kernels of its own; sides are for windows
+    causal = given["causal"] and left is None
+    sides = (-1, -1) if causal else tuple(-1 if side is None else side for side in (left, right))
+    about = {"causal": causal, "window_size": sides, "softcap": given["softcap"], "num_splits": 1}
+    if given["cu_seqlens_q"] is None:
+
+        def whole(q: Tensor, k: Tensor, v: Tensor, scale: float | None, **_: Any) -> Tensor:
+            return module.flash_attn_with_kvcache(q, k, v, softmax_scale=scale, **about)
+
+        return directed(whole, work)
+    marks = [given[name].to(torch.int32) for name in ("cu_seqlens_q", "cu_seqlens_k")]
+    longest = [int(one.diff().max()) for one in marks]
+
+    def packed(q: Tensor, k: Tensor, v: Tensor, scale: float | None, **_: Any) -> Tensor:
+        flat = (t.squeeze(0) for t in (q, k, v))
+        return module.flash_attn_varlen_func(*flat, *marks, *longest, softmax_scale=scale, **about).unsqueeze(0)
+
+    return directed(packed, work)
+
+
 def window(given: Mapping[str, Any]) -> tuple[int | None, int | None]:
     """How many keys before and after its own a query sees; None for all of them. A causal one sees none after."""
     return given["left"], 0 if given["causal"] else given["right"]
@@ -341,5 +368,6 @@ RIVALS: dict[str, Rival] = {
     "sgl_kernel": Rival("sgl_kernel", "sglang-kernel", SGL),
     "cudnn": Rival("torch.nn.attention", "torch", {"attention": partial(sdpa, "CUDNN_ATTENTION")}),
     "fa2": Rival("torch.nn.attention", "torch", {"attention": flash_attention}),
+    "fa3": Rival("sgl_kernel", "sglang-kernel", {"attention": flash_attention_3}),
     "flex": Rival("torch.nn.attention.flex_attention", "torch", {"attention": flex_attention}),
 }
