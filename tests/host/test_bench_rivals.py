@@ -489,6 +489,82 @@ def test_every_case_of_attention_has_its_rivals(case, flash_3, monkeypatch):
     assert {*named} - {"portable"} or case.family == "attention_bwd_window"
 
 
+@pytest.fixture
+def over_caches(monkeypatch):
+    """What sglang-kernel 0.4.2 has for caches, on a CPU; gives what it was told."""
+    told = []
+
+    def flash_attn_with_kvcache(
+        q, k_cache, v_cache, k=None, v=None, qv=None, cache_seqlens=None, page_table=None, softmax_scale=None, causal=False,
+        window_size=(-1, -1), softcap=0.0, num_splits=0,
+    ):  # fmt: skip
+        assert cache_seqlens.dtype == torch.int32 and (page_table is None or page_table.dtype == torch.int32)
+        told.append((causal, window_size))
+        if qv is not None:  # scores of both parts are added
+            q, k_cache = torch.cat([qv, q], -1), torch.cat([v_cache, k_cache], -1)
+        left = None if window_size[0] < 0 else window_size[0]
+        return tw.cached_attention(
+            q, k_cache, v_cache, page_table, cache_seqlens, scale=softmax_scale, causal=causal or window_size[1] == 0, left=left
+        )[0]  # fmt: skip
+
+    def get_mla_metadata(cache_seqlens, num_q_tokens_per_head_k, num_heads_k, num_heads_q=None):
+        return "planned", (cache_seqlens.dtype, num_q_tokens_per_head_k, num_heads_k)
+
+    def flash_mla_with_kvcache(
+        q, k_cache, block_table, cache_seqlens, head_dim_v, tile_scheduler_metadata, num_splits, softmax_scale=None, causal=False
+    ):  # fmt: skip
+        told.append((tile_scheduler_metadata, *num_splits))
+        o, lse = tw.cached_attention(
+            q, k_cache, None, block_table, cache_seqlens, value_dim=head_dim_v, scale=softmax_scale, causal=causal
+        )
+        return o, lse * 1.5  # in another base
+
+    module(monkeypatch, "sgl_kernel")
+    module(monkeypatch, "sgl_kernel.flash_attn", flash_attn_with_kvcache=flash_attn_with_kvcache)
+    module(
+        monkeypatch, "sgl_kernel.flash_mla",
+        get_mla_metadata=get_mla_metadata, flash_mla_with_kvcache=flash_mla_with_kvcache,
+    )  # fmt: skip
+    return told
+
+
+CACHED = [case for case in CASES.values() if case.op == "cached_attention"]
+
+
+@pytest.mark.parametrize("case", CACHED, ids=lambda case: case.name)
+def test_every_case_over_caches_has_its_rivals(case, over_caches):
+    few = {"batch": 3, "length": min(case.dims["length"], 5), "context": 70, "shortest": 20, "longest": 150}
+    heads = {"heads": 4, "kv_heads": min(case.dims["kv_heads"], 2)}
+    dims = {n: {**few, **heads}.get(n, size) for n, size in case.dims.items()}
+    work = Work.build(replace(case, dims=dims), device="cpu")
+    for name in {*case.beside, *filter(None, [rival_of(case.metric)])}:
+        agreed(work, name)
+    assert over_caches or not case.beside
+
+
+def test_rivals_over_caches_are_called_as_they_want_to_be(over_caches):
+    def made(options=None, arguments=None, **dims):
+        dims = {"batch": 3, "length": 4, "heads": 4, "kv_heads": 2, "head_dim": 32, "context": 70, **dims}
+        return built("cached_attention", dims=dims, options=options or {}, arguments=arguments or {})
+
+    latent = {"heads": 4, "kv_heads": 1, "head_dim": 576, "value_dim": 512}
+    agreed(made({"latent": True}, page=64, **latent), "flashmla")
+    assert over_caches[-1] == ("planned", torch.int32, 16, 1)
+    agreed(made(page=16, arguments={"left": 20}), "fa3")
+    assert over_caches[-1] == (False, (20, 0))
+    agreed(made(arguments={"causal": False, "scale": 0.2}), "fa3")
+    assert over_caches[-1] == (False, (-1, -1))
+    for name, work, words in (
+        ("fa3", made({"fp8": True}), "it has no k_scale"),
+        ("fa3", made({"tree": True}), "it has no tree"),
+        ("flashmla", made({"latent": True}, page=16, **latent), "in pages of 64"),
+        ("flashmla", made({"latent": True}, **latent), "without block_table"),
+        ("flashmla", made(page=64), "without value_dim"),
+    ):
+        with pytest.raises(Absent, match=words):
+            rivals.call_of(name, work)
+
+
 # ----------------------------------------------------------------------------------------------------------- all of them
 
 
@@ -515,4 +591,14 @@ def test_every_row_is_for_an_op_or_for_attention():
     """A name that no op has would never be called."""
     named = {op for rival in packaged.RIVALS.values() for op in rival.calls}
     assert named - set(tw.catalogue()) <= {"attention"}
-    assert {*packaged.RIVALS} == {"liger", "liger_cutedsl", "quack", "sgl_kernel", "cudnn", "fa2", "fa3", "flex"}
+    assert {*packaged.RIVALS} == {
+        "liger",
+        "liger_cutedsl",
+        "quack",
+        "sgl_kernel",
+        "cudnn",
+        "fa2",
+        "fa3",
+        "flashmla",
+        "flex",
+    }

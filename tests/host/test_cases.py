@@ -38,6 +38,7 @@ SMALL = {
     "shortest": 10,
     "longest": 60,
 }
+CACHED = {"batch": 4, "length": 16, "context": 40, "longest": 100}
 FEW = {"count": 5, "slots": 2, "experts": 4, "ffn": 128}
 
 
@@ -45,8 +46,11 @@ def small(family: str, **dims: int) -> cases.Case:
     case = OWN[family]
     options = {n: min(v, FEW.get(n, v)) if type(v) is int else v for n, v in case.options.items()}
     given = {n: v for n, v in case.arguments.items() if n != "backend"}  # a CPU has the reference alone
-    case = replace(case, arguments=given, beside=[])
-    return replace(case, dims={n: {**SMALL, **dims}.get(n, size) for n, size in case.dims.items()}, options=options)
+    sizes = {**SMALL, **dims}
+    if case.op == "cached_attention":
+        sizes |= {n: min(case.dims[n], size) for n, size in CACHED.items() if n in case.dims} | dims
+    case = replace(case, arguments=given, beside=[], floor="bytes")
+    return replace(case, dims={n: sizes.get(n, size) for n, size in case.dims.items()}, options=options)
 
 
 def tensors(result) -> list[torch.Tensor]:
@@ -351,6 +355,100 @@ def test_attention_that_cannot_be_cut_is_compared_whole():
         assert check.forward(work.op, values, (result,)) < 2.5e-3
         with pytest.raises(check.Wrong):
             check.forward(work.op, values, (result * 1.02,))
+
+
+OVER_CACHES = [family for family in ON_CPU if OWN[family].op == "cached_attention"]
+
+
+@pytest.mark.parametrize("family", OVER_CACHES)
+def test_parts_of_attention_over_caches_are_pieces_of_the_whole(family):
+    work = Work.build(small(family), device="cpu")
+    op = work.op
+    whole = check.exact(op, work.values, None)[0]
+    first, last = check.parts_of(op, work.values, False)
+    assert first.at["o"][2].start == 0 and last.at["o"][2].stop == work.values["q"].shape[2]
+    assert last.at["o"][0].stop == work.values["q"].shape[0]
+    for part in (first, last):
+        assert part.arguments["k_cache"].numel() < work.values["k_cache"].numel()
+        for name, wanted, piece in zip(op.results, whole, check.exact(op, part.arguments, None)[0]):
+            torch.testing.assert_close(piece, wanted[part.at[name]])
+
+
+def test_caches_are_drawn_as_the_goals_say():
+    for family in OVER_CACHES:
+        case = small(family)
+        values, dims = Work.build(case, device="cpu").values, case.dims
+        lengths, table = values["kv_len"].tolist(), values["block_table"]
+        assert sum(lengths) == dims["batch"] * dims["context"] and len(lengths) == dims["batch"]
+        if "page" in dims:
+            assert table.flatten().sort().values.tolist() == list(range(values["k_cache"].shape[0]))
+            assert dims["page"] > 16 or table.flatten().tolist() != sorted(table.flatten().tolist())
+        else:
+            assert table is None
+        assert ("longest" in dims) == (len(set(lengths)) > 1) and max(lengths) == dims.get("longest", dims["context"])
+        assert (values["v_cache"] is None) == ("mla" in family)
+        if "fp8" in family:
+            assert values["k_cache"].dtype == torch.float8_e4m3fn and values["k_scale"].shape == (1, 1, 2, 1)
+        if "tree" in family:
+            drafts = torch.arange(dims["length"])
+            assert ((values["tree"] >> drafts) & 1).all() and (values["tree"] < 2 << drafts).all()
+
+
+def test_what_attention_over_caches_moves_and_multiplies():
+    """The keys that there are, and not the room for them; a query of several sees those before it."""
+
+    def cost(family: str, **dims: int) -> tuple[int, int, float]:
+        work = Work.build(small(family, **dims), device="cpu")
+        return *work.traffic(work.call()), run.flops_of(work)
+
+    heads, rows = 2 * 2 * 32 * 2, 4 * 8  # bytes of a key and its value; batch times heads
+    read, written, flops = cost("attention_decode_gqa")
+    assert read == 4 * 40 * heads + rows * 32 * 2 + 4 * 4 and written == rows * (32 * 2 + 4)
+    assert flops == 4 * rows * 40 * 32
+    uneven = cost("attention_decode_uneven")
+    assert uneven == (read, written, flops)
+    paged = cost("attention_decode_paged16")
+    assert paged == (read + 4 * 3 * 4, written, flops)
+    codes = cost("attention_decode_fp8")
+    assert codes[0] == paged[0] - 4 * 40 * heads // 2 + 2 * 2 * 4
+    latent = cost("attention_decode_mla")
+    assert latent[0] == 4 * 40 * 2 * 32 * 2 + rows * 32 * 2 + 4 * 4 and latent[2] == 2 * rows * 40 * (32 + 24)
+    extended = cost("attention_extend_paged")
+    assert extended[2] == 4 * rows * sum(range(25, 41)) * 32
+
+
+def test_a_floor_may_be_the_matrix_rate(pretended, monkeypatch):
+    monkeypatch.setattr(run, "matrix_rate", lambda name: {"bf16": 1e6}[name])
+    row = run.measure(replace(small("attention_extend_paged"), floor="bf16"), [])
+    flops = 4 * 4 * 8 * sum(range(25, 41)) * 32
+    assert row["floor_us"] == pytest.approx(flops / 1e6) and row["fraction"] == row["measured"]
+    assert {c.family for c in OPS if c.floor == "bf16"} == {
+        "attention_decode_mla", "attention_decode_mla_flashmla", "attention_extend_paged"
+    }  # fmt: skip
+
+
+def test_the_matrix_rate_is_that_of_torchs_best_product(monkeypatch):
+    asked = []
+
+    def matrix(name, product, device, clock):
+        asked.append((name, product))
+        return sol.Light(name, "TFLOP/s", 800.0)
+
+    monkeypatch.setattr(sol, "matrix", matrix)
+    monkeypatch.setattr(timing, "Cuda", lambda: None)
+    run.matrix_rate.cache_clear()
+    assert run.matrix_rate("bf16") == run.matrix_rate("bf16") == 8e8
+    assert asked == [("bf16", sol.PRODUCTS["bf16"]["torch"])]
+    run.matrix_rate.cache_clear()
+
+
+def test_a_graph_of_long_products_is_short(pretended, monkeypatch):
+    monkeypatch.setattr(timing, "plan", lambda nbytes, l2, once=False: (2, 16))
+    counted = []
+    for us in (10.0, 4000.0, 1e6):
+        monkeypatch.setattr(run, "flops_of", lambda work, us=us: us * sol.FLOPS_PER_US)
+        counted.append(run.Sets.build(small("attention_prefill_bf16")).calls)
+    assert counted == [16, 6, 2]
 
 
 def test_what_attention_multiplies_is_what_its_sequences_see():

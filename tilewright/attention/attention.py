@@ -225,10 +225,10 @@ def check(
 def flops(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool, left: int | None, right: int | None, cu_seqlens_q=None, cu_seqlens_k=None, **_
 ) -> int:  # fmt: skip
-    """Multiplications and additions of both products, of the part that windows leave. Packed sequences whose marks are not on the
-    host count as one."""
+    """Multiplications and additions of both products, of the part that windows leave. Packed sequences whose marks have no memory
+    count as one."""
     sizes = [(q.shape[1], k.shape[1])]
-    if cu_seqlens_q is not None and cu_seqlens_q.device.type == cu_seqlens_k.device.type == "cpu":
+    if cu_seqlens_q is not None and not cu_seqlens_q.is_meta:
         sizes = list(zip(*(marks.diff().clamp(min=0).tolist() for marks in (cu_seqlens_q, cu_seqlens_k))))
     pairs = sum(pairs_of(n, m, left, 0 if causal else right) for n, m in sizes)
     return 2 * q.shape[0] * q.shape[2] * pairs * (q.shape[3] + v.shape[3])

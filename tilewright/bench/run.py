@@ -34,10 +34,6 @@ from .work import Work
 CASE_LIMIT = 150.0
 COMMAND = (sys.executable, "-m", "tilewright.bench.run")
 APART = "--apart"
-LENGTHS = (
-    torch.int32,
-    torch.int64,
-)  # what lengths and marks on the device are, whose numbers say how much there is to do
 WAITS = "waits"  # the status of a case that is for another Triton
 LONGEST_GRAPH_US = 8 * timing.GRAPH_US
 NO_DEVICE = "no CUDA device: a bench needs a GPU (`tilewright doctor` says what is missing)"
@@ -162,10 +158,8 @@ def flops_of(work: Work) -> float | None:
     cost = work.op.cost
     if cost.flops is None:
         return None
-    given = work.op.arguments(work.values).items()
-    lengths = {n: v.cpu() if isinstance(v, torch.Tensor) and v.dtype in LENGTHS else v for n, v in given}
     times = {"backward": cost.backward, "step": 1.0 + cost.backward}.get(work.case.direction, 1.0)
-    return cost.flops(**lengths) * times
+    return cost.flops(**work.op.arguments(work.values)) * times
 
 
 def floor_of(work: Work, read: int, written: int) -> float | None:

@@ -101,7 +101,7 @@ class Out:
 class Cost:
     """What a call must do. `moved` counts the bytes that it reads and writes, where they are not those of its arguments and
     results; `flops` the multiplications and additions of a matrix product, forward, and `backward` how many times as many its
-    backward has. Lengths that stand on a device they do not read: who may wait for them gives copies on the host."""
+    backward has. They may read lengths that stand on a device: only measuring asks for them there."""
 
     moved: Callable[..., tuple[int, int]] | None = None
     flops: Callable[..., int] | None = None
