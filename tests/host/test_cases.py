@@ -365,10 +365,10 @@ def test_parts_of_attention_over_caches_are_pieces_of_the_whole(family):
     work = Work.build(small(family), device="cpu")
     op = work.op
     whole = check.exact(op, work.values, None)[0]
-    first, last = check.parts_of(op, work.values, False)
+    first, *_, last = parts = check.parts_of(op, work.values, False)
     assert first.at["o"][2].start == 0 and last.at["o"][2].stop == work.values["q"].shape[2]
     assert last.at["o"][0].stop == work.values["q"].shape[0]
-    for part in (first, last):
+    for part in parts:
         assert part.arguments["k_cache"].numel() < work.values["k_cache"].numel()
         for name, wanted, piece in zip(op.results, whole, check.exact(op, part.arguments, None)[0]):
             torch.testing.assert_close(piece, wanted[part.at[name]])
@@ -422,9 +422,9 @@ def test_a_floor_may_be_the_matrix_rate(pretended, monkeypatch):
     row = run.measure(replace(small("attention_extend_paged"), floor="bf16"), [])
     flops = 4 * 4 * 8 * sum(range(25, 41)) * 32
     assert row["floor_us"] == pytest.approx(flops / 1e6) and row["fraction"] == row["measured"]
-    assert {c.family for c in OPS if c.floor == "bf16"} == {
-        "attention_decode_mla", "attention_decode_mla_flashmla", "attention_extend_paged"
-    }  # fmt: skip
+    by_rate = {"attention_decode_mla", "attention_decode_mla_flashmla", "attention_extend_paged"}
+    assert {c.family for c in OPS if c.floor == "bf16"} - set(ATTENTION) == by_rate
+    assert all(c.floor == "bf16" for c in OPS if c.family in ATTENTION)
 
 
 def test_the_matrix_rate_is_that_of_torchs_best_product(monkeypatch):

@@ -392,12 +392,13 @@ def moved(
 
 
 def parts(a: SimpleNamespace, gradients: bool) -> Iterator[Part]:
-    """Of the first sequence the queries of its first key head, of the last those of its last. None where sequences are packed."""
+    """Of a few sequences, from the first to the last, the queries of one key head each. None where sequences are packed."""
     if a.cu_seqlens_q is not None:
         return
     batch, heads, (count, _, kv_heads, _) = a.q.shape[0], a.q.shape[2], a.k_cache.shape
     group = heads // kv_heads
-    for b, head in ((0, 0), (batch - 1, kv_heads - 1)):
+    for i in range(4):  # decoding has few rows: those of one sequence would scatter
+        b, head = i * (batch - 1) // 3, i * (kv_heads - 1) // 3
         one, own = slice(b, b + 1), slice(head * group, (head + 1) * group)
         pages, table = torch.tensor([b], device=a.q.device), None
         if a.block_table is not None:
