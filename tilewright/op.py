@@ -13,13 +13,27 @@ from typing import Any
 
 import torch
 
-from .core.declaration import Bars, Cost, Gradient, Out, Sharding, Triton, single, upcast
+from .core.declaration import Bars, Cost, Gradient, Out, Part, Sharding, Triton, single, upcast
 from .runtime import call, register
 from .runtime.choose import force
 from .runtime.results import flatten, saved_results
 from .runtime.run import Runner, compiling_only
 
-__all__ = ["OPS", "Bars", "Cost", "Gradient", "Op", "Out", "Sharding", "Triton", "force", "single", "upcast", "warmup"]
+__all__ = [
+    "OPS",
+    "Bars",
+    "Cost",
+    "Gradient",
+    "Op",
+    "Out",
+    "Part",
+    "Sharding",
+    "Triton",
+    "force",
+    "single",
+    "upcast",
+    "warmup",
+]
 OPS: dict[str, Op] = {}
 
 

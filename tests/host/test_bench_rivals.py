@@ -7,6 +7,7 @@ import importlib.util
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -14,7 +15,7 @@ import torch
 
 import tilewright as tw
 from tilewright.bench import packaged, rivals
-from tilewright.bench.cases import CASES, Case
+from tilewright.bench.cases import CASES, Case, rival_of
 from tilewright.bench.directed import Absent
 from tilewright.bench.work import Work
 
@@ -395,6 +396,175 @@ def test_packed_sequences_go_to_varlen_attn(monkeypatch):
     assert seen[-1] == (torch.int32, 15, 15, (9, -1), False)
 
 
+@pytest.fixture
+def flash_3(monkeypatch):
+    """FlashAttention 3 with the arguments of sglang-kernel 0.4.2, on a CPU; gives what it was told."""
+    told = []
+
+    def attend(q, k, v, scale, causal, sides):
+        one = attending(batch=1)
+        left, right = (None if side < 0 else side for side in sides)
+        one.values |= {"q": q, "k": k, "v": v, "scale": scale, "causal": causal, "left": left, "right": right}
+        return truth(one)[0]
+
+    def flash_attn_with_kvcache(
+        q, k_cache, v_cache, k=None, v=None, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, num_splits=0,
+    ):  # fmt: skip
+        told.append(("whole", causal, window_size, num_splits))
+        return attend(q, k_cache, v_cache, softmax_scale, causal, window_size)
+
+    def flash_attn_varlen_func(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q=None, max_seqlen_k=None, softmax_scale=None, causal=False,
+        window_size=(-1, -1), softcap=0.0, num_splits=1,
+    ):  # fmt: skip
+        told.append(("packed", causal, window_size, max_seqlen_q, max_seqlen_k))
+        assert q.dim() == 3 and cu_seqlens_q.dtype == cu_seqlens_k.dtype == torch.int32
+        marks = zip(cu_seqlens_q, cu_seqlens_q[1:], cu_seqlens_k, cu_seqlens_k[1:])
+        cut = [(q[None, a:b], k[None, c:d], v[None, c:d]) for a, b, c, d in marks]
+        return torch.cat([attend(*one, softmax_scale, causal, window_size)[0] for one in cut])
+
+    module(monkeypatch, "sgl_kernel")
+    module(
+        monkeypatch, "sgl_kernel.flash_attn",
+        flash_attn_with_kvcache=flash_attn_with_kvcache, flash_attn_varlen_func=flash_attn_varlen_func,
+    )  # fmt: skip
+    return told
+
+
+def test_flash_attention_3_is_called_as_it_wants_to_be(flash_3):
+    for given, words in (
+        ({"causal": True}, (True, (-1, -1))),
+        ({}, (False, (-1, -1))),
+        ({"causal": True, "left": 5, "scale": 0.3}, (False, (5, 0))),
+        ({"left": 5, "lengths": (16, 32)}, (False, (5, -1))),
+    ):
+        work = attending(**given)
+        assert rivals.agrees(truth(work), rivals.call_of("fa3", work)(), 1e-5)
+        assert flash_3[-1] == ("whole", *words, 1)
+    ends = torch.tensor([0, 5, 20, 32])
+    work = attending(causal=True, batch=1, cu_seqlens_q=ends, cu_seqlens_k=ends)
+    o = rivals.call_of("fa3", work)()
+    one = attending(causal=True, batch=1)
+    one.values |= {n: work.values[n][:, 5:20] for n in "qkv"}
+    assert rivals.agrees(truth(one), o[:, 5:20], 1e-6) and flash_3[-1] == ("packed", True, (-1, -1), 15, 15)
+    for work, words in (
+        (attending("backward"), "no backward"),
+        (attending(sink=torch.zeros(4)), "no sink"),
+        (attending(mask=torch.ones(32, 32, dtype=torch.bool)), "no mask"),
+    ):
+        with pytest.raises(Absent, match=words):
+            rivals.call_of("fa3", work)
+
+
+ATTENTION = [case for case in CASES.values() if case.op == "attention"]
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # that flex_attention is not compiled
+@pytest.mark.parametrize("case", ATTENTION, ids=lambda case: case.name)
+def test_every_case_of_attention_has_its_rivals(case, flash_3, monkeypatch):
+    """Each of those that are timed beside it agrees with it, at small sizes and by what a CPU has in the place of kernels."""
+    from torch.nn import attention
+    from torch.nn.attention import varlen
+
+    kernel = attention.sdpa_kernel
+    monkeypatch.setattr(attention, "sdpa_kernel", lambda one: kernel(attention.SDPBackend.MATH))
+    plain = partial(packaged.flex_attention, compile=lambda function, dynamic: function)
+    monkeypatch.setitem(packaged.RIVALS["flex"].calls, "attention", plain)
+
+    def varlen_attn(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1)):
+        cut = zip(cu_seq_q, cu_seq_q[1:], cu_seq_k, cu_seq_k[1:])
+        parts = [(query[None, a:b], key[None, c:d], value[None, c:d]) for a, b, c, d in cut]
+        given = {"causal": window_size[1] == 0}
+        return torch.cat([tw.attention(*part, scale=scale, **given)[0] for part in parts])
+
+    monkeypatch.setattr(varlen, "varlen_attn", varlen_attn)
+    few = {"batch": 2, "length": 48, "head_dim": 16, "value_dim": 8, "sequences": 3, "shortest": 6, "longest": 30}
+    heads = {"heads": 4, "kv_heads": 2} if "kv_heads" in case.dims else {"heads": 2}
+    given = {**case.arguments, "backend": "auto", **({"left": 9} if "left" in case.arguments else {})}
+    dims = {name: {**few, **heads}[name] for name in case.dims}
+    work = Work.build(replace(case, dims=dims, arguments=given, dtype="float32"), device="cpu")
+    named = [*case.beside, *filter(None, [rival_of(case.metric)])]
+    for name in {*named} - {"portable"}:
+        assert rivals.agrees(work.call(), rivals.call_of(name, work)(), 1e-4), name
+    assert {*named} - {"portable"} or case.family == "attention_bwd_window"
+
+
+@pytest.fixture
+def over_caches(monkeypatch):
+    """What sglang-kernel 0.4.2 has for caches, on a CPU; gives what it was told."""
+    told = []
+
+    def flash_attn_with_kvcache(
+        q, k_cache, v_cache, k=None, v=None, qv=None, cache_seqlens=None, page_table=None, softmax_scale=None, causal=False,
+        window_size=(-1, -1), softcap=0.0, num_splits=0,
+    ):  # fmt: skip
+        assert cache_seqlens.dtype == torch.int32 and (page_table is None or page_table.dtype == torch.int32)
+        told.append((causal, window_size))
+        if qv is not None:  # scores of both parts are added
+            q, k_cache = torch.cat([qv, q], -1), torch.cat([v_cache, k_cache], -1)
+        left = None if window_size[0] < 0 else window_size[0]
+        return tw.cached_attention(
+            q, k_cache, v_cache, page_table, cache_seqlens, scale=softmax_scale, causal=causal or window_size[1] == 0, left=left
+        )[0]  # fmt: skip
+
+    def get_mla_metadata(cache_seqlens, num_q_tokens_per_head_k, num_heads_k, num_heads_q=None):
+        return "planned", (cache_seqlens.dtype, num_q_tokens_per_head_k, num_heads_k)
+
+    def flash_mla_with_kvcache(
+        q, k_cache, block_table, cache_seqlens, head_dim_v, tile_scheduler_metadata, num_splits, softmax_scale=None, causal=False
+    ):  # fmt: skip
+        told.append((tile_scheduler_metadata, *num_splits))
+        o, lse = tw.cached_attention(
+            q, k_cache, None, block_table, cache_seqlens, value_dim=head_dim_v, scale=softmax_scale, causal=causal
+        )
+        return o, lse * 1.5  # in another base
+
+    module(monkeypatch, "sgl_kernel")
+    module(monkeypatch, "sgl_kernel.flash_attn", flash_attn_with_kvcache=flash_attn_with_kvcache)
+    module(
+        monkeypatch, "sgl_kernel.flash_mla",
+        get_mla_metadata=get_mla_metadata, flash_mla_with_kvcache=flash_mla_with_kvcache,
+    )  # fmt: skip
+    return told
+
+
+CACHED = [case for case in CASES.values() if case.op == "cached_attention"]
+
+
+@pytest.mark.parametrize("case", CACHED, ids=lambda case: case.name)
+def test_every_case_over_caches_has_its_rivals(case, over_caches):
+    few = {"batch": 3, "length": min(case.dims["length"], 5), "context": 70, "shortest": 20, "longest": 150}
+    heads = {"heads": 4, "kv_heads": min(case.dims["kv_heads"], 2)}
+    dims = {n: {**few, **heads}.get(n, size) for n, size in case.dims.items()}
+    work = Work.build(replace(case, dims=dims), device="cpu")
+    for name in {*case.beside, *filter(None, [rival_of(case.metric)])}:
+        agreed(work, name)
+    assert over_caches or not case.beside
+
+
+def test_rivals_over_caches_are_called_as_they_want_to_be(over_caches):
+    def made(options=None, arguments=None, **dims):
+        dims = {"batch": 3, "length": 4, "heads": 4, "kv_heads": 2, "head_dim": 32, "context": 70, **dims}
+        return built("cached_attention", dims=dims, options=options or {}, arguments=arguments or {})
+
+    latent = {"heads": 4, "kv_heads": 1, "head_dim": 576, "value_dim": 512}
+    agreed(made({"latent": True}, page=64, **latent), "flashmla")
+    assert over_caches[-1] == ("planned", torch.int32, 16, 1)
+    agreed(made(page=16, arguments={"left": 20}), "fa3")
+    assert over_caches[-1] == (False, (20, 0))
+    agreed(made(arguments={"causal": False, "scale": 0.2}), "fa3")
+    assert over_caches[-1] == (False, (-1, -1))
+    for name, work, words in (
+        ("fa3", made({"fp8": True}), "it has no k_scale"),
+        ("fa3", made({"tree": True}), "it has no tree"),
+        ("flashmla", made({"latent": True}, page=16, **latent), "in pages of 64"),
+        ("flashmla", made({"latent": True}, **latent), "without block_table"),
+        ("flashmla", made(page=64), "without value_dim"),
+    ):
+        with pytest.raises(Absent, match=words):
+            rivals.call_of(name, work)
+
+
 # ----------------------------------------------------------------------------------------------------------- all of them
 
 
@@ -421,4 +591,14 @@ def test_every_row_is_for_an_op_or_for_attention():
     """A name that no op has would never be called."""
     named = {op for rival in packaged.RIVALS.values() for op in rival.calls}
     assert named - set(tw.catalogue()) <= {"attention"}
-    assert {*packaged.RIVALS} == {"liger", "liger_cutedsl", "quack", "sgl_kernel", "cudnn", "fa2", "flex"}
+    assert {*packaged.RIVALS} == {
+        "liger",
+        "liger_cutedsl",
+        "quack",
+        "sgl_kernel",
+        "cudnn",
+        "fa2",
+        "fa3",
+        "flashmla",
+        "flex",
+    }

@@ -32,14 +32,25 @@ SMALL = {
     "head_dim": 32,
     "columns": 128,
     "rows": 16,
+    "kv_heads": 2,
+    "value_dim": 24,
+    "sequences": 3,
+    "shortest": 10,
+    "longest": 60,
 }
+CACHED = {"batch": 4, "length": 16, "context": 40, "longest": 100}
 FEW = {"count": 5, "slots": 2, "experts": 4, "ffn": 128}
 
 
 def small(family: str, **dims: int) -> cases.Case:
     case = OWN[family]
     options = {n: min(v, FEW.get(n, v)) if type(v) is int else v for n, v in case.options.items()}
-    return replace(case, dims={n: {**SMALL, **dims}.get(n, size) for n, size in case.dims.items()}, options=options)
+    given = {n: v for n, v in case.arguments.items() if n != "backend"}  # a CPU has the reference alone
+    sizes = {**SMALL, **dims}
+    if case.op == "cached_attention":
+        sizes |= {n: min(case.dims[n], size) for n, size in CACHED.items() if n in case.dims} | dims
+    case = replace(case, arguments=given, beside=[], floor="bytes")
+    return replace(case, dims={n: sizes.get(n, size) for n, size in case.dims.items()}, options=options)
 
 
 def tensors(result) -> list[torch.Tensor]:
@@ -303,6 +314,190 @@ def test_checks_accept_an_honest_result_and_refuse_damaged_ones(family):
                 work.verify(result)
             damaged.copy_(before)
     work.verify(result)
+
+
+ATTENTION = [family for family in ON_CPU if OWN[family].op in ("attention", "attention_lse")]
+
+
+@pytest.mark.parametrize("family", ATTENTION)
+@pytest.mark.parametrize("dims", [{"length": 300, "longest": 200}, {"length": 259, "heads": 7, "kv_heads": 1}], ids=str)
+def test_parts_of_attention_are_pieces_of_the_whole(family, dims):
+    """Also where bands are cut from the middle, sequences are packed and seven queries share a key."""
+    work = Work.build(small(family, **{"longest": 180, **dims}), device="cpu")
+    op, grads = work.op, (torch.randn(work.values["q"].shape[:3] + work.values["v"].shape[3:]),)
+    whole, gradients = check.exact(op, work.values, None, grads)
+    for with_gradients in (False, True):
+        parts = check.parts_of(op, work.values, with_gradients)
+        assert 2 <= len(parts) <= 6
+        for part in parts:
+            of = [g[part.at["o"]] for g in grads]
+            results, found = check.exact(op, part.arguments, None, of)
+            for name, wanted, piece in zip(op.results, whole, results):
+                torch.testing.assert_close(piece, wanted[part.at[name]])
+            for name, piece in found.items() if with_gradients else ():
+                torch.testing.assert_close(piece, gradients[name][part.at[name]])
+        for name in ("q", "k", "v", "o"):  # the first and the last element are in one
+            at = [part.at[name] for part in parts]
+            assert at[0][1].start == 0 and at[0][2].start == 0
+            last = (work.values if name != "o" else {"o": grads[0]})[name]
+            assert (at[-1][1].stop, at[-1][2].stop) == tuple(last.shape[1:3])
+
+
+def test_attention_that_cannot_be_cut_is_compared_whole():
+    work = Work.build(small("attention_prefill_full"), device="cpu")
+    assert check.parts_of(work.op, work.values, True)
+    for given in (
+        {"sink": torch.zeros(8)}, {"kv_len": torch.tensor([3, 4])}, {"mask": torch.zeros(1, 1, 100, 100)}, {"left": 3}
+    ):  # fmt: skip
+        values = {**work.values, **given}
+        assert not check.parts_of(work.op, values, False) and not check.parts_of(work.op, values, True)
+        result = work.op.function(**values)
+        assert check.forward(work.op, values, (result,)) < 2.5e-3
+        with pytest.raises(check.Wrong):
+            check.forward(work.op, values, (result * 1.02,))
+
+
+OVER_CACHES = [family for family in ON_CPU if OWN[family].op == "cached_attention"]
+
+
+@pytest.mark.parametrize("family", OVER_CACHES)
+def test_parts_of_attention_over_caches_are_pieces_of_the_whole(family):
+    work = Work.build(small(family), device="cpu")
+    op = work.op
+    whole = check.exact(op, work.values, None)[0]
+    first, *_, last = parts = check.parts_of(op, work.values, False)
+    assert first.at["o"][2].start == 0 and last.at["o"][2].stop == work.values["q"].shape[2]
+    assert last.at["o"][0].stop == work.values["q"].shape[0]
+    for part in parts:
+        assert part.arguments["k_cache"].numel() < work.values["k_cache"].numel()
+        for name, wanted, piece in zip(op.results, whole, check.exact(op, part.arguments, None)[0]):
+            torch.testing.assert_close(piece, wanted[part.at[name]])
+
+
+def test_caches_are_drawn_as_the_goals_say():
+    for family in OVER_CACHES:
+        case = small(family)
+        values, dims = Work.build(case, device="cpu").values, case.dims
+        lengths, table = values["kv_len"].tolist(), values["block_table"]
+        assert sum(lengths) == dims["batch"] * dims["context"] and len(lengths) == dims["batch"]
+        if "page" in dims:
+            assert table.flatten().sort().values.tolist() == list(range(values["k_cache"].shape[0]))
+            assert dims["page"] > 16 or table.flatten().tolist() != sorted(table.flatten().tolist())
+        else:
+            assert table is None
+        assert ("longest" in dims) == (len(set(lengths)) > 1) and max(lengths) == dims.get("longest", dims["context"])
+        assert (values["v_cache"] is None) == ("mla" in family)
+        if "fp8" in family:
+            assert values["k_cache"].dtype == torch.float8_e4m3fn and values["k_scale"].shape == (1, 1, 2, 1)
+        if "tree" in family:
+            drafts = torch.arange(dims["length"])
+            assert ((values["tree"] >> drafts) & 1).all() and (values["tree"] < 2 << drafts).all()
+
+
+def test_what_attention_over_caches_moves_and_multiplies():
+    """The keys that there are, and not the room for them; a query of several sees those before it."""
+
+    def cost(family: str, **dims: int) -> tuple[int, int, float]:
+        work = Work.build(small(family, **dims), device="cpu")
+        return *work.traffic(work.call()), run.flops_of(work)
+
+    heads, rows = 2 * 2 * 32 * 2, 4 * 8  # bytes of a key and its value; batch times heads
+    read, written, flops = cost("attention_decode_gqa")
+    assert read == 4 * 40 * heads + rows * 32 * 2 + 4 * 4 and written == rows * (32 * 2 + 4)
+    assert flops == 4 * rows * 40 * 32
+    uneven = cost("attention_decode_uneven")
+    assert uneven == (read, written, flops)
+    paged = cost("attention_decode_paged16")
+    assert paged == (read + 4 * 3 * 4, written, flops)
+    codes = cost("attention_decode_fp8")
+    assert codes[0] == paged[0] - 4 * 40 * heads // 2 + 2 * 2 * 4
+    latent = cost("attention_decode_mla")
+    assert latent[0] == 4 * 40 * 2 * 32 * 2 + rows * 32 * 2 + 4 * 4 and latent[2] == 2 * rows * 40 * (32 + 24)
+    extended = cost("attention_extend_paged")
+    assert extended[2] == 4 * rows * sum(range(25, 41)) * 32
+
+
+def test_a_floor_may_be_the_matrix_rate(pretended, monkeypatch):
+    monkeypatch.setattr(run, "matrix_rate", lambda name: {"bf16": 1e6}[name])
+    row = run.measure(replace(small("attention_extend_paged"), floor="bf16"), [])
+    flops = 4 * 4 * 8 * sum(range(25, 41)) * 32
+    assert row["floor_us"] == pytest.approx(flops / 1e6) and row["fraction"] == row["measured"]
+    by_rate = {"attention_decode_mla", "attention_decode_mla_flashmla", "attention_extend_paged"}
+    assert {c.family for c in OPS if c.floor == "bf16"} - set(ATTENTION) == by_rate
+    assert all(c.floor == "bf16" for c in OPS if c.family in ATTENTION)
+
+
+def test_the_matrix_rate_is_that_of_torchs_best_product(monkeypatch):
+    asked = []
+
+    def matrix(name, product, device, clock):
+        asked.append((name, product))
+        return sol.Light(name, "TFLOP/s", 800.0)
+
+    monkeypatch.setattr(sol, "matrix", matrix)
+    monkeypatch.setattr(timing, "Cuda", lambda: None)
+    run.matrix_rate.cache_clear()
+    assert run.matrix_rate("bf16") == run.matrix_rate("bf16") == 8e8
+    assert asked == [("bf16", sol.PRODUCTS["bf16"]["torch"])]
+    run.matrix_rate.cache_clear()
+
+
+def test_a_graph_of_long_products_is_short(pretended, monkeypatch):
+    monkeypatch.setattr(timing, "plan", lambda nbytes, l2, once=False: (2, 16))
+    counted = []
+    for us in (10.0, 4000.0, 1e6):
+        monkeypatch.setattr(run, "flops_of", lambda work, us=us: us * sol.FLOPS_PER_US)
+        counted.append(run.Sets.build(small("attention_prefill_bf16")).calls)
+    assert counted == [16, 6, 2]
+
+
+def test_what_attention_multiplies_is_what_its_sequences_see():
+    full, causal, packed, window = (
+        Work.build(small(f"attention_prefill_{kind}"), device="cpu") for kind in ("full", "bf16", "packed", "window")
+    )
+    window.values["left"] = 9
+    full, causal, packed, window = map(run.flops_of, (full, causal, packed, window))
+    assert full == 4 * 2 * 8 * 100 * 100 * 32 and causal == 4 * 2 * 8 * (100 * 101 // 2) * 32
+    assert window == 4 * 2 * 8 * sum(min(i + 1, 10) for i in range(100)) * 32
+    assert packed == sum(4 * 8 * (n * (n + 1) // 2) * 32 for n in (30, 60, 10))
+    backward, step = (
+        run.flops_of(Work.build(small(f"attention_bwd_{kind}"), device="cpu")) for kind in ("bf16", "memory")
+    )
+    assert (backward, step) == (2.5 * causal, 3.5 * causal)
+
+
+@pytest.mark.parametrize("family", ["attention_prefill_bf16", "attention_bwd_bf16", "attention_bwd_memory"])
+def test_another_implementation_is_called_over_the_same_arguments(family):
+    work = Work.build(small(family), device="cpu")
+    other = work.by(scale=0.5)
+    assert all(other.values[n] is work.values[n] for n in "qkv") and other.grads is work.grads
+    assert rivals.agrees(work.call(), work.by(scale=None).call(), 0.0)
+    assert not rivals.agrees(work.call(), other.call(), 1e-2)
+    with pytest.raises(Absent, match="what the case itself measures"):
+        rivals.call_of("portable", work.by(backend="portable") if family == "attention_prefill_bf16" else fixed(work))
+    with pytest.raises(Absent, match="rms_norm has no backend of that name"):
+        rivals.call_of("portable", Work.build(small("rms_norm_fwd"), device="cpu"))
+
+
+def fixed(work: Work) -> Work:
+    """A work that names the portable kernels, which a CPU does not run."""
+    work.values["backend"] = "portable"
+    return work
+
+
+def test_goals_of_attention_are_measured_by_the_chips_own_kernels():
+    """Beside the portable ones, so that a row tells which is the faster; each at one larger and one odd shape."""
+    for family in ATTENTION:
+        found = [case for case in OPS if case.family == family]
+        assert all(c.arguments["backend"] == "hopper" and "portable" in c.beside for c in found), family
+        if family in cases.GOALS:
+            own, larger, odd = found
+            assert own.own and larger.goal == odd.goal == pytest.approx(own.goal - 0.07)
+            assert odd.dims["heads"] == 7 * odd.dims["kv_heads"] and 4099 in odd.dims.values()
+            more = [c.dims["length"] * c.dims.get("batch", 1) for c in (own, larger)]
+            assert more[1] > more[0]
+    stated = {name for name, goal in cases.GOALS.items() if goal.op == "attention"}
+    assert stated - set(ATTENTION) == {"attention_prefill_int8", "attention_prefill_fp8"}
 
 
 def test_an_unwritten_row_between_the_bands_is_seen():

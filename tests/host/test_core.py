@@ -17,6 +17,7 @@ from tilewright.check.cases import Net
 from tilewright.check.oracle import same_bits
 from tilewright.check.registration import FACES
 from tilewright.core.cost import traffic
+from tilewright.core.draw import Draw
 from tilewright.core.memory import interleaved
 from tilewright.core.private import guard
 from tilewright.core.signature import at_least
@@ -275,6 +276,24 @@ def test_guard_tells_kinds_of_call_apart():
     torch.vmap(lambda row: seen.append(check(x, weight)) or row)(x)
     assert seen == [False]
     assert check(x, weight)
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [(16, 32768, 256, 8192), (32, 262144, 128, 32768), (7, 12301, 131, 4099), (3, 100, 10, 60), (5, 50, 10, 10)],
+)
+def test_sizes_spread_over_a_range_add_up(asked):
+    count, total, least, most = asked
+    sizes = Draw().spread(*asked)
+    assert len(sizes) == count and sum(sizes) == total and min(sizes) == least and max(sizes) == most
+    assert sizes == Draw(seed=1).spread(*asked) and (least == most or sizes not in (sorted(sizes), sorted(sizes)[::-1]))
+    for wrong in (
+        (count, count * least - 1, least, most),
+        (count, count * most + 1, least, most),
+        (2, total, least, most),
+    ):
+        with pytest.raises(ValueError, match="add up to"):
+            Draw().spread(*wrong)
 
 
 def test_draws_are_repeatable_and_obey():

@@ -13,9 +13,12 @@ from typer.testing import CliRunner
 
 import tilewright as tw
 from tilewright.__main__ import app
+from tilewright.attention import preference as attended
 from tilewright.bench import evidence
 from tilewright.bench import preference as derived
-from tilewright.bench.cases import Case
+from tilewright.bench.cases import CASES, Case
+from tilewright.bench.work import arguments
+from tilewright.check.variants import Blank
 from tilewright.core.target import TARGETS
 from tilewright.gemm import library, preference
 from tilewright.runtime.choose import forced
@@ -439,3 +442,60 @@ def test_doctor_says_what_this_triton_gets(monkeypatch, lacks, known, guarded, w
         assert "launcher is not a known one" in found["launch"]["found"]
     elif not guarded:
         assert "torch has no guard" in found["launch"]["found"]
+
+
+def attention_row(case: str, own: float, portable: float | None, **about) -> dict:
+    """A row of evidence of attention by Hopper's kernels, beside the portable ones."""
+    beside = {} if portable is None else {"portable": portable}
+    return {
+        "op": "attention", "case": case, "dims": CASES[case].dims, "arch": "sm_90", "sms": 132, "us": own, "rivals": beside,
+        "triton": "3.6.0", "date": "2026-11-17T10:00:00+00:00", **about,
+    }  # fmt: skip
+
+
+def test_attentions_table_comes_from_evidence(tmp_path, monkeypatch):
+    """Forward and backward apart, the faster of two that one run measured; what `auto` then takes is what the table says."""
+    own, larger, odd = (c.name for c in CASES.values() if c.family == "attention_prefill_bf16")
+    backward = next(c.name for c in CASES.values() if c.family == "attention_bwd_bf16" and c.own)
+    step = next(c.name for c in CASES.values() if c.family == "attention_bwd_memory" and c.own)
+    wide = next(c.name for c in CASES.values() if c.family == "attention_prefill_d256" and c.own)
+    recorded = [
+        attention_row(own, 90.0, 130.0),
+        attention_row(odd, 90.0, None),  # beside nothing of ours
+        attention_row(larger, 130.0, 130.0),
+        attention_row(backward, 300.0, 250.0),
+        attention_row(step, 300.0, 350.0),  # of both directions at once
+        attention_row(wide, 80.0, 120.0, triton="3.5.0"),  # which has no such kernels
+        attention_row(wide, 80.0, 120.0, arch="sm_77"),  # a chip that is not known
+        attention_row(own, 95.0, 130.0),
+    ]
+    ((name, text),) = derived.tables(recorded).items()
+    found = [json.loads(line) for line in text.splitlines()]
+    assert name == "attention_sm_90.jsonl" and [attended.row_of(line) for line in text.splitlines()] == found
+    kind = "bf16_128_128_causal"
+    assert [(r["direction"], r["kind"], r["bucket"], r["best"]) for r in found] == [
+        ("backward", kind, [128, 4096, 4096], "portable"),
+        ("forward", kind, [128, 4096, 4096], "hopper"),
+        ("forward", kind, [128, 8192, 8192], "portable"),
+    ]
+    assert found[1]["times"] == {"hopper": 95.0, "portable": 130.0} and found[1]["date"] == "2026-11-17"
+    monkeypatch.setattr(attended, "SHIPPED", tmp_path)
+    (tmp_path / name).write_text(text)
+    derived.forget()
+    given = SimpleNamespace(
+        **arguments(CASES[own], Blank(tw.catalogue()["attention"], CASES[own].dims, CASES[own].options))
+    )
+    given.backend = "auto"
+    assert attended.wanted("hopper", "forward", HOPPER, given)
+    assert not attended.wanted("hopper", "backward", HOPPER, given)
+    monkeypatch.undo()
+    derived.forget()
+    with pytest.raises(ValueError, match="not a row"):
+        attended.text_of([{**found[1], "best": "portable"}])
+
+
+def test_a_backward_that_is_left_to_the_portable_kernels_tells_nothing():
+    (case,) = (c for c in CASES.values() if c.family == "attention_bwd_d64")
+    wide = {case.name: replace(case, dims={**case.dims, "head_dim": 256})}  # whose dk and dv no registers hold
+    row = attention_row(case.name, 90.0, 130.0)
+    assert derived.attention_rows([row], "sm_90") and not derived.attention_rows([row], "sm_90", wide)

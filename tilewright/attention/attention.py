@@ -13,8 +13,9 @@ and dsink = - the sum of exp(sink - lse) * delta. Kernels stand in `portable.py`
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any, Literal
 
@@ -23,7 +24,7 @@ from torch import Tensor
 
 from ..core.draw import Draw
 from ..core.signature import at_least
-from ..op import Bars, Cost, Gradient, Op, Out, Sharding, Triton, upcast
+from ..op import Bars, Cost, Gradient, Op, Out, Part, Sharding, Triton, upcast
 from . import portable
 from .hopper import backward as hopper_backward
 from .hopper import forward as hopper_forward
@@ -151,14 +152,15 @@ def inputs(draw: Draw) -> dict[str, Any]:
     more = more if length > 4 else min(more, 2)  # where others are few, properties of the machinery are tried
     keys, heads = max(0, length + more), draw.dim("heads", (1, 2, 4, 3))
     queries = math.gcd(heads, draw.option("queries_per_key", 2, 1, 3))
+    kv_heads = draw.dims.get("kv_heads", heads // queries)
     width = draw.dim("head_dim", WIDTHS)
-    values = max(1, width // draw.option("narrower", 1, 1, 2))
+    values = draw.dims.get("value_dim", max(1, width // draw.option("narrower", 1, 1, 2)))
     causal = draw.option("causal", True, False)
     windowed = draw.option("windowed", False, True)
     made = {
         "q": draw.tensor(batch, length, heads, width),
-        "k": draw.tensor(batch, keys, heads // queries, width),
-        "v": draw.tensor(batch, keys, heads // queries, values),
+        "k": draw.tensor(batch, keys, kv_heads, width),
+        "v": draw.tensor(batch, keys, kv_heads, values),
         "scale": draw.option("scale", None, None, 0.3),
         "causal": causal,
         "left": draw.option("left", 2, 40) if windowed else None,
@@ -185,7 +187,10 @@ def inputs(draw: Draw) -> dict[str, Any]:
 
 
 def draw_marks(draw: Draw, count: int) -> Tensor:
-    """Where a few sequences begin and end, which need not reach the first and the last token."""
+    """Where a few sequences begin and end, which need not reach the first and the last token; or those of sizes that are named."""
+    if "sequences" in draw.dims:
+        sizes = draw.spread(draw.dims["sequences"], count, draw.dims["shortest"], draw.dims["longest"])
+        return torch.tensor([0, *accumulate(sizes)], dtype=torch.int32, device=draw.device)
     return draw.integers(draw.dim("marks", (3, 2, 4)), high=count + 1, dtype=torch.int32).sort().values
 
 
@@ -217,15 +222,61 @@ def check(
         raise ValueError(f"{op}: q and k must be shorter than 2**31 - 1024, got {length} and {k.shape[1]}")
 
 
-def flops(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, left: int | None, right: int | None, **_: Any) -> int:
-    """Multiplications and additions of both products, of the part that windows leave; lengths on the device are not known."""
-    n, m = q.shape[1], k.shape[1]
-    right = 0 if causal else right
+def flops(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, left: int | None, right: int | None, cu_seqlens_q=None, cu_seqlens_k=None, **_
+) -> int:  # fmt: skip
+    """Multiplications and additions of both products, of the part that windows leave. Packed sequences whose marks have no memory
+    count as one."""
+    sizes = [(q.shape[1], k.shape[1])]
+    if cu_seqlens_q is not None and not cu_seqlens_q.is_meta:
+        sizes = list(zip(*(marks.diff().clamp(min=0).tolist() for marks in (cu_seqlens_q, cu_seqlens_k))))
+    pairs = sum(pairs_of(n, m, left, 0 if causal else right) for n, m in sizes)
+    return 2 * q.shape[0] * q.shape[2] * pairs * (q.shape[3] + v.shape[3])
+
+
+def pairs_of(n: int, m: int, left: int | None, right: int | None) -> int:
+    """How many pairs of n queries and m keys see one another."""
     position = torch.arange(n, dtype=torch.int64) + (m - n)
     last = torch.full_like(position, m - 1) if right is None else (position + right).clamp(max=m - 1)
     first = torch.zeros_like(position) if left is None else (position - left).clamp(min=0)
-    pairs = int((last - first + 1).clamp(min=0).sum())
-    return 2 * q.shape[0] * q.shape[2] * pairs * (q.shape[3] + v.shape[3])
+    return int((last - first + 1).clamp(min=0).sum())
+
+
+BAND = 128  # queries of a part
+MOST_PAIRS = 1 << 28  # of a part with gradients: 2 GiB for each of about ten matrices in float64
+
+
+def parts(a: SimpleNamespace, gradients: bool) -> Iterator[Part]:
+    """Of the first sequence the queries of its first key head, of the last those of its last. Without gradients the first, a middle
+    and the last band of queries, with the keys that these may see; with gradients all queries, of sequences that are short enough,
+    since gradients of keys are sums over queries. None of calls with a mask, with lengths beside the marks, or with a sink, whose
+    gradient is a sum over sequences."""
+    by_position = a.left is not None or a.right is not None or a.slopes is not None
+    if a.mask is not None or a.kv_len is not None or a.sink is not None or (by_position and not a.causal):
+        return
+    (batch, length, heads, _), (_, keys, kv_heads, _) = a.q.shape, a.k.shape
+    group = heads // kv_heads
+    places = [(b, 0, length, 0, keys) for b in range(batch)]  # of sequences: batch, first query, end, first key, end
+    if a.cu_seqlens_q is not None:
+        begins = [marks.tolist() for marks in (a.cu_seqlens_q, a.cu_seqlens_k)]
+        places = [(0, *one) for one in zip(begins[0], begins[0][1:], begins[1], begins[1][1:])]
+        places = [one for one in places if one[2] > one[1]]
+    if gradients:
+        places = [one for one in places if group * (one[2] - one[1]) * (one[4] - one[3]) <= MOST_PAIRS]
+    for (b, begin, end, first, last), head in zip([*places[:1], *places[-1:]], (0, kv_heads - 1)):
+        bands = [(begin, end)]
+        if not gradients:
+            starts = sorted({begin, begin + (end - begin) // (2 * BAND) * BAND, max(begin, end - BAND)})
+            bands = [(start, min(end, start + BAND)) for start in starts]
+        for start, stop in bands:
+            seen = max(first, min(last, last - (end - stop))) if a.causal else last
+            one, own = slice(b, b + 1), slice(head * group, (head + 1) * group)
+            of_q, of_k = (one, slice(start, stop), own), (one, slice(first, seen), slice(head, head + 1))
+            at = {"q": of_q, "o": of_q, "lse": (one, own, slice(start, stop)), "k": of_k, "v": of_k}
+            cut = {name: getattr(a, name)[at[name]] for name in ("q", "k", "v")}
+            none = {"cu_seqlens_q": None, "cu_seqlens_k": None, "backend": "auto"}
+            slopes = None if a.slopes is None else a.slopes[own]
+            yield Part({**vars(a), **cut, **none, "slopes": slopes}, at)
 
 
 def drift(values: Mapping[str, Any], grads: list, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -250,7 +301,9 @@ WHERE = {
 }  # fmt: skip
 READ = ("q", "k", "v", "sink", "slopes", "mask", "kv_len", "cu_seqlens_q", "cu_seqlens_k", "o", "lse")
 ROWS = {"o": "q[batch length heads value_dim]", "lse": "wide(q)[batch heads length]"}
-BARS = Bars("I", gradient="J", rounds=True, felt=("length", "heads"), drift=drift)
+BARS = Bars("I", gradient="J", rounds=True, felt=("length", "heads"), drift=drift, parts=parts)
+# Backward, two products are made anew and three are the gradients'
+COST = Cost(flops=flops, backward=2.5)
 
 
 def implementations(on_hopper: Callable[..., tuple], elsewhere: Callable[..., tuple]) -> tuple[Triton, ...]:
@@ -272,11 +325,11 @@ attention_lse = Op(
     check=partial(check, op="attention_lse"),
     asks="backend", where=WHERE, results=ROWS, out=Out(contiguous=("lse",)),
     gradient=Gradient(of=GRADED, through=("o", "lse"), saves=READ),
-    cost=Cost(flops=flops), bars=BARS, sibling="attention", sharding=sharding,
+    cost=COST, bars=BARS, sibling="attention", sharding=sharding,
 )  # fmt: skip
 attention = Op(
     "attention", reference, inputs, *implementations(hopper_backward.backward_of_o, portable.backward_of_o),
     check=check, asks="backend", where=WHERE,
     results={"o": ROWS["o"]}, hidden=("lse",), gradient=Gradient(of=GRADED, saves=READ),
-    cost=Cost(flops=flops), bars=BARS, sharding=sharding,
+    cost=COST, bars=BARS, sharding=sharding,
 )  # fmt: skip

@@ -8,17 +8,21 @@ The kernels stand in `cached_parts.py`; what writes caches, in `cache_write.py`.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..core.cost import tensor_bytes
 from ..core.draw import Draw
 from ..core.signature import at_least
-from ..op import Bars, Cost, Op, Triton, single, upcast
+from ..core.tensor import cdiv
+from ..op import Bars, Cost, Op, Part, Triton, single, upcast
 from . import cached_parts
-from .attention import WIDEST, scale_of
+from .attention import WIDEST, pairs_of, scale_of
 from .cached_parts import SCALED, value_columns
 from .seen import sequences
 
@@ -176,6 +180,8 @@ WIDTHS = (64, 40, 72, 128, 192, 8, 17)
 
 
 def inputs(draw: Draw) -> dict[str, Any]:
+    if "context" in draw.dims:
+        return in_use(draw)
     packed = draw.option("cu_seqlens_q", False, True)
     batch, length = 1 if packed else draw.dim("batch"), draw.dim("length")
     heads, width = draw.dim("heads", (1, 2, 4, 3)), draw.dim("head_dim", WIDTHS)
@@ -220,6 +226,43 @@ def inputs(draw: Draw) -> dict[str, Any]:
         "slopes": None if tree else draw.maybe("slopes", lambda: draw.uniform(heads, low=0.01, high=0.1)),
         "tree": draw.integers(batch, length, low=-(2**62), high=2**62) if tree else None,
         "split": draw.option("split", None, 16, 50),
+    }
+
+
+def in_use(draw: Draw) -> dict[str, Any]:
+    """Caches as a server holds them: each sequence has `context` keys, or `shortest` to `longest` with that mean, in pages of
+    `page` that lie in any order, or in one page of its own. `latent`: values are columns of the keys. `fp8`: codes with a scale a
+    head. `tree`: a draft sees some of those before it."""
+    batch, length, heads, width, context = (draw.dims[n] for n in ("batch", "length", "heads", "head_dim", "context"))
+    columns, room = draw.dims.get("value_dim", width), draw.dims.get("longest", context)
+    sizes = [context] * batch
+    if "longest" in draw.dims:
+        sizes = draw.spread(batch, batch * context, draw.dims["shortest"], room)
+    page = draw.dims.get("page", room)
+    most = cdiv(room, page)
+    shape = (batch * most, page, draw.dims.get("kv_heads", heads))
+    fp8, latent, tree = (draw.options.get(n, False) for n in ("fp8", "latent", "tree"))
+
+    def cache(n: int) -> Tensor:
+        if not fp8:
+            return draw.tensor(*shape, n)
+        return draw.tensor(*shape, n, dtype=torch.float32, scale=50.0).clamp(-448.0, 448.0).to(torch.float8_e4m3fn)
+
+    def scale() -> Tensor | None:
+        return draw.uniform(1, 1, shape[2], 1, low=0.005, high=0.03, dtype=torch.float32) if fp8 else None
+
+    order = draw.uniform(batch * most, dtype=torch.float32).argsort() if "page" in draw.dims else None
+    own = 1 << torch.arange(length, device=draw.device)
+    return {
+        "q": draw.tensor(batch, length, heads, width),
+        "k_cache": cache(width),
+        "v_cache": None if latent else cache(columns),
+        "block_table": None if order is None else order.reshape(batch, most).to(torch.int32),
+        "kv_len": torch.tensor(sizes, dtype=torch.int32, device=draw.device),
+        "value_dim": columns if latent else None,
+        "k_scale": scale(),
+        "v_scale": None if latent else scale(),
+        "tree": draw.integers(batch, length, high=2**62) & (own - 1) | own if tree else None,
     }
 
 
@@ -311,10 +354,68 @@ def check_scale(op: str, name: str, scale: Tensor | None, whose: str, cache: Ten
         raise ValueError(f"{op}: {name} must have 1 or {blocks} for the columns of {whose}, got {list(scale.shape)}")
 
 
-def flops(q: Tensor, k_cache: Tensor, v_cache, block_table, kv_len, *, value_dim: int | None, **_: Any) -> int:
-    """Multiplications and additions of both products over all that there is room for; lengths on the device are not known."""
+def sizes_of(q: Tensor, k_cache: Tensor, block_table, kv_len, cu_seqlens_q) -> list[tuple[int, int]]:
+    """(queries, keys) of each sequence; where lengths have no memory, as many as there is room for."""
     room = k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
-    return 2 * q.shape[0] * q.shape[1] * q.shape[2] * room * (q.shape[3] + value_columns(v_cache, k_cache, value_dim))
+    queries = [q.shape[1]] * q.shape[0]
+    if cu_seqlens_q is not None:
+        unknown = [q.shape[1]] + [0] * (cu_seqlens_q.shape[0] - 2)
+        queries = unknown if cu_seqlens_q.is_meta else cu_seqlens_q.diff().clamp(min=0).tolist()
+    known = kv_len is not None and not kv_len.is_meta
+    return list(zip(queries, kv_len.clamp(0, room).tolist() if known else [room] * len(queries)))
+
+
+def flops(
+    q: Tensor, k_cache: Tensor, v_cache, block_table, kv_len, *, value_dim, cu_seqlens_q, causal: bool, left: int | None, tree, **_
+) -> int:  # fmt: skip
+    """Multiplications and additions of both products over what queries see; drafts count as if they saw all others."""
+    right = 0 if causal and tree is None else None
+    pairs = sum(pairs_of(n, m, left, right) for n, m in sizes_of(q, k_cache, block_table, kv_len, cu_seqlens_q))
+    return 2 * q.shape[2] * pairs * (q.shape[3] + value_columns(v_cache, k_cache, value_dim))
+
+
+def moved(
+    q: Tensor, k_cache: Tensor, v_cache, block_table, kv_len, *, value_dim, k_rope, k_scale, v_scale, cu_seqlens_q, left, sink,
+    slopes, tree, **_,
+) -> tuple[int, int]:  # fmt: skip
+    """Bytes: of caches, and of scales of their tokens, those of the keys that a query sees, once; everything of all else."""
+    sizes = sizes_of(q, k_cache, block_table, kv_len, cu_seqlens_q)
+    seen = sum(m if left is None else min(m, n + left) for n, m in sizes if n)
+    scales = [t for t in (k_scale, v_scale) if t is not None]
+    of_all = [t for t in scales if t.shape[:2] == (1, 1)]
+    by_token = [t for t in (k_cache, v_cache, k_rope) if t is not None] + [t for t in scales if t.shape[:2] != (1, 1)]
+    whole = (q, block_table, kv_len, cu_seqlens_q, sink, slopes, tree, *of_all)
+    each = sum(t.shape[2] * t.shape[3] * t.element_size() for t in by_token)
+    rows = q.shape[0] * q.shape[1] * q.shape[2]
+    written = rows * (value_columns(v_cache, k_cache, value_dim) * q.element_size() + 4)
+    return sum(map(tensor_bytes, whole)) + seen * each, written
+
+
+def parts(a: SimpleNamespace, gradients: bool) -> Iterator[Part]:
+    """Of a few sequences, from the first to the last, the queries of one key head each. None where sequences are packed."""
+    if a.cu_seqlens_q is not None:
+        return
+    batch, heads, (count, _, kv_heads, _) = a.q.shape[0], a.q.shape[2], a.k_cache.shape
+    group = heads // kv_heads
+    for i in range(4):  # decoding has few rows: those of one sequence would scatter
+        b, head = i * (batch - 1) // 3, i * (kv_heads - 1) // 3
+        one, own = slice(b, b + 1), slice(head * group, (head + 1) * group)
+        pages, table = torch.tensor([b], device=a.q.device), None
+        if a.block_table is not None:
+            pages = a.block_table[b].long()
+            known = (pages >= 0) & (pages < count)
+            table = torch.where(known, torch.arange(pages.shape[0], device=pages.device), -1).unsqueeze(0)
+            pages = torch.where(known, pages, 0)
+        cut: dict[str, Tensor | None] = {"q": a.q[one, :, own], "block_table": table}
+        for name in ("k_cache", "v_cache", "k_rope", "k_scale", "v_scale"):
+            t = getattr(a, name)
+            if t is not None:  # scales may be of all pages, or of all heads
+                t = t[pages] if t.shape[0] == count else t
+                cut[name] = t[:, :, head : head + 1] if t.shape[2] == kv_heads else t
+        for name, at in (("kv_len", one), ("tree", one), ("sink", own), ("slopes", own)):
+            if getattr(a, name) is not None:
+                cut[name] = getattr(a, name)[at]
+        yield Part({**vars(a), **cut, "backend": "auto"}, {"o": (one, slice(None), own), "lse": (one, own)})
 
 
 CACHE = "float|float8_e4m3fn|int8"
@@ -330,5 +431,6 @@ cached_attention = Op(
         "sink": "float[heads]", "slopes": "float[heads]", "tree": "int64[trees nodes]", "split": at_least(1),
     },
     results={"o": "q[batch length heads columns]", "lse": "wide(q)[batch heads length]"},
-    sizes=lambda a: {"columns": value_columns(a.v_cache, a.k_cache, a.value_dim)}, cost=Cost(flops=flops), bars=Bars("I"),
+    sizes=lambda a: {"columns": value_columns(a.v_cache, a.k_cache, a.value_dim)}, cost=Cost(moved, flops),
+    bars=Bars("I", parts=parts),
 )  # fmt: skip

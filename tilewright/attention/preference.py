@@ -5,7 +5,7 @@
 "2026-11-17", "triton": "3.6.0"}`: bucket is batch times heads, queries and keys, rounded up to powers of two, times are
 microseconds. The nearest row of a kind counts if it is within a factor of four in every size; where there is none, the portable
 kernels are taken, and those of the chip by name alone. Rows are data: one that is damaged, or whose best is not its fastest, is
-not believed.
+not believed. `tilewright docs` writes them from the evidence.
 """
 
 from __future__ import annotations
@@ -14,11 +14,13 @@ import functools
 import json
 import math
 import warnings
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 from ..core.target import Target
+from ..core.triton_versions import age
 from ..gemm.preference import FAR, LARGEST, bucket, distance
 from ..runtime.choose import forced
 from ..runtime.config import LONGEST, SHIPPED
@@ -42,8 +44,7 @@ def wanted(name: str, direction: str, target: Target, a: SimpleNamespace) -> boo
     """Whether kernels of that name are to be taken if they take the arguments: they were asked for, or they are the faster."""
     if name in (a.backend, forced.get()):
         return True
-    batch, length, heads, _ = a.q.shape
-    return nearest(target.arch, direction, kind_of(a), *bucket(batch * heads, length, a.k.shape[1])) == name
+    return nearest(target.arch, direction, kind_of(a), *sizes_of(a)) == name
 
 
 @functools.lru_cache(maxsize=4096)
@@ -52,6 +53,34 @@ def nearest(arch: str, direction: str, kind: str, heads: int, length: int, keys:
     rows = [row for row in table(arch) if (row["direction"], row["kind"]) == (direction, kind)]
     within = [(away, row["best"]) for row in rows if (away := distance(row["bucket"], (heads, length, keys))) <= FAR]
     return min(within)[1] if within else PORTABLE
+
+
+def sizes_of(a: SimpleNamespace) -> tuple[int, int, int]:
+    """Batch times heads, queries and keys of a call, in its bucket."""
+    batch, length, heads, _ = a.q.shape
+    return bucket(batch * heads, length, a.k.shape[1])
+
+
+def made(
+    direction: str, a: SimpleNamespace, times: Mapping[str, float], date: str, triton: str
+) -> dict[str, Any]:  # fmt: skip
+    """The row that measured microseconds, by backend, make of a call."""
+    rounded = {name: round(float(us), 3) for name, us in sorted(times.items())}
+    best = min(rounded, key=lambda name: (rounded[name], name != PORTABLE))
+    return {
+        "direction": direction, "kind": kind_of(a), "bucket": list(sizes_of(a)), "best": best, "times": rounded, "date": date,
+        "triton": triton,
+    }  # fmt: skip
+
+
+def text_of(rows: Iterable[Mapping[str, Any]]) -> str:
+    """A file of rows, sorted. Of several rows for one direction, kind, bucket and release of Triton the last one stays."""
+    by_key = {(row["direction"], row["kind"], tuple(row["bucket"]), age(row["triton"])): row for row in rows}
+    lines = [json.dumps(by_key[key]) for key in sorted(by_key)]
+    bad = [line for line in lines if row_of(line) is None]
+    if bad:
+        raise ValueError(f"not a row: {bad[0]}")
+    return "".join(f"{line}\n" for line in lines)
 
 
 def path_of(arch: str) -> Path:

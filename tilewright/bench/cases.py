@@ -5,7 +5,7 @@ for, `also` names further shapes in `suites/dims.json`, which may stay `slack` (
 geometric mean over several shapes has these in `over`, and `least` for each of them. The goals are in `data/goals.tsv`, and
 only there; a family without one names its op itself. A line that says `like` has everything from the line of that family but
 what it says anew. Goals are stated for Triton BASE, those of lines with `"triton": "newest"` for any that is newer: such a case
-waits where there is none.
+waits where there is none. Rivals in `beside` are timed whenever a case is, with the one that its metric names.
 """
 
 from __future__ import annotations
@@ -59,6 +59,8 @@ class Case:
     ours: bool = False  # kernels of ours are measured, even where a library's would be taken
     options: dict[str, Any] = field(default_factory=dict)
     arguments: dict[str, Any] = field(default_factory=dict)
+    beside: list[str] = field(default_factory=list)  # rivals that are timed whenever it is
+    floor: Literal["bytes", "bf16"] = "bytes"  # moving what it must, or multiplying at the best rate of a dtype
     grad_format: str | None = None
     dtype: str = "bfloat16"
     way: Way | None = None  # in which the host's time is taken, where it is not that of a plain call

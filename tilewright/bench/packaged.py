@@ -324,6 +324,68 @@ def flex_attention(work: Work, compile: Callable[..., Any] = torch.compile) -> C
     return directed(function, work)
 
 
+def flash_attention_3(work: Work) -> Call:
+    """FlashAttention 3 as sglang-kernel has it, forward alone: of packed sequences by one function, of batches by the one that
+    takes them as a cache which is full."""
+    takes(work, "q", "k", "v", "scale", "causal", "left", "right", "softcap", "cu_seqlens_q", "cu_seqlens_k", "backend")
+    forward_only(work)
+    module, given = importlib.import_module("sgl_kernel.flash_attn"), work.values
+    left, right = window(given)
+    # A causal mask has kernels of its own; sides are for windows
+    causal = given["causal"] and left is None
+    sides = (-1, -1) if causal else tuple(-1 if side is None else side for side in (left, right))
+    about = {"causal": causal, "window_size": sides, "softcap": given["softcap"], "num_splits": 1}
+    if given["cu_seqlens_q"] is None:
+
+        def whole(q: Tensor, k: Tensor, v: Tensor, scale: float | None, **_: Any) -> Tensor:
+            return module.flash_attn_with_kvcache(q, k, v, softmax_scale=scale, **about)
+
+        return directed(whole, work)
+    marks = [given[name].to(torch.int32) for name in ("cu_seqlens_q", "cu_seqlens_k")]
+    longest = [int(one.diff().max()) for one in marks]
+
+    def packed(q: Tensor, k: Tensor, v: Tensor, scale: float | None, **_: Any) -> Tensor:
+        flat = (t.squeeze(0) for t in (q, k, v))
+        return module.flash_attn_varlen_func(*flat, *marks, *longest, softmax_scale=scale, **about).unsqueeze(0)
+
+    return directed(packed, work)
+
+
+def cached_flash_attention_3(work: Work) -> Call:
+    """FlashAttention 3 over a cache. Latent keys it takes as two: the columns that are values too, and those that are not."""
+    takes(
+        work, "q", "k_cache", "v_cache", "block_table", "kv_len", "value_dim", "scale", "causal", "left", "softcap", "split",
+        "backend",
+    )  # fmt: skip
+    needs(work, "kv_len")
+    attend, given = importlib.import_module("sgl_kernel.flash_attn").flash_attn_with_kvcache, work.values
+    q, k, v, table = (given[name] for name in ("q", "k_cache", "v_cache", "block_table"))
+    if k.dtype != q.dtype:
+        raise Absent("over codes its queries would have to be codes too")
+    about = {"causal": given["causal"], "softcap": given["softcap"], "softmax_scale": given["scale"]}
+    if given["left"] is not None:
+        about |= {"causal": False, "window_size": (given["left"], 0 if given["causal"] else -1)}
+    about |= {"cache_seqlens": given["kv_len"].to(torch.int32), "page_table": table if table is None else table.int()}
+    if v is None:
+        n = given["value_dim"]
+        return lambda: attend(q[..., n:], k[..., n:], k[..., :n], qv=q[..., :n], **about)
+    return lambda: attend(q, k, v, **about)
+
+
+def flash_mla(work: Work) -> Call:
+    """FlashMLA, over pages of 64. What it plans from the lengths is made before: a server makes it once a step for all layers."""
+    takes(work, "q", "k_cache", "v_cache", "block_table", "kv_len", "value_dim", "scale", "causal", "split", "backend")
+    needs(work, "block_table", "value_dim")
+    module, given = importlib.import_module("sgl_kernel.flash_mla"), work.values
+    q, cache, n = given["q"], given["k_cache"], given["value_dim"]
+    if cache.shape[1] != 64 or cache.dtype != q.dtype or (q.shape[3], n) != (576, 512):
+        raise Absent("it takes keys of 576 columns, 512 of them values, in pages of 64")
+    lengths, table = given["kv_len"].to(torch.int32), given["block_table"].to(torch.int32)
+    planned = module.get_mla_metadata(lengths, q.shape[1] * q.shape[2] // cache.shape[2], cache.shape[2])
+    about = {"softmax_scale": given["scale"], "causal": given["causal"]}
+    return lambda: module.flash_mla_with_kvcache(q, cache, table, lengths, n, *planned, **about)[0]
+
+
 def window(given: Mapping[str, Any]) -> tuple[int | None, int | None]:
     """How many keys before and after its own a query sees; None for all of them. A causal one sees none after."""
     return given["left"], 0 if given["causal"] else given["right"]
@@ -334,6 +396,7 @@ def window(given: Mapping[str, Any]) -> tuple[int | None, int | None]:
 CUTEDSL = MappingProxyType({"LIGER_KERNEL_IMPL": "cutedsl"})
 QUACK = {"rms_norm": quack_rms_norm, "add_rms_norm": quack_add_rms_norm, "cross_entropy": quack_cross_entropy}
 SGL = {"rms_norm": sgl_rms_norm, "add_rms_norm": sgl_add_rms_norm, "glu": sgl_glu, "scaled_mm": sgl_scaled_mm}
+FA3 = {"attention": flash_attention_3, "cached_attention": cached_flash_attention_3}
 RIVALS: dict[str, Rival] = {
     "liger": Rival("liger_kernel", "liger-kernel", liger_calls(liger_triton)),
     "liger_cutedsl": Rival("liger_kernel", "'liger-kernel[cutedsl]'", liger_calls(liger_cutedsl), CUTEDSL),
@@ -341,5 +404,7 @@ RIVALS: dict[str, Rival] = {
     "sgl_kernel": Rival("sgl_kernel", "sglang-kernel", SGL),
     "cudnn": Rival("torch.nn.attention", "torch", {"attention": partial(sdpa, "CUDNN_ATTENTION")}),
     "fa2": Rival("torch.nn.attention", "torch", {"attention": flash_attention}),
+    "fa3": Rival("sgl_kernel", "sglang-kernel", FA3),
+    "flashmla": Rival("sgl_kernel", "sglang-kernel", {"cached_attention": flash_mla}),
     "flex": Rival("torch.nn.attention.flex_attention", "torch", {"attention": flex_attention}),
 }

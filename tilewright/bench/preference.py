@@ -1,7 +1,9 @@
 """The table of `gemm/preference.py` is made here from the evidence, of every recorded product that our kernels and cuBLASLt made
-in one run. So is how near what `backend="auto"` takes by that table comes to the faster of the two.
+in one run. So is how near what `backend="auto"` takes by that table comes to the faster of the two; and the table of
+`attention/preference.py`, of every recorded call of attention that a chip's own kernels and the portable ones made in one run.
 
-`tilewright docs` writes `data/preference_<arch>.jsonl` anew for each chip that there is evidence of.
+`tilewright docs` writes `data/preference_<arch>.jsonl` and `data/attention_<arch>.jsonl` anew for each chip that there is evidence
+of.
 """
 
 from __future__ import annotations
@@ -15,6 +17,9 @@ import torch
 
 import tilewright as tw
 
+from ..attention import preference as attended
+from ..attention.hopper.backward import fits_backward
+from ..attention.hopper.forward import fits
 from ..check.variants import Blank
 from ..core.triton_versions import offered_gluon, release
 from ..gemm import library, preference
@@ -24,6 +29,8 @@ from .results import understand
 from .work import arguments
 
 NAMES = {"scaled_mm": library.pair_of, "matmul": library.pair_of_matmul}
+ATTENTION = ("attention", "attention_lse")
+ATTENTION_FITS = {"forward": fits, "backward": fits_backward}
 LEAST = 0.97  # of the faster's speed, which `auto` has to reach in every recorded product
 
 
@@ -76,14 +83,39 @@ def rows_of(
 def tables(recorded: Iterable[Mapping[str, Any]]) -> dict[str, str]:
     """What the table of each chip that there is evidence of should hold, by the name of its file."""
     recorded = list(recorded)
-    rows = {arch: rows_of(recorded, arch) for arch in sorted({row["arch"] for row in recorded})}
-    return {preference.path_of(arch).name: preference.text_of(made) for arch, made in rows.items() if made}
+    found = {}
+    for arch in sorted({row["arch"] for row in recorded}):
+        for of, rows in ((preference, rows_of(recorded, arch)), (attended, attention_rows(recorded, arch))):
+            if rows:
+                found[of.path_of(arch).name] = of.text_of(rows)
+    return found
+
+
+def attention_rows(
+    recorded: Iterable[Mapping[str, Any]], arch: str, cases: Mapping[str, Case] = CASES
+) -> list[dict[str, Any]]:
+    """Rows of the table of attention for a chip: a case names the chip's kernels, and the portable ones are its rival. Every
+    recorded row was right. A backward that the chip's kernels leave to the portable ones tells nothing."""
+    made = []
+    for row in recorded:
+        case, theirs = cases.get(row["case"]), row["rivals"].get(attended.PORTABLE)
+        asked = None if case is None or case.op not in ATTENTION else case.arguments.get("backend")
+        if row["arch"] != arch or theirs is None or asked is None or case.direction not in attended.DIRECTIONS:
+            continue
+        op = tw.catalogue()[case.op]
+        drawn = arguments(case, Blank(op, case.dims, case.options, dtype=getattr(torch, case.dtype)))
+        given, target = SimpleNamespace(**drawn), evidence.target_of(row)
+        if target is not None and ATTENTION_FITS[case.direction](target, given):
+            times = {asked: row["us"], attended.PORTABLE: theirs}
+            made.append(attended.made(case.direction, given, times, row["date"][:10], row["triton"]))
+    return made
 
 
 def forget() -> None:
     """Read the tables anew when they are next asked."""
-    preference.table.cache_clear()
-    preference.nearest.cache_clear()
+    for of in (preference, attended):
+        of.table.cache_clear()
+        of.nearest.cache_clear()
 
 
 def auto_line(found: Iterable[Both]) -> str | None:

@@ -41,9 +41,22 @@ def call_of(name: str, work: Work) -> Call:
     if name in NAMED:
         return NAMED[name](work)
     if name == "eager":
-        return directed(work.op.reference, work)
+        return directed(_reference(work), work)
     torch._dynamo.reset()
-    return directed(torch.compile(work.op.reference, dynamic=False), work)
+    return directed(torch.compile(_reference(work), dynamic=False), work)
+
+
+def _reference(work: Work) -> Callable[..., Any]:
+    """The op's reference, less what it gives for the backward alone."""
+    op = work.op
+    if not op.hidden:
+        return op.reference
+
+    def public(**given: Any) -> Any:
+        results = op.reference(**given)
+        return results[0] if len(results) == 1 + op.hidden else results[: len(results) - op.hidden]
+
+    return public
 
 
 def finished(call: Call) -> Any:
@@ -253,6 +266,16 @@ def _torch_linear(work: Work) -> Call:
     return directed(function, work)
 
 
+def _portable(work: Work) -> Call:
+    """Our own kernels that any chip takes, where a case asks for those of one chip."""
+    asks = work.op.asks
+    if asks is None or all(one.name != "portable" for one in work.op.implementations):
+        raise Absent(f"{work.case.op} has no backend of that name")
+    if work.values[asks] == "portable":
+        raise Absent("it is what the case itself measures")
+    return work.by(**{asks: "portable"}).call
+
+
 # Relative RMS by which a rival that does not quantise may be off ours
 LOOSER = {"torch_linear": 8e-2}
 # Rivals that goals name, for the cases that name them
@@ -271,4 +294,5 @@ NAMED: dict[str, Callable[[Work], Call]] = {
     "torch_int_mm": _torch_int_mm,
     "torch_grouped": _torch_grouped,
     "torch_linear": _torch_linear,
+    "portable": _portable,
 }

@@ -7,6 +7,7 @@ gets no speed. A rival that chooses its kernels when it is imported is measured 
 from __future__ import annotations
 
 import datetime
+import functools
 import gc
 import json
 import os
@@ -34,6 +35,7 @@ CASE_LIMIT = 150.0
 COMMAND = (sys.executable, "-m", "tilewright.bench.run")
 APART = "--apart"
 WAITS = "waits"  # the status of a case that is for another Triton
+LONGEST_GRAPH_US = 8 * timing.GRAPH_US
 NO_DEVICE = "no CUDA device: a bench needs a GPU (`tilewright doctor` says what is missing)"
 
 
@@ -48,8 +50,8 @@ def measure(case: Case, beside: Sequence[str]) -> Row:
 
 
 def rivals_beside(case: Case, beside: Sequence[str]) -> list[str]:
-    """The rivals that were asked for, and the one that a case's metric names."""
-    return list(dict.fromkeys([*beside, *filter(None, [rival_of(case.metric)])]))
+    """The rivals that were asked for, those of the case, and the one that its metric names."""
+    return list(dict.fromkeys([*beside, *case.beside, *filter(None, [rival_of(case.metric)])]))
 
 
 def valued(case: Case, row: Row) -> Row:
@@ -89,7 +91,11 @@ class Sets(NamedTuple):
     def build(case: Case) -> Sets:
         work = [Work.build(case)]
         read, written = work[0].traffic(work[0].call())
-        sets, calls = timing.plan(read + written, timing.Cuda().l2_bytes(), once=work[0].overwrites)
+        once, flops = work[0].overwrites, flops_of(work[0])
+        sets, calls = timing.plan(read + written, timing.Cuda().l2_bytes(), once=once)
+        if not once and flops:  # what is bound by products would fill far longer graphs than what is bound by bytes
+            longest = max(1, round(LONGEST_GRAPH_US * sol.FLOPS_PER_US / (flops * sets)))
+            calls = min(calls, sets * longest)
         return Sets(work + [Work.build(case, seed) for seed in range(1, sets)], calls, read, written)
 
 
@@ -121,7 +127,7 @@ def measure_device(case: Case, beside: Sequence[str]) -> Row:
     extra = extra_bytes(work[0])
     few = max(5, min(100, int(20_000 / timed.us)))  # the launch queue must not fill
     host = timing.time_host(work[0].call, batches=9, per_batch=few)
-    floor = None if case.direction == "step" else floor_us(read, written)  # a product is not bound by bytes
+    floor = floor_of(work[0], read, written)
     rates = matrix_rates(work[0], timed.us)
     if once:
         restore()
@@ -147,16 +153,34 @@ def readings_of(work: Work) -> int:
     return 1 if work.op.cost.flops is None else 2
 
 
+def flops_of(work: Work) -> float | None:
+    """The multiplications and additions of what is timed; None of an op that is no product."""
+    cost = work.op.cost
+    if cost.flops is None:
+        return None
+    times = {"backward": cost.backward, "step": 1.0 + cost.backward}.get(work.case.direction, 1.0)
+    return cost.flops(**work.op.arguments(work.values)) * times
+
+
+def floor_of(work: Work, read: int, written: int) -> float | None:
+    """Microseconds below which a call cannot go, by what its case says bounds it; a step is not bound by bytes."""
+    if work.case.floor != "bytes":
+        return flops_of(work) / matrix_rate(work.case.floor)
+    return None if work.case.direction == "step" else floor_us(read, written)
+
+
+@functools.cache
+def matrix_rate(name: str) -> float:
+    """Multiplications and additions a microsecond of torch's large products in a dtype, as a burst, once a process."""
+    return sol.matrix(name, sol.PRODUCTS[name]["torch"], timing.Cuda(), sol.sm_clock).burst * 1e6
+
+
 def matrix_rates(work: Work, us: float) -> Row:
     """The rate of a matrix product in TFLOP/s, as a burst and sustained, which power makes lower, with the clock then; and what the
     chip multiplies. Empty for any other op."""
     if work.op.cost.flops is None:
         return {}
-    # A gradient of a product is two of its size
-    flops = (
-        work.op.cost.flops(**work.op.arguments(work.values))
-        * {"forward": 1, "backward": 2, "step": 3}[work.case.direction]
-    )
+    flops = flops_of(work)
     steady, mhz = sol.sustained_us(work.call, us, timing.Cuda(), sol.sm_clock)
     rates = {"burst": flops / us / 1e6, "sustained": flops / steady / 1e6, "clock_mhz": mhz}
     if {"a", "b"} <= set(work.values) and work.values["a"].is_cuda:

@@ -53,6 +53,17 @@ class Work:
             work._prepare_step(seed, device)
         return work
 
+    def by(self, **given: Any) -> Work:
+        """The same work with other arguments of these names: another implementation's."""
+        other = Work(self.case, {**self.values, **given})
+        device = next(v.device.type for v in self.values.values() if isinstance(v, Tensor))
+        if self.case.direction == "backward":
+            other._prepare_backward(0, device)
+        if self.steps:
+            other._leaves = leaves(self.op, other.values)
+        other.grads = self.grads
+        return other
+
     @property
     def op(self) -> Op:
         return tw.catalogue()[self.case.op]

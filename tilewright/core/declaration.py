@@ -31,7 +31,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -100,10 +100,21 @@ class Out:
 @dataclass(frozen=True)
 class Cost:
     """What a call must do. `moved` counts the bytes that it reads and writes, where they are not those of its arguments and
-    results; `flops` the multiplications and additions of a matrix product, forward."""
+    results; `flops` the multiplications and additions of a matrix product, forward, and `backward` how many times as many its
+    backward has. They may read lengths that stand on a device: only measuring asks for them there."""
 
     moved: Callable[..., tuple[int, int]] | None = None
     flops: Callable[..., int] | None = None
+    backward: float = 2.0
+
+
+@dataclass(frozen=True)
+class Part:
+    """A smaller call, of which what it gives is a piece of what a larger call gives: its arguments, and by the name of a result or
+    of an argument that has a gradient, which piece."""
+
+    arguments: Mapping[str, Any]
+    at: Mapping[str, tuple[slice, ...]]
 
 
 @dataclass(frozen=True)
@@ -117,7 +128,8 @@ class Bars:
     a column-wise operand that is not the row-wise one's; `coarse` says of arguments that they ask for less than that. `felt` names
     the dimensions of results along which a NaN or infinity of an argument may show where a result does not depend on it: its weight
     there is 0, and 0 times NaN is NaN. `drift(arguments, upstream gradients, dtype)` gives by name how far gradients go where the
-    backward goes on from a result that was rounded to that dtype."""
+    backward goes on from a result that was rounded to that dtype. `parts(arguments, gradients)` gives a few parts of a call whose
+    truth is too large to be had at once, in which gradients too are pieces if that is asked; none where a call cannot be cut."""
 
     kind: str = "B"
     gradient: str = "H"
@@ -130,6 +142,7 @@ class Bars:
     coarse: Callable[[Mapping[str, Any]], bool] | None = None
     felt: tuple[str, ...] = ()
     drift: Callable[[Mapping[str, Any], list, torch.dtype], Mapping[str, Tensor]] | None = None
+    parts: Callable[[SimpleNamespace, bool], Iterable[Part]] | None = None
 
 
 @dataclass(frozen=True)

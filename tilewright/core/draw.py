@@ -6,6 +6,7 @@ fix the dimensions and options by name.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -87,6 +88,24 @@ class Draw:
         ends -= ends % self.options.get("aligned", 1)
         ends[-1:] = rows
         return ends.sort().values
+
+    def spread(self, count: int, total: int, least: int, most: int) -> list[int]:
+        """So many sizes from `least` to `most` that add up to `total`, evenly apart in their logarithms but for a bend, large and
+        small ones mixed. They do not depend on the seed: benchmarks name them."""
+        if count < 3 or not (count - 1) * least + most <= total <= least + (count - 1) * most:
+            raise ValueError(f"no {count} sizes from {least} to {most} add up to {total}")
+        low, high = 0.0, 64.0  # of the bend: the larger, the smaller the sizes
+        for _ in range(60):
+            bend = (low + high) / 2
+            sizes = [int(least * (most / least) ** ((i / (count - 1)) ** bend)) for i in range(count)]
+            low, high = (bend, high) if sum(sizes[1:-1]) + least + most > total else (low, bend)
+        inner = [int(least * (most / least) ** ((i / (count - 1)) ** high)) for i in range(1, count - 1)]
+        while (left := total - least - most - sum(inner)) > 0:  # what rounding left, to those that have room
+            for i in [i for i, size in enumerate(inner) if size < most][:left]:
+                inner[i] += 1
+        ordered = [least, *inner, most]
+        step = next(n for n in range(count * 5 // 8, count) if math.gcd(n, count) == 1)
+        return [ordered[(i * step + count // 2) % count] for i in range(count)]
 
     def _shape(self, dims: Sequence[str | int]) -> list[int]:
         return [d if isinstance(d, int) else self.dim(d) for d in dims]
