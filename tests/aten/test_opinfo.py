@@ -18,7 +18,8 @@ from tilewright.aten import table
 from tilewright.aten.table import overload_of
 from tilewright.check.provided.aten import call_of, copied, drawn
 
-MOST = 4  # samples of an entry and dtype, each with its twin that is not contiguous
+# Samples of an entry and dtype, each with its twin that is not contiguous; a GPU compiles for most of them
+MOST = 4 if DEVICE == "cpu" else 2
 # Entries of which every call is one of ours, or a composite's leaf
 NAMES = [
     "__radd__", "__rand__", "__rdiv__", "__rmod__", "__rmul__", "__ror__", "__rpow__", "abs", "add", "addcdiv", "addcmul",

@@ -1,4 +1,4 @@
-"""Calls of torch's operators as benchmark cases, in the interpreter, where replacements are in force: every call is ours and right."""
+"""Calls of torch's operators as benchmark cases, in the interpreter, where replacements are in force: each is ours and right."""
 
 from __future__ import annotations
 

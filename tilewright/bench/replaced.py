@@ -24,7 +24,7 @@ import tilewright as tw
 from ..aten import table
 from ..aten.row import Declined
 from ..aten.table import name_of, overload_of
-from ..check.provided.aten import Make, call_of, drawn
+from ..check.provided.aten import LEAVES, Make, call_of, drawn
 from ..core.cost import tensor_bytes
 from ..core.target import INTERPRETING, Target, pretend
 from ..runtime.kernel import Wanted, collect
@@ -32,6 +32,7 @@ from .cases import Case
 from .check import Wrong
 from .timing import Within
 
+COMPOSITE = torch._C.DispatchKey.CompositeExplicitAutograd
 WORD = re.compile(r"(\w+)\[([\w ]*)\](?: or (\S+))?( > 0)?")
 MATRIX = "any[rows columns]"
 SPARE = 1 << 20  # bytes beside its results that a replacement may take more than aten does
@@ -297,6 +298,9 @@ class Routing(TorchDispatchMode):
         if name in self.forms:
             with contextlib.suppress(Declined):
                 return self.forms[name](*args, **(kwargs or {}))
+        if name in LEAVES and func.has_kernel_for_dispatch_key(COMPOSITE):
+            with self:  # where there is no memory torch has another kernel, which calls no operator
+                return func._op_dk(COMPOSITE, *args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
 
