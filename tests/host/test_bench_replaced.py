@@ -206,7 +206,7 @@ def gems(monkeypatch) -> list[str]:
             self.used = True
             seen.append("out")
 
-    made.use_gems, made.all_registered_keys = use_gems, lambda: ["add.Tensor", "sum.dim_IntList"]
+    made.use_gems, made.all_registered_keys = use_gems, lambda: ["add.Tensor", "copy_", "sum.dim_IntList"]
     monkeypatch.setitem(sys.modules, "flag_gems", made)
     return seen
 
@@ -221,6 +221,8 @@ def test_flaggems_is_called_inside_of_its_own_block(gems, monkeypatch):
 
 
 def test_flaggems_is_absent_where_it_has_nothing_of_a_call(gems):
+    work = Replaced.build(tiny("aten_transpose_copy"), device="cpu")  # a clone, which it has not, calls what it has
+    assert torch.equal(rivals.call_of("flaggems", work)(), work.plain())
     with pytest.raises(Absent, match=r"flaggems has none of .*cumsum"):
         rivals.call_of("flaggems", Replaced.build(tiny("aten_cumsum_inner"), device="cpu"))
     with pytest.raises(Absent, match="no call of torch's operators"):

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import tilewright as tw
+from tests.pretended import Rerunning
 from tilewright.bench import cases, check, timing
 from tilewright.bench.replaced import CALLS, Replaced, overloads, replacing
 
@@ -63,6 +64,19 @@ def test_batches_of_ours_and_of_atens_take_turns():
     timing.time_host_each([ours, watched], batches=2, per_batch=2, drain=lambda: None)
     assert seen == [1, 1, 0, 0, *([1] * (timing.WARM_CALLS + 2) + [0, 0]) * 2]
     assert all(us > 0 for us in timing.time_host_each([work.call, work.plain], 2, 2, drain=lambda: None))
+
+
+def test_what_a_timed_run_left_is_checked_by_aten():
+    """While results are checked no replacement is in force: aten would be held against ourselves."""
+    work = Replaced.build(replace(SHAPES, call="cumsum_last", dims=TINY, options={}), device="cpu")
+    errors: list[float] = []
+
+    def inspect(results: list) -> None:
+        assert not tw.aten.report()
+        errors.append(work.verify(results[0]))
+
+    timed = timing.measure([work.call] * 2, 2, inspect=inspect, device=Rerunning())
+    assert timed.method == "graph" and 0.0 <= errors[0] < 0.01
 
 
 def test_every_overload_has_a_call_for_its_memory():

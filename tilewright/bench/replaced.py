@@ -24,7 +24,7 @@ import tilewright as tw
 from ..aten import table
 from ..aten.row import Declined
 from ..aten.table import name_of, overload_of
-from ..check.provided.aten import LEAVES, Make, call_of, drawn
+from ..check.provided.aten import Make, call_of, drawn
 from ..core.cost import tensor_bytes
 from ..core.target import INTERPRETING, Target, pretend
 from ..runtime.kernel import Wanted, collect
@@ -298,8 +298,8 @@ class Routing(TorchDispatchMode):
         if name in self.forms:
             with contextlib.suppress(Declined):
                 return self.forms[name](*args, **(kwargs or {}))
-        if name in LEAVES and func.has_kernel_for_dispatch_key(COMPOSITE):
-            with self:  # where there is no memory torch has another kernel, which calls no operator
+        if func.has_kernel_for_dispatch_key(COMPOSITE):
+            with self:  # what it calls is seen too; where there is no memory torch may have a kernel that calls nothing
                 return func._op_dk(COMPOSITE, *args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 

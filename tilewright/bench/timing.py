@@ -221,6 +221,7 @@ def measure(
     device: Device | None = None,
 ) -> Timing:
     """Time `calls`, one for each buffer set, by a graph of `in_graph` calls; by events where there can be no graph."""
+    method, results = "graph", []
     with entered(calls) as own:
         supply = itertools.cycle(own)
 
@@ -228,11 +229,13 @@ def measure(
             return next(supply)
 
         try:
-            us = time_graph(make, len(calls), in_graph, restore=restore, inspect=inspect, device=device)
+            us = time_graph(make, len(calls), in_graph, restore=restore, inspect=results.extend, device=device)
         except CannotCapture as error:
-            us = time_events(make, restore=restore, inspect=inspect, device=device)
-            return Timing(us, f"events: {error}")
-    return Timing(us, "graph")
+            us = time_events(make, restore=restore, inspect=results.extend, device=device)
+            method = f"events: {error}"
+    if inspect is not None:  # outside of what the calls are made inside of, which is not how they are checked
+        inspect(results)
+    return Timing(us, method)
 
 
 def time_host_each(
