@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from tilewright.bench import timing
+from tilewright.bench import check, run, sol, timing
+from tilewright.bench.replaced import Replaced
+from tilewright.bench.work import Work
 
 
 class Pretended:
@@ -52,3 +54,34 @@ class Pretended:
     def flush(self) -> None:
         self.flushes += 1
         self.now += 1000.0
+
+
+class Rerunning(Pretended):
+    """A device whose replays, of two calls, really compute again."""
+
+    def capture(self, body):
+        def replay() -> None:
+            body()
+            self.now += 10.0
+
+        return replay
+
+
+def measuring(monkeypatch) -> Rerunning:
+    """Make the process that measures do without a device: calls are on a CPU, and of two in a graph each takes 5 us."""
+    device = Rerunning()
+    monkeypatch.setattr(timing, "Cuda", lambda: device)
+    monkeypatch.setattr(timing, "WARM_US", 0.0)
+    monkeypatch.setattr(timing, "plan", lambda nbytes, l2, once=False: (2, 2))
+    monkeypatch.setattr(timing, "time_host", lambda call, **_: 3.0)
+    monkeypatch.setattr(check, "poison", lambda nbytes: None)
+    monkeypatch.setattr(run, "floor_us", lambda read, written: 4.0)
+    monkeypatch.setattr(run, "extra_bytes", lambda work, call=None: 7 if call is None else 21)
+    monkeypatch.setattr(sol, "sustained_us", lambda call, us, device, clock: (2 * us, 1500))
+    for kind in (Work, Replaced):
+        monkeypatch.setattr(kind, "build", staticmethod(on_cpu(kind.build)))
+    return device
+
+
+def on_cpu(build):
+    return lambda case, seed=0, device="cpu": build(case, seed, "cpu")

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from tilewright.core.target import INTERPRETING
+
 try:
     import expecttest  # noqa: F401
 except ModuleNotFoundError:  # op_db only wants a class of this name
@@ -22,6 +24,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from torch.testing._internal.common_methods_invocations import op_db
 
+DEVICE = "cpu" if INTERPRETING else "cuda"  # whose operators are replaced
 OTHERS = (
     torch.bfloat16, torch.int32, torch.float64, torch.bool, torch.float16, torch.int64, torch.uint8, torch.int8, torch.int16,
 )  # fmt: skip
@@ -30,7 +33,7 @@ ENTRIES = {f"{op.name}.{op.variant_test_name}" if op.variant_test_name else op.n
 
 def dtypes_of(name: str) -> list[torch.dtype]:
     """fp32, and one other in turn, of those that an entry takes."""
-    takes = ENTRIES[name].supported_dtypes("cpu")
+    takes = ENTRIES[name].supported_dtypes(DEVICE)
     others = [d for d in OTHERS if d in takes]
     turn = sorted(ENTRIES).index(name)
     return [torch.float32] * (torch.float32 in takes) + others[turn % max(1, len(others)) :][:1]
@@ -39,7 +42,7 @@ def dtypes_of(name: str) -> list[torch.dtype]:
 def samples(name: str, dtype: torch.dtype, most: int) -> Iterator[Any]:
     """The first samples of an entry, spread over all that it has, each with its twin that is not contiguous."""
     torch.manual_seed(0)
-    every = list(itertools.islice(ENTRIES[name].sample_inputs("cpu", dtype), 40))
+    every = list(itertools.islice(ENTRIES[name].sample_inputs(DEVICE, dtype), 40))
     for sample in every[:: max(1, len(every) // most)][:most]:
         yield sample
         yield sample.noncontiguous()
@@ -49,4 +52,4 @@ def error_samples(name: str) -> Iterator[Any]:
     """Arguments that are refused, as `sample_input`, and the type of exception."""
     op = ENTRIES[name]
     if op.error_inputs_func is not None:
-        yield from op.error_inputs("cpu")
+        yield from op.error_inputs(DEVICE)

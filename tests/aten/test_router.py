@@ -176,8 +176,9 @@ def test_a_failure_leaves_the_thread_as_it_was(monkeypatch):
 
 def test_other_threads_see_it_and_autograds_do():
     made: list[torch.Tensor] = []
+    zeros = torch.zeros(3)  # here: a default device is of one thread
     with tw.aten.use(include=["exp", "mul.Tensor"]):
-        thread = threading.Thread(target=lambda: made.append(torch.exp(torch.zeros(3))))
+        thread = threading.Thread(target=lambda: made.append(torch.exp(zeros)))
         thread.start()
         thread.join()
         assert tw.aten.report()["exp"]["taken"] == 1
@@ -189,12 +190,13 @@ def test_other_threads_see_it_and_autograds_do():
 
 def test_many_threads_enter_and_leave():
     wrong: list[object] = []
+    ones, minus = torch.ones(2), torch.tensor([-1.0, -1.0])
 
     def work() -> None:
         try:
             for _ in range(5):
                 with tw.aten.use(include="neg"):
-                    if not torch.equal(torch.neg(torch.ones(2)), torch.tensor([-1.0, -1.0])):
+                    if not torch.equal(torch.neg(ones), minus):
                         wrong.append("a value")
         except Exception as error:
             wrong.append(error)

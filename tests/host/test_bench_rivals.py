@@ -17,7 +17,7 @@ import tilewright as tw
 from tilewright.bench import packaged, rivals
 from tilewright.bench.cases import CASES, Case, rival_of
 from tilewright.bench.directed import Absent
-from tilewright.bench.work import Work
+from tilewright.bench.work import REPLACED, Work
 
 F = torch.nn.functional
 TOKENS, HIDDEN = 24, 64
@@ -579,7 +579,7 @@ def test_a_package_that_is_not_there_is_named_with_what_installs_it(monkeypatch)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     wanted = {
         "liger": "pip install liger-kernel", "liger_cutedsl": "pip install 'liger-kernel[cutedsl]'",
-        "quack": "pip install quack-kernels", "sgl_kernel": "pip install sglang-kernel",
+        "quack": "pip install quack-kernels", "flaggems": "pip install flag-gems", "sgl_kernel": "pip install sglang-kernel",
     }  # fmt: skip
     for name, words in wanted.items():
         with pytest.raises(Absent) as error:
@@ -590,15 +590,6 @@ def test_a_package_that_is_not_there_is_named_with_what_installs_it(monkeypatch)
 def test_every_row_is_for_an_op_or_for_attention():
     """A name that no op has would never be called."""
     named = {op for rival in packaged.RIVALS.values() for op in rival.calls}
-    assert named - set(tw.catalogue()) <= {"attention"}
-    assert {*packaged.RIVALS} == {
-        "liger",
-        "liger_cutedsl",
-        "quack",
-        "sgl_kernel",
-        "cudnn",
-        "fa2",
-        "fa3",
-        "flashmla",
-        "flex",
-    }
+    assert named - set(tw.catalogue()) <= {"attention", REPLACED}
+    attention = {"cudnn", "fa2", "fa3", "flashmla", "flex"}
+    assert {*packaged.RIVALS} == {"liger", "liger_cutedsl", "quack", "flaggems", "sgl_kernel", *attention}

@@ -2,7 +2,8 @@
 
 Cases are data. A suite is a file of `suites/`, a family of cases a line of it: `dims` is the shape that the goal is stated
 for, `also` names further shapes in `suites/dims.json`, which may stay `slack` (or SLACK) under the goal. A goal for the
-geometric mean over several shapes has these in `over`, and `least` for each of them. The goals are in `data/goals.tsv`, and
+geometric mean over several shapes has these in `over`, and `least` for each of them. A goal for several calls of torch's operators
+has these in `calls`, each with its own `dims`. The goals are in `data/goals.tsv`, and
 only there; a family without one names its op itself. A line that says `like` has everything from the line of that family but
 what it says anew. Goals are stated for Triton BASE, those of lines with `"triton": "newest"` for any that is newer: such a case
 waits where there is none. Rivals in `beside` are timed whenever a case is, with the one that its metric names.
@@ -26,7 +27,8 @@ GOALS_FILE = Path(__file__).parent.parent / "data" / "goals.tsv"
 SLACK = 0.05
 BASE = "3.6"
 # A step is a forward and its backward, through autograd; training is that of a whole model
-Direction = Literal["forward", "backward", "step", "host", "train"]
+# Memory is the peak of each of many calls, of which the worst counts
+Direction = Literal["forward", "backward", "step", "host", "train", "memory"]
 # With memory given for the result, forward and backward through autograd, or with quantised operands
 Way = Literal["out", "step", "quantised"]
 
@@ -63,6 +65,7 @@ class Case:
     floor: Literal["bytes", "bf16"] = "bytes"  # moving what it must, or multiplying at the best rate of a dtype
     grad_format: str | None = None
     dtype: str = "bfloat16"
+    call: str | None = None  # of torch's operators, by its name in `replaced.CALLS`
     way: Way | None = None  # in which the host's time is taken, where it is not that of a plain call
     triton: Literal["newest"] | None = None  # the Triton it is for, where that is not BASE
     parts: list[dict[str, Any]] = field(
@@ -108,16 +111,23 @@ def _family(row: dict[str, Any], suite: str, further: dict[str, list[dict[str, i
     op = row.pop("op", None) or GOALS[family].op
     metric = row.pop("metric", None) or (goal.metric if goal else "fraction")
     made = []
+    for one in row.pop("calls", []):
+        about = {"metric": metric, "goal": least, "own": False, "mean": True, **row, **one}
+        made.append(Case(f"{family}/{one['call']}/{sizes(one['dims'])}", family, suite, op, **about))
     for dims in (*over, *([own] if own else []), *(further[also] if also else ())):
         limit = None
         if dims in over:
             limit = least
         elif goal is not None:
             limit = goal.goal if dims is own else round(goal.goal - slack, 4)
-        name = f"{family}/{'x'.join(map(str, dims.values()))}"
+        name = f"{family}/{sizes(dims)}"
         about = {"metric": metric, "goal": limit, "own": dims is own, "mean": dims in over}
         made.append(Case(name, family, suite, op, dims=dims, **about, **row))
     return made
+
+
+def sizes(dims: Mapping[str, int]) -> str:
+    return "x".join(map(str, dims.values()))
 
 
 GOALS: dict[str, Goal] = _goals()  # by family

@@ -3,7 +3,8 @@ that turns a case's arguments into the rival's call.
 
 A package is imported when one of its calls is asked for, never before. One that chooses its kernels by the environment when it is
 imported has that in its row, and is measured in a process of its own. How packages are called was read from quack-kernels 0.6.5,
-liger-kernel 0.8.5 and sglang-kernel 0.4.2; where another version takes other arguments, the rival is absent and the row says why.
+liger-kernel 0.8.5, sglang-kernel 0.4.2 and flag-gems 5.0.2; where another version takes other arguments, the rival is absent and
+the row says why.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from torch import Tensor
 
 from ..gemm.operands import DTYPES
 from .directed import Absent, Call, directed, forward_only, needs, own_stream, takes
+from .replaced import Replaced, Routing
+from .timing import Within
 from .work import Work
 
 Make = Callable[[Work], Call]
@@ -391,6 +394,20 @@ def window(given: Mapping[str, Any]) -> tuple[int | None, int | None]:
     return given["left"], 0 if given["causal"] else given["right"]
 
 
+# ------------------------------------------------------------------------------------------------------------- FlagGems
+
+
+def flaggems(work: Replaced) -> Call:
+    """torch's operators with all of FlagGems' in their places. Absent where a call reaches none of them: it would be aten's."""
+    gems = importlib.import_module("flag_gems")
+    with gems.use_gems(), Routing({}) as calls:
+        served = {*gems.all_registered_keys()}
+        work.plain()
+    if not calls.seen & served:
+        raise Absent(f"flaggems has none of {', '.join(sorted(calls.seen))}")
+    return Within(work.plain, gems.use_gems)
+
+
 # ------------------------------------------------------------------------------------------------------------- the rows
 
 CUTEDSL = MappingProxyType({"LIGER_KERNEL_IMPL": "cutedsl"})
@@ -401,6 +418,7 @@ RIVALS: dict[str, Rival] = {
     "liger": Rival("liger_kernel", "liger-kernel", liger_calls(liger_triton)),
     "liger_cutedsl": Rival("liger_kernel", "'liger-kernel[cutedsl]'", liger_calls(liger_cutedsl), CUTEDSL),
     "quack": Rival("quack", "quack-kernels", QUACK),
+    "flaggems": Rival("flag_gems", "flag-gems", {"aten": flaggems}),
     "sgl_kernel": Rival("sgl_kernel", "sglang-kernel", SGL),
     "cudnn": Rival("torch.nn.attention", "torch", {"attention": partial(sdpa, "CUDNN_ATTENTION")}),
     "fa2": Rival("torch.nn.attention", "torch", {"attention": flash_attention}),

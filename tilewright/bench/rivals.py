@@ -15,6 +15,7 @@ from torch import Tensor
 from ..core.format import Quantized
 from . import packaged
 from .directed import Absent, Call, directed
+from .replaced import Replaced
 from .work import Work
 
 LOOSE = 2e-2  # relative RMS: rivals may round where we do not
@@ -40,6 +41,8 @@ def call_of(name: str, work: Work) -> Call:
         return packaged.call_of(name, work)
     if name in NAMED:
         return NAMED[name](work)
+    if isinstance(work, Replaced):
+        return work.plain if name == "eager" else _compiled_operators(work)
     if name == "eager":
         return directed(_reference(work), work)
     torch._dynamo.reset()
@@ -57,6 +60,19 @@ def _reference(work: Work) -> Callable[..., Any]:
         return results[0] if len(results) == 1 + op.hidden else results[: len(results) - op.hidden]
 
     return public
+
+
+def _compiled_operators(work: Replaced) -> Call:
+    torch._dynamo.reset()
+    function, given = torch.compile(work.function, dynamic=False), work.given
+    return lambda: function(*given)
+
+
+def _aten(work: Replaced) -> Call:
+    """torch's operators as they are."""
+    if not isinstance(work, Replaced):
+        raise Absent(f"{work.case.family} is no call of torch's operators")
+    return work.plain
 
 
 def finished(call: Call) -> Any:
@@ -280,6 +296,7 @@ def _portable(work: Work) -> Call:
 LOOSER = {"torch_linear": 8e-2}
 # Rivals that goals name, for the cases that name them
 NAMED: dict[str, Callable[[Work], Call]] = {
+    "aten": _aten,
     "torch_add": _torch_add,
     "torch_add_out": _torch_add_out,
     "torch_rms_norm": _torch_rms_norm,

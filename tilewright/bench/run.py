@@ -22,14 +22,14 @@ import triton
 from ..check import guarded
 from ..core.target import Target
 from ..gemm.arithmetic import computed
-from . import check, packaged, rivals, sol, timing
+from . import check, packaged, replaced, rivals, sol, timing
 from .cases import CASES, Case, rival_of, waits
 from .directed import Absent
 from .evidence import Row
 from .floor import floor_us
 from .results import measured_by, rivals_of
 from .source import source
-from .work import Work
+from .work import Work, build
 
 CASE_LIMIT = 150.0
 COMMAND = (sys.executable, "-m", "tilewright.bench.run")
@@ -45,7 +45,8 @@ NO_DEVICE = "no CUDA device: a bench needs a GPU (`tilewright doctor` says what 
 def measure(case: Case, beside: Sequence[str]) -> Row:
     """Measure one case in this process, with the rivals asked for and the one that its goal names. Raises `check.Wrong`."""
     here = [name for name in rivals_beside(case, beside) if not packaged.is_apart(name)]
-    row = (measure_host if case.direction == "host" else measure_device)(case, here)
+    by = {"host": measure_host, "memory": measure_memory}.get(case.direction, measure_device)
+    row = by(case, here)
     return valued(case, {**row, "fraction": None if row["floor_us"] is None else row["floor_us"] / row["us"]})
 
 
@@ -61,7 +62,7 @@ def valued(case: Case, row: Row) -> Row:
 
 def measure_host(case: Case, beside: Sequence[str]) -> Row:
     """The host time of a call and, in batches that alternate with its own, of its rivals."""
-    work = Work.build(case)
+    work = build(case)
     result = work.call()
     error = work.verify(result)
     calls, absent = [], {}
@@ -79,24 +80,47 @@ def measure_host(case: Case, beside: Sequence[str]) -> Row:
     }  # fmt: skip
 
 
+def measure_memory(case: Case, beside: Sequence[str]) -> Row:
+    """Of all replaced overloads, the one whose peak of bytes beside its results is worst beside aten's, which has SPARE more."""
+    found: list[tuple[float, str, int, int, replaced.Replaced]] = []
+    for name, work in replaced.overloads(case):
+        pair = [replaced.flat(one()) for one in (work.call, work.plain)]
+        if name.partition(".")[0][-1] != "_" and not all(
+            map(alike, *pair)
+        ):  # in place, the second has what the first made
+            raise check.Wrong(f"{name}: its result is not aten's")
+        ours, theirs = extra_bytes(work), extra_bytes(work, work.plain) + replaced.SPARE
+        found.append((theirs / max(1, ours), name, ours, theirs, work))
+    _, name, ours, theirs, work = min(found, key=lambda one: one[0])
+    us, aten = timing.time_host_each([work.call, work.plain])
+    return {
+        "us": us, "floor_us": None, "host_us": us, "rivals": {"aten": aten}, "rival_bytes": {"aten": theirs}, "error": 0.0,
+        "method": "host", "bytes": [0, 0], "extra_bytes": ours, "note": f"the worst of {len(found)} overloads: {name}",
+    }  # fmt: skip
+
+
+def alike(mine: Any, theirs: Any) -> bool:
+    return rivals.agrees(mine, theirs) if isinstance(mine, torch.Tensor) else mine == theirs
+
+
 class Sets(NamedTuple):
     """A case's arguments, several times over, and how they are used."""
 
-    work: list[Work]
+    work: list[Work | replaced.Replaced]
     calls: int  # in a graph
     read: int
     written: int
 
     @staticmethod
     def build(case: Case) -> Sets:
-        work = [Work.build(case)]
+        work = [build(case)]
         read, written = work[0].traffic(work[0].call())
         once, flops = work[0].overwrites, flops_of(work[0])
         sets, calls = timing.plan(read + written, timing.Cuda().l2_bytes(), once=once)
         if not once and flops:  # what is bound by products would fill far longer graphs than what is bound by bytes
             longest = max(1, round(LONGEST_GRAPH_US * sol.FLOPS_PER_US / (flops * sets)))
             calls = min(calls, sets * longest)
-        return Sets(work + [Work.build(case, seed) for seed in range(1, sets)], calls, read, written)
+        return Sets(work + [build(case, seed) for seed in range(1, sets)], calls, read, written)
 
 
 def measure_device(case: Case, beside: Sequence[str]) -> Row:
@@ -150,14 +174,14 @@ def measure_alone(case: Case, rival: str) -> Row:
 
 
 def readings_of(work: Work) -> int:
-    return 1 if work.op.cost.flops is None else 2
+    return 1 if work.flops is None else 2
 
 
 def flops_of(work: Work) -> float | None:
     """The multiplications and additions of what is timed; None of an op that is no product."""
-    cost = work.op.cost
-    if cost.flops is None:
+    if work.flops is None:
         return None
+    cost = work.op.cost
     times = {"backward": cost.backward, "step": 1.0 + cost.backward}.get(work.case.direction, 1.0)
     return cost.flops(**work.op.arguments(work.values)) * times
 
@@ -178,7 +202,7 @@ def matrix_rate(name: str) -> float:
 def matrix_rates(work: Work, us: float) -> Row:
     """The rate of a matrix product in TFLOP/s, as a burst and sustained, which power makes lower, with the clock then; and what the
     chip multiplies. Empty for any other op."""
-    if work.op.cost.flops is None:
+    if work.flops is None:
         return {}
     flops = flops_of(work)
     steady, mhz = sol.sustained_us(work.call, us, timing.Cuda(), sol.sm_clock)
@@ -194,7 +218,7 @@ def measure_rivals(work: Sequence[Work], calls: int, beside: Sequence[str]) -> R
     for name in beside:
         try:
             made = [rivals.call_of(name, one) for one in work]
-            loose = check.COARSE.low if check.is_coarse(work[0].op, work[0].values) else rivals.LOOSE
+            loose = check.COARSE.low if work[0].coarse else rivals.LOOSE
             if not rivals.agrees(work[0].call(), rivals.finished(made[0]), max(loose, rivals.LOOSER.get(name, 0.0))):
                 raise Absent("its result is another")
             if work[0].overwrites:

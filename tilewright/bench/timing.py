@@ -7,14 +7,15 @@ Host time: calls are issued in short batches to a drained device, so the launch 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -23,6 +24,7 @@ BYTES_PER_US = 4e6  # only to size graphs and warm-ups, never part of a result
 GRAPH_US = 3000.0  # long enough that the gap between two replays is lost among the calls
 WARM_US = 30_000.0  # an idle H200 sits at 345 MHz; this is time enough for its clocks to rise
 FLUSH_BYTES = 256 << 20
+WARM_CALLS = 3
 
 
 @functools.cache
@@ -81,6 +83,27 @@ class Cuda:
         if self._clean is None:
             self._clean = torch.ones(FLUSH_BYTES // 4, dtype=torch.float32, device="cuda")
         torch.sum(self._clean)
+
+
+class Within(NamedTuple):
+    """A call that is made inside of something which decides what it is, and which many calls may be made inside of."""
+
+    plain: Callable[[], Any]
+    inside: Callable[[], contextlib.AbstractContextManager]
+
+    def __call__(self) -> Any:
+        with self.inside():
+            return self.plain()
+
+
+@contextlib.contextmanager
+def entered(calls: Sequence[Callable[[], Any]]) -> Iterator[list[Callable[[], Any]]]:
+    """Calls of one kind, without what each is made inside of: here all of them are."""
+    if not isinstance(calls[0], Within):
+        yield list(calls)
+        return
+    with calls[0].inside():
+        yield [call.plain for call in calls]
 
 
 @dataclass(frozen=True)
@@ -198,17 +221,21 @@ def measure(
     device: Device | None = None,
 ) -> Timing:
     """Time `calls`, one for each buffer set, by a graph of `in_graph` calls; by events where there can be no graph."""
-    supply = itertools.cycle(calls)
+    method, results = "graph", []
+    with entered(calls) as own:
+        supply = itertools.cycle(own)
 
-    def make() -> Callable[[], Any]:
-        return next(supply)
+        def make() -> Callable[[], Any]:
+            return next(supply)
 
-    try:
-        us = time_graph(make, len(calls), in_graph, restore=restore, inspect=inspect, device=device)
-    except CannotCapture as error:
-        us = time_events(make, restore=restore, inspect=inspect, device=device)
-        return Timing(us, f"events: {error}")
-    return Timing(us, "graph")
+        try:
+            us = time_graph(make, len(calls), in_graph, restore=restore, inspect=results.extend, device=device)
+        except CannotCapture as error:
+            us = time_events(make, restore=restore, inspect=results.extend, device=device)
+            method = f"events: {error}"
+    if inspect is not None:  # outside of what the calls are made inside of, which is not how they are checked
+        inspect(results)
+    return Timing(us, method)
 
 
 def time_host_each(
@@ -226,8 +253,9 @@ def time_host_each(
     """
     drain = torch.cuda.synchronize if drain is None else drain
     for call in calls:
-        for _ in range(per_batch):
-            call()
+        with entered([call]) as [own]:
+            for _ in range(per_batch):
+                own()
     times: list[list[float]] = [[] for _ in calls]
     collecting = gc.isenabled()
     gc.collect()
@@ -235,11 +263,15 @@ def time_host_each(
     try:
         for _ in range(batches):
             for call, mine in zip(calls, times):
-                drain()
-                start = clock()
-                for _ in itertools.repeat(None, per_batch):
-                    call()
-                mine.append((clock() - start) / per_batch / 1e3)
+                with entered([call]) as [own]:
+                    if own is not call:  # what was entered anew may have its long way to go again
+                        for _ in range(WARM_CALLS):
+                            own()
+                    drain()
+                    start = clock()
+                    for _ in itertools.repeat(None, per_batch):
+                        own()
+                    mine.append((clock() - start) / per_batch / 1e3)
     finally:
         if collecting:
             gc.enable()

@@ -20,8 +20,15 @@ from ..core.target import Target, pretend
 from ..op import Op, force
 from ..runtime.kernel import Wanted, collect
 from ..runtime.results import flatten, saved_results
-from . import check
+from . import check, replaced
 from .cases import Case
+
+REPLACED = "aten"  # whose cases are calls of torch's operators
+
+
+def build(case: Case, seed: int = 0, device: str = "cuda") -> Work | replaced.Replaced:
+    """One buffer set of a case."""
+    return (replaced.Replaced if case.op == REPLACED else Work).build(case, seed, device)
 
 
 def arguments(case: Case, draw: Plain) -> dict[str, Any]:
@@ -67,6 +74,15 @@ class Work:
     @property
     def op(self) -> Op:
         return tw.catalogue()[self.case.op]
+
+    @property
+    def flops(self) -> Callable[..., float] | None:
+        """The size of a matrix product; None for what is none."""
+        return self.op.cost.flops
+
+    @property
+    def coarse(self) -> bool:
+        return check.is_coarse(self.op, self.values)
 
     @property
     def steps(self) -> bool:
@@ -188,6 +204,8 @@ def launches(case: Case, target: Target) -> list[Wanted]:
     """The launches of a case on a chip, found without that chip and without memory. Those of a model are its parts'."""
     if case.parts:
         return [one for part in case.parts for one in launches(replace(case, parts=[], **part), target)]
+    if case.op == REPLACED:
+        return replaced.launches(case, target)
     op: Op = tw.catalogue()[case.op]
     values = arguments(case, Blank(op, case.dims, case.options, dtype=getattr(torch, case.dtype)))
     with pretend(target), force("triton"), torch.no_grad(), collect() as found:

@@ -1,0 +1,86 @@
+"""Calls of torch's operators as benchmark cases, in the interpreter, where replacements are in force: each is ours and right."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import tilewright as tw
+from tests.pretended import Rerunning
+from tilewright.bench import cases, check, timing
+from tilewright.bench.replaced import CALLS, Replaced, overloads, replacing
+
+TINY = {"rows": 16, "columns": 33, "part": 7}
+(SHAPES,) = cases.select(["aten_host_new_shape"])
+DECLINED = cases.select(["aten_host_fallback"])
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_is_ours_and_right(name):
+    case = replace(SHAPES, call=name, dims=TINY, options={})
+    work = Replaced.build(case, device="cpu")
+    assert isinstance(work.call, timing.Within)
+    assert 0.0 <= work.verify(work.call()) < 0.01
+    for dtype in ("float32", "uint8") if name == "transpose" else ("float32",):
+        work = Replaced.build(replace(case, dtype=dtype), device="cpu")
+        assert 0.0 <= work.verify(work.call()) < 1e-5
+
+
+@pytest.mark.parametrize("case", DECLINED, ids=lambda c: c.call)
+def test_a_call_that_is_to_be_declined_is(case):
+    work = Replaced.build(case, device="cpu")
+    assert 0.0 <= work.verify(work.call()) < 1e-6
+    with pytest.raises(check.Wrong, match=r"aten's, not ours: .*complex64"):
+        Replaced.build(replace(case, options={}), device="cpu").call()
+    with pytest.raises(check.Wrong, match="taken, where aten should be"):
+        Replaced.build(replace(case, dtype="float32"), device="cpu").call()
+
+
+def test_a_block_without_a_call_is_nobodys():
+    x = torch.ones(3)
+    with pytest.raises(check.Wrong, match="no replacement was called"), replacing(None, False):
+        x.view(1, 3)
+
+
+def test_each_call_has_a_new_shape():
+    work = Replaced.build(replace(SHAPES, dims={"rows": 4, "columns": 8}), device="cpu")
+    first = work.call()
+    work.verify(first)
+    shapes = [tuple(first.shape), *(tuple(work.call().shape) for _ in range(5))]
+    assert shapes == [(4, 8), (4, 7), (4, 6), (3, 8), (3, 7), (3, 6)]
+
+
+def test_batches_of_ours_and_of_atens_take_turns():
+    """What a call is made inside of is entered once a batch, and outside the time."""
+    work = Replaced.build(replace(SHAPES, call="neg", dims=TINY, options={}), device="cpu")
+    seen: list[int] = []
+
+    def watched() -> None:
+        seen.append(len(tw.aten.report()))
+
+    ours = timing.Within(watched, lambda: tw.aten.use(include="neg"))
+    timing.time_host_each([ours, watched], batches=2, per_batch=2, drain=lambda: None)
+    assert seen == [1, 1, 0, 0, *([1] * (timing.WARM_CALLS + 2) + [0, 0]) * 2]
+    assert all(us > 0 for us in timing.time_host_each([work.call, work.plain], 2, 2, drain=lambda: None))
+
+
+def test_what_a_timed_run_left_is_checked_by_aten():
+    """While results are checked no replacement is in force: aten would be held against ourselves."""
+    work = Replaced.build(replace(SHAPES, call="cumsum_last", dims=TINY, options={}), device="cpu")
+    errors: list[float] = []
+
+    def inspect(results: list) -> None:
+        assert not tw.aten.report()
+        errors.append(work.verify(results[0]))
+
+    timed = timing.measure([work.call] * 2, 2, inspect=inspect, device=Rerunning())
+    assert timed.method == "graph" and 0.0 <= errors[0] < 0.01
+
+
+def test_every_overload_has_a_call_for_its_memory():
+    (case,) = cases.select(["aten_memory_worst"])
+    for name, work in overloads(replace(case, dims={"times": 2}), "cpu"):
+        assert work.names == (name,)
+        work.call()  # raises where it is not ours

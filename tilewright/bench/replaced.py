@@ -1,0 +1,318 @@
+"""torch's own operators as cases: a call of them with our replacements in force, held against aten and float64.
+
+Calls are data: a function of tensors, and a word for each tensor. What is timed is ours alone: a timed call that a replacement
+declined is an error, and so is, of a case whose calls are to be declined, one that was taken.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import tilewright as tw
+
+from ..aten import table
+from ..aten.row import Declined
+from ..aten.table import name_of, overload_of
+from ..check.provided.aten import Make, call_of, drawn
+from ..core.cost import tensor_bytes
+from ..core.target import INTERPRETING, Target, pretend
+from ..runtime.kernel import Wanted, collect
+from .cases import Case
+from .check import Wrong
+from .timing import Within
+
+COMPOSITE = torch._C.DispatchKey.CompositeExplicitAutograd
+WORD = re.compile(r"(\w+)\[([\w ]*)\](?: or (\S+))?( > 0)?")
+MATRIX = "any[rows columns]"
+SPARE = 1 << 20  # bytes beside its results that a replacement may take more than aten does
+NUMBERS = {"allclose"}  # which reads its result, and there is none without memory
+SMALL = {"diagonal_backward"}  # whose sizes are numbers, which nothing makes larger
+
+
+class Call(NamedTuple):
+    """A function of tensors, and a word for each: `bool[rows columns]` names dtype (`any` is the case's, `same` repeats the first
+    tensor) and dimensions, `or 0` makes half of the elements 0, `> 0` all of them positive. `read` is the share of their bytes that
+    cannot be left unread."""
+
+    function: Callable[..., Any]
+    tensors: tuple[str, ...] = (MATRIX,)
+    read: float = 1.0
+
+
+TWO = (MATRIX, MATRIX)
+CALLS: dict[str, Call] = {
+    # pointwise
+    "neg": Call(torch.neg),
+    "add": Call(torch.add, TWO),
+    "gelu": Call(F.gelu),
+    "where": Call(torch.where, ("bool[rows columns]", *TWO)),
+    "addcmul": Call(torch.addcmul, (MATRIX, *TWO)),
+    "pow": Call(torch.pow, (f"{MATRIX} > 0", MATRIX)),
+    "add_row": Call(torch.add, (MATRIX, "any[columns]")),
+    "add_column": Call(torch.add, (MATRIX, "any[rows 1]")),
+    "add_transposed": Call(lambda x, y: x + y.t(), (MATRIX, "any[columns rows]")),
+    "transpose": Call(lambda x: x.t().contiguous()),
+    "masked_fill": Call(lambda x, mask: x.masked_fill(mask, 0.5), (MATRIX, "bool[rows columns]")),
+    "isclose": Call(torch.isclose, (MATRIX, "same[rows columns] or 9")),
+    "isfinite": Call(torch.isfinite, (f"{MATRIX} or inf",)),
+    # index map
+    "pad": Call(lambda x: F.pad(x, (1, 1, 1, 1))),
+    "triu": Call(torch.triu, read=0.5),
+    "flip": Call(lambda x: x.flip(1)),
+    "slice_scatter": Call(lambda x, y: x.slice_scatter(y, 1, 0, y.shape[1]), (MATRIX, "any[rows part]")),
+    "cat": Call(lambda x, y: torch.cat((x, y), 1), TWO),
+    "stack": Call(lambda x, y: torch.stack((x, y), -1), TWO),
+    "repeat": Call(lambda x: x.repeat(2, 2)),
+    "repeat_interleave": Call(lambda x: x.repeat_interleave(2, 1)),
+    # reductions
+    "sum_last": Call(lambda x: x.sum(1)),
+    "sum_first": Call(lambda x: x.sum(0)),
+    "sum_middle": Call(lambda x: x.unflatten(0, (16, -1)).sum(1)),
+    "sum_all": Call(torch.sum),
+    "std_last": Call(lambda x: x.std(1)),
+    "max_last": Call(lambda x: x.max(1)),
+    "max_first": Call(lambda x: x.max(0)),
+    "argmax_last": Call(lambda x: x.argmax(1)),
+    "argmax_first": Call(lambda x: x.argmax(0)),
+    "argmax_all": Call(torch.argmax),
+    "var_mean_last": Call(lambda x: torch.var_mean(x, 1)),
+    "var_mean_first": Call(lambda x: torch.var_mean(x, 0)),
+    "var_mean_all": Call(torch.var_mean),
+    "mse_loss": Call(F.mse_loss, TWO),
+    "count_nonzero": Call(torch.count_nonzero, (f"{MATRIX} or 0",)),
+    # scans
+    "cumsum_last": Call(lambda x: x.cumsum(1)),
+    "cumsum_first": Call(lambda x: x.cumsum(0)),
+    "cummax_last": Call(lambda x: x.cummax(1)),
+}
+
+
+class Word(NamedTuple):
+    """What a word says of a tensor."""
+
+    shape: list[int]
+    dtype: torch.dtype
+    same: bool
+    other: float | None
+    positive: bool
+
+    @staticmethod
+    def read(word: str, case: Case) -> Word:
+        kind, names, other, positive = WORD.fullmatch(word).groups()
+        shape = [case.dims[n] if n in case.dims else int(n) for n in names.split()]
+        dtype = getattr(torch, case.dtype if kind in ("any", "same") else kind)
+        return Word(shape, dtype, kind == "same", None if other is None else float(other), positive is not None)
+
+
+def drawn_by(word: Word, source: torch.Generator, given: list[Tensor]) -> Tensor:
+    """A tensor by its word, on the generator's device, beside those that are `given` already."""
+    shape, dtype, same, other, positive = word
+    settings = {"generator": source, "device": source.device}
+    if same:
+        made = given[0].clone()
+    elif dtype.is_floating_point or dtype.is_complex:
+        made = torch.randn(shape, dtype=torch.promote_types(dtype, torch.float32), **settings).to(dtype)
+    else:
+        made = torch.randint(0, 2 if dtype == torch.bool else 100, shape, dtype=dtype, **settings)
+    if other is not None:
+        made[torch.rand(shape, **settings) < 0.5] = other
+    return made.abs() + 0.25 if positive else made
+
+
+def drawn_for(case: Case, source: torch.Generator) -> list[Tensor]:
+    made: list[Tensor] = []
+    for word in CALLS[case.call].tensors:
+        made.append(drawn_by(Word.read(word, case), source, made))
+    return made
+
+
+# ---- what is timed ---------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Replaced:
+    """One buffer set of a case and what can be done with it."""
+
+    case: Case
+    function: Callable[..., Any]
+    given: Sequence[Any]
+    names: tuple[str, ...] | None = None  # of the overloads that are replaced; None: all
+    overwrites, steps, coarse, flops = False, False, False, None
+
+    @staticmethod
+    def build(case: Case, seed: int = 0, device: str = "cuda") -> Replaced:
+        source = torch.Generator(device).manual_seed(seed)
+        return Replaced(case, CALLS[case.call].function, drawn_for(case, source))
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [t for t in flat(self.given) if isinstance(t, Tensor)]
+
+    @property
+    def values(self) -> dict[str, Any]:
+        return {str(at): value for at, value in enumerate(self.given)}
+
+    @cached_property
+    def plain(self) -> Callable[[], Any]:
+        """The call alone: aten's, unless it is made inside of something."""
+        if not self.case.options.get("new_shapes"):
+            return partial(self.function, *self.given)
+        function, others = self.function, itertools.cycle(shapes_of(self.given))
+        return lambda: function(*next(others))
+
+    @cached_property
+    def call(self) -> Callable[[], Any]:
+        """The call with replacements in force. A CPU has none but in the interpreter."""
+        there = INTERPRETING or any(t.is_cuda for t in self.tensors)
+        return (
+            Within(self.plain, partial(replacing, self.names, self.case.options.get("declined", False)))
+            if there
+            else self.plain
+        )
+
+    def restore(self) -> None:
+        """Nothing is overwritten."""
+
+    def traffic(self, result: Any) -> tuple[int, int]:
+        """(bytes read, bytes written) that a call with this result cannot do without."""
+        share = CALLS[self.case.call].read
+        return round(share * sum(map(tensor_bytes, self.tensors))), tensor_bytes(tuple(flat(result)))
+
+    def result_bytes(self, result: Any) -> int:
+        memory = {t.untyped_storage().data_ptr() for t in self.tensors}
+        made = [t for t in flat(result) if isinstance(t, Tensor)]
+        return sum(tensor_bytes(t) for t in made if t.untyped_storage().data_ptr() not in memory)
+
+    def verify(self, result: Any) -> float:
+        """The largest relative error against aten in float64. Raises `Wrong`."""
+        aten = flat(self.function(*self.given))
+        truth = flat(self.function(*(doubled(t) for t in self.given)))
+        found = flat(result)
+        if len(found) != len(aten):
+            raise Wrong(f"{len(found)} results, not {len(aten)}")
+        return max(error_of(*each) for each in zip(found, aten, truth))
+
+
+@contextlib.contextmanager
+def replacing(names: Sequence[str] | None, declined: bool) -> Iterator[None]:
+    """Replacements in force; at the end, whether the calls inside were whose they should be. Raises `Wrong`."""
+    with tw.aten.use(include=names):
+        yield
+        said = tw.aten.report()
+    taken = [name for name, one in said.items() if one["taken"]]
+    reasons = [f"{name} ({', '.join(one['declined'])})" for name, one in said.items() if one["declined"]]
+    if declined and (taken or not reasons):
+        raise Wrong(f"taken, where aten should be: {', '.join(taken)}")
+    if not declined and (reasons or not taken):
+        raise Wrong(f"aten's, not ours: {', '.join(reasons) or 'no replacement was called'}")
+
+
+def shapes_of(given: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Matrices of thousands of shapes in the memory of those that are given, themselves first."""
+    rows, columns = given[0].shape
+    shapes = [(r, c) for r in range(rows, rows // 2, -1) for c in range(columns, 3 * columns // 4 - 1, -1)]
+    return [[t.flatten()[: r * c].view(r, c) for t in given] for r, c in shapes]
+
+
+def flat(made: Any) -> list[Any]:
+    return [one for part in made for one in flat(part)] if isinstance(made, (tuple, list)) else [made]
+
+
+def doubled(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    return value.double() if value.is_floating_point() else value.to(torch.complex128) if value.is_complex() else value
+
+
+def error_of(own: Tensor, aten: Tensor, truth: Tensor) -> float:
+    """Relative RMS error of a result; integers are exact. Raises `Wrong` where an element is off by more than twice aten's largest
+    error and a step of the dtype, or all together by more than twice aten's and a step."""
+    for what in ("dtype", "shape", "stride"):
+        pair = [getattr(t, what)() if what == "stride" else getattr(t, what) for t in (own, aten)]
+        if pair[0] != pair[1]:
+            raise Wrong(f"{what} {pair[0]}, aten's is {pair[1]}")
+    if not (own.is_floating_point() or own.is_complex()):
+        if not torch.equal(own, aten):
+            raise Wrong(f"{int((own != aten).sum())} of {own.numel()} elements are not aten's")
+        return 0.0
+    eps, size = torch.finfo(own.dtype).eps, float(truth.abs().square().mean().sqrt()) or 1.0
+    apart, theirs = (doubled(own) - truth).abs(), (doubled(aten) - truth).abs()
+    if not bool((apart <= 2 * theirs.max() + eps * truth.abs()).all()):
+        raise Wrong(f"an element is off by {float(apart.max()):.3g}, aten's by {float(theirs.max()):.3g} at most")
+    error, least = (float(t.square().mean().sqrt()) / size for t in (apart, theirs))
+    if not error <= 2 * least + eps:
+        raise Wrong(f"relative RMS error {error:.3g}, aten's is {least:.3g}")
+    return error
+
+
+# ---- every overload --------------------------------------------------------------------------------------------------
+
+
+def overloads(case: Case, device: str = "cuda") -> Iterator[tuple[str, Replaced]]:
+    """A plain call of each overload that is replaced, with `times` as many rows as the tests give it."""
+
+    def taller(make: Make) -> Make:
+        return lambda shape, *dtype: make(
+            (shape[0] * case.dims["times"], *shape[1:]) if shape[:1] == (6,) else shape, *dtype
+        )
+
+    for name in sorted(table.FORMS):
+        make = partial(drawn, device=device)
+        args, named = call_of(name, make if name in SMALL else taller(make))
+        yield (
+            name,
+            Replaced(case, partial(with_names, overload_of(name), tuple(named)), [*args, *named.values()], (name,)),
+        )
+
+
+def with_names(overload: Callable[..., Any], names: tuple[str, ...], *given: Any) -> Any:
+    """A call of which the last arguments have names."""
+    count = len(given) - len(names)
+    return overload(*given[:count], **dict(zip(names, given[count:])))
+
+
+# ---- which code ------------------------------------------------------------------------------------------------------
+
+
+class Routing(TorchDispatchMode):
+    """Inside, what replacements take is theirs, on any tensors: the router itself needs a GPU. `seen`: what was called."""
+
+    def __init__(self, forms: Mapping[str, Callable[..., Any]] = table.FORMS) -> None:
+        super().__init__()
+        self.forms, self.seen = forms, set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = name_of(func)
+        self.seen.add(name)
+        if name in self.forms:
+            with contextlib.suppress(Declined):
+                return self.forms[name](*args, **(kwargs or {}))
+        if func.has_kernel_for_dispatch_key(COMPOSITE):
+            with self:  # what it calls is seen too; where there is no memory torch may have a kernel that calls nothing
+                return func._op_dk(COMPOSITE, *args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def launches(case: Case, target: Target) -> list[Wanted]:
+    """The launches of a case on a chip, found without that chip and without memory."""
+    if case.call is None:
+        made = [one for name, one in overloads(case, "meta") if name not in NUMBERS]
+    else:
+        words = [Word.read(word, case) for word in CALLS[case.call].tensors]
+        blank = [torch.empty(word.shape, dtype=word.dtype, device="meta") for word in words]
+        made = [Replaced(case, CALLS[case.call].function, blank)]
+    with pretend(target), torch.no_grad(), collect() as found, Routing():
+        for one in made:
+            one.function(*one.given)
+    return found
