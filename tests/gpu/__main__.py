@@ -104,16 +104,20 @@ def collect(paths: Sequence[str], root: Path, need_cuda: bool) -> tuple[list[str
 
 def units_of(names: Sequence[str], size: int) -> list[list[str]]:
     """Consecutive tests of one file, at most `size` together; those of large tensors first, since they take longest."""
-    by_file: dict[tuple[str, bool], list[str]] = {}
+    by_file: dict[tuple[str, int], list[str]] = {}
     for name in names:
-        by_file.setdefault((name.split("::")[0], is_large([name])), []).append(name)
-    files = sorted(by_file.values(), key=lambda group: not is_large(group))
-    return [group[i : i + size] for group in files for i in range(0, len(group), size)]
+        by_file.setdefault((name.split("::")[0], thirds([name])), []).append(name)
+    files = sorted(by_file.values(), key=lambda group: -thirds(group))
+    sizes = [max(1, size // 4) if thirds(group) == 1 else size for group in files]  # so that three processes have some
+    return [group[i : i + n] for group, n in zip(files, sizes) for i in range(0, len(group), n)]
 
 
-def is_large(unit: Sequence[str]) -> bool:
-    """Whether a unit is of a file `test_large*.py` or of wide strides: those take the device's memory and run one at a time."""
-    return Path(unit[0].split("::")[0]).name.startswith("test_large") or "[wide_strides-" in unit[0]
+def thirds(unit: Sequence[str]) -> int:
+    """How many thirds of the device's memory a unit takes: all where a file is `test_large*.py`, one where strides are wide
+    (`check/far_apart.py` sees to that), none elsewhere. What is taken at a time is what there is."""
+    if Path(unit[0].split("::")[0]).name.startswith("test_large"):
+        return 3
+    return 1 if "[wide_strides-" in unit[0] else 0
 
 
 @dataclass
@@ -186,8 +190,8 @@ class Runner:
 
     def _start(self) -> None:
         while self.waiting and len(self.running) < self.jobs and self._may_start():
-            busy = any(is_large(run.unit) for run in self.running)
-            at = next((i for i, unit in enumerate(self.waiting) if not (busy and is_large(unit))), None)
+            free = 3 - sum(thirds(run.unit) for run in self.running)
+            at = next((i for i, unit in enumerate(self.waiting) if thirds(unit) <= free), None)
             if at is None:
                 return
             unit = self.waiting.pop(at)

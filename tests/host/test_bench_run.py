@@ -456,10 +456,11 @@ def test_models_are_a_part_with_the_time_that_is_left(tmp_path, monkeypatch):
 
 def test_shards_and_units_cover_every_test_once():
     names = [f"tests/gpu/test_{f}.py::test_x[{i}]" for f in ("a", "large_b", "c") for i in range(25)]
+    names += [f"tests/gpu/test_c.py::test_y[wide_strides-{i}]" for i in range(5)]
     units = gpu.units_of(names, 10)
     assert sorted(n for u in units for n in u) == sorted(names)
     assert all(len({n.split("::")[0] for n in u}) == 1 and len(u) <= 10 for u in units)
-    assert [gpu.is_large(u) for u in units] == [True] * 3 + [False] * 6
+    assert [gpu.thirds(u) for u in units] == [3] * 3 + [1] * 3 + [0] * 6
     parts = [u for k in range(1, 5) for u in units[k - 1 :: 4]]
     assert sorted(map(tuple, parts)) == sorted(map(tuple, units))
     for bad in ("0/2", "3/2", "x", "1"):

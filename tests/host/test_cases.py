@@ -11,7 +11,7 @@ import torch
 
 import tilewright as tw
 from tests.pretended import measuring
-from tilewright.bench import cases, check, packaged, results, rivals, run, timing
+from tilewright.bench import cases, check, packaged, results, rivals, run, sol, timing
 from tilewright.bench.directed import Absent
 from tilewright.bench.work import REPLACED, Work
 from tilewright.core.triton_versions import release

@@ -51,10 +51,10 @@ def spread(t: Tensor, axis: int, device: str) -> Tensor:
 
 
 def there_is_room(t: Tensor, axis: int, device: str, copies: int = 1) -> bool:
-    """Whether a device has the memory to spread so many copies of `t` in; a CPU need not have it."""
+    """Whether a third of a device's memory has the room to spread so many copies of `t` in; a CPU need not have it."""
     if device == "cpu":
         return True
-    share = 0.7 / copies
+    share = 0.3 / copies
     return t.shape[axis] * STRIDE * t.element_size() < share * torch.cuda.get_device_properties(0).total_memory
 
 
