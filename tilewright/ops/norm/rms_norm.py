@@ -386,10 +386,13 @@ def rms_norm_forward(
 )
 def rms_norm_backward(
     X, W, RSTD, DY, DH, DX, DW, M, N, stride_xm, stride_xn, stride_ym, stride_yn, stride_hm, stride_hn, stride_dm, eps,
-    inv_n, weight_offset, PROGRAMS, BLOCK: tl.constexpr, PIECES: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
-    TIGHT: tl.constexpr, RELOAD: tl.constexpr,
+    inv_n, weight_offset, PROGRAMS, BLOCK: tl.constexpr, PIECES: tl.constexpr, PDL: tl.constexpr, ROWS: tl.constexpr,
+    STAGES: tl.constexpr, TIGHT: tl.constexpr, RELOAD: tl.constexpr,
 ):  # fmt: skip
-    """Each program takes every PROGRAMS-th block of rows, as pieces, and keeps its share of dweight, DW[program], in registers."""
+    """Each program takes every PROGRAMS-th block of rows, as pieces, and keeps its share of dweight, DW[program], in registers.
+    PDL: the launch that sums the shares may begin, and waits by itself."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
     lane = tl.arange(0, BLOCK)
     col = lane[None, :]
     if not RELOAD:
@@ -468,9 +471,11 @@ def rms_norm_row_sums(X, W, RSTD_IN, DY, RSTD, MEAN, M, N, stride_xm, stride_xn,
 )
 def rms_norm_backward_wide(
     X, W, RSTD, MEAN, DY, DH, DX, DW, M, N, stride_xm, stride_xn, stride_ym, stride_yn, stride_hm, stride_hn, stride_dm,
-    weight_offset, BANDS, BLOCK: tl.constexpr,
+    weight_offset, BANDS, PDL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A band of rows by a block of columns, given the rows' sums."""
+    """A band of rows by a block of columns, given the rows' sums. PDL: as in `rms_norm_backward`."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = col < N
     dw = tl.zeros([BLOCK], tl.float32)
@@ -608,18 +613,22 @@ def gradients(x, weight, rstd, dy, dh, eps, weight_offset, needs) -> tuple[Tenso
     strides = (*x2.stride(), *dy2.stride(), *(dh2.stride() if dh2 is not None else (0, 0)), N)
     common = (eps, 1.0 / N if N else math.nan, weight_offset or None)
     weight, rstd = vector(weight), vector(rstd)
-    PROGRAMS = max(1, min(programs_per_sm(N) * Target.at(x.device).sms, cdiv(M, max(1, 2048 // power_of_two(N)))))
+    target = Target.at(x.device)
+    PROGRAMS = max(1, min(programs_per_sm(N) * target.sms, cdiv(M, max(1, 2048 // power_of_two(N)))))
+    PDL = dweight is not None and target.early_launch and M > 0
     part = torch.empty(PROGRAMS, N, dtype=torch.float32, device=x.device) if dweight is not None else None
     if power_of_two(N) <= WIDEST:
         rms_norm_backward(
-            x2, weight, rstd, dy2, dh2, dx, part, M, N, *strides, *common, PROGRAMS, BLOCK=BLOCK, PIECES=PIECES
+            x2, weight, rstd, dy2, dh2, dx, part, M, N, *strides, *common, PROGRAMS, BLOCK=BLOCK, PIECES=PIECES, PDL=PDL
         )
     else:
         sums = [torch.empty(M, dtype=torch.float32, device=x.device) for _ in range(2)]  # each aligned, whatever M is
         rms_norm_row_sums(x2, weight, rstd, dy2, *sums, M, N, *strides[:4], *common)
-        rms_norm_backward_wide(x2, weight, *sums, dy2, dh2, dx, part, M, N, *strides, weight_offset or None, PROGRAMS)
+        rms_norm_backward_wide(
+            x2, weight, *sums, dy2, dh2, dx, part, M, N, *strides, weight_offset or None, PROGRAMS, PDL=PDL
+        )
     if dweight is not None:
-        sum_columns(part, dweight, PROGRAMS, N)
+        sum_columns(part, dweight, PROGRAMS, N, PDL=PDL)
     return dx, dweight
 
 
