@@ -21,7 +21,8 @@ from ...core.format import Format, store
 from ...core.signature import at_least
 from ...core.target import Target
 from ...core.tensor import cdiv, power_of_two, rows, vector
-from ...device.store import Way, store_rows
+from ...device.quantize import has, max_nan
+from ...device.store import Way, codes_in_byte, row_codes, scales, store_codes, store_rows, store_scales
 from ...formats.fill import fill, is_fast, row_way
 from ...op import Gradient, Op, Out, Sharding, Triton, single, upcast
 from ...runtime.kernel import kernel
@@ -193,6 +194,17 @@ def add_pairs(a, b, c, d):
 
 
 @triton.jit
+def add_and_max(a, b, c, d):
+    return a + c, max_nan(b, d)
+
+
+@triton.constexpr_function
+def one_scale(FORMAT):
+    """Whether a row in this format has one scale, of its largest number."""
+    return FORMAT is not None and has(FORMAT, "row") and not has(FORMAT, "zero")
+
+
+@triton.jit
 def inside_piece(live, col, N, i: tl.constexpr, BLOCK: tl.constexpr, PIECES: tl.constexpr):
     """Which elements of the i-th piece there are, `col` being the columns of the first. Only the last may be short."""
     if i == PIECES - 1:
@@ -317,6 +329,15 @@ def store_normed(y, Y, row, start, live, N, stride_s, FORMAT: tl.constexpr, KEEP
         store_rows(y, Y, row, start, live, N, stride_s, FORMAT, EVICT)
 
 
+@triton.jit
+def store_one_scale(y, amax, Y, row, live, N, stride_s, FORMAT: tl.constexpr, KEEP: tl.constexpr):
+    """Rows y [ROWS, BLOCK], whole, in a format with one scale a row, their largest |y| being known."""
+    s, m = scales(amax, 1.0, FORMAT)
+    store_scales(s, m, Y, row, None, live, False, N, stride_s, FORMAT)
+    c = tl.arange(0, y.shape[1] // codes_in_byte(FORMAT))[None, :]
+    store_codes(row_codes(y, s, m, m, FORMAT), Y, row, c, live, N, FORMAT, "evict_first" if KEEP else "")
+
+
 @kernel(grid=lambda a: (cdiv(a.M, a.ROWS),), tokens=("M", "stride_s"), tune_by=("N",), default=_default)
 def rms_norm_forward(
     X, R, W, RSTD_IN, Y, S, SHARED, ZERO, STATIC, H, RSTD, M, N, stride_xm, stride_xn, stride_rm, stride_rn, stride_s, eps, inv_n,
@@ -328,6 +349,7 @@ def rms_norm_forward(
     launch may start now; it waits by itself for what it needs of this one."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
+    ONE_SCALE: tl.constexpr = one_scale(None if Y is None else FORMAT)
     r = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     row = r[:, None]
     lane = tl.arange(0, BLOCK)
@@ -340,6 +362,12 @@ def rms_norm_forward(
             ws = weight_pieces(W, N, weight_offset, BLOCK, PIECES)
         for_sum = let_go(xs, TIGHT, PIECES)
         total = dot_pieces(for_sum, for_sum, PIECES)
+        if ONE_SCALE:
+            # x * weight, and rstd last: the largest |y| is then the largest |x * weight| times rstd, for rounding keeps an order.
+            # So one exchange between the program's threads gives both, where a maximum of y would have to wait for rstd
+            xw = xs[0].to(tl.float32)
+            if W is not None:
+                xw = xw * (weight_piece(W, N, weight_offset, 0, BLOCK) if TIGHT else ws[0])
     else:
         total = tl.zeros([ROWS, BLOCK], tl.float32)
         for start in range(0, N, BLOCK):
@@ -349,17 +377,24 @@ def rms_norm_forward(
             total += dot_pieces(xs, xs, 1)
         if R is not None:
             tl.debug_barrier()  # other threads of this program read back what was just stored in H
-    square = tl.sum(total, axis=1)
+    if ONE_SCALE:
+        square, top = tl.reduce((total, tl.abs(xw)), 1, add_and_max)
+    else:
+        square = tl.sum(total, axis=1)
     if RSTD_IN is None:
         rstd = tl.rsqrt(square * inv_n + eps)
     else:
         rstd = tl.load(RSTD_IN + r, r < M, 0.0)
+    if ONE_SCALE:
+        top = top * rstd
     if RSTD is not None:
         tl.store(RSTD + r, rstd, r < M)
     rstd = rstd[:, None]
     if Y is not None:
         to = Way(Y, S, SHARED, ZERO, STATIC)
-        if PIECES > 0:
+        if ONE_SCALE:
+            store_one_scale(xw * rstd, top, to, row, live, N, stride_s, FORMAT, KEEP)
+        elif PIECES > 0:
             for i in tl.static_range(PIECES):
                 y = xs[i].to(tl.float32) * rstd
                 if W is not None:
