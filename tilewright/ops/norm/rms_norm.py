@@ -28,6 +28,15 @@ from ...op import Gradient, Op, Out, Sharding, Triton, single, upcast
 from ...runtime.kernel import kernel
 from .rms_norm_hopper import fits_tiles, store_normed_tiles
 from .rms_norm_rows import fits_rows, in_rows
+from .rms_norm_wide import (
+    aligned,
+    backward_shape,
+    fits_wide,
+    forward_shape,
+    launch_backward,
+    launch_forward,
+    programs_for,
+)
 
 
 def reference(
@@ -577,6 +586,15 @@ def launch_rows(
     )  # fmt: skip
 
 
+def launch_wide(x, residual, weight, rstd_in, y, h, rstd, eps, weight_offset) -> None:
+    """`launch_rows`, by the kernel that holds rows in shared memory where that is the faster."""
+    shape = forward_shape(Target.at(x.device), x, weight) if residual is None else None
+    if shape is None:
+        launch_rows(x, residual, weight, rstd_in, y, h, rstd, eps, weight_offset)
+    else:
+        launch_forward(shape, x, weight, rstd_in, y, rstd, eps, weight_offset)
+
+
 def quantised(x, residual, weight, rstd_in, h, rstd, eps, weight_offset, fmt, q) -> None:
     """Fill q. Row-wise codes come from the row launch where a program sees all it needs for their scales; the column-wise
     ones, and per-tensor or 128x128 scales, from a launch over tiles that takes rstd as given and finds x in the L2."""
@@ -610,26 +628,30 @@ def in_tiles(x, residual, weight, rstd_in, h, rstd, eps, weight_offset, fmt, q) 
     )
 
 
-def normalised(x, residual, weight, rstd_in, h, rstd, eps, weight_offset, out_format, out, how) -> Tensor:
-    """The y of any of the three ops, plain or quantised by the function `how`; h and rstd are filled if given."""
+def normalised(
+    x, residual, weight, rstd_in, h, rstd, eps, weight_offset, out_format, out, how, plain=launch_rows
+) -> Tensor:
+    """The y of any of the three ops, by the function `plain`, or quantised by `how`; h and rstd are filled if given."""
     flat = (rows(x), None if residual is None else rows(residual), vector(weight), vector(rstd_in))
     if out_format is None:
         y = out if out is not None else torch.empty_like(x, memory_format=torch.contiguous_format)
         dense = y if y.is_contiguous() else torch.empty_like(x, memory_format=torch.contiguous_format)
-        launch_rows(*flat, dense, h, rstd, eps, weight_offset)
+        plain(*flat, dense, h, rstd, eps, weight_offset)
         return y if dense is y else y.copy_(dense)
     q = out if out is not None else out_format.empty(x.shape, x.dtype, x.device)
     how(*flat, h, rstd, eps, weight_offset, out_format, q)
     return q
 
 
-def forward(x, weight, eps, *, weight_offset, rstd, out_format, out, how=quantised) -> Tensor:
-    return normalised(x, None, weight, rstd, None, None, eps, weight_offset, out_format, out, how)
+def forward(x, weight, eps, *, weight_offset, rstd, out_format, out, how=quantised, plain=launch_rows) -> Tensor:
+    return normalised(x, None, weight, rstd, None, None, eps, weight_offset, out_format, out, how, plain)
 
 
-def forward_rstd(x, weight, eps, *, weight_offset, out_format, how=quantised) -> tuple[Tensor, Tensor]:
+def forward_rstd(
+    x, weight, eps, *, weight_offset, out_format, how=quantised, plain=launch_rows
+) -> tuple[Tensor, Tensor]:
     rstd = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
-    return normalised(x, None, weight, None, None, rstd, eps, weight_offset, out_format, None, how), rstd
+    return normalised(x, None, weight, None, None, rstd, eps, weight_offset, out_format, None, how, plain), rstd
 
 
 def forward_add(x, residual, weight, eps, *, weight_offset, out_format, how=quantised) -> tuple[Tensor, Tensor]:
@@ -637,8 +659,11 @@ def forward_add(x, residual, weight, eps, *, weight_offset, out_format, how=quan
     return normalised(x, residual, weight, None, h, None, eps, weight_offset, out_format, None, how), h
 
 
-def gradients(x, weight, rstd, dy, dh, eps, weight_offset, needs) -> tuple[Tensor | None, Tensor | None]:
-    """(dx, dweight), None where not needed. dweight is summed in fp32, per program and then over programs, without atomics."""
+def gradients(
+    x, weight, rstd, dy, dh, eps, weight_offset, needs, wide: bool = False
+) -> tuple[Tensor | None, Tensor | None]:
+    """(dx, dweight), None where not needed. dweight is summed in fp32, per program and then over programs, without atomics. `wide`:
+    by the kernel that holds rows in shared memory, if it takes them; x is known to lie as it wants."""
     dx = torch.empty_like(x, memory_format=torch.contiguous_format) if "x" in needs or "residual" in needs else None
     dweight = torch.empty_like(weight) if "weight" in needs else None
     x2, dy2 = rows(x), rows(dy)
@@ -649,10 +674,15 @@ def gradients(x, weight, rstd, dy, dh, eps, weight_offset, needs) -> tuple[Tenso
     common = (eps, 1.0 / N if N else math.nan, weight_offset or None)
     weight, rstd = vector(weight), vector(rstd)
     target = Target.at(x.device)
+    shape = backward_shape(target, x2, weight) if wide and aligned(dy2) and (dh2 is None or aligned(dh2)) else None
     PROGRAMS = max(1, min(programs_per_sm(N) * target.sms, cdiv(M, max(1, 2048 // power_of_two(N)))))
     PDL = dweight is not None and target.early_launch and M > 0
+    if shape is not None:
+        PROGRAMS = programs_for(shape, target, M)
     part = torch.empty(PROGRAMS, N, dtype=torch.float32, device=x.device) if dweight is not None else None
-    if power_of_two(N) <= WIDEST:
+    if shape is not None:
+        launch_backward(shape, x2, weight, rstd, dy2, dh2, dx, part, eps, weight_offset, early=PDL)
+    elif power_of_two(N) <= WIDEST:
         rms_norm_backward(
             x2, weight, rstd, dy2, dh2, dx, part, M, N, *strides, *common, PROGRAMS, BLOCK=BLOCK, PIECES=PIECES, PDL=PDL
         )
@@ -667,16 +697,16 @@ def gradients(x, weight, rstd, dy, dh, eps, weight_offset, needs) -> tuple[Tenso
     return dx, dweight
 
 
-def backward(saved: SimpleNamespace, dy: Tensor) -> tuple:
+def backward(saved: SimpleNamespace, dy: Tensor, wide: bool = False) -> tuple:
     return gradients(
-        saved.x, saved.weight, getattr(saved, "rstd", None), dy, None, saved.eps, saved.weight_offset, saved.needs
+        saved.x, saved.weight, getattr(saved, "rstd", None), dy, None, saved.eps, saved.weight_offset, saved.needs, wide
     )
 
 
-def backward_add(saved: SimpleNamespace, dy: Tensor | None, dh: Tensor | None) -> tuple:
+def backward_add(saved: SimpleNamespace, dy: Tensor | None, dh: Tensor | None, wide: bool = False) -> tuple:
     if dy is None:
         return dh, dh, None
-    dx, dweight = gradients(saved.h, saved.weight, None, dy, dh, saved.eps, saved.weight_offset, saved.needs)
+    dx, dweight = gradients(saved.h, saved.weight, None, dy, dh, saved.eps, saved.weight_offset, saved.needs, wide)
     return dx, dx, dweight
 
 
@@ -686,6 +716,7 @@ rms_norm_rstd = Op(
     "rms_norm_rstd", reference_rstd, inputs,
     Triton(partial(forward_rstd, how=in_tiles), backward, fits_tiles, "tiles"),
     Triton(partial(forward_rstd, how=in_rows), backward, fits_rows, "rows"),
+    Triton(partial(forward_rstd, plain=launch_wide), partial(backward, wide=True), fits_wide, "wide"),
     Triton(forward_rstd, backward, single), sibling="rms_norm", where=WHERE,
     results={"y": "x[... hidden]", "rstd": "wide(x)[...]"}, out=Out(contiguous=("y", "rstd")),
     gradient=Gradient(of=("x", "weight"), saves=("x", "weight", "rstd")), sharding=Sharding(),
@@ -693,6 +724,7 @@ rms_norm_rstd = Op(
 add_rms_norm = Op(
     "add_rms_norm", reference_add, inputs_add,
     Triton(partial(forward_add, how=in_tiles), backward_add, fits_tiles, "tiles"),
+    Triton(forward_add, partial(backward_add, wide=True), fits_wide, "wide"),
     Triton(forward_add, backward_add, single),
     where={**WHERE, "residual": "x[... hidden]"}, results=dict.fromkeys(("y", "h"), "x[... hidden]"),
     out=Out(contiguous=("y", "h"), lies_on={"h": ("residual",)}), sharding=Sharding(),
@@ -705,6 +737,7 @@ rms_norm = Op(
     "rms_norm", reference, inputs,
     Triton(partial(forward, how=in_tiles), backward, fits_tiles, "tiles", out=True),
     Triton(partial(forward, how=in_rows), backward, fits_rows, "rows", out=True),
+    Triton(partial(forward, plain=launch_wide), partial(backward, wide=True), fits_wide, "wide", out=True),
     Triton(forward, backward, single, out=True),
     where={**WHERE, "rstd": "float32[...]"}, results={"out": "x[... hidden]"}, gradient=Gradient(of=("x", "weight")),
     sharding=Sharding(),
