@@ -28,10 +28,10 @@ from ...op import Gradient, Op, Out, Sharding, Triton, single, upcast
 from ...runtime.kernel import kernel
 from .rms_norm_hopper import fits_tiles, store_normed_tiles
 from .rms_norm_rows import fits_rows, in_rows
-from .rms_norm_wide import (
+from .rms_norm_shared import (
     aligned,
     backward_shape,
-    fits_wide,
+    fits_shared,
     forward_shape,
     launch_backward,
     launch_forward,
@@ -586,7 +586,7 @@ def launch_rows(
     )  # fmt: skip
 
 
-def launch_wide(x, residual, weight, rstd_in, y, h, rstd, eps, weight_offset) -> None:
+def launch_shared(x, residual, weight, rstd_in, y, h, rstd, eps, weight_offset) -> None:
     """`launch_rows`, by the kernel that holds rows in shared memory where that is the faster."""
     shape = forward_shape(Target.at(x.device), x, weight) if residual is None else None
     if shape is None:
@@ -660,10 +660,10 @@ def forward_add(x, residual, weight, eps, *, weight_offset, out_format, how=quan
 
 
 def gradients(
-    x, weight, rstd, dy, dh, eps, weight_offset, needs, wide: bool = False
+    x, weight, rstd, dy, dh, eps, weight_offset, needs, shared: bool = False
 ) -> tuple[Tensor | None, Tensor | None]:
-    """(dx, dweight), None where not needed. dweight is summed in fp32, per program and then over programs, without atomics. `wide`:
-    by the kernel that holds rows in shared memory, if it takes them; x is known to lie as it wants."""
+    """(dx, dweight), None where not needed. dweight is summed in fp32, per program and then over programs, without atomics.
+    `shared`: by the kernel that holds rows in shared memory if it takes them, x being known to lie as it wants."""
     dx = torch.empty_like(x, memory_format=torch.contiguous_format) if "x" in needs or "residual" in needs else None
     dweight = torch.empty_like(weight) if "weight" in needs else None
     x2, dy2 = rows(x), rows(dy)
@@ -674,7 +674,7 @@ def gradients(
     common = (eps, 1.0 / N if N else math.nan, weight_offset or None)
     weight, rstd = vector(weight), vector(rstd)
     target = Target.at(x.device)
-    shape = backward_shape(target, x2, weight) if wide and aligned(dy2) and (dh2 is None or aligned(dh2)) else None
+    shape = backward_shape(target, x2, weight) if shared and aligned(dy2) and (dh2 is None or aligned(dh2)) else None
     PROGRAMS = max(1, min(programs_per_sm(N) * target.sms, cdiv(M, max(1, 2048 // power_of_two(N)))))
     PDL = dweight is not None and target.early_launch and M > 0
     if shape is not None:
@@ -697,16 +697,24 @@ def gradients(
     return dx, dweight
 
 
-def backward(saved: SimpleNamespace, dy: Tensor, wide: bool = False) -> tuple:
+def backward(saved: SimpleNamespace, dy: Tensor, shared: bool = False) -> tuple:
     return gradients(
-        saved.x, saved.weight, getattr(saved, "rstd", None), dy, None, saved.eps, saved.weight_offset, saved.needs, wide
+        saved.x,
+        saved.weight,
+        getattr(saved, "rstd", None),
+        dy,
+        None,
+        saved.eps,
+        saved.weight_offset,
+        saved.needs,
+        shared,
     )
 
 
-def backward_add(saved: SimpleNamespace, dy: Tensor | None, dh: Tensor | None, wide: bool = False) -> tuple:
+def backward_add(saved: SimpleNamespace, dy: Tensor | None, dh: Tensor | None, shared: bool = False) -> tuple:
     if dy is None:
         return dh, dh, None
-    dx, dweight = gradients(saved.h, saved.weight, None, dy, dh, saved.eps, saved.weight_offset, saved.needs, wide)
+    dx, dweight = gradients(saved.h, saved.weight, None, dy, dh, saved.eps, saved.weight_offset, saved.needs, shared)
     return dx, dx, dweight
 
 
@@ -716,7 +724,7 @@ rms_norm_rstd = Op(
     "rms_norm_rstd", reference_rstd, inputs,
     Triton(partial(forward_rstd, how=in_tiles), backward, fits_tiles, "tiles"),
     Triton(partial(forward_rstd, how=in_rows), backward, fits_rows, "rows"),
-    Triton(partial(forward_rstd, plain=launch_wide), partial(backward, wide=True), fits_wide, "wide"),
+    Triton(partial(forward_rstd, plain=launch_shared), partial(backward, shared=True), fits_shared, "shared"),
     Triton(forward_rstd, backward, single), sibling="rms_norm", where=WHERE,
     results={"y": "x[... hidden]", "rstd": "wide(x)[...]"}, out=Out(contiguous=("y", "rstd")),
     gradient=Gradient(of=("x", "weight"), saves=("x", "weight", "rstd")), sharding=Sharding(),
@@ -724,7 +732,7 @@ rms_norm_rstd = Op(
 add_rms_norm = Op(
     "add_rms_norm", reference_add, inputs_add,
     Triton(partial(forward_add, how=in_tiles), backward_add, fits_tiles, "tiles"),
-    Triton(forward_add, partial(backward_add, wide=True), fits_wide, "wide"),
+    Triton(forward_add, partial(backward_add, shared=True), fits_shared, "shared"),
     Triton(forward_add, backward_add, single),
     where={**WHERE, "residual": "x[... hidden]"}, results=dict.fromkeys(("y", "h"), "x[... hidden]"),
     out=Out(contiguous=("y", "h"), lies_on={"h": ("residual",)}), sharding=Sharding(),
@@ -737,7 +745,7 @@ rms_norm = Op(
     "rms_norm", reference, inputs,
     Triton(partial(forward, how=in_tiles), backward, fits_tiles, "tiles", out=True),
     Triton(partial(forward, how=in_rows), backward, fits_rows, "rows", out=True),
-    Triton(partial(forward, plain=launch_wide), partial(backward, wide=True), fits_wide, "wide", out=True),
+    Triton(partial(forward, plain=launch_shared), partial(backward, shared=True), fits_shared, "shared", out=True),
     Triton(forward, backward, single, out=True),
     where={**WHERE, "rstd": "float32[...]"}, results={"out": "x[... hidden]"}, gradient=Gradient(of=("x", "weight")),
     sharding=Sharding(),

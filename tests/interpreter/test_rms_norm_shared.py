@@ -9,7 +9,7 @@ from torch import Tensor
 from tests.gluon_machine import play
 from tilewright.core.target import TARGETS, pretend
 from tilewright.ops.norm import rms_norm as norm
-from tilewright.ops.norm import rms_norm_wide as wide
+from tilewright.ops.norm import rms_norm_shared as shared
 from tilewright.runtime.kernel import collect
 
 HOPPER = TARGETS["sm_90"]
@@ -41,15 +41,15 @@ def close(found: Tensor, wanted: Tensor) -> None:
 @pytest.mark.parametrize("rows", [1, 4, 11])  # of some programs none, of some fewer than slots
 @pytest.mark.parametrize("columns, block, pieces", SHAPES)
 def test_forward(columns, block, pieces, rows, slots, monkeypatch):
-    monkeypatch.setattr(wide, "programs_for", lambda *_: 3)
+    monkeypatch.setattr(shared, "programs_for", lambda *_: 3)
     x, w = drawn(rows, columns), drawn(columns)
     for weight, offset, given in ((w, 0.0, False), (w.float(), 1.0, False), (None, 0.0, True)):
         want, rstd = norm.normalise(x, weight, 1e-6, offset, None, None)
         y, made = torch.full_like(x, torch.nan), torch.full((rows,), torch.nan)
-        shape = wide.Shape(block, pieces, slots, 1)
+        shape = shared.Shape(block, pieces, slots, 1)
         played(
             slots,
-            wide.launch_forward,
+            shared.launch_forward,
             shape,
             x,
             weight,
@@ -67,7 +67,7 @@ def test_forward(columns, block, pieces, rows, slots, monkeypatch):
 @pytest.mark.parametrize("rows", [1, 4, 11])
 @pytest.mark.parametrize("columns, block, pieces", SHAPES)
 def test_backward(columns, block, pieces, rows, slots, monkeypatch):
-    monkeypatch.setattr(wide, "programs_for", lambda *_: 3)
+    monkeypatch.setattr(shared, "programs_for", lambda *_: 3)
     x, dy, dh, w = drawn(rows, columns), drawn(rows, columns) + 1, drawn(rows, columns) * 2, drawn(columns)
     for weight, offset, residual, given in (
         (w, 0.0, None, False),
@@ -80,7 +80,7 @@ def test_backward(columns, block, pieces, rows, slots, monkeypatch):
         dx = torch.full_like(x, torch.nan)
         part = None if weight is None else torch.full((3, columns), torch.nan)
         played(
-            slots, wide.launch_backward, wide.Shape(block, pieces, slots, 1), x, weight, rstd.float() if given else None, dy,
+            slots, shared.launch_backward, shared.Shape(block, pieces, slots, 1), x, weight, rstd.float() if given else None, dy,
             residual, dx, part, 1e-6, offset, early=False,
         )  # fmt: skip
         close(dx, wanted[0] + (0 if residual is None else residual.double()))
@@ -95,16 +95,16 @@ def test_what_is_taken_has_room(columns, weight):
     x = torch.empty(64, columns, dtype=LOW, device="meta")
     w = None if weight is None else torch.empty(columns, dtype=weight, device="meta")
     size = 0 if weight is None else w.element_size()
-    for find, rows in ((wide.forward_shape, 1), (wide.backward_shape, 2)):
+    for find, rows in ((shared.forward_shape, 1), (shared.backward_shape, 2)):
         shape = find(HOPPER, x, w)
         if shape is not None:
             columns_held = shape.BLOCK * shape.PIECES
-            assert columns_held - shape.BLOCK < columns <= columns_held and shape.PIECES <= wide.MOST_PIECES
-            taken = columns_held * (2 * rows * shape.SLOTS + size) + wide.RESERVED
+            assert columns_held - shape.BLOCK < columns <= columns_held and shape.PIECES <= shared.MOST_PIECES
+            taken = columns_held * (2 * rows * shape.SLOTS + size) + shared.RESERVED
             assert taken * shape.programs <= HOPPER.shared_memory
 
 
 def test_other_widths_are_left_to_the_others():
     for columns in (4096, 8192, 8200, 20001, 65536):
         x = torch.empty(64, columns, dtype=LOW, device="meta")
-        assert wide.backward_shape(HOPPER, x, None) is None and wide.forward_shape(HOPPER, x, None) is None
+        assert shared.backward_shape(HOPPER, x, None) is None and shared.forward_shape(HOPPER, x, None) is None

@@ -143,7 +143,7 @@ def add_pairs(a, b, c, d):
     grid=lambda a: (a.PROGRAMS,), jit=gluon.jit, tokens=("M", "PROGRAMS"),
     default=lambda a: {"num_warps": a.BLOCK // (32 * PER_THREAD)},
 )  # fmt: skip
-def rms_norm_wide(
+def rms_norm_shared(
     X, W, RSTD_IN, Y, RSTD, M, N, stride_xm, eps, inv_n, weight_offset, PROGRAMS,
     BLOCK: gl.constexpr, PIECES: gl.constexpr, SLOTS: gl.constexpr,
 ):  # fmt: skip
@@ -261,7 +261,7 @@ def aligned(t: Tensor) -> bool:
 
 
 def forward_shape(target: Target, x: Tensor, weight: Tensor | None) -> Shape | None:
-    """How `rms_norm_wide` takes x [M, N]; None if it does not."""
+    """How `rms_norm_shared` takes x [M, N]; None if it does not."""
     return shape_of(FORWARD, target, x.shape[1], x.element_size(), 0 if weight is None else weight.element_size())
 
 
@@ -277,7 +277,7 @@ def programs_for(shape: Shape, target: Target, M: int) -> int:
 
 def launch_forward(shape: Shape, x, weight, rstd_in, y, rstd, eps, weight_offset) -> None:
     M, N = x.shape
-    rms_norm_wide(
+    rms_norm_shared(
         x, weight, rstd_in, y, rstd, M, N, x.stride(0), eps, 1.0 / N, weight_offset or None,
         programs_for(shape, Target.at(x.device), M), BLOCK=shape.BLOCK, PIECES=shape.PIECES, SLOTS=shape.SLOTS,
     )  # fmt: skip
@@ -293,7 +293,7 @@ def launch_backward(shape: Shape, x, weight, rstd, dy, dh, dx, part, eps, weight
     )  # fmt: skip
 
 
-def fits_wide(target: Target, a: SimpleNamespace) -> bool:
+def fits_shared(target: Target, a: SimpleNamespace) -> bool:
     """Whether a kernel above takes this call or its backward, which has h and no x where a residual was added."""
     x, out = a.h if a.x is None else a.x, getattr(a, "out", None)
     return (
