@@ -210,7 +210,7 @@ def add_and_max(a, b, c, d):
 @triton.constexpr_function
 def one_scale(FORMAT):
     """Whether a row in this format has one scale, of its largest number."""
-    return FORMAT is not None and has(FORMAT, "row") and not has(FORMAT, "zero")
+    return FORMAT is not None and has(FORMAT, "row")
 
 
 @triton.jit
@@ -676,7 +676,7 @@ def gradients(
     target = Target.at(x.device)
     shape = backward_shape(target, x2, weight) if shared and aligned(dy2) and (dh2 is None or aligned(dh2)) else None
     PROGRAMS = max(1, min(programs_per_sm(N) * target.sms, cdiv(M, max(1, 2048 // power_of_two(N)))))
-    PDL = dweight is not None and target.early_launch and M > 0
+    PDL = dweight is not None and target.early_launch
     if shape is not None:
         PROGRAMS = programs_for(shape, target, M)
     part = torch.empty(PROGRAMS, N, dtype=torch.float32, device=x.device) if dweight is not None else None
