@@ -10,7 +10,8 @@ error (`Wrong`) if
 - shared memory is written while products that read it are under way, or while a copy into it is;
 - a product reads what threads wrote and did not show it by a fence and a barrier of all who wait for it;
 - a sum is used before it is waited for;
-- a stage's bytes are not those that its barrier was told to expect.
+- a stage's bytes are not those that its barrier was told to expect;
+- what has not arrived is read.
 
 Layouts are not modelled, but for how boxes lie in memory: in columns of 64.
 """
@@ -155,6 +156,8 @@ class Shared:
         self.part.copy_(x.reshape(self.part.shape))
 
     def load(self, _: Any) -> Value:
+        if self.box.copying:
+            raise Wrong("what has not arrived is read")
         return value(self.read().reshape(self.shape).clone())
 
     def store(self, x: Value) -> None:
@@ -258,6 +261,8 @@ class Machine:
         self.random, self.program = random.Random(seed), program
         self.under_way: dict[str, list[Product]] = {}
         self.copies: list[Callable[[], None]] = []
+        self.groups: list[list[Callable[[], None]]] = []  # copies by threads, as they were committed
+        self.uncommitted: list[Callable[[], None]] = []
         self.allocated: list[Shared] = []
         self.can_go: dict[str, Callable[[], bool]] = {}
         self.meeting: set[str] = set()
@@ -393,6 +398,35 @@ def copy_in(descriptor: Descriptor, at: list, barrier: Barrier, into: Shared) ->
     machine().step()
 
 
+def copy_ahead(into: Shared, pointer: Pointer, mask: Any) -> None:
+    """A copy by the program's threads, which arrives when it is drawn, or is waited for with its group."""
+    box = into.box
+    if box.copying:
+        raise Wrong("a copy is begun into what is copied into")
+    box.copying = True
+
+    def arrives() -> None:
+        if box.copying:
+            into.part.copy_(load(pointer, mask, float("nan")).as_subclass(Tensor).reshape(into.part.shape))
+            box.copying = False
+
+    machine().uncommitted.append(arrives)
+    if machine().random.random() < 0.5:
+        arrives()
+
+
+def commit_group() -> None:
+    machine().groups.append(machine().uncommitted)
+    machine().uncommitted = []
+
+
+def wait_group(left: int) -> None:
+    groups = machine().groups
+    while len(groups) > left:
+        for arrives in groups.pop(0):
+            arrives()
+
+
 def fence() -> None:
     for memory in machine().allocated:
         for box in memory.boxes:
@@ -443,6 +477,14 @@ def reduced(function: Callable[[Tensor, int], Tensor]) -> Callable[[Tensor, int]
     return lambda x, axis: value(function(x.as_subclass(Tensor), axis))
 
 
+def folded(parts: tuple, axis: int, combine: Callable) -> tuple:
+    """`reduce` of several [n], n a power of two."""
+    while parts[0].shape[axis] > 1:
+        halves = [part.chunk(2, axis) for part in parts]
+        parts = combine(*(half[0] for half in halves), *(half[1] for half in halves))
+    return tuple(value(part.squeeze(axis)) for part in parts)
+
+
 LANGUAGE = SimpleNamespace(
     **{name: getattr(torch, name) for name in ("float32", "float16", "bfloat16", "int64", "int32")},
     program_id=lambda _: value(machine().program),
@@ -458,6 +500,8 @@ LANGUAGE = SimpleNamespace(
     maximum=lambda a, b: value(torch.maximum(value(a), value(b))),
     max=reduced(torch.amax),
     sum=reduced(torch.sum),
+    reduce=folded,
+    rsqrt=lambda x: value(torch.rsqrt(x)),
     exp2=lambda x: value(torch.exp2(x)),
     log=lambda x: value(torch.log(x)),
     abs=lambda x: value(torch.abs(x)),
@@ -476,7 +520,11 @@ INSTEAD = {
     "gl": LANGUAGE,
     "tl": LANGUAGE,
     "mbarrier": SimpleNamespace(init=init, arrive=arrive, expect=expect, wait=wait, MBarrierLayout=Anything()),
+    "range": lambda *ends: map(value, range(*map(int, ends))),
     "async_load": copy_in,
+    "copy_ahead": copy_ahead,
+    "commit_group": commit_group,
+    "wait_group": wait_group,
     "fence_async_shared": fence,
     "reinterpret": Shared.reinterpreted,
     "warpgroup_mma": issue,
@@ -531,3 +579,5 @@ def play(wanted: Any, seed: int, body: Callable | None = None) -> None:
     for program in range(programs):
         _here.machine = Machine(1000 * seed + program, program)
         body(*map(argument, wanted.ordered))
+        if _here.machine.uncommitted or any(_here.machine.groups):
+            raise Wrong("copies are under way when the program ends")

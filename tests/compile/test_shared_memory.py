@@ -10,13 +10,14 @@ import torch
 import tilewright as tw
 from tests.compile import table
 from tests.compile.test_kernels import TABLE
-from tilewright.check.variants import Call, drawn, launches, variant
+from tilewright.check.variants import Call, drawn, launches, passes, variant
 from tilewright.core.target import TARGETS
-from tilewright.ops.norm import gated_group_norm, rms_norm
+from tilewright.ops.norm import gated_group_norm, rms_norm, rms_norm_shared
 from tilewright.runtime.kernel import Arguments, Wanted
 from tilewright.toolchain.aot import Compiled
 
 ROOM = TARGETS["sm_90"].shared_memory
+PORTABLE = replace(TARGETS["sm_90"], gluon=False)
 LOW, WIDE = torch.bfloat16, torch.float32
 
 
@@ -25,7 +26,7 @@ def backward_of(name: str, dtype: torch.dtype, hidden: int, weight: torch.dtype 
     op = tw.catalogue()[name]
     values = drawn(op, {"tokens": 512, "batch": 2, "length": 256, "hidden": hidden}, dtype=dtype, full=True)
     values["weight"] = None if weight is None else values["weight"].to(weight)
-    made = launches(op, Call(values, frozenset(wanted) if wanted else None))
+    _, made = passes(op, Call(values, frozenset(wanted) if wanted else None), PORTABLE)
     return next(one for one in made if one.kernel.name.endswith("norm_backward"))
 
 
@@ -67,6 +68,22 @@ def test_without_stages_rms_norm_takes_little(name, dtype, hidden):
     piece = 4 * Arguments(zip(wanted.kernel.names, wanted.ordered)).BLOCK
     assert variant(wanted).constants["STAGES"] == 1
     assert compiled(wanted, 1).shared <= piece < min(t.shared_memory for t in TARGETS.values())
+
+
+@pytest.mark.parametrize("hidden, weight", [(12288, LOW), (16384, WIDE), (20000, None), (32768, LOW), (36864, LOW)])
+def test_rows_in_shared_memory_take_what_is_reckoned_with(hidden, weight):
+    """Slots of rows and the weight to the byte, and of what is reserved no more than half, which the chip may want itself."""
+    op = tw.catalogue()["rms_norm"]
+    values = drawn(op, {"tokens": 512, "hidden": hidden}, full=True)
+    values["weight"] = None if weight is None else values["weight"].to(weight)
+    found = [one for one in launches(op, Call(values)) if one.kernel.name.endswith("shared")]
+    assert found
+    for wanted in found:
+        a = Arguments(zip(wanted.kernel.names, wanted.ordered))
+        rows = a.SLOTS * (2 if wanted.kernel.name == "rms_norm_backward_shared" else 1)
+        reckoned = a.BLOCK * a.PIECES * (2 * rows + (0 if weight is None else weight.itemsize))
+        made = variant(wanted).compile()
+        assert reckoned <= made.shared <= reckoned + rms_norm_shared.RESERVED // 2 and made.shared_is_there
 
 
 @pytest.mark.parametrize("dtype, hidden", [(LOW, 8192), (WIDE, 8192), (LOW, 5120)])

@@ -15,6 +15,7 @@ pytestmark = pytest.mark.gpu
 BOTH, ROW, BYTES = tw.fp8("1x128", ways="both"), tw.fp8("1x128", ways="row"), tw.int8("row")
 TILES = [(16, 34048), (34000, 128), (2064, 2048), (4096, 7168), (8192, 2048), (16384, 4096)]
 ROWS = [(1, 7168), (5, 3072), (777, 5120), (400, 6144), (4096, 7168)]
+SHARED = [(1, 32768), (2048, 32768), (777, 20000), (300, 16384), (5, 12288), (133, 36864)]
 
 
 def draw(M: int, N: int, poisoned: bool) -> tuple[Tensor, Tensor]:
@@ -116,6 +117,47 @@ def test_rows_in_int8(M, N, weight, offset, poisoned):
     torch.testing.assert_close(rstd, expected, rtol=5e-7, atol=0.0, equal_nan=True)
     same(found, wanted, 0.0)
     same(again, wanted, 0.0)
+
+
+@pytest.mark.parametrize("poisoned", [False, True])
+@pytest.mark.parametrize("weight, offset", [(True, 0.0), (True, 1.0), (False, 0.0)])
+@pytest.mark.parametrize("M, N", SHARED)
+def test_rows_in_shared_memory(M, N, weight, offset, poisoned):
+    """All bits of y, given the rstd that was found; with it given, too. A NaN stays in its row."""
+    x, w = draw(M, N, poisoned)
+    w = w if weight else None
+    with tw.force("shared"):
+        found, rstd = tw.rms_norm_rstd(x, w, weight_offset=offset)
+        again = tw.rms_norm(x, w, weight_offset=offset, rstd=rstd)
+    _, expected = sibling("rms_norm_rstd", x, w, weight_offset=offset)
+    wanted = sibling("rms_norm", x, w, weight_offset=offset, rstd=rstd)
+    torch.testing.assert_close(rstd, expected, rtol=5e-7, atol=0.0, equal_nan=True)
+    for y in (found, again):
+        assert torch.equal(y.view(torch.int16), wanted.view(torch.int16))
+
+
+@pytest.mark.parametrize("weight, offset", [(True, 0.0), (True, 1.0), (False, 0.0)])
+@pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.parametrize("M, N", SHARED)
+def test_gradients_of_rows_in_shared_memory(M, N, residual, weight, offset):
+    """Near those in float64, and the same bits every time."""
+    x, w = draw(M, N, False)
+    dy, other = torch.randn_like(x), torch.randn_like(x)
+    made = []
+    for wide in (False, False, True):
+        leaves = [t.double() if wide else t.clone() for t in ((x, other) if residual else (x,))]
+        leaves += [w.double() if wide else w.clone()] if weight else []
+        for leaf in leaves:
+            leaf.requires_grad_()
+        name, arguments = ("add_rms_norm", leaves[:2]) if residual else ("rms_norm", leaves[:1])
+        with tw.force("reference" if wide else "shared"):
+            results = getattr(tw, name)(*arguments, leaves[-1] if weight else None, weight_offset=offset)
+        results = results if residual else (results,)
+        made.append(torch.autograd.grad(results, leaves, [dy.to(y.dtype) for y in results]))
+    for first, second, wanted in zip(*made):
+        assert torch.equal(first, second)
+        near = 2**-7 * wanted.abs() + 2e-2 * wanted.square().mean().sqrt()
+        assert bool(((first.double() - wanted).abs() <= near).all())
 
 
 @pytest.mark.parametrize("name, N, fmt", [("tiles", 2048, BOTH), ("rows", 7168, ROW), ("rows", 4096, BYTES)])

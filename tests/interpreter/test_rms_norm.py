@@ -121,6 +121,19 @@ def test_codes_of_pieces_are_those_of_the_row(fmt, columns, monkeypatch):
             assert torch.equal(found.view(torch.uint8), wanted.view(torch.uint8)), what
 
 
+@pytest.mark.parametrize("fmt", [tw.int8("row"), tw.int4("row"), tw.fp8("row")], ids=str)
+@pytest.mark.parametrize("columns", [40, 1290, 2560])
+def test_one_scale_a_row_is_that_of_the_row_s_largest_number(fmt, columns):
+    """All bits are those of y quantised afterwards: of x * weight, times rstd, for the maximum is found before rstd is."""
+    x, _, _, weight = operands(columns)
+    rstd = torch.rsqrt(x.float().square().mean(-1))
+    with tw.force("triton"):
+        found = tw.rms_norm(x, weight, rstd=rstd, out_format=fmt)
+    wanted = fmt.quantize(x.float() * weight.float() * rstd[:, None])
+    for what, a, b in zip(fmt.tensor_names, found.tensors(), wanted.tensors()):
+        assert torch.equal(a.view(torch.uint8), b.view(torch.uint8)), what
+
+
 @pytest.mark.parametrize("columns", WIDTHS)
 def test_the_new_residual_may_lie_on_the_old(columns):
     x, residual, _, weight = operands(columns)

@@ -29,6 +29,8 @@ CALLED = {
     "async_load": (4, "pred _semantic"),
     "async_store": (3, "_semantic"),
     "barrier": (0, "_semantic"),
+    "commit_group": (0, "_semantic"),
+    "copy_ahead": (3, "_semantic"),
     "fence_async_shared": (0, "_semantic"),
     "mbarrier.arrive": (1, "count pred _semantic"),
     "mbarrier.expect": (2, "pred _semantic"),
@@ -37,6 +39,7 @@ CALLED = {
     "mma_v2": (3, "_semantic"),
     "reinterpret": (4, "_semantic"),
     "tma.store_wait": (1, "_semantic"),
+    "wait_group": (1, "_semantic"),
     "warpgroup_mma": (3, "use_acc is_async _semantic"),
     "warpgroup_mma_init": (1, "_semantic"),
     "warpgroup_mma_wait": (1, "deps _semantic"),
@@ -82,7 +85,7 @@ def gluon_of(load: Callable[[str], Any]) -> Gluon:
         gl = load(f"{GLUON}.language")
         hopper = load(f"{GLUON}.language.nvidia.hopper")
         memory = load(f"{GLUON}.language._core").shared_memory_descriptor
-        tma = hopper.tma
+        tma, threads = hopper.tma, load(f"{GLUON}.language.nvidia.ampere").async_copy
         names = {
             "gl": gl,
             "gluon": load(GLUON),
@@ -92,6 +95,9 @@ def gluon_of(load: Callable[[str], Any]) -> Gluon:
             "async_load": either(tma, "async_load", "async_copy_global_to_shared"),
             "async_store": either(tma, "async_store", "async_copy_shared_to_global"),
             "barrier": either(gl, "barrier", "thread_barrier"),
+            # By threads, not in bulk: `async_load` of another module
+            "copy_ahead": either(threads, "async_load", "async_copy_global_to_shared"),
+            **{name: getattr(threads, name) for name in ("commit_group", "wait_group")},
             "reinterpret": either(memory, "reinterpret", "_reinterpret"),
             **{name: getattr(hopper, name) for name in ("fence_async_shared", "mbarrier", "mma_v2", "tma")},
             **{name: getattr(hopper, name) for name in WARPGROUP},

@@ -21,12 +21,22 @@ from ...core.format import Format, store
 from ...core.signature import at_least
 from ...core.target import Target
 from ...core.tensor import cdiv, power_of_two, rows, vector
-from ...device.store import Way, store_rows
+from ...device.quantize import has, max_nan
+from ...device.store import Way, codes_in_byte, row_codes, scales, store_codes, store_rows, store_scales
 from ...formats.fill import fill, is_fast, row_way
 from ...op import Gradient, Op, Out, Sharding, Triton, single, upcast
 from ...runtime.kernel import kernel
 from .rms_norm_hopper import fits_tiles, store_normed_tiles
 from .rms_norm_rows import fits_rows, in_rows
+from .rms_norm_shared import (
+    aligned,
+    backward_shape,
+    fits_shared,
+    forward_shape,
+    launch_backward,
+    launch_forward,
+    programs_for,
+)
 
 
 def reference(
@@ -193,6 +203,17 @@ def add_pairs(a, b, c, d):
 
 
 @triton.jit
+def add_and_max(a, b, c, d):
+    return a + c, max_nan(b, d)
+
+
+@triton.constexpr_function
+def one_scale(FORMAT):
+    """Whether a row in this format has one scale, of its largest number."""
+    return FORMAT is not None and has(FORMAT, "row")
+
+
+@triton.jit
 def inside_piece(live, col, N, i: tl.constexpr, BLOCK: tl.constexpr, PIECES: tl.constexpr):
     """Which elements of the i-th piece there are, `col` being the columns of the first. Only the last may be short."""
     if i == PIECES - 1:
@@ -317,6 +338,15 @@ def store_normed(y, Y, row, start, live, N, stride_s, FORMAT: tl.constexpr, KEEP
         store_rows(y, Y, row, start, live, N, stride_s, FORMAT, EVICT)
 
 
+@triton.jit
+def store_one_scale(y, amax, Y, row, live, N, stride_s, FORMAT: tl.constexpr, KEEP: tl.constexpr):
+    """Rows y [ROWS, BLOCK], whole, in a format with one scale a row, their largest |y| being known."""
+    s, m = scales(amax, 1.0, FORMAT)
+    store_scales(s, m, Y, row, None, live, False, N, stride_s, FORMAT)
+    c = tl.arange(0, y.shape[1] // codes_in_byte(FORMAT))[None, :]
+    store_codes(row_codes(y, s, m, m, FORMAT), Y, row, c, live, N, FORMAT, "evict_first" if KEEP else "")
+
+
 @kernel(grid=lambda a: (cdiv(a.M, a.ROWS),), tokens=("M", "stride_s"), tune_by=("N",), default=_default)
 def rms_norm_forward(
     X, R, W, RSTD_IN, Y, S, SHARED, ZERO, STATIC, H, RSTD, M, N, stride_xm, stride_xn, stride_rm, stride_rn, stride_s, eps, inv_n,
@@ -328,6 +358,7 @@ def rms_norm_forward(
     launch may start now; it waits by itself for what it needs of this one."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
+    ONE_SCALE: tl.constexpr = one_scale(None if Y is None else FORMAT)
     r = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     row = r[:, None]
     lane = tl.arange(0, BLOCK)
@@ -340,6 +371,12 @@ def rms_norm_forward(
             ws = weight_pieces(W, N, weight_offset, BLOCK, PIECES)
         for_sum = let_go(xs, TIGHT, PIECES)
         total = dot_pieces(for_sum, for_sum, PIECES)
+        if ONE_SCALE:
+            # x * weight, and rstd last: the largest |y| is then the largest |x * weight| times rstd, for rounding keeps an order.
+            # So one exchange between the program's threads gives both, where a maximum of y would have to wait for rstd
+            xw = xs[0].to(tl.float32)
+            if W is not None:
+                xw = xw * (weight_piece(W, N, weight_offset, 0, BLOCK) if TIGHT else ws[0])
     else:
         total = tl.zeros([ROWS, BLOCK], tl.float32)
         for start in range(0, N, BLOCK):
@@ -349,17 +386,24 @@ def rms_norm_forward(
             total += dot_pieces(xs, xs, 1)
         if R is not None:
             tl.debug_barrier()  # other threads of this program read back what was just stored in H
-    square = tl.sum(total, axis=1)
+    if ONE_SCALE:
+        square, top = tl.reduce((total, tl.abs(xw)), 1, add_and_max)
+    else:
+        square = tl.sum(total, axis=1)
     if RSTD_IN is None:
         rstd = tl.rsqrt(square * inv_n + eps)
     else:
         rstd = tl.load(RSTD_IN + r, r < M, 0.0)
+    if ONE_SCALE:
+        top = top * rstd
     if RSTD is not None:
         tl.store(RSTD + r, rstd, r < M)
     rstd = rstd[:, None]
     if Y is not None:
         to = Way(Y, S, SHARED, ZERO, STATIC)
-        if PIECES > 0:
+        if ONE_SCALE:
+            store_one_scale(xw * rstd, top, to, row, live, N, stride_s, FORMAT, KEEP)
+        elif PIECES > 0:
             for i in tl.static_range(PIECES):
                 y = xs[i].to(tl.float32) * rstd
                 if W is not None:
@@ -386,10 +430,13 @@ def rms_norm_forward(
 )
 def rms_norm_backward(
     X, W, RSTD, DY, DH, DX, DW, M, N, stride_xm, stride_xn, stride_ym, stride_yn, stride_hm, stride_hn, stride_dm, eps,
-    inv_n, weight_offset, PROGRAMS, BLOCK: tl.constexpr, PIECES: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
-    TIGHT: tl.constexpr, RELOAD: tl.constexpr,
+    inv_n, weight_offset, PROGRAMS, BLOCK: tl.constexpr, PIECES: tl.constexpr, PDL: tl.constexpr, ROWS: tl.constexpr,
+    STAGES: tl.constexpr, TIGHT: tl.constexpr, RELOAD: tl.constexpr,
 ):  # fmt: skip
-    """Each program takes every PROGRAMS-th block of rows, as pieces, and keeps its share of dweight, DW[program], in registers."""
+    """Each program takes every PROGRAMS-th block of rows, as pieces, and keeps its share of dweight, DW[program], in registers.
+    PDL: the launch that sums the shares may begin, and waits by itself."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
     lane = tl.arange(0, BLOCK)
     col = lane[None, :]
     if not RELOAD:
@@ -468,9 +515,11 @@ def rms_norm_row_sums(X, W, RSTD_IN, DY, RSTD, MEAN, M, N, stride_xm, stride_xn,
 )
 def rms_norm_backward_wide(
     X, W, RSTD, MEAN, DY, DH, DX, DW, M, N, stride_xm, stride_xn, stride_ym, stride_yn, stride_hm, stride_hn, stride_dm,
-    weight_offset, BANDS, BLOCK: tl.constexpr,
+    weight_offset, BANDS, PDL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A band of rows by a block of columns, given the rows' sums."""
+    """A band of rows by a block of columns, given the rows' sums. PDL: as in `rms_norm_backward`."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = col < N
     dw = tl.zeros([BLOCK], tl.float32)
@@ -537,6 +586,15 @@ def launch_rows(
     )  # fmt: skip
 
 
+def launch_shared(x, residual, weight, rstd_in, y, h, rstd, eps, weight_offset) -> None:
+    """`launch_rows`, by the kernel that holds rows in shared memory where that is the faster."""
+    shape = forward_shape(Target.at(x.device), x, weight) if residual is None else None
+    if shape is None:
+        launch_rows(x, residual, weight, rstd_in, y, h, rstd, eps, weight_offset)
+    else:
+        launch_forward(shape, x, weight, rstd_in, y, rstd, eps, weight_offset)
+
+
 def quantised(x, residual, weight, rstd_in, h, rstd, eps, weight_offset, fmt, q) -> None:
     """Fill q. Row-wise codes come from the row launch where a program sees all it needs for their scales; the column-wise
     ones, and per-tensor or 128x128 scales, from a launch over tiles that takes rstd as given and finds x in the L2."""
@@ -570,26 +628,30 @@ def in_tiles(x, residual, weight, rstd_in, h, rstd, eps, weight_offset, fmt, q) 
     )
 
 
-def normalised(x, residual, weight, rstd_in, h, rstd, eps, weight_offset, out_format, out, how) -> Tensor:
-    """The y of any of the three ops, plain or quantised by the function `how`; h and rstd are filled if given."""
+def normalised(
+    x, residual, weight, rstd_in, h, rstd, eps, weight_offset, out_format, out, how, plain=launch_rows
+) -> Tensor:
+    """The y of any of the three ops, by the function `plain`, or quantised by `how`; h and rstd are filled if given."""
     flat = (rows(x), None if residual is None else rows(residual), vector(weight), vector(rstd_in))
     if out_format is None:
         y = out if out is not None else torch.empty_like(x, memory_format=torch.contiguous_format)
         dense = y if y.is_contiguous() else torch.empty_like(x, memory_format=torch.contiguous_format)
-        launch_rows(*flat, dense, h, rstd, eps, weight_offset)
+        plain(*flat, dense, h, rstd, eps, weight_offset)
         return y if dense is y else y.copy_(dense)
     q = out if out is not None else out_format.empty(x.shape, x.dtype, x.device)
     how(*flat, h, rstd, eps, weight_offset, out_format, q)
     return q
 
 
-def forward(x, weight, eps, *, weight_offset, rstd, out_format, out, how=quantised) -> Tensor:
-    return normalised(x, None, weight, rstd, None, None, eps, weight_offset, out_format, out, how)
+def forward(x, weight, eps, *, weight_offset, rstd, out_format, out, how=quantised, plain=launch_rows) -> Tensor:
+    return normalised(x, None, weight, rstd, None, None, eps, weight_offset, out_format, out, how, plain)
 
 
-def forward_rstd(x, weight, eps, *, weight_offset, out_format, how=quantised) -> tuple[Tensor, Tensor]:
+def forward_rstd(
+    x, weight, eps, *, weight_offset, out_format, how=quantised, plain=launch_rows
+) -> tuple[Tensor, Tensor]:
     rstd = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
-    return normalised(x, None, weight, None, None, rstd, eps, weight_offset, out_format, None, how), rstd
+    return normalised(x, None, weight, None, None, rstd, eps, weight_offset, out_format, None, how, plain), rstd
 
 
 def forward_add(x, residual, weight, eps, *, weight_offset, out_format, how=quantised) -> tuple[Tensor, Tensor]:
@@ -597,8 +659,11 @@ def forward_add(x, residual, weight, eps, *, weight_offset, out_format, how=quan
     return normalised(x, residual, weight, None, h, None, eps, weight_offset, out_format, None, how), h
 
 
-def gradients(x, weight, rstd, dy, dh, eps, weight_offset, needs) -> tuple[Tensor | None, Tensor | None]:
-    """(dx, dweight), None where not needed. dweight is summed in fp32, per program and then over programs, without atomics."""
+def gradients(
+    x, weight, rstd, dy, dh, eps, weight_offset, needs, shared: bool = False
+) -> tuple[Tensor | None, Tensor | None]:
+    """(dx, dweight), None where not needed. dweight is summed in fp32, per program and then over programs, without atomics.
+    `shared`: by the kernel that holds rows in shared memory if it takes them, x being known to lie as it wants."""
     dx = torch.empty_like(x, memory_format=torch.contiguous_format) if "x" in needs or "residual" in needs else None
     dweight = torch.empty_like(weight) if "weight" in needs else None
     x2, dy2 = rows(x), rows(dy)
@@ -608,31 +673,48 @@ def gradients(x, weight, rstd, dy, dh, eps, weight_offset, needs) -> tuple[Tenso
     strides = (*x2.stride(), *dy2.stride(), *(dh2.stride() if dh2 is not None else (0, 0)), N)
     common = (eps, 1.0 / N if N else math.nan, weight_offset or None)
     weight, rstd = vector(weight), vector(rstd)
-    PROGRAMS = max(1, min(programs_per_sm(N) * Target.at(x.device).sms, cdiv(M, max(1, 2048 // power_of_two(N)))))
+    target = Target.at(x.device)
+    shape = backward_shape(target, x2, weight) if shared and aligned(dy2) and (dh2 is None or aligned(dh2)) else None
+    PROGRAMS = max(1, min(programs_per_sm(N) * target.sms, cdiv(M, max(1, 2048 // power_of_two(N)))))
+    PDL = dweight is not None and target.early_launch
+    if shape is not None:
+        PROGRAMS = programs_for(shape, target, M)
     part = torch.empty(PROGRAMS, N, dtype=torch.float32, device=x.device) if dweight is not None else None
-    if power_of_two(N) <= WIDEST:
+    if shape is not None:
+        launch_backward(shape, x2, weight, rstd, dy2, dh2, dx, part, eps, weight_offset, early=PDL)
+    elif power_of_two(N) <= WIDEST:
         rms_norm_backward(
-            x2, weight, rstd, dy2, dh2, dx, part, M, N, *strides, *common, PROGRAMS, BLOCK=BLOCK, PIECES=PIECES
+            x2, weight, rstd, dy2, dh2, dx, part, M, N, *strides, *common, PROGRAMS, BLOCK=BLOCK, PIECES=PIECES, PDL=PDL
         )
     else:
         sums = [torch.empty(M, dtype=torch.float32, device=x.device) for _ in range(2)]  # each aligned, whatever M is
         rms_norm_row_sums(x2, weight, rstd, dy2, *sums, M, N, *strides[:4], *common)
-        rms_norm_backward_wide(x2, weight, *sums, dy2, dh2, dx, part, M, N, *strides, weight_offset or None, PROGRAMS)
+        rms_norm_backward_wide(
+            x2, weight, *sums, dy2, dh2, dx, part, M, N, *strides, weight_offset or None, PROGRAMS, PDL=PDL
+        )
     if dweight is not None:
-        sum_columns(part, dweight, PROGRAMS, N)
+        sum_columns(part, dweight, PROGRAMS, N, PDL=PDL)
     return dx, dweight
 
 
-def backward(saved: SimpleNamespace, dy: Tensor) -> tuple:
+def backward(saved: SimpleNamespace, dy: Tensor, shared: bool = False) -> tuple:
     return gradients(
-        saved.x, saved.weight, getattr(saved, "rstd", None), dy, None, saved.eps, saved.weight_offset, saved.needs
+        saved.x,
+        saved.weight,
+        getattr(saved, "rstd", None),
+        dy,
+        None,
+        saved.eps,
+        saved.weight_offset,
+        saved.needs,
+        shared,
     )
 
 
-def backward_add(saved: SimpleNamespace, dy: Tensor | None, dh: Tensor | None) -> tuple:
+def backward_add(saved: SimpleNamespace, dy: Tensor | None, dh: Tensor | None, shared: bool = False) -> tuple:
     if dy is None:
         return dh, dh, None
-    dx, dweight = gradients(saved.h, saved.weight, None, dy, dh, saved.eps, saved.weight_offset, saved.needs)
+    dx, dweight = gradients(saved.h, saved.weight, None, dy, dh, saved.eps, saved.weight_offset, saved.needs, shared)
     return dx, dx, dweight
 
 
@@ -642,6 +724,7 @@ rms_norm_rstd = Op(
     "rms_norm_rstd", reference_rstd, inputs,
     Triton(partial(forward_rstd, how=in_tiles), backward, fits_tiles, "tiles"),
     Triton(partial(forward_rstd, how=in_rows), backward, fits_rows, "rows"),
+    Triton(partial(forward_rstd, plain=launch_shared), partial(backward, shared=True), fits_shared, "shared"),
     Triton(forward_rstd, backward, single), sibling="rms_norm", where=WHERE,
     results={"y": "x[... hidden]", "rstd": "wide(x)[...]"}, out=Out(contiguous=("y", "rstd")),
     gradient=Gradient(of=("x", "weight"), saves=("x", "weight", "rstd")), sharding=Sharding(),
@@ -649,6 +732,7 @@ rms_norm_rstd = Op(
 add_rms_norm = Op(
     "add_rms_norm", reference_add, inputs_add,
     Triton(partial(forward_add, how=in_tiles), backward_add, fits_tiles, "tiles"),
+    Triton(forward_add, partial(backward_add, shared=True), fits_shared, "shared"),
     Triton(forward_add, backward_add, single),
     where={**WHERE, "residual": "x[... hidden]"}, results=dict.fromkeys(("y", "h"), "x[... hidden]"),
     out=Out(contiguous=("y", "h"), lies_on={"h": ("residual",)}), sharding=Sharding(),
@@ -661,6 +745,7 @@ rms_norm = Op(
     "rms_norm", reference, inputs,
     Triton(partial(forward, how=in_tiles), backward, fits_tiles, "tiles", out=True),
     Triton(partial(forward, how=in_rows), backward, fits_rows, "rows", out=True),
+    Triton(partial(forward, plain=launch_shared), partial(backward, shared=True), fits_shared, "shared", out=True),
     Triton(forward, backward, single, out=True),
     where={**WHERE, "rstd": "float32[...]"}, results={"out": "x[... hidden]"}, gradient=Gradient(of=("x", "weight")),
     sharding=Sharding(),

@@ -4,8 +4,7 @@ A row that is no power of two fills its next power of two badly, and codes are b
 row as pieces of 1024 columns, eight consecutive ones a thread, and the weight with it; it walks over rows and loads the next
 one before it works on this one. The maxima of the 128-column blocks are exchanged once for all pieces, so that each scale is
 computed by two threads and not by sixteen: 9 instructions an element, where the Triton kernel takes 17 at 7168 columns. A row in
-INT8 has one scale, which waits for two reductions of the row, one after the other; other programs and the next row's loads fill
-that time.
+INT8 has one scale, of a maximum that is exchanged together with the row's sum.
 """
 
 from __future__ import annotations
@@ -71,27 +70,45 @@ def stack(t):
 
 
 @gluon.jit
-def rstd_of(xs, eps, inv_n, PIECES: gl.constexpr):
+def squares_of(xs, PIECES: gl.constexpr):
+    """Of a row, summed over pieces."""
     total = gl.zeros([8, 128], gl.float32, PIECE)
     for i in gl.static_range(PIECES):
         x = xs[i].to(gl.float32)
         total += x * x
-    return gl.rsqrt(gl.sum(gl.sum(total, 1), 0) * inv_n + eps)
+    return total
 
 
 @gluon.jit
-def amax_of(ys, PIECES: gl.constexpr):
-    """The largest |y| of a row; NaN if there is one."""
+def largest_of(ys, PIECES: gl.constexpr):
+    """|y|, the largest over pieces; NaN if there is one."""
     top = gl.abs(ys[0])
     for i in gl.static_range(1, PIECES):
         top = max_nan(top, gl.abs(ys[i]))
-    return gl.reduce(gl.reduce(top, 1, max_nan), 0, max_nan)
+    return top
 
 
 @gluon.jit
-def store_whole(ys, Q, S, row, at, PIECES: gl.constexpr, FORMAT: gl.constexpr):
-    """Codes of a row with one scale."""
-    s, c = integer_scale(amax_of(ys, PIECES), FORMAT)
+def add_and_max(a, b, c, d):
+    return a + c, max_nan(b, d)
+
+
+@gluon.jit
+def times(xs, ws, PIECES: gl.constexpr):
+    """x * w in fp32; no `ws` are ones."""
+    out = ()
+    for i in gl.static_range(PIECES):
+        x = xs[i].to(gl.float32)
+        if len(ws) > 0:
+            x = x * ws[i]
+        out = out + (x,)
+    return out
+
+
+@gluon.jit
+def store_whole(ys, amax, Q, S, row, at, PIECES: gl.constexpr, FORMAT: gl.constexpr):
+    """Codes of a row with one scale, its largest |y| being known."""
+    s, c = integer_scale(amax, FORMAT)
     gl.store(S + row, s)
     for i in gl.static_range(PIECES):
         gl.store(Q + at + i * 1024, byte_code(ys[i], s, c, FORMAT))
@@ -131,22 +148,31 @@ def rms_norm_rows(
     at = columns_of_piece()
     for row in range(first, M, PROGRAMS):
         ahead = load_pieces(X + gl.minimum(row + PROGRAMS, M - 1).to(gl.int64) * stride_xm, PIECES)
+        if has(FORMAT, "row"):
+            # rstd last, as in `rms_norm_forward`: one exchange gives both the sum and the largest |y|
+            products = times(xs, ws, PIECES)
+            sums = gl.reduce((squares_of(xs, PIECES), largest_of(products, PIECES)), 1, add_and_max)
+            square, top = gl.reduce(sums, 0, add_and_max)
+        else:
+            square = gl.sum(gl.sum(squares_of(xs, PIECES), 1), 0)
         if RSTD_IN is None:
-            rstd = rstd_of(xs, eps, inv_n, PIECES)
+            rstd = gl.rsqrt(square * inv_n + eps)
         else:
             rstd = gl.load(RSTD_IN + row)
         if RSTD is not None:
             gl.store(RSTD + row, rstd)
         ys = ()
-        for i in gl.static_range(PIECES):
-            y = xs[i].to(gl.float32) * rstd
-            if W is not None:
-                y = y * ws[i]
-            ys = ys + (y,)
         q = Q + row.to(gl.int64) * (PIECES * 1024)
         if has(FORMAT, "row"):
-            store_whole(ys, q, S, row, at, PIECES, FORMAT)
+            for i in gl.static_range(PIECES):
+                ys = ys + (products[i] * rstd,)
+            store_whole(ys, top * rstd, q, S, row, at, PIECES, FORMAT)
         else:
+            for i in gl.static_range(PIECES):
+                y = xs[i].to(gl.float32) * rstd
+                if W is not None:
+                    y = y * ws[i]
+                ys = ys + (y,)
             store_blocks(ys, q, S, row, stride_s, mults, at, PIECES, FORMAT)
         xs = ahead
 
