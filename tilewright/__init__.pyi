@@ -528,6 +528,7 @@ def mla_rope(
     cu_seqlens: Tensor | None = None,
     cp_size: int = 1,
     cp_rank: int = 0,
+    positions: Tensor | None = None,
     out: tuple[Tensor | None, Tensor | None, Tensor | None] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(q, k, v) for attention from `q` [.., heads, nope + n], `kv` [.., heads, nope + v] and `k_pos` [.., 1, n] of all heads."""
@@ -666,9 +667,37 @@ def qkv_split(
     cu_seqlens: Tensor | None = None,
     cp_size: int = 1,
     cp_rank: int = 0,
+    positions: Tensor | None = None,
     out: tuple[Tensor | None, Tensor | None, Tensor | None] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(q, k, v), each [batch, length, heads, head_dim], of `qkv` [batch, length, width] or, `transposed`, [length, batch, width]."""
+
+def qkv_split_cache(
+    qkv: Tensor,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slots: Tensor,
+    q_weight: Tensor | None = None,
+    k_weight: Tensor | None = None,
+    freqs: Tensor | None = None,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
+    *,
+    positions: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    eps: float = 1e-06,
+    rotary_dim: int | None = None,
+    pairing: Literal["half", "interleaved"] = "half",
+    packing: Literal["grouped", "plain"] = "grouped",
+    silu: bool = False,
+    mscale: float = 1.0,
+    out: Tensor | None = None,
+) -> Tensor:
+    """q [batch, length, heads, head_dim] of `qkv` [batch, length, width]; keys and values are written into `slots` of caches."""
 
 def quantize(
     x: Tensor,
@@ -767,6 +796,7 @@ def rope(
     cu_seqlens: Tensor | None = None,
     cp_size: int = 1,
     cp_rank: int = 0,
+    positions: Tensor | None = None,
     out: tuple[Tensor | None, Tensor | None] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Rotate the first `rotary_dim` columns (default: all) of every head of `q` and of `k`, in fp32 and rounded once."""
@@ -784,6 +814,7 @@ def rope_one(
     cu_seqlens: Tensor | None = None,
     cp_size: int = 1,
     cp_rank: int = 0,
+    positions: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """`rope` of one tensor."""

@@ -75,6 +75,7 @@ OPS = {
     "multi_tensor_norm": "ops.optimiser.multi_tensor",
     "multi_tensor_scale": "ops.optimiser.multi_tensor",
     "qkv_split": "ops.rotary.qkv_split",
+    "qkv_split_cache": "ops.rotary.qkv_split_cache",
     "quantize": "ops.quantise.quantize",
     "rms_norm": "ops.norm.rms_norm",
     "rms_norm_router": "ops.norm.rms_norm_router",

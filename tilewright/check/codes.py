@@ -102,6 +102,13 @@ def _near_code(label: str, found: Tensor, wanted: list[Tensor], clear: Tensor, e
     return wrong / max(1, right.numel())
 
 
+def near_stored(label: str, found: Tensor, there: Tensor) -> None:
+    """Codes in memory that an op writes, of numbers that it makes: as in the truth, but for one in a thousand, a step off."""
+    there = there.to(found.device, found.dtype)
+    assert found.shape == there.shape, f"{label}: shape {tuple(found.shape)}, not {tuple(there.shape)}"
+    _near_code(label, found, [there], torch.ones_like(found, dtype=torch.bool), exact=False)
+
+
 def _near_scale(label: str, found: Tensor, wanted: list[Tensor], exact: bool) -> None:
     if exact:
         return same_bits(label, found, wanted[0])

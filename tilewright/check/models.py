@@ -229,6 +229,14 @@ PLACES: dict[str, tuple[Place, ...]] = {
     "qkv_split": (
         Place(HEADS, {**TURNED, "q_weight": Fact("head_norm"), "k_weight": Fact("head_norm")}, needs=("shared_heads",)),
     ),
+    # A step of many sequences, and a chunk of one
+    "qkv_split_cache": (
+        Place(
+            {**HEADS, "batch": "tokens", "length": "one"},
+            {**TURNED, "q_weight": Fact("head_norm"), "k_weight": Fact("head_norm")}, needs=("shared_heads",),
+        ),
+        Place(HEADS, {**TURNED, "q_weight": Fact("head_norm"), "k_weight": Fact("head_norm")}, needs=("shared_heads",)),
+    ),
     "quantize": ACTIVATIONS,
     "rms_norm": (
         *widths("hidden", "q_rank", "kv_rank", options=WEIGHTED),
