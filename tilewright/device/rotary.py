@@ -49,9 +49,10 @@ class Columns(NamedTuple):
 
 
 class Places(NamedTuple):
-    """The positions of tokens: a pointer, and strides of [batch, length]; without strides, one after the other for all batches."""
+    """The positions of tokens: a pointer, and strides of [batch, length]; without strides, one after the other for all batches.
+    `Places()` are those of tokens in order."""
 
-    data: Any
+    data: Any = None
     stride_b: Any = None
     stride_l: Any = None
 
@@ -60,7 +61,7 @@ class Angles(NamedTuple):
     """What tokens are rotated by: pointers, None for what there is not, strides, and a factor.
 
     Angles are `freqs`, or `cos` and `sin` of them, [batch, position, pair]; `stride_b` is None where all batches have the same.
-    `positions` are the `Places` of tokens, None where these are their indices. `mscale` multiplies cosines and sines, None for 1.
+    `positions` are the `Places` of tokens. `mscale` multiplies cosines and sines, None for 1.
     """
 
     freqs: Any
@@ -109,7 +110,7 @@ def locate(row, B, L, P, POSITIONS, BATCH_INNER: tl.constexpr):
     else:
         batch = (row // L).to(tl.int64)
         index = (row % L).to(tl.int64)
-    if POSITIONS is None:
+    if POSITIONS.data is None:
         return batch, index, index
     else:
         at = index

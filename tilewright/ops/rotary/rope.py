@@ -230,14 +230,14 @@ def token_positions(ENDS, POS, L, S, cp_size, cp_rank, BLOCK: tl.constexpr, TOKE
     tl.store(POS + token, within, token < L)
 
 
-def positions_on_device(op: str, a: SimpleNamespace, length: int, count: int, device: torch.device) -> Places | None:
-    """The position of each token on the device, of the `count` that have angles; None where that is its index."""
+def positions_on_device(op: str, a: SimpleNamespace, length: int, count: int, device: torch.device) -> Places:
+    """The position of each token on the device, of the `count` that have angles."""
     cu_seqlens, cp_size, cp_rank = a.cu_seqlens, a.cp_size, a.cp_rank
     if a.positions is not None:
         check_indices(op, "positions", a.positions, 0, count)
         return Places(a.positions, *a.positions.stride())
     if cu_seqlens is None and cp_size == 1:
-        return None
+        return Places()
     check_ends(op, "cu_seqlens", cu_seqlens, length * cp_size)
     place = torch.empty(length, dtype=torch.int64, device=device)
     ends, count = (None, 0) if cu_seqlens is None else (cu_seqlens.contiguous(), cu_seqlens.shape[0])
@@ -255,7 +255,7 @@ def angles_on_device(
     differ from batch to batch."""
     freqs, cos, sin, mscale = a.freqs, a.cos, a.sin, None if a.mscale == 1.0 else a.mscale
     if freqs is None and cos is None:
-        return Angles(None, None, None, None, None, 0, 0, mscale), 0
+        return Angles(None, None, None, Places(), None, 0, 0, mscale), 0
     if freqs is None and cos.stride() != sin.stride():
         cos, sin = cos.contiguous(), sin.contiguous()
     t = cos if freqs is None else freqs
