@@ -228,6 +228,17 @@ MUTANTS += [
            "accuracy", "k_(cache|scale) after", SPLIT_CACHE, "qkv_split_cache"),
 ]  # fmt: skip
 
+CODED = "tilewright/attention/coded.py"
+MUTANTS += [
+    Mutant("attention_codes: scale of another key", "load_scale(KS, batch, kv_head, token, there)",
+           "load_scale(KS, batch, kv_head, tl.maximum(token - 1, 0), there)", "accuracy", "attention_codes.*: (o|lse)", CODED,
+           "attention_codes"),
+    Mutant("attention_codes_pv: weights' scale dropped", "return total + code_product(a, b, FORMAT) * s[:, None]",
+           "return total + code_product(a, b, FORMAT)", "accuracy", "attention_codes_pv.*: o", CODED, "attention_codes_pv"),
+    Mutant("attention_codes: mean not put back", "raw += shift_by[:, None]", "raw += 0.0 * shift_by[:, None]", "accuracy",
+           "attention_codes.*: (o|lse)", CODED, "attention_codes"),
+]  # fmt: skip
+
 # What only the compiled code shows: nothing that a property can see is wrong in these.
 COMPILED = [
     Mutant("groups are a dimension of the load",

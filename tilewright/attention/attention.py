@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ..core.draw import Draw
 from ..core.signature import at_least
-from ..op import Bars, Cost, Gradient, Op, Sharding, Triton, upcast
+from ..op import Bars, Cost, Gradient, Op, Out, Sharding, Triton, upcast
 from . import portable
 from .hopper import backward as hopper_backward
 from .hopper import forward as hopper_forward
@@ -128,7 +128,8 @@ def reference(
     value that one query sees may show in others of its sequence.
 
     Gradients of q, k, v and sink, bitwise repeatable: everything is added up in a fixed order. `backend="auto"` takes the fastest
-    implementation for the call; a name takes that one, or raises.
+    implementation for the call; a name takes that one, or raises. `tilewright.attention` also takes `Quantized` operands, `math`
+    ("int8", "fp8", "int8_pv", "fp8_pv": products of codes, forward only) and `smooth`: `attention/quantised.py`.
     """
     o, lse = reference_lse(
         q, k, v, scale=scale, causal=causal, left=left, right=right, softcap=softcap, sink=sink, slopes=slopes, mask=mask,
@@ -271,7 +272,7 @@ attention_lse = Op(
     "attention_lse", reference_lse, inputs, *implementations(hopper_backward.backward, portable.backward),
     check=partial(check, op="attention_lse"),
     asks="backend", where=WHERE, results=ROWS, gradient=Gradient(of=GRADED, through=("o", "lse"), saves=READ),
-    cost=Cost(flops=flops), bars=BARS, sibling="attention", sharding=sharding,
+    cost=Cost(flops=flops), bars=BARS, sibling="attention", sharding=sharding, out=Out(contiguous=("lse",)),
 )  # fmt: skip
 attention = Op(
     "attention", reference, inputs, *implementations(hopper_backward.backward_of_o, portable.backward_of_o),

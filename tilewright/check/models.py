@@ -166,7 +166,11 @@ ACTIVATIONS = (*widths("hidden", "ffn"), *of_experts("hidden", "expert_ffn"))
 PLACES: dict[str, tuple[Place, ...]] = {
     "add_rms_norm": NORM,
     "attention": ATTENTION,
+    "attention_codes": ATTENTION,
+    "attention_codes_pv": ATTENTION,
     "attention_lse": ATTENTION,
+    "attention_mean": (Place({**HEADS, "heads": "kv_heads"}),),
+    "attention_rows": (Place({**HEADS, "heads": "kv_heads"}),),
     "attention_merge": (Place({**HEADS, "parts": "eight"}, fewer="heads"),),
     "cache_move": (Place({**ROWS, "heads": "kv_heads", "head_dim": "head_dim"}),),
     "cache_write": (Place({**ROWS, "heads": "kv_heads", "head_dim": "head_dim"}),),
