@@ -213,6 +213,32 @@ MUTANTS += [
            "k_cache after", SLOTS, "cache_move"),
 ]  # fmt: skip
 
+DEVICE, ROPE, SPLIT, SPLIT_CACHE = (
+    f"tilewright/{name}.py"
+    for name in ("device/rotary", *(f"ops/rotary/{n}" for n in ("rope", "qkv_split", "qkv_split_cache")))
+)
+MUTANTS += [
+    Mutant("rope: positions of another batch", "at = batch * POSITIONS.stride_b + index", "at = index", "accuracy",
+           "rope.*: (y|d_)", DEVICE, "rope_one", through=(ROPE,)),
+    Mutant("qkv_split: a position not clamped", "tl.where((position >= 0) & (position < P), position, -1)", "position",
+           "wild_indices", "outside|out of bounds|stray", DEVICE, "qkv_split", through=(SPLIT,)),
+    Mutant("qkv_split_cache: slots of another token", "batch * SLOTS.stride_b + index", "index", "accuracy", "_cache after",
+           SPLIT_CACHE, "qkv_split_cache"),
+    Mutant("qkv_split_cache: scale of the first of each pair alone", "max_nan(amax(a, 2), amax(b, 2))", "amax(a, 2)",
+           "accuracy", "k_(cache|scale) after", SPLIT_CACHE, "qkv_split_cache"),
+]  # fmt: skip
+
+CODED = "tilewright/attention/coded.py"
+MUTANTS += [
+    Mutant("attention_codes: scale of another key", "load_scale(KS, batch, kv_head, token, there)",
+           "load_scale(KS, batch, kv_head, tl.maximum(token - 1, 0), there)", "accuracy", "attention_codes.*: (o|lse)", CODED,
+           "attention_codes"),
+    Mutant("attention_codes_pv: weights' scale dropped", "return total + code_product(a, b, FORMAT) * s[:, None]",
+           "return total + code_product(a, b, FORMAT)", "accuracy", "attention_codes_pv.*: o", CODED, "attention_codes_pv"),
+    Mutant("attention_codes: mean not put back", "raw += shift_by[:, None]", "raw += 0.0 * shift_by[:, None]", "accuracy",
+           "attention_codes.*: (o|lse)", CODED, "attention_codes"),
+]  # fmt: skip
+
 # What only the compiled code shows: nothing that a property can see is wrong in these.
 COMPILED = [
     Mutant("groups are a dimension of the load",

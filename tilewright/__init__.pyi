@@ -6,6 +6,8 @@ from torch import Tensor
 
 from . import aten as aten
 from . import nn as nn
+from .attention.quantised import attention as attention
+from .attention.quantised import attention_lse as attention_lse
 from .core.declaration import Triton as Triton
 from .core.draw import Draw as Draw
 from .core.format import Format as Format
@@ -70,11 +72,16 @@ def add_rms_norm(
 ) -> tuple[Quantized, Tensor]:
     """(rms_norm(h), h) with h = x + residual, the new residual."""
 
-def attention(
+def attention_codes(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    k_scale: Tensor,
+    q_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    k_mean: Tensor | None = None,
     *,
+    out_dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16",
     scale: float | None = None,
     causal: bool = False,
     left: int | None = None,
@@ -86,31 +93,41 @@ def attention(
     kv_len: Tensor | None = None,
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
-    backend: Literal["auto", "hopper", "portable"] = "auto",
-    out: Tensor | None = None,
-) -> Tensor:
-    """Attention of `q` [batch, length, heads, head_dim] over `k` [batch, keys, kv_heads, head_dim] and `v` [..., value_dim]."""
-
-def attention_lse(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    scale: float | None = None,
-    causal: bool = False,
-    left: int | None = None,
-    right: int | None = None,
-    softcap: float = 0.0,
-    sink: Tensor | None = None,
-    slopes: Tensor | None = None,
-    mask: Tensor | None = None,
-    kv_len: Tensor | None = None,
-    cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_k: Tensor | None = None,
-    backend: Literal["auto", "hopper", "portable"] = "auto",
     out: tuple[Tensor | None, Tensor | None] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(o, lse): `attention`, and the natural logarithm of the sum of what enters each softmax, [batch, heads, length] in fp32."""
+    """(o, lse) of `attention_lse` over `k` in codes, int8 or e4m3, with a `k_scale` [batch, keys, kv_heads]."""
+
+def attention_codes_pv(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_scale: Tensor,
+    q_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    k_mean: Tensor | None = None,
+    *,
+    out_dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16",
+    scale: float | None = None,
+    causal: bool = False,
+    left: int | None = None,
+    right: int | None = None,
+    softcap: float = 0.0,
+    sink: Tensor | None = None,
+    slopes: Tensor | None = None,
+    mask: Tensor | None = None,
+    kv_len: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    out: tuple[Tensor | None, Tensor | None] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(o, lse) of `attention_lse` over `k` in codes, int8 or e4m3, with a `k_scale` [batch, keys, kv_heads]."""
+
+def attention_mean(
+    x: Tensor,
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
+    """The mean [batch, kv_heads, columns] of `x` [batch, keys, kv_heads, columns] over its keys; what is not finite counts as 0."""
 
 def attention_merge(
     o: Tensor,
@@ -119,6 +136,15 @@ def attention_merge(
     out: tuple[Tensor | None, Tensor | None] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(o, lse) of all keys, of parts `o` [parts, batch, length, heads, value_dim] and `lse` [parts, batch, heads, length]."""
+
+def attention_rows(
+    x: Tensor,
+    mean: Tensor | None = None,
+    *,
+    kind: Literal["int8", "fp8"] = "int8",
+    out: tuple[Tensor | None, Tensor | None] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(codes, scales [batch, keys, kv_heads]) of `x` [batch, keys, kv_heads, columns], less `mean` [batch, kv_heads, columns] if"""
 
 def cache_move(
     k_cache: Tensor,
@@ -528,6 +554,7 @@ def mla_rope(
     cu_seqlens: Tensor | None = None,
     cp_size: int = 1,
     cp_rank: int = 0,
+    positions: Tensor | None = None,
     out: tuple[Tensor | None, Tensor | None, Tensor | None] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(q, k, v) for attention from `q` [.., heads, nope + n], `kv` [.., heads, nope + v] and `k_pos` [.., 1, n] of all heads."""
@@ -666,9 +693,37 @@ def qkv_split(
     cu_seqlens: Tensor | None = None,
     cp_size: int = 1,
     cp_rank: int = 0,
+    positions: Tensor | None = None,
     out: tuple[Tensor | None, Tensor | None, Tensor | None] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(q, k, v), each [batch, length, heads, head_dim], of `qkv` [batch, length, width] or, `transposed`, [length, batch, width]."""
+
+def qkv_split_cache(
+    qkv: Tensor,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slots: Tensor,
+    q_weight: Tensor | None = None,
+    k_weight: Tensor | None = None,
+    freqs: Tensor | None = None,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
+    *,
+    positions: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    eps: float = 1e-06,
+    rotary_dim: int | None = None,
+    pairing: Literal["half", "interleaved"] = "half",
+    packing: Literal["grouped", "plain"] = "grouped",
+    silu: bool = False,
+    mscale: float = 1.0,
+    out: Tensor | None = None,
+) -> Tensor:
+    """q [batch, length, heads, head_dim] of `qkv` [batch, length, width]; keys and values are written into `slots` of caches."""
 
 def quantize(
     x: Tensor,
@@ -767,6 +822,7 @@ def rope(
     cu_seqlens: Tensor | None = None,
     cp_size: int = 1,
     cp_rank: int = 0,
+    positions: Tensor | None = None,
     out: tuple[Tensor | None, Tensor | None] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Rotate the first `rotary_dim` columns (default: all) of every head of `q` and of `k`, in fp32 and rounded once."""
@@ -784,6 +840,7 @@ def rope_one(
     cu_seqlens: Tensor | None = None,
     cp_size: int = 1,
     cp_rank: int = 0,
+    positions: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """`rope` of one tensor."""

@@ -2,6 +2,8 @@
 
 # Names that are not ops, and the modules that hold them.
 NAMES = {
+    "attention": "attention.quantised",
+    "attention_lse": "attention.quantised",
     "clip_grad_norm_": "ops.optimiser.clip_grad",
     "dequantize": "ops.quantise.quantize",
     "Draw": "core.draw",
@@ -36,8 +38,12 @@ NAMES = {
 OPS = {
     "add_rms_norm": "ops.norm.rms_norm",
     "attention": "attention.attention",
+    "attention_codes": "attention.coded",
+    "attention_codes_pv": "attention.coded",
     "attention_lse": "attention.attention",
+    "attention_mean": "attention.coded_rows",
     "attention_merge": "attention.merge",
+    "attention_rows": "attention.coded_rows",
     "cache_move": "attention.cache_write",
     "cache_write": "attention.cache_write",
     "cached_attention": "attention.cached",
@@ -75,6 +81,7 @@ OPS = {
     "multi_tensor_norm": "ops.optimiser.multi_tensor",
     "multi_tensor_scale": "ops.optimiser.multi_tensor",
     "qkv_split": "ops.rotary.qkv_split",
+    "qkv_split_cache": "ops.rotary.qkv_split_cache",
     "quantize": "ops.quantise.quantize",
     "rms_norm": "ops.norm.rms_norm",
     "rms_norm_router": "ops.norm.rms_norm_router",

@@ -81,6 +81,8 @@ LADDERS = {
     "cross_entropy_forward.SPLITS": 6,  # powers of two: few rows are split so that they fill the chip
     "cross_entropy_merge.SPLITS": 6,
     "sum_columns.ROWS": 10,  # powers of two
+    # Few tokens have small programs
+    **{f"qkv_split_cache_rows.{name}": 2 for name in ("T", "HB", "TK", "KB")},
 }
 SHAPES, MOST = 60, 24  # random shapes, and variants of one kernel for one kind of call that they may need
 MORE = {"rms_norm_forward": 32}  # a row is held as pieces, whose size and number follow its width

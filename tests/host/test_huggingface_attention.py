@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -96,6 +97,32 @@ def test_generated_tokens_are_the_same(family, cache):
         assert torch.equal(ours.sequences, theirs.sequences)
         assert error(dict(enumerate(ours.logits)), dict(enumerate(theirs.logits))) < FP32
     assert report.calls() == {"attention": 2 * 2 * 6} and not report.skipped
+
+
+def test_static_caches_are_read_by_cached_attention(monkeypatch):
+    """Prompt and steps, without padding; with it, or with gradients, by a mask."""
+    calls = []
+    whole = role.cached_attention.function
+    kept = SimpleNamespace(function=lambda *args, **named: calls.append(named) or whole(*args, **named))
+    monkeypatch.setattr(role, "cached_attention", kept)
+    model = eager("Llama").eval()
+    given = {"max_new_tokens": 4, "do_sample": False, "cache_implementation": "static", "min_new_tokens": 4}
+    expected = model.generate(IDS, attention_mask=torch.ones_like(IDS), **given)
+    patch(model, only="attention")
+    assert torch.equal(model.generate(IDS, attention_mask=torch.ones_like(IDS), **given), expected)
+    assert len(calls) == 2 * 4
+    assert [int(named["kv_len"][0]) for named in calls[::2]] == [IDS.shape[1] + step for step in range(4)]
+    model.generate(IDS, attention_mask=LEFT.long(), **given)
+    assert len(calls) == 2 * 4
+    mask = role.Mask((1, 1, 2, 5), filled=torch.tensor([3], dtype=torch.int32))
+    assert mask.dense(torch.device("cpu"))[0, 0].int().tolist() == [[1, 1, 0, 0, 0], [1, 1, 1, 0, 0]]
+    q, k, v = (torch.randn(1, n, 2, 8) for n in (2, 5, 5))
+    named = {"scale": None, "softcap": 0.0, "sink": None}
+    torch.testing.assert_close(
+        role.over_static_cache(q.requires_grad_(), k, v, mask, named).detach(),
+        role.over_static_cache(q.detach(), k, v, mask, named),
+    )
+    assert len(calls) == 2 * 4 + 1
 
 
 def test_masks_are_made_only_where_arguments_do_not_say_them(monkeypatch):

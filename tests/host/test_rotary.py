@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import tilewright as tw
-from tilewright.ops.rotary.rope import positions
+from tilewright.ops.rotary.rope import positions_of
 
 
 def drawn(*shape: int, seed: int = 0) -> Tensor:
@@ -64,13 +64,13 @@ def test_ranks_have_two_chunks_of_each_sequence(lengths):
             chunks = torch.arange(length).chunk(2 * size)
             expected += [chunks[rank], chunks[2 * size - 1 - rank]]
         local = sum(lengths) // size
-        actual = positions(local, ends if len(lengths) > 1 else None, size, rank, torch.device("cpu"))
+        actual = positions_of(local, None, ends if len(lengths) > 1 else None, size, rank, torch.device("cpu"))
         assert actual.tolist() == torch.cat(expected).tolist()
 
 
 def test_tokens_past_the_last_sequence_are_one_more():
     ends = torch.tensor([0, 2, 5])
-    assert positions(8, ends, 1, 0, torch.device("cpu")).tolist() == [0, 1, 0, 1, 2, 0, 1, 2]
+    assert positions_of(8, None, ends, 1, 0, torch.device("cpu")).tolist() == [0, 1, 0, 1, 2, 0, 1, 2]
 
 
 def split_by_hand(qkv: Tensor, heads: int, kv_heads: int, head_dim: int, grouped: bool) -> list[list[Tensor]]:
@@ -136,3 +136,44 @@ def test_latent_attention():
 def test_angles_that_do_not_fit_are_refused(change, name):
     with pytest.raises(ValueError, match=rf"rope: {name}\b"):
         tw.rope(torch.ones(2, 3, 5, 8), torch.ones(2, 1, 5, 8), **change)
+
+
+@pytest.mark.parametrize("layout", ["bhsd", "bshd", "sbhd"])
+@pytest.mark.parametrize("tables", [1, 2])
+def test_positions_are_rows_of_the_tables(layout, tables):
+    """Rotating by given positions is rotating by the tables' rows, picked out beforehand."""
+    order = {"bhsd": (0, 2, 1, 3), "bshd": (0, 1, 2, 3), "sbhd": (1, 0, 2, 3)}[layout]
+    x, freqs = drawn(2, 5, 3, 8), drawn(tables, 11, 4, seed=1)
+    where = torch.tensor([[3, 10, 0, 3, 7], [9, 1, 2, 0, 10]])
+    picked = torch.stack([freqs[b % tables, where[b]] for b in range(2)])
+    expected = tw.rope_one(x, freqs=picked, layout="bshd")
+    actual = tw.rope_one(x.permute(order), freqs=freqs, layout=layout, positions=where)
+    assert torch.equal(actual, expected.permute(order))
+
+
+def test_positions_of_split_heads_and_latent_ones():
+    where, freqs = torch.tensor([[4, 0, 6], [1, 1, 5]]), drawn(7, 4, seed=1)
+    qkv, weight = drawn(2, 3, 5 * 8), drawn(8, seed=2)
+    found = tw.qkv_split(qkv, 3, 1, 8, weight, weight, freqs, positions=where)
+    for b in range(2):
+        alone = tw.qkv_split(qkv[b : b + 1], 3, 1, 8, weight, weight, freqs[where[b]])
+        assert all(torch.equal(t[b], one[0]) for t, one in zip(found, alone))
+    q, kv, k_pos = drawn(3, 2, 2, 12), drawn(3, 2, 2, 9, seed=3), drawn(3, 2, 1, 8, seed=4)
+    latent = tw.mla_rope(q, kv, k_pos, freqs=freqs, positions=where)
+    for b in range(2):
+        alone = tw.mla_rope(*(t[:, b : b + 1] for t in (q, kv, k_pos)), freqs=freqs[where[b]])
+        assert all(torch.equal(t[:, b], one[:, 0]) for t, one in zip(latent, alone))
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        ({"positions": torch.zeros(2, 4, dtype=torch.int64)}, r"positions must be \[batch, length\] = \[2, 5\]"),
+        ({"positions": torch.zeros(2, 5, dtype=torch.int64), "cu_seqlens": torch.zeros(1).int()}, "beside cu_seqlens"),
+        ({"positions": torch.zeros(2, 5, dtype=torch.int64), "cp_size": 2}, "beside cp_size"),
+        ({"positions": torch.zeros(2, 5)}, "positions"),
+    ],
+)
+def test_positions_that_do_not_fit_are_refused(change, said):
+    with pytest.raises((ValueError, TypeError), match=f"rope_one: .*{said}"):
+        tw.rope_one(torch.ones(2, 3, 5, 8), freqs=torch.ones(1, 20, 4), **change)

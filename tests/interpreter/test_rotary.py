@@ -127,3 +127,22 @@ def test_nothing_of_q_and_k_is_kept_for_the_backward():
     made, _ = tw.rope(q, k, freqs=drawn(1, 3, 4, seed=2))
     kept = [t for t in made.grad_fn.saved_tensors if t is not None and t.dim() == 4]
     assert len(kept) == 2 and all(t.untyped_storage().nbytes() == t.element_size() for t in kept)
+
+
+@pytest.mark.parametrize("value", [-1, 4, -(2**31), 2**31 - 1])
+def test_a_given_position_without_an_angle_is_nan_and_alone(value):
+    """Whatever the device holds, its own row alone is lost, forward and backward; positions may have any strides."""
+    freqs, where = drawn(1, 4, 4, seed=2), torch.tensor([[3, 0, 2], [1, value, 3]], dtype=torch.int32)
+    lost = torch.tensor([[False, False, False], [False, True, False]])
+    x = drawn(2, 3, 2, 8).requires_grad_()
+    y = tw.rope_one(x, freqs=freqs, layout="bshd", positions=where.t().contiguous().t())
+    y.sum().backward()
+    assert torch.equal(y.isnan().all(-1).all(-1), lost) and torch.equal(x.grad.isnan().any(-1).any(-1), lost)
+    right = tw.rope_one(x.detach(), freqs=freqs, layout="bshd", positions=where.clamp(0, 3))
+    assert torch.equal(y.detach()[~lost], right[~lost])
+    weight = torch.ones(8)
+    q, k, v = tw.qkv_split(drawn(2, 3, 32), 2, 1, 8, weight, weight, freqs[0], positions=where)
+    assert all(torch.equal(t.isnan().any(-1).any(-1), lost) for t in (q, k)) and not v.isnan().any()
+    latent = [drawn(2, 3, 2, 12), drawn(2, 3, 2, 9), drawn(2, 3, 1, 8)]
+    q, k, v = tw.mla_rope(*latent, freqs=freqs[0], positions=where, layout="bshd")
+    assert all(torch.equal(t.isnan().any(-1).any(-1), lost) for t in (q, k)) and not v.isnan().any()

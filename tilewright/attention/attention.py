@@ -129,7 +129,8 @@ def reference(
     value that one query sees may show in others of its sequence.
 
     Gradients of q, k, v and sink, bitwise repeatable: everything is added up in a fixed order. `backend="auto"` takes the fastest
-    implementation for the call; a name takes that one, or raises.
+    implementation for the call; a name takes that one, or raises. `tilewright.attention` also takes `Quantized` operands, `math`
+    ("int8", "fp8", "int8_pv", "fp8_pv": products of codes, forward only) and `smooth`: `attention/quantised.py`.
     """
     o, lse = reference_lse(
         q, k, v, scale=scale, causal=causal, left=left, right=right, softcap=softcap, sink=sink, slopes=slopes, mask=mask,

@@ -96,13 +96,13 @@ def put(cache: Tensor, slots: Tensor, rows: Tensor) -> Tensor:
     return made.view(cache.dtype) if codes else made
 
 
-def draw_cache(draw: Draw, name: str, columns: int) -> tuple[Tensor, Tensor | None]:
+def draw_cache(draw: Draw, name: str, heads: int, columns: int, blocked: bool = True) -> tuple[Tensor, Tensor | None]:
     """A cache of numbers, or of codes with a scale that is written or read."""
-    shape = (draw.option("pages", 5, 2, 9), draw.option("page", 4, 1, 16), draw.dim("heads", (2, 1, 3)))
+    shape = (draw.option("pages", 5, 2, 9), draw.option("page", 4, 1, 16), heads)
     if not draw.option(f"{name}_scale", False, True):
         return draw.tensor(*shape, columns), None
     kind = draw.option(f"{name}_codes", torch.float8_e4m3fn, torch.int8)
-    sizes = ((*shape, 1), (*shape, -(-columns // SCALED)), (1, 1, shape[2], 1), (1, 1, 1, 1))
+    sizes = ((*shape, 1), (1, 1, heads, 1), (1, 1, 1, 1), *([(*shape, -(-columns // SCALED))] if blocked else []))
     scale = draw.uniform(*draw.option(f"{name}_scales", *sizes), low=0.005, high=0.03, dtype=torch.float32)
     return draw.integers(*shape, columns, low=-9, high=9, dtype=torch.int8).to(kind), scale
 
@@ -117,10 +117,10 @@ def draw_slots(draw: Draw, tokens: int, places: int) -> Tensor:
 
 def inputs(draw: Draw) -> dict[str, Any]:
     tokens, width = draw.dim("tokens"), draw.dim("head_dim", (64, 128, 40, 200, 17))
-    k_cache, k_scale = draw_cache(draw, "k", width)
-    v_cache, v_scale = draw_cache(draw, "v", max(1, width // 2))
+    heads = draw.dim("heads", (2, 1, 3))
+    k_cache, k_scale = draw_cache(draw, "k", heads, width)
+    v_cache, v_scale = draw_cache(draw, "v", heads, max(1, width // 2))
     own = draw.option("v", True, False)
-    heads = k_cache.shape[2]
     return {
         "k": draw.tensor(tokens, heads, width, scale=3.0),
         "v": draw.tensor(tokens, heads, max(1, width // 2)) if own else None,
@@ -136,12 +136,38 @@ def inputs(draw: Draw) -> dict[str, Any]:
 
 
 @triton.jit
-def place_of(SLOTS, stride_s, t, live, PAGES, PAGE):
-    """(page, place in it, whether there is one) of tokens t."""
-    slot = tl.load(SLOTS + t.to(tl.int64) * stride_s, live, -1).to(tl.int64)
+def place_of(SLOTS, at, live, PAGES, PAGE):
+    """(page, place in it, whether there is one) of the slots at these offsets."""
+    slot = tl.load(SLOTS + at, live, -1).to(tl.int64)
     known = (slot >= 0) & (slot < PAGES.to(tl.int64) * PAGE)
     slot = tl.where(known, slot, 0)
     return slot // PAGE, slot % PAGE, known
+
+
+@triton.jit
+def own_scale(top, FORMAT: tl.constexpr):
+    """(scale, multiplier) of codes of which the largest number is this."""
+    if has(FORMAT, "int8"):
+        return integer_scale(top, FORMAT)
+    else:
+        return scale_of(top, FORMAT)
+
+
+@triton.jit
+def codes_of(y, s, mult, FORMAT: tl.constexpr):
+    """Codes of y by a scale of their own, or by one that is given, which has no multiplier; both spread over y."""
+    if has(FORMAT, "static"):
+        s = s + tl.zeros_like(y)
+        if has(FORMAT, "int8"):
+            v = tl.div_rn(y, s)
+            v = tl.minimum(tl.maximum(tl.where(v == v, v, 0.0), -127.0), 127.0)
+            return ((v + MAGIC).to(tl.int32, bitcast=True) & 0xFF).to(tl.int8)
+        else:
+            return encode(y, s, s, FORMAT)
+    elif has(FORMAT, "int8"):
+        return byte_code(y, s, mult, FORMAT)
+    else:
+        return encode(y, s, mult, FORMAT)
 
 
 @triton.jit
@@ -159,23 +185,12 @@ def write_block(X, C, S, page, place, known, t, head, block, COLUMNS, FORMAT: tl
         y = x.to(tl.float32)
         at = page * S.stride_b + place * S.stride_t + head.to(tl.int64) * S.stride_h + block * S.stride_d
         if has(FORMAT, "static"):
-            s = tl.load(S.data + at, known, 1.0).to(tl.float32)[:, None]
-            if has(FORMAT, "int8"):
-                v = tl.div_rn(y, s + tl.zeros_like(y))
-                v = tl.minimum(tl.maximum(tl.where(v == v, v, 0.0), -127.0), 127.0)
-                codes = ((v + MAGIC).to(tl.int32, bitcast=True) & 0xFF).to(tl.int8)
-            else:
-                codes = encode(y, s + tl.zeros_like(y), s, FORMAT)
+            s = tl.load(S.data + at, known, 1.0).to(tl.float32)
+            mult = s
         else:
-            top = amax(y, 1)
-            if has(FORMAT, "int8"):
-                s, mult = integer_scale(top, FORMAT)
-                codes = byte_code(y, s[:, None], mult[:, None], FORMAT)
-            else:
-                s, mult = scale_of(top, FORMAT)
-                codes = encode(y, s[:, None], mult[:, None], FORMAT)
+            s, mult = own_scale(amax(y, 1), FORMAT)
             tl.store(S.data + at, s, known & (block * WIDTH < COLUMNS))
-        tl.store(to, codes, inside)
+        tl.store(to, codes_of(y, s[:, None], mult[:, None], FORMAT), inside)
 
 
 @kernel(
@@ -190,7 +205,7 @@ def cache_write_rows(
     row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     t = row // HEADS
     head = row % HEADS
-    page, place, known = place_of(SLOTS, stride_s, t, row < ROWS, PAGES, PAGE)
+    page, place, known = place_of(SLOTS, t * stride_s, row < ROWS, PAGES, PAGE)
     block = tl.program_id(1)
     if tl.program_id(2) == 0:
         write_block(K, KC, KS, page, place, known, t, head, block, K_COLUMNS, K_FORMAT, K_WIDTH)
@@ -224,8 +239,8 @@ def cache_move_rows(
     """Rows (move, head) from SOURCE to KP and VP, or (OUT) from there to TARGET, of moves that have both."""
     row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     head = row % HEADS
-    page, place, known = place_of(SOURCE, stride_s, row // HEADS, row < ROWS, PAGES, PAGE)
-    to_page, to_place, there = place_of(TARGET, stride_t, row // HEADS, row < ROWS, PAGES, PAGE)
+    page, place, known = place_of(SOURCE, row // HEADS * stride_s, row < ROWS, PAGES, PAGE)
+    to_page, to_place, there = place_of(TARGET, row // HEADS * stride_t, row < ROWS, PAGES, PAGE)
     known &= there
     if OUT:
         page = to_page
@@ -293,6 +308,20 @@ def forward(
     )  # fmt: skip
 
 
+def check_cache(op: str, name: str, x: Tensor, cache: Tensor, scale: Tensor | None, sizes: tuple) -> None:
+    """Raise where a cache does not hold what is written into it, or its scale is of none of these sizes."""
+    codes = cache.element_size() == 1
+    if not cache.shape[3]:
+        raise ValueError(f"{op}: {name}_cache must have columns, got none")
+    if codes != (scale is not None):
+        raise ValueError(f"{op}: {name}_scale is for codes, and codes need it; {name}_cache has {cache.dtype}")
+    if not codes and cache.dtype != x.dtype:
+        raise ValueError(f"{op}: {name}_cache must be {x.dtype}, as what is written, or codes, got {cache.dtype}")
+    if codes and tuple(scale.shape) not in sizes:
+        said = ", ".join(str(list(size)) for size in dict.fromkeys(sizes))
+        raise ValueError(f"{op}: {name}_scale must be one of {said}, got {list(scale.shape)}")
+
+
 def check(k, v, k_cache, v_cache, slots, *, k_scale, v_scale) -> None:
     op = "cache_write"
     if (v is None) != (v_cache is None):
@@ -302,18 +331,9 @@ def check(k, v, k_cache, v_cache, slots, *, k_scale, v_scale) -> None:
             if scale is not None:
                 raise ValueError(f"{op}: {name}_scale is given, but no {name}_cache")
             continue
-        codes = cache.element_size() == 1
-        if not cache.shape[3]:
-            raise ValueError(f"{op}: {name}_cache must have columns, got none")
-        if codes != (scale is not None):
-            raise ValueError(f"{op}: {name}_scale is for codes, and codes need it; {name}_cache has {cache.dtype}")
-        if not codes and cache.dtype != x.dtype:
-            raise ValueError(f"{op}: {name}_cache must be {x.dtype}, as {name} is, or codes, got {cache.dtype}")
         pages, page, heads, columns = cache.shape
         sizes = ((pages, page, heads, 1), (pages, page, heads, -(-columns // SCALED)), (1, 1, heads, 1), (1, 1, 1, 1))
-        if codes and tuple(scale.shape) not in sizes:
-            said = ", ".join(str(list(size)) for size in dict.fromkeys(sizes))
-            raise ValueError(f"{op}: {name}_scale must be one of {said}, got {list(scale.shape)}")
+        check_cache(op, name, x, cache, scale, sizes)
 
 
 def cost(k, v, k_cache, v_cache, slots, *, k_scale, v_scale) -> tuple[int, int]:

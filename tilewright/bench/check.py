@@ -23,6 +23,7 @@ from ..check.oracle import (
     IDEAL,
     Bar,
     Contract,
+    bits,
     contract,
     differentiate,
     gradient_bar,
@@ -32,6 +33,7 @@ from ..check.oracle import (
     row_shaped,
     specified,
 )
+from ..core.flat import as_tuple
 from ..core.format import Format, Quantized
 from ..op import Op, Part
 
@@ -234,8 +236,7 @@ def exact(
 
     plain = {n: lifted(n, v) for n, v in op.arguments(values).items()}
     inputs = leaves(op, plain) if grads else {}
-    results = op.reference(**{**plain, **inputs})
-    results = results if isinstance(results, tuple) else (results,)
+    results = as_tuple(op.apart(op.reference(**{**plain, **inputs}))[0])
     given = [(g if part is None else g[part]).to(dtype) for g in grads]
     return tuple(r.detach() for r in results), differentiate(op, results, inputs, given) if grads else {}
 
@@ -262,8 +263,28 @@ def forward_of_parts(op: Op, values: Mapping[str, Any], results: Sequence[Any], 
         return max(_error_of(op, name, found, values) for name, found in pairs.items())
 
 
+def written(op: Op, values: Mapping[str, Any]) -> None:
+    """Hold what a call has left in the arguments that it writes, codes or numbers, against the reference over these very
+    arguments: a call like it leaves the same there. Raises `Wrong`."""
+    if not op.writes:
+        return
+    with torch.no_grad():
+        becomes = op.apart(op.reference(**op.arguments(values)))[1]
+    for name, there in becomes.items():
+        if there is None:
+            continue
+        found = values[name]
+        off = (bits(found) != bits(there)).float().mean().item() if found.numel() else 0.0
+        near = torch.allclose(
+            found.double(), there.double(), rtol=2.0**-3, atol=1.0 if found.dtype == torch.int8 else 0.0
+        )
+        if not near or off > (2e-3 if found.element_size() == 1 else 1e-2):
+            raise Wrong(f"{name}: {off:.2%} of what was written is not what it should be")
+
+
 def forward(op: Op, values: Mapping[str, Any], results: Sequence[Any]) -> float:
     """The largest error of the results of a call."""
+    written(op, values)
     terms = contract(op, values, dict(zip(op.results, results)))
     for name, r in zip(op.results, results):
         if not isinstance(r, Quantized) and r.is_floating_point():

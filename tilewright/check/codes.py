@@ -102,6 +102,15 @@ def _near_code(label: str, found: Tensor, wanted: list[Tensor], clear: Tensor, e
     return wrong / max(1, right.numel())
 
 
+def near_stored(label: str, found: Tensor, there: Tensor, noise: Tensor) -> None:
+    """Codes that an op makes, or writes, of numbers that it makes, without a format: as in the truth, but for one in a thousand, a
+    step off, and for rows whose codes an honest fp32 computation gets wrong as well."""
+    clear = (noise == 0.0).to(found.device).expand(found.shape)
+    there = there.to(found.device, found.dtype)
+    assert found.shape == there.shape, f"{label}: shape {tuple(found.shape)}, not {tuple(there.shape)}"
+    _near_code(label, found, [there], clear, exact=False)
+
+
 def _near_scale(label: str, found: Tensor, wanted: list[Tensor], exact: bool) -> None:
     if exact:
         return same_bits(label, found, wanted[0])

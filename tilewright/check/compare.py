@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..op import Op
-from .codes import near_codes
+from .codes import near_codes, near_stored
 from .oracle import (
     BARS,
     Outcome,
@@ -41,6 +41,8 @@ def check(op: Op, label: str, values: Mapping[str, Any], actual: Outcome) -> Non
         bar = gradient_bar(op, name[2:]) if gradient else result_bar(op, values)
         if op.resume is not None and name in op.saves and not there.is_floating_point():
             same_choice(f"{label}: {name}", op, values, name, actual[name], there)
+        elif name in actual and bar != BARS["G"] and actual[name].dtype in (torch.int8, torch.float8_e4m3fn):
+            near_stored(f"{label}: {name}", actual[name], there, noise[name])
         elif name in actual:
             long = bar == BARS["E"] and there.is_floating_point()  # integers are summed without rounding
             rough = of_long_sums(noise[name], there, values) if long else noise[name]

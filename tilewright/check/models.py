@@ -166,7 +166,11 @@ ACTIVATIONS = (*widths("hidden", "ffn"), *of_experts("hidden", "expert_ffn"))
 PLACES: dict[str, tuple[Place, ...]] = {
     "add_rms_norm": NORM,
     "attention": ATTENTION,
+    "attention_codes": ATTENTION,
+    "attention_codes_pv": ATTENTION,
     "attention_lse": ATTENTION,
+    "attention_mean": (Place({**HEADS, "heads": "kv_heads"}),),
+    "attention_rows": (Place({**HEADS, "heads": "kv_heads"}),),
     "attention_merge": (Place({**HEADS, "parts": "eight"}, fewer="heads"),),
     "cache_move": (Place({**ROWS, "heads": "kv_heads", "head_dim": "head_dim"}),),
     "cache_write": (Place({**ROWS, "heads": "kv_heads", "head_dim": "head_dim"}),),
@@ -227,6 +231,14 @@ PLACES: dict[str, tuple[Place, ...]] = {
     "multi_tensor_norm": MATRICES,
     "multi_tensor_scale": MATRICES,
     "qkv_split": (
+        Place(HEADS, {**TURNED, "q_weight": Fact("head_norm"), "k_weight": Fact("head_norm")}, needs=("shared_heads",)),
+    ),
+    # A step of many sequences, and a chunk of one
+    "qkv_split_cache": (
+        Place(
+            {**HEADS, "batch": "tokens", "length": "one"},
+            {**TURNED, "q_weight": Fact("head_norm"), "k_weight": Fact("head_norm")}, needs=("shared_heads",),
+        ),
         Place(HEADS, {**TURNED, "q_weight": Fact("head_norm"), "k_weight": Fact("head_norm")}, needs=("shared_heads",)),
     ),
     "quantize": ACTIVATIONS,

@@ -48,11 +48,20 @@ class Columns(NamedTuple):
     INTERLEAVED: bool
 
 
+class Places(NamedTuple):
+    """The positions of tokens: a pointer, and strides of [batch, length]; without strides, one after the other for all batches.
+    `Places()` are those of tokens in order."""
+
+    data: Any = None
+    stride_b: Any = None
+    stride_l: Any = None
+
+
 class Angles(NamedTuple):
     """What tokens are rotated by: pointers, None for what there is not, strides, and a factor.
 
     Angles are `freqs`, or `cos` and `sin` of them, [batch, position, pair]; `stride_b` is None where all batches have the same.
-    `positions` has the position of each token, None where that is its index. `mscale` multiplies cosines and sines, None for 1.
+    `positions` are the `Places` of tokens. `mscale` multiplies cosines and sines, None for 1.
     """
 
     freqs: Any
@@ -101,10 +110,13 @@ def locate(row, B, L, P, POSITIONS, BATCH_INNER: tl.constexpr):
     else:
         batch = (row // L).to(tl.int64)
         index = (row % L).to(tl.int64)
-    if POSITIONS is None:
+    if POSITIONS.data is None:
         return batch, index, index
     else:
-        position = tl.load(POSITIONS + index, live, 0)
+        at = index
+        if POSITIONS.stride_l is not None:
+            at = batch * POSITIONS.stride_b + index * POSITIONS.stride_l
+        position = tl.load(POSITIONS.data + at, live, 0).to(tl.int64)
         return batch, index, tl.where((position >= 0) & (position < P), position, -1)
 
 

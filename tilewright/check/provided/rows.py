@@ -29,7 +29,7 @@ from ...runtime import config
 from ...runtime.kernel import Arguments, collect
 from ...runtime.results import flatten, saved_results
 from ..agreement import BF16, FP16, agrees, end_rows, forms, normal
-from . import aten, products, training
+from . import aten, products, serving, training
 from . import movers as more
 
 Check = Callable[[str], None]  # of a device
@@ -270,6 +270,23 @@ CHECKS: dict[str, dict[str, Check]] = {
         "quantize_fp8_static": lambda device: quantised(device, "static"),
         "quantize_fp8_static_fp16": lambda device: quantised(device, "static", dtype=FP16),
         "cast_fp16_fp8": lambda device: quantised(device, "unit", dtype=FP16),
+        "attention_qkv_fp16": serving.attention,
+        "attention_qkv_fp16_padded": partial(serving.attention, keys=41),
+        "attention_qkv_fp16_state_masked": serving.first_row_sees_less,
+        "attention_mha_fp16": partial(serving.attention, kv_heads=4),
+        "fmha_strided_full": serving.attention_of_columns,
+        "fmha_forward": partial(serving.attention, kv_heads=2),
+        "fmha_strided_forward": serving.attention_of_columns,
+        "load_fmha_library": serving.attention_by_name,
+        "load_fmha_strided_library": serving.attention_by_name,
+        "fa2.fwd_fp16": partial(serving.attention_with_lse, dtype=FP16),
+        "fa2.fwd_bf16": partial(serving.attention_with_lse, dtype=BF16),
+        "qkv_split": serving.split,
+        "qkv_split_fp16": partial(serving.split, dtype=FP16),
+        "qkv_split_rope": partial(serving.split, rotated=True),
+        "qkv_split_rope_kvcache_fp16": serving.split_into_cache,
+        "rope_apply": serving.rotated_pairs,
+        "rope_rotate_half_fp16": serving.rotated_halves,
         "get_sm_version": names_the_chip,
     },
     "gn_kernels": {
@@ -289,6 +306,9 @@ CHECKS: dict[str, dict[str, Check]] = {
         "MXFP4 matmul": lambda device: products.scaled(device, tw.mx("e2m1")),
         "NVFP4 matmul": lambda device: products.scaled(device, tw.nvfp4()),
         "grouped matmul, FP8 blockwise: contiguous (fwd, dgrad), masked (decode), K-grouped (wgrad)": products.grouped,
+        "INT8 attention, QK only": serving.attention_int8,
+        "INT8 attention, QK + PV": partial(serving.attention_int8, weights=True),
+        "MXFP8 attention, QK only": serving.attention_mxfp8,
         "persistent matmul": products.persistent,
         "realistic speed-of-light sweep per dtype": speed_of_light,
     },

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ...attention.attention import attention as op
+from ...attention.cached import cached_attention
 from .probe import PRODUCTS, UNRUN, Source, device_of, shallow, twin
 from .projections import autocast_dtype
 from .report import changed
@@ -39,13 +40,15 @@ Leave = Callable[[str], None]  # told why a call is left to the model's own code
 
 
 class Mask(NamedTuple):
-    """What causal queries see, where transformers would have a mask. The last query stands at the last key."""
+    """What causal queries see, where transformers would have a mask. The last query stands at the last key, of those that there
+    are: a static cache has room for more."""
 
     shape: tuple[int, int, int, int]  # batch, 1, length, keys
     window: int | None = None  # how many keys at most, a query's own included
     padding: Tensor | None = None  # bool [batch, keys]: which are there
     sequence: Tensor | None = None  # [batch, length]: which packed sequence a token is in, from 0 on, never falling
     marks: Tensor | None = None  # int32: where these begin and end, the rows of the batch one after the other
+    filled: Tensor | None = None  # int32 [batch]: how many keys of a static cache there are, these queries' included
 
     @property
     def ndim(self) -> int:
@@ -59,7 +62,9 @@ class Mask(NamedTuple):
         batch, _, length, keys = self.shape
         i = torch.arange(keys - length, keys, device=device)[:, None]
         j = torch.arange(keys, device=device)
-        seen = (j <= i)[None, None]
+        if self.filled is not None:
+            i = i + (self.filled[:, None, None, None] - keys)
+        seen = (j <= i) if self.filled is not None else (j <= i)[None, None]
         if self.window is not None:
             seen = seen & (j > i - self.window)
         if self.padding is not None:
@@ -117,6 +122,11 @@ def mask_for(known: Kinds, **given: Any) -> Mask | Tensor:
     whole = isinstance(offset, int) and offset + length == given["kv_offset"] + given["kv_length"]
     # Who wants no mask left out, without packing being the reason, works on the tensor
     wanted = not given.get("allow_is_causal_skip", True)
+    # But of static caches transformers leaves out none, whoever asks
+    if found == {"causal": True} and not whole and (not wanted or isinstance(offset, Tensor)):
+        filled = filled_of(padding, given)
+        if filled is not None:
+            return Mask((given["batch_size"], 1, length, given["kv_length"]), filled=filled)
     if found is None or "causal" not in found or not whole or wanted and "sequence" not in found:
         from transformers.masking_utils import sdpa_mask
 
@@ -131,6 +141,24 @@ def mask_for(known: Kinds, **given: Any) -> Mask | Tensor:
     sequence = found.get("sequence")
     marks = None if sequence is None else marks_of(sequence)
     return Mask((batch, 1, length, keys), found.get("window"), padding, sequence, marks)
+
+
+def filled_of(padding: Tensor | None, given: dict[str, Any]) -> Tensor | None:
+    """How many keys of a static cache there are, [batch], all of them from its first place on; None where that is not so, or may
+    not be asked."""
+    offset, batch, device = given.get("q_offset"), given["batch_size"], given.get("device")
+    if torch.compiler.is_compiling() or not isinstance(given["kv_offset"], int) or given["kv_offset"] != 0:
+        return None
+    if isinstance(offset, int) and device is not None:
+        offset = torch.full((1,), offset, dtype=torch.int32, device=device)
+    if not isinstance(offset, Tensor) or offset.numel() != 1:
+        return None
+    filled = (offset + given["q_length"]).reshape(1).to(torch.int32).expand(batch)
+    if padding is not None:  # asked once a forward, as for other caches
+        there = torch.arange(padding.shape[1], device=padding.device) < filled.to(padding.device)[:, None]
+        if not bool((padding.bool() | ~there).all()):
+            return None
+    return filled
 
 
 def marks_of(sequence: Tensor) -> Tensor:
@@ -186,6 +214,8 @@ def attend(
         return op.function(q, k, v, mask=attention_mask, **given), None
     if attention_mask is None:
         return unmasked(module, q, k, v, sliding_window, more.get("is_causal"), given), None
+    if attention_mask.filled is not None:
+        return over_static_cache(q, k, v, attention_mask, given), None
     given |= {"causal": True, "left": None if attention_mask.window is None else attention_mask.window - 1}
     if attention_mask.sequence is not None:
         # The marks of whoever packed the batch are as many as there are sequences, ours as many as there may be
@@ -197,6 +227,15 @@ def attend(
         return o.view(*q.shape[:3], -1), None
     mask = None if attention_mask.padding is None else attention_mask.padding[:, None, None]
     return op.function(q, k, v, mask=mask, **given), None
+
+
+def over_static_cache(q: Tensor, k: Tensor, v: Tensor, mask: Mask, given: dict[str, Any]) -> Tensor:
+    """A static cache is one page a sequence, of which the first keys are there; how many is read on the device. Where gradients are
+    wanted, the mask is a tensor."""
+    graded = (q, k, v) if given["sink"] is None else (q, k, v, given["sink"])
+    if torch.is_grad_enabled() and any(t.requires_grad for t in graded):
+        return op.function(q, k, v, mask=mask.dense(q.device), **given)
+    return cached_attention.function(q, k, v, kv_len=mask.filled.to(q.device), causal=True, **given)[0]
 
 
 def unmasked(

@@ -17,13 +17,13 @@ import triton.language as tl
 from torch import Tensor
 
 from ...core.draw import Draw
-from ...core.signature import above, at_least
 from ...core.tensor import cdiv
 from ...device.rotary import Heads, Rows, load_angles, load_pairs, locate, rotate, rotate_back, store_pairs
 from ...op import Bars, Gradient, Op, Out, Triton, single, upcast
 from ...runtime.kernel import kernel
 from .rope import (
     SMALL_HEADS,
+    TABLES,
     angles,
     angles_on_device,
     at_positions,
@@ -33,7 +33,7 @@ from .rope import (
     draw_tables,
     in_order,
     lanes,
-    positions,
+    positions_of,
     rotate_columns,
     rows_of,
     sharding,
@@ -54,19 +54,21 @@ def reference(
     cu_seqlens: Tensor | None = None,
     cp_size: int = 1,
     cp_rank: int = 0,
+    positions: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(q, k, v) for attention from `q` [.., heads, nope + n], `kv` [.., heads, nope + v] and `k_pos` [.., 1, n] of all heads.
 
     The n columns are rotated in fp32, from pairs as `pairing` has them to halves. `layout` says whether the first dimension
     is the sequence or the batch. Angles, `freqs` or `cos` and `sin`, are [positions, n / 2] or [positions, n], whose first
-    half is read; `mscale`, `cu_seqlens`, `cp_size` and `cp_rank` are those of `rope`. k is [.., heads, nope + n], v
+    half is read; `mscale`, `cu_seqlens`, `cp_size`, `cp_rank` and `positions` are those of `rope`. k is [.., heads, nope + n], v
     [.., heads, v].
     """
     count = k_pos.shape[-1]
     nope = q.shape[-1] - count
-    place = positions(q.shape[0 if layout == "sbhd" else 1], cu_seqlens, cp_size, cp_rank, q.device)
-    c, s = at_positions(angles(freqs, cos, sin, count, "half", mscale), place)
-    c, s = (t[:, None, None] if layout == "sbhd" else t[:, None] for t in (c, s))
+    place = positions_of(q.shape[0 if layout == "sbhd" else 1], positions, cu_seqlens, cp_size, cp_rank, q.device)
+    c, s = (t.unsqueeze(-2) for t in at_positions(angles(freqs, cos, sin, count, "half", mscale), place))
+    if layout == "sbhd":
+        c, s = (t.unsqueeze(1) if t.dim() == 3 else t.transpose(0, 1) for t in (c, s))
     rotated = [rotate_columns(upcast(t), c, s, pairing, "half") for t in (q[..., nope:], k_pos)]
     shared = rotated[1].expand(*q.shape[:-1], count)
     q_out = torch.cat([upcast(q[..., :nope]), rotated[0]], -1).to(q.dtype)
@@ -80,7 +82,7 @@ def inputs(draw: Draw) -> dict:
     heads = draw.dim("heads", SMALL_HEADS)
     count = draw.option("turned_columns", 64, 2, 16, 24) if nope else 0
     layout = draw.option("layout", "sbhd", "bshd")
-    place = draw_positions(draw, length)
+    place = draw_positions(draw, batch, length)
     outer = (length, batch) if layout == "sbhd" else (batch, length)
     return {
         "q": draw.tensor(*outer, heads, nope + count),
@@ -260,7 +262,9 @@ def backward(saved: SimpleNamespace, gq: Tensor | None, gk: Tensor | None, gv: T
     return dq, dkv, dk_pos
 
 
-def check(q, kv, k_pos, cos, sin, freqs, layout, pairing, mscale, cu_seqlens, cp_size, cp_rank) -> None:
+def check(
+    q, kv, k_pos, cos, sin, freqs, layout, pairing, mscale, cu_seqlens, cp_size, cp_rank, positions
+) -> None:  # fmt: skip
     count = k_pos.shape[-1]
     nope = q.shape[-1] - count
     if count % 2 or count < 2 or nope < 0:
@@ -275,16 +279,17 @@ def check(q, kv, k_pos, cos, sin, freqs, layout, pairing, mscale, cu_seqlens, cp
         raise ValueError(f"mla_rope: q has {q.shape[0] * q.shape[1]} tokens, but a launch takes less than 2^31")
     if freqs is None and cos is None and sin is None:
         raise ValueError("mla_rope: freqs must be given, or cos and sin")
-    length = q.shape[0 if layout == "sbhd" else 1]
-    check_tables("mla_rope", freqs, cos, sin, None, count, length, cu_seqlens, cp_size, cp_rank)
+    length, batch = q.shape[:2] if layout == "sbhd" else q.shape[1::-1]
+    check_tables(
+        "mla_rope", freqs, cos, sin, None, count, batch, length, cu_seqlens, cp_size, cp_rank, positions
+    )  # fmt: skip
 
 
 mla_rope = Op(
     "mla_rope", reference, inputs, Triton(forward, backward, single),
     where={
         "q": "float[batch length heads qk_dim]", "kv": "q[batch length heads kv_dim]", "k_pos": "q[batch length 1 turned]",
-        **dict.fromkeys(("cos", "sin", "freqs"), "float[positions angles]"), "cu_seqlens": "int[sequences]",
-        "mscale": above(0.0), "cp_size": at_least(1),
+        **dict.fromkeys(("cos", "sin", "freqs"), "float[positions angles]"), **TABLES,
     },
     results={**dict.fromkeys(("q_out", "k"), "q[batch length heads qk_dim]"), "v": "q[batch length heads v_dim]"},
     sizes=lambda a: {"v_dim": a.kv.shape[-1] - (a.q.shape[-1] - a.k_pos.shape[-1])},

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...core.draw import Draw
-from ...core.signature import above, at_least
+from ...core.signature import at_least
 from ...core.tensor import cdiv, vector
 from ...device.activation import sigmoid
 from ...device.rotary import (
@@ -40,15 +40,17 @@ from .qkv_split_backward import blocks, gradients, units
 from .rope import (
     HEAD_DIMS,
     SMALL_HEADS,
+    TABLES,
     angles,
     angles_on_device,
     at_positions,
+    check_positions,
     check_tables,
     cut_angles,
     draw_positions,
     draw_tables,
     lanes,
-    positions,
+    positions_of,
     rotate_columns,
 )
 
@@ -74,6 +76,7 @@ def reference(
     cu_seqlens: Tensor | None = None,
     cp_size: int = 1,
     cp_rank: int = 0,
+    positions: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(q, k, v), each [batch, length, heads, head_dim], of `qkv` [batch, length, width] or, `transposed`, [length, batch, width].
 
@@ -81,7 +84,8 @@ def reference(
     all key, then all value heads. `heads` and `kv_heads` may be those of a whole tensor-parallel group: they are divided by
     how many times narrower the row is than they say. `silu` goes before all else; heads with a weight are RMS-normalised;
     q and k are rotated as by `rope` if there are angles, whose `freqs`, or `cos` and `sin`, are [positions, n] here.
-    Everything is fp32 up to one rounding. Packed sequences (`cu_seqlens`) lie along the length, [1, tokens, width] say.
+    Everything is fp32 up to one rounding. Packed sequences (`cu_seqlens`) lie along the length, [1, tokens, width] say, or
+    `positions` [batch, length] says on the device where tokens stand.
     """
     x = upcast(qkv.transpose(0, 1) if transposed else qkv)
     H, KV = local_heads(qkv, heads, kv_heads, head_dim)
@@ -97,19 +101,19 @@ def reference(
         for t, w in ((q, q_weight), (k, k_weight))
     )
     if freqs is not None or cos is not None:
-        place = positions(x.shape[1], cu_seqlens, cp_size, cp_rank, x.device)
+        place = positions_of(x.shape[1], positions, cu_seqlens, cp_size, cp_rank, x.device)
         c, s = at_positions(angles(freqs, cos, sin, rotary_dim or head_dim, pairing, mscale), place)
-        q, k = (rotate_columns(t, c.unsqueeze(1), s.unsqueeze(1), pairing) for t in (q, k))
+        q, k = (rotate_columns(t, c.unsqueeze(-2), s.unsqueeze(-2), pairing) for t in (q, k))
     return q.to(qkv.dtype), k.to(qkv.dtype), v.to(qkv.dtype)
 
 
-def local_heads(qkv: Tensor, heads: int, kv_heads: int, head_dim: int) -> tuple[int, int]:
+def local_heads(qkv: Tensor, heads: int, kv_heads: int, head_dim: int, op: str = "qkv_split") -> tuple[int, int]:
     """Query and key heads in this row."""
     width = qkv.shape[-1]
     parts = (heads + 2 * kv_heads) * head_dim // width if width else 0
     if parts == 0 or parts * width != (heads + 2 * kv_heads) * head_dim or heads % parts or kv_heads % parts:
         raise ValueError(
-            f"qkv_split: qkv has {width} columns, but {heads} heads, twice {kv_heads} kv_heads, of head_dim {head_dim} are"
+            f"{op}: qkv has {width} columns, but {heads} heads, twice {kv_heads} kv_heads, of head_dim {head_dim} are"
             f" {(heads + 2 * kv_heads) * head_dim}, or an even share of that"
         )
     return heads // parts, kv_heads // parts
@@ -126,7 +130,7 @@ def inputs(draw: Draw) -> dict:
     transposed = draw.option("transposed", False, True)
     rotary_dim = max(2, head_dim // draw.option("share", 2, 1, 3) // 2 * 2)
     rotates = head_dim > 1 and draw.option("turns", True, True, False)
-    place = draw_positions(draw, length)
+    place = draw_positions(draw, batch, length)
     outer = (length, batch) if transposed else (batch, length)
     return {
         "qkv": draw.tensor(*outer, (heads + 2 * kv_heads) * head_dim),
@@ -151,10 +155,9 @@ def inputs(draw: Draw) -> dict:
 
 
 @triton.jit
-def split_heads(
-    X, W, Y, ANGLES, at, to, inside, angles_at, position, live, eps, D: tl.constexpr, COLUMNS: tl.constexpr, SILU: tl.constexpr
-):  # fmt: skip
-    """Heads at offsets `at` of X to offsets `to` of Y, both [TOKENS, HEADS, 1]."""
+def normed_heads(X, W, at, inside, eps, D: tl.constexpr, COLUMNS: tl.constexpr, SILU: tl.constexpr):
+    """Heads at offsets `at` of X, [TOKENS, HEADS, 1]: the pairs that are to be rotated, and the others, a number where there are
+    none."""
     # All loads of x before the angles, which wait for theirs and cross threads. The other columns are pairs as well, so that
     # with half of a head rotated all parts have one shape and one layout
     PAIRS: tl.constexpr = COLUMNS.PAIRS
@@ -162,6 +165,7 @@ def split_heads(
     REST: tl.constexpr = COLUMNS.REST
     INTERLEAVED: tl.constexpr = COLUMNS.INTERLEAVED
     OTHERS: tl.constexpr = D - 2 * PAIRS
+    a, b, d, e = 0.0, 0.0, 0.0, 0.0
     if PAIRS > 0:
         a, b = load_pairs(X.data, at, inside, X.stride_n, 0, 2 * PAIRS, HALF, INTERLEAVED)
         if SILU:
@@ -190,8 +194,21 @@ def split_heads(
             wd, we = load_vector_pairs(W + 2 * PAIRS, OTHERS, REST, INTERLEAVED)
             d *= rstd * wd
             e *= rstd * we
+    return a, b, d, e
+
+
+@triton.jit
+def split_heads(
+    X, W, Y, ANGLES, at, to, inside, angles_at, position, live, eps, D: tl.constexpr, COLUMNS: tl.constexpr, SILU: tl.constexpr
+):  # fmt: skip
+    """Heads at offsets `at` of X to offsets `to` of Y, both [TOKENS, HEADS, 1]."""
+    PAIRS: tl.constexpr = COLUMNS.PAIRS
+    HALF: tl.constexpr = COLUMNS.HALF
+    REST: tl.constexpr = COLUMNS.REST
+    INTERLEAVED: tl.constexpr = COLUMNS.INTERLEAVED
+    a, b, d, e = normed_heads(X, W, at, inside, eps, D, COLUMNS, SILU)
     if REST > 0:
-        store_pairs(Y, d, e, to + 2 * PAIRS, inside, OTHERS, REST, INTERLEAVED)
+        store_pairs(Y, d, e, to + 2 * PAIRS, inside, D - 2 * PAIRS, REST, INTERLEAVED)
     if PAIRS > 0:
         c, s = load_angles(ANGLES, angles_at, position, live, PAIRS, HALF)
         a, b = rotate(a, b, c, s)
@@ -310,23 +327,23 @@ def backward(saved: SimpleNamespace, *grads: Tensor | None) -> tuple:
 
 def check(
     qkv, heads, kv_heads, head_dim, q_weight, k_weight, freqs, cos, sin, eps, rotary_dim, pairing, packing, transposed, silu,
-    mscale, cu_seqlens, cp_size, cp_rank,
+    mscale, cu_seqlens, cp_size, cp_rank, positions, op="qkv_split",
 ) -> None:  # fmt: skip
-    H, KV = local_heads(qkv, heads, kv_heads, head_dim)
+    H, KV = local_heads(qkv, heads, kv_heads, head_dim, op)
     if packing == "grouped" and H % KV:
-        raise ValueError(f"qkv_split: heads, {heads}, must be a multiple of kv_heads, {kv_heads}, in grouped packing")
+        raise ValueError(f"{op}: heads, {heads}, must be a multiple of kv_heads, {kv_heads}, in grouped packing")
     if qkv.shape[0] * qkv.shape[1] >= 2**31:
-        raise ValueError(f"qkv_split: qkv has {qkv.shape[0] * qkv.shape[1]} tokens, but a launch takes less than 2^31")
+        raise ValueError(f"{op}: qkv has {qkv.shape[0] * qkv.shape[1]} tokens, but a launch takes less than 2^31")
     for name, weight in (("q_weight", q_weight), ("k_weight", k_weight)):
         if weight is not None and weight.shape[0] != head_dim:
-            raise ValueError(f"qkv_split: {name} has {weight.shape[0]} numbers, but head_dim is {head_dim}")
+            raise ValueError(f"{op}: {name} has {weight.shape[0]} numbers, but head_dim is {head_dim}")
+    length, batch = qkv.shape[:2] if transposed else qkv.shape[1::-1]
     if freqs is not None or cos is not None or sin is not None or rotary_dim is not None:
-        length = qkv.shape[0 if transposed else 1]
         check_tables(
-            "qkv_split", freqs, cos, sin, rotary_dim, head_dim, length, cu_seqlens, cp_size, cp_rank
+            op, freqs, cos, sin, rotary_dim, head_dim, batch, length, cu_seqlens, cp_size, cp_rank, positions
         )  # fmt: skip
-    elif not 0 <= cp_rank < cp_size:
-        raise ValueError(f"qkv_split: cp_rank must be at least 0 and below cp_size, {cp_size}, got {cp_rank}")
+    else:
+        check_positions(op, batch, length, cu_seqlens, cp_size, cp_rank, positions)
 
 
 def sizes(a: SimpleNamespace) -> dict[str, int]:
@@ -349,9 +366,8 @@ qkv_split = Op(
     "qkv_split", reference, inputs, Triton(forward, backward, single),
     where={
         "qkv": "float[batch length width]", **dict.fromkeys(("q_weight", "k_weight"), "float[head_dim]"),
-        **dict.fromkeys(("freqs", "cos", "sin"), "float[positions angles]"), "cu_seqlens": "int[sequences]",
-        "heads": at_least(1), "kv_heads": at_least(1), "head_dim": at_least(1), "eps": at_least(0.0), "mscale": above(0.0),
-        "cp_size": at_least(1),
+        **dict.fromkeys(("freqs", "cos", "sin"), "float[positions angles]"), **TABLES,
+        "heads": at_least(1), "kv_heads": at_least(1), "head_dim": at_least(1), "eps": at_least(0.0),
     },
     results={
         "q": "qkv[outer inner own_heads head_dim]", **dict.fromkeys(("k", "v"), "qkv[outer inner own_kv_heads head_dim]"),

@@ -14,11 +14,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...core.debug import check_ends
+from ...core.debug import check_ends, check_indices
 from ...core.draw import Draw
 from ...core.signature import above, at_least
 from ...core.tensor import cdiv, power_of_two
-from ...device.rotary import Angles, Heads, load_angles, load_pairs, locate, rotate, store_pairs
+from ...device.rotary import Angles, Heads, Places, load_angles, load_pairs, locate, rotate, store_pairs
 from ...op import Bars, Gradient, Op, Out, Sharding, Triton, single, upcast
 from ...runtime.kernel import kernel
 
@@ -37,6 +37,7 @@ def reference(
     cu_seqlens: Tensor | None = None,
     cp_size: int = 1,
     cp_rank: int = 0,
+    positions: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Rotate the first `rotary_dim` columns (default: all) of every head of `q` and of `k`, in fp32 and rounded once.
 
@@ -47,10 +48,11 @@ def reference(
     A token's position is its index in the sequence dimension; or, with `cu_seqlens`, its index in its own of the sequences
     that are packed there, which begin at these device numbers. With `cp_size` ranks of a context-parallel group this one,
     `cp_rank`, has the chunks cp_rank and 2 * cp_size - 1 - cp_rank of each sequence's 2 * cp_size, and `cu_seqlens` are
-    those of the whole sequences. A token whose position has no angle becomes NaN.
+    those of the whole sequences. Or its position is what `positions` [batch, length] have on the device. A token whose
+    position has no angle becomes NaN.
     """
     tables = angles(freqs, cos, sin, rotary_dim or q.shape[-1], pairing, mscale)
-    place = positions(q.shape[SEQUENCE[layout]], cu_seqlens, cp_size, cp_rank, q.device)
+    place = positions_of(q.shape[SEQUENCE[layout]], positions, cu_seqlens, cp_size, cp_rank, q.device)
     return tuple(rotate_by_tables(t, tables, place, layout, pairing).to(t.dtype) for t in (q, k))
 
 
@@ -67,10 +69,11 @@ def reference_one(
     cu_seqlens: Tensor | None = None,
     cp_size: int = 1,
     cp_rank: int = 0,
+    positions: Tensor | None = None,
 ) -> Tensor:
     """`rope` of one tensor."""
     tables = angles(freqs, cos, sin, rotary_dim or x.shape[-1], pairing, mscale)
-    place = positions(x.shape[SEQUENCE[layout]], cu_seqlens, cp_size, cp_rank, x.device)
+    place = positions_of(x.shape[SEQUENCE[layout]], positions, cu_seqlens, cp_size, cp_rank, x.device)
     return rotate_by_tables(x, tables, place, layout, pairing).to(x.dtype)
 
 
@@ -92,8 +95,12 @@ def angles(freqs, cos, sin, rotary_dim: int, pairing: str, mscale: float) -> tup
     return one_each(cos) * mscale, one_each(sin) * mscale
 
 
-def positions(length: int, cu_seqlens: Tensor | None, cp_size: int, cp_rank: int, device: torch.device) -> Tensor:
-    """The position of each token of the sequence dimension."""
+def positions_of(
+    length: int, given: Tensor | None, cu_seqlens: Tensor | None, cp_size: int, cp_rank: int, device: torch.device
+) -> Tensor:
+    """The position of each token of the sequence dimension: [batch, length] if they are given, else [length]."""
+    if given is not None:
+        return given.long()
     token = torch.arange(length, device=device)
     if cu_seqlens is None:
         start, stop = torch.zeros_like(token), torch.full_like(token, length)
@@ -111,12 +118,19 @@ def positions(length: int, cu_seqlens: Tensor | None, cp_size: int, cp_rank: int
 
 
 def at_positions(tables: tuple[Tensor, Tensor], place: Tensor) -> tuple[Tensor, Tensor]:
-    """The rows of tables [..., positions, pairs] at these positions, NaN where there is none."""
+    """The rows of tables [..., positions, pairs] at positions [length] or [batch, length], NaN where there is none: [length, pairs]
+    of tables and positions without a batch, else [batch or 1, length, pairs]."""
     count = tables[0].shape[-2]
-    known = (place < count).unsqueeze(-1)
     if count == 0:
-        return tuple(t.new_full((*t.shape[:-2], place.shape[0], t.shape[-1]), torch.nan) for t in tables)
-    return tuple(t[..., place.clamp(max=count - 1), :].masked_fill(~known, torch.nan) for t in tables)
+        tables, count = tuple(t.new_full((*t.shape[:-2], 1, t.shape[-1]), torch.nan) for t in tables), 1
+    known = ((place >= 0) & (place < count)).unsqueeze(-1)
+    place = place.clamp(0, count - 1)
+    if place.dim() == 2 and tables[0].dim() == 3:
+        batch = torch.arange(place.shape[0], device=place.device).unsqueeze(1)
+        found = tuple(t.expand(place.shape[0], -1, -1)[batch, place] for t in tables)
+    else:
+        found = tuple(t[..., place, :] for t in tables)
+    return tuple(t.masked_fill(~known, torch.nan) for t in found)
 
 
 def rotate_columns(x: Tensor, c: Tensor, s: Tensor, pairing: str, to: str | None = None) -> Tensor:
@@ -146,8 +160,11 @@ def draw_tables(draw: Draw, pairs: int, *dims: int | str) -> dict:
     return {"cos": draw.tensor(*dims, width), "sin": draw.tensor(*dims, width)}
 
 
-def draw_positions(draw: Draw, length: int) -> dict:
+def draw_positions(draw: Draw, batch: int, length: int) -> dict:
     """How tokens lie in sequences, and how many positions there may be."""
+    if draw.option("told", "by order", "given") == "given":
+        kind = draw.option("index", torch.int32, torch.int64)
+        return {"positions": draw.integers(batch, length, high=length, dtype=kind), "cp_size": 1}
     cp_size = draw.option("cp_size", 1, 2, 3)
     ends = None
     if draw.option("cu_seqlens", False, True):
@@ -167,7 +184,7 @@ def inputs_one(draw: Draw) -> dict:
     heads = draw.dim("heads", SMALL_HEADS)
     layout = draw.option("layout", "bhsd", "bshd", "sbhd")
     rotary_dim = max(2, head_dim // draw.option("share", 1, 2, 3) // 2 * 2)
-    place = draw_positions(draw, length)
+    place = draw_positions(draw, batch, length)
     table_batch = draw.option("table_batch", 1, batch)
     sizes = {"b": batch, "s": length, "h": heads, "d": head_dim}
     return {
@@ -194,7 +211,7 @@ def inputs(draw: Draw) -> dict:
 
 @kernel(grid=lambda a: (cdiv(a.L, a.TOKENS),), tokens=("L", "S"), default=lambda a: {"TOKENS": 128, "num_warps": 4})
 def token_positions(ENDS, POS, L, S, cp_size, cp_rank, BLOCK: tl.constexpr, TOKENS: tl.constexpr):
-    """POS[l] as `positions` has it. ENDS are device data: in whatever order and size they are, nothing but POS follows."""
+    """POS[l] as `positions_of` has it. ENDS are device data: in whatever order and size they are, nothing but POS follows."""
     token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     start = tl.zeros([TOKENS], tl.int64)
     stop = tl.zeros([TOKENS], tl.int64) + L
@@ -213,12 +230,14 @@ def token_positions(ENDS, POS, L, S, cp_size, cp_rank, BLOCK: tl.constexpr, TOKE
     tl.store(POS + token, within, token < L)
 
 
-def positions_on_device(
-    op: str, length: int, cu_seqlens: Tensor | None, cp_size: int, cp_rank: int, device: torch.device
-) -> Tensor | None:
-    """The position of each token on the device; None where that is its index."""
+def positions_on_device(op: str, a: SimpleNamespace, length: int, count: int, device: torch.device) -> Places:
+    """The position of each token on the device, of the `count` that have angles."""
+    cu_seqlens, cp_size, cp_rank = a.cu_seqlens, a.cp_size, a.cp_rank
+    if a.positions is not None:
+        check_indices(op, "positions", a.positions, 0, count)
+        return Places(a.positions, *a.positions.stride())
     if cu_seqlens is None and cp_size == 1:
-        return None
+        return Places()
     check_ends(op, "cu_seqlens", cu_seqlens, length * cp_size)
     place = torch.empty(length, dtype=torch.int64, device=device)
     ends, count = (None, 0) if cu_seqlens is None else (cu_seqlens.contiguous(), cu_seqlens.shape[0])
@@ -226,7 +245,7 @@ def positions_on_device(
         token_positions(None, place, length, count, cp_size, cp_rank, BLOCK=16)
     else:
         token_positions(ends, place, length, count, cp_size, cp_rank, BLOCK=16)
-    return place
+    return Places(place)
 
 
 def angles_on_device(
@@ -236,22 +255,34 @@ def angles_on_device(
     differ from batch to batch."""
     freqs, cos, sin, mscale = a.freqs, a.cos, a.sin, None if a.mscale == 1.0 else a.mscale
     if freqs is None and cos is None:
-        return Angles(None, None, None, None, None, 0, 0, mscale), 0
+        return Angles(None, None, None, Places(), None, 0, 0, mscale), 0
     if freqs is None and cos.stride() != sin.stride():
         cos, sin = cos.contiguous(), sin.contiguous()
     t = cos if freqs is None else freqs
     stride_b = (t.stride(0) if t.shape[0] > 1 else 0) if batched else None
     step = 2 if pairing == "interleaved" and t.shape[-1] == rotary_dim else 1
-    positions = positions_on_device(op, length, a.cu_seqlens, a.cp_size, a.cp_rank, device)
+    positions = positions_on_device(op, a, length, t.shape[-2], device)
     return Angles(freqs, cos, sin, positions, stride_b, t.stride(-2), t.stride(-1) * step, mscale), t.shape[-2]
 
 
-def check_tables(
-    op: str, freqs, cos, sin, rotary_dim, head_dim: int, length: int, cu_seqlens, cp_size, cp_rank
-) -> None:
-    """Raise where angles and positions do not go together. Positions that device numbers give are checked on the device."""
+def check_positions(op: str, batch: int, length: int, cu_seqlens, cp_size, cp_rank, positions) -> None:
+    """Raise where positions are said twice, or not for each token."""
     if cp_rank < 0 or cp_rank >= cp_size:
         raise ValueError(f"{op}: cp_rank must be at least 0 and below cp_size, {cp_size}, got {cp_rank}")
+    if positions is None:
+        return
+    for name, given in (("cu_seqlens", cu_seqlens is not None), ("cp_size", cp_size != 1)):
+        if given:
+            raise ValueError(f"{op}: positions are given beside {name}, which says them too: give either")
+    if tuple(positions.shape) != (batch, length):
+        raise ValueError(f"{op}: positions must be [batch, length] = [{batch}, {length}], got {list(positions.shape)}")
+
+
+def check_tables(
+    op: str, freqs, cos, sin, rotary_dim, head_dim: int, batch: int, length: int, cu_seqlens, cp_size, cp_rank, positions
+) -> None:  # fmt: skip
+    """Raise where angles and positions do not go together. Positions that device numbers give are checked on the device."""
+    check_positions(op, batch, length, cu_seqlens, cp_size, cp_rank, positions)
     for name, t, other in (("cos", cos, sin), ("sin", sin, cos)):
         if t is not None and freqs is not None:
             raise ValueError(f"{op}: {name} is given beside freqs: give either")
@@ -270,7 +301,7 @@ def check_tables(
             f"{op}: {name} has {t.shape[-1]} columns, but rotary_dim {rotary} wants {rotary // 2} or {rotary}"
         )
     last = length // 2 * 2 * cp_size if cp_size > 1 else length
-    if cu_seqlens is None and t.shape[-2] < last:
+    if cu_seqlens is None and positions is None and t.shape[-2] < last:
         raise ValueError(f"{op}: {name} has {t.shape[-2]} positions, but there are {last}")
 
 
@@ -390,30 +421,40 @@ def backward_one(saved: SimpleNamespace, dy: Tensor) -> tuple[Tensor]:
     return (launch_rotation(dy, None, saved, -1.0)[0],)
 
 
-def check(x: Tensor, name: str, layout, freqs, cos, sin, rotary_dim, cu_seqlens, cp_size, cp_rank, op: str) -> None:
+def check(
+    x: Tensor, name: str, layout, freqs, cos, sin, rotary_dim, cu_seqlens, cp_size, cp_rank, positions, op: str
+) -> None:  # fmt: skip
     batch, length = x.shape[BATCH[layout]], x.shape[SEQUENCE[layout]]
     if batch * length >= 2**31:
         raise ValueError(f"{op}: {name} has {batch * length} tokens, but a launch takes less than 2^31")
     if freqs is None and cos is None and sin is None:
         raise ValueError(f"{op}: freqs must be given, or cos and sin")
-    check_tables(op, freqs, cos, sin, rotary_dim, x.shape[3], length, cu_seqlens, cp_size, cp_rank)
+    check_tables(
+        op, freqs, cos, sin, rotary_dim, x.shape[3], batch, length, cu_seqlens, cp_size, cp_rank, positions
+    )  # fmt: skip
     table, words = (freqs, "freqs") if freqs is not None else (cos, "cos")
     if table.shape[0] not in (1, batch):
         raise ValueError(f"{op}: {words} has {table.shape[0]} batches, but must have 1 or {batch}")
 
 
-def check_two(q, k, cos, sin, freqs, layout, rotary_dim, pairing, mscale, cu_seqlens, cp_size, cp_rank) -> None:
-    check(q, "q", layout, freqs, cos, sin, rotary_dim, cu_seqlens, cp_size, cp_rank, "rope")
+def check_two(
+    q, k, cos, sin, freqs, layout, rotary_dim, pairing, mscale, cu_seqlens, cp_size, cp_rank, positions
+) -> None:  # fmt: skip
+    check(q, "q", layout, freqs, cos, sin, rotary_dim, cu_seqlens, cp_size, cp_rank, positions, "rope")
     for d in (BATCH[layout], SEQUENCE[layout]):
         if q.shape[d] != k.shape[d]:
             raise ValueError(f"rope: k is {list(k.shape)} and q {list(q.shape)}: they may differ in heads alone")
 
 
-def check_one(x, cos, sin, freqs, layout, rotary_dim, pairing, mscale, cu_seqlens, cp_size, cp_rank) -> None:
-    check(x, "x", layout, freqs, cos, sin, rotary_dim, cu_seqlens, cp_size, cp_rank, "rope_one")
+def check_one(
+    x, cos, sin, freqs, layout, rotary_dim, pairing, mscale, cu_seqlens, cp_size, cp_rank, positions
+) -> None:  # fmt: skip
+    check(x, "x", layout, freqs, cos, sin, rotary_dim, cu_seqlens, cp_size, cp_rank, positions, "rope_one")
 
 
-TABLES = {"cu_seqlens": "int[sequences]", "mscale": above(0.0), "cp_size": at_least(1)}
+TABLES = {
+    "cu_seqlens": "int[sequences]", "mscale": above(0.0), "cp_size": at_least(1), "positions": "int[placed_batch placed_length]",
+}  # fmt: skip
 WHERE = {**dict.fromkeys(("cos", "sin", "freqs"), "float[tables positions angles]"), **TABLES}
 
 
@@ -425,8 +466,13 @@ def in_order(layout: str, *dims: str, heads: str = "heads") -> dict[str, str]:
 
 def cut_angles(a: SimpleNamespace, length: int) -> tuple[tuple[str, ...], dict[str, str]]:
     """(which of batch and length may be sharded, what the dimensions of the angles are): a part of the sequence has the same part
-    of the angles, unless its positions are others."""
+    of the angles, unless its positions are others, or has the same part of the positions that are given."""
     table = a.cos if a.freqs is None else a.freqs
+    if a.positions is not None:
+        names = {"placed_batch": "batch", "placed_length": "length"}
+        if table is not None and table.dim() == 3 and table.shape[0] != 1:
+            names["tables"] = "batch"
+        return ("batch", "length"), names
     whole = a.cu_seqlens is None and a.cp_size == 1 and (table is None or table.shape[-2] == length)
     names = {"positions": "length"} if whole else {}
     if table is not None and table.dim() == 3 and table.shape[0] != 1:

@@ -1,0 +1,138 @@
+"""`attention` by codes: near to what codes stand for, the same smoothed and not, and what it refuses."""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import tilewright as tw
+from tilewright.ops.quantise.quantize import quantize
+
+MATHS = ("int8", "fp8", "int8_pv", "fp8_pv")
+
+
+@pytest.fixture(autouse=True)
+def kernels():
+    with tw.force("triton"):
+        yield
+
+
+def drawn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16, scale: float = 1.0) -> Tensor:
+    return (scale * torch.randn(*shape, generator=torch.Generator().manual_seed(seed))).to(dtype)
+
+
+def heads(length: int = 33, keys: int = 70, width: int = 40, outliers: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v = drawn(2, length, 4, width), drawn(2, keys, 2, width, seed=1), drawn(2, keys, 2, width, seed=2)
+    if outliers:  # a few channels of keys far from 0 in all tokens, as models have them
+        k = k + 20.0 * (torch.arange(width) % 13 == 0)
+    return q, k.to(q.dtype), v
+
+
+def exact(q: Tensor, k: Tensor, v: Tensor, causal: bool = True) -> tuple[Tensor, Tensor]:
+    """Attention written out in float64."""
+    q, k, v = q.double(), k.double().repeat_interleave(2, 2), v.double().repeat_interleave(2, 2)
+    s = torch.einsum("blhd,bkhd->bhlk", q, k) / math.sqrt(q.shape[-1])
+    n, m = s.shape[-2:]
+    if causal:
+        s = s.masked_fill(torch.arange(m) > torch.arange(n)[:, None] + m - n, -math.inf)
+    return torch.einsum("bhlk,bkhd->blhd", s.softmax(-1), v), s.logsumexp(-1)
+
+
+def off(found: Tensor, there: Tensor) -> float:
+    return float((found.double() - there).norm() / there.norm())
+
+
+@pytest.mark.parametrize("how", MATHS)
+def test_it_is_attention_of_what_codes_stand_for(how):
+    """Operands of q . k within the bars of attention, and 3e-2 with weights as codes."""
+    q, k, v = heads()
+    format = tw.int8("row") if how.startswith("int8") else tw.fp8("row", pow2=False, rule="exact")
+    wide = [quantize.function(t.float(), format).dequantize().double() for t in (q, k, v)]
+    there = exact(wide[0], wide[1], wide[2] if how.endswith("_pv") else v.double())[0]
+    assert off(tw.attention(q, k, v, causal=True, math=how), there) < (3e-2 if how.endswith("_pv") else 2.4e-3)
+
+
+@pytest.mark.parametrize("how", MATHS)
+def test_smoothing_changes_nothing(how):
+    """But rounding: scores, sinks and lse are those of whole keys. Outliers that all keys share are gone before they are codes."""
+    q, k, v = heads(outliers=True)
+    there, lse = exact(q, k, v)
+    found = tw.attention_lse(q, k, v, causal=True, math=how, smooth=True)
+    plain = tw.attention_lse(q, k, v, causal=True, math=how)
+    assert off(found[0], there) < 0.6 * off(plain[0], there) or how.endswith("_pv")
+    assert off(found[0], there) < 6e-2 and float((found[1].double() - lse).abs().max()) < 0.1
+    sink = drawn(4, seed=5)
+    with_sink = tw.attention(q, k, v, causal=True, math=how, smooth=True, sink=sink, softcap=30.0)
+    assert off(with_sink, tw.attention(q, k, v, causal=True, sink=sink, softcap=30.0).double()) < 6e-2
+
+
+def test_quantised_operands_are_what_they_are():
+    q, k, v = heads()
+    for format, kind in ((tw.int8("row"), "int8"), (tw.fp8("row", pow2=False, rule="exact"), "fp8")):
+        codes = [quantize.function(t, format) for t in (q, k, v)]
+        assert torch.equal(tw.attention(q, codes[1], v), tw.attention(q, k, v, math=kind))
+        assert torch.equal(tw.attention(codes[0], codes[1], v), tw.attention(q, k, v, math=kind))
+        whole = tw.attention(*codes)
+        assert whole.dtype == q.dtype and torch.equal(whole, tw.attention(q, k, v, math=f"{kind}_pv"))
+    blocks = [quantize.function(t, tw.mx("e4m3")) for t in (q, k)]
+    wide = [t.dequantize() for t in blocks]
+    assert torch.equal(tw.attention(*blocks, v, causal=True), tw.attention(*wide, v, causal=True))
+
+
+@pytest.mark.parametrize("how", MATHS)
+def test_what_nobody_sees_may_hold_anything(how):
+    q, k, v = heads()
+    lengths = torch.tensor([70, 41])
+    clean = tw.attention(q, k, v, causal=True, math=how, kv_len=lengths)
+    k[1, 41:], v[1, 41:] = float("nan"), float("inf")
+    assert torch.equal(tw.attention(q, k, v, causal=True, math=how, kv_len=lengths), clean)
+    assert not tw.attention(q, k, v, causal=True, math=how, kv_len=lengths, smooth=True).isnan().any()
+    assert bool(tw.attention(q, k, v, math=how, kv_len=torch.tensor([71, 3]))[0].isnan().all())
+
+
+def test_calls_that_make_no_sense_are_refused():
+    q, k, v = heads()
+    row = quantize.function(k, tw.int8("row"))
+    for call, said in (
+        (lambda: tw.attention(q, k, v, math="int4"), "math must be one of"),
+        (lambda: tw.attention(q, k, v, smooth=True), "smooth is for keys that are quantised"),
+        (lambda: tw.attention(q, row, v, smooth=True), "smooth takes the mean off k before"),
+        (lambda: tw.attention(q, row, v, math="fp8"), "cannot be multiplied in fp8"),
+        (lambda: tw.attention(q, row, quantize.function(v, tw.int8("row")), math="int8"), "that is int8_pv"),
+        (lambda: tw.attention(q, k, v, math="int8", backend="hopper"), "portable kernels"),
+        (lambda: tw.attention(q.requires_grad_(), k, v, math="int8"), r"no gradient for q: pass q\.detach\(\)"),
+        (lambda: tw.attention(q.detach(), quantize.function(k, tw.fp8("1x128")), v), "k must be"),
+    ):
+        with pytest.raises(ValueError, match=f"attention: .*{said}"):
+            call()
+    q.requires_grad_(False)
+    q.detach_()
+
+
+def costs() -> dict[str, list[float]]:
+    """What quantising costs against numbers, relative RMS: of normal data, of outlier channels, of those smoothed."""
+    made = {}
+    for how in MATHS:
+        row = []
+        for outliers, smooth in ((False, False), (False, True), (True, False), (True, True)):
+            q, k, v = heads(64, 128, 64, outliers)
+            row.append(off(tw.attention(q, k, v, causal=True, math=how, smooth=smooth), exact(q, k, v)[0]))
+        made[how] = row
+    return made
+
+
+PUBLISHED = re.compile(r"^\| `\"(\w+)\"` \|((?: [\d.]+ % \|){4})$", re.MULTILINE)
+
+
+def test_what_quantising_costs():
+    """As docs/measured.md has it, to a tenth: the same data, so that a change shows there."""
+    page = (Path(__file__).parents[2] / "docs" / "measured.md").read_text()
+    said = {how: [float(n) / 100 for n in re.findall(r"[\d.]+", cells)] for how, cells in PUBLISHED.findall(page)}
+    assert said.keys() == set(MATHS)
+    for how, found in costs().items():
+        assert found == pytest.approx(said[how], rel=0.1), how

@@ -1,0 +1,165 @@
+"""Keys or values as codes, a scale for each token and head, with a mean over tokens taken off before if that is given.
+
+    mean = sum of x over tokens / tokens;   scale = amax(x - mean) / 127 or 448;   code = round((x - mean) / scale)
+
+What is not finite counts as 0 in the mean: tokens that nobody sees may hold it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from ..core.draw import Draw
+from ..core.tensor import cdiv, power_of_two
+from ..device.quantize import amax, finite
+from ..formats.fill import is_fast
+from ..formats.fp8 import fp8
+from ..formats.integers import int8
+from ..op import Bars, Op, Out, Triton, single, upcast
+from ..runtime.kernel import kernel
+from .cache_write import codes_of, own_scale
+from .cached_parts import as_codes
+from .portable import heads_of
+
+Kind = Literal["int8", "fp8"]
+PART = 512  # tokens that one program adds up
+
+
+def reference_mean(x: Tensor) -> Tensor:
+    """The mean [batch, kv_heads, columns] of `x` [batch, keys, kv_heads, columns] over its keys; what is not finite counts as 0."""
+    y = upcast(x)
+    return torch.where(y.isfinite(), y, 0.0).sum(1) / max(1, x.shape[1])
+
+
+def reference(x: Tensor, mean: Tensor | None = None, *, kind: Kind = "int8") -> tuple[Tensor, Tensor]:
+    """(codes, scales [batch, keys, kv_heads]) of `x` [batch, keys, kv_heads, columns], less `mean` [batch, kv_heads, columns] if
+    that is given, by the rules of `int8("row")` and `fp8("row", pow2=False, rule="exact")`."""
+    y = x.float() if mean is None else x.float() - mean.float()[:, None]
+    made = (int8("row") if kind == "int8" else fp8("row", pow2=False, rule="exact")).quantize(y)
+    return made.data, made.scale.reshape(x.shape[:-1])
+
+
+def inputs_mean(draw: Draw) -> dict[str, Any]:
+    width = draw.dim("head_dim", (64, 40, 17, 72, 8, 128))
+    return {"x": draw.tensor("batch", "length", draw.dim("heads", (1, 2, 4, 3)), width, shift=0.5)}
+
+
+def inputs(draw: Draw) -> dict[str, Any]:
+    x = inputs_mean(draw)["x"]
+    given = draw.maybe("mean", lambda: draw.tensor(x.shape[0], *x.shape[2:], dtype=torch.float32))
+    return {"x": x, "mean": given, "kind": draw.option("kind", "int8", "fp8")}
+
+
+@kernel(
+    grid=lambda a: (a.PARTS, a.HEADS, a.BATCH), tokens=("KEYS", "PARTS", "HEADS", "BATCH"),
+    default=lambda a: {"BLOCK_R": max(1, 4096 // a.WIDTH), "num_warps": 4},
+)  # fmt: skip
+def attention_mean_parts(
+    X, P, KEYS, PARTS, HEADS, BATCH, COLUMNS, PART: tl.constexpr, WIDTH: tl.constexpr, BLOCK_R: tl.constexpr
+):
+    """P [batch, heads, PARTS, COLUMNS]: sums over PART tokens each."""
+    part = tl.program_id(0)
+    head = tl.program_id(1).to(tl.int64)
+    batch = tl.program_id(2).to(tl.int64)
+    column = tl.arange(0, WIDTH)
+    total = tl.zeros([BLOCK_R, WIDTH], tl.float32)
+    for first in range(part * PART, tl.minimum(part * PART + PART, KEYS), BLOCK_R):
+        token = first + tl.arange(0, BLOCK_R)
+        inside = ((token < KEYS) & (token < part * PART + PART))[:, None] & (column < COLUMNS)[None, :]
+        at = batch * X.stride_b + head * X.stride_h + token.to(tl.int64)[:, None] * X.stride_t
+        total += finite(tl.load(X.data + at + column.to(tl.int64)[None, :] * X.stride_d, inside, 0.0).to(tl.float32))
+    to = ((batch * HEADS + head) * PARTS + part) * COLUMNS + column
+    tl.store(P + to, tl.sum(total, 0), column < COLUMNS)
+
+
+@kernel(
+    grid=lambda a: (a.HEADS, a.BATCH), tokens=("KEYS", "PARTS", "HEADS", "BATCH"), default=lambda a: {"num_warps": 4}
+)
+def attention_mean_of_parts(P, M, KEYS, PARTS, HEADS, BATCH, COLUMNS, WIDTH: tl.constexpr):
+    """M [batch, heads, COLUMNS]: parts added up in their order, over KEYS."""
+    unit = tl.program_id(1).to(tl.int64) * HEADS + tl.program_id(0)
+    column = tl.arange(0, WIDTH)
+    total = tl.zeros([WIDTH], tl.float32)
+    for part in range(PARTS):
+        total += tl.load(P + (unit * PARTS + part) * COLUMNS + column, column < COLUMNS, 0.0)
+    tl.store(M + unit * COLUMNS + column, tl.div_rn(total, KEYS.to(tl.float32)), column < COLUMNS)
+
+
+@kernel(
+    grid=lambda a: (cdiv(a.KEYS, a.BLOCK_R), a.HEADS, a.BATCH), tokens=("KEYS", "HEADS", "BATCH"),
+    default=lambda a: {"BLOCK_R": max(1, 4096 // a.WIDTH), "num_warps": 4},
+)  # fmt: skip
+def attention_code_rows(
+    X, M, C, S, KEYS, HEADS, BATCH, COLUMNS, FORMAT: tl.constexpr, WIDTH: tl.constexpr, BLOCK_R: tl.constexpr
+):
+    """C as X, contiguous, S [batch, KEYS, heads]; M None: nothing is taken off."""
+    token = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
+    head = tl.program_id(1).to(tl.int64)
+    batch = tl.program_id(2).to(tl.int64)
+    column = tl.arange(0, WIDTH)
+    live = token < KEYS
+    inside = live[:, None] & (column < COLUMNS)[None, :]
+    at = batch * X.stride_b + head * X.stride_h + token.to(tl.int64)[:, None] * X.stride_t
+    y = tl.load(X.data + at + column.to(tl.int64)[None, :] * X.stride_d, inside, 0.0).to(tl.float32)
+    if M is not None:
+        y -= tl.load(M + (batch * HEADS + head) * COLUMNS + column, column < COLUMNS, 0.0)[None, :]
+        y = tl.where(inside, y, 0.0)
+    s, mult = own_scale(amax(y, 1), FORMAT)
+    row = (batch * KEYS + token) * HEADS + head
+    tl.store(S + row, s, live)
+    codes = codes_of(y, s[:, None], mult[:, None], FORMAT)
+    tl.store(C + row[:, None] * COLUMNS + column[None, :], codes, inside)
+
+
+def forward_mean(x: Tensor) -> Tensor:
+    batch, keys, heads, columns = x.shape
+    mean = torch.empty(batch, heads, columns, dtype=torch.float32, device=x.device)
+    if mean.numel():
+        width, parts = max(16, power_of_two(columns)), cdiv(keys, PART)
+        sums = torch.empty(batch, heads, parts, columns, dtype=torch.float32, device=x.device)
+        if parts:
+            attention_mean_parts(heads_of(x), sums, keys, parts, heads, batch, columns, PART=PART, WIDTH=width)
+        attention_mean_of_parts(sums, mean, max(1, keys), parts, heads, batch, columns, WIDTH=width)
+    return mean
+
+
+def forward(x: Tensor, mean: Tensor | None, *, kind: Kind) -> tuple[Tensor, Tensor]:
+    batch, keys, heads, columns = x.shape
+    codes = torch.empty(x.shape, dtype=dtype_of(kind), device=x.device)
+    scale = torch.empty(batch, keys, heads, dtype=torch.float32, device=x.device)
+    if codes.numel():
+        words = ("int8" if kind == "int8" else "e4m3") + ":row:fp32:exact" + (":fast" if is_fast(x) else "")
+        attention_code_rows(
+            heads_of(x), None if mean is None else mean.contiguous(), as_codes(codes), scale, keys, heads, batch, columns,
+            FORMAT=words, WIDTH=max(16, power_of_two(columns)),
+        )  # fmt: skip
+    return codes, scale
+
+
+def dtype_of(kind: Kind) -> torch.dtype:
+    return torch.int8 if kind == "int8" else torch.float8_e4m3fn
+
+
+def check(x: Tensor, mean: Tensor | None, kind: Kind) -> None:
+    if not x.shape[3]:
+        raise ValueError("attention_rows: x must have columns, got none")
+
+
+X = "float[batch length heads head_dim]"
+attention_mean = Op(
+    "attention_mean", reference_mean, inputs_mean, Triton(forward_mean, None, single), where={"x": X},
+    results={"mean": "wide(x)[batch heads head_dim]"}, out=Out(contiguous=("mean",)), bars=Bars("C"), internal=True,
+)  # fmt: skip
+attention_rows = Op(
+    "attention_rows", reference, inputs, Triton(forward, None, single),
+    where={"x": X, "mean": "float32[batch heads head_dim]"},
+    results={
+        "codes": lambda a: f"{str(dtype_of(a.kind)).removeprefix('torch.')}[batch length heads head_dim]",
+        "scale": "float32[batch length heads]",
+    },
+    check=check, out=Out(contiguous=("codes", "scale")), bars=Bars("G"), internal=True,
+)  # fmt: skip

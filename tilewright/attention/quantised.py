@@ -1,0 +1,169 @@
+"""`attention` and `attention_lse` as one calls them: by numbers, which is the op itself, or with `math` by codes.
+
+Codes are made here, or come as `Quantized` operands, and are taken apart; `coded.py` has the kernels.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..core.format import Quantized
+from ..core.tensor import name_of
+from .attention import Backend
+from .attention import attention as attention_op
+from .attention import attention_lse as attention_lse_op
+from .coded import attention_codes, attention_codes_pv
+from .coded_rows import attention_mean, attention_rows
+
+Math = Literal["auto", "int8", "fp8", "int8_pv", "fp8_pv"]
+MATHS = ("auto", "int8", "fp8", "int8_pv", "fp8_pv")
+
+
+class Rows(NamedTuple):
+    """Codes, their scales [batch, tokens, heads] and the mean that was taken off; numbers have neither."""
+
+    codes: Tensor
+    scale: Tensor | None = None
+    mean: Tensor | None = None
+
+
+def attention(
+    q: Tensor | Quantized,
+    k: Tensor | Quantized,
+    v: Tensor | Quantized,
+    *,
+    scale: float | None = None,
+    causal: bool = False,
+    left: int | None = None,
+    right: int | None = None,
+    softcap: float = 0.0,
+    sink: Tensor | None = None,
+    slopes: Tensor | None = None,
+    mask: Tensor | None = None,
+    kv_len: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    backend: Backend = "auto",
+    math: Math = "auto",
+    smooth: bool = False,
+    out: Any = None,
+) -> Tensor:
+    """`softmax(scale * q @ k.T) @ v` of each head, as the op `attention` has it, whose arguments and rules these are.
+
+    `math` other than "auto" multiplies codes, forward only: "int8" and "fp8" (e4m3) those of q and k, with a scale for each token
+    and head, made in one pass over k and where q is read; "int8_pv" and "fp8_pv" those of weights and v too. `smooth` takes the
+    mean over tokens off k before it is quantised, which changes no score but for the rounding: what all keys share costs nothing.
+
+    q, k and v may be `Quantized`, `int8("row")` or `fp8("row")`, and `math="auto"` is then what they are. `mx("e4m3")` is emulated:
+    widened to its dtype, which holds it, and multiplied in that.
+    """
+    given = {
+        "scale": scale, "causal": causal, "left": left, "right": right, "softcap": softcap, "sink": sink, "slopes": slopes,
+        "mask": mask, "kv_len": kv_len, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k,
+    }  # fmt: skip
+    if math == "auto" and not smooth and not any(isinstance(t, Quantized) for t in (q, k, v)):
+        return attention_op.function(q, k, v, **given, backend=backend, out=out)
+    made = by_codes("attention", q, k, v, math, smooth, backend, given, None if out is None else (out, None))
+    return made[0]
+
+
+def attention_lse(
+    q: Tensor | Quantized,
+    k: Tensor | Quantized,
+    v: Tensor | Quantized,
+    *,
+    scale: float | None = None,
+    causal: bool = False,
+    left: int | None = None,
+    right: int | None = None,
+    softcap: float = 0.0,
+    sink: Tensor | None = None,
+    slopes: Tensor | None = None,
+    mask: Tensor | None = None,
+    kv_len: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    backend: Backend = "auto",
+    math: Math = "auto",
+    smooth: bool = False,
+    out: Any = None,
+) -> tuple[Tensor, Tensor]:
+    """(o, lse): `attention`, and the logarithm of the sum of what enters each softmax, which has whole keys, smoothed or not."""
+    given = {
+        "scale": scale, "causal": causal, "left": left, "right": right, "softcap": softcap, "sink": sink, "slopes": slopes,
+        "mask": mask, "kv_len": kv_len, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k,
+    }  # fmt: skip
+    if math == "auto" and not smooth and not any(isinstance(t, Quantized) for t in (q, k, v)):
+        return attention_lse_op.function(q, k, v, **given, backend=backend, out=out)
+    return by_codes("attention_lse", q, k, v, math, smooth, backend, given, out)
+
+
+def by_codes(
+    op: str, q: Any, k: Any, v: Any, math: str, smooth: bool, backend: str, given: dict[str, Any], out: Any
+) -> tuple[Tensor, Tensor]:
+    """(o, lse) of a call that has codes, or asks for them."""
+    if math not in MATHS:
+        raise ValueError(f"{op}: math must be one of {', '.join(MATHS)}, got {math!r}")
+    if backend not in ("auto", "portable"):
+        raise ValueError(f"{op}: codes are multiplied by the portable kernels, not by {backend}")
+    for name, t in (("q", q), ("k", k), ("v", v)):
+        if torch.is_grad_enabled() and t.requires_grad:
+            raise ValueError(f"{op}: codes have no gradient for {name}: pass {name}.detach()")
+    if any(isinstance(t, Quantized) and t.format.name == "mx" for t in (q, k, v)):
+        return widened(op, q, k, v, math, smooth, given, out)
+    rows = {name: taken_apart(op, name, t) for name, t in (("q", q), ("k", k), ("v", v))}
+    found = {kind_of(r) for r in rows.values()} - {None}
+    kind, _, pv = math.partition("_")
+    if math == "auto":
+        if not found:
+            raise ValueError(f"{op}: smooth is for keys that are quantised: give math")
+        kind, pv = found.pop(), "pv" if rows["v"].scale is not None else ""
+    if found - {kind}:
+        raise ValueError(f"{op}: operands in {' and '.join(sorted(found))} cannot be multiplied in {math}")
+    if rows["v"].scale is not None and not pv:
+        raise ValueError(f"{op}: v is codes, which math={math!r} does not multiply: that is {kind}_pv")
+    if smooth and rows["k"].scale is not None:
+        raise ValueError(f"{op}: smooth takes the mean off k before it is quantised, and k is codes")
+    if rows["k"].scale is None:
+        mean = attention_mean.function(rows["k"].codes) if smooth else None
+        rows["k"] = Rows(*attention_rows.function(rows["k"].codes, mean, kind=kind), mean)
+    if pv and rows["v"].scale is None:
+        rows["v"] = Rows(*attention_rows.function(rows["v"].codes, kind=kind))
+    own = {"out_dtype": name_of(q.dtype)} if rows["q"].scale is not None and rows["v"].scale is not None else {}
+    function = (attention_codes_pv if pv else attention_codes).function
+    return function(
+        rows["q"].codes, rows["k"].codes, rows["v"].codes, rows["k"].scale, rows["q"].scale, rows["v"].scale,
+        rows["k"].mean, **own, **given, out=out,
+    )  # fmt: skip
+
+
+def widened(
+    op: str, q: Any, k: Any, v: Any, math: str, smooth: bool, given: dict[str, Any], out: Any
+) -> tuple[Tensor, Tensor]:
+    """MXFP8 storage, math in the dtype that it stands for."""
+    if math != "auto" or smooth:
+        raise ValueError(
+            f"{op}: mx operands are widened: math must be auto, and smooth False, got {math!r} and {smooth}"
+        )
+    wide = [t.dequantize() if isinstance(t, Quantized) else t for t in (q, k, v)]
+    return attention_lse_op.function(*wide, **given, out=out)
+
+
+def taken_apart(op: str, name: str, t: Any) -> Rows:
+    if not isinstance(t, Quantized):
+        return Rows(t)
+    format = t.format
+    by_row = getattr(format, "granularity", None) == "row" and format.ways == "row"
+    if not by_row or format.name not in ("int8", "fp8") or t.data.dtype not in (torch.int8, torch.float8_e4m3fn):
+        raise ValueError(f'{op}: {name} must be int8("row"), fp8("row") or mx("e4m3"), got {format}')
+    return Rows(t.data, t.scale.reshape(t.shape[:-1]))
+
+
+def kind_of(rows: Rows) -> str | None:
+    return None if rows.scale is None else "int8" if rows.codes.dtype == torch.int8 else "fp8"
+
+
+attention.op, attention_lse.op = attention_op, attention_lse_op
