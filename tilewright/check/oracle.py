@@ -330,8 +330,10 @@ def _near_low(label: str, actual: Tensor, rounded: Tensor, exact: Tensor, noise:
         share = 1.0 if bar == BARS["K"] else SHARE_OF_BF16[actual.dtype]  # codes are as coarse in any dtype
         limit = bar.low * share * rms(exact)
         _within(label, actual, exact, error, step + reach(error) * noise.clamp(min=limit))
-        # A rounded weight is in all columns of a row: of few rows, or of a few large ones, the error has its own spread
-        return _rms_within(label, error, exact, max(limit * (1 + 16 / weighty(exact) ** 0.5), 4 * rms(noise)))
+        # A rounded weight is in all columns of a row, and equal ones go wrong together: of few rows, of a few that are large, and of
+        # few values the error has its own spread
+        count = min(weighty(exact), rounded.unique().numel())
+        return _rms_within(label, error, exact, max(limit * (1 + 16 / count**0.5), 4 * rms(noise)))
     _within(label, actual, exact, error, step + reach(error) * noise.clamp(min=own))
     wrong = (actual != rounded) & (64 * noise < step)
     # FP8 products' own errors are larger than fp16's steps

@@ -48,20 +48,20 @@ class Columns(NamedTuple):
     INTERLEAVED: bool
 
 
-class Places(NamedTuple):
-    """The positions of tokens: a pointer, and strides of [batch, length]; without strides, one after the other for all batches.
-    `Places()` are those of tokens in order."""
+class Indices(NamedTuple):
+    """A number for each token, [batch, length]: a pointer, and strides."""
 
-    data: Any = None
-    stride_b: Any = None
-    stride_l: Any = None
+    data: Any
+    stride_b: Any
+    stride_l: Any
 
 
 class Angles(NamedTuple):
     """What tokens are rotated by: pointers, None for what there is not, strides, and a factor.
 
     Angles are `freqs`, or `cos` and `sin` of them, [batch, position, pair]; `stride_b` is None where all batches have the same.
-    `positions` are the `Places` of tokens. `mscale` multiplies cosines and sines, None for 1.
+    `positions` has the position of each token, None where that is its index: [length], or [batch, length] with strides. `mscale`
+    multiplies cosines and sines, None for 1. All is flat: of a tuple within a tuple Triton 3.6 may forget numbers that are 1.
     """
 
     freqs: Any
@@ -72,6 +72,8 @@ class Angles(NamedTuple):
     stride_l: Any
     stride_pair: Any
     mscale: Any
+    placed_b: Any = None
+    placed_l: Any = None
 
 
 @triton.jit
@@ -101,7 +103,7 @@ def cos_sin(x):
 
 
 @triton.jit
-def locate(row, B, L, P, POSITIONS, BATCH_INNER: tl.constexpr):
+def locate(row, B, L, P, ANGLES, BATCH_INNER: tl.constexpr):
     """(batch, index in the sequence, position, or -1 if that is none of the P with angles) of tokens, all 64-bit. B * L < 2^31."""
     live = row < B * L
     if BATCH_INNER:
@@ -110,13 +112,13 @@ def locate(row, B, L, P, POSITIONS, BATCH_INNER: tl.constexpr):
     else:
         batch = (row // L).to(tl.int64)
         index = (row % L).to(tl.int64)
-    if POSITIONS.data is None:
+    if ANGLES.positions is None:
         return batch, index, index
     else:
         at = index
-        if POSITIONS.stride_l is not None:
-            at = batch * POSITIONS.stride_b + index * POSITIONS.stride_l
-        position = tl.load(POSITIONS.data + at, live, 0).to(tl.int64)
+        if ANGLES.placed_l is not None:
+            at = batch * ANGLES.placed_b + index * ANGLES.placed_l
+        position = tl.load(ANGLES.positions + at, live, 0).to(tl.int64)
         return batch, index, tl.where((position >= 0) & (position < P), position, -1)
 
 

@@ -131,7 +131,7 @@ def mla_rope_forward(
     BLOCKS: tl.constexpr = (H + HB - 1) // HB
     unit = tl.program_id(0) % (2 * BLOCKS)
     row = tl.program_id(0) // (2 * BLOCKS) * T + tl.arange(0, T)
-    batch, index, position = locate(row, B, L, P, ANGLES.positions, BATCH_INNER)
+    batch, index, position = locate(row, B, L, P, ANGLES, BATCH_INNER)
     live = row < B * L
     head = unit % BLOCKS * HB + tl.arange(0, HB)[None, :, None]
     h = head.to(tl.int64)
@@ -170,7 +170,7 @@ def mla_rope_backward(
     BLOCKS: tl.constexpr = (H + HB - 1) // HB
     unit = tl.program_id(0) % (BLOCKS + 1)
     row = tl.program_id(0) // (BLOCKS + 1) * T + tl.arange(0, T)
-    batch, index, position = locate(row, B, L, P, ANGLES.positions, BATCH_INNER)
+    batch, index, position = locate(row, B, L, P, ANGLES, BATCH_INNER)
     live = row < B * L
     token = row.to(tl.int64)[:, None, None]
     if unit < BLOCKS:

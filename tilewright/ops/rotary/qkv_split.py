@@ -255,7 +255,7 @@ def qkv_split_forward(
     if unit < ASKING:
         row_q = first + unit // QUERIES * T + tl.arange(0, T)
         live_q = row_q < B * L
-        batch_q, index_q, position_q = locate(row_q, B, L, P, ANGLES.positions, BATCH_INNER)
+        batch_q, index_q, position_q = locate(row_q, B, L, P, ANGLES, BATCH_INNER)
         head_q = unit % QUERIES * HB + tl.arange(0, HB)[None, :, None]
         column_q = column_of(head_q, "q", H, KV, D, GROUPED)
         at_q = (batch_q * X.stride_b + index_q * X.stride_l)[:, None, None] + column_q * X.stride_n
@@ -268,7 +268,7 @@ def qkv_split_forward(
         other = unit - ASKING
         row = first + other // KEYS * TK + tl.arange(0, TK)
         live = row < B * L
-        batch, index, position = locate(row, B, L, P, ANGLES.positions, BATCH_INNER)
+        batch, index, position = locate(row, B, L, P, ANGLES, BATCH_INNER)
         head_k = other % KEYS * KB + tl.arange(0, KB)[None, :, None]
         inside = live[:, None, None] & (head_k < KV)
         start = (batch * X.stride_b + index * X.stride_l)[:, None, None]

@@ -211,7 +211,7 @@ def qkv_split_backward(
         sums_q = zero_sums(T, HB, COLUMNS)
         for block in tl.range(tl.program_id(0) % SLOTS, tl.cdiv(B * L, T), SLOTS, num_stages=STAGES):
             row = block * T + tl.arange(0, T)
-            batch, index, position = locate(row, B, L, P, ANGLES.positions, BATCH_INNER)
+            batch, index, position = locate(row, B, L, P, ANGLES, BATCH_INNER)
             at_q = (batch * X.stride_b + index * X.stride_l)[:, None, None] + column_q * X.stride_n
             up_q = (batch * G.q.stride_b + index * G.q.stride_l)[:, None, None] + head_q.to(tl.int64) * G.q.stride_h
             to_q = (index * B + batch if BATCH_INNER else batch * L + index)[:, None, None] * W + column_q
@@ -230,7 +230,7 @@ def qkv_split_backward(
         sums_k = zero_sums(TK, KB, COLUMNS)
         for block in tl.range(other % KEY_SLOTS, tl.cdiv(B * L, TK), KEY_SLOTS, num_stages=STAGES):
             row = block * TK + tl.arange(0, TK)
-            batch, index, position = locate(row, B, L, P, ANGLES.positions, BATCH_INNER)
+            batch, index, position = locate(row, B, L, P, ANGLES, BATCH_INNER)
             inside = (row < B * L)[:, None, None] & (head_k < KV)
             start = (batch * X.stride_b + index * X.stride_l)[:, None, None]
             token = (index * B + batch if BATCH_INNER else batch * L + index)[:, None, None] * W

@@ -36,7 +36,7 @@ from ...core.signature import above, at_least
 from ...core.tensor import cdiv
 from ...device.activation import sigmoid
 from ...device.quantize import amax, has, max_nan
-from ...device.rotary import Places, column_of, load_angles, locate, pair_columns, rotate
+from ...device.rotary import Indices, column_of, load_angles, locate, pair_columns, rotate
 from ...op import Cost, Op, Out, Triton, single, upcast
 from ...runtime.kernel import kernel
 from .qkv_split import check as check_split
@@ -235,7 +235,7 @@ def qkv_split_cache_rows(
     if unit < ASKING:
         row_q = start + unit // QUERIES * T + tl.arange(0, T)
         live_q = row_q < B * L
-        batch_q, index_q, position_q = locate(row_q, B, L, P, ANGLES.positions, False)
+        batch_q, index_q, position_q = locate(row_q, B, L, P, ANGLES, False)
         head_q = unit % QUERIES * HB + tl.arange(0, HB)[None, :, None]
         column_q = column_of(head_q, "q", H, KV, D, GROUPED)
         at_q = (batch_q * X.stride_b + index_q * X.stride_l)[:, None, None] + column_q * X.stride_n
@@ -248,7 +248,7 @@ def qkv_split_cache_rows(
         other = unit - ASKING
         row = start + other // KEYS * TK + tl.arange(0, TK)
         live = row < B * L
-        batch, index, position = locate(row, B, L, P, ANGLES.positions, False)
+        batch, index, position = locate(row, B, L, P, ANGLES, False)
         head = other % KEYS * KB + tl.arange(0, KB)
         inside = (live[:, None] & (head < KV)[None, :])[:, :, None]
         page, place, there = place_of(SLOTS.data, batch * SLOTS.stride_b + index * SLOTS.stride_l, live, PAGES, PAGE)
@@ -279,7 +279,7 @@ def forward(**values) -> Tensor:
     q = torch.empty(B, L, constants["H"], a.head_dim, dtype=a.qkv.dtype, device=a.qkv.device)
     qkv_split_cache_rows(
         x, weights, angles, q, heads_of(as_codes(a.k_cache)), heads_of(as_codes(a.v_cache)), scale_heads(a.k_scale),
-        scale_heads(a.v_scale), Places(a.slots, *a.slots.stride()), B, L, P, pages, page, a.eps,
+        scale_heads(a.v_scale), Indices(a.slots, *a.slots.stride()), B, L, P, pages, page, a.eps,
         K_FORMAT=format_of(a.k_cache, a.k_scale), V_FORMAT=format_of(a.v_cache, a.v_scale), **constants,
     )  # fmt: skip
     return q

@@ -18,7 +18,7 @@ from ...core.debug import check_ends, check_indices
 from ...core.draw import Draw
 from ...core.signature import above, at_least
 from ...core.tensor import cdiv, power_of_two
-from ...device.rotary import Angles, Heads, Places, load_angles, load_pairs, locate, rotate, store_pairs
+from ...device.rotary import Angles, Heads, load_angles, load_pairs, locate, rotate, store_pairs
 from ...op import Bars, Gradient, Op, Out, Sharding, Triton, single, upcast
 from ...runtime.kernel import kernel
 
@@ -230,14 +230,15 @@ def token_positions(ENDS, POS, L, S, cp_size, cp_rank, BLOCK: tl.constexpr, TOKE
     tl.store(POS + token, within, token < L)
 
 
-def positions_on_device(op: str, a: SimpleNamespace, length: int, count: int, device: torch.device) -> Places:
-    """The position of each token on the device, of the `count` that have angles."""
+def positions_on_device(op: str, a: SimpleNamespace, length: int, count: int, device: torch.device) -> tuple:
+    """(the position of each token on the device, of the `count` that have angles, or None where that is its index, and its strides,
+    None of positions that all batches share)."""
     cu_seqlens, cp_size, cp_rank = a.cu_seqlens, a.cp_size, a.cp_rank
     if a.positions is not None:
         check_indices(op, "positions", a.positions, 0, count)
-        return Places(a.positions, *a.positions.stride())
+        return a.positions, *a.positions.stride()
     if cu_seqlens is None and cp_size == 1:
-        return Places()
+        return None, None, None
     check_ends(op, "cu_seqlens", cu_seqlens, length * cp_size)
     place = torch.empty(length, dtype=torch.int64, device=device)
     ends, count = (None, 0) if cu_seqlens is None else (cu_seqlens.contiguous(), cu_seqlens.shape[0])
@@ -245,7 +246,7 @@ def positions_on_device(op: str, a: SimpleNamespace, length: int, count: int, de
         token_positions(None, place, length, count, cp_size, cp_rank, BLOCK=16)
     else:
         token_positions(ends, place, length, count, cp_size, cp_rank, BLOCK=16)
-    return Places(place)
+    return place, None, None
 
 
 def angles_on_device(
@@ -255,14 +256,15 @@ def angles_on_device(
     differ from batch to batch."""
     freqs, cos, sin, mscale = a.freqs, a.cos, a.sin, None if a.mscale == 1.0 else a.mscale
     if freqs is None and cos is None:
-        return Angles(None, None, None, Places(), None, 0, 0, mscale), 0
+        return Angles(None, None, None, None, None, 0, 0, mscale), 0
     if freqs is None and cos.stride() != sin.stride():
         cos, sin = cos.contiguous(), sin.contiguous()
     t = cos if freqs is None else freqs
     stride_b = (t.stride(0) if t.shape[0] > 1 else 0) if batched else None
     step = 2 if pairing == "interleaved" and t.shape[-1] == rotary_dim else 1
-    positions = positions_on_device(op, a, length, t.shape[-2], device)
-    return Angles(freqs, cos, sin, positions, stride_b, t.stride(-2), t.stride(-1) * step, mscale), t.shape[-2]
+    positions, *placed = positions_on_device(op, a, length, t.shape[-2], device)
+    angles = Angles(freqs, cos, sin, positions, stride_b, t.stride(-2), t.stride(-1) * step, mscale, *placed)
+    return angles, t.shape[-2]
 
 
 def check_positions(op: str, batch: int, length: int, cu_seqlens, cp_size, cp_rank, positions) -> None:
@@ -314,7 +316,7 @@ def rotate_heads(
     REST: tl.constexpr, INTERLEAVED: tl.constexpr, BATCH_INNER: tl.constexpr,
 ):  # fmt: skip
     """Heads `head` [HEADS] of tokens `row` [TOKENS]."""
-    batch, index, position = locate(row, B, L, P, ANGLES.positions, BATCH_INNER)
+    batch, index, position = locate(row, B, L, P, ANGLES, BATCH_INNER)
     h = head.to(tl.int64)[None, :, None]
     at = (batch * X.stride_b + index * X.stride_l)[:, None, None] + h * X.stride_h
     to = (batch * Y.stride_b + index * Y.stride_l)[:, None, None] + h * Y.stride_h
