@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from . import functions as f
+from .plans import own
 from .pointwise import run
-from .row import Declined, Number, Row
+from .row import Declined, Number, Row, of_numbers
 from .rows import fill_is_aten
 
 COPY = Row("copy", f.copy, (), promotes="keep", fills=True)
@@ -31,7 +32,7 @@ def glu_backward(grad_output: Tensor, self: Tensor, dim: int) -> Tensor:
     one, other = halves(self, dim)
     if grad_output.shape != one.shape or grad_output.dtype != self.dtype:
         raise Declined("a gradient that is not like the result")
-    made = torch.empty(self.shape, dtype=self.dtype, device=self.device)
+    made = own(torch.empty(self.shape, dtype=self.dtype, device=self.device))
     first, second = halves(made, dim)
     run(GLU, {"self": grad_output, "other": other}, first)
     run(GLU_OTHER, {"grad": grad_output, "self": one, "other": other}, second)
@@ -51,7 +52,7 @@ def addr(self: Tensor, vec1: Tensor, vec2: Tensor, *, beta: Any = 1, alpha: Any 
         raise Declined("integers")
     rows, columns = vec1.unsqueeze(1), vec2.unsqueeze(0)
     whole = self.expand(vec1.shape[0], vec2.shape[0]) if self.dim() <= 2 else self
-    out = torch.empty((vec1.shape[0], vec2.shape[0]), dtype=self.dtype, device=self.device)
+    out = own(torch.empty((vec1.shape[0], vec2.shape[0]), dtype=self.dtype, device=self.device))
     if beta == 0:  # what self holds is not looked at, NaN included
         return run(OUTER, {"one": rows, "other": columns, "alpha": alpha}, out)
     return run(ADDR, {"self": whole, "one": rows, "other": columns, "beta": beta, "alpha": alpha}, out)
@@ -63,18 +64,19 @@ def polar(abs: Tensor, angle: Tensor) -> Tensor:
     if abs.shape != angle.shape:
         raise Declined("shapes that broadcast")
     wide = torch.complex64 if abs.dtype == torch.float32 else torch.complex128
-    made = torch.empty(abs.shape, dtype=wide, device=abs.device)
+    made = own(torch.empty(abs.shape, dtype=wide, device=abs.device))
     parts = torch.view_as_real(made)
     for row, part in ((REAL, parts[..., 0]), (IMAGINARY, parts[..., 1])):
         run(row, {"self": abs, "other": angle}, part)
     return made
 
 
+@of_numbers("value")
 def fill(self: Tensor, value: Any) -> Tensor:
     reason = fill_is_aten(self, value)
     if reason is not None:
         raise Declined(reason)
-    return run(FILL, {"value": value}, torch.empty_like(self))
+    return run(FILL, {"value": value}, own(torch.empty_like(self)))
 
 
 def zero(self: Tensor) -> Tensor:
@@ -82,7 +84,7 @@ def zero(self: Tensor) -> Tensor:
 
 
 def clone(self: Tensor, *, memory_format: torch.memory_format | None = None) -> Tensor:
-    return run(COPY, {"self": self}, torch.empty_like(self, memory_format=memory_format or torch.preserve_format))
+    return run(COPY, {"self": self}, own(torch.empty_like(self, memory_format=memory_format or torch.preserve_format)))
 
 
 def to_copy(
@@ -104,7 +106,7 @@ def to_copy(
     dtype = self.dtype if dtype is None else dtype
     if self.is_floating_point() and not dtype.is_floating_point and dtype != torch.bool:
         raise Declined("a cast of floats to integers, which has no answer for large ones")
-    made = torch.empty_like(self, dtype=dtype, memory_format=memory_format or torch.preserve_format)
+    made = own(torch.empty_like(self, dtype=dtype, memory_format=memory_format or torch.preserve_format))
     return run(COPY, {"self": self}, made)
 
 

@@ -17,9 +17,10 @@ from torch import Tensor
 
 from ..core.tensor import cdiv
 from ..runtime.kernel import kernel
-from . import forms, pointwise
-from .pointwise import IN_TRITON, bits_of, number, stored
-from .row import TAKEN, Declined, compute_dtype
+from . import forms, plans, pointwise
+from .plans import bits_of, own
+from .pointwise import IN_TRITON, number, stored
+from .row import TAKEN, Declined, compute_dtype, of_numbers, taken
 
 LOOPS = 4
 BLOCK = 1024
@@ -98,12 +99,6 @@ def ramp(OUT, N, S0: tl.int64, S1: tl.int64, COMPUTE: tl.constexpr, BLOCK: tl.co
 # ---- host ------------------------------------------------------------------------------------------------------------
 
 
-def taken(*tensors: Tensor) -> None:
-    for t in tensors:
-        if t.dtype not in TAKEN or t.layout != torch.strided or t.is_neg() or t.device != tensors[0].device:
-            raise Declined(f"{str(t.dtype).removeprefix('torch.')}, {t.layout}, another device, or a lazy view")
-
-
 def reversed_loops(values: list[int], fill: int) -> list[int]:
     """One number a dimension, the last first, filled up to the loops of a launch."""
     if len(values) > LOOPS:
@@ -116,17 +111,19 @@ def put(
 ) -> Tensor:
     """Fill `out` with `x` in the box of each dimension, and with `other` or `value` elsewhere."""
     compute = compute_dtype(out.dtype)
-    bits = bits_of(int(value) if compute == torch.int64 and float(value).is_integer() else value, compute)
+    bits = bits_of(value, compute)
     if out.numel():
         shape = list(out.shape)
         y = [0] * LOOPS if other is None else reversed_loops(list(other.stride()), 0)
-        patch(
-            out, x, other, out.numel(), 0, *reversed_loops(shape, 1), *reversed_loops(lo, 0), *reversed_loops(hi, 1),
-            *reversed_loops(by, 1), *reversed_loops(list(x.stride()), 0), *y, bits, COMPUTE=IN_TRITON[compute], BLOCK=BLOCK,
+        sizes = (
+            out.numel(), 0, *reversed_loops(shape, 1), *reversed_loops(lo, 0), *reversed_loops(hi, 1), *reversed_loops(by, 1),
+            *reversed_loops(list(x.stride()), 0), *y,
         )  # fmt: skip
+        plans.launch(patch, (out, x, other), sizes, (bits,), COMPUTE=IN_TRITON[compute], BLOCK=BLOCK)
     return out
 
 
+@of_numbers("value")
 def constant_pad_nd(self: Tensor, pad: list[int], value: Any = 0) -> Tensor:
     taken(self)
     before, after = [0] * self.dim(), [0] * self.dim()
@@ -145,7 +142,7 @@ def constant_pad_nd(self: Tensor, pad: list[int], value: Any = 0) -> Tensor:
         x = x.narrow(d, -b, max(0, x.shape[d] + b)) if b < 0 else x
     lo = [max(0, b) for b in before]
     hi = [min(n, low + size) for n, low, size in zip(shape, lo, x.shape)]
-    return put(torch.empty(shape, dtype=self.dtype, device=self.device), x, lo, hi, [1] * self.dim(), None, value)
+    return put(own(torch.empty(shape, dtype=self.dtype, device=self.device)), x, lo, hi, [1] * self.dim(), None, value)
 
 
 def slice_scatter(self: Tensor, src: Tensor, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> Tensor:
@@ -177,30 +174,29 @@ def scattered(self: Tensor) -> Tensor:
     """Memory for the result: torch clones self, so that only a contiguous one is contiguous again."""
     if not self.is_contiguous():
         raise Declined("a result that keeps strides")
-    return torch.empty(self.shape, dtype=self.dtype, device=self.device)
+    return own(torch.empty(self.shape, dtype=self.dtype, device=self.device))
 
 
 def triu(self: Tensor, diagonal: int = 0) -> Tensor:
     taken(self)
     if self.dim() < 2 or not self.is_contiguous():
         raise Declined("no matrices one after the other")
-    out = torch.empty(self.shape, dtype=self.dtype, device=self.device)
+    out = own(torch.empty(self.shape, dtype=self.dtype, device=self.device))
     rows, columns = self.shape[-2:]
     if out.numel():
-        band(out, self, out.numel(), rows, columns, diagonal, rows * columns, columns, 1, KEEP="above", BLOCK=BLOCK)
+        sizes = out.numel(), rows, columns, diagonal, rows * columns, columns, 1
+        plans.launch(band, (out, self), sizes, KEEP="above", BLOCK=BLOCK)
     return out
 
 
 def embedded(x: Tensor, out: Tensor, offset: int) -> Tensor:
     """Fill matrices `out` with rows of `x` on a diagonal, which has that many elements."""
+    if not x.numel():
+        return pointwise.run(forms.FILL, {"value": 0}, out)
     if out.numel():
-        flat = x.reshape(-1, x.shape[-1]) if x.numel() else x.reshape(1, -1).expand(1, 0)
-        if not x.numel():
-            return pointwise.run(forms.FILL, {"value": 0}, out)
-        band(
-            out, flat, out.numel(), out.shape[-2], out.shape[-1], offset, flat.stride(0), 0, flat.stride(1), KEEP="on",
-            BLOCK=BLOCK,
-        )  # fmt: skip
+        flat = x.reshape(-1, x.shape[-1])
+        sizes = out.numel(), out.shape[-2], out.shape[-1], offset, flat.stride(0), 0, flat.stride(1)
+        plans.launch(band, (out, flat), sizes, KEEP="on", BLOCK=BLOCK)
     return out
 
 
@@ -214,7 +210,9 @@ def diag_embed(self: Tensor, offset: int = 0, dim1: int = -2, dim2: int = -1) ->
     if self.dim() < 1 or not is_last_two(dim1, dim2, rank) or not self.is_contiguous():
         raise Declined("other dimensions than the last two, or strides")
     size = self.shape[-1] + abs(offset)
-    return embedded(self, torch.empty((*self.shape[:-1], size, size), dtype=self.dtype, device=self.device), offset)
+    return embedded(
+        self, own(torch.empty((*self.shape[:-1], size, size), dtype=self.dtype, device=self.device)), offset
+    )
 
 
 def diagonal_backward(grad_output: Tensor, input_sizes: list[int], offset: int, dim1: int, dim2: int) -> Tensor:
@@ -222,7 +220,7 @@ def diagonal_backward(grad_output: Tensor, input_sizes: list[int], offset: int, 
     rank = len(input_sizes)
     if not is_last_two(dim1, dim2, rank) or not grad_output.is_contiguous():
         raise Declined("other dimensions than the last two, or strides")
-    out = torch.empty(input_sizes, dtype=grad_output.dtype, device=grad_output.device)
+    out = own(torch.empty(input_sizes, dtype=grad_output.dtype, device=grad_output.device))
     return embedded(grad_output, out, offset)
 
 
@@ -231,7 +229,7 @@ def flip(self: Tensor, dims: list[int]) -> Tensor:
     rank = self.dim()
     if any(not -rank <= d < rank for d in dims) or len({d % rank for d in dims}) != len(dims):
         raise Declined("dimensions that are refused")
-    out = torch.empty_like(self)
+    out = own(torch.empty_like(self))
     turned = {d % rank for d in dims}
     if not out.is_contiguous() or rank > LOOPS:
         raise Declined("a result with strides, or more loops than a launch takes")
@@ -241,10 +239,11 @@ def flip(self: Tensor, dims: list[int]) -> Tensor:
     strides = [-s if d in turned else s for d, s in enumerate(self.stride())]
     start = sum((self.shape[d] - 1) * self.stride(d) for d in turned)
     shape = list(self.shape)
-    patch(
-        out, self, None, out.numel(), start, *reversed_loops(shape, 1), *[0] * LOOPS, *reversed_loops(shape, 1),
-        *[1] * LOOPS, *reversed_loops(strides, 0), *[0] * LOOPS, 0, COMPUTE=IN_TRITON[compute_dtype(self.dtype)], BLOCK=BLOCK,
+    sizes = (
+        out.numel(), start, *reversed_loops(shape, 1), *[0] * LOOPS, *reversed_loops(shape, 1), *[1] * LOOPS,
+        *reversed_loops(strides, 0), *[0] * LOOPS,
     )  # fmt: skip
+    plans.launch(patch, (out, self, None), sizes, (0,), COMPUTE=IN_TRITON[compute_dtype(self.dtype)], BLOCK=BLOCK)
     return out
 
 
@@ -254,7 +253,7 @@ def repeat(self: Tensor, repeats: list[int]) -> Tensor:
     if missing < 0 or any(n < 0 for n in repeats):
         raise Declined("repeats that are refused")
     wide = self[(None,) * missing] if missing else self
-    out = torch.empty([r * n for r, n in zip(repeats, wide.shape)], dtype=self.dtype, device=self.device)
+    out = own(torch.empty([r * n for r, n in zip(repeats, wide.shape)], dtype=self.dtype, device=self.device))
     if out.numel():
         pairs = [n for both in zip(repeats, wide.shape) for n in both]
         strides = [s for own in wide.stride() for s in (0, own)]
@@ -278,7 +277,7 @@ def cat(tensors: list[Tensor], dim: int = 0) -> Tensor:
         raise Declined("several dtypes, or strides that the result may take over")
     shape = list(first.shape)
     shape[d] = sum(t.shape[d] for t in given)
-    out = torch.empty(shape, dtype=first.dtype, device=first.device)
+    out = own(torch.empty(shape, dtype=first.dtype, device=first.device))
     at = 0
     for t in given:
         if t.numel():
@@ -297,6 +296,7 @@ def like(value: Any) -> Any:
     return make
 
 
+@of_numbers("fill_value")
 def full_like(
     self: Tensor, fill_value: Any, *, dtype: Any = None, layout: Any = None, device: Any = None, pin_memory: Any = None,
     memory_format: Any = None,
@@ -314,7 +314,7 @@ def filled_like(self, value, dtype, layout, device, pin_memory, memory_format) -
         raise Declined("another layout or device")
     if dtype not in TAKEN or (isinstance(value, float) and not dtype.is_floating_point) or isinstance(value, complex):
         raise Declined(f"a value that is no {str(dtype).removeprefix('torch.')}")
-    out = torch.empty_like(self, dtype=dtype, memory_format=memory_format or torch.preserve_format)
+    out = own(torch.empty_like(self, dtype=dtype, memory_format=memory_format or torch.preserve_format))
     return pointwise.run(forms.FILL, {"value": value}, out)
 
 
@@ -328,9 +328,10 @@ def ramp_into(out: Tensor, size: int, start: Any, step: Any) -> Tensor:
     compute = torch.float64 if out.is_floating_point() else torch.int64
     bits = bits_of(start, compute), bits_of(step, compute)
     if out.numel() != size:
+        plans.only_now()
         out.resize_(size)
     if size:
-        ramp(out, size, *bits, COMPUTE=IN_TRITON[compute], BLOCK=BLOCK)
+        plans.launch(ramp, (out,), (size,), bits, COMPUTE=IN_TRITON[compute], BLOCK=BLOCK)
     return out
 
 
@@ -356,7 +357,9 @@ def eye_out(n: int, m: int | None = None, *, out: Tensor) -> Tensor:
     if n < 0 or m < 0 or out.numel() not in (0, n * m):
         raise Declined("sizes that are refused, or a result that is resized")
     taken(out)
-    out.resize_(n, m)
+    if out.shape != (n, m):
+        plans.only_now()
+        out.resize_(n, m)
     pointwise.run(forms.FILL, {"value": 0}, out)
     pointwise.run(forms.FILL, {"value": 1}, out.diagonal())
     return out

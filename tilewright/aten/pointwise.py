@@ -12,7 +12,6 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-import struct
 from typing import Any, NamedTuple
 
 import torch
@@ -23,9 +22,10 @@ from torch import Tensor
 from ..core.memory import overlapping, same_memory, self_overlapping
 from ..core.tensor import cdiv
 from ..runtime.kernel import kernel
-from . import layout
+from . import layout, plans
 from .layout import Ints
-from .row import TAKEN, Declined, Row, compute_dtype, kind_of
+from .plans import bits_of, own
+from .row import TAKEN, Declined, Row, compute_dtype, kind_of, taken, taken_as
 
 MOST, LOOPS = 3, 4  # operands, and numbers; loops of a launch
 MOST_LAUNCHES = 64  # for the outer loops of one call
@@ -203,15 +203,6 @@ def pointwise_tiles(
 # ---- host ------------------------------------------------------------------------------------------------------------
 
 
-def bits_of(value: float, compute: torch.dtype) -> int:
-    """A number as the int64 that a kernel takes."""
-    if compute != torch.int64:
-        return struct.unpack("q", struct.pack("d", float(value)))[0]
-    if isinstance(value, float) or not -(2**63) <= int(value) < 2**63:
-        raise Declined("a number that no int64 is")
-    return int(value)
-
-
 class Promoted(NamedTuple):
     common: torch.dtype  # of operands
     result: torch.dtype
@@ -221,9 +212,9 @@ def promoted(row: Row, given: list[Any]) -> Promoted:
     """The dtypes of tensors and numbers in tensors' places."""
     common = given[0].dtype if len(given) == 1 or row.promotes == "keep" else common_dtype(given)
     if row.promotes == "float" and not common.is_floating_point:
+        plans.by_key_alone()
         common = torch.get_default_dtype()
-    if kind_of(common) not in row.dtypes or common not in TAKEN:
-        raise Declined(f"dtype {str(common).removeprefix('torch.')}")
+    taken_as(common, row.dtypes)
     return Promoted(
         common, torch.bool if row.promotes == "bool" else given[0].dtype if row.promotes == "keep" else common
     )
@@ -253,33 +244,32 @@ def common_dtype(given: list[Any]) -> torch.dtype:
 KINDS = ("bool", "integer", "float", "complex")
 
 
+@functools.cache
+def how_of(function: Any, operands: int, numbers: int, common: torch.dtype, rounded: bool) -> How:
+    return How(function, operands, numbers, IN_TRITON[common], IN_TRITON[compute_dtype(common)], rounded)
+
+
 def run(row: Row, values: dict[str, Any], out: Tensor | None) -> Tensor:
     """One call of a row; `out` is where the result is stored, if that is given."""
     function = row.function if row.choose is None else row.choose(values)
     given = [values[n] for n in row.tensors if values[n] is not None]
     shown = [v for v in given if isinstance(v, Tensor)]
-    if not shown and out is None:
-        raise Declined("no tensor")
-    device = (shown[0] if shown else out).device
-    for t in shown if out is None else (*shown, out):
-        if t.device != device:
-            raise Declined("tensors of two devices")
-        if t.layout != torch.strided or t.dtype not in TAKEN or t.is_neg():
-            raise Declined(f"{str(t.dtype).removeprefix('torch.')}, {t.layout}, or a lazy view")
+    taken(*shown, *(() if out is None else (out,)))
     common, result = promoted(row, given) if shown else Promoted(out.dtype, out.dtype)
     compute = compute_dtype(common)
     shape = layout.broadcast([t.shape for t in ((*shown, out) if row.fills else shown)])
     if shape is None:
         raise Declined("shapes that do not broadcast")
     places = [0 if isinstance(v, Tensor) else bits_of(v, compute) for v in given]
-    own = [bits_of(n.default if values[n.name] is None else values[n.name], compute) for n in row.numbers]
-    how = How(function, len(given), len(own), IN_TRITON[common], IN_TRITON[compute], row.promotes in ("bool", "keep"))
+    numbers = [bits_of(n.default if values[n.name] is None else values[n.name], compute) for n in row.numbers]
+    how = how_of(function, len(given), len(numbers), common, row.promotes in ("bool", "keep"))
     if out is None:
-        out = torch.empty_strided(shape, strides_of(row, values, shape, shown), dtype=result, device=device)
+        strides = strides_of(row, values, shape, shown)
+        out = own(torch.empty_strided(shape, strides, dtype=result, device=shown[0].device))
     else:
         check_out(out, shape, out.dtype if row.fills else result, shown)
     if out.numel():
-        launch(how, out, [v if isinstance(v, Tensor) else None for v in given], [*padded(places), *padded(own)])
+        launch(how, out, [v if isinstance(v, Tensor) else None for v in given], [*padded(places), *padded(numbers)])
     return out
 
 
@@ -306,7 +296,7 @@ def check_out(out: Tensor, shape: Ints, dtype: torch.dtype, operands: list[Tenso
     if self_overlapping(out):
         raise Declined("a result that overlaps itself")
     if any(overlapping(out, t) and not same_memory(out, t) for t in operands):
-        raise Declined("a result that overlaps an operand")
+        raise Declined("a result that overlaps an operand", lasting=False)
 
 
 def launch(how: How, out: Tensor, operands: list[Tensor | None], bits: list[int]) -> None:
@@ -317,7 +307,7 @@ def launch(how: How, out: Tensor, operands: list[Tensor | None], bits: list[int]
     sizes, strides = layout.loops(shape, [nothing if t is None else layout.expanded(t, shape) for t in tensors])
     if len(sizes) <= 1 and all(own[:1] in ((), (0,), (1,)) for own in strides):
         ones = sum(1 << i for i, own in enumerate(strides[1:]) if own[:1] != (1,))
-        pointwise_flat(*tensors, math.prod(shape), *bits, HOW=how, ONES=ones)
+        plans.launch(pointwise_flat, tensors, (math.prod(shape),), bits, how, ONES=ones)
         return
     outer = sizes[LOOPS:]
     if math.prod(outer) > MOST_LAUNCHES:
@@ -331,9 +321,9 @@ def launch(how: How, out: Tensor, operands: list[Tensor | None], bits: list[int]
     rows, columns = (32, 32) if turned else tile_of(inner[0])
     for index in itertools.product(*map(range, outer)):
         starts = [sum(i * s for i, s in zip(index, own[LOOPS:])) for own in strides]
-        pointwise_tiles(
-            *tensors, *inner, *itertools.chain(*steps), *starts, *bits, HOW=how, UNITS=units, TURNED=turned, ALIGN=align,
-            ROWS=rows, COLUMNS=columns,
+        plans.launch(
+            pointwise_tiles, tensors, (*inner, *itertools.chain(*steps), *starts), bits, how, UNITS=units, TURNED=turned,
+            ALIGN=align, ROWS=rows, COLUMNS=columns,
         )  # fmt: skip
 
 

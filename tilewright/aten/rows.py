@@ -223,7 +223,7 @@ ROWS = (
     comparison("gt", f.greater),
     comparison("ge", f.greater_equal),
     Row("pow", f.power, ("pow.Tensor_Tensor", "pow.Tensor_Scalar", "pow.Scalar", "pow_.Tensor", "pow_.Scalar"),
-        ("self", "exponent"), dtypes=NUMERIC, when=whole_exponent, aside=("exponent",)),
+        ("self", "exponent"), dtypes=NUMERIC, when=whole_exponent, aside=("exponent",), signs=("exponent",)),
     # three
     Row("where", f.chosen, ("where.self", "where.self_out"), ("condition", "self", "other"), when=conditions),
     Row("clamp", f.between, (*both("clamp"), *both("clamp.Tensor")), ("self", "min", "max"), dtypes=NUMERIC, when=clamps,
@@ -234,7 +234,7 @@ ROWS = (
     Row("masked_fill_", f.filled, ("masked_fill_.Scalar", "masked_fill_.Tensor"), ("self", "mask", "value"), promotes="keep",
         when=masks),
     Row("isclose", f.is_close, ("isclose",), TWO, (Number("rtol"), Number("atol")), promotes="bool", dtypes=FLOAT, when=comparable,
-        choose=lambda v: f.is_close_or_nan if v["equal_nan"] else f.is_close),
+        choose=lambda v: f.is_close_or_nan if v["equal_nan"] else f.is_close, signs=("rtol", "atol")),
     Row("addcmul", f.add_product, ("addcmul",), ("self", "tensor1", "tensor2"), (Number("value"),), dtypes=NUMERIC, when=scaled),
     Row("addcdiv", f.add_quotient, ("addcdiv",), ("self", "tensor1", "tensor2"), (Number("value"),), dtypes=FLOAT),
     Row("lerp", f.lerp, (*both("lerp.Tensor"), *both("lerp.Scalar")), ("self", "end", "weight"), dtypes=FLOAT,
