@@ -196,10 +196,7 @@ def launch(
 ) -> None:
     """Launch a kernel whose arguments are tensors, then integers that are never specialised, then numbers of 64 bits, then
     constants, `how` being HOW."""
-
-    def call(tensors: Sequence[Tensor | None], numbers: Sequence[int]) -> None:
-        kernel(*tensors, *sizes, *map(int, numbers), **constants, **({} if how is None else {"HOW": how}))
-
+    call = functools.partial(_call, kernel, sizes, how, constants)
     if INTERPRETING or collecting():
         call(tensors, numbers)
         _keep(Step(tensors, numbers, None, [], (0, 0, 0), call))
@@ -225,6 +222,12 @@ def launch(
             with _on(variant.sent.device):
                 _send(variant.sent, grid, args)
     _keep(Step(tensors, numbers, variant.sent, args, grid, call))
+
+
+def _call(kernel: Kernel, sizes: Any, how: Any, constants: dict[str, Any], tensors: Any, numbers: Any) -> None:
+    if how is not None:
+        constants = {**constants, "HOW": how}
+    kernel(*tensors, *sizes, *map(int, numbers), **constants)
 
 
 def _keep(step: Step) -> None:

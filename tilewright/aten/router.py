@@ -70,6 +70,9 @@ class Outcome:
         self.kinds: list[Kind] = []
 
 
+SEEN = Outcome(None)  # a call under its key was run, once
+
+
 class Override:
     """One overload: the form that serves it, the kernel that was there before, and what became of its calls."""
 
@@ -138,16 +141,22 @@ class Override:
             return self.before(args, kwargs)
         key, tensors = self.key_of(names, values)
         outcome = self.outcomes.get(key)
-        if outcome is not None:
-            self.remember(outcome, tensors, names, values)
         try:
             made = None
-            if outcome is not None and outcome.function is None:
-                raise Declined(outcome.reason, lasting=False)
-            if outcome is not None:
+            if outcome is None:  # a shape may never come again: a plan is made the second time
+                with Tape():
+                    made = self.form(*args, **kwargs)
+                self.keep(key, SEEN)
+            elif outcome is SEEN:
+                made = self.planned(key, names, values)
+            else:
+                self.remember(outcome, tensors, names, values)
+                if outcome.function is None:
+                    raise Declined(outcome.reason, lasting=False)
                 made = outcome.function(tensors, values)
             if made is None:
-                made = self.run(None if outcome else key, names, values)
+                with Tape():
+                    made = self.form(*args, **kwargs)
             self.taken += 1
             return made
         except Declined as declined:
@@ -189,8 +198,8 @@ class Override:
         positions = len(values) - len(names)
         return self.arguments[at] if at < positions else names[at - positions]
 
-    def run(self, key: tuple | None, names: tuple[str, ...], values: Sequence[Any]) -> Any:
-        """Run the form, and keep the run under the key, if there is one, where later calls can be made from it."""
+    def planned(self, key: tuple, names: tuple[str, ...], values: Sequence[Any]) -> Any:
+        """Run the form, and keep the run under the key if later calls can be made from it."""
         given: list[Tensor] = []
         shown: dict[int, Tensor] = {}  # by id, what each of these is to the caller
         numbers: set[int] = set()
@@ -212,29 +221,29 @@ class Override:
             seen = [tagged(at, value) for at, value in enumerate(values)]
             positions = len(values) - len(names)
             made = self.form(*seen[:positions], **dict(zip(names, seen[positions:])))
-            if key is not None:
-                places = {id(value) for at, value in enumerate(seen) if self.name_at(at, names, values) in self.writes}
-                written = [at for at, t in enumerate(given) if id(t) in places] if self.writes else []
-                plan = plan_of(tape, given, written, numbers, made)
-                if plan is not None:
-                    self.keep(key, Outcome(plan.function, guarded=plan.guarded))
+            places = {id(value) for at, value in enumerate(seen) if self.name_at(at, names, values) in self.writes}
+            written = [at for at, t in enumerate(given) if id(t) in places]
+            plan = plan_of(tape, given, written, numbers, made)
+            if plan is not None:
+                self.keep(key, Outcome(plan.function, guarded=plan.guarded))
         return shown.get(id(made), made)
 
     def keep(self, key: tuple, outcome: Outcome) -> None:
         with _lock:
-            if len(self.outcomes) >= MOST_OUTCOMES:
+            if len(self.outcomes) >= MOST_OUTCOMES and key not in self.outcomes:
                 del self.outcomes[next(iter(self.outcomes))]
             self.outcomes[key] = outcome
 
     def remember(self, outcome: Outcome, tensors: list[Tensor], names: tuple[str, ...], values: Sequence[Any]) -> None:
         """Have calls like this one, which has come again, known by a guard."""
-        if not outcome.guarded or any(map(holds_tensors, values)):
-            return
+        if not outcome.guarded or len({*map(id, tensors)}) < len(tensors) or any(map(holds_tensors, values)):
+            return  # of tensors that are one, torch has no guard
         with _lock:
             kind = next((kind for kind in outcome.kinds if kind.check(*tensors)), None)
             if kind is None and len(outcome.kinds) < RECENT:
                 kind = self.kind_of(outcome, tensors, names, values)
             if kind is None:
+                outcome.guarded = False
                 return
             if kind not in outcome.kinds:
                 outcome.kinds.append(kind)
@@ -264,10 +273,7 @@ class Override:
             for i, value in told:
                 if values[i] != value:
                     return False
-            for i, negative in signs:
-                if (values[i] < 0) is not negative:
-                    return False
-            return True
+            return not signs or all((values[i] < 0) is negative for i, negative in signs)
 
         take = picker(at) if rest else None
         return Kind(len(values), take, check, same if rest else None, outcome.function, outcome.reason)
