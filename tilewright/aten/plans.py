@@ -117,6 +117,7 @@ class Tape:
         self.steps: list[Step] = []
         self.again = True  # whether a later call can be made from it
         self.guarded = True  # whether it depends on nothing but what torch's guards see
+        self.flat = 0  # elements a program, of a launch over elements one by one in tensors that lie alike
 
     def __enter__(self) -> Tape:
         self.outer, thread.tape = thread.tape, self
@@ -144,6 +145,13 @@ def by_key_alone() -> None:
     """Say that this run read what guards do not see: torch's default dtype."""
     if thread.tape is not None:
         thread.tape.guarded = False
+
+
+def one_by_one(program: int) -> None:
+    """Say that the next launch goes over elements one by one, so many a program, in tensors of one shape without gaps: how many
+    there are, its only size, is all that it depends on."""
+    if thread.tape is not None:
+        thread.tape.flat = program
 
 
 # ---- launches --------------------------------------------------------------------------------------------------------
@@ -297,6 +305,7 @@ class Plan(NamedTuple):
 
     function: Function
     guarded: bool
+    flat: Function | None = None  # the same for tensors of any other shape that lie alike and are aligned alike
 
 
 def plan_of(tape: Tape, given: Sequence[Tensor], written: Sequence[int], numbers: set[int], result: Any) -> Plan | None:
@@ -322,7 +331,9 @@ def plan_of(tape: Tape, given: Sequence[Tensor], written: Sequence[int], numbers
     if function is None:
         steps = [_step(step, own) for step, own in zip(tape.steps, places)]
         function = _several(steps, pairs, allocate, at, wrong)
-    return Plan(_there(slots[0].device, function), tape.guarded and aligned)
+    flat = _flat(tape, places, given, written) if tape.flat and len(tape.steps) == 1 else None
+    device = slots[0].device
+    return Plan(_there(device, function), tape.guarded and aligned, None if flat is None else _there(device, flat))
 
 
 def _place(slots: Sequence[Tensor], t: Any) -> tuple[int, int] | None:
@@ -398,6 +409,52 @@ def _alone(
             raw(x, y, z, stream(device), *rest, args)
         else:
             args[STREAM] = stream(device)
+            raw(*args)
+        return made
+
+    return function
+
+
+def _flat(tape: Tape, places: list, given: Sequence[Tensor], written: Sequence[int]) -> Function | None:
+    """The function of a launch over elements one by one, for any number of them. Its result, if it is new, lies as its tensors do;
+    one that is given is the only one that is written."""
+    (step,), (own,) = tape.steps, places
+    sent, template, stream = step.sent, step.args, raw_stream
+    if sent is None or any(p is not None and p[1] for p in own) or any(t.shape != given[0].shape for t in tape.made):
+        return None
+    moves = [(at, p[0]) for at, p in zip(sent.at, [p for p in own if p is not None])]
+    reads, inputs = [(at, slot) for at, slot in moves if slot < len(given)], len(given)
+    out = next((at for at, slot in moves if slot >= inputs), None)
+    if len(tape.made) != (out is not None) or (out is None) != (len(written) == 1):
+        return None
+    dtype, device = (tape.made[0] if tape.made else given[0]).dtype, given[0].device
+    size, numbers, raw, rest = sent.at[len(moves)], _numbers(step), sent.raw, sent.rest
+    others, program = [i for i in range(inputs) if i not in written], tape.flat
+
+    def function(tensors: Sequence[Tensor], values: Sequence[Any]) -> Any:
+        first = tensors[0]
+        args, count = template.copy(), first.numel()
+        for at, slot in reads:
+            args[at] = tensors[slot].data_ptr()
+        for at, index, convert in numbers:
+            args[at] = convert(values[index])
+        if out is None:
+            made = tensors[written[0]]
+            start, end = made.data_ptr(), made.data_ptr() + made.nbytes
+            for i in others:
+                other = tensors[i]
+                if start < other.data_ptr() + other.nbytes and other.data_ptr() < end:
+                    return None
+        else:
+            made = torch.empty(first.shape, dtype=dtype, device=device)
+            args[out] = made.data_ptr()
+        args[size] = count
+        programs = -(-count // program)
+        if rest:
+            raw(programs, 1, 1, stream(sent.device), *rest, args)
+        else:
+            args[0] = programs
+            args[STREAM] = stream(sent.device)
             raw(*args)
         return made
 

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..core.memory import overlapping, same_memory, self_overlapping
+from ..core.memory import overlapping, same_memory, self_overlapping, span
 from ..core.tensor import cdiv
 from ..runtime.kernel import kernel
 from . import layout, plans
@@ -32,6 +32,7 @@ MOST, LOOPS = 3, 4  # operands, and numbers; loops of a launch
 MOST_LAUNCHES = 64  # for the outer loops of one call
 SMALL = 1 << 16  # elements, below which a call takes as long as its launch
 WORDS = 16  # elements, which are whole words of any dtype
+BLOCK = 1024  # elements a program of a flat launch
 # Integers that no variant is compiled for
 NUMBERS = ("P0", "P1", "P2", "S0", "S1", "S2")
 SIZES = ("N0", "N1", "N2", "N3")
@@ -136,7 +137,7 @@ def load_flat(X, bits, at, inside, ONE: tl.constexpr, HOW: tl.constexpr):
         return promoted_value(tl.load(X + at, inside, 0), HOW)
 
 
-@kernel(grid=lambda a: (cdiv(a.N, a.BLOCK),), tokens=("N", *NUMBERS), default=lambda a: {"BLOCK": 1024, "num_warps": 4})
+@kernel(grid=lambda a: (cdiv(a.N, a.BLOCK),), tokens=("N", *NUMBERS), default=lambda a: {"num_warps": 4})
 def pointwise_flat(
     OUT, X0, X1, X2, N, P0: tl.int64, P1: tl.int64, P2: tl.int64, S0: tl.int64, S1: tl.int64, S2: tl.int64,
     HOW: tl.constexpr, ONES: tl.constexpr, EVEN: tl.constexpr, BLOCK: tl.constexpr,
@@ -368,17 +369,17 @@ def launch(how: How, out: Tensor, operands: list[Tensor | None], bits: list[int]
     """
     tensors = [out, *operands, *[None] * (MOST - len(operands))]
     count = out.numel()
-    small = count < SMALL
-    even = not small and count % WORDS == 0
+    small, even = size_class(count)
     if flat and not (small and any(t is not None and t.data_ptr() % 16 for t in tensors)):
-        plans.launch(pointwise_flat, tensors, (count,), bits, how, ONES=0, EVEN=even)
+        plans.one_by_one(BLOCK)
+        plans.launch(pointwise_flat, tensors, (count,), bits, how, ONES=0, EVEN=even, BLOCK=BLOCK)
         return
     shape = tuple(out.shape)
     nothing = (0,) * len(shape)
     sizes, strides = layout.loops(shape, [nothing if t is None else layout.expanded(t, shape) for t in tensors])
     if not small and len(sizes) == 1 and all(own[0] in (0, 1) for own in strides):
         ones = sum(1 << i for i, (t, own) in enumerate(zip(operands, strides[1:])) if t is not None and own[0] == 0)
-        plans.launch(pointwise_flat, tensors, (count,), bits, how, ONES=ones, EVEN=even)
+        plans.launch(pointwise_flat, tensors, (count,), bits, how, ONES=ones, EVEN=even, BLOCK=BLOCK)
         return
     outer = sizes[LOOPS:]
     if math.prod(outer) > MOST_LAUNCHES:
@@ -401,12 +402,19 @@ def launch(how: How, out: Tensor, operands: list[Tensor | None], bits: list[int]
         )  # fmt: skip
 
 
+def size_class(count: int) -> tuple[bool, bool]:
+    """(whether so many elements are small, whether they are whole words, which matters if they are not)."""
+    small = count < SMALL
+    return small, not small and count % WORDS == 0
+
+
 def aligned(t: Tensor) -> tuple[Tensor, int]:
-    """(a view that begins at a multiple of 16 bytes before a tensor, how many elements the tensor begins after it)."""
-    shift = t.data_ptr() % 16 // t.element_size()
+    """(memory from a multiple of 16 bytes on to the end of a tensor, how many elements the tensor begins after it)."""
+    (start, end), size = span(t), t.element_size()
+    shift = start % 16 // size
     if not shift or shift > t.storage_offset():
         return t, 0
-    return t.as_strided((), (), t.storage_offset() - shift), shift
+    return t.as_strided((shift + (end - start) // size,), (1,), t.storage_offset() - shift), shift
 
 
 def in_words(sizes: list[int], steps: list[list[int]], strides: Sequence[Ints], same: int, turned: int) -> bool:

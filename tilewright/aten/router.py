@@ -25,7 +25,7 @@ from ..core.target import INTERPRETING
 from ..runtime.kernel import NotCompiledError
 from ..runtime.plan import Recorder
 from ..runtime.replay import picker
-from . import table
+from . import pointwise, table
 from .plans import Function, Tape, plan_of, slot, thread
 from .row import Declined
 from .table import NUMBERS, name_of, overload_of, tensor_slots
@@ -34,6 +34,8 @@ STALE = "SafeKernelFunction has been invalidated"  # begins what torch says of a
 SLOTS = (int, float)  # types of numbers that are slots of a plan; a bool is one of two values, and part of a key
 RECENT = 4  # kinds of call that an overload knows by guard
 MOST_OUTCOMES = 512  # keys of an overload
+
+Key = tuple[tuple, tuple]  # of a call: all but shapes and strides, and these
 
 _lock = threading.RLock()
 _active: dict[str, Override] = {}
@@ -50,15 +52,22 @@ class Request:
 
 class Kind(NamedTuple):
     """A kind of call that is remembered by torch's guard: how many values it has, by position and then by name; what takes the
-    tensors from them (None: they are nothing else), the guard over these, whether the other values are as they were (None: there
-    are none), and what becomes of it."""
+    tensors from them, each once (None: they are nothing else), the guard over these, whether the other values are as they were
+    (None: there are none), what takes the tensors of the plan (None: the same), and what becomes of it."""
 
     count: int
     take: Callable[[Sequence[Any]], tuple[Tensor, ...]] | None
     check: Callable[..., bool]
     same: Callable[[Sequence[Any]], bool] | None
+    every: Callable[[Sequence[Any]], tuple[Tensor, ...]] | None
     function: Function | None
     reason: str
+
+    def holds(self, values: Sequence[Any]) -> bool:
+        """Whether a call under the same key is of this kind."""
+        return self.check(*(values if self.take is None else self.take(values))) and (
+            self.same is None or self.same(values)
+        )
 
 
 class Outcome:
@@ -89,7 +98,8 @@ class Override:
         self.arguments = [a.name for a in arguments]
         self.writes = {a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write}
         self.numbers, self.signs = getattr(self.form, "numbers", ()), getattr(self.form, "signs", ())
-        self.outcomes: dict[tuple, Outcome] = {}
+        self.outcomes: dict[Key, Outcome] = {}
+        self.flats: dict[tuple, Function] = {}  # of calls whose tensors lie alike, whatever their shape
         self.recent: tuple[Kind, ...] = ()  # of calls without keywords, the last first
         self.named: dict[tuple[str, ...], tuple[Kind, ...]] = {}  # of others, by the names of these
         self.retired: list[Any] = []
@@ -116,7 +126,7 @@ class Override:
         if kwargs:
             names, values = tuple(kwargs), (*args, *kwargs.values())
             recent = self.named.get(names, ())
-        for count, take, check, same, function, reason in recent:
+        for count, take, check, same, every, function, reason in recent:
             if count == len(values):
                 tensors = values if take is None else take(values)
                 if check(*tensors) and (same is None or same(values)):
@@ -124,7 +134,7 @@ class Override:
                         self.declined[reason] += 1
                         return self.before(args, kwargs)
                     try:
-                        made = function(tensors, values)
+                        made = function(tensors if every is None else every(values), values)
                     except Declined:  # by a number, which the run below says
                         break
                     if made is not None:
@@ -144,13 +154,13 @@ class Override:
         try:
             made = None
             if outcome is None:  # a shape may never come again: a plan is made the second time
-                with Tape():
-                    made = self.form(*args, **kwargs)
                 self.keep(key, SEEN)
+                flat = self.flats.get(flat_key(key, tensors)) if self.flats else None  # there is none under None
+                made = None if flat is None else flat(tensors, values)
             elif outcome is SEEN:
                 made = self.planned(key, names, values)
             else:
-                self.remember(outcome, tensors, names, values)
+                self.remember(outcome, names, values)
                 if outcome.function is None:
                     raise Declined(outcome.reason, lasting=False)
                 made = outcome.function(tensors, values)
@@ -168,37 +178,31 @@ class Override:
         self.declined[reason] += 1
         return self.before(args, kwargs)
 
-    def key_of(self, names: tuple[str, ...], values: Sequence[Any]) -> tuple[tuple, list[Tensor]]:
+    def key_of(self, names: tuple[str, ...], values: Sequence[Any]) -> tuple[Key, list[Tensor]]:
         """All that a run reads, and the tensors among the values."""
         parts: list[Any] = [names, torch.get_default_dtype()]
+        layouts: list[Sequence[int]] = []
         tensors: list[Tensor] = []
         for at, value in enumerate(values):
             kind = type(value)
-            if isinstance(value, Tensor):
-                tensors.append(value)
-                parts += (
-                    value.dtype,
-                    value.shape,
-                    value.stride(),
-                    value.get_device(),
-                    value.data_ptr() & 15,
-                    value.is_neg(),
-                )
-            elif holds_tensors(value):
-                tensors += value
-                parts += [(t.dtype, t.shape, t.stride(), t.get_device(), t.data_ptr() & 15, t.is_neg()) for t in value]
+            if isinstance(value, Tensor) or holds_tensors(value):
+                for t in (value,) if isinstance(value, Tensor) else value:
+                    tensors.append(t)
+                    parts += t.dtype, t.get_device(), t.data_ptr() & 15, t.is_neg()
+                    layouts += t.shape, t.stride()
+                parts.append(len(tensors))  # a list ends here, or one tensor
             elif kind in SLOTS and (name := self.name_at(at, names, values)) in self.numbers:
                 parts += kind, name in self.signs and value < 0
             else:
                 parts += kind, tuple(value) if kind is list else value
-        return tuple(parts), tensors
+        return (tuple(parts), tuple(layouts)), tensors
 
     def name_at(self, at: int, names: tuple[str, ...], values: Sequence[Any]) -> str:
         """The argument that stands there."""
         positions = len(values) - len(names)
         return self.arguments[at] if at < positions else names[at - positions]
 
-    def planned(self, key: tuple, names: tuple[str, ...], values: Sequence[Any]) -> Any:
+    def planned(self, key: Key, names: tuple[str, ...], values: Sequence[Any]) -> Any:
         """Run the form, and keep the run under the key if later calls can be made from it."""
         given: list[Tensor] = []
         shown: dict[int, Tensor] = {}  # by id, what each of these is to the caller
@@ -226,22 +230,25 @@ class Override:
             plan = plan_of(tape, given, written, numbers, made)
             if plan is not None:
                 self.keep(key, Outcome(plan.function, guarded=plan.guarded))
+                flat = flat_key(key, given) if plan.flat is not None else None
+                if flat is not None and len(self.flats) < MOST_OUTCOMES:
+                    self.flats[flat] = plan.flat
         return shown.get(id(made), made)
 
-    def keep(self, key: tuple, outcome: Outcome) -> None:
+    def keep(self, key: Key, outcome: Outcome) -> None:
         with _lock:
             if len(self.outcomes) >= MOST_OUTCOMES and key not in self.outcomes:
                 del self.outcomes[next(iter(self.outcomes))]
             self.outcomes[key] = outcome
 
-    def remember(self, outcome: Outcome, tensors: list[Tensor], names: tuple[str, ...], values: Sequence[Any]) -> None:
+    def remember(self, outcome: Outcome, names: tuple[str, ...], values: Sequence[Any]) -> None:
         """Have calls like this one, which has come again, known by a guard."""
-        if not outcome.guarded or len({*map(id, tensors)}) < len(tensors) or any(map(holds_tensors, values)):
-            return  # of tensors that are one, torch has no guard
+        if not outcome.guarded or any(map(holds_tensors, values)):
+            return
         with _lock:
-            kind = next((kind for kind in outcome.kinds if kind.check(*tensors)), None)
+            kind = next((kind for kind in outcome.kinds if kind.holds(values)), None)
             if kind is None and len(outcome.kinds) < RECENT:
-                kind = self.kind_of(outcome, tensors, names, values)
+                kind = self.kind_of(outcome, names, values)
             if kind is None:
                 outcome.guarded = False
                 return
@@ -254,17 +261,19 @@ class Override:
             elif names in self.named or len(self.named) < RECENT:
                 self.named[names] = recent
 
-    def kind_of(
-        self, outcome: Outcome, tensors: list[Tensor], names: tuple[str, ...], values: Sequence[Any]
-    ) -> Kind | None:
-        check = guard(tensors)
+    def kind_of(self, outcome: Outcome, names: tuple[str, ...], values: Sequence[Any]) -> Kind | None:
+        """The kind of a call; None where torch has no guard."""
+        every = [i for i, value in enumerate(values) if isinstance(value, Tensor)]
+        first = {i: next(j for j in every if values[j] is values[i]) for i in every}
+        once = [i for i in every if first[i] == i]  # torch's guard takes no tensor twice
+        check = guard([values[i] for i in once])
         if check is None:
             return None
-        at = [i for i, value in enumerate(values) if isinstance(value, Tensor)]
-        rest = [(i, type(v), v) for i, v in enumerate(values) if i not in at]
+        rest = [(i, type(v), v) for i, v in enumerate(values) if i not in every]
         slots = {i for i, kind, _ in rest if kind in SLOTS and self.name_at(i, names, values) in self.numbers}
         told = [(i, v) for i, _, v in rest if i not in slots]
         signs = [(i, v < 0) for i, _, v in rest if i in slots and self.name_at(i, names, values) in self.signs]
+        twice = [(i, j) for i, j in first.items() if i != j]
 
         def same(values: Sequence[Any]) -> bool:
             for i, kind, _ in rest:
@@ -273,10 +282,15 @@ class Override:
             for i, value in told:
                 if values[i] != value:
                     return False
+            for i, j in twice:
+                if values[i] is not values[j]:
+                    return False
             return not signs or all((values[i] < 0) is negative for i, negative in signs)
 
-        take = picker(at) if rest else None
-        return Kind(len(values), take, check, same if rest else None, outcome.function, outcome.reason)
+        return Kind(
+            len(values), picker(once) if rest or twice else None, check, same if rest or twice else None,
+            picker(every) if twice else None, outcome.function, outcome.reason,
+        )  # fmt: skip
 
     # ---- aten
 
@@ -303,12 +317,25 @@ class Override:
     def as_tensors(self, args: tuple) -> Sequence[Any]:
         """A Python number may stand in a tensor's place, which a captured kernel refuses: as a tensor without dimensions that
         promotes as the number does."""
-        numbers = [at for at in self.slots if at < len(args) and isinstance(args[at], NUMBERS)]
-        if not numbers:
+        for at in self.slots:
+            if at < len(args) and type(args[at]) in NUMBERS:
+                break
+        else:
             return args
         like = next((v for v in args if isinstance(v, Tensor)), None)
         with Tape():
-            return [wrapped(v, like) if at in numbers else v for at, v in enumerate(args)]
+            return [wrapped(v, like) if at in self.slots and type(v) in NUMBERS else v for at, v in enumerate(args)]
+
+
+def flat_key(key: Key, tensors: list[Tensor]) -> tuple | None:
+    """What of a key counts where all tensors are of one shape, without gaps or dimensions of 1; None where they are not."""
+    shape, count = tensors[0].shape, tensors[0].numel()
+    if 1 in shape or not 0 < count < 2**31:
+        return None
+    for t in tensors:
+        if t.shape != shape or not t.is_contiguous():
+            return None
+    return *pointwise.size_class(count), *key[0]
 
 
 def holds_tensors(value: Any) -> bool:
