@@ -19,6 +19,8 @@ GLU = Row("glu", f.gate, (), ("self", "other"), dtypes=("float",))
 GLU_OTHER = Row("glu_backward", f.gate_backward, (), ("grad", "self", "other"), dtypes=("float",))
 ADDR = Row("addr", f.add_outer, (), ("self", "one", "other"), (Number("beta"), Number("alpha")))
 OUTER = Row("addr", f.outer, (), ("one", "other"), (Number("alpha"),))
+LOG_SIGMOID = Row("log_sigmoid", f.log_sigmoid, (), dtypes=("float",))
+BELOW_ONE = Row("log_sigmoid", f.below_one, (), dtypes=("float",))
 REAL = Row("polar", f.times_cosine, (), ("self", "other"), dtypes=("float",))
 IMAGINARY = Row("polar", f.times_sine, (), ("self", "other"), dtypes=("float",))
 
@@ -37,6 +39,14 @@ def glu_backward(grad_output: Tensor, self: Tensor, dim: int) -> Tensor:
     run(GLU, {"self": grad_output, "other": other}, first)
     run(GLU_OTHER, {"grad": grad_output, "self": one, "other": other}, second)
     return made
+
+
+def log_sigmoid_forward(self: Tensor) -> tuple[Tensor, Tensor]:
+    """Its second result is for aten's backward, which reads it on a processor alone."""
+    made = run(LOG_SIGMOID, {"self": self}, None)
+    if self.is_cuda:
+        return made, own(torch.empty(0, dtype=self.dtype, device=self.device))
+    return made, run(BELOW_ONE, {"self": self}, None)
 
 
 def halves(t: Tensor, dim: int) -> tuple[Tensor, Tensor]:
@@ -111,6 +121,6 @@ def to_copy(
 
 
 FORMS = {
-    "glu": glu, "glu_backward": glu_backward, "addr": addr, "polar": polar, "fill.Scalar": fill, "fill.Tensor": fill,
-    "zero_": zero, "clone": clone, "_to_copy": to_copy,
+    "glu": glu, "glu_backward": glu_backward, "log_sigmoid_forward": log_sigmoid_forward, "addr": addr, "polar": polar,
+    "fill.Scalar": fill, "fill.Tensor": fill, "zero_": zero, "clone": clone, "_to_copy": to_copy,
 }  # fmt: skip

@@ -206,7 +206,7 @@ ROWS = (
     Row("mul", f.multiply, both("mul.Tensor"), TWO),
     Row("div", f.quotient, both("div.Tensor"), TWO, promotes="float"),
     Row("div_mode", f.floored_quotient, both("div.Tensor_mode"), TWO, dtypes=NUMERIC, when=rounds, choose=rounding),
-    Row("floor_divide", f.floored_quotient, ("floor_divide", "floor_divide_.Tensor"), TWO, dtypes=NUMERIC,
+    Row("floor_divide", f.floored_quotient, ("floor_divide", "floor_divide_.Tensor", "floor_divide.out"), TWO, dtypes=NUMERIC,
         when=floors),
     Row("remainder", f.remainder, (*both("remainder.Tensor"), "remainder.Scalar_Tensor"), TWO, dtypes=NUMERIC),
     Row("maximum", f.larger, ("maximum",), TWO),
