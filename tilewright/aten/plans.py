@@ -1,6 +1,6 @@
 """Plans: what a call of a replaced operator allocates and launches, made again for a later call that is like it.
 
-A run of a form is a few allocations, which it says to `own`, and a few launches, which it makes by `launch`. A `Tape` keeps both.
+A run of a form is a few allocations, which it says to `own`, and a few launches, which it makes by `launch`. A `Run` keeps both.
 If every tensor of every launch is an argument, an allocation or a view of one, the run becomes a plan: one function of a later
 call's tensors and numbers. Nothing watches the dispatcher: a call that is like none before costs little more than its run.
 
@@ -35,9 +35,7 @@ LEAST, MOST = -(2**31), 2**31 - 1  # integers that an int32 holds
 
 
 class _Thread(threading.local):
-    tape: Tape | None = (
-        None  # of the replacement that this thread is inside; its host code and the interpreter use torch as it is
-    )
+    run: Run | None = None  # the one that this thread is inside
 
 
 thread = _Thread()
@@ -109,7 +107,7 @@ class Step(NamedTuple):
     call: Callable[[Sequence[Tensor | None], Sequence[int]], None]
 
 
-class Tape:
+class Run:
     """A run of host code, in its thread: inside it torch's operators are torch's own."""
 
     def __init__(self) -> None:
@@ -119,39 +117,39 @@ class Tape:
         self.guarded = True  # whether it depends on nothing but what torch's guards see
         self.flat = 0  # elements a program, of a launch over elements one by one in tensors that lie alike
 
-    def __enter__(self) -> Tape:
-        self.outer, thread.tape = thread.tape, self
+    def __enter__(self) -> Run:
+        self.outer, thread.run = thread.run, self
         return self
 
     def __exit__(self, *error: object) -> None:
-        thread.tape = self.outer
+        thread.run = self.outer
 
 
 def own(tensor: Tensor) -> Tensor:
     """Say that memory was allocated, and hand it back."""
-    tape = thread.tape
-    if tape is not None:
-        tape.made.append(tensor)
+    run = thread.run
+    if run is not None:
+        run.made.append(tensor)
     return tensor
 
 
 def only_now() -> None:
     """Say that this run does what no plan does, such as resize an argument."""
-    if thread.tape is not None:
-        thread.tape.again = False
+    if thread.run is not None:
+        thread.run.again = False
 
 
 def by_key_alone() -> None:
     """Say that this run read what guards do not see: torch's default dtype."""
-    if thread.tape is not None:
-        thread.tape.guarded = False
+    if thread.run is not None:
+        thread.run.guarded = False
 
 
 def one_by_one(program: int) -> None:
     """Say that the next launch goes over elements one by one, so many a program, in tensors of one shape without gaps: how many
     there are, its only size, is all that it depends on."""
-    if thread.tape is not None:
-        thread.tape.flat = program
+    if thread.run is not None:
+        thread.run.flat = program
 
 
 # ---- launches --------------------------------------------------------------------------------------------------------
@@ -239,8 +237,8 @@ def _call(kernel: Kernel, sizes: Any, how: Any, constants: dict[str, Any], tenso
 
 
 def _keep(step: Step) -> None:
-    if thread.tape is not None:
-        thread.tape.steps.append(step)
+    if thread.run is not None:
+        thread.run.steps.append(step)
 
 
 def _variant(kernel: Kernel, made: Any, ordered: list, count: int, how: Any) -> Variant:
@@ -308,32 +306,32 @@ class Plan(NamedTuple):
     flat: Function | None = None  # the same for tensors of any other shape that lie alike and are aligned alike
 
 
-def plan_of(tape: Tape, given: Sequence[Tensor], written: Sequence[int], numbers: set[int], result: Any) -> Plan | None:
+def plan_of(run: Run, given: Sequence[Tensor], written: Sequence[int], numbers: set[int], result: Any) -> Plan | None:
     """The plan of a run with the tensors `given`, each once, of which some are `written`, and numbers at these places; None if a
     later call cannot be made from it."""
-    slots = [*given, *tape.made]
+    slots = [*given, *run.made]
     gives = [_place(slots, t) for t in (result if isinstance(result, tuple) else (result,))]
-    places = [[_place(slots, t) for t in step.tensors] for step in tape.steps]
+    places = [[_place(slots, t) for t in step.tensors] for step in run.steps]
     unknown = any(
-        p is None and t is not None for own, step in zip(places, tape.steps) for p, t in zip(own, step.tensors)
+        p is None and t is not None for own, step in zip(places, run.steps) for p, t in zip(own, step.tensors)
     )
     # A number that no launch was given was read by host code, and no key tells it
-    unseen = numbers - {n.at for step in tape.steps for n in step.numbers if isinstance(n, Bits)}
-    if not tape.again or unknown or (tape.steps and unseen) or any(p is None or p[1] for p in gives):
+    unseen = numbers - {n.at for step in run.steps for n in step.numbers if isinstance(n, Bits)}
+    if not run.again or unknown or (run.steps and unseen) or any(p is None or p[1] for p in gives):
         return None
     aligned = not any(t.data_ptr() & 15 for t in given)
     pairs, wrong = _pairs(given, written), 15 if aligned else 0
-    allocate = [_allocator(t) for t in tape.made]
+    allocate = [_allocator(t) for t in run.made]
     at = [p[0] for p in gives] if isinstance(result, tuple) else gives[0][0]
     function = None
-    if len(tape.steps) == 1 and len(allocate) <= 1 and isinstance(at, int):
-        function = _alone(tape.steps[0], places[0], len(given), pairs, allocate, at, wrong)
+    if len(run.steps) == 1 and len(allocate) <= 1 and isinstance(at, int):
+        function = _alone(run.steps[0], places[0], len(given), pairs, allocate, at, wrong)
     if function is None:
-        steps = [_step(step, own) for step, own in zip(tape.steps, places)]
+        steps = [_step(step, own) for step, own in zip(run.steps, places)]
         function = _several(steps, pairs, allocate, at, wrong)
-    flat = _flat(tape, places, given, written) if tape.flat and len(tape.steps) == 1 else None
+    flat = _flat(run, places, given, written) if run.flat and len(run.steps) == 1 else None
     device = slots[0].device
-    return Plan(_there(device, function), tape.guarded and aligned, None if flat is None else _there(device, flat))
+    return Plan(_there(device, function), run.guarded and aligned, None if flat is None else _there(device, flat))
 
 
 def _place(slots: Sequence[Tensor], t: Any) -> tuple[int, int] | None:
@@ -415,21 +413,21 @@ def _alone(
     return function
 
 
-def _flat(tape: Tape, places: list, given: Sequence[Tensor], written: Sequence[int]) -> Function | None:
+def _flat(run: Run, places: list, given: Sequence[Tensor], written: Sequence[int]) -> Function | None:
     """The function of a launch over elements one by one, for any number of them. Its result, if it is new, lies as its tensors do;
     one that is given is the only one that is written."""
-    (step,), (own,) = tape.steps, places
+    (step,), (own,) = run.steps, places
     sent, template, stream = step.sent, step.args, raw_stream
-    if sent is None or any(p is not None and p[1] for p in own) or any(t.shape != given[0].shape for t in tape.made):
+    if sent is None or any(p is not None and p[1] for p in own) or any(t.shape != given[0].shape for t in run.made):
         return None
     moves = [(at, p[0]) for at, p in zip(sent.at, [p for p in own if p is not None])]
     reads, inputs = [(at, slot) for at, slot in moves if slot < len(given)], len(given)
     out = next((at for at, slot in moves if slot >= inputs), None)
-    if len(tape.made) != (out is not None) or (out is None) != (len(written) == 1):
+    if len(run.made) != (out is not None) or (out is None) != (len(written) == 1):
         return None
-    dtype, device = (tape.made[0] if tape.made else given[0]).dtype, given[0].device
+    dtype, device = (run.made[0] if run.made else given[0]).dtype, given[0].device
     size, numbers, raw, rest = sent.at[len(moves)], _numbers(step), sent.raw, sent.rest
-    others, program = [i for i in range(inputs) if i not in written], tape.flat
+    others, program = [i for i in range(inputs) if i not in written], run.flat
 
     def function(tensors: Sequence[Tensor], values: Sequence[Any]) -> Any:
         first = tensors[0]
@@ -493,7 +491,7 @@ def _step(step: Step, places: list) -> Again:
         own = bits.copy()
         for at, index, convert in numbers:
             own[at] = convert(values[index])
-        with Tape():
+        with Run():
             call([None if p is None else p.view(slots[p.slot]) for p in seen], own)
 
     return plain

@@ -27,7 +27,7 @@ from ..runtime.kernel import kernel
 from . import plans
 from .layout import Ints
 from .plans import bits_of, own
-from .pointwise import IN_TRITON, number, promoted_value, stored
+from .pointwise import IN_TRITON, SMALL, number, promoted_value, stored
 from .row import Declined, compute_dtype, taken, taken_as
 
 LOOPS = 3
@@ -36,6 +36,7 @@ TOKENS = (
     "S0", "S1",
 )  # fmt: skip
 MOST_DIMS = 64
+SMALL_TILE = 4, 512
 BUSY = 2  # programs for each SM, below which parts of the reduced elements get programs of their own
 
 
@@ -287,8 +288,11 @@ def check_out(out: Tensor, shape: Sequence[int], dtype: torch.dtype, x: Tensor) 
         raise Declined("a result that overlaps an operand", lasting=False)
 
 
-def tile_of(kept: list[list[int]], reduced: list[list[int]], sizes_r: list[int]) -> tuple[int, int]:
-    """(BLOCK_K, BLOCK_R): along whichever lies side by side; rows that are short are taken many at a time."""
+def tile_of(kept: list[list[int]], reduced: list[list[int]], sizes_r: list[int], count: int) -> tuple[int, int]:
+    """(BLOCK_K, BLOCK_R): along whichever lies side by side; rows that are short are taken many at a time. Where there are few
+    elements, all take one form."""
+    if count < SMALL:
+        return SMALL_TILE
     along_r = reduced[0][0] if sizes_r[0] > 1 else 1 << 62
     along_k = kept[0][0] or 1 << 62
     if along_r <= along_k:
@@ -311,7 +315,7 @@ def launch(row, x, other, kept, reduced, dims, outs, common, numbers) -> None:
     sizes_r, steps_r = loops_of(reduced, [own[1] for own in strides])
     compute = compute_dtype(common)
     KEPT, REDUCED = math.prod(kept), math.prod(reduced)
-    block_k, block_r = tile_of(steps_k, steps_r, sizes_r)
+    block_k, block_r = tile_of(steps_k, steps_r, sizes_r, x.numel())
     parts, per = parts_of(cdiv(KEPT, block_k), REDUCED, block_r, x.device)
     how = how_of(row, common)
     slots = [*(bits_of(n, compute) for n in numbers), 0, 0][:2]
@@ -343,6 +347,8 @@ def totals(
     scratch = states_of(row, parts, kept, compute, x.device)
     sizes = kept, reduced, per, parts, sizes_k[0], sizes_k[1], reduced, 1, *steps_k, *steps_r, *[0] * (2 * LOOPS)
     block_k, block_r = (128, 16) if steps_k[0] == 1 else (2, 1024)
+    if kept * reduced < SMALL:
+        block_k, block_r = SMALL_TILE
     plans.launch(reduce_tiles, (x, None, scratch, None, scratch), sizes, (0, 0), how, BLOCK_K=block_k, BLOCK_R=block_r)
     return scratch
 

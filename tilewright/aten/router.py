@@ -26,7 +26,7 @@ from ..runtime.kernel import NotCompiledError
 from ..runtime.plan import Recorder
 from ..runtime.replay import picker
 from . import pointwise, table
-from .plans import Function, Tape, plan_of, slot, thread
+from .plans import Function, Run, plan_of, slot, thread
 from .row import Declined
 from .table import NUMBERS, name_of, overload_of, tensor_slots
 
@@ -120,7 +120,7 @@ class Override:
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         """A call from the dispatcher. The shortest way is that of a kind of call that a guard knows."""
-        if thread.tape is not None:
+        if thread.run is not None:
             return self.before(args, kwargs)
         names, values, recent = (), args, self.recent
         if kwargs:
@@ -165,7 +165,7 @@ class Override:
                     raise Declined(outcome.reason, lasting=False)
                 made = outcome.function(tensors, values)
             if made is None:
-                with Tape():
+                with Run():
                     made = self.form(*args, **kwargs)
             self.taken += 1
             return made
@@ -221,13 +221,13 @@ class Override:
                 return slot(value, at)
             return value
 
-        with Tape() as tape:
+        with Run() as run:
             seen = [tagged(at, value) for at, value in enumerate(values)]
             positions = len(values) - len(names)
             made = self.form(*seen[:positions], **dict(zip(names, seen[positions:])))
             places = {id(value) for at, value in enumerate(seen) if self.name_at(at, names, values) in self.writes}
             written = [at for at, t in enumerate(given) if id(t) in places]
-            plan = plan_of(tape, given, written, numbers, made)
+            plan = plan_of(run, given, written, numbers, made)
             if plan is not None:
                 self.keep(key, Outcome(plan.function, guarded=plan.guarded))
                 flat = flat_key(key, given) if plan.flat is not None else None
@@ -323,7 +323,7 @@ class Override:
         else:
             return args
         like = next((v for v in args if isinstance(v, Tensor)), None)
-        with Tape():
+        with Run():
             return [wrapped(v, like) if at in self.slots and type(v) in NUMBERS else v for at, v in enumerate(args)]
 
 
@@ -468,7 +468,7 @@ class Watch(TorchDispatchMode):
         if name not in table.FORMS:
             self.said = f"{name}: aten's, there is no replacement"
             return func(*args, **kwargs)
-        with Tape():
+        with Run():
             try:
                 made = table.FORMS[name](*args, **kwargs)
                 self.said = f"{name}: ours, by the engine {table.ENGINE[name]}"

@@ -18,8 +18,8 @@ from ..runtime.kernel import kernel
 from . import plans
 from .functions import is_nan
 from .plans import own
-from .pointwise import promoted_value, stored
-from .reduction import LOOPS, Row, check_out, combined, how_of, loops_of, nothing, offset, parts_of, totals
+from .pointwise import SMALL, promoted_value, stored
+from .reduction import LOOPS, SMALL_TILE, Row, check_out, combined, how_of, loops_of, nothing, offset, parts_of, totals
 from .reduction_rows import as_it_is, highest, lowest, plus, value_and_index, with_index, zero
 from .reduction_rows import itself as element
 from .row import Declined, taken, taken_as
@@ -151,6 +151,8 @@ def launch(row: Row, x: Tensor, dim: int, made: list[Tensor], common: torch.dtyp
     lines, N = math.prod(kept), x.shape[dim]
     along = x.stride(dim) == 1 or N == 1 or steps[0][0] != 1
     block_k, block_r = ((2, 1024) if N > 64 else (64, 32)) if along else (128, 16)
+    if x.numel() < SMALL:
+        block_k, block_r = SMALL_TILE
     parts, per = parts_of(cdiv(lines, block_k), N, block_r, x.device)
     before = None
     if parts > 1:
