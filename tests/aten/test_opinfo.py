@@ -40,7 +40,8 @@ NAMES = [
 IN_PLACE = [n for n in NAMES if ENTRIES[n].get_inplace() is not None]
 # Sums of terms that may cancel, in the compute dtype, where aten's CPU kernels have a wider one: errors are steps of the largest
 SUMS = [
-    "add", "addcdiv", "addcmul", "addr", "cumsum", "dot", "lerp", "linalg.vecdot", "linalg.vector_norm", "mean", "mse_loss",
+    "add", "addcdiv", "addcmul", "addr", "cumsum", "dot", "lerp", "linalg.vecdot", "linalg.vector_norm", "linalg_vector_norm",
+    "mean", "mse_loss",
     "nn.functional.mse_loss", "prod", "std", "std.unbiased", "sub", "sum", "sum_to_size", "tanh_backward", "trace", "var_mean",
     "vdot",
 ]  # fmt: skip
