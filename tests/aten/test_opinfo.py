@@ -28,29 +28,31 @@ NAMES = [
     "cummax", "cummin", "cumsum", "diag_embed", "diagflat", "div.floor_rounding", "div.no_rounding_mode", "div.trunc_rounding",
     "dot", "double", "dstack", "eq", "erf", "exp", "exp2", "eye", "fill", "flip", "fliplr", "flipud", "float_power",
     "floor_divide", "full", "full_like", "ge", "gt", "half", "hstack", "isclose", "isfinite", "isinf", "isnan", "kron", "le",
-    "lerp", "linalg.vecdot", "linalg.vector_norm", "linspace", "log", "logical_and", "logical_not", "logical_or", "logical_xor",
-    "lt", "masked_fill", "max.binary", "max.reduction_no_dim", "max.reduction_with_dim", "maximum", "mean", "min.binary",
-    "min.reduction_no_dim", "min.reduction_with_dim", "minimum", "mul", "nan_to_num", "native_dropout_backward", "ne", "neg",
-    "nn.functional.elu", "nn.functional.gelu", "nn.functional.glu", "nn.functional.mse_loss", "nn.functional.normalize",
-    "nn.functional.pad.constant", "nn.functional.relu", "nn.functional.selu", "nn.functional.silu", "nn.functional.softplus",
-    "nn.functional.softsign", "nn.functional.tanhshrink", "nn.functional.threshold", "ones", "ones_like", "outer", "polar",
-    "pow", "prod", "reciprocal", "remainder", "repeat", "rsqrt", "select_scatter", "sigmoid", "sin", "slice_scatter", "sqrt",
-    "square", "stack", "std", "std.unbiased", "sub", "sum", "sum_to_size", "tanh", "tile", "trace", "triu", "true_divide",
-    "var_mean", "vdot", "vstack", "where", "zeros", "zeros_like",
+    "lerp", "linalg.vecdot", "linalg.vector_norm", "linspace", "log", "logspace", "logical_and", "logical_not", "logical_or",
+    "logical_xor", "lt", "masked_fill", "max.binary", "max.reduction_no_dim", "max.reduction_with_dim", "maximum", "mean",
+    "min.binary", "min.reduction_no_dim", "min.reduction_with_dim", "minimum", "mul", "nan_to_num", "native_dropout_backward",
+    "ne", "neg", "nn.functional.elu", "nn.functional.gelu", "nn.functional.glu", "nn.functional.logsigmoid",
+    "nn.functional.mse_loss", "nn.functional.normalize", "nn.functional.pad.constant", "nn.functional.relu",
+    "nn.functional.selu", "nn.functional.silu", "nn.functional.softplus", "nn.functional.softsign", "nn.functional.tanhshrink",
+    "nn.functional.threshold", "ones", "ones_like", "outer", "polar", "pow", "prod", "reciprocal", "remainder", "repeat",
+    "rsqrt", "select_scatter", "sigmoid", "sin", "slice_scatter", "sqrt", "square", "stack", "std", "std.unbiased", "sub",
+    "sum", "sum_to_size", "tanh", "tile", "trace", "triu", "true_divide", "var_mean", "vdot", "vstack", "where", "zeros",
+    "zeros_like",
 ]  # fmt: skip
 IN_PLACE = [n for n in NAMES if ENTRIES[n].get_inplace() is not None]
 # Sums of terms that may cancel, in the compute dtype, where aten's CPU kernels have a wider one: errors are steps of the largest
 SUMS = [
-    "add", "addcdiv", "addcmul", "addr", "cumsum", "dot", "lerp", "linalg.vecdot", "linalg.vector_norm", "mean", "mse_loss",
+    "add", "addcdiv", "addcmul", "addr", "cumsum", "dot", "lerp", "linalg.vecdot", "linalg.vector_norm", "linalg_vector_norm",
+    "mean", "mse_loss",
     "nn.functional.mse_loss", "prod", "std", "std.unbiased", "sub", "sum", "sum_to_size", "tanh_backward", "trace", "var_mean",
     "vdot",
 ]  # fmt: skip
 GRADIENTS = [
     "add", "amax", "cat", "clamp", "cummax", "cumsum", "div.no_rounding_mode", "exp", "hstack", "kron", "lerp",
     "linalg.vector_norm", "masked_fill", "max.reduction_with_dim", "mean", "mul", "nn.functional.elu", "nn.functional.gelu",
-    "nn.functional.glu", "nn.functional.mse_loss", "nn.functional.pad.constant", "nn.functional.relu", "nn.functional.silu",
-    "nn.functional.threshold", "pow", "prod", "repeat", "sigmoid", "std", "sum", "tanh", "tile", "true_divide", "var_mean",
-    "vstack", "where",
+    "nn.functional.glu", "nn.functional.logsigmoid", "nn.functional.mse_loss", "nn.functional.pad.constant",
+    "nn.functional.relu", "nn.functional.silu", "nn.functional.threshold", "pow", "prod", "repeat", "sigmoid", "std", "sum",
+    "tanh", "tile", "true_divide", "var_mean", "vstack", "where",
 ]  # fmt: skip
 
 

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from . import functions as f
+from .plans import own
 from .pointwise import run
-from .row import Declined, Number, Row
+from .row import Declined, Number, Row, of_numbers
 from .rows import fill_is_aten
 
 COPY = Row("copy", f.copy, (), promotes="keep", fills=True)
@@ -18,6 +19,8 @@ GLU = Row("glu", f.gate, (), ("self", "other"), dtypes=("float",))
 GLU_OTHER = Row("glu_backward", f.gate_backward, (), ("grad", "self", "other"), dtypes=("float",))
 ADDR = Row("addr", f.add_outer, (), ("self", "one", "other"), (Number("beta"), Number("alpha")))
 OUTER = Row("addr", f.outer, (), ("one", "other"), (Number("alpha"),))
+LOG_SIGMOID = Row("log_sigmoid", f.log_sigmoid, (), dtypes=("float",))
+BELOW_ONE = Row("log_sigmoid", f.below_one, (), dtypes=("float",))
 REAL = Row("polar", f.times_cosine, (), ("self", "other"), dtypes=("float",))
 IMAGINARY = Row("polar", f.times_sine, (), ("self", "other"), dtypes=("float",))
 
@@ -31,11 +34,19 @@ def glu_backward(grad_output: Tensor, self: Tensor, dim: int) -> Tensor:
     one, other = halves(self, dim)
     if grad_output.shape != one.shape or grad_output.dtype != self.dtype:
         raise Declined("a gradient that is not like the result")
-    made = torch.empty(self.shape, dtype=self.dtype, device=self.device)
+    made = own(torch.empty(self.shape, dtype=self.dtype, device=self.device))
     first, second = halves(made, dim)
     run(GLU, {"self": grad_output, "other": other}, first)
     run(GLU_OTHER, {"grad": grad_output, "self": one, "other": other}, second)
     return made
+
+
+def log_sigmoid_forward(self: Tensor) -> tuple[Tensor, Tensor]:
+    """Its second result is for aten's backward, which reads it on a processor alone."""
+    made = run(LOG_SIGMOID, {"self": self}, None)
+    if self.is_cuda:
+        return made, own(torch.empty(0, dtype=self.dtype, device=self.device))
+    return made, run(BELOW_ONE, {"self": self}, None)
 
 
 def halves(t: Tensor, dim: int) -> tuple[Tensor, Tensor]:
@@ -51,7 +62,7 @@ def addr(self: Tensor, vec1: Tensor, vec2: Tensor, *, beta: Any = 1, alpha: Any 
         raise Declined("integers")
     rows, columns = vec1.unsqueeze(1), vec2.unsqueeze(0)
     whole = self.expand(vec1.shape[0], vec2.shape[0]) if self.dim() <= 2 else self
-    out = torch.empty((vec1.shape[0], vec2.shape[0]), dtype=self.dtype, device=self.device)
+    out = own(torch.empty((vec1.shape[0], vec2.shape[0]), dtype=self.dtype, device=self.device))
     if beta == 0:  # what self holds is not looked at, NaN included
         return run(OUTER, {"one": rows, "other": columns, "alpha": alpha}, out)
     return run(ADDR, {"self": whole, "one": rows, "other": columns, "beta": beta, "alpha": alpha}, out)
@@ -63,18 +74,19 @@ def polar(abs: Tensor, angle: Tensor) -> Tensor:
     if abs.shape != angle.shape:
         raise Declined("shapes that broadcast")
     wide = torch.complex64 if abs.dtype == torch.float32 else torch.complex128
-    made = torch.empty(abs.shape, dtype=wide, device=abs.device)
+    made = own(torch.empty(abs.shape, dtype=wide, device=abs.device))
     parts = torch.view_as_real(made)
     for row, part in ((REAL, parts[..., 0]), (IMAGINARY, parts[..., 1])):
         run(row, {"self": abs, "other": angle}, part)
     return made
 
 
+@of_numbers("value")
 def fill(self: Tensor, value: Any) -> Tensor:
     reason = fill_is_aten(self, value)
     if reason is not None:
         raise Declined(reason)
-    return run(FILL, {"value": value}, torch.empty_like(self))
+    return run(FILL, {"value": value}, own(torch.empty_like(self)))
 
 
 def zero(self: Tensor) -> Tensor:
@@ -82,7 +94,7 @@ def zero(self: Tensor) -> Tensor:
 
 
 def clone(self: Tensor, *, memory_format: torch.memory_format | None = None) -> Tensor:
-    return run(COPY, {"self": self}, torch.empty_like(self, memory_format=memory_format or torch.preserve_format))
+    return run(COPY, {"self": self}, own(torch.empty_like(self, memory_format=memory_format or torch.preserve_format)))
 
 
 def to_copy(
@@ -104,11 +116,11 @@ def to_copy(
     dtype = self.dtype if dtype is None else dtype
     if self.is_floating_point() and not dtype.is_floating_point and dtype != torch.bool:
         raise Declined("a cast of floats to integers, which has no answer for large ones")
-    made = torch.empty_like(self, dtype=dtype, memory_format=memory_format or torch.preserve_format)
+    made = own(torch.empty_like(self, dtype=dtype, memory_format=memory_format or torch.preserve_format))
     return run(COPY, {"self": self}, made)
 
 
 FORMS = {
-    "glu": glu, "glu_backward": glu_backward, "addr": addr, "polar": polar, "fill.Scalar": fill, "fill.Tensor": fill,
-    "zero_": zero, "clone": clone, "_to_copy": to_copy,
+    "glu": glu, "glu_backward": glu_backward, "log_sigmoid_forward": log_sigmoid_forward, "addr": addr, "polar": polar,
+    "fill.Scalar": fill, "fill.Tensor": fill, "zero_": zero, "clone": clone, "_to_copy": to_copy,
 }  # fmt: skip

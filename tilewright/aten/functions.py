@@ -147,6 +147,17 @@ def silu(x):
 
 
 @triton.jit
+def below_one(x):
+    """What the sigmoid's logarithm is computed from, and its derivative too."""
+    return libdevice.exp(-tl.abs(x))
+
+
+@triton.jit
+def log_sigmoid(x):
+    return tl.where(x < 0, x, zero_of(x)) - libdevice.log1p(below_one(x))
+
+
+@triton.jit
 def relu(x):
     return larger(x, zero_of(x)) if x.dtype == tl.int64 else tl.where((x > 0) | is_nan(x), x, 0.0)
 

@@ -1,25 +1,31 @@
 """The index-map engine: each element of a result from its coordinates.
 
-A result is contiguous, seen in at most four loops. `patch` puts a source into a box of it, with a step, and a number or another
-tensor elsewhere: padding, slices that are scattered, and dimensions that are flipped. `band` keeps what lies on one side of a
-diagonal, or on it: triangles, diagonals that are embedded. `ramp` counts. What is a copy of views (cat, repeat) is one.
+A result has no gaps, and is seen in at most four loops in the order of its memory. `patch` puts a source into a box of it, with a
+step, and a number or another tensor elsewhere: padding, slices that are scattered, and dimensions that are flipped. `band` keeps
+what lies on one side of a diagonal, or on it: triangles, diagonals that are embedded. `ramp` counts. What is a copy of views (cat,
+repeat) is one.
 """
 
 from __future__ import annotations
 
+import functools
 import math
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra import libdevice
 
 from ..core.tensor import cdiv
 from ..runtime.kernel import kernel
-from . import forms, pointwise
-from .pointwise import IN_TRITON, bits_of, number, stored
-from .row import TAKEN, Declined, compute_dtype
+from . import forms, plans, pointwise
+from .layout import is_dense
+from .plans import bits_of, own
+from .pointwise import IN_TRITON, number, stored
+from .row import TAKEN, Declined, compute_dtype, of_numbers, taken
 
 LOOPS = 4
 BLOCK = 1024
@@ -87,46 +93,67 @@ def band(OUT, X, N, ROWS, COLUMNS, diagonal, outer, row, col, KEEP: tl.constexpr
     tl.store(OUT + i, stored(value, OUT), inside)
 
 
-@kernel(grid=lambda a: (cdiv(a.N, a.BLOCK),), tokens=("N", "S0", "S1"), default=lambda a: {"num_warps": 4})
-def ramp(OUT, N, S0: tl.int64, S1: tl.int64, COMPUTE: tl.constexpr, BLOCK: tl.constexpr):
-    """S0, S0 + S1, S0 + 2 S1 ..."""
+@kernel(grid=lambda a: (cdiv(a.N, a.BLOCK),), tokens=("N", "S0", "S1", "S2"), default=lambda a: {"num_warps": 4})
+def ramp(
+    OUT, N, S0: tl.int64, S1: tl.int64, S2: tl.int64, COMPUTE: tl.constexpr, POWERS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """S0, S0 + S1, S0 + 2 S1 ..., or S2 to the power of these."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     value = number(S0, COMPUTE) + i.to(COMPUTE) * number(S1, COMPUTE)
+    if POWERS:
+        value = libdevice.pow(number(S2, COMPUTE) + value * 0.0, value)
     tl.store(OUT + i, stored(value, OUT), i < N)
 
 
 # ---- host ------------------------------------------------------------------------------------------------------------
 
 
-def taken(*tensors: Tensor) -> None:
-    for t in tensors:
-        if t.dtype not in TAKEN or t.layout != torch.strided or t.is_neg() or t.device != tensors[0].device:
-            raise Declined(f"{str(t.dtype).removeprefix('torch.')}, {t.layout}, another device, or a lazy view")
+class Box(NamedTuple):
+    """Coordinates lo, lo + by ... before hi of one dimension."""
 
-
-def reversed_loops(values: list[int], fill: int) -> list[int]:
-    """One number a dimension, the last first, filled up to the loops of a launch."""
-    if len(values) > LOOPS:
-        raise Declined("more loops than a launch takes")
-    return [*reversed(values), *[fill] * (LOOPS - len(values))]
+    lo: int
+    hi: int
+    by: int = 1
 
 
 def put(
-    out: Tensor, x: Tensor, lo: list[int], hi: list[int], by: list[int], other: Tensor | None, value: Any = 0
-) -> Tensor:
-    """Fill `out` with `x` in the box of each dimension, and with `other` or `value` elsewhere."""
+    out: Tensor, x: Tensor, boxes: Sequence[Box], other: Tensor | None = None, value: Any = 0, start: int = 0,
+    strides: Sequence[int] | None = None,
+) -> Tensor:  # fmt: skip
+    """Fill `out`, which has no gaps, with `x` in the box of each dimension, and with `other` or `value` elsewhere. `x` is read from
+    its element `start` on, by these strides if they are not its own."""
     compute = compute_dtype(out.dtype)
-    bits = bits_of(int(value) if compute == torch.int64 and float(value).is_integer() else value, compute)
-    if out.numel():
-        shape = list(out.shape)
-        y = [0] * LOOPS if other is None else reversed_loops(list(other.stride()), 0)
-        patch(
-            out, x, other, out.numel(), 0, *reversed_loops(shape, 1), *reversed_loops(lo, 0), *reversed_loops(hi, 1),
-            *reversed_loops(by, 1), *reversed_loops(list(x.stride()), 0), *y, bits, COMPUTE=IN_TRITON[compute], BLOCK=BLOCK,
-        )  # fmt: skip
+    bits = bits_of(value, compute)
+    if not out.numel():
+        return out
+    # The innermost first: elements are counted as they lie
+    dims = [d for d in range(out.dim()) if out.shape[d] != 1 or boxes[d] != (0, 1, 1)]
+    dims.sort(key=lambda d: (out.stride(d), -d))
+    if len(dims) > LOOPS:
+        raise Declined("more loops than a launch takes")
+    missing = LOOPS - len(dims)
+    steps = x.stride() if strides is None else strides
+    lo, hi, by = zip(*[boxes[d] for d in dims], *[Box(0, 1)] * missing)
+    sizes = (
+        out.numel(), start, *[out.shape[d] for d in dims], *[1] * missing, *lo, *hi, *by, *[steps[d] for d in dims],
+        *[0] * missing, *[0 if other is None else other.stride(d) for d in dims], *[0] * missing,
+    )  # fmt: skip
+    plans.launch(patch, (out, x, other), sizes, (bits,), COMPUTE=IN_TRITON[compute], BLOCK=BLOCK)
     return out
 
 
+def lies(t: Tensor) -> torch.memory_format | None:
+    """The memory format that torch takes a tensor to have, as far as there is no doubt."""
+    for rank, form in ((4, torch.channels_last), (5, torch.channels_last_3d)):
+        if t.dim() == rank and not t.is_contiguous():
+            if t.is_contiguous(memory_format=form) and 1 not in t.shape:
+                return form
+            if min(s for s in t.stride()) == t.stride(1):
+                return None
+    return torch.contiguous_format
+
+
+@of_numbers("value")
 def constant_pad_nd(self: Tensor, pad: list[int], value: Any = 0) -> Tensor:
     taken(self)
     before, after = [0] * self.dim(), [0] * self.dim()
@@ -135,32 +162,28 @@ def constant_pad_nd(self: Tensor, pad: list[int], value: Any = 0) -> Tensor:
     for i in range(len(pad) // 2):
         before[-1 - i], after[-1 - i] = pad[2 * i], pad[2 * i + 1]
     shape = [n + b + a for n, b, a in zip(self.shape, before, after)]
-    if any(n < 0 for n in shape) or (0 in self.shape) or isinstance(value, complex):
-        raise Declined("a size that is refused, or nothing to pad")
-    if self.is_contiguous(memory_format=torch.channels_last) and self.dim() == 4 and not self.is_contiguous():
-        raise Declined("channels last")
+    form = lies(self)
+    if any(n < 0 for n in shape) or (0 in self.shape) or isinstance(value, complex) or form is None:
+        raise Declined("a size that is refused, nothing to pad, or strides almost like channels last")
     # A side that is cut off rather than padded begins further on
     x = self
     for d, b in enumerate(before):
         x = x.narrow(d, -b, max(0, x.shape[d] + b)) if b < 0 else x
-    lo = [max(0, b) for b in before]
-    hi = [min(n, low + size) for n, low, size in zip(shape, lo, x.shape)]
-    return put(torch.empty(shape, dtype=self.dtype, device=self.device), x, lo, hi, [1] * self.dim(), None, value)
+    boxes = [Box(max(0, b), min(n, max(0, b) + size)) for b, n, size in zip(before, shape, x.shape)]
+    return put(own(torch.empty(shape, dtype=self.dtype, device=self.device, memory_format=form)), x, boxes, value=value)
 
 
 def slice_scatter(self: Tensor, src: Tensor, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> Tensor:
     taken(self, src)
     if not -self.dim() <= dim < self.dim() or step < 1 or self.dtype != src.dtype:
         raise Declined("a dimension, step or dtype that is refused")
-    part = self[(slice(None),) * (dim % self.dim()) + (slice(start, end, step),)]
-    if part.shape != src.shape:
-        raise Declined("a source of another shape")
-    first = slice(start, end, step).indices(self.shape[dim])[0]
-    lo, hi, by = [0] * self.dim(), list(self.shape), [1] * self.dim()
     d = dim % self.dim()
-    lo[d], by[d] = first, step
-    hi[d] = first + (src.shape[d] - 1) * step + 1 if src.shape[d] else first
-    return put(scattered(self), src, lo, hi, by, self)
+    if self[(slice(None),) * d + (slice(start, end, step),)].shape != src.shape:
+        raise Declined("a source of another shape")
+    first = slice(start, end, step).indices(self.shape[d])[0]
+    boxes = [Box(0, n) for n in self.shape]
+    boxes[d] = Box(first, first + (src.shape[d] - 1) * step + 1 if src.shape[d] else first, step)
+    return put(scattered(self), src, boxes, self)
 
 
 def select_scatter(self: Tensor, src: Tensor, dim: int, index: int) -> Tensor:
@@ -174,56 +197,70 @@ def select_scatter(self: Tensor, src: Tensor, dim: int, index: int) -> Tensor:
 
 
 def scattered(self: Tensor) -> Tensor:
-    """Memory for the result: torch clones self, so that only a contiguous one is contiguous again."""
-    if not self.is_contiguous():
-        raise Declined("a result that keeps strides")
-    return torch.empty(self.shape, dtype=self.dtype, device=self.device)
+    """Memory for the result: torch clones self with its strides, and its storage with it; or, where it overlaps, its elements."""
+    if any(s == 0 and n > 1 for s, n in zip(self.stride(), self.shape)):
+        return own(torch.empty_like(self))
+    if not is_dense(self):
+        raise Declined("a result with gaps")
+    return own(torch.empty_strided(self.shape, self.stride(), dtype=self.dtype, device=self.device))
+
+
+def matrices(t: Tensor, rank: int) -> Tensor | None:
+    """A tensor with its leading dimensions seen as one, so that there are `rank`; None where they cannot be."""
+    try:
+        return t.view(-1, *t.shape[t.dim() - rank + 1 :])
+    except RuntimeError:
+        return None
 
 
 def triu(self: Tensor, diagonal: int = 0) -> Tensor:
     taken(self)
-    if self.dim() < 2 or not self.is_contiguous():
-        raise Declined("no matrices one after the other")
-    out = torch.empty(self.shape, dtype=self.dtype, device=self.device)
-    rows, columns = self.shape[-2:]
+    if self.dim() < 2:
+        raise Declined("no matrices")
+    out = own(torch.empty(self.shape, dtype=self.dtype, device=self.device))
     if out.numel():
-        band(out, self, out.numel(), rows, columns, diagonal, rows * columns, columns, 1, KEEP="above", BLOCK=BLOCK)
+        seen = matrices(self, 3)
+        if seen is None:
+            raise Declined("leading dimensions that cannot be seen as one")
+        sizes = out.numel(), *self.shape[-2:], diagonal, *seen.stride()
+        plans.launch(band, (out, self), sizes, KEEP="above", BLOCK=BLOCK)
     return out
 
 
-def embedded(x: Tensor, out: Tensor, offset: int) -> Tensor:
-    """Fill matrices `out` with rows of `x` on a diagonal, which has that many elements."""
-    if out.numel():
-        flat = x.reshape(-1, x.shape[-1]) if x.numel() else x.reshape(1, -1).expand(1, 0)
-        if not x.numel():
-            return pointwise.run(forms.FILL, {"value": 0}, out)
-        band(
-            out, flat, out.numel(), out.shape[-2], out.shape[-1], offset, flat.stride(0), 0, flat.stride(1), KEEP="on",
-            BLOCK=BLOCK,
-        )  # fmt: skip
+def on_diagonal(x: Tensor, out: Tensor, offset: int, dim1: int, dim2: int) -> Tensor:
+    """Fill `out` with `x` on a diagonal, and with 0 elsewhere: in one pass where that is of the last two dimensions."""
+    seen = matrices(x, 2) if dim1 in (-2, out.dim() - 2) and dim2 in (-1, out.dim() - 1) and x.numel() else None
+    if seen is not None:
+        sizes = out.numel(), out.shape[-2], out.shape[-1], offset, seen.stride(0), 0, seen.stride(1)
+        plans.launch(band, (out, x), sizes, KEEP="on", BLOCK=BLOCK)
+        return out
+    pointwise.run(forms.FILL, {"value": 0}, out)
+    if x.numel():
+        pointwise.run(forms.COPY, {"self": x}, out.diagonal(offset, dim1, dim2))
     return out
 
 
-def is_last_two(dim1: int, dim2: int, rank: int) -> bool:
-    return dim1 in (-2, rank - 2) and dim2 in (-1, rank - 1)
+def refused(dim1: int, dim2: int, rank: int) -> bool:
+    return not -rank <= dim1 < rank or not -rank <= dim2 < rank or dim1 % rank == dim2 % rank
 
 
 def diag_embed(self: Tensor, offset: int = 0, dim1: int = -2, dim2: int = -1) -> Tensor:
     taken(self)
     rank = self.dim() + 1
-    if self.dim() < 1 or not is_last_two(dim1, dim2, rank) or not self.is_contiguous():
-        raise Declined("other dimensions than the last two, or strides")
-    size = self.shape[-1] + abs(offset)
-    return embedded(self, torch.empty((*self.shape[:-1], size, size), dtype=self.dtype, device=self.device), offset)
+    if self.dim() < 1 or refused(dim1, dim2, rank):
+        raise Declined("dimensions that are refused")
+    shape, size = list(self.shape[:-1]), self.shape[-1] + abs(offset)
+    for d in sorted((dim1 % rank, dim2 % rank)):
+        shape.insert(d, size)
+    return on_diagonal(self, own(torch.empty(shape, dtype=self.dtype, device=self.device)), offset, dim1, dim2)
 
 
 def diagonal_backward(grad_output: Tensor, input_sizes: list[int], offset: int, dim1: int, dim2: int) -> Tensor:
     taken(grad_output)
-    rank = len(input_sizes)
-    if not is_last_two(dim1, dim2, rank) or not grad_output.is_contiguous():
-        raise Declined("other dimensions than the last two, or strides")
-    out = torch.empty(input_sizes, dtype=grad_output.dtype, device=grad_output.device)
-    return embedded(grad_output, out, offset)
+    if refused(dim1, dim2, len(input_sizes)):
+        raise Declined("dimensions that are refused")
+    out = own(torch.empty(input_sizes, dtype=grad_output.dtype, device=grad_output.device))
+    return on_diagonal(grad_output, out, offset, dim1, dim2)
 
 
 def flip(self: Tensor, dims: list[int]) -> Tensor:
@@ -231,21 +268,11 @@ def flip(self: Tensor, dims: list[int]) -> Tensor:
     rank = self.dim()
     if any(not -rank <= d < rank for d in dims) or len({d % rank for d in dims}) != len(dims):
         raise Declined("dimensions that are refused")
-    out = torch.empty_like(self)
     turned = {d % rank for d in dims}
-    if not out.is_contiguous() or rank > LOOPS:
-        raise Declined("a result with strides, or more loops than a launch takes")
-    if not out.numel():
-        return out
     # The first element of a turned dimension is its last, and strides go back from there
     strides = [-s if d in turned else s for d, s in enumerate(self.stride())]
     start = sum((self.shape[d] - 1) * self.stride(d) for d in turned)
-    shape = list(self.shape)
-    patch(
-        out, self, None, out.numel(), start, *reversed_loops(shape, 1), *[0] * LOOPS, *reversed_loops(shape, 1),
-        *[1] * LOOPS, *reversed_loops(strides, 0), *[0] * LOOPS, 0, COMPUTE=IN_TRITON[compute_dtype(self.dtype)], BLOCK=BLOCK,
-    )  # fmt: skip
-    return out
+    return put(own(torch.empty_like(self)), self, [Box(0, n) for n in self.shape], start=start, strides=strides)
 
 
 def repeat(self: Tensor, repeats: list[int]) -> Tensor:
@@ -254,7 +281,7 @@ def repeat(self: Tensor, repeats: list[int]) -> Tensor:
     if missing < 0 or any(n < 0 for n in repeats):
         raise Declined("repeats that are refused")
     wide = self[(None,) * missing] if missing else self
-    out = torch.empty([r * n for r, n in zip(repeats, wide.shape)], dtype=self.dtype, device=self.device)
+    out = own(torch.empty([r * n for r, n in zip(repeats, wide.shape)], dtype=self.dtype, device=self.device))
     if out.numel():
         pairs = [n for both in zip(repeats, wide.shape) for n in both]
         strides = [s for own in wide.stride() for s in (0, own)]
@@ -274,11 +301,14 @@ def cat(tensors: list[Tensor], dim: int = 0) -> Tensor:
     d, first = dim % rank, given[0]
     if any(n != m for t in given for i, (n, m) in enumerate(zip(t.shape, first.shape)) if i != d):
         raise Declined("sizes that are refused")
-    if any(t.dtype != first.dtype for t in tensors) or any(not t.is_contiguous() for t in given):
-        raise Declined("several dtypes, or strides that the result may take over")
+    forms_of = {lies(t) for t in given}
+    if None in forms_of:
+        raise Declined("strides almost like channels last")
+    dtype = functools.reduce(torch.promote_types, [t.dtype for t in tensors])
     shape = list(first.shape)
     shape[d] = sum(t.shape[d] for t in given)
-    out = torch.empty(shape, dtype=first.dtype, device=first.device)
+    form = forms_of.pop() if len(forms_of) == 1 else torch.contiguous_format
+    out = own(torch.empty(shape, dtype=dtype, device=first.device, memory_format=form))
     at = 0
     for t in given:
         if t.numel():
@@ -297,6 +327,7 @@ def like(value: Any) -> Any:
     return make
 
 
+@of_numbers("fill_value")
 def full_like(
     self: Tensor, fill_value: Any, *, dtype: Any = None, layout: Any = None, device: Any = None, pin_memory: Any = None,
     memory_format: Any = None,
@@ -314,23 +345,25 @@ def filled_like(self, value, dtype, layout, device, pin_memory, memory_format) -
         raise Declined("another layout or device")
     if dtype not in TAKEN or (isinstance(value, float) and not dtype.is_floating_point) or isinstance(value, complex):
         raise Declined(f"a value that is no {str(dtype).removeprefix('torch.')}")
-    out = torch.empty_like(self, dtype=dtype, memory_format=memory_format or torch.preserve_format)
+    out = own(torch.empty_like(self, dtype=dtype, memory_format=memory_format or torch.preserve_format))
     return pointwise.run(forms.FILL, {"value": value}, out)
 
 
-def ramp_into(out: Tensor, size: int, start: Any, step: Any) -> Tensor:
-    """Fill `out`, which is resized as aten does, counting in float64 or int64."""
+def ramp_into(out: Tensor, size: int, start: Any, step: Any, base: float | None = None) -> Tensor:
+    """Fill `out`, which is resized as aten does, counting in float64 or int64; with a base, by its powers."""
     taken(out)
     if out.dtype == torch.bool or out.numel() not in (0, size) or not out.is_contiguous():
         raise Declined("bool, or a result that is resized or strided")
     if not out.is_floating_point() and (isinstance(start, float) or isinstance(step, float)):
         raise Declined("fractions of integers")
     compute = torch.float64 if out.is_floating_point() else torch.int64
-    bits = bits_of(start, compute), bits_of(step, compute)
+    bits = bits_of(start, compute), bits_of(step, compute), 0 if base is None else bits_of(base, compute)
     if out.numel() != size:
+        plans.only_now()
         out.resize_(size)
     if size:
-        ramp(out, size, *bits, COMPUTE=IN_TRITON[compute], BLOCK=BLOCK)
+        powers = base is not None
+        plans.launch(ramp, (out,), (size,), bits, COMPUTE=IN_TRITON[compute], POWERS=powers, BLOCK=BLOCK)
     return out
 
 
@@ -344,11 +377,20 @@ def arange_out(start: Any, end: Any, step: Any = 1, *, out: Tensor) -> Tensor:
 
 
 def linspace_out(start: Any, end: Any, steps: int, *, out: Tensor) -> Tensor:
+    return even_steps(start, end, steps, None, out)
+
+
+@of_numbers("base")
+def logspace_out(start: Any, end: Any, steps: int, base: float = 10.0, *, out: Tensor) -> Tensor:
+    return even_steps(start, end, steps, base, out)
+
+
+def even_steps(start: Any, end: Any, steps: int, base: float | None, out: Tensor) -> Tensor:
     if not all(isinstance(v, (int, float)) and math.isfinite(v) for v in (start, end)) or steps < 1:
         raise Declined("numbers that are refused, or none")
     if out.dtype != torch.float32:  # of float64 the last would not be `end` itself
         raise Declined("another dtype than fp32")
-    return ramp_into(out, steps, start, (end - start) / max(1, steps - 1))
+    return ramp_into(out, steps, start, (end - start) / max(1, steps - 1), base)
 
 
 def eye_out(n: int, m: int | None = None, *, out: Tensor) -> Tensor:
@@ -356,14 +398,17 @@ def eye_out(n: int, m: int | None = None, *, out: Tensor) -> Tensor:
     if n < 0 or m < 0 or out.numel() not in (0, n * m):
         raise Declined("sizes that are refused, or a result that is resized")
     taken(out)
-    out.resize_(n, m)
+    if out.shape != (n, m):
+        plans.only_now()
+        out.resize_(n, m)
     pointwise.run(forms.FILL, {"value": 0}, out)
     pointwise.run(forms.FILL, {"value": 1}, out.diagonal())
     return out
 
 
 FORMS = {
-    "arange.start_out": arange_out, "linspace.out": linspace_out, "eye.out": eye_out, "eye.m_out": eye_out,
+    "arange.start_out": arange_out, "linspace.out": linspace_out, "logspace.out": logspace_out, "eye.out": eye_out,
+    "eye.m_out": eye_out,
     "constant_pad_nd": constant_pad_nd, "slice_scatter": slice_scatter, "select_scatter": select_scatter, "triu": triu,
     "diag_embed": diag_embed, "diagonal_backward": diagonal_backward, "flip": flip, "repeat": repeat, "cat": cat,
     "full_like": full_like, "ones_like": like(1), "zeros_like": like(0),

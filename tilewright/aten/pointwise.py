@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-import struct
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -20,15 +20,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..core.memory import overlapping, same_memory, self_overlapping
+from ..core.memory import overlapping, same_memory, self_overlapping, span
 from ..core.tensor import cdiv
 from ..runtime.kernel import kernel
-from . import layout
+from . import layout, plans
 from .layout import Ints
-from .row import TAKEN, Declined, Row, compute_dtype, kind_of
+from .plans import bits_of, own
+from .row import TAKEN, Declined, Row, compute_dtype, kind_of, taken, taken_as
 
 MOST, LOOPS = 3, 4  # operands, and numbers; loops of a launch
 MOST_LAUNCHES = 64  # for the outer loops of one call
+SMALL = 1 << 16  # elements, below which a call takes as long as its launch
+WORDS = 16  # elements, which are whole words of any dtype
+BLOCK = 1024  # elements a program of a flat launch
 # Integers that no variant is compiled for
 NUMBERS = ("P0", "P1", "P2", "S0", "S1", "S2")
 SIZES = ("N0", "N1", "N2", "N3")
@@ -118,6 +122,12 @@ def stored(value, P):
 
 
 @triton.jit
+def whole_words(n, EVEN: tl.constexpr):
+    """A number, in a form by which the compiler knows, if it is EVEN, that it counts whole words: it moves words then."""
+    return n // 16 * 16 if EVEN else n
+
+
+@triton.jit
 def load_flat(X, bits, at, inside, ONE: tl.constexpr, HOW: tl.constexpr):
     if X is None:
         return operand_number(bits, HOW)
@@ -127,13 +137,14 @@ def load_flat(X, bits, at, inside, ONE: tl.constexpr, HOW: tl.constexpr):
         return promoted_value(tl.load(X + at, inside, 0), HOW)
 
 
-@kernel(grid=lambda a: (cdiv(a.N, a.BLOCK),), tokens=("N", *NUMBERS), default=lambda a: {"BLOCK": 1024, "num_warps": 4})
+@kernel(grid=lambda a: (cdiv(a.N, a.BLOCK),), tokens=("N", *NUMBERS), default=lambda a: {"num_warps": 4})
 def pointwise_flat(
     OUT, X0, X1, X2, N, P0: tl.int64, P1: tl.int64, P2: tl.int64, S0: tl.int64, S1: tl.int64, S2: tl.int64,
-    HOW: tl.constexpr, ONES: tl.constexpr, BLOCK: tl.constexpr,
+    HOW: tl.constexpr, ONES: tl.constexpr, EVEN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """P: numbers in the places of operands that are None; S: the function's own. ONES: a bit for each operand of which there is
-    one element for all."""
+    one element for all. EVEN: N is whole words."""
+    N = whole_words(N, EVEN)
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < N
     x = load_flat(X0, P0, at, inside, (ONES & 1) > 0, HOW)
@@ -145,18 +156,21 @@ def pointwise_flat(
 
 @triton.jit
 def load_tile(
-    X, bits, outer, row, col, inside_r, inside_c, stride_r, stride_c, UNIT: tl.constexpr, TURNED: tl.constexpr,
-    ALIGN: tl.constexpr, HOW: tl.constexpr,
+    X, bits, outer, row, col, inside_r, inside_c, stride_r, stride_c, UNIT: tl.constexpr, SAME: tl.constexpr,
+    TURNED: tl.constexpr, EVEN: tl.constexpr, HOW: tl.constexpr,
 ):  # fmt: skip
-    """[rows, columns] of an operand. UNIT: columns lie side by side; TURNED: rows do, and the tile is read by columns."""
+    """[rows, columns] of an operand. UNIT: columns lie side by side; SAME: there is one for all; TURNED: rows lie side by side, and
+    the tile is read by columns."""
+    outer = whole_words(outer, EVEN)
     if X is None:
         return operand_number(bits, HOW)
+    elif SAME:
+        return promoted_value(tl.load(X + outer + row[:, None] * stride_r, inside_r[:, None], 0), HOW)
     elif TURNED:
-        at = outer + col[:, None] * stride_c + row[None, :]
+        at = outer + col[:, None] * whole_words(stride_c, EVEN) + row[None, :]
         return tl.trans(promoted_value(tl.load(X + at, inside_c[:, None] & inside_r[None, :], 0), HOW))
     else:
-        if ALIGN > 1:
-            stride_r = tl.multiple_of(stride_r, ALIGN)
+        stride_r = whole_words(stride_r, EVEN)
         at = outer + row[:, None] * stride_r + (col[None, :] if UNIT else col[None, :] * stride_c)
         return promoted_value(tl.load(X + at, inside_r[:, None] & inside_c[None, :], 0), HOW)
 
@@ -168,11 +182,13 @@ def load_tile(
 def pointwise_tiles(
     OUT, X0, X1, X2, N0, N1, N2, N3, o0, o1, o2, o3, a0, a1, a2, a3, b0, b1, b2, b3, c0, c1, c2, c3, o_start,
     a_start, b_start, c_start, P0: tl.int64, P1: tl.int64, P2: tl.int64, S0: tl.int64, S1: tl.int64, S2: tl.int64,
-    HOW: tl.constexpr, UNITS: tl.constexpr, TURNED: tl.constexpr, ALIGN: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    HOW: tl.constexpr, UNITS: tl.constexpr, SAME: tl.constexpr, TURNED: tl.constexpr, EVEN: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Loops N0, the innermost, to N3, with strides o of the result and a, b, c of operands, each from its start. UNITS, TURNED: a
-    bit a tensor."""
+    """Loops N0, the innermost, to N3, with strides o of the result and a, b, c of operands, each from its start. UNITS, SAME,
+    TURNED: a bit a tensor. EVEN: rows, and columns where tiles are turned, are whole words, and begin at them."""
+    N0 = whole_words(N0, EVEN)
+    N1 = whole_words(N1, EVEN and TURNED > 0)
     across = tl.cdiv(N0, COLUMNS)
     down = tl.cdiv(N1, ROWS)
     pid = tl.program_id(0)
@@ -185,31 +201,60 @@ def pointwise_tiles(
     r = row < N1
     c = col < N0
     x = load_tile(
-        X0, P0, a_start + i2 * a2 + i3 * a3, row, col, r, c, a1, a0, (UNITS & 2) > 0, (TURNED & 2) > 0, ALIGN, HOW
+        X0,
+        P0,
+        a_start + i2 * a2 + i3 * a3,
+        row,
+        col,
+        r,
+        c,
+        a1,
+        a0,
+        (UNITS & 2) > 0,
+        (SAME & 2) > 0,
+        (TURNED & 2) > 0,
+        EVEN and (SAME & 2) == 0,
+        HOW,
     )
     y = load_tile(
-        X1, P1, b_start + i2 * b2 + i3 * b3, row, col, r, c, b1, b0, (UNITS & 4) > 0, (TURNED & 4) > 0, ALIGN, HOW
+        X1,
+        P1,
+        b_start + i2 * b2 + i3 * b3,
+        row,
+        col,
+        r,
+        c,
+        b1,
+        b0,
+        (UNITS & 4) > 0,
+        (SAME & 4) > 0,
+        (TURNED & 4) > 0,
+        EVEN and (SAME & 4) == 0,
+        HOW,
     )
     z = load_tile(
-        X2, P2, c_start + i2 * c2 + i3 * c3, row, col, r, c, c1, c0, (UNITS & 8) > 0, (TURNED & 8) > 0, ALIGN, HOW
+        X2,
+        P2,
+        c_start + i2 * c2 + i3 * c3,
+        row,
+        col,
+        r,
+        c,
+        c1,
+        c0,
+        (UNITS & 8) > 0,
+        (SAME & 8) > 0,
+        (TURNED & 8) > 0,
+        EVEN and (SAME & 8) == 0,
+        HOW,
     )
     value = applied(x, y, z, S0, S1, S2, HOW)
-    if ALIGN > 1:
-        o1 = tl.multiple_of(o1, ALIGN)
-    at = o_start + i2 * o2 + i3 * o3 + row[:, None] * o1 + (col[None, :] if (UNITS & 1) > 0 else col[None, :] * o0)
+    outer = whole_words(o_start + i2 * o2 + i3 * o3, EVEN)
+    at = outer + row[:, None] * whole_words(o1, EVEN) + (col[None, :] if (UNITS & 1) > 0 else col[None, :] * o0)
     tl.store(OUT + at, tl.broadcast_to(stored(value, OUT), [ROWS, COLUMNS]), r[:, None] & c[None, :])
 
 
 # ---- host ------------------------------------------------------------------------------------------------------------
-
-
-def bits_of(value: float, compute: torch.dtype) -> int:
-    """A number as the int64 that a kernel takes."""
-    if compute != torch.int64:
-        return struct.unpack("q", struct.pack("d", float(value)))[0]
-    if isinstance(value, float) or not -(2**63) <= int(value) < 2**63:
-        raise Declined("a number that no int64 is")
-    return int(value)
 
 
 class Promoted(NamedTuple):
@@ -221,9 +266,9 @@ def promoted(row: Row, given: list[Any]) -> Promoted:
     """The dtypes of tensors and numbers in tensors' places."""
     common = given[0].dtype if len(given) == 1 or row.promotes == "keep" else common_dtype(given)
     if row.promotes == "float" and not common.is_floating_point:
+        plans.by_key_alone()
         common = torch.get_default_dtype()
-    if kind_of(common) not in row.dtypes or common not in TAKEN:
-        raise Declined(f"dtype {str(common).removeprefix('torch.')}")
+    taken_as(common, row.dtypes)
     return Promoted(
         common, torch.bool if row.promotes == "bool" else given[0].dtype if row.promotes == "keep" else common
     )
@@ -253,34 +298,42 @@ def common_dtype(given: list[Any]) -> torch.dtype:
 KINDS = ("bool", "integer", "float", "complex")
 
 
+@functools.cache
+def how_of(function: Any, operands: int, numbers: int, common: torch.dtype, rounded: bool) -> How:
+    return How(function, operands, numbers, IN_TRITON[common], IN_TRITON[compute_dtype(common)], rounded)
+
+
 def run(row: Row, values: dict[str, Any], out: Tensor | None) -> Tensor:
     """One call of a row; `out` is where the result is stored, if that is given."""
     function = row.function if row.choose is None else row.choose(values)
     given = [values[n] for n in row.tensors if values[n] is not None]
     shown = [v for v in given if isinstance(v, Tensor)]
-    if not shown and out is None:
-        raise Declined("no tensor")
-    device = (shown[0] if shown else out).device
-    for t in shown if out is None else (*shown, out):
-        if t.device != device:
-            raise Declined("tensors of two devices")
-        if t.layout != torch.strided or t.dtype not in TAKEN or t.is_neg():
-            raise Declined(f"{str(t.dtype).removeprefix('torch.')}, {t.layout}, or a lazy view")
+    every = shown if out is None else [*shown, out]
+    taken(*every)
     common, result = promoted(row, given) if shown else Promoted(out.dtype, out.dtype)
     compute = compute_dtype(common)
-    shape = layout.broadcast([t.shape for t in ((*shown, out) if row.fills else shown)])
+    flat = is_flat(every)  # most calls, for which nothing is to be found out
+    shape = tuple(every[0].shape) if flat else layout.broadcast([t.shape for t in (every if row.fills else shown)])
     if shape is None:
         raise Declined("shapes that do not broadcast")
     places = [0 if isinstance(v, Tensor) else bits_of(v, compute) for v in given]
-    own = [bits_of(n.default if values[n.name] is None else values[n.name], compute) for n in row.numbers]
-    how = How(function, len(given), len(own), IN_TRITON[common], IN_TRITON[compute], row.promotes in ("bool", "keep"))
+    numbers = [bits_of(n.default if values[n.name] is None else values[n.name], compute) for n in row.numbers]
+    how = how_of(function, len(given), len(numbers), common, row.promotes in ("bool", "keep"))
     if out is None:
-        out = torch.empty_strided(shape, strides_of(row, values, shape, shown), dtype=result, device=device)
+        strides = layout.contiguous_strides(shape) if flat else strides_of(row, values, shape, shown)
+        out = own(torch.empty_strided(shape, strides, dtype=result, device=shown[0].device))
     else:
         check_out(out, shape, out.dtype if row.fills else result, shown)
     if out.numel():
-        launch(how, out, [v if isinstance(v, Tensor) else None for v in given], [*padded(places), *padded(own)])
+        operands = given if len(shown) == len(given) else [v if isinstance(v, Tensor) else None for v in given]
+        launch(how, out, operands, [*padded(places), *padded(numbers)], flat)
     return out
+
+
+def is_flat(tensors: list[Tensor]) -> bool:
+    """Whether tensors of one shape lie alike, without a gap and without a doubt: the strides of a dimension of 1 tell nothing."""
+    shape = tensors[0].shape
+    return 1 not in shape and all(t.is_contiguous() and t.shape == shape for t in tensors)
 
 
 def strides_of(row: Row, values: dict[str, Any], shape: Ints, operands: list[Tensor]) -> Ints:
@@ -306,35 +359,74 @@ def check_out(out: Tensor, shape: Ints, dtype: torch.dtype, operands: list[Tenso
     if self_overlapping(out):
         raise Declined("a result that overlaps itself")
     if any(overlapping(out, t) and not same_memory(out, t) for t in operands):
-        raise Declined("a result that overlaps an operand")
+        raise Declined("a result that overlaps an operand", lasting=False)
 
 
-def launch(how: How, out: Tensor, operands: list[Tensor | None], bits: list[int]) -> None:
-    """Fill `out`; an operand that is None is one of the numbers in `bits`."""
-    shape = tuple(out.shape)
+def launch(how: How, out: Tensor, operands: list[Tensor | None], bits: list[int], flat: bool) -> None:
+    """Fill `out`; an operand that is None is one of the numbers in `bits`. `flat`: all that there is lies alike, without a gap.
+
+    Of small tensors, whose time is the launch's, all that are not flat share one variant.
+    """
     tensors = [out, *operands, *[None] * (MOST - len(operands))]
+    count = out.numel()
+    small, even = size_class(count)
+    if flat and not (small and any(t is not None and t.data_ptr() % 16 for t in tensors)):
+        plans.one_by_one(BLOCK)
+        plans.launch(pointwise_flat, tensors, (count,), bits, how, ONES=0, EVEN=even, BLOCK=BLOCK)
+        return
+    shape = tuple(out.shape)
     nothing = (0,) * len(shape)
     sizes, strides = layout.loops(shape, [nothing if t is None else layout.expanded(t, shape) for t in tensors])
-    if len(sizes) <= 1 and all(own[:1] in ((), (0,), (1,)) for own in strides):
-        ones = sum(1 << i for i, own in enumerate(strides[1:]) if own[:1] != (1,))
-        pointwise_flat(*tensors, math.prod(shape), *bits, HOW=how, ONES=ones)
+    if not small and len(sizes) == 1 and all(own[0] in (0, 1) for own in strides):
+        ones = sum(1 << i for i, (t, own) in enumerate(zip(operands, strides[1:])) if t is not None and own[0] == 0)
+        plans.launch(pointwise_flat, tensors, (count,), bits, how, ONES=ones, EVEN=even, BLOCK=BLOCK)
         return
     outer = sizes[LOOPS:]
     if math.prod(outer) > MOST_LAUNCHES:
         raise Declined("more loops than a launch takes")
     inner = [*sizes[:LOOPS], *[1] * (LOOPS - len(sizes))]
     steps = [[*own[:LOOPS], *[0] * (LOOPS - len(own))] for own in strides]
-    units = sum(1 << i for i, own in enumerate(steps) if own[0] == 1)
-    turned = sum(1 << i for i, own in enumerate(steps) if i and own[0] not in (0, 1) and own[1] == 1)
-    # Of rows that all begin at words, the compiler may load words
-    align = 16 if not turned and all(s % 16 == 0 for own in strides for s in own[1:LOOPS]) else 1
-    rows, columns = (32, 32) if turned else tile_of(inner[0])
+    tensors, shifts = zip(*[(None, 0) if t is None else aligned(t) if small else (t, 0) for t in tensors])
+    units = same = turned = 0
+    if not small:
+        same = sum(1 << i for i, (t, own) in enumerate(zip(tensors, steps)) if t is not None and own[0] == 0)
+        units = sum(1 << i for i, own in enumerate(steps) if own[0] == 1)
+        turned = sum(1 << i for i, own in enumerate(steps) if i and own[0] not in (0, 1) and own[1] == 1)
+    words = not small and in_words(inner, steps, strides, same, turned)
+    rows, columns = (32, 32) if small or turned else tile_of(inner[0])
     for index in itertools.product(*map(range, outer)):
-        starts = [sum(i * s for i, s in zip(index, own[LOOPS:])) for own in strides]
-        pointwise_tiles(
-            *tensors, *inner, *itertools.chain(*steps), *starts, *bits, HOW=how, UNITS=units, TURNED=turned, ALIGN=align,
-            ROWS=rows, COLUMNS=columns,
+        starts = [shift + sum(i * s for i, s in zip(index, own[LOOPS:])) for shift, own in zip(shifts, strides)]
+        plans.launch(
+            pointwise_tiles, tensors, (*inner, *itertools.chain(*steps), *starts), bits, how, UNITS=units, SAME=same,
+            TURNED=turned, EVEN=words, ROWS=rows, COLUMNS=columns,
         )  # fmt: skip
+
+
+def size_class(count: int) -> tuple[bool, bool]:
+    """(whether so many elements are small, whether they are whole words, which matters if they are not)."""
+    small = count < SMALL
+    return small, not small and count % WORDS == 0
+
+
+def aligned(t: Tensor) -> tuple[Tensor, int]:
+    """(memory from a multiple of 16 bytes on to the end of a tensor, how many elements the tensor begins after it)."""
+    (start, end), size = span(t), t.element_size()
+    shift = start % 16 // size
+    if not shift or shift > t.storage_offset():
+        return t, 0
+    return t.as_strided((shift + (end - start) // size,), (1,), t.storage_offset() - shift), shift
+
+
+def in_words(sizes: list[int], steps: list[list[int]], strides: Sequence[Ints], same: int, turned: int) -> bool:
+    """Whether all rows, and columns where tiles are turned, are whole words and begin at one, so that words are moved. Where there
+    is one element for all columns it does not matter."""
+    if sizes[0] % WORDS or (turned and sizes[1] % WORDS) or any(s % WORDS for own in strides for s in own[LOOPS:]):
+        return False
+    return all(
+        step % WORDS == 0 or (same >> i) & 1 or (at == 0 and step == 1) or (at == 1 and step == 1 and (turned >> i) & 1)
+        for i, own in enumerate(steps)
+        for at, step in enumerate(own)
+    )
 
 
 def tile_of(columns: int) -> tuple[int, int]:

@@ -9,6 +9,7 @@ second launch combines their states in order: the same bits every time, and no a
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,9 +24,11 @@ from ..core.memory import overlapping
 from ..core.target import Target
 from ..core.tensor import cdiv
 from ..runtime.kernel import kernel
+from . import plans
 from .layout import Ints
-from .pointwise import IN_TRITON, bits_of, number, promoted_value, stored
-from .row import TAKEN, Declined, compute_dtype, kind_of
+from .plans import bits_of, own
+from .pointwise import IN_TRITON, SMALL, number, promoted_value, stored
+from .row import Declined, compute_dtype, taken, taken_as
 
 LOOPS = 3
 TOKENS = (
@@ -33,6 +36,7 @@ TOKENS = (
     "S0", "S1",
 )  # fmt: skip
 MOST_DIMS = 64
+SMALL_TILE = 4, 512
 BUSY = 2  # programs for each SM, below which parts of the reduced elements get programs of their own
 
 
@@ -258,11 +262,8 @@ def run(
 ) -> tuple[Tensor, ...]:
     """The results of a row. `dtype`: what elements are cast to first; `result`: that of the first result, if it is another."""
     common = x.dtype if dtype is None else dtype
-    for t in (x,) if other is None else (x, other):
-        if t.dtype not in TAKEN or t.layout != torch.strided or t.is_neg() or t.device != x.device:
-            raise Declined(f"{str(t.dtype).removeprefix('torch.')}, {t.layout}, another device, or a lazy view")
-    if common not in TAKEN or kind_of(common) not in row.dtypes:
-        raise Declined(f"dtype {str(common).removeprefix('torch.')}")
+    taken(x, *(() if other is None else (other,)), *(outs or ()))
+    taken_as(common, row.dtypes)
     dims = dims_of(dim, x.dim())
     kept, reduced = split(x.shape, dims)
     if math.prod(reduced) == 0 and not row.empty:
@@ -271,7 +272,7 @@ def run(
     kinds = {"common": result or common, "int64": torch.int64, "bool": torch.bool}
     made = outs
     if made is None:
-        made = tuple(torch.empty(shape, dtype=kinds[kind], device=x.device) for kind in row.results)
+        made = tuple([own(torch.empty(shape, dtype=kinds[kind], device=x.device)) for kind in row.results])
     for out, kind in zip(outs or (), row.results):
         check_out(out, shape, kinds[kind], x)
     if made[0].numel():
@@ -281,19 +282,30 @@ def run(
 
 def check_out(out: Tensor, shape: Sequence[int], dtype: torch.dtype, x: Tensor) -> None:
     """Leave to aten what it resizes, casts or refuses, and memory that others would still read."""
-    if tuple(out.shape) != tuple(shape) or out.dtype != dtype or not out.is_contiguous() or out.device != x.device:
-        raise Declined("a result that is resized, cast, strided or elsewhere")
+    if tuple(out.shape) != tuple(shape) or out.dtype != dtype or not out.is_contiguous():
+        raise Declined("a result that is resized, cast or strided")
     if overlapping(out, x):
-        raise Declined("a result that overlaps an operand")
+        raise Declined("a result that overlaps an operand", lasting=False)
 
 
-def tile_of(kept: list[list[int]], reduced: list[list[int]], sizes_r: list[int]) -> tuple[int, int]:
-    """(BLOCK_K, BLOCK_R): along whichever lies side by side; rows that are short are taken many at a time."""
+def tile_of(kept: list[list[int]], reduced: list[list[int]], sizes_r: list[int], count: int) -> tuple[int, int]:
+    """(BLOCK_K, BLOCK_R): along whichever lies side by side; rows that are short are taken many at a time. Where there are few
+    elements, all take one form."""
+    if count < SMALL:
+        return SMALL_TILE
     along_r = reduced[0][0] if sizes_r[0] > 1 else 1 << 62
     along_k = kept[0][0] or 1 << 62
     if along_r <= along_k:
         return (2, 1024) if math.prod(sizes_r) > 64 else (64, 32)
     return 128, 16
+
+
+@functools.cache
+def how_of(row: Row, common: torch.dtype) -> How:
+    return How(
+        row.map, row.combine, row.identity, row.finish, row.states, row.numbers, len(row.results), IN_TRITON[common],
+        IN_TRITON[compute_dtype(common)],
+    )  # fmt: skip
 
 
 def launch(row, x, other, kept, reduced, dims, outs, common, numbers) -> None:
@@ -303,30 +315,27 @@ def launch(row, x, other, kept, reduced, dims, outs, common, numbers) -> None:
     sizes_r, steps_r = loops_of(reduced, [own[1] for own in strides])
     compute = compute_dtype(common)
     KEPT, REDUCED = math.prod(kept), math.prod(reduced)
-    block_k, block_r = tile_of(steps_k, steps_r, sizes_r)
+    block_k, block_r = tile_of(steps_k, steps_r, sizes_r, x.numel())
     parts, per = parts_of(cdiv(KEPT, block_k), REDUCED, block_r, x.device)
-    how = How(
-        row.map, row.combine, row.identity, row.finish, row.states, row.numbers, len(row.results), IN_TRITON[common],
-        IN_TRITON[compute],
-    )  # fmt: skip
+    how = how_of(row, common)
     slots = [*(bits_of(n, compute) for n in numbers), 0, 0][:2]
     second = outs[1] if len(outs) > 1 else None
     scratch = None
     if parts > 1:
         scratch = states_of(row, parts, KEPT, compute, x.device)
     extra = [0] * (2 * LOOPS) if other is None else [*steps_k[1], *steps_r[1]]
-    reduce_tiles(
-        x, other, outs[0], second, scratch, KEPT, REDUCED, per, parts, sizes_k[0], sizes_k[1], sizes_r[0], sizes_r[1],
-        *steps_k[0], *steps_r[0], *extra, *slots, HOW=how, BLOCK_K=block_k, BLOCK_R=block_r,
-    )  # fmt: skip
+    sizes = KEPT, REDUCED, per, parts, sizes_k[0], sizes_k[1], sizes_r[0], sizes_r[1], *steps_k[0], *steps_r[0], *extra
+    plans.launch(
+        reduce_tiles, (x, other, outs[0], second, scratch), sizes, slots, how, BLOCK_K=block_k, BLOCK_R=block_r
+    )
     if scratch is not None:
-        reduce_parts(outs[0], second, scratch, KEPT, REDUCED, parts, *slots, HOW=how)
+        plans.launch(reduce_parts, (outs[0], second, scratch), (KEPT, REDUCED, parts), slots, how)
 
 
 def states_of(row: Row, parts: int, kept: int, compute: torch.dtype, device: torch.device) -> Tensor:
     """Memory for the states of parts. float64 holds every index and every count that there can be."""
     exact = compute == torch.int64 or (row.states == 1 and "int64" not in row.results)
-    return torch.empty(row.states, parts, kept, dtype=compute if exact else torch.float64, device=device)
+    return own(torch.empty(row.states, parts, kept, dtype=compute if exact else torch.float64, device=device))
 
 
 def totals(
@@ -334,12 +343,13 @@ def totals(
 ) -> Tensor:
     """The states of parts [states, parts, kept], each of `per` elements along one loop."""
     compute = compute_dtype(common)
-    how = How(row.map, row.combine, row.identity, row.finish, row.states, 0, 1, IN_TRITON[common], IN_TRITON[compute])
+    how = how_of(row, common)
     scratch = states_of(row, parts, kept, compute, x.device)
-    reduce_tiles(
-        x, None, scratch, None, scratch, kept, reduced, per, parts, sizes_k[0], sizes_k[1], reduced, 1, *steps_k, *steps_r,
-        *[0] * (2 * LOOPS), 0, 0, HOW=how, BLOCK_K=128 if steps_k[0] == 1 else 2, BLOCK_R=16 if steps_k[0] == 1 else 1024,
-    )  # fmt: skip
+    sizes = kept, reduced, per, parts, sizes_k[0], sizes_k[1], reduced, 1, *steps_k, *steps_r, *[0] * (2 * LOOPS)
+    block_k, block_r = (128, 16) if steps_k[0] == 1 else (2, 1024)
+    if kept * reduced < SMALL:
+        block_k, block_r = SMALL_TILE
+    plans.launch(reduce_tiles, (x, None, scratch, None, scratch), sizes, (0, 0), how, BLOCK_K=block_k, BLOCK_R=block_r)
     return scratch
 
 

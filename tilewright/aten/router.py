@@ -11,34 +11,35 @@ import difflib
 import threading
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.library import Library
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ..core.private import guard
 from ..core.target import INTERPRETING
 from ..runtime.kernel import NotCompiledError
 from ..runtime.plan import Recorder
-from . import table
+from ..runtime.replay import picker
+from . import pointwise, table
+from .plans import Function, Run, plan_of, slot, thread
 from .row import Declined
 from .table import NUMBERS, name_of, overload_of, tensor_slots
 
 STALE = "SafeKernelFunction has been invalidated"  # begins what torch says of a captured kernel whose library is gone
+SLOTS = (int, float)  # types of numbers that are slots of a plan; a bool is one of two values, and part of a key
+RECENT = 4  # kinds of call that an overload knows by guard
+MOST_OUTCOMES = 512  # keys of an overload
+
+Key = tuple[tuple, tuple]  # of a call: all but shapes and strides, and these
 
 _lock = threading.RLock()
 _active: dict[str, Override] = {}
 _wanted: list[Request] = []  # of each `enable` and `use` in force
-
-
-class _Thread(threading.local):
-    ours = False  # whether this thread is inside a replacement: its host code and the interpreter use torch as it is
-
-
-_thread = _Thread()
 
 
 @dataclass(eq=False)
@@ -49,15 +50,58 @@ class Request:
     scoped: bool
 
 
+class Kind(NamedTuple):
+    """A kind of call that is remembered by torch's guard: how many values it has, by position and then by name; what takes the
+    tensors from them, each once (None: they are nothing else), the guard over these, whether the other values are as they were
+    (None: there are none), what takes the tensors of the plan (None: the same), and what becomes of it."""
+
+    count: int
+    take: Callable[[Sequence[Any]], tuple[Tensor, ...]] | None
+    check: Callable[..., bool]
+    same: Callable[[Sequence[Any]], bool] | None
+    every: Callable[[Sequence[Any]], tuple[Tensor, ...]] | None
+    function: Function | None
+    reason: str
+
+    def holds(self, values: Sequence[Any]) -> bool:
+        """Whether a call under the same key is of this kind."""
+        return self.check(*(values if self.take is None else self.take(values))) and (
+            self.same is None or self.same(values)
+        )
+
+
+class Outcome:
+    """What becomes of calls under one key: the function of their plan, or why they are aten's. Guards see more than a key does
+    (which tensors require a gradient), so that there may be several kinds."""
+
+    def __init__(self, function: Function | None, reason: str = "", guarded: bool = True) -> None:
+        self.function, self.reason, self.guarded = function, reason, guarded
+        self.kinds: list[Kind] = []
+
+
+SEEN = Outcome(None)  # a call under its key was run, once
+
+
 class Override:
-    """One overload: the row that serves it, the kernel that was there before, and what became of its calls."""
+    """One overload: the form that serves it, the kernel that was there before, and what became of its calls."""
 
     def __init__(self, name: str) -> None:
         self.name, self.form = name, table.FORMS[name]
         self.overload = overload_of(name)
         self.key = "CPU" if INTERPRETING else "CUDA"
+        self.keys = torch._C.DispatchKeySet(
+            getattr(torch._C.DispatchKey, self.key)
+        )  # what aten's kernel is called with
         self.taken, self.declined = 0, Counter()
         self.slots = tensor_slots(self.overload)
+        arguments = self.overload._schema.arguments
+        self.arguments = [a.name for a in arguments]
+        self.writes = {a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write}
+        self.numbers, self.signs = getattr(self.form, "numbers", ()), getattr(self.form, "signs", ())
+        self.outcomes: dict[Key, Outcome] = {}
+        self.flats: dict[tuple, Function] = {}  # of calls whose tensors lie alike, whatever their shape
+        self.recent: tuple[Kind, ...] = ()  # of calls without keywords, the last first
+        self.named: dict[tuple[str, ...], tuple[Kind, ...]] = {}  # of others, by the names of these
         self.retired: list[Any] = []
         self.register()
 
@@ -69,40 +113,199 @@ class Override:
             warnings.filterwarnings(
                 "ignore", message="(?s).*Overriding a previously registered kernel", category=UserWarning
             )
-            self.library.impl(self.name, self.call, self.key, with_keyset=True)
+            self.library.impl(self.name, self.call, self.key)
 
     def remove(self) -> None:
         self.library._destroy()
 
-    def call(self, keys: Any, *args: Any, **kwargs: Any) -> Any:
-        if _thread.ours or Recorder.active() is not None:
-            return self.before(keys, args, kwargs)
-        _thread.ours = True
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        """A call from the dispatcher. The shortest way is that of a kind of call that a guard knows."""
+        if thread.run is not None:
+            return self.before(args, kwargs)
+        names, values, recent = (), args, self.recent
+        if kwargs:
+            names, values = tuple(kwargs), (*args, *kwargs.values())
+            recent = self.named.get(names, ())
+        for count, take, check, same, every, function, reason in recent:
+            if count == len(values):
+                tensors = values if take is None else take(values)
+                if check(*tensors) and (same is None or same(values)):
+                    if function is None:
+                        self.declined[reason] += 1
+                        return self.before(args, kwargs)
+                    try:
+                        made = function(tensors if every is None else every(values), values)
+                    except Declined:  # by a number, which the run below says
+                        break
+                    if made is not None:
+                        self.taken += 1
+                        return made
+                    break
+        return self.keyed(args, kwargs, names, values)
+
+    # ---- calls that no guard knows
+
+    def keyed(self, args: tuple, kwargs: dict[str, Any], names: tuple[str, ...], values: Sequence[Any]) -> Any:
+        """Make a call by the plan under its key, or by a run."""
+        if Recorder.active() is not None:
+            return self.before(args, kwargs)
+        key, tensors = self.key_of(names, values)
+        outcome = self.outcomes.get(key)
         try:
-            made = self.form(*args, **kwargs)
+            made = None
+            if outcome is None:  # a shape may never come again: a plan is made the second time
+                self.keep(key, SEEN)
+                flat = self.flats.get(flat_key(key, tensors)) if self.flats else None  # there is none under None
+                made = None if flat is None else flat(tensors, values)
+            elif outcome is SEEN:
+                made = self.planned(key, names, values)
+            else:
+                self.remember(outcome, names, values)
+                if outcome.function is None:
+                    raise Declined(outcome.reason, lasting=False)
+                made = outcome.function(tensors, values)
+            if made is None:
+                with Run():
+                    made = self.form(*args, **kwargs)
             self.taken += 1
             return made
         except Declined as declined:
             reason = str(declined)
+            if declined.lasting:
+                self.keep(key, Outcome(None, reason))
         except NotCompiledError:
             reason = "a kernel that is not compiled, during graph capture"
-        finally:
-            _thread.ours = False
         self.declined[reason] += 1
-        return self.before(keys, args, kwargs)
+        return self.before(args, kwargs)
 
-    def before(self, keys: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    def key_of(self, names: tuple[str, ...], values: Sequence[Any]) -> tuple[Key, list[Tensor]]:
+        """All that a run reads, and the tensors among the values."""
+        parts: list[Any] = [names, torch.get_default_dtype()]
+        layouts: list[Sequence[int]] = []
+        tensors: list[Tensor] = []
+        for at, value in enumerate(values):
+            kind = type(value)
+            if isinstance(value, Tensor) or holds_tensors(value):
+                for t in (value,) if isinstance(value, Tensor) else value:
+                    tensors.append(t)
+                    parts += t.dtype, t.get_device(), t.data_ptr() & 15, t.is_neg()
+                    layouts += t.shape, t.stride()
+                parts.append(len(tensors))  # a list ends here, or one tensor
+            elif kind in SLOTS and (name := self.name_at(at, names, values)) in self.numbers:
+                parts += kind, name in self.signs and value < 0
+            else:
+                parts += kind, tuple(value) if kind is list else value
+        return (tuple(parts), tuple(layouts)), tensors
+
+    def name_at(self, at: int, names: tuple[str, ...], values: Sequence[Any]) -> str:
+        """The argument that stands there."""
+        positions = len(values) - len(names)
+        return self.arguments[at] if at < positions else names[at - positions]
+
+    def planned(self, key: Key, names: tuple[str, ...], values: Sequence[Any]) -> Any:
+        """Run the form, and keep the run under the key if later calls can be made from it."""
+        given: list[Tensor] = []
+        shown: dict[int, Tensor] = {}  # by id, what each of these is to the caller
+        numbers: set[int] = set()
+
+        def tagged(at: int, value: Any) -> Any:
+            if isinstance(value, Tensor):
+                # A plan knows tensors by identity: of one that is given twice, the second is another view
+                given.append(value.detach() if id(value) in shown else value)
+                shown[id(given[-1])] = value
+                return given[-1]
+            if holds_tensors(value):
+                return [tagged(at, one) for one in value]
+            if type(value) in SLOTS and self.name_at(at, names, values) in self.numbers:
+                numbers.add(at)
+                return slot(value, at)
+            return value
+
+        with Run() as run:
+            seen = [tagged(at, value) for at, value in enumerate(values)]
+            positions = len(values) - len(names)
+            made = self.form(*seen[:positions], **dict(zip(names, seen[positions:])))
+            places = {id(value) for at, value in enumerate(seen) if self.name_at(at, names, values) in self.writes}
+            written = [at for at, t in enumerate(given) if id(t) in places]
+            plan = plan_of(run, given, written, numbers, made)
+            if plan is not None:
+                self.keep(key, Outcome(plan.function, guarded=plan.guarded))
+                flat = flat_key(key, given) if plan.flat is not None else None
+                if flat is not None and len(self.flats) < MOST_OUTCOMES:
+                    self.flats[flat] = plan.flat
+        return shown.get(id(made), made)
+
+    def keep(self, key: Key, outcome: Outcome) -> None:
+        with _lock:
+            if len(self.outcomes) >= MOST_OUTCOMES and key not in self.outcomes:
+                del self.outcomes[next(iter(self.outcomes))]
+            self.outcomes[key] = outcome
+
+    def remember(self, outcome: Outcome, names: tuple[str, ...], values: Sequence[Any]) -> None:
+        """Have calls like this one, which has come again, known by a guard."""
+        if not outcome.guarded or any(map(holds_tensors, values)):
+            return
+        with _lock:
+            kind = next((kind for kind in outcome.kinds if kind.holds(values)), None)
+            if kind is None and len(outcome.kinds) < RECENT:
+                kind = self.kind_of(outcome, names, values)
+            if kind is None:
+                outcome.guarded = False
+                return
+            if kind not in outcome.kinds:
+                outcome.kinds.append(kind)
+            before = self.named.get(names, ()) if names else self.recent
+            recent = (kind, *[one for one in before if one is not kind])[:RECENT]
+            if not names:
+                self.recent = recent
+            elif names in self.named or len(self.named) < RECENT:
+                self.named[names] = recent
+
+    def kind_of(self, outcome: Outcome, names: tuple[str, ...], values: Sequence[Any]) -> Kind | None:
+        """The kind of a call; None where torch has no guard."""
+        every = [i for i, value in enumerate(values) if isinstance(value, Tensor)]
+        first = {i: next(j for j in every if values[j] is values[i]) for i in every}
+        once = [i for i in every if first[i] == i]  # torch's guard takes no tensor twice
+        check = guard([values[i] for i in once])
+        if check is None:
+            return None
+        rest = [(i, type(v), v) for i, v in enumerate(values) if i not in every]
+        slots = {i for i, kind, _ in rest if kind in SLOTS and self.name_at(i, names, values) in self.numbers}
+        told = [(i, v) for i, _, v in rest if i not in slots]
+        signs = [(i, v < 0) for i, _, v in rest if i in slots and self.name_at(i, names, values) in self.signs]
+        twice = [(i, j) for i, j in first.items() if i != j]
+
+        def same(values: Sequence[Any]) -> bool:
+            for i, kind, _ in rest:
+                if type(values[i]) is not kind:
+                    return False
+            for i, value in told:
+                if values[i] != value:
+                    return False
+            for i, j in twice:
+                if values[i] is not values[j]:
+                    return False
+            return not signs or all((values[i] < 0) is negative for i, negative in signs)
+
+        return Kind(
+            len(values), picker(once) if rest or twice else None, check, same if rest or twice else None,
+            picker(every) if twice else None, outcome.function, outcome.reason,
+        )  # fmt: skip
+
+    # ---- aten
+
+    def before(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         """aten's own answer."""
         args, kernel = self.as_tensors(args), self.kernel
         try:
-            return kernel.call_boxed(keys, *args, **kwargs)
+            return kernel.call_boxed(self.keys, *args, **kwargs)
         except RuntimeError as error:
             if not str(error).startswith(STALE):
                 raise
         with _lock:
             if self.kernel is kernel:
                 self.capture_again()
-        return self.kernel.call_boxed(keys, *args, **kwargs)
+        return self.kernel.call_boxed(self.keys, *args, **kwargs)
 
     def capture_again(self) -> None:
         """The library whose kernel was captured is gone, so that another lies below ours: step aside to see it. Our own
@@ -114,14 +317,29 @@ class Override:
     def as_tensors(self, args: tuple) -> Sequence[Any]:
         """A Python number may stand in a tensor's place, which a captured kernel refuses: as a tensor without dimensions that
         promotes as the number does."""
-        if all(not slot or not isinstance(v, NUMBERS) for v, slot in zip(args, self.slots)):
+        for at in self.slots:
+            if at < len(args) and type(args[at]) in NUMBERS:
+                break
+        else:
             return args
         like = next((v for v in args if isinstance(v, Tensor)), None)
-        before, _thread.ours = _thread.ours, True
-        try:
-            return [wrapped(v, like) if slot and isinstance(v, NUMBERS) else v for v, slot in zip(args, self.slots)]
-        finally:
-            _thread.ours = before
+        with Run():
+            return [wrapped(v, like) if at in self.slots and type(v) in NUMBERS else v for at, v in enumerate(args)]
+
+
+def flat_key(key: Key, tensors: list[Tensor]) -> tuple | None:
+    """What of a key counts where all tensors are of one shape, without gaps or dimensions of 1; None where they are not."""
+    shape, count = tensors[0].shape, tensors[0].numel()
+    if 1 in shape or not 0 < count < 2**31:
+        return None
+    for t in tensors:
+        if t.shape != shape or not t.is_contiguous():
+            return None
+    return *pointwise.size_class(count), *key[0]
+
+
+def holds_tensors(value: Any) -> bool:
+    return type(value) is list and bool(value) and isinstance(value[0], Tensor)
 
 
 def wrapped(value: Any, like: Tensor | None) -> Tensor:
@@ -250,13 +468,11 @@ class Watch(TorchDispatchMode):
         if name not in table.FORMS:
             self.said = f"{name}: aten's, there is no replacement"
             return func(*args, **kwargs)
-        _thread.ours = True
-        try:
-            made = table.FORMS[name](*args, **kwargs)
-            self.said = f"{name}: ours, by the engine {table.ENGINE[name]}"
-            return made
-        except Declined as reason:
-            self.said = f"{name}: aten's, because of {reason}"
-            return func(*args, **kwargs)
-        finally:
-            _thread.ours = False
+        with Run():
+            try:
+                made = table.FORMS[name](*args, **kwargs)
+                self.said = f"{name}: ours, by the engine {table.ENGINE[name]}"
+                return made
+            except Declined as reason:
+                self.said = f"{name}: aten's, because of {reason}"
+                return func(*args, **kwargs)

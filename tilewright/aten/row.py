@@ -12,10 +12,29 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
+
+from ..core.tensor import name_of
 
 
 class Declined(Exception):
-    """This call is aten's; the reason is counted."""
+    """This call is aten's; the reason is counted. `lasting`: so is every call that is like it, wherever its tensors lie and
+    whatever its numbers are."""
+
+    def __init__(self, reason: str, lasting: bool = True) -> None:
+        super().__init__(reason)
+        self.lasting = lasting
+
+
+def of_numbers(*names: str, signs: tuple[str, ...] = ()) -> Callable[[Any], Any]:
+    """Say of a form that these arguments may be numbers, and reach a kernel as what they are: a plan has slots for them. `signs`
+    are those of which host code asks whether they are negative. All else that is no tensor is part of a plan's key."""
+
+    def mark(form: Any) -> Any:
+        form.numbers, form.signs = frozenset(names), frozenset(signs)
+        return form
+
+    return mark
 
 
 class Number(NamedTuple):
@@ -35,7 +54,7 @@ class Row:
     `when(values)` may say why a call is aten's. `choose(values)` gives another function for some arguments (a rounding mode).
     `allocates` says how the result lies: as the "iterator" has it, "like" the first tensor, or "contiguous". `aside` are those of
     `tensors` that aten, if they are numbers, makes no operands of. `fills`: the result is one that is given, and operands are
-    expanded to its shape and cast to its dtype.
+    expanded to its shape and cast to its dtype. `signs` are numbers of which `when` asks whether they are negative.
     """
 
     name: str
@@ -50,6 +69,7 @@ class Row:
     aside: tuple[str, ...] = ()
     allocates: str = "iterator"
     fills: bool = False
+    signs: tuple[str, ...] = ()
 
 
 def kind_of(dtype: torch.dtype) -> str:
@@ -61,10 +81,24 @@ def kind_of(dtype: torch.dtype) -> str:
     return "float" if dtype.is_floating_point else "integer"
 
 
-TAKEN = (
+TAKEN = frozenset((
     torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64,
     torch.bool,
-)  # fmt: skip
+))  # fmt: skip
+
+
+def taken(*tensors: Tensor) -> None:
+    """Leave to aten what no engine takes: another dtype or layout, a lazy view, a second device."""
+    device = tensors[0].device
+    for t in tensors:
+        if t.dtype not in TAKEN or t.layout != torch.strided or t.is_neg() or t.device != device:
+            raise Declined(f"{name_of(t.dtype)}, {t.layout}, another device, or a lazy view")
+
+
+def taken_as(dtype: torch.dtype, kinds: tuple[str, ...]) -> None:
+    """Leave to aten a promoted dtype that a row does not take."""
+    if dtype not in TAKEN or kind_of(dtype) not in kinds:
+        raise Declined(f"dtype {name_of(dtype)}")
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:

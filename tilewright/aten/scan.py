@@ -15,12 +15,14 @@ from torch import Tensor
 
 from ..core.tensor import cdiv
 from ..runtime.kernel import kernel
+from . import plans
 from .functions import is_nan
-from .pointwise import IN_TRITON, promoted_value, stored
-from .reduction import LOOPS, How, Row, check_out, combined, loops_of, nothing, offset, parts_of, totals
+from .plans import own
+from .pointwise import SMALL, promoted_value, stored
+from .reduction import LOOPS, SMALL_TILE, Row, check_out, combined, how_of, loops_of, nothing, offset, parts_of, totals
 from .reduction_rows import as_it_is, highest, lowest, plus, value_and_index, with_index, zero
 from .reduction_rows import itself as element
-from .row import TAKEN, Declined, compute_dtype, kind_of
+from .row import Declined, taken, taken_as
 
 TOKENS = (
     "KEPT",
@@ -129,15 +131,13 @@ def run(row: Row, x: Tensor, dim: int, dtype: torch.dtype, out: Tensor | None = 
     width = max(1, x.dim())
     if not -width <= dim < width:
         raise Declined("a dimension that is not there")
-    if x.dtype not in TAKEN or dtype not in TAKEN or x.layout != torch.strided or x.is_neg():
-        raise Declined(f"{str(x.dtype).removeprefix('torch.')}, {x.layout}, or a lazy view")
-    if kind_of(dtype) not in row.dtypes:
-        raise Declined(f"dtype {str(dtype).removeprefix('torch.')}")
+    taken(x, *(() if out is None else (out,)))
+    taken_as(dtype, row.dtypes)
     if out is not None:
         check_out(out, x.shape, dtype, x)
-    made = [torch.empty(x.shape, dtype=dtype, device=x.device) if out is None else out]
+    made = [own(torch.empty(x.shape, dtype=dtype, device=x.device)) if out is None else out]
     if len(row.results) == 2:
-        made.append(torch.empty(x.shape, dtype=torch.int64, device=x.device))
+        made.append(own(torch.empty(x.shape, dtype=torch.int64, device=x.device)))
     if x.numel():
         launch(row, x.reshape(1) if x.dim() == 0 else x, dim % width, made, dtype)
     return tuple(made)
@@ -151,19 +151,16 @@ def launch(row: Row, x: Tensor, dim: int, made: list[Tensor], common: torch.dtyp
     lines, N = math.prod(kept), x.shape[dim]
     along = x.stride(dim) == 1 or N == 1 or steps[0][0] != 1
     block_k, block_r = ((2, 1024) if N > 64 else (64, 32)) if along else (128, 16)
+    if x.numel() < SMALL:
+        block_k, block_r = SMALL_TILE
     parts, per = parts_of(cdiv(lines, block_k), N, block_r, x.device)
     before = None
     if parts > 1:
         step = [x.stride(dim), 0, 0]
         before = totals(row, x, sizes, steps[0], step, common, parts, per, lines, N)
-    how = How(
-        row.map, row.combine, row.identity, row.finish, row.states, 0, len(row.results), IN_TRITON[common],
-        IN_TRITON[compute_dtype(common)],
-    )  # fmt: skip
-    scan_tiles(
-        x, made[0], made[1] if len(made) > 1 else None, before, lines, N, per, parts, sizes[0], sizes[1], *steps[0], *steps[1],
-        x.stride(dim), result.stride(dim), HOW=how, BLOCK_K=block_k, BLOCK_R=block_r,
-    )  # fmt: skip
+    tensors = x, made[0], made[1] if len(made) > 1 else None, before
+    numbers = lines, N, per, parts, sizes[0], sizes[1], *steps[0], *steps[1], x.stride(dim), result.stride(dim)
+    plans.launch(scan_tiles, tensors, numbers, how=how_of(row, common), BLOCK_K=block_k, BLOCK_R=block_r)
 
 
 def cumsum(self: Tensor, dim: int, *, dtype: torch.dtype | None = None, out: Tensor | None = None) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from . import forms, index_map, pointwise, reduction_rows, scan
-from .row import Declined, Row
+from .row import Declined, Row, of_numbers
 from .rows import ROWS
 
 NUMBERS = (bool, int, float, complex)
@@ -25,9 +25,9 @@ def name_of(overload: torch._ops.OpOverload) -> str:
     return str(overload).removeprefix("aten.").removesuffix(".default")
 
 
-def tensor_slots(overload: torch._ops.OpOverload) -> list[bool]:
-    """Which arguments are tensors, in the order of the schema."""
-    return [isinstance(a.type, torch.TensorType) for a in overload._schema.arguments]
+def tensor_slots(overload: torch._ops.OpOverload) -> list[int]:
+    """Which arguments are tensors, by their places in the schema."""
+    return [at for at, a in enumerate(overload._schema.arguments) if isinstance(a.type, torch.TensorType)]
 
 
 def pointwise_form(row: Row, name: str) -> Callable[..., Any]:
@@ -48,17 +48,20 @@ def pointwise_form(row: Row, name: str) -> Callable[..., Any]:
         out = values["self"] if in_place else values.get("out")
         return pointwise.run(row, values, out)
 
-    return call
+    return of_numbers(*row.tensors, *(n.name for n in row.numbers), signs=row.signs)(call)
 
 
 def of_tensors(form: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """A form that takes tensors alone: torch hands a number that it has wrapped as a tensor back to Python as the number."""
-    slots = tensor_slots(overload_of(name))
+    """A form that takes numbers in tensors' places only where it says so: torch hands a number that it has wrapped as a tensor back
+    to Python as the number."""
+    arguments, numbers = overload_of(name)._schema.arguments, getattr(form, "numbers", ())
+    slots = [at for at in tensor_slots(overload_of(name)) if arguments[at].name not in numbers]
 
     @functools.wraps(form)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if any(slot and isinstance(v, NUMBERS) for v, slot in zip(args, slots)):
-            raise Declined("a number in a tensor's place")
+        for at in slots:
+            if at < len(args) and isinstance(args[at], NUMBERS):
+                raise Declined("a number in a tensor's place")
         return form(*args, **kwargs)
 
     return call
@@ -67,7 +70,7 @@ def of_tensors(form: Callable[..., Any], name: str) -> Callable[..., Any]:
 OTHERS = {**forms.FORMS, **reduction_rows.FORMS, **scan.FORMS, **index_map.FORMS}
 FORMS: dict[str, Callable[..., Any]] = {
     **{name: pointwise_form(row, name) for row in ROWS for name in row.overloads},
-    **{name: form if name.startswith("fill") else of_tensors(form, name) for name, form in OTHERS.items()},
+    **{name: of_tensors(form, name) for name, form in OTHERS.items()},
 }
 ENGINE: dict[str, str] = {
     **dict.fromkeys(FORMS, "pointwise"),

@@ -442,7 +442,7 @@ OUT = Out(contiguous=("lse",))
 
 attention_codes = Op(
     "attention_codes", reference, partial(inputs, pv=False), Triton(forward, None, fits), where=WHERE, results=ROWS,
-    check=partial(check, pv=False, op="attention_codes"), cost=Cost(flops=flops), bars=Bars("I", felt=FELT, steps=True),
+    check=partial(check, pv=False, op="attention_codes"), cost=Cost(flops=flops), bars=Bars("L", felt=FELT, steps=True),
     out=OUT, internal=True,
 )  # fmt: skip
 attention_codes_pv = Op(

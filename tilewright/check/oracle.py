@@ -71,8 +71,10 @@ BARS = {
     "J": Bar(4.0e-3, 1e-5, None),
     # Weights are codes when they multiply values: e4m3 has errors of 2.6 %
     "K": Bar(3e-2, 3e-2, None),
+    # Scores from FP8 codes, of whose products Hopper's tensor cores keep some 14 bits in sums
+    "L": Bar(2.4e-3, 1e-4, None),
 }
-PRODUCTS = ("E", "F", "I", "J", "K")
+PRODUCTS = ("E", "F", "I", "J", "K", "L")
 
 
 def result_bar(op: Op, values: Mapping[str, Any] | None = None) -> Bar:
@@ -330,8 +332,8 @@ def _near_low(label: str, actual: Tensor, rounded: Tensor, exact: Tensor, noise:
         share = 1.0 if bar == BARS["K"] else SHARE_OF_BF16[actual.dtype]  # codes are as coarse in any dtype
         limit = bar.low * share * rms(exact)
         _within(label, actual, exact, error, step + reach(error) * noise.clamp(min=limit))
-        # A rounded weight is in all columns of a row, and equal ones go wrong together: of few rows, of a few that are large, and of
-        # few values the error has its own spread
+        # A rounded weight is in all columns of a row, and equal ones go wrong together: of few rows, or of a few that are large,
+        # or of few values the error has its own spread
         count = min(weighty(exact), rounded.unique().numel())
         return _rms_within(label, error, exact, max(limit * (1 + 16 / count**0.5), 4 * rms(noise)))
     _within(label, actual, exact, error, step + reach(error) * noise.clamp(min=own))

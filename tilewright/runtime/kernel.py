@@ -94,6 +94,11 @@ def collect() -> Iterator[list[Wanted]]:
         _collected.reset(token)
 
 
+def collecting() -> bool:
+    """Whether launches are collected, not made."""
+    return _collected.get() is not None
+
+
 class Kernel:
     """See the module. `tokens` names integers that are never specialised, so batch 1, 2 and 16 share a binary."""
 

@@ -6,6 +6,7 @@ Tensors are small and of fp32, or of int32 where an operator takes integers alon
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -29,6 +30,7 @@ GIVEN: dict[str, Callable[[Make], dict[str, Any]]] = {
     "eye": lambda make: {"n": 4, "m": 5, "device": make(()).device},
     "full": lambda make: {"size": [3, 4], "device": make(()).device},
     "linspace": lambda make: {"start": 0.5, "end": 3.0, "steps": 7, "device": make(()).device},
+    "logspace": lambda make: {"start": 0.5, "end": 3.0, "steps": 7, "device": make(()).device},
     "ones": lambda make: {"size": [3, 4], "device": make(()).device},
     "zeros": lambda make: {"size": [3, 4], "device": make(()).device},
     "cat": lambda make: {"tensors": [make(SHAPE), make(SHAPE)], "dim": 1},
@@ -66,14 +68,17 @@ LEAVES: dict[str, str] = {
     "div_.Scalar": "div_.Tensor", "div_.Scalar_mode": "div_.Tensor_mode", "divide.Scalar": "div.Tensor",
     "divide.Scalar_mode": "div.Tensor_mode", "divide.Tensor": "div.Tensor", "divide.Tensor_mode": "div.Tensor_mode",
     "divide_.Scalar": "div_.Tensor", "divide_.Scalar_mode": "div_.Tensor_mode", "divide_.Tensor": "div_.Tensor",
-    "divide_.Tensor_mode": "div_.Tensor_mode", "floor_divide.Scalar": "floor_divide", "hstack": "cat", "kron": "mul.Tensor",
+    "divide_.Tensor_mode": "div_.Tensor_mode", "floor_divide.Scalar": "floor_divide",
+    "floor_divide_.Scalar": "floor_divide.out", "log_sigmoid": "log_sigmoid_forward", "logspace": "logspace.out",
+    "hstack": "cat", "kron": "mul.Tensor",
     "pad": "constant_pad_nd", "remainder.Scalar": "remainder.Tensor", "remainder_.Scalar": "remainder_.Tensor",
     "repeat_interleave.self_int": "clone", "stack": "cat", "tile": "repeat", "true_divide.Scalar": "div.Tensor",
     "true_divide.Tensor": "div.Tensor", "true_divide_.Scalar": "div_.Tensor", "true_divide_.Tensor": "div_.Tensor",
     "vstack": "cat", "where.ScalarOther": "where.self", "where.ScalarSelf": "where.self",
 }  # fmt: skip
 RESULTS = {"sum.out": (), "sum.IntList_out": (6,), "cumsum.out": SHAPE, "where.self_out": SHAPE,
-           "arange.start_out": (4,), "eye.out": (4, 4), "eye.m_out": (4, 5), "linspace.out": (7,)}  # fmt: skip
+           "arange.start_out": (4,), "eye.out": (4, 4), "eye.m_out": (4, 5), "linspace.out": (7,),
+           "logspace.out": (7,), "floor_divide.out": SHAPE}  # fmt: skip
 
 
 def call_of(name: str, make: Make) -> tuple[list[Any], dict[str, Any]]:
@@ -143,6 +148,23 @@ def replaced(device: str, name: str) -> None:
 
 
 # Which are leaves of others alone: no list asks for them
-UNLISTED = ("clone", "copy_", "zero_", "arange.start_out", "linspace.out", "eye.out", "eye.m_out")
+UNLISTED = ("clone", "copy_", "zero_", "arange.start_out", "linspace.out", "logspace.out", "eye.out", "eye.m_out",
+            "floor_divide.out", "log_sigmoid_forward")  # fmt: skip
 LISTED = [name for name in table.FORMS if name not in UNLISTED]
 CHECKS = {name: partial(replaced, name=name) for name in sorted({*LISTED, *LEAVES})}
+
+
+def resolved(device: str, name: str) -> None:
+    """A tensor that is no lazy view is itself; of one that is, torch makes the copy, whatever is replaced."""
+    x = drawn(SHAPE, device=device)
+    lazy = {"resolve_conj": torch.complex(x, x).conj(), "resolve_neg": torch.complex(x, x).conj().imag}[name]
+    resolve = getattr(torch, name)
+    there = device != "cpu" or INTERPRETING
+    with tw.aten.use() if there else contextlib.nullcontext():
+        assert resolve(x) is x
+        made = resolve(lazy)
+    assert not made.is_conj() and not made.is_neg()
+    torch.testing.assert_close(made, lazy)
+
+
+CHECKS |= {name: partial(resolved, name=name) for name in ("resolve_conj", "resolve_neg")}
