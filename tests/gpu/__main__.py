@@ -2,9 +2,10 @@
 
 Tests run in several guarded processes, a few dozen tests of one file each. A process that is silent for too long is
 killed; the test it was in counts as failed and the others go to a new process. Outcomes are kept in
-`.cache/gpu_tests.jsonl` (and in $OUT where that is set) as they come; `--resume` skips what has passed. After the tests, unless
-files were named, comes `tilewright check --models` with the time that is left. The exit status is 0 when all passed, 1 when one
-failed, 3 when time ran out first.
+`.cache/gpu_tests.jsonl` (and in $OUT where that is set) as they come; `--resume` skips what has passed in that file, `--stale` what
+has passed over today's code by the evidence (`passed.py`, which also adds to it). After the tests, unless files were named, comes
+`tilewright check --models` with the time that is left. The exit status is 0 when all passed, 1 when one failed, 3 when time ran out
+first.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from . import LOG
+from . import LOG, passed
 
 ROOT = Path(__file__).resolve().parents[2]
 STATE = "gpu_tests.jsonl"
@@ -243,6 +244,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("paths", nargs="*", default=[EVERYTHING], help="files or folders of tests")
     parser.add_argument("--shard", default="1/1", metavar="I/N", help="the I-th of N parts")
     parser.add_argument("--resume", action="store_true", help="skip what has passed already")
+    parser.add_argument("--stale", action="store_true", help="skip what has passed over today's code")
     parser.add_argument("--minutes", type=float, default=8.0, help="when to stop; what is left can be resumed")
     parser.add_argument(
         "--jobs", type=int, default=max(1, min(8, (os.cpu_count() or 2) // 2)), help="processes at once"
@@ -291,8 +293,11 @@ def main(
     if not names:
         raise SystemExit("tests.gpu: there are no tests to run")
     keep = {name for name in names if options.resume and state.outcome(name) in DONE}
-    pending = [[name for name in unit if name not in keep] for unit in units]
+    known = passed.passed(names, passed.Code(root), passed.read(root / passed.KEPT)) if options.stale else set()
+    pending = [[name for name in unit if name not in keep | known] for unit in units]
     state.rewrite(forget=[name for unit in pending for name in unit])
+    for name in sorted(known - keep):
+        state.add({"id": name, "outcome": "passed", "why": "over this code, by the evidence"})
     say(f"{len(names)} tests, {sum(map(len, pending))} to run, {options.jobs} processes at once")
     seconds = options.minutes * 60 - (time.monotonic() - begin)
     for row in absent:

@@ -473,3 +473,56 @@ def test_a_line_cut_short_by_a_kill_is_left_out(tmp_path):
     path.write_text('{"id": "a", "outcome": "passed"}\n{"id": "b", "outc')
     state = gpu.State([path])
     assert state.outcome("a") == "passed" and state.outcome("b") is None
+
+
+def small_tree(root):
+    """A library of two ops that share a device function, and its GPU tests."""
+    texts = {
+        "tilewright/names.py": 'NAMES = {"fp8": "formats.fp8"}\nOPS = {"one": "ops.a.one", "two": "ops.a.two"}\n',
+        "tilewright/ops/a/one.py": "from ...device.shared import f\nfrom ...core import draw\n",
+        "tilewright/ops/a/two.py": "import tilewright.formats.fp8\n",
+        "tilewright/device/shared.py": "f = 1\n",
+        "tilewright/formats/fp8.py": "g = 1\n",
+        "tilewright/core/draw.py": "h = 1\n",
+        "tests/gpu/test_properties.py": "catalogue()\n",
+        "tests/gpu/test_two.py": "tw.two(tw.fp8)\n",
+        "tests/gpu/test_rest.py": "import torch\n",
+    }
+    for name, text in texts.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+
+
+@pytest.mark.parametrize(
+    ("changed", "again"),
+    [
+        ("tilewright/ops/a/one.py", {"one", "rest"}),
+        ("tilewright/device/shared.py", {"one", "rest"}),
+        ("tilewright/formats/fp8.py", {"two", "test_two", "rest"}),
+        ("tilewright/core/draw.py", set()),
+        ("tests/gpu/test_two.py", {"test_two"}),
+        ("tests/gpu/test_properties.py", {"one", "two"}),
+    ],
+)
+def test_what_has_passed_over_this_code_is_not_run_again(tmp_path, changed, again):
+    from tests.gpu import passed
+
+    small_tree(tmp_path)
+    tests = {
+        "one": "tests/gpu/test_properties.py::test_property[accuracy-one]",
+        "two": "tests/gpu/test_properties.py::test_property[accuracy-two]",
+        "test_two": "tests/gpu/test_two.py::test_x",
+        "rest": "tests/gpu/test_rest.py::test_y[3]",
+    }
+    outcomes = [{"id": test, "outcome": "passed"} for test in tests.values()]
+    state = tmp_path / "state.jsonl"
+    state.write_text("".join(json.dumps(row) + "\n" for row in outcomes))
+    passed.main([str(state)], root=tmp_path)
+    kept = passed.read(tmp_path / passed.KEPT)
+    assert passed.passed(tests.values(), passed.Code(tmp_path), kept) == {*tests.values()}
+    with (tmp_path / changed).open("a") as file:
+        file.write("# another\n")
+    code = passed.Code(tmp_path)
+    assert {*tests.values()} - passed.passed(tests.values(), code, kept) == {tests[name] for name in again}
+    failed = passed.add([{"id": tests["rest"], "outcome": "failed"}], code, kept, "a chip")
+    assert tests["rest"] not in passed.passed(tests.values(), code, failed)

@@ -4,7 +4,7 @@ Truth is the op's own reference on float64 copies of the very inputs. The bars a
 of op, beside a bound on every element and on the share of elements that are not correctly rounded:
 
     A elementwise · B row reduction · C column reduction · D loss · E, F matrix products · G copies · H backward of A and B ·
-    I attention · J its backward · K attention whose weights are codes
+    I attention · J its backward · K attention whose weights are codes · L whose scores are of codes
 
 `Bars` says which class an op is of. Noise is what an
 honest fp32 computation of the same formula loses to cancellation, measured with the reference in fp32 on slightly moved

@@ -1,0 +1,163 @@
+"""Which GPU tests have passed, and over which code: `evidence/tests/nvidia-h200.jsonl`, and what adds the outcomes of a run (the
+runner's `gpu_tests.jsonl`) to it: `python3 -m tests.gpu.passed STATE ...`.
+
+The whole net takes longer than a GPU is at hand, so that what has passed over today's code is not run again
+(`python3 -m tests.gpu --stale`). Today's code is the text of the test's file and of the modules that it can reach: those of its op
+where it is a test of one, those that the file names elsewhere, and all where it names none or goes over the catalogue. Modules that
+launch nothing themselves (`core/`, `runtime/` ...) do not count: other nets are about them, and a GPU sees them at work in every
+test that does run.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import hashlib
+import json
+import re
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+ROOMS = ("aten", "attention", "device", "formats", "gemm", "nn", "ops")  # where kernels stand, and what launches them
+KEPT = Path("evidence/tests/nvidia-h200.jsonl")
+
+Row = dict[str, Any]
+
+
+class Code:
+    """The texts of a working tree."""
+
+    def __init__(self, root: Path = ROOT) -> None:
+        self.root = root
+        self.library = root / "tilewright"
+        tables = {
+            node.targets[0].id: ast.literal_eval(node.value)
+            for node in ast.parse((self.library / "names.py").read_text()).body
+            if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict)
+        }
+        self.modules: dict[str, str] = tables["OPS"]
+        self.public: dict[str, str] = tables["NAMES"] | tables["OPS"]
+        self.reach = functools.cache(self._reach)
+        self.text = functools.cache(Path.read_text)
+
+    def op_of(self, test: str) -> str | None:
+        """The op that a test of `test_properties.py` is of, by its parameters."""
+        found = re.search(r"\[(.*)\]$", test)
+        words = found[1].split("-") if found and "test_properties.py" in test else []
+        return next((word for word in reversed(words) if word in self.modules), None)
+
+    def source(self, test: str) -> str:
+        """Sixteen hexadecimal digits that stand for the code of a test."""
+        op, file = self.op_of(test), self.root / test.split("::")[0]
+        paths = self.reach(self.file_of(self.modules[op])) if op else self.named(file)
+        made = hashlib.sha256(self.text(file).encode())
+        for path in sorted(paths):
+            made.update(f"\n{path.relative_to(self.root)}\n{self.text(path)}".encode())
+        return made.hexdigest()[:16]
+
+    def named(self, file: Path) -> frozenset[Path]:
+        """What a file of tests imports and what it calls by public names; everything where that is nothing, or the catalogue."""
+        text = self.text(file)
+        names = [self.public[name] for name in set(re.findall(r"\btw\.(\w+)", text)) if name in self.public]
+        firsts = {*self._imports(file), *filter(None, map(self.file_of, names))}
+        if not firsts or "catalogue()" in text:
+            return self.everything
+        return frozenset().union(*(self.reach(first) for first in firsts))
+
+    @functools.cached_property
+    def everything(self) -> frozenset[Path]:
+        return frozenset(path for room in ROOMS for path in (self.library / room).rglob("*.py"))
+
+    def file_of(self, module: str) -> Path | None:
+        """The file of a module by its full name, or None if it is in none of the rooms."""
+        parts = module.split(".")
+        if parts[0] != "tilewright":
+            parts = ["tilewright", *parts]
+        if len(parts) < 2 or parts[1] not in ROOMS:
+            return None
+        path = self.root.joinpath(*parts)
+        return next((p for p in (path.with_suffix(".py"), path / "__init__.py") if p.is_file()), None)
+
+    def _reach(self, first: Path) -> frozenset[Path]:
+        """A file and all in the rooms that it imports, and they."""
+        found, waiting = {first}, [first]
+        while waiting:
+            for path in self._imports(waiting.pop()):
+                if path not in found:
+                    found.add(path)
+                    waiting.append(path)
+        return frozenset(found)
+
+    def _imports(self, path: Path) -> Iterator[Path]:
+        package = path.relative_to(self.root).with_suffix("").parts[:-1]
+        for node in ast.walk(ast.parse(self.text(path))):
+            names: list[str] = []
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                base = (
+                    ".".join((*package[: len(package) - node.level + 1], node.module or ""))
+                    if node.level
+                    else node.module
+                )
+                base = base.rstrip(".")
+                names = [base, *(f"{base}.{alias.name}" for alias in node.names)]
+            yield from filter(None, (self.file_of(name) for name in names if name.split(".")[0] == "tilewright"))
+
+
+def read(path: Path) -> list[Row]:
+    """The rows of the file: a test's file, its op or None, the code's digest, and which tests passed over it."""
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text().splitlines() if line]
+
+
+def passed(tests: Iterable[str], code: Code, kept: Sequence[Row]) -> set[str]:
+    """Which of the tests have passed over today's code."""
+    known = {(row["file"], row["op"], row["source"]): {*row["passed"]} for row in kept}
+    found = set()
+    for test in tests:
+        file, _, rest = test.partition("::")
+        if rest in known.get((file, code.op_of(test), code.source(test)), ()):
+            found.add(test)
+    return found
+
+
+def add(outcomes: Sequence[Row], code: Code, kept: Sequence[Row], gpu: str) -> list[Row]:
+    """The rows with the outcomes of a run over this code: what failed is taken out, what passed is put in, and rows of other code
+    are left out where a test of the same file and op has run."""
+    rows = {(row["file"], row["op"], row["source"]): {*row["passed"]} for row in kept}
+    for outcome in outcomes:
+        file, _, rest = outcome["id"].partition("::")
+        mine = (file, code.op_of(outcome["id"]), code.source(outcome["id"]))
+        for key in [key for key in rows if key[:2] == mine[:2] and key != mine]:
+            del rows[key]
+        own = rows.setdefault(mine, set())
+        (own.add if outcome["outcome"] == "passed" else own.discard)(rest)
+    ordered = sorted(rows.items(), key=lambda item: tuple(map(str, item[0])))
+    return [
+        {"file": file, "op": op, "source": source, "gpu": gpu, "passed": sorted(own)}
+        for (file, op, source), own in ordered
+        if own
+    ]
+
+
+def write(path: Path, rows: Sequence[Row]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def main(files: Sequence[str], root: Path = ROOT, gpu: str = "NVIDIA H200") -> None:
+    code, rows = Code(root), read(root / KEPT)
+    for file in files:
+        lines = (json.loads(line) for line in Path(file).read_text().splitlines() if line)
+        rows = add([row for row in lines if row.get("outcome") in ("passed", "failed")], code, rows, gpu)
+    write(root / KEPT, rows)
+    print(f"{KEPT}: {sum(len(row['passed']) for row in rows)} tests have passed, over {len(rows)} pieces of code")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
