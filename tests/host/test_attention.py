@@ -281,7 +281,8 @@ def test_the_folder_does_not_take_the_op_s_name():
     merge = importlib.import_module("tilewright.attention.merge")
     from tilewright import attention
 
-    assert callable(attention) and attention is tw.attention is tw.declaration("attention").function
+    quantised = importlib.import_module("tilewright.attention.quantised")
+    assert callable(attention) and attention is tw.attention is quantised.attention
     assert merge.attention_merge.function is tw.attention_merge
     folder = sys.modules["tilewright.attention"]
     assert folder.__path__ and importlib.import_module("tilewright.attention") is folder

@@ -92,7 +92,7 @@ def test_doctor_names_what_it_found():
 def test_explain_shows_what_is_launched():
     plain = launches("rms_norm", "--dim", "tokens=16")
     assert plain["forward"] == ["rms_norm_forward"] and plain["backward"][0] == "rms_norm_backward"
-    wide = launches("rms_norm", "--dim", "tokens=4", "--dim", "hidden=20000")
+    wide = launches("rms_norm", "--dim", "tokens=4", "--dim", "hidden=36864")
     assert (wide["forward"], wide["backward"][0]) == (["rms_norm_shared"], "rms_norm_backward_shared")
     wide = launches("rms_norm", "--dim", "tokens=4", "--dim", "hidden=20000", "--arch", "sm_80")
     assert wide["backward"][:2] == ["rms_norm_row_sums", "rms_norm_backward_wide"]
