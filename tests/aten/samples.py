@@ -24,7 +24,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from torch.testing._internal.common_methods_invocations import op_db
 
-DEVICE = "cpu" if INTERPRETING else "cuda"  # whose operators are replaced
+DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETING else "cpu"  # whose operators are replaced
 OTHERS = (
     torch.bfloat16, torch.int32, torch.float64, torch.bool, torch.float16, torch.int64, torch.uint8, torch.int8, torch.int16,
 )  # fmt: skip

@@ -122,6 +122,7 @@ def test_the_table_has_no_other_rows():
 
 
 ELSEWHERE = ("tilewright.aten.", "tilewright.attention.hopper.schedule")  # test_aten.py, test_hopper_attention.py
+WIDER = {"rms_norm_shared"}  # than any row that is drawn here: test_shared_memory.py
 
 
 def test_every_kernel_is_compiled():
@@ -132,7 +133,7 @@ def test_every_kernel_is_compiled():
             own = [k for k in found if isinstance(k, Kernel) and not k.jit.__module__.startswith(ELSEWHERE)]
             declared.update({k.name: k for k in own})
     assert declared, "no kernel was found"
-    missing = declared.keys() - {one.kernel.name for op in OPS.values() for one in variants(op)}
+    missing = declared.keys() - {one.kernel.name for op in OPS.values() for one in variants(op)} - WIDER
     assert not missing, f"no call of any op needs {sorted(missing)}"
 
 
