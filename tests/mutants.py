@@ -218,7 +218,7 @@ DEVICE, ROPE, SPLIT, SPLIT_CACHE = (
     for name in ("device/rotary", *(f"ops/rotary/{n}" for n in ("rope", "qkv_split", "qkv_split_cache")))
 )
 MUTANTS += [
-    Mutant("rope: positions of another batch", "at = batch * POSITIONS.stride_b + index", "at = index", "accuracy",
+    Mutant("rope: positions of another batch", "at = batch * ANGLES.placed_b + index", "at = index", "accuracy",
            "rope.*: (y|d_)", DEVICE, "rope_one", through=(ROPE,)),
     Mutant("qkv_split: a position not clamped", "tl.where((position >= 0) & (position < P), position, -1)", "position",
            "wild_indices", "outside|out of bounds|stray", DEVICE, "qkv_split", through=(SPLIT,)),
