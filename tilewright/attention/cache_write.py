@@ -171,8 +171,15 @@ def codes_of(y, s, mult, FORMAT: tl.constexpr):
 
 
 @triton.jit
-def write_block(X, C, S, page, place, known, t, head, block, COLUMNS, FORMAT: tl.constexpr, WIDTH: tl.constexpr):
-    """One block of columns of rows (t, head): as they are, or as codes with the block's scale."""
+def write_block(
+    X, C, S, SLOTS, stride_s, row, ROWS, HEADS, PAGES, PAGE, block, COLUMNS, FORMAT: tl.constexpr, WIDTH: tl.constexpr
+):  # fmt: skip
+    """One block of columns of rows (token, head): as they are, or as codes with the block's scale."""
+    # Found here and not once for keys and values: shared by two branches, they made Triton 3.6 move a conversion of layouts above
+    # what it converts, and refuse the kernel ("operand #0 does not dominate this use")
+    t = row // HEADS
+    head = row % HEADS
+    page, place, known = place_of(SLOTS, t * stride_s, row < ROWS, PAGES, PAGE)
     column = block * WIDTH + tl.arange(0, WIDTH)
     inside = known[:, None] & (column < COLUMNS)[None, :]
     at = t.to(tl.int64) * X.stride_t + head.to(tl.int64) * X.stride_h
@@ -203,14 +210,11 @@ def cache_write_rows(
 ):  # fmt: skip
     """A program for a few rows (token, head), and a block of their columns, of keys or of values."""
     row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
-    t = row // HEADS
-    head = row % HEADS
-    page, place, known = place_of(SLOTS, t * stride_s, row < ROWS, PAGES, PAGE)
     block = tl.program_id(1)
     if tl.program_id(2) == 0:
-        write_block(K, KC, KS, page, place, known, t, head, block, K_COLUMNS, K_FORMAT, K_WIDTH)
+        write_block(K, KC, KS, SLOTS, stride_s, row, ROWS, HEADS, PAGES, PAGE, block, K_COLUMNS, K_FORMAT, K_WIDTH)
     elif VC is not None:
-        write_block(V, VC, VS, page, place, known, t, head, block, V_COLUMNS, V_FORMAT, V_WIDTH)
+        write_block(V, VC, VS, SLOTS, stride_s, row, ROWS, HEADS, PAGES, PAGE, block, V_COLUMNS, V_FORMAT, V_WIDTH)
 
 
 @triton.jit

@@ -330,12 +330,12 @@ def _near_low(label: str, actual: Tensor, rounded: Tensor, exact: Tensor, noise:
     own = bar.single * rms(exact) if bar in [BARS[kind] for kind in PRODUCTS] else 0.0
     if bar.misrounded is None:
         share = 1.0 if bar == BARS["K"] else SHARE_OF_BF16[actual.dtype]  # codes are as coarse in any dtype
-        limit = bar.low * share * rms(exact)
-        _within(label, actual, exact, error, step + reach(error) * noise.clamp(min=limit))
         # A rounded weight is in all columns of a row, and equal ones go wrong together: of few rows, or of a few that are large,
         # or of few values the error has its own spread
         count = min(weighty(exact), rounded.unique().numel())
-        return _rms_within(label, error, exact, max(limit * (1 + 16 / count**0.5), 4 * rms(noise)))
+        limit = bar.low * share * rms(exact) * (1 + 16 / count**0.5)
+        _within(label, actual, exact, error, step + reach(error) * noise.clamp(min=limit))
+        return _rms_within(label, error, exact, max(limit, 4 * rms(noise)))
     _within(label, actual, exact, error, step + reach(error) * noise.clamp(min=own))
     wrong = (actual != rounded) & (64 * noise < step)
     # FP8 products' own errors are larger than fp16's steps
