@@ -29,7 +29,7 @@ from tilewright.check.variants import Variant
 from tilewright.core.target import TARGETS
 from tilewright.runtime.source import sources
 from tilewright.toolchain.aot import Compiled
-from tilewright.toolchain.conversions import misplaced
+from tilewright.toolchain.conversions import misplaced, narrowed
 from tilewright.toolchain.reductions import AFFECTED, misread
 from tilewright.toolchain.registers import unset
 
@@ -143,10 +143,10 @@ def checked(one: Variant, table: Mapping[str, Row], texts: Mapping[str, Texts]) 
 
 def wrong_code(name: str, compiled: Compiled) -> list[str]:
     """What this release of Triton, or its assembler, makes wrong of a variant for NVIDIA chips: reductions, joined FP8 codes,
-    descriptors of tiles."""
+    stored low bits of numbers, descriptors of tiles."""
     if not compiled.arch.startswith("sm_"):
         return []
-    found = [*(misread(compiled.ir) if AFFECTED else []), *misplaced(compiled.text)]
+    found = [*(misread(compiled.ir) if AFFECTED else []), *misplaced(compiled.text), *narrowed(compiled.text)]
     found += unset(compiled.sass) if "wgmma" in compiled.text else []
     return [f"{name}: {line}" for line in found]
 

@@ -160,8 +160,11 @@ def codes_of(y, s, mult, FORMAT: tl.constexpr):
         s = s + tl.zeros_like(y)
         if has(FORMAT, "int8"):
             v = tl.div_rn(y, s)
-            v = tl.minimum(tl.maximum(tl.where(v == v, v, 0.0), -127.0), 127.0)
-            return ((v + MAGIC).to(tl.int32, bitcast=True) & 0xFF).to(tl.int8)
+            kept = tl.where(
+                v == v, -1, 0
+            )  # of integers: the low bits of a number alone are stored wrongly (`narrowed`)
+            v = tl.minimum(tl.maximum(v, -127.0), 127.0)
+            return ((v + MAGIC).to(tl.int32, bitcast=True) & kept).to(tl.int8)
         else:
             return encode(y, s, s, FORMAT)
     elif has(FORMAT, "int8"):

@@ -319,13 +319,19 @@ def _places(op: Op, case: Case, plain: Outcome) -> dict[str, Tensor]:
     return {**tensors(op, case.values), **{f"gradient {i}": g for i, g in enumerate(plain.grads) if g is not None}}
 
 
+def _written_once(op: Op, place: str, t: Tensor) -> bool:
+    """Whether elements of an argument may not be one: those that a call writes share no memory, and of two that are written to one
+    place, because indices name it twice, it is not said which stays."""
+    return place in op.writes or (bool(op.writes) and not t.is_floating_point())
+
+
 def _laid_out(op: Op, case: Case, plain: Outcome, chosen: Mapping[str, str]) -> None:
     """A call with tensors in these layouts gives the bits of one whose tensors are contiguous and hold the same."""
     there = _places(op, case, plain)
     views = {
         place: layouts.LAYOUTS[name](there[place])
         for place, name in chosen.items()
-        if not (place in op.writes and "expanded" in name)  # elements that are written share no memory
+        if not ("expanded" in name and _written_once(op, place, there[place]))
     }
     views = {place: view for place, view in views.items() if view is not None}
     if not views:
