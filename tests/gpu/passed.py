@@ -2,10 +2,10 @@
 runner's `gpu_tests.jsonl`) to it: `python3 -m tests.gpu.passed STATE ...`.
 
 The whole net takes longer than a GPU is at hand, so that what has passed over today's code is not run again
-(`python3 -m tests.gpu --stale`). Today's code is the text of the test's file and of the modules that it can reach: those of its op
-where it is a test of one, those that the file names elsewhere, and all where it names none or goes over the catalogue. Modules that
-launch nothing themselves (`core/`, `runtime/` ...) do not count: other nets are about them, and a GPU sees them at work in every
-test that does run.
+(`python3 -m tests.gpu --stale`). Today's code is the text of the test, of what its file has beside tests, and of the modules that it
+can reach: those of its op where it is a test of one, those that the file names elsewhere, and all where it names none or goes over
+the catalogue. Modules that launch nothing themselves (`core/`, `runtime/` ...) do not count: other nets are about them, and a GPU
+sees them at work in every test that does run.
 """
 
 from __future__ import annotations
@@ -27,6 +27,16 @@ KEPT = Path("evidence/tests/nvidia-h200.jsonl")
 Row = dict[str, Any]
 
 
+def function_of(test: str) -> str:
+    """The name of the function that a test is a case of."""
+    return test.partition("::")[2].partition("[")[0]
+
+
+def case_of(test: str) -> str:
+    """What the test is called among the cases of its function; nothing where it is the only one."""
+    return test.partition("::")[2].partition("[")[2].removesuffix("]")
+
+
 class Code:
     """The texts of a working tree."""
 
@@ -42,6 +52,7 @@ class Code:
         self.public: dict[str, str] = tables["NAMES"] | tables["OPS"]
         self.reach = functools.cache(self._reach)
         self.text = functools.cache(Path.read_text)
+        self.alone = functools.cache(self._alone)
 
     def op_of(self, test: str) -> str | None:
         """The op that a test of `test_properties.py` is of, by its parameters."""
@@ -53,10 +64,19 @@ class Code:
         """Sixteen hexadecimal digits that stand for the code of a test."""
         op, file = self.op_of(test), self.root / test.split("::")[0]
         paths = self.reach(self.file_of(self.modules[op])) if op else self.named(file)
-        made = hashlib.sha256(self.text(file).encode())
+        made = hashlib.sha256(self.alone(file, function_of(test)).encode())
         for path in sorted(paths):
             made.update(f"\n{path.relative_to(self.root)}\n{self.text(path)}".encode())
         return made.hexdigest()[:16]
+
+    def _alone(self, file: Path, function: str) -> str:
+        """The text of a file of tests without the tests that are not `function`."""
+        lines: list[str | None] = list(self.text(file).splitlines(keepends=True))
+        for node in ast.parse(self.text(file)).body:
+            if isinstance(node, ast.FunctionDef) and node.name.startswith("test_") and node.name != function:
+                first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+                lines[first - 1 : node.end_lineno] = [None] * (node.end_lineno - first + 1)
+        return "".join(line for line in lines if line is not None)
 
     def named(self, file: Path) -> frozenset[Path]:
         """What a file of tests imports and what it calls by public names; everything where that is nothing, or the catalogue."""
@@ -109,7 +129,7 @@ class Code:
 
 
 def read(path: Path) -> list[Row]:
-    """The rows of the file: a test's file, its op or None, the code's digest, and which tests passed over it."""
+    """The rows of the file: a test's file, function and op or None, the code's digest, and which cases of it passed over that."""
     if not path.exists():
         return []
     return [json.loads(line) for line in path.read_text().splitlines() if line]
@@ -117,30 +137,32 @@ def read(path: Path) -> list[Row]:
 
 def passed(tests: Iterable[str], code: Code, kept: Sequence[Row]) -> set[str]:
     """Which of the tests have passed over today's code."""
-    known = {(row["file"], row["op"], row["source"]): {*row["passed"]} for row in kept}
-    found = set()
-    for test in tests:
-        file, _, rest = test.partition("::")
-        if rest in known.get((file, code.op_of(test), code.source(test)), ()):
-            found.add(test)
-    return found
+    known = {key_of(row): {*row["passed"]} for row in kept}
+    return {test for test in tests if case_of(test) in known.get(key(test, code), ())}
+
+
+def key_of(row: Row) -> tuple:
+    return row["file"], row["test"], row["op"], row["source"]
+
+
+def key(test: str, code: Code) -> tuple:
+    return test.partition("::")[0], function_of(test), code.op_of(test), code.source(test)
 
 
 def add(outcomes: Sequence[Row], code: Code, kept: Sequence[Row], gpu: str) -> list[Row]:
     """The rows with the outcomes of a run over this code: what failed is taken out, what passed is put in, and rows of other code
-    are left out where a test of the same file and op has run."""
-    rows = {(row["file"], row["op"], row["source"]): {*row["passed"]} for row in kept}
+    are left out where a case of the same test and op has run."""
+    rows = {key_of(row): {*row["passed"]} for row in kept}
     for outcome in outcomes:
-        file, _, rest = outcome["id"].partition("::")
-        mine = (file, code.op_of(outcome["id"]), code.source(outcome["id"]))
-        for key in [key for key in rows if key[:2] == mine[:2] and key != mine]:
-            del rows[key]
+        mine = key(outcome["id"], code)
+        for other in [other for other in rows if other[:3] == mine[:3] and other != mine]:
+            del rows[other]
         own = rows.setdefault(mine, set())
-        (own.add if outcome["outcome"] == "passed" else own.discard)(rest)
+        (own.add if outcome["outcome"] == "passed" else own.discard)(case_of(outcome["id"]))
     ordered = sorted(rows.items(), key=lambda item: tuple(map(str, item[0])))
     return [
-        {"file": file, "op": op, "source": source, "gpu": gpu, "passed": sorted(own)}
-        for (file, op, source), own in ordered
+        {"file": file, "test": test, "op": op, "source": source, "gpu": gpu, "passed": sorted(own)}
+        for (file, test, op, source), own in ordered
         if own
     ]
 

@@ -526,3 +526,18 @@ def test_what_has_passed_over_this_code_is_not_run_again(tmp_path, changed, agai
     assert {*tests.values()} - passed.passed(tests.values(), code, kept) == {tests[name] for name in again}
     failed = passed.add([{"id": tests["rest"], "outcome": "failed"}], code, kept, "a chip")
     assert tests["rest"] not in passed.passed(tests.values(), code, failed)
+
+
+def test_a_change_of_one_test_leaves_its_neighbours_as_they_are(tmp_path):
+    from tests.gpu import passed
+
+    small_tree(tmp_path)
+    file = tmp_path / "tests/gpu/test_two.py"
+    file.write_text(file.read_text() + "\n\n@mark\ndef test_z():\n    assert 1\n\n\nLIMIT = 1\n")
+    tests = [f"tests/gpu/test_two.py::test_{name}" for name in "xz"]
+    kept = passed.add([{"id": test, "outcome": "passed"} for test in tests], passed.Code(tmp_path), [], "a chip")
+    for changed, there in (("assert 1", {tests[0]}), ("@mark", {tests[0]}), ("LIMIT = 1", set())):
+        text = file.read_text()
+        file.write_text(text.replace(changed, f"{changed}0"))
+        assert passed.passed(tests, passed.Code(tmp_path), kept) == there
+        file.write_text(text)
