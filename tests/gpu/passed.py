@@ -2,8 +2,8 @@
 runner's `gpu_tests.jsonl`) to it: `python3 -m tests.gpu.passed STATE ...`.
 
 The whole net takes longer than a GPU is at hand, so that what has passed over today's code is not run again
-(`python3 -m tests.gpu --stale`). Today's code is the text of the test, of what its file has beside tests, and of the modules that it
-can reach: those of its op where it is a test of one, those that the file names elsewhere, and all where it names none or goes over
+(`python3 -m tests.gpu --stale`). Today's code is the text of the test, of what its file has beside tests, and of the modules it can
+reach: those of its op where it is a test of one, those that the file names elsewhere, and all where it names none or goes over
 the catalogue. Modules that launch nothing themselves (`core/`, `runtime/` ...) do not count: other nets are about them, and a GPU
 sees them at work in every test that does run.
 """
