@@ -266,6 +266,7 @@ class Machine:
         self.allocated: list[Shared] = []
         self.can_go: dict[str, Callable[[], bool]] = {}
         self.meeting: set[str] = set()
+        self.turns: dict[int, int] = {}  # given and not taken, by warpgroup
         self.turn: str | None = None
         self.failed: BaseException | None = None
         self.changed = threading.Condition()
@@ -434,17 +435,36 @@ def fence() -> None:
                 box.written[machine().role] = "fenced"
 
 
-def meet(_: Any) -> None:
-    """Both warpgroups wait for each other; what both have shown by a fence, both may read."""
+def meet(count: int = 2) -> None:
+    """Warpgroups wait for each other; what all have shown by a fence, all may read."""
     now = machine()
     now.meeting.add(now.role)
     met = now.meeting
-    if len(met) == 2:
+    if len(met) == count:
         for memory in machine().allocated:
             for box in memory.boxes:
                 box.written = {who: how for who, how in box.written.items() if how == "written"}
         now.meeting = set()
-    now.step(lambda: len(met) == 2)
+    now.step(lambda: len(met) == count)
+
+
+def await_turn(group: int) -> None:
+    turns = machine().turns
+    machine().step(lambda: turns.get(group, 0) > 0)
+    turns[group] -= 1
+
+
+def give_turn(group: int, count: int = 2) -> None:
+    """Arrive at the barrier of the next warpgroup, at which nobody may arrive twice before it has waited."""
+    turns, following = machine().turns, (group + 1) % count
+    turns[following] = turns.get(following, 0) + 1
+    if turns[following] > 1:
+        raise Wrong("a turn is given that was given before and not taken")
+    machine().step(often=1.0)
+
+
+def scaled_where_moved(x: Value, by: Value) -> Value:
+    return x * by.unsqueeze(1)
 
 
 def allocate(dtype: Any, shape: list[int], _: Any) -> Any:
@@ -529,7 +549,10 @@ INSTEAD = {
     "reinterpret": Shared.reinterpreted,
     "warpgroup_mma": issue,
     "warpgroup_mma_wait": await_products,
-    "await_turn": meet,
+    "meet": meet,
+    "await_turn": await_turn,
+    "give_turn": give_turn,
+    "scaled_where_moved": scaled_where_moved,
     "reciprocal": lambda x: 1.0 / x,
     "triton": Anything(),
 }

@@ -47,7 +47,7 @@ from ...core.triton_versions import (
 )
 from ...device.hopper import widen
 from ...device.softmax import LOG2E
-from ...device.warpgroups import advance, await_turn
+from ...device.warpgroups import advance, meet
 from ...gemm.hopper.boxes import box_of, copies_in_bulk
 from ...runtime.kernel import kernel
 from .. import portable
@@ -257,7 +257,7 @@ def clear_rows(ring, i, keep, ROWS: gl.constexpr, COLUMNS: gl.constexpr, FROM: g
 def wait_for_both():
     """Make what both warpgroups wrote to shared memory a factor for both."""
     fence_async_shared()
-    await_turn(0)  # the same barrier for both: each waits for the other
+    meet()
 
 
 @gluon.jit
