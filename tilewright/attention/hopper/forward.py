@@ -1,12 +1,13 @@
-"""The forward of `attention` on Hopper, in Gluon: a warp that copies, two warpgroups of 64 queries each, one program to an SM that
-goes from tile to tile.
+"""The forward of `attention` on Hopper, in Gluon: a warp that copies, two or three warpgroups of 64 queries each, one program to an
+SM that goes from tile to tile.
 
 A warpgroup issues the scores of the next block of keys, then the sum of the values of the one before, and makes weights of those
-scores while the sum is added up; the other warpgroup fills the tensor cores in the meantime. Weights go from registers to the
-tensor cores. Tiles and blocks are those of `schedule.py`.
+scores while the sum is added up; another warpgroup fills the tensor cores in the meantime, and where the plan says so they issue by
+turns, so that one's exponentials run beside the other's products. Weights go from registers to the tensor cores. Tiles, blocks and
+plans are those of `schedule.py`.
 
 Who may write where in shared memory, and when. Queries, keys and values each have a ring of stages, and a stage two barriers,
-`full` and `empty`. The copying warp fills a stage after both warpgroups have arrived at its `empty`, and its bytes arrive at
+`full` and `empty`. The copying warp fills a stage after all warpgroups have arrived at its `empty`, and its bytes arrive at
 `full`. A warpgroup waits for `full` of every stage of every block, reads it by products alone, and arrives at `empty` once, after
 the last of these is waited for. So a barrier is at most one phase ahead of who waits for it, and its parity is enough to tell.
 The one exception to reading by products: values that no query of the sequence sees are cleared, for 0 times NaN is NaN. Both
@@ -144,7 +145,8 @@ def queries_at(boxes, at, BLOCK: gl.constexpr, HELD: gl.constexpr):
 
 @gluon.jit
 def issue_scores(queries, k, at_k, into):
-    """Begin q @ k.T of a stage; of no second part of queries, the first is given. `into` is what it is made of, whatever it held: registers that nobody needs any more."""
+    """Begin q @ k.T of a stage; of no second part of queries, the first is given. `into` is what it is made of, whatever it held:
+    registers that nobody needs any more."""
     first, second = queries
     s = warpgroup_mma(first, matrix_at(k.first, at_k).permute((1, 0)), into, use_acc=False, is_async=True)
     if k.second is not None:

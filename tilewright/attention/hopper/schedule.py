@@ -38,8 +38,8 @@ class Work(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """How a program goes about its tiles: its warpgroups, of 64 queries each; keys in a block; how many blocks of keys and of values
-    shared memory holds, and of how many tiles the queries; how many heads' tiles are taken side by side.
+    """How a program goes about its tiles: its warpgroups, of 64 queries each; keys in a block; how many blocks of keys and of
+    values shared memory holds, and of how many tiles the queries; how many heads' tiles are taken side by side.
 
     And what its loop is like. `turns`: a warpgroup issues its products when the one before it has. `lazy`: sums are multiplied only
     where a row's largest score has grown by more than 2^LAG. `held`: queries are multiplied from registers. `pinned`: weights are
