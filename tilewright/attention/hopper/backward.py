@@ -60,6 +60,7 @@ from ..portable import (
     scores_of,
     shape_scores,
     unit_of,
+    weight,
     window_of,
 )
 from ..preference import wanted
@@ -546,7 +547,7 @@ def take_block(
         head = (note >> 3) // SLOTS % HEADS
         at = gl.expand_dims(lines.index(4 * stage + 2).load(gl.SliceLayout(0, S)), 0).to(gl.int32, bitcast=True)
         s, _ = shape_scores(SCORES, s, True, head, head, None, None, at, j, True)
-    p = gl.exp2(s - lse)
+    p = weight(s, lse)
     if (note & MASKED) != 0:
         p = gl.where(sees(lines, stage, j, WINDOW, S), p, 0.0)
     # What ds is made from: where registers are few, as rounded as what dv is
