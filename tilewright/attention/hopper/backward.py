@@ -849,12 +849,18 @@ def boxes_of(t: Tensor, rows: int, parts: tuple[int, int]) -> list:
 
 def backward(saved: SimpleNamespace, do: Tensor | None, dlse: Tensor | None) -> tuple:
     """Gradients of q, k, v and sink. What `fits_backward` refuses, or was not measured to be faster, is the portable backward's,
-    which is as repeatable."""
+    which is as repeatable; not of a call that asked for these kernels by name."""
     a, needs = saved, saved.needs
     q, k, v = a.q, a.k, a.v
     target = Target.at(q.device)
-    wants = do is not None and {"q", "k", "v"} & set(needs)
-    if not wants or not fits_backward(target, a) or not wanted("hopper", "backward", target, a):
+    wants, asked = {"q", "k", "v"} & set(needs), a.backend == "hopper"
+    if wants and asked and not fits_backward(target, a):
+        raise RuntimeError(
+            f"attention: backend hopper has no backward for q {list(q.shape)} and v {list(v.shape)}; portable would do"
+        )
+    if do is None and asked:
+        do = torch.zeros_like(a.o)
+    if not wants or do is None or not fits_backward(target, a) or not wanted("hopper", "backward", target, a):
         return portable.backward(saved, do, dlse)
     batch, length, heads, _ = q.shape
     keys, kv_heads = k.shape[1:3]

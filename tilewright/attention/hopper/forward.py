@@ -10,8 +10,9 @@ Who may write where in shared memory, and when. Queries, keys and values each ha
 `full` and `empty`. The copying warp fills a stage after all warpgroups have arrived at its `empty`, and its bytes arrive at
 `full`. A warpgroup waits for `full` of every stage of every block, reads it by products alone, and arrives at `empty` once, after
 the last of these is waited for. So a barrier is at most one phase ahead of who waits for it, and its parity is enough to tell.
-The one exception to reading by products: values that no query of the sequence sees are cleared, for 0 times NaN is NaN. Both
-warpgroups do that between `full` and their products, wait for each other, and arrive at `empty` after.
+The one exception to reading by products: values that no query of the sequence sees are cleared, for 0 times NaN is NaN. All
+warpgroups do that between `full` and their products, wait for each other, and arrive at `empty` after. Where queries are held in
+registers, they are loaded between `full` and `empty` of their own.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ from ...runtime.kernel import kernel
 from ..portable import bend, heads_of, scores_of, sizes_of, window_of
 from ..preference import wanted
 from ..tiles import Window, check_lengths, keys_seen, lengths
+from .backward import fits_backward
 from .schedule import OWN, clear_counter, plan_for, row_ends, whole_blocks, work_of
 
 KINDS = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
@@ -621,8 +623,10 @@ def fits(target: Target, a: SimpleNamespace) -> bool:
 
 
 def fits_call(target: Target, a: SimpleNamespace) -> bool:
-    """Whether it takes the arguments and is the faster, by measurement, or was asked for."""
-    return fits(target, a) and wanted("hopper", "forward", target, a)
+    """Whether it takes the arguments and is the faster, by measurement, or was asked for. Who asks for it by name has it both ways:
+    not where a gradient is wanted that it has none for."""
+    graded = a.backend == "hopper" and torch.is_grad_enabled() and any(t.requires_grad for t in (a.q, a.k, a.v))
+    return fits(target, a) and wanted("hopper", "forward", target, a) and (not graded or fits_backward(target, a))
 
 
 def tiles_of(a: SimpleNamespace) -> int:
