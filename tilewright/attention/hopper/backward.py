@@ -347,6 +347,18 @@ def copy_blocks(boxes, memory, bars, ticket, work, SHAPE: gl.constexpr, TOGETHER
 
 
 @gluon.jit
+def await_count(at, count):
+    """Wait until a counter in global memory says so many, and see what was written before it did."""
+    gl.inline_asm_elementwise(AWAIT, "=r,l,r", [at, count], gl.int32, False, 1)
+
+
+@gluon.jit
+def tell_count(at, count):
+    """Have it say so many, after all that this warp has seen to be written."""
+    gl.inline_asm_elementwise(PASS, "=r,l,r", [at, count], gl.int32, False, 1)
+
+
+@gluon.jit
 def keep_turns(bars, ticket, work, SHAPE: gl.constexpr, TOGETHER: gl.constexpr):
     """Let both warpgroups add to a block when it is this tile's turn, and the next tile when both have.
 
@@ -373,11 +385,11 @@ def keep_turns(bars, ticket, work, SHAPE: gl.constexpr, TOGETHER: gl.constexpr):
                 mine = turn_of(WINDOW, tile, count, (first + block) * SHAPE.QUERIES, SHAPE.QUERIES)
                 for g in range(GROUP):
                     at = TURN + (place + block + g * SLOTS)
-                    gl.inline_asm_elementwise(AWAIT, "=r,l,r", [at, mine], gl.int32, False, 1)
+                    await_count(at, mine)
                     mbarrier.arrive(turn, count=1)
                     mbarrier.wait(added, phase)
                     phase ^= 1
-                    gl.inline_asm_elementwise(PASS, "=r,l,r", [at, mine + 1], gl.int32, False, 1)
+                    tell_count(at, mine + 1)
 
 
 # ---- the warpgroups --------------------------------------------------------------------------------------------------
