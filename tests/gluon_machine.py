@@ -49,6 +49,12 @@ class Value(torch.Tensor):
     def __iand__(self, other):
         return self & other
 
+    def __ior__(self, other):
+        return self | other
+
+    def to(self, dtype, bitcast=False):
+        return self.view(dtype) if bitcast else super().to(dtype)
+
     @property
     def type(self):
         return SimpleNamespace(layout=None)
@@ -266,6 +272,7 @@ class Machine:
         self.allocated: list[Shared] = []
         self.can_go: dict[str, Callable[[], bool]] = {}
         self.meeting: set[str] = set()
+        self.turns: dict[int, int] = {}  # given and not taken, by warpgroup
         self.turn: str | None = None
         self.failed: BaseException | None = None
         self.changed = threading.Condition()
@@ -351,7 +358,12 @@ def init(barrier: Barrier, count: int) -> None:
 
 
 def arrive(barrier: Barrier, count: int = 1, pred: Any = True) -> None:
+    """Whoever waits for it may then read by products what the role has written and fenced."""
     if pred:
+        for memory in machine().allocated:
+            for box in memory.boxes:
+                if box.written.get(machine().role) == "fenced":
+                    del box.written[machine().role]
         barrier.arrived += count
         barrier.settle()
     machine().step(often=1.0)  # others may have waited for this
@@ -434,17 +446,51 @@ def fence() -> None:
                 box.written[machine().role] = "fenced"
 
 
-def meet(_: Any) -> None:
-    """Both warpgroups wait for each other; what both have shown by a fence, both may read."""
+def meet(count: int = 2) -> None:
+    """Warpgroups wait for each other; what all have shown by a fence, all may read."""
     now = machine()
     now.meeting.add(now.role)
     met = now.meeting
-    if len(met) == 2:
+    if len(met) == count:
         for memory in machine().allocated:
             for box in memory.boxes:
                 box.written = {who: how for who, how in box.written.items() if how == "written"}
         now.meeting = set()
-    now.step(lambda: len(met) == 2)
+    now.step(lambda: len(met) == count)
+
+
+def await_turn(group: int) -> None:
+    turns = machine().turns
+    machine().step(lambda: turns.get(group, 0) > 0)
+    turns[group] -= 1
+
+
+def give_turn(group: int, count: int = 2) -> None:
+    """Arrive at the barrier of the next warpgroup, at which nobody may arrive twice before it has waited."""
+    turns, following = machine().turns, (group + 1) % count
+    turns[following] = turns.get(following, 0) + 1
+    if turns[following] > 1:
+        raise Wrong("a turn is given that was given before and not taken")
+    machine().step(often=1.0)
+
+
+def await_count(at: Pointer, count: Any) -> None:
+    machine().step(lambda: int(load(at)) == int(count))
+
+
+def tell_count(at: Pointer, count: Any) -> None:
+    store(at, count)
+    machine().step(often=1.0)
+
+
+def add_to_block(y: Value, to: Pointer, first: Any, columns: int) -> None:
+    y = y.reshape(4, 2, 8, columns // 8, 4, 2).permute(0, 3, 2, 4, 1, 5).reshape(-1)
+    at = to + torch.arange(y.numel())
+    store(at, y if first else load(at) + y)
+
+
+def scaled_where_moved(x: Value, by: Value) -> Value:
+    return x * by.unsqueeze(1)
 
 
 def allocate(dtype: Any, shape: list[int], _: Any) -> Any:
@@ -496,7 +542,8 @@ LANGUAGE = SimpleNamespace(
     expand_dims=lambda x, axis: x.unsqueeze(axis),
     convert_layout=lambda x, _: x,
     where=lambda ok, a, b: value(torch.where(value(ok), value(a), value(b))),
-    minimum=lambda a, b: value(torch.minimum(value(a), value(b))),
+    PropagateNan=Anything(),
+    minimum=lambda a, b, propagate_nan=None: value(torch.minimum(value(a), value(b))),
     maximum=lambda a, b: value(torch.maximum(value(a), value(b))),
     max=reduced(torch.amax),
     sum=reduced(torch.sum),
@@ -529,7 +576,17 @@ INSTEAD = {
     "reinterpret": Shared.reinterpreted,
     "warpgroup_mma": issue,
     "warpgroup_mma_wait": await_products,
-    "await_turn": meet,
+    "meet": meet,
+    "await_turn": await_turn,
+    "give_turn": give_turn,
+    "scaled_where_moved": scaled_where_moved,
+    "await_count": await_count,
+    "tell_count": tell_count,
+    "add_to_block": add_to_block,
+    "unknown_zero": lambda: 0,
+    "halve": lambda x, dtype: x.to(dtype),
+    "double": lambda x, dtype: x.to(torch.float32),
+    "barrier": lambda: None,
     "reciprocal": lambda x: 1.0 / x,
     "triton": Anything(),
 }
@@ -555,7 +612,7 @@ def playable(function: Any, known: dict[int, Callable] | None = None) -> Callabl
 
 def playable_global(x: Any, known: dict[int, Callable]) -> Any:
     if type(x).__name__ == "ConstexprFunction":
-        return Anything()
+        return lambda *args: x.fn(*args)
     if isinstance(x, tl.constexpr):
         return x.value
     return playable(x, known) if callable(getattr(x, "fn", None)) else x

@@ -37,11 +37,11 @@ EVERYTHING = {"left": 1000, "softcap": 30.0, "sink": blank(32), "slopes": blank(
     ("D", "V", "options", "most"),
     [
         (64, 64, {"causal": True}, 0),
-        (128, 128, {"causal": True}, 32),
+        (128, 128, {"causal": True}, 160),
         (128, 128, {}, 0),
         (96, 96, {"causal": True}, 48),
         (192, 128, {"causal": True}, 192),
-        (256, 256, {"causal": True}, 400),
+        (256, 256, {"causal": True}, 440),
         (128, 128, {"causal": True, "cu_seqlens_q": marks(), "cu_seqlens_k": marks()}, 160),
         (128, 128, {"causal": True, **EVERYTHING}, 1700),
     ],

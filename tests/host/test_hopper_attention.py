@@ -87,6 +87,24 @@ def test_leaves_to_others(values):
     assert not hopper.fits(HOPPER, bound(values)) and chosen(values) == "portable"
 
 
+@pytest.mark.parametrize(("D", "takes"), [(128, True), (256, False)])
+def test_who_asks_by_name_gets_both_ways_or_a_refusal(D, takes):
+    """Where a gradient is wanted that these kernels have not, a call that asks for them is refused, before anything is launched."""
+    values = call(D=D, backend="hopper")
+    assert chosen(values) == "hopper"
+    values["q"].requires_grad_()
+    with torch.no_grad():
+        assert chosen(values) == "hopper"
+    if takes:
+        assert chosen(values) == "hopper"
+    else:
+        with pytest.raises(RuntimeError, match="no backend hopper for these arguments.*portable would do"):
+            chosen(values)
+        with pretend(HOPPER), collect() as found, pytest.raises(RuntimeError, match="no backend hopper"):
+            ATTENTION.function(**values)
+        assert not found
+
+
 def test_other_chips_have_no_such_kernel():
     assert not any(hopper.fits(t, bound(call())) for t in (TARGETS["sm_100"], replace(HOPPER, gluon=False)))
 
@@ -161,7 +179,8 @@ def launched(values):
 def test_a_dense_call():
     _, (_, given) = launched(call(batch=4, length=4096, keys=4096, heads=32, kv_heads=8, causal=True))
     assert (given["PROGRAMS"], given["TILES"], given["GROUP"]) == (HOPPER.sms, 32, 4)
-    assert (given["BLOCK"], given["STAGES"], given["QUERIES"], given["CLEARS"]) == (128, 2, 2, False)
+    plan = given["PLAN"]
+    assert (plan.groups, plan.block, plan.stages, plan.queries, given["CLEARS"]) == (2, 128, 2, 2, False)
     assert given["Q0"].block_shape == [1, 1, 64, 128] and given["K0"].block_shape == [1, 1, 128, 128]
     assert given["Q1"] is given["K1"] is given["V1"] is None
 
@@ -203,12 +222,9 @@ def test_windows_past_every_key_are_none():
 def test_every_width_has_room(D):
     for V in range(8, 257, 8):
         sizes = Sizes(D, *parts_of(D), V, *parts_of(V))
-        ring = schedule.ring_for(sizes, HOPPER.shared_memory)
-        assert (
-            ring is not None
-            and ring.stages >= 2
-            and schedule.bytes_of(sizes, ring) <= HOPPER.shared_memory - schedule.SPARE
-        )
+        plan = schedule.plan_for(sizes, HOPPER.shared_memory)
+        assert plan is not None and plan.stages >= 2
+        assert schedule.bytes_of(sizes, plan) <= HOPPER.shared_memory - schedule.SPARE
 
 
 @pytest.mark.parametrize(("length", "units"), [(4096, 128), (16384, 32), (2048, 256), (8192, 16), (2048, 32)])

@@ -104,11 +104,27 @@ def test_dq_alone_is_left_out_and_an_expanded_gradient_is_copied():
 
 
 @pytest.mark.parametrize(
-    "change", [{"mask": blank(1, 1, 300, 310)}, {"needs": frozenset({"sink"}), "sink": blank(4, dtype=FP32)}]
+    "change",
+    [
+        {"mask": blank(1, 1, 300, 310), "backend": "auto"},
+        {"D": 256, "backend": "auto"},
+        {"needs": frozenset({"sink"}), "sink": blank(4, dtype=FP32)},
+    ],
 )
 def test_the_rest_is_the_portable_backward_s(change):
-    assert all("hopper" not in name for name, _ in launched(saved(**change), blank(2, 300, 4, 128)))
+    a = saved(**change)
+    assert all("hopper" not in name for name, _ in launched(a, blank(2, 300, 4, a.v.shape[-1])))
 
 
-def test_a_gradient_of_lse_alone_is_the_portable_backward_s():
-    assert all("hopper" not in name for name, _ in launched(saved(), None))
+@pytest.mark.parametrize("change", [{"D": 256}, {"D": 192}, {"mask": blank(1, 1, 300, 310)}])
+def test_who_asks_by_name_gets_no_other(change):
+    a = saved(**change)
+    with pytest.raises(RuntimeError, match="backend hopper has no backward for q") as refused:
+        launched(a, blank(2, 300, 4, a.v.shape[-1]))
+    assert "\n" not in str(refused.value)
+
+
+def test_a_gradient_of_lse_alone():
+    """Is the portable backward's, which needs no gradient of o, unless these kernels were asked for."""
+    assert all("hopper" not in name for name, _ in launched(saved(backend="auto"), None))
+    assert "attention_backward_hopper" in [name for name, _ in launched(saved(), None)]

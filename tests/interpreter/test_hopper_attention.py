@@ -43,6 +43,37 @@ def test_values(name):
     agrees(a, o, lse)
 
 
+PLANS = {
+    "three warpgroups": {"groups": 3, "queries": 1},
+    "three without turns": {"groups": 3, "queries": 1, "turns": False},
+    "held and pinned": {"held": True, "pinned": True},
+    "neither lazy nor in turns": {"lazy": False, "turns": False},
+    "counted": {"counted": True, "together": 2},
+}
+
+
+@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("kind", ["full", "causal", "packed, windows, lengths"])
+def test_every_plan(name, kind, monkeypatch):
+    plain = hopper.plan_for
+    monkeypatch.setattr(hopper, "plan_for", lambda *sizes: plain(*sizes)._replace(**PLANS[name]))
+    a = poisoned(call(**CALLS[kind]))
+    o, lse, wanted = launched(a)
+    gluon_machine.play(wanted, seed=1)
+    agrees(a, o, lse)
+
+
+def test_largest_scores_that_grow():
+    """Blocks are walked over from the last to the first: the base of weights moves in some rows of a warp, and lags in others."""
+    a = call(length=300, keys=700, scale=1.0)
+    grows = torch.linspace(6.0, 0.1, 700)[None, :, None, None] * (1 + torch.arange(64) % 3)
+    a["k"] = (a["k"].abs() * grows).to(a["k"].dtype)
+    a["q"] = (a["q"] * torch.linspace(0.01, 1.0, 300)[None, :, None, None]).to(a["q"].dtype)
+    o, lse, wanted = launched(a)
+    gluon_machine.play(wanted, seed=0)
+    agrees(a, o, lse)
+
+
 def test_any_order_gives_the_same_bits():
     a = poisoned(call(**CALLS["packed, windows, lengths"]))
     o, lse, wanted = launched(a)
@@ -77,19 +108,24 @@ MUTANTS = {
     "keys are given back before their product ends": (AWAIT_SCORES + GIVE_KEYS, GIVE_KEYS + AWAIT_SCORES),
     "values are given back before their product ends": (AWAIT_VALUES + GIVE_VALUES, GIVE_VALUES + AWAIT_VALUES),
     "values are never given back": (GIVE_VALUES + "        p0, p1", "        p0, p1"),
-    "queries are given back twice": ("rings.q.empty.index(stage_q), count=1", "rings.q.empty.index(stage_q), count=2"),
+    "queries are given back twice": (
+        "if not PLAN.held:\n                mbarrier.arrive(rings.q.empty.index(stage_q), count=1)",
+        "if not PLAN.held:\n                mbarrier.arrive(rings.q.empty.index(stage_q), count=2)",
+    ),
     "values are not waited for": (
-        "        mbarrier.wait(rings.v.full.index(stage), phase)\n        o0, o1",
-        "        o0, o1",
+        "        mbarrier.wait(rings.v.full.index(stage), phase)\n        o0, o1 = issue_values",
+        "        o0, o1 = issue_values",
     ),
     "keys are not waited for": ("        mbarrier.wait(rings.k.full.index(following), its_phase)\n", ""),
-    "scores are taken too early": ("warpgroup_mma_wait(2 if SECOND else 1,", "warpgroup_mma_wait(2,"),
+    "scores are taken too early": ("s = warpgroup_mma_wait(2 if SECOND else 1,", "s = warpgroup_mma_wait(2,"),
     "no fence": ("    fence_async_shared()\n", ""),
-    "warpgroups do not wait for each other": ("    await_turn(0)  # both", "    # both"),
+    "warpgroups do not wait for each other": ("    meet(GROUPS)\n", ""),
     "the last values are not cleared": ("if (key < start) | (key + BLOCK > stop):", "if key < start:"),
     "the first values are not cleared": ("if (key < start) & (work.high - work.low > 1):", "if False:"),
     "a mask off by one": ("ok = j < gl.expand_dims(stop - key, 1)", "ok = j <= gl.expand_dims(stop - key, 1)"),
-    "sums are not faded": ("        o0 = scaled_rows(o0, fade)\n", ""),
+    "sums are not faded": ("            o0 = scaled_where_moved(o0, fade)\n", ""),
+    "a turn is not given": ("            give_turn(W, PLAN.groups)\n", "            pass\n"),
+    "a turn is not awaited": ("            await_turn(W)\n", "            pass\n"),
     "a number is taken without waiting": ("            mbarrier.wait(turns.full.index(slot), phase_n)\n", ""),
     "the phase does not flip": ("        phase = its_phase\n    return", "    return"),
     "queries are copied for nothing": (
@@ -101,7 +137,8 @@ MUTANTS = {
 
 @pytest.mark.parametrize("name", MUTANTS)
 def test_mutants_are_found(name, tmp_path):
-    """On a call that has keys past the last that is seen and before the first, tiles that see nothing, several turns and stages."""
+    """On a call that has keys past the last that is seen and before the first, tiles that see nothing, several turns and stages,
+    and scores so far apart that sums are multiplied in some blocks."""
     kept, instead = MUTANTS[name]
     text = Path(hopper.__file__).read_text()
     assert text.count(kept) == 1
@@ -112,7 +149,7 @@ def test_mutants_are_found(name, tmp_path):
     sys.modules[spec.name] = mutant
     try:
         spec.loader.exec_module(mutant)
-        a = poisoned(call(batch=2, length=400, keys=700, D=128, left=200, causal=True, kv_len=ints(620, 0)))
+        a = poisoned(call(batch=2, length=400, keys=700, D=128, left=200, causal=True, scale=1.0, kv_len=ints(620, 0)))
         with pytest.raises(AssertionError):
             for seed in range(8):
                 o, lse, wanted = launched(a, mutant.forward)

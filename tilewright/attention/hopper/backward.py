@@ -47,7 +47,7 @@ from ...core.triton_versions import (
 )
 from ...device.hopper import widen
 from ...device.softmax import LOG2E
-from ...device.warpgroups import advance, await_turn
+from ...device.warpgroups import advance, meet
 from ...gemm.hopper.boxes import box_of, copies_in_bulk
 from ...runtime.kernel import kernel
 from .. import portable
@@ -60,6 +60,7 @@ from ..portable import (
     scores_of,
     shape_scores,
     unit_of,
+    weight,
     window_of,
 )
 from ..preference import wanted
@@ -257,7 +258,7 @@ def clear_rows(ring, i, keep, ROWS: gl.constexpr, COLUMNS: gl.constexpr, FROM: g
 def wait_for_both():
     """Make what both warpgroups wrote to shared memory a factor for both."""
     fence_async_shared()
-    await_turn(0)  # the same barrier for both: each waits for the other
+    meet()
 
 
 @gluon.jit
@@ -346,6 +347,18 @@ def copy_blocks(boxes, memory, bars, ticket, work, SHAPE: gl.constexpr, TOGETHER
 
 
 @gluon.jit
+def await_count(at, count):
+    """Wait until a counter in global memory says so many, and see what was written before it did."""
+    gl.inline_asm_elementwise(AWAIT, "=r,l,r", [at, count], gl.int32, False, 1)
+
+
+@gluon.jit
+def tell_count(at, count):
+    """Have it say so many, after all that this warp has seen to be written."""
+    gl.inline_asm_elementwise(PASS, "=r,l,r", [at, count], gl.int32, False, 1)
+
+
+@gluon.jit
 def keep_turns(bars, ticket, work, SHAPE: gl.constexpr, TOGETHER: gl.constexpr):
     """Let both warpgroups add to a block when it is this tile's turn, and the next tile when both have.
 
@@ -372,11 +385,11 @@ def keep_turns(bars, ticket, work, SHAPE: gl.constexpr, TOGETHER: gl.constexpr):
                 mine = turn_of(WINDOW, tile, count, (first + block) * SHAPE.QUERIES, SHAPE.QUERIES)
                 for g in range(GROUP):
                     at = TURN + (place + block + g * SLOTS)
-                    gl.inline_asm_elementwise(AWAIT, "=r,l,r", [at, mine], gl.int32, False, 1)
+                    await_count(at, mine)
                     mbarrier.arrive(turn, count=1)
                     mbarrier.wait(added, phase)
                     phase ^= 1
-                    gl.inline_asm_elementwise(PASS, "=r,l,r", [at, mine + 1], gl.int32, False, 1)
+                    tell_count(at, mine + 1)
 
 
 # ---- the warpgroups --------------------------------------------------------------------------------------------------
@@ -546,7 +559,7 @@ def take_block(
         head = (note >> 3) // SLOTS % HEADS
         at = gl.expand_dims(lines.index(4 * stage + 2).load(gl.SliceLayout(0, S)), 0).to(gl.int32, bitcast=True)
         s, _ = shape_scores(SCORES, s, True, head, head, None, None, at, j, True)
-    p = gl.exp2(s - lse)
+    p = weight(s, lse)
     if (note & MASKED) != 0:
         p = gl.where(sees(lines, stage, j, WINDOW, S), p, 0.0)
     # What ds is made from: where registers are few, as rounded as what dv is
@@ -848,12 +861,18 @@ def boxes_of(t: Tensor, rows: int, parts: tuple[int, int]) -> list:
 
 def backward(saved: SimpleNamespace, do: Tensor | None, dlse: Tensor | None) -> tuple:
     """Gradients of q, k, v and sink. What `fits_backward` refuses, or was not measured to be faster, is the portable backward's,
-    which is as repeatable."""
+    which is as repeatable; not of a call that asked for these kernels by name."""
     a, needs = saved, saved.needs
     q, k, v = a.q, a.k, a.v
     target = Target.at(q.device)
-    wants = do is not None and {"q", "k", "v"} & set(needs)
-    if not wants or not fits_backward(target, a) or not wanted("hopper", "backward", target, a):
+    wants, asked = {"q", "k", "v"} & set(needs), a.backend == "hopper"
+    if wants and asked and not fits_backward(target, a):
+        raise RuntimeError(
+            f"attention: backend hopper has no backward for q {list(q.shape)} and v {list(v.shape)}; portable would do"
+        )
+    if do is None and asked:
+        do = torch.zeros_like(a.o)
+    if not wants or do is None or not fits_backward(target, a) or not wanted("hopper", "backward", target, a):
         return portable.backward(saved, do, dlse)
     batch, length, heads, _ = q.shape
     keys, kv_heads = k.shape[1:3]

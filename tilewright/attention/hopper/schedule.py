@@ -1,6 +1,6 @@
 """What a program of the forward does for a tile, which blocks of keys it walks over, and how much shared memory that takes.
 
-A tile is 128 queries of one head, 64 for each of two warpgroups. All of a program's warps go over the same tiles and the same
+A tile is 64 queries of one head for each of two or three warpgroups. All of a program's warps go over the same tiles and the same
 blocks of keys, from the last that any query of the tile sees down to the first: each works them out for itself by these
 functions, so that nothing but barriers and the number of the next tile passes between them. Where a warpgroup need not mask is
 its own affair, for its 64 rows.
@@ -14,11 +14,10 @@ import triton
 import triton.language as tl
 
 from ...runtime.kernel import kernel
-from ..portable import Sizes, unit_of
+from ..portable import TOGETHER, Sizes, unit_of
 from ..tiles import keys_of, keys_seen, tile_at
 
-ROWS = tl.constexpr(128)  # of a tile
-HALF = tl.constexpr(64)  # of a warpgroup
+OWN = tl.constexpr(64)  # queries of a warpgroup
 SPARE = (
     8704  # bytes of shared memory for barriers, and for 64 rows of 128 bytes that results pass through on their way out
 )
@@ -38,12 +37,26 @@ class Work(NamedTuple):
     high: Any
 
 
-class Ring(NamedTuple):
-    """Keys in a block, how many blocks of keys and of values shared memory holds, and of how many tiles the queries."""
+class Plan(NamedTuple):
+    """How a program goes about its tiles: its warpgroups, of 64 queries each; keys in a block; how many blocks of keys and of
+    values shared memory holds, and of how many tiles the queries; how many heads' tiles are taken side by side.
 
+    And what its loop is like. `turns`: a warpgroup issues its products when the one before it has. `lazy`: sums are multiplied only
+    where a row's largest score has grown by more than 2^LAG. `held`: queries are multiplied from registers. `pinned`: weights are
+    made before the sum of values is waited for, whatever the assembler prefers. `counted`: the next tile is the next that nobody
+    has taken, also where all are of one length.
+    """
+
+    groups: int
     block: int
     stages: int
     queries: int
+    together: int
+    turns: bool
+    lazy: bool
+    held: bool
+    pinned: bool
+    counted: bool
 
 
 # ---- device ----------------------------------------------------------------------------------------------------------
@@ -79,14 +92,15 @@ def row_ends(WINDOW, position, count):
 
 
 @triton.jit
-def work_of(number, WINDOW, LENGTHS, L, KEYS, HEADS, BATCH, TILES, TOGETHER: tl.constexpr, BLOCK: tl.constexpr):
+def work_of(number, WINDOW, LENGTHS, L, KEYS, HEADS, BATCH, TILES, PLAN: tl.constexpr):
     """What is to be done for the tile of a number, below TILES * HEADS * BATCH. In a band of heads the longest come first."""
-    index, head, batch = unit_of(number, TILES, HEADS, BATCH, TOGETHER, WINDOW.right is not None)
+    ROWS: tl.constexpr = PLAN.groups * OWN
+    index, head, batch = unit_of(number, TILES, HEADS, BATCH, PLAN.together, WINDOW.right is not None)
     tile = tile_at(LENGTHS, index, batch, L, KEYS, ROWS)
     rows = tl.minimum(tile.count_q - tile.start, ROWS)
     count, wrong = keys_of(LENGTHS, tile)
     last = tile.start + tl.maximum(rows, 1) - 1
-    low, high = blocks_seen(WINDOW, count - tile.count_q, count, tile.start, last, BLOCK)
+    low, high = blocks_seen(WINDOW, count - tile.count_q, count, tile.start, last, PLAN.block)
     return Work(tile, head, batch, rows, count, wrong, low, tl.where(rows > 0, high, low))
 
 
@@ -98,19 +112,19 @@ def clear_counter(COUNTER):
 # ---- host ------------------------------------------------------------------------------------------------------------
 
 
-def bytes_of(sizes: Sizes, ring: Ring) -> int:
+def bytes_of(sizes: Sizes, plan: Plan) -> int:
     """Shared memory of 16-bit queries, keys and values."""
     keys, values = sizes.D0 + sizes.D1, sizes.V0 + sizes.V1
-    return 2 * (ring.queries * ROWS.value * keys + ring.stages * ring.block * (keys + values))
+    return 2 * (plan.queries * plan.groups * OWN.value * keys + plan.stages * plan.block * (keys + values))
 
 
-def ring_for(sizes: Sizes, memory: int) -> Ring | None:
+def plan_for(sizes: Sizes, memory: int) -> Plan | None:
     """The largest block whose scores, weights and sums leave registers over, with two stages at least; then, if there is room, the
     queries of a second tile, which then come before the first is done; then more stages. None where nothing fits."""
     for block in (128, 64) if sizes.V0 + sizes.V1 <= 128 else (64,):
         for queries in (2, 1):
             for stages in (4, 3, 2):
-                ring = Ring(block, stages, queries)
-                if bytes_of(sizes, ring) + SPARE <= memory:
-                    return ring
+                plan = Plan(2, block, stages, queries, TOGETHER, True, True, False, False, False)
+                if bytes_of(sizes, plan) + SPARE <= memory:
+                    return plan
     return None
