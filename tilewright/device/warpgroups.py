@@ -14,13 +14,11 @@ ARRIVE = gl.constexpr(
     ("bar.arrive 10, 256; mov.u32 $0, 0;", "bar.arrive 11, 256; mov.u32 $0, 0;", "bar.arrive 12, 256; mov.u32 $0, 0;")
 )
 
-MEET = gl.constexpr(("bar.sync 13, 256; mov.u32 $0, 0;", "bar.sync 13, 384; mov.u32 $0, 0;"))
-
 
 @gluon.jit
 def await_turn(W: gl.constexpr):
     """Warpgroup W waits until the one before it has issued: products of one fill the tensor cores while the others add up.
-    5 % of a promoted FP8 product's time (H200, November 2026). Barriers 10 to 13 are no one else's."""
+    5 % of a promoted FP8 product's time (H200, November 2026). Barriers 10 to 12 are no one else's."""
     gl.inline_asm_elementwise(SYNC[W], "=r", [], gl.int32, False, 1)
 
 
@@ -28,12 +26,6 @@ def await_turn(W: gl.constexpr):
 def give_turn(W: gl.constexpr, COUNT: gl.constexpr = 2):
     """Let the next of COUNT warpgroups issue. The last does so once before its first turn."""
     gl.inline_asm_elementwise(ARRIVE[(W + 1) % COUNT], "=r", [], gl.int32, False, 1)
-
-
-@gluon.jit
-def meet(COUNT: gl.constexpr = 2):
-    """COUNT warpgroups, two or three, wait for each other."""
-    gl.inline_asm_elementwise(MEET[COUNT - 2], "=r", [], gl.int32, False, 1)
 
 
 @gluon.jit

@@ -1,1 +1,1 @@
-"""Attention in Gluon for Hopper: a file a direction."""
+"""Attention in Gluon for Hopper: a file a direction, and what they share."""

@@ -47,7 +47,7 @@ from ...core.triton_versions import (
 )
 from ...device.hopper import widen
 from ...device.softmax import LOG2E
-from ...device.warpgroups import advance, meet
+from ...device.warpgroups import advance
 from ...gemm.hopper.boxes import box_of, copies_in_bulk
 from ...runtime.kernel import kernel
 from .. import portable
@@ -65,6 +65,7 @@ from ..portable import (
 )
 from ..preference import wanted
 from ..tiles import keys_of, keys_seen, lengths, queries_seeing, tile_at
+from .meeting import meet
 
 KINDS = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 KEYS = tl.constexpr(128)  # of a tile; 64 to a warpgroup

@@ -37,7 +37,7 @@ from ...core.triton_versions import (
     warpgroup_mma_wait,
 )
 from ...device.softmax import LN2, LOG2E
-from ...device.warpgroups import advance, await_turn, give_turn, meet
+from ...device.warpgroups import advance, await_turn, give_turn
 from ...gemm.hopper.boxes import box_of, copies_in_bulk
 from ...op import single
 from ...runtime.kernel import kernel
@@ -45,6 +45,7 @@ from ..portable import bend, heads_of, scores_of, sizes_of, window_of
 from ..preference import wanted
 from ..tiles import Window, check_lengths, keys_seen, lengths
 from .backward import fits_backward
+from .meeting import meet
 from .schedule import OWN, clear_counter, plan_for, row_ends, whole_blocks, work_of
 
 KINDS = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
