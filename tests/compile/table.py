@@ -28,10 +28,8 @@ import triton
 from tilewright.check.variants import Variant
 from tilewright.core.target import TARGETS
 from tilewright.runtime.source import sources
+from tilewright.toolchain import faults, registers
 from tilewright.toolchain.aot import Compiled
-from tilewright.toolchain.conversions import misplaced
-from tilewright.toolchain.reductions import AFFECTED, misread
-from tilewright.toolchain.registers import unset
 
 EVERY = os.environ.get("TILEWRIGHT_COMPILE") == "all"
 SAMPLE = 12
@@ -142,12 +140,10 @@ def checked(one: Variant, table: Mapping[str, Row], texts: Mapping[str, Texts]) 
 
 
 def wrong_code(name: str, compiled: Compiled) -> list[str]:
-    """What this release of Triton, or its assembler, makes wrong of a variant for NVIDIA chips: reductions, joined FP8 codes,
-    descriptors of tiles."""
+    """What this release of Triton, or any of its assembler, makes wrong of a variant for NVIDIA chips (`toolchain/faults.py`)."""
     if not compiled.arch.startswith("sm_"):
         return []
-    found = [*(misread(compiled.ir) if AFFECTED else []), *misplaced(compiled.text)]
-    found += unset(compiled.sass) if "wgmma" in compiled.text else []
+    found = faults.wrong(compiled.ir, compiled.text, lambda: registers.unset(compiled.sass))
     return [f"{name}: {line}" for line in found]
 
 

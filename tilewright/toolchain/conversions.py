@@ -1,8 +1,9 @@
 """Which FP8 codes of a compiled kernel ptxas takes from a register that does not hold them.
 
 An instruction converts two numbers to FP8 codes, 16 bits. Where two such results are joined into one word, ptxas makes the second
-conversion write into the register of the first. If the first result is read elsewhere as well, ptxas 12.8 and 12.9 read a register
-that nothing was written to, on sm_89 and all later chips. The kernel compiles, runs and gives wrong numbers; its PTX tells.
+conversion write into the register of the first. If the first result is read elsewhere as well, ptxas 12.8, 12.9 and 13.4 read a
+register that nothing was written to, on sm_89 and all later chips. The kernel compiles, runs and gives wrong numbers; its PTX
+tells.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def misplaced(text: str) -> list[str]:
         joined.update(_REGISTER.findall(group))
     # One more use is the conversion itself
     return [
-        f"{name}: codes joined into a word and read again, which ptxas gets wrong (toolchain/conversions.py)"
+        f"{name}: codes joined into a word and read again, which ptxas gets wrong"
         for name in sorted(converted, key=lambda name: int(name[3:]))
         if joined[name] and uses[name] > joined[name] + 1
     ]
