@@ -11,7 +11,9 @@ import triton.language as tl
 
 import tilewright as tw
 from tests.attention_oracle import CALLS, call
+from tests.compile import table, test_kernels
 from tilewright.attention import portable
+from tilewright.check.compiled import chip_variants
 from tilewright.check.variants import Call, Variant, launches, variant
 from tilewright.toolchain import aot, faults
 from tilewright.toolchain.aot import Compiled
@@ -56,3 +58,35 @@ def test_descriptors_that_were_never_set_are_refused(monkeypatch, tmp_path):
     with pytest.raises(faults.MiscompiledError, match=r"ptxas \(12.8\) .* UR\d+ is read and was never written"):
         faults.refuse("attention_forward", loaded(attention_at(16, monkeypatch).compile()))
     faults.refuse("attention_forward", loaded(attention_at(64, monkeypatch).compile()))
+
+
+# ---------------------------------------------------------------- what a table may hold
+
+
+def known_wrong(name: str) -> Variant:
+    """The first variant of a kernel that is refused on a chip: `sm_100 hadamard_tiles`."""
+    arch, kernel = name.split()
+    return next(one for own in chip_variants(arch).values() for one in own if one.kernel.name == kernel)
+
+
+@OLDEST
+@pytest.mark.parametrize("name", table.REFUSED)
+def test_what_the_table_calls_refused_is_refused(name):
+    """When this fails the row can leave `REFUSED`."""
+    one = known_wrong(name)
+    made = one.compile()
+    assert table.wrong_code(one.name, made) and not table.unexpected(one, made)
+    with pytest.raises(faults.MiscompiledError, match=rf"toolchain/{table.REFUSED[name]}\.py"):
+        faults.refuse(one.kernel.name, loaded(made))
+
+
+@OLDEST
+def test_no_row_is_written_of_wrong_code(monkeypatch):
+    one = known_wrong(*table.REFUSED)
+    for name, value in (("_wanted", [one]), ("_recorded", {}), ("_others", {}), ("_texts", {})):
+        monkeypatch.setattr(test_kernels, name, value, raising=False)
+    label, row, said = test_kernels.measure(0)
+    assert label == table.label(one) and row.keys() == {"shared", "source"} and not said
+    monkeypatch.setattr(table, "REFUSED", {})
+    label, row, said = test_kernels.measure(0)
+    assert label == table.label(one) and row is None and "lane bits" in said[0]
