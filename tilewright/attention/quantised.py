@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..core.format import Quantized
 from ..core.tensor import name_of
+from ..op import Op
 from .attention import Backend
 from .attention import attention as attention_op
 from .attention import attention_lse as attention_lse_op
@@ -60,14 +61,10 @@ def attention(
     q, k and v may be `Quantized`, `int8("row")` or `fp8("row")`, and `math="auto"` is then what they are. `mx("e4m3")` is emulated:
     widened to its dtype, which holds it, and multiplied in that.
     """
-    given = {
-        "scale": scale, "causal": causal, "left": left, "right": right, "softcap": softcap, "sink": sink, "slopes": slopes,
-        "mask": mask, "kv_len": kv_len, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k,
-    }  # fmt: skip
-    if math == "auto" and not smooth and not any(isinstance(t, Quantized) for t in (q, k, v)):
-        return attention_op.function(q, k, v, **given, backend=backend, out=out)
-    made = by_codes("attention", q, k, v, math, smooth, backend, given, None if out is None else (out, None))
-    return made[0]
+    return attend(
+        attention_op, q, k, v, math, smooth, backend, out, scale=scale, causal=causal, left=left, right=right, softcap=softcap,
+        sink=sink, slopes=slopes, mask=mask, kv_len=kv_len, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
+    )  # fmt: skip
 
 
 def attention_lse(
@@ -92,13 +89,21 @@ def attention_lse(
     out: Any = None,
 ) -> tuple[Tensor, Tensor]:
     """(o, lse): `attention`, and the logarithm of the sum of what enters each softmax, which has whole keys, smoothed or not."""
-    given = {
-        "scale": scale, "causal": causal, "left": left, "right": right, "softcap": softcap, "sink": sink, "slopes": slopes,
-        "mask": mask, "kv_len": kv_len, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k,
-    }  # fmt: skip
+    return attend(
+        attention_lse_op, q, k, v, math, smooth, backend, out, scale=scale, causal=causal, left=left, right=right, softcap=softcap,
+        sink=sink, slopes=slopes, mask=mask, kv_len=kv_len, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
+    )  # fmt: skip
+
+
+def attend(
+    op: Op, q: Any, k: Any, v: Any, math: Math, smooth: bool, backend: Backend, out: Any, **given: Any
+) -> Tensor | tuple[Tensor, Tensor]:
+    """What `op`, one of the two, gives: by its own kernels, or by those of codes where there are any or some are asked for."""
     if math == "auto" and not smooth and not any(isinstance(t, Quantized) for t in (q, k, v)):
-        return attention_lse_op.function(q, k, v, **given, backend=backend, out=out)
-    return by_codes("attention_lse", q, k, v, math, smooth, backend, given, out)
+        return op.function(q, k, v, **given, backend=backend, out=out)
+    both = op is attention_lse_op
+    made = by_codes(op.name, q, k, v, math, smooth, backend, given, out if both or out is None else (out, None))
+    return made if both else made[0]
 
 
 def by_codes(
