@@ -124,10 +124,11 @@ def attention_codes_pv(
 
 def attention_mean(
     x: Tensor,
+    there: Tensor | None = None,
     *,
     out: Tensor | None = None,
 ) -> Tensor:
-    """The mean [batch, kv_heads, columns] of `x` [batch, keys, kv_heads, columns] over its keys; what is not finite counts as 0."""
+    """The mean [batch, kv_heads, columns] of `x` [batch, keys, kv_heads, columns] over its keys, or over those that are `there`,"""
 
 def attention_merge(
     o: Tensor,
