@@ -128,7 +128,7 @@ def attention_mean(
     *,
     out: Tensor | None = None,
 ) -> Tensor:
-    """The mean [batch, kv_heads, columns] of `x` [batch, keys, kv_heads, columns] over its keys, or over those that are `there`,"""
+    """The mean [batch, kv_heads, columns] of `x` [batch, keys, kv_heads, columns] over its keys; what is not finite counts as 0."""
 
 def attention_merge(
     o: Tensor,

@@ -30,8 +30,10 @@ PART = 512  # tokens that one program adds up
 
 
 def reference_mean(x: Tensor, there: Tensor | None = None) -> Tensor:
-    """The mean [batch, kv_heads, columns] of `x` [batch, keys, kv_heads, columns] over its keys, or over those that are `there`,
-    bool [batch, keys]; what is not finite counts as 0, and the mean of none is 0."""
+    """The mean [batch, kv_heads, columns] of `x` [batch, keys, kv_heads, columns] over its keys; what is not finite counts as 0.
+
+    `there`, bool [batch, keys], says which keys count, where not all do; the mean of none is 0.
+    """
     y = upcast(x)
     if there is None:
         return torch.where(y.isfinite(), y, 0.0).sum(1) / max(1, x.shape[1])
