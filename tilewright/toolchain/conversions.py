@@ -3,7 +3,7 @@
 An instruction converts two numbers to FP8 codes, 16 bits. Where two such results are joined into one word, ptxas makes the second
 conversion write into the register of the first. If the first result is read elsewhere as well, ptxas 12.8, 12.9 and 13.4 read a
 register that nothing was written to, on sm_89 and all later chips. The kernel compiles, runs and gives wrong numbers; its PTX
-tells.
+tells. Single bytes of results that are stored together are not joined so.
 """
 
 from __future__ import annotations
@@ -24,8 +24,10 @@ def misplaced(text: str) -> list[str]:
     if not converted:
         return []
     uses, joined = Counter(_REGISTER.findall(text)), Counter()
-    for group in _JOINED.findall(text):
-        joined.update(_REGISTER.findall(group))
+    for group in _JOINED.finditer(text):
+        begin = max(text.rfind(mark, 0, group.start()) for mark in ";\n")  # of the instruction
+        if ".b8" not in text[begin : group.start()]:
+            joined.update(_REGISTER.findall(group[1]))
     # One more use is the conversion itself
     return [
         f"{name}: codes joined into a word and read again, which ptxas gets wrong"
