@@ -21,10 +21,12 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("core", "runtime")  # where the machinery is
 TOY = "toy_norm"  # of tests/subject.py
+FAULTS = "tests/host/test_faults.py"
 
 
 class Broken(NamedTuple):
-    """`old`, which one file of the machinery holds once, becomes `new`; `prop` must fail for `op` and say what `says` matches."""
+    """`old`, which one file of the machinery holds once, becomes `new`; `prop` must fail for `op` and say what `says` matches. What
+    no op can tell, a function of a file of tests must, `FILE::NAME`, which takes nothing."""
 
     name: str
     old: str
@@ -63,6 +65,8 @@ MUTANTS = [
     Broken("results that are not copied to the caller's memory",
            "if not recorder.compile_only:\n                there.copy_(here)",
            "if not recorder.compile_only:\n                pass", "outs", "differ"),
+    Broken("wrong code that is run", "                    faults.refuse(self.name, compiled)\n", "", f"{FAULTS}::refused_variant",
+           "wrong code was taken"),
     Broken("a size that differs accepted", "if size != known:", "if False:", "refusals", "one hidden more: ", "rms_norm"),
 ]  # fmt: skip
 
@@ -87,6 +91,9 @@ def attempt(prop: str, op: str) -> None:
     from tilewright.check.cases import Net
     from tilewright.op import OPS
 
+    if "::" in prop:
+        file, name = prop.split("::")
+        return getattr(far_apart.load(str(ROOT / file), Path(file).stem), name)()
     if op == TOY:
         far_apart.load(str(ROOT / "tests" / "subject.py"), "subject")
     else:

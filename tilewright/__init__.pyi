@@ -124,6 +124,7 @@ def attention_codes_pv(
 
 def attention_mean(
     x: Tensor,
+    there: Tensor | None = None,
     *,
     out: Tensor | None = None,
 ) -> Tensor:

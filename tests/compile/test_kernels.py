@@ -295,22 +295,25 @@ def test_the_key_tells_triton_s_variants_apart(op):
 # ---------------------------------------------------------------- the table
 
 
-def measure(at: int) -> tuple[str, table.Row, list[str]]:
-    """A variant's name, its row and what is worse in it. A row that is known is kept."""
+def measure(at: int) -> tuple[str, table.Row | None, list[str]]:
+    """A variant's name, its row and what is worse in it. A row that is known is kept; of wrong code there is none."""
     one = _wanted[at]
     recorded = _recorded if one.arch == "sm_90" else _others
     if not table.EVERY and table.known(one, recorded, _texts):
         return table.label(one), recorded[table.label(one)], []
     compiled = one.compile()
+    if wrong := table.unexpected(one, compiled):
+        return table.label(one), None, wrong
     row = {**table.row(compiled), "source": one.fingerprint()}
     if one.arch != "sm_90":
-        return table.label(one), {k: row[k] for k in ("shared", "source")}, table.wrong_code(one.name, compiled)
+        return table.label(one), {k: row[k] for k in ("shared", "source")}, []
     return one.name, row, table.problems(one.name, compiled, recorded)
 
 
-def write(processes: int) -> None:
-    """Compile what has changed and replace its rows and those that no call needs; say what is new, gone or worse on sm_90."""
-    rows: dict[str, table.Row] = {}
+def write(processes: int) -> int:
+    """Compile what has changed and replace its rows and those that no call needs; say what is new, gone or worse on sm_90. Gives
+    how many rows are left out since the compiler makes wrong code there."""
+    rows: dict[str, table.Row | None] = {}
     with multiprocessing.get_context("fork").Pool(processes) as pool:
         for name, row, problems in pool.imap_unordered(measure, range(len(_wanted))):
             rows[name] = row
@@ -323,7 +326,7 @@ def write(processes: int) -> None:
         print(f"gone: {name}")
     for folder, old, kept in ((TABLE, _recorded, hopper), (OTHERS, _others, others)):
         new = {**old, **rows}
-        table.save(folder, {name: new[name] for name in kept if name in new}, families_of_kernels())
+        table.save(folder, {name: new[name] for name in kept if new.get(name) is not None}, families_of_kernels())
     kernels = families_of_kernels()
     texts = {
         name: own for name, own in _texts.items() if name in kernels and name not in {o.kernel.name for o in _wanted}
@@ -331,6 +334,7 @@ def write(processes: int) -> None:
     for one in _wanted:
         texts.setdefault(one.kernel.name, {}).update(table.text(one))
     table.save_texts(texts)
+    return sum(row is None for row in rows.values())
 
 
 def of_these(names: list[str]) -> list[Variant]:
@@ -359,4 +363,5 @@ if __name__ == "__main__":
         _wanted = of_these(arguments.write)
     except ValueError as error:
         parser.error(str(error))
-    write(arguments.processes)
+    if left_out := write(arguments.processes):
+        sys.exit(f"{left_out} rows are not written: the compiler makes wrong code of these variants")

@@ -4,12 +4,13 @@ attention over tiles of several widths."""
 from __future__ import annotations
 
 import pytest
+import torch
 import triton
 
 import tilewright as tw
 from tests.attention_oracle import CALLS, call
 from tilewright.attention import portable
-from tilewright.check.variants import Call, launches, variant
+from tilewright.check.variants import FORWARD, Call, launches, variant
 from tilewright.toolchain.registers import unset
 
 OLDEST = pytest.mark.skipif(
@@ -65,3 +66,16 @@ def test_tiles_of_several_widths(monkeypatch, least):
     values = op.signature.bind((), {**call(**CALLS["72 and 40"]), "backend": "portable"})
     forward = next(one for one in launches(op, Call(values), "sm_90") if one.kernel.name == "attention_forward")
     assert bool(unset(variant(forward, "sm_90").compile().sass)) == (least == 16)
+
+
+@pytest.mark.parametrize("queries, least", [(1, 16), (4, 16), (16, 64)])
+def test_few_rows_need_no_wide_parts(queries, least):
+    """Tiles of less than 64 rows are no product of whole warpgroups, and so have no descriptors: 80 columns are 64 and 16."""
+    op, heads = tw.catalogue()["cached_attention"], 8
+    q = torch.empty(2, queries, heads, 80, dtype=torch.bfloat16, device="meta")
+    cache = torch.empty(2, 256, 1, 80, dtype=torch.bfloat16, device="meta")
+    values = op.signature.bind((q, cache, cache.clone()), {})
+    (part, *_) = launches(op, Call(values, FORWARD), "sm_90")
+    one = variant(part, "sm_90")
+    assert one.constants["KEYS"].LAST == one.constants["VALUES"].LAST == least
+    assert ("wgmma" in one.compile().text) == (least == 64)

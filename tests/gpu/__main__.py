@@ -3,7 +3,8 @@
 Tests run in several guarded processes, a few dozen tests of one file each. A process that is silent for too long is
 killed; the test it was in counts as failed and the others go to a new process. Outcomes are kept in
 `.cache/gpu_tests.jsonl` (and in $OUT where that is set) as they come; `--resume` skips what has passed in that file, `--stale` what
-has passed over today's code by the evidence (`passed.py`, which also adds to it). After the tests, unless files were named, comes
+has passed over today's code by the evidence (`passed.py`, which also adds to it), but with `--machinery` not what stands for the
+code that all ops share, if that has changed. After the tests, unless files were named, comes
 `tilewright check --models` with the time that is left. The exit status is 0 when all passed, 1 when one failed, 3 when time ran out
 first.
 """
@@ -245,6 +246,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--shard", default="1/1", metavar="I/N", help="the I-th of N parts")
     parser.add_argument("--resume", action="store_true", help="skip what has passed already")
     parser.add_argument("--stale", action="store_true", help="skip what has passed over today's code")
+    parser.add_argument(
+        "--machinery", action="store_true", help="with --stale: not what stands for machinery that changed"
+    )
     parser.add_argument("--minutes", type=float, default=8.0, help="when to stop; what is left can be resumed")
     parser.add_argument(
         "--jobs", type=int, default=max(1, min(8, (os.cpu_count() or 2) // 2)), help="processes at once"
@@ -252,6 +256,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--limit", type=float, default=150.0, help="seconds without news before a process is killed")
     parser.add_argument("--per-process", type=int, default=40, help="tests a process runs")
     options = parser.parse_args(argv)
+    if options.machinery and not options.stale:
+        parser.error("--machinery says what --stale does not leave out")
     try:
         options.part, options.parts = map(int, options.shard.split("/"))
     except ValueError:
@@ -259,6 +265,22 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     if not 1 <= options.part <= options.parts:
         parser.error(f"--shard I/N needs 1 <= I <= N, got {options.shard!r}")
     return options
+
+
+def by_evidence(names: Sequence[str], root: Path, machinery: bool) -> set[str]:
+    """The tests that have passed over today's code, with `machinery` but for those that stand for it if it has changed."""
+    code, kept = passed.Code(root), passed.read(root / passed.KEPT)
+    again = passed.passed_otherwise(names, code, kept, of_the_machinery()) if machinery else set()
+    return passed.passed(names, code, kept) - again
+
+
+def of_the_machinery() -> list[str]:
+    """The parameters of the tests that stand for the machinery: each of its properties with each op that stands for all."""
+    from tilewright.check import families, properties, registration
+
+    every = {prop.__name__: prop for prop in (*properties.VALUES, *registration.FACES)}
+    found = [name for name, prop in every.items() if prop.about["kernels"][0] == "machinery"]
+    return [f"{name}-{op}" for name in found for op in families.tried_on(every[name], "kernels")]
 
 
 def report(names: Sequence[str], state: State, say: Say) -> int:
@@ -293,11 +315,11 @@ def main(
     if not names:
         raise SystemExit("tests.gpu: there are no tests to run")
     keep = {name for name in names if options.resume and state.outcome(name) in DONE}
-    known = passed.passed(names, passed.Code(root), passed.read(root / passed.KEPT)) if options.stale else set()
+    known = by_evidence(names, root, options.machinery) if options.stale else set()
     pending = [[name for name in unit if name not in keep | known] for unit in units]
     state.rewrite(forget=[name for unit in pending for name in unit])
     for name in sorted(known - keep):
-        state.add({"id": name, "outcome": "passed", "why": "over this code, by the evidence"})
+        state.add({"id": name, "outcome": "passed", "why": passed.BY_EVIDENCE})
     say(f"{len(names)} tests, {sum(map(len, pending))} to run, {options.jobs} processes at once")
     seconds = options.minutes * 60 - (time.monotonic() - begin)
     for row in absent:

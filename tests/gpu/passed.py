@@ -6,6 +6,10 @@ The whole net takes longer than a GPU is at hand, so that what has passed over t
 reach: those of its op where it is a test of one, those that the file names elsewhere, and all where it names none or goes over
 the catalogue. Modules that launch nothing themselves (`core/`, `runtime/` ...) do not count: other nets are about them, and a GPU
 sees them at work in every test that does run.
+
+Which machinery a test ran with is kept beside it for all that, a digest of the code that every op shares. It makes nothing stale by
+itself. `python3 -m tests.gpu --stale --machinery` also runs what stands for all ops: properties of the machinery, on the ops that
+`check/families.py` names, if they passed with another machinery or one that nobody wrote down.
 """
 
 from __future__ import annotations
@@ -22,6 +26,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 ROOMS = ("aten", "attention", "device", "formats", "gemm", "nn", "ops")  # where kernels stand, and what launches them
+MACHINERY = ("check", "core", "device", "runtime")  # what all ops share, and what is asked of them
+BY_EVIDENCE = "over this code, by the evidence"  # why a test that was left out counts as passed
 KEPT = Path("evidence/tests/nvidia-h200.jsonl")
 
 Row = dict[str, Any]
@@ -91,6 +97,14 @@ class Code:
     def everything(self) -> frozenset[Path]:
         return frozenset(path for room in ROOMS for path in (self.library / room).rglob("*.py"))
 
+    @functools.cached_property
+    def machinery(self) -> str:
+        """Sixteen hexadecimal digits that stand for the machinery, whatever its comments and docstrings say."""
+        made = hashlib.sha256()
+        for path in sorted(path for room in MACHINERY for path in (self.library / room).rglob("*.py")):
+            made.update(f"\n{path.relative_to(self.root)}\n{without_words(self.text(path))}".encode())
+        return made.hexdigest()[:16]
+
     def file_of(self, module: str) -> Path | None:
         """The file of a module by its full name, or None if it is in none of the rooms."""
         parts = module.split(".")
@@ -128,8 +142,18 @@ class Code:
             yield from filter(None, (self.file_of(name) for name in names if name.split(".")[0] == "tilewright"))
 
 
+def without_words(text: str) -> str:
+    """Code without its comments and docstrings."""
+    tree = ast.parse(text)
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node) is not None:
+            node.body = node.body[1:] or [ast.Pass()]
+    return ast.unparse(tree)
+
+
 def read(path: Path) -> list[Row]:
-    """The rows of the file: a test's file, function and op or None, the code's digest, and which cases of it passed over that."""
+    """The rows of the file: a test's file, function and op or None, the code's digest, that of the machinery or None, and which
+    cases of it passed over both."""
     if not path.exists():
         return []
     return [json.loads(line) for line in path.read_text().splitlines() if line]
@@ -137,8 +161,24 @@ def read(path: Path) -> list[Row]:
 
 def passed(tests: Iterable[str], code: Code, kept: Sequence[Row]) -> set[str]:
     """Which of the tests have passed over today's code."""
-    known = {key_of(row): {*row["passed"]} for row in kept}
-    return {test for test in tests if case_of(test) in known.get(key(test, code), ())}
+    return {test for test, _ in _passed(tests, code, kept)}
+
+
+def passed_otherwise(tests: Iterable[str], code: Code, kept: Sequence[Row], words: Iterable[str]) -> set[str]:
+    """Of the tests that have passed over today's code those with other machinery, if their parameters are one of these `words`."""
+    found = {*words}
+    return {test for test, over in _passed(tests, code, kept) if over != code.machinery and case_of(test) in found}
+
+
+def _passed(tests: Iterable[str], code: Code, kept: Sequence[Row]) -> Iterator[tuple[str, str | None]]:
+    """The tests that have passed over today's code, each with the machinery of that time."""
+    known: dict[tuple, dict[str, str | None]] = {}
+    for row in kept:
+        known.setdefault(key_of(row), {}).update(dict.fromkeys(row["passed"], row.get("machinery")))
+    for test in tests:
+        own = known.get(key(test, code), {})
+        if case_of(test) in own:
+            yield test, own[case_of(test)]
 
 
 def key_of(row: Row) -> tuple:
@@ -151,18 +191,23 @@ def key(test: str, code: Code) -> tuple:
 
 def add(outcomes: Sequence[Row], code: Code, kept: Sequence[Row], gpu: str) -> list[Row]:
     """The rows with the outcomes of a run over this code: what failed is taken out, what passed is put in, and rows of other code
-    are left out where a case of the same test and op has run."""
-    rows = {key_of(row): {*row["passed"]} for row in kept}
+    are left out where a case of the same test and op has run. What was left out by the evidence stays as it is there."""
+    rows = {(*key_of(row), row.get("machinery")): {*row["passed"]} for row in kept}
     for outcome in outcomes:
-        mine = key(outcome["id"], code)
-        for other in [other for other in rows if other[:3] == mine[:3] and other != mine]:
+        mine, case = key(outcome["id"], code), case_of(outcome["id"])
+        for other in [other for other in rows if other[:3] == mine[:3] and other[:4] != mine]:
             del rows[other]
-        own = rows.setdefault(mine, set())
-        (own.add if outcome["outcome"] == "passed" else own.discard)(case_of(outcome["id"]))
+        same = [rows[other] for other in rows if other[:4] == mine]
+        if outcome.get("why") == BY_EVIDENCE and any(case in own for own in same):
+            continue
+        for own in same:
+            own.discard(case)
+        if outcome["outcome"] == "passed":
+            rows.setdefault((*mine, code.machinery), set()).add(case)
     ordered = sorted(rows.items(), key=lambda item: tuple(map(str, item[0])))
     return [
-        {"file": file, "test": test, "op": op, "source": source, "gpu": gpu, "passed": sorted(own)}
-        for (file, test, op, source), own in ordered
+        {"file": file, "test": test, "op": op, "source": source, "machinery": over, "gpu": gpu, "passed": sorted(own)}
+        for (file, test, op, source, over), own in ordered
         if own
     ]
 

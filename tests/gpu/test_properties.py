@@ -293,6 +293,8 @@ def test_alignment_comes_and_goes(op):
                     for (tail, t), right in zip(pieces(a).items(), pieces(b).values()):
                         cut = [specified(agreed, f"{n}{tail}", u) for u in (t, right)]
                         if t.dtype == torch.float32 and turn % 2:  # loads of another width, sums in another order
-                            torch.testing.assert_close(*cut, rtol=5e-7, atol=1e-7, equal_nan=True)  # the logarithm of one
+                            torch.testing.assert_close(
+                                *cut, rtol=5e-7, atol=1e-7, equal_nan=True
+                            )  # the logarithm of one
                         else:
                             same_bits(f"{case.label}: {n}{tail}, turn {turn}", *cut)

@@ -541,3 +541,38 @@ def test_a_change_of_one_test_leaves_its_neighbours_as_they_are(tmp_path):
         file.write_text(text.replace(changed, f"{changed}0"))
         assert passed.passed(tests, passed.Code(tmp_path), kept) == there
         file.write_text(text)
+
+
+def test_what_stands_for_changed_machinery_is_run_again(tmp_path):
+    """Only that, and not for the sake of a comment; a row says with which machinery its tests ran."""
+    from tests.gpu import passed
+
+    small_tree(tmp_path)
+    words = ("unlike-one",)
+    standing, another = (
+        f"tests/gpu/test_properties.py::test_property[{what}]" for what in ("unlike-one", "accuracy-one")
+    )
+    tests, chip = [standing, another], "a chip"
+
+    def rows(kept, why=None, which=tests):
+        return passed.add(
+            [{"id": t, "outcome": "passed", "why": why} for t in which], passed.Code(tmp_path), kept, chip
+        )
+
+    def again(kept):
+        return passed.passed_otherwise(tests, passed.Code(tmp_path), kept, words)
+
+    kept = rows([])
+    assert not again(kept)
+    drawn = tmp_path / "tilewright/core/draw.py"
+    drawn.write_text('"""Words."""\nh = 1  # one\n')
+    assert not again(kept)
+    drawn.write_text("h = 2\n")
+    kept = rows(kept, passed.BY_EVIDENCE)
+    assert again(kept) == {standing} and passed.passed(tests, passed.Code(tmp_path), kept) == {*tests}
+    assert again([{k: v for k, v in row.items() if k != "machinery"} for row in kept]) == {standing}
+    kept = rows(kept, which=[standing])
+    assert not again(kept) and [len(row["passed"]) for row in kept] == [1, 1]
+    with pytest.raises(SystemExit):
+        gpu.parse(["--machinery"])
+    assert {"unlike-quantize", "refusals-matmul"} <= {*gpu.of_the_machinery()}

@@ -212,7 +212,7 @@ def test_contraction_is_stated(monkeypatch):
     seen = {}
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(
-        nothing.jit, "warmup", lambda *args, **options: seen.update(options) or SimpleNamespace(run=None)
+        nothing.jit, "warmup", lambda *args, **options: seen.update(options) or SimpleNamespace(run=None, asm={})
     )
     monkeypatch.setattr(nothing, "variants", {})
     nothing.variant([None, 5], {"num_warps": 2}, (3,), 0)

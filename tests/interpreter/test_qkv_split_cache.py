@@ -92,6 +92,35 @@ def test_codes_are_of_what_was_not_rounded(dtype, size):
         assert bool(((found - exact).abs() <= exact.abs() * step / 2 + s * 0.5001).all())
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
+@pytest.mark.parametrize("pairing", ["half", "interleaved"])
+@pytest.mark.parametrize("head_dim, rotary_dim", [(200, 200), (200, 12), (136, 136), (256, 130), (300, None)])
+def test_a_scale_for_each_128_columns(head_dim, rotary_dim, pairing, dtype):
+    """In fp32 there is no rounding in between, so that codes and scales are `cache_write`'s to the bit. A column is in its block
+    wherever the pairs of a rotation put it."""
+    qkv = drawn(2, 3, (HEADS + 2 * KV) * head_dim, dtype=torch.float32)
+    qkv *= torch.logspace(-3, 3, qkv.shape[-1])  # blocks of a head are of different sizes
+    qkv[1, 1, -3] = float("nan")
+    shape = (PAGES, PAGE, KV)
+    caches, others = (
+        {
+            **{f"{n}_cache": torch.full((*shape, head_dim), 7.0).to(dtype) for n in ("k", "v")},
+            **{f"{n}_scale": torch.full((*shape, -(-head_dim // 128)), 0.5) for n in ("k", "v")},
+        }
+        for _ in range(2)
+    )
+    turned = {} if rotary_dim is None else {"freqs": angles(rotary_dim), "rotary_dim": rotary_dim}
+    options = {**turned, "pairing": pairing, "positions": POSITIONS}
+    q = tw.qkv_split_cache(qkv, HEADS, KV, head_dim, slots=SLOTS, **caches, **options)
+    expected, k, v = tw.qkv_split(qkv, HEADS, KV, head_dim, **options)
+    tw.cache_write(k, v, slots=SLOTS, **others)
+    assert torch.equal(q, expected)
+    for name, found in caches.items():
+        bits = (t.view(torch.uint8) if t.element_size() == 1 else t for t in (found, others[name]))
+        torch.testing.assert_close(*bits, rtol=0, atol=0, equal_nan=True, msg=name)
+    assert bool((caches["k_scale"].flatten(0, 1)[WRITTEN] != 0.5).all())
+
+
 @pytest.mark.parametrize("value", [-1, 40, 2**40])
 def test_a_position_without_an_angle_is_nan_where_it_is_written(value):
     caches, clean = blank(), blank()
@@ -109,6 +138,7 @@ def test_a_position_without_an_angle_is_nan_where_it_is_written(value):
     ({"v_scale": torch.ones(1, 1, 1, 1)}, "v_scale is for codes"),
     ({"k_cache": torch.zeros(PAGES, PAGE, KV, WIDTH, dtype=torch.int8)}, "k_scale is for codes"),
     ({"k_cache": torch.zeros(PAGES, PAGE, KV, WIDTH, dtype=torch.int8), "k_scale": torch.ones(1, 1, 3, 1)}, "k_scale"),
+    ({"k_cache": torch.zeros(PAGES, PAGE, KV, WIDTH, dtype=torch.int8), "k_scale": torch.ones(PAGES, PAGE, KV, 2)}, "k_scale"),
     ({"k_cache": torch.zeros(PAGES, PAGE, KV, WIDTH)}, "k_cache must be torch.bfloat16"),
     ({"v_cache": "k_cache"}, "share|overlap|memory"),
 ])  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 from pathlib import Path
@@ -12,8 +13,16 @@ from torch import Tensor
 
 import tilewright as tw
 from tilewright.ops.quantise.quantize import quantize
+from tilewright.runtime.kernel import collect
 
 MATHS = ("int8", "fp8", "int8_pv", "fp8_pv")
+
+
+@contextlib.contextmanager
+def no_launch():
+    with collect() as launched:
+        yield
+    assert not launched
 
 
 @pytest.fixture(autouse=True)
@@ -95,6 +104,47 @@ def test_what_nobody_sees_may_hold_anything(how):
     assert bool(tw.attention(q, k, v, math=how, kv_len=torch.tensor([71, 3]))[0].isnan().all())
 
 
+def told(how: str) -> dict[str, Tensor]:
+    """What says which keys there are, in one of four ways, for 24 queries and 70 keys in two batches, or packed in one."""
+    if how == "sequences":
+        return {"kv_len": torch.tensor([70, 41])}
+    if how == "rows":
+        return {"kv_len": torch.tensor([[70] * 24, [*range(18, 42)]])}
+    marks = {"cu_seqlens_q": torch.tensor([3, 27, 48]), "cu_seqlens_k": torch.tensor([5, 70, 139])}
+    return {**marks, **({"kv_len": torch.tensor([65, 41])} if how == "packed, lengths" else {})}
+
+
+def unseen(how: str) -> list[tuple[int, slice]]:
+    """(batch, keys) that no query sees."""
+    if how in ("sequences", "rows"):
+        return [(1, slice(41, None))]
+    hidden = [(0, slice(0, 5)), (0, slice(139, None))]
+    return [*hidden, (0, slice(70 + 41, 139))] if how == "packed, lengths" else hidden
+
+
+@pytest.mark.parametrize("how", ["sequences", "rows", "packed", "packed, lengths"])
+@pytest.mark.parametrize("garbage", [float("nan"), float("inf"), 1e30])
+def test_the_mean_is_that_of_the_keys_there_are(how, garbage):
+    """What lies past them changes no bit, and neither costs precision nor shows."""
+    q, k, v = heads(24, 70, outliers=True)
+    if how.startswith("packed"):
+        q, k, v = (t.reshape(1, -1, *t.shape[2:]) for t in (q, k, v))
+    given = told(how)
+    clean = tw.attention_lse(q, k, v, math="int8", smooth=True, **given)
+    near = tw.attention(q, k, v, **given)
+    assert off(clean[0], near.double()) < 2e-2
+    for batch, keys in unseen(how):
+        k[batch, keys], v[batch, keys] = garbage, garbage
+    found = tw.attention_lse(q, k, v, math="int8", smooth=True, **given)
+    assert all(torch.equal(a, b) for a, b in zip(found, clean))
+
+
+def test_a_sequence_without_keys_has_no_mean():
+    q, k, v = heads()
+    found = tw.attention(q, k, v, math="int8", smooth=True, kv_len=torch.tensor([0, -3]))
+    assert not found.any()
+
+
 def test_calls_that_make_no_sense_are_refused():
     q, k, v = heads()
     row = quantize.function(k, tw.int8("row"))
@@ -112,6 +162,11 @@ def test_calls_that_make_no_sense_are_refused():
             call()
     q.requires_grad_(False)
     q.detach_()
+    for smooth in (False, True):
+        with no_launch(), pytest.raises(ValueError, match=r"kv_len must be \[batch\] = \[2\]"):
+            tw.attention(q, k, v, math="int8", smooth=smooth, kv_len=torch.tensor([1, 2, 3]))
+        with no_launch(), pytest.raises(TypeError, match="kv_len"):
+            tw.attention(q, k, v, math="int8", smooth=smooth, kv_len=[1, 2])
 
 
 def costs() -> dict[str, list[float]]:

@@ -162,7 +162,7 @@ def codes_of(y, s, mult, FORMAT: tl.constexpr):
             v = tl.div_rn(y, s)
             kept = tl.where(
                 v == v, -1, 0
-            )  # of integers: the low bits of a number alone are stored wrongly (`narrowed`)
+            )  # of integers: the low bits of a number alone are stored wrongly (`toolchain/stores.py`)
             v = tl.minimum(tl.maximum(v, -127.0), 127.0)
             return ((v + MAGIC).to(tl.int32, bitcast=True) & kept).to(tl.int8)
         else:

@@ -405,6 +405,11 @@ class Blocks(NamedTuple):
     stages: int
 
 
+def most_rows(rows: int | None) -> int:
+    """Rows of queries that a program holds where there is room for them, if so many share a key head."""
+    return 64 if rows is None or rows > 32 else 32 if rows > 16 else 16
+
+
 def blocks(
     q: Tensor, k: Tensor, rows: int | None, key_columns: int, value_columns: int, paged: bool, bits: bool
 ) -> Blocks:
@@ -413,7 +418,7 @@ def blocks(
     if q.dtype == torch.float32:  # which is three bf16 numbers in registers and shared memory
         return Blocks(16, 32 if key_columns + value_columns <= 256 else 16, 1)
     memory, wide = Target.at(q.device).shared_memory, key_columns > 256
-    own = 64 if rows is None or rows > 32 else 32 if rows > 16 else 16
+    own = most_rows(rows)
     columns, widened = key_columns + value_columns, k.element_size() == 1
 
     def room(own: int, other: int) -> int:
@@ -473,7 +478,9 @@ def forward(q: Tensor, k_cache: Tensor, v_cache: Tensor | None, **options: Any) 
         return o, lse
     k_scale, v_scale = scales_of(a.k_scale), scales_of(a.k_scale if v_cache is None else a.v_scale)
     codes, value_codes = k_cache.element_size() == 1, (k_cache if v_cache is None else v_cache).element_size() == 1
-    least = narrowest(q)
+    group = heads // kv_heads
+    rows = None if a.cu_seqlens_q is not None else group * length
+    least = narrowest(q) if most_rows(rows) >= 64 else 16  # fewer rows are no product of whole warpgroups
     keys = columns_of(key_dim, k_scale.stride_c is not None, least)
     values = columns_of(value_dim, v_scale.stride_c is not None, least)
     single = q.dtype == torch.float32
@@ -490,13 +497,12 @@ def forward(q: Tensor, k_cache: Tensor, v_cache: Tensor | None, **options: Any) 
         turned = columns_of(a.k_rope.shape[-1], False, least)._replace(
             FIRST=max(least, power_of_two(a.k_rope.shape[-1]))
         )
-    group = heads // kv_heads
     wide = keys.FIRST * (keys.COUNT - 1) + keys.LAST + turned.FIRST
     beside = 0 if shared else values.FIRST * (values.COUNT - 1) + values.LAST
     block = blocks(
         q,
         k_cache,
-        None if a.cu_seqlens_q is not None else group * length,
+        rows,
         wide,
         beside,
         a.block_table is not None,

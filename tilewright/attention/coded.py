@@ -34,14 +34,15 @@ from .cache_write import codes_of, own_scale
 from .cached_parts import as_codes
 from .portable import (
     TOGETHER,
+    Sizes,
     add_part,
     bend,
     blocks,
     heads_of,
     no_part,
+    parts_of,
     scores_of,
     shape_scores,
-    sizes_of,
     store_part,
     unit_of,
     used_rows,
@@ -377,9 +378,9 @@ def forward(q: Tensor, k: Tensor, v: Tensor, k_scale: Tensor, **options: Any) ->
     check_lengths("attention", q, k, a.kv_len, a.cu_seqlens_q, a.cu_seqlens_k)
     if not lse.numel():
         return o, lse
-    sizes = sizes_of(q, v)
+    # Products of codes sum at least 32 of them: columns of queries and keys, and below keys
+    sizes = Sizes(q.shape[-1], *parts_of(q.shape[-1], 32), v.shape[-1], *parts_of(v.shape[-1]))
     block = blocks(o, sizes, sizes.V)
-    # Products of codes sum at least 32 of them
     own, other = max(16, block.own), max(32, block.other)
     how, tiles = lengths(a.cu_seqlens_q, a.cu_seqlens_k, length, k.shape[1], a.kv_len, own, False)
     codes = "int8" if k.dtype == torch.int8 else "e4m3"
@@ -388,16 +389,11 @@ def forward(q: Tensor, k: Tensor, v: Tensor, k_scale: Tensor, **options: Any) ->
         heads_of(as_codes(q)), heads_of(as_codes(k)), heads_of(as_codes(v)), scale_heads(a.q_scale), scale_heads(k_scale),
         scale_heads(a.v_scale), None if a.k_mean is None else a.k_mean.contiguous(), heads_of(o), lse,
         None if a.sink is None else a.sink.contiguous(), scores_of(a), window_of(a), how, length, k.shape[1], heads,
-        heads // k.shape[2], batch, tiles, SIZES=code_sizes(sizes), PLAIN=a.mask is None and by_sequence,
+        heads // k.shape[2], batch, tiles, SIZES=sizes, PLAIN=a.mask is None and by_sequence,
         TOGETHER=TOGETHER, FORMAT=f"{codes}:row:fp32:exact" + (":fast" if is_fast(q) else ""), BLOCK_M=own, BLOCK_N=other,
         PIECES=3 if v.dtype == torch.float32 else 1, STAGES=block.stages,
     )  # fmt: skip
     return o, lse
-
-
-def code_sizes(sizes: Any) -> Any:
-    """Parts of at least 32 columns of queries and keys: products of codes sum so many."""
-    return sizes._replace(D0=max(32, sizes.D0), D1=sizes.D1 and max(32, sizes.D1))
 
 
 def fits(target: Target, a: SimpleNamespace) -> bool:

@@ -2,7 +2,7 @@
 
     mean = sum of x over tokens / tokens;   scale = amax(x - mean) / 127 or 448;   code = round((x - mean) / scale)
 
-What is not finite counts as 0 in the mean: tokens that nobody sees may hold it.
+The mean goes over the tokens that are there, and what is not finite counts as 0 in it: tokens that nobody sees may hold anything.
 """
 
 from __future__ import annotations
@@ -29,10 +29,16 @@ Kind = Literal["int8", "fp8"]
 PART = 512  # tokens that one program adds up
 
 
-def reference_mean(x: Tensor) -> Tensor:
-    """The mean [batch, kv_heads, columns] of `x` [batch, keys, kv_heads, columns] over its keys; what is not finite counts as 0."""
+def reference_mean(x: Tensor, there: Tensor | None = None) -> Tensor:
+    """The mean [batch, kv_heads, columns] of `x` [batch, keys, kv_heads, columns] over its keys; what is not finite counts as 0.
+
+    `there`, bool [batch, keys], says which keys count, where not all do; the mean of none is 0.
+    """
     y = upcast(x)
-    return torch.where(y.isfinite(), y, 0.0).sum(1) / max(1, x.shape[1])
+    if there is None:
+        return torch.where(y.isfinite(), y, 0.0).sum(1) / max(1, x.shape[1])
+    kept = y.isfinite() & there[:, :, None, None]
+    return torch.where(kept, y, 0.0).sum(1) / there.sum(1).clamp(min=1)[:, None, None]
 
 
 def reference(x: Tensor, mean: Tensor | None = None, *, kind: Kind = "int8") -> tuple[Tensor, Tensor]:
@@ -43,13 +49,19 @@ def reference(x: Tensor, mean: Tensor | None = None, *, kind: Kind = "int8") -> 
     return made.data, made.scale.reshape(x.shape[:-1])
 
 
-def inputs_mean(draw: Draw) -> dict[str, Any]:
+def draw_rows(draw: Draw) -> Tensor:
     width = draw.dim("head_dim", (64, 40, 17, 72, 8, 128))
-    return {"x": draw.tensor("batch", "length", draw.dim("heads", (1, 2, 4, 3)), width, shift=0.5)}
+    return draw.tensor("batch", "length", draw.dim("heads", (1, 2, 4, 3)), width, shift=0.5)
+
+
+def inputs_mean(draw: Draw) -> dict[str, Any]:
+    x = draw_rows(draw)
+    there = draw.maybe("there", lambda: draw.uniform(*x.shape[:2], dtype=torch.float32) < 0.7)
+    return {"x": x, "there": there}
 
 
 def inputs(draw: Draw) -> dict[str, Any]:
-    x = inputs_mean(draw)["x"]
+    x = draw_rows(draw)
     given = draw.maybe("mean", lambda: draw.tensor(x.shape[0], *x.shape[2:], dtype=torch.float32))
     return {"x": x, "mean": given, "kind": draw.option("kind", "int8", "fp8")}
 
@@ -59,34 +71,50 @@ def inputs(draw: Draw) -> dict[str, Any]:
     default=lambda a: {"BLOCK_R": max(1, 4096 // a.WIDTH), "num_warps": 4},
 )  # fmt: skip
 def attention_mean_parts(
-    X, P, KEYS, PARTS, HEADS, BATCH, COLUMNS, PART: tl.constexpr, WIDTH: tl.constexpr, BLOCK_R: tl.constexpr
-):
-    """P [batch, heads, PARTS, COLUMNS]: sums over PART tokens each."""
+    X, THERE, stride_tb, stride_tt, P, N, KEYS, PARTS, HEADS, BATCH, COLUMNS, PART: tl.constexpr, WIDTH: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):  # fmt: skip
+    """P [batch, heads, PARTS, COLUMNS]: sums over PART tokens each, of those that are THERE; N [batch, heads, PARTS] how many these
+    are. Both None: all tokens are."""
     part = tl.program_id(0)
     head = tl.program_id(1).to(tl.int64)
     batch = tl.program_id(2).to(tl.int64)
     column = tl.arange(0, WIDTH)
     total = tl.zeros([BLOCK_R, WIDTH], tl.float32)
+    count = tl.zeros([BLOCK_R], tl.int32)
     for first in range(part * PART, tl.minimum(part * PART + PART, KEYS), BLOCK_R):
         token = first + tl.arange(0, BLOCK_R)
-        inside = ((token < KEYS) & (token < part * PART + PART))[:, None] & (column < COLUMNS)[None, :]
+        live = (token < KEYS) & (token < part * PART + PART)
+        if THERE is not None:
+            live &= tl.load(THERE + batch * stride_tb + token.to(tl.int64) * stride_tt, live, 0) != 0
+            count += live.to(tl.int32)
+        inside = live[:, None] & (column < COLUMNS)[None, :]
         at = batch * X.stride_b + head * X.stride_h + token.to(tl.int64)[:, None] * X.stride_t
         total += finite(tl.load(X.data + at + column.to(tl.int64)[None, :] * X.stride_d, inside, 0.0).to(tl.float32))
     to = ((batch * HEADS + head) * PARTS + part) * COLUMNS + column
     tl.store(P + to, tl.sum(total, 0), column < COLUMNS)
+    if N is not None:
+        tl.store(N + (batch * HEADS + head) * PARTS + part, tl.sum(count, 0))
 
 
 @kernel(
     grid=lambda a: (a.HEADS, a.BATCH), tokens=("KEYS", "PARTS", "HEADS", "BATCH"), default=lambda a: {"num_warps": 4}
 )
-def attention_mean_of_parts(P, M, KEYS, PARTS, HEADS, BATCH, COLUMNS, WIDTH: tl.constexpr):
-    """M [batch, heads, COLUMNS]: parts added up in their order, over KEYS."""
+def attention_mean_of_parts(P, N, M, KEYS, PARTS, HEADS, BATCH, COLUMNS, WIDTH: tl.constexpr):
+    """M [batch, heads, COLUMNS]: parts added up in their order, over KEYS, or over the sum of N."""
     unit = tl.program_id(1).to(tl.int64) * HEADS + tl.program_id(0)
     column = tl.arange(0, WIDTH)
     total = tl.zeros([WIDTH], tl.float32)
+    if N is None:
+        count = KEYS
+    else:
+        count = tl.zeros([], tl.int32)
     for part in range(PARTS):
         total += tl.load(P + (unit * PARTS + part) * COLUMNS + column, column < COLUMNS, 0.0)
-    tl.store(M + unit * COLUMNS + column, tl.div_rn(total, KEYS.to(tl.float32)), column < COLUMNS)
+        if N is not None:
+            count += tl.load(N + unit * PARTS + part)
+    mean = tl.div_rn(total, tl.maximum(count, 1).to(tl.float32))
+    tl.store(M + unit * COLUMNS + column, mean, column < COLUMNS)
 
 
 @kernel(
@@ -115,15 +143,19 @@ def attention_code_rows(
     tl.store(C + row[:, None] * COLUMNS + column[None, :], codes, inside)
 
 
-def forward_mean(x: Tensor) -> Tensor:
+def forward_mean(x: Tensor, there: Tensor | None) -> Tensor:
     batch, keys, heads, columns = x.shape
     mean = torch.empty(batch, heads, columns, dtype=torch.float32, device=x.device)
     if mean.numel():
         width, parts = max(16, power_of_two(columns)), cdiv(keys, PART)
         sums = torch.empty(batch, heads, parts, columns, dtype=torch.float32, device=x.device)
+        counts = None if there is None else torch.empty(batch, heads, parts, dtype=torch.int32, device=x.device)
+        strides = (0, 0) if there is None else there.stride()
         if parts:
-            attention_mean_parts(heads_of(x), sums, keys, parts, heads, batch, columns, PART=PART, WIDTH=width)
-        attention_mean_of_parts(sums, mean, max(1, keys), parts, heads, batch, columns, WIDTH=width)
+            attention_mean_parts(
+                heads_of(x), there, *strides, sums, counts, keys, parts, heads, batch, columns, PART=PART, WIDTH=width
+            )
+        attention_mean_of_parts(sums, counts, mean, max(1, keys), parts, heads, batch, columns, WIDTH=width)
     return mean
 
 
@@ -151,7 +183,8 @@ def check(x: Tensor, mean: Tensor | None, kind: Kind) -> None:
 
 X = "float[batch length heads head_dim]"
 attention_mean = Op(
-    "attention_mean", reference_mean, inputs_mean, Triton(forward_mean, None, single), where={"x": X},
+    "attention_mean", reference_mean, inputs_mean, Triton(forward_mean, None, single),
+    where={"x": X, "there": "bool[batch length]"},
     results={"mean": "wide(x)[batch heads head_dim]"}, out=Out(contiguous=("mean",)), bars=Bars("C"), internal=True,
 )  # fmt: skip
 attention_rows = Op(

@@ -12,14 +12,17 @@ from torch import Tensor
 
 from ..core.format import Quantized
 from ..core.tensor import name_of
+from ..op import Op
 from .attention import Backend
 from .attention import attention as attention_op
 from .attention import attention_lse as attention_lse_op
 from .coded import attention_codes, attention_codes_pv
-from .coded_rows import attention_mean, attention_rows
+from .coded_rows import attention_mean, attention_rows, dtype_of
+from .seen import keys_there
 
 Math = Literal["auto", "int8", "fp8", "int8_pv", "fp8_pv"]
 MATHS = ("auto", "int8", "fp8", "int8_pv", "fp8_pv")
+LENGTHS = ("kv_len", "cu_seqlens_q", "cu_seqlens_k")  # what says which keys there are
 
 
 class Rows(NamedTuple):
@@ -55,19 +58,16 @@ def attention(
 
     `math` other than "auto" multiplies codes, forward only: "int8" and "fp8" (e4m3) those of q and k, with a scale for each token
     and head, made in one pass over k and where q is read; "int8_pv" and "fp8_pv" those of weights and v too. `smooth` takes the
-    mean over tokens off k before it is quantised, which changes no score but for the rounding: what all keys share costs nothing.
+    mean over the keys that there are off k before it is quantised, which changes no score but for the rounding: what all keys share
+    costs nothing.
 
     q, k and v may be `Quantized`, `int8("row")` or `fp8("row")`, and `math="auto"` is then what they are. `mx("e4m3")` is emulated:
     widened to its dtype, which holds it, and multiplied in that.
     """
-    given = {
-        "scale": scale, "causal": causal, "left": left, "right": right, "softcap": softcap, "sink": sink, "slopes": slopes,
-        "mask": mask, "kv_len": kv_len, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k,
-    }  # fmt: skip
-    if math == "auto" and not smooth and not any(isinstance(t, Quantized) for t in (q, k, v)):
-        return attention_op.function(q, k, v, **given, backend=backend, out=out)
-    made = by_codes("attention", q, k, v, math, smooth, backend, given, None if out is None else (out, None))
-    return made[0]
+    return attend(
+        attention_op, q, k, v, math, smooth, backend, out, scale=scale, causal=causal, left=left, right=right, softcap=softcap,
+        sink=sink, slopes=slopes, mask=mask, kv_len=kv_len, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
+    )  # fmt: skip
 
 
 def attention_lse(
@@ -92,13 +92,21 @@ def attention_lse(
     out: Any = None,
 ) -> tuple[Tensor, Tensor]:
     """(o, lse): `attention`, and the logarithm of the sum of what enters each softmax, which has whole keys, smoothed or not."""
-    given = {
-        "scale": scale, "causal": causal, "left": left, "right": right, "softcap": softcap, "sink": sink, "slopes": slopes,
-        "mask": mask, "kv_len": kv_len, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k,
-    }  # fmt: skip
+    return attend(
+        attention_lse_op, q, k, v, math, smooth, backend, out, scale=scale, causal=causal, left=left, right=right, softcap=softcap,
+        sink=sink, slopes=slopes, mask=mask, kv_len=kv_len, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
+    )  # fmt: skip
+
+
+def attend(
+    op: Op, q: Any, k: Any, v: Any, math: Math, smooth: bool, backend: Backend, out: Any, **given: Any
+) -> Tensor | tuple[Tensor, Tensor]:
+    """What `op`, one of the two, gives: by its own kernels, or by those of codes where there are any or some are asked for."""
     if math == "auto" and not smooth and not any(isinstance(t, Quantized) for t in (q, k, v)):
-        return attention_lse_op.function(q, k, v, **given, backend=backend, out=out)
-    return by_codes("attention_lse", q, k, v, math, smooth, backend, given, out)
+        return op.function(q, k, v, **given, backend=backend, out=out)
+    both = op is attention_lse_op
+    made = by_codes(op.name, q, k, v, math, smooth, backend, given, out if both or out is None else (out, None))
+    return made if both else made[0]
 
 
 def by_codes(
@@ -127,17 +135,32 @@ def by_codes(
         raise ValueError(f"{op}: v is codes, which math={math!r} does not multiply: that is {kind}_pv")
     if smooth and rows["k"].scale is not None:
         raise ValueError(f"{op}: smooth takes the mean off k before it is quantised, and k is codes")
+    own = {"out_dtype": name_of(q.dtype)} if rows["q"].scale is not None and rows["v"].scale is not None else {}
+    last = attention_codes_pv if pv else attention_codes
+    if not torch.compiler.is_compiling():  # before anything is launched, as the last op would say it
+        made = {name: expected(r, kind, name == "k" or name == "v" and bool(pv)) for name, r in rows.items()}
+        last.validate(last.signature.bind(operands(made), {**own, **given}))
     if rows["k"].scale is None:
-        mean = attention_mean.function(rows["k"].codes) if smooth else None
+        there = keys_there(q, k, *(given[name] for name in LENGTHS)) if smooth else None
+        mean = attention_mean.function(rows["k"].codes, there) if smooth else None
         rows["k"] = Rows(*attention_rows.function(rows["k"].codes, mean, kind=kind), mean)
     if pv and rows["v"].scale is None:
         rows["v"] = Rows(*attention_rows.function(rows["v"].codes, kind=kind))
-    own = {"out_dtype": name_of(q.dtype)} if rows["q"].scale is not None and rows["v"].scale is not None else {}
-    function = (attention_codes_pv if pv else attention_codes).function
-    return function(
-        rows["q"].codes, rows["k"].codes, rows["v"].codes, rows["k"].scale, rows["q"].scale, rows["v"].scale,
-        rows["k"].mean, **own, **given, out=out,
-    )  # fmt: skip
+    return last.function(*operands(rows), **own, **given, out=out)
+
+
+def operands(rows: dict[str, Rows]) -> tuple:
+    """What the ops of codes take by position."""
+    q, k, v = rows["q"], rows["k"], rows["v"]
+    return q.codes, k.codes, v.codes, k.scale, q.scale, v.scale, k.mean
+
+
+def expected(rows: Rows, kind: str, coded: bool) -> Rows:
+    """Rows as they are multiplied: numbers that will be `coded` by codes of their shape, of which there is one."""
+    if rows.scale is not None or not coded:
+        return rows
+    codes, scale = (rows.codes.new_empty(1, dtype=dtype) for dtype in (dtype_of(kind), torch.float32))
+    return Rows(codes.expand(rows.codes.shape), scale.expand(rows.codes.shape[:-1]))
 
 
 def widened(

@@ -57,6 +57,27 @@ def seen(
     return Seen(visible, (position[..., None] - j).abs(), wrong)
 
 
+def keys_there(
+    q: Tensor, k: Tensor, kv_len: Tensor | None, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None
+) -> Tensor | None:
+    """Which keys there are by a call's lengths and marks, bool [batch, keys]: those that some query would see if it saw all of its
+    sequence. None if all are."""
+    if kv_len is None and cu_seqlens_k is None:
+        return None
+    batch, keys = k.shape[:2]
+    whose, index, _ = sequences(keys, cu_seqlens_k, k.device)
+    limit = keys_of_sequences(keys, cu_seqlens_k, k.device).expand(batch, -1)
+    if kv_len is not None:
+        many = kv_len.clamp(min=0).long()
+        if kv_len.dim() == 2:  # the most of a sequence's rows
+            rows = sequences(q.shape[1], cu_seqlens_q, k.device)[0].expand(batch, -1)
+            many = torch.zeros_like(limit).scatter_reduce(1, rows, many, "amax")
+        else:
+            many = many[:, None] if cu_seqlens_q is None else torch.nn.functional.pad(many, (1, 1))[None]
+        limit = torch.minimum(limit, many)
+    return index < limit[:, whose]
+
+
 def marks_of(count: int, marks: Tensor | None, device: torch.device) -> Tensor:
     """Where sequences begin, and where the last ends: within [0, count], never falling. Packed tokens before the first mark and
     after the last are sequences too, so that every token is in one."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import platform
+from collections.abc import Callable
 
 from .console import Json, show
 
@@ -17,6 +18,7 @@ def doctor(as_json: Json = False) -> None:
     from ..core.private import guard
     from ..core.target import Target, chip_words
     from ..runtime import config
+    from ..toolchain import faults
 
     def row(what: str, found: str, fix: str = "") -> dict[str, str]:
         return {"what": what, "found": found, "to mend it": fix}
@@ -46,11 +48,28 @@ def doctor(as_json: Json = False) -> None:
     rows.append(row("launch", found, "" if slow is None else f"{tried}: a call then costs the host a tenth"))
     found = "in Gluon" if lacks is None else f"portable ones: this Triton's Gluon is another ({lacks})"
     rows.append(row("kernels for Hopper", found, "" if lacks is None else f"{tried}, on sm_90"))
+    found, fix = looked_at(triton_versions.assembler(90), faults.unread)
+    rows.append(row("wrong code", found, fix))
     rows.append(row("your tuned rows", str(config.folder())))
     for name in ("pytest", "ruff"):
         if importlib.util.find_spec(name) is None:
             rows.append(row(name, "not installed", "only for working on tilewright: make env"))
     show(rows, "this machine", as_json)
+
+
+def looked_at(ptxas: str | None, unread: Callable[[str | None], str | None]) -> tuple[str, str]:
+    """What compiled kernels are looked through for before they run on a chip of NVIDIA's, and what would let machine code be read
+    where it should be and is not."""
+    from ..core.triton_versions import FAULTS, has_fault
+
+    named = ", ".join(fault for fault in FAULTS if has_fault(fault, ptxas))
+    why = unread(ptxas)
+    if why is None:
+        return f"compiled kernels are looked through before they run: {named}", ""
+    return (
+        f"compiled kernels are looked through before they run: {named}; but not for registers, since {why}",
+        "Triton's own wheel",
+    )
 
 
 def slow_launch(known: bool, guarded: bool) -> str | None:

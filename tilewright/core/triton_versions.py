@@ -1,8 +1,10 @@
-"""What differs between versions of Triton: names of Gluon, its lower level, options of the compiler, compiled launchers.
+"""What differs between versions of Triton: names of Gluon, its lower level, options of the compiler, compiled launchers, and what
+its compiler gets wrong.
 
-Any Triton is probed by what it offers, never by its number. Gluon is experimental, and its functions are renamed: kernels import
-them from here by their newest names. Where Triton does not offer what kernels in Gluon call, portable ones are taken. Gluon is
-loaded when the first of its names is asked for, since that takes 0.1 s. This module knows Triton alone.
+Any Triton is probed by what it offers, never by its number; what its compiler gets wrong, which nothing tells, is a table of
+numbers. Gluon is experimental, and its functions are renamed: kernels import them from here by their newest names. Where Triton
+does not offer what kernels in Gluon call, portable ones are taken. Gluon is loaded when the first of its names is asked for, since
+that takes 0.1 s. This module knows Triton alone.
 """
 
 from __future__ import annotations
@@ -18,7 +20,6 @@ from typing import Any, NamedTuple
 
 import triton
 
-MISREADS_REDUCTIONS = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7)  # as `toolchain/reductions.py` tells
 GLUON = "triton.experimental.gluon"
 TRIED = ("3.6.", "3.7.", "3.8.", "3.9.")  # kernels have been compiled with these
 WARPGROUP = ("warpgroup_mma", "warpgroup_mma_init", "warpgroup_mma_wait")
@@ -163,6 +164,47 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return found.names[name]
 
+
+# ---------------------------------------------------------------- wrong code
+
+
+class Fault(NamedTuple):
+    """Something that a tool, Triton or its assembler, makes wrong code of: releases before `mended`, or all where that is None."""
+
+    tool: str
+    mended: tuple[int, int] | None
+    known_by: str
+
+
+# By the module of `toolchain/` that finds code which suffers from it. A release that nobody tried, older than a right one, is
+# taken for wrong.
+FAULTS = {
+    "reductions": Fault(
+        "triton", (3, 7), "3.6 counts the bits of a layout, and an H200 gave wrong sums; 3.7 reads them"
+    ),
+    "registers": Fault("ptxas", (12, 9), "of one PTX 12.8 makes reads of what was never set, and 12.9 and 13.4 do not"),
+    "stores": Fault("ptxas", (13, 4), "of the same lines of PTX 12.8 and 12.9 make a conversion, and 13.4 does not"),
+    "conversions": Fault("ptxas", None, "12.8, 12.9 and 13.4 make it of the same fifteen lines of PTX"),
+}
+
+
+@functools.cache
+def assembler(arch: int) -> str | None:
+    """The release of ptxas that this Triton assembles with for a chip of NVIDIA's, `12.8`; None where it does not say."""
+    try:
+        return importlib.import_module("triton.backends.nvidia.compiler").get_ptxas(arch).version
+    except (ImportError, AttributeError, RuntimeError):
+        return None
+
+
+def has_fault(name: str, ptxas: str | None = None) -> bool:
+    """Whether the Triton that is installed, with this release of ptxas, has a fault; a ptxas that is not known has all."""
+    fault = FAULTS[name]
+    version = triton.__version__ if fault.tool == "triton" else ptxas
+    return version is None or fault.mended is None or age(version) < fault.mended
+
+
+MISREADS_REDUCTIONS = has_fault("reductions")
 
 # ---------------------------------------------------------------- the compiler and its launcher
 

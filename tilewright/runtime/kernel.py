@@ -22,6 +22,7 @@ from torch import Tensor
 from ..core import triton_versions
 from ..core.nest import leaves
 from ..core.target import INTERPRETING, Target
+from ..toolchain import faults
 from . import config, plan
 from .launch import CudaLaunch, HostLaunch, Launch, PublicLaunch
 from .list_launch import ListLaunch
@@ -178,6 +179,7 @@ class Kernel:
                             " tilewright.warmup(op, ...) with these shapes and dtypes before capturing"
                         )
                     compiled = self.jit.warmup(*ordered, grid=grid, **triton_versions.COMPILED_WITH, **options)
+                    faults.refuse(self.name, compiled)
                     _ = (
                         compiled.run
                     )  # loads the binary, before another thread can find a variant that is loaded in part

@@ -12,7 +12,6 @@ import hashlib
 import io
 import os
 import re
-import subprocess
 import tempfile
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
@@ -31,6 +30,7 @@ from triton.runtime.cache import get_cache_manager
 from ..core import triton_versions
 from ..core.nest import labels
 from ..core.target import TARGETS
+from .disassembler import disassembled
 
 __all__ = ["CompileError", "Compiled", "compile_for", "fingerprint", "gpu_target"]
 
@@ -73,11 +73,7 @@ class Compiled:
     @cached_property
     def sass(self) -> str:
         """The machine code of an NVIDIA chip, disassembled."""
-        with tempfile.TemporaryDirectory() as folder:
-            cubin = Path(folder) / "kernel.cubin"
-            cubin.write_bytes(self.binary)
-            tool = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
-            return subprocess.run([tool, "-c", cubin], capture_output=True, text=True, check=True).stdout
+        return disassembled(self.binary)
 
     def count(self, prefix: str) -> int:
         """How many instructions begin with `prefix`: `LDG`, `STG.E.128`, `FFMA`, `buffer_load` …"""

@@ -45,11 +45,7 @@ def unset(sass: str) -> list[str]:
                 reached[following] = joined
                 waiting.append(following)
     found = ((one, sorted(one.reads - reached[at])) for at, one in enumerate(code) if at in reached)
-    return [
-        f"{one.text}: UR{missing[0]} is read and was never written (toolchain/registers.py)"
-        for one, missing in found
-        if missing
-    ]
+    return [f"{one.text}: UR{missing[0]} is read and was never written" for one, missing in found if missing]
 
 
 def _code(sass: str) -> list[Instruction]:

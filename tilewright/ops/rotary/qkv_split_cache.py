@@ -28,7 +28,7 @@ from ...attention.cache_write import (
     scale_heads,
     written,
 )
-from ...attention.cached_parts import as_codes
+from ...attention.cached_parts import SCALED, as_codes
 from ...attention.portable import heads_of
 from ...core.debug import check_indices
 from ...core.draw import Draw
@@ -45,6 +45,7 @@ from .qkv_split import reference as split
 from .qkv_split_backward import blocks, units
 from .rope import HEAD_DIMS, SMALL_HEADS, draw_tables
 
+BLOCK_COLUMNS = tl.constexpr(SCALED)
 FEW = 64  # tokens, up to which programs are many and small: a launch of few is as long as its longest program
 
 
@@ -75,9 +76,10 @@ def reference(
     """q [batch, length, heads, head_dim] of `qkv` [batch, length, width]; keys and values are written into `slots` of caches.
 
     It is `qkv_split`, with its options, and `cache_write` [pages, page, kv_heads, head_dim] of what that gives, without the
-    rounding in between: numbers of qkv's dtype or codes, with a scale [pages, page, kv_heads, 1] that is written, or one of
-    [1, 1, 1 or kv_heads, 1] that is read. `slots` [batch, length] out of range write nothing; `positions` [batch, length] say
-    where tokens stand, or else they stand at their indices. A position without an angle makes q NaN, and what is written.
+    rounding in between: numbers of qkv's dtype or codes, with a scale [pages, page, kv_heads, 1], or with a number for each 128
+    columns in the place of 1, that is written, or one of [1, 1, 1 or kv_heads, 1] that is read. `slots` [batch, length] out of
+    range write nothing; `positions` [batch, length] say where tokens stand, or else they stand at their indices. A position
+    without an angle makes q NaN, and what is written.
     """
     options = {"eps": eps, "rotary_dim": rotary_dim, "pairing": pairing, "packing": packing, "silu": silu}
     q, k, v = split(
@@ -89,7 +91,7 @@ def reference(
 
 def inputs(draw: Draw) -> dict[str, Any]:
     batch, length = draw.dim("batch"), draw.dim("length")
-    head_dim, heads = draw.dim("head_dim", (1, *HEAD_DIMS)), draw.dim("heads", SMALL_HEADS)
+    head_dim, heads = draw.dim("head_dim", (1, *HEAD_DIMS, 136, 200)), draw.dim("heads", SMALL_HEADS)
     queries = math.gcd(heads, draw.option("queries_per_key", 8, 1, 2, 3))
     kv_heads = 1 if queries == 1 and heads > max(SMALL_HEADS) else heads // max(1, queries)
     rotary_dim = max(2, head_dim // draw.option("share", 1, 2, 3) // 2 * 2)
@@ -97,8 +99,8 @@ def inputs(draw: Draw) -> dict[str, Any]:
     known = draw.option("positions_known", length + 9, max(1, length))
     given = draw.option("told", "given", "by order") == "given"
     index = draw.option("index", torch.int64, torch.int32)
-    k_cache, k_scale = draw_cache(draw, "k", kv_heads, head_dim, blocked=False)
-    v_cache, v_scale = draw_cache(draw, "v", kv_heads, head_dim, blocked=False)
+    k_cache, k_scale = draw_cache(draw, "k", kv_heads, head_dim)
+    v_cache, v_scale = draw_cache(draw, "v", kv_heads, head_dim)
     places = k_cache.shape[0] * k_cache.shape[1]
     return {
         "qkv": draw.tensor(batch, length, (heads + 2 * kv_heads) * head_dim),
@@ -144,9 +146,12 @@ def put_pairs(
 
 
 @triton.jit
-def scale_at(S, page, place, head, known, top, FORMAT: tl.constexpr):
-    """(scale, multiplier) [TOKENS, HEADS, 1] of codes: read, or of the largest numbers `top` [TOKENS, HEADS] and stored."""
-    at = (page * S.stride_b + place * S.stride_t)[:, None] + head.to(tl.int64)[None, :] * S.stride_h
+def scale_at(S, page, place, head, known, top, FORMAT: tl.constexpr, BLOCK: tl.constexpr):
+    """(scale, multiplier) [TOKENS, HEADS, 1] of a block of codes: read, or of the largest numbers `top` [TOKENS, HEADS] and
+    stored."""
+    at = (
+        (page * S.stride_b + place * S.stride_t)[:, None] + head.to(tl.int64)[None, :] * S.stride_h + BLOCK * S.stride_d
+    )
     if has(FORMAT, "static"):
         s = tl.load(S.data + at, known, 1.0).to(tl.float32)
         mult = s
@@ -154,6 +159,66 @@ def scale_at(S, page, place, head, known, top, FORMAT: tl.constexpr):
         s, mult = own_scale(top, FORMAT)
         tl.store(S.data + at, s, known)
     return s[:, :, None], mult[:, :, None]
+
+
+@triton.jit
+def block_top(x, column, there, BLOCK: tl.constexpr):
+    """The largest numbers [TOKENS, HEADS] of x [TOKENS, HEADS, n] in the columns [n] of a block that are there."""
+    return amax(tl.where((there & (column // BLOCK_COLUMNS == BLOCK))[None, None, :], x, 0.0), 2)
+
+
+@triton.jit
+def in_block(new, column, before, BLOCK: tl.constexpr):
+    """`before`, or in the columns [n] of a block what is new there."""
+    return tl.where((column // BLOCK_COLUMNS == BLOCK)[None, None, :], new, before)
+
+
+@triton.jit
+def codes_by_block(
+    S, a, b, d, e, page, place, head, known, D: tl.constexpr, COLUMNS: tl.constexpr, FORMAT: tl.constexpr
+):
+    """Codes of a head's pairs, of those that are turned and of the rest, with a scale for each block of the head's columns."""
+    PAIRS: tl.constexpr = COLUMNS.PAIRS
+    REST: tl.constexpr = COLUMNS.REST
+    BLOCKS: tl.constexpr = (D + BLOCK_COLUMNS - 1) // BLOCK_COLUMNS
+    if PAIRS > 0:
+        at_a, at_b, there_a, there_b = pair_columns(2 * PAIRS, COLUMNS.HALF, COLUMNS.INTERLEAVED)
+        s_a = tl.zeros_like(a)
+        s_b = tl.zeros_like(b)
+        mult_a = s_a
+        mult_b = s_b
+    if REST > 0:
+        at_d, at_e, there_d, there_e = pair_columns(D - 2 * PAIRS, REST, COLUMNS.INTERLEAVED)
+        at_d += 2 * PAIRS
+        at_e += 2 * PAIRS
+        s_d = tl.zeros_like(d)
+        s_e = tl.zeros_like(e)
+        mult_d = s_d
+        mult_e = s_e
+    for BLOCK in tl.static_range(BLOCKS):
+        top = tl.zeros([known.shape[0], known.shape[1]], tl.float32)
+        if PAIRS > 0:
+            top = max_nan(top, max_nan(block_top(a, at_a, there_a, BLOCK), block_top(b, at_b, there_b, BLOCK)))
+        if REST > 0:
+            top = max_nan(top, max_nan(block_top(d, at_d, there_d, BLOCK), block_top(e, at_e, there_e, BLOCK)))
+        s, mult = scale_at(S, page, place, head, known, top, FORMAT, BLOCK)
+        if PAIRS > 0:
+            s_a = in_block(s, at_a, s_a, BLOCK)
+            s_b = in_block(s, at_b, s_b, BLOCK)
+            mult_a = in_block(mult, at_a, mult_a, BLOCK)
+            mult_b = in_block(mult, at_b, mult_b, BLOCK)
+        if REST > 0:
+            s_d = in_block(s, at_d, s_d, BLOCK)
+            s_e = in_block(s, at_e, s_e, BLOCK)
+            mult_d = in_block(mult, at_d, mult_d, BLOCK)
+            mult_e = in_block(mult, at_e, mult_e, BLOCK)
+    if PAIRS > 0:
+        a = codes_of(a, s_a, mult_a, FORMAT)
+        b = codes_of(b, s_b, mult_b, FORMAT)
+    if REST > 0:
+        d = codes_of(d, s_d, mult_d, FORMAT)
+        e = codes_of(e, s_e, mult_e, FORMAT)
+    return a, b, d, e
 
 
 @triton.jit
@@ -170,13 +235,15 @@ def write_keys(
     if PAIRS > 0:
         cosine, sine = load_angles(ANGLES, angles_at, position, live, PAIRS, HALF)
         a, b = rotate(a, b, cosine, sine)
-    if FORMAT != "":
+    if has(FORMAT, "1x128"):
+        a, b, d, e = codes_by_block(S, a, b, d, e, page, place, head, known, D, COLUMNS, FORMAT)
+    elif FORMAT != "":
         top = tl.zeros([known.shape[0], known.shape[1]], tl.float32)
         if PAIRS > 0:
             top = max_nan(top, max_nan(amax(a, 2), amax(b, 2)))
         if REST > 0:
             top = max_nan(top, max_nan(amax(d, 2), amax(e, 2)))
-        s, mult = scale_at(S, page, place, head, known, top, FORMAT)
+        s, mult = scale_at(S, page, place, head, known, top, FORMAT, 0)
         if PAIRS > 0:
             a = codes_of(a, s, mult, FORMAT)
             b = codes_of(b, s, mult, FORMAT)
@@ -199,8 +266,17 @@ def write_values(
     x = tl.load(X.data + at + i.to(tl.int64) * X.stride_n, inside & (i < D), 0.0).to(tl.float32)
     if SILU:
         x *= sigmoid(x, 1.0)
-    if FORMAT != "":
-        s, mult = scale_at(S, page, place, head, known, amax(x, 2), FORMAT)
+    if has(FORMAT, "1x128"):
+        column = tl.arange(0, LANES)
+        scale = tl.zeros_like(x)
+        multiplier = scale
+        for BLOCK in tl.static_range((D + BLOCK_COLUMNS - 1) // BLOCK_COLUMNS):
+            s, mult = scale_at(S, page, place, head, known, block_top(x, column, column < D, BLOCK), FORMAT, BLOCK)
+            scale = in_block(s, column, scale, BLOCK)
+            multiplier = in_block(mult, column, multiplier, BLOCK)
+        x = codes_of(x, scale, multiplier, FORMAT)
+    elif FORMAT != "":
+        s, mult = scale_at(S, page, place, head, known, amax(x, 2), FORMAT, 0)
         x = codes_of(x, s, mult, FORMAT)
     tl.store(C.data + to + i.to(tl.int64) * C.stride_d, x.to(C.data.dtype.element_ty), known[:, :, None] & (i < D))
 
@@ -280,9 +356,15 @@ def forward(**values) -> Tensor:
     qkv_split_cache_rows(
         x, weights, angles, q, heads_of(as_codes(a.k_cache)), heads_of(as_codes(a.v_cache)), scale_heads(a.k_scale),
         scale_heads(a.v_scale), Indices(a.slots, *a.slots.stride()), B, L, P, pages, page, a.eps,
-        K_FORMAT=format_of(a.k_cache, a.k_scale), V_FORMAT=format_of(a.v_cache, a.v_scale), **constants,
+        K_FORMAT=words_of(a.k_cache, a.k_scale), V_FORMAT=words_of(a.v_cache, a.v_scale), **constants,
     )  # fmt: skip
     return q
+
+
+def words_of(cache: Tensor, scale: Tensor | None) -> str:
+    """The words of a cache's codes: a program here has whole heads, and must know of blocks within them."""
+    words = format_of(cache, scale)
+    return words if scale is None or scale.shape[3] == 1 else words.replace(":row:", ":1x128:")
 
 
 def check(
@@ -302,7 +384,9 @@ def check(
                 f"{op}: {name}_cache must be [pages, page, kv_heads, head_dim] = [.., .., {own}, {head_dim}],"
                 f" got {list(cache.shape)}"
             )
-        check_cache(op, name, qkv, cache, scale, ((pages, page, own, 1), (1, 1, own, 1), (1, 1, 1, 1)))
+        blocks_of = -(-head_dim // SCALED)
+        sizes = ((pages, page, own, 1), (pages, page, own, blocks_of), (1, 1, own, 1), (1, 1, 1, 1))
+        check_cache(op, name, qkv, cache, scale, sizes)
 
 
 def cost(
@@ -315,7 +399,8 @@ def cost(
     read += sum(t.numel() * t.element_size() for t in (slots, positions) if t is not None)
     keys = tokens * kv_heads * head_dim
     stored = (qkv.numel() - 2 * keys) * qkv.element_size() + keys * (k_cache.element_size() + v_cache.element_size())
-    return read, stored + sum(4 * tokens * kv_heads for s in (k_scale, v_scale) if s is not None and s.shape[0] > 1)
+    scales = (s for s in (k_scale, v_scale) if s is not None and s.shape[0] > 1)
+    return read, stored + sum(4 * tokens * kv_heads * s.shape[3] for s in scales)
 
 
 qkv_split_cache = Op(
@@ -324,7 +409,7 @@ qkv_split_cache = Op(
         "qkv": "float[batch length width]", **dict.fromkeys(("q_weight", "k_weight"), "float[head_dim]"),
         **dict.fromkeys(("freqs", "cos", "sin"), "float[positions angles]"),
         **dict.fromkeys(("k_cache", "v_cache"), f"{CACHE}[pages page kv_heads head_dim]"),
-        **dict.fromkeys(("k_scale", "v_scale"), "float32|float64[pages? page? kv_heads? 1]"),
+        **{f"{n}_scale": f"float32|float64[pages? page? kv_heads? {n}_blocks]" for n in ("k", "v")},
         **dict.fromkeys(("slots", "positions"), "int[batch length]"), "mscale": above(0.0),
         "heads": at_least(1), "kv_heads": at_least(1), "head_dim": at_least(1), "eps": at_least(0.0),
     },
