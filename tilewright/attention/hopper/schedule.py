@@ -124,7 +124,8 @@ def plan_for(sizes: Sizes, memory: int) -> Plan | None:
     for block in (128, 64) if sizes.V0 + sizes.V1 <= 128 else (64,):
         for queries in (2, 1):
             for stages in (4, 3, 2):
-                plan = Plan(2, block, stages, queries, TOGETHER, True, True, False, False, False)
+                wide = sizes.D0 + sizes.D1 > 128
+                plan = Plan(2, block, stages, queries, TOGETHER, True, wide, False, wide, False)
                 if bytes_of(sizes, plan) + SPARE <= memory:
                     return plan
     return None
