@@ -56,6 +56,11 @@ class Row:
     dtypes: tuple[str, ...] = ("float", "integer", "bool")
     empty: bool = True  # whether nothing has an answer
 
+    @property
+    def indexed(self) -> bool:
+        """Whether a state is a value and its index."""
+        return self.states == 2
+
 
 class How(NamedTuple):
     """What a kernel is compiled for."""
@@ -230,11 +235,15 @@ def split(t: Sequence[int], dims: tuple[int, ...]) -> tuple[Ints, Ints]:
     return tuple(v for i, v in enumerate(t) if i not in dims), tuple(v for i, v in enumerate(t) if i in dims)
 
 
-def loops_of(shape: Ints, strides: list[Ints]) -> tuple[list[int], list[list[int]]]:
-    """At most three loops in the order of the dimensions: kept ones number the results, reduced ones the indices."""
+def loops_of(shape: Ints, strides: list[Ints], ordered: bool = True) -> tuple[list[int], list[list[int]]]:
+    """At most three loops: in the order of the dimensions, for kept ones number the results, reduced ones the indices; or, where no
+    index counts them, in the order of the first operand's memory, in which more of them are one."""
     sizes: list[int] = []
     steps: list[list[int]] = [[] for _ in strides]
-    for d in reversed(range(len(shape))):
+    dims = list(reversed(range(len(shape))))
+    if not ordered:
+        dims.sort(key=lambda d: strides[0][d])
+    for d in dims:
         if shape[d] == 1:
             continue
         if sizes and all(own[d] == made[-1] * sizes[-1] for own, made in zip(strides, steps)):
@@ -312,7 +321,7 @@ def launch(row, x, other, kept, reduced, dims, outs, common, numbers) -> None:
     operands = [x] if other is None else [x, other]
     strides = [split(t.stride(), dims) for t in operands]
     sizes_k, steps_k = loops_of(kept, [own[0] for own in strides])
-    sizes_r, steps_r = loops_of(reduced, [own[1] for own in strides])
+    sizes_r, steps_r = loops_of(reduced, [own[1] for own in strides], ordered=row.indexed)
     compute = compute_dtype(common)
     KEPT, REDUCED = math.prod(kept), math.prod(reduced)
     block_k, block_r = tile_of(steps_k, steps_r, sizes_r, x.numel())
