@@ -130,6 +130,37 @@ def test_numbers_promote_as_atens(number, dtype):
         assert not differences(ours, aten), at
 
 
+@pytest.mark.parametrize("exponent", [0, 1, 2, 3, 0.5, -0.5, -1, -2, 1.75, -2.25, 63.0])
+def test_powers_by_a_number(exponent):
+    """Some have formulas of their own; a plan for one is not taken for another."""
+    x = torch.tensor(
+        [float("-inf"), float("inf"), -0.0, 0.0, -1.0, 1.0, float("nan"), 2.5, -3.0, 1e-30, 1e30, 0.7, 1.4]
+    )
+    whole = torch.tensor([-3, 0, 1, 7])
+
+    def call() -> Any:
+        for other in (exponent, 2.625, exponent):  # the last is made by a plan
+            made = x**other
+        return (
+            made,
+            (x[5:] * 2).pow_(exponent),
+            whole**exponent if isinstance(exponent, int) and exponent >= 0 else None,
+        )
+
+    aten, ours, ran = both(call)
+    truth = x.double() ** exponent, (x[5:].double() * 2) ** exponent, None
+    assert ran and not differences(ours, aten, truth)
+
+
+def test_powers_are_as_exact_as_atens():
+    """Bases and exponents of every size, results of which are all of fp32's."""
+    torch.manual_seed(0)
+    base = torch.exp2(torch.rand(20_000) * 200 - 100)
+    exponent = (torch.rand(20_000) * 290 - 160) / torch.log2(base)
+    aten, ours, ran = both(lambda: base**exponent)
+    assert ran and not differences(ours, aten, base.double() ** exponent.double())
+
+
 def test_int64_and_a_float():
     """Not float64, though the number is one in C++: declined or taken, it is fp32."""
     x = torch.arange(3)

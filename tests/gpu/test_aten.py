@@ -23,6 +23,8 @@ from tests.aten.test_beyond import (  # noqa: F401
     test_memory_that_is_read_and_written,
     test_numbers_promote_as_atens,
     test_offsets_past_32_bits,
+    test_powers_are_as_exact_as_atens,
+    test_powers_by_a_number,
     test_vmap_and_autocast_stand_above,
 )
 from tests.aten.test_opinfo import (  # noqa: F401
@@ -78,7 +80,9 @@ def test_captured_and_replayed_with_other_numbers(name):
         torch.cuda.synchronize()
         warm = taken()
         with torch.cuda.graph(graph):
-            before = taken()  # beginning a capture fills two numbers of torch's random generator, which are calls of ours too
+            before = (
+                taken()
+            )  # beginning a capture fills two numbers of torch's random generator, which are calls of ours too
             made = CALLS[name](x)
             captured = taken() - before
         assert captured == warm > 0 and not declined()

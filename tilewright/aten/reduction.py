@@ -27,7 +27,7 @@ from ..runtime.kernel import kernel
 from . import plans
 from .layout import Ints
 from .plans import bits_of, own
-from .pointwise import IN_TRITON, SMALL, number, promoted_value, stored
+from .pointwise import IN_TRITON, SMALL, number, promoted_value, stored, text_of
 from .row import Declined, compute_dtype, taken, taken_as
 
 LOOPS = 3
@@ -74,6 +74,10 @@ class How(NamedTuple):
     RESULTS: int
     COMMON: Any
     COMPUTE: Any
+
+    @property
+    def cache_key(self) -> str:
+        return text_of(self)
 
 
 # ---- kernels ---------------------------------------------------------------------------------------------------------

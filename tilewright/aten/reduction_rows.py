@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import libdevice
 
-from .functions import divide, is_close, is_close_or_nan, is_nan
+from .functions import divide, is_close, is_close_or_nan, is_nan, square_root
 from .reduction import Row, run
 from .row import Declined
 
@@ -213,12 +213,12 @@ def variance_and_mean(mean, about, weight, count, correction):
 
 @triton.jit
 def deviation(mean, about, weight, count, correction):
-    return libdevice.sqrt(divide(about, tl.maximum(weight - correction, 0.0)))
+    return square_root(divide(about, tl.maximum(weight - correction, 0.0)))
 
 
 @triton.jit
 def root(total, count):
-    return libdevice.sqrt(total)
+    return square_root(total)
 
 
 @triton.jit
