@@ -124,6 +124,8 @@ def known_gelu(values: dict[str, Any]) -> str | None:
 
 def fill_is_aten(self: Tensor, value: Any) -> str | None:
     """Why aten fills a tensor with this value, if it does: it refuses some values, and casts others as a processor pleases."""
+    if not isinstance(self, Tensor):
+        return "a number in a tensor's place"
     if isinstance(value, Tensor) and (value.dim() or value.device != self.device):
         return "a value with dimensions, or elsewhere"
     if isinstance(value, complex):
