@@ -1,5 +1,5 @@
-"""What Triton's front end refuses, of every overload of torch's that is replaced: with operands of each kind of dtype, and numbers in
-operands' places. The interpreter takes much of it, such as a loop that changes the shape of a value."""
+"""What Triton's front end refuses, of every overload of torch's that is replaced: with operands of each kind of dtype, and numbers
+in operands' places. The interpreter takes much of it, such as a loop that changes the shape of a value."""
 
 from __future__ import annotations
 
