@@ -43,7 +43,9 @@ def samples(name: str, dtype: torch.dtype, most: int) -> Iterator[Any]:
     """The first samples of an entry, spread over all that it has, each with its twin that is not contiguous."""
     torch.manual_seed(0)
     every = list(itertools.islice(ENTRIES[name].sample_inputs(DEVICE, dtype), 40))
-    for sample in every[:: max(1, len(every) // most)][:most]:
+    # From the first to the last: every so manieth alone may be of one kind, such as those of no elements
+    chosen = sorted({at * (len(every) - 1) // max(1, most - 1) for at in range(most)} if every else ())
+    for sample in [every[at] for at in chosen]:
         yield sample
         yield sample.noncontiguous()
 

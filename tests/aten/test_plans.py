@@ -33,7 +33,7 @@ def runs(monkeypatch: pytest.MonkeyPatch, name: str) -> list[Any]:
         seen.append(None)
         return form(*args, **kwargs)
 
-    counted.numbers, counted.signs = getattr(form, "numbers", ()), getattr(form, "signs", ())
+    counted.numbers, counted.asks = getattr(form, "numbers", ()), getattr(form, "asks", {})
     monkeypatch.setitem(table.FORMS, name, counted)
     return seen
 

@@ -23,6 +23,8 @@ from tests.aten.test_beyond import (  # noqa: F401
     test_memory_that_is_read_and_written,
     test_numbers_promote_as_atens,
     test_offsets_past_32_bits,
+    test_powers_are_as_exact_as_atens,
+    test_powers_by_a_number,
     test_vmap_and_autocast_stand_above,
 )
 from tests.aten.test_opinfo import (  # noqa: F401
@@ -43,7 +45,7 @@ from tests.aten.test_router import (  # noqa: F401
     test_other_threads_see_it_and_autograds_do,
     test_what_is_declined_is_atens_and_counted,
 )
-from tilewright.aten import index_map, pointwise, reduction, scan
+from tilewright.aten import index_map, plans, pointwise, reduction, scan
 from tilewright.runtime.kernel import Kernel
 
 pytestmark = pytest.mark.gpu
@@ -65,7 +67,7 @@ def declined() -> dict[str, dict[str, int]]:
 def check(name: str, ours: Tensor | tuple[Tensor, ...], x: Tensor) -> None:
     """Results of a call of x are aten's."""
     call = CALLS[name]
-    terms = float(x.double().abs().sum()) if name in ("sum", "last", "cumsum") else 0.0
+    terms = float(x.double().abs().sum()) if name == "cumsum" else 0.0
     assert not differences(ours, call(x), call(as_double(x)), terms)
 
 
@@ -78,8 +80,12 @@ def test_captured_and_replayed_with_other_numbers(name):
         torch.cuda.synchronize()
         warm = taken()
         with torch.cuda.graph(graph):
+            before = (
+                taken()
+            )  # beginning a capture fills two numbers of torch's random generator, which are calls of ours too
             made = CALLS[name](x)
-        assert taken() == 2 * warm > 0 and not declined()
+            captured = taken() - before
+        assert captured == warm > 0 and not declined()
     for _ in range(3):
         x.copy_(torch.randn(SHAPE))
         graph.replay()
@@ -94,8 +100,9 @@ def test_a_capture_of_what_is_not_compiled_takes_atens_kernel(name, monkeypatch)
     x, graph = torch.randn(SHAPE), torch.cuda.CUDAGraph()
     CALLS[name](x)  # aten loads its own kernels when they are first called
     torch.cuda.synchronize()
-    for kernel in KERNELS:
+    for kernel in KERNELS:  # whatever was called before has compiled
         monkeypatch.setattr(kernel, "variants", {})
+    monkeypatch.setattr(plans, "_variants", {})
     with tw.aten.use():
         with torch.cuda.graph(graph):
             made = CALLS[name](x)

@@ -42,11 +42,13 @@ def glu_backward(grad_output: Tensor, self: Tensor, dim: int) -> Tensor:
 
 
 def log_sigmoid_forward(self: Tensor) -> tuple[Tensor, Tensor]:
-    """Its second result is for aten's backward, which reads it on a processor alone."""
-    made = run(LOG_SIGMOID, {"self": self}, None)
+    """Its second result is for aten's backward, which reads it on a processor alone. There aten has both without gaps in the order
+    of dimensions; on a GPU the result lies as the operand does."""
     if self.is_cuda:
+        made = run(LOG_SIGMOID, {"self": self}, own(torch.empty_like(self)))
         return made, own(torch.empty(0, dtype=self.dtype, device=self.device))
-    return made, run(BELOW_ONE, {"self": self}, None)
+    made, below = (own(torch.empty_like(self, memory_format=torch.contiguous_format)) for _ in range(2))
+    return run(LOG_SIGMOID, {"self": self}, made), run(BELOW_ONE, {"self": self}, below)
 
 
 def halves(t: Tensor, dim: int) -> tuple[Tensor, Tensor]:

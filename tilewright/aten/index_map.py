@@ -386,8 +386,8 @@ def logspace_out(start: Any, end: Any, steps: int, base: float = 10.0, *, out: T
 
 
 def even_steps(start: Any, end: Any, steps: int, base: float | None, out: Tensor) -> Tensor:
-    if not all(isinstance(v, (int, float)) and math.isfinite(v) for v in (start, end)) or steps < 1:
-        raise Declined("numbers that are refused, or none")
+    if not all(isinstance(v, (int, float)) and math.isfinite(v) for v in (start, end)) or steps < 0:
+        raise Declined("numbers that are refused")
     if out.dtype != torch.float32:  # of float64 the last would not be `end` itself
         raise Declined("another dtype than fp32")
     return ramp_into(out, steps, start, (end - start) / max(1, steps - 1), base)

@@ -48,6 +48,12 @@ IN_TRITON = {
 # ---- kernels ---------------------------------------------------------------------------------------------------------
 
 
+def text_of(how: tuple) -> str:
+    """What Triton knows a constant by on disk: functions by their text. Of one in a tuple it would take the name alone, and find
+    what an earlier text was compiled to."""
+    return "-".join([getattr(value, "cache_key", str(value)) for value in how])
+
+
 class How(NamedTuple):
     """What a kernel is compiled for, beside where operands lie: the function, how many operands and numbers it takes, the dtype
     that operands are promoted to and the one that is computed in; whether numbers in operands' places are promoted too."""
@@ -58,6 +64,10 @@ class How(NamedTuple):
     COMMON: Any
     COMPUTE: Any
     ROUNDED: bool
+
+    @property
+    def cache_key(self) -> str:
+        return text_of(self)
 
 
 @triton.jit

@@ -27,7 +27,7 @@ from ..runtime.kernel import kernel
 from . import plans
 from .layout import Ints
 from .plans import bits_of, own
-from .pointwise import IN_TRITON, SMALL, number, promoted_value, stored
+from .pointwise import IN_TRITON, SMALL, number, promoted_value, stored, text_of
 from .row import Declined, compute_dtype, taken, taken_as
 
 LOOPS = 3
@@ -55,6 +55,14 @@ class Row:
     results: tuple[str, ...] = ("common",)
     dtypes: tuple[str, ...] = ("float", "integer", "bool")
     empty: bool = True  # whether nothing has an answer
+    wide: bool = (
+        False  # whether fp32 elements are combined in float64: sums of them that cancel are then as exact as others
+    )
+
+    @property
+    def indexed(self) -> bool:
+        """Whether a state is a value and its index."""
+        return self.states == 2
 
 
 class How(NamedTuple):
@@ -69,6 +77,10 @@ class How(NamedTuple):
     RESULTS: int
     COMMON: Any
     COMPUTE: Any
+
+    @property
+    def cache_key(self) -> str:
+        return text_of(self)
 
 
 # ---- kernels ---------------------------------------------------------------------------------------------------------
@@ -230,11 +242,15 @@ def split(t: Sequence[int], dims: tuple[int, ...]) -> tuple[Ints, Ints]:
     return tuple(v for i, v in enumerate(t) if i not in dims), tuple(v for i, v in enumerate(t) if i in dims)
 
 
-def loops_of(shape: Ints, strides: list[Ints]) -> tuple[list[int], list[list[int]]]:
-    """At most three loops in the order of the dimensions: kept ones number the results, reduced ones the indices."""
+def loops_of(shape: Ints, strides: list[Ints], ordered: bool = True) -> tuple[list[int], list[list[int]]]:
+    """At most three loops: in the order of the dimensions, for kept ones number the results, reduced ones the indices; or, where no
+    index counts them, in the order of the first operand's memory, in which more of them are one."""
     sizes: list[int] = []
     steps: list[list[int]] = [[] for _ in strides]
-    for d in reversed(range(len(shape))):
+    dims = list(reversed(range(len(shape))))
+    if not ordered:
+        dims.sort(key=lambda d: strides[0][d])
+    for d in dims:
         if shape[d] == 1:
             continue
         if sizes and all(own[d] == made[-1] * sizes[-1] for own, made in zip(strides, steps)):
@@ -300,11 +316,17 @@ def tile_of(kept: list[list[int]], reduced: list[list[int]], sizes_r: list[int],
     return 128, 16
 
 
+def compute_of(row: Row, common: torch.dtype) -> torch.dtype:
+    """What states are computed in. Of 16-bit floats fp32 is wide; a conversion and a sum in float64 of each fp32 element take a
+    third of the time that an H100's memory takes to bring it."""
+    return torch.float64 if row.wide and common == torch.float32 else compute_dtype(common)
+
+
 @functools.cache
 def how_of(row: Row, common: torch.dtype) -> How:
     return How(
         row.map, row.combine, row.identity, row.finish, row.states, row.numbers, len(row.results), IN_TRITON[common],
-        IN_TRITON[compute_dtype(common)],
+        IN_TRITON[compute_of(row, common)],
     )  # fmt: skip
 
 
@@ -312,8 +334,8 @@ def launch(row, x, other, kept, reduced, dims, outs, common, numbers) -> None:
     operands = [x] if other is None else [x, other]
     strides = [split(t.stride(), dims) for t in operands]
     sizes_k, steps_k = loops_of(kept, [own[0] for own in strides])
-    sizes_r, steps_r = loops_of(reduced, [own[1] for own in strides])
-    compute = compute_dtype(common)
+    sizes_r, steps_r = loops_of(reduced, [own[1] for own in strides], ordered=row.indexed)
+    compute = compute_of(row, common)
     KEPT, REDUCED = math.prod(kept), math.prod(reduced)
     block_k, block_r = tile_of(steps_k, steps_r, sizes_r, x.numel())
     parts, per = parts_of(cdiv(KEPT, block_k), REDUCED, block_r, x.device)
@@ -342,7 +364,7 @@ def totals(
     row: Row, x: Tensor, sizes_k, steps_k, steps_r, common, parts: int, per: int, kept: int, reduced: int
 ) -> Tensor:
     """The states of parts [states, parts, kept], each of `per` elements along one loop."""
-    compute = compute_dtype(common)
+    compute = compute_of(row, common)
     how = how_of(row, common)
     scratch = states_of(row, parts, kept, compute, x.device)
     sizes = kept, reduced, per, parts, sizes_k[0], sizes_k[1], reduced, 1, *steps_k, *steps_r, *[0] * (2 * LOOPS)

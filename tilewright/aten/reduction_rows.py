@@ -9,9 +9,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra import libdevice
 
-from .functions import divide, is_close, is_close_or_nan, is_nan
+from .functions import divide, is_close, is_close_or_nan, is_nan, power, square_root
 from .reduction import Row, run
 from .row import Declined
 
@@ -60,7 +59,13 @@ def square(x, index):
 
 @triton.jit
 def to_the_power(x, index, p):
-    return libdevice.pow(tl.abs(x), p)
+    return power(tl.abs(x), p)
+
+
+@triton.jit
+def to_the_power_in_fp32(x, index, p):
+    """Of fp32 numbers that are added up in float64, whose own powers take as long as dozens of sums."""
+    return power(tl.abs(x).to(tl.float32), p.to(tl.float32)).to(x.dtype)
 
 
 @triton.jit
@@ -213,17 +218,17 @@ def variance_and_mean(mean, about, weight, count, correction):
 
 @triton.jit
 def deviation(mean, about, weight, count, correction):
-    return libdevice.sqrt(divide(about, tl.maximum(weight - correction, 0.0)))
+    return square_root(divide(about, tl.maximum(weight - correction, 0.0)))
 
 
 @triton.jit
 def root(total, count):
-    return libdevice.sqrt(total)
+    return square_root(total)
 
 
 @triton.jit
 def power_root(total, count, p):
-    return libdevice.pow(total, divide(tl.full([], 1.0, total.dtype), p))
+    return power(total, divide(tl.full([], 1.0, total.dtype), p))
 
 
 @triton.jit
@@ -232,9 +237,9 @@ def without_numbers(total, count, rtol, atol):
 
 
 FLOAT, EXACT = ("float",), ("integer", "bool")
-SUM = Row("sum", itself, plus, zero, as_it_is)
-MEAN = Row("mean", itself, plus, zero, over_count, dtypes=FLOAT)
-PROD = Row("prod", itself, times, one, as_it_is)
+SUM = Row("sum", itself, plus, zero, as_it_is, wide=True)
+MEAN = Row("mean", itself, plus, zero, over_count, dtypes=FLOAT, wide=True)
+PROD = Row("prod", itself, times, one, as_it_is, wide=True)
 AMAX = Row("amax", itself, larger, lowest, as_it_is, empty=False)
 AMIN = Row("amin", itself, smaller, highest, as_it_is, empty=False)
 ANY = Row("any", is_not_zero, either, zero, as_it_is)
@@ -258,15 +263,16 @@ VAR_MEAN = Row(
 STD = Row("std", one_value, both_moments, no_values, deviation, 3, 1, dtypes=FLOAT, empty=False)
 NORM = {
     0.0: Row("norm_0", is_not_zero, plus, zero, as_it_is, dtypes=FLOAT),
-    1.0: Row("norm_1", magnitude, plus, zero, as_it_is, dtypes=FLOAT),
-    2.0: Row("norm_2", square, plus, zero, root, dtypes=FLOAT),
+    1.0: Row("norm_1", magnitude, plus, zero, as_it_is, dtypes=FLOAT, wide=True),
+    2.0: Row("norm_2", square, plus, zero, root, dtypes=FLOAT, wide=True),
     math.inf: Row("norm_inf", magnitude, larger, zero, as_it_is, dtypes=FLOAT, empty=False),
     -math.inf: Row("norm_-inf", magnitude, smaller, highest, as_it_is, dtypes=FLOAT, empty=False),
 }
 NORM_P = Row("norm_p", to_the_power, plus, zero, power_root, numbers=1, dtypes=FLOAT)
-SQUARES = {1: Row("mse_mean", squared_difference, plus, zero, over_count, dtypes=FLOAT),
-           2: Row("mse_sum", squared_difference, plus, zero, as_it_is, dtypes=FLOAT)}  # fmt: skip
-DOT = Row("dot", product, plus, zero, as_it_is)
+NORM_P_FP32 = Row("norm_p", to_the_power_in_fp32, plus, zero, power_root, numbers=1, dtypes=FLOAT, wide=True)
+SQUARES = {1: Row("mse_mean", squared_difference, plus, zero, over_count, dtypes=FLOAT, wide=True),
+           2: Row("mse_sum", squared_difference, plus, zero, as_it_is, dtypes=FLOAT, wide=True)}  # fmt: skip
+DOT = Row("dot", product, plus, zero, as_it_is, wide=True)
 CLOSE = {
     equal_nan: Row("allclose", map, all_of, one, without_numbers, numbers=2, results=("bool",), dtypes=FLOAT)
     for equal_nan, map in ((False, near), (True, near_or_nan))
@@ -361,9 +367,12 @@ def moments(row: Row) -> Any:
 def vector_norm(self: Tensor, ord: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
     if dtype is not None and not (dtype.is_floating_point and self.is_floating_point()):
         raise Declined("a dtype that is refused")
-    row = NORM.get(float(ord), NORM_P)
-    numbers = (float(ord),) if row is NORM_P else ()
-    return run(row, self, dim, keepdim, dtype=dtype or self.dtype, numbers=numbers)[0]
+    common = dtype or self.dtype
+    row = NORM.get(float(ord))
+    if row is not None:
+        return run(row, self, dim, keepdim, dtype=common)[0]
+    row = NORM_P_FP32 if common == torch.float32 else NORM_P
+    return run(row, self, dim, keepdim, dtype=common, numbers=(float(ord),))[0]
 
 
 def mse_loss(self: Tensor, target: Tensor, reduction: int = 1) -> Tensor:

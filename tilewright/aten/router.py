@@ -97,7 +97,7 @@ class Override:
         arguments = self.overload._schema.arguments
         self.arguments = [a.name for a in arguments]
         self.writes = {a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write}
-        self.numbers, self.signs = getattr(self.form, "numbers", ()), getattr(self.form, "signs", ())
+        self.numbers, self.asks = getattr(self.form, "numbers", ()), getattr(self.form, "asks", {})
         self.outcomes: dict[Key, Outcome] = {}
         self.flats: dict[tuple, Function] = {}  # of calls whose tensors lie alike, whatever their shape
         self.recent: tuple[Kind, ...] = ()  # of calls without keywords, the last first
@@ -192,7 +192,7 @@ class Override:
                     layouts += t.shape, t.stride()
                 parts.append(len(tensors))  # a list ends here, or one tensor
             elif kind in SLOTS and (name := self.name_at(at, names, values)) in self.numbers:
-                parts += kind, name in self.signs and value < 0
+                parts += kind, self.asks[name](value) if name in self.asks else None
             else:
                 parts += kind, tuple(value) if kind is list else value
         return (tuple(parts), tuple(layouts)), tensors
@@ -272,7 +272,11 @@ class Override:
         rest = [(i, type(v), v) for i, v in enumerate(values) if i not in every]
         slots = {i for i, kind, _ in rest if kind in SLOTS and self.name_at(i, names, values) in self.numbers}
         told = [(i, v) for i, _, v in rest if i not in slots]
-        signs = [(i, v < 0) for i, _, v in rest if i in slots and self.name_at(i, names, values) in self.signs]
+        asked = [
+            (i, self.asks[name], self.asks[name](v))
+            for i, _, v in rest
+            if i in slots and (name := self.name_at(i, names, values)) in self.asks
+        ]
         twice = [(i, j) for i, j in first.items() if i != j]
 
         def same(values: Sequence[Any]) -> bool:
@@ -285,7 +289,7 @@ class Override:
             for i, j in twice:
                 if values[i] is not values[j]:
                     return False
-            return not signs or all((values[i] < 0) is negative for i, negative in signs)
+            return not asked or all(ask(values[i]) == answer for i, ask, answer in asked)
 
         return Kind(
             len(values), picker(once) if rest or twice else None, check, same if rest or twice else None,

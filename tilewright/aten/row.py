@@ -7,7 +7,7 @@ and those that take a number in a tensor's place come from the same row.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -26,12 +26,19 @@ class Declined(Exception):
         self.lasting = lasting
 
 
-def of_numbers(*names: str, signs: tuple[str, ...] = ()) -> Callable[[Any], Any]:
-    """Say of a form that these arguments may be numbers, and reach a kernel as what they are: a plan has slots for them. `signs`
-    are those of which host code asks whether they are negative. All else that is no tensor is part of a plan's key."""
+Asks = Mapping[str, Callable[[float], Any]]  # of a number, what host code asks: the answer is part of a plan's key
+
+
+def is_negative(number: float) -> bool:
+    return number < 0
+
+
+def of_numbers(*names: str, asks: Asks | None = None) -> Callable[[Any], Any]:
+    """Say of a form that these arguments may be numbers, and reach a kernel as what they are: a plan has slots for them, and its
+    key what `asks` asks of them. All else that is no tensor is part of a plan's key."""
 
     def mark(form: Any) -> Any:
-        form.numbers, form.signs = frozenset(names), frozenset(signs)
+        form.numbers, form.asks = frozenset(names), asks or {}
         return form
 
     return mark
@@ -54,7 +61,7 @@ class Row:
     `when(values)` may say why a call is aten's. `choose(values)` gives another function for some arguments (a rounding mode).
     `allocates` says how the result lies: as the "iterator" has it, "like" the first tensor, or "contiguous". `aside` are those of
     `tensors` that aten, if they are numbers, makes no operands of. `fills`: the result is one that is given, and operands are
-    expanded to its shape and cast to its dtype. `signs` are numbers of which `when` asks whether they are negative.
+    expanded to its shape and cast to its dtype. `asks`: all that `when` and `choose` ask of numbers that a kernel takes.
     """
 
     name: str
@@ -69,7 +76,7 @@ class Row:
     aside: tuple[str, ...] = ()
     allocates: str = "iterator"
     fills: bool = False
-    signs: tuple[str, ...] = ()
+    asks: Asks | None = None
 
 
 def kind_of(dtype: torch.dtype) -> str:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from . import functions as f
-from .row import Number, Row, kind_of
+from .row import Number, Row, is_negative, kind_of
 
 FLOAT, EXACT, ANY = ("float",), ("integer", "bool"), ("float", "integer", "bool")
 NUMERIC = ("float", "integer")
@@ -70,6 +70,21 @@ def whole_exponent(values: dict[str, Any]) -> str | None:
     return None
 
 
+# Exponents for which aten has a formula of its own
+POWERS = {0: f.power_0, 1: f.power_1, 2: f.power_2, 3: f.power_3, 0.5: f.power_half, -0.5: f.power_minus_half,
+          -1: f.power_minus_1, -2: f.power_minus_2}  # fmt: skip
+
+
+def known_power(exponent: float) -> tuple[float | None, bool]:
+    """What `whole_exponent` and `power_by` ask of an exponent."""
+    return float(exponent) if exponent in POWERS else None, exponent < 0
+
+
+def power_by(values: dict[str, Any]) -> Any:
+    exponent = values["exponent"]
+    return f.power if isinstance(exponent, Tensor) else POWERS.get(exponent, f.power)
+
+
 def extremes(values: dict[str, Any]) -> None:
     """Fill in what takes the place of infinities: the largest numbers of the dtype."""
     t = values["self"]
@@ -109,6 +124,8 @@ def known_gelu(values: dict[str, Any]) -> str | None:
 
 def fill_is_aten(self: Tensor, value: Any) -> str | None:
     """Why aten fills a tensor with this value, if it does: it refuses some values, and casts others as a processor pleases."""
+    if not isinstance(self, Tensor):
+        return "a number in a tensor's place"
     if isinstance(value, Tensor) and (value.dim() or value.device != self.device):
         return "a value with dimensions, or elsewhere"
     if isinstance(value, complex):
@@ -223,7 +240,8 @@ ROWS = (
     comparison("gt", f.greater),
     comparison("ge", f.greater_equal),
     Row("pow", f.power, ("pow.Tensor_Tensor", "pow.Tensor_Scalar", "pow.Scalar", "pow_.Tensor", "pow_.Scalar"),
-        ("self", "exponent"), dtypes=NUMERIC, when=whole_exponent, aside=("exponent",), signs=("exponent",)),
+        ("self", "exponent"), dtypes=NUMERIC, when=whole_exponent, choose=power_by, aside=("exponent",),
+        asks={"exponent": known_power}),
     # three
     Row("where", f.chosen, ("where.self", "where.self_out"), ("condition", "self", "other"), when=conditions),
     Row("clamp", f.between, (*both("clamp"), *both("clamp.Tensor")), ("self", "min", "max"), dtypes=NUMERIC, when=clamps,
@@ -234,7 +252,8 @@ ROWS = (
     Row("masked_fill_", f.filled, ("masked_fill_.Scalar", "masked_fill_.Tensor"), ("self", "mask", "value"), promotes="keep",
         when=masks),
     Row("isclose", f.is_close, ("isclose",), TWO, (Number("rtol"), Number("atol")), promotes="bool", dtypes=FLOAT, when=comparable,
-        choose=lambda v: f.is_close_or_nan if v["equal_nan"] else f.is_close, signs=("rtol", "atol")),
+        choose=lambda v: f.is_close_or_nan if v["equal_nan"] else f.is_close,
+        asks={"rtol": is_negative, "atol": is_negative}),
     Row("addcmul", f.add_product, ("addcmul",), ("self", "tensor1", "tensor2"), (Number("value"),), dtypes=NUMERIC, when=scaled),
     Row("addcdiv", f.add_quotient, ("addcdiv",), ("self", "tensor1", "tensor2"), (Number("value"),), dtypes=FLOAT),
     Row("lerp", f.lerp, (*both("lerp.Tensor"), *both("lerp.Scalar")), ("self", "end", "weight"), dtypes=FLOAT,

@@ -48,7 +48,7 @@ def pointwise_form(row: Row, name: str) -> Callable[..., Any]:
         out = values["self"] if in_place else values.get("out")
         return pointwise.run(row, values, out)
 
-    return of_numbers(*row.tensors, *(n.name for n in row.numbers), signs=row.signs)(call)
+    return of_numbers(*row.tensors, *(n.name for n in row.numbers), asks=row.asks)(call)
 
 
 def of_tensors(form: Callable[..., Any], name: str) -> Callable[..., Any]:

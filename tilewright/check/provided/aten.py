@@ -52,6 +52,7 @@ GIVEN: dict[str, Callable[[Make], dict[str, Any]]] = {
     "flip": lambda make: {"dims": [0, 1]},
     "glu_backward": lambda make: {"grad_output": make((6, 20)), "dim": 1},
     "native_dropout_backward": lambda make: {"mask": make(SHAPE, torch.bool)},
+    "pow": lambda make: {"exponent": 1.7},  # for which there is no formula but the general one
     "repeat": lambda make: {"repeats": [2, 1, 3]},
     "select_scatter": lambda make: {"src": make((40,)), "dim": 0, "index": 2},
     "slice_scatter": lambda make: {"src": make((6, 10)), "dim": 1, "start": 1, "end": 40, "step": 4},
