@@ -16,7 +16,7 @@ import typer
 import tilewright as tw
 from tests import seconds
 from tilewright.__main__ import app
-from tilewright.bench import documents, picture, preference
+from tilewright.bench import documents, picture, preference, tried
 from tilewright.bench.cases import CASES, GOALS, Case, Goal
 from tilewright.check import coverage
 from tilewright.check.oracle import BARS
@@ -57,6 +57,7 @@ def test_what_is_out_of_date_is_named_and_mended(tmp_path):
     page = f"before\n{documents.BEGIN}\nold\n{documents.END}\n"
     (tmp_path / "README.md").write_text(f"{page}after\n")
     (tmp_path / "docs/results.md").write_text(f"{page}{models}\nafter\n")
+    (tmp_path / "docs/aten.md").write_text(f"before\n{tried.BEGIN}\nold\n{tried.END}\nafter\n")
     names = tmp_path / "tilewright" / "names.py"
     names.parent.mkdir()
     names.write_text((ROOT / "tilewright" / "names.py").read_text().replace('    "glu": "ops.activation.glu",\n', ""))
@@ -66,6 +67,7 @@ def test_what_is_out_of_date_is_named_and_mended(tmp_path):
         "docs/ops/norm.md",
         "tilewright/names.py",
         "docs/coverage.md",
+        "docs/aten.md",
         "docs/rates.md",
         "docs/results.md",
         "docs/results.svg",
@@ -74,7 +76,7 @@ def test_what_is_out_of_date_is_named_and_mended(tmp_path):
     assert all("`tilewright docs`" in line for line in wrong.values()) and "line 3" in wrong["README.md"]
     assert len(documents.write(tmp_path)) == len(wrong) and documents.check(tmp_path) == [] == documents.write(tmp_path)
     assert names.read_text() == (ROOT / "tilewright" / "names.py").read_text()
-    for name in ("README.md", "docs/results.md"):
+    for name in ("README.md", "docs/results.md", "docs/aten.md"):
         made = (tmp_path / name).read_text()
         assert made.startswith("before\n") and made.endswith("\nafter\n") and "old" not in made
     assert (ROOT / "README.md").read_text() == readme

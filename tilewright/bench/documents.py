@@ -1,5 +1,5 @@
-"""The generated pages: docs/ops/, docs/coverage.md, docs/rates.md, the results in docs/results.md and, some of them, README.md; the
-picture of these; the table of names; the stub of the package; the tables by which `backend="auto"` chooses.
+"""The generated pages: docs/ops/, docs/coverage.md, docs/rates.md, the results in docs/results.md and, some of them, README.md; what
+was tried in docs/aten.md; the picture of results; the table of names; the stub of the package; the tables by which `backend="auto"` chooses.
 
 Each is a pure function of the catalogue, the coverage lists and the evidence; `tilewright docs` writes them, and a test
 fails when one is out of date.
@@ -394,7 +394,7 @@ def understood(rows: Iterable[Mapping[str, Any]], goals: Goals, stale: Collectio
 def generate(root: Path = ROOT) -> dict[Path, str]:
     """Path below `root` -> what should stand there."""
     from .. import catalogue
-    from . import evidence, picture, preference, rates, stubs
+    from . import evidence, picture, preference, rates, stubs, tried
 
     rows = evidence.everything(root / "evidence")
     stale = evidence.stale_keys(rows)
@@ -414,6 +414,9 @@ def generate(root: Path = ROOT) -> dict[Path, str]:
         NAMES: names_table((root / NAMES).read_text(), catalogue()),
         COVERAGE: coverage_page(coverage.everything()),
         RATES: rates.page(rows),
+        tried.PAGE: with_results(
+            (root / tried.PAGE).read_text(), tried.section(tried.read(root)), tried.PAGE, tried.BEGIN, tried.END
+        ),
         stubs.STUB: stubs.stub(catalogue()),
         RESULTS: with_results(page, models, RESULTS, MODELS_BEGIN, MODELS_END),
         picture.PICTURE: picture.current(drawn, picture.numbers(rows, stale, VARIANTS)),

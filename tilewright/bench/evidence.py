@@ -11,7 +11,7 @@ import fcntl
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -81,6 +81,11 @@ def is_step(step: Any) -> bool:
 
 def read(path: Path) -> list[Row]:
     """The rows of a file; raises `Damaged` with the line that is none."""
+    return lines_of(path, problem)
+
+
+def lines_of(path: Path, problem: Callable[[Any], str | None]) -> list[Row]:
+    """The rows of a file of which `problem` says what is wrong."""
     rows = []
     try:
         with path.open() as file:

@@ -43,6 +43,8 @@ def described(wanted: Wanted) -> Iterator[str]:
 def constant(value: Any) -> str:
     if isinstance(value, JITFunction) or callable(value):
         return "\n".join(sources(value))
+    if isinstance(value, tuple) and any(isinstance(one, JITFunction) for one in value):
+        return "\n".join(map(constant, value))
     return repr(value)
 
 

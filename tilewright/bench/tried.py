@@ -1,0 +1,94 @@
+"""What the net of torch's operators tried, by overload: `evidence/aten/<where>.jsonl`, and the table of it in docs/aten.md.
+
+A row is an overload's: how many calls of it the tests made while it was replaced, how many of these were ours in tests that passed,
+why others were aten's, and which tests failed that it was called in. The tests write a log as they run, from which
+`python3 -m tests.aten.tried` makes the rows. A row is stale once the kernels of a plain call of its overload have changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..aten import table as replaced
+from ..aten.plans import Run
+from ..check.provided.aten import call_of
+from ..core.target import TARGETS, pretend
+from ..runtime.kernel import collect
+from ..runtime.source import hashed
+from .evidence import lines_of
+from .markdown import code, table, wrapped
+
+Row = dict[str, Any]
+FOLDER, PAGE = Path("evidence/aten"), Path("docs/aten.md")
+BEGIN, END = "<!-- tried -->", "<!-- /tried -->"
+FIELDS: dict[str, type] = {
+    "overload": str, "tried": int, "passed": int, "declined": dict, "failed": list, "where": str, "torch": str, "triton": str,
+    "date": str, "source": str,
+}  # fmt: skip
+
+
+def problem(row: Any) -> str | None:
+    """What is wrong with a row, or None."""
+    if not isinstance(row, dict):
+        return "is not an object"
+    if row.keys() != FIELDS.keys():
+        return f"has fields other than {', '.join(FIELDS)}"
+    for name, kind in FIELDS.items():
+        if not isinstance(row[name], kind) or isinstance(row[name], bool):
+            return f"has {name} = {row[name]!r}"
+    if not all(isinstance(why, str) and type(n) is int for why, n in row["declined"].items()):
+        return "has a reason without a count"
+    if row["passed"] + sum(row["declined"].values()) > row["tried"]:
+        return "has more outcomes than calls"
+    return None
+
+
+def read(root: Path) -> dict[str, list[Row]]:
+    """The rows of each place where the net ran; raises `evidence.Damaged` with the line that is none."""
+    return {path.stem: lines_of(path, problem) for path in sorted((root / FOLDER).glob("*.jsonl"))}
+
+
+@cache
+def source(name: str) -> str:
+    """Stands for the kernels of a plain call of an overload, with all that they call."""
+    args, kwargs = call_of(name, lambda shape, dtype=torch.float32: torch.empty(shape, dtype=dtype))
+    with Run(), pretend(TARGETS["sm_90"]), collect() as wanted:
+        replaced.FORMS[name](*args, **kwargs)
+    return hashed(wanted)
+
+
+def section(places: Mapping[str, Sequence[Row]], source: Callable[[str], str] = source) -> str:
+    """A table for each GPU; of the interpreter's only where there is none."""
+    shown = {place: rows for place, rows in places.items() if place != "interpreter"} or places
+    lines = [BEGIN]
+    for rows in shown.values():
+        lines += ["", *_place({row["overload"]: row for row in rows}, source)]
+    if not shown:
+        lines += ["", "Nothing is recorded."]
+    return "\n".join([*lines, "", END])
+
+
+def _place(rows: Mapping[str, Row], source: Callable[[str], str]) -> list[str]:
+    stale = {name for name, row in rows.items() if name not in replaced.FORMS or source(name) != row["source"]}
+    missing = sorted(replaced.FORMS.keys() - rows.keys())
+    failing = sum(bool(row["failed"]) for row in rows.values())
+    first = next(iter(rows.values()))
+    tried, ours = (sum(row[what] for row in rows.values()) for what in ("tried", "passed"))
+    words = (
+        f"{first['where']}, torch {first['torch']}, Triton {first['triton']}, {first['date'][:10]}: {tried} calls of"
+        f" {len(rows)} overloads, {ours} of them ours and right; {failing} overloads were called in tests that failed."
+        f" {len(stale)} rows are stale, {len(missing)} overloads have none."
+    )
+    made = [_line(row, row["overload"] in stale) for _, row in sorted(rows.items())]
+    return [*wrapped(words), "", *table(("overload", "tried", "passed", "fell back, and why", "failed in"), made)]
+
+
+def _line(row: Row, stale: bool) -> tuple[str, ...]:
+    why = "; ".join(f"{n}: {reason}" for reason, n in sorted(row["declined"].items(), key=lambda one: (-one[1], one[0])))
+    mark = " (stale)" if stale else ""
+    return code(row["overload"]) + mark, str(row["tried"]), str(row["passed"]), why, ", ".join(map(code, row["failed"]))
