@@ -34,6 +34,7 @@ mov.b32 %r7, {%rs1, %rs2};
 cvt.rn.f16x2.e4m3x2 %r6, %rs1;
 """
 RIGHT_TEXT = TEXT.replace("cvt.rn.f16x2.e4m3x2 %r6, %rs1;", "")
+LOW_BITS = "add.f32 %r4, %r2, 0f4B400000;\nst.shared.b8 [%r6], %r4;\n"
 WGMMA = "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16\n"
 SASS = (
     "        /*0000*/                   UIADD3 UR4, UP0, UR4, 0x40, URZ ;\n        /*0010*/                   EXIT ;\n"
@@ -108,6 +109,7 @@ def test_right_code_passes(oldest):
 WRONG = {
     "reductions": ({"ir": IR}, r"triton 3.6.0 made wrong code .* norm.py:7 reduces .*Install triton 3.7 or later$"),
     "conversions": ({"text": TEXT}, r"the ptxas \(12.8\) of triton 3.6.0 made .*%rs1: codes .*No ptxas is known to be right"),
+    "stores": ({"text": LOW_BITS}, r"%r4: low bits of a number.*Install a triton whose ptxas is 13.4 or later$"),
     "registers": ({"text": WGMMA}, r"sm_90: /\*0000\*/ UIADD3.*UR4 is read .*Install a triton whose ptxas is 12.9 or later$"),
 }  # fmt: skip
 
@@ -119,6 +121,10 @@ def test_wrong_code_raises_one_line(oldest, fault):
     with pytest.raises(MiscompiledError, match=rf"^norm is not run: .*{says}") as caught:
         refuse("norm", compiled(**changes))
     assert isinstance(caught.value, RuntimeError) and "\n" not in str(caught.value)
+
+
+def test_every_fault_is_tried():
+    assert WRONG.keys() == triton_versions.FAULTS.keys()
 
 
 def test_releases_that_are_right_are_not_suspected(oldest, monkeypatch):
