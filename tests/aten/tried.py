@@ -84,7 +84,9 @@ def rows_of(lines: Sequence[dict[str, Any]], date: str) -> list[dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     for line in last:
         for name, own in line["calls"].items():
-            row = found.setdefault(name, {"overload": name, "tried": 0, "passed": 0, "declined": Counter(), "failed": []})
+            row = found.setdefault(
+                name, {"overload": name, "tried": 0, "passed": 0, "declined": Counter(), "failed": []}
+            )
             row["tried"] += own["taken"] + sum(own["declined"].values())
             row["declined"].update(own["declined"])
             if line["outcome"] == "passed":
@@ -92,7 +94,10 @@ def rows_of(lines: Sequence[dict[str, Any]], date: str) -> list[dict[str, Any]]:
             else:
                 row["failed"].append(line["test"].partition("::")[2])
     about = {"where": where, "torch": torch, "triton": triton, "date": date}
-    return [{**row, "declined": dict(row["declined"]), **about, "source": tried.source(name)} for name, row in sorted(found.items())]
+    return [
+        {**row, "declined": dict(row["declined"]), **about, "source": tried.source(name)}
+        for name, row in sorted(found.items())
+    ]
 
 
 def main(files: Sequence[str]) -> None:

@@ -1,5 +1,6 @@
-"""The generated pages: docs/ops/, docs/coverage.md, docs/rates.md, the results in docs/results.md and, some of them, README.md; what
-was tried in docs/aten.md; the picture of results; the table of names; the stub of the package; the tables by which `backend="auto"` chooses.
+"""The generated pages: docs/ops/, docs/coverage.md, docs/rates.md, the results in docs/results.md and, some of them, README.md;
+what was tried in docs/aten.md; the picture of results; the table of names; the stub of the package; the tables by which
+`backend="auto"` chooses.
 
 Each is a pure function of the catalogue, the coverage lists and the evidence; `tilewright docs` writes them, and a test
 fails when one is out of date.

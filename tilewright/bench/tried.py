@@ -89,6 +89,8 @@ def _place(rows: Mapping[str, Row], source: Callable[[str], str]) -> list[str]:
 
 
 def _line(row: Row, stale: bool) -> tuple[str, ...]:
-    why = "; ".join(f"{n}: {reason}" for reason, n in sorted(row["declined"].items(), key=lambda one: (-one[1], one[0])))
+    why = "; ".join(
+        f"{n}: {reason}" for reason, n in sorted(row["declined"].items(), key=lambda one: (-one[1], one[0]))
+    )
     mark = " (stale)" if stale else ""
     return code(row["overload"]) + mark, str(row["tried"]), str(row["passed"]), why, ", ".join(map(code, row["failed"]))
