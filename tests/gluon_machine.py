@@ -446,17 +446,17 @@ def fence() -> None:
                 box.written[machine().role] = "fenced"
 
 
-def meet(count: int = 2) -> None:
-    """Warpgroups wait for each other; what all have shown by a fence, all may read."""
+def meet() -> None:
+    """Both warpgroups wait for each other; what both have shown by a fence, both may read."""
     now = machine()
     now.meeting.add(now.role)
     met = now.meeting
-    if len(met) == count:
+    if len(met) == 2:
         for memory in machine().allocated:
             for box in memory.boxes:
                 box.written = {who: how for who, how in box.written.items() if how == "written"}
         now.meeting = set()
-    now.step(lambda: len(met) == count)
+    now.step(lambda: len(met) == 2)
 
 
 def await_turn(group: int) -> None:

@@ -180,7 +180,7 @@ def test_a_dense_call():
     _, (_, given) = launched(call(batch=4, length=4096, keys=4096, heads=32, kv_heads=8, causal=True))
     assert (given["PROGRAMS"], given["TILES"], given["GROUP"]) == (HOPPER.sms, 32, 4)
     plan = given["PLAN"]
-    assert (plan.groups, plan.block, plan.stages, plan.queries, given["CLEARS"]) == (2, 128, 2, 2, False)
+    assert (plan.block, plan.stages, plan.queries, plan.lazy, given["CLEARS"]) == (128, 2, 2, False, False)
     assert given["Q0"].block_shape == [1, 1, 64, 128] and given["K0"].block_shape == [1, 1, 128, 128]
     assert given["Q1"] is given["K1"] is given["V1"] is None
 
@@ -208,6 +208,7 @@ def test_packed_sequences_have_a_table_before():
 
 def test_columns_in_two_parts():
     ((_, given),) = launched(call(D=192, V=96))
+    assert given["PLAN"].lazy
     assert [given[n].block_shape[-1] for n in ("Q0", "Q1", "K0", "K1", "V0", "V1")] == [128, 64, 128, 64, 64, 32]
 
 

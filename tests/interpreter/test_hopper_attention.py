@@ -43,28 +43,27 @@ def test_values(name):
     agrees(a, o, lse)
 
 
-PLANS = {
-    "three warpgroups": {"groups": 3, "queries": 1},
-    "three without turns": {"groups": 3, "queries": 1, "turns": False},
-    "held and pinned": {"held": True, "pinned": True},
-    "neither lazy nor in turns": {"lazy": False, "turns": False},
-    "counted": {"counted": True, "together": 2},
-}
+def loops(module, monkeypatch, lazy):
+    """Let the module plan a loop of one kind at any width, with all else as it plans it."""
+    plain = module.plan_for
+    monkeypatch.setattr(module, "plan_for", lambda *given: plain(*given)._replace(lazy=lazy))
 
 
-@pytest.mark.parametrize("name", PLANS)
-@pytest.mark.parametrize("kind", ["full", "causal", "packed, windows, lengths"])
-def test_every_plan(name, kind, monkeypatch):
-    plain = hopper.plan_for
-    monkeypatch.setattr(hopper, "plan_for", lambda *sizes: plain(*sizes)._replace(**PLANS[name]))
+@pytest.mark.parametrize("lazy", [False, True])
+@pytest.mark.parametrize("kind", ["full", "causal", "packed, windows, lengths", "192 and 128"])
+def test_both_loops(lazy, kind, monkeypatch):
+    loops(hopper, monkeypatch, lazy)
     a = poisoned(call(**CALLS[kind]))
     o, lse, wanted = launched(a)
     gluon_machine.play(wanted, seed=1)
     agrees(a, o, lse)
 
 
-def test_largest_scores_that_grow():
-    """Blocks are walked over from the last to the first: the base of weights moves in some rows of a warp, and lags in others."""
+@pytest.mark.parametrize("lazy", [False, True])
+def test_largest_scores_that_grow(lazy, monkeypatch):
+    """Blocks are walked over from the last to the first: the base of weights moves in some rows of a warp, and in a lazy loop
+    lags in others."""
+    loops(hopper, monkeypatch, lazy)
     a = call(length=300, keys=700, scale=1.0)
     grows = torch.linspace(6.0, 0.1, 700)[None, :, None, None] * (1 + torch.arange(64) % 3)
     a["k"] = (a["k"].abs() * grows).to(a["k"].dtype)
@@ -108,10 +107,7 @@ MUTANTS = {
     "keys are given back before their product ends": (AWAIT_SCORES + GIVE_KEYS, GIVE_KEYS + AWAIT_SCORES),
     "values are given back before their product ends": (AWAIT_VALUES + GIVE_VALUES, GIVE_VALUES + AWAIT_VALUES),
     "values are never given back": (GIVE_VALUES + "        p0, p1", "        p0, p1"),
-    "queries are given back twice": (
-        "if not PLAN.held:\n                mbarrier.arrive(rings.q.empty.index(stage_q), count=1)",
-        "if not PLAN.held:\n                mbarrier.arrive(rings.q.empty.index(stage_q), count=2)",
-    ),
+    "queries are given back twice": ("rings.q.empty.index(stage_q), count=1", "rings.q.empty.index(stage_q), count=2"),
     "values are not waited for": (
         "        mbarrier.wait(rings.v.full.index(stage), phase)\n        o0, o1 = issue_values",
         "        o0, o1 = issue_values",
@@ -119,13 +115,16 @@ MUTANTS = {
     "keys are not waited for": ("        mbarrier.wait(rings.k.full.index(following), its_phase)\n", ""),
     "scores are taken too early": ("s = warpgroup_mma_wait(2 if SECOND else 1,", "s = warpgroup_mma_wait(2,"),
     "no fence": ("    fence_async_shared()\n", ""),
-    "warpgroups do not wait for each other": ("    meet(GROUPS)\n", ""),
+    "warpgroups do not wait for each other": ("    meet()\n", ""),
     "the last values are not cleared": ("if (key < start) | (key + BLOCK > stop):", "if key < start:"),
     "the first values are not cleared": ("if (key < start) & (work.high - work.low > 1):", "if False:"),
     "a mask off by one": ("ok = j < gl.expand_dims(stop - key, 1)", "ok = j <= gl.expand_dims(stop - key, 1)"),
-    "sums are not faded": ("            o0 = scaled_where_moved(o0, fade)\n", ""),
-    "a turn is not given": ("            give_turn(W, PLAN.groups)\n", "            pass\n"),
-    "a turn is not awaited": ("            await_turn(W)\n", "            pass\n"),
+    "sums are not faded": ("            o0 = scaled_rows(o0, fade)\n", ""),
+    "sums of a lazy loop are not faded": ("            o0 = scaled_where_moved(o0, fade)\n", ""),
+    "a lazy base never moves": ("new = gl.where(largest > top + LAG, largest, top)", "new = top"),
+    "a turn is not given": ("        give_turn(W)\n        s =", "        s ="),
+    "the first turn is not given": ("    if W == 1:\n        give_turn(W)\n", ""),
+    "a turn is not awaited": ("        await_turn(W)\n", ""),
     "a number is taken without waiting": ("            mbarrier.wait(turns.full.index(slot), phase_n)\n", ""),
     "the phase does not flip": ("        phase = its_phase\n    return", "    return"),
     "queries are copied for nothing": (
@@ -136,9 +135,9 @@ MUTANTS = {
 
 
 @pytest.mark.parametrize("name", MUTANTS)
-def test_mutants_are_found(name, tmp_path):
-    """On a call that has keys past the last that is seen and before the first, tiles that see nothing, several turns and stages,
-    and scores so far apart that sums are multiplied in some blocks."""
+def test_mutants_are_found(name, tmp_path, monkeypatch):
+    """By one loop or the other, on a call that has keys past the last that is seen and before the first, tiles that see nothing,
+    several turns and stages, and scores so far apart that sums are multiplied in some blocks."""
     kept, instead = MUTANTS[name]
     text = Path(hopper.__file__).read_text()
     assert text.count(kept) == 1
@@ -152,6 +151,7 @@ def test_mutants_are_found(name, tmp_path):
         a = poisoned(call(batch=2, length=400, keys=700, D=128, left=200, causal=True, scale=1.0, kv_len=ints(620, 0)))
         with pytest.raises(AssertionError):
             for seed in range(8):
+                loops(mutant, monkeypatch, lazy=seed % 2 == 1)
                 o, lse, wanted = launched(a, mutant.forward)
                 gluon_machine.play(wanted, seed)
                 agrees(a, o, lse)

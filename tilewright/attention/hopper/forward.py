@@ -1,18 +1,16 @@
-"""The forward of `attention` on Hopper, in Gluon: a warp that copies, two or three warpgroups of 64 queries each, one program to an
-SM that goes from tile to tile.
+"""The forward of `attention` on Hopper, in Gluon: a warp that copies, two warpgroups of 64 queries each, one program to an SM that
+goes from tile to tile.
 
 A warpgroup issues the scores of the next block of keys, then the sum of the values of the one before, and makes weights of those
-scores while the sum is added up; another warpgroup fills the tensor cores in the meantime, and where the plan says so they issue by
-turns, so that one's exponentials run beside the other's products. Weights go from registers to the tensor cores. Tiles, blocks and
-plans are those of `schedule.py`.
+scores while the sum is added up. The two issue by turns, so that one's exponentials run beside the other's products. Weights go
+from registers to the tensor cores. Tiles, blocks and plans are those of `schedule.py`.
 
 Who may write where in shared memory, and when. Queries, keys and values each have a ring of stages, and a stage two barriers,
-`full` and `empty`. The copying warp fills a stage after all warpgroups have arrived at its `empty`, and its bytes arrive at
+`full` and `empty`. The copying warp fills a stage after both warpgroups have arrived at its `empty`, and its bytes arrive at
 `full`. A warpgroup waits for `full` of every stage of every block, reads it by products alone, and arrives at `empty` once, after
 the last of these is waited for. So a barrier is at most one phase ahead of who waits for it, and its parity is enough to tell.
-The one exception to reading by products: values that no query of the sequence sees are cleared, for 0 times NaN is NaN. All
-warpgroups do that between `full` and their products, wait for each other, and arrive at `empty` after. Where queries are held in
-registers, they are loaded between `full` and `empty` of their own.
+The one exception to reading by products: values that no query of the sequence sees are cleared, for 0 times NaN is NaN. Both
+warpgroups do that between `full` and their products, wait for each other, and arrive at `empty` after.
 """
 
 from __future__ import annotations
@@ -46,7 +44,7 @@ from ..preference import wanted
 from ..tiles import Window, check_lengths, keys_seen, lengths
 from .backward import fits_backward
 from .meeting import meet
-from .schedule import OWN, clear_counter, plan_for, row_ends, whole_blocks, work_of
+from .schedule import HALF, ROWS, clear_counter, plan_for, row_ends, whole_blocks, work_of
 
 KINDS = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 LONGEST = 2**30  # queries and keys together: positions, with a window added, are 32-bit
@@ -137,23 +135,13 @@ def matrix_at(boxes, at):
 
 
 @gluon.jit
-def queries_at(boxes, at, BLOCK: gl.constexpr, HELD: gl.constexpr):
-    """A part of a warpgroup's queries as products take it, from shared memory or, HELD, in registers."""
-    queries = matrix_at(boxes, at)
-    if HELD:
-        return queries.load(gl.DotOperandLayout(operand_index=0, parent=sums_of(BLOCK), k_width=2))
-    else:
-        return queries
-
-
-@gluon.jit
-def issue_scores(queries, k, at_k, into):
-    """Begin q @ k.T of a stage; of no second part of queries, the first is given. `into` is what it is made of, whatever it held:
-    registers that nobody needs any more."""
-    first, second = queries
-    s = warpgroup_mma(first, matrix_at(k.first, at_k).permute((1, 0)), into, use_acc=False, is_async=True)
-    if k.second is not None:
-        s = warpgroup_mma(second, matrix_at(k.second, at_k).permute((1, 0)), s, is_async=True)
+def issue_scores(q, k, at_q, at_k, into):
+    """Begin q @ k.T of a stage each; `into` is what it is made of, whatever it held: registers that nobody needs any more."""
+    s = warpgroup_mma(
+        matrix_at(q.first, at_q), matrix_at(k.first, at_k).permute((1, 0)), into, use_acc=False, is_async=True
+    )
+    if q.second is not None:
+        s = warpgroup_mma(matrix_at(q.second, at_q), matrix_at(k.second, at_k).permute((1, 0)), s, is_async=True)
     return s
 
 
@@ -292,7 +280,6 @@ def copy_tiles(
 ):  # fmt: skip
     BLOCK: gl.constexpr = PLAN.block
     STAGES: gl.constexpr = PLAN.stages
-    GROUPS: gl.constexpr = PLAN.groups
     Q0, Q1, K0, K1, V0, V1 = boxes
     stage_q = 0
     phase_q = 1  # of a barrier that nobody has arrived at yet: the first round does not wait
@@ -305,10 +292,10 @@ def copy_tiles(
         work = work_of(number, WINDOW, LENGTHS, L, KEYS, HEADS, BATCH, TILES, PLAN)
         if work.high > work.low:
             tile = work.tile
-            expect_boxes(Q0, Q1, rings.q, stage_q, phase_q, GROUPS)
-            for w in gl.static_range(GROUPS):
-                row = tile.first_q + tile.start + w * OWN
-                copy_box(Q0, Q1, rings.q, stage_q, GROUPS * stage_q + w, work.batch, work.head, row)
+            expect_boxes(Q0, Q1, rings.q, stage_q, phase_q, 2)
+            for w in gl.static_range(2):
+                row = tile.first_q + tile.start + w * HALF
+                copy_box(Q0, Q1, rings.q, stage_q, 2 * stage_q + w, work.batch, work.head, row)
             stage_q, phase_q = advance(stage_q, phase_q, PLAN.queries)
             # In the order in which they are needed: the scores of a block come before the values of the one before
             kv_head = work.head // GROUP
@@ -340,14 +327,14 @@ def copy_tiles(
 
 
 @gluon.jit
-def clear_part(boxes, stage, start, stop, W: gl.constexpr, GROUPS: gl.constexpr):
+def clear_part(boxes, stage, start, stop, W: gl.constexpr):
     """Make the rows of a box outside of [start, stop) 0. A box lies as pieces of 64 columns, or of all if it has fewer, and 64
-    rows, of which a warpgroup clears every GROUPS-th."""
+    rows, of which each warpgroup clears every other one."""
     HIGH: gl.constexpr = boxes.shape[3] // 64
     WIDE: gl.constexpr = boxes.shape[4] if boxes.shape[4] < 64 else 64
     PIECES: gl.constexpr = HIGH * (boxes.shape[4] // WIDE)
     pieces = reinterpret(boxes, boxes.dtype, [boxes.shape[0] * PIECES, 64, WIDE], rows_of(WIDE))
-    for i in gl.static_range(W, PIECES, GROUPS):
+    for i in gl.static_range(W, PIECES, 2):
         piece = pieces.index(stage * PIECES + i)
         row = i % HIGH * 64 + gl.arange(0, 64, gl.SliceLayout(1, CLEARED))
         live = gl.expand_dims((row >= start) & (row < stop), 1)
@@ -355,21 +342,19 @@ def clear_part(boxes, stage, start, stop, W: gl.constexpr, GROUPS: gl.constexpr)
 
 
 @gluon.jit
-def clear_unseen(v, stage, phase, start, stop, W: gl.constexpr, GROUPS: gl.constexpr):
-    """Make the values of a stage outside of [start, stop) 0, for all warpgroups. Each clears its part after the copy has arrived,
-    shows by the fence what it wrote to the products to come, and goes on when all have."""
+def clear_unseen(v, stage, phase, start, stop, W: gl.constexpr):
+    """Make the values of a stage outside of [start, stop) 0, for both warpgroups. Each clears its part after the copy has arrived,
+    shows by the fence what it wrote to the products to come, and goes on when both have."""
     mbarrier.wait(v.full.index(stage), phase)
-    clear_part(v.first, stage, start, stop, W, GROUPS)
+    clear_part(v.first, stage, start, stop, W)
     if v.second is not None:
-        clear_part(v.second, stage, start, stop, W, GROUPS)
+        clear_part(v.second, stage, start, stop, W)
     fence_async_shared()
-    meet(GROUPS)
+    meet()
 
 
 @gluon.jit
-def walk(
-    state, queries, rings, high, low, SCORES, WINDOW, rows, PLAN: gl.constexpr, EDGE: gl.constexpr, W: gl.constexpr
-):
+def walk(state, rings, at_q, high, low, SCORES, WINDOW, rows, PLAN: gl.constexpr, EDGE: gl.constexpr, W: gl.constexpr):
     """Take in the blocks from before `high` down to `low`, after one whose weights are in `state` and whose values are in its
     stage.
 
@@ -382,17 +367,15 @@ def walk(
         key = (high - 1 - i) * PLAN.block
         following, its_phase = advance(stage, phase, PLAN.stages)
         mbarrier.wait(rings.k.full.index(following), its_phase)
-        if PLAN.turns:
-            await_turn(W)
-        s = issue_scores(queries, rings.k, following, p)
+        await_turn(W)
+        s = issue_scores(rings.q, rings.k, at_q, following, p)
         mbarrier.wait(rings.v.full.index(stage), phase)
         o0, o1 = issue_values(o0, o1, p0, p1, rings.v, stage)
-        if PLAN.turns:
-            give_turn(W, PLAN.groups)
+        give_turn(W)
         s = warpgroup_mma_wait(2 if SECOND else 1, deps=(s,))
         mbarrier.arrive(rings.k.empty.index(following), count=1)
         p, top, total, fade = weigh(s, top, total, SCORES, WINDOW, rows, key, EDGE, PLAN.lazy)
-        if PLAN.pinned:
+        if PLAN.lazy:
             # The assembler moves a wait up over what it does not need, but not over a branch, which a wait of a passed barrier is
             p = warpgroup_mma_wait(2 if SECOND else 1, deps=(p,))
             mbarrier.wait(rings.v.full.index(stage), phase)
@@ -435,7 +418,6 @@ def attend_tiles(
     """Warpgroup W."""
     BLOCK: gl.constexpr = PLAN.block
     STAGES: gl.constexpr = PLAN.stages
-    GROUPS: gl.constexpr = PLAN.groups
     V0: gl.constexpr = SIZES.V0
     V1: gl.constexpr = SIZES.V1
     SHAPED: gl.constexpr = sums_of(BLOCK)
@@ -447,14 +429,14 @@ def attend_tiles(
     below = gl.arange(0, 64, BY_ROW)
     slot = 0
     phase_n = 0
-    if PLAN.turns and W == GROUPS - 1:
-        give_turn(W, GROUPS)
+    if W == 1:
+        give_turn(W)
     number = gl.program_id(0)
     while number < TILES * HEADS * BATCH:
         work = work_of(number, WINDOW, LENGTHS, L, KEYS, HEADS, BATCH, TILES, PLAN)
         tile = work.tile
-        first = tile.start + W * OWN
-        left = work.rows - W * OWN  # of this warpgroup's; none are left in some tiles, which it goes over all the same
+        first = tile.start + W * HALF
+        left = work.rows - W * HALF  # of this warpgroup's; none are left in some tiles, which it goes over all the same
         top = gl.full([64], float("-inf"), gl.float32, BY_ROW)
         total = gl.zeros([64, 8], gl.float32, sums_of(8))
         if SINK is not None:  # one more key, whose value is 0
@@ -472,19 +454,13 @@ def attend_tiles(
                 slope = gl.load(SCORES.slopes + work.head).to(gl.float32) * LOG2E
             rows = Rows(below, first + shift, work.count, slope)
             lower, upper = whole_blocks(
-                WINDOW, shift, work.count, first, first + gl.minimum(left, OWN) - 1, work.low, work.high, BLOCK
+                WINDOW, shift, work.count, first, first + gl.minimum(left, HALF) - 1, work.low, work.high, BLOCK
             )
+            at_q = 2 * stage_q + W
             key = (work.high - 1) * BLOCK
             mbarrier.wait(rings.q.full.index(stage_q), phase_q)
             mbarrier.wait(rings.k.full.index(stage), phase)
-            q0 = queries_at(rings.q.first, GROUPS * stage_q + W, BLOCK, PLAN.held)
-            q1 = q0
-            if rings.q.second is not None:
-                q1 = queries_at(rings.q.second, GROUPS * stage_q + W, BLOCK, PLAN.held)
-            queries = (q0, q1)
-            if PLAN.held:
-                mbarrier.arrive(rings.q.empty.index(stage_q), count=1)
-            s = issue_scores(queries, rings.k, stage, gl.zeros([64, BLOCK], gl.float32, SHAPED))
+            s = issue_scores(rings.q, rings.k, at_q, stage, gl.zeros([64, BLOCK], gl.float32, SHAPED))
             s = warpgroup_mma_wait(0, deps=(s,))
             mbarrier.arrive(rings.k.empty.index(stage), count=1)
             p, top, total, _ = weigh(s, top, total, SCORES, WINDOW, rows, key, True, False)
@@ -494,21 +470,20 @@ def attend_tiles(
                 # alone begin before it. Both warpgroups find the same of the same block.
                 start, stop, _, _ = keys_seen(WINDOW, shift, work.count, 0, tile.count_q - 1)
                 if (key < start) | (key + BLOCK > stop):
-                    clear_unseen(rings.v, stage, phase, start - key, stop - key, W, GROUPS)
+                    clear_unseen(rings.v, stage, phase, start - key, stop - key, W)
             state = (o0, o1, p, p0, p1, top, total, stage, phase)
-            state = walk(state, queries, rings, work.high - 1, upper, SCORES, WINDOW, rows, PLAN, True, W)
-            state = walk(state, queries, rings, upper, lower, SCORES, WINDOW, rows, PLAN, False, W)
+            state = walk(state, rings, at_q, work.high - 1, upper, SCORES, WINDOW, rows, PLAN, True, W)
+            state = walk(state, rings, at_q, upper, lower, SCORES, WINDOW, rows, PLAN, False, W)
             if WINDOW.left is not None:
-                state = walk(state, queries, rings, lower, work.low, SCORES, WINDOW, rows, PLAN, True, W)
+                state = walk(state, rings, at_q, lower, work.low, SCORES, WINDOW, rows, PLAN, True, W)
             o0, o1, p, p0, p1, top, total, stage, phase = state
-            if not PLAN.held:
-                mbarrier.arrive(rings.q.empty.index(stage_q), count=1)
+            mbarrier.arrive(rings.q.empty.index(stage_q), count=1)
             stage_q, phase_q = advance(stage_q, phase_q, PLAN.queries)
             mbarrier.wait(rings.v.full.index(stage), phase)
             if CLEARS:
                 key = work.low * BLOCK
                 if (key < start) & (work.high - work.low > 1):
-                    clear_unseen(rings.v, stage, phase, start - key, stop - key, W, GROUPS)
+                    clear_unseen(rings.v, stage, phase, start - key, stop - key, W)
             o0, o1 = issue_values(o0, o1, p0, p1, rings.v, stage)
             o0, o1 = await_values(o0, o1, V1 > 0)
             mbarrier.arrive(rings.v.empty.index(stage), count=1)
@@ -540,19 +515,19 @@ def make_boxes(BOX, COUNT: gl.constexpr):
 
 
 @gluon.jit
-def make_barriers(STAGES: gl.constexpr, GROUPS: gl.constexpr):
-    """`full`, at which the copying warp arrives, and `empty`, at which all warpgroups do."""
+def make_barriers(STAGES: gl.constexpr):
+    """`full`, at which the copying warp arrives, and `empty`, at which both warpgroups do."""
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=GROUPS)
+        mbarrier.init(empty.index(i), count=2)
     return full, empty
 
 
 @kernel(
     grid=lambda a: (a.PROGRAMS,), jit=gluon.jit, tokens=("L", "KEYS", "TILES", "BATCH", "PROGRAMS"),
-    default=lambda a: {"num_warps": 4, "maxnreg": 168 if a.PLAN.groups == 2 else 128},
+    default=lambda a: {"num_warps": 4, "maxnreg": 168},
 )  # fmt: skip
 def attention_forward_hopper(
     Q0, Q1, K0, K1, V0, V1, O, LSE, SINK, COUNTER, SCORES, WINDOW, LENGTHS, L, KEYS, HEADS, GROUP, BATCH, TILES, PROGRAMS,
@@ -560,47 +535,35 @@ def attention_forward_hopper(
 ):  # fmt: skip
     """CLEARS: blocks may hold keys that no query of their sequence sees. COUNTER: 0, or None."""
     STAGES: gl.constexpr = PLAN.stages
-    GROUPS: gl.constexpr = PLAN.groups
     QUERIES: gl.constexpr = PLAN.queries
     boxes = (Q0, Q1, K0, K1, V0, V1)
-    q0 = make_boxes(Q0, GROUPS * QUERIES)
+    q0 = make_boxes(Q0, 2 * QUERIES)
     k0 = make_boxes(K0, STAGES)
     v0 = make_boxes(V0, STAGES)
     q1 = Q1  # None, or else:
     k1 = K1
     v1 = V1
     if Q1 is not None:
-        q1 = make_boxes(Q1, GROUPS * QUERIES)
+        q1 = make_boxes(Q1, 2 * QUERIES)
         k1 = make_boxes(K1, STAGES)
     if V1 is not None:
         v1 = make_boxes(V1, STAGES)
-    q_full, q_empty = make_barriers(QUERIES, GROUPS)
-    k_full, k_empty = make_barriers(STAGES, GROUPS)
-    v_full, v_empty = make_barriers(STAGES, GROUPS)
+    q_full, q_empty = make_barriers(QUERIES)
+    k_full, k_empty = make_barriers(STAGES)
+    v_full, v_empty = make_barriers(STAGES)
     rings = Rings(
         Stages(q0, q1, q_full, q_empty), Stages(k0, k1, k_full, k_empty), Stages(v0, v1, v_full, v_empty)
     )  # fmt: skip
     numbers = gl.allocate_shared_memory(gl.int32, [NUMBERS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    n_full, n_empty = make_barriers(NUMBERS, GROUPS)
+    n_full, n_empty = make_barriers(NUMBERS)
     turns = Turns(COUNTER, numbers, n_full, n_empty)
-    if GROUPS == 2:
-        gl.warp_specialize([
-            (attend_tiles, (O, LSE, SINK, rings, turns, SCORES, WINDOW, LENGTHS, L, KEYS, HEADS, BATCH, TILES, PROGRAMS,
-                            SIZES, PLAN, CLEARS, 0)),
-            (attend_tiles, (O, LSE, SINK, rings, turns, SCORES, WINDOW, LENGTHS, L, KEYS, HEADS, BATCH, TILES, PROGRAMS,
-                            SIZES, PLAN, CLEARS, 1)),
-            (copy_tiles, (boxes, rings, turns, WINDOW, LENGTHS, L, KEYS, HEADS, GROUP, BATCH, TILES, PROGRAMS, PLAN)),
-        ], [4, 1], [240, 24])  # fmt: skip
-    else:
-        gl.warp_specialize([
-            (attend_tiles, (O, LSE, SINK, rings, turns, SCORES, WINDOW, LENGTHS, L, KEYS, HEADS, BATCH, TILES, PROGRAMS,
-                            SIZES, PLAN, CLEARS, 0)),
-            (attend_tiles, (O, LSE, SINK, rings, turns, SCORES, WINDOW, LENGTHS, L, KEYS, HEADS, BATCH, TILES, PROGRAMS,
-                            SIZES, PLAN, CLEARS, 1)),
-            (attend_tiles, (O, LSE, SINK, rings, turns, SCORES, WINDOW, LENGTHS, L, KEYS, HEADS, BATCH, TILES, PROGRAMS,
-                            SIZES, PLAN, CLEARS, 2)),
-            (copy_tiles, (boxes, rings, turns, WINDOW, LENGTHS, L, KEYS, HEADS, GROUP, BATCH, TILES, PROGRAMS, PLAN)),
-        ], [4, 4, 1], [160, 160, 24])  # fmt: skip
+    gl.warp_specialize([
+        (attend_tiles, (O, LSE, SINK, rings, turns, SCORES, WINDOW, LENGTHS, L, KEYS, HEADS, BATCH, TILES, PROGRAMS,
+                        SIZES, PLAN, CLEARS, 0)),
+        (attend_tiles, (O, LSE, SINK, rings, turns, SCORES, WINDOW, LENGTHS, L, KEYS, HEADS, BATCH, TILES, PROGRAMS,
+                        SIZES, PLAN, CLEARS, 1)),
+        (copy_tiles, (boxes, rings, turns, WINDOW, LENGTHS, L, KEYS, HEADS, GROUP, BATCH, TILES, PROGRAMS, PLAN)),
+    ], [4, 1], [240, 24])  # fmt: skip
 
 
 # ---- host ------------------------------------------------------------------------------------------------------------
@@ -633,7 +596,7 @@ def fits_call(target: Target, a: SimpleNamespace) -> bool:
 def tiles_of(a: SimpleNamespace) -> int:
     """How many tiles of all heads there are at most."""
     more = 0 if a.cu_seqlens_q is None else a.cu_seqlens_q.shape[0] + 1
-    return (cdiv(a.q.shape[1], 2 * OWN.value) + more) * a.q.shape[2] * a.q.shape[0]
+    return (cdiv(a.q.shape[1], ROWS.value) + more) * a.q.shape[2] * a.q.shape[0]
 
 
 def boxes_of(t: Tensor, rows: int, first: int, second: int) -> tuple[Any, Any]:
@@ -660,20 +623,19 @@ def forward(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Te
     check_lengths("attention", q, k, a.kv_len, a.cu_seqlens_q, a.cu_seqlens_k)
     sizes, window, target = sizes_of(q, v), near_window(a), Target.at(q.device)
     plan = plan_for(sizes, target.shared_memory)
-    how, tiles = lengths(a.cu_seqlens_q, a.cu_seqlens_k, length, k.shape[1], a.kv_len, plan.groups * OWN.value, False)
+    how, tiles = lengths(a.cu_seqlens_q, a.cu_seqlens_k, length, k.shape[1], a.kv_len, ROWS.value, False)
     programs, counter = min(target.sms, tiles * heads * batch), None
     # Where tiles differ in length, a program takes the next one when it is done, for the price of a launch before. The busiest then
     # has 1.00 to 1.03 of its share of causal blocks; with every PROGRAMS-th tile it would have 1.03 to 1.46, counted on 132 SMs.
     even = window.right is None and a.cu_seqlens_q is None and a.kv_len is None
-    if (plan.counted or not even) and tiles * heads * batch > programs:
+    if not even and tiles * heads * batch > programs:
         counter = torch.empty(1, dtype=torch.int32, device=q.device)
         clear_counter(counter)
     attention_forward_hopper(
-        *boxes_of(q, OWN.value, sizes.D0, sizes.D1), *boxes_of(k, plan.block, sizes.D0, sizes.D1),
+        *boxes_of(q, HALF.value, sizes.D0, sizes.D1), *boxes_of(k, plan.block, sizes.D0, sizes.D1),
         *boxes_of(v, plan.block, sizes.V0, sizes.V1), heads_of(whole), lse, None if a.sink is None else a.sink.contiguous(),
         counter, scores_of(a), window, how, length, k.shape[1], heads, heads // k.shape[2], batch, tiles, programs, SIZES=sizes,
-        PLAN=plan,
-        CLEARS=a.cu_seqlens_q is not None or a.kv_len is not None or window.left is not None,
+        PLAN=plan, CLEARS=a.cu_seqlens_q is not None or a.kv_len is not None or window.left is not None,
     )  # fmt: skip
     if whole is not o:
         o.copy_(whole)

@@ -1,6 +1,6 @@
 """What a program of the forward does for a tile, which blocks of keys it walks over, and how much shared memory that takes.
 
-A tile is 64 queries of one head for each of two or three warpgroups. All of a program's warps go over the same tiles and the same
+A tile is 128 queries of one head, 64 for each of two warpgroups. All of a program's warps go over the same tiles and the same
 blocks of keys, from the last that any query of the tile sees down to the first: each works them out for itself by these
 functions, so that nothing but barriers and the number of the next tile passes between them. Where a warpgroup need not mask is
 its own affair, for its 64 rows.
@@ -17,7 +17,9 @@ from ...runtime.kernel import kernel
 from ..portable import TOGETHER, Sizes, unit_of
 from ..tiles import keys_of, keys_seen, tile_at
 
-OWN = tl.constexpr(64)  # queries of a warpgroup
+ROWS = tl.constexpr(128)  # of a tile
+HALF = tl.constexpr(64)  # of a warpgroup
+BAND = tl.constexpr(TOGETHER)  # heads whose tiles are taken side by side
 SPARE = (
     8704  # bytes of shared memory for barriers, and for 64 rows of 128 bytes that results pass through on their way out
 )
@@ -38,25 +40,16 @@ class Work(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """How a program goes about its tiles: its warpgroups, of 64 queries each; keys in a block; how many blocks of keys and of
-    values shared memory holds, and of how many tiles the queries; how many heads' tiles are taken side by side.
+    """Keys in a block; how many blocks of keys and of values shared memory holds, and of how many tiles the queries.
 
-    And what its loop is like. `turns`: a warpgroup issues its products when the one before it has. `lazy`: sums are multiplied only
-    where a row's largest score has grown by more than 2^LAG. `held`: queries are multiplied from registers. `pinned`: weights are
-    made before the sum of values is waited for, whatever the assembler prefers. `counted`: the next tile is the next that nobody
-    has taken, also where all are of one length.
+    `lazy`: the loop makes all weights of a block before it waits for the sum of the values before, and multiplies that sum only
+    where a row's largest score has grown by more than LAG.
     """
 
-    groups: int
     block: int
     stages: int
     queries: int
-    together: int
-    turns: bool
     lazy: bool
-    held: bool
-    pinned: bool
-    counted: bool
 
 
 # ---- device ----------------------------------------------------------------------------------------------------------
@@ -94,8 +87,7 @@ def row_ends(WINDOW, position, count):
 @triton.jit
 def work_of(number, WINDOW, LENGTHS, L, KEYS, HEADS, BATCH, TILES, PLAN: tl.constexpr):
     """What is to be done for the tile of a number, below TILES * HEADS * BATCH. In a band of heads the longest come first."""
-    ROWS: tl.constexpr = PLAN.groups * OWN
-    index, head, batch = unit_of(number, TILES, HEADS, BATCH, PLAN.together, WINDOW.right is not None)
+    index, head, batch = unit_of(number, TILES, HEADS, BATCH, BAND, WINDOW.right is not None)
     tile = tile_at(LENGTHS, index, batch, L, KEYS, ROWS)
     rows = tl.minimum(tile.count_q - tile.start, ROWS)
     count, wrong = keys_of(LENGTHS, tile)
@@ -115,17 +107,18 @@ def clear_counter(COUNTER):
 def bytes_of(sizes: Sizes, plan: Plan) -> int:
     """Shared memory of 16-bit queries, keys and values."""
     keys, values = sizes.D0 + sizes.D1, sizes.V0 + sizes.V1
-    return 2 * (plan.queries * plan.groups * OWN.value * keys + plan.stages * plan.block * (keys + values))
+    return 2 * (plan.queries * ROWS.value * keys + plan.stages * plan.block * (keys + values))
 
 
 def plan_for(sizes: Sizes, memory: int) -> Plan | None:
     """The largest block whose scores, weights and sums leave registers over, with two stages at least; then, if there is room, the
-    queries of a second tile, which then come before the first is done; then more stages. None where nothing fits."""
+    queries of a second tile, which then come before the first is done; then more stages. None where nothing fits. Lazy where it was
+    measured to be the faster, at keys of more than 128 columns."""
+    lazy = sizes.D0 + sizes.D1 > 128
     for block in (128, 64) if sizes.V0 + sizes.V1 <= 128 else (64,):
         for queries in (2, 1):
             for stages in (4, 3, 2):
-                wide = sizes.D0 + sizes.D1 > 128
-                plan = Plan(2, block, stages, queries, TOGETHER, True, wide, False, wide, False)
+                plan = Plan(block, stages, queries, lazy)
                 if bytes_of(sizes, plan) + SPARE <= memory:
                     return plan
     return None
