@@ -192,6 +192,30 @@ def cached_attention(
 ) -> tuple[Tensor, Tensor]:
     """(o, lse): attention of `q` [batch, length, heads, head_dim] over caches [pages, page, kv_heads, head_dim], forward only."""
 
+def causal_conv1d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    act: Literal["silu"] | None = None,
+    state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    out: tuple[Tensor | None, Tensor | None] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Convolve each column of `x` [batch, length, hidden] with the last `width` inputs by `weight` [hidden, width]; (y, new state)."""
+
+def causal_conv1d_step(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    state: Tensor,
+    slots: Tensor | None = None,
+    *,
+    act: Literal["silu"] | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Convolve a token `x` [tokens, hidden] with what `state` [pool, hidden, columns] holds at its slot, and write the token there."""
+
 def column_amax(
     x: Tensor,
     *,

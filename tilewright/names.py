@@ -47,6 +47,8 @@ OPS = {
     "cache_move": "attention.cache_write",
     "cache_write": "attention.cache_write",
     "cached_attention": "attention.cached",
+    "causal_conv1d": "ops.recurrent.causal_conv1d",
+    "causal_conv1d_step": "ops.recurrent.causal_conv1d_step",
     "column_amax": "ops.quantise.smooth_quantize",
     "cross_entropy": "ops.loss.cross_entropy",
     "cross_entropy_join": "ops.loss.parallel_cross_entropy",

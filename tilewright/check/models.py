@@ -179,6 +179,8 @@ PLACES: dict[str, tuple[Place, ...]] = {
         Place({**HEADS, "batch": "tokens", "length": "one"}, of("queries_per_key")),
         Place(HEADS, of("queries_per_key")),
     ),
+    "causal_conv1d": (Place({"batch": "one", "length": "tokens", "hidden": "attention"}, {"act": "silu"}),),
+    "causal_conv1d_step": (Place({**ROWS, "hidden": "attention"}, {"act": "silu"}),),
     "column_amax": ACTIVATIONS,
     "cross_entropy": LOSS,
     "cross_entropy_join": (Place(ROWS, {"shards": Fact("eight")}),),
