@@ -501,6 +501,37 @@ def hadamard_quantize(
 ) -> Quantized:
     """The matrix `x` for a product that sums over features and one that sums over tokens, in one pass."""
 
+def linear_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None = None,
+    beta: Tensor | None = None,
+    *,
+    state: Tensor | None = None,
+    scale: float | None = None,
+    normalize: bool = False,
+    cu_seqlens: Tensor | None = None,
+    out: tuple[Tensor | None, Tensor | None] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Linear attention of `q`, `k` [batch, length, key_heads, key_dim] and `v` [batch, length, heads, value_dim]; (o, last state)."""
+
+def linear_attention_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    state: Tensor,
+    log_decay: Tensor | None = None,
+    beta: Tensor | None = None,
+    slots: Tensor | None = None,
+    *,
+    bonus: Tensor | None = None,
+    scale: float | None = None,
+    normalize: bool = False,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Take a token `q`, `k` [tokens, key_heads, key_dim], `v` [tokens, heads, value_dim] into the state of its slot, and read it."""
+
 def linear_cross_entropy(
     hidden: Tensor,
     weight: Tensor,

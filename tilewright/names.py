@@ -68,6 +68,8 @@ OPS = {
     "grouped_mm_rows_fp8": "gemm.grouped_rows",
     "hadamard": "ops.quantise.hadamard",
     "hadamard_quantize": "ops.quantise.hadamard",
+    "linear_attention": "ops.recurrent.linear_attention",
+    "linear_attention_step": "ops.recurrent.linear_attention_step",
     "linear_cross_entropy": "ops.loss.linear_cross_entropy",
     "linear_fp8": "nn.linear_fp8",
     "linear_fp8_accumulate": "nn.linear_fp8",

@@ -209,6 +209,12 @@ PLACES: dict[str, tuple[Place, ...]] = {
     "grouped_mm_rows_fp8": experts(),
     "hadamard": widths("hidden", "ffn", "expert_ffn"),
     "hadamard_quantize": widths("hidden", "ffn", "expert_ffn"),
+    # Of layers of linear attention, whose heads are as wide as these
+    "linear_attention": (
+        Place({**HEADS, "heads": "kv_heads"}, {"decay": "head"}, fewer="kv_heads"),
+        Place({**HEADS, "heads": "kv_heads"}, {"decay": "token", "beta": True, "normalize": True}, fewer="kv_heads"),
+    ),
+    "linear_attention_step": (Place({**ROWS, "heads": "kv_heads", "head_dim": "head_dim"}, {"log_decay": "token", "beta": True}),),
     "linear_cross_entropy": (
         Place({**ROWS, "hidden": "hidden", "vocab": "vocab"}, {"reduction": "mean"}, fewer="vocab"),
     ),

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...attention.tiles import begin_of, lengths, tile_at
+from ...attention.tiles import lengths, tile_at
 from ...core.debug import check_ends
 from ...core.draw import Draw
 from ...core.target import Target
@@ -25,7 +25,7 @@ from ...device.activation import activate, activate_slope
 from ...op import Bars, Gradient, Op, Triton, single, upcast
 from ...runtime.kernel import kernel
 from ..norm.rms_norm import sum_columns
-from .places import check_marks, draw_marks, places, sequence_count
+from .places import check_marks, draw_marks, places, sequence_at, sequence_count
 
 WIDEST = 16  # taps of a column: each is a load of its own
 
@@ -47,7 +47,7 @@ def reference(
     `cu_seqlens[s]` to `cu_seqlens[s + 1]`, and states are then [sequences, hidden, width - 1]. An empty sequence keeps its state;
     tokens in no sequence give 0. Gradients of x, weight, bias and state, of both results.
     """
-    (batch, length, hidden), width = x.shape, weight.shape[1]
+    (batch, length, _), width = x.shape, weight.shape[1]
     at = places(batch, length, cu_seqlens, x.device)
     w, packed = upcast(weight), cu_seqlens is not None
     z = torch.zeros((), dtype=torch.promote_types(upcast(x).dtype, w.dtype), device=x.device)
@@ -67,24 +67,23 @@ def earlier(x: Tensor, state: Tensor | None, whose: Tensor, index: Tensor, by: i
     kept = torch.zeros_like(moved)
     if state is not None and state.shape[2] and state.shape[0]:
         column = (state.shape[2] + index - by).clamp(0, state.shape[2] - 1)
-        by_column = state.transpose(1, 2)
-        kept = by_column[whose.clamp(min=0), column][None] if packed else by_column[:, column]
+        kept = state[whose.clamp(min=0), :, column][None] if packed else state[:, :, column].transpose(1, 2)
     return torch.where((index >= by)[:, None], moved, kept)
 
 
 def latest(x: Tensor, state: Tensor | None, begin: Tensor, count: Tensor, many: int, packed: bool) -> Tensor:
     """The last `many` inputs of each sequence, [sequences, hidden, many]."""
+    sequences, hidden = begin.shape[0], x.shape[2]
+    if not (sequences and many and hidden):
+        return x.new_zeros(sequences, hidden, many)
     place = count[:, None] - many + torch.arange(many, device=x.device)
     rows = torch.nn.functional.pad(x, (0, 0, 0, 1))  # one that is there, of no tokens
     at = (begin[:, None] + place).clamp(0, x.shape[1])
-    own = rows[0][at] if packed else torch.stack([rows[:, at[0, j]] for j in range(many)], 1) if many and len(at) else None
-    if own is None:
-        return x.new_zeros(begin.shape[0], x.shape[2], many)
+    own = (rows[0][at] if packed else rows[:, at[0]]).transpose(1, 2)
     kept = torch.zeros_like(own)
     if state is not None:
-        column = (many + place).clamp(0, many - 1)
-        kept = state.transpose(1, 2).gather(1, column[..., None].expand(own.shape))
-    return torch.where((place >= 0)[..., None], own, kept).transpose(1, 2)
+        kept = state.gather(2, (many + place).clamp(0, many - 1)[:, None].expand(own.shape))
+    return torch.where((place >= 0)[:, None], own, kept)
 
 
 def inputs(draw: Draw) -> dict[str, Any]:
@@ -200,22 +199,22 @@ def causal_conv1d_forward(
         tl.store(to, y.to(Y.data.dtype.element_ty), live[:, None] & (c < C)[None, :])
 
 
-@triton.jit
-def sequence_at(MARKS, sequence, COUNT, L):
-    """(row of the batch, first token, how many) of a sequence."""
-    if MARKS is None:
-        return sequence, 0, L
-    else:
-        one = tl.zeros([1], tl.int32) + sequence
-        first = tl.sum(begin_of(MARKS, one + 1, COUNT, L), 0)
-        return tl.zeros_like(sequence), first, tl.sum(begin_of(MARKS, one + 2, COUNT, L), 0) - first
-
-
 @kernel(
     grid=lambda a: (a.SEQUENCES * a.BLOCKS,), tokens=("L", "COUNT", "SEQUENCES"), default=lambda a: {"num_warps": 4}
 )
 def causal_conv1d_state(
-    X, STATE, FINAL, MARKS, L, C, COUNT, SEQUENCES, BLOCKS, WIDTH: tl.constexpr, TAPS: tl.constexpr, BLOCK_C: tl.constexpr
+    X,
+    STATE,
+    FINAL,
+    MARKS,
+    L,
+    C,
+    COUNT,
+    SEQUENCES,
+    BLOCKS,
+    WIDTH: tl.constexpr,
+    TAPS: tl.constexpr,
+    BLOCK_C: tl.constexpr,
 ):
     """The last inputs of each sequence, for the next call."""
     sequence = tl.program_id(0) // BLOCKS
@@ -233,8 +232,8 @@ def gradients_at(
     X, DY, STATE, DFINAL, w, bias, batch, sequence, first, count, row, live, c, C, ACT: tl.constexpr, WIDTH: tl.constexpr,
     DX: tl.constexpr, DW: tl.constexpr,
 ):  # fmt: skip
-    """(the gradient of inputs at these places, that of z there, the inputs by tap) of a sequence, each [n, m]. DX, DW: which of them
-    are wanted. Places before the first token are those of the state, and give nothing themselves."""
+    """(the gradient of inputs at these places, that of z there, the inputs by tap) of a sequence, each [n, m]. DX, DW: which of
+    them are wanted. Places before the first token are those of the state, and give nothing themselves."""
     AFTER: tl.constexpr = WIDTH if DX else 1
     inside = (c < C)[None, :]
     x = ()
@@ -266,7 +265,9 @@ def gradients_at(
     return dx, own, x
 
 
-@kernel(grid=lambda a: (a.BANDS * a.BLOCKS,), tokens=("L", "TILES", "UNITS", "BANDS"), default=lambda a: {"num_warps": 4})
+@kernel(
+    grid=lambda a: (a.BANDS * a.BLOCKS,), tokens=("L", "TILES", "UNITS", "BANDS"), default=lambda a: {"num_warps": 4}
+)
 def causal_conv1d_backward(
     X, DY, TAPS, STATE, DFINAL, DX, DW, DB, LENGTHS, L, C, TILES, UNITS, BANDS, BLOCKS, ACT: tl.constexpr, WIDTH: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr,
@@ -279,7 +280,7 @@ def causal_conv1d_backward(
     bias = bias_of(TAPS, c, C)
     db = tl.zeros([BLOCK_T, BLOCK_C], tl.float32)
     dw = ()
-    for j in tl.static_range(WIDTH):
+    for _ in tl.static_range(WIDTH):
         dw = dw + (tl.zeros([BLOCK_T, BLOCK_C], tl.float32),)
     for unit in range(band, UNITS, BANDS):
         batch = unit // TILES
@@ -426,7 +427,9 @@ def check(x, weight, bias, *, act, state, cu_seqlens) -> None:
     if state is not None:
         wanted = [sequence_count(x.shape[0], cu_seqlens), x.shape[2], width - 1]
         if list(state.shape) != wanted:
-            raise ValueError(f"{op}: state must be {wanted}, as many inputs as a tap sees before its own, got {list(state.shape)}")
+            raise ValueError(
+                f"{op}: state must be {wanted}, as many inputs as a tap sees before its own, got {list(state.shape)}"
+            )
 
 
 causal_conv1d = Op(

@@ -1,5 +1,5 @@
-"""One token more for each of many causal convolutions: y = act(bias + sum over j of weight[j] * input[j]), whose inputs are the last
-width - 1 of a state and the token; the state then drops its oldest input and takes the token in."""
+"""One token more for each of many causal convolutions: y = act(bias + sum over j of weight[j] * input[j]), whose inputs are the
+last width - 1 of a state and the token; the state then drops its oldest input and takes the token in."""
 
 from __future__ import annotations
 
@@ -117,7 +117,9 @@ def check(x, weight, bias, state, slots, *, act) -> None:
     if not width - 1 <= state.shape[2] <= WIDEST:
         raise ValueError(f"{op}: state must have {width - 1} to {WIDEST} columns, got {state.shape[2]}")
     if slots is None and state.shape[0] < x.shape[0]:
-        raise ValueError(f"{op}: state has {state.shape[0]} slots, fewer than the {x.shape[0]} tokens of x, and no slots say which")
+        raise ValueError(
+            f"{op}: state has {state.shape[0]} slots, fewer than the {x.shape[0]} tokens of x, and no slots say which"
+        )
 
 
 def moved(x, weight, bias, state, slots, *, act) -> tuple[int, int]:

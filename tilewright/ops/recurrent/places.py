@@ -1,13 +1,16 @@
-"""Which tokens belong to which sequence, for references: dense sequences are a batch's rows, packed ones lie between marks."""
+"""Which tokens belong to which sequence: dense sequences are a batch's rows, packed ones lie between marks."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from ...attention.seen import marks_of, sequences
+from ...attention.tiles import begin_of
 from ...core.draw import Draw
 
 
@@ -53,3 +56,14 @@ def check_marks(op: str, name: str, batch: int, marks: Tensor | None) -> None:
         raise ValueError(f"{op}: packed sequences lie in a batch of 1, got {name} with a batch of {batch}")
     if marks.shape[0] < 1:
         raise ValueError(f"{op}: cu_seqlens must have a number for each sequence and one more, got none")
+
+
+@triton.jit
+def sequence_at(MARKS, sequence, COUNT, L):
+    """(row of the batch, first token, how many) of a sequence."""
+    if MARKS is None:
+        return sequence, 0, L
+    else:
+        one = tl.zeros([1], tl.int32) + sequence
+        first = tl.sum(begin_of(MARKS, one + 1, COUNT, L), 0)
+        return tl.zeros_like(sequence), first, tl.sum(begin_of(MARKS, one + 2, COUNT, L), 0) - first
