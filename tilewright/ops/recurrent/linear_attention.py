@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,10 +15,12 @@ import torch
 from torch import Tensor
 
 from ...core.debug import check_ends
+from ...core.declaration import Part
 from ...core.draw import Draw
 from ...op import Bars, Cost, Gradient, Op, Triton, single
-from . import linear_backward, linear_chunks
 from .linear import check_heads, run, scale_of
+from .linear_backward import backward
+from .linear_chunks import forward as by_chunks
 from .places import check_marks, draw_marks, sequence_count
 
 
@@ -82,7 +85,7 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     check_ends("linear_attention", "cu_seqlens", options["cu_seqlens"], q.shape[1])
     options["scale"] = scale_of(q) if options["scale"] is None else float(options["scale"])
-    return linear_chunks.forward(q, k, v, log_decay, beta, **options)
+    return by_chunks(q, k, v, log_decay, beta, **options)
 
 
 def check(q, k, v, log_decay, beta, *, state, scale, normalize, cu_seqlens) -> None:
@@ -100,6 +103,30 @@ def flops(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, beta: Tenso
     return 2 * v.shape[0] * v.shape[1] * v.shape[2] * q.shape[-1] * v.shape[-1] * (2 if beta is None else 3)
 
 
+def parts(a: SimpleNamespace, gradients: bool) -> Iterator[Part]:
+    """The heads of the first key head and of the last: gradients of decays are sums over the batch, but not over heads."""
+    group = a.v.shape[2] // max(1, a.k.shape[2])
+    for head in {0, a.k.shape[2] - 1} if a.v.numel() else ():
+        key, own = slice(head, head + 1), slice(head * group, (head + 1) * group)
+        every = slice(None)
+        of_key, of_head, of_state = (every, every, key), (every, every, own), (every, own)
+        decay = None if a.log_decay is None else (own,) if a.log_decay.dim() == 1 else of_head
+        at = {
+            "q": of_key,
+            "k": of_key,
+            "v": of_head,
+            "o": of_head,
+            "beta": of_head,
+            "state": of_state,
+            "final": of_state,
+        }
+        at = {**at, "log_decay": decay}
+        cut = {
+            n: getattr(a, n)[at[n]] for n in ("q", "k", "v", "log_decay", "beta", "state") if getattr(a, n) is not None
+        }
+        yield Part({**vars(a), **cut}, {n: place for n, place in at.items() if place is not None})
+
+
 ROW = "q[batch length key_heads key_dim]"
 WHERE = {
     "q": "float[batch length key_heads key_dim]", "k": ROW, "v": "q[batch length heads value_dim]", "log_decay": "float[...?]",
@@ -113,8 +140,8 @@ def sizes(a: SimpleNamespace) -> dict[str, int]:
 
 
 linear_attention = Op(
-    "linear_attention", reference, inputs, Triton(forward, linear_backward.backward, single), check=check, where=WHERE,
+    "linear_attention", reference, inputs, Triton(forward, backward, single), check=check, where=WHERE,
     results=RESULTS, sizes=sizes, cost=Cost(flops=flops, backward=2.5),
     gradient=Gradient(of=("q", "k", "v", "log_decay", "beta", "state"), through=("o", "final")),
-    bars=Bars("I", gradient="J", rounds=True, felt=("length",)),
+    bars=Bars("I", gradient="J", rounds=True, felt=("length",), parts=parts),
 )  # fmt: skip
