@@ -390,8 +390,8 @@ def flash_mla(work: Work) -> Call:
 
 
 def linear_attention(work: Work) -> Call:
-    """flash-linear-attention, by chunks: its gated delta rule, or its linear attention with a decay of each head or token. Its
-    decay of a head has no gradient: there each token has one. Its delta rule is given a copy of key heads for each head, untimed."""
+    """flash-linear-attention, by chunks: its gated delta rule, or its linear attention with a decay of each head or token. The
+    decay of a head has no gradient: there each token has one. Its delta rule is given copies of key heads, untimed."""
     takes(work, "q", "k", "v", "log_decay", "beta", "state", "scale", "normalize")
     given = work.values
     if given["beta"] is None:

@@ -68,8 +68,8 @@ def inputs(draw: Draw) -> dict[str, Any]:
     return {
         "q": draw.tensor(batch, length, key_heads, width),
         "k": draw.tensor(
-            batch, length, key_heads, width, scale=width**-0.5
-        ),  # of length 1: the delta rule grows with longer ones
+            batch, length, key_heads, width, scale=0.7 * width**-0.5
+        ),  # shorter than 1: longer ones make the delta rule grow
         "v": draw.tensor(batch, length, heads, values),
         "log_decay": None if shape is None else draw.uniform(*shape, low=-1.0, high=0.0),
         "beta": draw.maybe("beta", lambda: draw.uniform(batch, length, heads)),

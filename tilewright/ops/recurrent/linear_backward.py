@@ -377,8 +377,8 @@ def backward(saved: SimpleNamespace, do: Tensor | None, dfinal: Tensor | None) -
         gates = torch.empty(batch, length, heads, dtype=torch.float32, device=q.device) if of_heads else ddecay
     if v.numel() or (dstate is not None and dstate.numel()):
         shape = shape_of(q, v, a.normalize)
-        found = walk(q, k, v, log_decay, beta, a.state, None, a.cu_seqlens, shape, v.numel() > 0)
         kept = {"dtype": kept_dtype(q), "device": q.device}
+        found = walk(q, k, v, log_decay, beta, a.state, None, a.cu_seqlens, shape, kept["dtype"] if v.numel() else None)
         e = torch.empty(found.slots, heads, shape.D, shape.V, **kept) if v.numel() else None
         z = torch.empty(v.shape, **kept) if beta is not None else None
         group, marks = heads // key_heads, found.marks

@@ -395,8 +395,8 @@ def linear_attention_outputs(
     DELTA: tl.constexpr,
     SHAPE: tl.constexpr,
 ):
-    """Outputs of a chunk of a head, some columns of them: V are the values, or, DELTA, those of the delta rule, which were rounded
-    when they were kept, so that the scores are not."""
+    """Outputs of a chunk of a head, some columns of them: V are the values, or, DELTA, those of the delta rule. These take away
+    what the state holds, so that rounding either before they are multiplied would show in what is left."""
     first_v = (tl.program_id(0) % BLOCKS) * SHAPE.BLOCK_V
     head = tl.program_id(0) // BLOCKS % HEADS
     unit = tl.program_id(0) // BLOCKS // HEADS
@@ -415,10 +415,11 @@ def linear_attention_outputs(
         slot = chunk_slot(LENGTHS, tile, unit % TILES, batch, TILES, SHAPE.CHUNK)
         at, inside = state_at(H, slot, head, HEADS, first_v, SHAPE)
         s = tl.load(at, inside & (tile.sequence >= 0), 0.0)
-        o = times(no_part(SHAPE.CHUNK, SHAPE.BLOCK_V), q, s, SHAPE.RAW, SHAPE.MADE)
+        PIECES: tl.constexpr = SHAPE.KEPT if DELTA else SHAPE.MADE
+        o = times(no_part(SHAPE.CHUNK, SHAPE.BLOCK_V), q, s, SHAPE.RAW, PIECES)
         o = o * (rq * from_start(decay))[:, None]
         v = load_columns(V, batch, head, token, known, first_v, SHAPE)
-        o = times(o, a, v, SHAPE.KEPT if DELTA else SHAPE.MADE, SHAPE.MADE)
+        o = times(o, a, v, PIECES, PIECES)
         store_columns(O, batch, head, token, live, o * scale, first_v, SHAPE)
 
 
@@ -468,9 +469,9 @@ class Walk(NamedTuple):
 
 def walk(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, beta: Tensor | None, state: Tensor | None, final: Tensor | None,
-    marks: Tensor | None, shape: Shape, keep: bool,
+    marks: Tensor | None, shape: Shape, keep: torch.dtype | None,
 ) -> Walk:  # fmt: skip
-    """Fill `final`, and keep what each chunk finds."""
+    """Fill `final`, and keep what each chunk finds, if a dtype says in what."""
     (batch, length, heads, _), group = v.shape, v.shape[2] // k.shape[2]
     how, tiles = lengths(marks, marks, length, length, None, shape.CHUNK, False)
     slots = batch * tiles
@@ -478,12 +479,12 @@ def walk(
     marks = None if marks is None else marks.contiguous()
     K, DECAY, BETA = heads_of(k), gates_of(log_decay), gates_of(beta)
     inverse = states = new = None
-    kept = {"dtype": kept_dtype(q), "device": q.device}
-    if keep:
+    kept = {"dtype": keep, "device": q.device}
+    if keep is not None:
         states = torch.empty(slots, heads, shape.D, shape.V, **kept)
     if beta is not None:
         inverse = torch.empty(slots, heads, shape.CHUNK, shape.CHUNK, dtype=torch.float32, device=q.device)
-        new = torch.empty(v.shape, **kept) if keep else None
+        new = torch.empty(v.shape, **kept) if keep is not None else None
         linear_attention_inverse(K, DECAY, BETA, inverse, how, length, heads, group, batch, tiles, SHAPE=shape)
     linear_attention_states(
         K, heads_of(v), DECAY, BETA, inverse, heads_or_none(state), heads_or_none(final), states, heads_or_none(new), marks,
@@ -503,7 +504,8 @@ def forward(
     shape = shape_of(q, v, normalize)
     if not (final.numel() or o.numel()):
         return o, final
-    found = walk(q, k, v, log_decay, beta, state, final, cu_seqlens, shape, o.numel() > 0)
+    keep = None if not o.numel() else kept_dtype(q) if beta is None else torch.float32
+    found = walk(q, k, v, log_decay, beta, state, final, cu_seqlens, shape, keep)
     if o.numel():
         linear_attention_outputs(
             heads_of(q), heads_of(k), heads_of(v if found.new is None else found.new), heads_of(o), gates_of(log_decay),
