@@ -362,7 +362,7 @@ def forward(
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     final = torch.empty(sequences, hidden, width - 1, dtype=x.dtype, device=x.device)
     if x.numel():
-        rows, columns = blocks_of(x, 4096)
+        rows, columns = blocks_of(x, 2048)
         how, tiles = lengths(cu_seqlens, cu_seqlens, length, length, None, rows, False)
         causal_conv1d_forward(
             inputs_of(x), taps(weight, bias), states_of(state), inputs_of(y), how, length, hidden, batch, tiles,

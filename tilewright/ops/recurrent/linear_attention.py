@@ -68,7 +68,7 @@ def inputs(draw: Draw) -> dict[str, Any]:
     return {
         "q": draw.tensor(batch, length, key_heads, width),
         "k": draw.tensor(
-            batch, length, key_heads, width, scale=0.7 * width**-0.5
+            batch, length, key_heads, width, scale=0.7 * max(1, width) ** -0.5
         ),  # shorter than 1: longer ones make the delta rule grow
         "v": draw.tensor(batch, length, heads, values),
         "log_decay": None if shape is None else draw.uniform(*shape, low=-1.0, high=0.0),

@@ -71,7 +71,7 @@ def inputs(draw: Draw) -> dict[str, Any]:
     with_bonus = decay == "column" and draw.option("with_bonus", False, True)
     return {
         "q": draw.tensor(tokens, key_heads, width),
-        "k": draw.tensor(tokens, key_heads, width, scale=0.7 * width**-0.5),
+        "k": draw.tensor(tokens, key_heads, width, scale=0.7 * max(1, width) ** -0.5),
         "v": draw.tensor(tokens, heads, values),
         "state": draw.tensor(pool, heads, width, values, dtype=torch.float32),
         "log_decay": None if shape is None else draw.uniform(*shape, low=-2.0, high=0.0),

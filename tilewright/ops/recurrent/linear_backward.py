@@ -209,9 +209,10 @@ def decay_gradient(terms, read, CHUNK: tl.constexpr, PIECES: tl.constexpr):
     default=lambda a: {"num_warps": 4},
 )  # fmt: skip
 def linear_attention_gradients_values(
-    Q, K, DO, DECAY, E, DV, LENGTHS, L, HEADS, GROUP, BATCH, TILES, BLOCKS, scale, SHAPE: tl.constexpr
+    Q, K, DO, DECAY, E, DV, REST, LENGTHS, L, HEADS, GROUP, BATCH, TILES, BLOCKS, scale, SHAPE: tl.constexpr
 ):
-    """The gradient of a chunk's values of a head, some columns of them; without E what the chunk's own outputs give them."""
+    """The gradient of a chunk's values of a head, some columns of them; without E what the chunk's own outputs
+    give them, and REST, the gradient itself, is then 0 where tokens are in no sequence."""
     first_v = (tl.program_id(0) % BLOCKS) * SHAPE.BLOCK_V
     head = tl.program_id(0) // BLOCKS % HEADS
     unit = tl.program_id(0) // BLOCKS // HEADS
@@ -231,6 +232,8 @@ def linear_attention_gradients_values(
         do = load_columns(DO, batch, head, c.token, c.known, first_v, SHAPE)
         dv = times(dv, tl.trans(a), do, SHAPE.MADE, SHAPE.RAW)
         store_columns(DV, batch, head, c.token, c.live, dv, first_v, SHAPE)
+        if REST.data is not None:
+            store_columns(REST, batch, head, c.token, c.live & (tile.sequence < 0), dv * 0.0, first_v, SHAPE)
 
 
 @kernel(**ONE_CHUNK)
@@ -243,7 +246,6 @@ def linear_attention_gradients_delta(
     H,
     Z,
     PART,
-    DV,
     DBETA,
     DGATE,
     LENGTHS,
@@ -255,7 +257,7 @@ def linear_attention_gradients_delta(
     SHAPE: tl.constexpr,
 ):
     """What the delta rule's inverse gives: PART [batch, length, key_heads, D] of the gradient of keys, that of betas and, if it is
-    wanted, DGATE [batch, length, heads] of that of decays. The walk has filled DV but for tokens in no sequence."""
+    wanted, DGATE [batch, length, heads] of that of decays."""
     key_head = tl.program_id(0) % KEY_HEADS
     unit = tl.program_id(0) // KEY_HEADS
     batch = unit // TILES
@@ -270,15 +272,16 @@ def linear_attention_gradients_delta(
             pairs = no_part(SHAPE.CHUNK, SHAPE.CHUNK)
             read = no_part(SHAPE.CHUNK, SHAPE.BLOCK_D)
             own = rk * 0.0
+            for first_v in range(0, SHAPE.V, SHAPE.BLOCK_V):  # apart from the products, which leave no registers for it
+                z = load_columns(Z, batch, head, c.token, c.known, first_v, SHAPE)
+                v = load_columns(V, batch, head, c.token, c.known, first_v, SHAPE)
+                own += along(z, v.to(tl.float32))
             for first_v in range(0, SHAPE.V, SHAPE.BLOCK_V):
                 z = load_columns(Z, batch, head, c.token, c.known, first_v, SHAPE)
                 new = load_columns(NEW, batch, head, c.token, c.known, first_v, SHAPE)
-                v = load_columns(V, batch, head, c.token, c.known, first_v, SHAPE)
                 s = kept_state(H, c, tile.sequence, head, heads, first_v, SHAPE)
                 pairs = times(pairs, z, tl.trans(new), SHAPE.MADE, SHAPE.MADE)
                 read = times(read, z, tl.trans(s), SHAPE.MADE, SHAPE.MADE)
-                own += along(z, v.to(tl.float32))
-                store_columns(DV, batch, head, c.token, c.live & (tile.sequence < 0), tl.zeros_like(v), first_v, SHAPE)
             b = gate_at(BETA, batch, head, c.token, c.known)
             decay = decay_of(DECAY, batch, head, c.token, c.known, SHAPE.CHUNK)
             read = read * (from_start(decay) * rk)[:, None]
@@ -288,12 +291,12 @@ def linear_attention_gradients_delta(
             dbeta = own - seen + tl.sum(terms, 1)
             at = (batch.to(tl.int64) * L + c.token) * heads + head
             tl.store(DBETA + at, tl.where(c.known, dbeta, 0.0).to(DBETA.dtype.element_ty), c.live)
-            if DGATE is not None:
-                dg = decay_gradient(terms * b[:, None], -(seen * b), SHAPE.CHUNK, SHAPE.KEPT)
-                tl.store(DGATE + at, dg, c.live)
             pairs = pairs * b[:, None]
             dk = times(dk - read * b[:, None], pairs, k, SHAPE.MADE, SHAPE.RAW)
             dk = times(dk, tl.trans(pairs), k, SHAPE.MADE, SHAPE.RAW)
+            if DGATE is not None:
+                dg = decay_gradient(terms * b[:, None], -(seen * b), SHAPE.CHUNK, SHAPE.KEPT)
+                tl.store(DGATE + at, dg, c.live)
         store_part(PART, batch, key_head, c.token, c.live, dk, SHAPE.D, 0, SHAPE.BLOCK_D)
 
 
@@ -388,7 +391,9 @@ def backward(saved: SimpleNamespace, do: Tensor | None, dfinal: Tensor | None) -
         of_values = (found.how, length, heads, group, batch, found.tiles, blocks, scale)
         if z is not None and v.numel():
             local = torch.empty(v.shape, dtype=torch.float32, device=q.device)
-            linear_attention_gradients_values(Q, K, DO, DECAY, None, heads_of(local), *of_values, SHAPE=shape)
+            linear_attention_gradients_values(
+                Q, K, DO, DECAY, None, heads_of(local), heads_of(dv), *of_values, SHAPE=shape
+            )
         linear_attention_states_backward(
             Q, K, DO, DECAY, BETA, found.inverse, heads_or_none(local), heads_or_none(dfinal), heads_or_none(dstate), e,
             heads_or_none(z), heads_of(dv), marks, length, heads, group, count, many, found.tiles, blocks, scale, SHAPE=shape,
@@ -403,7 +408,9 @@ def backward(saved: SimpleNamespace, do: Tensor | None, dfinal: Tensor | None) -
                 Q, K, new, DO, DECAY, found.states, heads_of(dq), read, *sizes, scale, SHAPE=shape
             )
             if beta is None:
-                linear_attention_gradients_values(Q, K, DO, DECAY, e, heads_of(dv), *of_values, SHAPE=shape)
+                linear_attention_gradients_values(
+                    Q, K, DO, DECAY, e, heads_of(dv), heads_or_none(None), *of_values, SHAPE=shape
+                )
             else:
                 part, more = (
                     torch.empty(k.shape, **single),
@@ -418,7 +425,6 @@ def backward(saved: SimpleNamespace, do: Tensor | None, dfinal: Tensor | None) -
                     found.states,
                     heads_of(z),
                     heads_of(part),
-                    heads_of(dv),
                     dbeta,
                     more,
                     *sizes,

@@ -443,9 +443,9 @@ def shape_of(q: Tensor, v: Tensor, normalize: bool) -> Shape:
     least = narrowest(q)
     block_d, block_v = (max(least, power_of_two(t.shape[-1])) for t in (q, v))
     wide = q.dtype != torch.bfloat16 or Target.at(q.device).shared_memory < ROOMY
+    chunk = 16 if raw == 3 else 32 if wide or block_d > 128 else 64
     return Shape(
-        q.shape[-1], block_d, v.shape[-1], min(block_v, 32 if wide else 64), 32 if wide or block_d > 128 else 64, raw, raw,
-        max(2, raw), normalize,
+        q.shape[-1], block_d, v.shape[-1], min(block_v, 32 if wide else 64), chunk, raw, raw, max(2, raw), normalize
     )  # fmt: skip
 
 
