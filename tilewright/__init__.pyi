@@ -192,6 +192,30 @@ def cached_attention(
 ) -> tuple[Tensor, Tensor]:
     """(o, lse): attention of `q` [batch, length, heads, head_dim] over caches [pages, page, kv_heads, head_dim], forward only."""
 
+def causal_conv1d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    act: Literal["silu"] | None = None,
+    state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    out: tuple[Tensor | None, Tensor | None] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Convolve each column of `x` [batch, length, hidden] with the last `width` inputs by `weight` [hidden, width]; (y, new state)."""
+
+def causal_conv1d_step(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    state: Tensor,
+    slots: Tensor | None = None,
+    *,
+    act: Literal["silu"] | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Convolve a token `x` [tokens, hidden] with what `state` [pool, hidden, columns] holds at its slot, and write the token there."""
+
 def column_amax(
     x: Tensor,
     *,
@@ -476,6 +500,37 @@ def hadamard_quantize(
     out: Quantized | None = None,
 ) -> Quantized:
     """The matrix `x` for a product that sums over features and one that sums over tokens, in one pass."""
+
+def linear_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None = None,
+    beta: Tensor | None = None,
+    *,
+    state: Tensor | None = None,
+    scale: float | None = None,
+    normalize: bool = False,
+    cu_seqlens: Tensor | None = None,
+    out: tuple[Tensor | None, Tensor | None] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Linear attention of `q`, `k` [batch, length, key_heads, key_dim] and `v` [batch, length, heads, value_dim]; (o, last state)."""
+
+def linear_attention_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    state: Tensor,
+    log_decay: Tensor | None = None,
+    beta: Tensor | None = None,
+    slots: Tensor | None = None,
+    *,
+    bonus: Tensor | None = None,
+    scale: float | None = None,
+    normalize: bool = False,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Take a token `q`, `k` [tokens, key_heads, key_dim], `v` [tokens, heads, value_dim] into the state of its slot, and read it."""
 
 def linear_cross_entropy(
     hidden: Tensor,

@@ -592,4 +592,4 @@ def test_every_row_is_for_an_op_or_for_attention():
     named = {op for rival in packaged.RIVALS.values() for op in rival.calls}
     assert named - set(tw.catalogue()) <= {"attention", REPLACED}
     attention = {"cudnn", "fa2", "fa3", "flashmla", "flex"}
-    assert {*packaged.RIVALS} == {"liger", "liger_cutedsl", "quack", "flaggems", "sgl_kernel", *attention}
+    assert {*packaged.RIVALS} == {"liger", "liger_cutedsl", "quack", "flaggems", "sgl_kernel", "fla", *attention}

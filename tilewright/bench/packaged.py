@@ -3,8 +3,8 @@ that turns a case's arguments into the rival's call.
 
 A package is imported when one of its calls is asked for, never before. One that chooses its kernels by the environment when it is
 imported has that in its row, and is measured in a process of its own. How packages are called was read from quack-kernels 0.6.5,
-liger-kernel 0.8.5, sglang-kernel 0.4.2 and flag-gems 5.0.2; where another version takes other arguments, the rival is absent and
-the row says why.
+liger-kernel 0.8.5, sglang-kernel 0.4.2 and flag-gems 5.0.2, and of fla-core from what its documents say; where another version
+takes other arguments, the rival is absent and the row says why.
 """
 
 from __future__ import annotations
@@ -389,6 +389,45 @@ def flash_mla(work: Work) -> Call:
     return lambda: module.flash_mla_with_kvcache(q, cache, table, lengths, n, *planned, **about)[0]
 
 
+def linear_attention(work: Work) -> Call:
+    """flash-linear-attention, by chunks: its gated delta rule, or its linear attention with a decay of each head or token. The
+    decay of a head has no gradient: there each token has one. Its delta rule is given copies of key heads, untimed."""
+    takes(work, "q", "k", "v", "log_decay", "beta", "state", "scale", "normalize")
+    given = work.values
+    if given["beta"] is None:
+        if given["normalize"] or given["q"].shape[2] != given["v"].shape[2]:
+            raise Absent("its linear attention neither normalises rows nor shares key heads")
+        chunked = importlib.import_module("fla.ops.simple_gla").chunk_simple_gla
+
+        def plain(
+            q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, state: Tensor | None, scale: Any, **_: Any
+        ) -> Any:
+            by_head = log_decay is not None and log_decay.dim() == 1
+            if by_head and log_decay.requires_grad:
+                log_decay, by_head = log_decay.expand(*v.shape[:3]), False
+            decay = {"g_gamma" if by_head else "g": log_decay}
+            return chunked(q, k, v, scale=scale, initial_state=state, output_final_state=True, **decay)
+
+        return directed(plain, work)
+    if given["log_decay"] is None or given["log_decay"].dim() != 3:
+        raise Absent("its delta rule has a decay of each token")
+    delta = importlib.import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
+    group = given["v"].shape[2] // given["k"].shape[2]
+    if group > 1:
+        forward_only(work)
+    copies = [given[name].repeat_interleave(group, 2) for name in ("q", "k")] if group > 1 else None
+
+    def ruled(
+        q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor | None, scale: Any, normalize: bool,
+        **_: Any,
+    ) -> Any:  # fmt: skip
+        q, k = copies or (q, k)
+        about = {"scale": scale, "initial_state": state, "use_qk_l2norm_in_kernel": normalize}
+        return delta(q, k, v, log_decay, beta, output_final_state=True, **about)
+
+    return directed(ruled, work)
+
+
 def window(given: Mapping[str, Any]) -> tuple[int | None, int | None]:
     """How many keys before and after its own a query sees; None for all of them. A causal one sees none after."""
     return given["left"], 0 if given["causal"] else given["right"]
@@ -423,6 +462,7 @@ RIVALS: dict[str, Rival] = {
     "cudnn": Rival("torch.nn.attention", "torch", {"attention": partial(sdpa, "CUDNN_ATTENTION")}),
     "fa2": Rival("torch.nn.attention", "torch", {"attention": flash_attention}),
     "fa3": Rival("sgl_kernel", "sglang-kernel", FA3),
+    "fla": Rival("fla", "fla-core", {"linear_attention": linear_attention}),
     "flashmla": Rival("sgl_kernel", "sglang-kernel", {"cached_attention": flash_mla}),
     "flex": Rival("torch.nn.attention.flex_attention", "torch", {"attention": flex_attention}),
 }

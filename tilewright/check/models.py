@@ -179,6 +179,8 @@ PLACES: dict[str, tuple[Place, ...]] = {
         Place({**HEADS, "batch": "tokens", "length": "one"}, of("queries_per_key")),
         Place(HEADS, of("queries_per_key")),
     ),
+    "causal_conv1d": (Place({"batch": "one", "length": "tokens", "hidden": "attention"}, {"act": "silu"}),),
+    "causal_conv1d_step": (Place({**ROWS, "hidden": "attention"}, {"act": "silu"}),),
     "column_amax": ACTIVATIONS,
     "cross_entropy": LOSS,
     "cross_entropy_join": (Place(ROWS, {"shards": Fact("eight")}),),
@@ -207,6 +209,12 @@ PLACES: dict[str, tuple[Place, ...]] = {
     "grouped_mm_rows_fp8": experts(),
     "hadamard": widths("hidden", "ffn", "expert_ffn"),
     "hadamard_quantize": widths("hidden", "ffn", "expert_ffn"),
+    # Of layers of linear attention, whose heads are as wide as these
+    "linear_attention": (
+        Place({**HEADS, "heads": "kv_heads"}, {"decay": "head"}, fewer="kv_heads"),
+        Place({**HEADS, "heads": "kv_heads"}, {"decay": "token", "beta": True, "normalize": True}, fewer="kv_heads"),
+    ),
+    "linear_attention_step": (Place({**ROWS, "heads": "kv_heads", "head_dim": "head_dim"}, {"log_decay": "token", "beta": True}),),
     "linear_cross_entropy": (
         Place({**ROWS, "hidden": "hidden", "vocab": "vocab"}, {"reduction": "mean"}, fewer="vocab"),
     ),

@@ -235,6 +235,8 @@ CHECKS: dict[str, dict[str, Check]] = {
         "embedding with gradient accumulated into main_grad": more.embedding,
         "mla rope (q, kv)": training.mla_rope,
         "rope varlen + context parallel": training.rope_packed,
+        "mla attention": training.latent_attention,
+        "lightning (linear) attention": training.lightning_attention,
         "vocab-parallel cross entropy": more.split_loss,
         "fused linear cross entropy": training.linear_loss,
         "multi-tensor scale, clip, norm L1/L2/inf, count zeros": training.many,

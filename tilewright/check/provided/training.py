@@ -113,6 +113,47 @@ def rope_packed(device: str) -> None:
         )  # fmt: skip
 
 
+def latent_attention(device: str) -> None:
+    """Keys of 192 columns and values of 128, two packed sequences."""
+    lengths, heads = (5, 9), 2
+    ends = end_rows(device, [0, lengths[0], sum(lengths)])
+    leaves = [normal(device, 1, sum(lengths), heads, width, seed=seed) for seed, width in enumerate((192, 192, 128))]
+
+    def truth(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        made = []
+        for first, count in ((0, lengths[0]), (lengths[0], lengths[1])):
+            own = (t[:, first : first + count] for t in (q, k, v))
+            q1, k1, v1 = own
+            scores = torch.einsum("blhd,bmhd->bhlm", q1, k1) / math.sqrt(192)
+            later = torch.ones(count, count, dtype=torch.bool, device=scores.device).triu(1)
+            made.append(torch.einsum("bhlm,bmhd->blhd", scores.masked_fill(later, -math.inf).softmax(-1), v1))
+        return torch.cat(made, 1)
+
+    holds(
+        lambda *three: tw.attention(*three, causal=True, cu_seqlens_q=ends, cu_seqlens_k=ends), truth, leaves, "I", "JJJ"
+    )  # fmt: skip
+
+
+def lightning_attention(device: str) -> None:
+    """Each head forgets at its own rate; a state comes in and goes out."""
+    length, heads, width = 70, 2, 16
+    rate = torch.tensor([-0.05, -0.7], dtype=FP32, device=device)
+    leaves = [normal(device, 1, length, heads, width, seed=seed) for seed in range(3)]
+    leaves.append(normal(device, 1, heads, width, width, dtype=FP32, seed=3))
+
+    def truth(q: Tensor, k: Tensor, v: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        t = torch.arange(length, dtype=torch.float64, device=q.device)
+        apart = (t[:, None] - t[None, :]) * rate.double()[:, None, None]
+        weights = torch.exp(apart).tril() * torch.einsum("blhd,bmhd->bhlm", q, k)
+        first = torch.exp((t + 1)[:, None] * rate.double())[None, :, :, None]
+        o = torch.einsum("bhlm,bmhd->blhd", weights, v) + first * torch.einsum("blhd,bhde->blhe", q, state)
+        left = torch.exp((length - 1 - t)[:, None] * rate.double())[None, :, :, None]
+        kept = torch.einsum("blhd,blhe->bhde", left * k, v)
+        return o / math.sqrt(width), kept + torch.exp(length * rate.double())[None, :, None, None] * state
+
+    holds(lambda q, k, v, s: tw.linear_attention(q, k, v, rate, state=s), truth, leaves, "I", "JJJJ", noise=2e-3)
+
+
 def mla_rope(device: str) -> None:
     """A head is 24 plain columns and 16 that are turned; the key's turned ones are the same for all heads."""
     lengths, plain, turn, value, heads = (8, 12), 24, 16, 20, 3

@@ -1,0 +1,125 @@
+"""Linear attention and causal convolutions: where a sequence is cut, packed, stepped through or forgotten must not matter."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import tilewright as tw
+
+NAN = float("nan")
+HEADS, KEY_HEADS, WIDTH, VALUES, LENGTH = 2, 1, 16, 24, 35
+
+
+def drawn(*shape: int, seed: int, scale: float = 1.0) -> Tensor:
+    return scale * torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def sequence(batch: int = 1, delta: bool = True, far: float = 1.0) -> dict[str, Tensor]:
+    """Arguments whose first dimensions are batch and length."""
+    made = {
+        "q": drawn(batch, LENGTH, KEY_HEADS, WIDTH, seed=0),
+        "k": drawn(batch, LENGTH, KEY_HEADS, WIDTH, seed=1),
+        "v": drawn(batch, LENGTH, HEADS, VALUES, seed=2),
+        "log_decay": -far * torch.rand(batch, LENGTH, HEADS, generator=torch.Generator().manual_seed(3)),
+    }
+    return made | ({"beta": torch.sigmoid(drawn(batch, LENGTH, HEADS, seed=4))} if delta else {})
+
+
+def run(**given: Any) -> tuple[Tensor, Tensor]:
+    with tw.force("triton"):
+        return tw.linear_attention(**{"normalize": True, **given})
+
+
+def near(found: tuple[Tensor, ...], wanted: tuple[Tensor, ...]) -> None:
+    for a, b in zip(found, wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-5, atol=2e-5)
+
+
+def cut(given: dict[str, Tensor], first: int, end: int) -> dict[str, Tensor]:
+    return {name: t[:, first:end] for name, t in given.items()}
+
+
+@pytest.mark.parametrize("delta", [False, True], ids=["linear", "delta"])
+@pytest.mark.parametrize("size", [1, 3, 16])
+def test_a_sequence_may_be_cut_anywhere(size, delta):
+    given, state, made = cut(sequence(delta=delta), 0, 19), None, []
+    for first in range(0, 19, size):
+        o, state = run(**cut(given, first, first + size), state=state)
+        made.append(o)
+    near((torch.cat(made, 1), state), run(**given))
+
+
+@pytest.mark.parametrize("delta", [False, True], ids=["linear", "delta"])
+def test_steps_go_on_from_a_prefill(delta):
+    given, end = sequence(delta=delta), LENGTH - 3
+    o, state = run(**cut(given, 0, end))
+    pool = torch.full((3, *state.shape[1:]), NAN)
+    pool[1] = state[0]
+    slots, made = torch.tensor([1]), [o]
+    for t in range(end, LENGTH):
+        now = {name: x[:, t] for name, x in given.items()}
+        with tw.force("triton"):
+            made.append(tw.linear_attention_step(state=pool, slots=slots, normalize=True, **now)[:, None])
+    near((torch.cat(made, 1), pool[1:2]), run(**given))
+    assert bool(pool[0].isnan().all()) and bool(pool[2].isnan().all()), "a slot of no token was touched"
+
+
+def test_packed_sequences_are_apart():
+    """One is empty and keeps its state; tokens in none may hold anything, and give 0."""
+    given, marks = sequence(), [2, 9, 9, 33]
+    states = drawn(3, HEADS, WIDTH, VALUES, seed=5)
+    poisoned = {name: t.clone() for name, t in given.items()}
+    for t in poisoned.values():
+        t[:, :2], t[:, 33:] = NAN, NAN
+    o, last = run(**poisoned, state=states, cu_seqlens=torch.tensor(marks))
+    assert not bool(o[:, :2].any()) and not bool(o[:, 33:].any())
+    for s, (first, end) in enumerate(zip(marks, marks[1:])):
+        if end > first:
+            near((o[:, first:end], last[s : s + 1]), run(**cut(given, first, end), state=states[s : s + 1]))
+    assert torch.equal(last[1], states[1])
+
+
+def test_decays_to_nothing():
+    """A state that a token forgets is gone, and what comes after it is kept to the last digit."""
+    given = sequence(delta=False)
+    given["log_decay"] = torch.where(torch.arange(LENGTH) % 7 == 3, -100.0, -0.01)[None, :, None].expand(
+        1, LENGTH, HEADS
+    )
+    for dtype in (torch.float32, torch.bfloat16):
+        values = {name: t if name == "log_decay" else t.to(dtype) for name, t in given.items()}
+        o, last = run(**values, normalize=False)
+        with tw.force("reference"):
+            exact = tw.linear_attention(**{name: t.double() for name, t in values.items()})[1]
+        assert bool(o.isfinite().all())
+        assert float((last - exact).norm() / exact.norm()) < 1e-5
+
+
+def test_slots_out_of_range_are_left_alone():
+    pool, kept = torch.full((2, HEADS, WIDTH, VALUES), NAN), torch.full((2, 5, 3), NAN)
+    q, v, x = drawn(3, KEY_HEADS, WIDTH, seed=0), drawn(3, HEADS, VALUES, seed=1), drawn(3, 5, seed=2)
+    slots = torch.tensor([-1, 2, 2**40])
+    with tw.force("triton"):
+        o = tw.linear_attention_step(q, q, v, pool, slots=slots)
+        y = tw.causal_conv1d_step(x, drawn(5, 4, seed=3), None, kept, slots)
+    assert not bool(o.any()) and not bool(y.any())
+    assert bool(pool.isnan().all()) and bool(kept.isnan().all())
+
+
+@pytest.mark.parametrize("size", [1, 3, 16])
+def test_a_convolution_may_be_cut_anywhere(size):
+    x, weight, bias = drawn(2, 20, 5, seed=0), drawn(5, 4, seed=1), drawn(5, seed=2)
+    with tw.force("triton"):
+        whole, last = tw.causal_conv1d(x, weight, bias, act="silu")
+        state, made, pool = None, [], None
+        for first in range(0, 20, size):
+            y, state = tw.causal_conv1d(x[:, first : first + size], weight, bias, act="silu", state=state)
+            made.append(y)
+        assert torch.equal(torch.cat(made, 1), whole) and torch.equal(state, last)
+        _, pool = tw.causal_conv1d(x[:, :13], weight, bias, act="silu")
+        steps = [tw.causal_conv1d_step(x[:, t], weight, bias, pool, act="silu") for t in range(13, 20)]
+    torch.testing.assert_close(torch.stack(steps, 1), whole[:, 13:], rtol=1e-6, atol=1e-6)
+    assert torch.equal(pool, last)

@@ -1,0 +1,147 @@
+"""Linear attention over sequences: of every token and head
+
+    S = decay * S + k v^T,  o = scale * q S;   delta rule: v becomes beta * (v - k (decay * S)) first.
+
+`linear.py` has it token by token, `linear_chunks.py` and `linear_backward.py` by chunks, with the formulas of both directions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...core.debug import check_ends
+from ...core.declaration import Part
+from ...core.draw import Draw
+from ...op import Bars, Cost, Gradient, Op, Triton, single
+from .linear import check_heads, run, scale_of
+from .linear_backward import backward
+from .linear_chunks import forward as by_chunks
+from .places import check_marks, draw_marks, sequence_count
+
+
+def reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None = None,
+    beta: Tensor | None = None,
+    *,
+    state: Tensor | None = None,
+    scale: float | None = None,
+    normalize: bool = False,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Linear attention of `q`, `k` [batch, length, key_heads, key_dim] and `v` [batch, length, heads, value_dim]; (o, last state).
+
+    A head's state S, fp32, has a row for each column of k and a column for each of v. Token by token S = e**log_decay * S + k v^T,
+    and o = scale * q S. `log_decay`, at most 0, is [heads] (lightning attention) or [batch, length, heads] (Mamba-2, whose q, k, v
+    are C, B and dt * x); without it nothing decays. `beta` [batch, length, heads] makes it the delta rule: v becomes
+    beta * (v - k (e**log_decay * S)), which is the gated delta net. Heads share key heads evenly: head h takes
+    `h // (heads // key_heads)`. `scale` is 1 / sqrt(key_dim) if not given; `normalize` divides rows of q and k by their lengths.
+
+    `state` [batch, heads, key_dim, value_dim] is what a sequence begins with, 0 if not given, and the last state goes on from there
+    in the next call, or in `linear_attention_step`. Packed sequences lie one after the other in a batch of 1, sequence s from
+    `cu_seqlens[s]` to `cu_seqlens[s + 1]`, and states are then [sequences, ...]. An empty sequence keeps its state; tokens in no
+    sequence give 0. Any strides; key_dim up to 256. An infinity counts as NaN, and of 16-bit numbers may show as either. Gradients
+    of q, k, v, log_decay, beta and state, of both results, bitwise repeatable.
+    """
+    return run(q, k, v, log_decay, beta, state, scale, normalize, cu_seqlens)
+
+
+def inputs(draw: Draw) -> dict[str, Any]:
+    packed = draw.option("cu_seqlens", False, True)
+    batch, length = 1 if packed else draw.dim("batch", (1, 2)), draw.dim("length", (5, 1, 17, 33, 64, 66))
+    heads, width = draw.dim("heads", (2, 1)), draw.dim("head_dim", (16, 32, 20))
+    width = 8 if width == 16 else width  # of which rows far apart are still within a CPU's address space
+    values = draw.dims.get("value_dim", max(1, width * draw.option("wider", 1, 2, 1)))
+    key_heads = draw.dims.get("key_heads", max(1, heads // draw.option("shared", 1, 2)) if heads else 0)
+    marks = draw_marks(draw, length) if packed else None
+    kind = draw.option("decay", "head", "token", None)
+    kind = "token" if kind is None and draw.options.get("log_decay") else kind
+    shape = {"head": (heads,), "token": (batch, length, heads)}.get(kind)
+    states = (sequence_count(batch, marks), heads, width, values)
+    return {
+        "q": draw.tensor(batch, length, key_heads, width),
+        "k": draw.tensor(
+            batch, length, key_heads, width, scale=0.7 * max(1, width) ** -0.5
+        ),  # shorter than 1: longer ones make the delta rule grow
+        "v": draw.tensor(batch, length, heads, values),
+        "log_decay": None if shape is None else draw.uniform(*shape, low=-1.0, high=0.0),
+        "beta": draw.maybe("beta", lambda: draw.uniform(batch, length, heads)),
+        "state": draw.maybe("state", lambda: draw.tensor(*states, dtype=torch.float32)),
+        "scale": draw.option("scale", None, 0.5),
+        "normalize": draw.option("normalize", False, True),
+        "cu_seqlens": marks,
+    }
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, beta: Tensor | None, **options: Any
+) -> tuple[Tensor, Tensor]:
+    check_ends("linear_attention", "cu_seqlens", options["cu_seqlens"], q.shape[1])
+    options["scale"] = scale_of(q) if options["scale"] is None else float(options["scale"])
+    return by_chunks(q, k, v, log_decay, beta, **options)
+
+
+def check(q, k, v, log_decay, beta, *, state, scale, normalize, cu_seqlens) -> None:
+    op = "linear_attention"
+    check_marks(op, "q", q.shape[0], cu_seqlens)
+    check_heads(op, k, v, log_decay, v.shape[:2])
+    if state is not None and state.shape[0] != sequence_count(q.shape[0], cu_seqlens):
+        raise ValueError(
+            f"{op}: state must be of {sequence_count(q.shape[0], cu_seqlens)} sequences, got {state.shape[0]}"
+        )
+
+
+def flops(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, beta: Tensor | None, **_) -> int:
+    """Multiplications and additions of the recurrence itself: a state is read and changed, and of the delta rule read once more."""
+    return 2 * v.shape[0] * v.shape[1] * v.shape[2] * q.shape[-1] * v.shape[-1] * (2 if beta is None else 3)
+
+
+def parts(a: SimpleNamespace, gradients: bool) -> Iterator[Part]:
+    """The heads of the first key head and of the last: gradients of decays are sums over the batch, but not over heads."""
+    group = a.v.shape[2] // max(1, a.k.shape[2])
+    for head in {0, a.k.shape[2] - 1} if a.v.numel() else ():
+        key, own = slice(head, head + 1), slice(head * group, (head + 1) * group)
+        every = slice(None)
+        of_key, of_head, of_state = (every, every, key), (every, every, own), (every, own)
+        decay = None if a.log_decay is None else (own,) if a.log_decay.dim() == 1 else of_head
+        at = {
+            "q": of_key,
+            "k": of_key,
+            "v": of_head,
+            "o": of_head,
+            "beta": of_head,
+            "state": of_state,
+            "final": of_state,
+        }
+        at = {**at, "log_decay": decay}
+        cut = {
+            n: getattr(a, n)[at[n]] for n in ("q", "k", "v", "log_decay", "beta", "state") if getattr(a, n) is not None
+        }
+        yield Part({**vars(a), **cut}, {n: place for n, place in at.items() if place is not None})
+
+
+ROW = "q[batch length key_heads key_dim]"
+WHERE = {
+    "q": "float[batch length key_heads key_dim]", "k": ROW, "v": "q[batch length heads value_dim]", "log_decay": "float[...?]",
+    "beta": "float[batch length heads]", "state": "float32|float64[sequences heads key_dim value_dim]", "cu_seqlens": "int[marks]",
+}  # fmt: skip
+RESULTS = {"o": "q[batch length heads value_dim]", "final": "wide(q)[sequences heads key_dim value_dim]"}
+
+
+def sizes(a: SimpleNamespace) -> dict[str, int]:
+    return {"sequences": sequence_count(a.q.shape[0], a.cu_seqlens)}
+
+
+linear_attention = Op(
+    "linear_attention", reference, inputs, Triton(forward, backward, single), check=check, where=WHERE,
+    results=RESULTS, sizes=sizes, cost=Cost(flops=flops, backward=2.5),
+    gradient=Gradient(of=("q", "k", "v", "log_decay", "beta", "state"), through=("o", "final")),
+    bars=Bars("I", gradient="J", rounds=True, felt=("length",), parts=parts),
+)  # fmt: skip

@@ -1,0 +1,216 @@
+"""One token more for each of many linear attentions, whose states lie in a pool:
+
+S = decay * S + k v^T,  o = scale * q S;   delta rule: v becomes beta * (v - k (decay * S)) first;
+with a bonus: o = scale * (q S + (q . (bonus * k)) v) of the state before, and then S = decay * S + k v^T.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...core.debug import check_indices
+from ...core.draw import Draw
+from ...core.tensor import cdiv, power_of_two
+from ...device.softmax import LOG2E
+from ...op import Bars, Cost, Op, Triton, single, upcast
+from ...runtime.kernel import kernel
+from .linear import EPS, check_heads, scale_of, step, unit_rows
+from .pool import draw_slots, known_slots, put_slots, slot_of, take_slots
+
+
+def reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    state: Tensor,
+    log_decay: Tensor | None = None,
+    beta: Tensor | None = None,
+    slots: Tensor | None = None,
+    *,
+    bonus: Tensor | None = None,
+    scale: float | None = None,
+    normalize: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Take a token `q`, `k` [tokens, key_heads, key_dim], `v` [tokens, heads, value_dim] into the state of its slot, and read it.
+
+    `state` is [pool, heads, key_dim, value_dim], fp32 and written. `log_decay` is [heads], [tokens, heads] or
+    [tokens, heads, key_dim], `beta` [tokens, heads], `bonus` [heads, key_dim]; they, `scale` and `normalize` mean what they do in
+    `linear_attention`. A decay of each column is GLA's and, with beta, Kimi's delta attention; with a bonus, RWKV-6's, o is read of
+    the state before: o = scale * (q S + (q . (bonus * k)) v). Token i has slot `slots[i]`, or i. No two tokens may have the same
+    slot; one out of range, of which nothing is read or written, gives 0.
+    """
+    tokens, heads, _ = v.shape
+    known = known_slots(state, slots, tokens, q.device)
+    before = take_slots(state, slots, known)
+    spread = heads // max(1, k.shape[1])
+    rows = (unit_rows(upcast(t)) if normalize else upcast(t) for t in (q, k))
+    wide_q, wide_k = (t.repeat_interleave(spread, 1) for t in rows)
+    decay = None
+    if log_decay is not None:
+        decay = torch.exp(upcast(log_decay))
+        decay = (decay if log_decay.dim() == 3 else decay[..., None]).expand(tokens, heads, -1)
+    given = (upcast(beta) if beta is not None else None, upcast(bonus) if bonus is not None else None)
+    o, after = step(before, wide_q, wide_k, upcast(v), decay, *given)
+    o = torch.where(known[:, None, None], o * (scale_of(q) if scale is None else scale), 0.0)
+    return o.to(q.dtype), put_slots(state, slots, known, after.to(state.dtype))
+
+
+def inputs(draw: Draw) -> dict[str, Any]:
+    tokens, heads, width = draw.dim("tokens", (2, 1, 5)), draw.dim("heads", (2, 1)), draw.dim("head_dim", (16, 32, 20))
+    width = 8 if width == 16 else width  # of which rows far apart are still within a CPU's address space
+    values = draw.dims.get("value_dim", max(1, width * draw.option("wider", 1, 2, 1)))
+    key_heads = draw.dims.get("key_heads", heads // draw.option("shared", 1, 2) or heads)
+    pool, decay = tokens + draw.option("spare", 3, 0), draw.option("log_decay", "head", "token", "column", None)
+    decay = "token" if decay is True else decay
+    shape = {"head": (heads,), "token": (tokens, heads), "column": (tokens, heads, width)}.get(decay)
+    with_bonus = decay == "column" and draw.option("with_bonus", False, True)
+    return {
+        "q": draw.tensor(tokens, key_heads, width),
+        "k": draw.tensor(tokens, key_heads, width, scale=0.7 * max(1, width) ** -0.5),
+        "v": draw.tensor(tokens, heads, values),
+        "state": draw.tensor(pool, heads, width, values, dtype=torch.float32),
+        "log_decay": None if shape is None else draw.uniform(*shape, low=-2.0, high=0.0),
+        "beta": None if with_bonus else draw.maybe("beta", lambda: draw.uniform(tokens, heads)),
+        "slots": draw.maybe("slots", lambda: draw_slots(draw, tokens, pool)),
+        "bonus": draw.tensor(heads, width) if with_bonus else None,
+        "scale": draw.option("scale", None, 1.0),
+        "normalize": draw.option("normalize", False, True),
+    }
+
+
+# ---- kernel ----------------------------------------------------------------------------------------------------------
+
+
+class Rows(NamedTuple):
+    """A tensor [tokens, heads, columns] of any strides, or none; one without columns has no stride for them."""
+
+    data: Any = None
+    stride_t: Any = None
+    stride_h: Any = None
+    stride_d: Any = None
+
+
+@triton.jit
+def row_of(X, token, head, column, COLUMNS):
+    """[n]: the columns of a head of a token in fp32."""
+    at = token * X.stride_t + head.to(tl.int64) * X.stride_h + column.to(tl.int64) * X.stride_d
+    return tl.load(X.data + at, column < COLUMNS, 0.0).to(tl.float32)
+
+
+@kernel(
+    grid=lambda a: (a.TOKENS * a.HEADS * a.BLOCKS,), tokens=("TOKENS", "POOL", "HEADS", "GROUP"),
+    default=lambda a: {"num_warps": 4},
+)  # fmt: skip
+def linear_attention_step_heads(
+    Q, K, V, O, DECAY, BETA, BONUS, STATE, stride_p, stride_h, stride_k, stride_v, SLOTS, stride_s, TOKENS, POOL, HEADS, GROUP,
+    BLOCKS, D, VALUES, scale, NORMALIZE: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """Some columns of values of one head of one token: all rows of its state in these columns."""
+    unit = tl.program_id(0) // BLOCKS
+    token = (unit // HEADS).to(tl.int64)
+    head = unit % HEADS
+    key_head = head // GROUP
+    d = tl.arange(0, BLOCK_D)
+    e = (tl.program_id(0) % BLOCKS) * BLOCK_V + tl.arange(0, BLOCK_V)
+    slot, known = slot_of(SLOTS, token, stride_s, POOL)
+    inside = (d < D)[:, None] & (e < VALUES)[None, :] & known
+    at = slot * stride_p + head.to(tl.int64) * stride_h
+    at = STATE + at + d.to(tl.int64)[:, None] * stride_k + e.to(tl.int64)[None, :] * stride_v
+    s = tl.load(at, inside, 0.0)
+    q = row_of(Q, token, key_head, d, D)
+    k = row_of(K, token, key_head, d, D)
+    v = row_of(V, token, head, e, VALUES)
+    if NORMALIZE:
+        q *= tl.rsqrt(tl.sum(q * q, 0) + EPS)
+        k *= tl.rsqrt(tl.sum(k * k, 0) + EPS)
+    o = tl.zeros([BLOCK_V], tl.float32)
+    if BONUS is not None:
+        u = tl.load(BONUS + head * D + d, d < D, 0.0).to(tl.float32)
+        o = tl.sum(q[:, None] * s, 0) + tl.sum(q * u * k, 0) * v
+    if DECAY.data is not None:
+        by = token * DECAY.stride_t + head.to(tl.int64) * DECAY.stride_h
+        if DECAY.stride_d is None:
+            s *= tl.exp2(tl.load(DECAY.data + by).to(tl.float32) * LOG2E)
+        else:
+            g = tl.load(DECAY.data + by + d.to(tl.int64) * DECAY.stride_d, d < D, 0.0).to(tl.float32)
+            s *= tl.exp2(g * LOG2E)[:, None]
+    if BETA.data is not None:
+        b = tl.load(BETA.data + token * BETA.stride_t + head.to(tl.int64) * BETA.stride_h).to(tl.float32)
+        v = b * (v - tl.sum(k[:, None] * s, 0))
+    s += k[:, None] * v[None, :]
+    if BONUS is None:
+        o = tl.sum(q[:, None] * s, 0)
+    tl.store(at, s, inside)
+    o = tl.where(known, o * scale, 0.0)
+    to = O.data + token * O.stride_t + head.to(tl.int64) * O.stride_h + e.to(tl.int64) * O.stride_d
+    tl.store(to, o.to(O.data.dtype.element_ty), e < VALUES)
+
+
+# ---- host ------------------------------------------------------------------------------------------------------------
+
+
+def rows_of(t: Tensor) -> Rows:
+    return Rows(t, *t.stride())
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, state: Tensor, log_decay: Tensor | None, beta: Tensor | None, slots: Tensor | None, *,
+    bonus: Tensor | None, scale: float | None, normalize: bool,
+) -> Tensor:  # fmt: skip
+    (tokens, heads, values), (_, key_heads, width), pool = v.shape, k.shape, state.shape[0]
+    o = torch.empty(v.shape, dtype=q.dtype, device=q.device)
+    if slots is not None:
+        check_indices("linear_attention_step", "slots", slots, -1, pool)
+    if not v.numel():
+        return o
+    decay = Rows()
+    if log_decay is not None:
+        decay = Rows(
+            log_decay,
+            *((0, *log_decay.stride())[-log_decay.dim() - 1 :] if log_decay.dim() == 1 else log_decay.stride()),
+        )
+        decay = decay if log_decay.dim() == 3 else decay._replace(stride_d=None)
+    block_d = max(16, power_of_two(width))
+    block_v = max(16, min(power_of_two(values), 4096 // block_d))
+    pooled = state if state.numel() else torch.empty(1, dtype=torch.float32, device=q.device)
+    linear_attention_step_heads(
+        rows_of(q), rows_of(k), rows_of(v), rows_of(o), decay, Rows() if beta is None else Rows(beta, *beta.stride()),
+        None if bonus is None else bonus.contiguous(), pooled, *state.stride(), slots, 0 if slots is None else slots.stride(0),
+        tokens, pool, heads, heads // key_heads, cdiv(values, block_v), width, values,
+        scale_of(q) if scale is None else float(scale), NORMALIZE=normalize, BLOCK_D=block_d, BLOCK_V=block_v,
+    )  # fmt: skip
+    return o
+
+
+def check(q, k, v, state, log_decay, beta, slots, *, bonus, **_) -> None:
+    op = "linear_attention_step"
+    check_heads(op, k, v, log_decay, v.shape[:1], columns=True)
+    if bonus is not None and (beta is not None or log_decay is None or log_decay.dim() != 3):
+        raise ValueError(f"{op}: bonus goes with a log_decay for each column, and not with beta")
+    if slots is None and state.shape[0] < q.shape[0]:
+        raise ValueError(
+            f"{op}: state has {state.shape[0]} slots, fewer than the {q.shape[0]} tokens of q, and no slots say which"
+        )
+
+
+def moved(q, k, v, state, log_decay, beta, slots, *, bonus, **_) -> tuple[int, int]:
+    """Bytes read and written: of tokens and their states."""
+    each = q.shape[0] * state[:1].numel() * 4
+    given = sum(t.numel() * t.element_size() for t in (q, k, v, log_decay, beta, slots, bonus) if t is not None)
+    return given + each, v.numel() * v.element_size() + each
+
+
+linear_attention_step = Op(
+    "linear_attention_step", reference, inputs, Triton(forward, None, single), check=check, writes=("state",),
+    where={
+        "q": "float[tokens key_heads key_dim]", "k": "q[tokens key_heads key_dim]", "v": "q[tokens heads value_dim]",
+        "state": "float32|float64[pool heads key_dim value_dim]", "log_decay": "float[...?]", "beta": "float[tokens heads]",
+        "slots": "int[tokens]", "bonus": "float[heads key_dim]",
+    },
+    results={"o": "q[tokens heads value_dim]"}, cost=Cost(moved), bars=Bars("B"),
+)  # fmt: skip

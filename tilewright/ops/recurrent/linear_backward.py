@@ -1,0 +1,444 @@
+"""Gradients of linear attention, by chunks of tokens; the states that chunks find, and the values of the delta rule, are made anew.
+
+Of a chunk with the state S, of whose successor the gradient is E, and with v' the values (those of the delta rule, if it is one):
+
+    dv'[s] = scale * sum over t >= s of e**(G[t] - G[s]) (q[t] . k[s]) do[t] + e**(G[C] - G[s]) k[s] E
+    dq[t]  = scale * (e**G[t] do[t] S^T + sum over s <= t of e**(G[t] - G[s]) (do[t] . v'[s]) k[s])
+    dk[s]  = scale * sum over t >= s of e**(G[t] - G[s]) (do[t] . v'[s]) q[t] + e**(G[C] - G[s]) v'[s] E^T
+    dS     = e**G[C] E + scale * sum over t of e**G[t] q[t] do[t]^T
+
+Of the delta rule, z = T^T dv' is the gradient of beta * (v - e**G k S), so that dv = beta * z, and -z v'^T below the diagonal that
+of L; both give k, beta and S their parts. The gradient of log decay r is the sum of all terms that it is a factor of: pairs
+t >= r > s, what is read of S from r on, what is kept of tokens before r, and all that is kept of S. Nothing is subtracted, so that
+nothing cancels.
+One kernel walks through the chunks from the last. Others make gradients of all chunks side by side: of queries, of values or of
+what the delta rule is given, and of keys, each for a key head from head to head. One for all of them would spill registers.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...attention.portable import heads_of, load_part, no_part, store_part
+from ...attention.tiles import tile_at
+from ...runtime.kernel import kernel
+from ..norm.rms_norm import sum_columns
+from .linear import scale_of
+from .linear_chunks import (
+    between,
+    chunk_slot,
+    decay_of,
+    from_start,
+    gate_at,
+    gates_of,
+    given_state,
+    heads_or_none,
+    kept_dtype,
+    lengths_of,
+    load_columns,
+    load_rows,
+    lower,
+    scores_of,
+    shape_of,
+    square_at,
+    state_at,
+    store_columns,
+    times,
+    to_end,
+    walk,
+    walking,
+)
+from .places import sequence_at
+
+
+@kernel(
+    grid=lambda a: (a.SEQUENCES * a.HEADS * a.BLOCKS,), tokens=("L", "HEADS", "GROUP", "COUNT", "SEQUENCES", "TILES"),
+    default=lambda a: walking(a, 2),
+)  # fmt: skip
+def linear_attention_states_backward(
+    Q, K, DO, DECAY, BETA, T, LOCAL, DFINAL, DSTATE, E, Z, DV, MARKS, L, HEADS, GROUP, COUNT, SEQUENCES, TILES, BLOCKS, scale,
+    SHAPE: tl.constexpr,
+):  # fmt: skip
+    """Walk through the chunks of a sequence from the last: E [slots, heads, D, V] is the gradient of the state after each, Z that
+    of what the delta rule's inverse is given, DV that of its values, DSTATE that of the first state. LOCAL is what the delta rule's
+    new values get from outputs of their own chunk."""
+    first_v = (tl.program_id(0) % BLOCKS) * SHAPE.BLOCK_V
+    head = tl.program_id(0) // BLOCKS % HEADS
+    sequence = tl.program_id(0) // BLOCKS // HEADS
+    batch, first, count = sequence_at(MARKS, sequence, COUNT, L)
+    e = no_part(SHAPE.BLOCK_D, SHAPE.BLOCK_V)
+    if DFINAL.data is not None:
+        at, inside = given_state(DFINAL, sequence, head, first_v, SHAPE)
+        e = tl.load(at, inside, 0.0)
+    chunks = tl.cdiv(count, SHAPE.CHUNK)
+    slot = sequence.to(tl.int64) * TILES
+    if MARKS is not None:
+        slot = (first // SHAPE.CHUNK + sequence).to(tl.int64)
+    slot += chunks
+    for i in range(chunks):
+        slot -= 1
+        row = (chunks - 1 - i) * SHAPE.CHUNK + tl.arange(0, SHAPE.CHUNK)
+        live = row < count
+        token = first + row
+        if E is not None:
+            kept_at, kept = state_at(E, slot, head, HEADS, first_v, SHAPE)
+            tl.store(kept_at, e.to(E.dtype.element_ty), kept)
+        q = load_rows(Q, batch, head // GROUP, token, live, SHAPE)
+        do = load_columns(DO, batch, head, token, live, first_v, SHAPE)
+        rq = lengths_of(q, SHAPE)
+        decay = decay_of(DECAY, batch, head, token, live, SHAPE.CHUNK)
+        found = from_start(decay)
+        more = e * decay.whole
+        if T is not None:
+            k = load_rows(K, batch, head // GROUP, token, live, SHAPE)
+            rk = lengths_of(k, SHAPE)
+            none = no_part(SHAPE.CHUNK, SHAPE.BLOCK_V)
+            dv = times(none, k, e, SHAPE.RAW, SHAPE.MADE) * (rk * to_end(decay, SHAPE.CHUNK))[:, None]
+            dv += load_columns(LOCAL, batch, head, token, live, first_v, SHAPE)
+            inverse = tl.load(square_at(T, slot, head, HEADS, SHAPE.CHUNK))
+            z = times(none, tl.trans(inverse), dv, SHAPE.KEPT, SHAPE.MADE)
+            b = gate_at(BETA, batch, head, token, live)
+            store_columns(Z, batch, head, token, live, z, first_v, SHAPE)
+            store_columns(DV, batch, head, token, live, b[:, None] * z, first_v, SHAPE)
+            more = times(more, tl.trans(k), (b * rk * found * -1.0)[:, None] * z, SHAPE.RAW, SHAPE.MADE)
+        read = do.to(tl.float32) * (rq * found * scale)[:, None]
+        e = times(more, tl.trans(q), read, SHAPE.RAW, SHAPE.MADE)
+    if DSTATE.data is not None:
+        at, inside = given_state(DSTATE, sequence, head, first_v, SHAPE)
+        tl.store(at, e, inside)
+
+
+ONE_CHUNK = {
+    "grid": lambda a: (a.BATCH * a.TILES * a.KEY_HEADS,),
+    "tokens": ("L", "KEY_HEADS", "GROUP", "BATCH", "TILES"),
+    "default": lambda a: {"num_warps": 8},
+}
+
+
+class Chunk(NamedTuple):
+    """The chunk and key head of a program: its row of the batch, key head, tokens [CHUNK], which of them are there, which of those
+    are in a sequence, and where what is kept of it lies."""
+
+    batch: Any
+    key_head: Any
+    token: Any
+    live: Any
+    known: Any
+    slot: Any
+
+
+@triton.jit
+def chunk_of(LENGTHS, tile, unit, batch, key_head, TILES, CHUNK: tl.constexpr):
+    row = tile.start + tl.arange(0, CHUNK)
+    live = row < tile.count_q
+    slot = tl.maximum(chunk_slot(LENGTHS, tile, unit % TILES, batch, TILES, CHUNK), 0)
+    return Chunk(batch, key_head, tile.first_q + row, live, live & (tile.sequence >= 0), slot)
+
+
+@triton.jit
+def kept_state(S, chunk, sequence, head, heads, first, SHAPE: tl.constexpr):
+    """[BLOCK_D, BLOCK_V]: columns of what is kept of a head's state, 0 of a chunk in no sequence."""
+    at, inside = state_at(S, chunk.slot, head, heads, first, SHAPE)
+    return tl.load(at, inside & (sequence >= 0), 0.0)
+
+
+@triton.jit
+def along(x, y):
+    """[n]: the products of rows."""
+    return tl.sum(x.to(tl.float32) * y, 1)
+
+
+@kernel(**ONE_CHUNK)
+def linear_attention_gradients_queries(
+    Q, K, NEW, DO, DECAY, H, DQ, FOUND, LENGTHS, L, KEY_HEADS, GROUP, BATCH, TILES, scale, SHAPE: tl.constexpr
+):
+    """The gradient of a chunk's queries of a key head, over the heads that share it. FOUND, if it is wanted, [batch, length,
+    heads]: what each token reads of the state that the chunk finds, times its gradient."""
+    key_head = tl.program_id(0) % KEY_HEADS
+    unit = tl.program_id(0) // KEY_HEADS
+    batch = unit // TILES
+    tile = tile_at(LENGTHS, unit % TILES, batch, L, L, SHAPE.CHUNK)
+    if tile.start < tile.count_q:
+        heads = KEY_HEADS * GROUP
+        c = chunk_of(LENGTHS, tile, unit, batch, key_head, TILES, SHAPE.CHUNK)
+        q = load_rows(Q, batch, key_head, c.token, c.known, SHAPE)
+        k = load_rows(K, batch, key_head, c.token, c.known, SHAPE)
+        rq = lengths_of(q, SHAPE)
+        rk = lengths_of(k, SHAPE)
+        dq = no_part(SHAPE.CHUNK, SHAPE.BLOCK_D)
+        for head in range(key_head * GROUP, key_head * GROUP + GROUP):
+            pairs = no_part(SHAPE.CHUNK, SHAPE.CHUNK)
+            read = no_part(SHAPE.CHUNK, SHAPE.BLOCK_D)
+            for first_v in range(0, SHAPE.V, SHAPE.BLOCK_V):
+                do = load_columns(DO, batch, head, c.token, c.known, first_v, SHAPE)
+                new = load_columns(NEW, batch, head, c.token, c.known, first_v, SHAPE)
+                s = kept_state(H, c, tile.sequence, head, heads, first_v, SHAPE)
+                pairs = times(pairs, do, tl.trans(new), SHAPE.RAW, SHAPE.MADE)
+                read = times(read, do, tl.trans(s), SHAPE.RAW, SHAPE.MADE)
+            decay = decay_of(DECAY, batch, head, c.token, c.known, SHAPE.CHUNK)
+            read = read * (scale * from_start(decay) * rq)[:, None]
+            if FOUND is not None:
+                tl.store(FOUND + (batch.to(tl.int64) * L + c.token) * heads + head, along(q, read), c.live)
+            pairs = (
+                lower(pairs * between(decay, SHAPE.CHUNK, False), SHAPE.CHUNK, False)
+                * (scale * rq)[:, None]
+                * rk[None, :]
+            )
+            dq = times(dq + read, pairs, k, SHAPE.MADE, SHAPE.RAW)
+        if SHAPE.NORMALIZE:
+            dq -= q.to(tl.float32) * (along(q, dq) * rq * rq)[:, None]
+        store_part(DQ, batch, key_head, c.token, c.live, dq, SHAPE.D, 0, SHAPE.BLOCK_D)
+
+
+@triton.jit
+def decay_gradient(terms, read, CHUNK: tl.constexpr, PIECES: tl.constexpr):
+    """[r]: of terms [t, s] of pairs those with t >= r > s, and of what is read [t] of the state all from r on."""
+    i = tl.arange(0, CHUNK)
+    across = times(no_part(CHUNK, CHUNK), terms, tl.where(i[:, None] < i[None, :], 1.0, 0.0), PIECES, 1)
+    return tl.sum(lower(across + read[:, None], CHUNK, False), 0)
+
+
+@kernel(
+    grid=lambda a: (a.BATCH * a.TILES * a.HEADS * a.BLOCKS,), tokens=("L", "HEADS", "GROUP", "BATCH", "TILES"),
+    default=lambda a: {"num_warps": 4},
+)  # fmt: skip
+def linear_attention_gradients_values(
+    Q, K, DO, DECAY, E, DV, REST, LENGTHS, L, HEADS, GROUP, BATCH, TILES, BLOCKS, scale, SHAPE: tl.constexpr
+):
+    """The gradient of a chunk's values of a head, some columns of them; without E what the chunk's own outputs
+    give them, and REST, the gradient itself, is then 0 where tokens are in no sequence."""
+    first_v = (tl.program_id(0) % BLOCKS) * SHAPE.BLOCK_V
+    head = tl.program_id(0) // BLOCKS % HEADS
+    unit = tl.program_id(0) // BLOCKS // HEADS
+    batch = unit // TILES
+    tile = tile_at(LENGTHS, unit % TILES, batch, L, L, SHAPE.CHUNK)
+    if tile.start < tile.count_q:
+        c = chunk_of(LENGTHS, tile, unit, batch, head // GROUP, TILES, SHAPE.CHUNK)
+        q = load_rows(Q, batch, c.key_head, c.token, c.known, SHAPE)
+        k = load_rows(K, batch, c.key_head, c.token, c.known, SHAPE)
+        rk = lengths_of(k, SHAPE)
+        decay = decay_of(DECAY, batch, head, c.token, c.known, SHAPE.CHUNK)
+        dv = no_part(SHAPE.CHUNK, SHAPE.BLOCK_V)
+        if E is not None:
+            e = kept_state(E, c, tile.sequence, head, HEADS, first_v, SHAPE)
+            dv = times(dv, k, e, SHAPE.RAW, SHAPE.MADE) * (to_end(decay, SHAPE.CHUNK) * rk)[:, None]
+        a = scores_of(q, k, lengths_of(q, SHAPE), rk, decay, SHAPE) * scale
+        do = load_columns(DO, batch, head, c.token, c.known, first_v, SHAPE)
+        dv = times(dv, tl.trans(a), do, SHAPE.MADE, SHAPE.RAW)
+        store_columns(DV, batch, head, c.token, c.live, dv, first_v, SHAPE)
+        if REST.data is not None:
+            store_columns(REST, batch, head, c.token, c.live & (tile.sequence < 0), dv * 0.0, first_v, SHAPE)
+
+
+@kernel(**ONE_CHUNK)
+def linear_attention_gradients_delta(
+    K,
+    V,
+    NEW,
+    DECAY,
+    BETA,
+    H,
+    Z,
+    PART,
+    DBETA,
+    DGATE,
+    LENGTHS,
+    L,
+    KEY_HEADS,
+    GROUP,
+    BATCH,
+    TILES,
+    SHAPE: tl.constexpr,
+):
+    """What the delta rule's inverse gives: PART [batch, length, key_heads, D] of the gradient of keys, that of betas and, if it is
+    wanted, DGATE [batch, length, heads] of that of decays."""
+    key_head = tl.program_id(0) % KEY_HEADS
+    unit = tl.program_id(0) // KEY_HEADS
+    batch = unit // TILES
+    tile = tile_at(LENGTHS, unit % TILES, batch, L, L, SHAPE.CHUNK)
+    if tile.start < tile.count_q:
+        heads = KEY_HEADS * GROUP
+        c = chunk_of(LENGTHS, tile, unit, batch, key_head, TILES, SHAPE.CHUNK)
+        k = load_rows(K, batch, key_head, c.token, c.known, SHAPE)
+        rk = lengths_of(k, SHAPE)
+        dk = no_part(SHAPE.CHUNK, SHAPE.BLOCK_D)
+        for head in range(key_head * GROUP, key_head * GROUP + GROUP):
+            pairs = no_part(SHAPE.CHUNK, SHAPE.CHUNK)
+            read = no_part(SHAPE.CHUNK, SHAPE.BLOCK_D)
+            own = rk * 0.0
+            for first_v in range(0, SHAPE.V, SHAPE.BLOCK_V):  # apart from the products, which leave no registers for it
+                z = load_columns(Z, batch, head, c.token, c.known, first_v, SHAPE)
+                v = load_columns(V, batch, head, c.token, c.known, first_v, SHAPE)
+                own += along(z, v.to(tl.float32))
+            for first_v in range(0, SHAPE.V, SHAPE.BLOCK_V):
+                z = load_columns(Z, batch, head, c.token, c.known, first_v, SHAPE)
+                new = load_columns(NEW, batch, head, c.token, c.known, first_v, SHAPE)
+                s = kept_state(H, c, tile.sequence, head, heads, first_v, SHAPE)
+                pairs = times(pairs, z, tl.trans(new), SHAPE.MADE, SHAPE.MADE)
+                read = times(read, z, tl.trans(s), SHAPE.MADE, SHAPE.MADE)
+            b = gate_at(BETA, batch, head, c.token, c.known)
+            decay = decay_of(DECAY, batch, head, c.token, c.known, SHAPE.CHUNK)
+            read = read * (from_start(decay) * rk)[:, None]
+            seen = along(k, read)
+            pairs = lower(pairs * between(decay, SHAPE.CHUNK, True), SHAPE.CHUNK, True) * -rk[:, None] * rk[None, :]
+            terms = pairs * times(no_part(SHAPE.CHUNK, SHAPE.CHUNK), k, tl.trans(k), SHAPE.RAW, SHAPE.RAW)
+            dbeta = own - seen + tl.sum(terms, 1)
+            at = (batch.to(tl.int64) * L + c.token) * heads + head
+            tl.store(DBETA + at, tl.where(c.known, dbeta, 0.0).to(DBETA.dtype.element_ty), c.live)
+            pairs = pairs * b[:, None]
+            dk = times(dk - read * b[:, None], pairs, k, SHAPE.MADE, SHAPE.RAW)
+            dk = times(dk, tl.trans(pairs), k, SHAPE.MADE, SHAPE.RAW)
+            if DGATE is not None:
+                dg = decay_gradient(terms * b[:, None], -(seen * b), SHAPE.CHUNK, SHAPE.KEPT)
+                tl.store(DGATE + at, dg, c.live)
+        store_part(PART, batch, key_head, c.token, c.live, dk, SHAPE.D, 0, SHAPE.BLOCK_D)
+
+
+@kernel(**ONE_CHUNK)
+def linear_attention_gradients_keys(
+    Q, K, NEW, DO, DECAY, H, E, FOUND, PART, DGATE, DK, DDECAY, LENGTHS, L, KEY_HEADS, GROUP, BATCH, TILES, scale,
+    SHAPE: tl.constexpr,
+):  # fmt: skip
+    """The gradient of a chunk's keys of a key head, over the heads that share it, and of its decays. PART and DGATE are what the
+    delta rule gives, or None."""
+    key_head = tl.program_id(0) % KEY_HEADS
+    unit = tl.program_id(0) // KEY_HEADS
+    batch = unit // TILES
+    tile = tile_at(LENGTHS, unit % TILES, batch, L, L, SHAPE.CHUNK)
+    if tile.start < tile.count_q:
+        heads = KEY_HEADS * GROUP
+        c = chunk_of(LENGTHS, tile, unit, batch, key_head, TILES, SHAPE.CHUNK)
+        q = load_rows(Q, batch, key_head, c.token, c.known, SHAPE)
+        k = load_rows(K, batch, key_head, c.token, c.known, SHAPE)
+        rk = lengths_of(k, SHAPE)
+        dk = no_part(SHAPE.CHUNK, SHAPE.BLOCK_D)
+        if PART.data is not None:
+            dk = load_part(PART, batch, key_head, c.token, c.live, SHAPE.D, 0, SHAPE.BLOCK_D)
+        for head in range(key_head * GROUP, key_head * GROUP + GROUP):
+            pairs = no_part(SHAPE.CHUNK, SHAPE.CHUNK)
+            kept = no_part(SHAPE.CHUNK, SHAPE.BLOCK_D)
+            through = 0.0
+            for first_v in range(0, SHAPE.V, SHAPE.BLOCK_V):
+                do = load_columns(DO, batch, head, c.token, c.known, first_v, SHAPE)
+                new = load_columns(NEW, batch, head, c.token, c.known, first_v, SHAPE)
+                e = kept_state(E, c, tile.sequence, head, heads, first_v, SHAPE)
+                pairs = times(pairs, do, tl.trans(new), SHAPE.RAW, SHAPE.MADE)
+                kept = times(kept, new, tl.trans(e), SHAPE.MADE, SHAPE.MADE)
+                if DDECAY.data is not None:
+                    s = kept_state(H, c, tile.sequence, head, heads, first_v, SHAPE)
+                    through += tl.sum(along(s, e.to(tl.float32)), 0)
+            decay = decay_of(DECAY, batch, head, c.token, c.known, SHAPE.CHUNK)
+            pairs = lower(pairs * between(decay, SHAPE.CHUNK, False), SHAPE.CHUNK, False)
+            pairs = pairs * (lengths_of(q, SHAPE) * scale)[:, None] * rk[None, :]
+            kept = kept * (to_end(decay, SHAPE.CHUNK) * rk)[:, None]
+            if DDECAY.data is not None:
+                at = (batch.to(tl.int64) * L + c.token) * heads + head
+                terms = pairs * times(no_part(SHAPE.CHUNK, SHAPE.CHUNK), q, tl.trans(k), SHAPE.RAW, SHAPE.RAW)
+                dg = decay_gradient(terms, tl.load(FOUND + at, c.live, 0.0), SHAPE.CHUNK, SHAPE.KEPT)
+                i = tl.arange(0, SHAPE.CHUNK)
+                dg += tl.sum(tl.where(i[:, None] < i[None, :], along(k, kept)[:, None], 0.0), 0) + through * decay.whole
+                if DGATE is not None:
+                    dg += tl.load(DGATE + at, c.live, 0.0)
+                at = (
+                    batch.to(tl.int64) * DDECAY.stride_b
+                    + c.token.to(tl.int64) * DDECAY.stride_t
+                    + head * DDECAY.stride_h
+                )
+                tl.store(DDECAY.data + at, tl.where(c.known, dg, 0.0).to(DDECAY.data.dtype.element_ty), c.live)
+            dk = times(dk + kept, tl.trans(pairs), q, SHAPE.MADE, SHAPE.RAW)
+        if SHAPE.NORMALIZE:
+            dk -= k.to(tl.float32) * (along(k, dk) * rk * rk)[:, None]
+        store_part(DK, batch, key_head, c.token, c.live, dk, SHAPE.D, 0, SHAPE.BLOCK_D)
+
+
+# ---- host ------------------------------------------------------------------------------------------------------------
+
+
+def backward(saved: SimpleNamespace, do: Tensor | None, dfinal: Tensor | None) -> tuple:
+    a, needs = saved, saved.needs
+    q, k, v, log_decay, beta = a.q, a.k, a.v, a.log_decay, a.beta
+    (batch, length, heads, _), key_heads = v.shape, k.shape[2]
+    scale = scale_of(q) if a.scale is None else float(a.scale)
+    if do is None:
+        do = torch.zeros(1, dtype=q.dtype, device=q.device).expand(v.shape)
+
+    def like(t: Tensor | None, wanted: bool = True) -> Tensor | None:
+        return torch.empty(t.shape, dtype=t.dtype, device=t.device) if wanted and t is not None else None
+
+    dq, dk, dv, dstate = like(q), like(k), like(v), like(a.state, "state" in needs)
+    dbeta = like(beta)
+    of_heads = log_decay is not None and log_decay.dim() == 1
+    ddecay, gates = None, None
+    if "log_decay" in needs:
+        ddecay = like(log_decay)
+        gates = torch.empty(batch, length, heads, dtype=torch.float32, device=q.device) if of_heads else ddecay
+    if v.numel() or (dstate is not None and dstate.numel()):
+        shape = shape_of(q, v, a.normalize)
+        kept = {"dtype": kept_dtype(q), "device": q.device}
+        found = walk(q, k, v, log_decay, beta, a.state, None, a.cu_seqlens, shape, kept["dtype"] if v.numel() else None)
+        e = torch.empty(found.slots, heads, shape.D, shape.V, **kept) if v.numel() else None
+        z = torch.empty(v.shape, **kept) if beta is not None else None
+        group, marks = heads // key_heads, found.marks
+        count, many = (0, batch) if marks is None else (marks.shape[0], marks.shape[0] - 1)
+        Q, K, DO, DECAY, BETA = heads_of(q), heads_of(k), heads_of(do), gates_of(log_decay), gates_of(beta)
+        blocks, local = -(-shape.V // shape.BLOCK_V), None
+        of_values = (found.how, length, heads, group, batch, found.tiles, blocks, scale)
+        if z is not None and v.numel():
+            local = torch.empty(v.shape, dtype=torch.float32, device=q.device)
+            linear_attention_gradients_values(
+                Q, K, DO, DECAY, None, heads_of(local), heads_of(dv), *of_values, SHAPE=shape
+            )
+        linear_attention_states_backward(
+            Q, K, DO, DECAY, BETA, found.inverse, heads_or_none(local), heads_or_none(dfinal), heads_or_none(dstate), e,
+            heads_or_none(z), heads_of(dv), marks, length, heads, group, count, many, found.tiles, blocks, scale, SHAPE=shape,
+        )  # fmt: skip
+        if v.numel():
+            new = heads_of(v if found.new is None else found.new)
+            sizes = (found.how, length, key_heads, group, batch, found.tiles)
+            single = {"dtype": torch.float32, "device": q.device}
+            read = None if gates is None else torch.empty(batch, length, heads, **single)
+            part = more = None
+            linear_attention_gradients_queries(
+                Q, K, new, DO, DECAY, found.states, heads_of(dq), read, *sizes, scale, SHAPE=shape
+            )
+            if beta is None:
+                linear_attention_gradients_values(
+                    Q, K, DO, DECAY, e, heads_of(dv), heads_or_none(None), *of_values, SHAPE=shape
+                )
+            else:
+                part, more = (
+                    torch.empty(k.shape, **single),
+                    None if gates is None else torch.empty(read.shape, **single),
+                )
+                linear_attention_gradients_delta(
+                    K,
+                    heads_of(v),
+                    new,
+                    DECAY,
+                    BETA,
+                    found.states,
+                    heads_of(z),
+                    heads_of(part),
+                    dbeta,
+                    more,
+                    *sizes,
+                    SHAPE=shape,
+                )
+            linear_attention_gradients_keys(
+                Q, K, new, DO, DECAY, found.states, e, read, heads_or_none(part), more, heads_of(dk), gates_of(gates), *sizes,
+                scale, SHAPE=shape,
+            )  # fmt: skip
+    if not v.numel():
+        for t in (dq, dk, ddecay):
+            if t is not None:
+                t.zero_()
+    elif ddecay is not None and of_heads:
+        sum_columns(gates, ddecay, batch * length, heads)
+    made = {"q": dq, "k": dk, "v": dv, "log_decay": ddecay, "beta": dbeta, "state": dstate}
+    return tuple(t if n in needs else None for n, t in made.items())

@@ -1,0 +1,515 @@
+"""Linear attention forward, by chunks of tokens. In a chunk that finds the state S, with G[t] the sum of log decays up to t in it:
+
+    o[t] = scale * (e**G[t] q[t] S + sum over s <= t of e**(G[t] - G[s]) (q[t] . k[s]) v[s])
+    S'   = e**G[C] S + sum over s of e**(G[C] - G[s]) k[s] v[s]^T
+
+Of the delta rule, values become v' = T beta (v - e**G k S), with T the inverse of I + L and L[t, s] = beta[t] e**(G[t] - G[s])
+(k[t] . k[s]) for s < t. One kernel inverts, one walks through the chunks of a sequence and keeps the state that each finds, a third
+makes outputs of all chunks side by side. No exponent is positive where decays are not.
+
+Factors of products are sums of bf16 pieces (`device/products.py`). Of 16-bit inputs these are themselves; what the state is made of
+has two pieces, so that it keeps 17 bits, and what only a result is made of is rounded once more before it is multiplied.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...attention.portable import Heads, heads_of, load_part, narrowest, no_part
+from ...attention.tiles import Lengths, lengths, tile_at
+from ...core.target import Target
+from ...core.tensor import power_of_two
+from ...device.products import add_product, pieces_of
+from ...device.softmax import LOG2E
+from ...runtime.kernel import kernel
+from .linear import EPS
+from .places import sequence_at, sequence_count
+
+LEAST = tl.constexpr(-184.0)  # in base 2, e**-128: fp32 has no smaller decay, and sums of larger ones keep their digits
+COARSE = tl.constexpr(1.5 * 2**13)  # a number plus this is rounded to a multiple of 2**-10
+ROOMY = 160 * 1024  # bytes of shared memory that chunks of 64 tokens ask for, with keys of 128 columns
+SUB = tl.constexpr(16)  # rows of the blocks that are inverted row by row
+
+
+class Gates(NamedTuple):
+    """A number for each token and head, [batch, length, heads] of any strides, or none."""
+
+    data: Any = None
+    stride_b: Any = None
+    stride_t: Any = None
+    stride_h: Any = None
+
+
+class Shape(NamedTuple):
+    """Constants of all kernels: columns of keys and of values, to which powers of two they are padded, tokens of a chunk; pieces of
+    inputs, of what results and of what the state is made of; whether rows of queries and keys are normalised."""
+
+    D: int
+    BLOCK_D: int
+    V: int
+    BLOCK_V: int
+    CHUNK: int
+    RAW: int
+    MADE: int
+    KEPT: int
+    NORMALIZE: bool
+
+
+# ---- parts of kernels ------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def times(total, a, b, PIECES_A: tl.constexpr, PIECES_B: tl.constexpr):
+    """total + a @ b of factors in so many bf16 pieces. Of two, an infinity may come out as NaN: `add_product` would keep it, with
+    copies of both factors in registers, which walks have not."""
+    if PIECES_A == 1:
+        a = a.to(tl.bfloat16)
+    if PIECES_B == 1:
+        b = b.to(tl.bfloat16)
+    if max(PIECES_A, PIECES_B) == 2:
+        a0, a1, _ = pieces_of(a, PIECES_A)
+        b0, b1, _ = pieces_of(b, PIECES_B)
+        if PIECES_B == 2:
+            total = tl.dot(a0, b1, total)
+        if PIECES_A == 2:
+            total = tl.dot(a1, b0, total)
+        return tl.dot(a0, b0, total)
+    else:
+        return add_product(total, a, b, PIECES_A, PIECES_B)
+
+
+@triton.jit
+def gate_at(G, batch, head, token, live):
+    """[n]: the numbers of tokens in fp32, 0 where there is none."""
+    at = batch.to(tl.int64) * G.stride_b + head.to(tl.int64) * G.stride_h + token.to(tl.int64) * G.stride_t
+    return tl.load(G.data + at, live, 0.0).to(tl.float32)
+
+
+class Decay(NamedTuple):
+    """Of the tokens of a chunk: sums of log decays in base 2 up to each, in multiples of 2**-10, and of what that leaves; how much
+    the whole chunk leaves. Differences of sums in one number would lose the digits that many tokens of large decays take."""
+
+    sums: Any
+    rest: Any
+    whole: Any
+
+
+@triton.jit
+def decay_of(DECAY, batch, head, token, live, CHUNK: tl.constexpr):
+    g = tl.zeros([CHUNK], tl.float32)
+    if DECAY.data is not None:
+        g = gate_at(DECAY, batch, head, token, live) * LOG2E
+        g = tl.maximum(g, LEAST, propagate_nan=tl.PropagateNan.ALL)
+    coarse = (g + COARSE) - COARSE  # whose sums are exact: 64 of at most 184 have 24 bits
+    sums = tl.cumsum(coarse, 0)
+    rest = tl.cumsum(g - coarse, 0)
+    last = tl.arange(0, CHUNK) == CHUNK - 1
+    return Decay(sums, rest, tl.exp2(tl.sum(tl.where(last, sums + rest, 0.0), 0)))
+
+
+@triton.jit
+def from_start(decay):
+    """[n]: how much of the state that the chunk finds is left at each token."""
+    return tl.exp2(decay.sums + decay.rest)
+
+
+@triton.jit
+def to_end(decay, CHUNK: tl.constexpr):
+    """[n]: how much of each token is left at the chunk's end."""
+    last = tl.arange(0, CHUNK) == CHUNK - 1
+    end = tl.sum(tl.where(last, decay.sums, 0.0), 0)
+    end_rest = tl.sum(tl.where(last, decay.rest, 0.0), 0)
+    return tl.exp2((end - decay.sums) + (end_rest - decay.rest))
+
+
+@triton.jit
+def between(decay, CHUNK: tl.constexpr, STRICT: tl.constexpr):
+    """[t, s]: how much of token s is left at token t; 0 where s comes after t or, if STRICT, is t."""
+    i = tl.arange(0, CHUNK)
+    before = (i[:, None] > i[None, :]) if STRICT else (i[:, None] >= i[None, :])
+    apart = (decay.sums[:, None] - decay.sums[None, :]) + (decay.rest[:, None] - decay.rest[None, :])
+    return tl.where(before, tl.exp2(tl.where(before, apart, 0.0)), 0.0)
+
+
+@triton.jit
+def lower(a, CHUNK: tl.constexpr, STRICT: tl.constexpr):
+    """[t, s] with 0 where s comes after t or, if STRICT, is t, whatever stands there."""
+    i = tl.arange(0, CHUNK)
+    return tl.where((i[:, None] > i[None, :]) if STRICT else (i[:, None] >= i[None, :]), a, 0.0)
+
+
+@triton.jit
+def lengths_of(x, SHAPE: tl.constexpr):
+    """[n]: what rows are multiplied by: 1 over their lengths if they are normalised."""
+    if SHAPE.NORMALIZE:
+        wide = x.to(tl.float32)
+        return tl.rsqrt(tl.sum(wide * wide, 1) + EPS)
+    else:
+        return tl.full([x.shape[0]], 1.0, tl.float32)
+
+
+@triton.jit
+def chunk_slot(LENGTHS, tile, index, batch, TILES, CHUNK: tl.constexpr):
+    """Where what is kept of a chunk lies. Of packed sequences that is at most one more than tokens take, for each sequence."""
+    if LENGTHS.table is None:
+        return batch.to(tl.int64) * TILES + index
+    else:
+        return (tile.first_q // CHUNK + tile.sequence + tile.start // CHUNK).to(tl.int64)
+
+
+@triton.jit
+def state_at(S, slot, head, HEADS, first, SHAPE: tl.constexpr):
+    """(addresses, mask) [BLOCK_D, BLOCK_V] of a head's state in dense [slots, heads, D, V], from column `first` on."""
+    d = tl.arange(0, SHAPE.BLOCK_D)
+    e = first + tl.arange(0, SHAPE.BLOCK_V)
+    at = (slot * HEADS + head) * (SHAPE.D * SHAPE.V) + d[:, None] * SHAPE.V + e[None, :]
+    return S + at, (d < SHAPE.D)[:, None] & (e < SHAPE.V)[None, :]
+
+
+@triton.jit
+def given_state(S, sequence, head, first, SHAPE: tl.constexpr):
+    """(addresses, mask) of the same in a tensor [sequences, heads, D, V] of any strides."""
+    d = tl.arange(0, SHAPE.BLOCK_D)
+    e = first + tl.arange(0, SHAPE.BLOCK_V)
+    at = sequence.to(tl.int64) * S.stride_b + head.to(tl.int64) * S.stride_t
+    at = at + d.to(tl.int64)[:, None] * S.stride_h + e.to(tl.int64)[None, :] * S.stride_d
+    return S.data + at, (d < SHAPE.D)[:, None] & (e < SHAPE.V)[None, :]
+
+
+@triton.jit
+def finite_or_nan(x, SHAPE: tl.constexpr):
+    """NaN for an infinity, whose products with keys of either sign would cancel to NaN later on, or not; in fp32 alone, whose tiles
+    pass through registers anyway."""
+    if SHAPE.RAW == 3:
+        return tl.where(tl.abs(x) < float("inf"), x, float("nan"))
+    else:
+        return x
+
+
+@triton.jit
+def load_rows(X, batch, head, token, live, SHAPE: tl.constexpr):
+    """[n, BLOCK_D]: rows of queries or keys."""
+    return finite_or_nan(load_part(X, batch, head, token, live, SHAPE.D, 0, SHAPE.BLOCK_D), SHAPE)
+
+
+@triton.jit
+def load_columns(X, batch, head, token, live, first, SHAPE: tl.constexpr):
+    """[n, BLOCK_V]: columns of values from `first` on, of tokens [n]; 0 where there is none."""
+    e = first + tl.arange(0, SHAPE.BLOCK_V)
+    at = batch.to(tl.int64) * X.stride_b + head.to(tl.int64) * X.stride_h
+    at = at + token.to(tl.int64)[:, None] * X.stride_t + e.to(tl.int64)[None, :] * X.stride_d
+    return finite_or_nan(tl.load(X.data + at, live[:, None] & (e < SHAPE.V)[None, :], 0.0), SHAPE)
+
+
+@triton.jit
+def store_columns(X, batch, head, token, live, value, first, SHAPE: tl.constexpr):
+    e = first + tl.arange(0, SHAPE.BLOCK_V)
+    at = batch.to(tl.int64) * X.stride_b + head.to(tl.int64) * X.stride_h
+    at = at + token.to(tl.int64)[:, None] * X.stride_t + e.to(tl.int64)[None, :] * X.stride_d
+    tl.store(X.data + at, value.to(X.data.dtype.element_ty), live[:, None] & (e < SHAPE.V)[None, :])
+
+
+@triton.jit
+def square_at(T, slot, head, HEADS, CHUNK: tl.constexpr):
+    """Addresses [CHUNK, CHUNK] of a matrix of each chunk and head."""
+    i = tl.arange(0, CHUNK)
+    return T + (slot * HEADS + head) * (CHUNK * CHUNK) + i[:, None] * CHUNK + i[None, :]
+
+
+# ---- the inverse of the delta rule -----------------------------------------------------------------------------------
+
+
+@triton.jit
+def invert(a, CHUNK: tl.constexpr, PIECES: tl.constexpr):
+    """The inverse of I + a of a strictly lower triangular a. Its blocks of 16 on the diagonal are inverted row by row, side by
+    side. With D those inverses and N = D (a without them), which four factors make 0, the whole is (I - N)(I + N**2) D."""
+    BLOCKS: tl.constexpr = CHUNK // SUB
+    b = tl.arange(0, BLOCKS)
+    r = tl.arange(0, SUB)
+    on_diagonal = (b[:, None] == b[None, :])[:, None, :, None]
+    whole = tl.reshape(a, (BLOCKS, SUB, BLOCKS, SUB))
+    blocks = tl.sum(tl.where(on_diagonal, whole, 0.0), 2)
+    inverse = tl.where((r[:, None] == r[None, :])[None, :, :], 1.0, 0.0) + tl.zeros_like(blocks)
+    for i in range(1, SUB):
+        row = tl.sum(tl.where((r == i)[None, :, None], blocks, 0.0), 1)
+        found = tl.sum(row[:, :, None] * inverse, 1)
+        inverse -= tl.where((r == i)[None, :, None], found[:, None, :], 0.0)
+    spread = tl.where(on_diagonal, inverse[:, :, None, :], 0.0)
+    diagonal = tl.reshape(spread, (CHUNK, CHUNK))
+    if BLOCKS == 1:
+        return diagonal
+    else:
+        rest = tl.reshape(tl.where(on_diagonal, 0.0, whole), (CHUNK, CHUNK))
+        none = tl.zeros([CHUNK, CHUNK], tl.float32)
+        n = times(none, diagonal, rest, PIECES, PIECES)
+        if BLOCKS > 2:
+            square = times(none, n, n, PIECES, PIECES)
+            n -= square - times(none, n, square, PIECES, PIECES)
+        return diagonal - times(none, n, diagonal, PIECES, PIECES)
+
+
+@kernel(
+    grid=lambda a: (a.BATCH * a.TILES * a.HEADS,), tokens=("L", "HEADS", "GROUP", "BATCH", "TILES"),
+    default=lambda a: {"num_warps": 4},
+)  # fmt: skip
+def linear_attention_inverse(K, DECAY, BETA, T, LENGTHS, L, HEADS, GROUP, BATCH, TILES, SHAPE: tl.constexpr):
+    """T [slots, heads, chunk, chunk]: the inverse of I + L, one chunk and head."""
+    head = tl.program_id(0) % HEADS
+    unit = tl.program_id(0) // HEADS
+    batch = unit // TILES
+    tile = tile_at(LENGTHS, unit % TILES, batch, L, L, SHAPE.CHUNK)
+    if (tile.start < tile.count_q) & (tile.sequence >= 0):
+        row = tile.start + tl.arange(0, SHAPE.CHUNK)
+        live = row < tile.count_q
+        token = tile.first_q + row
+        k = load_rows(K, batch, head // GROUP, token, live, SHAPE)
+        rk = lengths_of(k, SHAPE)
+        none = no_part(SHAPE.CHUNK, SHAPE.CHUNK)
+        pairs = times(none, k, tl.trans(k), SHAPE.RAW, SHAPE.RAW)
+        decay = decay_of(DECAY, batch, head, token, live, SHAPE.CHUNK)
+        by = gate_at(BETA, batch, head, token, live) * rk
+        pairs = lower(pairs * by[:, None] * rk[None, :] * between(decay, SHAPE.CHUNK, True), SHAPE.CHUNK, True)
+        slot = chunk_slot(LENGTHS, tile, unit % TILES, batch, TILES, SHAPE.CHUNK)
+        tl.store(square_at(T, slot, head, HEADS, SHAPE.CHUNK), invert(pairs, SHAPE.CHUNK, SHAPE.KEPT))
+
+
+def walking(a: Any, stages: int) -> dict[str, int]:
+    """Warps that have registers for a state, and of the delta rule as many stages of the walk as leave it enough: Triton 3.6 on
+    sm_90 spills 200 to 600 bytes with eight warps, or one stage more (November 2026)."""
+    warps = {"num_warps": 4 if a.SHAPE.BLOCK_D * a.SHAPE.BLOCK_V <= 8192 else 8}
+    return warps if a.T is None else {**warps, "num_stages": stages}
+
+
+# ---- states ----------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def new_values(k, v, s, rk, decay, b, T, slot, head, HEADS, SHAPE: tl.constexpr):
+    """[CHUNK, BLOCK_V]: the values that the delta rule adds, in fp32."""
+    seen = times(no_part(SHAPE.CHUNK, SHAPE.BLOCK_V), k, s, SHAPE.RAW, SHAPE.KEPT)
+    missed = b[:, None] * (v.to(tl.float32) - (rk * from_start(decay))[:, None] * seen)
+    inverse = tl.load(square_at(T, slot, head, HEADS, SHAPE.CHUNK))
+    return times(no_part(SHAPE.CHUNK, SHAPE.BLOCK_V), inverse, missed, SHAPE.KEPT, SHAPE.KEPT)
+
+
+@kernel(
+    grid=lambda a: (a.SEQUENCES * a.HEADS * a.BLOCKS,), tokens=("L", "HEADS", "GROUP", "COUNT", "SEQUENCES", "TILES"),
+    default=lambda a: walking(a, 1),
+)  # fmt: skip
+def linear_attention_states(
+    K,
+    V,
+    DECAY,
+    BETA,
+    T,
+    STATE,
+    FINAL,
+    H,
+    NEW,
+    MARKS,
+    L,
+    HEADS,
+    GROUP,
+    COUNT,
+    SEQUENCES,
+    TILES,
+    BLOCKS,
+    SHAPE: tl.constexpr,
+):
+    """Walk through the chunks of a sequence: H [slots, heads, D, V] is the state that each finds, NEW the values of the delta rule,
+    FINAL the state after the last; each None where it is not wanted. A program has some columns of values of one head."""
+    first_v = (tl.program_id(0) % BLOCKS) * SHAPE.BLOCK_V
+    head = tl.program_id(0) // BLOCKS % HEADS
+    sequence = tl.program_id(0) // BLOCKS // HEADS
+    batch, first, count = sequence_at(MARKS, sequence, COUNT, L)
+    s = no_part(SHAPE.BLOCK_D, SHAPE.BLOCK_V)
+    if STATE.data is not None:
+        at, inside = given_state(STATE, sequence, head, first_v, SHAPE)
+        s = tl.load(at, inside, 0.0)
+    slot = sequence.to(tl.int64) * TILES
+    if MARKS is not None:
+        slot = (first // SHAPE.CHUNK + sequence).to(tl.int64)
+    for start in range(0, count, SHAPE.CHUNK):
+        row = start + tl.arange(0, SHAPE.CHUNK)
+        live = row < count
+        token = first + row
+        if H is not None:
+            kept_at, kept = state_at(H, slot, head, HEADS, first_v, SHAPE)
+            tl.store(kept_at, s.to(H.dtype.element_ty), kept)
+        k = load_rows(K, batch, head // GROUP, token, live, SHAPE)
+        v = load_columns(V, batch, head, token, live, first_v, SHAPE)
+        rk = lengths_of(k, SHAPE)
+        decay = decay_of(DECAY, batch, head, token, live, SHAPE.CHUNK)
+        if T is not None:
+            b = gate_at(BETA, batch, head, token, live)
+            wide = new_values(k, v, s, rk, decay, b, T, slot, head, HEADS, SHAPE)
+            if NEW.data is not None:
+                store_columns(NEW, batch, head, token, live, wide, first_v, SHAPE)
+        else:
+            wide = v.to(tl.float32)
+        if (DECAY.data is None) and (T is None) and (not SHAPE.NORMALIZE):
+            s = times(s, tl.trans(k), v, SHAPE.RAW, SHAPE.RAW)
+        else:
+            left = wide * (rk * to_end(decay, SHAPE.CHUNK))[:, None]
+            s = times(s * decay.whole, tl.trans(k), left, SHAPE.RAW, SHAPE.KEPT)
+        slot += 1
+    if FINAL.data is not None:
+        at, inside = given_state(FINAL, sequence, head, first_v, SHAPE)
+        tl.store(at, s, inside)
+
+
+# ---- outputs ---------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def scores_of(q, k, rq, rk, decay, SHAPE: tl.constexpr):
+    """[t, s]: (q[t] . k[s]) times how much of s is left at t, 0 where s comes after t."""
+    a = times(no_part(SHAPE.CHUNK, SHAPE.CHUNK), q, tl.trans(k), SHAPE.RAW, SHAPE.RAW)
+    return lower(a * between(decay, SHAPE.CHUNK, False) * rq[:, None] * rk[None, :], SHAPE.CHUNK, False)
+
+
+@kernel(
+    grid=lambda a: (a.BATCH * a.TILES * a.HEADS * a.BLOCKS,), tokens=("L", "HEADS", "GROUP", "BATCH", "TILES"),
+    default=lambda a: {"num_warps": 4},
+)  # fmt: skip
+def linear_attention_outputs(
+    Q,
+    K,
+    V,
+    O,
+    DECAY,
+    H,
+    LENGTHS,
+    L,
+    HEADS,
+    GROUP,
+    BATCH,
+    TILES,
+    BLOCKS,
+    scale,
+    DELTA: tl.constexpr,
+    SHAPE: tl.constexpr,
+):
+    """Outputs of a chunk of a head, some columns of them: V are the values, or, DELTA, those of the delta rule. These take away
+    what the state holds, so that rounding either before they are multiplied would show in what is left."""
+    first_v = (tl.program_id(0) % BLOCKS) * SHAPE.BLOCK_V
+    head = tl.program_id(0) // BLOCKS % HEADS
+    unit = tl.program_id(0) // BLOCKS // HEADS
+    batch = unit // TILES
+    tile = tile_at(LENGTHS, unit % TILES, batch, L, L, SHAPE.CHUNK)
+    if tile.start < tile.count_q:
+        row = tile.start + tl.arange(0, SHAPE.CHUNK)
+        live = row < tile.count_q
+        known = live & (tile.sequence >= 0)
+        token = tile.first_q + row
+        q = load_rows(Q, batch, head // GROUP, token, known, SHAPE)
+        k = load_rows(K, batch, head // GROUP, token, known, SHAPE)
+        rq = lengths_of(q, SHAPE)
+        decay = decay_of(DECAY, batch, head, token, known, SHAPE.CHUNK)
+        a = scores_of(q, k, rq, lengths_of(k, SHAPE), decay, SHAPE)
+        slot = chunk_slot(LENGTHS, tile, unit % TILES, batch, TILES, SHAPE.CHUNK)
+        at, inside = state_at(H, slot, head, HEADS, first_v, SHAPE)
+        s = tl.load(at, inside & (tile.sequence >= 0), 0.0)
+        PIECES: tl.constexpr = SHAPE.KEPT if DELTA else SHAPE.MADE
+        o = times(no_part(SHAPE.CHUNK, SHAPE.BLOCK_V), q, s, SHAPE.RAW, PIECES)
+        o = o * (rq * from_start(decay))[:, None]
+        v = load_columns(V, batch, head, token, known, first_v, SHAPE)
+        o = times(o, a, v, PIECES, PIECES)
+        store_columns(O, batch, head, token, live, o * scale, first_v, SHAPE)
+
+
+# ---- host ------------------------------------------------------------------------------------------------------------
+
+
+def gates_of(t: Tensor | None) -> Gates:
+    """Decays or betas; one for each head is the same for all tokens."""
+    if t is None:
+        return Gates()
+    return Gates(t, 0, 0, t.stride(0)) if t.dim() == 1 else Gates(t, *t.stride())
+
+
+def heads_or_none(t: Tensor | None) -> Heads:
+    return Heads(None, 0, 0, 0, 0) if t is None else heads_of(t)
+
+
+def shape_of(q: Tensor, v: Tensor, normalize: bool) -> Shape:
+    """Chunks of 64 tokens where a program's tiles fit into registers and shared memory: not in fp32, whose numbers are three."""
+    raw = {torch.bfloat16: 1, torch.float16: 2}.get(q.dtype, 3)
+    least = narrowest(q)
+    block_d, block_v = (max(least, power_of_two(t.shape[-1])) for t in (q, v))
+    wide = q.dtype != torch.bfloat16 or Target.at(q.device).shared_memory < ROOMY
+    chunk = 16 if raw == 3 else 32 if wide or block_d > 128 else 64
+    return Shape(
+        q.shape[-1], block_d, v.shape[-1], min(block_v, 32 if wide else 64), chunk, raw, raw, max(2, raw), normalize
+    )  # fmt: skip
+
+
+def kept_dtype(q: Tensor) -> torch.dtype:
+    """Of states and values that are kept for what results are made of; fp16 has not the range."""
+    return q.dtype if q.dtype == torch.bfloat16 else torch.float32
+
+
+class Walk(NamedTuple):
+    """What a walk through chunks needs and leaves: how chunks lie, how many at most in a row of the batch, and in all; marks;
+    the inverses, the states, and the values of the delta rule."""
+
+    how: Lengths
+    tiles: int
+    slots: int
+    marks: Tensor | None
+    inverse: Tensor | None
+    states: Tensor | None
+    new: Tensor | None
+
+
+def walk(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, beta: Tensor | None, state: Tensor | None, final: Tensor | None,
+    marks: Tensor | None, shape: Shape, keep: torch.dtype | None,
+) -> Walk:  # fmt: skip
+    """Fill `final`, and keep what each chunk finds, if a dtype says in what."""
+    (batch, length, heads, _), group = v.shape, v.shape[2] // k.shape[2]
+    how, tiles = lengths(marks, marks, length, length, None, shape.CHUNK, False)
+    slots = batch * tiles
+    count, many = (0, batch) if marks is None else (marks.shape[0], sequence_count(batch, marks))
+    marks = None if marks is None else marks.contiguous()
+    K, DECAY, BETA = heads_of(k), gates_of(log_decay), gates_of(beta)
+    inverse = states = new = None
+    kept = {"dtype": keep, "device": q.device}
+    if keep is not None:
+        states = torch.empty(slots, heads, shape.D, shape.V, **kept)
+    if beta is not None:
+        inverse = torch.empty(slots, heads, shape.CHUNK, shape.CHUNK, dtype=torch.float32, device=q.device)
+        new = torch.empty(v.shape, **kept) if keep is not None else None
+        linear_attention_inverse(K, DECAY, BETA, inverse, how, length, heads, group, batch, tiles, SHAPE=shape)
+    linear_attention_states(
+        K, heads_of(v), DECAY, BETA, inverse, heads_or_none(state), heads_or_none(final), states, heads_or_none(new), marks,
+        length, heads, group, count, many, tiles, -(-shape.V // shape.BLOCK_V), SHAPE=shape,
+    )  # fmt: skip
+    return Walk(how, tiles, slots, marks, inverse, states, new)
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, beta: Tensor | None, *, state: Tensor | None,
+    scale: float, normalize: bool, cu_seqlens: Tensor | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    batch, length, heads, values = v.shape
+    o = torch.empty(v.shape, dtype=q.dtype, device=q.device)
+    many = sequence_count(batch, cu_seqlens)
+    final = torch.empty(many, heads, q.shape[-1], values, dtype=torch.float32, device=q.device)
+    shape = shape_of(q, v, normalize)
+    if not (final.numel() or o.numel()):
+        return o, final
+    keep = None if not o.numel() else kept_dtype(q) if beta is None else torch.float32
+    found = walk(q, k, v, log_decay, beta, state, final, cu_seqlens, shape, keep)
+    if o.numel():
+        linear_attention_outputs(
+            heads_of(q), heads_of(k), heads_of(v if found.new is None else found.new), heads_of(o), gates_of(log_decay),
+            found.states, found.how, length, heads, heads // k.shape[2], batch, found.tiles, -(-shape.V // shape.BLOCK_V), scale,
+            DELTA=found.new is not None, SHAPE=shape,
+        )  # fmt: skip
+    return o, final
