@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import triton
 
 import tilewright as tw
 from tests.compile.table import wrong_code
@@ -32,18 +33,18 @@ def marks():
 EVERYTHING = {"left": 1000, "softcap": 30.0, "sink": blank(32), "slopes": blank(32)}
 
 
-# Bytes a thread: spilled in the prologue and between tiles, hardly in the loops over blocks. Triton 3.6 and 3.9.
+# Bytes a thread: spilled in the prologue and between tiles, hardly in the loops over blocks. By Triton 3.6, and by 3.9.
 @pytest.mark.parametrize(
     ("D", "V", "options", "most"),
     [
-        (64, 64, {"causal": True}, 0),
-        (128, 128, {"causal": True}, 160),
-        (128, 128, {}, 0),
-        (96, 96, {"causal": True}, 48),
-        (192, 128, {"causal": True}, 192),
-        (256, 256, {"causal": True}, 440),
-        (128, 128, {"causal": True, "cu_seqlens_q": marks(), "cu_seqlens_k": marks()}, 160),
-        (128, 128, {"causal": True, **EVERYTHING}, 1700),
+        (64, 64, {"causal": True}, (0, 0)),
+        (128, 128, {"causal": True}, (0, 108)),
+        (128, 128, {}, (0, 0)),
+        (96, 96, {"causal": True}, (0, 64)),
+        (192, 128, {"causal": True}, (148, 308)),
+        (256, 256, {"causal": True}, (144, 472)),
+        (128, 128, {"causal": True, "cu_seqlens_q": marks(), "cu_seqlens_k": marks()}, (124, 0)),
+        (128, 128, {"causal": True, **EVERYTHING}, (904, 1696)),
     ],
 )
 def test_compiled(D, V, options, most):
@@ -57,4 +58,4 @@ def test_compiled(D, V, options, most):
     compiled = one.compile()
     assert compiled.shared_is_there and not compiled.serialised
     assert not wrong_code(one.kernel.name, compiled)
-    assert compiled.spills <= most
+    assert compiled.spills <= most[not triton.__version__.startswith("3.6.")]
