@@ -83,6 +83,17 @@ def test_packed_sequences_are_apart():
     assert torch.equal(last[1], states[1])
 
 
+def test_nothing_is_taken_for_what_it_is():
+    """No sequence, no head or no token: results of the sizes that they have, and a state that stays."""
+    given, state = sequence(), drawn(1, HEADS, WIDTH, VALUES, seed=5)
+    o, last = run(**cut(given, 0, 0), state=state)
+    assert o.shape == (1, 0, HEADS, VALUES) and torch.equal(last, state)
+    o, last = run(**{name: t[:0] for name, t in given.items()})
+    assert o.shape == (0, LENGTH, HEADS, VALUES) and last.shape == (0, HEADS, WIDTH, VALUES)
+    o, last = run(**{name: t[:, :, :0] for name, t in given.items()})
+    assert o.shape == (1, LENGTH, 0, VALUES) and last.shape == (1, 0, WIDTH, VALUES)
+
+
 def test_decays_to_nothing():
     """A state that a token forgets is gone, and what comes after it is kept to the last digit."""
     given = sequence(delta=False)

@@ -55,8 +55,12 @@ def reference(
 
 def inputs(draw: Draw) -> dict[str, Any]:
     packed = draw.option("cu_seqlens", False, True)
-    batch, length = 1 if packed else draw.dim("batch", (1, 2)), draw.dim("length", (5, 1, 17, 33, 64, 66))
-    heads, width = draw.dim("heads", (2, 1)), draw.dim("head_dim", (16, 32, 20))
+    # Few, unless they are named: the interpreter takes 20 ms for a head of a sequence
+    batch, heads = (
+        draw.dims.get(n, draw.option(f"{n}_drawn", *few)) for n, few in (("batch", (2, 1)), ("heads", (2, 1, 3)))
+    )
+    batch = 1 if packed else batch
+    length, width = draw.dim("length", (5, 1, 17, 33, 64, 66)), draw.dim("head_dim", (16, 32, 20))
     width = 8 if width == 16 else width  # of which rows far apart are still within a CPU's address space
     values = draw.dims.get("value_dim", max(1, width * draw.option("wider", 1, 2, 1)))
     key_heads = draw.dims.get("key_heads", max(1, heads // draw.option("shared", 1, 2)) if heads else 0)
