@@ -394,7 +394,8 @@ def backward(saved: SimpleNamespace, do: Tensor | None, dfinal: Tensor | None) -
             linear_attention_gradients_values(
                 Q, K, DO, DECAY, None, heads_of(local), heads_of(dv), *of_values, SHAPE=shape
             )
-        inverse = None if local is None else found.inverse  # without tokens the states' gradients go through as they are
+        # Without tokens the gradients of states go through as they are
+        inverse = None if local is None else found.inverse
         linear_attention_states_backward(
             Q, K, DO, DECAY, BETA, inverse, heads_or_none(local), heads_or_none(dfinal), heads_or_none(dstate), e,
             heads_or_none(z), heads_of(dv), marks, length, heads, group, count, many, found.tiles, blocks, scale, SHAPE=shape,
