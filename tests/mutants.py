@@ -245,6 +245,14 @@ MUTANTS += [
            "attention_codes.*: (o|lse)", CODED, "attention_codes"),
 ]  # fmt: skip
 
+EPILOGUE, SAMPLING = "tilewright/ops/activation/epilogue.py", "tilewright/ops/sampling"
+MUTANTS += [
+    Mutant("the residual lies like x", "S.r4, S.r3, S.r2, S.r1, S.r0", "S.x4, S.x3, S.x2, S.x1, S.x0", "strides",
+           "residual|outside every tensor", EPILOGUE, "epilogue"),
+    Mutant("gate left out of the gradient", "    if g is not None:\n        dy *= g\n", "", "accuracy", "d_x",
+           EPILOGUE, "epilogue"),
+]  # fmt: skip
+
 # What only the compiled code shows: nothing that a property can see is wrong in these.
 COMPILED = [
     Mutant("groups are a dimension of the load",

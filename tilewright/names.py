@@ -57,6 +57,7 @@ OPS = {
     "dequantize_codes": "ops.quantise.quantize",
     "embedding": "ops.embedding.embedding",
     "embedding_accumulate": "ops.embedding.embedding",
+    "epilogue": "ops.activation.epilogue",
     "gated_group_norm": "ops.norm.gated_group_norm",
     "glu": "ops.activation.glu",
     "glu_linear": "ops.activation.glu_linear",

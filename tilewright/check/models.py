@@ -192,6 +192,11 @@ PLACES: dict[str, tuple[Place, ...]] = {
     ),
     "embedding": (Place({**ROWS, "vocab": "vocab", "hidden": "hidden"}, fewer="vocab"),),
     "embedding_accumulate": (Place({**ROWS, "vocab": "vocab", "hidden": "hidden"}, fewer="vocab"),),
+    # Behind products into and out of a feed-forward network: what they do not do themselves
+    "epilogue": (
+        *widths("ffn", options={"bias": True, **of("act")}),
+        *widths("hidden", options={"gate": True, "residual": True}),
+    ),
     # Of layers of linear attention, which have the width of these
     "gated_group_norm": (
         Place({"batch": "one", "length": "tokens", "hidden": "attention"}, {"groups": Fact("kv_heads"), "weight": True}),

@@ -106,6 +106,19 @@ def row_shaped(rule: Any) -> bool:
     return isinstance(rule, Row) and not rule.many and (rule.leading or (bool(rule.dims) and rule.dims[0] in ROW_DIMS))
 
 
+def with_rows(op: Op, values: Mapping[str, Any]) -> frozenset[str]:
+    """The tensor arguments of a call with one row per token: those that always have, and those that might have been broadcast to
+    all rows, and have one for each."""
+    rules = {p.name: p.rule for p in op.signature.parameters if isinstance(values.get(p.name), Tensor)}
+    found = {name for name, rule in rules.items() if row_shaped(rule)}
+    heads = {values[n].shape[: values[n].dim() - len(rules[n].dims)] for n in found if rules[n].leading}
+    for name, rule in rules.items():
+        head = values[name].shape[: values[name].dim() - len(rule.dims)] if getattr(rule, "spread", False) else ()
+        if head and any(len(head) == len(other) and head[0] == other[0] for other in heads):
+            found.add(name)
+    return frozenset(found)
+
+
 # ---------------------------------------------------------------- running
 
 

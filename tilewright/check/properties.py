@@ -63,6 +63,7 @@ from .oracle import (
     same_outcome,
     specified,
     truth,
+    with_rows,
 )
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -352,7 +353,7 @@ def _laid_out(op: Op, case: Case, plain: Outcome, chosen: Mapping[str, str]) -> 
 def leading(op: Op, net: Net) -> None:
     """Any number of leading dimensions: the bits of the flattened call."""
     case = draw(op, net, 12, torch.float32, {**SMALL, "tokens": 6}, ungrouped(op), full=True)
-    names = [n for n in tensors(op, case.values) if rule_of(op, n).leading and not rule_of(op, n).many]
+    names = [n for n in tensors(op, case.values) if n in with_rows(op, case.values) and _leads(rule_of(op, n))]
     if not names:
         return
     with net.kernels():
@@ -365,6 +366,11 @@ def leading(op: Op, net: Net) -> None:
                 actual = outcome(op, {**case.values, **given}, grads=grads)
                 for part, expected in flat.items():
                     same_bits(f"{case.label}: {shape} {label}: {part}", actual[part].reshape(expected.shape), expected)
+
+
+def _leads(rule: Any) -> bool:
+    """Whether leading dimensions of a tensor may be any number."""
+    return rule.leading or rule.spread
 
 
 @of_the_op("each op's host code passes the strides of its results")

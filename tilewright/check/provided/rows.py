@@ -29,7 +29,7 @@ from ...runtime import config
 from ...runtime.kernel import Arguments, collect
 from ...runtime.results import flatten, saved_results
 from ..agreement import BF16, FP16, agrees, end_rows, forms, normal
-from . import aten, products, serving, training
+from . import aten, products, serving, small, training
 from . import movers as more
 
 Check = Callable[[str], None]  # of a device
@@ -266,6 +266,27 @@ CHECKS: dict[str, dict[str, Check]] = {
         "gate_geglu_merged_fp8_fp16": partial(glu, dtype=FP16, form="static", act="gelu_tanh"),
         "geglu_fp8_static_fp16": partial(glu, dtype=FP16, form="static", act="gelu_tanh"),
         "silu_mul_split_fp8_fp16": partial(glu, dtype=FP16, form="static", split=True),
+        "gelu_inplace": partial(small.activation, act="gelu_tanh", dtype=BF16),
+        "gelu_inplace_fp16": partial(small.activation, act="gelu_tanh"),
+        "silu_inplace_fp16": partial(small.activation, act="silu"),
+        "relu_inplace_fp16": partial(small.activation, act="relu"),
+        "fused_add_silu_bf16": partial(small.activation, act="silu", dtype=BF16, added=True),
+        "fused_add_silu_fp16": partial(small.activation, act="silu", added=True),
+        "gate_mul_residual": partial(small.residual, gated=True),
+        "gate_res_fp16": partial(small.residual, dtype=FP16, gated=True),
+        "residual_add": small.residual,
+        "residual_add_fp16": partial(small.residual, dtype=FP16),
+        "bias_residual": partial(small.residual, biased=True),
+        "bias_residual_fp16": partial(small.residual, dtype=FP16, biased=True),
+        "patch_im2col": small.patches,
+        "patch_embed_bias_pos": small.position_embedding,
+        "add_bias_fp16": small.added_bias,
+        "gpu_cast_fp32_to_fp16": small.cast,
+        "gpu_copy": small.copied,
+        "gpu_strided_copy_fp16": small.columns,
+        "gpu_fill_neginf_fp16": small.filled,
+        "gpu_repeat_interleave_heads": small.repeated_heads,
+        "gpu_euler_step": small.euler_step,
         "quantize_fp8": lambda device: quantised(device, "dynamic"),
         "quantize_fp8_device": lambda device: quantised(device, "dynamic"),
         "quantize_fp8_device_fp16": lambda device: quantised(device, "dynamic", dtype=FP16),

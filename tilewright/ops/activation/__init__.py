@@ -1,1 +1,1 @@
-"""Gated units, alone and with the product behind them."""
+"""Gated units, alone and with the product behind them, and what follows a product."""
