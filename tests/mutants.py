@@ -251,6 +251,8 @@ MUTANTS += [
            "residual|outside every tensor", EPILOGUE, "epilogue"),
     Mutant("gate left out of the gradient", "    if g is not None:\n        dy *= g\n", "", "accuracy", "d_x",
            EPILOGUE, "epilogue"),
+    Mutant("a masked row is NaN", 'return tl.where(m == -float("inf"), 0.0, m)', "return m", "accuracy", "y",
+           f"{SAMPLING}/softmax.py", "softmax"),
 ]  # fmt: skip
 
 # What only the compiled code shows: nothing that a property can see is wrong in these.

@@ -98,6 +98,7 @@ OPS = {
     "routing_map": "ops.moe.moe_router",
     "scaled_mm": "gemm.scaled_mm",
     "smooth_quantize": "ops.quantise.smooth_quantize",
+    "softmax": "ops.sampling.softmax",
     "sort_chunks": "ops.moe.sort_chunks",
     "topk_routing": "ops.moe.moe_router",
     "transpose_pad": "ops.quantise.transpose_pad",

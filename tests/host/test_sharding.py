@@ -137,6 +137,7 @@ def more_cases(draw: Any) -> list[Case]:
         Case("load_balancing_loss", {"logits": (draw(3, 5), Shard(0)), **even}, (P,), {"coef": 0.5, "score": "sigmoid"}),
         Case("load_balancing_loss", {"logits": (draw(3, 5), R), **even}, (R,), {"coef": 0.5}),
         Case("routing_map", chosen, (Shard(0), Shard(0)), {"experts": 5}),
+        Case("softmax", {"x": tokens}, (Shard(1),)),
         Case("hadamard", {"x": (draw(3, 32), Shard(0))}, (Shard(0),), {"block": 16}),
         Case("hadamard", {"x": (draw(16, 3), Shard(1))}, (Shard(1),), {"block": 16, "dim": 0}),
         Case("transpose_pad", {"x": (draw(2, 5, 3), Shard(2))}, (Shard(1),), {"multiple": 4}),

@@ -268,6 +268,7 @@ PLACES: dict[str, tuple[Place, ...]] = {
     "routing_map": (Place({**ROWS, "experts": "experts"}, {"slots": Fact("top_k")}, dtype=SINGLE),),
     "scaled_mm": products(),
     "smooth_quantize": ACTIVATIONS,
+    "softmax": (Place({**ROWS, "hidden": "experts"}), Place({**ROWS, "hidden": "vocab"})),
     "sort_chunks": (Place({**ROUTED, "hidden": "hidden"}),),
     "topk_routing": tuple(
         Place(

@@ -302,6 +302,7 @@ CHECKS: dict[str, dict[str, Check]] = {
         "fmha_strided_forward": serving.attention_of_columns,
         "load_fmha_library": serving.attention_by_name,
         "load_fmha_strided_library": serving.attention_by_name,
+        "softmax_fp16": small.softmax,
         "fa2.fwd_fp16": partial(serving.attention_with_lse, dtype=FP16),
         "fa2.fwd_bf16": partial(serving.attention_with_lse, dtype=BF16),
         "qkv_split": serving.split,

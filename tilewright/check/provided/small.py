@@ -1,4 +1,4 @@
-"""The calls behind the rows of an inference step's small operations: what follows a product, copies and casts.
+"""The calls behind the rows of an inference step's small operations: what follows a product, copies, casts, softmax.
 
 Truth is torch's own operator, or a formula written out, in float64.
 """
@@ -127,3 +127,13 @@ def repeated_heads(device: str) -> None:
     x, n = normal(device, 5, 2, 32), 3
     y = tw.epilogue(x.unsqueeze(2).expand(-1, -1, n, -1))
     agrees("y", y.flatten(1, 2), x.double().repeat_interleave(n, 1), "G")
+
+
+def softmax(device: str) -> None:
+    """Rows over 1024 columns long, in place; one that is masked from end to end gives 0."""
+    x = normal(device, 4, 1201, dtype=FP16, scale=4.0)
+    x[1, ::3], x[2] = -torch.inf, -torch.inf
+    exact = torch.softmax(x.double(), -1).nan_to_num(0.0)
+    assert tw.softmax(x, out=x) is x
+    agrees("x", x, exact)
+    assert bool((x[2] == 0).all())

@@ -1,0 +1,1 @@
+"""From logits to tokens: softmax, sampling, and the verification of drafts."""
