@@ -253,6 +253,10 @@ MUTANTS += [
            EPILOGUE, "epilogue"),
     Mutant("a masked row is NaN", 'return tl.where(m == -float("inf"), 0.0, m)', "return m", "accuracy", "y",
            f"{SAMPLING}/softmax.py", "softmax"),
+    Mutant("a row's place in its seed", "(SEED + row * stride_s).to(tl.int64)", "(SEED + row * stride_s).to(tl.int64) + row",
+           "accuracy", "ids", f"{SAMPLING}/sample.py", "sample"),
+    Mutant("the least of what is kept left out", "(key >= least) & (w.to(", "(key > least) & (w.to(", "accuracy", "ids",
+           f"{SAMPLING}/sample.py", "sample"),
 ]  # fmt: skip
 
 # What only the compiled code shows: nothing that a property can see is wrong in these.

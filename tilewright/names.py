@@ -96,6 +96,7 @@ OPS = {
     "router_linear": "ops.moe.router_linear",
     "router_z_loss": "ops.moe.router_loss",
     "routing_map": "ops.moe.moe_router",
+    "sample": "ops.sampling.sample",
     "scaled_mm": "gemm.scaled_mm",
     "smooth_quantize": "ops.quantise.smooth_quantize",
     "softmax": "ops.sampling.softmax",
