@@ -257,6 +257,8 @@ MUTANTS += [
            "accuracy", "ids", f"{SAMPLING}/sample.py", "sample"),
     Mutant("the least of what is kept left out", "(key >= least) & (w.to(", "(key > least) & (w.to(", "accuracy", "ids",
            f"{SAMPLING}/sample.py", "sample"),
+    Mutant("ancestors counted by steps", "depth = depth + length", "depth = depth + 1", "accuracy", "depth", f"{SAMPLING}/tree.py",
+           "tree_bits"),
 ]  # fmt: skip
 
 # What only the compiled code shows: nothing that a property can see is wrong in these.

@@ -103,4 +103,6 @@ OPS = {
     "sort_chunks": "ops.moe.sort_chunks",
     "topk_routing": "ops.moe.moe_router",
     "transpose_pad": "ops.quantise.transpose_pad",
+    "tree_accept": "ops.sampling.tree",
+    "tree_bits": "ops.sampling.tree",
 }

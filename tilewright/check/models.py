@@ -284,6 +284,9 @@ PLACES: dict[str, tuple[Place, ...]] = {
         Place({"tokens": "experts", "length": "expert_gate_up", "hidden": "hidden"}, fewer="experts"),
         Place({"tokens": "one", "length": "ffn", "hidden": "hidden"}),
     ),
+    # Of drafts of eight tokens
+    "tree_accept": (Place({**ROWS, "length": "eight"}),),
+    "tree_bits": (Place({**ROWS, "length": "eight"}),),
 }  # fmt: skip
 
 
