@@ -195,3 +195,42 @@ def masked(device: str, weights: Quantized, known: Tensor) -> None:
     for e, rows in enumerate(count):
         exact = decoded(tw.quantize(x[e], tw.fp8("1x128"))) @ known[e].t()
         agrees(f"counted rows of {e}", y[e, :rows], exact[:rows], "F")
+
+
+def whole_scales(device: str, out_dtype: torch.dtype) -> None:
+    """e4m3 codes of [M, K] and [K, N], each with one scale on the device."""
+    a, b = (normal(device, *shape, seed=i).to(torch.float8_e4m3fn) for i, shape in enumerate(((M, K), (K, N))))
+    s_a, s_b = torch.tensor([0.02], device=device), torch.tensor([1.7], device=device)
+    exact = (a.cpu().double() @ b.cpu().double()) * (s_a.cpu().double() * s_b.cpu().double())
+    y = tw.scaled_mm(a, b, s_a, s_b, recipe_a="TensorWise", recipe_b="TensorWise", out_dtype=out_dtype)
+    agrees("y", y, exact, "F")
+
+
+def nvfp4_codes(device: str, swizzled: bool = False) -> None:
+    """Blocks of 16 numbers, the scale of the whole being 1: scales of blocks are e4m3(amax / 6), codes the nearest of value / it,
+    both ties to even. Swizzled, scales lie in tiles of 128 rows and 4 blocks."""
+    x, one = normal(device, 130, 96, scale=3.0), torch.ones(1, device=device)
+    x[1], x[2, :16] = (
+        0.0,
+        torch.tensor([6.0, 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0] * 2).to(x),
+    )  # scale 1, codes between two
+    q = tw.quantize(x, tw.nvfp4(scale=one, swizzled=swizzled))
+    wide = x.cpu().float().reshape(130, 6, 16)
+    scale = (wide.abs().amax(-1) / 6.0).clamp(max=448.0).to(torch.float8_e4m3fn)
+    found = q.scale.cpu().view(torch.uint8)
+    if swizzled:
+        r, b = torch.arange(130)[:, None], torch.arange(6)[None, :]
+        found = found.reshape(-1)[(r // 128 * 2 + b // 4) * 512 + r % 32 * 16 + r % 128 // 32 * 4 + b % 4]
+    assert torch.equal(found, scale.view(torch.uint8)), "scales of blocks"
+    step = scale.float()[..., None]
+    near = torch.where(step == 0.0, 0.0, wide.double() / step.double()).clamp(-6.0, 6.0)
+    codes = torch.stack((q.data.cpu() & 15, q.data.cpu() >> 4), -1).reshape(130, 6, 16).long()
+    values = torch.tensor([*E2M1, *(-v for v in E2M1)], dtype=torch.float64)
+    apart = (near.abs()[..., None] - values[:8]).abs()
+    ties = (apart == apart.amin(-1, keepdim=True)).nonzero()
+    best = torch.full((130, 6, 16), -1)
+    for *at, code in ties.tolist():  # of two that are as near, the even one
+        at = tuple(at)
+        best[at] = code if best[at] < 0 or code % 2 == 0 else best[at]
+    assert torch.equal(codes & 7, best), "codes"
+    assert bool((values[codes] * near >= 0).all()), "signs"
