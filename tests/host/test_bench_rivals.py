@@ -593,3 +593,17 @@ def test_every_row_is_for_an_op_or_for_attention():
     assert named - set(tw.catalogue()) <= {"attention", REPLACED}
     attention = {"cudnn", "fa2", "fa3", "flashmla", "flex"}
     assert {*packaged.RIVALS} == {"liger", "liger_cutedsl", "quack", "flaggems", "sgl_kernel", "fla", *attention}
+
+
+# ---------------------------------------------------------------------------------------------------------------- torch
+
+
+def test_torch_keeps_the_tokens_that_we_draw_from():
+    limits = {"top_k": True, "fewest": 5, "most": 9, "top_p": True, "least_p": 0.8}
+    work = built("sample", dims={"tokens": TOKENS, "vocab": 500}, options=limits)
+    theirs = agreed(work, "torch")
+    assert torch.equal(theirs, work.call())
+    work.values["top_p"] *= 0.3
+    assert not torch.equal(work.call(), theirs)
+    with pytest.raises(Absent):
+        rivals.call_of("torch", built("sample", dims={"tokens": TOKENS, "vocab": 500}))

@@ -32,6 +32,7 @@ from ..check.oracle import (
     rounded_results,
     row_shaped,
     specified,
+    with_rows,
 )
 from ..core.flat import as_tuple
 from ..core.format import Format, Quantized
@@ -222,7 +223,7 @@ def exact(
     dtype: torch.dtype = torch.float64,
 ) -> tuple[tuple, dict]:
     """(results, gradients by name) of the reference in float64 or another dtype, of some rows or of everything."""
-    rules = {p.name: p.rule for p in op.signature.parameters}
+    cut = with_rows(op, values)
 
     def lifted(name: str, value: Any) -> Any:
         if name == "out_format" or (name == op.groups and part is not None):
@@ -231,7 +232,7 @@ def exact(
             return [lifted(name, one) for one in value]
         if not isinstance(value, Tensor):
             return value
-        value = value[part] if part is not None and row_shaped(rules[name]) else value
+        value = value[part] if part is not None and name in cut else value
         return value.detach().to(dtype) if value.is_floating_point() else value
 
     plain = {n: lifted(n, v) for n, v in op.arguments(values).items()}
@@ -358,7 +359,6 @@ def backward(
 ) -> float:
     """The largest error of the gradients by name. `overwritten` says that an unwritten row would not show as NaN: then all are
     read."""
-    rules = {p.name: p.rule for p in op.signature.parameters}
     found = {n: g for n, g in found.items() if g is not None}
 
     def error_of(pairs: Any, name: str) -> float:
@@ -396,7 +396,7 @@ def backward(
             else error_of([(g, wanted[n])], n)
             for n, g in found.items()
         )
-    summed = {n for n in found if not row_shaped(rules[n])}
+    summed = found.keys() - with_rows(op, values)
     width = max(t.numel() // max(rows, 1) for t in values.values() if isinstance(t, Tensor))
     parts = list(chunks(rows, width)) if summed or overwritten else bands(rows)
     errors, totals = [], {}

@@ -304,12 +304,44 @@ def _portable(work: Work) -> Call:
     return work.by(**{asks: "portable"}).call
 
 
+def _torch(work: Work) -> Call:
+    """A token from each row as torch code takes it where limits are tensors: a sort, probabilities, their running sum, and the race
+    of exponential numbers that `torch.multinomial` is (it waits for the device itself). Its draws are its own: what is compared is
+    the token that our random number takes from the logits that it kept, and from those that equal the last of them."""
+    if work.case.op != "sample" or work.values["top_k"] is None or work.values["top_p"] is None:
+        raise Absent(f"there is no such program for {work.case.family}")
+    z, seed, t, k, p = (work.values[n] for n in ("logits", "seed", "temperature", "top_k", "top_p"))
+    last = (k.long() - 1).clamp(0, z.shape[-1] - 1).unsqueeze(-1)
+
+    def call() -> tuple[Tensor, ...]:
+        falling, order = (z.float() / t[:, None]).sort(-1, descending=True)
+        share = torch.softmax(falling.masked_fill(falling < falling.gather(-1, last), -torch.inf), -1)
+        share = share.masked_fill(share.cumsum(-1) - share >= p[:, None], 0.0)
+        ids = order.gather(-1, (share / torch.empty_like(share).exponential_()).argmax(-1, keepdim=True))
+        return ids, share, falling, order
+
+    def finish(made: tuple[Tensor, ...]) -> Tensor:
+        from ..ops.sampling.sample import philox
+
+        _, share, falling, order = (one.double() if one.is_floating_point() else one for one in made)
+        least = torch.where(share > 0, falling, torch.inf).amin(-1, keepdim=True)
+        weight = torch.exp(falling - falling[:, :1]).masked_fill(falling < least, 0.0)
+        running = torch.zeros_like(weight).scatter(-1, order, weight).cumsum(-1)
+        high, low = philox(seed)
+        u = (high.double() * 2.0**-32 + low.double() * 2.0**-64)[:, None]
+        return (running <= u * running[:, -1:]).sum(-1)
+
+    call.finish = finish
+    return call
+
+
 # Relative RMS by which a rival that does not quantise may be off ours
 LOOSER = {"torch_linear": 8e-2}
 # Rivals that goals name, for the cases that name them
 NAMED: dict[str, Callable[[Work], Call]] = {
     "aten": _aten,
     "empty": _empty,
+    "torch": _torch,
     "torch_add": _torch_add,
     "torch_add_out": _torch_add_out,
     "torch_rms_norm": _torch_rms_norm,
