@@ -2,6 +2,7 @@
 
 from typing import Literal, overload
 
+import torch
 from torch import Tensor
 
 from . import aten as aten
@@ -313,6 +314,38 @@ def embedding_accumulate(
     padding_idx: int | None = None,
 ) -> None:
     """Add the gradient of an embedding to `main_grad` [vocab, hidden]: each row of `dy` to the row that its id names."""
+
+@overload
+def epilogue(
+    x: Tensor,
+    *,
+    bias: Tensor | None = None,
+    add: Tensor | None = None,
+    act: Literal["silu", "gelu_tanh", "gelu_erf", "relu", "sigmoid"] | None = None,
+    gate: Tensor | None = None,
+    residual: Tensor | None = None,
+    alpha: float = 1.0,
+    out_dtype: torch.dtype | None = None,
+    out_format: None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """`residual + alpha * gate * act(x + bias + add)`, in fp32 and rounded once; what is None is left out."""
+
+@overload
+def epilogue(
+    x: Tensor,
+    *,
+    bias: Tensor | None = None,
+    add: Tensor | None = None,
+    act: Literal["silu", "gelu_tanh", "gelu_erf", "relu", "sigmoid"] | None = None,
+    gate: Tensor | None = None,
+    residual: Tensor | None = None,
+    alpha: float = 1.0,
+    out_dtype: torch.dtype | None = None,
+    out_format: Format,
+    out: Quantized | None = None,
+) -> Quantized:
+    """`residual + alpha * gate * act(x + bias + add)`, in fp32 and rounded once; what is None is left out."""
 
 @overload
 def gated_group_norm(
@@ -928,6 +961,18 @@ def routing_map(
 ) -> tuple[Tensor, Tensor]:
     """(dense probs [..., experts], map bool [..., experts]) of a choice of experts and its weights, both [..., k]."""
 
+def sample(
+    logits: Tensor,
+    seed: Tensor,
+    temperature: Tensor,
+    top_k: Tensor | None = None,
+    top_p: Tensor | None = None,
+    min_p: Tensor | None = None,
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
+    """int64 ids [...], one drawn from each row of `logits` [..., vocab]; all that it goes by is read on the device."""
+
 def smooth_quantize(
     x: Tensor,
     smooth: Tensor,
@@ -938,6 +983,13 @@ def smooth_quantize(
     out: Quantized | None = None,
 ) -> Quantized:
     """`x / smooth` per column in `out_format`, or `x * smooth` if `reverse`: in fp32, one rounding, then the format's."""
+
+def softmax(
+    x: Tensor,
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
+    """The softmax of each row of `x`, in fp32 and rounded once; a row that is all -inf gives 0. It may be stored over `x`."""
 
 def sort_chunks(
     x: Tensor,
@@ -972,3 +1024,19 @@ def transpose_pad(
     out: Tensor | None = None,
 ) -> Tensor:
     """x [..., length, hidden] as [..., hidden, length rounded up to a `multiple`], zeros after the last column."""
+
+def tree_accept(
+    draft: Tensor,
+    target: Tensor,
+    parents: Tensor,
+    *,
+    out: tuple[Tensor | None, Tensor | None] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(count int32 [...], path int64 [..., nodes]): the longest path of drafted tokens that a model itself would have taken."""
+
+def tree_bits(
+    parents: Tensor,
+    *,
+    out: tuple[Tensor | None, Tensor | None] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(bits int64, depth int32), [..., nodes] both, of trees of up to 64 nodes: `bits` is what `cached_attention(tree=)` takes."""
