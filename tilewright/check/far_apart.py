@@ -117,7 +117,7 @@ def in_a_fork(op: Op) -> tuple[int, str]:
 def check(op: Op, device: str) -> None:
     """Each tensor argument, upstream gradient and `out` spread along each axis: the bits of a dense one."""
     from .cases import Net, choices, draw, put, tensors
-    from .oracle import outcome, same_outcome
+    from .oracle import fresh, outcome, same_outcome
 
     net = Net(device=device, interpreter=device == "cpu")
     sizes = {"tokens": 3, "batch": 1, "length": 3, "hidden": 3, "vocab": 3, "heads": 3, "head_dim": 16, "experts": 2}
@@ -145,10 +145,10 @@ def check(op: Op, device: str) -> None:
         alone = len(op.result_rows) == 1 and not op.signature.listed and not op.out.contiguous
         if alone and None in choices(op, device):  # a plain result, in whatever strides
             with torch.no_grad():
-                plain = op.function(**case.values)
+                plain = op.function(**fresh(op, case.values))
                 for axis in (d for d in range(plain.dim()) if there_is_room(plain, d, device)):
                     out = spread(torch.zeros_like(plain), axis, device)
-                    made = op.function(**{**case.values, "out": out})
+                    made = op.function(**{**fresh(op, case.values), "out": out})
                     same_outcome(
                         f"{case.label}: out wide along {axis}", {"out": made}, {"out": plain}, another_binary=True
                     )

@@ -47,7 +47,7 @@ def reference(
 
 def inputs(draw: Draw) -> dict[str, Any]:
     tokens, hidden, width = draw.dim("tokens"), draw.dim("hidden"), draw.option("width", 4, 3, 1, 2)
-    pool = tokens + draw.option("spare", 3, 0)
+    pool = tokens + draw.option("spare", 1, 0)
     return {
         "x": draw.tensor(tokens, hidden),
         "weight": draw.tensor(hidden, width, scale=0.5),

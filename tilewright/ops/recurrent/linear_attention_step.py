@@ -6,6 +6,7 @@ with a bonus: o = scale * (q S + (q . (bonus * k)) v) of the state before, and t
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -62,10 +63,11 @@ def reference(
 
 def inputs(draw: Draw) -> dict[str, Any]:
     tokens, heads, width = draw.dim("tokens", (2, 1, 5)), draw.dim("heads", (2, 1)), draw.dim("head_dim", (16, 32, 20))
-    width = 8 if width == 16 else width  # of which rows far apart are still within a CPU's address space
-    values = draw.dims.get("value_dim", max(1, width * draw.option("wider", 1, 2, 1)))
-    key_heads = draw.dims.get("key_heads", heads // draw.option("shared", 1, 2) or heads)
-    pool, decay = tokens + draw.option("spare", 3, 0), draw.option("log_decay", "head", "token", "column", None)
+    small = width == 16  # which nets ask for where rows and columns of a state lie so far apart that memory holds few
+    width = 4 if small else width
+    values = draw.dims.get("value_dim", max(1, width * (1 if small else draw.option("wider", 1, 2, 1))))
+    key_heads = draw.dims.get("key_heads", heads // math.gcd(heads, draw.option("shared", 1, 2)) if heads else 0)
+    pool, decay = tokens + draw.option("spare", 1, 0), draw.option("log_decay", "head", "token", "column", None)
     decay = "token" if decay is True else decay
     shape = {"head": (heads,), "token": (tokens, heads), "column": (tokens, heads, width)}.get(decay)
     with_bonus = decay == "column" and draw.option("with_bonus", False, True)
