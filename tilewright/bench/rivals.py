@@ -13,6 +13,7 @@ import torch
 import triton
 from torch import Tensor
 
+from ..core.flat import as_tuple
 from ..core.format import Quantized
 from . import packaged
 from .directed import Absent, Call, directed
@@ -51,14 +52,15 @@ def call_of(name: str, work: Work) -> Call:
 
 
 def _reference(work: Work) -> Callable[..., Any]:
-    """The op's reference, less what it gives for the backward alone."""
+    """The op's reference, less what it gives for the backward alone, and what the arguments become that it would write."""
     op = work.op
-    if not op.hidden:
+    if not op.hidden and not op.writes:
         return op.reference
 
     def public(**given: Any) -> Any:
-        results = op.reference(**given)
-        return results[0] if len(results) == 1 + op.hidden else results[: len(results) - op.hidden]
+        results = as_tuple(op.apart(op.reference(**given))[0])
+        shown = results[: len(results) - op.hidden]
+        return shown[0] if len(shown) == 1 else shown
 
     return public
 

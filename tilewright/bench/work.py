@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -47,12 +47,14 @@ class Work:
     case: Case
     values: dict[str, Any]
     grads: tuple[Tensor, ...] = ()
+    _kept: dict[str, Tensor] = field(default_factory=dict)  # what a call writes over, as it was
 
     @staticmethod
     def build(case: Case, seed: int = 0, device: str = "cuda") -> Work:
         op: Op = tw.catalogue()[case.op]
         draw = Plain(op, case.dims, case.options, seed=seed, device=device, dtype=getattr(torch, case.dtype))
         work = Work(case, arguments(case, draw))
+        work._kept = {n: work.values[n].clone() for n in op.writes if work.values[n] is not None}
         if case.direction == "backward":
             work._prepare_backward(seed, device)
         if work.steps:
@@ -62,7 +64,7 @@ class Work:
 
     def by(self, **given: Any) -> Work:
         """The same work with other arguments of these names: another implementation's."""
-        other = Work(self.case, {**self.values, **given})
+        other = Work(self.case, {**self.values, **given}, _kept=self._kept)
         device = next(v.device.type for v in self.values.values() if isinstance(v, Tensor))
         if self.case.direction == "backward":
             other._prepare_backward(0, device)
@@ -116,8 +118,8 @@ class Work:
 
     @property
     def overwrites(self) -> bool:
-        """Whether the backward writes over an argument."""
-        return self.op.overwrites is not None and bool(self.values.get(self.op.overwrites))
+        """Whether a call, or the backward alone, writes over an argument: the next call then has another."""
+        return bool(self.op.writes) or (self.op.overwrites is not None and bool(self.values.get(self.op.overwrites)))
 
     @cached_property
     def call(self) -> Callable[[], Any]:
@@ -176,16 +178,16 @@ class Work:
         return sum(map(tensor_bytes, given)), sum(map(tensor_bytes, result))
 
     def verify(self, result: Any) -> float:
-        """The error against float64 truth. Raises `check.Wrong`."""
+        """The error against float64 truth of a call over the arguments as they were built. Raises `check.Wrong`."""
+        before = {**self.values, **self._kept}
         if self.steps:
             error = check.forward(self.op, self.values, result[:1])
             grads = self.grads or (torch.ones_like(result[0]),)
             return max(error, check.backward(self.op, self.values, grads, dict(zip(self._leaves, result[1:]))))
         if self.case.direction != "backward":
             made = result if isinstance(result, tuple) else (result,)
-            return check.forward(self.op, self.values, made)
-        kept = {**self.values, **self._kept}
-        return check.backward(self.op, kept, self.grads, dict(zip(self.op.differentiable, result)), self.overwrites)
+            return check.forward(self.op, before, made, self.values)
+        return check.backward(self.op, before, self.grads, dict(zip(self.op.differentiable, result)), self.overwrites)
 
     def result_bytes(self, result: Any) -> int:
         made = result if isinstance(result, (tuple, list)) else (result,)

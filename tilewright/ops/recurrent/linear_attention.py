@@ -64,7 +64,8 @@ def inputs(draw: Draw) -> dict[str, Any]:
     length, width = draw.dim("length", (5, 1, 17, 33, 64, 66)), draw.dim("head_dim", (16, 32, 20))
     width = 8 if width == 16 else width  # of which rows far apart are still within a CPU's address space
     values = draw.dims.get("value_dim", max(1, width * draw.option("wider", 1, 2, 1)))
-    key_heads = draw.dims.get("key_heads", heads // math.gcd(heads, draw.option("shared", 1, 2)) if heads else 0)
+    shared = draw.option("shared", 1, 2)
+    key_heads = math.gcd(heads, draw.dims.get("key_heads", heads // math.gcd(heads, shared) if heads else 0))
     marks = draw_marks(draw, length) if packed else None
     kind = draw.option("decay", "head", "token", None)
     kind = "token" if kind is None and draw.options.get("log_decay") else kind

@@ -7,6 +7,8 @@ with a bonus: o = scale * (q S + (q . (bonus * k)) v) of the state before, and t
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...core.debug import check_indices
+from ...core.declaration import Part
 from ...core.draw import Draw
 from ...core.tensor import cdiv, power_of_two
 from ...device.softmax import LOG2E
@@ -66,7 +69,8 @@ def inputs(draw: Draw) -> dict[str, Any]:
     small = width == 16  # which nets ask for where rows and columns of a state lie so far apart that memory holds few
     width = 4 if small else width
     values = draw.dims.get("value_dim", max(1, width * (1 if small else draw.option("wider", 1, 2, 1))))
-    key_heads = draw.dims.get("key_heads", heads // math.gcd(heads, draw.option("shared", 1, 2)) if heads else 0)
+    shared = draw.option("shared", 1, 2)
+    key_heads = math.gcd(heads, draw.dims.get("key_heads", heads // math.gcd(heads, shared) if heads else 0))
     pool, decay = tokens + draw.option("spare", 1, 0), draw.option("log_decay", "head", "token", "column", None)
     decay = "token" if decay is True else decay
     shape = {"head": (heads,), "token": (tokens, heads), "column": (tokens, heads, width)}.get(decay)
@@ -207,6 +211,18 @@ def moved(q, k, v, state, log_decay, beta, slots, *, bonus, **_) -> tuple[int, i
     return given + each, v.numel() * v.element_size() + each
 
 
+def parts(a: SimpleNamespace, gradients: bool) -> Iterator[Part]:
+    """The heads of the first key head and of the last: which rows a token's state has, only slots say."""
+    group, every = a.v.shape[1] // max(1, a.k.shape[1]), slice(None)
+    for head in {0, a.k.shape[1] - 1} if a.v.numel() else ():
+        own = slice(head * group, (head + 1) * group)
+        at = {"q": (every, slice(head, head + 1)), "v": (every, own), "bonus": (own,)}
+        at |= {"k": at["q"], **dict.fromkeys(("state", "beta", "o"), at["v"])}
+        at["log_decay"] = (own,) if a.log_decay is not None and a.log_decay.dim() == 1 else at["v"]
+        cut = {name: t[at[name]] for name, t in vars(a).items() if name in at and t is not None}
+        yield Part({**vars(a), **cut}, at)
+
+
 linear_attention_step = Op(
     "linear_attention_step", reference, inputs, Triton(forward, None, single), check=check, writes=("state",),
     where={
@@ -214,5 +230,5 @@ linear_attention_step = Op(
         "state": "float32|float64[pool heads key_dim value_dim]", "log_decay": "float[...?]", "beta": "float[tokens heads]",
         "slots": "int[tokens]", "bonus": "float[heads key_dim]",
     },
-    results={"o": "q[tokens heads value_dim]"}, cost=Cost(moved), bars=Bars("B"),
+    results={"o": "q[tokens heads value_dim]"}, cost=Cost(moved), bars=Bars("B", parts=parts),
 )  # fmt: skip
