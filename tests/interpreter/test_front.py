@@ -830,6 +830,7 @@ def test_the_same_list_is_known_again(reduced, how):
 
 def test_a_tensor_that_was_replaced_or_changed_is_noticed(reduced):
     tensors = [torch.randn(8, 8) for _ in range(6)]
+    alive = [*tensors]  # whose memory no other tensor here may get
 
     def agrees() -> None:
         before = len(reduced)
@@ -857,6 +858,7 @@ def test_a_tensor_that_was_replaced_or_changed_is_noticed(reduced):
     agrees()
     del tensors[0]
     agrees()
+    assert len(alive) == 6
     with pytest.raises(TypeError, match=r"tensors\[1\]"):
         tw.multi_tensor_norm([tensors[0], 1.0])
     learn = [t.clone().requires_grad_() for t in tensors]

@@ -28,12 +28,14 @@ from ..core.format import Format, Quantized
 from ..core.signature import Row
 from ..op import Op
 from ..runtime import register
+from .far_apart import reserve
 
 ROW_DIMS = ("tokens", "batch", "length")
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 IDEAL = 1.66e-3  # relative RMS of bf16 values that are all correctly rounded
 SHARE_OF_BF16 = {torch.bfloat16: 1.0, torch.float16: 1 / 8}
 JITTERS = 3
+SPARSE = 2**20  # times as much memory as elements: of it no more is taken than is written
 _where: ContextVar[tuple[str, int]] = ContextVar("where", default=("cpu", JITTERS))
 
 
@@ -173,6 +175,8 @@ def fresh(op: Op, values: Mapping[str, Any]) -> dict[str, Any]:
 def copied(t: Tensor) -> Tensor:
     """A tensor of other memory with the same strides, which is written in its place."""
     span = 1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride())) if t.numel() else 0
+    if t.device.type == "cpu" and span > SPARSE * t.numel():
+        return reserve(span, t.dtype, "cpu").as_strided(t.shape, t.stride()).copy_(t)
     return t.new_empty(span).as_strided(t.shape, t.stride()).copy_(t)
 
 
