@@ -7,7 +7,6 @@ The memory is reserved and never touched but for the few elements in use, so thi
 from __future__ import annotations
 
 import importlib.util
-import mmap
 import os
 import signal
 import sys
@@ -19,24 +18,13 @@ from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 import torch
 from torch import Tensor
 
+from .memory import reserve
+
 if TYPE_CHECKING:
     from ..op import Op
 
 LIMIT = 300  # seconds in a fork
 STRIDE = 1_200_000_007  # two steps of it pass 2^31, and it is odd
-NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
-_kept: list[Any] = []
-
-
-def reserve(count: int, dtype: torch.dtype, device: str) -> Tensor:
-    """Memory for `count` elements that is committed page by page."""
-    if device != "cpu":
-        torch.cuda.empty_cache()  # the last such tensor is kept there, and this one may be of another size
-        return torch.empty(count, dtype=dtype, device=device)
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NORESERVE
-    memory = mmap.mmap(-1, count * dtype.itemsize, flags=flags)
-    _kept.append(memory)
-    return torch.frombuffer(memory, dtype=torch.uint8).view(dtype)
 
 
 def spread(t: Tensor, axis: int, device: str) -> Tensor:

@@ -2,12 +2,13 @@
 
 `guarded_allocations(fill)` makes every `torch.empty` of the library lie inside a larger buffer of `fill` bytes; `Fenced`
 does it for an argument. The interpreter itself finds an access outside all arguments; these find one that lands in a
-neighbour, and work on a GPU as well.
+neighbour, and work on a GPU as well. `reserve` gives memory of which no more is taken than is written.
 """
 
 from __future__ import annotations
 
 import contextlib
+import mmap
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -17,6 +18,19 @@ from torch import Tensor
 
 PAD = 256  # bytes either side: keeps the alignment that an allocation has
 FILLS = (0xFF, 0x00, 0xA5)  # the first is NaN in every float format
+NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
+_kept: list[Any] = []
+
+
+def reserve(count: int, dtype: torch.dtype, device: str) -> Tensor:
+    """Memory for `count` elements that is committed page by page."""
+    if device != "cpu":
+        torch.cuda.empty_cache()  # the last such tensor is kept there, and this one may be of another size
+        return torch.empty(count, dtype=dtype, device=device)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NORESERVE
+    memory = mmap.mmap(-1, count * dtype.itemsize, flags=flags)
+    _kept.append(memory)
+    return torch.frombuffer(memory, dtype=torch.uint8).view(dtype)
 
 
 class Guard:

@@ -28,7 +28,7 @@ from ..core.format import Format, Quantized
 from ..core.signature import Row
 from ..op import Op
 from ..runtime import register
-from .far_apart import reserve
+from .memory import reserve
 
 ROW_DIMS = ("tokens", "batch", "length")
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
