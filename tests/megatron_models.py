@@ -281,12 +281,19 @@ def core_config(**given: Any) -> Any:
     return made
 
 
-def attending(kind: str = "causal", core: type | None = None, softmax_scale: float | None = None, **given: Any) -> Any:
-    """A core attention: ours, or of the class `core`."""
+def attending(
+    kind: str = "causal",
+    core: type | None = None,
+    softmax_scale: float | None = None,
+    way: str | None = None,
+    **given: Any,
+) -> Any:
+    """A core attention: ours, or of the class `core`; `way` is how ranks that share sequences exchange them."""
     from tilewright.integrations.megatron.attention import CoreAttention
 
     torch.manual_seed(0)
-    return (core or CoreAttention)(core_config(**given), 1, getattr(masks(), kind), "self", softmax_scale=softmax_scale)
+    settings = {"softmax_scale": softmax_scale, **({} if way is None else {"cp_comm_type": way})}
+    return (core or CoreAttention)(core_config(**given), 1, getattr(masks(), kind), "self", **settings)
 
 
 def heads(length: int = LENGTH, keys: int = LENGTH, batch: int = 2) -> list[Tensor]:

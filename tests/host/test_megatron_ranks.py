@@ -1,4 +1,5 @@
-"""Models of Megatron-Core on two processes, that share tensors, experts or sequences: the same with our ops as by its own code."""
+"""Models of Megatron-Core on two or three processes, that share tensors, experts or sequences: the same with our ops as by its own
+code."""
 
 from __future__ import annotations
 
@@ -15,6 +16,7 @@ from tests.megatron_models import ROUTER, attend, attending, build, close, masks
 from tilewright.integrations import megatron
 
 USUAL = {"rope_one", "glu", "cross_entropy"}
+RANKS = 3  # that share sequences: of two, the one before is the one after
 
 
 def norm_of(grads: list[Tensor]) -> Tensor:
@@ -65,8 +67,8 @@ class Shared(NamedTuple):
         begins = self.marks or (0, t.shape[0])
         made = []
         for begin, end in zip(begins, begins[1:]):
-            chunks = t[begin:end].chunk(4)
-            made += [chunks[rank], chunks[3 - rank]]
+            chunks = t[begin:end].chunk(2 * RANKS)
+            made += [chunks[rank], chunks[-1 - rank]]
         return torch.cat(made)
 
 
@@ -75,9 +77,10 @@ def shapes(*leading: int, value: int = 8) -> tuple[tuple[int, ...], ...]:
 
 
 SHARED = {
-    "causal": Shared(shapes(16, 2)), "narrow values": Shared(shapes(8, 1, value=4)), "window": Shared(shapes(16, 2), window=(5, 0)),
-    "no mask": Shared(shapes(16, 2), "no_mask"), "packed": Shared(shapes(24), "padding_causal", (0, 4, 16, 24)),
-    "packed window": Shared(shapes(24), "padding_causal", (0, 4, 16, 24), (3, 0)),
+    "causal": Shared(shapes(24, 2)), "narrow values": Shared(shapes(12, 1, value=4)), 
+    "window": Shared(shapes(24, 2), window=(5, 0)),
+    "no mask": Shared(shapes(24, 2), "no_mask"), "packed": Shared(shapes(36), "padding_causal", (0, 6, 24, 36)),
+    "packed window": Shared(shapes(36), "padding_causal", (0, 6, 24, 36), (3, 0)),
 }  # fmt: skip
 
 
@@ -98,15 +101,21 @@ def attend_case(core: Any, given: list[Tensor], case: Shared, weights: Tensor | 
 
 def shared_sequences(rank: int) -> None:
     """Each rank has a chunk of the first half of each sequence and one of the second: as if one rank had all of them."""
-    whole, own = attending(), attending(context_parallel_size=2)
-    for name, case in SHARED.items():
-        heads = [randn(*shape, seed=i) for i, shape in enumerate(case.shapes)]
-        truth, mine = attend_case(whole, heads, case), [case.part(t, rank) for t in heads]
-        found = attend_case(own, mine, case, case.part(weights_of(heads), rank))
-        try:
-            close(found, [case.part(t, rank) for t in truth])
-        except AssertionError as error:
-            raise AssertionError(name) from error
+    whole = attending(softmax_type="learnable")
+    for way in (None, "all_gather"):
+        own = attending(softmax_type="learnable", context_parallel_size=RANKS, way=way)
+        for name, case in SHARED.items():
+            heads = [randn(*shape, seed=i) for i, shape in enumerate(case.shapes)]
+            *truth, d_sink = attend_case(whole, heads, case)
+            mine = [case.part(t, rank) for t in heads]
+            *found, d_part = attend_case(own, mine, case, case.part(weights_of(heads), rank))
+            dist.all_reduce(d_part)  # as Megatron does with gradients of what ranks have alike
+            try:
+                close([*found, d_part], [*(case.part(t, rank) for t in truth), d_sink])
+            except AssertionError as error:
+                raise AssertionError(f"{name}, {way}") from error
+    with pytest.raises(ValueError, match="cp_comm_type must be p2p or all_gather, is a2a"):
+        attending(context_parallel_size=RANKS, way="a2a")
 
 
 def on_two_ranks(rank: int, folder: str) -> None:
@@ -115,12 +124,18 @@ def on_two_ranks(rank: int, folder: str) -> None:
         shared_tensors()
     with models.ranks("cpu", dist.FileStore(f"{folder}/experts", 2), rank, 2, expert_model_parallel_size=2):
         shared_experts(rank)
-    with models.ranks("cpu", dist.FileStore(f"{folder}/sequences", 2), rank, 2, context_parallel_size=2):
+
+
+def on_three_ranks(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    store = dist.FileStore(f"{folder}/sequences", RANKS)
+    with models.ranks("cpu", store, rank, RANKS, context_parallel_size=RANKS):
         shared_sequences(rank)
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_two_ranks(tmp_path):
-    # Both ranks from one process that has imported everything: importing takes longer than the test
+@pytest.mark.parametrize(("share", "ranks"), [(on_two_ranks, 2), (on_three_ranks, RANKS)])
+def test_ranks(share, ranks, tmp_path):
+    # All ranks from one process that has imported everything: importing takes longer than the test
     mp.get_context("forkserver").set_forkserver_preload([models.__name__, megatron.__name__, "torch._dynamo"])
-    mp.start_processes(on_two_ranks, (str(tmp_path),), nprocs=2, start_method="forkserver")
+    mp.start_processes(share, (str(tmp_path),), nprocs=ranks, start_method="forkserver")

@@ -1,9 +1,5 @@
 """The core of Megatron's attention, between its projections, by `attention`: dense or packed, on one rank or on several that share
-sequences.
-
-Context parallelism cuts each sequence into 2 * ranks chunks, of which rank r has chunks r and 2 * ranks - 1 - r: a chunk of the
-first half, which sees few keys, and one of the second, which sees many. Keys and values of all ranks are gathered, and each of the
-two chunks of queries sees those before its own end. In the backward their gradients are summed where they belong.
+sequences (`context.py`).
 """
 
 from __future__ import annotations
@@ -12,7 +8,6 @@ import math
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
@@ -21,6 +16,7 @@ from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor, nn
 
 from ...attention.attention import attention
+from .context import WAYS, by_parts, gathered_first
 
 CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal, AttnMaskType.causal_bottom_right)
 # What a config must have for it, by name
@@ -61,6 +57,9 @@ class CoreAttention(MegatronModule):
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
         self.tp_group = groups.tp
         self.cp_group = groups.cp if config.context_parallel_size > 1 else None
+        self.way = cp_comm_type or WAYS[0]
+        if self.cp_group is not None and self.way not in WAYS:
+            raise ValueError(f"CoreAttention: cp_comm_type must be {' or '.join(WAYS)}, is {self.way}")
         self.scale = softmax_scale if softmax_scale is not None else 1.0 / math.sqrt(k_channels or config.kv_channels)
         windowed = is_layer_window_attention(
             config.window_size, getattr(config, "window_attn_skip_freq", None), layer_number
@@ -124,42 +123,19 @@ class CoreAttention(MegatronModule):
 
     def over_ranks(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, packed: Any, given: dict[str, Any]) -> Tensor:
         """The queries of this rank over the keys of all."""
-        ranks, rank = self.cp_group.size(), self.cp_group.rank()
+        ranks = self.cp_group.size()
         if "mask" in given:
             raise ValueError("CoreAttention: there is no attention_mask with context parallelism")
-        if not causal and (packed is not None or self.window != (None, None)):
+        windowed = self.window != (None, None)
+        if not causal and (packed is not None or windowed):
             raise ValueError("CoreAttention: with context parallelism, windows and packed sequences must be causal")
-        k, v = (gathered(t, self.cp_group) for t in (k, v))  # [ranks, batch, length, heads, head_dim]
-        if packed is not None:
-            return self.packed_over_ranks(q, k, v, packed, given)
-        k, v = (in_order(t) for t in (k, v))
-        if not causal:
-            return attention.function(q, k, v, **given)
-        size = q.shape[1] // 2
-        made = []
-        for queries, chunk in zip(q.split(size, 1), (rank, 2 * ranks - 1 - rank), strict=True):
-            end = (chunk + 1) * size
-            made.append(attention.function(queries, k[:, :end], v[:, :end], **given))
-        return torch.cat(made, 1)
-
-    def packed_over_ranks(self, q: Tensor, k: Tensor, v: Tensor, packed: Any, given: dict[str, Any]) -> Tensor:
-        """Each sequence is cut into chunks by itself; marks are those of whole sequences."""
-        ranks, rank, tokens = self.cp_group.size(), self.cp_group.rank(), q.shape[1]
         if getattr(packed, "local_cp_size", None) not in (None, ranks):
             raise ValueError(f"CoreAttention: local_cp_size must be {ranks}, the group's, is {packed.local_cp_size}")
-        marks = marks_of(packed, True)["cu_seqlens_k"]
-        source, half = chunks_of(marks, tokens, ranks)
-        k, v = (t.flatten(0, 2)[source].unsqueeze(0) for t in (k, v))
-        o = None
-        for part, chunk in enumerate((rank, 2 * ranks - 1 - rank)):
-            own = half[part]
-            made = attention.function(
-                q[:, own], k, v, **given, cu_seqlens_q=marks // (2 * ranks), cu_seqlens_k=marks,
-                kv_len=marks.diff() // (2 * ranks) * (chunk + 1),
-            )  # fmt: skip
-            o = made.new_zeros(1, tokens, *made.shape[2:]) if o is None else o
-            o = o.index_copy(1, own, made)
-        return o
+        marks = None if packed is None else marks_of(packed, True)["cu_seqlens_k"]
+        shared = q, k, v, self.cp_group, causal, marks
+        if self.way == "p2p" and not windowed:
+            return by_parts(*shared, self.scale, self.softmax_offset)
+        return gathered_first(*shared, scale=self.scale, left=self.window[0], sink=self.softmax_offset)
 
 
 def marks_of(packed: Any, causal: bool) -> dict[str, Tensor]:
@@ -169,52 +145,3 @@ def marks_of(packed: Any, causal: bool) -> dict[str, Tensor]:
         raise ValueError("CoreAttention: packed sequences with padding between them must be causal")
     marks = (own if pad is None else pad for own, pad in zip((packed.cu_seqlens_q, packed.cu_seqlens_kv), padded))
     return dict(zip(("cu_seqlens_q", "cu_seqlens_k"), marks))
-
-
-def in_order(t: Tensor) -> Tensor:
-    """Chunks of all ranks [ranks, batch, 2 * size, ...] as they are in the sequence."""
-    first, second = t.chunk(2, 2)
-    return torch.cat([*first, *second.flip(0)], 1)
-
-
-def chunks_of(marks: Tensor, tokens: int, ranks: int) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    """(for each token of the whole batch its row in what `ranks` of `tokens` gathered, the rows of the first and of the second
-    chunks of this rank's sequences), all made on the device."""
-    marks = marks.long()
-
-    def places(count: int, share: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Of tokens, where sequences have one `share`-th of their length: the sequence, the index there, the size of a chunk."""
-        own = torch.arange(count, device=marks.device)
-        ends = marks[1:] // share
-        sequence = torch.searchsorted(ends, own, right=True).clamp(max=ends.shape[0] - 1)
-        return sequence, own - marks[sequence] // share, marks.diff()[sequence] // (2 * ranks)
-
-    sequence, index, size = places(ranks * tokens, 1)
-    chunk = index // size.clamp(min=1)
-    late = chunk >= ranks
-    owner = torch.where(late, 2 * ranks - 1 - chunk, chunk).clamp(0, ranks - 1)
-    source = owner * tokens + marks[sequence] // ranks + late * size + index - chunk * size
-    sequence, index, size = places(tokens // 2, 2 * ranks)
-    first = marks[sequence] // ranks + index
-    return source.clamp(0, ranks * tokens - 1), (first, first + size)
-
-
-class Gathered(torch.autograd.Function):
-    """What all ranks have, [ranks, ...]; the gradient is the sum of theirs for what this one has."""
-
-    @staticmethod
-    def forward(ctx: Any, t: Tensor, group: Any) -> Tensor:
-        ctx.group = group
-        made = t.new_empty(group.size(), *t.shape)
-        dist.all_gather_into_tensor(made, t.contiguous().unsqueeze(0), group=group)
-        return made
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        made = grad.new_empty(1, *grad.shape[1:])
-        dist.reduce_scatter_tensor(made, grad.contiguous(), group=ctx.group)
-        return made[0], None
-
-
-def gathered(t: Tensor, group: Any) -> Tensor:
-    return Gathered.apply(t, group)
