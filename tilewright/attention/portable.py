@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ..core.target import Target
 from ..core.tensor import cdiv, power_of_two
+from ..device.activation import reciprocal
 from ..device.products import add_product
 from ..device.softmax import LN2, LOG2E, tanh
 from ..op import single
@@ -145,8 +146,11 @@ def bend(SCORES, raw):
     if SCORES.softcap is None:
         return raw * (SCORES.scale * LOG2E), 1.0
     else:
-        bent = tanh(raw * (SCORES.scale / SCORES.softcap))
-        return bent * (SCORES.softcap * LOG2E), 1.0 - bent * bent
+        u = raw * (SCORES.scale / SCORES.softcap)
+        # The slope is 1 - tanh(u)**2, which would cancel where scores are far above the cap; this is as precise there
+        e = tl.exp2(tl.abs(u) * (-2.0 * LOG2E))
+        r = reciprocal(1.0 + e)
+        return tanh(u) * (SCORES.softcap * LOG2E), 4.0 * e * (r * r)
 
 
 @triton.jit
