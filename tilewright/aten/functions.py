@@ -471,7 +471,7 @@ def chosen(condition, x, y):
 
 @triton.jit
 def add_product(x, y, z, value):
-    return x + value * (y * z)
+    return x + (value * y) * z  # so that a value of 1 leaves one rounding, where the product and the sum are contracted
 
 
 @triton.jit
