@@ -4,9 +4,10 @@ Tests run in several guarded processes, a few dozen tests of one file each. A pr
 killed; the test it was in counts as failed and the others go to a new process. Outcomes are kept in
 `.cache/gpu_tests.jsonl` (and in $OUT where that is set) as they come; `--resume` skips what has passed in that file, `--stale` what
 has passed over today's code by the evidence (`passed.py`, which also adds to it), but with `--machinery` not what stands for the
-code that all ops share, if that has changed. After the tests, unless files were named, comes
-`tilewright check --models` with the time that is left. The exit status is 0 when all passed, 1 when one failed, 3 when time ran out
-first.
+code that all ops share, if that has changed. `--list FILE` runs nothing and writes the names of the tests that would run, also
+where there is no GPU; `--only FILE` runs those without asking pytest for all others, which takes a minute. After the tests, unless
+files were named, comes `tilewright check --models` with the time that is left. The exit status is 0 when all passed, 1 when one
+failed, 3 when time ran out first.
 """
 
 from __future__ import annotations
@@ -249,6 +250,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--machinery", action="store_true", help="with --stale: not what stands for machinery that changed"
     )
+    parser.add_argument("--list", type=Path, metavar="FILE", help="run nothing, write what would run, a name a line")
+    parser.add_argument("--only", type=Path, metavar="FILE", help="run the tests of such a file")
     parser.add_argument("--minutes", type=float, default=8.0, help="when to stop; what is left can be resumed")
     parser.add_argument(
         "--jobs", type=int, default=max(1, min(8, (os.cpu_count() or 2) // 2)), help="processes at once"
@@ -307,7 +310,10 @@ def main(
     begin = time.monotonic()
     out = os.environ.get("OUT")
     state = State([root / ".cache" / STATE, *([Path(out) / STATE] if out else [])])
-    collected, absent = collect(options.paths, root, need_cuda)
+    if options.only:
+        collected, absent = options.only.read_text().split("\n")[:-1], []
+    else:
+        collected, absent = collect(options.paths, root, need_cuda and not options.list)
     for row in absent:
         say(f"SKIPPED {row['id']}: {row['why']}")
     units = units_of(collected, options.per_process)[options.part - 1 :: options.parts]
@@ -316,7 +322,10 @@ def main(
         raise SystemExit("tests.gpu: there are no tests to run")
     keep = {name for name in names if options.resume and state.outcome(name) in DONE}
     known = by_evidence(names, root, options.machinery) if options.stale else set()
-    pending = [[name for name in unit if name not in keep | known] for unit in units]
+    pending = [[name for name in unit if name not in keep and name not in known] for unit in units]
+    if options.list:
+        options.list.write_text("".join(f"{name}\n" for unit in pending for name in unit))
+        return 0
     state.rewrite(forget=[name for unit in pending for name in unit])
     for name in sorted(known - keep):
         state.add({"id": name, "outcome": "passed", "why": passed.BY_EVIDENCE})
@@ -326,7 +335,7 @@ def main(
         state.add(row)
     Runner(state, root, options.jobs, options.limit, seconds, say).run([unit for unit in pending if unit])
     status = report([*names, *(row["id"] for row in absent)], state, say)
-    if options.paths != [EVERYTHING] or not need_cuda:
+    if options.paths != [EVERYTHING] or options.only or not need_cuda:
         return status
     return worst(status, at_models(options, options.minutes - (time.monotonic() - begin) / 60, root, say))
 

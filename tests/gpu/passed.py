@@ -59,6 +59,7 @@ class Code:
         self.reach = functools.cache(self._reach)
         self.text = functools.cache(Path.read_text)
         self.alone = functools.cache(self._alone)
+        self.digest = functools.cache(self._digest)
 
     def op_of(self, test: str) -> str | None:
         """The op that a test of `test_properties.py` is of, by its parameters."""
@@ -68,9 +69,11 @@ class Code:
 
     def source(self, test: str) -> str:
         """Sixteen hexadecimal digits that stand for the code of a test."""
-        op, file = self.op_of(test), self.root / test.split("::")[0]
+        return self.digest(self.root / test.split("::")[0], function_of(test), self.op_of(test))
+
+    def _digest(self, file: Path, function: str, op: str | None) -> str:
         paths = self.reach(self.file_of(self.modules[op])) if op else self.named(file)
-        made = hashlib.sha256(self.alone(file, function_of(test)).encode())
+        made = hashlib.sha256(self.alone(file, function).encode())
         for path in sorted(paths):
             made.update(f"\n{path.relative_to(self.root)}\n{self.text(path)}".encode())
         return made.hexdigest()[:16]

@@ -48,10 +48,11 @@ OTHERS = {
 }
 FORMAT = tw.fp8("1x128", ways="both")
 # Their results have no row for each row of the arguments, or several dimensions of them: 64-bit addresses are seen by the
-# property of wide strides and, of `test_large_products.py` and `test_large_attention.py`, by those that multiply or gather.
+# property of wide strides and, of `test_large_products.py` and `test_large_attention.py`, by those that multiply or gather;
+# `sample` has a test below.
 OTHERWISE = (
     "attention", "attention_codes", "attention_codes_pv", "attention_lse", "attention_mean", "attention_rows", "cache_write",
-    "cached_attention", "qkv_split_cache",
+    "cached_attention", "qkv_split_cache", "causal_conv1d", "causal_conv1d_step", "sample",
     "column_amax", "cross_entropy_join", "embedding", "gated_group_norm", "grouped_mm_inner", "grouped_mm_inner_fp8",
     "grouped_mm_masked", "grouped_mm_rows", "grouped_mm_rows_fp8", "linear_cross_entropy", "load_balancing_loss", "mla_rope",
     "moe_permute", "moe_permute_codes", "moe_row_map", "moe_unpermute", "qkv_split", "rope", "rope_one", "router_z_loss",
@@ -211,3 +212,19 @@ def test_codes_past_two_to_the_31():
     index = sampled(rows, columns, blocks=False)
     expected = tw.dequantize_codes(codes[index].cpu(), scale[:, index].cpu(), FORMAT.key)
     near("dequantize_codes", made[index], expected, torch.zeros(()), BARS["G"])
+
+
+def test_sampling_past_two_to_the_31():
+    """The first largest logit of a row, at rows on both sides of 2^31 elements and at the end; the others hold less."""
+    if torch.cuda.mem_get_info()[0] < FREE:
+        pytest.skip(f"needs {FREE >> 30} GiB of the device's memory, free")
+    rows, vocab = 17_001, 131_071
+    logits = torch.zeros(rows, vocab, device="cuda", dtype=torch.bfloat16)
+    index = sampled(rows, vocab, blocks=False)
+    expected = torch.randint(0, vocab - 1, (len(index),), generator=torch.Generator().manual_seed(0)).cuda()
+    logits[index, expected] = 1.0
+    logits[index, expected + 1] = 1.0  # as large, and later
+    made = tw.sample(logits, torch.zeros(rows, device="cuda", dtype=torch.int64), torch.zeros(rows, device="cuda"))
+    assert made[index].tolist() == expected.tolist()
+    others = torch.ones(rows, device="cuda", dtype=torch.bool).index_fill(0, index, False)
+    assert not bool(made[others].any())
