@@ -77,7 +77,7 @@ def shapes(*leading: int, value: int = 8) -> tuple[tuple[int, ...], ...]:
 
 
 SHARED = {
-    "causal": Shared(shapes(24, 2)), "narrow values": Shared(shapes(12, 1, value=4)), 
+    "causal": Shared(shapes(24, 2)), "narrow values": Shared(shapes(12, 1, value=4)),
     "window": Shared(shapes(24, 2), window=(5, 0)),
     "no mask": Shared(shapes(24, 2), "no_mask"), "packed": Shared(shapes(36), "padding_causal", (0, 6, 24, 36)),
     "packed window": Shared(shapes(36), "padding_causal", (0, 6, 24, 36), (3, 0)),
