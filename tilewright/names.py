@@ -36,6 +36,7 @@ NAMES = {
 }
 # Every op, and the module that declares it.
 OPS = {
+    "add_layer_norm": "ops.norm.layer_norm",
     "add_rms_norm": "ops.norm.rms_norm",
     "attention": "attention.attention",
     "attention_codes": "attention.coded",
@@ -69,6 +70,7 @@ OPS = {
     "grouped_mm_rows_fp8": "gemm.grouped_rows",
     "hadamard": "ops.quantise.hadamard",
     "hadamard_quantize": "ops.quantise.hadamard",
+    "layer_norm": "ops.norm.layer_norm",
     "linear_attention": "ops.recurrent.linear_attention",
     "linear_attention_step": "ops.recurrent.linear_attention_step",
     "linear_cross_entropy": "ops.loss.linear_cross_entropy",

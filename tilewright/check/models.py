@@ -150,6 +150,7 @@ def of_experts(*names: str, **settings: Any) -> tuple[Place, ...]:
 
 
 NORM = widths("hidden", options=WEIGHTED)
+LAYER_NORM = widths("hidden", options={"weight": True, "bias": True})
 GLU_LINEAR = tuple(Place({**ROWS, "hidden": n, "columns": "hidden"}, GATED, fewer=n) for n in ("ffn", "expert_ffn"))
 CAUSAL = {"causal": True, **of("queries_per_key")}
 ATTENTION = (
@@ -164,6 +165,7 @@ WEIGHTS = (("ffn", "hidden"), ("expert_ffn", "hidden"))
 MATRICES = tuple(Place({"tokens": rows, "hidden": columns}, {"count": 12}, fewer=rows) for rows, columns in WEIGHTS)
 ACTIVATIONS = (*widths("hidden", "ffn"), *of_experts("hidden", "expert_ffn"))
 PLACES: dict[str, tuple[Place, ...]] = {
+    "add_layer_norm": LAYER_NORM,
     "add_rms_norm": NORM,
     "attention": ATTENTION,
     "attention_codes": ATTENTION,
@@ -215,6 +217,7 @@ PLACES: dict[str, tuple[Place, ...]] = {
     "hadamard": widths("hidden", "ffn", "expert_ffn"),
     "hadamard_quantize": widths("hidden", "ffn", "expert_ffn"),
     # Of layers of linear attention, whose heads are as wide as these
+    "layer_norm": LAYER_NORM,
     "linear_attention": (
         Place({**HEADS, "heads": "kv_heads"}, {"decay": "head"}, fewer="kv_heads"),
         Place({**HEADS, "heads": "kv_heads"}, {"decay": "token", "beta": True, "normalize": True}, fewer="kv_heads"),
