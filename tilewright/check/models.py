@@ -216,8 +216,8 @@ PLACES: dict[str, tuple[Place, ...]] = {
     "grouped_mm_rows_fp8": experts(),
     "hadamard": widths("hidden", "ffn", "expert_ffn"),
     "hadamard_quantize": widths("hidden", "ffn", "expert_ffn"),
-    # Of layers of linear attention, whose heads are as wide as these
     "layer_norm": LAYER_NORM,
+    # Of layers of linear attention, whose heads are as wide as these
     "linear_attention": (
         Place({**HEADS, "heads": "kv_heads"}, {"decay": "head"}, fewer="kv_heads"),
         Place({**HEADS, "heads": "kv_heads"}, {"decay": "token", "beta": True, "normalize": True}, fewer="kv_heads"),

@@ -55,6 +55,18 @@ def norm(
     agrees("y", y, F.rms_norm(x.double(), (200,), None if weight is None else weight.double(), EPS))
 
 
+def layer_norm(
+    device: str, dtype: torch.dtype = BF16, form: str = "plain", affine: bool = True, modulated: bool = False
+) -> None:
+    x = normal(device, 5, 200, dtype=dtype) + 3
+    weight, bias = (normal(device, 200, dtype=dtype, seed=seed) for seed in (1, 2)) if affine else (None, None)
+    scale, shift = (normal(device, 200, dtype=dtype, seed=seed) for seed in (3, 4)) if modulated else (None, None)
+    y = tw.layer_norm(x, weight, bias, scale=scale, shift=shift, out_format=forms(device)[form])
+    wide = [None if t is None else t.double() for t in (weight, bias)]
+    exact = F.layer_norm(x.double(), (200,), *wide, 1e-5)
+    agrees("y", y, exact * (1 + scale.double()) + shift.double() if modulated else exact)
+
+
 def gated(x: Tensor, up: Tensor | None, act: str) -> Tensor:
     gate, up = x.chunk(2, -1) if up is None else (x, up)
     return (F.silu(gate) if act == "silu" else F.gelu(gate, approximate="tanh")) * up
@@ -243,6 +255,11 @@ CHECKS: dict[str, dict[str, Check]] = {
         "batched transpose and pad": more.transposed,
     },
     "flashrt": {
+        "layer_norm": layer_norm,
+        "layer_norm_fp16": partial(layer_norm, dtype=FP16),
+        "layer_norm_fp8": partial(layer_norm, dtype=FP16, form="unit"),
+        "layer_norm_no_affine_fp16": partial(layer_norm, dtype=FP16, affine=False),
+        "ada_layer_norm_fp16": partial(layer_norm, dtype=FP16, affine=False, modulated=True),
         "rms_norm": norm,
         "rms_norm_fp16": partial(norm, dtype=FP16),
         "rms_norm_fp8": partial(norm, form="static"),

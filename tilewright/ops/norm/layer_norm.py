@@ -2,7 +2,7 @@
 rstd = 1 / sqrt(mean((x - mean)**2) + eps).
 
 `add_layer_norm` first adds to a residual: h = residual + gate * x, rounded once and returned, and y is the norm of that h.
-The kernels, and the formulas of the backward, are those of `modulated_norm.py`.
+The kernels are those of `modulated_norm.py`, and the backward with its formulas that of `modulated_norm_backward.py`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from ...core.draw import Draw
 from ...core.format import Format, store
 from ...core.signature import at_least
 from ...op import Gradient, Op, Out, Sharding, Triton, single, upcast
-from .modulated_norm import Norm, gate_gradients, gradients, normalised
+from .modulated_norm import Norm, normalised
+from .modulated_norm_backward import gate_gradients, gradients
 
 
 def reference(
