@@ -48,6 +48,38 @@ def catalogue() -> dict[str, Op]:
     """Every declared op by name."""
 
 @overload
+def add_layer_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-05,
+    *,
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
+    gate: Tensor | None = None,
+    out_format: None = None,
+    out: tuple[Tensor | None, Tensor | None] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(layer_norm(h), h) with h = residual + gate * x, the new residual; `gate` broadcasts as `scale` and `shift` do, and without"""
+
+@overload
+def add_layer_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-05,
+    *,
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
+    gate: Tensor | None = None,
+    out_format: Format,
+    out: tuple[Quantized | None, Tensor | None] | None = None,
+) -> tuple[Quantized, Tensor]:
+    """(layer_norm(h), h) with h = residual + gate * x, the new residual; `gate` broadcasts as `scale` and `shift` do, and without"""
+
+@overload
 def add_rms_norm(
     x: Tensor,
     residual: Tensor,
@@ -533,6 +565,34 @@ def hadamard_quantize(
     out: Quantized | None = None,
 ) -> Quantized:
     """The matrix `x` for a product that sums over features and one that sums over tokens, in one pass."""
+
+@overload
+def layer_norm(
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-05,
+    *,
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
+    out_format: None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Bring each row of `x` to mean 0 and variance 1, then `* weight + bias`, then `* (1 + scale) + shift`; all in fp32, rounded"""
+
+@overload
+def layer_norm(
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-05,
+    *,
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
+    out_format: Format,
+    out: Quantized | None = None,
+) -> Quantized:
+    """Bring each row of `x` to mean 0 and variance 1, then `* weight + bias`, then `* (1 + scale) + shift`; all in fp32, rounded"""
 
 def linear_attention(
     q: Tensor,

@@ -487,8 +487,9 @@ def gradients(x, v, weight, bias, scale, shift, gate, dy, dh, norm: Norm, needs)
 
 def gate_gradients(saved: SimpleNamespace, dh: Tensor) -> tuple:
     """(dx, dresidual, dgate) of h = residual + gate * x alone."""
+    needs = saved.needs & {"x", "residual", "gate"}
     inner = SimpleNamespace(
-        x=saved.x, bias=None, add=None, act=None, gate=saved.gate, residual=saved.h, alpha=1.0, needs=saved.needs
+        x=saved.x, bias=None, add=None, act=None, gate=saved.gate, residual=saved.h, alpha=1.0, needs=needs
     )
     dx, _, _, dgate, dresidual = epilogue_backward(inner, dh)
     return dx, dresidual, dgate
