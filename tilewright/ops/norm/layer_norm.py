@@ -143,7 +143,8 @@ def resume(saved: SimpleNamespace) -> dict[str, Any]:
     beside that product, in float64, so that their sum is h again."""
     if saved.gate is None:
         return {**vars(saved), "x": saved.h, "residual": torch.zeros_like(saved.h)}
-    return {**vars(saved), "residual": saved.h.double() - saved.gate.double() * saved.x.double()}
+    added = upcast(saved.gate) * upcast(saved.x)
+    return {**vars(saved), "residual": saved.h.double() - added.double()}
 
 
 WHERE = {
