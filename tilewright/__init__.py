@@ -15,6 +15,7 @@ from .names import NAMES, OPS
 
 __version__ = "0.1.0"
 FOLDERS = ("aten", "nn")  # which are public as they are
+EXTRAS = ("jax",)  # likewise, where the package that each is for is installed
 
 
 class Package(ModuleType):
@@ -29,7 +30,7 @@ sys.modules[__name__].__class__ = Package
 
 
 def __getattr__(name: str) -> Any:
-    if name in FOLDERS:
+    if name in FOLDERS or name in EXTRAS:
         value = importlib.import_module(f"{__name__}.{name}")
     elif name in NAMES:
         value = getattr(importlib.import_module(f"{__name__}.{NAMES[name]}"), name)
@@ -44,7 +45,7 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *NAMES, *FOLDERS, *OPS, *_declared()})
+    return sorted({*globals(), *NAMES, *FOLDERS, *OPS, *_declared()})  # of extras only what has been loaded
 
 
 def _meant(name: str) -> str:

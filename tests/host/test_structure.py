@@ -14,13 +14,13 @@ PACKAGE = "tilewright"
 # that Triton's versions give its parts.
 RANK = {
     "core": 0, "toolchain": 1, "runtime": 2, "op": 3, "formats": 4, "gemm": 5, "attention": 5, "ops": 6, "aten": 7, "nn": 8,
-    "integrations": 9,
+    "integrations": 9, "jax": 9,
 }  # fmt: skip
 HOLD_KERNELS = ("formats", "ops", "gemm", "attention", "aten", "bench")
 # Above all those: they may import any layer, and no other layer imports them.
 ABOVE = ("check", "bench", "demo", "commands")
 VERSIONS = (PACKAGE, "core", "triton_versions")
-NOBODY_IMPORTS = (*ABOVE, "integrations")
+NOBODY_IMPORTS = (*ABOVE, "integrations", "jax")
 LONG_FILE, LONG_FUNCTION = 500, 80  # lines from which a file or function is listed, for somebody to look at
 BANNED_CALLS = {
     "eval", "exec", "__import__", "yaml.load", "torch.load", "np.load", "numpy.load", "os.system", "os.popen",

@@ -42,6 +42,22 @@ class Target:
         return self.arch.startswith("sm_")
 
     @property
+    def number(self) -> int:
+        """Its place in the line of its maker: 90 of sm_90, 0x942 of gfx942."""
+        return number(self.arch)[1]
+
+    @property
+    def fp4(self) -> bool:
+        """Whether it multiplies NVFP4 as it is: e2m1 codes, 16 of which share a scale."""
+        return "BlockWise1x16" in self.block_scaled
+
+    @property
+    def fused_attention(self) -> bool:
+        """Whether attention is one kernel here, whose scores are never in memory. The portable one multiplies bf16, which chips of
+        NVIDIA's do from 80 on."""
+        return not self.nvidia or self.number >= 80
+
+    @property
     def takes_gluon(self) -> bool:
         """Whether kernels in Gluon may be taken. It is asked last, of chips that there are such kernels for: it may load Gluon, and
         warn that there is none."""

@@ -23,13 +23,13 @@ from torch import Tensor
 import tilewright as tw
 
 from ...core.format import Format
-from ...core.target import TARGETS, Target, pretend
+from ...core.target import TARGETS, pretend
 from ...op import force
 from ...runtime import config
 from ...runtime.kernel import Arguments, collect
 from ...runtime.results import flatten, saved_results
 from ..agreement import BF16, FP16, agrees, end_rows, forms, normal
-from . import aten, products, serving, small, training
+from . import aten, context, products, serving, small, training
 from . import movers as more
 
 Check = Callable[[str], None]  # of a device
@@ -184,16 +184,6 @@ def chosen_by_chip(device: str) -> None:
     assert fast["sm_90"] and not fast["sm_80"] and not fast["gfx942"], fast
 
 
-def names_the_chip(device: str) -> None:
-    if device == "cpu":  # there is no chip to name: every known one under its own name
-        for arch, target in TARGETS.items():
-            with pretend(target):
-                assert Target.at(torch.device("cpu")).arch == arch
-        return
-    major, minor = torch.cuda.get_device_capability(0)
-    assert Target.of(0).arch == f"sm_{major}{minor}"
-
-
 def speed_of_light(device: str) -> None:
     """Every rate is measured where there is a GPU; elsewhere the command says in a line that there is none."""
     hidden = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""} if device == "cpu" else {}
@@ -333,7 +323,13 @@ CHECKS: dict[str, dict[str, Check]] = {
         "qkv_split_rope_kvcache_fp16": serving.split_into_cache,
         "rope_apply": serving.rotated_pairs,
         "rope_rotate_half_fp16": serving.rotated_halves,
-        "get_sm_version": names_the_chip,
+        "FvkContext": context.ready_to_capture,
+        "get_sm_version": context.number,
+        "has_cutlass_fmha": context.fused_attention,
+        "has_cutlass_sm100": context.fp8_products,
+        "has_nvfp4": context.fp4,
+        "flashvla::quantize_fp8_static": context.jax_codes,
+        "flashvla::fp8_gemm_bf16_out": context.jax_product,
     },
     "gn_kernels": {
         "matmul, configurable input and accumulate dtype (fp16/bf16/fp32/fp8/int8; fp16 accumulate)": products.plain,
