@@ -27,8 +27,8 @@ GOALS_FILE = Path(__file__).parent.parent / "data" / "goals.tsv"
 SLACK = 0.05
 BASE = "3.6"
 # A step is a forward and its backward, through autograd; training is that of a whole model
-# Memory is the peak of each of many calls, of which the worst counts
-Direction = Literal["forward", "backward", "step", "host", "train", "memory"]
+# Memory is the peak of each of many calls, of which the worst counts; queued are calls of a framework that has its own streams
+Direction = Literal["forward", "backward", "step", "host", "train", "memory", "queued"]
 # With memory given for the result, forward and backward through autograd, or with quantised operands
 Way = Literal["out", "step", "quantised"]
 

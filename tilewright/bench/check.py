@@ -46,6 +46,10 @@ STATE = 2e-5  # relative, of what a call leaves in arguments of fp32: two orders
 GAIN = 1e-2  # of those: rounding to codes makes noise, which hides no factor
 
 
+class Absent(Exception):
+    """There is no such rival here, or none for this case, or nothing of what a case is of; the message says why."""
+
+
 class Wrong(Exception):
     """The output is not what it should be; the message says where."""
 

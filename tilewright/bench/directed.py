@@ -9,14 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .check import Absent
 from .timing import capture_stream
 from .work import Work, same_arguments
 
 Call = Callable[[], Any]
-
-
-class Absent(Exception):
-    """There is no such rival here, or none for this case; the message says why."""
 
 
 def directed(function: Callable[..., Any], work: Work) -> Call:

@@ -17,6 +17,7 @@ from ..core.flat import as_tuple
 from ..core.format import Quantized
 from . import packaged
 from .directed import Absent, Call, directed
+from .programs import PROGRAMS, Program
 from .replaced import Replaced
 from .work import Work
 
@@ -24,7 +25,7 @@ LOOSE = 2e-2  # relative RMS: rivals may round where we do not
 
 
 def known() -> list[str]:
-    return ["eager", "compile", *packaged.RIVALS, *NAMED]
+    return ["eager", "compile", *packaged.RIVALS, *NAMED, *OF_PROGRAMS]
 
 
 def missing(name: str) -> str | None:
@@ -41,8 +42,12 @@ def call_of(name: str, work: Work) -> Call:
         raise Absent(why)
     if name in packaged.RIVALS:
         return packaged.call_of(name, work)
+    if isinstance(work, Program):
+        return work.rival(name)
     if name in NAMED:
         return NAMED[name](work)
+    if name in OF_PROGRAMS:
+        raise Absent(f"{name} has nothing for {work.case.op}")
     if isinstance(work, Replaced):
         return work.plain if name == "eager" else _compiled_operators(work)
     if name == "eager":
@@ -337,8 +342,10 @@ def _torch(work: Work) -> Call:
     return call
 
 
-# Relative RMS by which a rival that does not quantise may be off ours
-LOOSER = {"torch_linear": 8e-2}
+# Relative RMS by which a rival may be off ours that does not quantise, or not the cache, or rounds in between
+LOOSER = {"torch_linear": 8e-2, "compile_graph": 8e-2}
+# Rivals that programs know themselves
+OF_PROGRAMS = sorted({name for program in PROGRAMS.values() for name in program.rivals})
 # Rivals that goals name, for the cases that name them
 NAMED: dict[str, Callable[[Work], Call]] = {
     "aten": _aten,

@@ -45,7 +45,7 @@ NO_DEVICE = "no CUDA device: a bench needs a GPU (`tilewright doctor` says what 
 def measure(case: Case, beside: Sequence[str]) -> Row:
     """Measure one case in this process, with the rivals asked for and the one that its goal names. Raises `check.Wrong`."""
     here = [name for name in rivals_beside(case, beside) if not packaged.is_apart(name)]
-    by = {"host": measure_host, "memory": measure_memory}.get(case.direction, measure_device)
+    by = {"host": measure_host, "memory": measure_memory, "queued": measure_queued}.get(case.direction, measure_device)
     row = by(case, here)
     return valued(case, {**row, "fraction": None if row["floor_us"] is None else row["floor_us"] / row["us"]})
 
@@ -96,6 +96,23 @@ def measure_memory(case: Case, beside: Sequence[str]) -> Row:
     return {
         "us": us, "floor_us": None, "host_us": us, "rivals": {"aten": aten}, "rival_bytes": {"aten": theirs}, "error": 0.0,
         "method": "host", "bytes": [0, 0], "extra_bytes": ours, "note": f"the worst of {len(found)} overloads: {name}",
+    }  # fmt: skip
+
+
+def measure_queued(case: Case, beside: Sequence[str]) -> Row:
+    """The time of a call among many that another framework has queued, and of its rivals'."""
+    work = build(case)
+    result = work.call()
+    error = work.verify(result)
+    found, absent, us = {}, {}, work.queued_us(work.call)
+    for name in beside:
+        try:
+            found[name] = work.queued_us(rivals.call_of(name, work))
+        except (Absent, ImportError) as why:
+            absent[name] = reason(why)
+    return {
+        "us": us, "floor_us": None, "host_us": work.host_us(), "rivals": found, "absent": absent, "error": error,
+        "method": "queue", "bytes": list(work.traffic(result)), "extra_bytes": None,
     }  # fmt: skip
 
 
@@ -164,7 +181,7 @@ def measure_device(case: Case, beside: Sequence[str]) -> Row:
 
 def measure_alone(case: Case, rival: str) -> Row:
     """One rival of a case whose row another process makes, over arguments that are drawn alike."""
-    if case.direction == "host":
+    if case.direction in ("host", "queued"):
         raise Absent("host times are compared within one process")
     work, calls, *_ = Sets.build(case)
     if work[0].overwrites:

@@ -22,12 +22,15 @@ from ..runtime.kernel import Wanted, collect
 from ..runtime.results import flatten, saved_results
 from . import check, replaced
 from .cases import Case
+from .programs import PROGRAMS, Program
 
 REPLACED = "aten"  # whose cases are calls of torch's operators
 
 
-def build(case: Case, seed: int = 0, device: str = "cuda") -> Work | replaced.Replaced:
+def build(case: Case, seed: int = 0, device: str = "cuda") -> Work | replaced.Replaced | Program:
     """One buffer set of a case."""
+    if case.op in PROGRAMS:
+        return PROGRAMS[case.op](case, seed, device)
     return (replaced.Replaced if case.op == REPLACED else Work).build(case, seed, device)
 
 
