@@ -8,6 +8,7 @@ as it is, and a block of the inner dimension that is scaled by a power of two ch
 from __future__ import annotations
 
 import contextlib
+import math
 
 import torch
 from torch import Tensor
@@ -195,6 +196,45 @@ def masked(device: str, weights: Quantized, known: Tensor) -> None:
     for e, rows in enumerate(count):
         exact = decoded(tw.quantize(x[e], tw.fp8("1x128"))) @ known[e].t()
         agrees(f"counted rows of {e}", y[e, :rows], exact[:rows], "F")
+
+
+def added_to(device: str) -> None:
+    """c + a @ b times a number, over c: the product stays in fp32, so that there is one rounding."""
+    for beta in (1.0, -0.5):
+        a, b, c = (normal(device, *shape, dtype=FP16, seed=i) for i, shape in enumerate(((M, K), (K, N), (M, N))))
+        exact = a.double() @ b.double() + beta * c.double()
+        product = tw.matmul(a, b, out_dtype="float32")
+        y = tw.epilogue(c, residual=product, alpha=beta, out_dtype=FP16, out=c)
+        assert y is c, "another tensor came back"
+        agrees("c", c, exact, "E")
+
+
+def runner(device: str) -> None:
+    """What an object that runs products does: it makes ready, multiplies plain numbers or codes, and adds, activates and adds."""
+    a, b, bias = normal(device, M, K), normal(device, K, N, seed=1), normal(device, N, seed=2)
+    y = torch.full((M, N), torch.nan, device=device)
+    tw.warmup(tw.matmul, a, b, out_dtype="float32", out=y)
+    assert y.isnan().all(), "a kernel was launched"
+    product = tw.matmul(a, b, out_dtype="float32")
+    exact = a.double() @ b.double()
+    agrees("product", product, exact, "E")
+    found = tw.epilogue(product, bias=bias, act="gelu_tanh", out_dtype=BF16)
+    agrees("activated", found, gelu(exact + bias.double()), "E")
+    whole, c = tw.fp8("tensor", pow2=False), normal(device, M, N, seed=3)
+    x, w = tw.quantize(a, whole), tw.quantize(b.t().contiguous(), whole)
+    wide = decoded(x) @ decoded(w).t() + bias.cpu().double()
+    agrees("codes", tw.scaled_mm(x, w.t(), bias=bias, act="relu"), wide.relu(), "F")
+    agrees(
+        "added",
+        tw.scaled_mm(x, w.t(), bias=bias, c=c, beta=1.0, out=c),
+        wide + normal("cpu", M, N, seed=3).double(),
+        "F",
+    )
+
+
+def gelu(x: Tensor) -> Tensor:
+    """The one by tanh, as a sigmoid: 1 + tanh leaves nothing of a large negative number."""
+    return x * torch.sigmoid(2.0 * math.sqrt(2.0 / math.pi) * (x + 0.044715 * x**3))
 
 
 def whole_scales(device: str, out_dtype: torch.dtype) -> None:

@@ -302,6 +302,8 @@ CHECKS: dict[str, dict[str, Check]] = {
         "cast_fp16_fp8": lambda device: quantised(device, "unit", dtype=FP16),
         "quantize_bf16_to_nvfp4": products.nvfp4_codes,
         "quantize_bf16_to_nvfp4_swizzled": partial(products.nvfp4_codes, swizzled=True),
+        "GemmRunner": products.runner,
+        "gmm_fp16": products.added_to,
         "fp8_gemm_descale_fp16": partial(products.whole_scales, out_dtype=FP16),
         "fp8_gemm_descale_bf16out": partial(products.whole_scales, out_dtype=BF16),
         "fp8_gemm_descale_f32out": partial(products.whole_scales, out_dtype=torch.float32),
