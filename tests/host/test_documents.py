@@ -285,7 +285,7 @@ def blocks(page: str, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/guide.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/guide.md", "docs/inference.md"])
 def test_the_code_of_a_page_runs(page, tmp_path):
     program = tmp_path / "page.py"
     program.write_text("\n".join(blocks(page, "python")))
@@ -298,7 +298,7 @@ def test_the_code_of_a_page_runs(page, tmp_path):
     assert done.stdout.count("\n") >= 3
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/guide.md", "docs/commands.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/guide.md", "docs/commands.md", "docs/inference.md"])
 def test_the_commands_of_a_page_exist(page):
     known = typer.main.get_command(app).commands
     text = (ROOT / page).read_text()
