@@ -44,6 +44,17 @@ def test_an_unknown_chip_takes_the_nearest_lower_one_and_portable_kernels(arch, 
             assert one.name == "triton"
 
 
+def test_what_a_chip_can_do_follows_from_its_row():
+    """Of a chip that is not in the table no more is said than is known; attention's portable kernel wants bf16."""
+    facts = {arch: (t.number, t.fp4, t.fused_attention) for arch, t in TARGETS.items()}
+    assert facts["sm_80"] == (80, False, True) and facts["sm_90"] == (90, False, True)
+    assert facts["sm_100"] == (100, True, True) and facts["sm_120"] == (120, True, True)
+    assert facts["gfx942"] == (0x942, False, True) and facts["gfx950"] == (0x950, False, True)
+    old, new = nearest("sm_75"), nearest("sm_103")
+    assert (old.number, old.fp4, old.fused_attention) == (75, False, False)
+    assert (new.number, new.fp4, new.fused_attention) == (103, False, True)
+
+
 def test_what_is_no_chip_of_ours_is_refused():
     with pytest.raises(RuntimeError, match="sm_\\* and gfx\\*, not for xe2"):
         nearest("xe2")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import unittest
 from collections.abc import Iterator
 from typing import Any
@@ -88,6 +89,7 @@ def ready_to_capture(device: str) -> None:
 
 def on(device: str) -> tuple[Any, Any]:
     """JAX and its device of this kind. Raises what tests take for a reason to skip."""
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # or it takes three quarters of a GPU's memory
     try:
         import jax
     except ImportError:
