@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.pretended import measuring
 from tilewright.bench import cases, programs, rivals, run
 from tilewright.bench.check import Absent, Wrong
 from tilewright.bench.work import build
@@ -43,6 +44,17 @@ def test_a_layer_is_checked_and_set_beside_its_compiled_twin(family, monkeypatch
     assert not rivals.agrees(result, (theirs[0] * 1.2, theirs[1]), rivals.LOOSER["compile_graph"])
     with pytest.raises(Absent, match="jax_bf16 has nothing for qwen3 layer"):
         rivals.call_of("jax_bf16", work)
+
+
+def test_a_layer_is_timed_beside_its_compiled_twin(monkeypatch):
+    measuring(monkeypatch)
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(run, "build", lambda case, seed=0: build(case, seed, "cpu"))
+    row = run.measure(layer("decode_layer").case, ["eager"])
+    assert row["us"] == pytest.approx(5.0) and row["method"] == "graph" and row["extra_bytes"] == 7
+    assert row["rivals"] == {"compile_graph": pytest.approx(5.0)} and row["measured"] == pytest.approx(1.0)
+    assert row["absent"] == {"eager": "eager has nothing for qwen3 layer"} and not row["spoiled"]
 
 
 def test_a_wrong_layer_gets_no_speed():
