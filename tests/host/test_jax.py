@@ -133,6 +133,13 @@ def test_products_are_within_class_f(dtype, bar, leading):
         assert off(y, truth(x, w, 0.0113, 0.0087)) < bar * (1 + 4 / math.sqrt(y.size))
 
 
+@pytest.mark.parametrize("shapes", [((0, K), (K, N)), ((2, 0), (0, 3)), ((4, K), (K, 0)), ((0, 3, K), (K, N))], ids=str)
+def test_empty_factors(shapes, launched):
+    x, w = (jnp.ones(shape, jnp.bfloat16) for shape in shapes)
+    y = gemm_fp8(x, w, 1.0, 1.0)
+    assert y.shape == (*shapes[0][:-1], shapes[1][1]) and (y == 0).all()
+
+
 def test_codes_may_be_given():
     x, w = drawn(7, K), drawn(K, N, seed=1)
     a, b = quantize_fp8(array(x), 0.0113), quantize_fp8(array(w), 0.0087)
@@ -249,12 +256,24 @@ def test_our_kernel_is_launched_where_jax_triton_fits(launched):
 
 
 def test_a_batch_with_one_scale_is_one_launch(launched):
-    x = array(drawn(3, 5, K))
-    wanted = quantize_fp8(x, 0.0113)
+    x = drawn(3, 11, K)  # of a size that no other test has, for a traced call is not traced again
+    scales = jnp.float32([0.0113, 0.02, 0.3])
+    together, each = jax.jit(jax.vmap(quantize_fp8, (0, None))), jax.jit(jax.vmap(quantize_fp8))
+    together.trace(array(x), scales[0]).lower(lowering_platforms=("cuda",))
+    assert 33 in [call["rows"] for call in launched]
     launched.clear()
-    assert codes_of(jax.vmap(quantize_fp8, (0, None))(x, 0.0113)) == codes_of(wanted)
-    each = jax.vmap(quantize_fp8)(x, jnp.float32([0.0113, 0.02, 0.3]))
-    assert codes_of(each[1]) == torch_codes(drawn(3, 5, K)[1], 0.02)
+    each.trace(array(x), scales).lower(lowering_platforms=("cuda",))
+    assert 33 not in [call["rows"] for call in launched]
+    assert codes_of(together(array(x), scales[0])) == torch_codes(x, 0.0113)
+    assert codes_of(each(array(x), scales)[1]) == torch_codes(x[1], 0.02)
+
+
+def test_a_batch_of_weights_is_left_to_xla(launched):
+    x, w = array(drawn(3, 5, K)), array(drawn(3, K, N, seed=1))
+    function = jax.jit(jax.vmap(gemm_fp8, (0, 0, None, None)))
+    function.trace(x, w, 0.0113, 0.0087).lower(lowering_platforms=("cuda",))
+    found = function(x, w, 0.0113, 0.0087)
+    assert all((found[i] == gemm_fp8(x[i], w[i], 0.0113, 0.0087)).all() for i in range(3))
 
 
 @pytest.mark.parametrize(

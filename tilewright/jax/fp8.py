@@ -16,7 +16,9 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import importlib.util
+import math
 import re
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -59,7 +61,7 @@ def gemm_fp8(x: Array, w: Array, scale_x: Array | float, scale_w: Array | float)
     if w.ndim != 2 or w.shape[0] != x.shape[-1]:
         raise ValueError(f"gemm_fp8: w must be [K, N] with K = {x.shape[-1]}, as x is {[*x.shape]}, got {[*w.shape]}")
     scales = one_scale("gemm_fp8", "scale_x", scale_x), one_scale("gemm_fp8", "scale_w", scale_w)
-    y = product(x.reshape(-1, x.shape[-1]), w, *map(lax.stop_gradient, scales))
+    y = product(x.reshape(math.prod(x.shape[:-1]), x.shape[-1]), w, *map(lax.stop_gradient, scales))
     return y.reshape(*x.shape[:-1], w.shape[1])
 
 
@@ -123,27 +125,34 @@ def launches_triton() -> bool:
     return lowest is not None and age(lowest)[:2] == age(triton.__version__)[:2]
 
 
-@functools.partial(jax.custom_batching.custom_vmap)
-def launched(x: Array, scale: Array) -> Array:
-    return codes_by_triton(x, scale)
+@functools.cache
+def launched(transposed: bool) -> Callable[[Array, Array], Array]:
+    """`codes_by_triton` for `jax.vmap` too, which jax-triton does not know: a batch of tensors with one scale is a tensor, and any
+    other is left to XLA."""
 
+    @jax.custom_batching.custom_vmap
+    def codes(x: Array, scale: Array) -> Array:
+        return codes_by_triton(x, scale, transposed)
 
-@launched.def_vmap
-def _launched_together(size: int, batched: list[bool], x: Array, scale: Array) -> tuple[Array, bool]:
-    """A batch of tensors with one scale is a tensor; one scale each is XLA's."""
-    if batched[1]:
-        return jax.vmap(codes_by_xla, (0 if batched[0] else None, 0))(x, scale), True
-    return launched(x, scale), True
+    @codes.def_vmap
+    def together(size: int, batched: list[bool], x: Array, scale: Array) -> tuple[Array, bool]:
+        if not (batched[1] or transposed):
+            return codes(x, scale), True
+        axes = [0 if one else None for one in batched]
+        return jax.vmap(functools.partial(codes_by_xla, transposed=transposed), axes)(x, scale), True
+
+    return codes
 
 
 def codes_by_triton(x: Array, scale: Array, transposed: bool = False) -> Array:
     """The same by our kernel, which jax-triton launches on XLA's stream."""
     import jax_triton
 
-    rows, columns = (x.size // x.shape[-1], x.shape[-1]) if x.ndim and x.size else (1, x.size)
-    shape = (columns, rows) if transposed else x.shape
+    shape = x.shape[::-1] if transposed else x.shape
     if not x.size:
         return jnp.zeros(shape, E4M3)
+    columns = x.shape[-1] if x.ndim else 1
+    rows = x.size // columns
     x = x.astype(jnp.float32) if x.dtype == jnp.float64 else x
     fast = "fast" if multiplies_fp8() else ""
     return jax_triton.triton_call(
@@ -158,8 +167,7 @@ def codes_of(x: Array, scale: Array, transposed: bool = False) -> Array:
     by_xla = functools.partial(codes_by_xla, transposed=transposed)
     if not launches_triton():
         return by_xla(x, scale)
-    by_triton = functools.partial(codes_by_triton, transposed=True) if transposed else launched
-    return lax.platform_dependent(x, scale, cuda=by_triton, default=by_xla)
+    return lax.platform_dependent(x, scale, cuda=launched(transposed), default=by_xla)
 
 
 # ---- products --------------------------------------------------------------------------------------------------------
