@@ -50,6 +50,16 @@ FORMS = {
     "a scan of integers": ("cummin", made((8, 64), torch.int32), 1),
     "a patch of bools": ("constant_pad_nd", made((8, 8), BOOL), [1, 1]),
     "a band of bools": ("triu", made((8, 8), BOOL)),
+    # index
+    "rows in whole words": ("embedding", made((512, 1024), BF16), made((128,), I64)),
+    "two indices": ("index.Tensor", made((64, 64, 8)), [made((9,), I64), made((9,), I64)]),
+    "three indices that add": ("_index_put_impl_", made((8, 9, 7)), [made((9,), I64)] * 3, made((9,)), True),
+    "rows that are ordered by digits": ("index_add", made((512, 1024), BF16), 0, made((65536,), I64), made((65536, 1024), BF16)),
+    "sums of integers": ("index_add", made((8, 64), I64), 0, made((99,), I64), made((99, 64), I64)),
+    "products by index": ("scatter.reduce", made((8, 64)), 0, made((99, 64), I64), made((99, 64)), {"reduce": "multiply"}),
+    "a mask that broadcasts": ("masked_select", made((64, 96), BF16), made((96,), BOOL)),
+    "among 64-bit numbers": ("isin.Tensor_Tensor", made((640,), I64), made((640,), I64)),
+    "losses one by one": ("nll_loss_forward", made((64, 96), BF16), made((64,), I64), None, 0, -100),
 }  # fmt: skip
 
 
@@ -63,7 +73,9 @@ def needed(name: str, args: list, kwargs: dict) -> list[Variant]:
 def everything() -> dict[str, Variant]:
     """Every variant once, by the name of the first call that needs it."""
     calls = [(name, name, *call_of(name, made)) for name in sorted(table.FORMS)]
-    calls += [(what.replace(" ", "-"), name, list(args), {}) for what, (name, *args) in FORMS.items()]
+    for what, (name, *args) in FORMS.items():
+        named = args.pop() if isinstance(args[-1], dict) else {}
+        calls.append((what.replace(" ", "-"), name, args, named))
     found: dict[str, tuple[str, Variant]] = {}
     for what, name, args, kwargs in calls:
         for at, one in enumerate(needed(name, args, kwargs)):
@@ -77,6 +89,10 @@ VARIANTS = everything()
 def test_every_kernel_is_there():
     assert {one.kernel.name for one in VARIANTS.values()} == {
         "pointwise_flat", "pointwise_tiles", "reduce_tiles", "reduce_parts", "scan_tiles", "patch", "band", "ramp",
+        # index
+        "move_by_index", "place_keys", "sum_runs", "sum_parts", "drop_key", "order_by_count", "radix_count", "radix_scan",
+        "radix_move", "count_set", "begin_blocks", "write_set", "write_coordinates", "is_among", "keys_in_order", "repeated",
+        "nll_places", "nll_total", "nll_gradient",
     }  # fmt: skip
 
 

@@ -21,7 +21,7 @@ from tilewright.aten.table import name_of
 from tilewright.core.target import TARGETS, pretend
 from tilewright.runtime.kernel import collect
 
-AT_MOST = 3  # of an overload, the dtypes of its arguments, and the function that they ask for (a norm, a rounding)
+AT_MOST = 4  # of a kernel, for an overload, the dtypes of its arguments, and the function that they ask for (a norm, a rounding)
 
 
 class Compiled(TorchDispatchMode):
@@ -49,7 +49,7 @@ class Compiled(TorchDispatchMode):
             for one in wanted:
                 function = one.ordered[one.kernel.names.index("HOW")] if "HOW" in one.kernel.names else None
                 key = one.kernel.name, one.kernel.key(one.ordered, one.options, 0)
-                self.keys[name, kinds, function].add(key)
+                self.keys[name, kinds, function, one.kernel.name].add(key)
         return made
 
 

@@ -180,13 +180,16 @@ class Override:
 
     def key_of(self, names: tuple[str, ...], values: Sequence[Any]) -> tuple[Key, list[Tensor]]:
         """All that a run reads, and the tensors among the values."""
-        parts: list[Any] = [names, torch.get_default_dtype()]
+        parts: list[Any] = [names, torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled()]
         layouts: list[Sequence[int]] = []
         tensors: list[Tensor] = []
         for at, value in enumerate(values):
             kind = type(value)
             if isinstance(value, Tensor) or holds_tensors(value):
                 for t in (value,) if isinstance(value, Tensor) else value:
+                    if t is None:  # of a list of indices
+                        parts.append(None)
+                        continue
                     tensors.append(t)
                     parts += t.dtype, t.get_device(), t.data_ptr() & 15, t.is_neg()
                     layouts += t.shape, t.stride()
@@ -343,7 +346,7 @@ def flat_key(key: Key, tensors: list[Tensor]) -> tuple | None:
 
 
 def holds_tensors(value: Any) -> bool:
-    return type(value) is list and bool(value) and isinstance(value[0], Tensor)
+    return type(value) is list and any(isinstance(one, Tensor) for one in value)
 
 
 def wrapped(value: Any, like: Tensor | None) -> Tensor:

@@ -23,7 +23,7 @@ from ...core.target import INTERPRETING
 Make = Callable[..., Tensor]
 SHAPE = (6, 40)
 INTEGERS = ("bitwise_and", "bitwise_or", "bitwise_not")
-# Arguments of an overload that a schema does not tell, by the operator's name without the underscore
+# Arguments of an overload that a schema does not tell, by its name, or the operator's without the underscore
 GIVEN: dict[str, Callable[[Make], dict[str, Any]]] = {
     "addr": lambda make: {"vec1": make(SHAPE[:1]), "vec2": make(SHAPE[1:])},
     "arange": lambda make: {"start": 1, "end": 9, "step": 2, "device": make(()).device},
@@ -58,6 +58,59 @@ GIVEN: dict[str, Callable[[Make], dict[str, Any]]] = {
     "slice_scatter": lambda make: {"src": make((6, 10)), "dim": 1, "start": 1, "end": 40, "step": 4},
     "vdot": lambda make: {"self": make((40,)), "other": make((40,))},
 }  # fmt: skip
+
+
+def apart(make: Make, count: int, n: int) -> Tensor:
+    """So many of n indices in no order, no two of them equal."""
+    return torch.arange(count, device=make(()).device) * (n - 1) % n
+
+
+def some(make: Make, shape: tuple[int, ...], n: int) -> Tensor:
+    """Indices below n, some of them equal."""
+    return make(shape, torch.int64) % n
+
+
+def labels(make: Make, shape: tuple[int, ...], classes: int) -> dict[str, Any]:
+    """Arguments of losses by label."""
+    return {
+        "self": make(shape), "target": some(make, (shape[0], *shape[2:]), classes), "weight": make((classes,)), "reduction": 1,
+        "ignore_index": 1, "grad_output": make(()), "total_weight": make(()),
+    }  # fmt: skip
+
+
+def scattered(make: Make) -> dict[str, Any]:
+    index = apart(make, 5, 6)[:, None].expand(5, 40).contiguous()
+    return {"dim": 0, "index": index, "src": make(SHAPE), "reduce": "add"}
+
+
+# The index engine
+GIVEN |= {
+    "index_select": lambda make: {"index": some(make, (9,), 40)},
+    "gather": lambda make: {"index": some(make, (6, 9), 40)},
+    "embedding": lambda make: {"weight": make(SHAPE), "indices": some(make, (3, 5), 6)},
+    "embedding_dense_backward": lambda make: {
+        "grad_output": make((90, 40)), "indices": some(make, (90,), 6), "num_weights": 6, "padding_idx": 1,
+        "scale_grad_by_freq": False},
+    "embedding_backward": lambda make: {
+        "grad": make((90, 40)), "indices": some(make, (90,), 6), "num_weights": 6, "padding_idx": -1,
+        "scale_grad_by_freq": False, "sparse": False},
+    "index": lambda make: {"indices": [None, some(make, (9,), 40)]},
+    "index_put": lambda make: {"indices": [None, apart(make, 9, 40)], "values": make((6, 9))},
+    "_index_put_impl": lambda make: {"indices": [some(make, (70,), 6)], "values": make((70, 40)), "accumulate": True},
+    "index_add": lambda make: {"index": some(make, (9,), 40), "source": make((6, 9))},
+    "scatter": scattered,
+    "scatter_add": lambda make: {"index": some(make, (6, 9), 40), "src": make((6, 9))},
+    "gather_backward": lambda make: {
+        "grad": make((6, 9)), "self": make(SHAPE), "index": some(make, (6, 9), 40), "sparse_grad": False},
+    "repeat_interleave.Tensor": lambda make: {"repeats": some(make, (6,), 4)},
+    "repeat_interleave.self_Tensor": lambda make: {"repeats": some(make, (40,), 4)},
+    "nonzero": lambda make: {"self": make(SHAPE, torch.int32) % 2},
+    "isin": lambda make: {"test_elements": make((70,))},
+    "nll_loss_forward": lambda make: labels(make, SHAPE, 40),
+    "nll_loss_backward": lambda make: labels(make, SHAPE, 40),
+    "nll_loss2d_forward": lambda make: labels(make, (2, 5, 3, 4), 5),
+    "nll_loss2d_backward": lambda make: labels(make, (2, 5, 3, 4), 5),
+}  # fmt: skip
 # Overloads without a kernel of their own, whose gradient one would take away, or that torch forwards: the one that they reach
 LEAVES: dict[str, str] = {
     "arange": "arange.start_out", "arange.start": "arange.start_out", "arange.start_step": "arange.start_out", "eye": "eye.m_out",
@@ -77,6 +130,11 @@ LEAVES: dict[str, str] = {
     "true_divide.Tensor": "div.Tensor", "true_divide_.Scalar": "div_.Tensor", "true_divide_.Tensor": "div_.Tensor",
     "vstack": "cat", "where.ScalarOther": "where.self", "where.ScalarSelf": "where.self",
 }  # fmt: skip
+LEAVES |= {
+    "embedding_backward": "embedding_dense_backward",
+    "gather_backward": "scatter_add_",
+    "repeat_interleave.self_Tensor": "repeat_interleave.Tensor",
+}
 RESULTS = {"sum.out": (), "sum.IntList_out": (6,), "cumsum.out": SHAPE, "where.self_out": SHAPE,
            "arange.start_out": (4,), "eye.out": (4, 4), "eye.m_out": (4, 5), "linspace.out": (7,),
            "logspace.out": (7,), "floor_divide.out": SHAPE}  # fmt: skip
@@ -85,7 +143,7 @@ RESULTS = {"sum.out": (), "sum.IntList_out": (6,), "cumsum.out": SHAPE, "where.s
 def call_of(name: str, make: Make) -> tuple[list[Any], dict[str, Any]]:
     """Arguments and keywords of one call of an overload."""
     packet = name.partition(".")[0]
-    given = GIVEN.get(packet.removesuffix("_"), lambda make: {})(make)
+    given = (GIVEN.get(name) or GIVEN.get(packet.removesuffix("_"), lambda make: {}))(make)
     args: list[Any] = []
     kwargs: dict[str, Any] = {}
     skipped = False
@@ -150,7 +208,8 @@ def replaced(device: str, name: str) -> None:
 
 # Which are leaves of others alone: no list asks for them
 UNLISTED = ("clone", "copy_", "zero_", "arange.start_out", "linspace.out", "logspace.out", "eye.out", "eye.m_out",
-            "floor_divide.out", "log_sigmoid_forward")  # fmt: skip
+            "floor_divide.out", "log_sigmoid_forward", "index.Tensor", "_index_put_impl_", "scatter_add", "scatter_add_",
+            "embedding_dense_backward")  # fmt: skip
 LISTED = [name for name in table.FORMS if name not in UNLISTED]
 CHECKS = {name: partial(replaced, name=name) for name in sorted({*LISTED, *LEAVES})}
 

@@ -1,0 +1,812 @@
+"""The index engine: elements by index, taken from a tensor, put into it, or added there; and what is selected by a mask.
+
+An operator over indices is loops over the shape of what is taken or put. Each of up to three index tensors names a coordinate of
+one dimension, and the other dimensions go along. An index outside its range poisons its own element (NaN, or the lowest integer) or
+writes nothing, and no memory is touched for it.
+
+What is added is ordered by where it goes (`order.py`), things for one place as they came, and each run of equal places is one sum.
+Runs are cut where a slice of SLICE ends, so that a place which is named often does not hold up the launch; a second launch adds up
+the pieces of such runs, in their order. Sums are therefore the same bit for bit, however often they are made.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..core.debug import check_indices
+from ..core.memory import overlapping, self_overlapping
+from ..core.tensor import cdiv
+from ..runtime.kernel import kernel
+from . import forms, layout, plans, pointwise
+from .layout import Ints
+from .order import ordered
+from .plans import bits_of, own
+from .pointwise import IN_TRITON, WORDS, number, stored, tile_of, whole_words
+from .row import Declined, compute_dtype, of_numbers, taken
+from .select import nonzero
+
+LOOPS, MOST = 4, 3  # loops of a launch, and index tensors
+SLICE = 64
+INDICES = (torch.int64, torch.int32)
+
+
+# ---- kernels ---------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def known_index(I, at, inside, n, WRAP: tl.constexpr):
+    """(whether an index is one of n, the index or else 0). WRAP: negative ones count from the end."""
+    i = tl.load(I + at, inside, 0).to(tl.int64)
+    if WRAP:
+        i = tl.where(i < 0, i + n, i)
+    ok = (i >= 0) & (i < n)
+    return ok, tl.where(ok, i, 0)
+
+
+@triton.jit
+def index_tile(I, outer, row, col, inside_r, inside_c, stride_r, stride_c, n, SAME: tl.constexpr, WRAP: tl.constexpr):
+    """Indices of a tile: one for all columns if SAME."""
+    if SAME:
+        return known_index(I, outer + row[:, None] * stride_r, inside_r[:, None], n, WRAP)
+    else:
+        at = outer + row[:, None] * stride_r + col[None, :] * stride_c
+        return known_index(I, at, inside_r[:, None] & inside_c[None, :], n, WRAP)
+
+
+@triton.jit
+def poison(P):
+    """What stands for an element that is not there: no index is the lowest integer, so it goes on being poison."""
+    if P.dtype.element_ty.is_floating():
+        return float("nan")
+    elif P.dtype.element_ty == tl.int64:
+        return -0x8000000000000000
+    elif P.dtype.element_ty == tl.int32:
+        return -0x80000000
+    elif P.dtype.element_ty == tl.int16:
+        return -0x8000
+    elif P.dtype.element_ty == tl.int8:
+        return -0x80
+    else:
+        return 0
+
+
+MOVED = (
+    *(f"N{i}" for i in range(LOOPS)), *(f"{t}{i}" for t in "vxijk" for i in range(LOOPS)),
+    *(f"{t}{i}" for t in ("dim", "step") for i in range(MOST)),
+)  # fmt: skip
+
+
+@kernel(
+    grid=lambda a: (cdiv(a.N0, a.COLUMNS) * cdiv(a.N1, a.ROWS) * a.N2 * a.N3,), tokens=MOVED,
+    default=lambda a: {"num_warps": 4},
+)  # fmt: skip
+def move_by_index(
+    V, X, I, J, K, N0, N1, N2, N3, v0, v1, v2, v3, x0, x1, x2, x3, i0, i1, i2, i3, j0, j1, j2, j3, k0, k1, k2, k3,
+    dim0, dim1, dim2, step0, step1, step2, PUT: tl.constexpr, WRAP: tl.constexpr, UNITS: tl.constexpr, SAME: tl.constexpr,
+    EVEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Loops N0, the innermost, to N3, over V with strides v. Each element is X's, whose strides are x, and 0 where indices I, J, K
+    say which of dim it is, a step apart. PUT stores V there. UNITS: bits for V and X, if columns lie side by side; SAME: bits for
+    indices that are one for all columns; EVEN: rows are whole words, and begin at them."""
+    N0 = whole_words(N0, EVEN)
+    across = tl.cdiv(N0, COLUMNS)
+    down = tl.cdiv(N1, ROWS)
+    pid = tl.program_id(0)
+    tile = pid % (across * down)
+    rest = pid // (across * down)
+    c2 = (rest % N2).to(tl.int64)
+    c3 = (rest // N2).to(tl.int64)
+    col = (tile % across).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
+    row = (tile // across).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    r = row < N1
+    c = col < N0
+    inside = r[:, None] & c[None, :]
+    ok, i = index_tile(I, c2 * i2 + c3 * i3, row, col, r, c, i1, i0, dim0, (SAME & 1) > 0, WRAP)
+    at = i * whole_words(step0, EVEN)
+    if J is not None:
+        ok_j, j = index_tile(J, c2 * j2 + c3 * j3, row, col, r, c, j1, j0, dim1, (SAME & 2) > 0, WRAP)
+        ok = ok & ok_j
+        at += j * whole_words(step1, EVEN)
+    if K is not None:
+        ok_k, k = index_tile(K, c2 * k2 + c3 * k3, row, col, r, c, k1, k0, dim2, (SAME & 4) > 0, WRAP)
+        ok = ok & ok_k
+        at += k * whole_words(step2, EVEN)
+    at = at + whole_words(c2 * x2 + c3 * x3, EVEN) + row[:, None] * whole_words(x1, EVEN)
+    at = at + (col[None, :] if (UNITS & 2) > 0 else col[None, :] * x0)
+    there = whole_words(c2 * v2 + c3 * v3, EVEN) + row[:, None] * whole_words(v1, EVEN)
+    there = there + (col[None, :] if (UNITS & 1) > 0 else col[None, :] * v0)
+    if PUT:
+        value = tl.load(V + there, inside & ok, 0)
+        if V.dtype.element_ty == tl.int1:
+            value = value.to(tl.int32)
+        tl.store(X + at, stored(value, X), inside & ok)
+    else:
+        value = tl.load(X + at, inside & ok, 0)
+        if V.dtype.element_ty == tl.int1:
+            value = value.to(tl.int32)
+        tl.store(V + there, stored(tl.where(ok, value, poison(V)), V), inside)
+
+
+PLACED = (
+    "T", "LAST", *(f"{t}{i}" for t in "nijkm" for i in range(LOOPS)), *(f"{t}{i}" for t in ("dim", "step") for i in range(MOST)),
+)  # fmt: skip
+
+
+@kernel(grid=lambda a: (cdiv(a.T, a.BLOCK),), tokens=PLACED, default=lambda a: {"BLOCK": 512, "num_warps": 4})
+def place_keys(
+    KEYS, I, J, K, T, LAST, n0, n1, n2, n3, i0, i1, i2, i3, j0, j1, j2, j3, k0, k1, k2, k3, m0, m1, m2, m3, dim0, dim1,
+    dim2, step0, step1, step2, WRAP: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The number of the place that each of T indices names: what loops n contribute, m each, and indices I, J, K, a step each. LAST
+    stands for what names none."""
+    t = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = t < T
+    l0 = t % n0
+    l1 = t // n0 % n1
+    l2 = t // n0 // n1 % n2
+    l3 = t // n0 // n1 // n2
+    ok, i = known_index(I, l0 * i0 + l1 * i1 + l2 * i2 + l3 * i3, inside, dim0, WRAP)
+    key = i * step0 + l0 * m0 + l1 * m1 + l2 * m2 + l3 * m3
+    if J is not None:
+        ok_j, j = known_index(J, l0 * j0 + l1 * j1 + l2 * j2 + l3 * j3, inside, dim1, WRAP)
+        ok = ok & ok_j
+        key += j * step1
+    if K is not None:
+        ok_k, k = known_index(K, l0 * k0 + l1 * k1 + l2 * k2 + l3 * k3, inside, dim2, WRAP)
+        ok = ok & ok_k
+        key += k * step2
+    tl.store(KEYS + t, tl.where(ok, key, LAST).to(KEYS.dtype.element_ty), inside)
+
+
+@triton.jit
+def place_of(key, D1, D2, D3, s0, s1, s2, s3, DIMS: tl.constexpr):
+    """Where the place of a number lies: of DIMS coordinates, the last the fastest. Divisions are of the key's own width."""
+    if DIMS == 1:
+        return key.to(tl.int64) * s3
+    else:
+        at = (key % D3).to(tl.int64) * s3
+        key = key // D3
+        at += (key % D2).to(tl.int64) * s2
+        if DIMS > 2:
+            key = key // D2
+            at += (key % D1).to(tl.int64) * s1 + (key // D1).to(tl.int64) * s0
+        else:
+            at += (key // D2).to(tl.int64) * s1
+        return at
+
+
+@triton.jit
+def column_of(col, C0, c0, c1, UNIT: tl.constexpr):
+    return col if UNIT else (col % C0) * c0 + (col // C0) * c1
+
+
+@triton.jit
+def one_more(total, value, OP: tl.constexpr):
+    return total * value if OP == "multiply" else total + value
+
+
+@triton.jit
+def widened(value, COMPUTE: tl.constexpr):
+    if value.dtype == tl.int1:
+        value = value.to(tl.int32)
+    return value.to(COMPUTE)
+
+
+ROW = ("D1", "D2", "D3", "s0", "s1", "s2", "s3", "C0", "c0", "c1")
+
+
+@kernel(
+    grid=lambda a: (cdiv(a.T, a.TOKENS) * cdiv(a.N, a.BLOCK),), tokens=("T", "N", "LAST", *ROW, "value_row", "value_col", "S0"),
+    default=lambda a: {"num_warps": 8},
+)  # fmt: skip
+def sum_runs(
+    X, VALUES, KEYS, ORDER, PARTS, T, N, LAST, D1, D2, D3, s0, s1, s2, s3, C0, c0, c1, value_row, value_col, S0: tl.int64,
+    COMPUTE: tl.constexpr, OP: tl.constexpr, KEEP: tl.constexpr, UNIT: tl.constexpr, EVEN: tl.constexpr, DIMS: tl.constexpr,
+    LENGTH: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Of T rows of N values, ordered by key, the first of a run, or of a run's part in a slice, sums it, times the number S0. A
+    whole run goes to its place in X, with what is there if KEEP. Of the others a slice has at most two: PARTS has the one that it
+    begins with, then the one it ends with."""
+    N = whole_words(N, EVEN)
+    across = tl.cdiv(N, BLOCK)
+    p = (tl.program_id(0) // across) * TOKENS + tl.arange(0, TOKENS)
+    col = (tl.program_id(0) % across).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    inside = p < T
+    stop = tl.minimum((p // LENGTH + 1) * LENGTH, T)
+    key = tl.load(KEYS + p, inside, 0)
+    before = tl.load(KEYS + tl.maximum(p - 1, 0), inside, 0)
+    after = tl.load(KEYS + tl.minimum(stop, T - 1), inside, 0)
+    place = p[:, None] + tl.arange(0, LENGTH)[None, :]
+    ahead = place < stop[:, None]
+    end = p + tl.sum((ahead & (tl.load(KEYS + place, ahead, 0) == key[:, None])).to(tl.int32), 1)
+    begins = (p == 0) | (before != key)
+    whole = begins & ((end < stop) | (stop == T) | (after != key))
+    live = inside & (key < LAST) & (begins | (p % LENGTH == 0))
+    there = live[:, None] & (col < N)
+    at = whole_words(place_of(key, D1, D2, D3, s0, s1, s2, s3, DIMS), EVEN)[:, None] + column_of(col, C0, c0, c1, UNIT)
+    at = tl.where(there, at, 0)
+    # A product begins with 1, a sum with 0
+    total = tl.full([TOKENS, BLOCK], 1 if OP == "multiply" else 0, COMPUTE)
+    if KEEP:
+        kept = widened(tl.load(X + at, there & whole[:, None], 0), COMPUTE)
+        total = tl.where(whole[:, None], kept, total)
+    scale = number(S0, COMPUTE)
+    for i in range(0, tl.max(tl.where(live, end - p, 0), 0), 4):
+        for k in tl.static_range(4):  # so many rows are under way at once
+            more = there & (p + i + k < end)[:, None]
+            token = tl.load(ORDER + tl.minimum(p + i + k, T - 1)).to(tl.int64)[:, None]
+            row = VALUES + token * whole_words(value_row, EVEN)
+            value = tl.load(row + (col if UNIT else col * value_col), more, 0)
+            total = tl.where(more, one_more(total, widened(value, COMPUTE) * scale, OP), total)
+    tl.store(X + at, stored(total, X), there & whole[:, None])
+    part = (p // LENGTH).to(tl.int64) * 2 + (p % LENGTH != 0).to(tl.int64)
+    tl.store(PARTS + part[:, None] * N + col, total, there & ~whole[:, None])
+
+
+@kernel(
+    grid=lambda a: (cdiv(a.T, a.LENGTH) * cdiv(a.N, a.BLOCK),), tokens=("T", "N", "LAST", *ROW),
+    default=lambda a: {"num_warps": 8},
+)  # fmt: skip
+def sum_parts(
+    X, KEYS, PARTS, T, N, LAST, D1, D2, D3, s0, s1, s2, s3, C0, c0, c1, OP: tl.constexpr, KEEP: tl.constexpr,
+    UNIT: tl.constexpr, EVEN: tl.constexpr, DIMS: tl.constexpr, LENGTH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A program for each slice sums the run that begins in it and goes on in the next, if there is one."""
+    N = whole_words(N, EVEN)
+    across = tl.cdiv(N, BLOCK)
+    slice = tl.program_id(0) // across
+    slices = tl.cdiv(T, LENGTH)
+    col = (tl.program_id(0) % across).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    if slice + 1 < slices:
+        start = slice * LENGTH
+        key = tl.load(KEYS + start + LENGTH)
+        begins = (slice == 0) | (tl.load(KEYS + tl.maximum(start - 1, 0)) != key)
+        # A slice that is of one run begins it, if the one before has another
+        if (key < LAST) & (tl.load(KEYS + start + LENGTH - 1) == key) & (begins | (tl.load(KEYS + start) != key)):
+            last = slice
+            found = LENGTH
+            while found == LENGTH:
+                next = last + 1 + tl.arange(0, LENGTH)
+                more = next < slices
+                same = more & (tl.load(KEYS + next.to(tl.int64) * LENGTH, more, 0) == key)
+                found = tl.sum(same.to(tl.int32), 0)
+                last += found
+            first = slice.to(tl.int64) * 2 + (tl.load(KEYS + start) != key).to(tl.int64)
+            at = whole_words(place_of(key, D1, D2, D3, s0, s1, s2, s3, DIMS), EVEN) + column_of(col, C0, c0, c1, UNIT)
+            total = tl.load(PARTS + first * N + col, col < N, 0)
+            if KEEP:
+                kept = tl.load(X + at, col < N, 0)
+                if X.dtype.element_ty == tl.int1:
+                    kept = kept.to(tl.int32)
+                total = one_more(kept.to(PARTS.dtype.element_ty), total, OP)
+            for i in range(slice + 1, last + 1, 8):
+                for k in tl.static_range(8):
+                    more = (i + k <= last) & (col < N)
+                    value = tl.load(PARTS + (i + k).to(tl.int64) * 2 * N + col, more, 0)
+                    total = tl.where(more, one_more(total, value, OP), total)
+            tl.store(X + at, stored(total, X), col < N)
+
+
+# ---- host: moving -----------------------------------------------------------------------------------------------------
+
+
+def check_index(index: Tensor, dtypes: tuple[torch.dtype, ...] = INDICES) -> None:
+    if index.dtype not in dtypes:
+        raise Declined("indices of another dtype")
+
+
+def check_written(x: Tensor, *read: Tensor) -> None:
+    """Leave to aten memory that is written twice, or read and written."""
+    if self_overlapping(x):
+        raise Declined("a result that overlaps itself")
+    if any(overlapping(x, t) for t in read):
+        raise Declined("a result that overlaps an operand", lasting=False)
+
+
+def any_order() -> None:
+    """Leave to aten writes to one place that are to have an order, as deterministic algorithms do."""
+    plans.by_key_alone()
+    if torch.are_deterministic_algorithms_enabled():
+        raise Declined("an order among writes to one place", lasting=False)
+
+
+class Named(NamedTuple):
+    """An index tensor, seen with the shape of what is moved: its strides there, and the dimension that it names a coordinate of."""
+
+    tensor: Tensor
+    strides: Ints
+    size: int
+    step: int
+
+
+def move(
+    shape: Ints, v: Tensor, v_strides: Ints, x: Tensor, x_strides: Ints, named: Sequence[Named], put: bool, wrap: bool
+) -> None:
+    """Take `v`, of this shape, from `x` or put it there; `x_strides` are 0 where indices name the coordinate."""
+    if not math.prod(shape):
+        return
+    if len(named) > MOST:
+        raise Declined("more indices than a launch takes")
+    for one in named:
+        check_indices("aten", "index", one.tensor, -one.size if wrap else 0, one.size)
+    sizes, strides = layout.loops(shape, [v_strides, x_strides, *[one.strides for one in named]])
+    if len(sizes) > LOOPS:
+        raise Declined("more loops than a launch takes")
+    missing = LOOPS - len(sizes)
+    inner = [*sizes, *[1] * missing]
+    steps = [[*own, *[0] * missing] for own in strides]
+    small = math.prod(shape) < pointwise.SMALL
+    units = same = 0
+    even = False
+    if not small:
+        units = sum(1 << i for i in range(2) if steps[i][0] == 1)
+        same = sum(1 << i for i, own in enumerate(steps[2:]) if own[0] == 0)
+        words = [*steps[0][1:], *steps[1][1:], *[one.step for one in named], inner[0]]
+        even = units == 3 and same == (1 << len(named)) - 1 and not any(n % WORDS for n in words)
+    rows, columns = (32, 32) if small else tile_of(inner[0])
+    absent = MOST - len(named)
+    tensors = v, x, *[one.tensor for one in named], *[None] * absent
+    numbers = [
+        *inner,
+        *[s for own in steps for s in own],
+        *[0] * (LOOPS * absent),
+        *[one.size for one in named],
+        *[1] * absent,
+    ]
+    numbers += [*[one.step for one in named], *[0] * absent]
+    plans.launch(
+        move_by_index,
+        tensors,
+        numbers,
+        PUT=put,
+        WRAP=wrap,
+        UNITS=units,
+        SAME=same,
+        EVEN=even,
+        ROWS=rows,
+        COLUMNS=columns,
+    )
+
+
+def dim_of(dim: int, rank: int) -> int:
+    width = max(rank, 1)
+    if not -width <= dim < width:
+        raise Declined("a dimension that is not there")
+    return dim % width
+
+
+def without(strides: Ints, dim: int) -> Ints:
+    return (*strides[:dim], 0, *strides[dim + 1 :])
+
+
+def along(stride: int, rank: int, dim: int) -> Ints:
+    return tuple(stride if d == dim else 0 for d in range(rank))
+
+
+def index_select(self: Tensor, dim: int, index: Tensor) -> Tensor:
+    taken(self, index)
+    check_index(index)
+    d = dim_of(dim, self.dim())
+    if index.dim() > 1 or not self.dim() or (not self.shape[d] and index.numel()):
+        raise Declined("an index that is no vector, or nothing to select from")
+    shape = (*self.shape[:d], index.numel(), *self.shape[d + 1 :])
+    out = own(torch.empty(shape, dtype=self.dtype, device=self.device))
+    step = index.stride(0) if index.dim() else 0
+    named = Named(index, along(step, self.dim(), d), self.shape[d], self.stride(d))
+    move(shape, out, out.stride(), self, without(self.stride(), d), [named], False, False)
+    return out
+
+
+def embedding(
+    weight: Tensor, indices: Tensor, padding_idx: int = -1, scale_grad_by_freq: bool = False, sparse: bool = False
+) -> Tensor:
+    taken(weight, indices)
+    check_index(indices)
+    if weight.dim() != 2:
+        raise Declined("a table that is no matrix")
+    shape = (*indices.shape, weight.shape[1])
+    out = own(torch.empty(shape, dtype=weight.dtype, device=weight.device))
+    none = (0,) * indices.dim()
+    named = Named(indices, (*indices.stride(), 0), weight.shape[0], weight.stride(0))
+    move(shape, out, out.stride(), weight, (*none, weight.stride(1)), [named], False, False)
+    return out
+
+
+def gather(self: Tensor, dim: int, index: Tensor, *, sparse_grad: bool = False) -> Tensor:
+    taken(self, index)
+    check_index(index)
+    d = dim_of(dim, self.dim())
+    if self.dim() != index.dim() and index.numel():
+        raise Declined("an index of another rank")
+    if any(index.shape[i] > self.shape[i] for i in range(self.dim()) if i != d and index.numel()):
+        raise Declined("an index that is larger")
+    shape = tuple(index.shape)
+    out = own(torch.empty(shape, dtype=self.dtype, device=self.device))
+    if self.dim() == 0:
+        self, index = self.reshape(1), index.reshape(1)
+    if index.numel():
+        named = Named(index, index.stride(), self.shape[d], self.stride(d))
+        move(tuple(index.shape), out, out.stride() or (1,), self, without(self.stride(), d), [named], False, False)
+    return out
+
+
+class Advanced(NamedTuple):
+    """A tensor with several dimensions indexed: the shape of what that gives, the tensor's strides in it, 0 where indices name the
+    coordinate, and these; and which dimensions are kept, in the order of the shape, from `at` on the indices'."""
+
+    shape: Ints
+    strides: Ints
+    named: list[Named]
+    kept: list[int]
+    dims: list[int]
+    at: int
+    common: Ints
+
+
+def indexed(self: Tensor, indices: Sequence[Tensor | None]) -> Advanced:
+    """`self[indices]`. Masks are as many indices as they have dimensions."""
+    whole: list[Tensor | None] = []
+    for index in indices:
+        if index is None:
+            whole.append(None)
+        elif index.dtype in (torch.bool, torch.uint8):
+            taken(self, index)
+            first = len(whole)
+            if tuple(index.shape) != tuple(self.shape[first : first + index.dim()]) or not index.dim():
+                raise Declined("a mask of another shape")
+            whole += nonzero(index).unbind(1)
+        else:
+            taken(self, index)
+            check_index(index)
+            whole.append(index)
+    if len(whole) > self.dim():
+        raise Declined("more indices than dimensions")
+    whole += [None] * (self.dim() - len(whole))
+    dims = [d for d, index in enumerate(whole) if index is not None]
+    common = layout.broadcast([whole[d].shape for d in dims])
+    if not dims or common is None:
+        raise Declined("no indices, or some that do not broadcast")
+    kept = [d for d in range(self.dim()) if whole[d] is None]
+    beside = dims == list(range(dims[0], dims[-1] + 1))
+    at = dims[0] if beside else 0  # indices that are not side by side come first
+    shape = (*[self.shape[d] for d in kept[:at]], *common, *[self.shape[d] for d in kept[at:]])
+    if any(self.shape[d] == 0 for d in dims) and math.prod(shape):
+        raise Declined("nothing to index")
+    none = (0,) * len(common)
+    strides = (*[self.stride(d) for d in kept[:at]], *none, *[self.stride(d) for d in kept[at:]])
+    before, after = (0,) * at, (0,) * (len(kept) - at)
+    named = [
+        Named(whole[d], (*before, *layout.expanded(whole[d], common), *after), self.shape[d], self.stride(d))
+        for d in dims
+    ]
+    return Advanced(shape, strides, named, kept, dims, at, common)
+
+
+def index(self: Tensor, indices: Sequence[Tensor | None]) -> Tensor:
+    taken(self)
+    found = indexed(self, indices)
+    out = own(torch.empty_strided(found.shape, result_strides(self, found), dtype=self.dtype, device=self.device))
+    move(found.shape, out, out.stride(), self, found.strides, found.named, False, True)
+    return out
+
+
+def result_strides(self: Tensor, found: Advanced) -> Ints:
+    """How torch's iterator lays the result out: by the strides of the tensor, then by those of indices."""
+    views = [self.as_strided(found.shape, found.strides)]
+    after = len(found.kept) - found.at
+    views += [one.tensor[(..., *[None] * after)] for one in found.named]
+    return layout.result_strides(found.shape, views)
+
+
+# ---- host: putting and adding -----------------------------------------------------------------------------------------
+
+
+def put_values(self: Tensor, found: Advanced, values: Tensor, accumulate: bool) -> None:
+    """Put values into an indexed tensor, or add them to it."""
+    if self.dtype != values.dtype:
+        raise Declined("values of another dtype")
+    shape = found.shape
+    missing = len(shape) - values.dim()
+    if missing < 0 and any(n != 1 for n in values.shape[:-missing]):
+        raise Declined("values that do not broadcast")
+    values = values.reshape(values.shape[-missing:]) if missing < 0 else values
+    if layout.broadcast([shape, values.shape]) != shape:
+        raise Declined("values that do not broadcast")
+    wide = values.expand(shape)
+    if not accumulate:
+        any_order()
+        move(shape, wide, layout.expanded(wide, shape), self, found.strides, found.named, True, True)
+        return
+    if not math.prod(shape):
+        return
+    rank = len(found.common)
+    rows = wide.movedim(tuple(range(found.at, found.at + rank)), tuple(range(rank))) if found.at else wide
+    steps = layout.contiguous_strides(tuple(self.shape[d] for d in found.dims))
+    places = Places(
+        tuple(self.shape[d] for d in found.dims), tuple(self.stride(d) for d in found.dims),
+        tuple(self.shape[d] for d in found.kept), tuple(self.stride(d) for d in found.kept),
+    )  # fmt: skip
+    own_strides = [one.strides[found.at : found.at + rank] for one in found.named]
+    keys = keys_of(
+        found.common, [*zip([one.tensor for one in found.named], own_strides, places.sizes, steps)], True, (), places
+    )
+    add_rows(self, keys, matrix(rows, math.prod(found.common)), places)
+
+
+class Places(NamedTuple):
+    """Sizes and strides of the dimensions that indices name coordinates of, and of those that are kept."""
+
+    sizes: Ints
+    steps: Ints
+    kept: Ints
+    strides: Ints
+
+    @property
+    def count(self) -> int:
+        return math.prod(self.sizes)
+
+
+def keys_of(shape: Ints, named: list[tuple], wrap: bool, loops: Ints, places: Places) -> Tensor:
+    """The number of the place that each index names, or else their count. `loops`: what each dimension of the shape contributes."""
+    if len(named) > MOST or len(places.sizes) > LOOPS:
+        raise Declined("more indices than a launch takes")
+    strides = [layout.expanded(t, shape) if s is None else s for t, s, _, _ in named]
+    merged = merge(shape, [*strides, loops or (0,) * len(shape)])
+    T, last = math.prod(shape), places.count
+    for tensor, _, size, _ in named:
+        check_indices("aten", "index", tensor, -size if wrap else 0, size)
+    keys = own(torch.empty((1, T), dtype=torch.int32 if last < 2**31 - 1 else torch.int64, device=named[0][0].device))
+    sizes, steps = merged
+    absent = MOST - len(named)
+    numbers = [T, last, *sizes, *[s for own in steps[:-1] for s in own], *[0] * (LOOPS * absent), *steps[-1]]
+    numbers += [*[size for _, _, size, _ in named], *[1] * absent, *[step for _, _, _, step in named], *[0] * absent]
+    tensors = keys, *[t for t, _, _, _ in named], *[None] * absent
+    plans.launch(place_keys, tensors, numbers, WRAP=wrap)
+    return keys
+
+
+def merge(shape: Ints, strides: Sequence[Ints]) -> tuple[list[int], list[list[int]]]:
+    """At most four loops in the order of the dimensions, the last the innermost; two are one where all strides allow it."""
+    sizes: list[int] = []
+    steps: list[list[int]] = [[] for _ in strides]
+    for d in reversed(range(len(shape))):
+        if shape[d] == 1:
+            continue
+        if sizes and all(one[d] == made[-1] * sizes[-1] for one, made in zip(strides, steps)):
+            sizes[-1] *= shape[d]
+            continue
+        sizes.append(shape[d])
+        for one, made in zip(strides, steps):
+            made.append(one[d])
+    if len(sizes) > LOOPS:
+        raise Declined("more loops than a launch takes")
+    missing = LOOPS - len(sizes)
+    return [*sizes, *[1] * missing], [[*one, *[0] * missing] for one in steps]
+
+
+def add_rows(
+    x: Tensor, keys: Tensor, values: Tensor, places: Places, alpha: Any = 1, op: str = "add", keep: bool = True
+) -> None:
+    """Add rows of values [T, N], times a number, to the places of x that their keys name; or multiply by them."""
+    (T, N), last = values.shape, places.count
+    compute = compute_dtype(x.dtype)
+    bits = bits_of(alpha, compute)
+    if not T or not N:
+        return
+    if T > 2**31 - 2 * SLICE:  # places in a slice past the end are numbers too
+        raise Declined("more indices than an int32 counts")
+    sizes, (steps,) = merge(places.kept, [places.strides])
+    if sizes[2] != 1 or sizes[3] != 1:
+        raise Declined("more loops than a launch takes")
+    sorted_keys, order = ordered(keys, last.bit_length(), False)
+    parts = own(torch.empty(2 * cdiv(T, SLICE), N, dtype=compute, device=x.device))
+    missing = LOOPS - len(places.sizes)
+    row = [*[1] * missing, *places.sizes][1:], [*[0] * missing, *places.steps]
+    # Of few values, whose time is the launches', all share one variant
+    unit = even = False
+    dims, tokens, block = 3, 16, 64
+    if T * N >= pointwise.SMALL:
+        unit = sizes[1] == 1 and (steps[0] == 1 or N == 1) and (values.stride(1) == 1 or N == 1)
+        even = unit and not any(n % WORDS for n in (N, values.stride(0), *places.steps))
+        dims = min(3, len(places.sizes))
+        tokens, block = (1, 1024) if N > 256 else (16, 64) if N > 4 else (128, 4)
+    numbers = T, N, last, *row[0], *row[1], sizes[0], steps[0], steps[1]
+    constants = {"OP": op, "KEEP": keep, "UNIT": unit, "EVEN": even, "DIMS": dims, "LENGTH": SLICE}
+    plans.launch(
+        sum_runs, (x, values, sorted_keys, order, parts), (*numbers, *values.stride()), (bits,), COMPUTE=IN_TRITON[compute],
+        TOKENS=tokens, BLOCK=block, **constants,
+    )  # fmt: skip
+    if T > SLICE:
+        plans.launch(sum_parts, (x, sorted_keys, parts), numbers, BLOCK=min(1024, block * tokens), **constants)
+
+
+def matrix(t: Tensor, rows: int) -> Tensor:
+    """A tensor as so many rows, copied if it does not lie so."""
+    columns = t.numel() // rows
+    try:
+        return t.view(rows, columns)
+    except RuntimeError:
+        made = own(torch.empty(t.shape, dtype=t.dtype, device=t.device))
+        return pointwise.run(forms.COPY, {"self": t}, made).view(rows, columns)
+
+
+def index_put_(
+    self: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: bool = False, unsafe: bool = False
+) -> Tensor:
+    taken(self, values)
+    check_written(self, values, *[i for i in indices if i is not None])
+    put_values(self, indexed(self, indices), values, accumulate)
+    return self
+
+
+def index_put(self: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: bool = False) -> Tensor:
+    taken(self, values)
+    found = indexed(self, indices)
+    if found.named and self.dtype != values.dtype:
+        raise Declined("values of another dtype")
+    out = forms.clone(self)
+    put_values(out, indexed(out, [*restated(indices, found)]), values, accumulate)
+    return out
+
+
+def restated(indices: Sequence[Tensor | None], found: Advanced) -> list[Tensor | None]:
+    """The indices with those that masks have become, so that no mask is read twice."""
+    whole: list[Tensor | None] = [None] * (max(found.dims) + 1)
+    for d, one in zip(found.dims, found.named):
+        whole[d] = one.tensor
+    return whole
+
+
+def added(self: Tensor, dim: int, index: Tensor, source: Tensor, alpha: Any) -> tuple[int, Ints]:
+    """(the dimension, the sizes of the others) of a sum along one that is not refused."""
+    taken(self, index, source)
+    check_index(index)
+    d = dim_of(dim, self.dim())
+    if self.dtype != source.dtype or index.dim() > 1 or self.dim() == 0 or source.dim() != self.dim():
+        raise Declined("dtypes or ranks that are refused")
+    kept = tuple(n for i, n in enumerate(self.shape) if i != d)
+    if source.shape[d] != index.numel() or tuple(n for i, n in enumerate(source.shape) if i != d) != kept:
+        raise Declined("a source of another shape")
+    if not self.shape[d] and index.numel():
+        raise Declined("nothing to add to")
+    bits_of(alpha, compute_dtype(self.dtype))
+    return d, kept
+
+
+@of_numbers("alpha")
+def index_add_(self: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha: Any = 1) -> Tensor:
+    d, kept = added(self, dim, index, source, alpha)
+    check_written(self, index, source)
+    add_along(self, d, kept, index.reshape(-1), source, alpha)
+    return self
+
+
+@of_numbers("alpha")
+def index_add(self: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha: Any = 1) -> Tensor:
+    d, kept = added(self, dim, index, source, alpha)
+    out = own(torch.empty(self.shape, dtype=self.dtype, device=self.device))
+    pointwise.run(forms.COPY, {"self": self}, out)
+    add_along(out, d, kept, index.reshape(-1), source, alpha)
+    return out
+
+
+def add_along(x: Tensor, d: int, kept: Ints, index: Tensor, source: Tensor, alpha: Any, op: str = "add") -> None:
+    """Add slices of a source along one dimension to those that the index names."""
+    if not source.numel():
+        bits_of(alpha, compute_dtype(x.dtype))
+        return
+    strides = tuple(s for i, s in enumerate(x.stride()) if i != d)
+    places = Places((x.shape[d],), (x.stride(d),), kept, strides)
+    keys = keys_of(tuple(index.shape), [(index, index.stride(), x.shape[d], 1)], False, (), places)
+    add_rows(x, keys, matrix(source.movedim(d, 0), index.shape[0]), places, alpha, op)
+
+
+def scattered(self: Tensor, dim: int, index: Tensor, src: Tensor) -> int:
+    """The dimension of a scatter that is not refused."""
+    taken(self, index, src)
+    check_index(index, (torch.int64,))
+    d = dim_of(dim, self.dim())
+    if self.dtype != src.dtype:
+        raise Declined("a source of another dtype")
+    if index.numel() and not self.dim() == index.dim() == src.dim():
+        raise Declined("ranks that are refused")
+    for i in range(self.dim() if index.numel() else 0):
+        if index.shape[i] > src.shape[i] or (i != d and index.shape[i] > self.shape[i]):
+            raise Declined("an index that is larger")
+    return d
+
+
+def scatter_into(x: Tensor, d: int, index: Tensor, src: Tensor, op: str | None) -> None:
+    """Put a source where an index says along one dimension, add it there, or multiply by it."""
+    if not index.numel():
+        return
+    if x.dim() == 0:
+        x, index, src = x.reshape(1), index.reshape(1), src.reshape(1)
+    shape = tuple(index.shape)
+    if op is None:
+        any_order()
+        named = Named(index, index.stride(), x.shape[d], x.stride(d))
+        move(shape, src, src.stride(), x, without(x.stride(), d), [named], True, False)
+        return
+    if op == "multiply" and x.dtype == torch.bool:
+        raise Declined("dtype bool")
+    for i, n in enumerate(shape):
+        src = src.narrow(i, 0, n) if src.shape[i] != n else src
+    others = [i for i in range(len(shape)) if i != d]
+    if all(index.stride(i) == 0 or shape[i] == 1 for i in others):  # one index for a whole slice
+        for i in others:
+            x = x.narrow(i, 0, shape[i]) if x.shape[i] != shape[i] else x
+        along_d = index[tuple(slice(None) if i == d else 0 for i in range(len(shape)))]
+        add_along(x, d, tuple(shape[i] for i in others), along_d, src, 1, op)
+        return
+    places = Places(tuple(x.shape), x.stride(), (), ())
+    steps = layout.contiguous_strides(tuple(x.shape))
+    keys = keys_of(shape, [(index, index.stride(), x.shape[d], steps[d])], False, without(steps, d), places)
+    add_rows(x, keys, matrix(src, src.numel()), places, 1, op)
+
+
+def scatter_form(in_place: bool, op: str | None) -> Any:
+    """A scatter that puts, adds, or does what it is asked to."""
+
+    def scatter(self: Tensor, dim: int, index: Tensor, src: Tensor, *, reduce: str | None = None) -> Tensor:
+        d = scattered(self, dim, index, src)
+        if reduce not in (None, "add", "multiply"):
+            raise Declined("a reduction that is refused")
+        if in_place:
+            check_written(self, index, src)
+            out = self
+        else:
+            out = own(torch.empty(self.shape, dtype=self.dtype, device=self.device))
+            pointwise.run(forms.COPY, {"self": self}, out)
+        scatter_into(out, d, index, src, reduce or op)
+        return out
+
+    return scatter
+
+
+def embedding_dense_backward(
+    grad_output: Tensor, indices: Tensor, num_weights: int, padding_idx: int, scale_grad_by_freq: bool
+) -> Tensor:
+    taken(grad_output, indices)
+    check_index(indices)
+    if scale_grad_by_freq or not grad_output.is_floating_point():
+        raise Declined("gradients by frequency, or of integers")
+    if tuple(grad_output.shape[:-1]) != tuple(indices.shape) or not grad_output.dim():
+        raise Declined("a gradient of another shape")
+    N, T = grad_output.shape[-1], indices.numel()
+    out = own(torch.empty((num_weights, N), dtype=grad_output.dtype, device=grad_output.device))
+    pointwise.run(forms.FILL, {"value": 0}, out)
+    if T and N and num_weights:
+        places = Places((num_weights,), (N,), (N,), (1,))
+        shape = tuple(indices.shape)
+        keys = keys_of(shape, [(indices, indices.stride(), num_weights, 1)], False, (), places)
+        if 0 <= padding_idx < num_weights:  # such a row has no gradient
+            plans.launch(drop_key, (keys,), (T, padding_idx, num_weights))
+        add_rows(out, keys, matrix(grad_output, T), places, keep=False)
+    return out
+
+
+@kernel(
+    grid=lambda a: (cdiv(a.T, a.BLOCK),), tokens=("T", "key", "LAST"), default=lambda a: {"BLOCK": 512, "num_warps": 4}
+)
+def drop_key(KEYS, T, key, LAST, BLOCK: tl.constexpr):
+    """Have a place named by nobody."""
+    t = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(KEYS + t, tl.full([BLOCK], LAST, KEYS.dtype.element_ty), (t < T) & (tl.load(KEYS + t, t < T, LAST) == key))
+
+
+FORMS = {
+    "index_select": index_select, "embedding": embedding, "gather": gather, "index.Tensor": index, "index_put_": index_put_,
+    "_index_put_impl_": index_put_, "index_put": index_put, "index_add": index_add, "index_add_": index_add_,
+    "scatter.src": scatter_form(False, None), "scatter_.src": scatter_form(True, None),
+    "scatter.reduce": scatter_form(False, None), "scatter_.reduce": scatter_form(True, None),
+    "scatter_add": scatter_form(False, "add"), "scatter_add_": scatter_form(True, "add"),
+    "embedding_dense_backward": embedding_dense_backward,
+}  # fmt: skip

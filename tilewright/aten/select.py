@@ -1,0 +1,308 @@
+"""The index engine, what is found rather than named: elements under a mask, coordinates of what is not 0, repeated indices, and
+whether elements are among others.
+
+Elements under a mask are counted by blocks, a launch finds where each block's begin, and blocks write theirs there. How many there
+are is the one number that is read. What is looked for is looked up in the others, which are put in order (`order.py`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..core.tensor import cdiv
+from ..runtime.kernel import collecting, kernel
+from . import forms, layout, plans, pointwise, scan
+from .layout import Ints
+from .order import KEY_BITS, key_of, ordered
+from .plans import only_now, own
+from .pointwise import IN_TRITON, stored
+from .reduction import loops_of, offset
+from .row import TAKEN, Declined, of_numbers, taken
+
+BLOCK = 2048  # elements that are counted together
+MOST_DIMS = 6  # whose coordinates a launch writes
+SIZES = tuple(f"n{i}" for i in range(MOST_DIMS))
+
+
+# ---- kernels ---------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def is_set(X, at, inside):
+    """Whether elements are not 0."""
+    x = tl.load(X + at, inside, 0)
+    if x.dtype == tl.int1:
+        x = x.to(tl.int32)
+    return (x != 0) & inside
+
+
+@kernel(
+    grid=lambda a: (a.BLOCKS,), tokens=("N", "BLOCKS", "K0", "K1", "k0", "k1", "k2"), default=lambda a: {"num_warps": 4}
+)
+def count_set(X, COUNTS, N, BLOCKS, K0, K1, k0, k1, k2, FLAT: tl.constexpr, BLOCK: tl.constexpr):
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    at = i if FLAT else offset(i, K0, K1, k0, k1, k2)
+    tl.store(COUNTS + tl.program_id(0), tl.sum(is_set(X, at, i < N).to(tl.int32), 0))
+
+
+@kernel(grid=lambda a: (1,), tokens=("BLOCKS",), default=lambda a: {"BLOCK": 4096, "num_warps": 8})
+def begin_blocks(COUNTS, STARTS, BLOCKS, BLOCK: tl.constexpr):
+    """STARTS [BLOCKS + 1]: how many come before each block, and how many there are."""
+    before = tl.full((), 0, tl.int64)
+    for start in range(0, BLOCKS, BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        count = tl.load(COUNTS + i, i < BLOCKS, 0).to(tl.int64)
+        tl.store(STARTS + i, before + tl.cumsum(count, 0) - count, i < BLOCKS)
+        before += tl.sum(count, 0)
+    tl.store(STARTS + BLOCKS, before)
+
+
+@kernel(
+    grid=lambda a: (a.BLOCKS,), tokens=("N", "BLOCKS", "K0", "K1", "k0", "k1", "k2", "p0", "p1", "p2"),
+    default=lambda a: {"num_warps": 4},
+)  # fmt: skip
+def write_set(OUT, X, MASK, STARTS, N, BLOCKS, K0, K1, k0, k1, k2, p0, p1, p2, FLAT: tl.constexpr, BLOCK: tl.constexpr):
+    """Elements of X, of strides p, where MASK, of strides k, is set."""
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    found = is_set(MASK, i if FLAT else offset(i, K0, K1, k0, k1, k2), i < N)
+    to = tl.load(STARTS + tl.program_id(0)) + tl.cumsum(found.to(tl.int32), 0) - 1
+    value = tl.load(X + (i if FLAT else offset(i, K0, K1, p0, p1, p2)), found, 0)
+    if OUT.dtype.element_ty == tl.int1:
+        value = value.to(tl.int32)
+    tl.store(OUT + to, stored(value, OUT), found)
+
+
+@kernel(
+    grid=lambda a: (a.BLOCKS,), tokens=("N", "BLOCKS", "K0", "K1", "k0", "k1", "k2", *SIZES, "dims", "row", "col"),
+    default=lambda a: {"num_warps": 4},
+)  # fmt: skip
+def write_coordinates(
+    OUT, X, STARTS, N, BLOCKS, K0, K1, k0, k1, k2, n0, n1, n2, n3, n4, n5, dims, row, col, DIMS: tl.constexpr, FLAT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Coordinates of what is set: of so many dimensions, DIMS at most, of which n0 is the last's size."""
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    found = is_set(X, i if FLAT else offset(i, K0, K1, k0, k1, k2), i < N)
+    to = OUT + (tl.load(STARTS + tl.program_id(0)) + tl.cumsum(found.to(tl.int32), 0) - 1) * row
+    rest = i
+    sizes = (n0, n1, n2, n3, n4, n5)
+    for d in tl.static_range(DIMS):
+        tl.store(to + (dims - 1 - d) * col, rest % sizes[d], found & (d < dims))
+        rest = rest // sizes[d]
+
+
+@triton.jit
+def lower_bound(SORTED, key, n, steps):
+    """How many of n keys in order come before each of these."""
+    low = tl.zeros(key.shape, tl.int64)
+    high = low + n
+    for _ in range(0, steps):
+        middle = (low + high) // 2
+        right = (low < high) & (tl.load(SORTED + tl.minimum(middle, n - 1)) < key)
+        high = tl.where(right | (low >= high), high, middle)
+        low = tl.where(right, middle + 1, low)
+    return low
+
+
+@kernel(
+    grid=lambda a: (cdiv(a.N, a.BLOCK),), tokens=("N", "n", "steps"), default=lambda a: {"BLOCK": 1024, "num_warps": 4}
+)
+def is_among(OUT, X, SORTED, N, n, steps, COMMON: tl.constexpr, INVERT: tl.constexpr, BLOCK: tl.constexpr):
+    """Whether elements are among others, whose keys are in order. A NaN is among none."""
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    x = as_common(tl.load(X + i, i < N, 0), COMMON)
+    key = key_of(x, False)
+    at = lower_bound(SORTED, key, n, steps)
+    found = (at < n) & (tl.load(SORTED + tl.minimum(at, n - 1)) == key) & (x == x)
+    tl.store(OUT + i, found != INVERT, i < N)
+
+
+@triton.jit
+def as_common(x, COMMON: tl.constexpr):
+    """Elements promoted; a bool is 0 or 1."""
+    if x.dtype == tl.int1:
+        x = x.to(tl.int32)
+    if tl.int1 == COMMON:
+        x = x.to(tl.int32)
+    else:
+        x = x.to(COMMON)
+    return x
+
+
+@kernel(grid=lambda a: (cdiv(a.N, a.BLOCK),), tokens=("N",), default=lambda a: {"BLOCK": 1024, "num_warps": 4})
+def keys_in_order(KEYS, X, N, COMMON: tl.constexpr, BLOCK: tl.constexpr):
+    """Keys of promoted elements."""
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    key = key_of(as_common(tl.load(X + i, i < N, 0), COMMON), False)
+    tl.store(KEYS + i, key.to(KEYS.dtype.element_ty), i < N)
+
+
+@kernel(
+    grid=lambda a: (cdiv(a.N, a.BLOCK),), tokens=("N", "n", "steps"), default=lambda a: {"BLOCK": 1024, "num_warps": 4}
+)
+def repeated(OUT, ENDS, N, n, steps, BLOCK: tl.constexpr):
+    """Which of n ends, ascending, is the first after each number."""
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    found = lower_bound(ENDS, i + 1, n, steps)
+    tl.store(OUT + i, found.to(OUT.dtype.element_ty), i < N)
+
+
+# ---- host ------------------------------------------------------------------------------------------------------------
+
+
+def read(t: Tensor) -> int:
+    """A number from the device, which a result's size depends on: no plan does that. Where launches are only collected, 1."""
+    only_now()
+    if collecting() or t.is_meta:
+        return 1
+    if t.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise Declined("a size that is read, during graph capture", lasting=False)
+    return int(t)
+
+
+def starts_of(mask: Tensor, shape: Ints, strides: Sequence[Ints]) -> tuple[Tensor, int, tuple]:
+    """(how many set elements come before each block, how many there are, what launches over the mask and others are told)."""
+    N = math.prod(shape)
+    blocks = cdiv(N, BLOCK)
+    sizes, steps = loops_of(shape, list(strides))
+    flat = N >= pointwise.SMALL and all(one == [1, 0, 0] for one in steps)  # of few, all share one variant
+    counts = own(torch.empty(blocks, dtype=torch.int32, device=mask.device))
+    starts = own(torch.empty(blocks + 1, dtype=torch.int64, device=mask.device))
+    plans.launch(count_set, (mask, counts), (N, blocks, *sizes[:2], *steps[0]), FLAT=flat, BLOCK=BLOCK)
+    plans.launch(begin_blocks, (counts, starts), (blocks,))
+    return starts, read(starts[blocks]), (N, blocks, sizes, steps, flat)
+
+
+def masked_select(self: Tensor, mask: Tensor) -> Tensor:
+    taken(self, mask)
+    shape = layout.broadcast([self.shape, mask.shape])
+    if mask.dtype != torch.bool or shape is None:
+        raise Declined("a mask that is not bool, or shapes that do not broadcast")
+    if not math.prod(shape):
+        return own(torch.empty(0, dtype=self.dtype, device=self.device))
+    strides = [layout.expanded(t, shape) for t in (mask, self)]
+    starts, count, (N, blocks, sizes, steps, flat) = starts_of(mask, shape, strides)
+    out = own(torch.empty(count, dtype=self.dtype, device=self.device))
+    if count:
+        numbers = N, blocks, *sizes[:2], *steps[0], *steps[1]
+        plans.launch(write_set, (out, self, mask, starts), numbers, FLAT=flat, BLOCK=BLOCK)
+    return out
+
+
+def nonzero(self: Tensor) -> Tensor:
+    taken(self)
+    dims = self.dim()
+    if not 0 < dims <= MOST_DIMS:
+        raise Declined("no dimension, or more than a launch takes")
+    if not self.numel():
+        return coordinates(self, 0)
+    starts, count, (N, blocks, sizes, steps, flat) = starts_of(self, tuple(self.shape), [self.stride()])
+    out = coordinates(self, count)
+    if count:
+        numbers = [
+            N,
+            blocks,
+            *sizes[:2],
+            *steps[0],
+            *reversed(self.shape),
+            *[1] * (MOST_DIMS - dims),
+            dims,
+            *out.stride(),
+        ]
+        most = dims if flat else MOST_DIMS
+        plans.launch(write_coordinates, (out, self, starts), numbers, DIMS=most, FLAT=flat, BLOCK=BLOCK)
+    return out
+
+
+def coordinates(self: Tensor, count: int) -> Tensor:
+    """Memory for the result: torch has those of one dimension side by side."""
+    return own(torch.empty_strided((count, self.dim()), (1, count), dtype=torch.int64, device=self.device))
+
+
+def repeat_interleave(repeats: Tensor, *, output_size: int | None = None) -> Tensor:
+    taken(repeats)
+    if repeats.dim() != 1 or repeats.dtype not in (torch.int32, torch.int64):
+        raise Declined("repeats that are refused")
+    n = repeats.shape[0]
+    if not n:
+        return own(torch.empty(0, dtype=repeats.dtype, device=repeats.device))
+    ends = scan.cumsum(repeats, 0, dtype=torch.int64)
+    only_now()
+    if not collecting() and int(repeats.min()) < 0:
+        raise Declined("a negative number of repeats", lasting=False)
+    count = read(ends[n - 1]) if output_size is None else output_size
+    out = own(torch.empty(count, dtype=repeats.dtype, device=repeats.device))
+    if count:
+        plans.launch(repeated, (out, ends), (count, n, n.bit_length()))
+    return out
+
+
+def contiguous(t: Tensor) -> Tensor:
+    if t.is_contiguous():
+        return t
+    made = own(torch.empty(t.shape, dtype=t.dtype, device=t.device))
+    return pointwise.run(forms.COPY, {"self": t}, made)
+
+
+def sorted_keys(t: Tensor, common: torch.dtype) -> Tensor:
+    """Keys of promoted elements, in order."""
+    n = t.numel()
+    wide = torch.int64 if KEY_BITS[common] == 64 else torch.int32
+    keys = own(torch.empty((1, n), dtype=wide, device=t.device))
+    plans.launch(keys_in_order, (keys, contiguous(t)), (n,), COMMON=IN_TRITON[common])
+    return ordered(keys, KEY_BITS[common], True)[0] if n > 1 else keys
+
+
+def among(elements: Tensor, others: Tensor, common: torch.dtype, invert: bool) -> Tensor:
+    if common not in TAKEN or common == torch.bool:
+        raise Declined(f"dtype {common}")
+    out = own(torch.empty(elements.shape, dtype=torch.bool, device=elements.device))
+    n = others.numel()
+    if not n:
+        return pointwise.run(forms.FILL, {"value": invert}, out)
+    if out.numel():
+        keys = sorted_keys(others, common)
+        numbers = out.numel(), n, n.bit_length()
+        plans.launch(is_among, (out, contiguous(elements), keys), numbers, COMMON=IN_TRITON[common], INVERT=invert)
+    return out
+
+
+def isin(elements: Tensor, test_elements: Tensor, *, assume_unique: bool = False, invert: bool = False) -> Tensor:
+    taken(elements, test_elements)
+    return among(elements, test_elements, torch.result_type(elements, test_elements), invert)
+
+
+def as_tensor(value: Any, like: Tensor) -> tuple[Tensor, torch.dtype]:
+    """(a number in memory, the dtype that both promote to)."""
+    common = torch.result_type(like, value)
+    if common not in TAKEN:
+        raise Declined(f"dtype {common}")
+    made = own(torch.empty((), dtype=common, device=like.device))
+    return pointwise.run(forms.FILL, {"value": value}, made), common
+
+
+@of_numbers("test_element")
+def isin_number(elements: Tensor, test_element: Any, *, assume_unique: bool = False, invert: bool = False) -> Tensor:
+    taken(elements)
+    other, common = as_tensor(test_element, elements)
+    return among(elements, other, common, invert)
+
+
+@of_numbers("element")
+def number_isin(element: Any, test_elements: Tensor, *, assume_unique: bool = False, invert: bool = False) -> Tensor:
+    taken(test_elements)
+    one, common = as_tensor(element, test_elements)
+    return among(one, test_elements, common, invert)
+
+
+FORMS = {
+    "masked_select": masked_select, "nonzero": nonzero, "repeat_interleave.Tensor": repeat_interleave, "isin.Tensor_Tensor": isin,
+    "isin.Tensor_Scalar": isin_number, "isin.Scalar_Tensor": number_isin,
+}  # fmt: skip
