@@ -59,6 +59,14 @@ FORMS = {
     "products by index": ("scatter.reduce", made((8, 64)), 0, made((99, 64), I64), made((99, 64)), {"reduce": "multiply"}),
     "a mask that broadcasts": ("masked_select", made((64, 96), BF16), made((96,), BOOL)),
     "among 64-bit numbers": ("isin.Tensor_Tensor", made((640,), I64), made((640,), I64)),
+    # sort
+    "a sort in registers": ("sort", made((64, 512))),
+    "a sort of 16 bits in registers": ("sort", made((64, 256), BF16)),
+    "a sort by digits": ("sort", made((64, 8192))),
+    "a sort of 64 bits": ("sort", made((2, 70), I64)),
+    "the first of long lines": ("topk", made((8, 151936)), 50),
+    "the first of 16 bits": ("topk", made((8, 8192), BF16), 8),
+    "the first of 64 bits": ("topk", made((8, 1000), I64), 8),
     "losses one by one": ("nll_loss_forward", made((64, 96), BF16), made((64,), I64), None, 0, -100),
 }  # fmt: skip
 
@@ -93,6 +101,8 @@ def test_every_kernel_is_there():
         "move_by_index", "place_keys", "sum_runs", "sum_parts", "drop_key", "order_by_count", "radix_count", "radix_scan",
         "radix_move", "count_set", "begin_blocks", "write_set", "write_coordinates", "is_among", "keys_in_order", "repeated",
         "nll_places", "nll_total", "nll_gradient",
+        # sort
+        "sort_rows", "sort_keys", "sort_results", "select_first", "count_first", "write_first", "lengths",
     }  # fmt: skip
 
 

@@ -49,9 +49,9 @@ def order_by_count(KEYS, SORTED, ORDER, M, N, OWN: tl.constexpr, BLOCK: tl.const
 
 
 @triton.jit
-def key_of(x, DESCENDING: tl.constexpr):
+def key_of(x):
     """Of numbers, signed integers of at least their bits in the order of the numbers: int64 for 64 bits, else int32. Both zeros are
-    one, and a NaN of either sign comes after all else. DESCENDING turns the order around, and no two keys that are equal apart."""
+    one, and a NaN of either sign comes after all else."""
     if x.dtype.is_floating():
         x = tl.where(x == 0, 0.0, x).to(x.dtype)
         if x.dtype == tl.float64:
@@ -67,8 +67,6 @@ def key_of(x, DESCENDING: tl.constexpr):
         key = x
     else:
         key = x.to(tl.int32)
-    if DESCENDING:
-        key = ~key
     return key
 
 

@@ -118,7 +118,7 @@ def is_among(OUT, X, SORTED, N, n, steps, COMMON: tl.constexpr, INVERT: tl.const
     """Whether elements are among others, whose keys are in order. A NaN is among none."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     x = as_common(tl.load(X + i, i < N, 0), COMMON)
-    key = key_of(x, False)
+    key = key_of(x)
     at = lower_bound(SORTED, key, n, steps)
     found = (at < n) & (tl.load(SORTED + tl.minimum(at, n - 1)) == key) & (x == x)
     tl.store(OUT + i, found != INVERT, i < N)
@@ -140,7 +140,7 @@ def as_common(x, COMMON: tl.constexpr):
 def keys_in_order(KEYS, X, N, COMMON: tl.constexpr, BLOCK: tl.constexpr):
     """Keys of promoted elements."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    key = key_of(as_common(tl.load(X + i, i < N, 0), COMMON), False)
+    key = key_of(as_common(tl.load(X + i, i < N, 0), COMMON))
     tl.store(KEYS + i, key.to(KEYS.dtype.element_ty), i < N)
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from . import forms, index, index_map, nll, pointwise, reduction_rows, scan, select
+from . import sort as sorting
 from .row import Declined, Row, of_numbers
 from .rows import ROWS
 
@@ -69,7 +70,7 @@ def of_tensors(form: Callable[..., Any], name: str) -> Callable[..., Any]:
 
 OTHERS = {**forms.FORMS, **reduction_rows.FORMS, **scan.FORMS, **index_map.FORMS}
 INDEX = {**index.FORMS, **select.FORMS, **nll.FORMS}
-OTHERS |= INDEX
+OTHERS |= {**INDEX, **sorting.FORMS}
 FORMS: dict[str, Callable[..., Any]] = {
     **{name: pointwise_form(row, name) for row in ROWS for name in row.overloads},
     **{name: of_tensors(form, name) for name, form in OTHERS.items()},
@@ -80,4 +81,5 @@ ENGINE: dict[str, str] = {
     **dict.fromkeys(scan.FORMS, "scan"),
     **dict.fromkeys(index_map.FORMS, "index_map"),
     **dict.fromkeys(INDEX, "index"),
+    **dict.fromkeys(sorting.FORMS, "sort"),
 }

@@ -111,6 +111,13 @@ GIVEN |= {
     "nll_loss2d_forward": lambda make: labels(make, (2, 5, 3, 4), 5),
     "nll_loss2d_backward": lambda make: labels(make, (2, 5, 3, 4), 5),
 }  # fmt: skip
+# The sort engine
+GIVEN |= {
+    "topk": lambda make: {"k": 5, "dim": 1},
+    "_unique2": lambda make: {"self": some(make, SHAPE, 9), "return_inverse": True, "return_counts": True},
+    "quantile": lambda make: {"q": make((3,)) % 1.0},
+    "sort.stable": lambda make: {"stable": True},
+}
 # Overloads without a kernel of their own, whose gradient one would take away, or that torch forwards: the one that they reach
 LEAVES: dict[str, str] = {
     "arange": "arange.start_out", "arange.start": "arange.start_out", "arange.start_step": "arange.start_out", "eye": "eye.m_out",
@@ -134,6 +141,7 @@ LEAVES |= {
     "embedding_backward": "embedding_dense_backward",
     "gather_backward": "scatter_add_",
     "repeat_interleave.self_Tensor": "repeat_interleave.Tensor",
+    "quantile": "sort",
 }
 RESULTS = {"sum.out": (), "sum.IntList_out": (6,), "cumsum.out": SHAPE, "where.self_out": SHAPE,
            "arange.start_out": (4,), "eye.out": (4, 4), "eye.m_out": (4, 5), "linspace.out": (7,),
