@@ -16,7 +16,7 @@ from tests.aten.compare import as_double, differences, flat
 from tests.aten.samples import DEVICE, ENTRIES, dtypes_of, error_samples, samples
 from tilewright.aten import table
 from tilewright.aten.table import overload_of
-from tilewright.check.provided.aten import call_of, copied, drawn
+from tilewright.check.provided.aten import blank, call_of, copied, drawn
 
 # Samples of an entry and dtype, each with its twin that is not contiguous; a GPU compiles for most of them
 MOST = 4 if DEVICE == "cpu" else 2
@@ -226,6 +226,9 @@ def test_every_overload_is_reached(name):
         made = call(*own)
         assert tw.aten.report()[name] == {"taken": 1, "declined": {}}
     packet = name.partition(".")[0].removesuffix("_")
+    if table.ENGINE[name] == "random":  # whose values other tests are about
+        made, expected = ((blank(one[0]), [], one[2]) for one in (made, expected))
+        truth = None
     assert not differences(made[0], expected[0], truth, scale(packet, [*args, *kwargs.values()]))
     assert made[2] == expected[2]
     for own, other, (result, _) in zip(made[1], expected[1], made[2]):

@@ -17,8 +17,9 @@ from tilewright.aten import router, table
 from tilewright.aten.table import overload_of
 from tilewright.check.provided.aten import call_of, copied, drawn
 
-# Whose result is no tensor, or of a size that is read
+# Whose result is no tensor, of a size that is read, or drawn
 UNPLANNED = {"allclose", "masked_select", "nonzero", "repeat_interleave.Tensor", "_unique2"}
+UNPLANNED |= {name for name, engine in table.ENGINE.items() if engine == "random"}
 AGAIN = 4  # a run, one that makes a plan, one by its key, one by a guard
 
 
@@ -59,7 +60,7 @@ def test_later_calls_are_atens_too(name, monkeypatch):
     with tw.aten.use(include=[name]):
         made = [(overload_of(name)(*args, **kwargs), args, kwargs) for args, kwargs in calls]
         assert tw.aten.report()[name]["taken"] == AGAIN
-    for own, other, truth in zip(made, expected, truths):
+    for own, other, truth in zip(made, expected, truths) if table.ENGINE[name] != "random" else ():
         assert not differences(own[0], other[0], truth, 40.0)  # elements of a row: how exact sums are, others test
         for a, b in zip(flat([*own[1], *own[2].values()]), flat([*other[1], *other[2].values()])):
             if isinstance(a, Tensor) and not any(a is t for t in flat(own[0])):

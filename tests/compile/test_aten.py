@@ -67,6 +67,11 @@ FORMS = {
     "the first of long lines": ("topk", made((8, 151936)), 50),
     "the first of 16 bits": ("topk", made((8, 8192), BF16), 8),
     "the first of 64 bits": ("topk", made((8, 1000), I64), 8),
+    # random
+    "draws into a view": ("normal_", made((64, 96))[:, ::2]),
+    "draws of 64 bits": ("normal_", made((64,), torch.float64)),
+    "dropout of 16 bits": ("native_dropout", made((64, 64), BF16), 0.5, True),
+    "dropout one by one": ("native_dropout", made((63, 63)), 0.5, True),
     "losses one by one": ("nll_loss_forward", made((64, 96), BF16), made((64,), I64), None, 0, -100),
 }  # fmt: skip
 
@@ -103,6 +108,8 @@ def test_every_kernel_is_there():
         "nll_places", "nll_total", "nll_gradient",
         # sort
         "sort_rows", "sort_keys", "sort_results", "select_first", "count_first", "write_first", "lengths",
+        # random
+        "draw", "drop",
     }  # fmt: skip
 
 

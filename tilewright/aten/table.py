@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import forms, index, index_map, nll, pointwise, reduction_rows, scan, select
+from . import forms, index, index_map, nll, pointwise, random, reduction_rows, scan, select
 from . import sort as sorting
 from .row import Declined, Row, of_numbers
 from .rows import ROWS
@@ -70,7 +70,7 @@ def of_tensors(form: Callable[..., Any], name: str) -> Callable[..., Any]:
 
 OTHERS = {**forms.FORMS, **reduction_rows.FORMS, **scan.FORMS, **index_map.FORMS}
 INDEX = {**index.FORMS, **select.FORMS, **nll.FORMS}
-OTHERS |= {**INDEX, **sorting.FORMS}
+OTHERS |= {**INDEX, **sorting.FORMS, **random.FORMS}
 FORMS: dict[str, Callable[..., Any]] = {
     **{name: pointwise_form(row, name) for row in ROWS for name in row.overloads},
     **{name: of_tensors(form, name) for name, form in OTHERS.items()},
@@ -82,4 +82,5 @@ ENGINE: dict[str, str] = {
     **dict.fromkeys(index_map.FORMS, "index_map"),
     **dict.fromkeys(INDEX, "index"),
     **dict.fromkeys(sorting.FORMS, "sort"),
+    **dict.fromkeys(random.FORMS, "random"),
 }

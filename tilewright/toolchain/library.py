@@ -14,7 +14,8 @@ TWINS: dict[str, Callable[..., np.ndarray]] = {
     "exp": np.exp, "exp2": np.exp2, "expm1": np.expm1, "log": np.log, "log1p": np.log1p, "log2": np.log2, "sin": np.sin,
     "cos": np.cos, "tan": np.tan, "atan": np.arctan, "tanh": np.tanh, "sqrt": np.sqrt, "floor": np.floor, "ceil": np.ceil,
     "trunc": np.trunc, "fmod": np.fmod, "copysign": np.copysign, "pow": np.power, "erf": np.vectorize(math.erf, otypes=[float]),
-    "rsqrt": lambda x: 1 / np.sqrt(x),
+    "rsqrt": lambda x: 1 / np.sqrt(x), "sinpi": lambda x: np.sin(np.pi * x), "cospi": lambda x: np.cos(np.pi * x),
+    "fast_sinf": np.sin, "fast_cosf": np.cos, "fast_logf": np.log,
 }  # fmt: skip
 
 
