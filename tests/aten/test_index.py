@@ -12,6 +12,7 @@ from torch import Tensor
 
 import tilewright as tw
 from tests.aten.compare import as_double, differences
+from tests.aten.samples import DEVICE
 from tests.aten.test_beyond import both
 from tilewright.aten import index, order, pointwise
 
@@ -29,8 +30,8 @@ def ours(call: Callable[[], Any]) -> Any:
 
 # ---- outside ---------------------------------------------------------------------------------------------------------
 
-X = torch.arange(1.0, 13.0).view(3, 4)
-OUTSIDE = torch.tensor([2, 3, -1, 0, -(2**62), 2**62])
+X = torch.arange(1.0, 13.0, device=DEVICE).view(3, 4)
+OUTSIDE = torch.tensor([2, 3, -1, 0, -(2**62), 2**62], device=DEVICE)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.int32, torch.uint8])
@@ -120,7 +121,7 @@ def test_sums_are_the_same_bits_every_time():
     torch.manual_seed(0)
     i, values, x = torch.randint(0, 2, (70,)), torch.randn(70, 3), torch.randn(2, 3)
     with tw.aten.use(include=["index"]):
-        made = {x.index_put((i,), values, accumulate=True).numpy().tobytes() for _ in range(20)}
+        made = {x.index_put((i,), values, accumulate=True).cpu().numpy().tobytes() for _ in range(20)}
     assert len(made) == 1
 
 
@@ -150,14 +151,14 @@ def test_scatters_that_reduce(reduce):
 
 # ---- indices of every kind -------------------------------------------------------------------------------------------
 
-Y = torch.arange(120).view(4, 5, 6)
-A, B = torch.tensor([0, 3, -1]), torch.tensor([[1], [-2]])
+Y = torch.arange(120, device=DEVICE).view(4, 5, 6)
+A, B = torch.tensor([0, 3, -1], device=DEVICE), torch.tensor([[1], [-2]], device=DEVICE)
 MASK = Y[:, :, 0] % 4 == 0
 PLACES = {
     "first": (A,), "last": (slice(None), slice(None), A), "two beside": (A, B), "two apart": (A, slice(None), B),
     "all": (A, A, B), "a matrix": (B,), "a mask": (MASK,), "a mask of rows": (Y[:, 0, 0] > 20,),
     "a mask behind": (slice(None), Y[0, :, :] > 7),
-    "a mask of all": (Y % 3 == 0,), "nothing": (torch.zeros(0, dtype=torch.int64),), "no row": (Y[:, 0, 0] < 0,),
+    "a mask of all": (Y % 3 == 0,), "nothing": (A[:0],), "no row": (Y[:, 0, 0] < 0,),
     "every row": (Y[:, 0, 0] >= 0,), "bytes": (MASK.to(torch.uint8),), "int32": (A.int(), slice(None), B.int()),
 }  # fmt: skip
 

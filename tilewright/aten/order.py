@@ -17,8 +17,8 @@ from ..runtime.kernel import kernel
 from . import plans
 from .plans import own
 
-COUNTED = 16384  # keys of a line, and comparisons of all, to which counting is taken: beyond it grows with the square
-COMPARED = 1 << 30
+COUNTED = 32768  # keys of a line to which counting is taken, whose work grows with the square
+COMPARED = 1 << 26  # comparisons of all that take about as long as the three launches of a pass (not measured)
 DIGIT = 4  # bits
 DIGITS = 1 << DIGIT
 BLOCK = 1024  # keys that are moved together; fewer than 2**16, which a count holds
@@ -156,7 +156,8 @@ def ordered(keys: Tensor, bits: int, signed: bool) -> tuple[Tensor, Tensor]:
     order = own(torch.empty(keys.shape, dtype=torch.int32, device=keys.device))
     if not keys.numel():
         return found, order
-    if n <= COUNTED and lines * n * n <= COMPARED:
+    passes = cdiv(max(bits, 1), DIGIT)
+    if n <= COUNTED and lines * n * n <= COMPARED * passes:
         block = 256 if keys.dtype == torch.int32 else 128  # as many as registers hold
         plans.launch(order_by_count, (keys, found, order), (lines, n), BLOCK=block)
         return found, order
@@ -164,7 +165,6 @@ def ordered(keys: Tensor, bits: int, signed: bool) -> tuple[Tensor, Tensor]:
     counts, starts = (
         own(torch.empty((lines, DIGITS, blocks), dtype=torch.int32, device=keys.device)) for _ in range(2)
     )
-    passes = cdiv(max(bits, 1), DIGIT)
     # The last pass writes what is handed back
     spare = own(torch.empty_like(found)), own(torch.empty_like(order))
     targets = [(found, order) if (passes - at) % 2 else spare for at in range(passes)]

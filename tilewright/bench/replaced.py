@@ -33,7 +33,7 @@ from .check import Wrong
 from .timing import Within
 
 COMPOSITE = torch._C.DispatchKey.CompositeExplicitAutograd
-WORD = re.compile(r"(\w+)\[([\w ]*)\](?: or (\S+))?( > 0)?")
+WORD = re.compile(r"(\w+)\[([\w ]*)\](?: or (\S+))?( > 0)?(?: < (\w+))?( by rank| half one)?")
 MATRIX = "any[rows columns]"
 SPARE = 1 << 20  # bytes beside its results that a replacement may take more than aten does
 NUMBERS = {"allclose"}  # which reads its result, and there is none without memory
@@ -42,12 +42,14 @@ SMALL = {"diagonal_backward"}  # whose sizes are numbers, which nothing makes la
 
 class Call(NamedTuple):
     """A function of tensors, and a word for each: `bool[rows columns]` names dtype (`any` is the case's, `same` repeats the first
-    tensor) and dimensions, `or 0` makes half of the elements 0, `> 0` all of them positive. `read` is the share of their bytes that
-    cannot be left unread."""
+    tensor) and dimensions, `or 0` makes half of the elements 0, `> 0` all of them positive; `< vocab` is how far integers go, `by
+    rank` makes small ones likely as Zipf has it, `half one` makes half of them 0. `read` is the share of their bytes that cannot be
+    left unread. `draws`: results are random, and are held against aten's of the same seed."""
 
     function: Callable[..., Any]
     tensors: tuple[str, ...] = (MATRIX,)
     read: float = 1.0
+    draws: bool = False
 
 
 TWO = (MATRIX, MATRIX)
@@ -98,6 +100,38 @@ CALLS: dict[str, Call] = {
 }
 
 
+def seeded(call: Callable[..., Any]) -> Callable[..., Any]:
+    """A call that draws the same numbers every time."""
+
+    def function(*tensors: Tensor) -> Any:
+        torch.manual_seed(0)
+        return call(*tensors)
+
+    return function
+
+
+ADDED = ("any[places columns]", "int64[rows] < places half one", MATRIX)
+# index, sort, random
+CALLS |= {
+    "embedding_backward": Call(
+        lambda grad, ids, table: torch.ops.aten.embedding_dense_backward(grad, ids, table.shape[0], -1, False),
+        ("any[tokens columns]", "int64[tokens] < vocab by rank", "bool[vocab]")),
+    "index_put": Call(lambda x, i, v: x.index_put((i,), v, accumulate=True), ADDED),
+    "index_add": Call(lambda x, i, v: x.index_add(0, i, v), ADDED),
+    "scatter_add": Call(lambda x, i, v: x.scatter_add(0, i[:, None].expand(v.shape), v), ADDED),
+    "masked_select": Call(torch.masked_select, (MATRIX, "bool[rows columns]")),
+    "nonzero": Call(torch.nonzero, (f"{MATRIX} or 0",)),
+    "isin": Call(torch.isin, ("int64[rows] < most", "int64[columns] < most")),
+    "topk_last": Call(lambda x: x.topk(8, 1)[0]),
+    "topk_first": Call(lambda x: x.topk(8, 0)[0]),
+    "topk_50": Call(lambda x: x.topk(min(50, x.shape[1]), 1)[0]),
+    "sort_last": Call(lambda x: x.sort(1)[0]),
+    "rand_like": Call(seeded(torch.rand_like), read=0.0, draws=True),
+    "randn_like": Call(seeded(torch.randn_like), read=0.0, draws=True),
+    "dropout": Call(seeded(lambda x: torch.native_dropout(x, 0.5, True)), draws=True),
+}  # fmt: skip
+
+
 class Word(NamedTuple):
     """What a word says of a tensor."""
 
@@ -106,25 +140,40 @@ class Word(NamedTuple):
     same: bool
     other: float | None
     positive: bool
+    below: int = 100
+    spread: str = ""
 
     @staticmethod
     def read(word: str, case: Case) -> Word:
-        kind, names, other, positive = WORD.fullmatch(word).groups()
+        kind, names, other, positive, below, spread = WORD.fullmatch(word).groups()
         shape = [case.dims[n] if n in case.dims else int(n) for n in names.split()]
         dtype = getattr(torch, case.dtype if kind in ("any", "same") else kind)
-        return Word(shape, dtype, kind == "same", None if other is None else float(other), positive is not None)
+        most = 100 if below is None else case.dims[below]
+        return Word(
+            shape,
+            dtype,
+            kind == "same",
+            None if other is None else float(other),
+            positive is not None,
+            most,
+            spread or "",
+        )
 
 
 def drawn_by(word: Word, source: torch.Generator, given: list[Tensor]) -> Tensor:
     """A tensor by its word, on the generator's device, beside those that are `given` already."""
-    shape, dtype, same, other, positive = word
+    shape, dtype, same, other, positive, below, spread = word
     settings = {"generator": source, "device": source.device}
     if same:
         made = given[0].clone()
     elif dtype.is_floating_point or dtype.is_complex:
         made = torch.randn(shape, dtype=torch.promote_types(dtype, torch.float32), **settings).to(dtype)
     else:
-        made = torch.randint(0, 2 if dtype == torch.bool else 100, shape, dtype=dtype, **settings)
+        made = torch.randint(0, 2 if dtype == torch.bool else below, shape, dtype=dtype, **settings)
+    if spread == " by rank":
+        made = (float(below) ** torch.rand(shape, dtype=torch.float64, **settings)).to(dtype) - 1
+    elif spread:
+        made[torch.rand(shape, **settings) < 0.5] = 0
     if other is not None:
         made[torch.rand(shape, **settings) < 0.5] = other
     return made.abs() + 0.25 if positive else made
@@ -197,12 +246,13 @@ class Replaced:
     def verify(self, result: Any) -> float:
         """The largest relative error against aten in float64. Raises `Wrong`."""
         aten = flat(self.function(*self.given))
-        truth = flat(self.function(*(doubled(t) for t in self.given)))
+        draws = self.case.call is not None and CALLS[self.case.call].draws
+        truth = list(map(doubled, aten)) if draws else flat(self.function(*(doubled(t) for t in self.given)))
         found = flat(result)
         if len(found) != len(aten):
             raise Wrong(f"{len(found)} results, not {len(aten)}")
         running = self.case.call.startswith("cum")
-        return max(error_of(*each, running) for each in zip(found, aten, truth))
+        return max(error_of(*each, running or draws) for each in zip(found, aten, truth))
 
 
 @contextlib.contextmanager
@@ -294,6 +344,7 @@ class Routing(TorchDispatchMode):
     def __init__(self, forms: Mapping[str, Callable[..., Any]] = table.FORMS) -> None:
         super().__init__()
         self.forms, self.seen = forms, set()
+        self.within: set[Any] = set()  # composites that are being taken apart
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = name_of(func)
@@ -301,9 +352,15 @@ class Routing(TorchDispatchMode):
         if name in self.forms:
             with contextlib.suppress(Declined):
                 return self.forms[name](*args, **(kwargs or {}))
-        if func.has_kernel_for_dispatch_key(COMPOSITE):
-            with self:  # what it calls is seen too; where there is no memory torch may have a kernel that calls nothing
-                return func._op_dk(COMPOSITE, *args, **(kwargs or {}))
+        if func.has_kernel_for_dispatch_key(COMPOSITE) and func not in self.within:
+            self.within.add(func)  # one that calls itself is torch's
+            try:
+                with (
+                    self
+                ):  # what it calls is seen too; where there is no memory torch may have a kernel that calls nothing
+                    return func._op_dk(COMPOSITE, *args, **(kwargs or {}))
+            finally:
+                self.within.discard(func)
         return func(*args, **(kwargs or {}))
 
 

@@ -120,6 +120,11 @@ def alike(mine: Any, theirs: Any) -> bool:
     return rivals.agrees(mine, theirs) if isinstance(mine, torch.Tensor) else mine == theirs
 
 
+def captured(work: Work | replaced.Replaced) -> bool:
+    """Whether a case's calls are timed in a graph. Those that read a size, or draw numbers, are not ours in one."""
+    return not work.case.options.get("events", False)
+
+
 class Sets(NamedTuple):
     """A case's arguments, several times over, and how they are used."""
 
@@ -161,7 +166,10 @@ def measure_device(case: Case, beside: Sequence[str]) -> Row:
             raise check.Wrong(f"right when called alone, wrong in the timed run: {wrong}") from wrong
 
     def reading() -> timing.Timing:
-        return timing.measure([one.call for one in work], calls, restore=restore if once else None, inspect=inspect)
+        own = [one.call for one in work]
+        return timing.measure(
+            own, calls, restore=restore if once else None, inspect=inspect, captured=captured(work[0])
+        )
 
     # Power moves a product's time by a tenth within one run: of two readings the better, as of its rivals
     timed = min((reading() for _ in range(readings_of(work[0]))), key=lambda timed: timed.us)
@@ -249,8 +257,9 @@ def measure_rivals(work: Sequence[Work], calls: int, beside: Sequence[str]) -> R
             if work[0].overwrites:
                 for one in work:
                     one.restore()
-            readings = [timing.measure(made, calls) for _ in range(readings_of(work[0]))]
-            spoiled = spoiled or any(timed.method != "graph" for timed in readings)
+            one = captured(work[0])
+            readings = [timing.measure(made, calls, captured=one) for _ in range(readings_of(work[0]))]
+            spoiled = spoiled or (one and any(timed.method != "graph" for timed in readings))
             extra[name] = extra_bytes(work[0], made[0])
             found[name] = min(timed.us for timed in readings)
         except (Absent, ImportError) as error:

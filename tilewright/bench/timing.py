@@ -219,8 +219,10 @@ def measure(
     restore: Callable[[], None] | None = None,
     inspect: Callable[[list[Any]], None] | None = None,
     device: Device | None = None,
+    captured: bool = True,
 ) -> Timing:
-    """Time `calls`, one for each buffer set, by a graph of `in_graph` calls; by events where there can be no graph."""
+    """Time `calls`, one for each buffer set, by a graph of `in_graph` calls; by events where there can be no graph, or none is
+    to be `captured`."""
     method, results = "graph", []
     with entered(calls) as own:
         supply = itertools.cycle(own)
@@ -229,6 +231,8 @@ def measure(
             return next(supply)
 
         try:
+            if not captured:
+                raise CannotCapture("as the case asks")
             us = time_graph(make, len(calls), in_graph, restore=restore, inspect=results.extend, device=device)
         except CannotCapture as error:
             us = time_events(make, restore=restore, inspect=results.extend, device=device)
