@@ -27,6 +27,7 @@ CALLS: dict[str, tuple[str, Callable[[Tensor], Any]]] = {
     "last": ("argmax", torch.argmax),
     "outer": ("sum.dim_IntList", lambda x: x[: SIDE**2].view(SIDE, SIDE).sum(0)),
     "scan": ("cumsum", lambda x: x.cumsum(0, dtype=torch.int8)),
+    "taken": ("index_select", lambda x: x.index_select(0, torch.tensor([N - 3, 5, N - 1, N // 2], device=x.device))),
     "scan of columns": ("cumsum", lambda x: x[: SIDE**2].view(SIDE, SIDE).cumsum(0, dtype=torch.int8)),
 }
 
@@ -55,3 +56,15 @@ def test_a_row_of_many_and_its_largest():
         assert tw.aten.report()["cummax"]["taken"]
     assert values[-4:].tolist() == [0, 1, 1, 1] and indices[-4:].tolist() == [N - 4, N - 3, N - 3, N - 3]
     assert int(indices[2**31 - 9]) == 2**31 - 9  # of equals, the last
+
+
+def test_what_is_selected_past_32_bits():
+    """aten refuses some of it: places are known here."""
+    x = torch.zeros(N, dtype=torch.int8, device="cuda")
+    places = [0, 7, 2**31 - 1, 2**31, N - 1]
+    x[places] = torch.arange(1, 6, dtype=torch.int8, device="cuda")
+    with tw.aten.use(include=["index"]):
+        assert x.nonzero().flatten().tolist() == places
+        assert x.masked_select(x > 0).tolist() == [1, 2, 3, 4, 5]
+        said = tw.aten.report()
+    assert said["nonzero"]["taken"] == said["masked_select"]["taken"] == 1

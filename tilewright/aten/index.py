@@ -649,14 +649,12 @@ def index_put_(
 def index_put(self: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: bool = False) -> Tensor:
     taken(self, values)
     found = indexed(self, indices)
-    if found.named and self.dtype != values.dtype:
-        raise Declined("values of another dtype")
     out = forms.clone(self)
-    put_values(out, indexed(out, [*restated(indices, found)]), values, accumulate)
+    put_values(out, indexed(out, restated(found)), values, accumulate)
     return out
 
 
-def restated(indices: Sequence[Tensor | None], found: Advanced) -> list[Tensor | None]:
+def restated(found: Advanced) -> list[Tensor | None]:
     """The indices with those that masks have become, so that no mask is read twice."""
     whole: list[Tensor | None] = [None] * (max(found.dims) + 1)
     for d, one in zip(found.dims, found.named):

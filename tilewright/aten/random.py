@@ -305,12 +305,10 @@ def finite(*numbers: float) -> bool:
 def uniform_(self: Tensor, from_: float = 0.0, to: float = 1.0, *, generator: Any = None, **named: Any) -> Tensor:
     low = named.get("from", from_)
     check_capture(self)
-    if self.is_floating_point() and (
-        not finite(low, to)
-        or not 0 <= to - low <= torch.finfo(self.dtype).max
-        or max(abs(low), abs(to)) > torch.finfo(self.dtype).max
-    ):
-        raise Declined("bounds that are refused", lasting=False)
+    if self.is_floating_point():
+        most = torch.finfo(self.dtype).max
+        if not finite(low, to) or not 0 <= to - low <= most or max(abs(low), abs(to)) > most:
+            raise Declined("bounds that are refused", lasting=False)
     return fill(self, "uniform", low, to, generator)
 
 
