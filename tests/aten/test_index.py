@@ -14,7 +14,7 @@ import tilewright as tw
 from tests.aten.compare import as_double, differences
 from tests.aten.samples import DEVICE
 from tests.aten.test_beyond import both
-from tilewright.aten import index, order, pointwise
+from tilewright.aten import order, pointwise
 
 NAN = float("nan")
 
@@ -287,16 +287,3 @@ def test_memory_that_is_read_and_written_is_atens():
     ):  # fmt: skip
         aten, made, _ = both(lambda change=change: change(torch.arange(16.0).view(4, 4)))
         assert not differences(made, aten, as_double(aten) if isinstance(aten, Tensor) else None)
-
-
-def test_an_index_that_is_not_clamped_is_noticed(monkeypatch):
-    """The interpreter lets nobody read outside of a tensor."""
-    monkeypatch.setattr(index, "known_index", unclamped)
-    with tw.aten.use(include=["index_select"]), pytest.raises(Exception, match="(?s)."):
-        X.index_select(0, OUTSIDE)
-
-
-@index.triton.jit
-def unclamped(I, at, inside, n, WRAP: index.tl.constexpr):
-    i = index.tl.load(I + at, inside, 0).to(index.tl.int64)
-    return i == i, i

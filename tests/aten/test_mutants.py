@@ -8,12 +8,15 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 import tilewright as tw
 from tests.aten.compare import differences
 from tilewright.aten import functions as f
-from tilewright.aten import layout, pointwise, reduction_rows, scan, table
+from tilewright.aten import index, layout, order, pointwise, random, reduction_rows, scan, table
+from tilewright.aten import sort as sorting
 
 
 class Mutant(NamedTuple):
@@ -40,6 +43,18 @@ def one_further_on(x: Tensor) -> Tensor:
     return x[1:].add_(x[:-1])
 
 
+def equals_turned(keys: Tensor, bits: int, signed: bool) -> tuple[Tensor, Tensor]:
+    """Keys in order, equal ones in the other."""
+    found, places = order.ordered(keys.flip(1).contiguous(), bits, signed)
+    return found, keys.shape[1] - 1 - places
+
+
+def without_the_last(x: Tensor, keys: Tensor, values: Tensor, *rest: Any, **named: Any) -> None:
+    ADD_ROWS(x, keys[:, :-1].contiguous(), values[:-1], *rest, **named)
+
+
+ADD_ROWS = index.add_rows
+TIES = torch.tensor([3, 1, 3, 1, 2])
 EQUALS = torch.tensor([1.0, 3.0, 3.0, 2.0])
 HAS_NAN = torch.tensor([1.0, float("nan"), 2.0])
 MUTANTS = [
@@ -58,6 +73,9 @@ MUTANTS = [
            lambda: torch.ones(3, 4).t() + 1, "strides"),
     Mutant("a number cut to its whole part", pointwise, "bits_of", lambda value, compute: int(value), lambda: torch.ones(3) * 2.5,
            "values"),
+    Mutant("an unstable sort", sorting, "ordered", equals_turned, lambda: TIES.sort(stable=True), "values"),
+    Mutant("a row that is not added", index, "add_rows", without_the_last,
+           lambda: torch.zeros(4, 2).index_add(0, TIES, torch.ones(5, 2)), "values"),
     Mutant("overlaps that are not seen", pointwise, "overlapping", lambda a, b: False, lambda: one_further_on(torch.arange(64.0)),
            "not 'RuntimeError'"),
 ]  # fmt: skip
@@ -107,3 +125,25 @@ def test_a_registered_composite_loses_its_gradient():
         assert x.grad is None
     finally:
         library._destroy()
+
+
+@triton.jit
+def unclamped(I, at, inside, n, WRAP: tl.constexpr):
+    i = tl.load(I + at, inside, 0).to(tl.int64)
+    return i == i, i
+
+
+def test_an_index_that_is_not_clamped_is_noticed(monkeypatch):
+    """The interpreter lets nobody read outside of a tensor."""
+    monkeypatch.setattr(index, "known_index", unclamped)
+    with tw.aten.use(include=["index_select"]), pytest.raises(Exception, match="(?s)."):
+        torch.arange(12.0).view(3, 4).index_select(0, torch.tensor([2, 2**40, -7]))
+
+
+def test_draws_of_another_order_are_noticed(monkeypatch):
+    """Words of one call go to elements as far apart as there are threads."""
+    monkeypatch.setattr(random, "advance", lambda *_: (0, 0))
+    with tw.aten.use(include=["uniform_"]):
+        right = torch.empty(2000).uniform_()
+        monkeypatch.setattr(random, "threads_of", lambda *_: 256)
+        assert not torch.equal(torch.empty(2000).uniform_(), right)

@@ -23,7 +23,9 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 LOG = "aten_tried.jsonl"
-COMPARED = ("test_opinfo.py", "test_beyond.py", "tests/gpu/test_aten.py")  # whose tests hold results against aten's
+COMPARED = (
+    "test_opinfo.py", "test_beyond.py", "test_index.py", "test_sort.py", "tests/gpu/test_aten.py", "tests/gpu/test_aten_engines.py",
+)  # fmt: skip  # whose tests hold results against aten's
 _calls: dict[str, tuple[Counter[str], Counter[str]]] = {}  # of the test that runs: (ours, why others were not)
 
 

@@ -178,7 +178,7 @@ def keep_some(X, Y, MASK, at, chance, inside, share):
     WIDE: tl.constexpr = tl.float64 if tl.float64 == X.dtype.element_ty else tl.float32
     kept = chance.to(WIDE) < share.to(WIDE)
     x = tl.load(X + at, inside, 0.0).to(WIDE)
-    y = x * kept.to(WIDE) * (1.0 / share).to(WIDE)
+    y = x * kept.to(WIDE) * (1.0 / share.to(WIDE).to(tl.float64)).to(WIDE)  # torch rounds the share, then divides
     tl.store(Y + at, y.to(Y.dtype.element_ty), inside)
     tl.store(MASK + at, kept, inside)
 
@@ -346,6 +346,8 @@ def normal(mean: Any, std: Any = 1.0, *, generator: Any = None) -> Tensor:
     if out.numel():
         if isinstance(std, Tensor):
             pointwise.run(MUL, {"self": out, "other": std}, out)
+        if not isinstance(mean, Tensor):  # which torch adds as a tensor of the result's dtype
+            mean = float(torch.tensor(mean, dtype=out.dtype))
         pointwise.run(ADD, {"self": out, "other": mean, "alpha": 1}, out)
     return out
 
