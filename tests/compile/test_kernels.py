@@ -81,7 +81,7 @@ LADDERS = {
     "cross_entropy_forward.SPLITS": 6,  # powers of two: few rows are split so that they fill the chip
     "cross_entropy_merge.SPLITS": 6,
     "sum_columns.ROWS": 10,  # powers of two
-    "sum_shares.ROWS": 2,
+    "sum_norm_shares.ROWS": 2,
     # Few tokens have small programs
     **{f"qkv_split_cache_rows.{name}": 2 for name in ("T", "HB", "TK", "KB")},
 }

@@ -112,8 +112,8 @@ def test_rows_that_one_program_does_not_hold(modulated, monkeypatch):
     """Forward they are read again for each sum, backward sums come from a pass of their own."""
     monkeypatch.setattr(norm, "HELD", 0)
     monkeypatch.setattr(norm, "split_plain", lambda N: (512, 2))
-    monkeypatch.setattr(backward, "WIDEST_WITH_SUMS", 0)
-    monkeypatch.setattr(backward, "WIDEST_WITH_ALL", 0)
+    for name in ("WIDEST_AFFINE", "WIDEST_MODULATED", "WIDEST_BOTH"):
+        monkeypatch.setattr(backward, name, 0)
     # A width of its own: an op plays back what it launched for the same shapes
     x, residual, dy, dh = (normal(2, 3, 5001, seed=seed) for seed in range(4))
     weight, bias = normal(5001, seed=4), normal(5001, seed=5)

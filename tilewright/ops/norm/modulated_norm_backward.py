@@ -6,7 +6,7 @@ dy * (n * (weight + weight_offset) + bias), and dshift is dy. With a gradient of
 dx = gate * dh and dgate = x * dh.
 
 What rows share has a sum for its gradient: programs keep their shares of it in registers, each of rows of one group alone, and
-`sum_shares` adds them up.
+`sum_norm_shares` adds them up.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ from .modulated_norm import (
 )
 from .rms_norm import inside_piece, load_pieces, programs_per_sm, split_backward, weight_piece, weight_pieces
 
-# Columns of a row whose backward one program holds, of an affine norm and of one that is modulated or gated: more would spill
-WIDEST_WITH_SUMS, WIDEST_WITH_ALL = 12288, 8192
+# Columns of a row whose backward one program holds: of an affine norm, of one that is modulated or gated, and of both; more spill
+WIDEST_AFFINE, WIDEST_MODULATED, WIDEST_BOTH = 12288, 8192, 5120
 REDUCING = 1024  # bytes of shared memory that the backward's sums take beside its stages, at most
 
 
@@ -101,10 +101,13 @@ def sums_kept(a) -> int:
 def _default_backward(a) -> dict:
     columns = a.BLOCK * a.PIECES
     ROWS, num_warps = max(1, min(16, 4096 // columns)), 4 if columns <= 3584 else 8 if columns <= 5120 else 16
-    rows_too = (a.DH, a.V, a.SCALE.data if a.EACH[0] else None, a.GATE.data if a.EACH[2] else None)
-    if sums_kept(a) + sum(t is not None for t in rows_too) > 4 and num_warps < 16:
-        # Fewer numbers a thread: with the default's 580 bytes would be spilled of rows of 2048 that have all of these
+    shared = (a.W, a.B, None if a.EACH[0] else a.SCALE.data, None if a.EACH[2] else a.GATE.data)
+    of_rows = (a.DH, a.V, a.SCALE.data if a.EACH[0] else None, a.GATE.data if a.EACH[2] else None)
+    if 2 * sums_kept(a) + sum(t is not None for t in (*shared, *of_rows)) > 6 and num_warps < 16:
+        # Fewer numbers a thread: in 4 warps an affine norm of 2048 columns that is modulated would spill 1.5 KB
         ROWS, num_warps = max(1, ROWS // 2), 2 * num_warps
+    elif sums_kept(a) == 0:
+        ROWS = max(1, ROWS // 2)  # nothing is gained by rows that are summed together
     RELOAD = columns > 8192
     room = Target.at(a.X.device).shared_memory
     # Three stages keep two blocks of every operand in shared memory
@@ -351,7 +354,7 @@ def modulated_norm_sums(
         **({"launch_pdl": True} if a.PDL else {}),
     },
 )
-def sum_shares(P, OUTS, GROUPS, SHARES, N, PDL: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def sum_norm_shares(P, OUTS, GROUPS, SHARES, N, PDL: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """OUTS[k][g, n] = sum over m of P[k, g, m, n], always in the same order, as `sum_columns`, of which this is several at once.
     PDL: started before the launch that fills P has ended, if that one says so."""
     if PDL:
@@ -435,7 +438,8 @@ def gradients(x, v, weight, bias, scale, shift, gate, dy, dh, norm: Norm, needs)
     layout = lay(x, (scale if each[0] else None, gate if each[2] else None))
     scales, gates = (own if one else in_groups(t, N) for own, one, t in zip(layout.operands, each[::2], (scale, gate)))
     target = Target.at(x.device)
-    widest = WIDEST_WITH_SUMS if gate is None and scale is None else WIDEST_WITH_ALL
+    plain, affine = gate is None and scale is None, weight is not None or bias is not None
+    widest = WIDEST_AFFINE if plain else WIDEST_BOTH if affine else WIDEST_MODULATED
     BLOCK, PIECES = (1024, 1) if widest < N else split_backward(N)
     most = max(1, programs_per_sm(N) * target.sms // groups)
     split = max(1, min(most, cdiv(length, 4 if widest < N else max(1, 2048 // power_of_two(N)))))
@@ -477,7 +481,7 @@ def gradients(x, v, weight, bias, scale, shift, gate, dy, dh, norm: Norm, needs)
     )  # fmt: skip
     for count, names in summing.items():
         outs = tuple(made[n] for n in names)
-        sum_shares(parts[count], outs, count, shares // count, N, PDL=PDL)
+        sum_norm_shares(parts[count], outs, count, shares // count, N, PDL=PDL)
         PDL = False  # the next comes after this one
     for n in ("scale", "shift", "gate"):
         if n in made and kinds[n] == "mixed":
