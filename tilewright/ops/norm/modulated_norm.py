@@ -22,7 +22,7 @@ from torch import Tensor
 from ...core.tensor import cdiv, power_of_two, rows, vector
 from ...device.groups import Rows
 from ...device.store import NOWHERE, Way
-from ...formats.fill import fill, is_fast, row_way
+from ...formats.fill import fill, fill_from, is_fast, row_way
 from ...runtime.kernel import kernel
 from ..activation.epilogue import loops
 from .rms_norm import (
@@ -264,23 +264,20 @@ def modulated_norm_forward(
 
 @triton.jit
 def produce(SOURCE, row, col, inside, MODE: tl.constexpr):
-    """Rows of y, mean and rstd being given. SOURCE is flat, for Triton 3.6 takes a stride of 1 in a tuple in a tuple for None."""
-    X, W, B, MEAN, RSTD, stride_xm, stride_xn, weight_offset, INNER, S, s_o, s_i, s_n, T, t_o, t_i, t_n = SOURCE
+    """Rows of y that is not modulated, mean and rstd being given."""
+    X, W, B, MEAN, RSTD, stride_xm, stride_xn, weight_offset = SOURCE
     n = tl.load(X + row * stride_xm + col.to(tl.int64) * stride_xn, inside, 0.0).to(tl.float32)
     if MEAN is not None:
         n = n - tl.load(MEAN + row)
     n = n * tl.load(RSTD + row)
-    w = None
-    b = None
     if W is not None:
         w = tl.load(W + col, inside, 0.0).to(tl.float32)
         if weight_offset is not None:
             w += weight_offset
+        n = n * w
     if B is not None:
-        b = tl.load(B + col, inside, 0.0).to(tl.float32)
-    s = load_at(Rows(S, s_o, s_i, s_n), row, INNER, col, inside)
-    t = load_at(Rows(T, t_o, t_i, t_n), row, INNER, col, inside)
-    return modulate(n, w, b, s, t)
+        n = n + tl.load(B + col, inside, 0.0).to(tl.float32)
+    return n
 
 
 # ---------------------------------------------------------------- how operands lie
@@ -344,7 +341,8 @@ def launch_rows(
 
 def normalised(x, residual, gate, weight, bias, scale, shift, h, norm: Norm, out_format) -> Tensor:
     """y; h is filled if it is given. Row-wise codes come from the row launch where a program sees all it needs for their scales;
-    the column-wise ones, and per-tensor or 128x128 scales, from a launch over tiles that takes mean and rstd as given."""
+    the column-wise ones, and per-tensor or 128x128 scales, from a launch over tiles that takes mean and rstd as given, or all
+    of a modulated y."""
     layout = lay(x, (gate, scale, shift))
     inner, (gates, scales, shifts) = one_loop(layout), layout.operands
     x2, r2 = rows(x), None if residual is None else rows(residual)
@@ -359,6 +357,12 @@ def normalised(x, residual, gate, weight, bias, scale, shift, h, norm: Norm, out
     # Of no rows nothing is launched, and a scale that is given would not be stored
     rows_done = M > 0 and q.data is not None and (fmt.reach in ("block", "given") or (fmt.reach == "row" and not wide))
     tiles = not rows_done or q.data_t is not None
+    if tiles and (scale is not None or shift is not None):
+        # In fp32 before: ptxas does not hold tiles of x, scale and shift at once without spilling
+        wide = torch.empty(M, N, dtype=torch.float32, device=x.device)
+        launch_rows(*operands, Way(wide), h, None, None, norm, inner)
+        fill_from(q, wide, fmt.tensor)
+        return q
     mean = rstd = None
     if tiles:
         rstd = torch.empty(M, dtype=torch.float32, device=x.device)
@@ -367,6 +371,6 @@ def normalised(x, residual, gate, weight, bias, scale, shift, h, norm: Norm, out
     launch_rows(*operands, to, h, mean, rstd, norm, inner, fmt if rows_done else None, stride_s, keep=tiles)
     if tiles:
         source = x2 if h is None else h.view(M, N)
-        flat = (source, weight, bias, mean, rstd, *source.stride(), norm.weight_offset or None, inner, *scales, *shifts)
+        flat = (source, weight, bias, mean, rstd, *source.stride(), norm.weight_offset or None)
         fill(q.twin() if rows_done else q, produce, flat, scale=fmt.tensor)
     return q
