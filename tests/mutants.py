@@ -245,22 +245,22 @@ MUTANTS += [
            "attention_codes.*: (o|lse)", CODED, "attention_codes"),
 ]  # fmt: skip
 
-MODULATED = "tilewright/ops/norm/modulated_norm"
+MODULATED, LAYER = "tilewright/ops/norm/modulated_norm", ("tilewright/ops/norm/layer_norm.py",)
 MUTANTS += [
     Mutant("layer_norm: squares of what is not centred", " x = x - mean\n", " x = x - 0.0 * mean\n", "accuracy", "out",
-           f"{MODULATED}.py", "layer_norm"),
+           f"{MODULATED}.py", "layer_norm", through=LAYER),
     Mutant("layer_norm: the row's end counts among squares", "x = tl.where(i * BLOCK + col < N, x, 0.0)", "x = x + 0.0", "accuracy",
-           "out|d_x", f"{MODULATED}.py", "layer_norm"),
+           "out|d_x", f"{MODULATED}.py", "layer_norm", through=LAYER),
     Mutant("layer_norm: shift lies like scale", "ts = laid_pieces(SHIFT, row", "ts = laid_pieces(SCALE, row", "accuracy", "out",
-           f"{MODULATED}.py", "layer_norm"),
+           f"{MODULATED}.py", "layer_norm", through=LAYER),
     Mutant("add_layer_norm: norm of the unrounded sum", "(r.to(tl.float32) + x).to(H.dtype.element_ty)", "(r.to(tl.float32) + x)",
-           "accuracy", "y", f"{MODULATED}.py", "add_layer_norm"),
+           "accuracy", "y", f"{MODULATED}.py", "add_layer_norm", through=LAYER),
     Mutant("layer_norm: mean of the gradient dropped", "g - mean_g - n", "g - 0.0 * mean_g - n", "accuracy", "d_x",
-           f"{MODULATED}_backward.py", "layer_norm"),
-    Mutant("layer_norm: dscale of the norm alone", "dy * modulate(n, w, b, None, None), DSCALE", "dy * n, DSCALE", "accuracy",
-           "d_scale", f"{MODULATED}_backward.py", "layer_norm"),
+           f"{MODULATED}_backward.py", "layer_norm", through=LAYER),
+    Mutant("layer_norm: dscale of the norm alone", "dy * modulate(n, w, b, None, None)", "dy * n", "accuracy",
+           "d_scale", f"{MODULATED}_backward.py", "layer_norm", through=LAYER),
     Mutant("add_layer_norm: gradient of the sum dropped", "dh += tl.load(DH", "dh += 0.0 * tl.load(DH", "gradients", "d_",
-           f"{MODULATED}_backward.py", "add_layer_norm"),
+           f"{MODULATED}_backward.py", "add_layer_norm", through=LAYER),
 ]  # fmt: skip
 
 EPILOGUE, SAMPLING = "tilewright/ops/activation/epilogue.py", "tilewright/ops/sampling"
