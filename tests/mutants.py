@@ -257,7 +257,7 @@ MUTANTS += [
            "accuracy", "y", f"{MODULATED}.py", "add_layer_norm", through=LAYER),
     Mutant("layer_norm: mean of the gradient dropped", "g - mean_g - n", "g - 0.0 * mean_g - n", "accuracy", "d_x",
            f"{MODULATED}_backward.py", "layer_norm", through=LAYER),
-    Mutant("layer_norm: dscale of the norm alone", "dy * modulate(n, w, b, None, None)", "dy * n", "accuracy",
+    Mutant("layer_norm: dscale of the norm alone", "dy * modulate(n, w, b, None, None)", "dy * n", "sizes",
            "d_scale", f"{MODULATED}_backward.py", "layer_norm", through=LAYER),
     Mutant("add_layer_norm: gradient of the sum dropped", "dh += tl.load(DH", "dh += 0.0 * tl.load(DH", "gradients", "d_",
            f"{MODULATED}_backward.py", "add_layer_norm", through=LAYER),
