@@ -25,7 +25,7 @@ from ...device.store import NOWHERE, Way
 from ...formats.fill import fill, fill_from, is_fast, row_way
 from ...runtime.kernel import kernel
 from ..activation.epilogue import loops
-from .rms_norm import (
+from .row_pieces import (
     HELD,
     WIDEST,
     inside_piece,

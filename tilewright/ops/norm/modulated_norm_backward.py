@@ -39,7 +39,7 @@ from .modulated_norm import (
     square_pieces,
     sum_pieces,
 )
-from .rms_norm import inside_piece, load_pieces, programs_per_sm, split_backward, weight_piece, weight_pieces
+from .row_pieces import inside_piece, load_pieces, programs_per_sm, split_backward, weight_piece, weight_pieces
 
 # Columns of a row whose backward one program holds: of an affine norm, of one that is modulated or gated, and of both; more spill
 WIDEST_AFFINE, WIDEST_MODULATED, WIDEST_BOTH = 12288, 8192, 5120
