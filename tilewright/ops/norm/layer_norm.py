@@ -17,8 +17,8 @@ from ...core.draw import Draw
 from ...core.format import Format, store
 from ...core.signature import at_least
 from ...op import Gradient, Op, Out, Sharding, Triton, single, upcast
-from .modulated_norm import Norm, normalised
-from .modulated_norm_backward import gate_gradients, gradients
+from .modulated_norm import Norm, normalised, resume
+from .modulated_norm_backward import added_gradients, gradients
 
 
 def reference(
@@ -117,16 +117,8 @@ def backward(saved: SimpleNamespace, dy: Tensor) -> tuple:
 
 
 def backward_add(saved: SimpleNamespace, dy: Tensor | None, dh: Tensor | None) -> tuple:
-    gate, nothing = saved.gate, (None,) * 4
-    if dy is None:
-        dx, dresidual, dgate = (dh, dh, None) if gate is None else gate_gradients(saved, dh)
-        return dx, dresidual, *nothing, dgate
-    same = {"residual": "h"} if gate is not None else {"residual": "h", "x": "h"}
-    operands = (saved.weight, saved.bias, saved.scale, saved.shift, gate)
-    needs = {same.get(n, n) for n in saved.needs}
-    made = gradients(saved.h, saved.x, *operands, dy, dh, Norm(saved.eps, True), needs)
-    dx = made.h if gate is None else made.x
-    return dx, made.h, made.weight, made.bias, made.scale, made.shift, made.gate
+    made = added_gradients(saved, saved.bias, dy, dh, Norm(saved.eps, True))
+    return made.x, made.h, made.weight, made.bias, made.scale, made.shift, made.gate
 
 
 def read_backward(values: dict[str, Any]) -> tuple[str, ...]:
@@ -136,15 +128,6 @@ def read_backward(values: dict[str, Any]) -> tuple[str, ...]:
 
 def read_backward_add(values: dict[str, Any]) -> tuple[str, ...]:
     return (*read_backward(values), *(("x",) if values["gate"] is None else ()))
-
-
-def resume(saved: SimpleNamespace) -> dict[str, Any]:
-    """From h: without a gate as the x that nothing is added to. A gate is multiplied with x, and then the residual is what h has
-    beside that product, in float64, so that their sum is h again."""
-    if saved.gate is None:
-        return {**vars(saved), "x": saved.h, "residual": torch.zeros_like(saved.h)}
-    added = upcast(saved.gate) * upcast(saved.x)
-    return {**vars(saved), "residual": saved.h.double() - added.double()}
 
 
 WHERE = {

@@ -1,4 +1,4 @@
-"""Norms of rows that are modulated after and gated before: the kernels of `layer_norm` and `add_layer_norm`.
+"""Norms of rows that are modulated after and gated before: the kernels of `layer_norm` and, modulated or gated, of `rms_norm`.
 
 With n the norm of h, y = (n * (weight + weight_offset) + bias) * (1 + scale) + shift. h is x, or residual + gate * x, rounded once.
 n = (h - mean) * rstd, where CENTRED, with rstd = 1 / sqrt(mean((h - mean)**2) + eps): the mean is found first and the squares
@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -23,6 +24,7 @@ from ...core.tensor import cdiv, power_of_two, rows, vector
 from ...device.groups import Rows
 from ...device.store import NOWHERE, Way
 from ...formats.fill import fill, fill_from, is_fast, row_way
+from ...op import upcast
 from ...runtime.kernel import kernel
 from ..activation.epilogue import loops
 from .row_pieces import (
@@ -339,20 +341,21 @@ def launch_rows(
     )  # fmt: skip
 
 
-def normalised(x, residual, gate, weight, bias, scale, shift, h, norm: Norm, out_format) -> Tensor:
-    """y; h is filled if it is given. Row-wise codes come from the row launch where a program sees all it needs for their scales;
-    the column-wise ones, and per-tensor or 128x128 scales, from a launch over tiles that takes mean and rstd as given, or all
-    of a modulated y."""
+def normalised(x, residual, gate, weight, bias, scale, shift, h, norm: Norm, out_format, out=None) -> Tensor:
+    """y, in `out` if that is given; h is filled if it is given. Row-wise codes come from the row launch where a program sees all it
+    needs for their scales; the column-wise ones, and per-tensor or 128x128 scales, from a launch over tiles that takes mean and
+    rstd as given, or all of a modulated y."""
     layout = lay(x, (gate, scale, shift))
     inner, (gates, scales, shifts) = one_loop(layout), layout.operands
     x2, r2 = rows(x), None if residual is None else rows(residual)
     weight, bias = vector(weight), vector(bias)
     operands = (x2, r2, gates, weight, bias, scales, shifts)
     if out_format is None:
-        y = torch.empty_like(x, memory_format=torch.contiguous_format)
+        dense = out is not None and out.is_contiguous()
+        y = out if dense else torch.empty_like(x, memory_format=torch.contiguous_format)
         launch_rows(*operands, Way(y), h, None, None, norm, inner)
-        return y
-    q, fmt, (M, N) = out_format.empty(x.shape, x.dtype, x.device), out_format, x2.shape
+        return y if out is None or dense else out.copy_(y)
+    q, fmt, (M, N) = out if out is not None else out_format.empty(x.shape, x.dtype, x.device), out_format, x2.shape
     wide = power_of_two(N) > WIDEST
     # Of no rows nothing is launched, and a scale that is given would not be stored
     rows_done = M > 0 and q.data is not None and (fmt.reach in ("block", "given") or (fmt.reach == "row" and not wide))
@@ -374,3 +377,12 @@ def normalised(x, residual, gate, weight, bias, scale, shift, h, norm: Norm, out
         flat = (source, weight, bias, mean, rstd, *source.stride(), norm.weight_offset or None)
         fill(q.twin() if rows_done else q, produce, flat, scale=fmt.tensor)
     return q
+
+
+def resume(saved: SimpleNamespace) -> dict[str, Any]:
+    """The arguments that give the rest from h: without a gate h is the x that nothing is added to. A gate is multiplied with x, and
+    then the residual is what h has beside that product, in float64, so that their sum is h again."""
+    if saved.gate is None:
+        return {**vars(saved), "x": saved.h, "residual": torch.zeros_like(saved.h)}
+    added = upcast(saved.gate) * upcast(saved.x)
+    return {**vars(saved), "residual": saved.h.double() - added.double()}

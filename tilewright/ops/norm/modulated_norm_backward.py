@@ -489,11 +489,20 @@ def gradients(x, v, weight, bias, scale, shift, gate, dy, dh, norm: Norm, needs)
     return Wanted(**made)
 
 
-def gate_gradients(saved: SimpleNamespace, dh: Tensor) -> tuple:
-    """(dx, dresidual, dgate) of h = residual + gate * x alone."""
-    needs = saved.needs & {"x", "residual", "gate"}
-    inner = SimpleNamespace(
-        x=saved.x, bias=None, add=None, act=None, gate=saved.gate, residual=saved.h, alpha=1.0, needs=needs
-    )
-    dx, _, _, dgate, dresidual = epilogue_backward(inner, dh)
-    return dx, dresidual, dgate
+def added_gradients(saved: SimpleNamespace, bias, dy: Tensor | None, dh: Tensor | None, norm: Norm) -> Wanted:
+    """`gradients` of a norm of h = residual + gate * x, that of the residual as `h`; dy is None where only h was used."""
+    gate = saved.gate
+    if dy is None and gate is None:
+        return Wanted(h=dh, x=dh)
+    if dy is None:  # h alone is what `epilogue` gives
+        needs = saved.needs & {"x", "residual", "gate"}
+        alone = SimpleNamespace(
+            x=saved.x, bias=None, add=None, act=None, gate=gate, residual=saved.h, alpha=1.0, needs=needs
+        )
+        dx, _, _, dgate, dresidual = epilogue_backward(alone, dh)
+        return Wanted(h=dresidual, x=dx, gate=dgate)
+    same = {"residual": "h"} if gate is not None else {"residual": "h", "x": "h"}
+    needs = {same.get(n, n) for n in saved.needs}
+    operands = (saved.weight, bias, saved.scale, saved.shift, gate)
+    made = gradients(saved.h, saved.x, *operands, dy, dh, norm, needs)
+    return made if gate is not None else made._replace(x=made.h)

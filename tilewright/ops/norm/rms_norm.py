@@ -1,6 +1,7 @@
 """RMS norm over the last dimension: y = x * rstd * (weight + weight_offset), rstd = 1 / sqrt(mean(x**2) + eps).
 
-`add_rms_norm` first adds a residual: h = x + residual, rounded once and returned, and y is the norm of that h.
+Where it is modulated, y * (1 + scale) + shift follows. `add_rms_norm` first adds a residual: h = residual + gate * x, rounded once
+and returned, and y is the norm of that h. Modulated or gated calls are those of `modulated_norm.py`.
 Backward, with g = dy * (weight + weight_offset): dx = rstd * g - rstd**3 * x * mean(x * g), and dweight is the sum over
 rows of dy * x * rstd.
 """
@@ -26,6 +27,9 @@ from ...device.store import Way, codes_in_byte, row_codes, scales, store_codes, 
 from ...formats.fill import fill, is_fast, row_way
 from ...op import Gradient, Op, Out, Sharding, Triton, single, upcast
 from ...runtime.kernel import kernel
+from . import modulated_norm
+from .modulated_norm_backward import added_gradients
+from .modulated_norm_backward import gradients as modulated_gradients
 from .rms_norm_hopper import fits_tiles, store_normed_tiles
 from .rms_norm_rows import fits_rows, in_rows
 from .rms_norm_shared import (
@@ -60,17 +64,22 @@ def reference(
     *,
     weight_offset: float = 0.0,
     rstd: Tensor | None = None,
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
     out_format: Format | None = None,
 ) -> Tensor:
-    """Scale each row of `x` to unit root-mean-square, then by `weight + weight_offset`; statistics in fp32.
+    """Scale each row of `x` to unit root-mean-square, then by `weight + weight_offset`, then `* (1 + scale) + shift`; all in fp32,
+    rounded once. What is None is left out.
 
     `rstd`, one number per row, is the statistic from an earlier call on the same `x` (`rms_norm_rstd` returns it): it is used
-    instead of being computed, and the gradient is the same. `out_format` gives a `Quantized` result.
+    instead of being computed, and the gradient is the same; a modulated norm takes none. `scale` and `shift` have the shape of `x`
+    or broadcast to it over leading dimensions: numbers for each row, for each of a batch ([batch, 1, hidden]) or one vector. They
+    are read as they lie, so that thirds of one tensor need not be copied. `out_format` gives a `Quantized` result.
     """
-    return normalise(x, weight, eps, weight_offset, rstd, out_format)[0]
+    return normalise(x, weight, eps, weight_offset, rstd, out_format, scale, shift)[0]
 
 
-def normalise(x, weight, eps, weight_offset, rstd, out_format) -> tuple[Tensor, Tensor]:
+def normalise(x, weight, eps, weight_offset, rstd, out_format, scale=None, shift=None) -> tuple[Tensor, Tensor]:
     """(y, rstd). A given rstd replaces the computed one in value, not in the gradient."""
     wide = upcast(x)  # once: autograd would round a gradient for each use of x itself
     computed = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
@@ -80,6 +89,8 @@ def normalise(x, weight, eps, weight_offset, rstd, out_format) -> tuple[Tensor, 
     y = wide * computed
     if weight is not None:
         y = y * (upcast(weight) + weight_offset)
+    y = y if scale is None else y * (1 + upcast(scale))
+    y = y if shift is None else y + upcast(shift)
     return store(y, out_format, x.dtype), computed.squeeze(-1).detach()
 
 
@@ -103,11 +114,16 @@ def reference_add(
     eps: float = 1e-6,
     *,
     weight_offset: float = 0.0,
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
+    gate: Tensor | None = None,
     out_format: Format | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(rms_norm(h), h) with h = x + residual, the new residual."""
-    h = (upcast(x) + upcast(residual)).to(x.dtype)
-    return normalise(h, weight, eps, weight_offset, None, out_format)[0], h
+    """(rms_norm(h), h) with h = residual + gate * x, the new residual; `gate` broadcasts as `scale` and `shift` do, and without
+    one h = x + residual. h may be stored over `residual`: `out=(y, residual)`."""
+    added = upcast(x) if gate is None else upcast(gate) * upcast(x)
+    h = (added + upcast(residual)).to(x.dtype)
+    return normalise(h, weight, eps, weight_offset, None, out_format, scale, shift)[0], h
 
 
 def inputs(draw: Draw) -> dict:
@@ -119,8 +135,19 @@ def inputs(draw: Draw) -> dict:
     )
 
 
+def operand(draw: Draw, name: str, **how: float) -> Tensor | None:
+    """Numbers for each row, or for all."""
+    lead = draw.option("over", ("tokens",), ())
+    return draw.maybe(name, lambda: draw.tensor(*lead, "hidden", **how))
+
+
+def inputs_modulated(draw: Draw) -> dict:
+    return {**inputs(draw), "scale": operand(draw, "scale", scale=0.5), "shift": operand(draw, "shift", scale=0.5)}
+
+
 def inputs_add(draw: Draw) -> dict:
-    return {**inputs(draw), "residual": draw.tensor("tokens", "hidden")}
+    gate = operand(draw, "gate", scale=0.5, shift=1.0)
+    return {**inputs_modulated(draw), "residual": draw.tensor("tokens", "hidden"), "gate": gate}
 
 
 def _default(a) -> dict:
@@ -620,7 +647,62 @@ def backward_add(saved: SimpleNamespace, dy: Tensor | None, dh: Tensor | None, s
     return dx, dx, dweight
 
 
+# ---------------------------------------------------------------- modulated and gated
+
+
+def modulated(target: Target, a: SimpleNamespace) -> bool:
+    """Whether a call is one of `modulated_norm.py`."""
+    return single(target, a) and any(t is not None for t in (a.scale, a.shift, getattr(a, "gate", None)))
+
+
+def forward_plain(x, weight, eps, *, scale, shift, **rest) -> Tensor:
+    return forward(x, weight, eps, **rest)
+
+
+def forward_add_plain(x, residual, weight, eps, *, scale, shift, gate, **rest) -> tuple[Tensor, Tensor]:
+    return forward_add(x, residual, weight, eps, **rest)
+
+
+def forward_modulated(x, weight, eps, *, weight_offset, rstd, scale, shift, out_format, out) -> Tensor:
+    norm = modulated_norm.Norm(eps, False, weight_offset)
+    return modulated_norm.normalised(x, None, None, weight, None, scale, shift, None, norm, out_format, out)
+
+
+def forward_add_modulated(
+    x, residual, weight, eps, *, weight_offset, scale, shift, gate, out_format
+) -> tuple[Tensor, Tensor]:
+    h, norm = torch.empty_like(x, memory_format=torch.contiguous_format), modulated_norm.Norm(eps, False, weight_offset)
+    return modulated_norm.normalised(x, residual, gate, weight, None, scale, shift, h, norm, out_format), h
+
+
+def backward_plain(saved: SimpleNamespace, dy: Tensor, shared: bool = False) -> tuple:
+    return *backward(saved, dy, shared), None, None
+
+
+def backward_add_plain(saved: SimpleNamespace, dy: Tensor | None, dh: Tensor | None, shared: bool = False) -> tuple:
+    return *backward_add(saved, dy, dh, shared), None, None, None
+
+
+def backward_modulated(saved: SimpleNamespace, dy: Tensor) -> tuple:
+    needs = {"h" if n == "x" else n for n in saved.needs}
+    norm = modulated_norm.Norm(saved.eps, False, saved.weight_offset)
+    operands = (saved.weight, None, saved.scale, saved.shift, None)
+    made = modulated_gradients(saved.x, None, *operands, dy, None, norm, needs)
+    return made.h, made.weight, made.scale, made.shift
+
+
+def backward_add_modulated(saved: SimpleNamespace, dy: Tensor | None, dh: Tensor | None) -> tuple:
+    made = added_gradients(saved, None, dy, dh, modulated_norm.Norm(saved.eps, False, saved.weight_offset))
+    return made.x, made.h, made.weight, made.scale, made.shift, made.gate
+
+
+def check(rstd, scale, shift, **_) -> None:
+    if rstd is not None and (scale is not None or shift is not None):
+        raise ValueError("rms_norm: rstd is for a norm that is not modulated, but scale or shift is given too")
+
+
 WHERE = {"x": "float[... hidden]", "weight": "float[hidden]", "eps": at_least(0.0)}
+MODULATED = {"scale": "float[...? hidden]", "shift": "float[...? hidden]"}
 
 rms_norm_rstd = Op(
     "rms_norm_rstd", reference_rstd, inputs,
@@ -633,22 +715,26 @@ rms_norm_rstd = Op(
 )  # fmt: skip
 add_rms_norm = Op(
     "add_rms_norm", reference_add, inputs_add,
-    Triton(partial(forward_add, how=in_tiles), backward_add, fits_tiles, "tiles"),
-    Triton(forward_add, partial(backward_add, shared=True), fits_shared, "shared"),
-    Triton(forward_add, backward_add, single),
-    where={**WHERE, "residual": "x[... hidden]"}, results=dict.fromkeys(("y", "h"), "x[... hidden]"),
+    Triton(forward_add_modulated, backward_add_modulated, modulated, "modulated"),
+    Triton(partial(forward_add_plain, how=in_tiles), backward_add_plain, fits_tiles, "tiles"),
+    Triton(forward_add_plain, partial(backward_add_plain, shared=True), fits_shared, "shared"),
+    Triton(forward_add_plain, backward_add_plain, single),
+    where={**WHERE, **MODULATED, "residual": "x[... hidden]", "gate": "float[...? hidden]"},
+    results=dict.fromkeys(("y", "h"), "x[... hidden]"),
     out=Out(contiguous=("y", "h"), lies_on={"h": ("residual",)}), sharding=Sharding(),
     gradient=Gradient(
-        of=("x", "residual", "weight"), through=("y", "h"), saves=("weight", "h"),
-        resume=lambda saved: {**vars(saved), "x": saved.h, "residual": torch.zeros_like(saved.h)},
+        of=("x", "residual", "weight", "scale", "shift", "gate"), through=("y", "h"),
+        saves=("x", "weight", "scale", "gate", "h"), resume=modulated_norm.resume,
+        shape_only=lambda values: ("shift", *(("x",) if values["gate"] is None else ())),
     ),
 )  # fmt: skip
 rms_norm = Op(
-    "rms_norm", reference, inputs,
-    Triton(partial(forward, how=in_tiles), backward, fits_tiles, "tiles", out=True),
-    Triton(partial(forward, how=in_rows), backward, fits_rows, "rows", out=True),
-    Triton(partial(forward, plain=launch_shared), partial(backward, shared=True), fits_shared, "shared", out=True),
-    Triton(forward, backward, single, out=True),
-    where={**WHERE, "rstd": "float32[...]"}, results={"out": "x[... hidden]"}, gradient=Gradient(of=("x", "weight")),
-    sharding=Sharding(),
+    "rms_norm", reference, inputs_modulated,
+    Triton(forward_modulated, backward_modulated, modulated, "modulated", out=True),
+    Triton(partial(forward_plain, how=in_tiles), backward_plain, fits_tiles, "tiles", out=True),
+    Triton(partial(forward_plain, how=in_rows), backward_plain, fits_rows, "rows", out=True),
+    Triton(partial(forward_plain, plain=launch_shared), partial(backward_plain, shared=True), fits_shared, "shared", out=True),
+    Triton(forward_plain, backward_plain, single, out=True),
+    where={**WHERE, **MODULATED, "rstd": "float32[...]"}, results={"out": "x[... hidden]"}, check=check,
+    gradient=Gradient(of=("x", "weight", "scale", "shift"), shape_only=lambda values: ("shift",)), sharding=Sharding(),
 )  # fmt: skip

@@ -295,8 +295,8 @@ def launch_backward(shape: Shape, x, weight, rstd, dy, dh, dx, part, eps, weight
 
 
 def fits_shared(target: Target, a: SimpleNamespace) -> bool:
-    """Whether a kernel above takes this call or its backward, which has h and no x where a residual was added."""
-    x, out = a.h if a.x is None else a.x, getattr(a, "out", None)
+    """Whether a kernel above takes this call or its backward, which has h where a residual was added, and of x no element."""
+    x, out = getattr(a, "h", a.x), getattr(a, "out", None)
     return (
         single(target, a)
         and a.out_format is None
