@@ -55,6 +55,28 @@ def norm(
     agrees("y", y, F.rms_norm(x.double(), (200,), None if weight is None else weight.double(), EPS))
 
 
+def modulated_norm(
+    device: str, dtype: torch.dtype = BF16, form: str = "plain", weighted: bool = True, residual: bool = False
+) -> None:
+    """scale, shift and the gate as they lie in one tensor; the new residual stored over the old."""
+    x, style = normal(device, 5, 200, dtype=dtype), normal(device, 5, 600, dtype=dtype, seed=1)
+    weight = normal(device, 200, dtype=dtype, seed=2) if weighted else None
+    scale, shift, gate = style.split(200, -1)
+    given = {"scale": scale, "shift": shift, "out_format": forms(device)[form]}
+    if residual:
+        total = normal(device, 5, 200, dtype=dtype, seed=3)
+        exact = total.double() + gate.double() * x.double()
+        q = given["out_format"].empty(x.shape, dtype, x.device)
+        y, h = tw.add_rms_norm(x, total, weight, EPS, gate=gate, **given, out=(q, total))
+        assert h is total and y is q, "other memory than was given came back"
+        agrees("the sum", total, exact, "A")
+        x = total
+    else:
+        y = tw.rms_norm(x, weight, EPS, **given)
+    exact = F.rms_norm(x.double(), (200,), None if weight is None else weight.double(), EPS)
+    agrees("y", y, exact * (1 + scale.double()) + shift.double())
+
+
 def layer_norm(
     device: str, dtype: torch.dtype = BF16, form: str = "plain", affine: bool = True, modulated: bool = False
 ) -> None:
@@ -245,6 +267,14 @@ CHECKS: dict[str, dict[str, Check]] = {
         "batched transpose and pad": more.transposed,
     },
     "flashrt": {
+        "ada_rms_norm_style": modulated_norm,
+        "ada_rms_norm_style_fp8": partial(modulated_norm, form="static"),
+        "adarms_fp16": partial(modulated_norm, dtype=FP16, weighted=False),
+        "gate_res_adarms_fp8_static_fp16": partial(
+            modulated_norm, dtype=FP16, form="static", weighted=False, residual=True
+        ),
+        "gate_residual_ada_norm_fp8": partial(modulated_norm, form="static", residual=True),
+        "fused_adarms_fp8_static_fp16": partial(modulated_norm, dtype=FP16, form="static", weighted=False),
         "layer_norm": layer_norm,
         "layer_norm_fp16": partial(layer_norm, dtype=FP16),
         "layer_norm_fp8": partial(layer_norm, dtype=FP16, form="unit"),
