@@ -29,8 +29,9 @@ BASE = "3.6"
 # A step is a forward and its backward, through autograd; training is that of a whole model
 # Memory is the peak of each of many calls, of which the worst counts; queued are calls of a framework that has its own streams
 Direction = Literal["forward", "backward", "step", "host", "train", "memory", "queued"]
-# With memory given for the result, forward and backward through autograd, or with quantised operands
-Way = Literal["out", "step", "quantised"]
+# With memory given for the result, forward and backward through autograd, with quantised operands, or with results stored over
+# the arguments that they may lie on
+Way = Literal["out", "step", "quantised", "over"]
 
 
 class Goal(NamedTuple):
@@ -66,7 +67,7 @@ class Case:
     grad_format: str | None = None
     dtype: str = "bfloat16"
     call: str | None = None  # of torch's operators, by its name in `replaced.CALLS`
-    way: Way | None = None  # in which the host's time is taken, where it is not that of a plain call
+    way: Way | None = None  # in which it is called, where that is not plainly
     triton: Literal["newest"] | None = None  # the Triton it is for, where that is not BASE
     parts: list[dict[str, Any]] = field(
         default_factory=list

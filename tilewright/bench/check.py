@@ -29,6 +29,7 @@ from ..check.oracle import (
     gradient_bar,
     leaves,
     result_bar,
+    resumed,
     rounded_results,
     row_shaped,
     specified,
@@ -164,20 +165,23 @@ def compare_quantized(
     what: str,
     picked: Sequence[slice] | None = None,
     twin: Truth | None = None,
+    format: Format | None = None,
 ) -> float:
-    """Check a `Quantized` in FP8 or INT8, 1x128 or with a scale per row, whichever ways it has, on the bands of its rows, by the
-    bars of the tests. `twin` is the whole truth of the column-wise operand: where that is another value, and where scales are
-    those of whole columns. Gives the largest share of codes that are a step off."""
+    """Check a `Quantized` in FP8 or INT8, 1x128 or with a scale per row, whichever ways it has, or row-wise with a scale that was
+    given, on the bands of its rows, by the bars of the tests. `twin` is the whole truth of the column-wise operand: where that is
+    another value, and where scales are those of whole columns. `format` is the one asked for, which has a static scale with it.
+    Gives the largest share of codes that are a step off."""
     picked = bands(q.shape[0]) if picked is None else picked
-    by_row, used = q.format.granularity == "row", q.scale_t
-    if used is not None and not by_row:
+    by_row, given, used = q.format.granularity == "row", q.format.reach == "given", q.scale_t
+    if used is not None and not (by_row or given):
         used = used[: -(-q.shape[0] // BLOCK)]  # groups may leave blocks over
     for tensor, part in ((q.data, "data"), (q.scale, "scale"), (q.data_t, "data_t"), (used, "scale_t")):
         if tensor is not None:
             all_written(tensor, f"{what}.{part}")
     pieces: list[tuple[Truth, dict[str, Tensor]]] = []
     if q.data is not None:
-        pieces += [(truth(b), {"data": q.data[b], "scale": q.scale[b] if by_row else q.scale[:, b]}) for b in picked]
+        scales = [q.scale if given else q.scale[b] if by_row else q.scale[:, b] for b in picked]
+        pieces += [(truth(b), {"data": q.data[b], "scale": own}) for b, own in zip(picked, scales)]
     if q.data_t is not None and by_row:
         pieces.append((truth(slice(None)) if twin is None else twin, {"data_t": q.data_t, "scale_t": q.scale_t}))
     elif q.data_t is not None:
@@ -187,7 +191,7 @@ def compare_quantized(
             pieces.append((of_columns(b), {"data_t": q.data_t[:, b], "scale_t": q.scale_t[blocks]}))
     if not pieces:
         raise Wrong(f"{what}: neither row-wise nor column-wise codes")
-    return max(_compare_codes(what, q.format, *piece) for piece in pieces)
+    return max(_compare_codes(what, format or q.format, *piece) for piece in pieces)
 
 
 def _compare_codes(what: str, format: Format, truth: Truth, found: Mapping[str, Tensor]) -> float:
@@ -245,6 +249,21 @@ def exact(
     results = as_tuple(op.apart(op.reference(**{**plain, **inputs}))[0])
     given = [(g if part is None else g[part]).to(dtype) for g in grads]
     return tuple(r.detach() for r in results), differentiate(op, results, inputs, given) if grads else {}
+
+
+def followed(
+    op: Op,
+    values: Mapping[str, Any],
+    onward: Mapping[str, Any],
+    part: slice | None,
+    dtype: torch.dtype = torch.float64,
+) -> tuple:
+    """The results of the reference, of which those that follow from a rounded one are computed from that one as it came."""
+    found = exact(op, onward, part, dtype=dtype)[0]
+    if op.resume is None:
+        return found
+    first = exact(op, values, part, dtype=dtype)[0]
+    return tuple(own if name in op.saves else one for name, own, one in zip(op.results, first, found))
 
 
 def parts_of(op: Op, values: Mapping[str, Any], gradients: bool) -> list[Part]:
@@ -306,9 +325,10 @@ def forward(op: Op, values: Mapping[str, Any], results: Sequence[Any], left: Map
     rows = row_count(op, values, results)
     with torch.no_grad():
         picked = [None] if rows is None else bands(rows)
-        wanted = [exact(op, values, band)[0] for band in picked]
+        onward = resumed(op, values, dict(zip(op.results, results)))
+        wanted = [followed(op, values, onward, band) for band in picked]
         coded = any(isinstance(r, Quantized) for r in results)
-        singles = [exact(op, values, band, dtype=torch.float32)[0] for band in picked] if coded else wanted
+        singles = [followed(op, values, onward, band, torch.float32) for band in picked] if coded else wanted
         if rows is None:
             whole = zip(op.results, results, wanted[0], singles[0])
             return max(_whole(op, name, r, w, single, terms, values) for name, r, w, single in whole)
@@ -317,9 +337,9 @@ def forward(op: Op, values: Mapping[str, Any], results: Sequence[Any], left: Map
             if isinstance(r, Quantized):
                 by_start = {band.start: Truth.of(w[i], s[i]) for band, w, s in zip(picked, wanted, singles)}
                 whole = whole_columns(op, values, r, i)
-                errors.append(
-                    compare_quantized(r, lambda band, by_start=by_start: by_start[band.start], name, twin=whole)
-                )
+                asked = values.get("out_format")
+                found = compare_quantized(r, lambda b, own=by_start: own[b.start], name, twin=whole, format=asked)
+                errors.append(found)
             else:
                 errors.append(_error_of(op, name, ((r[b], w[i]) for b, w in zip(picked, wanted)), values))
     return max(errors)

@@ -39,8 +39,14 @@ def arguments(case: Case, draw: Plain) -> dict[str, Any]:
     op: Op = tw.catalogue()[case.op]
     values = op.signature.bind((), op.inputs(draw))
     for name, value in case.arguments.items():
-        values[name] = Format.parse(value) if name == "out_format" else value
+        values[name] = format_of(value, draw) if name == "out_format" else value
     return values
+
+
+def format_of(text: str, draw: Plain) -> Format:
+    """The format of a canonical string, a static one with a scale that leaves normal numbers some way below the largest code."""
+    given = draw.tensor(1, dtype=torch.float32, scale=0.0, shift=0.0625) if text.endswith(":static") else None
+    return Format.parse(text, given)
 
 
 @dataclass
@@ -57,7 +63,8 @@ class Work:
         op: Op = tw.catalogue()[case.op]
         draw = Plain(op, case.dims, case.options, seed=seed, device=device, dtype=getattr(torch, case.dtype))
         work = Work(case, arguments(case, draw))
-        work._kept = {n: work.values[n].clone() for n in op.writes if work.values[n] is not None}
+        written = op.writes if case.way != "over" else tuple(n for n in lain_on(op, work.values) if n is not None)
+        work._kept = {n: work.values[n].clone() for n in written if work.values[n] is not None}
         if case.direction == "backward":
             work._prepare_backward(seed, device)
         if work.steps:
@@ -122,7 +129,11 @@ class Work:
     @property
     def overwrites(self) -> bool:
         """Whether a call, or the backward alone, writes over an argument: the next call then has another."""
-        return bool(self.op.writes) or (self.op.overwrites is not None and bool(self.values.get(self.op.overwrites)))
+        return (
+            bool(self.op.writes)
+            or self.case.way == "over"
+            or (self.op.overwrites is not None and bool(self.values.get(self.op.overwrites)))
+        )
 
     @cached_property
     def call(self) -> Callable[[], Any]:
@@ -139,6 +150,8 @@ class Work:
             rest = {n: values[n] for n in names[len(leading) :] if values[n] is not defaults[n]}
             if self.case.way == "out":
                 rest["out"] = torch.empty_like(function(*leading, **rest))
+            if self.case.way == "over":
+                rest["out"] = tuple(None if n is None else values[n] for n in lain_on(op, values))
             if self.case.ours and any(type(t) is Tensor and t.is_cuda for t in leading):
                 return partial(forced, function, *leading, **rest)
             return lambda: function(*leading, **rest)
@@ -197,6 +210,12 @@ class Work:
         memory = {t.untyped_storage().data_ptr() for t in self.values.values() if type(t) is Tensor}
         pieces = (t for r in made if r is not None for t in (r.tensors() if isinstance(r, Quantized) else (r,)))
         return sum(tensor_bytes(t) for t in pieces if t.untyped_storage().data_ptr() not in memory)
+
+
+def lain_on(op: Op, values: Mapping[str, Any]) -> list[str | None]:
+    """For each result the argument that it may be stored over; None where there is none."""
+    names = (op.out.lies_on.get(result, ()) for result in op.result_rows)
+    return [next((n for n in own if values[n] is not None), None) for own in names]
 
 
 def forced(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
