@@ -87,10 +87,13 @@ def add_rms_norm(
     eps: float = 1e-06,
     *,
     weight_offset: float = 0.0,
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
+    gate: Tensor | None = None,
     out_format: None = None,
     out: tuple[Tensor | None, Tensor | None] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(rms_norm(h), h) with h = x + residual, the new residual."""
+    """(rms_norm(h), h) with h = residual + gate * x, the new residual; `gate` broadcasts as `scale` and `shift` do, and without"""
 
 @overload
 def add_rms_norm(
@@ -100,10 +103,13 @@ def add_rms_norm(
     eps: float = 1e-06,
     *,
     weight_offset: float = 0.0,
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
+    gate: Tensor | None = None,
     out_format: Format,
     out: tuple[Quantized | None, Tensor | None] | None = None,
 ) -> tuple[Quantized, Tensor]:
-    """(rms_norm(h), h) with h = x + residual, the new residual."""
+    """(rms_norm(h), h) with h = residual + gate * x, the new residual; `gate` broadcasts as `scale` and `shift` do, and without"""
 
 def attention_codes(
     q: Tensor,
@@ -891,10 +897,12 @@ def rms_norm(
     *,
     weight_offset: float = 0.0,
     rstd: Tensor | None = None,
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
     out_format: None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Scale each row of `x` to unit root-mean-square, then by `weight + weight_offset`; statistics in fp32."""
+    """Scale each row of `x` to unit root-mean-square, then by `weight + weight_offset`, then `* (1 + scale) + shift`; all in fp32,"""
 
 @overload
 def rms_norm(
@@ -904,10 +912,12 @@ def rms_norm(
     *,
     weight_offset: float = 0.0,
     rstd: Tensor | None = None,
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
     out_format: Format,
     out: Quantized | None = None,
 ) -> Quantized:
-    """Scale each row of `x` to unit root-mean-square, then by `weight + weight_offset`; statistics in fp32."""
+    """Scale each row of `x` to unit root-mean-square, then by `weight + weight_offset`, then `* (1 + scale) + shift`; all in fp32,"""
 
 @overload
 def rms_norm_router(
