@@ -75,7 +75,17 @@ def test_a_residual_is_updated_in_place_and_its_norm_stored_as_codes():
     assert int(apart.abs().max()) <= 1 and int((apart != 0).sum()) <= 5
 
 
-def test_a_given_rstd_is_refused():
-    x, vector = normal(3, 8), normal(8)
-    with pytest.raises(ValueError, match="rms_norm: rstd is for a norm that is not modulated"):
-        tw.rms_norm(x, rstd=torch.ones(3), scale=vector)
+def test_a_given_rstd_is_used_in_both_passes():
+    """Forward one that is not the row's own, so that it shows."""
+    leaves, dy = (normal(3, 72), normal(72, seed=1), normal(72, seed=2), normal(72, seed=3)), normal(3, 72, seed=4)
+    true = torch.rsqrt(leaves[0].square().mean(-1) + 1e-6)
+    made = []
+    for name in ("triton", "reference"):
+        x, weight, scale, shift = own = [t.detach().requires_grad_() for t in leaves]
+        with tw.force(name):
+            y = tw.rms_norm(x, weight, rstd=true, scale=scale, shift=shift)
+            other = tw.rms_norm(x, weight, rstd=2 * true, scale=scale, shift=shift)
+            made.append([y, other, *torch.autograd.grad(y, own, dy)])
+    for a, b in zip(*made):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+    assert not torch.allclose(made[0][0], made[0][1])

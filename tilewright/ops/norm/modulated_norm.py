@@ -179,8 +179,8 @@ def _default(a) -> dict:
 
 @kernel(grid=lambda a: (cdiv(a.M, a.ROWS),), tokens=("M", "INNER", "stride_s"), tune_by=("N",), default=_default)
 def modulated_norm_forward(
-    X, R, GATE, W, B, SCALE, SHIFT, Y, S, SHARED, ZERO, STATIC, H, MEAN, RSTD, M, N, INNER, stride_xm, stride_xn, stride_rm,
-    stride_rn, stride_s, eps, inv_n, weight_offset, CENTRED: tl.constexpr, BLOCK: tl.constexpr, PIECES: tl.constexpr,
+    X, R, GATE, W, B, SCALE, SHIFT, RSTD_IN, Y, S, SHARED, ZERO, STATIC, H, MEAN, RSTD, M, N, INNER, stride_xm, stride_xn,
+    stride_rm, stride_rn, stride_s, eps, inv_n, weight_offset, CENTRED: tl.constexpr, BLOCK: tl.constexpr, PIECES: tl.constexpr,
     FORMAT: tl.constexpr, KEEP: tl.constexpr, ROWS: tl.constexpr, LATE: tl.constexpr,
 ):  # fmt: skip
     """Y, H, MEAN and RSTD are each written unless None; Y takes values, or codes with what a `Way` has beside them. A row is held
@@ -226,7 +226,10 @@ def modulated_norm_forward(
             for start in range(0, N, BLOCK):
                 xs = load_pieces(HELD_IN, row, start + col, live, N, stride_m, stride_n, "", BLOCK, 1)
                 total += square_pieces(xs, mean, start + col, N, BLOCK, 1)
-    rstd = tl.rsqrt(tl.sum(total, axis=1) * inv_n + eps)
+    if RSTD_IN is None:
+        rstd = tl.rsqrt(tl.sum(total, axis=1) * inv_n + eps)
+    else:
+        rstd = tl.load(RSTD_IN + r, r < M, 0.0)
     if MEAN is not None:
         tl.store(MEAN + row, mean, live)
     if RSTD is not None:
@@ -323,7 +326,23 @@ class Norm(NamedTuple):
 
 
 def launch_rows(
-    x, residual, gate, weight, bias, scale, shift, y, h, mean, rstd, norm: Norm, inner, fmt=None, stride_s=0, keep=False
+    x,
+    residual,
+    gate,
+    weight,
+    bias,
+    scale,
+    shift,
+    rstd_in,
+    y,
+    h,
+    mean,
+    rstd,
+    norm: Norm,
+    inner,
+    fmt=None,
+    stride_s=0,
+    keep=False,
 ) -> None:
     """Launch the kernel over rows [M, N]; with `fmt`, y is a `Way` of codes."""
     M, N = x.shape
@@ -334,14 +353,16 @@ def launch_rows(
         BLOCK, PIECES = 4096, 0
     strides = residual.stride() if residual is not None else (0, 0)
     modulated_norm_forward(
-        x, residual, gate, weight, bias, scale, shift, *y, h, mean, rstd, M, N, inner, *x.stride(), *strides, stride_s,
+        x, residual, gate, weight, bias, scale, shift, rstd_in, *y, h, mean, rstd, M, N, inner, *x.stride(), *strides, stride_s,
         norm.eps, 1.0 / N if N else math.nan, norm.weight_offset or None, CENTRED=norm.centred,
         BLOCK=max(128, BLOCK) if fmt is not None else BLOCK, PIECES=PIECES, KEEP=keep,
         FORMAT=None if fmt is None else fmt.device_format(is_fast(x)),
     )  # fmt: skip
 
 
-def normalised(x, residual, gate, weight, bias, scale, shift, h, norm: Norm, out_format, out=None) -> Tensor:
+def normalised(
+    x, residual, gate, weight, bias, scale, shift, h, norm: Norm, out_format, out=None, rstd_in=None
+) -> Tensor:
     """y, in `out` if that is given; h is filled if it is given. Row-wise codes come from the row launch where a program sees all it
     needs for their scales; the column-wise ones, and per-tensor or 128x128 scales, from a launch over tiles that takes mean and
     rstd as given, or all of a modulated y."""
@@ -349,7 +370,7 @@ def normalised(x, residual, gate, weight, bias, scale, shift, h, norm: Norm, out
     inner, (gates, scales, shifts) = one_loop(layout), layout.operands
     x2, r2 = rows(x), None if residual is None else rows(residual)
     weight, bias = vector(weight), vector(bias)
-    operands = (x2, r2, gates, weight, bias, scales, shifts)
+    operands = (x2, r2, gates, weight, bias, scales, shifts, vector(rstd_in))
     if out_format is None:
         dense = out is not None and out.is_contiguous()
         y = out if dense else torch.empty_like(x, memory_format=torch.contiguous_format)

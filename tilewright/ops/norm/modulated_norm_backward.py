@@ -307,7 +307,7 @@ def modulated_norm_backward(
 
 @kernel(grid=lambda a: (a.M,), tokens=("M", "INNER"), default=lambda a: dict(BLOCK=4096, num_warps=8))
 def modulated_norm_sums(
-    X, W, SCALE, DY, GIVEN, M, INNER, N, stride_xm, stride_xn, stride_ym, stride_yn, eps, inv_n, weight_offset,
+    X, W, SCALE, RSTD_IN, DY, GIVEN, M, INNER, N, stride_xm, stride_xn, stride_ym, stride_yn, eps, inv_n, weight_offset,
     CENTRED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """For rows too wide for one program: what is GIVEN of each."""
@@ -337,7 +337,10 @@ def modulated_norm_sums(
         cross += x * g
         total += g
     square, cross, total = tl.reduce((squares, cross, total), 1, add_triples)
-    rstd = tl.rsqrt(square * inv_n + eps)
+    if RSTD_IN is None:
+        rstd = tl.rsqrt(square * inv_n + eps)
+    else:
+        rstd = tl.load(RSTD_IN + tl.program_id(0) + tl.arange(0, 1))
     tl.store(GIVEN.rstd + row, rstd[:, None])
     tl.store(GIVEN.cross + row, (cross * inv_n * rstd)[:, None])
     if CENTRED:
@@ -419,7 +422,7 @@ class Wanted(NamedTuple):
     gate: Tensor | None = None
 
 
-def gradients(x, v, weight, bias, scale, shift, gate, dy, dh, norm: Norm, needs) -> Wanted:
+def gradients(x, v, weight, bias, scale, shift, gate, dy, dh, norm: Norm, needs, rstd_in=None) -> Wanted:
     """Gradients of the norm of x, to which `dh` is added, and of what x came from: v times the gate, and a residual. Sums over rows
     are made in fp32, per program and then over programs, without atomics."""
     x2, dy2 = rows(x), rows(dy)
@@ -440,6 +443,7 @@ def gradients(x, v, weight, bias, scale, shift, gate, dy, dh, norm: Norm, needs)
     target = Target.at(x.device)
     plain, affine = gate is None and scale is None, weight is not None or bias is not None
     widest = WIDEST_AFFINE if plain else WIDEST_BOTH if affine else WIDEST_MODULATED
+    widest = widest if rstd_in is None else 0  # the pass for sums takes it
     BLOCK, PIECES = (1024, 1) if widest < N else split_backward(N)
     most = max(1, programs_per_sm(N) * target.sms // groups)
     split = max(1, min(most, cdiv(length, 4 if widest < N else max(1, 2048 // power_of_two(N)))))
@@ -468,7 +472,7 @@ def gradients(x, v, weight, bias, scale, shift, gate, dy, dh, norm: Norm, needs)
         given = Given(*means) if norm.centred else Given(rstd=means[0], cross=means[1])
         whole = lay(x, (scale,))
         modulated_norm_sums(
-            x2, weight2, *whole.operands, dy2, given, M, one_loop(whole), N, *x2.stride(), *dy2.stride(), *numbers,
+            x2, weight2, *whole.operands, vector(rstd_in), dy2, given, M, one_loop(whole), N, *x2.stride(), *dy2.stride(), *numbers,
             CENTRED=norm.centred,
         )  # fmt: skip
     v2 = rows(v) if "gate" in needs else None

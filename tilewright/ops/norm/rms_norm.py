@@ -72,7 +72,7 @@ def reference(
     rounded once. What is None is left out.
 
     `rstd`, one number per row, is the statistic from an earlier call on the same `x` (`rms_norm_rstd` returns it): it is used
-    instead of being computed, and the gradient is the same; a modulated norm takes none. `scale` and `shift` have the shape of `x`
+    instead of being computed, and the gradient is the same. `scale` and `shift` have the shape of `x`
     or broadcast to it over leading dimensions: numbers for each row, for each of a batch ([batch, 1, hidden]) or one vector. They
     are read as they lie, so that thirds of one tensor need not be copied. `out_format` gives a `Quantized` result.
     """
@@ -665,7 +665,7 @@ def forward_add_plain(x, residual, weight, eps, *, scale, shift, gate, **rest) -
 
 def forward_modulated(x, weight, eps, *, weight_offset, rstd, scale, shift, out_format, out) -> Tensor:
     norm = modulated_norm.Norm(eps, False, weight_offset)
-    return modulated_norm.normalised(x, None, None, weight, None, scale, shift, None, norm, out_format, out)
+    return modulated_norm.normalised(x, None, None, weight, None, scale, shift, None, norm, out_format, out, rstd)
 
 
 def forward_add_modulated(
@@ -687,18 +687,13 @@ def backward_modulated(saved: SimpleNamespace, dy: Tensor) -> tuple:
     needs = {"h" if n == "x" else n for n in saved.needs}
     norm = modulated_norm.Norm(saved.eps, False, saved.weight_offset)
     operands = (saved.weight, None, saved.scale, saved.shift, None)
-    made = modulated_gradients(saved.x, None, *operands, dy, None, norm, needs)
+    made = modulated_gradients(saved.x, None, *operands, dy, None, norm, needs, saved.rstd)
     return made.h, made.weight, made.scale, made.shift
 
 
 def backward_add_modulated(saved: SimpleNamespace, dy: Tensor | None, dh: Tensor | None) -> tuple:
     made = added_gradients(saved, None, dy, dh, modulated_norm.Norm(saved.eps, False, saved.weight_offset))
     return made.x, made.h, made.weight, made.scale, made.shift, made.gate
-
-
-def check(rstd, scale, shift, **_) -> None:
-    if rstd is not None and (scale is not None or shift is not None):
-        raise ValueError("rms_norm: rstd is for a norm that is not modulated, but scale or shift is given too")
 
 
 WHERE = {"x": "float[... hidden]", "weight": "float[hidden]", "eps": at_least(0.0)}
@@ -735,6 +730,6 @@ rms_norm = Op(
     Triton(partial(forward_plain, how=in_rows), backward_plain, fits_rows, "rows", out=True),
     Triton(partial(forward_plain, plain=launch_shared), partial(backward_plain, shared=True), fits_shared, "shared", out=True),
     Triton(forward_plain, backward_plain, single, out=True),
-    where={**WHERE, **MODULATED, "rstd": "float32[...]"}, results={"out": "x[... hidden]"}, check=check,
+    where={**WHERE, **MODULATED, "rstd": "float32[...]"}, results={"out": "x[... hidden]"},
     gradient=Gradient(of=("x", "weight", "scale", "shift"), shape_only=lambda values: ("shift",)), sharding=Sharding(),
 )  # fmt: skip
