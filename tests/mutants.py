@@ -166,7 +166,7 @@ NORM, GLU, LOSS, CODES = (
 )
 MUTANTS += [
     Mutant("rms_norm: weight offset dropped", "w += weight_offset", "w += 0.0", "accuracy", "out",
-           "tilewright/ops/norm/row_pieces.py", "rms_norm"),
+           "tilewright/ops/norm/row_pieces.py", "rms_norm", through=(NORM,)),
     Mutant("rms_norm: eps dropped", "inv_n + eps)", "inv_n)", "accuracy", "rms_norm.*(out|d_x)", NORM, "rms_norm"),
     Mutant("add_rms_norm: norm of the unrounded sum", "r.to(tl.float32)).to(H.dtype.element_ty)", "r.to(tl.float32))", "accuracy",
            "y", NORM, "add_rms_norm"),
