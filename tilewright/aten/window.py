@@ -1,0 +1,503 @@
+"""The engine `window`: a result element from a window of a plane, by gathering, so that gradients need no atomics.
+
+Average and max pooling with their gradients, nearest and antialiased bicubic resampling. Tensors are [N, C, H, W] of any strides.
+A tile's columns go along whichever dimension of the result lies side by side: its width or, of channels last, its channels. Its
+rows are all the others.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..core.tensor import cdiv, power_of_two
+from ..runtime.kernel import kernel
+from . import plans
+from .functions import divide, is_nan
+from .index_map import lies
+from .plans import bits_of, own
+from .pointwise import IN_TRITON, SMALL, number, stored, whole_words
+from .row import Declined, compute_dtype, taken
+
+PLANES = ("C", "H", "W", "OH", "OW", "ROWS")
+TILE, SMALL_TILE = 1024, (32, 32)
+CUBIC = tl.constexpr(-0.5)  # of the bicubic kernel, where it is antialiased
+
+
+def strides(*names: str) -> tuple[str, ...]:
+    return tuple(f"{name}_{dim}" for name in names for dim in "nchw")
+
+
+def programs(a) -> tuple[int]:
+    columns = a.C if a.LAST else a.W if a.BACK else a.OW
+    return (cdiv(a.ROWS, a.BLOCK_P) * cdiv(columns, a.BLOCK_Q),)
+
+
+def four_warps(a) -> dict[str, int]:
+    return {"num_warps": 4}
+
+
+# ---- kernels ---------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def coordinates(C, H, W, ROWS, LAST: tl.constexpr, EVEN: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_Q: tl.constexpr):
+    """(n, c, h, w) of a tile's elements, [BLOCK_P, 1] or [1, BLOCK_Q], of a tensor of this size; and which are there."""
+    if LAST:
+        columns = whole_words(C, EVEN)
+    else:
+        columns = W
+    across = tl.cdiv(columns, BLOCK_Q)
+    pid = tl.program_id(0)
+    p = (pid // across * BLOCK_P + tl.arange(0, BLOCK_P))[:, None]
+    q = (pid % across * BLOCK_Q + tl.arange(0, BLOCK_Q))[None, :]
+    ok = (p < ROWS) & (q < columns)
+    if LAST:
+        return p // W // H, q, p // W % H, p % W, ok
+    else:
+        return p // H // C, p // H % C, p % H, q, ok
+
+
+@triton.jit
+def plane_at(n, c, s_n, s_c, LAST: tl.constexpr, EVEN: tl.constexpr):
+    """Where planes begin. Channels that are last lie side by side."""
+    if LAST:
+        return n.to(tl.int64) * whole_words(s_n, EVEN) + c
+    else:
+        return n.to(tl.int64) * s_n + c.to(tl.int64) * s_c
+
+
+@triton.jit
+def at_point(h, w, s_h, s_w, EVEN: tl.constexpr):
+    """Where a point of a plane lies."""
+    return h.to(tl.int64) * whole_words(s_h, EVEN) + w.to(tl.int64) * whole_words(s_w, EVEN)
+
+
+@triton.jit
+def side_counted(o, K, S, P, size, PADDED):
+    """How many elements the o-th window of a side counts: those of the plane, and of the padding if that is counted too."""
+    start = o * S - P
+    inside = tl.maximum(tl.minimum(start + K, size) - tl.maximum(start, 0), 1)
+    return tl.where(PADDED != 0, tl.minimum(start + K, size + P) - start, inside)
+
+
+@triton.jit
+def counted(oh, ow, KH, KW, SH, SW, PH, PW, H, W, PADDED, DIVISOR):
+    """What the sum of a window is divided by: the DIVISOR, unless that is 0, or how many elements it counts."""
+    count = side_counted(oh, KH, SH, PH, H, PADDED) * side_counted(ow, KW, SW, PW, W, PADDED)
+    return tl.where(DIVISOR != 0, DIVISOR, count)
+
+
+@kernel(
+    grid=programs,
+    tokens=(*PLANES, *strides("x", "y"), "KH", "KW", "SH", "SW", "PH", "PW", "PADDED", "DIVISOR"),
+    default=four_warps,
+)
+def average_pool(
+    X, Y, C, H, W, OH, OW, ROWS, x_n, x_c, x_h, x_w, y_n, y_c, y_h, y_w, KH, KW, SH, SW, PH, PW, PADDED,
+    DIVISOR, COMPUTE: tl.constexpr, LAST: tl.constexpr, BACK: tl.constexpr, EVEN: tl.constexpr, BLOCK_P: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+):  # fmt: skip
+    """Sums of windows by how many elements they count, those of padding too if PADDED is not 0, or by the DIVISOR."""
+    n, c, oh, ow, ok = coordinates(C, OH, OW, ROWS, LAST, EVEN, BLOCK_P, BLOCK_Q)
+    at = plane_at(n, c, x_n, x_c, LAST, EVEN)
+    total = tl.zeros([BLOCK_P, BLOCK_Q], COMPUTE)
+    for i in range(0, KH):
+        h = oh * SH - PH + i
+        for j in range(0, KW):
+            w = ow * SW - PW + j
+            there = ok & (h >= 0) & (h < H) & (w >= 0) & (w < W)
+            total += tl.load(X + at + at_point(h, w, x_h, x_w, EVEN), there, 0).to(COMPUTE)
+    count = counted(oh, ow, KH, KW, SH, SW, PH, PW, H, W, PADDED, DIVISOR)
+    count = tl.broadcast_to(count, [BLOCK_P, BLOCK_Q])
+    at = plane_at(n, c, y_n, y_c, LAST, EVEN) + at_point(oh, ow, y_h, y_w, EVEN)
+    tl.store(Y + at, stored(divide(total, count.to(COMPUTE)), Y), ok)
+
+
+@kernel(
+    grid=programs,
+    tokens=(*PLANES, *strides("y", "x"), "KH", "KW", "SH", "SW", "PH", "PW", "PADDED", "DIVISOR"),
+    default=four_warps,
+)
+def average_pool_backward(
+    DY, DX, C, H, W, OH, OW, ROWS, y_n, y_c, y_h, y_w, x_n, x_c, x_h, x_w, KH, KW, SH, SW, PH, PW, PADDED,
+    DIVISOR, COMPUTE: tl.constexpr, LAST: tl.constexpr, BACK: tl.constexpr, EVEN: tl.constexpr, BLOCK_P: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+):  # fmt: skip
+    """Of each element, the gradients of all windows that have it."""
+    n, c, h, w, ok = coordinates(C, H, W, ROWS, LAST, EVEN, BLOCK_P, BLOCK_Q)
+    at = plane_at(n, c, y_n, y_c, LAST, EVEN)
+    total = tl.zeros([BLOCK_P, BLOCK_Q], COMPUTE)
+    for i in range(0, tl.cdiv(KH, SH)):
+        oh = (h + PH) // SH - i
+        for j in range(0, tl.cdiv(KW, SW)):
+            ow = (w + PW) // SW - j
+            there = ok & (oh >= 0) & (oh < OH) & (oh * SH - PH + KH > h)
+            there = there & (ow >= 0) & (ow < OW) & (ow * SW - PW + KW > w)
+            dy = tl.load(DY + at + at_point(oh, ow, y_h, y_w, EVEN), there, 0).to(COMPUTE)
+            count = counted(oh, ow, KH, KW, SH, SW, PH, PW, H, W, PADDED, DIVISOR)
+            count = tl.broadcast_to(count, [BLOCK_P, BLOCK_Q])
+            total += tl.where(there, divide(dy, count.to(COMPUTE)), 0.0)
+    at = plane_at(n, c, x_n, x_c, LAST, EVEN) + at_point(h, w, x_h, x_w, EVEN)
+    tl.store(DX + at, stored(total, DX), ok)
+
+
+@kernel(
+    grid=programs,
+    tokens=(*PLANES, *strides("x", "y"), "KH", "KW", "SH", "SW", "PH", "PW", "DH", "DW"),
+    default=four_warps,
+)
+def largest_pool(
+    X, Y, INDICES, C, H, W, OH, OW, ROWS, x_n, x_c, x_h, x_w, y_n, y_c, y_h, y_w, KH, KW, SH, SW, PH, PW, DH, DW,
+    COMPUTE: tl.constexpr, LAST: tl.constexpr, BACK: tl.constexpr, EVEN: tl.constexpr, BLOCK_P: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+):  # fmt: skip
+    """The largest of each window, the first of equals or the last NaN, and where in its plane it is."""
+    n, c, oh, ow, ok = coordinates(C, OH, OW, ROWS, LAST, EVEN, BLOCK_P, BLOCK_Q)
+    at = plane_at(n, c, x_n, x_c, LAST, EVEN)
+    best = tl.full([BLOCK_P, BLOCK_Q], float("-inf"), COMPUTE)
+    index = tl.full([BLOCK_P, BLOCK_Q], -1, tl.int64)
+    for i in range(0, KH):
+        h = oh * SH - PH + i * DH
+        for j in range(0, KW):
+            w = ow * SW - PW + j * DW
+            there = ok & (h >= 0) & (h < H) & (w >= 0) & (w < W)
+            x = tl.load(X + at + at_point(h, w, x_h, x_w, EVEN), there, 0).to(COMPUTE)
+            better = there & ((x > best) | is_nan(x) | (index < 0))
+            best = tl.where(better, x, best)
+            index = tl.where(better, h.to(tl.int64) * W + w, index)
+    at = plane_at(n, c, y_n, y_c, LAST, EVEN) + at_point(oh, ow, y_h, y_w, EVEN)
+    tl.store(Y + at, stored(best, Y), ok)
+    tl.store(INDICES + at, index, ok)
+
+
+@kernel(
+    grid=programs,
+    tokens=(*PLANES, *strides("y", "i", "x"), "KH", "KW", "SH", "SW", "PH", "PW", "DH", "DW"),
+    default=four_warps,
+)
+def largest_pool_backward(
+    DY, INDICES, DX, C, H, W, OH, OW, ROWS, y_n, y_c, y_h, y_w, i_n, i_c, i_h, i_w, x_n, x_c, x_h, x_w, KH, KW, SH, SW, PH, PW,
+    DH, DW, COMPUTE: tl.constexpr, LAST: tl.constexpr, BACK: tl.constexpr, EVEN: tl.constexpr, BLOCK_P: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+):  # fmt: skip
+    """Of each element, the gradients of all windows that it is the largest of: an index is compared, never followed."""
+    n, c, h, w, ok = coordinates(C, H, W, ROWS, LAST, EVEN, BLOCK_P, BLOCK_Q)
+    at_y = plane_at(n, c, y_n, y_c, LAST, EVEN)
+    at_i = plane_at(n, c, i_n, i_c, LAST, EVEN)
+    own_index = h.to(tl.int64) * W + w
+    total = tl.zeros([BLOCK_P, BLOCK_Q], COMPUTE)
+    for i in range(0, (KH - 1) * DH // SH + 1):
+        oh = (h + PH) // SH - i
+        for j in range(0, (KW - 1) * DW // SW + 1):
+            ow = (w + PW) // SW - j
+            there = ok & (oh >= 0) & (oh < OH) & (ow >= 0) & (ow < OW)
+            index = tl.load(INDICES + at_i + at_point(oh, ow, i_h, i_w, EVEN), there, -1)
+            mine = there & (index == own_index)
+            total += tl.load(DY + at_y + at_point(oh, ow, y_h, y_w, EVEN), mine, 0).to(COMPUTE)
+    at = plane_at(n, c, x_n, x_c, LAST, EVEN) + at_point(h, w, x_h, x_w, EVEN)
+    tl.store(DX + at, stored(total, DX), ok)
+
+
+@kernel(grid=programs, tokens=(*PLANES, *strides("x", "y"), "SCALE_H", "SCALE_W"), default=four_warps)
+def nearest(
+    X, Y, C, H, W, OH, OW, ROWS, x_n, x_c, x_h, x_w, y_n, y_c, y_h, y_w, SCALE_H: tl.int64, SCALE_W: tl.int64,
+    LAST: tl.constexpr, BACK: tl.constexpr, EVEN: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_Q: tl.constexpr,
+):  # fmt: skip
+    """SCALE: elements of the operand for one of the result."""
+    n, c, oh, ow, ok = coordinates(C, OH, OW, ROWS, LAST, EVEN, BLOCK_P, BLOCK_Q)
+    h = tl.minimum((oh.to(tl.float32) * number(SCALE_H, tl.float32)).to(tl.int32), H - 1)
+    w = tl.minimum((ow.to(tl.float32) * number(SCALE_W, tl.float32)).to(tl.int32), W - 1)
+    x = tl.load(X + plane_at(n, c, x_n, x_c, LAST, EVEN) + at_point(h, w, x_h, x_w, EVEN), ok, 0)
+    tl.store(Y + plane_at(n, c, y_n, y_c, LAST, EVEN) + at_point(oh, ow, y_h, y_w, EVEN), x, ok)
+
+
+@triton.jit
+def cubic(x):
+    """The bicubic kernel at a distance."""
+    x = tl.abs(x)
+    near = ((CUBIC + 2.0) * x - (CUBIC + 3.0)) * x * x + 1.0
+    far = (((x - 5.0) * x + 8.0) * x - 4.0) * CUBIC
+    return tl.where(x < 1.0, near, tl.where(x < 2.0, far, 0.0))
+
+
+@triton.jit
+def taps(o, size, scale, COMPUTE: tl.constexpr):
+    """(the first element under the kernel around the o-th, how many there are, where the first is from the kernel's middle)."""
+    support = 2.0 * tl.maximum(scale, 1.0)
+    center = scale * (o.to(COMPUTE) + 0.5)
+    first = tl.maximum((center - support + 0.5).to(tl.int32), 0)
+    count = tl.minimum((center + support + 0.5).to(tl.int32), size) - first
+    return first, count, first.to(COMPUTE) - center + 0.5
+
+
+@triton.jit
+def weight(i, count, start, scale):
+    """The kernel at the i-th element under it, which is as wide as the scale where that shrinks."""
+    return tl.where(i < count, cubic((start + i) * divide(start * 0 + 1.0, start * 0 + tl.maximum(scale, 1.0))), 0.0)
+
+
+@kernel(
+    grid=programs, tokens=(*PLANES, *strides("x", "y"), "TAPS_H", "TAPS_W", "SCALE_H", "SCALE_W"), default=four_warps
+)
+def bicubic(
+    X, Y, C, H, W, OH, OW, ROWS, x_n, x_c, x_h, x_w, y_n, y_c, y_h, y_w, TAPS_H, TAPS_W, SCALE_H: tl.int64, SCALE_W: tl.int64,
+    COMPUTE: tl.constexpr, LAST: tl.constexpr, BACK: tl.constexpr, EVEN: tl.constexpr, BLOCK_P: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+):  # fmt: skip
+    """TAPS: the most elements under a kernel, along each side. Weights are brought to a sum of 1."""
+    n, c, oh, ow, ok = coordinates(C, OH, OW, ROWS, LAST, EVEN, BLOCK_P, BLOCK_Q)
+    scale_h = number(SCALE_H, COMPUTE)
+    scale_w = number(SCALE_W, COMPUTE)
+    first_h, count_h, start_h = taps(oh, H, scale_h, COMPUTE)
+    first_w, count_w, start_w = taps(ow, W, scale_w, COMPUTE)
+    sum_h = start_h * 0
+    for i in range(0, TAPS_H):
+        sum_h += weight(i, count_h, start_h, scale_h)
+    sum_w = start_w * 0
+    for j in range(0, TAPS_W):
+        sum_w += weight(j, count_w, start_w, scale_w)
+    at = plane_at(n, c, x_n, x_c, LAST, EVEN)
+    total = tl.zeros([BLOCK_P, BLOCK_Q], COMPUTE)
+    for i in range(0, TAPS_H):
+        line = tl.zeros([BLOCK_P, BLOCK_Q], COMPUTE)
+        for j in range(0, TAPS_W):
+            there = ok & (i < count_h) & (j < count_w)
+            x = tl.load(X + at + at_point(first_h + i, first_w + j, x_h, x_w, EVEN), there, 0).to(COMPUTE)
+            line += x * divide(weight(j, count_w, start_w, scale_w), sum_w)
+        total += line * divide(weight(i, count_h, start_h, scale_h), sum_h)
+    at = plane_at(n, c, y_n, y_c, LAST, EVEN) + at_point(oh, ow, y_h, y_w, EVEN)
+    tl.store(Y + at, stored(total, Y), ok)
+
+
+# ---- host ------------------------------------------------------------------------------------------------------------
+
+
+def pair(value: Any, default: Any = None) -> tuple[int, int]:
+    """Two numbers, of one or two; or of none, where there is a default."""
+    given = (value,) * 2 if isinstance(value, int) else tuple(value)
+    if not given and default is not None:
+        return default
+    if len(given) not in (1, 2):
+        raise Declined("sizes that are refused")
+    return (given[0], given[-1])
+
+
+def pooled(size: int, k: int, s: int, p: int, d: int, ceil: bool) -> int:
+    """How many windows a side has."""
+    if k < 1 or s < 1 or d < 1 or p < 0 or p > ((k - 1) * d + 1) // 2:
+        raise Declined("windows that are refused")
+    made = (size + 2 * p - d * (k - 1) - 1 + (s - 1 if ceil else 0)) // s + 1
+    made -= ceil and (made - 1) * s >= size + p
+    if made < 1:
+        raise Declined("a result of no elements")
+    return made
+
+
+def planes(*tensors: Tensor) -> list[Tensor]:
+    """Tensors [N, C, H, W]; of three dimensions N is 1."""
+    taken(*tensors)
+    if not all(t.is_floating_point() or t.dtype == torch.int64 for t in tensors):
+        raise Declined("no floats")
+    if tensors[0].dim() not in (3, 4) or not all(t.dim() == tensors[0].dim() and t.numel() for t in tensors):
+        raise Declined("no planes, or no elements")
+    if max(t.numel() for t in tensors) >= 2**31:
+        raise Declined("more elements than 32 bits count")
+    return [t if t.dim() == 4 else t[None] for t in tensors]
+
+
+def made_like(x: Tensor, height: int, width: int, dtype: torch.dtype | None = None) -> Tensor:
+    """Memory for planes of another size, which lie as those of x do."""
+    form = lies(x) if x.dim() == 4 else torch.contiguous_format
+    if form is None:
+        raise Declined("strides almost like channels last")
+    shape = (*x.shape[:-2], height, width)
+    return own(torch.empty(shape, dtype=dtype or x.dtype, device=x.device, memory_format=form))
+
+
+def launch(
+    kernel_: Any, tensors: list[Tensor], x: Tensor, y: Tensor, sizes: tuple[int, ...], numbers: Any = (), back: bool = False,
+    apart: int | None = None, **constants: Any,
+) -> None:  # fmt: skip
+    """Of planes x and y of its windows; `tensors` are what a kernel takes, of which the first `apart`, or all, have strides of
+    their own. What is made lies as y does or, on the way `back`, as x."""
+    n, c, h, w = x.shape
+    made = x if back else y
+    last = made.stride(1) == 1 and c > 1 and made.stride(3) != 1
+    total = n * c * made.shape[2] * made.shape[3]
+    steps = tensors[: apart or len(tensors)]
+    last = last and all(t.stride(1) == 1 for t in steps)
+    columns = c if last else made.shape[3]
+    if total < SMALL:
+        block_p, block_q, even = *SMALL_TILE, False
+    else:
+        block_q = max(8, min(128, power_of_two(columns)))
+        block_p = TILE // block_q
+        even = last and c % 16 == 0 and not any(t.stride(d) % 16 for t in steps for d in (0, 2, 3))
+    every = [s for t in steps for s in t.stride()]
+    plans.launch(
+        kernel_, tensors, (c, h, w, *y.shape[2:], total // columns, *every, *sizes), numbers, LAST=last, BACK=back, EVEN=even,
+        BLOCK_P=block_p, BLOCK_Q=block_q, **constants,
+    )  # fmt: skip
+
+
+def in_triton(t: Tensor) -> Any:
+    return IN_TRITON[compute_dtype(t.dtype)]
+
+
+def average_sizes(
+    x: Tensor, kernel_size: Any, stride: Any, padding: Any, ceil_mode: bool, padded: bool, divisor: int | None
+) -> tuple:
+    kernel_size, padding = pair(kernel_size), pair(padding)
+    stride = pair(stride, kernel_size)
+    if divisor == 0:
+        raise Declined("a divisor of 0")
+    made = [pooled(n, k, s, p, 1, ceil_mode) for n, k, s, p in zip(x.shape[-2:], kernel_size, stride, padding)]
+    return (*made, (*kernel_size, *stride, *padding, int(padded), divisor or 0))
+
+
+def avg_pool2d(
+    self: Tensor, kernel_size: Any, stride: Any = (), padding: Any = 0, ceil_mode: bool = False, count_include_pad: bool = True,
+    divisor_override: int | None = None,
+) -> Tensor:  # fmt: skip
+    (x,) = planes(self)
+    height, width, sizes = average_sizes(
+        self, kernel_size, stride, padding, ceil_mode, count_include_pad, divisor_override
+    )
+    out = made_like(self, height, width)
+    y = out if out.dim() == 4 else out[None]
+    launch(average_pool, [x, y], x, y, sizes, COMPUTE=in_triton(x))
+    return out
+
+
+def avg_pool2d_backward(
+    grad_output: Tensor, self: Tensor, kernel_size: Any, stride: Any, padding: Any, ceil_mode: bool, count_include_pad: bool,
+    divisor_override: int | None,
+) -> Tensor:  # fmt: skip
+    dy, x = planes(grad_output, self)
+    height, width, sizes = average_sizes(
+        self, kernel_size, stride, padding, ceil_mode, count_include_pad, divisor_override
+    )
+    if tuple(grad_output.shape) != (*self.shape[:-2], height, width) or grad_output.dtype != self.dtype:
+        raise Declined("a gradient that is not like the result")
+    out = made_like(self, *self.shape[-2:])
+    dx = out if out.dim() == 4 else out[None]
+    launch(
+        average_pool_backward,
+        [dy, dx],
+        dx,
+        dy,
+        sizes,
+        back=True,
+        COMPUTE=in_triton(x),
+    )
+    return out
+
+
+def largest_sizes(x: Tensor, kernel_size: Any, stride: Any, padding: Any, dilation: Any, ceil_mode: bool) -> tuple:
+    kernel_size, padding, dilation = pair(kernel_size), pair(padding), pair(dilation)
+    stride = pair(stride, kernel_size)
+    if any(p > k // 2 for p, k in zip(padding, kernel_size)):
+        raise Declined("windows that are refused")
+    sides = zip(x.shape[-2:], kernel_size, stride, padding, dilation)
+    return (*(pooled(*side, ceil_mode) for side in sides), (*kernel_size, *stride, *padding, *dilation))
+
+
+def max_pool2d(
+    self: Tensor, kernel_size: Any, stride: Any = (), padding: Any = 0, dilation: Any = 1, ceil_mode: bool = False
+) -> tuple[Tensor, Tensor]:
+    (x,) = planes(self)
+    if not self.is_floating_point():
+        raise Declined("no floats")
+    height, width, sizes = largest_sizes(self, kernel_size, stride, padding, dilation, ceil_mode)
+    out, indices = made_like(self, height, width), made_like(self, height, width, torch.int64)
+    y, index = (t if t.dim() == 4 else t[None] for t in (out, indices))
+    launch(largest_pool, [x, y, index], x, y, sizes, apart=2, COMPUTE=in_triton(x))
+    return out, indices
+
+
+def max_pool2d_with_indices_backward(
+    grad_output: Tensor, self: Tensor, kernel_size: Any, stride: Any, padding: Any, dilation: Any, ceil_mode: bool,
+    indices: Tensor,
+) -> Tensor:  # fmt: skip
+    dy, x, index = planes(grad_output, self, indices)
+    height, width, sizes = largest_sizes(self, kernel_size, stride, padding, dilation, ceil_mode)
+    shape = *self.shape[:-2], height, width
+    if tuple(grad_output.shape) != shape or tuple(indices.shape) != shape or grad_output.dtype != self.dtype:
+        raise Declined("a gradient that is not like the result")
+    if indices.dtype != torch.int64 or not self.is_floating_point():
+        raise Declined("no floats, or no indices")
+    out = made_like(self, *self.shape[-2:])
+    dx = out if out.dim() == 4 else out[None]
+    launch(largest_pool_backward, [dy, index, dx], dx, dy, sizes, back=True, COMPUTE=in_triton(x))
+    return out
+
+
+def max_pool2d_backward(
+    grad_output: Tensor, self: Tensor, kernel_size: Any, stride: Any = (), padding: Any = 0, dilation: Any = 1,
+    ceil_mode: bool = False,
+) -> Tensor:  # fmt: skip
+    """The same from the operand alone: where the largest are is found anew."""
+    _, indices = max_pool2d(self, kernel_size, stride, padding, dilation, ceil_mode)
+    return max_pool2d_with_indices_backward(
+        grad_output, self, kernel_size, stride, padding, dilation, ceil_mode, indices
+    )
+
+
+def resampled(x: Tensor, output_size: Any) -> Tensor:
+    if len(output_size) != 2 or x.dim() != 4 or not x.numel() or min(output_size) < 1:
+        raise Declined("sizes that are refused")
+    if max(x.numel(), x.shape[0] * x.shape[1] * output_size[0] * output_size[1]) >= 2**31:
+        raise Declined("more elements than 32 bits count")
+    return made_like(x, *output_size)
+
+
+def upsample_nearest2d(
+    self: Tensor, output_size: Any, scales_h: float | None = None, scales_w: float | None = None
+) -> Tensor:
+    taken(self)
+    if not self.is_floating_point() and self.dtype != torch.uint8:
+        raise Declined("no floats")
+    out, numbers = resampled(self, output_size), []
+    for n, m, s in zip(self.shape[2:], output_size, (scales_h, scales_w)):
+        # A processor goes by sizes alone where they are equal or twice as many
+        by_size = s is None or s <= 0 or (not self.is_cuda and m in (n, 2 * n))
+        numbers.append(fp32_bits(n / m if by_size else 1 / s))
+    launch(nearest, [self, out], self, out, (), numbers)
+    return out
+
+
+def fp32_bits(value: float) -> int:
+    """A number rounded to fp32, as the 64 bits that a kernel takes."""
+    return bits_of(torch.tensor(value, dtype=torch.float32).item(), torch.float64)
+
+
+def upsample_bicubic2d_aa(
+    self: Tensor, output_size: Any, align_corners: bool, scales_h: float | None = None, scales_w: float | None = None
+) -> Tensor:
+    taken(self)
+    if not self.is_floating_point():
+        raise Declined("no floats")
+    out = resampled(self, output_size)
+    scales = []
+    for n, m, s in zip(self.shape[2:], output_size, (scales_h, scales_w)):
+        if align_corners:
+            scales.append((n - 1) / (m - 1) if m > 1 else 0.0)
+        else:
+            scales.append(1 / s if s is not None and s > 0 else n / m)
+    most = [2 * cdiv(round(2e6 * max(1.0, s)), 10**6) + 1 for s in scales]
+    compute = compute_dtype(self.dtype)
+    numbers = [bits_of(s, torch.float64) if compute == torch.float64 else fp32_bits(s) for s in scales]
+    launch(bicubic, [self, out], self, out, tuple(most), numbers, COMPUTE=IN_TRITON[compute])
+    return out
+
+
+FORMS = {
+    "avg_pool2d": avg_pool2d, "avg_pool2d_backward": avg_pool2d_backward, "max_pool2d_with_indices": max_pool2d,
+    "max_pool2d_with_indices_backward": max_pool2d_with_indices_backward, "max_pool2d_backward": max_pool2d_backward,
+    "upsample_nearest2d": upsample_nearest2d, "_upsample_bicubic2d_aa": upsample_bicubic2d_aa,
+}  # fmt: skip
