@@ -310,7 +310,8 @@ def plan_of(run: Run, given: Sequence[Tensor], written: Sequence[int], numbers: 
     """The plan of a run with the tensors `given`, each once, of which some are `written`, and numbers at these places; None if a
     later call cannot be made from it."""
     slots = [*given, *run.made]
-    gives = [_place(slots, t) for t in (result if isinstance(result, tuple) else (result,))]
+    results = result if isinstance(result, tuple) else (result,)
+    gives = [_place(slots, t) for t in results if t is not None]  # None: a gradient that is not asked for
     places = [[_place(slots, t) for t in step.tensors] for step in run.steps]
     unknown = any(
         p is None and t is not None for own, step in zip(places, run.steps) for p, t in zip(own, step.tensors)
@@ -322,7 +323,8 @@ def plan_of(run: Run, given: Sequence[Tensor], written: Sequence[int], numbers: 
     aligned = not any(t.data_ptr() & 15 for t in given)
     pairs, wrong = _pairs(given, written), 15 if aligned else 0
     allocate = [_allocator(t) for t in run.made]
-    at = [p[0] for p in gives] if isinstance(result, tuple) else gives[0][0]
+    places_of = iter(gives)
+    at = [None if t is None else next(places_of)[0] for t in results] if isinstance(result, tuple) else gives[0][0]
     function = None
     if len(run.steps) == 1 and len(allocate) <= 1 and isinstance(at, int):
         function = _alone(run.steps[0], places[0], len(given), pairs, allocate, at, wrong)
@@ -497,7 +499,7 @@ def _step(step: Step, places: list) -> Again:
     return plain
 
 
-def _several(steps: list[Again], pairs: list, allocate: list, result: int | list[int], wrong: int) -> Function:
+def _several(steps: list[Again], pairs: list, allocate: list, result: int | list[int | None], wrong: int) -> Function:
     """The function of any run."""
 
     def function(tensors: Sequence[Tensor], values: Sequence[Any]) -> Any:
@@ -509,7 +511,9 @@ def _several(steps: list[Again], pairs: list, allocate: list, result: int | list
         slots = [*tensors, *[make() for make in allocate]]
         for step in steps:
             step(slots, values)
-        return slots[result] if isinstance(result, int) else tuple([slots[at] for at in result])
+        if isinstance(result, int):
+            return slots[result]
+        return tuple([None if at is None else slots[at] for at in result])
 
     return function
 

@@ -98,6 +98,7 @@ class Override:
         self.arguments = [a.name for a in arguments]
         self.writes = {a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write}
         self.numbers, self.asks = getattr(self.form, "numbers", ()), getattr(self.form, "asks", {})
+        self.settings: Callable[[], Any] = getattr(self.form, "settings", lambda: None)  # of torch's, that a run reads
         self.outcomes: dict[Key, Outcome] = {}
         self.flats: dict[tuple, Function] = {}  # of calls whose tensors lie alike, whatever their shape
         self.recent: tuple[Kind, ...] = ()  # of calls without keywords, the last first
@@ -107,7 +108,10 @@ class Override:
 
     def register(self) -> None:
         """Capture the kernel that is there, and take its place."""
-        self.kernel = torch.library.get_kernel(self.overload, self.key)
+        try:
+            self.kernel = torch.library.get_kernel(self.overload, self.key)
+        except RuntimeError:
+            self.kernel = Missing(self.name, self.key)
         self.library = Library("aten", "IMPL")
         with warnings.catch_warnings():
             warnings.filterwarnings(
@@ -180,7 +184,8 @@ class Override:
 
     def key_of(self, names: tuple[str, ...], values: Sequence[Any]) -> tuple[Key, list[Tensor]]:
         """All that a run reads, and the tensors among the values."""
-        parts: list[Any] = [names, torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled()]
+        settings = torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled(), self.settings()
+        parts: list[Any] = [names, *settings]
         layouts: list[Sequence[int]] = []
         tensors: list[Tensor] = []
         for at, value in enumerate(values):
@@ -332,6 +337,16 @@ class Override:
         like = next((v for v in args if isinstance(v, Tensor)), None)
         with Run():
             return [wrapped(v, like) if at in self.slots and type(v) in NUMBERS else v for at, v in enumerate(args)]
+
+
+class Missing(NamedTuple):
+    """In the place of a kernel that torch does not have for this backend: what is declined is refused, as without us."""
+
+    name: str
+    key: str
+
+    def call_boxed(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError(f"Could not run 'aten::{self.name}' with arguments from the '{self.key}' backend.")
 
 
 def flat_key(key: Key, tensors: list[Tensor]) -> tuple | None:

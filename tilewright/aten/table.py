@@ -9,7 +9,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import forms, index, index_map, nll, pointwise, random, reduction_rows, scan, select
+from . import (
+    forms,
+    index,
+    index_map,
+    nll,
+    norm,
+    pointwise,
+    product,
+    random,
+    reduction_rows,
+    scan,
+    select,
+    softmax,
+    window,
+)
 from . import sort as sorting
 from .row import Declined, Row, of_numbers
 from .rows import ROWS
@@ -71,6 +85,8 @@ def of_tensors(form: Callable[..., Any], name: str) -> Callable[..., Any]:
 OTHERS = {**forms.FORMS, **reduction_rows.FORMS, **scan.FORMS, **index_map.FORMS}
 INDEX = {**index.FORMS, **select.FORMS, **nll.FORMS}
 OTHERS |= {**INDEX, **sorting.FORMS, **random.FORMS}
+ROWS_ENGINE = {**softmax.FORMS, **norm.FORMS}
+OTHERS |= {**ROWS_ENGINE, **product.FORMS, **window.FORMS}
 FORMS: dict[str, Callable[..., Any]] = {
     **{name: pointwise_form(row, name) for row in ROWS for name in row.overloads},
     **{name: of_tensors(form, name) for name, form in OTHERS.items()},
@@ -83,4 +99,7 @@ ENGINE: dict[str, str] = {
     **dict.fromkeys(INDEX, "index"),
     **dict.fromkeys(sorting.FORMS, "sort"),
     **dict.fromkeys(random.FORMS, "random"),
+    **dict.fromkeys(ROWS_ENGINE, "rows"),
+    **dict.fromkeys(product.FORMS, "product"),
+    **dict.fromkeys(window.FORMS, "window"),
 }

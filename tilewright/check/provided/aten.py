@@ -58,6 +58,68 @@ GIVEN: dict[str, Callable[[Make], dict[str, Any]]] = {
     "slice_scatter": lambda make: {"src": make((6, 10)), "dim": 1, "start": 1, "end": 40, "step": 4},
     "vdot": lambda make: {"self": make((40,)), "other": make((40,))},
 }  # fmt: skip
+MATRIX_ROWS = {"normalized_shape": [40], "output_mask": [True, True, True]}
+GROUPS = {"N": 6, "C": 4, "HxW": 5, "group": 2, "output_mask": [True, True, True]}
+# The same of the engine `rows`
+GIVEN |= {
+    "_softmax": lambda make: {"half_to_float": False},
+    "_softmax_backward_data": lambda make: {"input_dtype": make(SHAPE).dtype},
+    "_log_softmax": lambda make: {"half_to_float": False},
+    "_log_softmax_backward_data": lambda make: {"input_dtype": make(SHAPE).dtype},
+    "native_layer_norm": lambda make: {"weight": make((40,)), "bias": make((40,)), **MATRIX_ROWS},
+    "native_layer_norm_backward": lambda make: {
+        "mean": make((6, 1)), "rstd": make((6, 1)), "weight": make((40,)), "bias": make((40,)), **MATRIX_ROWS,
+    },
+    "_fused_rms_norm": lambda make: {"weight": make((40,)), "eps": 0.5, **MATRIX_ROWS},
+    "_fused_rms_norm_backward": lambda make: {
+        "rstd": make((6, 1)), "weight": make((40,)), "normalized_shape": [40], "output_mask": [True, True],
+    },
+    "native_group_norm": lambda make: {"input": make((6, 4, 5)), "weight": make((4,)), "bias": make((4,)), **GROUPS},
+    "native_group_norm_backward": lambda make: {
+        "grad_out": make((6, 4, 5)), "input": make((6, 4, 5)), "mean": make((6, 2)), "rstd": make((6, 2)), "weight": make((4,)),
+        **GROUPS,
+    },
+    "native_batch_norm": lambda make: {**{n: make((40,)) for n in ("weight", "bias", "running_mean", "running_var")},
+                                       "training": True},
+    "native_batch_norm_backward": lambda make: {
+        **{n: make((40,)) for n in ("weight", "running_mean", "running_var", "save_mean", "save_invstd")}, "train": True,
+        "output_mask": [True, True, True],
+    },
+    "_weight_norm_interface": lambda make: {"g": make((6, 1)), "dim": 0},
+    "_weight_norm_interface_backward": lambda make: {"saved_g": make((6, 1)), "saved_norms": make((6, 1), torch.float32), "dim": 0},
+}  # fmt: skip
+# The same of the engine `product`
+GIVEN |= {
+    "mm": lambda make: {"mat2": make((40, 24))},
+    "addmm": lambda make: {"self": make((24,)), "mat1": make(SHAPE), "mat2": make((40, 24))},
+    "bmm": lambda make: {"self": make((3, 6, 40)), "mat2": make((3, 40, 24))},
+    "mv": lambda make: {"vec": make((40,))},
+    "addmv": lambda make: {"self": make((6,)), "mat": make(SHAPE), "vec": make((40,))},
+}  # fmt: skip
+PLANES, POOLED = (6, 3, 8, 10), (6, 3, 4, 5)
+
+
+def corners(pooled: Tensor) -> Tensor:
+    """Of windows of 2 x 2 in planes of PLANES, where the first element is."""
+    rows, columns = (torch.arange(n, device=pooled.device) for n in POOLED[2:])
+    return (2 * PLANES[3] * rows[:, None] + 2 * columns).expand(pooled.shape).contiguous()
+
+
+WINDOW = {"kernel_size": [2, 2], "stride": [2, 2], "padding": [0, 0], "dilation": [1, 1], "ceil_mode": False}
+# The same of the engine `window`
+GIVEN |= {
+    "avg_pool2d": lambda make: {"self": make(PLANES), **WINDOW},
+    "avg_pool2d_backward": lambda make: {
+        "grad_output": make(POOLED), "self": make(PLANES), **WINDOW, "count_include_pad": True, "divisor_override": None,
+    },
+    "max_pool2d_with_indices": lambda make: {"self": make(PLANES), **WINDOW},
+    "max_pool2d_with_indices_backward": lambda make: {
+        "grad_output": make(POOLED), "self": make(PLANES), **WINDOW, "indices": corners(make(POOLED)),
+    },
+    "max_pool2d_backward": lambda make: {"grad_output": make(POOLED), "self": make(PLANES), **WINDOW},
+    "upsample_nearest2d": lambda make: {"self": make(PLANES), "output_size": [11, 7]},
+    "_upsample_bicubic2d_aa": lambda make: {"self": make(PLANES), "output_size": [5, 7], "align_corners": False},
+}  # fmt: skip
 
 
 def apart(make: Make, count: int, n: int) -> Tensor:
@@ -160,6 +222,7 @@ LEAVES |= {
 RESULTS = {"sum.out": (), "sum.IntList_out": (6,), "cumsum.out": SHAPE, "where.self_out": SHAPE,
            "arange.start_out": (4,), "eye.out": (4, 4), "eye.m_out": (4, 5), "linspace.out": (7,),
            "logspace.out": (7,), "floor_divide.out": SHAPE}  # fmt: skip
+RESULTS |= {"mm.out": (6, 24), "addmm.out": (6, 24), "addmv.out": (6,)}
 
 
 def call_of(name: str, make: Make) -> tuple[list[Any], dict[str, Any]]:
@@ -195,6 +258,38 @@ def call_of(name: str, make: Make) -> tuple[list[Any], dict[str, Any]]:
     return args, kwargs
 
 
+def rms_norm_gradients(
+    grad: Tensor, x: Tensor, shape: list[int], rstd: Tensor, weight: Tensor, mask: list[bool]
+) -> tuple:
+    """By autograd, of the formula."""
+    with torch.enable_grad():
+        x, weight = (t.detach().requires_grad_() for t in (x, weight))
+        scale = rstd.to(x.dtype)
+        mean = (x * x - (x * x).detach()).mean(-1, keepdim=True) + 1 / (scale * scale)
+        return torch.autograd.grad(x * torch.rsqrt(mean) * weight, (x, weight), grad)
+
+
+def pool_gradients(
+    grad: Tensor, x: Tensor, kernel: list[int], stride: list[int], padding: list[int], *rest: Any
+) -> Tensor:
+    """With the indices that aten finds."""
+    indices = torch.ops.aten.max_pool2d_with_indices(x, kernel, stride, padding, *rest)[1]
+    return torch.ops.aten.max_pool2d_with_indices_backward(grad, x, kernel, stride, padding, *rest, indices)
+
+
+# What overloads are that torch has no kernel of for a processor
+REFERENCES: dict[str, Callable[..., Any]] = {
+    "_fused_rms_norm_backward": rms_norm_gradients, "max_pool2d_backward": pool_gradients,
+}  # fmt: skip
+
+
+def aten_of(name: str, device: str) -> Callable[..., Any]:
+    """aten's own, or what stands for it."""
+    key = torch._C.DispatchKey.CUDA if device.startswith("cuda") else torch._C.DispatchKey.CPU
+    there = overload_of(name).has_kernel_for_dispatch_key(key)
+    return REFERENCES[name] if name in REFERENCES and not there else overload_of(name)
+
+
 def drawn(shape: tuple[int, ...], dtype: torch.dtype = torch.float32, device: str = "cpu") -> Tensor:
     if dtype == torch.float32:
         return torch.rand(shape, device=device) + 0.5
@@ -216,7 +311,7 @@ def replaced(device: str, name: str) -> None:
     assert leaf in table.FORMS and table.ENGINE[leaf]
     torch.manual_seed(0)
     args, kwargs = call_of(name, partial(drawn, device=device))
-    aten = overload_of(name)(*copied(args), **copied(kwargs))
+    aten = aten_of(name, device)(*copied(args), **copied(kwargs))
     if device == "cpu" and not INTERPRETING:
         return
     given = copied(args), copied(kwargs)
@@ -244,7 +339,8 @@ def blank(made: Any) -> Any:
 # Which are leaves of others alone: no list asks for them
 UNLISTED = ("clone", "copy_", "zero_", "arange.start_out", "linspace.out", "logspace.out", "eye.out", "eye.m_out",
             "floor_divide.out", "log_sigmoid_forward", "index.Tensor", "_index_put_impl_", "scatter_add", "scatter_add_",
-            "embedding_dense_backward", "normal_", "randperm.generator_out")  # fmt: skip
+            "embedding_dense_backward", "normal_", "randperm.generator_out", "_fused_rms_norm", "_fused_rms_norm_backward",
+            "max_pool2d_with_indices_backward")  # fmt: skip
 LISTED = [name for name in table.FORMS if name not in UNLISTED]
 CHECKS = {name: partial(replaced, name=name) for name in sorted({*LISTED, *LEAVES})}
 
