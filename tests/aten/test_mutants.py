@@ -15,7 +15,7 @@ from torch import Tensor
 import tilewright as tw
 from tests.aten.compare import differences
 from tilewright.aten import functions as f
-from tilewright.aten import index, layout, order, pointwise, random, reduction_rows, scan, table
+from tilewright.aten import index, layout, norm, order, pointwise, random, reduction_rows, scan, table
 from tilewright.aten import sort as sorting
 
 
@@ -41,6 +41,23 @@ def crash_on_nothing(self: Tensor, *, dtype: Any = None) -> Tensor:
 def one_further_on(x: Tensor) -> Tensor:
     """Which aten refuses: elements are read and written."""
     return x[1:].add_(x[:-1])
+
+
+def all_gradients(*given: Any) -> Any:
+    """Whichever are asked for."""
+    return norm.layer_norm_backward(*given[:-1], [True, True, True])
+
+
+def of_a_sample(x: Tensor, shape: list[int], weight: Any, bias: Any, eps: float) -> tuple[Tensor, ...]:
+    """A layer norm by the variance of a sample."""
+    var, mean = torch.var_mean(x, -1, correction=1, keepdim=True)
+    rstd = torch.rsqrt(var + eps)
+    return (x - mean) * rstd, mean, rstd
+
+
+def layer_gradients() -> Any:
+    x, rows, columns = torch.arange(12.0).view(3, 4), torch.ones(3, 1), torch.ones(4)
+    return torch.ops.aten.native_layer_norm_backward(x, x, [4], rows, rows, columns, columns, [True, False, True])
 
 
 def equals_turned(keys: Tensor, bits: int, signed: bool) -> tuple[Tensor, Tensor]:
@@ -78,6 +95,9 @@ MUTANTS = [
            lambda: torch.zeros(4, 2).index_add(0, TIES, torch.ones(5, 2)), "values"),
     Mutant("overlaps that are not seen", pointwise, "overlapping", lambda a, b: False, lambda: one_further_on(torch.arange(64.0)),
            "not 'RuntimeError'"),
+    Mutant("a dropped output mask", table.FORMS, "native_layer_norm_backward", all_gradients, layer_gradients, "not None"),
+    Mutant("moments of a sample", table.FORMS, "native_layer_norm", of_a_sample,
+           lambda: torch.native_layer_norm(torch.tensor([[0.0, 2.0, 4.0, 2.0]]), [4], None, None, 0.0)[1:], "values"),
 ]  # fmt: skip
 
 

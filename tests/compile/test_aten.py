@@ -76,6 +76,94 @@ FORMS = {
 }  # fmt: skip
 
 
+def norm_rows(m: int, n: int, dtype: torch.dtype = BF16) -> tuple:
+    """Of a backward pass over rows: the gradient, the operand, how long a row is, moments, and weights."""
+    return (
+        made((m, n), dtype),
+        made((m, n), dtype),
+        [n],
+        made((m, 1)),
+        made((m, 1)),
+        made((n,), dtype),
+        made((n,), dtype),
+    )
+
+
+IMAGES, MASK = (32, 512, 64, 64), [True, True, True]
+C = 512
+FORMS |= {
+    "rows of a softmax": ("_softmax", made((8192, 8192), BF16), 1, False),
+    "long rows of a softmax": ("_softmax", made((4096, 151936)), 1, False),
+    "columns of a softmax": ("_log_softmax", made((8192, 8192), BF16), 0, False),
+    "the middle of a softmax": ("_softmax", made((16, 512, 8192), BF16), 1, False),
+    "odd rows of a softmax": ("_softmax", made((8192, 1001), BF16), 1, False),
+    "rows of a softmax back": ("_softmax_backward_data", made((8192, 8192), BF16), made((8192, 8192), BF16), 1, BF16),
+    "long rows of a softmax back": ("_softmax_backward_data", made((4096, 151936)), made((4096, 151936)), 1, FP32),
+    "columns of a softmax back": ("_log_softmax_backward_data", made((8192, 8192), BF16), made((8192, 8192), BF16), 0, BF16),
+    "the middle of a softmax back": (
+        "_softmax_backward_data", made((16, 512, 8192), BF16), made((16, 512, 8192), BF16), 1, BF16,
+    ),
+    "rows of a norm": ("native_layer_norm", made((8192, 8192), BF16), [8192], made((8192,), BF16), made((8192,), BF16), 1e-5),
+    "long rows of a norm": ("native_layer_norm", made((512, 65536), BF16), [65536], None, None, 1e-5),
+    "a row of a norm by parts": ("native_layer_norm", made((2, 1 << 20), BF16), [1 << 20], None, None, 1e-5),
+    "rows of a norm back": ("native_layer_norm_backward", *norm_rows(16384, 4096), MASK),
+    "wide rows of a norm back": ("native_layer_norm_backward", *norm_rows(16384, 8192), MASK),
+    "long rows of a norm back": ("native_layer_norm_backward", *norm_rows(512, 65536), MASK),
+    "groups": ("native_group_norm", made(IMAGES, BF16), made((C,), BF16), made((C,), BF16), 32, C, 4096, 32, 1e-5),
+    "groups back": (
+        "native_group_norm_backward", made(IMAGES, BF16), made(IMAGES, BF16), made((32, 32), BF16), made((32, 32), BF16),
+        made((C,), BF16), 32, C, 4096, 32, MASK,
+    ),
+    "channels": (
+        "native_batch_norm", made(IMAGES, BF16), made((C,)), made((C,)), made((C,)), made((C,)), True, 0.1, 1e-5,
+    ),
+    "few channels": (
+        "native_batch_norm", made((64, 16, 64, 64), BF16), made((16,)), made((16,)), made((16,)), made((16,)), True, 0.1, 1e-5,
+    ),
+    "channels back": (
+        "native_batch_norm_backward", made(IMAGES, BF16), made(IMAGES, BF16), made((C,)), None, None, made((C,)), made((C,)), True,
+        1e-5, MASK,
+    ),
+    "channels last": ("native_batch_norm", made((65536, C), BF16), None, None, None, None, True, 0.1, 1e-5),
+    "channels last back": (
+        "native_batch_norm_backward", made((65536, C), BF16), made((65536, C), BF16), made((C,)), None, None, made((C,)),
+        made((C,)), True, 1e-5, MASK,
+    ),
+    "vectors": ("_weight_norm_interface", made((4096, 4096), BF16), made((4096, 1), BF16), 0),
+    "vectors across": ("_weight_norm_interface", made((4096, 4096), BF16), made((1, 4096), BF16), 1),
+}  # fmt: skip
+
+FORMS |= {
+    "large products": ("addmm", made((4096,), BF16), made((4096, 4096), BF16), made((4096, 4096), BF16)),
+    "turned products": ("addmm", made((4096,), BF16), turned((4096, 4096), BF16), turned((4096, 4096), BF16)),
+    "a product of the gemm folder": ("mm", made((4096, 4096), BF16), made((4096, 4096), BF16)),
+    "a batch in bulk": ("bmm", made((64, 1024, 1024), BF16), made((64, 1024, 1024), BF16)),
+    "a turned batch in bulk": ("bmm", made((64, 1024, 1024), BF16).mT, made((64, 1024, 1024), BF16).mT),
+    "odd products": ("mm", made((4097, 999), BF16), made((999, 1001), BF16)),
+    "products of fp32": ("mm", made((1024, 1024)), made((1024, 1024))),
+    "rows times a vector": ("mv", made((4096, 4096), BF16), made((4096,), BF16)),
+    "columns times a vector": ("mv", turned((4096, 4096), BF16), made((4096,), BF16)),
+}  # fmt: skip
+
+
+def last(shape: tuple[int, ...]) -> Tensor:
+    return made(shape, BF16).to(memory_format=torch.channels_last)
+
+
+SMALLER = (32, 512, 32, 32)
+FORMS |= {
+    what: (name, *(layout(t) if isinstance(t, tuple) else t for t in given))
+    for kind, layout in (("", lambda shape: made(shape, BF16)), (" of channels last", last))
+    for what, name, *given in (
+        (f"averages{kind}", "avg_pool2d", IMAGES, [2, 2]),
+        (f"averages back{kind}", "avg_pool2d_backward", SMALLER, IMAGES, [2, 2], [2, 2], [0, 0], False, True, None),
+        (f"the largest{kind}", "max_pool2d_with_indices", IMAGES, [2, 2]),
+        (f"nearest{kind}", "upsample_nearest2d", SMALLER, [64, 64]),
+        (f"bicubic{kind}", "_upsample_bicubic2d_aa", SMALLER, [20, 20], False),
+    )
+}  # fmt: skip
+
+
 def needed(name: str, args: list, kwargs: dict) -> list[Variant]:
     """What a call of an overload compiles."""
     with pretend(TARGETS["sm_90"]), collect() as wanted:
@@ -102,6 +190,9 @@ VARIANTS = everything()
 def test_every_kernel_is_there():
     assert {one.kernel.name for one in VARIANTS.values()} == {
         "pointwise_flat", "pointwise_tiles", "reduce_tiles", "reduce_parts", "scan_tiles", "patch", "band", "ramp",
+        "softmax_rows", "softmax_rows_backward", "normalise", "normalise_backward", "rows_backward", "column_sums", "add_parts",
+        "product_tiles", "vector_product", "matmul_tiles", "batch_tiles",
+        "average_pool", "average_pool_backward", "largest_pool", "largest_pool_backward", "nearest", "bicubic",
         # index
         "move_by_index", "place_keys", "sum_runs", "sum_parts", "drop_key", "order_by_count", "radix_count", "radix_scan",
         "radix_move", "count_set", "begin_blocks", "write_set", "write_coordinates", "is_among", "keys_in_order", "repeated",

@@ -45,11 +45,12 @@ from tests.aten.test_router import (  # noqa: F401
     test_other_threads_see_it_and_autograds_do,
     test_what_is_declined_is_atens_and_counted,
 )
-from tilewright.aten import index_map, plans, pointwise, reduction, scan
+from tilewright.aten import index_map, norm, plans, pointwise, product, reduction, scan, softmax, window
 from tilewright.runtime.kernel import Kernel
 
 pytestmark = pytest.mark.gpu
-KERNELS = [v for m in (pointwise, reduction, scan, index_map) for v in vars(m).values() if isinstance(v, Kernel)]
+ENGINES = pointwise, reduction, scan, index_map, softmax, norm, product, window
+KERNELS = [v for m in ENGINES for v in vars(m).values() if isinstance(v, Kernel)]
 SHAPE = (65, 130)
 
 

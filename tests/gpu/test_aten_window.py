@@ -1,0 +1,29 @@
+"""Windows of planes of torch's operators, replaced, on a GPU: the tests of `tests/aten/test_window.py` with CUDA tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tests.aten.test_window import (  # noqa: F401
+    form,
+    test_antialiased,
+    test_averages,
+    test_indices_of_elsewhere_are_not_followed,
+    test_largest,
+    test_nan_equals_and_nothing_finite,
+    test_planes_of_three_dimensions_and_views,
+    test_resampling,
+    test_what_aten_refuses_is_refused,
+)
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(autouse=True)
+def on_the_gpu() -> Iterator[None]:
+    """Tensors that a test makes without naming a device are CUDA's."""
+    with torch.device("cuda"):
+        yield
