@@ -13,6 +13,13 @@ from tilewright.bench import cases, check, timing
 from tilewright.bench.replaced import CALLS, Replaced, flat, overloads, replacing
 
 TINY = {"rows": 16, "columns": 33, "part": 7, "tokens": 20, "vocab": 9, "places": 5, "most": 40}
+TINY |= {
+    "batch": 2,
+    "images": 2,
+    "channels": 32,
+    "height": 32,
+    "width": 66,
+}  # of images, of which pooling leaves rows and columns
 (SHAPES,) = cases.select(["aten_host_new_shape"])
 DECLINED = cases.select(["aten_host_fallback"])
 
