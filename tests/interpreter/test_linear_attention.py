@@ -69,9 +69,9 @@ def test_steps_go_on_from_a_prefill(delta):
 
 
 def test_packed_sequences_are_apart():
-    """One is empty and keeps its state; tokens in none may hold anything, and give 0."""
+    """One is empty and keeps its state; tokens in none may hold anything, and give 0; states lie anywhere."""
     given, marks = sequence(), [2, 9, 9, 33]
-    states = drawn(3, HEADS, WIDTH, VALUES, seed=5)
+    states = drawn(VALUES, HEADS, 6, WIDTH, seed=5).permute(2, 1, 3, 0)[::2]
     poisoned = {name: t.clone() for name, t in given.items()}
     for t in poisoned.values():
         t[:, :2], t[:, 33:] = NAN, NAN

@@ -43,9 +43,12 @@ def sequence_count(batch: int, marks: Tensor | None) -> int:
 
 
 def draw_marks(draw: Draw, length: int) -> Tensor:
-    """Where a few sequences begin and end, some perhaps empty; they need not reach the first and the last token."""
-    count = draw.option("marks", 3, 2, 5)
-    return draw.integers(count, high=length + 1, dtype=torch.int32).sort().values
+    """Where a few sequences begin and end, some perhaps empty. Of few tokens all are in one; of many the first and the last may be
+    in none."""
+    count, apart = draw.option("marks", 2, 2, 3, 4), draw.option("apart", 0, 1) * min(1, length // 8)
+    marks = draw.integers(count, low=apart, high=length + 1 - apart, dtype=torch.int32).sort().values
+    marks[:1], marks[-1:] = apart, length - apart
+    return marks
 
 
 def check_marks(op: str, name: str, batch: int, marks: Tensor | None) -> None:
