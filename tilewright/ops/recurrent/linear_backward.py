@@ -18,7 +18,6 @@ what the delta rule is given, and of keys, each for a key head from head to head
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -26,13 +25,12 @@ import triton.language as tl
 from torch import Tensor
 
 from ...attention.portable import heads_of, load_part, no_part, store_part
-from ...attention.tiles import tile_at
 from ...runtime.kernel import kernel
 from ..norm.rms_norm import sum_columns
 from .linear import scale_of
 from .linear_chunks import (
     between,
-    chunk_slot,
+    chunk_of,
     decay_of,
     from_start,
     gate_at,
@@ -40,6 +38,7 @@ from .linear_chunks import (
     given_state,
     heads_or_none,
     kept_dtype,
+    kept_state,
     lengths_of,
     load_columns,
     load_rows,
@@ -52,9 +51,9 @@ from .linear_chunks import (
     times,
     to_end,
     walk,
+    walker_of,
     walking,
 )
-from .places import sequence_at
 
 
 @kernel(
@@ -68,18 +67,14 @@ def linear_attention_states_backward(
     """Walk through the chunks of a sequence from the last: E [slots, heads, D, V] is the gradient of the state after each, Z that
     of what the delta rule's inverse is given, DV that of its values, DSTATE that of the first state. LOCAL is what the delta rule's
     new values get from outputs of their own chunk."""
-    first_v = (tl.program_id(0) % BLOCKS) * SHAPE.BLOCK_V
-    head = tl.program_id(0) // BLOCKS % HEADS
-    sequence = tl.program_id(0) // BLOCKS // HEADS
-    batch, first, count = sequence_at(MARKS, sequence, COUNT, L)
+    sequence, head, first_v, batch, first, count, slot = walker_of(
+        MARKS, tl.program_id(0), L, HEADS, COUNT, TILES, BLOCKS, SHAPE
+    )
     e = no_part(SHAPE.BLOCK_D, SHAPE.BLOCK_V)
     if DFINAL.data is not None:
         at, inside = given_state(DFINAL, sequence, head, first_v, SHAPE)
         e = tl.load(at, inside, 0.0)
     chunks = tl.cdiv(count, SHAPE.CHUNK)
-    slot = sequence.to(tl.int64) * TILES
-    if MARKS is not None:
-        slot = (first // SHAPE.CHUNK + sequence).to(tl.int64)
     slot += chunks
     for i in range(chunks):
         slot -= 1
@@ -121,33 +116,6 @@ ONE_CHUNK = {
 }
 
 
-class Chunk(NamedTuple):
-    """The chunk and key head of a program: its row of the batch, key head, tokens [CHUNK], which of them are there, which of those
-    are in a sequence, and where what is kept of it lies."""
-
-    batch: Any
-    key_head: Any
-    token: Any
-    live: Any
-    known: Any
-    slot: Any
-
-
-@triton.jit
-def chunk_of(LENGTHS, tile, unit, batch, key_head, TILES, CHUNK: tl.constexpr):
-    row = tile.start + tl.arange(0, CHUNK)
-    live = row < tile.count_q
-    slot = tl.maximum(chunk_slot(LENGTHS, tile, unit % TILES, batch, TILES, CHUNK), 0)
-    return Chunk(batch, key_head, tile.first_q + row, live, live & (tile.sequence >= 0), slot)
-
-
-@triton.jit
-def kept_state(S, chunk, sequence, head, heads, first, SHAPE: tl.constexpr):
-    """[BLOCK_D, BLOCK_V]: columns of what is kept of a head's state, 0 of a chunk in no sequence."""
-    at, inside = state_at(S, chunk.slot, head, heads, first, SHAPE)
-    return tl.load(at, inside & (sequence >= 0), 0.0)
-
-
 @triton.jit
 def along(x, y):
     """[n]: the products of rows."""
@@ -160,31 +128,27 @@ def linear_attention_gradients_queries(
 ):
     """The gradient of a chunk's queries of a key head, over the heads that share it. FOUND, if it is wanted, [batch, length,
     heads]: what each token reads of the state that the chunk finds, times its gradient."""
-    key_head = tl.program_id(0) % KEY_HEADS
-    unit = tl.program_id(0) // KEY_HEADS
-    batch = unit // TILES
-    tile = tile_at(LENGTHS, unit % TILES, batch, L, L, SHAPE.CHUNK)
-    if tile.start < tile.count_q:
+    c = chunk_of(LENGTHS, tl.program_id(0), KEY_HEADS, L, TILES, SHAPE.CHUNK)
+    if c.there:
         heads = KEY_HEADS * GROUP
-        c = chunk_of(LENGTHS, tile, unit, batch, key_head, TILES, SHAPE.CHUNK)
-        q = load_rows(Q, batch, key_head, c.token, c.known, SHAPE)
-        k = load_rows(K, batch, key_head, c.token, c.known, SHAPE)
+        q = load_rows(Q, c.batch, c.head, c.token, c.known, SHAPE)
+        k = load_rows(K, c.batch, c.head, c.token, c.known, SHAPE)
         rq = lengths_of(q, SHAPE)
         rk = lengths_of(k, SHAPE)
         dq = no_part(SHAPE.CHUNK, SHAPE.BLOCK_D)
-        for head in range(key_head * GROUP, key_head * GROUP + GROUP):
+        for head in range(c.head * GROUP, c.head * GROUP + GROUP):
             pairs = no_part(SHAPE.CHUNK, SHAPE.CHUNK)
             read = no_part(SHAPE.CHUNK, SHAPE.BLOCK_D)
             for first_v in range(0, SHAPE.V, SHAPE.BLOCK_V):
-                do = load_columns(DO, batch, head, c.token, c.known, first_v, SHAPE)
-                new = load_columns(NEW, batch, head, c.token, c.known, first_v, SHAPE)
-                s = kept_state(H, c, tile.sequence, head, heads, first_v, SHAPE)
+                do = load_columns(DO, c.batch, head, c.token, c.known, first_v, SHAPE)
+                new = load_columns(NEW, c.batch, head, c.token, c.known, first_v, SHAPE)
+                s = kept_state(H, c, head, heads, first_v, SHAPE)
                 pairs = times(pairs, do, tl.trans(new), SHAPE.RAW, SHAPE.MADE)
                 read = times(read, do, tl.trans(s), SHAPE.RAW, SHAPE.MADE)
-            decay = decay_of(DECAY, batch, head, c.token, c.known, SHAPE.CHUNK)
+            decay = decay_of(DECAY, c.batch, head, c.token, c.known, SHAPE.CHUNK)
             read = read * (scale * from_start(decay) * rq)[:, None]
             if FOUND is not None:
-                tl.store(FOUND + (batch.to(tl.int64) * L + c.token) * heads + head, along(q, read), c.live)
+                tl.store(FOUND + (c.batch.to(tl.int64) * L + c.token) * heads + head, along(q, read), c.live)
             pairs = (
                 lower(pairs * between(decay, SHAPE.CHUNK, False), SHAPE.CHUNK, False)
                 * (scale * rq)[:, None]
@@ -193,7 +157,7 @@ def linear_attention_gradients_queries(
             dq = times(dq + read, pairs, k, SHAPE.MADE, SHAPE.RAW)
         if SHAPE.NORMALIZE:
             dq -= q.to(tl.float32) * (along(q, dq) * rq * rq)[:, None]
-        store_part(DQ, batch, key_head, c.token, c.live, dq, SHAPE.D, 0, SHAPE.BLOCK_D)
+        store_part(DQ, c.batch, c.head, c.token, c.live, dq, SHAPE.D, 0, SHAPE.BLOCK_D)
 
 
 @triton.jit
@@ -214,26 +178,22 @@ def linear_attention_gradients_values(
     """The gradient of a chunk's values of a head, some columns of them; without E what the chunk's own outputs
     give them, and REST, the gradient itself, is then 0 where tokens are in no sequence."""
     first_v = (tl.program_id(0) % BLOCKS) * SHAPE.BLOCK_V
-    head = tl.program_id(0) // BLOCKS % HEADS
-    unit = tl.program_id(0) // BLOCKS // HEADS
-    batch = unit // TILES
-    tile = tile_at(LENGTHS, unit % TILES, batch, L, L, SHAPE.CHUNK)
-    if tile.start < tile.count_q:
-        c = chunk_of(LENGTHS, tile, unit, batch, head // GROUP, TILES, SHAPE.CHUNK)
-        q = load_rows(Q, batch, c.key_head, c.token, c.known, SHAPE)
-        k = load_rows(K, batch, c.key_head, c.token, c.known, SHAPE)
+    c = chunk_of(LENGTHS, tl.program_id(0) // BLOCKS, HEADS, L, TILES, SHAPE.CHUNK)
+    if c.there:
+        q = load_rows(Q, c.batch, c.head // GROUP, c.token, c.known, SHAPE)
+        k = load_rows(K, c.batch, c.head // GROUP, c.token, c.known, SHAPE)
         rk = lengths_of(k, SHAPE)
-        decay = decay_of(DECAY, batch, head, c.token, c.known, SHAPE.CHUNK)
+        decay = decay_of(DECAY, c.batch, c.head, c.token, c.known, SHAPE.CHUNK)
         dv = no_part(SHAPE.CHUNK, SHAPE.BLOCK_V)
         if E is not None:
-            e = kept_state(E, c, tile.sequence, head, HEADS, first_v, SHAPE)
+            e = kept_state(E, c, c.head, HEADS, first_v, SHAPE)
             dv = times(dv, k, e, SHAPE.RAW, SHAPE.MADE) * (to_end(decay, SHAPE.CHUNK) * rk)[:, None]
         a = scores_of(q, k, lengths_of(q, SHAPE), rk, decay, SHAPE) * scale
-        do = load_columns(DO, batch, head, c.token, c.known, first_v, SHAPE)
+        do = load_columns(DO, c.batch, c.head, c.token, c.known, first_v, SHAPE)
         dv = times(dv, tl.trans(a), do, SHAPE.MADE, SHAPE.RAW)
-        store_columns(DV, batch, head, c.token, c.live, dv, first_v, SHAPE)
+        store_columns(DV, c.batch, c.head, c.token, c.live, dv, first_v, SHAPE)
         if REST.data is not None:
-            store_columns(REST, batch, head, c.token, c.live & (tile.sequence < 0), dv * 0.0, first_v, SHAPE)
+            store_columns(REST, c.batch, c.head, c.token, c.live & (c.sequence < 0), dv * 0.0, first_v, SHAPE)
 
 
 @kernel(**ONE_CHUNK)
@@ -258,38 +218,34 @@ def linear_attention_gradients_delta(
 ):
     """What the delta rule's inverse gives: PART [batch, length, key_heads, D] of the gradient of keys, that of betas and, if it is
     wanted, DGATE [batch, length, heads] of that of decays."""
-    key_head = tl.program_id(0) % KEY_HEADS
-    unit = tl.program_id(0) // KEY_HEADS
-    batch = unit // TILES
-    tile = tile_at(LENGTHS, unit % TILES, batch, L, L, SHAPE.CHUNK)
-    if tile.start < tile.count_q:
+    c = chunk_of(LENGTHS, tl.program_id(0), KEY_HEADS, L, TILES, SHAPE.CHUNK)
+    if c.there:
         heads = KEY_HEADS * GROUP
-        c = chunk_of(LENGTHS, tile, unit, batch, key_head, TILES, SHAPE.CHUNK)
-        k = load_rows(K, batch, key_head, c.token, c.known, SHAPE)
+        k = load_rows(K, c.batch, c.head, c.token, c.known, SHAPE)
         rk = lengths_of(k, SHAPE)
         dk = no_part(SHAPE.CHUNK, SHAPE.BLOCK_D)
-        for head in range(key_head * GROUP, key_head * GROUP + GROUP):
+        for head in range(c.head * GROUP, c.head * GROUP + GROUP):
             pairs = no_part(SHAPE.CHUNK, SHAPE.CHUNK)
             read = no_part(SHAPE.CHUNK, SHAPE.BLOCK_D)
             own = rk * 0.0
             for first_v in range(0, SHAPE.V, SHAPE.BLOCK_V):  # apart from the products, which leave no registers for it
-                z = load_columns(Z, batch, head, c.token, c.known, first_v, SHAPE)
-                v = load_columns(V, batch, head, c.token, c.known, first_v, SHAPE)
+                z = load_columns(Z, c.batch, head, c.token, c.known, first_v, SHAPE)
+                v = load_columns(V, c.batch, head, c.token, c.known, first_v, SHAPE)
                 own += along(z, v.to(tl.float32))
             for first_v in range(0, SHAPE.V, SHAPE.BLOCK_V):
-                z = load_columns(Z, batch, head, c.token, c.known, first_v, SHAPE)
-                new = load_columns(NEW, batch, head, c.token, c.known, first_v, SHAPE)
-                s = kept_state(H, c, tile.sequence, head, heads, first_v, SHAPE)
+                z = load_columns(Z, c.batch, head, c.token, c.known, first_v, SHAPE)
+                new = load_columns(NEW, c.batch, head, c.token, c.known, first_v, SHAPE)
+                s = kept_state(H, c, head, heads, first_v, SHAPE)
                 pairs = times(pairs, z, tl.trans(new), SHAPE.MADE, SHAPE.MADE)
                 read = times(read, z, tl.trans(s), SHAPE.MADE, SHAPE.MADE)
-            b = gate_at(BETA, batch, head, c.token, c.known)
-            decay = decay_of(DECAY, batch, head, c.token, c.known, SHAPE.CHUNK)
+            b = gate_at(BETA, c.batch, head, c.token, c.known)
+            decay = decay_of(DECAY, c.batch, head, c.token, c.known, SHAPE.CHUNK)
             read = read * (from_start(decay) * rk)[:, None]
             seen = along(k, read)
             pairs = lower(pairs * between(decay, SHAPE.CHUNK, True), SHAPE.CHUNK, True) * -rk[:, None] * rk[None, :]
             terms = pairs * times(no_part(SHAPE.CHUNK, SHAPE.CHUNK), k, tl.trans(k), SHAPE.RAW, SHAPE.RAW)
             dbeta = own - seen + tl.sum(terms, 1)
-            at = (batch.to(tl.int64) * L + c.token) * heads + head
+            at = (c.batch.to(tl.int64) * L + c.token) * heads + head
             tl.store(DBETA + at, tl.where(c.known, dbeta, 0.0).to(DBETA.dtype.element_ty), c.live)
             pairs = pairs * b[:, None]
             dk = times(dk - read * b[:, None], pairs, k, SHAPE.MADE, SHAPE.RAW)
@@ -297,7 +253,7 @@ def linear_attention_gradients_delta(
             if DGATE is not None:
                 dg = decay_gradient(terms * b[:, None], -(seen * b), SHAPE.CHUNK, SHAPE.KEPT)
                 tl.store(DGATE + at, dg, c.live)
-        store_part(PART, batch, key_head, c.token, c.live, dk, SHAPE.D, 0, SHAPE.BLOCK_D)
+        store_part(PART, c.batch, c.head, c.token, c.live, dk, SHAPE.D, 0, SHAPE.BLOCK_D)
 
 
 @kernel(**ONE_CHUNK)
@@ -307,38 +263,34 @@ def linear_attention_gradients_keys(
 ):  # fmt: skip
     """The gradient of a chunk's keys of a key head, over the heads that share it, and of its decays. PART and DGATE are what the
     delta rule gives, or None."""
-    key_head = tl.program_id(0) % KEY_HEADS
-    unit = tl.program_id(0) // KEY_HEADS
-    batch = unit // TILES
-    tile = tile_at(LENGTHS, unit % TILES, batch, L, L, SHAPE.CHUNK)
-    if tile.start < tile.count_q:
+    c = chunk_of(LENGTHS, tl.program_id(0), KEY_HEADS, L, TILES, SHAPE.CHUNK)
+    if c.there:
         heads = KEY_HEADS * GROUP
-        c = chunk_of(LENGTHS, tile, unit, batch, key_head, TILES, SHAPE.CHUNK)
-        q = load_rows(Q, batch, key_head, c.token, c.known, SHAPE)
-        k = load_rows(K, batch, key_head, c.token, c.known, SHAPE)
+        q = load_rows(Q, c.batch, c.head, c.token, c.known, SHAPE)
+        k = load_rows(K, c.batch, c.head, c.token, c.known, SHAPE)
         rk = lengths_of(k, SHAPE)
         dk = no_part(SHAPE.CHUNK, SHAPE.BLOCK_D)
         if PART.data is not None:
-            dk = load_part(PART, batch, key_head, c.token, c.live, SHAPE.D, 0, SHAPE.BLOCK_D)
-        for head in range(key_head * GROUP, key_head * GROUP + GROUP):
+            dk = load_part(PART, c.batch, c.head, c.token, c.live, SHAPE.D, 0, SHAPE.BLOCK_D)
+        for head in range(c.head * GROUP, c.head * GROUP + GROUP):
             pairs = no_part(SHAPE.CHUNK, SHAPE.CHUNK)
             kept = no_part(SHAPE.CHUNK, SHAPE.BLOCK_D)
             through = 0.0
             for first_v in range(0, SHAPE.V, SHAPE.BLOCK_V):
-                do = load_columns(DO, batch, head, c.token, c.known, first_v, SHAPE)
-                new = load_columns(NEW, batch, head, c.token, c.known, first_v, SHAPE)
-                e = kept_state(E, c, tile.sequence, head, heads, first_v, SHAPE)
+                do = load_columns(DO, c.batch, head, c.token, c.known, first_v, SHAPE)
+                new = load_columns(NEW, c.batch, head, c.token, c.known, first_v, SHAPE)
+                e = kept_state(E, c, head, heads, first_v, SHAPE)
                 pairs = times(pairs, do, tl.trans(new), SHAPE.RAW, SHAPE.MADE)
                 kept = times(kept, new, tl.trans(e), SHAPE.MADE, SHAPE.MADE)
                 if DDECAY.data is not None:
-                    s = kept_state(H, c, tile.sequence, head, heads, first_v, SHAPE)
+                    s = kept_state(H, c, head, heads, first_v, SHAPE)
                     through += tl.sum(along(s, e.to(tl.float32)), 0)
-            decay = decay_of(DECAY, batch, head, c.token, c.known, SHAPE.CHUNK)
+            decay = decay_of(DECAY, c.batch, head, c.token, c.known, SHAPE.CHUNK)
             pairs = lower(pairs * between(decay, SHAPE.CHUNK, False), SHAPE.CHUNK, False)
             pairs = pairs * (lengths_of(q, SHAPE) * scale)[:, None] * rk[None, :]
             kept = kept * (to_end(decay, SHAPE.CHUNK) * rk)[:, None]
             if DDECAY.data is not None:
-                at = (batch.to(tl.int64) * L + c.token) * heads + head
+                at = (c.batch.to(tl.int64) * L + c.token) * heads + head
                 terms = pairs * times(no_part(SHAPE.CHUNK, SHAPE.CHUNK), q, tl.trans(k), SHAPE.RAW, SHAPE.RAW)
                 dg = decay_gradient(terms, tl.load(FOUND + at, c.live, 0.0), SHAPE.CHUNK, SHAPE.KEPT)
                 i = tl.arange(0, SHAPE.CHUNK)
@@ -346,7 +298,7 @@ def linear_attention_gradients_keys(
                 if DGATE is not None:
                     dg += tl.load(DGATE + at, c.live, 0.0)
                 at = (
-                    batch.to(tl.int64) * DDECAY.stride_b
+                    c.batch.to(tl.int64) * DDECAY.stride_b
                     + c.token.to(tl.int64) * DDECAY.stride_t
                     + head * DDECAY.stride_h
                 )
@@ -354,7 +306,7 @@ def linear_attention_gradients_keys(
             dk = times(dk + kept, tl.trans(pairs), q, SHAPE.MADE, SHAPE.RAW)
         if SHAPE.NORMALIZE:
             dk -= k.to(tl.float32) * (along(k, dk) * rk * rk)[:, None]
-        store_part(DK, batch, key_head, c.token, c.live, dk, SHAPE.D, 0, SHAPE.BLOCK_D)
+        store_part(DK, c.batch, c.head, c.token, c.live, dk, SHAPE.D, 0, SHAPE.BLOCK_D)
 
 
 # ---- host ------------------------------------------------------------------------------------------------------------

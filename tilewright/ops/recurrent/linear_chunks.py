@@ -162,6 +162,58 @@ def chunk_slot(LENGTHS, tile, index, batch, TILES, CHUNK: tl.constexpr):
         return (tile.first_q // CHUNK + tile.sequence + tile.start // CHUNK).to(tl.int64)
 
 
+class Chunk(NamedTuple):
+    """The chunk and head of a program: whether it has tokens, its row of the batch, head, tokens [CHUNK], which of them are there,
+    which of those are in a sequence, that sequence, -1 if there is none, and where what is kept of the chunk lies."""
+
+    there: Any
+    batch: Any
+    head: Any
+    token: Any
+    live: Any
+    known: Any
+    sequence: Any
+    slot: Any
+
+
+@triton.jit
+def chunk_of(LENGTHS, pid, HEADS, L, TILES, CHUNK: tl.constexpr):
+    """The heads of a chunk are side by side."""
+    unit = pid // HEADS
+    batch = unit // TILES
+    tile = tile_at(LENGTHS, unit % TILES, batch, L, L, CHUNK)
+    row = tile.start + tl.arange(0, CHUNK)
+    live = row < tile.count_q
+    slot = tl.maximum(chunk_slot(LENGTHS, tile, unit % TILES, batch, TILES, CHUNK), 0)
+    known = live & (tile.sequence >= 0)
+    there = tile.start < tile.count_q
+    return Chunk(there, batch, pid % HEADS, tile.first_q + row, live, known, tile.sequence, slot)
+
+
+class Walker(NamedTuple):
+    """The sequence and head of a program that walks through chunks, and the first of its columns of values: the sequence's row of
+    the batch, first token and count of tokens, and where what is kept of its first chunk lies."""
+
+    sequence: Any
+    head: Any
+    first_v: Any
+    batch: Any
+    first: Any
+    count: Any
+    slot: Any
+
+
+@triton.jit
+def walker_of(MARKS, pid, L, HEADS, COUNT, TILES, BLOCKS, SHAPE: tl.constexpr):
+    """The columns of a head are side by side, and the heads of a sequence."""
+    sequence = pid // BLOCKS // HEADS
+    batch, first, count = sequence_at(MARKS, sequence, COUNT, L)
+    slot = sequence.to(tl.int64) * TILES
+    if MARKS is not None:
+        slot = (first // SHAPE.CHUNK + sequence).to(tl.int64)
+    return Walker(sequence, pid // BLOCKS % HEADS, (pid % BLOCKS) * SHAPE.BLOCK_V, batch, first, count, slot)
+
+
 @triton.jit
 def state_at(S, slot, head, HEADS, first, SHAPE: tl.constexpr):
     """(addresses, mask) [BLOCK_D, BLOCK_V] of a head's state in dense [slots, heads, D, V], from column `first` on."""
@@ -169,6 +221,13 @@ def state_at(S, slot, head, HEADS, first, SHAPE: tl.constexpr):
     e = first + tl.arange(0, SHAPE.BLOCK_V)
     at = (slot * HEADS + head) * (SHAPE.D * SHAPE.V) + d[:, None] * SHAPE.V + e[None, :]
     return S + at, (d < SHAPE.D)[:, None] & (e < SHAPE.V)[None, :]
+
+
+@triton.jit
+def kept_state(S, chunk, head, HEADS, first, SHAPE: tl.constexpr):
+    """[BLOCK_D, BLOCK_V]: columns of what is kept of a head's state, 0 of a chunk in no sequence."""
+    at, inside = state_at(S, chunk.slot, head, HEADS, first, SHAPE)
+    return tl.load(at, inside & (chunk.sequence >= 0), 0.0)
 
 
 @triton.jit
@@ -259,23 +318,16 @@ def invert(a, CHUNK: tl.constexpr, PIECES: tl.constexpr):
 )  # fmt: skip
 def linear_attention_inverse(K, DECAY, BETA, T, LENGTHS, L, HEADS, GROUP, BATCH, TILES, SHAPE: tl.constexpr):
     """T [slots, heads, chunk, chunk]: the inverse of I + L, one chunk and head."""
-    head = tl.program_id(0) % HEADS
-    unit = tl.program_id(0) // HEADS
-    batch = unit // TILES
-    tile = tile_at(LENGTHS, unit % TILES, batch, L, L, SHAPE.CHUNK)
-    if (tile.start < tile.count_q) & (tile.sequence >= 0):
-        row = tile.start + tl.arange(0, SHAPE.CHUNK)
-        live = row < tile.count_q
-        token = tile.first_q + row
-        k = load_rows(K, batch, head // GROUP, token, live, SHAPE)
+    c = chunk_of(LENGTHS, tl.program_id(0), HEADS, L, TILES, SHAPE.CHUNK)
+    if c.there & (c.sequence >= 0):
+        k = load_rows(K, c.batch, c.head // GROUP, c.token, c.live, SHAPE)
         rk = lengths_of(k, SHAPE)
         none = no_part(SHAPE.CHUNK, SHAPE.CHUNK)
         pairs = times(none, k, tl.trans(k), SHAPE.RAW, SHAPE.RAW)
-        decay = decay_of(DECAY, batch, head, token, live, SHAPE.CHUNK)
-        by = gate_at(BETA, batch, head, token, live) * rk
+        decay = decay_of(DECAY, c.batch, c.head, c.token, c.live, SHAPE.CHUNK)
+        by = gate_at(BETA, c.batch, c.head, c.token, c.live) * rk
         pairs = lower(pairs * by[:, None] * rk[None, :] * between(decay, SHAPE.CHUNK, True), SHAPE.CHUNK, True)
-        slot = chunk_slot(LENGTHS, tile, unit % TILES, batch, TILES, SHAPE.CHUNK)
-        tl.store(square_at(T, slot, head, HEADS, SHAPE.CHUNK), invert(pairs, SHAPE.CHUNK, SHAPE.KEPT))
+        tl.store(square_at(T, c.slot, c.head, HEADS, SHAPE.CHUNK), invert(pairs, SHAPE.CHUNK, SHAPE.KEPT))
 
 
 def walking(a: Any, stages: int) -> dict[str, int]:
@@ -323,17 +375,13 @@ def linear_attention_states(
 ):
     """Walk through the chunks of a sequence: H [slots, heads, D, V] is the state that each finds, NEW the values of the delta rule,
     FINAL the state after the last; each None where it is not wanted. A program has some columns of values of one head."""
-    first_v = (tl.program_id(0) % BLOCKS) * SHAPE.BLOCK_V
-    head = tl.program_id(0) // BLOCKS % HEADS
-    sequence = tl.program_id(0) // BLOCKS // HEADS
-    batch, first, count = sequence_at(MARKS, sequence, COUNT, L)
+    sequence, head, first_v, batch, first, count, slot = walker_of(
+        MARKS, tl.program_id(0), L, HEADS, COUNT, TILES, BLOCKS, SHAPE
+    )
     s = no_part(SHAPE.BLOCK_D, SHAPE.BLOCK_V)
     if STATE.data is not None:
         at, inside = given_state(STATE, sequence, head, first_v, SHAPE)
         s = tl.load(at, inside, 0.0)
-    slot = sequence.to(tl.int64) * TILES
-    if MARKS is not None:
-        slot = (first // SHAPE.CHUNK + sequence).to(tl.int64)
     for start in range(0, count, SHAPE.CHUNK):
         row = start + tl.arange(0, SHAPE.CHUNK)
         live = row < count
@@ -398,29 +446,20 @@ def linear_attention_outputs(
     """Outputs of a chunk of a head, some columns of them: V are the values, or, DELTA, those of the delta rule. These take away
     what the state holds, so that rounding either before they are multiplied would show in what is left."""
     first_v = (tl.program_id(0) % BLOCKS) * SHAPE.BLOCK_V
-    head = tl.program_id(0) // BLOCKS % HEADS
-    unit = tl.program_id(0) // BLOCKS // HEADS
-    batch = unit // TILES
-    tile = tile_at(LENGTHS, unit % TILES, batch, L, L, SHAPE.CHUNK)
-    if tile.start < tile.count_q:
-        row = tile.start + tl.arange(0, SHAPE.CHUNK)
-        live = row < tile.count_q
-        known = live & (tile.sequence >= 0)
-        token = tile.first_q + row
-        q = load_rows(Q, batch, head // GROUP, token, known, SHAPE)
-        k = load_rows(K, batch, head // GROUP, token, known, SHAPE)
+    c = chunk_of(LENGTHS, tl.program_id(0) // BLOCKS, HEADS, L, TILES, SHAPE.CHUNK)
+    if c.there:
+        q = load_rows(Q, c.batch, c.head // GROUP, c.token, c.known, SHAPE)
+        k = load_rows(K, c.batch, c.head // GROUP, c.token, c.known, SHAPE)
         rq = lengths_of(q, SHAPE)
-        decay = decay_of(DECAY, batch, head, token, known, SHAPE.CHUNK)
+        decay = decay_of(DECAY, c.batch, c.head, c.token, c.known, SHAPE.CHUNK)
         a = scores_of(q, k, rq, lengths_of(k, SHAPE), decay, SHAPE)
-        slot = chunk_slot(LENGTHS, tile, unit % TILES, batch, TILES, SHAPE.CHUNK)
-        at, inside = state_at(H, slot, head, HEADS, first_v, SHAPE)
-        s = tl.load(at, inside & (tile.sequence >= 0), 0.0)
+        s = kept_state(H, c, c.head, HEADS, first_v, SHAPE)
         PIECES: tl.constexpr = SHAPE.KEPT if DELTA else SHAPE.MADE
         o = times(no_part(SHAPE.CHUNK, SHAPE.BLOCK_V), q, s, SHAPE.RAW, PIECES)
         o = o * (rq * from_start(decay))[:, None]
-        v = load_columns(V, batch, head, token, known, first_v, SHAPE)
+        v = load_columns(V, c.batch, c.head, c.token, c.known, first_v, SHAPE)
         o = times(o, a, v, PIECES, PIECES)
-        store_columns(O, batch, head, token, live, o * scale, first_v, SHAPE)
+        store_columns(O, c.batch, c.head, c.token, c.live, o * scale, first_v, SHAPE)
 
 
 # ---- host ------------------------------------------------------------------------------------------------------------
