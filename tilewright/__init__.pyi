@@ -607,6 +607,7 @@ def linear_attention(
     log_decay: Tensor | None = None,
     beta: Tensor | None = None,
     *,
+    bonus: Tensor | None = None,
     state: Tensor | None = None,
     scale: float | None = None,
     normalize: bool = False,
@@ -614,6 +615,22 @@ def linear_attention(
     out: tuple[Tensor | None, Tensor | None] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Linear attention of `q`, `k` [batch, length, key_heads, key_dim] and `v` [batch, length, heads, value_dim]; (o, last state)."""
+
+def linear_attention_columns(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    beta: Tensor | None = None,
+    *,
+    bonus: Tensor | None = None,
+    state: Tensor | None = None,
+    scale: float | None = None,
+    normalize: bool = False,
+    cu_seqlens: Tensor | None = None,
+    out: tuple[Tensor | None, Tensor | None] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`linear_attention` with a `log_decay` of each column, [batch, length, heads, key_dim], which has no gradient."""
 
 def linear_attention_step(
     q: Tensor,

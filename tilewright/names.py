@@ -72,6 +72,7 @@ OPS = {
     "hadamard_quantize": "ops.quantise.hadamard",
     "layer_norm": "ops.norm.layer_norm",
     "linear_attention": "ops.recurrent.linear_attention",
+    "linear_attention_columns": "ops.recurrent.linear_attention",
     "linear_attention_step": "ops.recurrent.linear_attention_step",
     "linear_cross_entropy": "ops.loss.linear_cross_entropy",
     "linear_fp8": "nn.linear_fp8",

@@ -222,6 +222,9 @@ PLACES: dict[str, tuple[Place, ...]] = {
         Place({**HEADS, "heads": "kv_heads"}, {"decay": "head"}, fewer="kv_heads"),
         Place({**HEADS, "heads": "kv_heads"}, {"decay": "token", "beta": True, "normalize": True}, fewer="kv_heads"),
     ),
+    "linear_attention_columns": (
+        Place({**HEADS, "heads": "kv_heads"}, {"beta": True, "normalize": True, "with_bonus": False}, fewer="kv_heads"),
+    ),
     "linear_attention_step": (Place({**ROWS, "heads": "kv_heads", "head_dim": "head_dim"}, {"log_decay": "token", "beta": True}),),
     "linear_cross_entropy": (
         Place({**ROWS, "hidden": "hidden", "vocab": "vocab"}, {"reduction": "mean"}, fewer="vocab"),

@@ -33,8 +33,8 @@ def step(
 
 
 def run(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, beta: Tensor | None, state: Tensor | None, scale: float | None,
-    normalize: bool, marks: Tensor | None,
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, beta: Tensor | None, bonus: Tensor | None, state: Tensor | None,
+    scale: float | None, normalize: bool, marks: Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(o, the last states) of all sequences, token by token. Of tensors without memory one token stands for all."""
     (batch, length, heads, values), width = v.shape, q.shape[-1]
@@ -43,7 +43,10 @@ def run(
     rows = (unit_rows(finite_or_nan(t)) if normalize else finite_or_nan(t) for t in (q, k))
     wide_q, wide_k = (t.repeat_interleave(spread, 2) for t in rows)
     wide_v, b = (None if t is None else finite_or_nan(t) for t in (v, beta))
-    decay = None if log_decay is None else torch.exp(upcast(log_decay))[..., None].expand(batch, length, heads, 1)
+    extra, decay = None if bonus is None else upcast(bonus), None
+    if log_decay is not None:
+        decay = torch.exp(upcast(log_decay))
+        decay = decay if by_column(log_decay) else decay[..., None].expand(batch, length, heads, 1)
     many = sequence_count(batch, marks)
     first = wide_v.new_zeros(many, heads, width, values) if state is None else upcast(state)
     last, current, made = first, first if marks is None else wide_v.new_zeros(1, heads, width, values), []
@@ -52,7 +55,7 @@ def run(
         if marks is not None and many:
             current = torch.where(at.index[t] == 0, first.index_select(0, at.whose[t : t + 1].clamp(min=0)), current)
         gates = (None if g is None else g[:, t] for g in (decay, b))
-        o, current = step(current, wide_q[:, t], wide_k[:, t], wide_v[:, t], *gates, None)
+        o, current = step(current, wide_q[:, t], wide_k[:, t], wide_v[:, t], *gates, extra)
         made.append(torch.where(at.whose[t] >= 0, o, 0.0))
         if marks is None:
             last = current
@@ -76,6 +79,17 @@ def unit_rows(x: Tensor) -> Tensor:
 
 def scale_of(q: Tensor) -> float:
     return 1.0 / math.sqrt(q.shape[-1])
+
+
+def by_column(log_decay: Tensor | None) -> bool:
+    """Whether each column of a key has a decay, in a call over sequences."""
+    return log_decay is not None and log_decay.dim() == 4
+
+
+def check_bonus(op: str, log_decay: Tensor | None, beta: Tensor | None, bonus: Tensor | None, dims: int) -> None:
+    """Raise where a bonus has not the decays that go with it; those of columns have so many dimensions."""
+    if bonus is not None and (beta is not None or log_decay is None or log_decay.dim() != dims):
+        raise ValueError(f"{op}: bonus goes with a log_decay for each column, and not with beta")
 
 
 def check_heads(

@@ -1,8 +1,10 @@
 """Linear attention over sequences: of every token and head
 
-    S = decay * S + k v^T,  o = scale * q S;   delta rule: v becomes beta * (v - k (decay * S)) first.
+    S = decay * S + k v^T,  o = scale * q S;   delta rule: v becomes beta * (v - k (decay * S)) first;
+    with a bonus: o = scale * (q S + (q . (bonus * k)) v) of the state before.
 
-`linear.py` has it token by token, `linear_chunks.py` and `linear_backward.py` by chunks, with the formulas of both directions.
+`linear.py` has it token by token, `linear_chunks.py` and `linear_backward.py` by chunks, with the formulas of both directions, and
+`linear_columns.py` forward with a decay of each column.
 """
 
 from __future__ import annotations
@@ -19,9 +21,10 @@ from ...core.debug import check_ends
 from ...core.declaration import Part
 from ...core.draw import Draw
 from ...op import Bars, Cost, Gradient, Op, Triton, single
-from .linear import check_heads, run, scale_of
+from .linear import by_column, check_bonus, check_heads, run, scale_of
 from .linear_backward import backward
 from .linear_chunks import forward as by_chunks
+from .linear_columns import forward as by_columns
 from .places import check_marks, draw_marks, sequence_count
 
 
@@ -32,6 +35,7 @@ def reference(
     log_decay: Tensor | None = None,
     beta: Tensor | None = None,
     *,
+    bonus: Tensor | None = None,
     state: Tensor | None = None,
     scale: float | None = None,
     normalize: bool = False,
@@ -45,16 +49,45 @@ def reference(
     beta * (v - k (e**log_decay * S)), which is the gated delta net. Heads share key heads evenly: head h takes
     `h // (heads // key_heads)`. `scale` is 1 / sqrt(key_dim) if not given; `normalize` divides rows of q and k by their lengths.
 
+    A `log_decay` of each column, [batch, length, heads, key_dim], is GLA's and, with beta, Kimi's delta attention; `bonus`
+    [heads, key_dim] goes with it, without beta, and is RWKV-6's: o = scale * (q S + (q . (bonus * k)) v) of the state before the
+    token. These have no gradient: give them detached tensors, or use `torch.no_grad()`.
+
     `state` [batch, heads, key_dim, value_dim] is what a sequence begins with, 0 if not given, and the last state goes on from there
     in the next call, or in `linear_attention_step`. Packed sequences lie one after the other in a batch of 1, sequence s from
     `cu_seqlens[s]` to `cu_seqlens[s + 1]`, and states are then [sequences, ...]. An empty sequence keeps its state; tokens in no
     sequence give 0. Any strides; key_dim up to 256. An infinity counts as NaN, and of 16-bit numbers may show as either. Gradients
     of q, k, v, log_decay, beta and state, of both results, bitwise repeatable.
     """
-    return run(q, k, v, log_decay, beta, state, scale, normalize, cu_seqlens)
+    return run(q, k, v, log_decay, beta, bonus, state, scale, normalize, cu_seqlens)
+
+
+def reference_columns(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    beta: Tensor | None = None,
+    *,
+    bonus: Tensor | None = None,
+    state: Tensor | None = None,
+    scale: float | None = None,
+    normalize: bool = False,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`linear_attention` with a `log_decay` of each column, [batch, length, heads, key_dim], which has no gradient."""
+    return run(q, k, v, log_decay, beta, bonus, state, scale, normalize, cu_seqlens)
 
 
 def inputs(draw: Draw) -> dict[str, Any]:
+    return arguments(draw, draw.option("decay", "head", "token", None))
+
+
+def inputs_columns(draw: Draw) -> dict[str, Any]:
+    return arguments(draw, "column")
+
+
+def arguments(draw: Draw, kind: str | None) -> dict[str, Any]:
     packed = draw.option("cu_seqlens", False, True)
     # Few, unless they are named: the interpreter takes 200 ms for a head of a sequence and its gradients
     batch, heads = (
@@ -67,9 +100,10 @@ def inputs(draw: Draw) -> dict[str, Any]:
     shared = draw.option("shared", 1, 2)
     key_heads = math.gcd(heads, draw.dims.get("key_heads", heads // math.gcd(heads, shared) if heads else 0))
     marks = draw_marks(draw, length) if packed else None
-    kind = draw.option("decay", "head", "token", None)
     kind = "token" if kind is None and draw.options.get("log_decay") else kind
-    shape = {"head": (heads,), "token": (batch, length, heads)}.get(kind)
+    rows = (batch, length, heads)
+    shape = {"head": (heads,), "token": rows, "column": (*rows, width)}.get(kind)
+    extra = kind == "column" and draw.option("with_bonus", False, True)
     states = (sequence_count(batch, marks), heads, width, values)
     return {
         "q": draw.tensor(batch, length, key_heads, width),
@@ -78,7 +112,8 @@ def inputs(draw: Draw) -> dict[str, Any]:
         ),  # shorter than 1: longer ones make the delta rule grow
         "v": draw.tensor(batch, length, heads, values),
         "log_decay": None if shape is None else draw.uniform(*shape, low=-1.0, high=0.0),
-        "beta": draw.maybe("beta", lambda: draw.uniform(batch, length, heads)),
+        "beta": None if extra else draw.maybe("beta", lambda: draw.uniform(*rows)),
+        "bonus": draw.tensor(heads, width) if extra else None,
         "state": draw.maybe("state", lambda: draw.tensor(*states, dtype=torch.float32)),
         "scale": draw.option("scale", None, 0.5),
         "normalize": draw.option("normalize", False, True),
@@ -87,17 +122,36 @@ def inputs(draw: Draw) -> dict[str, Any]:
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, beta: Tensor | None, **options: Any
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, beta: Tensor | None, *, bonus: Tensor | None, **options: Any
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     check_ends("linear_attention", "cu_seqlens", options["cu_seqlens"], q.shape[1])
     options["scale"] = scale_of(q) if options["scale"] is None else float(options["scale"])
+    if by_column(log_decay):
+        return by_columns(q, k, v, log_decay, beta, bonus=bonus, **options)
     return by_chunks(q, k, v, log_decay, beta, **options)
 
 
-def check(q, k, v, log_decay, beta, *, state, scale, normalize, cu_seqlens) -> None:
+def check(q, k, v, log_decay, beta, *, bonus, state, cu_seqlens, **_) -> None:
     op = "linear_attention"
+    check_all(op, q, k, v, log_decay, beta, bonus, state, cu_seqlens)
+    given = (q, k, v, log_decay, beta, bonus, state)
+    if by_column(log_decay) and torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in given):
+        raise ValueError(
+            f"{op}: a log_decay of each column has no gradient: pass detached tensors, or use torch.no_grad()"
+        )
+
+
+def check_columns(q, k, v, log_decay, beta, *, bonus, state, cu_seqlens, **_) -> None:
+    check_all("linear_attention_columns", q, k, v, log_decay, beta, bonus, state, cu_seqlens)
+
+
+def check_all(
+    op: str, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, beta: Tensor | None, bonus: Tensor | None,
+    state: Tensor | None, cu_seqlens: Tensor | None,
+) -> None:  # fmt: skip
     check_marks(op, "q", q.shape[0], cu_seqlens)
-    check_heads(op, k, v, log_decay, v.shape[:2])
+    check_heads(op, k, v, log_decay, v.shape[:2], columns=True)
+    check_bonus(op, log_decay, beta, bonus, 4)
     if state is not None and state.shape[0] != sequence_count(q.shape[0], cu_seqlens):
         raise ValueError(
             f"{op}: state must be of {sequence_count(q.shape[0], cu_seqlens)} sequences, got {state.shape[0]}"
@@ -123,12 +177,15 @@ def parts(a: SimpleNamespace, gradients: bool) -> Iterator[Part]:
             "v": of_head,
             "o": of_head,
             "beta": of_head,
+            "bonus": (own,),
             "state": of_state,
             "final": of_state,
         }
         at = {**at, "log_decay": decay}
         cut = {
-            n: getattr(a, n)[at[n]] for n in ("q", "k", "v", "log_decay", "beta", "state") if getattr(a, n) is not None
+            n: getattr(a, n)[at[n]]
+            for n in ("q", "k", "v", "log_decay", "beta", "bonus", "state")
+            if getattr(a, n) is not None
         }
         yield Part({**vars(a), **cut}, {n: place for n, place in at.items() if place is not None})
 
@@ -136,7 +193,8 @@ def parts(a: SimpleNamespace, gradients: bool) -> Iterator[Part]:
 ROW = "q[batch length key_heads key_dim]"
 WHERE = {
     "q": "float[batch length key_heads key_dim]", "k": ROW, "v": "q[batch length heads value_dim]", "log_decay": "float[...?]",
-    "beta": "float[batch length heads]", "state": "float32|float64[sequences heads key_dim value_dim]", "cu_seqlens": "int[marks]",
+    "beta": "float[batch length heads]", "bonus": "float[heads key_dim]",
+    "state": "float32|float64[sequences heads key_dim value_dim]", "cu_seqlens": "int[marks]",
 }  # fmt: skip
 RESULTS = {"o": "q[batch length heads value_dim]", "final": "wide(q)[sequences heads key_dim value_dim]"}
 
@@ -150,4 +208,10 @@ linear_attention = Op(
     results=RESULTS, sizes=sizes, cost=Cost(flops=flops, backward=2.5),
     gradient=Gradient(of=("q", "k", "v", "log_decay", "beta", "state"), through=("o", "final")),
     bars=Bars("I", gradient="J", rounds=True, felt=("length",), parts=parts),
+)  # fmt: skip
+
+linear_attention_columns = Op(
+    "linear_attention_columns", reference_columns, inputs_columns, Triton(forward, None, single), check=check_columns,
+    where={**WHERE, "log_decay": "float[batch length heads key_dim]"}, results=RESULTS, sizes=sizes, cost=Cost(flops=flops),
+    bars=Bars("I", rounds=True, felt=("length",), parts=parts), internal=True,
 )  # fmt: skip

@@ -23,7 +23,7 @@ from ...core.tensor import cdiv, power_of_two
 from ...device.softmax import LOG2E
 from ...op import Bars, Cost, Op, Triton, single, upcast
 from ...runtime.kernel import kernel
-from .linear import EPS, check_heads, scale_of, step, unit_rows
+from .linear import EPS, check_bonus, check_heads, scale_of, step, unit_rows
 from .pool import draw_slots, known_slots, put_slots, slot_of, take_slots
 
 
@@ -196,8 +196,7 @@ def forward(
 def check(q, k, v, state, log_decay, beta, slots, *, bonus, **_) -> None:
     op = "linear_attention_step"
     check_heads(op, k, v, log_decay, v.shape[:1], columns=True)
-    if bonus is not None and (beta is not None or log_decay is None or log_decay.dim() != 3):
-        raise ValueError(f"{op}: bonus goes with a log_decay for each column, and not with beta")
+    check_bonus(op, log_decay, beta, bonus, 3)
     if slots is None and state.shape[0] < q.shape[0]:
         raise ValueError(
             f"{op}: state has {state.shape[0]} slots, fewer than the {q.shape[0]} tokens of q, and no slots say which"
