@@ -1,5 +1,5 @@
-"""Linear attention forward with a decay of each column of a key, by chunks of tokens. With g[t] a row of log decays, in a chunk of C
-tokens that finds the state S, and all powers column by column:
+"""Linear attention forward with a decay of each column of a key, by chunks. With g[t] a row of log decays, in a chunk of C tokens
+that finds the state S, and all powers column by column:
 
     P(x, y)[t, s] = sum over columns of x[t] e**(g[s+1] + ... + g[t]) y[s]
     o[t] = scale * ((q[t] e**(g[1] + ... + g[t])) S + sum over s <= t of P(q, k)[t, s] v[s])
@@ -82,7 +82,7 @@ def after(live, CHUNK: tl.constexpr):
 
 @triton.jit
 def in_blocks(x, K, DECAY, c, key_head, LATE: tl.constexpr, SHAPE: tl.constexpr):
-    """[t, s]: P of rows x and of keys, of tokens in the same block of 16. Keys are taken from a block's last on: with each, one decay
+    """[t, s]: P of rows x and of keys, of tokens in one block of 16. Keys are taken from a block's last on: with each one decay
     more is added to the exponents of the rows behind it."""
     CHUNK: tl.constexpr = SHAPE.CHUNK
     i = tl.arange(0, CHUNK)
