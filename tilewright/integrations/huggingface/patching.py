@@ -1,5 +1,5 @@
-"""`patch(model)`: a transformers model whose norms, gated layers, rotary embeddings, routers, experts, loss and, if asked for,
-attention are ops of ours."""
+"""`patch(model)`: a transformers model whose norms, gated layers, mixers that are recurrences, rotary embeddings, routers, experts,
+loss and, if asked for, attention are ops of ours."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from .decoder import decoder
 from .experts import experts, experts_forward
 from .gated import gated
 from .linear import linear
+from .mixer import mixer
 from .norm import norm
 from .report import REPORT, PatchReport, Replaced, Skipped, changed, rests
 from .roles import Count, Found, Skip
@@ -27,7 +28,7 @@ from .rotary import rotary
 from .router import router
 
 OLDEST = 5  # the first major version of transformers whose experts and losses are as here
-ROLES = ("norm", "decoder", "mlp", "rotary", "router", "experts", "loss", "linear", "attention")
+ROLES = ("norm", "decoder", "mlp", "rotary", "router", "experts", "loss", "linear", "mixer", "attention")
 REPLICATE = "_replicate_for_data_parallel"  # the method by which `torch.nn.parallel.replicate` copies each module
 UNPICKLABLE = "_tilewright_unpicklable"
 Role = Callable[[str, nn.Module], Found | Skip | None]
@@ -50,8 +51,8 @@ def patch(
     makes products of FP8 codes: of linear layers with both sizes multiples of 128 from 1024 on, but for the head and routers,
     and of experts with a hidden size from 1024 on and an inner one that is a multiple of 128 from 768 on.
     `attention` takes that of decoders too: it is asked for, since its speed in models has not been recorded. `only` names the
-    roles to replace: norm, decoder, mlp, rotary, router, experts, loss, linear, attention. Parameters, buffers and their names
-    stay. `strict` raises `ValueError` if nothing was replaced or a module failed: it computes something else than it looks
+    roles to replace: norm, decoder, mlp, rotary, router, experts, loss, linear, mixer, attention. Parameters, buffers and their
+    names stay. `strict` raises `ValueError` if nothing was replaced or a module failed: it computes something else than it looks
     like, or finding that out raised; without `strict` such a module is skipped. Whatever is raised, the model is as it was.
     """
     versions = known_versions()
@@ -104,13 +105,14 @@ def known_versions() -> dict[str, str]:
 
 def roles(model: nn.Module, report: PatchReport, kind: str | None, fp8: bool, chosen: set[str]) -> dict[str, Role]:
     """In the order in which they are applied: attention's is asked of layers with a forward of their own, which rotary embeddings
-    replace; linear layers may be part of what came before, and gated layers are made of what became of them."""
+    replace; mixers are probed with norms as they were; linear layers may be part of what came before, and gated layers are made
+    of what became of them."""
     first: dict[str, Role] = {}
     if "attention" in chosen:
         first["attention"] = Attention(model, partial(leaving, report, "attention"))
     every: dict[str, Role] = {
         **first,
-        "norm": norm, "decoder": decoder, "rotary": rotary, "router": router, "experts": partial(experts, fp8=fp8),
+        "mixer": mixer, "norm": norm, "decoder": decoder, "rotary": rotary, "router": router, "experts": partial(experts, fp8=fp8),
         "linear": linear, "mlp": gated, "loss": partial(loss, kind=kind),
     }  # fmt: skip
     return {role: match for role, match in every.items() if role in chosen}
