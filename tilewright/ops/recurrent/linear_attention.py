@@ -142,7 +142,10 @@ def check(q, k, v, log_decay, beta, *, bonus, state, cu_seqlens, **_) -> None:
 
 
 def check_columns(q, k, v, log_decay, beta, *, bonus, state, cu_seqlens, **_) -> None:
-    check_all("linear_attention_columns", q, k, v, log_decay, beta, bonus, state, cu_seqlens)
+    op = "linear_attention_columns"
+    check_all(op, q, k, v, log_decay, beta, bonus, state, cu_seqlens)
+    if not by_column(log_decay):
+        raise ValueError(f"{op}: log_decay must be {[*v.shape[:3], k.shape[-1]]}, got {list(log_decay.shape)}")
 
 
 def check_all(
@@ -212,6 +215,6 @@ linear_attention = Op(
 
 linear_attention_columns = Op(
     "linear_attention_columns", reference_columns, inputs_columns, Triton(forward, None, single), check=check_columns,
-    where={**WHERE, "log_decay": "float[batch length heads key_dim]"}, results=RESULTS, sizes=sizes, cost=Cost(flops=flops),
+    where=WHERE, results=RESULTS, sizes=sizes, cost=Cost(flops=flops),
     bars=Bars("I", rounds=True, felt=("length",), parts=parts), internal=True,
 )  # fmt: skip
