@@ -207,7 +207,10 @@ def linear_attention_columns_states(
                 store_columns(NEW, batch, head, token, live, wide, first_v, SHAPE)
         whole = tl.exp2(tl.sum(decays_at(DECAY, batch, head, token, live, SHAPE), 0))
         left = k * until(DECAY, batch, head, token, row + 1 < count, SHAPE.CHUNK, SHAPE)
-        s = times(s * whole[:, None], tl.trans(left), wide, SHAPE.KEPT, SHAPE.KEPT)
+        # Added outside of the product, for tensor cores round sums toward 0: of a state that does not decay, the same way each time
+        s = s * whole[:, None] + times(
+            no_part(SHAPE.BLOCK_D, SHAPE.BLOCK_V), tl.trans(left), wide, SHAPE.KEPT, SHAPE.KEPT
+        )
         slot += 1
     at, inside = given_state(FINAL, sequence, head, first_v, SHAPE)
     tl.store(at, s, inside)

@@ -1,0 +1,87 @@
+"""Linear attention over long sequences against float64, token by token, and the same bits every time."""
+
+from __future__ import annotations
+
+import hashlib
+
+import pytest
+import torch
+from torch import Tensor
+
+import tilewright as tw
+from tilewright.check.oracle import rms
+
+pytestmark = pytest.mark.gpu
+DEVICE, LENGTH, HEADS, KEY_HEADS, WIDTH, VALUES = "cuda", 65_536, 2, 1, 64, 64
+KINDS = ("head", "token", "delta", "column", "column_delta", "bonus")
+SLOW = 1e-4  # of a log decay by token: what the first token left is still there at the last
+RESULT, STATE = 2.4e-3, 1e-5  # relative RMS, of bf16 inputs
+
+
+def drawn(*shape: int, seed: int, dtype: torch.dtype = torch.bfloat16, scale: float = 1.0) -> Tensor:
+    source = torch.Generator(DEVICE).manual_seed(seed)
+    return (scale * torch.randn(shape, generator=source, device=DEVICE)).to(dtype)
+
+
+def given(
+    kind: str, length: int, heads: int = HEADS, key_heads: int = KEY_HEADS, width: int = WIDTH
+) -> dict[str, Tensor]:
+    """Arguments. Of decays by token one in 4,096 is -100, so that states are forgotten now and then, and most of them never: in
+    three quarters of the columns there are none such."""
+    rows, columns = (1, length, heads), kind in ("column", "column_delta", "bonus")
+    source = torch.Generator(DEVICE).manual_seed(5)
+    shape = (heads,) if kind == "head" else (*rows, width) if columns else rows
+    decay = -SLOW * torch.rand(shape, generator=source, device=DEVICE)
+    if kind != "head":
+        far = torch.rand(shape, generator=source, device=DEVICE) < 2.0**-12
+        if columns:
+            far[..., width // 4 :] = False
+        decay = torch.where(far, -100.0, decay)
+    made = {
+        "q": drawn(1, length, key_heads, width, seed=0),
+        "k": drawn(1, length, key_heads, width, seed=1),
+        "v": drawn(*rows, VALUES, seed=2),
+        "log_decay": decay,
+        "state": drawn(1, heads, width, VALUES, seed=3, dtype=torch.float32),
+    }
+    if "delta" in kind:
+        made["beta"] = torch.sigmoid(drawn(*rows, seed=4, dtype=torch.float32))
+    if kind == "bonus":
+        made["bonus"] = drawn(heads, width, seed=4)
+    return made
+
+
+def off(found: Tensor, exact: Tensor) -> float:
+    return float(rms(found.double() - exact) / rms(exact))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@torch.no_grad()
+def test_long_sequences_neither_overflow_nor_lose_the_state(kind):
+    values = given(kind, LENGTH)
+    o, last = tw.linear_attention(**values, normalize=True)
+    with tw.force("reference"):
+        exact, state = tw.linear_attention(**{n: t.double() for n, t in values.items()}, normalize=True)
+        single = tw.linear_attention(**values, normalize=True)[1]
+    assert bool(o.isfinite().all()) and bool(last.isfinite().all())
+    noise = off(single, state)  # what fp32 loses token by token
+    assert off(o, exact) < RESULT and off(last, state) < STATE + noise, f"state off by {off(last, state):.1e}"
+    end = LENGTH - 4096
+    assert off(o[:, end:], exact[:, end:]) < RESULT  # as near at the end as over all
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_hundred_runs_have_one_hash(kind):
+    """At the sizes of a model's layer, gradients too where there are any."""
+    values = given(kind, 1024, heads=8, key_heads=4, width=128)
+    columns = values["log_decay"].dim() == 4
+    leaves = {} if columns else {n: t.requires_grad_() for n, t in values.items()}
+    seen = set()
+    for _ in range(100):
+        results = tw.linear_attention(**values, normalize=True)
+        found = [*results]
+        if leaves:
+            found += torch.autograd.grad(results, [*leaves.values()], [torch.ones_like(r) for r in results])
+        bits = [t.detach().contiguous().view(torch.uint8).cpu().numpy().tobytes() for t in found]
+        seen.add(hashlib.sha256(b"".join(bits)).hexdigest())
+    assert len(seen) == 1
