@@ -207,13 +207,17 @@ MUTANTS += [
 ]  # fmt: skip
 
 SLOTS = "tilewright/attention/cache_write.py"
-POOL, CHUNKS = (f"tilewright/ops/recurrent/{name}.py" for name in ("pool", "linear_chunks"))
+POOL, CHUNKS, COLUMNS = (f"tilewright/ops/recurrent/{name}.py" for name in ("pool", "linear_chunks", "linear_columns"))
 MUTANTS += [
     Mutant("causal_conv1d_step: slots past the last", "known = (slot >= 0) & (slot < POOL)", "known = slot >= 0", "wild_indices",
            "outside|out of bounds|stray", POOL, "causal_conv1d_step", through=("tilewright/ops/recurrent/causal_conv1d_step.py",)),
     Mutant("linear_attention: decay to the chunk's end forgotten", "left = wide * (rk * to_end(decay, SHAPE.CHUNK))[:, None]",
            "left = wide * rk[:, None]", "accuracy", ": (o|final)", CHUNKS, "linear_attention",
            through=("tilewright/ops/recurrent/linear_attention.py",)),
+    Mutant("linear_attention_columns: a decay too few in a block", "& (j + 1 <= place - LATE)", "& (j + 1 < place - LATE)",
+           "accuracy", ": o", COLUMNS, "linear_attention_columns", through=("tilewright/ops/recurrent/linear_attention.py",)),
+    Mutant("linear_attention_columns: keys decay past the block that reads them", "live & (i < end)", "live", "accuracy",
+           ": (o|final)", COLUMNS, "linear_attention_columns", through=("tilewright/ops/recurrent/linear_attention.py",)),
     Mutant("cache_write: slots past the last", "(slot >= 0) & (slot < PAGES.to(tl.int64) * PAGE)", "slot >= 0", "wild_indices",
            "outside|out of bounds|stray", SLOTS, "cache_write"),
     Mutant("cache_move: read and written at once", "for out in (False, True):", "for out in (True, False):", "accuracy",

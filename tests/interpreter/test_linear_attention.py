@@ -18,15 +18,20 @@ def drawn(*shape: int, seed: int, scale: float = 1.0) -> Tensor:
     return scale * torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def sequence(batch: int = 1, delta: bool = True, far: float = 1.0) -> dict[str, Tensor]:
+def sequence(kind: str = "delta") -> dict[str, Tensor]:
     """Arguments whose first dimensions are batch and length."""
+    columns = [WIDTH] if kind.startswith("columns") else []
     made = {
-        "q": drawn(batch, LENGTH, KEY_HEADS, WIDTH, seed=0),
-        "k": drawn(batch, LENGTH, KEY_HEADS, WIDTH, seed=1),
-        "v": drawn(batch, LENGTH, HEADS, VALUES, seed=2),
-        "log_decay": -far * torch.rand(batch, LENGTH, HEADS, generator=torch.Generator().manual_seed(3)),
+        "q": drawn(1, LENGTH, KEY_HEADS, WIDTH, seed=0),
+        "k": drawn(1, LENGTH, KEY_HEADS, WIDTH, seed=1),
+        "v": drawn(1, LENGTH, HEADS, VALUES, seed=2),
+        "log_decay": -torch.rand(1, LENGTH, HEADS, *columns, generator=torch.Generator().manual_seed(3)),
     }
-    return made | ({"beta": torch.sigmoid(drawn(batch, LENGTH, HEADS, seed=4))} if delta else {})
+    return made | ({"beta": torch.sigmoid(drawn(1, LENGTH, HEADS, seed=4))} if kind.endswith("delta") else {})
+
+
+def bonus_of(kind: str) -> dict[str, Tensor]:
+    return {"bonus": drawn(HEADS, WIDTH, seed=6)} if kind.endswith("bonus") else {}
 
 
 def run(**given: Any) -> tuple[Tensor, Tensor]:
@@ -43,28 +48,32 @@ def cut(given: dict[str, Tensor], first: int, end: int) -> dict[str, Tensor]:
     return {name: t[:, first:end] for name, t in given.items()}
 
 
-@pytest.mark.parametrize("delta", [False, True], ids=["linear", "delta"])
-@pytest.mark.parametrize("size", [1, 3, 16])
-def test_a_sequence_may_be_cut_anywhere(size, delta):
-    given, state, made = cut(sequence(delta=delta), 0, 19), None, []
-    for first in range(0, 19, size):
-        o, state = run(**cut(given, first, first + size), state=state)
+CUTS = [(kind, size) for kind in ("linear", "delta") for size in (1, 3, 16)]
+CUTS += [("columns", 3), ("columns_delta", 16), ("columns_delta", 1), ("columns_bonus", 3)]
+
+
+@pytest.mark.parametrize(("kind", "size"), CUTS)
+def test_a_sequence_may_be_cut_anywhere(kind, size):
+    tokens = 19 if size > 1 else 7
+    given, more, state, made = cut(sequence(kind), 0, tokens), bonus_of(kind), None, []
+    for first in range(0, tokens, size):
+        o, state = run(**cut(given, first, first + size), **more, state=state)
         made.append(o)
-    near((torch.cat(made, 1), state), run(**given))
+    near((torch.cat(made, 1), state), run(**given, **more))
 
 
-@pytest.mark.parametrize("delta", [False, True], ids=["linear", "delta"])
-def test_steps_go_on_from_a_prefill(delta):
-    given, end = sequence(delta=delta), LENGTH - 3
-    o, state = run(**cut(given, 0, end))
+@pytest.mark.parametrize("kind", ["linear", "delta", "columns_delta", "columns_bonus"])
+def test_steps_go_on_from_a_prefill(kind):
+    given, more, end = sequence(kind), bonus_of(kind), LENGTH - 3
+    o, state = run(**cut(given, 0, end), **more)
     pool = torch.full((3, *state.shape[1:]), NAN)
     pool[1] = state[0]
     slots, made = torch.tensor([1]), [o]
     for t in range(end, LENGTH):
         now = {name: x[:, t] for name, x in given.items()}
         with tw.force("triton"):
-            made.append(tw.linear_attention_step(state=pool, slots=slots, normalize=True, **now)[:, None])
-    near((torch.cat(made, 1), pool[1:2]), run(**given))
+            made.append(tw.linear_attention_step(state=pool, slots=slots, normalize=True, **now, **more)[:, None])
+    near((torch.cat(made, 1), pool[1:2]), run(**given, **more))
     assert bool(pool[0].isnan().all()) and bool(pool[2].isnan().all()), "a slot of no token was touched"
 
 
@@ -94,19 +103,31 @@ def test_nothing_is_taken_for_what_it_is():
     assert o.shape == (1, LENGTH, 0, VALUES) and last.shape == (1, 0, WIDTH, VALUES)
 
 
-def test_decays_to_nothing():
-    """A state that a token forgets is gone, and what comes after it is kept to the last digit."""
-    given = sequence(delta=False)
-    given["log_decay"] = torch.where(torch.arange(LENGTH) % 7 == 3, -100.0, -0.01)[None, :, None].expand(
-        1, LENGTH, HEADS
-    )
+@pytest.mark.parametrize("kind", ["linear", "columns", "columns_delta"])
+def test_decays_to_nothing(kind):
+    """A state that a token forgets is gone, and what comes after it is kept to the last digit; of columns, each for itself."""
+    given = sequence(kind)
+    far = (torch.arange(LENGTH)[:, None] + torch.arange(WIDTH)) % 7 == 3
+    decay = torch.where(far, -100.0, -0.01)[None, :, None].expand(1, LENGTH, HEADS, WIDTH)
+    given["log_decay"] = decay[..., 0] if kind == "linear" else decay
     for dtype in (torch.float32, torch.bfloat16):
         values = {name: t if name == "log_decay" else t.to(dtype) for name, t in given.items()}
-        o, last = run(**values, normalize=False)
+        o, last = run(**values)
         with tw.force("reference"):
-            exact = tw.linear_attention(**{name: t.double() for name, t in values.items()})[1]
+            exact = tw.linear_attention(**{name: t.double() for name, t in values.items()}, normalize=True)[1]
         assert bool(o.isfinite().all())
         assert float((last - exact).norm() / exact.norm()) < 1e-5
+
+
+def test_what_has_no_gradient_says_so():
+    given, line = sequence("columns"), "a log_decay of each column has no gradient"
+    given["v"].requires_grad_()
+    for way in ("triton", "reference"):
+        with tw.force(way), pytest.raises(ValueError, match=line):
+            tw.linear_attention(**given)
+    for wrong in (sequence("linear"), sequence("columns_delta"), {**sequence("linear"), "log_decay": None}):
+        with pytest.raises(ValueError, match="bonus goes with a log_decay for each column, and not with beta"):
+            tw.linear_attention(**wrong, **bonus_of("columns_bonus"))
 
 
 def test_slots_out_of_range_are_left_alone():
