@@ -50,6 +50,7 @@ from .linear_chunks import (
     store_columns,
     times,
     to_end,
+    unit_of,
     walk,
     walker_of,
     walking,
@@ -128,27 +129,28 @@ def linear_attention_gradients_queries(
 ):
     """The gradient of a chunk's queries of a key head, over the heads that share it. FOUND, if it is wanted, [batch, length,
     heads]: what each token reads of the state that the chunk finds, times its gradient."""
-    c = chunk_of(LENGTHS, tl.program_id(0), KEY_HEADS, L, TILES, SHAPE.CHUNK)
-    if c.there:
+    batch, key_head, index, tile = unit_of(LENGTHS, tl.program_id(0), KEY_HEADS, L, TILES, SHAPE.CHUNK)
+    if tile.start < tile.count_q:
+        c = chunk_of(LENGTHS, tile, index, batch, TILES, SHAPE.CHUNK)
         heads = KEY_HEADS * GROUP
-        q = load_rows(Q, c.batch, c.head, c.token, c.known, SHAPE)
-        k = load_rows(K, c.batch, c.head, c.token, c.known, SHAPE)
+        q = load_rows(Q, batch, key_head, c.token, c.known, SHAPE)
+        k = load_rows(K, batch, key_head, c.token, c.known, SHAPE)
         rq = lengths_of(q, SHAPE)
         rk = lengths_of(k, SHAPE)
         dq = no_part(SHAPE.CHUNK, SHAPE.BLOCK_D)
-        for head in range(c.head * GROUP, c.head * GROUP + GROUP):
+        for head in range(key_head * GROUP, key_head * GROUP + GROUP):
             pairs = no_part(SHAPE.CHUNK, SHAPE.CHUNK)
             read = no_part(SHAPE.CHUNK, SHAPE.BLOCK_D)
             for first_v in range(0, SHAPE.V, SHAPE.BLOCK_V):
-                do = load_columns(DO, c.batch, head, c.token, c.known, first_v, SHAPE)
-                new = load_columns(NEW, c.batch, head, c.token, c.known, first_v, SHAPE)
-                s = kept_state(H, c, head, heads, first_v, SHAPE)
+                do = load_columns(DO, batch, head, c.token, c.known, first_v, SHAPE)
+                new = load_columns(NEW, batch, head, c.token, c.known, first_v, SHAPE)
+                s = kept_state(H, c, tile.sequence, head, heads, first_v, SHAPE)
                 pairs = times(pairs, do, tl.trans(new), SHAPE.RAW, SHAPE.MADE)
                 read = times(read, do, tl.trans(s), SHAPE.RAW, SHAPE.MADE)
-            decay = decay_of(DECAY, c.batch, head, c.token, c.known, SHAPE.CHUNK)
+            decay = decay_of(DECAY, batch, head, c.token, c.known, SHAPE.CHUNK)
             read = read * (scale * from_start(decay) * rq)[:, None]
             if FOUND is not None:
-                tl.store(FOUND + (c.batch.to(tl.int64) * L + c.token) * heads + head, along(q, read), c.live)
+                tl.store(FOUND + (batch.to(tl.int64) * L + c.token) * heads + head, along(q, read), c.live)
             pairs = (
                 lower(pairs * between(decay, SHAPE.CHUNK, False), SHAPE.CHUNK, False)
                 * (scale * rq)[:, None]
@@ -157,7 +159,7 @@ def linear_attention_gradients_queries(
             dq = times(dq + read, pairs, k, SHAPE.MADE, SHAPE.RAW)
         if SHAPE.NORMALIZE:
             dq -= q.to(tl.float32) * (along(q, dq) * rq * rq)[:, None]
-        store_part(DQ, c.batch, c.head, c.token, c.live, dq, SHAPE.D, 0, SHAPE.BLOCK_D)
+        store_part(DQ, batch, key_head, c.token, c.live, dq, SHAPE.D, 0, SHAPE.BLOCK_D)
 
 
 @triton.jit
@@ -178,22 +180,23 @@ def linear_attention_gradients_values(
     """The gradient of a chunk's values of a head, some columns of them; without E what the chunk's own outputs
     give them, and REST, the gradient itself, is then 0 where tokens are in no sequence."""
     first_v = (tl.program_id(0) % BLOCKS) * SHAPE.BLOCK_V
-    c = chunk_of(LENGTHS, tl.program_id(0) // BLOCKS, HEADS, L, TILES, SHAPE.CHUNK)
-    if c.there:
-        q = load_rows(Q, c.batch, c.head // GROUP, c.token, c.known, SHAPE)
-        k = load_rows(K, c.batch, c.head // GROUP, c.token, c.known, SHAPE)
+    batch, head, index, tile = unit_of(LENGTHS, tl.program_id(0) // BLOCKS, HEADS, L, TILES, SHAPE.CHUNK)
+    if tile.start < tile.count_q:
+        c = chunk_of(LENGTHS, tile, index, batch, TILES, SHAPE.CHUNK)
+        q = load_rows(Q, batch, head // GROUP, c.token, c.known, SHAPE)
+        k = load_rows(K, batch, head // GROUP, c.token, c.known, SHAPE)
         rk = lengths_of(k, SHAPE)
-        decay = decay_of(DECAY, c.batch, c.head, c.token, c.known, SHAPE.CHUNK)
+        decay = decay_of(DECAY, batch, head, c.token, c.known, SHAPE.CHUNK)
         dv = no_part(SHAPE.CHUNK, SHAPE.BLOCK_V)
         if E is not None:
-            e = kept_state(E, c, c.head, HEADS, first_v, SHAPE)
+            e = kept_state(E, c, tile.sequence, head, HEADS, first_v, SHAPE)
             dv = times(dv, k, e, SHAPE.RAW, SHAPE.MADE) * (to_end(decay, SHAPE.CHUNK) * rk)[:, None]
         a = scores_of(q, k, lengths_of(q, SHAPE), rk, decay, SHAPE) * scale
-        do = load_columns(DO, c.batch, c.head, c.token, c.known, first_v, SHAPE)
+        do = load_columns(DO, batch, head, c.token, c.known, first_v, SHAPE)
         dv = times(dv, tl.trans(a), do, SHAPE.MADE, SHAPE.RAW)
-        store_columns(DV, c.batch, c.head, c.token, c.live, dv, first_v, SHAPE)
+        store_columns(DV, batch, head, c.token, c.live, dv, first_v, SHAPE)
         if REST.data is not None:
-            store_columns(REST, c.batch, c.head, c.token, c.live & (c.sequence < 0), dv * 0.0, first_v, SHAPE)
+            store_columns(REST, batch, head, c.token, c.live & (tile.sequence < 0), dv * 0.0, first_v, SHAPE)
 
 
 @kernel(**ONE_CHUNK)
@@ -218,34 +221,35 @@ def linear_attention_gradients_delta(
 ):
     """What the delta rule's inverse gives: PART [batch, length, key_heads, D] of the gradient of keys, that of betas and, if it is
     wanted, DGATE [batch, length, heads] of that of decays."""
-    c = chunk_of(LENGTHS, tl.program_id(0), KEY_HEADS, L, TILES, SHAPE.CHUNK)
-    if c.there:
+    batch, key_head, index, tile = unit_of(LENGTHS, tl.program_id(0), KEY_HEADS, L, TILES, SHAPE.CHUNK)
+    if tile.start < tile.count_q:
+        c = chunk_of(LENGTHS, tile, index, batch, TILES, SHAPE.CHUNK)
         heads = KEY_HEADS * GROUP
-        k = load_rows(K, c.batch, c.head, c.token, c.known, SHAPE)
+        k = load_rows(K, batch, key_head, c.token, c.known, SHAPE)
         rk = lengths_of(k, SHAPE)
         dk = no_part(SHAPE.CHUNK, SHAPE.BLOCK_D)
-        for head in range(c.head * GROUP, c.head * GROUP + GROUP):
+        for head in range(key_head * GROUP, key_head * GROUP + GROUP):
             pairs = no_part(SHAPE.CHUNK, SHAPE.CHUNK)
             read = no_part(SHAPE.CHUNK, SHAPE.BLOCK_D)
             own = rk * 0.0
             for first_v in range(0, SHAPE.V, SHAPE.BLOCK_V):  # apart from the products, which leave no registers for it
-                z = load_columns(Z, c.batch, head, c.token, c.known, first_v, SHAPE)
-                v = load_columns(V, c.batch, head, c.token, c.known, first_v, SHAPE)
+                z = load_columns(Z, batch, head, c.token, c.known, first_v, SHAPE)
+                v = load_columns(V, batch, head, c.token, c.known, first_v, SHAPE)
                 own += along(z, v.to(tl.float32))
             for first_v in range(0, SHAPE.V, SHAPE.BLOCK_V):
-                z = load_columns(Z, c.batch, head, c.token, c.known, first_v, SHAPE)
-                new = load_columns(NEW, c.batch, head, c.token, c.known, first_v, SHAPE)
-                s = kept_state(H, c, head, heads, first_v, SHAPE)
+                z = load_columns(Z, batch, head, c.token, c.known, first_v, SHAPE)
+                new = load_columns(NEW, batch, head, c.token, c.known, first_v, SHAPE)
+                s = kept_state(H, c, tile.sequence, head, heads, first_v, SHAPE)
                 pairs = times(pairs, z, tl.trans(new), SHAPE.MADE, SHAPE.MADE)
                 read = times(read, z, tl.trans(s), SHAPE.MADE, SHAPE.MADE)
-            b = gate_at(BETA, c.batch, head, c.token, c.known)
-            decay = decay_of(DECAY, c.batch, head, c.token, c.known, SHAPE.CHUNK)
+            b = gate_at(BETA, batch, head, c.token, c.known)
+            decay = decay_of(DECAY, batch, head, c.token, c.known, SHAPE.CHUNK)
             read = read * (from_start(decay) * rk)[:, None]
             seen = along(k, read)
             pairs = lower(pairs * between(decay, SHAPE.CHUNK, True), SHAPE.CHUNK, True) * -rk[:, None] * rk[None, :]
             terms = pairs * times(no_part(SHAPE.CHUNK, SHAPE.CHUNK), k, tl.trans(k), SHAPE.RAW, SHAPE.RAW)
             dbeta = own - seen + tl.sum(terms, 1)
-            at = (c.batch.to(tl.int64) * L + c.token) * heads + head
+            at = (batch.to(tl.int64) * L + c.token) * heads + head
             tl.store(DBETA + at, tl.where(c.known, dbeta, 0.0).to(DBETA.dtype.element_ty), c.live)
             pairs = pairs * b[:, None]
             dk = times(dk - read * b[:, None], pairs, k, SHAPE.MADE, SHAPE.RAW)
@@ -253,7 +257,7 @@ def linear_attention_gradients_delta(
             if DGATE is not None:
                 dg = decay_gradient(terms * b[:, None], -(seen * b), SHAPE.CHUNK, SHAPE.KEPT)
                 tl.store(DGATE + at, dg, c.live)
-        store_part(PART, c.batch, c.head, c.token, c.live, dk, SHAPE.D, 0, SHAPE.BLOCK_D)
+        store_part(PART, batch, key_head, c.token, c.live, dk, SHAPE.D, 0, SHAPE.BLOCK_D)
 
 
 @kernel(**ONE_CHUNK)
@@ -263,34 +267,35 @@ def linear_attention_gradients_keys(
 ):  # fmt: skip
     """The gradient of a chunk's keys of a key head, over the heads that share it, and of its decays. PART and DGATE are what the
     delta rule gives, or None."""
-    c = chunk_of(LENGTHS, tl.program_id(0), KEY_HEADS, L, TILES, SHAPE.CHUNK)
-    if c.there:
+    batch, key_head, index, tile = unit_of(LENGTHS, tl.program_id(0), KEY_HEADS, L, TILES, SHAPE.CHUNK)
+    if tile.start < tile.count_q:
+        c = chunk_of(LENGTHS, tile, index, batch, TILES, SHAPE.CHUNK)
         heads = KEY_HEADS * GROUP
-        q = load_rows(Q, c.batch, c.head, c.token, c.known, SHAPE)
-        k = load_rows(K, c.batch, c.head, c.token, c.known, SHAPE)
+        q = load_rows(Q, batch, key_head, c.token, c.known, SHAPE)
+        k = load_rows(K, batch, key_head, c.token, c.known, SHAPE)
         rk = lengths_of(k, SHAPE)
         dk = no_part(SHAPE.CHUNK, SHAPE.BLOCK_D)
         if PART.data is not None:
-            dk = load_part(PART, c.batch, c.head, c.token, c.live, SHAPE.D, 0, SHAPE.BLOCK_D)
-        for head in range(c.head * GROUP, c.head * GROUP + GROUP):
+            dk = load_part(PART, batch, key_head, c.token, c.live, SHAPE.D, 0, SHAPE.BLOCK_D)
+        for head in range(key_head * GROUP, key_head * GROUP + GROUP):
             pairs = no_part(SHAPE.CHUNK, SHAPE.CHUNK)
             kept = no_part(SHAPE.CHUNK, SHAPE.BLOCK_D)
             through = 0.0
             for first_v in range(0, SHAPE.V, SHAPE.BLOCK_V):
-                do = load_columns(DO, c.batch, head, c.token, c.known, first_v, SHAPE)
-                new = load_columns(NEW, c.batch, head, c.token, c.known, first_v, SHAPE)
-                e = kept_state(E, c, head, heads, first_v, SHAPE)
+                do = load_columns(DO, batch, head, c.token, c.known, first_v, SHAPE)
+                new = load_columns(NEW, batch, head, c.token, c.known, first_v, SHAPE)
+                e = kept_state(E, c, tile.sequence, head, heads, first_v, SHAPE)
                 pairs = times(pairs, do, tl.trans(new), SHAPE.RAW, SHAPE.MADE)
                 kept = times(kept, new, tl.trans(e), SHAPE.MADE, SHAPE.MADE)
                 if DDECAY.data is not None:
-                    s = kept_state(H, c, head, heads, first_v, SHAPE)
+                    s = kept_state(H, c, tile.sequence, head, heads, first_v, SHAPE)
                     through += tl.sum(along(s, e.to(tl.float32)), 0)
-            decay = decay_of(DECAY, c.batch, head, c.token, c.known, SHAPE.CHUNK)
+            decay = decay_of(DECAY, batch, head, c.token, c.known, SHAPE.CHUNK)
             pairs = lower(pairs * between(decay, SHAPE.CHUNK, False), SHAPE.CHUNK, False)
             pairs = pairs * (lengths_of(q, SHAPE) * scale)[:, None] * rk[None, :]
             kept = kept * (to_end(decay, SHAPE.CHUNK) * rk)[:, None]
             if DDECAY.data is not None:
-                at = (c.batch.to(tl.int64) * L + c.token) * heads + head
+                at = (batch.to(tl.int64) * L + c.token) * heads + head
                 terms = pairs * times(no_part(SHAPE.CHUNK, SHAPE.CHUNK), q, tl.trans(k), SHAPE.RAW, SHAPE.RAW)
                 dg = decay_gradient(terms, tl.load(FOUND + at, c.live, 0.0), SHAPE.CHUNK, SHAPE.KEPT)
                 i = tl.arange(0, SHAPE.CHUNK)
@@ -298,7 +303,7 @@ def linear_attention_gradients_keys(
                 if DGATE is not None:
                     dg += tl.load(DGATE + at, c.live, 0.0)
                 at = (
-                    c.batch.to(tl.int64) * DDECAY.stride_b
+                    batch.to(tl.int64) * DDECAY.stride_b
                     + c.token.to(tl.int64) * DDECAY.stride_t
                     + head * DDECAY.stride_h
                 )
@@ -306,7 +311,7 @@ def linear_attention_gradients_keys(
             dk = times(dk + kept, tl.trans(pairs), q, SHAPE.MADE, SHAPE.RAW)
         if SHAPE.NORMALIZE:
             dk -= k.to(tl.float32) * (along(k, dk) * rk * rk)[:, None]
-        store_part(DK, c.batch, c.head, c.token, c.live, dk, SHAPE.D, 0, SHAPE.BLOCK_D)
+        store_part(DK, batch, key_head, c.token, c.live, dk, SHAPE.D, 0, SHAPE.BLOCK_D)
 
 
 # ---- host ------------------------------------------------------------------------------------------------------------

@@ -162,32 +162,31 @@ def chunk_slot(LENGTHS, tile, index, batch, TILES, CHUNK: tl.constexpr):
         return (tile.first_q // CHUNK + tile.sequence + tile.start // CHUNK).to(tl.int64)
 
 
-class Chunk(NamedTuple):
-    """The chunk and head of a program: whether it has tokens, its row of the batch, head, tokens [CHUNK], which of them are there,
-    which of those are in a sequence, that sequence, -1 if there is none, and where what is kept of the chunk lies."""
+@triton.jit
+def unit_of(LENGTHS, pid, HEADS, L, TILES, CHUNK: tl.constexpr):
+    """(row of the batch, head, the chunk's index in the row, its tile) of a program: the heads of a chunk are side by side."""
+    unit = pid // HEADS
+    batch = unit // TILES
+    return batch, pid % HEADS, unit % TILES, tile_at(LENGTHS, unit % TILES, batch, L, L, CHUNK)
 
-    there: Any
-    batch: Any
-    head: Any
+
+class Chunk(NamedTuple):
+    """The tokens [CHUNK] of a program's chunk, which of them are there, which of those are in a sequence, and where what is kept of
+    the chunk lies."""
+
     token: Any
     live: Any
     known: Any
-    sequence: Any
     slot: Any
 
 
 @triton.jit
-def chunk_of(LENGTHS, pid, HEADS, L, TILES, CHUNK: tl.constexpr):
-    """The heads of a chunk are side by side."""
-    unit = pid // HEADS
-    batch = unit // TILES
-    tile = tile_at(LENGTHS, unit % TILES, batch, L, L, CHUNK)
+def chunk_of(LENGTHS, tile, index, batch, TILES, CHUNK: tl.constexpr):
+    """Asked for where a chunk has tokens: made before, these vectors take registers that products want (Triton 3.6, sm_90)."""
     row = tile.start + tl.arange(0, CHUNK)
     live = row < tile.count_q
-    slot = tl.maximum(chunk_slot(LENGTHS, tile, unit % TILES, batch, TILES, CHUNK), 0)
-    known = live & (tile.sequence >= 0)
-    there = tile.start < tile.count_q
-    return Chunk(there, batch, pid % HEADS, tile.first_q + row, live, known, tile.sequence, slot)
+    slot = tl.maximum(chunk_slot(LENGTHS, tile, index, batch, TILES, CHUNK), 0)
+    return Chunk(tile.first_q + row, live, live & (tile.sequence >= 0), slot)
 
 
 class Walker(NamedTuple):
@@ -224,10 +223,10 @@ def state_at(S, slot, head, HEADS, first, SHAPE: tl.constexpr):
 
 
 @triton.jit
-def kept_state(S, chunk, head, HEADS, first, SHAPE: tl.constexpr):
+def kept_state(S, chunk, sequence, head, HEADS, first, SHAPE: tl.constexpr):
     """[BLOCK_D, BLOCK_V]: columns of what is kept of a head's state, 0 of a chunk in no sequence."""
     at, inside = state_at(S, chunk.slot, head, HEADS, first, SHAPE)
-    return tl.load(at, inside & (chunk.sequence >= 0), 0.0)
+    return tl.load(at, inside & (sequence >= 0), 0.0)
 
 
 @triton.jit
@@ -318,16 +317,17 @@ def invert(a, CHUNK: tl.constexpr, PIECES: tl.constexpr):
 )  # fmt: skip
 def linear_attention_inverse(K, DECAY, BETA, T, LENGTHS, L, HEADS, GROUP, BATCH, TILES, SHAPE: tl.constexpr):
     """T [slots, heads, chunk, chunk]: the inverse of I + L, one chunk and head."""
-    c = chunk_of(LENGTHS, tl.program_id(0), HEADS, L, TILES, SHAPE.CHUNK)
-    if c.there & (c.sequence >= 0):
-        k = load_rows(K, c.batch, c.head // GROUP, c.token, c.live, SHAPE)
+    batch, head, index, tile = unit_of(LENGTHS, tl.program_id(0), HEADS, L, TILES, SHAPE.CHUNK)
+    if (tile.start < tile.count_q) & (tile.sequence >= 0):
+        c = chunk_of(LENGTHS, tile, index, batch, TILES, SHAPE.CHUNK)
+        k = load_rows(K, batch, head // GROUP, c.token, c.live, SHAPE)
         rk = lengths_of(k, SHAPE)
         none = no_part(SHAPE.CHUNK, SHAPE.CHUNK)
         pairs = times(none, k, tl.trans(k), SHAPE.RAW, SHAPE.RAW)
-        decay = decay_of(DECAY, c.batch, c.head, c.token, c.live, SHAPE.CHUNK)
-        by = gate_at(BETA, c.batch, c.head, c.token, c.live) * rk
+        decay = decay_of(DECAY, batch, head, c.token, c.live, SHAPE.CHUNK)
+        by = gate_at(BETA, batch, head, c.token, c.live) * rk
         pairs = lower(pairs * by[:, None] * rk[None, :] * between(decay, SHAPE.CHUNK, True), SHAPE.CHUNK, True)
-        tl.store(square_at(T, c.slot, c.head, HEADS, SHAPE.CHUNK), invert(pairs, SHAPE.CHUNK, SHAPE.KEPT))
+        tl.store(square_at(T, c.slot, head, HEADS, SHAPE.CHUNK), invert(pairs, SHAPE.CHUNK, SHAPE.KEPT))
 
 
 def walking(a: Any, stages: int) -> dict[str, int]:
@@ -446,20 +446,21 @@ def linear_attention_outputs(
     """Outputs of a chunk of a head, some columns of them: V are the values, or, DELTA, those of the delta rule. These take away
     what the state holds, so that rounding either before they are multiplied would show in what is left."""
     first_v = (tl.program_id(0) % BLOCKS) * SHAPE.BLOCK_V
-    c = chunk_of(LENGTHS, tl.program_id(0) // BLOCKS, HEADS, L, TILES, SHAPE.CHUNK)
-    if c.there:
-        q = load_rows(Q, c.batch, c.head // GROUP, c.token, c.known, SHAPE)
-        k = load_rows(K, c.batch, c.head // GROUP, c.token, c.known, SHAPE)
+    batch, head, index, tile = unit_of(LENGTHS, tl.program_id(0) // BLOCKS, HEADS, L, TILES, SHAPE.CHUNK)
+    if tile.start < tile.count_q:
+        c = chunk_of(LENGTHS, tile, index, batch, TILES, SHAPE.CHUNK)
+        q = load_rows(Q, batch, head // GROUP, c.token, c.known, SHAPE)
+        k = load_rows(K, batch, head // GROUP, c.token, c.known, SHAPE)
         rq = lengths_of(q, SHAPE)
-        decay = decay_of(DECAY, c.batch, c.head, c.token, c.known, SHAPE.CHUNK)
+        decay = decay_of(DECAY, batch, head, c.token, c.known, SHAPE.CHUNK)
         a = scores_of(q, k, rq, lengths_of(k, SHAPE), decay, SHAPE)
-        s = kept_state(H, c, c.head, HEADS, first_v, SHAPE)
+        s = kept_state(H, c, tile.sequence, head, HEADS, first_v, SHAPE)
         PIECES: tl.constexpr = SHAPE.KEPT if DELTA else SHAPE.MADE
         o = times(no_part(SHAPE.CHUNK, SHAPE.BLOCK_V), q, s, SHAPE.RAW, PIECES)
         o = o * (rq * from_start(decay))[:, None]
-        v = load_columns(V, c.batch, c.head, c.token, c.known, first_v, SHAPE)
+        v = load_columns(V, batch, head, c.token, c.known, first_v, SHAPE)
         o = times(o, a, v, PIECES, PIECES)
-        store_columns(O, c.batch, c.head, c.token, c.live, o * scale, first_v, SHAPE)
+        store_columns(O, batch, head, c.token, c.live, o * scale, first_v, SHAPE)
 
 
 # ---- host ------------------------------------------------------------------------------------------------------------

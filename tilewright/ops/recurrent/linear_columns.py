@@ -44,6 +44,7 @@ from .linear_chunks import (
     state_at,
     store_columns,
     times,
+    unit_of,
     walker_of,
 )
 from .places import sequence_count
@@ -81,7 +82,7 @@ def after(live, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def in_blocks(x, K, DECAY, c, key_head, LATE: tl.constexpr, SHAPE: tl.constexpr):
+def in_blocks(x, K, DECAY, c, batch, head, key_head, LATE: tl.constexpr, SHAPE: tl.constexpr):
     """[t, s]: P of rows x and of keys, of tokens in one block of 16. Keys are taken from a block's last on: with each one decay
     more is added to the exponents of the rows behind it."""
     CHUNK: tl.constexpr = SHAPE.CHUNK
@@ -95,25 +96,25 @@ def in_blocks(x, K, DECAY, c, key_head, LATE: tl.constexpr, SHAPE: tl.constexpr)
     for back in range(SUB):
         j = SUB - 1 - back
         there = i - place + j < count
-        power += decays_at(DECAY, c.batch, c.head, first + j + 1, c.known & (j + 1 <= place - LATE), SHAPE)
-        k = load_rows(K, c.batch, key_head, first + j, there & (place >= j), SHAPE).to(tl.float32)
+        power += decays_at(DECAY, batch, head, first + j + 1, c.known & (j + 1 <= place - LATE), SHAPE)
+        k = load_rows(K, batch, key_head, first + j, there & (place >= j), SHAPE).to(tl.float32)
         term = tl.sum(x * k * tl.exp2(power), 1)
         a = tl.where(column[None, :] == (i - place + j)[:, None], term[:, None], a)
     return a
 
 
 @triton.jit
-def pairs_of(x, K, k, DECAY, c, key_head, LATE: tl.constexpr, SHAPE: tl.constexpr):
+def pairs_of(x, K, k, DECAY, c, batch, head, key_head, LATE: tl.constexpr, SHAPE: tl.constexpr):
     """[t, s]: P of rows x and of keys, both in fp32; 0 where s comes after t."""
     CHUNK: tl.constexpr = SHAPE.CHUNK
     i = tl.arange(0, CHUNK)
-    a = in_blocks(x, K, DECAY, c, key_head, LATE, SHAPE)
+    a = in_blocks(x, K, DECAY, c, batch, head, key_head, LATE, SHAPE)
     later = after(c.known, CHUNK)
     for block in range(1, CHUNK // SUB):
         first = block * SUB
         own = (i >= first) & (i < first + SUB)
-        read = x * since(DECAY, c.batch, c.head, c.token, c.known, first, LATE, SHAPE)
-        left = k * until(DECAY, c.batch, c.head, c.token, later, first, SHAPE)
+        read = x * since(DECAY, batch, head, c.token, c.known, first, LATE, SHAPE)
+        left = k * until(DECAY, batch, head, c.token, later, first, SHAPE)
         read = tl.where(own[:, None], read, 0.0)
         left = tl.where((i < first)[:, None], left, 0.0)
         a = times(a, read, tl.trans(left), SHAPE.KEPT, SHAPE.KEPT)
@@ -131,26 +132,27 @@ def linear_attention_columns_pairs(
     Q, K, DECAY, BETA, BONUS, A, T, LENGTHS, L, HEADS, GROUP, BATCH, TILES, SHAPE: tl.constexpr
 ):
     """A and T [slots, heads, chunk, chunk]: P(q, k) of a chunk and head, and the inverse of the delta rule; either None."""
-    c = chunk_of(LENGTHS, tl.program_id(0), HEADS, L, TILES, SHAPE.CHUNK)
-    if c.there & (c.sequence >= 0):
-        key_head = c.head // GROUP
-        k = load_rows(K, c.batch, key_head, c.token, c.known, SHAPE).to(tl.float32)
+    batch, head, index, tile = unit_of(LENGTHS, tl.program_id(0), HEADS, L, TILES, SHAPE.CHUNK)
+    if (tile.start < tile.count_q) & (tile.sequence >= 0):
+        c = chunk_of(LENGTHS, tile, index, batch, TILES, SHAPE.CHUNK)
+        key_head = head // GROUP
+        k = load_rows(K, batch, key_head, c.token, c.known, SHAPE).to(tl.float32)
         rk = lengths_of(k, SHAPE)
         if A is not None:
-            q = load_rows(Q, c.batch, key_head, c.token, c.known, SHAPE).to(tl.float32)
-            a = pairs_of(q, K, k, DECAY, c, key_head, 0 if BONUS is None else 1, SHAPE)
+            q = load_rows(Q, batch, key_head, c.token, c.known, SHAPE).to(tl.float32)
+            a = pairs_of(q, K, k, DECAY, c, batch, head, key_head, 0 if BONUS is None else 1, SHAPE)
             if BONUS is not None:
                 d = tl.arange(0, SHAPE.BLOCK_D)
                 i = tl.arange(0, SHAPE.CHUNK)
-                u = tl.load(BONUS + c.head * SHAPE.D + d, d < SHAPE.D, 0.0).to(tl.float32)
+                u = tl.load(BONUS + head * SHAPE.D + d, d < SHAPE.D, 0.0).to(tl.float32)
                 a = tl.where(i[:, None] == i[None, :], tl.sum(q * u[None, :] * k, 1)[:, None], a)
             a = a * lengths_of(q, SHAPE)[:, None] * rk[None, :]
-            tl.store(square_at(A, c.slot, c.head, HEADS, SHAPE.CHUNK), a)
+            tl.store(square_at(A, c.slot, head, HEADS, SHAPE.CHUNK), a)
         if T is not None:
-            by = gate_at(BETA, c.batch, c.head, c.token, c.known) * rk
-            a = pairs_of(k, K, k, DECAY, c, key_head, 0, SHAPE)
+            by = gate_at(BETA, batch, head, c.token, c.known) * rk
+            a = pairs_of(k, K, k, DECAY, c, batch, head, key_head, 0, SHAPE)
             a = lower(a * by[:, None] * rk[None, :], SHAPE.CHUNK, True)
-            tl.store(square_at(T, c.slot, c.head, HEADS, SHAPE.CHUNK), invert(a, SHAPE.CHUNK, SHAPE.KEPT))
+            tl.store(square_at(T, c.slot, head, HEADS, SHAPE.CHUNK), invert(a, SHAPE.CHUNK, SHAPE.KEPT))
 
 
 @kernel(
@@ -225,18 +227,19 @@ def linear_attention_columns_outputs(
 ):
     """Outputs of a chunk of a head, some columns of them: V are the values, or those of the delta rule."""
     first_v = (tl.program_id(0) % BLOCKS) * SHAPE.BLOCK_V
-    c = chunk_of(LENGTHS, tl.program_id(0) // BLOCKS, HEADS, L, TILES, SHAPE.CHUNK)
-    if c.there:
-        q = load_rows(Q, c.batch, c.head // GROUP, c.token, c.known, SHAPE).to(tl.float32)
-        read = q * lengths_of(q, SHAPE)[:, None] * since(DECAY, c.batch, c.head, c.token, c.known, 0, LATE, SHAPE)
-        s = kept_state(H, c, c.head, HEADS, first_v, SHAPE)
+    batch, head, index, tile = unit_of(LENGTHS, tl.program_id(0) // BLOCKS, HEADS, L, TILES, SHAPE.CHUNK)
+    if tile.start < tile.count_q:
+        c = chunk_of(LENGTHS, tile, index, batch, TILES, SHAPE.CHUNK)
+        q = load_rows(Q, batch, head // GROUP, c.token, c.known, SHAPE).to(tl.float32)
+        read = q * lengths_of(q, SHAPE)[:, None] * since(DECAY, batch, head, c.token, c.known, 0, LATE, SHAPE)
+        s = kept_state(H, c, tile.sequence, head, HEADS, first_v, SHAPE)
         o = times(no_part(SHAPE.CHUNK, SHAPE.BLOCK_V), read, s, SHAPE.KEPT, SHAPE.KEPT)
         i = tl.arange(0, SHAPE.CHUNK)
         seen = c.known[:, None] & (i[None, :] <= i[:, None])
-        a = tl.load(square_at(A, c.slot, c.head, HEADS, SHAPE.CHUNK), seen, 0.0)
-        v = load_columns(V, c.batch, c.head, c.token, c.known, first_v, SHAPE)
+        a = tl.load(square_at(A, c.slot, head, HEADS, SHAPE.CHUNK), seen, 0.0)
+        v = load_columns(V, batch, head, c.token, c.known, first_v, SHAPE)
         o = times(o, a, v, SHAPE.KEPT, SHAPE.KEPT)
-        store_columns(O, c.batch, c.head, c.token, c.live, o * scale, first_v, SHAPE)
+        store_columns(O, batch, head, c.token, c.live, o * scale, first_v, SHAPE)
 
 
 # ---- host ------------------------------------------------------------------------------------------------------------
