@@ -189,11 +189,13 @@ def no_fused_scan(original: Callable, count: Count) -> Callable:
 
 
 class Replacement(NamedTuple):
-    """What makes ours of the original, what arguments a probe draws, and which of them, by place, a call changes."""
+    """What makes ours of the original, what arguments a probe draws, which of them, by place, a call changes, and whether each column
+    has a decay, so that there is no gradient."""
 
     make: Callable[[Callable, Count], Callable]
     draw: Callable[[Source], tuple[tuple, dict[str, Any]]] | None = None
     writes: tuple[int, ...] = ()
+    columns: bool = False
 
 
 def drawn_convolution(draw: Source) -> tuple[tuple, dict[str, Any]]:
@@ -238,8 +240,8 @@ FUNCTIONS = {
     "causal_conv1d_update": Replacement(convolving_step, drawn_convolution_step, (1,)),
     "torch_chunk_gated_delta_rule": Replacement(delta_rule, drawn_rule(5, False)),
     "torch_recurrent_gated_delta_rule": Replacement(delta_rule, drawn_rule(1, False)),
-    "chunk_kimi_delta_attention": Replacement(delta_rule, drawn_rule(5, True)),
-    "recurrent_kimi_delta_attention": Replacement(delta_rule, drawn_rule(1, True)),
+    "chunk_kimi_delta_attention": Replacement(delta_rule, drawn_rule(5, True), columns=True),
+    "recurrent_kimi_delta_attention": Replacement(delta_rule, drawn_rule(1, True), columns=True),
     "mamba2_chunk_scan": Replacement(scanning, drawn_scan),
     "mamba2_selective_state_update": Replacement(scanning_step, drawn_scan_step, (0,)),
     "mamba2_split_conv1d_scan_combined": Replacement(no_fused_scan),
@@ -288,8 +290,7 @@ def mixer(name: str, module: nn.Module) -> Found | Skip | None:
         scope = {k: v for k, v in plain.__globals__.items() if k != "__name__"} | ours
         return [bound(module, decorated(forward, plain, copied(plain, scope, plain.__closure__)))]
 
-    columns = any(FUNCTIONS[n].draw is not None and "kimi" in n for n in called)
-    return Found("linear_attention", changes, COLUMNS if columns else None)
+    return Found("linear_attention", changes, COLUMNS if any(FUNCTIONS[n].columns for n in called) else None)
 
 
 def copied(function: FunctionType, scope: dict[str, Any], closure: tuple[CellType, ...] | None) -> FunctionType:
