@@ -189,8 +189,8 @@ def no_fused_scan(original: Callable, count: Count) -> Callable:
 
 
 class Replacement(NamedTuple):
-    """What makes ours of the original, what arguments a probe draws, which of them, by place, a call changes, and whether each column
-    has a decay, so that there is no gradient."""
+    """What makes ours of the original, what arguments a probe draws, which of them, by place, a call changes, and whether
+    each column has a decay, so that there is no gradient."""
 
     make: Callable[[Callable, Count], Callable]
     draw: Callable[[Source], tuple[tuple, dict[str, Any]]] | None = None
