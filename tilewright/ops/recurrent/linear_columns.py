@@ -49,6 +49,10 @@ from .linear_chunks import (
 )
 from .places import sequence_count
 
+# Tokens of a chunk: rows of decays beside those of keys leave no registers for 64 of them (Triton 3.6 for sm_90, keys of 128
+# columns: 108 bytes of spills where pairs are made, 1,532 in the walk of the delta rule; with 16 warps more)
+LONGEST = 32
+
 # ---- parts of kernels ------------------------------------------------------------------------------------------------
 
 
@@ -126,7 +130,7 @@ def pairs_of(x, K, k, DECAY, c, batch, head, key_head, LATE: tl.constexpr, SHAPE
 
 @kernel(
     grid=lambda a: (a.BATCH * a.TILES * a.HEADS,), tokens=("L", "HEADS", "GROUP", "BATCH", "TILES"),
-    default=lambda a: {"num_warps": 8},
+    default=lambda a: {"num_warps": 4, "num_stages": 1},
 )  # fmt: skip
 def linear_attention_columns_pairs(
     Q, K, DECAY, BETA, BONUS, A, T, LENGTHS, L, HEADS, GROUP, BATCH, TILES, SHAPE: tl.constexpr
@@ -256,6 +260,7 @@ def forward(
     if not (final.numel() or o.numel()):
         return o, final
     shape = shape_of(q, v, normalize)
+    shape = shape._replace(CHUNK=min(shape.CHUNK, LONGEST))
     how, tiles = lengths(marks, marks, length, length, None, shape.CHUNK, False)
     single, slots, blocks = {"dtype": torch.float32, "device": q.device}, batch * tiles, -(-values // shape.BLOCK_V)
     square = (slots, heads, shape.CHUNK, shape.CHUNK)
