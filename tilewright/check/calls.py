@@ -85,14 +85,17 @@ def _ways_to_call(op: Op, values: Mapping[str, Any], backwards: bool) -> Iterato
     def named(results: Any) -> dict[str, Tensor]:
         return {f"{n}{tail}": t for n, r in zip(op.results, as_tuple(results)) for tail, t in pieces(r).items()}
 
-    count = op.signature.positional
-    order = list(values.items())[::-1] if backwards else list(values.items())
-    with torch.no_grad():
-        yield "by keyword", named(op.function(**dict(order)))
-        yield "by position", named(op.function(*[values[n] for n in op.signature.names[:count]], **{
-            n: v for n, v in order if n not in op.signature.names[:count]
-        }))  # fmt: skip
-        yield "registered", named(register.call(op, values))
+    first = op.signature.names[: op.signature.positional]
+    order = list(values)[::-1] if backwards else list(values)
+    with torch.no_grad():  # each over arguments of its own, for those that are written another call would find changed
+        given = fresh(op, values)
+        yield "by keyword", named(op.function(**{n: given[n] for n in order}))
+        given = fresh(op, values)
+        yield (
+            "by position",
+            named(op.function(*[given[n] for n in first], **{n: given[n] for n in order if n not in first})),
+        )
+        yield "registered", named(register.call(op, fresh(op, values)))
 
 
 @of_the_op("each backward decides what to leave out when a gradient is not wanted or not given")

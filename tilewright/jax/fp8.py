@@ -109,7 +109,8 @@ def codes_by_xla(x: Array, scale: Array, transposed: bool = False) -> Array:
     v = x * reciprocal(scale)
     v = jnp.where(jnp.isfinite(x) & (v == v), v, jnp.nan)  # one NaN, whose sign is not set
     codes = lax.clamp(-LARGEST, v, LARGEST).astype(E4M3)
-    return codes.T if transposed else codes
+    # Without the barrier XLA leaves out a conversion to FP8 and back, as more precise than what was asked for: seen on an H200
+    return lax.optimization_barrier(codes.T if transposed else codes)
 
 
 @functools.cache
