@@ -580,7 +580,6 @@ INSTEAD = {
     "await_turn": await_turn,
     "give_turn": give_turn,
     "scaled_where_moved": scaled_where_moved,
-    "weights_of": lambda x, computed: value(torch.exp2(x)),
     "await_count": await_count,
     "tell_count": tell_count,
     "add_to_block": add_to_block,

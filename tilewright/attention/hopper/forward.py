@@ -118,23 +118,6 @@ def multiply_if(count):
 
 
 @triton.constexpr_function
-def powers_of_two(count):
-    """Assembly: 2 to the power of four numbers, `count` of them without the unit for exponentials, which makes 16 a cycle.
-
-    Such a one is 2^n of the nearest integer, which is in the last bits of n + 127 + 1.5 * 2^23, times a cubic of the rest, whose
-    error is at most 7.5e-5 of the value and 0 on average. NaN stays NaN; below -126 it is 2^-126.
-    """
-    plain = [f"ex2.approx.ftz.f32 ${i}, ${4 + i};" for i in range(4 - count)]
-    computed = [
-        f"max.NaN.f32 x, ${4 + i}, 0fC2FC0000; add.rn.f32 n, x, 0f4B40007F; sub.rn.f32 r, n, 0f4B40007F; sub.rn.f32 r, x, r;"
-        " fma.rn.f32 y, r, 0f3D61FBB0, 0f3E786F0D; fma.rn.f32 y, y, r, 0f3F31798D; fma.rn.f32 y, y, r, 0f3F7FFB49;"
-        f" shl.b32 n, n, 23; mul.rn.f32 ${i}, y, n;"
-        for i in range(4 - count, 4)
-    ]
-    return " ".join(["{ .reg .f32 x, n, r, y;", *plain, *computed, "}"])
-
-
-@triton.constexpr_function
 def operands_of(count):
     return ",".join(["=f"] * count + ["f"] * (2 * count) + ["r"] * count)
 
@@ -241,19 +224,7 @@ def hidden_out(s, WINDOW, rows, key):
 
 
 @gluon.jit
-def weights_of(x, COMPUTED: gl.constexpr):
-    """2^x, of every four COMPUTED by multiplications."""
-    if COMPUTED == 0:
-        p = gl.exp2(x)
-    else:
-        p = gl.inline_asm_elementwise(powers_of_two(COMPUTED), "=f,=f,=f,=f,f,f,f,f", [x], gl.float32, True, 4)
-    return p
-
-
-@gluon.jit
-def weigh(
-    s, top, total, SCORES, WINDOW, rows, key, EDGE: gl.constexpr, LAZY: gl.constexpr, COMPUTED: gl.constexpr
-):  # fmt: skip
+def weigh(s, top, total, SCORES, WINDOW, rows, key, EDGE: gl.constexpr, LAZY: gl.constexpr):
     """(weights, the score whose weight is 1, the sums of all weights so far, what those before are to be multiplied with) of
     products q . k with the block of keys that begins at `key`. In base 2. EDGE: some queries do not see all of its keys.
 
@@ -278,8 +249,7 @@ def weigh(
     base = new
     if EDGE:
         base = gl.where(new == float("-inf"), 0.0, new)  # of rows that have seen nothing yet
-    # A hidden score is -inf, whose weight must be 0
-    p = weights_of(s * factor - gl.expand_dims(base, 1), 0 if EDGE else COMPUTED)
+    p = gl.exp2(s * factor - gl.expand_dims(base, 1))
     fade = gl.exp2(top - base)
     return p, new, scaled_rows(total, fade) + part_sums(p), fade
 
@@ -404,7 +374,7 @@ def walk(state, rings, at_q, high, low, SCORES, WINDOW, rows, PLAN: gl.constexpr
         give_turn(W)
         s = warpgroup_mma_wait(2 if SECOND else 1, deps=(s,))
         mbarrier.arrive(rings.k.empty.index(following), count=1)
-        p, top, total, fade = weigh(s, top, total, SCORES, WINDOW, rows, key, EDGE, PLAN.lazy, PLAN.computed)
+        p, top, total, fade = weigh(s, top, total, SCORES, WINDOW, rows, key, EDGE, PLAN.lazy)
         if PLAN.lazy:
             # The assembler moves a wait up over what it does not need, but not over a branch, which a wait of a passed barrier is
             p = warpgroup_mma_wait(2 if SECOND else 1, deps=(p,))
@@ -493,7 +463,7 @@ def attend_tiles(
             s = issue_scores(rings.q, rings.k, at_q, stage, gl.zeros([64, BLOCK], gl.float32, SHAPED))
             s = warpgroup_mma_wait(0, deps=(s,))
             mbarrier.arrive(rings.k.empty.index(stage), count=1)
-            p, top, total, _ = weigh(s, top, total, SCORES, WINDOW, rows, key, True, False, 0)
+            p, top, total, _ = weigh(s, top, total, SCORES, WINDOW, rows, key, True, False)
             p0, p1 = as_operands(p, rings.v)
             if CLEARS:
                 # Of the blocks that are walked over, the last alone can reach past what a sequence's queries see, and the first

@@ -43,15 +43,13 @@ class Plan(NamedTuple):
     """Keys in a block; how many blocks of keys and of values shared memory holds, and of how many tiles the queries.
 
     `lazy`: the loop makes all weights of a block before it waits for the sum of the values before, and multiplies that sum only
-    where a row's largest score has grown by more than LAG. `computed`: so many of every four exponentials are made by
-    multiplications, where no key is hidden.
+    where a row's largest score has grown by more than LAG.
     """
 
     block: int
     stages: int
     queries: int
     lazy: bool
-    computed: int = 0
 
 
 # ---- device ----------------------------------------------------------------------------------------------------------

@@ -50,7 +50,7 @@ from .linear_chunks import (
 from .places import sequence_count
 
 # Tokens of a chunk: rows of decays beside those of keys leave no registers for 64 of them (Triton 3.6 for sm_90, keys of 128
-# columns: 108 bytes of spills where pairs are made, 1,532 in the walk of the delta rule; with 16 warps more)
+# columns: 108 bytes of spills where pairs are made, 1,532 in the walk of the delta rule, which also spills 136 with 32)
 LONGEST = 32
 
 # ---- parts of kernels ------------------------------------------------------------------------------------------------
@@ -83,6 +83,13 @@ def until(DECAY, batch, head, token, live, end, SHAPE: tl.constexpr):
 def after(live, CHUNK: tl.constexpr):
     """[n]: which rows of a chunk have a row after them that is there: all live rows but the last, since these come first."""
     return tl.arange(0, CHUNK) + 1 < tl.sum(live.to(tl.int32), 0)
+
+
+@triton.jit
+def unit_keys(K, batch, head, token, live, SHAPE: tl.constexpr):
+    """Keys of a chunk in fp32, of length 1 if they are to be."""
+    k = load_rows(K, batch, head, token, live, SHAPE).to(tl.float32)
+    return k * lengths_of(k, SHAPE)[:, None]
 
 
 @triton.jit
@@ -199,20 +206,21 @@ def linear_attention_columns_states(
         if H is not None:
             kept_at, kept = state_at(H, slot, head, HEADS, first_v, SHAPE)
             tl.store(kept_at, s, kept)
-        k = load_rows(K, batch, head // GROUP, token, live, SHAPE).to(tl.float32)
-        k = k * lengths_of(k, SHAPE)[:, None]
+        none = no_part(SHAPE.CHUNK, SHAPE.BLOCK_V)
+        if T is not None:
+            # Keys are loaded for each use: beside decays and the state there are no registers to keep them
+            read = unit_keys(K, batch, head // GROUP, token, live, SHAPE)
+            read = times(none, read * since(DECAY, batch, head, token, live, 0, 0, SHAPE), s, SHAPE.KEPT, SHAPE.KEPT)
         wide = load_columns(V, batch, head, token, live, first_v, SHAPE).to(tl.float32)
         if T is not None:
-            read = k * since(DECAY, batch, head, token, live, 0, 0, SHAPE)
-            none = no_part(SHAPE.CHUNK, SHAPE.BLOCK_V)
-            wide -= times(none, read, s, SHAPE.KEPT, SHAPE.KEPT)
-            wide = gate_at(BETA, batch, head, token, live)[:, None] * wide
+            wide = gate_at(BETA, batch, head, token, live)[:, None] * (wide - read)
             inverse = tl.load(square_at(T, slot, head, HEADS, SHAPE.CHUNK))
             wide = times(none, inverse, wide, SHAPE.KEPT, SHAPE.KEPT)
             if NEW.data is not None:
                 store_columns(NEW, batch, head, token, live, wide, first_v, SHAPE)
         whole = tl.exp2(tl.sum(decays_at(DECAY, batch, head, token, live, SHAPE), 0))
-        left = k * until(DECAY, batch, head, token, row + 1 < count, SHAPE.CHUNK, SHAPE)
+        left = unit_keys(K, batch, head // GROUP, token, live, SHAPE)
+        left = left * until(DECAY, batch, head, token, row + 1 < count, SHAPE.CHUNK, SHAPE)
         # Added outside of the product, for tensor cores round sums toward 0: of a state that does not decay, the same way each time
         s = s * whole[:, None] + times(
             no_part(SHAPE.BLOCK_D, SHAPE.BLOCK_V), tl.trans(left), wide, SHAPE.KEPT, SHAPE.KEPT
@@ -260,7 +268,7 @@ def forward(
     if not (final.numel() or o.numel()):
         return o, final
     shape = shape_of(q, v, normalize)
-    shape = shape._replace(CHUNK=min(shape.CHUNK, LONGEST))
+    shape = shape._replace(CHUNK=min(shape.CHUNK, LONGEST if beta is None else SUB.value))
     how, tiles = lengths(marks, marks, length, length, None, shape.CHUNK, False)
     single, slots, blocks = {"dtype": torch.float32, "device": q.device}, batch * tiles, -(-values // shape.BLOCK_V)
     square = (slots, heads, shape.CHUNK, shape.CHUNK)
