@@ -209,7 +209,8 @@ def launch(
         return
     kinds = tuple([None if t is None else (t.dtype, not t.data_ptr() & 15) for t in tensors])
     wide = None if max(sizes) <= MOST and min(sizes) >= LEAST else tuple([LEAST <= n <= MOST for n in sizes])
-    key = (kernel, tensors[0].get_device(), kinds, wide, id(how), *constants.values())
+    device = next(t for t in tensors if t is not None).get_device()
+    key = (kernel, device, kinds, wide, id(how), *constants.values())
     variant = _variants.get(key)
     if variant is None:
         with Heard() as heard:  # Triton compiles, if it must
