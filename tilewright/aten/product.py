@@ -91,8 +91,12 @@ def product_tiles(
         b = tl.load(at_b + k[:, None] * b_k, (k < K)[:, None] & (n < N)[None, :], 0.0)
         if TF32:
             total = tl.dot(a, b, total, input_precision="tf32")
+        elif PIECES == 1:
+            total = tl.dot(a, b, total)
         else:
-            total = add_product(total, a, b, PIECES, PIECES)
+            # Tensor cores cut off what an addition leaves over, so that six products of pieces would each take from the whole sum;
+            # a tile's own sum is small, and one addition that rounds takes it over
+            total += add_product(tl.zeros([BLOCK_M, BLOCK_N], tl.float32), a, b, PIECES, PIECES)
     total = total * number(ALPHA, tl.float32)
     ok = (m < M)[:, None] & (n < N)[None, :]
     if C is not None:
