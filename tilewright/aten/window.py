@@ -464,8 +464,8 @@ def upsample_nearest2d(
         raise Declined("no floats")
     out, numbers = resampled(self, output_size), []
     for n, m, s in zip(self.shape[2:], output_size, (scales_h, scales_w)):
-        # A processor goes by sizes alone where they are equal or twice as many
-        by_size = s is None or s <= 0 or (not self.is_cuda and m in (n, 2 * n))
+        # aten goes by sizes alone where they are equal; on a processor, where they are twice as many too
+        by_size = s is None or s <= 0 or m == n or (not self.is_cuda and m == 2 * n)
         numbers.append(fp32_bits(n / m if by_size else 1 / s))
     launch(nearest, [self, out], self, out, (), numbers)
     return out
