@@ -582,12 +582,13 @@ def floats(*tensors: Tensor | None) -> None:
         raise Declined("no floats")
 
 
-def parameters(x: Tensor, shape: tuple[int, ...], *tensors: Tensor | None) -> bool:
-    """Whether weights are of fp32 beside 16 bits; leave to aten other shapes and dtypes."""
+def parameters(x: Tensor, shape: tuple[int, ...], *tensors: Tensor | None, alike: bool = False) -> bool:
+    """Whether weights are of fp32 beside 16 bits, which is for aten to refuse where they have to be `alike`; leave to it other
+    shapes and dtypes."""
     there = [t for t in tensors if t is not None]
     kinds = {t.dtype for t in there}
     mixed = kinds == {torch.float32} and x.dtype in (torch.bfloat16, torch.float16)
-    if any(tuple(t.shape) != shape for t in there) or (kinds and kinds != {x.dtype} and not mixed):
+    if any(tuple(t.shape) != shape for t in there) or (kinds and kinds != {x.dtype} and (alike or not mixed)):
         raise Declined("weights of another shape or dtype")
     return mixed
 
@@ -621,7 +622,7 @@ def layer_norm(
 ) -> tuple[Tensor, Tensor, Tensor]:
     floats(input, weight, bias)
     m, n = matrix(input, normalized_shape)
-    mixed = parameters(input, tuple(normalized_shape), weight, bias)
+    mixed = parameters(input, tuple(normalized_shape), weight, bias, alike=input.is_cuda)
     weight, bias = dense(weight, bias)
     if not m or not n:
         raise Declined("no elements")
@@ -674,7 +675,7 @@ def layer_norm_backward(
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     floats(grad_out, input, mean, rstd, weight, bias)
     m, n = matrix(input, normalized_shape)
-    parameters(input, tuple(normalized_shape), weight, bias)
+    parameters(input, tuple(normalized_shape), weight, bias, alike=input.is_cuda)
     if not m or not n or grad_out.shape != input.shape or grad_out.dtype != input.dtype:
         raise Declined("no elements, or a gradient that is not like the result")
     if mean.numel() != m or rstd.numel() != m or mean.dtype != rstd.dtype:
@@ -765,7 +766,7 @@ def group_norm(
 ) -> tuple[Tensor, Tensor, Tensor]:
     floats(input, weight, bias)
     last = check_groups(input, N, C, HxW, group)
-    mixed = parameters(input, (C,), weight, bias)
+    mixed = parameters(input, (C,), weight, bias, alike=input.is_cuda)
     weight, bias = dense(weight, bias)
     y = own(torch.empty_like(input))
     kind = torch.float32 if mixed else input.dtype
@@ -782,7 +783,7 @@ def group_norm_backward(
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     floats(grad_out, input, mean, rstd, weight)
     last = check_groups(input, N, C, HxW, group)
-    parameters(input, (C,), weight)
+    parameters(input, (C,), weight, alike=input.is_cuda)
     (weight,) = dense(weight)
     alike = grad_out.shape == input.shape and grad_out.dtype == input.dtype and grad_out.stride() == input.stride()
     if not alike or mean.numel() != N * group or rstd.numel() != N * group:
@@ -864,6 +865,8 @@ def batch_norm_backward(
         raise Declined("a gradient that is not like the result, or moments that are refused")
     if not (mean.is_contiguous() and rstd.is_contiguous()):
         raise Declined("moments with gaps")
+    if output_mask[0] and not train and input.is_cuda and lies(input) != torch.contiguous_format:
+        raise Declined("channels last and moments that were given, whose gradient aten lays out by rows")
     cells = channels_of(input)
     dx = own(torch.empty_like(input)) if output_mask[0] else None
     kind = input.dtype if weight is None else weight.dtype
