@@ -4,7 +4,7 @@ mask, and statistics as aten returns them."""
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -20,9 +20,14 @@ BF16, FP32 = torch.bfloat16, torch.float32
 INF, NAN = float("inf"), float("nan")
 
 
-def check(name: str, call: Callable[..., Any], *given: Any, steps: bool = True) -> None:
-    """A call of an overload is ours, and its results are aten's: with `steps`, within some of the largest operand or result."""
+def check(
+    name: str, call: Callable[..., Any], *given: Any, steps: bool = True, mask: Sequence[bool] | None = None
+) -> None:
+    """A call of an overload is ours, and its results are aten's: with `steps`, within some of the largest operand or result; with
+    a `mask`, those that it asks for and no others, where aten may return more."""
     expected, truth = call(*given), call(*as_double(given))
+    if mask is not None:
+        expected, truth = ([t if asked else None for t, asked in zip(made, mask)] for made in (expected, truth))
     with tw.aten.use(include=[name]):
         made = call(*given)
         said = tw.aten.report()[name]
@@ -30,6 +35,15 @@ def check(name: str, call: Callable[..., Any], *given: Any, steps: bool = True) 
     every = [t for t in (*given, *flat(expected)) if isinstance(t, Tensor) and t.numel()]
     largest = max(float(t.double().nan_to_num(0, 0, 0).abs().max()) for t in every)
     assert not differences(made, expected, truth, largest if steps else 0.0)
+
+
+def check_refused(name: str, call: Callable[..., Any], *given: Any) -> None:
+    """A call is refused in aten's words."""
+    with pytest.raises(RuntimeError) as expected:
+        call(*given)
+    with tw.aten.use(include=[name]), pytest.raises(RuntimeError) as found:
+        call(*given)
+    assert str(found.value) == str(expected.value)
 
 
 @pytest.fixture(params=["small", "large"])
@@ -131,6 +145,13 @@ def test_layer_norm(shape, dtype, other, form):
     x, dy = drawn(shape, shape, dtype=dtype)
     w, b = drawn(shape[1:], shape[1:], dtype=other)
     n = list(shape[1:])
+    if x.is_cuda and other != dtype:  # which aten has on a processor alone
+        forth = lambda x, w, b: aten.native_layer_norm(x, n, w, b, 1e-5)  # noqa: E731
+        check_refused("native_layer_norm", forth, x, w, b)
+        _, mean, rstd = forth(x, w.to(dtype), b.to(dtype))
+        back = lambda dy, *rest: aten.native_layer_norm_backward(dy, x, n, *rest, [True] * 3)  # noqa: E731
+        check_refused("native_layer_norm_backward", back, dy, mean, rstd, w, b)
+        return
     for weight, bias in ((w, b), (None, None), (w, None)):
         check("native_layer_norm", lambda x, *_, w=weight, b=bias: aten.native_layer_norm(
             x, n, *(None if t is None else t.to(_[0].dtype) for t in (w, b)), 1e-5), x, w)  # fmt: skip
@@ -173,6 +194,9 @@ def test_group_norm(dtype, other, layout, form):
     sizes = 2, 6, shape[2] * shape[3], groups
     if x.is_cuda and layout == torch.channels_last:
         pytest.skip("torch refuses channels last on a GPU")
+    if x.is_cuda and other != dtype:  # which aten has on a processor alone
+        check_refused("native_group_norm", lambda x, w, b: aten.native_group_norm(x, w, b, *sizes, 1e-5), x, w, b)
+        return
     check("native_group_norm", lambda x, w, b: aten.native_group_norm(x, w, b, *sizes, 1e-5), x, w, b)
     check("native_group_norm", lambda x: aten.native_group_norm(x, None, None, *sizes, 1e-5), x)
     _, mean, rstd = aten.native_group_norm(x, w, b, *sizes, 1e-5)
@@ -199,7 +223,13 @@ def test_batch_norm(training, dtype, other, layout, form):
     _, mean, rstd, *running = call(x, w, b, level)
     for mask in masks(dtype):
         back = lambda dy, x, w, *rest, mask=mask: aten.native_batch_norm_backward(dy, x, w, *rest, training, 1e-5, mask)  # noqa: E731
-        check("native_batch_norm_backward", back, dy, x, w, *running, mean, rstd)
+        if x.is_cuda and mask[0] and not training and layout == torch.channels_last:
+            with tw.aten.use(include=["native_batch_norm_backward"]):  # aten's gradient lies by rows
+                back(dy, x, w, *running, mean, rstd)
+                said = tw.aten.report()["native_batch_norm_backward"]
+            assert not said["taken"] and list(said["declined"])[0].startswith("channels last"), said
+            continue
+        check("native_batch_norm_backward", back, dy, x, w, *running, mean, rstd, mask=mask)
     if training:
         check("native_batch_norm", lambda x: aten.native_batch_norm(x, None, None, None, None, True, 0.1, 1e-5), x)
 
@@ -222,7 +252,7 @@ def test_few_channels_by_parts(monkeypatch):
             def back(dy: Tensor, x: Tensor, w: Tensor, *moments: Tensor, mask: list[bool] = mask) -> Any:
                 return aten.native_batch_norm_backward(dy, x, w, None, None, *moments, True, 1e-5, mask)
 
-            check("native_batch_norm_backward", back, grad, own, w, mean, rstd)
+            check("native_batch_norm_backward", back, grad, own, w, mean, rstd, mask=mask)
     check("native_layer_norm", lambda x: aten.native_layer_norm(x, [1024], None, None, 1e-5), drawn((2, 1024))[0])
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import tilewright as tw
-from tests.aten.compare import as_double, differences
+from tests.aten.compare import as_double, differences, flat
 from tilewright.aten import window
 
 aten = torch.ops.aten
@@ -23,13 +23,22 @@ def drawn(*shapes: tuple[int, ...], dtype: torch.dtype = FP32) -> list[Tensor]:
     return [torch.randn(shape).to(dtype) for shape in shapes]
 
 
-def check(name: str, call, *given) -> None:
-    expected, truth = call(*given), call(*as_double(given))
+def check(name: str, call, *given, right=None) -> None:
+    """A call of an overload is ours, and its results are aten's, or those of the call that is `right` where aten is not."""
+    right = right or call
+    expected, truth = right(*given), right(*as_double(given))
     with tw.aten.use(include=[name]):
         made = call(*given)
         said = tw.aten.report()[name]
     assert said["taken"] and not said["declined"], said
     assert not differences(made, expected, truth, float(given[0].double().nan_to_num(0, 0, 0).abs().max()))
+
+
+def by_rows(call, layout: torch.memory_format):
+    """The call of contiguous operands, whose results are laid out as the test's are."""
+    return lambda *given: tuple(
+        t.contiguous(memory_format=layout) for t in flat(call(*(t.contiguous() for t in given)))
+    )
 
 
 @pytest.fixture(params=["small", "large"])
@@ -48,7 +57,10 @@ def test_averages(dtype, at, layout, form):
         rest = kernel, stride, padding, ceil, counted, divisor
         check("avg_pool2d", lambda x, rest=rest: aten.avg_pool2d(x, *rest), x)
         dy = torch.randn_like(aten.avg_pool2d(x, *rest))
-        check("avg_pool2d_backward", lambda dy, x, rest=rest: aten.avg_pool2d_backward(dy, x, *rest), dy, x)
+        call = lambda dy, x, rest=rest: aten.avg_pool2d_backward(dy, x, *rest)  # noqa: E731
+        # Of channels last aten's kernel on a GPU leaves the padding out, and adds up the gradients of other windows
+        wrong = x.is_cuda and layout == torch.channels_last and any(padding)
+        check("avg_pool2d_backward", call, dy, x, right=by_rows(call, layout) if wrong else None)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -74,8 +86,11 @@ def test_nan_equals_and_nothing_finite():
     rows = [[1.0, 1.0, nan, 0.0, -inf, -inf], [1.0, 1.0, 0.0, nan, -inf, -inf]]
     for layout in LAYOUTS:
         x = torch.tensor(rows).expand(2, 3, 2, 6).contiguous(memory_format=layout)
-        check("max_pool2d_with_indices", lambda x: aten.max_pool2d_with_indices(x, [2, 2]), x)
-        check("max_pool2d_with_indices", lambda x: aten.max_pool2d_with_indices(x, [2, 2], [1, 1], [1, 1]), x)
+        for rest in (([2, 2],), ([2, 2], [1, 1], [1, 1])):
+            call = lambda x, rest=rest: aten.max_pool2d_with_indices(x, *rest)  # noqa: E731
+            # Of channels last aten's kernel on a GPU says 0 where nothing is finite, which may be in another window
+            wrong = x.is_cuda and layout == torch.channels_last
+            check("max_pool2d_with_indices", call, x, right=by_rows(call, layout) if wrong else None)
 
 
 def test_indices_of_elsewhere_are_not_followed():
@@ -90,7 +105,7 @@ def test_indices_of_elsewhere_are_not_followed():
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("size", [(4, 6), (9, 13), (20, 17)])
+@pytest.mark.parametrize("size", [(4, 6), (9, 13), (20, 17), (9, 17)])
 def test_resampling(size, layout, form):
     for dtype in (FP32, BF16):
         x = drawn((2, 3, 9, 13), dtype=dtype)[0].contiguous(memory_format=layout)
