@@ -58,7 +58,7 @@ def test_averages(dtype, at, layout, form):
         check("avg_pool2d", lambda x, rest=rest: aten.avg_pool2d(x, *rest), x)
         dy = torch.randn_like(aten.avg_pool2d(x, *rest))
         call = lambda dy, x, rest=rest: aten.avg_pool2d_backward(dy, x, *rest)  # noqa: E731
-        # Of channels last aten's kernel on a GPU leaves the padding out, and adds up the gradients of other windows
+        # Of channels last aten's kernel on a GPU leaves the padding out (pytorch/pytorch#188344), and adds up other windows
         wrong = x.is_cuda and layout == torch.channels_last and any(padding)
         check("avg_pool2d_backward", call, dy, x, right=by_rows(call, layout) if wrong else None)
 
