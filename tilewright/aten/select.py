@@ -222,8 +222,10 @@ def nonzero(self: Tensor) -> Tensor:
 
 
 def coordinates(self: Tensor, count: int) -> Tensor:
-    """Memory for the result: torch has those of one dimension side by side."""
-    return own(torch.empty_strided((count, self.dim()), (1, count), dtype=torch.int64, device=self.device))
+    """Memory for the result: torch has those of one dimension side by side. On a GPU its result is a turned matrix, whose stride
+    is 1 at least, where nothing is found too."""
+    apart = max(count, 1) if self.is_cuda else count
+    return own(torch.empty_strided((count, self.dim()), (1, apart), dtype=torch.int64, device=self.device))
 
 
 def repeat_interleave(repeats: Tensor, *, output_size: int | None = None) -> Tensor:
