@@ -152,7 +152,8 @@ def test_scatters_that_reduce(reduce):
 # ---- indices of every kind -------------------------------------------------------------------------------------------
 
 Y = torch.arange(120, device=DEVICE).view(4, 5, 6)
-A, B = torch.tensor([0, 3, -1], device=DEVICE), torch.tensor([[1], [-2]], device=DEVICE)
+A, B = torch.tensor([0, 2, -1], device=DEVICE), torch.tensor([[1], [-2]], device=DEVICE)
+TWICE = torch.tensor([0, 3, -1], device=DEVICE)  # the last of four rows is named twice
 MASK = Y[:, :, 0] % 4 == 0
 PLACES = {
     "first": (A,), "last": (slice(None), slice(None), A), "two beside": (A, B), "two apart": (A, slice(None), B),
@@ -160,6 +161,7 @@ PLACES = {
     "a mask behind": (slice(None), Y[0, :, :] > 7),
     "a mask of all": (Y % 3 == 0,), "nothing": (A[:0],), "no row": (Y[:, 0, 0] < 0,),
     "every row": (Y[:, 0, 0] >= 0,), "bytes": (MASK.to(torch.uint8),), "int32": (A.int(), slice(None), B.int()),
+    "repeated": (TWICE,), "repeated beside": (TWICE, B), "repeated apart": (TWICE, slice(None), B),
 }  # fmt: skip
 
 
@@ -174,7 +176,8 @@ def test_indices_of_every_kind(what):
             lambda x=x: x[where], lambda x=x, v=values: x.clone().index_put_(indices_of(where), v, accumulate=True),
             lambda x=x, v=values: x.float().index_put(indices_of(where), torch.ones(()), accumulate=True),
         ]  # fmt: skip
-        if "all" not in what or "mask" in what:  # of equal indices, any may be the one that is put
+        if "repeated" not in what:  # of equal indices, any may be the one that is put
+            assert x[where].unique().numel() == x[where].numel()
             calls += [lambda x=x, v=values: x.clone().index_put_(indices_of(where), v)]
     for at, call in enumerate(calls):
         aten, made, ran = both(call)
