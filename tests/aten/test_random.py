@@ -210,6 +210,10 @@ def test_draws_without_replacement():
     torch.testing.assert_close(shares, torch.tensor([0.0, 1 / 8, 2 / 8, 5 / 8]), atol=0.08, rtol=0)
     three = ours(lambda: torch.multinomial(weights[:20], 3))
     assert torch.equal(three.sort(1)[0], torch.tensor([1, 2, 3]).expand(20, 3))
+
+
+def test_weights_that_are_no_probabilities_are_refused():
+    """On a CPU: on a GPU it is an assertion of aten's on the device, after which the process can do nothing more there."""
     with tw.aten.use(include=["random"]):
         for wrong in (torch.tensor([1.0, -1.0]), torch.tensor([0.0, 0.0]), torch.tensor([1.0, float("nan")])):
             with pytest.raises(RuntimeError, match="prob"):
