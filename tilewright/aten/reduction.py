@@ -27,7 +27,7 @@ from ..runtime.kernel import kernel
 from . import plans
 from .layout import Ints
 from .plans import bits_of, own
-from .pointwise import IN_TRITON, SMALL, number, promoted_value, stored, text_of
+from .pointwise import IN_TRITON, SMALL, WORDS, number, promoted_value, stored, text_of, whole_words
 from .row import Declined, compute_dtype, taken, taken_as
 
 LOOPS = 3
@@ -37,7 +37,11 @@ TOKENS = (
 )  # fmt: skip
 MOST_DIMS = 64
 SMALL_TILE = 4, 512
-BUSY = 2  # programs for each SM, below which parts of the reduced elements get programs of their own
+# Programs for each SM, below which parts of the reduced elements get programs of their own. A program has 4 KB on their way to it,
+# and memory is busy with 30 KB for each SM
+BUSY = 8
+NEITHER, REDUCED_ONES, KEPT_ONES = 0, 1, 2  # which elements lie side by side
+LEAST = 16  # elements that lie side by side, for tiles to be cut along them
 
 
 @dataclass(frozen=True)
@@ -135,35 +139,77 @@ def offset(i, N0, N1, s0, s1, s2):
     return (i % N0) * s0 + (i // N0 % N1) * s1 + (i // N0 // N1) * s2
 
 
-@kernel(grid=lambda a: (cdiv(a.KEPT, a.BLOCK_K), a.PARTS), tokens=TOKENS, default=lambda a: {"num_warps": 4})
+@triton.jit
+def offset_of_tile(i, N1, s1, s2, EVEN: tl.constexpr):
+    """Where the i-th run of elements along the innermost loop begins."""
+    return whole_words((i % N1).to(tl.int64) * s1 + (i // N1).to(tl.int64) * s2, EVEN)
+
+
+def tiles_of(a: Any) -> int:
+    """How many tiles of kept elements there are."""
+    if a.ALONG == KEPT_ONES:
+        return cdiv(a.K0, a.BLOCK_K) * (a.KEPT // a.K0)
+    return cdiv(a.KEPT, a.BLOCK_K)
+
+
+@kernel(grid=lambda a: (tiles_of(a), a.PARTS), tokens=TOKENS, default=lambda a: {"num_warps": 4})
 def reduce_tiles(
     X, Y, OUT0, OUT1, SCRATCH, KEPT, REDUCED, PER, PARTS, K0, K1, R0, R1, k0, k1, k2, r0, r1, r2, p0, p1, p2, q0, q1, q2,
-    S0: tl.int64, S1: tl.int64, HOW: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
+    S0: tl.int64, S1: tl.int64, HOW: tl.constexpr, ALONG: tl.constexpr, ONE_K: tl.constexpr, ONE_R: tl.constexpr,
+    EVEN: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """Strides k, r of X and p, q of Y along kept and reduced loops. Each of PARTS programs takes PER reduced elements; SCRATCH
-    [STATES, PARTS, KEPT] holds their states, if there is more than one."""
+    """Strides k, r of X and p, q of Y along kept and reduced loops. Each of PARTS programs takes PER reduced elements, whole tiles;
+    SCRATCH [STATES, PARTS, KEPT] holds their states, if there is more than one.
+
+    To divide an element's number by the sizes of loops takes a hundred instructions, and hides which elements lie side by side. So
+    ONE_K, ONE_R say that there is one loop. ALONG says which elements lie side by side, 1 for reduced and 2 for kept ones: a tile
+    then ends where their loop does, and only the tile's number is divided. EVEN: all runs are whole words and begin at them."""
     MAP: tl.constexpr = HOW.MAP
-    k = tl.program_id(0).to(tl.int64) * BLOCK_K + tl.arange(0, BLOCK_K)
-    part = tl.program_id(1).to(tl.int64)
-    inside_k = k < KEPT
-    at_x = offset(k, K0, K1, k0, k1, k2)[:, None]
-    at_y = at_x
-    if Y is not None:
-        at_y = offset(k, K0, K1, p0, p1, p2)[:, None]
+    SPLIT: tl.constexpr = ALONG > 0 and not ONE_R
+    if ALONG == 2:
+        across_k = tl.cdiv(K0, BLOCK_K)
+        run = tl.program_id(0) // across_k
+        in_run = (tl.program_id(0) % across_k).to(tl.int64) * BLOCK_K + tl.arange(0, BLOCK_K)
+        inside_k = in_run < whole_words(K0, EVEN)
+        k = run.to(tl.int64) * K0 + in_run
+        at_x = (offset_of_tile(run, K1, k1, k2, EVEN) + in_run)[:, None]
+        at_y = at_x
+        if Y is not None:
+            at_y = (offset_of_tile(run, K1, p1, p2, EVEN) + in_run)[:, None]
+    else:
+        k = tl.program_id(0).to(tl.int64) * BLOCK_K + tl.arange(0, BLOCK_K)
+        inside_k = k < KEPT
+        at_x = whole_words(k * k0 if ONE_K else offset(k, K0, K1, k0, k1, k2), EVEN)[:, None]
+        at_y = at_x
+        if Y is not None:
+            at_y = whole_words(k * p0 if ONE_K else offset(k, K0, K1, p0, p1, p2), EVEN)[:, None]
     state = nothing(BLOCK_K, BLOCK_R, HOW)
     none = state
-    start = part * PER
-    stop = tl.minimum(start + PER, REDUCED)
-    for first in tl.range(start, stop, BLOCK_R):
-        r = first + tl.arange(0, BLOCK_R)
-        ok = inside_k[:, None] & (r < stop)[None, :]
-        x = promoted_value(tl.load(X + at_x + offset(r, R0, R1, r0, r1, r2)[None, :], ok, 0), HOW)
-        index = tl.broadcast_to(r[None, :], [BLOCK_K, BLOCK_R])
-        if Y is not None:
-            y = promoted_value(tl.load(Y + at_y + offset(r, R0, R1, q0, q1, q2)[None, :], ok, 0), HOW)
-            mapped = MAP(x, y, *given_numbers(S0, S1, HOW))
+    part = tl.program_id(1).to(tl.int64)
+    across_r = tl.cdiv(R0, BLOCK_R)
+    tiles = across_r * (REDUCED // R0) if SPLIT else tl.cdiv(REDUCED, BLOCK_R)
+    length = whole_words(R0 if SPLIT else REDUCED, EVEN and ALONG == 1)
+    start = part * (PER // BLOCK_R)
+    for tile in tl.range(start, tl.minimum(start + PER // BLOCK_R, tiles)):
+        if SPLIT:
+            run_r = tl.cast(tile, tl.int32) // across_r
+            r = (tl.cast(tile, tl.int32) % across_r).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+            index = run_r.to(tl.int64) * R0 + r
+            from_x = at_x + offset_of_tile(run_r, R1, r1, r2, EVEN)
         else:
-            mapped = MAP(x, index, *given_numbers(S0, S1, HOW))
+            r = tile * BLOCK_R + tl.arange(0, BLOCK_R)
+            index = r
+            from_x = at_x
+        ok = inside_k[:, None] & (r < length)[None, :]
+        x = promoted_value(tl.load(X + from_x + along(r, R0, R1, r0, r1, r2, ALONG, ONE_R, EVEN)[None, :], ok, 0), HOW)
+        if Y is not None:
+            from_y = at_y
+            if SPLIT:
+                from_y = at_y + offset_of_tile(run_r, R1, q1, q2, EVEN)
+            y = tl.load(Y + from_y + along(r, R0, R1, q0, q1, q2, ALONG, ONE_R, EVEN)[None, :], ok, 0)
+            mapped = MAP(x, promoted_value(y, HOW), *given_numbers(S0, S1, HOW))
+        else:
+            mapped = MAP(x, tl.broadcast_to(index[None, :], [BLOCK_K, BLOCK_R]), *given_numbers(S0, S1, HOW))
         if HOW.STATES == 1:
             new = (tl.where(ok, mapped, none[0]),)
         elif HOW.STATES == 2:
@@ -175,10 +221,7 @@ def reduce_tiles(
                 tl.where(ok, mapped[2], none[2]),
             )
         state = combined(state, new, HOW)
-    if HOW.STATES == 1:
-        total = (tl.reduce(state[0], 1, HOW.COMBINE),)
-    else:
-        total = tl.reduce(state, 1, HOW.COMBINE)
+    total = across(state, HOW)
     if SCRATCH is None:
         finish_and_store(total, OUT0, OUT1, k, inside_k, REDUCED, S0, S1, HOW)
     else:
@@ -187,35 +230,65 @@ def reduce_tiles(
             tl.store(SCRATCH + (i * PARTS + part) * KEPT + k, total[i].to(SCRATCH.dtype.element_ty), inside_k)
 
 
-@kernel(grid=lambda a: (cdiv(a.KEPT, a.BLOCK_K),), tokens=("KEPT", "REDUCED", "PARTS", "S0", "S1"),
-        default=lambda a: {"BLOCK_K": 128, "num_warps": 4})  # fmt: skip
-def reduce_parts(
-    OUT0, OUT1, SCRATCH, KEPT, REDUCED, PARTS, S0: tl.int64, S1: tl.int64, HOW: tl.constexpr, BLOCK_K: tl.constexpr
-):
-    """Combine the states of parts, in their order."""
-    k = tl.program_id(0).to(tl.int64) * BLOCK_K + tl.arange(0, BLOCK_K)
-    inside = k < KEPT
-    state = load_state(SCRATCH, 0, PARTS, KEPT, k, inside, HOW)
-    for part in range(1, PARTS):
-        state = combined(state, load_state(SCRATCH, part, PARTS, KEPT, k, inside, HOW), HOW)
-    finish_and_store(state, OUT0, OUT1, k, inside, REDUCED, S0, S1, HOW)
+@triton.jit
+def along(r, R0, R1, r0, r1, r2, ALONG: tl.constexpr, ONE_R: tl.constexpr, EVEN: tl.constexpr):
+    """How far reduced elements lie from their run's first; see the kernel."""
+    if ALONG == 1:
+        return r
+    elif ALONG == 2 or ONE_R:
+        return r * whole_words(r0, EVEN)
+    else:
+        return offset(r, R0, R1, r0, r1, r2)
 
 
 @triton.jit
-def load_state(SCRATCH, part, PARTS, KEPT, k, inside, HOW: tl.constexpr):
-    """The states of one part. Indices are kept in the bits of what is computed in."""
+def across(state, HOW: tl.constexpr):
+    """One state of each row of a tile of them."""
     if HOW.STATES == 1:
-        return (tl.load(SCRATCH + part * KEPT + k, inside, 0),)
-    elif HOW.STATES == 2:
-        at = SCRATCH + part * KEPT + k
-        return (tl.load(at, inside, 0), tl.load(at + PARTS * KEPT, inside, 0))
+        return (tl.reduce(state[0], 1, HOW.COMBINE),)
     else:
-        at = SCRATCH + part * KEPT + k
+        return tl.reduce(state, 1, HOW.COMBINE)
+
+
+@kernel(grid=lambda a: (cdiv(a.KEPT, a.BLOCK_K),), tokens=("KEPT", "REDUCED", "PARTS", "S0", "S1"),
+        default=lambda a: {"num_warps": 4})  # fmt: skip
+def reduce_parts(
+    OUT0, OUT1, SCRATCH, KEPT, REDUCED, PARTS, S0: tl.int64, S1: tl.int64, HOW: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+):  # fmt: skip
+    """Combine the states of parts, always in the same order."""
+    k = tl.program_id(0).to(tl.int64) * BLOCK_K + tl.arange(0, BLOCK_K)
+    inside = k < KEPT
+    state = load_states(SCRATCH, 0, PARTS, KEPT, k, inside, BLOCK_K, BLOCK_P, HOW)
+    for first in range(BLOCK_P, PARTS, BLOCK_P):
+        state = combined(state, load_states(SCRATCH, first, PARTS, KEPT, k, inside, BLOCK_K, BLOCK_P, HOW), HOW)
+    finish_and_store(across(state, HOW), OUT0, OUT1, k, inside, REDUCED, S0, S1, HOW)
+
+
+@triton.jit
+def load_states(
+    SCRATCH, first, PARTS, KEPT, k, inside, BLOCK_K: tl.constexpr, BLOCK_P: tl.constexpr, HOW: tl.constexpr
+):
+    """The states [BLOCK_K, BLOCK_P] of some parts, or of nothing. Indices are kept in the bits of what is computed in."""
+    part = first + tl.arange(0, BLOCK_P)
+    ok = inside[:, None] & (part < PARTS)[None, :]
+    at = SCRATCH + part.to(tl.int64)[None, :] * KEPT + k[:, None]
+    none = nothing(BLOCK_K, BLOCK_P, HOW)
+    if HOW.STATES == 1:
+        return (load_number(at, ok, none[0]),)
+    elif HOW.STATES == 2:
+        return (load_number(at, ok, none[0]), load_number(at + PARTS * KEPT, ok, none[1]))
+    else:
         return (
-            tl.load(at, inside, 0),
-            tl.load(at + PARTS * KEPT, inside, 0),
-            tl.load(at + 2 * PARTS * KEPT, inside, 0),
+            load_number(at, ok, none[0]),
+            load_number(at + PARTS * KEPT, ok, none[1]),
+            load_number(at + 2 * PARTS * KEPT, ok, none[2]),
         )
+
+
+@triton.jit
+def load_number(at, ok, none):
+    return tl.load(at, ok, none.to(at.dtype.element_ty))
 
 
 # ---- host ------------------------------------------------------------------------------------------------------------
@@ -304,16 +377,63 @@ def check_out(out: Tensor, shape: Sequence[int], dtype: torch.dtype, x: Tensor) 
         raise Declined("a result that overlaps an operand", lasting=False)
 
 
-def tile_of(kept: list[list[int]], reduced: list[list[int]], sizes_r: list[int], count: int) -> tuple[int, int]:
-    """(BLOCK_K, BLOCK_R): along whichever lies side by side; rows that are short are taken many at a time. Where there are few
-    elements, all take one form."""
-    if count < SMALL:
-        return SMALL_TILE
-    along_r = reduced[0][0] if sizes_r[0] > 1 else 1 << 62
-    along_k = kept[0][0] or 1 << 62
+class Form(NamedTuple):
+    """How a launch goes through elements; see the kernel."""
+
+    along: int
+    one_k: bool
+    one_r: bool
+    even: bool
+    block_k: int
+    block_r: int
+
+    @property
+    def constants(self) -> dict[str, int]:
+        return {"ALONG": self.along, "ONE_K": self.one_k, "ONE_R": self.one_r, "EVEN": self.even, "BLOCK_K": self.block_k,
+                "BLOCK_R": self.block_r}  # fmt: skip
+
+
+def form_of(
+    sizes_k: list[int], steps_k: list[list[int]], sizes_r: list[int], steps_r: list[list[int]], states: int
+) -> Form:
+    """The form for loops of these sizes, of which each operand has its steps. Tiles lie along whichever elements lie side by side;
+    rows that are short are taken many at a time. Where there are few elements, all take one form."""
+    kept, reduced = math.prod(sizes_k), math.prod(sizes_r)
+    if kept * reduced < SMALL:
+        return Form(NEITHER, False, False, False, *SMALL_TILE)
+    one_k, one_r = sizes_k[1:] == [1, 1], sizes_r[1:] == [1, 1]
+    along_r = steps_r[0][0] if sizes_r[0] > 1 else 1 << 62
+    along_k = steps_k[0][0] or 1 << 62
     if along_r <= along_k:
-        return (2, 1024) if math.prod(sizes_r) > 64 else (64, 32)
-    return 128, 16
+        along = REDUCED_ONES if all(own[0] == 1 for own in steps_r) and (one_r or sizes_r[0] >= LEAST) else NEITHER
+        block_k, block_r = row_tile(kept, sizes_r[0] if along else reduced, states)
+    else:
+        block_k, block_r = 128, 32 if states == 1 else 16
+        near = all(own[0] == 1 for own in steps_k) and (one_k or sizes_k[0] >= block_k // 2)
+        along = KEPT_ONES if near and (one_r or sizes_r[0] >= LEAST) else NEITHER
+    even = along != NEITHER and in_words(along, sizes_k, steps_k, sizes_r, steps_r)
+    return Form(along, one_k and along != KEPT_ONES, one_r, even, block_k, block_r)
+
+
+def row_tile(kept: int, length: int, states: int) -> tuple[int, int]:
+    """(BLOCK_K, BLOCK_R) of reduced elements in runs of some length."""
+    if length <= 64:
+        return 64, 32
+    if kept == 1:
+        return 1, 4096 if states == 1 else 2048
+    return (2, 1024) if length > 512 else (8, 256)
+
+
+def in_words(
+    along: int, sizes_k: list[int], steps_k: list[list[int]], sizes_r: list[int], steps_r: list[list[int]]
+) -> bool:
+    """Whether all runs of elements that lie side by side are whole words and begin at one."""
+    inner, outer = ((sizes_r, steps_r), (sizes_k, steps_k))[:: 1 if along == REDUCED_ONES else -1]
+    return (
+        inner[0][0] % WORDS == 0
+        and all(s % WORDS == 0 for own in inner[1] for s in own[1:])
+        and all(s % WORDS == 0 for own in outer[1] for s in own)
+    )
 
 
 def compute_of(row: Row, common: torch.dtype) -> torch.dtype:
@@ -337,8 +457,8 @@ def launch(row, x, other, kept, reduced, dims, outs, common, numbers) -> None:
     sizes_r, steps_r = loops_of(reduced, [own[1] for own in strides], ordered=row.indexed)
     compute = compute_of(row, common)
     KEPT, REDUCED = math.prod(kept), math.prod(reduced)
-    block_k, block_r = tile_of(steps_k, steps_r, sizes_r, x.numel())
-    parts, per = parts_of(cdiv(KEPT, block_k), REDUCED, block_r, x.device)
+    form = form_of(sizes_k, steps_k, sizes_r, steps_r, row.states)
+    parts, per = parts_of(programs_of(form, sizes_k), padded(form, sizes_r), form.block_r, x.device)
     how = how_of(row, common)
     slots = [*(bits_of(n, compute) for n in numbers), 0, 0][:2]
     second = outs[1] if len(outs) > 1 else None
@@ -347,11 +467,25 @@ def launch(row, x, other, kept, reduced, dims, outs, common, numbers) -> None:
         scratch = states_of(row, parts, KEPT, compute, x.device)
     extra = [0] * (2 * LOOPS) if other is None else [*steps_k[1], *steps_r[1]]
     sizes = KEPT, REDUCED, per, parts, sizes_k[0], sizes_k[1], sizes_r[0], sizes_r[1], *steps_k[0], *steps_r[0], *extra
-    plans.launch(
-        reduce_tiles, (x, other, outs[0], second, scratch), sizes, slots, how, BLOCK_K=block_k, BLOCK_R=block_r
-    )
+    plans.launch(reduce_tiles, (x, other, outs[0], second, scratch), sizes, slots, how, **form.constants)
     if scratch is not None:
-        plans.launch(reduce_parts, (outs[0], second, scratch), (KEPT, REDUCED, parts), slots, how)
+        block_k, block_p = (128, 8) if KEPT > 16 else (1, 1024) if KEPT == 1 else (4, 256)
+        numbers = KEPT, REDUCED, parts
+        plans.launch(reduce_parts, (outs[0], second, scratch), numbers, slots, how, BLOCK_K=block_k, BLOCK_P=block_p)
+
+
+def programs_of(form: Form, sizes_k: list[int]) -> int:
+    """How many tiles of kept elements a form has."""
+    if form.along == KEPT_ONES:
+        return cdiv(sizes_k[0], form.block_k) * math.prod(sizes_k[1:])
+    return cdiv(math.prod(sizes_k), form.block_k)
+
+
+def padded(form: Form, sizes_r: list[int]) -> int:
+    """How many reduced elements there are in whole tiles, where each run of them begins one."""
+    if form.along == NEITHER or form.one_r:
+        return math.prod(sizes_r)
+    return cdiv(sizes_r[0], form.block_r) * form.block_r * math.prod(sizes_r[1:])
 
 
 def states_of(row: Row, parts: int, kept: int, compute: torch.dtype, device: torch.device) -> Tensor:
@@ -368,10 +502,11 @@ def totals(
     how = how_of(row, common)
     scratch = states_of(row, parts, kept, compute, x.device)
     sizes = kept, reduced, per, parts, sizes_k[0], sizes_k[1], reduced, 1, *steps_k, *steps_r, *[0] * (2 * LOOPS)
-    block_k, block_r = (128, 16) if steps_k[0] == 1 else (2, 1024)
-    if kept * reduced < SMALL:
-        block_k, block_r = SMALL_TILE
-    plans.launch(reduce_tiles, (x, None, scratch, None, scratch), sizes, (0, 0), how, BLOCK_K=block_k, BLOCK_R=block_r)
+    form = form_of(sizes_k, [steps_k], [reduced, 1, 1], [steps_r], row.states)
+    if form.along or form.one_r:  # parts are whole tiles of the scan, and are to be whole tiles here
+        block_k, block_r = (128, 16) if steps_k[0] == 1 else (2, 1024)
+        form = form._replace(block_k=block_k, block_r=block_r)
+    plans.launch(reduce_tiles, (x, None, scratch, None, scratch), sizes, (0, 0), how, **form.constants)
     return scratch
 
 
