@@ -39,6 +39,14 @@ FORMS = {
     "loops outside": ("neg", made((2, 3, 2, 3, 2, 3)).permute(3, 0, 5, 2, 4, 1)[..., ::2]),
     "columns": ("sum.dim_IntList", made((256, 512), BF16), [0]),
     "the middle": ("amax", made((8, 64, 40), BF16), [1]),
+    "large rows": ("sum.dim_IntList", made((8192, 8192), BF16), [1]),
+    "large columns": ("sum.dim_IntList", made((8192, 8192), BF16), [0]),
+    "large rows of fp32": ("sum.dim_IntList", made((8192, 8192)), [1]),
+    "channels of a sum": ("sum.dim_IntList", made((32, 512, 64, 64), BF16), [0, 2, 3]),
+    "odd rows of a sum": ("sum.dim_IntList", made((8192, 8191), BF16), [1]),
+    "odd columns of moments": ("var_mean.correction", made((8192, 8191), BF16), [0]),
+    "large columns with an index": ("max.dim", made((8192, 8192), BF16), 0),
+    "a large loss": ("mse_loss", made((8192, 8192), BF16), made((8192, 8192), BF16)),
     "parts of a sum": ("sum", made((1 << 22,), BF16)),
     "parts with an index": ("max.dim", made((2, 1 << 20), BF16), 1),
     "parts of moments": ("var_mean.correction", made((2, 1 << 20), BF16), [1]),
@@ -210,6 +218,14 @@ def test_it_compiles(what):
     made = VARIANTS[what].compile()
     assert made.spills == 0 and made.shared_is_there
     assert not tables.wrong_code(what, made)
+
+
+@pytest.mark.parametrize("what", ["large rows", "large columns", "large rows of fp32", "channels of a sum"])
+def test_large_sums_move_whole_words(what):
+    """And divide no element's number by the size of a loop, which is a call of a routine that takes a hundred instructions."""
+    name, *args = FORMS[what]
+    made = needed(name, args, {})[0].compile()
+    assert made.count("LDG.E.128") >= 2 and not made.count("LDG.E.U16") and not made.count("CALL")
 
 
 def test_every_value_of_a_number_is_one_variant():
