@@ -1,4 +1,4 @@
-"""The reduction engine's forms: which elements lie side by side, in one loop or several, in whole words or not, in how many parts."""
+"""The reduction engine's forms: which elements lie side by side, in one loop or several, in whole words or not, in parts or not."""
 
 from __future__ import annotations
 
