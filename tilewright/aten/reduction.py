@@ -68,6 +68,11 @@ class Row:
         """Whether a state is a value and its index."""
         return self.states == 2
 
+    @property
+    def light(self) -> bool:
+        """Whether registers hold 32 elements of a thread: states of one number, and no power to take."""
+        return self.states == 1 and not self.numbers
+
 
 class How(NamedTuple):
     """What a kernel is compiled for."""
@@ -394,7 +399,7 @@ class Form(NamedTuple):
 
 
 def form_of(
-    sizes_k: list[int], steps_k: list[list[int]], sizes_r: list[int], steps_r: list[list[int]], states: int
+    sizes_k: list[int], steps_k: list[list[int]], sizes_r: list[int], steps_r: list[list[int]], light: bool
 ) -> Form:
     """The form for loops of these sizes, of which each operand has its steps. Tiles lie along whichever elements lie side by side;
     rows that are short are taken many at a time. Where there are few elements, all take one form."""
@@ -406,21 +411,21 @@ def form_of(
     along_k = steps_k[0][0] or 1 << 62
     if along_r <= along_k:
         along = REDUCED_ONES if all(own[0] == 1 for own in steps_r) and (one_r or sizes_r[0] >= LEAST) else NEITHER
-        block_k, block_r = row_tile(kept, sizes_r[0] if along else reduced, states)
+        block_k, block_r = row_tile(kept, sizes_r[0] if along else reduced, light)
     else:
-        block_k, block_r = 128, 32 if states == 1 else 16
-        near = all(own[0] == 1 for own in steps_k) and (one_k or sizes_k[0] >= block_k // 2)
+        near = all(own[0] == 1 for own in steps_k) and (one_k or sizes_k[0] >= 64)
         along = KEPT_ONES if near and (one_r or sizes_r[0] >= LEAST) else NEITHER
+        block_k, block_r = 128, 32 if light and along else 16
     even = along != NEITHER and in_words(along, sizes_k, steps_k, sizes_r, steps_r)
     return Form(along, one_k and along != KEPT_ONES, one_r, even, block_k, block_r)
 
 
-def row_tile(kept: int, length: int, states: int) -> tuple[int, int]:
+def row_tile(kept: int, length: int, light: bool) -> tuple[int, int]:
     """(BLOCK_K, BLOCK_R) of reduced elements in runs of some length."""
     if length <= 64:
         return 64, 32
     if kept == 1:
-        return 1, 4096 if states == 1 else 2048
+        return 1, 4096 if light else 2048
     return (2, 1024) if length > 512 else (8, 256)
 
 
@@ -457,7 +462,7 @@ def launch(row, x, other, kept, reduced, dims, outs, common, numbers) -> None:
     sizes_r, steps_r = loops_of(reduced, [own[1] for own in strides], ordered=row.indexed)
     compute = compute_of(row, common)
     KEPT, REDUCED = math.prod(kept), math.prod(reduced)
-    form = form_of(sizes_k, steps_k, sizes_r, steps_r, row.states)
+    form = form_of(sizes_k, steps_k, sizes_r, steps_r, row.light)
     parts, per = parts_of(programs_of(form, sizes_k), padded(form, sizes_r), form.block_r, x.device)
     how = how_of(row, common)
     slots = [*(bits_of(n, compute) for n in numbers), 0, 0][:2]
@@ -502,7 +507,7 @@ def totals(
     how = how_of(row, common)
     scratch = states_of(row, parts, kept, compute, x.device)
     sizes = kept, reduced, per, parts, sizes_k[0], sizes_k[1], reduced, 1, *steps_k, *steps_r, *[0] * (2 * LOOPS)
-    form = form_of(sizes_k, [steps_k], [reduced, 1, 1], [steps_r], row.states)
+    form = form_of(sizes_k, [steps_k], [reduced, 1, 1], [steps_r], row.light)
     if form.along or form.one_r:  # parts are whole tiles of the scan, and are to be whole tiles here
         block_k, block_r = (128, 16) if steps_k[0] == 1 else (2, 1024)
         form = form._replace(block_k=block_k, block_r=block_r)
