@@ -67,6 +67,8 @@ def usual_cases(draw: Any) -> list[Case]:
         Case("rms_norm", {"x": x, "weight": w}, (Shard(1),)),
         Case("rms_norm", {"x": (x[0], R), "weight": w}, (R,)),
         Case("add_rms_norm", {"x": x, "residual": (draw(3, 4, 8), Shard(1)), "weight": w}, (Shard(1), Shard(1))),
+        Case("layer_norm", {"x": x, "weight": w, "scale": (draw(3, 4, 8), Shard(1))}, (Shard(1),)),
+        Case("add_layer_norm", {"x": x, "residual": (draw(3, 4, 8), Shard(1)), "weight": w}, (Shard(1), Shard(1))),
         Case("glu", {"x": x}, (Shard(1),)),
         Case("glu", {"x": (draw(3, 8), Shard(1)), "up": (draw(3, 8), Shard(1)), "scale": (draw(3), R)}, (Shard(1),)),
         Case("rope", {"q": (q, Shard(1)), "k": (k, Shard(1)), "freqs": (freqs, R)}, (Shard(1), Shard(1))),

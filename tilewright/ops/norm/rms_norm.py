@@ -137,7 +137,7 @@ def inputs(draw: Draw) -> dict:
 
 def operand(draw: Draw, name: str, **how: float) -> Tensor | None:
     """Numbers for each row, or for all; none in most calls, whose kernels are others."""
-    lead = draw.option("over", ("tokens",), ())
+    lead = {"rows": ("tokens",), "all": ()}[draw.option("over", "rows", "all")]
     if not draw.option("modulated", False, False, True):
         return None
     return draw.maybe(name, lambda: draw.tensor(*lead, "hidden", **how))
