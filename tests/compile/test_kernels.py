@@ -86,7 +86,10 @@ LADDERS = {
     **{f"qkv_split_cache_rows.{name}": 2 for name in ("T", "HB", "TK", "KB")},
 }
 SHAPES, MOST = 60, 24  # random shapes, and variants of one kernel for one kind of call that they may need
-MORE = {"rms_norm_forward": 32}  # a row is held as pieces, whose size and number follow its width
+MORE = {
+    "rms_norm_forward": 32,
+    "modulated_norm_forward": 32,
+}  # a row is held as pieces, whose size and number follow its width
 
 
 # ---------------------------------------------------------------- what is compiled
@@ -122,7 +125,8 @@ def test_the_table_has_no_other_rows():
     assert not stale, f"{len(stale)} rows of variants that no call needs:\n" + "\n".join(stale)
 
 
-ELSEWHERE = ("tilewright.aten.", "tilewright.attention.hopper.schedule")  # test_aten.py, test_hopper_attention.py
+# test_aten.py, test_hopper_attention.py, test_given_codes.py
+ELSEWHERE = ("tilewright.aten.", "tilewright.attention.hopper.schedule", "tilewright.formats.given")
 WIDER = {"rms_norm_shared"}  # than any row that is drawn here: test_shared_memory.py
 
 

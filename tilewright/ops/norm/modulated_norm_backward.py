@@ -447,6 +447,9 @@ def gradients(x, v, weight, bias, scale, shift, gate, dy, dh, norm: Norm, needs,
     BLOCK, PIECES = (1024, 1) if widest < N else split_backward(N)
     most = max(1, programs_per_sm(N) * target.sms // groups)
     split = max(1, min(most, cdiv(length, 4 if widest < N else max(1, 2048 // power_of_two(N)))))
+    split = (
+        cdiv(split, 4) * 4
+    )  # so that the shares of each sum begin at whole words, for one token too; some may be of no rows
     shares = groups * split
     made: dict[str, Tensor] = {}
     to: dict[str, Tensor] = {}
