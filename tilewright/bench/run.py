@@ -238,11 +238,6 @@ def matrix_rates(work: Work, us: float) -> Row:
     return {"rates": rates}
 
 
-def case_writes(work: Work | replaced.Replaced) -> bool:
-    """Whether a call changes arguments, not results that lie on them."""
-    return work.overwrites and bool(work.op.writes)
-
-
 def measure_rivals(work: Sequence[Work], calls: int, beside: Sequence[str]) -> Row:
     """Of a row: microseconds by rival and bytes beside its results, why others have none, whether this process is still good."""
     found, extra, absent, spoiled = {}, {}, {}, False
@@ -251,9 +246,9 @@ def measure_rivals(work: Sequence[Work], calls: int, beside: Sequence[str]) -> R
             made = [rivals.call_of(name, one) for one in work]
             loose = check.COARSE.low if work[0].coarse else rivals.LOOSE
             ours = work[0].call()
-            if work[0].case.way == "over":  # results that lie on arguments stay when these are what they were
+            if work[0].overwrites and work[0].case.direction != "backward":
+                # The rival begins with what ours began with, and results that lie on arguments stay
                 ours = [r.clone() if type(r) is torch.Tensor else r for r in as_tuple(ours)]
-            if case_writes(work[0]) or work[0].case.way == "over":  # the rival begins with what ours began with
                 work[0].restore()
             if not rivals.agrees(ours, rivals.finished(made[0]), max(loose, rivals.LOOSER.get(name, 0.0))):
                 raise Absent("its result is another")
