@@ -10,6 +10,7 @@ from torch import Tensor
 import tilewright as tw
 from tilewright.ops.norm import modulated_norm as norm
 from tilewright.ops.norm import modulated_norm_backward as backward
+from tilewright.ops.norm import row_pieces
 
 # 3 pieces of 512 of which the last is short; 5 of 512, in codes and backward 3 of 1024
 WIDTHS = [65, 1290, 2500]
@@ -110,8 +111,8 @@ def test_rows_in_pieces(columns):
 @pytest.mark.parametrize("modulated", [False, True])
 def test_rows_that_one_program_does_not_hold(modulated, monkeypatch):
     """Forward they are read again for each sum, backward sums come from a pass of their own."""
-    monkeypatch.setattr(norm, "HELD", 0)
-    monkeypatch.setattr(norm, "split_plain", lambda N: (512, 2))
+    monkeypatch.setattr(row_pieces, "HELD", 0)
+    monkeypatch.setattr(row_pieces, "split_plain", lambda N: (512, 2))
     for name in ("WIDEST_AFFINE", "WIDEST_MODULATED", "WIDEST_BOTH"):
         monkeypatch.setattr(backward, name, 0)
     # A width of its own: an op plays back what it launched for the same shapes

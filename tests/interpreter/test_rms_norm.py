@@ -8,6 +8,7 @@ import torch
 import tilewright as tw
 from tilewright.core.tensor import power_of_two
 from tilewright.ops.norm import rms_norm as norm
+from tilewright.ops.norm import row_pieces
 
 
 @pytest.mark.parametrize("rows", [1, 3, 5])
@@ -27,7 +28,7 @@ def test_without_eps_the_rows_past_the_end_do_not_count(rows):
 # Of the columns that a program holds, one of so many may be idle where there are more than 1024
 @pytest.mark.parametrize(
     ("split", "idle"),
-    [(norm.split_plain, 9), (norm.split_codes, 2), (norm.split_backward, 2)],
+    [(row_pieces.split_plain, 9), (row_pieces.split_codes, 2), (row_pieces.split_backward, 2)],
     ids=lambda f: str(f)[:22],
 )
 def test_every_width_is_covered_by_few_pieces_and_few_idle_columns(split, idle):
@@ -51,7 +52,7 @@ def test_every_width_is_covered_by_few_pieces_and_few_idle_columns(split, idle):
     ],
 )  # fmt: skip
 def test_widths_of_models_are_split_as_they_were_measured_best(columns, plain, codes, backward):
-    assert (norm.split_plain(columns), norm.split_codes(columns), norm.split_backward(columns)) == (
+    assert (row_pieces.split_plain(columns), row_pieces.split_codes(columns), row_pieces.split_backward(columns)) == (
         plain,
         codes,
         backward,
@@ -113,7 +114,7 @@ def test_codes_of_pieces_are_those_of_the_row(fmt, columns, monkeypatch):
     made = []
     for changed in ({}, {"split_codes": lambda N: (4096, 1)}, {"HELD": 0}):
         for name, value in changed.items():
-            monkeypatch.setattr(norm, name, value)
+            monkeypatch.setattr(row_pieces, name, value)
         made.append(norm.forward(x, weight, 1e-6, weight_offset=0.0, rstd=rstd, out_format=fmt, out=None))
         monkeypatch.undo()
     for q in made[1:]:

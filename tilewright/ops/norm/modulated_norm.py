@@ -28,13 +28,11 @@ from ...op import upcast
 from ...runtime.kernel import kernel
 from ..activation.epilogue import loops
 from .row_pieces import (
-    HELD,
     WIDEST,
     inside_piece,
     load_pieces,
     load_weight,
-    split_codes,
-    split_plain,
+    split_forward,
     store_normed,
     weight_pieces,
 )
@@ -346,16 +344,12 @@ def launch_rows(
 ) -> None:
     """Launch the kernel over rows [M, N]; with `fmt`, y is a `Way` of codes."""
     M, N = x.shape
-    BLOCK, PIECES = split_plain(N) if fmt is None else split_codes(N)
-    if fmt is not None and fmt.reach == "row":
-        BLOCK, PIECES = power_of_two(N), 1  # the scale is found of the row as one tensor
-    if PIECES > 1 and N * x.element_size() * (1 if residual is None else 2) > HELD:
-        BLOCK, PIECES = 4096, 0
+    BLOCK, PIECES = split_forward(x, residual, fmt)
     strides = residual.stride() if residual is not None else (0, 0)
     modulated_norm_forward(
         x, residual, gate, weight, bias, scale, shift, rstd_in, *y, h, mean, rstd, M, N, inner, *x.stride(), *strides, stride_s,
         norm.eps, 1.0 / N if N else math.nan, norm.weight_offset or None, CENTRED=norm.centred,
-        BLOCK=max(128, BLOCK) if fmt is not None else BLOCK, PIECES=PIECES, KEEP=keep,
+        BLOCK=BLOCK, PIECES=PIECES, KEEP=keep,
         FORMAT=None if fmt is None else fmt.device_format(is_fast(x)),
     )  # fmt: skip
 

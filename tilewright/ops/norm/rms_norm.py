@@ -42,15 +42,13 @@ from .rms_norm_shared import (
     programs_for,
 )
 from .row_pieces import (
-    HELD,
     WIDEST,
     inside_piece,
     load_pieces,
     load_weight,
     programs_per_sm,
     split_backward,
-    split_codes,
-    split_plain,
+    split_forward,
     store_normed,
     weight_piece,
     weight_pieces,
@@ -502,17 +500,13 @@ def launch_rows(
 ) -> None:
     """Launch the kernel over rows [M, N]; with `fmt`, y is a `Way` of codes."""
     M, N = x.shape
-    BLOCK, PIECES = split_plain(N) if fmt is None else split_codes(N)
-    if fmt is not None and fmt.reach == "row":
-        BLOCK, PIECES = power_of_two(N), 1  # the scale is found of the row as one tensor
-    if PIECES > 1 and N * x.element_size() * (1 if residual is None else 2) > HELD:
-        BLOCK, PIECES = 4096, 0
+    BLOCK, PIECES = split_forward(x, residual, fmt)
     strides = residual.stride() if residual is not None else (0, 0)
     to = y if isinstance(y, Way) else Way(y)
     rms_norm_forward(
         x, residual, weight, rstd_in, *to, h, rstd, M, N, *x.stride(), *strides, stride_s, eps,
         1.0 / N if N else math.nan, weight_offset or None,
-        BLOCK=max(128, BLOCK) if fmt is not None else BLOCK, PIECES=PIECES, KEEP=keep, PDL=pdl,
+        BLOCK=BLOCK, PIECES=PIECES, KEEP=keep, PDL=pdl,
         FORMAT=None if fmt is None else fmt.device_format(is_fast(x)),
     )  # fmt: skip
 

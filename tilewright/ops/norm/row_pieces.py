@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from ...core.format import Format
 from ...core.tensor import cdiv, power_of_two
 from ...device.store import store_rows
 
@@ -42,6 +44,17 @@ def split_plain(N: int) -> tuple[int, int]:
 def split_codes(N: int) -> tuple[int, int]:
     """Codes do more to an element than load and store it: idle lanes cost them less than more pieces do."""
     return split_columns(N, 8192 if N <= 8192 else 4096, narrowest=1024, idle=8)
+
+
+def split_forward(x: Tensor, residual: Tensor | None, fmt: Format | None) -> tuple[int, int]:
+    """(BLOCK, PIECES) of a forward over rows of x, with PIECES 0 where a row is read again for each sum."""
+    N = x.shape[-1]
+    BLOCK, PIECES = split_plain(N) if fmt is None else split_codes(N)
+    if fmt is not None and fmt.reach == "row":
+        BLOCK, PIECES = power_of_two(N), 1  # the scale is found of the row as one tensor
+    if PIECES > 1 and N * x.element_size() * (1 if residual is None else 2) > HELD:
+        BLOCK, PIECES = 4096, 0
+    return BLOCK if fmt is None else max(128, BLOCK), PIECES
 
 
 def split_backward(N: int) -> tuple[int, int]:
