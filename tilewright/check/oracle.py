@@ -402,10 +402,14 @@ def _rms_within(label: str, error: Tensor, exact: Tensor, allowed: float) -> Non
     assert found <= allowed, f"{label}: RMS error {found:.3e} of values of {rms(exact):.3e}, allowed {allowed:.3e}"
 
 
-def noises(op: Op, values: Mapping[str, Any], grads: list) -> dict[str, Tensor]:
+def noises(
+    op: Op, values: Mapping[str, Any], grads: list, here: Mapping[str, Tensor] | None = None
+) -> dict[str, Tensor]:
     """For each result and gradient an error per row, the worst over a few jittered inputs: that of the reference in fp32, and
     what a quarter of an fp32 step of the inputs changes, which no fp32 exponential of a large number keeps. Where an op rounds
-    on its way, what follows is no better than what such a rounding of the inputs and of upstream gradients changes."""
+    on its way, what follows is no better than what such a rounding of the inputs and of upstream gradients changes, nor than
+    what a step of fp32 changes at the inputs themselves, whose truth is `here`: large terms that just cancel there do so at none
+    of the jittered ones."""
     worst: dict[str, Tensor] = {}
     # A long sum is kept to some 2^-21 of its terms, however small it comes out: 2000 fp32 additions, each rounded
     shake = 2.0**-21 if op.bars.kind in PRODUCTS else 2.0**-26
@@ -439,6 +443,12 @@ def noises(op: Op, values: Mapping[str, Any], grads: list) -> dict[str, Tensor]:
                     ):  # where a column of what was rounded stands out, so does its rounding
                         error = torch.maximum(error, square.mean(-2, keepdim=True).sqrt())
                 worst[name] = torch.maximum(worst[name], error) if name in worst else error
+    if op.bars.rounds and here is not None:
+        shaken = truth(op, {n: each(lambda t: jitter(t, source, 2.0**-24), v) for n, v in values.items()}, grads)
+        for name, error in worst.items():
+            if error.dim() and error.numel():
+                change = (shaken[name].double() - here[name].double()).abs().nan_to_num(0.0, 0.0, 0.0)
+                worst[name] = torch.maximum(error, change.square().mean(-1, keepdim=True).sqrt())
     return worst
 
 
@@ -460,7 +470,8 @@ def expectation(op: Op, values: Mapping[str, Any], actual: Outcome) -> tuple[dic
         exact = truth(op, values, actual.grads, None)
         return exact, {n: torch.zeros((), device=t.device) for n, t in exact.items()}
     onward = resumed(op, values, actual)
-    exact, noise = truth(op, onward, actual.grads), noises(op, onward, actual.grads)
+    exact = truth(op, onward, actual.grads)
+    noise = noises(op, onward, actual.grads, exact)
     if op.resume is not None:
         first, rough = truth(op, values, []), noises(op, values, [])
         kept = [n for n in op.results if n in op.saves and n in first]
