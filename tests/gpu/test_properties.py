@@ -275,7 +275,12 @@ def test_token_counts_share_a_binary(op):
     before = variants()
     for tokens in (1, 16, 3, 32):
         call(op, tokens, options)
-    assert variants() <= before + MORE.get(op.name, 0), f"{op.name}: 1, 2, 3, 16 and 32 tokens do not share a binary"
+    more = MORE.get(op.name, 0)
+    if options.get("over") == "batch":
+        # Sequences of one token, which 1, 2 and 3 tokens are, have numbers for each row. Longer ones share theirs, and their
+        # gradients are summed: forward, backward and the sum of shares once more, for all lengths
+        more = 3
+    assert variants() <= before + more, f"{op.name}: 1, 2, 3, 16 and 32 tokens do not share a binary"
 
 
 def test_alignment_comes_and_goes(op):
@@ -283,10 +288,19 @@ def test_alignment_comes_and_goes(op):
     case = draw(op, NET, 60, torch.bfloat16, {**SMALL, "tokens": 16, "hidden": 256, "vocab": 256}, full=True)
     named = row_arguments(op, case.values) or tensors(op, case.values)
     moved = put(case.values, {n: layouts.one_further(t) for n, t in named.items()})
+    # What calls write is put back where it lies, for copies would be aligned
+    written = {n: t.clone() for n, t in tensors(op, case.values).items() if n.partition("[")[0] in op.writes}
+
+    def called(values: dict[str, Any]) -> tuple:
+        there = tensors(op, values)
+        for n, t in written.items():
+            there[n].copy_(t)
+        return as_tuple(op.function(**values))
+
     with torch.no_grad():
-        expected = as_tuple(op.function(**case.values))
+        expected = called(case.values)
         for turn in range(300):
-            made = as_tuple(op.function(**(moved if turn % 2 else case.values)))
+            made = called(moved if turn % 2 else case.values)
             if turn % 50 < 2:
                 agreed = contract(op, case.values, dict(zip(op.results, expected)))
                 for n, a, b in zip(op.results, made, expected):
