@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+import tilewright as tw
 from tilewright.gemm.matmul import lies_by_columns, matmul
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -85,3 +86,15 @@ def test_how_matrices_lie():
     assert (
         lies_by_columns(t[:1].expand(24, 40)) is None and lies_by_columns(t[:1, :1].expand(24, 40)) is None
     )  # rows lie apart
+
+
+def test_making_ready_stores_nothing_where_a_library_multiplies(monkeypatch):
+    """A GPU may take cuBLAS, which has nothing to compile; its host code, here on a CPU, is torch's product."""
+    a, b = pair(torch.bfloat16)
+    y = torch.full((3, 5), torch.nan, dtype=torch.bfloat16)
+    (library,) = (one for one in matmul.implementations if one.library)
+    monkeypatch.setattr(type(matmul), "implementation", lambda self, values, device=None: library)
+    tw.warmup(matmul, a, b, out=y)
+    assert y.isnan().all()
+    matmul.run(matmul.signature.bind((a, b), {"out": y}))
+    assert torch.equal(y, a @ b)
