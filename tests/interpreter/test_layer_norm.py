@@ -132,9 +132,28 @@ def test_the_mean_is_taken_off_before_squares_are():
     with tw.force("triton"):
         y = tw.layer_norm(x)
     torch.testing.assert_close(y.double(), F.layer_norm(x.double(), (300,)), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("columns", [15, 1293, 1298])
+def test_of_a_row_of_equal_numbers_the_bias_is_left(columns, monkeypatch):
+    """All bits of it: these sums are exact in fp32, and so must the mean be. By fp32's 1 / columns it would be a bit off."""
+    if columns == 1298:  # one program does not hold the row; a width of its own, as below
+        monkeypatch.setattr(row_pieces, "HELD", 0)
+        monkeypatch.setattr(row_pieces, "split_plain", lambda N: (512, 2))
+        monkeypatch.setattr(backward, "WIDEST_AFFINE", 0)
+    numbers = torch.tensor([0.75, 7.25, -3.0], dtype=torch.bfloat16)
+    x = numbers[:, None].repeat(1, columns).requires_grad_()
+    weight, bias, dy = (normal(*shape, columns, dtype=torch.bfloat16) for shape in ((), (), (3,)))
+    weight.requires_grad_()
     with tw.force("triton"):
-        y = tw.layer_norm(torch.full((3, 40), 7.25), eps=1e-6)
-    assert torch.equal(y, torch.zeros(3, 40))
+        y = tw.layer_norm(x, weight, bias, 1e-12)
+        added, h = tw.add_layer_norm(x, x, weight, bias, 1e-12)
+        (dweight,) = torch.autograd.grad(y, weight, dy)
+        # An upstream gradient of equal numbers is one that a row's mean takes off
+        (dx,) = torch.autograd.grad(tw.layer_norm(x, eps=1e-12), x, x.detach())
+    assert torch.equal(h, 2 * x)
+    assert torch.equal(y, bias.expand_as(y)) and torch.equal(added, bias.expand_as(y))
+    assert not dweight.any() and not dx.any()
 
 
 @pytest.mark.parametrize("rows", [1, 3, 5])

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from ...core.tensor import cdiv, power_of_two, rows, vector
 from ...device.groups import Rows
+from ...device.quantize import quotient
 from ...device.store import NOWHERE, Way
 from ...formats.fill import fill, fill_from, is_fast, row_way
 from ...op import upcast
@@ -97,6 +98,14 @@ def sum_pieces(xs, PIECES: tl.constexpr):
     for i in tl.static_range(1, PIECES):
         total += xs[i].to(tl.float32)
     return total
+
+
+@triton.jit
+def mean_of(total, N, inv_n):
+    """The mean of rows with these sums [ROWS], as a division rounds it: where the sum is exact so is that of a row of equal
+    numbers, of which then 0 is left. Their product with 1 / N may be a bit off, and contracted with the difference that follows
+    it nearly always is; with all numbers equal rstd is 1 / sqrt(eps), which makes that show."""
+    return quotient(total, tl.full(total.shape, N, tl.float32), inv_n)
 
 
 @triton.jit
@@ -201,7 +210,7 @@ def modulated_norm_forward(
             ss = laid_pieces(SCALE, row, INNER, col, live, N, BLOCK, PIECES)
             ts = laid_pieces(SHIFT, row, INNER, col, live, N, BLOCK, PIECES)
         if CENTRED:
-            mean = (tl.sum(sum_pieces(xs, PIECES), axis=1) * inv_n)[:, None]
+            mean = mean_of(tl.sum(sum_pieces(xs, PIECES), axis=1), N, inv_n)[:, None]
         total = square_pieces(xs, mean, col, N, BLOCK, PIECES)
     else:
         total = tl.zeros([ROWS, BLOCK], tl.float32)
@@ -219,7 +228,7 @@ def modulated_norm_forward(
             HELD_IN = H
             stride_m, stride_n = N, 1
         if CENTRED:
-            mean = (tl.sum(total, axis=1) * inv_n)[:, None]
+            mean = mean_of(tl.sum(total, axis=1), N, inv_n)[:, None]
             total = tl.zeros([ROWS, BLOCK], tl.float32)
             for start in range(0, N, BLOCK):
                 xs = load_pieces(HELD_IN, row, start + col, live, N, stride_m, stride_n, "", BLOCK, 1)

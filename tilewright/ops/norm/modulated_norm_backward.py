@@ -33,6 +33,7 @@ from .modulated_norm import (
     laid_pieces,
     lay,
     load_at,
+    mean_of,
     modulate,
     one_loop,
     pick,
@@ -215,7 +216,7 @@ def modulated_norm_backward(
             mean_cross = tl.load(GIVEN.cross + row, live, 0.0)
         else:
             if CENTRED:
-                mean = (tl.sum(sum_pieces(xs, PIECES), axis=1) * inv_n)[:, None]
+                mean = mean_of(tl.sum(sum_pieces(xs, PIECES), axis=1), N, inv_n)[:, None]
             squares = square_pieces(xs, mean, col, N, BLOCK, PIECES)
             g = times_if(upstream(dys[0], pick(ss, 0)), pick(ws, 0))
             total = g
@@ -228,7 +229,8 @@ def modulated_norm_backward(
             # Past the last row x is 0, and with an eps of 0 the sums over rows would take 0 * inf
             rstd = tl.where(live, tl.rsqrt(square * inv_n + eps)[:, None], 0.0)
             mean_cross = (cross * inv_n)[:, None] * rstd
-            mean_g = (total * inv_n)[:, None]
+            if CENTRED:
+                mean_g = mean_of(total, N, inv_n)[:, None]
         more_w = ()
         more_b = ()
         more_s = ()
@@ -320,7 +322,7 @@ def modulated_norm_sums(
         for start in range(0, N, BLOCK):
             xs = load_pieces(X, row, start + lane[None, :], live, N, stride_xm, stride_xn, "", BLOCK, 1)
             total += sum_pieces(xs, 1)
-        mean = (tl.sum(total, axis=1) * inv_n)[:, None]
+        mean = mean_of(tl.sum(total, axis=1), N, inv_n)[:, None]
         tl.store(GIVEN.mean + row, mean)
     squares = tl.zeros([1, BLOCK], tl.float32)
     cross = tl.zeros([1, BLOCK], tl.float32)
@@ -344,7 +346,7 @@ def modulated_norm_sums(
     tl.store(GIVEN.rstd + row, rstd[:, None])
     tl.store(GIVEN.cross + row, (cross * inv_n * rstd)[:, None])
     if CENTRED:
-        tl.store(GIVEN.g + row, (total * inv_n)[:, None])
+        tl.store(GIVEN.g + row, mean_of(total, N, inv_n)[:, None])
 
 
 @kernel(
