@@ -55,6 +55,14 @@ def norm(
     agrees("y", y, F.rms_norm(x.double(), (200,), None if weight is None else weight.double(), EPS))
 
 
+def norm_in_place(device: str) -> None:
+    """The norm, copied over what it is of."""
+    x, weight = normal(device, 5, 200), normal(device, 200, seed=1)
+    exact = F.rms_norm(x.double(), (200,), weight.double(), EPS)
+    assert tw.epilogue(tw.rms_norm(x, weight, EPS), out=x) is x, "another tensor came back"
+    agrees("x", x, exact)
+
+
 def modulated_norm(
     device: str, dtype: torch.dtype = BF16, form: str = "plain", weighted: bool = True, residual: bool = False
 ) -> None:
@@ -286,6 +294,7 @@ CHECKS: dict[str, dict[str, Check]] = {
         "rms_norm_fp8_fp16": partial(norm, dtype=FP16, form="static"),
         "rms_norm_fp8_noweight_bf16": partial(norm, form="static", weighted=False),
         "rms_norm_fp8_noweight_fp16": partial(norm, dtype=FP16, form="static", weighted=False),
+        "rms_norm_inplace": norm_in_place,
         "plain_rms_fp8_fp16": partial(norm, dtype=FP16, form="unit", weighted=False),
         "residual_add_rms_norm": partial(norm, residual=True),
         "residual_add_rms_norm_fp8": partial(norm, form="static", residual=True),
