@@ -28,14 +28,30 @@ def drawn(*shape: int, seed: int) -> jax.Array:
     return jax.random.normal(jax.random.key(seed), shape, jax.numpy.bfloat16)
 
 
-def test_cublaslt_multiplies_codes():
-    """The whole program: XLA's FP8 product, scales given to it, and no product of anything else."""
-    x, w = drawn(256, 512, seed=0), drawn(512, 384, seed=1)
-    program = jax.jit(tw.jax.gemm_fp8).lower(x, w, 0.0113, 0.0087).compile().as_text()
-    calls = [line for line in program.splitlines() if "custom-call(" in line and "matmul" in line]
-    assert len(calls) == 1 and "__cublas$lt$matmul$f8" in calls[0], program
-    assert "bf16[256,384]" in calls[0].split(" custom-call(")[0], "the result is rounded by the product itself"
-    assert " dot(" not in program
+def products(program: str) -> list[str]:
+    """The products of a compiled program: calls by their targets, and what XLA multiplies in kernels of its own."""
+    text = [line.strip() for line in program.splitlines()]
+    calls = [line for line in text if "custom_call_target=" in line and ("cublas" in line or "gemm" in line)]
+    return [line.split(", metadata=")[0] for line in calls + [line for line in text if " dot(" in line]]
+
+
+@pytest.mark.parametrize("scales", ["given", "constant"])
+@pytest.mark.parametrize(
+    ("size", "stored"), [((256, 512, 384), "f32["), ((1, 512, 100), "f32["), ((2048, 512, 2064), "bf16[2048,2064]")], ids=str
+)  # fmt: skip
+def test_cublaslt_multiplies_codes(size, stored, scales):
+    """XLA's FP8 product and no other, which stores bf16 where results are many, and has the scale in fp32 then."""
+    m, k, n = size
+    x, w = drawn(m, k, seed=0), drawn(k, n, seed=1)
+    if scales == "given":
+        lowered = jax.jit(tw.jax.gemm_fp8).lower(x, w, 0.0113, 0.0087)
+    else:
+        lowered = jax.jit(lambda x, w: tw.jax.gemm_fp8(x, w, 0.0113, 0.0087)).lower(x, w)
+    program = lowered.compile().as_text()
+    found = products(program)
+    said = f"jax {jax.__version__} multiplies by\n" + "\n".join(found or ["nothing that is known"])
+    assert len(found) == 1 and 'custom_call_target="__cublas$lt$matmul$f8"' in found[0], said
+    assert stored in found[0].split(" custom-call(")[0], said
 
 
 def test_codes_of_fp32_numbers_are_those_of_torch():
@@ -48,13 +64,15 @@ def test_codes_of_fp32_numbers_are_those_of_torch():
         assert torch.equal(torch.from_dlpack(found).cpu(), there.cpu())
 
 
-@pytest.mark.parametrize("size", [(4096, 4096, 4096), (100, 80, 48)], ids=str)
+@pytest.mark.parametrize("size", [(4096, 4096, 4096), (256, 8192, 384), (100, 80, 48), (1, 4096, 96)], ids=str)
 def test_products_are_within_class_f(size):
     m, k, n = size
     x, w = drawn(m, k, seed=0), drawn(k, n, seed=1)
-    y = torch.from_dlpack(jax.jit(tw.jax.gemm_fp8)(x, w, 0.0113, 0.0087)).double()
+    found = [jax.jit(tw.jax.gemm_fp8)(x, w, 0.0113, 0.0087)]
+    found += [jax.jit(lambda x, w: tw.jax.gemm_fp8(x, w, 0.0113, 0.0087))(x, w)]  # scales that XLA sees
     codes = [torch.from_dlpack(tw.jax.quantize_fp8(t, s).view("uint8")) for t, s in ((x, 0.0113), (w, 0.0087))]
     a, b = (c.view(torch.float8_e4m3fn).double() for c in codes)
     exact = a @ b * (float(torch.tensor(0.0113)) * float(torch.tensor(0.0087)))
-    error = float((y - exact).norm() / exact.norm())
-    assert error < 1.8e-3 * (1 + 2 / y.numel() ** 0.5), error
+    for y in found:
+        error = float((torch.from_dlpack(y).double() - exact).norm() / exact.norm())
+        assert error < 1.8e-3 * (1 + 2 / exact.numel() ** 0.5), error

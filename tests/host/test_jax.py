@@ -96,14 +96,6 @@ def test_what_has_no_normal_reciprocal_is_left_to_the_division():
     )
 
 
-def test_two_bf16_numbers_make_a_scale():
-    scales = torch.exp2(torch.linspace(-40, 20, 9001)).float()
-    first, second = jax.jit(jax.vmap(fp8.two_factors))(array(scales))
-    assert first.dtype == second.dtype == jnp.bfloat16
-    off = (tensor(first) * tensor(second) / scales.double() - 1.0).abs()
-    assert off.max() < 3e-4 and off.square().mean().sqrt() < 7e-5
-
-
 # ---- products --------------------------------------------------------------------------------------------------------
 
 
@@ -176,20 +168,47 @@ def test_a_batch_of_products():
     assert (together == gemm_fp8(x, w, 0.0113, 0.0087)).all()
 
 
-def test_xla_gets_a_product_of_codes_that_it_knows():
-    """What it leaves to cuBLASLt: codes, converted and each multiplied by one number in bf16, into a product in bf16."""
+def lowered_for_cuda(x: object, w: object) -> dict[str, str]:
+    """Operations in StableHLO by the names of their results."""
+    text = jax.jit(gemm_fp8).trace(x, w, 0.0113, 0.0087).lower(lowering_platforms=("cuda",)).as_text()
+    return {found[1]: found[2] for found in re.finditer(r"(%\S+) = (.*)", text)}
+
+
+@pytest.mark.parametrize(
+    ("size", "stored"), [((1, 3, 5), "f32"), ((17, K, 2 * N), "f32"), ((2048, K, 2048), "bf16")], ids=str
+)
+def test_xla_gets_a_product_of_codes_that_it_knows(size, stored):
+    """What it leaves to cuBLASLt: codes by an algorithm of FP8, sizes that are multiples of 16, one number as the scale."""
+    m, k, n = size
+    x, w = jax.ShapeDtypeStruct((m, k), jnp.bfloat16), jax.ShapeDtypeStruct((k, n), jnp.bfloat16)
+    lines = lowered_for_cuda(x, w)
+    ((name, product),) = ((name, line) for name, line in lines.items() if "dot_general" in line)
+    m, k, n = (-(-size // 16) * 16 for size in (m, k, n))
+    assert f"(tensor<{m}x{k}xf8E4M3FN>, tensor<{n}x{k}xf8E4M3FN>) -> tensor<{m}x{n}x{stored}>" in product
+    assert "accumulation_type = f32" in product and "allow_imprecise_accumulation = false" in product
+    (scaled,) = (line for line in lines.values() if f"{name}," in line)
+    scale = lines[re.findall(r"%\w+", scaled)[1]]
+    assert scaled.startswith("stablehlo.multiply") and "broadcast_in_dim" in scale and f"tensor<{stored}>" in scale
+    hidden = lines[re.findall(r"%\w+", scale)[0]]  # of a bf16 product it is rounded, as far as is written
+    hidden = lines[re.findall(r"%\w+", hidden)[0]] if stored == "bf16" else hidden
+    assert "optimization_barrier" in hidden, "a constant would be folded into bf16"
+
+
+def test_a_cpu_multiplies_in_fp32():
     x, w = array(drawn(16, K)), array(drawn(K, N, seed=1))
-    lowered = jax.jit(gemm_fp8).trace(x, w, 0.0113, 0.0087).lower(lowering_platforms=("cuda",)).as_text()
-    lines = {found[1]: found[2] for found in re.finditer(r"(%\S+) = (.*)", lowered)}
-    product = next(line for line in lines.values() if "dot_general" in line)
-    assert f"(tensor<16x{K}xbf16>, tensor<{N}x{K}xbf16>) -> tensor<16x{N}xbf16>" in product
-    for factor in re.findall(r"(%\w+)[, ]", product)[:2]:
-        assert lines[factor].startswith("stablehlo.multiply")
-        values, scale = (lines[one] for one in re.findall(r"%\w+", lines[factor]))
-        assert "stablehlo.convert" in values and "f8E4M3FN" in values
-        assert "broadcast_in_dim" in scale and "tensor<bf16>" in scale
     plain = jax.jit(gemm_fp8).lower(x, w, 0.0113, 0.0087).as_text()
-    assert f"(tensor<16x{K}xf32>, tensor<{N}x{K}xf32>)" in plain, "a CPU multiplies in fp32"
+    assert f"(tensor<16x{K}xf32>, tensor<{N}x{K}xf32>)" in plain
+
+
+@pytest.mark.parametrize("size", [(1, 5, 3), (33, K, N)], ids=str)
+def test_what_is_lowered_for_a_gpu_gives_the_product(size, monkeypatch):
+    """The same operations on a CPU, which multiplies codes in fp32 whatever algorithm is named."""
+    m, k, n = size
+    monkeypatch.setattr(fp8, "IN_FP32", None)
+    x, w = drawn(m, k), drawn(k, n, seed=1)
+    codes = quantize_fp8(array(x), 0.0113), fp8.codes_of(array(w), jnp.float32(0.0087), transposed=True)
+    y = fp8.by_cublaslt(*codes, jnp.float32(0.0113) * jnp.float32(0.0087), jnp.dtype(jnp.bfloat16))
+    assert y.shape == (m, n) and (y == gemm_fp8(array(x), array(w), 0.0113, 0.0087)).all()
 
 
 # ---- errors, and what is not installed -------------------------------------------------------------------------------

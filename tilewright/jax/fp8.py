@@ -6,9 +6,10 @@ are normal numbers: XLA may take smaller ones for 0. The backward of a product i
 
     dx = dy @ w.T        dw = x.T @ dy
 
-On a GPU, XLA leaves the product to cuBLASLt if it finds codes converted to bf16 and multiplied by a scale, which is then bf16 too.
-Rounding scale_x * scale_w to bf16 would be an error of up to 2^-9, as large as that of the result's own rounding. So it becomes the
-product of two such numbers, one for each factor, which are chosen to come within 3e-4 of it.
+On a GPU, XLA may multiply codes in Triton kernels of its own. These leave sums in the tensor cores, which have 14 bits for them:
+1.4e-3 off at K 4096 (docs/measured.md). They know no dot algorithm of FP8, so that a product which names one is cuBLASLt's: here
+the one with sums in fp32. cuBLASLt takes the scale too. It wants sizes that are multiples of 16, and of one row XLA (that of jax
+0.11) does not compile a product by an algorithm at all: zeros are put around the codes.
 """
 
 from __future__ import annotations
@@ -34,8 +35,11 @@ LARGEST = 448.0
 FLOATS = (jnp.bfloat16, jnp.float16, jnp.float32, jnp.float64)
 TILE = {"ROWS": 32, "COLS": 128}
 BY_ROWS = (((1,), (1,)), ((), ()))  # dimensions that are summed over, and none that are batches
-# By default cuBLASLt leaves sums in the tensor cores, which have 14 bits for them: 1.4e-3 off at K 4096 (docs/measured.md)
-FULL = lax.Precision.HIGHEST
+IN_FP32 = lax.DotAlgorithmPreset.ANY_F8_ANY_F8_F32  # codes are multiplied as they are, and summed in full
+MULTIPLE = 16  # of all sizes, which cuBLASLt wants
+# From this many results on, the product stores bf16 itself, for fp32 would be written and read once more. XLA does not divide
+# products of so many along K, so that none is rounded before it is summed and scaled.
+MANY = 1 << 22
 MULTIPLIES = (8, 9)  # the compute capability from which tensor cores multiply FP8
 
 
@@ -105,12 +109,14 @@ def mended(scale: Array, guess: Array) -> Array:
 
 
 def codes_by_xla(x: Array, scale: Array, transposed: bool = False) -> Array:
-    x = x.astype(jnp.float32)
-    v = x * reciprocal(scale)
-    v = jnp.where(jnp.isfinite(x) & (v == v), v, jnp.nan)  # one NaN, whose sign is not set
-    codes = lax.clamp(-LARGEST, v, LARGEST).astype(E4M3)
+    """One kernel that reads and writes in order, then one that transposes codes: of a matrix, XLA would transpose what it reads,
+    once for each time that the formula names it."""
+    numbers = x.astype(jnp.float32).reshape(-1)
+    v = numbers * reciprocal(scale)
+    v = jnp.where(jnp.isfinite(numbers) & (v == v), v, jnp.nan)  # one NaN, whose sign is not set
     # Without the barrier XLA leaves out a conversion to FP8 and back, as more precise than what was asked for: seen on an H200
-    return lax.optimization_barrier(codes.T if transposed else codes)
+    codes = lax.optimization_barrier(lax.clamp(-LARGEST, v, LARGEST).astype(E4M3)).reshape(x.shape)
+    return codes.T if transposed else codes
 
 
 @functools.cache
@@ -183,32 +189,29 @@ def multiplies_fp8() -> bool:
     return all(tuple(map(int, gpu.compute_capability.split("."))) >= MULTIPLIES for gpu in gpus)
 
 
-def two_factors(scale: Array) -> tuple[Array, Array]:
-    """Two bf16 numbers whose product is within 3e-4 of a scale, relative: the best pair of a number in [1, 2), of which there are
-    128, and the nearest to what is left."""
-    first = 1.0 + jnp.arange(128, dtype=jnp.float32) / 128.0
-    # A conversion to bf16 and back XLA may leave out
-    second = lax.reduce_precision(scale / first, exponent_bits=8, mantissa_bits=7)
-    best = jnp.argmin(jnp.abs(first * second - scale))
-    return first[best].astype(jnp.bfloat16), second[best].astype(jnp.bfloat16)
+def by_cublaslt(x: Array, w: Array, scale: Array, dtype: Any) -> Array:
+    """Codes [M, K] and [N, K] in the form that XLA knows for an FP8 product of cuBLASLt with a scale."""
+    rows, columns = x.shape[0], w.shape[0]
+    x, w = among_zeros(x), among_zeros(w)
+    itself = dtype == jnp.bfloat16 and rows * columns >= MANY
+    stored = jnp.bfloat16 if itself else jnp.float32
+    # As written, what is stored as bf16 is scaled by a bf16 number. XLA gives cuBLASLt the fp32 number from which that came, but of
+    # a constant the bf16 one: the barrier hides that it is one
+    scale = lax.optimization_barrier(scale).astype(stored)
+    y = lax.dot_general(x, w, BY_ROWS, IN_FP32, preferred_element_type=stored) * scale
+    y = lax.optimization_barrier(y) if itself else y  # or a factor of the caller's could be drawn into that number
+    return y[:rows, :columns].astype(dtype)
 
 
-def by_cublaslt(x: Array, w: Array, scale: Array) -> Array:
-    """Codes [M, K] and [N, K] in the form that XLA knows for an FP8 product of cuBLASLt with a result in bf16."""
-    first, second = two_factors(scale)
-    left, right = x.astype(jnp.bfloat16) * first, w.astype(jnp.bfloat16) * second
-    return lax.dot_general(left, right, BY_ROWS, FULL, preferred_element_type=jnp.bfloat16)
+def among_zeros(codes: Array) -> Array:
+    """The same with zeros after each dimension, up to the next multiple."""
+    return jnp.pad(codes, [(0, -size % MULTIPLE) for size in codes.shape])
 
 
 def in_fp32(x: Array, w: Array, scale: Array, dtype: Any) -> Array:
     """The same of any device's arithmetic: sums and the scale in fp32, one rounding."""
-    sums = lax.dot_general(x.astype(jnp.float32), w.astype(jnp.float32), BY_ROWS, FULL)
+    sums = lax.dot_general(x.astype(jnp.float32), w.astype(jnp.float32), BY_ROWS, lax.Precision.HIGHEST)
     return (sums * scale).astype(dtype)
-
-
-def by_codes(x: Array, w: Array, scale: Array, dtype: Any) -> Array:
-    """Codes as they are, with sums in fp32: XLA gives their scale to cuBLASLt, and rounds the result afterwards."""
-    return (lax.dot_general(x, w, BY_ROWS, FULL, preferred_element_type=jnp.float32) * scale).astype(dtype)
 
 
 @jax.custom_vjp
@@ -217,10 +220,9 @@ def product(x: Array, w: Array, scale_x: Array, scale_w: Array) -> Array:
     a = x if x.dtype == E4M3 else codes_of(x, scale_x)
     b = w.T if w.dtype == E4M3 else codes_of(w, scale_w, transposed=True)
     plain = functools.partial(in_fp32, dtype=dtype)
-    on_gpu = by_cublaslt if dtype == jnp.bfloat16 else functools.partial(by_codes, dtype=dtype)
-    return lax.platform_dependent(
-        a, b, scale_x * scale_w, cuda=on_gpu if multiplies_fp8() else plain, default=plain
-    )  # fmt: skip
+    known = multiplies_fp8() and a.size and b.size
+    on_gpu = functools.partial(by_cublaslt, dtype=dtype) if known else plain
+    return lax.platform_dependent(a, b, scale_x * scale_w, cuda=on_gpu, default=plain)
 
 
 def product_forward(x: Array, w: Array, scale_x: Array, scale_w: Array) -> tuple[Array, tuple]:
