@@ -61,6 +61,17 @@ def test_a_decoder_layer_is_near_torchs_own_operators(words, most, monkeypatch, 
     assert all(float(update) < most and float(stream) < most / 3 for update, stream in lines)
 
 
+@pytest.mark.parametrize("norm", ["layer", "rms"])
+@pytest.mark.parametrize(("words", "most"), [(("--fp8",), 0.06), ((), 1e-2)], ids=["fp8", "bf16"])
+def test_a_denoise_loop_is_near_torchs_own_operators(words, most, norm, monkeypatch, capsys):
+    example = importlib.import_module("examples.denoise")
+    monkeypatch.setattr(sys, "argv", ["denoise.py", "--norm", norm, *words])
+    example.main()
+    lines = re.findall(r"^(\w+) times: off by (\S+)$", capsys.readouterr().out, re.M)
+    assert [times for times, _ in lines] == ["equal", "squared"]
+    assert all(float(off) < most for _, off in lines)
+
+
 def test_the_notebook_runs(tmp_path):
     cells = json.loads(NOTEBOOK.read_text())["cells"]
     code = [cell for cell in cells if cell["cell_type"] == "code"]
