@@ -1,4 +1,4 @@
-"""Benchmark cases that are no call of one op, small and on a CPU: a decoder layer of the examples, and a product of JAX."""
+"""Benchmark cases that are no call of one op, small and on a CPU: a layer and a loop of the examples, and a product of JAX."""
 
 from __future__ import annotations
 
@@ -72,6 +72,28 @@ def test_a_layer_wants_a_checkout(monkeypatch):
     monkeypatch.setattr(importlib, "import_module", gone)
     with pytest.raises(Absent, match="measure it from a checkout"):
         layer("decode_layer")
+
+
+@pytest.mark.parametrize("norm", ["layer", "rms"])
+def test_a_denoise_loop_is_checked_and_set_beside_its_compiled_twin(norm, monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    (case,) = (case for case in cases.select(["denoise_loop"]) if case.own)
+    options = {**case.options, "sizes": [2, 64, 4, 16, 128, 1, 1, 8, 3, norm]}  # tokens are the case's
+    small = replace(case, dims={"batch": 2, "tokens": 12, "context": 10}, options=options)
+    work = build(small, device="cpu")
+    result = work.call()
+    assert 0 < work.verify(result) < programs.OFF_LOOP[False]
+    read, written = work.traffic(result)
+    weights = 2 * 2 * 64 * (3 * 64 + 3 * 64 + 2 * 128)  # bytes of two blocks, which three steps read
+    assert 3 * weights < read < 1.5 * 3 * weights and written == 4 * 2 * 12 * 8 and work.result_bytes(result) == 0
+    theirs = rivals.call_of("compile_graph", work)()
+    assert rivals.agrees(result, theirs, 2e-2) and not torch.equal(result, theirs)
+    with pytest.raises(Wrong, match="off by"):
+        work.verify(result * 1.05)
+    coded = build(replace(small, options={**options, "fp8": True}), device="cpu")
+    assert 0 < coded.verify(coded.call()) < programs.OFF_LOOP[True] and coded.traffic(result)[0] < 0.7 * read
+    with pytest.raises(Absent, match="is bf16"):
+        rivals.call_of("compile_graph", coded)
 
 
 def test_a_product_of_jax_is_timed_in_a_queue(monkeypatch):

@@ -1,8 +1,8 @@
-"""Cases that are no call of one op: a layer's step from the examples, and a product of JAX. Each is built, checked and timed as an
-op's work is, and knows the programs that it is timed beside.
+"""Cases that are no call of one op: a layer's step and a denoise loop from the examples, and a product of JAX. Each is built,
+checked and timed as an op's work is, and knows the programs that it is timed beside.
 
-The layer is the example's own code, and so wants a checkout. JAX queues its calls on a stream of its own, where no graph of torch's
-sees them: they are timed in a queue of many.
+The layer and the loop are the examples' own code, and so want a checkout. JAX queues its calls on a stream of its own, where no
+graph of torch's sees them: they are timed in a queue of many.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from .check import Absent, Wrong
 Call = Callable[[], Any]
 ROWS = 256  # of a product that are held against float64
 OFF = {True: 0.1, False: 1e-2}  # of a layer's update, relative RMS: roundings of FP8 codes, or of bf16
+OFF_LOOP = {True: 0.1, False: 2e-2}  # of what a denoise loop adds to its noise, likewise
 QUEUED = 24  # calls of JAX in a queue
 BATCHES = 15
 WARM = 4  # batches before the first that counts: an idle chip's clocks must rise
@@ -149,6 +150,102 @@ class Layer(Program):
     rivals = {"compile_graph": compiled}
 
 
+# ---- a denoise loop --------------------------------------------------------------------------------------------------
+
+
+class Denoise(Program):
+    """All Euler steps of a diffusion transformer, from noise to a sample."""
+
+    def __init__(self, case: Case, seed: int = 0, device: str = "cuda") -> None:
+        super().__init__(case)
+        module = example("denoise")
+        sizes = module.Sizes(*case.options["sizes"]) if "sizes" in case.options else module.DIT
+        sizes = sizes._replace(tokens=case.dims["tokens"], context=case.dims["context"])
+        self.plain, self.error = module.plain, module.error
+        self.loop = module.build(sizes, case.dims["batch"], case.options["fp8"], device, seed)
+
+    @property
+    def call(self) -> Call:
+        return self.loop
+
+    @property
+    def values(self) -> dict[str, Tensor]:
+        return {"noise": self.loop.noise, "context": self.loop.context}
+
+    def traffic(self, result: Tensor) -> tuple[int, int]:
+        """Each step reads weights, which no cache holds, and keys and values of the context; projections of it are read once."""
+        loop, model = self.loop, self.loop.model
+        weights = [
+            w.data if loop.fp8 else w for block in (model.codes if loop.fp8 else model.blocks) for w in block.values()
+        ]
+        each = sum(map(tensor_bytes, [*weights, *model.up_bias, *loop.pairs, model.enter, model.leave, model.position]))
+        once = sum(map(tensor_bytes, [*model.context, loop.context, loop.noise, loop.style]))
+        return model.sizes.steps * each + once, tensor_bytes(result)
+
+    def result_bytes(self, result: Any) -> int:
+        """It lies in memory that was there before."""
+        return 0
+
+    def verify(self, result: Tensor) -> float:
+        off, allowed = self.error(self.loop, result, self.plain(self.loop).sample), OFF_LOOP[self.loop.fp8]
+        if not off <= allowed:
+            raise Wrong(f"its sample is off by {off:.2e}, allowed {allowed:g}")
+        return off
+
+    def compiled(self) -> Call:
+        """The loop in torch's operators, in bf16, as torch.compile fuses it. A block is compiled once for all: it begins with the
+        gated addition of the block before, so that all which can be fused is in one."""
+        loop, model, sizes = self.loop, self.loop.model, self.loop.model.sizes
+        if loop.fp8:
+            raise Absent("its twin in torch's operators is bf16")
+        norm = F.layer_norm if sizes.norm == "layer" else F.rms_norm
+
+        def modulated(h: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
+            return norm(h, h.shape[-1:], eps=1e-6) * (1 + scale) + shift
+
+        def attended(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            q, k, v = (t.unflatten(-1, (sizes.heads, sizes.head_dim)).transpose(1, 2) for t in (q, k, v))
+            return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+
+        def enter(state: Tensor) -> Tensor:
+            return F.linear(state.to(torch.bfloat16), model.enter, model.enter_bias) + model.position
+
+        def block(
+            h: Tensor, update: Tensor, gate: Tensor, style: Tensor, pair: Tensor, bias: Tensor, w: dict
+        ) -> tuple[Tensor, ...]:
+            (s0, b0, g0), (s1, b1, g1), (s2, b2, g2) = (part.unbind() for part in style.unflatten(0, (3, 3)).unbind())
+            h = h + gate * update
+            h = h + g0 * F.linear(attended(*F.linear(modulated(h, s0, b0), w["qkv"]).chunk(3, -1)), w["out"])
+            seen = attended(F.linear(modulated(h, s1, b1), w["query"]), *pair.chunk(2, -1))
+            h = h + g1 * F.linear(seen, w["cross"])
+            x = F.gelu(F.linear(modulated(h, s2, b2), w["up"], bias), approximate="tanh")
+            return h, F.linear(x, w["down"]), g2
+
+        def leave(h: Tensor, update: Tensor, gate: Tensor, style: Tensor, state: Tensor, size: Tensor) -> Tensor:
+            x = modulated(h + gate * update, *style.unbind())
+            return state + size * F.linear(x, model.leave, model.leave_bias).float()
+
+        torch._dynamo.reset()
+        enter, block, leave = (torch.compile(one, dynamic=False) for one in (enter, block, leave))
+        nothing = loop.noise.new_zeros((), dtype=torch.bfloat16)
+
+        def call() -> Tensor:
+            state, pairs = loop.noise, [F.linear(loop.context, w) for w in model.context]
+            for style, size in zip(loop.style.unflatten(1, (-1, sizes.hidden)).unbind(), loop.sizes_of_steps.unbind()):
+                h, gate = enter(state), nothing
+                update = h
+                for i, weights in enumerate(model.blocks):
+                    h, update, gate = block(
+                        h, update, gate, style[9 * i : 9 * i + 9], pairs[i], model.up_bias[i], weights
+                    )
+                state = leave(h, update, gate, style[-2:], state, size)
+            return state
+
+        return call
+
+    rivals = {"compile_graph": compiled}
+
+
 # ---- JAX -------------------------------------------------------------------------------------------------------------
 
 
@@ -239,4 +336,4 @@ class JaxProduct(Program):
     rivals = {"jax_bf16": in_bf16, "jax_codes": by_codes}
 
 
-PROGRAMS: dict[str, type[Program]] = {"qwen3 layer": Layer, "jax.gemm_fp8": JaxProduct}
+PROGRAMS: dict[str, type[Program]] = {"qwen3 layer": Layer, "dit loop": Denoise, "jax.gemm_fp8": JaxProduct}
