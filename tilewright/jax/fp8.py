@@ -26,12 +26,16 @@ import jax
 import jax.numpy as jnp
 import triton
 from jax import Array, lax
+from jax.experimental import layout
 
 from ..core.triton_versions import age
 from ..formats.given import given_codes
 
 E4M3 = jnp.float8_e4m3fn
 LARGEST = 448.0
+Layout = (
+    getattr(layout, "DeviceLocalLayout", None) or layout.Layout
+)  # the name before jax 0.7, where Layout was another thing
 FLOATS = (jnp.bfloat16, jnp.float16, jnp.float32, jnp.float64)
 TILE = {"ROWS": 32, "COLS": 128}
 BY_ROWS = (((1,), (1,)), ((), ()))  # dimensions that are summed over, and none that are batches
@@ -109,13 +113,14 @@ def mended(scale: Array, guess: Array) -> Array:
 
 
 def codes_by_xla(x: Array, scale: Array, transposed: bool = False) -> Array:
-    """One kernel that reads and writes in order, then one that transposes codes: of a matrix, XLA would transpose what it reads,
-    once for each time that the formula names it."""
-    numbers = x.astype(jnp.float32).reshape(-1)
-    v = numbers * reciprocal(scale)
-    v = jnp.where(jnp.isfinite(numbers) & (v == v), v, jnp.nan)  # one NaN, whose sign is not set
+    x = x.astype(jnp.float32)
+    v = x * reciprocal(scale)
+    v = jnp.where(jnp.isfinite(x) & (v == v), v, jnp.nan)  # one NaN, whose sign is not set
     # Without the barrier XLA leaves out a conversion to FP8 and back, as more precise than what was asked for: seen on an H200
-    codes = lax.optimization_barrier(lax.clamp(-LARGEST, v, LARGEST).astype(E4M3)).reshape(x.shape)
+    codes = lax.optimization_barrier(lax.clamp(-LARGEST, v, LARGEST).astype(E4M3))
+    if codes.ndim > 1:
+        # Or XLA transposes, where a product wants codes by columns, what they are made from, once for each time that it is named
+        codes = layout.with_layout_constraint(codes, Layout(tuple(range(codes.ndim))))
     return codes.T if transposed else codes
 
 
