@@ -26,16 +26,13 @@ import jax
 import jax.numpy as jnp
 import triton
 from jax import Array, lax
-from jax.experimental import layout
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from ..core.triton_versions import age
 from ..formats.given import given_codes
 
 E4M3 = jnp.float8_e4m3fn
 LARGEST = 448.0
-Layout = (
-    getattr(layout, "DeviceLocalLayout", None) or layout.Layout
-)  # the name before jax 0.7, where Layout was another thing
 FLOATS = (jnp.bfloat16, jnp.float16, jnp.float32, jnp.float64)
 TILE = {"ROWS": 32, "COLS": 128}
 BY_ROWS = (((1,), (1,)), ((), ()))  # dimensions that are summed over, and none that are batches
@@ -120,7 +117,7 @@ def codes_by_xla(x: Array, scale: Array, transposed: bool = False) -> Array:
     codes = lax.optimization_barrier(lax.clamp(-LARGEST, v, LARGEST).astype(E4M3))
     if codes.ndim > 1:
         # Or XLA transposes, where a product wants codes by columns, what they are made from, once for each time that it is named
-        codes = layout.with_layout_constraint(codes, Layout(tuple(range(codes.ndim))))
+        codes = with_layout_constraint(codes, Layout(tuple(range(codes.ndim))))
     return codes.T if transposed else codes
 
 
