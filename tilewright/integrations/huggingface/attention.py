@@ -81,30 +81,42 @@ class Kinds(NamedTuple):
     both: Any  # of which all must hold
     sliding: Any
     packed: Any
+    within: Any  # another, of positions within packed sequences; None of a version that has none
 
 
 def kinds() -> Kinds:
     from transformers import masking_utils as theirs
 
-    made = theirs.and_masks(), theirs.sliding_window_overlay(1), theirs.packed_sequence_mask_function(None)
-    return Kinds(theirs.causal_mask_function, *(f.__code__ for f in made))
+    made = [theirs.and_masks(), theirs.sliding_window_overlay(1), theirs.packed_sequence_mask_function(None)]
+    within = getattr(theirs, "remap_positions_for_packed_sequence", lambda *_: None)
+    return Kinds(theirs.causal_mask_function, *(code_of(f) for f in (*made, within(None, None))))
 
 
-def said(function: Any, known: Kinds) -> dict[str, Any] | None:
-    """Whether a mask function is `causal`, its `window` and its `sequence`; None of one that is more than these."""
+def code_of(function: Any) -> Any:
+    return getattr(function, "__code__", None)
+
+
+def said(function: Any, known: Kinds, packed: bool = False) -> dict[str, Any] | None:
+    """Whether a mask function is `causal`, its `window` and its `sequence`; None of one that is more than these. `packed`: it
+    counts within packed sequences alone, where positions are as far apart as tokens."""
     if function is known.causal:
         return {"causal": True}
-    code = getattr(function, "__code__", None)
-    if code not in known[1:] or torch.compiler.is_compiling():  # which cannot trace what a function holds
+    code = code_of(function)
+    # Compilers cannot trace what a function holds
+    if code is None or code not in known[1:] or torch.compiler.is_compiling():
         return None
-    (held,) = (cell.cell_contents for cell in function.__closure__)
+    held, *more = (cell.cell_contents for cell in function.__closure__)
+    if code is known.within:
+        (inner,) = (part for part in (held, *more) if callable(part))  # the other holds positions
+        return said(inner, known) if packed else None
     if code is known.sliding:
         return {"window": held}
     if code is known.packed:
         return {"sequence": held}
     made: dict[str, Any] = {}
+    packed = packed or known.packed in map(code_of, held)
     for part in held:
-        found = said(part, known)
+        found = said(part, known, packed)
         if found is None or (made.keys() & found.keys()) - {"causal"}:
             return None
         made |= found
