@@ -21,6 +21,8 @@ from .probe import compared, shallow
 from .projections import autocast_dtype
 
 TRAINING = "in training its code does more"
+CHECKPOINT = "_gradient_checkpointing_func"  # what a layer's forward runs under, where its checkpoints are asked for
+CACHES = ("past_key_values", "layer_past")  # arguments that a forward which runs twice would add to twice
 Count = Callable[[str], None]  # told the name of an op that is called
 
 
@@ -90,10 +92,37 @@ def taking(name: str, compute: Callable[[nn.Module, Tensor], Tensor]) -> Callabl
     return forward
 
 
+def checkpoints(forward: Callable | None) -> bool:
+    """Whether a forward, or what wraps it, runs it under gradient checkpointing. Old versions of transformers do so in a layer's
+    `__call__`, which stays."""
+    while forward is not None:
+        if CHECKPOINT in getattr(getattr(forward, "__code__", None), "co_names", ()):
+            return True
+        forward = getattr(forward, "__wrapped__", None)
+    return False
+
+
+def checkpointed(original: Callable, forward: Callable) -> Callable:
+    """`forward` in the place of `original`, under checkpoints if that runs under them, as transformers has it: without caches, but
+    for layers that only read them."""
+    if not checkpoints(original) or checkpoints(forward):
+        return forward
+
+    def made(self: nn.Module, *given: Any, **named: Any) -> Any:
+        if not (self.gradient_checkpointing and self.training):
+            return forward(self, *given, **named)
+        off = {"use_cache": False} | ({} if self._can_checkpoint_with_cache else dict.fromkeys(CACHES))
+        named |= {name: value for name, value in off.items() if name in named}
+        return getattr(self, CHECKPOINT)(functools.partial(forward, self, **named), *given)
+
+    return made
+
+
 def bound(module: nn.Module, forward: Callable) -> tuple[nn.Module, str, Any]:
     """As a method, so that a copy of the module has one that is bound to the copy. It has the original's signature but no
     `__wrapped__`: accelerate follows that to take its own wrapper off, and would take this one off too."""
     original = type(module).forward
+    forward = checkpointed(original, forward)
     functools.update_wrapper(forward, original)
     del forward.__wrapped__
     forward.__signature__ = inspect.signature(original)
