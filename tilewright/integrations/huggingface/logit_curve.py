@@ -64,7 +64,8 @@ def with_answers(model: nn.Module, head: nn.Module, hidden: Tensor, **more: Any)
 def arguments(model: nn.Module, labels: Tensor) -> dict[str, Any]:
     """Of a call for the loss alone, as far as the model's forward takes them."""
     taken = inspect.signature(type(model).forward).parameters
-    given = {"labels": labels, "num_items_in_batch": 5, "output_router_logits": False, "use_cache": False}
+    given = {"input_ids": labels.clamp(min=0), "labels": labels, "num_items_in_batch": 5}
+    given |= {"output_router_logits": False, "use_cache": False}
     if any(p.kind is p.VAR_KEYWORD for p in taken.values()):
         return given
     return {name: value for name, value in given.items() if name in taken}
