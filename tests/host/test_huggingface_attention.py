@@ -14,6 +14,7 @@ import transformers
 from transformers import masking_utils
 from transformers.models.llama.modeling_llama import ALL_ATTENTION_FUNCTIONS, LlamaAttention, eager_attention_forward
 
+from tests.survey import small
 from tests.transformer_models import FP32, IDS, LABELS, build, error, step
 from tilewright.integrations.huggingface import attention as role
 from tilewright.integrations.huggingface.patching import patch, unpatch
@@ -140,6 +141,11 @@ def test_masks_are_made_only_where_arguments_do_not_say_them(monkeypatch):
     }  # fmt: skip
     mask = masking_utils.create_causal_mask(**given, or_mask_function=lambda b, h, q, k: k == 8)
     assert len(made) == 1 and mask.shape == (2, 1, 9, 9) and mask[0, 0, 0].tolist() == [True, *[False] * 7, True]
+    if hasattr(masking_utils, "remap_positions_for_packed_sequence"):  # without packing, positions may lie anyhow
+        within = masking_utils.remap_positions_for_packed_sequence(masking_utils.causal_mask_function, PACKED)
+        sizes = {"batch_size": 2, "q_length": 9, "kv_length": 9, "q_offset": 0, "kv_offset": 0, "device": "cpu"}
+        mask = role.mask_for(role.kinds(), **sizes, mask_function=within)
+        assert torch.equal(mask[:, 0], PACKED[:, None, :] <= PACKED[:, :, None])
     mask = masking_utils.create_causal_mask(**given)
     assert isinstance(mask, role.Mask) and masking_utils.create_causal_mask(**{**given, "attention_mask": mask}) is mask
     blocks = torch.tensor([[-1, 0, 0, -1, -1, 1, 1, 1, -1]] * 2)
@@ -165,6 +171,36 @@ def test_a_mask_is_what_transformers_makes(window, packed):
     assert isinstance(mask, role.Mask) and torch.equal(mask.dense(torch.device("cpu")), expected)
     if packed:  # as many marks as there may be sequences
         assert mask.marks.dtype == torch.int32 and mask.marks.unique().tolist() == [0, 3, 5, 9, 16, 18]
+
+
+def test_a_mask_of_the_last_queries():
+    """For layers that are asked for the last ones alone: it is that part of the whole mask, and nothing else is."""
+    there, cpu = LEFT[:, :5], torch.device("cpu")
+    sequence = torch.tensor([[0, 0, 1, 1, 1], [0, 1, 1, 2, 2]])
+    for given in ({"window": 2}, {"padding": there}, {"filled": torch.tensor([4, 3])}, {"sequence": sequence}):
+        mask = role.Mask((2, 1, 5, 5), **given)
+        for last in (0, 1, 3):
+            made, whole = mask[:, :, slice(-last, None), :], mask.dense(cpu)[:, :, slice(-last, None), :]
+            assert torch.equal(made if isinstance(made, torch.Tensor) else made.dense(cpu), whole)
+        assert mask[0] == (2, 1, 5, 5) and len(mask[1:]) == 5
+        for at in ((..., slice(2)), (*[slice(None)] * 3, slice(2)), (slice(None), slice(None), slice(2), slice(None))):
+            with pytest.raises(TypeError, match="'Mask' object has no elements"):
+                mask[at]
+
+
+def test_layers_that_take_keys_of_others():
+    """Gemma 4 has such, and asks them for the last queries alone; our attention is chosen by its name."""
+    kinds = ["sliding_attention", "full_attention"] * 2
+    model = small.build("gemma4_text", layer_types=kinds, num_kv_shared_layers=2).eval()
+    role.register()
+
+    def logits(name: str) -> dict[str, torch.Tensor]:
+        model.set_attn_implementation(name)
+        with torch.no_grad():
+            batches = ({}, {"attention_mask": LEFT.long()}, {"position_ids": PACKED, "use_cache": False})
+            return {str(i): model(IDS, logits_to_keep=2, **given).logits for i, given in enumerate(batches)}
+
+    assert error(logits(role.NAME), logits("eager")) < FP32
 
 
 def test_marks_of_the_collator_are_taken(monkeypatch):

@@ -27,6 +27,7 @@ NAME = "tilewright"  # of our implementation, in a config
 ATTENDS = "_tilewright_attends"  # where an attention module keeps whom its calls are told
 INTERFACE, EAGER = "ALL_ATTENTION_FUNCTIONS", "eager_attention_forward"  # what such a module's forward calls
 DROPOUT, OTHER_KEYS = "dropout in training", "its mask is for another number of keys"
+ALL = slice(None)
 LARGEST = 2**20  # elements that a probe draws for one parameter
 # Further arguments by which a layer asks for more than `attention` does
 BEYOND = {
@@ -56,6 +57,18 @@ class Mask(NamedTuple):
 
     def contiguous(self) -> Mask:
         return self
+
+    def __getitem__(self, at: Any) -> Any:
+        """A field, as of any tuple, or `mask[:, :, -n:, :]` of the last queries, where layers are asked for no others."""
+        if not isinstance(at, tuple):
+            return tuple.__getitem__(self, at)
+        batch, _, length, keys = self.shape
+        kept = range(length)[at[2]] if at[:2] + at[3:] == (ALL, ALL, ALL) and isinstance(at[2], slice) else None
+        if kept is None or kept != range(length - len(kept), length):
+            raise TypeError(f"'{Mask.__name__}' object has no elements, asked for {at}")
+        if self.sequence is not None and len(kept) < length:  # these are as many as queries
+            return self.dense(self.sequence.device)[at]
+        return self._replace(shape=(batch, 1, len(kept), keys))
 
     def dense(self, device: torch.device) -> Tensor:
         """The mask that this stands for, bool."""
