@@ -7,7 +7,7 @@ import torch
 import transformers
 from torch import nn
 
-from tests.transformer_models import FP32, SIZES, build, error, step
+from tests.transformer_models import FP32, IDS, LABELS, SIZES, build, error, step
 from tilewright.integrations.huggingface import projections
 from tilewright.integrations.huggingface.patching import patch
 from tilewright.integrations.huggingface.projections import joined, projected
@@ -86,6 +86,26 @@ def test_attention_that_projects_a_copy_under_checkpoints(monkeypatch):
     for _ in range(2):
         assert error(step(model)[1], grads) < FP32
     assert len(made) == 2 * 2  # each again in the backward
+
+
+def test_checkpoints_from_before_the_patch_and_of_another_class():
+    """They are asked for before it, caches are left out, and a class derived after it, as FSDP derives one, keeps them."""
+    model = build("Llama")
+    _, grads = step(model)
+    model.gradient_checkpointing_enable()
+    report, told = patch(model), []
+    for layer in model.model.layers:
+        layer.self_attn.register_forward_pre_hook(
+            lambda _, given, named: told.append(named["past_key_values"]), with_kwargs=True
+        )
+    for kind in (None, "Derived"):
+        for layer in model.model.layers if kind else ():
+            layer.__class__ = type(kind, (type(layer),), {})
+        report.counter.clear()
+        model.zero_grad()
+        model(input_ids=IDS, labels=LABELS, use_cache=True).loss.backward()
+        assert error({n: p.grad for n, p in model.named_parameters()}, grads) < FP32
+        assert report.calls()["add_rms_norm"] == 2 * 2 and told == [None] * len(told)
 
 
 def test_a_second_norm_with_a_hook_is_called():
