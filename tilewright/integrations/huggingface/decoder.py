@@ -15,7 +15,7 @@ from .norm import norm_of
 from .probe import EXACT, UNRUN, Source, device_of, twin
 from .projections import joined, unhooked
 from .report import HOOKED, own_forward
-from .roles import CHECKPOINT, Count, Found, Skip, bound, checkpointed, checkpoints, compared_in_modes, ignore
+from .roles import Count, Found, Skip, bound, compared_in_modes, ignore
 
 FIRST, ATTENTION, SECOND, MLP = "input_layernorm", "self_attn", "post_attention_layernorm", "mlp"
 PROJECTIONS = ("q_proj", "k_proj", "v_proj")
@@ -75,14 +75,14 @@ class Bent(nn.Module):
 
 
 def same_layer(module: nn.Module, kind: tuple[str, float], scores: bool) -> str | None:
-    """Why a layer is not this one, or None: sums around stand-ins, and what attention is told, under checkpoints too."""
+    """Why a layer is not this one, or None: sums around stand-ins, and what attention is told."""
     theirs, second = type(module).forward, module._modules[SECOND]
     draw, width = Source(device_of(module)), second.weight.shape[0]
     own = twin(second, {"weight": draw.tensor(width)}, {})
     for name in ("forward", HOOKED, "_hf_hook"):  # which would be those of the module itself
         own.__dict__.pop(name, None)
     children = {FIRST: Bent(), ATTENTION: Attention(), SECOND: own, MLP: Bent(scores)}
-    made, told, words = twin(module, {}, children), [], None
+    made, told = twin(module, {}, children, gradient_checkpointing=False), []  # with it a layer leaves out its cache
     parameters = [*inspect.signature(theirs).parameters.values()][2:]
     named = {p.name: object() for p in parameters if p.kind is not inspect.Parameter.VAR_KEYWORD}
     if len(named) < len(parameters):
@@ -96,10 +96,8 @@ def same_layer(module: nn.Module, kind: tuple[str, float], scores: bool) -> str 
 
         return run
 
-    ours, x = checkpointed(theirs, computing(made, *kind, ignore)), draw.tokens(4, width)
-    for on in (False, True) if checkpoints(theirs) else (False,):
-        made.__dict__ |= {"gradient_checkpointing": on, CHECKPOINT: lambda function, *given: function(*given)}
-        words = words or compared_in_modes(recorded(ours), recorded(theirs), EXACT, made, x)
+    ours = computing(made, *kind, ignore)
+    words = compared_in_modes(recorded(ours), recorded(theirs), EXACT, made, draw.tokens(4, width))
     if words is None and told[::2] != told[1::2]:  # in either mode
         return "attention is told something else"
     return words
