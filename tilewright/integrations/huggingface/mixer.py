@@ -229,7 +229,7 @@ def drawn_scan(draw: Source) -> tuple[tuple, dict[str, Any]]:
 
 
 def drawn_scan_step(draw: Source) -> tuple[tuple, dict[str, Any]]:
-    A = -draw.tensor(4).exp()[:, None, None].expand(4, 6, 8)
+    A = (-draw.tensor(4).exp())[:, None, None].expand(4, 6, 8)
     given = (draw.tensor(2, 4, 6, 8), draw.tensor(2, 4, 6), draw.tensor(2, 4, 1).expand(2, 4, 6), A)
     named = {"D": draw.tensor(4, 1).expand(4, 6), "dt_bias": draw.tensor(4, 1).expand(4, 6), "dt_softplus": True}
     return (*given, draw.tensor(2, 2, 8), draw.tensor(2, 2, 8)), {**named, "z": draw.tensor(2, 4, 6)}
