@@ -11,7 +11,19 @@ from transformers.models.qwen3_next import modeling_qwen3_next
 
 from tests.mixer_models import FAMILIES, LEFT, build, results
 from tests.transformer_models import FP32, IDS, error
+from tilewright.integrations.huggingface.mixer import FUNCTIONS, PACKED
 from tilewright.integrations.huggingface.patching import patch, unpatch
+from tilewright.integrations.huggingface.probe import Source
+
+# The op that each function is by, and the one that autograd can record, if there is one
+OPS = {
+    "causal_conv1d_fn": ("causal_conv1d", "causal_conv1d"), "causal_conv1d_update": ("causal_conv1d_step", None),
+    "torch_chunk_gated_delta_rule": ("linear_attention", "linear_attention"),
+    "torch_recurrent_gated_delta_rule": ("linear_attention_step", "linear_attention"),
+    "chunk_kimi_delta_attention": ("linear_attention", None), "recurrent_kimi_delta_attention": ("linear_attention_step", None),
+    "mamba2_chunk_scan": ("linear_attention", "linear_attention"),
+    "mamba2_selective_state_update": ("linear_attention_step", None),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -44,6 +56,23 @@ def test_generated_tokens_are_the_same(family):
     assert calls["linear_attention"] == 2 * layers and calls["linear_attention_step"] == 2 * layers * 5
     if family != "MiniMax":
         assert calls["causal_conv1d"] == 2 * layers and calls["causal_conv1d_step"] == 2 * layers * 5
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_calls_that_are_left_to_the_models_own_code(name):
+    """Packed sequences, and what autograd would record of an op without a gradient."""
+    counted = []
+    (given, named), (plain, recorded) = FUNCTIONS[name].draw(Source(torch.device("cpu"))), OPS[name]
+    call = FUNCTIONS[name].make(lambda *_, **__: "its own", counted.append)
+    for word in PACKED:
+        assert call(*given, **named, **{word: torch.tensor([0, 1])}) == "its own" and not counted
+    call(*given, **named)
+    assert counted == [plain]
+    made = call(given[0].requires_grad_(), *given[1:], **named)
+    assert made == "its own" if recorded is None else counted == [plain, recorded]
+    with torch.no_grad():
+        call(*given, **named)
+    assert counted[-1] == plain
 
 
 def test_a_prompt_may_come_in_parts():

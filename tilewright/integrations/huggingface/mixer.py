@@ -24,13 +24,12 @@ PACKED = ("seq_idx", "cu_seqlens", "cu_seq_lens_q")  # by which sequences lie on
 COLUMNS = "some calls: a decay of each column has no gradient"
 
 
-def recorded(*given: Any) -> bool:
-    """Whether autograd would record a call with these arguments."""
-    return torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in given)
-
-
-def packed(named: dict[str, Any]) -> bool:
-    return any(named.get(name) is not None for name in PACKED)
+def taken(*tensors: Tensor | None, gradient: bool, named: dict[str, Any]) -> bool:
+    """Whether an op takes a call of these tensors, and of further arguments by name. None takes packed sequences, and one that has
+    no `gradient` takes no call that autograd would record."""
+    packed = any(named.get(name) is not None for name in PACKED)
+    recorded = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    return not packed and (gradient or not recorded)
 
 
 # ---- convolutions ----------------------------------------------------------------------------------------------------
@@ -40,7 +39,7 @@ def convolving(original: Callable, count: Count) -> Callable:
     def causal_conv1d_fn(
         hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, **named: Any
     ) -> Tensor:
-        if activation not in ACTIVATIONS or packed(named):
+        if activation not in ACTIVATIONS or not taken(hidden_states, weight, bias, gradient=True, named=named):
             return original(hidden_states, weight, bias, activation=activation, **named)
         count("causal_conv1d")
         made, _ = causal_conv1d.function(hidden_states.transpose(1, 2), weight, bias, act=ACTIVATIONS[activation])
@@ -60,7 +59,8 @@ def convolving_step(original: Callable, count: Count) -> Callable:
     ) -> Tensor:
         spare, given = conv_state.shape[-1] - (weight.shape[1] - 1), (hidden_states, conv_state, weight, bias)
         one = hidden_states.dim() == 3 and hidden_states.shape[-1] == 1 and spare >= 0
-        if activation not in ACTIVATIONS or not one or hidden_states.dtype != conv_state.dtype or recorded(*given):
+        one = one and activation in ACTIVATIONS and hidden_states.dtype == conv_state.dtype
+        if not one or not taken(*given, gradient=False, named=named):
             return original(*given, activation, **named)
         count("causal_conv1d_step")
         if spare:  # inputs that no tap reaches any more
@@ -89,14 +89,15 @@ def delta_rule(original: Callable, count: Count) -> Callable:
         use_qk_l2norm_in_kernel: bool = False,
         **named: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        grads = recorded(query, key, value, g, beta, initial_state)
-        if packed(named) or (grads and g.dim() == 4):
+        given = (query, key, value, g, beta, initial_state)
+        if not taken(*given, gradient=g.dim() < 4, named=named):
             more = {"initial_state": initial_state, "output_final_state": output_final_state}
             return original(
                 query, key, value, g=g, beta=beta, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, **more, **named
             )
         options = {"normalize": use_qk_l2norm_in_kernel}
-        if query.shape[1] == 1 and not grads and initial_state is not None and initial_state.dtype == torch.float32:
+        one = query.shape[1] == 1 and initial_state is not None and initial_state.dtype == torch.float32
+        if one and taken(*given, gradient=False, named=named):
             # The forward's state is its cache's, over which it copies the new one: written there, that copies nothing
             count("linear_attention_step")
             now = (t[:, 0] for t in (query, key, value))
@@ -129,7 +130,8 @@ def scanning(original: Callable, count: Count) -> Callable:
         return_final_states: bool = False,
         **named: Any,
     ) -> Any:
-        if packed(named) or named.get("z") is not None:
+        given = (hidden_states, dt, A, B, C, D, dt_bias, initial_states)
+        if named.get("z") is not None or not taken(*given, gradient=True, named=named):
             more = {"D": D, "dt_bias": dt_bias, "initial_states": initial_states, "dt_softplus": dt_softplus}
             more |= {"dt_limit": dt_limit, "return_final_states": return_final_states}
             return original(hidden_states, dt, A, B, C, chunk_size, **more, **named)
@@ -164,7 +166,7 @@ def scanning_step(original: Callable, count: Count) -> Callable:
         # Of a head all columns have one number, written once
         alike = not any(t.stride()[-n:] != (0,) * n for t, n in ((dt, 1), (A, 2)))
         alike = alike and (dt_bias is None or dt_bias.stride(-1) == 0)
-        if not alike or state.dtype != torch.float32 or recorded(*given):
+        if not alike or state.dtype != torch.float32 or not taken(*given, gradient=False, named=named):
             more = {"D": D, "dt_bias": dt_bias, "dt_softplus": dt_softplus, "z": z}
             return original(state, hidden_states, dt, A, B, C, **more, **named)
         count("linear_attention_step")
