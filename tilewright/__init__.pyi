@@ -701,16 +701,39 @@ def load_balancing_loss(
 ) -> Tensor:
     """`coef * experts * sum_e f_e * P_e`, fp32: `f_e` is the share of the choices that expert e has, `P_e` its mean score."""
 
+@overload
 def matmul(
     a: Tensor,
     b: Tensor,
     *,
+    bias: Tensor | None = None,
+    act: Literal["silu", "gelu_tanh", "gelu_erf", "relu"] | None = None,
+    c: Tensor | None = None,
+    beta: float = 0.0,
     acc_dtype: Literal["float32", "float16", "int32"] | None = None,
     out_dtype: Literal["bfloat16", "float16", "float32", "int32"] | None = None,
-    backend: Literal["auto", "triton", "cublaslt", "portable"] = "auto",
+    out_format: None = None,
+    backend: Literal["auto", "triton", "cublaslt", "few", "portable"] = "auto",
     out: Tensor | None = None,
 ) -> Tensor:
-    """`a` [..., K] times `b` [K, N], both of one dtype or both FP8, summed in `acc_dtype` and rounded once to `out_dtype`."""
+    """`act(a @ b + bias + beta * c)` of `a` [..., K] and `b` [K, N], both of one dtype or both FP8: summed in `acc_dtype`, all else"""
+
+@overload
+def matmul(
+    a: Tensor,
+    b: Tensor,
+    *,
+    bias: Tensor | None = None,
+    act: Literal["silu", "gelu_tanh", "gelu_erf", "relu"] | None = None,
+    c: Tensor | None = None,
+    beta: float = 0.0,
+    acc_dtype: Literal["float32", "float16", "int32"] | None = None,
+    out_dtype: Literal["bfloat16", "float16", "float32", "int32"] | None = None,
+    out_format: Format,
+    backend: Literal["auto", "triton", "cublaslt", "few", "portable"] = "auto",
+    out: Quantized | None = None,
+) -> Quantized:
+    """`act(a @ b + bias + beta * c)` of `a` [..., K] and `b` [K, N], both of one dtype or both FP8: summed in `acc_dtype`, all else"""
 
 def mla_rope(
     q: Tensor,

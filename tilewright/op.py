@@ -51,8 +51,7 @@ class Op(Runner):
 
 
 def warmup(function: Callable, *args: Any, backward: bool = True, **kwargs: Any) -> None:
-    """Compile all kernels that `function(*args, **kwargs)` and its backward need, launching none of them. A library's product has
-    nothing to compile; it may be made, in memory of its own."""
+    """Compile all kernels that `function(*args, **kwargs)` and its backward need, launching none of them."""
     op = getattr(function, "op", function)
     if not isinstance(op, Op):
         raise TypeError(f"warmup: function must be an operation of tilewright's, got {type(function).__name__}")
@@ -62,8 +61,6 @@ def warmup(function: Callable, *args: Any, backward: bool = True, **kwargs: Any)
         one = op.implementation(values)
         if one is None:  # the reference has nothing to compile
             return
-        if one.library:  # torch's own call is no launch that can be left out, and would store in the caller's memory
-            values["out"] = None
         needs = frozenset(n for n in op.differentiable if backward and values[n] is not None)
         flat = flatten(op.run(values, needs))
         if needs and one.backward is not None:

@@ -60,6 +60,10 @@ def test_sums_of_int8_are_exact_and_wrap():
         ((torch.bfloat16,), {"out_dtype": "int32"}, "out_dtype"),
         ((torch.bfloat16,), {"out": torch.zeros(3, 5)}, "out"),
         ((torch.int8,), {"out": torch.zeros(3, 5)}, "out"),
+        ((torch.int8,), {"bias": torch.zeros(5)}, "bias must be None for int8"),
+        ((torch.bfloat16,), {"bias": torch.zeros(4)}, "bias"),
+        ((torch.bfloat16,), {"c": torch.zeros(3, 4), "beta": 1.0}, "c"),
+        ((torch.bfloat16,), {"act": "softplus"}, "act"),
     ],
     ids=str,
 )
@@ -88,10 +92,13 @@ def test_how_matrices_lie():
     )  # rows lie apart
 
 
-def test_making_ready_stores_nothing_where_a_library_multiplies(monkeypatch):
-    """A GPU may take cuBLAS, which has nothing to compile; its host code, here on a CPU, is torch's product."""
-    a, b = pair(torch.bfloat16)
-    y = torch.full((3, 5), torch.nan, dtype=torch.bfloat16)
+@pytest.mark.parametrize("leading", [(3,), (2, 3)])
+def test_making_ready_stores_nothing_where_a_library_multiplies(leading, monkeypatch):
+    """A GPU may take cuBLAS, whose host code, here on a CPU, is torch's product; also where it goes through other memory."""
+    source = torch.Generator().manual_seed(1)
+    a, b = (torch.randn(*shape, generator=source).to(torch.bfloat16) for shape in ((*leading, 40), (40, 5)))
+    y = torch.full((*reversed(leading), 5), torch.nan, dtype=torch.bfloat16)
+    y = y if len(leading) == 1 else y.transpose(0, 1)  # whose leading dimensions are not one
     (library,) = (one for one in matmul.implementations if one.library)
     monkeypatch.setattr(type(matmul), "implementation", lambda self, values, device=None: library)
     tw.warmup(matmul, a, b, out=y)

@@ -1,4 +1,4 @@
-"""Of matmul's kernels what the properties do not draw: fp16 sums, every kind in every layout, sums over many steps."""
+"""Of matmul's kernels what the properties do not draw: fp16 sums, every kind in every layout, sums over many steps, few rows."""
 
 from __future__ import annotations
 
@@ -64,3 +64,28 @@ def test_gradients_of_mixed_dtypes():
         (b.grad, a.detach().double().t() @ dy.double()),
     ):
         assert got.dtype == torch.bfloat16 and torch.equal(got, exact.to(torch.bfloat16))
+
+
+@pytest.mark.parametrize("backend", ["few", "portable"])
+def test_what_follows_the_sums_is_rounded_once(backend):
+    """Few rows, also where parts of a long sum are added up later; c may be given as out, over strides that are not 1."""
+    a, b = factors("bf16", 3, 256, 4096)
+    b = b.t().contiguous().t()
+    bias, c = torch.randn(256, 2)[:, 0], torch.randn(256, 3).t()
+    exact = torch.nn.functional.silu(a.double() @ b.double() + bias.double() - 0.5 * c.double())
+    with tw.force("triton"):
+        y = matmul(a, b, bias=bias, act="silu", c=c, beta=-0.5, out_dtype="float32", out=c, backend=backend)
+    assert y is c and (y.double() - exact).norm() / exact.norm() < 1e-6
+
+
+def test_gradients_are_those_of_what_was_activated():
+    """FP8 factors have no gradient, but what is added to their product has; nothing of the product is kept."""
+    a, b = factors("fp8", 5, 33, 40)
+    bias, c = torch.randn(33, requires_grad=True), torch.randn(5, 33, requires_grad=True)
+    dy = torch.randn(5, 33, generator=torch.Generator().manual_seed(3))
+    z = (a.double() @ b.double() + bias.detach().double() + 2.0 * c.detach().double()).requires_grad_()
+    (slope,) = torch.autograd.grad(torch.nn.functional.gelu(z), z, dy.double())
+    with tw.force("triton"):
+        matmul(a, b, bias=bias, act="gelu_erf", c=c, beta=2.0, out_dtype="float32").backward(dy)
+    for got, exact in ((bias.grad, slope.sum(0)), (c.grad, 2.0 * slope)):
+        assert (got.double() - exact).norm() / exact.norm() < 1e-6

@@ -234,7 +234,8 @@ def truth(
 ) -> dict[str, Tensor]:
     """Results and gradients by name from the reference in `dtype` (None: as given); of a quantised result, the value before."""
     plain = lifted(op, values, dtype)
-    inputs = leaves(op, plain) if grads else {}
+    had = leaves(op, values) if grads else {}  # codes, which are numbers by now, have no gradient
+    inputs = {n: t for n, t in leaves(op, plain).items() if n in had}
     results, becomes = op.apart(op.reference(**{**plain, **inputs}))
     results = as_tuple(results)
     named = zip(op.results[: len(op.results) - op.hidden], results)

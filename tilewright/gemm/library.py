@@ -21,6 +21,7 @@ from ..core.target import Target
 from ..core.tensor import cdiv, rows
 from ..runtime.choose import forced
 from ..runtime.plan import Call
+from .destination import by_rows
 from .operands import DTYPES
 from .preference import LIBRARY, WIDE, preferred
 
@@ -261,6 +262,13 @@ def refusal_of_matmul(target: Target, a: SimpleNamespace) -> str | None:
         return f"there is no cuBLAS on {target.arch}"
     if 0 in (*a.a.shape, *a.b.shape):
         return "there is nothing to multiply"
+    if a.act is not None or a.out_format is not None:
+        return "torch has no activation or quantised result there"
+    added = [t for t in (a.bias, a.c if a.beta != 0.0 else None) if t is not None]
+    if len(added) > 1 or any(t.dtype != dtype_of(a.a, a.out_dtype) for t in added):
+        return "torch adds one of bias and c, of the result's dtype"
+    if added and added[0].dtype != a.a.dtype:
+        return "torch adds nothing to a product of another dtype than its factors"
     if a.acc_dtype == "float16" or dtype_of(a.a, a.out_dtype) not in (a.a.dtype, torch.float32):
         return "torch has no such sums or results"
     return None
@@ -292,20 +300,29 @@ def whole_sums() -> Iterator[None]:
             setattr(settings, name, value)
 
 
-def mm(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+def fill_product(a: Tensor, b: Tensor, y: Tensor) -> None:
+    """Fill y [M, N] with a [M, K] @ b [K, N], as a step of a plan."""
+    Call.now(_multiply, a, b, y)
+
+
+def _multiply(a: Tensor, b: Tensor, y: Tensor) -> None:
     with whole_sums():
-        return torch.mm(a, b) if dtype == a.dtype else torch.mm(a, b, out_dtype=dtype)
+        torch.mm(a, b, out=y) if y.dtype == a.dtype else torch.mm(a, b, out_dtype=y.dtype, out=y)
 
 
-def multiply(a, b, *, out_dtype, out, **_) -> Tensor:
+def _multiply_and_add(added: Tensor, a: Tensor, b: Tensor, y: Tensor, *, beta: float) -> None:
+    with whole_sums():
+        torch.addmm(added, a, b, beta=beta, out=y)
+
+
+def multiply(a, b, *, bias, c, beta, out_dtype, out, **_) -> Tensor:
+    """The product, and what cuBLAS adds to its sums before it rounds them: a number for each column, or beta times a matrix."""
     dtype = dtype_of(a, out_dtype)
-    y = mm(rows(a), b, dtype).view(*a.shape[:-1], b.shape[1])
-    return y if out is None else out.copy_(y)
-
-
-def multiply_backward(saved: SimpleNamespace, dy: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients of both factors. `dy` has the dtype of the factors."""
-    a, b, flat = saved.a, saved.b, rows(dy)
-    da = mm(flat, b.t(), a.dtype).view(a.shape) if "a" in saved.needs else None
-    db = mm(rows(a).t(), flat, b.dtype) if "b" in saved.needs else None
-    return da, db
+    y = torch.empty(*a.shape[:-1], b.shape[1], dtype=dtype, device=a.device) if out is None else out
+    if bias is not None:
+        fill = functools.partial(Call.now, functools.partial(_multiply_and_add, beta=1.0), bias, rows(a), b)
+    elif c is not None and beta != 0.0:
+        fill = functools.partial(Call.now, functools.partial(_multiply_and_add, beta=beta), rows(c), rows(a), b)
+    else:
+        fill = functools.partial(fill_product, rows(a), b)
+    return by_rows(y, fill)

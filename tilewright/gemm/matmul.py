@@ -1,4 +1,6 @@
-"""A matrix product: y = a @ b; backward da = dy @ b.T, db = a.T @ dy.
+"""A matrix product: y = act(a @ b + bias + beta * c); with dz the gradient of what act is applied to, the backward is
+da = dz @ b.T, db = a.T @ dz, dbias the sum of dz over rows, dc = beta * dz. Where there is an activation, the backward multiplies
+again, and a tile's sums become its part of dz: nothing of the size of y is kept for it.
 
 fp32 factors enter bf16 tensor cores as exact sums of pieces (`device/products.py`). Sums of FP8 codes leave the tensor cores,
 which keep about 14 bits of an addition on Hopper, after every 128 products. Programs go over tiles, one to an SM, where bulk
@@ -8,6 +10,7 @@ copies bring the operands, and have a tile each elsewhere.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Literal, NamedTuple
 
@@ -18,17 +21,23 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..core.draw import Draw
+from ..core.format import Format, store
 from ..core.target import Target
 from ..core.tensor import cdiv, name_of, piece_count, power_of_two, rows
+from ..device.activation import activate, activate_slope
+from ..device.matrices import Added
 from ..device.products import add_product, widen_codes
-from ..op import Bars, Cost, Gradient, Op, Sharding, Triton, single, upcast
+from ..device.store import block_of, store_rows
+from ..op import Bars, Cost, Gradient, Op, Out, Sharding, Triton, single, upcast
 from ..runtime.kernel import kernel
-from . import library
-from .tiles import BAND, operands_for_kernel, tile_of
+from . import few, library
+from .destination import Destination, by_rows, destination
+from .scaled_mm import ACTS, LARGE, Act
+from .tiles import BAND, matrix, operands_for_kernel, tile_of
 
 OutDtype = Literal["bfloat16", "float16", "float32", "int32"]
 Acc = Literal["float32", "float16", "int32"]
-Backend = Literal["auto", "triton", "cublaslt", "portable"]  # as in `scaled_mm.py`
+Backend = Literal["auto", "triton", "cublaslt", "few", "portable"]  # as in `scaled_mm.py`
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 DEFAULTS = {**dict.fromkeys(FP8, torch.bfloat16), torch.int8: torch.int32}
@@ -38,24 +47,39 @@ def reference(
     a: Tensor,
     b: Tensor,
     *,
+    bias: Tensor | None = None,
+    act: Act | None = None,
+    c: Tensor | None = None,
+    beta: float = 0.0,
     acc_dtype: Acc | None = None,
     out_dtype: OutDtype | None = None,
+    out_format: Format | None = None,
     backend: Backend = "auto",
 ) -> Tensor:
-    """`a` [..., K] times `b` [K, N], both of one dtype or both FP8, summed in `acc_dtype` and rounded once to `out_dtype`.
+    """`act(a @ b + bias + beta * c)` of `a` [..., K] and `b` [K, N], both of one dtype or both FP8: summed in `acc_dtype`, all else
+    in fp32, and rounded once, to `out_dtype` or into `out_format`.
 
     Sums are fp32, int32 (exact) of int8. `acc_dtype="float16"`, for fp16 and FP8, may keep them in fp16: three digits, infinite
     from 65520 on; it is faster on some consumer chips, not on Hopper. fp32 factors are multiplied as they are (but from 3.4e38
     on, which counts as infinite). `out_dtype` is that of `a`; of FP8 it is bfloat16, of int8 always int32. Any strides; FP8 and
-    int8 are fastest with K contiguous, as in `weight.t()`, and have no gradients.
+    int8 are fastest with K contiguous, as in `weight.t()`, and have no gradients. `bias` is [N] and `c` is [..., N], of any float
+    dtype; `out` may be `c`. Nothing is added to sums of int8, which are integers. With `act` the gradient of what it is applied
+    to stays in fp32.
 
     `backend="auto"` takes the faster of cuBLAS and our kernels by recorded measurements (`tilewright explain matmul` says which and
     why), "triton" a kernel of ours, any other name that implementation or raises; in a compiled function too.
     """
     if a.dtype == torch.int8:
-        return (a.double() @ b.double()).to(torch.int64).to(torch.int32)  # float64 products are fast, and exact here
+        y = (a.double() @ b.double()).to(torch.int64).to(torch.int32)  # float64 products are fast, and exact here
+        return y if out_format is None else store(y.float(), out_format, torch.float32)
     y = upcast(a) @ upcast(b)
-    return y if y.dtype == torch.float64 else y.to(dtype_of(a, out_dtype))
+    if bias is not None:
+        y = y + upcast(bias)
+    if c is not None and beta != 0.0:
+        y = y + beta * upcast(c)
+    if act is not None:
+        y = ACTS[act](y)
+    return y if y.dtype == torch.float64 and out_format is None else store(y, out_format, dtype_of(a, out_dtype))
 
 
 def dtype_of(a: Tensor, out_dtype: str | None) -> torch.dtype:
@@ -75,7 +99,13 @@ def inputs(draw: Draw) -> dict:
         dtypes = KINDS.get(kind, (draw.dtype, draw.dtype))
         a, b = (draw.tensor(*shape, dtype=dtype, scale=s) for shape, dtype, s in zip(shapes, dtypes, (1.0, 0.5)))
     b = b.t() if draw.option("turned", True, False) else b.t().contiguous()
-    return {"a": a, "b": b, "out_dtype": None if kind == "int8" else draw.option("out_dtype", None, "float32")}
+    made = {"a": a, "b": b, "out_dtype": None if kind == "int8" else draw.option("out_dtype", None, "float32")}
+    if kind != "int8":
+        made["bias"] = draw.maybe("bias", lambda: draw.tensor(columns))
+        made["c"] = draw.maybe("c", lambda: draw.tensor(count, columns))
+        made["act"] = draw.option("act", None, None, "silu")
+        made["beta"] = 0.0 if made["c"] is None else draw.option("beta", 1.0, 0.5)
+    return made
 
 
 # ---- kernels ---------------------------------------------------------------------------------------------------------
@@ -103,19 +133,23 @@ def add_tile(total, a, b, HOW: tl.constexpr, PIECES_A: tl.constexpr, PIECES_B: t
     return total
 
 
-@kernel(grid=lambda a: (a.PROGRAMS,), tokens=("M", "PROGRAMS"), default=lambda a: {"num_warps": 8})
+@kernel(grid=lambda a: (a.PROGRAMS,), tokens=("M", "stride_s", "PROGRAMS"), default=lambda a: {"num_warps": 8})
 def matmul_tiles(
-    A, B, Y, M, N, K, stride_am, stride_ak, stride_bk, stride_bn, stride_ym, stride_yn, PROGRAMS,
+    A, B, ADDED, DY, Y, ROW, M, N, K, stride_am, stride_ak, stride_bk, stride_bn, stride_bias, stride_s, PROGRAMS,
     HOW: tl.constexpr, PIECES_A: tl.constexpr, PIECES_B: tl.constexpr, E5M2: tl.constexpr, BULK: tl.constexpr,
-    BY_COLUMNS_A: tl.constexpr, BY_COLUMNS_B: tl.constexpr, BAND: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+    BY_COLUMNS_A: tl.constexpr, BY_COLUMNS_B: tl.constexpr, ACT: tl.constexpr, FORMAT: tl.constexpr, BAND: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """BULK: A and B are boxes of memory that lies as [rows, inner] and [inner, columns], or the other way round: BY_COLUMNS."""
+    """Tiles of Y [M, N] or, with FORMAT, its codes in ROW; where DY is given, of dy times the slope of ACT.
+
+    BULK: A and B are boxes of memory that lies as [rows, inner] and [inner, columns], or the other way round: BY_COLUMNS."""
     down = tl.cdiv(M, BLOCK_M)
     across = tl.cdiv(N, BLOCK_N)
+    C = ADDED.c  # not in the loop, where Triton 3.6 would take a stride of 1 in it for None
     ACC: tl.constexpr = tl.float16 if HOW == "half" else tl.int32 if HOW == "integer" else tl.float32
     # A loop that may not run leaves zeros in the accumulator from elsewhere, for which ptxas serialises all products
-    tl.assume(K > 0)
+    stop = tl.maximum(K, 1)
+    tl.assume(stop > 0)
     for t in tl.range(tl.program_id(0), down * across, PROGRAMS):
         tile, column = tile_of(t, down, across, BAND)
         row0 = tile * BLOCK_M
@@ -124,7 +158,7 @@ def matmul_tiles(
         col = col0 + tl.arange(0, BLOCK_N)
         total = tl.zeros([BLOCK_M, BLOCK_N], ACC)
         if BULK:
-            for k0 in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+            for k0 in tl.range(0, stop, BLOCK_K, num_stages=STAGES):
                 a = A.load([k0, row0]).T if BY_COLUMNS_A else A.load([row0, k0])
                 b = B.load([col0, k0]).T if BY_COLUMNS_B else B.load([k0, col0])
                 total = add_tile(total, a, b, HOW, PIECES_A, PIECES_B, E5M2)
@@ -132,14 +166,33 @@ def matmul_tiles(
             at_a = A + row.to(tl.int64)[:, None] * stride_am
             at_b = B + col.to(tl.int64)[None, :] * stride_bn
             NOTHING: tl.constexpr = 0 if HOW == "integer" or A.dtype.element_ty == tl.uint8 else 0.0
-            for k0 in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+            for k0 in tl.range(0, stop, BLOCK_K, num_stages=STAGES):
                 k = k0 + tl.arange(0, BLOCK_K)
                 step = k.to(tl.int64)
                 a = tl.load(at_a + step[None, :] * stride_ak, (row < M)[:, None] & (k < K)[None, :], NOTHING)
                 b = tl.load(at_b + step[:, None] * stride_bk, (k < K)[:, None] & (col < N)[None, :], NOTHING)
                 total = add_tile(total, a, b, HOW, PIECES_A, PIECES_B, E5M2)
-        at = Y + row.to(tl.int64)[:, None] * stride_ym + col.to(tl.int64)[None, :] * stride_yn
-        tl.store(at, total.to(Y.dtype.element_ty), (row < M)[:, None] & (col < N)[None, :])
+        inside = (row < M)[:, None] & (col < N)[None, :]
+        y = total
+        if HOW != "integer" or FORMAT is not None:
+            y = total.to(tl.float32)
+        if ADDED.bias is not None:
+            y += tl.load(ADDED.bias + col.to(tl.int64) * stride_bias, col < N, 0.0).to(tl.float32)[None, :]
+        if C.data is not None:
+            at = C.data + row.to(tl.int64)[:, None] * C.stride_r + col.to(tl.int64)[None, :] * C.stride_c
+            y += ADDED.beta * tl.load(at, inside, 0.0).to(tl.float32)
+        if DY.data is not None:
+            at = DY.data + row.to(tl.int64)[:, None] * DY.stride_r + col.to(tl.int64)[None, :] * DY.stride_c
+            _, slope = activate_slope(y, 1.0, ACT)
+            y = slope * tl.load(at, inside, 0.0).to(tl.float32)
+        elif ACT is not None:
+            y = activate(y, 1.0, ACT)
+        if FORMAT is None:
+            at = Y.data + row.to(tl.int64)[:, None] * Y.stride_r + col.to(tl.int64)[None, :] * Y.stride_c
+            tl.store(at, y.to(Y.data.dtype.element_ty), inside)
+        else:
+            y = tl.where((col < N)[None, :], y, 0.0)  # not every activation of 0 is 0
+            store_rows(y, ROW, row.to(tl.int64)[:, None], col0, (row < M)[:, None], N, stride_s, FORMAT, "")
 
 
 # ---- host ------------------------------------------------------------------------------------------------------------
@@ -154,7 +207,10 @@ class Tile(NamedTuple):
     stages: int
 
 
-def tile_for(a: Tensor, b: Tensor, columns: int, how: str, bulk: bool, words: bool) -> Tile:
+STORED = 128  # columns of a tile that stores codes, at the most: beside sums of 256 there are no registers for them
+
+
+def tile_for(a: Tensor, b: Tensor, columns: int, how: str, bulk: bool, words: bool, FORMAT: str | None) -> Tile:
     """The largest tile that registers and shared memory take. `words` says that all rows, or all columns, are whole words."""
     memory = Target.at(a.device).shared_memory
     wide = max(a.element_size(), b.element_size())
@@ -167,6 +223,8 @@ def tile_for(a: Tensor, b: Tensor, columns: int, how: str, bulk: bool, words: bo
         # What is not copied as it is, or has to be widened, passes through registers
         K = (128 if memory > 100 * 1024 and words and a.dtype != torch.uint8 else 64) // wide
     N = max(16, min(N, power_of_two(columns)))
+    if FORMAT is not None:
+        N = max(min(N, STORED), block_of(FORMAT))
     return Tile(128, N, K, max(1, min(4, memory // (K * (128 + N) * wide))))
 
 
@@ -196,70 +254,134 @@ def how_of(a: Tensor, acc_dtype: str | None) -> str:
 
 def product(a: Tensor, b: Tensor, y: Tensor, acc_dtype: str | None = None) -> Tensor:
     """Fill y [M, N], of any strides, with a [M, K] @ b [K, N]."""
+    return multiply(a, b, Destination(y), acc_dtype)
+
+
+def multiply(
+    a: Tensor,
+    b: Tensor,
+    to: Destination,
+    acc_dtype: str | None = None,
+    *,
+    bias: Tensor | None = None,
+    act: str | None = None,
+    c: Tensor | None = None,
+    beta: float = 0.0,
+    dy: Tensor | None = None,
+) -> Tensor:
+    """Fill `to` with act(a [M, K] @ b [K, N] + bias + beta * c) or, where `dy` is given, with dy times the slope of act there."""
     (M, K), N, how = a.shape, b.shape[1], how_of(a, acc_dtype)
-    if K == 0:
-        return y.zero_()
-    if not y.numel():
-        return y
+    if M * N == 0:
+        return to.result()
     target, by_columns, e5m2 = Target.at(a.device), (lies_by_columns(a), lies_by_columns(b)), 0
     if a.dtype in FP8:
         e5m2 = (a.dtype == torch.float8_e5m2) + 2 * (b.dtype == torch.float8_e5m2)
         a, b, _ = operands_for_kernel(a, b)
     pieces = (piece_count(a, b), piece_count(b, a)) if how == "pieces" else (1, 1)
     words = None not in by_columns
-    BULK = target.tma and pieces == (1, 1) and words
-    tile = tile_for(a, b, N, how, BULK, words)
+    BULK = target.tma and pieces == (1, 1) and words and K > 0
+    tile = tile_for(a, b, N, how, BULK, words, to.FORMAT)
     A = box(a, by_columns[0], (tile.M, tile.K)) if BULK else a
     B = box(b, by_columns[1], (tile.K, tile.N)) if BULK else b
     tiles = cdiv(M, tile.M) * cdiv(N, tile.N)
     strides = (0,) * 4 if BULK else (*a.stride(), *b.stride())
     matmul_tiles(
-        A, B, y, M, N, K, *strides, *y.stride(), min(tiles, target.sms) if BULK else tiles,
+        A, B, Added(bias, matrix(c if beta != 0.0 else None), float(beta)), matrix(dy), matrix(to.y), to.row, M, N, K, *strides,
+        None if bias is None else bias.stride(0), to.stride_s, min(tiles, target.sms) if BULK else tiles,
         HOW=how, PIECES_A=pieces[0], PIECES_B=pieces[1], E5M2=e5m2, BULK=BULK, BY_COLUMNS_A=BULK and by_columns[0],
-        BY_COLUMNS_B=BULK and by_columns[1], BAND=BAND, BLOCK_M=tile.M, BLOCK_N=tile.N, BLOCK_K=tile.K, STAGES=tile.stages,
+        BY_COLUMNS_B=BULK and by_columns[1], ACT=act, FORMAT=to.FORMAT, BAND=BAND, BLOCK_M=tile.M, BLOCK_N=tile.N,
+        BLOCK_K=tile.K, STAGES=tile.stages,
     )  # fmt: skip
-    return y
+    return to.result()
 
 
-def forward(a, b, *, acc_dtype, out_dtype, out, **_) -> Tensor:
-    shape = (*a.shape[:-1], b.shape[1])
+def forward(a, b, *, bias, act, c, beta, acc_dtype, out_dtype, out_format, out, **_) -> Tensor:
+    shape, flat = (*a.shape[:-1], b.shape[1]), None if c is None else rows(c)
+    after = {"bias": bias, "act": act, "c": flat, "beta": beta}
+    if out_format is not None:
+        dtype = torch.float32 if a.dtype == torch.int8 else dtype_of(a, out_dtype)
+        to = destination(out, out_format, shape, dtype, a.device, range(STORED + 1))
+        return multiply(rows(a), b, to, acc_dtype, **after)
     y = torch.empty(shape, dtype=dtype_of(a, out_dtype), device=a.device) if out is None else out
-    flat = y if y.dim() == 2 else y.view(math.prod(shape[:-1]), shape[-1]) if viewable(y) else None
-    if flat is None:  # leading dimensions of out that cannot be one
-        y.copy_(product(rows(a), b, rows(torch.empty(shape, dtype=y.dtype, device=y.device)), acc_dtype).view(shape))
-        return y
-    product(rows(a), b, flat, acc_dtype)
-    return y
+    return by_rows(y, lambda to: multiply(rows(a), b, Destination(to), acc_dtype, **after))
 
 
-def viewable(y: Tensor) -> bool:
-    """Whether the leading dimensions can be merged into one without a copy."""
-    merged = [(n, s) for n, s in zip(y.shape[:-1], y.stride()) if n != 1]
-    return all(s == n * t for (_, s), (n, t) in zip(merged, merged[1:]))
+def forward_few(a, b, *, bias, act, c, beta, out_dtype, out, **_) -> Tensor:
+    """Into `few.py`'s kernels: numbers as they are have neither scales nor recipes."""
+    dtype = dtype_of(a, out_dtype)
+    y = torch.empty(*a.shape[:-1], b.shape[1], dtype=dtype, device=a.device) if out is None else out
+    flat = None if c is None else rows(c)
+
+    def fill(to: Tensor) -> None:
+        few.forward(
+            rows(a), b, None, None, None, None, zero_b=None, bias=bias, act=act, c=flat, beta=beta, out_dtype=name_of(dtype), out=to
+        )  # fmt: skip
+
+    return by_rows(y, fill)
 
 
-def backward(saved: SimpleNamespace, dy: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    a, b, flat = saved.a, saved.b, rows(dy)
-    da = db = None
-    if a.dtype not in FLOATS:  # codes, whose gradients warming up asks for all the same
-        return da, db
-    if "a" in saved.needs:
+def fits_few(target: Target, a: SimpleNamespace) -> bool:
+    """Whether there are up to 64 rows of 16-bit floats, and `b` is so large that reading it is all there is to do."""
+    count = math.prod(a.a.shape[:-1])
+    plain = a.a.dtype in library.SIXTEEN and a.out_format is None and a.acc_dtype != "float16"
+    return plain and count <= few.MOST and a.b.numel() >= LARGE and single(target, a)
+
+
+def gradient_of_sums(saved: SimpleNamespace, dy: Tensor) -> Tensor:
+    """The gradient [rows, columns] of what the activation is applied to, in fp32 where there is one."""
+    flat = rows(dy)
+    if saved.act is None:
+        return flat
+    to = Destination(torch.empty(flat.shape, dtype=torch.float32, device=dy.device))
+    after = {"bias": saved.bias, "c": None if saved.c is None else rows(saved.c), "beta": saved.beta}
+    return multiply(rows(saved.a), saved.b, to, saved.acc_dtype, act=saved.act, dy=flat, **after)
+
+
+def column_sums(dz: Tensor, dtype: torch.dtype) -> Tensor:
+    """The sum over rows, as a product with a row of ones, whose inner dimension programs share."""
+    y = torch.empty(1, dz.shape[1], dtype=dtype, device=dz.device)
+    if dz.dtype in library.SIXTEEN:
+        ones = torch.full((1, dz.shape[0]), 1.0, dtype=dz.dtype, device=dz.device)
+        none = dict.fromkeys(("zero_b", "bias", "act", "c"))
+        few.forward(ones, dz, None, None, None, None, **none, beta=0.0, out_dtype=name_of(dtype), out=y)
+    else:
+        product(torch.full((1, dz.shape[0]), 1.0, dtype=torch.bfloat16, device=dz.device), dz, y)
+    return y.view(-1)
+
+
+def backward(saved: SimpleNamespace, dy: Tensor) -> tuple[Tensor | None, ...]:
+    return gradients(saved, gradient_of_sums(saved, dy), product)
+
+
+def gradients(
+    saved: SimpleNamespace, dz: Tensor, multiplied: Callable[[Tensor, Tensor, Tensor], object]
+) -> tuple[Tensor | None, ...]:
+    """The gradients that are asked for, by `multiplied(a, b, y)`, which fills y with a product."""
+    a, b = saved.a, saved.b
+    da = db = dbias = dc = None
+    has_gradient = a.dtype in FLOATS  # codes have none, but warming up asks for it all the same
+    if has_gradient and "a" in saved.needs:
         da = torch.empty(a.shape, dtype=a.dtype, device=a.device)
-        product(flat, b.t(), da.view(flat.shape[0], b.shape[0]))
-    if "b" in saved.needs:
-        db = product(rows(a).t(), flat, torch.empty(b.shape, dtype=b.dtype, device=b.device))
-    return da, db
+        multiplied(dz, b.t(), da.view(dz.shape[0], b.shape[0]))
+    if has_gradient and "b" in saved.needs:
+        db = torch.empty(b.shape, dtype=b.dtype, device=b.device)
+        multiplied(rows(a).t(), dz, db)
+    if "bias" in saved.needs:
+        dbias = column_sums(dz, saved.bias.dtype)
+    if "c" in saved.needs:
+        dc = (dz.float() * saved.beta).to(saved.c.dtype).view(saved.c.shape)
+    return da, db, dbias, dc
 
 
-def backward_by_library(saved: SimpleNamespace, dy: Tensor) -> tuple[Tensor | None, Tensor | None]:
+def backward_by_library(saved: SimpleNamespace, dy: Tensor) -> tuple[Tensor | None, ...]:
     """The backward by cuBLAS, but by our kernels for an fp32 gradient of 16-bit factors.
 
     cuBLAS would round such a gradient, or multiply it without tensor cores.
     """
-    return (library.multiply_backward if dy.dtype == saved.a.dtype else backward)(saved, dy)
+    return gradients(saved, rows(dy), library.fill_product if dy.dtype == saved.a.dtype else product)
 
 
-def check(a, b, *, acc_dtype, out_dtype, **_) -> None:
+def check(a, b, *, bias, act, c, acc_dtype, out_dtype, **_) -> None:
     name = {t: name_of(t.dtype) for t in (a, b)}
     for which, t in (("a", a), ("b", b)):
         if t.dtype not in (*FLOATS, *FP8, torch.int8):
@@ -274,6 +396,11 @@ def check(a, b, *, acc_dtype, out_dtype, **_) -> None:
         raise ValueError(f"matmul: acc_dtype of {name[a]} factors must be {' or '.join(sums)}, got {acc_dtype}")
     if out_dtype is not None and (out_dtype == "int32") != (a.dtype == torch.int8):
         raise ValueError(f"matmul: out_dtype must be int32 of int8, and of nothing else, got {out_dtype} of {name[a]}")
+    given = [n for n, v in (("bias", bias), ("act", act), ("c", c)) if v is not None]
+    if a.dtype == torch.int8 and given:
+        raise ValueError(
+            f"matmul: {given[0]} must be None for int8, whose sums stay integers: scaled_mm has scales too"
+        )
     if max(math.prod(a.shape[:-1]), *b.shape) >= 2**31 - 256:
         raise ValueError(
             f"matmul: a and b must have fewer than 2**31 - 256 rows and columns, got {list(a.shape)}, {list(b.shape)}"
@@ -289,10 +416,22 @@ def result_row(a: SimpleNamespace) -> str:
     return f"{name_of(dtype)}[... columns]"
 
 
+def sharding(a: SimpleNamespace) -> Sharding:
+    """Sums over ranks are still to be activated or quantised: then the inner dimension is not sharded."""
+    return Sharding(
+        ("...", "columns", *(("inner",) if a.act is None and a.out_format is None else ())), once=("bias", "c")
+    )
+
+
 matmul = Op(
     "matmul", reference, inputs,
     Triton(library.multiply, backward_by_library, library.fits_matmul, "cublaslt", library=True, out=True),
-    Triton(forward, backward, single, "portable", out=True), check=check, cost=Cost(flops=flops),
-    asks="backend", where={"a": "any[... inner]", "b": "any[inner columns]"}, results={"out": result_row},
-    gradient=Gradient(of=("a", "b")), sharding=Sharding(("...", "columns", "inner")), bars=Bars("E", gradient="E", codes="F"),
+    Triton(forward_few, backward, fits_few, "few", out=True), Triton(forward, backward, single, "portable", out=True),
+    check=check, cost=Cost(flops=flops), asks="backend", where={
+        "a": "any[... inner]", "b": "any[inner columns]", "bias": "float[columns]", "c": "float[... columns]",
+    },
+    results={"out": result_row}, out=Out(lies_on={"out": ("c",)}), sharding=sharding, bars=Bars("E", gradient="E", codes="F"),
+    gradient=Gradient(
+        of=("a", "b", "bias", "c"), shape_only=lambda values: ("bias", "c") if values["act"] is None else ()
+    ),
 )  # fmt: skip

@@ -278,7 +278,7 @@ def forward(
         scale_a = scale_b = recipe_a = recipe_b = shared_a = shared_b = zero_b = None
     how = settings(target, a, b, recipe_a, recipe_b, zero_b, accumulate)
     columns = NARROW if is_narrow(how["CODING_B"], how["MATH"], how["PROMOTE"]) else WIDEST
-    to = destination(out, out_format, M, N, getattr(torch, out_dtype), a.device, range(columns + 1))
+    to = destination(out, out_format, (M, N), getattr(torch, out_dtype), a.device, range(columns + 1))
     codes_a, codes_b, sa, sb = (for_kernel(t, target) for t in (a, b, scale_a, scale_b))
     scaled_product(
         Factor(codes_a, *a.stride(), sa, None, shared_a), Factor(codes_b, *b.stride(), sb, zero_b, shared_b),

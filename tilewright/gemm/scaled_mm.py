@@ -33,10 +33,11 @@ Act = Literal["silu", "gelu_tanh", "gelu_erf", "relu"]
 Backend = Literal[
     "auto", "triton", "cublaslt", "hopper_few_int4", "hopper_few", "few", "hopper", "hopper_plain", "hopper_wgrad", "portable"
 ]  # fmt: skip
+# The gelus as torch has them, but without 1 + tanh and 1 + erf, which leave nothing of a small result.
 ACTS = {
     "silu": torch.nn.functional.silu,
-    "gelu_tanh": lambda y: torch.nn.functional.gelu(y, approximate="tanh"),
-    "gelu_erf": torch.nn.functional.gelu,
+    "gelu_tanh": lambda y: y * torch.sigmoid(1.5957691216057308 * (y + 0.044715 * y**3)),
+    "gelu_erf": lambda y: y * torch.erfc(y * -0.7071067811865476) * 0.5,
     "relu": torch.relu,
 }
 

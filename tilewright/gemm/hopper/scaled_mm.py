@@ -292,7 +292,7 @@ def forward(
     """The product. `tile` is an argument for comparisons; without it the better one is taken."""
     (M, K), N, sms = a.shape, b.shape[1], Target.at(a.device).sms
     tile = tile or tile_for(M, N, sms)
-    to = destination(out, out_format, M, N, DTYPES[out_dtype], a.device, STORED)
+    to = destination(out, out_format, (M, N), DTYPES[out_dtype], a.device, STORED)
     add = None if beta == 0.0 else c
     # A bulk copy wants rows of the result at multiples of 16 bytes. fp32 goes straight from registers: a warp writes whole sectors,
     # and what it would be staged in is a quarter of the operands' ring
