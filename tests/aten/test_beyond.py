@@ -164,6 +164,20 @@ def test_powers_are_as_exact_as_atens():
     assert ran and not differences(ours, aten, base.double() ** exponent.double())
 
 
+@pytest.mark.parametrize("value", [1, 3.14])
+def test_sums_with_products_are_rounded_as_atens_on_a_gpu(value):
+    """The sum once, with the product of the tensors rounded before unless the number is 1: here sums cancel, and every other order
+    has other bits."""
+    torch.manual_seed(0)
+    y, z = torch.rand(64, 1) + 0.5, torch.rand(1, 65) + 0.5
+    x = -float(value) * (y * z)
+    x[:, 64] = torch.tensor(float("inf"))
+    product = y.double() * z.double() if value == 1 else (y * z).double()
+    exact = (x.double() + torch.tensor(float(value)).double() * product).float()
+    with tw.aten.use(include=["addcmul"]):
+        assert torch.equal(torch.addcmul(x, y, z, value=value), exact) and taken() == 1
+
+
 def test_int64_and_a_float():
     """Not float64, though the number is one in C++: declined or taken, it is fp32."""
     x = torch.arange(3)

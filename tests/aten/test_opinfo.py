@@ -59,6 +59,9 @@ IN_PLACE = [n for n in NAMES if ENTRIES[n].get_inplace() is not None]
 # Sums of terms that may cancel, where aten rounds other terms on the way than we do: errors are steps of the largest operand
 SUMS = ["addr", "cumsum", "std", "std.unbiased", "var_mean"]
 SUMS += [*NORMS, *PRODUCTS, "native_group_norm", "_softmax_backward_data"]
+# The same of overloads that are no entries: means, and sums about them, of which the gradients are differences
+SUMS += ["_fused_rms_norm", "_fused_rms_norm_backward"]
+SUMS += [f"native_{kind}_norm_backward" for kind in ("batch", "group", "layer")]
 if (
     DEVICE == "cpu"
 ):  # A product and a sum are rounded once by aten and by a GPU's compiler, and twice in the interpreter
