@@ -91,8 +91,10 @@ def test_a_name_that_is_misspelt(name, said):
 
 
 def test_a_mode_that_is_not_there():
-    with pytest.raises(ValueError, match="mode must be 'all', got 'auto'"):
-        tw.aten.use("auto")
+    with pytest.raises(ValueError, match="mode must be 'all' or 'auto', got 'fast'"):
+        tw.aten.use("fast")
+    with pytest.raises(ValueError, match="observed is for mode 'auto'"):
+        tw.aten.enable(observed="calls.json")
 
 
 def test_every_name_is_one_of_torchs_and_none_a_composite_that_has_a_gradient():

@@ -4,6 +4,7 @@ A *row* says what an operator is, an *engine* has the kernels that rows share (`
 gives aten what they decline.
 """
 
+from .observed import observe
 from .router import disable, enable, explain, report, use
 
-__all__ = ["disable", "enable", "explain", "report", "use"]
+__all__ = ["disable", "enable", "explain", "observe", "report", "use"]

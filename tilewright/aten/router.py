@@ -1,5 +1,8 @@
 """Which calls of torch's operators are ours: registered at the backend key, and aten's own kernel for everything else.
 
+In mode "all" an override takes every call that its row can; in mode "auto" those of them that measurements say it should
+(`verdicts.py`).
+
 A registration is for the whole process, since autograd's own threads must see it. Autograd, autocast, vmap and DTensor stand above
 the backend key and work as before. An override takes a call if its row can; whatever the row declines, invalid arguments included,
 goes to the kernel that was there before, whose exception is then the exception. Both are counted.
@@ -12,7 +15,8 @@ import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -26,14 +30,18 @@ from ..runtime.kernel import NotCompiledError
 from ..runtime.plan import Recorder
 from ..runtime.replay import picker
 from . import pointwise, table
+from .observed import Calls, calls_of
 from .plans import Function, Run, plan_of, slot, thread
 from .row import Declined
+from .signature import Signature, signature_of
 from .table import NUMBERS, name_of, overload_of, tensor_slots
+from .verdicts import Verdicts
 
 STALE = "SafeKernelFunction has been invalidated"  # begins what torch says of a captured kernel whose library is gone
 SLOTS = (int, float)  # types of numbers that are slots of a plan; a bool is one of two values, and part of a key
 RECENT = 4  # kinds of call that an overload knows by guard
 MOST_OUTCOMES = 512  # keys of an overload
+MODES = ("all", "auto")
 
 Key = tuple[tuple, tuple]  # of a call: all but shapes and strides, and these
 
@@ -44,16 +52,22 @@ _wanted: list[Request] = []  # of each `enable` and `use` in force
 
 @dataclass(eq=False)
 class Request:
-    """The overloads that one `enable`, or a block of `use`, asks for."""
+    """The overloads that one `enable`, or a block of `use`, asks for, and what says which of their calls are to be ours (None: all
+    that can be)."""
 
     names: frozenset[str]
     scoped: bool
+    verdicts: Verdicts | None = None
+
+    @property
+    def mode(self) -> str:
+        return "all" if self.verdicts is None else "auto"
 
 
 class Kind(NamedTuple):
     """A kind of call that is remembered by torch's guard: how many values it has, by position and then by name; what takes the
     tensors from them, each once (None: they are nothing else), the guard over these, whether the other values are as they were
-    (None: there are none), what takes the tensors of the plan (None: the same), and what becomes of it."""
+    (None: there are none), what takes the tensors of the plan (None: the same), what becomes of it, and where it is counted."""
 
     count: int
     take: Callable[[Sequence[Any]], tuple[Tensor, ...]] | None
@@ -62,6 +76,7 @@ class Kind(NamedTuple):
     every: Callable[[Sequence[Any]], tuple[Tensor, ...]] | None
     function: Function | None
     reason: str
+    tally: list[int]
 
     def holds(self, values: Sequence[Any]) -> bool:
         """Whether a call under the same key is of this kind."""
@@ -71,15 +86,15 @@ class Kind(NamedTuple):
 
 
 class Outcome:
-    """What becomes of calls under one key: the function of their plan, or why they are aten's. Guards see more than a key does
-    (which tensors require a gradient), so that there may be several kinds."""
+    """What becomes of calls under one key: the function of their plan, or why they are aten's; or neither, of one that was `seen`
+    once. `tally` counts those that are ours. Guards see more than a key does (which tensors require a gradient), so that there may
+    be several kinds."""
 
-    def __init__(self, function: Function | None, reason: str = "", guarded: bool = True) -> None:
-        self.function, self.reason, self.guarded = function, reason, guarded
+    def __init__(
+        self, function: Function | None, tally: list[int], reason: str = "", guarded: bool = True, seen: bool = False
+    ) -> None:
+        self.function, self.tally, self.reason, self.guarded, self.seen = function, tally, reason, guarded, seen
         self.kinds: list[Kind] = []
-
-
-SEEN = Outcome(None)  # a call under its key was run, once
 
 
 class Override:
@@ -92,19 +107,43 @@ class Override:
         self.keys = torch._C.DispatchKeySet(
             getattr(torch._C.DispatchKey, self.key)
         )  # what aten's kernel is called with
-        self.taken, self.declined = 0, Counter()
+        self.tallies: dict[float, list[int]] = {}  # of calls that were ours, by what each gained
+        self.declined: Counter[str] = Counter()
+        self.verdicts: Verdicts | None = None  # which calls are to be ours; None: all that can be
         self.slots = tensor_slots(self.overload)
         arguments = self.overload._schema.arguments
         self.arguments = [a.name for a in arguments]
         self.writes = {a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write}
         self.numbers, self.asks = getattr(self.form, "numbers", ()), getattr(self.form, "asks", {})
         self.settings: Callable[[], Any] = getattr(self.form, "settings", lambda: None)  # of torch's, that a run reads
+        self.retired: list[Any] = []
+        self.forget()
+        self.register()
+
+    def forget(self) -> None:
+        """All that is known of calls."""
         self.outcomes: dict[Key, Outcome] = {}
         self.flats: dict[tuple, Function] = {}  # of calls whose tensors lie alike, whatever their shape
         self.recent: tuple[Kind, ...] = ()  # of calls without keywords, the last first
         self.named: dict[tuple[str, ...], tuple[Kind, ...]] = {}  # of others, by the names of these
-        self.retired: list[Any] = []
-        self.register()
+
+    def follow(self, verdicts: Verdicts | None) -> None:
+        """Go by these from now on."""
+        if verdicts is not self.verdicts:
+            self.verdicts = verdicts
+            self.forget()
+
+    @property
+    def taken(self) -> int:
+        return sum(tally[0] for tally in self.tallies.values())
+
+    def tally(self, args: tuple, kwargs: dict[str, Any]) -> list[int]:
+        """Where a call is counted. Raises `Declined` where measurements say that it is aten's."""
+        gain = 0.0 if self.verdicts is None else self.verdicts.gain(self.signature(args, kwargs))
+        return self.tallies.setdefault(gain, [0])
+
+    def signature(self, args: tuple, kwargs: dict[str, Any]) -> Signature:
+        return signature_of(self.name, self.overload, args, kwargs)
 
     def register(self) -> None:
         """Capture the kernel that is there, and take its place."""
@@ -130,7 +169,7 @@ class Override:
         if kwargs:
             names, values = tuple(kwargs), (*args, *kwargs.values())
             recent = self.named.get(names, ())
-        for count, take, check, same, every, function, reason in recent:
+        for count, take, check, same, every, function, reason, tally in recent:
             if count == len(values):
                 tensors = values if take is None else take(values)
                 if check(*tensors) and (same is None or same(values)):
@@ -142,7 +181,7 @@ class Override:
                     except Declined:  # by a number, which the run below says
                         break
                     if made is not None:
-                        self.taken += 1
+                        tally[0] += 1
                         return made
                     break
         return self.keyed(args, kwargs, names, values)
@@ -158,11 +197,12 @@ class Override:
         try:
             made = None
             if outcome is None:  # a shape may never come again: a plan is made the second time
-                self.keep(key, SEEN)
+                outcome = Outcome(None, self.tally(args, kwargs), seen=True)
+                self.keep(key, outcome)
                 flat = self.flats.get(flat_key(key, tensors)) if self.flats else None  # there is none under None
                 made = None if flat is None else flat(tensors, values)
-            elif outcome is SEEN:
-                made = self.planned(key, names, values)
+            elif outcome.seen:
+                made = self.planned(key, names, values, outcome.tally)
             else:
                 self.remember(outcome, names, values)
                 if outcome.function is None:
@@ -171,12 +211,12 @@ class Override:
             if made is None:
                 with Run():
                     made = self.form(*args, **kwargs)
-            self.taken += 1
+            outcome.tally[0] += 1
             return made
         except Declined as declined:
             reason = str(declined)
             if declined.lasting:
-                self.keep(key, Outcome(None, reason))
+                self.keep(key, Outcome(None, [0], reason))
         except NotCompiledError:
             reason = "a kernel that is not compiled, during graph capture"
         self.declined[reason] += 1
@@ -210,7 +250,7 @@ class Override:
         positions = len(values) - len(names)
         return self.arguments[at] if at < positions else names[at - positions]
 
-    def planned(self, key: Key, names: tuple[str, ...], values: Sequence[Any]) -> Any:
+    def planned(self, key: Key, names: tuple[str, ...], values: Sequence[Any], tally: list[int]) -> Any:
         """Run the form, and keep the run under the key if later calls can be made from it."""
         given: list[Tensor] = []
         shown: dict[int, Tensor] = {}  # by id, what each of these is to the caller
@@ -237,7 +277,7 @@ class Override:
             written = [at for at, t in enumerate(given) if id(t) in places]
             plan = plan_of(run, given, written, numbers, made)
             if plan is not None:
-                self.keep(key, Outcome(plan.function, guarded=plan.guarded))
+                self.keep(key, Outcome(plan.function, tally, guarded=plan.guarded))
                 flat = flat_key(key, given) if plan.flat is not None else None
                 if flat is not None and len(self.flats) < MOST_OUTCOMES:
                     self.flats[flat] = plan.flat
@@ -301,7 +341,7 @@ class Override:
 
         return Kind(
             len(values), picker(once) if rest or twice else None, check, same if rest or twice else None,
-            picker(every) if twice else None, outcome.function, outcome.reason,
+            picker(every) if twice else None, outcome.function, outcome.reason, outcome.tally,
         )  # fmt: skip
 
     # ---- aten
@@ -398,36 +438,62 @@ def resolve(names: Iterable[str]) -> frozenset[str]:
     return frozenset(found)
 
 
-def chosen(mode: str, include: Iterable[str] | None, exclude: Iterable[str] | None) -> frozenset[str]:
-    if mode != "all":
-        raise ValueError(f"aten: mode must be 'all', got {mode!r}: there is no table of measurements to choose by yet")
+def chosen(
+    mode: str, include: Iterable[str] | None, exclude: Iterable[str] | None, observed: Any, scoped: bool
+) -> Request:
+    """What is asked for."""
+    if mode not in MODES:
+        raise ValueError(f"aten: mode must be {' or '.join(map(repr, MODES))}, got {mode!r}")
+    if observed is not None and mode != "auto":
+        raise ValueError("aten: observed is for mode 'auto', which chooses")
+    every = frozenset(table.FORMS) if include is None else resolve(include)
+    every -= resolve(exclude) if exclude is not None else frozenset()
     if not INTERPRETING and not torch.cuda.is_available():
         raise RuntimeError("aten: there is no GPU whose operators could be replaced")
-    every = frozenset(table.FORMS) if include is None else resolve(include)
-    return every - (resolve(exclude) if exclude is not None else frozenset())
+    if mode == "all":
+        return Request(every, scoped)
+    verdicts = Verdicts.here()
+    names = every & verdicts.chosen(None if observed is None else calls_of(observed, verdicts.place.gpu).counts)
+    if not names:
+        warnings.warn(f"aten: nothing is replaced: {verdicts.silence()}", stacklevel=3)
+    return Request(names, scoped, verdicts)
 
 
 def settle() -> None:
-    """Register what is asked for and not there; take away what nobody asks for."""
-    asked = frozenset().union(*(one.names for one in _wanted))
-    for name in [n for n in _active if n not in asked]:
+    """Register what is asked for and not there; take away what nobody asks for. Of several requests that name an overload, the
+    last one says which of its calls are ours."""
+    last = {name: one.verdicts for one in _wanted for name in one.names}
+    for name in [n for n in _active if n not in last]:
         _active.pop(name).remove()
-    for name in sorted(asked - _active.keys()):
+    for name in sorted(last.keys() - _active.keys()):
         _active[name] = Override(name)
+    for name, verdicts in last.items():
+        _active[name].follow(verdicts)
 
 
 # ---------------------------------------------------------------- what callers see
 
 
-def enable(mode: str = "all", *, include: Iterable[str] | None = None, exclude: Iterable[str] | None = None) -> None:
+def enable(
+    mode: str = "all",
+    *,
+    include: Iterable[str] | None = None,
+    exclude: Iterable[str] | None = None,
+    observed: Calls | str | Path | None = None,
+) -> None:
     """Replace torch's operators on the GPU by ours, in the whole process, until `disable`.
 
-    `include` and `exclude` name overloads ("add.Tensor"), operators ("add": all their overloads) or engines ("pointwise"). What a
-    replacement does not take goes to torch as before. Inside compiled functions there is no effect but on what Inductor leaves to
-    aten.
+    `mode` "all" replaces whatever can be; "auto" only what was measured on this GPU to be no slower and, with `observed` (calls
+    that `observe` counted, or a file of them), also what pays for a program that makes these calls. `include` and `exclude` name
+    overloads ("add.Tensor"), operators ("add": all their overloads) or engines ("pointwise"). What a replacement does not take goes
+    to torch as before. Inside compiled functions there is no effect but on what Inductor leaves to aten.
     """
+    request = chosen(mode, include, exclude, observed, False)
     with _lock:
-        _wanted.append(Request(chosen(mode, include, exclude), False))
+        other = next((one.mode for one in _wanted if one.mode != mode), None)
+        if other is not None:
+            raise ValueError(f"aten: mode {other!r} is in force: `disable` ends it, and `use` nests in it")
+        _wanted.append(request)
         settle()
 
 
@@ -439,17 +505,23 @@ def disable() -> None:
 
 
 class use:
-    """`enable` for a block, in all threads: `with tw.aten.use(): ...`. Blocks nest, and one object may be entered again."""
+    """`enable` for a block, in all threads: `with tw.aten.use(): ...`. Blocks nest, and one object may be entered again; of an
+    overload that several of them name, the innermost says which calls are ours."""
 
     def __init__(
-        self, mode: str = "all", *, include: Iterable[str] | None = None, exclude: Iterable[str] | None = None
+        self,
+        mode: str = "all",
+        *,
+        include: Iterable[str] | None = None,
+        exclude: Iterable[str] | None = None,
+        observed: Calls | str | Path | None = None,
     ) -> None:
-        self.names = chosen(mode, include, exclude)
+        self.request = chosen(mode, include, exclude, observed, True)
         self.entered: list[Request] = []
 
     def __enter__(self) -> None:
         with _lock:
-            self.entered.append(Request(self.names, True))
+            self.entered.append(replace(self.request))
             _wanted.append(self.entered[-1])
             settle()
 
@@ -460,9 +532,21 @@ class use:
 
 
 def report() -> dict[str, dict[str, Any]]:
-    """For each overload in force: how many calls were ours, and why others were aten's."""
+    """For each overload in force: how many calls were ours, and why others were aten's. In mode "auto" also its verdict, what was
+    gained by measured times, in microseconds, less what falling back costs, and the other releases that rows are of, if so."""
     with _lock:
-        return {n: {"taken": o.taken, "declined": dict(o.declined)} for n, o in sorted(_active.items())}
+        return {n: reported(o) for n, o in sorted(_active.items())}
+
+
+def reported(one: Override) -> dict[str, Any]:
+    said = {"taken": one.taken, "declined": dict(one.declined)}
+    if one.verdicts is None:
+        return said
+    gained = sum(gain * tally[0] for gain, tally in one.tallies.items())
+    lost = (one.verdicts.fallback_us or 0.0) * sum(one.declined.values())
+    said |= {"verdict": one.verdicts.verdict(one.name), "gained_us": gained - lost}
+    foreign = one.verdicts.foreign(one.name)
+    return said if foreign is None else {**said, "note": foreign}
 
 
 def explain(name: str, *args: Any, **kwargs: Any) -> str:

@@ -1,0 +1,350 @@
+"""Mode "auto": what measurements say, which calls are ours by them, and what a program's own calls change."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import tilewright as tw
+from tilewright.aten import observed, router, signature, table, verdicts
+from tilewright.aten.observed import Calls
+from tilewright.aten.row import Declined
+from tilewright.aten.signature import Signature, signature_of
+from tilewright.aten.table import overload_of
+from tilewright.aten.verdicts import Place, Verdicts
+
+GPU = "interpreter"
+HERE = Place("cpu", GPU)
+ABOUT = {"gpu": GPU, "torch": str(torch.__version__), "triton": "", "version": tw.__version__, "date": "2026-11-17"}
+KB, MB = 1 << 10, 1 << 20
+SIZES = 4 * KB, 4 * MB, 256 * MB
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left():
+    before = {name: torch._C._dispatch_dump(f"aten::{name}") for name in table.FORMS}
+    yield
+    assert not router._active and not router._wanted
+    assert {name: torch._C._dispatch_dump(f"aten::{name}") for name in table.FORMS} == before
+
+
+def cell(
+    overload: str = "neg", nbytes: int = 4 * KB, least: float = 2.0, dtype: str = "float32", layout: str = "1 flat", **more: Any
+) -> dict[str, Any]:  # fmt: skip
+    """A row of which ours takes 10 us, and aten's `least` times that for certain."""
+    times = {"own": 10.0, "aten": 10.0 * least, "least": least}
+    kind = {"overload": overload, "dtype": dtype, "layout": layout, "bytes": nbytes}
+    return {**kind, "eager": times, "graph": times, **ABOUT, "triton": HERE.triton, "source": "0", **more}
+
+
+def fallback(us: float, call: str = "neg") -> dict[str, Any]:
+    return {**ABOUT, "triton": HERE.triton, "call": call, "own": 2.0 + us, "aten": 2.0}
+
+
+def cells(leasts: list[float], overload: str = "neg", **more: Any) -> list[dict[str, Any]]:
+    return [cell(overload, size, least, **more) for size, least in zip(SIZES, leasts)]
+
+
+def both(leasts: list[float], overload: str = "neg", layout: str = "1 flat") -> list[dict[str, Any]]:
+    return [row for dtype in ("float32", "bfloat16") for row in cells(leasts, overload, dtype=dtype, layout=layout)]
+
+
+@pytest.fixture
+def rows(tmp_path, monkeypatch) -> Callable[..., None]:
+    """A function that puts lines into this place's table."""
+    monkeypatch.setattr(verdicts, "SHIPPED", tmp_path)
+    monkeypatch.setenv("TILEWRIGHT_CACHE", str(tmp_path / "own"))
+
+    def put(*lines: dict | str) -> None:
+        texts = [line if isinstance(line, str) else json.dumps(line) for line in lines]
+        verdicts.path_of("cpu").write_text("".join(f"{text}\n" for text in texts))
+        verdicts.table.cache_clear()
+
+    yield put
+    verdicts.table.cache_clear()
+
+
+# ---- kinds of call ---------------------------------------------------------------------------------------------------
+
+
+def described(name: str, *args: Any, **kwargs: Any) -> tuple[str, str, int]:
+    return signature_of(name, overload_of(name), args, kwargs)[1:]
+
+
+def test_kinds_of_call():
+    x, row, wide = torch.ones(4, 6), torch.ones(6), torch.ones(4, 6, dtype=torch.bfloat16)
+    assert described("add.Tensor", x, x) == ("float32", "2 flat", 192)
+    assert described("add.Tensor", x, row) == ("float32", "2 broadcast", 120)
+    assert described("add.Tensor", x, 2.0) == ("float32", "1 flat", 96)
+    assert described("add.Tensor", x, x.t().contiguous().t()) == ("float32", "2 turned", 192)
+    assert described("add.Tensor", x, wide[:, ::2].repeat(1, 2)[:, ::2]) == ("float32+bfloat16", "2 strided", 120)
+    assert described("where.self", x > 0, x, x)[0] == "bool+float32"
+    assert described("cat", [x, x], 1)[1] == "2 flat, dim last"
+    assert described("topk", x, 3, 0) == ("float32", "1 flat, k=3, dim first", 96)
+    assert described("mean.dim", x, [0], dtype=torch.float64)[1] == "1 flat, dim first, dtype=float64"
+    index = torch.zeros(4, dtype=torch.int64)
+    assert described("index_put_", x, [index], x, accumulate=True) == (
+        "float32+int64", "3 broadcast, accumulate=True", 224)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("dims", "rank", "word"),
+    [(0, 3, "first"), (-1, 3, "last"), (1, 3, "middle"), ([0, 1], 3, "first"), ([1, -1], 3, "last"), ([0, 2], 3, "middle"),
+     (None, 2, "all"), ([], 2, "all"), (0, 1, "all"), ([0, 1], 2, "all"), (0, 0, "all")],
+)  # fmt: skip
+def test_places_of_dimensions(dims, rank, word):
+    assert signature.place(dims, rank) == word
+
+
+# ---- what rows say ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("leasts", "verdict", "least"),
+    [
+        ([1.0, 1.06, 2.0], "closed", 0), ([1.5, 1.04, 1.0], "closed", 0), ([0.99, 1.06, 2.0], "sized", 4 * MB),
+        ([0.99, 0.5, 2.0], "sized", 256 * MB), ([2.0, 0.99, 2.0], "sized", 256 * MB), ([2.0, 2.0, 0.99], "never", None),
+        ([1.04, 1.04, 1.04], "never", None), ([0.5, 1.0, 1.04], "never", None),
+    ],
+)  # fmt: skip
+def test_verdicts(leasts, verdict, least):
+    found = Verdicts(HERE, both(leasts))
+    rule = found.rules["neg"]["float32", "1 flat"]
+    assert found.verdict("neg") == verdict and (None if rule is None else rule.least) == least
+    assert found.chosen() == ({"neg"} if verdict == "closed" else set())
+
+
+def test_what_is_closed_is_so_in_every_kind():
+    wins, loses = [2.0, 2.0, 2.0], [0.9, 2.0, 2.0]
+    assert Verdicts(HERE, cells(wins)).verdict("neg") == "sized"  # bf16 is not measured
+    assert Verdicts(HERE, cells(wins, dtype="int64")).verdict("neg") == "closed"
+    assert Verdicts(HERE, both(wins)[1:]).verdict("neg") == "sized"  # nor is the smallest size
+    assert Verdicts(HERE, [*both(wins), *both(loses, layout="1 turned")]).verdict("neg") == "sized"
+    assert Verdicts(HERE, [*both(wins), cell(least=0.9, source="another call")]).verdict("neg") == "sized"
+    assert Verdicts(HERE, both(wins)).verdict("exp") == "never"
+
+
+def test_either_way_of_calling_counts():
+    slow = {"own": 10.0, "aten": 9.0, "least": 0.8}
+    assert not any(Verdicts(HERE, [cell(graph=slow)]).rules["neg"].values())
+    assert not any(Verdicts(HERE, [cell(eager=slow)]).rules["neg"].values())
+    assert any(Verdicts(HERE, [cell(graph=None)]).rules["neg"].values())
+
+
+def test_rows_of_another_place_do_not_count():
+    for other in ({"gpu": "another"}, {"version": "0.0.0"}):
+        assert not Verdicts(HERE, [{**row, **other} for row in both([2.0] * 3)]).rules
+    before = {"torch": "1.0.0"}
+    near, far = ([{**row, **before} for row in both([least] * 3)] for least in (1.29, 1.31))
+    assert Verdicts(HERE, near).verdict("neg") == "never"
+    assert Verdicts(HERE, far).verdict("neg") == "closed" and "torch 1.0" in Verdicts(HERE, far).foreign("neg")
+    assert (
+        Verdicts(HERE, [*far[1:], {**near[0], "bytes": 4 * MB}]).verdict("neg") == "sized"
+    )  # it is a loss, not absent
+    assert Verdicts(HERE, both([2.0] * 3)).foreign("neg") is None
+
+
+def test_a_gain_is_that_of_the_next_smaller_size():
+    found = Verdicts(HERE, both([0.9, 2.0, 3.0]))
+    for nbytes, us in ((4 * MB, 10.0), (255 * MB, 10.0), (256 * MB, 20.0), (1 << 40, 20.0)):
+        assert found.gain(Signature("neg", "float32", "1 flat", nbytes)) == pytest.approx(us)
+    for dtype, nbytes, why in (
+        ("float32", 4 * MB - 1, "below 4194304 bytes"),
+        ("int8", MB, "nothing is measured of int8"),
+    ):
+        with pytest.raises(Declined, match=why):
+            found.gain(Signature("neg", dtype, "1 flat", nbytes))
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "", "{", "[]", "3", '{"overload": "neg"}', {**cell(), "bytes": "4"}, {**cell(), "bytes": -1}, {**cell(), "eager": None},
+        {**cell(), "graph": {"own": 1.0, "aten": 2.0}}, {**cell(), "extra": 1}, {**cell(), "gpu": 1},
+        {**cell(), "eager": {"own": 1.0, "aten": 2.0, "least": 3.0}}, {**cell(), "eager": {"own": 0, "aten": 2.0, "least": 1.0}},
+        {**fallback(3.0), "own": True},
+    ],
+)  # fmt: skip
+def test_a_damaged_row_is_ignored(line, rows):
+    rows(line, cell())
+    with pytest.warns(UserWarning, match=r"1 damaged row\(s\) ignored"):
+        assert list(verdicts.table("cpu")) == [cell()]
+
+
+def test_rows_of_the_user_replace_shipped_ones(rows, tmp_path):
+    (tmp_path / "own" / "tilewright").mkdir(parents=True)
+    mine = tmp_path / "own" / "tilewright" / "aten_cpu.jsonl"
+    rows(cell(), cell(nbytes=4 * MB))
+    mine.write_text(verdicts.text_of([cell(least=0.5)]))
+    assert [row["eager"]["least"] for row in verdicts.table("cpu")] == [2.0, 0.5]
+    mine.chmod(0o666)
+    verdicts.table.cache_clear()
+    with pytest.warns(UserWarning, match="writable by you alone"):
+        assert len(verdicts.table("cpu")) == 2 and verdicts.table("cpu")[0]["eager"]["least"] == 2.0
+    with pytest.raises(ValueError, match="other fields"):
+        verdicts.text_of([{"overload": "neg"}])
+
+
+# ---- whose calls -----------------------------------------------------------------------------------------------------
+
+
+def test_without_rows_nothing_is_replaced_and_it_says_so(rows):
+    with (
+        pytest.warns(UserWarning, match="nothing is measured on interpreter: `tilewright bench") as said,
+        tw.aten.use("auto"),
+    ):
+        assert tw.aten.report() == {}
+    assert said[0].filename == __file__
+    rows(*both([0.5, 2.0, 2.0]))
+    with pytest.warns(UserWarning, match="of 1 overloads that are measured on interpreter none is closed"):
+        tw.aten.enable("auto")
+    tw.aten.disable()
+
+
+def test_what_is_closed_is_ours_in_what_is_measured(rows):
+    rows(*both([2.0] * 3), fallback(3.0), *both([0.5, 2.0, 2.0], "exp"))
+    x = torch.randn(4, 6)
+    with tw.aten.use("auto"):
+        for _ in range(4):
+            assert torch.equal(torch.neg(x), -1 * x)
+        assert torch.equal(torch.neg(x.t()), -1 * x.t()) and torch.equal(torch.neg(x.int()), -1 * x.int())
+        said = tw.aten.report()
+    assert said.keys() == {"neg"} and said["neg"]["taken"] == 4 and said["neg"]["verdict"] == "closed"
+    assert said["neg"]["declined"] == {f"nothing is measured of {k}": 1 for k in ("float32, 1 turned", "int32, 1 flat")}
+    assert said["neg"]["gained_us"] == pytest.approx(4 * 10.0 - 2 * 3.0) and "note" not in said["neg"]
+    with tw.aten.use("auto", include=["neg", "exp"]):
+        assert tw.aten.report().keys() == {"neg"}
+
+
+def test_a_predicate_on_bytes(rows):
+    """On either side of the smallest size that wins, by every way through the router: first call, plan, guard."""
+    rows(*[{**row, "bytes": row["bytes"] // KB} for row in both([0.5, 2.0, 2.0])], fallback(1.0))
+    calls = Calls(GPU, {Signature("neg", "float32", "1 flat", 4 * KB): 10})
+    with tw.aten.use("auto", observed=calls):
+        for count, times in ((1023, 4), (1024, 4), (1025, 4)):
+            x = torch.ones(count)
+            for _ in range(times):
+                torch.neg(x)
+        said = tw.aten.report()["neg"]
+    assert said["taken"] == 8 and said["declined"] == {"aten is as fast at float32, 1 flat below 4096 bytes": 4}
+    assert said["verdict"] == "sized"
+
+
+def test_the_innermost_block_says_which_calls_are_ours(rows):
+    rows(*both([2.0] * 3))
+    small, turned = torch.ones(2, 3), torch.ones(3, 2).t()
+    with tw.aten.use(include="neg"):
+        torch.neg(turned)
+        with tw.aten.use("auto"):
+            for _ in range(3):
+                torch.neg(turned)
+                torch.neg(small)
+            assert tw.aten.report()["neg"]["taken"] == 4
+        torch.neg(turned)
+        assert tw.aten.report()["neg"]["taken"] == 5 and "verdict" not in tw.aten.report()["neg"]
+
+
+def test_two_modes_are_not_in_force_at_once(rows):
+    rows(*both([2.0] * 3))
+    for one, other in (("all", "auto"), ("auto", "all")):
+        tw.aten.enable(one, include="neg")
+        with pytest.raises(ValueError, match=f"mode '{one}' is in force"):
+            tw.aten.enable(other, include="neg")
+        tw.aten.disable()
+
+
+# ---- a program's own calls -------------------------------------------------------------------------------------------
+
+
+def test_calls_are_counted_by_kind():
+    x = torch.randn(8, 8, requires_grad=True)
+    with tw.aten.observe() as calls:
+        for _ in range(3):
+            torch.softmax(x, 0).square().sum().backward()
+        torch.full((3,), 2.0)
+        torch.linalg.det(torch.eye(3))
+    counts = {(call.overload, call.layout): count for call, count in calls.counts.items()}
+    assert counts["_softmax", "1 flat, dim first"] == counts["sum", "1 flat"] == 3
+    assert counts["fill_.Scalar", "1 flat"] == 1  # which `full` calls
+    assert any(call.overload == "_softmax_backward_data" for call in calls.counts)
+    assert calls.others["_linalg_det"] == 1 and calls.gpu == GPU
+    assert {call.bytes for call in calls.counts if call.overload == "_softmax"} == {256}
+
+
+def test_counts_add_up_and_are_kept(tmp_path):
+    one = Calls(GPU, {Signature("neg", "float32", "1 flat", 64): 2}, {"view": 1})
+    one.save(tmp_path / "calls.json")
+    again = Calls.load(tmp_path / "calls.json")
+    assert (again.gpu, again.counts, again.others) == (one.gpu, one.counts, one.others)
+    assert (one + again).counts == {Signature("neg", "float32", "1 flat", 64): 4}
+    with pytest.raises(ValueError, match="do not add up"):
+        one + Calls("another")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{", "is not JSON"), ("[]", "does not hold calls"), ('{"schema": "2"}', "does not hold calls"),
+        (f'{{"schema": "{observed.SCHEMA}", "gpu": "g", "calls": [["neg", "float32", "", 1]], "others": {{}}}}', "is damaged"),
+        (f'{{"schema": "{observed.SCHEMA}", "gpu": "g", "calls": [], "others": [1]}}', "is damaged"),
+        (f'{{"schema": "{observed.SCHEMA}", "gpu": "NVIDIA H200", "calls": [], "others": {{}}}}', "is of NVIDIA H200, and this is"),
+    ],
+)  # fmt: skip
+def test_a_file_that_is_none(text, said, tmp_path):
+    path = tmp_path / "calls.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=said):
+        tw.aten.enable("auto", observed=path)
+
+
+def test_what_observed_may_be(rows):
+    rows(*both([0.5, 2.0, 2.0]))
+    with pytest.raises(ValueError, match="observed must be what"):
+        tw.aten.use("auto", observed={"neg": 3})
+    strange = Calls(GPU, {Signature("nonsense", "float32", "1 flat", 64): 2})
+    with pytest.warns(UserWarning) as said:
+        tw.aten.use("auto", observed=strange)
+    assert "observed has calls of nonsense, which are left out" in str(said[0].message)
+
+
+@pytest.mark.parametrize(("large", "small", "pays"), [(10, 0, True), (10, 47, True), (10, 48, False), (0, 5, False)])
+def test_an_overload_is_replaced_if_its_calls_gain_more_than_others_lose(large, small, pays, rows):
+    """A large call gains 10 us, a small one loses 2 by falling back: 48 times 2 is within 5 % of 10 times 10."""
+    rows(*both([0.5, 2.0, 2.0]), fallback(2.0), fallback(1.0, "add"))
+    kind = Signature("neg", "float32", "1 flat", 4 * MB)
+    calls = Calls(GPU, {kind: large, kind._replace(bytes=4 * KB): small})
+    with warnings.catch_warnings(record=True):
+        warnings.simplefilter("always")
+        with tw.aten.use("auto", observed=calls):
+            assert tw.aten.report().keys() == ({"neg"} if pays else set())
+    whose = {row["bytes"]: row["whose"] for row in calls.rows()}
+    assert whose[4 * MB] == ("ours" if pays else "aten's: other calls would lose more by falling back")
+    assert "below 4194304 bytes" in whose[4 * KB]
+
+
+def test_without_the_cost_of_falling_back_nothing_is_weighed(rows):
+    rows(*both([0.5, 2.0, 2.0]))
+    kind = Signature("neg", "float32", "1 flat", 4 * MB)
+    assert Verdicts.here().chosen({kind: 3}) == {"neg"}  # none of its calls falls back
+    assert not Verdicts.here().chosen({kind: 1000, kind._replace(bytes=4 * KB): 1})
+    assert "falling back is not measured" in str(Calls(GPU, {kind: 1000, kind._replace(bytes=4 * KB): 1}))
+
+
+def test_the_table_of_calls(rows):
+    rows(*both([2.0] * 3), fallback(2.0))
+    x = torch.ones(1024)
+    with tw.aten.observe() as calls:
+        torch.neg(x)
+        torch.neg(x)
+        torch.exp(x)
+    lines = str(calls).splitlines()
+    assert lines[0].split() == ["overload", "dtype", "layout", "bytes", "calls", "gain_us", "whose"]
+    assert lines[1].split() == ["neg", "float32", "1", "flat", "4096", "2", "20.0", "ours"]
+    assert "aten's: nothing is measured of float32, 1 flat" in lines[2] and lines[-1].startswith(
+        "0 calls of 0 operators"
+    )
