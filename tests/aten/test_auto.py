@@ -126,6 +126,9 @@ def test_what_is_closed_is_so_in_every_kind():
     assert Verdicts(HERE, both(wins)[1:]).verdict("neg") == "sized"  # nor is the smallest size
     assert Verdicts(HERE, [*both(wins), *both(loses, layout="1 turned")]).verdict("neg") == "sized"
     assert Verdicts(HERE, [*both(wins), cell(least=0.9, source="another call")]).verdict("neg") == "sized"
+    assert (
+        Verdicts(HERE, both(wins, layout="1 turned")).verdict("neg") == "sized"
+    )  # what most calls are is not measured
     assert Verdicts(HERE, both(wins)).verdict("exp") == "never"
 
 

@@ -177,7 +177,7 @@ def test_the_tables_of_choices_are_generated(tmp_path, monkeypatch):
     """A row that no evidence made is noticed and mended, before the pages that say what is chosen."""
     made = documents.generate()
     tables = {path: text for path, text in made.items() if path.parent == documents.TABLES}
-    assert {path.name for path in tables} - {"attention_sm_90.jsonl"} == {"preference_sm_90.jsonl"}
+    assert {path.name for path in tables} - {"attention_sm_90.jsonl", "aten_sm_90.jsonl"} == {"preference_sm_90.jsonl"}
     for path, text in tables.items():
         assert (ROOT / path).read_text() == text
     path = next(path for path in tables if path.name == "preference_sm_90.jsonl")

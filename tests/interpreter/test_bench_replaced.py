@@ -9,8 +9,11 @@ import torch
 
 import tilewright as tw
 from tests.pretended import Rerunning
-from tilewright.bench import cases, check, timing
+from tilewright.aten.router import Override
+from tilewright.aten.signature import Signature
+from tilewright.bench import cases, check, choices, timing
 from tilewright.bench.replaced import CALLS, Replaced, flat, overloads, replacing
+from tilewright.core.target import TARGETS
 
 TINY = {"rows": 16, "columns": 33, "part": 7, "tokens": 20, "vocab": 9, "places": 5, "most": 40}
 TINY |= {
@@ -36,6 +39,25 @@ def test_a_call_is_ours_and_right(name):
     for dtype in ("float32", "uint8") if name == "transpose" else ("float32",):
         work = Replaced.build(replace(case, dtype=dtype), device="cpu")
         assert 0.0 <= work.verify(work.call()) < 1e-5
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["add_transposed", "softmax_first", "topk_first", "index_put", "layer_norm_back", "isclose", "masked_fill", "cat"],
+)
+def test_a_call_is_of_the_kind_that_its_row_is_of(name, monkeypatch):
+    """What a case is found to be without memory is what the router sees."""
+    case = replace(SHAPES, call=name, dims=TINY, options={}, dtype="float32")
+    seen: list[Signature] = []
+    tally = Override.tally
+
+    def noted(self, args, kwargs):
+        seen.append(self.signature(args, kwargs))
+        return tally(self, args, kwargs)
+
+    monkeypatch.setattr(Override, "tally", noted)
+    Replaced.build(case, device="cpu").call()
+    assert seen == [choices.reached(case, TARGETS["sm_90"])]
 
 
 @pytest.mark.parametrize("case", DECLINED, ids=lambda c: c.call)

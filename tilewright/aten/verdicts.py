@@ -37,6 +37,7 @@ SMALL = 64 << 10  # bytes, up to which a call takes as long as its launch: what 
 SIZES = 3  # of every kind of call, that were measured of an overload which is closed
 MARGIN = 1.05  # by which gains must exceed what falling back costs
 FLOATS = {"bfloat16", "float32"}  # of which neither is taken for the other
+PLAIN = ("flat", "broadcast")  # how tensors of most calls lie
 WAYS = ("eager", "graph")
 KIND = {"overload": str, "dtype": str, "layout": str, "bytes": int}
 PLACE = {"gpu": str, "torch": str, "triton": str, "version": str, "date": str}
@@ -228,7 +229,8 @@ class Verdicts:
         if not any(kinds.values()):
             return "never"
         dtypes = {word for dtype, _ in kinds for word in dtype.split("+")}
-        whole = not dtypes & FLOATS or dtypes >= FLOATS
+        plain = any(word in layout for _, layout in kinds for word in PLAIN)
+        whole = plain and (not dtypes & FLOATS or dtypes >= FLOATS)
         open_ = [kind for kind, rule in kinds.items() if rule is None or rule.least or len(rule.gains) < SIZES]
         return "closed" if whole and not open_ else "sized"
 

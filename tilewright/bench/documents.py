@@ -395,7 +395,7 @@ def understood(rows: Iterable[Mapping[str, Any]], goals: Goals, stale: Collectio
 def generate(root: Path = ROOT) -> dict[Path, str]:
     """Path below `root` -> what should stand there."""
     from .. import catalogue
-    from . import evidence, picture, preference, rates, stubs, tried
+    from . import choices, evidence, picture, preference, rates, stubs, tried
 
     rows = evidence.everything(root / "evidence")
     stale = evidence.stale_keys(rows)
@@ -410,7 +410,7 @@ def generate(root: Path = ROOT) -> dict[Path, str]:
     page = with_results((root / RESULTS).read_text(), section, RESULTS)
     drawn = (root / picture.PICTURE).read_text() if (root / picture.PICTURE).exists() else ""
     return {
-        **{TABLES / name: text for name, text in preference.tables(rows).items()},
+        **{TABLES / name: text for name, text in (preference.tables(rows) | choices.tables(rows, stale)).items()},
         **ops_pages(catalogue(), results, TARGETS.values()),
         NAMES: names_table((root / NAMES).read_text(), catalogue()),
         COVERAGE: coverage_page(coverage.everything()),
@@ -439,12 +439,13 @@ def check(root: Path = ROOT) -> list[str]:
 
 def write(root: Path = ROOT) -> list[Path]:
     """Bring the pages up to date; gives those that changed."""
-    from . import preference
+    from . import choices, preference
 
     pages = generate(root)
     changed = _put(root, {path: text for path, text in pages.items() if path.parent == TABLES})
     if changed:  # pages say what is chosen by these
         preference.forget()
+        choices.forget()
         pages = generate(root)
     return changed + _put(root, pages)
 

@@ -29,8 +29,9 @@ FIELDS: dict[str, tuple[type, ...]] = {
     "gpu": (str,), "arch": (str,), "sms": (int,), "torch": (str,), "triton": (str,), "date": (str,), "source": (str,),
 }  # fmt: skip
 # Of matrix products; of models, each variant's step by its name, and versions of what is compared; of any, why rivals that were
-# asked for have no time, the bytes that others take beside their results, and what else to know
-OPTIONAL = ("rates", "steps", "packages", "absent", "rival_bytes", "note")
+# asked for have no time, the bytes that others take beside their results, and what else to know; of choices, the times of ours and
+# of aten in every run, eager and in a graph
+OPTIONAL = ("rates", "steps", "packages", "absent", "rival_bytes", "note", "runs")
 ASIDE = "aside"
 STEP = {"us": (int, float), "bytes": (int,), "loss": (int, float), "norm": (int, float), "error": (int, float)}
 LONGEST = 64 << 20  # bytes of a file that are read
@@ -64,10 +65,24 @@ def problem(row: Any) -> str | None:
         return "has a dimension or a rival that is not a number"
     if not all(isinstance(why, str) for why in row.get("absent", {}).values()):
         return "has a rival that is absent without a reason"
+    if not is_runs(row.get("runs", {} if row["direction"] != "choice" else None)):
+        return "has runs that are none"
     steps = row.get("steps", None if row["direction"] == "train" else {})
     if not isinstance(steps, dict) or not all(map(is_step, steps.values())):
         return "has a step that is neither measured nor failed"
     return None
+
+
+def is_runs(runs: Any) -> bool:
+    """Whether these are pairs of times, by the way of calling."""
+    return isinstance(runs, dict) and all(
+        isinstance(pairs, list) and all(isinstance(p, list) and len(p) == 2 and all(map(is_us, p)) for p in pairs)
+        for pairs in runs.values()
+    )
+
+
+def is_us(value: Any) -> bool:
+    return type(value) in (int, float) and value > 0
 
 
 def is_step(step: Any) -> bool:

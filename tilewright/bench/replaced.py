@@ -40,6 +40,10 @@ NUMBERS = {"allclose"}  # which reads its result, and there is none without memo
 SMALL = {"diagonal_backward"}  # whose sizes are numbers, which nothing makes larger
 SMALL |= {"native_group_norm", "native_group_norm_backward"}
 ALONE = {"max_pool2d_backward"}  # of which torch has no kernel
+WHOLE = {
+    "isclose",
+    "isfinite",
+}  # composites, which a dispatch mode sees the parts of, and which are replaced as they are
 
 
 class Call(NamedTuple):
@@ -67,9 +71,11 @@ CALLS: dict[str, Call] = {
     "add_column": Call(torch.add, (MATRIX, "any[rows 1]")),
     "add_transposed": Call(lambda x, y: x + y.t(), (MATRIX, "any[columns rows]")),
     "transpose": Call(lambda x: x.t().contiguous()),
+    "clone": Call(torch.clone),
     "masked_fill": Call(lambda x, mask: x.masked_fill(mask, 0.5), (MATRIX, "bool[rows columns]")),
     "isclose": Call(torch.isclose, (MATRIX, "same[rows columns] or 9")),
     "isfinite": Call(torch.isfinite, (f"{MATRIX} or inf",)),
+    "isinf": Call(torch.isinf, (f"{MATRIX} or inf",)),
     # index map
     "pad": Call(lambda x: F.pad(x, (1, 1, 1, 1))),
     "triu": Call(torch.triu, read=0.5),
@@ -138,6 +144,7 @@ CALLS |= {
     "softmax_last_back": Call(lambda y, dy: aten._softmax_backward_data(dy, y, 1, y.dtype), TWO),
     "softmax_first": Call(lambda x: torch.softmax(x, 0)),
     "softmax_middle": Call(lambda x: torch.softmax(x.unflatten(0, (16, -1)), 1)),
+    "log_softmax_last": Call(lambda x: torch.log_softmax(x, 1)),
     "log_softmax_first": Call(lambda x: torch.log_softmax(x, 0)),
     "softmax_first_back": Call(lambda y, dy: aten._softmax_backward_data(dy, y, 0, y.dtype), TWO),
     "log_softmax_middle_back": Call(
@@ -165,6 +172,7 @@ CALLS |= {
     "weight_norm": Call(lambda v, g: torch._weight_norm_interface(v, g, 0), (MATRIX, "any[rows 1]")),
     # products
     "mm": Call(torch.mm, (MATRIX, "any[columns rows]")),
+    "mv": Call(torch.mv, (MATRIX, "any[columns]")),
     "bmm": Call(torch.bmm, ("any[batch rows columns]", "any[batch columns rows]")),
     # windows
     "avg_pool": Call(lambda x: F.avg_pool2d(x, 2), (IMAGES,)),
@@ -197,6 +205,7 @@ CALLS |= {
     "scatter_add": Call(lambda x, i, v: x.scatter_add(0, i[:, None].expand(v.shape), v), ADDED),
     "masked_select": Call(torch.masked_select, (MATRIX, "bool[rows columns]")),
     "nonzero": Call(torch.nonzero, (f"{MATRIX} or 0",)),
+    "nll_loss": Call(F.nll_loss, (MATRIX, "int64[rows] < columns")),
     "isin": Call(torch.isin, ("int64[rows] < most", "int64[columns] < most")),
     "topk_last": Call(lambda x: x.topk(8, 1)[0]),
     "topk_first": Call(lambda x: x.topk(8, 0)[0]),
@@ -447,14 +456,19 @@ class Routing(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+def blank_call(case: Case) -> Replaced:
+    """A case over tensors without memory, to be routed."""
+    words = [Word.read(word, case) for word in CALLS[case.call].tensors]
+    blank = [torch.empty(word.shape, dtype=word.dtype, device="meta") for word in words]
+    return Replaced(case, table.FORMS[case.call] if case.call in WHOLE else CALLS[case.call].function, blank)
+
+
 def launches(case: Case, target: Target) -> list[Wanted]:
     """The launches of a case on a chip, found without that chip and without memory."""
     if case.call is None:
         made = [one for name, one in overloads(case, "meta") if name not in NUMBERS]
     else:
-        words = [Word.read(word, case) for word in CALLS[case.call].tensors]
-        blank = [torch.empty(word.shape, dtype=word.dtype, device="meta") for word in words]
-        made = [Replaced(case, CALLS[case.call].function, blank)]
+        made = [blank_call(case)]
     with pretend(target), torch.no_grad(), collect() as found, Routing():
         for one in made:
             one.function(*one.given)

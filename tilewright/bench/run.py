@@ -11,6 +11,7 @@ import functools
 import gc
 import json
 import os
+import statistics
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
@@ -35,6 +36,7 @@ from .work import Work, build
 CASE_LIMIT = 150.0
 COMMAND = (sys.executable, "-m", "tilewright.bench.run")
 APART = "--apart"
+RUNS, SPREAD = 5, 0.05  # of a choice, and how far apart they may be
 WAITS = "waits"  # the status of a case that is for another Triton
 LONGEST_GRAPH_US = 8 * timing.GRAPH_US
 NO_DEVICE = "no CUDA device: a bench needs a GPU (`tilewright doctor` says what is missing)"
@@ -46,8 +48,8 @@ NO_DEVICE = "no CUDA device: a bench needs a GPU (`tilewright doctor` says what 
 def measure(case: Case, beside: Sequence[str]) -> Row:
     """Measure one case in this process, with the rivals asked for and the one that its goal names. Raises `check.Wrong`."""
     here = [name for name in rivals_beside(case, beside) if not packaged.is_apart(name)]
-    by = {"host": measure_host, "memory": measure_memory, "queued": measure_queued}.get(case.direction, measure_device)
-    row = by(case, here)
+    own = {"host": measure_host, "memory": measure_memory, "queued": measure_queued, "choice": measure_choice}
+    row = own.get(case.direction, measure_device)(case, here)
     return valued(case, {**row, "fraction": None if row["floor_us"] is None else row["floor_us"] / row["us"]})
 
 
@@ -114,6 +116,36 @@ def measure_queued(case: Case, beside: Sequence[str]) -> Row:
     return {
         "us": us, "floor_us": None, "host_us": work.host_us(), "rivals": found, "absent": absent, "error": error,
         "method": "queue", "bytes": list(work.traffic(result)), "extra_bytes": None,
+    }  # fmt: skip
+
+
+def measure_choice(case: Case, beside: Sequence[str]) -> Row:
+    """A call of torch's operators and aten's own, in turn, several times over: eager, until the device has done it, and in a graph
+    where there can be one. Raises `check.Wrong` where runs are too far apart, as on a GPU that is busy or too hot."""
+    work, calls, read, written = Sets.build(case)
+    error = work[0].verify(work[0].call())
+    sides = {"own": [one.call for one in work], "aten": [one.plain for one in work]}
+    first = [made[0] for made in sides.values()]
+    few = max(5, min(100, int(20_000 / max(timing.time_host_each(first, 3, 3, whole=True)))))
+    runs: dict[str, list[list[float]]] = {"eager": [], "graph": []}
+    for _ in range(RUNS):
+        runs["eager"].append(timing.time_host_each(first, 9, few, whole=True))
+        if captured(work[0]):
+            timed = [timing.measure(made, calls) for made in sides.values()]
+            if any(one.method != "graph" for one in timed):
+                raise check.Wrong(f"it cannot be captured: {'; '.join(one.method for one in timed)}")
+            runs["graph"].append([one.us for one in timed])
+    for way, pairs in runs.items():
+        for who, times in zip(sides, zip(*pairs)):
+            apart = max(times) / min(times) - 1.0
+            if apart > SPREAD:
+                raise check.Wrong(f"runs of {who}, {way}, are {apart:.1%} apart: is the GPU busy, or too hot?")
+    us, aten = map(statistics.median, zip(*(runs["graph"] or runs["eager"])))
+    return {
+        "us": us, "floor_us": None, "host_us": None, "rivals": {"aten": aten}, "error": error,
+        "absent": {name: "a choice is between ours and aten's" for name in beside if name != "aten"},
+        "method": "graph" if runs["graph"] else "eager", "bytes": [read, written], "extra_bytes": extra_bytes(work[0]),
+        "runs": runs,
     }  # fmt: skip
 
 
@@ -190,7 +222,7 @@ def measure_device(case: Case, beside: Sequence[str]) -> Row:
 
 def measure_alone(case: Case, rival: str) -> Row:
     """One rival of a case whose row another process makes, over arguments that are drawn alike."""
-    if case.direction in ("host", "queued"):
+    if case.direction in ("host", "queued", "choice"):
         raise Absent("host times are compared within one process")
     work, calls, *_ = Sets.build(case)
     if work[0].overwrites:

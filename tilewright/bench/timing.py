@@ -247,10 +247,12 @@ def time_host_each(
     batches: int = 41,
     per_batch: int = 100,
     *,
+    whole: bool = False,
     clock: Callable[[], int] = time.perf_counter_ns,
     drain: Callable[[], None] | None = None,
 ) -> list[float]:
-    """Microseconds the host needs to issue one of each of `calls`: medians over batches of one call after another.
+    """Microseconds the host needs to issue one of each of `calls`: medians over batches of one call after another. `whole`: until
+    the device has done them, which is what a program waits for.
 
     Batches of all calls alternate, so that a slower or faster spell of the machine falls on all of them. A batch of 100 is far
     under the about 1000 launches that a stream queues before the host has to wait.
@@ -275,6 +277,8 @@ def time_host_each(
                     start = clock()
                     for _ in itertools.repeat(None, per_batch):
                         own()
+                    if whole:
+                        drain()
                     mine.append((clock() - start) / per_batch / 1e3)
     finally:
         if collecting:

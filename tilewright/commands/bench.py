@@ -53,6 +53,8 @@ def bench(
         for row in recorded if record else ():
             also.setdefault(row["case"], {}).update(row["rivals"])
         rows = measured(chosen, wanted, also, limit, folder if record else None, record, as_json)
+        if record and folder is None:
+            choose(rows)
     except (evidence.Damaged, guarded.NoWorker) as error:
         fail(str(error))
     good = [row for row in rows if row["status"] == "ok"]
@@ -70,6 +72,22 @@ def bench(
         raise typer.Exit(INTERRUPTED)
     if len(good) + len(waiting) < len(rows):
         raise typer.Exit(1)
+
+
+def choose(rows: list[dict[str, Any]]) -> None:
+    """Put choices that were measured where `tw.aten` reads them: in a checkout the package's own table, which all evidence makes,
+    elsewhere the user's."""
+    from ..bench import choices, documents, evidence
+
+    made = [row for row in rows if row["status"] == "ok"]
+    if not choices.rows_of(made, ()):
+        return
+    if (documents.ROOT / documents.README).exists():
+        recorded = evidence.everything()
+        written = choices.put(recorded, evidence.stale_keys(recorded))
+    else:
+        written = choices.keep(made)
+    typer.echo(f"written: {', '.join(map(str, written))}", err=True)
 
 
 def fresh_here(case: str, recorded: list[dict[str, Any]]) -> bool:

@@ -1,0 +1,190 @@
+"""Choices between our replacements and aten's operators: what is measured, what is refused, which rows that makes."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import tilewright as tw
+from tests.pretended import measuring
+from tilewright.__main__ import app
+from tilewright.aten import verdicts
+from tilewright.bench import cases, check, choices, documents, evidence, replaced, run, source, timing
+from tilewright.core.target import TARGETS
+
+EVERY = cases.select(["aten_choice"])
+TARGET = TARGETS["sm_90"]
+H200 = verdicts.Place("sm_90", "NVIDIA H200", "2.11", "3.6")
+ABOUT = {"gpu": "NVIDIA H200", "arch": "sm_90", "sms": 132, "torch": "2.11.0+cu130", "triton": "3.6.0"}
+ABOUT |= {"date": "2026-11-17T13:24:17+00:00", "fraction": None, "floor_us": None, "host_us": None, "extra_bytes": 0}
+RUNS = [[10.0, 20.0], [10.1, 20.1], [9.9, 20.2], [10.0, 19.9], [10.0, 20.0]]
+
+
+def recorded(case: cases.Case, runs: dict | None = None, **more: object) -> evidence.Row:
+    row = {
+        "op": "aten",
+        "case": case.name,
+        "direction": case.direction,
+        "dims": case.dims,
+        "us": 10.0,
+        "error": 0.0,
+        "bytes": [1, 1],
+    }
+    row |= {"rivals": {"aten": 20.0}, "method": "graph", "source": source.digest(case, TARGET), **ABOUT, **more}
+    return row if runs is None else {**row, "runs": runs}
+
+
+def one(call: str, size: str) -> cases.Case:
+    (case,) = cases.select([f"aten_choice/{call}/{size}"])
+    return case
+
+
+# ---- cases -----------------------------------------------------------------------------------------------------------
+
+
+def test_every_case_is_of_one_overload_in_two_dtypes_and_three_sizes():
+    kinds = [choices.reached(case, TARGET) for case in EVERY]
+    assert None not in kinds
+    sizes: dict[tuple[str, ...], set[int]] = {}
+    for kind in kinds:
+        sizes.setdefault(kind[:3], set()).add(kind.bytes)
+    for kind, found in sizes.items():
+        assert len(found) == verdicts.SIZES and min(found) <= verdicts.SMALL < max(found), kind
+    dtypes = {word for dtype in {kind[1] for kind in sizes} for word in dtype.split("+")}
+    assert dtypes == {"bfloat16", "float32", "int64", "bool"}
+    for overload in {kind[0] for kind in sizes} - {"isin.Tensor_Tensor"}:
+        own = {dtype.partition("+")[0] for name, dtype, _ in sizes if name == overload}
+        assert own == verdicts.FLOATS, overload
+
+
+def test_composites_are_seen_as_a_whole():
+    assert choices.reached(one("isclose", "16x128"), TARGET).overload == "isclose"
+    assert {w.kernel.name for w in replaced.launches(one("isclose", "16x128"), TARGET)} == {"pointwise_flat"}
+
+
+# ---- measuring -------------------------------------------------------------------------------------------------------
+
+
+def tiny(call: str = "clone") -> cases.Case:
+    return replace(next(case for case in EVERY if case.call == call), dims={"rows": 8, "columns": 16})
+
+
+def test_both_are_timed_in_turn_several_times(monkeypatch):
+    measuring(monkeypatch)
+    monkeypatch.setattr(
+        timing, "time_host_each", lambda calls, batches, per_batch, whole: [8.0, 12.0] if whole else None
+    )
+    row = run.measure(tiny(), ["eager"])
+    assert row["runs"] == {"eager": [[8.0, 12.0]] * run.RUNS, "graph": [[pytest.approx(5.0)] * 2] * run.RUNS}
+    assert (
+        row["rivals"] == {"aten": pytest.approx(5.0)}
+        and row["measured"] == pytest.approx(1.0)
+        and row["method"] == "graph"
+    )
+    assert row["absent"] == {"eager": "a choice is between ours and aten's"}
+    row = run.measure(tiny("nonzero"), [])
+    assert row["runs"]["graph"] == [] and row["measured"] == pytest.approx(1.5) and row["method"] == "eager"
+
+
+def test_runs_that_are_far_apart_are_refused(monkeypatch):
+    measuring(monkeypatch)
+    times = iter([[8.0, 12.0], *[[8.0, 12.0 + 0.2 * at] for at in range(run.RUNS)]])
+    monkeypatch.setattr(timing, "time_host_each", lambda *_, **__: next(times))
+    with pytest.raises(check.Wrong, match=r"runs of aten, eager, are 6.7% apart: is the GPU busy, or too hot\?"):
+        run.measure(tiny(), [])
+
+
+def test_a_call_is_waited_for_to_its_end():
+    """A clock that the drain moves on: whole calls have it, what the host takes has not."""
+    now = [0]
+    settings = {"clock": lambda: now[0], "drain": lambda: now.__setitem__(0, now[0] + 1000)}
+
+    def call() -> None:
+        now[0] += 50
+
+    assert timing.time_host_each([call], 3, 10, **settings) == [pytest.approx(0.05)]
+    assert timing.time_host_each([call], 3, 10, whole=True, **settings) == [pytest.approx(0.15)]
+
+
+# ---- rows ------------------------------------------------------------------------------------------------------------
+
+
+def test_confidence():
+    assert choices.least_of([[10.0, 20.0]] * 3) == pytest.approx(2.0)
+    wide, narrow = ([[10.0, 20.0 * (1 + d)] for d in (-x, 0.0, x)] for x in (0.05, 0.01))
+    assert choices.least_of(wide) < choices.least_of(narrow) < 2.0
+    assert choices.least_of(wide) == pytest.approx(2.0 * 0.9187, rel=1e-3)
+    for few in ([[10.0, 20.0]] * 2, [[10.0, 20.0]]):
+        with pytest.raises(ValueError, match="3 to 10 runs"):
+            choices.least_of(few)
+
+
+def test_recorded_choices_make_the_table():
+    wins = [recorded(case, {"eager": RUNS, "graph": RUNS}) for case in EVERY if case.call in ("isinf", "cummax_last")]
+    (fallback, *_) = cases.select(["aten_host_fallback"])
+    plain = cases.CASES["aten_isin/8388608x20000x40000"]
+    rows = [*wins, recorded(fallback), recorded(plain)]
+    assert [evidence.problem(row) for row in rows] == [None] * len(rows)
+    ((name, text),) = choices.tables(rows, evidence.stale_keys(rows)).items()
+    made = [verdicts.row_of(line) for line in text.splitlines()]
+    assert name == "aten_sm_90.jsonl" and None not in made and len(made) == 13
+    found = verdicts.Verdicts(H200, made)
+    assert (
+        found.verdict("isinf") == found.verdict("cummax") == "closed" and found.verdict("isin.Tensor_Tensor") == "never"
+    )
+    assert found.fallback_us == pytest.approx(0.0)  # 10 us beside 20
+    (row,) = [
+        row for row in made if (row.get("overload"), row.get("dtype"), row.get("bytes")) == ("isinf", "bfloat16", 4096)
+    ]
+    assert row["eager"]["own"] == pytest.approx(10.0, rel=1e-3) and 1.95 < row["eager"]["least"] < 2.0
+    assert row["version"] == tw.__version__ and row["graph"] == row["eager"]
+
+
+def test_what_is_stale_makes_no_row():
+    case = one("isinf", "16x128")
+    rows = [
+        recorded(case, {"eager": RUNS, "graph": RUNS}),
+        recorded(one("cummax_last", "16x128"), {"eager": RUNS}, source="before"),
+    ]
+    ((_, text),) = choices.tables(rows, evidence.stale_keys(rows)).items()
+    assert [json.loads(line)["overload"] for line in text.splitlines()] == ["isinf"]
+    assert not choices.tables(rows[1:], evidence.stale_keys(rows)) and not choices.tables([], ())
+
+
+@pytest.mark.parametrize("runs", [None, [], {"eager": [[1.0]]}, {"eager": [[1.0, 0.0]]}, {"eager": [[1.0, True]]}])
+def test_damaged_runs_are_no_evidence(runs):
+    assert evidence.problem({**recorded(one("isinf", "16x128")), "runs": runs}) == "has runs that are none"
+    assert evidence.problem(recorded(one("isinf", "16x128"))) == "has runs that are none"
+
+
+def test_what_a_user_measures_is_kept_beside_earlier_rows(tmp_path):
+    first, second = (recorded(one("isinf", size), {"eager": RUNS, "graph": RUNS}) for size in ("16x128", "8x128"))
+    (path,) = choices.keep([first], tmp_path)
+    assert choices.keep([second], tmp_path) == [path] and path.name == "aten_sm_90.jsonl"
+    assert {row["dtype"] for row in verdicts.read(path)} == {"bfloat16", "float32"}
+    assert path.stat().st_mode & 0o077 == 0 and choices.keep([], tmp_path) == []
+
+
+@pytest.mark.parametrize("checkout", [True, False])
+def test_what_is_recorded_is_where_calls_look_for_it(checkout, tmp_path, monkeypatch):
+    """A GPU is pretended: its rows come ready made."""
+    case = one("isinf", "16x128")
+    row = {**recorded(case, {"eager": RUNS, "graph": RUNS}), "status": "ok", "wall_s": 1.0, "measured": 2.0}
+    (tmp_path / "README.md").touch() if checkout else None
+    monkeypatch.setattr(documents, "ROOT", tmp_path)
+    monkeypatch.setattr(evidence, "folder", lambda: tmp_path / "evidence")
+    monkeypatch.setattr(choices, "put", partial(choices.put, where=tmp_path))
+    monkeypatch.setenv("TILEWRIGHT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(run, "supervise", lambda names, *_, **__: (row for name in names if name == case.name))
+    done = CliRunner().invoke(app, ["bench", case.name, "--record"])
+    path = (tmp_path if checkout else tmp_path / "cache" / "tilewright") / "aten_sm_90.jsonl"
+    assert done.exit_code == 0 and f"written: {path}" in done.stderr.replace("\n", "")
+    assert [found["overload"] for found in verdicts.read(path)] == ["isinf"]
+    done = CliRunner().invoke(app, ["bench", case.name, "--record", "--evidence", str(tmp_path / "other")])
+    assert done.exit_code == 0 and "written" not in done.stderr and list((tmp_path / "other").glob("*.jsonl"))
