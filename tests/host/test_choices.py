@@ -8,6 +8,7 @@ from functools import partial
 
 import pytest
 import torch
+import triton
 from typer.testing import CliRunner
 
 import tilewright as tw
@@ -168,6 +169,75 @@ def test_what_a_user_measures_is_kept_beside_earlier_rows(tmp_path):
     assert choices.keep([second], tmp_path) == [path] and path.name == "aten_sm_90.jsonl"
     assert {row["dtype"] for row in verdicts.read(path)} == {"bfloat16", "float32"}
     assert path.stat().st_mode & 0o077 == 0 and choices.keep([], tmp_path) == []
+
+
+# ---- explained -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def told(tmp_path, monkeypatch):
+    """A chip with rows of two overloads, and a function that explains them."""
+    monkeypatch.setattr(verdicts, "SHIPPED", tmp_path)
+    monkeypatch.setenv("TILEWRIGHT_CACHE", str(tmp_path / "cache"))
+    rows = [recorded(case, {"eager": RUNS, "graph": RUNS}) for case in EVERY if case.call == "isinf"]
+    rows += [recorded(one("add", size), {"eager": [[20.0, 10.0]] * 3}) for size in ("16x128", "1024x2048")]
+    rows += [recorded(one("add", "8192x16384"), {"eager": RUNS})]
+    text = choices.tables(rows, ())["aten_sm_90.jsonl"]
+    release = verdicts.release(torch.__version__), verdicts.release(triton.__version__)
+    text = text.replace("2.11.0+cu130", f"{release[0]}.0").replace("3.6.0", f"{release[1]}.0")
+    (tmp_path / "aten_sm_90.jsonl").write_text(text)
+    choices.forget()
+
+    def explain(*words: str) -> tuple[int, str, str]:
+        done = CliRunner().invoke(app, ["explain", "aten", *words], env={"COLUMNS": "200"})
+        return done.exit_code, done.stdout, done.stderr
+
+    yield explain
+    choices.forget()
+
+
+def test_explaining_verdicts_and_their_rows(told):
+    status, out, _ = told("--json")
+    found = {row["overload"]: row for row in json.loads(out)["verdicts"]}
+    assert status == 0 and {name: row["verdict"] for name, row in found.items()} == {
+        "isinf": "closed",
+        "add.Tensor": "sized",
+    }
+    assert (
+        found["isinf"]["gpu"] == "NVIDIA H200"
+        and found["isinf"]["engine"] == "pointwise"
+        and not found["isinf"]["note"]
+    )
+    status, out, _ = told("isinf", "--dtype", "bf16", "--json")
+    rows = json.loads(out)["rows"]
+    assert [row["bytes"] for row in rows] == [4 << 10, 4 << 20, 256 << 20] and {row["dtype"] for row in rows} == {
+        "bfloat16"
+    }
+    for size, whose in (("1024x1024", "aten's: aten is as fast"), ("16384x16384", "ours, 10.0 us sooner")):
+        (one,) = json.loads(told("add", "--shape", size, "--json")[1])["whose"]
+        assert one["whose"].startswith(whose) and one["bytes"] == 2 * two_bytes_of(size)
+    status, out, _ = told("add", "--shape", "16384x16384")
+    assert status == 0 and "add on sm_90: verdicts" in out and "ours" in out
+    assert told("--arch", "sm_80")[1].startswith("aten on sm_80: never, nothing is measured: `tilewright bench")
+
+
+def two_bytes_of(size: str) -> int:
+    rows, columns = map(int, size.split("x"))
+    return 2 * rows * columns
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["signoid"], "did you mean sigmoid"), (["add", "--dtype", "bf17"], "--dtype bf17"), (["add", "--shape", "8x"], "8192x4096"),
+        (["--shape", "8x8"], "need an overload"), (["--full"], "aten takes an overload"), (["--arch", "sm_91"], "sm_90"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_explained_is_one_line(words, said, told):
+    status, out, err = told(*words)
+    assert status == 2 and out == "" and said in err and err.count("\n") == 1
+    done = CliRunner().invoke(app, ["explain", "glu", "--dtype", "bfloat16"])
+    assert done.exit_code == 2 and "are for aten" in done.stderr
 
 
 @pytest.mark.parametrize("checkout", [True, False])

@@ -1,4 +1,5 @@
-"""`tilewright explain OP`: which implementation a call takes on a chip, and what it launches there; or what real models launch."""
+"""`tilewright explain OP`: which implementation a call takes on a chip, and what it launches there; or what real models launch; or,
+of one of torch's operators, whether its replacement is known to be no slower."""
 
 from __future__ import annotations
 
@@ -14,7 +15,12 @@ from .console import Json, dimensions, expect, fail, find, show
 
 
 def explain(
-    name: Annotated[str, typer.Argument(metavar="OP", help="May be left out with --models: all ops.")] = "",
+    name: Annotated[
+        str, typer.Argument(metavar="OP", help="May be left out with --models: all ops. `aten` is torch's operators.")
+    ] = "",
+    overload: Annotated[
+        str, typer.Argument(metavar="[OVERLOAD]", help="Of aten: an overload, an operator or an engine; all, if none.")
+    ] = "",
     arch: Annotated[str, typer.Option(help="The chip to explain for.")] = "sm_90",
     dim: Annotated[
         list[str] | None, typer.Option(help="A dimension, tokens=8192 say; may be given several times.")
@@ -28,10 +34,12 @@ def explain(
     at_models: Annotated[
         bool, typer.Option("--models", help="Instead, the compiled variants that real models reach, kernel by kernel.")
     ] = False,
+    dtype: Annotated[str, typer.Option(help="Of aten: of which dtype the first tensor is, bf16 say.")] = "",
+    shape: Annotated[str, typer.Option(help="Of aten: whose a call over such tensors would be, 8192x4096 say.")] = "",
     as_json: Json = False,
 ) -> None:
     """Which implementation a bf16 call takes on a chip, and what it launches there, forward and backward; of a matrix product also
-    what is multiplied, and whether a library's is faster."""
+    what is multiplied, and whether a library's is faster. Of aten: the verdicts of mode "auto", and the rows they are made of."""
     from ..check.cases import dims_of
     from ..check.variants import COMMON, Blank, Call, passes
     from ..core.format import Format
@@ -40,6 +48,13 @@ def explain(
 
     if arch not in TARGETS:
         fail(f"--arch {arch} is not one of {', '.join(TARGETS)}")
+    if name == "aten":
+        if dim or option or format or full or at_models:
+            fail("aten takes an overload, --arch, --dtype and --shape alone")
+        _replaced(overload, arch, dtype, shape, as_json)
+        return
+    if overload or dtype or shape:
+        fail("an overload, --dtype and --shape are for aten")
     if at_models:
         if dim or option or format or full:
             fail("--models takes an op and --arch alone: models say the rest")
@@ -82,6 +97,47 @@ def explain(
     kernels = "" if taken == chosen.name else f"; of our own: {chosen.name}"
     names = [one.name for one in op.implementations]
     show(rows, f"{name} on {arch}: implementation {taken} of {names}{kernels}", False)
+
+
+def _replaced(overload: str, arch: str, dtype: str, shape: str, as_json: bool) -> None:
+    """Verdicts of torch's operators on a chip; of one of them also its rows, and whose calls of a shape are."""
+    import torch
+
+    from ..aten import table, verdicts
+    from ..aten.router import resolve
+    from ..bench import explained
+    from .warmup import DTYPES
+
+    dtype = DTYPES.get(dtype, dtype)
+    try:
+        names = resolve([overload]) if overload else frozenset(table.FORMS)
+    except ValueError as error:
+        fail(str(error).removeprefix("aten: "))
+    if dtype and not isinstance(getattr(torch, dtype, None), torch.dtype):
+        fail(f"--dtype {dtype} is no dtype of torch: bf16, float32 or int64, say")
+    sizes = shape.split("x") if shape else []
+    if not all(size.isdigit() for size in sizes):
+        fail(f"--shape {shape} is not of the form 8192x4096")
+    if not overload and (dtype or shape):
+        fail("--dtype and --shape need an overload")
+    found = {"verdicts": explained.overview(arch, names)}
+    if overload:
+        found["rows"] = explained.measured(arch, names, dtype)
+    if shape:
+        found["whose"] = explained.whose(arch, names, dtype, [int(size) for size in sizes])
+    if as_json:
+        typer.echo(json.dumps({"arch": arch, **found}, indent=1))
+        return
+    if not found["verdicts"]:
+        typer.echo(f"{overload or 'aten'} on {arch}: never, nothing is measured: {verdicts.MEASURE}")
+        return
+    titles = {
+        "verdicts": "verdicts",
+        "rows": "microseconds, and how many times as fast at the least",
+        "whose": f"whose, of {shape}",
+    }
+    for what, rows in found.items():
+        show(rows, f"{overload or 'aten'} on {arch}: {titles[what]}", False)
 
 
 def _reached(name: str, target: Any, as_json: bool) -> None:
