@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import re
+import sys
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -197,12 +200,11 @@ def test_rows_of_the_user_replace_shipped_ones(rows, tmp_path):
 
 
 def test_without_rows_nothing_is_replaced_and_it_says_so(rows):
-    with (
-        pytest.warns(UserWarning, match="nothing is measured on interpreter: `tilewright bench") as said,
-        tw.aten.use("auto"),
-    ):
+    said = "nothing is measured in the interpreter, .* on a GPU `tilewright bench"
+    with pytest.warns(UserWarning, match=said) as found, tw.aten.use("auto"):
         assert tw.aten.report() == {}
-    assert said[0].filename == __file__
+    assert found[0].filename == __file__
+    assert Verdicts(Place("sm_80", "G"), []).silence().startswith("nothing is measured on G: `tilewright bench")
     rows(*both([0.5, 2.0, 2.0]))
     with pytest.warns(UserWarning, match="of 1 overloads that are measured on interpreter none is closed"):
         tw.aten.enable("auto")
@@ -259,6 +261,16 @@ def test_two_modes_are_not_in_force_at_once(rows):
         with pytest.raises(ValueError, match=f"mode '{one}' is in force"):
             tw.aten.enable(other, include="neg")
         tw.aten.disable()
+
+
+def test_the_example_trains_as_without(monkeypatch, capsys):
+    """In the interpreter, whose calls are a CPU's."""
+    monkeypatch.setattr(sys, "argv", ["aten.py", "--steps", "2", "--mode", "all"])
+    importlib.import_module("examples.aten").main()
+    out = capsys.readouterr().out
+    pairs = re.findall(r"^step \d: loss ([\d.]+), replaced ([\d.]+)$", out, re.M)
+    assert len(pairs) == 2 and all(abs(float(plain) - float(ours)) < 2e-5 for plain, ours in pairs)
+    assert re.search(r"^_softmax: 2 ours$", out, re.M) and re.search(r"^embedding_dense_backward: 2 ours$", out, re.M)
 
 
 # ---- a program's own calls -------------------------------------------------------------------------------------------

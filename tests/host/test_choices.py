@@ -229,8 +229,9 @@ def two_bytes_of(size: str) -> int:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["signoid"], "did you mean sigmoid"), (["add", "--dtype", "bf17"], "--dtype bf17"), (["add", "--shape", "8x"], "8192x4096"),
-        (["--shape", "8x8"], "need an overload"), (["--full"], "aten takes an overload"), (["--arch", "sm_91"], "sm_90"),
+        (["signoid"], "did you mean sigmoid"), (["add", "--dtype", "bf17"], "--dtype bf17"),
+        (["add", "--shape", "8x"], "8192x4096"), (["--shape", "8x8"], "need an overload"),
+        (["--full"], "aten takes an overload"), (["--arch", "sm_91"], "sm_90"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_explained_is_one_line(words, said, told):

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 NOTEBOOK = ROOT / "examples" / "first_ten_minutes.ipynb"
@@ -70,6 +71,14 @@ def test_a_denoise_loop_is_near_torchs_own_operators(words, most, norm, monkeypa
     lines = re.findall(r"^(\w+) times: off by (\S+)$", capsys.readouterr().out, re.M)
     assert [times for times, _ in lines] == ["equal", "squared"]
     assert all(float(off) < most for _, off in lines)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a CUDA device")
+def test_a_programs_calls_are_counted_without_a_gpu(monkeypatch, capsys):
+    lines = shown("aten", 1, monkeypatch, capsys).splitlines()
+    assert lines[0].split()[:5] == ["overload", "dtype", "layout", "bytes", "calls"]
+    assert any(line.startswith("_softmax ") and "1 flat, dim first" in line for line in lines)
+    assert lines[-1].startswith("there is no GPU whose operators could be replaced")
 
 
 def test_the_notebook_runs(tmp_path):

@@ -37,6 +37,7 @@ SMALL = 64 << 10  # bytes, up to which a call takes as long as its launch: what 
 SIZES = 3  # of every kind of call, that were measured of an overload which is closed
 MARGIN = 1.05  # by which gains must exceed what falling back costs
 FLOATS = {"bfloat16", "float32"}  # of which neither is taken for the other
+CPU = "cpu"  # in the place of a chip where there is none
 PLAIN = ("flat", "broadcast")  # how tensors of most calls lie
 WAYS = ("eager", "graph")
 KIND = {"overload": str, "dtype": str, "layout": str, "bytes": int}
@@ -154,7 +155,7 @@ class Place(NamedTuple):
     @staticmethod
     def here() -> Place:
         if INTERPRETING or not torch.cuda.is_available():
-            return Place("cpu", "interpreter" if INTERPRETING else "cpu")
+            return Place(CPU, "interpreter" if INTERPRETING else CPU)
         return Place(Target.of(torch.cuda.current_device()).arch, torch.cuda.get_device_name())
 
 
@@ -279,6 +280,8 @@ class Verdicts:
 
     def silence(self) -> str:
         """Why nothing is replaced, and what mends it."""
+        if not self.rows and self.place.arch == CPU:
+            return f"nothing is measured in the interpreter, whose times tell nothing; on a GPU {MEASURE}"
         if not self.rows:
             return f"nothing is measured on {self.place.gpu}: {MEASURE}"
         return f"of {len(self.rules)} overloads that are measured on {self.place.gpu} none is closed: see `tw.aten.observe`"
