@@ -18,11 +18,10 @@ from tilewright.aten import observed, router, signature, table, verdicts
 from tilewright.aten.observed import Calls
 from tilewright.aten.row import Declined
 from tilewright.aten.signature import Signature, signature_of
-from tilewright.aten.table import overload_of
 from tilewright.aten.verdicts import Place, Verdicts
 
-GPU = "interpreter"
-HERE = Place("cpu", GPU)
+HERE = Place.here()
+GPU = HERE.gpu
 ABOUT = {"gpu": GPU, "torch": str(torch.__version__), "triton": "", "version": tw.__version__, "date": "2026-11-17"}
 KB, MB = 1 << 10, 1 << 20
 SIZES = 4 * KB, 4 * MB, 256 * MB
@@ -65,7 +64,7 @@ def rows(tmp_path, monkeypatch) -> Callable[..., None]:
 
     def put(*lines: dict | str) -> None:
         texts = [line if isinstance(line, str) else json.dumps(line) for line in lines]
-        verdicts.path_of("cpu").write_text("".join(f"{text}\n" for text in texts))
+        verdicts.path_of(HERE.arch).write_text("".join(f"{text}\n" for text in texts))
         verdicts.table.cache_clear()
 
     yield put
@@ -76,7 +75,7 @@ def rows(tmp_path, monkeypatch) -> Callable[..., None]:
 
 
 def described(name: str, *args: Any, **kwargs: Any) -> tuple[str, str, int]:
-    return signature_of(name, overload_of(name), args, kwargs)[1:]
+    return signature_of(name, args, kwargs)[1:]
 
 
 def test_kinds_of_call():
@@ -179,19 +178,19 @@ def test_a_gain_is_that_of_the_next_smaller_size():
 def test_a_damaged_row_is_ignored(line, rows):
     rows(line, cell())
     with pytest.warns(UserWarning, match=r"1 damaged row\(s\) ignored"):
-        assert list(verdicts.table("cpu")) == [cell()]
+        assert list(verdicts.table(HERE.arch)) == [cell()]
 
 
 def test_rows_of_the_user_replace_shipped_ones(rows, tmp_path):
     (tmp_path / "own" / "tilewright").mkdir(parents=True)
-    mine = tmp_path / "own" / "tilewright" / "aten_cpu.jsonl"
+    mine = tmp_path / "own" / "tilewright" / verdicts.path_of(HERE.arch).name
     rows(cell(), cell(nbytes=4 * MB))
     mine.write_text(verdicts.text_of([cell(least=0.5)]))
-    assert [row["eager"]["least"] for row in verdicts.table("cpu")] == [2.0, 0.5]
+    assert [row["eager"]["least"] for row in verdicts.table(HERE.arch)] == [2.0, 0.5]
     mine.chmod(0o666)
     verdicts.table.cache_clear()
     with pytest.warns(UserWarning, match="writable by you alone"):
-        assert len(verdicts.table("cpu")) == 2 and verdicts.table("cpu")[0]["eager"]["least"] == 2.0
+        assert len(verdicts.table(HERE.arch)) == 2 and verdicts.table(HERE.arch)[0]["eager"]["least"] == 2.0
     with pytest.raises(ValueError, match="other fields"):
         verdicts.text_of([{"overload": "neg"}])
 
@@ -206,7 +205,7 @@ def test_without_rows_nothing_is_replaced_and_it_says_so(rows):
     assert found[0].filename == __file__
     assert Verdicts(Place("sm_80", "G"), []).silence().startswith("nothing is measured on G: `tilewright bench")
     rows(*both([0.5, 2.0, 2.0]))
-    with pytest.warns(UserWarning, match="of 1 overloads that are measured on interpreter none is closed"):
+    with pytest.warns(UserWarning, match=f"of 1 overloads that are measured on {GPU} none is closed"):
         tw.aten.enable("auto")
     tw.aten.disable()
 

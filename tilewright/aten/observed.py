@@ -53,7 +53,7 @@ class Calls:
         if name not in table.FORMS:
             self.others[name] += 1
             return
-        call = signature_of(name, overload, args, kwargs)
+        call = signature_of(name, args, kwargs)
         self.counts[call._replace(bytes=1 << (call.bytes.bit_length() - 1) if call.bytes else 0)] += 1
 
     def rows(self) -> list[dict[str, Any]]:

@@ -143,7 +143,7 @@ class Override:
         return self.tallies.setdefault(gain, [0])
 
     def signature(self, args: tuple, kwargs: dict[str, Any]) -> Signature:
-        return signature_of(self.name, self.overload, args, kwargs)
+        return signature_of(self.name, args, kwargs)
 
     def register(self) -> None:
         """Capture the kernel that is there, and take its place."""

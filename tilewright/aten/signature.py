@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..core.tensor import name_of
+from .table import overload_of
 
 DIMS = ("dim", "dims")
 AMOUNTS = ("k", "kernel_size")  # integers that say how much a call does
@@ -31,38 +32,54 @@ class Signature(NamedTuple):
 
 
 class Argument(NamedTuple):
-    """What a schema says of an argument."""
+    """An argument that a signature has a word for: its place, its name and its default."""
 
+    at: int
     name: str
     default: Any
 
 
 @functools.cache
-def schema(overload: torch._ops.OpOverload) -> tuple[Argument, ...]:
+def told(name: str) -> tuple[Argument, ...]:
+    """The arguments of an overload that are dimensions, amounts or options: flags, words, dtypes."""
     return tuple(
-        Argument(a.name, a.default_value if a.has_default_value() else None) for a in overload._schema.arguments
+        Argument(at, a.name, (a.default_value if a.has_default_value() else None) or None)
+        for at, a in enumerate(overload_of(name)._schema.arguments)
+        if a.name in (*DIMS, *AMOUNTS)
+        or a.name.endswith("dtype")
+        or any(kind in str(a.type) for kind in ("bool", "str"))
     )
 
 
-def signature_of(
-    name: str, overload: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Signature:
-    """The signature of a call of `overload`, whose name is `name`."""
-    arguments = schema(overload)
-    values = {**dict(zip([a.name for a in arguments], args)), **kwargs}
-    tensors = [t for value in values.values() for t in tensors_of(value)]
-    words = [f"{len(tensors)} {lying(tensors)}"]
-    rank = tensors[0].dim() if tensors else 0
-    for argument in arguments:
-        value = values.get(argument.name, argument.default)
-        if argument.name in DIMS:
-            words.append(f"dim {place(value, rank)}")
-        elif argument.name in AMOUNTS or (is_option(value) and (value or None) != (argument.default or None)):
-            words.append(f"{argument.name}={word(value)}")
-    dtypes = dict.fromkeys(name_of(t.dtype) for t in tensors)
-    return Signature(
-        name, "+".join(dtypes), ", ".join(words), sum(t.numel() * t.element_size() for t in tensors)
-    )  # fmt: skip
+def signature_of(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Signature:
+    """The signature of a call of an overload."""
+    tensors = [t for t in args if isinstance(t, Tensor)]
+    if len(tensors) < len(args) or kwargs:
+        tensors = [t for value in (*args, *kwargs.values()) for t in tensors_of(value)]
+    layout = f"{len(tensors)} {lying(tensors)}"
+    for at, argument, default in told(name):
+        value = args[at] if at < len(args) else kwargs.get(argument, default)
+        if argument in DIMS:
+            layout += f", dim {place(value, tensors[0].dim() if tensors else 0)}"
+        elif argument in AMOUNTS or (value or None) != default:
+            layout += f", {argument}={word(value)}"
+    dtypes, nbytes = [], 0
+    for t in tensors:
+        nbytes += t.nbytes
+        if t.dtype not in dtypes:
+            dtypes.append(t.dtype)
+    return Signature(name, "+".join([NAMES[dtype] for dtype in dtypes]), layout, nbytes)
+
+
+class Names(dict):
+    """The names of dtypes."""
+
+    def __missing__(self, dtype: torch.dtype) -> str:
+        self[dtype] = name_of(dtype)
+        return self[dtype]
+
+
+NAMES = Names()
 
 
 def tensors_of(value: Any) -> Iterator[Tensor]:
@@ -75,7 +92,8 @@ def tensors_of(value: Any) -> Iterator[Tensor]:
 def lying(tensors: Sequence[Tensor]) -> str:
     """How tensors lie, in a word."""
     if all(t.is_contiguous() for t in tensors):
-        return "flat" if all(t.shape == tensors[0].shape for t in tensors) else "broadcast"
+        shape = tensors[0].shape if tensors else ()
+        return "flat" if all(t.shape == shape for t in tensors[1:]) else "broadcast"
     return "turned" if all(map(without_gaps, tensors)) else "strided"
 
 
@@ -91,6 +109,8 @@ def without_gaps(t: Tensor) -> bool:
 
 def place(dims: Any, rank: int) -> str:
     """Where dimensions are among so many: the order of memory makes the last and the first differ."""
+    if type(dims) is int and rank == 2:  # most calls
+        return "last" if dims in (1, -1) else "first"
     named = [dims] if isinstance(dims, int) else dims
     every = set(range(rank))
     found = every if not named and not isinstance(dims, int) else {d % max(1, rank) for d in named}
@@ -99,13 +119,6 @@ def place(dims: Any, rank: int) -> str:
     if found == set(range(rank - len(found), rank)):
         return "last"
     return "first" if found == set(range(len(found))) else "middle"
-
-
-def is_option(value: Any) -> bool:
-    """Whether a value chooses among ways to go: a flag, several, a word or a dtype."""
-    if isinstance(value, (list, tuple)):
-        return bool(value) and all(isinstance(one, bool) for one in value)
-    return isinstance(value, (bool, str, torch.dtype))
 
 
 def word(value: Any) -> str:

@@ -20,7 +20,6 @@ import torch
 from .. import __version__
 from ..aten import table, verdicts
 from ..aten.signature import Signature, signature_of
-from ..aten.table import overload_of
 from ..core.target import Target, pretend
 from ..runtime import config
 from ..runtime.kernel import collect
@@ -62,14 +61,14 @@ def reached(case: Case, target: Target) -> Signature | None:
     def noted(name: str, form: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             made = form(*args, **kwargs)
-            seen.append(signature_of(name, overload_of(name), args, kwargs))
+            seen.append(signature_of(name, args, kwargs))
             return made
 
         return call
 
     work = blank_call(case)
     if case.call in WHOLE:
-        return signature_of(case.call, overload_of(case.call), work.given, {})
+        return signature_of(case.call, work.given, {})
     forms = {name: noted(name, form) for name, form in table.FORMS.items()}
     with pretend(target), torch.no_grad(), collect(), Routing(forms):
         work.function(*work.given)
