@@ -253,6 +253,15 @@ def test_the_innermost_block_says_which_calls_are_ours(rows):
         assert tw.aten.report()["neg"]["taken"] == 5 and "verdict" not in tw.aten.report()["neg"]
 
 
+def test_explaining_a_call(rows):
+    rows(*both([2.0] * 3))
+    x = torch.ones(2, 3)
+    with tw.aten.use("auto"):
+        assert tw.aten.explain("neg", x) == "neg: ours, by the engine pointwise"
+        assert tw.aten.explain("neg", x.t()) == "neg: aten's, because of nothing is measured of float32, 1 turned"
+        assert tw.aten.report()["neg"]["taken"] == 0
+
+
 def test_two_modes_are_not_in_force_at_once(rows):
     rows(*both([2.0] * 3))
     for one, other in (("all", "auto"), ("auto", "all")):
