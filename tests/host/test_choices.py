@@ -15,7 +15,7 @@ import tilewright as tw
 from tests.pretended import measuring
 from tilewright.__main__ import app
 from tilewright.aten import verdicts
-from tilewright.bench import cases, check, choices, documents, evidence, replaced, run, source, timing
+from tilewright.bench import cases, check, choices, documents, evidence, replaced, run, source, timing, tried
 from tilewright.core.target import TARGETS
 
 EVERY = cases.select(["aten_choice"])
@@ -239,6 +239,15 @@ def test_what_cannot_be_explained_is_one_line(words, said, told):
     assert status == 2 and out == "" and said in err and err.count("\n") == 1
     done = CliRunner().invoke(app, ["explain", "glu", "--dtype", "bfloat16"])
     assert done.exit_code == 2 and "are for aten" in done.stderr
+
+
+def test_the_page_of_what_was_tried_has_verdicts(told):
+    about = {"torch": torch.__version__, "triton": triton.__version__, "date": "2026-11-17", "failed": [], "source": ""}
+    row = {"overload": "isinf", "tried": 3, "passed": 3, "declined": {}, "where": "NVIDIA H200", **about}
+    rows = [row, {**row, "overload": "neg"}]
+    made = tried.section({"nvidia-h200": rows})
+    assert "| `isinf` (stale) | 3 | 3 |  |  | closed |" in made and "| `neg` (stale) | 3 | 3 |  |  | never |" in made
+    assert "verdict" not in tried.section({"other": [{**row, "where": "another GPU"}]})
 
 
 @pytest.mark.parametrize("checkout", [True, False])

@@ -2,7 +2,8 @@
 
 A row is an overload's: how many calls of it the tests made while it was replaced, how many of these were ours in tests that passed,
 why others were aten's, and which tests failed that it was called in. The tests write a log as they run, from which
-`python3 -m tests.aten.tried` makes the rows. A row is stale once the kernels of a plain call of its overload have changed.
+`python3 -m tests.aten.tried` makes the rows. A row is stale once the kernels of a plain call of its overload have changed. Of a GPU
+that choices were measured on the table has verdicts too.
 """
 
 from __future__ import annotations
@@ -15,9 +16,11 @@ from typing import Any
 import torch
 
 from ..aten import table as replaced
+from ..aten import verdicts
 from ..aten.plans import Run
 from ..check.provided.aten import call_of
 from ..core.target import TARGETS, pretend
+from ..core.triton_versions import release
 from ..runtime.kernel import collect
 from ..runtime.source import hashed
 from .evidence import lines_of
@@ -84,8 +87,23 @@ def _place(rows: Mapping[str, Row], source: Callable[[str], str]) -> list[str]:
         f" {len(rows)} overloads, {ours} of them ours and right; {failing} overloads were called in tests that failed."
         f" {len(stale)} rows are stale, {len(missing)} overloads have none."
     )
-    made = [_line(row, row["overload"] in stale) for _, row in sorted(rows.items())]
-    return [*wrapped(words), "", *table(("overload", "tried", "passed", "fell back, and why", "failed in"), made)]
+    said = judged(first)
+    made = [
+        (*_line(row, row["overload"] in stale), *([said.verdict(name)] if said else []))
+        for name, row in sorted(rows.items())
+    ]
+    heads = ("overload", "tried", "passed", "fell back, and why", "failed in", *(["verdict"] if said else []))
+    return [*wrapped(words), "", *table(heads, made)]
+
+
+def judged(row: Row) -> verdicts.Verdicts | None:
+    """What shipped measurements say on the GPU of a row, with its torch and its Triton; None where there are none."""
+    for arch in TARGETS:
+        place = verdicts.Place(arch, row["where"], release(row["torch"]), release(row["triton"]))
+        found = verdicts.Verdicts(place, verdicts.read(verdicts.path_of(arch)))
+        if found.rows:
+            return found
+    return None
 
 
 def _line(row: Row, stale: bool) -> tuple[str, ...]:
