@@ -239,6 +239,18 @@ def test_a_predicate_on_bytes(rows):
     assert said["verdict"] == "sized"
 
 
+def test_a_predicate_that_is_off_by_a_bucket_is_noticed(rows, monkeypatch):
+    own = verdicts.rule_of
+
+    def off(found, place):
+        rule = own(found, place)
+        return rule and rule._replace(least=min(size for size, _ in rule.gains) // KB)
+
+    monkeypatch.setattr(verdicts, "rule_of", off)
+    with pytest.raises(AssertionError):
+        test_a_predicate_on_bytes(rows)
+
+
 def test_the_innermost_block_says_which_calls_are_ours(rows):
     rows(*both([2.0] * 3))
     small, turned = torch.ones(2, 3), torch.ones(3, 2).t()

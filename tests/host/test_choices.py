@@ -157,6 +157,12 @@ def test_what_is_stale_makes_no_row():
     assert not choices.tables(rows[1:], evidence.stale_keys(rows)) and not choices.tables([], ())
 
 
+def test_a_verdict_from_stale_rows_is_noticed(monkeypatch):
+    monkeypatch.setattr(evidence, "freshness", lambda row: "fresh")
+    with pytest.raises(AssertionError):
+        test_what_is_stale_makes_no_row()
+
+
 @pytest.mark.parametrize("runs", [None, [], {"eager": [[1.0]]}, {"eager": [[1.0, 0.0]]}, {"eager": [[1.0, True]]}])
 def test_damaged_runs_are_no_evidence(runs):
     assert evidence.problem({**recorded(one("isinf", "16x128")), "runs": runs}) == "has runs that are none"
