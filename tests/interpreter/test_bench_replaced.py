@@ -58,6 +58,9 @@ def test_a_call_is_of_the_kind_that_its_row_is_of(name, monkeypatch):
     monkeypatch.setattr(Override, "tally", noted)
     Replaced.build(case, device="cpu").call()
     assert seen == [choices.reached(case, TARGETS["sm_90"])]
+    choice = Replaced.build(replace(case, direction="choice"), device="cpu")
+    choice.verify(choice.call())
+    assert choice.names == (seen[0].overload,) and seen[1:] == seen[:1]
 
 
 @pytest.mark.parametrize("case", DECLINED, ids=lambda c: c.call)

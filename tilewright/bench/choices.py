@@ -10,22 +10,19 @@ from __future__ import annotations
 import math
 import os
 import statistics
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from .. import __version__
-from ..aten import table, verdicts
-from ..aten.signature import Signature, signature_of
-from ..core.target import Target, pretend
+from ..aten import verdicts
+from ..aten.signature import Signature
+from ..core.target import Target
 from ..runtime import config
-from ..runtime.kernel import collect
 from . import evidence
-from .cases import CASES, Case
-from .replaced import WHOLE, Routing, blank_call
+from .cases import CASES
+from .replaced import reached
 from .results import Key, key_of
 
 CHOICE, FALLBACK = "choice", "aten_host_fallback"  # a direction, and a family
@@ -53,26 +50,6 @@ def times_of(pairs: Sequence[Sequence[float]]) -> dict[str, float] | None:
 def kind_of(case: str, target: Target) -> Signature | None:
     """The kind of call that a case is, by the one overload that it reaches on a chip."""
     return reached(CASES[case], target)
-
-
-def reached(case: Case, target: Target) -> Signature | None:
-    seen: list[Signature] = []
-
-    def noted(name: str, form: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            made = form(*args, **kwargs)
-            seen.append(signature_of(name, args, kwargs))
-            return made
-
-        return call
-
-    work = blank_call(case)
-    if case.call in WHOLE:
-        return signature_of(case.call, work.given, {})
-    forms = {name: noted(name, form) for name, form in table.FORMS.items()}
-    with pretend(target), torch.no_grad(), collect(), Routing(forms):
-        work.function(*work.given)
-    return seen[0] if len(seen) == 1 else None
 
 
 def row_of(recorded: Mapping[str, Any]) -> verdicts.Row | None:

@@ -23,10 +23,11 @@ import tilewright as tw
 
 from ..aten import table
 from ..aten.row import Declined
+from ..aten.signature import Signature, signature_of
 from ..aten.table import name_of, overload_of
 from ..check.provided.aten import Make, call_of, drawn
 from ..core.cost import tensor_bytes
-from ..core.target import INTERPRETING, Target, pretend
+from ..core.target import INTERPRETING, TARGETS, Target, pretend
 from ..runtime.kernel import Wanted, collect
 from .cases import Case
 from .check import Wrong
@@ -287,7 +288,8 @@ class Replaced:
     @staticmethod
     def build(case: Case, seed: int = 0, device: str = "cuda") -> Replaced:
         source = torch.Generator(device).manual_seed(seed)
-        return Replaced(case, CALLS[case.call].function, drawn_for(case, source))
+        names = only(case) if case.direction == "choice" else None
+        return Replaced(case, CALLS[case.call].function, drawn_for(case, source), names)
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -456,11 +458,44 @@ class Routing(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+_only: dict[tuple, tuple[str, ...] | None] = {}  # by case, of which there are many buffer sets
+
+
+def only(case: Case) -> tuple[str, ...] | None:
+    """The overload that a choice is about, here."""
+    key = case.call, case.dtype, *case.dims.items()
+    if key not in _only:
+        there = torch.cuda.is_available()
+        kind = reached(case, Target.of(torch.cuda.current_device()) if there else TARGETS["sm_90"])
+        _only[key] = None if kind is None else (kind.overload,)
+    return _only[key]
+
+
 def blank_call(case: Case) -> Replaced:
     """A case over tensors without memory, to be routed."""
     words = [Word.read(word, case) for word in CALLS[case.call].tensors]
     blank = [torch.empty(word.shape, dtype=word.dtype, device="meta") for word in words]
     return Replaced(case, table.FORMS[case.call] if case.call in WHOLE else CALLS[case.call].function, blank)
+
+
+def reached(case: Case, target: Target) -> Signature | None:
+    """The kind of call that a case is on a chip, by the one overload that it reaches; None if these are several."""
+    work, seen = blank_call(case), []
+    if case.call in WHOLE:
+        return signature_of(case.call, work.given, {})
+
+    def noted(name: str, form: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            made = form(*args, **kwargs)
+            seen.append(signature_of(name, args, kwargs))
+            return made
+
+        return call
+
+    forms = {name: noted(name, form) for name, form in table.FORMS.items()}
+    with pretend(target), torch.no_grad(), collect(), Routing(forms):
+        work.function(*work.given)
+    return seen[0] if len(seen) == 1 else None
 
 
 def launches(case: Case, target: Target) -> list[Wanted]:
