@@ -92,6 +92,20 @@ def test_both_are_timed_in_turn_several_times(monkeypatch):
     assert row["runs"]["graph"] == [] and row["measured"] == pytest.approx(1.5) and row["method"] == "eager"
 
 
+def test_what_cannot_be_captured_is_judged_by_eager_calls(monkeypatch):
+    measuring(monkeypatch)
+    monkeypatch.setattr(timing, "time_host_each", lambda *_, **__: [8.0, 12.0])
+    timed = iter([timing.Timing(5.0, "graph"), timing.Timing(7.0, "events: it waits")])
+    monkeypatch.setattr(timing, "measure", lambda *_, **__: next(timed))
+    row = run.measure(tiny(), [])
+    assert (
+        row["spoiled"]
+        and row["method"] == "eager"
+        and row["runs"]["graph"] == []
+        and row["measured"] == pytest.approx(1.5)
+    )
+
+
 def test_runs_that_are_far_apart_are_refused(monkeypatch):
     measuring(monkeypatch)
     times = iter([[8.0, 12.0], *[[8.0, 12.0 + 0.2 * at] for at in range(run.RUNS)]])
