@@ -314,7 +314,7 @@ def test_calls_are_counted_by_kind():
 def test_counts_add_up_and_are_kept(tmp_path):
     one = Calls(GPU, {Signature("neg", "float32", "1 flat", 64): 2}, {"view": 1})
     one.save(tmp_path / "calls.json")
-    again = Calls.load(tmp_path / "calls.json")
+    again = tw.aten.Calls.load(tmp_path / "calls.json")
     assert (again.gpu, again.counts, again.others) == (one.gpu, one.counts, one.others)
     assert (one + again).counts == {Signature("neg", "float32", "1 flat", 64): 4}
     with pytest.raises(ValueError, match="do not add up"):
