@@ -73,6 +73,9 @@ CALLS: dict[str, Call] = {
     "add_transposed": Call(lambda x, y: x + y.t(), (MATRIX, "any[columns rows]")),
     "transpose": Call(lambda x: x.t().contiguous()),
     "clone": Call(torch.clone),
+    "masked_fill_value": Call(
+        lambda x, mask, value: x.masked_fill(mask, value), (MATRIX, "bool[rows columns]", "any[]")
+    ),
     "masked_fill": Call(lambda x, mask: x.masked_fill(mask, 0.5), (MATRIX, "bool[rows columns]")),
     "isclose": Call(torch.isclose, (MATRIX, "same[rows columns] or 9")),
     "isfinite": Call(torch.isfinite, (f"{MATRIX} or inf",)),
@@ -82,6 +85,7 @@ CALLS: dict[str, Call] = {
     "triu": Call(torch.triu, read=0.5),
     "flip": Call(lambda x: x.flip(1)),
     "slice_scatter": Call(lambda x, y: x.slice_scatter(y, 1, 0, y.shape[1]), (MATRIX, "any[rows part]")),
+    "select_scatter": Call(lambda x, y: x.select_scatter(y, 0, 1), (MATRIX, "any[columns]")),
     "cat": Call(lambda x, y: torch.cat((x, y), 1), TWO),
     "stack": Call(lambda x, y: torch.stack((x, y), -1), TWO),
     "repeat": Call(lambda x: x.repeat(2, 2)),
@@ -171,6 +175,10 @@ CALLS |= {
         (IMAGES, IMAGES, "any[channels]", "float32[channels]", "float32[channels] > 0"),
     ),
     "weight_norm": Call(lambda v, g: torch._weight_norm_interface(v, g, 0), (MATRIX, "any[rows 1]")),
+    "weight_norm_back": Call(
+        lambda dw, v, g, norms: aten._weight_norm_interface_backward(dw, v, g, norms, 0),
+        (*TWO, "any[rows 1]", "float32[rows 1] > 0"),
+    ),
     # products
     "mm": Call(torch.mm, (MATRIX, "any[columns rows]")),
     "mv": Call(torch.mv, (MATRIX, "any[columns]")),
@@ -210,6 +218,7 @@ CALLS |= {
     "isin": Call(torch.isin, ("int64[rows] < most", "int64[columns] < most")),
     "topk_last": Call(lambda x: x.topk(8, 1)[0]),
     "topk_first": Call(lambda x: x.topk(8, 0)[0]),
+    "topk_all": Call(lambda x: x.flatten().topk(8)[0]),
     "topk_50": Call(lambda x: x.topk(min(50, x.shape[1]), 1)[0]),
     "sort_last": Call(lambda x: x.sort(1)[0]),
     "rand_like": Call(seeded(torch.rand_like), read=0.0, draws=True),
