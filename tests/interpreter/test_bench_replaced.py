@@ -9,6 +9,7 @@ import torch
 
 import tilewright as tw
 from tests.pretended import Rerunning
+from tilewright.aten import verdicts
 from tilewright.aten.router import Override
 from tilewright.aten.signature import Signature
 from tilewright.bench import cases, check, choices, timing
@@ -71,6 +72,30 @@ def test_a_call_that_is_to_be_declined_is(case):
         Replaced.build(replace(case, options={}), device="cpu").call()
     with pytest.raises(check.Wrong, match="taken, where aten should be"):
         Replaced.build(replace(case, dtype="float32"), device="cpu").call()
+
+
+def test_a_case_of_mode_auto_is_ours_where_measurements_say_so(monkeypatch):
+    case = replace(SHAPES, call="isinf", dims=TINY, options={"auto": True})
+    work, place, seen = Replaced.build(case, device="cpu"), verdicts.Place.here(), []
+    monkeypatch.setattr(verdicts, "table", lambda arch: tuple(seen))
+
+    def taken() -> list[int]:
+        with timing.entered([work.call]) as [call]:
+            assert torch.equal(call(), torch.isinf(*work.given))
+            return [one["taken"] for one in tw.aten.report().values()]
+
+    assert taken() == []
+    times = {"own": 1.0, "aten": 2.0, "least": 1.9}
+    about = {
+        "gpu": place.gpu,
+        "torch": place.torch,
+        "triton": place.triton,
+        "version": tw.__version__,
+        "date": "",
+        "source": "",
+    }
+    seen.append({**choices.reached(case, TARGETS["sm_90"])._asdict(), "eager": times, "graph": times, **about})
+    assert taken() == [2]
 
 
 def test_a_block_without_a_call_is_nobodys():

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import re
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -25,6 +26,7 @@ from ..aten import table
 from ..aten.row import Declined
 from ..aten.signature import Signature, signature_of
 from ..aten.table import name_of, overload_of
+from ..aten.verdicts import Place
 from ..check.provided.aten import Make, call_of, drawn
 from ..core.cost import tensor_bytes
 from ..core.target import INTERPRETING, TARGETS, Target, pretend
@@ -297,7 +299,8 @@ class Replaced:
     @staticmethod
     def build(case: Case, seed: int = 0, device: str = "cuda") -> Replaced:
         source = torch.Generator(device).manual_seed(seed)
-        names = only(case) if case.direction == "choice" else None
+        kind = here(case) if case.direction == "choice" else None  # which is about one overload
+        names = None if kind is None else (kind.overload,)
         return Replaced(case, CALLS[case.call].function, drawn_for(case, source), names)
 
     @property
@@ -319,12 +322,11 @@ class Replaced:
     @cached_property
     def call(self) -> Callable[[], Any]:
         """The call with replacements in force. A CPU has none but in the interpreter."""
-        there = INTERPRETING or any(t.is_cuda for t in self.tensors)
-        return (
-            Within(self.plain, partial(replacing, self.names, self.case.options.get("declined", False)))
-            if there
-            else self.plain
-        )
+        if not INTERPRETING and not any(t.is_cuda for t in self.tensors):
+            return self.plain
+        if self.case.options.get("auto"):
+            return Within(self.plain, partial(choosing, self.case))
+        return Within(self.plain, partial(replacing, self.names, self.case.options.get("declined", False)))
 
     def restore(self) -> None:
         """Nothing is overwritten."""
@@ -364,6 +366,17 @@ def replacing(names: Sequence[str] | None, declined: bool) -> Iterator[None]:
         raise Wrong(f"taken, where aten should be: {', '.join(taken)}")
     if not declined and (reasons or not taken):
         raise Wrong(f"aten's, not ours: {', '.join(reasons) or 'no replacement was called'}")
+
+
+@contextlib.contextmanager
+def choosing(case: Case) -> Iterator[None]:
+    """What mode "auto" replaces for a program that makes a case's call alone: that call, or nothing."""
+    kind = here(case)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="aten: nothing is replaced")
+        block = tw.aten.use("auto", observed=tw.aten.Calls(Place.here().gpu, {} if kind is None else {kind: 1}))
+    with block:
+        yield
 
 
 def shapes_of(given: Sequence[Tensor]) -> list[list[Tensor]]:
@@ -467,17 +480,16 @@ class Routing(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-_only: dict[tuple, tuple[str, ...] | None] = {}  # by case, of which there are many buffer sets
+_kinds: dict[tuple, Signature | None] = {}  # by case, of which there are many buffer sets
 
 
-def only(case: Case) -> tuple[str, ...] | None:
-    """The overload that a choice is about, here."""
+def here(case: Case) -> Signature | None:
+    """The kind of call that a case is on this chip."""
     key = case.call, case.dtype, *case.dims.items()
-    if key not in _only:
+    if key not in _kinds:
         there = torch.cuda.is_available()
-        kind = reached(case, Target.of(torch.cuda.current_device()) if there else TARGETS["sm_90"])
-        _only[key] = None if kind is None else (kind.overload,)
-    return _only[key]
+        _kinds[key] = reached(case, Target.of(torch.cuda.current_device()) if there else TARGETS["sm_90"])
+    return _kinds[key]
 
 
 def blank_call(case: Case) -> Replaced:
