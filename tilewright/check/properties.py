@@ -14,6 +14,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -116,6 +117,8 @@ def accuracy(op: Op, net: Net) -> None:
             rule = rule_of(op, n)
             if (row_shaped(rule) or rule.many) and t.dtype == dtype and t.dim() > 1:
                 values = put(values, {n: _families(t, family)})
+        if op.bars.sensible is not None:
+            values = put(values, op.bars.sensible(SimpleNamespace(**values)))
         for n, t in tensors(op, values).items():  # parameters are often kept in another precision
             rule = rule_of(op, n)
             if t.dtype == dtype and not row_shaped(rule) and rule.dtype == "float":

@@ -161,6 +161,16 @@ def check_all(
         )
 
 
+def sensible(a: SimpleNamespace) -> dict[str, Tensor]:
+    """Of the delta rule, betas from 0 to 1 and keys no longer than 1, which `normalize` sees to: by others a state grows without
+    bound, and of what overflows a rounding decides the sign."""
+    if a.beta is None:
+        return {}
+    long = torch.linalg.vector_norm(a.k.float(), dim=-1, keepdim=True)
+    k = a.k if a.normalize else (a.k / long.clamp(min=1.0)).to(a.k.dtype)
+    return {"beta": a.beta.abs().clamp(max=1.0), "k": k}
+
+
 def flops(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, beta: Tensor | None, **_) -> int:
     """Multiplications and additions of the recurrence itself: a state is read and changed, and of the delta rule read once more."""
     return 2 * v.shape[0] * v.shape[1] * v.shape[2] * q.shape[-1] * v.shape[-1] * (2 if beta is None else 3)
@@ -210,11 +220,11 @@ linear_attention = Op(
     "linear_attention", reference, inputs, Triton(forward, backward, single), check=check, where=WHERE,
     results=RESULTS, sizes=sizes, cost=Cost(flops=flops, backward=2.5),
     gradient=Gradient(of=("q", "k", "v", "log_decay", "beta", "state"), through=("o", "final")),
-    bars=Bars("I", gradient="J", rounds=True, felt=("length",), parts=parts),
+    bars=Bars("I", gradient="J", rounds=True, felt=("length",), parts=parts, sensible=sensible),
 )  # fmt: skip
 
 linear_attention_columns = Op(
     "linear_attention_columns", reference_columns, inputs_columns, Triton(forward, None, single), check=check_columns,
     where=WHERE, results=RESULTS, sizes=sizes, cost=Cost(flops=flops),
-    bars=Bars("I", rounds=True, felt=("length",), parts=parts), internal=True,
+    bars=Bars("I", rounds=True, felt=("length",), parts=parts, sensible=sensible), internal=True,
 )  # fmt: skip
