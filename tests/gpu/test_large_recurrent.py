@@ -14,6 +14,11 @@ from tilewright.check.oracle import rms
 pytestmark = pytest.mark.gpu
 DEVICE, TOKENS, HEADS, WIDTH = "cuda", 131_200, 128, 128  # 2^31 elements and some
 LAST, BEFORE = 128, 128  # tokens that are compared, and those before them of which e**-128 is left
+# A result of bf16 inputs is rounded twice: its scores before they multiply values, then it itself, 1.66e-3 each and 2.35e-3 together.
+# Heads here share one key head and so their scores: of these there are few, whose roundings scatter. Worked out in float64 with
+# these two roundings, over twelve seeds, 128 tokens are off by 2.25e-3 to 2.47e-3 (deviation 0.07e-3), 4,096 by 2.32e-3 to 2.36e-3
+# (0.01e-3): as many are compared of what is held to RESULT. The state keeps 17 bits of what it adds, 2.5e-6.
+MANY = 4096
 RESULT, GRADIENT, STATE = 2.4e-3, 4e-3, 1e-5
 
 
@@ -43,9 +48,9 @@ def arguments(kind: str) -> dict[str, Tensor]:
     return {**made, "log_decay": torch.full((HEADS,), -1.0, device=DEVICE), **more}
 
 
-def tail(values: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The last tokens alone, in float64."""
-    return {n: (t if t.dim() == 1 else t.detach()[:, TOKENS - LAST - BEFORE :]).double() for n, t in values.items()}
+def tail(values: dict[str, Tensor], last: int = LAST) -> dict[str, Tensor]:
+    """The last tokens alone, in float64, and those before them."""
+    return {n: (t if t.dim() == 1 else t.detach()[:, TOKENS - last - BEFORE :]).double() for n, t in values.items()}
 
 
 @pytest.mark.parametrize("kind", ["linear", "delta", "columns"])
@@ -54,8 +59,8 @@ def test_linear_attention(kind):
     values = arguments(kind)
     o, last = tw.linear_attention(**values, normalize=True)
     with tw.force("reference"):
-        exact, state = tw.linear_attention(**tail(values), normalize=True)
-    same(o[:, TOKENS - LAST :], exact[:, BEFORE:], RESULT)
+        exact, state = tw.linear_attention(**tail(values, MANY), normalize=True)
+    same(o[:, TOKENS - MANY :], exact[:, BEFORE:], RESULT)
     same(last, state, STATE)
 
 
