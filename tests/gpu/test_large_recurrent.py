@@ -14,10 +14,10 @@ from tilewright.check.oracle import rms
 pytestmark = pytest.mark.gpu
 DEVICE, TOKENS, HEADS, WIDTH = "cuda", 131_200, 128, 128  # 2^31 elements and some
 LAST, BEFORE = 128, 128  # tokens that are compared, and those before them of which e**-128 is left
-# A result of bf16 inputs is rounded twice: its scores before they multiply values, then it itself, 1.66e-3 each and 2.35e-3 together.
-# Heads here share one key head and so their scores: of these there are few, whose roundings scatter. Worked out in float64 with
-# these two roundings, over twelve seeds, 128 tokens are off by 2.25e-3 to 2.47e-3 (deviation 0.07e-3), 4,096 by 2.32e-3 to 2.36e-3
-# (0.01e-3): as many are compared of what is held to RESULT. The state keeps 17 bits of what it adds, 2.5e-6.
+# A result of bf16 inputs is rounded twice: its scores before they multiply values, then it itself, 1.66e-3 each and 2.35e-3
+# together. Heads here share one key head and so their scores: of these there are few, whose roundings scatter. Worked out in
+# float64 with these two roundings, over twelve seeds, 128 tokens are off by 2.25e-3 to 2.47e-3 (deviation 0.07e-3), 4,096 by
+# 2.32e-3 to 2.36e-3 (0.01e-3): as many are compared. The state keeps 17 bits of what it adds, which are 2.5e-6.
 MANY = 4096
 RESULT, GRADIENT, STATE = 2.4e-3, 4e-3, 1e-5
 

@@ -12,7 +12,7 @@ import signal
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
 import torch
@@ -38,12 +38,37 @@ def spread(t: Tensor, axis: int, device: str) -> Tensor:
     return wide.as_strided(t.shape, stride).copy_(t)
 
 
-def there_is_room(t: Tensor, axis: int, device: str, copies: int = 1) -> bool:
-    """Whether a third of a device's memory has the room to spread so many copies of `t` in; a CPU need not have it."""
-    if device == "cpu":
-        return True
-    share = 0.3 / copies
-    return t.shape[axis] * STRIDE * t.element_size() < share * torch.cuda.get_device_properties(0).total_memory
+def room(device: str) -> float:
+    """Bytes that may be spread at a time: a third of a device's memory; a CPU need not have it."""
+    return float("inf") if device == "cpu" else 0.3 * torch.cuda.get_device_properties(0).total_memory
+
+
+def there_is_room(t: Tensor, axis: int, device: str) -> bool:
+    """Whether `t` can be spread along an axis."""
+    return t.shape[axis] * STRIDE * t.element_size() < room(device)
+
+
+def spread_together(op: Op, places: Mapping[str, Tensor], device: str) -> Iterator[list[tuple[str, int]]]:
+    """Which tensors are spread in one call, and along which axis, until each was along each that has three elements. Along one axis
+    as many as there is room for: a wrong offset shows among right ones. But each alone where there are several implementations,
+    for strides choose between them."""
+    alone = op.composite or len(op.implementations) > 1
+    for axis in range(max((t.dim() for t in places.values()), default=0)):
+        some: list[tuple[str, int]] = []
+        left = room(device)
+        for place, t in places.items():
+            copies = 2 if place in op.writes else 1  # what is written is copied before
+            if t.dim() <= axis or t.shape[axis] < 3:
+                continue
+            taken = copies * t.shape[axis] * STRIDE * t.element_size()
+            if some and (alone or taken >= left):
+                yield some
+                some, left = [], room(device)
+            if taken < left:
+                some.append((place, axis))
+                left -= taken
+        if some:
+            yield some
 
 
 def load(path: str, name: str) -> Any:
@@ -103,7 +128,7 @@ def in_a_fork(op: Op) -> tuple[int, str]:
 
 
 def check(op: Op, device: str) -> None:
-    """Each tensor argument, upstream gradient and `out` spread along each axis: the bits of a dense one."""
+    """Every tensor argument, upstream gradient and `out` spread along each axis: the bits of a dense one."""
     from .cases import Net, choices, draw, put, tensors
     from .oracle import fresh, outcome, same_outcome
 
@@ -113,23 +138,15 @@ def check(op: Op, device: str) -> None:
     case = draw(op, net, 70, torch.bfloat16, sizes, full=True)
     with net.kernels():
         expected = outcome(op, case.values)
-        for argument, t in tensors(op, case.values).items():
-            copies = 2 if argument in op.writes else 1  # what is written is copied before
-            for axis in range(t.dim()):
-                if t.shape[axis] >= 3 and there_is_room(t, axis, device, copies):
-                    wide = put(case.values, {argument: spread(t, axis, device)})
-                    same_outcome(
-                        f"{case.label}: {argument} wide along {axis}", outcome(op, wide), expected, op, wide, True
-                    )
-                    del wide
-        for i, g in enumerate(expected.grads):
-            for axis in range(g.dim()):
-                if g.shape[axis] >= 3 and there_is_room(g, axis, device):
-                    grads = [spread(g, axis, device) if k == i else kept for k, kept in enumerate(expected.grads)]
-                    actual = outcome(op, case.values, grads=grads)
-                    label = f"{case.label}: upstream gradient {i} wide along {axis}"
-                    same_outcome(label, actual, expected, op, case.values, True)
-                    del grads
+        grads = {f"upstream gradient {i}": g for i, g in enumerate(expected.grads)}
+        places = {**tensors(op, case.values), **grads}
+        for some in spread_together(op, places, device):
+            wide = {place: spread(places[place], axis, device) for place, axis in some}
+            values = put(case.values, {n: t for n, t in wide.items() if n not in grads})
+            actual = outcome(op, values, grads=[wide.get(n, g) for n, g in grads.items()] or None)
+            label = ", ".join(f"{place} wide along {axis}" for place, axis in some)
+            same_outcome(f"{case.label}: {label}", actual, expected, op, values, True)
+            del wide, values, actual
         alone = len(op.result_rows) == 1 and not op.signature.listed and not op.out.contiguous
         if alone and None in choices(op, device):  # a plain result, in whatever strides
             with torch.no_grad():

@@ -72,6 +72,9 @@ class Plain(Draw):
         default = self.defaults.get(name)
         return self.options.setdefault(name, default if default in choices else choices[0])
 
+    def together(self, *rows: Mapping[str, Any]) -> None:
+        """Each option is as it would be alone."""
+
     def maybe(self, name: str, make: Callable[[], Any]) -> Any:
         self.optional.append(name)
         return make() if self.options.setdefault(name, self.full) else None

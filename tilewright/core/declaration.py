@@ -130,8 +130,8 @@ class Bars:
     there is 0, and 0 times NaN is NaN. `drift(arguments, upstream gradients, dtype)` gives by name how far gradients go where the
     backward goes on from a result that was rounded to that dtype. `parts(arguments, gradients)` gives a few parts of a call whose
     truth is too large to be had at once, in which gradients too are pieces if that is asked; none where a call cannot be cut.
-    `sensible(arguments)` gives by name the arguments whose numbers mean something only within limits, brought within them: tests try
-    data of every kind, and a recurrence that explodes tells nothing."""
+    `sensible(arguments)` gives by name the arguments whose numbers mean something only within limits, brought within them: tests
+    try data of every kind, and a recurrence that explodes tells nothing."""
 
     kind: str = "B"
     gradient: str = "H"

@@ -52,6 +52,11 @@ class Draw:
             self.options[name] = choices[self._index(len(choices))]
         return self.options[name]
 
+    def together(self, *rows: Mapping[str, Any]) -> None:
+        """One of several rows of options that go together; what is fixed stays as it is. Each combination of options may be a
+        binary, which takes seconds to compile: rows in which every two of them meet are few."""
+        self.options = {**rows[self._index(len(rows))], **self.options}
+
     def maybe(self, name: str, make: Callable[[], T]) -> T | None:
         """An optional argument: present or None."""
         return make() if self.option(name, True, False) else None

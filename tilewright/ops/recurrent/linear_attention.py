@@ -79,11 +79,46 @@ def reference_columns(
     return run(q, k, v, log_decay, beta, bonus, state, scale, normalize, cu_seqlens)
 
 
+def options(names: str, *rows: tuple[Any, ...]) -> tuple[dict[str, Any], ...]:
+    return tuple(dict(zip(names.split(), row)) for row in rows)
+
+
+# Options in which every two choices meet. Sizes go with them, since each row makes binaries of its own: of columns and heads follows
+# which strides are multiples of 16. Decays are fp32, as models have them; nets keep parameters in other precisions as well.
+SINGLE = torch.float32
+TOGETHER = options(
+    "decay beta state cu_seqlens normalize width wider heads_drawn shared marks decay_dtype",
+    (None, False, False, False, False, 32, 1, 2, 2, 3, None),
+    ("head", False, False, True, True, 20, 1, 1, 1, 4, SINGLE),
+    ("token", True, False, True, False, 20, 2, 2, 2, 3, SINGLE),
+    (None, True, True, True, True, 16, 2, 2, 1, 3, None),
+    ("head", True, True, False, False, 32, 2, 2, 1, 3, SINGLE),
+    ("token", False, True, False, True, 16, 1, 2, 1, 3, SINGLE),
+)
+COLUMNS_TOGETHER = options(
+    "with_bonus beta state cu_seqlens normalize width wider heads_drawn shared marks decay_dtype",
+    (False, False, False, False, False, 32, 1, 2, 2, 3, SINGLE),
+    (False, True, False, True, True, 20, 1, 1, 1, 4, SINGLE),
+    (True, False, True, False, True, 16, 1, 2, 1, 3, SINGLE),
+    (False, False, True, True, True, 16, 2, 2, 1, 3, SINGLE),
+    (False, True, True, False, False, 32, 2, 2, 1, 3, SINGLE),
+    (True, False, False, True, False, 20, 2, 2, 2, 3, SINGLE),
+)
+
+
+def some_of(rows: tuple[dict[str, Any], ...], dtype: torch.dtype) -> tuple[dict[str, Any], ...]:
+    """All rows in bf16. In fp16 and in fp32, by which numbers are multiplied otherwise, half of them each."""
+    half = len(rows) // 2
+    return {torch.float16: rows[:half], torch.float32: rows[half:]}.get(dtype, rows)
+
+
 def inputs(draw: Draw) -> dict[str, Any]:
+    draw.together(*some_of(TOGETHER, draw.dtype))
     return arguments(draw, draw.option("decay", "head", "token", None))
 
 
 def inputs_columns(draw: Draw) -> dict[str, Any]:
+    draw.together(*some_of(COLUMNS_TOGETHER, draw.dtype))
     return arguments(draw, "column")
 
 
@@ -94,7 +129,10 @@ def arguments(draw: Draw, kind: str | None) -> dict[str, Any]:
         draw.dims.get(n, draw.option(f"{n}_drawn", *few)) for n, few in (("batch", (1, 2)), ("heads", (2, 1, 3)))
     )
     batch = 1 if packed else batch
-    length, width = draw.dim("length", (5, 1, 17, 33, 64, 66)), draw.dim("head_dim", (16, 32, 20))
+    length, width = (
+        draw.dim("length", (5, 1, 17, 33, 64, 66)),
+        draw.dim("head_dim", (draw.option("width", 16, 32, 20),)),
+    )
     width = 8 if width == 16 else width  # of which rows far apart are still within a CPU's address space
     values = draw.dims.get("value_dim", max(1, width * draw.option("wider", 1, 2, 1)))
     shared = draw.option("shared", 1, 2)
@@ -111,7 +149,9 @@ def arguments(draw: Draw, kind: str | None) -> dict[str, Any]:
             batch, length, key_heads, width, scale=0.7 * max(1, width) ** -0.5
         ),  # shorter than 1: longer ones make the delta rule grow
         "v": draw.tensor(batch, length, heads, values),
-        "log_decay": None if shape is None else draw.uniform(*shape, low=-1.0, high=0.0),
+        "log_decay": None
+        if shape is None
+        else draw.uniform(*shape, low=-1.0, high=0.0, dtype=draw.options.get("decay_dtype")),
         "beta": None if extra else draw.maybe("beta", lambda: draw.uniform(*rows)),
         "bonus": draw.tensor(heads, width) if extra else None,
         "state": draw.maybe("state", lambda: draw.tensor(*states, dtype=torch.float32)),
@@ -162,13 +202,13 @@ def check_all(
 
 
 def sensible(a: SimpleNamespace) -> dict[str, Tensor]:
-    """Of the delta rule, betas from 0 to 1 and keys no longer than 1, which `normalize` sees to: by others a state grows without
-    bound, and of what overflows a rounding decides the sign."""
+    """Of the delta rule, betas from 0 to 1, which are what these have after the point, and keys no longer than 1, which `normalize`
+    sees to: by others a state grows without bound, and of what overflows a rounding decides the sign."""
     if a.beta is None:
         return {}
     long = torch.linalg.vector_norm(a.k.float(), dim=-1, keepdim=True)
     k = a.k if a.normalize else (a.k / long.clamp(min=1.0)).to(a.k.dtype)
-    return {"beta": a.beta.abs().clamp(max=1.0), "k": k}
+    return {"beta": a.beta.remainder(1.0), "k": k}
 
 
 def flops(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, beta: Tensor | None, **_) -> int:
