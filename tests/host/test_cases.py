@@ -49,6 +49,8 @@ def small(family: str, **dims: int) -> cases.Case:
     sizes = {**SMALL, **dims}
     if case.op == "cached_attention":
         sizes |= {n: min(case.dims[n], size) for n, size in CACHED.items() if n in case.dims} | dims
+    if case.op == "linear_attention":  # whose reference goes token by token
+        sizes |= {"length": 20} | dims
     case = replace(case, arguments=given, beside=[], floor="bytes")
     return replace(case, dims={n: sizes.get(n, size) for n, size in case.dims.items()}, options=options)
 
