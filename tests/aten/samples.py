@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 import sys
 import types
 import unittest
@@ -10,6 +11,7 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
 
 from tilewright.core.target import INTERPRETING
@@ -22,6 +24,7 @@ except ModuleNotFoundError:  # op_db only wants a class of this name
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
+    from torch.testing._internal import common_utils
     from torch.testing._internal.common_methods_invocations import op_db
 
 DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETING else "cpu"  # whose operators are replaced
@@ -34,6 +37,18 @@ SORTS, SHORT = ("argsort", "msort", "sort", "topk", "unique"), 256  # elements t
 ENTRIES = {f"{op.name}.{op.variant_test_name}" if op.variant_test_name else op.name: op for op in op_db}
 
 
+def seed(number: int = common_utils.SEED) -> None:
+    """What op_db does before each sample, without what `torch.manual_seed` does where there is no GPU: it keeps a call for every
+    kind of device, each with the stack that it came from, and that takes longer than a sample."""
+    torch.default_generator.manual_seed(number)
+    random.seed(number)
+    np.random.seed(number)
+
+
+if not torch.cuda.is_available():
+    common_utils.set_rng_seed = seed
+
+
 def dtypes_of(name: str) -> list[torch.dtype]:
     """fp32, and one other in turn, of those that an entry takes."""
     takes = ENTRIES[name].supported_dtypes(DEVICE)
@@ -44,7 +59,7 @@ def dtypes_of(name: str) -> list[torch.dtype]:
 
 def samples(name: str, dtype: torch.dtype, most: int) -> Iterator[Any]:
     """The first samples of an entry, spread over all that it has, each with its twin that is not contiguous."""
-    torch.manual_seed(0)
+    seed(0) if DEVICE == "cpu" else torch.manual_seed(0)
     every = list(itertools.islice(ENTRIES[name].sample_inputs(NUMBERED, dtype), 40))
     if DEVICE == "cpu" and name in SORTS:
         every = [one for one in every if one.input.numel() <= SHORT]
