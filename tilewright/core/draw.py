@@ -31,7 +31,7 @@ class Draw:
         device: str | torch.device = "cpu",
         largest: int = 64 * 1024,
     ) -> None:
-        self.dims, self.options = dict(dims or {}), dict(options or {})
+        self.seed, self.dims, self.options = seed, dict(dims or {}), dict(options or {})
         self.dtype, self.device, self.largest = dtype, torch.device(device), largest
         self._choose = torch.Generator().manual_seed(seed)
         self._fill = torch.Generator(self.device).manual_seed(seed)
@@ -54,8 +54,9 @@ class Draw:
 
     def together(self, *rows: Mapping[str, Any]) -> None:
         """One of several rows of options that go together; what is fixed stays as it is. Each combination of options may be a
-        binary, which takes seconds to compile: rows in which every two of them meet are few."""
-        self.options = {**rows[self._index(len(rows))], **self.options}
+        binary, which takes seconds to compile: rows in which every two of them meet are few. Their turn comes with every third
+        seed, since nets go through three dtypes."""
+        self.options = {**rows[self.seed // 3 % len(rows)], **self.options}
 
     def maybe(self, name: str, make: Callable[[], T]) -> T | None:
         """An optional argument: present or None."""
