@@ -58,7 +58,7 @@ def spread_together(op: Op, places: Mapping[str, Tensor], device: str) -> Iterat
         left = room(device)
         for place, t in places.items():
             copies = 2 if place in op.writes else 1  # what is written is copied before
-            if t.dim() <= axis or t.shape[axis] < 3:
+            if t.dim() <= axis or t.shape[axis] < 3 or not t.numel():
                 continue
             taken = copies * t.shape[axis] * STRIDE * t.element_size()
             if some and (alone or taken >= left):
