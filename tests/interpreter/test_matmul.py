@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+
 import pytest
 import torch
 
@@ -76,6 +78,18 @@ def test_what_follows_the_sums_is_rounded_once(backend):
     with tw.force("triton"):
         y = matmul(a, b, bias=bias, act="silu", c=c, beta=-0.5, out_dtype="float32", out=c, backend=backend)
     assert y is c and (y.double() - exact).norm() / exact.norm() < 1e-6
+
+
+@pytest.mark.parametrize("kind", ["bf16", "fp32"])
+def test_long_sums_go_on_in_fp32(kind, monkeypatch):
+    """Part by part of the inner dimension, the last of which need not be whole; what follows comes once."""
+    monkeypatch.setattr(importlib.import_module("tilewright.gemm.matmul"), "LONG", 64)
+    a, b = factors(kind, 19, 33, 150)
+    bias, c = torch.randn(33), torch.randn(19, 33)
+    exact = torch.relu(a.double() @ b.double() + bias.double() + 0.5 * c.double())
+    with tw.force("triton"):
+        y = matmul(a, b, bias=bias, act="relu", c=c, beta=0.5, out_dtype="float32")
+    assert (y.double() - exact).norm() / exact.norm() < 1e-6
 
 
 def test_gradients_are_those_of_what_was_activated():

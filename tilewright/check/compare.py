@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..op import Op
+from .cases import tensors
 from .codes import near_codes, near_stored
 from .oracle import (
     BARS,
+    SHARE_OF_BF16,
     Outcome,
     contract,
     each,
@@ -24,6 +26,7 @@ from .oracle import (
     same_bits,
     specified,
     truth,
+    weighty,
 )
 
 TERMS = 2048  # of a product, for which class E's bar is
@@ -46,6 +49,8 @@ def check(op: Op, label: str, values: Mapping[str, Any], actual: Outcome) -> Non
         elif name in actual:
             long = bar == BARS["E"] and there.is_floating_point()  # integers are summed without rounding
             rough = of_long_sums(noise[name], there, values) if long else noise[name]
+            if gradient and bar is BARS["M"] and actual[name].dtype == torch.float32:
+                rough = of_rounded_weights(rough, there, tensors(op, values).values())
             cut = [specified(agreed, name, t) for t in (actual[name], there, rough)]
             near(f"{label}: {name}", *cut, bar, floor if gradient else 0.0)
         else:
@@ -54,6 +59,17 @@ def check(op: Op, label: str, values: Mapping[str, Any], actual: Outcome) -> Non
             if bar == BARS["F"]:  # FP8 tensor cores' own precision
                 rough = rough.clamp(min=bar.single * rms(there))
             near_codes(op, f"{label}: {name}", name, values, actual, there, rough)
+
+
+def of_rounded_weights(noise: Tensor, exact: Tensor, arguments: Iterable[Tensor]) -> Tensor:
+    """The noise of an fp32 gradient, a decay's, where weights on the way to it were rounded as 16-bit arguments are: it comes as
+    near as theirs do (`oracle._near_low`)."""
+    shares = [SHARE_OF_BF16[t.dtype] for t in arguments if t.dtype in SHARE_OF_BF16]
+    finite = exact[exact.isfinite()]
+    if not shares or not finite.numel():
+        return noise
+    limit = BARS["M"].low * max(shares) * rms(finite) * (1 + 16 / weighty(finite) ** 0.5)
+    return noise.clamp(min=limit / 4)  # four times it is allowed
 
 
 def of_long_sums(noise: Tensor, exact: Tensor, values: Mapping[str, Any]) -> Tensor:

@@ -76,8 +76,10 @@ BARS = {
     # Scores from FP8 codes, of whose products Hopper's tensor cores keep some 14 bits in sums: the lse of a row that sees one key
     # is such a sum, as in class F
     "L": Bar(2.4e-3, 5e-4, None),
+    # As J, but from such gradients come those of fp32 arguments beside 16-bit ones as well: a sum of terms that nearly cancel
+    "M": Bar(4.0e-3, 1e-5, None),
 }
-PRODUCTS = ("E", "F", "I", "J", "K", "L")
+PRODUCTS = ("E", "F", "I", "J", "K", "L", "M")
 FLUSHED = torch.finfo(torch.float32).tiny  # a GPU's exponentials, reciprocals and roots take what is smaller for 0
 
 

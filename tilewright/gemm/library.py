@@ -262,13 +262,9 @@ def refusal_of_matmul(target: Target, a: SimpleNamespace) -> str | None:
         return f"there is no cuBLAS on {target.arch}"
     if 0 in (*a.a.shape, *a.b.shape):
         return "there is nothing to multiply"
-    if a.act is not None or a.out_format is not None:
-        return "torch has no activation or quantised result there"
-    added = [t for t in (a.bias, a.c if a.beta != 0.0 else None) if t is not None]
-    if len(added) > 1 or any(t.dtype != dtype_of(a.a, a.out_dtype) for t in added):
-        return "torch adds one of bias and c, of the result's dtype"
-    if added and added[0].dtype != a.a.dtype:
-        return "torch adds nothing to a product of another dtype than its factors"
+    if a.bias is not None or a.act is not None or a.c is not None or a.out_format is not None:
+        # What torch.addmm adds to fp16 products, it adds to numbers that were rounded (39 of 200 results, H200, torch 2.11)
+        return "what follows a product is not left to cuBLAS"
     if a.acc_dtype == "float16" or dtype_of(a.a, a.out_dtype) not in (a.a.dtype, torch.float32):
         return "torch has no such sums or results"
     return None
@@ -310,19 +306,7 @@ def _multiply(a: Tensor, b: Tensor, y: Tensor) -> None:
         torch.mm(a, b, out=y) if y.dtype == a.dtype else torch.mm(a, b, out_dtype=y.dtype, out=y)
 
 
-def _multiply_and_add(added: Tensor, a: Tensor, b: Tensor, y: Tensor, *, beta: float) -> None:
-    with whole_sums():
-        torch.addmm(added, a, b, beta=beta, out=y)
-
-
-def multiply(a, b, *, bias, c, beta, out_dtype, out, **_) -> Tensor:
-    """The product, and what cuBLAS adds to its sums before it rounds them: a number for each column, or beta times a matrix."""
+def multiply(a, b, *, out_dtype, out, **_) -> Tensor:
     dtype = dtype_of(a, out_dtype)
     y = torch.empty(*a.shape[:-1], b.shape[1], dtype=dtype, device=a.device) if out is None else out
-    if bias is not None:
-        fill = functools.partial(Call.now, functools.partial(_multiply_and_add, beta=1.0), bias, rows(a), b)
-    elif c is not None and beta != 0.0:
-        fill = functools.partial(Call.now, functools.partial(_multiply_and_add, beta=beta), rows(c), rows(a), b)
-    else:
-        fill = functools.partial(fill_product, rows(a), b)
-    return by_rows(y, fill)
+    return by_rows(y, functools.partial(fill_product, rows(a), b))

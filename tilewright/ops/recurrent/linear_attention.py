@@ -263,7 +263,7 @@ linear_attention = Op(
     "linear_attention", reference, inputs, Triton(forward, backward, single), check=check, where=WHERE,
     results=RESULTS, sizes=sizes, cost=Cost(flops=flops, backward=2.5),
     gradient=Gradient(of=("q", "k", "v", "log_decay", "beta", "state"), through=("o", "final")),
-    bars=Bars("I", gradient="J", rounds=True, felt=("length",), parts=parts, sensible=sensible),
+    bars=Bars("I", gradient="M", rounds=True, felt=("length",), parts=parts, sensible=sensible),
 )  # fmt: skip
 
 linear_attention_columns = Op(
