@@ -70,7 +70,8 @@ def planned(recorder: Recorder, results: Any, written: tuple[int, ...] = ()) -> 
     if isinstance(results, Quantized):
         restore, results = results.maker(), (*results.tensors(), results.offsets)
     elif any(isinstance(r, Quantized) for r in as_tuple(results)):
-        results, restore = taken_apart(results)
+        pieces, restore = taken_apart(results)
+        results = tuple(pieces)
     plan = recorder.plan(results if isinstance(results, Tensor) else as_tuple(results), written)
     return None if plan is None else (plan, restore)
 
