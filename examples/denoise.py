@@ -118,7 +118,6 @@ class Loop:
             name: self.formats[0][name].empty((rows, k), BF16, device) if fp8 else room(rows, k)
             for name, (_, k) in sizes.products.items()
         }
-        self.wide = None if fp8 else room(rows, sizes.ffn, dtype=FP32)  # before the GELU; FP8 products have it inside
         self.attended = room(batch, sizes.tokens, sizes.heads, sizes.head_dim)
         self.pairs = [room(batch, sizes.context, 2, sizes.heads, sizes.head_dim) for _ in range(sizes.blocks)]
         self.latent, self.stream = room(rows, sizes.channels), room(rows, sizes.hidden)
@@ -170,11 +169,9 @@ class Loop:
 
     def activated(self, block: int, x: Tensor) -> Tensor:
         """gelu(x @ up + bias), as what the product after it reads."""
-        w, bias, act, out = self.factors[block]["up"], self.model.up_bias[block], "gelu_tanh", self.read["down"]
-        if self.fp8:
-            return tw.scaled_mm(x, w, bias=bias, act=act, out_format=self.formats[block]["down"], out=out)
-        wide = tw.matmul(x, w, out_dtype="float32", out=self.wide)
-        return tw.epilogue(wide, bias=bias, act=act, out_dtype=BF16, out=out)
+        given = {"bias": self.model.up_bias[block], "act": "gelu_tanh", "out_format": self.formats[block]["down"]}
+        product = tw.scaled_mm if self.fp8 else tw.matmul
+        return product(x, self.factors[block]["up"], **given, out=self.read["down"])
 
     def attend(self, block: int, name: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attention, and the product `name` of it. Heads are read where the product before stored them."""
