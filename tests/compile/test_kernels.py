@@ -65,6 +65,8 @@ LADDERS = {
     "scaled_product.K": 3,
     "scaled_product.A.stride_r": 3,
     "scaled_product.B.stride_r": 3,
+    "small_rows.K": 3,  # and of a bias's
+    "small_rows.A.stride_r": 3,
     # Tiles are chosen by how many fill the chip
     "plain_hopper.CHUNKS": 2,
     "plain_hopper.OWN": 2,
@@ -212,9 +214,10 @@ def keyed(op: Op, dims: dict[str, int], full: bool, fmt: Any) -> list[tuple[Kern
 
 
 def in_turn(found: list[tuple[Kernel, dict[str, Any]]]) -> dict[tuple[str, int], dict[str, Any]]:
-    """Launches by kernel and how many of that kernel came before: a composite op has several, of different shapes."""
+    """Launches by kernel and how many of that kernel come after: a composite op has several, of different shapes, and of few tokens
+    a forward may take another kernel than its backward does."""
     made: dict[tuple[str, int], dict[str, Any]] = {}
-    for kernel, parts in found:
+    for kernel, parts in reversed(found):
         made[kernel.name, sum(name == kernel.name for name, _ in made)] = parts
     return made
 

@@ -214,16 +214,19 @@ class Tile(NamedTuple):
 STORED = 128  # columns of a tile that stores codes, at the most: beside sums of 256 there are no registers for them
 
 
-def tile_for(a: Tensor, b: Tensor, columns: int, how: str, bulk: bool, words: bool, FORMAT: str | None) -> Tile:
-    """The largest tile that registers and shared memory take. `words` says that all rows, or all columns, are whole words."""
+def tile_for(
+    a: Tensor, b: Tensor, columns: int, how: str, bulk: bool, words: bool, matrices: bool, FORMAT: str | None
+) -> Tile:
+    """The largest tile that registers and shared memory take. `words` says that all rows, or all columns, are whole words, and
+    `matrices` that a tile reads another of its size after its sums."""
     memory = Target.at(a.device).shared_memory
     wide = max(a.element_size(), b.element_size())
     if how == "pieces" and max(piece_count(a, b), piece_count(b, a)) > 1:
         # All pieces of a step are in registers and shared memory
         N, K, wide = 64, 32, 2 * wide
     else:
-        # Beside sums of 256 columns there are no registers for addresses, nor for sums of codes, which are there twice
-        N = 256 if bulk and how != "codes" and memory > 200 * 1024 else 128
+        # Beside sums of 256 columns there are no registers for addresses, another matrix, or sums of codes, which are there twice
+        N = 256 if bulk and how != "codes" and not matrices and memory > 200 * 1024 else 128
         # What is not copied as it is, or has to be widened, passes through registers
         K = (128 if memory > 100 * 1024 and words and a.dtype != torch.uint8 else 64) // wide
     N = max(16, min(N, power_of_two(columns)))
@@ -291,13 +294,14 @@ def multiply(
     pieces = (piece_count(a, b), piece_count(b, a)) if how == "pieces" else (1, 1)
     words = None not in by_columns
     BULK = target.tma and pieces == (1, 1) and words and K > 0
-    tile = tile_for(a, b, N, how, BULK, words, to.FORMAT)
+    added = matrix(c if beta != 0.0 else None)
+    tile = tile_for(a, b, N, how, BULK, words, added.data is not None or dy is not None, to.FORMAT)
     A = box(a, by_columns[0], (tile.M, tile.K)) if BULK else a
     B = box(b, by_columns[1], (tile.K, tile.N)) if BULK else b
     tiles = cdiv(M, tile.M) * cdiv(N, tile.N)
     strides = (0,) * 4 if BULK else (*a.stride(), *b.stride())
     matmul_tiles(
-        A, B, Added(bias, matrix(c if beta != 0.0 else None), float(beta)), matrix(dy), matrix(to.y), to.row, M, N, K, *strides,
+        A, B, Added(bias, added, float(beta)), matrix(dy), matrix(to.y), to.row, M, N, K, *strides,
         None if bias is None else bias.stride(0), to.stride_s, min(tiles, target.sms) if BULK else tiles,
         HOW=how, PIECES_A=pieces[0], PIECES_B=pieces[1], E5M2=e5m2, BULK=BULK, BY_COLUMNS_A=BULK and by_columns[0],
         BY_COLUMNS_B=BULK and by_columns[1], ACT=act, FORMAT=to.FORMAT, BAND=BAND, BLOCK_M=tile.M, BLOCK_N=tile.N,
