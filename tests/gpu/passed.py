@@ -2,10 +2,10 @@
 runner's `gpu_tests.jsonl`) to it: `python3 -m tests.gpu.passed STATE ...`.
 
 The whole net takes longer than a GPU is at hand, so that what has passed over today's code is not run again
-(`python3 -m tests.gpu --stale`). Today's code is the text of the test, of what its file has beside tests, and of the modules it can
-reach: those of its op where it is a test of one, those that the file names elsewhere, and all where it names none or goes over
-the catalogue. Modules that launch nothing themselves (`core/`, `runtime/` ...) do not count: other nets are about them, and a GPU
-sees them at work in every test that does run.
+(`python3 -m tests.gpu --stale`). Today's code is the text of the test, of what its file has beside tests, and of the definitions
+that it can reach (`reached.py`): from its op where it is a test of one, from what the file names elsewhere, and all where it names
+none or goes over the catalogue. Modules that launch nothing themselves (`core/`, `runtime/` ...) do not count: other nets are about
+them, and a GPU sees them at work in every test that does run.
 
 Which machinery a test ran with is kept beside it for all that, a digest of the code that every op shares. It makes nothing stale by
 itself. `python3 -m tests.gpu --stale --machinery` also runs what stands for all ops: properties of the machinery, on the ops that
@@ -23,6 +23,8 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+from .reached import ALL, Place, Reach, without_words
 
 ROOT = Path(__file__).resolve().parents[2]
 ROOMS = ("aten", "attention", "device", "formats", "gemm", "nn", "ops")  # where kernels stand, and what launches them
@@ -56,7 +58,7 @@ class Code:
         }
         self.modules: dict[str, str] = tables["OPS"]
         self.public: dict[str, str] = tables["NAMES"] | tables["OPS"]
-        self.reach = functools.cache(self._reach)
+        self.reach = Reach(root, self.file_of, self.public)
         self.text = functools.cache(Path.read_text)
         self.alone = functools.cache(self._alone)
         self.digest = functools.cache(self._digest)
@@ -72,11 +74,8 @@ class Code:
         return self.digest(self.root / test.split("::")[0], function_of(test), self.op_of(test))
 
     def _digest(self, file: Path, function: str, op: str | None) -> str:
-        paths = self.reach(self.file_of(self.modules[op])) if op else self.named(file)
-        made = hashlib.sha256(self.alone(file, function).encode())
-        for path in sorted(paths):
-            made.update(f"\n{path.relative_to(self.root)}\n{self.text(path)}".encode())
-        return made.hexdigest()[:16]
+        first = self.reach.op(self.file_of(self.modules[op]), op) if op else self.named(file)
+        return self.reach.digest(first, self.alone(file, function))
 
     def _alone(self, file: Path, function: str) -> str:
         """The text of a file of tests without the tests that are not `function`."""
@@ -87,25 +86,25 @@ class Code:
                 lines[first - 1 : node.end_lineno] = [None] * (node.end_lineno - first + 1)
         return "".join(line for line in lines if line is not None)
 
-    def named(self, file: Path) -> frozenset[Path]:
+    def named(self, file: Path) -> set[Place]:
         """What a file of tests imports and what it calls by public names; everything where that is nothing, or the catalogue."""
         text = self.text(file)
-        names = [self.public[name] for name in set(re.findall(r"\btw\.(\w+)", text)) if name in self.public]
-        firsts = {*self._imports(file), *filter(None, map(self.file_of, names))}
-        if not firsts or "catalogue()" in text:
-            return self.everything
-        return frozenset().union(*(self.reach(first) for first in firsts))
-
-    @functools.cached_property
-    def everything(self) -> frozenset[Path]:
-        return frozenset(path for room in ROOMS for path in (self.library / room).rglob("*.py"))
+        imports = (self.reach.bindings(node, file) for node in ast.walk(ast.parse(text)))
+        found = {place for bound in imports for _, place in bound}
+        for name in set(re.findall(r"\btw\.(\w+)", text)):
+            found |= self.reach.of_public(name)
+        if not found or "catalogue()" in text:
+            return {Place(path, ALL) for room in ROOMS for path in (self.library / room).rglob("*.py")}
+        return found
 
     @functools.cached_property
     def machinery(self) -> str:
         """Sixteen hexadecimal digits that stand for the machinery, whatever its comments and docstrings say."""
         made = hashlib.sha256()
         for path in sorted(path for room in MACHINERY for path in (self.library / room).rglob("*.py")):
-            made.update(f"\n{path.relative_to(self.root)}\n{without_words(self.text(path))}".encode())
+            made.update(
+                f"\n{path.relative_to(self.root)}\n{ast.unparse(without_words(ast.parse(self.text(path))))}".encode()
+            )
         return made.hexdigest()[:16]
 
     def file_of(self, module: str) -> Path | None:
@@ -117,41 +116,6 @@ class Code:
             return None
         path = self.root.joinpath(*parts)
         return next((p for p in (path.with_suffix(".py"), path / "__init__.py") if p.is_file()), None)
-
-    def _reach(self, first: Path) -> frozenset[Path]:
-        """A file and all in the rooms that it imports, and they."""
-        found, waiting = {first}, [first]
-        while waiting:
-            for path in self._imports(waiting.pop()):
-                if path not in found:
-                    found.add(path)
-                    waiting.append(path)
-        return frozenset(found)
-
-    def _imports(self, path: Path) -> Iterator[Path]:
-        package = path.relative_to(self.root).with_suffix("").parts[:-1]
-        for node in ast.walk(ast.parse(self.text(path))):
-            names: list[str] = []
-            if isinstance(node, ast.Import):
-                names = [alias.name for alias in node.names]
-            elif isinstance(node, ast.ImportFrom):
-                base = (
-                    ".".join((*package[: len(package) - node.level + 1], node.module or ""))
-                    if node.level
-                    else node.module
-                )
-                base = base.rstrip(".")
-                names = [base, *(f"{base}.{alias.name}" for alias in node.names)]
-            yield from filter(None, (self.file_of(name) for name in names if name.split(".")[0] == "tilewright"))
-
-
-def without_words(text: str) -> str:
-    """Code without its comments and docstrings."""
-    tree = ast.parse(text)
-    for node in ast.walk(tree):
-        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node) is not None:
-            node.body = node.body[1:] or [ast.Pass()]
-    return ast.unparse(tree)
 
 
 def read(path: Path) -> list[Row]:

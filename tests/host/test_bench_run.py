@@ -479,10 +479,24 @@ def small_tree(root):
     """A library of two ops that share a device function, and its GPU tests."""
     texts = {
         "tilewright/names.py": 'NAMES = {"fp8": "formats.fp8"}\nOPS = {"one": "ops.a.one", "two": "ops.a.two"}\n',
-        "tilewright/ops/a/one.py": "from ...device.shared import f\nfrom ...core import draw\n",
-        "tilewright/ops/a/two.py": "import tilewright.formats.fp8\n",
-        "tilewright/device/shared.py": "f = 1\n",
-        "tilewright/formats/fp8.py": "g = 1\n",
+        "tilewright/ops/a/one.py": """from ...device.shared import f
+from ...core import draw
+
+
+def forward():
+    \'\'\'It.\'\'\'
+    return f()
+
+
+def beside():
+    return 1
+
+
+declared = Op("one", forward)
+""",
+        "tilewright/ops/a/two.py": "from ...formats import fp8 as codes\n\ntwo = Op('two', codes.g)\n",
+        "tilewright/device/shared.py": "LIMIT = 1\n\n\ndef f():\n    return LIMIT\n\n\ndef other():\n    return 2\n",
+        "tilewright/formats/fp8.py": "def g():\n    return 1\n\n\n@kept('x')\ndef hidden():\n    return 3\n\n\nfp8 = g\n",
         "tilewright/core/draw.py": "h = 1\n",
         "tests/gpu/test_properties.py": "catalogue()\n",
         "tests/gpu/test_two.py": "tw.two(tw.fp8)\n",
@@ -494,17 +508,21 @@ def small_tree(root):
 
 
 @pytest.mark.parametrize(
-    ("changed", "again"),
+    ("changed", "old", "again"),
     [
-        ("tilewright/ops/a/one.py", {"one", "rest"}),
-        ("tilewright/device/shared.py", {"one", "rest"}),
-        ("tilewright/formats/fp8.py", {"two", "test_two", "rest"}),
-        ("tilewright/core/draw.py", set()),
-        ("tests/gpu/test_two.py", {"test_two"}),
-        ("tests/gpu/test_properties.py", {"one", "two"}),
+        ("tilewright/ops/a/one.py", "return f()", {"one", "rest"}),
+        ("tilewright/ops/a/one.py", "return 1", {"rest"}),  # no op has it
+        ("tilewright/ops/a/one.py", "It.", set()),
+        ("tilewright/device/shared.py", "LIMIT = 1", {"one", "rest"}),
+        ("tilewright/device/shared.py", "return 2", {"rest"}),
+        ("tilewright/formats/fp8.py", "return 1", {"two", "test_two", "rest"}),
+        ("tilewright/formats/fp8.py", "return 3", {"two", "test_two", "rest"}),  # who knows where a decorator put it
+        ("tilewright/core/draw.py", "h = 1", set()),
+        ("tests/gpu/test_two.py", "tw.two", {"test_two"}),
+        ("tests/gpu/test_properties.py", "catalogue()", {"one", "two"}),
     ],
 )
-def test_what_has_passed_over_this_code_is_not_run_again(tmp_path, changed, again):
+def test_what_has_passed_over_this_code_is_not_run_again(tmp_path, changed, old, again):
     from tests.gpu import passed
 
     small_tree(tmp_path)
@@ -520,8 +538,9 @@ def test_what_has_passed_over_this_code_is_not_run_again(tmp_path, changed, agai
     passed.main([str(state)], root=tmp_path)
     kept = passed.read(tmp_path / passed.KEPT)
     assert passed.passed(tests.values(), passed.Code(tmp_path), kept) == {*tests.values()}
-    with (tmp_path / changed).open("a") as file:
-        file.write("# another\n")
+    text = (tmp_path / changed).read_text()
+    assert text.count(old) == 1
+    (tmp_path / changed).write_text(f"{text.replace(old, f'{old}  + 1' if 'It.' not in old else 'That.')}# another\n")
     code = passed.Code(tmp_path)
     assert {*tests.values()} - passed.passed(tests.values(), code, kept) == {tests[name] for name in again}
     failed = passed.add([{"id": tests["rest"], "outcome": "failed"}], code, kept, "a chip")
