@@ -41,7 +41,7 @@ def check(op: Op, label: str, values: Mapping[str, Any], actual: Outcome) -> Non
     agreed = contract(op, values, actual)
     for name, there in exact.items():
         gradient = name.startswith("d_")
-        bar = gradient_bar(op, name[2:]) if gradient else result_bar(op, values)
+        bar = gradient_bar(op, name[2:], values) if gradient else result_bar(op, values)
         if op.resume is not None and name in op.saves and not there.is_floating_point():
             same_choice(f"{label}: {name}", op, values, name, actual[name], there)
         elif name in actual and bar != BARS["G"] and actual[name].dtype in (torch.int8, torch.float8_e4m3fn):

@@ -96,7 +96,10 @@ def is_code(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point() and value.element_size() == 1
 
 
-def gradient_bar(op: Op, name: str) -> Bar:
+def gradient_bar(op: Op, name: str, values: Mapping[str, Any] | None = None) -> Bar:
+    """That of an argument's gradient. Behind sums of codes it is as far off as these are."""
+    if op.bars.codes is not None and any(is_code(v) for v in (values or {}).values()):
+        return BARS[op.bars.codes]
     rule = next(p.rule for p in op.signature.parameters if p.name == name)
     product = op.bars.kind in PRODUCTS  # whose gradients are products too, those of parameters included
     return BARS[op.bars.gradient if row_shaped(rule) or product else "C"]
@@ -414,9 +417,8 @@ def noises(
     what a step of fp32 changes at the inputs themselves, whose truth is `here`: large terms that just cancel there do so at none
     of the jittered ones."""
     worst: dict[str, Tensor] = {}
-    # A long sum is kept to some 2^-21 of its terms, however small it comes out: 2000 fp32 additions, each rounded. One of fp32
-    # numbers is of six products of their pieces (`device/products.py`), which tensor cores cut off: what follows it feels that
-    shake = 2.0 ** (-19 if op.bars.kind == "E" else -21 if op.bars.kind in PRODUCTS else -26)
+    # A long sum is kept to some 2^-21 of its terms, however small it comes out: 2000 fp32 additions, each rounded
+    shake = 2.0**-21 if op.bars.kind in PRODUCTS else 2.0**-26
     low = next((v.dtype for v in values.values() if isinstance(v, Tensor) and v.is_floating_point()), torch.float32)
     where, jitters = _where.get()
     source = torch.Generator(where).manual_seed(7)
