@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..core.tensor import name_of
+from .layout import is_dense
 from .table import overload_of
 
 DIMS = ("dim", "dims")
@@ -94,17 +95,7 @@ def lying(tensors: Sequence[Tensor]) -> str:
     if all(t.is_contiguous() for t in tensors):
         shape = tensors[0].shape if tensors else ()
         return "flat" if all(t.shape == shape for t in tensors[1:]) else "broadcast"
-    return "turned" if all(map(without_gaps, tensors)) else "strided"
-
-
-def without_gaps(t: Tensor) -> bool:
-    """Whether a tensor's elements fill its memory, in whatever order of dimensions."""
-    expected = 1
-    for stride, size in sorted((s, n) for s, n in zip(t.stride(), t.shape) if n != 1):
-        if stride != expected:
-            return False
-        expected *= size
-    return True
+    return "turned" if all(map(is_dense, tensors)) else "strided"
 
 
 def place(dims: Any, rank: int) -> str:
