@@ -263,7 +263,7 @@ def refusal_of_matmul(target: Target, a: SimpleNamespace) -> str | None:
     if 0 in (*a.a.shape, *a.b.shape):
         return "there is nothing to multiply"
     if a.bias is not None or a.act is not None or a.c is not None or a.out_format is not None:
-        # What torch.addmm adds to fp16 products, it adds to numbers that were rounded (39 of 200 results, H200, torch 2.11)
+        # Of fp16 results of torch.addmm 39 of 200 were not the nearest, as if it rounded before it adds (H200, torch 2.11)
         return "what follows a product is not left to cuBLAS"
     if a.acc_dtype == "float16" or dtype_of(a.a, a.out_dtype) not in (a.a.dtype, torch.float32):
         return "torch has no such sums or results"
