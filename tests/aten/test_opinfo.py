@@ -130,10 +130,18 @@ def test_results_are_atens(name):
     op = ENTRIES[name]
     for dtype in dtypes_of(name):
         calls = [(s.input, s.args, s.kwargs) for s in samples(name, dtype, MOST)]
-        found = wrong(name, calls, lambda x, args, kwargs: chosen(name, x, op(x, *args, **kwargs)))
+        found = wrong(name, calls, lambda x, args, kwargs: chosen(name, x, op(unshared(x, kwargs), *args, **kwargs)))
         if dtype != torch.float32:  # a row may decline a dtype
             found = [line for line in found if line != "no replacement ran"]
         assert not found, "\n".join(found)
+
+
+def unshared(x: Any, kwargs: Any) -> Any:
+    """A first operand that no other call sees: `embedding` writes into it where rows are longer than `max_norm`."""
+    if kwargs.get("max_norm") is None:
+        return x
+    own = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
+    return own.copy_(x)
 
 
 def chosen(name: str, x: Any, made: Any) -> Any:
