@@ -2,10 +2,10 @@
 runner's `gpu_tests.jsonl`) to it: `python3 -m tests.gpu.passed STATE ...`.
 
 The whole net takes longer than a GPU is at hand, so that what has passed over today's code is not run again
-(`python3 -m tests.gpu --stale`). Today's code is the text of the test, of what its file has beside tests, and of the definitions
-that it can reach (`reached.py`): from its op where it is a test of one, from what the file names elsewhere, and all where it names
-none or goes over the catalogue. Modules that launch nothing themselves (`core/`, `runtime/` ...) do not count: other nets are about
-them, and a GPU sees them at work in every test that does run.
+(`python3 -m tests.gpu --stale`). Today's code is the text of the test and of all definitions of tests and of the library that it
+can reach (`reached.py`). Who asks the catalogue reaches the op that a parameter of the test names, or all. Of a table of calls, a
+test of which a parameter names an entry reaches that one. Modules that launch nothing themselves (`core/`, `runtime/` ...) do not
+count: other nets are about them, and a GPU sees them at work in every test that does run.
 
 Which machinery a test ran with is kept beside it for all that, a digest of the code that every op shares. It makes nothing stale by
 itself. `python3 -m tests.gpu --stale --machinery` also runs what stands for all ops: properties of the machinery, on the ops that
@@ -18,7 +18,6 @@ import ast
 import functools
 import hashlib
 import json
-import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -28,7 +27,9 @@ from .reached import ALL, Place, Reach, without_words
 
 ROOT = Path(__file__).resolve().parents[2]
 ROOMS = ("aten", "attention", "device", "formats", "gemm", "nn", "ops")  # where kernels stand, and what launches them
+CALLS = ["check", "provided"]  # where calls stand that tests make by name
 MACHINERY = ("check", "core", "device", "runtime")  # what all ops share, and what is asked of them
+BELOW = ("bench", "commands", "data", "names", "op", "toolchain")  # and what no call goes through
 BY_EVIDENCE = "over this code, by the evidence"  # why a test that was left out counts as passed
 KEPT = Path("evidence/tests/nvidia-h200.jsonl")
 
@@ -57,45 +58,53 @@ class Code:
             if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict)
         }
         self.modules: dict[str, str] = tables["OPS"]
-        self.public: dict[str, str] = tables["NAMES"] | tables["OPS"]
-        self.reach = Reach(root, self.file_of, self.public)
+        public = {
+            name: [table[name] for table in tables.values() if name in table]
+            for table in tables.values()
+            for name in table
+        }
+        self.reach = Reach(root, self.file_of, self.above, public)
         self.text = functools.cache(Path.read_text)
-        self.alone = functools.cache(self._alone)
         self.digest = functools.cache(self._digest)
 
     def op_of(self, test: str) -> str | None:
-        """The op that a test of `test_properties.py` is of, by its parameters."""
-        found = re.search(r"\[(.*)\]$", test)
-        words = found[1].split("-") if found and "test_properties.py" in test else []
-        return next((word for word in reversed(words) if word in self.modules), None)
+        """The op that a parameter of a test names."""
+        return next((word for word in reversed(case_of(test).split("-")) if word in self.modules), None)
 
     def source(self, test: str) -> str:
         """Sixteen hexadecimal digits that stand for the code of a test."""
-        return self.digest(self.root / test.split("::")[0], function_of(test), self.op_of(test))
+        file = self.root / test.partition("::")[0]
+        (place,) = self.reach.settled(Place(file, function_of(test)))
+        entries = [self.reach.entry(one, case_of(test)) for one in self.named(place)]
+        return self.digest(file, place, self.op_of(test), case_of(test) if any(entries) else None)
 
-    def _digest(self, file: Path, function: str, op: str | None) -> str:
-        first = self.reach.op(self.file_of(self.modules[op]), op) if op else self.named(file)
-        return self.reach.digest(first, self.alone(file, function))
+    def _digest(self, file: Path, place: Place, op: str | None, entry: str | None) -> str:
+        """Of a test that a file has, maybe from another one, with the entry alone of the tables that it names, if there is one."""
+        ops = self.reach.op(self.file_of(f"tilewright.{self.modules[op]}"), op) if op else self.everything
+        beside = self.reach.module(file).loose  # fixtures that no test names, and what runs by itself
+        texts = [self.reach.text(node) for node in (*self.nodes(place), *beside)]
+        first = {one for node in beside for other in self.reach.named(file, node) for one in self.reach.settled(other)}
+        for one in self.named(place):
+            found = None if entry is None else self.reach.entry(one, entry)
+            texts += [found[0]] if found else []
+            first |= {way for other in found[1] for way in self.reach.settled(other)} if found else {one}
+        return self.reach.digest(first, ops, "\n".join(texts))
 
-    def _alone(self, file: Path, function: str) -> str:
-        """The text of a file of tests without the tests that are not `function`."""
-        lines: list[str | None] = list(self.text(file).splitlines(keepends=True))
-        for node in ast.parse(self.text(file)).body:
-            if isinstance(node, ast.FunctionDef) and node.name.startswith("test_") and node.name != function:
-                first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
-                lines[first - 1 : node.end_lineno] = [None] * (node.end_lineno - first + 1)
-        return "".join(line for line in lines if line is not None)
+    def nodes(self, place: Place) -> list[ast.stmt]:
+        return self.reach.module(place.path).nodes(place.name)
 
-    def named(self, file: Path) -> set[Place]:
-        """What a file of tests imports and what it calls by public names; everything where that is nothing, or the catalogue."""
-        text = self.text(file)
-        imports = (self.reach.bindings(node, file) for node in ast.walk(ast.parse(text)))
-        found = {place for bound in imports for _, place in bound}
-        for name in set(re.findall(r"\btw\.(\w+)", text)):
-            found |= self.reach.of_public(name)
-        if not found or "catalogue()" in text:
-            return {Place(path, ALL) for room in ROOMS for path in (self.library / room).rglob("*.py")}
-        return found
+    def named(self, place: Place) -> set[Place]:
+        """What a test names, fixtures among them."""
+        module, found = self.reach.module(place.path), set()
+        for node in self.nodes(place):
+            found |= self.reach.named(place.path, node)
+            for argument in getattr(getattr(node, "args", None), "args", ()):
+                found |= self.reach.resolved(module, module.imports, argument.arg, None)
+        return {one for other in found for one in self.reach.settled(other)}
+
+    @functools.cached_property
+    def everything(self) -> frozenset[Place]:
+        return frozenset(Place(path, ALL) for room in ROOMS for path in (self.library / room).rglob("*.py"))
 
     @functools.cached_property
     def machinery(self) -> str:
@@ -108,14 +117,17 @@ class Code:
         return made.hexdigest()[:16]
 
     def file_of(self, module: str) -> Path | None:
-        """The file of a module by its full name, or None if it is in none of the rooms."""
+        """The file of a module by its full name, or None if it is none of tests or examples, nor of the rooms or of calls."""
         parts = module.split(".")
-        if parts[0] != "tilewright":
-            parts = ["tilewright", *parts]
-        if len(parts) < 2 or parts[1] not in ROOMS:
+        if parts[0] == "tilewright" and parts[1:2] not in [[room] for room in ROOMS] and parts[1:3] != CALLS:
             return None
         path = self.root.joinpath(*parts)
         return next((p for p in (path.with_suffix(".py"), path / "__init__.py") if p.is_file()), None)
+
+    def above(self, module: str) -> bool:
+        """Whether a module stands above the ops, so that it may call any."""
+        parts = module.split(".")
+        return parts[0] == "tilewright" and len(parts) > 1 and parts[1] not in (*ROOMS, *MACHINERY, *BELOW)
 
 
 def read(path: Path) -> list[Row]:
@@ -157,13 +169,14 @@ def key(test: str, code: Code) -> tuple:
 
 
 def add(outcomes: Sequence[Row], code: Code, kept: Sequence[Row], gpu: str) -> list[Row]:
-    """The rows with the outcomes of a run over this code: what failed is taken out, what passed is put in, and rows of other code
-    are left out where a case of the same test and op has run. What was left out by the evidence stays as it is there."""
+    """The rows with the outcomes of a run over this code: what failed is taken out, what passed is put in, and a case that has run
+    is taken out of the rows of other code. What was left out by the evidence stays as it is there."""
     rows = {(*key_of(row), row.get("machinery")): {*row["passed"]} for row in kept}
     for outcome in outcomes:
         mine, case = key(outcome["id"], code), case_of(outcome["id"])
-        for other in [other for other in rows if other[:3] == mine[:3] and other[:4] != mine]:
-            del rows[other]
+        for other in rows:
+            if other[:3] == mine[:3] and other[:4] != mine:
+                rows[other].discard(case)
         same = [rows[other] for other in rows if other[:4] == mine]
         if outcome.get("why") == BY_EVIDENCE and any(case in own for own in same):
             continue

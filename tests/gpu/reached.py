@@ -1,9 +1,10 @@
-"""Which of the library's code a definition can run: all definitions that it names, and that these name, through all modules.
+"""Which code a definition can run: all definitions that it names, and that these name, through all modules that count.
 
 A definition is a function, a class or an assignment of a module. Statements that are none of these run when their module is
-imported, and belong to whatever reaches one of its definitions; so does a function under a decorator that may register it. A
-name that cannot be followed, such as a module that is handed on as a value, stands for all of that module: rather too much than too
-little. Comments and docstrings are no code.
+imported, and belong to whatever reaches one of its definitions; so does a function under a decorator that may register it, a test
+aside: that runs by itself. A name that cannot be followed, such as a module that is handed on as a value, stands for all of that
+module: rather too much than too little. The library itself, which tests call `tw`, has its public names, and its catalogue all ops;
+so has what stands above the ops, such as integrations. Comments and docstrings are no code.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ALL = None  # in the place of a name: every definition of a module
+CATALOGUE = "catalogue"  # of the library: every op
 # Decorators, by the name that they begin with, which make something of a function and put it nowhere
 MAKERS = {
     "cache", "cached_property", "constexpr_function", "contextlib", "dataclass", "fronted", "functools", "gl", "gluon", "kernel",
@@ -37,22 +39,30 @@ class Module:
         self.path = path
         self.definitions: dict[str, list[ast.stmt]] = {}
         self.loose: list[ast.stmt] = []
-        self.imports: dict[str, Place] = {}
+        self.imports: dict[str, set[Place]] = {}
         for node in ast.parse(path.read_text()).body:
             without_words(node)
             names = list(defined(node))
             for name in names:
                 self.definitions.setdefault(name, []).append(node)
             if isinstance(node, (ast.Import, ast.ImportFrom)):
-                self.imports.update(bindings(node, path))
-            elif not names or registers(node):
+                self.imports.update(gathered(bindings(node, path)))
+            elif not names or (registers(node) and not names[0].startswith("test_")):
                 self.loose.append(node)
-                self.imports.update(bound for inner in ast.walk(node) for bound in bindings(inner, path))
+                self.imports.update(gathered(bound for inner in ast.walk(node) for bound in bindings(inner, path)))
 
     def nodes(self, name: str | None) -> list[ast.stmt]:
         if name is not ALL:
             return self.definitions[name]
         return [node for nodes in self.definitions.values() for node in nodes]
+
+
+def gathered(bound: Iterable[tuple[str, Place]]) -> dict[str, set[Place]]:
+    """What names are bound to, some to several places."""
+    found: dict[str, set[Place]] = {}
+    for name, place in bound:
+        found.setdefault(name, set()).add(place)
+    return found
 
 
 def defined(node: ast.stmt) -> Iterator[str]:
@@ -95,11 +105,19 @@ def without_words(tree: ast.AST) -> ast.AST:
 
 
 class Reach:
-    """The definitions of a library. `file_of` gives the file of a module by its full name, None if it does not count; `public` the
-    modules of names that the library has itself."""
+    """The definitions of a library. `file_of` gives the file of a module by its full name, None if it does not count; `above` says
+    of such a one whether it stands above the ops; `public` has the modules of names that the library has itself."""
 
-    def __init__(self, root: Path, file_of: Callable[[str], Path | None], public: Mapping[str, str]) -> None:
-        self.root, self.file_of, self.public = root, file_of, public
+    def __init__(
+        self,
+        root: Path,
+        file_of: Callable[[str], Path | None],
+        above: Callable[[str], bool],
+        public: Mapping[str, Iterable[str]],
+        library: str = "tilewright",
+    ) -> None:
+        self.root, self.file_of, self.above, self.public, self.library = root, file_of, above, public, library
+        self.every_op = Place(root / library / "__init__.py", CATALOGUE)
         self.module = functools.cache(lambda path: Module(path, self.bindings))
         self.named = functools.cache(self._named)
         self.text = functools.cache(ast.unparse)
@@ -109,24 +127,40 @@ class Reach:
         package = path.relative_to(self.root).with_suffix("").parts[:-1]
         if isinstance(node, ast.Import):
             for alias in node.names:
-                found = self.file_of(alias.name)
-                if found is not None:
-                    yield alias.asname or alias.name, Place(found, ALL)
+                for place in self.of_module(alias.name):
+                    yield alias.asname or alias.name, place
         elif isinstance(node, ast.ImportFrom):
             above = package[: len(package) - node.level + 1] if node.level else ()
             base = ".".join(part for part in (*above, node.module or "") if part)
             for alias in node.names:
                 module, within = self.file_of(f"{base}.{alias.name}"), self.file_of(base)
-                if module is not None or within is not None:
-                    yield (
-                        alias.asname or alias.name,
-                        Place(module, ALL) if module is not None else Place(within, alias.name),
-                    )
+                if module is not None:
+                    found = {Place(module, ALL)}
+                elif within is not None:
+                    found = {Place(within, alias.name)}
+                else:
+                    found = self.of_library(alias.name) if base == self.library else self.of_module(base)
+                for place in found:
+                    yield alias.asname or alias.name, place
 
-    def of_public(self, name: str) -> set[Place]:
-        """Where a name that the library has itself is defined, if it counts."""
-        path = self.file_of(self.public[name]) if name in self.public else None
-        return set() if path is None else self.op(path, name)
+    def of_module(self, name: str) -> set[Place]:
+        """All of a module by its full name; of the library itself and of what stands above the ops, these."""
+        found = self.file_of(name)
+        if found is not None:
+            return {Place(found, ALL)}
+        return {self.every_op} if name == self.library or self.above(name) else set()
+
+    def of_library(self, name: str) -> set[Place]:
+        """What a name of the library stands for: its catalogue, one that it has itself, or a module."""
+        if name == CATALOGUE:
+            return {self.every_op}
+        if name not in self.public:
+            return self.of_module(f"{self.library}.{name}")
+        found: set[Place] = set()
+        for module in self.public[name]:
+            path = self.file_of(f"{self.library}.{module}")
+            found |= self.of_module(f"{self.library}.{module}") if path is None else self.op(path, name)
+        return found
 
     def op(self, path: Path, name: str) -> set[Place]:
         """Where a module declares an op, and what it has under that name; all of it where it has neither."""
@@ -137,7 +171,7 @@ class Reach:
     def _named(self, path: Path, node: ast.AST) -> frozenset[Place]:
         """What counts of what a statement names."""
         module = self.module(path)
-        own = {**module.imports, **dict(bound for inner in ast.walk(node) for bound in self.bindings(inner, path))}
+        own = {**module.imports, **gathered(bound for inner in ast.walk(node) for bound in self.bindings(inner, path))}
         found: set[Place] = set()
         based = set()  # names of which a part is taken
         for part in ast.walk(node):
@@ -151,37 +185,68 @@ class Reach:
                 found |= self.resolved(module, own, part.id, None)
         return frozenset(found)
 
-    def resolved(self, module: Module, imports: Mapping[str, Place], name: str, part: str | None) -> set[Place]:
+    def resolved(
+        self, module: Module, imports: Mapping[str, set[Place]], name: str, part: str | None
+    ) -> set[Place]:  # fmt: skip
         """What `name`, or `name.part`, is in a module."""
-        place = imports.get(name)
-        if place is None:
-            return {Place(module.path, name)} if name in module.definitions else set()
-        if place.name is ALL and part is not None:
-            below = self.file_of(".".join((*self.dotted(place.path), part)))
-            return {Place(below, ALL) if below is not None else Place(place.path, part)}
-        return {place}
+        found: set[Place] = {Place(module.path, name)} if name in module.definitions and name not in imports else set()
+        for place in imports.get(name, ()):
+            if place.name is ALL and part is not None:
+                below = self.file_of(".".join((*self.dotted(place.path), part)))
+                found.add(Place(below, ALL) if below is not None else Place(place.path, part))
+            elif place == self.every_op and part is not None:
+                found |= self.of_library(part)
+            else:
+                found.add(place)
+        return found
 
     def dotted(self, path: Path) -> tuple[str, ...]:
         parts = path.relative_to(self.root).with_suffix("").parts
         return parts[:-1] if parts[-1] == "__init__" else parts
 
-    def settled(self, place: Place) -> Place:
+    def settled(self, place: Place) -> set[Place]:
         """Where a name is defined that a module has from another; all of a module where it has it from nowhere."""
         seen: set[Place] = set()
-        while place.name is not ALL and place not in seen:
-            seen.add(place)
-            module = self.module(place.path)
-            if place.name in module.definitions:
-                return place
-            place = module.imports.get(place.name, Place(place.path, ALL))
-        return place
+        waiting, found = [place], set()
+        while waiting:
+            one = waiting.pop()
+            if one in seen:
+                continue
+            seen.add(one)
+            if one.name is ALL or one == self.every_op or one.name in self.module(one.path).definitions:
+                found.add(one)
+            else:
+                waiting += self.module(one.path).imports.get(one.name, {Place(one.path, ALL)})
+        return found
 
-    def reach(self, first: Iterable[Place]) -> dict[Path, set[str | None]]:
-        """All that these definitions can run, by file."""
+    def entry(self, place: Place, key: str) -> tuple[str, frozenset[Place]] | None:
+        """(its text, what it names) of the entry of a table that a key names; None where a definition has no such entry. In tables
+        of tables, `a-b` names entry b of table a."""
+        if place == self.every_op or place.name is ALL:
+            return None
+        value = getattr(self.module(place.path).definitions[place.name][-1], "value", None)
+        while isinstance(value, ast.Dict):
+            for name, inner in zip(value.keys, value.values):
+                text = name.value if isinstance(name, ast.Constant) else None
+                if isinstance(text, str) and (key == text or key.startswith(f"{text}-")):
+                    key, value = key[len(text) + 1 :], inner
+                    break
+            else:
+                return None
+            if not isinstance(value, ast.Dict):
+                return self.text(value), self.named(place.path, value)
+        return None
+
+    def reach(self, first: Iterable[Place], ops: Iterable[Place] = ()) -> dict[Path, set[str | None]]:
+        """All that these definitions can run, by file; who asks the catalogue can run `ops`."""
         found: dict[Path, set[str | None]] = {}
-        waiting = [self.settled(place) for place in first]
+        waiting, ops = [*first], [*ops]
         while waiting:
             place = waiting.pop()
+            if place == self.every_op:
+                waiting += ops
+                ops = []
+                continue
             own = found.setdefault(place.path, set())
             if place.name in own or ALL in own:
                 continue
@@ -189,15 +254,15 @@ class Reach:
             nodes = module.nodes(place.name)
             if not own:  # `import a.b` binds a, of which b may be taken anywhere
                 nodes = [*nodes, *module.loose]
-                waiting += (whole for name, whole in module.imports.items() if "." in name)
+                waiting += (whole for name, places in module.imports.items() if "." in name for whole in places)
             own.add(place.name)
-            waiting += (self.settled(other) for node in nodes for other in self.named(place.path, node))
+            waiting += (one for node in nodes for other in self.named(place.path, node) for one in self.settled(other))
         return found
 
-    def digest(self, first: Iterable[Place], own: str) -> str:
+    def digest(self, first: Iterable[Place], ops: Iterable[Place], own: str) -> str:
         """Sixteen hexadecimal digits that stand for a text and all that these definitions can run."""
         made = hashlib.sha256(own.encode())
-        for path, names in sorted(self.reach(first).items()):
+        for path, names in sorted(self.reach(first, ops).items()):
             module = self.module(path)
             chosen = module.definitions if ALL in names else names
             nodes = {id(node): node for name in chosen for node in module.definitions[name]}

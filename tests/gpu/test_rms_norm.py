@@ -10,6 +10,8 @@ from torch import Tensor
 
 import tilewright as tw
 from tilewright.core.format import Quantized
+from tilewright.op import Op
+from tilewright.ops.norm import rms_norm as norms
 
 pytestmark = pytest.mark.gpu
 BOTH, ROW, BYTES = tw.fp8("1x128", ways="both"), tw.fp8("1x128", ways="row"), tw.int8("row")
@@ -45,9 +47,8 @@ def same(found: Quantized, wanted: Quantized, share: float) -> None:
         assert (few and near) or torch.equal(a, b), f"{name}: {int((apart != 0).sum())} of {apart.numel()} differ"
 
 
-def sibling(name: str, *args: Any, **options: Any) -> Any:
+def sibling(op: Op, *args: Any, **options: Any) -> Any:
     """The same call by the Triton kernels."""
-    op = tw.catalogue()[name]
     return op._forward(op.implementations[-1], op.signature.bind(args, options), frozenset())
 
 
@@ -60,7 +61,7 @@ def test_given_rstd_the_tiles_have_the_same_bits(M, N, weight, offset, poisoned)
     _, rstd = tw.rms_norm_rstd(x, w)
     with tw.force("tiles"):
         found = tw.rms_norm(x, w, weight_offset=offset, rstd=rstd, out_format=BOTH)
-    wanted = sibling("rms_norm", x, w, weight_offset=offset, rstd=rstd, out_format=BOTH)
+    wanted = sibling(norms.rms_norm, x, w, weight_offset=offset, rstd=rstd, out_format=BOTH)
     same(found, wanted, 0.0)
 
 
@@ -70,8 +71,8 @@ def test_tiles_that_find_rstd(M, N, poisoned):
     x, w = draw(M, N, poisoned)
     with tw.force("tiles"):
         found, rstd = tw.rms_norm_rstd(x, w, out_format=BOTH)
-    wanted, expected = sibling("rms_norm_rstd", x, w, out_format=BOTH)
-    given = sibling("rms_norm", x, w, rstd=rstd, out_format=BOTH)
+    wanted, expected = sibling(norms.rms_norm_rstd, x, w, out_format=BOTH)
+    given = sibling(norms.rms_norm, x, w, rstd=rstd, out_format=BOTH)
     torch.testing.assert_close(rstd, expected, rtol=5e-7, atol=0.0, equal_nan=True)
     same(found, wanted, 1e-3)
     same(found, given, 0.0)
@@ -83,7 +84,7 @@ def test_the_new_residual_is_what_the_tiles_read(M, N):
     residual = torch.randn_like(x)
     with tw.force("tiles"):
         found, h = tw.add_rms_norm(x, residual, w, out_format=BOTH)
-    wanted, expected = sibling("add_rms_norm", x, residual, w, out_format=BOTH)
+    wanted, expected = sibling(norms.add_rms_norm, x, residual, w, out_format=BOTH)
     assert torch.equal(h, expected)
     same(found, wanted, 1e-3)
 
@@ -98,7 +99,7 @@ def test_rows_in_pieces(M, N, weight, offset, poisoned):
     for given, share in ((None, 1e-3), (rstd, 0.0)):
         with tw.force("rows"):
             found = tw.rms_norm(x, w, weight_offset=offset, rstd=given, out_format=ROW)
-        wanted = sibling("rms_norm", x, w, weight_offset=offset, rstd=given, out_format=ROW)
+        wanted = sibling(norms.rms_norm, x, w, weight_offset=offset, rstd=given, out_format=ROW)
         same(found, wanted, share)
 
 
@@ -112,8 +113,8 @@ def test_rows_in_int8(M, N, weight, offset, poisoned):
     with tw.force("rows"):
         found, rstd = tw.rms_norm_rstd(x, w, weight_offset=offset, out_format=BYTES)
         again = tw.rms_norm(x, w, weight_offset=offset, rstd=rstd, out_format=BYTES)
-    _, expected = sibling("rms_norm_rstd", x, w, weight_offset=offset, out_format=BYTES)
-    wanted = sibling("rms_norm", x, w, weight_offset=offset, rstd=rstd, out_format=BYTES)
+    _, expected = sibling(norms.rms_norm_rstd, x, w, weight_offset=offset, out_format=BYTES)
+    wanted = sibling(norms.rms_norm, x, w, weight_offset=offset, rstd=rstd, out_format=BYTES)
     torch.testing.assert_close(rstd, expected, rtol=5e-7, atol=0.0, equal_nan=True)
     same(found, wanted, 0.0)
     same(again, wanted, 0.0)
@@ -129,8 +130,8 @@ def test_rows_in_shared_memory(M, N, weight, offset, poisoned):
     with tw.force("shared"):
         found, rstd = tw.rms_norm_rstd(x, w, weight_offset=offset)
         again = tw.rms_norm(x, w, weight_offset=offset, rstd=rstd)
-    _, expected = sibling("rms_norm_rstd", x, w, weight_offset=offset)
-    wanted = sibling("rms_norm", x, w, weight_offset=offset, rstd=rstd)
+    _, expected = sibling(norms.rms_norm_rstd, x, w, weight_offset=offset)
+    wanted = sibling(norms.rms_norm, x, w, weight_offset=offset, rstd=rstd)
     torch.testing.assert_close(rstd, expected, rtol=5e-7, atol=0.0, equal_nan=True)
     for y in (found, again):
         assert torch.equal(y.view(torch.int16), wanted.view(torch.int16))

@@ -498,9 +498,45 @@ declared = Op("one", forward)
         "tilewright/device/shared.py": "LIMIT = 1\n\n\ndef f():\n    return LIMIT\n\n\ndef other():\n    return 2\n",
         "tilewright/formats/fp8.py": "def g():\n    return 1\n\n\n@kept('x')\ndef hidden():\n    return 3\n\n\nfp8 = g\n",
         "tilewright/core/draw.py": "h = 1\n",
-        "tests/gpu/test_properties.py": "catalogue()\n",
-        "tests/gpu/test_two.py": "tw.two(tw.fp8)\n",
-        "tests/gpu/test_rest.py": "import torch\n",
+        "tilewright/integrations/every.py": "def all_of_them():\n    return 7\n",
+        "tilewright/check/provided/rows.py": """import tilewright as tw
+
+
+def of_one():
+    return tw.one(6)
+
+
+CALLS = {"a": {"first-b": of_one, "second": lambda: tw.two(8)}}
+""",
+        "tests/helper.py": "def made(x):\n    return x\n\n\ndef unused():\n    return 5\n",
+        "tests/gpu/test_properties.py": "import tilewright as tw\n\n\ndef test_property(op):\n    assert tw.catalogue()[op]\n",
+        "tests/gpu/test_two.py": """import tilewright as tw
+from tests.helper import made
+
+LIMIT = 1
+
+
+@fixture
+def always():
+    return 4
+
+
+@mark
+def test_x():
+    made(tw.two(tw.fp8))
+
+
+@mark(2)
+def test_z():
+    assert 1 < LIMIT
+""",
+        "tests/gpu/test_rest.py": "from tilewright.integrations.every import one\n\n\ndef test_y(n):\n    assert one(n)\n",
+        "tests/gpu/test_rows.py": """from tilewright.check.provided.rows import CALLS
+
+
+def test_call(name, row):
+    CALLS[name][row]()
+""",
     }
     for name, text in texts.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
@@ -510,15 +546,23 @@ declared = Op("one", forward)
 @pytest.mark.parametrize(
     ("changed", "old", "again"),
     [
-        ("tilewright/ops/a/one.py", "return f()", {"one", "rest"}),
+        ("tilewright/ops/a/one.py", "return f()", {"one", "rest", "row"}),
         ("tilewright/ops/a/one.py", "return 1", {"rest"}),  # no op has it
         ("tilewright/ops/a/one.py", "It.", set()),
-        ("tilewright/device/shared.py", "LIMIT = 1", {"one", "rest"}),
+        ("tilewright/device/shared.py", "LIMIT = 1", {"one", "rest", "row"}),
         ("tilewright/device/shared.py", "return 2", {"rest"}),
-        ("tilewright/formats/fp8.py", "return 1", {"two", "test_two", "rest"}),
-        ("tilewright/formats/fp8.py", "return 3", {"two", "test_two", "rest"}),  # who knows where a decorator put it
+        ("tilewright/formats/fp8.py", "return 1", {"two", "test_x", "rest", "other"}),
+        # Who knows where a decorator put it
+        ("tilewright/formats/fp8.py", "return 3", {"two", "test_x", "rest", "other"}),
         ("tilewright/core/draw.py", "h = 1", set()),
-        ("tests/gpu/test_two.py", "tw.two", {"test_two"}),
+        ("tilewright/check/provided/rows.py", "one(6)", {"row"}),
+        ("tilewright/check/provided/rows.py", "two(8)", {"other"}),
+        ("tests/helper.py", "return x", {"test_x"}),
+        ("tests/helper.py", "return 5", set()),
+        ("tests/gpu/test_two.py", "tw.two", {"test_x"}),
+        ("tests/gpu/test_two.py", "return 4", {"test_x", "test_z"}),  # a fixture may be every test's
+        ("tests/gpu/test_two.py", "LIMIT = 1", {"test_z"}),
+        ("tests/gpu/test_two.py", "mark(2)", {"test_z"}),
         ("tests/gpu/test_properties.py", "catalogue()", {"one", "two"}),
     ],
 )
@@ -529,8 +573,11 @@ def test_what_has_passed_over_this_code_is_not_run_again(tmp_path, changed, old,
     tests = {
         "one": "tests/gpu/test_properties.py::test_property[accuracy-one]",
         "two": "tests/gpu/test_properties.py::test_property[accuracy-two]",
-        "test_two": "tests/gpu/test_two.py::test_x",
+        "test_x": "tests/gpu/test_two.py::test_x",
+        "test_z": "tests/gpu/test_two.py::test_z",
         "rest": "tests/gpu/test_rest.py::test_y[3]",
+        "row": "tests/gpu/test_rows.py::test_call[a-first-b]",
+        "other": "tests/gpu/test_rows.py::test_call[a-second]",
     }
     outcomes = [{"id": test, "outcome": "passed"} for test in tests.values()]
     state = tmp_path / "state.jsonl"
@@ -545,21 +592,6 @@ def test_what_has_passed_over_this_code_is_not_run_again(tmp_path, changed, old,
     assert {*tests.values()} - passed.passed(tests.values(), code, kept) == {tests[name] for name in again}
     failed = passed.add([{"id": tests["rest"], "outcome": "failed"}], code, kept, "a chip")
     assert tests["rest"] not in passed.passed(tests.values(), code, failed)
-
-
-def test_a_change_of_one_test_leaves_its_neighbours_as_they_are(tmp_path):
-    from tests.gpu import passed
-
-    small_tree(tmp_path)
-    file = tmp_path / "tests/gpu/test_two.py"
-    file.write_text(file.read_text() + "\n\n@mark\ndef test_z():\n    assert 1\n\n\nLIMIT = 1\n")
-    tests = [f"tests/gpu/test_two.py::test_{name}" for name in "xz"]
-    kept = passed.add([{"id": test, "outcome": "passed"} for test in tests], passed.Code(tmp_path), [], "a chip")
-    for changed, there in (("assert 1", {tests[0]}), ("@mark", {tests[0]}), ("LIMIT = 1", set())):
-        text = file.read_text()
-        file.write_text(text.replace(changed, f"{changed}0"))
-        assert passed.passed(tests, passed.Code(tmp_path), kept) == there
-        file.write_text(text)
 
 
 def test_what_stands_for_changed_machinery_is_run_again(tmp_path):
