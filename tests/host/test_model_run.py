@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import time
 from pathlib import Path
 
 import pytest
@@ -16,7 +18,7 @@ from tilewright.check import guarded, model_run, models
 from tilewright.check.cases import Net
 from tilewright.check.codes import near_codes
 from tilewright.check.model_run import Here, Run, in_interpreter, read, read_rows, written
-from tilewright.check.models import ModelCall, calls, elements, place_calls
+from tilewright.check.models import ModelCall, calls, place_calls
 from tilewright.check.oracle import Outcome
 from tilewright.core.target import TARGETS
 from tilewright.op import Op
@@ -53,12 +55,12 @@ def always(row: dict):
 
 
 def whole(tmp_path: Path, names: list[str], part: tuple[int, int] = (1, 1), again: bool = False, **settings) -> Run:
-    ops = [OPS[name] for name in names]
-    return Run(ops, settings.get("models"), settings.get("here", H200), part, tmp_path / "kept.jsonl", again)
+    jobs = settings.get("jobs", 1)
+    return Run(names, settings.get("models"), settings.get("here", H200), part, tmp_path / "kept.jsonl", again, jobs)
 
 
 def go(made: Run, answer, seconds: float = 60.0) -> list[dict]:
-    return list(made.go(lambda requests: answer(requests, [], 1.0), seconds))
+    return list(made.go(lambda requests: answer(requests, [], 1.0), time.monotonic() + seconds))
 
 
 # ---------------------------------------------------------------- the command
@@ -154,15 +156,20 @@ def test_a_call_goes_through_json(op: Op):
 
 def test_shards_cover_every_call_once(tmp_path):
     names = ["topk_routing", "rms_norm"]
-    every = [call.name for _, call in whole(tmp_path, names).planned]
-    parts = [call.name for i in range(4) for _, call in whole(tmp_path, names, (i + 1, 4)).planned]
+    every = [one.call.name for one in whole(tmp_path, names).planned]
+    parts = [one.call.name for i in range(4) for one in whole(tmp_path, names, (i + 1, 4)).planned]
     assert sorted(parts) == sorted(every) and len(set(parts)) == len(parts) > 100
 
 
 def test_only_one_model_s_calls(tmp_path):
     made = whole(tmp_path, ["rms_norm"], models=["qwen3-8b"]).planned
-    assert {call.dims["hidden"] for _, call in made} == {4096, 128}
-    assert {models for _, call in made for models in call.models} == {"qwen3-8b"}
+    assert {one.call.dims["hidden"] for one in made} == {4096, 128}
+    assert {models for one in made for models in one.call.models} == {"qwen3-8b"}
+
+
+def test_several_processes_list_the_same_calls(tmp_path):
+    names = ["router_z_loss", "load_balancing_loss"]
+    assert whole(tmp_path, names, jobs=2).planned == whole(tmp_path, names).planned
 
 
 def test_changed_code_runs_again_and_a_torn_line_is_none(tmp_path, monkeypatch):
@@ -174,7 +181,7 @@ def test_changed_code_runs_again_and_a_torn_line_is_none(tmp_path, monkeypatch):
     assert not whole(tmp_path, ["router_z_loss"]).pending
     assert whole(tmp_path, ["router_z_loss"], again=True).pending == made.planned
     monkeypatch.setattr(model_run, "digest", lambda op, call, target: "other")
-    assert whole(tmp_path, ["router_z_loss"]).pending == made.planned
+    assert [one.call for one in whole(tmp_path, ["router_z_loss"]).pending] == [one.call for one in made.planned]
 
 
 def test_what_failed_runs_again(tmp_path):
@@ -189,7 +196,7 @@ def test_what_cannot_fit_is_skipped_with_the_reason(tmp_path):
     tight = Here("small", TARGETS["sm_90"], 1 << 22)
     made = whole(tmp_path, ["rms_norm"], here=tight, models=["llama-3-70b"])
     rows = {row["call"]: row for row in go(made, always(OK))}
-    large = [call for op, call in made.planned if elements(op, call) > tight.limit]
+    large = [one.call for one in made.planned if one.elements > tight.limit]
     assert large and all("elements" in rows[c.name]["why"] and rows[c.name]["outcome"] == "skipped" for c in large)
     assert sum(row["outcome"] == "held" for row in rows.values()) == len(made.planned) - len(large)
     assert in_interpreter().most < tight.most
@@ -201,7 +208,51 @@ def test_memory_that_runs_out_is_a_reason_too(monkeypatch):
 
     monkeypatch.setattr(model_run, "hold", full)
     reply = model_run.answer(OPS["glu"], place_calls(OPS["glu"], tokens=(1,))[0], Net())
-    assert reply == {"skipped": "did not fit: CUDA out of memory", "spoiled": True}
+    assert reply == {"skipped": "did not fit: CUDA out of memory", "crowded": True, "spoiled": True}
+
+
+def test_what_does_not_fit_beside_others_is_made_alone(tmp_path):
+    made = whole(tmp_path, ["router_z_loss"])
+    asked: list[str] = []
+
+    def tight(names, command, limit):
+        for name in names:
+            asked.append(name)
+            beside = made.weights[name] < math.inf and '"tokens": 7' in name
+            yield {"case": name, "wall_s": 0.0, **OK, **({"skipped": "did not fit", "crowded": True} if beside else {})}
+
+    rows = go(made, tight)
+    twice = [name for name in set(asked) if asked.count(name) == 2]
+    assert len(rows) == len(made.planned) and {row["outcome"] for row in rows} == {"held"}
+    assert twice and asked[-len(twice) :] == [name for name in asked[: len(rows)] if name in twice]
+
+
+def test_a_truth_that_does_not_fit_is_had_in_parts(monkeypatch):
+    """All that parts say is held to, gradients too."""
+    op, net = OPS["attention"], Net()
+    call = next(one for one in place_calls(op, ["llama-3-8b"], tokens=(7,)) if one.dims["length"] == 7)
+    seen, check = [], model_run.check
+
+    def small(op, label, values, actual):
+        if values["q"].shape[2] == 32:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        seen.append({name: tuple(t.shape) for name, t in actual.items()})
+        check(op, label, values, actual)
+
+    monkeypatch.setattr(model_run, "check", small)
+    assert model_run.answer(op, call, net) == {"why": "2 parts of it: the whole truth did not fit"}
+    shape, narrow = (1, 7, 4, 128), (1, 7, 1, 128)
+    assert seen == [{"o": shape, "d_q": shape, "d_k": narrow, "d_v": narrow}] * 2
+    whole_outcome = model_run.outcome
+    wrong = lambda *a, **k: bent(whole_outcome(*a, **k))  # noqa: E731
+    monkeypatch.setattr(model_run, "outcome", wrong)
+    with pytest.raises(AssertionError, match="d_k"):
+        model_run.answer(op, call, net)
+
+
+def bent(made: Outcome) -> Outcome:
+    made["d_k"] = made["d_k"] * 1.1
+    return made
 
 
 def test_replies_may_come_in_any_order(tmp_path):

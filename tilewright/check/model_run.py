@@ -3,31 +3,39 @@
 On a GPU these are all calls of `models.calls`, with the truth in float64 on that GPU; in the interpreter those few that have
 every value of every constant, with few rows. A file keeps an outcome a line, so that a run that was stopped goes on where it was,
 and a call is made again when the code that it launches has changed.
+
+Many calls are made side by side. One whose truth does not fit beside the others is made once more when they are done, alone; and
+where an op says how to cut a call (`Bars.parts`), its truth is had in parts.
 """
 
 from __future__ import annotations
 
 import datetime
 import json
+import math
+import multiprocessing
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import triton
 
+from .. import catalogue
 from ..core.format import Format
 from ..core.target import INTERPRETER, Target
-from ..op import Op
+from ..op import Op, Part
 from ..runtime.kernel import Wanted
 from .cases import Net
 from .compare import check
 from .models import TOKENS, ModelCall, Place, calls, covering, digest, elements, place_calls, programs
-from .oracle import outcome, truth_on
+from .oracle import Outcome, outcome, truth_on
 from .variants import Plain
 
 DONE = ("held", "skipped")
@@ -73,25 +81,47 @@ def sample(
 # ---------------------------------------------------------------- one call
 
 
-def hold(op: Op, call: ModelCall, net: Net) -> None:
-    """Make a call and its backward, and hold all that they give to the truth."""
+def hold(op: Op, call: ModelCall, net: Net) -> str:
+    """Make a call and its backward, and hold all that they give to the truth, or parts of it where the whole truth does not fit;
+    what is to be said of that."""
     values = call.values(op, call.source(op, Plain, device=net.device))
     with truth_on(net.device):
         with net.kernels():
             actual = outcome(op, values)
-        check(op, call.name, values, actual)
+        try:
+            check(op, call.name, values, actual)
+            return ""
+        except torch.OutOfMemoryError:
+            parts = [] if op.bars.parts is None else list(op.bars.parts(SimpleNamespace(**op.arguments(values)), True))
+            if not parts:
+                raise
+        torch.cuda.empty_cache()
+        for part in parts:
+            check(op, f"{call.name}, a part", part.arguments, piece(op, actual, part))
+        return f"{len(parts)} parts of it: the whole truth did not fit"
+
+
+def piece(op: Op, actual: Outcome, part: Part) -> Outcome:
+    """What a call gave, as far as a part of it goes."""
+    at = {**part.at, **{f"d_{name}": place for name, place in part.at.items()}}
+    made = Outcome({name: t[at[name]] for name, t in actual.items() if name in at})
+    upstream = [op.results[i] for i in op.graded_results]
+    made.grads = [None if g is None else g[at[name]] for name, g in zip(upstream, actual.grads)]
+    return made
 
 
 def answer(op: Op, call: ModelCall, net: Net) -> Row:
     """`hold` as a worker's reply: a call that does not fit is skipped, and the memory of that process given up."""
     try:
-        hold(op, call, net)
-    except torch.OutOfMemoryError as error:
-        return {"skipped": f"did not fit: {str(error).partition('.')[0]}", "spoiled": True}
+        said = hold(op, call, net)
+    except RuntimeError as error:  # torch has two, and the driver says it in a third way
+        if "out of memory" not in str(error):
+            raise
+        return {"skipped": f"did not fit: {str(error).partition('.')[0]}", "crowded": True, "spoiled": True}
     finally:
         if net.device == "cuda":
             torch.cuda.empty_cache()
-    return {}
+    return {"why": said} if said else {}
 
 
 def written(call: ModelCall) -> str:
@@ -151,17 +181,46 @@ def gpu() -> Here:
     return Here(torch.cuda.get_device_name(at), Target.of(at), most)
 
 
+@dataclass(frozen=True)
+class Listed:
+    """A call of an op, how many elements its tensors have, and which code it runs."""
+
+    op: str
+    call: ModelCall
+    elements: int
+    source: str
+
+
+def listed(op: str, names: Sequence[str] | None, here: Here) -> list[Listed]:
+    """The calls of an op."""
+    own = catalogue()[op]
+    if here.interpreter:
+        found = sample(own, Net(interpreter=True), names)
+    else:
+        found = calls(own, names, TOKENS, here.target, min(here.most, RANK))
+    return [Listed(op, one, elements(own, one), digest(own, one, here.target)) for one in found]
+
+
+def listed_all(ops: Sequence[str], names: Sequence[str] | None, here: Here, jobs: int) -> list[Listed]:
+    """The calls of all ops: thousands, of which each takes some milliseconds to work out."""
+    if min(jobs, len(ops)) == 1:
+        return [one for op in ops for one in listed(op, names, here)]
+    with ProcessPoolExecutor(min(jobs, len(ops)), multiprocessing.get_context("spawn")) as pool:
+        found = pool.map(listed, ops, [names] * len(ops), [here] * len(ops))
+        return [one for some in found for one in some]
+
+
 class Kept:
     """The last outcome of each call, in a file that is appended to as outcomes come."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.rows = path, {row["call"]: row for row in read_rows(path)}
 
-    def has(self, op: Op, call: ModelCall, target: Target) -> bool:
+    def has(self, one: Listed) -> bool:
         """Whether the call was right, or cannot be made, with the code and the compiler of now."""
-        row = self.rows.get(call.name, {})
+        row = self.rows.get(one.call.name, {})
         same = row.get("triton") == triton.__version__ and row.get("outcome") in DONE
-        return same and row["source"] == digest(op, call, target)
+        return same and row["source"] == one.source
 
     def add(self, row: Row) -> None:
         """Keep a row: one write, so that neither a kill nor another process can mix two lines."""
@@ -191,44 +250,49 @@ class Run:
     """A part of all calls of some ops in some models (None: all), and a file that says which of them were right before."""
 
     def __init__(
-        self, ops: Sequence[Op], names: Sequence[str] | None, here: Here, part: tuple[int, int], path: Path, again: bool
+        self,
+        ops: Sequence[str],
+        names: Sequence[str] | None,
+        here: Here,
+        part: tuple[int, int],
+        path: Path,
+        again: bool,
+        jobs: int = 1,
     ) -> None:
         self.here, self.kept = here, Kept(path)
-        self.weights: dict[str, int] = {}  # of each request, in elements
-        found = [(op, call) for op in ops for call in self._calls(op, names)]
-        self.planned = found[part[0] - 1 :: part[1]]
-        self.pending = [one for one in self.planned if again or not self.kept.has(*one, here.target)]
-        for _, call in self.pending:
-            self.kept.rows.pop(call.name, None)
+        self.weights: dict[str, float] = {}  # of each request, in elements
+        self.planned = listed_all(ops, names, here, jobs)[part[0] - 1 :: part[1]]
+        self.pending = [one for one in self.planned if again or not self.kept.has(one)]
+        for one in self.pending:
+            self.kept.rows.pop(one.call.name, None)
 
-    def _calls(self, op: Op, names: Sequence[str] | None) -> list[ModelCall]:
-        if self.here.interpreter:
-            return sample(op, Net(interpreter=True), names)
-        return calls(op, names, TOKENS, self.here.target, min(self.here.most, RANK))
-
-    def go(self, ask: Callable[[Iterator[str]], Iterator[Row]], seconds: float) -> Iterator[Row]:
-        """A row for each call that is left to run, kept as it comes; none is begun after that time. `ask` gives workers' replies
-        to requests, in whatever order."""
-        end = time.monotonic() + seconds
-        size = {call.name: elements(op, call) for op, call in self.pending}
-        for op, call in self.pending:
-            if size[call.name] > self.here.limit:
-                why = f"its tensors have {size[call.name]} elements, of which {self.here.limit} fit"
-                yield self._keep(op, call, {"status": "ok", "skipped": why})
-        self.pending = [one for one in self.pending if size[one[1].name] <= self.here.limit]
-        asked = {written(call): (op, call) for op, call in self.pending}
-        self.weights = {line: size[call.name] for line, (_, call) in asked.items()}
+    def go(self, ask: Callable[[Iterator[str]], Iterator[Row]], end: float) -> Iterator[Row]:
+        """A row for each call that is left to run, kept as it comes; none is begun after that time of `time.monotonic`. `ask` gives
+        workers' replies to requests, in whatever order."""
+        for one in self.pending:
+            if one.elements > self.here.limit:
+                why = f"its tensors have {one.elements} elements, of which {self.here.limit} fit"
+                yield self._keep(one, {"status": "ok", "skipped": why})
+        self.pending = [one for one in self.pending if one.elements <= self.here.limit]
+        asked = {written(one.call): one for one in self.pending}
+        self.weights = {line: one.elements for line, one in asked.items()}
+        crowded: list[str] = []
         for reply in ask(line for line in asked if time.monotonic() < end):
-            yield self._keep(*asked[reply["case"]], reply)
+            if reply.get("crowded"):
+                crowded.append(reply["case"])
+            else:
+                yield self._keep(asked[reply["case"]], reply)
+        self.weights.update(dict.fromkeys(crowded, math.inf))
+        for reply in ask(line for line in crowded if time.monotonic() < end):
+            yield self._keep(asked[reply["case"]], reply)
 
-    def _keep(self, op: Op, call: ModelCall, reply: Row) -> Row:
+    def _keep(self, one: Listed, reply: Row) -> Row:
         """What is kept of a worker's reply."""
         outcome = {"ok": "skipped" if "skipped" in reply else "held"}.get(reply["status"], reply["status"])
         row = {
-            "op": op.name, "call": call.name, "models": list(call.models), "outcome": outcome,
-            "why": reply.get("skipped") or reply.get("why", ""), "seconds": reply.get("wall_s", 0.0),
-            "source": digest(op, call, self.here.target), "where": self.here.name, "torch": torch.__version__,
-            "triton": triton.__version__,
+            "op": one.op, "call": one.call.name, "models": list(one.call.models), "outcome": outcome,
+            "why": reply.get("skipped") or reply.get("why", ""), "seconds": reply.get("wall_s", 0.0), "source": one.source,
+            "where": self.here.name, "torch": torch.__version__, "triton": triton.__version__,
             "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         }  # fmt: skip
         self.kept.add(row)
@@ -236,4 +300,4 @@ class Run:
 
     def rows(self) -> list[Row]:
         """What is known of the calls of this part."""
-        return [self.kept.rows[call.name] for _, call in self.planned if call.name in self.kept.rows]
+        return [self.kept.rows[one.call.name] for one in self.planned if one.call.name in self.kept.rows]

@@ -71,8 +71,9 @@ def check(
             fail("check --models needs a GPU, and there is none here; --interpreter runs its small form")
         if interpreter and record:
             fail("--record is of calls on a GPU, not in the interpreter")
-        made = _models(ops, model, in_interpreter() if interpreter else gpu(), shard, state, again)
-        interrupted = _hold(made, minutes, jobs, as_json)
+        end = time.monotonic() + 60 * minutes
+        made = _models(ops, model, in_interpreter() if interpreter else gpu(), shard, state, again, jobs)
+        interrupted = _hold(made, end, jobs, as_json)
         if record:
             path = evidence.path_of(made.here.name, evidence.folder() / "models")
             with evidence.locked(path):
@@ -141,9 +142,10 @@ def _part(shard: str) -> tuple[int, int]:
     return int(part), int(parts)
 
 
-def _models(ops: list[str], model: list[str] | None, here: Any, shard: str, state: Path | None, again: bool) -> Any:
+def _models(
+    ops: list[str], model: list[str] | None, here: Any, shard: str, state: Path | None, again: bool, jobs: int
+) -> Any:
     """The calls of a part, and what is known of them already."""
-    from .. import catalogue
     from ..bench import evidence
     from ..check.model_run import Run
     from ..check.models import known
@@ -153,13 +155,13 @@ def _models(ops: list[str], model: list[str] | None, here: Any, shard: str, stat
             fail(f"--model {one} is not one of {', '.join(known())}")
     folder = evidence.folder()
     path = state or folder.parent / ".cache" / f"models-{evidence.path_of(here.name, folder).name}"
-    made = Run([catalogue()[name] for name in ops], model, here, _part(shard), path, again)
+    made = Run(ops, model, here, _part(shard), path, again, jobs)
     if not made.planned:
         fail(f"{', '.join(ops)} has no place in {', '.join(model or ())}")
     return made
 
 
-def _hold(made: Any, minutes: float, jobs: int, as_json: bool) -> bool:
+def _hold(made: Any, end: float, jobs: int, as_json: bool) -> bool:
     """Run what is left to run, with a line for each call that was not right; whether Ctrl-C ended it."""
     from ..check.guarded import NoWorker, supervise
 
@@ -171,7 +173,7 @@ def _hold(made: Any, minutes: float, jobs: int, as_json: bool) -> bool:
                 lambda requests: supervise(
                     requests, command, LIMIT, jobs=jobs, weight=made.weights.__getitem__, most=made.here.most
                 ),
-                60 * minutes,
+                end,
             ):
                 shown.step(row["op"])
                 if row["outcome"] not in ("held", "skipped") and not as_json:
@@ -192,7 +194,7 @@ def _hold(made: Any, minutes: float, jobs: int, as_json: bool) -> bool:
 
 def _told(made: Any, as_json: bool) -> int:
     """Say what is known of the calls now; the exit status."""
-    rows, total = made.rows(), Counter(op.name for op, _ in made.planned)
+    rows, total = made.rows(), Counter(one.op for one in made.planned)
     counts = {op: Counter(row["outcome"] for row in rows if row["op"] == op) for op in total}
     bad = sum(n for found in counts.values() for what, n in found.items() if what not in ("held", "skipped"))
     skipped, left = sum(found["skipped"] for found in counts.values()), len(made.planned) - len(rows)
