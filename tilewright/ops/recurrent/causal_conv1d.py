@@ -200,6 +200,45 @@ def causal_conv1d_forward(
 
 
 @kernel(
+    grid=lambda a: (a.BATCH * a.TILES * a.BLOCKS,), tokens=("L", "BATCH", "TILES"), default=lambda a: {"num_warps": 4}
+)
+def causal_conv1d_rows(
+    X, TAPS, STATE, Y, LENGTHS, L, C, BATCH, TILES, BLOCKS, ACT: tl.constexpr, WIDTH: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK_C: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    """The same tile where columns lie side by side, STEP tokens at a time: an input is loaded once, and stays in registers for the
+    tokens after it."""
+    batch, index, c = place_of(tl.program_id(0), TILES, BLOCKS, BLOCK_C)
+    tile = tile_at(LENGTHS, index, batch, L, L, BLOCK_T)
+    if tile.start < tile.count_q:
+        sequence, one = tile.sequence, tl.arange(0, 1)
+        known = (one == 0) & (sequence >= 0)
+        w = taps_of(TAPS, c, C, WIDTH)
+        bias = bias_of(TAPS, c, C)[None, :]
+        x = ()
+        for j in tl.static_range(WIDTH - 1):
+            place = one + (tile.start - (WIDTH - 1) + j)
+            x = x + (inputs_at(X, STATE, batch, sequence, tile.first_q, place, known, c, C, WIDTH),)
+        for start in range(tile.start, tl.minimum(tile.start + BLOCK_T, tile.count_q), STEP):
+            for i in tl.static_range(STEP):
+                live = known & (start + i < tile.count_q)
+                x = x + (inputs_at(X, States(), batch, sequence, tile.first_q, one + (start + i), live, c, C, WIDTH),)
+            for i in tl.static_range(STEP):
+                z = tl.zeros([1, BLOCK_C], tl.float32) + bias
+                for j in tl.static_range(WIDTH):
+                    z += x[i + j] * w[j][None, :]
+                y = z
+                if ACT is not None:
+                    y = activate(z, 1.0, ACT)
+                if LENGTHS.table is not None:  # without one, no token is in no sequence
+                    y = tl.where(known[:, None], y, 0.0)
+                at = batch.to(tl.int64) * Y.stride_b + (tile.first_q + start + i).to(tl.int64) * Y.stride_t
+                to = Y.data + at + c.to(tl.int64)[None, :] * Y.stride_c
+                tl.store(to, y.to(Y.data.dtype.element_ty), (start + i < tile.count_q) & (c < C)[None, :])
+            x = x[STEP:]
+
+
+@kernel(
     grid=lambda a: (a.SEQUENCES * a.BLOCKS,), tokens=("L", "COUNT", "SEQUENCES"), default=lambda a: {"num_warps": 4}
 )
 def causal_conv1d_state(
@@ -346,6 +385,11 @@ def taps(weight: Tensor, bias: Tensor | None) -> Taps:
     return Taps(weight, *weight.stride(), None if bias is None else bias.contiguous())
 
 
+# Columns of a program that goes down rows, 16 bytes of bf16 a thread; rows that it goes down, and how many it loads at a time. More
+# taps than NARROW, with as many rows of inputs, do not stay in registers
+ROLLED, DOWN, STEP, NARROW = 1024, 64, 8, 4
+
+
 def blocks_of(x: Tensor, elements: int) -> tuple[int, int]:
     """Tokens and columns of a tile: long in the dimension whose elements lie side by side."""
     along = x.stride(1) == 1 and x.stride(2) != 1
@@ -362,11 +406,12 @@ def forward(
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     final = torch.empty(sequences, hidden, width - 1, dtype=x.dtype, device=x.device)
     if x.numel():
-        rows, columns = blocks_of(x, 2048)
+        rolls = x.stride(2) == 1 and hidden >= ROLLED and width <= NARROW
+        rows, columns = (DOWN, ROLLED) if rolls else blocks_of(x, 2048)
         how, tiles = lengths(cu_seqlens, cu_seqlens, length, length, None, rows, False)
-        causal_conv1d_forward(
+        (causal_conv1d_rows if rolls else causal_conv1d_forward)(
             inputs_of(x), taps(weight, bias), states_of(state), inputs_of(y), how, length, hidden, batch, tiles,
-            cdiv(hidden, columns), ACT=act, WIDTH=width, BLOCK_T=rows, BLOCK_C=columns,
+            cdiv(hidden, columns), ACT=act, WIDTH=width, BLOCK_T=rows, BLOCK_C=columns, **({"STEP": STEP} if rolls else {}),
         )  # fmt: skip
     if final.numel():
         causal_conv1d_state(
