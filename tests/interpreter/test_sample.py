@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
 
 import tilewright as tw
+from tests.mutants import Mutant, declared
 from tilewright.ops.sampling import sample as module
 
 
@@ -125,10 +127,23 @@ def test_extreme_temperatures(t):
         assert bool((found % 2 == 1).all())
 
 
-def test_the_seed_is_read_at_every_call():
+def draws(sample: Callable[..., Tensor]) -> int:
+    """How many different results four calls have whose seeds change where they lie."""
     z, s, t = torch.zeros(2, 500), seeds(2), torch.ones(())
     drawn = []
     for _ in range(4):
-        drawn.append(tw.sample(z, s, t).tolist())
+        drawn.append(tuple(sample(z, s, t).tolist()))
         s += 1
-    assert len({*map(tuple, drawn)}) == 4
+    return len({*drawn})
+
+
+def test_the_seed_is_read_at_every_call():
+    assert draws(tw.sample) == 4
+
+
+def test_a_seed_that_the_first_call_froze_would_show(tmp_path):
+    old = "    given = [strides(t, lead) for t in (seed,"
+    frozen = f'    seed = forward.__dict__.setdefault("seed", seed.clone())\n{old}'
+    file = "tilewright/ops/sampling/sample.py"
+    with declared(Mutant("a frozen seed", old, frozen, "", "", file, "sample"), tmp_path) as (op, _):
+        assert draws(op.function) == 1
