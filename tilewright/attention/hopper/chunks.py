@@ -60,7 +60,7 @@ from .schedule import HALF, ROWS, plan_for, work_of
 
 NAME = "hopper_chunks"
 WIDE = 64  # columns of a box: 128 bytes, as far as rows are swizzled
-LEAST = 16  # rows of a box: pages of fewer would take more copies than a warp issues beside the products
+LEAST = 16  # rows of a box: a block is then of eight at most, whose pages a warp of 24 registers holds at a time
 
 
 class Whose(NamedTuple):
