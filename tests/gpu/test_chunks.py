@@ -17,7 +17,7 @@ from tilewright.core.target import Target
 
 pytestmark = pytest.mark.gpu
 LIMIT = 300  # seconds for a test, compiling included
-WIDTHS = [(D, D) for D in (16, 24, 40, 64, 80, 96, 128, 192, 256)] + [(192, 128), (64, 256), (256, 64), (96, 72)]
+WIDTHS = [(24, 24), (64, 64), (96, 72), (128, 128), (192, 128), (256, 256)]
 SIZES = (1300, 900, 1100)  # of sequences whose chunks of 600 queries, 14 heads each, are more tiles than programs
 LONG = {"length": 600, "heads": 14, "kv_heads": 2}
 
@@ -54,7 +54,7 @@ def near(o, other):
 def holds(a):
     given = on_gpu(a)
     o, lse = attend(given)
-    agrees(a, o.cpu(), lse.cpu())
+    agrees(given, o, lse)
     other_o, other_lse = attend(given, "portable")
     near(o, other_o)
     assert torch.equal(lse.isnan(), other_lse.isnan())
@@ -65,12 +65,11 @@ def test_kinds(name):
     holds(chunk(name))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("D", "V"), WIDTHS)
-def test_widths(D, V, dtype):
+def test_widths(D, V):
     """Of several tiles a program; a page of one sequence is not there."""
-    holds(call(*SIZES, **LONG, D=D, V=V, dtype=dtype, strays=((1, 9, -1),)))
-    holds(call(*SIZES, **LONG, D=D, V=V, dtype=dtype, page=16, left=333, sink=torch.linspace(-1, 1, 14)))
+    holds(call(*SIZES, **LONG, D=D, V=V, strays=((1, 9, -1),)))
+    holds(call(*SIZES, **LONG, D=D, V=V, dtype=torch.float16, page=16, left=333, sink=torch.linspace(-1, 1, 14)))
 
 
 @pytest.mark.parametrize("group", [1, 4, 8])
