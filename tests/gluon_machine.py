@@ -108,7 +108,7 @@ class Box:
     """What happens to one box of shared memory."""
 
     readers: int = 0  # products under way
-    copying: bool = False
+    copying: list[range] = field(default_factory=list)  # what copies under way will write; several may fill a box
     written: dict[str, str] = field(default_factory=dict)  # by role: "written", or "fenced"
 
 
@@ -144,6 +144,10 @@ class Shared:
     @property
     def box(self) -> Box:
         return self.boxes[self.at // (self.memory.numel() // len(self.boxes))]
+
+    @property
+    def span(self) -> range:
+        return range(self.at, self.at + torch.Size(self.shape).numel())
 
     @property
     def part(self) -> Tensor:
@@ -389,17 +393,17 @@ def wait(barrier: Barrier, parity: Any) -> None:
 
 
 def copy_in(descriptor: Descriptor, at: list, barrier: Barrier, into: Shared) -> None:
-    box = into.box
-    if box.readers or box.copying:
+    box, span = into.box, into.span
+    if box.readers or any(max(span[0], other[0]) <= min(span[-1], other[-1]) for other in box.copying):
         raise Wrong("a copy is begun into what is read or copied into")
-    box.copying = True
+    box.copying.append(span)
     place = [int(a) for a in at]
 
     def arrives() -> None:
         if box.readers:
             raise Wrong("a copy arrives in what is read")
         into.part.copy_(descriptor.box_at(place).reshape(into.part.shape))
-        box.copying = False
+        box.copying.remove(span)
         box.written.clear()
         barrier.bytes -= descriptor.block_type.nbytes
         if barrier.bytes < 0:
@@ -415,12 +419,12 @@ def copy_ahead(into: Shared, pointer: Pointer, mask: Any) -> None:
     box = into.box
     if box.copying:
         raise Wrong("a copy is begun into what is copied into")
-    box.copying = True
+    box.copying.append(into.span)
 
     def arrives() -> None:
         if box.copying:
             into.part.copy_(load(pointer, mask, float("nan")).as_subclass(Tensor).reshape(into.part.shape))
-            box.copying = False
+            box.copying.clear()
 
     machine().uncommitted.append(arrives)
     if machine().random.random() < 0.5:

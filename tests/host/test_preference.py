@@ -499,3 +499,15 @@ def test_a_backward_that_is_left_to_the_portable_kernels_tells_nothing():
     wide = {case.name: replace(case, dims={**case.dims, "head_dim": 256})}  # whose dk and dv no registers hold
     row = attention_row(case.name, 90.0, 130.0)
     assert derived.attention_rows([row], "sm_90") and not derived.attention_rows([row], "sm_90", wide)
+
+
+def test_rows_of_caches_come_from_evidence():
+    """By the room that a sequence has and the size of its pages; a case that names no kernels tells nothing."""
+    (case,) = (c for c in CASES.values() if c.family == "attention_extend_paged")
+    row = attention_row(case.name, 1900.0, 5400.0, op=case.op)
+    asked = {case.name: replace(case, arguments={"backend": "hopper_chunks"})}
+    (made,) = derived.attention_rows([row], "sm_90", asked)
+    assert attended.row_of(json.dumps(made)) == made and made["best"] == "hopper_chunks"
+    assert (made["kind"], made["bucket"]) == ("cached_bf16_128_128_causal_kv_len_pages_64", [128, 2048, 8192])
+    for other in ({}, {"backend": "hopper"}, {"backend": "hopper_chunks", "split": 512}):
+        assert not derived.attention_rows([row], "sm_90", {case.name: replace(case, arguments=other)})

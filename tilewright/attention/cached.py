@@ -2,7 +2,8 @@
 
     o = softmax(scale * q @ k.T) @ v of the keys that each query sees, with all that `attention` does to scores
 
-The kernels stand in `cached_parts.py`; what writes caches, in `cache_write.py`.
+The kernels stand in `cached_parts.py`, those for many queries on Hopper in `hopper/chunks.py`; what writes caches, in
+`cache_write.py`.
 """
 
 from __future__ import annotations
@@ -24,9 +25,10 @@ from ..op import Bars, Cost, Op, Part, Triton, single, upcast
 from . import cached_parts
 from .attention import WIDEST, pairs_of, scale_of
 from .cached_parts import SCALED, value_columns
+from .hopper import chunks
 from .seen import sequences
 
-Backend = Literal["auto", "portable"]
+Backend = Literal["auto", "hopper_chunks", "portable"]
 DRAFTS = 64  # bits of a tree
 
 
@@ -420,7 +422,8 @@ def parts(a: SimpleNamespace, gradients: bool) -> Iterator[Part]:
 
 CACHE = "float|float8_e4m3fn|int8"
 cached_attention = Op(
-    "cached_attention", reference, inputs, Triton(cached_parts.forward, None, single, "portable"), check=check, asks="backend",
+    "cached_attention", reference, inputs, Triton(chunks.forward, None, chunks.fits_call, chunks.NAME),
+    Triton(cached_parts.forward, None, single, "portable"), check=check, asks="backend",
     where={
         "q": "float[batch length heads head_dim]", "k_cache": f"{CACHE}[pages page kv_heads key_dim]",
         "v_cache": f"{CACHE}[pages page kv_heads value_columns]", "block_table": "int[sequences most]", "kv_len": "int[sequences]",

@@ -47,6 +47,25 @@ def wanted(name: str, direction: str, target: Target, a: SimpleNamespace) -> boo
     return nearest(target.arch, direction, kind_of(a), *sizes_of(a)) == name
 
 
+def wanted_of_cache(name: str, target: Target, a: SimpleNamespace) -> bool:
+    """`wanted` of a call over caches."""
+    if name in (a.backend, forced.get()):
+        return True
+    return nearest(target.arch, "forward", kind_of_cache(a), *sizes_of(as_dense(a))) == name
+
+
+def kind_of_cache(a: SimpleNamespace) -> str:
+    """`kind_of` a call over caches that hold keys and values apart, with the size of their pages."""
+    pages = "fixed" if a.block_table is None else f"pages_{a.k_cache.shape[1]}"
+    return f"cached_{kind_of(as_dense(a))}_{pages}"
+
+
+def as_dense(a: SimpleNamespace) -> SimpleNamespace:
+    """A call over caches as `kind_of` and `sizes_of` ask it: with as many keys as a sequence has room for."""
+    room = a.k_cache.shape[1] * (1 if a.block_table is None else a.block_table.shape[1])
+    return SimpleNamespace(**vars(a), k=SimpleNamespace(shape=(a.q.shape[0], room)), v=a.v_cache, right=None)
+
+
 @functools.lru_cache(maxsize=4096)
 def nearest(arch: str, direction: str, kind: str, heads: int, length: int, keys: int) -> str:
     """The faster for a bucket, by the row that is nearest; the portable kernels where none is near."""

@@ -18,6 +18,7 @@ import torch
 import tilewright as tw
 
 from ..attention import preference as attended
+from ..attention.hopper import chunks
 from ..attention.hopper.backward import fits_backward
 from ..attention.hopper.forward import fits
 from ..check.variants import Blank
@@ -29,8 +30,9 @@ from .results import understand
 from .work import arguments
 
 NAMES = {"scaled_mm": library.pair_of, "matmul": library.pair_of_matmul}
-ATTENTION = ("attention", "attention_lse")
+ATTENTION = ("attention", "attention_lse", "cached_attention")
 ATTENTION_FITS = {"forward": fits, "backward": fits_backward}
+CACHED_FITS = {chunks.NAME: chunks.fits}  # by backend
 LEAST = 0.97  # of the faster's speed, which `auto` has to reach in every recorded product
 
 
@@ -105,9 +107,13 @@ def attention_rows(
         op = tw.catalogue()[case.op]
         drawn = arguments(case, Blank(op, case.dims, case.options, dtype=getattr(torch, case.dtype)))
         given, target = SimpleNamespace(**drawn), evidence.target_of(row)
-        if target is not None and ATTENTION_FITS[case.direction](target, given):
-            times = {asked: row["us"], attended.PORTABLE: theirs}
-            made.append(attended.made(case.direction, given, times, row["date"][:10], row["triton"]))
+        cached = case.op == "cached_attention"
+        taken = CACHED_FITS.get(asked) if cached else ATTENTION_FITS[case.direction]
+        if target is not None and taken is not None and taken(target, given):
+            times, kind = {asked: row["us"], attended.PORTABLE: theirs}, {}
+            if cached:
+                given, kind = attended.as_dense(given), {"kind": attended.kind_of_cache(given)}
+            made.append({**attended.made(case.direction, given, times, row["date"][:10], row["triton"]), **kind})
     return made
 
 

@@ -1,0 +1,140 @@
+"""Chunks of prompts over caches on hardware: Hopper's kernel against float64 and the portable one, over pages of every size and of
+every kind, with NaN in all that nobody sees; the same bits in a hundred runs, and in a graph as outside of it. A kernel that waits
+for ever ends the process."""
+
+from __future__ import annotations
+
+import faulthandler
+import hashlib
+import math
+
+import pytest
+import torch
+
+import tilewright as tw
+from tests.cached_oracle import CHUNKS, agrees, call, chunk
+from tilewright.core.target import Target
+
+pytestmark = pytest.mark.gpu
+LIMIT = 300  # seconds for a test, compiling included
+WIDTHS = [(24, 24), (64, 64), (96, 72), (128, 128), (192, 128), (256, 256)]
+SIZES = (1300, 900, 1100)  # of sequences whose chunks of 600 queries, 14 heads each, are more tiles than programs
+LONG = {"length": 600, "heads": 14, "kv_heads": 2}
+
+
+@pytest.fixture(autouse=True)
+def limited():
+    """End the process, with what it was doing, if a test takes too long."""
+    if not Target.at(torch.device("cuda")).hopper_gluon:
+        pytest.skip("the kernels are Hopper's")
+    faulthandler.dump_traceback_later(LIMIT, exit=True)
+    yield
+    faulthandler.cancel_dump_traceback_later()
+
+
+def on_gpu(a):
+    return {name: t.cuda() if torch.is_tensor(t) else t for name, t in a.items()}
+
+
+def attend(a, backend="hopper_chunks"):
+    return tw.cached_attention(**a, backend=backend)
+
+
+def digest(*results):
+    return hashlib.sha256(b"".join(t.cpu().view(torch.uint8).numpy().tobytes() for t in results)).hexdigest()
+
+
+def near(o, other):
+    """Two roundings of one value, and NaN in the same places."""
+    assert torch.equal(o.isnan(), other.isnan())
+    gap = (o.double() - other.double()).nan_to_num(0.0)
+    assert gap.square().mean().sqrt() <= 4e-3 * max(1e-3, other.double().nan_to_num(0.0).square().mean().sqrt())
+
+
+def holds(a):
+    given = on_gpu(a)
+    o, lse = attend(given)
+    agrees(given, o, lse)
+    other_o, other_lse = attend(given, "portable")
+    near(o, other_o)
+    assert torch.equal(lse.isnan(), other_lse.isnan())
+
+
+@pytest.mark.parametrize("name", CHUNKS)
+def test_kinds(name):
+    holds(chunk(name))
+
+
+@pytest.mark.parametrize(("D", "V"), WIDTHS)
+def test_widths(D, V):
+    """Of several tiles a program; a page of one sequence is not there."""
+    holds(call(*SIZES, **LONG, D=D, V=V, strays=((1, 9, -1),)))
+    holds(call(*SIZES, **LONG, D=D, V=V, dtype=torch.float16, page=16, left=333, sink=torch.linspace(-1, 1, 14)))
+
+
+@pytest.mark.parametrize("group", [1, 4, 8])
+def test_heads_that_share_keys(group):
+    holds(call(700, 512, length=300, heads=8, kv_heads=8 // group, D=128))
+
+
+def test_every_page_size_has_the_same_bits():
+    """A sequence's keys are walked over in the same blocks, wherever they lie."""
+    a = call(*SIZES, **LONG, D=128, page=None, room=1536)
+    wanted = digest(*attend(on_gpu(a)))
+    for page in (16, 48, 64, 128, 512):
+        order = torch.randperm(3 * 1536 // page, generator=torch.Generator().manual_seed(page))
+        spread = {}
+        for n in ("k_cache", "v_cache"):
+            spread[n] = torch.empty_like(a[n]).reshape(-1, page, *a[n].shape[2:])
+            spread[n][order] = a[n].reshape(spread[n].shape)
+        found = attend(on_gpu({**a, **spread, "block_table": order.reshape(3, -1).int()}))
+        assert digest(*found) == wanted
+
+
+def test_packed_sequences_are_each_their_own():
+    """A chunk, a step and a draft among others in one call, against one call for each."""
+    counts, sizes = [600, 1, 4, 0, 129, 64], [1300, 900, 64, 70, 129, 500]
+    marks = torch.tensor([0, *counts]).cumsum(0).int()
+    a = on_gpu(call(*sizes, length=int(marks[-1]), heads=8, kv_heads=2, D=128, cu_seqlens_q=marks))
+    o, lse = attend(a)
+    for b, (begin, end) in enumerate(zip(marks[:-1].tolist(), marks[1:].tolist())):
+        if end > begin:
+            own = {n: a[n][b : b + 1] for n in ("block_table", "kv_len")}
+            alone_o, alone_lse = attend({**a, **own, "q": a["q"][:, begin:end], "cu_seqlens_q": None})
+            assert torch.equal(o[:, begin:end], alone_o) and torch.equal(lse[..., begin:end], alone_lse)
+
+
+@pytest.mark.parametrize("kind", ["a chunk", "no such page", "packed"])
+def test_a_hundred_runs_have_one_digest(kind):
+    a = on_gpu(chunk(kind, **({"of": SIZES, **LONG, "D": 128} if kind == "a chunk" else {})))
+    assert len({digest(*attend(a)) for _ in range(100)}) == 1
+
+
+@pytest.mark.parametrize("kind", ["a chunk", "packed"])
+def test_a_graph_gives_the_same_bits(kind):
+    a = on_gpu(chunk(kind))
+    wanted = digest(*attend(a))
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        made = attend(a)
+    for _ in range(3):
+        for t in made:
+            t.fill_(math.inf)
+        graph.replay()
+        assert digest(*made) == wanted
+
+
+def test_a_cache_of_many_pages():
+    """Past 2**31 elements: the last of 300,000 pages of 64 keys of two heads."""
+    pages, page, most = 300_000, 64, 4
+    a = call(250, 130, length=100, heads=4, kv_heads=2, D=64)
+    small = {n: a[n] for n in ("k_cache", "v_cache")}
+    far = {n: torch.empty(pages, page, 2, 64, dtype=torch.bfloat16, device="cuda") for n in small}
+    first = pages - small["k_cache"].shape[0]
+    for n, t in small.items():
+        far[n][first:] = t.cuda()
+    table = torch.where(a["block_table"] >= 0, a["block_table"] + first, a["block_table"])
+    assert table.shape == (2, most)
+    o, lse = attend({**on_gpu(a), **far, "block_table": table.cuda()})
+    agrees(a, o.cpu(), lse.cpu())
