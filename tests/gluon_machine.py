@@ -142,8 +142,11 @@ class Shared:
         return made
 
     @property
-    def box(self) -> Box:
-        return self.boxes[self.at // (self.memory.numel() // len(self.boxes))]
+    def spanned(self) -> list[Box]:
+        """The boxes that it lies in: a view may be part of one, or several."""
+        size = self.memory.numel() // len(self.boxes)
+        last = self.at + max(1, torch.Size(self.shape).numel()) - 1
+        return self.boxes[self.at // size : last // size + 1]
 
     @property
     def part(self) -> Tensor:
@@ -157,18 +160,19 @@ class Shared:
         return found.t() if self.turned else found
 
     def write(self, x: Tensor) -> None:
-        if self.box.readers or self.box.copying:
+        if any(box.readers or box.copying for box in self.spanned):
             raise Wrong("shared memory is written while it is read or copied into")
         self.part.copy_(x.reshape(self.part.shape))
 
     def load(self, _: Any) -> Value:
-        if self.box.copying:
+        if any(box.copying for box in self.spanned):
             raise Wrong("what has not arrived is read")
         return value(self.read().reshape(self.shape).clone())
 
     def store(self, x: Value) -> None:
         self.write(x.as_subclass(Tensor))
-        self.box.written[machine().role] = "written"
+        for box in self.spanned:
+            box.written[machine().role] = "written"
 
 
 class Descriptor:
@@ -213,15 +217,14 @@ class Product:
         before = self.before.result if isinstance(self.before, Pending) else self.before.as_subclass(Tensor)
         self.into.result = a.float() @ self.b.read().float() + (before if self.use_acc else 0.0)
         for operand in (self.a, self.b):
-            if isinstance(operand, Shared):
-                operand.box.readers -= 1
+            for box in operand.spanned if isinstance(operand, Shared) else ():
+                box.readers -= 1
 
 
 def issue(a: Any, b: Shared, acc: Any, use_acc: bool = True, is_async: bool = False) -> Pending:
     role, made = machine().role, Pending()
     for operand in (a, b):
-        if isinstance(operand, Shared):
-            box = operand.box
+        for box in operand.spanned if isinstance(operand, Shared) else ():
             if box.copying or any(how == "written" or who != role for who, how in box.written.items()):
                 raise Wrong("a product reads what has not arrived, or was written and not shown to it")
             box.readers += 1
@@ -389,7 +392,7 @@ def wait(barrier: Barrier, parity: Any) -> None:
 
 
 def copy_in(descriptor: Descriptor, at: list, barrier: Barrier, into: Shared) -> None:
-    box = into.box
+    (box,) = into.spanned
     if box.readers or box.copying:
         raise Wrong("a copy is begun into what is read or copied into")
     box.copying = True
@@ -412,7 +415,7 @@ def copy_in(descriptor: Descriptor, at: list, barrier: Barrier, into: Shared) ->
 
 def copy_ahead(into: Shared, pointer: Pointer, mask: Any) -> None:
     """A copy by the program's threads, which arrives when it is drawn, or is waited for with its group."""
-    box = into.box
+    (box,) = into.spanned
     if box.copying:
         raise Wrong("a copy is begun into what is copied into")
     box.copying = True

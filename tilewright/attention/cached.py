@@ -24,9 +24,10 @@ from ..op import Bars, Cost, Op, Part, Triton, single, upcast
 from . import cached_parts
 from .attention import WIDEST, pairs_of, scale_of
 from .cached_parts import SCALED, value_columns
+from .hopper import latent
 from .seen import sequences
 
-Backend = Literal["auto", "portable"]
+Backend = Literal["auto", "portable", "hopper"]
 DRAFTS = 64  # bits of a tree
 
 
@@ -420,7 +421,8 @@ def parts(a: SimpleNamespace, gradients: bool) -> Iterator[Part]:
 
 CACHE = "float|float8_e4m3fn|int8"
 cached_attention = Op(
-    "cached_attention", reference, inputs, Triton(cached_parts.forward, None, single, "portable"), check=check, asks="backend",
+    "cached_attention", reference, inputs, Triton(latent.forward, None, latent.fits_call, "hopper"),
+    Triton(cached_parts.forward, None, single, "portable"), check=check, asks="backend",
     where={
         "q": "float[batch length heads head_dim]", "k_cache": f"{CACHE}[pages page kv_heads key_dim]",
         "v_cache": f"{CACHE}[pages page kv_heads value_columns]", "block_table": "int[sequences most]", "kv_len": "int[sequences]",

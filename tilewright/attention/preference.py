@@ -2,8 +2,8 @@
 
 `data/attention_<arch>.jsonl` has a row for each measured call that came out right, `{"direction": "forward", "kind":
 "bf16_128_128_causal", "bucket": [64, 4096, 4096], "best": "hopper", "times": {"hopper": 101.5, "portable": 130.0}, "date":
-"2026-11-17", "triton": "3.6.0"}`: bucket is batch times heads, queries and keys, rounded up to powers of two, times are
-microseconds. The nearest row of a kind counts if it is within a factor of four in every size; where there is none, the portable
+"2026-11-17", "triton": "3.6.0"}`: bucket is batch times heads, queries and keys, or batch, rows and keys of a cache, rounded up to
+powers of two, times are microseconds. The nearest row of a kind counts if it is within a factor of four in every size; where there is none, the portable
 kernels are taken, and those of the chip by name alone. Rows are data: one that is damaged, or whose best is not its fastest, is
 not believed. `tilewright docs` writes them from the evidence.
 """
@@ -33,11 +33,29 @@ NAMES = {"torch.bfloat16": "bf16", "torch.float16": "fp16", "torch.float32": "fp
 
 def kind_of(a: SimpleNamespace) -> str:
     """What a call's kernels are like, in a word: dtype, columns of keys and of values, and all that changes their code."""
+    if hasattr(a, "k_cache"):
+        return cached_kind(a)
     window = "windowed" if a.left is not None or a.right is not None else "causal" if a.causal else "full"
     more = {"softcap": a.softcap, "slopes": a.slopes is not None, "sink": a.sink is not None}
     more |= {"kv_len": a.kv_len is not None, "packed": a.cu_seqlens_q is not None}
     words = [NAMES[str(a.q.dtype)], a.q.shape[-1], a.v.shape[-1], window, *(name for name, has in more.items() if has)]
     return "_".join(map(str, words))
+
+
+def cached_kind(a: SimpleNamespace) -> str:
+    """The same of a call over caches of latents."""
+    more = {"full": not a.causal, "apart": a.k_rope is not None, "softcap": a.softcap}
+    page = "" if a.block_table is None else f"page{a.k_cache.shape[1]}"
+    columns = a.k_cache.shape[-1] if a.value_dim is None else a.value_dim
+    words = [
+        "cached",
+        NAMES[str(a.q.dtype)],
+        a.q.shape[-1],
+        columns,
+        page,
+        *(name for name, has in more.items() if has),
+    ]
+    return "_".join(str(word) for word in words if word)
 
 
 def wanted(name: str, direction: str, target: Target, a: SimpleNamespace) -> bool:
@@ -56,8 +74,12 @@ def nearest(arch: str, direction: str, kind: str, heads: int, length: int, keys:
 
 
 def sizes_of(a: SimpleNamespace) -> tuple[int, int, int]:
-    """Batch times heads, queries and keys of a call, in its bucket."""
+    """Batch times heads, queries and keys of a call, in its bucket; over a cache batch, heads times queries and the keys that there
+    is room for: heads share what is read."""
     batch, length, heads, _ = a.q.shape
+    if hasattr(a, "k_cache"):
+        pages = 1 if a.block_table is None else a.block_table.shape[1]
+        return bucket(batch, heads * length, pages * a.k_cache.shape[1])
     return bucket(batch * heads, length, a.k.shape[1])
 
 
