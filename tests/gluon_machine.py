@@ -492,6 +492,13 @@ def add_to_block(y: Value, to: Pointer, first: Any, columns: int) -> None:
     store(at, y if first else load(at) + y)
 
 
+def ask_for(keys: Any, page: Any, place: Any, size: int) -> None:
+    """What memory is asked for is there."""
+    at = int(keys.data.at + page * keys.stride_b + place * keys.stride_t)
+    if not 0 <= at <= keys.data.storage.numel() - size // keys.data.storage.element_size():
+        raise Wrong("memory is asked for that there is not")
+
+
 def scaled_where_moved(x: Value, by: Value) -> Value:
     return x * by.unsqueeze(1)
 
@@ -583,6 +590,7 @@ INSTEAD = {
     "await_turn": await_turn,
     "give_turn": give_turn,
     "scaled_where_moved": scaled_where_moved,
+    "ask_for": ask_for,
     "await_count": await_count,
     "tell_count": tell_count,
     "add_to_block": add_to_block,

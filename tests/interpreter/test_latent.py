@@ -28,7 +28,7 @@ def played(a, seed, module=latent):
     with pretend(CHIP), collect() as found:
         o, lse = module.forward(**a)
     first, *merging = found
-    for t in (o, lse, first.ordered[5].data, first.ordered[7].data):
+    for t in (o, lse, first.ordered[6].data, first.ordered[8].data):
         t.fill_(math.inf)
     gluon_machine.play(first, seed)
     for wanted in merging:

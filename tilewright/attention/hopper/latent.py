@@ -67,7 +67,7 @@ from ...gemm.hopper.boxes import box_of, copies_in_bulk
 from ...op import single
 from ...runtime.kernel import kernel
 from ..cached_parts import LEAST, Table, merge, room_for, value_columns
-from ..portable import Scores
+from ..portable import Scores, heads_of
 from ..preference import wanted
 from ..tiles import Lengths, Tile, Window, keys_of, keys_seen
 from .forward import (
@@ -94,12 +94,14 @@ LAZY = gl.constexpr(True)  # sums are multiplied where a row's largest score has
 
 
 class Plan(NamedTuple):
-    """Columns of values; keys in a box, which lies in one page; how many blocks shared memory holds; when right products begin."""
+    """Columns of values; keys in a box, which lies in one page; how many blocks shared memory holds; when right products begin; bytes
+    of a box that the L2 is asked for before it is copied, or 0."""
 
     columns: int
     box: int
     stages: int
     late: bool
+    ahead: int
 
 
 class Span(NamedTuple):
@@ -185,6 +187,28 @@ def find_box(TABLE, batch, key, stop, PAGES, PAGE: gl.constexpr):
         return gl.where(lost | (key >= stop), PAGES, page).to(gl.int32), key % PAGE, (lost & seen).to(gl.int32)
 
 
+@triton.constexpr_function
+def fetch(size):
+    """Assembly: ask for so many bytes of memory."""
+    return f"cp.async.bulk.prefetch.L2.global [$1], {size}; mov.u32 $0, 0;"
+
+
+@gluon.jit
+def ask_for(KEYS, page, place, SIZE: gl.constexpr):
+    """Have the L2 read SIZE bytes from a place of a page on."""
+    at = page.to(gl.int64) * KEYS.stride_b + place.to(gl.int64) * KEYS.stride_t
+    gl.inline_asm_elementwise(fetch(SIZE), "=r,l", [KEYS.data + at], gl.int32, False, 1)
+
+
+@gluon.jit
+def ask_ahead(KEYS, TABLE, batch, key, stop, PAGES, PAGE: gl.constexpr, PLAN: gl.constexpr):
+    """Have the L2 read a block that is seen whole and will be copied next: shared memory has no room for it yet, and it is then not
+    far. Only where rows lie side by side, for then a box is one question."""
+    for n in gl.static_range(BLOCK // PLAN.box):
+        page, place, _ = find_box(TABLE, batch, key + n * PLAN.box, stop, PAGES, PAGE)
+        ask_for(KEYS, gl.minimum(page, PAGES - 1), place, PLAN.ahead)
+
+
 @gluon.jit
 def copy_columns(FROM, boxes, stage, ready, found, column, SLABS: gl.constexpr):
     """Begin to copy SLABS times 64 columns, from `column` on, of the boxes of a block into a stage of a ring. Columns that a tensor
@@ -199,7 +223,7 @@ def copy_columns(FROM, boxes, stage, ready, found, column, SLABS: gl.constexpr):
 
 @gluon.jit
 def copy_part(
-    Q, K, ROPE, rope_at, TABLE, memory, WINDOW, LENGTHS, L, CAPACITY, PAGES, HEADS, TILES, PARTS, SPLIT, PAGE: gl.constexpr,
+    Q, K, ROPE, rope_at, KEYS, TABLE, memory, WINDOW, LENGTHS, L, CAPACITY, PAGES, HEADS, TILES, PARTS, SPLIT, PAGE: gl.constexpr,
     PLAN: gl.constexpr,
 ):  # fmt: skip
     SLABS: gl.constexpr = PLAN.columns // 2 // WIDE
@@ -227,10 +251,14 @@ def copy_part(
             mbarrier.wait(memory.left.empty.index(stage), phase)
             mbarrier.expect(left, SLABS * SIZE)
             copy_columns(K, memory.k_left, stage, left, found, 0, SLABS)
+            if PLAN.ahead > 0:
+                if key > span.low * BLOCK:
+                    ask_ahead(KEYS, TABLE, span.batch, key - BLOCK, span.stop, PAGES, PAGE, PLAN)
             right = memory.right.full.index(stage)
             mbarrier.wait(memory.right.empty.index(stage), phase)
             if TABLE is not None:
                 memory.missing.index(stage).store(gl.full([1], missing, gl.int32, ALONE))
+                barrier()  # `expect` arrives: the number must be there
             mbarrier.expect(right, (SLABS + 1) * SIZE)
             copy_columns(K, memory.k_right, stage, right, found, SLABS * WIDE, SLABS)
             copy_columns(ROPE, memory.k_rope, stage, right, found, rope_at, 1)
@@ -467,10 +495,11 @@ def make_barriers(COUNT: gl.constexpr):
     default=lambda a: {"num_warps": 4, "maxnreg": 168},
 )  # fmt: skip
 def attention_latent_hopper(
-    Q, K, ROPE, rope_at, TABLE, O, stride_op, LSE, stride_lp, SCORES, WINDOW, LENGTHS, L, CAPACITY, PAGES, HEADS, TILES, PARTS,
+    Q, K, ROPE, rope_at, KEYS, TABLE, O, stride_op, LSE, stride_lp, SCORES, WINDOW, LENGTHS, L, CAPACITY, PAGES, HEADS, TILES, PARTS,
     SPLIT, PROGRAMS, PAGE: gl.constexpr, PLAN: gl.constexpr,
 ):  # fmt: skip
-    """O and LSE of one part of the keys for a tile of rows. ROPE has the last columns of the keys, from `rope_at` on."""
+    """O and LSE of one part of the keys for a tile of rows. ROPE has the last columns of the keys, from `rope_at` on. KEYS is what K
+    copies."""
     SLABS: gl.constexpr = PLAN.columns // 2 // WIDE
     COUNT: gl.constexpr = PLAN.stages * (BLOCK // PLAN.box)
     memory = Memory(
@@ -493,7 +522,7 @@ def attention_latent_hopper(
         (attend_left, (O, stride_op, LSE, stride_lp, TABLE, memory, SCORES, WINDOW, LENGTHS, L, CAPACITY, HEADS, TILES, PARTS,
                        SPLIT, PLAN)),
         (attend_right, (O, stride_op, memory, WINDOW, LENGTHS, L, CAPACITY, HEADS, TILES, PARTS, SPLIT, PLAN)),
-        (copy_part, (Q, K, ROPE, rope_at, TABLE, memory, WINDOW, LENGTHS, L, CAPACITY, PAGES, HEADS, TILES, PARTS, SPLIT, PAGE,
+        (copy_part, (Q, K, ROPE, rope_at, KEYS, TABLE, memory, WINDOW, LENGTHS, L, CAPACITY, PAGES, HEADS, TILES, PARTS, SPLIT, PAGE,
                      PLAN)),
     ], [4, 1], [208, 56])  # fmt: skip
 
@@ -506,11 +535,16 @@ SPARE = 2048  # bytes of shared memory for barriers, factors, and what warps are
 BESIDE = 2  # blocks that a part's beginning and its end take as long as
 
 
-def plan_for(values: int, box: int, tiles: int, memory: int) -> Plan | None:
+def plan_for(values: int, box: int, tiles: int, ahead: int, memory: int) -> Plan | None:
     """The most blocks that shared memory takes beside the queries and a block's weights; None where it takes no two."""
     block = 2 * BLOCK.value * (values + WIDE.value)
     most = (memory - SPARE - block - 2 * ROWS.value * BLOCK.value) // block
-    return Plan(values, box, min(4, most), tiles > 1) if most >= 2 else None
+    return Plan(values, box, min(4, most), tiles > 1, ahead) if most >= 2 else None
+
+
+def dense_bytes(k_cache: Tensor, box: int) -> int:
+    """Of the keys of a box, if they lie side by side; or else 0."""
+    return box * k_cache.shape[3] * k_cache.element_size() if k_cache.stride(1) == k_cache.shape[3] else 0
 
 
 def box_rows(a: SimpleNamespace) -> int | None:
@@ -555,7 +589,7 @@ def fits(target: Target, a: SimpleNamespace) -> bool:
     if values not in WIDTHS or not 0 < q.shape[3] - values <= WIDE.value or (apart and k.shape[3] != values):
         return False
     box, capacity = box_rows(a), capacity_of(a)
-    if box is None or plan_for(values, box, 1, target.shared_memory) is None or (a.split or 0) % BLOCK.value:
+    if box is None or plan_for(values, box, 1, 0, target.shared_memory) is None or (a.split or 0) % BLOCK.value:
         return False
     rows = q.shape[1] * q.shape[2]
     if not 0 < capacity < LONGEST or max(rows, k.shape[0]) >= LONGEST or not lies_in_rows(q):
@@ -585,6 +619,7 @@ def forward(q: Tensor, k_cache: Tensor, v_cache: None, **options: Any) -> tuple[
         check_indices("cached_attention", "kv_len", a.kv_len, 0, capacity + 1)
     target, kind, box = Target.at(q.device), KINDS[q.dtype], box_rows(a)
     tiles = cdiv(length * heads, ROWS.value)
+    plan = plan_for(values, box, tiles, dense_bytes(k_cache, box), target.shared_memory)
     split = a.split or split_for(capacity, tiles * batch, target.sms)
     parts = cdiv(capacity, split)
     # The caller's memory for o may have any strides; the kernel writes whole columns
@@ -597,11 +632,11 @@ def forward(q: Tensor, k_cache: Tensor, v_cache: None, **options: Any) -> tuple[
     how = Lengths(None, a.kv_len, None if a.kv_len is None else a.kv_len.stride(0), None)
     scale = width**-0.5 if a.scale is None else float(a.scale)
     attention_latent_hopper(
-        box_of(q.flatten(1, 2), [1, ROWS.value, WIDE.value], kind), keys, rope, rope_at,
+        box_of(q.flatten(1, 2), [1, ROWS.value, WIDE.value], kind), keys, rope, rope_at, heads_of(k_cache),
         None if a.block_table is None else Table(a.block_table, *a.block_table.stride()), *made,
         Scores(scale, float(a.softcap) or None, None, None, None, None, None, None), Window(None, 0 if a.causal else None), how,
         length, capacity, k_cache.shape[0], heads, tiles, parts, split, parts * tiles * batch,
-        PAGE=0 if a.block_table is None else k_cache.shape[1], PLAN=plan_for(values, box, tiles, target.shared_memory),
+        PAGE=0 if a.block_table is None else k_cache.shape[1], PLAN=plan,
     )  # fmt: skip
     merge(made, o, lse, parts)
     if whole is not o:
