@@ -1,5 +1,5 @@
-"""Attention over caches of latents for Hopper, played from its own source by `gluon_machine`: values, whatever order barriers allow,
-NaN in all that nobody sees, pages that there are not. And that the machine sees what is wrong with such a kernel."""
+"""Attention over caches of latents for Hopper, played from its own source by `gluon_machine`: values, whatever order barriers
+allow, NaN in all that nobody sees, pages that there are not. And that the machine sees what is wrong with such a kernel."""
 
 from __future__ import annotations
 

@@ -2,10 +2,10 @@
 
 `data/attention_<arch>.jsonl` has a row for each measured call that came out right, `{"direction": "forward", "kind":
 "bf16_128_128_causal", "bucket": [64, 4096, 4096], "best": "hopper", "times": {"hopper": 101.5, "portable": 130.0}, "date":
-"2026-11-17", "triton": "3.6.0"}`: bucket is batch times heads, queries and keys, or batch, rows and keys of a cache, rounded up to
-powers of two, times are microseconds. The nearest row of a kind counts if it is within a factor of four in every size; where there is none, the portable
-kernels are taken, and those of the chip by name alone. Rows are data: one that is damaged, or whose best is not its fastest, is
-not believed. `tilewright docs` writes them from the evidence.
+"2026-11-17", "triton": "3.6.0"}`: bucket is batch times heads, queries and keys, or batch, rows and keys of a cache, rounded up
+to powers of two, times are microseconds. The nearest row of a kind counts if it is within a factor of four in every size; where
+there is none, the portable kernels are taken, and those of the chip by name alone. Rows are data: one that is damaged, or whose
+best is not its fastest, is not believed. `tilewright docs` writes them from the evidence.
 """
 
 from __future__ import annotations

@@ -1,40 +1,42 @@
-"""Attention over caches of latents on Hopper, in Gluon: values are the first columns of the keys, and all heads share them (absorbed
-MLA, 512 + 64 columns). A warp that copies, and two warpgroups, one of which makes weights that both multiply with their half of the
-values: sums of 64 rows and 512 columns are more than one warpgroup's registers hold.
+"""Attention over caches of latents on Hopper, in Gluon: values are the first columns of the keys, and all heads share them
+(absorbed MLA, 512 + 64 columns). A warp that copies, and two warpgroups, one of which makes weights that both multiply with their
+half of the values: sums of 64 rows and 512 columns are more than one warpgroup's registers hold.
 
 A program takes 64 rows of one sequence, tokens times heads, over one part of its keys, in blocks of 64 from the last that any row
-sees down to the first. Its queries stay in shared memory, beside two blocks or more of keys. Parts are merged by
+sees down to the first. Its queries stay in shared memory, beside two blocks of keys or more. Parts are merged by
 `attention_parts_merge`. A page holds whole blocks, or a block is several pages.
 
 The left warpgroup makes the scores of a block and its weights, and adds up the left half of the values; the right one adds up the
-right half, of weights that it finds in shared memory with what the sums before are to be multiplied with. Both read a block's
-columns once as keys and once as values, so that shared memory bounds how far ahead copies are. When the right one begins is the
-plan's: `late`, when the scores of the next block are all but done, so that its products run while these become weights, and the
-tensor cores idle less; or at once, so that its columns are given back sooner, and copies are further ahead. Late is for rows of
-several tiles, which share the keys that come from memory; the products are then what takes longest.
+right half, of weights that it finds in shared memory with what its sums before are to be multiplied with. Keys are values, so that
+a block stays until its last product, and copies are not far ahead of products: the L2 is asked for a block before there is room
+for it. When the right warpgroup begins is the plan's. At once, its columns are given back sooner, and copies are further ahead.
+`late`, when the scores of the next block are all but done, its products run while these become weights, and tensor cores that had
+nothing to do then have something. Late is for rows of several tiles, which share keys that are read from memory once: products
+then take longer than copies.
 
 Who may write where in shared memory, and when:
 
-- *queries*: copied once; `queries` has one phase.
+- *queries* are copied once: `queries` has one phase.
 - *left* columns of a stage: the copying warp waits for `left.empty` and fills them, and their bytes arrive at `left.full`. The left
   warpgroup waits for that, reads them as keys and then as values, and arrives at `left.empty` when both products are waited for.
-- *right* columns of a stage, those after the values with them, and `missing`, which says what pages of the block there are not: the
-  copying warp waits for `right.empty`, stores the number, and then arrives at `right.full` and begins to copy. Both warpgroups wait
-  for that, the left one to make scores, the right one to read values. The right one alone arrives at `right.empty`, when its product
-  is waited for: it was told weights, which the left one makes after it has waited for scores and read the number.
-- *weights* and *factors*: one of each. The left warpgroup waits for `taken`, stores them, shows them to products by a fence and
+- *right* columns of a stage, those after the values with them, and `missing`, which says what pages of the block there are not:
+  the copying warp waits for `right.empty`, stores the number, arrives at `right.full` and begins to copy. Both warpgroups wait for
+  that, the left one to make scores, the right one to read values. The right one alone arrives at `right.empty`, when its product
+  is waited for: it was told weights, and the left one tells them after it has waited for the scores and read the number.
+- *weights* and *factors*, one of each: the left warpgroup waits for `taken`, stores them, shows them to products by a fence and
   arrives at `told`; the right one waits for that, reads both, and arrives at `taken` when its product is waited for. The last
-  message holds factors alone: what sums are multiplied with at the end. Nobody waits for it to be taken.
+  message is factors alone, what sums are multiplied with at the end, and nobody waits for it to be taken.
 
-Each barrier is waited for once a phase by whoever the next phase needs to have gone on, so that it is at most one phase ahead and
-its parity is enough: `full` of a stage completes again after all who wait for it have arrived at `empty`, `told` after `taken` and
-`taken` after `told`. Nobody waits in a circle: copies need a block's products, of which the left ones need nothing but copies of
-that block, and the right ones need weights, which are told before the scores of the block after the next are begun.
+A barrier's parity is enough, for none is more than a phase ahead of who waits for it: `full` of a stage completes again after
+`empty`, at which the last arrives who waits for `full`, or who knows of that; `told` after `taken`, and `taken` after `told`.
+Nobody waits in a circle: a copy waits for products of the block that was in its stage; left products wait for copies of their own
+block alone; right products wait for weights, which are told at the latest when the scores of the next block are made; and what
+waits for weights to be taken waits for those before.
 
-Keys past the last that is seen may hold NaN, and 0 times NaN is NaN. Only the first block that is walked over has any. Its scores
-are hidden; its values are cleared by each warpgroup in its own columns, after the scores that read all columns are done: the left
-one waits for them, and the right one for weights made of them. Each is alone with its columns then, shows by a fence what it wrote,
-and has its warps wait for each other.
+Keys past the last that is seen may hold NaN, and 0 times NaN is NaN. Only the block that is walked over first has any. Their scores
+are hidden; their values are cleared by each warpgroup in its own columns, after the scores that read all columns are done: the left
+one has waited for them, and the right one for weights made of them. Each is alone with its columns then, shows by a fence what it
+wrote, and has its warps wait for each other.
 """
 
 from __future__ import annotations
@@ -70,6 +72,7 @@ from ..cached_parts import LEAST, Table, merge, room_for, value_columns
 from ..portable import Scores, heads_of
 from ..preference import wanted
 from ..tiles import Lengths, Tile, Window, keys_of, keys_seen
+from .backward import unknown_zero
 from .forward import (
     ALONE,
     CLEARED,
@@ -94,8 +97,8 @@ LAZY = gl.constexpr(True)  # sums are multiplied where a row's largest score has
 
 
 class Plan(NamedTuple):
-    """Columns of values; keys in a box, which lies in one page; how many blocks shared memory holds; when right products begin; bytes
-    of a box that the L2 is asked for before it is copied, or 0."""
+    """Columns of values; keys in a box, which lies in one page; how many blocks shared memory holds; whether right products begin
+    late; bytes of a box that the L2 is asked for before it is copied, or 0."""
 
     columns: int
     box: int
@@ -291,14 +294,15 @@ def issue_scores(memory, stage, phase, into, PLAN: gl.constexpr):
     """Begin q @ k.T of a stage, in three products, when its columns are there. `into` is what it is made of, whatever it held."""
     HALF: gl.constexpr = PLAN.columns // 2
     STAGES: gl.constexpr = PLAN.stages
+    only = unknown_zero()  # addresses of queries would stay in registers, of which there are none left
     mbarrier.wait(memory.left.full.index(stage), phase)
     k = matrices(memory.k_left, STAGES, HALF).index(stage).permute((1, 0))
-    s = warpgroup_mma(matrices(memory.q_left, 1, HALF).index(0), k, into, use_acc=False, is_async=True)
+    s = warpgroup_mma(matrices(memory.q_left, 1, HALF).index(only), k, into, use_acc=False, is_async=True)
     mbarrier.wait(memory.right.full.index(stage), phase)
     k = matrices(memory.k_right, STAGES, HALF).index(stage).permute((1, 0))
-    s = warpgroup_mma(matrices(memory.q_right, 1, HALF).index(0), k, s, is_async=True)
+    s = warpgroup_mma(matrices(memory.q_right, 1, HALF).index(only), k, s, is_async=True)
     k = matrices(memory.k_rope, STAGES, WIDE).index(stage).permute((1, 0))
-    return warpgroup_mma(matrices(memory.q_rope, 1, WIDE).index(0), k, s, is_async=True)
+    return warpgroup_mma(matrices(memory.q_rope, 1, WIDE).index(only), k, s, is_async=True)
 
 
 @gluon.jit
@@ -387,8 +391,8 @@ def walk(state, TABLE, memory, high, low, SCORES, WINDOW, rows, PLAN: gl.constex
 
 @gluon.jit
 def store_half(o, share, O, stride_op, span, HEADS, FROM: gl.constexpr):
-    """Sums times what each row is to be multiplied with, columns FROM on, of rows that are there. A part that saw nothing says so by
-    its lse alone, but for the first."""
+    """Sums times what each row is to be multiplied with, columns FROM on, of rows that are there. A part that saw nothing says so
+    by its lse alone, but for the first."""
     BY_ROW: gl.constexpr = gl.SliceLayout(1, o.type.layout)
     row = span.row + gl.arange(0, ROWS, BY_ROW)
     live = (row < span.row + span.rows) & ((span.high > span.low) | (span.part == 0))
@@ -495,11 +499,11 @@ def make_barriers(COUNT: gl.constexpr):
     default=lambda a: {"num_warps": 4, "maxnreg": 168},
 )  # fmt: skip
 def attention_latent_hopper(
-    Q, K, ROPE, rope_at, KEYS, TABLE, O, stride_op, LSE, stride_lp, SCORES, WINDOW, LENGTHS, L, CAPACITY, PAGES, HEADS, TILES, PARTS,
-    SPLIT, PROGRAMS, PAGE: gl.constexpr, PLAN: gl.constexpr,
+    Q, K, ROPE, rope_at, KEYS, TABLE, O, stride_op, LSE, stride_lp, SCORES, WINDOW, LENGTHS, L, CAPACITY, PAGES, HEADS, TILES,
+    PARTS, SPLIT, PROGRAMS, PAGE: gl.constexpr, PLAN: gl.constexpr,
 ):  # fmt: skip
-    """O and LSE of one part of the keys for a tile of rows. ROPE has the last columns of the keys, from `rope_at` on. KEYS is what K
-    copies."""
+    """O and LSE of one part of the keys for a tile of rows. ROPE has the last columns of the keys, from `rope_at` on. KEYS is what
+    K copies."""
     SLABS: gl.constexpr = PLAN.columns // 2 // WIDE
     COUNT: gl.constexpr = PLAN.stages * (BLOCK // PLAN.box)
     memory = Memory(
@@ -522,8 +526,8 @@ def attention_latent_hopper(
         (attend_left, (O, stride_op, LSE, stride_lp, TABLE, memory, SCORES, WINDOW, LENGTHS, L, CAPACITY, HEADS, TILES, PARTS,
                        SPLIT, PLAN)),
         (attend_right, (O, stride_op, memory, WINDOW, LENGTHS, L, CAPACITY, HEADS, TILES, PARTS, SPLIT, PLAN)),
-        (copy_part, (Q, K, ROPE, rope_at, KEYS, TABLE, memory, WINDOW, LENGTHS, L, CAPACITY, PAGES, HEADS, TILES, PARTS, SPLIT, PAGE,
-                     PLAN)),
+        (copy_part, (Q, K, ROPE, rope_at, KEYS, TABLE, memory, WINDOW, LENGTHS, L, CAPACITY, PAGES, HEADS, TILES, PARTS, SPLIT,
+                     PAGE, PLAN)),
     ], [4, 1], [208, 56])  # fmt: skip
 
 
@@ -572,10 +576,10 @@ def lies_in_rows(q: Tensor) -> bool:
 
 
 def fits(target: Target, a: SimpleNamespace) -> bool:
-    """Whether caches are 16-bit, of one head, and values the first 512 or 256 columns of the keys, of which there are up to 64 more,
-    there or in `k_rope`; pages, if any, hold whole blocks of 64 keys, or 32 or 16; a split is whole blocks too. Rows begin at
-    multiples of 16 bytes, and those of q lie at one distance. Nothing is empty, nothing but lengths and causality says what is seen,
-    and the largest product is the largest score."""
+    """Whether caches are 16-bit, of one head, and values the first 512 or 256 columns of the keys, of which there are up to 64
+    more, there or in `k_rope`; pages, if any, hold whole blocks of 64 keys, or 32 or 16 keys; a split is whole blocks too. Rows
+    begin at multiples of 16 bytes, and those of q lie at one distance. Nothing is empty, nothing but lengths and causality says
+    what is seen, and the largest product is the largest score."""
     q, k = a.q, a.k_cache
     if not target.hopper_gluon or q.dtype not in KINDS or k.dtype != q.dtype or not single(target, a):
         return False
