@@ -12,6 +12,8 @@ import torch
 import tilewright as tw
 from tilewright.attention import preference
 from tilewright.attention.hopper import latent
+from tilewright.bench import preference as measured
+from tilewright.bench.cases import CASES
 from tilewright.core.target import TARGETS, pretend
 from tilewright.runtime.kernel import collect
 
@@ -127,6 +129,22 @@ def test_auto_takes_what_was_measured_to_be_faster(tmp_path, monkeypatch):
     finally:
         preference.table.cache_clear()
         preference.nearest.cache_clear()
+
+
+def test_evidence_of_both_backends_makes_a_row():
+    case = next(case for case in CASES.values() if case.family == "attention_decode_mla_few")
+    named = replace(case, arguments={**case.arguments, "backend": "hopper"})
+    kept = {
+        "case": case.name,
+        "arch": "sm_90",
+        "us": 80.0,
+        "rivals": {"portable": 155.9},
+        "date": "2026-11-17T10:00:00",
+    }
+    kept |= {"sms": 132, "triton": "3.6.0"}
+    (row,) = measured.attention_rows([kept], "sm_90", {case.name: named})
+    assert (row["kind"], row["bucket"], row["best"]) == ("cached_bf16_576_512_page64", [64, 16, 4096], "hopper")
+    assert not measured.attention_rows([kept], "sm_90", {case.name: case})  # which does not say whose time it is
 
 
 def test_rows_are_tokens_and_heads():

@@ -2,7 +2,7 @@
 
     o = softmax(scale * q @ k.T) @ v of the keys that each query sees, with all that `attention` does to scores
 
-The kernels stand in `cached_parts.py`; what writes caches, in `cache_write.py`.
+The kernels stand in `cached_parts.py`, and that of latents on Hopper in `hopper/latent.py`; what writes caches, in `cache_write.py`.
 """
 
 from __future__ import annotations

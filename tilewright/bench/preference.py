@@ -18,6 +18,7 @@ import torch
 import tilewright as tw
 
 from ..attention import preference as attended
+from ..attention.hopper import latent
 from ..attention.hopper.backward import fits_backward
 from ..attention.hopper.forward import fits
 from ..check.variants import Blank
@@ -29,8 +30,8 @@ from .results import understand
 from .work import arguments
 
 NAMES = {"scaled_mm": library.pair_of, "matmul": library.pair_of_matmul}
-ATTENTION = ("attention", "attention_lse")
-ATTENTION_FITS = {"forward": fits, "backward": fits_backward}
+BOTH = {"forward": fits, "backward": fits_backward}
+ATTENTION = {"attention": BOTH, "attention_lse": BOTH, "cached_attention": {"forward": latent.fits}}
 LEAST = 0.97  # of the faster's speed, which `auto` has to reach in every recorded product
 
 
@@ -100,12 +101,12 @@ def attention_rows(
     for row in recorded:
         case, theirs = cases.get(row["case"]), row["rivals"].get(attended.PORTABLE)
         asked = None if case is None or case.op not in ATTENTION else case.arguments.get("backend")
-        if row["arch"] != arch or theirs is None or asked is None or case.direction not in attended.DIRECTIONS:
+        if row["arch"] != arch or theirs is None or asked is None or case.direction not in ATTENTION[case.op]:
             continue
         op = tw.catalogue()[case.op]
         drawn = arguments(case, Blank(op, case.dims, case.options, dtype=getattr(torch, case.dtype)))
         given, target = SimpleNamespace(**drawn), evidence.target_of(row)
-        if target is not None and ATTENTION_FITS[case.direction](target, given):
+        if target is not None and ATTENTION[case.op][case.direction](target, given):
             times = {asked: row["us"], attended.PORTABLE: theirs}
             made.append(attended.made(case.direction, given, times, row["date"][:10], row["triton"]))
     return made
