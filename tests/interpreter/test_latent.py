@@ -113,10 +113,10 @@ MUTANTS = {
 
 
 def hard():
-    """Keys past the last that is seen, blocks at the edge and after it, several of them to a stage, parts; a page that is not there
-    in a first block, in one at the edge, in one that all rows see, and in none."""
-    a = call((460, 460, 460, 460), page=64, split=512, tokens=70, heads=1, values=256, scale=1.0)
-    for b, at in enumerate((7, 6, 2)):
+    """Keys past the last that is seen, blocks at the edge and after it, more of them than stages, rows of two tiles; a page that is
+    not there in a first block, in one at the edge, in one that all rows see, and in none."""
+    a = call((332, 332, 332, 332), page=64, split=512, tokens=70, heads=1, values=256, scale=1.0)
+    for b, at in enumerate((5, 4, 1)):
         a["block_table"][b, at] = 999
     return a
 

@@ -2,7 +2,7 @@
 
     o = softmax(scale * q @ k.T) @ v of the keys that each query sees, with all that `attention` does to scores
 
-The kernels stand in `cached_parts.py`, and that of latents on Hopper in `hopper/latent.py`; what writes caches, in `cache_write.py`.
+The kernels stand in `cached_parts.py`, that of latents on Hopper in `hopper/latent.py`; what writes caches, in `cache_write.py`.
 """
 
 from __future__ import annotations
@@ -74,6 +74,8 @@ def reference(
     bits do not depend on the batch around it; None takes what keeps the chip busy at these sizes. Tables, lengths and scales are
     read on the device. A `kv_len` past what there is room for makes a sequence's rows NaN, and a page that there is not the rows
     that see it; neither is read. Nor is what no query sees, which may hold anything: NaN past kv_len, a table's entries there.
+
+    `backend="auto"` takes the fastest implementation for the call; a name takes that one, or raises.
     """
     width = value_columns(v_cache, k_cache, value_dim)
     wide = upcast(q).dtype
