@@ -93,12 +93,13 @@ from .schedule import whole_blocks
 ROWS = tl.constexpr(64)  # of a tile
 BLOCK = tl.constexpr(64)  # keys
 WIDE = tl.constexpr(64)  # columns of a box: 128 bytes, which bulk copies swizzle
+AWAY = gl.constexpr(2)  # blocks from one that is copied to one that the L2 is asked for
 LAZY = gl.constexpr(True)  # sums are multiplied where a row's largest score has grown by much alone
 
 
 class Plan(NamedTuple):
     """Columns of values; keys in a box, which lies in one page; how many blocks shared memory holds; whether right products begin
-    late; bytes of a box that the L2 is asked for before it is copied, or 0."""
+    late; bytes of a box that the L2 is asked for before it is copied, or 0 where its rows do not lie side by side."""
 
     columns: int
     box: int
@@ -177,17 +178,23 @@ def span_of(WINDOW, LENGTHS, L, CAPACITY, HEADS, TILES, PARTS, SPLIT):
 
 
 @gluon.jit
-def find_box(TABLE, batch, key, stop, PAGES, PAGE: gl.constexpr):
-    """(page, place in it, 1 if there is no such page or else 0) of the keys from `key` on. Where there is none, or nobody sees it,
-    the page is one past the last, of which bulk copies read nothing and bring 0."""
-    if TABLE is None:
-        return batch, key, 0
-    else:
-        seen = key < stop
-        at = batch.to(gl.int64) * TABLE.stride_s + (key // PAGE).to(gl.int64) * TABLE.stride_m
-        page = gl.load(TABLE.data + at, seen, 0).to(gl.int64)
-        lost = (page < 0) | (page >= PAGES)
-        return gl.where(lost | (key >= stop), PAGES, page).to(gl.int32), key % PAGE, (lost & seen).to(gl.int32)
+def find_boxes(TABLE, span, key, PAGES, PAGE: gl.constexpr, PLAN: gl.constexpr):
+    """((page, place in it) of each box of the block that begins at `key`, bits of those for which there is no page). Where there is
+    none, or nobody sees it, the page is one past the last, of which bulk copies read nothing and bring 0."""
+    found = ()
+    missing = 0
+    for n in gl.static_range(BLOCK // PLAN.box):
+        first = key + n * PLAN.box
+        if TABLE is None:
+            found = found + ((span.batch, first),)
+        else:
+            seen = (first >= span.low * BLOCK) & (first < span.stop)
+            at = span.batch.to(gl.int64) * TABLE.stride_s + (first // PAGE).to(gl.int64) * TABLE.stride_m
+            page = gl.load(TABLE.data + at, seen, 0).to(gl.int64)
+            known = (page >= 0) & (page < PAGES)
+            found = found + ((gl.where(seen & known, page, PAGES).to(gl.int32), first % PAGE),)
+            missing |= gl.where(known, 0, 1 << n)
+    return found, missing
 
 
 @triton.constexpr_function
@@ -198,18 +205,9 @@ def fetch(size):
 
 @gluon.jit
 def ask_for(KEYS, page, place, SIZE: gl.constexpr):
-    """Have the L2 read SIZE bytes from a place of a page on."""
+    """Have the L2 read SIZE bytes from a place of a page on: shared memory has no room for them yet, and they are then not far."""
     at = page.to(gl.int64) * KEYS.stride_b + place.to(gl.int64) * KEYS.stride_t
     gl.inline_asm_elementwise(fetch(SIZE), "=r,l", [KEYS.data + at], gl.int32, False, 1)
-
-
-@gluon.jit
-def ask_ahead(KEYS, TABLE, batch, key, stop, PAGES, PAGE: gl.constexpr, PLAN: gl.constexpr):
-    """Have the L2 read a block that is seen whole and will be copied next: shared memory has no room for it yet, and it is then not
-    far. Only where rows lie side by side, for then a box is one question."""
-    for n in gl.static_range(BLOCK // PLAN.box):
-        page, place, _ = find_box(TABLE, batch, key + n * PLAN.box, stop, PAGES, PAGE)
-        ask_for(KEYS, gl.minimum(page, PAGES - 1), place, PLAN.ahead)
 
 
 @gluon.jit
@@ -219,7 +217,7 @@ def copy_columns(FROM, boxes, stage, ready, found, column, SLABS: gl.constexpr):
     COUNT: gl.constexpr = len(found)
     for slab in gl.static_range(SLABS):
         for i in gl.static_range(COUNT):
-            page, place, _ = found[i]
+            page, place = found[i]
             into = boxes.index((stage * SLABS + slab) * COUNT + i)
             async_load(FROM, [page, place, column + slab * WIDE], ready, into)
 
@@ -235,7 +233,7 @@ def copy_part(
     span = span_of(WINDOW, LENGTHS, L, CAPACITY, HEADS, TILES, PARTS, SPLIT)
     if span.high > span.low:
         mbarrier.expect(memory.queries, (2 * SLABS + 1) * Q.block_type.nbytes)
-        rows = ((span.batch, span.row, 0),)
+        rows = ((span.batch, span.row),)
         copy_columns(Q, memory.q_left, 0, memory.queries, rows, 0, SLABS)
         copy_columns(Q, memory.q_right, 0, memory.queries, rows, SLABS * WIDE, SLABS)
         copy_columns(Q, memory.q_rope, 0, memory.queries, rows, 2 * SLABS * WIDE, 1)
@@ -243,20 +241,13 @@ def copy_part(
         phase = 1  # of a barrier that nobody has arrived at yet: the first round does not wait
         for i in range(span.high - span.low):
             key = (span.high - 1 - i) * BLOCK
-            # Pages are asked for before anything is waited for
-            found = ()
-            missing = 0
-            for n in gl.static_range(COUNT):
-                page, place, lost = find_box(TABLE, span.batch, key + n * PLAN.box, span.stop, PAGES, PAGE)
-                found = found + ((page, place, lost),)
-                missing |= lost << n
+            # Pages are looked up before anything is waited for, and those of a block to come beside them
+            found, missing = find_boxes(TABLE, span, key, PAGES, PAGE, PLAN)
+            far, _ = find_boxes(TABLE, span, key - AWAY * BLOCK, PAGES, PAGE, PLAN)
             left = memory.left.full.index(stage)
             mbarrier.wait(memory.left.empty.index(stage), phase)
             mbarrier.expect(left, SLABS * SIZE)
             copy_columns(K, memory.k_left, stage, left, found, 0, SLABS)
-            if PLAN.ahead > 0:
-                if key > span.low * BLOCK:
-                    ask_ahead(KEYS, TABLE, span.batch, key - BLOCK, span.stop, PAGES, PAGE, PLAN)
             right = memory.right.full.index(stage)
             mbarrier.wait(memory.right.empty.index(stage), phase)
             if TABLE is not None:
@@ -265,6 +256,11 @@ def copy_part(
             mbarrier.expect(right, (SLABS + 1) * SIZE)
             copy_columns(K, memory.k_right, stage, right, found, SLABS * WIDE, SLABS)
             copy_columns(ROPE, memory.k_rope, stage, right, found, rope_at, 1)
+            if PLAN.ahead > 0:
+                if key >= (span.low + AWAY) * BLOCK:
+                    for n in gl.static_range(COUNT):
+                        page, place = far[n]
+                        ask_for(KEYS, gl.minimum(page, PAGES - 1), place, PLAN.ahead)
             stage, phase = advance(stage, phase, PLAN.stages)
 
 
