@@ -142,8 +142,11 @@ class Shared:
         return made
 
     @property
-    def box(self) -> Box:
-        return self.boxes[self.at // (self.memory.numel() // len(self.boxes))]
+    def spanned(self) -> list[Box]:
+        """The boxes that it lies in: a view may be part of one, or several."""
+        size = self.memory.numel() // len(self.boxes)
+        last = self.at + max(1, torch.Size(self.shape).numel()) - 1
+        return self.boxes[self.at // size : last // size + 1]
 
     @property
     def span(self) -> range:
@@ -161,18 +164,19 @@ class Shared:
         return found.t() if self.turned else found
 
     def write(self, x: Tensor) -> None:
-        if self.box.readers or self.box.copying:
+        if any(box.readers or box.copying for box in self.spanned):
             raise Wrong("shared memory is written while it is read or copied into")
         self.part.copy_(x.reshape(self.part.shape))
 
     def load(self, _: Any) -> Value:
-        if self.box.copying:
+        if any(box.copying for box in self.spanned):
             raise Wrong("what has not arrived is read")
         return value(self.read().reshape(self.shape).clone())
 
     def store(self, x: Value) -> None:
         self.write(x.as_subclass(Tensor))
-        self.box.written[machine().role] = "written"
+        for box in self.spanned:
+            box.written[machine().role] = "written"
 
 
 class Descriptor:
@@ -217,15 +221,14 @@ class Product:
         before = self.before.result if isinstance(self.before, Pending) else self.before.as_subclass(Tensor)
         self.into.result = a.float() @ self.b.read().float() + (before if self.use_acc else 0.0)
         for operand in (self.a, self.b):
-            if isinstance(operand, Shared):
-                operand.box.readers -= 1
+            for box in operand.spanned if isinstance(operand, Shared) else ():
+                box.readers -= 1
 
 
 def issue(a: Any, b: Shared, acc: Any, use_acc: bool = True, is_async: bool = False) -> Pending:
     role, made = machine().role, Pending()
     for operand in (a, b):
-        if isinstance(operand, Shared):
-            box = operand.box
+        for box in operand.spanned if isinstance(operand, Shared) else ():
             if box.copying or any(how == "written" or who != role for who, how in box.written.items()):
                 raise Wrong("a product reads what has not arrived, or was written and not shown to it")
             box.readers += 1
@@ -393,7 +396,7 @@ def wait(barrier: Barrier, parity: Any) -> None:
 
 
 def copy_in(descriptor: Descriptor, at: list, barrier: Barrier, into: Shared) -> None:
-    box, span = into.box, into.span
+    (box,), span = into.spanned, into.span
     if box.readers or any(max(span[0], other[0]) <= min(span[-1], other[-1]) for other in box.copying):
         raise Wrong("a copy is begun into what is read or copied into")
     box.copying.append(span)
@@ -416,7 +419,7 @@ def copy_in(descriptor: Descriptor, at: list, barrier: Barrier, into: Shared) ->
 
 def copy_ahead(into: Shared, pointer: Pointer, mask: Any) -> None:
     """A copy by the program's threads, which arrives when it is drawn, or is waited for with its group."""
-    box = into.box
+    (box,) = into.spanned
     if box.copying:
         raise Wrong("a copy is begun into what is copied into")
     box.copying.append(into.span)
@@ -491,6 +494,13 @@ def add_to_block(y: Value, to: Pointer, first: Any, columns: int) -> None:
     y = y.reshape(4, 2, 8, columns // 8, 4, 2).permute(0, 3, 2, 4, 1, 5).reshape(-1)
     at = to + torch.arange(y.numel())
     store(at, y if first else load(at) + y)
+
+
+def ask_for(keys: Any, page: Any, place: Any, size: int) -> None:
+    """What memory is asked for is there."""
+    at = int(keys.data.at + page * keys.stride_b + place * keys.stride_t)
+    if not 0 <= at <= keys.data.storage.numel() - size // keys.data.storage.element_size():
+        raise Wrong("memory is asked for that there is not")
 
 
 def scaled_where_moved(x: Value, by: Value) -> Value:
@@ -584,6 +594,7 @@ INSTEAD = {
     "await_turn": await_turn,
     "give_turn": give_turn,
     "scaled_where_moved": scaled_where_moved,
+    "ask_for": ask_for,
     "await_count": await_count,
     "tell_count": tell_count,
     "add_to_block": add_to_block,

@@ -127,8 +127,13 @@ def test_the_table_has_no_other_rows():
     assert not stale, f"{len(stale)} rows of variants that no call needs:\n" + "\n".join(stale)
 
 
-# test_aten.py, test_hopper_attention.py, test_given_codes.py
-ELSEWHERE = ("tilewright.aten.", "tilewright.attention.hopper.schedule", "tilewright.formats.given")
+# test_aten.py, test_latent.py, test_hopper_attention.py, test_given_codes.py
+ELSEWHERE = (
+    "tilewright.aten.",
+    "tilewright.attention.hopper.latent",
+    "tilewright.attention.hopper.schedule",
+    "tilewright.formats.given",
+)
 WIDER = {"rms_norm_shared"}  # than any row that is drawn here: test_shared_memory.py
 
 

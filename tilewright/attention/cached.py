@@ -2,8 +2,8 @@
 
     o = softmax(scale * q @ k.T) @ v of the keys that each query sees, with all that `attention` does to scores
 
-The kernels stand in `cached_parts.py`, those for many queries on Hopper in `hopper/chunks.py`; what writes caches, in
-`cache_write.py`.
+The kernels stand in `cached_parts.py`; those on Hopper for many queries in `hopper/chunks.py`, for latents in `hopper/latent.py`;
+what writes caches, in `cache_write.py`.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from ..op import Bars, Cost, Op, Part, Triton, single, upcast
 from . import cached_parts
 from .attention import WIDEST, pairs_of, scale_of
 from .cached_parts import SCALED, value_columns
-from .hopper import chunks
+from .hopper import chunks, latent
 from .seen import sequences
 
-Backend = Literal["auto", "hopper_chunks", "portable"]
+Backend = Literal["auto", "hopper_chunks", "hopper_latent", "portable"]
 DRAFTS = 64  # bits of a tree
 
 
@@ -75,6 +75,8 @@ def reference(
     bits do not depend on the batch around it; None takes what keeps the chip busy at these sizes. Tables, lengths and scales are
     read on the device. A `kv_len` past what there is room for makes a sequence's rows NaN, and a page that there is not the rows
     that see it; neither is read. Nor is what no query sees, which may hold anything: NaN past kv_len, a table's entries there.
+
+    `backend="auto"` takes the fastest implementation for the call; a name takes that one, or raises.
     """
     width = value_columns(v_cache, k_cache, value_dim)
     wide = upcast(q).dtype
@@ -423,6 +425,7 @@ def parts(a: SimpleNamespace, gradients: bool) -> Iterator[Part]:
 CACHE = "float|float8_e4m3fn|int8"
 cached_attention = Op(
     "cached_attention", reference, inputs, Triton(chunks.forward, None, chunks.fits_call, chunks.NAME),
+    Triton(latent.forward, None, latent.fits_call, latent.NAME),
     Triton(cached_parts.forward, None, single, "portable"), check=check, asks="backend",
     where={
         "q": "float[batch length heads head_dim]", "k_cache": f"{CACHE}[pages page kv_heads key_dim]",

@@ -516,13 +516,7 @@ def forward(q: Tensor, k_cache: Tensor, v_cache: Tensor | None, **options: Any) 
     programs = tiles * head_tiles * kv_heads * batch
     split = a.split or part_length(capacity, programs, Target.at(q.device).sms)
     parts = max(1, cdiv(capacity, split))
-    if parts == 1:
-        made, sums, stride_o, stride_lse = heads_of(o), whole_of(lse), 0, 0
-    else:
-        each = torch.empty(batch, length, heads, parts, value_dim, dtype=torch.float32, device=q.device)
-        each_lse = torch.empty(batch, length, heads, parts, dtype=torch.float32, device=q.device)
-        made, sums = Heads(each, *each.stride()[:3], 1), Heads(each_lse, *each_lse.stride()[:3], 0)
-        stride_o, stride_lse = value_dim, 1
+    made = room_for(o, lse, parts)
     table = None if a.block_table is None else Table(a.block_table, *a.block_table.stride())
     tree = (None, 0, 0) if a.tree is None else (a.tree, *a.tree.stride())
     scale = 1.0 / math.sqrt(head_dim) if a.scale is None else float(a.scale)
@@ -530,20 +524,43 @@ def forward(q: Tensor, k_cache: Tensor, v_cache: Tensor | None, **options: Any) 
     attention_part(
         heads_of(q), heads_of(as_codes(k_cache)), None if shared else heads_of(as_codes(k_cache if v_cache is None else v_cache)),
         None if a.k_rope is None else heads_of(a.k_rope), k_scale, v_scale, table, a.kv_len,
-        0 if a.kv_len is None else a.kv_len.stride(0), *tree, made, stride_o, sums, stride_lse,
+        0 if a.kv_len is None else a.kv_len.stride(0), *tree, *made,
         None if a.sink is None else a.sink.contiguous(),
         Scores(scale, float(a.softcap) or None, slopes, None, None, None, None, None),
         Window(a.left, 0 if a.causal and a.tree is None else None), how, length, capacity, pages, kv_heads, batch, tiles,
         head_tiles, parts, split, GROUP=group, PAGE=0 if table is None else page, KEYS=keys, TURNED=turned, VALUES=values,
         PIECES=pieces, SHARED=shared, BLOCK_M=block.own, BLOCK_N=block.other, STAGES=block.stages,
     )  # fmt: skip
-    if parts > 1:
-        rows = batch * length * heads
-        attention_parts_merge(
-            each, each_lse, heads_of(o), whole_of(lse), rows, length, heads, parts, value_dim, FEW=8,
-            BLOCK=max(16, power_of_two(value_dim)),
-        )  # fmt: skip
+    merge(made, o, lse, parts)
     return o, lse
+
+
+class Made(NamedTuple):
+    """Where parts store their o and lse, and how far those of one row lie apart."""
+
+    o: Heads
+    stride_o: int
+    lse: Heads
+    stride_lse: int
+
+
+def room_for(o: Tensor, lse: Tensor, parts: int) -> Made:
+    """Results themselves are room for one part; more have room of their own, in fp32."""
+    if parts == 1:
+        return Made(heads_of(o), 0, whole_of(lse), 0)
+    each = torch.empty(*o.shape[:3], parts, o.shape[3], dtype=torch.float32, device=o.device)
+    each_lse = torch.empty(*o.shape[:3], parts, dtype=torch.float32, device=o.device)
+    return Made(Heads(each, *each.stride()[:3], 1), o.shape[3], Heads(each_lse, *each_lse.stride()[:3], 0), 1)
+
+
+def merge(made: Made, o: Tensor, lse: Tensor, parts: int) -> None:
+    """Make results of parts, if there are several."""
+    if parts > 1:
+        batch, length, heads, columns = o.shape
+        attention_parts_merge(
+            made.o.data, made.lse.data, heads_of(o), whole_of(lse), batch * length * heads, length, heads, parts, columns, FEW=8,
+            BLOCK=max(16, power_of_two(columns)),
+        )  # fmt: skip
 
 
 def value_columns(v_cache: Tensor | None, k_cache: Tensor, value_dim: int | None) -> int:

@@ -2,10 +2,10 @@
 
 `data/attention_<arch>.jsonl` has a row for each measured call that came out right, `{"direction": "forward", "kind":
 "bf16_128_128_causal", "bucket": [64, 4096, 4096], "best": "hopper", "times": {"hopper": 101.5, "portable": 130.0}, "date":
-"2026-11-17", "triton": "3.6.0"}`: bucket is batch times heads, queries and keys, rounded up to powers of two, times are
-microseconds. The nearest row of a kind counts if it is within a factor of four in every size; where there is none, the portable
-kernels are taken, and those of the chip by name alone. Rows are data: one that is damaged, or whose best is not its fastest, is
-not believed. `tilewright docs` writes them from the evidence.
+"2026-11-17", "triton": "3.6.0"}`: bucket is batch times heads, queries and keys, or batch, rows and keys of a cache, rounded up
+to powers of two, times are microseconds. The nearest row of a kind counts if it is within a factor of four in every size; where
+there is none, the portable kernels are taken, and those of the chip by name alone. Rows are data: one that is damaged, or whose
+best is not its fastest, is not believed. `tilewright docs` writes them from the evidence.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from ..core.triton_versions import age
 from ..gemm.preference import FAR, LARGEST, bucket, distance
 from ..runtime.choose import forced
 from ..runtime.config import LONGEST, SHIPPED
+from .cached_parts import value_columns
 
 PORTABLE = "portable"
 DIRECTIONS = ("forward", "backward")
@@ -33,11 +34,17 @@ NAMES = {"torch.bfloat16": "bf16", "torch.float16": "fp16", "torch.float32": "fp
 
 def kind_of(a: SimpleNamespace) -> str:
     """What a call's kernels are like, in a word: dtype, columns of keys and of values, and all that changes their code."""
-    window = "windowed" if a.left is not None or a.right is not None else "causal" if a.causal else "full"
+    cached = hasattr(a, "k_cache")
+    bounded = a.left is not None or (not cached and a.right is not None)
+    window = "windowed" if bounded else "causal" if a.causal else "full"
     more = {"softcap": a.softcap, "slopes": a.slopes is not None, "sink": a.sink is not None}
     more |= {"kv_len": a.kv_len is not None, "packed": a.cu_seqlens_q is not None}
-    words = [NAMES[str(a.q.dtype)], a.q.shape[-1], a.v.shape[-1], window, *(name for name, has in more.items() if has)]
-    return "_".join(map(str, words))
+    if cached:
+        more |= {"latent": a.v_cache is None, "apart": a.k_rope is not None, "fixed": a.block_table is None}
+        more[f"pages_{a.k_cache.shape[1]}"] = a.block_table is not None
+    columns = value_columns(a.v_cache, a.k_cache, a.value_dim) if cached else a.v.shape[-1]
+    words = [NAMES[str(a.q.dtype)], a.q.shape[-1], columns, window, *(name for name, has in more.items() if has)]
+    return "_".join(map(str, ["cached", *words] if cached else words))
 
 
 def wanted(name: str, direction: str, target: Target, a: SimpleNamespace) -> bool:
@@ -45,25 +52,6 @@ def wanted(name: str, direction: str, target: Target, a: SimpleNamespace) -> boo
     if name in (a.backend, forced.get()):
         return True
     return nearest(target.arch, direction, kind_of(a), *sizes_of(a)) == name
-
-
-def wanted_of_cache(name: str, target: Target, a: SimpleNamespace) -> bool:
-    """`wanted` of a call over caches."""
-    if name in (a.backend, forced.get()):
-        return True
-    return nearest(target.arch, "forward", kind_of_cache(a), *sizes_of(as_dense(a))) == name
-
-
-def kind_of_cache(a: SimpleNamespace) -> str:
-    """`kind_of` a call over caches that hold keys and values apart, with the size of their pages."""
-    pages = "fixed" if a.block_table is None else f"pages_{a.k_cache.shape[1]}"
-    return f"cached_{kind_of(as_dense(a))}_{pages}"
-
-
-def as_dense(a: SimpleNamespace) -> SimpleNamespace:
-    """A call over caches as `kind_of` and `sizes_of` ask it: with as many keys as a sequence has room for."""
-    room = a.k_cache.shape[1] * (1 if a.block_table is None else a.block_table.shape[1])
-    return SimpleNamespace(**vars(a), k=SimpleNamespace(shape=(a.q.shape[0], room)), v=a.v_cache, right=None)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -75,8 +63,12 @@ def nearest(arch: str, direction: str, kind: str, heads: int, length: int, keys:
 
 
 def sizes_of(a: SimpleNamespace) -> tuple[int, int, int]:
-    """Batch times heads, queries and keys of a call, in its bucket."""
+    """Batch times heads, queries and keys of a call, in its bucket; over a cache batch, heads times queries and the keys that there
+    is room for: heads share what is read."""
     batch, length, heads, _ = a.q.shape
+    if hasattr(a, "k_cache"):
+        pages = 1 if a.block_table is None else a.block_table.shape[1]
+        return bucket(batch, heads * length, pages * a.k_cache.shape[1])
     return bucket(batch * heads, length, a.k.shape[1])
 
 

@@ -18,7 +18,7 @@ import torch
 import tilewright as tw
 
 from ..attention import preference as attended
-from ..attention.hopper import chunks
+from ..attention.hopper import chunks, latent
 from ..attention.hopper.backward import fits_backward
 from ..attention.hopper.forward import fits
 from ..check.variants import Blank
@@ -32,7 +32,7 @@ from .work import arguments
 NAMES = {"scaled_mm": library.pair_of, "matmul": library.pair_of_matmul}
 ATTENTION = ("attention", "attention_lse", "cached_attention")
 ATTENTION_FITS = {"forward": fits, "backward": fits_backward}
-CACHED_FITS = {chunks.NAME: chunks.fits}  # by backend
+CACHED_FITS = {chunks.NAME: chunks.fits, latent.NAME: latent.fits}  # by backend
 LEAST = 0.97  # of the faster's speed, which `auto` has to reach in every recorded product
 
 
@@ -102,18 +102,15 @@ def attention_rows(
     for row in recorded:
         case, theirs = cases.get(row["case"]), row["rivals"].get(attended.PORTABLE)
         asked = None if case is None or case.op not in ATTENTION else case.arguments.get("backend")
-        if row["arch"] != arch or theirs is None or asked is None or case.direction not in attended.DIRECTIONS:
+        if row["arch"] != arch or theirs is None or asked is None or case.direction not in ATTENTION[case.op]:
             continue
         op = tw.catalogue()[case.op]
         drawn = arguments(case, Blank(op, case.dims, case.options, dtype=getattr(torch, case.dtype)))
         given, target = SimpleNamespace(**drawn), evidence.target_of(row)
-        cached = case.op == "cached_attention"
-        taken = CACHED_FITS.get(asked) if cached else ATTENTION_FITS[case.direction]
+        taken = CACHED_FITS.get(asked) if case.op == "cached_attention" else ATTENTION_FITS[case.direction]
         if target is not None and taken is not None and taken(target, given):
-            times, kind = {asked: row["us"], attended.PORTABLE: theirs}, {}
-            if cached:
-                given, kind = attended.as_dense(given), {"kind": attended.kind_of_cache(given)}
-            made.append({**attended.made(case.direction, given, times, row["date"][:10], row["triton"]), **kind})
+            times = {asked: row["us"], attended.PORTABLE: theirs}
+            made.append(attended.made(case.direction, given, times, row["date"][:10], row["triton"]))
     return made
 
 

@@ -1,1 +1,1 @@
-"""Attention in Gluon for Hopper: a file a direction, and what they share."""
+"""Attention in Gluon for Hopper: a file a direction, one over caches of latents, and what they share."""

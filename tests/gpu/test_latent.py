@@ -1,0 +1,117 @@
+"""Attention over caches of latents on hardware: Hopper's kernel against float64 and the portable one, of every kind and at the
+lengths where blocks, parts and tiles end, with NaN in all that nobody sees; the same bits in a hundred runs, in any batch, and in a
+graph as outside of it. A kernel that waits for ever ends the process."""
+
+from __future__ import annotations
+
+import faulthandler
+import math
+
+import pytest
+import torch
+
+import tilewright as tw
+from tests.latent_oracle import CALLS, agrees, call
+from tilewright.core.target import Target
+
+pytestmark = pytest.mark.gpu
+LIMIT = 300  # seconds for a test, compiling included
+
+
+@pytest.fixture(autouse=True)
+def limited():
+    """End the process, with what it was doing, if a test takes too long."""
+    if not Target.at(torch.device("cuda")).hopper_gluon:
+        pytest.skip("the kernel is Hopper's")
+    faulthandler.dump_traceback_later(LIMIT, exit=True)
+    yield
+    faulthandler.cancel_dump_traceback_later()
+
+
+def on_gpu(a):
+    return {name: t.cuda() if torch.is_tensor(t) else t for name, t in a.items()}
+
+
+def attend(a, backend="hopper_latent"):
+    return tw.cached_attention(**a, backend=backend)
+
+
+def same(found, wanted):
+    """Bit for bit, NaN too."""
+    for a, b in zip(found, wanted):
+        assert torch.equal(*(t.contiguous().view(torch.int16) for t in (a, b)))
+
+
+def held(a):
+    """Results by Hopper's kernel, held to float64 and to the portable one."""
+    o, lse = attend(on_gpu(a))
+    agrees(a, o.cpu(), lse.cpu())
+    other, other_lse = attend(on_gpu(a), "portable")
+    assert torch.equal(o.isnan(), other.isnan()) and torch.equal(lse.isnan(), other_lse.isnan())
+    gap, size = ((t.double()).nan_to_num(0.0).square().mean().sqrt() for t in (o.double() - other.double(), other))
+    assert gap <= 4e-3 * max(1e-3, size)
+    return o, lse
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_kinds(name):
+    held(CALLS[name]())
+
+
+@pytest.mark.parametrize("heads", [128, 64, 16, 1])
+@pytest.mark.parametrize("length", [1, 63, 64, 65, 8192])
+def test_lengths(length, heads):
+    held(call((length,), room=8192, heads=heads))
+    held(call((length, 3000), room=8192, heads=heads, page=64, tokens=2))
+
+
+def test_a_batch_as_a_server_has_it():
+    """More programs than SMs, uneven, some without keys, one of more than there is room for."""
+    lengths = tuple((97 * i * i) % 4097 for i in range(60)) + (0, 4097, 4096, 1)
+    held(call(lengths, room=4096, heads=16, page=64))
+    held(call(lengths[-40:], room=4096, heads=128, tokens=2, page=64, dtype=torch.float16))
+
+
+@pytest.mark.parametrize("values", [512, 256])
+def test_bits_are_a_sequence_s_own(values):
+    lengths = (1000, 64, 0, 700, 65, 2048)
+    a = on_gpu(call(lengths, page=64, heads=72, tokens=2, values=values, split=512))
+    whole = attend(a)
+    for b in range(len(lengths)):
+        own = {name: a[name][b : b + 1] for name in ("q", "block_table", "kv_len")}
+        same(attend({**a, **own}), (t[b : b + 1] for t in whole))
+
+
+@pytest.mark.parametrize("heads", [16, 128])
+def test_a_hundred_runs_have_the_same_bits(heads):
+    a = on_gpu(call((3000, 1, 777, 64, 2500), room=4096, heads=heads, tokens=2, page=64))
+    first = attend(a)
+    for _ in range(100):
+        same(attend(a), first)
+
+
+def test_a_graph_gives_the_same_bits():
+    a = on_gpu(call((1000, 65, 300), page=64, split=512))
+    wanted = [t.clone() for t in attend(a)]
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        made = attend(a)
+    for _ in range(3):
+        for t in made:
+            t.fill_(math.inf)
+        graph.replay()
+        same(made, wanted)
+
+
+def test_results_go_where_they_are_told():
+    """Memory of other strides, and what lies between its rows is left alone."""
+    a = on_gpu(call((300, 65), heads=16, split=512))
+    wanted = attend(a)
+    room = torch.full((2, 1, 16, 640), 7.0, dtype=torch.bfloat16, device="cuda")
+    turned = torch.empty(2, 512, 16, 1, dtype=torch.bfloat16, device="cuda").permute(0, 3, 2, 1)
+    for o in (room[..., :512], turned):
+        out = (o, torch.empty_like(wanted[1]))
+        tw.cached_attention(**a, backend="hopper_latent", out=out)
+        same(out, wanted)
+    assert (room[..., 512:] == 7.0).all()

@@ -1,0 +1,195 @@
+"""Which calls over caches of latents Hopper's own kernel takes, when `auto` does, and what it is launched with."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import tilewright as tw
+from tilewright.attention import preference
+from tilewright.attention.hopper import latent
+from tilewright.bench import preference as measured
+from tilewright.bench.cases import CASES
+from tilewright.core.target import TARGETS, pretend
+from tilewright.runtime.kernel import collect
+
+HOPPER = replace(TARGETS["sm_90"], gluon=True)
+CACHED = tw.catalogue()["cached_attention"]
+
+
+def blank(*shape, dtype=torch.bfloat16):
+    return torch.empty(*shape, dtype=dtype, device="meta")
+
+
+def ints(*shape):
+    return blank(*shape, dtype=torch.int32)
+
+
+def call(batch=4, length=1, heads=16, width=576, values=512, page=64, pages=16, dtype=torch.bfloat16, **other):
+    """A call over pages of a cache, or, without `page`, of a page for each sequence."""
+    cache = blank(batch * pages, page, 1, width) if page else blank(batch, 1024, 1, width)
+    return {
+        "q": blank(batch, length, heads, width).to(dtype),
+        "k_cache": cache.to(dtype),
+        "block_table": ints(batch, pages) if page else None,
+        "kv_len": ints(batch),
+        "value_dim": values,
+        **other,
+    }
+
+
+def bound(values):
+    return SimpleNamespace(**CACHED.signature.bind((), values))
+
+
+def chosen(values, target=HOPPER):
+    with pretend(target), tw.force("triton"):
+        return CACHED.implementation(CACHED.signature.bind((), values)).name
+
+
+def launched(values):
+    with pretend(HOPPER), torch.no_grad(), collect() as found:
+        CACHED.run(CACHED.signature.bind((), {**values, "backend": latent.NAME}))
+    return [(w.kernel.name, dict(zip(w.kernel.names, w.ordered))) for w in found]
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        call(),
+        call(page=None),
+        call(page=None, kv_len=None),
+        call(heads=128, length=3, dtype=torch.float16, softcap=2.0, scale=0.1, causal=False, split=128),
+        call(page=16),
+        call(page=192),
+        call(width=320, values=256),
+        call(width=552),  # 40 columns more
+        call(k_cache=blank(64, 64, 1, 512), k_rope=blank(64, 64, 1, 64)),
+        call(q=blank(16, 4, 1, 576).permute(1, 2, 0, 3)),  # one token, its heads anywhere
+        call(k_cache=blank(64, 64, 3, 576)[:, :, 1:2]),  # a cache of several layers
+    ],
+)
+def test_takes(values):
+    assert latent.fits(HOPPER, bound(values)) and chosen({**values, "backend": latent.NAME}) == latent.NAME
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        call(dtype=torch.float32),
+        call(v_cache=blank(64, 64, 1, 512), value_dim=None),
+        call(values=384),
+        call(values=576),  # no column is after the values
+        call(width=640),
+        call(k_cache=blank(64, 64, 2, 576)),
+        call(k_cache=blank(64, 64, 1, 576, dtype=torch.int8)),
+        call(k_cache=blank(64, 64, 1, 512), k_rope=blank(64, 64, 1, 64), value_dim=256),
+        call(page=8),
+        call(page=96),
+        call(split=50),
+        call(scale=0.0),  # the largest product is then not the largest score
+        call(left=100),
+        call(sink=blank(16)),
+        call(slopes=blank(16)),
+        call(tree=blank(4, 1, dtype=torch.int64)),
+        call(batch=1, cu_seqlens_q=ints(2)),
+        call(batch=0),
+        call(pages=0),
+        call(length=2, q=blank(4, 16, 2, 576).transpose(1, 2)),  # heads before tokens
+        call(k_cache=blank(64, 64, 1, 577)[..., :576]),  # rows that do not begin at multiples of 16 bytes
+    ],
+)
+def test_leaves_to_others(values):
+    assert not latent.fits(HOPPER, bound(values)) and chosen(values) == "portable"
+    with pytest.raises(RuntimeError, match="no backend hopper for these arguments"):
+        chosen({**values, "backend": latent.NAME})
+
+
+def test_other_chips_have_no_such_kernel():
+    assert not any(latent.fits(t, bound(call())) for t in (TARGETS["sm_100"], replace(HOPPER, gluon=False)))
+
+
+def test_auto_takes_what_was_measured_to_be_faster(tmp_path, monkeypatch):
+    monkeypatch.setattr(preference, "SHIPPED", tmp_path)
+    times = {latent.NAME: 1.0, "portable": 2.0}
+    line = preference.made("forward", bound(call()), times, "2026-11-17", "3.6.0")
+    assert (line["kind"], line["bucket"]) == ("cached_bf16_576_512_causal_kv_len_latent_pages_64", [4, 16, 1024])
+    try:
+        for text, taken in (("", "portable"), (preference.text_of([line]), latent.NAME)):
+            preference.path_of("sm_90").write_text(text)
+            preference.table.cache_clear()
+            preference.nearest.cache_clear()
+            assert chosen(call()) == taken
+            assert chosen(call(page=None)) == chosen(call(softcap=1.0)) == chosen(call(heads=128)) == "portable"
+        assert json.loads(preference.text_of([line])) == line
+    finally:
+        preference.table.cache_clear()
+        preference.nearest.cache_clear()
+
+
+def test_evidence_of_both_backends_makes_a_row():
+    case = next(case for case in CASES.values() if case.family == "attention_decode_mla_few")
+    named = replace(case, arguments={**case.arguments, "backend": latent.NAME})
+    kept = {
+        "case": case.name,
+        "arch": "sm_90",
+        "us": 80.0,
+        "rivals": {"portable": 155.9},
+        "date": "2026-11-17T10:00:00",
+    }
+    kept |= {"sms": 132, "triton": "3.6.0"}
+    (row,) = measured.attention_rows([kept], "sm_90", {case.name: named})
+    assert (row["kind"], row["bucket"], row["best"]) == (
+        "cached_bf16_576_512_causal_kv_len_latent_pages_64",
+        [64, 16, 4096],
+        latent.NAME,
+    )
+    assert not measured.attention_rows([kept], "sm_90", {case.name: case})  # which does not say whose time it is
+
+
+def test_rows_are_tokens_and_heads():
+    _, (_, merge) = found = launched(call(batch=32, heads=128, page=None, k_cache=blank(32, 8192, 1, 576)))
+    name, given = found[0]
+    plan = given["PLAN"]
+    assert name == "attention_latent_hopper" and (plan.stages, plan.late, plan.ahead) == (2, True, 64 * 1152)
+    assert (given["TILES"], given["PARTS"], given["SPLIT"], given["PROGRAMS"]) == (2, 2, 4096, 128)
+    assert given["Q"].shape == [32, 128, 576] and given["Q"].block_shape == [1, 64, 64]
+    assert merge["PARTS"] == 2 and given["ROPE"] is given["K"] and given["rope_at"] == 512
+
+
+def test_a_tile_of_few_heads_has_keys_to_itself():
+    (_, given), *_ = launched(call(batch=64, heads=16))
+    assert (given["TILES"], given["PLAN"].late, given["PAGE"]) == (1, False, 64)
+    (_, given), *_ = launched(call(k_cache=blank(64, 16, 2, 576)[:, :, :1], page=16))
+    assert (given["PLAN"].box, given["PLAN"].ahead) == (16, 0)  # rows do not lie side by side
+
+
+def test_a_split_that_is_given_is_kept():
+    found = launched(call(split=192))
+    assert [name for name, _ in found] == ["attention_latent_hopper", "attention_parts_merge"]
+    assert (found[0][1]["SPLIT"], found[0][1]["PARTS"]) == (192, 6)
+    ((_, given),) = launched(call(split=1024))
+    assert given["PARTS"] == 1
+
+
+@pytest.mark.parametrize(
+    ("capacity", "units"), [(8192, 64), (4096, 64), (64, 1), (32768, 1), (131072, 3), (8192, 1000)]
+)
+def test_parts_fill_the_chip(capacity, units):
+    split = latent.split_for(capacity, units, 132)
+    parts = -(-capacity // split)
+    assert split % 64 == 0 and (split >= 512 or capacity < 512)
+    even = units * capacity / 132  # keys of each SM if none idled
+    assert -(-units * parts // 132) * split <= max(1.2 * even, 512)
+
+
+@pytest.mark.parametrize("values", latent.WIDTHS)
+def test_every_width_has_room(values):
+    plan = latent.plan_for(values, 64, 1, 0, HOPPER.shared_memory)
+    assert plan.stages >= 2
+    used = 128 * (values + 64) * (1 + plan.stages) + 64 * 64 * 2 + latent.SPARE
+    assert used <= HOPPER.shared_memory
