@@ -11,6 +11,7 @@ from triton.runtime.errors import InterpreterError
 
 import tilewright as tw
 from tests.mutants import ROOT, Mutant, edited
+from tilewright.attention.cached_parts import part_length
 from tilewright.check.far_apart import load
 
 LOWEST = torch.iinfo(torch.int32).min
@@ -81,6 +82,19 @@ def test_every_page_size_has_the_same_bits():
         same(launched(q, k_cache, v_cache, table, kv_len, **options), fixed)
     turned = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in (k, v))  # heads before tokens
     same(launched(q, *turned, None, kv_len, **options), fixed)
+
+
+def test_parts_fill_the_chip():
+    """Of 396 programs at a time: not a little more than one or two rounds, and never parts too short to be worth it."""
+    for programs in (1, 3, 8, 64, 256, 1000, 5000):
+        for capacity in (0, 1, 700, 8192, 8208, 32768, 131072):
+            length = part_length(capacity, programs, 396, 512, 64)
+            parts = max(1, -(-capacity // length))
+            assert length % 64 == 0 and (parts == 1 or length >= 512)
+            assert parts == 1 or parts * programs < 18 * 396
+            rounds = parts * programs / 396
+            assert parts == 1 or not (1.0 < rounds < 1.5 or 2.0 < rounds < 2.5), (programs, capacity, length)
+    assert part_length(32768, 8, 396, 512, 64) == 704  # 47 parts are 376 programs
 
 
 def test_bits_do_not_depend_on_the_batch():

@@ -611,15 +611,14 @@ def blocks(
     while other > 16 and room(own, other) < 2 * bytes_of(other):
         other //= 2
     fit = room(own, other) // bytes_of(other)
-    # Two blocks of keys are in shared memory, one of which is on its way, and a third where whole warpgroups multiply. Pages of
-    # fewer keys than threads are fetched ahead as well, which takes two stages more: without them only one block would be there
-    stages = min(3, fit)
+    # Two blocks of keys are in shared memory, one of them on its way, and a third where whole warpgroups multiply. Pages that are
+    # fewer than threads are fetched ahead too: of the stages that this takes, the keys have one in two
+    stages = max(1, min(3, fit))
     if paged and other < 128 and fit >= 3:
-        stages = 5
-    there = max(1, min(2, fit - 1)) + (own >= 64)
-    return Blocks(
-        own, other, max(1, stages), min(3, max(1, memory // (own * key_columns * 2 + there * bytes_of(other))))
-    )
+        stages = 4 if own >= 64 else 5  # where warpgroups multiply, a third block would leave room for one program only
+    there = max(1, min(2, fit - 1)) + (own >= 64 and stages == 3)
+    taken = own * key_columns * 2 + there * bytes_of(other)
+    return Blocks(own, other, stages, min(3, max(1, memory // taken)))
 
 
 def columns_of(count: int, blocked: bool, least: int) -> Columns:
@@ -648,17 +647,43 @@ def as_codes(t: Tensor | None) -> Tensor | None:
     return t.view(torch.uint8) if bytewise else t
 
 
-def kind_of_codes(t: Tensor) -> str:
+def pairs_of(t: Tensor, columns: int) -> str | None:
+    """The kind of codes, if that many columns of them can be loaded two at a time."""
+    odd = any(n % 2 for n in (columns, t.shape[3], *t.stride()[:3], t.storage_offset()))
+    if (
+        t.element_size() > 1 or t.stride(3) != 1 or odd or t.data_ptr() % 16
+    ):  # which plans tell apart, and not smaller words
+        return None
     return "int8" if t.dtype == torch.int8 else "e4m3" if is_fast(t) else "bytes"
 
 
-def lies_in_pairs(t: Tensor) -> bool:
-    """Whether columns can be loaded two codes at a time."""
-    return (
-        t.element_size() == 1
-        and t.stride(3) == 1
-        and not any(n % 2 for n in (t.shape[3], *t.stride()[:3], t.storage_offset()))
+class Factors(NamedTuple):
+    """As what queries, keys, weights and values are multiplied; whether values are parts of the keys that are there already."""
+
+    pieces: Pieces
+    half: Half
+    pairs: str | None
+    shared: bool
+
+
+def factors(q: Tensor, k: Tensor, v: Tensor, keys: Columns, values: Columns, latent: bool, by_token: bool) -> Factors:
+    """`latent`: keys hold the values. `by_token`: tokens' values have scales of their own, which are multiplied into weights."""
+    single, fp16 = q.dtype == torch.float32, q.dtype == torch.float16
+    codes, value_codes = k.element_size() == 1, v.element_size() == 1
+    small = fp16 and by_token  # weights times scales of tokens may be too small for fp16
+    pieces = Pieces(
+        3 if single else 1, 3 if single and not codes else 1, 3 if single else 2 if small else 1,
+        3 if single and not value_codes else 1,
+    )  # fmt: skip
+    shared = latent and values.FIRST == keys.FIRST and not (small and codes)
+    shared = shared and (values.COUNT < keys.COUNT or values[2:] == keys[2:])
+    half = Half(
+        not single and (fp16 or codes and not (shared and by_token)),
+        not single and not by_token and (fp16 or value_codes),
     )
+    # Tensor cores take the values of two tokens in a word: single codes would have to be read from shared memory byte by byte
+    wide = min(values.FIRST, values.LAST) >= 32
+    return Factors(pieces, half, pairs_of(v, values.ALL) if wide and not shared else None, shared)
 
 
 def forward(q: Tensor, k_cache: Tensor, v_cache: Tensor | None, **options: Any) -> tuple[Tensor, Tensor]:
@@ -676,52 +701,20 @@ def forward(q: Tensor, k_cache: Tensor, v_cache: Tensor | None, **options: Any) 
         return o, lse
     k_scale, v_scale = scales_of(a.k_scale), scales_of(a.k_scale if v_cache is None else a.v_scale)
     values_at = k_cache if v_cache is None else v_cache
-    codes, value_codes = k_cache.element_size() == 1, values_at.element_size() == 1
     group = heads // kv_heads
     rows = None if a.cu_seqlens_q is not None else group * length
     least = narrowest(q) if most_rows(rows) >= 64 else 16  # fewer rows are no product of whole warpgroups
     keys = columns_of(key_dim, k_scale.stride_c is not None, least)
     values = columns_of(value_dim, v_scale.stride_c is not None, least)
-    single = q.dtype == torch.float32
-    # Weights times scales of tokens may be too small for fp16
-    small = q.dtype == torch.float16 and v_scale.stride_p is not None
-    pieces = Pieces(
-        3 if single else 1, 3 if single and not codes else 1, 3 if single else 2 if small else 1,
-        3 if single and not value_codes else 1,
-    )  # fmt: skip
-    shared = v_cache is None and values.FIRST == keys.FIRST and not (small and codes)
-    shared = shared and (values.COUNT < keys.COUNT or values[2:] == keys[2:])
-    # Values are multiplied by the weights of their tokens: of FP8 codes the tensor cores' layout would take single bytes
-    pairs = None
-    if value_codes and not shared and min(values.FIRST, values.LAST) >= 32 and lies_in_pairs(values_at):
-        pairs = kind_of_codes(values_at)
-    half = Half(
-        q.dtype == torch.float16
-        or q.dtype == torch.bfloat16
-        and codes
-        and not (shared and v_scale.stride_p is not None),
-        q.dtype == torch.float16
-        and not small
-        or q.dtype == torch.bfloat16
-        and value_codes
-        and v_scale.stride_p is None,
-    )
+    form = factors(q, k_cache, values_at, keys, values, v_cache is None, v_scale.stride_p is not None)
     turned = Columns(0, 0, 0, 0)
     if a.k_rope is not None:
         turned = columns_of(a.k_rope.shape[-1], False, least)._replace(
             FIRST=max(least, power_of_two(a.k_rope.shape[-1]))
         )
     wide = keys.FIRST * (keys.COUNT - 1) + keys.LAST + turned.FIRST
-    beside = 0 if shared else values.FIRST * (values.COUNT - 1) + values.LAST
-    block = blocks(
-        q,
-        k_cache,
-        rows,
-        wide,
-        beside,
-        a.block_table is not None,
-        a.tree is not None,
-    )
+    beside = 0 if form.shared else values.FIRST * (values.COUNT - 1) + values.LAST
+    block = blocks(q, k_cache, rows, wide, beside, a.block_table is not None, a.tree is not None)
     tokens = max(1, block.own // group)
     how, tiles = Lengths(), cdiv(length, tokens)
     if a.cu_seqlens_q is not None:
@@ -746,14 +739,15 @@ def forward(q: Tensor, k_cache: Tensor, v_cache: Tensor | None, **options: Any) 
     slopes = None if a.slopes is None else a.slopes.contiguous()
     attention_part(
         heads_of(q), heads_of(as_codes(k_cache)),
-        None if shared else heads_of(as_codes(values_at) if pairs is None else values_at.view(torch.int16)),
+        None if form.shared else heads_of(as_codes(values_at) if form.pairs is None else values_at.view(torch.int16)),
         None if a.k_rope is None else heads_of(a.k_rope), k_scale, v_scale, table, a.kv_len,
         0 if a.kv_len is None else a.kv_len.stride(0), *tree, made, stride_o, sums, stride_lse,
         None if a.sink is None else a.sink.contiguous(),
         Scores(scale, float(a.softcap) or None, slopes, None, None, None, None, None),
         Window(a.left, 0 if a.causal and a.tree is None else None), how, length, capacity, pages, kv_heads, batch, tiles,
         head_tiles, parts, split, GROUP=group, PAGE=0 if table is None else page, KEYS=keys, TURNED=turned, VALUES=values,
-        PIECES=pieces, HALF=half, PAIRS=pairs, SHARED=shared, BLOCK_M=block.own, BLOCK_N=block.other, STAGES=block.stages,
+        PIECES=form.pieces, HALF=form.half, PAIRS=form.pairs, SHARED=form.shared, BLOCK_M=block.own, BLOCK_N=block.other,
+        STAGES=block.stages,
     )  # fmt: skip
     if parts > 1:
         rows = batch * length * heads
