@@ -508,6 +508,6 @@ def test_rows_of_caches_come_from_evidence():
     asked = {case.name: replace(case, arguments={"backend": "hopper_chunks"})}
     (made,) = derived.attention_rows([row], "sm_90", asked)
     assert attended.row_of(json.dumps(made)) == made and made["best"] == "hopper_chunks"
-    assert (made["kind"], made["bucket"]) == ("cached_bf16_128_128_causal_kv_len_pages_64", [128, 2048, 8192])
+    assert (made["kind"], made["bucket"]) == ("cached_bf16_128_128_causal_kv_len_pages_64", [4, 65536, 8192])
     for other in ({}, {"backend": "hopper"}, {"backend": "hopper_chunks", "split": 512}):
         assert not derived.attention_rows([row], "sm_90", {case.name: replace(case, arguments=other)})

@@ -11,6 +11,7 @@ from triton.runtime.errors import InterpreterError
 
 import tilewright as tw
 from tests.mutants import ROOT, Mutant, edited
+from tilewright.attention.cached_parts import part_length
 from tilewright.check.far_apart import load
 
 LOWEST = torch.iinfo(torch.int32).min
@@ -61,8 +62,7 @@ def sequences(
     return q, k, v, torch.tensor(lengths, dtype=torch.int32)
 
 
-@pytest.mark.parametrize("page", [1, 3, 16])
-@pytest.mark.parametrize("tokens", [1, 5])
+@pytest.mark.parametrize("tokens, page", [(1, 1), (5, 3), (1, 16), (5, 16)])
 def test_pages_hold_what_attention_sees(page, tokens):
     lengths = [37, 5, 64]
     q, k, v, kv_len = sequences(lengths, tokens)
@@ -82,6 +82,19 @@ def test_every_page_size_has_the_same_bits():
         same(launched(q, k_cache, v_cache, table, kv_len, **options), fixed)
     turned = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in (k, v))  # heads before tokens
     same(launched(q, *turned, None, kv_len, **options), fixed)
+
+
+def test_parts_fill_the_chip():
+    """Of 396 programs at a time: not a little more than one or two rounds, and never parts too short to be worth it."""
+    for programs in (1, 3, 8, 64, 256, 1000, 5000):
+        for capacity in (0, 1, 700, 8192, 8208, 32768, 131072):
+            length = part_length(capacity, programs, 396, 512, 64)
+            parts = max(1, -(-capacity // length))
+            assert length % 64 == 0 and (parts == 1 or length >= 512)
+            assert parts == 1 or parts * programs < 18 * 396
+            rounds = parts * programs / 396
+            assert parts == 1 or not (1.0 < rounds < 1.5 or 2.0 < rounds < 2.5), (programs, capacity, length)
+    assert part_length(32768, 8, 396, 512, 64) == 704  # 47 parts are 376 programs
 
 
 def test_bits_do_not_depend_on_the_batch():
@@ -145,6 +158,38 @@ def test_a_chain_is_causal_and_a_tree_is_a_mask():
     tree = tree & ~(1 << 4)  # what nobody sees may hold NaN
     k[0, 37 - nodes + 4], v[0, 37 - nodes + 4] = math.nan, math.nan
     assert not launched(q, k, v, None, kv_len, tree=tree)[0].isnan().any()
+
+
+def test_codes_take_queries_of_any_size():
+    """They are multiplied in fp16, by queries times a power of two for each row: rows may be as far apart as bf16 goes, and an
+    infinity or a NaN is that of its own row."""
+    dtype, scale = torch.bfloat16, torch.full((1, 1, KV_HEADS, 1), 2.0**-6)
+    q, k, v, kv_len = sequences([150], 5)
+    k, v = ((32.0 * t).to(torch.float8_e4m3fn) for t in (k, v[..., :16].repeat(1, 1, 1, 2)))
+    q = q * torch.tensor([2.0**-120, 2.0**-40, 0.0, 1.0, 2.0**100])[:, None, None]
+    q[0, 3, 0, 3] = 2.0**-30  # beside the others' 1 it is exact as well
+    far = 2.0 ** torch.tensor([120, 40, 0, 0, -100])  # makes scores of about 1, whatever the row
+    for i in range(5):
+        given = (q[:, i : i + 1].to(dtype), k, v, None, kv_len)
+        options = {"k_scale": scale * far[i], "v_scale": scale}
+        (o, lse), (wanted, wanted_lse) = launched(*given, **options), tw.cached_attention(*given, **options)
+        torch.testing.assert_close(lse, wanted_lse, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(o, wanted, rtol=1e-2, atol=2e-3)
+    q[0, 0, 0, 1], q[0, 1, 1, 2] = math.inf, math.nan
+    together = launched(q.to(dtype), k, v, None, kv_len, k_scale=scale, v_scale=scale)
+    broken = together[0].isnan().any(-1)[0]
+    assert broken.sum() == 2 and broken[0, 0] and broken[1, 1]
+
+
+def test_weights_below_a_sink_keep_their_digits():
+    """The values of codes are summed with weights in fp16, which are relative to the keys alone."""
+    q, k, v, kv_len = sequences([40])
+    v = (32.0 * v.repeat(1, 1, 1, 2)).to(torch.float8_e4m3fn)
+    given = (q.to(torch.bfloat16), (32.0 * k).to(torch.float8_e4m3fn), v, None, kv_len)
+    sink = torch.full((HEADS,), 40.0)
+    (o, lse), (wanted, wanted_lse) = launched(*given, sink=sink), tw.cached_attention(*given, sink=sink)
+    torch.testing.assert_close(o, wanted, rtol=1e-2, atol=0.01 * wanted.abs().max().item())
+    torch.testing.assert_close(lse, wanted_lse, rtol=1e-5, atol=1e-5)
 
 
 def test_absorbed_latent_attention_is_the_expanded_one():
@@ -290,11 +335,11 @@ def test_calls_that_make_no_sense_are_refused():
 PARTS = "tilewright/attention/cached_parts.py"
 BROKEN = {
     "the last part dropped": ("parts = max(1, cdiv(capacity, split))", "parts = max(1, capacity // split)"),
-    "a page read twice": ("(j // PAGE).to(tl.int64)", "(j // PAGE // 2).to(tl.int64)"),
+    "a page read twice": ("(j.to(tl.uint32) // PAGE).to(tl.int32)", "(j.to(tl.uint32) // PAGE // 2).to(tl.int32)"),
     "a page not clamped": ("known = there & (page >= 0) & (page < PAGES)", "known = there"),
     "a part that begins late": ("begin = part * SPLIT", "begin = part * SPLIT + (part > 0)"),
     "a sink in every part": ("live & (part == 0), float", "live, float"),
-    "what a tree hides is multiplied": ("v = tl.where(used[:, None], v, 0.0)", "v = v"),
+    "what a tree hides is multiplied": ("there = there & is_drawn(seen.drafts, j - seen.shift)", "there = there"),
 }
 
 

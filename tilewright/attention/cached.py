@@ -341,10 +341,9 @@ def check_sequences(op: str, q: Tensor, k_cache: Tensor, block_table, kv_len, cu
     if block_table is None and pages < many:
         raise ValueError(f"{op}: k_cache must have a page for each of {many} sequences, got {pages}")
     room = page if block_table is None else page * block_table.shape[1]
-    if max(q.shape[1], room) >= 2**31 - 1024:
-        raise ValueError(
-            f"{op}: q and the keys of k_cache must be fewer than 2**31 - 1024, got {q.shape[1]} and {room}"
-        )
+    for name, n in (("the tokens of q", q.shape[1]), ("the keys of k_cache", room), ("its pages", pages)):
+        if n >= 2**31 - 1024:
+            raise ValueError(f"{op}: {name} must be fewer than 2**31 - 1024, got {n}")
 
 
 def check_scale(op: str, name: str, scale: Tensor | None, whose: str, cache: Tensor | None) -> None:

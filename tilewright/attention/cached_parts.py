@@ -71,6 +71,17 @@ class Pieces(NamedTuple):
     V: int
 
 
+class Half(NamedTuple):
+    """Which products are of fp16 numbers: queries times keys, weights times values. Codes are, where q has 16 bits: an instruction
+    makes fp16 of two e4m3 codes, and three slow ones more bf16 of that."""
+
+    K: bool
+    V: bool
+
+
+LIFT = tl.constexpr(2.0**15)  # of weights in fp16, which are at most 1: they have all their digits down to 2**-29
+
+
 # ---- reading a cache -------------------------------------------------------------------------------------------------
 
 
@@ -84,19 +95,20 @@ def width_of(first, last, count, i):
 def find(TABLE, sequence, j, there, PAGES, PAGE: tl.constexpr):
     """(page, place in it, whether there is such a page) of keys j of a sequence; one that has no such page is not read."""
     if TABLE is None:
-        return tl.zeros_like(j).to(tl.int64) + sequence, j, there
+        return sequence, j, there
     else:
-        at = sequence.to(tl.int64) * TABLE.stride_s + (j // PAGE).to(tl.int64) * TABLE.stride_m
-        page = tl.load(TABLE.data + at, there, 0).to(tl.int64)
+        number = (j.to(tl.uint32) // PAGE).to(tl.int32)  # a shift: no j is negative
+        at = sequence.to(tl.int64) * TABLE.stride_s + number.to(tl.int64) * TABLE.stride_m
+        page = tl.load(TABLE.data + at, there, 0)
         known = there & (page >= 0) & (page < PAGES)
-        return tl.where(known, page, 0), j % PAGE, known
+        return tl.where(known, page, 0).to(tl.int32), (j.to(tl.uint32) % PAGE).to(tl.int32), known
 
 
 @triton.jit
 def load_cached(X, page, place, head, live, ALL: tl.constexpr, FROM: tl.constexpr, WIDTH: tl.constexpr):
     """[n, WIDTH]: columns FROM to FROM + WIDTH, of ALL, of one head at places of pages; 0 where it is not live."""
     column = FROM + tl.arange(0, WIDTH)
-    at = page * X.stride_b + place.to(tl.int64) * X.stride_t + head.to(tl.int64) * X.stride_h
+    at = page.to(tl.int64) * X.stride_b + head.to(tl.int64) * X.stride_h + place.to(tl.int64) * X.stride_t
     at = at[:, None] + column.to(tl.int64)[None, :] * X.stride_d
     inside = live[:, None]
     if FROM + WIDTH > ALL:
@@ -105,14 +117,45 @@ def load_cached(X, page, place, head, live, ALL: tl.constexpr, FROM: tl.constexp
 
 
 @triton.jit
+def load_part(X, page, place, head, live, COLUMNS: tl.constexpr, i: tl.constexpr):
+    """The i-th part of the columns."""
+    WIDTH: tl.constexpr = width_of(COLUMNS.FIRST, COLUMNS.LAST, COLUMNS.COUNT, i)
+    return load_cached(X, page, place, head, live, COLUMNS.ALL, i * COLUMNS.FIRST, WIDTH)
+
+
+# Of two pairs: the first of both, and the second of both. The compiler would take them apart byte by byte
+WIDEN_PAIRS = tl.constexpr(
+    "{ .reg .b32 t; .reg .b16 a, b; prmt.b32 t, $2, 0, 0x3120; mov.b32 {a, b}, t; "
+    "cvt.rn.f16x2.e4m3x2 $0, a; cvt.rn.f16x2.e4m3x2 $1, b; }"
+)
+
+
+@triton.jit
 def numbers(x, DTYPE: tl.constexpr):
     """Codes as numbers of a dtype that holds them all; what is no code, as it is."""
     if x.dtype == tl.uint8:
         return decode(x, "e4m3").to(DTYPE)
-    elif x.dtype == tl.int8 or x.dtype == tl.float8e4nv:
+    elif x.dtype == tl.float8e4nv:  # by way of fp32: from fp16 to bf16 there is only a slow instruction
+        return x.to(tl.float16).to(tl.float32).to(DTYPE)
+    elif x.dtype == tl.int8 and tl.float16 == DTYPE:  # the digits of 1152 + x: conversions of integers are slow
+        return (x.to(tl.int16) + 0x6480).to(tl.float16, bitcast=True) - 1152.0
+    elif x.dtype == tl.int8:
         return x.to(DTYPE)
     else:
         return x
+
+
+@triton.jit
+def numbers_of_pairs(x, KIND: tl.constexpr, DTYPE: tl.constexpr):
+    """(even columns, odd columns) of codes that were loaded two at a time."""
+    if KIND == "e4m3":
+        even, odd = tl.inline_asm_elementwise(WIDEN_PAIRS, "=r,=r,r", [x], (tl.float16, tl.float16), True, 2)
+        return even.to(tl.float32).to(DTYPE), odd.to(tl.float32).to(DTYPE)
+    else:
+        even, odd = x.to(tl.uint8), (x >> 8).to(tl.uint8)
+        if KIND == "int8":
+            even, odd = even.to(tl.int8, bitcast=True), odd.to(tl.int8, bitcast=True)
+        return numbers(even, DTYPE), numbers(odd, DTYPE)
 
 
 @triton.jit
@@ -121,53 +164,239 @@ def load_scale(S, page, place, head, live, part):
     if S.stride_p is None:
         return tl.load(S.data + head.to(tl.int64) * S.stride_h).to(tl.float32)
     else:
-        at = page * S.stride_p + place.to(tl.int64) * S.stride_t + head.to(tl.int64) * S.stride_h
+        at = page.to(tl.int64) * S.stride_p + place.to(tl.int64) * S.stride_t + head.to(tl.int64) * S.stride_h
         if S.stride_c is not None:
             at += part * S.stride_c
         return tl.load(S.data + at, live, 0.0).to(tl.float32)
 
 
+# ---- queries ---------------------------------------------------------------------------------------------------------
+
+
+class Rows(NamedTuple):
+    """The rows of a tile: whose they are, where they stand among the keys, and what is theirs alone."""
+
+    batch: Any
+    head: Any
+    token: Any
+    live: Any
+    position: Any
+    bits: Any  # of a tree
+    slope: Any  # in base 2
+
+
+class Seen(NamedTuple):
+    """[start, stop) of the keys of a part that any row sees, and [lower, upper) of the blocks that all of them see whole. Blocks
+    begin at `first`. Key j is a draft from `shift` on; `drafts` are those that any row sees."""
+
+    first: Any
+    start: Any
+    stop: Any
+    lower: Any
+    upper: Any
+    count: Any
+    shift: Any
+    drafts: Any
+
+
 @triton.jit
-def load_queries(Q, batch, head, token, live, ALL: tl.constexpr, FROM: tl.constexpr, WIDTH: tl.constexpr):
+def load_queries(Q, rows, ALL: tl.constexpr, FROM: tl.constexpr, WIDTH: tl.constexpr):
     """[n, WIDTH]: columns of q, of a head and a token for each row."""
     column = FROM + tl.arange(0, WIDTH)
-    at = batch.to(tl.int64) * Q.stride_b + token.to(tl.int64) * Q.stride_t + head.to(tl.int64) * Q.stride_h
-    at = at[:, None] + column.to(tl.int64)[None, :] * Q.stride_d
-    return tl.load(Q.data + at, live[:, None] & (column < ALL)[None, :], 0.0)
+    at = rows.batch.to(tl.int64) * Q.stride_b + rows.token.to(tl.int64) * Q.stride_t
+    at = (at + rows.head.to(tl.int64) * Q.stride_h)[:, None] + column.to(tl.int64)[None, :] * Q.stride_d
+    return tl.load(Q.data + at, rows.live[:, None] & (column < ALL)[None, :], 0.0)
 
 
 @triton.jit
-def rounded(p, dtype: tl.constexpr, PIECES: tl.constexpr):
-    """Weights as they are multiplied: rounded to what the values are, unless they are several pieces."""
-    if PIECES == 1:
-        return p.to(dtype)
-    else:
-        return p
+def in_half(q, COUNT: tl.constexpr):
+    """(bf16 queries in parts times a power of two for each row, in fp16; what takes it back, fp32 [n]). The largest of a row is
+    below 2**15 then, and only what is 2**31 times smaller loses a digit. A row's infinities and NaN stay."""
+    top = tl.zeros([q[0].shape[0]], tl.float32)
+    for i in tl.static_range(COUNT):
+        top = tl.maximum(top, tl.max(tl.abs(q[i].to(tl.float32)), 1))
+    exponent = tl.maximum((top.to(tl.int32, bitcast=True) >> 23) - 14, 1)  # so that both powers are normal numbers
+    back = (exponent << 23).to(tl.float32, bitcast=True)
+    power = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+    scaled = ()
+    for i in tl.static_range(COUNT):
+        scaled = scaled + ((q[i].to(tl.float32) * power[:, None]).to(tl.float16),)
+    return scaled, back
+
+
+@triton.jit
+def either(a, b):
+    return a | b
+
+
+@triton.jit
+def is_drawn(bits, draft):
+    """Whether bits say that drafts are seen; what is before the drafts always is."""
+    bit = (bits >> tl.minimum(tl.maximum(draft, 0), 63).to(tl.int64)) & 1
+    return (draft < 0) | ((draft < 64) & (bit != 0))
+
+
+@triton.jit
+def part_seen(WINDOW, TREE, apart, rows, count, shift, first, last, begin, end, BLOCK: tl.constexpr):
+    """What queries first to last see of the keys from `begin` to `end`. Unless whole blocks are taken `apart`, there are none."""
+    start, stop, whole_start, whole_stop = keys_seen(WINDOW, shift, count, first, last)
+    start = tl.maximum(start, begin)
+    stop = tl.minimum(stop, end)
+    whole_stop = tl.where(apart, whole_stop, 0)
+    drafts = tl.zeros([], tl.int64)
+    if TREE is not None:
+        whole_stop = tl.minimum(whole_stop, shift)
+        drafts = tl.reduce(tl.where(rows.live, rows.bits, 0), 0, either)
+    block = begin + tl.maximum(start - begin, 0) // BLOCK * BLOCK
+    lower = begin + tl.cdiv(tl.maximum(tl.maximum(whole_start, start) - begin, 0), BLOCK) * BLOCK
+    upper = begin + tl.maximum(tl.minimum(whole_stop, stop) - begin, 0) // BLOCK * BLOCK
+    any_whole = lower < upper
+    lower, upper = tl.where(any_whole, lower, block), tl.where(any_whole, upper, block)
+    return Seen(block, start, stop, lower, upper, count, shift, drafts)
 
 
 # ---- a part of the keys ----------------------------------------------------------------------------------------------
 
 
 @triton.jit
-def scores_of(SCORES, q, turned, k, rope, KS, page, place, kv_head, live, KEYS: tl.constexpr, PIECES: tl.constexpr):
-    """The scores of a block of keys, in base 2, after scale and softcap: [n, m]. q and k are in parts; where `rope` has the last
-    columns of the keys, `turned` are those of q."""
+def scores_of(
+    SCORES, q, back, turned, k, rope, KS, page, place, kv_head, live, KEYS: tl.constexpr, PIECES: tl.constexpr
+):
+    """The scores of a block of keys, in base 2, after scale and softcap: [n, m]. q and k are in parts; `back` times their products
+    are meant. Where `rope` has the last columns of the keys, `turned` are those of q."""
     COUNT: tl.constexpr = KEYS.COUNT
     raw = tl.zeros([q[0].shape[0], k[0].shape[0]], tl.float32)
     if KS.stride_c is None:
         for i in tl.static_range(COUNT):
             raw = add_product(raw, q[i], tl.trans(k[i]), PIECES.Q, PIECES.K)
-        if KS.data is not None:
-            scale = load_scale(KS, page, place, kv_head, live, 0)
-            raw *= scale if KS.stride_p is None else scale[None, :]
+        if KS.stride_p is not None:
+            raw *= load_scale(KS, page, place, kv_head, live, 0)[None, :]
     else:
         for i in tl.static_range(COUNT):
             one = add_product(tl.zeros_like(raw), q[i], tl.trans(k[i]), PIECES.Q, PIECES.K)
             raw += one * load_scale(KS, page, place, kv_head, live, i)[None, :]
+    if back is not None:
+        raw *= back[:, None]
     if rope is not None:
         raw = add_product(raw, turned, tl.trans(rope), PIECES.Q, PIECES.Q)
     s, _ = bend(SCORES, raw)
     return s
+
+
+@triton.jit
+def weights(p, dtype: tl.constexpr, PIECES: tl.constexpr, HALF: tl.constexpr):
+    """Weights as they are multiplied: rounded to what the values are, unless they are several pieces."""
+    if HALF:
+        return (p * LIFT).to(tl.float16)
+    elif PIECES == 1:
+        return p.to(dtype)
+    else:
+        return p
+
+
+@triton.jit
+def load_values(
+    V, k, page, place, kv_head, found, i: tl.constexpr, VALUES: tl.constexpr, PAIRS: tl.constexpr, SHARED: tl.constexpr,
+    DTYPE: tl.constexpr,
+):  # fmt: skip
+    """The i-th part of the columns of values: whole, or its even columns and its odd ones."""
+    if SHARED:
+        return (k[i],)
+    elif PAIRS is None:
+        return (numbers(load_part(V, page, place, kv_head, found, VALUES, i), DTYPE),)
+    else:
+        WIDTH: tl.constexpr = width_of(VALUES.FIRST, VALUES.LAST, VALUES.COUNT, i) // 2
+        two = load_cached(V, page, place, kv_head, found, VALUES.ALL // 2, i * (VALUES.FIRST // 2), WIDTH)
+        return numbers_of_pairs(two, PAIRS, DTYPE)
+
+
+@triton.jit
+def no_sums(ROWS: tl.constexpr, VALUES: tl.constexpr, i: tl.constexpr, HALVES: tl.constexpr):
+    """Zeros for the i-th part of the columns of values, or for half of them."""
+    WIDTH: tl.constexpr = width_of(VALUES.FIRST, VALUES.LAST, VALUES.COUNT, i) // HALVES
+    return tl.zeros([ROWS, WIDTH], tl.float32)
+
+
+@triton.jit
+def take_in(
+    K, V, ROPE, KS, VS, TABLE, PAGES, SCORES, WINDOW, TREE, sequence, kv_head, rows, seen, q, back, turned, acc, top, total,
+    PAGE: tl.constexpr, KEYS: tl.constexpr, TURNED: tl.constexpr, VALUES: tl.constexpr, PIECES: tl.constexpr, HALF: tl.constexpr,
+    PAIRS: tl.constexpr, SHARED: tl.constexpr, EDGE: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """(acc, top, total) after the blocks that all rows see whole, which need no mask, or with EDGE after the others."""
+    KEY_PARTS: tl.constexpr = KEYS.COUNT
+    VALUE_PARTS: tl.constexpr = VALUES.COUNT
+    HALVES: tl.constexpr = 1 if PAIRS is None else 2
+    KEY: tl.constexpr = tl.float16 if HALF.K else tl.bfloat16  # what codes become
+    VALUE: tl.constexpr = tl.float16 if HALF.V else tl.bfloat16
+    begin = seen.lower
+    end = seen.upper
+    if EDGE:  # the blocks before the whole ones, and then those after them
+        begin = seen.first
+        end = seen.stop - (seen.upper - seen.lower)
+    for step in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
+        n = step
+        if EDGE:
+            n = tl.where(step < seen.lower, step, step + (seen.upper - seen.lower))
+        j = n + tl.arange(0, BLOCK_N)
+        there = tl.full([BLOCK_N], True, tl.int1)
+        if EDGE:
+            there = (j >= seen.start) & (j < seen.stop)
+            if TREE is not None:  # it may hide a key from all queries, and a NaN with it
+                there = there & is_drawn(seen.drafts, j - seen.shift)
+        page, place, found = find(TABLE, sequence, j, there, PAGES, PAGE)
+        # In whole blocks a page that there is not has the address of the first, and NaN for scores
+        live = found if EDGE else there
+        k = ()
+        for i in tl.static_range(KEY_PARTS):
+            k = k + (numbers(load_part(K, page, place, kv_head, live, KEYS, i), KEY),)
+        rope = None
+        if ROPE is not None:
+            rope = load_cached(ROPE, page, place, kv_head, live, TURNED.ALL, 0, TURNED.FIRST)
+        s = scores_of(SCORES, q, back, turned, k, rope, KS, page, place, kv_head, live, KEYS, PIECES)
+        if SCORES.slopes is not None:
+            s -= rows.slope[:, None] * tl.abs(rows.position[:, None] - j[None, :]).to(tl.float32)
+        if TABLE is not None:
+            s = tl.where(found[None, :], s, float("nan"))
+        if EDGE:
+            ok = is_seen(WINDOW, rows.position[:, None], j[None, :], seen.count) & there[None, :]
+            if TREE is not None:
+                ok &= is_drawn(rows.bits[:, None], (j - seen.shift)[None, :])
+            s = tl.where(ok, s, float("-inf"))
+        new = tl.maximum(top, tl.max(s, 1))
+        base = tl.where(new == float("-inf"), 0.0, new)  # of rows that have seen nothing yet
+        p = tl.exp2(s - base[:, None])
+        fade = tl.exp2(top - base)
+        total = total * fade + tl.sum(p, 1)
+        top = new
+        grown = ()
+        for i in tl.static_range(VALUE_PARTS):
+            values = load_values(V, k, page, place, kv_head, live, i, VALUES, PAIRS, SHARED, VALUE)
+            weight = p
+            if VS.stride_p is not None:
+                weight = p * load_scale(VS, page, place, kv_head, live, i)[None, :]
+            weight = weights(weight, values[0].dtype, PIECES.P, HALF.V)
+            for h in tl.static_range(HALVES):
+                sums = acc[i * HALVES + h] * fade[:, None]
+                grown = grown + (add_product(sums, weight, values[h], PIECES.P, PIECES.V),)
+        acc = grown
+    return acc, top, total
+
+
+@triton.jit
+def with_sink(SINK, rows, part, top, total):
+    """(share of the sums that makes them o, lse) of a part. The sink is one more key of the first part, whose value is 0."""
+    fade = 1.0
+    if SINK is not None:
+        sink = tl.load(SINK + rows.head, rows.live & (part == 0), float("-inf")).to(tl.float32) * LOG2E
+        new = tl.maximum(top, sink)
+        base = tl.where(new == float("-inf"), 0.0, new)
+        fade = tl.exp2(top - base)
+        total = total * fade + tl.exp2(sink - base)
+        top = new
+    empty = total == 0.0
+    share = tl.where(empty, 0.0, fade / tl.where(empty, 1.0, total))
+    return share, tl.where(empty, float("-inf"), top * LN2 + tl.log(tl.where(empty, 1.0, total)))
 
 
 @kernel(
@@ -179,10 +408,11 @@ def attention_part(
     Q, K, V, ROPE, KS, VS, TABLE, KV_LEN, stride_len, TREE, stride_tb, stride_tl, O, stride_op, LSE, stride_lp, SINK, SCORES,
     WINDOW, LENGTHS, L, CAPACITY, PAGES, KV_HEADS, BATCH, TILES, HEAD_TILES, PARTS, SPLIT, GROUP: tl.constexpr,
     PAGE: tl.constexpr, KEYS: tl.constexpr, TURNED: tl.constexpr, VALUES: tl.constexpr, PIECES: tl.constexpr,
-    SHARED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    HALF: tl.constexpr, PAIRS: tl.constexpr, SHARED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """O and LSE of one part of the keys, [part, batch, token, head], for a tile of rows: a token's heads of one group, or part
-    of them, and as many tokens as fit. SHARED: values are the first parts of the keys."""
+    of them, and as many tokens as fit. SHARED: values are the first parts of the keys. PAIRS: V holds pairs of such codes."""
     pid = tl.program_id(0)
     part = pid % PARTS
     pid = pid // PARTS
@@ -194,8 +424,10 @@ def attention_part(
     batch = pid // TILES
     KEY_PARTS: tl.constexpr = KEYS.COUNT
     VALUE_PARTS: tl.constexpr = VALUES.COUNT
+    HALVES: tl.constexpr = 1 if PAIRS is None else 2
     TOGETHER: tl.constexpr = min(GROUP, BLOCK_M)  # heads of a tile
     TOKENS: tl.constexpr = BLOCK_M // TOGETHER
+    APART: tl.constexpr = BLOCK_M * VALUES.ALL <= 16384  # two loops over more sums do not fit into registers
     tile = tile_at(LENGTHS, index, batch, L, CAPACITY, TOKENS)
     if tile.start < tile.count_q:
         r = tl.arange(0, BLOCK_M)
@@ -215,11 +447,6 @@ def attention_part(
             count = tl.where(wrong, 0, tl.maximum(given, 0)).to(tl.int32)
         count = tl.where(known, count, 0)
         shift = count - tile.count_q
-        last = tl.minimum(tile.start + TOKENS, tile.count_q) - 1
-        start, stop, _, _ = keys_seen(WINDOW, shift, count, tile.start, last)
-        begin = part * SPLIT
-        start = tl.maximum(start, begin)
-        stop = tl.minimum(stop, begin + tl.minimum(SPLIT, CAPACITY - begin))
         bits = tl.zeros([BLOCK_M], tl.int64)
         if TREE is not None:
             at = batch.to(tl.int64) * stride_tb + token.to(tl.int64) * stride_tl
@@ -227,112 +454,48 @@ def attention_part(
         slope = tl.zeros([BLOCK_M], tl.float32)
         if SCORES.slopes is not None:
             slope = tl.load(SCORES.slopes + head, live, 0.0).to(tl.float32) * LOG2E
+        rows = Rows(batch, head, token, live, row + shift, bits, slope)
+        last = tl.minimum(tile.start + TOKENS, tile.count_q) - 1
+        begin = part * SPLIT
+        end = begin + tl.minimum(SPLIT, CAPACITY - begin)
+        seen = part_seen(WINDOW, TREE, APART and PAGES > 0, rows, count, shift, tile.start, last, begin, end, BLOCK_N)
         q = ()
         for i in tl.static_range(KEY_PARTS):
-            q = q + (
-                load_queries(
-                    Q,
-                    batch,
-                    head,
-                    token,
-                    live,
-                    KEYS.ALL,
-                    i * KEYS.FIRST,
-                    width_of(KEYS.FIRST, KEYS.LAST, KEYS.COUNT, i),
-                ),
+            q = q + (load_queries(Q, rows, KEYS.ALL, i * KEYS.FIRST, width_of(KEYS.FIRST, KEYS.LAST, KEYS.COUNT, i)),)
+        back = None
+        if HALF.K and Q.data.dtype.element_ty == tl.bfloat16:
+            q, back = in_half(q, KEY_PARTS)
+        if KS.data is not None and KS.stride_p is None:
+            back = load_scale(KS, 0, 0, kv_head, True, 0) * (
+                tl.full([BLOCK_M], 1.0, tl.float32) if back is None else back
             )
-        turned = q[0]
+        turned = None
         if ROPE is not None:
-            turned = load_queries(Q, batch, head, token, live, KEYS.ALL + TURNED.ALL, KEYS.ALL, TURNED.FIRST)
+            turned = load_queries(Q, rows, KEYS.ALL + TURNED.ALL, KEYS.ALL, TURNED.FIRST)
         acc = ()
-        for i in tl.static_range(VALUE_PARTS):
-            acc = acc + (tl.zeros([BLOCK_M, width_of(VALUES.FIRST, VALUES.LAST, VALUES.COUNT, i)], tl.float32),)
+        for i in tl.static_range(VALUE_PARTS * HALVES):
+            acc = acc + (no_sums(BLOCK_M, VALUES, i // HALVES, HALVES),)
         top = tl.full([BLOCK_M], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
-        if SINK is not None:  # one more key of the first part, whose value is 0
-            sink = tl.load(SINK + head, live & (part == 0), float("-inf")).to(tl.float32) * LOG2E
-            top = sink
-            total = tl.where(sink == float("-inf"), 0.0, 1.0)
-        CODE: tl.constexpr = tl.bfloat16 if PIECES.Q > 1 else Q.data.dtype.element_ty  # both hold all codes
-        VALUE: tl.constexpr = tl.bfloat16 if PIECES.P > 1 else Q.data.dtype.element_ty
-        first = begin + tl.maximum(start - begin, 0) // BLOCK_N * BLOCK_N
-        for n in tl.range(first, stop, BLOCK_N, num_stages=STAGES):
-            j = n + tl.arange(0, BLOCK_N)
-            there = (j >= start) & (j < stop)
-            page, place, found = find(TABLE, sequence, j, there, PAGES, PAGE)
-            k = ()
-            for i in tl.static_range(KEY_PARTS):
-                codes = load_cached(
-                    K,
-                    page,
-                    place,
-                    kv_head,
-                    found,
-                    KEYS.ALL,
-                    i * KEYS.FIRST,
-                    width_of(KEYS.FIRST, KEYS.LAST, KEYS.COUNT, i),
-                )
-                k = k + (numbers(codes, CODE),)
-            rope = None
-            if ROPE is not None:
-                rope = load_cached(ROPE, page, place, kv_head, found, TURNED.ALL, 0, TURNED.FIRST)
-            s = scores_of(SCORES, q, turned, k, rope, KS, page, place, kv_head, found, KEYS, PIECES)
-            position = (row + shift)[:, None]
-            ok = is_seen(WINDOW, position, j[None, :], count) & there[None, :]
-            if TREE is not None:
-                draft = (j - shift)[None, :]
-                bit = (bits[:, None] >> tl.minimum(tl.maximum(draft, 0), 63).to(tl.int64)) & 1
-                ok &= (draft < 0) | ((draft < 64) & (bit != 0))
-            if SCORES.slopes is not None:
-                s -= slope[:, None] * tl.abs(position - j[None, :]).to(tl.float32)
-            if TABLE is not None:
-                s = tl.where(found[None, :], s, float("nan"))
-            s = tl.where(ok, s, float("-inf"))
-            new = tl.maximum(top, tl.max(s, 1))
-            base = tl.where(new == float("-inf"), 0.0, new)  # of rows that have seen nothing yet
-            p = tl.exp2(s - base[:, None])
-            fade = tl.exp2(top - base)
-            total = total * fade + tl.sum(p, 1)
-            top = new
-            used = found
-            if TREE is not None:  # it may hide a key from all queries, and a NaN with it
-                used = found & (tl.max((ok & live[:, None]).to(tl.int32), 0) > 0)
-            grown = ()
-            for i in tl.static_range(VALUE_PARTS):
-                if SHARED:
-                    v = k[i]
-                else:
-                    codes = load_cached(
-                        V,
-                        page,
-                        place,
-                        kv_head,
-                        found,
-                        VALUES.ALL,
-                        i * VALUES.FIRST,
-                        width_of(VALUES.FIRST, VALUES.LAST, VALUES.COUNT, i),
-                    )
-                    v = numbers(codes, VALUE)
-                if TREE is not None:
-                    v = tl.where(used[:, None], v, 0.0)
-                weight = p
-                if VS.stride_p is not None:
-                    weight = p * load_scale(VS, page, place, kv_head, used, i)[None, :]
-                sums = acc[i] * fade[:, None]
-                grown = grown + (add_product(sums, rounded(weight, v.dtype, PIECES.P), v, PIECES.P, PIECES.V),)
-            acc = grown
-        empty = total == 0.0
-        share = tl.where(empty, 0.0, 1.0 / tl.where(empty, 1.0, total))
-        lse = tl.where(empty, float("-inf"), top * LN2 + tl.log(tl.where(empty, 1.0, total)))
+        for EDGE in tl.static_range(0 if APART else 1, 2):
+            acc, top, total = take_in(
+                K, V, ROPE, KS, VS, TABLE, PAGES, SCORES, WINDOW, TREE, sequence, kv_head, rows, seen, q, back, turned, acc, top,
+                total, PAGE, KEYS, TURNED, VALUES, PIECES, HALF, PAIRS, SHARED, EDGE == 1, BLOCK_N,
+                min(STAGES, 2) if APART and EDGE == 1 else STAGES,  # few blocks are edges
+            )  # fmt: skip
+        share, lse = with_sink(SINK, rows, part, top, total)
         if VS.data is not None and VS.stride_p is None:
             share *= load_scale(VS, 0, 0, kv_head, True, 0)
+        if HALF.V:
+            share *= 1.0 / LIFT
         poison = tl.where(wrong, float("nan"), 0.0)
         at = batch.to(tl.int64) * O.stride_b + token.to(tl.int64) * O.stride_t + head.to(tl.int64) * O.stride_h
         at = at + part.to(tl.int64) * stride_op
-        there = live & ((start < stop) | (part == 0))  # of other parts the lse says that there is nothing
+        there = live & ((seen.start < seen.stop) | (part == 0))  # of other parts the lse says that there is nothing
         for i in tl.static_range(VALUE_PARTS):
+            sums = acc[i] if PAIRS is None else tl.interleave(acc[2 * i], acc[2 * i + 1])
             column = i * VALUES.FIRST + tl.arange(0, width_of(VALUES.FIRST, VALUES.LAST, VALUES.COUNT, i))
-            value = (acc[i] * share[:, None] + poison).to(O.data.dtype.element_ty)
+            value = (sums * share[:, None] + poison).to(O.data.dtype.element_ty)
             inside = there[:, None] & (column < VALUES.ALL)[None, :]
             tl.store(O.data + at[:, None] + column.to(tl.int64)[None, :] * O.stride_d, value, inside)
         at = batch.to(tl.int64) * LSE.stride_b + token.to(tl.int64) * LSE.stride_t + head.to(tl.int64) * LSE.stride_h
@@ -344,7 +507,7 @@ def attention_part(
 
 @kernel(
     grid=lambda a: (cdiv(a.ROWS, a.BLOCK_R),), tokens=("ROWS", "L", "PARTS"),
-    default=lambda a: {"BLOCK_R": max(1, 512 // a.BLOCK), "num_warps": 4},
+    default=lambda a: {"BLOCK_R": max(1, 128 // a.BLOCK), "num_warps": 4},
 )  # fmt: skip
 def attention_parts_merge(
     P, LSE, O, OUT, ROWS, L, HEADS, PARTS, V, FEW: tl.constexpr, BLOCK: tl.constexpr, BLOCK_R: tl.constexpr
@@ -373,8 +536,10 @@ def attention_parts_merge(
         i = first + tl.arange(0, FEW)
         at = row[:, None] * PARTS + i[None, :]
         one = tl.load(LSE + at, inside[:, None] & (i < PARTS)[None, :], float("-inf"))
-        seen = (one != float("-inf"))[:, :, None] & (column < V)[None, None, :]
-        own = tl.load(P + at[:, :, None] * V + column[None, None, :], seen, 0.0)
+        # Not masked by what `one` says, for which it would have to wait
+        there = (inside[:, None] & (i < used)[None, :])[:, :, None] & (column < V)[None, None, :]
+        own = tl.load(P + at[:, :, None] * V + column[None, None, :], there, 0.0)
+        own = tl.where((one != float("-inf"))[:, :, None], own, 0.0)
         weight = tl.exp2((one - base[:, None]) * LOG2E)
         total += tl.sum(weight, 1)
         sums += tl.sum(weight[:, :, None] * own, 1)
@@ -390,19 +555,28 @@ def attention_parts_merge(
 
 
 LEAST = 512  # keys of a part: with fewer, its beginning and its end take longer than the keys between them
-PROGRAMS = 8  # for each SM, of which two or so run at a time: fewer leave some idle while the last parts end
+LONGEST = 2048  # of a part, where sequences may be far shorter than there is room for and lie beside long ones
+ROUNDS = 5  # of programs that run at a time: so many leave few idle while the last ones end
+MOST_ROUNDS = 16  # where most may find nothing to do, and take time to come and go
 
 
-def part_length(capacity: int, programs: int, sms: int) -> int:
-    """Keys of a part, for as many parts as keep a chip busy; what the device alone knows has no say."""
-    wanted = power_of_two(cdiv(PROGRAMS * sms, max(1, programs)))
-    return max(LEAST, cdiv(cdiv(capacity, wanted), LEAST) * LEAST)
+def part_length(capacity: int, programs: int, at_a_time: int, least: int, step: int) -> int:
+    """Keys of a part, a multiple of `step`: as many parts, each of so many `programs`, as keep a chip busy on which some run
+    `at_a_time`. What the device alone knows has no say."""
+    total = capacity * max(1, programs)
+    wanted = max(least, total // (MOST_ROUNDS * at_a_time), min(LONGEST, total // (ROUNDS * at_a_time)))
+    parts = max(1, round(capacity / wanted))
+    rounds, rest = divmod(parts * programs, at_a_time)
+    if 1 <= rounds < 3 and 0 < rest < 0.9 * at_a_time:  # the chip would wait for a last round that does not fill it
+        parts = max(1, rounds * at_a_time // programs)
+    return max(1, cdiv(cdiv(capacity, parts), step)) * step
 
 
 class Blocks(NamedTuple):
     own: int  # rows of queries that a program holds
     other: int  # keys that it takes in at a time
     stages: int
+    resident: int  # programs that an SM holds
 
 
 def most_rows(rows: int | None) -> int:
@@ -416,7 +590,7 @@ def blocks(
     """Tiles that registers and shared memory take. `rows` are those of a sequence that share a key head, None if the device alone
     knows how many; `value_columns` those that are read beside the keys."""
     if q.dtype == torch.float32:  # which is three bf16 numbers in registers and shared memory
-        return Blocks(16, 32 if key_columns + value_columns <= 256 else 16, 1)
+        return Blocks(16, 32 if key_columns + value_columns <= 256 else 16, 1, 2)
     memory, wide = Target.at(q.device).shared_memory, key_columns > 256
     own = most_rows(rows)
     columns, widened = key_columns + value_columns, k.element_size() == 1
@@ -425,16 +599,26 @@ def blocks(
         """What queries, and codes that were widened, leave."""
         return memory - own * key_columns * 2 - (2 * other * columns if widened else 0)
 
+    def bytes_of(other: int) -> int:
+        return other * columns * k.element_size()
+
     if wide:
-        while own > 16 and room(own, 32) < 2 * 32 * columns * k.element_size():
+        while own > 16 and room(own, 32) < 2 * bytes_of(32):
             own //= 2
     other = 32 if (wide or bits) and own > 16 else 64  # keys times rows of bits take registers too
-    while other > 16 and room(own, other) < 2 * other * columns * k.element_size():
+    if widened and own == 16 and columns <= 256:
+        other = 128  # as many bytes as 64 of 16 bits
+    while other > 16 and room(own, other) < 2 * bytes_of(other):
         other //= 2
-    # Keys are loaded two blocks ahead, those of pages one, and their pages two: 0.96 of the memory's speed with 64 keys, November
-    # 2026 on an H200
-    stages = 4 if paged else 3
-    return Blocks(own, other, max(1, min(stages, room(own, other) // (other * columns * k.element_size()))))
+    fit = room(own, other) // bytes_of(other)
+    # Two blocks of keys are in shared memory, one of them on its way, and a third where whole warpgroups multiply. Pages that are
+    # fewer than threads are fetched ahead too: of the stages that this takes, the keys have one in two
+    stages = max(1, min(3, fit))
+    if paged and other < 128 and fit >= 3:
+        stages = 4 if own >= 64 else 5  # where warpgroups multiply, a third block would leave room for one program only
+    there = max(1, min(2, fit - 1)) + (own >= 64 and stages == 3)
+    taken = own * key_columns * 2 + there * bytes_of(other)
+    return Blocks(own, other, stages, min(3, max(1, memory // taken)))
 
 
 def columns_of(count: int, blocked: bool, least: int) -> Columns:
@@ -463,12 +647,51 @@ def as_codes(t: Tensor | None) -> Tensor | None:
     return t.view(torch.uint8) if bytewise else t
 
 
+def pairs_of(t: Tensor, columns: int) -> str | None:
+    """The kind of codes, if that many columns of them can be loaded two at a time."""
+    odd = any(n % 2 for n in (columns, t.shape[3], *t.stride()[:3], t.storage_offset()))
+    if (
+        t.element_size() > 1 or t.stride(3) != 1 or odd or t.data_ptr() % 16
+    ):  # which plans tell apart, and not smaller words
+        return None
+    return "int8" if t.dtype == torch.int8 else "e4m3" if is_fast(t) else "bytes"
+
+
+class Factors(NamedTuple):
+    """As what queries, keys, weights and values are multiplied; whether values are parts of the keys that are there already."""
+
+    pieces: Pieces
+    half: Half
+    pairs: str | None
+    shared: bool
+
+
+def factors(q: Tensor, k: Tensor, v: Tensor, keys: Columns, values: Columns, latent: bool, by_token: bool) -> Factors:
+    """`latent`: keys hold the values. `by_token`: tokens' values have scales of their own, which are multiplied into weights."""
+    single, fp16 = q.dtype == torch.float32, q.dtype == torch.float16
+    codes, value_codes = k.element_size() == 1, v.element_size() == 1
+    small = fp16 and by_token  # weights times scales of tokens may be too small for fp16
+    pieces = Pieces(
+        3 if single else 1, 3 if single and not codes else 1, 3 if single else 2 if small else 1,
+        3 if single and not value_codes else 1,
+    )  # fmt: skip
+    shared = latent and values.FIRST == keys.FIRST and not (small and codes)
+    shared = shared and (values.COUNT < keys.COUNT or values[2:] == keys[2:])
+    half = Half(
+        not single and (fp16 or codes and not (shared and by_token)),
+        not single and not by_token and (fp16 or value_codes),
+    )
+    # Tensor cores take the values of two tokens in a word: single codes would have to be read from shared memory byte by byte
+    wide = min(values.FIRST, values.LAST) >= 32
+    return Factors(pieces, half, pairs_of(v, values.ALL) if wide and not shared else None, shared)
+
+
 def forward(q: Tensor, k_cache: Tensor, v_cache: Tensor | None, **options: Any) -> tuple[Tensor, Tensor]:
     a = SimpleNamespace(q=q, k_cache=k_cache, v_cache=v_cache, **options)
     batch, length, heads, head_dim = q.shape
     pages, page, kv_heads, key_dim = k_cache.shape
     value_dim = value_columns(v_cache, k_cache, a.value_dim)
-    capacity = page if a.block_table is None else page * a.block_table.shape[1]
+    capacity = capacity_of(a)
     o = torch.empty(batch, length, heads, value_dim, dtype=q.dtype, device=q.device)
     lse = torch.empty(batch, heads, length, dtype=torch.float32, device=q.device)
     check_ends("cached_attention", "cu_seqlens_q", a.cu_seqlens_q, length)
@@ -477,44 +700,31 @@ def forward(q: Tensor, k_cache: Tensor, v_cache: Tensor | None, **options: Any) 
     if not lse.numel():
         return o, lse
     k_scale, v_scale = scales_of(a.k_scale), scales_of(a.k_scale if v_cache is None else a.v_scale)
-    codes, value_codes = k_cache.element_size() == 1, (k_cache if v_cache is None else v_cache).element_size() == 1
+    values_at = k_cache if v_cache is None else v_cache
     group = heads // kv_heads
     rows = None if a.cu_seqlens_q is not None else group * length
     least = narrowest(q) if most_rows(rows) >= 64 else 16  # fewer rows are no product of whole warpgroups
     keys = columns_of(key_dim, k_scale.stride_c is not None, least)
     values = columns_of(value_dim, v_scale.stride_c is not None, least)
-    single = q.dtype == torch.float32
-    # Weights times scales of tokens may be too small for fp16
-    small = q.dtype == torch.float16 and v_scale.stride_p is not None
-    pieces = Pieces(
-        3 if single else 1, 3 if single and not codes else 1, 3 if single else 2 if small else 1,
-        3 if single and not value_codes else 1,
-    )  # fmt: skip
-    shared = v_cache is None and values.FIRST == keys.FIRST and not (small and codes)
-    shared = shared and (values.COUNT < keys.COUNT or values[2:] == keys[2:])
+    form = factors(q, k_cache, values_at, keys, values, v_cache is None, v_scale.stride_p is not None)
     turned = Columns(0, 0, 0, 0)
     if a.k_rope is not None:
         turned = columns_of(a.k_rope.shape[-1], False, least)._replace(
             FIRST=max(least, power_of_two(a.k_rope.shape[-1]))
         )
     wide = keys.FIRST * (keys.COUNT - 1) + keys.LAST + turned.FIRST
-    beside = 0 if shared else values.FIRST * (values.COUNT - 1) + values.LAST
-    block = blocks(
-        q,
-        k_cache,
-        rows,
-        wide,
-        beside,
-        a.block_table is not None,
-        a.tree is not None,
-    )
+    beside = 0 if form.shared else values.FIRST * (values.COUNT - 1) + values.LAST
+    block = blocks(q, k_cache, rows, wide, beside, a.block_table is not None, a.tree is not None)
     tokens = max(1, block.own // group)
     how, tiles = Lengths(), cdiv(length, tokens)
     if a.cu_seqlens_q is not None:
         how, tiles = lengths(a.cu_seqlens_q, a.cu_seqlens_q, length, length, None, tokens, False)
     head_tiles = cdiv(group, block.own)
     programs = tiles * head_tiles * kv_heads * batch
-    split = a.split or part_length(capacity, programs, Target.at(q.device).sms)
+    # A part's sums, written and read in fp32, are at most an eighth of its keys
+    key_bytes = (wide + beside) * k_cache.element_size()
+    shortest = max(LEAST, 8 * (8 * min(block.own, group * length) * value_dim) // key_bytes)
+    split = a.split or part_length(capacity, programs, block.resident * Target.at(q.device).sms, shortest, block.other)
     parts = max(1, cdiv(capacity, split))
     made = room_for(o, lse, parts)
     table = None if a.block_table is None else Table(a.block_table, *a.block_table.stride())
@@ -522,14 +732,16 @@ def forward(q: Tensor, k_cache: Tensor, v_cache: Tensor | None, **options: Any) 
     scale = 1.0 / math.sqrt(head_dim) if a.scale is None else float(a.scale)
     slopes = None if a.slopes is None else a.slopes.contiguous()
     attention_part(
-        heads_of(q), heads_of(as_codes(k_cache)), None if shared else heads_of(as_codes(k_cache if v_cache is None else v_cache)),
+        heads_of(q), heads_of(as_codes(k_cache)),
+        None if form.shared else heads_of(as_codes(values_at) if form.pairs is None else values_at.view(torch.int16)),
         None if a.k_rope is None else heads_of(a.k_rope), k_scale, v_scale, table, a.kv_len,
         0 if a.kv_len is None else a.kv_len.stride(0), *tree, *made,
         None if a.sink is None else a.sink.contiguous(),
         Scores(scale, float(a.softcap) or None, slopes, None, None, None, None, None),
         Window(a.left, 0 if a.causal and a.tree is None else None), how, length, capacity, pages, kv_heads, batch, tiles,
         head_tiles, parts, split, GROUP=group, PAGE=0 if table is None else page, KEYS=keys, TURNED=turned, VALUES=values,
-        PIECES=pieces, SHARED=shared, BLOCK_M=block.own, BLOCK_N=block.other, STAGES=block.stages,
+        PIECES=form.pieces, HALF=form.half, PAIRS=form.pairs, SHARED=form.shared, BLOCK_M=block.own, BLOCK_N=block.other,
+        STAGES=block.stages,
     )  # fmt: skip
     merge(made, o, lse, parts)
     return o, lse
@@ -558,9 +770,14 @@ def merge(made: Made, o: Tensor, lse: Tensor, parts: int) -> None:
     if parts > 1:
         batch, length, heads, columns = o.shape
         attention_parts_merge(
-            made.o.data, made.lse.data, heads_of(o), whole_of(lse), batch * length * heads, length, heads, parts, columns, FEW=8,
-            BLOCK=max(16, power_of_two(columns)),
+            made.o.data, made.lse.data, heads_of(o), whole_of(lse), batch * length * heads, length, heads, parts, columns, FEW=16,
+            BLOCK=max(32, power_of_two(columns)),
         )  # fmt: skip
+
+
+def capacity_of(a: SimpleNamespace) -> int:
+    """How many keys a sequence has room for."""
+    return a.k_cache.shape[1] * (1 if a.block_table is None else a.block_table.shape[1])
 
 
 def value_columns(v_cache: Tensor | None, k_cache: Tensor, value_dim: int | None) -> int:

@@ -24,7 +24,7 @@ from ..core.triton_versions import age
 from ..gemm.preference import FAR, LARGEST, bucket, distance
 from ..runtime.choose import forced
 from ..runtime.config import LONGEST, SHIPPED
-from .cached_parts import value_columns
+from .cached_parts import capacity_of, value_columns
 
 PORTABLE = "portable"
 DIRECTIONS = ("forward", "backward")
@@ -67,8 +67,7 @@ def sizes_of(a: SimpleNamespace) -> tuple[int, int, int]:
     is room for: heads share what is read."""
     batch, length, heads, _ = a.q.shape
     if hasattr(a, "k_cache"):
-        pages = 1 if a.block_table is None else a.block_table.shape[1]
-        return bucket(batch, heads * length, pages * a.k_cache.shape[1])
+        return bucket(batch, heads * length, capacity_of(a))
     return bucket(batch * heads, length, a.k.shape[1])
 
 

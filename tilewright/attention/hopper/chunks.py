@@ -34,7 +34,7 @@ from ...device.warpgroups import advance
 from ...gemm.hopper.boxes import box_of, copies_in_bulk
 from ...op import single
 from ...runtime.kernel import kernel
-from ..cached_parts import Table
+from ..cached_parts import Table, capacity_of
 from ..portable import Scores, heads_of, sizes_of
 from ..preference import wanted
 from ..tiles import Window, lengths
@@ -285,11 +285,6 @@ def fits(target: Target, a: SimpleNamespace) -> bool:
 def fits_call(target: Target, a: SimpleNamespace) -> bool:
     """Whether it takes the arguments and is the faster, by measurement, or was asked for."""
     return fits(target, a) and wanted(NAME, "forward", target, a)
-
-
-def capacity_of(a: SimpleNamespace) -> int:
-    """How many keys a sequence has room for."""
-    return a.k_cache.shape[1] * (1 if a.block_table is None else a.block_table.shape[1])
 
 
 def rows_of_box(page: int, block: int) -> int:

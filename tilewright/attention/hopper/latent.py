@@ -68,7 +68,7 @@ from ...device.warpgroups import advance
 from ...gemm.hopper.boxes import box_of, copies_in_bulk
 from ...op import single
 from ...runtime.kernel import kernel
-from ..cached_parts import LEAST, Table, merge, room_for, value_columns
+from ..cached_parts import LEAST, Table, capacity_of, merge, room_for, value_columns
 from ..portable import Scores, heads_of
 from ..preference import wanted
 from ..tiles import Lengths, Tile, Window, keys_of, keys_seen
@@ -603,11 +603,6 @@ def fits(target: Target, a: SimpleNamespace) -> bool:
 def fits_call(target: Target, a: SimpleNamespace) -> bool:
     """Whether it takes the arguments and is the faster, by measurement, or was asked for."""
     return fits(target, a) and wanted(NAME, "forward", target, a)
-
-
-def capacity_of(a: SimpleNamespace) -> int:
-    """How many keys there is room for in a sequence."""
-    return a.k_cache.shape[1] * (1 if a.block_table is None else a.block_table.shape[1])
 
 
 def forward(q: Tensor, k_cache: Tensor, v_cache: None, **options: Any) -> tuple[Tensor, Tensor]:
