@@ -7,8 +7,8 @@ memory, nor have a reduction that Triton lowers wrongly; it may improve freely. 
 
 A row has the fingerprint of what it was made from, Triton's front-end code. One compiler makes the same of the same, so a variant
 whose fingerprint is that of its row needs no compiling to be known; and none needs reading by the front end whose kernel, with
-the functions that it calls and is given, has the text that `texts.json` keeps. One in `SAMPLE` is compiled all the same, as are
-all with TILEWRIGHT_COMPILE=all and all that are new or changed.
+the functions that it calls and is given, has the text that `texts.json` keeps. One in `SAMPLE` is compiled all the same, of each
+kernel one for a chip at most, as are all with TILEWRIGHT_COMPILE=all and all that are new or changed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import json
 import os
 import zlib
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -42,9 +42,17 @@ Texts = dict[str, str]  # digests by function; the kernel's own has no name
 REFUSED = {"sm_100 hadamard_tiles": "reductions"}
 
 
-def sampled(one: Variant) -> bool:
-    """One in SAMPLE, the same ones every time."""
-    return EVERY or zlib.crc32(f"{one.arch} {one.name}".encode()) % SAMPLE == 0
+def sampled(table: Iterable[str]) -> set[str]:
+    """Of the rows of a table, the same ones every time: one in SAMPLE, of each kernel and chip one at most. What they show is
+    that a kernel whose text is as it was compiles to what it did; of one text, one variant shows it."""
+    chosen: dict[tuple[str, str], tuple[int, str]] = {}
+    for name in table:
+        first = name.partition(" ")[0]
+        chip, kernel = first if first in TARGETS else "sm_90", kernel_of(name)
+        place = zlib.crc32((name if first == chip else f"{chip} {name}").encode())
+        if place % SAMPLE == 0:
+            chosen[chip, kernel] = min(chosen.get((chip, kernel), (place, name)), (place, name))
+    return {name for _, name in chosen.values()}
 
 
 def known(one: Variant, table: Mapping[str, Row], texts: Mapping[str, Texts]) -> bool:
@@ -130,9 +138,11 @@ def save_texts(texts: Mapping[str, Texts], path: Path = TEXTS) -> None:
     path.write_text(json.dumps(texts, indent=1, sort_keys=True) + "\n")
 
 
-def checked(one: Variant, table: Mapping[str, Row], texts: Mapping[str, Texts]) -> tuple[Row, list[str]]:
-    """The row of a variant, compiled if it is new, changed or sampled, and what is wrong with it."""
-    if not sampled(one) and known(one, table, texts):
+def checked(
+    one: Variant, table: Mapping[str, Row], texts: Mapping[str, Texts], sample: Collection[str]
+) -> tuple[Row, list[str]]:
+    """The row of a variant, compiled if it is new, changed or in the sample, and what is wrong with it."""
+    if not EVERY and label(one) not in sample and known(one, table, texts):
         return table[label(one)], []
     compiled = one.compile()
     wrong = problems(one.name, compiled, table) if one.arch == "sm_90" else []

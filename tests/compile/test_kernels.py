@@ -97,14 +97,24 @@ MORE = {
 # ---------------------------------------------------------------- what is compiled
 
 
+@functools.cache
+def kept(folder: Path) -> tuple[dict[str, table.Row], set[str]]:
+    """The rows of a folder, and those that are compiled whatever their text is: hundreds of tests ask."""
+    rows = table.load(folder)
+    return rows, table.sampled(rows)
+
+
+kept_texts = functools.cache(table.load_texts)
+
+
 @OLDEST
 @every_op
 def test_hopper_variants_keep_to_the_table(op):
     """Each is compiled that is new, changed or sampled; the others are as recorded. A variant of several ops is the first's."""
-    recorded, texts, wrong = table.load(TABLE), table.load_texts(), []
+    (recorded, sample), texts, wrong = kept(TABLE), kept_texts(), []
     for one in own_variants()[op.name]:
         try:
-            wrong += table.checked(one, recorded, texts)[1]
+            wrong += table.checked(one, recorded, texts, sample)[1]
         except CompileError as error:
             wrong.append(f"{one.name}: {error}")
     assert not wrong, f"{op.name}: {len(wrong)} variants\n" + "\n".join(wrong)
@@ -114,7 +124,7 @@ def test_hopper_variants_keep_to_the_table(op):
 @every_op
 def test_hot_variants_do_not_spill(op):
     """But Gluon ones may, which hold their tiles as they were measured best. No variant spills more than its row says."""
-    recorded = table.load(TABLE)
+    recorded, _ = kept(TABLE)
     hot = [one.name for one in needed(op, hot_calls(op)) if not is_gluon(one.kernel) and one.name in recorded]
     spilled = [f"{name}: {recorded[name]['spills']} bytes" for name in hot if recorded[name]["spills"]]
     assert not spilled, "\n".join(spilled)
@@ -168,10 +178,10 @@ def test_every_row_is_in_its_family_s_file(folder, tmp_path):
 @pytest.mark.parametrize("arch", CHIPS)
 def test_other_chips_compile_every_kernel(op, arch):
     """Each kernel; and where it quantises, has the longest rows or many experts: if that is new, changed or sampled."""
-    recorded, texts, wrong = (table.load(OTHERS), table.load_texts(), []) if IS_OLDEST else ({}, {}, [])
+    ((recorded, sample), texts), wrong = ((kept(OTHERS), kept_texts()) if IS_OLDEST else (({}, ()), {})), []
     for one in chip_variants(arch)[op.name]:
         try:
-            row, found = table.checked(one, recorded, texts)
+            row, found = table.checked(one, recorded, texts, sample)
         except CompileError as error:
             wrong.append(f"{one.name}: {error}")
             continue

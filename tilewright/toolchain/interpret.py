@@ -151,7 +151,7 @@ class _Launch(threading.local):
     unchecked = False
     names: list[str] = []
     starts = np.zeros(0, np.uint64)
-    ends = np.zeros(0, np.uint64)
+    ends = np.zeros(1, np.uint64)  # and a 0 at last, which index -1 picks: nothing lies below the first start
     own_ends = np.zeros(0, np.uint64)
 
 
@@ -210,7 +210,7 @@ def _init_args(self: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     _launch.names = [label for _, _, label in spans]
     _launch.starts = np.array([start for start, _, _ in spans], np.uint64)
     _launch.own_ends = np.array([end for _, end, _ in spans], np.uint64)
-    _launch.ends = np.maximum.accumulate(_launch.own_ends) if spans else _launch.own_ends
+    _launch.ends = np.append(np.maximum.accumulate(_launch.own_ends), np.uint64(0))
     return host_args, host_kwargs
 
 
@@ -230,8 +230,7 @@ def _check(pointers: TensorHandle, mask: np.ndarray | None, verb: str) -> None:
         return
     size = np.uint64(max(1, pointers.get_element_ty().primitive_bitwidth // 8))
     owner = np.searchsorted(_launch.starts, address, side="right") - 1
-    limit = np.append(_launch.ends, np.uint64(0))[owner]  # owner -1 picks the 0: nothing lies below the first span
-    wrong = address + size > limit
+    wrong = address + size > _launch.ends[owner]
     if not wrong.any():
         return
     first = int(address[wrong].reshape(-1)[0])
