@@ -105,7 +105,7 @@ def test_takes(values):
 )
 def test_leaves_to_others(values):
     assert not latent.fits(HOPPER, bound(values)) and chosen(values) == "portable"
-    with pytest.raises(RuntimeError, match="no backend hopper for these arguments"):
+    with pytest.raises(RuntimeError, match="no backend hopper_latent for these arguments"):
         chosen({**values, "backend": latent.NAME})
 
 

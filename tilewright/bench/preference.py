@@ -102,7 +102,7 @@ def attention_rows(
     for row in recorded:
         case, theirs = cases.get(row["case"]), row["rivals"].get(attended.PORTABLE)
         asked = None if case is None or case.op not in ATTENTION else case.arguments.get("backend")
-        if row["arch"] != arch or theirs is None or asked is None or case.direction not in ATTENTION[case.op]:
+        if row["arch"] != arch or theirs is None or asked is None or case.direction not in ATTENTION_FITS:
             continue
         op = tw.catalogue()[case.op]
         drawn = arguments(case, Blank(op, case.dims, case.options, dtype=getattr(torch, case.dtype)))
