@@ -40,8 +40,7 @@ class Module:
         self.definitions: dict[str, list[ast.stmt]] = {}
         self.loose: list[ast.stmt] = []
         self.imports: dict[str, set[Place]] = {}
-        for node in ast.parse(path.read_text()).body:
-            without_words(node)
+        for node in without_words(ast.parse(path.read_text())).body:
             names = list(defined(node))
             for name in names:
                 self.definitions.setdefault(name, []).append(node)

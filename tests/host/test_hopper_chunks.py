@@ -119,7 +119,7 @@ def test_auto_takes_what_was_measured_to_be_faster(tmp_path, monkeypatch):
 
     def put(**times):
         row = {
-            "direction": "forward", "kind": "cached_bf16_128_128_causal_kv_len_pages_64", "bucket": [8, 512, 512],
+            "direction": "forward", "kind": "cached_bf16_128_128_causal_kv_len_pages_64", "bucket": [2, 2048, 512],
             "best": min(times, key=times.get), "times": times, "date": "2026-11-17", "triton": "3.6.0",
         }  # fmt: skip
         preference.path_of("sm_90").write_text(json.dumps(row) + "\n")

@@ -34,17 +34,11 @@ NAMES = {"torch.bfloat16": "bf16", "torch.float16": "fp16", "torch.float32": "fp
 
 def kind_of(a: SimpleNamespace) -> str:
     """What a call's kernels are like, in a word: dtype, columns of keys and of values, and all that changes their code."""
-    cached = hasattr(a, "k_cache")
-    bounded = a.left is not None or (not cached and a.right is not None)
-    window = "windowed" if bounded else "causal" if a.causal else "full"
+    window = "windowed" if a.left is not None or a.right is not None else "causal" if a.causal else "full"
     more = {"softcap": a.softcap, "slopes": a.slopes is not None, "sink": a.sink is not None}
     more |= {"kv_len": a.kv_len is not None, "packed": a.cu_seqlens_q is not None}
-    if cached:
-        more |= {"latent": a.v_cache is None, "apart": a.k_rope is not None, "fixed": a.block_table is None}
-        more[f"pages_{a.k_cache.shape[1]}"] = a.block_table is not None
-    columns = value_columns(a.v_cache, a.k_cache, a.value_dim) if cached else a.v.shape[-1]
-    words = [NAMES[str(a.q.dtype)], a.q.shape[-1], columns, window, *(name for name, has in more.items() if has)]
-    return "_".join(map(str, ["cached", *words] if cached else words))
+    words = [NAMES[str(a.q.dtype)], a.q.shape[-1], a.v.shape[-1], window, *(name for name, has in more.items() if has)]
+    return "_".join(map(str, words))
 
 
 def wanted(name: str, direction: str, target: Target, a: SimpleNamespace) -> bool:
@@ -52,6 +46,22 @@ def wanted(name: str, direction: str, target: Target, a: SimpleNamespace) -> boo
     if name in (a.backend, forced.get()):
         return True
     return nearest(target.arch, direction, kind_of(a), *sizes_of(a)) == name
+
+
+def kind_of_cache(a: SimpleNamespace) -> str:
+    """`kind_of` a call over caches: also whether values are columns of the keys, and how large pages are."""
+    columns = value_columns(a.v_cache, a.k_cache, a.value_dim)
+    alike = kind_of(SimpleNamespace(**vars(a), v=SimpleNamespace(shape=(columns,)), right=None))
+    more = {"latent": a.v_cache is None, "apart": a.k_rope is not None}
+    pages = "fixed" if a.block_table is None else f"pages_{a.k_cache.shape[1]}"
+    return "_".join(["cached", alike, *(name for name, has in more.items() if has), pages])
+
+
+def wanted_of_cache(name: str, target: Target, a: SimpleNamespace) -> bool:
+    """`wanted` of a call over caches."""
+    if name in (a.backend, forced.get()):
+        return True
+    return nearest(target.arch, "forward", kind_of_cache(a), *sizes_of_cache(a)) == name
 
 
 @functools.lru_cache(maxsize=4096)
@@ -63,12 +73,14 @@ def nearest(arch: str, direction: str, kind: str, heads: int, length: int, keys:
 
 
 def sizes_of(a: SimpleNamespace) -> tuple[int, int, int]:
-    """Batch times heads, queries and keys of a call, in its bucket; over a cache batch, heads times queries and the keys that there
-    is room for: heads share what is read."""
+    """Batch times heads, queries and keys of a call, in its bucket."""
     batch, length, heads, _ = a.q.shape
-    if hasattr(a, "k_cache"):
-        return bucket(batch, heads * length, capacity_of(a))
     return bucket(batch * heads, length, a.k.shape[1])
+
+
+def sizes_of_cache(a: SimpleNamespace) -> tuple[int, int, int]:
+    """Batch, heads times queries, which share what is read, and the keys that there is room for."""
+    return bucket(a.q.shape[0], a.q.shape[1] * a.q.shape[2], capacity_of(a))
 
 
 def made(
@@ -77,8 +89,9 @@ def made(
     """The row that measured microseconds, by backend, make of a call."""
     rounded = {name: round(float(us), 3) for name, us in sorted(times.items())}
     best = min(rounded, key=lambda name: (rounded[name], name != PORTABLE))
+    kind, sizes = (kind_of_cache, sizes_of_cache) if hasattr(a, "k_cache") else (kind_of, sizes_of)
     return {
-        "direction": direction, "kind": kind_of(a), "bucket": list(sizes_of(a)), "best": best, "times": rounded, "date": date,
+        "direction": direction, "kind": kind(a), "bucket": list(sizes(a)), "best": best, "times": rounded, "date": date,
         "triton": triton,
     }  # fmt: skip
 

@@ -36,7 +36,7 @@ from ...op import single
 from ...runtime.kernel import kernel
 from ..cached_parts import Table, capacity_of
 from ..portable import Scores, heads_of, sizes_of
-from ..preference import wanted
+from ..preference import wanted_of_cache
 from ..tiles import Window, lengths
 from .forward import (
     ALONE,
@@ -284,7 +284,7 @@ def fits(target: Target, a: SimpleNamespace) -> bool:
 
 def fits_call(target: Target, a: SimpleNamespace) -> bool:
     """Whether it takes the arguments and is the faster, by measurement, or was asked for."""
-    return fits(target, a) and wanted(NAME, "forward", target, a)
+    return fits(target, a) and wanted_of_cache(NAME, target, a)
 
 
 def rows_of_box(page: int, block: int) -> int:

@@ -70,7 +70,7 @@ from ...op import single
 from ...runtime.kernel import kernel
 from ..cached_parts import LEAST, Table, capacity_of, merge, room_for, value_columns
 from ..portable import Scores, heads_of
-from ..preference import wanted
+from ..preference import wanted_of_cache
 from ..tiles import Lengths, Tile, Window, keys_of, keys_seen
 from .backward import unknown_zero
 from .forward import (
@@ -602,7 +602,7 @@ def fits(target: Target, a: SimpleNamespace) -> bool:
 
 def fits_call(target: Target, a: SimpleNamespace) -> bool:
     """Whether it takes the arguments and is the faster, by measurement, or was asked for."""
-    return fits(target, a) and wanted(NAME, "forward", target, a)
+    return fits(target, a) and wanted_of_cache(NAME, target, a)
 
 
 def forward(q: Tensor, k_cache: Tensor, v_cache: None, **options: Any) -> tuple[Tensor, Tensor]:
