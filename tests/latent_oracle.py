@@ -1,5 +1,4 @@
-"""Calls of attention over caches of latents that Hopper's own kernel takes, at sizes that a CPU plays too, and how near to float64
-they must come."""
+"""Calls of attention over caches of latents that Hopper's own kernel takes, at sizes that a CPU plays too."""
 
 from __future__ import annotations
 
@@ -7,9 +6,7 @@ import math
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from tilewright.attention.cached import reference
 from tilewright.core.tensor import cdiv
 
 PLAIN = {
@@ -54,18 +51,6 @@ def without_a_page(a: dict[str, Any], sequence: int, at: int, instead: int) -> d
     """The same with another number in a sequence's table."""
     a["block_table"][sequence, at] = instead
     return a
-
-
-def agrees(a: dict[str, Any], o: Tensor, lse: Tensor) -> None:
-    """Hold results to the reference in float64 on the same arguments, by the bars of class I."""
-    wide = {n: t.double() if torch.is_tensor(t) and t.is_floating_point() else t for n, t in a.items()}
-    wanted_o, wanted_lse = reference(**wide)
-    bar = 2.4e-3 / (8 if o.dtype == torch.float16 else 1)
-    for got, wanted, most in ((o.double(), wanted_o, bar), (lse.double(), wanted_lse, 2e-5)):
-        assert torch.equal(got.isnan(), wanted.isnan()) and torch.equal(got == -math.inf, wanted == -math.inf)
-        live = wanted.isfinite()
-        size = wanted[live].square().mean().sqrt() if live.any() else 1.0
-        assert live.logical_not().all() or (got - wanted)[live].square().mean().sqrt() <= most * max(size, 1e-3)
 
 
 # Functions, for a call is changed where it lies

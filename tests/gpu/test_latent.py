@@ -11,7 +11,8 @@ import pytest
 import torch
 
 import tilewright as tw
-from tests.latent_oracle import CALLS, agrees, call
+from tests.cached_oracle import agrees
+from tests.latent_oracle import CALLS, call
 from tilewright.core.target import Target
 
 pytestmark = pytest.mark.gpu

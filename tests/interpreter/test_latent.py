@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from tests import gluon_machine
-from tests.latent_oracle import CALLS, agrees, call
+from tests.cached_oracle import agrees
+from tests.latent_oracle import CALLS, call
 from tilewright.attention.hopper import latent
 from tilewright.core.target import TARGETS, pretend
 from tilewright.runtime.kernel import Arguments, collect

@@ -89,8 +89,8 @@ def reference(
         keys, values, known = (t.flatten(0, 1).unsqueeze(0) for t in (keys, values, known))
     place = seen_in_cache(q, block_table, k_cache.shape[1], kv_len, cu_seqlens_q, causal, left, tree)
     visible = place.visible.unsqueeze(1)  # [batch, heads, length, keys]
-    # What nobody sees may hold NaN, which times a weight of 0 would show
-    lonely, unseen = (~place.visible.any(dim) for dim in (2, 1))
+    # What nobody sees may hold NaN, which times a weight of 0 would show, and so may what lies in the place of pages there are not
+    lonely, unseen = ~place.visible.any(2), ~(place.visible.any(1) & known)
     group = q.shape[2] // k_cache.shape[2] if k_cache.shape[2] else 1
     queries = upcast(q).masked_fill(lonely[..., None, None], 0.0)
     keys, values = (t.masked_fill(unseen[..., None, None], 0.0).repeat_interleave(group, 2) for t in (keys, values))

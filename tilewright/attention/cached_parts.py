@@ -666,8 +666,11 @@ class Factors(NamedTuple):
     shared: bool
 
 
-def factors(q: Tensor, k: Tensor, v: Tensor, keys: Columns, values: Columns, latent: bool, by_token: bool) -> Factors:
-    """`latent`: keys hold the values. `by_token`: tokens' values have scales of their own, which are multiplied into weights."""
+def factors(
+    q: Tensor, k: Tensor, v: Tensor, keys: Columns, values: Columns, latent: bool, by_token: bool, least: int
+) -> Factors:
+    """`latent`: keys hold the values. `by_token`: tokens' values have scales of their own, which are multiplied into weights.
+    `least`: columns that a product has at least."""
     single, fp16 = q.dtype == torch.float32, q.dtype == torch.float16
     codes, value_codes = k.element_size() == 1, v.element_size() == 1
     small = fp16 and by_token  # weights times scales of tokens may be too small for fp16
@@ -682,7 +685,7 @@ def factors(q: Tensor, k: Tensor, v: Tensor, keys: Columns, values: Columns, lat
         not single and not by_token and (fp16 or value_codes),
     )
     # Tensor cores take the values of two tokens in a word: single codes would have to be read from shared memory byte by byte
-    wide = min(values.FIRST, values.LAST) >= 32
+    wide = min(values.FIRST, values.LAST) >= 2 * least
     return Factors(pieces, half, pairs_of(v, values.ALL) if wide and not shared else None, shared)
 
 
@@ -706,7 +709,7 @@ def forward(q: Tensor, k_cache: Tensor, v_cache: Tensor | None, **options: Any) 
     least = narrowest(q) if most_rows(rows) >= 64 else 16  # fewer rows are no product of whole warpgroups
     keys = columns_of(key_dim, k_scale.stride_c is not None, least)
     values = columns_of(value_dim, v_scale.stride_c is not None, least)
-    form = factors(q, k_cache, values_at, keys, values, v_cache is None, v_scale.stride_p is not None)
+    form = factors(q, k_cache, values_at, keys, values, v_cache is None, v_scale.stride_p is not None, least)
     turned = Columns(0, 0, 0, 0)
     if a.k_rope is not None:
         turned = columns_of(a.k_rope.shape[-1], False, least)._replace(
