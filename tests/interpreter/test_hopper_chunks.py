@@ -4,6 +4,7 @@ that nobody sees. And that the machine sees what is wrong with such a kernel."""
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import math
 import sys
 from dataclasses import replace
@@ -60,7 +61,8 @@ MUTANTS = {
 
 @pytest.mark.parametrize("name", MUTANTS)
 def test_mutants_are_found(name, tmp_path):
-    """On packed sequences with pages that there are not, in blocks of several boxes, tiles that see nothing and several turns."""
+    """On packed sequences with pages that there are not, in blocks of several boxes, tiles that see nothing and several turns; and
+    on pages of several boxes."""
     kept, instead = MUTANTS[name]
     text = Path(chunks.__file__).read_text()
     assert kept in text
@@ -71,9 +73,9 @@ def test_mutants_are_found(name, tmp_path):
     sys.modules[spec.name] = mutant
     try:
         spec.loader.exec_module(mutant)
-        a = chunk("packed", D=128, strays=((0, 5, 29), (1, 1, -1)))
+        calls = chunk("packed", D=128, strays=((0, 5, 29), (1, 1, -1))), chunk("pages of 48")
         with pytest.raises((AssertionError, IndexError)):
-            for seed in range(4):
+            for seed, a in itertools.product(range(4), calls):
                 o, lse, wanted = launched(a, mutant.forward)
                 gluon_machine.play(wanted, seed)
                 agrees(a, o, lse)
