@@ -11,9 +11,9 @@ from tilewright.check.compiled import chip_variants, own_variants
 def pytest_collection_finish(session: pytest.Session) -> None:
     if session.config.option.collectonly:
         return
-    names = {getattr(item, "originalname", "") for item in session.items}
-    chips = {item.callspec.params.get("arch") for item in session.items if hasattr(item, "callspec")}
-    if "test_hopper_variants_keep_to_the_table" in names:
-        own_variants()
-    for arch in sorted(filter(None, chips)) if "test_other_chips_compile_every_kernel" in names else ():
-        chip_variants(arch)
+    for item in session.items:
+        name = getattr(item, "originalname", "")
+        if name == "test_hopper_variants_keep_to_the_table":
+            own_variants()
+        elif name == "test_other_chips_compile_every_kernel":
+            chip_variants(item.callspec.params["arch"])
