@@ -18,11 +18,15 @@ Layouts are not modelled, but for how boxes lie in memory: in columns of 64.
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
 import random
+import sys
 import threading
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,6 +35,25 @@ import triton.language as tl
 from torch import Tensor
 
 from tilewright.runtime.kernel import Arguments
+
+
+@contextlib.contextmanager
+def broken(
+    module: types.ModuleType, kept: str, instead: str, folder: Path, once: bool = True
+) -> Iterator[types.ModuleType]:
+    """A module of kernels with another text in the place of one that it has, `once` or more often."""
+    text = Path(module.__file__).read_text()
+    assert text.count(kept) == 1 if once else kept in text, f"{module.__name__} does not contain {kept!r} once"
+    path = folder / "mutant.py"
+    path.write_text(text.replace(kept, instead))
+    spec = importlib.util.spec_from_file_location(f"{module.__package__}.mutant", path)
+    mutant = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = mutant
+    try:
+        spec.loader.exec_module(mutant)
+        yield mutant
+    finally:
+        del sys.modules[spec.name]
 
 
 class Wrong(AssertionError):
