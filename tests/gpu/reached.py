@@ -4,7 +4,8 @@ A definition is a function, a class or an assignment of a module. Statements tha
 imported, and belong to whatever reaches one of its definitions; so does a function under a decorator that may register it, a test
 aside: that runs by itself. A name that cannot be followed, such as a module that is handed on as a value, stands for all of that
 module: rather too much than too little. The library itself, which tests call `tw`, has its public names, and its catalogue all ops;
-so has what stands above the ops, such as integrations. Comments and docstrings are no code.
+so has what stands above the ops, such as integrations. Comments and docstrings are no code; nor are the bars of an op, to a test
+that does not ask for them: no call goes through these.
 """
 
 from __future__ import annotations
@@ -35,12 +36,15 @@ class Place(NamedTuple):
 class Module:
     """The definitions of a file by name, the statements that run with it, and what names are imported under."""
 
-    def __init__(self, path: Path, bindings: Callable[[ast.AST, Path], Iterator[tuple[str, Place]]]) -> None:
+    def __init__(
+        self, path: Path, bindings: Callable[[ast.AST, Path], Iterator[tuple[str, Place]]], bars: bool = True
+    ) -> None:
         self.path = path
         self.definitions: dict[str, list[ast.stmt]] = {}
         self.loose: list[ast.stmt] = []
         self.imports: dict[str, set[Place]] = {}
-        for node in without_words(ast.parse(path.read_text())).body:
+        tree = without_words(ast.parse(path.read_text()))
+        for node in (tree if bars else without_bars(tree)).body:
             names = list(defined(node))
             for name in names:
                 self.definitions.setdefault(name, []).append(node)
@@ -103,9 +107,29 @@ def without_words(tree: ast.AST) -> ast.AST:
     return tree
 
 
+def without_bars(tree: ast.Module) -> ast.Module:
+    """Code without what its ops are held to, and without what that alone names."""
+    taken: list[ast.AST] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and base_of(node) == "Op":
+            taken += [keyword for keyword in node.keywords if keyword.arg == "bars"]
+            node.keywords = [keyword for keyword in node.keywords if keyword.arg != "bars"]
+        elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Call) and base_of(node.value) == "Bars":
+            taken.append(node.value)
+            node.value = ast.Constant(None)
+    orphans, named = names_in(taken), names_in([tree])
+    tree.body = [node for node in tree.body if not (isinstance(node, ast.FunctionDef) and node.name in orphans - named)]
+    return tree
+
+
+def names_in(nodes: Iterable[ast.AST]) -> set[str]:
+    return {part.id for node in nodes for part in ast.walk(node) if isinstance(part, ast.Name)}
+
+
 class Reach:
     """The definitions of a library. `file_of` gives the file of a module by its full name, None if it does not count; `above` says
-    of such a one whether it stands above the ops; `public` has the modules of names that the library has itself."""
+    of such a one whether it stands above the ops; `public` has the modules of names that the library has itself; `bars` whether
+    those of ops count."""
 
     def __init__(
         self,
@@ -114,10 +138,11 @@ class Reach:
         above: Callable[[str], bool],
         public: Mapping[str, Iterable[str]],
         library: str = "tilewright",
+        bars: bool = True,
     ) -> None:
         self.root, self.file_of, self.above, self.public, self.library = root, file_of, above, public, library
         self.every_op = Place(root / library / "__init__.py", CATALOGUE)
-        self.module = functools.cache(lambda path: Module(path, self.bindings))
+        self.module = functools.cache(lambda path: Module(path, self.bindings, bars))
         self.named = functools.cache(self._named)
         self.text = functools.cache(ast.unparse)
 

@@ -494,7 +494,15 @@ def beside():
 
 declared = Op("one", forward)
 """,
-        "tilewright/ops/a/two.py": "from ...formats import fp8 as codes\n\ntwo = Op('two', codes.g)\n",
+        "tilewright/ops/a/two.py": """from ...formats import fp8 as codes
+
+
+def room():
+    return 9
+
+
+two = Op("two", codes.g, bars=Bars("E", drift=room))
+""",
         "tilewright/device/shared.py": "LIMIT = 1\n\n\ndef f():\n    return LIMIT\n\n\ndef other():\n    return 2\n",
         "tilewright/formats/fp8.py": "def g():\n    return 1\n\n\n@kept('x')\ndef hidden():\n    return 3\n\n\nfp8 = g\n",
         "tilewright/core/draw.py": "h = 1\n",
@@ -509,7 +517,13 @@ def of_one():
 CALLS = {"a": {"first-b": of_one, "second": lambda: tw.two(8)}}
 """,
         "tests/helper.py": "def made(x):\n    return x\n\n\ndef unused():\n    return 5\n",
-        "tests/gpu/test_properties.py": "import tilewright as tw\n\n\ndef test_property(op):\n    assert tw.catalogue()[op]\n",
+        "tests/gpu/test_properties.py": """import tilewright as tw
+from tilewright.check import held
+
+
+def test_property(op):
+    assert held(tw.catalogue()[op])
+""",
         "tests/gpu/test_two.py": """import tilewright as tw
 from tests.helper import made
 
@@ -549,6 +563,7 @@ def test_call(name, row):
         ("tilewright/ops/a/one.py", "return f()", {"one", "rest", "row"}),
         ("tilewright/ops/a/one.py", "return 1", {"rest"}),  # no op has it
         ("tilewright/ops/a/one.py", "It.", set()),
+        ("tilewright/ops/a/two.py", "return 9", {"two", "other"}),  # what an op is held to, by tests through `check`
         ("tilewright/device/shared.py", "LIMIT = 1", {"one", "rest", "row"}),
         ("tilewright/device/shared.py", "return 2", {"rest"}),
         ("tilewright/formats/fp8.py", "return 1", {"two", "test_x", "rest", "other"}),
