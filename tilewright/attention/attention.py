@@ -282,12 +282,15 @@ def parts(a: SimpleNamespace, gradients: bool) -> Iterator[Part]:
 
 def drift(values: Mapping[str, Any], grads: list, dtype: torch.dtype) -> dict[str, Tensor]:
     """How far rounding o, to `dtype`, and lse, to fp32, takes gradients. Delta is a sum over o: its error is that of a gradient of
-    lse. An error of lse is a factor of all that a row gives."""
+    lse, and one number for each row, so that of thousands of rows some have next to none: each has at least what rounding makes of
+    such a sum on average. An error of lse is a factor of all that a row gives."""
     inputs = {n: values[n].detach().requires_grad_() for n in GRADED if values[n] is not None}
     o, lse = reference_lse(**{**values, **inputs})
     do, dlse = (torch.zeros_like(t) if g is None else g.to(t) for t, g in zip((o, lse), (*grads, None)))
     off = (lse.float() - lse).detach().nan_to_num(0.0)
     delta = (o * do).sum(-1) - (o.to(dtype).float() * do.float()).sum(-1)
+    usual = torch.finfo(dtype).eps / 4 * (o * do).square().sum(-1).sqrt()
+    delta = torch.copysign(torch.maximum(delta.abs(), usual), delta)
     through = (off.transpose(1, 2).unsqueeze(-1) * do, off * dlse + delta.transpose(1, 2))
     found = torch.autograd.grad((o, lse), [*inputs.values()], through, allow_unused=True)
     return {f"d_{n}": g for n, g in zip(inputs, found) if g is not None}

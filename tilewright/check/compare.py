@@ -58,6 +58,8 @@ def check(op: Op, label: str, values: Mapping[str, Any], actual: Outcome) -> Non
             rough = None if bar == BARS["G"] else noise[name]
             if bar == BARS["F"]:  # FP8 tensor cores' own precision
                 rough = rough.clamp(min=bar.single * rms(there))
+            elif bar == BARS["E"]:
+                rough = of_long_sums(rough, there, values)
             near_codes(op, f"{label}: {name}", name, values, actual, there, rough)
 
 
