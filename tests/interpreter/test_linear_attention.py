@@ -9,6 +9,9 @@ import torch
 from torch import Tensor
 
 import tilewright as tw
+from tests.mutants import Mutant, declared
+from tilewright.check.cases import Net
+from tilewright.check.properties import isolation
 
 NAN = float("nan")
 HEADS, KEY_HEADS, WIDTH, VALUES, LENGTH = 2, 1, 16, 24, 35
@@ -90,6 +93,26 @@ def test_packed_sequences_are_apart():
         if end > first:
             near((o[:, first:end], last[s : s + 1]), run(**cut(given, first, end), state=states[s : s + 1]))
     assert torch.equal(last[1], states[1])
+    for t in poisoned.values():
+        t[:, 2:9] = NAN
+    there, after = run(**poisoned, state=states, cu_seqlens=torch.tensor(marks))
+    assert bool(there[:, 2:9].isnan().any()) and torch.equal(there[:, 9:], o[:, 9:]) and torch.equal(after[1:], last[1:])
+
+
+LEAK = Mutant(
+    "NaN leaks to other rows of a batch",
+    "        q = load_rows(Q, batch, head // GROUP, c.token, c.known, SHAPE)\n",
+    "        q = load_rows(Q, batch, head // GROUP, c.token, c.known, SHAPE)\n"
+    "        q += 0.0 * load_rows(Q, BATCH - 1 - batch, head // GROUP, c.token, c.known, SHAPE)\n",
+    "isolation", "nan in row 1 of q: other rows of o", "tilewright/ops/recurrent/linear_chunks.py", "linear_attention",
+    through=("tilewright/ops/recurrent/linear_attention.py",),
+)  # fmt: skip
+
+
+def test_a_leak_to_other_sequences_is_seen(tmp_path):
+    """By the property, which draws no packed sequences: these are a batch of one row, with no other beside it."""
+    with declared(LEAK, tmp_path) as (op, _), pytest.raises(AssertionError, match=LEAK.says):
+        isolation(op, Net(interpreter=True))
 
 
 def test_nothing_is_taken_for_what_it_is():
