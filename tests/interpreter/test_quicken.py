@@ -137,8 +137,8 @@ NUMBERS = (
     None,
 )
 OPERATORS = (
-    operator.add, operator.sub, operator.mul, operator.truediv, operator.floordiv, operator.mod, operator.and_, operator.or_, operator.lt, operator.le,
-    operator.gt, operator.ge, operator.eq, operator.ne,
+    operator.add, operator.sub, operator.mul, operator.truediv, operator.floordiv, operator.mod, operator.and_, operator.or_,
+    operator.lt, operator.le, operator.gt, operator.ge, operator.eq, operator.ne,
 )  # fmt: skip
 
 
