@@ -326,7 +326,7 @@ def strides(op: Op, net: Net) -> None:
         ):  # apart, for what changes no value is compared with the plain call
             for turn in range(len(some)):
                 _laid_out(op, case, plain, {place: some[(turn + i) % len(some)] for i, place in enumerate(places)})
-        plain = outcome(op, single.values)
+        plain = plain if single.dims == case.dims else outcome(op, single.values)  # of an op whose rows are no tokens
         _laid_out(op, single, plain, dict.fromkeys(_places(op, single, plain), "size one"))
 
 
