@@ -5,7 +5,8 @@ The whole net takes longer than a GPU is at hand, so that what has passed over t
 (`python3 -m tests.gpu --stale`). Today's code is the text of the test and of all definitions of tests and of the library that it
 can reach (`reached.py`). Who asks the catalogue reaches the op that a parameter of the test names, or all. Of a table of calls, a
 test of which a parameter names an entry reaches that one. Modules that launch nothing themselves (`core/`, `runtime/` ...) do not
-count: other nets are about them, and a GPU sees them at work in every test that does run.
+count: other nets are about them, and a GPU sees them at work in every test that does run. Nor do the bars that an op is held to,
+which are numbers of `check/` by another name.
 
 Which machinery a test ran with is kept beside it for all that, a digest of the code that every op shares. It makes nothing stale by
 itself. `python3 -m tests.gpu --stale --machinery` also runs what stands for all ops: properties of the machinery, on the ops that
@@ -47,11 +48,10 @@ def case_of(test: str) -> str:
 
 
 class Code:
-    """The texts of a working tree, with the bars of ops or without."""
+    """The texts of a working tree."""
 
-    def __init__(self, root: Path = ROOT, bars: bool = True) -> None:
+    def __init__(self, root: Path = ROOT) -> None:
         self.root = root
-        self.bars = bars
         self.library = root / "tilewright"
         tables = {
             node.targets[0].id: ast.literal_eval(node.value)
@@ -64,7 +64,7 @@ class Code:
             for table in tables.values()
             for name in table
         }
-        self.reach = Reach(root, self.file_of, self.above, public, bars=bars)
+        self.reach = Reach(root, self.file_of, self.above, public)
         self.text = functools.cache(Path.read_text)
         self.digest = functools.cache(self._digest)
 
@@ -75,8 +75,6 @@ class Code:
     def source(self, test: str) -> str:
         """Sixteen hexadecimal digits that stand for the code of a test."""
         file = self.root / test.partition("::")[0]
-        if self.bars and "tilewright.check" not in self.text(file):
-            return self.without_bars.source(test)
         (place,) = self.reach.settled(Place(file, function_of(test)))
         entries = [self.reach.entry(one, case_of(test)) for one in self.named(place)]
         return self.digest(file, place, self.op_of(test), case_of(test) if any(entries) else None)
@@ -104,11 +102,6 @@ class Code:
             for argument in getattr(getattr(node, "args", None), "args", ()):
                 found |= self.reach.resolved(module, module.imports, argument.arg, None)
         return {one for other in found for one in self.reach.settled(other)}
-
-    @functools.cached_property
-    def without_bars(self) -> Code:
-        """The same for tests that do not go through `check`, which alone holds ops to their bars."""
-        return Code(self.root, bars=False)
 
     @functools.cached_property
     def everything(self) -> frozenset[Place]:

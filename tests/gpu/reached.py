@@ -4,8 +4,8 @@ A definition is a function, a class or an assignment of a module. Statements tha
 imported, and belong to whatever reaches one of its definitions; so does a function under a decorator that may register it, a test
 aside: that runs by itself. A name that cannot be followed, such as a module that is handed on as a value, stands for all of that
 module: rather too much than too little. The library itself, which tests call `tw`, has its public names, and its catalogue all ops;
-so has what stands above the ops, such as integrations. Comments and docstrings are no code; nor are the bars of an op, to a test
-that does not ask for them: no call goes through these.
+so has what stands above the ops, such as integrations. Comments and docstrings are no code; nor are the bars of an op: no call goes
+through these.
 """
 
 from __future__ import annotations
@@ -36,15 +36,12 @@ class Place(NamedTuple):
 class Module:
     """The definitions of a file by name, the statements that run with it, and what names are imported under."""
 
-    def __init__(
-        self, path: Path, bindings: Callable[[ast.AST, Path], Iterator[tuple[str, Place]]], bars: bool = True
-    ) -> None:
+    def __init__(self, path: Path, bindings: Callable[[ast.AST, Path], Iterator[tuple[str, Place]]]) -> None:
         self.path = path
         self.definitions: dict[str, list[ast.stmt]] = {}
         self.loose: list[ast.stmt] = []
         self.imports: dict[str, set[Place]] = {}
-        tree = without_words(ast.parse(path.read_text()))
-        for node in (tree if bars else without_bars(tree)).body:
+        for node in without_bars(without_words(ast.parse(path.read_text()))).body:
             names = list(defined(node))
             for name in names:
                 self.definitions.setdefault(name, []).append(node)
@@ -99,7 +96,7 @@ def base_of(node: ast.AST) -> str | None:
     return node.id
 
 
-def without_words(tree: ast.AST) -> ast.AST:
+def without_words(tree: ast.Module) -> ast.Module:
     """Code without its docstrings; a tree has no comments."""
     for node in ast.walk(tree):
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node) is not None:
@@ -128,8 +125,7 @@ def names_in(nodes: Iterable[ast.AST]) -> set[str]:
 
 class Reach:
     """The definitions of a library. `file_of` gives the file of a module by its full name, None if it does not count; `above` says
-    of such a one whether it stands above the ops; `public` has the modules of names that the library has itself; `bars` whether
-    those of ops count."""
+    of such a one whether it stands above the ops; `public` has the modules of names that the library has itself."""
 
     def __init__(
         self,
@@ -138,11 +134,10 @@ class Reach:
         above: Callable[[str], bool],
         public: Mapping[str, Iterable[str]],
         library: str = "tilewright",
-        bars: bool = True,
     ) -> None:
         self.root, self.file_of, self.above, self.public, self.library = root, file_of, above, public, library
         self.every_op = Place(root / library / "__init__.py", CATALOGUE)
-        self.module = functools.cache(lambda path: Module(path, self.bindings, bars))
+        self.module = functools.cache(lambda path: Module(path, self.bindings))
         self.named = functools.cache(self._named)
         self.text = functools.cache(ast.unparse)
 
