@@ -20,6 +20,7 @@ SHAPES: dict[str, tuple[Callable[[torch.dtype], Tensor], Any, tuple[int, bool, b
     "odd rows": (lambda t: torch.randn(5, 1111, dtype=t), 1, (1, True, True, False)),
     "rows with gaps": (lambda t: torch.randn(5, 1152, dtype=t)[:, :1136], 1, (1, True, True, True)),
     "rows of several loops": (lambda t: torch.randn(3, 2, 5, 80, dtype=t)[:, :, 1:], 3, (1, False, True, True)),
+    "long rows": (lambda t: torch.randn(2, 8208, dtype=t), 1, (1, True, True, True)),
     "short rows": (lambda t: torch.randn(70, 48, dtype=t), 1, (1, True, True, True)),
     "rows between": (lambda t: torch.randn(9, 300, dtype=t), 1, (1, True, True, False)),
     "every second": (lambda t: torch.randn(5, 400, dtype=t)[:, ::2], 1, (0, True, True, False)),
@@ -55,7 +56,7 @@ def test_every_form(what, dtype, parts, monkeypatch):
     monkeypatch.setattr(reduction, "SMALL", 0)
     monkeypatch.setattr(reduction, "BUSY", 0)
     if parts:  # of these few elements, every tile
-        monkeypatch.setattr(reduction, "parts_of", lambda _, reduced, block, device: (cdiv(reduced, block), block))
+        monkeypatch.setattr(reduction, "parts_of", lambda _, reduced, block, *rest: (cdiv(reduced, block), block))
     seen, form_of = [], reduction.form_of
     monkeypatch.setattr(reduction, "form_of", lambda *a: seen.append(form_of(*a)) or seen[-1])
     torch.manual_seed(0)
