@@ -32,6 +32,8 @@ SHAPES: dict[str, tuple[Callable[[torch.dtype], Tensor], Any, tuple[int, bool, b
     "columns of short loops": (lambda t: torch.randn(3, 4, 6, 144, dtype=t), (0, 2), (0, False, False, False)),
     "channels": (lambda t: torch.randn(3, 4, 11, 16, dtype=t), (0, 2, 3), (1, True, False, True)),
     "odd channels": (lambda t: torch.randn(3, 4, 9, 7, dtype=t), (0, 2, 3), (1, True, False, False)),
+    "channels of whole tiles": (lambda t: torch.randn(2, 2, 4096, dtype=t), (0, 2), (1, True, False, True)),
+    "columns of whole tiles": (lambda t: torch.randn(2, 2, 32, 144, dtype=t), (0, 2), (2, False, False, True)),
     "channels of two loops": (lambda t: torch.randn(2, 3, 4, 5, 80, dtype=t)[:, :, ::2], (1, 4), (1, False, False, True)),
     "all": (lambda t: torch.randn(5000, dtype=t), None, (1, True, True, False)),
     "all, turned": (lambda t: torch.randn(60, 80, dtype=t).t(), None, (1, True, True, True)),

@@ -41,8 +41,8 @@ TOKENS = (
 MOST_DIMS = 64
 SMALL_TILE = 4, 512
 LOADS = 8  # of 16 bytes, that a thread has on their way to it at a time, where elements lie side by side
-# Programs for each SM that parts of the reduced elements make, where half as many are not there without. A program has 16 KB on
-# their way to it, and memory is busy with 30 to 40 KB for each SM
+# Programs for each SM, at most, that parts of the reduced elements make where there are fewer than half of them without. A program
+# has 8 to 16 KB on their way to it, and memory is busy with 30 to 40 KB for each SM
 BUSY = 8
 NEITHER, REDUCED_ONES, KEPT_ONES = 0, 1, 2  # which elements lie side by side
 LEAST = 16  # elements that lie side by side, for tiles to be cut along them
@@ -222,10 +222,10 @@ def reduce_tiles(
     ONE_K, ONE_R say that there is one loop. ALONG says which elements lie side by side, 1 for reduced and 2 for kept ones: a tile
     then ends where their loop does, and only the tile's number is divided. EVEN: all runs are whole words and begin at them.
 
-    UNROLL tiles are on their way at a time, where they are whole; those that are left come one by one. States of kept elements that
-    are not there hold anything, and are not stored."""
+    UNROLL tiles are on their way at a time, where they are whole; those that are left come one by one. Of several runs all are so
+    many whole tiles, if UNROLL is more than 1. States of kept elements that are not there hold anything, and are not stored."""
     SPLIT: tl.constexpr = ALONG > 0 and not ONE_R
-    IN_TURN: tl.constexpr = None if SPLIT else HOW.IN_TURN
+    IN_TURN: tl.constexpr = None if SPLIT and UNROLL == 1 else HOW.IN_TURN
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     if ALONG == 2:
@@ -267,17 +267,23 @@ def reduce_tiles(
         left += (tl.minimum(stop, REDUCED // BLOCK_R) - start) // UNROLL * UNROLL
         inside = inside_k[:, None] if ALONG == 2 else None
         for first in tl.range(start, left, UNROLL):
+            from_x, from_y, tile_r = at_x, at_y, first
+            if SPLIT:
+                run_r = tl.cast(first, tl.int32) // across_r
+                tile_r = (tl.cast(first, tl.int32) % across_r).to(tl.int64)
+                from_x = at_x + offset_of_tile(run_r, R1, r1, r2, EVEN)
+                if Y is not None:
+                    from_y = at_y + offset_of_tile(run_r, R1, q1, q2, EVEN)
             for ahead in tl.static_range(UNROLL):
-                r = (first + ahead) * BLOCK_R + tl.arange(0, BLOCK_R)
-                x = elements(X, at_x, r, inside, None, R0, R1, r0, r1, r2, ALONG, ONE_R, EVEN, HOW)
+                r = (tile_r + ahead) * BLOCK_R + tl.arange(0, BLOCK_R)
+                x = elements(X, from_x, r, inside, None, R0, R1, r0, r1, r2, ALONG, ONE_R, EVEN, HOW)
                 if IN_TURN is not None:
                     state = IN_TURN.take(*state, x, (first - start).to(tl.int32) + ahead)
                 elif Y is not None:
-                    y = elements(Y, at_y, r, inside, None, R0, R1, q0, q1, q2, ALONG, ONE_R, EVEN, HOW)
+                    y = elements(Y, from_y, r, inside, None, R0, R1, q0, q1, q2, ALONG, ONE_R, EVEN, HOW)
                     state = taken_in(state, none, x, y, inside, S0, S1, False, HOW)
-                else:
-                    index = tl.broadcast_to(r[None, :], [BLOCK_K, BLOCK_R])
-                    state = taken_in(state, none, x, index, inside, S0, S1, False, HOW)
+                else:  # a row that asks for indices meets elements in turn
+                    state = taken_in(state, none, x, None, inside, S0, S1, False, HOW)
     for tile in tl.range(left, stop):
         from_x, from_y = at_x, at_y
         if SPLIT:
@@ -498,32 +504,39 @@ def form_of(
     along_k = steps_k[0][0] or 1 << 62
     if along_r <= along_k:
         along = REDUCED_ONES if all(own[0] == 1 for own in steps_r) and (one_r or sizes_r[0] >= LEAST) else NEITHER
-        tile = row_tile(kept, sizes_r[0] if along else reduced, ahead if along and one_r else 8)
+        tile = row_tile(kept, sizes_r[0] if along else reduced, ahead if along else 8, one_r)
     else:
         near = all(own[0] == 1 for own in steps_k) and (one_k or sizes_k[0] >= 64)
         along = KEPT_ONES if near and (one_r or sizes_r[0] >= LEAST) else NEITHER
-        tile = column_tile(sizes_k[0], reduced, ahead) if along and one_r else (128, 16, 1)
+        tile = column_tile(sizes_k[0], sizes_r[0], ahead, one_r) if along else (128, 16, 1)
     even = along != NEITHER and in_words(along, sizes_k, steps_k, sizes_r, steps_r)
     return Form(along, one_k and along != KEPT_ONES, one_r, even, *tile)
 
 
-def row_tile(kept: int, length: int, ahead: int) -> tuple[int, int, int]:
-    """(BLOCK_K, BLOCK_R, UNROLL) of reduced elements in runs of some length. A thread has 8 elements of a tile of 1024."""
+def row_tile(kept: int, length: int, ahead: int, one: bool) -> tuple[int, int, int]:
+    """(BLOCK_K, BLOCK_R, UNROLL) of reduced elements in runs of some length, or in one. Of a tile of 1024 a thread has 8."""
     if length <= 64:
         return (128, 16, 1) if length <= 16 else (64, 32, 1)
     if length <= 512 and kept > 1:
         return 8, 256, 1
-    if length >= 128 * ahead or kept == 1:
-        return 1, 1024, ahead // 8
-    return 2, 1024, max(1, ahead // 16)
+    unroll = at_a_time(1024, length, ahead // 8, one)
+    if kept == 1 or unroll == ahead // 8 > 1:
+        return (1, 1024, unroll) if unroll > 1 else (1, 2048, 1)
+    return 2, 1024, max(1, unroll // 2)
 
 
-def column_tile(width: int, reduced: int, ahead: int) -> tuple[int, int, int]:
+def column_tile(width: int, length: int, ahead: int, one: bool) -> tuple[int, int, int]:
     """The same of kept elements that lie side by side, in runs of some width."""
-    unroll, block_k = ahead // 8, tile_width(width)
-    while unroll > 1 and 1024 // block_k * unroll > reduced:
-        unroll //= 2
+    block_k = tile_width(width)
+    unroll = at_a_time(1024 // block_k, length, ahead // 8, one)
     return block_k, (1024 if unroll > 1 else 2048) // block_k, unroll
+
+
+def at_a_time(block: int, length: int, most: int, one: bool) -> int:
+    """How many blocks are on their way at a time: no more than a run has, and where there are several runs a divisor of it."""
+    while most > 1 and (block * most > length or not (one or length % (block * most) == 0)):
+        most //= 2
+    return most
 
 
 def tile_width(width: int) -> int:
@@ -628,7 +641,6 @@ def parts_of(programs: int, reduced: int, block: int, unroll: int, busy: int, de
     """(how many parts the reduced elements are cut into, how many each has), for so many programs to be busy on each SM: whole
     blocks, as many as are on their way at a time, and four of them at least."""
     wanted, together = busy * Target.at(device).sms, block * unroll
-    parts = cdiv(wanted, max(1, programs)) if 2 * programs < wanted else 1
-    parts = max(1, min(parts, reduced // max(together, 4 * block), 1024))
+    parts = max(1, min(wanted // max(1, programs), reduced // max(together, 4 * block), 1024))
     per = cdiv(cdiv(max(reduced, 1), parts), together) * together
     return cdiv(max(reduced, 1), per), per

@@ -63,7 +63,7 @@ TOKENS = (
 # Elements of a program's tile, of 32 bits and one number a state: 32 a thread, for its one warp. With more warps a scan waits at
 # barriers
 TILE = 1024
-BUSY = 16  # programs for each SM that parts of lines make, where half as many are not there without
+BUSY = 16  # programs for each SM, as in `reduction.py`; one of them has 4 KB on their way to it
 
 
 # ---- kernel ----------------------------------------------------------------------------------------------------------
