@@ -80,3 +80,15 @@ def test_two_operands(n, turned, monkeypatch):
     call = torch.nn.functional.mse_loss
     aten, made, ran = both(lambda: call(x, y))
     assert ran and not differences(made, aten, call(x.double(), y.double()), 10.0)
+
+
+@pytest.mark.parametrize("n", [5, 1030])
+def test_moments_of_nan_and_of_large_numbers(n, monkeypatch):
+    """In tiles that are not whole: columns that met nothing, far from the mean, add nothing."""
+    monkeypatch.setattr(reduction, "SMALL", 0)
+    x = torch.full((4, n), 3e38)
+    x[1] = 1e20
+    x[2, n // 2] = float("nan")
+    aten, made, ran = both(lambda: torch.var_mean(x, 1))
+    assert ran and torch.equal(made[0].isnan(), aten[0].isnan()) and torch.equal(made[1].isnan(), aten[1].isnan())
+    assert not made[0][[0, 1, 3]].any() and torch.allclose(made[1][[0, 1, 3]], x[[0, 1, 3], 0], rtol=1e-6)

@@ -187,7 +187,7 @@ def tiles_of(a: Any) -> int:
 def elements(
     X, at, r, ok, none, R0, R1, r0, r1, r2, ALONG: tl.constexpr, ONE_R: tl.constexpr, EVEN: tl.constexpr, HOW: tl.constexpr
 ):  # fmt: skip
-    """A tile of elements, promoted; `none`, or if that is None anything, for those that are not `ok`, if that is not None."""
+    """A tile of elements, promoted; `none` for those that are not `ok`. Both are None where all are."""
     return promoted_value(tl.load(X + at + along(r, R0, R1, r0, r1, r2, ALONG, ONE_R, EVEN)[None, :], ok, none), HOW)
 
 
@@ -223,7 +223,7 @@ def reduce_tiles(
     then ends where their loop does, and only the tile's number is divided. EVEN: all runs are whole words and begin at them.
 
     UNROLL tiles are on their way at a time, where they are whole; those that are left come one by one. Of several runs all are so
-    many whole tiles, if UNROLL is more than 1. States of kept elements that are not there hold anything, and are not stored."""
+    many whole tiles, if UNROLL is more than 1. States of kept elements that are not there are those of others or of zeros."""
     SPLIT: tl.constexpr = ALONG > 0 and not ONE_R
     IN_TURN: tl.constexpr = None if SPLIT and UNROLL == 1 else HOW.IN_TURN
     if PDL:
@@ -265,7 +265,7 @@ def reduce_tiles(
         left += 1
     if UNROLL > 1:
         left += (tl.minimum(stop, REDUCED // BLOCK_R) - start) // UNROLL * UNROLL
-        inside = inside_k[:, None] if ALONG == 2 else None
+        inside, outside = (inside_k[:, None], 0) if ALONG == 2 else (None, None)
         for first in tl.range(start, left, UNROLL):
             from_x, from_y, tile_r = at_x, at_y, first
             if SPLIT:
@@ -276,11 +276,11 @@ def reduce_tiles(
                     from_y = at_y + offset_of_tile(run_r, R1, q1, q2, EVEN)
             for ahead in tl.static_range(UNROLL):
                 r = (tile_r + ahead) * BLOCK_R + tl.arange(0, BLOCK_R)
-                x = elements(X, from_x, r, inside, None, R0, R1, r0, r1, r2, ALONG, ONE_R, EVEN, HOW)
+                x = elements(X, from_x, r, inside, outside, R0, R1, r0, r1, r2, ALONG, ONE_R, EVEN, HOW)
                 if IN_TURN is not None:
                     state = IN_TURN.take(*state, x, (first - start).to(tl.int32) + ahead)
                 elif Y is not None:
-                    y = elements(Y, from_y, r, inside, None, R0, R1, q0, q1, q2, ALONG, ONE_R, EVEN, HOW)
+                    y = elements(Y, from_y, r, inside, outside, R0, R1, q0, q1, q2, ALONG, ONE_R, EVEN, HOW)
                     state = taken_in(state, none, x, y, inside, S0, S1, False, HOW)
                 else:  # a row that asks for indices meets elements in turn
                     state = taken_in(state, none, x, None, inside, S0, S1, False, HOW)

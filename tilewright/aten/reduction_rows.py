@@ -193,24 +193,20 @@ def both_moments(mean_a, about_a, count_a, mean_b, about_b, count_b):
 
 @triton.jit
 def all_moments(mean, about, count, known):
-    """Moments of each row of a tile of them, by its mean and then by what is about it. Shares are rounded and their sum is not
-    quite 1; how far the mean is off by that comes with the second sum. `known`: what the counts of each row add up to, or None."""
+    """Moments of each row of a tile of them: first the mean, then what is about it, both as differences from one of the means, by
+    which equal ones stay equal however large they are. `known`: what the counts of each row add up to, or None."""
     if known is None:
         total = tl.sum(count, 1)
     else:
         total = tl.zeros([mean.shape[0]], mean.dtype) + known.to(mean.dtype)
-    each = 1.0 / tl.maximum(total, 1.0)
-    near = tl.sum(mean * (count * each[:, None]), 1)
-    apart = mean - near[:, None]
-    off, around = tl.reduce((apart * count, about + apart * apart * count), 1, both_sums)
-    off = tl.where(total > 1, off * each, 0.0)
-    around -= off * off * total
-    return near + off, tl.where(around < 0, 0.0, around), total
-
-
-@triton.jit
-def both_sums(a, b, c, d):
-    return a + c, b + d
+    share = count * (1.0 / tl.maximum(total, 1.0))[:, None]
+    one = tl.max(tl.where(count > 0, mean, float("-inf")), 1)
+    apart = mean - one[:, None]
+    off = tl.sum(apart * share, 1)
+    apart -= off[:, None]
+    # Weighed before it is squared: a state of nothing adds nothing, however far away it is
+    around = tl.sum(about + apart * count * apart, 1)
+    return tl.where(total > 1, one + off, one), around, total
 
 
 # ---- elements in turn: a value and how many came before it, or a mean and the sum of squares about it
