@@ -52,17 +52,20 @@ def order_by_count(KEYS, SORTED, ORDER, M, N, OWN: tl.constexpr, BLOCK: tl.const
 def key_of(x):
     """Of numbers, signed integers of at least their bits in the order of the numbers: int64 for 64 bits, else int32. Both zeros are
     one, and a NaN of either sign comes after all else."""
-    if x.dtype.is_floating():
-        x = tl.where(x == 0, 0.0, x).to(x.dtype)
+    if x.dtype.is_floating():  # of the number's size, which has the order of its bits
         if x.dtype == tl.float64:
             bits = x.to(tl.int64, bitcast=True)
-            key = tl.where(x != x, 0x7FFFFFFFFFFFFFFF, bits ^ ((bits >> 63) & 0x7FFFFFFFFFFFFFFF))
+            size = bits & 0x7FFFFFFFFFFFFFFF
+            key = tl.where(size > 0x7FF0000000000000, 0x7FFFFFFFFFFFFFFF, tl.where(bits < 0, -size, size))
         elif x.dtype == tl.float32:
             bits = x.to(tl.int32, bitcast=True)
-            key = tl.where(x != x, 0x7FFFFFFF, bits ^ ((bits >> 31) & 0x7FFFFFFF))
+            size = bits & 0x7FFFFFFF
+            key = tl.where(size > 0x7F800000, 0x7FFFFFFF, tl.where(bits < 0, -size, size))
         else:
+            infinite: tl.constexpr = 0x7F80 if x.dtype == tl.bfloat16 else 0x7C00
             bits = x.to(tl.int16, bitcast=True).to(tl.int32)
-            key = tl.where(x != x, 0x7FFF, bits ^ ((bits >> 31) & 0x7FFF))
+            size = bits & 0x7FFF
+            key = tl.where(size > infinite, 0x7FFF, tl.where(bits < 0, -size, size))
     elif x.dtype == tl.int64:
         key = x
     else:
