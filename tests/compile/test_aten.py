@@ -74,6 +74,8 @@ FORMS = {
     "a sort of 64 bits": ("sort", made((2, 70), I64)),
     "the first of long lines": ("topk", made((8, 151936)), 50),
     "the first of 16 bits": ("topk", made((8, 8192), BF16), 8),
+    "many that come first": ("topk", made((8, 8192), BF16), 100),
+    "the first of odd lines": ("topk", made((8, 1001), torch.uint8), 8),
     "the first of 64 bits": ("topk", made((8, 1000), I64), 8),
     # random
     "draws into a view": ("normal_", made((64, 96))[:, ::2]),
@@ -206,7 +208,7 @@ def test_every_kernel_is_there():
         "radix_move", "count_set", "begin_blocks", "write_set", "write_coordinates", "is_among", "keys_in_order", "repeated",
         "nll_places", "nll_total", "nll_gradient",
         # sort
-        "sort_rows", "sort_keys", "sort_results", "select_first", "count_first", "write_first", "lengths",
+        "sort_rows", "sort_keys", "sort_results", "select_first", "keep_few", "sort_few", "count_first", "write_first", "lengths",
         # random
         "draw", "drop",
     }  # fmt: skip
