@@ -2,7 +2,7 @@
 
 Short lines are ordered by counting: a key's place is the number of those that come before it. Others take a pass for each digit of
 four bits, the lowest first. Of a pass, blocks count their digits, a launch finds where the keys of each digit and block begin, and
-blocks move their keys there. Sixteen counts lie in four words, each of which is summed or scanned as one number.
+blocks move their keys there. Sixteen counts lie in few words, each of which is summed or scanned as one number.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from ..core.tensor import cdiv
 from ..runtime.kernel import kernel
 from . import plans
 from .plans import own
+from .pointwise import WORDS, whole_words
 
 COUNTED = 32768  # keys of a line to which counting is taken, whose work grows with the square
 COMPARED = 1 << 26  # comparisons of all that take about as long as the three launches of a pass (not measured)
 DIGIT = 4  # bits
 DIGITS = 1 << DIGIT
-BLOCK = 1024  # keys that are moved together; fewer than 2**16, which a count holds
+BLOCK = 2048  # keys that are moved together; fewer than 2**15, which a count holds
 
 
 @kernel(grid=lambda a: (a.M * cdiv(a.N, a.OWN),), tokens=("M", "N"), default=lambda a: {"OWN": 16, "num_warps": 4})
@@ -80,69 +81,90 @@ def digit_of(key, shift, flip):
 
 
 @triton.jit
-def counted(digit, inside):
-    """[4, n] of words with one count each: a digit's is in word digit / 4, sixteen bits for each of four."""
-    word = tl.arange(0, 4)[:, None]
-    one = tl.full(digit.shape, 1, tl.int64) << ((digit & 3) * 16).to(tl.int64)
-    return tl.where((word == (digit >> 2)[None, :]) & inside[None, :], one[None, :], 0)
+def key_tile(KEYS, line, block, N, THREADS: tl.constexpr):
+    """(four keys of each thread, in the order of the line, which they are, whether there are such)."""
+    i = (block * THREADS + tl.arange(0, THREADS)[:, None]) * 4 + tl.arange(0, 4)[None, :]
+    return tl.load(KEYS + line * N + i, i < N, 0), i, i < N
 
 
-PASS = {
-    "grid": lambda a: (a.M * a.BLOCKS,),
-    "tokens": ("M", "N", "BLOCKS", "shift", "flip"),
-    "default": lambda a: {"num_warps": 4},
-}
+@triton.jit
+def halves(counts, MASK: tl.constexpr, BITS: tl.constexpr):
+    """(counts with even places in a word, those with odd ones): each has twice the bits then."""
+    return counts & MASK, (counts >> BITS) & MASK
 
 
-@kernel(**PASS)
-def radix_count(KEYS, COUNTS, M, N, BLOCKS, shift, flip, BLOCK: tl.constexpr):
+@triton.jit
+def ranks(digit, inside):
+    """Of [threads, 4] digits, how many before each are equal. Sixteen counts lie in one word as long as they are a thread's, in two
+    for a warp, and in four for all: that of a digit is then in word digit % 4."""
+    THREADS: tl.constexpr = digit.shape[0]
+    WARP: tl.constexpr = 32
+    one = tl.where(inside, tl.full(digit.shape, 1, tl.int64) << (digit * 4).to(tl.int64), 0)
+    own = tl.cumsum(one, 1)
+    even, odd = halves(tl.reshape(tl.sum(one, 1), [THREADS // WARP, WARP]), 0x0F0F0F0F0F0F0F0F, 4)
+    a, c = halves(tl.cumsum(even, 1) - even, 0x00FF00FF00FF00FF, 8)  # threads before in the warp
+    b, d = halves(tl.cumsum(odd, 1) - odd, 0x00FF00FF00FF00FF, 8)
+    warp_a, warp_c = halves(tl.sum(even, 1), 0x00FF00FF00FF00FF, 8)
+    warp_b, warp_d = halves(tl.sum(odd, 1), 0x00FF00FF00FF00FF, 8)
+    a = tl.reshape(a + (tl.cumsum(warp_a, 0) - warp_a)[:, None], [THREADS])[:, None]
+    b = tl.reshape(b + (tl.cumsum(warp_b, 0) - warp_b)[:, None], [THREADS])[:, None]
+    c = tl.reshape(c + (tl.cumsum(warp_c, 0) - warp_c)[:, None], [THREADS])[:, None]
+    d = tl.reshape(d + (tl.cumsum(warp_d, 0) - warp_d)[:, None], [THREADS])[:, None]
+    before = tl.where((digit & 2) == 0, tl.where((digit & 1) == 0, a, b), tl.where((digit & 1) == 0, c, d))
+    others = (before >> (digit >> 2 << 4).to(tl.int64)).to(tl.int32) & 0xFFFF
+    return others + ((own >> (digit * 4).to(tl.int64)).to(tl.int32) & 15) - 1
+
+
+PASS = {"grid": lambda a: (a.M * a.BLOCKS,), "tokens": ("M", "N", "BLOCKS", "shift", "flip")}
+
+
+@kernel(**PASS, default=lambda a: {"num_warps": 4})
+def radix_count(KEYS, COUNTS, M, N, BLOCKS, shift, flip, EVEN: tl.constexpr, THREADS: tl.constexpr):
     """COUNTS [M, 16, BLOCKS]: of a block's keys, those with each digit."""
     line = (tl.program_id(0) // BLOCKS).to(tl.int64)
     block = tl.program_id(0) % BLOCKS
-    i = block * BLOCK + tl.arange(0, BLOCK)
-    digit = digit_of(tl.load(KEYS + line * N + i, i < N, 0), shift, flip)
-    words = tl.sum(counted(digit, i < N), 1)
-    part = tl.arange(0, 4)[None, :]
-    count = (words[:, None] >> (part * 16).to(tl.int64)) & 0xFFFF
-    which = tl.arange(0, 4)[:, None] * 4 + part
-    tl.store(COUNTS + (line * 16 + which) * BLOCKS + block, count.to(tl.int32))
+    key, _, inside = key_tile(KEYS, line, block, whole_words(N, EVEN), THREADS)
+    digit = digit_of(key, shift, flip)
+    count = tl.histogram(tl.reshape(digit, [THREADS * 4]), 16, tl.reshape(inside, [THREADS * 4]))
+    tl.store(COUNTS + (line * 16 + tl.arange(0, 16)) * BLOCKS + block, count)
 
 
-@kernel(grid=lambda a: (a.M * 16,), tokens=("M", "BLOCKS"), default=lambda a: {"BLOCK": 1024, "num_warps": 4})
-def radix_scan(COUNTS, STARTS, M, BLOCKS, BLOCK: tl.constexpr):
-    """STARTS [M, 16, BLOCKS]: how many keys of a line come before those of a digit and block."""
-    line = (tl.program_id(0) // 16).to(tl.int64) * 16 * BLOCKS
-    first = (tl.program_id(0) % 16) * BLOCKS
-    lower = tl.zeros([BLOCK], tl.int32)
-    for start in range(0, first, BLOCK):
-        i = start + tl.arange(0, BLOCK)
+@kernel(grid=lambda a: (a.M * a.APART,), tokens=("M", "BLOCKS"), default=lambda a: {"num_warps": a.CHUNK // 512})
+def radix_scan(COUNTS, STARTS, M, BLOCKS, APART: tl.constexpr, CHUNK: tl.constexpr):
+    """STARTS [M, 16, BLOCKS]: how many keys of a line come before those of a digit and block. A line's digits are APART programs'."""
+    size = 16 // APART * BLOCKS
+    line = (tl.program_id(0) // APART).to(tl.int64) * 16 * BLOCKS
+    first = (tl.program_id(0) % APART) * size
+    lower = tl.zeros([CHUNK], tl.int32)
+    for start in range(0, first, CHUNK):
+        i = start + tl.arange(0, CHUNK)
         lower += tl.load(COUNTS + line + i, i < first, 0)
     before = tl.sum(lower, 0)
-    for start in range(first, first + BLOCKS, BLOCK):
-        i = start + tl.arange(0, BLOCK)
-        count = tl.load(COUNTS + line + i, i < first + BLOCKS, 0)
-        tl.store(STARTS + line + i, before + tl.cumsum(count, 0) - count, i < first + BLOCKS)
+    for start in range(first, first + size, CHUNK):
+        i = start + tl.arange(0, CHUNK)
+        count = tl.load(COUNTS + line + i, i < first + size, 0)
+        tl.store(STARTS + line + i, before + tl.cumsum(count, 0) - count, i < first + size)
         before += tl.sum(count, 0)
 
 
-@kernel(**PASS)
-def radix_move(KEYS, ORDER, STARTS, KEYS_OUT, ORDER_OUT, M, N, BLOCKS, shift, flip, BLOCK: tl.constexpr):
+@kernel(**PASS, default=lambda a: {"num_warps": a.THREADS // 32})
+def radix_move(
+    KEYS, ORDER, STARTS, KEYS_OUT, ORDER_OUT, M, N, BLOCKS, shift, flip, EVEN: tl.constexpr, THREADS: tl.constexpr
+):
     """Each key to its place among those with its digit. ORDER is None before the first pass: keys are as they came."""
     line = (tl.program_id(0) // BLOCKS).to(tl.int64)
     block = tl.program_id(0) % BLOCKS
-    i = block * BLOCK + tl.arange(0, BLOCK)
-    inside = i < N
-    key = tl.load(KEYS + line * N + i, inside, 0)
-    which = i
+    N = whole_words(N, EVEN)
+    key, which, inside = key_tile(KEYS, line, block, N, THREADS)
     if ORDER is not None:
-        which = tl.load(ORDER + line * N + i, inside, 0)
+        which = tl.load(ORDER + line * N + which, inside, 0)
     digit = digit_of(key, shift, flip)
-    words = tl.cumsum(counted(digit, inside), 1)
-    mine = tl.sum(tl.where(tl.arange(0, 4)[:, None] == (digit >> 2)[None, :], words, 0), 0)
-    rank = ((mine >> ((digit & 3) * 16).to(tl.int64)) & 0xFFFF).to(tl.int32) - 1
-    at = line * N + tl.load(STARTS + (line * 16 + digit) * BLOCKS + block, inside, 0) + rank
-    tl.store(KEYS_OUT + at, key, inside)
-    tl.store(ORDER_OUT + at, which, inside)
+    at = tl.load(STARTS + (line * 16 + digit) * BLOCKS + block, inside, 0) + ranks(digit, inside)
+    # Neighbours that have one digit go side by side: they are handed to neighbouring threads first, which write them together
+    at = tl.reshape(at, [THREADS * 4])
+    inside = tl.reshape(inside, [THREADS * 4])
+    tl.store(KEYS_OUT + line * N + at, tl.reshape(key, [THREADS * 4]), inside)
+    tl.store(ORDER_OUT + line * N + at, tl.reshape(which, [THREADS * 4]), inside)
 
 
 KEY_BITS = {
@@ -164,7 +186,8 @@ def ordered(keys: Tensor, bits: int, signed: bool) -> tuple[Tensor, Tensor]:
         block = 256 if keys.dtype == torch.int32 else 128  # as many as registers hold
         plans.launch(order_by_count, (keys, found, order), (lines, n), BLOCK=block)
         return found, order
-    blocks = cdiv(n, BLOCK)
+    blocks, even = cdiv(n, BLOCK), n % WORDS == 0
+    apart, chunk = (1, 512) if blocks * DIGITS <= 2048 else (DIGITS, 8192)
     counts, starts = (
         own(torch.empty((lines, DIGITS, blocks), dtype=torch.int32, device=keys.device)) for _ in range(2)
     )
@@ -176,8 +199,8 @@ def ordered(keys: Tensor, bits: int, signed: bool) -> tuple[Tensor, Tensor]:
         shift = at * DIGIT
         flip = 1 << (bits - 1 - shift) if signed and at == passes - 1 else 0
         sizes = lines, n, blocks, shift, flip
-        plans.launch(radix_count, (source[0], counts), sizes, BLOCK=BLOCK)
-        plans.launch(radix_scan, (counts, starts), (lines, blocks))
-        plans.launch(radix_move, (*source, starts, *target), sizes, BLOCK=BLOCK)
+        plans.launch(radix_count, (source[0], counts), sizes, EVEN=even, THREADS=BLOCK // 4)
+        plans.launch(radix_scan, (counts, starts), (lines, blocks), APART=apart, CHUNK=chunk)
+        plans.launch(radix_move, (*source, starts, *target), sizes, EVEN=even, THREADS=BLOCK // 4)
         source = target
     return found, order
