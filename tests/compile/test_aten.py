@@ -67,6 +67,7 @@ FORMS = {
     "products by index": ("scatter.reduce", made((8, 64)), 0, made((99, 64), I64), made((99, 64)), {"reduce": "multiply"}),
     "a mask that broadcasts": ("masked_select", made((64, 96), BF16), made((96,), BOOL)),
     "among 64-bit numbers": ("isin.Tensor_Tensor", made((640,), I64), made((640,), I64)),
+    "among many numbers": ("isin.Tensor_Tensor", made((65536,), I64), made((640,), I64)),
     # sort
     "a sort in registers": ("sort", made((64, 512))),
     "a sort of 16 bits in registers": ("sort", made((64, 256), BF16)),
@@ -205,7 +206,7 @@ def test_every_kernel_is_there():
         "average_pool", "average_pool_backward", "largest_pool", "largest_pool_backward", "nearest", "bicubic",
         # index
         "move_by_index", "place_keys", "sum_runs", "sum_parts", "drop_key", "order_by_count", "radix_count", "radix_scan",
-        "radix_move", "count_set", "begin_blocks", "write_set", "write_coordinates", "is_among", "keys_in_order", "repeated",
+        "radix_move", "count_set", "begin_blocks", "begin_buckets", "write_set", "write_coordinates", "is_among", "keys_in_order", "repeated",
         "nll_places", "nll_total", "nll_gradient",
         # sort
         "sort_rows", "sort_keys", "sort_results", "select_first", "keep_few", "sort_few", "count_first", "write_first", "lengths",

@@ -2,7 +2,8 @@
 whether elements are among others.
 
 Elements under a mask are counted by blocks, a launch finds where each block's begin, and blocks write theirs there. How many there
-are is the one number that is read. What is looked for is looked up in the others, which are put in order (`order.py`).
+are is the one number that is read. What is looked for is looked up in the others, which are put in order (`order.py`): in a bucket
+of numbers that lie near, where these are many.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from .reduction import loops_of, offset
 from .row import TAKEN, Declined, of_numbers, taken
 
 BLOCK = 2048  # elements that are counted together
+BUCKETS = 64, 32768  # from so many others on these are looked up by buckets, of which there are so many at most
 MOST_DIMS = 6  # whose coordinates a launch writes
 SIZES = tuple(f"n{i}" for i in range(MOST_DIMS))
 
@@ -111,15 +113,66 @@ def lower_bound(SORTED, key, n, steps):
     return low
 
 
+@triton.jit
+def distance(low, key):
+    """How far keys lie above the lowest."""
+    return (key.to(tl.int64) - low.to(tl.int64)).to(tl.uint64, bitcast=True)
+
+
 @kernel(
-    grid=lambda a: (cdiv(a.N, a.BLOCK),), tokens=("N", "n", "steps"), default=lambda a: {"BLOCK": 1024, "num_warps": 4}
-)
-def is_among(OUT, X, SORTED, N, n, steps, COMMON: tl.constexpr, INVERT: tl.constexpr, BLOCK: tl.constexpr):
-    """Whether elements are among others, whose keys are in order. A NaN is among none."""
+    grid=lambda a: (cdiv(a.BUCKETS + 2, a.BLOCK),), tokens=("n", "steps", "BUCKETS"),
+    default=lambda a: {"BLOCK": 256, "num_warps": 4},
+)  # fmt: skip
+def begin_buckets(STARTS, SORTED, n, steps, BUCKETS, BLOCK: tl.constexpr):
+    """STARTS [BUCKETS + 2]: how many of n keys in order come before each bucket of as many numbers, a power of two that lets BUCKETS
+    hold all; then n, and which power it is."""
+    low = tl.load(SORTED)
+    reach = distance(low, tl.load(SORTED + n - 1))
+    shift = tl.full((), 0, tl.uint64)
+    for bit in range(0, 64):
+        shift += ((reach >> bit.to(tl.uint64)) >= BUCKETS).to(tl.uint64)
+    b = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    first = b.to(tl.uint64) << shift
+    key = (low.to(tl.int64) + first.to(tl.int64, bitcast=True)).to(low.dtype)
+    start = tl.where(first > reach, n, lower_bound(SORTED, key, n, steps))
+    tl.store(STARTS + b, start.to(tl.int32), b < BUCKETS)
+    tl.store(STARTS + b, tl.where(b == BUCKETS, n, shift.to(tl.int32)), (b >= BUCKETS) & (b < BUCKETS + 2))
+
+
+@triton.jit
+def bound_in_bucket(SORTED, STARTS, key, n, BUCKETS):
+    """How many of n keys in order come before each of these, if it is one of them; else any number to n."""
+    low = tl.load(SORTED)
+    bucket = distance(low, key) >> tl.load(STARTS + BUCKETS + 1).to(tl.uint64)
+    known = (key >= low) & (bucket < BUCKETS)
+    bucket = tl.where(known, bucket, 0).to(tl.int32)
+    first = tl.load(STARTS + bucket)
+    end = tl.load(STARTS + bucket + 1)
+    left = tl.max(end - first, 0)
+    while left > 0:
+        middle = (first + end) >> 1
+        right = (first < end) & (tl.load(SORTED + tl.minimum(middle, n - 1)) < key)
+        end = tl.where(right | (first >= end), end, middle)
+        first = tl.where(right, middle + 1, first)
+        left = left >> 1
+    return first
+
+
+@kernel(
+    grid=lambda a: (cdiv(a.N, a.BLOCK),), tokens=("N", "n", "steps", "BUCKETS"),
+    default=lambda a: {"BLOCK": 1024, "num_warps": 4},
+)  # fmt: skip
+def is_among(
+    OUT, X, SORTED, STARTS, N, n, steps, BUCKETS, COMMON: tl.constexpr, INVERT: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Whether elements are among others, whose keys are in order. A NaN is among none. STARTS: where buckets of these begin."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     x = as_common(tl.load(X + i, i < N, 0), COMMON)
     key = key_of(x)
-    at = lower_bound(SORTED, key, n, steps)
+    if STARTS is None:
+        at = lower_bound(SORTED, key, n, steps)
+    else:
+        at = bound_in_bucket(SORTED, STARTS, key, n, BUCKETS)
     found = (at < n) & (tl.load(SORTED + tl.minimum(at, n - 1)) == key) & (x == x)
     tl.store(OUT + i, found != INVERT, i < N)
 
@@ -270,9 +323,14 @@ def among(elements: Tensor, others: Tensor, common: torch.dtype, invert: bool) -
     if not n:
         return pointwise.run(forms.FILL, {"value": invert}, out)
     if out.numel():
-        keys = sorted_keys(others, common)
-        numbers = out.numel(), n, n.bit_length()
-        plans.launch(is_among, (out, contiguous(elements), keys), numbers, COMMON=IN_TRITON[common], INVERT=invert)
+        keys, starts, buckets = sorted_keys(others, common), None, 0
+        if n >= BUCKETS[0] and out.numel() >= pointwise.SMALL:  # each step of the search that is left out is a read
+            buckets = min(1 << n.bit_length(), BUCKETS[1])
+            starts = own(torch.empty(buckets + 2, dtype=torch.int32, device=out.device))
+            plans.launch(begin_buckets, (starts, keys), (n, n.bit_length(), buckets))
+        numbers = out.numel(), n, n.bit_length(), buckets
+        tensors = out, contiguous(elements), keys, starts
+        plans.launch(is_among, tensors, numbers, COMMON=IN_TRITON[common], INVERT=invert)
     return out
 
 
