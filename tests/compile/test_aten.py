@@ -205,9 +205,9 @@ def test_every_kernel_is_there():
         "product_tiles", "vector_product", "matmul_tiles", "batch_tiles",
         "average_pool", "average_pool_backward", "largest_pool", "largest_pool_backward", "nearest", "bicubic",
         # index
-        "move_by_index", "place_keys", "sum_runs", "sum_parts", "drop_key", "order_by_count", "radix_count", "radix_scan",
-        "radix_move", "count_set", "begin_blocks", "begin_buckets", "write_set", "write_coordinates", "is_among", "keys_in_order", "repeated",
-        "nll_places", "nll_total", "nll_gradient",
+        "move_by_index", "place_keys", "sum_runs", "sum_slices", "sum_parts", "drop_key", "order_by_count", "radix_count",
+        "radix_scan", "radix_move", "count_set", "begin_blocks", "write_set", "write_coordinates", "begin_buckets", "is_among",
+        "keys_in_order", "repeated", "nll_places", "nll_total", "nll_gradient",
         # sort
         "sort_rows", "sort_keys", "sort_results", "select_first", "keep_few", "sort_few", "count_first", "write_first", "lengths",
         # random

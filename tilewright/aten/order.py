@@ -131,7 +131,7 @@ def radix_count(KEYS, COUNTS, M, N, BLOCKS, shift, flip, EVEN: tl.constexpr, THR
 
 @kernel(grid=lambda a: (a.M * a.APART,), tokens=("M", "BLOCKS"), default=lambda a: {"num_warps": a.CHUNK // 512})
 def radix_scan(COUNTS, STARTS, M, BLOCKS, APART: tl.constexpr, CHUNK: tl.constexpr):
-    """STARTS [M, 16, BLOCKS]: how many keys of a line come before those of a digit and block. A line's digits are APART programs'."""
+    """STARTS [M, 16, BLOCKS]: how many keys of a line come before those of a digit and block. Its digits are APART programs'."""
     size = 16 // APART * BLOCKS
     line = (tl.program_id(0) // APART).to(tl.int64) * 16 * BLOCKS
     first = (tl.program_id(0) % APART) * size

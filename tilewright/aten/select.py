@@ -124,8 +124,8 @@ def distance(low, key):
     default=lambda a: {"BLOCK": 256, "num_warps": 4},
 )  # fmt: skip
 def begin_buckets(STARTS, SORTED, n, steps, BUCKETS, BLOCK: tl.constexpr):
-    """STARTS [BUCKETS + 2]: how many of n keys in order come before each bucket of as many numbers, a power of two that lets BUCKETS
-    hold all; then n, and which power it is."""
+    """STARTS [BUCKETS + 2]: how many of n keys in order come before each bucket, which is of so many numbers, a power of two, that
+    all have one; then n, and which power it is."""
     low = tl.load(SORTED)
     reach = distance(low, tl.load(SORTED + n - 1))
     shift = tl.full((), 0, tl.uint64)
