@@ -73,6 +73,8 @@ def test_long_lines_are_sorted_by_digits(dtype, monkeypatch):
     monkeypatch.setattr(order, "COUNTED", 0)
     monkeypatch.setattr(sort, "WIDTHS", (0,))
     x = special(1100, dtype).view(1, -1) if dtype == torch.bfloat16 else special(90, dtype).view(2, 45)
+    if dtype == torch.int64:  # as many equal ones as a warp of threads has keys, and more
+        x = (torch.arange(600) % 299 == 0).to(dtype).view(1, -1)
     made = ours(lambda: x.sort(stable=True))
     for line in range(x.shape[0]):
         assert torch.equal(made[1][line], reference(x[line], False)[1])

@@ -7,6 +7,8 @@ blocks move their keys there. Sixteen counts lie in few words, each of which is 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -82,8 +84,9 @@ def digit_of(key, shift, flip):
 
 @triton.jit
 def key_tile(KEYS, line, block, N, THREADS: tl.constexpr):
-    """(four keys of each thread, in the order of the line, which they are, whether there are such)."""
-    i = (block * THREADS + tl.arange(0, THREADS)[:, None]) * 4 + tl.arange(0, 4)[None, :]
+    """(eight keys of each thread, in the order of the line and by words of four, which they are, whether there are such)."""
+    thread = tl.arange(0, THREADS)[:, None, None]
+    i = ((block * THREADS + thread) * 2 + tl.arange(0, 2)[None, :, None]) * 4 + tl.arange(0, 4)[None, None, :]
     return tl.load(KEYS + line * N + i, i < N, 0), i, i < N
 
 
@@ -94,22 +97,33 @@ def halves(counts, MASK: tl.constexpr, BITS: tl.constexpr):
 
 
 @triton.jit
+def before_warp(counts):
+    """What warps before have, of [warps, 32]."""
+    total = tl.sum(counts, 1)
+    return (tl.cumsum(total, 0) - total)[:, None]
+
+
+@triton.jit
 def ranks(digit, inside):
-    """Of [threads, 4] digits, how many before each are equal. Sixteen counts lie in one word as long as they are a thread's, in two
-    for a warp, and in four for all: that of a digit is then in word digit % 4."""
+    """Of [threads, 2, 4] digits, how many before each are equal. Sixteen counts lie in one word as long as they are a thread's, in
+    two for threads before in a warp, and in four for all: that of a digit is then in word digit % 4."""
     THREADS: tl.constexpr = digit.shape[0]
     WARP: tl.constexpr = 32
     one = tl.where(inside, tl.full(digit.shape, 1, tl.int64) << (digit * 4).to(tl.int64), 0)
-    own = tl.cumsum(one, 1)
-    even, odd = halves(tl.reshape(tl.sum(one, 1), [THREADS // WARP, WARP]), 0x0F0F0F0F0F0F0F0F, 4)
-    a, c = halves(tl.cumsum(even, 1) - even, 0x00FF00FF00FF00FF, 8)  # threads before in the warp
+    words = tl.sum(one, 2)
+    spread = tl.broadcast_to(
+        words[:, :, None], one.shape
+    )  # a scan of two dimensions would hand its numbers to other threads
+    own = tl.cumsum(one, 2) + (tl.cumsum(spread, 1) - spread)
+    even, odd = halves(tl.reshape(tl.sum(words, 1), [THREADS // WARP, WARP]), 0x0F0F0F0F0F0F0F0F, 4)
+    a, c = halves(tl.cumsum(even, 1) - even, 0x00FF00FF00FF00FF, 8)
     b, d = halves(tl.cumsum(odd, 1) - odd, 0x00FF00FF00FF00FF, 8)
-    warp_a, warp_c = halves(tl.sum(even, 1), 0x00FF00FF00FF00FF, 8)
-    warp_b, warp_d = halves(tl.sum(odd, 1), 0x00FF00FF00FF00FF, 8)
-    a = tl.reshape(a + (tl.cumsum(warp_a, 0) - warp_a)[:, None], [THREADS])[:, None]
-    b = tl.reshape(b + (tl.cumsum(warp_b, 0) - warp_b)[:, None], [THREADS])[:, None]
-    c = tl.reshape(c + (tl.cumsum(warp_c, 0) - warp_c)[:, None], [THREADS])[:, None]
-    d = tl.reshape(d + (tl.cumsum(warp_d, 0) - warp_d)[:, None], [THREADS])[:, None]
+    even_a, even_c = halves(even, 0x00FF00FF00FF00FF, 8)  # a warp may have 256 equal ones
+    odd_b, odd_d = halves(odd, 0x00FF00FF00FF00FF, 8)
+    a = tl.reshape(a + before_warp(even_a), [THREADS])[:, None, None]
+    b = tl.reshape(b + before_warp(odd_b), [THREADS])[:, None, None]
+    c = tl.reshape(c + before_warp(even_c), [THREADS])[:, None, None]
+    d = tl.reshape(d + before_warp(odd_d), [THREADS])[:, None, None]
     before = tl.where((digit & 2) == 0, tl.where((digit & 1) == 0, a, b), tl.where((digit & 1) == 0, c, d))
     others = (before >> (digit >> 2 << 4).to(tl.int64)).to(tl.int32) & 0xFFFF
     return others + ((own >> (digit * 4).to(tl.int64)).to(tl.int32) & 15) - 1
@@ -125,7 +139,7 @@ def radix_count(KEYS, COUNTS, M, N, BLOCKS, shift, flip, EVEN: tl.constexpr, THR
     block = tl.program_id(0) % BLOCKS
     key, _, inside = key_tile(KEYS, line, block, whole_words(N, EVEN), THREADS)
     digit = digit_of(key, shift, flip)
-    count = tl.histogram(tl.reshape(digit, [THREADS * 4]), 16, tl.reshape(inside, [THREADS * 4]))
+    count = tl.histogram(tl.reshape(digit, [THREADS * 8]), 16, tl.reshape(inside, [THREADS * 8]))
     tl.store(COUNTS + (line * 16 + tl.arange(0, 16)) * BLOCKS + block, count)
 
 
@@ -147,7 +161,13 @@ def radix_scan(COUNTS, STARTS, M, BLOCKS, APART: tl.constexpr, CHUNK: tl.constex
         before += tl.sum(count, 0)
 
 
-@kernel(**PASS, default=lambda a: {"num_warps": a.THREADS // 32})
+def move_options(a: Any) -> dict[str, int]:
+    """Three programs share a multiprocessor where their registers hold what they need."""
+    fits = a.EVEN and a.KEYS.dtype == torch.int32
+    return {"num_warps": a.THREADS // 32, **({"maxnreg": 80} if fits else {})}
+
+
+@kernel(**PASS, default=move_options)
 def radix_move(
     KEYS, ORDER, STARTS, KEYS_OUT, ORDER_OUT, M, N, BLOCKS, shift, flip, EVEN: tl.constexpr, THREADS: tl.constexpr
 ):
@@ -156,15 +176,15 @@ def radix_move(
     block = tl.program_id(0) % BLOCKS
     N = whole_words(N, EVEN)
     key, which, inside = key_tile(KEYS, line, block, N, THREADS)
-    if ORDER is not None:
-        which = tl.load(ORDER + line * N + which, inside, 0)
     digit = digit_of(key, shift, flip)
     at = tl.load(STARTS + (line * 16 + digit) * BLOCKS + block, inside, 0) + ranks(digit, inside)
     # Neighbours that have one digit go side by side: they are handed to neighbouring threads first, which write them together
-    at = tl.reshape(at, [THREADS * 4])
-    inside = tl.reshape(inside, [THREADS * 4])
-    tl.store(KEYS_OUT + line * N + at, tl.reshape(key, [THREADS * 4]), inside)
-    tl.store(ORDER_OUT + line * N + at, tl.reshape(which, [THREADS * 4]), inside)
+    at = tl.reshape(at, [THREADS * 8])
+    inside = tl.reshape(inside, [THREADS * 8])
+    tl.store(KEYS_OUT + line * N + at, tl.reshape(key, [THREADS * 8]), inside)
+    if ORDER is not None:
+        which = tl.load(ORDER + line * N + which, which < N, 0)
+    tl.store(ORDER_OUT + line * N + at, tl.reshape(which, [THREADS * 8]), inside)
 
 
 KEY_BITS = {
@@ -199,8 +219,8 @@ def ordered(keys: Tensor, bits: int, signed: bool) -> tuple[Tensor, Tensor]:
         shift = at * DIGIT
         flip = 1 << (bits - 1 - shift) if signed and at == passes - 1 else 0
         sizes = lines, n, blocks, shift, flip
-        plans.launch(radix_count, (source[0], counts), sizes, EVEN=even, THREADS=BLOCK // 4)
+        plans.launch(radix_count, (source[0], counts), sizes, EVEN=even, THREADS=BLOCK // 8)
         plans.launch(radix_scan, (counts, starts), (lines, blocks), APART=apart, CHUNK=chunk)
-        plans.launch(radix_move, (*source, starts, *target), sizes, EVEN=even, THREADS=BLOCK // 4)
+        plans.launch(radix_move, (*source, starts, *target), sizes, EVEN=even, THREADS=BLOCK // 8)
         source = target
     return found, order
