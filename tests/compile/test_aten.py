@@ -77,7 +77,6 @@ FORMS = {
     "the first of 16 bits": ("topk", made((8, 8192), BF16), 8),
     "many that come first": ("topk", made((8, 8192), BF16), 100),
     "the first of odd lines": ("topk", made((8, 1001), torch.uint8), 8),
-    "a sort of 64 bits by digits": ("sort", made((64, 8191), I64)),
     "the first of 64 bits": ("topk", made((8, 1000), I64), 8),
     # random
     "draws into a view": ("normal_", made((64, 96))[:, ::2]),
