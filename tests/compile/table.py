@@ -7,8 +7,8 @@ memory, nor have a reduction that Triton lowers wrongly; it may improve freely. 
 
 A row has the fingerprint of what it was made from, Triton's front-end code. One compiler makes the same of the same, so a variant
 whose fingerprint is that of its row needs no compiling to be known; and none needs reading by the front end whose kernel, with
-the functions that it calls and is given, has the text that `texts.json` keeps. One in `SAMPLE` is compiled all the same, of each
-kernel one for a chip at most, as are all with TILEWRIGHT_COMPILE=all and all that are new or changed.
+the functions that it calls and is given, has the text that `texts.json` keeps. A few are compiled all the same, of each
+kernel one for sm_90 and one for another chip at most, as are all with TILEWRIGHT_COMPILE=all and all that are new or changed.
 """
 
 from __future__ import annotations
@@ -43,16 +43,21 @@ REFUSED = {"sm_100 hadamard_tiles": "reductions"}
 
 
 def sampled(table: Iterable[str]) -> set[str]:
-    """Of the rows of a table, the same ones every time: one in SAMPLE, of each kernel and chip one at most. What they show is
-    that a kernel whose text is as it was compiles to what it did; of one text, one variant shows it."""
-    chosen: dict[tuple[str, str], tuple[int, str]] = {}
-    for name in table:
-        first = name.partition(" ")[0]
-        chip, kernel = first if first in TARGETS else "sm_90", kernel_of(name)
-        place = zlib.crc32((name if first == chip else f"{chip} {name}").encode())
+    """Of the rows of a table, the same ones every time: of each kernel that has one in SAMPLE of all rows one alone, for the chip
+    of that row, so that of several chips each gets some kernels. What they show is that a kernel whose text is as it was compiles
+    to what it did; of one text any variant shows it, and one with few arguments and small constants is compiled soonest."""
+    names = [*table]
+    chosen: dict[str, tuple[int, str]] = {}
+    for name in names:
+        place, kernel = zlib.crc32((name if chip_of(name) != "sm_90" else f"sm_90 {name}").encode()), kernel_of(name)
         if place % SAMPLE == 0:
-            chosen[chip, kernel] = min(chosen.get((chip, kernel), (place, name)), (place, name))
-    return {name for _, name in chosen.values()}
+            chosen[kernel] = min(chosen.get(kernel, (place, chip_of(name))), (place, chip_of(name)))
+    found: dict[str, tuple[int, str]] = {}
+    for name in names:
+        kernel = kernel_of(name)
+        if kernel in chosen and chosen[kernel][1] == chip_of(name):
+            found[kernel] = min(found.get(kernel, (len(name), name)), (len(name), name))
+    return {name for _, name in found.values()}
 
 
 def known(one: Variant, table: Mapping[str, Row], texts: Mapping[str, Texts]) -> bool:
@@ -102,6 +107,12 @@ def row(compiled: Compiled) -> Row:
         "shared": compiled.shared,
         "serialised": compiled.serialised,
     }
+
+
+def chip_of(name: str) -> str:
+    """The chip that a row is about: rows of sm_90 do not name it."""
+    first = name.partition(" ")[0]
+    return first if first in TARGETS else "sm_90"
 
 
 def kernel_of(name: str) -> str:

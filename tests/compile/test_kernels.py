@@ -159,6 +159,14 @@ def test_every_kernel_is_compiled():
     assert not missing, f"no call of any op needs {sorted(missing)}"
 
 
+def test_some_kernels_of_every_chip_are_compiled_again():
+    """However few have changed; and of no kernel more than one for sm_90 and one for another chip."""
+    for folder, chips in ((TABLE, ["sm_90"]), (OTHERS, CHIPS)):
+        sample = table.sampled(table.load(folder))
+        assert {table.chip_of(name) for name in sample} == {*chips}
+        assert len({table.kernel_of(name) for name in sample}) == len(sample)
+
+
 def families_of_kernels() -> dict[str, str]:
     kernels = {one.kernel for op in OPS.values() for one in variants(op)}
     return {kernel.name: families.of_module(kernel.jit.fn.__module__) for kernel in kernels}

@@ -70,6 +70,35 @@ def test_long_sequences_neither_overflow_nor_lose_the_state(kind):
     assert off(o[:, end:], exact[:, end:]) < RESULT  # as near at the end as over all
 
 
+def summed(q: Tensor, k: Tensor, v: Tensor, state: Tensor, block: int = 2048) -> tuple[Tensor, Tensor]:
+    """(o, the last state) where nothing decays: sums over blocks of tokens, in which each sees itself and those before it."""
+    made = []
+    for first in range(0, q.shape[1], block):
+        own = slice(first, first + block)
+        pairs = torch.einsum("bthk,bshk->bhts", q[:, own], k[:, own]).tril()
+        made.append(
+            torch.einsum("bhts,bshv->bthv", pairs, v[:, own]) + torch.einsum("bthk,bhkv->bthv", q[:, own], state)
+        )
+        state = state + torch.einsum("bthk,bthv->bhkv", k[:, own], v[:, own])
+    return torch.cat(made, 1) / q.shape[-1] ** 0.5, state
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+@torch.no_grad()
+def test_a_sum_of_all_tokens_keeps_each(normalize):
+    """Nothing decays, and keys and values have means, so that the state grows with every token."""
+    values = given("head", LENGTH)
+    values.update(log_decay=None, k=values["k"] + 1.0, v=values["v"] + 1.0)
+    o, last = tw.linear_attention(**values, normalize=normalize)
+    wide = {n: t.double() for n, t in values.items() if t is not None}
+    if normalize:
+        wide.update({n: wide[n] * torch.rsqrt(wide[n].square().sum(-1, keepdim=True) + 1e-6) for n in "qk"})
+    spread = {n: wide[n].repeat_interleave(HEADS // KEY_HEADS, 2) for n in "qk"}
+    exact, state = summed(**spread, v=wide["v"], state=wide["state"])
+    assert bool(o.isfinite().all()) and off(last, state) < STATE, f"state off by {off(last, state):.1e}"
+    assert off(o, exact) < RESULT and off(o[:, -4096:], exact[:, -4096:]) < RESULT
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_hundred_runs_have_one_hash(kind):
     """At the sizes of a model's layer, gradients too where there are any."""

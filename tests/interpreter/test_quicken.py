@@ -137,8 +137,8 @@ NUMBERS = (
     None,
 )
 OPERATORS = (
-    operator.add, operator.sub, operator.mul, operator.truediv, operator.and_, operator.or_, operator.lt, operator.le,
-    operator.gt, operator.ge, operator.eq, operator.ne,
+    operator.add, operator.sub, operator.mul, operator.truediv, operator.floordiv, operator.mod, operator.and_, operator.or_,
+    operator.lt, operator.le, operator.gt, operator.ge, operator.eq, operator.ne,
 )  # fmt: skip
 
 
@@ -227,7 +227,11 @@ def test_addresses_are_triton_s(monkeypatch):
             )
             both = pointer, offset
             calls[str(element), left, str(dtype), right] = lambda both=both: both[0] + both[1]
-        calls[str(element), str(dtype), "number"] = lambda pointer=pointer: pointer + 3
+    for element, left, number in itertools.product((tl.int1, tl.bfloat16, tl.int64), SHAPES, NUMBERS):
+        kind = core.pointer_type(element)
+        handle = stock.TensorHandle(filled(tl.uint64, left).handle.data, kind)
+        pointer = core.tensor(handle, core.block_type(kind, list(left)) if left else kind)
+        calls[str(element), left, repr(number)] = lambda pointer=pointer, number=number: pointer + number
     compared(monkeypatch, calls)
 
 

@@ -196,6 +196,12 @@ def ungrouped(op: Op) -> dict[str, bool]:
     return {op.groups: False} if op.groups in op.signature.names else {}
 
 
+def unpacked(op: Op) -> dict[str, bool]:
+    """The options by which an op's `inputs` draw a batch of several rows, not sequences packed into one."""
+    marks = [n for n in op.signature.names if n.startswith("cu_seqlens")]
+    return {**dict.fromkeys(marks, False), "batch_drawn": 2} if marks else {}
+
+
 def choices(op: Op, device: str) -> list[Any]:
     """`formats`, and None for a plain result where the op has one."""
     needed = any(p.name == "out_format" and not p.optional for p in op.signature.parameters)

@@ -44,6 +44,7 @@ from .cases import (
     rule_of,
     tensors,
     ungrouped,
+    unpacked,
 )
 from .compare import check
 from .families import of_the_op
@@ -217,7 +218,7 @@ def isolation(op: Op, net: Net) -> None:
         if f.ways == "row" and f.reach in ("block", "row")
     }
     for fmt in (*plain, *kept.values()):
-        case = draw(op, net, 3, torch.float32, {**SMALL, "tokens": 6}, {"out_format": fmt}, full=True)
+        case = draw(op, net, 3, torch.float32, {**SMALL, "tokens": 6}, {"out_format": fmt, **unpacked(op)}, full=True)
         values = {**case.values, "out_format": fmt} if fmt is not None else case.values
         with net.kernels():
             clean = outcome(op, values)
@@ -229,6 +230,7 @@ def isolation(op: Op, net: Net) -> None:
             with net.kernels():
                 dirty = outcome(op, {**values, name: bad}, grads=clean.grads)
             label = f"{case.label}: {poison} in row {row} of {name}" + (f", {fmt}" if fmt else "")
+            assert t.shape[0] > 1, f"{label}: it has no other row"
             _rows_kept(op, label, clean, dirty, t.shape[0], row, fmt is not None and fmt.small)
 
 
@@ -236,13 +238,19 @@ def _rows_kept(op: Op, label: str, clean: Outcome, dirty: Outcome, count: int, r
     """All rows but one are the same in two outcomes; `small`: scales are those of small blocks, which lie row by row."""
     others = [i for i in range(count) if i != row]
     for part, before in clean.items():
-        if part.endswith(" after") and not row_shaped(rule_of(op, part.removesuffix(" after"))):
-            continue  # pages of a cache, say: which of them change is for the row to say
+        argument = part.removesuffix(" after").removeprefix("d_")
+        if part not in op.results and argument in op.signature.names and not _has_rows(rule_of(op, argument)):
+            continue  # pages of a cache, of which the row says what changes, or a number of each head, a sum over all rows
         after = dirty[part]
         if part.endswith(".scale") and before.dim() == 2 and not small:  # one column of scales per row
             before, after = before.t(), after.t()
         if before.dim() and before.shape[0] == count:
             same_bits(f"{label}: other rows of {part}", after[others], before[others])
+
+
+def _has_rows(rule: Any) -> bool:
+    """Whether an argument has one row per token, or may have."""
+    return row_shaped(rule) or _leads(rule)
 
 
 @of_the_op("each formula has its own NaN and its own ways to lose one")

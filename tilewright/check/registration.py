@@ -187,7 +187,8 @@ def _compiled(op: Op, net: Net, fmt: Any, dynamic: bool) -> None:
 def reference_gradients(op: Op, net: Net) -> None:
     """The gradients of the reference against finite differences, in float64."""
     for seed in range(2):
-        dims = {**SMALL, "tokens": 3, "hidden": 4, "vocab": 5}
+        # Two calls for each element of each argument
+        dims = {**SMALL, "tokens": 3, "hidden": 4, "vocab": 5, "head_dim": 4}
         case = draw(op, Net(), 120 + seed, torch.float64, dims, ungrouped(op), full=seed == 0)
         values = {n: lift(v, torch.float64) for n, v in case.values.items()}
         inputs = leaves(op, values)

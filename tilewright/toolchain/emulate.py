@@ -236,12 +236,12 @@ def _scan(self: Any, inputs: tuple) -> list:
     if self.combine_fn is tl.standard._sum_combine and dtypes[0].name not in SMALL:
         out = [np.cumsum(parts[0], axis=axis, dtype=parts[0].dtype)]
     else:
-        out = [np.array(p) for p in parts]
-        for k in range(1, parts[0].shape[axis]):
-            row, before = ((slice(None),) * axis + (slice(i, i + 1),) for i in (k, k - 1))
-            step = _call_combine(self, [o[before] for o in out], [p[row] for p in parts], dtypes)
-            for o, s in zip(out, step):
-                o[row] = s
+        out, apart = [np.array(p) for p in parts], 1
+        while apart < out[0].shape[axis]:  # all at once, as a warp does it, for what is combined is associative
+            late = (*(slice(None),) * axis, slice(apart, None))  # the first ones have nothing before them: as they are
+            for o, step in zip(out, _call_combine(self, [np.roll(o, apart, axis) for o in out], out, dtypes)):
+                o[late] = step[late]
+            apart *= 2
     return [self.to_tensor(np.ascontiguousarray(flip(o)), dtype) for o, dtype in zip(out, dtypes)]
 
 

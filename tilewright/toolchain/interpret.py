@@ -13,6 +13,7 @@ remember what it makes again and again (`quicken.py`).
 from __future__ import annotations
 
 import ast
+import bisect
 import contextlib
 import dataclasses
 import functools
@@ -153,6 +154,8 @@ class _Launch(threading.local):
     starts = np.zeros(0, np.uint64)
     ends = np.zeros(1, np.uint64)  # and a 0 at last, which index -1 picks: nothing lies below the first start
     own_ends = np.zeros(0, np.uint64)
+    one_start: list[int] = []  # the same as lists, for a single address
+    one_end: list[int] = [0]
 
 
 _launch = _Launch()
@@ -211,6 +214,7 @@ def _init_args(self: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     _launch.starts = np.array([start for start, _, _ in spans], np.uint64)
     _launch.own_ends = np.array([end for _, end, _ in spans], np.uint64)
     _launch.ends = np.append(np.maximum.accumulate(_launch.own_ends), np.uint64(0))
+    _launch.one_start, _launch.one_end = _launch.starts.tolist(), _launch.ends.tolist()
     return host_args, host_kwargs
 
 
@@ -225,10 +229,15 @@ def _check(pointers: TensorHandle, mask: np.ndarray | None, verb: str) -> None:
     """Raise if an active lane touches memory that belongs to no tensor argument."""
     if _launch.unchecked:
         return
+    size = max(1, pointers.get_element_ty().primitive_bitwidth // 8)
+    if mask is None and pointers.data.size == 1:  # of which kernels load many, and for which NumPy is slow
+        only = pointers.data.item()
+        if only + size <= _launch.one_end[bisect.bisect_right(_launch.one_start, only) - 1]:
+            return
     address = pointers.data if mask is None else pointers.data[np.broadcast_to(mask, pointers.data.shape)]
     if not address.size:
         return
-    size = np.uint64(max(1, pointers.get_element_ty().primitive_bitwidth // 8))
+    size = np.uint64(size)
     owner = np.searchsorted(_launch.starts, address, side="right") - 1
     wrong = address + size > _launch.ends[owner]
     if not wrong.any():
@@ -272,6 +281,15 @@ def _load(
     return TensorHandle(data, dtype)
 
 
+def _whole_load(self: Any, pointers: TensorHandle, *policy: Any) -> TensorHandle:
+    """Without a mask: there is no lane that holds anything else."""
+    _check(pointers, None, "load")
+    dtype, addresses = pointers.get_element_ty(), np.ascontiguousarray(pointers.data)
+    kind = stock._get_np_dtype(dtype)
+    every = np.ones(addresses.shape, np.bool_)
+    return TensorHandle(stock._interpreter.load(addresses, every, np.empty(addresses.shape, kind), kind), dtype)
+
+
 def _store(self: Any, pointers: TensorHandle, value: TensorHandle, mask: Any, *policy: Any, **named: Any) -> None:
     active = np.ascontiguousarray(mask.data)
     _check(pointers, active, "store")
@@ -303,6 +321,7 @@ def _int_to_ptr(self: Any, src: TensorHandle, dst_type: tl.dtype) -> TensorHandl
 
 
 _STRICT = {
+    "create_load": _whole_load,
     "create_masked_load": _load,
     "create_masked_store": _store,
     "create_atomic_rmw": _atomic_rmw,

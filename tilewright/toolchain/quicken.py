@@ -103,7 +103,8 @@ def _spread(semantic: TritonSemantic, t: core.tensor, sizes: list[int]) -> core.
 _PLAIN: dict[str, np.dtype] = {
     "fp32": np.dtype(np.float32), "fp64": np.dtype(np.float64), "int32": np.dtype(np.int32), "int64": np.dtype(np.int64),
 }  # fmt: skip
-_BITS = {**{name: _PLAIN[name] for name in ("int32", "int64")}, "int1": np.dtype(np.bool_)}
+_WHOLE_NUMBERS = {name: _PLAIN[name] for name in ("int32", "int64")}
+_BITS = {**_WHOLE_NUMBERS, "int1": np.dtype(np.bool_)}
 _FLOATS = {name: _PLAIN[name] for name in ("fp32", "fp64")}
 _WIDER = {("int32", "int64"): core.int64, ("int64", "int32"): core.int64}  # where NumPy promotes as Triton does
 _SMALL_INTEGERS = range(-(2**31), 2**31)  # larger ones are of other types
@@ -147,7 +148,12 @@ def _common(left: core.dtype, right: core.dtype) -> core.dtype | None:
     return None if both is None else _type(left.element_ty, tuple(both))
 
 
-def _operator(compute: np.ufunc, own: Callable, kinds: dict[str, np.dtype], truth: bool, swapped: bool) -> Callable:
+def _quotient(left: Any, right: Any) -> Any:
+    """Toward zero, by the stock interpreter's own formula."""
+    return (left - np.fmod(left, right)) // right
+
+
+def _operator(compute: Callable, own: Callable, kinds: dict[str, np.dtype], truth: bool, swapped: bool) -> Callable:
     """An operator of tensors: `compute` where types are alike and among `kinds`, else Triton's `own`. `truth`: the result is."""
 
     def method(self: core.tensor, other: Any, **named: Any) -> core.tensor:
@@ -175,10 +181,15 @@ def _operator(compute: np.ufunc, own: Callable, kinds: dict[str, np.dtype], trut
 
 
 def _addresses(own: Callable) -> Callable:
-    """`pointer + offsets`, offsets signed."""
+    """`pointer + offsets`, offsets signed, or one number."""
 
     def method(self: core.tensor, other: Any, **named: Any) -> core.tensor:
         pointer = self.dtype
+        if type(pointer) is core.pointer_type and type(other) is int and other in _SMALL_INTEGERS:
+            step = max(1, pointer.element_ty.primitive_bitwidth // 8) * other
+            return core.tensor(
+                stock.TensorHandle(self.handle.data + np.uint64(step % 2**64), self.handle.dtype), self.type
+            )
         if type(pointer) is core.pointer_type and type(other) is core.tensor and other.dtype.name in ("int32", "int64"):
             kind, offset = self.type, other.type
             if type(kind) is core.pointer_type:  # one address
@@ -241,6 +252,10 @@ _OPERATORS: dict[
     "__rmul__": (np.multiply, _PLAIN, False, True),
     "__truediv__": (np.divide, _FLOATS, False, False),
     "__rtruediv__": (np.divide, _FLOATS, False, True),
+    "__floordiv__": (_quotient, _WHOLE_NUMBERS, False, False),
+    "__rfloordiv__": (_quotient, _WHOLE_NUMBERS, False, True),
+    "__mod__": (np.fmod, _WHOLE_NUMBERS, False, False),
+    "__rmod__": (np.fmod, _WHOLE_NUMBERS, False, True),
     "__and__": (np.bitwise_and, _BITS, False, False),
     "__or__": (np.bitwise_or, _BITS, False, False),
     "__lt__": (np.less, _PLAIN, True, False),
