@@ -20,12 +20,14 @@ from typing import Any, NamedTuple, TextIO
 import torch
 import triton
 
+from ..aten.verdicts import FAR
 from ..check import guarded
 from ..core.flat import as_tuple
 from ..core.target import Target
 from ..gemm.arithmetic import computed
 from . import check, packaged, replaced, rivals, sol, timing
 from .cases import CASES, Case, rival_of, waits
+from .choices import least_of
 from .directed import Absent
 from .evidence import Row
 from .floor import floor_us
@@ -36,7 +38,17 @@ from .work import Work, build
 CASE_LIMIT = 150.0
 COMMAND = (sys.executable, "-m", "tilewright.bench.run")
 APART = "--apart"
-RUNS, SPREAD = 5, 0.05  # of a choice, and how far apart they may be
+RUNS, FEWEST_RUNS, SPREAD = (
+    5,
+    3,
+    0.05,
+)  # of a choice: how many where they are close, how many at least, how far apart they may be
+FAR_BEHIND = 1.1  # ours over aten's, with confidence: not even the mean of two more runs would make that no slower
+BATCH_US, READING_US, LONGEST_CHOICE_US = (
+    4_000.0,
+    20_000.0,
+    8_000.0,
+)  # of a choice: calls of a batch, replays of a run, a graph
 WAITS = "waits"  # the status of a case that is for another Triton
 LONGEST_GRAPH_US = 8 * timing.GRAPH_US
 NO_DEVICE = "no CUDA device: a bench needs a GPU (`tilewright doctor` says what is missing)"
@@ -126,20 +138,23 @@ def measure_choice(case: Case, beside: Sequence[str]) -> Row:
     error = work[0].verify(work[0].call())
     sides = {"own": [one.call for one in work], "aten": [one.plain for one in work]}
     first = [made[0] for made in sides.values()]
-    few = max(5, min(100, int(20_000 / max(timing.time_host_each(first, 3, 3, whole=True)))))
-    runs = {"eager": [timing.time_host_each(first, 9, few, whole=True) for _ in range(RUNS)], "graph": []}
+    paces = timing.time_host_each(first, 3, 2, whole=True)
+    few = [max(1, min(100, int(BATCH_US / us))) for us in paces]
+    batches = max(3, min(9, int(9 * BATCH_US / max(paces))))
+    runs = {"eager": settled("eager", lambda: timing.time_host_each(first, batches, few, whole=True)), "graph": []}
     spoiled = False
-    for _ in range(RUNS if captured(work[0]) else 0):  # last: a capture that fails spoils the process
-        timed = [timing.measure(made, calls) for made in sides.values()]
-        if any(one.method != "graph" for one in timed):  # aten may wait for the device
-            spoiled, runs["graph"] = True, []
-            break
-        runs["graph"].append([one.us for one in timed])
-    for way, pairs in runs.items():
-        for who, times in zip(sides, zip(*pairs)):
-            apart = max(times) / min(times) - 1.0
-            if apart > SPREAD:
-                raise check.Wrong(f"runs of {who}, {way}, are {apart:.1%} apart: is the GPU busy, or too hot?")
+    try:
+        graphs = []
+        if captured(work[0]):  # last: a capture that fails spoils the process
+            for made, us in zip(sides.values(), paces):
+                rounds = max(1, min(calls // len(made), int(LONGEST_CHOICE_US / (us * len(made)))))
+                with timing.entered(made) as own:
+                    graphs.append(timing.Graph(own, rounds * len(made)))
+    except timing.CannotCapture:  # aten may wait for the device
+        spoiled, graphs = True, []
+    if graphs:
+        replays = [max(3, min(timing.REPLAYS, int(READING_US / graph.warm()))) for graph in graphs]
+        runs["graph"] = settled("graph", lambda: [graph.us(count) for graph, count in zip(graphs, replays)])
     us, aten = map(statistics.median, zip(*(runs["graph"] or runs["eager"])))
     extra = None if spoiled else extra_bytes(work[0])
     return {
@@ -148,6 +163,36 @@ def measure_choice(case: Case, beside: Sequence[str]) -> Row:
         "method": "graph" if runs["graph"] else "eager", "bytes": [read, written], "extra_bytes": extra,
         "runs": runs, "spoiled": spoiled,
     }  # fmt: skip
+
+
+def settled(way: str, run: Callable[[], list[float]]) -> list[list[float]]:
+    """Runs of (ours, aten) by one way of calling. Where they are too far apart all of them are made anew, once: something else may
+    have passed by. Raises `check.Wrong`."""
+    pairs = several(run)
+    if apart(pairs)[0] > SPREAD:
+        pairs = several(run)
+    spread, who = apart(pairs)
+    if spread > SPREAD:
+        raise check.Wrong(f"runs of {who}, {way}, are {spread:.1%} apart: is the GPU busy, or too hot?")
+    return pairs
+
+
+def several(run: Callable[[], list[float]]) -> list[list[float]]:
+    """The fewest runs where one side is far ahead, else more."""
+    pairs: list[list[float]] = []
+    while len(pairs) < FEWEST_RUNS or (len(pairs) < RUNS and not is_far(pairs)):
+        pairs.append(run())
+    return pairs
+
+
+def apart(pairs: Sequence[Sequence[float]]) -> tuple[float, str]:
+    """How far the runs of either side are apart at most, and whose they are."""
+    return max((max(times) / min(times) - 1.0, who) for who, times in zip(("own", "aten"), zip(*pairs)))
+
+
+def is_far(pairs: Sequence[Sequence[float]]) -> bool:
+    """Whether runs say so clearly who is faster that no verdict could be another by more of them."""
+    return least_of(pairs) >= FAR or least_of([(aten, own) for own, aten in pairs]) >= FAR_BEHIND
 
 
 def alike(mine: Any, theirs: Any) -> bool:
@@ -333,14 +378,35 @@ def serve(
         asked = json.loads(request)
         case = CASES[asked["case"]]
         try:
+            if "compile" in asked:
+                return compiled(case)
             return (
                 alone(case, asked["alone"]) if "alone" in asked else {**measure(case, asked["rivals"]), **about(case)}
             )
         finally:  # another process may be the next to need the memory
             gc.collect()
+            gc.freeze()  # modules and caches, which every later search for garbage would take a tenth of a second to look at
             torch.cuda.empty_cache()
 
     guarded.serve(answer, (check.Wrong, Absent), requests, replies, status)
+
+
+def compiled(case: Case) -> Row:
+    """Nothing of a case, whose kernels are then in Triton's cache: its call is made, twice: the second may take another way."""
+    work = build(case)
+    work.call()
+    work.call()
+    torch.cuda.synchronize()
+    return {}
+
+
+def compile_all(
+    names: Iterable[str], jobs: int, command: Sequence[str] = COMMAND, limit: float = CASE_LIMIT
+) -> Iterator[Row]:
+    """A row for each case that is compiled, by several processes at once: where nothing is timed, they may be in each other's way.
+    Raises `guarded.NoWorker`."""
+    for row in guarded.supervise((json.dumps({"case": n, "compile": True}) for n in names), command, limit, jobs=jobs):
+        yield {**row, "case": json.loads(row["case"])["case"]}
 
 
 def about(case: Case) -> Row:
