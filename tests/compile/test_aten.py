@@ -209,6 +209,8 @@ def test_every_kernel_is_there():
         "sort_rows", "sort_keys", "sort_results", "select_first", "count_first", "write_first", "lengths",
         # random
         "draw", "drop",
+        # attention
+        "attention_forward",
     }  # fmt: skip
 
 

@@ -22,6 +22,7 @@ import triton
 
 from ..aten.verdicts import FAR
 from ..check import guarded
+from ..check.provided.aten import written
 from ..core.flat import as_tuple
 from ..core.target import Target
 from ..gemm.arithmetic import computed
@@ -99,7 +100,7 @@ def measure_memory(case: Case, beside: Sequence[str]) -> Row:
     """Of all replaced overloads, the one whose peak of bytes beside its results is worst beside aten's, which has SPARE more."""
     found: list[tuple[float, str, int, int, replaced.Replaced]] = []
     for name, work in replaced.overloads(case):
-        pair = [replaced.flat(one()) for one in (work.call, work.plain)]
+        pair = [replaced.flat(written(name, one())) for one in (work.call, work.plain)]
         if name.partition(".")[0][-1] != "_" and not all(
             map(alike, *pair)
         ):  # in place, the second has what the first made
