@@ -7,6 +7,7 @@ from collections import Counter
 
 import pytest
 
+pytest.importorskip("transformers", reason="transformers is not installed: pip install transformers")
 import tilewright as tw
 from tests.aten.models import KINDS, built, error, step
 from tests.aten.test_auto import cell, fallback, nothing_is_left, rows  # noqa: F401

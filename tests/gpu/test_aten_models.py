@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+pytest.importorskip("transformers", reason="transformers is not installed: pip install transformers")
 import tilewright as tw
 from tests.aten.models import KINDS, built, error, step
 from tests.aten.test_auto import fallback, nothing_is_left, rows  # noqa: F401
