@@ -71,6 +71,7 @@ GIVEN |= {
         "mean": make((6, 1)), "rstd": make((6, 1)), "weight": make((40,)), "bias": make((40,)), **MATRIX_ROWS,
     },
     "_fused_rms_norm": lambda make: {"weight": make((40,)), "eps": 0.5, **MATRIX_ROWS},
+    "rms_norm": lambda make: {"weight": make((40,)), "eps": 0.5, "normalized_shape": [40]},
     "_fused_rms_norm_backward": lambda make: {
         "rstd": make((6, 1)), "weight": make((40,)), "normalized_shape": [40], "output_mask": [True, True],
     },
@@ -224,6 +225,7 @@ LEAVES |= {
     "randn": "normal_",
     "randn_like": "normal_",
     "randperm": "randperm.generator_out",
+    "rms_norm": "_fused_rms_norm",
 }
 RESULTS = {"sum.out": (), "sum.IntList_out": (6,), "cumsum.out": SHAPE, "where.self_out": SHAPE,
            "arange.start_out": (4,), "eye.out": (4, 4), "eye.m_out": (4, 5), "linspace.out": (7,),
