@@ -61,8 +61,8 @@ def test_a_step_is_as_exact_as_torchs(name, mode, rows):  # noqa: F811
     wrong = {n: (ours[n], plain[n]) for n in ours if not ours[n] <= 2 * plain[n] + EPS}
     assert not wrong
     taken = {one for one, n in said.items() if n["taken"]}
-    if mode == "auto":
-        assert taken == said.keys() and taken
+    if mode == "auto":  # whether a gradient is added in place is autograd's choice, from call to call
+        assert taken and {one for one in said if not one.startswith("add")} <= taken
     else:
         assert {"mm", "embedding", "nll_loss_forward", "nll_loss_backward", "_log_softmax"} <= taken
         assert ("_flash_attention_forward" in taken) == (name in FLASH)

@@ -82,7 +82,17 @@ def test_suites_are_plain_data():
         row = cases.whole(row, lines)
         assert {"case", "direction"} <= set(row) and "like" not in row
         assert len({"dims", "over", "calls"} & set(row)) == 1
-        assert row["direction"] in ("forward", "backward", "step", "host", "train", "memory", "queued", "choice")
+        assert row["direction"] in (
+            "forward",
+            "backward",
+            "step",
+            "host",
+            "train",
+            "memory",
+            "queued",
+            "choice",
+            "worst",
+        )
 
 
 def test_a_line_has_from_another_what_it_does_not_say_anew():

@@ -182,6 +182,36 @@ def test_runs_that_are_far_apart_once_are_made_anew():
     assert [9.0, 12.0] not in pairs and all(pair == [8.0, 12.0] for pair in pairs)
 
 
+def test_the_worst_that_mode_auto_does(monkeypatch):
+    """Of the calls that it takes alone, in whichever way; what it leaves alone is not timed."""
+    measuring(monkeypatch)
+    every = [case for case in EVERY if case.call in ("isinf", "cummax_last", "add")]
+    losing = [[20.0, 10.0]] * 3
+    rows = [
+        recorded(c, {"eager": losing if c.call == "add" else RUNS, "graph": RUNS}) for c in every if c.call != "isinf"
+    ]
+    rows += [recorded(c, {"eager": RUNS}) for c in every if c.call == "isinf"]  # which cannot be captured
+    found = verdicts.Verdicts(H200, choices.rows_of(rows, ())["sm_90"])
+    monkeypatch.setattr(verdicts.Verdicts, "here", staticmethod(lambda: found))
+    timed: dict[str, cases.Case] = {}
+
+    def measure(case, beside):
+        timed[case.name] = case
+        graph = [[10.0, 9.8 if case.call == "cummax_last" and case.dims["rows"] == 16 else 15.0]] * 3
+        return {"runs": {"eager": [[10.0, 12.0]] * 3, "graph": [] if "events" in case.options else graph}}
+
+    monkeypatch.setattr(run, "measure_choice", measure)
+    (case,) = cases.select(["aten_auto_worst"])
+    row = run.measure(case, [])
+    assert row["measured"] == pytest.approx(0.98) and "aten_choice/cummax_last/16x128, graph" in row["note"]
+    assert {one.call for one in timed.values()} == {"isinf", "cummax_last"} and len(timed) == 12
+    assert all(one.options.get("auto") for one in timed.values())
+    assert {one.call for one in timed.values() if one.options.get("events")} == {"isinf"}
+    monkeypatch.setattr(verdicts.Verdicts, "here", staticmethod(lambda: verdicts.Verdicts(H200, [])))
+    with pytest.raises(check.Wrong, match="mode auto replaces nothing: nothing is measured on NVIDIA H200"):
+        run.measure(case, [])
+
+
 def test_compiling_makes_the_call_of_a_case_twice(monkeypatch):
     """Which is what a process that only compiles is asked for."""
     measuring(monkeypatch)

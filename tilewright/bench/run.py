@@ -14,13 +14,14 @@ import os
 import statistics
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, NamedTuple, TextIO
 
 import torch
 import triton
 
-from ..aten.verdicts import FAR
+from ..aten.verdicts import FAR, KIND, Verdicts
 from ..check import guarded
 from ..check.provided.aten import written
 from ..core.flat import as_tuple
@@ -62,7 +63,7 @@ def measure(case: Case, beside: Sequence[str]) -> Row:
     """Measure one case in this process, with the rivals asked for and the one that its goal names. Raises `check.Wrong`."""
     here = [name for name in rivals_beside(case, beside) if not packaged.is_apart(name)]
     own = {"host": measure_host, "memory": measure_memory, "queued": measure_queued, "choice": measure_choice}
-    row = own.get(case.direction, measure_device)(case, here)
+    row = {**own, "worst": measure_worst}.get(case.direction, measure_device)(case, here)
     return valued(case, {**row, "fraction": None if row["floor_us"] is None else row["floor_us"] / row["us"]})
 
 
@@ -163,6 +164,33 @@ def measure_choice(case: Case, beside: Sequence[str]) -> Row:
         "absent": {name: "a choice is between ours and aten's" for name in beside if name != "aten"},
         "method": "graph" if runs["graph"] else "eager", "bytes": [read, written], "extra_bytes": extra,
         "runs": runs, "spoiled": spoiled,
+    }  # fmt: skip
+
+
+def measure_worst(case: Case, beside: Sequence[str]) -> Row:
+    """Of all calls that choices are measured for, the one that mode "auto" slows most beside aten, eager or in a graph. What it
+    leaves alone, for a program that makes such a call alone, is aten's own. Raises `check.Wrong` where that is all of them."""
+    verdicts = Verdicts.here()
+    uncaptured = {tuple(row[name] for name in KIND) for row in verdicts.rows if row["graph"] is None}
+    found: list[tuple[float, float, float, str]] = []
+    for one in CASES.values():
+        kind = replaced.here(one) if one.direction == "choice" else None
+        if kind is None or not verdicts.chosen({kind: 1}) & {kind.overload}:
+            continue
+        options = {**one.options, "auto": True, **({"events": True} if tuple(kind) in uncaptured else {})}
+        try:
+            runs = measure_choice(replace(one, options=options), ())["runs"]
+        except check.Wrong as why:
+            raise check.Wrong(f"{one.name}: {why}") from why
+        for way, pairs in runs.items():
+            for own, aten in [map(statistics.median, zip(*pairs))] if pairs else ():
+                found.append((aten / own, own, aten, f"{one.name}, {way}"))
+    if not found:
+        raise check.Wrong(f"mode auto replaces nothing: {verdicts.silence()}")
+    _, us, aten, name = min(found)
+    return {
+        "us": us, "floor_us": None, "host_us": None, "rivals": {"aten": aten}, "error": 0.0, "method": "choice", "bytes": [0, 0],
+        "extra_bytes": None, "note": f"the worst of {len(found)} times of calls that mode auto takes: {name}",
     }  # fmt: skip
 
 
@@ -269,7 +297,7 @@ def measure_device(case: Case, beside: Sequence[str]) -> Row:
 
 def measure_alone(case: Case, rival: str) -> Row:
     """One rival of a case whose row another process makes, over arguments that are drawn alike."""
-    if case.direction in ("host", "queued", "choice"):
+    if case.direction in ("host", "queued", "choice", "worst"):
         raise Absent("host times are compared within one process")
     work, calls, *_ = Sets.build(case)
     if work[0].overwrites:
