@@ -21,13 +21,15 @@ from typing import Any, NamedTuple, TextIO
 import torch
 import triton
 
+import tilewright as tw
+
 from ..aten.verdicts import FAR, KIND, Verdicts
 from ..check import guarded
 from ..check.provided.aten import written
 from ..core.flat import as_tuple
 from ..core.target import Target
 from ..gemm.arithmetic import computed
-from . import check, packaged, replaced, rivals, sol, timing
+from . import check, packaged, replaced, replaced_models, rivals, sol, timing
 from .cases import CASES, Case, rival_of, waits
 from .choices import least_of
 from .directed import Absent
@@ -63,7 +65,7 @@ def measure(case: Case, beside: Sequence[str]) -> Row:
     """Measure one case in this process, with the rivals asked for and the one that its goal names. Raises `check.Wrong`."""
     here = [name for name in rivals_beside(case, beside) if not packaged.is_apart(name)]
     own = {"host": measure_host, "memory": measure_memory, "queued": measure_queued, "choice": measure_choice}
-    row = {**own, "worst": measure_worst}.get(case.direction, measure_device)(case, here)
+    row = {**own, "worst": measure_worst, "model": measure_model}.get(case.direction, measure_device)(case, here)
     return valued(case, {**row, "fraction": None if row["floor_us"] is None else row["floor_us"] / row["us"]})
 
 
@@ -194,6 +196,32 @@ def measure_worst(case: Case, beside: Sequence[str]) -> Row:
     }  # fmt: skip
 
 
+def measure_model(case: Case, beside: Sequence[str], device: str = "cuda") -> Row:
+    """A step of a whole model with its operators replaced, and without, in turn, several times over. Raises `check.Wrong`."""
+    step = replaced_models.build(case, device)
+    drain = torch.cuda.synchronize if device == "cuda" else lambda: None
+    wanted = replaced_models.outcome(step)
+    block = replaced_models.block(case, step)
+    with block:
+        error, said = replaced_models.off(replaced_models.outcome(step), wanted), tw.aten.report()
+    wanted.clear()
+
+    def both() -> list[float]:
+        with block:
+            own = replaced_models.seconds(step.run, drain)
+        return [1e6 * own, 1e6 * replaced_models.seconds(step.run, drain)]
+
+    pairs = settled("steps", both)
+    us, plain = map(statistics.median, zip(*pairs))
+    count = sum(one["taken"] for one in said.values())
+    slower = sum(own > theirs for own, theirs in pairs)
+    return {
+        "us": us, "floor_us": None, "host_us": None, "rivals": {"eager": plain}, "error": error, "method": "steps", "bytes": [0, 0],
+        "extra_bytes": None, "runs": {"steps": pairs},
+        "note": f"{count} calls of {len(said)} overloads replaced in a step; slower in {slower} of {len(pairs)} runs",
+    }  # fmt: skip
+
+
 def settled(way: str, run: Callable[[], list[float]]) -> list[list[float]]:
     """Runs of (ours, aten) by one way of calling. Where they are too far apart all of them are made anew, once: something else may
     have passed by. Raises `check.Wrong`."""
@@ -297,7 +325,7 @@ def measure_device(case: Case, beside: Sequence[str]) -> Row:
 
 def measure_alone(case: Case, rival: str) -> Row:
     """One rival of a case whose row another process makes, over arguments that are drawn alike."""
-    if case.direction in ("host", "queued", "choice", "worst"):
+    if case.direction in ("host", "queued", "choice", "worst", "model"):
         raise Absent("host times are compared within one process")
     work, calls, *_ = Sets.build(case)
     if work[0].overwrites:
