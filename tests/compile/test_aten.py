@@ -212,6 +212,8 @@ def test_every_kernel_is_there():
         "sort_rows", "sort_keys", "sort_results", "select_first", "keep_few", "sort_few", "count_first", "write_first", "lengths",
         # random
         "draw", "drop",
+        # attention
+        "attention_forward",
     }  # fmt: skip
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from . import (
+    attention,
     forms,
     index,
     index_map,
@@ -86,7 +87,7 @@ OTHERS = {**forms.FORMS, **reduction_rows.FORMS, **scan.FORMS, **index_map.FORMS
 INDEX = {**index.FORMS, **select.FORMS, **nll.FORMS}
 OTHERS |= {**INDEX, **sorting.FORMS, **random.FORMS}
 ROWS_ENGINE = {**softmax.FORMS, **norm.FORMS}
-OTHERS |= {**ROWS_ENGINE, **product.FORMS, **window.FORMS}
+OTHERS |= {**ROWS_ENGINE, **product.FORMS, **attention.FORMS, **window.FORMS}
 FORMS: dict[str, Callable[..., Any]] = {
     **{name: pointwise_form(row, name) for row in ROWS for name in row.overloads},
     **{name: of_tensors(form, name) for name, form in OTHERS.items()},
@@ -101,5 +102,6 @@ ENGINE: dict[str, str] = {
     **dict.fromkeys(random.FORMS, "random"),
     **dict.fromkeys(ROWS_ENGINE, "rows"),
     **dict.fromkeys(product.FORMS, "product"),
+    **dict.fromkeys(attention.FORMS, "attention"),
     **dict.fromkeys(window.FORMS, "window"),
 }
