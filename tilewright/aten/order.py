@@ -97,6 +97,19 @@ def halves(counts, MASK: tl.constexpr, BITS: tl.constexpr):
 
 
 @triton.jit
+def one_each(digit, inside):
+    """A word for each digit that counts it once, in four bits for each of sixteen."""
+    return tl.where(inside, tl.full(digit.shape, 1, tl.int64) << (digit * 4).to(tl.int64), 0)
+
+
+@triton.jit
+def of_digit(digit, a, b, c, d):
+    """A digit's count: in word digit % 4, sixteen bits each."""
+    word = tl.where((digit & 2) == 0, tl.where((digit & 1) == 0, a, b), tl.where((digit & 1) == 0, c, d))
+    return (word >> (digit >> 2 << 4).to(tl.int64)).to(tl.int32) & 0xFFFF
+
+
+@triton.jit
 def before_warp(counts):
     """What warps before have, of [warps, 32]."""
     total = tl.sum(counts, 1)
@@ -106,10 +119,10 @@ def before_warp(counts):
 @triton.jit
 def ranks(digit, inside):
     """Of [threads, 2, 4] digits, how many before each are equal. Sixteen counts lie in one word as long as they are a thread's, in
-    two for threads before in a warp, and in four for all: that of a digit is then in word digit % 4."""
+    two for threads before in a warp, and in four for all."""
     THREADS: tl.constexpr = digit.shape[0]
     WARP: tl.constexpr = 32
-    one = tl.where(inside, tl.full(digit.shape, 1, tl.int64) << (digit * 4).to(tl.int64), 0)
+    one = one_each(digit, inside)
     words = tl.sum(one, 2)
     spread = tl.broadcast_to(
         words[:, :, None], one.shape
@@ -124,9 +137,7 @@ def ranks(digit, inside):
     b = tl.reshape(b + before_warp(odd_b), [THREADS])[:, None, None]
     c = tl.reshape(c + before_warp(even_c), [THREADS])[:, None, None]
     d = tl.reshape(d + before_warp(odd_d), [THREADS])[:, None, None]
-    before = tl.where((digit & 2) == 0, tl.where((digit & 1) == 0, a, b), tl.where((digit & 1) == 0, c, d))
-    others = (before >> (digit >> 2 << 4).to(tl.int64)).to(tl.int32) & 0xFFFF
-    return others + ((own >> (digit * 4).to(tl.int64)).to(tl.int32) & 15) - 1
+    return of_digit(digit, a, b, c, d) + ((own >> (digit * 4).to(tl.int64)).to(tl.int32) & 15) - 1
 
 
 PASS = {"grid": lambda a: (a.M * a.BLOCKS,), "tokens": ("M", "N", "BLOCKS", "shift", "flip")}
@@ -138,9 +149,13 @@ def radix_count(KEYS, COUNTS, M, N, BLOCKS, shift, flip, EVEN: tl.constexpr, THR
     line = (tl.program_id(0) // BLOCKS).to(tl.int64)
     block = tl.program_id(0) % BLOCKS
     key, _, inside = key_tile(KEYS, line, block, whole_words(N, EVEN), THREADS)
-    digit = digit_of(key, shift, flip)
-    count = tl.histogram(tl.reshape(digit, [THREADS * 8]), 16, tl.reshape(inside, [THREADS * 8]))
-    tl.store(COUNTS + (line * 16 + tl.arange(0, 16)) * BLOCKS + block, count)
+    threads = tl.sum(tl.sum(one_each(digit_of(key, shift, flip), inside), 2), 1)
+    even, odd = halves(threads, 0x0F0F0F0F0F0F0F0F, 4)
+    a, c = halves(even, 0x00FF00FF00FF00FF, 8)
+    b, d = halves(odd, 0x00FF00FF00FF00FF, 8)
+    digit = tl.arange(0, 16)
+    count = of_digit(digit, tl.sum(a, 0), tl.sum(b, 0), tl.sum(c, 0), tl.sum(d, 0))
+    tl.store(COUNTS + (line * 16 + digit) * BLOCKS + block, count)
 
 
 @kernel(grid=lambda a: (a.M * a.APART,), tokens=("M", "BLOCKS"), default=lambda a: {"num_warps": a.CHUNK // 512})

@@ -438,8 +438,9 @@ def few_lines(x: Tensor, k: int, values: Tensor, indices: Tensor, largest: bool)
         parts = cdiv(size, width)
         length = cdiv(cdiv(size, parts), WORDS) * WORDS
         kept = fresh(x, (lines, groups * parts), torch.int64)
-        word = min(16 // source.element_size(), width // THREADS)
-        constants = {"PACKED": source is not x, "EVEN": size % WORDS == 0, "GROUPS": groups, "WIDTH": width}
+        even = size % WORDS == 0
+        word = min(16 // source.element_size(), width // THREADS) if even else 1
+        constants = {"PACKED": source is not x, "EVEN": even, "GROUPS": groups, "WIDTH": width}
         numbers = lines, size, parts, length, k, -int(largest)
         plans.launch(keep_few, (source, kept), numbers, **constants, THREADS=THREADS, WORD=word)
         source, size, width = kept, groups * parts, PART // 2
