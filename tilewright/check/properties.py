@@ -8,6 +8,7 @@ whether it is a property of the op, tried on every op, or of the machinery, trie
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import subprocess
@@ -260,6 +261,7 @@ def special_values(op: Op, net: Net) -> None:
     for name, t in row_arguments(op, case.values).items():
         if not (t.is_floating_point() and t.dim() > 1):
             continue
+        depends = functools.cache(functools.partial(_depends, op, case.values, name))
         for value, at in itertools.product((float("nan"), float("inf"), float("-inf"), -0.0, 1e-42), (0, -1, 64)):
             if at >= t.numel():
                 continue
@@ -275,7 +277,7 @@ def special_values(op: Op, net: Net) -> None:
                 found, wanted = (specified(agreed, part, t).isnan() for t in (result.cpu(), exact))
                 label = f"{case.label}: {value} at {at} of {name}: {part}"
                 if op.bars.felt:
-                    _felt(op, values, label, part, found, wanted, _depends(op, case.values, name, at)[part])
+                    _felt(op, values, label, part, found, wanted, depends(at)[part])
                     continue
                 assert torch.equal(found, wanted), (
                     f"{label} has {int(found.sum())} NaN, the reference {int(wanted.sum())}"
