@@ -17,7 +17,7 @@ import tilewright as tw
 from tests.pretended import measuring
 from tilewright.__main__ import app
 from tilewright.aten import verdicts
-from tilewright.bench import cases, check, choices, documents, evidence, replaced, run, source, timing, tried
+from tilewright.bench import cases, check, choices, documents, evidence, replaced, run, source, timing, tried, turns
 from tilewright.commands import bench
 from tilewright.core.target import TARGETS
 
@@ -94,7 +94,7 @@ def test_both_are_timed_in_turn_several_times(monkeypatch):
     measuring(monkeypatch)
     host_times(monkeypatch, [8.0, 8.4])
     row = run.measure(tiny(), ["eager"])
-    assert row["runs"] == {"eager": [[8.0, 8.4]] * run.RUNS, "graph": [[pytest.approx(5.0)] * 2] * run.RUNS}
+    assert row["runs"] == {"eager": [[8.0, 8.4]] * turns.RUNS, "graph": [[pytest.approx(5.0)] * 2] * turns.RUNS}
     assert (
         row["rivals"] == {"aten": pytest.approx(5.0)}
         and row["measured"] == pytest.approx(1.0)
@@ -110,7 +110,7 @@ def test_each_side_is_captured_once(monkeypatch):
     own = device.capture
     monkeypatch.setattr(device, "capture", lambda body: captures.append(body) or own(body))
     host_times(monkeypatch, [8.0, 8.4])
-    assert len(run.measure(tiny(), [])["runs"]["graph"]) == run.RUNS and len(captures) == 2
+    assert len(run.measure(tiny(), [])["runs"]["graph"]) == turns.RUNS and len(captures) == 2
 
 
 @pytest.mark.parametrize(
@@ -118,13 +118,13 @@ def test_each_side_is_captured_once(monkeypatch):
     [(8.0, 12.0, 3), (8.0, 10.5, 3), (8.0, 10.3, 5), (8.0, 8.0, 5), (8.0, 7.5, 5), (8.0, 7.0, 3), (8.0, 4.0, 3)],
 )  # fmt: skip
 def test_what_is_close_is_run_more_often(own, aten, runs):
-    assert len(run.settled("eager", lambda: [own, aten])) == runs
+    assert len(turns.settled("eager", lambda: [own, aten])) == runs
 
 
 def test_few_runs_are_no_fewer_than_their_spread_allows():
     """Three that say 1.32 in the mean and are apart are not yet far ahead."""
     times = iter([[10.0, 13.2], [10.0, 13.5], [10.0, 12.9], [10.0, 13.2], [10.0, 13.2]])
-    assert len(run.settled("eager", lambda: next(times))) == run.RUNS
+    assert len(turns.settled("eager", lambda: next(times))) == turns.RUNS
 
 
 def test_slow_calls_are_timed_less_often(monkeypatch):
@@ -145,7 +145,7 @@ def test_slow_calls_are_timed_less_often(monkeypatch):
     monkeypatch.setattr(timing, "time_host_each", each)
     monkeypatch.setattr(timing, "Graph", Counted)
     run.measure(tiny(), [])
-    assert sizes[1:] == [(3, [40, 1])] * run.FEWEST_RUNS
+    assert sizes[1:] == [(3, [40, 1])] * turns.FEWEST_RUNS
     assert graphs == [16, 2]
 
 
@@ -171,14 +171,14 @@ def test_what_cannot_be_captured_is_judged_by_eager_calls(monkeypatch):
 
 
 def test_runs_that_are_far_apart_are_refused():
-    times = iter([[8.0, 8.0 + 0.2 * at] for at in range(2 * run.RUNS)])
+    times = iter([[8.0, 8.0 + 0.2 * at] for at in range(2 * turns.RUNS)])
     with pytest.raises(check.Wrong, match=r"runs of aten, eager, are \d+.\d% apart: is the GPU busy, or too hot\?"):
-        run.settled("eager", lambda: next(times))
+        turns.settled("eager", lambda: next(times))
 
 
 def test_runs_that_are_far_apart_once_are_made_anew():
-    times = iter([[8.0, 12.0], [8.0, 12.0], [9.0, 12.0], *[[8.0, 12.0]] * run.RUNS])
-    pairs = run.settled("eager", lambda: next(times))
+    times = iter([[8.0, 12.0], [8.0, 12.0], [9.0, 12.0], *[[8.0, 12.0]] * turns.RUNS])
+    pairs = turns.settled("eager", lambda: next(times))
     assert [9.0, 12.0] not in pairs and all(pair == [8.0, 12.0] for pair in pairs)
 
 

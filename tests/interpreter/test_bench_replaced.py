@@ -12,7 +12,7 @@ from tests.pretended import Rerunning
 from tilewright.aten import table, verdicts
 from tilewright.aten.router import Override
 from tilewright.aten.signature import Signature
-from tilewright.bench import cases, check, choices, replaced_models, run, timing
+from tilewright.bench import cases, check, choices, replaced_models, timing
 from tilewright.bench.replaced import CALLS, Replaced, flat, overloads, replacing
 from tilewright.core.target import TARGETS
 
@@ -161,10 +161,10 @@ def test_a_step_of_a_model_is_held_against_plain_torch(family, monkeypatch):
     tiny = replace(case, dims={"batch": 2, "length": 6}, options={**case.options, **small})
     times = iter([1.0, 2.0] * 9)
     monkeypatch.setattr(replaced_models, "seconds", lambda *_: next(times))
-    row = run.measure_model(tiny, [], "cpu")
+    row = replaced_models.measure(tiny, [], "cpu")
     assert (row["us"], row["rivals"]) == (1e6, {"eager": 2e6}) and row["error"] < 1e-5
     assert row["note"].endswith("slower in 0 of 3 runs") and ("0 calls" in row["note"]) == (family == "aten_auto_model")
     monkeypatch.setitem(table.FORMS, "embedding", lambda weight, ids, *_: weight[ids] * 1.5)
     if family == "aten_all_model":
         with pytest.raises(check.Wrong, match="the loss is off by"):
-            run.measure_model(tiny, [], "cpu")
+            replaced_models.measure(tiny, [], "cpu")

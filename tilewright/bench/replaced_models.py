@@ -4,9 +4,10 @@ without replacements. Nothing but torch is needed: a BERT, and a decoder as Llam
 
 from __future__ import annotations
 
+import statistics
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ import tilewright as tw
 
 from .cases import Case
 from .check import Wrong
+from .turns import settled
 
 WARM, STEPS = 2, 4  # of a run, whose time is that of the latter
 # Relative to plain torch in bf16, which is off by as much itself: one rounding is 1.1e-3 RMS, some 20 of them a layer
@@ -157,3 +159,29 @@ def seconds(run: Callable[[], Any], drain: Callable[[], None], steps: int = STEP
         run()
     drain()
     return (time.perf_counter() - start) / steps
+
+
+def measure(case: Case, beside: Sequence[str], device: str = "cuda") -> dict[str, Any]:
+    """A step of a whole model with its operators replaced, and without, in turn, several times over. Raises `check.Wrong`."""
+    step = build(case, device)
+    drain = torch.cuda.synchronize if device == "cuda" else lambda: None
+    wanted = outcome(step)
+    replacing = block(case, step)
+    with replacing:
+        error, said = off(outcome(step), wanted), tw.aten.report()
+    wanted.clear()
+
+    def both() -> list[float]:
+        with replacing:
+            own = seconds(step.run, drain)
+        return [1e6 * own, 1e6 * seconds(step.run, drain)]
+
+    pairs = settled("steps", both)
+    us, plain = map(statistics.median, zip(*pairs))
+    count = sum(one["taken"] for one in said.values())
+    slower = sum(own > theirs for own, theirs in pairs)
+    return {
+        "us": us, "floor_us": None, "host_us": None, "rivals": {"eager": plain}, "error": error, "method": "steps", "bytes": [0, 0],
+        "extra_bytes": None, "runs": {"steps": pairs},
+        "note": f"{count} calls of {len(said)} overloads replaced in a step; slower in {slower} of {len(pairs)} runs",
+    }  # fmt: skip

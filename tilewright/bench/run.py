@@ -21,9 +21,7 @@ from typing import Any, NamedTuple, TextIO
 import torch
 import triton
 
-import tilewright as tw
-
-from ..aten.verdicts import FAR, KIND, Verdicts
+from ..aten.verdicts import KIND, Verdicts
 from ..check import guarded
 from ..check.provided.aten import written
 from ..core.flat import as_tuple
@@ -31,28 +29,19 @@ from ..core.target import Target
 from ..gemm.arithmetic import computed
 from . import check, packaged, replaced, replaced_models, rivals, sol, timing
 from .cases import CASES, Case, rival_of, waits
-from .choices import least_of
 from .directed import Absent
 from .evidence import Row
 from .floor import floor_us
 from .results import measured_by, rivals_of
 from .source import source
+from .turns import settled
 from .work import Work, build
 
 CASE_LIMIT = 150.0
 COMMAND = (sys.executable, "-m", "tilewright.bench.run")
 APART = "--apart"
-RUNS, FEWEST_RUNS, SPREAD = (
-    5,
-    3,
-    0.05,
-)  # of a choice: how many where they are close, how many at least, how far apart they may be
-FAR_BEHIND = 1.1  # ours over aten's, with confidence: not even the mean of two more runs would make that no slower
-BATCH_US, READING_US, LONGEST_CHOICE_US = (
-    4_000.0,
-    20_000.0,
-    8_000.0,
-)  # of a choice: calls of a batch, replays of a run, a graph
+# Of a choice, in microseconds: calls of a batch, replays of a run, and a graph
+BATCH_US, READING_US, LONGEST_CHOICE_US = 4_000.0, 20_000.0, 8_000.0
 WAITS = "waits"  # the status of a case that is for another Triton
 LONGEST_GRAPH_US = 8 * timing.GRAPH_US
 NO_DEVICE = "no CUDA device: a bench needs a GPU (`tilewright doctor` says what is missing)"
@@ -65,7 +54,9 @@ def measure(case: Case, beside: Sequence[str]) -> Row:
     """Measure one case in this process, with the rivals asked for and the one that its goal names. Raises `check.Wrong`."""
     here = [name for name in rivals_beside(case, beside) if not packaged.is_apart(name)]
     own = {"host": measure_host, "memory": measure_memory, "queued": measure_queued, "choice": measure_choice}
-    row = {**own, "worst": measure_worst, "model": measure_model}.get(case.direction, measure_device)(case, here)
+    row = {**own, "worst": measure_worst, "model": replaced_models.measure}.get(case.direction, measure_device)(
+        case, here
+    )
     return valued(case, {**row, "fraction": None if row["floor_us"] is None else row["floor_us"] / row["us"]})
 
 
@@ -194,62 +185,6 @@ def measure_worst(case: Case, beside: Sequence[str]) -> Row:
         "us": us, "floor_us": None, "host_us": None, "rivals": {"aten": aten}, "error": 0.0, "method": "choice", "bytes": [0, 0],
         "extra_bytes": None, "note": f"the worst of {len(found)} times of calls that mode auto takes: {name}",
     }  # fmt: skip
-
-
-def measure_model(case: Case, beside: Sequence[str], device: str = "cuda") -> Row:
-    """A step of a whole model with its operators replaced, and without, in turn, several times over. Raises `check.Wrong`."""
-    step = replaced_models.build(case, device)
-    drain = torch.cuda.synchronize if device == "cuda" else lambda: None
-    wanted = replaced_models.outcome(step)
-    block = replaced_models.block(case, step)
-    with block:
-        error, said = replaced_models.off(replaced_models.outcome(step), wanted), tw.aten.report()
-    wanted.clear()
-
-    def both() -> list[float]:
-        with block:
-            own = replaced_models.seconds(step.run, drain)
-        return [1e6 * own, 1e6 * replaced_models.seconds(step.run, drain)]
-
-    pairs = settled("steps", both)
-    us, plain = map(statistics.median, zip(*pairs))
-    count = sum(one["taken"] for one in said.values())
-    slower = sum(own > theirs for own, theirs in pairs)
-    return {
-        "us": us, "floor_us": None, "host_us": None, "rivals": {"eager": plain}, "error": error, "method": "steps", "bytes": [0, 0],
-        "extra_bytes": None, "runs": {"steps": pairs},
-        "note": f"{count} calls of {len(said)} overloads replaced in a step; slower in {slower} of {len(pairs)} runs",
-    }  # fmt: skip
-
-
-def settled(way: str, run: Callable[[], list[float]]) -> list[list[float]]:
-    """Runs of (ours, aten) by one way of calling. Where they are too far apart all of them are made anew, once: something else may
-    have passed by. Raises `check.Wrong`."""
-    pairs = several(run)
-    if apart(pairs)[0] > SPREAD:
-        pairs = several(run)
-    spread, who = apart(pairs)
-    if spread > SPREAD:
-        raise check.Wrong(f"runs of {who}, {way}, are {spread:.1%} apart: is the GPU busy, or too hot?")
-    return pairs
-
-
-def several(run: Callable[[], list[float]]) -> list[list[float]]:
-    """The fewest runs where one side is far ahead, else more."""
-    pairs: list[list[float]] = []
-    while len(pairs) < FEWEST_RUNS or (len(pairs) < RUNS and not is_far(pairs)):
-        pairs.append(run())
-    return pairs
-
-
-def apart(pairs: Sequence[Sequence[float]]) -> tuple[float, str]:
-    """How far the runs of either side are apart at most, and whose they are."""
-    return max((max(times) / min(times) - 1.0, who) for who, times in zip(("own", "aten"), zip(*pairs)))
-
-
-def is_far(pairs: Sequence[Sequence[float]]) -> bool:
-    """Whether runs say so clearly who is faster that no verdict could be another by more of them."""
-    return least_of(pairs) >= FAR or least_of([(aten, own) for own, aten in pairs]) >= FAR_BEHIND
 
 
 def alike(mine: Any, theirs: Any) -> bool:

@@ -151,10 +151,10 @@ def measured(
     columns = (TextColumn("{task.description}"), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=_stderr(), disable=quiet) as progress:
         task = progress.add_task("measuring", total=len(chosen))
+        say = partial(progress.console.print, highlight=False, markup=False, soft_wrap=True)
         try:
             whole = [case for case in chosen if case.direction == "train"]
             ops = [case.name for case in chosen if case.direction != "train"]
-            say = partial(progress.console.print, highlight=False, markup=False, soft_wrap=True)
             for row in chain(models.supervise(whole, limit, say), run.supervise(ops, beside, also, limit=limit)):
                 rows.append(judged(row))
                 if record and row["status"] == "ok":
