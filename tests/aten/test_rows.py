@@ -13,7 +13,7 @@ from torch import Tensor
 
 import tilewright as tw
 from tests.aten.compare import as_double, differences, flat
-from tilewright.aten import norm, softmax
+from tilewright.aten import norm, softmax, softmax_columns
 
 aten = torch.ops.aten
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -54,6 +54,7 @@ def form(request, monkeypatch):
             monkeypatch.setattr(module, "SMALL", 0)
         monkeypatch.setattr(softmax, "LONGEST", {False: 256, True: 256})
         monkeypatch.setattr(softmax, "ACROSS", (16, 32))
+        monkeypatch.setattr(softmax_columns, "TILE", {1: (16, 16), 2: (16, 16)})
         monkeypatch.setattr(norm, "LONGEST", 128)
         monkeypatch.setattr(norm, "LONGEST_OF_TWO", 128)
         monkeypatch.setattr(norm, "STRETCH", 64)
