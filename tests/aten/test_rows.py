@@ -55,6 +55,7 @@ def form(request, monkeypatch):
         monkeypatch.setattr(softmax, "LONGEST", {False: 256, True: 256})
         monkeypatch.setattr(softmax, "ACROSS", (16, 32))
         monkeypatch.setattr(softmax_columns, "TILE", {1: (16, 16), 2: (16, 16)})
+        monkeypatch.setattr(norm, "HELD", 512)
         monkeypatch.setattr(norm, "LONGEST", 128)
         monkeypatch.setattr(norm, "LONGEST_OF_TWO", 128)
         monkeypatch.setattr(norm, "STRETCH", 64)

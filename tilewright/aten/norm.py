@@ -20,9 +20,20 @@ from torch import Tensor
 
 from ..core.target import Target
 from ..core.tensor import cdiv, power_of_two
+from ..ops.norm.modulated_norm import centre, columns_at, mean_of, modulate, pick, square_pieces, sum_pieces
+from ..ops.norm.modulated_norm_backward import add_if, times_if
+from ..ops.norm.row_pieces import (
+    HELD,
+    inside_piece,
+    load_pieces,
+    programs_per_sm,
+    split_backward,
+    split_plain,
+    weight_pieces,
+)
 from ..runtime.kernel import kernel
-from . import forms, plans, pointwise, reduction, reduction_rows
-from .functions import divide, square_root
+from . import plans, reduction, reduction_rows
+from .functions import divide, reciprocal_root, square_root
 from .plans import bits_of, own
 from .pointwise import IN_TRITON, SMALL, number, stored, whole_words
 from .row import Declined, compute_dtype, of_numbers, taken
@@ -311,53 +322,120 @@ def normalise_backward(
             tl.store(DX + at, stored(dx * scale, DX), ok)
 
 
-@kernel(
-    grid=lambda a: (cdiv(a.M, a.PER),),
-    tokens=("M", "N", "PER"),
-    default=lambda a: {"num_warps": 4 if a.BLOCK_M * a.BLOCK_N <= 2048 else 8 if a.BLOCK_M * a.BLOCK_N <= 4096 else 16},
-)
-def rows_backward(
-    DY, X, W, MEAN, RSTD, DX, DW, DB, M, N, PER, COMPUTE: tl.constexpr, EVEN: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+def rows_at_once(a) -> dict[str, int]:
+    """As `ops/norm` takes rows, by what was measured there."""
+    if a.PIECES > 1:
+        return {"ROWS": 1, "num_warps": min(32, a.BLOCK // (128 if a.BLOCK <= 1024 else 256))}
+    return {"ROWS": max(1, min(16, 2048 // a.BLOCK)), "num_warps": min(16, max(4, a.BLOCK // 512))}
+
+
+@kernel(grid=lambda a: (cdiv(a.M, a.ROWS),), tokens=("M", "N", "EPS", "INV_N"), default=rows_at_once)
+def normalise_rows(
+    X, Y, W, B, MEAN, RSTD, M, N, EPS: tl.int64, INV_N: tl.int64, EVEN: tl.constexpr, LATE: tl.constexpr, BLOCK: tl.constexpr,
+    PIECES: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """All gradients of a norm over rows [M, N] that tiles hold, whose elements are read once. DW, DB [programs, N]: sums over the
-    PER rows of a program. MEAN is None of an RMS norm."""
-    pid = tl.program_id(0).to(tl.int64)
+    """A norm over rows [M, N], held as PIECES of BLOCK columns, in fp32. MEAN is None of an RMS norm. LATE: weights are loaded
+    after the sums, for which a wide row leaves no registers."""
     N = whole_words(N, EVEN)
-    n = tl.arange(0, BLOCK_N)
-    ok_n = (n < N)[None, :]
-    w = tl.full([1, BLOCK_N], 1.0, COMPUTE)
-    if W is not None:
-        w = tl.load(W + n[None, :], ok_n, 0).to(COMPUTE)
-    dw = tl.zeros([BLOCK_M, BLOCK_N], COMPUTE)
-    db = tl.zeros([BLOCK_M, BLOCK_N], COMPUTE)
-    stop = tl.minimum((pid + 1) * PER, M)
-    elements = N.to(COMPUTE)
-    for first in tl.range(pid * PER, stop, BLOCK_M):
-        m = first + tl.arange(0, BLOCK_M)
-        ok_m = m < stop
-        ok = ok_m[:, None] & ok_n
-        at = m[:, None] * N + n[None, :]
-        dy = tl.load(DY + at, ok, 0).to(COMPUTE)
-        rstd = tl.load(RSTD + m, ok_m, 0).to(COMPUTE)[:, None]
-        x = tl.load(X + at, ok, 0).to(COMPUTE)
+    r = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    row = r[:, None]
+    live = row < M
+    lane = tl.arange(0, BLOCK)
+    col = lane[None, :]
+    xs = load_pieces(X, row, col, live, N, N, 1, "", BLOCK, PIECES)
+    if not LATE:
+        ws = weight_pieces(W, N, None, BLOCK, PIECES)  # before the sums, which everything after them waits for
+        bs = weight_pieces(B, N, None, BLOCK, PIECES)
+    inv_n = number(INV_N, tl.float32)
+    mean = None
+    if MEAN is not None:
+        mean = mean_of(tl.sum(sum_pieces(xs, PIECES), 1), N, inv_n)[:, None]
+        tl.store(MEAN + row, stored(mean, MEAN), live)
+    about = tl.sum(square_pieces(xs, mean, col, N, BLOCK, PIECES), 1)
+    rstd = reciprocal_root(mean_of(about, N, inv_n) + number(EPS, tl.float32))[:, None]
+    tl.store(RSTD + row, stored(rstd, RSTD), live)
+    for i in tl.static_range(PIECES):
+        y = centre(xs[i], mean, col, N, i, BLOCK, PIECES) * rstd
+        if LATE:
+            c = i * BLOCK + lane
+            y = modulate(y, columns_at(W, c, c < N, None), columns_at(B, c, c < N, None), None, None)
+        else:
+            y = modulate(y, pick(ws, i), pick(bs, i), None, None)
+        tl.store(Y + row * N + col + i * BLOCK, stored(y, Y), inside_piece(live, col, N, i, BLOCK, PIECES))
+
+
+def rows_walked(a) -> dict[str, int]:
+    """As many warps as a row needs, and three stages where shared memory has room for two blocks of both operands."""
+    columns = a.BLOCK * a.PIECES
+    held = 2 * 2 * a.ROWS * columns * a.X.element_size()
+    stages = 3 if a.AHEAD and held + 1024 <= Target.at(a.X.device).shared_memory else 1
+    return {"num_warps": 4 if columns <= 3584 else 8 if columns <= 5120 else 16, "STAGES": stages}
+
+
+@triton.jit
+def add_pairs(a, b, c, d):
+    return a + c, b + d
+
+
+@kernel(grid=lambda a: (a.PROGRAMS,), tokens=("M", "N", "PROGRAMS", "INV_N"), default=rows_walked)
+def rows_backward(
+    DY, X, W, MEAN, RSTD, DX, DW, DB, M, N, PROGRAMS, INV_N: tl.int64, EVEN: tl.constexpr, AHEAD: tl.constexpr,
+    BLOCK: tl.constexpr, PIECES: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """All gradients of a norm over rows [M, N], held as PIECES of BLOCK columns, in fp32. A program takes every PROGRAMS-th block
+    of ROWS, and loads those AHEAD meanwhile. DW, DB [PROGRAMS, N]: sums over its rows. MEAN is None of an RMS norm."""
+    N = whole_words(N, EVEN)
+    share = tl.program_id(0)
+    lane = tl.arange(0, BLOCK)
+    col = lane[None, :]
+    inv_n = number(INV_N, tl.float32)
+    ws = weight_pieces(W, N, None, BLOCK, PIECES)
+    dws = ()
+    dbs = ()
+    for _ in tl.static_range(PIECES):
+        dws = dws + (tl.zeros([ROWS, BLOCK], tl.float32),)
+        dbs = dbs + (tl.zeros([ROWS, BLOCK], tl.float32),)
+    for block in tl.range(share, tl.cdiv(M, ROWS), PROGRAMS, num_stages=STAGES):
+        row = block.to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+        live = row < M
+        xs = load_pieces(X, row, col, live, N, N, 1, "", BLOCK, PIECES)
+        dys = load_pieces(DY, row, col, live, N, N, 1, "", BLOCK, PIECES)
+        rstd = tl.load(RSTD + row, live, 0.0).to(tl.float32)
+        mean = None
         if MEAN is not None:
-            x = tl.where(ok, x - tl.load(MEAN + m, ok_m, 0).to(COMPUTE)[:, None], 0.0)
-        normed = x * rstd
-        if DW is not None:
-            dw += dy * normed
-        if DB is not None:
-            db += dy
+            mean = tl.load(MEAN + row, live, 0.0).to(tl.float32)
         if DX is not None:
-            dy = dy * w
-            dx = dy - normed * divide(tl.sum(dy * normed, 1), elements)[:, None]
-            if MEAN is not None:
-                dx = dx - divide(tl.sum(dy, 1), elements)[:, None]
-            tl.store(DX + at, stored(dx * rstd, DX), ok)
-    if DW is not None:
-        tl.store(DW + pid * N + n, stored(tl.sum(dw, 0), DW), n < N)
-    if DB is not None:
-        tl.store(DB + pid * N + n, stored(tl.sum(db, 0), DB), n < N)
+            total = tl.zeros([ROWS, BLOCK], tl.float32)
+            cross = tl.zeros([ROWS, BLOCK], tl.float32)
+            for i in tl.static_range(PIECES):
+                g = times_if(dys[i].to(tl.float32), pick(ws, i))
+                total += g
+                cross += g * centre(xs[i], mean, col, N, i, BLOCK, PIECES)
+            total, cross = tl.reduce((total, cross), 1, add_pairs)
+            level = mean_of(total, N, inv_n)[:, None]
+            about = mean_of(cross, N, inv_n)[:, None] * rstd
+        more_w = ()
+        more_b = ()
+        for i in tl.static_range(PIECES):
+            n = centre(xs[i], mean, col, N, i, BLOCK, PIECES) * rstd
+            dy = dys[i].to(tl.float32)
+            more_w = more_w + (add_if(dws[i], dy * n, DW is not None),)
+            more_b = more_b + (add_if(dbs[i], dy, DB is not None),)
+            if DX is not None:
+                dx = times_if(dy, pick(ws, i)) - n * about
+                if MEAN is not None:
+                    dx = dx - level
+                inside = inside_piece(live, col, N, i, BLOCK, PIECES)
+                tl.store(DX + row * N + col + i * BLOCK, stored(dx * rstd, DX), inside)
+        dws = more_w
+        dbs = more_b
+    for i in tl.static_range(PIECES):
+        c = i * BLOCK + lane
+        at = share.to(tl.int64) * N + c
+        if DW is not None:
+            tl.store(DW + at, tl.sum(dws[i], 0), c < N)
+        if DB is not None:
+            tl.store(DB + at, tl.sum(dbs[i], 0), c < N)
 
 
 @kernel(
@@ -561,14 +639,8 @@ def sum_columns(
 
 def add(made: list[Tensor | None], dw: Any, db: Any, parts: int, n: int, x: Tensor, wide: Any = (None, None)) -> None:
     """The gradients of weights from sums of parts."""
-    plans.launch(
-        add_parts, (*made, dw, db, *wide), (parts, n), COMPUTE=in_triton(x), BLOCK_P=16 if parts > 1 else 1, BLOCK_N=64
-    )
-
-
-def filled(t: Tensor) -> Tensor:
-    """Zeros, in memory that is given."""
-    return pointwise.run(forms.FILL, {"value": 0}, t)
+    tile = (1, 64) if parts == 1 else (16, 64) if parts <= 64 else (128, 16)
+    plans.launch(add_parts, (*made, dw, db, *wide), (parts, n), COMPUTE=in_triton(x), BLOCK_P=tile[0], BLOCK_N=tile[1])
 
 
 # ---- layer and RMS norm ----------------------------------------------------------------------------------------------
@@ -631,8 +703,22 @@ def layer_norm(
     x = contiguous(input)
     y = empty_like(x)
     mean, rstd = (moments_like(x, len(normalized_shape), kind) for _ in range(2))
-    forward("moments", x, y, rows(m, n), (x.view(m, n), (1,)), weight, bias, mean, rstd, eps)
+    if not normalise_matrix(x, y, weight, bias, mean, rstd, m, n, eps):
+        forward("moments", x, y, rows(m, n), (x.view(m, n), (1,)), weight, bias, mean, rstd, eps)
     return y, mean, rstd
+
+
+def normalise_matrix(x: Tensor, y: Tensor, w: Any, b: Any, mean: Any, rstd: Tensor, m: int, n: int, eps: Any) -> bool:
+    """A norm over rows that programs hold; False where they do not, or where there is little to do."""
+    if m * n < SMALL or n * x.element_size() > HELD or x.dtype == torch.float64:
+        return False
+    block, pieces = split_plain(n)
+    numbers = bits_of(eps, torch.float64), bits_of(1.0 / n, torch.float64)
+    plans.launch(
+        normalise_rows, (x, y, w, b, mean, rstd), (m, n), numbers, EVEN=n % 16 == 0, LATE=block * pieces > 8192,
+        BLOCK=block, PIECES=pieces,
+    )  # fmt: skip
+    return True
 
 
 def rows_gradients(
@@ -648,16 +734,15 @@ def rows_gradients(
     db: Any,
 ) -> None:
     """The gradients of a norm over rows. Where rows are longer than tiles, weights' are of a pass of their own."""
-    block = max(16, power_of_two(n))
-    if block <= LONGEST_OF_TWO:
-        tall = 8 if m * n < SMALL else max(1, min(4096, LONGEST_OF_TWO) // block)
-        wide = 512 if m * n < SMALL and block <= 512 else block
-        per = cdiv(cdiv(m, min(m, BUSY * Target.at(x.device).sms)), tall) * tall
-        parts = cdiv(m, per)
+    if n <= LONGEST_OF_TWO and x.dtype != torch.float64:
+        small = m * n < SMALL
+        block, pieces = (512, 1) if small and n <= 512 else split_backward(n)
+        tall = 8 if small else max(1, min(16, 4096 // (block * pieces)))
+        parts = min(cdiv(m, tall), programs_per_sm(n) * Target.at(x.device).sms)
         made = [None if t is None else scratch(x, parts, n) for t in (dw, db)]
         plans.launch(
-            rows_backward, (grad, x, weight, mean, rstd, dx, *made), (m, n, per), COMPUTE=in_triton(x),
-            EVEN=n % 16 == 0 and m * n >= SMALL, BLOCK_M=tall, BLOCK_N=wide,
+            rows_backward, (grad, x, weight, mean, rstd, dx, *made), (m, n, parts), (bits_of(1.0 / n, torch.float64),),
+            EVEN=n % 16 == 0 and not small, AHEAD=not small, BLOCK=block, PIECES=pieces, ROWS=tall,
         )  # fmt: skip
         if dw is not None or db is not None:
             add(made, dw, db, parts, n, x)
@@ -703,7 +788,8 @@ def rms_norm(input: Tensor, normalized_shape: Any, weight: Tensor | None, eps: f
     if eps is None and wide != input.dtype:
         raise Declined("no epsilon, of which there are two for 16 bits")
     eps = torch.finfo(wide).eps if eps is None else eps
-    forward("mean", x, y, rows(m, n), None, weight, None, None, rstd, eps)
+    if not normalise_matrix(x, y, weight, None, None, rstd, m, n, eps):
+        forward("mean", x, y, rows(m, n), None, weight, None, None, rstd, eps)
     return y, rstd
 
 
