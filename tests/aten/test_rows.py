@@ -53,7 +53,7 @@ def form(request, monkeypatch):
         for module in (softmax, norm):
             monkeypatch.setattr(module, "SMALL", 0)
         monkeypatch.setattr(softmax, "LONGEST", {False: 256, True: 256})
-        monkeypatch.setattr(softmax, "ACROSS", (16, 32))
+        monkeypatch.setattr(softmax, "ACROSS", {1: (16, 32), 2: (16, 32)})
         monkeypatch.setattr(softmax_columns, "TILE", {1: (16, 16), 2: (16, 16)})
         monkeypatch.setattr(norm, "HELD", 512)
         monkeypatch.setattr(norm, "LONGEST", 128)

@@ -27,7 +27,7 @@ from .softmax_formulas import exp_for, finite_or_zero, gradient, normalised, ter
 TOKENS = ("ROWS", "N", "INNER", "x_outer", "x_n", "x_inner", "y_outer", "y_n", "y_inner")
 SMALL_TILES = (64, 32), (4, 512)  # rows, and elements of each, of the forms that all small tensors take
 LONGEST = {False: 32768, True: 16384}  # elements of a row that a tile holds, of one operand and of two
-ACROSS = 32, 512  # the tile where rows lie side by side
+ACROSS = {1: (32, 512), 2: (32, 256)}  # the tile where rows lie side by side, by how many operands are read
 
 
 def warps(a) -> dict[str, int]:
@@ -253,7 +253,7 @@ def launch(kernel_, operands: list[Tensor], out: Tensor, dim: int, **constants) 
         block_k = max(1, 2048 // block_r)
     else:
         form, even = "across", not any(s[0] % 16 or s[1] % 16 for s in steps) and inner % 16 == 0
-        block_k, longest = ACROSS
+        block_k, longest = ACROSS[len(operands)]
         if n > longest:
             softmax_columns.launch(operands, out, [s[:2] for s in steps], n, inner, constants["LOG"])
             return

@@ -27,17 +27,13 @@ from .row import compute_dtype
 from .softmax_formulas import exp_for, finite_or_zero, gradient, normalised, term
 
 SIZES = ("ROWS", "N", "INNER", "PARTS", "AHEAD")
-TILE = {1: (64, 256), 2: (64, 128)}  # columns, and elements of each, by how many operands are read
-RESIDENT = 4  # programs on an SM, about
+TILE = {1: (64, 128), 2: (64, 128)}  # columns, and elements of each, by how many operands are read
+RESIDENT = 8  # programs on an SM, at most
 
 
 def programs(a) -> tuple[int]:
     strips = cdiv(a.INNER, a.BLOCK_K) * (a.ROWS // a.INNER)
     return (2 * a.PARTS * (strips + a.AHEAD),)
-
-
-def warps(a) -> dict[str, int]:
-    return {"num_warps": 8}
 
 
 # ---- kernels ---------------------------------------------------------------------------------------------------------
@@ -119,7 +115,7 @@ def plain_sum(PART, rows, PARTS, column, inside, BLOCK_P: tl.constexpr):
     return total
 
 
-@kernel(grid=programs, tokens=(*SIZES, "x_outer", "x_n", "y_outer", "y_n"), default=warps)
+@kernel(grid=programs, tokens=(*SIZES, "x_outer", "x_n", "y_outer", "y_n"), default=lambda a: {"num_warps": 4})
 def softmax_columns(
     X, Y, PART, FOUND, DONE, ROWS, N, INNER, PARTS, AHEAD, x_outer, x_n, y_outer, y_n, LOG: tl.constexpr, EVEN: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr,
@@ -158,7 +154,11 @@ def softmax_columns(
                 release(DONE, strip)
 
 
-@kernel(grid=programs, tokens=(*SIZES, "x_outer", "x_n", "g_outer", "g_n", "y_outer", "y_n"), default=warps)
+@kernel(
+    grid=programs,
+    tokens=(*SIZES, "x_outer", "x_n", "g_outer", "g_n", "y_outer", "y_n"),
+    default=lambda a: {"num_warps": 8},
+)
 def softmax_columns_backward(
     Y, DY, DX, PART, FOUND, DONE, ROWS, N, INNER, PARTS, AHEAD, x_outer, x_n, g_outer, g_n, y_outer, y_n, LOG: tl.constexpr,
     EVEN: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr,
@@ -214,5 +214,5 @@ def launch(operands: list[Tensor], out: Tensor, steps: list[tuple[int, int]], n:
     plans.launch(
         softmax_columns_backward if backward else softmax_columns, (*operands, out, part, found, done),
         (rows, n, inner, parts, ahead, *(s for both in steps for s in both)), LOG=log_,
-        EVEN=inner % 16 == 0 and not any(s % 16 for both in steps for s in both), BLOCK_K=block_k, BLOCK_R=block_r, BLOCK_P=64,
+        EVEN=inner % 16 == 0 and not any(s % 16 for both in steps for s in both), BLOCK_K=block_k, BLOCK_R=block_r, BLOCK_P=32,
     )  # fmt: skip
