@@ -203,7 +203,7 @@ def launch(operands: list[Tensor], out: Tensor, steps: list[tuple[int, int]], n:
     rows = out.numel() // n
     strips = cdiv(inner, block_k) * (rows // inner)
     parts = cdiv(n, block_r)
-    ahead = cdiv(RESIDENT * Target.at(out.device).sms, 2 * parts)
+    ahead = min(strips, cdiv(RESIDENT * Target.at(out.device).sms, 2 * parts))
 
     def scratch(*shape: int) -> Tensor:
         return own(torch.empty(shape, dtype=compute, device=out.device))
