@@ -1,12 +1,7 @@
-"""Softmax across long columns, by parts.
+"""Softmax across long columns, by parts, in the two passes of `passes.py`.
 
 Rows that lie side by side are columns of a matrix. A *strip* is BLOCK_K of them: enough that memory is read in whole lines, and so
-many that no program holds them. A first pass finds the largest element and the sum of columns of each *part*, which is one tile; a
-second one reads the part again and writes it. Both are programs of one launch, in an order in which the second pass over a strip
-comes AHEAD strips after the first: late enough that it seldom waits, early enough that the cache still has the strip.
-
-What a program waits for is done by programs before it, and programs begin in order: it is being done. Whichever finishes a strip's
-first pass puts its parts together, in their order, so that results are the same in each run.
+many that no program holds them. Its parts are tiles.
 """
 
 from __future__ import annotations
@@ -16,11 +11,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..core.target import Target
 from ..core.tensor import cdiv
 from ..runtime.kernel import kernel
-from . import forms, plans, pointwise
+from . import passes, plans
 from .functions import exp, log
+from .passes import is_last, load_found, release, task_of, wait_for
 from .plans import own
 from .pointwise import stored, whole_words
 from .row import compute_dtype
@@ -28,24 +23,13 @@ from .softmax_formulas import exp_for, finite_or_zero, gradient, normalised, ter
 
 SIZES = ("ROWS", "N", "INNER", "PARTS", "AHEAD")
 TILE = {1: (64, 128), 2: (64, 128)}  # columns, and elements of each, by how many operands are read
-RESIDENT = 8  # programs on an SM, at most
 
 
 def programs(a) -> tuple[int]:
-    strips = cdiv(a.INNER, a.BLOCK_K) * (a.ROWS // a.INNER)
-    return (2 * a.PARTS * (strips + a.AHEAD),)
+    return (passes.programs(cdiv(a.INNER, a.BLOCK_K) * (a.ROWS // a.INNER), a.PARTS, a.AHEAD),)
 
 
 # ---- kernels ---------------------------------------------------------------------------------------------------------
-
-
-@triton.jit
-def task_of(PARTS, AHEAD):
-    """(strip, part, whether it is the second pass) of a program. There are no strips before 0, or after the last."""
-    pid = tl.program_id(0).to(tl.int64)
-    turn, own = pid // (2 * PARTS), pid % (2 * PARTS)
-    again = own % 2 == 1
-    return turn - tl.where(again, AHEAD, 0), own // 2, again
 
 
 @triton.jit
@@ -63,29 +47,7 @@ def tile_of(at, r, stride, EVEN: tl.constexpr):
 
 
 @triton.jit
-def is_last(DONE, strip, PARTS):
-    """Say that what this program has stored of its part is there; whether all parts are."""
-    tl.debug_barrier()  # all threads have stored
-    return tl.atomic_add(DONE + strip, 1, sem="acq_rel") == PARTS - 1
-
-
-@triton.jit
-def release(DONE, strip):
-    """Say that what was found of a strip is there."""
-    tl.debug_barrier()
-    tl.atomic_add(DONE + strip, 1, sem="release")
-
-
-@triton.jit
-def await_strip(DONE, strip, PARTS):
-    """Wait for `release`."""
-    while tl.atomic_add(DONE + strip, 0, sem="acquire") <= PARTS:
-        pass
-
-
-@triton.jit
 def load_parts(PART, part, rows, PARTS, column, inside, other):
-    """What other programs have just stored, which a cache of this SM would not know."""
     ok = (part < PARTS)[:, None] & inside[None, :]
     return tl.load(PART + part[:, None] * rows + column[None, :], ok, other, cache_modifier=".cg")
 
@@ -121,8 +83,7 @@ def softmax_columns(
     BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
     """PART [2, PARTS, ROWS]: the largest elements and the sums of parts. FOUND [2, ROWS]: what is taken from elements, and the sum
-    or its logarithm; both of the dtype that is computed in. DONE [strips], 0 before: how many parts are there, and 1 more where
-    FOUND is."""
+    or its logarithm; both of the dtype that is computed in."""
     COMPUTE: tl.constexpr = FOUND.dtype.element_ty
     strip, part, again = task_of(PARTS, AHEAD)
     outer, inner, inside = columns_of(strip, INNER, BLOCK_K, EVEN)
@@ -133,9 +94,9 @@ def softmax_columns(
     if (strip >= 0) & (strip < tl.cdiv(INNER, BLOCK_K) * (ROWS // INNER)):
         if again:
             x = tl.load(here, ok, 0.0, eviction_policy="evict_first").to(COMPUTE)
-            await_strip(DONE, strip, PARTS)
-            shift = tl.load(FOUND + column, inside, 0.0, cache_modifier=".cg")
-            total = tl.load(FOUND + rows + column, inside, 1.0, cache_modifier=".cg")
+            wait_for(DONE, strip, PARTS)
+            shift = load_found(FOUND, column, inside)
+            total = load_found(FOUND, rows + column, inside)
             y = normalised(x, shift[None, :], total[None, :], Y, LOG)
             there = Y + tile_of(whole_words(y_outer, EVEN) * outer + inner, r, y_n, EVEN)
             tl.store(there, stored(y, Y), ok, eviction_policy="evict_first")
@@ -176,8 +137,8 @@ def softmax_columns_backward(
         if again:
             y = tl.load(here_y, ok, 0.0, eviction_policy="evict_first").to(COMPUTE)
             dy = tl.load(here_g, ok, 0.0, eviction_policy="evict_first").to(COMPUTE)
-            await_strip(DONE, strip, PARTS)
-            total = tl.load(FOUND + column, inside, 0.0, cache_modifier=".cg")
+            wait_for(DONE, strip, PARTS)
+            total = load_found(FOUND, column, inside)
             dx = gradient(y, dy, total[None, :], DX, LOG)
             there = DX + tile_of(whole_words(y_outer, EVEN) * outer + inner, r, y_n, EVEN)
             tl.store(there, stored(dx, DX), ok, eviction_policy="evict_first")
@@ -203,14 +164,14 @@ def launch(operands: list[Tensor], out: Tensor, steps: list[tuple[int, int]], n:
     rows = out.numel() // n
     strips = cdiv(inner, block_k) * (rows // inner)
     parts = cdiv(n, block_r)
-    ahead = min(strips, cdiv(RESIDENT * Target.at(out.device).sms, 2 * parts))
+    ahead = passes.ahead_of(strips, parts, out.device)
 
     def scratch(*shape: int) -> Tensor:
         return own(torch.empty(shape, dtype=compute, device=out.device))
 
     kept = () if backward else (2,)  # the largest and the sum, or the sum alone
     part, found = scratch(*kept, parts, rows), scratch(*kept, rows)
-    done = pointwise.run(forms.FILL, {"value": 0}, own(torch.empty(strips, dtype=torch.int32, device=out.device)))
+    done = passes.counters(strips, out.device)
     plans.launch(
         softmax_columns_backward if backward else softmax_columns, (*operands, out, part, found, done),
         (rows, n, inner, parts, ahead, *(s for both in steps for s in both)), LOG=log_,
