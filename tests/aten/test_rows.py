@@ -13,7 +13,7 @@ from torch import Tensor
 
 import tilewright as tw
 from tests.aten.compare import as_double, differences, flat
-from tilewright.aten import norm, softmax, softmax_columns
+from tilewright.aten import norm, norm_cells, softmax, softmax_columns
 
 aten = torch.ops.aten
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -55,11 +55,12 @@ def form(request, monkeypatch):
         monkeypatch.setattr(softmax, "LONGEST", {False: 256, True: 256})
         monkeypatch.setattr(softmax, "ACROSS", {1: (16, 32), 2: (16, 32)})
         monkeypatch.setattr(softmax_columns, "TILE", {1: (16, 16), 2: (16, 16)})
+        monkeypatch.setattr(norm_cells, "TILE", 64)
+        monkeypatch.setattr(norm_cells, "STRETCH", 32)
         monkeypatch.setattr(norm, "HELD", 512)
         monkeypatch.setattr(norm, "LONGEST", 128)
         monkeypatch.setattr(norm, "LONGEST_OF_TWO", 128)
         monkeypatch.setattr(norm, "STRETCH", 64)
-        monkeypatch.setattr(norm, "MERGED", 128)
         monkeypatch.setattr(norm, "ACROSS", (16, 32))
     return request.param
 

@@ -23,7 +23,6 @@ from ..core.tensor import cdiv, power_of_two
 from ..ops.norm.modulated_norm import centre, columns_at, mean_of, modulate, pick, square_pieces, sum_pieces
 from ..ops.norm.modulated_norm_backward import add_if, times_if
 from ..ops.norm.row_pieces import (
-    HELD,
     inside_piece,
     load_pieces,
     programs_per_sm,
@@ -32,7 +31,7 @@ from ..ops.norm.row_pieces import (
     weight_pieces,
 )
 from ..runtime.kernel import kernel
-from . import plans, reduction, reduction_rows
+from . import norm_cells, plans, reduction, reduction_rows
 from .functions import divide, reciprocal_root, square_root
 from .plans import bits_of, own
 from .pointwise import IN_TRITON, SMALL, number, stored, whole_words
@@ -42,8 +41,8 @@ from .softmax import contiguous, warps
 SIZES = ("KEPT", "R0", "R1", "K0", "k0", "k1", "r0", "r1", "c0", "STEPS")
 SMALL_TILES = (64, 32), (4, 512)
 LONGEST, LONGEST_OF_TWO = 16384, 8192  # elements that a tile holds of a cell
+HELD = 1 << 16  # bytes of a row that a program's registers hold
 STRETCH = 4096  # elements of a tile, of cells that none holds
-MERGED = 8192  # the same of a first pass over stretches that follow each other
 ACROSS = 32, 256  # the tile where cells lie side by side
 FEWEST = 1 << 18  # elements, from which a cell's parts are worth programs of their own
 BUSY = 2  # programs for each SM
@@ -52,7 +51,7 @@ BUSY = 2  # programs for each SM
 def warps_of(a) -> dict[str, int]:
     """Of cells that are read twice, few at a time: the cache is to hold them until then."""
     if a.FORM == "along" and not a.ONCE:
-        return {"num_warps": 4 if a.BLOCK_R < STRETCH else 16 if "BLOCK_1" in a else 32}
+        return {"num_warps": 4 if a.BLOCK_R < STRETCH else 16}
     return warps(a)
 
 
@@ -108,12 +107,11 @@ def cells_of(KEPT, BLOCK_K: tl.constexpr, FORM: tl.constexpr, EVEN: tl.constexpr
 def normalise(
     X, Y, W, B, MEAN, RSTD, MEAN_IN, VAR_IN, RUNNING_MEAN, RUNNING_VAR, KEPT, R0, R1, K0, k0, k1, r0, r1, c0, STEPS,
     EPS: tl.int64, MOMENTUM: tl.int64, KIND: tl.constexpr, CHANNEL: tl.constexpr, COMPUTE: tl.constexpr, FORM: tl.constexpr,
-    EVEN: tl.constexpr, ONCE: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_1: tl.constexpr,
+    EVEN: tl.constexpr, ONCE: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     """Strides k from cell to cell (K0 of them, then again), r along a cell, c0 of channels. KIND: "moments", the root "mean" of
     squares, or the "norm" itself. MEAN_IN, VAR_IN: moments that are known, where a program takes STEPS tiles of a cell. FORM:
-    "along" where a stretch's elements lie side by side, "across" where cells do, "any". ONCE: a tile holds all of a cell. BLOCK_1:
-    elements of a tile in the first pass, where it is another: of stretches that follow each other."""
+    "along" where a stretch's elements lie side by side, "across" where cells do, "any". ONCE: a tile holds all of a cell."""
     k, inside = cells_of(KEPT, BLOCK_K, FORM, EVEN)
     part = tl.program_id(1)
     at_cell = cell_start(k, K0, k0, k1, FORM, EVEN)
@@ -141,23 +139,15 @@ def normalise(
             about = tl.sum(x * x, 1)
     else:
         count = one * 0
-        squares = tl.zeros([BLOCK_K, BLOCK_1], COMPUTE)
-        lane_1 = tl.arange(0, BLOCK_1).to(tl.int64)
-        length = R0
-        if BLOCK_1 != BLOCK_R:
-            length = R0 * R1
-        tiles_1 = tl.cdiv(length, BLOCK_1)
-        steps_1 = tiles_1
-        if BLOCK_1 == BLOCK_R:
-            steps_1 = steps
-        for step in tl.range(0, steps_1):
-            first = step % tiles_1 * BLOCK_1
-            r = first + lane_1
-            ok = inside & (r < length)[None, :]
-            at = stretch_at((step // tiles_1).to(tl.int64), r, r0, r1, FORM, EVEN)
+        squares = tl.zeros([BLOCK_K, BLOCK_R], COMPUTE)
+        for step in tl.range(0, steps):
+            first = step % tiles * BLOCK_R
+            r = first + lane
+            ok = inside & (r < R0)[None, :]
+            at = stretch_at((step // tiles).to(tl.int64), r, r0, r1, FORM, EVEN)
             value = tl.load(X + at_cell + at, ok, 0).to(COMPUTE)
             if KIND == "moments":
-                here = tl.minimum(length - first, BLOCK_1).to(COMPUTE)
+                here = tl.minimum(R0 - first, BLOCK_R).to(COMPUTE)
                 own = divide(tl.sum(value, 1), here)
                 apart = tl.where(ok, value - own[:, None], 0.0)
                 share = divide(here, count + here)
@@ -588,6 +578,15 @@ def forward(
 ) -> None:  # fmt: skip
     """Launch `normalise`. `seen`: the tensor and the dimensions that a cell is, for moments that are found by parts."""
     how = cells.tiles(LONGEST)
+    if (
+        kind == "moments"
+        and known[0] is None
+        and how["FORM"] == "along"
+        and not how["ONCE"]
+        and norm_cells.takes(cells)
+    ):
+        norm_cells.forward(x, y, w, b, mean, rstd, running, cells, eps, momentum)
+        return
     steps = steps_of(cells, how)
     if known[0] is not None:
         steps = parted(cells, how, x.device) or steps
@@ -597,8 +596,6 @@ def forward(
         var, level = reduction.run(reduction_rows.VAR_MEAN, *seen, False, dtype=wide, numbers=(0,))
         known, steps = (level, var), split
         how["ONCE"] = False
-    adjacent = cells.r1 > 1 and cells.strides[2:] == (1, cells.r0) and how["FORM"] == "along"
-    how["BLOCK_1"] = MERGED if adjacent and not how["ONCE"] and how["BLOCK_R"] == STRETCH else how["BLOCK_R"]
     double = torch.float64
     plans.launch(
         normalise, (x, y, w, b, mean, rstd, *known, *running), cells.sizes(steps),
@@ -613,6 +610,10 @@ def backward(
     how = cells.tiles(LONGEST_OF_TWO)
     if sums[0] is not None or cells.channel == "stretch":
         how["ONCE"] = False
+    if kind == "moments" and trained and how["FORM"] == "along" and not how["ONCE"] and sums[0] is None:
+        if norm_cells.takes(cells):
+            norm_cells.backward(dy, x, w, mean, rstd, dx, dw, db, cells)
+            return
     steps = steps or steps_of(cells, how)
     plans.launch(
         normalise_backward, (dy, x, w, mean, rstd, *sums, dx, dw, db), cells.sizes(steps), (bits_of(eps, torch.float64),),
