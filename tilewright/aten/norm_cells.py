@@ -32,6 +32,11 @@ def programs(a) -> tuple[int]:
     return (passes.programs(a.KEPT, a.PARTS, a.AHEAD),)
 
 
+def warps(a) -> dict[str, int]:
+    """Four, 64 elements a thread, and of 16 bits no more registers than leave room for five programs on an SM."""
+    return {"num_warps": 4, **({"maxnreg": 96} if a.X.element_size() == 2 else {})}
+
+
 # ---- kernels ---------------------------------------------------------------------------------------------------------
 
 
@@ -39,23 +44,26 @@ def programs(a) -> tuple[int]:
 def tile_of(part, R0, BLOCK_J: tl.constexpr, BLOCK_R: tl.constexpr):
     """(stretches [BLOCK_J], elements [BLOCK_R]) of a part."""
     tiles = tl.cdiv(R0, BLOCK_R)
-    return part // tiles * BLOCK_J + tl.arange(0, BLOCK_J), part % tiles * BLOCK_R + tl.arange(0, BLOCK_R)
+    j, r = (part // tiles).to(tl.int64) * BLOCK_J, (part % tiles).to(tl.int64) * BLOCK_R
+    return j + tl.arange(0, BLOCK_J), r + tl.arange(0, BLOCK_R)
 
 
 @triton.jit
 def place_of(cell, j, r, K0, k0, k1, r1, EVEN: tl.constexpr):
     """Where elements of a cell lie [BLOCK_J, BLOCK_R]."""
-    first = cell % K0 * whole_words(k0, EVEN) + cell // K0 * whole_words(k1, EVEN)
+    within, beyond = (cell % K0).to(tl.int64), (cell // K0).to(tl.int64)
+    first = within * whole_words(k0, EVEN) + beyond * whole_words(k1, EVEN)
     return first + (j * whole_words(r1, EVEN))[:, None] + r[None, :]
 
 
 @triton.jit
-def weight_of(W, cell, j, r, R0, R1, K0, c0, COMPUTE: tl.constexpr, CHANNEL: tl.constexpr):
-    """A weight for each element. CHANNEL: what it goes by, a "cell", a "stretch" or an "element"."""
+def weight_of(W, channel, j, r, R0, R1, COMPUTE: tl.constexpr, CHANNEL: tl.constexpr):
+    """A weight for each element, `channel` being the first of a cell. CHANNEL: what it goes by, a "cell", a "stretch" or an
+    "element"."""
     if CHANNEL == "cell":
-        return tl.load(W + cell % K0 * c0).to(COMPUTE)
+        return tl.load(W + channel).to(COMPUTE)
     elif CHANNEL == "stretch":
-        return tl.load(W + cell % K0 * c0 + j, j < R1, 0).to(COMPUTE)[:, None]
+        return tl.load(W + channel + j, j < R1, 0).to(COMPUTE)[:, None]
     else:
         return tl.load(W + r, r < R0, 0).to(COMPUTE)[None, :]
 
@@ -85,7 +93,7 @@ def move_running(P, cell, value, keep):
     tl.store(P + cell, stored(value * keep + before * (1.0 - keep), P))
 
 
-@kernel(grid=programs, tokens=(*SIZES, "EPS", "MOMENTUM"), default=lambda a: {"num_warps": 4})
+@kernel(grid=programs, tokens=(*SIZES, "EPS", "MOMENTUM"), default=warps)
 def normalise_cells(
     X, Y, W, B, MEAN, RSTD, RUNNING_MEAN, RUNNING_VAR, PART, FOUND, DONE, KEPT, R0, R1, K0, k0, k1, r1, c0, PARTS, AHEAD,
     EPS: tl.int64, MOMENTUM: tl.int64, CHANNEL: tl.constexpr, EVEN: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_R: tl.constexpr,
@@ -99,6 +107,8 @@ def normalise_cells(
     j, r = tile_of(part, R0, BLOCK_J, BLOCK_R)
     ok = (j < R1)[:, None] & (r < R0)[None, :]
     at = place_of(cell, j, r, K0, k0, k1, r1, EVEN)
+    channel = cell % K0 * c0
+    cell = cell.to(tl.int64)
     if (cell >= 0) & (cell < KEPT):
         if again:
             x = tl.load(X + at, ok, 0, eviction_policy="evict_first").to(COMPUTE)
@@ -106,9 +116,9 @@ def normalise_cells(
             mean = tl.load(FOUND + cell, cache_modifier=".cg")
             y = (x - mean) * tl.load(FOUND + KEPT + cell, cache_modifier=".cg")
             if W is not None:
-                y = y * weight_of(W, cell, j, r, R0, R1, K0, c0, COMPUTE, CHANNEL)
+                y = y * weight_of(W, channel, j, r, R0, R1, COMPUTE, CHANNEL)
             if B is not None:
-                y = y + weight_of(B, cell, j, r, R0, R1, K0, c0, COMPUTE, CHANNEL)
+                y = y + weight_of(B, channel, j, r, R0, R1, COMPUTE, CHANNEL)
             tl.store(Y + at, stored(y, Y), ok, eviction_policy="evict_first")
         else:
             one = tl.full([], 1.0, COMPUTE)
@@ -144,7 +154,7 @@ def add_pairs(a, b, c, d):
 
 @triton.jit
 def gradient_sums(
-    PART, W, DW, DB, cell, tiles, KEPT, R1, K0, c0, CHANNEL: tl.constexpr, COMPUTE: tl.constexpr, BLOCK_P: tl.constexpr
+    PART, W, DW, DB, cell, channel, tiles, KEPT, R1, CHANNEL: tl.constexpr, COMPUTE: tl.constexpr, BLOCK_P: tl.constexpr
 ):  # fmt: skip
     """The two sums of a cell from those of its pieces; of channels that go by stretches, times their weights. Stores gradients of
     these."""
@@ -163,7 +173,7 @@ def gradient_sums(
             if DB is not None:
                 tl.store(DB + cell * R1 + j, stored(own, DB), j < R1)
             if W is not None:
-                w = tl.load(W + cell % K0 * c0 + j, j < R1, 0).to(COMPUTE)
+                w = tl.load(W + channel + j, j < R1, 0).to(COMPUTE)
                 own = own * w
                 own_x = own_x * w
         total += own
@@ -184,6 +194,8 @@ def normalise_cells_backward(
     j, r = tile_of(part, R0, BLOCK_J, BLOCK_R)
     ok = (j < R1)[:, None] & (r < R0)[None, :]
     at = place_of(cell, j, r, K0, k0, k1, r1, EVEN)
+    channel = cell % K0 * c0
+    cell = cell.to(tl.int64)
     if (cell >= 0) & (cell < KEPT):
         mean = tl.load(MEAN + cell).to(COMPUTE)
         rstd = tl.load(RSTD + cell).to(COMPUTE)
@@ -196,7 +208,7 @@ def normalise_cells_backward(
                 about = tl.load(FOUND + KEPT + cell, cache_modifier=".cg")
                 scale = rstd
                 if W is not None:
-                    w = weight_of(W, cell, j, r, R0, R1, K0, c0, COMPUTE, CHANNEL)
+                    w = weight_of(W, channel, j, r, R0, R1, COMPUTE, CHANNEL)
                     if CHANNEL == "cell":
                         scale = rstd * w
                     else:
@@ -208,7 +220,7 @@ def normalise_cells_backward(
             normed = tl.where(ok, (tl.load(X + at, ok, 0).to(COMPUTE) - mean) * rstd, 0.0)
             if CHANNEL == "element":
                 if W is not None:
-                    dy = dy * weight_of(W, cell, j, r, R0, R1, K0, c0, COMPUTE, CHANNEL)
+                    dy = dy * weight_of(W, channel, j, r, R0, R1, COMPUTE, CHANNEL)
             own, own_x = tl.reduce((dy, dy * normed), 1, add_pairs)
             tiles = tl.cdiv(R0, BLOCK_R)
             piece = (cell * R1 + j) * tiles + part % tiles
@@ -216,7 +228,7 @@ def normalise_cells_backward(
             tl.store(PART + KEPT.to(tl.int64) * R1 * tiles + piece, own_x, j < R1)
             if is_last(DONE, cell, PARTS):
                 total, total_x = gradient_sums(
-                    PART, W, DW, DB, cell, tiles, KEPT, R1, K0, c0, CHANNEL, COMPUTE, BLOCK_P
+                    PART, W, DW, DB, cell, channel, tiles, KEPT, R1, CHANNEL, COMPUTE, BLOCK_P
                 )
                 elements = (R1.to(tl.int64) * R0).to(COMPUTE)
                 tl.store(FOUND + cell, divide(total, elements))

@@ -25,8 +25,9 @@ RESIDENT = 8  # programs on an SM, at most
 
 @triton.jit
 def task_of(PARTS, AHEAD):
-    """(group, part, whether it is the second pass) of a program. There are no groups before 0, or after the last."""
-    pid = tl.program_id(0).to(tl.int64)
+    """(group, part, whether it is the second pass) of a program, in 32 bits, in which a division is a few instructions. There are
+    no groups before 0, or after the last."""
+    pid = tl.program_id(0)
     turn, own = pid // (2 * PARTS), pid % (2 * PARTS)
     again = own % 2 == 1
     return turn - tl.where(again, AHEAD, 0), own // 2, again

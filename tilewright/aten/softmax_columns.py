@@ -36,8 +36,8 @@ def programs(a) -> tuple[int]:
 def columns_of(strip, INNER, BLOCK_K: tl.constexpr, EVEN: tl.constexpr):
     """(outer index, inner indices, which of them there are) of a strip."""
     blocks = tl.cdiv(INNER, BLOCK_K)
-    inner = strip % blocks * BLOCK_K + tl.arange(0, BLOCK_K)
-    return strip // blocks, inner, inner < whole_words(INNER, EVEN)
+    inner = (strip % blocks).to(tl.int64) * BLOCK_K + tl.arange(0, BLOCK_K)
+    return (strip // blocks).to(tl.int64), inner, inner < whole_words(INNER, EVEN)
 
 
 @triton.jit
@@ -88,6 +88,7 @@ def softmax_columns(
     strip, part, again = task_of(PARTS, AHEAD)
     outer, inner, inside = columns_of(strip, INNER, BLOCK_K, EVEN)
     rows, column = whole_words(ROWS.to(tl.int64), EVEN), outer * whole_words(INNER, EVEN) + inner
+    part = part.to(tl.int64)
     r = part * BLOCK_R + tl.arange(0, BLOCK_R)
     ok = (r < N)[:, None] & inside[None, :]
     here = X + tile_of(whole_words(x_outer, EVEN) * outer + inner, r, x_n, EVEN)
@@ -129,6 +130,7 @@ def softmax_columns_backward(
     strip, part, again = task_of(PARTS, AHEAD)
     outer, inner, inside = columns_of(strip, INNER, BLOCK_K, EVEN)
     rows, column = whole_words(ROWS.to(tl.int64), EVEN), outer * whole_words(INNER, EVEN) + inner
+    part = part.to(tl.int64)
     r = part * BLOCK_R + tl.arange(0, BLOCK_R)
     ok = (r < N)[:, None] & inside[None, :]
     here_y = Y + tile_of(whole_words(x_outer, EVEN) * outer + inner, r, x_n, EVEN)
