@@ -33,8 +33,8 @@ def programs(a) -> tuple[int]:
 
 
 def warps(a) -> dict[str, int]:
-    """Four, 64 elements a thread, and of 16 bits no more registers than leave room for five programs on an SM."""
-    return {"num_warps": 4, **({"maxnreg": 96} if a.X.element_size() == 2 else {})}
+    """64 elements of 16 bits a thread, and no more registers than leave room for five programs on an SM."""
+    return {**passes.warps(4, a.X), **({"maxnreg": 96} if a.X.element_size() == 2 else {})}
 
 
 # ---- kernels ---------------------------------------------------------------------------------------------------------
@@ -181,7 +181,7 @@ def gradient_sums(
     return tl.sum(total, 0), tl.sum(total_x, 0)
 
 
-@kernel(grid=programs, tokens=SIZES, default=lambda a: {"num_warps": 8})
+@kernel(grid=programs, tokens=SIZES, default=lambda a: passes.warps(8, a.X))
 def normalise_cells_backward(
     DY, X, W, MEAN, RSTD, DX, DW, DB, PART, FOUND, DONE, KEPT, R0, R1, K0, k0, k1, r1, c0, PARTS, AHEAD, CHANNEL: tl.constexpr,
     EVEN: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr,

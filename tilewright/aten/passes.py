@@ -60,6 +60,11 @@ def load_found(P, at, inside):
     return tl.load(P + at, inside, 0.0, cache_modifier=".cg")
 
 
+def warps(of_16_bits: int, t: Tensor) -> dict[str, int]:
+    """As many bytes a thread, of whichever dtype."""
+    return {"num_warps": min(16, of_16_bits * t.element_size() // 2)}
+
+
 def programs(groups: int, parts: int, ahead: int) -> int:
     return 2 * parts * (groups + ahead)
 

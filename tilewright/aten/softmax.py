@@ -39,9 +39,9 @@ def warps(a) -> dict[str, int]:
 
 
 def warps_across(a) -> dict[str, int]:
-    """Of rows side by side a thread takes 64 elements, for it has much to do for each row."""
+    """Of rows side by side a thread takes 64 elements of 16 bits, for it has much to do for each row."""
     if a.FORM == "across":
-        return {"num_warps": max(4, min(16, a.BLOCK_K * a.BLOCK_R // 2048))}
+        return {"num_warps": max(4, min(16, a.BLOCK_K * a.BLOCK_R * a.X.element_size() // 4096))}
     return warps(a)
 
 

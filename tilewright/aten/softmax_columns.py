@@ -77,7 +77,7 @@ def plain_sum(PART, rows, PARTS, column, inside, BLOCK_P: tl.constexpr):
     return total
 
 
-@kernel(grid=programs, tokens=(*SIZES, "x_outer", "x_n", "y_outer", "y_n"), default=lambda a: {"num_warps": 4})
+@kernel(grid=programs, tokens=(*SIZES, "x_outer", "x_n", "y_outer", "y_n"), default=lambda a: passes.warps(4, a.X))
 def softmax_columns(
     X, Y, PART, FOUND, DONE, ROWS, N, INNER, PARTS, AHEAD, x_outer, x_n, y_outer, y_n, LOG: tl.constexpr, EVEN: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr,
@@ -119,7 +119,7 @@ def softmax_columns(
 @kernel(
     grid=programs,
     tokens=(*SIZES, "x_outer", "x_n", "g_outer", "g_n", "y_outer", "y_n"),
-    default=lambda a: {"num_warps": 8},
+    default=lambda a: passes.warps(8, a.Y),
 )
 def softmax_columns_backward(
     Y, DY, DX, PART, FOUND, DONE, ROWS, N, INNER, PARTS, AHEAD, x_outer, x_n, g_outer, g_n, y_outer, y_n, LOG: tl.constexpr,
