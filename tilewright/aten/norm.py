@@ -1,4 +1,5 @@
-"""Norms and their gradients: layer, RMS, group, batch and weight norm, the second part of the engine `rows`.
+"""Norms and their gradients over cells, the second part of the engine `rows`: what layer and RMS norm (`norm_rows.py`), group and
+batch norm (`norm_channels.py`) and weight norm (`norm_weights.py`) have in common.
 
 All are one thing: a *cell* is what is normalised together, a row of layer norm, a group of one image, a channel of all images, a
 vector of weight norm. Its elements are R1 stretches of R0. Programs take a few cells each. Where a tile holds a whole cell it is
@@ -10,7 +11,6 @@ these in order.
 
 from __future__ import annotations
 
-import math
 from typing import Any, NamedTuple
 
 import torch
@@ -20,28 +20,17 @@ from torch import Tensor
 
 from ..core.target import Target
 from ..core.tensor import cdiv, power_of_two
-from ..ops.norm.modulated_norm import centre, columns_at, mean_of, modulate, pick, square_pieces, sum_pieces
-from ..ops.norm.modulated_norm_backward import add_if, times_if
-from ..ops.norm.row_pieces import (
-    inside_piece,
-    load_pieces,
-    programs_per_sm,
-    split_backward,
-    split_plain,
-    weight_pieces,
-)
 from ..runtime.kernel import kernel
 from . import norm_cells, plans, reduction, reduction_rows
-from .functions import divide, reciprocal_root, square_root
+from .functions import divide, square_root
 from .plans import bits_of, own
 from .pointwise import IN_TRITON, SMALL, number, stored, whole_words
-from .row import Declined, compute_dtype, of_numbers, taken
+from .row import Declined, compute_dtype, taken
 from .softmax import contiguous, warps
 
 SIZES = ("KEPT", "R0", "R1", "K0", "k0", "k1", "r0", "r1", "c0", "STEPS")
 SMALL_TILES = (64, 32), (4, 512)
 LONGEST, LONGEST_OF_TWO = 16384, 8192  # elements that a tile holds of a cell
-HELD = 1 << 16  # bytes of a row that a program's registers hold
 STRETCH = 4096  # elements of a tile, of cells that none holds
 ACROSS = 32, 256  # the tile where cells lie side by side
 FEWEST = 1 << 18  # elements, from which a cell's parts are worth programs of their own
@@ -312,122 +301,6 @@ def normalise_backward(
             tl.store(DX + at, stored(dx * scale, DX), ok)
 
 
-def rows_at_once(a) -> dict[str, int]:
-    """As `ops/norm` takes rows, by what was measured there."""
-    if a.PIECES > 1:
-        return {"ROWS": 1, "num_warps": min(32, a.BLOCK // (128 if a.BLOCK <= 1024 else 256))}
-    return {"ROWS": max(1, min(16, 2048 // a.BLOCK)), "num_warps": min(16, max(4, a.BLOCK // 512))}
-
-
-@kernel(grid=lambda a: (cdiv(a.M, a.ROWS),), tokens=("M", "N", "EPS", "INV_N"), default=rows_at_once)
-def normalise_rows(
-    X, Y, W, B, MEAN, RSTD, M, N, EPS: tl.int64, INV_N: tl.int64, EVEN: tl.constexpr, LATE: tl.constexpr, BLOCK: tl.constexpr,
-    PIECES: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    """A norm over rows [M, N], held as PIECES of BLOCK columns, in fp32. MEAN is None of an RMS norm. LATE: weights are loaded
-    after the sums, for which a wide row leaves no registers."""
-    N = whole_words(N, EVEN)
-    r = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    row = r[:, None]
-    live = row < M
-    lane = tl.arange(0, BLOCK)
-    col = lane[None, :]
-    xs = load_pieces(X, row, col, live, N, N, 1, "", BLOCK, PIECES)
-    if not LATE:
-        ws = weight_pieces(W, N, None, BLOCK, PIECES)  # before the sums, which everything after them waits for
-        bs = weight_pieces(B, N, None, BLOCK, PIECES)
-    inv_n = number(INV_N, tl.float32)
-    mean = None
-    if MEAN is not None:
-        mean = mean_of(tl.sum(sum_pieces(xs, PIECES), 1), N, inv_n)[:, None]
-        tl.store(MEAN + row, stored(mean, MEAN), live)
-    about = tl.sum(square_pieces(xs, mean, col, N, BLOCK, PIECES), 1)
-    rstd = reciprocal_root(mean_of(about, N, inv_n) + number(EPS, tl.float32))[:, None]
-    tl.store(RSTD + row, stored(rstd, RSTD), live)
-    for i in tl.static_range(PIECES):
-        y = centre(xs[i], mean, col, N, i, BLOCK, PIECES) * rstd
-        if LATE:
-            c = i * BLOCK + lane
-            y = modulate(y, columns_at(W, c, c < N, None), columns_at(B, c, c < N, None), None, None)
-        else:
-            y = modulate(y, pick(ws, i), pick(bs, i), None, None)
-        tl.store(Y + row * N + col + i * BLOCK, stored(y, Y), inside_piece(live, col, N, i, BLOCK, PIECES))
-
-
-def rows_walked(a) -> dict[str, int]:
-    """As many warps as a row needs, and three stages where shared memory has room for two blocks of both operands."""
-    columns = a.BLOCK * a.PIECES
-    held = 2 * 2 * a.ROWS * columns * a.X.element_size()
-    stages = 3 if a.AHEAD and held + 1024 <= Target.at(a.X.device).shared_memory else 1
-    return {"num_warps": 4 if columns <= 3584 else 8 if columns <= 5120 else 16, "STAGES": stages}
-
-
-@triton.jit
-def add_pairs(a, b, c, d):
-    return a + c, b + d
-
-
-@kernel(grid=lambda a: (a.PROGRAMS,), tokens=("M", "N", "PROGRAMS", "INV_N"), default=rows_walked)
-def rows_backward(
-    DY, X, W, MEAN, RSTD, DX, DW, DB, M, N, PROGRAMS, INV_N: tl.int64, EVEN: tl.constexpr, AHEAD: tl.constexpr,
-    BLOCK: tl.constexpr, PIECES: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """All gradients of a norm over rows [M, N], held as PIECES of BLOCK columns, in fp32. A program takes every PROGRAMS-th block
-    of ROWS, and loads those AHEAD meanwhile. DW, DB [PROGRAMS, N]: sums over its rows. MEAN is None of an RMS norm."""
-    N = whole_words(N, EVEN)
-    share = tl.program_id(0)
-    lane = tl.arange(0, BLOCK)
-    col = lane[None, :]
-    inv_n = number(INV_N, tl.float32)
-    ws = weight_pieces(W, N, None, BLOCK, PIECES)
-    dws = ()
-    dbs = ()
-    for _ in tl.static_range(PIECES):
-        dws = dws + (tl.zeros([ROWS, BLOCK], tl.float32),)
-        dbs = dbs + (tl.zeros([ROWS, BLOCK], tl.float32),)
-    for block in tl.range(share, tl.cdiv(M, ROWS), PROGRAMS, num_stages=STAGES):
-        row = block.to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
-        live = row < M
-        xs = load_pieces(X, row, col, live, N, N, 1, "", BLOCK, PIECES)
-        dys = load_pieces(DY, row, col, live, N, N, 1, "", BLOCK, PIECES)
-        rstd = tl.load(RSTD + row, live, 0.0).to(tl.float32)
-        mean = None
-        if MEAN is not None:
-            mean = tl.load(MEAN + row, live, 0.0).to(tl.float32)
-        if DX is not None:
-            total = tl.zeros([ROWS, BLOCK], tl.float32)
-            cross = tl.zeros([ROWS, BLOCK], tl.float32)
-            for i in tl.static_range(PIECES):
-                g = times_if(dys[i].to(tl.float32), pick(ws, i))
-                total += g
-                cross += g * centre(xs[i], mean, col, N, i, BLOCK, PIECES)
-            total, cross = tl.reduce((total, cross), 1, add_pairs)
-            level = mean_of(total, N, inv_n)[:, None]
-            about = mean_of(cross, N, inv_n)[:, None] * rstd
-        more_w = ()
-        more_b = ()
-        for i in tl.static_range(PIECES):
-            n = centre(xs[i], mean, col, N, i, BLOCK, PIECES) * rstd
-            dy = dys[i].to(tl.float32)
-            more_w = more_w + (add_if(dws[i], dy * n, DW is not None),)
-            more_b = more_b + (add_if(dbs[i], dy, DB is not None),)
-            if DX is not None:
-                dx = times_if(dy, pick(ws, i)) - n * about
-                if MEAN is not None:
-                    dx = dx - level
-                inside = inside_piece(live, col, N, i, BLOCK, PIECES)
-                tl.store(DX + row * N + col + i * BLOCK, stored(dx * rstd, DX), inside)
-        dws = more_w
-        dbs = more_b
-    for i in tl.static_range(PIECES):
-        c = i * BLOCK + lane
-        at = share.to(tl.int64) * N + c
-        if DW is not None:
-            tl.store(DW + at, tl.sum(dws[i], 0), c < N)
-        if DB is not None:
-            tl.store(DB + at, tl.sum(dbs[i], 0), c < N)
-
-
 @kernel(
     grid=lambda a: (cdiv(a.N, a.BLOCK_N), cdiv(a.M, a.PER)),
     tokens=("M", "N", "PER"),
@@ -544,11 +417,6 @@ class Cells(NamedTuple):
         return self.kept, self.r0, self.r1, self.repeat, *self.strides, self.step, steps
 
 
-def rows(m: int, n: int) -> Cells:
-    """A cell of each row [m, n], of which every element is a channel."""
-    return Cells(m, n, 1, max(1, m), (n, 0, 1, 0), 0, "element")
-
-
 def steps_of(cells: Cells, how: dict[str, Any]) -> int:
     """All tiles of a cell."""
     return max(1, cells.r1 * cdiv(cells.r0, how["BLOCK_R"]))
@@ -644,9 +512,6 @@ def add(made: list[Tensor | None], dw: Any, db: Any, parts: int, n: int, x: Tens
     plans.launch(add_parts, (*made, dw, db, *wide), (parts, n), COMPUTE=in_triton(x), BLOCK_P=tile[0], BLOCK_N=tile[1])
 
 
-# ---- layer and RMS norm ----------------------------------------------------------------------------------------------
-
-
 def floats(*tensors: Tensor | None) -> None:
     """Leave to aten what no norm takes."""
     there = [t for t in tensors if t is not None]
@@ -671,359 +536,5 @@ def dense(*tensors: Tensor | None) -> list[Tensor | None]:
     return [None if t is None else contiguous(t) for t in tensors]
 
 
-def matrix(x: Tensor, normalized_shape: Any) -> tuple[int, int]:
-    """(rows, elements of each)."""
-    shape, kept = tuple(normalized_shape), x.dim() - len(normalized_shape)
-    if not shape or kept < 0 or tuple(x.shape[kept:]) != shape:
-        raise Declined("a shape that is refused")
-    return math.prod(x.shape[:kept]), math.prod(shape)
-
-
-def moments_like(x: Tensor, ones: int, dtype: torch.dtype) -> Tensor:
-    """Memory for a number of each row, whose last dimensions are 1."""
-    shape = (*x.shape[: x.dim() - ones], *(1,) * ones)
-    return own(torch.empty(shape, dtype=dtype, device=x.device))
-
-
 def empty_like(t: Tensor) -> Tensor:
     return own(torch.empty(t.shape, dtype=t.dtype, device=t.device))
-
-
-@of_numbers("eps")
-def layer_norm(
-    input: Tensor, normalized_shape: Any, weight: Tensor | None, bias: Tensor | None, eps: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    floats(input, weight, bias)
-    m, n = matrix(input, normalized_shape)
-    mixed = parameters(input, tuple(normalized_shape), weight, bias, alike=input.is_cuda)
-    weight, bias = dense(weight, bias)
-    if not m or not n:
-        raise Declined("no elements")
-    # On a GPU moments are of the dtype that is computed in; on a processor, of the weights'
-    kind = compute_dtype(input.dtype) if input.is_cuda else torch.float32 if mixed else input.dtype
-    x = contiguous(input)
-    y = empty_like(x)
-    mean, rstd = (moments_like(x, len(normalized_shape), kind) for _ in range(2))
-    if not normalise_matrix(x, y, weight, bias, mean, rstd, m, n, eps):
-        forward("moments", x, y, rows(m, n), (x.view(m, n), (1,)), weight, bias, mean, rstd, eps)
-    return y, mean, rstd
-
-
-def normalise_matrix(x: Tensor, y: Tensor, w: Any, b: Any, mean: Any, rstd: Tensor, m: int, n: int, eps: Any) -> bool:
-    """A norm over rows that programs hold; False where they do not, or where there is little to do."""
-    if m * n < SMALL or n * x.element_size() > HELD or x.dtype == torch.float64:
-        return False
-    block, pieces = split_plain(n)
-    numbers = bits_of(eps, torch.float64), bits_of(1.0 / n, torch.float64)
-    plans.launch(
-        normalise_rows, (x, y, w, b, mean, rstd), (m, n), numbers, EVEN=n % 16 == 0, LATE=block * pieces > 8192,
-        BLOCK=block, PIECES=pieces,
-    )  # fmt: skip
-    return True
-
-
-def rows_gradients(
-    grad: Tensor,
-    x: Tensor,
-    mean: Tensor | None,
-    rstd: Tensor,
-    weight: Tensor | None,
-    m: int,
-    n: int,
-    dx: Any,
-    dw: Any,
-    db: Any,
-) -> None:
-    """The gradients of a norm over rows. Where rows are longer than tiles, weights' are of a pass of their own."""
-    if n <= LONGEST_OF_TWO and x.dtype != torch.float64:
-        small = m * n < SMALL
-        block, pieces = (512, 1) if small and n <= 512 else split_backward(n)
-        tall = 8 if small else max(1, min(16, 4096 // (block * pieces)))
-        parts = min(cdiv(m, tall), programs_per_sm(n) * Target.at(x.device).sms)
-        made = [None if t is None else scratch(x, parts, n) for t in (dw, db)]
-        plans.launch(
-            rows_backward, (grad, x, weight, mean, rstd, dx, *made), (m, n, parts), (bits_of(1.0 / n, torch.float64),),
-            EVEN=n % 16 == 0 and not small, AHEAD=not small, BLOCK=block, PIECES=pieces, ROWS=tall,
-        )  # fmt: skip
-        if dw is not None or db is not None:
-            add(made, dw, db, parts, n, x)
-        return
-    if dx is not None:
-        kind = "moments" if mean is not None else "mean"
-        backward(kind, grad, x, weight, mean, rstd, dx, None, None, rows(m, n))
-    if dw is not None or db is not None:
-        sum_columns(grad, x, mean, rstd, dw, db, m, n, "row")
-
-
-def layer_norm_backward(
-    grad_out: Tensor, input: Tensor, normalized_shape: Any, mean: Tensor, rstd: Tensor, weight: Tensor | None,
-    bias: Tensor | None, output_mask: Any,
-) -> tuple[Tensor | None, ...]:  # fmt: skip
-    floats(grad_out, input, mean, rstd, weight, bias)
-    m, n = matrix(input, normalized_shape)
-    parameters(input, tuple(normalized_shape), weight, bias, alike=input.is_cuda)
-    if not m or not n or grad_out.shape != input.shape or grad_out.dtype != input.dtype:
-        raise Declined("no elements, or a gradient that is not like the result")
-    if mean.numel() != m or rstd.numel() != m or mean.dtype != rstd.dtype:
-        raise Declined("moments that are refused")
-    if (output_mask[1] and weight is None) or (output_mask[2] and bias is None):
-        raise Declined("gradients of weights that are not there")
-    x, grad, mean, rstd = map(contiguous, (input, grad_out, mean, rstd))
-    weight, bias = dense(weight, bias)
-    dx, dw, db = (empty_like(t) if asked else None for t, asked in zip((x, weight, bias), output_mask))
-    if any(output_mask):
-        rows_gradients(grad, x, mean, rstd, weight, m, n, dx, dw, db)
-    return dx, dw, db
-
-
-@of_numbers("eps")
-def rms_norm(input: Tensor, normalized_shape: Any, weight: Tensor | None, eps: float | None) -> tuple[Tensor, Tensor]:
-    floats(input, weight)
-    m, n = matrix(input, normalized_shape)
-    if parameters(input, tuple(normalized_shape), weight) or not m or not n:
-        raise Declined("no elements, or weights of another dtype")
-    if not input.is_contiguous() and not input.is_cuda:
-        raise Declined("gaps, which a processor's result keeps")
-    x, (weight,), wide = contiguous(input), dense(weight), compute_dtype(input.dtype)
-    y, rstd = empty_like(x), moments_like(x, len(normalized_shape), wide)
-    if eps is None and wide != input.dtype:
-        raise Declined("no epsilon, of which there are two for 16 bits")
-    eps = torch.finfo(wide).eps if eps is None else eps
-    if not normalise_matrix(x, y, weight, None, None, rstd, m, n, eps):
-        forward("mean", x, y, rows(m, n), None, weight, None, None, rstd, eps)
-    return y, rstd
-
-
-def rms_norm_backward(
-    grad_out: Tensor, input: Tensor, normalized_shape: Any, rstd: Tensor, weight: Tensor | None, output_mask: Any
-) -> tuple[Tensor | None, ...]:
-    floats(grad_out, input, rstd, weight)
-    m, n = matrix(input, normalized_shape)
-    if parameters(input, tuple(normalized_shape), weight) or not m or not n:
-        raise Declined("no elements, or weights of another dtype")
-    if grad_out.shape != input.shape or grad_out.dtype != input.dtype or rstd.numel() != m:
-        raise Declined("a gradient that is not like the result")
-    x, grad, rstd = map(contiguous, (input, grad_out, rstd))
-    (weight,) = dense(weight)
-    dx = empty_like(x) if output_mask[0] else None
-    dw = empty_like(weight) if output_mask[1] and weight is not None else None
-    if dx is not None or dw is not None:
-        rows_gradients(grad, x, None, rstd, weight, m, n, dx, dw, None)
-    return dx, dw
-
-
-# ---- group norm ------------------------------------------------------------------------------------------------------
-
-
-def lies(x: Tensor) -> torch.memory_format:
-    """How aten lays a result of channels. A processor keeps channels last."""
-    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.dim())
-    if last is not None and x.is_contiguous(memory_format=last) and not x.is_contiguous():
-        return last
-    return torch.contiguous_format
-
-
-def groups_of(x: Tensor, n: int, c: int, area: int, group: int, last: bool) -> Cells:
-    """Cells of groups, a stretch of each channel."""
-    width = c // group
-    strides = (width, c * area, c, 1) if last else (width * area, c * area, 1, area)
-    return Cells(n * group, area, width, group, strides, width, "stretch")
-
-
-def check_groups(x: Tensor, n: int, c: int, area: int, group: int) -> bool:
-    """Whether channels are last; leave to aten what it refuses."""
-    if (
-        group < 1
-        or c % group
-        or x.numel() != n * c * area
-        or not x.numel()
-        or x.dim() < 2
-        or tuple(x.shape[:2]) != (n, c)
-    ):
-        raise Declined("no elements, or groups that are refused")
-    last = lies(x) != torch.contiguous_format
-    if (last and x.is_cuda) or not (last or x.is_contiguous()):
-        raise Declined("gaps, or channels last")
-    return last
-
-
-@of_numbers("eps")
-def group_norm(
-    input: Tensor, weight: Tensor | None, bias: Tensor | None, N: int, C: int, HxW: int, group: int, eps: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    floats(input, weight, bias)
-    last = check_groups(input, N, C, HxW, group)
-    mixed = parameters(input, (C,), weight, bias, alike=input.is_cuda)
-    weight, bias = dense(weight, bias)
-    y = own(torch.empty_like(input))
-    kind = torch.float32 if mixed else input.dtype
-    mean, rstd = (own(torch.empty((N, group), dtype=kind, device=input.device)) for _ in range(2))
-    cells = groups_of(input, N, C, HxW, group, last)
-    seen = None if last else (input.view(N, group, -1), (2,))
-    forward("moments", input, y, cells, seen, weight, bias, mean, rstd, eps)
-    return y, mean, rstd
-
-
-def group_norm_backward(
-    grad_out: Tensor, input: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None, N: int, C: int, HxW: int, group: int,
-    output_mask: Any,
-) -> tuple[Tensor | None, ...]:  # fmt: skip
-    floats(grad_out, input, mean, rstd, weight)
-    last = check_groups(input, N, C, HxW, group)
-    parameters(input, (C,), weight, alike=input.is_cuda)
-    (weight,) = dense(weight)
-    alike = grad_out.shape == input.shape and grad_out.dtype == input.dtype and grad_out.stride() == input.stride()
-    if not alike or mean.numel() != N * group or rstd.numel() != N * group:
-        raise Declined("a gradient that is not like the result, or moments that are refused")
-    if not (mean.is_contiguous() and rstd.is_contiguous()):
-        raise Declined("moments with gaps")
-    cells = groups_of(input, N, C, HxW, group, last)
-    dx = own(torch.empty_like(input)) if output_mask[0] else None
-    kind = input.dtype if weight is None else weight.dtype
-    dw, db = (own(torch.empty((C,), dtype=kind, device=input.device)) if asked else None for asked in output_mask[1:])
-    if any(output_mask):
-        made = [None if t is None else scratch(input, N, C) for t in (dw, db)]
-        backward("moments", grad_out, input, weight, mean, rstd, dx, *made, cells)
-        if dw is not None or db is not None:
-            add(made, dw, db, N, C, input)
-    return dx, dw, db
-
-
-# ---- batch norm ------------------------------------------------------------------------------------------------------
-
-
-def channels_of(x: Tensor) -> Cells:
-    """A cell of each channel [N, C, ...], over all of N and the rest."""
-    n, c, area = x.shape[0], x.shape[1], math.prod(x.shape[2:])
-    if x.is_contiguous() and area > 1:
-        return Cells(c, area, n, c, (area, 0, 1, c * area), 1, "cell")
-    return Cells(c, n * area, 1, c, (1, 0, c, 0), 1, "cell")
-
-
-def check_channels(x: Tensor) -> None:
-    if x.dim() < 2 or not x.numel() or (lies(x) == torch.contiguous_format and not x.is_contiguous()):
-        raise Declined("no elements, no channels, or gaps")
-
-
-@of_numbers("momentum", "eps")
-def batch_norm(
-    input: Tensor, weight: Tensor | None, bias: Tensor | None, running_mean: Tensor | None, running_var: Tensor | None,
-    training: bool, momentum: float, eps: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    floats(input, weight, bias, running_mean, running_var)
-    check_channels(input)
-    c = input.shape[1]
-    parameters(input, (c,), *(t for t in (weight, bias, running_mean, running_var)))
-    if (running_mean is None) != (running_var is None) or (not training and running_mean is None):
-        raise Declined("running moments that are not there")
-    if running_mean is not None and not (running_mean.is_contiguous() and running_var.is_contiguous()):
-        raise Declined("running moments with gaps")
-    weight, bias = dense(weight, bias)
-    there = [t.dtype for t in (weight, bias, running_mean, running_var) if t is not None]
-    kind = compute_dtype(input.dtype) if input.is_cuda else (there or [input.dtype])[0]
-    y, cells = own(torch.empty_like(input)), channels_of(input)
-    count = c if training or input.is_cuda else 0
-    mean, rstd = (own(torch.empty((count,), dtype=kind, device=input.device)) for _ in range(2))
-    kept = (mean, rstd) if count else (None, None)
-    if training:
-        seen = input, tuple(d for d in range(input.dim()) if d != 1)
-        running = running_mean, running_var
-        forward("moments", input, y, cells, seen, weight, bias, *kept, eps, running=running, momentum=momentum)
-    else:
-        forward(
-            "moments", input, y, cells, None, weight, bias, *kept, eps, (running_mean, running_var), momentum=momentum
-        )
-    return y, mean, rstd
-
-
-@of_numbers("eps")
-def batch_norm_backward(
-    grad_out: Tensor, input: Tensor, weight: Tensor | None, running_mean: Tensor | None, running_var: Tensor | None,
-    save_mean: Tensor | None, save_invstd: Tensor | None, train: bool, eps: float, output_mask: Any,
-) -> tuple[Tensor | None, ...]:  # fmt: skip
-    mean, rstd = (save_mean, save_invstd) if train else (running_mean, running_var)
-    floats(grad_out, input, weight, mean, rstd)
-    check_channels(input)
-    c = input.shape[1]
-    parameters(input, (c,), weight)
-    (weight,) = dense(weight)
-    alike = grad_out.shape == input.shape and grad_out.dtype == input.dtype and grad_out.stride() == input.stride()
-    if not alike or mean is None or rstd is None or mean.numel() != c or rstd.numel() != c:
-        raise Declined("a gradient that is not like the result, or moments that are refused")
-    if not (mean.is_contiguous() and rstd.is_contiguous()):
-        raise Declined("moments with gaps")
-    if output_mask[0] and not train and input.is_cuda and lies(input) != torch.contiguous_format:
-        raise Declined("channels last and moments that were given, whose gradient aten lays out by rows")
-    cells = channels_of(input)
-    dx = own(torch.empty_like(input)) if output_mask[0] else None
-    kind = input.dtype if weight is None else weight.dtype
-    dw, db = (own(torch.empty((c,), dtype=kind, device=input.device)) if asked else None for asked in output_mask[1:])
-    across = cells.tiles(LONGEST_OF_TWO)
-    split = parted(cells, across, input.device) if across["FORM"] == "across" and train else None
-    if not any(output_mask):
-        return dx, dw, db
-    if split is None:
-        backward("moments", grad_out, input, weight, mean, rstd, dx, dw, db, cells, eps, train)
-        return dx, dw, db
-    wide = (scratch(input, c), scratch(input, c)) if dx is not None else (None, None)
-    if dx is not None or dw is not None or db is not None:
-        sum_columns(grad_out, input, mean, rstd, dw, db, cells.r0, c, "column", wide=wide)
-    if dx is not None:
-        backward("moments", grad_out, input, weight, mean, rstd, dx, None, None, cells, eps, train, wide[::-1], split)
-    return dx, dw, db
-
-
-# ---- weight norm -----------------------------------------------------------------------------------------------------
-
-
-def vectors_of(v: Tensor, dim: int) -> Cells:
-    """A cell of each vector, along all dimensions but the first or the last."""
-    if v.dim() < 2 or not v.numel() or dim not in (0, v.dim() - 1):
-        raise Declined("no elements, or a dimension in the middle")
-    kept = v.shape[dim]
-    others = v.numel() // kept
-    if dim == 0:
-        return Cells(kept, others, 1, kept, (others, 0, 1, 0), 1, "cell")
-    return Cells(kept, others, 1, kept, (1, 0, kept, 0), 1, "cell")
-
-
-def check_weights(v: Tensor, g: Tensor, dim: int) -> None:
-    if g.dtype != v.dtype or g.numel() != v.shape[dim] or not g.is_contiguous():
-        raise Declined("lengths of another dtype, shape or with gaps")
-
-
-def weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> tuple[Tensor, Tensor]:
-    floats(v, g)
-    cells = vectors_of(v, dim)
-    check_weights(v, g, dim)
-    wide = torch.float32 if v.dtype in (torch.bfloat16, torch.float16) else v.dtype
-    seen = contiguous(v)
-    w, norms = empty_like(seen), own(torch.empty_strided(g.shape, g.stride(), dtype=wide, device=g.device))
-    forward("norm", seen, w, cells, None, g, None, None, norms)
-    return w, norms
-
-
-def weight_norm_backward(
-    grad_w: Tensor, saved_v: Tensor, saved_g: Tensor, saved_norms: Tensor, dim: int
-) -> tuple[Tensor, Tensor]:
-    floats(grad_w, saved_v, saved_g, saved_norms)
-    cells = vectors_of(saved_v, dim)
-    check_weights(saved_v, saved_g, dim)
-    if grad_w.shape != saved_v.shape or grad_w.dtype != saved_v.dtype or saved_norms.numel() != saved_g.numel():
-        raise Declined("a gradient that is not like the result")
-    grad, v = contiguous(grad_w), contiguous(saved_v)
-    dv, dg = (
-        empty_like(v),
-        own(torch.empty_strided(saved_g.shape, saved_g.stride(), dtype=saved_g.dtype, device=v.device)),
-    )
-    backward("norm", grad, v, saved_g, None, saved_norms, dv, dg, None, cells)
-    return dv, dg
-
-
-FORMS = {
-    "native_layer_norm": layer_norm, "native_layer_norm_backward": layer_norm_backward, "_fused_rms_norm": rms_norm,
-    "_fused_rms_norm_backward": rms_norm_backward, "native_group_norm": group_norm,
-    "native_group_norm_backward": group_norm_backward, "native_batch_norm": batch_norm,
-    "native_batch_norm_backward": batch_norm_backward, "_weight_norm_interface": weight_norm,
-    "_weight_norm_interface_backward": weight_norm_backward,
-}  # fmt: skip
