@@ -15,7 +15,7 @@ from torch import Tensor
 import tilewright as tw
 from tests.aten.compare import differences
 from tilewright.aten import functions as f
-from tilewright.aten import index, layout, norm, order, pointwise, random, reduction_rows, scan, table
+from tilewright.aten import index, layout, norm_rows, order, pointwise, random, reduction_rows, scan, table
 from tilewright.aten import sort as sorting
 
 
@@ -45,7 +45,7 @@ def one_further_on(x: Tensor) -> Tensor:
 
 def all_gradients(*given: Any) -> Any:
     """Whichever are asked for."""
-    return norm.layer_norm_backward(*given[:-1], [True, True, True])
+    return norm_rows.layer_norm_backward(*given[:-1], [True, True, True])
 
 
 def of_a_sample(x: Tensor, shape: list[int], weight: Any, bias: Any, eps: float) -> tuple[Tensor, ...]:

@@ -201,7 +201,9 @@ VARIANTS = everything()
 def test_every_kernel_is_there():
     assert {one.kernel.name for one in VARIANTS.values()} == {
         "pointwise_flat", "pointwise_tiles", "reduce_tiles", "reduce_parts", "scan_tiles", "patch", "band", "ramp",
-        "softmax_rows", "softmax_rows_backward", "normalise", "normalise_backward", "rows_backward", "column_sums", "add_parts",
+        "softmax_rows", "softmax_rows_backward", "softmax_columns", "softmax_columns_backward",
+        "normalise", "normalise_backward", "normalise_rows", "rows_backward", "normalise_cells",
+        "normalise_cells_backward", "column_sums", "add_parts",
         "product_tiles", "vector_product", "matmul_tiles", "batch_tiles",
         "average_pool", "average_pool_backward", "largest_pool", "largest_pool_backward", "nearest", "bicubic",
         # index

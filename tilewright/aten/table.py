@@ -15,7 +15,9 @@ from . import (
     index,
     index_map,
     nll,
-    norm,
+    norm_channels,
+    norm_rows,
+    norm_weights,
     pointwise,
     product,
     random,
@@ -86,7 +88,7 @@ def of_tensors(form: Callable[..., Any], name: str) -> Callable[..., Any]:
 OTHERS = {**forms.FORMS, **reduction_rows.FORMS, **scan.FORMS, **index_map.FORMS}
 INDEX = {**index.FORMS, **select.FORMS, **nll.FORMS}
 OTHERS |= {**INDEX, **sorting.FORMS, **random.FORMS}
-ROWS_ENGINE = {**softmax.FORMS, **norm.FORMS}
+ROWS_ENGINE = {**softmax.FORMS, **norm_rows.FORMS, **norm_channels.FORMS, **norm_weights.FORMS}
 OTHERS |= {**ROWS_ENGINE, **product.FORMS, **attention.FORMS, **window.FORMS}
 FORMS: dict[str, Callable[..., Any]] = {
     **{name: pointwise_form(row, name) for row in ROWS for name in row.overloads},
