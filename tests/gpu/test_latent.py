@@ -67,8 +67,8 @@ def test_lengths(length, heads):
 
 
 def test_a_batch_as_a_server_has_it():
-    """More programs than SMs, uneven, some without keys, one of more than there is room for. The truth has keys and values for every
-    head, in float64: 22 GB of them."""
+    """More programs than SMs, uneven, some without keys, one of more than there is room for. The truth has keys and values for
+    every head, in float64: 22 GB of them."""
     lengths = tuple((97 * i * i) % 4097 for i in range(36)) + (0, 4097, 4096, 1)
     held(call(lengths, room=4096, heads=16, page=64))
     held(call(lengths[-5:], room=4096, heads=128, tokens=2, page=64, dtype=torch.float16))
