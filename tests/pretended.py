@@ -76,6 +76,7 @@ def measuring(monkeypatch) -> Rerunning:
     device = Rerunning()
     monkeypatch.setattr(timing, "Cuda", lambda: device)
     monkeypatch.setattr(timing, "time_graph", functools.partial(timing.time_graph, replays=1))
+    monkeypatch.setattr(timing, "REPLAYS", 3)
     monkeypatch.setattr(timing, "WARM_US", 0.0)
     monkeypatch.setattr(timing, "plan", lambda nbytes, l2, once=False: (2, 2))
     monkeypatch.setattr(timing, "time_host", lambda call, **_: 3.0)
@@ -83,7 +84,7 @@ def measuring(monkeypatch) -> Rerunning:
     monkeypatch.setattr(run, "floor_us", lambda read, written: 4.0)
     monkeypatch.setattr(run, "extra_bytes", lambda work, call=None: 7 if call is None else 21)
     monkeypatch.setattr(
-        run, "gc", SimpleNamespace(collect=lambda: 0)
+        run, "gc", SimpleNamespace(collect=lambda: 0, freeze=lambda: None)
     )  # frees a device's memory, which takes 0.2 s each time
     monkeypatch.setattr(sol, "sustained_us", lambda call, us, device, clock: (2 * us, 1500))
     for kind in (Work, Replaced):

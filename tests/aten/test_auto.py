@@ -6,6 +6,7 @@ import importlib
 import json
 import re
 import sys
+import timeit
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -235,8 +236,38 @@ def test_a_predicate_on_bytes(rows):
             for _ in range(times):
                 torch.neg(x)
         said = tw.aten.report()["neg"]
-    assert said["taken"] == 8 and said["declined"] == {"aten is as fast at float32, 1 flat below 4096 bytes": 4}
-    assert said["verdict"] == "sized"
+    assert said["taken"] == 8 and said["verdict"] == "sized"
+    assert said["declined"] == {"fewer than 4096 bytes, from which on ours are known to be faster": 4}
+
+
+def test_a_predicate_on_bytes_of_each_kind(rows):
+    """Of two kinds of call the one is ours from fewer bytes on."""
+    small = [{**row, "bytes": row["bytes"] // KB} for row in both([0.5, 2.0, 2.0])]
+    large = [{**row, "bytes": row["bytes"] // KB} for row in both([0.5, 0.5, 2.0], layout="1 turned")]
+    rows(*small, *large, fallback(1.0))
+    kind = Signature("neg", "float32", "1 flat", 4 * KB)
+    with tw.aten.use("auto", observed=Calls(GPU, {kind: 10})):
+        for x in (torch.ones(32, 32), torch.ones(40, 32).t(), torch.ones(2, 3), torch.ones(256, 256).t()):
+            torch.neg(x)
+        said = tw.aten.report()["neg"]
+    assert said["taken"] == 2 and said["declined"] == {
+        "aten is as fast at float32, 1 turned below 262144 bytes": 1,
+        "fewer than 4096 bytes, from which on ours are known to be faster": 1,
+    }
+
+
+def test_a_predicate_costs_a_few_calls_of_a_function():
+    """Half a microsecond, where one that does nothing takes a tenth: the part of falling back that a small call pays for."""
+    x = torch.ones(8, 8)
+
+    def nothing(values: tuple, least: int) -> bool:
+        return False
+
+    def least_of(call: Callable[..., bool]) -> float:
+        return min(timeit.repeat(lambda: call((x, x), 4096), number=2000, repeat=9))
+
+    assert router.below((x, x), 4096) and not router.below((x, x), 512) and not router.below(([None, x, x],), 512)
+    assert least_of(router.below) < 10 * least_of(nothing)
 
 
 def test_a_predicate_that_is_off_by_a_bucket_is_noticed(rows, monkeypatch):

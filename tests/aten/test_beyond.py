@@ -286,7 +286,7 @@ def test_vmap_and_autocast_stand_above():
 
 def test_counts_past_what_fp32_holds(monkeypatch):
     """A sum of ones in fp32 stops at 2**24. Tiles are long here, for the interpreter's sake."""
-    monkeypatch.setattr(reduction, "row_tile", lambda *_: (1, 1 << 17))
+    monkeypatch.setattr(reduction, "row_tile", lambda *_: (1, 1 << 17, 1))
     x = torch.ones(1).expand(2**24 + 5)
     with tw.aten.use(include=["count_nonzero"]):
         found = torch.count_nonzero(x)

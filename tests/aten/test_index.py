@@ -14,9 +14,9 @@ import tilewright as tw
 from tests.aten.compare import as_double, differences
 from tests.aten.samples import DEVICE
 from tests.aten.test_beyond import both
-from tilewright.aten import order, pointwise
+from tilewright.aten import order, pointwise, select
 
-NAN = float("nan")
+NAN, INF = float("nan"), float("inf")
 
 
 def ours(call: Callable[[], Any]) -> Any:
@@ -91,16 +91,17 @@ RUNS = {
 }
 
 
-@pytest.mark.parametrize("large", [False, True], ids=["few", "many"])
+@pytest.mark.parametrize("columns", [0, 3, 272], ids=["few", "many", "long"])
 @pytest.mark.parametrize("runs", RUNS)
-def test_runs_that_slices_cut(runs, large, monkeypatch):
-    """Integers show a row that is dropped or added twice. Many are ordered by digits, and summed in other tiles."""
-    if large:
+def test_runs_that_slices_cut(runs, columns, monkeypatch):
+    """Integers show a row that is dropped or added twice. Many are ordered by digits and summed in other tiles, long ones one after
+    another."""
+    if columns:
         monkeypatch.setattr(order, "COUNTED", 0)
         monkeypatch.setattr(pointwise, "SMALL", 0)
     i = RUNS[runs](135)
-    values = torch.randint(0, 1000, (135, 3))
-    aten, made, _ = both(lambda: torch.zeros(7, 3, dtype=torch.int64).index_add(0, i, values))
+    values = torch.randint(0, 1000, (135, columns or 3))
+    aten, made, _ = both(lambda: torch.full((7, values.shape[1]), 5).index_add(0, i, values))
     assert not differences(made, aten)
 
 
@@ -225,6 +226,27 @@ def test_what_is_among_others(dtype, n):
     for at, call in enumerate(calls):
         aten, made, _ = both(call)
         assert not differences(made, aten), at
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.int64, torch.float32, torch.uint8], ids=lambda d: str(d).removeprefix("torch.")
+)
+def test_buckets_of_others(dtype, monkeypatch):
+    """Keys as far apart as their bits allow, in one bucket all, or in one each; looked for below, between and above them."""
+    monkeypatch.setattr(pointwise, "SMALL", 0)
+    monkeypatch.setattr(select, "BUCKETS", (2, 16))
+    ends = {torch.int64: (-(2**63), 2**63 - 1), torch.float32: (-INF, INF), torch.uint8: (0, 255)}[dtype]
+    for numbers in (
+        [5, 5, 5],
+        [*range(3, 40, 2)],
+        [*ends, 0, 7, 9, 11, 100],
+        [ends[0], ends[0]],
+        [9, *range(100, 112)],
+    ):
+        others = torch.tensor(numbers, dtype=dtype)
+        x = torch.tensor([*range(0, 50), *range(90, 120), *ends], dtype=dtype)
+        aten, made, ran = both(lambda x=x, others=others: (torch.isin(x, others), torch.isin(x, others, invert=True)))
+        assert ran and not differences(made, aten), numbers
 
 
 def test_repeats():

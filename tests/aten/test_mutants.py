@@ -15,7 +15,7 @@ from torch import Tensor
 import tilewright as tw
 from tests.aten.compare import differences
 from tilewright.aten import functions as f
-from tilewright.aten import index, layout, norm, order, pointwise, random, reduction_rows, scan, table
+from tilewright.aten import index, layout, norm_rows, order, pointwise, random, reduction_rows, scan, table
 from tilewright.aten import sort as sorting
 
 
@@ -45,7 +45,7 @@ def one_further_on(x: Tensor) -> Tensor:
 
 def all_gradients(*given: Any) -> Any:
     """Whichever are asked for."""
-    return norm.layer_norm_backward(*given[:-1], [True, True, True])
+    return norm_rows.layer_norm_backward(*given[:-1], [True, True, True])
 
 
 def of_a_sample(x: Tensor, shape: list[int], weight: Any, bias: Any, eps: float) -> tuple[Tensor, ...]:
@@ -70,6 +70,11 @@ def without_the_last(x: Tensor, keys: Tensor, values: Tensor, *rest: Any, **name
     ADD_ROWS(x, keys[:, :-1].contiguous(), values[:-1], *rest, **named)
 
 
+@triton.jit
+def first_place(i, j):
+    return tl.where(i < 0, j, i)
+
+
 ADD_ROWS = index.add_rows
 TIES = torch.tensor([3, 1, 3, 1, 2])
 EQUALS = torch.tensor([1.0, 3.0, 3.0, 2.0])
@@ -80,8 +85,7 @@ MUTANTS = [
     Mutant("a flat read of a strided view", layout, "expanded", flat_read, lambda: -torch.arange(12.0)[::2],
            "values"),
     Mutant("a crash on nothing", table.FORMS, "sum", crash_on_nothing, lambda: torch.empty(0).sum(), "ZeroDivisionError"),
-    Mutant("the first of equals", scan, "MAX", replace(scan.MAX, combine=reduction_rows.first_largest),
-           lambda: EQUALS.cummax(0), "values"),
+    Mutant("the first of equals", scan, "larger_place", first_place, lambda: EQUALS[1:].cummax(0), "values"),
     Mutant("the last of equals", reduction_rows, "MAX", replace(reduction_rows.MAX, combine=scan.last_largest),
            lambda: EQUALS.max(0), "values"),
     Mutant("a dropped NaN", reduction_rows, "AMAX", replace(reduction_rows.AMAX, combine=f.less_equal), lambda: HAS_NAN.amax(),

@@ -16,7 +16,7 @@ from tests.aten.compare import as_double, differences, flat
 from tests.aten.samples import DEVICE, ENTRIES, dtypes_of, error_samples, samples
 from tilewright.aten import table
 from tilewright.aten.table import overload_of
-from tilewright.check.provided.aten import aten_of, blank, call_of, copied, drawn
+from tilewright.check.provided.aten import aten_of, blank, call_of, copied, drawn, exact_of, written
 
 # Samples of an entry and dtype, each with its twin that is not contiguous; a GPU compiles for most of them
 MOST = 4 if DEVICE == "cpu" else 2
@@ -238,12 +238,12 @@ def test_every_overload_is_reached(name):
     torch.manual_seed(0)
     args, kwargs = call_of(name, partial(drawn, device=DEVICE))
     doubles = as_double(copied(args)), as_double(copied(kwargs))
-    truth = aten_of(name, DEVICE)(*doubles[0], **doubles[1])
+    truth = written(name, exact_of(name, DEVICE)(*doubles[0], **doubles[1]))
 
     def call(own: list[Any], named: dict[str, Any], overload: Any) -> tuple[Any, list[Tensor], list[Any]]:
         given = [t for t in flat([own, list(named.values())]) if isinstance(t, Tensor)]
         versions = [t._version for t in given]
-        made = overload(*own, **named)
+        made = written(name, overload(*own, **named))
         return made, given, [(made is t, t._version - before) for t, before in zip(given, versions)]
 
     expected = call(copied(args), copied(kwargs), aten_of(name, DEVICE))

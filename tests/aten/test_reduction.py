@@ -20,6 +20,7 @@ SHAPES: dict[str, tuple[Callable[[torch.dtype], Tensor], Any, tuple[int, bool, b
     "odd rows": (lambda t: torch.randn(5, 1111, dtype=t), 1, (1, True, True, False)),
     "rows with gaps": (lambda t: torch.randn(5, 1152, dtype=t)[:, :1136], 1, (1, True, True, True)),
     "rows of several loops": (lambda t: torch.randn(3, 2, 5, 80, dtype=t)[:, :, 1:], 3, (1, False, True, True)),
+    "long rows": (lambda t: torch.randn(2, 8208, dtype=t), 1, (1, True, True, True)),
     "short rows": (lambda t: torch.randn(70, 48, dtype=t), 1, (1, True, True, True)),
     "rows between": (lambda t: torch.randn(9, 300, dtype=t), 1, (1, True, True, False)),
     "every second": (lambda t: torch.randn(5, 400, dtype=t)[:, ::2], 1, (0, True, True, False)),
@@ -31,6 +32,8 @@ SHAPES: dict[str, tuple[Callable[[torch.dtype], Tensor], Any, tuple[int, bool, b
     "columns of short loops": (lambda t: torch.randn(3, 4, 6, 144, dtype=t), (0, 2), (0, False, False, False)),
     "channels": (lambda t: torch.randn(3, 4, 11, 16, dtype=t), (0, 2, 3), (1, True, False, True)),
     "odd channels": (lambda t: torch.randn(3, 4, 9, 7, dtype=t), (0, 2, 3), (1, True, False, False)),
+    "channels of whole tiles": (lambda t: torch.randn(2, 2, 4096, dtype=t), (0, 2), (1, True, False, True)),
+    "columns of whole tiles": (lambda t: torch.randn(2, 2, 32, 144, dtype=t), (0, 2), (2, False, False, True)),
     "channels of two loops": (lambda t: torch.randn(2, 3, 4, 5, 80, dtype=t)[:, :, ::2], (1, 4), (1, False, False, True)),
     "all": (lambda t: torch.randn(5000, dtype=t), None, (1, True, True, False)),
     "all, turned": (lambda t: torch.randn(60, 80, dtype=t).t(), None, (1, True, True, True)),
@@ -55,7 +58,7 @@ def test_every_form(what, dtype, parts, monkeypatch):
     monkeypatch.setattr(reduction, "SMALL", 0)
     monkeypatch.setattr(reduction, "BUSY", 0)
     if parts:  # of these few elements, every tile
-        monkeypatch.setattr(reduction, "parts_of", lambda _, reduced, block, device: (cdiv(reduced, block), block))
+        monkeypatch.setattr(reduction, "parts_of", lambda _, reduced, block, *rest: (cdiv(reduced, block), block))
     seen, form_of = [], reduction.form_of
     monkeypatch.setattr(reduction, "form_of", lambda *a: seen.append(form_of(*a)) or seen[-1])
     torch.manual_seed(0)
@@ -77,3 +80,15 @@ def test_two_operands(n, turned, monkeypatch):
     call = torch.nn.functional.mse_loss
     aten, made, ran = both(lambda: call(x, y))
     assert ran and not differences(made, aten, call(x.double(), y.double()), 10.0)
+
+
+@pytest.mark.parametrize("n", [5, 1030])
+def test_moments_of_nan_and_of_large_numbers(n, monkeypatch):
+    """In tiles that are not whole: columns that met nothing, far from the mean, add nothing."""
+    monkeypatch.setattr(reduction, "SMALL", 0)
+    x = torch.full((4, n), 3e38)
+    x[1] = 1e20
+    x[2, n // 2] = float("nan")
+    aten, made, ran = both(lambda: torch.var_mean(x, 1))
+    assert ran and torch.equal(made[0].isnan(), aten[0].isnan()) and torch.equal(made[1].isnan(), aten[1].isnan())
+    assert not made[0][[0, 1, 3]].any() and torch.allclose(made[1][[0, 1, 3]], x[[0, 1, 3], 0], rtol=1e-6)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import tilewright as tw
 from tests.aten.compare import as_double, differences, flat
-from tilewright.aten import norm, softmax
+from tilewright.aten import norm, norm_cells, norm_rows, softmax, softmax_columns
 
 aten = torch.ops.aten
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -50,14 +50,17 @@ def check_refused(name: str, call: Callable[..., Any], *given: Any) -> None:
 def form(request, monkeypatch):
     """The form that small tensors take, and those of large ones, in tiles so small that some rows do not fit."""
     if request.param == "large":
-        for module in (softmax, norm):
+        for module in (softmax, norm, norm_rows):
             monkeypatch.setattr(module, "SMALL", 0)
         monkeypatch.setattr(softmax, "LONGEST", {False: 256, True: 256})
-        monkeypatch.setattr(softmax, "ACROSS", (16, 32))
+        monkeypatch.setattr(softmax, "ACROSS", {1: (16, 32), 2: (16, 32)})
+        monkeypatch.setattr(softmax_columns, "TILE", {1: (16, 16), 2: (16, 16)})
+        monkeypatch.setattr(norm_cells, "TILE", 64)
+        monkeypatch.setattr(norm_cells, "STRETCH", 32)
+        monkeypatch.setattr(norm_rows, "HELD", 512)
         monkeypatch.setattr(norm, "LONGEST", 128)
         monkeypatch.setattr(norm, "LONGEST_OF_TWO", 128)
         monkeypatch.setattr(norm, "STRETCH", 64)
-        monkeypatch.setattr(norm, "MERGED", 128)
         monkeypatch.setattr(norm, "ACROSS", (16, 32))
     return request.param
 

@@ -67,6 +67,7 @@ FORMS = {
     "products by index": ("scatter.reduce", made((8, 64)), 0, made((99, 64), I64), made((99, 64)), {"reduce": "multiply"}),
     "a mask that broadcasts": ("masked_select", made((64, 96), BF16), made((96,), BOOL)),
     "among 64-bit numbers": ("isin.Tensor_Tensor", made((640,), I64), made((640,), I64)),
+    "among many numbers": ("isin.Tensor_Tensor", made((65536,), I64), made((640,), I64)),
     # sort
     "a sort in registers": ("sort", made((64, 512))),
     "a sort of 16 bits in registers": ("sort", made((64, 256), BF16)),
@@ -74,6 +75,8 @@ FORMS = {
     "a sort of 64 bits": ("sort", made((2, 70), I64)),
     "the first of long lines": ("topk", made((8, 151936)), 50),
     "the first of 16 bits": ("topk", made((8, 8192), BF16), 8),
+    "many that come first": ("topk", made((8, 8192), BF16), 100),
+    "the first of odd lines": ("topk", made((8, 1001), torch.uint8), 8),
     "the first of 64 bits": ("topk", made((8, 1000), I64), 8),
     # random
     "draws into a view": ("normal_", made((64, 96))[:, ::2]),
@@ -198,17 +201,21 @@ VARIANTS = everything()
 def test_every_kernel_is_there():
     assert {one.kernel.name for one in VARIANTS.values()} == {
         "pointwise_flat", "pointwise_tiles", "reduce_tiles", "reduce_parts", "scan_tiles", "patch", "band", "ramp",
-        "softmax_rows", "softmax_rows_backward", "normalise", "normalise_backward", "rows_backward", "column_sums", "add_parts",
+        "softmax_rows", "softmax_rows_backward", "softmax_columns", "softmax_columns_backward",
+        "normalise", "normalise_backward", "normalise_rows", "rows_backward", "normalise_cells",
+        "normalise_cells_backward", "column_sums", "add_parts",
         "product_tiles", "vector_product", "matmul_tiles", "batch_tiles",
         "average_pool", "average_pool_backward", "largest_pool", "largest_pool_backward", "nearest", "bicubic",
         # index
-        "move_by_index", "place_keys", "sum_runs", "sum_parts", "drop_key", "order_by_count", "radix_count", "radix_scan",
-        "radix_move", "count_set", "begin_blocks", "write_set", "write_coordinates", "is_among", "keys_in_order", "repeated",
-        "nll_places", "nll_total", "nll_gradient",
+        "move_by_index", "place_keys", "sum_runs", "sum_slices", "sum_parts", "drop_key", "order_by_count", "radix_count",
+        "radix_scan", "radix_move", "count_set", "begin_blocks", "write_set", "write_coordinates", "begin_buckets", "is_among",
+        "keys_in_order", "repeated", "nll_places", "nll_total", "nll_gradient",
         # sort
-        "sort_rows", "sort_keys", "sort_results", "select_first", "count_first", "write_first", "lengths",
+        "sort_rows", "sort_keys", "sort_results", "select_first", "keep_few", "sort_few", "count_first", "write_first", "lengths",
         # random
         "draw", "drop",
+        # attention
+        "attention_forward",
     }  # fmt: skip
 
 

@@ -46,11 +46,26 @@ from tests.aten.test_router import (  # noqa: F401
     test_other_threads_see_it_and_autograds_do,
     test_what_is_declined_is_atens_and_counted,
 )
-from tilewright.aten import index_map, norm, plans, pointwise, product, reduction, scan, softmax, window
+from tilewright.aten import (
+    index_map,
+    norm,
+    norm_cells,
+    norm_rows,
+    plans,
+    pointwise,
+    product,
+    reduction,
+    scan,
+    softmax,
+    softmax_columns,
+    window,
+)
 from tilewright.runtime.kernel import Kernel
 
 pytestmark = pytest.mark.gpu
-ENGINES = pointwise, reduction, scan, index_map, softmax, norm, product, window
+ENGINES = (
+    pointwise, reduction, scan, index_map, softmax, softmax_columns, norm, norm_rows, norm_cells, product, window,
+)  # fmt: skip
 KERNELS = [v for m in ENGINES for v in vars(m).values() if isinstance(v, Kernel)]
 SHAPE = (65, 130)
 

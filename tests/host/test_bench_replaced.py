@@ -38,7 +38,8 @@ STATED = {
     "aten_cat_odd", "aten_sum", "aten_sum_short", "aten_arg", "aten_var_mean", "aten_cumsum_inner", "aten_cumsum_outer",
     "aten_cumsum_tall", "aten_host_all", "aten_host_fallback", "aten_host_new_shape", "aten_memory_worst", "aten_all_256mb",
     "aten_flaggems_256mb", "aten_flaggems_host", "aten_embedding_bwd", "aten_index_accumulate", "aten_select", "aten_isin",
-    "aten_topk", "aten_sort", "aten_random", "aten_auto_gain",
+    "aten_topk", "aten_sort", "aten_random", "aten_auto_gain", "aten_auto_worst",
+    "aten_auto_model", "aten_all_model",
 }  # fmt: skip
 STATED |= {
     "aten_softmax_inner", "aten_softmax_outer", "aten_layer_norm", "aten_layer_norm_bwd", "aten_group_norm", "aten_group_norm_bwd",
@@ -57,7 +58,9 @@ def test_every_goal_of_a_replaced_operator_has_cases():
     families = {case.family for case in EVERY}
     assert families & set(cases.GOALS) == STATED
     assert families - STATED == {"aten_all_4mb", "aten_all_4kb", "aten_host_4mb", "aten_choice"}
-    assert all(case.op == "aten" and (case.call in CALLS or case.direction == "memory") for case in EVERY)
+    assert all(
+        case.op == "aten" and (case.call in CALLS or case.direction in ("memory", "worst", "model")) for case in EVERY
+    )
     assert {case.call for case in EVERY} - {None} == set(CALLS)
     assert len({case.name for case in EVERY}) == len(EVERY)
 

@@ -9,10 +9,10 @@ import torch
 
 import tilewright as tw
 from tests.pretended import Rerunning
-from tilewright.aten import verdicts
+from tilewright.aten import table, verdicts
 from tilewright.aten.router import Override
 from tilewright.aten.signature import Signature
-from tilewright.bench import cases, check, choices, timing
+from tilewright.bench import cases, check, choices, replaced_models, timing
 from tilewright.bench.replaced import CALLS, Replaced, flat, overloads, replacing
 from tilewright.core.target import TARGETS
 
@@ -144,3 +144,27 @@ def test_every_overload_has_a_call_for_its_memory():
     for name, work in overloads(replace(case, dims={"times": 2}), "cpu"):
         assert work.names == (name,)
         work.call()  # raises where it is not ours
+
+
+@pytest.mark.parametrize("family", ["aten_auto_model", "aten_all_model"])
+def test_a_step_of_a_model_is_held_against_plain_torch(family, monkeypatch):
+    """In small, with times that are made up: mode "auto" has no measurements here, and replaces nothing."""
+    (case,) = cases.select([family])
+    small = {
+        "layers": 1,
+        "hidden": 16,
+        "inner": 24,
+        "heads": 2,
+        "kv_heads": 1 if case.options["causal"] else 2,
+        "vocab": 40,
+    }
+    tiny = replace(case, dims={"batch": 2, "length": 6}, options={**case.options, **small})
+    times = iter([1.0, 2.0] * 9)
+    monkeypatch.setattr(replaced_models, "seconds", lambda *_: next(times))
+    row = replaced_models.measure(tiny, [], "cpu")
+    assert (row["us"], row["rivals"]) == (1e6, {"eager": 2e6}) and row["error"] < 1e-5
+    assert row["note"].endswith("slower in 0 of 3 runs") and ("0 calls" in row["note"]) == (family == "aten_auto_model")
+    monkeypatch.setitem(table.FORMS, "embedding", lambda weight, ids, *_: weight[ids] * 1.5)
+    if family == "aten_all_model":
+        with pytest.raises(check.Wrong, match="the loss is off by"):
+            replaced_models.measure(tiny, [], "cpu")

@@ -193,6 +193,11 @@ def one_more(total, value, OP: tl.constexpr):
 
 
 @triton.jit
+def product(a, b):
+    return a * b
+
+
+@triton.jit
 def widened(value, COMPUTE: tl.constexpr):
     if value.dtype == tl.int1:
         value = value.to(tl.int32)
@@ -250,6 +255,75 @@ def sum_runs(
     tl.store(PARTS + part[:, None] * N + col, total, there & ~whole[:, None])
 
 
+@triton.jit
+def row_at(VALUES, ORDER, p, stop, col, N, value_row, value_col, COMPUTE: tl.constexpr, UNIT: tl.constexpr):
+    """The row that is p-th in order, as it is computed with."""
+    token = tl.load(ORDER + tl.minimum(p, stop - 1)).to(tl.int64)
+    value = tl.load(VALUES + token * value_row + (col if UNIT else col * value_col), (col < N) & (p < stop), 0)
+    return widened(value, COMPUTE)
+
+
+@kernel(
+    grid=lambda a: (cdiv(a.T, a.LENGTH) * cdiv(a.N, a.BLOCK),),
+    tokens=("T", "N", "LAST", *ROW, "value_row", "value_col", "S0"), default=lambda a: {"num_warps": a.BLOCK // 256},
+)  # fmt: skip
+def sum_slices(
+    X, VALUES, KEYS, ORDER, PARTS, T, N, LAST, D1, D2, D3, s0, s1, s2, s3, C0, c0, c1, value_row, value_col, S0: tl.int64,
+    COMPUTE: tl.constexpr, OP: tl.constexpr, KEEP: tl.constexpr, UNIT: tl.constexpr, EVEN: tl.constexpr, DIMS: tl.constexpr,
+    LENGTH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """As `sum_runs`, of long rows: a program reads the rows of a slice one after another, eight under way at once, whatever runs
+    they are of, and writes a sum wherever a run ends."""
+    N = whole_words(N, EVEN)
+    value_row = whole_words(value_row, EVEN)
+    across = tl.cdiv(N, BLOCK)
+    slice = tl.program_id(0) // across
+    col = (tl.program_id(0) % across).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    start = slice * LENGTH
+    stop = tl.minimum(start + LENGTH, T)
+    scale = number(S0, COMPUTE)
+    nothing = tl.full([BLOCK], 1 if OP == "multiply" else 0, COMPUTE)
+    total = nothing
+    # Whether the slice begins with a run, not inside one; and whether a run is the slice's first, or a later one
+    begins = (start == 0) | (tl.load(KEYS + tl.maximum(start - 1, 0)) != tl.load(KEYS + start))
+    later = tl.full((), 0, tl.int32)
+    for i in range(start, stop, 8):
+        keys = (
+            tl.load(KEYS + i), tl.load(KEYS + tl.minimum(i + 1, T - 1)), tl.load(KEYS + tl.minimum(i + 2, T - 1)),
+            tl.load(KEYS + tl.minimum(i + 3, T - 1)), tl.load(KEYS + tl.minimum(i + 4, T - 1)),
+            tl.load(KEYS + tl.minimum(i + 5, T - 1)), tl.load(KEYS + tl.minimum(i + 6, T - 1)),
+            tl.load(KEYS + tl.minimum(i + 7, T - 1)), tl.load(KEYS + tl.minimum(i + 8, T - 1)),
+        )  # fmt: skip
+        rows = (
+            row_at(VALUES, ORDER, i, stop, col, N, value_row, value_col, COMPUTE, UNIT),
+            row_at(VALUES, ORDER, i + 1, stop, col, N, value_row, value_col, COMPUTE, UNIT),
+            row_at(VALUES, ORDER, i + 2, stop, col, N, value_row, value_col, COMPUTE, UNIT),
+            row_at(VALUES, ORDER, i + 3, stop, col, N, value_row, value_col, COMPUTE, UNIT),
+            row_at(VALUES, ORDER, i + 4, stop, col, N, value_row, value_col, COMPUTE, UNIT),
+            row_at(VALUES, ORDER, i + 5, stop, col, N, value_row, value_col, COMPUTE, UNIT),
+            row_at(VALUES, ORDER, i + 6, stop, col, N, value_row, value_col, COMPUTE, UNIT),
+            row_at(VALUES, ORDER, i + 7, stop, col, N, value_row, value_col, COMPUTE, UNIT),
+        )
+        for k in tl.static_range(8):
+            p = i + k
+            key = keys[k]
+            done = (p + 1 == T) | (keys[k + 1] != key)
+            if p < stop:
+                total = one_more(total, rows[k] * scale, OP)
+                if done | (p + 1 == stop):
+                    if key < LAST:
+                        if done & (begins | (later > 0)):
+                            at = whole_words(place_of(key, D1, D2, D3, s0, s1, s2, s3, DIMS), EVEN)
+                            at = at + column_of(col, C0, c0, c1, UNIT)
+                            if KEEP:
+                                total = one_more(widened(tl.load(X + at, col < N, 0), COMPUTE), total, OP)
+                            tl.store(X + at, stored(total, X), col < N)
+                        else:
+                            tl.store(PARTS + (slice.to(tl.int64) * 2 + later) * N + col, total, col < N)
+                    total = nothing
+                    later = tl.full((), 1, tl.int32)
+
+
 @kernel(
     grid=lambda a: (cdiv(a.T, a.LENGTH) * cdiv(a.N, a.BLOCK),), tokens=("T", "N", "LAST", *ROW),
     default=lambda a: {"num_warps": 8},
@@ -263,7 +337,7 @@ def sum_parts(
     across = tl.cdiv(N, BLOCK)
     slice = tl.program_id(0) // across
     slices = tl.cdiv(T, LENGTH)
-    col = (tl.program_id(0) % across).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    col = (tl.program_id(0) % across).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)[None, :]
     if slice + 1 < slices:
         start = slice * LENGTH
         key = tl.load(KEYS + start + LENGTH)
@@ -280,17 +354,18 @@ def sum_parts(
                 last += found
             first = slice.to(tl.int64) * 2 + (tl.load(KEYS + start) != key).to(tl.int64)
             at = whole_words(place_of(key, D1, D2, D3, s0, s1, s2, s3, DIMS), EVEN) + column_of(col, C0, c0, c1, UNIT)
-            total = tl.load(PARTS + first * N + col, col < N, 0)
+            nothing: tl.constexpr = 1 if OP == "multiply" else 0
+            total = tl.full([16, BLOCK], nothing, PARTS.dtype.element_ty)
+            for i in range(slice, last + 1, 16):
+                one = i + tl.arange(0, 16)[:, None]
+                part = tl.where(one == slice, first, one.to(tl.int64) * 2)
+                total = one_more(total, tl.load(PARTS + part * N + col, (one <= last) & (col < N), nothing), OP)
+            if OP == "multiply":
+                total = tl.reduce(total, 0, product, keep_dims=True)
+            else:
+                total = tl.sum(total, 0, keep_dims=True)
             if KEEP:
-                kept = tl.load(X + at, col < N, 0)
-                if X.dtype.element_ty == tl.int1:
-                    kept = kept.to(tl.int32)
-                total = one_more(kept.to(PARTS.dtype.element_ty), total, OP)
-            for i in range(slice + 1, last + 1, 8):
-                for k in tl.static_range(8):
-                    more = (i + k <= last) & (col < N)
-                    value = tl.load(PARTS + (i + k).to(tl.int64) * 2 * N + col, more, 0)
-                    total = tl.where(more, one_more(total, value, OP), total)
+                total = one_more(widened(tl.load(X + at, col < N, 0), PARTS.dtype.element_ty), total, OP)
             tl.store(X + at, stored(total, X), col < N)
 
 
@@ -619,12 +694,14 @@ def add_rows(
         tokens, block = (1, 1024) if N > 256 else (16, 64) if N > 4 else (128, 4)
     numbers = T, N, last, *row[0], *row[1], sizes[0], steps[0], steps[1]
     constants = {"OP": op, "KEEP": keep, "UNIT": unit, "EVEN": even, "DIMS": dims, "LENGTH": SLICE}
+    # One token at a time, or many
+    by_rows, shape = (sum_slices, {"BLOCK": block}) if tokens == 1 else (sum_runs, {"TOKENS": tokens, "BLOCK": block})
     plans.launch(
-        sum_runs, (x, values, sorted_keys, order, parts), (*numbers, *values.stride()), (bits,), COMPUTE=IN_TRITON[compute],
-        TOKENS=tokens, BLOCK=block, **constants,
+        by_rows, (x, values, sorted_keys, order, parts), (*numbers, *values.stride()), (bits,), COMPUTE=IN_TRITON[compute],
+        **shape, **constants,
     )  # fmt: skip
     if T > SLICE:
-        plans.launch(sum_parts, (x, sorted_keys, parts), numbers, BLOCK=min(1024, block * tokens), **constants)
+        plans.launch(sum_parts, (x, sorted_keys, parts), numbers, BLOCK=256 if N > 64 else 64, **constants)
 
 
 def matrix(t: Tensor, rows: int) -> Tensor:

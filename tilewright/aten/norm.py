@@ -1,4 +1,5 @@
-"""Norms and their gradients: layer, RMS, group, batch and weight norm, the second part of the engine `rows`.
+"""Norms and their gradients over cells, the second part of the engine `rows`: what layer and RMS norm (`norm_rows.py`), group and
+batch norm (`norm_channels.py`) and weight norm (`norm_weights.py`) have in common.
 
 All are one thing: a *cell* is what is normalised together, a row of layer norm, a group of one image, a channel of all images, a
 vector of weight norm. Its elements are R1 stretches of R0. Programs take a few cells each. Where a tile holds a whole cell it is
@@ -10,7 +11,6 @@ these in order.
 
 from __future__ import annotations
 
-import math
 from typing import Any, NamedTuple
 
 import torch
@@ -21,18 +21,17 @@ from torch import Tensor
 from ..core.target import Target
 from ..core.tensor import cdiv, power_of_two
 from ..runtime.kernel import kernel
-from . import forms, plans, pointwise, reduction, reduction_rows
+from . import norm_cells, plans, reduction, reduction_rows
 from .functions import divide, square_root
 from .plans import bits_of, own
 from .pointwise import IN_TRITON, SMALL, number, stored, whole_words
-from .row import Declined, compute_dtype, of_numbers, taken
+from .row import Declined, compute_dtype, taken
 from .softmax import contiguous, warps
 
 SIZES = ("KEPT", "R0", "R1", "K0", "k0", "k1", "r0", "r1", "c0", "STEPS")
 SMALL_TILES = (64, 32), (4, 512)
 LONGEST, LONGEST_OF_TWO = 16384, 8192  # elements that a tile holds of a cell
 STRETCH = 4096  # elements of a tile, of cells that none holds
-MERGED = 8192  # the same of a first pass over stretches that follow each other
 ACROSS = 32, 256  # the tile where cells lie side by side
 FEWEST = 1 << 18  # elements, from which a cell's parts are worth programs of their own
 BUSY = 2  # programs for each SM
@@ -41,7 +40,7 @@ BUSY = 2  # programs for each SM
 def warps_of(a) -> dict[str, int]:
     """Of cells that are read twice, few at a time: the cache is to hold them until then."""
     if a.FORM == "along" and not a.ONCE:
-        return {"num_warps": 4 if a.BLOCK_R < STRETCH else 16 if "BLOCK_1" in a else 32}
+        return {"num_warps": 4 if a.BLOCK_R < STRETCH else 16}
     return warps(a)
 
 
@@ -97,12 +96,11 @@ def cells_of(KEPT, BLOCK_K: tl.constexpr, FORM: tl.constexpr, EVEN: tl.constexpr
 def normalise(
     X, Y, W, B, MEAN, RSTD, MEAN_IN, VAR_IN, RUNNING_MEAN, RUNNING_VAR, KEPT, R0, R1, K0, k0, k1, r0, r1, c0, STEPS,
     EPS: tl.int64, MOMENTUM: tl.int64, KIND: tl.constexpr, CHANNEL: tl.constexpr, COMPUTE: tl.constexpr, FORM: tl.constexpr,
-    EVEN: tl.constexpr, ONCE: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_1: tl.constexpr,
+    EVEN: tl.constexpr, ONCE: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     """Strides k from cell to cell (K0 of them, then again), r along a cell, c0 of channels. KIND: "moments", the root "mean" of
     squares, or the "norm" itself. MEAN_IN, VAR_IN: moments that are known, where a program takes STEPS tiles of a cell. FORM:
-    "along" where a stretch's elements lie side by side, "across" where cells do, "any". ONCE: a tile holds all of a cell. BLOCK_1:
-    elements of a tile in the first pass, where it is another: of stretches that follow each other."""
+    "along" where a stretch's elements lie side by side, "across" where cells do, "any". ONCE: a tile holds all of a cell."""
     k, inside = cells_of(KEPT, BLOCK_K, FORM, EVEN)
     part = tl.program_id(1)
     at_cell = cell_start(k, K0, k0, k1, FORM, EVEN)
@@ -130,23 +128,15 @@ def normalise(
             about = tl.sum(x * x, 1)
     else:
         count = one * 0
-        squares = tl.zeros([BLOCK_K, BLOCK_1], COMPUTE)
-        lane_1 = tl.arange(0, BLOCK_1).to(tl.int64)
-        length = R0
-        if BLOCK_1 != BLOCK_R:
-            length = R0 * R1
-        tiles_1 = tl.cdiv(length, BLOCK_1)
-        steps_1 = tiles_1
-        if BLOCK_1 == BLOCK_R:
-            steps_1 = steps
-        for step in tl.range(0, steps_1):
-            first = step % tiles_1 * BLOCK_1
-            r = first + lane_1
-            ok = inside & (r < length)[None, :]
-            at = stretch_at((step // tiles_1).to(tl.int64), r, r0, r1, FORM, EVEN)
+        squares = tl.zeros([BLOCK_K, BLOCK_R], COMPUTE)
+        for step in tl.range(0, steps):
+            first = step % tiles * BLOCK_R
+            r = first + lane
+            ok = inside & (r < R0)[None, :]
+            at = stretch_at((step // tiles).to(tl.int64), r, r0, r1, FORM, EVEN)
             value = tl.load(X + at_cell + at, ok, 0).to(COMPUTE)
             if KIND == "moments":
-                here = tl.minimum(length - first, BLOCK_1).to(COMPUTE)
+                here = tl.minimum(R0 - first, BLOCK_R).to(COMPUTE)
                 own = divide(tl.sum(value, 1), here)
                 apart = tl.where(ok, value - own[:, None], 0.0)
                 share = divide(here, count + here)
@@ -312,55 +302,6 @@ def normalise_backward(
 
 
 @kernel(
-    grid=lambda a: (cdiv(a.M, a.PER),),
-    tokens=("M", "N", "PER"),
-    default=lambda a: {"num_warps": 4 if a.BLOCK_M * a.BLOCK_N <= 2048 else 8 if a.BLOCK_M * a.BLOCK_N <= 4096 else 16},
-)
-def rows_backward(
-    DY, X, W, MEAN, RSTD, DX, DW, DB, M, N, PER, COMPUTE: tl.constexpr, EVEN: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """All gradients of a norm over rows [M, N] that tiles hold, whose elements are read once. DW, DB [programs, N]: sums over the
-    PER rows of a program. MEAN is None of an RMS norm."""
-    pid = tl.program_id(0).to(tl.int64)
-    N = whole_words(N, EVEN)
-    n = tl.arange(0, BLOCK_N)
-    ok_n = (n < N)[None, :]
-    w = tl.full([1, BLOCK_N], 1.0, COMPUTE)
-    if W is not None:
-        w = tl.load(W + n[None, :], ok_n, 0).to(COMPUTE)
-    dw = tl.zeros([BLOCK_M, BLOCK_N], COMPUTE)
-    db = tl.zeros([BLOCK_M, BLOCK_N], COMPUTE)
-    stop = tl.minimum((pid + 1) * PER, M)
-    elements = N.to(COMPUTE)
-    for first in tl.range(pid * PER, stop, BLOCK_M):
-        m = first + tl.arange(0, BLOCK_M)
-        ok_m = m < stop
-        ok = ok_m[:, None] & ok_n
-        at = m[:, None] * N + n[None, :]
-        dy = tl.load(DY + at, ok, 0).to(COMPUTE)
-        rstd = tl.load(RSTD + m, ok_m, 0).to(COMPUTE)[:, None]
-        x = tl.load(X + at, ok, 0).to(COMPUTE)
-        if MEAN is not None:
-            x = tl.where(ok, x - tl.load(MEAN + m, ok_m, 0).to(COMPUTE)[:, None], 0.0)
-        normed = x * rstd
-        if DW is not None:
-            dw += dy * normed
-        if DB is not None:
-            db += dy
-        if DX is not None:
-            dy = dy * w
-            dx = dy - normed * divide(tl.sum(dy * normed, 1), elements)[:, None]
-            if MEAN is not None:
-                dx = dx - divide(tl.sum(dy, 1), elements)[:, None]
-            tl.store(DX + at, stored(dx * rstd, DX), ok)
-    if DW is not None:
-        tl.store(DW + pid * N + n, stored(tl.sum(dw, 0), DW), n < N)
-    if DB is not None:
-        tl.store(DB + pid * N + n, stored(tl.sum(db, 0), DB), n < N)
-
-
-@kernel(
     grid=lambda a: (cdiv(a.N, a.BLOCK_N), cdiv(a.M, a.PER)),
     tokens=("M", "N", "PER"),
     default=lambda a: {"num_warps": 4},
@@ -476,11 +417,6 @@ class Cells(NamedTuple):
         return self.kept, self.r0, self.r1, self.repeat, *self.strides, self.step, steps
 
 
-def rows(m: int, n: int) -> Cells:
-    """A cell of each row [m, n], of which every element is a channel."""
-    return Cells(m, n, 1, max(1, m), (n, 0, 1, 0), 0, "element")
-
-
 def steps_of(cells: Cells, how: dict[str, Any]) -> int:
     """All tiles of a cell."""
     return max(1, cells.r1 * cdiv(cells.r0, how["BLOCK_R"]))
@@ -510,6 +446,15 @@ def forward(
 ) -> None:  # fmt: skip
     """Launch `normalise`. `seen`: the tensor and the dimensions that a cell is, for moments that are found by parts."""
     how = cells.tiles(LONGEST)
+    if (
+        kind == "moments"
+        and known[0] is None
+        and how["FORM"] == "along"
+        and not how["ONCE"]
+        and norm_cells.takes(cells)
+    ):
+        norm_cells.forward(x, y, w, b, mean, rstd, running, cells, eps, momentum)
+        return
     steps = steps_of(cells, how)
     if known[0] is not None:
         steps = parted(cells, how, x.device) or steps
@@ -519,8 +464,6 @@ def forward(
         var, level = reduction.run(reduction_rows.VAR_MEAN, *seen, False, dtype=wide, numbers=(0,))
         known, steps = (level, var), split
         how["ONCE"] = False
-    adjacent = cells.r1 > 1 and cells.strides[2:] == (1, cells.r0) and how["FORM"] == "along"
-    how["BLOCK_1"] = MERGED if adjacent and not how["ONCE"] and how["BLOCK_R"] == STRETCH else how["BLOCK_R"]
     double = torch.float64
     plans.launch(
         normalise, (x, y, w, b, mean, rstd, *known, *running), cells.sizes(steps),
@@ -535,6 +478,10 @@ def backward(
     how = cells.tiles(LONGEST_OF_TWO)
     if sums[0] is not None or cells.channel == "stretch":
         how["ONCE"] = False
+    if kind == "moments" and trained and how["FORM"] == "along" and not how["ONCE"] and sums[0] is None:
+        if norm_cells.takes(cells):
+            norm_cells.backward(dy, x, w, mean, rstd, dx, dw, db, cells)
+            return
     steps = steps or steps_of(cells, how)
     plans.launch(
         normalise_backward, (dy, x, w, mean, rstd, *sums, dx, dw, db), cells.sizes(steps), (bits_of(eps, torch.float64),),
@@ -561,17 +508,8 @@ def sum_columns(
 
 def add(made: list[Tensor | None], dw: Any, db: Any, parts: int, n: int, x: Tensor, wide: Any = (None, None)) -> None:
     """The gradients of weights from sums of parts."""
-    plans.launch(
-        add_parts, (*made, dw, db, *wide), (parts, n), COMPUTE=in_triton(x), BLOCK_P=16 if parts > 1 else 1, BLOCK_N=64
-    )
-
-
-def filled(t: Tensor) -> Tensor:
-    """Zeros, in memory that is given."""
-    return pointwise.run(forms.FILL, {"value": 0}, t)
-
-
-# ---- layer and RMS norm ----------------------------------------------------------------------------------------------
+    tile = (1, 64) if parts == 1 else (16, 64) if parts <= 64 else (128, 16)
+    plans.launch(add_parts, (*made, dw, db, *wide), (parts, n), COMPUTE=in_triton(x), BLOCK_P=tile[0], BLOCK_N=tile[1])
 
 
 def floats(*tensors: Tensor | None) -> None:
@@ -598,345 +536,5 @@ def dense(*tensors: Tensor | None) -> list[Tensor | None]:
     return [None if t is None else contiguous(t) for t in tensors]
 
 
-def matrix(x: Tensor, normalized_shape: Any) -> tuple[int, int]:
-    """(rows, elements of each)."""
-    shape, kept = tuple(normalized_shape), x.dim() - len(normalized_shape)
-    if not shape or kept < 0 or tuple(x.shape[kept:]) != shape:
-        raise Declined("a shape that is refused")
-    return math.prod(x.shape[:kept]), math.prod(shape)
-
-
-def moments_like(x: Tensor, ones: int, dtype: torch.dtype) -> Tensor:
-    """Memory for a number of each row, whose last dimensions are 1."""
-    shape = (*x.shape[: x.dim() - ones], *(1,) * ones)
-    return own(torch.empty(shape, dtype=dtype, device=x.device))
-
-
 def empty_like(t: Tensor) -> Tensor:
     return own(torch.empty(t.shape, dtype=t.dtype, device=t.device))
-
-
-@of_numbers("eps")
-def layer_norm(
-    input: Tensor, normalized_shape: Any, weight: Tensor | None, bias: Tensor | None, eps: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    floats(input, weight, bias)
-    m, n = matrix(input, normalized_shape)
-    mixed = parameters(input, tuple(normalized_shape), weight, bias, alike=input.is_cuda)
-    weight, bias = dense(weight, bias)
-    if not m or not n:
-        raise Declined("no elements")
-    # On a GPU moments are of the dtype that is computed in; on a processor, of the weights'
-    kind = compute_dtype(input.dtype) if input.is_cuda else torch.float32 if mixed else input.dtype
-    x = contiguous(input)
-    y = empty_like(x)
-    mean, rstd = (moments_like(x, len(normalized_shape), kind) for _ in range(2))
-    forward("moments", x, y, rows(m, n), (x.view(m, n), (1,)), weight, bias, mean, rstd, eps)
-    return y, mean, rstd
-
-
-def rows_gradients(
-    grad: Tensor,
-    x: Tensor,
-    mean: Tensor | None,
-    rstd: Tensor,
-    weight: Tensor | None,
-    m: int,
-    n: int,
-    dx: Any,
-    dw: Any,
-    db: Any,
-) -> None:
-    """The gradients of a norm over rows. Where rows are longer than tiles, weights' are of a pass of their own."""
-    block = max(16, power_of_two(n))
-    if block <= LONGEST_OF_TWO:
-        tall = 8 if m * n < SMALL else max(1, min(4096, LONGEST_OF_TWO) // block)
-        wide = 512 if m * n < SMALL and block <= 512 else block
-        per = cdiv(cdiv(m, min(m, BUSY * Target.at(x.device).sms)), tall) * tall
-        parts = cdiv(m, per)
-        made = [None if t is None else scratch(x, parts, n) for t in (dw, db)]
-        plans.launch(
-            rows_backward, (grad, x, weight, mean, rstd, dx, *made), (m, n, per), COMPUTE=in_triton(x),
-            EVEN=n % 16 == 0 and m * n >= SMALL, BLOCK_M=tall, BLOCK_N=wide,
-        )  # fmt: skip
-        if dw is not None or db is not None:
-            add(made, dw, db, parts, n, x)
-        return
-    if dx is not None:
-        kind = "moments" if mean is not None else "mean"
-        backward(kind, grad, x, weight, mean, rstd, dx, None, None, rows(m, n))
-    if dw is not None or db is not None:
-        sum_columns(grad, x, mean, rstd, dw, db, m, n, "row")
-
-
-def layer_norm_backward(
-    grad_out: Tensor, input: Tensor, normalized_shape: Any, mean: Tensor, rstd: Tensor, weight: Tensor | None,
-    bias: Tensor | None, output_mask: Any,
-) -> tuple[Tensor | None, ...]:  # fmt: skip
-    floats(grad_out, input, mean, rstd, weight, bias)
-    m, n = matrix(input, normalized_shape)
-    parameters(input, tuple(normalized_shape), weight, bias, alike=input.is_cuda)
-    if not m or not n or grad_out.shape != input.shape or grad_out.dtype != input.dtype:
-        raise Declined("no elements, or a gradient that is not like the result")
-    if mean.numel() != m or rstd.numel() != m or mean.dtype != rstd.dtype:
-        raise Declined("moments that are refused")
-    if (output_mask[1] and weight is None) or (output_mask[2] and bias is None):
-        raise Declined("gradients of weights that are not there")
-    x, grad, mean, rstd = map(contiguous, (input, grad_out, mean, rstd))
-    weight, bias = dense(weight, bias)
-    dx, dw, db = (empty_like(t) if asked else None for t, asked in zip((x, weight, bias), output_mask))
-    if any(output_mask):
-        rows_gradients(grad, x, mean, rstd, weight, m, n, dx, dw, db)
-    return dx, dw, db
-
-
-@of_numbers("eps")
-def rms_norm(input: Tensor, normalized_shape: Any, weight: Tensor | None, eps: float | None) -> tuple[Tensor, Tensor]:
-    floats(input, weight)
-    m, n = matrix(input, normalized_shape)
-    if parameters(input, tuple(normalized_shape), weight) or not m or not n:
-        raise Declined("no elements, or weights of another dtype")
-    if not input.is_contiguous() and not input.is_cuda:
-        raise Declined("gaps, which a processor's result keeps")
-    x, (weight,), wide = contiguous(input), dense(weight), compute_dtype(input.dtype)
-    y, rstd = empty_like(x), moments_like(x, len(normalized_shape), wide)
-    if eps is None and wide != input.dtype:
-        raise Declined("no epsilon, of which there are two for 16 bits")
-    eps = torch.finfo(wide).eps if eps is None else eps
-    forward("mean", x, y, rows(m, n), None, weight, None, None, rstd, eps)
-    return y, rstd
-
-
-def rms_norm_backward(
-    grad_out: Tensor, input: Tensor, normalized_shape: Any, rstd: Tensor, weight: Tensor | None, output_mask: Any
-) -> tuple[Tensor | None, ...]:
-    floats(grad_out, input, rstd, weight)
-    m, n = matrix(input, normalized_shape)
-    if parameters(input, tuple(normalized_shape), weight) or not m or not n:
-        raise Declined("no elements, or weights of another dtype")
-    if grad_out.shape != input.shape or grad_out.dtype != input.dtype or rstd.numel() != m:
-        raise Declined("a gradient that is not like the result")
-    x, grad, rstd = map(contiguous, (input, grad_out, rstd))
-    (weight,) = dense(weight)
-    dx = empty_like(x) if output_mask[0] else None
-    dw = empty_like(weight) if output_mask[1] and weight is not None else None
-    if dx is not None or dw is not None:
-        rows_gradients(grad, x, None, rstd, weight, m, n, dx, dw, None)
-    return dx, dw
-
-
-# ---- group norm ------------------------------------------------------------------------------------------------------
-
-
-def lies(x: Tensor) -> torch.memory_format:
-    """How aten lays a result of channels. A processor keeps channels last."""
-    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.dim())
-    if last is not None and x.is_contiguous(memory_format=last) and not x.is_contiguous():
-        return last
-    return torch.contiguous_format
-
-
-def groups_of(x: Tensor, n: int, c: int, area: int, group: int, last: bool) -> Cells:
-    """Cells of groups, a stretch of each channel."""
-    width = c // group
-    strides = (width, c * area, c, 1) if last else (width * area, c * area, 1, area)
-    return Cells(n * group, area, width, group, strides, width, "stretch")
-
-
-def check_groups(x: Tensor, n: int, c: int, area: int, group: int) -> bool:
-    """Whether channels are last; leave to aten what it refuses."""
-    if (
-        group < 1
-        or c % group
-        or x.numel() != n * c * area
-        or not x.numel()
-        or x.dim() < 2
-        or tuple(x.shape[:2]) != (n, c)
-    ):
-        raise Declined("no elements, or groups that are refused")
-    last = lies(x) != torch.contiguous_format
-    if (last and x.is_cuda) or not (last or x.is_contiguous()):
-        raise Declined("gaps, or channels last")
-    return last
-
-
-@of_numbers("eps")
-def group_norm(
-    input: Tensor, weight: Tensor | None, bias: Tensor | None, N: int, C: int, HxW: int, group: int, eps: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    floats(input, weight, bias)
-    last = check_groups(input, N, C, HxW, group)
-    mixed = parameters(input, (C,), weight, bias, alike=input.is_cuda)
-    weight, bias = dense(weight, bias)
-    y = own(torch.empty_like(input))
-    kind = torch.float32 if mixed else input.dtype
-    mean, rstd = (own(torch.empty((N, group), dtype=kind, device=input.device)) for _ in range(2))
-    cells = groups_of(input, N, C, HxW, group, last)
-    seen = None if last else (input.view(N, group, -1), (2,))
-    forward("moments", input, y, cells, seen, weight, bias, mean, rstd, eps)
-    return y, mean, rstd
-
-
-def group_norm_backward(
-    grad_out: Tensor, input: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None, N: int, C: int, HxW: int, group: int,
-    output_mask: Any,
-) -> tuple[Tensor | None, ...]:  # fmt: skip
-    floats(grad_out, input, mean, rstd, weight)
-    last = check_groups(input, N, C, HxW, group)
-    parameters(input, (C,), weight, alike=input.is_cuda)
-    (weight,) = dense(weight)
-    alike = grad_out.shape == input.shape and grad_out.dtype == input.dtype and grad_out.stride() == input.stride()
-    if not alike or mean.numel() != N * group or rstd.numel() != N * group:
-        raise Declined("a gradient that is not like the result, or moments that are refused")
-    if not (mean.is_contiguous() and rstd.is_contiguous()):
-        raise Declined("moments with gaps")
-    cells = groups_of(input, N, C, HxW, group, last)
-    dx = own(torch.empty_like(input)) if output_mask[0] else None
-    kind = input.dtype if weight is None else weight.dtype
-    dw, db = (own(torch.empty((C,), dtype=kind, device=input.device)) if asked else None for asked in output_mask[1:])
-    if any(output_mask):
-        made = [None if t is None else scratch(input, N, C) for t in (dw, db)]
-        backward("moments", grad_out, input, weight, mean, rstd, dx, *made, cells)
-        if dw is not None or db is not None:
-            add(made, dw, db, N, C, input)
-    return dx, dw, db
-
-
-# ---- batch norm ------------------------------------------------------------------------------------------------------
-
-
-def channels_of(x: Tensor) -> Cells:
-    """A cell of each channel [N, C, ...], over all of N and the rest."""
-    n, c, area = x.shape[0], x.shape[1], math.prod(x.shape[2:])
-    if x.is_contiguous() and area > 1:
-        return Cells(c, area, n, c, (area, 0, 1, c * area), 1, "cell")
-    return Cells(c, n * area, 1, c, (1, 0, c, 0), 1, "cell")
-
-
-def check_channels(x: Tensor) -> None:
-    if x.dim() < 2 or not x.numel() or (lies(x) == torch.contiguous_format and not x.is_contiguous()):
-        raise Declined("no elements, no channels, or gaps")
-
-
-@of_numbers("momentum", "eps")
-def batch_norm(
-    input: Tensor, weight: Tensor | None, bias: Tensor | None, running_mean: Tensor | None, running_var: Tensor | None,
-    training: bool, momentum: float, eps: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    floats(input, weight, bias, running_mean, running_var)
-    check_channels(input)
-    c = input.shape[1]
-    parameters(input, (c,), *(t for t in (weight, bias, running_mean, running_var)))
-    if (running_mean is None) != (running_var is None) or (not training and running_mean is None):
-        raise Declined("running moments that are not there")
-    if running_mean is not None and not (running_mean.is_contiguous() and running_var.is_contiguous()):
-        raise Declined("running moments with gaps")
-    weight, bias = dense(weight, bias)
-    there = [t.dtype for t in (weight, bias, running_mean, running_var) if t is not None]
-    kind = compute_dtype(input.dtype) if input.is_cuda else (there or [input.dtype])[0]
-    y, cells = own(torch.empty_like(input)), channels_of(input)
-    count = c if training or input.is_cuda else 0
-    mean, rstd = (own(torch.empty((count,), dtype=kind, device=input.device)) for _ in range(2))
-    kept = (mean, rstd) if count else (None, None)
-    if training:
-        seen = input, tuple(d for d in range(input.dim()) if d != 1)
-        running = running_mean, running_var
-        forward("moments", input, y, cells, seen, weight, bias, *kept, eps, running=running, momentum=momentum)
-    else:
-        forward(
-            "moments", input, y, cells, None, weight, bias, *kept, eps, (running_mean, running_var), momentum=momentum
-        )
-    return y, mean, rstd
-
-
-@of_numbers("eps")
-def batch_norm_backward(
-    grad_out: Tensor, input: Tensor, weight: Tensor | None, running_mean: Tensor | None, running_var: Tensor | None,
-    save_mean: Tensor | None, save_invstd: Tensor | None, train: bool, eps: float, output_mask: Any,
-) -> tuple[Tensor | None, ...]:  # fmt: skip
-    mean, rstd = (save_mean, save_invstd) if train else (running_mean, running_var)
-    floats(grad_out, input, weight, mean, rstd)
-    check_channels(input)
-    c = input.shape[1]
-    parameters(input, (c,), weight)
-    (weight,) = dense(weight)
-    alike = grad_out.shape == input.shape and grad_out.dtype == input.dtype and grad_out.stride() == input.stride()
-    if not alike or mean is None or rstd is None or mean.numel() != c or rstd.numel() != c:
-        raise Declined("a gradient that is not like the result, or moments that are refused")
-    if not (mean.is_contiguous() and rstd.is_contiguous()):
-        raise Declined("moments with gaps")
-    if output_mask[0] and not train and input.is_cuda and lies(input) != torch.contiguous_format:
-        raise Declined("channels last and moments that were given, whose gradient aten lays out by rows")
-    cells = channels_of(input)
-    dx = own(torch.empty_like(input)) if output_mask[0] else None
-    kind = input.dtype if weight is None else weight.dtype
-    dw, db = (own(torch.empty((c,), dtype=kind, device=input.device)) if asked else None for asked in output_mask[1:])
-    across = cells.tiles(LONGEST_OF_TWO)
-    split = parted(cells, across, input.device) if across["FORM"] == "across" and train else None
-    if not any(output_mask):
-        return dx, dw, db
-    if split is None:
-        backward("moments", grad_out, input, weight, mean, rstd, dx, dw, db, cells, eps, train)
-        return dx, dw, db
-    wide = (scratch(input, c), scratch(input, c)) if dx is not None else (None, None)
-    if dx is not None or dw is not None or db is not None:
-        sum_columns(grad_out, input, mean, rstd, dw, db, cells.r0, c, "column", wide=wide)
-    if dx is not None:
-        backward("moments", grad_out, input, weight, mean, rstd, dx, None, None, cells, eps, train, wide[::-1], split)
-    return dx, dw, db
-
-
-# ---- weight norm -----------------------------------------------------------------------------------------------------
-
-
-def vectors_of(v: Tensor, dim: int) -> Cells:
-    """A cell of each vector, along all dimensions but the first or the last."""
-    if v.dim() < 2 or not v.numel() or dim not in (0, v.dim() - 1):
-        raise Declined("no elements, or a dimension in the middle")
-    kept = v.shape[dim]
-    others = v.numel() // kept
-    if dim == 0:
-        return Cells(kept, others, 1, kept, (others, 0, 1, 0), 1, "cell")
-    return Cells(kept, others, 1, kept, (1, 0, kept, 0), 1, "cell")
-
-
-def check_weights(v: Tensor, g: Tensor, dim: int) -> None:
-    if g.dtype != v.dtype or g.numel() != v.shape[dim] or not g.is_contiguous():
-        raise Declined("lengths of another dtype, shape or with gaps")
-
-
-def weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> tuple[Tensor, Tensor]:
-    floats(v, g)
-    cells = vectors_of(v, dim)
-    check_weights(v, g, dim)
-    wide = torch.float32 if v.dtype in (torch.bfloat16, torch.float16) else v.dtype
-    seen = contiguous(v)
-    w, norms = empty_like(seen), own(torch.empty_strided(g.shape, g.stride(), dtype=wide, device=g.device))
-    forward("norm", seen, w, cells, None, g, None, None, norms)
-    return w, norms
-
-
-def weight_norm_backward(
-    grad_w: Tensor, saved_v: Tensor, saved_g: Tensor, saved_norms: Tensor, dim: int
-) -> tuple[Tensor, Tensor]:
-    floats(grad_w, saved_v, saved_g, saved_norms)
-    cells = vectors_of(saved_v, dim)
-    check_weights(saved_v, saved_g, dim)
-    if grad_w.shape != saved_v.shape or grad_w.dtype != saved_v.dtype or saved_norms.numel() != saved_g.numel():
-        raise Declined("a gradient that is not like the result")
-    grad, v = contiguous(grad_w), contiguous(saved_v)
-    dv, dg = (
-        empty_like(v),
-        own(torch.empty_strided(saved_g.shape, saved_g.stride(), dtype=saved_g.dtype, device=v.device)),
-    )
-    backward("norm", grad, v, saved_g, None, saved_norms, dv, dg, None, cells)
-    return dv, dg
-
-
-FORMS = {
-    "native_layer_norm": layer_norm, "native_layer_norm_backward": layer_norm_backward, "_fused_rms_norm": rms_norm,
-    "_fused_rms_norm_backward": rms_norm_backward, "native_group_norm": group_norm,
-    "native_group_norm_backward": group_norm_backward, "native_batch_norm": batch_norm,
-    "native_batch_norm_backward": batch_norm_backward, "_weight_norm_interface": weight_norm,
-    "_weight_norm_interface_backward": weight_norm_backward,
-}  # fmt: skip

@@ -2,10 +2,12 @@
 
 Short lines are ordered by counting: a key's place is the number of those that come before it. Others take a pass for each digit of
 four bits, the lowest first. Of a pass, blocks count their digits, a launch finds where the keys of each digit and block begin, and
-blocks move their keys there. Sixteen counts lie in four words, each of which is summed or scanned as one number.
+blocks move their keys there. Sixteen counts lie in few words, each of which is summed or scanned as one number.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import triton
@@ -16,12 +18,13 @@ from ..core.tensor import cdiv
 from ..runtime.kernel import kernel
 from . import plans
 from .plans import own
+from .pointwise import WORDS, whole_words
 
 COUNTED = 32768  # keys of a line to which counting is taken, whose work grows with the square
 COMPARED = 1 << 26  # comparisons of all that take about as long as the three launches of a pass (not measured)
 DIGIT = 4  # bits
 DIGITS = 1 << DIGIT
-BLOCK = 1024  # keys that are moved together; fewer than 2**16, which a count holds
+BLOCK = 2048  # keys that are moved together; fewer than 2**15, which a count holds
 
 
 @kernel(grid=lambda a: (a.M * cdiv(a.N, a.OWN),), tokens=("M", "N"), default=lambda a: {"OWN": 16, "num_warps": 4})
@@ -52,17 +55,20 @@ def order_by_count(KEYS, SORTED, ORDER, M, N, OWN: tl.constexpr, BLOCK: tl.const
 def key_of(x):
     """Of numbers, signed integers of at least their bits in the order of the numbers: int64 for 64 bits, else int32. Both zeros are
     one, and a NaN of either sign comes after all else."""
-    if x.dtype.is_floating():
-        x = tl.where(x == 0, 0.0, x).to(x.dtype)
+    if x.dtype.is_floating():  # of the number's size, which has the order of its bits
         if x.dtype == tl.float64:
             bits = x.to(tl.int64, bitcast=True)
-            key = tl.where(x != x, 0x7FFFFFFFFFFFFFFF, bits ^ ((bits >> 63) & 0x7FFFFFFFFFFFFFFF))
+            size = bits & 0x7FFFFFFFFFFFFFFF
+            key = tl.where(size > 0x7FF0000000000000, 0x7FFFFFFFFFFFFFFF, tl.where(bits < 0, -size, size))
         elif x.dtype == tl.float32:
             bits = x.to(tl.int32, bitcast=True)
-            key = tl.where(x != x, 0x7FFFFFFF, bits ^ ((bits >> 31) & 0x7FFFFFFF))
+            size = bits & 0x7FFFFFFF
+            key = tl.where(size > 0x7F800000, 0x7FFFFFFF, tl.where(bits < 0, -size, size))
         else:
+            infinite: tl.constexpr = 0x7F80 if x.dtype == tl.bfloat16 else 0x7C00
             bits = x.to(tl.int16, bitcast=True).to(tl.int32)
-            key = tl.where(x != x, 0x7FFF, bits ^ ((bits >> 31) & 0x7FFF))
+            size = bits & 0x7FFF
+            key = tl.where(size > infinite, 0x7FFF, tl.where(bits < 0, -size, size))
     elif x.dtype == tl.int64:
         key = x
     else:
@@ -77,69 +83,123 @@ def digit_of(key, shift, flip):
 
 
 @triton.jit
-def counted(digit, inside):
-    """[4, n] of words with one count each: a digit's is in word digit / 4, sixteen bits for each of four."""
-    word = tl.arange(0, 4)[:, None]
-    one = tl.full(digit.shape, 1, tl.int64) << ((digit & 3) * 16).to(tl.int64)
-    return tl.where((word == (digit >> 2)[None, :]) & inside[None, :], one[None, :], 0)
+def key_tile(KEYS, line, block, N, THREADS: tl.constexpr):
+    """(eight keys of each thread, in the order of the line and by words of four, which they are, whether there are such)."""
+    thread = tl.arange(0, THREADS)[:, None, None]
+    i = ((block * THREADS + thread) * 2 + tl.arange(0, 2)[None, :, None]) * 4 + tl.arange(0, 4)[None, None, :]
+    return tl.load(KEYS + line * N + i, i < N, 0), i, i < N
 
 
-PASS = {
-    "grid": lambda a: (a.M * a.BLOCKS,),
-    "tokens": ("M", "N", "BLOCKS", "shift", "flip"),
-    "default": lambda a: {"num_warps": 4},
-}
+@triton.jit
+def halves(counts, MASK: tl.constexpr, BITS: tl.constexpr):
+    """(counts with even places in a word, those with odd ones): each has twice the bits then."""
+    return counts & MASK, (counts >> BITS) & MASK
 
 
-@kernel(**PASS)
-def radix_count(KEYS, COUNTS, M, N, BLOCKS, shift, flip, BLOCK: tl.constexpr):
+@triton.jit
+def one_each(digit, inside):
+    """A word for each digit that counts it once, in four bits for each of sixteen."""
+    return tl.where(inside, tl.full(digit.shape, 1, tl.int64) << (digit * 4).to(tl.int64), 0)
+
+
+@triton.jit
+def of_digit(digit, a, b, c, d):
+    """A digit's count: in word digit % 4, sixteen bits each."""
+    word = tl.where((digit & 2) == 0, tl.where((digit & 1) == 0, a, b), tl.where((digit & 1) == 0, c, d))
+    return (word >> (digit >> 2 << 4).to(tl.int64)).to(tl.int32) & 0xFFFF
+
+
+@triton.jit
+def before_warp(counts):
+    """What warps before have, of [warps, 32]."""
+    total = tl.sum(counts, 1)
+    return (tl.cumsum(total, 0) - total)[:, None]
+
+
+@triton.jit
+def ranks(digit, inside):
+    """Of [threads, 2, 4] digits, how many before each are equal. Sixteen counts lie in one word as long as they are a thread's, in
+    two for threads before in a warp, and in four for all."""
+    THREADS: tl.constexpr = digit.shape[0]
+    WARP: tl.constexpr = 32
+    one = one_each(digit, inside)
+    words = tl.sum(one, 2)
+    spread = tl.broadcast_to(
+        words[:, :, None], one.shape
+    )  # a scan of two dimensions would hand its numbers to other threads
+    own = tl.cumsum(one, 2) + (tl.cumsum(spread, 1) - spread)
+    even, odd = halves(tl.reshape(tl.sum(words, 1), [THREADS // WARP, WARP]), 0x0F0F0F0F0F0F0F0F, 4)
+    a, c = halves(tl.cumsum(even, 1) - even, 0x00FF00FF00FF00FF, 8)
+    b, d = halves(tl.cumsum(odd, 1) - odd, 0x00FF00FF00FF00FF, 8)
+    even_a, even_c = halves(even, 0x00FF00FF00FF00FF, 8)  # a warp may have 256 equal ones
+    odd_b, odd_d = halves(odd, 0x00FF00FF00FF00FF, 8)
+    a = tl.reshape(a + before_warp(even_a), [THREADS])[:, None, None]
+    b = tl.reshape(b + before_warp(odd_b), [THREADS])[:, None, None]
+    c = tl.reshape(c + before_warp(even_c), [THREADS])[:, None, None]
+    d = tl.reshape(d + before_warp(odd_d), [THREADS])[:, None, None]
+    return of_digit(digit, a, b, c, d) + ((own >> (digit * 4).to(tl.int64)).to(tl.int32) & 15) - 1
+
+
+PASS = {"grid": lambda a: (a.M * a.BLOCKS,), "tokens": ("M", "N", "BLOCKS", "shift", "flip")}
+
+
+@kernel(**PASS, default=lambda a: {"num_warps": 4})
+def radix_count(KEYS, COUNTS, M, N, BLOCKS, shift, flip, EVEN: tl.constexpr, THREADS: tl.constexpr):
     """COUNTS [M, 16, BLOCKS]: of a block's keys, those with each digit."""
     line = (tl.program_id(0) // BLOCKS).to(tl.int64)
     block = tl.program_id(0) % BLOCKS
-    i = block * BLOCK + tl.arange(0, BLOCK)
-    digit = digit_of(tl.load(KEYS + line * N + i, i < N, 0), shift, flip)
-    words = tl.sum(counted(digit, i < N), 1)
-    part = tl.arange(0, 4)[None, :]
-    count = (words[:, None] >> (part * 16).to(tl.int64)) & 0xFFFF
-    which = tl.arange(0, 4)[:, None] * 4 + part
-    tl.store(COUNTS + (line * 16 + which) * BLOCKS + block, count.to(tl.int32))
+    key, _, inside = key_tile(KEYS, line, block, whole_words(N, EVEN), THREADS)
+    threads = tl.sum(tl.sum(one_each(digit_of(key, shift, flip), inside), 2), 1)
+    even, odd = halves(threads, 0x0F0F0F0F0F0F0F0F, 4)
+    a, c = halves(even, 0x00FF00FF00FF00FF, 8)
+    b, d = halves(odd, 0x00FF00FF00FF00FF, 8)
+    digit = tl.arange(0, 16)
+    count = of_digit(digit, tl.sum(a, 0), tl.sum(b, 0), tl.sum(c, 0), tl.sum(d, 0))
+    tl.store(COUNTS + (line * 16 + digit) * BLOCKS + block, count)
 
 
-@kernel(grid=lambda a: (a.M * 16,), tokens=("M", "BLOCKS"), default=lambda a: {"BLOCK": 1024, "num_warps": 4})
-def radix_scan(COUNTS, STARTS, M, BLOCKS, BLOCK: tl.constexpr):
-    """STARTS [M, 16, BLOCKS]: how many keys of a line come before those of a digit and block."""
-    line = (tl.program_id(0) // 16).to(tl.int64) * 16 * BLOCKS
-    first = (tl.program_id(0) % 16) * BLOCKS
-    lower = tl.zeros([BLOCK], tl.int32)
-    for start in range(0, first, BLOCK):
-        i = start + tl.arange(0, BLOCK)
+@kernel(grid=lambda a: (a.M * a.APART,), tokens=("M", "BLOCKS"), default=lambda a: {"num_warps": a.CHUNK // 512})
+def radix_scan(COUNTS, STARTS, M, BLOCKS, APART: tl.constexpr, CHUNK: tl.constexpr):
+    """STARTS [M, 16, BLOCKS]: how many keys of a line come before those of a digit and block. Its digits are APART programs'."""
+    size = 16 // APART * BLOCKS
+    line = (tl.program_id(0) // APART).to(tl.int64) * 16 * BLOCKS
+    first = (tl.program_id(0) % APART) * size
+    lower = tl.zeros([CHUNK], tl.int32)
+    for start in range(0, first, CHUNK):
+        i = start + tl.arange(0, CHUNK)
         lower += tl.load(COUNTS + line + i, i < first, 0)
     before = tl.sum(lower, 0)
-    for start in range(first, first + BLOCKS, BLOCK):
-        i = start + tl.arange(0, BLOCK)
-        count = tl.load(COUNTS + line + i, i < first + BLOCKS, 0)
-        tl.store(STARTS + line + i, before + tl.cumsum(count, 0) - count, i < first + BLOCKS)
+    for start in range(first, first + size, CHUNK):
+        i = start + tl.arange(0, CHUNK)
+        count = tl.load(COUNTS + line + i, i < first + size, 0)
+        tl.store(STARTS + line + i, before + tl.cumsum(count, 0) - count, i < first + size)
         before += tl.sum(count, 0)
 
 
-@kernel(**PASS)
-def radix_move(KEYS, ORDER, STARTS, KEYS_OUT, ORDER_OUT, M, N, BLOCKS, shift, flip, BLOCK: tl.constexpr):
+def move_options(a: Any) -> dict[str, int]:
+    """Three programs share a multiprocessor where their registers hold what they need."""
+    fits = a.EVEN and a.KEYS.dtype == torch.int32
+    return {"num_warps": a.THREADS // 32, **({"maxnreg": 80} if fits else {})}
+
+
+@kernel(**PASS, default=move_options)
+def radix_move(
+    KEYS, ORDER, STARTS, KEYS_OUT, ORDER_OUT, M, N, BLOCKS, shift, flip, EVEN: tl.constexpr, THREADS: tl.constexpr
+):
     """Each key to its place among those with its digit. ORDER is None before the first pass: keys are as they came."""
     line = (tl.program_id(0) // BLOCKS).to(tl.int64)
     block = tl.program_id(0) % BLOCKS
-    i = block * BLOCK + tl.arange(0, BLOCK)
-    inside = i < N
-    key = tl.load(KEYS + line * N + i, inside, 0)
-    which = i
-    if ORDER is not None:
-        which = tl.load(ORDER + line * N + i, inside, 0)
+    N = whole_words(N, EVEN)
+    key, which, inside = key_tile(KEYS, line, block, N, THREADS)
     digit = digit_of(key, shift, flip)
-    words = tl.cumsum(counted(digit, inside), 1)
-    mine = tl.sum(tl.where(tl.arange(0, 4)[:, None] == (digit >> 2)[None, :], words, 0), 0)
-    rank = ((mine >> ((digit & 3) * 16).to(tl.int64)) & 0xFFFF).to(tl.int32) - 1
-    at = line * N + tl.load(STARTS + (line * 16 + digit) * BLOCKS + block, inside, 0) + rank
-    tl.store(KEYS_OUT + at, key, inside)
-    tl.store(ORDER_OUT + at, which, inside)
+    at = tl.load(STARTS + (line * 16 + digit) * BLOCKS + block, inside, 0) + ranks(digit, inside)
+    # Neighbours that have one digit go side by side: they are handed to neighbouring threads first, which write them together
+    at = tl.reshape(at, [THREADS * 8])
+    inside = tl.reshape(inside, [THREADS * 8])
+    tl.store(KEYS_OUT + line * N + at, tl.reshape(key, [THREADS * 8]), inside)
+    if ORDER is not None:
+        which = tl.load(ORDER + line * N + which, which < N, 0)
+    tl.store(ORDER_OUT + line * N + at, tl.reshape(which, [THREADS * 8]), inside)
 
 
 KEY_BITS = {
@@ -161,7 +221,8 @@ def ordered(keys: Tensor, bits: int, signed: bool) -> tuple[Tensor, Tensor]:
         block = 256 if keys.dtype == torch.int32 else 128  # as many as registers hold
         plans.launch(order_by_count, (keys, found, order), (lines, n), BLOCK=block)
         return found, order
-    blocks = cdiv(n, BLOCK)
+    blocks, even = cdiv(n, BLOCK), n % WORDS == 0
+    apart, chunk = (1, 512) if blocks * DIGITS <= 2048 else (DIGITS, 8192)
     counts, starts = (
         own(torch.empty((lines, DIGITS, blocks), dtype=torch.int32, device=keys.device)) for _ in range(2)
     )
@@ -173,8 +234,8 @@ def ordered(keys: Tensor, bits: int, signed: bool) -> tuple[Tensor, Tensor]:
         shift = at * DIGIT
         flip = 1 << (bits - 1 - shift) if signed and at == passes - 1 else 0
         sizes = lines, n, blocks, shift, flip
-        plans.launch(radix_count, (source[0], counts), sizes, BLOCK=BLOCK)
-        plans.launch(radix_scan, (counts, starts), (lines, blocks))
-        plans.launch(radix_move, (*source, starts, *target), sizes, BLOCK=BLOCK)
+        plans.launch(radix_count, (source[0], counts), sizes, EVEN=even, THREADS=BLOCK // 8)
+        plans.launch(radix_scan, (counts, starts), (lines, blocks), APART=apart, CHUNK=chunk)
+        plans.launch(radix_move, (*source, starts, *target), sizes, EVEN=even, THREADS=BLOCK // 8)
         source = target
     return found, order

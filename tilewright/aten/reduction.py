@@ -5,6 +5,9 @@ order of elements, `identity` is the state of nothing, `finish` gives the result
 reduced are each brought to the fewest loops. A program keeps a tile of states, kept x reduced, takes in the reduced elements, and
 combines the tile's columns in the end. Where there are few results, parts of the reduced elements are programs of their own, and a
 second launch combines their states in order: the same bits every time, and no atomics.
+
+`combine` knows nothing of its states: which index is lower, how many elements each is of. A state of the tile meets elements in
+turn, their indices ascending, and all states have met as many; a row that gains by it says so (`InTurn`).
 """
 
 from __future__ import annotations
@@ -37,17 +40,34 @@ TOKENS = (
 )  # fmt: skip
 MOST_DIMS = 64
 SMALL_TILE = 4, 512
-# Programs for each SM, below which parts of the reduced elements get programs of their own. A program has 4 KB on their way to it,
-# and memory is busy with 30 KB for each SM
+LOADS = 8  # of 16 bytes, that a thread has on their way to it at a time, where elements lie side by side
+# Programs for each SM, at most, that parts of the reduced elements make where there are fewer than half of them without. A program
+# has 8 to 16 KB on their way to it, and memory is busy with 30 to 40 KB for each SM
 BUSY = 8
 NEITHER, REDUCED_ONES, KEPT_ONES = 0, 1, 2  # which elements lie side by side
 LEAST = 16  # elements that lie side by side, for tiles to be cut along them
 
 
+class InTurn(NamedTuple):
+    """How states of two numbers meet elements one after the other. `begin(x, ok)` is the state after a first element, or of nothing
+    where that is not ok; `take(a, b, x, n)` the one after element x, if n came before it; `settle(a, b, first, step, count)` the
+    row's own state of `count` elements, of which the n-th has the index first + n * step."""
+
+    begin: Any
+    take: Any
+    settle: Any
+
+    @property
+    def cache_key(self) -> str:
+        return text_of(self)
+
+
 @dataclass(frozen=True)
 class Row:
     """One kind of reduction; see the module. `results` are the dtypes that `finish` gives, in terms of the promoted one: "common",
-    "int64" or "bool". `numbers` count those that map and finish take."""
+    "int64" or "bool". `numbers` count those that map and finish take. `across` combines the columns of a tile of states at once,
+    where that takes less than two at a time. `later`, for a scan of values with indices: of two values the one that holds, if the
+    second comes later."""
 
     name: str
     map: Any
@@ -62,6 +82,9 @@ class Row:
     wide: bool = (
         False  # whether fp32 elements are combined in float64: sums of them that cancel are then as exact as others
     )
+    in_turn: InTurn | None = None
+    across: Any = None
+    later: Any = None
 
     @property
     def indexed(self) -> bool:
@@ -70,8 +93,8 @@ class Row:
 
     @property
     def light(self) -> bool:
-        """Whether registers hold 32 elements of a thread: states of one number, and no power to take."""
-        return self.states == 1 and not self.numbers
+        """Whether an element is taken in by a few instructions: no power to take, no two states of which nothing is known."""
+        return self.in_turn is not None or (self.states == 1 and not self.numbers)
 
 
 class How(NamedTuple):
@@ -81,6 +104,9 @@ class How(NamedTuple):
     COMBINE: Any
     IDENTITY: Any
     FINISH: Any
+    IN_TURN: Any
+    ACROSS: Any
+    LATER: Any
     STATES: int
     NUMBERS: int
     RESULTS: int
@@ -157,20 +183,51 @@ def tiles_of(a: Any) -> int:
     return cdiv(a.KEPT, a.BLOCK_K)
 
 
+@triton.jit
+def elements(
+    X, at, r, ok, none, R0, R1, r0, r1, r2, ALONG: tl.constexpr, ONE_R: tl.constexpr, EVEN: tl.constexpr, HOW: tl.constexpr
+):  # fmt: skip
+    """A tile of elements, promoted; `none` for those that are not `ok`. Both are None where all are."""
+    return promoted_value(tl.load(X + at + along(r, R0, R1, r0, r1, r2, ALONG, ONE_R, EVEN)[None, :], ok, none), HOW)
+
+
+@triton.jit
+def taken_in(state, none, x, other, ok, S0, S1, MASKED: tl.constexpr, HOW: tl.constexpr):
+    """States, and elements with indices or a second operand's; if MASKED, those that are `ok`, and `none` in the others' place."""
+    MAP: tl.constexpr = HOW.MAP
+    mapped = MAP(x, other, *given_numbers(S0, S1, HOW))
+    if HOW.STATES == 1:
+        return combined(state, (tl.where(ok, mapped, none[0]) if MASKED else mapped,), HOW)
+    elif HOW.STATES == 2:
+        return combined(state, (tl.where(ok, mapped[0], none[0]), tl.where(ok, mapped[1], none[1])), HOW)
+    else:
+        return combined(
+            state,
+            (tl.where(ok, mapped[0], none[0]), tl.where(ok, mapped[1], none[1]), tl.where(ok, mapped[2], none[2])),
+            HOW,
+        )
+
+
 @kernel(grid=lambda a: (tiles_of(a), a.PARTS), tokens=TOKENS, default=lambda a: {"num_warps": 4})
 def reduce_tiles(
     X, Y, OUT0, OUT1, SCRATCH, KEPT, REDUCED, PER, PARTS, K0, K1, R0, R1, k0, k1, k2, r0, r1, r2, p0, p1, p2, q0, q1, q2,
     S0: tl.int64, S1: tl.int64, HOW: tl.constexpr, ALONG: tl.constexpr, ONE_K: tl.constexpr, ONE_R: tl.constexpr,
-    EVEN: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
+    EVEN: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, UNROLL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Strides k, r of X and p, q of Y along kept and reduced loops. Each of PARTS programs takes PER reduced elements, whole tiles;
-    SCRATCH [STATES, PARTS, KEPT] holds their states, if there is more than one.
+    SCRATCH [STATES, PARTS, KEPT] holds their states, if there is more than one. PDL: the launch that combines them may begin, and
+    waits by itself.
 
     To divide an element's number by the sizes of loops takes a hundred instructions, and hides which elements lie side by side. So
     ONE_K, ONE_R say that there is one loop. ALONG says which elements lie side by side, 1 for reduced and 2 for kept ones: a tile
-    then ends where their loop does, and only the tile's number is divided. EVEN: all runs are whole words and begin at them."""
-    MAP: tl.constexpr = HOW.MAP
+    then ends where their loop does, and only the tile's number is divided. EVEN: all runs are whole words and begin at them.
+
+    UNROLL tiles are on their way at a time, where they are whole; those that are left come one by one. Of several runs all are so
+    many whole tiles, if UNROLL is more than 1. States of kept elements that are not there are those of others or of zeros."""
     SPLIT: tl.constexpr = ALONG > 0 and not ONE_R
+    IN_TURN: tl.constexpr = None if SPLIT and UNROLL == 1 else HOW.IN_TURN
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
     if ALONG == 2:
         across_k = tl.cdiv(K0, BLOCK_K)
         run = tl.program_id(0) // across_k
@@ -184,49 +241,79 @@ def reduce_tiles(
     else:
         k = tl.program_id(0).to(tl.int64) * BLOCK_K + tl.arange(0, BLOCK_K)
         inside_k = k < KEPT
-        at_x = whole_words(k * k0 if ONE_K else offset(k, K0, K1, k0, k1, k2), EVEN)[:, None]
+        there = tl.minimum(k, KEPT - 1)
+        at_x = whole_words(there * k0 if ONE_K else offset(there, K0, K1, k0, k1, k2), EVEN)[:, None]
         at_y = at_x
         if Y is not None:
-            at_y = whole_words(k * p0 if ONE_K else offset(k, K0, K1, p0, p1, p2), EVEN)[:, None]
-    state = nothing(BLOCK_K, BLOCK_R, HOW)
-    none = state
+            at_y = whole_words(there * p0 if ONE_K else offset(there, K0, K1, p0, p1, p2), EVEN)[:, None]
     part = tl.program_id(1).to(tl.int64)
     across_r = tl.cdiv(R0, BLOCK_R)
     tiles = across_r * (REDUCED // R0) if SPLIT else tl.cdiv(REDUCED, BLOCK_R)
     length = whole_words(R0 if SPLIT else REDUCED, EVEN and ALONG == 1)
     start = part * (PER // BLOCK_R)
-    for tile in tl.range(start, tl.minimum(start + PER // BLOCK_R, tiles)):
+    stop = tl.minimum(start + PER // BLOCK_R, tiles)
+    left = start
+    if IN_TURN is None:
+        state = nothing(BLOCK_K, BLOCK_R, HOW)
+        none = state
+    elif UNROLL > 1:
+        state = IN_TURN.begin(tl.zeros([BLOCK_K, BLOCK_R], HOW.COMPUTE), tl.zeros([BLOCK_K, BLOCK_R], tl.int1))
+    else:
+        r = start * BLOCK_R + tl.arange(0, BLOCK_R)
+        ok = inside_k[:, None] & (r < length)[None, :]
+        state = IN_TURN.begin(elements(X, at_x, r, ok, 0, R0, R1, r0, r1, r2, ALONG, ONE_R, EVEN, HOW), ok)
+        left += 1
+    if UNROLL > 1:
+        left += (tl.minimum(stop, REDUCED // BLOCK_R) - start) // UNROLL * UNROLL
+        inside, outside = (inside_k[:, None], 0) if ALONG == 2 else (None, None)
+        for first in tl.range(start, left, UNROLL):
+            from_x, from_y, tile_r = at_x, at_y, first
+            if SPLIT:
+                run_r = tl.cast(first, tl.int32) // across_r
+                tile_r = (tl.cast(first, tl.int32) % across_r).to(tl.int64)
+                from_x = at_x + offset_of_tile(run_r, R1, r1, r2, EVEN)
+                if Y is not None:
+                    from_y = at_y + offset_of_tile(run_r, R1, q1, q2, EVEN)
+            for ahead in tl.static_range(UNROLL):
+                r = (tile_r + ahead) * BLOCK_R + tl.arange(0, BLOCK_R)
+                x = elements(X, from_x, r, inside, outside, R0, R1, r0, r1, r2, ALONG, ONE_R, EVEN, HOW)
+                if IN_TURN is not None:
+                    state = IN_TURN.take(*state, x, (first - start).to(tl.int32) + ahead)
+                elif Y is not None:
+                    y = elements(Y, from_y, r, inside, outside, R0, R1, q0, q1, q2, ALONG, ONE_R, EVEN, HOW)
+                    state = taken_in(state, none, x, y, inside, S0, S1, False, HOW)
+                else:  # a row that asks for indices meets elements in turn
+                    state = taken_in(state, none, x, None, inside, S0, S1, False, HOW)
+    for tile in tl.range(left, stop):
+        from_x, from_y = at_x, at_y
         if SPLIT:
             run_r = tl.cast(tile, tl.int32) // across_r
             r = (tl.cast(tile, tl.int32) % across_r).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
             index = run_r.to(tl.int64) * R0 + r
             from_x = at_x + offset_of_tile(run_r, R1, r1, r2, EVEN)
+            if Y is not None:
+                from_y = at_y + offset_of_tile(run_r, R1, q1, q2, EVEN)
         else:
             r = tile * BLOCK_R + tl.arange(0, BLOCK_R)
             index = r
-            from_x = at_x
         ok = inside_k[:, None] & (r < length)[None, :]
-        x = promoted_value(tl.load(X + from_x + along(r, R0, R1, r0, r1, r2, ALONG, ONE_R, EVEN)[None, :], ok, 0), HOW)
-        if Y is not None:
-            from_y = at_y
-            if SPLIT:
-                from_y = at_y + offset_of_tile(run_r, R1, q1, q2, EVEN)
-            y = tl.load(Y + from_y + along(r, R0, R1, q0, q1, q2, ALONG, ONE_R, EVEN)[None, :], ok, 0)
-            mapped = MAP(x, promoted_value(y, HOW), *given_numbers(S0, S1, HOW))
+        x = elements(X, from_x, r, ok, 0, R0, R1, r0, r1, r2, ALONG, ONE_R, EVEN, HOW)
+        if IN_TURN is not None:
+            new = IN_TURN.take(*state, x, (tile - start).to(tl.int32))
+            state = (tl.where(ok, new[0], state[0]), tl.where(ok, new[1], state[1]))
+        elif Y is not None:
+            y = elements(Y, from_y, r, ok, 0, R0, R1, q0, q1, q2, ALONG, ONE_R, EVEN, HOW)
+            state = taken_in(state, none, x, y, ok, S0, S1, True, HOW)
         else:
-            mapped = MAP(x, tl.broadcast_to(index[None, :], [BLOCK_K, BLOCK_R]), *given_numbers(S0, S1, HOW))
-        if HOW.STATES == 1:
-            new = (tl.where(ok, mapped, none[0]),)
-        elif HOW.STATES == 2:
-            new = (tl.where(ok, mapped[0], none[0]), tl.where(ok, mapped[1], none[1]))
-        else:
-            new = (
-                tl.where(ok, mapped[0], none[0]),
-                tl.where(ok, mapped[1], none[1]),
-                tl.where(ok, mapped[2], none[2]),
-            )
-        state = combined(state, new, HOW)
-    total = across(state, HOW)
+            index = tl.broadcast_to(index[None, :], [BLOCK_K, BLOCK_R])
+            state = taken_in(state, none, x, index, ok, S0, S1, True, HOW)
+    if IN_TURN is None:
+        total = across(state, None, HOW)
+    else:
+        met = tl.minimum(stop * BLOCK_R, REDUCED) - start * BLOCK_R
+        column = tl.broadcast_to(tl.arange(0, BLOCK_R)[None, :], [BLOCK_K, BLOCK_R])
+        count = (met // BLOCK_R).to(tl.int32) + (column < (met % BLOCK_R).to(tl.int32)).to(tl.int32)
+        total = across(IN_TURN.settle(*state, start * BLOCK_R + column, BLOCK_R, count), met, HOW)
     if SCRATCH is None:
         finish_and_store(total, OUT0, OUT1, k, inside_k, REDUCED, S0, S1, HOW)
     else:
@@ -247,36 +334,40 @@ def along(r, R0, R1, r0, r1, r2, ALONG: tl.constexpr, ONE_R: tl.constexpr, EVEN:
 
 
 @triton.jit
-def across(state, HOW: tl.constexpr):
-    """One state of each row of a tile of them."""
-    if HOW.STATES == 1:
+def across(state, count, HOW: tl.constexpr):
+    """One state of each row of a tile of them; `count`: how many elements each is of, if all are of as many."""
+    if HOW.ACROSS is not None:
+        return HOW.ACROSS(*state, count)
+    elif HOW.STATES == 1:
         return (tl.reduce(state[0], 1, HOW.COMBINE),)
     else:
         return tl.reduce(state, 1, HOW.COMBINE)
 
 
 @kernel(grid=lambda a: (cdiv(a.KEPT, a.BLOCK_K),), tokens=("KEPT", "REDUCED", "PARTS", "S0", "S1"),
-        default=lambda a: {"num_warps": 4})  # fmt: skip
+        default=lambda a: {"num_warps": 4, **({"launch_pdl": True} if a.PDL else {})})  # fmt: skip
 def reduce_parts(
     OUT0, OUT1, SCRATCH, KEPT, REDUCED, PARTS, S0: tl.int64, S1: tl.int64, HOW: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_P: tl.constexpr,
+    BLOCK_P: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Combine the states of parts, always in the same order."""
+    """Combine the states of parts, always in the same order. PDL: started before the launch that makes them has ended."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
     k = tl.program_id(0).to(tl.int64) * BLOCK_K + tl.arange(0, BLOCK_K)
     inside = k < KEPT
-    state = load_states(SCRATCH, 0, PARTS, KEPT, k, inside, BLOCK_K, BLOCK_P, HOW)
+    state = load_states(SCRATCH, 0, PARTS, PARTS, KEPT, k, inside, BLOCK_K, BLOCK_P, HOW)
     for first in range(BLOCK_P, PARTS, BLOCK_P):
-        state = combined(state, load_states(SCRATCH, first, PARTS, KEPT, k, inside, BLOCK_K, BLOCK_P, HOW), HOW)
-    finish_and_store(across(state, HOW), OUT0, OUT1, k, inside, REDUCED, S0, S1, HOW)
+        state = combined(state, load_states(SCRATCH, first, PARTS, PARTS, KEPT, k, inside, BLOCK_K, BLOCK_P, HOW), HOW)
+    finish_and_store(across(state, None, HOW), OUT0, OUT1, k, inside, REDUCED, S0, S1, HOW)
 
 
 @triton.jit
 def load_states(
-    SCRATCH, first, PARTS, KEPT, k, inside, BLOCK_K: tl.constexpr, BLOCK_P: tl.constexpr, HOW: tl.constexpr
-):
-    """The states [BLOCK_K, BLOCK_P] of some parts, or of nothing. Indices are kept in the bits of what is computed in."""
+    SCRATCH, first, stop, PARTS, KEPT, k, inside, BLOCK_K: tl.constexpr, BLOCK_P: tl.constexpr, HOW: tl.constexpr
+):  # fmt: skip
+    """The states [BLOCK_K, BLOCK_P] of the parts from `first` to `stop`, or of nothing; in float64, where that holds indices."""
     part = first + tl.arange(0, BLOCK_P)
-    ok = inside[:, None] & (part < PARTS)[None, :]
+    ok = inside[:, None] & (part < stop)[None, :]
     at = SCRATCH + part.to(tl.int64)[None, :] * KEPT + k[:, None]
     none = nothing(BLOCK_K, BLOCK_P, HOW)
     if HOW.STATES == 1:
@@ -391,18 +482,20 @@ class Form(NamedTuple):
     even: bool
     block_k: int
     block_r: int
+    unroll: int = 1
 
     @property
     def constants(self) -> dict[str, int]:
         return {"ALONG": self.along, "ONE_K": self.one_k, "ONE_R": self.one_r, "EVEN": self.even, "BLOCK_K": self.block_k,
-                "BLOCK_R": self.block_r}  # fmt: skip
+                "BLOCK_R": self.block_r, "UNROLL": self.unroll}  # fmt: skip
 
 
 def form_of(
-    sizes_k: list[int], steps_k: list[list[int]], sizes_r: list[int], steps_r: list[list[int]], light: bool
+    sizes_k: list[int], steps_k: list[list[int]], sizes_r: list[int], steps_r: list[list[int]], ahead: int
 ) -> Form:
     """The form for loops of these sizes, of which each operand has its steps. Tiles lie along whichever elements lie side by side;
-    rows that are short are taken many at a time. Where there are few elements, all take one form."""
+    rows that are short are taken many at a time. `ahead`: elements of a thread that are on their way at a time. Where there are few
+    elements, all take one form."""
     kept, reduced = math.prod(sizes_k), math.prod(sizes_r)
     if kept * reduced < SMALL:
         return Form(NEITHER, False, False, False, *SMALL_TILE)
@@ -411,22 +504,52 @@ def form_of(
     along_k = steps_k[0][0] or 1 << 62
     if along_r <= along_k:
         along = REDUCED_ONES if all(own[0] == 1 for own in steps_r) and (one_r or sizes_r[0] >= LEAST) else NEITHER
-        block_k, block_r = row_tile(kept, sizes_r[0] if along else reduced, light)
+        tile = row_tile(kept, sizes_r[0] if along else reduced, ahead if along else 8, one_r)
     else:
         near = all(own[0] == 1 for own in steps_k) and (one_k or sizes_k[0] >= 64)
         along = KEPT_ONES if near and (one_r or sizes_r[0] >= LEAST) else NEITHER
-        block_k, block_r = 128, 32 if light and along else 16
+        tile = column_tile(sizes_k[0], sizes_r[0], ahead, one_r) if along else (128, 16, 1)
     even = along != NEITHER and in_words(along, sizes_k, steps_k, sizes_r, steps_r)
-    return Form(along, one_k and along != KEPT_ONES, one_r, even, block_k, block_r)
+    return Form(along, one_k and along != KEPT_ONES, one_r, even, *tile)
 
 
-def row_tile(kept: int, length: int, light: bool) -> tuple[int, int]:
-    """(BLOCK_K, BLOCK_R) of reduced elements in runs of some length."""
+def row_tile(kept: int, length: int, ahead: int, one: bool) -> tuple[int, int, int]:
+    """(BLOCK_K, BLOCK_R, UNROLL) of reduced elements in runs of some length, or in one. Of a tile of 1024 a thread has 8."""
     if length <= 64:
-        return 64, 32
-    if kept == 1:
-        return 1, 4096 if light else 2048
-    return (2, 1024) if length > 512 else (8, 256)
+        return (128, 16, 1) if length <= 16 else (64, 32, 1)
+    if length <= 512 and kept > 1:
+        return 8, 256, 1
+    unroll = at_a_time(1024, length, ahead // 8, one)
+    if kept == 1 or unroll == ahead // 8 > 1:
+        return (1, 1024, unroll) if unroll > 1 else (1, 2048, 1)
+    return 2, 1024, max(1, unroll // 2)
+
+
+def column_tile(width: int, length: int, ahead: int, one: bool) -> tuple[int, int, int]:
+    """The same of kept elements that lie side by side, in runs of some width."""
+    block_k = tile_width(width)
+    unroll = at_a_time(1024 // block_k, length, ahead // 8, one)
+    return block_k, (1024 if unroll > 1 else 2048) // block_k, unroll
+
+
+def at_a_time(block: int, length: int, most: int, one: bool) -> int:
+    """How many blocks are on their way at a time: no more than a run has, and where there are several runs a divisor of it."""
+    while most > 1 and (block * most > length or not (one or length % (block * most) == 0)):
+        most //= 2
+    return most
+
+
+def tile_width(width: int) -> int:
+    """Of a tile along runs of some width: a row of it is 256 bytes of 16 bits each, or as few as a run has."""
+    return min(128, max(16, triton.next_power_of_2(width)))
+
+
+def ahead_of(row: Row, operands: list[Tensor]) -> int:
+    """How many elements of each operand a thread has on their way to it at a time: 8 at least, and of rows that compute for long no
+    more."""
+    if not row.light:
+        return 8
+    return min(64, max(8, LOADS * 16 // operands[0].element_size() // len(operands)))
 
 
 def in_words(
@@ -450,8 +573,8 @@ def compute_of(row: Row, common: torch.dtype) -> torch.dtype:
 @functools.cache
 def how_of(row: Row, common: torch.dtype) -> How:
     return How(
-        row.map, row.combine, row.identity, row.finish, row.states, row.numbers, len(row.results), IN_TRITON[common],
-        IN_TRITON[compute_of(row, common)],
+        row.map, row.combine, row.identity, row.finish, row.in_turn, row.across, row.later, row.states, row.numbers,
+        len(row.results), IN_TRITON[common], IN_TRITON[compute_of(row, common)],
     )  # fmt: skip
 
 
@@ -462,8 +585,9 @@ def launch(row, x, other, kept, reduced, dims, outs, common, numbers) -> None:
     sizes_r, steps_r = loops_of(reduced, [own[1] for own in strides], ordered=row.indexed)
     compute = compute_of(row, common)
     KEPT, REDUCED = math.prod(kept), math.prod(reduced)
-    form = form_of(sizes_k, steps_k, sizes_r, steps_r, row.light)
-    parts, per = parts_of(programs_of(form, sizes_k), padded(form, sizes_r), form.block_r, x.device)
+    form = form_of(sizes_k, steps_k, sizes_r, steps_r, ahead_of(row, operands))
+    programs = programs_of(form, sizes_k)
+    parts, per = parts_of(programs, padded(form, sizes_r), form.block_r, form.unroll, BUSY, x.device)
     how = how_of(row, common)
     slots = [*(bits_of(n, compute) for n in numbers), 0, 0][:2]
     second = outs[1] if len(outs) > 1 else None
@@ -472,11 +596,14 @@ def launch(row, x, other, kept, reduced, dims, outs, common, numbers) -> None:
         scratch = states_of(row, parts, KEPT, compute, x.device)
     extra = [0] * (2 * LOOPS) if other is None else [*steps_k[1], *steps_r[1]]
     sizes = KEPT, REDUCED, per, parts, sizes_k[0], sizes_k[1], sizes_r[0], sizes_r[1], *steps_k[0], *steps_r[0], *extra
-    plans.launch(reduce_tiles, (x, other, outs[0], second, scratch), sizes, slots, how, **form.constants)
+    early = scratch is not None and Target.at(x.device).early_launch
+    tensors = x, other, outs[0], second, scratch
+    plans.launch(reduce_tiles, tensors, sizes, slots, how, **form.constants, PDL=early)
     if scratch is not None:
-        block_k, block_p = (128, 8) if KEPT > 16 else (1, 1024) if KEPT == 1 else (4, 256)
-        numbers = KEPT, REDUCED, parts
-        plans.launch(reduce_parts, (outs[0], second, scratch), numbers, slots, how, BLOCK_K=block_k, BLOCK_P=block_p)
+        # Narrow and tall: a program that is wide waits for one part after the other
+        block_k, block_p = (32, 32) if KEPT > 16 else (1, 1024) if KEPT == 1 else (4, 256)
+        numbers, tile = (KEPT, REDUCED, parts), {"BLOCK_K": block_k, "BLOCK_P": block_p}
+        plans.launch(reduce_parts, (outs[0], second, scratch), numbers, slots, how, **tile, PDL=early)
 
 
 def programs_of(form: Form, sizes_k: list[int]) -> int:
@@ -499,25 +626,21 @@ def states_of(row: Row, parts: int, kept: int, compute: torch.dtype, device: tor
     return own(torch.empty(row.states, parts, kept, dtype=compute if exact else torch.float64, device=device))
 
 
-def totals(
-    row: Row, x: Tensor, sizes_k, steps_k, steps_r, common, parts: int, per: int, kept: int, reduced: int
-) -> Tensor:
-    """The states of parts [states, parts, kept], each of `per` elements along one loop."""
-    compute = compute_of(row, common)
-    how = how_of(row, common)
-    scratch = states_of(row, parts, kept, compute, x.device)
-    sizes = kept, reduced, per, parts, sizes_k[0], sizes_k[1], reduced, 1, *steps_k, *steps_r, *[0] * (2 * LOOPS)
-    form = form_of(sizes_k, [steps_k], [reduced, 1, 1], [steps_r], row.light)
-    if form.along or form.one_r:  # parts are whole tiles of the scan, and are to be whole tiles here
-        block_k, block_r = (128, 16) if steps_k[0] == 1 else (2, 1024)
-        form = form._replace(block_k=block_k, block_r=block_r)
-    plans.launch(reduce_tiles, (x, None, scratch, None, scratch), sizes, (0, 0), how, **form.constants)
+def totals(row: Row, x: Tensor, form: Form, sizes_k, steps_k, step: int, common, parts: int, per: int) -> Tensor:
+    """The states of parts [states, parts, kept], each of `per` elements along one loop, whole tiles of a form."""
+    kept, reduced = math.prod(sizes_k), x.numel() // math.prod(sizes_k)
+    scratch = states_of(row, parts, kept, compute_of(row, common), x.device)
+    sizes = kept, reduced, per, parts, sizes_k[0], sizes_k[1], reduced, 1, *steps_k, step, 0, 0, *[0] * (2 * LOOPS)
+    early = Target.at(x.device).early_launch
+    tensors = x, None, scratch, None, scratch
+    plans.launch(reduce_tiles, tensors, sizes, (0, 0), how_of(row, common), **form.constants, PDL=early)
     return scratch
 
 
-def parts_of(programs: int, reduced: int, block: int, device: torch.device) -> tuple[int, int]:
-    """(how many parts the reduced elements are cut into, how many each has): whole blocks, and four of them at least."""
-    wanted = cdiv(BUSY * Target.at(device).sms, max(1, programs))
-    parts = max(1, min(wanted, reduced // (4 * block), 1024))
-    per = cdiv(cdiv(max(reduced, 1), parts), block) * block
+def parts_of(programs: int, reduced: int, block: int, unroll: int, busy: int, device: torch.device) -> tuple[int, int]:
+    """(how many parts the reduced elements are cut into, how many each has), for so many programs to be busy on each SM: whole
+    blocks, as many as are on their way at a time, and four of them at least."""
+    wanted, together = busy * Target.at(device).sms, block * unroll
+    parts = max(1, min(wanted // max(1, programs), reduced // max(together, 4 * block), 1024))
+    per = cdiv(cdiv(max(reduced, 1), parts), together) * together
     return cdiv(max(reduced, 1), per), per

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .functions import divide, is_close, is_close_or_nan, is_nan, power, square_root
-from .reduction import Row, run
+from .reduction import InTurn, Row, run
 from .row import Declined
 
 FAR = tl.constexpr(1 << 62)  # an index past every other
@@ -192,6 +192,78 @@ def both_moments(mean_a, about_a, count_a, mean_b, about_b, count_b):
 
 
 @triton.jit
+def all_moments(mean, about, count, known):
+    """Moments of each row of a tile of them: first the mean, then what is about it, both as differences from one of the means, by
+    which equal ones stay equal however large they are. `known`: what the counts of each row add up to, or None."""
+    if known is None:
+        total = tl.sum(count, 1)
+    else:
+        total = tl.zeros([mean.shape[0]], mean.dtype) + known.to(mean.dtype)
+    share = count * (1.0 / tl.maximum(total, 1.0))[:, None]
+    one = tl.max(tl.where(count > 0, mean, float("-inf")), 1)
+    apart = mean - one[:, None]
+    off = tl.sum(apart * share, 1)
+    apart -= off[:, None]
+    # Weighed before it is squared: a state of nothing adds nothing, however far away it is
+    around = tl.sum(about + apart * count * apart, 1)
+    return tl.where(total > 1, one + off, one), around, total
+
+
+# ---- elements in turn: a value and how many came before it, or a mean and the sum of squares about it
+
+
+@triton.jit
+def lowest_or(x, ok):
+    none = tl.zeros_like(x)
+    return tl.where(ok, x, lowest(none)), none.to(tl.int32)
+
+
+@triton.jit
+def highest_or(x, ok):
+    none = tl.zeros_like(x)
+    return tl.where(ok, x, highest(none)), none.to(tl.int32)
+
+
+@triton.jit
+def unless_larger(best, before, x, n):
+    """The first of equals stays, and a NaN does."""
+    better = ~(x <= best) & ~is_nan(best)
+    return tl.where(better, x, best), tl.where(better, n, before)
+
+
+@triton.jit
+def unless_smaller(best, before, x, n):
+    better = ~(x >= best) & ~is_nan(best)
+    return tl.where(better, x, best), tl.where(better, n, before)
+
+
+@triton.jit
+def index_of_turn(best, before, first, step, count):
+    """A state that met no element has the lowest of values and an index past every element's."""
+    return best, first.to(tl.int64) + before.to(tl.int64) * step
+
+
+@triton.jit
+def mean_of_one(x, ok):
+    """Elements that are not ok are 0."""
+    return x, tl.zeros_like(x)
+
+
+@triton.jit
+def one_more(mean, about, x, n):
+    """Welford's step. Its share, the same for all states, is divided once."""
+    share = 1.0 / (n + 1).to(x.dtype)
+    apart = x - mean
+    new = mean + apart * share
+    return new, about + apart * (x - new)
+
+
+@triton.jit
+def moments_of_turn(mean, about, first, step, count):
+    return mean, about, count.to(mean.dtype)
+
+
+@triton.jit
 def as_it_is(total, count):
     return total
 
@@ -244,23 +316,22 @@ AMAX = Row("amax", itself, larger, lowest, as_it_is, empty=False)
 AMIN = Row("amin", itself, smaller, highest, as_it_is, empty=False)
 ANY = Row("any", is_not_zero, either, zero, as_it_is)
 ALL = Row("all", is_not_zero, all_of, one, as_it_is)
+LARGEST_FIRST = InTurn(lowest_or, unless_larger, index_of_turn)
+SMALLEST_FIRST = InTurn(highest_or, unless_smaller, index_of_turn)
+MOMENTS = InTurn(mean_of_one, one_more, moments_of_turn)
 COUNT = Row("count_nonzero", counted, plus, none_counted, as_it_is, results=("int64",))
-ARGMAX = Row(
-    "argmax", with_index, first_largest, lowest_with_index, index_alone, 2, 0, ("int64",), ("float", "integer"), False
-)
-ARGMIN = Row(
-    "argmin", with_index, first_smallest, highest_with_index, index_alone, 2, 0, ("int64",), ("float", "integer"), False
-)
-MAX = Row(
-    "max", with_index, first_largest, lowest_with_index, value_and_index, 2, results=("common", "int64"), empty=False
-)
-MIN = Row(
-    "min", with_index, first_smallest, highest_with_index, value_and_index, 2, results=("common", "int64"), empty=False
-)
-VAR_MEAN = Row(
-    "var_mean", one_value, both_moments, no_values, variance_and_mean, 3, 1, ("common", "common"), FLOAT, empty=False
-)
-STD = Row("std", one_value, both_moments, no_values, deviation, 3, 1, dtypes=FLOAT, empty=False)
+ARGMAX = Row("argmax", with_index, first_largest, lowest_with_index, index_alone, 2, 0, ("int64",), ("float", "integer"), False,
+             in_turn=LARGEST_FIRST)  # fmt: skip
+ARGMIN = Row("argmin", with_index, first_smallest, highest_with_index, index_alone, 2, 0, ("int64",), ("float", "integer"), False,
+             in_turn=SMALLEST_FIRST)  # fmt: skip
+MAX = Row("max", with_index, first_largest, lowest_with_index, value_and_index, 2, results=("common", "int64"), empty=False,
+          in_turn=LARGEST_FIRST)  # fmt: skip
+MIN = Row("min", with_index, first_smallest, highest_with_index, value_and_index, 2, results=("common", "int64"), empty=False,
+          in_turn=SMALLEST_FIRST)  # fmt: skip
+VAR_MEAN = Row("var_mean", one_value, both_moments, no_values, variance_and_mean, 3, 1, ("common", "common"), FLOAT, empty=False,
+               in_turn=MOMENTS, across=all_moments)  # fmt: skip
+STD = Row("std", one_value, both_moments, no_values, deviation, 3, 1, dtypes=FLOAT, empty=False, in_turn=MOMENTS,
+          across=all_moments)  # fmt: skip
 NORM = {
     0.0: Row("norm_0", is_not_zero, plus, zero, as_it_is, dtypes=FLOAT),
     1.0: Row("norm_1", magnitude, plus, zero, as_it_is, dtypes=FLOAT, wide=True),

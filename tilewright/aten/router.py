@@ -110,6 +110,7 @@ class Override:
         self.tallies: dict[float, list[int]] = {}  # of calls that were ours, by what each gained
         self.declined: Counter[str] = Counter()
         self.verdicts: Verdicts | None = None  # which calls are to be ours; None: all that can be
+        self.least, self.small = 0, ""  # bytes below which none is, whatever else it is; and the reason
         self.slots = tensor_slots(self.overload)
         arguments = self.overload._schema.arguments
         self.arguments = [a.name for a in arguments]
@@ -131,6 +132,8 @@ class Override:
         """Go by these from now on."""
         if verdicts is not self.verdicts:
             self.verdicts = verdicts
+            self.least = 0 if verdicts is None else verdicts.least(self.name)
+            self.small = f"fewer than {self.least} bytes, from which on ours are known to be faster"
             self.forget()
 
     @property
@@ -169,6 +172,9 @@ class Override:
         if kwargs:
             names, values = tuple(kwargs), (*args, *kwargs.values())
             recent = self.named.get(names, ())
+        if self.least and below(values, self.least):
+            self.declined[self.small] += 1
+            return self.before(args, kwargs)
         for count, take, check, same, every, function, reason, tally in recent:
             if count == len(values):
                 tensors = values if take is None else take(values)
@@ -398,6 +404,18 @@ def flat_key(key: Key, tensors: list[Tensor]) -> tuple | None:
         if t.shape != shape or not t.is_contiguous():
             return None
     return *pointwise.size_class(count), *key[0]
+
+
+def below(values: Sequence[Any], least: int) -> bool:
+    """Whether the tensors among the values have fewer bytes together. Of a small call this is all that is asked, for it costs a few
+    calls of a function, and a key many."""
+    nbytes = 0
+    for value in values:
+        if isinstance(value, Tensor):
+            nbytes += value.nbytes
+        elif type(value) is list:
+            nbytes += sum([t.nbytes for t in value if isinstance(t, Tensor)])
+    return nbytes < least
 
 
 def holds_tensors(value: Any) -> bool:

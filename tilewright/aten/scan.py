@@ -1,7 +1,10 @@
 """The scan engine: of each element, the state of all up to it along one dimension.
 
 A program keeps a few lines and goes along them, carrying the state. Where there are few lines, parts of them are programs of their
-own: a launch before finds the state of each part (`reduction.py`), and a part begins with those before it, combined in order.
+own: a launch before finds the state of each part (`reduction.py`), and a part begins with those before it, combined.
+
+A value and its index are not scanned as pairs, which takes a dozen instructions for each step of each element. Values are scanned
+by themselves; an element sets the running value if it is equal to it; the largest place of such an element so far is the index.
 """
 
 from __future__ import annotations
@@ -13,13 +16,35 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..core.target import Target
 from ..core.tensor import cdiv
 from ..runtime.kernel import kernel
 from . import plans
 from .functions import is_nan
 from .plans import own
-from .pointwise import SMALL, promoted_value, stored
-from .reduction import LOOPS, SMALL_TILE, Row, check_out, combined, how_of, loops_of, nothing, offset, parts_of, totals
+from .pointwise import promoted_value, stored, whole_words
+from .reduction import (
+    KEPT_ONES,
+    LOOPS,
+    NEITHER,
+    Row,
+    ahead_of,
+    check_out,
+    combined,
+    compute_of,
+    form_of,
+    how_of,
+    load_states,
+    loops_of,
+    nothing,
+    offset,
+    offset_of_tile,
+    parts_of,
+    programs_of,
+    tile_width,
+    tiles_of,
+    totals,
+)
 from .reduction_rows import as_it_is, highest, lowest, plus, value_and_index, with_index, zero
 from .reduction_rows import itself as element
 from .row import Declined, taken, taken_as
@@ -35,60 +60,108 @@ TOKENS = (
     "stride_o",
     *(f"{t}{i}" for t in "ko" for i in range(LOOPS)),
 )
+# Elements of a program's tile, of 32 bits and one number a state: 32 a thread, for its one warp. With more warps a scan waits at
+# barriers
+TILE = 1024
+BUSY = 16  # programs for each SM, as in `reduction.py`; one of them has 4 KB on their way to it
 
 
-@kernel(grid=lambda a: (cdiv(a.KEPT, a.BLOCK_K), a.PARTS), tokens=TOKENS, default=lambda a: {"num_warps": 4})
+# ---- kernel ----------------------------------------------------------------------------------------------------------
+
+
+@kernel(grid=lambda a: (tiles_of(a), a.PARTS), tokens=TOKENS,
+        default=lambda a: {"num_warps": 1 if a.ALONG else 4, **({"launch_pdl": True} if a.PDL else {})})  # fmt: skip
 def scan_tiles(
     X, OUT0, OUT1, TOTALS, KEPT, N, PER, PARTS, K0, K1, k0, k1, k2, o0, o1, o2, stride_x, stride_o, HOW: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
+    ALONG: tl.constexpr, EVEN: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Lines of N elements; strides k, o of X and of results from line to line. TOTALS [STATES, PARTS, KEPT]: states of parts."""
+    """Lines of N elements; strides k, o of X and of results from line to line. TOTALS [STATES, PARTS, KEPT]: states of parts. ALONG
+    and EVEN as in `reduce_tiles`. PDL: started before the launch that makes TOTALS has ended."""
     MAP: tl.constexpr = HOW.MAP
-    k = tl.program_id(0).to(tl.int64) * BLOCK_K + tl.arange(0, BLOCK_K)
+    if ALONG == 2:
+        across_k = tl.cdiv(K0, BLOCK_K)
+        run = tl.program_id(0) // across_k
+        in_run = (tl.program_id(0) % across_k).to(tl.int64) * BLOCK_K + tl.arange(0, BLOCK_K)
+        inside_k = in_run < whole_words(K0, EVEN)
+        k = run.to(tl.int64) * K0 + in_run
+        at_x = (offset_of_tile(run, K1, k1, k2, EVEN) + in_run)[:, None]
+        at_o = (offset_of_tile(run, K1, o1, o2, EVEN) + in_run)[:, None]
+    else:
+        k = tl.program_id(0).to(tl.int64) * BLOCK_K + tl.arange(0, BLOCK_K)
+        inside_k = k < KEPT
+        at_x = whole_words(offset(k, K0, K1, k0, k1, k2), EVEN)[:, None]
+        at_o = whole_words(offset(k, K0, K1, o0, o1, o2), EVEN)[:, None]
+    step_x = 1 if ALONG == 1 else whole_words(stride_x, EVEN)
+    step_o = 1 if ALONG == 1 else whole_words(stride_o, EVEN)
     part = tl.program_id(1).to(tl.int64)
-    inside_k = k < KEPT
-    at_x = offset(k, K0, K1, k0, k1, k2)[:, None]
-    at_o = offset(k, K0, K1, o0, o1, o2)[:, None]
-    none = nothing(BLOCK_K, BLOCK_R, HOW)
     carry = nothing(BLOCK_K, 1, HOW)
     if TOTALS is not None:
-        for before in range(0, part):
-            at = TOTALS + before * KEPT + k[:, None]
-            if HOW.STATES == 1:
-                own = (tl.load(at, inside_k[:, None], 0).to(HOW.COMPUTE),)
-            else:
-                index = tl.load(at + PARTS * KEPT, inside_k[:, None], 0).to(tl.int64)
-                own = (tl.load(at, inside_k[:, None], 0).to(HOW.COMPUTE), index)
-            carry = combined(carry, own, HOW)
-    start = part * PER
-    stop = tl.minimum(start + PER, N)
-    last = tl.arange(0, BLOCK_R)[None, :] == BLOCK_R - 1
-    for first in tl.range(start, stop, BLOCK_R):
-        r = first + tl.arange(0, BLOCK_R)
-        ok = inside_k[:, None] & (r < stop)[None, :]
-        x = promoted_value(tl.load(X + at_x + r[None, :] * stride_x, ok, 0), HOW)
-        mapped = MAP(x, tl.broadcast_to(r[None, :], [BLOCK_K, BLOCK_R]))
+        part = PARTS - 1 - part  # what the launch before read last is still in the cache
+        if PDL:
+            tl.extra.cuda.gdc_wait()
+        carry = states_before(TOTALS, part, PARTS, KEPT, k, inside_k, BLOCK_K, BLOCK_R, HOW)
+    none = nothing(BLOCK_K, BLOCK_R, HOW)
+    length = whole_words(N, EVEN and ALONG == 1)
+    start = part * (PER // BLOCK_R)
+    stop = tl.minimum(start + PER // BLOCK_R, tl.cdiv(N, BLOCK_R))
+    column = tl.arange(0, BLOCK_R)[None, :]
+    last = column == BLOCK_R - 1
+    for tile in tl.range(start, stop):
+        r = tile * BLOCK_R + tl.arange(0, BLOCK_R)[None, :]
+        ok = inside_k[:, None] & (r < length)
+        x = promoted_value(tl.load(X + at_x + r * step_x, ok, 0), HOW)
+        at = at_o + r * step_o
         if HOW.STATES == 1:
-            here = (tl.associative_scan(tl.where(ok, mapped, none[0]), 1, HOW.COMBINE),)
-            state = combined((tl.broadcast_to(carry[0], [BLOCK_K, BLOCK_R]),), here, HOW)
-            carry = (tl.expand_dims(last_of(state[0], last), 1),)
+            here = tl.associative_scan(tl.where(ok, MAP(x, r), none[0]), 1, HOW.COMBINE)
+            value = combined(carry, (here,), HOW)[0]
+            carry = (last_of(value, last),)
         else:
-            here = tl.associative_scan(
-                (tl.where(ok, mapped[0], none[0]), tl.where(ok, mapped[1], none[1])), 1, HOW.COMBINE
-            )
-            wide = (tl.broadcast_to(carry[0], [BLOCK_K, BLOCK_R]), tl.broadcast_to(carry[1], [BLOCK_K, BLOCK_R]))
-            state = combined(wide, here, HOW)
-            carry = (tl.expand_dims(last_of(state[0], last), 1), tl.expand_dims(last_of(state[1], last), 1))
-        at = at_o + r[None, :] * stride_o
-        tl.store(OUT0 + at, stored(state[0], OUT0), ok)
-        if HOW.RESULTS == 2:
-            tl.store(OUT1 + at, stored(state[1], OUT1), ok)
+            value = HOW.LATER(carry[0], tl.associative_scan(tl.where(ok, x, none[0]), 1, HOW.LATER))
+            place = tl.associative_scan(tl.where(ok & sets_it(x, value), column, -1), 1, larger_place)
+            index = tl.where(place >= 0, tile * BLOCK_R + place, carry[1])
+            carry = (last_of(value, last), last_of(index, last))
+            tl.store(OUT1 + at, index, ok)
+        tl.store(OUT0 + at, stored(value, OUT0), ok)
+
+
+@triton.jit
+def states_before(
+    TOTALS, part, PARTS, KEPT, k, inside, BLOCK_K: tl.constexpr, BLOCK_P: tl.constexpr, HOW: tl.constexpr
+):  # fmt: skip
+    """The state [BLOCK_K, 1] of all parts before one."""
+    state = load_states(TOTALS, 0, part, PARTS, KEPT, k, inside, BLOCK_K, BLOCK_P, HOW)
+    for first in tl.range(BLOCK_P, part, BLOCK_P):
+        state = combined(state, load_states(TOTALS, first, part, PARTS, KEPT, k, inside, BLOCK_K, BLOCK_P, HOW), HOW)
+    if HOW.STATES == 1:
+        return (tl.reduce(state[0], 1, HOW.COMBINE, keep_dims=True).to(HOW.COMPUTE),)
+    else:
+        total = tl.reduce(state, 1, HOW.COMBINE, keep_dims=True)
+        return (total[0].to(HOW.COMPUTE), total[1].to(tl.int64))
 
 
 @triton.jit
 def last_of(t, last):
-    """The last column of a tile: all others are 0 in the sum, whatever they hold."""
-    return tl.sum(tl.where(last, t, 0), 1)
+    """The last column [n, 1] of a tile. Its bits are added to zeros: a sum of floats would make -0 of it 0."""
+    if t.dtype == tl.float32:
+        return last_of(t.to(tl.int32, bitcast=True), last).to(tl.float32, bitcast=True)
+    elif t.dtype == tl.float64:
+        return last_of(t.to(tl.int64, bitcast=True), last).to(tl.float64, bitcast=True)
+    else:
+        return tl.sum(tl.where(last, t, 0), 1, keep_dims=True)
+
+
+@triton.jit
+def sets_it(x, running):
+    """Whether an element sets the value that runs up to it, or sets it again: of equals, and of NaNs, the last counts."""
+    return (x == running) | is_nan(x)
+
+
+@triton.jit
+def larger_place(i, j):
+    return tl.maximum(i, j)
+
+
+# ---- rows ------------------------------------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -122,9 +195,23 @@ def highest_before(t):
     return highest(t), t.to(tl.int64) - 1
 
 
+@triton.jit
+def larger_or_nan(a, b):
+    return tl.where((b >= a) | is_nan(b), b, a)
+
+
+@triton.jit
+def smaller_or_nan(a, b):
+    return tl.where((b <= a) | is_nan(b), b, a)
+
+
+BOTH = ("common", "int64")
 SUM = Row("cumsum", element, plus, zero, as_it_is)
-MAX = Row("cummax", with_index, last_largest, lowest_before, value_and_index, 2, results=("common", "int64"))
-MIN = Row("cummin", with_index, last_smallest, highest_before, value_and_index, 2, results=("common", "int64"))
+MAX = Row("cummax", with_index, last_largest, lowest_before, value_and_index, 2, results=BOTH, later=larger_or_nan)
+MIN = Row("cummin", with_index, last_smallest, highest_before, value_and_index, 2, results=BOTH, later=smaller_or_nan)
+
+
+# ---- host ------------------------------------------------------------------------------------------------------------
 
 
 def run(row: Row, x: Tensor, dim: int, dtype: torch.dtype, out: Tensor | None = None) -> tuple[Tensor, ...]:
@@ -143,24 +230,36 @@ def run(row: Row, x: Tensor, dim: int, dtype: torch.dtype, out: Tensor | None = 
     return tuple(made)
 
 
+def tile_of(along: int, width: int, N: int, elements: int) -> tuple[int, int]:
+    """(BLOCK_K, BLOCK_R) of so many elements, as few of them past the ends as can be."""
+    if along == KEPT_ONES:
+        return tile_width(width), elements // tile_width(width)
+    block_r = min(elements, max(16, triton.next_power_of_2(N)))
+    return elements // block_r, block_r
+
+
 def launch(row: Row, x: Tensor, dim: int, made: list[Tensor], common: torch.dtype) -> None:
     result = made[0].reshape(x.shape) if made[0].dim() != x.dim() else made[0]
     kept = tuple(n for d, n in enumerate(x.shape) if d != dim)
     strides = [tuple(s for d, s in enumerate(t.stride()) if d != dim) for t in (x, result)]
     sizes, steps = loops_of(kept, strides)
-    lines, N = math.prod(kept), x.shape[dim]
-    along = x.stride(dim) == 1 or N == 1 or steps[0][0] != 1
-    block_k, block_r = ((2, 1024) if N > 64 else (64, 32)) if along else (128, 16)
-    if x.numel() < SMALL:
-        block_k, block_r = SMALL_TILE
-    parts, per = parts_of(cdiv(lines, block_k), N, block_r, x.device)
+    lines, N, step = math.prod(kept), x.shape[dim], [x.stride(dim), result.stride(dim)]
+    form = form_of(sizes, steps, [N, 1, 1], [[n, 0, 0] for n in step], 8)
+    if form.along != NEITHER:
+        wide = compute_of(row, common).itemsize // 4 * row.states
+        block_k, block_r = tile_of(form.along, sizes[0], N, TILE // wide)
+        form = form._replace(block_k=block_k, block_r=block_r)
     before = None
+    form_before = form_of(sizes, steps[:1], [N, 1, 1], [[step[0], 0, 0]], ahead_of(row, [x]))
+    unroll = cdiv(form_before.block_r * form_before.unroll, form.block_r)
+    parts, per = parts_of(programs_of(form, sizes), N, form.block_r, unroll, BUSY, x.device)
     if parts > 1:
-        step = [x.stride(dim), 0, 0]
-        before = totals(row, x, sizes, steps[0], step, common, parts, per, lines, N)
+        before = totals(row, x, form_before, sizes, steps[0], step[0], common, parts, per)
     tensors = x, made[0], made[1] if len(made) > 1 else None, before
-    numbers = lines, N, per, parts, sizes[0], sizes[1], *steps[0], *steps[1], x.stride(dim), result.stride(dim)
-    plans.launch(scan_tiles, tensors, numbers, how=how_of(row, common), BLOCK_K=block_k, BLOCK_R=block_r)
+    numbers = lines, N, per, parts, sizes[0], sizes[1], *steps[0], *steps[1], *step
+    constants = {"ALONG": form.along, "EVEN": form.even, "BLOCK_K": form.block_k, "BLOCK_R": form.block_r}
+    early = before is not None and Target.at(x.device).early_launch
+    plans.launch(scan_tiles, tensors, numbers, how=how_of(row, common), **constants, PDL=early)
 
 
 def cumsum(self: Tensor, dim: int, *, dtype: torch.dtype | None = None, out: Tensor | None = None) -> Tensor:

@@ -2,7 +2,8 @@
 whether elements are among others.
 
 Elements under a mask are counted by blocks, a launch finds where each block's begin, and blocks write theirs there. How many there
-are is the one number that is read. What is looked for is looked up in the others, which are put in order (`order.py`).
+are is the one number that is read. What is looked for is looked up in the others, which are put in order (`order.py`): in a bucket
+of numbers that lie near, where these are many.
 """
 
 from __future__ import annotations
@@ -22,11 +23,12 @@ from . import forms, layout, plans, pointwise, scan
 from .layout import Ints
 from .order import KEY_BITS, key_of, ordered
 from .plans import only_now, own
-from .pointwise import IN_TRITON, stored
+from .pointwise import IN_TRITON, WORDS, stored, whole_words
 from .reduction import loops_of, offset
 from .row import TAKEN, Declined, of_numbers, taken
 
 BLOCK = 2048  # elements that are counted together
+BUCKETS = 64, 32768  # from so many others on these are looked up by buckets, of which there are so many at most
 MOST_DIMS = 6  # whose coordinates a launch writes
 SIZES = tuple(f"n{i}" for i in range(MOST_DIMS))
 
@@ -46,7 +48,9 @@ def is_set(X, at, inside):
 @kernel(
     grid=lambda a: (a.BLOCKS,), tokens=("N", "BLOCKS", "K0", "K1", "k0", "k1", "k2"), default=lambda a: {"num_warps": 4}
 )
-def count_set(X, COUNTS, N, BLOCKS, K0, K1, k0, k1, k2, FLAT: tl.constexpr, BLOCK: tl.constexpr):
+def count_set(X, COUNTS, N, BLOCKS, K0, K1, k0, k1, k2, FLAT: tl.constexpr, EVEN: tl.constexpr, BLOCK: tl.constexpr):
+    """FLAT: elements lie one after another; EVEN: they are whole words."""
+    N = whole_words(N, EVEN)
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     at = i if FLAT else offset(i, K0, K1, k0, k1, k2)
     tl.store(COUNTS + tl.program_id(0), tl.sum(is_set(X, at, i < N).to(tl.int32), 0))
@@ -68,34 +72,56 @@ def begin_blocks(COUNTS, STARTS, BLOCKS, BLOCK: tl.constexpr):
     grid=lambda a: (a.BLOCKS,), tokens=("N", "BLOCKS", "K0", "K1", "k0", "k1", "k2", "p0", "p1", "p2"),
     default=lambda a: {"num_warps": 4},
 )  # fmt: skip
-def write_set(OUT, X, MASK, STARTS, N, BLOCKS, K0, K1, k0, k1, k2, p0, p1, p2, FLAT: tl.constexpr, BLOCK: tl.constexpr):
-    """Elements of X, of strides p, where MASK, of strides k, is set."""
+def write_set(
+    OUT, X, MASK, STARTS, N, BLOCKS, K0, K1, k0, k1, k2, p0, p1, p2, FLAT: tl.constexpr, EVEN: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Elements of X, of strides p, where MASK, of strides k, is set. A block that has one reads whole words, of all."""
+    N = whole_words(N, EVEN)
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    found = is_set(MASK, i if FLAT else offset(i, K0, K1, k0, k1, k2), i < N)
-    to = tl.load(STARTS + tl.program_id(0)) + tl.cumsum(found.to(tl.int32), 0) - 1
-    value = tl.load(X + (i if FLAT else offset(i, K0, K1, p0, p1, p2)), found, 0)
-    if OUT.dtype.element_ty == tl.int1:
-        value = value.to(tl.int32)
-    tl.store(OUT + to, stored(value, OUT), found)
+    before = tl.load(STARTS + tl.program_id(0))
+    if tl.load(STARTS + tl.program_id(0) + 1) > before:
+        found = is_set(MASK, i if FLAT else offset(i, K0, K1, k0, k1, k2), i < N)
+        to = before + tl.cumsum(found.to(tl.int32), 0) - 1
+        value = tl.load(X + (i if FLAT else offset(i, K0, K1, p0, p1, p2)), i < N if EVEN else found, 0)
+        if OUT.dtype.element_ty == tl.int1:
+            value = value.to(tl.int32)
+        tl.store(OUT + to, stored(value, OUT), found)
+
+
+@triton.jit
+def divided(low, more, size, MOST: tl.constexpr):
+    """(quotient, remainder) of numbers that are fewer than MOST `more` than one below `size`, without a division for each: a larger
+    size goes in once at most, and a product with the inverse of a smaller one is exact enough."""
+    if size >= MOST:
+        times = (more >= tl.minimum(size - low, MOST).to(tl.int32)).to(tl.int32)
+        left = tl.where(times > 0, low - size, low) + more
+    else:
+        total = low.to(tl.int32) + more
+        times = ((total.to(tl.float32) + 0.5) * (1.0 / size.to(tl.float32))).to(tl.int32)
+        left = (total - times * size.to(tl.int32)).to(tl.int64)
+    return times, left
 
 
 @kernel(
     grid=lambda a: (a.BLOCKS,), tokens=("N", "BLOCKS", "K0", "K1", "k0", "k1", "k2", *SIZES, "dims", "row", "col"),
-    default=lambda a: {"num_warps": 4},
+    default=lambda a: {"num_warps": 8},
 )  # fmt: skip
 def write_coordinates(
     OUT, X, STARTS, N, BLOCKS, K0, K1, k0, k1, k2, n0, n1, n2, n3, n4, n5, dims, row, col, DIMS: tl.constexpr, FLAT: tl.constexpr,
-    BLOCK: tl.constexpr,
+    EVEN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Coordinates of what is set: of so many dimensions, DIMS at most, of which n0 is the last's size."""
+    N = whole_words(N, EVEN)
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     found = is_set(X, i if FLAT else offset(i, K0, K1, k0, k1, k2), i < N)
     to = OUT + (tl.load(STARTS + tl.program_id(0)) + tl.cumsum(found.to(tl.int32), 0) - 1) * row
-    rest = i
+    start = tl.program_id(0).to(tl.int64) * BLOCK
+    more = tl.arange(0, BLOCK)
     sizes = (n0, n1, n2, n3, n4, n5)
     for d in tl.static_range(DIMS):
-        tl.store(to + (dims - 1 - d) * col, rest % sizes[d], found & (d < dims))
-        rest = rest // sizes[d]
+        more, left = divided(start % sizes[d], more, sizes[d].to(tl.int64), BLOCK)
+        tl.store(to + (dims - 1 - d) * col, left, found & (d < dims))
+        start = start // sizes[d]
 
 
 @triton.jit
@@ -111,15 +137,66 @@ def lower_bound(SORTED, key, n, steps):
     return low
 
 
+@triton.jit
+def distance(low, key):
+    """How far keys lie above the lowest."""
+    return (key.to(tl.int64) - low.to(tl.int64)).to(tl.uint64, bitcast=True)
+
+
 @kernel(
-    grid=lambda a: (cdiv(a.N, a.BLOCK),), tokens=("N", "n", "steps"), default=lambda a: {"BLOCK": 1024, "num_warps": 4}
-)
-def is_among(OUT, X, SORTED, N, n, steps, COMMON: tl.constexpr, INVERT: tl.constexpr, BLOCK: tl.constexpr):
-    """Whether elements are among others, whose keys are in order. A NaN is among none."""
+    grid=lambda a: (cdiv(a.BUCKETS + 2, a.BLOCK),), tokens=("n", "steps", "BUCKETS"),
+    default=lambda a: {"BLOCK": 256, "num_warps": 4},
+)  # fmt: skip
+def begin_buckets(STARTS, SORTED, n, steps, BUCKETS, BLOCK: tl.constexpr):
+    """STARTS [BUCKETS + 2]: how many of n keys in order come before each bucket, which is of so many numbers, a power of two, that
+    all have one; then n, and which power it is."""
+    low = tl.load(SORTED)
+    reach = distance(low, tl.load(SORTED + n - 1))
+    shift = tl.full((), 0, tl.uint64)
+    for bit in range(0, 64):
+        shift += ((reach >> bit.to(tl.uint64)) >= BUCKETS).to(tl.uint64)
+    b = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    first = b.to(tl.uint64) << shift
+    key = (low.to(tl.int64) + first.to(tl.int64, bitcast=True)).to(low.dtype)
+    start = tl.where(first > reach, n, lower_bound(SORTED, key, n, steps))
+    tl.store(STARTS + b, start.to(tl.int32), b < BUCKETS)
+    tl.store(STARTS + b, tl.where(b == BUCKETS, n, shift.to(tl.int32)), (b >= BUCKETS) & (b < BUCKETS + 2))
+
+
+@triton.jit
+def bound_in_bucket(SORTED, STARTS, key, n, BUCKETS):
+    """How many of n keys in order come before each of these, if it is one of them; else any number to n."""
+    low = tl.load(SORTED)
+    bucket = distance(low, key) >> tl.load(STARTS + BUCKETS + 1).to(tl.uint64)
+    known = (key >= low) & (bucket < BUCKETS)
+    bucket = tl.where(known, bucket, 0).to(tl.int32)
+    first = tl.load(STARTS + bucket)
+    end = tl.load(STARTS + bucket + 1)
+    left = tl.max(end - first, 0)
+    while left > 0:
+        middle = (first + end) >> 1
+        right = (first < end) & (tl.load(SORTED + tl.minimum(middle, n - 1)) < key)
+        end = tl.where(right | (first >= end), end, middle)
+        first = tl.where(right, middle + 1, first)
+        left = left >> 1
+    return first
+
+
+@kernel(
+    grid=lambda a: (cdiv(a.N, a.BLOCK),), tokens=("N", "n", "steps", "BUCKETS"),
+    default=lambda a: {"BLOCK": 1024, "num_warps": 4},
+)  # fmt: skip
+def is_among(
+    OUT, X, SORTED, STARTS, N, n, steps, BUCKETS, COMMON: tl.constexpr, INVERT: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Whether elements are among others, whose keys are in order. A NaN is among none. STARTS: where buckets of these begin."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     x = as_common(tl.load(X + i, i < N, 0), COMMON)
     key = key_of(x)
-    at = lower_bound(SORTED, key, n, steps)
+    if STARTS is None:
+        at = lower_bound(SORTED, key, n, steps)
+    else:
+        at = bound_in_bucket(SORTED, STARTS, key, n, BUCKETS)
     found = (at < n) & (tl.load(SORTED + tl.minimum(at, n - 1)) == key) & (x == x)
     tl.store(OUT + i, found != INVERT, i < N)
 
@@ -175,9 +252,10 @@ def starts_of(mask: Tensor, shape: Ints, strides: Sequence[Ints]) -> tuple[Tenso
     flat = N >= pointwise.SMALL and all(one == [1, 0, 0] for one in steps)  # of few, all share one variant
     counts = own(torch.empty(blocks, dtype=torch.int32, device=mask.device))
     starts = own(torch.empty(blocks + 1, dtype=torch.int64, device=mask.device))
-    plans.launch(count_set, (mask, counts), (N, blocks, *sizes[:2], *steps[0]), FLAT=flat, BLOCK=BLOCK)
+    even = flat and N % WORDS == 0
+    plans.launch(count_set, (mask, counts), (N, blocks, *sizes[:2], *steps[0]), FLAT=flat, EVEN=even, BLOCK=BLOCK)
     plans.launch(begin_blocks, (counts, starts), (blocks,))
-    return starts, read(starts[blocks]), (N, blocks, sizes, steps, flat)
+    return starts, read(starts[blocks]), (N, blocks, sizes, steps, {"FLAT": flat, "EVEN": even, "BLOCK": BLOCK})
 
 
 def masked_select(self: Tensor, mask: Tensor) -> Tensor:
@@ -188,11 +266,11 @@ def masked_select(self: Tensor, mask: Tensor) -> Tensor:
     if not math.prod(shape):
         return own(torch.empty(0, dtype=self.dtype, device=self.device))
     strides = [layout.expanded(t, shape) for t in (mask, self)]
-    starts, count, (N, blocks, sizes, steps, flat) = starts_of(mask, shape, strides)
+    starts, count, (N, blocks, sizes, steps, how) = starts_of(mask, shape, strides)
     out = own(torch.empty(count, dtype=self.dtype, device=self.device))
     if count:
         numbers = N, blocks, *sizes[:2], *steps[0], *steps[1]
-        plans.launch(write_set, (out, self, mask, starts), numbers, FLAT=flat, BLOCK=BLOCK)
+        plans.launch(write_set, (out, self, mask, starts), numbers, **how)
     return out
 
 
@@ -203,7 +281,7 @@ def nonzero(self: Tensor) -> Tensor:
         raise Declined("no dimension, or more than a launch takes")
     if not self.numel():
         return coordinates(self, 0)
-    starts, count, (N, blocks, sizes, steps, flat) = starts_of(self, tuple(self.shape), [self.stride()])
+    starts, count, (N, blocks, sizes, steps, how) = starts_of(self, tuple(self.shape), [self.stride()])
     out = coordinates(self, count)
     if count:
         numbers = [
@@ -216,8 +294,8 @@ def nonzero(self: Tensor) -> Tensor:
             dims,
             *out.stride(),
         ]
-        most = dims if flat else MOST_DIMS
-        plans.launch(write_coordinates, (out, self, starts), numbers, DIMS=most, FLAT=flat, BLOCK=BLOCK)
+        most = dims if how["FLAT"] else MOST_DIMS
+        plans.launch(write_coordinates, (out, self, starts), numbers, DIMS=most, **how)
     return out
 
 
@@ -270,9 +348,14 @@ def among(elements: Tensor, others: Tensor, common: torch.dtype, invert: bool) -
     if not n:
         return pointwise.run(forms.FILL, {"value": invert}, out)
     if out.numel():
-        keys = sorted_keys(others, common)
-        numbers = out.numel(), n, n.bit_length()
-        plans.launch(is_among, (out, contiguous(elements), keys), numbers, COMMON=IN_TRITON[common], INVERT=invert)
+        keys, starts, buckets = sorted_keys(others, common), None, 0
+        if n >= BUCKETS[0] and out.numel() >= pointwise.SMALL:  # each step of the search that is left out is a read
+            buckets = min(1 << n.bit_length(), BUCKETS[1])
+            starts = own(torch.empty(buckets + 2, dtype=torch.int32, device=out.device))
+            plans.launch(begin_buckets, (starts, keys), (n, n.bit_length(), buckets))
+        numbers = out.numel(), n, n.bit_length(), buckets
+        tensors = out, contiguous(elements), keys, starts
+        plans.launch(is_among, tensors, numbers, COMMON=IN_TRITON[common], INVERT=invert)
     return out
 
 

@@ -3,7 +3,7 @@
 A tensor is seen as [outer, N, inner], N being the dimension. A *row* is N elements, side by side where there is no inner dimension;
 else rows lie side by side, and a tile has a few of them. Where a tile holds all N, every element is read once. Where it does not,
 the largest element and the sum are found as tiles come by, and a second pass goes back from the last tile, of which the cache still
-has the most.
+has the most; of rows side by side, `softmax_columns.py` has both passes.
 """
 
 from __future__ import annotations
@@ -17,25 +17,32 @@ from torch import Tensor
 
 from ..core.tensor import cdiv, power_of_two
 from ..runtime.kernel import kernel
-from . import forms, plans, pointwise
-from .functions import divide, exp, log
+from . import forms, plans, pointwise, softmax_columns
+from .functions import exp, log
 from .plans import own
 from .pointwise import IN_TRITON, SMALL, stored, whole_words
 from .row import Declined, compute_dtype, taken
+from .softmax_formulas import exp_for, finite_or_zero, gradient, normalised, term
 
 TOKENS = ("ROWS", "N", "INNER", "x_outer", "x_n", "x_inner", "y_outer", "y_n", "y_inner")
 SMALL_TILES = (64, 32), (4, 512)  # rows, and elements of each, of the forms that all small tensors take
 LONGEST = {False: 32768, True: 16384}  # elements of a row that a tile holds, of one operand and of two
-ACROSS = 32, 512  # the tile where rows lie side by side
+ACROSS = {1: (32, 512), 2: (32, 256)}  # the tile where rows lie side by side, by how many operands are read
 
 
 def warps(a) -> dict[str, int]:
     tile = a.BLOCK_K * a.BLOCK_R
-    if (
-        a.FORM == "along" and not a.ONCE
-    ):  # rows that are read twice, few at a time: the cache is to hold them until then
+    if a.FORM == "along" and not a.ONCE:
+        # rows that are read twice, few at a time: the cache is to hold them until then
         return {"num_warps": 16}
     return {"num_warps": 4 if tile <= 4096 else 8 if tile <= 8192 else 16 if tile <= 16384 else 32}
+
+
+def warps_across(a) -> dict[str, int]:
+    """Of rows side by side a thread takes 64 elements of 16 bits, for it has much to do for each row."""
+    if a.FORM == "across":
+        return {"num_warps": max(4, min(16, a.BLOCK_K * a.BLOCK_R * a.X.element_size() // 4096))}
+    return warps(a)
 
 
 def programs(a) -> tuple[int]:
@@ -94,22 +101,7 @@ def inside_of(outer, inner, ROWS, INNER, FORM: tl.constexpr, EVEN: tl.constexpr)
         return (outer * INNER + inner < ROWS)[:, None]
 
 
-@triton.jit
-def finite_or_zero(largest):
-    """What is taken from elements: of a row of which none is finite yet, 0, for -inf from -inf would be no number."""
-    return tl.where(largest == float("-inf"), 0.0, largest)
-
-
-@triton.jit
-def normalised(x, shift, total, LOG: tl.constexpr):
-    """`total` is the sum, or its logarithm."""
-    if LOG:
-        return (x - shift) - total
-    else:
-        return divide(exp(x - shift), total)
-
-
-@kernel(grid=programs, tokens=TOKENS, default=warps)
+@kernel(grid=programs, tokens=TOKENS, default=warps_across)
 def softmax_rows(
     X, Y, ROWS, N, INNER, x_outer, x_n, x_inner, y_outer, y_n, y_inner, LOG: tl.constexpr, COMPUTE: tl.constexpr,
     FORM: tl.constexpr, EVEN: tl.constexpr, ONCE: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
@@ -128,10 +120,10 @@ def softmax_rows(
         ok = inside & (r < N)[None, :]
         x = tl.load(X + at_x + step_of(r, x_n, FORM, EVEN), ok, float("-inf")).to(COMPUTE)
         shift = finite_or_zero(tl.max(x, 1))[:, None]
-        total = tl.sum(exp(x - shift), 1)[:, None]
+        total = tl.sum(exp_for(x - shift, Y), 1)[:, None]
         if LOG:
             total = log(total)
-        y = normalised(x, shift, total, LOG)
+        y = normalised(x, shift, total, Y, LOG)
         tl.store(Y + at_y + step_of(r, y_n, FORM, EVEN), stored(y, Y), ok)
     else:
         largest = tl.full([BLOCK_K], float("-inf"), COMPUTE)
@@ -142,7 +134,7 @@ def softmax_rows(
             x = tl.load(X + at_x + step_of(own, x_n, FORM, EVEN), ok, float("-inf")).to(COMPUTE)
             larger = tl.maximum(largest, tl.max(x, 1))
             shift = finite_or_zero(larger)
-            total = total * exp(largest - shift) + tl.sum(exp(x - shift[:, None]), 1)
+            total = total * exp(largest - shift) + tl.sum(exp_for(x - shift[:, None], Y), 1)
             largest = larger
         shift = finite_or_zero(largest)[:, None]
         total = total[:, None]
@@ -153,18 +145,8 @@ def softmax_rows(
             own = (tiles - 1 - back) * BLOCK_R + r
             ok = inside & (own < N)[None, :]
             x = tl.load(X + at_x + step_of(own, x_n, FORM, EVEN), ok, 0, eviction_policy="evict_first").to(COMPUTE)
-            y = normalised(x, shift, total, LOG)
+            y = normalised(x, shift, total, Y, LOG)
             tl.store(Y + at_y + step_of(own, y_n, FORM, EVEN), stored(y, Y), ok)
-
-
-@triton.jit
-def term(y, dy, LOG: tl.constexpr):
-    return dy if LOG else dy * y
-
-
-@triton.jit
-def gradient(y, dy, total, LOG: tl.constexpr):
-    return dy - exp(y) * total if LOG else y * (dy - total)
 
 
 @kernel(
@@ -192,7 +174,7 @@ def softmax_rows_backward(
         y = tl.load(Y + at_y + step_of(r, x_n, FORM, EVEN), ok, 0).to(COMPUTE)
         dy = tl.load(DY + at_g + step_of(r, g_n, FORM, EVEN), ok, 0).to(COMPUTE)
         total = tl.sum(term(y, dy, LOG), 1)[:, None]
-        tl.store(DX + at_x + step_of(r, y_n, FORM, EVEN), stored(gradient(y, dy, total, LOG), DX), ok)
+        tl.store(DX + at_x + step_of(r, y_n, FORM, EVEN), stored(gradient(y, dy, total, DX, LOG), DX), ok)
     else:
         terms = tl.zeros([BLOCK_K, BLOCK_R], COMPUTE)
         for first in tl.range(0, N, BLOCK_R):
@@ -210,7 +192,7 @@ def softmax_rows_backward(
             ok = inside & (own < N)[None, :]
             y = tl.load(Y + at_y + step_of(own, x_n, FORM, EVEN), ok, 0, eviction_policy="evict_first").to(COMPUTE)
             dy = tl.load(DY + at_g + step_of(own, g_n, FORM, EVEN), ok, 0, eviction_policy="evict_first").to(COMPUTE)
-            tl.store(DX + at_x + step_of(own, y_n, FORM, EVEN), stored(gradient(y, dy, total, LOG), DX), ok)
+            tl.store(DX + at_x + step_of(own, y_n, FORM, EVEN), stored(gradient(y, dy, total, DX, LOG), DX), ok)
 
 
 # ---- host ------------------------------------------------------------------------------------------------------------
@@ -271,9 +253,11 @@ def launch(kernel_, operands: list[Tensor], out: Tensor, dim: int, **constants) 
         block_k = max(1, 2048 // block_r)
     else:
         form, even = "across", not any(s[0] % 16 or s[1] % 16 for s in steps) and inner % 16 == 0
-        block_k, block_r = ACROSS
-        once = n <= block_r
-        block_r = max(16, power_of_two(n)) if once else block_r // len(operands)
+        block_k, longest = ACROSS[len(operands)]
+        if n > longest:
+            softmax_columns.launch(operands, out, [s[:2] for s in steps], n, inner, constants["LOG"])
+            return
+        once, block_r = True, max(16, power_of_two(n))
         block_k *= max(1, 64 // block_r)
     sizes = rows, n, inner, *(s for own_ in steps for s in own_)
     compute = IN_TRITON[compute_dtype(operands[-1].dtype)]

@@ -2,8 +2,10 @@
 
 Numbers are compared by integer keys that keep their order (`order.key_of`): both zeros are one, and a NaN of either sign comes
 after all else. Sorts are stable. A short line is sorted in registers, a key and its place in one word; others by `order.ordered`.
-Of the k first, a program finds the k-th key of its part of a line bit by bit, and keeps what comes before it; parts of parts follow
-until one is left, whose k are then sorted.
+Of few that come first, a program bounds the k-th key of its part of a line by the k-th of the least keys of groups, and keeps what
+is not after that bound, a key and its place in one word: little more than k, unless many are equal. Parts of what was kept follow
+until one is left, whose words are then sorted by counting. Of many, or of keys of 64 bits, a program finds the k-th key itself bit
+by bit.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from ..runtime.kernel import kernel
 from . import forms, plans, pointwise
 from .order import KEY_BITS, key_of, ordered
 from .plans import own
+from .pointwise import WORDS, whole_words
 from .row import Declined, taken
 from .select import begin_blocks, contiguous, read
 
@@ -26,6 +29,12 @@ TILE = 1024  # elements of such lines a program
 BLOCK = 1024
 PART = 8192  # elements of a line that a program selects from; half as many of 64 bits
 SMALL_PART = 1024
+FEW = {
+    16: 64,
+    64: 128,
+}  # to so many that come first: of how many groups the least are compared, and words that are kept
+THREADS = 256  # of a program that selects few
+FEW_PART = 2048  # elements of a short line that few are selected from
 
 
 # ---- kernels ---------------------------------------------------------------------------------------------------------
@@ -130,6 +139,122 @@ def select_first(X, FROM, KEYS, CHOSEN, M, N, PARTS, K, flip, BITS: tl.constexpr
     at = tl.program_id(0).to(tl.int64) * K + tl.cumsum(kept.to(tl.int32), 0) - 1
     tl.store(KEYS + at, key.to(KEYS.dtype.element_ty), kept)
     tl.store(CHOSEN + at, which, kept)
+
+
+LAST = tl.constexpr(0x7FFFFFFFFFFFFFFF)  # a word after every key with its place
+
+
+@triton.jit
+def word_at(X, line, i, inside, flip, PACKED: tl.constexpr):
+    """Keys of a line's elements with their places, the lower half; PACKED: X has such words."""
+    if PACKED:
+        return tl.load(X + line + i, inside, LAST)
+    else:
+        return (key_at(X, line + i, inside, flip).to(tl.int64) << 32) | i.to(tl.int64)
+
+
+@triton.jit
+def exact(key, i, inside, K):
+    """Which are the K first of a tile that has as many, equal ones by their place: bit by bit, of the K-th key, then its place."""
+    top: tl.constexpr = key.dtype.primitive_bitwidth - 1
+    one = tl.full((), 1, key.dtype)
+    kth = one << top  # the least
+    for bit in range(0, top + 1):  # the K-th is not before a number of which fewer than K are
+        more = kth ^ (one << (top - bit).to(key.dtype))
+        kth = tl.where(tl.sum((inside & (key < more)).to(tl.int32)) < K, more, kth)
+    before = inside & (key < kth)
+    equal = inside & (key == kth)
+    room = K - tl.sum(before.to(tl.int32))
+    last = tl.full((), 0, tl.int32)
+    for bit in range(0, 31):
+        more = last | (1 << (30 - bit))
+        last = tl.where(tl.sum((equal & (i < more)).to(tl.int32)) < room, more, last)
+    return before | (equal & (i <= last))
+
+
+@triton.jit
+def bits_of_threads(truth, bit):
+    """Of [threads, rows, columns] an integer a thread, in which each has its bit."""
+    return tl.sum(tl.sum(tl.where(truth, 1 << bit, 0), 2), 1)
+
+
+@triton.jit
+def ones_in(bits):
+    """How many bits are set."""
+    pairs = bits - ((bits >> 1) & 0x55555555)
+    fours = (pairs & 0x33333333) + ((pairs >> 2) & 0x33333333)
+    return (((fours + (fours >> 4)) & 0x0F0F0F0F) * 0x01010101 >> 24) & 0xFF
+
+
+@kernel(
+    grid=lambda a: (a.M * a.PARTS,), tokens=("M", "N", "PARTS", "LENGTH", "K", "flip"),
+    default=lambda a: {"num_warps": a.THREADS // 32, "maxnreg": 80},
+)  # fmt: skip
+def keep_few(
+    X, KEPT, M, N, PARTS, LENGTH, K, flip, PACKED: tl.constexpr, EVEN: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr,
+    THREADS: tl.constexpr, WORD: tl.constexpr,
+):  # fmt: skip
+    """KEPT [M, GROUPS, PARTS]: of each part of LENGTH elements of a line, words of the K first and of few others, then LAST. A
+    thread has WORD elements side by side and others as far on as those of all threads go, 32 at most, so that their least and
+    which of them are kept are its own affair."""
+    ROWS: tl.constexpr = WIDTH // (THREADS * WORD)
+    N = whole_words(N, EVEN)
+    LENGTH = whole_words(LENGTH, EVEN)
+    line = (tl.program_id(0) // PARTS).to(tl.int64)
+    to = KEPT + line * GROUPS * PARTS + tl.program_id(0) % PARTS
+    line *= N
+    start = tl.program_id(0) % PARTS * LENGTH
+    thread = tl.arange(0, THREADS)
+    row = tl.arange(0, ROWS)[None, :, None]
+    column = tl.arange(0, WORD)[None, None, :]
+    i = (row * THREADS + thread[:, None, None]) * WORD + column
+    inside = (i < LENGTH) & (start + i < N)
+    if PACKED:
+        key = tl.load(X + line + start + i, inside, LAST)
+        inside = key != LAST
+        least = key
+    else:
+        key = key_at(X, line + start + i, inside, flip)
+        least = tl.where(inside, key, 0x7FFFFFFF)
+    # Of K groups the least come no later than the K-th least of groups: so the K first do
+    least = tl.min(tl.reshape(tl.min(tl.min(least, 2), 1), [GROUPS, THREADS // GROUPS]), 1)
+    upto = tl.sum((least[None, :] <= least[:, None]).to(tl.int32), 1)
+    bound = tl.min(tl.where(upto >= K, least, LAST if PACKED else 0x7FFFFFFF), 0)
+    bit = row * WORD + column
+    bits = bits_of_threads(inside & (key <= bound), bit)
+    count = ones_in(bits)
+    total = tl.sum(count, 0)
+    if total > GROUPS:
+        bits = bits_of_threads(exact(key, i, inside, K), bit)
+        count = ones_in(bits)
+        total = K
+    slot = tl.cumsum(count, 0) - count
+    for _ in range(0, tl.max(count, 0)):
+        found = bits != 0
+        lowest = bits & -bits
+        at = (lowest.to(tl.uint32, bitcast=True).to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127  # its exponent
+        own = start + (at // WORD * THREADS + thread) * WORD + at % WORD
+        tl.store(to + slot * PARTS, word_at(X, line, own, found, flip, PACKED), found)
+        bits ^= lowest
+        slot += 1
+    empty = tl.arange(0, GROUPS)
+    tl.store(to + empty * PARTS, tl.full([GROUPS], LAST, tl.int64), empty >= total)
+
+
+@kernel(grid=lambda a: (cdiv(a.M, a.ROWS),), tokens=("M", "N", "K"), default=lambda a: {"num_warps": 4})
+def sort_few(X, KEPT, OUT, INDEX, M, N, K, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """The K first of M lines, of which KEPT has WIDTH words: each goes where the number of those before it says."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    word = tl.load(KEPT + row * WIDTH + tl.arange(0, WIDTH)[None, :], row < M, LAST)
+    rank = tl.zeros([ROWS, WIDTH], tl.int32)
+    for start in range(0, WIDTH, 8):
+        at = row[:, :, None] * WIDTH + start + tl.arange(0, 8)[None, :, None]
+        other = tl.load(KEPT + at, row[:, :, None] < M, LAST)
+        rank += tl.sum((other < word[:, None, :]).to(tl.int32), 1)
+    place = word & 0xFFFFFFFF
+    first = (word != LAST) & (rank < K)
+    copied(X, row * N + place, OUT, row * K + rank, first)
+    tl.store(INDEX + row * K + rank, place, first)
 
 
 @triton.jit
@@ -279,6 +404,9 @@ def first_lines(x: Tensor, k: int, values: Tensor, indices: Tensor, largest: boo
         return
     n = x.shape[-1]
     lines, bits = x.numel() // n, KEY_BITS[x.dtype]
+    if k <= max(FEW) and bits <= 32:
+        few_lines(x, k, values, indices, largest)
+        return
     part = SMALL_PART if n <= SMALL_PART else PART // 2 if bits == 64 else PART
     if n > part and k > part // 2:  # parts would have too few to choose from
         _, order = ordered(keys_of(x, lines, n, largest), bits, True)
@@ -298,6 +426,28 @@ def first_lines(x: Tensor, k: int, values: Tensor, indices: Tensor, largest: boo
             break
     _, order = ordered(source, bits, True)
     plans.launch(sort_results, (x, order, chosen, values, indices), (lines * k, k, n))
+
+
+def few_lines(x: Tensor, k: int, values: Tensor, indices: Tensor, largest: bool) -> None:
+    """The k first, of which there are few, of lines without gaps."""
+    n = x.shape[-1]
+    lines = x.numel() // n
+    groups = next(FEW[most] for most in FEW if k <= most)
+    source, size, width = x, n, FEW_PART if n <= FEW_PART else PART
+    while True:
+        parts = cdiv(size, width)
+        length = cdiv(cdiv(size, parts), WORDS) * WORDS
+        kept = fresh(x, (lines, groups * parts), torch.int64)
+        even = size % WORDS == 0
+        word = min(16 // source.element_size(), width // THREADS) if even else 1
+        constants = {"PACKED": source is not x, "EVEN": even, "GROUPS": groups, "WIDTH": width}
+        numbers = lines, size, parts, length, k, -int(largest)
+        plans.launch(keep_few, (source, kept), numbers, **constants, THREADS=THREADS, WORD=word)
+        source, size, width = kept, groups * parts, PART // 2
+        if parts == 1:
+            break
+    tensors = x, source, values, indices
+    plans.launch(sort_few, tensors, (lines, n, k), ROWS=512 // groups, WIDTH=groups)
 
 
 def unique2(

@@ -10,11 +10,14 @@ import torch
 from torch import Tensor
 
 from . import (
+    attention,
     forms,
     index,
     index_map,
     nll,
-    norm,
+    norm_channels,
+    norm_rows,
+    norm_weights,
     pointwise,
     product,
     random,
@@ -85,8 +88,8 @@ def of_tensors(form: Callable[..., Any], name: str) -> Callable[..., Any]:
 OTHERS = {**forms.FORMS, **reduction_rows.FORMS, **scan.FORMS, **index_map.FORMS}
 INDEX = {**index.FORMS, **select.FORMS, **nll.FORMS}
 OTHERS |= {**INDEX, **sorting.FORMS, **random.FORMS}
-ROWS_ENGINE = {**softmax.FORMS, **norm.FORMS}
-OTHERS |= {**ROWS_ENGINE, **product.FORMS, **window.FORMS}
+ROWS_ENGINE = {**softmax.FORMS, **norm_rows.FORMS, **norm_channels.FORMS, **norm_weights.FORMS}
+OTHERS |= {**ROWS_ENGINE, **product.FORMS, **attention.FORMS, **window.FORMS}
 FORMS: dict[str, Callable[..., Any]] = {
     **{name: pointwise_form(row, name) for row in ROWS for name in row.overloads},
     **{name: of_tensors(form, name) for name, form in OTHERS.items()},
@@ -101,5 +104,6 @@ ENGINE: dict[str, str] = {
     **dict.fromkeys(random.FORMS, "random"),
     **dict.fromkeys(ROWS_ENGINE, "rows"),
     **dict.fromkeys(product.FORMS, "product"),
+    **dict.fromkeys(attention.FORMS, "attention"),
     **dict.fromkeys(window.FORMS, "window"),
 }

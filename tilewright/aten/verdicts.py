@@ -235,6 +235,10 @@ class Verdicts:
         open_ = [kind for kind, rule in kinds.items() if rule is None or rule.least or len(rule.gains) < SIZES]
         return "closed" if whole and not open_ else "sized"
 
+    def least(self, name: str) -> int:
+        """Bytes below which no call of an overload is ours, of whatever kind."""
+        return min((rule.least for rule in self.rules.get(name, {}).values() if rule is not None), default=0)
+
     def gain(self, call: Signature) -> float:
         """Microseconds that a call gains by being ours. Raises `Declined` where it is to be aten's."""
         kinds = self.rules.get(call.overload, {})

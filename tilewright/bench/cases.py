@@ -29,7 +29,7 @@ BASE = "3.6"
 # A step is a forward and its backward, through autograd; training is that of a whole model
 # Memory is the peak of each of many calls, of which the worst counts; queued are calls of a framework that has its own streams
 # A choice is between ours and aten's: both are timed in several runs, eager and in a graph
-Direction = Literal["forward", "backward", "step", "host", "train", "memory", "queued", "choice"]
+Direction = Literal["forward", "backward", "step", "host", "train", "memory", "queued", "choice", "worst", "model"]
 # With memory given for the result, forward and backward through autograd, with quantised operands, or with results stored over
 # the arguments that they may lie on
 Way = Literal["out", "step", "quantised", "over"]

@@ -98,10 +98,10 @@ def put(recorded: Iterable[Mapping[str, Any]], stale: Collection[Key], where: Pa
     return written
 
 
-def keep(recorded: Sequence[Mapping[str, Any]], where: Path | None = None) -> list[Path]:
-    """Add what was just measured to the user's own tables; gives the files that were written."""
+def keep(recorded: Iterable[Mapping[str, Any]], stale: Collection[Key] = (), where: Path | None = None) -> list[Path]:
+    """Add what is recorded to the user's own tables; gives the files that were written."""
     written = []
-    for arch, rows in rows_of(recorded, ()).items():
+    for arch, rows in rows_of(recorded, stale).items():
         path = (where or config.folder()) / verdicts.path_of(arch).name
         path.parent.mkdir(parents=True, exist_ok=True)
         with evidence.locked(path):

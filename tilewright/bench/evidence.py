@@ -148,7 +148,7 @@ def record(rows: Sequence[Row], where: Path | None = None) -> list[str]:
                     said.append(refusal(row, lacks))
                 else:
                     merged[key_of(row)] = row
-            write(path, sorted(merged.values(), key=_order))
+            write(path, ordered(merged.values()))
         if refused:
             _keep_aside(refused, (where or folder()) / ASIDE)
     return said
@@ -167,12 +167,13 @@ def _keep_aside(rows: Sequence[Row], where: Path) -> None:
     path = path_of(rows[0]["gpu"], where)
     with locked(path):
         merged = {key_of(row): row for row in (*read(path), *rows)}
-        write(path, sorted(merged.values(), key=_order))
+        write(path, ordered(merged.values()))
 
 
-def _order(row: Row) -> tuple[int, str, tuple[int, ...]]:
-    known = list(CASES)
-    return (known.index(row["case"]) if row["case"] in CASES else len(known)), row["case"], age(row["triton"])
+def ordered(rows: Iterable[Row]) -> list[Row]:
+    """Rows in the order of the cases."""
+    places = {case: at for at, case in enumerate(CASES)}
+    return sorted(rows, key=lambda row: (places.get(row["case"], len(places)), row["case"], age(row["triton"])))
 
 
 def stale_keys(rows: Iterable[Row]) -> set[Key]:

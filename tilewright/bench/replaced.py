@@ -433,7 +433,7 @@ def overloads(case: Case, device: str = "cuda") -> Iterator[tuple[str, Replaced]
 
     def taller(make: Make) -> Make:
         return lambda shape, *dtype: make(
-            (shape[0] * case.dims["times"], *shape[1:]) if shape[:1] == (6,) else shape, *dtype
+            (shape[0] * case.dims.get("times", 1), *shape[1:]) if shape[:1] == (6,) else shape, *dtype
         )
 
     for name in sorted(table.FORMS.keys() - ALONE):

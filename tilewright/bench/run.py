@@ -14,29 +14,34 @@ import os
 import statistics
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, NamedTuple, TextIO
 
 import torch
 import triton
 
+from ..aten.verdicts import KIND, Verdicts
 from ..check import guarded
+from ..check.provided.aten import written
 from ..core.flat import as_tuple
 from ..core.target import Target
 from ..gemm.arithmetic import computed
-from . import check, packaged, replaced, rivals, sol, timing
+from . import check, packaged, replaced, replaced_models, rivals, sol, timing
 from .cases import CASES, Case, rival_of, waits
 from .directed import Absent
 from .evidence import Row
 from .floor import floor_us
 from .results import measured_by, rivals_of
 from .source import source
+from .turns import settled
 from .work import Work, build
 
 CASE_LIMIT = 150.0
 COMMAND = (sys.executable, "-m", "tilewright.bench.run")
 APART = "--apart"
-RUNS, SPREAD = 5, 0.05  # of a choice, and how far apart they may be
+# Of a choice, in microseconds: calls of a batch, replays of a run, and a graph
+BATCH_US, READING_US, LONGEST_CHOICE_US = 4_000.0, 20_000.0, 8_000.0
 WAITS = "waits"  # the status of a case that is for another Triton
 LONGEST_GRAPH_US = 8 * timing.GRAPH_US
 NO_DEVICE = "no CUDA device: a bench needs a GPU (`tilewright doctor` says what is missing)"
@@ -49,7 +54,9 @@ def measure(case: Case, beside: Sequence[str]) -> Row:
     """Measure one case in this process, with the rivals asked for and the one that its goal names. Raises `check.Wrong`."""
     here = [name for name in rivals_beside(case, beside) if not packaged.is_apart(name)]
     own = {"host": measure_host, "memory": measure_memory, "queued": measure_queued, "choice": measure_choice}
-    row = own.get(case.direction, measure_device)(case, here)
+    row = {**own, "worst": measure_worst, "model": replaced_models.measure}.get(case.direction, measure_device)(
+        case, here
+    )
     return valued(case, {**row, "fraction": None if row["floor_us"] is None else row["floor_us"] / row["us"]})
 
 
@@ -87,7 +94,7 @@ def measure_memory(case: Case, beside: Sequence[str]) -> Row:
     """Of all replaced overloads, the one whose peak of bytes beside its results is worst beside aten's, which has SPARE more."""
     found: list[tuple[float, str, int, int, replaced.Replaced]] = []
     for name, work in replaced.overloads(case):
-        pair = [replaced.flat(one()) for one in (work.call, work.plain)]
+        pair = [replaced.flat(written(name, one())) for one in (work.call, work.plain)]
         if name.partition(".")[0][-1] != "_" and not all(
             map(alike, *pair)
         ):  # in place, the second has what the first made
@@ -126,20 +133,23 @@ def measure_choice(case: Case, beside: Sequence[str]) -> Row:
     error = work[0].verify(work[0].call())
     sides = {"own": [one.call for one in work], "aten": [one.plain for one in work]}
     first = [made[0] for made in sides.values()]
-    few = max(5, min(100, int(20_000 / max(timing.time_host_each(first, 3, 3, whole=True)))))
-    runs = {"eager": [timing.time_host_each(first, 9, few, whole=True) for _ in range(RUNS)], "graph": []}
+    paces = timing.time_host_each(first, 3, 2, whole=True)
+    few = [max(1, min(100, int(BATCH_US / us))) for us in paces]
+    batches = max(3, min(9, int(9 * BATCH_US / max(paces))))
+    runs = {"eager": settled("eager", lambda: timing.time_host_each(first, batches, few, whole=True)), "graph": []}
     spoiled = False
-    for _ in range(RUNS if captured(work[0]) else 0):  # last: a capture that fails spoils the process
-        timed = [timing.measure(made, calls) for made in sides.values()]
-        if any(one.method != "graph" for one in timed):  # aten may wait for the device
-            spoiled, runs["graph"] = True, []
-            break
-        runs["graph"].append([one.us for one in timed])
-    for way, pairs in runs.items():
-        for who, times in zip(sides, zip(*pairs)):
-            apart = max(times) / min(times) - 1.0
-            if apart > SPREAD:
-                raise check.Wrong(f"runs of {who}, {way}, are {apart:.1%} apart: is the GPU busy, or too hot?")
+    try:
+        graphs = []
+        if captured(work[0]):  # last: a capture that fails spoils the process
+            for made, us in zip(sides.values(), paces):
+                rounds = max(1, min(calls // len(made), int(LONGEST_CHOICE_US / (us * len(made)))))
+                with timing.entered(made) as own:
+                    graphs.append(timing.Graph(own, rounds * len(made)))
+    except timing.CannotCapture:  # aten may wait for the device
+        spoiled, graphs = True, []
+    if graphs:
+        replays = [max(3, min(timing.REPLAYS, int(READING_US / graph.warm()))) for graph in graphs]
+        runs["graph"] = settled("graph", lambda: [graph.us(count) for graph, count in zip(graphs, replays)])
     us, aten = map(statistics.median, zip(*(runs["graph"] or runs["eager"])))
     extra = None if spoiled else extra_bytes(work[0])
     return {
@@ -147,6 +157,33 @@ def measure_choice(case: Case, beside: Sequence[str]) -> Row:
         "absent": {name: "a choice is between ours and aten's" for name in beside if name != "aten"},
         "method": "graph" if runs["graph"] else "eager", "bytes": [read, written], "extra_bytes": extra,
         "runs": runs, "spoiled": spoiled,
+    }  # fmt: skip
+
+
+def measure_worst(case: Case, beside: Sequence[str]) -> Row:
+    """Of all calls that choices are measured for, the one that mode "auto" slows most beside aten, eager or in a graph. What it
+    leaves alone, for a program that makes such a call alone, is aten's own. Raises `check.Wrong` where that is all of them."""
+    verdicts = Verdicts.here()
+    uncaptured = {tuple(row[name] for name in KIND) for row in verdicts.rows if row["graph"] is None}
+    found: list[tuple[float, float, float, str]] = []
+    for one in CASES.values():
+        kind = replaced.here(one) if one.direction == "choice" else None
+        if kind is None or not verdicts.chosen({kind: 1}) & {kind.overload}:
+            continue
+        options = {**one.options, "auto": True, **({"events": True} if tuple(kind) in uncaptured else {})}
+        try:
+            runs = measure_choice(replace(one, options=options), ())["runs"]
+        except check.Wrong as why:
+            raise check.Wrong(f"{one.name}: {why}") from why
+        for way, pairs in runs.items():
+            for own, aten in [map(statistics.median, zip(*pairs))] if pairs else ():
+                found.append((aten / own, own, aten, f"{one.name}, {way}"))
+    if not found:
+        raise check.Wrong(f"mode auto replaces nothing: {verdicts.silence()}")
+    _, us, aten, name = min(found)
+    return {
+        "us": us, "floor_us": None, "host_us": None, "rivals": {"aten": aten}, "error": 0.0, "method": "choice", "bytes": [0, 0],
+        "extra_bytes": None, "note": f"the worst of {len(found)} times of calls that mode auto takes: {name}",
     }  # fmt: skip
 
 
@@ -223,7 +260,7 @@ def measure_device(case: Case, beside: Sequence[str]) -> Row:
 
 def measure_alone(case: Case, rival: str) -> Row:
     """One rival of a case whose row another process makes, over arguments that are drawn alike."""
-    if case.direction in ("host", "queued", "choice"):
+    if case.direction in ("host", "queued", "choice", "worst", "model"):
         raise Absent("host times are compared within one process")
     work, calls, *_ = Sets.build(case)
     if work[0].overwrites:
@@ -333,14 +370,35 @@ def serve(
         asked = json.loads(request)
         case = CASES[asked["case"]]
         try:
+            if "compile" in asked:
+                return compiled(case)
             return (
                 alone(case, asked["alone"]) if "alone" in asked else {**measure(case, asked["rivals"]), **about(case)}
             )
         finally:  # another process may be the next to need the memory
             gc.collect()
+            gc.freeze()  # modules and caches, which every later search for garbage would take a tenth of a second to look at
             torch.cuda.empty_cache()
 
     guarded.serve(answer, (check.Wrong, Absent), requests, replies, status)
+
+
+def compiled(case: Case) -> Row:
+    """Nothing of a case, whose kernels are then in Triton's cache: its call is made, twice: the second may take another way."""
+    work = build(case)
+    work.call()
+    work.call()
+    torch.cuda.synchronize()
+    return {}
+
+
+def compile_all(
+    names: Iterable[str], jobs: int, command: Sequence[str] = COMMAND, limit: float = CASE_LIMIT
+) -> Iterator[Row]:
+    """A row for each case that is compiled, by several processes at once: where nothing is timed, they may be in each other's way.
+    Raises `guarded.NoWorker`."""
+    for row in guarded.supervise((json.dumps({"case": n, "compile": True}) for n in names), command, limit, jobs=jobs):
+        yield {**row, "case": json.loads(row["case"])["case"]}
 
 
 def about(case: Case) -> Row:

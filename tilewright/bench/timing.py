@@ -25,6 +25,7 @@ GRAPH_US = 3000.0  # long enough that the gap between two replays is lost among 
 WARM_US = 30_000.0  # an idle H200 sits at 345 MHz; this is time enough for its clocks to rise
 FLUSH_BYTES = 256 << 20
 WARM_CALLS = 3
+REPLAYS = 15  # of a graph, whose median is a reading
 
 
 @functools.cache
@@ -124,58 +125,83 @@ def plan(nbytes: int, l2: int, once: bool = False) -> tuple[int, int]:
     return sets, sets * max(1, min(8, round(rounds)))
 
 
+class Graph:
+    """Calls of `work`, one for each buffer set, captured once and timed as often as one likes. Raises `CannotCapture`.
+
+    `restore` puts back what the calls overwrite, before every replay and outside the time. `kept` are the results that the last
+    replay left, one for each set.
+    """
+
+    def __init__(
+        self,
+        work: Sequence[Callable[[], Any]],
+        calls: int,
+        *,
+        restore: Callable[[], None] | None = None,
+        device: Device | None = None,
+    ) -> None:
+        sets = len(work)
+        if restore is not None and calls > sets:
+            raise ValueError(f"calls that overwrite their input use each set once: {calls} calls for {sets} sets")
+        self.calls, self.restore, self.device = calls, restore, Cuda() if device is None else device
+        # Twice: an op may take its long way at the first call of a kind and its short one from the second on.
+        for call in (*work, *work):
+            call()
+        self.device.synchronize()
+        self.kept: list[Any] = [None] * sets
+
+        def body() -> None:
+            # Results are held for a whole round, so that they rotate as the inputs do; freed at once, every call would
+            # write the same addresses and its writes would stay in the L2.
+            for i in range(calls):
+                self.kept[i % sets] = None
+                self.kept[i % sets] = work[i % sets]()
+
+        self.replay = self.device.capture(body)
+
+    def timed(self) -> tuple[Any, Any]:
+        """The marks around a replay."""
+        if self.restore is not None:
+            self.restore()
+            self.device.flush()
+        start = self.device.mark()
+        self.replay()
+        return start, self.device.mark()
+
+    def warm(self) -> float:
+        """Replay until the clocks have risen; microseconds of a replay."""
+        first = [self.timed() for _ in range(2)]
+        self.device.synchronize()
+        once = max(self.device.elapsed_us(*first[1]), 1.0)
+        for _ in range(min(200, int(WARM_US / once))):
+            self.timed()
+        return once
+
+    def us(self, replays: int) -> float:
+        """Microseconds a call: median over replays."""
+        marks = [self.timed() for _ in range(replays)]
+        self.device.synchronize()
+        return statistics.median(self.device.elapsed_us(*pair) for pair in marks) / self.calls
+
+
 def time_graph(
     make: Callable[[], Callable[[], Any]],
     sets: int,
     calls: int,
-    replays: int = 15,
+    replays: int = REPLAYS,
     *,
     restore: Callable[[], None] | None = None,
     inspect: Callable[[list[Any]], None] | None = None,
     device: Device | None = None,
 ) -> float:
-    """Microseconds a call: median over replays of a graph of `calls` calls over `sets` buffer sets, one `make()` each.
-
-    `restore` puts back what the calls overwrite, before every replay and outside the time. `inspect` is given the
-    results that the last replay left, one for each set.
-    """
-    if restore is not None and calls > sets:
-        raise ValueError(f"calls that overwrite their input use each set once: {calls} calls for {sets} sets")
-    device = Cuda() if device is None else device
-    work = [make() for _ in range(sets)]
-    # Twice: an op may take its long way at the first call of a kind and its short one from the second on.
-    for call in work * 2:
-        call()
-    device.synchronize()
-    kept: list[Any] = [None] * sets
-
-    def body() -> None:
-        # Results are held for a whole round, so that they rotate as the inputs do; freed at once, every call would
-        # write the same addresses and its writes would stay in the L2.
-        for i in range(calls):
-            kept[i % sets] = None
-            kept[i % sets] = work[i % sets]()
-
-    replay = device.capture(body)
-
-    def timed() -> tuple[Any, Any]:
-        if restore is not None:
-            restore()
-            device.flush()
-        start = device.mark()
-        replay()
-        return start, device.mark()
-
-    first = [timed() for _ in range(2)]
-    device.synchronize()
-    once = max(device.elapsed_us(*first[1]), 1.0)
-    for _ in range(min(200, int(WARM_US / once))):
-        timed()
-    marks = [timed() for _ in range(replays)]
-    device.synchronize()
+    """Microseconds a call: median over replays of a `Graph` of `calls` calls over `sets` buffer sets, one `make()` each. `inspect`
+    is given the results that the last replay left."""
+    graph = Graph([make() for _ in range(sets)], calls, restore=restore, device=device)
+    graph.warm()
+    us = graph.us(replays)
     if inspect is not None:
-        inspect(kept)
-    return statistics.median(device.elapsed_us(*pair) for pair in marks) / calls
+        inspect(graph.kept)
+    return us
 
 
 def time_events(
@@ -245,7 +271,7 @@ def measure(
 def time_host_each(
     calls: Sequence[Callable[[], Any]],
     batches: int = 41,
-    per_batch: int = 100,
+    per_batch: int | Sequence[int] = 100,
     *,
     whole: bool = False,
     clock: Callable[[], int] = time.perf_counter_ns,
@@ -255,12 +281,14 @@ def time_host_each(
     the device has done them, which is what a program waits for.
 
     Batches of all calls alternate, so that a slower or faster spell of the machine falls on all of them. A batch of 100 is far
-    under the about 1000 launches that a stream queues before the host has to wait.
+    under the about 1000 launches that a stream queues before the host has to wait. Batches of each call may have a size of their
+    own.
     """
     drain = torch.cuda.synchronize if drain is None else drain
-    for call in calls:
+    sizes = [per_batch] * len(calls) if isinstance(per_batch, int) else per_batch
+    for call, size in zip(calls, sizes):
         with entered([call]) as [own]:
-            for _ in range(per_batch):
+            for _ in range(size):
                 own()
     times: list[list[float]] = [[] for _ in calls]
     collecting = gc.isenabled()
@@ -268,18 +296,18 @@ def time_host_each(
     gc.disable()
     try:
         for _ in range(batches):
-            for call, mine in zip(calls, times):
+            for call, size, mine in zip(calls, sizes, times):
                 with entered([call]) as [own]:
                     if own is not call:  # what was entered anew may have its long way to go again
                         for _ in range(WARM_CALLS):
                             own()
                     drain()
                     start = clock()
-                    for _ in itertools.repeat(None, per_batch):
+                    for _ in itertools.repeat(None, size):
                         own()
                     if whole:
                         drain()
-                    mine.append((clock() - start) / per_batch / 1e3)
+                    mine.append((clock() - start) / size / 1e3)
     finally:
         if collecting:
             gc.enable()

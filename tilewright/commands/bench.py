@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import time
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -23,6 +25,12 @@ def bench(
     against: Annotated[Literal["goals"] | None, typer.Option(help="Print goals beside what was measured.")] = None,
     folder: Annotated[Path | None, typer.Option("--evidence", help="The folder of recorded rows.")] = None,
     limit: Annotated[float, typer.Option(help="Seconds a case may take.")] = 150.0,
+    minutes: Annotated[
+        float, typer.Option(min=0.0, help="Begin no case after this time; with --stale the rest comes later.")
+    ] = 0.0,
+    jobs: Annotated[
+        int, typer.Option(min=1, help="Processes that compile all cases before the first is timed; 1: as they come.")
+    ] = 1,
     only_list: Annotated[bool, typer.Option("--list", help="Show the cases and stop.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -33,7 +41,7 @@ def bench(
     from ..check import guarded
 
     try:
-        chosen = cases.select(names or [])
+        asked = chosen = cases.select(names or [])
     except KeyError as error:
         fail(error.args[0])
     if only_list:
@@ -52,9 +60,13 @@ def bench(
         also: dict[str, dict[str, float]] = {}  # what recorded rows have beside them, those that replace them must have
         for row in recorded if record else ():
             also.setdefault(row["case"], {}).update(row["rivals"])
-        rows = measured(chosen, wanted, also, limit, folder if record else None, record, as_json)
-        if record and folder is None:
-            choose(rows)
+        chosen = whole_overloads(chosen)
+        end = time.monotonic() + 60 * minutes if minutes else math.inf
+        if jobs > 1:
+            compiled(chosen, jobs, limit, end)
+        rows = measured(chosen, wanted, also, limit, folder if record else None, record, as_json, end)
+        if record and folder is None and any(case.direction == "choice" for case in asked):
+            choose()
     except (evidence.Damaged, guarded.NoWorker) as error:
         fail(str(error))
     good = [row for row in rows if row["status"] == "ok"]
@@ -74,20 +86,37 @@ def bench(
         raise typer.Exit(1)
 
 
-def choose(rows: list[dict[str, Any]]) -> None:
-    """Put choices that were measured where `tw.aten` reads them: in a checkout the package's own table, which all evidence makes,
-    elsewhere the user's."""
+def whole_overloads(chosen: list) -> list:
+    """Cases, those of one call of torch's operators together: a run that ends early then leaves verdicts, not halves of them."""
+    groups: dict[Any, list] = {}
+    for case in chosen:
+        groups.setdefault((case.family, case.call) if case.direction == "choice" else case.name, []).append(case)
+    return list(chain.from_iterable(groups.values()))
+
+
+def compiled(chosen: list, jobs: int, limit: float, end: float) -> None:
+    """Have the kernels of cases in Triton's cache. What fails here is said of the case when it is timed."""
+    from ..bench import run
+
+    begin = time.monotonic()
+    single = [case.name for case in chosen if case.direction not in ("train", "memory", "worst", "model")]
+    names = (name for name in single if time.monotonic() < end)
+    made = list(run.compile_all(names, jobs, limit=limit))
+    good = sum(row["status"] == "ok" for row in made)
+    seconds = time.monotonic() - begin
+    typer.echo(f"compiled: {good} of {len(made)} cases, by {jobs} processes, in {seconds:.0f} s", err=True)
+
+
+def choose() -> None:
+    """Put choices that are recorded where `tw.aten` reads them: in a checkout the package's own table, elsewhere the user's."""
     from ..bench import choices, documents, evidence
 
-    made = [row for row in rows if row["status"] == "ok"]
-    if not choices.rows_of(made, ()):
-        return
-    if (documents.ROOT / documents.README).exists():
-        recorded = evidence.everything()
-        written = choices.put(recorded, evidence.stale_keys(recorded))
-    else:
-        written = choices.keep(made)
-    typer.echo(f"written: {', '.join(map(str, written))}", err=True)
+    recorded = evidence.everything()
+    stale = evidence.stale_keys(row for row in recorded if row["op"] == "aten")
+    checkout = (documents.ROOT / documents.README).exists()
+    written = choices.put(recorded, stale) if checkout else choices.keep(recorded, stale)
+    if written:
+        typer.echo(f"written: {', '.join(map(str, written))}", err=True)
 
 
 def fresh_here(case: str, recorded: list[dict[str, Any]]) -> bool:
@@ -110,8 +139,10 @@ def measured(
     folder: Path | None,
     record: bool,
     quiet: bool,
+    end: float,
 ) -> list:
-    """Run the cases, each row printed and recorded as it comes, so that an interrupted run keeps what it has."""
+    """Run the cases, none of them begun after `end`, each row printed and recorded as it comes, so that a run that is interrupted
+    keeps what it has."""
     from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     from ..bench import evidence, models, run
@@ -120,10 +151,10 @@ def measured(
     columns = (TextColumn("{task.description}"), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=_stderr(), disable=quiet) as progress:
         task = progress.add_task("measuring", total=len(chosen))
+        say = partial(progress.console.print, highlight=False, markup=False, soft_wrap=True)
         try:
             whole = [case for case in chosen if case.direction == "train"]
             ops = [case.name for case in chosen if case.direction != "train"]
-            say = partial(progress.console.print, highlight=False, markup=False, soft_wrap=True)
             for row in chain(models.supervise(whole, limit, say), run.supervise(ops, beside, also, limit=limit)):
                 rows.append(judged(row))
                 if record and row["status"] == "ok":
@@ -132,8 +163,12 @@ def measured(
                         say(refused)
                 progress.console.print(line(rows[-1]), highlight=False, markup=False)
                 progress.advance(task)
+                if time.monotonic() >= end:
+                    break
         except KeyboardInterrupt:
             progress.console.print(f"interrupted after {len(rows)} of {len(chosen)} cases")
+        if len(rows) < len(chosen):
+            say(f"{len(chosen) - len(rows)} of {len(chosen)} cases are left: the same with --stale goes on")
     return rows
 
 
