@@ -20,6 +20,7 @@ from torch import Tensor, nn
 import tilewright as tw
 from tests.aten.samples import DEVICE
 from tests.aten.test_router import nothing_is_left  # noqa: F401
+from tilewright.aten.router import OVER_ANOTHER
 
 KEY = "CUDA" if DEVICE.startswith("cuda") else "CPU"
 
@@ -203,7 +204,7 @@ def another(answer: Callable[[Tensor], Tensor]) -> Iterator[torch.library.Librar
     library = torch.library.Library("aten", "IMPL")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        library.impl("neg", answer, KEY)
+        library.impl("neg", answer, KEY, **OVER_ANOTHER)
     try:
         yield library
     finally:

@@ -80,7 +80,8 @@ def test_results_lie_as_atens(causal):
         ours = OP(*args)
     for own, other in zip(ours, aten, strict=True):
         assert (own.dtype, own.shape, own.stride()) == (other.dtype, other.shape, other.stride())
-    torch.testing.assert_close(ours[0], aten[0])
+    # Each rounds weights to bf16 before they multiply values, and its result after
+    torch.testing.assert_close(ours[0], aten[0], rtol=2**-7, atol=2**-8)
     torch.testing.assert_close(ours[1], aten[1], rtol=1e-5, atol=1e-4)
 
 

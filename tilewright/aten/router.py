@@ -11,6 +11,7 @@ goes to the kernel that was there before, whose exception is then the exception.
 from __future__ import annotations
 
 import difflib
+import inspect
 import threading
 import warnings
 from collections import Counter
@@ -42,6 +43,8 @@ SLOTS = (int, float)  # types of numbers that are slots of a plan; a bool is one
 RECENT = 4  # kinds of call that an overload knows by guard
 MOST_OUTCOMES = 512  # keys of an overload
 MODES = ("all", "auto")
+# Before torch 2.13 a library that stands over another one has to say that it means to
+OVER_ANOTHER = {"allow_override": True} if "allow_override" in inspect.signature(Library.impl).parameters else {}
 
 Key = tuple[tuple, tuple]  # of a call: all but shapes and strides, and these
 
@@ -159,7 +162,7 @@ class Override:
             warnings.filterwarnings(
                 "ignore", message="(?s).*Overriding a previously registered kernel", category=UserWarning
             )
-            self.library.impl(self.name, self.call, self.key)
+            self.library.impl(self.name, self.call, self.key, **OVER_ANOTHER)
 
     def remove(self) -> None:
         self.library._destroy()
