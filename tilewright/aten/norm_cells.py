@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..core.tensor import cdiv, power_of_two
 from ..device.quantize import quotient
+from ..ops.norm.rms_norm import add_pairs
 from ..runtime.kernel import kernel
 from . import passes, plans
 from .functions import divide, square_root
@@ -148,11 +149,6 @@ def normalise_cells(
                     keep = number(MOMENTUM, COMPUTE)
                     move_running(RUNNING_MEAN, cell, middle, keep)
                     move_running(RUNNING_VAR, cell, divide(about, elements - one), keep)
-
-
-@triton.jit
-def add_pairs(a, b, c, d):
-    return a + c, b + d
 
 
 @triton.jit
