@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
 import threading
 import warnings
+import weakref
 from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 import tilewright as tw
 from tilewright.aten import router, table
@@ -177,6 +180,25 @@ def test_a_failure_leaves_the_thread_as_it_was(monkeypatch):
         for _ in range(2):
             with pytest.raises(ZeroDivisionError):
                 torch.neg(torch.ones(2))
+
+
+@pytest.mark.parametrize("fill", [Tensor.uniform_, Tensor.neg_], ids=["of no plan", "planned"])
+def test_a_call_keeps_no_tensor(fill):
+    """Memory is free when its last user is gone, not when circles are next looked for."""
+    collected = gc.isenabled()
+    gc.disable()
+    try:
+        with tw.aten.use("all"):
+            for _ in range(4):  # a first one, one that is to become a plan, and what comes after
+                x = torch.empty(6, 7)
+                known = weakref.ref(x)
+                fill(x)
+                del x
+                assert known() is None
+            assert tw.aten.report()[f"{fill.__name__}"]["taken"] == 4
+    finally:
+        if collected:
+            gc.enable()
 
 
 def test_other_threads_see_it_and_autograds_do():

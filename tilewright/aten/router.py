@@ -90,13 +90,14 @@ class Kind(NamedTuple):
 
 class Outcome:
     """What becomes of calls under one key: the function of their plan, or why they are aten's; or neither, of one that was `seen`
-    once. `tally` counts those that are ours. Guards see more than a key does (which tensors require a gradient), so that there may
-    be several kinds."""
+    once, and of those whose every run is another (`plannable` is False then), as random ones are. `tally` counts those that are
+    ours. Guards see more than a key does (which tensors require a gradient), so that there may be several kinds."""
 
     def __init__(
         self, function: Function | None, tally: list[int], reason: str = "", guarded: bool = True, seen: bool = False
     ) -> None:
         self.function, self.tally, self.reason, self.guarded, self.seen = function, tally, reason, guarded, seen
+        self.plannable = True
         self.kinds: list[Kind] = []
 
 
@@ -211,7 +212,7 @@ class Override:
                 flat = self.flats.get(flat_key(key, tensors)) if self.flats else None  # there is none under None
                 made = None if flat is None else flat(tensors, values)
             elif outcome.seen:
-                made = self.planned(key, names, values, outcome.tally)
+                made = self.planned(key, names, values, outcome) if outcome.plannable else None
             else:
                 self.remember(outcome, names, values)
                 if outcome.function is None:
@@ -259,20 +260,26 @@ class Override:
         positions = len(values) - len(names)
         return self.arguments[at] if at < positions else names[at - positions]
 
-    def planned(self, key: Key, names: tuple[str, ...], values: Sequence[Any], tally: list[int]) -> Any:
+    def planned(self, key: Key, names: tuple[str, ...], values: Sequence[Any], outcome: Outcome) -> Any:
         """Run the form, and keep the run under the key if later calls can be made from it."""
         given: list[Tensor] = []
         shown: dict[int, Tensor] = {}  # by id, what each of these is to the caller
         numbers: set[int] = set()
 
+        # Neither calls itself: a function inside another that does is a circle, and would keep these tensors until it is found
+        def tagged_tensor(value: Tensor | None) -> Tensor | None:
+            if value is None:  # of a list of indices
+                return None
+            # A plan knows tensors by identity: of one that is given twice, the second is another view
+            given.append(value.detach() if id(value) in shown else value)
+            shown[id(given[-1])] = value
+            return given[-1]
+
         def tagged(at: int, value: Any) -> Any:
             if isinstance(value, Tensor):
-                # A plan knows tensors by identity: of one that is given twice, the second is another view
-                given.append(value.detach() if id(value) in shown else value)
-                shown[id(given[-1])] = value
-                return given[-1]
+                return tagged_tensor(value)
             if holds_tensors(value):
-                return [tagged(at, one) for one in value]
+                return [tagged_tensor(one) for one in value]
             if type(value) in SLOTS and self.name_at(at, names, values) in self.numbers:
                 numbers.add(at)
                 return slot(value, at)
@@ -285,8 +292,9 @@ class Override:
             places = {id(value) for at, value in enumerate(seen) if self.name_at(at, names, values) in self.writes}
             written = [at for at, t in enumerate(given) if id(t) in places]
             plan = plan_of(run, given, written, numbers, made)
+            outcome.plannable = plan is not None
             if plan is not None:
-                self.keep(key, Outcome(plan.function, tally, guarded=plan.guarded))
+                self.keep(key, Outcome(plan.function, outcome.tally, guarded=plan.guarded))
                 flat = flat_key(key, given) if plan.flat is not None else None
                 if flat is not None and len(self.flats) < MOST_OUTCOMES:
                     self.flats[flat] = plan.flat

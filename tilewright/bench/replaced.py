@@ -195,12 +195,17 @@ CALLS |= {
 }
 
 
-def seeded(call: Callable[..., Any]) -> Callable[..., Any]:
-    """A call that draws the same numbers every time."""
+def seed_at(device: torch.device) -> None:
+    own = torch.cuda.default_generators[device.index] if device.type == "cuda" else torch.default_generator
+    own.manual_seed(0)
 
-    def function(*tensors: Tensor) -> Any:
-        torch.manual_seed(0)
-        return call(*tensors)
+
+def seeded(call: Callable[..., Any]) -> Callable[..., Any]:
+    """A call that draws the same numbers every time. Its device's generator alone is seeded, which takes next to no time."""
+
+    def function(first: Tensor, *others: Tensor) -> Any:
+        seed_at(first.device)
+        return call(first, *others)
 
     return function
 
