@@ -12,6 +12,7 @@ all is aten's.
 from __future__ import annotations
 
 import math
+import struct
 import threading
 from typing import Any, NamedTuple
 
@@ -29,16 +30,18 @@ from . import forms, layout, plans, pointwise, reduction_rows
 from . import sort as sorting
 from .order import ordered
 from .plans import bits_of, only_now, own
-from .pointwise import number
+from .pointwise import number, whole_words
 from .row import Declined, taken
 from .rows import ROWS
 
 THREADS = 256  # of torch's blocks
 RESIDENT = 2048  # threads of an SM, where there is no chip to ask
 BLOCK = 256  # threads of torch's that are one program's
+TURNS = 4  # that a program takes, so that it begins once for several thousand numbers
 LOOPS = 4
 MOST_BYTES = 2**31 - 1  # beyond these torch splits a tensor, and draws again for each part
 _lock = threading.Lock()
+_single = struct.Struct("f")
 
 
 # ---- kernels ---------------------------------------------------------------------------------------------------------
@@ -46,10 +49,29 @@ _lock = threading.Lock()
 
 @triton.jit
 def words(seed, call, thread):
-    """Four words of a thread's call: calls count from the generator's offset on."""
-    low = (call & 0xFFFFFFFF).to(tl.uint32) + tl.zeros(thread.shape, tl.uint32)
-    high = ((call >> 32) & 0xFFFFFFFF).to(tl.uint32) + tl.zeros(thread.shape, tl.uint32)
-    return tl.philox(seed, low, high, thread.to(tl.uint32), tl.zeros(thread.shape, tl.uint32))
+    """Four words of a thread's call, by Philox with ten rounds; calls count from the generator's offset on. What all threads share
+    is computed once, and a product of 64 bits is one instruction where its halves would be two."""
+    a, b = halves(call)
+    c, d = thread.to(tl.uint32), tl.full((), 0, tl.uint32)
+    key, other = halves(seed)
+    for _ in tl.static_range(10):
+        one, two = a.to(tl.uint64) * 0xD2511F53, c.to(tl.uint64) * 0xCD9E8D57
+        a, b = (two >> 32).to(tl.uint32) ^ b ^ key, two.to(tl.uint32)
+        c, d = (one >> 32).to(tl.uint32) ^ d ^ other, one.to(tl.uint32)
+        key, other = wrapped_sum(key, 0x9E3779B9), wrapped_sum(other, 0xBB67AE85)
+    return a, b, c, d
+
+
+@triton.jit
+def halves(x):
+    x = tl.cast(x, tl.int64)
+    return (x & 0xFFFFFFFF).to(tl.uint32), ((x >> 32) & 0xFFFFFFFF).to(tl.uint32)
+
+
+@triton.jit
+def wrapped_sum(x, y):
+    """Modulo 2^32, by way of 64 bits: the interpreter warns of sums that do not fit."""
+    return (x.to(tl.uint64) + y).to(tl.uint32)
 
 
 @triton.jit
@@ -119,105 +141,108 @@ def place(OUT, i, n0, n1, n2, s0, s1, s2, s3, FLAT: tl.constexpr):
 DRAWN = ("N", "T", "n0", "n1", "n2", "s0", "s1", "s2", "s3", "seed", "first", "S0", "S1")
 
 
-@kernel(
-    grid=lambda a: (cdiv(a.N, a.T * (2 if a.TWO else 4)) * cdiv(a.T, a.BLOCK),), tokens=DRAWN, default=lambda a: {"num_warps": 4}
-)  # fmt: skip
+@triton.jit
+def some_turns(N, T, EACH: tl.constexpr, TURNS: tl.constexpr, BLOCK: tl.constexpr):
+    """(first turn, the one after the last, first thread) of a program: it stands for BLOCK threads, which take TURNS turns, each of
+    EACH elements that lie T apart. torch's threads are whole blocks."""
+    across = T // BLOCK
+    first = tl.program_id(0) // across * TURNS
+    return first, tl.minimum(first + TURNS, tl.cdiv(N, T * EACH).to(tl.int32)), tl.program_id(0) % across * BLOCK
+
+
+def programs(a: Any, each: int) -> tuple[int]:
+    return (cdiv(cdiv(a.N, a.T * each), a.TURNS) * (a.T // a.BLOCK),)
+
+
+@kernel(grid=lambda a: programs(a, 2 if a.TWO else 4), tokens=DRAWN, default=lambda a: {"num_warps": 2})
 def draw(
     OUT, N, T, n0, n1, n2, s0, s1, s2, s3, seed: tl.int64, first: tl.int64, S0: tl.int64, S1: tl.int64, KIND: tl.constexpr,
-    TWO: tl.constexpr, FLAT: tl.constexpr, BLOCK: tl.constexpr,
+    TWO: tl.constexpr, FLAT: tl.constexpr, EVEN: tl.constexpr, TURNS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """N numbers by T threads, of which each call gives a thread four, T apart; or TWO of float64."""
-    across = tl.cdiv(T, BLOCK)
-    turn = (tl.program_id(0) // across).to(tl.int64)
-    thread = (tl.program_id(0) % across) * BLOCK + tl.arange(0, BLOCK)
-    a, b, c, d = words(seed, first + turn, thread)
-    inside = thread < T
-    if KIND == "bits":
-        start = turn * T * 2 + thread
-        tl.store(
-            OUT + start, ((a.to(tl.uint64) << 32) | b.to(tl.uint64)).to(tl.int64, bitcast=True), inside & (start < N)
-        )
-        start += T
-        tl.store(
-            OUT + start, ((c.to(tl.uint64) << 32) | d.to(tl.uint64)).to(tl.int64, bitcast=True), inside & (start < N)
-        )
-    elif TWO:
-        if KIND == "normal":
-            x, y = wide_normals(a, b, c, d)
-        else:
-            x, y = unit_of_two(a, b), unit_of_two(c, d)
-        start = turn * T * 2 + thread
-        at = place(OUT, start, n0, n1, n2, s0, s1, s2, s3, FLAT)
-        tl.store(at, shaped(x, OUT, S0, S1, KIND), inside & (start < N))
-        start += T
-        at = place(OUT, start, n0, n1, n2, s0, s1, s2, s3, FLAT)
-        tl.store(at, shaped(y, OUT, S0, S1, KIND), inside & (start < N))
-    else:
-        if KIND == "normal":
-            x, y = normals(a, b)
-            z, w = normals(c, d)
-        else:
-            x, y, z, w = unit(a), unit(b), unit(c), unit(d)
-        start = turn * T * 4 + thread
-        at = place(OUT, start, n0, n1, n2, s0, s1, s2, s3, FLAT)
-        tl.store(at, shaped(x, OUT, S0, S1, KIND), inside & (start < N))
-        start += T
-        at = place(OUT, start, n0, n1, n2, s0, s1, s2, s3, FLAT)
-        tl.store(at, shaped(y, OUT, S0, S1, KIND), inside & (start < N))
-        start += T
-        at = place(OUT, start, n0, n1, n2, s0, s1, s2, s3, FLAT)
-        tl.store(at, shaped(z, OUT, S0, S1, KIND), inside & (start < N))
-        start += T
-        at = place(OUT, start, n0, n1, n2, s0, s1, s2, s3, FLAT)
-        tl.store(at, shaped(w, OUT, S0, S1, KIND), inside & (start < N))
+    """N numbers by T threads, of which each call gives a thread four, T apart; or TWO of 64 bits. EVEN: N counts whole words."""
+    EACH: tl.constexpr = 2 if TWO else 4
+    begin, end, base = some_turns(N, T, EACH, TURNS, BLOCK)
+    thread = base + tl.arange(0, BLOCK)
+    across = T // BLOCK * BLOCK  # as it is, and seen to be whole words
+    for turn in range(begin, end):
+        numbers = drawn_numbers(words(seed, first + turn, thread), OUT, S0, S1, KIND, TWO)
+        for k in tl.static_range(EACH):
+            # There are fewer elements than bytes that torch draws for at once, but for keys: 32 bits count them
+            at = ((turn.to(tl.int64) if KIND == "bits" else turn) * EACH + k) * across + thread
+            tl.store(place(OUT, at, n0, n1, n2, s0, s1, s2, s3, FLAT), numbers[k], at < whole_words(N, EVEN))
 
 
 @triton.jit
-def keep_some(X, Y, MASK, at, chance, inside, share):
-    """Elements that are kept, times what makes up for the others; and which."""
-    WIDE: tl.constexpr = tl.float64 if tl.float64 == X.dtype.element_ty else tl.float32
-    kept = chance.to(WIDE) < share.to(WIDE)
-    x = tl.load(X + at, inside, 0.0).to(WIDE)
-    y = x * kept.to(WIDE) * (1.0 / share.to(WIDE).to(tl.float64)).to(WIDE)  # torch rounds the share, then divides
-    tl.store(Y + at, y.to(Y.dtype.element_ty), inside)
+def drawn_numbers(four, OUT, S0, S1, KIND: tl.constexpr, TWO: tl.constexpr):
+    """Four numbers of four words, or two."""
+    a, b, c, d = four
+    if KIND == "bits":
+        return joined(a, b), joined(c, d)
+    elif TWO and KIND == "normal":
+        x, y = wide_normals(a, b, c, d)
+        return shaped(x, OUT, S0, S1, KIND), shaped(y, OUT, S0, S1, KIND)
+    elif TWO:
+        return shaped(unit_of_two(a, b), OUT, S0, S1, KIND), shaped(unit_of_two(c, d), OUT, S0, S1, KIND)
+    elif KIND == "normal":
+        x, y = normals(a, b)
+        z, w = normals(c, d)
+        return (
+            shaped(x, OUT, S0, S1, KIND), shaped(y, OUT, S0, S1, KIND), shaped(z, OUT, S0, S1, KIND), shaped(w, OUT, S0, S1, KIND)
+        )  # fmt: skip
+    else:
+        return (
+            shaped(unit(a), OUT, S0, S1, KIND), shaped(unit(b), OUT, S0, S1, KIND), shaped(unit(c), OUT, S0, S1, KIND),
+            shaped(unit(d), OUT, S0, S1, KIND),
+        )  # fmt: skip
+
+
+@triton.jit
+def joined(high, low):
+    return ((high.to(tl.uint64) << 32) | low.to(tl.uint64)).to(tl.int64, bitcast=True)
+
+
+@triton.jit
+def keep_some(X, Y, MASK, at, word, inside, share, factor):
+    """Elements whose word says that they are kept, times what makes up for the others; and which."""
+    kept = unit(word).to(share.dtype) < share
+    x = tl.load(X + at, inside, 0.0).to(share.dtype)
+    tl.store(Y + at, (x * kept.to(share.dtype) * factor).to(Y.dtype.element_ty), inside)
     tl.store(MASK + at, kept, inside)
 
 
-@kernel(
-    grid=lambda a: (cdiv(a.N, a.T * (4 if a.VEC == 1 else a.VEC)) * cdiv(a.T, a.BLOCK),), tokens=("N", "T", "seed", "first", "S0"),
-    default=lambda a: {"num_warps": 4},
-)  # fmt: skip
-def drop(X, Y, MASK, N, T, seed: tl.int64, first: tl.int64, S0: tl.int64, VEC: tl.constexpr, BLOCK: tl.constexpr):
-    """Dropout of which a share S0 is kept. torch's threads take VEC elements at once, for which they call once, or twice for 8; or
-    single ones, four of a call being T apart."""
-    across = tl.cdiv(T, BLOCK)
-    turn = (tl.program_id(0) // across).to(tl.int64)
-    base = (tl.program_id(0) % across) * BLOCK
+@kernel(grid=lambda a: programs(a, 4 if a.VEC == 1 else a.VEC), tokens=("N", "T", "seed", "first", "S0", "S1"),
+        default=lambda a: {"num_warps": 4})  # fmt: skip
+def drop(
+    X, Y, MASK, N, T, seed: tl.int64, first: tl.int64, S0: tl.int64, S1: tl.int64, VEC: tl.constexpr, TURNS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Dropout of which a share S0 is kept, times S1. torch's threads take VEC elements at once, for which they call once, or twice
+    for 8; or single ones, four of a call being T apart."""
+    WIDE: tl.constexpr = tl.float64 if tl.float64 == X.dtype.element_ty else tl.float32
+    share, factor = number(S0, tl.float64).to(WIDE), number(S1, tl.float64).to(WIDE)
+    begin, end, base = some_turns(N, T, 4 if VEC == 1 else VEC, TURNS, BLOCK)
     thread = base + tl.arange(0, BLOCK)
-    share = number(S0, tl.float64)
-    if VEC == 1:
-        a, b, c, d = words(seed, first + turn, thread)
-        at = turn * T * 4 + thread
-        keep_some(X, Y, MASK, at, unit(a), (thread < T) & (at < N), share)
-        at += T
-        keep_some(X, Y, MASK, at, unit(b), (thread < T) & (at < N), share)
-        at += T
-        keep_some(X, Y, MASK, at, unit(c), (thread < T) & (at < N), share)
-        at += T
-        keep_some(X, Y, MASK, at, unit(d), (thread < T) & (at < N), share)
-    elif VEC == 2:
-        a, b, _, _ = words(seed, first + turn, thread)
-        i = tl.arange(0, BLOCK * 2)
-        at = (turn * T + base) * 2 + i
-        keep_some(X, Y, MASK, at, unit(tl.interleave(a, b)), (base + i // 2 < T) & (at < N), share)
-    else:
-        CALLS: tl.constexpr = VEC // 4
-        i = tl.arange(0, BLOCK * 4)
-        for k in tl.static_range(CALLS):
-            a, b, c, d = words(seed, first + turn * CALLS + k, thread)
-            chance = unit(tl.interleave(tl.interleave(a, c), tl.interleave(b, d)))
-            at = (turn * T + base + i // 4) * VEC + k * 4 + i % 4
-            keep_some(X, Y, MASK, at, chance, (base + i // 4 < T) & (at < N), share)
+    for turn in range(begin, end):
+        if VEC == 1:
+            four = words(seed, first + turn, thread)
+            for k in tl.static_range(4):
+                at = (turn * 4 + k) * T + thread
+                keep_some(X, Y, MASK, at, four[k], at < N, share, factor)
+        else:
+            if VEC == 2:
+                a, b, _, _ = words(seed, first + turn, thread)
+                side_by_side = tl.interleave(a, b)
+            elif VEC == 4:
+                a, b, c, d = words(seed, first + turn, thread)
+                side_by_side = tl.interleave(tl.interleave(a, c), tl.interleave(b, d))
+            else:
+                a, b, c, d = words(seed, first + turn * 2, thread)
+                e, f, g, h = words(seed, first + turn * 2 + 1, thread)
+                even = tl.interleave(tl.interleave(a, e), tl.interleave(c, g))
+                side_by_side = tl.interleave(even, tl.interleave(tl.interleave(b, f), tl.interleave(d, h)))
+            at = (turn * T + base) * VEC + tl.arange(0, BLOCK * VEC)
+            inside = at < N // VEC * VEC  # which is N, seen to be whole vectors
+            keep_some(X, Y, MASK, at, side_by_side, inside, share, factor)
 
 
 # ---- host ------------------------------------------------------------------------------------------------------------
@@ -294,7 +319,18 @@ def fill(out: Tensor, kind: str, one: float, two: float, generator: torch.Genera
     draws = drawn(count, 2 if double else 4, generator, out.device)
     numbers = draws.seed, draws.first, bits_of(one, torch.float64), bits_of(two, torch.float64)
     shape = count, draws.threads, *sizes[:3], *steps
-    plans.launch(draw, (out,), shape, numbers, KIND=kind, TWO=double, FLAT=flat, BLOCK=BLOCK)
+    plans.launch(
+        draw,
+        (out,),
+        shape,
+        numbers,
+        KIND=kind,
+        TWO=double,
+        FLAT=flat,
+        EVEN=flat and count % 16 == 0,
+        TURNS=TURNS,
+        BLOCK=BLOCK,
+    )
     return out
 
 
@@ -374,8 +410,13 @@ def native_dropout(input: Tensor, p: float, train: bool | None) -> tuple[Tensor,
     if input.nbytes > MOST_BYTES or (vector == 1 and not input.is_contiguous()):
         raise Declined("more than torch draws for at once, or elements one by one in another order")
     draws = drawn(input.numel(), 4, None, input.device)
-    numbers = draws.seed, draws.first, bits_of(1.0 - p, torch.float64)
-    plans.launch(drop, (input, out, mask), (input.numel(), draws.threads), numbers, VEC=vector, BLOCK=BLOCK)
+    share = (
+        1.0 - p if input.dtype == torch.float64 else _single.unpack(_single.pack(1.0 - p))[0]
+    )  # rounded, then divided
+    numbers = draws.seed, draws.first, bits_of(share, torch.float64), bits_of(1.0 / share, torch.float64)
+    plans.launch(
+        drop, (input, out, mask), (input.numel(), draws.threads), numbers, VEC=vector, TURNS=TURNS, BLOCK=BLOCK
+    )
     return out, mask
 
 
@@ -399,7 +440,9 @@ def randperm_out(n: int, *, generator: Any = None, out: Tensor) -> Tensor:
         keys = own(torch.empty((1, n), dtype=torch.int64, device=out.device))
         numbers = draws.seed, draws.first, 0, 0
         shape = n, draws.threads, *[1] * 3, *[0] * 4
-        plans.launch(draw, (keys,), shape, numbers, KIND="bits", TWO=True, FLAT=True, BLOCK=BLOCK)
+        plans.launch(
+            draw, (keys,), shape, numbers, KIND="bits", TWO=True, FLAT=True, EVEN=False, TURNS=TURNS, BLOCK=BLOCK
+        )
         pointwise.run(forms.COPY, {"self": ordered(keys, 64, True)[1][0]}, out)
     return out
 
