@@ -319,18 +319,8 @@ def fill(out: Tensor, kind: str, one: float, two: float, generator: torch.Genera
     draws = drawn(count, 2 if double else 4, generator, out.device)
     numbers = draws.seed, draws.first, bits_of(one, torch.float64), bits_of(two, torch.float64)
     shape = count, draws.threads, *sizes[:3], *steps
-    plans.launch(
-        draw,
-        (out,),
-        shape,
-        numbers,
-        KIND=kind,
-        TWO=double,
-        FLAT=flat,
-        EVEN=flat and count % 16 == 0,
-        TURNS=TURNS,
-        BLOCK=BLOCK,
-    )
+    how = {"KIND": kind, "TWO": double, "FLAT": flat, "EVEN": flat and count % 16 == 0}
+    plans.launch(draw, (out,), shape, numbers, **how, TURNS=TURNS, BLOCK=BLOCK)
     return out
 
 
@@ -410,9 +400,9 @@ def native_dropout(input: Tensor, p: float, train: bool | None) -> tuple[Tensor,
     if input.nbytes > MOST_BYTES or (vector == 1 and not input.is_contiguous()):
         raise Declined("more than torch draws for at once, or elements one by one in another order")
     draws = drawn(input.numel(), 4, None, input.device)
-    share = (
-        1.0 - p if input.dtype == torch.float64 else _single.unpack(_single.pack(1.0 - p))[0]
-    )  # rounded, then divided
+    share = 1.0 - p
+    if input.dtype != torch.float64:
+        (share,) = _single.unpack(_single.pack(share))  # torch rounds it, then divides
     numbers = draws.seed, draws.first, bits_of(share, torch.float64), bits_of(1.0 / share, torch.float64)
     plans.launch(
         drop, (input, out, mask), (input.numel(), draws.threads), numbers, VEC=vector, TURNS=TURNS, BLOCK=BLOCK
