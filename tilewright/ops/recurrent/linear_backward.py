@@ -43,6 +43,7 @@ from .linear_chunks import (
     load_columns,
     load_rows,
     lower,
+    plus_product,
     scores_of,
     shape_of,
     square_at,
@@ -102,9 +103,9 @@ def linear_attention_states_backward(
             b = gate_at(BETA, batch, head, token, live)
             store_columns(Z, batch, head, token, live, z, first_v, SHAPE)
             store_columns(DV, batch, head, token, live, b[:, None] * z, first_v, SHAPE)
-            more = times(more, tl.trans(k), (b * rk * found * -1.0)[:, None] * z, SHAPE.RAW, SHAPE.MADE)
+            more = plus_product(more, tl.trans(k), (b * rk * found * -1.0)[:, None] * z, SHAPE.RAW, SHAPE.MADE)
         read = do.to(tl.float32) * (rq * found * scale)[:, None]
-        e = times(more, tl.trans(q), read, SHAPE.RAW, SHAPE.MADE)
+        e = plus_product(more, tl.trans(q), read, SHAPE.RAW, SHAPE.MADE)
     if DSTATE.data is not None:
         at, inside = given_state(DSTATE, sequence, head, first_v, SHAPE)
         tl.store(at, e, inside)

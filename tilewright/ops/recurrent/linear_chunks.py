@@ -84,6 +84,17 @@ def times(total, a, b, PIECES_A: tl.constexpr, PIECES_B: tl.constexpr):
 
 
 @triton.jit
+def plus_product(total, a, b, PIECES_A: tl.constexpr, PIECES_B: tl.constexpr):
+    """The same of a total that many chunks add to, in one addition outside of the product. Tensor cores round sums toward 0: over
+    thousands of products that go into one accumulator, the same way each time, a sum loses as many times 2**-24 of itself."""
+    if max(PIECES_A, PIECES_B) == 1:
+        # Triton would make `total` the accumulator of this product again, but for a limit of inexact sums, which counts for FP8 alone
+        return total + tl.dot(a.to(tl.bfloat16), b.to(tl.bfloat16), max_num_imprecise_acc=1)
+    else:
+        return total + times(tl.zeros_like(total), a, b, PIECES_A, PIECES_B)
+
+
+@triton.jit
 def gate_at(G, batch, head, token, live):
     """[n]: the numbers of tokens in fp32, 0 where there is none."""
     at = batch.to(tl.int64) * G.stride_b + head.to(tl.int64) * G.stride_h + token.to(tl.int64) * G.stride_t
@@ -401,10 +412,10 @@ def linear_attention_states(
         else:
             wide = v.to(tl.float32)
         if (DECAY.data is None) and (T is None) and (not SHAPE.NORMALIZE):
-            s = times(s, tl.trans(k), v, SHAPE.RAW, SHAPE.RAW)
+            s = plus_product(s, tl.trans(k), v, SHAPE.RAW, SHAPE.RAW)
         else:
             left = wide * (rk * to_end(decay, SHAPE.CHUNK))[:, None]
-            s = times(s * decay.whole, tl.trans(k), left, SHAPE.RAW, SHAPE.KEPT)
+            s = plus_product(s * decay.whole, tl.trans(k), left, SHAPE.RAW, SHAPE.KEPT)
         slot += 1
     if FINAL.data is not None:
         at, inside = given_state(FINAL, sequence, head, first_v, SHAPE)
