@@ -91,7 +91,7 @@ def linear_attention_states_backward(
         rq = lengths_of(q, SHAPE)
         decay = decay_of(DECAY, batch, head, token, live, SHAPE.CHUNK)
         found = from_start(decay)
-        more = e * decay.whole
+        own = no_part(SHAPE.BLOCK_D, SHAPE.BLOCK_V)
         if T is not None:
             k = load_rows(K, batch, head // GROUP, token, live, SHAPE)
             rk = lengths_of(k, SHAPE)
@@ -103,9 +103,9 @@ def linear_attention_states_backward(
             b = gate_at(BETA, batch, head, token, live)
             store_columns(Z, batch, head, token, live, z, first_v, SHAPE)
             store_columns(DV, batch, head, token, live, b[:, None] * z, first_v, SHAPE)
-            more = plus_product(more, tl.trans(k), (b * rk * found * -1.0)[:, None] * z, SHAPE.RAW, SHAPE.MADE)
+            own = times(own, tl.trans(k), (b * rk * found * -1.0)[:, None] * z, SHAPE.RAW, SHAPE.MADE)
         read = do.to(tl.float32) * (rq * found * scale)[:, None]
-        e = plus_product(more, tl.trans(q), read, SHAPE.RAW, SHAPE.MADE)
+        e = plus_product(e * decay.whole, own, tl.trans(q), read, SHAPE.RAW, SHAPE.MADE)
     if DSTATE.data is not None:
         at, inside = given_state(DSTATE, sequence, head, first_v, SHAPE)
         tl.store(at, e, inside)

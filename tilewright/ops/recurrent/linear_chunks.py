@@ -84,14 +84,15 @@ def times(total, a, b, PIECES_A: tl.constexpr, PIECES_B: tl.constexpr):
 
 
 @triton.jit
-def plus_product(total, a, b, PIECES_A: tl.constexpr, PIECES_B: tl.constexpr):
-    """The same of a total that many chunks add to, in one addition outside of the product. Tensor cores round sums toward 0: over
-    thousands of products that go into one accumulator, the same way each time, a sum loses as many times 2**-24 of itself."""
+def plus_product(total, own, a, b, PIECES_A: tl.constexpr, PIECES_B: tl.constexpr):
+    """total + (own + a @ b), of what chunks add to one after the other and of what one chunk adds: the first addition is not the
+    product's own. Tensor cores round sums toward 0, so that a total in their accumulator would lose up to 2**-23 of itself with
+    each 16 tokens, always the same way."""
     if max(PIECES_A, PIECES_B) == 1:
-        # Triton would make `total` the accumulator of this product again, but for a limit of inexact sums, which counts for FP8 alone
-        return total + tl.dot(a.to(tl.bfloat16), b.to(tl.bfloat16), max_num_imprecise_acc=1)
+        # Triton makes `total` the accumulator all the same, but with a limit of inexact sums, which counts for FP8 alone
+        return total + tl.dot(a.to(tl.bfloat16), b.to(tl.bfloat16), own, max_num_imprecise_acc=1)
     else:
-        return total + times(tl.zeros_like(total), a, b, PIECES_A, PIECES_B)
+        return total + times(own, a, b, PIECES_A, PIECES_B)
 
 
 @triton.jit
@@ -411,11 +412,12 @@ def linear_attention_states(
                 store_columns(NEW, batch, head, token, live, wide, first_v, SHAPE)
         else:
             wide = v.to(tl.float32)
+        own = no_part(SHAPE.BLOCK_D, SHAPE.BLOCK_V)
         if (DECAY.data is None) and (T is None) and (not SHAPE.NORMALIZE):
-            s = plus_product(s, tl.trans(k), v, SHAPE.RAW, SHAPE.RAW)
+            s = plus_product(s, own, tl.trans(k), v, SHAPE.RAW, SHAPE.RAW)
         else:
             left = wide * (rk * to_end(decay, SHAPE.CHUNK))[:, None]
-            s = plus_product(s * decay.whole, tl.trans(k), left, SHAPE.RAW, SHAPE.KEPT)
+            s = plus_product(s * decay.whole, own, tl.trans(k), left, SHAPE.RAW, SHAPE.KEPT)
         slot += 1
     if FINAL.data is not None:
         at, inside = given_state(FINAL, sequence, head, first_v, SHAPE)
