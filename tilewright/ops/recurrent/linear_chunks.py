@@ -85,11 +85,11 @@ def times(total, a, b, PIECES_A: tl.constexpr, PIECES_B: tl.constexpr):
 
 @triton.jit
 def plus_product(total, own, a, b, PIECES_A: tl.constexpr, PIECES_B: tl.constexpr):
-    """total + (own + a @ b), of what chunks add to one after the other and of what one chunk adds: the first addition is not the
-    product's own. Tensor cores round sums toward 0, so that a total in their accumulator would lose up to 2**-23 of itself with
-    each 16 tokens, always the same way."""
+    """total + (own + a @ b): `total` goes on from chunk to chunk, `own` is of this one alone. The first addition rounds to nearest,
+    outside of the product. Tensor cores cut off what they add: as their accumulator a total without decay would lose about 2**-24
+    of itself with every 16 tokens."""
     if max(PIECES_A, PIECES_B) == 1:
-        # Triton makes `total` the accumulator all the same, but with a limit of inexact sums, which counts for FP8 alone
+        # Without a limit of inexact sums, which is about FP8 alone, Triton would make `total` the accumulator of this product
         return total + tl.dot(a.to(tl.bfloat16), b.to(tl.bfloat16), own, max_num_imprecise_acc=1)
     else:
         return total + times(own, a, b, PIECES_A, PIECES_B)
