@@ -21,8 +21,9 @@ from tilewright.names import OPS
 
 KEPT = Path(__file__).resolve().parents[1] / ".cache" / "seconds.json"
 NETS = {"host": 1420, "interpreter": 1950, "aten": 560, "compile": 900, "smoke": 150}  # CPU seconds that each may take
-# That one op may take in all nets together, an op on average, and all that is no op's: integrations, commands, documents
-OP, AVERAGE, OTHERS = 60, 20, 1720
+# That one op may take in all nets together, an op on average, and all that is no op's: integrations, commands, documents. An op is
+# to take 60 at most; what else a machine does makes CPU seconds a sixth more
+OP, AVERAGE, OTHERS = 70, 20, 1720
 REST = "(collecting and importing)"  # what no test took
 Kept = dict[str, dict[str, dict[str, float]]]  # by net, shard, and op or file
 

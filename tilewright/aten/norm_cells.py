@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..core.tensor import cdiv, power_of_two
 from ..device.quantize import quotient
+from ..ops.norm.rms_norm import add_pairs
 from ..runtime.kernel import kernel
 from . import passes, plans
 from .functions import divide, square_root
@@ -33,7 +34,10 @@ def programs(a) -> tuple[int]:
 
 
 def warps(a) -> dict[str, int]:
-    """64 elements of 16 bits a thread, and no more registers than leave room for five programs on an SM."""
+    """64 elements of 16 bits a thread, and no more registers than leave room for five programs on an SM. Elements that are not
+    whole words have addresses of their own, which take more."""
+    if not a.EVEN:
+        return passes.warps(8, a.X)
     return {**passes.warps(4, a.X), **({"maxnreg": 96} if a.X.element_size() == 2 else {})}
 
 
@@ -148,11 +152,6 @@ def normalise_cells(
 
 
 @triton.jit
-def add_pairs(a, b, c, d):
-    return a + c, b + d
-
-
-@triton.jit
 def gradient_sums(
     PART, W, DW, DB, cell, channel, tiles, KEPT, R1, CHANNEL: tl.constexpr, COMPUTE: tl.constexpr, BLOCK_P: tl.constexpr
 ):  # fmt: skip
@@ -181,7 +180,7 @@ def gradient_sums(
     return tl.sum(total, 0), tl.sum(total_x, 0)
 
 
-@kernel(grid=programs, tokens=SIZES, default=lambda a: passes.warps(8, a.X))
+@kernel(grid=programs, tokens=SIZES, default=lambda a: passes.warps(max(4, a.BLOCK_J * a.BLOCK_R // 1024), a.X))
 def normalise_cells_backward(
     DY, X, W, MEAN, RSTD, DX, DW, DB, PART, FOUND, DONE, KEPT, R0, R1, K0, k0, k1, r1, c0, PARTS, AHEAD, CHANNEL: tl.constexpr,
     EVEN: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr,

@@ -6,7 +6,6 @@ import math
 from typing import Any
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -14,6 +13,7 @@ from ..core.target import Target
 from ..core.tensor import cdiv
 from ..ops.norm.modulated_norm import centre, columns_at, mean_of, modulate, pick, square_pieces, sum_pieces
 from ..ops.norm.modulated_norm_backward import add_if, times_if
+from ..ops.norm.rms_norm import add_pairs
 from ..ops.norm.row_pieces import (
     inside_piece,
     load_pieces,
@@ -85,11 +85,6 @@ def rows_walked(a) -> dict[str, int]:
     held = 2 * 2 * a.ROWS * columns * a.X.element_size()
     stages = 3 if a.AHEAD and held + 1024 <= Target.at(a.X.device).shared_memory else 1
     return {"num_warps": 4 if columns <= 3584 else 8 if columns <= 5120 else 16, "STAGES": stages}
-
-
-@triton.jit
-def add_pairs(a, b, c, d):
-    return a + c, b + d
 
 
 @kernel(grid=lambda a: (a.PROGRAMS,), tokens=("M", "N", "PROGRAMS", "INV_N"), default=rows_walked)

@@ -77,7 +77,11 @@ def plain_sum(PART, rows, PARTS, column, inside, BLOCK_P: tl.constexpr):
     return total
 
 
-@kernel(grid=programs, tokens=(*SIZES, "x_outer", "x_n", "y_outer", "y_n"), default=lambda a: passes.warps(4, a.X))
+@kernel(
+    grid=programs,
+    tokens=(*SIZES, "x_outer", "x_n", "y_outer", "y_n"),
+    default=lambda a: passes.warps(4 if a.EVEN else 8, a.X),
+)
 def softmax_columns(
     X, Y, PART, FOUND, DONE, ROWS, N, INNER, PARTS, AHEAD, x_outer, x_n, y_outer, y_n, LOG: tl.constexpr, EVEN: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr,

@@ -350,7 +350,8 @@ class Replaced:
         if len(found) != len(aten):
             raise Wrong(f"{len(found)} results, not {len(aten)}")
         running = self.case.call.startswith("cum")
-        scale = max(map(largest, self.tensors)) if "norm" in self.case.call else 0.0
+        about = any(word in self.case.call for word in ("norm", "mean"))
+        scale = max(map(largest, self.tensors)) if about else 0.0
         return max(error_of(*each, running or draws, scale) for each in zip(found, aten, truth))
 
 

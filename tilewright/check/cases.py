@@ -15,6 +15,7 @@ from torch import Tensor
 import tilewright as tw
 
 from ..core.draw import Draw
+from ..core.signature import Row
 from ..op import Op
 from .oracle import ROW_DIMS, row_shaped
 
@@ -198,7 +199,7 @@ def ungrouped(op: Op) -> dict[str, bool]:
 
 def unpacked(op: Op) -> dict[str, bool]:
     """The options by which an op's `inputs` draw a batch of several rows, not sequences packed into one."""
-    marks = [n for n in op.signature.names if n.startswith("cu_seqlens")]
+    marks = [p.name for p in op.signature.parameters if isinstance(p.rule, Row) and "marks" in p.rule.dims]
     return {**dict.fromkeys(marks, False), "batch_drawn": 2} if marks else {}
 
 
