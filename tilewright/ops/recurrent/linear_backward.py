@@ -87,7 +87,6 @@ def linear_attention_states_backward(
             kept_at, kept = state_at(E, slot, head, HEADS, first_v, SHAPE)
             tl.store(kept_at, e.to(E.dtype.element_ty), kept)
         q = load_rows(Q, batch, head // GROUP, token, live, SHAPE)
-        do = load_columns(DO, batch, head, token, live, first_v, SHAPE)
         rq = lengths_of(q, SHAPE)
         decay = decay_of(DECAY, batch, head, token, live, SHAPE.CHUNK)
         found = from_start(decay)
@@ -104,6 +103,8 @@ def linear_attention_states_backward(
             store_columns(Z, batch, head, token, live, z, first_v, SHAPE)
             store_columns(DV, batch, head, token, live, b[:, None] * z, first_v, SHAPE)
             own = times(own, tl.trans(k), (b * rk * found * -1.0)[:, None] * z, SHAPE.RAW, SHAPE.MADE)
+        # Taken up after the delta rule, whose tiles leave no registers for it; copied, like the others, a chunk ahead
+        do = load_columns(DO, batch, head, token, live, first_v, SHAPE)
         read = do.to(tl.float32) * (rq * found * scale)[:, None]
         e = plus_product(e * decay.whole, own, tl.trans(q), read, SHAPE.RAW, SHAPE.MADE)
     if DSTATE.data is not None:
