@@ -43,6 +43,7 @@ from .linear_chunks import (
     load_columns,
     load_rows,
     lower,
+    plus_product,
     scores_of,
     shape_of,
     square_at,
@@ -86,11 +87,10 @@ def linear_attention_states_backward(
             kept_at, kept = state_at(E, slot, head, HEADS, first_v, SHAPE)
             tl.store(kept_at, e.to(E.dtype.element_ty), kept)
         q = load_rows(Q, batch, head // GROUP, token, live, SHAPE)
-        do = load_columns(DO, batch, head, token, live, first_v, SHAPE)
         rq = lengths_of(q, SHAPE)
         decay = decay_of(DECAY, batch, head, token, live, SHAPE.CHUNK)
         found = from_start(decay)
-        more = e * decay.whole
+        own = no_part(SHAPE.BLOCK_D, SHAPE.BLOCK_V)
         if T is not None:
             k = load_rows(K, batch, head // GROUP, token, live, SHAPE)
             rk = lengths_of(k, SHAPE)
@@ -102,9 +102,11 @@ def linear_attention_states_backward(
             b = gate_at(BETA, batch, head, token, live)
             store_columns(Z, batch, head, token, live, z, first_v, SHAPE)
             store_columns(DV, batch, head, token, live, b[:, None] * z, first_v, SHAPE)
-            more = times(more, tl.trans(k), (b * rk * found * -1.0)[:, None] * z, SHAPE.RAW, SHAPE.MADE)
+            own = times(own, tl.trans(k), (b * rk * found * -1.0)[:, None] * z, SHAPE.RAW, SHAPE.MADE)
+        # Taken up after the delta rule, whose tiles leave no registers for it; copied, like the others, a chunk ahead
+        do = load_columns(DO, batch, head, token, live, first_v, SHAPE)
         read = do.to(tl.float32) * (rq * found * scale)[:, None]
-        e = times(more, tl.trans(q), read, SHAPE.RAW, SHAPE.MADE)
+        e = plus_product(e * decay.whole, own, tl.trans(q), read, SHAPE.RAW, SHAPE.MADE)
     if DSTATE.data is not None:
         at, inside = given_state(DSTATE, sequence, head, first_v, SHAPE)
         tl.store(at, e, inside)
