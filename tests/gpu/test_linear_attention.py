@@ -99,6 +99,18 @@ def test_a_sum_of_all_tokens_keeps_each(normalize):
     assert off(o, exact) < RESULT and off(o[:, -4096:], exact[:, -4096:]) < RESULT
 
 
+def test_the_gradient_of_a_state_keeps_each_token():
+    """Where nothing decays it is the sum of what each token read and was asked for, and both have means."""
+    values = given("head", LENGTH)
+    values.update(log_decay=None, q=values["q"] + 1.0, state=values["state"].requires_grad_())
+    o, _ = tw.linear_attention(**values)
+    asked = torch.randn_like(o) + 1.0
+    (found,) = torch.autograd.grad(o, [values["state"]], asked)
+    read = values["q"].double().repeat_interleave(HEADS // KEY_HEADS, 2) / values["q"].shape[-1] ** 0.5
+    exact = torch.einsum("bthk,bthv->bhkv", read, asked.double())
+    assert off(found, exact) < STATE, f"off by {off(found, exact):.1e}"
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_hundred_runs_have_one_hash(kind):
     """At the sizes of a model's layer, gradients too where there are any."""
