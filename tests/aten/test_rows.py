@@ -13,7 +13,7 @@ from torch import Tensor
 
 import tilewright as tw
 from tests.aten.compare import as_double, differences, flat
-from tilewright.aten import norm, norm_cells, norm_rows, softmax, softmax_columns
+from tilewright.aten import norm, norm_cells, norm_rows, passes, softmax, softmax_columns
 
 aten = torch.ops.aten
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -53,8 +53,9 @@ def form(request, monkeypatch):
         for module in (softmax, norm, norm_rows):
             monkeypatch.setattr(module, "SMALL", 0)
         monkeypatch.setattr(softmax, "LONGEST", {False: 256, True: 256})
-        monkeypatch.setattr(softmax, "ACROSS", {1: (16, 32), 2: (16, 32)})
+        monkeypatch.setattr(softmax, "ACROSS", (16, 32))
         monkeypatch.setattr(softmax_columns, "TILE", {1: (16, 16), 2: (16, 16)})
+        monkeypatch.setattr(passes, "AHEAD", 1 << 20)  # so that a second pass follows before all groups had their first
         monkeypatch.setattr(norm_cells, "TILE", 64)
         monkeypatch.setattr(norm_cells, "STRETCH", 32)
         monkeypatch.setattr(norm_rows, "HELD", 512)

@@ -248,8 +248,9 @@ def takes(cells: Any) -> bool:
     return cells.strides[2] == 1 and cells.r0 * cells.r1 >= TILE
 
 
-def launch(kernel_: Any, tensors: tuple, x: Tensor, cells: Any, numbers: tuple[int, ...] = ()) -> None:
-    """`tensors` of the call; what passes leave for each other is allocated here."""
+def launch(kernel_: Any, read: list[Tensor], others: tuple, cells: Any, numbers: tuple[int, ...] = ()) -> None:
+    """Tensors of cells that are `read`, and the `others` of the call; what passes leave for each other is allocated here."""
+    x = read[0]
     block_r = max(16, min(STRETCH, power_of_two(cells.r0)))
     block_j = min(power_of_two(cells.r1), max(1, TILE // block_r))
     tiles = cdiv(cells.r0, block_r)
@@ -259,10 +260,10 @@ def launch(kernel_: Any, tensors: tuple, x: Tensor, cells: Any, numbers: tuple[i
     part = own(torch.empty((2, cells.kept, cells.r1 * tiles), dtype=wide, device=x.device))
     found = own(torch.empty((2, cells.kept), dtype=wide, device=x.device))
     done = passes.counters(cells.kept, x.device)
-    ahead = passes.ahead_of(cells.kept, parts, x.device)
+    ahead = passes.ahead_of(cells.kept, read)
     even = not any(n % 16 for n in (cells.r0, k0, k1 if cells.repeat < cells.kept else 0, r1 if cells.r1 > 1 else 0))
     plans.launch(
-        kernel_, (*tensors, part, found, done),
+        kernel_, (*read, *others, part, found, done),
         (cells.kept, cells.r0, cells.r1, cells.repeat, k0, k1, r1, cells.step, parts, ahead), numbers, CHANNEL=cells.channel,
         EVEN=even, BLOCK_J=block_j, BLOCK_R=block_r, BLOCK_P=64,
     )  # fmt: skip
@@ -282,8 +283,8 @@ def forward(
 ) -> None:
     """Moments of cells, and cells that are normalised by them."""
     numbers = bits_of(eps, torch.float64), bits_of(momentum, torch.float64)
-    launch(normalise_cells, (x, y, w, b, mean, rstd, *running), x, cells, numbers)
+    launch(normalise_cells, [x], (y, w, b, mean, rstd, *running), cells, numbers)
 
 
 def backward(dy: Tensor, x: Tensor, w: Any, mean: Tensor, rstd: Tensor, dx: Any, dw: Any, db: Any, cells: Any) -> None:
-    launch(normalise_cells_backward, (dy, x, w, mean, rstd, dx, dw, db), x, cells)
+    launch(normalise_cells_backward, [dy, x], (w, mean, rstd, dx, dw, db), cells)

@@ -20,7 +20,7 @@ from ..core.tensor import cdiv
 from . import forms, pointwise
 from .plans import own
 
-RESIDENT = 8  # programs on an SM, at most
+AHEAD = 3  # of this many shares of the L2, one is for groups between the passes: half of it was slower in all (H200)
 
 
 @triton.jit
@@ -69,9 +69,10 @@ def programs(groups: int, parts: int, ahead: int) -> int:
     return 2 * parts * (groups + ahead)
 
 
-def ahead_of(groups: int, parts: int, device: torch.device) -> int:
-    """How many groups the first pass is ahead: as many programs as run at once."""
-    return min(groups, cdiv(RESIDENT * Target.at(device).sms, 2 * parts))
+def ahead_of(groups: int, operands: list[Tensor]) -> int:
+    """How many groups the first pass is ahead, of all that `operands` are read."""
+    of_a_group = cdiv(sum(t.numel() * t.element_size() for t in operands), groups)
+    return min(groups, cdiv(Target.at(operands[0].device).l2, AHEAD * of_a_group))
 
 
 def counters(groups: int, device: torch.device) -> Tensor:

@@ -170,7 +170,7 @@ def launch(operands: list[Tensor], out: Tensor, steps: list[tuple[int, int]], n:
     rows = out.numel() // n
     strips = cdiv(inner, block_k) * (rows // inner)
     parts = cdiv(n, block_r)
-    ahead = passes.ahead_of(strips, parts, out.device)
+    ahead = passes.ahead_of(strips, operands)
 
     def scratch(*shape: int) -> Tensor:
         return own(torch.empty(shape, dtype=compute, device=out.device))
