@@ -2,7 +2,7 @@
 
 A group of images or a channel of all is a cell of R1 stretches of R0 elements. Its parts are tiles, BLOCK_J stretches of BLOCK_R
 elements. What the first pass finds is found of each stretch of a tile, so that sums for a channel are there where a channel is a
-stretch.
+stretch. Cells of fewer elements that a program's registers hold, of channels that are stretches, are read once instead.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..core.target import Target
 from ..core.tensor import cdiv, power_of_two
 from ..device.quantize import quotient
 from ..ops.norm.rms_norm import add_pairs
@@ -27,6 +28,7 @@ from .row import compute_dtype
 
 SIZES = ("KEPT", "R0", "R1", "K0", "k0", "k1", "r1", "c0", "PARTS", "AHEAD")
 TILE, STRETCH = 8192, 4096  # elements of a tile, and of a stretch in it, at most
+HOLDS, SHORTEST = 65536, 1024  # elements of 16 bits that a program's registers hold, and the shortest stretch of theirs
 
 
 def programs(a) -> tuple[int]:
@@ -151,6 +153,43 @@ def normalise_cells(
                     move_running(RUNNING_VAR, cell, divide(about, elements - one), keep)
 
 
+@kernel(
+    grid=lambda a: (a.KEPT,),
+    tokens=("KEPT", "K0", "c0", "EPS"),
+    default=lambda a: {"num_warps": max(1, min(16, a.R0 // 256))},
+)
+def normalise_held(X, Y, W, B, MEAN, RSTD, KEPT, K0, c0, EPS: tl.int64, R0: tl.constexpr, R1: tl.constexpr):
+    """Cells of 16 bits that lie one after the other, each held by a program, of which every stretch is a channel. Else as above."""
+    cell = tl.program_id(0)
+    at = cell.to(tl.int64) * (R0 * R1) + tl.arange(0, R0)
+    xs = ()
+    for j in tl.static_range(R1):
+        xs = xs + (tl.load(X + at + j * R0),)
+    # Moments of elements that lie under each other, one stretch after the other. They are of -x, which the compiler takes for
+    # another number: what it converts to fp32 here it does not keep until x is used again
+    mean = (-xs[0]).to(tl.float32)
+    about = tl.zeros([R0], tl.float32)
+    for j in tl.static_range(1, R1):
+        x = (-xs[j]).to(tl.float32)
+        apart = x - mean
+        mean += apart * (1.0 / (j + 1))
+        about += apart * (x - mean)
+    middle = -tl.sum(mean, 0) * (1.0 / R0)  # exact, for R0 is a power of two
+    apart = mean + middle
+    variance = divide(tl.sum(about + apart * apart * R1, 0), tl.full([], R0 * R1, tl.float32))
+    rstd = divide(tl.full([], 1.0, tl.float32), square_root(variance + number(EPS, tl.float32)))
+    tl.store(MEAN + cell, stored(middle, MEAN))
+    tl.store(RSTD + cell, stored(rstd, RSTD))
+    channel = cell % K0 * c0
+    for j in tl.static_range(R1):
+        y = (xs[j].to(tl.float32) - middle) * rstd
+        if W is not None:
+            y = y * tl.load(W + channel + j).to(tl.float32)
+        if B is not None:
+            y = y + tl.load(B + channel + j).to(tl.float32)
+        tl.store(Y + at + j * R0, stored(y, Y))
+
+
 @triton.jit
 def gradient_sums(
     PART, W, DW, DB, cell, channel, tiles, KEPT, R1, CHANNEL: tl.constexpr, COMPUTE: tl.constexpr, BLOCK_P: tl.constexpr
@@ -248,6 +287,16 @@ def takes(cells: Any) -> bool:
     return cells.strides[2] == 1 and cells.r0 * cells.r1 >= TILE
 
 
+def holds(x: Tensor, cells: Any) -> bool:
+    """Whether programs hold cells, 8 elements of each stretch or more a thread, and there are as many cells as SMs. Stretches have
+    powers of two, so that where they lie is no register's to hold."""
+    size, (k0, k1, _, r1) = cells.r0 * cells.r1, cells.strides
+    lies = r1 == cells.r0 == power_of_two(cells.r0) and k0 == size and k1 == cells.repeat * size
+    fits = cells.r0 >= SHORTEST and cells.r1 * max(cells.r0, 4096) <= HOLDS
+    many = cells.kept >= Target.at(x.device).sms
+    return cells.channel == "stretch" and x.element_size() == 2 and lies and fits and many
+
+
 def launch(kernel_: Any, read: list[Tensor], others: tuple, cells: Any, numbers: tuple[int, ...] = ()) -> None:
     """Tensors of cells that are `read`, and the `others` of the call; what passes leave for each other is allocated here."""
     x = read[0]
@@ -283,6 +332,10 @@ def forward(
 ) -> None:
     """Moments of cells, and cells that are normalised by them."""
     numbers = bits_of(eps, torch.float64), bits_of(momentum, torch.float64)
+    if holds(x, cells):
+        sizes = cells.kept, cells.repeat, cells.step
+        plans.launch(normalise_held, (x, y, w, b, mean, rstd), sizes, numbers[:1], R0=cells.r0, R1=cells.r1)
+        return
     launch(normalise_cells, [x], (y, w, b, mean, rstd, *running), cells, numbers)
 
 
