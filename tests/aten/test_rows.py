@@ -58,7 +58,7 @@ def form(request, monkeypatch):
         monkeypatch.setattr(passes, "AHEAD", 1 << 20)  # so that a second pass follows before all groups had their first
         monkeypatch.setattr(norm_cells, "TILE", 64)
         monkeypatch.setattr(norm_cells, "STRETCH", 32)
-        monkeypatch.setattr(norm_rows, "HELD", 512)
+        monkeypatch.setattr(norm_rows, "ROW_BYTES", 512)
         monkeypatch.setattr(norm, "LONGEST", 128)
         monkeypatch.setattr(norm, "LONGEST_OF_TWO", 128)
         monkeypatch.setattr(norm, "STRETCH", 64)

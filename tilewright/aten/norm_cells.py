@@ -47,19 +47,17 @@ def warps(a) -> dict[str, int]:
 
 
 @triton.jit
-def tile_of(part, R0, BLOCK_J: tl.constexpr, BLOCK_R: tl.constexpr):
-    """(stretches [BLOCK_J], elements [BLOCK_R]) of a part."""
+def tile_of(
+    cell, part, R0, R1, K0, k0, k1, r1, EVEN: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_R: tl.constexpr
+):  # fmt: skip
+    """(stretches [BLOCK_J], elements [BLOCK_R], where these lie, which of them there are) of a part of a cell."""
     tiles = tl.cdiv(R0, BLOCK_R)
-    j, r = (part // tiles).to(tl.int64) * BLOCK_J, (part % tiles).to(tl.int64) * BLOCK_R
-    return j + tl.arange(0, BLOCK_J), r + tl.arange(0, BLOCK_R)
-
-
-@triton.jit
-def place_of(cell, j, r, K0, k0, k1, r1, EVEN: tl.constexpr):
-    """Where elements of a cell lie [BLOCK_J, BLOCK_R]."""
+    j = (part // tiles).to(tl.int64) * BLOCK_J + tl.arange(0, BLOCK_J)
+    r = (part % tiles).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     within, beyond = (cell % K0).to(tl.int64), (cell // K0).to(tl.int64)
     first = within * whole_words(k0, EVEN) + beyond * whole_words(k1, EVEN)
-    return first + (j * whole_words(r1, EVEN))[:, None] + r[None, :]
+    at = first + (j * whole_words(r1, EVEN))[:, None] + r[None, :]
+    return j, r, at, (j < R1)[:, None] & (r < R0)[None, :]
 
 
 @triton.jit
@@ -110,9 +108,7 @@ def normalise_cells(
     COMPUTE: tl.constexpr = FOUND.dtype.element_ty
     cell, part, again = task_of(PARTS, AHEAD)
     R0 = whole_words(R0, EVEN)
-    j, r = tile_of(part, R0, BLOCK_J, BLOCK_R)
-    ok = (j < R1)[:, None] & (r < R0)[None, :]
-    at = place_of(cell, j, r, K0, k0, k1, r1, EVEN)
+    j, r, at, ok = tile_of(cell, part, R0, R1, K0, k0, k1, r1, EVEN, BLOCK_J, BLOCK_R)
     channel = cell % K0 * c0
     cell = cell.to(tl.int64)
     if (cell >= 0) & (cell < KEPT):
@@ -229,9 +225,7 @@ def normalise_cells_backward(
     COMPUTE: tl.constexpr = FOUND.dtype.element_ty
     cell, part, again = task_of(PARTS, AHEAD)
     R0 = whole_words(R0, EVEN)
-    j, r = tile_of(part, R0, BLOCK_J, BLOCK_R)
-    ok = (j < R1)[:, None] & (r < R0)[None, :]
-    at = place_of(cell, j, r, K0, k0, k1, r1, EVEN)
+    j, r, at, ok = tile_of(cell, part, R0, R1, K0, k0, k1, r1, EVEN, BLOCK_J, BLOCK_R)
     channel = cell % K0 * c0
     cell = cell.to(tl.int64)
     if (cell >= 0) & (cell < KEPT):

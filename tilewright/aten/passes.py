@@ -1,10 +1,10 @@
 """Two passes over the same memory in one launch, of which the second reads from the cache.
 
-What is summed together is a *group*, a strip of columns or a cell of a norm, and is cut into parts, a program each and pass, or a
-program for one part of a group in the first pass and of another in the second. The first pass
-finds sums of each part; whichever program finishes a group last puts them together, in their order, so that results are the same in
-each run. The second pass reads the part again and writes it. Programs are in an order in which the second pass over a group comes
-AHEAD groups after the first: late enough that it seldom waits, early enough that the cache still has the group.
+What is summed together is a *group*, a strip of columns or a cell of a norm, and is cut into parts. A program makes one pass over a
+part, or the first over a part of one group and the second over that of an earlier one. The first pass finds sums of each part;
+whichever program finishes a group last puts them together, in their order, so that results are the same in each run. The second
+pass reads the part again and writes it. Programs are in an order in which the second pass over a group comes AHEAD groups after the
+first: late enough that it seldom waits, early enough that the cache still has the group.
 
 What a program waits for is done by programs before it, and programs begin in order: it is being done.
 """
@@ -21,7 +21,9 @@ from ..core.tensor import cdiv
 from . import forms, pointwise
 from .plans import own
 
-AHEAD = 3  # of this many shares of the L2, one is for groups between the passes: half of it was slower in all (H200)
+AHEAD = (
+    3  # of so many parts of the L2 groups between the passes take one; with half of that all kernels were slower (H200)
+)
 
 
 @triton.jit
