@@ -13,7 +13,7 @@ from torch import Tensor
 
 import tilewright as tw
 from tests.aten.compare import as_double, differences, flat
-from tilewright.aten import norm, norm_cells, norm_rows, softmax, softmax_columns
+from tilewright.aten import norm, norm_cells, norm_channels, norm_rows, passes, softmax, softmax_columns
 
 aten = torch.ops.aten
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -53,11 +53,12 @@ def form(request, monkeypatch):
         for module in (softmax, norm, norm_rows):
             monkeypatch.setattr(module, "SMALL", 0)
         monkeypatch.setattr(softmax, "LONGEST", {False: 256, True: 256})
-        monkeypatch.setattr(softmax, "ACROSS", {1: (16, 32), 2: (16, 32)})
+        monkeypatch.setattr(softmax, "ACROSS", (16, 32))
         monkeypatch.setattr(softmax_columns, "TILE", {1: (16, 16), 2: (16, 16)})
+        monkeypatch.setattr(passes, "AHEAD", 1 << 20)  # so that a second pass follows before all groups had their first
         monkeypatch.setattr(norm_cells, "TILE", 64)
         monkeypatch.setattr(norm_cells, "STRETCH", 32)
-        monkeypatch.setattr(norm_rows, "HELD", 512)
+        monkeypatch.setattr(norm_rows, "ROW_BYTES", 512)
         monkeypatch.setattr(norm, "LONGEST", 128)
         monkeypatch.setattr(norm, "LONGEST_OF_TWO", 128)
         monkeypatch.setattr(norm, "STRETCH", 64)
@@ -207,6 +208,18 @@ def test_group_norm(dtype, other, layout, form):
         if mask[0] or layout == torch.contiguous_format:  # aten of 2.13 crashes on a processor without the first
             call = lambda dy, x, *rest, mask=mask: aten.native_group_norm_backward(dy, x, *rest, *sizes, mask)  # noqa: E731
             check("native_group_norm_backward", call, dy, x, mean, rstd, w)
+
+
+def test_groups_that_programs_hold(monkeypatch):
+    monkeypatch.setattr(norm, "SMALL", 0)
+    monkeypatch.setattr(norm_cells, "TILE", 64)
+    monkeypatch.setattr(norm_cells, "SHORTEST", 32)
+    (x,), (w, b), sizes = drawn((33, 12, 4, 8), dtype=BF16), drawn((12,), (12,), dtype=BF16), (33, 12, 32, 4)
+    x[0] = 3.0  # of which the variance is 0
+    assert norm_cells.holds(x, norm_channels.groups_of(x, *sizes, False))
+    for weights in ((w, b), (w, None), (None, None)):
+        call = lambda x, *own: aten.native_group_norm(x, *own, *sizes, 1e-5)  # noqa: E731
+        check("native_group_norm", call, x, *weights)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -121,6 +121,7 @@ FORMS |= {
     "wide rows of a norm back": ("native_layer_norm_backward", *norm_rows(16384, 8192), MASK),
     "long rows of a norm back": ("native_layer_norm_backward", *norm_rows(512, 65536), MASK),
     "groups": ("native_group_norm", made(IMAGES, BF16), made((C,), BF16), made((C,), BF16), 32, C, 4096, 32, 1e-5),
+    "groups by parts": ("native_group_norm", made((32, C, 56, 56), BF16), None, made((C,), BF16), 32, C, 3136, 32, 1e-5),
     "groups back": (
         "native_group_norm_backward", made(IMAGES, BF16), made(IMAGES, BF16), made((32, 32), BF16), made((32, 32), BF16),
         made((C,), BF16), 32, C, 4096, 32, MASK,
@@ -202,7 +203,7 @@ def test_every_kernel_is_there():
     assert {one.kernel.name for one in VARIANTS.values()} == {
         "pointwise_flat", "pointwise_tiles", "reduce_tiles", "reduce_parts", "scan_tiles", "patch", "band", "ramp",
         "softmax_rows", "softmax_rows_backward", "softmax_columns", "softmax_columns_backward",
-        "normalise", "normalise_backward", "normalise_rows", "rows_backward", "normalise_cells",
+        "normalise", "normalise_backward", "normalise_rows", "rows_backward", "normalise_cells", "normalise_held",
         "normalise_cells_backward", "column_sums", "add_parts",
         "product_tiles", "vector_product", "matmul_tiles", "batch_tiles",
         "average_pool", "average_pool_backward", "largest_pool", "largest_pool_backward", "nearest", "bicubic",

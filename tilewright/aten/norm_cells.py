@@ -2,7 +2,7 @@
 
 A group of images or a channel of all is a cell of R1 stretches of R0 elements. Its parts are tiles, BLOCK_J stretches of BLOCK_R
 elements. What the first pass finds is found of each stretch of a tile, so that sums for a channel are there where a channel is a
-stretch.
+stretch. Cells of fewer elements that a program's registers hold, of channels that are stretches, are read once instead.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..core.target import Target
 from ..core.tensor import cdiv, power_of_two
 from ..device.quantize import quotient
 from ..ops.norm.rms_norm import add_pairs
@@ -27,6 +28,7 @@ from .row import compute_dtype
 
 SIZES = ("KEPT", "R0", "R1", "K0", "k0", "k1", "r1", "c0", "PARTS", "AHEAD")
 TILE, STRETCH = 8192, 4096  # elements of a tile, and of a stretch in it, at most
+HOLDS, SHORTEST = 65536, 1024  # elements of 16 bits that a program's registers hold, and the shortest stretch of theirs
 
 
 def programs(a) -> tuple[int]:
@@ -45,19 +47,17 @@ def warps(a) -> dict[str, int]:
 
 
 @triton.jit
-def tile_of(part, R0, BLOCK_J: tl.constexpr, BLOCK_R: tl.constexpr):
-    """(stretches [BLOCK_J], elements [BLOCK_R]) of a part."""
+def tile_of(
+    cell, part, R0, R1, K0, k0, k1, r1, EVEN: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_R: tl.constexpr
+):  # fmt: skip
+    """(stretches [BLOCK_J], elements [BLOCK_R], where these lie, which of them there are) of a part of a cell."""
     tiles = tl.cdiv(R0, BLOCK_R)
-    j, r = (part // tiles).to(tl.int64) * BLOCK_J, (part % tiles).to(tl.int64) * BLOCK_R
-    return j + tl.arange(0, BLOCK_J), r + tl.arange(0, BLOCK_R)
-
-
-@triton.jit
-def place_of(cell, j, r, K0, k0, k1, r1, EVEN: tl.constexpr):
-    """Where elements of a cell lie [BLOCK_J, BLOCK_R]."""
+    j = (part // tiles).to(tl.int64) * BLOCK_J + tl.arange(0, BLOCK_J)
+    r = (part % tiles).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     within, beyond = (cell % K0).to(tl.int64), (cell // K0).to(tl.int64)
     first = within * whole_words(k0, EVEN) + beyond * whole_words(k1, EVEN)
-    return first + (j * whole_words(r1, EVEN))[:, None] + r[None, :]
+    at = first + (j * whole_words(r1, EVEN))[:, None] + r[None, :]
+    return j, r, at, (j < R1)[:, None] & (r < R0)[None, :]
 
 
 @triton.jit
@@ -108,9 +108,7 @@ def normalise_cells(
     COMPUTE: tl.constexpr = FOUND.dtype.element_ty
     cell, part, again = task_of(PARTS, AHEAD)
     R0 = whole_words(R0, EVEN)
-    j, r = tile_of(part, R0, BLOCK_J, BLOCK_R)
-    ok = (j < R1)[:, None] & (r < R0)[None, :]
-    at = place_of(cell, j, r, K0, k0, k1, r1, EVEN)
+    j, r, at, ok = tile_of(cell, part, R0, R1, K0, k0, k1, r1, EVEN, BLOCK_J, BLOCK_R)
     channel = cell % K0 * c0
     cell = cell.to(tl.int64)
     if (cell >= 0) & (cell < KEPT):
@@ -149,6 +147,43 @@ def normalise_cells(
                     keep = number(MOMENTUM, COMPUTE)
                     move_running(RUNNING_MEAN, cell, middle, keep)
                     move_running(RUNNING_VAR, cell, divide(about, elements - one), keep)
+
+
+@kernel(
+    grid=lambda a: (a.KEPT,),
+    tokens=("KEPT", "K0", "c0", "EPS"),
+    default=lambda a: {"num_warps": max(1, min(16, a.R0 // 256))},
+)
+def normalise_held(X, Y, W, B, MEAN, RSTD, KEPT, K0, c0, EPS: tl.int64, R0: tl.constexpr, R1: tl.constexpr):
+    """Cells of 16 bits that lie one after the other, each held by a program, of which every stretch is a channel. Else as above."""
+    cell = tl.program_id(0)
+    at = cell.to(tl.int64) * (R0 * R1) + tl.arange(0, R0)
+    xs = ()
+    for j in tl.static_range(R1):
+        xs = xs + (tl.load(X + at + j * R0),)
+    # Moments of elements that lie under each other, one stretch after the other. They are of -x, which the compiler takes for
+    # another number: what it converts to fp32 here it does not keep until x is used again
+    mean = (-xs[0]).to(tl.float32)
+    about = tl.zeros([R0], tl.float32)
+    for j in tl.static_range(1, R1):
+        x = (-xs[j]).to(tl.float32)
+        apart = x - mean
+        mean += apart * (1.0 / (j + 1))
+        about += apart * (x - mean)
+    middle = -tl.sum(mean, 0) * (1.0 / R0)  # exact, for R0 is a power of two
+    apart = mean + middle
+    variance = divide(tl.sum(about + apart * apart * R1, 0), tl.full([], R0 * R1, tl.float32))
+    rstd = divide(tl.full([], 1.0, tl.float32), square_root(variance + number(EPS, tl.float32)))
+    tl.store(MEAN + cell, stored(middle, MEAN))
+    tl.store(RSTD + cell, stored(rstd, RSTD))
+    channel = cell % K0 * c0
+    for j in tl.static_range(R1):
+        y = (xs[j].to(tl.float32) - middle) * rstd
+        if W is not None:
+            y = y * tl.load(W + channel + j).to(tl.float32)
+        if B is not None:
+            y = y + tl.load(B + channel + j).to(tl.float32)
+        tl.store(Y + at + j * R0, stored(y, Y))
 
 
 @triton.jit
@@ -190,9 +225,7 @@ def normalise_cells_backward(
     COMPUTE: tl.constexpr = FOUND.dtype.element_ty
     cell, part, again = task_of(PARTS, AHEAD)
     R0 = whole_words(R0, EVEN)
-    j, r = tile_of(part, R0, BLOCK_J, BLOCK_R)
-    ok = (j < R1)[:, None] & (r < R0)[None, :]
-    at = place_of(cell, j, r, K0, k0, k1, r1, EVEN)
+    j, r, at, ok = tile_of(cell, part, R0, R1, K0, k0, k1, r1, EVEN, BLOCK_J, BLOCK_R)
     channel = cell % K0 * c0
     cell = cell.to(tl.int64)
     if (cell >= 0) & (cell < KEPT):
@@ -248,8 +281,19 @@ def takes(cells: Any) -> bool:
     return cells.strides[2] == 1 and cells.r0 * cells.r1 >= TILE
 
 
-def launch(kernel_: Any, tensors: tuple, x: Tensor, cells: Any, numbers: tuple[int, ...] = ()) -> None:
-    """`tensors` of the call; what passes leave for each other is allocated here."""
+def holds(x: Tensor, cells: Any) -> bool:
+    """Whether programs hold cells, 8 elements of each stretch or more a thread, and there are as many cells as SMs. Stretches have
+    powers of two, so that where they lie is no register's to hold."""
+    size, (k0, k1, _, r1) = cells.r0 * cells.r1, cells.strides
+    lies = r1 == cells.r0 == power_of_two(cells.r0) and k0 == size and k1 == cells.repeat * size
+    fits = cells.r0 >= SHORTEST and cells.r1 * max(cells.r0, 4096) <= HOLDS
+    many = cells.kept >= Target.at(x.device).sms
+    return cells.channel == "stretch" and x.element_size() == 2 and lies and fits and many
+
+
+def launch(kernel_: Any, read: list[Tensor], others: tuple, cells: Any, numbers: tuple[int, ...] = ()) -> None:
+    """Tensors of cells that are `read`, and the `others` of the call; what passes leave for each other is allocated here."""
+    x = read[0]
     block_r = max(16, min(STRETCH, power_of_two(cells.r0)))
     block_j = min(power_of_two(cells.r1), max(1, TILE // block_r))
     tiles = cdiv(cells.r0, block_r)
@@ -259,10 +303,10 @@ def launch(kernel_: Any, tensors: tuple, x: Tensor, cells: Any, numbers: tuple[i
     part = own(torch.empty((2, cells.kept, cells.r1 * tiles), dtype=wide, device=x.device))
     found = own(torch.empty((2, cells.kept), dtype=wide, device=x.device))
     done = passes.counters(cells.kept, x.device)
-    ahead = passes.ahead_of(cells.kept, parts, x.device)
+    ahead = passes.ahead_of(cells.kept, read)
     even = not any(n % 16 for n in (cells.r0, k0, k1 if cells.repeat < cells.kept else 0, r1 if cells.r1 > 1 else 0))
     plans.launch(
-        kernel_, (*tensors, part, found, done),
+        kernel_, (*read, *others, part, found, done),
         (cells.kept, cells.r0, cells.r1, cells.repeat, k0, k1, r1, cells.step, parts, ahead), numbers, CHANNEL=cells.channel,
         EVEN=even, BLOCK_J=block_j, BLOCK_R=block_r, BLOCK_P=64,
     )  # fmt: skip
@@ -282,8 +326,12 @@ def forward(
 ) -> None:
     """Moments of cells, and cells that are normalised by them."""
     numbers = bits_of(eps, torch.float64), bits_of(momentum, torch.float64)
-    launch(normalise_cells, (x, y, w, b, mean, rstd, *running), x, cells, numbers)
+    if holds(x, cells):
+        sizes = cells.kept, cells.repeat, cells.step
+        plans.launch(normalise_held, (x, y, w, b, mean, rstd), sizes, numbers[:1], R0=cells.r0, R1=cells.r1)
+        return
+    launch(normalise_cells, [x], (y, w, b, mean, rstd, *running), cells, numbers)
 
 
 def backward(dy: Tensor, x: Tensor, w: Any, mean: Tensor, rstd: Tensor, dx: Any, dw: Any, db: Any, cells: Any) -> None:
-    launch(normalise_cells_backward, (dy, x, w, mean, rstd, dx, dw, db), x, cells)
+    launch(normalise_cells_backward, [dy, x], (w, mean, rstd, dx, dw, db), cells)

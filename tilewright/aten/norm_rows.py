@@ -13,7 +13,7 @@ from ..core.target import Target
 from ..core.tensor import cdiv
 from ..ops.norm.modulated_norm import centre, columns_at, mean_of, modulate, pick, square_pieces, sum_pieces
 from ..ops.norm.modulated_norm_backward import add_if, times_if
-from ..ops.norm.rms_norm import add_pairs
+from ..ops.norm.rms_norm import add_pairs, rms_norm_forward
 from ..ops.norm.row_pieces import (
     inside_piece,
     load_pieces,
@@ -22,7 +22,7 @@ from ..ops.norm.row_pieces import (
     split_plain,
     weight_pieces,
 )
-from ..runtime.kernel import kernel
+from ..runtime.kernel import Arguments, kernel
 from . import norm, plans
 from .functions import reciprocal_root
 from .norm import Cells, add, backward, dense, empty_like, floats, forward, parameters, scratch, sum_columns
@@ -31,17 +31,16 @@ from .pointwise import SMALL, number, stored, whole_words
 from .row import Declined, compute_dtype, of_numbers
 from .softmax import contiguous
 
-HELD = 1 << 16  # bytes of a row that a program's registers hold
+ROW_BYTES = 1 << 16  # of the longest row that a program's registers hold
 
 
 # ---- kernels ---------------------------------------------------------------------------------------------------------
 
 
 def rows_at_once(a) -> dict[str, int]:
-    """As `ops/norm` takes rows, by what was measured there."""
-    if a.PIECES > 1:
-        return {"ROWS": 1, "num_warps": min(32, a.BLOCK // (128 if a.BLOCK <= 1024 else 256))}
-    return {"ROWS": max(1, min(16, 2048 // a.BLOCK)), "num_warps": min(16, max(4, a.BLOCK // 512))}
+    """As a plain norm of `ops/norm` takes rows, by what was measured there."""
+    taken = rms_norm_forward.default(Arguments(FORMAT=None, Y=a.Y, BLOCK=a.BLOCK, PIECES=a.PIECES))
+    return {name: taken[name] for name in ("ROWS", "num_warps")}
 
 
 @kernel(grid=lambda a: (cdiv(a.M, a.ROWS),), tokens=("M", "N", "EPS", "INV_N"), default=rows_at_once)
@@ -192,7 +191,7 @@ def layer_norm(
 
 def normalise_matrix(x: Tensor, y: Tensor, w: Any, b: Any, mean: Any, rstd: Tensor, m: int, n: int, eps: Any) -> bool:
     """A norm over rows that programs hold; False where they do not, or where there is little to do."""
-    if m * n < SMALL or n * x.element_size() > HELD or x.dtype == torch.float64:
+    if m * n < SMALL or n * x.element_size() > ROW_BYTES or x.dtype == torch.float64:
         return False
     block, pieces = split_plain(n)
     numbers = bits_of(eps, torch.float64), bits_of(1.0 / n, torch.float64)

@@ -27,7 +27,7 @@ from .softmax_formulas import exp_for, finite_or_zero, gradient, normalised, ter
 TOKENS = ("ROWS", "N", "INNER", "x_outer", "x_n", "x_inner", "y_outer", "y_n", "y_inner")
 SMALL_TILES = (64, 32), (4, 512)  # rows, and elements of each, of the forms that all small tensors take
 LONGEST = {False: 32768, True: 16384}  # elements of a row that a tile holds, of one operand and of two
-ACROSS = {1: (32, 512), 2: (32, 256)}  # the tile where rows lie side by side, by how many operands are read
+ACROSS = 32, 512  # the tile where rows lie side by side
 
 
 def warps(a) -> dict[str, int]:
@@ -38,10 +38,13 @@ def warps(a) -> dict[str, int]:
     return {"num_warps": 4 if tile <= 4096 else 8 if tile <= 8192 else 16 if tile <= 16384 else 32}
 
 
-def warps_across(a) -> dict[str, int]:
-    """Of rows side by side a thread takes 64 elements of 16 bits, for it has much to do for each row."""
+def warps_forward(a) -> dict[str, int]:
+    """Of rows side by side a thread takes 64 elements of 16 bits, for it has much to do for each row; along rows, 16."""
+    tile = a.BLOCK_K * a.BLOCK_R
     if a.FORM == "across":
-        return {"num_warps": max(4, min(16, a.BLOCK_K * a.BLOCK_R * a.X.element_size() // 4096))}
+        return {"num_warps": max(4, min(16, tile * a.X.element_size() // 4096))}
+    if a.FORM == "along" and a.ONCE and tile <= 8192:
+        return {"num_warps": max(4, tile // 512)}
     return warps(a)
 
 
@@ -101,7 +104,7 @@ def inside_of(outer, inner, ROWS, INNER, FORM: tl.constexpr, EVEN: tl.constexpr)
         return (outer * INNER + inner < ROWS)[:, None]
 
 
-@kernel(grid=programs, tokens=TOKENS, default=warps_across)
+@kernel(grid=programs, tokens=TOKENS, default=warps_forward)
 def softmax_rows(
     X, Y, ROWS, N, INNER, x_outer, x_n, x_inner, y_outer, y_n, y_inner, LOG: tl.constexpr, COMPUTE: tl.constexpr,
     FORM: tl.constexpr, EVEN: tl.constexpr, ONCE: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
@@ -253,12 +256,12 @@ def launch(kernel_, operands: list[Tensor], out: Tensor, dim: int, **constants) 
         block_k = max(1, 2048 // block_r)
     else:
         form, even = "across", not any(s[0] % 16 or s[1] % 16 for s in steps) and inner % 16 == 0
-        block_k, longest = ACROSS[len(operands)]
+        block_k, longest = ACROSS
         if n > longest:
             softmax_columns.launch(operands, out, [s[:2] for s in steps], n, inner, constants["LOG"])
             return
         once, block_r = True, max(16, power_of_two(n))
-        block_k *= max(1, 64 // block_r)
+        block_k = block_k * max(1, 64 // block_r) * 4 // max(4, out.element_size())
     sizes = rows, n, inner, *(s for own_ in steps for s in own_)
     compute = IN_TRITON[compute_dtype(operands[-1].dtype)]
     plans.launch(
