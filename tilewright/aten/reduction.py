@@ -41,9 +41,9 @@ TOKENS = (
 MOST_DIMS = 64
 SMALL_TILE = 4, 512
 LOADS = 8  # of 16 bytes, that a thread has on their way to it at a time, where elements lie side by side
-# Programs for each SM, at most, that parts of the reduced elements make where there are fewer than half of them without. A program
-# has 8 to 16 KB on their way to it, and memory is busy with 30 to 40 KB for each SM
-BUSY = 8
+# Warps for each SM, at most, that parts of the reduced elements make where there are fewer than half of them without. A warp has 2
+# to 4 KB on their way to it, and memory is busy with 30 to 40 KB for each SM
+BUSY = 32
 NEITHER, REDUCED_ONES, KEPT_ONES = 0, 1, 2  # which elements lie side by side
 LEAST = 16  # elements that lie side by side, for tiles to be cut along them
 
@@ -208,7 +208,13 @@ def taken_in(state, none, x, other, ok, S0, S1, MASKED: tl.constexpr, HOW: tl.co
         )
 
 
-@kernel(grid=lambda a: (tiles_of(a), a.PARTS), tokens=TOKENS, default=lambda a: {"num_warps": 4})
+def warps_of(BLOCK_R: int, UNROLL: int) -> int:
+    """Of a program. One that has long rows to itself takes them in fewer and longer strides."""
+    return 8 if BLOCK_R == 2048 and UNROLL > 1 else 4
+
+
+@kernel(grid=lambda a: (tiles_of(a), a.PARTS), tokens=TOKENS,
+        default=lambda a: {"num_warps": warps_of(a.BLOCK_R, a.UNROLL)})  # fmt: skip
 def reduce_tiles(
     X, Y, OUT0, OUT1, SCRATCH, KEPT, REDUCED, PER, PARTS, K0, K1, R0, R1, k0, k1, k2, r0, r1, r2, p0, p1, p2, q0, q1, q2,
     S0: tl.int64, S1: tl.int64, HOW: tl.constexpr, ALONG: tl.constexpr, ONE_K: tl.constexpr, ONE_R: tl.constexpr,
@@ -491,11 +497,11 @@ class Form(NamedTuple):
 
 
 def form_of(
-    sizes_k: list[int], steps_k: list[list[int]], sizes_r: list[int], steps_r: list[list[int]], ahead: int
+    sizes_k: list[int], steps_k: list[list[int]], sizes_r: list[int], steps_r: list[list[int]], ahead: int, short: int
 ) -> Form:
     """The form for loops of these sizes, of which each operand has its steps. Tiles lie along whichever elements lie side by side;
-    rows that are short are taken many at a time. `ahead`: elements of a thread that are on their way at a time. Where there are few
-    elements, all take one form."""
+    rows that are short are taken many at a time, in tiles of `short` elements. `ahead`: elements of a thread that are on their way
+    at a time. Where there are few elements, all take one form."""
     kept, reduced = math.prod(sizes_k), math.prod(sizes_r)
     if kept * reduced < SMALL:
         return Form(NEITHER, False, False, False, *SMALL_TILE)
@@ -504,7 +510,7 @@ def form_of(
     along_k = steps_k[0][0] or 1 << 62
     if along_r <= along_k:
         along = REDUCED_ONES if all(own[0] == 1 for own in steps_r) and (one_r or sizes_r[0] >= LEAST) else NEITHER
-        tile = row_tile(kept, sizes_r[0] if along else reduced, ahead if along else 8, one_r)
+        tile = row_tile(kept, sizes_r[0] if along else reduced, ahead if along else 8, short, one_r)
     else:
         near = all(own[0] == 1 for own in steps_k) and (one_k or sizes_k[0] >= 64)
         along = KEPT_ONES if near and (one_r or sizes_r[0] >= LEAST) else NEITHER
@@ -513,21 +519,23 @@ def form_of(
     return Form(along, one_k and along != KEPT_ONES, one_r, even, *tile)
 
 
-def row_tile(kept: int, length: int, ahead: int, one: bool) -> tuple[int, int, int]:
+def row_tile(kept: int, length: int, ahead: int, short: int, one: bool) -> tuple[int, int, int]:
     """(BLOCK_K, BLOCK_R, UNROLL) of reduced elements in runs of some length, or in one. Of a tile of 1024 a thread has 8."""
     if length <= 64:
-        return (128, 16, 1) if length <= 16 else (64, 32, 1)
+        return (short // 16, 16, 1) if length <= 16 else (short // 32, 32, 1)
     if length <= 512 and kept > 1:
         return 8, 256, 1
+    if kept == 1:
+        return 1, 2048, at_a_time(2048, length, ahead // 8, one)
     unroll = at_a_time(1024, length, ahead // 8, one)
-    if kept == 1 or unroll == ahead // 8 > 1:
-        return (1, 1024, unroll) if unroll > 1 else (1, 2048, 1)
+    if unroll == ahead // 8 > 1:
+        return 1, 1024, unroll
     return 2, 1024, max(1, unroll // 2)
 
 
 def column_tile(width: int, length: int, ahead: int, one: bool) -> tuple[int, int, int]:
-    """The same of kept elements that lie side by side, in runs of some width."""
-    block_k = tile_width(width)
+    """The same of kept elements that lie side by side, in runs of some width. Narrow and tall, by which there are fewer parts."""
+    block_k = tile_width(width, 64)
     unroll = at_a_time(1024 // block_k, length, ahead // 8, one)
     return block_k, (1024 if unroll > 1 else 2048) // block_k, unroll
 
@@ -539,9 +547,9 @@ def at_a_time(block: int, length: int, most: int, one: bool) -> int:
     return most
 
 
-def tile_width(width: int) -> int:
-    """Of a tile along runs of some width: a row of it is 256 bytes of 16 bits each, or as few as a run has."""
-    return min(128, max(16, triton.next_power_of_2(width)))
+def tile_width(width: int, most: int) -> int:
+    """Of a tile along runs of some width."""
+    return min(most, max(16, triton.next_power_of_2(width)))
 
 
 def ahead_of(row: Row, operands: list[Tensor]) -> int:
@@ -550,6 +558,11 @@ def ahead_of(row: Row, operands: list[Tensor]) -> int:
     if not row.light:
         return 8
     return min(64, max(8, LOADS * 16 // operands[0].element_size() // len(operands)))
+
+
+def short_of(row: Row, operands: list[Tensor]) -> int:
+    """Elements of a tile of short rows: 32 a thread, and half as many where each takes more registers than one."""
+    return 4096 if row.light and row.states == len(operands) == 1 else 2048
 
 
 def in_words(
@@ -585,9 +598,10 @@ def launch(row, x, other, kept, reduced, dims, outs, common, numbers) -> None:
     sizes_r, steps_r = loops_of(reduced, [own[1] for own in strides], ordered=row.indexed)
     compute = compute_of(row, common)
     KEPT, REDUCED = math.prod(kept), math.prod(reduced)
-    form = form_of(sizes_k, steps_k, sizes_r, steps_r, ahead_of(row, operands))
+    form = form_of(sizes_k, steps_k, sizes_r, steps_r, ahead_of(row, operands), short_of(row, operands))
     programs = programs_of(form, sizes_k)
-    parts, per = parts_of(programs, padded(form, sizes_r), form.block_r, form.unroll, BUSY, x.device)
+    busy = BUSY // warps_of(form.block_r, form.unroll)
+    parts, per = parts_of(programs, padded(form, sizes_r), form.block_r, form.unroll, busy, x.device)
     how = how_of(row, common)
     slots = [*(bits_of(n, compute) for n in numbers), 0, 0][:2]
     second = outs[1] if len(outs) > 1 else None
@@ -631,9 +645,8 @@ def totals(row: Row, x: Tensor, form: Form, sizes_k, steps_k, step: int, common,
     kept, reduced = math.prod(sizes_k), x.numel() // math.prod(sizes_k)
     scratch = states_of(row, parts, kept, compute_of(row, common), x.device)
     sizes = kept, reduced, per, parts, sizes_k[0], sizes_k[1], reduced, 1, *steps_k, step, 0, 0, *[0] * (2 * LOOPS)
-    early = Target.at(x.device).early_launch
     tensors = x, None, scratch, None, scratch
-    plans.launch(reduce_tiles, tensors, sizes, (0, 0), how_of(row, common), **form.constants, PDL=early)
+    plans.launch(reduce_tiles, tensors, sizes, (0, 0), how_of(row, common), **form.constants, PDL=False)
     return scratch
 
 

@@ -16,7 +16,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..core.target import Target
 from ..core.tensor import cdiv
 from ..runtime.kernel import kernel
 from . import plans
@@ -27,6 +26,7 @@ from .reduction import (
     KEPT_ONES,
     LOOPS,
     NEITHER,
+    REDUCED_ONES,
     Row,
     ahead_of,
     check_out,
@@ -41,6 +41,7 @@ from .reduction import (
     offset_of_tile,
     parts_of,
     programs_of,
+    short_of,
     tile_width,
     tiles_of,
     totals,
@@ -60,23 +61,28 @@ TOKENS = (
     "stride_o",
     *(f"{t}{i}" for t in "ko" for i in range(LOOPS)),
 )
-# Elements of a program's tile, of 32 bits and one number a state: 32 a thread, for its one warp. With more warps a scan waits at
-# barriers
-TILE = 1024
-BUSY = 16  # programs for each SM, as in `reduction.py`; one of them has 4 KB on their way to it
+# Elements of a program's tile, of 32 bits each, for what lies side by side and the numbers of a state
+TILE = {(REDUCED_ONES, 1): 4096, (REDUCED_ONES, 2): 256, (KEPT_ONES, 1): 2048, (KEPT_ONES, 2): 512}
+BUSY = 16  # warps for each SM, as in `reduction.py`; one of them has 4 to 8 KB on their way to it
 
 
 # ---- kernel ----------------------------------------------------------------------------------------------------------
 
 
+def warps_of(along: int, states: int) -> int:
+    """Of a program. Long rows of one number have 4, and wait at barriers once in 4096 elements; all else that lies side by side is
+    scanned by one warp without."""
+    return 4 if along == NEITHER or (along == REDUCED_ONES and states == 1) else 1
+
+
 @kernel(grid=lambda a: (tiles_of(a), a.PARTS), tokens=TOKENS,
-        default=lambda a: {"num_warps": 1 if a.ALONG else 4, **({"launch_pdl": True} if a.PDL else {})})  # fmt: skip
+        default=lambda a: {"num_warps": warps_of(a.ALONG, a.HOW.STATES)})  # fmt: skip
 def scan_tiles(
     X, OUT0, OUT1, TOTALS, KEPT, N, PER, PARTS, K0, K1, k0, k1, k2, o0, o1, o2, stride_x, stride_o, HOW: tl.constexpr,
-    ALONG: tl.constexpr, EVEN: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, PDL: tl.constexpr,
+    ALONG: tl.constexpr, EVEN: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     """Lines of N elements; strides k, o of X and of results from line to line. TOTALS [STATES, PARTS, KEPT]: states of parts. ALONG
-    and EVEN as in `reduce_tiles`. PDL: started before the launch that makes TOTALS has ended."""
+    and EVEN as in `reduce_tiles`. The launch that makes TOTALS ends first: whoever waits for it takes up its programs' room."""
     MAP: tl.constexpr = HOW.MAP
     if ALONG == 2:
         across_k = tl.cdiv(K0, BLOCK_K)
@@ -97,8 +103,6 @@ def scan_tiles(
     carry = nothing(BLOCK_K, 1, HOW)
     if TOTALS is not None:
         part = PARTS - 1 - part  # what the launch before read last is still in the cache
-        if PDL:
-            tl.extra.cuda.gdc_wait()
         carry = states_before(TOTALS, part, PARTS, KEPT, k, inside_k, BLOCK_K, BLOCK_R, HOW)
     none = nothing(BLOCK_K, BLOCK_R, HOW)
     length = whole_words(N, EVEN and ALONG == 1)
@@ -230,10 +234,12 @@ def run(row: Row, x: Tensor, dim: int, dtype: torch.dtype, out: Tensor | None = 
     return tuple(made)
 
 
-def tile_of(along: int, width: int, N: int, elements: int) -> tuple[int, int]:
-    """(BLOCK_K, BLOCK_R) of so many elements, as few of them past the ends as can be."""
+def tile_of(along: int, width: int, N: int, row: Row, compute: torch.dtype) -> tuple[int, int]:
+    """(BLOCK_K, BLOCK_R): as few elements past the ends as can be, and so many for each thread as its registers hold."""
+    elements = TILE[along, row.states] // (compute.itemsize // 4)
     if along == KEPT_ONES:
-        return tile_width(width), elements // tile_width(width)
+        block_k = tile_width(width, 128)
+        return block_k, elements // block_k
     block_r = min(elements, max(16, triton.next_power_of_2(N)))
     return elements // block_r, block_r
 
@@ -244,22 +250,22 @@ def launch(row: Row, x: Tensor, dim: int, made: list[Tensor], common: torch.dtyp
     strides = [tuple(s for d, s in enumerate(t.stride()) if d != dim) for t in (x, result)]
     sizes, steps = loops_of(kept, strides)
     lines, N, step = math.prod(kept), x.shape[dim], [x.stride(dim), result.stride(dim)]
-    form = form_of(sizes, steps, [N, 1, 1], [[n, 0, 0] for n in step], 8)
+    short = short_of(row, [x])
+    form = form_of(sizes, steps, [N, 1, 1], [[n, 0, 0] for n in step], 8, short)
     if form.along != NEITHER:
-        wide = compute_of(row, common).itemsize // 4 * row.states
-        block_k, block_r = tile_of(form.along, sizes[0], N, TILE // wide)
+        block_k, block_r = tile_of(form.along, sizes[0], N, row, compute_of(row, common))
         form = form._replace(block_k=block_k, block_r=block_r)
     before = None
-    form_before = form_of(sizes, steps[:1], [N, 1, 1], [[step[0], 0, 0]], ahead_of(row, [x]))
+    form_before = form_of(sizes, steps[:1], [N, 1, 1], [[step[0], 0, 0]], ahead_of(row, [x]), short)
     unroll = cdiv(form_before.block_r * form_before.unroll, form.block_r)
-    parts, per = parts_of(programs_of(form, sizes), N, form.block_r, unroll, BUSY, x.device)
+    busy = BUSY // warps_of(form.along, row.states)
+    parts, per = parts_of(programs_of(form, sizes), N, form.block_r, unroll, busy, x.device)
     if parts > 1:
         before = totals(row, x, form_before, sizes, steps[0], step[0], common, parts, per)
     tensors = x, made[0], made[1] if len(made) > 1 else None, before
     numbers = lines, N, per, parts, sizes[0], sizes[1], *steps[0], *steps[1], *step
     constants = {"ALONG": form.along, "EVEN": form.even, "BLOCK_K": form.block_k, "BLOCK_R": form.block_r}
-    early = before is not None and Target.at(x.device).early_launch
-    plans.launch(scan_tiles, tensors, numbers, how=how_of(row, common), **constants, PDL=early)
+    plans.launch(scan_tiles, tensors, numbers, how=how_of(row, common), **constants)
 
 
 def cumsum(self: Tensor, dim: int, *, dtype: torch.dtype | None = None, out: Tensor | None = None) -> Tensor:
