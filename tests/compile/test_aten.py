@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import triton.language as tl
 from torch import Tensor
 
 from tests.compile import table as tables
@@ -233,6 +234,15 @@ def test_large_sums_move_whole_words(what):
     name, *args = FORMS[what]
     made = needed(name, args, {})[0].compile()
     assert made.count("LDG.E.128") >= 2 and not made.count("LDG.E.U16") and not made.count("CALL")
+
+
+@pytest.mark.parametrize(("chip", "pairs"), [("sm_90", True), ("sm_80", False)])
+def test_the_largest_of_16_bits_is_found_two_at_a_time(chip, pairs):
+    """By chips that compare two at once."""
+    with pretend(TARGETS[chip]), collect() as wanted:
+        table.FORMS["max.dim"](made((64, 8192), BF16), 1)
+    how = variant(wanted[0]).constants["HOW"]
+    assert how.COMPUTE is (tl.bfloat16 if pairs else tl.float32)
 
 
 def test_every_value_of_a_number_is_one_variant():

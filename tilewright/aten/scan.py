@@ -28,20 +28,19 @@ from .reduction import (
     NEITHER,
     REDUCED_ONES,
     Row,
-    ahead_of,
     check_out,
     combined,
     compute_of,
     form_of,
     how_of,
+    kept_at,
+    kept_tile,
     load_states,
     loops_of,
     nothing,
-    offset,
-    offset_of_tile,
+    pace_of,
     parts_of,
     programs_of,
-    short_of,
     tile_width,
     tiles_of,
     totals,
@@ -63,7 +62,9 @@ TOKENS = (
 )
 # Elements of a program's tile, of 32 bits each, for what lies side by side and the numbers of a state
 TILE = {(REDUCED_ONES, 1): 4096, (REDUCED_ONES, 2): 256, (KEPT_ONES, 1): 2048, (KEPT_ONES, 2): 512}
-BUSY = 16  # warps for each SM, as in `reduction.py`; one of them has 4 to 8 KB on their way to it
+STAGES = {NEITHER: 1, REDUCED_ONES: 1, KEPT_ONES: 3}  # as in `reduction.py`
+# Programs for each SM, at most, that parts make, as in `reduction.py`, and bytes of tiles that they have on their way to them
+BUSY, IN_FLIGHT = 16, 64 << 10
 
 
 # ---- kernel ----------------------------------------------------------------------------------------------------------
@@ -79,24 +80,15 @@ def warps_of(along: int, states: int) -> int:
         default=lambda a: {"num_warps": warps_of(a.ALONG, a.HOW.STATES)})  # fmt: skip
 def scan_tiles(
     X, OUT0, OUT1, TOTALS, KEPT, N, PER, PARTS, K0, K1, k0, k1, k2, o0, o1, o2, stride_x, stride_o, HOW: tl.constexpr,
-    ALONG: tl.constexpr, EVEN: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
+    ALONG: tl.constexpr, EVEN: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Lines of N elements; strides k, o of X and of results from line to line. TOTALS [STATES, PARTS, KEPT]: states of parts. ALONG
-    and EVEN as in `reduce_tiles`. The launch that makes TOTALS ends first: whoever waits for it takes up its programs' room."""
+    """Lines of N elements; strides k, o of X and of results from line to line. TOTALS [states, PARTS, KEPT]: states of parts.
+    ALONG, EVEN and STAGES as in `reduce_tiles`. The launch that makes TOTALS ends first: whoever waits for it takes up its room."""
     MAP: tl.constexpr = HOW.MAP
-    if ALONG == 2:
-        across_k = tl.cdiv(K0, BLOCK_K)
-        run = tl.program_id(0) // across_k
-        in_run = (tl.program_id(0) % across_k).to(tl.int64) * BLOCK_K + tl.arange(0, BLOCK_K)
-        inside_k = in_run < whole_words(K0, EVEN)
-        k = run.to(tl.int64) * K0 + in_run
-        at_x = (offset_of_tile(run, K1, k1, k2, EVEN) + in_run)[:, None]
-        at_o = (offset_of_tile(run, K1, o1, o2, EVEN) + in_run)[:, None]
-    else:
-        k = tl.program_id(0).to(tl.int64) * BLOCK_K + tl.arange(0, BLOCK_K)
-        inside_k = k < KEPT
-        at_x = whole_words(offset(k, K0, K1, k0, k1, k2), EVEN)[:, None]
-        at_o = whole_words(offset(k, K0, K1, o0, o1, o2), EVEN)[:, None]
+    PASSING: tl.constexpr = "" if TOTALS is None else ".cs"  # results leave what is still to be read in the cache
+    k, inside_k, run, place = kept_tile(KEPT, K0, ALONG, EVEN, BLOCK_K)
+    at_x = kept_at(run, place, K0, K1, k0, k1, k2, ALONG, False, EVEN)
+    at_o = kept_at(run, place, K0, K1, o0, o1, o2, ALONG, False, EVEN)
     step_x = 1 if ALONG == 1 else whole_words(stride_x, EVEN)
     step_o = 1 if ALONG == 1 else whole_words(stride_o, EVEN)
     part = tl.program_id(1).to(tl.int64)
@@ -110,7 +102,7 @@ def scan_tiles(
     stop = tl.minimum(start + PER // BLOCK_R, tl.cdiv(N, BLOCK_R))
     column = tl.arange(0, BLOCK_R)[None, :]
     last = column == BLOCK_R - 1
-    for tile in tl.range(start, stop):
+    for tile in tl.range(start, stop, num_stages=STAGES):
         r = tile * BLOCK_R + tl.arange(0, BLOCK_R)[None, :]
         ok = inside_k[:, None] & (r < length)
         x = promoted_value(tl.load(X + at_x + r * step_x, ok, 0), HOW)
@@ -121,11 +113,11 @@ def scan_tiles(
             carry = (last_of(value, last),)
         else:
             value = HOW.LATER(carry[0], tl.associative_scan(tl.where(ok, x, none[0]), 1, HOW.LATER))
-            place = tl.associative_scan(tl.where(ok & sets_it(x, value), column, -1), 1, larger_place)
-            index = tl.where(place >= 0, tile * BLOCK_R + place, carry[1])
+            setter = tl.associative_scan(tl.where(ok & sets_it(x, value), column, -1), 1, larger_place)
+            index = tl.where(setter >= 0, tile * BLOCK_R + setter, carry[1])
             carry = (last_of(value, last), last_of(index, last))
-            tl.store(OUT1 + at, index, ok)
-        tl.store(OUT0 + at, stored(value, OUT0), ok)
+            tl.store(OUT1 + at, index, ok, cache_modifier=PASSING)
+        tl.store(OUT0 + at, stored(value, OUT0), ok, cache_modifier=PASSING)
 
 
 @triton.jit
@@ -250,21 +242,22 @@ def launch(row: Row, x: Tensor, dim: int, made: list[Tensor], common: torch.dtyp
     strides = [tuple(s for d, s in enumerate(t.stride()) if d != dim) for t in (x, result)]
     sizes, steps = loops_of(kept, strides)
     lines, N, step = math.prod(kept), x.shape[dim], [x.stride(dim), result.stride(dim)]
-    short = short_of(row, [x])
-    form = form_of(sizes, steps, [N, 1, 1], [[n, 0, 0] for n in step], 8, short)
+    pace = pace_of(row, [x])
+    form = form_of(sizes, steps, [N, 1, 1], [[n, 0, 0] for n in step], pace)
     if form.along != NEITHER:
         block_k, block_r = tile_of(form.along, sizes[0], N, row, compute_of(row, common))
         form = form._replace(block_k=block_k, block_r=block_r)
     before = None
-    form_before = form_of(sizes, steps[:1], [N, 1, 1], [[step[0], 0, 0]], ahead_of(row, [x]), short)
+    form_before = form_of(sizes, steps[:1], [N, 1, 1], [[step[0], 0, 0]], pace)
     unroll = cdiv(form_before.block_r * form_before.unroll, form.block_r)
-    busy = BUSY // warps_of(form.along, row.states)
+    busy = min(BUSY, IN_FLIGHT // (form.block_k * form.block_r * compute_of(row, common).itemsize))
     parts, per = parts_of(programs_of(form, sizes), N, form.block_r, unroll, busy, x.device)
     if parts > 1:
         before = totals(row, x, form_before, sizes, steps[0], step[0], common, parts, per)
     tensors = x, made[0], made[1] if len(made) > 1 else None, before
     numbers = lines, N, per, parts, sizes[0], sizes[1], *steps[0], *steps[1], *step
-    constants = {"ALONG": form.along, "EVEN": form.even, "BLOCK_K": form.block_k, "BLOCK_R": form.block_r}
+    constants = {"ALONG": form.along, "EVEN": form.even, "BLOCK_K": form.block_k, "BLOCK_R": form.block_r,
+                 "STAGES": STAGES[form.along]}  # fmt: skip
     plans.launch(scan_tiles, tensors, numbers, how=how_of(row, common), **constants)
 
 
