@@ -54,6 +54,7 @@ FORMS = {
     "a sum of bools": ("sum", made((256,), BOOL)),
     "the largest of integers": ("max.dim", made((8, 64), I64), 1),
     "columns of a scan": ("cumsum", made((64, 512), BF16), 0),
+    "odd columns of a scan": ("cumsum", made((1 << 20, 13)), 0),
     "parts of a scan": ("cumsum", made((1 << 20,), BF16), 0),
     "parts of a scan with an index": ("cummax", made((1 << 20,), BF16), 0),
     "a scan of integers": ("cummin", made((8, 64), torch.int32), 1),

@@ -557,12 +557,20 @@ def form_of(
     along_k = steps_k[0][0] or 1 << 62
     if along_r <= along_k:
         along = REDUCED_ONES if all(own[0] == 1 for own in steps_r) and (one_r or sizes_r[0] >= LEAST) else NEITHER
-        tile = row_tile(kept, sizes_r[0] if along else reduced, pace if along else pace._replace(ahead=8), one_r)
     else:
         near = all(own[0] == 1 for own in steps_k) and (one_k or sizes_k[0] >= 64)
         along = KEPT_ONES if near and (one_r or sizes_r[0] >= LEAST) else NEITHER
-        tile = column_tile(sizes_k[0], sizes_r[0], pace, one_r) if along else (128, 16, 1)
     even = along != NEITHER and in_words(along, sizes_k, steps_k, sizes_r, steps_r)
+    if not even:  # an element has an address of its own, which takes registers
+        pace = pace._replace(short=2048)
+    if along == KEPT_ONES:
+        tile = column_tile(sizes_k[0], sizes_r[0], pace, one_r)
+    elif along == REDUCED_ONES:
+        tile = row_tile(kept, sizes_r[0], pace, one_r)
+    elif along_r <= along_k:
+        tile = row_tile(kept, reduced, pace._replace(ahead=8), one_r)
+    else:
+        tile = 128, 16, 1
     return Form(along, one_k and along != KEPT_ONES, one_r, even, *tile)
 
 
@@ -607,7 +615,7 @@ def pace_of(row: Row, operands: list[Tensor]) -> Pace:
     ahead = min(64, max(8, LOADS * 16 // operands[0].element_size() // len(operands)))
     if row.states > 1:
         return Pace(ahead, 2048, STAGES)
-    return Pace(ahead, 4096 if len(operands) == 1 else 2048)
+    return Pace(ahead, 4096 if len(operands) == 1 and ahead >= 32 else 2048)
 
 
 def in_words(

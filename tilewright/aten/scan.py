@@ -27,6 +27,7 @@ from .reduction import (
     LOOPS,
     NEITHER,
     REDUCED_ONES,
+    Form,
     Row,
     check_out,
     combined,
@@ -226,10 +227,11 @@ def run(row: Row, x: Tensor, dim: int, dtype: torch.dtype, out: Tensor | None = 
     return tuple(made)
 
 
-def tile_of(along: int, width: int, N: int, row: Row, compute: torch.dtype) -> tuple[int, int]:
-    """(BLOCK_K, BLOCK_R): as few elements past the ends as can be, and so many for each thread as its registers hold."""
-    elements = TILE[along, row.states] // (compute.itemsize // 4)
-    if along == KEPT_ONES:
+def tile_of(form: Form, width: int, N: int, row: Row, compute: torch.dtype) -> tuple[int, int]:
+    """(BLOCK_K, BLOCK_R): as few elements past the ends as can be, and so many for each thread as its registers hold. Half of those
+    hold addresses, where there are no whole words."""
+    elements = TILE[form.along, row.states] // (compute.itemsize // 4) // (1 if form.even else 2)
+    if form.along == KEPT_ONES:
         block_k = tile_width(width, 128)
         return block_k, elements // block_k
     block_r = min(elements, max(16, triton.next_power_of_2(N)))
@@ -245,7 +247,7 @@ def launch(row: Row, x: Tensor, dim: int, made: list[Tensor], common: torch.dtyp
     pace = pace_of(row, [x])
     form = form_of(sizes, steps, [N, 1, 1], [[n, 0, 0] for n in step], pace)
     if form.along != NEITHER:
-        block_k, block_r = tile_of(form.along, sizes[0], N, row, compute_of(row, common))
+        block_k, block_r = tile_of(form, sizes[0], N, row, compute_of(row, common))
         form = form._replace(block_k=block_k, block_r=block_r)
     before = None
     form_before = form_of(sizes, steps[:1], [N, 1, 1], [[step[0], 0, 0]], pace)
@@ -257,7 +259,7 @@ def launch(row: Row, x: Tensor, dim: int, made: list[Tensor], common: torch.dtyp
     tensors = x, made[0], made[1] if len(made) > 1 else None, before
     numbers = lines, N, per, parts, sizes[0], sizes[1], *steps[0], *steps[1], *step
     constants = {"ALONG": form.along, "EVEN": form.even, "BLOCK_K": form.block_k, "BLOCK_R": form.block_r,
-                 "STAGES": STAGES[form.along]}  # fmt: skip
+                 "STAGES": STAGES[form.along] if form.even else 1}  # fmt: skip
     plans.launch(scan_tiles, tensors, numbers, how=how_of(row, common), **constants)
 
 
