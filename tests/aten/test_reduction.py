@@ -92,3 +92,23 @@ def test_moments_of_nan_and_of_large_numbers(n, monkeypatch):
     aten, made, ran = both(lambda: torch.var_mean(x, 1))
     assert ran and torch.equal(made[0].isnan(), aten[0].isnan()) and torch.equal(made[1].isnan(), aten[1].isnan())
     assert not made[0][[0, 1, 3]].any() and torch.allclose(made[1][[0, 1, 3]], x[[0, 1, 3], 0], rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize(("shape", "dim"), [((3, 8208), 1), ((300, 144), 0)], ids=["rows", "columns"])
+def test_the_first_of_equals_and_of_nans(shape, dim, dtype, monkeypatch):
+    """With infinities and zeros of both signs. A GPU meets such elements two at a time."""
+    monkeypatch.setattr(reduction, "SMALL", 0)
+    torch.manual_seed(0)
+    x = torch.randn(shape).round().to(dtype)
+    lines = x.movedim(dim, -1)
+    lines[0] = -lines[0].abs()
+    lines[0, ::7], lines[0, 3] = 0.0, -0.0
+    lines[1, 50:], lines[2] = float("nan"), float("inf")
+    for call in (torch.max, torch.min):
+        aten, made, ran = both(lambda call=call: call(x, dim))
+        assert ran and not differences(made, aten)
+        assert torch.equal(made[0].signbit(), aten[0].signbit())
+    for call in (torch.argmax, torch.argmin):
+        aten, made, ran = both(lambda call=call: call(x, dim))
+        assert ran and torch.equal(made[0], aten[0])

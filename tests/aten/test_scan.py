@@ -44,7 +44,7 @@ def test_every_form(what, dtype, parts, monkeypatch):
     """With infinities, zeros of both signs and NaN."""
     make, dim, expected = SHAPES[what]
     monkeypatch.setattr(reduction, "SMALL", 0)
-    monkeypatch.setattr(scan, "TILE", 512)
+    monkeypatch.setattr(scan, "TILE", dict.fromkeys(scan.TILE, 512))
     if parts:  # of these few elements, every block
         cut = lambda _, n, block, unroll, *rest: (cdiv(n, block * unroll), block * unroll)  # noqa: E731
         monkeypatch.setattr(scan, "parts_of", cut)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import triton.language as tl
 from torch import Tensor
 
 from tests.compile import table as tables
@@ -53,6 +54,7 @@ FORMS = {
     "a sum of bools": ("sum", made((256,), BOOL)),
     "the largest of integers": ("max.dim", made((8, 64), I64), 1),
     "columns of a scan": ("cumsum", made((64, 512), BF16), 0),
+    "odd columns of a scan": ("cumsum", made((1 << 20, 13)), 0),
     "parts of a scan": ("cumsum", made((1 << 20,), BF16), 0),
     "parts of a scan with an index": ("cummax", made((1 << 20,), BF16), 0),
     "a scan of integers": ("cummin", made((8, 64), torch.int32), 1),
@@ -234,6 +236,15 @@ def test_large_sums_move_whole_words(what):
     name, *args = FORMS[what]
     made = needed(name, args, {})[0].compile()
     assert made.count("LDG.E.128") >= 2 and not made.count("LDG.E.U16") and not made.count("CALL")
+
+
+@pytest.mark.parametrize(("chip", "pairs"), [("sm_90", True), ("sm_80", False)])
+def test_the_largest_of_16_bits_is_found_two_at_a_time(chip, pairs):
+    """By chips that compare two at once."""
+    with pretend(TARGETS[chip]), collect() as wanted:
+        table.FORMS["max.dim"](made((64, 8192), BF16), 1)
+    how = variant(wanted[0]).constants["HOW"]
+    assert how.COMPUTE is (tl.bfloat16 if pairs else tl.float32)
 
 
 def test_every_value_of_a_number_is_one_variant():

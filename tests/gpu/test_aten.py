@@ -36,6 +36,7 @@ from tests.aten.test_opinfo import (  # noqa: F401
     test_results_are_atens,
     test_what_aten_refuses_is_refused_alike,
 )
+from tests.aten.test_reduction import test_the_first_of_equals_and_of_nans  # noqa: F401
 from tests.aten.test_router import (  # noqa: F401
     test_blocks_nest_and_one_may_be_entered_again,
     test_disable_leaves_blocks_alone,

@@ -24,7 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..core.memory import overlapping
-from ..core.target import Target
+from ..core.target import INTERPRETING, Target
 from ..core.tensor import cdiv
 from ..runtime.kernel import kernel
 from . import plans
@@ -41,21 +41,29 @@ TOKENS = (
 MOST_DIMS = 64
 SMALL_TILE = 4, 512
 LOADS = 8  # of 16 bytes, that a thread has on their way to it at a time, where elements lie side by side
-# Programs for each SM, at most, that parts of the reduced elements make where there are fewer than half of them without. A program
-# has 8 to 16 KB on their way to it, and memory is busy with 30 to 40 KB for each SM
-BUSY = 8
+# Of a loop whose loads go by shared memory, and begin while elements that came before are taken in. The programs of parts all begin
+# together: without stages they all wait and then all compute, and the time is the sum of both
+STAGES = 3
+# Warps for each SM, at most, that parts of the reduced elements make where there are fewer than half of them without. A warp has 2
+# to 4 KB on their way to it, and memory is busy with 30 to 40 KB for each SM
+BUSY = 32
 NEITHER, REDUCED_ONES, KEPT_ONES = 0, 1, 2  # which elements lie side by side
+MOST_TURNS = 1 << 16  # that a number of 16 bits counts
 LEAST = 16  # elements that lie side by side, for tiles to be cut along them
 
 
 class InTurn(NamedTuple):
     """How states of two numbers meet elements one after the other. `begin(x, ok)` is the state after a first element, or of nothing
     where that is not ok; `take(a, b, x, n)` the one after element x, if n came before it; `settle(a, b, first, step, count)` the
-    row's own state of `count` elements, of which the n-th has the index first + n * step."""
+    row's own state of `count` elements, of which the n-th has the index first + n * step. `several(a, b, xs, n)`, where that takes
+    less, is the one after as many elements as xs has. `pairs`: two elements of 16 bits may be met at once, as they are, where chips
+    have instructions for that; turns are then counted in 16 bits too."""
 
     begin: Any
     take: Any
     settle: Any
+    several: Any = None
+    pairs: bool = False
 
     @property
     def cache_key(self) -> str:
@@ -176,6 +184,29 @@ def offset_of_tile(i, N1, s1, s2, EVEN: tl.constexpr):
     return whole_words((i % N1).to(tl.int64) * s1 + (i // N1).to(tl.int64) * s2, EVEN)
 
 
+@triton.jit
+def kept_tile(KEPT, K0, ALONG: tl.constexpr, EVEN: tl.constexpr, BLOCK_K: tl.constexpr):
+    """(the numbers of a program's kept elements, which of them are there, their run, where in it they are). If there are no runs,
+    those that are not there are in the last one's place."""
+    if ALONG == 2:
+        tiles = tl.cdiv(K0, BLOCK_K)
+        run = tl.program_id(0) // tiles
+        place = (tl.program_id(0) % tiles).to(tl.int64) * BLOCK_K + tl.arange(0, BLOCK_K)
+        return run.to(tl.int64) * K0 + place, place < whole_words(K0, EVEN), run, place
+    else:
+        k = tl.program_id(0).to(tl.int64) * BLOCK_K + tl.arange(0, BLOCK_K)
+        return k, k < KEPT, 0, tl.minimum(k, KEPT - 1)
+
+
+@triton.jit
+def kept_at(run, place, K0, K1, s0, s1, s2, ALONG: tl.constexpr, ONE_K: tl.constexpr, EVEN: tl.constexpr):
+    """Where they lie [n, 1], by an operand's strides."""
+    if ALONG == 2:
+        return (offset_of_tile(run, K1, s1, s2, EVEN) + place)[:, None]
+    else:
+        return whole_words(place * s0 if ONE_K else offset(place, K0, K1, s0, s1, s2), EVEN)[:, None]
+
+
 def tiles_of(a: Any) -> int:
     """How many tiles of kept elements there are."""
     if a.ALONG == KEPT_ONES:
@@ -208,11 +239,28 @@ def taken_in(state, none, x, other, ok, S0, S1, MASKED: tl.constexpr, HOW: tl.co
         )
 
 
-@kernel(grid=lambda a: (tiles_of(a), a.PARTS), tokens=TOKENS, default=lambda a: {"num_warps": 4})
+@triton.jit
+def taken_in_turn(state, xs, n, HOW: tl.constexpr):
+    """States that have met elements in turn, before which n came."""
+    if HOW.IN_TURN.several is not None:
+        state = HOW.IN_TURN.several(*state, xs, n)
+    else:
+        for i in tl.static_range(len(xs)):
+            state = HOW.IN_TURN.take(*state, xs[i], n + i)
+    return state
+
+
+def warps_of(BLOCK_R: int, UNROLL: int) -> int:
+    """Of a program. One that has long rows to itself takes them in fewer and longer strides."""
+    return 8 if BLOCK_R == 2048 and UNROLL > 1 else 4
+
+
+@kernel(grid=lambda a: (tiles_of(a), a.PARTS), tokens=TOKENS,
+        default=lambda a: {"num_warps": warps_of(a.BLOCK_R, a.UNROLL)})  # fmt: skip
 def reduce_tiles(
     X, Y, OUT0, OUT1, SCRATCH, KEPT, REDUCED, PER, PARTS, K0, K1, R0, R1, k0, k1, k2, r0, r1, r2, p0, p1, p2, q0, q1, q2,
     S0: tl.int64, S1: tl.int64, HOW: tl.constexpr, ALONG: tl.constexpr, ONE_K: tl.constexpr, ONE_R: tl.constexpr,
-    EVEN: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, UNROLL: tl.constexpr, PDL: tl.constexpr,
+    EVEN: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, UNROLL: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Strides k, r of X and p, q of Y along kept and reduced loops. Each of PARTS programs takes PER reduced elements, whole tiles;
     SCRATCH [STATES, PARTS, KEPT] holds their states, if there is more than one. PDL: the launch that combines them may begin, and
@@ -222,30 +270,18 @@ def reduce_tiles(
     ONE_K, ONE_R say that there is one loop. ALONG says which elements lie side by side, 1 for reduced and 2 for kept ones: a tile
     then ends where their loop does, and only the tile's number is divided. EVEN: all runs are whole words and begin at them.
 
-    UNROLL tiles are on their way at a time, where they are whole; those that are left come one by one. Of several runs all are so
-    many whole tiles, if UNROLL is more than 1. States of kept elements that are not there are those of others or of zeros."""
+    UNROLL tiles are on their way at a time, where they are whole, for each of STAGES but one; those that are left come one by one.
+    Of several runs all are so many whole tiles, if UNROLL is more than 1. States of kept elements that are not there are those of
+    others or of zeros."""
     SPLIT: tl.constexpr = ALONG > 0 and not ONE_R
     IN_TURN: tl.constexpr = None if SPLIT and UNROLL == 1 else HOW.IN_TURN
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    if ALONG == 2:
-        across_k = tl.cdiv(K0, BLOCK_K)
-        run = tl.program_id(0) // across_k
-        in_run = (tl.program_id(0) % across_k).to(tl.int64) * BLOCK_K + tl.arange(0, BLOCK_K)
-        inside_k = in_run < whole_words(K0, EVEN)
-        k = run.to(tl.int64) * K0 + in_run
-        at_x = (offset_of_tile(run, K1, k1, k2, EVEN) + in_run)[:, None]
-        at_y = at_x
-        if Y is not None:
-            at_y = (offset_of_tile(run, K1, p1, p2, EVEN) + in_run)[:, None]
-    else:
-        k = tl.program_id(0).to(tl.int64) * BLOCK_K + tl.arange(0, BLOCK_K)
-        inside_k = k < KEPT
-        there = tl.minimum(k, KEPT - 1)
-        at_x = whole_words(there * k0 if ONE_K else offset(there, K0, K1, k0, k1, k2), EVEN)[:, None]
-        at_y = at_x
-        if Y is not None:
-            at_y = whole_words(there * p0 if ONE_K else offset(there, K0, K1, p0, p1, p2), EVEN)[:, None]
+    k, inside_k, run, place = kept_tile(KEPT, K0, ALONG, EVEN, BLOCK_K)
+    at_x = kept_at(run, place, K0, K1, k0, k1, k2, ALONG, ONE_K, EVEN)
+    at_y = at_x
+    if Y is not None:
+        at_y = kept_at(run, place, K0, K1, p0, p1, p2, ALONG, ONE_K, EVEN)
     part = tl.program_id(1).to(tl.int64)
     across_r = tl.cdiv(R0, BLOCK_R)
     tiles = across_r * (REDUCED // R0) if SPLIT else tl.cdiv(REDUCED, BLOCK_R)
@@ -266,7 +302,7 @@ def reduce_tiles(
     if UNROLL > 1:
         left += (tl.minimum(stop, REDUCED // BLOCK_R) - start) // UNROLL * UNROLL
         inside, outside = (inside_k[:, None], 0) if ALONG == 2 else (None, None)
-        for first in tl.range(start, left, UNROLL):
+        for first in tl.range(start, left, UNROLL, num_stages=STAGES):
             from_x, from_y, tile_r = at_x, at_y, first
             if SPLIT:
                 run_r = tl.cast(first, tl.int32) // across_r
@@ -274,16 +310,19 @@ def reduce_tiles(
                 from_x = at_x + offset_of_tile(run_r, R1, r1, r2, EVEN)
                 if Y is not None:
                     from_y = at_y + offset_of_tile(run_r, R1, q1, q2, EVEN)
+            in_turn = ()
             for ahead in tl.static_range(UNROLL):
                 r = (tile_r + ahead) * BLOCK_R + tl.arange(0, BLOCK_R)
                 x = elements(X, from_x, r, inside, outside, R0, R1, r0, r1, r2, ALONG, ONE_R, EVEN, HOW)
                 if IN_TURN is not None:
-                    state = IN_TURN.take(*state, x, (first - start).to(tl.int32) + ahead)
+                    in_turn = in_turn + (x,)
                 elif Y is not None:
                     y = elements(Y, from_y, r, inside, outside, R0, R1, q0, q1, q2, ALONG, ONE_R, EVEN, HOW)
                     state = taken_in(state, none, x, y, inside, S0, S1, False, HOW)
                 else:  # a row that asks for indices meets elements in turn
                     state = taken_in(state, none, x, None, inside, S0, S1, False, HOW)
+            if IN_TURN is not None:
+                state = taken_in_turn(state, in_turn, (first - start).to(tl.int32), HOW)
     for tile in tl.range(left, stop):
         from_x, from_y = at_x, at_y
         if SPLIT:
@@ -473,6 +512,20 @@ def check_out(out: Tensor, shape: Sequence[int], dtype: torch.dtype, x: Tensor) 
         raise Declined("a result that overlaps an operand", lasting=False)
 
 
+class Pace(NamedTuple):
+    """`ahead`: elements of each operand that a thread has on their way to it at a time; `short`: those of a tile of short rows;
+    `stages` of a loop over parts, or columns."""
+
+    ahead: int
+    short: int
+    stages: int = 1
+
+    @property
+    def each_stage(self) -> int:
+        """Tiles of 8 elements a thread that a stage brings: two at least, if several are on their way at all."""
+        return max(self.ahead // 8 // max(1, self.stages - 1), min(2, self.ahead // 8))
+
+
 class Form(NamedTuple):
     """How a launch goes through elements; see the kernel."""
 
@@ -483,19 +536,19 @@ class Form(NamedTuple):
     block_k: int
     block_r: int
     unroll: int = 1
+    stages: int = 1
 
     @property
     def constants(self) -> dict[str, int]:
         return {"ALONG": self.along, "ONE_K": self.one_k, "ONE_R": self.one_r, "EVEN": self.even, "BLOCK_K": self.block_k,
-                "BLOCK_R": self.block_r, "UNROLL": self.unroll}  # fmt: skip
+                "BLOCK_R": self.block_r, "UNROLL": self.unroll, "STAGES": self.stages}  # fmt: skip
 
 
 def form_of(
-    sizes_k: list[int], steps_k: list[list[int]], sizes_r: list[int], steps_r: list[list[int]], ahead: int
+    sizes_k: list[int], steps_k: list[list[int]], sizes_r: list[int], steps_r: list[list[int]], pace: Pace
 ) -> Form:
     """The form for loops of these sizes, of which each operand has its steps. Tiles lie along whichever elements lie side by side;
-    rows that are short are taken many at a time. `ahead`: elements of a thread that are on their way at a time. Where there are few
-    elements, all take one form."""
+    rows that are short are taken many at a time. Where there are few elements, all take one form."""
     kept, reduced = math.prod(sizes_k), math.prod(sizes_r)
     if kept * reduced < SMALL:
         return Form(NEITHER, False, False, False, *SMALL_TILE)
@@ -504,32 +557,43 @@ def form_of(
     along_k = steps_k[0][0] or 1 << 62
     if along_r <= along_k:
         along = REDUCED_ONES if all(own[0] == 1 for own in steps_r) and (one_r or sizes_r[0] >= LEAST) else NEITHER
-        tile = row_tile(kept, sizes_r[0] if along else reduced, ahead if along else 8, one_r)
     else:
         near = all(own[0] == 1 for own in steps_k) and (one_k or sizes_k[0] >= 64)
         along = KEPT_ONES if near and (one_r or sizes_r[0] >= LEAST) else NEITHER
-        tile = column_tile(sizes_k[0], sizes_r[0], ahead, one_r) if along else (128, 16, 1)
     even = along != NEITHER and in_words(along, sizes_k, steps_k, sizes_r, steps_r)
+    if not even:  # an element has an address of its own, which takes registers
+        pace = pace._replace(short=2048)
+    if along == KEPT_ONES:
+        tile = column_tile(sizes_k[0], sizes_r[0], pace, one_r)
+    elif along == REDUCED_ONES:
+        tile = row_tile(kept, sizes_r[0], pace, one_r)
+    elif along_r <= along_k:
+        tile = row_tile(kept, reduced, pace._replace(ahead=8), one_r)
+    else:
+        tile = 128, 16, 1
     return Form(along, one_k and along != KEPT_ONES, one_r, even, *tile)
 
 
-def row_tile(kept: int, length: int, ahead: int, one: bool) -> tuple[int, int, int]:
-    """(BLOCK_K, BLOCK_R, UNROLL) of reduced elements in runs of some length, or in one. Of a tile of 1024 a thread has 8."""
+def row_tile(kept: int, length: int, pace: Pace, one: bool) -> tuple[int, ...]:
+    """(BLOCK_K, BLOCK_R, UNROLL, STAGES) of reduced elements in runs of some length, or in one; the last may be left out. Of a tile
+    of 1024 a thread has 8."""
     if length <= 64:
-        return (128, 16, 1) if length <= 16 else (64, 32, 1)
+        return (pace.short // 16, 16, 1) if length <= 16 else (pace.short // 32, 32, 1)
     if length <= 512 and kept > 1:
         return 8, 256, 1
-    unroll = at_a_time(1024, length, ahead // 8, one)
-    if kept == 1 or unroll == ahead // 8 > 1:
-        return (1, 1024, unroll) if unroll > 1 else (1, 2048, 1)
+    if kept == 1:
+        return 1, 2048, at_a_time(2048, length, pace.each_stage, one), pace.stages
+    unroll = at_a_time(1024, length, pace.ahead // 8, one)
+    if unroll == pace.ahead // 8 > 1:
+        return 1, 1024, unroll
     return 2, 1024, max(1, unroll // 2)
 
 
-def column_tile(width: int, length: int, ahead: int, one: bool) -> tuple[int, int, int]:
-    """The same of kept elements that lie side by side, in runs of some width."""
-    block_k = tile_width(width)
-    unroll = at_a_time(1024 // block_k, length, ahead // 8, one)
-    return block_k, (1024 if unroll > 1 else 2048) // block_k, unroll
+def column_tile(width: int, length: int, pace: Pace, one: bool) -> tuple[int, ...]:
+    """The same of kept elements that lie side by side, in runs of some width. Narrow and tall, by which there are fewer parts."""
+    block_k = tile_width(width, 64)
+    unroll = at_a_time(1024 // block_k, length, pace.each_stage, one)
+    return block_k, (1024 if unroll > 1 else 2048) // block_k, unroll, pace.stages
 
 
 def at_a_time(block: int, length: int, most: int, one: bool) -> int:
@@ -539,17 +603,19 @@ def at_a_time(block: int, length: int, most: int, one: bool) -> int:
     return most
 
 
-def tile_width(width: int) -> int:
-    """Of a tile along runs of some width: a row of it is 256 bytes of 16 bits each, or as few as a run has."""
-    return min(128, max(16, triton.next_power_of_2(width)))
+def tile_width(width: int, most: int) -> int:
+    """Of a tile along runs of some width."""
+    return min(most, max(16, triton.next_power_of_2(width)))
 
 
-def ahead_of(row: Row, operands: list[Tensor]) -> int:
-    """How many elements of each operand a thread has on their way to it at a time: 8 at least, and of rows that compute for long no
-    more."""
+def pace_of(row: Row, operands: list[Tensor]) -> Pace:
+    """Of rows that compute for long, a thread has no more than 8 elements on their way to it."""
     if not row.light:
-        return 8
-    return min(64, max(8, LOADS * 16 // operands[0].element_size() // len(operands)))
+        return Pace(8, 2048)
+    ahead = min(64, max(8, LOADS * 16 // operands[0].element_size() // len(operands)))
+    if row.states > 1:
+        return Pace(ahead, 2048, STAGES)
+    return Pace(ahead, 4096 if len(operands) == 1 and ahead >= 32 else 2048)
 
 
 def in_words(
@@ -571,11 +637,20 @@ def compute_of(row: Row, common: torch.dtype) -> torch.dtype:
 
 
 @functools.cache
-def how_of(row: Row, common: torch.dtype) -> How:
+def how_of(row: Row, common: torch.dtype, pairs: bool = False) -> How:
+    """`pairs`: elements of 16 bits are met as they are; see `InTurn`."""
     return How(
         row.map, row.combine, row.identity, row.finish, row.in_turn, row.across, row.later, row.states, row.numbers,
-        len(row.results), IN_TRITON[common], IN_TRITON[compute_of(row, common)],
+        len(row.results), IN_TRITON[common], IN_TRITON[common if pairs else compute_of(row, common)],
     )  # fmt: skip
+
+
+def in_pairs(row: Row, common: torch.dtype, form: Form, per: int, device: torch.device) -> bool:
+    """Whether a launch meets elements two at a time. The interpreter has no such instructions."""
+    target = Target.at(device)
+    wanted = row.in_turn is not None and row.in_turn.pairs and common in (torch.bfloat16, torch.float16)
+    able = target.nvidia and target.number >= 90 and target.stands_for is None and not INTERPRETING
+    return wanted and able and form.unroll > 1 and per // form.block_r <= MOST_TURNS
 
 
 def launch(row, x, other, kept, reduced, dims, outs, common, numbers) -> None:
@@ -585,9 +660,10 @@ def launch(row, x, other, kept, reduced, dims, outs, common, numbers) -> None:
     sizes_r, steps_r = loops_of(reduced, [own[1] for own in strides], ordered=row.indexed)
     compute = compute_of(row, common)
     KEPT, REDUCED = math.prod(kept), math.prod(reduced)
-    form = form_of(sizes_k, steps_k, sizes_r, steps_r, ahead_of(row, operands))
+    form = form_of(sizes_k, steps_k, sizes_r, steps_r, pace_of(row, operands))
     programs = programs_of(form, sizes_k)
-    parts, per = parts_of(programs, padded(form, sizes_r), form.block_r, form.unroll, BUSY, x.device)
+    busy = BUSY // warps_of(form.block_r, form.unroll)
+    parts, per = parts_of(programs, padded(form, sizes_r), form.block_r, form.unroll, busy, x.device)
     how = how_of(row, common)
     slots = [*(bits_of(n, compute) for n in numbers), 0, 0][:2]
     second = outs[1] if len(outs) > 1 else None
@@ -598,7 +674,8 @@ def launch(row, x, other, kept, reduced, dims, outs, common, numbers) -> None:
     sizes = KEPT, REDUCED, per, parts, sizes_k[0], sizes_k[1], sizes_r[0], sizes_r[1], *steps_k[0], *steps_r[0], *extra
     early = scratch is not None and Target.at(x.device).early_launch
     tensors = x, other, outs[0], second, scratch
-    plans.launch(reduce_tiles, tensors, sizes, slots, how, **form.constants, PDL=early)
+    how_tiles = how_of(row, common, in_pairs(row, common, form, per, x.device))
+    plans.launch(reduce_tiles, tensors, sizes, slots, how_tiles, **form.constants, PDL=early)
     if scratch is not None:
         # Narrow and tall: a program that is wide waits for one part after the other
         block_k, block_p = (32, 32) if KEPT > 16 else (1, 1024) if KEPT == 1 else (4, 256)
@@ -631,9 +708,8 @@ def totals(row: Row, x: Tensor, form: Form, sizes_k, steps_k, step: int, common,
     kept, reduced = math.prod(sizes_k), x.numel() // math.prod(sizes_k)
     scratch = states_of(row, parts, kept, compute_of(row, common), x.device)
     sizes = kept, reduced, per, parts, sizes_k[0], sizes_k[1], reduced, 1, *steps_k, step, 0, 0, *[0] * (2 * LOOPS)
-    early = Target.at(x.device).early_launch
     tensors = x, None, scratch, None, scratch
-    plans.launch(reduce_tiles, tensors, sizes, (0, 0), how_of(row, common), **form.constants, PDL=early)
+    plans.launch(reduce_tiles, tensors, sizes, (0, 0), how_of(row, common), **form.constants, PDL=False)
     return scratch
 
 

@@ -212,34 +212,72 @@ def all_moments(mean, about, count, known):
 # ---- elements in turn: a value and how many came before it, or a mean and the sum of squares about it
 
 
+def of_pairs(compare: str, dtype: str) -> tl.constexpr:
+    """`unless_larger` or `unless_smaller` of two elements at once: states $0, $1 after $2, $3, the elements $4 and their turn $5.
+    A comparison that holds is 16 ones, by which bits are chosen."""
+    return tl.constexpr(f"""{{
+        .reg .b32 better, there;
+        set.{compare}.u32.{dtype} better, $4, $2;
+        set.num.u32.{dtype} there, $2, $2;
+        and.b32 better, better, there;
+        lop3.b32 $0, better, $4, $2, 0xCA;
+        lop3.b32 $1, better, $5, $3, 0xCA;
+    }}""")
+
+
+LARGER_BF16, LARGER_FP16 = of_pairs("gtu", "bf16x2"), of_pairs("gtu", "f16x2")
+SMALLER_BF16, SMALLER_FP16 = of_pairs("ltu", "bf16x2"), of_pairs("ltu", "f16x2")
+
+
+@triton.jit
+def none_before(t):
+    return t.to(tl.uint16 if t.dtype.primitive_bitwidth == 16 else tl.int32)
+
+
 @triton.jit
 def lowest_or(x, ok):
     none = tl.zeros_like(x)
-    return tl.where(ok, x, lowest(none)), none.to(tl.int32)
+    return tl.where(ok, x, lowest(none)), none_before(none)
 
 
 @triton.jit
 def highest_or(x, ok):
     none = tl.zeros_like(x)
-    return tl.where(ok, x, highest(none)), none.to(tl.int32)
+    return tl.where(ok, x, highest(none)), none_before(none)
 
 
 @triton.jit
 def unless_larger(best, before, x, n):
     """The first of equals stays, and a NaN does."""
-    better = ~(x <= best) & ~is_nan(best)
-    return tl.where(better, x, best), tl.where(better, n, before)
+    if x.dtype.primitive_bitwidth == 16:
+        return two_at_once(best, before, x, n, LARGER_BF16 if x.dtype == tl.bfloat16 else LARGER_FP16)
+    else:
+        better = ~(x <= best) & ~is_nan(best)
+        return tl.where(better, x, best), tl.where(better, n, before)
 
 
 @triton.jit
 def unless_smaller(best, before, x, n):
-    better = ~(x >= best) & ~is_nan(best)
-    return tl.where(better, x, best), tl.where(better, n, before)
+    if x.dtype.primitive_bitwidth == 16:
+        return two_at_once(best, before, x, n, SMALLER_BF16 if x.dtype == tl.bfloat16 else SMALLER_FP16)
+    else:
+        better = ~(x >= best) & ~is_nan(best)
+        return tl.where(better, x, best), tl.where(better, n, before)
+
+
+@triton.jit
+def two_at_once(best, before, x, n, ASM: tl.constexpr):
+    turn = tl.cast(n, tl.uint16)
+    return tl.inline_asm_elementwise(
+        ASM, "=&r,=&r,r,r,r,r", [best, before, x, turn], (x.dtype, tl.uint16), is_pure=True, pack=2
+    )
 
 
 @triton.jit
 def index_of_turn(best, before, first, step, count):
     """A state that met no element has the lowest of values and an index past every element's."""
+    if best.dtype.primitive_bitwidth == 16:
+        best = best.to(tl.float32)
     return best, first.to(tl.int64) + before.to(tl.int64) * step
 
 
@@ -256,6 +294,22 @@ def one_more(mean, about, x, n):
     apart = x - mean
     new = mean + apart * share
     return new, about + apart * (x - new)
+
+
+@triton.jit
+def several_more(mean, about, xs, n):
+    """Several steps at once: sums of differences from the mean so far and of their squares. Of the first elements that is one of
+    them, so that what is subtracted from the squares is never nearly all of them; equal elements stay equal."""
+    COUNT: tl.constexpr = len(xs)
+    mean = tl.where(n == 0, xs[0], mean)
+    off = tl.zeros_like(mean)
+    squares = tl.zeros_like(mean)
+    for i in tl.static_range(COUNT):
+        apart = xs[i] - mean
+        off += apart * (1.0 / COUNT)  # the mean of them: their sum may be too large
+        squares += apart * apart
+    step = off * (COUNT / (n + COUNT).to(mean.dtype))
+    return mean + step, about + (squares - off * COUNT * step)
 
 
 @triton.jit
@@ -316,9 +370,9 @@ AMAX = Row("amax", itself, larger, lowest, as_it_is, empty=False)
 AMIN = Row("amin", itself, smaller, highest, as_it_is, empty=False)
 ANY = Row("any", is_not_zero, either, zero, as_it_is)
 ALL = Row("all", is_not_zero, all_of, one, as_it_is)
-LARGEST_FIRST = InTurn(lowest_or, unless_larger, index_of_turn)
-SMALLEST_FIRST = InTurn(highest_or, unless_smaller, index_of_turn)
-MOMENTS = InTurn(mean_of_one, one_more, moments_of_turn)
+LARGEST_FIRST = InTurn(lowest_or, unless_larger, index_of_turn, pairs=True)
+SMALLEST_FIRST = InTurn(highest_or, unless_smaller, index_of_turn, pairs=True)
+MOMENTS = InTurn(mean_of_one, one_more, moments_of_turn, several_more)
 COUNT = Row("count_nonzero", counted, plus, none_counted, as_it_is, results=("int64",))
 ARGMAX = Row("argmax", with_index, first_largest, lowest_with_index, index_alone, 2, 0, ("int64",), ("float", "integer"), False,
              in_turn=LARGEST_FIRST)  # fmt: skip

@@ -16,7 +16,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..core.target import Target
 from ..core.tensor import cdiv
 from ..runtime.kernel import kernel
 from . import plans
@@ -27,18 +26,20 @@ from .reduction import (
     KEPT_ONES,
     LOOPS,
     NEITHER,
+    REDUCED_ONES,
+    Form,
     Row,
-    ahead_of,
     check_out,
     combined,
     compute_of,
     form_of,
     how_of,
+    kept_at,
+    kept_tile,
     load_states,
     loops_of,
     nothing,
-    offset,
-    offset_of_tile,
+    pace_of,
     parts_of,
     programs_of,
     tile_width,
@@ -60,45 +61,41 @@ TOKENS = (
     "stride_o",
     *(f"{t}{i}" for t in "ko" for i in range(LOOPS)),
 )
-# Elements of a program's tile, of 32 bits and one number a state: 32 a thread, for its one warp. With more warps a scan waits at
-# barriers
-TILE = 1024
-BUSY = 16  # programs for each SM, as in `reduction.py`; one of them has 4 KB on their way to it
+# Elements of a program's tile, of 32 bits each, for what lies side by side and the numbers of a state
+TILE = {(REDUCED_ONES, 1): 4096, (REDUCED_ONES, 2): 256, (KEPT_ONES, 1): 2048, (KEPT_ONES, 2): 512}
+STAGES = {NEITHER: 1, REDUCED_ONES: 1, KEPT_ONES: 3}  # as in `reduction.py`
+# Programs for each SM, at most, that parts make, as in `reduction.py`, and bytes of tiles that they have on their way to them
+BUSY, IN_FLIGHT = 16, 64 << 10
 
 
 # ---- kernel ----------------------------------------------------------------------------------------------------------
 
 
+def warps_of(along: int, states: int) -> int:
+    """Of a program. Long rows of one number have 4, and wait at barriers once in 4096 elements; all else that lies side by side is
+    scanned by one warp without."""
+    return 4 if along == NEITHER or (along == REDUCED_ONES and states == 1) else 1
+
+
 @kernel(grid=lambda a: (tiles_of(a), a.PARTS), tokens=TOKENS,
-        default=lambda a: {"num_warps": 1 if a.ALONG else 4, **({"launch_pdl": True} if a.PDL else {})})  # fmt: skip
+        default=lambda a: {"num_warps": warps_of(a.ALONG, a.HOW.STATES)})  # fmt: skip
 def scan_tiles(
     X, OUT0, OUT1, TOTALS, KEPT, N, PER, PARTS, K0, K1, k0, k1, k2, o0, o1, o2, stride_x, stride_o, HOW: tl.constexpr,
-    ALONG: tl.constexpr, EVEN: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, PDL: tl.constexpr,
+    ALONG: tl.constexpr, EVEN: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Lines of N elements; strides k, o of X and of results from line to line. TOTALS [STATES, PARTS, KEPT]: states of parts. ALONG
-    and EVEN as in `reduce_tiles`. PDL: started before the launch that makes TOTALS has ended."""
+    """Lines of N elements; strides k, o of X and of results from line to line. TOTALS [states, PARTS, KEPT]: states of parts.
+    ALONG, EVEN and STAGES as in `reduce_tiles`. The launch that makes TOTALS ends first: whoever waits for it takes up its room."""
     MAP: tl.constexpr = HOW.MAP
-    if ALONG == 2:
-        across_k = tl.cdiv(K0, BLOCK_K)
-        run = tl.program_id(0) // across_k
-        in_run = (tl.program_id(0) % across_k).to(tl.int64) * BLOCK_K + tl.arange(0, BLOCK_K)
-        inside_k = in_run < whole_words(K0, EVEN)
-        k = run.to(tl.int64) * K0 + in_run
-        at_x = (offset_of_tile(run, K1, k1, k2, EVEN) + in_run)[:, None]
-        at_o = (offset_of_tile(run, K1, o1, o2, EVEN) + in_run)[:, None]
-    else:
-        k = tl.program_id(0).to(tl.int64) * BLOCK_K + tl.arange(0, BLOCK_K)
-        inside_k = k < KEPT
-        at_x = whole_words(offset(k, K0, K1, k0, k1, k2), EVEN)[:, None]
-        at_o = whole_words(offset(k, K0, K1, o0, o1, o2), EVEN)[:, None]
+    PASSING: tl.constexpr = "" if TOTALS is None else ".cs"  # results leave what is still to be read in the cache
+    k, inside_k, run, place = kept_tile(KEPT, K0, ALONG, EVEN, BLOCK_K)
+    at_x = kept_at(run, place, K0, K1, k0, k1, k2, ALONG, False, EVEN)
+    at_o = kept_at(run, place, K0, K1, o0, o1, o2, ALONG, False, EVEN)
     step_x = 1 if ALONG == 1 else whole_words(stride_x, EVEN)
     step_o = 1 if ALONG == 1 else whole_words(stride_o, EVEN)
     part = tl.program_id(1).to(tl.int64)
     carry = nothing(BLOCK_K, 1, HOW)
     if TOTALS is not None:
         part = PARTS - 1 - part  # what the launch before read last is still in the cache
-        if PDL:
-            tl.extra.cuda.gdc_wait()
         carry = states_before(TOTALS, part, PARTS, KEPT, k, inside_k, BLOCK_K, BLOCK_R, HOW)
     none = nothing(BLOCK_K, BLOCK_R, HOW)
     length = whole_words(N, EVEN and ALONG == 1)
@@ -106,7 +103,7 @@ def scan_tiles(
     stop = tl.minimum(start + PER // BLOCK_R, tl.cdiv(N, BLOCK_R))
     column = tl.arange(0, BLOCK_R)[None, :]
     last = column == BLOCK_R - 1
-    for tile in tl.range(start, stop):
+    for tile in tl.range(start, stop, num_stages=STAGES):
         r = tile * BLOCK_R + tl.arange(0, BLOCK_R)[None, :]
         ok = inside_k[:, None] & (r < length)
         x = promoted_value(tl.load(X + at_x + r * step_x, ok, 0), HOW)
@@ -117,11 +114,11 @@ def scan_tiles(
             carry = (last_of(value, last),)
         else:
             value = HOW.LATER(carry[0], tl.associative_scan(tl.where(ok, x, none[0]), 1, HOW.LATER))
-            place = tl.associative_scan(tl.where(ok & sets_it(x, value), column, -1), 1, larger_place)
-            index = tl.where(place >= 0, tile * BLOCK_R + place, carry[1])
+            setter = tl.associative_scan(tl.where(ok & sets_it(x, value), column, -1), 1, larger_place)
+            index = tl.where(setter >= 0, tile * BLOCK_R + setter, carry[1])
             carry = (last_of(value, last), last_of(index, last))
-            tl.store(OUT1 + at, index, ok)
-        tl.store(OUT0 + at, stored(value, OUT0), ok)
+            tl.store(OUT1 + at, index, ok, cache_modifier=PASSING)
+        tl.store(OUT0 + at, stored(value, OUT0), ok, cache_modifier=PASSING)
 
 
 @triton.jit
@@ -230,10 +227,13 @@ def run(row: Row, x: Tensor, dim: int, dtype: torch.dtype, out: Tensor | None = 
     return tuple(made)
 
 
-def tile_of(along: int, width: int, N: int, elements: int) -> tuple[int, int]:
-    """(BLOCK_K, BLOCK_R) of so many elements, as few of them past the ends as can be."""
-    if along == KEPT_ONES:
-        return tile_width(width), elements // tile_width(width)
+def tile_of(form: Form, width: int, N: int, row: Row, compute: torch.dtype) -> tuple[int, int]:
+    """(BLOCK_K, BLOCK_R): as few elements past the ends as can be, and so many for each thread as its registers hold. Half of those
+    hold addresses, where there are no whole words."""
+    elements = TILE[form.along, row.states] // (compute.itemsize // 4) // (1 if form.even else 2)
+    if form.along == KEPT_ONES:
+        block_k = tile_width(width, 128)
+        return block_k, elements // block_k
     block_r = min(elements, max(16, triton.next_power_of_2(N)))
     return elements // block_r, block_r
 
@@ -244,22 +244,23 @@ def launch(row: Row, x: Tensor, dim: int, made: list[Tensor], common: torch.dtyp
     strides = [tuple(s for d, s in enumerate(t.stride()) if d != dim) for t in (x, result)]
     sizes, steps = loops_of(kept, strides)
     lines, N, step = math.prod(kept), x.shape[dim], [x.stride(dim), result.stride(dim)]
-    form = form_of(sizes, steps, [N, 1, 1], [[n, 0, 0] for n in step], 8)
+    pace = pace_of(row, [x])
+    form = form_of(sizes, steps, [N, 1, 1], [[n, 0, 0] for n in step], pace)
     if form.along != NEITHER:
-        wide = compute_of(row, common).itemsize // 4 * row.states
-        block_k, block_r = tile_of(form.along, sizes[0], N, TILE // wide)
+        block_k, block_r = tile_of(form, sizes[0], N, row, compute_of(row, common))
         form = form._replace(block_k=block_k, block_r=block_r)
     before = None
-    form_before = form_of(sizes, steps[:1], [N, 1, 1], [[step[0], 0, 0]], ahead_of(row, [x]))
+    form_before = form_of(sizes, steps[:1], [N, 1, 1], [[step[0], 0, 0]], pace)
     unroll = cdiv(form_before.block_r * form_before.unroll, form.block_r)
-    parts, per = parts_of(programs_of(form, sizes), N, form.block_r, unroll, BUSY, x.device)
+    busy = min(BUSY, IN_FLIGHT // (form.block_k * form.block_r * compute_of(row, common).itemsize))
+    parts, per = parts_of(programs_of(form, sizes), N, form.block_r, unroll, busy, x.device)
     if parts > 1:
         before = totals(row, x, form_before, sizes, steps[0], step[0], common, parts, per)
     tensors = x, made[0], made[1] if len(made) > 1 else None, before
     numbers = lines, N, per, parts, sizes[0], sizes[1], *steps[0], *steps[1], *step
-    constants = {"ALONG": form.along, "EVEN": form.even, "BLOCK_K": form.block_k, "BLOCK_R": form.block_r}
-    early = before is not None and Target.at(x.device).early_launch
-    plans.launch(scan_tiles, tensors, numbers, how=how_of(row, common), **constants, PDL=early)
+    constants = {"ALONG": form.along, "EVEN": form.even, "BLOCK_K": form.block_k, "BLOCK_R": form.block_r,
+                 "STAGES": STAGES[form.along] if form.even else 1}  # fmt: skip
+    plans.launch(scan_tiles, tensors, numbers, how=how_of(row, common), **constants)
 
 
 def cumsum(self: Tensor, dim: int, *, dtype: torch.dtype | None = None, out: Tensor | None = None) -> Tensor:
