@@ -24,7 +24,7 @@ COUNTED = 32768  # keys of a line to which counting is taken, whose work grows w
 COMPARED = 1 << 26  # comparisons of all that take about as long as the three launches of a pass (not measured)
 DIGIT = 4  # bits
 DIGITS = 1 << DIGIT
-BLOCK = 2048  # keys that are moved together; fewer than 2**15, which a count holds
+BLOCK = 1024  # keys that are moved together; fewer than 2**15, which a count holds
 
 
 @kernel(grid=lambda a: (a.M * cdiv(a.N, a.OWN),), tokens=("M", "N"), default=lambda a: {"OWN": 16, "num_warps": 4})

@@ -188,7 +188,7 @@ def ones_in(bits):
 
 @kernel(
     grid=lambda a: (a.M * a.PARTS,), tokens=("M", "N", "PARTS", "LENGTH", "K", "flip"),
-    default=lambda a: {"num_warps": a.THREADS // 32, "maxnreg": 80},
+    default=lambda a: {"num_warps": a.THREADS // 32, "maxnreg": 64},
 )  # fmt: skip
 def keep_few(
     X, KEPT, M, N, PARTS, LENGTH, K, flip, PACKED: tl.constexpr, EVEN: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr,
