@@ -25,6 +25,7 @@ COMPARED = 1 << 26  # comparisons of all that take about as long as the three la
 DIGIT = 4  # bits
 DIGITS = 1 << DIGIT
 BLOCK = 1024  # keys that are moved together; fewer than 2**15, which a count holds
+LAST32, LAST64 = tl.constexpr(0x7FFFFFFF), tl.constexpr(0x7FFFFFFFFFFFFFFF)  # which no key comes after
 
 
 @kernel(grid=lambda a: (a.M * cdiv(a.N, a.OWN),), tokens=("M", "N"), default=lambda a: {"OWN": 16, "num_warps": 4})
@@ -34,15 +35,18 @@ def order_by_count(KEYS, SORTED, ORDER, M, N, OWN: tl.constexpr, BLOCK: tl.const
     across = tl.cdiv(N, OWN)
     line = (tl.program_id(0) // across).to(tl.int64) * N
     first = tl.program_id(0) % across * OWN
+    own = first // BLOCK * BLOCK
     t = first + tl.arange(0, OWN)[:, None]
     mine = tl.load(KEYS + line + t, t < N, 0)
     before = tl.zeros([OWN, BLOCK], tl.int32)
-    for start in range(0, N, BLOCK):
+    for start in range(0, own, BLOCK):
+        other = tl.load(KEYS + line + start + tl.arange(0, BLOCK)[None, :])
+        before += (other <= mine).to(tl.int32)
+    for start in range(own, N, BLOCK):
         u = start + tl.arange(0, BLOCK)[None, :]
-        other = tl.load(KEYS + line + u, u < N, 0)
-        less = (other < mine) | ((other == mine) & (start + BLOCK <= first))
-        before += (less & (u < N)).to(tl.int32)
-    u = first // BLOCK * BLOCK + tl.arange(0, BLOCK)[None, :]
+        other = tl.load(KEYS + line + u, u < N, LAST64 if KEYS.dtype.element_ty == tl.int64 else LAST32)
+        before += (other < mine).to(tl.int32)
+    u = own + tl.arange(0, BLOCK)[None, :]
     other = tl.load(KEYS + line + u, u < N, 0)
     before += ((other == mine) & (u < t)).to(tl.int32)
     at = line + tl.sum(before, 1)[:, None]

@@ -22,7 +22,7 @@ from .order import KEY_BITS, key_of, ordered
 from .plans import own
 from .pointwise import WORDS, whole_words
 from .row import Declined, taken
-from .select import begin_blocks, contiguous, read
+from .select import begin_blocks, contiguous, ones_in, read
 
 WIDTHS = (16, 64, 256, 512)  # of lines that are sorted in registers; each compiles for up to 7 s
 TILE = 1024  # elements of such lines a program
@@ -176,14 +176,6 @@ def exact(key, i, inside, K):
 def bits_of_threads(truth, bit):
     """Of [threads, rows, columns] an integer a thread, in which each has its bit."""
     return tl.sum(tl.sum(tl.where(truth, 1 << bit, 0), 2), 1)
-
-
-@triton.jit
-def ones_in(bits):
-    """How many bits are set."""
-    pairs = bits - ((bits >> 1) & 0x55555555)
-    fours = (pairs & 0x33333333) + ((pairs >> 2) & 0x33333333)
-    return (((fours + (fours >> 4)) & 0x0F0F0F0F) * 0x01010101 >> 24) & 0xFF
 
 
 @kernel(
