@@ -18,11 +18,11 @@ from torch import Tensor
 from ..core.tensor import cdiv
 from ..runtime.kernel import kernel
 from . import forms, plans, pointwise
-from .order import KEY_BITS, key_of, ordered
+from .order import KEY_BITS, key_of, number_of, ordered
 from .plans import own
 from .pointwise import WORDS, whole_words
 from .row import Declined, taken
-from .select import begin_blocks, contiguous, ones_in, read
+from .select import begin_blocks, contiguous, divided, ones_in, read
 
 WIDTHS = (16, 64, 256, 512)  # of lines that are sorted in registers; each compiles for up to 7 s
 TILE = 1024  # elements of such lines a program
@@ -88,17 +88,23 @@ def sort_keys(KEYS, X, N, flip, BLOCK: tl.constexpr):
     tl.store(KEYS + i, key_at(X, i, i < N, flip).to(KEYS.dtype.element_ty), i < N)
 
 
-@kernel(**FLAT, tokens=("N", "LINE", "FROM"))
-def sort_results(X, ORDER, CHOSEN, OUT, INDEX, N, LINE, FROM, BLOCK: tl.constexpr):
-    """Elements of X, whose lines have FROM, in an order that has LINE for each line. CHOSEN: which of a line's the order is of."""
-    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = i < N
-    line = i // LINE
-    place = tl.load(ORDER + i, inside, 0).to(tl.int64)
+@kernel(**FLAT, tokens=("N", "LINE", "FROM", "flip"))
+def sort_results(X, KEYS, ORDER, CHOSEN, OUT, INDEX, N, LINE, FROM, flip, BLOCK: tl.constexpr):
+    """Elements of X, whose lines have FROM, in an order that has LINE for each line. CHOSEN: which of a line's the order is of. An
+    element is read only where its key does not tell it."""
+    start = tl.program_id(0).to(tl.int64) * BLOCK
+    i = tl.arange(0, BLOCK)
+    inside = start + i < N
+    times, _ = divided(start % LINE, i, LINE.to(tl.int64), BLOCK)
+    line = start // LINE + times
+    place = tl.load(ORDER + start + i, inside, 0).to(tl.int64)
     if CHOSEN is not None:
         place = tl.load(CHOSEN + line * LINE + place, inside, 0).to(tl.int64)
-    copied(X, line * FROM + place, OUT, i, inside)
-    tl.store(INDEX + i, place, inside)
+    number, told = number_of(tl.load(KEYS + start + i, inside, 0) ^ flip, OUT.dtype.element_ty)
+    if OUT.dtype.element_ty.is_floating():
+        number = tl.where(told, number, tl.load(X + line * FROM + place, inside & (told == 0), 0))
+    tl.store(OUT + start + i, number, inside)
+    tl.store(INDEX + start + i, place, inside)
 
 
 @kernel(grid=lambda a: (a.M * a.PARTS,), tokens=("M", "N", "PARTS", "K", "flip"), default=lambda a: {"num_warps": 8})
@@ -324,8 +330,8 @@ def sort_lines(x: Tensor, values: Tensor, indices: Tensor, descending: bool) -> 
     lines, bits = x.numel() // n, KEY_BITS[x.dtype]
     if in_registers(x, n, values, indices, descending):
         return
-    _, order = ordered(keys_of(x, lines, n, descending), bits, True)
-    plans.launch(sort_results, (x, order, None, values, indices), (x.numel(), n, n))
+    keys, order = ordered(keys_of(x, lines, n, descending), bits, True)
+    plans.launch(sort_results, (x, keys, order, None, values, indices), (x.numel(), n, n, -int(descending)))
 
 
 def sort_stable(
@@ -401,9 +407,8 @@ def first_lines(x: Tensor, k: int, values: Tensor, indices: Tensor, largest: boo
         return
     part = SMALL_PART if n <= SMALL_PART else PART // 2 if bits == 64 else PART
     if n > part and k > part // 2:  # parts would have too few to choose from
-        _, order = ordered(keys_of(x, lines, n, largest), bits, True)
-        order = contiguous(order[:, :k])
-        plans.launch(sort_results, (x, order, None, values, indices), (lines * k, k, n))
+        keys, order = (contiguous(t[:, :k]) for t in ordered(keys_of(x, lines, n, largest), bits, True))
+        plans.launch(sort_results, (x, keys, order, None, values, indices), (lines * k, k, n, -int(largest)))
         return
     source, chosen, size = x, None, n
     while True:
@@ -416,8 +421,8 @@ def first_lines(x: Tensor, k: int, values: Tensor, indices: Tensor, largest: boo
         source, chosen, size = keys, which, parts * k
         if parts == 1:
             break
-    _, order = ordered(source, bits, True)
-    plans.launch(sort_results, (x, order, chosen, values, indices), (lines * k, k, n))
+    keys, order = ordered(source, bits, True)
+    plans.launch(sort_results, (x, keys, order, chosen, values, indices), (lines * k, k, n, -int(largest)))
 
 
 def few_lines(x: Tensor, k: int, values: Tensor, indices: Tensor, largest: bool) -> None:
