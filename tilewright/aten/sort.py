@@ -33,7 +33,10 @@ FEW = {
     16: 64,
     64: 128,
 }  # to so many that come first: of how many groups the least are compared, and words that are kept
-THREADS = 256  # of a program that selects few
+THREADS = (
+    256,
+    512,
+)  # of a program that selects few: from 16 bits at most, or from others, whose keys take more registers
 FEW_PART = 2048  # elements of a short line that few are selected from
 
 
@@ -186,7 +189,7 @@ def bits_of_threads(truth, bit):
 
 @kernel(
     grid=lambda a: (a.M * a.PARTS,), tokens=("M", "N", "PARTS", "LENGTH", "K", "flip"),
-    default=lambda a: {"num_warps": a.THREADS // 32, "maxnreg": 64},
+    default=lambda a: {"num_warps": a.THREADS // 32, "maxnreg": 64 if a.THREADS <= 256 else 40},
 )  # fmt: skip
 def keep_few(
     X, KEPT, M, N, PARTS, LENGTH, K, flip, PACKED: tl.constexpr, EVEN: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr,
@@ -436,10 +439,11 @@ def few_lines(x: Tensor, k: int, values: Tensor, indices: Tensor, largest: bool)
         length = cdiv(cdiv(size, parts), WORDS) * WORDS
         kept = fresh(x, (lines, groups * parts), torch.int64)
         even = size % WORDS == 0
-        word = min(16 // source.element_size(), width // THREADS) if even else 1
+        threads = THREADS[not even or source.element_size() > 2]
+        word = min(16 // source.element_size(), width // threads) if even else 1
         constants = {"PACKED": source is not x, "EVEN": even, "GROUPS": groups, "WIDTH": width}
         numbers = lines, size, parts, length, k, -int(largest)
-        plans.launch(keep_few, (source, kept), numbers, **constants, THREADS=THREADS, WORD=word)
+        plans.launch(keep_few, (source, kept), numbers, **constants, THREADS=threads, WORD=word)
         source, size, width = kept, groups * parts, PART // 2
         if parts == 1:
             break
