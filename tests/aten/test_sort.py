@@ -107,7 +107,7 @@ def test_the_first_of_parts(k, largest, dtype, monkeypatch):
     """Lines in parts of 64, of which the first of the first are taken; where there are too few to choose from, a whole sort. Of 5,
     more are equal than groups have room for."""
     part = 64 if dtype != torch.int64 else 128
-    few = (("FEW", {8: 8}), ("FEW_PART", 32), ("THREADS", 32))
+    few = (("FEW", {8: 8}), ("FEW_PART", 32), ("THREADS", (32, 32)))
     for name, value in (("WIDTHS", (0,)), ("PART", part), ("SMALL_PART", 32), *few):
         monkeypatch.setattr(sort, name, value)
     x = special(150, dtype)

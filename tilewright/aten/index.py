@@ -5,7 +5,7 @@ one dimension, and the other dimensions go along. An index outside its range poi
 writes nothing, and no memory is touched for it.
 
 What is added is ordered by where it goes (`order.py`), things for one place as they came, and each run of equal places is one sum.
-Runs are cut where a slice of SLICE ends, so that a place which is named often does not hold up the launch; a second launch adds up
+Runs are cut where a slice ends, so that a place which is named often does not hold up the launch; a second launch adds up
 the pieces of such runs, in their order. Sums are therefore the same bit for bit, however often they are made.
 """
 
@@ -33,7 +33,7 @@ from .row import Declined, compute_dtype, of_numbers, taken
 from .select import nonzero
 
 LOOPS, MOST = 4, 3  # loops of a launch, and index tensors
-SLICE = 64
+SLICE = 64, 128  # of rows that are summed many at a time, or one by one (of longer ones fewer sums are in parts)
 INDICES = (torch.int64, torch.int32)
 
 
@@ -675,13 +675,12 @@ def add_rows(
     bits = bits_of(alpha, compute)
     if not T or not N:
         return
-    if T > 2**31 - 2 * SLICE:  # places in a slice past the end are numbers too
+    if 2**31 - 2 * max(SLICE) < T:  # places in a slice past the end are numbers too
         raise Declined("more indices than an int32 counts")
     sizes, (steps,) = merge(places.kept, [places.strides])
     if sizes[2] != 1 or sizes[3] != 1:
         raise Declined("more loops than a launch takes")
     sorted_keys, order = ordered(keys, last.bit_length(), False)
-    parts = own(torch.empty(2 * cdiv(T, SLICE), N, dtype=compute, device=x.device))
     missing = LOOPS - len(places.sizes)
     row = [*[1] * missing, *places.sizes][1:], [*[0] * missing, *places.steps]
     # Of few values, whose time is the launches', all share one variant
@@ -692,15 +691,17 @@ def add_rows(
         even = unit and not any(n % WORDS for n in (N, values.stride(0), *places.steps))
         dims = min(3, len(places.sizes))
         tokens, block = (1, 1024) if N > 256 else (16, 64) if N > 4 else (128, 4)
+    length = SLICE[tokens == 1]
+    parts = own(torch.empty(2 * cdiv(T, length), N, dtype=compute, device=x.device))
     numbers = T, N, last, *row[0], *row[1], sizes[0], steps[0], steps[1]
-    constants = {"OP": op, "KEEP": keep, "UNIT": unit, "EVEN": even, "DIMS": dims, "LENGTH": SLICE}
+    constants = {"OP": op, "KEEP": keep, "UNIT": unit, "EVEN": even, "DIMS": dims, "LENGTH": length}
     # One token at a time, or many
     by_rows, shape = (sum_slices, {"BLOCK": block}) if tokens == 1 else (sum_runs, {"TOKENS": tokens, "BLOCK": block})
     plans.launch(
         by_rows, (x, values, sorted_keys, order, parts), (*numbers, *values.stride()), (bits,), COMPUTE=IN_TRITON[compute],
         **shape, **constants,
     )  # fmt: skip
-    if T > SLICE:
+    if length < T:
         plans.launch(sum_parts, (x, sorted_keys, parts), numbers, BLOCK=256 if N > 64 else 64, **constants)
 
 

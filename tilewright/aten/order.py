@@ -24,7 +24,8 @@ COUNTED = 32768  # keys of a line to which counting is taken, whose work grows w
 COMPARED = 1 << 26  # comparisons of all that take about as long as the three launches of a pass (not measured)
 DIGIT = 4  # bits
 DIGITS = 1 << DIGIT
-BLOCK = 2048  # keys that are moved together; fewer than 2**15, which a count holds
+BLOCK = 1024  # keys that are moved together; fewer than 2**15, which a count holds
+LAST32, LAST64 = tl.constexpr(0x7FFFFFFF), tl.constexpr(0x7FFFFFFFFFFFFFFF)  # which no key comes after
 
 
 @kernel(grid=lambda a: (a.M * cdiv(a.N, a.OWN),), tokens=("M", "N"), default=lambda a: {"OWN": 16, "num_warps": 4})
@@ -34,15 +35,18 @@ def order_by_count(KEYS, SORTED, ORDER, M, N, OWN: tl.constexpr, BLOCK: tl.const
     across = tl.cdiv(N, OWN)
     line = (tl.program_id(0) // across).to(tl.int64) * N
     first = tl.program_id(0) % across * OWN
+    own = first // BLOCK * BLOCK
     t = first + tl.arange(0, OWN)[:, None]
     mine = tl.load(KEYS + line + t, t < N, 0)
     before = tl.zeros([OWN, BLOCK], tl.int32)
-    for start in range(0, N, BLOCK):
+    for start in range(0, own, BLOCK):
+        other = tl.load(KEYS + line + start + tl.arange(0, BLOCK)[None, :])
+        before += (other <= mine).to(tl.int32)
+    for start in range(own, N, BLOCK):
         u = start + tl.arange(0, BLOCK)[None, :]
-        other = tl.load(KEYS + line + u, u < N, 0)
-        less = (other < mine) | ((other == mine) & (start + BLOCK <= first))
-        before += (less & (u < N)).to(tl.int32)
-    u = first // BLOCK * BLOCK + tl.arange(0, BLOCK)[None, :]
+        other = tl.load(KEYS + line + u, u < N, LAST64 if KEYS.dtype.element_ty == tl.int64 else LAST32)
+        before += (other < mine).to(tl.int32)
+    u = own + tl.arange(0, BLOCK)[None, :]
     other = tl.load(KEYS + line + u, u < N, 0)
     before += ((other == mine) & (u < t)).to(tl.int32)
     at = line + tl.sum(before, 1)[:, None]
@@ -74,6 +78,23 @@ def key_of(x):
     else:
         key = x.to(tl.int32)
     return key
+
+
+@triton.jit
+def number_of(key, T: tl.constexpr):
+    """(numbers that have these keys, whether a key tells which number it was: of a zero the sign is lost, of a NaN all else)."""
+    if T.is_floating():
+        BITS: tl.constexpr = T.primitive_bitwidth
+        NAN: tl.constexpr = 0x7FFF if BITS == 16 else LAST32 if BITS == 32 else LAST64
+        told = (key != 0) & (key != NAN)
+        bits = tl.where(key < 0, -key | (-1 - NAN), key)
+        if BITS == 16:
+            bits = bits.to(tl.int16)
+        number = bits.to(T, bitcast=True)
+    else:
+        told = key == key
+        number = key != 0 if tl.int1 == T else key.to(T)
+    return number, told
 
 
 @triton.jit
@@ -110,34 +131,43 @@ def of_digit(digit, a, b, c, d):
 
 
 @triton.jit
-def before_warp(counts):
-    """What warps before have, of [warps, 32]."""
-    total = tl.sum(counts, 1)
-    return (tl.cumsum(total, 0) - total)[:, None]
+def add_words(a0, b0, c0, d0, a1, b1, c1, d1):
+    return a0 + a1, b0 + b1, c0 + c1, d0 + d1
 
 
 @triton.jit
 def ranks(digit, inside):
-    """Of [threads, 2, 4] digits, how many before each are equal. Sixteen counts lie in one word as long as they are a thread's, in
-    two for threads before in a warp, and in four for all."""
-    THREADS: tl.constexpr = digit.shape[0]
-    WARP: tl.constexpr = 32
+    """Of [threads, 2, 4] digits, how many before each are equal. Sixteen counts lie in one word as long as they are a thread's, and
+    in four for threads before."""
     one = one_each(digit, inside)
     words = tl.sum(one, 2)
     spread = tl.broadcast_to(
         words[:, :, None], one.shape
     )  # a scan of two dimensions would hand its numbers to other threads
     own = tl.cumsum(one, 2) + (tl.cumsum(spread, 1) - spread)
-    even, odd = halves(tl.reshape(tl.sum(words, 1), [THREADS // WARP, WARP]), 0x0F0F0F0F0F0F0F0F, 4)
-    a, c = halves(tl.cumsum(even, 1) - even, 0x00FF00FF00FF00FF, 8)
-    b, d = halves(tl.cumsum(odd, 1) - odd, 0x00FF00FF00FF00FF, 8)
-    even_a, even_c = halves(even, 0x00FF00FF00FF00FF, 8)  # a warp may have 256 equal ones
-    odd_b, odd_d = halves(odd, 0x00FF00FF00FF00FF, 8)
-    a = tl.reshape(a + before_warp(even_a), [THREADS])[:, None, None]
-    b = tl.reshape(b + before_warp(odd_b), [THREADS])[:, None, None]
-    c = tl.reshape(c + before_warp(even_c), [THREADS])[:, None, None]
-    d = tl.reshape(d + before_warp(odd_d), [THREADS])[:, None, None]
-    return of_digit(digit, a, b, c, d) + ((own >> (digit * 4).to(tl.int64)).to(tl.int32) & 15) - 1
+    a, b, c, d = sixteen_bits(tl.sum(words, 1))
+    a1, b1, c1, d1 = tl.associative_scan((a, b, c, d), 0, add_words)
+    before = of_digit(
+        digit, (a1 - a)[:, None, None], (b1 - b)[:, None, None], (c1 - c)[:, None, None], (d1 - d)[:, None, None]
+    )
+    return before + ((own >> (digit * 4).to(tl.int64)).to(tl.int32) & 15) - 1
+
+
+@triton.jit
+def sixteen_bits(counts):
+    """A word of sixteen counts as four, in which each has sixteen bits: those of digits that are 0, 1, 2, 3 more than a multiple of
+    four."""
+    even, odd = halves(counts, 0x0F0F0F0F0F0F0F0F, 4)
+    a, c = halves(even, 0x00FF00FF00FF00FF, 8)
+    b, d = halves(odd, 0x00FF00FF00FF00FF, 8)
+    return a, b, c, d
+
+
+@triton.jit
+def counts_of_line(line, BLOCKS):
+    """(where the counts of a line's digits begin, how far apart they are: so that each begins at a whole word)."""
+    pitch = whole_words(BLOCKS + 15, True)
+    return line * 16 * pitch, pitch
 
 
 PASS = {"grid": lambda a: (a.M * a.BLOCKS,), "tokens": ("M", "N", "BLOCKS", "shift", "flip")}
@@ -145,61 +175,72 @@ PASS = {"grid": lambda a: (a.M * a.BLOCKS,), "tokens": ("M", "N", "BLOCKS", "shi
 
 @kernel(**PASS, default=lambda a: {"num_warps": 4})
 def radix_count(KEYS, COUNTS, M, N, BLOCKS, shift, flip, EVEN: tl.constexpr, THREADS: tl.constexpr):
-    """COUNTS [M, 16, BLOCKS]: of a block's keys, those with each digit."""
+    """COUNTS [M, 16, pitch]: of a block's keys, those with each digit."""
     line = (tl.program_id(0) // BLOCKS).to(tl.int64)
     block = tl.program_id(0) % BLOCKS
     key, _, inside = key_tile(KEYS, line, block, whole_words(N, EVEN), THREADS)
-    threads = tl.sum(tl.sum(one_each(digit_of(key, shift, flip), inside), 2), 1)
-    even, odd = halves(threads, 0x0F0F0F0F0F0F0F0F, 4)
-    a, c = halves(even, 0x00FF00FF00FF00FF, 8)
-    b, d = halves(odd, 0x00FF00FF00FF00FF, 8)
+    words = sixteen_bits(tl.sum(tl.sum(one_each(digit_of(key, shift, flip), inside), 2), 1))
+    a, b, c, d = tl.reduce(words, 0, add_words)
     digit = tl.arange(0, 16)
-    count = of_digit(digit, tl.sum(a, 0), tl.sum(b, 0), tl.sum(c, 0), tl.sum(d, 0))
-    tl.store(COUNTS + (line * 16 + digit) * BLOCKS + block, count)
+    first, pitch = counts_of_line(line, BLOCKS)
+    tl.store(COUNTS + first + digit * pitch + block, of_digit(digit, a, b, c, d))
 
 
 @kernel(grid=lambda a: (a.M * a.APART,), tokens=("M", "BLOCKS"), default=lambda a: {"num_warps": a.CHUNK // 512})
-def radix_scan(COUNTS, STARTS, M, BLOCKS, APART: tl.constexpr, CHUNK: tl.constexpr):
-    """STARTS [M, 16, BLOCKS]: how many keys of a line come before those of a digit and block. Its digits are APART programs'."""
-    size = 16 // APART * BLOCKS
-    line = (tl.program_id(0) // APART).to(tl.int64) * 16 * BLOCKS
-    first = (tl.program_id(0) % APART) * size
-    lower = tl.zeros([CHUNK], tl.int32)
-    for start in range(0, first, CHUNK):
-        i = start + tl.arange(0, CHUNK)
-        lower += tl.load(COUNTS + line + i, i < first, 0)
-    before = tl.sum(lower, 0)
-    for start in range(first, first + size, CHUNK):
-        i = start + tl.arange(0, CHUNK)
-        count = tl.load(COUNTS + line + i, i < first + size, 0)
-        tl.store(STARTS + line + i, before + tl.cumsum(count, 0) - count, i < first + size)
-        before += tl.sum(count, 0)
+def radix_scan(COUNTS, STARTS, TOTALS, M, BLOCKS, APART: tl.constexpr, CHUNK: tl.constexpr):
+    """STARTS [M, 16, pitch]: how many keys of a digit come before those of a block; TOTALS [M, 16]: how many it has. A line's
+    digits are APART programs'."""
+    OWN: tl.constexpr = 16 // APART
+    first, pitch = counts_of_line((tl.program_id(0) // APART).to(tl.int64), BLOCKS)
+    digit = tl.program_id(0) % APART * OWN + tl.arange(0, OWN)[:, None]
+    before = tl.zeros([OWN, 1], tl.int32)
+    for start in range(0, BLOCKS, CHUNK // OWN):
+        i = start + tl.arange(0, CHUNK // OWN)[None, :]
+        count = tl.load(COUNTS + first + digit * pitch + i, i < BLOCKS, 0)
+        tl.store(STARTS + first + digit * pitch + i, before + tl.cumsum(count, 1) - count, i < BLOCKS)
+        before += tl.sum(count, 1)[:, None]
+    tl.store(TOTALS + (tl.program_id(0) // APART).to(tl.int64) * 16 + digit, before)
 
 
 def move_options(a: Any) -> dict[str, int]:
-    """Three programs share a multiprocessor where their registers hold what they need."""
+    """So many registers that five programs share a multiprocessor, where these hold what is needed."""
     fits = a.EVEN and a.KEYS.dtype == torch.int32
-    return {"num_warps": a.THREADS // 32, **({"maxnreg": 80} if fits else {})}
+    return {"num_warps": a.THREADS // 32, **({"maxnreg": 96} if fits else {})}
 
 
 @kernel(**PASS, default=move_options)
 def radix_move(
-    KEYS, ORDER, STARTS, KEYS_OUT, ORDER_OUT, M, N, BLOCKS, shift, flip, EVEN: tl.constexpr, THREADS: tl.constexpr
+    KEYS,
+    ORDER,
+    STARTS,
+    TOTALS,
+    KEYS_OUT,
+    ORDER_OUT,
+    M,
+    N,
+    BLOCKS,
+    shift,
+    flip,
+    EVEN: tl.constexpr,
+    THREADS: tl.constexpr,
 ):
     """Each key to its place among those with its digit. ORDER is None before the first pass: keys are as they came."""
     line = (tl.program_id(0) // BLOCKS).to(tl.int64)
     block = tl.program_id(0) % BLOCKS
     N = whole_words(N, EVEN)
     key, which, inside = key_tile(KEYS, line, block, N, THREADS)
+    first, pitch = counts_of_line(line, BLOCKS)
+    total = tl.load(TOTALS + line * 16 + tl.arange(0, 16))
+    start = tl.cumsum(total, 0) - total + tl.load(STARTS + first + tl.arange(0, 16) * pitch + block)
     digit = digit_of(key, shift, flip)
-    at = tl.load(STARTS + (line * 16 + digit) * BLOCKS + block, inside, 0) + ranks(digit, inside)
     # Neighbours that have one digit go side by side: they are handed to neighbouring threads first, which write them together
-    at = tl.reshape(at, [THREADS * 8])
+    at = tl.reshape(ranks(digit, inside), [THREADS * 8]) + tl.gather(start, tl.reshape(digit, [THREADS * 8]), 0)
+    at = line * N + at.to(tl.int64)
     inside = tl.reshape(inside, [THREADS * 8])
-    tl.store(KEYS_OUT + line * N + at, tl.reshape(key, [THREADS * 8]), inside)
+    tl.store(KEYS_OUT + at, tl.reshape(key, [THREADS * 8]), inside)
     if ORDER is not None:
         which = tl.load(ORDER + line * N + which, which < N, 0)
-    tl.store(ORDER_OUT + line * N + at, tl.reshape(which, [THREADS * 8]), inside)
+    tl.store(ORDER_OUT + at, tl.reshape(which, [THREADS * 8]), inside)
 
 
 KEY_BITS = {
@@ -223,8 +264,9 @@ def ordered(keys: Tensor, bits: int, signed: bool) -> tuple[Tensor, Tensor]:
         return found, order
     blocks, even = cdiv(n, BLOCK), n % WORDS == 0
     apart, chunk = (1, 512) if blocks * DIGITS <= 2048 else (DIGITS, 8192)
-    counts, starts = (
-        own(torch.empty((lines, DIGITS, blocks), dtype=torch.int32, device=keys.device)) for _ in range(2)
+    pitch = cdiv(blocks, WORDS) * WORDS
+    counts, starts, totals = (
+        own(torch.empty((lines, DIGITS, size), dtype=torch.int32, device=keys.device)) for size in (pitch, pitch, 1)
     )
     # The last pass writes what is handed back
     spare = own(torch.empty_like(found)), own(torch.empty_like(order))
@@ -235,7 +277,7 @@ def ordered(keys: Tensor, bits: int, signed: bool) -> tuple[Tensor, Tensor]:
         flip = 1 << (bits - 1 - shift) if signed and at == passes - 1 else 0
         sizes = lines, n, blocks, shift, flip
         plans.launch(radix_count, (source[0], counts), sizes, EVEN=even, THREADS=BLOCK // 8)
-        plans.launch(radix_scan, (counts, starts), (lines, blocks), APART=apart, CHUNK=chunk)
-        plans.launch(radix_move, (*source, starts, *target), sizes, EVEN=even, THREADS=BLOCK // 8)
+        plans.launch(radix_scan, (counts, starts, totals), (lines, blocks), APART=apart, CHUNK=chunk)
+        plans.launch(radix_move, (*source, starts, totals, *target), sizes, EVEN=even, THREADS=BLOCK // 8)
         source = target
     return found, order

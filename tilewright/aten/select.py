@@ -1,9 +1,9 @@
 """The index engine, what is found rather than named: elements under a mask, coordinates of what is not 0, repeated indices, and
 whether elements are among others.
 
-Elements under a mask are counted by blocks, a launch finds where each block's begin, and blocks write theirs there. How many there
-are is the one number that is read. What is looked for is looked up in the others, which are put in order (`order.py`): in a bucket
-of numbers that lie near, where these are many.
+Elements under a mask are counted by blocks, and a bit is kept of each; a launch finds where each block's begin, and programs write
+theirs there. How many there are is the one number that is read. What is looked for is looked up in the others, which are put in
+order (`order.py`): in a bucket of numbers that lie near, where these are many.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from .pointwise import IN_TRITON, WORDS, stored, whole_words
 from .reduction import loops_of, offset
 from .row import TAKEN, Declined, of_numbers, taken
 
-BLOCK = 2048  # elements that are counted together
+BLOCK = 8192  # elements that are counted together, fewer than 2**16
+OWN = 1024  # of these that a program writes
 BUCKETS = 64, 32768  # from so many others on these are looked up by buckets, of which there are so many at most
 MOST_DIMS = 6  # whose coordinates a launch writes
 SIZES = tuple(f"n{i}" for i in range(MOST_DIMS))
@@ -45,47 +46,73 @@ def is_set(X, at, inside):
     return (x != 0) & inside
 
 
+@triton.jit
+def ones_in(bits):
+    """How many bits of a word are set: an instruction, as the compiler knows these steps."""
+    bits = bits.to(tl.uint32, bitcast=True)
+    bits -= (bits >> 1) & 0x55555555
+    bits = (bits & 0x33333333) + ((bits >> 2) & 0x33333333)
+    return ((((bits + (bits >> 4)) & 0x0F0F0F0F) * 0x01010101) >> 24).to(tl.int32)
+
+
 @kernel(
-    grid=lambda a: (a.BLOCKS,), tokens=("N", "BLOCKS", "K0", "K1", "k0", "k1", "k2"), default=lambda a: {"num_warps": 4}
+    grid=lambda a: (a.BLOCKS,), tokens=("N", "BLOCKS", "K0", "K1", "k0", "k1", "k2"), default=lambda a: {"num_warps": 8}
 )
-def count_set(X, COUNTS, N, BLOCKS, K0, K1, k0, k1, k2, FLAT: tl.constexpr, EVEN: tl.constexpr, BLOCK: tl.constexpr):
-    """FLAT: elements lie one after another; EVEN: they are whole words."""
+def count_set(
+    X, WORDS, COUNTS, N, BLOCKS, K0, K1, k0, k1, k2, FLAT: tl.constexpr, EVEN: tl.constexpr, BLOCK: tl.constexpr
+):
+    """How many elements of each block are set. WORDS has for 16 elements which of them are, and above these bits how many of the
+    block come before. FLAT: elements lie one after another; EVEN: they are whole words."""
     N = whole_words(N, EVEN)
-    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    at = i if FLAT else offset(i, K0, K1, k0, k1, k2)
-    tl.store(COUNTS + tl.program_id(0), tl.sum(is_set(X, at, i < N).to(tl.int32), 0))
+    word = tl.arange(0, BLOCK // 16)
+    bit = tl.arange(0, 16)[None, :]
+    i = tl.program_id(0).to(tl.int64) * BLOCK + (word[:, None] * 16 + bit)
+    found = is_set(X, i if FLAT else offset(i, K0, K1, k0, k1, k2), i < N)
+    bits = tl.sum(tl.where(found, 1 << bit, 0), 1)
+    count = ones_in(bits)
+    before = tl.cumsum(count, 0) - count
+    tl.store(WORDS + tl.program_id(0).to(tl.int64) * (BLOCK // 16) + word, (before << 16) | bits)
+    tl.store(COUNTS + tl.program_id(0), tl.sum(count, 0))
 
 
-@kernel(grid=lambda a: (1,), tokens=("BLOCKS",), default=lambda a: {"BLOCK": 4096, "num_warps": 8})
+@kernel(grid=lambda a: (1,), tokens=("BLOCKS",), default=lambda a: {"BLOCK": 8192, "num_warps": 16})
 def begin_blocks(COUNTS, STARTS, BLOCKS, BLOCK: tl.constexpr):
     """STARTS [BLOCKS + 1]: how many come before each block, and how many there are."""
     before = tl.full((), 0, tl.int64)
     for start in range(0, BLOCKS, BLOCK):
         i = start + tl.arange(0, BLOCK)
-        count = tl.load(COUNTS + i, i < BLOCKS, 0).to(tl.int64)
-        tl.store(STARTS + i, before + tl.cumsum(count, 0) - count, i < BLOCKS)
+        count = tl.load(COUNTS + i, i < BLOCKS, 0)
+        tl.store(STARTS + i, before + (tl.cumsum(count, 0) - count), i < BLOCKS)
         before += tl.sum(count, 0)
     tl.store(STARTS + BLOCKS, before)
 
 
+@triton.jit
+def set_in_block(WORDS, STARTS, BLOCK: tl.constexpr, OWN: tl.constexpr):
+    """(numbers of a program's elements from its first on, whether each is set, how many that are come before). Neighbours are of
+    one warp, which writes those that are set side by side."""
+    i = tl.max_contiguous(tl.arange(0, OWN), 1)  # a thread that read several side by side would write them so
+    word = tl.load(WORDS + tl.program_id(0).to(tl.int64) * (OWN // 16) + i // 16)
+    bit = i % 16
+    before = ((word >> 16) & 0xFFFF) + ones_in(word & ((1 << bit) - 1))
+    return i, ((word >> bit) & 1) > 0, tl.load(STARTS + tl.program_id(0) // (BLOCK // OWN)) + before
+
+
 @kernel(
-    grid=lambda a: (a.BLOCKS,), tokens=("N", "BLOCKS", "K0", "K1", "k0", "k1", "k2", "p0", "p1", "p2"),
+    grid=lambda a: (a.BLOCKS * (a.BLOCK // a.OWN),), tokens=("BLOCKS", "K0", "K1", "p0", "p1", "p2"),
     default=lambda a: {"num_warps": 4},
 )  # fmt: skip
 def write_set(
-    OUT, X, MASK, STARTS, N, BLOCKS, K0, K1, k0, k1, k2, p0, p1, p2, FLAT: tl.constexpr, EVEN: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
-    """Elements of X, of strides p, where MASK, of strides k, is set. A block that has one reads whole words, of all."""
-    N = whole_words(N, EVEN)
-    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    before = tl.load(STARTS + tl.program_id(0))
-    if tl.load(STARTS + tl.program_id(0) + 1) > before:
-        found = is_set(MASK, i if FLAT else offset(i, K0, K1, k0, k1, k2), i < N)
-        to = before + tl.cumsum(found.to(tl.int32), 0) - 1
-        value = tl.load(X + (i if FLAT else offset(i, K0, K1, p0, p1, p2)), i < N if EVEN else found, 0)
-        if OUT.dtype.element_ty == tl.int1:
-            value = value.to(tl.int32)
-        tl.store(OUT + to, stored(value, OUT), found)
+    OUT, X, WORDS, STARTS, BLOCKS, K0, K1, p0, p1, p2, FLAT: tl.constexpr, BLOCK: tl.constexpr, OWN: tl.constexpr
+):
+    """Elements of X, of strides p, that words say are set."""
+    i, found, to = set_in_block(WORDS, STARTS, BLOCK, OWN)
+    start = tl.program_id(0).to(tl.int64) * OWN
+    at = X + start + i if FLAT else X + offset(start + i, K0, K1, p0, p1, p2)
+    value = tl.load(at, found, 0)
+    if OUT.dtype.element_ty == tl.int1:
+        value = value.to(tl.int32)
+    tl.store(OUT + to, stored(value, OUT), found)
 
 
 @triton.jit
@@ -103,24 +130,19 @@ def divided(low, more, size, MOST: tl.constexpr):
 
 
 @kernel(
-    grid=lambda a: (a.BLOCKS,), tokens=("N", "BLOCKS", "K0", "K1", "k0", "k1", "k2", *SIZES, "dims", "row", "col"),
-    default=lambda a: {"num_warps": 8},
+    grid=lambda a: (a.BLOCKS * (a.BLOCK // a.OWN),), tokens=("BLOCKS", *SIZES, "dims", "apart"), default=lambda a: {"num_warps": 4}
 )  # fmt: skip
 def write_coordinates(
-    OUT, X, STARTS, N, BLOCKS, K0, K1, k0, k1, k2, n0, n1, n2, n3, n4, n5, dims, row, col, DIMS: tl.constexpr, FLAT: tl.constexpr,
-    EVEN: tl.constexpr, BLOCK: tl.constexpr,
+    OUT, WORDS, STARTS, BLOCKS, n0, n1, n2, n3, n4, n5, dims, apart, DIMS: tl.constexpr, BLOCK: tl.constexpr, OWN: tl.constexpr
 ):  # fmt: skip
-    """Coordinates of what is set: of so many dimensions, DIMS at most, of which n0 is the last's size."""
-    N = whole_words(N, EVEN)
-    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    found = is_set(X, i if FLAT else offset(i, K0, K1, k0, k1, k2), i < N)
-    to = OUT + (tl.load(STARTS + tl.program_id(0)) + tl.cumsum(found.to(tl.int32), 0) - 1) * row
-    start = tl.program_id(0).to(tl.int64) * BLOCK
-    more = tl.arange(0, BLOCK)
+    """Coordinates of what words say is set: of so many dimensions, DIMS at most, of which n0 is the last's size. Those of one
+    dimension lie side by side."""
+    more, found, to = set_in_block(WORDS, STARTS, BLOCK, OWN)
+    start = tl.program_id(0).to(tl.int64) * OWN
     sizes = (n0, n1, n2, n3, n4, n5)
     for d in tl.static_range(DIMS):
-        more, left = divided(start % sizes[d], more, sizes[d].to(tl.int64), BLOCK)
-        tl.store(to + (dims - 1 - d) * col, left, found & (d < dims))
+        more, left = divided(start % sizes[d], more, sizes[d].to(tl.int64), OWN)
+        tl.store(OUT + (dims - 1 - d).to(tl.int64) * apart + to, left, found & (d < dims))
         start = start // sizes[d]
 
 
@@ -244,18 +266,24 @@ def read(t: Tensor) -> int:
     return int(t)
 
 
-def starts_of(mask: Tensor, shape: Ints, strides: Sequence[Ints]) -> tuple[Tensor, int, tuple]:
-    """(how many set elements come before each block, how many there are, what launches over the mask and others are told)."""
+def words_of(mask: Tensor, shape: Ints, strides: Ints) -> tuple[Tensor, Tensor, int]:
+    """(words of what is set, how many set elements come before each block, how many there are)."""
     N = math.prod(shape)
     blocks = cdiv(N, BLOCK)
-    sizes, steps = loops_of(shape, list(strides))
-    flat = N >= pointwise.SMALL and all(one == [1, 0, 0] for one in steps)  # of few, all share one variant
+    sizes, (steps,) = loops_of(shape, [strides])
+    flat = is_flat(N, steps)
+    words = own(torch.empty(blocks * (BLOCK // 16), dtype=torch.int32, device=mask.device))
     counts = own(torch.empty(blocks, dtype=torch.int32, device=mask.device))
     starts = own(torch.empty(blocks + 1, dtype=torch.int64, device=mask.device))
-    even = flat and N % WORDS == 0
-    plans.launch(count_set, (mask, counts), (N, blocks, *sizes[:2], *steps[0]), FLAT=flat, EVEN=even, BLOCK=BLOCK)
+    constants = {"FLAT": flat, "EVEN": flat and N % WORDS == 0, "BLOCK": BLOCK}
+    plans.launch(count_set, (mask, words, counts), (N, blocks, *sizes[:2], *steps), **constants)
     plans.launch(begin_blocks, (counts, starts), (blocks,))
-    return starts, read(starts[blocks]), (N, blocks, sizes, steps, {"FLAT": flat, "EVEN": even, "BLOCK": BLOCK})
+    return words, starts, read(starts[blocks])
+
+
+def is_flat(N: int, steps: Sequence[int]) -> bool:
+    """Whether elements lie one after another. Of few, all share one variant."""
+    return N >= pointwise.SMALL and list(steps) == [1, 0, 0]
 
 
 def masked_select(self: Tensor, mask: Tensor) -> Tensor:
@@ -263,39 +291,31 @@ def masked_select(self: Tensor, mask: Tensor) -> Tensor:
     shape = layout.broadcast([self.shape, mask.shape])
     if mask.dtype != torch.bool or shape is None:
         raise Declined("a mask that is not bool, or shapes that do not broadcast")
-    if not math.prod(shape):
+    N = math.prod(shape)
+    if not N:
         return own(torch.empty(0, dtype=self.dtype, device=self.device))
-    strides = [layout.expanded(t, shape) for t in (mask, self)]
-    starts, count, (N, blocks, sizes, steps, how) = starts_of(mask, shape, strides)
+    sizes, (steps,) = loops_of(shape, [layout.expanded(self, shape)])
+    words, starts, count = words_of(mask, shape, layout.expanded(mask, shape))
     out = own(torch.empty(count, dtype=self.dtype, device=self.device))
     if count:
-        numbers = N, blocks, *sizes[:2], *steps[0], *steps[1]
-        plans.launch(write_set, (out, self, mask, starts), numbers, **how)
+        numbers = cdiv(N, BLOCK), *sizes[:2], *steps
+        plans.launch(write_set, (out, self, words, starts), numbers, FLAT=is_flat(N, steps), BLOCK=BLOCK, OWN=OWN)
     return out
 
 
 def nonzero(self: Tensor) -> Tensor:
     taken(self)
-    dims = self.dim()
+    dims, N = self.dim(), self.numel()
     if not 0 < dims <= MOST_DIMS:
         raise Declined("no dimension, or more than a launch takes")
-    if not self.numel():
+    if not N:
         return coordinates(self, 0)
-    starts, count, (N, blocks, sizes, steps, how) = starts_of(self, tuple(self.shape), [self.stride()])
+    words, starts, count = words_of(self, tuple(self.shape), self.stride())
     out = coordinates(self, count)
     if count:
-        numbers = [
-            N,
-            blocks,
-            *sizes[:2],
-            *steps[0],
-            *reversed(self.shape),
-            *[1] * (MOST_DIMS - dims),
-            dims,
-            *out.stride(),
-        ]
-        most = dims if how["FLAT"] else MOST_DIMS
-        plans.launch(write_coordinates, (out, self, starts), numbers, DIMS=most, **how)
+        numbers = cdiv(N, BLOCK), *reversed(self.shape), *[1] * (MOST_DIMS - dims), dims, out.stride(1)
+        most = dims if N >= pointwise.SMALL else MOST_DIMS
+        plans.launch(write_coordinates, (out, words, starts), numbers, DIMS=most, BLOCK=BLOCK, OWN=OWN)
     return out
 
 

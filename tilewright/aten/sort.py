@@ -18,11 +18,11 @@ from torch import Tensor
 from ..core.tensor import cdiv
 from ..runtime.kernel import kernel
 from . import forms, plans, pointwise
-from .order import KEY_BITS, key_of, ordered
+from .order import KEY_BITS, key_of, number_of, ordered
 from .plans import own
 from .pointwise import WORDS, whole_words
 from .row import Declined, taken
-from .select import begin_blocks, contiguous, read
+from .select import begin_blocks, contiguous, divided, ones_in, read
 
 WIDTHS = (16, 64, 256, 512)  # of lines that are sorted in registers; each compiles for up to 7 s
 TILE = 1024  # elements of such lines a program
@@ -33,7 +33,10 @@ FEW = {
     16: 64,
     64: 128,
 }  # to so many that come first: of how many groups the least are compared, and words that are kept
-THREADS = 256  # of a program that selects few
+THREADS = (
+    256,
+    512,
+)  # of a program that selects few: from 16 bits at most, or from others, whose keys take more registers
 FEW_PART = 2048  # elements of a short line that few are selected from
 
 
@@ -88,17 +91,23 @@ def sort_keys(KEYS, X, N, flip, BLOCK: tl.constexpr):
     tl.store(KEYS + i, key_at(X, i, i < N, flip).to(KEYS.dtype.element_ty), i < N)
 
 
-@kernel(**FLAT, tokens=("N", "LINE", "FROM"))
-def sort_results(X, ORDER, CHOSEN, OUT, INDEX, N, LINE, FROM, BLOCK: tl.constexpr):
-    """Elements of X, whose lines have FROM, in an order that has LINE for each line. CHOSEN: which of a line's the order is of."""
-    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = i < N
-    line = i // LINE
-    place = tl.load(ORDER + i, inside, 0).to(tl.int64)
+@kernel(**FLAT, tokens=("N", "LINE", "FROM", "flip"))
+def sort_results(X, KEYS, ORDER, CHOSEN, OUT, INDEX, N, LINE, FROM, flip, BLOCK: tl.constexpr):
+    """Elements of X, whose lines have FROM, in an order that has LINE for each line. CHOSEN: which of a line's the order is of. An
+    element is read only where its key does not tell it."""
+    start = tl.program_id(0).to(tl.int64) * BLOCK
+    i = tl.arange(0, BLOCK)
+    inside = start + i < N
+    times, _ = divided(start % LINE, i, LINE.to(tl.int64), BLOCK)
+    line = start // LINE + times
+    place = tl.load(ORDER + start + i, inside, 0).to(tl.int64)
     if CHOSEN is not None:
         place = tl.load(CHOSEN + line * LINE + place, inside, 0).to(tl.int64)
-    copied(X, line * FROM + place, OUT, i, inside)
-    tl.store(INDEX + i, place, inside)
+    number, told = number_of(tl.load(KEYS + start + i, inside, 0) ^ flip, OUT.dtype.element_ty)
+    if OUT.dtype.element_ty.is_floating():
+        number = tl.where(told, number, tl.load(X + line * FROM + place, inside & (told == 0), 0))
+    tl.store(OUT + start + i, number, inside)
+    tl.store(INDEX + start + i, place, inside)
 
 
 @kernel(grid=lambda a: (a.M * a.PARTS,), tokens=("M", "N", "PARTS", "K", "flip"), default=lambda a: {"num_warps": 8})
@@ -178,17 +187,9 @@ def bits_of_threads(truth, bit):
     return tl.sum(tl.sum(tl.where(truth, 1 << bit, 0), 2), 1)
 
 
-@triton.jit
-def ones_in(bits):
-    """How many bits are set."""
-    pairs = bits - ((bits >> 1) & 0x55555555)
-    fours = (pairs & 0x33333333) + ((pairs >> 2) & 0x33333333)
-    return (((fours + (fours >> 4)) & 0x0F0F0F0F) * 0x01010101 >> 24) & 0xFF
-
-
 @kernel(
     grid=lambda a: (a.M * a.PARTS,), tokens=("M", "N", "PARTS", "LENGTH", "K", "flip"),
-    default=lambda a: {"num_warps": a.THREADS // 32, "maxnreg": 80},
+    default=lambda a: {"num_warps": a.THREADS // 32, "maxnreg": 64 if a.THREADS <= 256 else 40},
 )  # fmt: skip
 def keep_few(
     X, KEPT, M, N, PARTS, LENGTH, K, flip, PACKED: tl.constexpr, EVEN: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr,
@@ -332,8 +333,8 @@ def sort_lines(x: Tensor, values: Tensor, indices: Tensor, descending: bool) -> 
     lines, bits = x.numel() // n, KEY_BITS[x.dtype]
     if in_registers(x, n, values, indices, descending):
         return
-    _, order = ordered(keys_of(x, lines, n, descending), bits, True)
-    plans.launch(sort_results, (x, order, None, values, indices), (x.numel(), n, n))
+    keys, order = ordered(keys_of(x, lines, n, descending), bits, True)
+    plans.launch(sort_results, (x, keys, order, None, values, indices), (x.numel(), n, n, -int(descending)))
 
 
 def sort_stable(
@@ -409,9 +410,8 @@ def first_lines(x: Tensor, k: int, values: Tensor, indices: Tensor, largest: boo
         return
     part = SMALL_PART if n <= SMALL_PART else PART // 2 if bits == 64 else PART
     if n > part and k > part // 2:  # parts would have too few to choose from
-        _, order = ordered(keys_of(x, lines, n, largest), bits, True)
-        order = contiguous(order[:, :k])
-        plans.launch(sort_results, (x, order, None, values, indices), (lines * k, k, n))
+        keys, order = (contiguous(t[:, :k]) for t in ordered(keys_of(x, lines, n, largest), bits, True))
+        plans.launch(sort_results, (x, keys, order, None, values, indices), (lines * k, k, n, -int(largest)))
         return
     source, chosen, size = x, None, n
     while True:
@@ -424,8 +424,8 @@ def first_lines(x: Tensor, k: int, values: Tensor, indices: Tensor, largest: boo
         source, chosen, size = keys, which, parts * k
         if parts == 1:
             break
-    _, order = ordered(source, bits, True)
-    plans.launch(sort_results, (x, order, chosen, values, indices), (lines * k, k, n))
+    keys, order = ordered(source, bits, True)
+    plans.launch(sort_results, (x, keys, order, chosen, values, indices), (lines * k, k, n, -int(largest)))
 
 
 def few_lines(x: Tensor, k: int, values: Tensor, indices: Tensor, largest: bool) -> None:
@@ -439,10 +439,11 @@ def few_lines(x: Tensor, k: int, values: Tensor, indices: Tensor, largest: bool)
         length = cdiv(cdiv(size, parts), WORDS) * WORDS
         kept = fresh(x, (lines, groups * parts), torch.int64)
         even = size % WORDS == 0
-        word = min(16 // source.element_size(), width // THREADS) if even else 1
+        threads = THREADS[not even or source.element_size() > 2]
+        word = min(16 // source.element_size(), width // threads) if even else 1
         constants = {"PACKED": source is not x, "EVEN": even, "GROUPS": groups, "WIDTH": width}
         numbers = lines, size, parts, length, k, -int(largest)
-        plans.launch(keep_few, (source, kept), numbers, **constants, THREADS=THREADS, WORD=word)
+        plans.launch(keep_few, (source, kept), numbers, **constants, THREADS=threads, WORD=word)
         source, size, width = kept, groups * parts, PART // 2
         if parts == 1:
             break
