@@ -3,6 +3,7 @@ composites."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import tilewright as tw
-from tests.aten.compare import as_double, differences, flat
+from tests.aten.compare import as_double, differences, flat, ulps
 from tilewright.aten import reduction
 
 FP32 = torch.float32
@@ -162,6 +163,20 @@ def test_powers_are_as_exact_as_atens():
     exponent = (torch.rand(20_000) * 290 - 160) / torch.log2(base)
     aten, ours, ran = both(lambda: base**exponent)
     assert ran and not differences(ours, aten, base.double() ** exponent.double())
+
+
+@pytest.mark.parametrize("approximate", ["none", "tanh"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gelu_of_every_16_bit_number(dtype, approximate):
+    """The formula for 16 bits is as good as rounded to nearest where aten's is, and below that where aten's sums cancel."""
+    x = torch.arange(1 << 16).to(torch.int16).view(dtype)
+    aten, ours, ran = both(lambda: F.gelu(x, approximate=approximate))
+    wide = x.double()
+    slope = 2 * math.sqrt(2 / math.pi) * (1 + 0.044715 * wide * wide)
+    below = 0.5 * torch.erfc(wide * -math.sqrt(0.5)) if approximate == "none" else torch.sigmoid(slope * wide)
+    assert ran and not differences(ours, aten, wide * below)
+    near = wide.abs() < 8
+    assert ulps(ours, wide * below, 0.0)[near].max() < 0.52
 
 
 @pytest.mark.parametrize("value", [1, 3.14])

@@ -10,6 +10,7 @@ ROOT_2 = tl.constexpr(1.4142135623730951)
 ROOT_2_OVER_PI = tl.constexpr(0.7978845608028654)
 ROOT_1_OVER_2PI = tl.constexpr(0.3989422804014327)
 CUBE = tl.constexpr(0.044715)
+SHARPNESS = tl.constexpr(-2.302208198144325)  # -2 log2(e) times the root of 2 / pi
 # Each as the nearest fp32 number and what is left
 LN_2, LN_2_LOW = tl.constexpr(0.6931471824645996), tl.constexpr(-1.9046542121259336e-09)
 TWO_OVER_LN_2, TWO_OVER_LN_2_LOW = tl.constexpr(2.885390043258667), tl.constexpr(3.851926067000022e-08)
@@ -178,6 +179,28 @@ def gelu(x):
 @triton.jit
 def gelu_tanh(x):
     return 0.5 * x * (1.0 + libdevice.tanh((x + x * x * x * CUBE) * ROOT_2_OVER_PI))
+
+
+@triton.jit
+def gelu_for_16_bits(x):
+    """GELU of which 16 bits are kept, in half the instructions: the logarithm of a normal number's chance to lie above |x| is nearly
+    a polynomial, and the chance 2^-17 of it off at most up to |x| = 5.6, 2^-9 at 13. Below -3, where aten's sum with the error
+    function cancels, this is nearer. An infinite |x| makes 0 of the chance, and so aten's NaN of minus infinity."""
+    size = tl.abs(x)
+    log = -2.2183652692575606e-09 * size + 1.5921666829399328e-07
+    log = (log * size - 4.990305569663178e-06) * size + 9.072069224203005e-05
+    log = (log * size - 0.0010753680253401399) * size + 0.008909808471798897
+    log = (log * size - 0.05456214398145676) * size - 0.45802828669548035
+    log = (log * size - 1.1513683795928955) * size - 0.9999902844429016
+    above = tl.exp2(log)
+    return x * tl.where(x > 0, 1.0 - above, above)
+
+
+@triton.jit
+def gelu_tanh_for_16_bits(x):
+    """0.5 (1 + tanh u) = 1 / (1 + exp(-2 u)); the reciprocal, which need not be exact, is two instructions."""
+    root = tl.rsqrt(1.0 + tl.exp2(x * (x * x * (CUBE * SHARPNESS) + SHARPNESS)))
+    return x * (root * root)
 
 
 @triton.jit
