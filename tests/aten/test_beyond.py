@@ -203,6 +203,24 @@ def test_int64_and_a_float():
         assert (x + 1j).dtype == torch.complex64  # declined, and wrapped for aten
 
 
+@pytest.mark.parametrize(
+    ("dtype", "shape", "turn"),
+    [
+        (torch.uint8, (272, 256), lambda x: x.t()),
+        (torch.int8, (144, 512), lambda x: x[:, 16:].t()),  # from another word on
+        (torch.bool, (3, 2, 112, 128), lambda x: x[..., :112].permute(1, 0, 3, 2)),
+        (torch.uint8, (256, 272), lambda x: x[:, 4:].t()),  # not in words
+    ],
+)
+def test_bytes_are_turned(dtype, shape, turn):
+    torch.manual_seed(0)
+    x = turn(torch.randint(0, 2 if dtype == torch.bool else 256, shape).to(dtype))
+    to = torch.zeros(*x.shape[:-1], x.shape[-1] + 16, dtype=dtype)[..., :-16]  # rows with a gap
+    with tw.aten.use(include=["copy_"]):
+        to.copy_(x)
+        assert taken() == 1 and torch.equal(to, x)
+
+
 # ---- in place --------------------------------------------------------------------------------------------------------
 
 

@@ -183,9 +183,9 @@ def gelu_tanh(x):
 
 @triton.jit
 def gelu_for_16_bits(x):
-    """GELU of which 16 bits are kept, in half the instructions: the logarithm of a normal number's chance to lie above |x| is nearly
-    a polynomial, and the chance 2^-17 of it off at most up to |x| = 5.6, 2^-9 at 13. Below -3, where aten's sum with the error
-    function cancels, this is nearer. An infinite |x| makes 0 of the chance, and so aten's NaN of minus infinity."""
+    """GELU of which 16 bits are kept, in half the instructions: the logarithm of a normal number's chance to lie above |x| is
+    nearly a polynomial, and the chance 2^-17 of it off at most up to |x| = 5.6, 2^-9 at 13. Below -3, where aten's sum with the
+    error function cancels, this is nearer. An infinite |x| makes 0 of the chance, and so aten's NaN of minus infinity."""
     size = tl.abs(x)
     log = -2.2183652692575606e-09 * size + 1.5921666829399328e-07
     log = (log * size - 4.990305569663178e-06) * size + 9.072069224203005e-05
