@@ -3,6 +3,7 @@ composites."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import tilewright as tw
-from tests.aten.compare import as_double, differences, flat
+from tests.aten.compare import as_double, differences, flat, ulps
 from tilewright.aten import reduction
 
 FP32 = torch.float32
@@ -164,6 +165,20 @@ def test_powers_are_as_exact_as_atens():
     assert ran and not differences(ours, aten, base.double() ** exponent.double())
 
 
+@pytest.mark.parametrize("approximate", ["none", "tanh"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gelu_of_every_16_bit_number(dtype, approximate):
+    """The formula for 16 bits is as good as rounded to nearest where aten's is, and below that where aten's sums cancel."""
+    x = torch.arange(1 << 16).to(torch.int16).view(dtype)
+    aten, ours, ran = both(lambda: F.gelu(x, approximate=approximate))
+    wide = x.double()
+    slope = 2 * math.sqrt(2 / math.pi) * (1 + 0.044715 * wide * wide)
+    below = 0.5 * torch.erfc(wide * -math.sqrt(0.5)) if approximate == "none" else torch.sigmoid(slope * wide)
+    assert ran and not differences(ours, aten, wide * below)
+    near = wide.abs() < 8
+    assert ulps(ours, wide * below, 0.0)[near].max() < 0.52
+
+
 @pytest.mark.parametrize("value", [1, 3.14])
 def test_sums_with_products_are_rounded_as_atens_on_a_gpu(value):
     """The sum once, with the product of the tensors rounded before unless the number is 1: here sums cancel, and every other order
@@ -186,6 +201,24 @@ def test_int64_and_a_float():
             assert (x + 2.0).dtype == FP32
     with tw.aten.use():
         assert (x + 1j).dtype == torch.complex64  # declined, and wrapped for aten
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shape", "turn"),
+    [
+        (torch.uint8, (272, 256), lambda x: x.t()),
+        (torch.int8, (144, 512), lambda x: x[:, 16:].t()),  # from another word on
+        (torch.bool, (3, 2, 112, 128), lambda x: x[..., :112].permute(1, 0, 3, 2)),
+        (torch.uint8, (256, 272), lambda x: x[:, 4:].t()),  # not in words
+    ],
+)
+def test_bytes_are_turned(dtype, shape, turn):
+    torch.manual_seed(0)
+    x = turn(torch.randint(0, 2 if dtype == torch.bool else 256, shape).to(dtype))
+    to = torch.zeros(*x.shape[:-1], x.shape[-1] + 16, dtype=dtype)[..., :-16]  # rows with a gap
+    with tw.aten.use(include=["copy_"]):
+        to.copy_(x)
+        assert taken() == 1 and torch.equal(to, x)
 
 
 # ---- in place --------------------------------------------------------------------------------------------------------

@@ -29,6 +29,7 @@ def turned(shape: tuple[int, ...], dtype: torch.dtype = FP32) -> Tensor:
 FORMS = {
     "a row for all": ("add.Tensor", made((64, 96), BF16), made((96,), BF16)),
     "turned tiles": ("add.Tensor", made((64, 96), BF16), turned((64, 96), BF16)),
+    "turned bytes": ("clone", turned((512, 512), torch.uint8), {"memory_format": torch.contiguous_format}),
     "a number": ("mul.Tensor", made((64, 96), BF16), 2.5),
     "float64": ("exp", made((64,), torch.float64)),
     "integers": ("add.Tensor", made((64,), torch.uint8), made((64,), I64)),
@@ -203,7 +204,7 @@ VARIANTS = everything()
 
 def test_every_kernel_is_there():
     assert {one.kernel.name for one in VARIANTS.values()} == {
-        "pointwise_flat", "pointwise_tiles", "reduce_tiles", "reduce_parts", "scan_tiles", "patch", "band", "ramp",
+        "pointwise_flat", "pointwise_tiles", "turn_bytes", "reduce_tiles", "reduce_parts", "scan_tiles", "patch", "band", "ramp",
         "softmax_rows", "softmax_rows_backward", "softmax_columns", "softmax_columns_backward",
         "normalise", "normalise_backward", "normalise_rows", "rows_backward", "normalise_cells", "normalise_held",
         "normalise_cells_backward", "column_sums", "add_parts",

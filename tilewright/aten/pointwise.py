@@ -23,7 +23,7 @@ from torch import Tensor
 from ..core.memory import overlapping, same_memory, self_overlapping, span
 from ..core.tensor import cdiv
 from ..runtime.kernel import kernel
-from . import layout, plans
+from . import functions, layout, plans
 from .layout import Ints
 from .plans import bits_of, own
 from .row import TAKEN, Declined, Row, compute_dtype, kind_of, taken, taken_as
@@ -33,6 +33,8 @@ MOST_LAUNCHES = 64  # for the outer loops of one call
 SMALL = 1 << 16  # elements, below which a call takes as long as its launch
 WORDS = 16  # elements, which are whole words of any dtype
 BLOCK = 1024  # elements a program of a flat launch
+TURN = (32, 32)  # rows and columns of a tile of which an operand is turned
+TURN_BYTES = (128, 128)  # of a copy of bytes: lines of the memory on both sides
 # Integers that no variant is compiled for
 NUMBERS = ("P0", "P1", "P2", "S0", "S1", "S2")
 SIZES = ("N0", "N1", "N2", "N3")
@@ -264,6 +266,60 @@ def pointwise_tiles(
     tl.store(OUT + at, tl.broadcast_to(stored(value, OUT), [ROWS, COLUMNS]), r[:, None] & c[None, :])
 
 
+@triton.jit
+def swapped(one, other, BITS: tl.constexpr, MASK: tl.constexpr):
+    """Words of which the high part of the first and the low part of the second have changed places, in each pair of parts of so
+    many BITS; MASK: the low ones."""
+    return (one & MASK) | ((other & MASK) << BITS), ((one >> BITS) & MASK) | (other & ~MASK)
+
+
+@kernel(
+    grid=lambda a: (cdiv(a.N0, a.COLUMNS) * cdiv(a.N1, a.ROWS) * a.N2 * a.N3,),
+    tokens=(*SIZES, *STRIDES[: 2 * LOOPS], *STARTS[:2]), default=lambda a: {"num_warps": a.ROWS * a.COLUMNS // 2048},
+)  # fmt: skip
+def turn_bytes(
+    OUT, X, N0, N1, N2, N3, o0, o1, o2, o3, a0, a1, a2, a3, o_start, a_start, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
+    """A copy of bytes, of which columns of the result are rows of the operand: o0 and a1 are 1, and all other sizes, strides and
+    starts, in which N0 to N3 are loops as in `pointwise_tiles`, whole words.
+
+    Bytes one by one would be as many accesses of shared memory. So it is moved in words of four: those of four neighbouring columns
+    are four rows of four bytes, which are turned within a thread, and what is turned in shared memory are words.
+    """
+    across = tl.cdiv(N0, COLUMNS)
+    down = tl.cdiv(N1, ROWS)
+    pid = tl.program_id(0)
+    tile = pid % (across * down)
+    rest = pid // (across * down)
+    i2 = (rest % N2).to(tl.int64)
+    i3 = (rest // N2).to(tl.int64)
+    # From here on everything counts words of four bytes, 4 of which are moved at once
+    col = (tile % across).to(tl.int64) * (COLUMNS // 4) + tl.arange(0, COLUMNS // 4)
+    row = (tile // across).to(tl.int64) * (ROWS // 4) + tl.arange(0, ROWS // 4)
+    c = col < N0 // 16 * 4
+    r = row < N1 // 16 * 4
+    o1 = o1 // 16 * 4
+    a0 = a0 // 16 * 4
+    from_ = X.to(tl.pointer_type(tl.int32)) + (a_start + i2 * a2 + i3 * a3) // 16 * 4
+    from_ += col[:, None] * (4 * a0) + row[None, :]
+    inside = c[:, None] & r[None, :]
+    w0 = tl.load(from_, inside, 0)
+    w1 = tl.load(from_ + a0, inside, 0)
+    w2 = tl.load(from_ + 2 * a0, inside, 0)
+    w3 = tl.load(from_ + 3 * a0, inside, 0)
+    w0, w1 = swapped(w0, w1, 8, 0x00FF00FF)
+    w2, w3 = swapped(w2, w3, 8, 0x00FF00FF)
+    w0, w2 = swapped(w0, w2, 16, 0x0000FFFF)
+    w1, w3 = swapped(w1, w3, 16, 0x0000FFFF)
+    to = OUT.to(tl.pointer_type(tl.int32)) + (o_start + i2 * o2 + i3 * o3) // 16 * 4
+    to += row[:, None] * (4 * o1) + col[None, :]
+    inside = r[:, None] & c[None, :]
+    tl.store(to, tl.trans(w0), inside)
+    tl.store(to + o1, tl.trans(w1), inside)
+    tl.store(to + 2 * o1, tl.trans(w2), inside)
+    tl.store(to + 3 * o1, tl.trans(w3), inside)
+
+
 # ---- host ------------------------------------------------------------------------------------------------------------
 
 
@@ -403,9 +459,15 @@ def launch(how: How, out: Tensor, operands: list[Tensor | None], bits: list[int]
         units = sum(1 << i for i, own in enumerate(steps) if own[0] == 1)
         turned = sum(1 << i for i, own in enumerate(steps) if i and own[0] not in (0, 1) and own[1] == 1)
     words = not small and in_words(inner, steps, strides, same, turned)
-    rows, columns = (32, 32) if small or turned else tile_of(inner[0])
+    rows, columns = TURN if small or turned else tile_of(inner[0])
+    of_bytes = words and turned == 2 and units & 1 and copies_bytes(how, out, operands)
     for index in itertools.product(*map(range, outer)):
         starts = [shift + sum(i * s for i, s in zip(index, own[LOOPS:])) for shift, own in zip(shifts, strides)]
+        if of_bytes:
+            rows, columns = TURN_BYTES
+            sizes = (*inner, *steps[0], *steps[1], *starts[:2])
+            plans.launch(turn_bytes, tensors[:2], sizes, ROWS=rows, COLUMNS=columns)
+            continue
         plans.launch(
             pointwise_tiles, tensors, (*inner, *itertools.chain(*steps), *starts), bits, how, UNITS=units, SAME=same,
             TURNED=turned, EVEN=words, ROWS=rows, COLUMNS=columns,
@@ -436,6 +498,16 @@ def in_words(sizes: list[int], steps: list[list[int]], strides: Sequence[Ints], 
         step % WORDS == 0 or (same >> i) & 1 or (at == 0 and step == 1) or (at == 1 and step == 1 and (turned >> i) & 1)
         for i, own in enumerate(steps)
         for at, step in enumerate(own)
+    )
+
+
+def copies_bytes(how: How, out: Tensor, operands: list[Tensor | None]) -> bool:
+    """Whether bytes are what a call moves, and can be moved in words."""
+    return (
+        how.FUNCTION is functions.copy
+        and out.element_size() == 1
+        and out.dtype == operands[0].dtype
+        and not (out.data_ptr() % 16 or operands[0].data_ptr() % 16)
     )
 
 

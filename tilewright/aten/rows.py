@@ -118,6 +118,11 @@ def gelu_of(plain: Any, by_tanh: Any) -> Any:
     return lambda values: by_tanh if values["approximate"] == "tanh" else plain
 
 
+def by_bits(plain: Any, of_16: Any) -> Any:
+    """One choice of a function for 16-bit floats, of which a pass is bound by instructions, and one for others."""
+    return lambda values: (of_16 if values["self"].element_size() == 2 else plain)(values)
+
+
 def known_gelu(values: dict[str, Any]) -> str | None:
     return None if values["approximate"] in ("none", "tanh") else "an unknown approximation"
 
@@ -207,7 +212,8 @@ ROWS = (
     unary("logical_not", f.logical_not, "bool", in_place=False),
     Row("bitwise_not", f.bitwise_not, both("bitwise_not"), dtypes=EXACT,
         choose=lambda v: f.flipped if v["self"].dtype == torch.bool else f.bitwise_not),
-    Row("gelu", f.gelu, both("gelu"), dtypes=FLOAT, when=known_gelu, choose=gelu_of(f.gelu, f.gelu_tanh)),
+    Row("gelu", f.gelu, both("gelu"), dtypes=FLOAT, when=known_gelu,
+        choose=by_bits(gelu_of(f.gelu, f.gelu_tanh), gelu_of(f.gelu_for_16_bits, f.gelu_tanh_for_16_bits))),
     Row("elu", f.elu, both("elu"), numbers=(Number("alpha"), Number("scale"), Number("input_scale")), dtypes=FLOAT),
     Row("softplus", f.softplus, ("softplus",), numbers=(Number("beta"), Number("threshold")), dtypes=FLOAT),
     Row("threshold", f.threshold, ("threshold",), numbers=(Number("threshold"), Number("value")), dtypes=FLOAT),
