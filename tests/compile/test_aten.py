@@ -163,6 +163,16 @@ def last(shape: tuple[int, ...]) -> Tensor:
 
 SMALLER = (32, 512, 32, 32)
 FORMS |= {
+    "windows that meet": ("max_pool2d_with_indices", made(IMAGES, BF16), [3, 3], [2, 2], [1, 1]),
+    "windows that meet back": (
+        "avg_pool2d_backward", made(SMALLER, BF16), made(IMAGES, BF16), [3, 3], [2, 2], [1, 1], False, True, None,
+    ),
+    "the largest back": (
+        "max_pool2d_with_indices_backward", made(SMALLER, BF16), made(IMAGES, BF16), [2, 2], [2, 2], [0, 0], [1, 1], False,
+        made(SMALLER, torch.int64),
+    ),
+}  # fmt: skip
+FORMS |= {
     what: (name, *(layout(t) if isinstance(t, tuple) else t for t in given))
     for kind, layout in (("", lambda shape: made(shape, BF16)), (" of channels last", last))
     for what, name, *given in (

@@ -39,7 +39,7 @@ def programs(a) -> tuple[int]:
 
 
 def programs_back(a) -> tuple[int]:
-    return (cdiv(a.ROWS, a.BLOCK_P) * cdiv(a.C if a.LAST else a.W + a.PAIRS * a.pw, a.BLOCK_Q),)
+    return (cdiv(a.ROWS, a.BLOCK_P) * cdiv(a.C if a.LAST else a.W, a.BLOCK_Q),)
 
 
 def four_warps(a) -> dict[str, int]:
@@ -60,6 +60,13 @@ def multiple(n, WORD: tl.constexpr):
 
 
 @triton.jit
+def divided(n, d):
+    """Quotient and remainder of numbers that are not negative, which takes half the instructions of any numbers."""
+    quotient = (n.to(tl.uint32) // d.to(tl.uint32)).to(tl.int32)
+    return quotient, n - quotient * d
+
+
+@triton.jit
 def tile_across(columns, BLOCK_Q: tl.constexpr):
     """Which of the tiles that lie side by side is this program's."""
     return tl.program_id(0) % tl.cdiv(columns, BLOCK_Q)
@@ -75,9 +82,13 @@ def coordinates(C, H, W, ROWS, LAST: tl.constexpr, WORD: tl.constexpr, BLOCK_P: 
     p = (tl.program_id(0) // tl.cdiv(columns, BLOCK_Q) * BLOCK_P + tl.arange(0, BLOCK_P))[:, None]
     q = (tile_across(columns, BLOCK_Q) * BLOCK_Q + tl.arange(0, BLOCK_Q))[None, :]
     if LAST:
-        return p // W // H, q, p // W % H, p % W, p < ROWS, q < columns
+        nh, w = divided(p, W)
+        n, h = divided(nh, H)
+        return n, q, h, w, p < ROWS, q < columns
     else:
-        return p // H // C, p // H % C, p % H, q, p < ROWS, q < columns
+        nc, h = divided(p, H)
+        n, c = divided(nc, C)
+        return n, c, h, q, p < ROWS, q < columns
 
 
 @triton.jit
@@ -183,20 +194,21 @@ def average_pool(
 
 @triton.jit
 def coordinates_back(
-    C, H, W, ROWS, PW, SW, LAST: tl.constexpr, PAIRS: tl.constexpr, WORD: tl.constexpr, BLOCK_P: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
+    C, H, W, ROWS, PH, PW, SH, SW, KNOWN: tl.constexpr, LAST: tl.constexpr, PAIRS: tl.constexpr, WORD: tl.constexpr,
+    BLOCK_P: tl.constexpr, BLOCK_Q: tl.constexpr,
 ):  # fmt: skip
-    """`coordinates` of planes, and the last windows that have a column: of PAIRS those of pairs, which the padding begins."""
-    if PAIRS:
-        n, c, h, q, ok_p, ok_q = coordinates(
-            C, H, W + PW, ROWS, LAST, WORD if PW == 0 else 1, BLOCK_P, BLOCK_Q
-        )  # fmt: skip
-        half: tl.constexpr = BLOCK_Q // 2
-        ow = (tile_across(W + PW, BLOCK_Q) * half + tl.arange(0, half))[None, :]
-        return n, c, h, q - PW, ok_p, ok_q & (q >= PW), ow
-    else:
+    """(n, c, oh, ow, h, w, ok_p, ok_q): elements, and the last windows that have them. Of a window that is KNOWN a program takes
+    all SH rows that share these, of which h is the first. Of PAIRS, ow is the number of a pair."""
+    if KNOWN is None:
         n, c, h, w, ok_p, ok_q = coordinates(C, H, W, ROWS, LAST, WORD, BLOCK_P, BLOCK_Q)
-        return n, c, h, w, ok_p, ok_q, (w + PW) // SW
+        return n, c, (h + PH) // SH, (w + PW) // SW, h, w, ok_p, ok_q
+    else:
+        n, c, oh, w, ok_p, ok_q = coordinates(C, (H + PH + SH - 1) // SH, W, ROWS, LAST, WORD, BLOCK_P, BLOCK_Q)
+        if PAIRS:
+            ow = (tile_across(multiple(W, WORD), BLOCK_Q) * (BLOCK_Q // 2) + tl.arange(0, BLOCK_Q // 2))[None, :]
+        else:
+            ow = (w + PW) // SW
+        return n, c, oh, ow, oh * SH - PH, w, ok_p, ok_q
 
 
 @triton.jit
@@ -245,29 +257,35 @@ def average_pool_backward(
         SW: tl.constexpr = KNOWN[3]
         PH: tl.constexpr = KNOWN[4]
         PW: tl.constexpr = KNOWN[5]
-    n, c, h, w, ok_p, ok_q, ow = coordinates_back(C, H, W, ROWS, PW, SW, LAST, PAIRS, WORD, BLOCK_P, BLOCK_Q)
-    at = plane_at(n, c, y_n, y_c, LAST, WORD)
-    oh = (h + PH) // SH
-    rest = h + PH - oh * SH
-    if PAIRS:
-        OW = multiple(OW, WORD)
-        total = side_by_side(
-            averages_of(
-                DY, at, oh, rest, ow, 0, ok_p, H, W, OH, OW, y_h, y_w, KH, KW, SH, SW, PH, PW, PADDED, DIVISOR, COMPUTE,
-                KNOWN, EACH, UNIT, WORD, BLOCK_P, BLOCK_Q // 2,
-            ),
-            averages_of(
-                DY, at, oh, rest, ow, 1, ok_p, H, W, OH, OW, y_h, y_w, KH, KW, SH, SW, PH, PW, PADDED, DIVISOR, COMPUTE,
-                KNOWN, EACH, UNIT, WORD, BLOCK_P, BLOCK_Q // 2,
-            ),
-        )  # fmt: skip
-    else:
-        total = averages_of(
-            DY, at, oh, rest, ow, w + PW - ow * SW, ok_p & ok_q, H, W, OH, OW, y_h, y_w, KH, KW, SH, SW, PH, PW, PADDED,
-            DIVISOR, COMPUTE, KNOWN, EACH, UNIT, WORD, BLOCK_P, BLOCK_Q,
-        )  # fmt: skip
-    at = plane_at(n, c, x_n, x_c, LAST, WORD) + at_point(h, w, x_h, x_w, UNIT, WORD)
-    tl.store(DX + at, stored(total, DX), ok_p & ok_q)
+    n, c, oh, ow, h, w, ok_p, ok_q = coordinates_back(
+        C, H, W, ROWS, PH, PW, SH, SW, KNOWN, LAST, PAIRS, WORD, BLOCK_P, BLOCK_Q
+    )
+    at_y = plane_at(n, c, y_n, y_c, LAST, WORD)
+    at_x = plane_at(n, c, x_n, x_c, LAST, WORD)
+    totals = ()  # all before the first store, which would keep rows from sharing what they read
+    for r in tl.static_range(1 if KNOWN is None else SH):
+        if (
+            PAIRS
+        ):  # the first of which is the (PW % 2)-th column of its last window, PW // 2 windows from the pair's number
+            total = side_by_side(
+                averages_of(
+                    DY, at_y, oh, r, ow + PW // 2, PW % 2, ok_p, H, W, OH, multiple(OW, WORD), y_h, y_w, KH, KW, SH, SW, PH,
+                    PW, PADDED, DIVISOR, COMPUTE, KNOWN, EACH, UNIT, WORD, BLOCK_P, BLOCK_Q // 2,
+                ),
+                averages_of(
+                    DY, at_y, oh, r, ow + (PW + 1) // 2, (PW + 1) % 2, ok_p, H, W, OH, multiple(OW, WORD), y_h, y_w, KH, KW,
+                    SH, SW, PH, PW, PADDED, DIVISOR, COMPUTE, KNOWN, EACH, UNIT, WORD, BLOCK_P, BLOCK_Q // 2,
+                ),
+            )  # fmt: skip
+        else:
+            total = averages_of(
+                DY, at_y, oh, h + PH - oh * SH if KNOWN is None else r, ow, w + PW - ow * SW, ok_p & ok_q, H, W, OH, OW, y_h,
+                y_w, KH, KW, SH, SW, PH, PW, PADDED, DIVISOR, COMPUTE, KNOWN, EACH, UNIT, WORD, BLOCK_P, BLOCK_Q,
+            )  # fmt: skip
+        totals = totals + (total,)
+    for r in tl.static_range(1 if KNOWN is None else SH):
+        there = ok_p & ok_q & (h + r >= 0) & (h + r < H)
+        tl.store(DX + at_x + at_point(h + r, w, x_h, x_w, UNIT, WORD), stored(totals[r], DX), there)
 
 
 @kernel(
@@ -277,8 +295,8 @@ def average_pool_backward(
 )
 def largest_pool(
     X, Y, INDICES, C, H, W, OH, OW, ROWS, x_n, x_c, x_h, x_w, y_n, y_c, y_h, y_w, kh, kw, sh, sw, ph, pw, dh, dw,
-    COMPUTE: tl.constexpr, KNOWN: tl.constexpr, LAST: tl.constexpr, UNIT: tl.constexpr, PAIRS: tl.constexpr,
-    WORD: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_Q: tl.constexpr,
+    COMPUTE: tl.constexpr, KNOWN: tl.constexpr, INSIDE: tl.constexpr, LAST: tl.constexpr, UNIT: tl.constexpr,
+    PAIRS: tl.constexpr, WORD: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_Q: tl.constexpr,
 ):  # fmt: skip
     """The largest of each window, the first of equals or the last NaN, and where in its plane it is."""
     if KNOWN is None:
@@ -295,7 +313,7 @@ def largest_pool(
     n, c, oh, ow, ok_p, ok_q = coordinates(C, OH, OW, ROWS, LAST, WORD, BLOCK_P, BLOCK_Q)
     at = plane_at(n, c, x_n, x_c, LAST, WORD)
     best = tl.full([BLOCK_P, BLOCK_Q], float("-inf"), COMPUTE)
-    index = tl.full([BLOCK_P, BLOCK_Q], -1, tl.int32)
+    index = tl.full([BLOCK_P, BLOCK_Q], -1, tl.int32)  # from where a window begins
     for i in (tl.range if KNOWN is None else tl.static_range)(0, KH):
         h = oh * SH - PH + i * DH
         for j in (tl.range if KNOWN is None else tl.static_range)(0, KW):
@@ -303,10 +321,14 @@ def largest_pool(
             x = load_one(
                 X, at, h, w, j * DW, OW, H, W, x_h, x_w, PW, ok_p, ok_q, UNIT, PAIRS, WORD, BLOCK_P, BLOCK_Q
             ).to(COMPUTE)
-            there = (h >= 0) & (h < H) & (w >= 0) & (w < W)
-            better = there & ((x > best) | is_nan(x) | (index < 0))
+            better = (x > best) | is_nan(x)
+            if not INSIDE:
+                better = (better | (index < 0)) & (h >= 0) & (h < H) & (w >= 0) & (w < W)
+            elif i + j == 0:
+                better = better | (index < 0)
             best = tl.where(better, x, best)
-            index = tl.where(better, h * W + w, index)
+            index = tl.where(better, i * DH * W + j * DW, index)
+    index += (oh * SH - PH) * W + ow * SW - PW
     at = plane_at(n, c, y_n, y_c, LAST, WORD) + at_point(oh, ow, y_h, y_w, UNIT, WORD)
     tl.store(Y + at, stored(best, Y), ok_p & ok_q)
     tl.store(INDICES + at, index.to(tl.int64), ok_p & ok_q)
@@ -353,30 +375,35 @@ def largest_pool_backward(
         PW: tl.constexpr = KNOWN[5]
         DH: tl.constexpr = KNOWN[6]
         DW: tl.constexpr = KNOWN[7]
-    n, c, h, w, ok_p, ok_q, ow = coordinates_back(C, H, W, ROWS, PW, SW, LAST, PAIRS, WORD, BLOCK_P, BLOCK_Q)
+    n, c, oh, ow, h, w, ok_p, ok_q = coordinates_back(
+        C, H, W, ROWS, PH, PW, SH, SW, KNOWN, LAST, PAIRS, WORD, BLOCK_P, BLOCK_Q
+    )
     at_y = plane_at(n, c, y_n, y_c, LAST, WORD)
     at_i = plane_at(n, c, i_n, i_c, LAST, WORD)
-    oh = (h + PH) // SH
-    if PAIRS:
-        OW = multiple(OW, WORD)
-        even = h * W + 2 * ow - PW
-        total = side_by_side(
-            gradients_of(
-                DY, INDICES, at_y, at_i, even, oh, ow, ok_p, OH, OW, y_h, y_w, i_h, i_w, KH, KW, SH, SW, DH, DW, COMPUTE, KNOWN,
-                UNIT, WORD, BLOCK_P, BLOCK_Q // 2,
-            ),
-            gradients_of(
-                DY, INDICES, at_y, at_i, even + 1, oh, ow, ok_p, OH, OW, y_h, y_w, i_h, i_w, KH, KW, SH, SW, DH, DW, COMPUTE,
-                KNOWN, UNIT, WORD, BLOCK_P, BLOCK_Q // 2,
-            ),
-        )  # fmt: skip
-    else:
-        total = gradients_of(
-            DY, INDICES, at_y, at_i, h * W + w, oh, ow, ok_p & ok_q, OH, OW, y_h, y_w, i_h, i_w, KH, KW, SH, SW, DH, DW, COMPUTE,
-            KNOWN, UNIT, WORD, BLOCK_P, BLOCK_Q,
-        )  # fmt: skip
-    at = plane_at(n, c, x_n, x_c, LAST, WORD) + at_point(h, w, x_h, x_w, UNIT, WORD)
-    tl.store(DX + at, stored(total, DX), ok_p & ok_q)
+    at_x = plane_at(n, c, x_n, x_c, LAST, WORD)
+    totals = ()  # all before the first store, which would keep rows from sharing what they read
+    for r in tl.static_range(1 if KNOWN is None else SH):
+        if PAIRS:
+            index = (h + r) * W + 2 * ow
+            total = side_by_side(
+                gradients_of(
+                    DY, INDICES, at_y, at_i, index, oh, ow + PW // 2, ok_p, OH, multiple(OW, WORD), y_h, y_w, i_h, i_w, KH, KW,
+                    SH, SW, DH, DW, COMPUTE, KNOWN, UNIT, WORD, BLOCK_P, BLOCK_Q // 2,
+                ),
+                gradients_of(
+                    DY, INDICES, at_y, at_i, index + 1, oh, ow + (PW + 1) // 2, ok_p, OH, multiple(OW, WORD), y_h, y_w, i_h, i_w,
+                    KH, KW, SH, SW, DH, DW, COMPUTE, KNOWN, UNIT, WORD, BLOCK_P, BLOCK_Q // 2,
+                ),
+            )  # fmt: skip
+        else:
+            total = gradients_of(
+                DY, INDICES, at_y, at_i, (h + r) * W + w, oh, ow, ok_p & ok_q, OH, OW, y_h, y_w, i_h, i_w, KH, KW, SH, SW, DH, DW,
+                COMPUTE, KNOWN, UNIT, WORD, BLOCK_P, BLOCK_Q,
+            )  # fmt: skip
+        totals = totals + (total,)
+    for r in tl.static_range(1 if KNOWN is None else SH):
+        there = ok_p & ok_q & (h + r >= 0) & (h + r < H)
+        tl.store(DX + at_x + at_point(h + r, w, x_h, x_w, UNIT, WORD), stored(totals[r], DX), there)
 
 
 @kernel(grid=programs, tokens=(*PLANES, *strides("x", "y"), "SCALE_H", "SCALE_W"), default=four_warps)
@@ -520,27 +547,32 @@ def launch(
             word = math.gcd(WORDS, c, *(t.stride(d) for t in steps for d in (0, 2, 3)))
         elif unit:
             word = math.gcd(WORDS, w, y.shape[3], *(t.stride(d) for t in steps for d in (0, 1, 2)))
+    rows = made.shape[2]
     if "KNOWN" in constants:
-        constants["PAIRS"] = unit and constants["KNOWN"] is not None and constants["KNOWN"][3] == 2
+        window = constants["KNOWN"]
+        constants["PAIRS"] = unit and window is not None and window[3] == 2
+        if back and window is not None:
+            rows = cdiv(h + window[4], window[2])  # of windows, each with the rows of elements up to the next
+    rows *= n * made.shape[3] if last else n * c
     every = [s for t in steps for s in t.stride()]
     plans.launch(
-        kernel_, tensors, (c, h, w, *y.shape[2:], total // columns, *every, *sizes), numbers, LAST=last, UNIT=unit, WORD=word,
+        kernel_, tensors, (c, h, w, *y.shape[2:], rows, *every, *sizes), numbers, LAST=last, UNIT=unit, WORD=word,
         BLOCK_P=block_p, BLOCK_Q=block_q, **constants,
     )  # fmt: skip
 
 
 def known(window: tuple[int, ...], made: Tensor) -> tuple[int, ...] | None:
     """A window's sizes, if they are to be compiled in: of a large call and a small window."""
-    kh, kw, _, _, _, _, dh, dw = (*window, 1, 1)[:8]
-    return window if made.numel() >= SMALL and ((kh - 1) * dh + 1) * ((kw - 1) * dw + 1) <= UNROLLED else None
+    kh, kw, sh, _, _, _, dh, dw = (*window, 1, 1)[:8]
+    small = ((kh - 1) * dh + 1) * ((kw - 1) * dw + 1) <= UNROLLED and sh <= UNROLLED // 4
+    return window if small and made.numel() >= SMALL else None
 
 
-def each_counts(sizes: tuple[int, ...], x: Tensor, y: Tensor) -> int:
-    """What all sums of windows are divided by, or 0 if they differ."""
-    kh, kw, sh, sw, ph, pw, padded, divisor = sizes
-    sides = zip(x.shape[2:], y.shape[2:], (kh, kw), (sh, sw), (ph, pw))
-    whole = all((m - 1) * s + k <= n + 2 * p and (padded or p == 0) for n, m, k, s, p in sides)
-    return max(divisor, 0) or (kh * kw if whole and not divisor else 0)
+def inside(window: tuple[int, ...], x: Tensor, y: Tensor, padded: bool) -> bool:
+    """Whether all windows are whole: of the plane or, `padded`, of it and its padding."""
+    kh, kw, sh, sw, ph, pw, dh, dw = (*window, 1, 1)[:8]
+    sides = zip(x.shape[2:], y.shape[2:], (kh, kw), (sh, sw), (ph, pw), (dh, dw))
+    return all((m - 1) * s + (k - 1) * d + 1 <= n + 2 * p and (padded or p == 0) for n, m, k, s, p, d in sides)
 
 
 def in_triton(t: Tensor) -> Any:
@@ -559,8 +591,9 @@ def average_sizes(
 
 
 def average_constants(sizes: tuple[int, ...], x: Tensor, y: Tensor, made: Tensor) -> dict[str, Any]:
-    window = known(sizes[:6], made)
-    each = each_counts(sizes, x, y) if window and x.is_floating_point() else 0
+    window, padded, divisor, each = known(sizes[:6], made), sizes[6] != 0, sizes[7], 0
+    if window is not None and x.is_floating_point():
+        each = max(divisor, 0) if divisor else window[0] * window[1] * inside(window, x, y, padded)
     return {"COMPUTE": in_triton(x), "KNOWN": window, "EACH": each}
 
 
@@ -612,7 +645,9 @@ def max_pool2d(
     height, width, sizes = largest_sizes(self, kernel_size, stride, padding, dilation, ceil_mode)
     out, indices = made_like(self, height, width), made_like(self, height, width, torch.int64)
     y, index = (t if t.dim() == 4 else t[None] for t in (out, indices))
-    launch(largest_pool, [x, y, index], x, y, sizes, apart=2, COMPUTE=in_triton(x), KNOWN=known(sizes, y))
+    window = known(sizes, y)
+    constants = {"COMPUTE": in_triton(x), "KNOWN": window, "INSIDE": window is not None and inside(window, x, y, False)}
+    launch(largest_pool, [x, y, index], x, y, sizes, apart=2, **constants)
     return out, indices
 
 
