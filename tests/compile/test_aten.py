@@ -237,7 +237,7 @@ def test_it_compiles(what):
     assert not tables.wrong_code(what, made)
 
 
-@pytest.mark.parametrize("what", ["large rows", "large columns", "large rows of fp32", "channels of a sum"])
+@pytest.mark.parametrize("what", ["large rows", "large columns", "large rows of fp32", "channels of a sum", "averages"])
 def test_large_sums_move_whole_words(what):
     """And divide no element's number by the size of a loop, which is a call of a routine that takes a hundred instructions."""
     name, *args = FORMS[what]

@@ -323,9 +323,9 @@ def largest_pool(
             ).to(COMPUTE)
             better = (x > best) | is_nan(x)
             if not INSIDE:
-                better = (better | (index < 0)) & (h >= 0) & (h < H) & (w >= 0) & (w < W)
+                better = (better | (index == -1)) & (h >= 0) & (h < H) & (w >= 0) & (w < W)
             elif i + j == 0:
-                better = better | (index < 0)
+                better = better | (index == -1)
             best = tl.where(better, x, best)
             index = tl.where(better, i * DH * W + j * DW, index)
     index += (oh * SH - PH) * W + ow * SW - PW
@@ -554,6 +554,8 @@ def launch(
         if back and window is not None:
             rows = cdiv(h + window[4], window[2])  # of windows, each with the rows of elements up to the next
     rows *= n * made.shape[3] if last else n * c
+    if rows >= 2**31 - TILE:
+        raise Declined("more rows than 32 bits count")
     every = [s for t in steps for s in t.stride()]
     plans.launch(
         kernel_, tensors, (c, h, w, *y.shape[2:], rows, *every, *sizes), numbers, LAST=last, UNIT=unit, WORD=word,
