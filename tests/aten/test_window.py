@@ -16,6 +16,7 @@ LAYOUTS = [torch.contiguous_format, torch.channels_last]
 SHAPE = 2, 5, 9, 13
 # Kernel, stride, padding, whether sizes are rounded up
 WINDOWS = [((2, 2), (2, 2), (0, 0), False), ((3, 2), (2, 1), (1, 1), True), ((3, 3), (4, 5), (1, 0), False)]
+WINDOWS += [((2, 3), (3, 2), (0, 1), True), ((3, 4), (1, 2), (1, 2), False)]
 
 
 def drawn(*shapes: tuple[int, ...], dtype: torch.dtype = FP32) -> list[Tensor]:
@@ -48,7 +49,7 @@ def form(request, monkeypatch):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(("dtype", "at"), [(FP32, 0), (BF16, 1), (FP32, 2)])
+@pytest.mark.parametrize(("dtype", "at"), [(FP32, 0), (BF16, 1), (FP32, 2), (FP32, 3), (BF16, 4)])
 def test_averages(dtype, at, layout, form):
     kernel, stride, padding, ceil = WINDOWS[at]
     (x,) = drawn(SHAPE, dtype=dtype)
@@ -64,7 +65,7 @@ def test_averages(dtype, at, layout, form):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(("dtype", "at"), [(FP32, 0), (BF16, 1), (FP32, 2)])
+@pytest.mark.parametrize(("dtype", "at"), [(FP32, 0), (BF16, 1), (FP32, 2), (FP32, 3), (BF16, 4)])
 def test_largest(dtype, at, layout, form):
     kernel, stride, padding, ceil = WINDOWS[at]
     (x,) = drawn(SHAPE, dtype=dtype)

@@ -167,6 +167,16 @@ def last(shape: tuple[int, ...]) -> Tensor:
 
 SMALLER = (32, 512, 32, 32)
 FORMS |= {
+    "windows that meet": ("max_pool2d_with_indices", made(IMAGES, BF16), [3, 3], [2, 2], [1, 1]),
+    "windows that meet back": (
+        "avg_pool2d_backward", made(SMALLER, BF16), made(IMAGES, BF16), [3, 3], [2, 2], [1, 1], False, True, None,
+    ),
+    "the largest back": (
+        "max_pool2d_with_indices_backward", made(SMALLER, BF16), made(IMAGES, BF16), [2, 2], [2, 2], [0, 0], [1, 1], False,
+        made(SMALLER, torch.int64),
+    ),
+}  # fmt: skip
+FORMS |= {
     what: (name, *(layout(t) if isinstance(t, tuple) else t for t in given))
     for kind, layout in (("", lambda shape: made(shape, BF16)), (" of channels last", last))
     for what, name, *given in (
@@ -231,7 +241,7 @@ def test_it_compiles(what):
     assert not tables.wrong_code(what, made)
 
 
-@pytest.mark.parametrize("what", ["large rows", "large columns", "large rows of fp32", "channels of a sum"])
+@pytest.mark.parametrize("what", ["large rows", "large columns", "large rows of fp32", "channels of a sum", "averages"])
 def test_large_sums_move_whole_words(what):
     """And divide no element's number by the size of a loop, which is a call of a routine that takes a hundred instructions."""
     name, *args = FORMS[what]

@@ -7,6 +7,7 @@ rows are all the others.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -20,11 +21,12 @@ from . import plans
 from .functions import divide, is_nan
 from .index_map import lies
 from .plans import bits_of, own
-from .pointwise import IN_TRITON, SMALL, number, stored, whole_words
+from .pointwise import IN_TRITON, SMALL, WORDS, number, stored
 from .row import Declined, compute_dtype, taken
 
 PLANES = ("C", "H", "W", "OH", "OW", "ROWS")
 TILE, SMALL_TILE = 1024, (32, 32)
+UNROLLED = 16  # elements of a window at most whose sizes are compiled in
 CUBIC = tl.constexpr(-0.5)  # of the bicubic kernel, where it is antialiased
 
 
@@ -33,8 +35,11 @@ def strides(*names: str) -> tuple[str, ...]:
 
 
 def programs(a) -> tuple[int]:
-    columns = a.C if a.LAST else a.W if a.BACK else a.OW
-    return (cdiv(a.ROWS, a.BLOCK_P) * cdiv(columns, a.BLOCK_Q),)
+    return (cdiv(a.ROWS, a.BLOCK_P) * cdiv(a.C if a.LAST else a.OW, a.BLOCK_Q),)
+
+
+def programs_back(a) -> tuple[int]:
+    return (cdiv(a.ROWS, a.BLOCK_P) * cdiv(a.C if a.LAST else a.W, a.BLOCK_Q),)
 
 
 def four_warps(a) -> dict[str, int]:
@@ -42,39 +47,93 @@ def four_warps(a) -> dict[str, int]:
 
 
 # ---- kernels ---------------------------------------------------------------------------------------------------------
+#
+# UNIT: elements of a row lie side by side, in all tensors. WORD divides sizes and strides of what lies side by side, so that the
+# compiler moves words of so many elements. KNOWN: the window's sizes where they are compiled in, else None.
+# PAIRS: windows are 2 columns apart, known and UNIT: what is read of (forward) or written to (back) a row goes by pairs of columns.
 
 
 @triton.jit
-def coordinates(C, H, W, ROWS, LAST: tl.constexpr, EVEN: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_Q: tl.constexpr):
-    """(n, c, h, w) of a tile's elements, [BLOCK_P, 1] or [1, BLOCK_Q], of a tensor of this size; and which are there."""
-    if LAST:
-        columns = whole_words(C, EVEN)
-    else:
-        columns = W
-    across = tl.cdiv(columns, BLOCK_Q)
-    pid = tl.program_id(0)
-    p = (pid // across * BLOCK_P + tl.arange(0, BLOCK_P))[:, None]
-    q = (pid % across * BLOCK_Q + tl.arange(0, BLOCK_Q))[None, :]
-    ok = (p < ROWS) & (q < columns)
-    if LAST:
-        return p // W // H, q, p // W % H, p % W, ok
-    else:
-        return p // H // C, p // H % C, p % H, q, ok
+def multiple(n, WORD: tl.constexpr):
+    """A number, in a form by which the compiler knows that WORD divides it."""
+    return n // WORD * WORD
 
 
 @triton.jit
-def plane_at(n, c, s_n, s_c, LAST: tl.constexpr, EVEN: tl.constexpr):
+def divided(n, d):
+    """Quotient and remainder of numbers that are not negative, which takes half the instructions of any numbers."""
+    quotient = (n.to(tl.uint32) // d.to(tl.uint32)).to(tl.int32)
+    return quotient, n - quotient * d
+
+
+@triton.jit
+def tile_across(columns, BLOCK_Q: tl.constexpr):
+    """Which of the tiles that lie side by side is this program's."""
+    return tl.program_id(0) % tl.cdiv(columns, BLOCK_Q)
+
+
+@triton.jit
+def coordinates(C, H, W, ROWS, LAST: tl.constexpr, WORD: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_Q: tl.constexpr):
+    """(n, c, h, w) of a tile's elements, [BLOCK_P, 1] or [1, BLOCK_Q], of a tensor of this size; which rows, and columns, exist."""
+    if LAST:
+        columns = multiple(C, WORD)
+    else:
+        columns = multiple(W, WORD)
+    p = (tl.program_id(0) // tl.cdiv(columns, BLOCK_Q) * BLOCK_P + tl.arange(0, BLOCK_P))[:, None]
+    q = (tile_across(columns, BLOCK_Q) * BLOCK_Q + tl.arange(0, BLOCK_Q))[None, :]
+    if LAST:
+        nh, w = divided(p, W)
+        n, h = divided(nh, H)
+        return n, q, h, w, p < ROWS, q < columns
+    else:
+        nc, h = divided(p, H)
+        n, c = divided(nc, C)
+        return n, c, h, q, p < ROWS, q < columns
+
+
+@triton.jit
+def plane_at(n, c, s_n, s_c, LAST: tl.constexpr, WORD: tl.constexpr):
     """Where planes begin. Channels that are last lie side by side."""
     if LAST:
-        return n.to(tl.int64) * whole_words(s_n, EVEN) + c
+        return n.to(tl.int64) * multiple(s_n, WORD) + c
     else:
-        return n.to(tl.int64) * s_n + c.to(tl.int64) * s_c
+        return n.to(tl.int64) * multiple(s_n, WORD) + c.to(tl.int64) * multiple(s_c, WORD)
 
 
 @triton.jit
-def at_point(h, w, s_h, s_w, EVEN: tl.constexpr):
+def at_point(h, w, s_h, s_w, UNIT: tl.constexpr, WORD: tl.constexpr):
     """Where a point of a plane lies."""
-    return h.to(tl.int64) * whole_words(s_h, EVEN) + w.to(tl.int64) * whole_words(s_w, EVEN)
+    if UNIT:
+        return h.to(tl.int64) * multiple(s_h, WORD) + w
+    else:
+        return h.to(tl.int64) * multiple(s_h, WORD) + w.to(tl.int64) * multiple(s_w, WORD)
+
+
+@triton.jit
+def load_one(
+    X, at, h, w, J, OW, H, W, s_h, s_w, PW, ok_p, ok_q, UNIT: tl.constexpr, PAIRS: tl.constexpr, WORD: tl.constexpr,
+    BLOCK_P: tl.constexpr, BLOCK_Q: tl.constexpr,
+):  # fmt: skip
+    """The elements at (h, w), which are the J-th columns of their windows, and 0 outside of a plane."""
+    there = ok_p & (h >= 0) & (h < H)
+    if PAIRS:
+        # A window's columns J at even and odd distance are halves of the same pairs, of which a thread reads several at once;
+        # the compiler sees that the load is the same
+        pair_of: tl.constexpr = (J - PW) // 2
+        start = tile_across(multiple(OW, WORD), BLOCK_Q) * 2 * BLOCK_Q
+        columns = (start + 2 * pair_of + tl.arange(0, 2 * BLOCK_Q))[None, :]
+        there = there & (columns < multiple(W, WORD))
+        if pair_of < 0:
+            there = there & (columns >= 0)
+        both = tl.load(X + at + at_point(h, columns, s_h, s_w, UNIT, WORD), there, 0)
+        even, odd = tl.split(tl.reshape(both, [BLOCK_P, BLOCK_Q, 2]))
+        if (J - PW) % 2 == 0:
+            return even
+        else:
+            return odd
+    else:
+        there = there & ok_q & (w >= 0) & (w < W)
+        return tl.load(X + at + at_point(h, w, s_h, s_w, UNIT, WORD), there, 0)
 
 
 @triton.jit
@@ -86,134 +145,279 @@ def side_counted(o, K, S, P, size, PADDED):
 
 
 @triton.jit
-def counted(oh, ow, KH, KW, SH, SW, PH, PW, H, W, PADDED, DIVISOR):
-    """What the sum of a window is divided by: the DIVISOR, unless that is 0, or how many elements it counts."""
-    count = side_counted(oh, KH, SH, PH, H, PADDED) * side_counted(ow, KW, SW, PW, W, PADDED)
-    return tl.where(DIVISOR != 0, DIVISOR, count)
+def averaged(total, oh, ow, KH, KW, SH, SW, PH, PW, H, W, PADDED, DIVISOR, EACH: tl.constexpr):
+    """A window's sum by the DIVISOR, unless that is 0, or how many elements it counts; by EACH, if that is the same for all."""
+    if EACH > 0 and (EACH & (EACH - 1)) == 0:
+        return total * (1.0 / EACH)  # which is exact as far as the quotient is
+    elif EACH > 0:
+        return divide(total, tl.full(total.shape, EACH, total.dtype))
+    else:
+        count = side_counted(oh, KH, SH, PH, H, PADDED) * side_counted(ow, KW, SW, PW, W, PADDED)
+        count = tl.where(DIVISOR != 0, DIVISOR, count)
+        return divide(total, tl.broadcast_to(count, total.shape).to(total.dtype))
 
 
 @kernel(
     grid=programs,
-    tokens=(*PLANES, *strides("x", "y"), "KH", "KW", "SH", "SW", "PH", "PW", "PADDED", "DIVISOR"),
+    tokens=(*PLANES, *strides("x", "y"), "kh", "kw", "sh", "sw", "ph", "pw", "PADDED", "DIVISOR"),
     default=four_warps,
 )
 def average_pool(
-    X, Y, C, H, W, OH, OW, ROWS, x_n, x_c, x_h, x_w, y_n, y_c, y_h, y_w, KH, KW, SH, SW, PH, PW, PADDED,
-    DIVISOR, COMPUTE: tl.constexpr, LAST: tl.constexpr, BACK: tl.constexpr, EVEN: tl.constexpr, BLOCK_P: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
+    X, Y, C, H, W, OH, OW, ROWS, x_n, x_c, x_h, x_w, y_n, y_c, y_h, y_w, kh, kw, sh, sw, ph, pw, PADDED,
+    DIVISOR, COMPUTE: tl.constexpr, KNOWN: tl.constexpr, EACH: tl.constexpr, LAST: tl.constexpr, UNIT: tl.constexpr,
+    PAIRS: tl.constexpr, WORD: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_Q: tl.constexpr,
 ):  # fmt: skip
     """Sums of windows by how many elements they count, those of padding too if PADDED is not 0, or by the DIVISOR."""
-    n, c, oh, ow, ok = coordinates(C, OH, OW, ROWS, LAST, EVEN, BLOCK_P, BLOCK_Q)
-    at = plane_at(n, c, x_n, x_c, LAST, EVEN)
+    if KNOWN is None:
+        KH, KW, SH, SW, PH, PW = kh, kw, sh, sw, ph, pw
+    else:
+        KH: tl.constexpr = KNOWN[0]
+        KW: tl.constexpr = KNOWN[1]
+        SH: tl.constexpr = KNOWN[2]
+        SW: tl.constexpr = KNOWN[3]
+        PH: tl.constexpr = KNOWN[4]
+        PW: tl.constexpr = KNOWN[5]
+    n, c, oh, ow, ok_p, ok_q = coordinates(C, OH, OW, ROWS, LAST, WORD, BLOCK_P, BLOCK_Q)
+    at = plane_at(n, c, x_n, x_c, LAST, WORD)
     total = tl.zeros([BLOCK_P, BLOCK_Q], COMPUTE)
-    for i in range(0, KH):
+    for i in (tl.range if KNOWN is None else tl.static_range)(0, KH):
         h = oh * SH - PH + i
-        for j in range(0, KW):
+        for j in (tl.range if KNOWN is None else tl.static_range)(0, KW):
             w = ow * SW - PW + j
-            there = ok & (h >= 0) & (h < H) & (w >= 0) & (w < W)
-            total += tl.load(X + at + at_point(h, w, x_h, x_w, EVEN), there, 0).to(COMPUTE)
-    count = counted(oh, ow, KH, KW, SH, SW, PH, PW, H, W, PADDED, DIVISOR)
-    count = tl.broadcast_to(count, [BLOCK_P, BLOCK_Q])
-    at = plane_at(n, c, y_n, y_c, LAST, EVEN) + at_point(oh, ow, y_h, y_w, EVEN)
-    tl.store(Y + at, stored(divide(total, count.to(COMPUTE)), Y), ok)
+            total += load_one(
+                X, at, h, w, j, OW, H, W, x_h, x_w, PW, ok_p, ok_q, UNIT, PAIRS, WORD, BLOCK_P, BLOCK_Q
+            ).to(COMPUTE)
+    total = averaged(total, oh, ow, KH, KW, SH, SW, PH, PW, H, W, PADDED, DIVISOR, EACH)
+    at = plane_at(n, c, y_n, y_c, LAST, WORD) + at_point(oh, ow, y_h, y_w, UNIT, WORD)
+    tl.store(Y + at, stored(total, Y), ok_p & ok_q)
+
+
+@triton.jit
+def coordinates_back(
+    C, H, W, ROWS, PH, PW, SH, SW, KNOWN: tl.constexpr, LAST: tl.constexpr, PAIRS: tl.constexpr, WORD: tl.constexpr,
+    BLOCK_P: tl.constexpr, BLOCK_Q: tl.constexpr,
+):  # fmt: skip
+    """(n, c, oh, ow, h, w, ok_p, ok_q): elements, and the last windows that have them. Of a window that is KNOWN a program takes
+    all SH rows that share these, of which h is the first. Of PAIRS, ow is the number of a pair."""
+    if KNOWN is None:
+        n, c, h, w, ok_p, ok_q = coordinates(C, H, W, ROWS, LAST, WORD, BLOCK_P, BLOCK_Q)
+        return n, c, (h + PH) // SH, (w + PW) // SW, h, w, ok_p, ok_q
+    else:
+        n, c, oh, w, ok_p, ok_q = coordinates(C, (H + PH + SH - 1) // SH, W, ROWS, LAST, WORD, BLOCK_P, BLOCK_Q)
+        if PAIRS:
+            ow = (tile_across(multiple(W, WORD), BLOCK_Q) * (BLOCK_Q // 2) + tl.arange(0, BLOCK_Q // 2))[None, :]
+        else:
+            ow = (w + PW) // SW
+        return n, c, oh, ow, oh * SH - PH, w, ok_p, ok_q
+
+
+@triton.jit
+def averages_of(
+    DY, at, first_h, rest_h, first_w, rest_w, ok, H, W, OH, OW, y_h, y_w, KH, KW, SH, SW, PH, PW, PADDED, DIVISOR,
+    COMPUTE: tl.constexpr, KNOWN: tl.constexpr, EACH: tl.constexpr, UNIT: tl.constexpr, WORD: tl.constexpr,
+    BLOCK_P: tl.constexpr, BLOCK_Q: tl.constexpr,
+):  # fmt: skip
+    """Of elements that are the `rest`-th of the `first` windows, the gradients of these and of the windows before."""
+    total = tl.zeros([BLOCK_P, BLOCK_Q], COMPUTE)
+    for i in (tl.range if KNOWN is None else tl.static_range)(0, (KH + SH - 1) // SH):
+        oh = first_h - i
+        for j in (tl.range if KNOWN is None else tl.static_range)(0, (KW + SW - 1) // SW):
+            ow = first_w - j
+            there = ok & (oh >= 0) & (oh < OH) & (i * SH + rest_h < KH)
+            there = there & (ow >= 0) & (ow < OW) & (j * SW + rest_w < KW)
+            dy = tl.load(DY + at + at_point(oh, ow, y_h, y_w, UNIT, WORD), there, 0).to(COMPUTE)
+            dy = averaged(dy, oh, ow, KH, KW, SH, SW, PH, PW, H, W, PADDED, DIVISOR, EACH)
+            total += tl.where(there, dy, 0.0)
+    return total
+
+
+@triton.jit
+def side_by_side(even, odd):
+    """[P, Q] each, as [P, 2 Q]."""
+    return tl.reshape(tl.join(even, odd), [even.shape[0], 2 * even.shape[1]])
 
 
 @kernel(
-    grid=programs,
-    tokens=(*PLANES, *strides("y", "x"), "KH", "KW", "SH", "SW", "PH", "PW", "PADDED", "DIVISOR"),
+    grid=programs_back,
+    tokens=(*PLANES, *strides("y", "x"), "kh", "kw", "sh", "sw", "ph", "pw", "PADDED", "DIVISOR"),
     default=four_warps,
 )
 def average_pool_backward(
-    DY, DX, C, H, W, OH, OW, ROWS, y_n, y_c, y_h, y_w, x_n, x_c, x_h, x_w, KH, KW, SH, SW, PH, PW, PADDED,
-    DIVISOR, COMPUTE: tl.constexpr, LAST: tl.constexpr, BACK: tl.constexpr, EVEN: tl.constexpr, BLOCK_P: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
+    DY, DX, C, H, W, OH, OW, ROWS, y_n, y_c, y_h, y_w, x_n, x_c, x_h, x_w, kh, kw, sh, sw, ph, pw, PADDED,
+    DIVISOR, COMPUTE: tl.constexpr, KNOWN: tl.constexpr, EACH: tl.constexpr, LAST: tl.constexpr, UNIT: tl.constexpr,
+    PAIRS: tl.constexpr, WORD: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_Q: tl.constexpr,
 ):  # fmt: skip
     """Of each element, the gradients of all windows that have it."""
-    n, c, h, w, ok = coordinates(C, H, W, ROWS, LAST, EVEN, BLOCK_P, BLOCK_Q)
-    at = plane_at(n, c, y_n, y_c, LAST, EVEN)
-    total = tl.zeros([BLOCK_P, BLOCK_Q], COMPUTE)
-    for i in range(0, tl.cdiv(KH, SH)):
-        oh = (h + PH) // SH - i
-        for j in range(0, tl.cdiv(KW, SW)):
-            ow = (w + PW) // SW - j
-            there = ok & (oh >= 0) & (oh < OH) & (oh * SH - PH + KH > h)
-            there = there & (ow >= 0) & (ow < OW) & (ow * SW - PW + KW > w)
-            dy = tl.load(DY + at + at_point(oh, ow, y_h, y_w, EVEN), there, 0).to(COMPUTE)
-            count = counted(oh, ow, KH, KW, SH, SW, PH, PW, H, W, PADDED, DIVISOR)
-            count = tl.broadcast_to(count, [BLOCK_P, BLOCK_Q])
-            total += tl.where(there, divide(dy, count.to(COMPUTE)), 0.0)
-    at = plane_at(n, c, x_n, x_c, LAST, EVEN) + at_point(h, w, x_h, x_w, EVEN)
-    tl.store(DX + at, stored(total, DX), ok)
+    if KNOWN is None:
+        KH, KW, SH, SW, PH, PW = kh, kw, sh, sw, ph, pw
+    else:
+        KH: tl.constexpr = KNOWN[0]
+        KW: tl.constexpr = KNOWN[1]
+        SH: tl.constexpr = KNOWN[2]
+        SW: tl.constexpr = KNOWN[3]
+        PH: tl.constexpr = KNOWN[4]
+        PW: tl.constexpr = KNOWN[5]
+    n, c, oh, ow, h, w, ok_p, ok_q = coordinates_back(
+        C, H, W, ROWS, PH, PW, SH, SW, KNOWN, LAST, PAIRS, WORD, BLOCK_P, BLOCK_Q
+    )
+    at_y = plane_at(n, c, y_n, y_c, LAST, WORD)
+    at_x = plane_at(n, c, x_n, x_c, LAST, WORD)
+    totals = ()  # all before the first store, which would keep rows from sharing what they read
+    for r in tl.static_range(1 if KNOWN is None else SH):
+        if (
+            PAIRS
+        ):  # the first of which is the (PW % 2)-th column of its last window, PW // 2 windows from the pair's number
+            total = side_by_side(
+                averages_of(
+                    DY, at_y, oh, r, ow + PW // 2, PW % 2, ok_p, H, W, OH, multiple(OW, WORD), y_h, y_w, KH, KW, SH, SW, PH,
+                    PW, PADDED, DIVISOR, COMPUTE, KNOWN, EACH, UNIT, WORD, BLOCK_P, BLOCK_Q // 2,
+                ),
+                averages_of(
+                    DY, at_y, oh, r, ow + (PW + 1) // 2, (PW + 1) % 2, ok_p, H, W, OH, multiple(OW, WORD), y_h, y_w, KH, KW,
+                    SH, SW, PH, PW, PADDED, DIVISOR, COMPUTE, KNOWN, EACH, UNIT, WORD, BLOCK_P, BLOCK_Q // 2,
+                ),
+            )  # fmt: skip
+        else:
+            total = averages_of(
+                DY, at_y, oh, h + PH - oh * SH if KNOWN is None else r, ow, w + PW - ow * SW, ok_p & ok_q, H, W, OH, OW, y_h,
+                y_w, KH, KW, SH, SW, PH, PW, PADDED, DIVISOR, COMPUTE, KNOWN, EACH, UNIT, WORD, BLOCK_P, BLOCK_Q,
+            )  # fmt: skip
+        totals = totals + (total,)
+    for r in tl.static_range(1 if KNOWN is None else SH):
+        there = ok_p & ok_q & (h + r >= 0) & (h + r < H)
+        tl.store(DX + at_x + at_point(h + r, w, x_h, x_w, UNIT, WORD), stored(totals[r], DX), there)
 
 
 @kernel(
     grid=programs,
-    tokens=(*PLANES, *strides("x", "y"), "KH", "KW", "SH", "SW", "PH", "PW", "DH", "DW"),
+    tokens=(*PLANES, *strides("x", "y"), "kh", "kw", "sh", "sw", "ph", "pw", "dh", "dw"),
     default=four_warps,
 )
 def largest_pool(
-    X, Y, INDICES, C, H, W, OH, OW, ROWS, x_n, x_c, x_h, x_w, y_n, y_c, y_h, y_w, KH, KW, SH, SW, PH, PW, DH, DW,
-    COMPUTE: tl.constexpr, LAST: tl.constexpr, BACK: tl.constexpr, EVEN: tl.constexpr, BLOCK_P: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
+    X, Y, INDICES, C, H, W, OH, OW, ROWS, x_n, x_c, x_h, x_w, y_n, y_c, y_h, y_w, kh, kw, sh, sw, ph, pw, dh, dw,
+    COMPUTE: tl.constexpr, KNOWN: tl.constexpr, INSIDE: tl.constexpr, LAST: tl.constexpr, UNIT: tl.constexpr,
+    PAIRS: tl.constexpr, WORD: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_Q: tl.constexpr,
 ):  # fmt: skip
     """The largest of each window, the first of equals or the last NaN, and where in its plane it is."""
-    n, c, oh, ow, ok = coordinates(C, OH, OW, ROWS, LAST, EVEN, BLOCK_P, BLOCK_Q)
-    at = plane_at(n, c, x_n, x_c, LAST, EVEN)
+    if KNOWN is None:
+        KH, KW, SH, SW, PH, PW, DH, DW = kh, kw, sh, sw, ph, pw, dh, dw
+    else:
+        KH: tl.constexpr = KNOWN[0]
+        KW: tl.constexpr = KNOWN[1]
+        SH: tl.constexpr = KNOWN[2]
+        SW: tl.constexpr = KNOWN[3]
+        PH: tl.constexpr = KNOWN[4]
+        PW: tl.constexpr = KNOWN[5]
+        DH: tl.constexpr = KNOWN[6]
+        DW: tl.constexpr = KNOWN[7]
+    n, c, oh, ow, ok_p, ok_q = coordinates(C, OH, OW, ROWS, LAST, WORD, BLOCK_P, BLOCK_Q)
+    at = plane_at(n, c, x_n, x_c, LAST, WORD)
     best = tl.full([BLOCK_P, BLOCK_Q], float("-inf"), COMPUTE)
-    index = tl.full([BLOCK_P, BLOCK_Q], -1, tl.int64)
-    for i in range(0, KH):
+    index = tl.full([BLOCK_P, BLOCK_Q], -1, tl.int32)  # from where a window begins
+    for i in (tl.range if KNOWN is None else tl.static_range)(0, KH):
         h = oh * SH - PH + i * DH
-        for j in range(0, KW):
+        for j in (tl.range if KNOWN is None else tl.static_range)(0, KW):
             w = ow * SW - PW + j * DW
-            there = ok & (h >= 0) & (h < H) & (w >= 0) & (w < W)
-            x = tl.load(X + at + at_point(h, w, x_h, x_w, EVEN), there, 0).to(COMPUTE)
-            better = there & ((x > best) | is_nan(x) | (index < 0))
+            x = load_one(
+                X, at, h, w, j * DW, OW, H, W, x_h, x_w, PW, ok_p, ok_q, UNIT, PAIRS, WORD, BLOCK_P, BLOCK_Q
+            ).to(COMPUTE)
+            better = (x > best) | is_nan(x)
+            if not INSIDE:
+                better = (better | (index == -1)) & (h >= 0) & (h < H) & (w >= 0) & (w < W)
+            elif i + j == 0:
+                better = better | (index == -1)
             best = tl.where(better, x, best)
-            index = tl.where(better, h.to(tl.int64) * W + w, index)
-    at = plane_at(n, c, y_n, y_c, LAST, EVEN) + at_point(oh, ow, y_h, y_w, EVEN)
-    tl.store(Y + at, stored(best, Y), ok)
-    tl.store(INDICES + at, index, ok)
+            index = tl.where(better, i * DH * W + j * DW, index)
+    index += (oh * SH - PH) * W + ow * SW - PW
+    at = plane_at(n, c, y_n, y_c, LAST, WORD) + at_point(oh, ow, y_h, y_w, UNIT, WORD)
+    tl.store(Y + at, stored(best, Y), ok_p & ok_q)
+    tl.store(INDICES + at, index.to(tl.int64), ok_p & ok_q)
+
+
+@triton.jit
+def gradients_of(
+    DY, INDICES, at_y, at_i, own_index, first_h, first_w, ok, OH, OW, y_h, y_w, i_h, i_w, KH, KW, SH, SW, DH, DW,
+    COMPUTE: tl.constexpr, KNOWN: tl.constexpr, UNIT: tl.constexpr, WORD: tl.constexpr, BLOCK_P: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+):  # fmt: skip
+    """Of elements of this index, the gradients of the `first` windows and of those before that hold it for the largest."""
+    total = tl.zeros([BLOCK_P, BLOCK_Q], COMPUTE)
+    for i in (tl.range if KNOWN is None else tl.static_range)(0, (KH - 1) * DH // SH + 1):
+        oh = first_h - i
+        for j in (tl.range if KNOWN is None else tl.static_range)(0, (KW - 1) * DW // SW + 1):
+            ow = first_w - j
+            there = ok & (oh >= 0) & (oh < OH) & (ow >= 0) & (ow < OW)
+            index = tl.load(INDICES + at_i + at_point(oh, ow, i_h, i_w, UNIT, WORD), there, -1)
+            dy = tl.load(DY + at_y + at_point(oh, ow, y_h, y_w, UNIT, WORD), there, 0).to(COMPUTE)
+            total += tl.where(index == own_index, dy, 0.0)
+    return total
 
 
 @kernel(
-    grid=programs,
-    tokens=(*PLANES, *strides("y", "i", "x"), "KH", "KW", "SH", "SW", "PH", "PW", "DH", "DW"),
+    grid=programs_back,
+    tokens=(*PLANES, *strides("y", "i", "x"), "kh", "kw", "sh", "sw", "ph", "pw", "dh", "dw"),
     default=four_warps,
 )
 def largest_pool_backward(
-    DY, INDICES, DX, C, H, W, OH, OW, ROWS, y_n, y_c, y_h, y_w, i_n, i_c, i_h, i_w, x_n, x_c, x_h, x_w, KH, KW, SH, SW, PH, PW,
-    DH, DW, COMPUTE: tl.constexpr, LAST: tl.constexpr, BACK: tl.constexpr, EVEN: tl.constexpr, BLOCK_P: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
+    DY, INDICES, DX, C, H, W, OH, OW, ROWS, y_n, y_c, y_h, y_w, i_n, i_c, i_h, i_w, x_n, x_c, x_h, x_w, kh, kw, sh, sw, ph, pw,
+    dh, dw, COMPUTE: tl.constexpr, KNOWN: tl.constexpr, LAST: tl.constexpr, UNIT: tl.constexpr, PAIRS: tl.constexpr,
+    WORD: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_Q: tl.constexpr,
 ):  # fmt: skip
     """Of each element, the gradients of all windows that it is the largest of: an index is compared, never followed."""
-    n, c, h, w, ok = coordinates(C, H, W, ROWS, LAST, EVEN, BLOCK_P, BLOCK_Q)
-    at_y = plane_at(n, c, y_n, y_c, LAST, EVEN)
-    at_i = plane_at(n, c, i_n, i_c, LAST, EVEN)
-    own_index = h.to(tl.int64) * W + w
-    total = tl.zeros([BLOCK_P, BLOCK_Q], COMPUTE)
-    for i in range(0, (KH - 1) * DH // SH + 1):
-        oh = (h + PH) // SH - i
-        for j in range(0, (KW - 1) * DW // SW + 1):
-            ow = (w + PW) // SW - j
-            there = ok & (oh >= 0) & (oh < OH) & (ow >= 0) & (ow < OW)
-            index = tl.load(INDICES + at_i + at_point(oh, ow, i_h, i_w, EVEN), there, -1)
-            mine = there & (index == own_index)
-            total += tl.load(DY + at_y + at_point(oh, ow, y_h, y_w, EVEN), mine, 0).to(COMPUTE)
-    at = plane_at(n, c, x_n, x_c, LAST, EVEN) + at_point(h, w, x_h, x_w, EVEN)
-    tl.store(DX + at, stored(total, DX), ok)
+    if KNOWN is None:
+        KH, KW, SH, SW, PH, PW, DH, DW = kh, kw, sh, sw, ph, pw, dh, dw
+    else:
+        KH: tl.constexpr = KNOWN[0]
+        KW: tl.constexpr = KNOWN[1]
+        SH: tl.constexpr = KNOWN[2]
+        SW: tl.constexpr = KNOWN[3]
+        PH: tl.constexpr = KNOWN[4]
+        PW: tl.constexpr = KNOWN[5]
+        DH: tl.constexpr = KNOWN[6]
+        DW: tl.constexpr = KNOWN[7]
+    n, c, oh, ow, h, w, ok_p, ok_q = coordinates_back(
+        C, H, W, ROWS, PH, PW, SH, SW, KNOWN, LAST, PAIRS, WORD, BLOCK_P, BLOCK_Q
+    )
+    at_y = plane_at(n, c, y_n, y_c, LAST, WORD)
+    at_i = plane_at(n, c, i_n, i_c, LAST, WORD)
+    at_x = plane_at(n, c, x_n, x_c, LAST, WORD)
+    totals = ()  # all before the first store, which would keep rows from sharing what they read
+    for r in tl.static_range(1 if KNOWN is None else SH):
+        if PAIRS:
+            index = (h + r) * W + 2 * ow
+            total = side_by_side(
+                gradients_of(
+                    DY, INDICES, at_y, at_i, index, oh, ow + PW // 2, ok_p, OH, multiple(OW, WORD), y_h, y_w, i_h, i_w, KH, KW,
+                    SH, SW, DH, DW, COMPUTE, KNOWN, UNIT, WORD, BLOCK_P, BLOCK_Q // 2,
+                ),
+                gradients_of(
+                    DY, INDICES, at_y, at_i, index + 1, oh, ow + (PW + 1) // 2, ok_p, OH, multiple(OW, WORD), y_h, y_w, i_h, i_w,
+                    KH, KW, SH, SW, DH, DW, COMPUTE, KNOWN, UNIT, WORD, BLOCK_P, BLOCK_Q // 2,
+                ),
+            )  # fmt: skip
+        else:
+            total = gradients_of(
+                DY, INDICES, at_y, at_i, (h + r) * W + w, oh, ow, ok_p & ok_q, OH, OW, y_h, y_w, i_h, i_w, KH, KW, SH, SW, DH, DW,
+                COMPUTE, KNOWN, UNIT, WORD, BLOCK_P, BLOCK_Q,
+            )  # fmt: skip
+        totals = totals + (total,)
+    for r in tl.static_range(1 if KNOWN is None else SH):
+        there = ok_p & ok_q & (h + r >= 0) & (h + r < H)
+        tl.store(DX + at_x + at_point(h + r, w, x_h, x_w, UNIT, WORD), stored(totals[r], DX), there)
 
 
 @kernel(grid=programs, tokens=(*PLANES, *strides("x", "y"), "SCALE_H", "SCALE_W"), default=four_warps)
 def nearest(
     X, Y, C, H, W, OH, OW, ROWS, x_n, x_c, x_h, x_w, y_n, y_c, y_h, y_w, SCALE_H: tl.int64, SCALE_W: tl.int64,
-    LAST: tl.constexpr, BACK: tl.constexpr, EVEN: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_Q: tl.constexpr,
+    LAST: tl.constexpr, UNIT: tl.constexpr, WORD: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_Q: tl.constexpr,
 ):  # fmt: skip
     """SCALE: elements of the operand for one of the result."""
-    n, c, oh, ow, ok = coordinates(C, OH, OW, ROWS, LAST, EVEN, BLOCK_P, BLOCK_Q)
+    n, c, oh, ow, ok_p, ok_q = coordinates(C, OH, OW, ROWS, LAST, WORD, BLOCK_P, BLOCK_Q)
     h = tl.minimum((oh.to(tl.float32) * number(SCALE_H, tl.float32)).to(tl.int32), H - 1)
     w = tl.minimum((ow.to(tl.float32) * number(SCALE_W, tl.float32)).to(tl.int32), W - 1)
-    x = tl.load(X + plane_at(n, c, x_n, x_c, LAST, EVEN) + at_point(h, w, x_h, x_w, EVEN), ok, 0)
-    tl.store(Y + plane_at(n, c, y_n, y_c, LAST, EVEN) + at_point(oh, ow, y_h, y_w, EVEN), x, ok)
+    ok = ok_p & ok_q
+    x = tl.load(X + plane_at(n, c, x_n, x_c, LAST, WORD) + at_point(h, w, x_h, x_w, UNIT, WORD), ok, 0)
+    tl.store(Y + plane_at(n, c, y_n, y_c, LAST, WORD) + at_point(oh, ow, y_h, y_w, UNIT, WORD), x, ok)
 
 
 @triton.jit
@@ -246,11 +450,11 @@ def weight(i, count, start, scale):
 )
 def bicubic(
     X, Y, C, H, W, OH, OW, ROWS, x_n, x_c, x_h, x_w, y_n, y_c, y_h, y_w, TAPS_H, TAPS_W, SCALE_H: tl.int64, SCALE_W: tl.int64,
-    COMPUTE: tl.constexpr, LAST: tl.constexpr, BACK: tl.constexpr, EVEN: tl.constexpr, BLOCK_P: tl.constexpr,
+    COMPUTE: tl.constexpr, LAST: tl.constexpr, UNIT: tl.constexpr, WORD: tl.constexpr, BLOCK_P: tl.constexpr,
     BLOCK_Q: tl.constexpr,
 ):  # fmt: skip
     """TAPS: the most elements under a kernel, along each side. Weights are brought to a sum of 1."""
-    n, c, oh, ow, ok = coordinates(C, OH, OW, ROWS, LAST, EVEN, BLOCK_P, BLOCK_Q)
+    n, c, oh, ow, ok_p, ok_q = coordinates(C, OH, OW, ROWS, LAST, WORD, BLOCK_P, BLOCK_Q)
     scale_h = number(SCALE_H, COMPUTE)
     scale_w = number(SCALE_W, COMPUTE)
     first_h, count_h, start_h = taps(oh, H, scale_h, COMPUTE)
@@ -261,17 +465,17 @@ def bicubic(
     sum_w = start_w * 0
     for j in range(0, TAPS_W):
         sum_w += weight(j, count_w, start_w, scale_w)
-    at = plane_at(n, c, x_n, x_c, LAST, EVEN)
+    at = plane_at(n, c, x_n, x_c, LAST, WORD)
     total = tl.zeros([BLOCK_P, BLOCK_Q], COMPUTE)
     for i in range(0, TAPS_H):
         line = tl.zeros([BLOCK_P, BLOCK_Q], COMPUTE)
         for j in range(0, TAPS_W):
-            there = ok & (i < count_h) & (j < count_w)
-            x = tl.load(X + at + at_point(first_h + i, first_w + j, x_h, x_w, EVEN), there, 0).to(COMPUTE)
+            there = ok_p & ok_q & (i < count_h) & (j < count_w)
+            x = tl.load(X + at + at_point(first_h + i, first_w + j, x_h, x_w, UNIT, WORD), there, 0).to(COMPUTE)
             line += x * divide(weight(j, count_w, start_w, scale_w), sum_w)
         total += line * divide(weight(i, count_h, start_h, scale_h), sum_h)
-    at = plane_at(n, c, y_n, y_c, LAST, EVEN) + at_point(oh, ow, y_h, y_w, EVEN)
-    tl.store(Y + at, stored(total, Y), ok)
+    at = plane_at(n, c, y_n, y_c, LAST, WORD) + at_point(oh, ow, y_h, y_w, UNIT, WORD)
+    tl.store(Y + at, stored(total, Y), ok_p & ok_q)
 
 
 # ---- host ------------------------------------------------------------------------------------------------------------
@@ -332,17 +536,45 @@ def launch(
     steps = tensors[: apart or len(tensors)]
     last = last and all(t.stride(1) == 1 for t in steps)
     columns = c if last else made.shape[3]
+    unit, word = False, 1
     if total < SMALL:
-        block_p, block_q, even = *SMALL_TILE, False
+        block_p, block_q = SMALL_TILE
     else:
         block_q = max(8, min(128, power_of_two(columns)))
         block_p = TILE // block_q
-        even = last and c % 16 == 0 and not any(t.stride(d) % 16 for t in steps for d in (0, 2, 3))
+        unit = not last and all(t.stride(3) == 1 for t in steps)
+        if last:
+            word = math.gcd(WORDS, c, *(t.stride(d) for t in steps for d in (0, 2, 3)))
+        elif unit:
+            word = math.gcd(WORDS, w, y.shape[3], *(t.stride(d) for t in steps for d in (0, 1, 2)))
+    rows = made.shape[2]
+    if "KNOWN" in constants:
+        window = constants["KNOWN"]
+        constants["PAIRS"] = unit and window is not None and window[3] == 2
+        if back and window is not None:
+            rows = cdiv(h + window[4], window[2])  # of windows, each with the rows of elements up to the next
+    rows *= n * made.shape[3] if last else n * c
+    if rows >= 2**31 - TILE:
+        raise Declined("more rows than 32 bits count")
     every = [s for t in steps for s in t.stride()]
     plans.launch(
-        kernel_, tensors, (c, h, w, *y.shape[2:], total // columns, *every, *sizes), numbers, LAST=last, BACK=back, EVEN=even,
+        kernel_, tensors, (c, h, w, *y.shape[2:], rows, *every, *sizes), numbers, LAST=last, UNIT=unit, WORD=word,
         BLOCK_P=block_p, BLOCK_Q=block_q, **constants,
     )  # fmt: skip
+
+
+def known(window: tuple[int, ...], made: Tensor) -> tuple[int, ...] | None:
+    """A window's sizes, if they are to be compiled in: of a large call and a small window."""
+    kh, kw, sh, _, _, _, dh, dw = (*window, 1, 1)[:8]
+    small = ((kh - 1) * dh + 1) * ((kw - 1) * dw + 1) <= UNROLLED and sh <= UNROLLED // 4
+    return window if small and made.numel() >= SMALL else None
+
+
+def inside(window: tuple[int, ...], x: Tensor, y: Tensor, padded: bool) -> bool:
+    """Whether all windows are whole: of the plane or, `padded`, of it and its padding."""
+    kh, kw, sh, sw, ph, pw, dh, dw = (*window, 1, 1)[:8]
+    sides = zip(x.shape[2:], y.shape[2:], (kh, kw), (sh, sw), (ph, pw), (dh, dw))
+    return all((m - 1) * s + (k - 1) * d + 1 <= n + 2 * p and (padded or p == 0) for n, m, k, s, p, d in sides)
 
 
 def in_triton(t: Tensor) -> Any:
@@ -360,6 +592,13 @@ def average_sizes(
     return (*made, (*kernel_size, *stride, *padding, int(padded), divisor or 0))
 
 
+def average_constants(sizes: tuple[int, ...], x: Tensor, y: Tensor, made: Tensor) -> dict[str, Any]:
+    window, padded, divisor, each = known(sizes[:6], made), sizes[6] != 0, sizes[7], 0
+    if window is not None and x.is_floating_point():
+        each = max(divisor, 0) if divisor else window[0] * window[1] * inside(window, x, y, padded)
+    return {"COMPUTE": in_triton(x), "KNOWN": window, "EACH": each}
+
+
 def avg_pool2d(
     self: Tensor, kernel_size: Any, stride: Any = (), padding: Any = 0, ceil_mode: bool = False, count_include_pad: bool = True,
     divisor_override: int | None = None,
@@ -370,7 +609,7 @@ def avg_pool2d(
     )
     out = made_like(self, height, width)
     y = out if out.dim() == 4 else out[None]
-    launch(average_pool, [x, y], x, y, sizes, COMPUTE=in_triton(x))
+    launch(average_pool, [x, y], x, y, sizes, **average_constants(sizes, x, y, y))
     return out
 
 
@@ -386,15 +625,7 @@ def avg_pool2d_backward(
         raise Declined("a gradient that is not like the result")
     out = made_like(self, *self.shape[-2:])
     dx = out if out.dim() == 4 else out[None]
-    launch(
-        average_pool_backward,
-        [dy, dx],
-        dx,
-        dy,
-        sizes,
-        back=True,
-        COMPUTE=in_triton(x),
-    )
+    launch(average_pool_backward, [dy, dx], dx, dy, sizes, back=True, **average_constants(sizes, dx, dy, dx))
     return out
 
 
@@ -416,7 +647,9 @@ def max_pool2d(
     height, width, sizes = largest_sizes(self, kernel_size, stride, padding, dilation, ceil_mode)
     out, indices = made_like(self, height, width), made_like(self, height, width, torch.int64)
     y, index = (t if t.dim() == 4 else t[None] for t in (out, indices))
-    launch(largest_pool, [x, y, index], x, y, sizes, apart=2, COMPUTE=in_triton(x))
+    window = known(sizes, y)
+    constants = {"COMPUTE": in_triton(x), "KNOWN": window, "INSIDE": window is not None and inside(window, x, y, False)}
+    launch(largest_pool, [x, y, index], x, y, sizes, apart=2, **constants)
     return out, indices
 
 
@@ -433,7 +666,8 @@ def max_pool2d_with_indices_backward(
         raise Declined("no floats, or no indices")
     out = made_like(self, *self.shape[-2:])
     dx = out if out.dim() == 4 else out[None]
-    launch(largest_pool_backward, [dy, index, dx], dx, dy, sizes, back=True, COMPUTE=in_triton(x))
+    constants = {"COMPUTE": in_triton(x), "KNOWN": known(sizes, dx)}
+    launch(largest_pool_backward, [dy, index, dx], dx, dy, sizes, back=True, **constants)
     return out
 
 
