@@ -56,6 +56,9 @@ FORMS = {
     "parts of a scan": ("cumsum", made((1 << 20,), BF16), 0),
     "parts of a scan with an index": ("cummax", made((1 << 20,), BF16), 0),
     "a scan of integers": ("cummin", made((8, 64), torch.int32), 1),
+    "rows side by side": ("cat", [made((4096, 33), BF16), made((4096, 33), BF16)], 1),
+    "odd rows of bools side by side": ("cat", [made((4097, 33), BOOL), made((4097, 33), BOOL)], 1),
+    "elements in turn": ("cat", [made((65536, 1), BF16), made((65536, 1), BF16)], 1),
     "a patch of bools": ("constant_pad_nd", made((8, 8), BOOL), [1, 1]),
     "a band of bools": ("triu", made((8, 8), BOOL)),
     # index
@@ -201,6 +204,7 @@ VARIANTS = everything()
 def test_every_kernel_is_there():
     assert {one.kernel.name for one in VARIANTS.values()} == {
         "pointwise_flat", "pointwise_tiles", "reduce_tiles", "reduce_parts", "scan_tiles", "patch", "band", "ramp",
+        "rows_beside", "in_turn",
         "softmax_rows", "softmax_rows_backward", "softmax_columns", "softmax_columns_backward",
         "normalise", "normalise_backward", "normalise_rows", "rows_backward", "normalise_cells",
         "normalise_cells_backward", "column_sums", "add_parts",
@@ -230,6 +234,14 @@ def test_it_compiles(what):
 @pytest.mark.parametrize("what", ["large rows", "large columns", "large rows of fp32", "channels of a sum"])
 def test_large_sums_move_whole_words(what):
     """And divide no element's number by the size of a loop, which is a call of a routine that takes a hundred instructions."""
+    name, *args = FORMS[what]
+    made = needed(name, args, {})[0].compile()
+    assert made.count("LDG.E.128") >= 2 and not made.count("LDG.E.U16") and not made.count("CALL")
+
+
+@pytest.mark.parametrize("what", ["rows side by side", "elements in turn"])
+def test_short_rows_are_read_in_whole_words(what):
+    """And the row of an element is found without a division."""
     name, *args = FORMS[what]
     made = needed(name, args, {})[0].compile()
     assert made.count("LDG.E.128") >= 2 and not made.count("LDG.E.U16") and not made.count("CALL")
