@@ -1,4 +1,4 @@
-"""Rows side by side, and elements in turn: widths around a block's, counts that are no whole words, formats, dtypes."""
+"""Rows side by side, elements in turn, and repeats: widths around a block's, counts that are no whole words, formats, dtypes."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from tests.aten.compare import differences
+from tests.aten.samples import DEVICE
 from tilewright.aten import copies, table
 
 TAKEN = (torch.bfloat16, torch.float64, torch.int32, torch.int64, torch.uint8, torch.bool)
@@ -15,7 +16,8 @@ TAKEN = (torch.bfloat16, torch.float64, torch.int32, torch.int64, torch.uint8, t
 @pytest.fixture(autouse=True)
 def few_are_enough(monkeypatch):
     monkeypatch.setattr(copies, "SMALL", 1)
-    monkeypatch.setattr(copies, "BLOCK", 256)
+    monkeypatch.setattr(copies, "FEWEST", 1)
+    monkeypatch.setattr(copies, "BLOCK", 1024)
 
 
 @pytest.fixture
@@ -33,13 +35,13 @@ def launched(monkeypatch) -> list[str]:
 
 
 def drawn(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randint(0, 2 if dtype == torch.bool else 100, shape).to(dtype)
+    return torch.randint(0, 2 if dtype == torch.bool else 100, shape, device=DEVICE).to(dtype)
 
 
 # Rows, and columns of each tensor: narrow, one more or less than a block, several blocks, of very unlike sizes, 3 and 5 tensors
 ROWS = {
-    (1000, (33, 33)), (48, (33, 33)), (37, (255, 257)), (16, (256, 1)), (21, (1, 700)), (64, (1, 2, 3)), (33, (5, 16, 16, 1, 300)),
-    (50, (15,)), (512, (1, 1, 1)),
+    (1000, (33, 33)), (48, (33, 33)), (37, (1023, 1025)), (16, (1024, 1)), (21, (1, 2700)), (64, (1, 2, 3)),
+    (33, (5, 16, 16, 1, 1100)), (50, (15,)), (2048, (1, 1, 1)),
 }  # fmt: skip
 
 
@@ -51,7 +53,7 @@ def test_rows_side_by_side(rows, sizes, launched):
 
 
 @pytest.mark.parametrize("dtype", TAKEN)
-@pytest.mark.parametrize("count", [640, 641])
+@pytest.mark.parametrize("count", [2560, 2561])
 def test_elements_in_turn(dtype, count, launched):
     given = [drawn(count, 1, dtype=dtype) for _ in range(2)]
     assert not differences(table.FORMS["cat"](given, 1), torch.cat(given, 1))
@@ -66,9 +68,38 @@ def test_other_ways_to_lie():
     x, y = drawn(20, 3, 7), drawn(20, 5, 7)
     last = [drawn(4, c, 5, 6).to(memory_format=torch.channels_last) for c in (3, 2)]
     for given, dim in (
-        ([x, y], 1), ([x, x[:0]], 0), ([x[:, :0], y], 1), ([torch.empty(0), x, y], 1), ([x[1:], y[1:]], 1), ([x[:, :, ::2]] * 2, 2),
+        ([x, y], 1), ([x, x[:0]], 0), ([x[:, :0], y], 1), ([torch.empty(0, device=DEVICE), x, y], 1),
+        ([x[1:], y[1:]], 1), ([x[:, :, ::2]] * 2, 2),
         ([x.permute(2, 1, 0), y.permute(2, 1, 0)], 1), ([x, y.to(torch.bfloat16)], 1),
         ([drawn(20, 32), drawn(20, 16)], 1), (last, 1), ([t.repeat_interleave(2, 2) for t in last], 1),
         ([last[0]] * 2, 2), ([last[0], last[0].contiguous()], 3),
     ):  # fmt: skip
         assert not differences(table.FORMS["cat"](given, dim), torch.cat(given, dim))
+
+
+# What is repeated how often, and the kernel that does it: elements side by side, of counts that are whole words or not; rows within
+# and beside one another, that fill a tile or not, or are parts of longer ones; what is left to copies of any strides
+REPEATS = {
+    "each twice": (drawn(1600, 1), (1, 2), "in_turn"),
+    "each of an odd count twice": (drawn(21, 77, 1), (1, 1, 2), "in_turn"),
+    "each three times": (drawn(160, 1), (1, 3), "several_times"),
+    "each of an odd count often": (drawn(161, 1), (1, 64), "several_times"),
+    "rows and columns": (drawn(21, 1040), (2, 3), "tiles_again"),
+    "short rows": (drawn(21, 48), (1, 2), "tiles_again"),
+    "all": (drawn(1040), (3,), "tiles_again"),
+    "with a dimension more": (drawn(7, 32), (2, 3, 1), "tiles_again"),
+    "parts of rows": (drawn(9, 64)[:, :32], (2, 2), "tiles_again"),
+    "odd rows": (drawn(9, 33), (2, 2), None),
+    "columns": (drawn(32, 16).t(), (2, 2), None),
+    "elements too often": (drawn(9, 1), (1, 65), None),
+    "both": (drawn(32, 1), (2, 3), None),
+}
+
+
+@pytest.mark.parametrize("what", REPEATS)
+def test_repeats(what, launched):
+    x, repeats, kernel = REPEATS[what]
+    for given in (x, x.to(torch.bfloat16), x > 50):
+        launched.clear()
+        assert not differences(table.FORMS["repeat"](given, list(repeats)), given.repeat(repeats))
+        assert launched == ([kernel] if kernel else ["pointwise_tiles"])

@@ -3,7 +3,7 @@
 A result has no gaps, and is seen in at most four loops in the order of its memory. `patch` puts a source into a box of it, with a
 step, and a number or another tensor elsewhere: padding, slices that are scattered, and dimensions that are flipped. `band` keeps
 what lies on one side of a diagonal, or on it: triangles, diagonals that are embedded. `ramp` counts. What is a copy of views (cat,
-repeat) is one; of short rows, that of `copies.py`.
+repeat) is one; of rows that are short or repeated, one of `copies.py`.
 """
 
 from __future__ import annotations
@@ -285,7 +285,9 @@ def repeat(self: Tensor, repeats: list[int]) -> Tensor:
     if out.numel():
         pairs = [n for both in zip(repeats, wide.shape) for n in both]
         strides = [s for own in wide.stride() for s in (0, own)]
-        pointwise.run(forms.COPY, {"self": wide.as_strided(pairs, strides)}, out.view(pairs))
+        seen, made = wide.as_strided(pairs, strides), out.view(pairs)
+        if not copies.repeat_into(made, seen):
+            pointwise.run(forms.COPY, {"self": seen}, made)
     return out
 
 
