@@ -3,7 +3,7 @@
 A result has no gaps, and is seen in at most four loops in the order of its memory. `patch` puts a source into a box of it, with a
 step, and a number or another tensor elsewhere: padding, slices that are scattered, and dimensions that are flipped. `band` keeps
 what lies on one side of a diagonal, or on it: triangles, diagonals that are embedded. `ramp` counts. What is a copy of views (cat,
-repeat) is one.
+repeat) is one; of rows that are short or repeated, one of `copies.py`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from triton.language.extra import libdevice
 
 from ..core.tensor import cdiv
 from ..runtime.kernel import kernel
-from . import forms, plans, pointwise
+from . import copies, forms, plans, pointwise
 from .layout import is_dense
 from .plans import bits_of, own
 from .pointwise import IN_TRITON, number, stored
@@ -285,7 +285,9 @@ def repeat(self: Tensor, repeats: list[int]) -> Tensor:
     if out.numel():
         pairs = [n for both in zip(repeats, wide.shape) for n in both]
         strides = [s for own in wide.stride() for s in (0, own)]
-        pointwise.run(forms.COPY, {"self": wide.as_strided(pairs, strides)}, out.view(pairs))
+        seen, made = wide.as_strided(pairs, strides), out.view(pairs)
+        if not copies.repeat_into(made, seen):
+            pointwise.run(forms.COPY, {"self": seen}, made)
     return out
 
 
@@ -309,10 +311,14 @@ def cat(tensors: list[Tensor], dim: int = 0) -> Tensor:
     shape[d] = sum(t.shape[d] for t in given)
     form = forms_of.pop() if len(forms_of) == 1 else torch.contiguous_format
     out = own(torch.empty(shape, dtype=dtype, device=first.device, memory_format=form))
+    there = [t for t in given if t.numel()]
+    found = copies.rows_of(there, form, d) if there and dtype == there[0].dtype else None
+    if found is not None:
+        copies.join_rows(out, there, *found)
+        return out
     at = 0
-    for t in given:
-        if t.numel():
-            pointwise.run(forms.COPY, {"self": t}, out.narrow(d, at, t.shape[d]))
+    for t in there:
+        pointwise.run(forms.COPY, {"self": t}, out.narrow(d, at, t.shape[d]))
         at += t.shape[d]
     return out
 
