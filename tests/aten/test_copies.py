@@ -103,3 +103,15 @@ def test_repeats(what, launched):
         launched.clear()
         assert not differences(table.FORMS["repeat"](given, list(repeats)), given.repeat(repeats))
         assert launched == ([kernel] if kernel else ["pointwise_tiles"])
+
+
+@pytest.mark.parametrize(
+    ("shape", "kernel"),
+    [((3, 40, 32, 2), "in_turn"), ((3, 40, 32, 5), "several_times"), ((3, 40, 3, 32), "tiles_again")],
+)
+def test_clones_of_what_is_expanded(shape, kernel, launched):
+    """As `repeat_interleave` makes them."""
+    x = drawn(3, 40, 32)
+    x = (x[..., None] if shape[2] == 32 else x[:, :, None]).expand(shape)
+    assert not differences(table.FORMS["clone"](x, memory_format=torch.contiguous_format), x.contiguous())
+    assert launched == [kernel]

@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import copies
 from . import functions as f
 from .plans import own
 from .pointwise import run
-from .row import Declined, Number, Row, of_numbers
+from .row import Declined, Number, Row, of_numbers, taken
 from .rows import fill_is_aten
 
 COPY = Row("copy", f.copy, (), promotes="keep", fills=True)
@@ -96,7 +97,9 @@ def zero(self: Tensor) -> Tensor:
 
 
 def clone(self: Tensor, *, memory_format: torch.memory_format | None = None) -> Tensor:
-    return run(COPY, {"self": self}, own(torch.empty_like(self, memory_format=memory_format or torch.preserve_format)))
+    taken(self)
+    made = own(torch.empty_like(self, memory_format=memory_format or torch.preserve_format))
+    return made if copies.repeat_into(made, self) else run(COPY, {"self": self}, made)
 
 
 def to_copy(
