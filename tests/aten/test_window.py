@@ -94,6 +94,12 @@ def test_nan_equals_and_nothing_finite():
             check("max_pool2d_with_indices", call, x, right=by_rows(call, layout) if wrong else None)
 
 
+def test_windows_around_a_plane():
+    """Of elements so far apart that none is in the plane, -inf where the first would be behind it."""
+    (x,) = drawn((2, 3, 1, 6))
+    check("max_pool2d_with_indices", lambda x: aten.max_pool2d_with_indices(x, [2, 2], [1, 1], [1, 1], [2, 2]), x)
+
+
 def test_indices_of_elsewhere_are_not_followed():
     """An index that is in no window of its place gives no gradient, and reads or writes nothing."""
     x, dy = drawn((1, 1, 4, 4), (1, 1, 2, 2))

@@ -111,10 +111,10 @@ def at_point(h, w, s_h, s_w, UNIT: tl.constexpr, WORD: tl.constexpr):
 
 @triton.jit
 def load_one(
-    X, at, h, w, J, OW, H, W, s_h, s_w, PW, ok_p, ok_q, UNIT: tl.constexpr, PAIRS: tl.constexpr, WORD: tl.constexpr,
-    BLOCK_P: tl.constexpr, BLOCK_Q: tl.constexpr,
+    X, at, h, w, J, OW, H, W, s_h, s_w, PW, ok_p, ok_q, OUTSIDE: tl.constexpr, UNIT: tl.constexpr, PAIRS: tl.constexpr,
+    WORD: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_Q: tl.constexpr,
 ):  # fmt: skip
-    """The elements at (h, w), which are the J-th columns of their windows, and 0 outside of a plane."""
+    """The elements at (h, w), which are the J-th columns of their windows, or what is OUTSIDE of a plane."""
     there = ok_p & (h >= 0) & (h < H)
     if PAIRS:
         # A window's columns J at even and odd distance are halves of the same pairs, of which a thread reads several at once;
@@ -125,7 +125,7 @@ def load_one(
         there = there & (columns < multiple(W, WORD))
         if pair_of < 0:
             there = there & (columns >= 0)
-        both = tl.load(X + at + at_point(h, columns, s_h, s_w, UNIT, WORD), there, 0)
+        both = tl.load(X + at + at_point(h, columns, s_h, s_w, UNIT, WORD), there, OUTSIDE)
         even, odd = tl.split(tl.reshape(both, [BLOCK_P, BLOCK_Q, 2]))
         if (J - PW) % 2 == 0:
             return even
@@ -133,7 +133,7 @@ def load_one(
             return odd
     else:
         there = there & ok_q & (w >= 0) & (w < W)
-        return tl.load(X + at + at_point(h, w, s_h, s_w, UNIT, WORD), there, 0)
+        return tl.load(X + at + at_point(h, w, s_h, s_w, UNIT, WORD), there, OUTSIDE)
 
 
 @triton.jit
@@ -185,7 +185,7 @@ def average_pool(
         for j in (tl.range if KNOWN is None else tl.static_range)(0, KW):
             w = ow * SW - PW + j
             total += load_one(
-                X, at, h, w, j, OW, H, W, x_h, x_w, PW, ok_p, ok_q, UNIT, PAIRS, WORD, BLOCK_P, BLOCK_Q
+                X, at, h, w, j, OW, H, W, x_h, x_w, PW, ok_p, ok_q, 0, UNIT, PAIRS, WORD, BLOCK_P, BLOCK_Q
             ).to(COMPUTE)
     total = averaged(total, oh, ow, KH, KW, SH, SW, PH, PW, H, W, PADDED, DIVISOR, EACH)
     at = plane_at(n, c, y_n, y_c, LAST, WORD) + at_point(oh, ow, y_h, y_w, UNIT, WORD)
@@ -288,6 +288,12 @@ def average_pool_backward(
         tl.store(DX + at_x + at_point(h + r, w, x_h, x_w, UNIT, WORD), stored(totals[r], DX), there)
 
 
+@triton.jit
+def skipped(start, D):
+    """How far from the start of a window along a side its first element that is not before the plane is."""
+    return (tl.maximum(-start, 0) + D - 1) // D * D
+
+
 @kernel(
     grid=programs,
     tokens=(*PLANES, *strides("x", "y"), "kh", "kw", "sh", "sw", "ph", "pw", "dh", "dw"),
@@ -295,7 +301,7 @@ def average_pool_backward(
 )
 def largest_pool(
     X, Y, INDICES, C, H, W, OH, OW, ROWS, x_n, x_c, x_h, x_w, y_n, y_c, y_h, y_w, kh, kw, sh, sw, ph, pw, dh, dw,
-    COMPUTE: tl.constexpr, KNOWN: tl.constexpr, INSIDE: tl.constexpr, LAST: tl.constexpr, UNIT: tl.constexpr,
+    COMPUTE: tl.constexpr, KNOWN: tl.constexpr, LAST: tl.constexpr, UNIT: tl.constexpr,
     PAIRS: tl.constexpr, WORD: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_Q: tl.constexpr,
 ):  # fmt: skip
     """The largest of each window, the first of equals or the last NaN, and where in its plane it is."""
@@ -313,19 +319,34 @@ def largest_pool(
     n, c, oh, ow, ok_p, ok_q = coordinates(C, OH, OW, ROWS, LAST, WORD, BLOCK_P, BLOCK_Q)
     at = plane_at(n, c, x_n, x_c, LAST, WORD)
     best = tl.full([BLOCK_P, BLOCK_Q], float("-inf"), COMPUTE)
-    index = tl.full([BLOCK_P, BLOCK_Q], -1, tl.int32)  # from where a window begins
+    # From where a window begins. The first that is in the plane, if none is larger than what is outside
+    index = tl.broadcast_to(skipped(oh * SH - PH, DH) * W + skipped(ow * SW - PW, DW), [BLOCK_P, BLOCK_Q])
     for i in (tl.range if KNOWN is None else tl.static_range)(0, KH):
         h = oh * SH - PH + i * DH
         for j in (tl.range if KNOWN is None else tl.static_range)(0, KW):
             w = ow * SW - PW + j * DW
             x = load_one(
-                X, at, h, w, j * DW, OW, H, W, x_h, x_w, PW, ok_p, ok_q, UNIT, PAIRS, WORD, BLOCK_P, BLOCK_Q
+                X,
+                at,
+                h,
+                w,
+                j * DW,
+                OW,
+                H,
+                W,
+                x_h,
+                x_w,
+                PW,
+                ok_p,
+                ok_q,
+                float("-inf"),
+                UNIT,
+                PAIRS,
+                WORD,
+                BLOCK_P,
+                BLOCK_Q,
             ).to(COMPUTE)
             better = (x > best) | is_nan(x)
-            if not INSIDE:
-                better = (better | (index == -1)) & (h >= 0) & (h < H) & (w >= 0) & (w < W)
-            elif i + j == 0:
-                better = better | (index == -1)
             best = tl.where(better, x, best)
             index = tl.where(better, i * DH * W + j * DW, index)
     index += (oh * SH - PH) * W + ow * SW - PW
@@ -572,9 +593,9 @@ def known(window: tuple[int, ...], made: Tensor) -> tuple[int, ...] | None:
 
 def inside(window: tuple[int, ...], x: Tensor, y: Tensor, padded: bool) -> bool:
     """Whether all windows are whole: of the plane or, `padded`, of it and its padding."""
-    kh, kw, sh, sw, ph, pw, dh, dw = (*window, 1, 1)[:8]
-    sides = zip(x.shape[2:], y.shape[2:], (kh, kw), (sh, sw), (ph, pw), (dh, dw))
-    return all((m - 1) * s + (k - 1) * d + 1 <= n + 2 * p and (padded or p == 0) for n, m, k, s, p, d in sides)
+    kh, kw, sh, sw, ph, pw = window
+    sides = zip(x.shape[2:], y.shape[2:], (kh, kw), (sh, sw), (ph, pw))
+    return all((m - 1) * s + k <= n + 2 * p and (padded or p == 0) for n, m, k, s, p in sides)
 
 
 def in_triton(t: Tensor) -> Any:
@@ -647,9 +668,7 @@ def max_pool2d(
     height, width, sizes = largest_sizes(self, kernel_size, stride, padding, dilation, ceil_mode)
     out, indices = made_like(self, height, width), made_like(self, height, width, torch.int64)
     y, index = (t if t.dim() == 4 else t[None] for t in (out, indices))
-    window = known(sizes, y)
-    constants = {"COMPUTE": in_triton(x), "KNOWN": window, "INSIDE": window is not None and inside(window, x, y, False)}
-    launch(largest_pool, [x, y, index], x, y, sizes, apart=2, **constants)
+    launch(largest_pool, [x, y, index], x, y, sizes, apart=2, COMPUTE=in_triton(x), KNOWN=known(sizes, y))
     return out, indices
 
 
