@@ -152,7 +152,7 @@ def normalise_cells(
 @kernel(
     grid=lambda a: (a.KEPT,),
     tokens=("KEPT", "K0", "c0", "EPS"),
-    default=lambda a: {"num_warps": max(1, min(16, a.R0 // 256))},
+    default=lambda a: {"num_warps": max(1, min(32, a.R0 // 128))},
 )
 def normalise_held(X, Y, W, B, MEAN, RSTD, KEPT, K0, c0, EPS: tl.int64, R0: tl.constexpr, R1: tl.constexpr):
     """Cells of 16 bits that lie one after the other, each held by a program, of which every stretch is a channel. Else as above."""

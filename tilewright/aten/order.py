@@ -24,11 +24,11 @@ COUNTED = 32768  # keys of a line to which counting is taken, whose work grows w
 COMPARED = 1 << 26  # comparisons of all that take about as long as the three launches of a pass (not measured)
 DIGIT = 4  # bits
 DIGITS = 1 << DIGIT
-BLOCK = 1024  # keys that are moved together; fewer than 2**15, which a count holds
+BLOCK = 512  # keys that are moved together; fewer than 2**15, which a count holds
 LAST32, LAST64 = tl.constexpr(0x7FFFFFFF), tl.constexpr(0x7FFFFFFFFFFFFFFF)  # which no key comes after
 
 
-@kernel(grid=lambda a: (a.M * cdiv(a.N, a.OWN),), tokens=("M", "N"), default=lambda a: {"OWN": 16, "num_warps": 4})
+@kernel(grid=lambda a: (a.M * cdiv(a.N, a.OWN),), tokens=("M", "N"), default=lambda a: {"OWN": 32, "num_warps": 4})
 def order_by_count(KEYS, SORTED, ORDER, M, N, OWN: tl.constexpr, BLOCK: tl.constexpr):
     """M lines of N keys. BLOCK is a multiple of OWN: of equal keys, those of whole blocks before count, those of blocks after do
     not, and those of one block are left, which comes last."""

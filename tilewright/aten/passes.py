@@ -1,10 +1,9 @@
 """Two passes over the same memory in one launch, of which the second reads from the cache.
 
-What is summed together is a *group*, a strip of columns or a cell of a norm, and is cut into parts. A program makes one pass over a
-part, or the first over a part of one group and the second over that of an earlier one. The first pass finds sums of each part;
-whichever program finishes a group last puts them together, in their order, so that results are the same in each run. The second
-pass reads the part again and writes it. Programs are in an order in which the second pass over a group comes AHEAD groups after the
-first: late enough that it seldom waits, early enough that the cache still has the group.
+What is summed together is a *group*, a strip of columns or a cell of a norm, and is cut into parts, a program each. The first pass
+finds sums of each part; whichever program finishes a group last puts them together, in their order, so that results are the same in
+each run. The second pass reads the part again and writes it. Programs are in an order in which the second pass over a group comes
+AHEAD groups after the first: late enough that it seldom waits, early enough that the cache still has the group.
 
 What a program waits for is done by programs before it, and programs begin in order: it is being done.
 """
@@ -34,14 +33,6 @@ def task_of(PARTS, AHEAD):
     turn, own = pid // (2 * PARTS), pid % (2 * PARTS)
     again = own % 2 == 1
     return turn - tl.where(again, AHEAD, 0), own // 2, again
-
-
-@triton.jit
-def both_of(PARTS, AHEAD):
-    """(group of the first pass, group of the second, part) of a program that makes both."""
-    pid = tl.program_id(0)
-    group = pid // PARTS
-    return group, group - AHEAD, pid % PARTS
 
 
 @triton.jit

@@ -33,7 +33,8 @@ MOST_LAUNCHES = 64  # for the outer loops of one call
 SMALL = 1 << 16  # elements, below which a call takes as long as its launch
 WORDS = 16  # elements, which are whole words of any dtype
 BLOCK = 1024  # elements a program of a flat launch
-TURN = (32, 32)  # rows and columns of a tile of which an operand is turned
+SMALL_TILE = (32, 32)  # rows and columns of a tile, of a small call
+TURN = (64, 64)  # of one of which an operand is turned: lines of the memory on both sides; half as far for 8 bytes
 TURN_BYTES = (128, 128)  # of a copy of bytes: lines of the memory on both sides
 # Integers that no variant is compiled for
 NUMBERS = ("P0", "P1", "P2", "S0", "S1", "S2")
@@ -189,7 +190,7 @@ def load_tile(
 
 @kernel(
     grid=lambda a: (cdiv(a.N0, a.COLUMNS) * cdiv(a.N1, a.ROWS) * a.N2 * a.N3,),
-    tokens=(*SIZES, *STRIDES, *STARTS, *NUMBERS), default=lambda a: {"num_warps": 4},
+    tokens=(*SIZES, *STRIDES, *STARTS, *NUMBERS), default=lambda a: {"num_warps": 8 if a.ROWS * a.COLUMNS > 1024 else 4},
 )  # fmt: skip
 def pointwise_tiles(
     OUT, X0, X1, X2, N0, N1, N2, N3, o0, o1, o2, o3, a0, a1, a2, a3, b0, b1, b2, b3, c0, c1, c2, c3, o_start,
@@ -459,7 +460,10 @@ def launch(how: How, out: Tensor, operands: list[Tensor | None], bits: list[int]
         units = sum(1 << i for i, own in enumerate(steps) if own[0] == 1)
         turned = sum(1 << i for i, own in enumerate(steps) if i and own[0] not in (0, 1) and own[1] == 1)
     words = not small and in_words(inner, steps, strides, same, turned)
-    rows, columns = TURN if small or turned else tile_of(inner[0])
+    rows, columns = SMALL_TILE if small else tile_of(inner[0])
+    if turned:
+        widest = max(t.element_size() for t in tensors if t is not None)
+        rows, columns = TURN if widest <= 4 and min(inner[:2]) > SMALL_TILE[0] else SMALL_TILE
     of_bytes = words and turned == 2 and units & 1 and copies_bytes(how, out, operands)
     for index in itertools.product(*map(range, outer)):
         starts = [shift + sum(i * s for i, s in zip(index, own[LOOPS:])) for shift, own in zip(shifts, strides)]

@@ -41,9 +41,6 @@ TOKENS = (
 MOST_DIMS = 64
 SMALL_TILE = 4, 512
 LOADS = 8  # of 16 bytes, that a thread has on their way to it at a time, where elements lie side by side
-# Of a loop whose loads go by shared memory, and begin while elements that came before are taken in. The programs of parts all begin
-# together: without stages they all wait and then all compute, and the time is the sum of both
-STAGES = 3
 # Warps for each SM, at most, that parts of the reduced elements make where there are fewer than half of them without. A warp has 2
 # to 4 KB on their way to it, and memory is busy with 30 to 40 KB for each SM
 BUSY = 32
@@ -260,7 +257,7 @@ def warps_of(BLOCK_R: int, UNROLL: int) -> int:
 def reduce_tiles(
     X, Y, OUT0, OUT1, SCRATCH, KEPT, REDUCED, PER, PARTS, K0, K1, R0, R1, k0, k1, k2, r0, r1, r2, p0, p1, p2, q0, q1, q2,
     S0: tl.int64, S1: tl.int64, HOW: tl.constexpr, ALONG: tl.constexpr, ONE_K: tl.constexpr, ONE_R: tl.constexpr,
-    EVEN: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, UNROLL: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    EVEN: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, UNROLL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Strides k, r of X and p, q of Y along kept and reduced loops. Each of PARTS programs takes PER reduced elements, whole tiles;
     SCRATCH [STATES, PARTS, KEPT] holds their states, if there is more than one. PDL: the launch that combines them may begin, and
@@ -270,9 +267,8 @@ def reduce_tiles(
     ONE_K, ONE_R say that there is one loop. ALONG says which elements lie side by side, 1 for reduced and 2 for kept ones: a tile
     then ends where their loop does, and only the tile's number is divided. EVEN: all runs are whole words and begin at them.
 
-    UNROLL tiles are on their way at a time, where they are whole, for each of STAGES but one; those that are left come one by one.
-    Of several runs all are so many whole tiles, if UNROLL is more than 1. States of kept elements that are not there are those of
-    others or of zeros."""
+    UNROLL tiles are on their way at a time, where they are whole; those that are left come one by one. Of several runs all are so
+    many whole tiles, if UNROLL is more than 1. States of kept elements that are not there are those of others or of zeros."""
     SPLIT: tl.constexpr = ALONG > 0 and not ONE_R
     IN_TURN: tl.constexpr = None if SPLIT and UNROLL == 1 else HOW.IN_TURN
     if PDL:
@@ -302,7 +298,7 @@ def reduce_tiles(
     if UNROLL > 1:
         left += (tl.minimum(stop, REDUCED // BLOCK_R) - start) // UNROLL * UNROLL
         inside, outside = (inside_k[:, None], 0) if ALONG == 2 else (None, None)
-        for first in tl.range(start, left, UNROLL, num_stages=STAGES):
+        for first in tl.range(start, left, UNROLL):
             from_x, from_y, tile_r = at_x, at_y, first
             if SPLIT:
                 run_r = tl.cast(first, tl.int32) // across_r
@@ -514,16 +510,11 @@ def check_out(out: Tensor, shape: Sequence[int], dtype: torch.dtype, x: Tensor) 
 
 class Pace(NamedTuple):
     """`ahead`: elements of each operand that a thread has on their way to it at a time; `short`: those of a tile of short rows;
-    `stages` of a loop over parts, or columns."""
+    `whole`: those of a tile where all elements make one state."""
 
     ahead: int
     short: int
-    stages: int = 1
-
-    @property
-    def each_stage(self) -> int:
-        """Tiles of 8 elements a thread that a stage brings: two at least, if several are on their way at all."""
-        return max(self.ahead // 8 // max(1, self.stages - 1), min(2, self.ahead // 8))
+    whole: int = 2048
 
 
 class Form(NamedTuple):
@@ -536,12 +527,11 @@ class Form(NamedTuple):
     block_k: int
     block_r: int
     unroll: int = 1
-    stages: int = 1
 
     @property
     def constants(self) -> dict[str, int]:
         return {"ALONG": self.along, "ONE_K": self.one_k, "ONE_R": self.one_r, "EVEN": self.even, "BLOCK_K": self.block_k,
-                "BLOCK_R": self.block_r, "UNROLL": self.unroll, "STAGES": self.stages}  # fmt: skip
+                "BLOCK_R": self.block_r, "UNROLL": self.unroll}  # fmt: skip
 
 
 def form_of(
@@ -574,26 +564,25 @@ def form_of(
     return Form(along, one_k and along != KEPT_ONES, one_r, even, *tile)
 
 
-def row_tile(kept: int, length: int, pace: Pace, one: bool) -> tuple[int, ...]:
-    """(BLOCK_K, BLOCK_R, UNROLL, STAGES) of reduced elements in runs of some length, or in one; the last may be left out. Of a tile
-    of 1024 a thread has 8."""
+def row_tile(kept: int, length: int, pace: Pace, one: bool) -> tuple[int, int, int]:
+    """(BLOCK_K, BLOCK_R, UNROLL) of reduced elements in runs of some length, or in one. Of a tile of 1024 a thread has 8."""
     if length <= 64:
         return (pace.short // 16, 16, 1) if length <= 16 else (pace.short // 32, 32, 1)
     if length <= 512 and kept > 1:
         return 8, 256, 1
     if kept == 1:
-        return 1, 2048, at_a_time(2048, length, pace.each_stage, one), pace.stages
+        return 1, pace.whole, at_a_time(pace.whole, length, pace.ahead // 8, one)
     unroll = at_a_time(1024, length, pace.ahead // 8, one)
     if unroll == pace.ahead // 8 > 1:
         return 1, 1024, unroll
     return 2, 1024, max(1, unroll // 2)
 
 
-def column_tile(width: int, length: int, pace: Pace, one: bool) -> tuple[int, ...]:
+def column_tile(width: int, length: int, pace: Pace, one: bool) -> tuple[int, int, int]:
     """The same of kept elements that lie side by side, in runs of some width. Narrow and tall, by which there are fewer parts."""
     block_k = tile_width(width, 64)
-    unroll = at_a_time(1024 // block_k, length, pace.each_stage, one)
-    return block_k, (1024 if unroll > 1 else 2048) // block_k, unroll, pace.stages
+    unroll = at_a_time(1024 // block_k, length, pace.ahead // 8, one)
+    return block_k, (1024 if unroll > 1 else 2048) // block_k, unroll
 
 
 def at_a_time(block: int, length: int, most: int, one: bool) -> int:
@@ -614,7 +603,7 @@ def pace_of(row: Row, operands: list[Tensor]) -> Pace:
         return Pace(8, 2048)
     ahead = min(64, max(8, LOADS * 16 // operands[0].element_size() // len(operands)))
     if row.states > 1:
-        return Pace(ahead, 2048, STAGES)
+        return Pace(ahead, 2048, 2048 if row.states == 2 else 1024)
     return Pace(ahead, 4096 if len(operands) == 1 and ahead >= 32 else 2048)
 
 

@@ -63,7 +63,6 @@ TOKENS = (
 )
 # Elements of a program's tile, of 32 bits each, for what lies side by side and the numbers of a state
 TILE = {(REDUCED_ONES, 1): 4096, (REDUCED_ONES, 2): 256, (KEPT_ONES, 1): 2048, (KEPT_ONES, 2): 512}
-STAGES = {NEITHER: 1, REDUCED_ONES: 1, KEPT_ONES: 3}  # as in `reduction.py`
 # Programs for each SM, at most, that parts make, as in `reduction.py`, and bytes of tiles that they have on their way to them
 BUSY, IN_FLIGHT = 16, 64 << 10
 
@@ -81,10 +80,10 @@ def warps_of(along: int, states: int) -> int:
         default=lambda a: {"num_warps": warps_of(a.ALONG, a.HOW.STATES)})  # fmt: skip
 def scan_tiles(
     X, OUT0, OUT1, TOTALS, KEPT, N, PER, PARTS, K0, K1, k0, k1, k2, o0, o1, o2, stride_x, stride_o, HOW: tl.constexpr,
-    ALONG: tl.constexpr, EVEN: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, STAGES: tl.constexpr,
+    ALONG: tl.constexpr, EVEN: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     """Lines of N elements; strides k, o of X and of results from line to line. TOTALS [states, PARTS, KEPT]: states of parts.
-    ALONG, EVEN and STAGES as in `reduce_tiles`. The launch that makes TOTALS ends first: whoever waits for it takes up its room."""
+    ALONG and EVEN as in `reduce_tiles`. The launch that makes TOTALS ends first: whoever waits for it takes up its room."""
     MAP: tl.constexpr = HOW.MAP
     PASSING: tl.constexpr = "" if TOTALS is None else ".cs"  # results leave what is still to be read in the cache
     k, inside_k, run, place = kept_tile(KEPT, K0, ALONG, EVEN, BLOCK_K)
@@ -103,7 +102,7 @@ def scan_tiles(
     stop = tl.minimum(start + PER // BLOCK_R, tl.cdiv(N, BLOCK_R))
     column = tl.arange(0, BLOCK_R)[None, :]
     last = column == BLOCK_R - 1
-    for tile in tl.range(start, stop, num_stages=STAGES):
+    for tile in tl.range(start, stop):
         r = tile * BLOCK_R + tl.arange(0, BLOCK_R)[None, :]
         ok = inside_k[:, None] & (r < length)
         x = promoted_value(tl.load(X + at_x + r * step_x, ok, 0), HOW)
@@ -258,8 +257,7 @@ def launch(row: Row, x: Tensor, dim: int, made: list[Tensor], common: torch.dtyp
         before = totals(row, x, form_before, sizes, steps[0], step[0], common, parts, per)
     tensors = x, made[0], made[1] if len(made) > 1 else None, before
     numbers = lines, N, per, parts, sizes[0], sizes[1], *steps[0], *steps[1], *step
-    constants = {"ALONG": form.along, "EVEN": form.even, "BLOCK_K": form.block_k, "BLOCK_R": form.block_r,
-                 "STAGES": STAGES[form.along] if form.even else 1}  # fmt: skip
+    constants = {"ALONG": form.along, "EVEN": form.even, "BLOCK_K": form.block_k, "BLOCK_R": form.block_r}
     plans.launch(scan_tiles, tensors, numbers, how=how_of(row, common), **constants)
 
 

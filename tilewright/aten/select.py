@@ -100,7 +100,7 @@ def set_in_block(WORDS, STARTS, BLOCK: tl.constexpr, OWN: tl.constexpr):
 
 @kernel(
     grid=lambda a: (a.BLOCKS * (a.BLOCK // a.OWN),), tokens=("BLOCKS", "K0", "K1", "p0", "p1", "p2"),
-    default=lambda a: {"num_warps": 4},
+    default=lambda a: {"num_warps": 2},
 )  # fmt: skip
 def write_set(
     OUT, X, WORDS, STARTS, BLOCKS, K0, K1, p0, p1, p2, FLAT: tl.constexpr, BLOCK: tl.constexpr, OWN: tl.constexpr
@@ -130,7 +130,7 @@ def divided(low, more, size, MOST: tl.constexpr):
 
 
 @kernel(
-    grid=lambda a: (a.BLOCKS * (a.BLOCK // a.OWN),), tokens=("BLOCKS", *SIZES, "dims", "apart"), default=lambda a: {"num_warps": 4}
+    grid=lambda a: (a.BLOCKS * (a.BLOCK // a.OWN),), tokens=("BLOCKS", *SIZES, "dims", "apart"), default=lambda a: {"num_warps": 2}
 )  # fmt: skip
 def write_coordinates(
     OUT, WORDS, STARTS, BLOCKS, n0, n1, n2, n3, n4, n5, dims, apart, DIMS: tl.constexpr, BLOCK: tl.constexpr, OWN: tl.constexpr

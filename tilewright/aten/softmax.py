@@ -261,7 +261,7 @@ def launch(kernel_, operands: list[Tensor], out: Tensor, dim: int, **constants) 
             softmax_columns.launch(operands, out, [s[:2] for s in steps], n, inner, constants["LOG"])
             return
         once, block_r = True, max(16, power_of_two(n))
-        block_k = block_k * max(1, 64 // block_r) * 4 // max(4, out.element_size())
+        block_k *= max(1, 64 // block_r)
     sizes = rows, n, inner, *(s for own_ in steps for s in own_)
     compute = IN_TRITON[compute_dtype(operands[-1].dtype)]
     plans.launch(
