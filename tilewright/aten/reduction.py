@@ -348,7 +348,9 @@ def reduce_tiles(
         met = tl.minimum(stop * BLOCK_R, REDUCED) - start * BLOCK_R
         column = tl.broadcast_to(tl.arange(0, BLOCK_R)[None, :], [BLOCK_K, BLOCK_R])
         count = (met // BLOCK_R).to(tl.int32) + (column < (met % BLOCK_R).to(tl.int32)).to(tl.int32)
-        total = across(IN_TURN.settle(*state, start * BLOCK_R + column, BLOCK_R, count), met, HOW)
+        total = across(IN_TURN.settle(*state, column.to(PER.dtype), PER * 0 + BLOCK_R, count), met, HOW)
+        if HOW.STATES == 2:  # indices within the part, which seldom need 64 bits
+            total = total[0], total[1].to(tl.int64) + start * BLOCK_R
     if SCRATCH is None:
         finish_and_store(total, OUT0, OUT1, k, inside_k, REDUCED, S0, S1, HOW)
     else:

@@ -278,7 +278,7 @@ def index_of_turn(best, before, first, step, count):
     """A state that met no element has the lowest of values and an index past every element's."""
     if best.dtype.primitive_bitwidth == 16:
         best = best.to(tl.float32)
-    return best, first.to(tl.int64) + before.to(tl.int64) * step
+    return best, first + before.to(step.dtype) * step
 
 
 @triton.jit
