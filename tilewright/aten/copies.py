@@ -179,7 +179,7 @@ def join_rows(out: Tensor, tensors: Sequence[Tensor], rows: int, sizes: Sequence
     """Fill `out` with rows of tensors side by side: two tensors at a time, so that few have parts of one sector to write."""
     even, at, whole = rows % WORDS == 0, 0, sum(sizes)
     if list(sizes) == [1, 1]:
-        plans.launch(in_turn, (out, *tensors), (rows,), EVEN=even, BLOCK=BLOCK // 2)
+        plans.launch(in_turn, (out, *tensors), (rows,), EVEN=even, BLOCK=BLOCK // 4)
         return
     if len(tensors) == 2:
         block = BLOCK if out.element_size() <= 2 else BLOCK // 2  # so that registers hold it
@@ -214,7 +214,7 @@ def repeat_into(out: Tensor, x: Tensor) -> bool:
     if (p0, o0, x0) == (1, r0, 1) and len(loops) == 2 and r0 <= MOST_TIMES:  # each element, side by side
         even = n0 % WORDS == 0
         if r0 == 2:
-            plans.launch(in_turn, (out, x, None), (n0,), EVEN=even, BLOCK=BLOCK // 2)
+            plans.launch(in_turn, (out, x, None), (n0,), EVEN=even, BLOCK=BLOCK // 4)
         else:
             some = BLOCK // r0 // WORDS * WORDS
             plans.launch(several_times, (out, x), (n0, some, r0, inverse_of(r0)), EVEN=even, BLOCK=BLOCK)
