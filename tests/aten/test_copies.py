@@ -38,28 +38,33 @@ def drawn(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randint(0, 2 if dtype == torch.bool else 100, shape, device=DEVICE).to(dtype)
 
 
-# Rows, and columns of each tensor: narrow, one more or less than a block, several blocks, of very unlike sizes, 3 and 5 tensors
-ROWS = {
+# Rows, and columns of each tensor of four bytes: narrow, one more or less than a block, several blocks, very unlike sizes, 3 and
+# 5 tensors
+BESIDE = {
     (1000, (33, 33)), (48, (33, 33)), (37, (1023, 1025)), (16, (1024, 1)), (21, (1, 2700)), (64, (1, 2, 3)),
-    (33, (5, 16, 16, 1, 1100)), (50, (15,)), (2048, (1, 1, 1)),
+    (33, (5, 16, 16, 1, 1100)), (50, (15,)), (2048, (1, 1, 1)), (96, (16, 7)), (96, (17, 17)), (600, (3, 1)),
+}  # fmt: skip
+# Of two tensors: the widest, the narrowest, those that fill 3/4 or all, less than a program has, a last program with one row
+GATHERED = {
+    (48, (31, 31)), (33, (32, 31)), (1000, (15, 15)), (96, (16, 8)), (600, (1, 2)), (257, (2, 1)), (2048, (2, 2)), (17, (14, 13)),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("rows", "sizes"), sorted(ROWS))
+@pytest.mark.parametrize(("rows", "sizes"), sorted(BESIDE | GATHERED))
 def test_rows_side_by_side(rows, sizes, launched):
     given = [drawn(rows, size) for size in sizes]
     assert not differences(table.FORMS["cat"](given, 1), torch.cat(given, 1))
-    assert launched == ["rows_beside"] * ((len(sizes) + 1) // 2)
+    gathered = (rows, sizes) in GATHERED
+    assert launched == (["rows_gathered"] if gathered else ["rows_beside"] * ((len(sizes) + 1) // 2))
 
 
 @pytest.mark.parametrize("dtype", TAKEN)
 @pytest.mark.parametrize("count", [2560, 2561])
-def test_elements_in_turn(dtype, count, launched):
-    given = [drawn(count, 1, dtype=dtype) for _ in range(2)]
-    assert not differences(table.FORMS["cat"](given, 1), torch.cat(given, 1))
-    assert launched == ["in_turn"]
-    wide = [drawn(count, 7, dtype=dtype) for _ in range(2)]
-    assert not differences(table.FORMS["cat"](wide, -1), torch.cat(wide, -1))
+def test_every_dtype(dtype, count, launched):
+    for sizes, kernel in (((1, 1), "in_turn"), ((7, 7), "rows_gathered"), ((7, 1), "rows_beside")):
+        given = [drawn(count, size, dtype=dtype) for size in sizes]
+        assert not differences(table.FORMS["cat"](given, -1), torch.cat(given, -1))
+        assert launched.pop() == kernel and not launched
 
 
 def test_other_ways_to_lie():

@@ -61,6 +61,9 @@ FORMS = {
     "a scan of integers": ("cummin", made((8, 64), torch.int32), 1),
     "rows side by side": ("cat", [made((4096, 33), BF16), made((4096, 33), BF16)], 1),
     "odd rows of bools side by side": ("cat", [made((4097, 33), BOOL), made((4097, 33), BOOL)], 1),
+    "odd rows of 64 bits side by side": ("cat", [made((4097, 33), I64), made((4097, 33), I64)], 1),
+    "unlike rows side by side": ("cat", [made((4096, 65), BF16), made((4096, 3), BF16)], 1),
+    "odd rows of three side by side": ("cat", [made((4097, 33), BOOL)] * 3, 1),
     "elements in turn": ("cat", [made((65536, 1), BF16), made((65536, 1), BF16)], 1),
     "elements twice": ("repeat", made((65536, 1), BF16), [1, 2]),
     "elements several times": ("repeat", made((65536, 1), BF16), [1, 3]),
@@ -221,7 +224,7 @@ VARIANTS = everything()
 def test_every_kernel_is_there():
     assert {one.kernel.name for one in VARIANTS.values()} == {
         "pointwise_flat", "pointwise_tiles", "turn_bytes", "reduce_tiles", "reduce_parts", "scan_tiles", "patch", "band", "ramp",
-        "rows_beside", "in_turn", "several_times", "tiles_again",
+        "rows_beside", "rows_gathered", "in_turn", "several_times", "tiles_again",
         "softmax_rows", "softmax_rows_backward", "softmax_columns", "softmax_columns_backward",
         "normalise", "normalise_backward", "normalise_rows", "rows_backward", "normalise_cells", "normalise_held",
         "normalise_cells_backward", "column_sums", "add_parts",
@@ -265,12 +268,15 @@ def test_the_largest_of_16_bits_is_found_two_at_a_time(chip, pairs):
     assert how.COMPUTE is (tl.bfloat16 if pairs else tl.float32)
 
 
-@pytest.mark.parametrize("what", ["rows side by side", "elements in turn", "elements twice", "rows again"])
+@pytest.mark.parametrize(
+    "what", ["rows side by side", "unlike rows side by side", "elements in turn", "elements twice", "rows again"]
+)
 def test_short_rows_are_read_in_whole_words(what):
-    """And the row of an element is found without a division."""
+    """And written so, unless they are unlike; and the row of an element is found without a division."""
     name, *args = FORMS[what]
     made = needed(name, args, {})[0].compile()
-    assert made.count("LDG.E.128") >= 2 and not made.count("LDG.E.U16") and not made.count("CALL")
+    assert made.count("LDG.E.128") and not made.count("LDG.E.U16") and not made.count("CALL")
+    assert bool(made.count("STG.E.U16")) == ("unlike" in what)
 
 
 def test_every_value_of_a_number_is_one_variant():

@@ -75,6 +75,40 @@ def rows_beside(
         move_rows(to + C0, X1 + first * C1, start, left * C1, C1, W, inverse1, EVEN, BLOCK)
 
 
+@triton.jit
+def gather_rows(OUT, X0, X1, rows, C0, C1, inverse, EVEN: tl.constexpr, BLOCK: tl.constexpr):
+    """Rows of X0 and X1 side by side, of which each has BLOCK elements at most."""
+    W = C0 + C1
+    i = tl.arange(0, BLOCK)
+    x = tl.load(X0 + i, i < whole_words(rows * C0, EVEN))
+    y = tl.load(X1 + i, i < whole_words(rows * C1, EVEN))
+    if x.dtype == tl.int1:  # which shared memory takes one by one, and bytes in words
+        x, y = x.to(tl.int8), y.to(tl.int8)
+    to = tl.arange(0, 2 * BLOCK)
+    row = quotient(to, 0, inverse)
+    # Element to - row * C1 of X0, or to - (row + 1) * C0 of X1: of both in turn, the one twice as far, or the one after that
+    at = 2 * to - tl.where(to - row * W < C0, row * (2 * C1), (row + 1) * (2 * C0) - 1)
+    value = tl.gather(tl.interleave(x, y), at & (2 * BLOCK - 1), 0)  # what is behind the last row comes from anywhere
+    tl.store(OUT + to, value, to < whole_words(rows * W, EVEN))
+
+
+@kernel(
+    grid=lambda a: (cdiv(a.ROWS, a.rows),), tokens=("ROWS", "rows", "C0", "C1", "inverse"), default=lambda a: {"num_warps": 4},
+)  # fmt: skip
+def rows_gathered(OUT, X0, X1, ROWS, rows, C0, C1, inverse, EVEN: tl.constexpr, BLOCK: tl.constexpr):
+    """Rows of C0 elements of X0 and C1 of X1, and nothing else, by way of shared memory: they are written in words too. A program
+    has `rows` of them, a multiple of 16, with BLOCK elements of a tensor at most. EVEN: so is ROWS."""
+    first = tl.program_id(0).to(tl.int64) * whole_words(rows, True)
+    left = tl.minimum(rows, ROWS - first).to(tl.int32)
+    to, x, y = OUT + first * (C0 + C1), X0 + first * C0, X1 + first * C1
+    if EVEN:
+        gather_rows(to, x, y, left, C0, C1, inverse, True, BLOCK)
+    elif left == rows:
+        gather_rows(to, x, y, whole_words(rows, True), C0, C1, inverse, True, BLOCK)
+    else:  # the last program
+        gather_rows(to, x, y, left, C0, C1, inverse, False, BLOCK)
+
+
 @kernel(grid=lambda a: (cdiv(a.N, a.BLOCK),), tokens=("N",), default=lambda a: {"num_warps": 4})
 def in_turn(OUT, X0, X1, N, EVEN: tl.constexpr, BLOCK: tl.constexpr):
     """An element of X0, then one of X1 (or the same again), and so on. EVEN: N is whole words."""
@@ -143,17 +177,26 @@ def rows_of(tensors: Sequence[Tensor], form: torch.memory_format, dim: int) -> t
 
 def join_rows(out: Tensor, tensors: Sequence[Tensor], rows: int, sizes: Sequence[int]) -> None:
     """Fill `out` with rows of tensors side by side: two tensors at a time, so that few have parts of one sector to write."""
-    even = rows % WORDS == 0
+    even, at, whole = rows % WORDS == 0, 0, sum(sizes)
     if list(sizes) == [1, 1]:
-        plans.launch(in_turn, (out, *tensors), (rows,), EVEN=even, BLOCK=BLOCK // 2)
+        plans.launch(in_turn, (out, *tensors), (rows,), EVEN=even, BLOCK=BLOCK // 4)
         return
-    at, whole = 0, sum(sizes)
+    if len(tensors) == 2:
+        block = BLOCK if out.element_size() <= 2 else BLOCK // 2  # so that registers hold it
+        some = block // max(sizes) // WORDS * WORDS
+        # An empty lane of a gather costs as much as a full one (of 65 and 3 columns most are), a quarter of them what it gains
+        if 4 * some * whole >= 3 * 2 * block:
+            numbers = rows, some, *sizes, inverse_of(whole)
+            plans.launch(rows_gathered, (out, *tensors), numbers, EVEN=even, BLOCK=block)
+            return
     for i in range(0, len(tensors), 2):
         (one, other), (c0, c1) = [*tensors[i : i + 2], tensors[i]][:2], [*sizes[i : i + 2], 0][:2]
         widest = max(c0, c1)
-        some = max(BLOCK // widest // WORDS, 1) * WORDS
-        numbers = rows, whole, at, some, cdiv(some * widest, BLOCK), c0, c1, inverse_of(c0), inverse_of(c1)
-        plans.launch(rows_beside, (out, one, other), numbers, EVEN=even, BLOCK=BLOCK)
+        # Half a block is faster while 2 WORDS rows fit in it; of longer ones, WORDS rows can leave half of it empty
+        block = BLOCK // 2 if 2 * WORDS * widest <= BLOCK // 2 else BLOCK
+        some = max(block // widest // WORDS, 1) * WORDS
+        numbers = rows, whole, at, some, cdiv(some * widest, block), c0, c1, inverse_of(c0), inverse_of(c1)
+        plans.launch(rows_beside, (out, one, other), numbers, EVEN=even, BLOCK=block)
         at += c0 + c1
 
 
@@ -171,7 +214,7 @@ def repeat_into(out: Tensor, x: Tensor) -> bool:
     if (p0, o0, x0) == (1, r0, 1) and len(loops) == 2 and r0 <= MOST_TIMES:  # each element, side by side
         even = n0 % WORDS == 0
         if r0 == 2:
-            plans.launch(in_turn, (out, x, None), (n0,), EVEN=even, BLOCK=BLOCK // 2)
+            plans.launch(in_turn, (out, x, None), (n0,), EVEN=even, BLOCK=BLOCK // 4)
         else:
             some = BLOCK // r0 // WORDS * WORDS
             plans.launch(several_times, (out, x), (n0, some, r0, inverse_of(r0)), EVEN=even, BLOCK=BLOCK)
