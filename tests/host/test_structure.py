@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = "tilewright"
 # A layer may import itself and those of a lower rank; `device` holds kernels' functions and knows Triton alone, and the names
@@ -202,15 +204,75 @@ def test_powers_of_two_come_from_exponent_bits():
     offences(LIBRARY, find)
 
 
+# What takes elements from one place to another, and looks at none of them
+MOVES = ("tl.store", "tl.interleave", "tl.gather", "to")
+
+
+def holds_nothing(call: ast.Call) -> bool:
+    """Whether this is a load under a mask that says nothing of what is not loaded."""
+    given = {k.arg for k in call.keywords}
+    return dotted(call.func) == "tl.load" and (len(call.args) == 2 or "mask" in given) and "other" not in given
+
+
+def only_moved(function: ast.FunctionDef) -> bool:
+    """Whether nothing is computed from such loads, and all of it is stored under a mask: a copy needs nothing in their place."""
+    assigned = [n for n in ast.walk(function) if isinstance(n, ast.Assign)]
+    names: set[str] = set()
+
+    def loaded(node: ast.AST) -> bool:
+        if isinstance(node, ast.Attribute) and node.attr == "dtype":
+            return False
+        if isinstance(node, ast.Call) and holds_nothing(node):
+            return True
+        return isinstance(node, ast.Name) and node.id in names or any(map(loaded, ast.iter_child_nodes(node)))
+
+    for _ in assigned:  # until what is made of what is loaded is known
+        names |= {
+            t.id for n in assigned if loaded(n.value) for w in n.targets for t in ast.walk(w) if isinstance(t, ast.Name)
+        }
+    for node in ast.walk(function):
+        if isinstance(node, (ast.BinOp, ast.Compare, ast.UnaryOp, ast.BoolOp, ast.AugAssign, ast.Return)) and loaded(
+            node
+        ):
+            return False
+        if isinstance(node, ast.Call) and not holds_nothing(node):
+            name = dotted(node.func)
+            bare = name == "tl.store" and len(node.args) < 3
+            if any(map(loaded, node.args)) and (name not in MOVES or bare):
+                return False
+            if isinstance(node.func, ast.Attribute) and loaded(node.func.value) and node.func.attr not in MOVES:
+                return False
+    return True
+
+
 def test_masked_loads_say_what_they_hold():
     def find(path: Path) -> Iterator[str]:
-        chosen = {id(c) for w in calls(tree(path)) if dotted(w.func) == "tl.where" for c in calls(w)}
-        for call in calls(tree(path)):
-            given = {k.arg for k in call.keywords} | ({"other"} if id(call) in chosen else set())
-            if dotted(call.func) == "tl.load" and (len(call.args) == 2 or "mask" in given) and "other" not in given:
+        whole = tree(path)
+        chosen = {id(c) for w in calls(whole) if dotted(w.func) == "tl.where" for c in calls(w)}
+        functions = [n for n in ast.walk(whole) if isinstance(n, ast.FunctionDef) and any(map(holds_nothing, calls(n)))]
+        chosen |= {id(c) for function in filter(only_moved, functions) for c in calls(function)}
+        for call in calls(whole):
+            if holds_nothing(call) and id(call) not in chosen:
                 yield f":{call.lineno} has a mask and no other"
 
     offences(LIBRARY, find)
+
+
+@pytest.mark.parametrize(
+    ("body", "fine"),
+    [
+        ("x = tl.load(X + i, i < N)\n    tl.store(Y + i, x, i < N)", True),
+        ("x = tl.load(X + i, i < N)\n    y = tl.interleave(x, x)\n    tl.store(Y + i, y.to(tl.int8), i < N)", True),
+        ("x = tl.load(X + i, i < N)\n    tl.store(Y + i, x)", False),
+        ("x = tl.load(X + i, i < N)\n    tl.store(Y + i, x + 1, i < N)", False),
+        ("x = tl.load(X + i, i < N)\n    y = x\n    tl.store(Y + i, tl.sum(y), i < N)", False),
+        ("tl.store(Y + i, tl.load(X + i, i < N), i < N)", True),
+        ("return tl.load(X + i, i < N)", False),
+    ],
+)
+def test_what_a_copy_is(body, fine):
+    (function,) = ast.parse(f"def f(X, Y, i, N):\n    {body}").body
+    assert only_moved(function) is fine
 
 
 def test_long_files_and_functions_are_listed(capsys):
