@@ -24,7 +24,7 @@ from ..runtime.kernel import kernel
 from . import copies, forms, plans, pointwise
 from .layout import is_dense
 from .plans import bits_of, own
-from .pointwise import IN_TRITON, number, stored
+from .pointwise import IN_TRITON, SMALL, SMALL_TILE, WORDS, number, stored, tile_of, whole_words
 from .row import TAKEN, Declined, compute_dtype, of_numbers, taken
 
 LOOPS = 4
@@ -34,6 +34,29 @@ PATCH = tuple(f"{name}{i}" for name in ("n", "lo", "hi", "by", "x", "y") for i i
 
 
 # ---- kernels ---------------------------------------------------------------------------------------------------------
+#
+# A program has a tile of rows and columns, the two innermost loops. What is asked of a coordinate is asked once a row or once
+# a column, and the outer ones once a program: to ask for each element takes a hundred instructions and more.
+#
+# NEAR says what is known of elements along a row: ANY; EACH, that no step leaves some out; SIDE_BY_SIDE, that those of all operands
+# also lie one after the other; IN_WORDS, that all rows are whole words as well and begin at one.
+
+ANY, EACH, SIDE_BY_SIDE, IN_WORDS = range(4)
+
+
+@triton.jit
+def tile_at(n0, n1, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """(rows, columns, which of the outer tiles) of a program."""
+    across = tl.cdiv(n0, COLUMNS)
+    tile = tl.program_id(0) // across
+    down = tl.cdiv(n1, ROWS)
+    row = (tile % down).to(n1.dtype) * ROWS + tl.arange(0, ROWS)
+    return row, (tl.program_id(0) % across).to(n0.dtype) * COLUMNS + tl.arange(0, COLUMNS), tile // down
+
+
+@triton.jit
+def far(c, stride):
+    return c.to(tl.int64) * stride
 
 
 @triton.jit
@@ -43,54 +66,79 @@ def in_box(c, lo, hi, by):
     return (c >= lo) & (c < hi) & (which * by == c - lo), which
 
 
-@kernel(grid=lambda a: (cdiv(a.N, a.BLOCK),), tokens=("N", "start", "S0", *PATCH), default=lambda a: {"num_warps": 8})
-def patch(
-    OUT, X, Y, N, start, n0, n1, n2, n3, lo0, lo1, lo2, lo3, hi0, hi1, hi2, hi3, by0, by1, by2, by3, x0, x1, x2, x3, y0, y1, y2, y3,
-    S0: tl.int64, COMPUTE: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """X, from its element `start` with strides x, in the box of each loop; elsewhere Y, of strides y, or the number S0. Loop 0 is
-    the innermost."""
-    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = i < N
-    c0 = i % n0
-    c1 = i // n0 % n1
-    c2 = i // n0 // n1 % n2
-    c3 = i // n0 // n1 // n2
-    ok0, at0 = in_box(c0, lo0, hi0, by0)
-    ok1, at1 = in_box(c1, lo1, hi1, by1)
-    ok2, at2 = in_box(c2, lo2, hi2, by2)
-    ok3, at3 = in_box(c3, lo3, hi3, by3)
-    ok = inside & ok0 & ok1 & ok2 & ok3
-    x = tl.load(X + start + at0 * x0 + at1 * x1 + at2 * x2 + at3 * x3, ok, 0)
-    if Y is None:
-        other = tl.broadcast_to(stored(number(S0, COMPUTE), OUT), [BLOCK])
+@triton.jit
+def columns_in_box(c, lo, hi, by, NEAR: tl.constexpr):
+    """The same of columns."""
+    if NEAR == 0:
+        return in_box(c, lo, hi, by)
     else:
-        other = tl.load(Y + c0 * y0 + c1 * y1 + c2 * y2 + c3 * y3, inside & ~ok, 0)
-    if OUT.dtype.element_ty == tl.int1:
-        value = tl.where(ok, x.to(tl.int32), other.to(tl.int32)) != 0
-    else:
-        value = tl.where(ok, x, other)
-    tl.store(OUT + i, value, inside)
+        lo = whole_words(lo, NEAR == 3)
+        return (c >= lo) & (c < whole_words(hi, NEAR == 3)), c - lo
 
 
 @kernel(
-    grid=lambda a: (cdiv(a.N, a.BLOCK),), tokens=("N", "ROWS", "COLUMNS", "diagonal", "outer", "row", "col"),
+    grid=lambda a: (cdiv(a.n0, a.COLUMNS) * cdiv(a.n1, a.ROWS) * a.n2 * a.n3,), tokens=("start", "S0", *PATCH),
     default=lambda a: {"num_warps": 4},
 )  # fmt: skip
-def band(OUT, X, N, ROWS, COLUMNS, diagonal, outer, row, col, KEEP: tl.constexpr, BLOCK: tl.constexpr):
-    """Matrices of ROWS x COLUMNS: X where column - row is at least `diagonal` (KEEP "above"), or is it ("on"); 0 elsewhere. X has a
-    stride for matrices, rows and columns; on the diagonal, for its elements alone."""
-    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = i < N
-    c = i % COLUMNS
-    r = i // COLUMNS % ROWS
-    m = i // COLUMNS // ROWS
-    ok = inside & (c - r >= diagonal if KEEP == "above" else c - r == diagonal)
-    at = m * outer + (r * row + c * col if KEEP == "above" else tl.minimum(r, c) * col)
-    value = tl.load(X + at, ok, 0)
+def patch(
+    OUT, X, Y, start, n0, n1, n2, n3, lo0, lo1, lo2, lo3, hi0, hi1, hi2, hi3, by0, by1, by2, by3, x0, x1, x2, x3, y0, y1, y2, y3,
+    S0: tl.int64, COMPUTE: tl.constexpr, NEAR: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """X, from its element `start` with strides x, in the box of each loop; elsewhere Y, of strides y, or the number S0. Loop 0 is
+    the innermost."""
+    WORDS: tl.constexpr = NEAR == 3
+    c1, c0, outer = tile_at(n0, n1, ROWS, COLUMNS)
+    c2, c3 = outer % n2, outer // n2
+    ok0, at0 = columns_in_box(c0, lo0, hi0, by0, NEAR)
+    ok1, at1 = in_box(c1, lo1, hi1, by1)
+    ok2, at2 = in_box(c2, lo2, hi2, by2)
+    ok3, at3 = in_box(c3, lo3, hi3, by3)
+    width = whole_words(n0, WORDS)
+    inside = (c1 < n1)[:, None] & (c0 < width)[None, :]
+    ok = inside & (ok1 & ok2 & ok3)[:, None] & ok0[None, :]
+    x = X + whole_words(start + far(at2, x2) + far(at3, x3), WORDS)
+    x += whole_words(far(at1, x1), WORDS)[:, None] + (at0 if NEAR >= 2 else far(at0, x0))[None, :]
+    value = tl.load(x, ok, 0)
+    if Y is None:
+        other = tl.broadcast_to(stored(number(S0, COMPUTE), OUT), [ROWS, COLUMNS])
+    else:
+        y = Y + whole_words(far(c2, y2) + far(c3, y3), WORDS)
+        y += whole_words(far(c1, y1), WORDS)[:, None] + (c0 if NEAR >= 2 else far(c0, y0))[None, :]
+        other = tl.load(y, inside & ~ok, 0)
+    if OUT.dtype.element_ty == tl.int1:
+        value = tl.where(ok, value.to(tl.int32), other.to(tl.int32)) != 0
+    else:
+        value = tl.where(ok, value, other)
+    row = far(outer, n1) + c1
+    tl.store(OUT + (row * width)[:, None] + c0[None, :], value, inside)
+
+
+@kernel(
+    grid=lambda a: (cdiv(a.COLS, a.COLUMNS) * cdiv(a.LINES, a.ROWS) * a.MATRICES,),
+    tokens=("MATRICES", "LINES", "COLS", "diagonal", "outer", "row", "col"), default=lambda a: {"num_warps": 4},
+)  # fmt: skip
+def band(
+    OUT, X, MATRICES, LINES, COLS, diagonal, outer, row, col, KEEP: tl.constexpr, NEAR: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Matrices of LINES x COLS: X where column - line is at least `diagonal` (KEEP "above"), or is it ("on"); 0 elsewhere. X has a
+    stride for matrices, lines and columns; on the diagonal, for its elements alone."""
+    WORDS: tl.constexpr = NEAR == 3
+    r, c, m = tile_at(COLS, LINES, ROWS, COLUMNS)
+    width = whole_words(COLS, WORDS)
+    inside = (r < LINES)[:, None] & (c < width)[None, :]
+    x = X + whole_words(far(m, outer), WORDS)
+    if KEEP == "above":
+        ok = inside & (c[None, :] - r[:, None] >= diagonal)
+        x += whole_words(far(r, row), WORDS)[:, None] + (c if NEAR >= 2 else far(c, col))[None, :]
+    else:
+        ok = inside & (c[None, :] - r[:, None] == diagonal)
+        x += far(tl.minimum(r[:, None], c[None, :]), col)
+    value = tl.load(x, ok, 0)
     if OUT.dtype.element_ty == tl.int1:
         value = value.to(tl.int32)
-    tl.store(OUT + i, stored(value, OUT), inside)
+    line = far(m, LINES) + r
+    tl.store(OUT + (line * width)[:, None] + c[None, :], stored(value, OUT), inside)
 
 
 @kernel(grid=lambda a: (cdiv(a.N, a.BLOCK),), tokens=("N", "S0", "S1", "S2"), default=lambda a: {"num_warps": 4})
@@ -126,20 +174,68 @@ def put(
     bits = bits_of(value, compute)
     if not out.numel():
         return out
-    # The innermost first: elements are counted as they lie
-    dims = [d for d in range(out.dim()) if out.shape[d] != 1 or boxes[d] != (0, 1, 1)]
-    dims.sort(key=lambda d: (out.stride(d), -d))
-    if len(dims) > LOOPS:
-        raise Declined("more loops than a launch takes")
-    missing = LOOPS - len(dims)
     steps = x.stride() if strides is None else strides
-    lo, hi, by = zip(*[boxes[d] for d in dims], *[Box(0, 1)] * missing)
-    sizes = (
-        out.numel(), start, *[out.shape[d] for d in dims], *[1] * missing, *lo, *hi, *by, *[steps[d] for d in dims],
-        *[0] * missing, *[0 if other is None else other.stride(d) for d in dims], *[0] * missing,
+    others = [0] * out.dim() if other is None else other.stride()
+    # The innermost first: elements are counted as they lie
+    dims = sorted(
+        (d for d in range(out.dim()) if out.shape[d] != 1 or boxes[d] != (0, 1, 1)), key=lambda d: (out.stride(d), -d)
+    )
+    loops = joined([Loop(out.shape[d], *boxes[d], steps[d], others[d]) for d in dims])
+    if len(loops) > LOOPS:
+        raise Declined("more loops than a launch takes")
+    loops += [Loop(1)] * (LOOPS - len(loops))
+    small = out.numel() < SMALL
+    rows, columns = SMALL_TILE if small else large_tile(loops[0].n)
+    near = ANY if small else nearness(loops, start, other is not None)
+    plans.launch(
+        patch, (out, x, other), (start, *(n for own in zip(*loops) for n in own)), (bits,), COMPUTE=IN_TRITON[compute], NEAR=near,
+        ROWS=rows, COLUMNS=columns,
     )  # fmt: skip
-    plans.launch(patch, (out, x, other), sizes, (bits,), COMPUTE=IN_TRITON[compute], BLOCK=BLOCK)
     return out
+
+
+class Loop(NamedTuple):
+    """A loop over n elements of a result, its box, and the steps of both operands."""
+
+    n: int
+    lo: int = 0
+    hi: int = 1
+    by: int = 1
+    x: int = 0
+    y: int = 0
+
+    @property
+    def whole(self) -> bool:
+        return (self.lo, self.hi, self.by) == (0, self.n, 1)
+
+
+def joined(loops: list[Loop]) -> list[Loop]:
+    """Fewer loops, the innermost first, of which two that are whole are one where all steps go on."""
+    made: list[Loop] = []
+    for one in loops:
+        last = made[-1] if made else None
+        if last and last.whole and one.whole and one.x == last.x * last.n and one.y == last.y * last.n:
+            made[-1] = Loop(last.n * one.n, 0, last.n * one.n, 1, last.x, last.y)
+        else:
+            made.append(one)
+    return made
+
+
+def large_tile(columns: int) -> tuple[int, int]:
+    """Rows and columns of a tile of 4096 elements: where a program is takes as many instructions as 20 of them."""
+    rows, wide = tile_of(columns)
+    return 4 * rows, wide
+
+
+def nearness(loops: list[Loop], start: int, both: bool) -> int:
+    """What is known of elements along a row; see the kernels."""
+    inner, outer = loops[0], loops[1:]
+    if inner.by != 1:
+        return ANY
+    if inner.x != 1 or (both and inner.y != 1):
+        return EACH
+    numbers = start, inner.n, inner.lo, inner.hi, *(n for one in outer for n in (one.x, one.y))
+    return SIDE_BY_SIDE if any(n % WORDS for n in numbers) else IN_WORDS
 
 
 def lies(t: Tensor) -> torch.memory_format | None:
@@ -213,6 +309,18 @@ def matrices(t: Tensor, rank: int) -> Tensor | None:
         return None
 
 
+def launch_band(out: Tensor, x: Tensor, diagonal: int, strides: tuple[int, int, int], keep: str) -> None:
+    lines, columns = out.shape[-2:]
+    near, tile = ANY, SMALL_TILE
+    if out.numel() >= SMALL:
+        tile = large_tile(columns)
+        near = (
+            EACH if strides[2] != 1 else SIDE_BY_SIDE if any(n % WORDS for n in (columns, *strides[:2])) else IN_WORDS
+        )
+    sizes = out.numel() // (lines * columns), lines, columns, diagonal, *strides
+    plans.launch(band, (out, x), sizes, KEEP=keep, NEAR=near, ROWS=tile[0], COLUMNS=tile[1])
+
+
 def triu(self: Tensor, diagonal: int = 0) -> Tensor:
     taken(self)
     if self.dim() < 2:
@@ -222,8 +330,7 @@ def triu(self: Tensor, diagonal: int = 0) -> Tensor:
         seen = matrices(self, 3)
         if seen is None:
             raise Declined("leading dimensions that cannot be seen as one")
-        sizes = out.numel(), *self.shape[-2:], diagonal, *seen.stride()
-        plans.launch(band, (out, self), sizes, KEEP="above", BLOCK=BLOCK)
+        launch_band(out, self, diagonal, seen.stride(), "above")
     return out
 
 
@@ -231,8 +338,7 @@ def on_diagonal(x: Tensor, out: Tensor, offset: int, dim1: int, dim2: int) -> Te
     """Fill `out` with `x` on a diagonal, and with 0 elsewhere: in one pass where that is of the last two dimensions."""
     seen = matrices(x, 2) if dim1 in (-2, out.dim() - 2) and dim2 in (-1, out.dim() - 1) and x.numel() else None
     if seen is not None:
-        sizes = out.numel(), out.shape[-2], out.shape[-1], offset, seen.stride(0), 0, seen.stride(1)
-        plans.launch(band, (out, x), sizes, KEEP="on", BLOCK=BLOCK)
+        launch_band(out, x, offset, (seen.stride(0), 0, seen.stride(1)), "on")
         return out
     pointwise.run(forms.FILL, {"value": 0}, out)
     if x.numel():
