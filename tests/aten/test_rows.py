@@ -13,7 +13,7 @@ from torch import Tensor
 
 import tilewright as tw
 from tests.aten.compare import as_double, differences, flat
-from tilewright.aten import norm, norm_cells, norm_channels, norm_rows, passes, softmax, softmax_columns
+from tilewright.aten import norm, norm_cells, norm_channels, norm_rows, passes, softmax, softmax_columns, softmax_long
 
 aten = torch.ops.aten
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -54,8 +54,10 @@ def form(request, monkeypatch):
             monkeypatch.setattr(module, "SMALL", 0)
         monkeypatch.setattr(softmax, "LONGEST", {False: 256, True: 256})
         monkeypatch.setattr(softmax, "ACROSS", (16, 32))
+        monkeypatch.setattr(softmax_long, "BLOCK", 128)
         monkeypatch.setattr(softmax_columns, "TILE", {1: (16, 16), 2: (16, 16)})
         monkeypatch.setattr(passes, "AHEAD", 1 << 20)  # so that a second pass follows before all groups had their first
+        monkeypatch.setattr(passes, "held", lambda parts, device: parts <= 4)  # and others in two passes
         monkeypatch.setattr(norm_cells, "TILE", 64)
         monkeypatch.setattr(norm_cells, "STRETCH", 32)
         monkeypatch.setattr(norm_rows, "ROW_BYTES", 512)

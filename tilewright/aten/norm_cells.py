@@ -21,7 +21,7 @@ from ..ops.norm.rms_norm import add_pairs
 from ..runtime.kernel import kernel
 from . import passes, plans
 from .functions import divide, square_root
-from .passes import is_last, release, task_of, wait_for
+from .passes import came, held_part, is_last, release, say_there, task_of, wait_for
 from .plans import bits_of, own
 from .pointwise import number, stored, whole_words
 from .row import compute_dtype
@@ -32,7 +32,7 @@ HOLDS, SHORTEST = 65536, 1024  # elements of 16 bits that a program's registers 
 
 
 def programs(a) -> tuple[int]:
-    return (passes.programs(a.KEPT, a.PARTS, a.AHEAD),)
+    return (a.KEPT * a.PARTS if a.HELD else passes.programs(a.KEPT, a.PARTS, a.AHEAD),)
 
 
 def warps(a) -> dict[str, int]:
@@ -41,6 +41,10 @@ def warps(a) -> dict[str, int]:
     if not a.EVEN:
         return passes.warps(8, a.X)
     return {**passes.warps(4, a.X), **({"maxnreg": 96} if a.X.element_size() == 2 else {})}
+
+
+def warps_backward(a) -> dict[str, int]:
+    return passes.warps(max(4, a.BLOCK_J * a.BLOCK_R // 1024), a.X)
 
 
 # ---- kernels ---------------------------------------------------------------------------------------------------------
@@ -97,56 +101,105 @@ def move_running(P, cell, value, keep):
     tl.store(P + cell, stored(value * keep + before * (1.0 - keep), P))
 
 
+@triton.jit
+def leave_moments(
+    X, at, ok, PART, cell, part, j, KEPT, R0, R1, COMPUTE: tl.constexpr, BLOCK_R: tl.constexpr, POLICY: tl.constexpr
+):  # fmt: skip
+    """The elements of a tile, of whose stretches the mean and the sum of squares about it are stored."""
+    tiles = tl.cdiv(R0, BLOCK_R)
+    count = tl.minimum(R0 - part % tiles * BLOCK_R, BLOCK_R).to(COMPUTE)
+    x = tl.load(X + at, ok, 0, eviction_policy=POLICY).to(COMPUTE)
+    level = quotient(tl.sum(x, 1), count, divide(tl.full([], 1.0, COMPUTE), count))
+    apart = tl.where(ok, x - level[:, None], 0.0)
+    piece = (cell * R1 + j) * tiles + part % tiles
+    tl.store(PART + piece, level, j < R1)
+    tl.store(PART + KEPT.to(tl.int64) * R1 * tiles + piece, tl.sum(apart * apart, 1), j < R1)
+    return x
+
+
+@triton.jit
+def moments_found(
+    PART, MEAN, RSTD, RUNNING_MEAN, RUNNING_VAR, cell, keep, KEPT, R0, R1, EPS, MOMENTUM, COMPUTE: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr,
+):  # fmt: skip
+    """(mean, rstd) of a cell, unrounded; stores what is kept of them, if this program is to."""
+    one = tl.full([], 1.0, COMPUTE)
+    tiles = tl.cdiv(R0, BLOCK_R)
+    elements = (R1.to(tl.int64) * R0).to(COMPUTE)
+    middle, about = moments_of_cell(PART, cell, R1 * tiles, tiles, KEPT, R0, elements, BLOCK_R, BLOCK_P)
+    rstd = divide(one, square_root(divide(about, elements) + number(EPS, COMPUTE)))
+    if keep:
+        if MEAN is not None:
+            tl.store(MEAN + cell, stored(middle, MEAN))
+            tl.store(RSTD + cell, stored(rstd, RSTD))
+        if RUNNING_MEAN is not None:
+            share = number(MOMENTUM, COMPUTE)
+            move_running(RUNNING_MEAN, cell, middle, share)
+            move_running(RUNNING_VAR, cell, divide(about, elements - one), share)
+    return middle, rstd
+
+
+@triton.jit
+def write_normalised(
+    x, Y, at, ok, W, B, mean, rstd, channel, j, r, R0, R1, COMPUTE: tl.constexpr, CHANNEL: tl.constexpr
+):
+    y = (x - mean) * rstd
+    if W is not None:
+        y = y * weight_of(W, channel, j, r, R0, R1, COMPUTE, CHANNEL)
+    if B is not None:
+        y = y + weight_of(B, channel, j, r, R0, R1, COMPUTE, CHANNEL)
+    tl.store(Y + at, stored(y, Y), ok, eviction_policy="evict_first")
+
+
 @kernel(grid=programs, tokens=(*SIZES, "EPS", "MOMENTUM"), default=warps)
 def normalise_cells(
     X, Y, W, B, MEAN, RSTD, RUNNING_MEAN, RUNNING_VAR, PART, FOUND, DONE, KEPT, R0, R1, K0, k0, k1, r1, c0, PARTS, AHEAD,
-    EPS: tl.int64, MOMENTUM: tl.int64, CHANNEL: tl.constexpr, EVEN: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_R: tl.constexpr,
-    BLOCK_P: tl.constexpr,
+    EPS: tl.int64, MOMENTUM: tl.int64, CHANNEL: tl.constexpr, EVEN: tl.constexpr, HELD: tl.constexpr, BLOCK_J: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
     """Strides k from cell to cell (K0 of them, then again), r1 of stretches, c0 of channels. PART [2, KEPT, pieces]: means and sums
-    of squares about them. FOUND [2, KEPT]: mean and rstd, unrounded."""
+    of squares about them. FOUND [2, KEPT]: mean and rstd, unrounded. HELD: parts are held, and AHEAD is how long they wait."""
     COMPUTE: tl.constexpr = FOUND.dtype.element_ty
-    cell, part, again = task_of(PARTS, AHEAD)
     R0 = whole_words(R0, EVEN)
-    j, r, at, ok = tile_of(cell, part, R0, R1, K0, k0, k1, r1, EVEN, BLOCK_J, BLOCK_R)
-    channel = cell % K0 * c0
-    cell = cell.to(tl.int64)
-    if (cell >= 0) & (cell < KEPT):
-        if again:
-            x = tl.load(X + at, ok, 0, eviction_policy="evict_first").to(COMPUTE)
-            wait_for(DONE, cell, PARTS)
-            mean = tl.load(FOUND + cell, cache_modifier=".cg")
-            y = (x - mean) * tl.load(FOUND + KEPT + cell, cache_modifier=".cg")
-            if W is not None:
-                y = y * weight_of(W, channel, j, r, R0, R1, COMPUTE, CHANNEL)
-            if B is not None:
-                y = y + weight_of(B, channel, j, r, R0, R1, COMPUTE, CHANNEL)
-            tl.store(Y + at, stored(y, Y), ok, eviction_policy="evict_first")
-        else:
-            one = tl.full([], 1.0, COMPUTE)
-            tiles = tl.cdiv(R0, BLOCK_R)
-            pieces = R1 * tiles
-            count = tl.minimum(R0 - part % tiles * BLOCK_R, BLOCK_R).to(COMPUTE)
+    if HELD:
+        cell, part = held_part(KEPT, PARTS)
+        channel = cell % K0 * c0
+        j, r, at, ok = tile_of(cell, part, R0, R1, K0, k0, k1, r1, EVEN, BLOCK_J, BLOCK_R)
+        wide = cell.to(tl.int64)
+        x = leave_moments(X, at, ok, PART, wide, part, j, KEPT, R0, R1, COMPUTE, BLOCK_R, "evict_first")
+        say_there(DONE, wide)
+        if not came(DONE, wide, PARTS, AHEAD):
+            for other in tl.range(0, PARTS):
+                i, _, there, okay = tile_of(cell, other, R0, R1, K0, k0, k1, r1, EVEN, BLOCK_J, BLOCK_R)
+                leave_moments(X, there, okay, PART, wide, other, i, KEPT, R0, R1, COMPUTE, BLOCK_R, "")
+            tl.debug_barrier()
             x = tl.load(X + at, ok, 0).to(COMPUTE)
-            level = quotient(tl.sum(x, 1), count, divide(one, count))
-            apart = tl.where(ok, x - level[:, None], 0.0)
-            piece = cell * pieces + j * tiles + part % tiles
-            tl.store(PART + piece, level, j < R1)
-            tl.store(PART + KEPT.to(tl.int64) * pieces + piece, tl.sum(apart * apart, 1), j < R1)
-            if is_last(DONE, cell, PARTS):
-                elements = (R1.to(tl.int64) * R0).to(COMPUTE)
-                middle, about = moments_of_cell(PART, cell, pieces, tiles, KEPT, R0, elements, BLOCK_R, BLOCK_P)
-                rstd = divide(one, square_root(divide(about, elements) + number(EPS, COMPUTE)))
-                tl.store(FOUND + cell, middle)
-                tl.store(FOUND + KEPT + cell, rstd)
-                release(DONE, cell)
-                if MEAN is not None:
-                    tl.store(MEAN + cell, stored(middle, MEAN))
-                    tl.store(RSTD + cell, stored(rstd, RSTD))
-                if RUNNING_MEAN is not None:
-                    keep = number(MOMENTUM, COMPUTE)
-                    move_running(RUNNING_MEAN, cell, middle, keep)
-                    move_running(RUNNING_VAR, cell, divide(about, elements - one), keep)
+        mean, rstd = moments_found(
+            PART, MEAN, RSTD, RUNNING_MEAN, RUNNING_VAR, wide, part == 0, KEPT, R0, R1, EPS, MOMENTUM, COMPUTE, BLOCK_R, BLOCK_P
+        )  # fmt: skip
+        write_normalised(x, Y, at, ok, W, B, mean, rstd, channel, j, r, R0, R1, COMPUTE, CHANNEL)
+    else:
+        cell, part, again = task_of(PARTS, AHEAD)
+        channel = cell % K0 * c0
+        j, r, at, ok = tile_of(cell, part, R0, R1, K0, k0, k1, r1, EVEN, BLOCK_J, BLOCK_R)
+        cell = cell.to(tl.int64)
+        if (cell >= 0) & (cell < KEPT):
+            if again:
+                x = tl.load(X + at, ok, 0, eviction_policy="evict_first").to(COMPUTE)
+                wait_for(DONE, cell, PARTS)
+                mean = tl.load(FOUND + cell, cache_modifier=".cg")
+                rstd = tl.load(FOUND + KEPT + cell, cache_modifier=".cg")
+                write_normalised(x, Y, at, ok, W, B, mean, rstd, channel, j, r, R0, R1, COMPUTE, CHANNEL)
+            else:
+                leave_moments(X, at, ok, PART, cell, part, j, KEPT, R0, R1, COMPUTE, BLOCK_R, "")
+                if is_last(DONE, cell, PARTS):
+                    mean, rstd = moments_found(
+                        PART, MEAN, RSTD, RUNNING_MEAN, RUNNING_VAR, cell, True, KEPT, R0, R1, EPS, MOMENTUM, COMPUTE, BLOCK_R,
+                        BLOCK_P,
+                    )  # fmt: skip
+                    tl.store(FOUND + cell, mean)
+                    tl.store(FOUND + KEPT + cell, rstd)
+                    release(DONE, cell)
 
 
 @kernel(
@@ -187,11 +240,34 @@ def normalise_held(X, Y, W, B, MEAN, RSTD, KEPT, K0, c0, EPS: tl.int64, R0: tl.c
 
 
 @triton.jit
-def gradient_sums(
-    PART, W, DW, DB, cell, channel, tiles, KEPT, R1, CHANNEL: tl.constexpr, COMPUTE: tl.constexpr, BLOCK_P: tl.constexpr
+def leave_sums(
+    DY, X, at, ok, W, PART, mean, rstd, cell, channel, part, j, r, KEPT, R0, R1, CHANNEL: tl.constexpr, COMPUTE: tl.constexpr,
+    BLOCK_R: tl.constexpr, POLICY: tl.constexpr,
 ):  # fmt: skip
-    """The two sums of a cell from those of its pieces; of channels that go by stretches, times their weights. Stores gradients of
-    these."""
+    """The elements of DY and X of a tile, of whose stretches the sums of DY and of DY times the normalised X are stored."""
+    given = tl.load(DY + at, ok, 0, eviction_policy=POLICY)
+    x = tl.load(X + at, ok, 0, eviction_policy=POLICY)
+    dy = given.to(COMPUTE)
+    normed = tl.where(ok, (x.to(COMPUTE) - mean) * rstd, 0.0)
+    if CHANNEL == "element":
+        if W is not None:
+            dy = dy * weight_of(W, channel, j, r, R0, R1, COMPUTE, CHANNEL)
+    own, own_x = tl.reduce((dy, dy * normed), 1, add_pairs)
+    tiles = tl.cdiv(R0, BLOCK_R)
+    piece = (cell * R1 + j) * tiles + part % tiles
+    tl.store(PART + piece, own, j < R1)
+    tl.store(PART + KEPT.to(tl.int64) * R1 * tiles + piece, own_x, j < R1)
+    return given, x
+
+
+@triton.jit
+def sums_found(
+    PART, W, DW, DB, cell, channel, keep, KEPT, R0, R1, CHANNEL: tl.constexpr, COMPUTE: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+):  # fmt: skip
+    """The two sums of a cell by its elements, from those of its pieces; of channels that go by stretches, times their weights.
+    Stores gradients of these, if this program is to."""
+    tiles = tl.cdiv(R0, BLOCK_R)
     total = tl.zeros([BLOCK_P], COMPUTE)
     total_x = tl.zeros([BLOCK_P], COMPUTE)
     for first in tl.range(0, R1, BLOCK_P):
@@ -203,74 +279,124 @@ def gradient_sums(
             own_x += tl.load(PART + ((KEPT + cell) * R1 + j) * tiles + tile, j < R1, 0.0, cache_modifier=".cg")
         if CHANNEL == "stretch":
             if DW is not None:
-                tl.store(DW + cell * R1 + j, stored(own_x, DW), j < R1)
+                tl.store(DW + cell * R1 + j, stored(own_x, DW), (j < R1) & keep)
             if DB is not None:
-                tl.store(DB + cell * R1 + j, stored(own, DB), j < R1)
+                tl.store(DB + cell * R1 + j, stored(own, DB), (j < R1) & keep)
             if W is not None:
                 w = tl.load(W + channel + j, j < R1, 0).to(COMPUTE)
                 own = own * w
                 own_x = own_x * w
         total += own
         total_x += own_x
-    return tl.sum(total, 0), tl.sum(total_x, 0)
+    whole, whole_x = tl.sum(total, 0), tl.sum(total_x, 0)
+    if CHANNEL == "cell":
+        if DW is not None:
+            tl.store(DW + cell, stored(whole_x, DW), keep)
+        if DB is not None:
+            tl.store(DB + cell, stored(whole, DB), keep)
+    elements = (R1.to(tl.int64) * R0).to(COMPUTE)
+    return divide(whole, elements), divide(whole_x, elements)
 
 
-@kernel(grid=programs, tokens=SIZES, default=lambda a: passes.warps(max(4, a.BLOCK_J * a.BLOCK_R // 1024), a.X))
+@triton.jit
+def write_gradient(
+    given, x, DX, at, ok, W, mean, rstd, level, about, channel, j, r, R0, R1, CHANNEL: tl.constexpr, COMPUTE: tl.constexpr
+):  # fmt: skip
+    dy = given.to(COMPUTE)
+    scale = rstd
+    if W is not None:
+        w = weight_of(W, channel, j, r, R0, R1, COMPUTE, CHANNEL)
+        if CHANNEL == "cell":
+            scale = rstd * w
+        else:
+            dy = dy * w
+    dx = (dy - (x.to(COMPUTE) - mean) * rstd * about) - level
+    tl.store(DX + at, stored(dx * scale, DX), ok, eviction_policy="evict_first")
+
+
+@kernel(grid=programs, tokens=SIZES, default=warps_backward)
 def normalise_cells_backward(
     DY, X, W, MEAN, RSTD, DX, DW, DB, PART, FOUND, DONE, KEPT, R0, R1, K0, k0, k1, r1, c0, PARTS, AHEAD, CHANNEL: tl.constexpr,
-    EVEN: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr,
+    EVEN: tl.constexpr, HELD: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
     """PART [2, KEPT, pieces]: sums of DY and of DY times the normalised X. FOUND [2, KEPT]: these of cells, by elements. DW, DB
-    [KEPT] or, of channels that go by stretches, [KEPT, R1]: the same, as far as a cell goes."""
+    [KEPT] or, of channels that go by stretches, [KEPT, R1]: the same, as far as a cell goes. Else as above."""
     COMPUTE: tl.constexpr = FOUND.dtype.element_ty
-    cell, part, again = task_of(PARTS, AHEAD)
     R0 = whole_words(R0, EVEN)
-    j, r, at, ok = tile_of(cell, part, R0, R1, K0, k0, k1, r1, EVEN, BLOCK_J, BLOCK_R)
-    channel = cell % K0 * c0
-    cell = cell.to(tl.int64)
-    if (cell >= 0) & (cell < KEPT):
-        mean = tl.load(MEAN + cell).to(COMPUTE)
-        rstd = tl.load(RSTD + cell).to(COMPUTE)
-        if again:
-            if DX is not None:
-                dy = tl.load(DY + at, ok, 0, eviction_policy="evict_first").to(COMPUTE)
-                x = tl.load(X + at, ok, 0, eviction_policy="evict_first").to(COMPUTE)
-                wait_for(DONE, cell, PARTS)
-                level = tl.load(FOUND + cell, cache_modifier=".cg")
-                about = tl.load(FOUND + KEPT + cell, cache_modifier=".cg")
-                scale = rstd
-                if W is not None:
-                    w = weight_of(W, channel, j, r, R0, R1, COMPUTE, CHANNEL)
-                    if CHANNEL == "cell":
-                        scale = rstd * w
-                    else:
-                        dy = dy * w
-                dx = (dy - (x - mean) * rstd * about) - level
-                tl.store(DX + at, stored(dx * scale, DX), ok, eviction_policy="evict_first")
-        else:
-            dy = tl.load(DY + at, ok, 0).to(COMPUTE)
-            normed = tl.where(ok, (tl.load(X + at, ok, 0).to(COMPUTE) - mean) * rstd, 0.0)
-            if CHANNEL == "element":
-                if W is not None:
-                    dy = dy * weight_of(W, channel, j, r, R0, R1, COMPUTE, CHANNEL)
-            own, own_x = tl.reduce((dy, dy * normed), 1, add_pairs)
-            tiles = tl.cdiv(R0, BLOCK_R)
-            piece = (cell * R1 + j) * tiles + part % tiles
-            tl.store(PART + piece, own, j < R1)
-            tl.store(PART + KEPT.to(tl.int64) * R1 * tiles + piece, own_x, j < R1)
-            if is_last(DONE, cell, PARTS):
-                total, total_x = gradient_sums(
-                    PART, W, DW, DB, cell, channel, tiles, KEPT, R1, CHANNEL, COMPUTE, BLOCK_P
+    if HELD:
+        cell, part = held_part(KEPT, PARTS)
+        channel = cell % K0 * c0
+        j, r, at, ok = tile_of(cell, part, R0, R1, K0, k0, k1, r1, EVEN, BLOCK_J, BLOCK_R)
+        wide = cell.to(tl.int64)
+        mean = tl.load(MEAN + wide).to(COMPUTE)
+        rstd = tl.load(RSTD + wide).to(COMPUTE)
+        dy, x = leave_sums(
+            DY, X, at, ok, W, PART, mean, rstd, wide, channel, part, j, r, KEPT, R0, R1, CHANNEL, COMPUTE, BLOCK_R, "evict_first"
+        )  # fmt: skip
+        say_there(DONE, wide)
+        if not came(DONE, wide, PARTS, AHEAD):
+            for other in tl.range(0, PARTS):
+                i, e, there, okay = tile_of(cell, other, R0, R1, K0, k0, k1, r1, EVEN, BLOCK_J, BLOCK_R)
+                leave_sums(
+                    DY, X, there, okay, W, PART, mean, rstd, wide, channel, other, i, e, KEPT, R0, R1, CHANNEL, COMPUTE,
+                    BLOCK_R, "",
+                )  # fmt: skip
+            tl.debug_barrier()
+            dy = tl.load(DY + at, ok, 0)
+            x = tl.load(X + at, ok, 0)
+        level, about = sums_found(
+            PART, W, DW, DB, wide, channel, part == 0, KEPT, R0, R1, CHANNEL, COMPUTE, BLOCK_R, BLOCK_P
+        )
+        if DX is not None:
+            write_gradient(dy, x, DX, at, ok, W, mean, rstd, level, about, channel, j, r, R0, R1, CHANNEL, COMPUTE)
+    else:
+        cell, part, again = task_of(PARTS, AHEAD)
+        channel = cell % K0 * c0
+        j, r, at, ok = tile_of(cell, part, R0, R1, K0, k0, k1, r1, EVEN, BLOCK_J, BLOCK_R)
+        cell = cell.to(tl.int64)
+        if (cell >= 0) & (cell < KEPT):
+            mean = tl.load(MEAN + cell).to(COMPUTE)
+            rstd = tl.load(RSTD + cell).to(COMPUTE)
+            if again:
+                if DX is not None:
+                    dy = tl.load(DY + at, ok, 0, eviction_policy="evict_first")
+                    x = tl.load(X + at, ok, 0, eviction_policy="evict_first")
+                    wait_for(DONE, cell, PARTS)
+                    level = tl.load(FOUND + cell, cache_modifier=".cg")
+                    about = tl.load(FOUND + KEPT + cell, cache_modifier=".cg")
+                    write_gradient(
+                        dy, x, DX, at, ok, W, mean, rstd, level, about, channel, j, r, R0, R1, CHANNEL, COMPUTE
+                    )
+            else:
+                leave_sums(
+                    DY,
+                    X,
+                    at,
+                    ok,
+                    W,
+                    PART,
+                    mean,
+                    rstd,
+                    cell,
+                    channel,
+                    part,
+                    j,
+                    r,
+                    KEPT,
+                    R0,
+                    R1,
+                    CHANNEL,
+                    COMPUTE,
+                    BLOCK_R,
+                    "",
                 )
-                elements = (R1.to(tl.int64) * R0).to(COMPUTE)
-                tl.store(FOUND + cell, divide(total, elements))
-                tl.store(FOUND + KEPT + cell, divide(total_x, elements))
-                release(DONE, cell)
-                if CHANNEL == "cell":
-                    if DW is not None:
-                        tl.store(DW + cell, stored(total_x, DW))
-                    if DB is not None:
-                        tl.store(DB + cell, stored(total, DB))
+                if is_last(DONE, cell, PARTS):
+                    level, about = sums_found(
+                        PART, W, DW, DB, cell, channel, True, KEPT, R0, R1, CHANNEL, COMPUTE, BLOCK_R, BLOCK_P
+                    )
+                    tl.store(FOUND + cell, level)
+                    tl.store(FOUND + KEPT + cell, about)
+                    release(DONE, cell)
 
 
 # ---- host ------------------------------------------------------------------------------------------------------------
@@ -303,12 +429,13 @@ def launch(kernel_: Any, read: list[Tensor], others: tuple, cells: Any, numbers:
     part = own(torch.empty((2, cells.kept, cells.r1 * tiles), dtype=wide, device=x.device))
     found = own(torch.empty((2, cells.kept), dtype=wide, device=x.device))
     done = passes.counters(cells.kept, x.device)
-    ahead = passes.ahead_of(cells.kept, read)
+    held = passes.held(parts, x.device)
+    ahead = passes.patience() if held else passes.ahead_of(cells.kept, read)
     even = not any(n % 16 for n in (cells.r0, k0, k1 if cells.repeat < cells.kept else 0, r1 if cells.r1 > 1 else 0))
     plans.launch(
         kernel_, (*read, *others, part, found, done),
         (cells.kept, cells.r0, cells.r1, cells.repeat, k0, k1, r1, cells.step, parts, ahead), numbers, CHANNEL=cells.channel,
-        EVEN=even, BLOCK_J=block_j, BLOCK_R=block_r, BLOCK_P=64,
+        EVEN=even, HELD=held, BLOCK_J=block_j, BLOCK_R=block_r, BLOCK_P=64,
     )  # fmt: skip
 
 
