@@ -38,13 +38,16 @@ def programs(a) -> tuple[int]:
 def warps(a) -> dict[str, int]:
     """64 elements of 16 bits a thread, and no more registers than leave room for five programs on an SM. Elements that are not
     whole words have addresses of their own, which take more."""
+    if a.HELD:
+        return passes.warps_held(a.BLOCK_J * a.BLOCK_R, a.FOUND, a.EVEN, registers=80)
     if not a.EVEN:
         return passes.warps(8, a.X)
     return {**passes.warps(4, a.X), **({"maxnreg": 96} if a.X.element_size() == 2 else {})}
 
 
 def warps_backward(a) -> dict[str, int]:
-    return passes.warps(max(4, a.BLOCK_J * a.BLOCK_R // 1024), a.X)
+    elements = a.BLOCK_J * a.BLOCK_R
+    return passes.warps_held(2 * elements, a.FOUND, a.EVEN) if a.HELD else passes.warps(max(4, elements // 1024), a.X)
 
 
 # ---- kernels ---------------------------------------------------------------------------------------------------------
@@ -245,10 +248,10 @@ def leave_sums(
     BLOCK_R: tl.constexpr, POLICY: tl.constexpr,
 ):  # fmt: skip
     """The elements of DY and X of a tile, of whose stretches the sums of DY and of DY times the normalised X are stored."""
-    given = tl.load(DY + at, ok, 0, eviction_policy=POLICY)
-    x = tl.load(X + at, ok, 0, eviction_policy=POLICY)
-    dy = given.to(COMPUTE)
-    normed = tl.where(ok, (x.to(COMPUTE) - mean) * rstd, 0.0)
+    given = tl.load(DY + at, ok, 0, eviction_policy=POLICY).to(COMPUTE)
+    x = tl.load(X + at, ok, 0, eviction_policy=POLICY).to(COMPUTE)
+    dy = given
+    normed = tl.where(ok, (x - mean) * rstd, 0.0)
     if CHANNEL == "element":
         if W is not None:
             dy = dy * weight_of(W, channel, j, r, R0, R1, COMPUTE, CHANNEL)
@@ -300,9 +303,8 @@ def sums_found(
 
 @triton.jit
 def write_gradient(
-    given, x, DX, at, ok, W, mean, rstd, level, about, channel, j, r, R0, R1, CHANNEL: tl.constexpr, COMPUTE: tl.constexpr
+    dy, x, DX, at, ok, W, mean, rstd, level, about, channel, j, r, R0, R1, CHANNEL: tl.constexpr, COMPUTE: tl.constexpr
 ):  # fmt: skip
-    dy = given.to(COMPUTE)
     scale = rstd
     if W is not None:
         w = weight_of(W, channel, j, r, R0, R1, COMPUTE, CHANNEL)
@@ -310,7 +312,7 @@ def write_gradient(
             scale = rstd * w
         else:
             dy = dy * w
-    dx = (dy - (x.to(COMPUTE) - mean) * rstd * about) - level
+    dx = (dy - (x - mean) * rstd * about) - level
     tl.store(DX + at, stored(dx * scale, DX), ok, eviction_policy="evict_first")
 
 
@@ -342,8 +344,8 @@ def normalise_cells_backward(
                     BLOCK_R, "",
                 )  # fmt: skip
             tl.debug_barrier()
-            dy = tl.load(DY + at, ok, 0)
-            x = tl.load(X + at, ok, 0)
+            dy = tl.load(DY + at, ok, 0).to(COMPUTE)
+            x = tl.load(X + at, ok, 0).to(COMPUTE)
         level, about = sums_found(
             PART, W, DW, DB, wide, channel, part == 0, KEPT, R0, R1, CHANNEL, COMPUTE, BLOCK_R, BLOCK_P
         )
@@ -359,8 +361,8 @@ def normalise_cells_backward(
             rstd = tl.load(RSTD + cell).to(COMPUTE)
             if again:
                 if DX is not None:
-                    dy = tl.load(DY + at, ok, 0, eviction_policy="evict_first")
-                    x = tl.load(X + at, ok, 0, eviction_policy="evict_first")
+                    dy = tl.load(DY + at, ok, 0, eviction_policy="evict_first").to(COMPUTE)
+                    x = tl.load(X + at, ok, 0, eviction_policy="evict_first").to(COMPUTE)
                     wait_for(DONE, cell, PARTS)
                     level = tl.load(FOUND + cell, cache_modifier=".cg")
                     about = tl.load(FOUND + KEPT + cell, cache_modifier=".cg")

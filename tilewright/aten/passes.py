@@ -99,6 +99,14 @@ def warps(of_16_bits: int, t: Tensor) -> dict[str, int]:
     return {"num_warps": min(16, of_16_bits * t.element_size() // 2)}
 
 
+def warps_held(elements: int, found: Tensor, even: bool, registers: int = 64) -> dict[str, int]:
+    """Threads that hold `elements` of the dtype that is computed in, 32 registers of them each, and of whole words have no more
+    `registers` in all: at 64, an SM holds 128 KB."""
+    wide = found.element_size() // 4
+    made = {"num_warps": min(32, max(4, elements * wide // 1024))}
+    return {**made, "maxnreg": registers} if even and wide == 1 else made
+
+
 def patience() -> int:
     """What runs programs one after the other lets none wait."""
     return 0 if INTERPRETING else PATIENCE

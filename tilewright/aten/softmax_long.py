@@ -24,12 +24,6 @@ SIZES = ("ROWS", "N", "PARTS", "PATIENCE")
 BLOCK = 8192  # elements of a part
 
 
-def warps(of_32_bits: int, t: Tensor) -> dict[str, int]:
-    """32 registers of elements a thread, and as many for all else: half of an SM's threads at least are there at once."""
-    wide = compute_dtype(t.dtype).itemsize // 4
-    return {"num_warps": of_32_bits * wide, **({"maxnreg": 64} if wide == 1 else {})}
-
-
 # ---- kernels ---------------------------------------------------------------------------------------------------------
 
 
@@ -58,7 +52,8 @@ def shifted_sum(PART, SUMS, at, PARTS, BLOCK_P: tl.constexpr):
 
 
 @kernel(
-    grid=lambda a: (a.ROWS * a.PARTS,), tokens=(*SIZES, "x_outer", "y_outer"), default=lambda a: warps(a.BLOCK // 1024, a.X)
+    grid=lambda a: (a.ROWS * a.PARTS,), tokens=(*SIZES, "x_outer", "y_outer"),
+    default=lambda a: passes.warps_held(a.BLOCK, a.PART, a.EVEN)
 )  # fmt: skip
 def softmax_long(
     X, Y, PART, DONE, ROWS, N, PARTS, PATIENCE, x_outer, y_outer, LOG: tl.constexpr, EVEN: tl.constexpr, BLOCK: tl.constexpr,
@@ -101,7 +96,7 @@ def leave_sum(Y, DY, r, N, PART, at, LOG: tl.constexpr):
 
 @kernel(
     grid=lambda a: (a.ROWS * a.PARTS,), tokens=(*SIZES, "x_outer", "g_outer", "y_outer"),
-    default=lambda a: warps(a.BLOCK // 512, a.Y),
+    default=lambda a: passes.warps_held(2 * a.BLOCK, a.PART, a.EVEN),
 )  # fmt: skip
 def softmax_long_backward(
     Y, DY, DX, PART, DONE, ROWS, N, PARTS, PATIENCE, x_outer, g_outer, y_outer, LOG: tl.constexpr, EVEN: tl.constexpr,
