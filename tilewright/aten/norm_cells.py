@@ -46,8 +46,13 @@ def warps(a) -> dict[str, int]:
 
 
 def warps_backward(a) -> dict[str, int]:
+    """Held elements of 16 bits are two in a register."""
     elements = a.BLOCK_J * a.BLOCK_R
-    return passes.warps_held(2 * elements, a.FOUND, a.EVEN) if a.HELD else passes.warps(max(4, elements // 1024), a.X)
+    if not a.HELD:
+        return passes.warps(max(4, elements // 1024), a.X)
+    if a.X.element_size() == 2:
+        return passes.warps_held(elements, a.FOUND, a.EVEN, registers=80)
+    return passes.warps_held(2 * elements, a.FOUND, a.EVEN)
 
 
 # ---- kernels ---------------------------------------------------------------------------------------------------------
@@ -81,21 +86,21 @@ def weight_of(W, channel, j, r, R0, R1, COMPUTE: tl.constexpr, CHANNEL: tl.const
 
 @triton.jit
 def moments_of_cell(PART, cell, pieces, tiles, KEPT, R0, elements, BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr):
-    """(mean, the sum of squares about it) of a cell, from those of its pieces, which are stretches as far as tiles go."""
-    lane = tl.arange(0, BLOCK_P)
-    level = tl.zeros([BLOCK_P], PART.dtype.element_ty)
-    for first in tl.range(0, pieces, BLOCK_P):
-        p = first + lane
-        count = tl.minimum(R0 - p % tiles * BLOCK_R, BLOCK_R)
-        level += tl.load(PART + cell * pieces + p, p < pieces, 0.0, cache_modifier=".cg") * count
-    mean = divide(tl.sum(level, 0), elements)
+    """(mean, the sum of squares about it) of a cell, from those of its pieces, which are stretches as far as tiles go. Means are
+    seen from that of the first piece, whose distance from the cell's is no more deviations than the root of how many there are."""
+    here = PART + cell * pieces
+    first = tl.load(here, cache_modifier=".cg")
+    away = tl.zeros([BLOCK_P], PART.dtype.element_ty)
     about = tl.zeros([BLOCK_P], PART.dtype.element_ty)
-    for first in tl.range(0, pieces, BLOCK_P):
-        p = first + lane
+    for start in tl.range(0, pieces, BLOCK_P):
+        p = start + tl.arange(0, BLOCK_P)
         count = tl.minimum(R0 - p % tiles * BLOCK_R, BLOCK_R)
-        own = tl.load(PART + cell * pieces + p, p < pieces, mean, cache_modifier=".cg") - mean
-        about += tl.load(PART + (KEPT + cell) * pieces + p, p < pieces, 0.0, cache_modifier=".cg") + own * own * count
-    return mean, tl.sum(about, 0)
+        own = tl.load(here + p, p < pieces, first, cache_modifier=".cg") - first
+        away += own * count
+        about += tl.load(here + KEPT * pieces + p, p < pieces, 0.0, cache_modifier=".cg") + own * own * count
+    total = tl.sum(away, 0)
+    shift = divide(total, elements)
+    return first + shift, tl.sum(about, 0) - total * shift
 
 
 @triton.jit
@@ -105,19 +110,15 @@ def move_running(P, cell, value, keep):
 
 
 @triton.jit
-def leave_moments(
-    X, at, ok, PART, cell, part, j, KEPT, R0, R1, COMPUTE: tl.constexpr, BLOCK_R: tl.constexpr, POLICY: tl.constexpr
-):  # fmt: skip
-    """The elements of a tile, of whose stretches the mean and the sum of squares about it are stored."""
+def leave_moments(x, ok, PART, cell, part, j, KEPT, R0, R1, COMPUTE: tl.constexpr, BLOCK_R: tl.constexpr):
+    """Store the mean of each stretch of a tile, and the sum of squares about it."""
     tiles = tl.cdiv(R0, BLOCK_R)
     count = tl.minimum(R0 - part % tiles * BLOCK_R, BLOCK_R).to(COMPUTE)
-    x = tl.load(X + at, ok, 0, eviction_policy=POLICY).to(COMPUTE)
     level = quotient(tl.sum(x, 1), count, divide(tl.full([], 1.0, COMPUTE), count))
     apart = tl.where(ok, x - level[:, None], 0.0)
     piece = (cell * R1 + j) * tiles + part % tiles
     tl.store(PART + piece, level, j < R1)
     tl.store(PART + KEPT.to(tl.int64) * R1 * tiles + piece, tl.sum(apart * apart, 1), j < R1)
-    return x
 
 
 @triton.jit
@@ -169,12 +170,14 @@ def normalise_cells(
         channel = cell % K0 * c0
         j, r, at, ok = tile_of(cell, part, R0, R1, K0, k0, k1, r1, EVEN, BLOCK_J, BLOCK_R)
         wide = cell.to(tl.int64)
-        x = leave_moments(X, at, ok, PART, wide, part, j, KEPT, R0, R1, COMPUTE, BLOCK_R, "evict_first")
+        x = tl.load(X + at, ok, 0, eviction_policy="evict_first").to(COMPUTE)
+        leave_moments(x, ok, PART, wide, part, j, KEPT, R0, R1, COMPUTE, BLOCK_R)
         say_there(DONE, wide)
         if not came(DONE, wide, PARTS, AHEAD):
             for other in tl.range(0, PARTS):
                 i, _, there, okay = tile_of(cell, other, R0, R1, K0, k0, k1, r1, EVEN, BLOCK_J, BLOCK_R)
-                leave_moments(X, there, okay, PART, wide, other, i, KEPT, R0, R1, COMPUTE, BLOCK_R, "")
+                x = tl.load(X + there, okay, 0).to(COMPUTE)
+                leave_moments(x, okay, PART, wide, other, i, KEPT, R0, R1, COMPUTE, BLOCK_R)
             tl.debug_barrier()
             x = tl.load(X + at, ok, 0).to(COMPUTE)
         mean, rstd = moments_found(
@@ -194,7 +197,8 @@ def normalise_cells(
                 rstd = tl.load(FOUND + KEPT + cell, cache_modifier=".cg")
                 write_normalised(x, Y, at, ok, W, B, mean, rstd, channel, j, r, R0, R1, COMPUTE, CHANNEL)
             else:
-                leave_moments(X, at, ok, PART, cell, part, j, KEPT, R0, R1, COMPUTE, BLOCK_R, "")
+                x = tl.load(X + at, ok, 0).to(COMPUTE)
+                leave_moments(x, ok, PART, cell, part, j, KEPT, R0, R1, COMPUTE, BLOCK_R)
                 if is_last(DONE, cell, PARTS):
                     mean, rstd = moments_found(
                         PART, MEAN, RSTD, RUNNING_MEAN, RUNNING_VAR, cell, True, KEPT, R0, R1, EPS, MOMENTUM, COMPUTE, BLOCK_R,
@@ -244,23 +248,21 @@ def normalise_held(X, Y, W, B, MEAN, RSTD, KEPT, K0, c0, EPS: tl.int64, R0: tl.c
 
 @triton.jit
 def leave_sums(
-    DY, X, at, ok, W, PART, mean, rstd, cell, channel, part, j, r, KEPT, R0, R1, CHANNEL: tl.constexpr, COMPUTE: tl.constexpr,
-    BLOCK_R: tl.constexpr, POLICY: tl.constexpr,
+    dy, x, ok, W, PART, mean, rstd, cell, channel, part, j, r, KEPT, R0, R1, CHANNEL: tl.constexpr, COMPUTE: tl.constexpr,
+    BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """The elements of DY and X of a tile, of whose stretches the sums of DY and of DY times the normalised X are stored."""
-    given = tl.load(DY + at, ok, 0, eviction_policy=POLICY).to(COMPUTE)
-    x = tl.load(X + at, ok, 0, eviction_policy=POLICY).to(COMPUTE)
-    dy = given
-    normed = tl.where(ok, (x - mean) * rstd, 0.0)
+    """Store the sums of DY and of DY times the normalised X of each stretch of a tile. They are found from -DY and -X, which the
+    compiler takes for other numbers: what it converts to fp32 here it does not keep until DY and X are used again."""
+    against = (-dy).to(COMPUTE)
+    normed = tl.where(ok, ((-x).to(COMPUTE) + mean) * rstd, 0.0)
     if CHANNEL == "element":
         if W is not None:
-            dy = dy * weight_of(W, channel, j, r, R0, R1, COMPUTE, CHANNEL)
-    own, own_x = tl.reduce((dy, dy * normed), 1, add_pairs)
+            against = against * weight_of(W, channel, j, r, R0, R1, COMPUTE, CHANNEL)
+    own, own_x = tl.reduce((against, against * normed), 1, add_pairs)
     tiles = tl.cdiv(R0, BLOCK_R)
     piece = (cell * R1 + j) * tiles + part % tiles
-    tl.store(PART + piece, own, j < R1)
+    tl.store(PART + piece, -own, j < R1)
     tl.store(PART + KEPT.to(tl.int64) * R1 * tiles + piece, own_x, j < R1)
-    return given, x
 
 
 @triton.jit
@@ -305,6 +307,7 @@ def sums_found(
 def write_gradient(
     dy, x, DX, at, ok, W, mean, rstd, level, about, channel, j, r, R0, R1, CHANNEL: tl.constexpr, COMPUTE: tl.constexpr
 ):  # fmt: skip
+    dy = dy.to(COMPUTE)
     scale = rstd
     if W is not None:
         w = weight_of(W, channel, j, r, R0, R1, COMPUTE, CHANNEL)
@@ -312,7 +315,7 @@ def write_gradient(
             scale = rstd * w
         else:
             dy = dy * w
-    dx = (dy - (x - mean) * rstd * about) - level
+    dx = (dy - (x.to(COMPUTE) - mean) * rstd * about) - level
     tl.store(DX + at, stored(dx * scale, DX), ok, eviction_policy="evict_first")
 
 
@@ -332,25 +335,32 @@ def normalise_cells_backward(
         wide = cell.to(tl.int64)
         mean = tl.load(MEAN + wide).to(COMPUTE)
         rstd = tl.load(RSTD + wide).to(COMPUTE)
-        dy, x = leave_sums(
-            DY, X, at, ok, W, PART, mean, rstd, wide, channel, part, j, r, KEPT, R0, R1, CHANNEL, COMPUTE, BLOCK_R, "evict_first"
-        )  # fmt: skip
+        dy = tl.load(DY + at, ok, 0, eviction_policy="evict_first")
+        x = tl.load(X + at, ok, 0, eviction_policy="evict_first")
+        leave_sums(dy, x, ok, W, PART, mean, rstd, wide, channel, part, j, r, KEPT, R0, R1, CHANNEL, COMPUTE, BLOCK_R)
         say_there(DONE, wide)
-        if not came(DONE, wide, PARTS, AHEAD):
+        if came(DONE, wide, PARTS, AHEAD):
+            level, about = sums_found(
+                PART, W, DW, DB, wide, channel, part == 0, KEPT, R0, R1, CHANNEL, COMPUTE, BLOCK_R, BLOCK_P
+            )
+            if DX is not None:
+                write_gradient(dy, x, DX, at, ok, W, mean, rstd, level, about, channel, j, r, R0, R1, CHANNEL, COMPUTE)
+        else:
             for other in tl.range(0, PARTS):
                 i, e, there, okay = tile_of(cell, other, R0, R1, K0, k0, k1, r1, EVEN, BLOCK_J, BLOCK_R)
+                dy = tl.load(DY + there, okay, 0)
+                x = tl.load(X + there, okay, 0)
                 leave_sums(
-                    DY, X, there, okay, W, PART, mean, rstd, wide, channel, other, i, e, KEPT, R0, R1, CHANNEL, COMPUTE,
-                    BLOCK_R, "",
+                    dy, x, okay, W, PART, mean, rstd, wide, channel, other, i, e, KEPT, R0, R1, CHANNEL, COMPUTE, BLOCK_R
                 )  # fmt: skip
             tl.debug_barrier()
-            dy = tl.load(DY + at, ok, 0).to(COMPUTE)
-            x = tl.load(X + at, ok, 0).to(COMPUTE)
-        level, about = sums_found(
-            PART, W, DW, DB, wide, channel, part == 0, KEPT, R0, R1, CHANNEL, COMPUTE, BLOCK_R, BLOCK_P
-        )
-        if DX is not None:
-            write_gradient(dy, x, DX, at, ok, W, mean, rstd, level, about, channel, j, r, R0, R1, CHANNEL, COMPUTE)
+            level, about = sums_found(
+                PART, W, DW, DB, wide, channel, part == 0, KEPT, R0, R1, CHANNEL, COMPUTE, BLOCK_R, BLOCK_P
+            )
+            if DX is not None:
+                dy = tl.load(DY + at, ok, 0)
+                x = tl.load(X + at, ok, 0)
+                write_gradient(dy, x, DX, at, ok, W, mean, rstd, level, about, channel, j, r, R0, R1, CHANNEL, COMPUTE)
     else:
         cell, part, again = task_of(PARTS, AHEAD)
         channel = cell % K0 * c0
@@ -361,8 +371,8 @@ def normalise_cells_backward(
             rstd = tl.load(RSTD + cell).to(COMPUTE)
             if again:
                 if DX is not None:
-                    dy = tl.load(DY + at, ok, 0, eviction_policy="evict_first").to(COMPUTE)
-                    x = tl.load(X + at, ok, 0, eviction_policy="evict_first").to(COMPUTE)
+                    dy = tl.load(DY + at, ok, 0, eviction_policy="evict_first")
+                    x = tl.load(X + at, ok, 0, eviction_policy="evict_first")
                     wait_for(DONE, cell, PARTS)
                     level = tl.load(FOUND + cell, cache_modifier=".cg")
                     about = tl.load(FOUND + KEPT + cell, cache_modifier=".cg")
@@ -370,28 +380,11 @@ def normalise_cells_backward(
                         dy, x, DX, at, ok, W, mean, rstd, level, about, channel, j, r, R0, R1, CHANNEL, COMPUTE
                     )
             else:
+                dy = tl.load(DY + at, ok, 0)
+                x = tl.load(X + at, ok, 0)
                 leave_sums(
-                    DY,
-                    X,
-                    at,
-                    ok,
-                    W,
-                    PART,
-                    mean,
-                    rstd,
-                    cell,
-                    channel,
-                    part,
-                    j,
-                    r,
-                    KEPT,
-                    R0,
-                    R1,
-                    CHANNEL,
-                    COMPUTE,
-                    BLOCK_R,
-                    "",
-                )
+                    dy, x, ok, W, PART, mean, rstd, cell, channel, part, j, r, KEPT, R0, R1, CHANNEL, COMPUTE, BLOCK_R
+                )  # fmt: skip
                 if is_last(DONE, cell, PARTS):
                     level, about = sums_found(
                         PART, W, DW, DB, cell, channel, True, KEPT, R0, R1, CHANNEL, COMPUTE, BLOCK_R, BLOCK_P
