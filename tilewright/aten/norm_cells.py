@@ -216,7 +216,7 @@ def normalise_cells(
 )
 def normalise_held(X, Y, W, B, MEAN, RSTD, KEPT, K0, c0, EPS: tl.int64, R0: tl.constexpr, R1: tl.constexpr):
     """Cells of 16 bits that lie one after the other, each held by a program, of which every stretch is a channel. Else as above."""
-    cell = tl.program_id(0)
+    cell = held_part(KEPT, 1)[0]
     at = cell.to(tl.int64) * (R0 * R1) + tl.arange(0, R0)
     xs = ()
     for j in tl.static_range(R1):

@@ -100,10 +100,10 @@ def warps(of_16_bits: int, t: Tensor) -> dict[str, int]:
 
 
 def warps_held(elements: int, found: Tensor, even: bool, registers: int = 64) -> dict[str, int]:
-    """Threads that hold `elements` of the dtype that is computed in, 32 registers of them each, and of whole words have no more
-    `registers` in all: at 64, an SM holds 128 KB."""
+    """Threads that hold `elements` of the dtype that is computed in, 32 registers of them each, and have no more than `registers`
+    in all: at 64, an SM holds 128 KB. Elements that are not whole words have addresses of their own, and twice as many threads."""
     wide = found.element_size() // 4
-    made = {"num_warps": min(32, max(4, elements * wide // 1024))}
+    made = {"num_warps": min(32, max(4, elements * wide * (1 if even else 2) // 1024))}
     return {**made, "maxnreg": registers} if even and wide == 1 else made
 
 
