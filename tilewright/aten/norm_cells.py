@@ -1,4 +1,4 @@
-"""Norms of large cells whose elements lie side by side, and their gradients, in the two passes of `passes.py`.
+"""Norms of large cells whose elements lie side by side, in the two passes of `passes.py`, and their gradients, of held parts.
 
 A group of images or a channel of all is a cell of R1 stretches of R0 elements. Its parts are tiles, BLOCK_J stretches of BLOCK_R
 elements. What the first pass finds is found of each stretch of a tile, so that sums for a channel are there where a channel is a
@@ -32,14 +32,16 @@ HOLDS, SHORTEST = 65536, 1024  # elements of 16 bits that a program's registers 
 
 
 def programs(a) -> tuple[int]:
-    return (a.KEPT * a.PARTS if a.HELD else passes.programs(a.KEPT, a.PARTS, a.AHEAD),)
+    return (passes.programs(a.KEPT, a.PARTS, a.AHEAD),)
+
+
+def programs_backward(a) -> tuple[int]:
+    return (a.KEPT * a.PARTS,) if a.HELD else programs(a)
 
 
 def warps(a) -> dict[str, int]:
     """64 elements of 16 bits a thread, and no more registers than leave room for five programs on an SM. Elements that are not
     whole words have addresses of their own, which take more."""
-    if a.HELD:
-        return passes.warps_held(a.BLOCK_J * a.BLOCK_R, a.FOUND, a.EVEN, registers=80)
     if not a.EVEN:
         return passes.warps(8, a.X)
     return {**passes.warps(4, a.X), **({"maxnreg": 96} if a.X.element_size() == 2 else {})}
@@ -86,21 +88,21 @@ def weight_of(W, channel, j, r, R0, R1, COMPUTE: tl.constexpr, CHANNEL: tl.const
 
 @triton.jit
 def moments_of_cell(PART, cell, pieces, tiles, KEPT, R0, elements, BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr):
-    """(mean, the sum of squares about it) of a cell, from those of its pieces, which are stretches as far as tiles go. Means are
-    seen from that of the first piece, whose distance from the cell's is no more deviations than the root of how many there are."""
-    here = PART + cell * pieces
-    first = tl.load(here, cache_modifier=".cg")
-    away = tl.zeros([BLOCK_P], PART.dtype.element_ty)
-    about = tl.zeros([BLOCK_P], PART.dtype.element_ty)
-    for start in tl.range(0, pieces, BLOCK_P):
-        p = start + tl.arange(0, BLOCK_P)
+    """(mean, the sum of squares about it) of a cell, from those of its pieces, which are stretches as far as tiles go."""
+    lane = tl.arange(0, BLOCK_P)
+    level = tl.zeros([BLOCK_P], PART.dtype.element_ty)
+    for first in tl.range(0, pieces, BLOCK_P):
+        p = first + lane
         count = tl.minimum(R0 - p % tiles * BLOCK_R, BLOCK_R)
-        own = tl.load(here + p, p < pieces, first, cache_modifier=".cg") - first
-        away += own * count
-        about += tl.load(here + KEPT * pieces + p, p < pieces, 0.0, cache_modifier=".cg") + own * own * count
-    total = tl.sum(away, 0)
-    shift = divide(total, elements)
-    return first + shift, tl.sum(about, 0) - total * shift
+        level += tl.load(PART + cell * pieces + p, p < pieces, 0.0, cache_modifier=".cg") * count
+    mean = divide(tl.sum(level, 0), elements)
+    about = tl.zeros([BLOCK_P], PART.dtype.element_ty)
+    for first in tl.range(0, pieces, BLOCK_P):
+        p = first + lane
+        count = tl.minimum(R0 - p % tiles * BLOCK_R, BLOCK_R)
+        own = tl.load(PART + cell * pieces + p, p < pieces, mean, cache_modifier=".cg") - mean
+        about += tl.load(PART + (KEPT + cell) * pieces + p, p < pieces, 0.0, cache_modifier=".cg") + own * own * count
+    return mean, tl.sum(about, 0)
 
 
 @triton.jit
@@ -109,104 +111,56 @@ def move_running(P, cell, value, keep):
     tl.store(P + cell, stored(value * keep + before * (1.0 - keep), P))
 
 
-@triton.jit
-def leave_moments(x, ok, PART, cell, part, j, KEPT, R0, R1, COMPUTE: tl.constexpr, BLOCK_R: tl.constexpr):
-    """Store the mean of each stretch of a tile, and the sum of squares about it."""
-    tiles = tl.cdiv(R0, BLOCK_R)
-    count = tl.minimum(R0 - part % tiles * BLOCK_R, BLOCK_R).to(COMPUTE)
-    level = quotient(tl.sum(x, 1), count, divide(tl.full([], 1.0, COMPUTE), count))
-    apart = tl.where(ok, x - level[:, None], 0.0)
-    piece = (cell * R1 + j) * tiles + part % tiles
-    tl.store(PART + piece, level, j < R1)
-    tl.store(PART + KEPT.to(tl.int64) * R1 * tiles + piece, tl.sum(apart * apart, 1), j < R1)
-
-
-@triton.jit
-def moments_found(
-    PART, MEAN, RSTD, RUNNING_MEAN, RUNNING_VAR, cell, keep, KEPT, R0, R1, EPS, MOMENTUM, COMPUTE: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr,
-):  # fmt: skip
-    """(mean, rstd) of a cell, unrounded; stores what is kept of them, if this program is to."""
-    one = tl.full([], 1.0, COMPUTE)
-    tiles = tl.cdiv(R0, BLOCK_R)
-    elements = (R1.to(tl.int64) * R0).to(COMPUTE)
-    middle, about = moments_of_cell(PART, cell, R1 * tiles, tiles, KEPT, R0, elements, BLOCK_R, BLOCK_P)
-    rstd = divide(one, square_root(divide(about, elements) + number(EPS, COMPUTE)))
-    if keep:
-        if MEAN is not None:
-            tl.store(MEAN + cell, stored(middle, MEAN))
-            tl.store(RSTD + cell, stored(rstd, RSTD))
-        if RUNNING_MEAN is not None:
-            share = number(MOMENTUM, COMPUTE)
-            move_running(RUNNING_MEAN, cell, middle, share)
-            move_running(RUNNING_VAR, cell, divide(about, elements - one), share)
-    return middle, rstd
-
-
-@triton.jit
-def write_normalised(
-    x, Y, at, ok, W, B, mean, rstd, channel, j, r, R0, R1, COMPUTE: tl.constexpr, CHANNEL: tl.constexpr
-):
-    y = (x - mean) * rstd
-    if W is not None:
-        y = y * weight_of(W, channel, j, r, R0, R1, COMPUTE, CHANNEL)
-    if B is not None:
-        y = y + weight_of(B, channel, j, r, R0, R1, COMPUTE, CHANNEL)
-    tl.store(Y + at, stored(y, Y), ok, eviction_policy="evict_first")
-
-
 @kernel(grid=programs, tokens=(*SIZES, "EPS", "MOMENTUM"), default=warps)
 def normalise_cells(
     X, Y, W, B, MEAN, RSTD, RUNNING_MEAN, RUNNING_VAR, PART, FOUND, DONE, KEPT, R0, R1, K0, k0, k1, r1, c0, PARTS, AHEAD,
-    EPS: tl.int64, MOMENTUM: tl.int64, CHANNEL: tl.constexpr, EVEN: tl.constexpr, HELD: tl.constexpr, BLOCK_J: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr,
+    EPS: tl.int64, MOMENTUM: tl.int64, CHANNEL: tl.constexpr, EVEN: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_P: tl.constexpr,
 ):  # fmt: skip
     """Strides k from cell to cell (K0 of them, then again), r1 of stretches, c0 of channels. PART [2, KEPT, pieces]: means and sums
-    of squares about them. FOUND [2, KEPT]: mean and rstd, unrounded. HELD: parts are held, and AHEAD is how long they wait."""
+    of squares about them. FOUND [2, KEPT]: mean and rstd, unrounded."""
     COMPUTE: tl.constexpr = FOUND.dtype.element_ty
+    cell, part, again = task_of(PARTS, AHEAD)
     R0 = whole_words(R0, EVEN)
-    if HELD:
-        cell, part = held_part(KEPT, PARTS)
-        channel = cell % K0 * c0
-        j, r, at, ok = tile_of(cell, part, R0, R1, K0, k0, k1, r1, EVEN, BLOCK_J, BLOCK_R)
-        wide = cell.to(tl.int64)
-        x = tl.load(X + at, ok, 0, eviction_policy="evict_first").to(COMPUTE)
-        leave_moments(x, ok, PART, wide, part, j, KEPT, R0, R1, COMPUTE, BLOCK_R)
-        say_there(DONE, wide)
-        if not came(DONE, wide, PARTS, AHEAD):
-            for other in tl.range(0, PARTS):
-                i, _, there, okay = tile_of(cell, other, R0, R1, K0, k0, k1, r1, EVEN, BLOCK_J, BLOCK_R)
-                x = tl.load(X + there, okay, 0).to(COMPUTE)
-                leave_moments(x, okay, PART, wide, other, i, KEPT, R0, R1, COMPUTE, BLOCK_R)
-            tl.debug_barrier()
+    j, r, at, ok = tile_of(cell, part, R0, R1, K0, k0, k1, r1, EVEN, BLOCK_J, BLOCK_R)
+    channel = cell % K0 * c0
+    cell = cell.to(tl.int64)
+    if (cell >= 0) & (cell < KEPT):
+        if again:
+            x = tl.load(X + at, ok, 0, eviction_policy="evict_first").to(COMPUTE)
+            wait_for(DONE, cell, PARTS)
+            mean = tl.load(FOUND + cell, cache_modifier=".cg")
+            y = (x - mean) * tl.load(FOUND + KEPT + cell, cache_modifier=".cg")
+            if W is not None:
+                y = y * weight_of(W, channel, j, r, R0, R1, COMPUTE, CHANNEL)
+            if B is not None:
+                y = y + weight_of(B, channel, j, r, R0, R1, COMPUTE, CHANNEL)
+            tl.store(Y + at, stored(y, Y), ok, eviction_policy="evict_first")
+        else:
+            one = tl.full([], 1.0, COMPUTE)
+            tiles = tl.cdiv(R0, BLOCK_R)
+            pieces = R1 * tiles
+            count = tl.minimum(R0 - part % tiles * BLOCK_R, BLOCK_R).to(COMPUTE)
             x = tl.load(X + at, ok, 0).to(COMPUTE)
-        mean, rstd = moments_found(
-            PART, MEAN, RSTD, RUNNING_MEAN, RUNNING_VAR, wide, part == 0, KEPT, R0, R1, EPS, MOMENTUM, COMPUTE, BLOCK_R, BLOCK_P
-        )  # fmt: skip
-        write_normalised(x, Y, at, ok, W, B, mean, rstd, channel, j, r, R0, R1, COMPUTE, CHANNEL)
-    else:
-        cell, part, again = task_of(PARTS, AHEAD)
-        channel = cell % K0 * c0
-        j, r, at, ok = tile_of(cell, part, R0, R1, K0, k0, k1, r1, EVEN, BLOCK_J, BLOCK_R)
-        cell = cell.to(tl.int64)
-        if (cell >= 0) & (cell < KEPT):
-            if again:
-                x = tl.load(X + at, ok, 0, eviction_policy="evict_first").to(COMPUTE)
-                wait_for(DONE, cell, PARTS)
-                mean = tl.load(FOUND + cell, cache_modifier=".cg")
-                rstd = tl.load(FOUND + KEPT + cell, cache_modifier=".cg")
-                write_normalised(x, Y, at, ok, W, B, mean, rstd, channel, j, r, R0, R1, COMPUTE, CHANNEL)
-            else:
-                x = tl.load(X + at, ok, 0).to(COMPUTE)
-                leave_moments(x, ok, PART, cell, part, j, KEPT, R0, R1, COMPUTE, BLOCK_R)
-                if is_last(DONE, cell, PARTS):
-                    mean, rstd = moments_found(
-                        PART, MEAN, RSTD, RUNNING_MEAN, RUNNING_VAR, cell, True, KEPT, R0, R1, EPS, MOMENTUM, COMPUTE, BLOCK_R,
-                        BLOCK_P,
-                    )  # fmt: skip
-                    tl.store(FOUND + cell, mean)
-                    tl.store(FOUND + KEPT + cell, rstd)
-                    release(DONE, cell)
+            level = quotient(tl.sum(x, 1), count, divide(one, count))
+            apart = tl.where(ok, x - level[:, None], 0.0)
+            piece = cell * pieces + j * tiles + part % tiles
+            tl.store(PART + piece, level, j < R1)
+            tl.store(PART + KEPT.to(tl.int64) * pieces + piece, tl.sum(apart * apart, 1), j < R1)
+            if is_last(DONE, cell, PARTS):
+                elements = (R1.to(tl.int64) * R0).to(COMPUTE)
+                middle, about = moments_of_cell(PART, cell, pieces, tiles, KEPT, R0, elements, BLOCK_R, BLOCK_P)
+                rstd = divide(one, square_root(divide(about, elements) + number(EPS, COMPUTE)))
+                tl.store(FOUND + cell, middle)
+                tl.store(FOUND + KEPT + cell, rstd)
+                release(DONE, cell)
+                if MEAN is not None:
+                    tl.store(MEAN + cell, stored(middle, MEAN))
+                    tl.store(RSTD + cell, stored(rstd, RSTD))
+                if RUNNING_MEAN is not None:
+                    keep = number(MOMENTUM, COMPUTE)
+                    move_running(RUNNING_MEAN, cell, middle, keep)
+                    move_running(RUNNING_VAR, cell, divide(about, elements - one), keep)
 
 
 @kernel(
@@ -319,13 +273,14 @@ def write_gradient(
     tl.store(DX + at, stored(dx * scale, DX), ok, eviction_policy="evict_first")
 
 
-@kernel(grid=programs, tokens=SIZES, default=warps_backward)
+@kernel(grid=programs_backward, tokens=SIZES, default=warps_backward)
 def normalise_cells_backward(
     DY, X, W, MEAN, RSTD, DX, DW, DB, PART, FOUND, DONE, KEPT, R0, R1, K0, k0, k1, r1, c0, PARTS, AHEAD, CHANNEL: tl.constexpr,
     EVEN: tl.constexpr, HELD: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
     """PART [2, KEPT, pieces]: sums of DY and of DY times the normalised X. FOUND [2, KEPT]: these of cells, by elements. DW, DB
-    [KEPT] or, of channels that go by stretches, [KEPT, R1]: the same, as far as a cell goes. Else as above."""
+    [KEPT] or, of channels that go by stretches, [KEPT, R1]: the same, as far as a cell goes. HELD: parts are held, and AHEAD is how
+    long they wait. Else as above."""
     COMPUTE: tl.constexpr = FOUND.dtype.element_ty
     R0 = whole_words(R0, EVEN)
     if HELD:
@@ -412,8 +367,11 @@ def holds(x: Tensor, cells: Any) -> bool:
     return cells.channel == "stretch" and x.element_size() == 2 and lies and fits and many
 
 
-def launch(kernel_: Any, read: list[Tensor], others: tuple, cells: Any, numbers: tuple[int, ...] = ()) -> None:
-    """Tensors of cells that are `read`, and the `others` of the call; what passes leave for each other is allocated here."""
+def launch(
+    kernel_: Any, read: list[Tensor], others: tuple, cells: Any, numbers: tuple[int, ...] = (), may_hold: bool = False
+) -> None:
+    """Tensors of cells that are `read`, and the `others` of the call; what passes leave for each other is allocated here.
+    `may_hold`: the kernel's programs hold parts of cells that are on the chip at once."""
     x = read[0]
     block_r = max(16, min(STRETCH, power_of_two(cells.r0)))
     block_j = min(power_of_two(cells.r1), max(1, TILE // block_r))
@@ -424,13 +382,13 @@ def launch(kernel_: Any, read: list[Tensor], others: tuple, cells: Any, numbers:
     part = own(torch.empty((2, cells.kept, cells.r1 * tiles), dtype=wide, device=x.device))
     found = own(torch.empty((2, cells.kept), dtype=wide, device=x.device))
     done = passes.counters(cells.kept, x.device)
-    held = passes.held(parts, x.device)
-    ahead = passes.patience() if held else passes.ahead_of(cells.kept, read)
+    how = {"HELD": passes.held(parts, x.device)} if may_hold else {}
+    ahead = passes.patience() if how.get("HELD") else passes.ahead_of(cells.kept, read)
     even = not any(n % 16 for n in (cells.r0, k0, k1 if cells.repeat < cells.kept else 0, r1 if cells.r1 > 1 else 0))
     plans.launch(
         kernel_, (*read, *others, part, found, done),
         (cells.kept, cells.r0, cells.r1, cells.repeat, k0, k1, r1, cells.step, parts, ahead), numbers, CHANNEL=cells.channel,
-        EVEN=even, HELD=held, BLOCK_J=block_j, BLOCK_R=block_r, BLOCK_P=64,
+        EVEN=even, BLOCK_J=block_j, BLOCK_R=block_r, BLOCK_P=64, **how,
     )  # fmt: skip
 
 
@@ -456,4 +414,4 @@ def forward(
 
 
 def backward(dy: Tensor, x: Tensor, w: Any, mean: Tensor, rstd: Tensor, dx: Any, dw: Any, db: Any, cells: Any) -> None:
-    launch(normalise_cells_backward, [dy, x], (w, mean, rstd, dx, dw, db), cells)
+    launch(normalise_cells_backward, [dy, x], (w, mean, rstd, dx, dw, db), cells, may_hold=True)
