@@ -7,6 +7,7 @@ stretch. Cells of fewer elements that a program's registers hold, of channels th
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -349,6 +350,97 @@ def normalise_cells_backward(
                     release(DONE, cell)
 
 
+@triton.jit
+def halves(pair, P):
+    """The two elements of 16 bits, as P has them, of each int32, in fp32."""
+    if P.dtype.element_ty == tl.bfloat16:
+        return (pair << 16).to(tl.float32, bitcast=True), (pair & -65536).to(tl.float32, bitcast=True)
+    else:
+        low = pair.to(tl.int16).to(P.dtype.element_ty, bitcast=True)
+        return low.to(tl.float32), (pair >> 16).to(tl.int16).to(P.dtype.element_ty, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def load_stretches(P, at, R0: tl.constexpr, COUNT: tl.constexpr):
+    """Elements two in an int32: as what they are, the compiler would keep each in a register."""
+    pairs = ()
+    for j in tl.static_range(COUNT):
+        here = (P + at + j * R0).to(tl.pointer_type(tl.int32), bitcast=True) + tl.arange(0, R0 // 2)
+        pairs = pairs + (tl.load(here, eviction_policy="evict_first"),)
+    return pairs
+
+
+@triton.jit
+def leave_stretches(dys, xs, DY, X, PART, mean, rstd, cell, first, KEPT, R1, zero, COUNT: tl.constexpr):
+    """As `leave_sums`, of whole stretches, one after the other. `zero`: that it is, the compiler does not know, so that it does not
+    keep what is converted to fp32 here."""
+    for j in tl.static_range(COUNT):
+        dy0, dy1 = halves(dys[j] ^ zero, DY)
+        x0, x1 = halves(xs[j] ^ zero, X)
+        own = dy0 + dy1
+        own_x = dy0 * ((x0 - mean) * rstd) + dy1 * ((x1 - mean) * rstd)
+        own, own_x = tl.reduce((own, own_x), 0, add_pairs)
+        tl.store(PART + cell * R1 + first + j, own)
+        tl.store(PART + (KEPT + cell) * R1 + first + j, own_x)
+
+
+@triton.jit
+def write_stretches(
+    dys, xs, DY, X, DX, at, W, mean, rstd, level, about, channel, R0: tl.constexpr, COUNT: tl.constexpr
+):  # fmt: skip
+    for j in tl.static_range(COUNT):
+        dy0, dy1 = halves(dys[j], DY)
+        x0, x1 = halves(xs[j], X)
+        if W is not None:
+            w = tl.load(W + channel + j).to(tl.float32)
+            dy0, dy1 = dy0 * w, dy1 * w
+        dx0 = ((dy0 - (x0 - mean) * rstd * about) - level) * rstd
+        dx1 = ((dy1 - (x1 - mean) * rstd * about) - level) * rstd
+        there = DX + at + j * R0 + tl.arange(0, R0)
+        tl.store(there, stored(tl.interleave(dx0, dx1), DX), eviction_policy="evict_first")
+
+
+@kernel(
+    grid=lambda a: (a.KEPT * a.PARTS,),
+    tokens=("KEPT", "R1", "K0", "c0", "PARTS", "PATIENCE"),
+    default=lambda a: {"num_warps": max(4, a.COUNT * a.R0 // 1024), "maxnreg": 64},
+)
+def normalise_held_backward(
+    DY, X, W, MEAN, RSTD, DX, DW, DB, PART, DONE, KEPT, R1, K0, c0, PARTS, PATIENCE, R0: tl.constexpr, COUNT: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+):  # fmt: skip
+    """Cells as those of `normalise_held`, of which a program holds COUNT stretches. Else as above."""
+    cell, part = held_part(KEPT, PARTS)
+    channel, first = cell % K0 * c0, part * COUNT
+    cell = cell.to(tl.int64)
+    zero = tl.minimum(PATIENCE, 0)
+    start = cell * R1 * R0
+    at = start + first * R0
+    dys, xs = load_stretches(DY, at, R0, COUNT), load_stretches(X, at, R0, COUNT)
+    mean = tl.load(MEAN + cell).to(tl.float32)
+    rstd = tl.load(RSTD + cell).to(tl.float32)
+    leave_stretches(dys, xs, DY, X, PART, mean, rstd, cell, first, KEPT, R1, zero, COUNT)
+    say_there(DONE, cell)
+    if came(DONE, cell, PARTS, PATIENCE):
+        level, about = sums_found(
+            PART, W, DW, DB, cell, channel, part == 0, KEPT, R0, R1, "stretch", tl.float32, R0, BLOCK_P
+        )
+        if DX is not None:
+            write_stretches(dys, xs, DY, X, DX, at, W, mean, rstd, level, about, channel + first, R0, COUNT)
+    else:
+        for other in tl.range(0, PARTS):
+            there = start + other * (COUNT * R0)
+            dys, xs = load_stretches(DY, there, R0, COUNT), load_stretches(X, there, R0, COUNT)
+            leave_stretches(dys, xs, DY, X, PART, mean, rstd, cell, other * COUNT, KEPT, R1, zero, COUNT)
+        tl.debug_barrier()
+        level, about = sums_found(
+            PART, W, DW, DB, cell, channel, part == 0, KEPT, R0, R1, "stretch", tl.float32, R0, BLOCK_P
+        )
+        if DX is not None:
+            dys, xs = load_stretches(DY, at, R0, COUNT), load_stretches(X, at, R0, COUNT)
+            write_stretches(dys, xs, DY, X, DX, at, W, mean, rstd, level, about, channel + first, R0, COUNT)
+
+
 # ---- host ------------------------------------------------------------------------------------------------------------
 
 
@@ -357,14 +449,26 @@ def takes(cells: Any) -> bool:
     return cells.strides[2] == 1 and cells.r0 * cells.r1 >= TILE
 
 
-def holds(x: Tensor, cells: Any) -> bool:
-    """Whether programs hold cells, 8 elements of each stretch or more a thread, and there are as many cells as SMs. Stretches have
-    powers of two, so that where they lie is no register's to hold."""
+def lies_whole(x: Tensor, cells: Any) -> bool:
+    """Whether cells of 16 bits lie one after the other, of stretches that are channels and have powers of two, so that where they
+    lie is no register's to hold."""
     size, (k0, k1, _, r1) = cells.r0 * cells.r1, cells.strides
     lies = r1 == cells.r0 == power_of_two(cells.r0) and k0 == size and k1 == cells.repeat * size
-    fits = cells.r0 >= SHORTEST and cells.r1 * max(cells.r0, 4096) <= HOLDS
-    many = cells.kept >= Target.at(x.device).sms
-    return cells.channel == "stretch" and x.element_size() == 2 and lies and fits and many
+    return cells.channel == "stretch" and x.element_size() == 2 and lies and cells.r0 >= SHORTEST
+
+
+def holds(x: Tensor, cells: Any) -> bool:
+    """Whether programs hold cells, 8 elements of each stretch or more a thread, and there are as many cells as SMs."""
+    fits = cells.r1 * max(cells.r0, 4096) <= HOLDS
+    return lies_whole(x, cells) and fits and cells.kept >= Target.at(x.device).sms
+
+
+def held_stretches(x: Tensor, cells: Any) -> int:
+    """How many stretches programs hold of a gradient; 0 where they hold none."""
+    if cells.r0 > TILE or not lies_whole(x, cells):
+        return 0
+    count = math.gcd(cells.r1, TILE // cells.r0)
+    return count if passes.held(cells.r1 // count, x.device) else 0
 
 
 def launch(
@@ -414,4 +518,13 @@ def forward(
 
 
 def backward(dy: Tensor, x: Tensor, w: Any, mean: Tensor, rstd: Tensor, dx: Any, dw: Any, db: Any, cells: Any) -> None:
-    launch(normalise_cells_backward, [dy, x], (w, mean, rstd, dx, dw, db), cells, may_hold=True)
+    count = held_stretches(x, cells)
+    if not count:
+        launch(normalise_cells_backward, [dy, x], (w, mean, rstd, dx, dw, db), cells, may_hold=True)
+        return
+    part = own(torch.empty((2, cells.kept, cells.r1), dtype=torch.float32, device=x.device))
+    plans.launch(
+        normalise_held_backward, (dy, x, w, mean, rstd, dx, dw, db, part, passes.counters(cells.kept, x.device)),
+        (cells.kept, cells.r1, cells.repeat, cells.step, cells.r1 // count, passes.patience()), R0=cells.r0, COUNT=count,
+        BLOCK_P=64,
+    )  # fmt: skip
