@@ -3,7 +3,8 @@
 A tensor is seen as [outer, N, inner], N being the dimension. A *row* is N elements, side by side where there is no inner dimension;
 else rows lie side by side, and a tile has a few of them. Where a tile holds all N, every element is read once. Where it does not,
 the largest element and the sum are found as tiles come by, and a second pass goes back from the last tile, of which the cache still
-has the most; of rows side by side, `softmax_columns.py` has both passes.
+has the most; of rows side by side, `softmax_columns.py` has both passes, and of long rows, `softmax_long.py` programs that hold a
+part each.
 """
 
 from __future__ import annotations
