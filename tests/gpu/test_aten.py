@@ -59,13 +59,14 @@ from tilewright.aten import (
     scan,
     softmax,
     softmax_columns,
+    softmax_long,
     window,
 )
 from tilewright.runtime.kernel import Kernel
 
 pytestmark = pytest.mark.gpu
 ENGINES = (
-    pointwise, reduction, scan, index_map, softmax, softmax_columns, norm, norm_rows, norm_cells, product, window,
+    pointwise, reduction, scan, index_map, softmax, softmax_columns, softmax_long, norm, norm_rows, norm_cells, product, window,
 )  # fmt: skip
 KERNELS = [v for m in ENGINES for v in vars(m).values() if isinstance(v, Kernel)]
 SHAPE = (65, 130)

@@ -3,7 +3,8 @@
 A tensor is seen as [outer, N, inner], N being the dimension. A *row* is N elements, side by side where there is no inner dimension;
 else rows lie side by side, and a tile has a few of them. Where a tile holds all N, every element is read once. Where it does not,
 the largest element and the sum are found as tiles come by, and a second pass goes back from the last tile, of which the cache still
-has the most; of rows side by side, `softmax_columns.py` has both passes.
+has the most; of rows side by side, `softmax_columns.py` has both passes, and of long rows, `softmax_long.py` programs that hold a
+part each.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from ..core.tensor import cdiv, power_of_two
 from ..runtime.kernel import kernel
-from . import forms, plans, pointwise, softmax_columns
+from . import forms, plans, pointwise, softmax_columns, softmax_long
 from .functions import exp, log
 from .plans import own
 from .pointwise import IN_TRITON, SMALL, stored, whole_words
@@ -252,6 +253,9 @@ def launch(kernel_, operands: list[Tensor], out: Tensor, dim: int, **constants) 
     elif unit:
         form, even = "along", not any(s[0] % 16 for s in steps) and n % 16 == 0
         once = n <= LONGEST[several]
+        if not once and softmax_long.takes(n, out.device):
+            softmax_long.launch(operands, out, [s[0] for s in steps], n, even, constants["LOG"])
+            return
         block_r = max(16, power_of_two(n)) if once else LONGEST[several] // 2
         block_k = max(1, 2048 // block_r)
     else:
