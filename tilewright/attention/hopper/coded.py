@@ -108,12 +108,12 @@ def keys_at(boxes, at):
 @gluon.jit
 def scales_at(boxes, at, SHAPED: gl.constexpr):
     """The scales of a block of keys, [1, keys]."""
-    flat = reinterpret(boxes.index(at), gl.float32, [boxes.shape[3]], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    flat = reinterpret(boxes.index(at), gl.float32, [boxes.shape[4]], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     return gl.expand_dims(flat.load(gl.SliceLayout(0, SHAPED)), 0)
 
 
 @gluon.jit
-def row_codes(y, FORMAT: gl.constexpr):
+def query_codes(y, FORMAT: gl.constexpr):
     """(codes of rows, their scales)."""
     s, mult = own_scale(amax(y, 1), FORMAT)
     return codes_of(y, gl.expand_dims(s, 1), gl.expand_dims(mult, 1), FORMAT), s
@@ -253,7 +253,7 @@ def queries_at(boxes, at, MEAN, SCORES, unit, FORMAT: gl.constexpr, BLOCK: gl.co
     TAKEN: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=scores_in(BLOCK), k_width=4)
     BY_ROW: gl.constexpr = gl.SliceLayout(1, scores_in(BLOCK))
     y = matrix_at(boxes, at).load(TAKEN).to(gl.float32)
-    codes, by_row = row_codes(y, FORMAT)
+    codes, by_row = query_codes(y, FORMAT)
     by_row = gl.convert_layout(by_row, BY_ROW)
     shift = gl.zeros([64], gl.float32, BY_ROW)
     if MEAN is not None:
@@ -444,7 +444,7 @@ def fits(target: Target, a: SimpleNamespace) -> bool:
     q, k, v = a.q, a.k, a.v
     if not target.hopper_gluon or q.dtype not in KINDS or v.dtype != q.dtype or k.dtype not in CODES:
         return False
-    if a.k_scale.dtype != torch.float32 or not single(target, SimpleNamespace(q=q, k=k, v=v)):
+    if any(t is not None and t.dtype != torch.float32 for t in (a.k_scale, a.k_mean)) or not single(target, SimpleNamespace(q=q, k=k, v=v)):
         return False
     if a.mask is not None or (a.kv_len is not None and a.kv_len.dim() == 2) or (a.scale is not None and a.scale <= 0):
         return False
