@@ -537,7 +537,7 @@ def scaled_where_moved(x: Value, by: Value) -> Value:
     return x * by.unsqueeze(1)
 
 
-def query_codes(y: Value, words: str) -> tuple[Value, Value]:
+def query_codes(y: Value, same: Value, words: str) -> tuple[Value, Value]:
     """Rows in codes with scales of their own, by the formats' own rules."""
     made = (int8("row") if "int8" in words else fp8("row", pow2=False, rule="exact")).quantize(y.as_subclass(Tensor))
     return value(made.data), value(made.scale.reshape(-1))

@@ -113,10 +113,13 @@ def scales_at(boxes, at, SHAPED: gl.constexpr):
 
 
 @gluon.jit
-def query_codes(y, FORMAT: gl.constexpr):
-    """(codes of rows, their scales)."""
+def query_codes(y, same, FORMAT: gl.constexpr):
+    """(codes of rows, laid out as `same`, which has the same numbers, and their scales as y has rows). Rows are reduced in y, the
+    layout of a product's sums: in that of its operands Triton before 3.7 is not known to (`toolchain/reductions.py`)."""
+    BY_ROW: gl.constexpr = gl.SliceLayout(1, same.type.layout)
     s, mult = own_scale(amax(y, 1), FORMAT)
-    return codes_of(y, gl.expand_dims(s, 1), gl.expand_dims(mult, 1), FORMAT), s
+    spread = gl.expand_dims(gl.convert_layout(s, BY_ROW), 1)
+    return codes_of(same, spread, gl.expand_dims(gl.convert_layout(mult, BY_ROW), 1), FORMAT), s
 
 
 @gluon.jit
@@ -252,12 +255,13 @@ def queries_at(boxes, at, MEAN, SCORES, unit, FORMAT: gl.constexpr, BLOCK: gl.co
     COLUMNS: gl.constexpr = boxes.shape[4]
     TAKEN: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=scores_in(BLOCK), k_width=4)
     BY_ROW: gl.constexpr = gl.SliceLayout(1, scores_in(BLOCK))
-    y = matrix_at(boxes, at).load(TAKEN).to(gl.float32)
-    codes, by_row = query_codes(y, FORMAT)
+    READ: gl.constexpr = sums_of(COLUMNS)
+    y = matrix_at(boxes, at).load(READ).to(gl.float32)
+    codes, by_row = query_codes(y, matrix_at(boxes, at).load(TAKEN).to(gl.float32), FORMAT)
     by_row = gl.convert_layout(by_row, BY_ROW)
     shift = gl.zeros([64], gl.float32, BY_ROW)
     if MEAN is not None:
-        mean = gl.load(MEAN + unit.to(gl.int64) * COLUMNS + gl.arange(0, COLUMNS, gl.SliceLayout(0, TAKEN)))
+        mean = gl.load(MEAN + unit.to(gl.int64) * COLUMNS + gl.arange(0, COLUMNS, gl.SliceLayout(0, READ)))
         shift = gl.convert_layout(gl.sum(y * gl.expand_dims(mean, 0), 1), BY_ROW)
     if SCORES.softcap is None and SCORES.slopes is None:
         by_row *= SCORES.scale * LOG2E
