@@ -63,13 +63,13 @@ def test_compiled(D, V, options, most):
     assert compiled.spills <= most[not triton.__version__.startswith("3.6.")]
 
 
-# Of the loops over blocks of keys, none spills; a tile's pointers and bounds do
+# By Triton 3.6 the loops over blocks of keys spill nothing, but a tile's pointers and bounds are; by 3.9 scales of keys are too
 @pytest.mark.parametrize(
     ("D", "options", "most"),
     [
-        (64, {"causal": True}, (0, 64)),
-        (128, {"causal": True}, (100, 400)),
-        (128, {"causal": True, "cu_seqlens_q": marks(), "cu_seqlens_k": marks()}, (400, 800)),
+        (64, {"causal": True}, (0, 380)),
+        (128, {"causal": True}, (108, 1900)),
+        (128, {"causal": True, "cu_seqlens_q": marks(), "cu_seqlens_k": marks()}, (120, 2160)),
     ],
 )
 @pytest.mark.parametrize("kind", [torch.int8, torch.float8_e4m3fn])

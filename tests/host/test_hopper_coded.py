@@ -119,13 +119,19 @@ def test_a_public_call_by_name():
     q, k, v = (torch.zeros(2, 40, heads, 64, dtype=torch.bfloat16) for heads in (4, 2, 2))
     with pretend(HOPPER), tw.force("triton"), collect() as found:
         tw.attention(q, k, v, math="int8", causal=True, backend="hopper")
-    assert [w.kernel.name for w in found] == ["attention_code_rows", "attention_scales_by_head", "attention_codes_hopper"]
+    assert [w.kernel.name for w in found] == [
+        "attention_code_rows",
+        "attention_scales_by_head",
+        "attention_codes_hopper",
+    ]
     with pretend(HOPPER), collect() as found:
         for math, wide in (("int8", 96), ("fp8_pv", 64)):
             given = (torch.zeros(2, 40, 2, wide, dtype=torch.bfloat16) for _ in range(3))
             with pytest.raises(ValueError, match="attention: backend hopper does not take"):
                 tw.attention(*given, math=math, backend="hopper")
     assert not found
-    values = attention_codes_pv.signature.bind((), {**call(v=blank(2, 300, 2, 128, dtype=torch.int8)), "backend": "hopper"})
+    values = attention_codes_pv.signature.bind(
+        (), {**call(v=blank(2, 300, 2, 128, dtype=torch.int8)), "backend": "hopper"}
+    )
     with pretend(HOPPER), pytest.raises(RuntimeError, match="no backend hopper"):
         attention_codes_pv.implementation(values)

@@ -441,11 +441,13 @@ OUT = Out(contiguous=("lse",))
 attention_codes = Op(
     "attention_codes", reference, partial(inputs, pv=False),
     Triton(hopper_coded.forward, None, hopper_coded.fits_call, "hopper"), Triton(forward, None, fits, "portable"), asks="backend",
-    where=WHERE, results=ROWS, check=partial(check, pv=False, op="attention_codes"), cost=Cost(flops=flops), bars=Bars("L", felt=FELT, steps=True),
+    where=WHERE, results=ROWS, check=partial(check, pv=False, op="attention_codes"),
+    cost=Cost(flops=flops), bars=Bars("L", felt=FELT, steps=True),
     out=OUT, internal=True,
 )  # fmt: skip
 attention_codes_pv = Op(
     "attention_codes_pv", reference, partial(inputs, pv=True), Triton(forward, None, fits, "portable"), asks="backend",
-    where=WHERE, results=ROWS, check=partial(check, pv=True, op="attention_codes_pv"), cost=Cost(flops=flops), bars=Bars("K", felt=FELT, steps=True),
+    where=WHERE, results=ROWS, check=partial(check, pv=True, op="attention_codes_pv"),
+    cost=Cost(flops=flops), bars=Bars("K", felt=FELT, steps=True),
     out=OUT, internal=True,
 )  # fmt: skip

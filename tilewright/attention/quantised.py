@@ -145,7 +145,9 @@ def by_codes(
         values = last.signature.bind(operands(made), {**own, **given, "backend": backend})
         last.validate(values)
         if backend == "hopper" and (pv or not taken_by_hopper(values)):
-            raise ValueError(f"{op}: backend hopper does not take {'codes of v' if pv else 'these arguments with codes'}")
+            raise ValueError(
+                f"{op}: backend hopper does not take {'codes of v' if pv else 'these arguments with codes'}"
+            )
     if rows["k"].scale is None:
         there = keys_there(q, k, *(given[name] for name in LENGTHS)) if smooth else None
         mean = attention_mean.function(rows["k"].codes, there) if smooth else None

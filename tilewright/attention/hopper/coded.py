@@ -9,7 +9,8 @@ the same stage: a box of as many numbers as a block has keys. What is of a row, 
 nothing in the loop: it is part of the factor and of the base of the exponential.
 
 Who may write where is as `forward.py` has it, but that threads read scales. They do so before they wait for their turn, at a
-barrier of the warpgroup's threads, and give the stage back after: so nobody reads what is copied anew.
+barrier of the warpgroup's threads, and give the stage back after: so nobody reads what is copied anew. Read after the scores have
+come instead, the assembler of Triton 3.6 waits for each pair of them in turn.
 """
 
 from __future__ import annotations
@@ -140,7 +141,9 @@ def weigh_codes(s, by_key, by_row, shift, top, total, SCORES, WINDOW, rows, key,
     if SCORES.softcap is None and SCORES.slopes is None:
         if EDGE:
             s = hidden_out(s, WINDOW, rows, key)
-        new = gl.maximum(top, row_max(s) * by_row + shift)  # by_row is above 0: the largest product is the largest score
+        new = gl.maximum(
+            top, row_max(s) * by_row + shift
+        )  # by_row is above 0: the largest product is the largest score
         base = new
         if EDGE:
             base = gl.where(new == float("-inf"), 0.0, new)  # of rows that have seen nothing yet
@@ -448,7 +451,9 @@ def fits(target: Target, a: SimpleNamespace) -> bool:
     q, k, v = a.q, a.k, a.v
     if not target.hopper_gluon or q.dtype not in KINDS or v.dtype != q.dtype or k.dtype not in CODES:
         return False
-    if any(t is not None and t.dtype != torch.float32 for t in (a.k_scale, a.k_mean)) or not single(target, SimpleNamespace(q=q, k=k, v=v)):
+    if any(t is not None and t.dtype != torch.float32 for t in (a.k_scale, a.k_mean)) or not single(
+        target, SimpleNamespace(q=q, k=k, v=v)
+    ):
         return False
     if a.mask is not None or (a.kv_len is not None and a.kv_len.dim() == 2) or (a.scale is not None and a.scale <= 0):
         return False
