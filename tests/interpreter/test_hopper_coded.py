@@ -1,5 +1,5 @@
-"""Attention over keys in codes for Hopper, played from its own source by `gluon_machine`: values, whatever order barriers allow, NaN in
-all that nobody sees. And that the machine sees what is wrong with such a kernel."""
+"""Attention over keys in codes for Hopper, played from its own source by `gluon_machine`: values, whatever order barriers allow,
+NaN in all that nobody sees. And that the machine sees what is wrong with such a kernel."""
 
 from __future__ import annotations
 
