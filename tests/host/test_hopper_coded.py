@@ -10,8 +10,14 @@ import torch
 
 import tilewright as tw
 from tests.host.test_hopper_attention import HOPPER, blank, marks, row, rows  # noqa: F401
+from tilewright.attention import preference
 from tilewright.attention.coded import attention_codes, attention_codes_pv
 from tilewright.attention.hopper import coded, schedule
+from tilewright.bench import cases
+from tilewright.bench.check import Wrong
+from tilewright.bench.preference import of_codes
+from tilewright.bench.work import arguments, build, launches
+from tilewright.check.variants import Blank
 from tilewright.core.target import TARGETS, pretend
 from tilewright.runtime.kernel import collect
 
@@ -135,3 +141,28 @@ def test_a_public_call_by_name():
     )
     with pretend(HOPPER), pytest.raises(RuntimeError, match="no backend hopper"):
         attention_codes_pv.implementation(values)
+
+
+@pytest.mark.parametrize("family", ["attention_prefill_int8", "attention_prefill_fp8"])
+def test_the_benchmarks_case(family):
+    """What is timed is the public call, which makes its codes, and a result without codes' errors or with more is not its own."""
+    (case,) = (one for one in cases.CASES.values() if one.family == family)
+    names = [wanted.kernel.name for wanted in launches(case, HOPPER)]
+    assert names.count("attention_code_rows") == (2 if family.endswith("fp8") else 1)
+    assert ("attention_codes_hopper" in names) == (case.arguments.get("backend") == "hopper")
+    dims = {"batch": 1, "length": 200, "heads": 4, "kv_heads": 2, "head_dim": 64}
+    work = build(replace(case, dims=dims, arguments={"causal": True}), device="cpu")
+    made = work.call()
+    given = {name: work.values[name] for name in ("q", "k", "v", "causal")}
+    assert torch.equal(made, tw.attention(**given, math=case.way)) and not torch.equal(made, tw.attention(**given))
+    assert 2e-3 < work.verify(made) < 8e-2
+    with pytest.raises(Wrong):
+        work.verify(made * 1.05)
+
+
+def test_a_measured_case_is_a_row_of_codes():
+    (case,) = (one for one in cases.CASES.values() if one.family == "attention_prefill_int8")
+    drawn = SimpleNamespace(**arguments(case, Blank(tw.catalogue()["attention"], case.dims, case.options)))
+    given = of_codes(drawn, case.way)
+    assert coded.fits(HOPPER, given)
+    assert preference.kind_of(given) == "bf16_128_128_causal_int8" != preference.kind_of(drawn)
