@@ -34,6 +34,8 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from tilewright.formats.fp8 import fp8
+from tilewright.formats.integers import int8
 from tilewright.runtime.kernel import Arguments
 
 
@@ -242,7 +244,12 @@ class Product:
     def finish(self) -> None:
         a = self.a.read() if isinstance(self.a, Shared) else self.a.as_subclass(Tensor)
         before = self.before.result if isinstance(self.before, Pending) else self.before.as_subclass(Tensor)
-        self.into.result = a.float() @ self.b.read().float() + (before if self.use_acc else 0.0)
+        b = self.b.read()
+        if a.dtype == torch.int8:
+            made = (a.double() @ b.double()).to(torch.int32)  # exactly
+        else:
+            made = a.float() @ b.float()
+        self.into.result = made + before if self.use_acc else made
         for operand in (self.a, self.b):
             for box in operand.spanned if isinstance(operand, Shared) else ():
                 box.readers -= 1
@@ -530,6 +537,12 @@ def scaled_where_moved(x: Value, by: Value) -> Value:
     return x * by.unsqueeze(1)
 
 
+def query_codes(y: Value, same: Value, words: str) -> tuple[Value, Value]:
+    """Rows in codes with scales of their own, by the formats' own rules."""
+    made = (int8("row") if "int8" in words else fp8("row", pow2=False, rule="exact")).quantize(y.as_subclass(Tensor))
+    return value(made.data), value(made.scale.reshape(-1))
+
+
 def allocate(dtype: Any, shape: list[int], _: Any) -> Any:
     if dtype == torch.int64:
         return Barriers([Barrier() for _ in range(shape[0])])
@@ -569,7 +582,7 @@ def folded(parts: tuple, axis: int, combine: Callable) -> tuple:
 
 
 LANGUAGE = SimpleNamespace(
-    **{name: getattr(torch, name) for name in ("float32", "float16", "bfloat16", "int64", "int32")},
+    **{name: getattr(torch, name) for name in ("float32", "float16", "bfloat16", "int64", "int32", "int8")},
     program_id=lambda _: value(machine().program),
     static_range=range,
     cdiv=lambda a, b: -(-a // b),
@@ -626,6 +639,7 @@ INSTEAD = {
     "double": lambda x, dtype: x.to(torch.float32),
     "barrier": lambda: None,
     "reciprocal": lambda x: 1.0 / x,
+    "query_codes": query_codes,
     "triton": Anything(),
 }
 

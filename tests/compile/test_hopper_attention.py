@@ -3,6 +3,7 @@ serialised, and next to nothing is spilled where nothing is done to scores."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -17,6 +18,7 @@ from tilewright.runtime.kernel import collect
 
 HOPPER = replace(TARGETS["sm_90"], gluon=True)
 ATTENTION = tw.catalogue()["attention"]
+CODED = tw.catalogue()["attention_codes"]
 pytestmark = pytest.mark.skipif(
     not TARGETS["sm_90"].hopper_gluon, reason="this Triton's Gluon is not the one that kernels are written in"
 )
@@ -59,3 +61,47 @@ def test_compiled(D, V, options, most):
     assert compiled.shared_is_there and not compiled.serialised
     assert not wrong_code(one.kernel.name, compiled)
     assert compiled.spills <= most[not triton.__version__.startswith("3.6.")]
+
+
+# By Triton 3.6 the loops over blocks of keys spill nothing, but a tile's pointers and bounds are; by 3.9 scales of keys are too
+@pytest.mark.parametrize(
+    ("D", "options", "most"),
+    [
+        (64, {"causal": True}, (0, 380)),
+        (128, {"causal": True}, (108, 1900)),
+        (128, {"causal": True, "cu_seqlens_q": marks(), "cu_seqlens_k": marks()}, (120, 2160)),
+    ],
+)
+@pytest.mark.parametrize("kind", [torch.int8, torch.float8_e4m3fn])
+def test_compiled_of_codes(D, options, most, kind):
+    q, v = blank(1, 16384, 32, D), blank(1, 16384, 8, D)
+    k, scale = blank(1, 16384, 8, D, dtype=kind), blank(1, 16384, 8, dtype=torch.float32)
+    with pretend(HOPPER), torch.no_grad(), collect() as found:
+        CODED.run(CODED.signature.bind((q, k, v, scale), {**options, "backend": "hopper"}))
+    for before in found[:-1]:  # which puts scales side by side, and what numbers have too
+        variant(before).compile()
+    one = variant(found[-1])
+    assert one.kernel.name == "attention_codes_hopper"
+    compiled = one.compile()
+    assert compiled.shared_is_there and not compiled.serialised
+    assert not wrong_code(one.kernel.name, compiled)
+    assert compiled.spills <= most[not triton.__version__.startswith("3.6.")]
+    if triton.__version__.startswith("3.6."):
+        assert not any("LDL" in line or "STL" in line for loop in loops_of(compiled.sass, D // 32 + 8) for line in loop)
+
+
+def loops_of(sass: str, products: int) -> list[list[str]]:
+    """The loops over blocks, which have so many products: instructions from a label to a branch back to it. Branches from where
+    barriers are waited for, past the end, lead back too, over more products or fewer."""
+    at, lines, found = {}, [], []
+    for line in sass.splitlines():
+        if (label := re.match(r"\s*(\.L_x_\d+):", line)) is not None:
+            at[label[1]] = len(lines)
+        elif ";" in line:
+            lines.append(line)
+            back = re.search(r"BRA.*\((\.L_x_\d+)\)", line)
+            if back is not None and back[1] in at:
+                found.append(lines[at[back[1]] :])
+    found = [loop for loop in found if sum("GMMA" in line for line in loop) == products]
+    assert len(found) == 4  # over whole blocks and over edges, of both warpgroups
+    return found

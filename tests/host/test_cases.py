@@ -56,6 +56,11 @@ def small(family: str, **dims: int) -> cases.Case:
     return replace(case, dims={n: sizes.get(n, size) for n, size in case.dims.items()}, options=options)
 
 
+def most(case: cases.Case) -> float:
+    """Of an honest result's error: roundings, or what quantising costs."""
+    return check.COARSE.low if case.way in cases.CODED else 2.5e-3
+
+
 def tensors(result) -> list[torch.Tensor]:
     return [t for t in (result if isinstance(result, tuple) else (result,)) if type(t) is torch.Tensor]
 
@@ -303,7 +308,7 @@ ON_CPU = [family for family, case in OWN.items() if case.grad_format is None]
 def test_checks_accept_an_honest_result_and_refuse_damaged_ones(family):
     work = Work.build(small(family), device="cpu")
     result = work.call()
-    assert 0 <= work.verify(result) < 2.5e-3
+    assert 0 <= work.verify(result) < most(work.case)
     for damaged in tensors(result):
         if not damaged.is_floating_point():
             continue
@@ -494,7 +499,10 @@ def test_goals_of_attention_are_measured_by_the_chips_own_kernels():
     """Beside the portable ones, so that a row tells which is the faster; each at one larger and one odd shape."""
     for family in ATTENTION:
         found = [case for case in OPS if case.family == family]
-        assert all(c.arguments["backend"] == "hopper" and "portable" in c.beside for c in found), family
+        if OWN[family].way == "fp8_pv":  # for which there are the portable ones alone
+            assert all("backend" not in c.arguments and "portable" not in c.beside for c in found), family
+        else:
+            assert all(c.arguments["backend"] == "hopper" and "portable" in c.beside for c in found), family
         if family in cases.GOALS:
             own, larger, odd = found
             assert own.own and larger.goal == odd.goal == pytest.approx(own.goal - 0.07)
@@ -502,7 +510,7 @@ def test_goals_of_attention_are_measured_by_the_chips_own_kernels():
             more = [c.dims["length"] * c.dims.get("batch", 1) for c in (own, larger)]
             assert more[1] > more[0]
     stated = {name for name, goal in cases.GOALS.items() if goal.op == "attention"}
-    assert stated - set(ATTENTION) == {"attention_prefill_int8", "attention_prefill_fp8"}
+    assert stated == {name for name in ATTENTION if name in stated}
 
 
 def test_an_unwritten_row_between_the_bands_is_seen():
@@ -555,7 +563,7 @@ def test_a_case_is_checked_timed_and_set_beside_its_floor(family, pretended):
         assert row["floor_us"] is row["fraction"] is None
     else:
         assert row["fraction"] == row["measured"] == pytest.approx(0.8)
-    assert row["method"] == "graph" and 0 <= row["error"] < 2.5e-3 and row["extra_bytes"] == 7
+    assert row["method"] == "graph" and 0 <= row["error"] < most(case) and row["extra_bytes"] == 7
     if family.startswith("router"):
         flops = 2 * 256 * 256 * 4 * (2 if case.direction == "backward" else 1)
         assert row["rates"] == pytest.approx({"burst": flops / 5e6, "sustained": flops / 1e7, "clock_mhz": 1500})

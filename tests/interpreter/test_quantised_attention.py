@@ -154,7 +154,9 @@ def test_calls_that_make_no_sense_are_refused():
         (lambda: tw.attention(q, row, v, smooth=True), "smooth takes the mean off k before"),
         (lambda: tw.attention(q, row, v, math="fp8"), "cannot be multiplied in fp8"),
         (lambda: tw.attention(q, row, quantize.function(v, tw.int8("row")), math="int8"), "that is int8_pv"),
-        (lambda: tw.attention(q, k, v, math="int8", backend="hopper"), "portable kernels"),
+        (lambda: tw.attention(q, k, v, math="int8", backend="hopper"), "backend hopper does not take these"),
+        (lambda: tw.attention(q, k, v, math="int8_pv", backend="hopper"), "backend hopper does not take codes of v"),
+        (lambda: tw.attention(q, k, v, math="int8", backend="other"), "backend must be one of"),
         (lambda: tw.attention(q.requires_grad_(), k, v, math="int8"), r"no gradient for q: pass q\.detach\(\)"),
         (lambda: tw.attention(q.detach(), quantize.function(k, tw.fp8("1x128")), v), "k must be"),
     ):

@@ -32,6 +32,7 @@ from ..runtime.kernel import kernel
 from . import attention as plain
 from .cache_write import codes_of, own_scale
 from .cached_parts import as_codes
+from .hopper import coded as hopper_coded
 from .portable import (
     TOGETHER,
     Sizes,
@@ -74,6 +75,7 @@ def reference(
     kv_len: Tensor | None = None,
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
+    backend: plain.Backend = "auto",
 ) -> tuple[Tensor, Tensor]:
     """(o, lse) of `attention_lse` over `k` in codes, int8 or e4m3, with a `k_scale` [batch, keys, kv_heads].
 
@@ -437,12 +439,15 @@ FELT = ("length", "heads")
 OUT = Out(contiguous=("lse",))
 
 attention_codes = Op(
-    "attention_codes", reference, partial(inputs, pv=False), Triton(forward, None, fits), where=WHERE, results=ROWS,
-    check=partial(check, pv=False, op="attention_codes"), cost=Cost(flops=flops), bars=Bars("L", felt=FELT, steps=True),
+    "attention_codes", reference, partial(inputs, pv=False),
+    Triton(hopper_coded.forward, None, hopper_coded.fits_call, "hopper"), Triton(forward, None, fits, "portable"), asks="backend",
+    where=WHERE, results=ROWS, check=partial(check, pv=False, op="attention_codes"),
+    cost=Cost(flops=flops), bars=Bars("L", felt=FELT, steps=True),
     out=OUT, internal=True,
 )  # fmt: skip
 attention_codes_pv = Op(
-    "attention_codes_pv", reference, partial(inputs, pv=True), Triton(forward, None, fits), where=WHERE, results=ROWS,
-    check=partial(check, pv=True, op="attention_codes_pv"), cost=Cost(flops=flops), bars=Bars("K", felt=FELT, steps=True),
+    "attention_codes_pv", reference, partial(inputs, pv=True), Triton(forward, None, fits, "portable"), asks="backend",
+    where=WHERE, results=ROWS, check=partial(check, pv=True, op="attention_codes_pv"),
+    cost=Cost(flops=flops), bars=Bars("K", felt=FELT, steps=True),
     out=OUT, internal=True,
 )  # fmt: skip

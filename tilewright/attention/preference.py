@@ -30,6 +30,7 @@ PORTABLE = "portable"
 DIRECTIONS = ("forward", "backward")
 FIELDS = {"direction", "kind", "bucket", "best", "times", "date", "triton"}
 NAMES = {"torch.bfloat16": "bf16", "torch.float16": "fp16", "torch.float32": "fp32"}
+CODES = {"int8": "torch.int8", "fp8": "torch.float8_e4m3fn"}  # of keys
 
 
 def kind_of(a: SimpleNamespace) -> str:
@@ -37,6 +38,7 @@ def kind_of(a: SimpleNamespace) -> str:
     window = "windowed" if a.left is not None or a.right is not None else "causal" if a.causal else "full"
     more = {"softcap": a.softcap, "slopes": a.slopes is not None, "sink": a.sink is not None}
     more |= {"kv_len": a.kv_len is not None, "packed": a.cu_seqlens_q is not None}
+    more |= {name: str(getattr(a, "k", a.q).dtype) == dtype for name, dtype in CODES.items()}
     words = [NAMES[str(a.q.dtype)], a.q.shape[-1], a.v.shape[-1], window, *(name for name, has in more.items() if has)]
     return "_".join(map(str, words))
 

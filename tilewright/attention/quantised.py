@@ -5,12 +5,14 @@ Codes are made here, or come as `Quantized` operands, and are taken apart; `code
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple
+from types import SimpleNamespace
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
 from ..core.format import Quantized
+from ..core.target import Target
 from ..core.tensor import name_of
 from ..op import Op
 from .attention import Backend
@@ -18,6 +20,7 @@ from .attention import attention as attention_op
 from .attention import attention_lse as attention_lse_op
 from .coded import attention_codes, attention_codes_pv
 from .coded_rows import attention_mean, attention_rows, dtype_of
+from .hopper import coded as hopper_coded
 from .seen import keys_there
 
 Math = Literal["auto", "int8", "fp8", "int8_pv", "fp8_pv"]
@@ -59,7 +62,7 @@ def attention(
     `math` other than "auto" multiplies codes, forward only: "int8" and "fp8" (e4m3) those of q and k, with a scale for each token
     and head, made in one pass over k and where q is read; "int8_pv" and "fp8_pv" those of weights and v too. `smooth` takes the
     mean over the keys that there are off k before it is quantised, which changes no score but for the rounding: what all keys share
-    costs nothing.
+    costs nothing. `backend="hopper"` has kernels for codes of q and k; "auto" takes them where they were measured to be the faster.
 
     q, k and v may be `Quantized`, `int8("row")` or `fp8("row")`, and `math="auto"` is then what they are. `mx("e4m3")` is emulated:
     widened to its dtype, which holds it, and multiplied in that.
@@ -115,13 +118,13 @@ def by_codes(
     """(o, lse) of a call that has codes, or asks for them."""
     if math not in MATHS:
         raise ValueError(f"{op}: math must be one of {', '.join(MATHS)}, got {math!r}")
-    if backend not in ("auto", "portable"):
-        raise ValueError(f"{op}: codes are multiplied by the portable kernels, not by {backend}")
+    if backend not in get_args(Backend):
+        raise ValueError(f"{op}: backend must be one of {', '.join(get_args(Backend))}, got {backend!r}")
     for name, t in (("q", q), ("k", k), ("v", v)):
         if torch.is_grad_enabled() and t.requires_grad:
             raise ValueError(f"{op}: codes have no gradient for {name}: pass {name}.detach()")
     if any(isinstance(t, Quantized) and t.format.name == "mx" for t in (q, k, v)):
-        return widened(op, q, k, v, math, smooth, given, out)
+        return widened(op, q, k, v, math, smooth, backend, given, out)
     rows = {name: taken_apart(op, name, t) for name, t in (("q", q), ("k", k), ("v", v))}
     found = {kind_of(r) for r in rows.values()} - {None}
     kind, _, pv = math.partition("_")
@@ -139,14 +142,27 @@ def by_codes(
     last = attention_codes_pv if pv else attention_codes
     if not torch.compiler.is_compiling():  # before anything is launched, as the last op would say it
         made = {name: expected(r, kind, name == "k" or name == "v" and bool(pv)) for name, r in rows.items()}
-        last.validate(last.signature.bind(operands(made), {**own, **given}))
+        values = last.signature.bind(operands(made), {**own, **given, "backend": backend})
+        last.validate(values)
+        if backend == "hopper" and (pv or not taken_by_hopper(values)):
+            raise ValueError(
+                f"{op}: backend hopper does not take {'codes of v' if pv else 'these arguments with codes'}"
+            )
     if rows["k"].scale is None:
         there = keys_there(q, k, *(given[name] for name in LENGTHS)) if smooth else None
         mean = attention_mean.function(rows["k"].codes, there) if smooth else None
         rows["k"] = Rows(*attention_rows.function(rows["k"].codes, mean, kind=kind), mean)
     if pv and rows["v"].scale is None:
         rows["v"] = Rows(*attention_rows.function(rows["v"].codes, kind=kind))
-    return last.function(*operands(rows), **own, **given, out=out)
+    return last.function(*operands(rows), **own, **given, backend=backend, out=out)
+
+
+def taken_by_hopper(values: dict[str, Any]) -> bool:
+    """Whether Hopper's kernels take a call whose keys are codes of which there is one, which will lie side by side."""
+    a = SimpleNamespace(**values)
+    if a.k.stride(-1) == 0:
+        a.k = torch.empty(a.k.shape, dtype=a.k.dtype, device="meta")
+    return hopper_coded.fits(Target.at(a.q.device), a)
 
 
 def operands(rows: dict[str, Rows]) -> tuple:
@@ -164,7 +180,7 @@ def expected(rows: Rows, kind: str, coded: bool) -> Rows:
 
 
 def widened(
-    op: str, q: Any, k: Any, v: Any, math: str, smooth: bool, given: dict[str, Any], out: Any
+    op: str, q: Any, k: Any, v: Any, math: str, smooth: bool, backend: str, given: dict[str, Any], out: Any
 ) -> tuple[Tensor, Tensor]:
     """MXFP8 storage, math in the dtype that it stands for."""
     if math != "auto" or smooth:
@@ -172,7 +188,7 @@ def widened(
             f"{op}: mx operands are widened: math must be auto, and smooth False, got {math!r} and {smooth}"
         )
     wide = [t.dequantize() if isinstance(t, Quantized) else t for t in (q, k, v)]
-    return attention_lse_op.function(*wide, **given, out=out)
+    return attention_lse_op.function(*wide, **given, backend=backend, out=out)
 
 
 def taken_apart(op: str, name: str, t: Any) -> Rows:

@@ -30,9 +30,10 @@ BASE = "3.6"
 # Memory is the peak of each of many calls, of which the worst counts; queued are calls of a framework that has its own streams
 # A choice is between ours and aten's: both are timed in several runs, eager and in a graph
 Direction = Literal["forward", "backward", "step", "host", "train", "memory", "queued", "choice", "worst", "model"]
-# With memory given for the result, forward and backward through autograd, with quantised operands, or with results stored over
-# the arguments that they may lie on
-Way = Literal["out", "step", "quantised", "over"]
+# With memory given for the result, forward and backward through autograd, with quantised operands, with results stored over
+# the arguments that they may lie on, or, of attention, by codes, which the call makes
+Way = Literal["out", "step", "quantised", "over", "int8", "fp8_pv"]
+CODED = ("int8", "fp8_pv")  # ways that are attention's `math`
 
 
 class Goal(NamedTuple):

@@ -279,15 +279,17 @@ def banded(got: Tensor, want: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     return zip(got.split(BLOCK, 1), want.split(BLOCK, 1))
 
 
-def forward_of_parts(op: Op, values: Mapping[str, Any], results: Sequence[Any], parts: Sequence[Part]) -> float:
-    """The largest error of pieces of the results of a call."""
+def forward_of_parts(
+    op: Op, values: Mapping[str, Any], results: Sequence[Any], parts: Sequence[Part], coarse: bool = False
+) -> float:
+    """The largest error of pieces of the results of a call; `coarse`: one by few bits, whatever its op says."""
     named = dict(zip(op.results, results))
     pairs: dict[str, list] = {name: [] for name in named}
     with torch.no_grad():
         for part in parts:
             for (name, r), wanted in zip(named.items(), exact(op, part.arguments, None)[0]):
                 pairs[name] += banded(r[part.at[name]], wanted)
-        return max(_error_of(op, name, found, values) for name, found in pairs.items())
+        return max(_error_of(op, name, found, values, coarse) for name, found in pairs.items())
 
 
 def written(op: Op, values: Mapping[str, Any], left: Mapping[str, Any]) -> None:
@@ -312,8 +314,15 @@ def written(op: Op, values: Mapping[str, Any], left: Mapping[str, Any]) -> None:
             raise Wrong(f"{name}: {off:.2%} of what was written is not what it should be")
 
 
-def forward(op: Op, values: Mapping[str, Any], results: Sequence[Any], left: Mapping[str, Any] | None = None) -> float:
-    """The largest error of the results of a call; `left` are its arguments afterwards, where it writes some."""
+def forward(
+    op: Op,
+    values: Mapping[str, Any],
+    results: Sequence[Any],
+    left: Mapping[str, Any] | None = None,
+    coarse: bool = False,
+) -> float:
+    """The largest error of the results of a call; `left` are its arguments afterwards, where it writes some. `coarse`: it computes
+    with few bits, whatever its op says."""
     written(op, values, values if left is None else left)
     terms = contract(op, values, dict(zip(op.results, results)))
     for name, r in zip(op.results, results):
@@ -321,7 +330,7 @@ def forward(op: Op, values: Mapping[str, Any], results: Sequence[Any], left: Map
             all_written(specified(terms, name, r), name)
     parts = parts_of(op, values, False)
     if parts:
-        return forward_of_parts(op, values, results, parts)
+        return forward_of_parts(op, values, results, parts, coarse)
     rows = row_count(op, values, results)
     with torch.no_grad():
         picked = [None] if rows is None else bands(rows)
@@ -331,7 +340,7 @@ def forward(op: Op, values: Mapping[str, Any], results: Sequence[Any], left: Map
         singles = [followed(op, values, onward, band, torch.float32) for band in picked] if coded else wanted
         if rows is None:
             whole = zip(op.results, results, wanted[0], singles[0])
-            return max(_whole(op, name, r, w, single, terms, values) for name, r, w, single in whole)
+            return max(_whole(op, name, r, w, single, terms, values, coarse) for name, r, w, single in whole)
         errors = []
         for i, (name, r) in enumerate(zip(op.results, results)):
             if isinstance(r, Quantized):
@@ -341,7 +350,7 @@ def forward(op: Op, values: Mapping[str, Any], results: Sequence[Any], left: Map
                 found = compare_quantized(r, lambda b, own=by_start: own[b.start], name, twin=whole, format=asked)
                 errors.append(found)
             else:
-                errors.append(_error_of(op, name, ((r[b], w[i]) for b, w in zip(picked, wanted)), values))
+                errors.append(_error_of(op, name, ((r[b], w[i]) for b, w in zip(picked, wanted)), values, coarse))
     return max(errors)
 
 
@@ -365,8 +374,10 @@ def is_coarse(op: Op, values: Mapping[str, Any]) -> bool:
     return op.bars.coarse is not None and op.bars.coarse(values)
 
 
-def _error_of(op: Op, name: str, pairs: Iterable[tuple[Tensor, Tensor]], values: Mapping[str, Any]) -> float:
-    if is_coarse(op, values):
+def _error_of(
+    op: Op, name: str, pairs: Iterable[tuple[Tensor, Tensor]], values: Mapping[str, Any], coarse: bool = False
+) -> float:
+    if coarse or is_coarse(op, values):
         return compare(pairs, COARSE, name, slack=2.0)
     if name in rounded_results(op):
         return compare(pairs, ROUNDED, name, slack=0.05)
@@ -374,14 +385,21 @@ def _error_of(op: Op, name: str, pairs: Iterable[tuple[Tensor, Tensor]], values:
 
 
 def _whole(
-    op: Op, name: str, result: Any, wanted: Tensor, single: Tensor, terms: Contract, values: Mapping[str, Any]
+    op: Op,
+    name: str,
+    result: Any,
+    wanted: Tensor,
+    single: Tensor,
+    terms: Contract,
+    values: Mapping[str, Any],
+    coarse: bool = False,
 ) -> float:
     if isinstance(result, Quantized):
         return compare_quantized(result, Truth.of(wanted, single).rows, name)
     result, wanted = specified(terms, name, result), specified(terms, name, wanted)
     if not wanted.is_floating_point():
         return compare([(result, wanted)], BARS["G"], name)
-    return _error_of(op, name, [(result, wanted)], values)
+    return _error_of(op, name, [(result, wanted)], values, coarse)
 
 
 def backward(

@@ -18,14 +18,14 @@ import torch
 import tilewright as tw
 
 from ..attention import preference as attended
-from ..attention.hopper import chunks, latent
+from ..attention.hopper import chunks, coded, latent
 from ..attention.hopper.backward import fits_backward
 from ..attention.hopper.forward import fits
 from ..check.variants import Blank
 from ..core.triton_versions import offered_gluon, release
 from ..gemm import library, preference
 from . import evidence
-from .cases import CASES, Case
+from .cases import CASES, CODED, Case
 from .results import understand
 from .work import arguments
 
@@ -108,10 +108,19 @@ def attention_rows(
         drawn = arguments(case, Blank(op, case.dims, case.options, dtype=getattr(torch, case.dtype)))
         given, target = SimpleNamespace(**drawn), evidence.target_of(row)
         taken = CACHED_FITS.get(asked) if case.op == "cached_attention" else ATTENTION_FITS[case.direction]
+        if case.way in CODED:
+            given, taken = of_codes(given, case.way), coded.fits
         if target is not None and taken is not None and taken(target, given):
             times = {asked: row["us"], attended.PORTABLE: theirs}
             made.append(attended.made(case.direction, given, times, row["date"][:10], row["triton"]))
     return made
+
+
+def of_codes(a: SimpleNamespace, way: str) -> SimpleNamespace:
+    """A call of attention as the kernels of codes get it: its keys are codes with scales."""
+    kind = torch.int8 if way == "int8" else torch.float8_e4m3fn
+    scale = a.k.new_empty(a.k.shape[:-1], dtype=torch.float32)
+    return SimpleNamespace(**{**vars(a), "k": a.k.new_empty(a.k.shape, dtype=kind), "k_scale": scale, "k_mean": None})
 
 
 def forget() -> None:

@@ -21,7 +21,7 @@ from ..op import Op, force
 from ..runtime.kernel import Wanted, collect
 from ..runtime.results import flatten, saved_results
 from . import check, replaced
-from .cases import Case
+from .cases import CODED, Case
 from .programs import PROGRAMS, Program
 
 REPLACED = "aten"  # whose cases are calls of torch's operators
@@ -94,7 +94,7 @@ class Work:
 
     @property
     def coarse(self) -> bool:
-        return check.is_coarse(self.op, self.values)
+        return self.case.way in CODED or check.is_coarse(self.op, self.values)
 
     @property
     def steps(self) -> bool:
@@ -143,6 +143,8 @@ class Work:
             return self.step(op.function)
         if self.case.way == "quantised":
             return self._of_quantised()
+        if self.case.way in CODED:
+            return self._by_codes()
         if self.case.direction != "backward":
             names, defaults, function = op.signature.names, op.signature.defaults, op.function
             count = next((i for i, n in enumerate(names) if type(values[n]) is not Tensor), len(names))
@@ -168,6 +170,11 @@ class Work:
         first = Quantized.from_tensors(tw.fp8("1x128"), dtype, a.shape, [a, scale_a.t()])
         second = Quantized.from_tensors(tw.fp8("128x128", ways="col"), dtype, b.shape, [b.t(), scale_b])
         return lambda: tw.scaled_mm(first, second, out_dtype=dtype, **given)
+
+    def _by_codes(self) -> Callable[[], Tensor]:
+        """`tw.attention` by codes, which are made in the call."""
+        given = {n: value for n, value in self.values.items() if value is not self.op.signature.defaults.get(n)}
+        return partial(tw.attention, **given, math=self.case.way)
 
     def step(self, function: Callable[..., Any]) -> Callable[[], tuple]:
         """The loss of a function of the op's arguments, or its result where that is no loss, and its gradients."""
@@ -202,7 +209,7 @@ class Work:
             return max(error, check.backward(self.op, self.values, grads, dict(zip(self._leaves, result[1:]))))
         if self.case.direction != "backward":
             made = result if isinstance(result, tuple) else (result,)
-            return check.forward(self.op, before, made, self.values)
+            return check.forward(self.op, before, made, self.values, self.case.way in CODED)
         return check.backward(self.op, before, self.grads, dict(zip(self.op.differentiable, result)), self.overwrites)
 
     def result_bytes(self, result: Any) -> int:
@@ -233,6 +240,9 @@ def launches(case: Case, target: Target) -> list[Wanted]:
     op: Op = tw.catalogue()[case.op]
     values = arguments(case, Blank(op, case.dims, case.options, dtype=getattr(torch, case.dtype)))
     with pretend(target), force("triton"), torch.no_grad(), collect() as found:
+        if case.way in CODED:
+            Work(case, values).call()
+            return found
         needs = frozenset(n for n in op.differentiable if values[n] is not None)
         results = flatten(op.run(values, needs if case.direction == "step" else frozenset()))
         if case.direction in ("backward", "step"):

@@ -1,0 +1,63 @@
+"""Attention over keys in codes on hardware: Hopper's own kernel against the reference and the portable one, of every
+kind, with NaN in all that nobody sees; the same bits in several runs. A kernel that waits for ever ends the process."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import tilewright as tw
+from tests.attention_oracle import CALLS
+from tests.gpu.test_attention import LONG, digest, limited, near, on_gpu  # noqa: F401
+from tests.interpreter.test_hopper_coded import KINDS, MORE, agrees, coded_call
+from tilewright.attention.coded import attention_codes
+from tilewright.attention.hopper import coded
+
+pytestmark = pytest.mark.gpu
+# Of the widths that it takes
+EVERY = {
+    name: given for name, given in {**CALLS, **MORE}.items() if {given.get("D", 64), given.get("V", 64)} <= {64, 128}
+}
+
+
+# Of lse, relative RMS: sums of e4m3 products keep about 14 bits of the largest, those of int8 all
+NEAR = {"int8": 2e-5, "fp8": 2e-4}
+
+
+def attend(a, backend="hopper"):
+    return attention_codes.function(**on_gpu(a), backend=backend)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", EVERY)
+def test_kinds(name, kind):
+    a = coded_call(kind, **EVERY[name])
+    o, lse = attend(a)
+    agrees(a, o.cpu(), lse.cpu(), NEAR[kind])
+    near(o, attend(a, "portable")[0])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("D", "V"), [(D, V) for D in coded.WIDTHS for V in coded.WIDTHS])
+def test_more_tiles_than_programs(D, V, kind):
+    a = coded_call(kind, **LONG, D=D, V=V, causal=True, mean=True)
+    o, lse = attend(a)
+    agrees(a, o.cpu(), lse.cpu(), NEAR[kind])
+    near(o, attend(a, "portable")[0])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_same_bits(kind):
+    a = coded_call(kind, **LONG, D=128, causal=True)
+    assert len({digest(*attend(a)) for _ in range(20)}) == 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_public_call(kind):
+    """Codes are made on the way, and cost what they cost by the portable kernels."""
+    q, k, v = (torch.randn(2, 1000, heads, 128, device="cuda", dtype=torch.bfloat16) for heads in (8, 2, 2))
+    for smooth in (False, True):
+        found = [
+            tw.attention(q, k, v, math=kind, smooth=smooth, causal=True, backend=b) for b in ("hopper", "portable")
+        ]
+        near(*found)
