@@ -31,7 +31,7 @@ from ..runtime.kernel import NotCompiledError
 from ..runtime.plan import Recorder
 from ..runtime.replay import picker
 from . import pointwise, table
-from .observed import Calls, calls_of
+from .observed import INSIDE, Calls, calls_of
 from .plans import Function, Run, plan_of, slot, thread
 from .row import Declined
 from .signature import Signature, signature_of
@@ -600,9 +600,19 @@ class Watch(TorchDispatchMode):
         name = name_of(func)
         if self.said:
             return func(*args, **kwargs)
+        if name in INSIDE:  # the call is torch's, and what it calls may be ours
+            leaf, inner = INSIDE[name]
+            given = inner(*args, **kwargs)
+            self.ask(leaf, *given)
+            return func(*args, **kwargs)
         if name not in table.FORMS:
             self.said = f"{name}: aten's, there is no replacement"
             return func(*args, **kwargs)
+        made = self.ask(name, args, kwargs)
+        return func(*args, **kwargs) if made is None else made
+
+    def ask(self, name: str, args: Any, kwargs: Any) -> Any:
+        """What our replacement gives; None where it declines."""
         with Run():
             try:
                 override = _active.get(name)
@@ -613,4 +623,4 @@ class Watch(TorchDispatchMode):
                 return made
             except Declined as reason:
                 self.said = f"{name}: aten's, because of {reason}"
-                return func(*args, **kwargs)
+                return None
