@@ -500,6 +500,21 @@ def settle() -> None:
         _active[name].follow(verdicts)
 
 
+def begin(request: Request) -> None:
+    """Put a request into force, or, where an overload of it cannot be registered, leave everything as it was."""
+    _wanted.append(request)
+    try:
+        settle()
+    except BaseException:
+        end(request)
+        raise
+
+
+def end(request: Request) -> None:
+    _wanted.remove(request)
+    settle()
+
+
 # ---------------------------------------------------------------- what callers see
 
 
@@ -522,8 +537,7 @@ def enable(
         other = next((one.mode for one in _wanted if one.mode != mode), None)
         if other is not None:
             raise ValueError(f"aten: mode {other!r} is in force: `disable` ends it, and `use` nests in it")
-        _wanted.append(request)
-        settle()
+        begin(request)
 
 
 def disable() -> None:
@@ -550,14 +564,13 @@ class use:
 
     def __enter__(self) -> None:
         with _lock:
-            self.entered.append(replace(self.request))
-            _wanted.append(self.entered[-1])
-            settle()
+            request = replace(self.request)
+            begin(request)
+            self.entered.append(request)
 
     def __exit__(self, *_: object) -> None:
         with _lock:
-            _wanted.remove(self.entered.pop())
-            settle()
+            end(self.entered.pop())
 
 
 def report() -> dict[str, dict[str, Any]]:
