@@ -205,11 +205,17 @@ def test_without_rows_nothing_is_replaced_and_it_says_so(rows):
     with pytest.warns(UserWarning, match=said) as found, tw.aten.use("auto"):
         assert tw.aten.report() == {}
     assert found[0].filename == __file__
-    assert Verdicts(Place("sm_80", "G"), []).silence().startswith("nothing is measured on G: `tilewright bench")
-    rows(*both([0.5, 2.0, 2.0]))
-    with pytest.warns(UserWarning, match=f"of 1 overloads that are measured on {GPU} none is closed"):
-        tw.aten.enable("auto")
-    tw.aten.disable()
+    assert Verdicts(Place("sm_80", "G"), []).silence([]).startswith("nothing is measured on G: `tilewright bench")
+    rows(*both([0.5, 2.0, 2.0]), *both([2.0] * 3, "exp"))
+    for given, count, why in (
+        ({"include": "neg"}, 1, "is closed: see `tw.aten.observe`. Mode 'all' replaces whatever can be"),
+        ({"exclude": ["neg", "exp"]}, 0, "is closed"),
+        ({"include": "neg", "observed": Calls(GPU)}, 1, "pays for the calls that were observed"),
+    ):
+        with pytest.warns(UserWarning, match=f"of {count} overloads .* and measured on {GPU} none {why}"):
+            tw.aten.enable("auto", **given)
+        assert not tw.aten.report()
+        tw.aten.disable()
 
 
 def test_what_is_closed_is_ours_in_what_is_measured(rows):

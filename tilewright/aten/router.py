@@ -484,7 +484,8 @@ def chosen(
     verdicts = Verdicts.here()
     names = every & verdicts.chosen(None if observed is None else calls_of(observed, verdicts.place.gpu).counts)
     if not names:
-        warnings.warn(f"aten: nothing is replaced: {verdicts.silence()}", stacklevel=3)
+        why = verdicts.silence(every, observed is not None)
+        warnings.warn(f"aten: nothing is replaced: {why}. Mode 'all' replaces whatever can be", stacklevel=3)
     return Request(names, scoped, verdicts)
 
 
