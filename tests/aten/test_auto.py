@@ -8,7 +8,8 @@ import re
 import sys
 import timeit
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -204,11 +205,17 @@ def test_without_rows_nothing_is_replaced_and_it_says_so(rows):
     with pytest.warns(UserWarning, match=said) as found, tw.aten.use("auto"):
         assert tw.aten.report() == {}
     assert found[0].filename == __file__
-    assert Verdicts(Place("sm_80", "G"), []).silence().startswith("nothing is measured on G: `tilewright bench")
-    rows(*both([0.5, 2.0, 2.0]))
-    with pytest.warns(UserWarning, match=f"of 1 overloads that are measured on {GPU} none is closed"):
-        tw.aten.enable("auto")
-    tw.aten.disable()
+    assert Verdicts(Place("sm_80", "G"), []).silence([]).startswith("nothing is measured on G: `tilewright bench")
+    rows(*both([0.5, 2.0, 2.0]), *both([2.0] * 3, "exp"))
+    for given, count, why in (
+        ({"include": "neg"}, 1, "is closed: see `tw.aten.observe`. Mode 'all' replaces whatever can be"),
+        ({"exclude": ["neg", "exp"]}, 0, "is closed"),
+        ({"include": "neg", "observed": Calls(GPU)}, 1, "pays for the calls that were observed"),
+    ):
+        with pytest.warns(UserWarning, match=f"of {count} overloads .* and measured on {GPU} none {why}"):
+            tw.aten.enable("auto", **given)
+        assert not tw.aten.report()
+        tw.aten.disable()
 
 
 def test_what_is_closed_is_ours_in_what_is_measured(rows):
@@ -340,6 +347,48 @@ def test_calls_are_counted_by_kind():
     assert any(call.overload == "_softmax_backward_data" for call in calls.counts)
     assert calls.others["_linalg_det"] == 1 and calls.gpu == GPU
     assert {call.bytes for call in calls.counts if call.overload == "_softmax"} == {256}
+
+
+@contextmanager
+def flash_attention_of_a_processor() -> Iterator[None]:
+    """In the place of torch's kernel, which there is for GPUs alone: it calls what that calls, out of a dispatch mode's sight."""
+
+    def kernel(query, key, value, dropout_p=0.0, is_causal=False, return_debug_mask=False, *, scale=None):
+        turned = [t.transpose(1, 2) for t in (query, key, value)]
+        sizes = query.shape[2], key.shape[2]
+        o, lse, *state = torch.ops.aten._flash_attention_forward(
+            *turned, None, None, *sizes, dropout_p, is_causal, return_debug_mask, scale=scale
+        )
+        return o.transpose(1, 2), lse, None, None, *sizes, *state
+
+    with torch.library._scoped_library("aten", "IMPL") as library:
+        library.impl("_scaled_dot_product_flash_attention", kernel, "CPU")
+        yield
+
+
+def attends_as_observed(attend: Callable[..., Any], put: Callable[..., None]) -> None:
+    """The kind of call that is counted is the one that the router meets: by rows of it alone, a call is ours."""
+    name = "_flash_attention_forward"
+    q, k = torch.randn(2, 4, 9, 16).bfloat16(), torch.randn(2, 4, 12, 16).bfloat16()
+    with tw.aten.use(include=name):  # in force, for a processor has no other
+        with tw.aten.observe() as calls:
+            for causal in (True, True, False):
+                attend(q, k, k, is_causal=causal)
+        assert tw.aten.report()[name]["taken"] == 3
+        said = tw.aten.explain("_scaled_dot_product_flash_attention", q, k, k)
+        assert said == f"{name}: ours, by the engine attention"
+    kind = Signature(name, "bfloat16", "3 turned", 8192)  # of 8448 bytes
+    assert calls.counts == {kind: 1, kind._replace(layout="3 turned, is_causal=True"): 2}
+    assert not any("attention" in other for other in calls.others)
+    put(*[cell(*call[:1], call.bytes, 2.0, *call[1:3]) for call in calls.counts])
+    with tw.aten.use("auto", observed=calls):
+        attend(q, k, k, is_causal=True)
+        assert tw.aten.report()[name]["taken"] == 1
+
+
+def test_flash_attention_is_counted_by_what_torch_calls_for_it(rows):
+    with flash_attention_of_a_processor():
+        attends_as_observed(torch.ops.aten._scaled_dot_product_flash_attention, rows)
 
 
 def test_counts_add_up_and_are_kept(tmp_path):

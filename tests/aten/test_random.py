@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 import tilewright as tw
@@ -250,15 +249,21 @@ def test_a_seed_reproduces_and_a_generator_is_asked():
     assert not torch.equal(first[0], first[2]) and not torch.equal(first[2], first[3])
 
 
-def test_checkpointed_dropout_reproduces_its_mask():
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointed_dropout_reproduces_its_mask(reentrant):
+    """The forward is made again in the backward, by ours both times, from where the generator stood."""
     from torch.utils.checkpoint import checkpoint
 
     x = torch.randn(20, 10, requires_grad=True)
-    with tw.aten.use():
+    with tw.aten.use("all"):
         torch.manual_seed(0)
-        y = checkpoint(lambda t: F.dropout(t.sin(), 0.5), x, use_reentrant=False)
-        (grad,) = torch.autograd.grad(y.sum(), x)
-    assert torch.equal(grad != 0, y.detach() != 0)
+        y = checkpoint(lambda t: torch.native_dropout(t.sin(), 0.5, True)[0], x, use_reentrant=reentrant)
+        torch.rand(5, device=x.device)  # moves the generator on
+        y.sum().backward()
+        assert tw.aten.report()["native_dropout"]["taken"] == 2
+    kept = y.detach() != 0
+    assert 50 < int(kept.sum()) < 150
+    torch.testing.assert_close(x.grad, 2 * x.detach().cos() * kept)
 
 
 def test_strided_results_are_filled_in_the_order_of_memory(seeded):

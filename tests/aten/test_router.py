@@ -69,6 +69,35 @@ def test_a_block_that_fails_ends():
     assert not active()
 
 
+def test_an_exception_in_a_backward_ends_all_blocks():
+    """Which is raised in autograd's own thread, or in a hook of the caller's."""
+    x = torch.ones(2, requires_grad=True)
+    y = x.exp()
+    y.register_hook(lambda grad: 1 // 0)
+    with pytest.raises(ZeroDivisionError), tw.aten.use(include="neg"), tw.aten.use(include=["exp", "mul.Tensor"]):
+        torch.neg(y).sum().backward()
+    assert not active() and x.grad is None
+
+
+def test_what_cannot_be_registered_leaves_nothing_behind(monkeypatch):
+    """One of several overloads fails: those before it are taken back, and what was in force stays."""
+    own = router.Override.register
+
+    def register(self: router.Override) -> None:
+        if self.name == "neg":
+            raise RuntimeError("no place")
+        own(self)
+
+    monkeypatch.setattr(router.Override, "register", register)
+    with tw.aten.use(include="cos"):
+        with pytest.raises(RuntimeError, match="no place"), tw.aten.use(include=["exp", "neg"]):
+            raise AssertionError("the block is entered")
+        with pytest.raises(RuntimeError, match="no place"):
+            tw.aten.enable(include=["exp", "neg"])
+        assert active() == {"cos"}
+    assert not active()
+
+
 # ---- which -----------------------------------------------------------------------------------------------------------
 
 

@@ -170,6 +170,23 @@ def test_functions_of_functions():
     near(made, wanted)
 
 
+def test_derivatives_forward_and_of_second_order():
+    """torch.func: a product with the Jacobian, and a Hessian, which is one derivative in the other."""
+    x, v = torch.randn(2, 5, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+
+    def f(t: Tensor) -> Tensor:
+        return (torch.softmax(t, 0) * torch.tanh(t)).sum()
+
+    def run() -> list[Tensor]:
+        return [*torch.func.jvp(f, (x,), (v,)), torch.func.hessian(f)(x)]
+
+    wanted = run()
+    with tw.aten.use("all"):
+        made = run()
+        assert min(taken("_softmax", "tanh", "mul.Tensor"))
+    near(made, wanted)
+
+
 def test_export_sees_what_it_saw_before():
     """The graph has torch's own operators, and gives with replacements what it gives without."""
     model, x = layer()

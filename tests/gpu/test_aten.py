@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import tilewright as tw
-from tests.aten.compare import as_double, differences
+from tests.aten.compare import as_double, differences, flat
 from tests.aten.test_beyond import (  # noqa: F401
     CALLS,
     taken,
@@ -38,6 +38,7 @@ from tests.aten.test_opinfo import (  # noqa: F401
 )
 from tests.aten.test_reduction import test_the_first_of_equals_and_of_nans  # noqa: F401
 from tests.aten.test_router import (  # noqa: F401
+    test_an_exception_in_a_backward_ends_all_blocks,
     test_blocks_nest_and_one_may_be_entered_again,
     test_disable_leaves_blocks_alone,
     test_enable_and_disable,
@@ -110,6 +111,8 @@ def test_captured_and_replayed_with_other_numbers(name):
         graph.replay()
         torch.cuda.synchronize()
         check(name, made, x)
+    with tw.aten.use():
+        assert all(map(torch.equal, flat(made), flat(CALLS[name](x))))  # bit for bit what a call without a graph gives
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -149,6 +152,29 @@ def test_kernels_run_on_the_current_stream(name):
         assert taken()
     side.synchronize()
     check(name, made, fresh)
+
+
+def test_tensors_of_a_processor_are_torchs():
+    x = torch.ones(3, device="cpu")
+    with tw.aten.use():
+        assert torch.equal(-x + x, torch.zeros(3, device="cpu")) and not taken()
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="takes two GPUs")
+@pytest.mark.parametrize("name", CALLS)
+def test_kernels_run_on_the_device_of_their_tensors(name):
+    """Which is not the current one; and what is on both is refused as without us."""
+    torch.manual_seed(0)
+    x = torch.randn(SHAPE)
+    other = x.to("cuda:1")
+    with tw.aten.use():
+        made = [(CALLS[name](t), t) for t in (x, other, x, other)]
+        assert taken() >= 4 and torch.cuda.current_device() == 0
+        with pytest.raises(RuntimeError, match="same device"):
+            x + other
+    for found, t in made:
+        assert {one.device for one in flat(found)} == {t.device}
+        check(name, found, t)
 
 
 @pytest.mark.parametrize("name", CALLS)

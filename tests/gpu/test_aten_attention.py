@@ -23,6 +23,7 @@ from tests.aten.test_attention import (  # noqa: F401
     test_rows_that_see_nothing_are_noticed,
     test_what_is_left_to_aten,
 )
+from tests.aten.test_auto import attends_as_observed, rows  # noqa: F401
 
 pytestmark = pytest.mark.gpu
 
@@ -99,3 +100,9 @@ def test_captured_and_replayed_with_other_numbers():
         graph.replay()
         torch.cuda.synchronize()
         assert all(torch.equal(a, b) for a, b in zip(made[:2], OP(*args)[:2]))
+
+
+def test_what_torch_calls_inside_is_counted(rows):  # noqa: F811
+    """By torch's own kernel, which hands the call on in C++."""
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        attends_as_observed(F.scaled_dot_product_attention, rows)

@@ -16,6 +16,7 @@ from tests.aten.test_with_torch import (  # noqa: F401
     test_an_operator_of_another_library_that_calls_ours,
     test_autocast_chooses_the_dtypes,
     test_compiled_functions_call_ours_where_they_call_aten,
+    test_derivatives_forward_and_of_second_order,
     test_enabled_between_forward_and_backward,
     test_enabled_in_the_middle_of_training,
     test_export_sees_what_it_saw_before,

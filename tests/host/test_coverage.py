@@ -232,6 +232,26 @@ def test_wrong_results_are_noticed(monkeypatch):
         provided.CHECKS["flashrt"]["rms_norm"]("cpu")
 
 
+def swapped(cache_write):
+    """A write of each token into the slot of another."""
+    return lambda k, v, k_cache, v_cache, slots: cache_write(k, v, k_cache, v_cache, slots.flip(0))
+
+
+def spread(function):
+    """A result that is off by one per cent."""
+    return lambda *args, **kwargs: function(*args, **kwargs) * 1.01
+
+
+@pytest.mark.parametrize(
+    ("op", "wrong"),
+    [("cache_write", swapped), ("matmul", spread), ("epilogue", spread), ("rope_one", spread)],
+)
+def test_wrong_fused_operators_are_noticed(op, wrong, monkeypatch):
+    monkeypatch.setattr(tw, op, wrong(getattr(tw, op)))
+    with pytest.raises(AssertionError):
+        provided.CHECKS["flaggems_features"]["fused operators"]("cpu")
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [

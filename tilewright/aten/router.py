@@ -31,7 +31,7 @@ from ..runtime.kernel import NotCompiledError
 from ..runtime.plan import Recorder
 from ..runtime.replay import picker
 from . import pointwise, table
-from .observed import Calls, calls_of
+from .observed import INSIDE, Calls, calls_of
 from .plans import Function, Run, plan_of, slot, thread
 from .row import Declined
 from .signature import Signature, signature_of
@@ -484,7 +484,8 @@ def chosen(
     verdicts = Verdicts.here()
     names = every & verdicts.chosen(None if observed is None else calls_of(observed, verdicts.place.gpu).counts)
     if not names:
-        warnings.warn(f"aten: nothing is replaced: {verdicts.silence()}", stacklevel=3)
+        why = verdicts.silence(every, observed is not None)
+        warnings.warn(f"aten: nothing is replaced: {why}. Mode 'all' replaces whatever can be", stacklevel=3)
     return Request(names, scoped, verdicts)
 
 
@@ -498,6 +499,21 @@ def settle() -> None:
         _active[name] = Override(name)
     for name, verdicts in last.items():
         _active[name].follow(verdicts)
+
+
+def begin(request: Request) -> None:
+    """Put a request into force, or, where an overload of it cannot be registered, leave everything as it was."""
+    _wanted.append(request)
+    try:
+        settle()
+    except BaseException:
+        end(request)
+        raise
+
+
+def end(request: Request) -> None:
+    _wanted.remove(request)
+    settle()
 
 
 # ---------------------------------------------------------------- what callers see
@@ -522,8 +538,7 @@ def enable(
         other = next((one.mode for one in _wanted if one.mode != mode), None)
         if other is not None:
             raise ValueError(f"aten: mode {other!r} is in force: `disable` ends it, and `use` nests in it")
-        _wanted.append(request)
-        settle()
+        begin(request)
 
 
 def disable() -> None:
@@ -550,14 +565,13 @@ class use:
 
     def __enter__(self) -> None:
         with _lock:
-            self.entered.append(replace(self.request))
-            _wanted.append(self.entered[-1])
-            settle()
+            request = replace(self.request)
+            begin(request)
+            self.entered.append(request)
 
     def __exit__(self, *_: object) -> None:
         with _lock:
-            _wanted.remove(self.entered.pop())
-            settle()
+            end(self.entered.pop())
 
 
 def report() -> dict[str, dict[str, Any]]:
@@ -600,9 +614,19 @@ class Watch(TorchDispatchMode):
         name = name_of(func)
         if self.said:
             return func(*args, **kwargs)
+        if name in INSIDE:  # the call is torch's, and what it calls may be ours
+            leaf, inner = INSIDE[name]
+            given = inner(*args, **kwargs)
+            self.ask(leaf, *given)
+            return func(*args, **kwargs)
         if name not in table.FORMS:
             self.said = f"{name}: aten's, there is no replacement"
             return func(*args, **kwargs)
+        made = self.ask(name, args, kwargs)
+        return func(*args, **kwargs) if made is None else made
+
+    def ask(self, name: str, args: Any, kwargs: Any) -> Any:
+        """What our replacement gives; None where it declines."""
         with Run():
             try:
                 override = _active.get(name)
@@ -613,4 +637,4 @@ class Watch(TorchDispatchMode):
                 return made
             except Declined as reason:
                 self.said = f"{name}: aten's, because of {reason}"
-                return func(*args, **kwargs)
+                return None

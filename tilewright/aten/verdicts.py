@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import math
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -282,10 +282,12 @@ class Verdicts:
             if (self.pays(name, by_name[name]) if name in by_name else self.verdict(name) == "closed")
         )
 
-    def silence(self) -> str:
-        """Why nothing is replaced, and what mends it."""
+    def silence(self, asked: Collection[str], observed: bool = False) -> str:
+        """Why none of some overloads is replaced, and what mends it."""
         if not self.rows and self.place.arch == CPU:
             return f"nothing is measured in the interpreter, whose times tell nothing; on a GPU {MEASURE}"
         if not self.rows:
             return f"nothing is measured on {self.place.gpu}: {MEASURE}"
-        return f"of {len(self.rules)} overloads that are measured on {self.place.gpu} none is closed: see `tw.aten.observe`"
+        count, gpu = len(self.rules.keys() & asked), self.place.gpu
+        why = "pays for the calls that were observed" if observed else "is closed: see `tw.aten.observe`"
+        return f"of {count} overloads that are asked for and measured on {gpu} none {why}"

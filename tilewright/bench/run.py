@@ -179,7 +179,7 @@ def measure_worst(case: Case, beside: Sequence[str]) -> Row:
             for own, aten in [map(statistics.median, zip(*pairs))] if pairs else ():
                 found.append((aten / own, own, aten, f"{one.name}, {way}"))
     if not found:
-        raise check.Wrong(f"mode auto replaces nothing: {verdicts.silence()}")
+        raise check.Wrong(f"mode auto replaces nothing: {verdicts.silence(verdicts.rules, observed=True)}")
     _, us, aten, name = min(found)
     return {
         "us": us, "floor_us": None, "host_us": None, "rivals": {"aten": aten}, "error": 0.0, "method": "choice", "bytes": [0, 0],

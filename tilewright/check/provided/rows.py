@@ -29,7 +29,7 @@ from ...runtime import config
 from ...runtime.kernel import Arguments, collect
 from ...runtime.results import flatten, saved_results
 from ..agreement import BF16, FP16, agrees, end_rows, forms, normal
-from . import aten, context, products, serving, small, training
+from . import aten, context, features, products, serving, small, training
 from . import movers as more
 
 Check = Callable[[str], None]  # of a device
@@ -177,6 +177,12 @@ def replays(device: str) -> None:
         agrees("y", y, F.rms_norm(x.double(), (72,), weight.double(), EPS))
         made.append(len(op.plans))
     assert made[0] == made[2] and (made[0] > 0 or not kernels), f"plans after each call: {made}"
+
+
+def launched_by_triton(device: str) -> None:
+    """A call launches through what Triton has compiled, and there is nothing else to build."""
+    features.launched_without_a_build(device)
+    replays(device)
 
 
 def tuned_row_is_taken(device: str) -> None:
@@ -402,6 +408,9 @@ CHECKS: dict[str, dict[str, Check]] = {
         "tuned configs persisted": tuned_row_is_taken,
         "multi-backend": chosen_by_chip,
         "eager mode": norm,
+        "C++ runtime": launched_by_triton,
+        "models": features.models,
+        "fused operators": features.fused,
     },
     "linghe_more": {
         "smooth quantisation of a sub-range of rows": more.smoothed_rows,
