@@ -15,6 +15,7 @@ come instead, the assembler of Triton 3.6 waits for each pair of them in turn.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -502,7 +503,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, k_scale: Tensor, **options: Any) ->
     attention_codes_hopper(
         boxes_of(q, HALF.value, sizes.D0, 0)[0],
         box_of(k.transpose(1, 2), [1, 1, plan.block, sizes.D0], CODES[k.dtype]), boxes_of(v, plan.block, sizes.V0, 0)[0],
-        box_of(scales, [1, 1, 1, plan.block], gl.float32, row), None if a.k_mean is None else a.k_mean.contiguous(),
+        replace(box_of(scales, [1, 1, 1, plan.block], gl.float32), layout=row), None if a.k_mean is None else a.k_mean.contiguous(),
         heads_of(whole), lse, None if a.sink is None else a.sink.contiguous(), counter, scores_of(a), window, how, length,
         k.shape[1], heads, heads // k.shape[2], batch, tiles, programs, SIZES=sizes, PLAN=plan,
         FORMAT=("int8" if k.dtype == torch.int8 else "e4m3") + ":row:fp32:exact:fast",

@@ -25,10 +25,8 @@ def stores_in_bulk(t: Tensor) -> bool:
     return copies_in_bulk(t) and t.shape[-1] * t.element_size() % 16 == 0
 
 
-def box_of(t: Tensor, block: list[int], dtype, layout=None) -> TensorDescriptor:
-    """A descriptor of boxes of a tensor; they lie in shared memory as products take them, or by a layout of their own."""
+def box_of(t: Tensor, block: list[int], dtype) -> TensorDescriptor:
     # Of a dimension of one element any stride will do, but a descriptor wants a multiple of 16 bytes
     fine = [size > 1 or (s > 0 and s % 16 == 0) for s, size in zip(t.stride(), t.shape)]
     strides = [s if is_fine else 16 * cdiv(t.shape[-1], 16) for s, is_fine in zip(t.stride()[:-1], fine)]
-    layout = gl.NVMMASharedLayout.get_default_for(block, dtype) if layout is None else layout
-    return TensorDescriptor(t, list(t.shape), [*strides, 1], block, layout)
+    return TensorDescriptor(t, list(t.shape), [*strides, 1], block, gl.NVMMASharedLayout.get_default_for(block, dtype))
