@@ -55,9 +55,9 @@ def form(request, monkeypatch):
         monkeypatch.setattr(softmax, "LONGEST", {False: 256, True: 256})
         monkeypatch.setattr(softmax, "ACROSS", (16, 32))
         monkeypatch.setattr(softmax_long, "BLOCK", 128)
+        monkeypatch.setattr(softmax_long, "takes", lambda n, *_: n < 500)  # and others in two passes
         monkeypatch.setattr(softmax_columns, "TILE", {1: (16, 16), 2: (16, 16)})
         monkeypatch.setattr(passes, "AHEAD", 1 << 20)  # so that a second pass follows before all groups had their first
-        monkeypatch.setattr(passes, "held", lambda parts, device: parts <= 4)  # and others in two passes
         monkeypatch.setattr(norm_cells, "TILE", 64)
         monkeypatch.setattr(norm_cells, "STRETCH", 32)
         monkeypatch.setattr(norm_rows, "ROW_BYTES", 512)
@@ -70,7 +70,16 @@ def form(request, monkeypatch):
 
 # ---- softmax ---------------------------------------------------------------------------------------------------------
 
-SHAPES = [((3, 40), 1), ((5, 300), 1), ((33, 7), 0), ((70, 48), 0), ((2, 20, 17), 1), ((2, 65, 32), 1), ((9,), 0)]
+SHAPES = [
+    ((3, 40), 1),
+    ((5, 300), 1),
+    ((3, 600), 1),
+    ((33, 7), 0),
+    ((70, 48), 0),
+    ((2, 20, 17), 1),
+    ((2, 65, 32), 1),
+    ((9,), 0),
+]
 
 
 @pytest.mark.parametrize(("shape", "dim"), SHAPES)
@@ -212,22 +221,16 @@ def test_group_norm(dtype, other, layout, form):
             check("native_group_norm_backward", call, dy, x, mean, rstd, w)
 
 
-@pytest.mark.parametrize("dtype", [BF16, torch.float16])
-def test_groups_that_programs_hold(dtype, monkeypatch):
+def test_groups_that_programs_hold(monkeypatch):
     monkeypatch.setattr(norm, "SMALL", 0)
     monkeypatch.setattr(norm_cells, "TILE", 64)
     monkeypatch.setattr(norm_cells, "SHORTEST", 32)
-    (x,), (w, b), sizes = drawn((33, 16, 4, 8), dtype=dtype), drawn((16,), (16,), dtype=dtype), (33, 16, 32, 4)
+    (x,), (w, b), sizes = drawn((33, 12, 4, 8), dtype=BF16), drawn((12,), (12,), dtype=BF16), (33, 12, 32, 4)
     x[0] = 3.0  # of which the variance is 0
-    cells = norm_channels.groups_of(x, *sizes, False)
-    assert norm_cells.holds(x, cells) and norm_cells.held_stretches(x, cells) == 2
+    assert norm_cells.holds(x, norm_channels.groups_of(x, *sizes, False))
     for weights in ((w, b), (w, None), (None, None)):
         call = lambda x, *own: aten.native_group_norm(x, *own, *sizes, 1e-5)  # noqa: E731
         check("native_group_norm", call, x, *weights)
-    (dy,), (_, mean, rstd) = drawn(tuple(x.shape), dtype=dtype), aten.native_group_norm(x, w, b, *sizes, 1e-5)
-    for weight, mask in ((w, MASKS[0]), (w, MASKS[2]), (None, MASKS[1])):
-        call = lambda dy, x, *rest, mask=mask: aten.native_group_norm_backward(dy, x, *rest, *sizes, mask)  # noqa: E731
-        check("native_group_norm_backward", call, dy, x, mean, rstd, weight)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

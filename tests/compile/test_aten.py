@@ -228,7 +228,7 @@ def test_every_kernel_is_there():
         "softmax_rows", "softmax_rows_backward", "softmax_columns", "softmax_columns_backward",
         "softmax_long", "softmax_long_backward",
         "normalise", "normalise_backward", "normalise_rows", "rows_backward", "normalise_cells", "normalise_held",
-        "normalise_cells_backward", "normalise_held_backward", "column_sums", "add_parts",
+        "normalise_cells_backward", "column_sums", "add_parts",
         "product_tiles", "vector_product", "matmul_tiles", "batch_tiles",
         "average_pool", "average_pool_backward", "largest_pool", "largest_pool_backward", "nearest", "bicubic",
         # index

@@ -1,4 +1,4 @@
-"""Norms of large cells whose elements lie side by side, in the two passes of `passes.py`, and their gradients, of held parts.
+"""Norms of large cells whose elements lie side by side, and their gradients, in the two passes of `passes.py`.
 
 A group of images or a channel of all is a cell of R1 stretches of R0 elements. Its parts are tiles, BLOCK_J stretches of BLOCK_R
 elements. What the first pass finds is found of each stretch of a tile, so that sums for a channel are there where a channel is a
@@ -7,7 +7,6 @@ stretch. Cells of fewer elements that a program's registers hold, of channels th
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from ..ops.norm.rms_norm import add_pairs
 from ..runtime.kernel import kernel
 from . import passes, plans
 from .functions import divide, square_root
-from .passes import came, held_part, is_last, release, say_there, task_of, wait_for
+from .passes import is_last, release, task_of, wait_for
 from .plans import bits_of, own
 from .pointwise import number, stored, whole_words
 from .row import compute_dtype
@@ -36,26 +35,12 @@ def programs(a) -> tuple[int]:
     return (passes.programs(a.KEPT, a.PARTS, a.AHEAD),)
 
 
-def programs_backward(a) -> tuple[int]:
-    return (a.KEPT * a.PARTS,) if a.HELD else programs(a)
-
-
 def warps(a) -> dict[str, int]:
     """64 elements of 16 bits a thread, and no more registers than leave room for five programs on an SM. Elements that are not
     whole words have addresses of their own, which take more."""
     if not a.EVEN:
         return passes.warps(8, a.X)
     return {**passes.warps(4, a.X), **({"maxnreg": 96} if a.X.element_size() == 2 else {})}
-
-
-def warps_backward(a) -> dict[str, int]:
-    """Held elements of 16 bits are two in a register."""
-    elements = a.BLOCK_J * a.BLOCK_R
-    if not a.HELD:
-        return passes.warps(max(4, elements // 1024), a.X)
-    if a.X.element_size() == 2:
-        return passes.warps_held(elements, a.FOUND, a.EVEN, registers=80)
-    return passes.warps_held(2 * elements, a.FOUND, a.EVEN)
 
 
 # ---- kernels ---------------------------------------------------------------------------------------------------------
@@ -171,7 +156,7 @@ def normalise_cells(
 )
 def normalise_held(X, Y, W, B, MEAN, RSTD, KEPT, K0, c0, EPS: tl.int64, R0: tl.constexpr, R1: tl.constexpr):
     """Cells of 16 bits that lie one after the other, each held by a program, of which every stretch is a channel. Else as above."""
-    cell = held_part(KEPT, 1)[0]
+    cell = tl.program_id(0)
     at = cell.to(tl.int64) * (R0 * R1) + tl.arange(0, R0)
     xs = ()
     for j in tl.static_range(R1):
@@ -202,32 +187,11 @@ def normalise_held(X, Y, W, B, MEAN, RSTD, KEPT, K0, c0, EPS: tl.int64, R0: tl.c
 
 
 @triton.jit
-def leave_sums(
-    dy, x, ok, W, PART, mean, rstd, cell, channel, part, j, r, KEPT, R0, R1, CHANNEL: tl.constexpr, COMPUTE: tl.constexpr,
-    BLOCK_R: tl.constexpr,
+def gradient_sums(
+    PART, W, DW, DB, cell, channel, tiles, KEPT, R1, CHANNEL: tl.constexpr, COMPUTE: tl.constexpr, BLOCK_P: tl.constexpr
 ):  # fmt: skip
-    """Store the sums of DY and of DY times the normalised X of each stretch of a tile. They are found from -DY and -X, which the
-    compiler takes for other numbers: what it converts to fp32 here it does not keep until DY and X are used again."""
-    against = (-dy).to(COMPUTE)
-    normed = tl.where(ok, ((-x).to(COMPUTE) + mean) * rstd, 0.0)
-    if CHANNEL == "element":
-        if W is not None:
-            against = against * weight_of(W, channel, j, r, R0, R1, COMPUTE, CHANNEL)
-    own, own_x = tl.reduce((against, against * normed), 1, add_pairs)
-    tiles = tl.cdiv(R0, BLOCK_R)
-    piece = (cell * R1 + j) * tiles + part % tiles
-    tl.store(PART + piece, -own, j < R1)
-    tl.store(PART + KEPT.to(tl.int64) * R1 * tiles + piece, own_x, j < R1)
-
-
-@triton.jit
-def sums_found(
-    PART, W, DW, DB, cell, channel, keep, KEPT, R0, R1, CHANNEL: tl.constexpr, COMPUTE: tl.constexpr, BLOCK_R: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-):  # fmt: skip
-    """The two sums of a cell by its elements, from those of its pieces; of channels that go by stretches, times their weights.
-    Stores gradients of these, if this program is to."""
-    tiles = tl.cdiv(R0, BLOCK_R)
+    """The two sums of a cell from those of its pieces; of channels that go by stretches, times their weights. Stores gradients of
+    these."""
     total = tl.zeros([BLOCK_P], COMPUTE)
     total_x = tl.zeros([BLOCK_P], COMPUTE)
     for first in tl.range(0, R1, BLOCK_P):
@@ -239,206 +203,74 @@ def sums_found(
             own_x += tl.load(PART + ((KEPT + cell) * R1 + j) * tiles + tile, j < R1, 0.0, cache_modifier=".cg")
         if CHANNEL == "stretch":
             if DW is not None:
-                tl.store(DW + cell * R1 + j, stored(own_x, DW), (j < R1) & keep)
+                tl.store(DW + cell * R1 + j, stored(own_x, DW), j < R1)
             if DB is not None:
-                tl.store(DB + cell * R1 + j, stored(own, DB), (j < R1) & keep)
+                tl.store(DB + cell * R1 + j, stored(own, DB), j < R1)
             if W is not None:
                 w = tl.load(W + channel + j, j < R1, 0).to(COMPUTE)
                 own = own * w
                 own_x = own_x * w
         total += own
         total_x += own_x
-    whole, whole_x = tl.sum(total, 0), tl.sum(total_x, 0)
-    if CHANNEL == "cell":
-        if DW is not None:
-            tl.store(DW + cell, stored(whole_x, DW), keep)
-        if DB is not None:
-            tl.store(DB + cell, stored(whole, DB), keep)
-    elements = (R1.to(tl.int64) * R0).to(COMPUTE)
-    return divide(whole, elements), divide(whole_x, elements)
+    return tl.sum(total, 0), tl.sum(total_x, 0)
 
 
-@triton.jit
-def write_gradient(
-    dy, x, DX, at, ok, W, mean, rstd, level, about, channel, j, r, R0, R1, CHANNEL: tl.constexpr, COMPUTE: tl.constexpr
-):  # fmt: skip
-    dy = dy.to(COMPUTE)
-    scale = rstd
-    if W is not None:
-        w = weight_of(W, channel, j, r, R0, R1, COMPUTE, CHANNEL)
-        if CHANNEL == "cell":
-            scale = rstd * w
-        else:
-            dy = dy * w
-    dx = (dy - (x.to(COMPUTE) - mean) * rstd * about) - level
-    tl.store(DX + at, stored(dx * scale, DX), ok, eviction_policy="evict_first")
-
-
-@kernel(grid=programs_backward, tokens=SIZES, default=warps_backward)
+@kernel(grid=programs, tokens=SIZES, default=lambda a: passes.warps(max(4, a.BLOCK_J * a.BLOCK_R // 1024), a.X))
 def normalise_cells_backward(
     DY, X, W, MEAN, RSTD, DX, DW, DB, PART, FOUND, DONE, KEPT, R0, R1, K0, k0, k1, r1, c0, PARTS, AHEAD, CHANNEL: tl.constexpr,
-    EVEN: tl.constexpr, HELD: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr,
+    EVEN: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
     """PART [2, KEPT, pieces]: sums of DY and of DY times the normalised X. FOUND [2, KEPT]: these of cells, by elements. DW, DB
-    [KEPT] or, of channels that go by stretches, [KEPT, R1]: the same, as far as a cell goes. HELD: parts are held, and AHEAD is how
-    long they wait. Else as above."""
+    [KEPT] or, of channels that go by stretches, [KEPT, R1]: the same, as far as a cell goes."""
     COMPUTE: tl.constexpr = FOUND.dtype.element_ty
+    cell, part, again = task_of(PARTS, AHEAD)
     R0 = whole_words(R0, EVEN)
-    if HELD:
-        cell, part = held_part(KEPT, PARTS)
-        channel = cell % K0 * c0
-        j, r, at, ok = tile_of(cell, part, R0, R1, K0, k0, k1, r1, EVEN, BLOCK_J, BLOCK_R)
-        wide = cell.to(tl.int64)
-        mean = tl.load(MEAN + wide).to(COMPUTE)
-        rstd = tl.load(RSTD + wide).to(COMPUTE)
-        dy = tl.load(DY + at, ok, 0, eviction_policy="evict_first")
-        x = tl.load(X + at, ok, 0, eviction_policy="evict_first")
-        leave_sums(dy, x, ok, W, PART, mean, rstd, wide, channel, part, j, r, KEPT, R0, R1, CHANNEL, COMPUTE, BLOCK_R)
-        say_there(DONE, wide)
-        if came(DONE, wide, PARTS, AHEAD):
-            level, about = sums_found(
-                PART, W, DW, DB, wide, channel, part == 0, KEPT, R0, R1, CHANNEL, COMPUTE, BLOCK_R, BLOCK_P
-            )
-            if DX is not None:
-                write_gradient(dy, x, DX, at, ok, W, mean, rstd, level, about, channel, j, r, R0, R1, CHANNEL, COMPUTE)
-        else:
-            for other in tl.range(0, PARTS):
-                i, e, there, okay = tile_of(cell, other, R0, R1, K0, k0, k1, r1, EVEN, BLOCK_J, BLOCK_R)
-                dy = tl.load(DY + there, okay, 0)
-                x = tl.load(X + there, okay, 0)
-                leave_sums(
-                    dy, x, okay, W, PART, mean, rstd, wide, channel, other, i, e, KEPT, R0, R1, CHANNEL, COMPUTE, BLOCK_R
-                )  # fmt: skip
-            tl.debug_barrier()
-            level, about = sums_found(
-                PART, W, DW, DB, wide, channel, part == 0, KEPT, R0, R1, CHANNEL, COMPUTE, BLOCK_R, BLOCK_P
-            )
-            if DX is not None:
-                dy = tl.load(DY + at, ok, 0)
-                x = tl.load(X + at, ok, 0)
-                write_gradient(dy, x, DX, at, ok, W, mean, rstd, level, about, channel, j, r, R0, R1, CHANNEL, COMPUTE)
-    else:
-        cell, part, again = task_of(PARTS, AHEAD)
-        channel = cell % K0 * c0
-        j, r, at, ok = tile_of(cell, part, R0, R1, K0, k0, k1, r1, EVEN, BLOCK_J, BLOCK_R)
-        cell = cell.to(tl.int64)
-        if (cell >= 0) & (cell < KEPT):
-            mean = tl.load(MEAN + cell).to(COMPUTE)
-            rstd = tl.load(RSTD + cell).to(COMPUTE)
-            if again:
-                if DX is not None:
-                    dy = tl.load(DY + at, ok, 0, eviction_policy="evict_first")
-                    x = tl.load(X + at, ok, 0, eviction_policy="evict_first")
-                    wait_for(DONE, cell, PARTS)
-                    level = tl.load(FOUND + cell, cache_modifier=".cg")
-                    about = tl.load(FOUND + KEPT + cell, cache_modifier=".cg")
-                    write_gradient(
-                        dy, x, DX, at, ok, W, mean, rstd, level, about, channel, j, r, R0, R1, CHANNEL, COMPUTE
-                    )
-            else:
-                dy = tl.load(DY + at, ok, 0)
-                x = tl.load(X + at, ok, 0)
-                leave_sums(
-                    dy, x, ok, W, PART, mean, rstd, cell, channel, part, j, r, KEPT, R0, R1, CHANNEL, COMPUTE, BLOCK_R
-                )  # fmt: skip
-                if is_last(DONE, cell, PARTS):
-                    level, about = sums_found(
-                        PART, W, DW, DB, cell, channel, True, KEPT, R0, R1, CHANNEL, COMPUTE, BLOCK_R, BLOCK_P
-                    )
-                    tl.store(FOUND + cell, level)
-                    tl.store(FOUND + KEPT + cell, about)
-                    release(DONE, cell)
-
-
-@triton.jit
-def halves(pair, P):
-    """The two elements of 16 bits, as P has them, of each int32, in fp32."""
-    if P.dtype.element_ty == tl.bfloat16:
-        return (pair << 16).to(tl.float32, bitcast=True), (pair & -65536).to(tl.float32, bitcast=True)
-    else:
-        low = pair.to(tl.int16).to(P.dtype.element_ty, bitcast=True)
-        return low.to(tl.float32), (pair >> 16).to(tl.int16).to(P.dtype.element_ty, bitcast=True).to(tl.float32)
-
-
-@triton.jit
-def load_stretches(P, at, R0: tl.constexpr, COUNT: tl.constexpr):
-    """Elements two in an int32: as what they are, the compiler would keep each in a register."""
-    pairs = ()
-    for j in tl.static_range(COUNT):
-        here = (P + at + j * R0).to(tl.pointer_type(tl.int32), bitcast=True) + tl.arange(0, R0 // 2)
-        pairs = pairs + (tl.load(here, eviction_policy="evict_first"),)
-    return pairs
-
-
-@triton.jit
-def leave_stretches(dys, xs, DY, X, PART, mean, rstd, cell, first, KEPT, R1, zero, COUNT: tl.constexpr):
-    """As `leave_sums`, of whole stretches, one after the other. `zero`: that it is, the compiler does not know, so that it does not
-    keep what is converted to fp32 here."""
-    for j in tl.static_range(COUNT):
-        dy0, dy1 = halves(dys[j] ^ zero, DY)
-        x0, x1 = halves(xs[j] ^ zero, X)
-        own = dy0 + dy1
-        own_x = dy0 * ((x0 - mean) * rstd) + dy1 * ((x1 - mean) * rstd)
-        own, own_x = tl.reduce((own, own_x), 0, add_pairs)
-        tl.store(PART + cell * R1 + first + j, own)
-        tl.store(PART + (KEPT + cell) * R1 + first + j, own_x)
-
-
-@triton.jit
-def write_stretches(
-    dys, xs, DY, X, DX, at, W, mean, rstd, level, about, channel, R0: tl.constexpr, COUNT: tl.constexpr
-):  # fmt: skip
-    for j in tl.static_range(COUNT):
-        dy0, dy1 = halves(dys[j], DY)
-        x0, x1 = halves(xs[j], X)
-        if W is not None:
-            w = tl.load(W + channel + j).to(tl.float32)
-            dy0, dy1 = dy0 * w, dy1 * w
-        dx0 = ((dy0 - (x0 - mean) * rstd * about) - level) * rstd
-        dx1 = ((dy1 - (x1 - mean) * rstd * about) - level) * rstd
-        there = DX + at + j * R0 + tl.arange(0, R0)
-        tl.store(there, stored(tl.interleave(dx0, dx1), DX), eviction_policy="evict_first")
-
-
-@kernel(
-    grid=lambda a: (a.KEPT * a.PARTS,),
-    tokens=("KEPT", "R1", "K0", "c0", "PARTS", "PATIENCE"),
-    default=lambda a: {"num_warps": max(4, a.COUNT * a.R0 // 1024), "maxnreg": 64},
-)
-def normalise_held_backward(
-    DY, X, W, MEAN, RSTD, DX, DW, DB, PART, DONE, KEPT, R1, K0, c0, PARTS, PATIENCE, R0: tl.constexpr, COUNT: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-):  # fmt: skip
-    """Cells as those of `normalise_held`, of which a program holds COUNT stretches. Else as above."""
-    cell, part = held_part(KEPT, PARTS)
-    channel, first = cell % K0 * c0, part * COUNT
+    j, r, at, ok = tile_of(cell, part, R0, R1, K0, k0, k1, r1, EVEN, BLOCK_J, BLOCK_R)
+    channel = cell % K0 * c0
     cell = cell.to(tl.int64)
-    zero = tl.minimum(PATIENCE, 0)
-    start = cell * R1 * R0
-    at = start + first * R0
-    dys, xs = load_stretches(DY, at, R0, COUNT), load_stretches(X, at, R0, COUNT)
-    mean = tl.load(MEAN + cell).to(tl.float32)
-    rstd = tl.load(RSTD + cell).to(tl.float32)
-    leave_stretches(dys, xs, DY, X, PART, mean, rstd, cell, first, KEPT, R1, zero, COUNT)
-    say_there(DONE, cell)
-    if came(DONE, cell, PARTS, PATIENCE):
-        level, about = sums_found(
-            PART, W, DW, DB, cell, channel, part == 0, KEPT, R0, R1, "stretch", tl.float32, R0, BLOCK_P
-        )
-        if DX is not None:
-            write_stretches(dys, xs, DY, X, DX, at, W, mean, rstd, level, about, channel + first, R0, COUNT)
-    else:
-        for other in tl.range(0, PARTS):
-            there = start + other * (COUNT * R0)
-            dys, xs = load_stretches(DY, there, R0, COUNT), load_stretches(X, there, R0, COUNT)
-            leave_stretches(dys, xs, DY, X, PART, mean, rstd, cell, other * COUNT, KEPT, R1, zero, COUNT)
-        tl.debug_barrier()
-        level, about = sums_found(
-            PART, W, DW, DB, cell, channel, part == 0, KEPT, R0, R1, "stretch", tl.float32, R0, BLOCK_P
-        )
-        if DX is not None:
-            dys, xs = load_stretches(DY, at, R0, COUNT), load_stretches(X, at, R0, COUNT)
-            write_stretches(dys, xs, DY, X, DX, at, W, mean, rstd, level, about, channel + first, R0, COUNT)
+    if (cell >= 0) & (cell < KEPT):
+        mean = tl.load(MEAN + cell).to(COMPUTE)
+        rstd = tl.load(RSTD + cell).to(COMPUTE)
+        if again:
+            if DX is not None:
+                dy = tl.load(DY + at, ok, 0, eviction_policy="evict_first").to(COMPUTE)
+                x = tl.load(X + at, ok, 0, eviction_policy="evict_first").to(COMPUTE)
+                wait_for(DONE, cell, PARTS)
+                level = tl.load(FOUND + cell, cache_modifier=".cg")
+                about = tl.load(FOUND + KEPT + cell, cache_modifier=".cg")
+                scale = rstd
+                if W is not None:
+                    w = weight_of(W, channel, j, r, R0, R1, COMPUTE, CHANNEL)
+                    if CHANNEL == "cell":
+                        scale = rstd * w
+                    else:
+                        dy = dy * w
+                dx = (dy - (x - mean) * rstd * about) - level
+                tl.store(DX + at, stored(dx * scale, DX), ok, eviction_policy="evict_first")
+        else:
+            dy = tl.load(DY + at, ok, 0).to(COMPUTE)
+            normed = tl.where(ok, (tl.load(X + at, ok, 0).to(COMPUTE) - mean) * rstd, 0.0)
+            if CHANNEL == "element":
+                if W is not None:
+                    dy = dy * weight_of(W, channel, j, r, R0, R1, COMPUTE, CHANNEL)
+            own, own_x = tl.reduce((dy, dy * normed), 1, add_pairs)
+            tiles = tl.cdiv(R0, BLOCK_R)
+            piece = (cell * R1 + j) * tiles + part % tiles
+            tl.store(PART + piece, own, j < R1)
+            tl.store(PART + KEPT.to(tl.int64) * R1 * tiles + piece, own_x, j < R1)
+            if is_last(DONE, cell, PARTS):
+                total, total_x = gradient_sums(
+                    PART, W, DW, DB, cell, channel, tiles, KEPT, R1, CHANNEL, COMPUTE, BLOCK_P
+                )
+                elements = (R1.to(tl.int64) * R0).to(COMPUTE)
+                tl.store(FOUND + cell, divide(total, elements))
+                tl.store(FOUND + KEPT + cell, divide(total_x, elements))
+                release(DONE, cell)
+                if CHANNEL == "cell":
+                    if DW is not None:
+                        tl.store(DW + cell, stored(total_x, DW))
+                    if DB is not None:
+                        tl.store(DB + cell, stored(total, DB))
 
 
 # ---- host ------------------------------------------------------------------------------------------------------------
@@ -449,33 +281,18 @@ def takes(cells: Any) -> bool:
     return cells.strides[2] == 1 and cells.r0 * cells.r1 >= TILE
 
 
-def lies_whole(x: Tensor, cells: Any) -> bool:
-    """Whether cells of 16 bits lie one after the other, of stretches that are channels and have powers of two, so that where they
-    lie is no register's to hold."""
+def holds(x: Tensor, cells: Any) -> bool:
+    """Whether programs hold cells, 8 elements of each stretch or more a thread, and there are as many cells as SMs. Stretches have
+    powers of two, so that where they lie is no register's to hold."""
     size, (k0, k1, _, r1) = cells.r0 * cells.r1, cells.strides
     lies = r1 == cells.r0 == power_of_two(cells.r0) and k0 == size and k1 == cells.repeat * size
-    return cells.channel == "stretch" and x.element_size() == 2 and lies and cells.r0 >= SHORTEST
+    fits = cells.r0 >= SHORTEST and cells.r1 * max(cells.r0, 4096) <= HOLDS
+    many = cells.kept >= Target.at(x.device).sms
+    return cells.channel == "stretch" and x.element_size() == 2 and lies and fits and many
 
 
-def holds(x: Tensor, cells: Any) -> bool:
-    """Whether programs hold cells, 8 elements of each stretch or more a thread, and there are as many cells as SMs."""
-    fits = cells.r1 * max(cells.r0, 4096) <= HOLDS
-    return lies_whole(x, cells) and fits and cells.kept >= Target.at(x.device).sms
-
-
-def held_stretches(x: Tensor, cells: Any) -> int:
-    """How many stretches programs hold of a gradient; 0 where they hold none."""
-    if cells.r0 > TILE or not lies_whole(x, cells):
-        return 0
-    count = math.gcd(cells.r1, TILE // cells.r0)
-    return count if passes.held(cells.r1 // count, x.device) else 0
-
-
-def launch(
-    kernel_: Any, read: list[Tensor], others: tuple, cells: Any, numbers: tuple[int, ...] = (), may_hold: bool = False
-) -> None:
-    """Tensors of cells that are `read`, and the `others` of the call; what passes leave for each other is allocated here.
-    `may_hold`: the kernel's programs hold parts of cells that are on the chip at once."""
+def launch(kernel_: Any, read: list[Tensor], others: tuple, cells: Any, numbers: tuple[int, ...] = ()) -> None:
+    """Tensors of cells that are `read`, and the `others` of the call; what passes leave for each other is allocated here."""
     x = read[0]
     block_r = max(16, min(STRETCH, power_of_two(cells.r0)))
     block_j = min(power_of_two(cells.r1), max(1, TILE // block_r))
@@ -486,13 +303,12 @@ def launch(
     part = own(torch.empty((2, cells.kept, cells.r1 * tiles), dtype=wide, device=x.device))
     found = own(torch.empty((2, cells.kept), dtype=wide, device=x.device))
     done = passes.counters(cells.kept, x.device)
-    how = {"HELD": passes.held(parts, x.device)} if may_hold else {}
-    ahead = passes.patience() if how.get("HELD") else passes.ahead_of(cells.kept, read)
+    ahead = passes.ahead_of(cells.kept, read)
     even = not any(n % 16 for n in (cells.r0, k0, k1 if cells.repeat < cells.kept else 0, r1 if cells.r1 > 1 else 0))
     plans.launch(
         kernel_, (*read, *others, part, found, done),
         (cells.kept, cells.r0, cells.r1, cells.repeat, k0, k1, r1, cells.step, parts, ahead), numbers, CHANNEL=cells.channel,
-        EVEN=even, BLOCK_J=block_j, BLOCK_R=block_r, BLOCK_P=64, **how,
+        EVEN=even, BLOCK_J=block_j, BLOCK_R=block_r, BLOCK_P=64,
     )  # fmt: skip
 
 
@@ -518,13 +334,4 @@ def forward(
 
 
 def backward(dy: Tensor, x: Tensor, w: Any, mean: Tensor, rstd: Tensor, dx: Any, dw: Any, db: Any, cells: Any) -> None:
-    count = held_stretches(x, cells)
-    if not count:
-        launch(normalise_cells_backward, [dy, x], (w, mean, rstd, dx, dw, db), cells, may_hold=True)
-        return
-    part = own(torch.empty((2, cells.kept, cells.r1), dtype=torch.float32, device=x.device))
-    plans.launch(
-        normalise_held_backward, (dy, x, w, mean, rstd, dx, dw, db, part, passes.counters(cells.kept, x.device)),
-        (cells.kept, cells.r1, cells.repeat, cells.step, cells.r1 // count, passes.patience()), R0=cells.r0, COUNT=count,
-        BLOCK_P=64,
-    )  # fmt: skip
+    launch(normalise_cells_backward, [dy, x], (w, mean, rstd, dx, dw, db), cells)

@@ -253,7 +253,7 @@ def launch(kernel_, operands: list[Tensor], out: Tensor, dim: int, **constants) 
     elif unit:
         form, even = "along", not any(s[0] % 16 for s in steps) and n % 16 == 0
         once = n <= LONGEST[several]
-        if not once and softmax_long.takes(n, out.device):
+        if not once and softmax_long.takes(n, len(operands), out.device):
             softmax_long.launch(operands, out, [s[0] for s in steps], n, even, constants["LOG"])
             return
         block_r = max(16, power_of_two(n)) if once else LONGEST[several] // 2

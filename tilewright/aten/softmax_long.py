@@ -1,6 +1,8 @@
 """Softmax along rows that no program holds, and its gradient: programs hold a part of a row each, and wait for one another.
 
-So a row is read once. What a part comes to is left in memory for the others (`passes.py`, "held").
+So a row is read once. A program keeps its part in registers, leaves in memory what it comes to, and waits for the parts of the row
+that have just begun or are about to. Nothing but their order promises that they do, so that it waits for so long and no longer,
+then finds the sums of all parts itself, which are the same.
 """
 
 from __future__ import annotations
@@ -10,21 +12,56 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..core.target import INTERPRETING, Target
 from ..core.tensor import cdiv
 from ..runtime.kernel import kernel
 from . import passes, plans
 from .functions import exp, log
-from .passes import came, held_part, load_found, say_there
+from .passes import load_found
 from .plans import own
 from .pointwise import stored, whole_words
 from .row import compute_dtype
 from .softmax_formulas import exp_for, finite_or_zero, gradient, normalised, term
 
 SIZES = ("ROWS", "N", "PARTS", "PATIENCE")
-BLOCK = 8192  # elements of a part
+BLOCK = 8192  # elements that a part holds, of one operand or of two
+PATIENCE = 1 << 16  # how often a program looks for the others, half a microsecond each time or more
+
+
+def warps(a, elements: int) -> dict[str, int]:
+    """Threads that hold the elements in the dtype that is computed in, 32 registers of them each, and have no more than 64 in all:
+    an SM holds 128 KB then. Elements that are not whole words have addresses of their own, and twice as many threads."""
+    wide = a.PART.element_size() // 4
+    made = {"num_warps": min(32, max(4, elements * wide * (1 if a.EVEN else 2) // 1024))}
+    return {**made, "maxnreg": 64} if a.EVEN and wide == 1 else made
 
 
 # ---- kernels ---------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def held_part(ROWS, PARTS):
+    """(row, part) of a program. The last row is first: who made it has just written it, and the cache may have it still."""
+    pid = tl.program_id(0)
+    return (ROWS - 1 - pid // PARTS).to(tl.int64), pid % PARTS
+
+
+@triton.jit
+def say_there(DONE, row):
+    """Say that what this program has stored of its part is there."""
+    tl.debug_barrier()  # all threads have stored
+    tl.atomic_add(DONE + row, 1, sem="release")
+
+
+@triton.jit
+def came(DONE, row, PARTS, PATIENCE):
+    """Wait until all parts of a row are there; whether they are."""
+    there = tl.atomic_add(DONE + row, 0, sem="acquire")
+    tries = PATIENCE
+    while (there < PARTS) & (tries > 0):
+        there = tl.atomic_add(DONE + row, 0, sem="acquire")
+        tries -= 1
+    return there >= PARTS
 
 
 @triton.jit
@@ -53,7 +90,7 @@ def shifted_sum(PART, SUMS, at, PARTS, BLOCK_P: tl.constexpr):
 
 @kernel(
     grid=lambda a: (a.ROWS * a.PARTS,), tokens=(*SIZES, "x_outer", "y_outer"),
-    default=lambda a: passes.warps_held(a.BLOCK, a.PART, a.EVEN)
+    default=lambda a: warps(a, a.BLOCK),
 )  # fmt: skip
 def softmax_long(
     X, Y, PART, DONE, ROWS, N, PARTS, PATIENCE, x_outer, y_outer, LOG: tl.constexpr, EVEN: tl.constexpr, BLOCK: tl.constexpr,
@@ -63,7 +100,6 @@ def softmax_long(
     COMPUTE: tl.constexpr = PART.dtype.element_ty
     row, part = held_part(ROWS, PARTS)
     N = whole_words(N, EVEN)
-    row = row.to(tl.int64)
     SUMS = PART + ROWS.to(tl.int64) * PARTS
     X += row * whole_words(x_outer, EVEN)
     Y += row * whole_words(y_outer, EVEN)
@@ -96,7 +132,7 @@ def leave_sum(Y, DY, r, N, PART, at, LOG: tl.constexpr):
 
 @kernel(
     grid=lambda a: (a.ROWS * a.PARTS,), tokens=(*SIZES, "x_outer", "g_outer", "y_outer"),
-    default=lambda a: passes.warps_held(2 * a.BLOCK, a.PART, a.EVEN),
+    default=lambda a: warps(a, 2 * a.BLOCK),
 )  # fmt: skip
 def softmax_long_backward(
     Y, DY, DX, PART, DONE, ROWS, N, PARTS, PATIENCE, x_outer, g_outer, y_outer, LOG: tl.constexpr, EVEN: tl.constexpr,
@@ -105,7 +141,6 @@ def softmax_long_backward(
     """Strides x of the result Y of the forward pass, g of DY, y of DX. PART [ROWS, PARTS]: sums; else as above."""
     row, part = held_part(ROWS, PARTS)
     N = whole_words(N, EVEN)
-    row = row.to(tl.int64)
     Y += row * whole_words(x_outer, EVEN)
     DY += row * whole_words(g_outer, EVEN)
     DX += row * whole_words(y_outer, EVEN)
@@ -128,17 +163,20 @@ def softmax_long_backward(
 # ---- host ------------------------------------------------------------------------------------------------------------
 
 
-def takes(n: int, device: torch.device) -> bool:
-    return passes.held(cdiv(n, BLOCK), device)
+def takes(n: int, operands: int, device: torch.device) -> bool:
+    """Whether the parts of a row are on the chip at once: no more than there are SMs, each of which has several."""
+    return cdiv(n, BLOCK // operands) <= Target.at(device).sms
 
 
 def launch(operands: list[Tensor], out: Tensor, outer: list[int], n: int, even: bool, log_: bool) -> None:
     """Along rows of N elements that are `outer` apart, of each of `operands` and of `out`."""
-    rows, parts = out.numel() // n, cdiv(n, BLOCK)
+    block = BLOCK // len(operands)
+    rows, parts = out.numel() // n, cdiv(n, block)
     backward = len(operands) > 1
     kept = () if backward else (2,)  # the largest and the sum, or the sum alone
     part = own(torch.empty((*kept, rows, parts), dtype=compute_dtype(operands[-1].dtype), device=out.device))
+    patience = 0 if INTERPRETING else PATIENCE  # what runs programs one after the other lets none wait
     plans.launch(
         softmax_long_backward if backward else softmax_long, (*operands, out, part, passes.counters(rows, out.device)),
-        (rows, n, parts, passes.patience(), *outer), LOG=log_, EVEN=even, BLOCK=BLOCK, BLOCK_P=64,
+        (rows, n, parts, patience, *outer), LOG=log_, EVEN=even, BLOCK=block, BLOCK_P=64,
     )  # fmt: skip

@@ -140,12 +140,14 @@ def rows_by_weights(device: str) -> None:
 
 
 def by_torchs_operators(device: str) -> None:
-    """outer, instance_norm, weight_norm: composites of torch, what they reach being ours."""
+    """outer, instance_norm, weight_norm: composites of torch, what they reach being ours. (With cuDNN, a norm in training reaches
+    cuDNN's own operator instead.)"""
     x, y, image = normal(device, 6, dtype=FP32), normal(device, 9, dtype=FP32), normal(device, 2, 3, 20, dtype=FP32)
     scale, shift, v, g = (normal(device, *s, dtype=FP32, seed=9) for s in ((3,), (3,), (4, 10), (4, 1)))
     names = ["mul.Tensor", "native_batch_norm", "_weight_norm_interface"]
     there = replaces(device)
-    with tw.aten.use(include=names) if there else contextlib.nullcontext():
+    ours = tw.aten.use(include=names) if there else contextlib.nullcontext()
+    with ours, torch.backends.cudnn.flags(enabled=False):
         made = torch.outer(x, y), F.instance_norm(image, weight=scale, bias=shift), torch._weight_norm(v, g, 0)
         said = tw.aten.report()
         assert not there or all(said[name]["taken"] for name in names), said
