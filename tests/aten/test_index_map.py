@@ -77,6 +77,27 @@ def test_every_width(dtype, known):
     assert len(known) == 4
 
 
+ODD = {
+    "rows longer than a program": ("constant_pad_nd", lambda: (drawn(5, 2301), [1, 1, 1, 1], 3)),
+    "one row": ("constant_pad_nd", lambda: (drawn(5000), [3, 0], 3)),
+    "short rows, every loop": ("constant_pad_nd", lambda: (drawn(2, 3, 5, 40), [1, 2, 2, 0, 0, 1, 1, 0], 3)),
+    "the shortest": ("constant_pad_nd", lambda: (drawn(300, 31), [1, 1, 1, 1], 3)),
+    "rows from elsewhere": ("slice_scatter", lambda: (drawn(9, 7, 333), drawn(9, 2, 333), 1, 1, 6, 3)),
+    "columns from elsewhere": ("slice_scatter", lambda: (drawn(9, 7, 333), drawn(9, 7, 101), 2, 1, 304, 3)),
+    "backwards": ("flip", lambda: (drawn(3, 5, 451), [0, 2])),
+}
+
+
+@pytest.mark.parametrize("what", ODD)
+def test_rows_that_are_no_whole_words(what, monkeypatch):
+    launched, launch = [], index_map.plans.launch
+    monkeypatch.setattr(index_map.plans, "launch", lambda k, *a, **c: (launched.append(k), launch(k, *a, **c)))
+    name, make = ODD[what]
+    args = make()
+    assert not differences(table.FORMS[name](*args), getattr(torch.ops.aten, name)(*args))
+    assert launched == [index_map.patch_odd]
+
+
 def test_loops_that_go_on_are_one():
     Loop = index_map.Loop
     assert index_map.joined([Loop(4, 0, 4, 1, 1, 1), Loop(5, 0, 5, 1, 4, 4)]) == [Loop(20, 0, 20, 1, 1, 1)]

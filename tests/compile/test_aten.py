@@ -68,6 +68,8 @@ FORMS = {
     "elements twice": ("repeat", made((65536, 1), BF16), [1, 2]),
     "elements several times": ("repeat", made((65536, 1), BF16), [1, 3]),
     "rows again": ("repeat", made((1024, 1024), BF16), [2, 2]),
+    "a patch of odd rows": ("constant_pad_nd", made((1024, 1024), BF16), [1, 1]),
+    "a patch of odd rows of bools": ("constant_pad_nd", made((1024, 1024), BOOL), [1, 1]),
     "a patch of bools": ("constant_pad_nd", made((8, 8), BOOL), [1, 1]),
     "a band of bools": ("triu", made((8, 8), BOOL)),
     # index
@@ -223,7 +225,8 @@ VARIANTS = everything()
 
 def test_every_kernel_is_there():
     assert {one.kernel.name for one in VARIANTS.values()} == {
-        "pointwise_flat", "pointwise_tiles", "turn_bytes", "reduce_tiles", "reduce_parts", "scan_tiles", "patch", "band", "ramp",
+        "pointwise_flat", "pointwise_tiles", "turn_bytes", "reduce_tiles", "reduce_parts", "scan_tiles", "patch", "patch_odd",
+        "band", "ramp",
         "rows_beside", "rows_gathered", "in_turn", "several_times", "tiles_again",
         "softmax_rows", "softmax_rows_backward", "softmax_columns", "softmax_columns_backward",
         "softmax_long", "softmax_long_backward",

@@ -19,9 +19,10 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import libdevice
 
-from ..core.tensor import cdiv
+from ..core.tensor import cdiv, power_of_two
 from ..runtime.kernel import kernel
 from . import copies, forms, plans, pointwise
+from .copies import quotient
 from .layout import is_dense
 from .plans import bits_of, own
 from .pointwise import IN_TRITON, SMALL, SMALL_TILE, WORDS, number, stored, tile_of, whole_words
@@ -29,6 +30,8 @@ from .row import TAKEN, Declined, compute_dtype, of_numbers, taken
 
 LOOPS = 4
 BLOCK = 1024
+FLAT = 2048  # elements of a program that goes by how they lie
+SHORTEST = 32  # row of which such a program asks
 MOST_SOURCES = 64  # each is a launch
 PATCH = tuple(f"{name}{i}" for name in ("n", "lo", "hi", "by", "x", "y") for i in range(LOOPS))
 
@@ -76,6 +79,14 @@ def columns_in_box(c, lo, hi, by, NEAR: tl.constexpr):
         return (c >= lo) & (c < whole_words(hi, NEAR == 3)), c - lo
 
 
+@triton.jit
+def chosen(ok, value, other):
+    if value.dtype == tl.int1:
+        return tl.where(ok, value.to(tl.int32), other.to(tl.int32)) != 0
+    else:
+        return tl.where(ok, value, other)
+
+
 @kernel(
     grid=lambda a: (cdiv(a.n0, a.COLUMNS) * cdiv(a.n1, a.ROWS) * a.n2 * a.n3,), tokens=("start", "S0", *PATCH),
     default=lambda a: {"num_warps": 4},
@@ -105,12 +116,49 @@ def patch(
         y = Y + whole_words(far(c2, y2) + far(c3, y3), WORDS)
         y += whole_words(far(c1, y1), WORDS)[:, None] + (c0 if NEAR >= 2 else far(c0, y0))[None, :]
         other = tl.load(y, inside & ~ok, 0)
-    if OUT.dtype.element_ty == tl.int1:
-        value = tl.where(ok, value.to(tl.int32), other.to(tl.int32)) != 0
-    else:
-        value = tl.where(ok, value, other)
     row = far(outer, n1) + c1
-    tl.store(OUT + (row * width)[:, None] + c0[None, :], value, inside)
+    tl.store(OUT + (row * width)[:, None] + c0[None, :], chosen(ok, value, other), inside)
+
+
+@kernel(
+    grid=lambda a: (cdiv(a.N, a.BLOCK),), tokens=("N", "inverse", "start", "S0", *PATCH), default=lambda a: {"num_warps": 4}
+)  # fmt: skip
+def patch_odd(
+    OUT, X, Y, N, inverse, start, n0, n1, n2, n3, lo0, lo1, lo2, lo3, hi0, hi1, hi2, hi3, by0, by1, by2, by3, x0, x1, x2, x3, y0,
+    y1, y2, y3, S0: tl.int64, COMPUTE: tl.constexpr, NEAR: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """`patch` of rows that are no whole words. A program has BLOCK of the N elements as they lie, over the ends of rows, and writes
+    words: rows by tiles would be written in parts of sectors. What is asked of its ROWS rows is looked up by their elements."""
+    first = tl.program_id(0).to(tl.int64) * BLOCK
+    i = tl.arange(0, BLOCK)
+    row = (first // n0).to(tl.int32)
+    low = (first - row.to(tl.int64) * n0).to(tl.int32)
+    # As in `copies.move_rows`: a row that is longer than a block ends once in it at most
+    step = tl.minimum(n0, BLOCK)
+    down = quotient(i, step - tl.minimum(n0 - low, step), inverse).to(tl.int32)
+    c0 = low + i - down * n0
+    line = row + tl.arange(0, ROWS)
+    outer = line // n1
+    c1, c2, c3 = line - outer * n1, outer % n2, outer // n2
+    ok1, at1 = in_box(c1, lo1, hi1, by1)
+    ok2, at2 = in_box(c2, lo2, hi2, by2)
+    ok3, at3 = in_box(c3, lo3, hi3, by3)
+    begin = tl.where(ok1 & ok2 & ok3, start + far(at1, x1) + far(at2, x2) + far(at3, x3), -1)
+    there = tl.gather(begin, down, 0)
+    ok0, at0 = columns_in_box(c0, lo0, hi0, by0, NEAR)
+    inside = i < tl.minimum(N - first, BLOCK).to(tl.int32)
+    ok = inside & ok0 & (there >= 0)
+    value = tl.load(X + there + (at0 if NEAR >= 2 else far(at0, x0)), ok, 0)
+    if Y is None:
+        other = tl.broadcast_to(stored(number(S0, COMPUTE), OUT), [BLOCK])
+    else:
+        y = Y + tl.gather(far(c1, y1) + far(c2, y2) + far(c3, y3), down, 0)
+        other = tl.load(y + (c0 if NEAR >= 2 else far(c0, y0)), inside & ~ok, 0)
+    value = chosen(ok, value, other)
+    if first + BLOCK <= N:  # without a mask, in words
+        tl.store(OUT + first + i, value)
+    else:
+        tl.store(OUT + first + i, value, inside)
 
 
 @kernel(
@@ -184,13 +232,17 @@ def put(
     if len(loops) > LOOPS:
         raise Declined("more loops than a launch takes")
     loops += [Loop(1)] * (LOOPS - len(loops))
-    small = out.numel() < SMALL
-    rows, columns = SMALL_TILE if small else large_tile(loops[0].n)
+    small, width = out.numel() < SMALL, loops[0].n
     near = ANY if small else nearness(loops, start, other is not None)
-    plans.launch(
-        patch, (out, x, other), (start, *(n for own in zip(*loops) for n in own)), (bits,), COMPUTE=IN_TRITON[compute], NEAR=near,
-        ROWS=rows, COLUMNS=columns,
-    )  # fmt: skip
+    numbers = start, *(n for own in zip(*loops) for n in own)
+    how = {"COMPUTE": IN_TRITON[compute], "NEAR": near}
+    if not small and width % WORDS and SHORTEST <= width <= copies.LONGEST:
+        rows = power_of_two(FLAT // width + 2)
+        numbers = out.numel(), copies.inverse_of(min(width, FLAT)), *numbers
+        plans.launch(patch_odd, (out, x, other), numbers, (bits,), **how, ROWS=rows, BLOCK=FLAT)
+        return out
+    rows, columns = SMALL_TILE if small else large_tile(width)
+    plans.launch(patch, (out, x, other), numbers, (bits,), **how, ROWS=rows, COLUMNS=columns)
     return out
 
 
