@@ -32,6 +32,7 @@ TINY |= {
     "height": 64,
     "width": 96,
 }  # of images, of which pooling leaves rows and columns
+TINY |= {"length": 20, "heads": 4, "kv_heads": 2, "head_dim": 16}
 # The goals of operators that have a replacement, whose cases are here
 STATED = {
     "aten_pointwise_flat", "aten_pointwise_broadcast", "aten_pointwise_transposed", "aten_transpose_copy", "aten_fused_chains",
@@ -128,6 +129,19 @@ def test_atens_own_result_passes_and_damaged_ones_do_not(name):
                 work.verify([*result[:at], damaged, *result[at + 1 :]])
     with pytest.raises(Wrong, match="results, not"):
         work.verify([*result, result[0]])
+
+
+def test_attention_is_exact_a_sequence_at_a_time():
+    """By the formula over all sequences at once; and aten's operator is called as torch declares it."""
+    work = Replaced.build(replace(tiny("aten_sum"), call="attention_shared_causal"), device="cpu")
+    q, k, v = (t.double().transpose(1, 2) for t in work.given)
+    wanted = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
+    o, lse = work.function(*map(replaced.doubled, work.given))
+    torch.testing.assert_close(o, wanted)
+    scores = (q @ k.repeat_interleave(2, 1).mT / 4.0).masked_fill(torch.ones(20, 20).triu(1).bool(), -math.inf)
+    torch.testing.assert_close(lse, scores.logsumexp(-1))
+    blank = work.function(*(t.to("meta") for t in work.given))
+    assert [(t.shape, t.dtype, t.stride()) for t in blank] == [(t.shape, t.dtype, t.stride()) for t in work.call()]
 
 
 def damages(own: torch.Tensor) -> list[torch.Tensor]:

@@ -432,9 +432,23 @@ def test_a_floor_may_be_the_matrix_rate(pretended, monkeypatch):
     row = run.measure(replace(small("attention_extend_paged"), floor="bf16"), [])
     flops = 4 * 4 * 8 * sum(range(25, 41)) * 32
     assert row["floor_us"] == pytest.approx(flops / 1e6) and row["fraction"] == row["measured"]
-    by_rate = {"attention_decode_mla", "attention_decode_mla_flashmla", "attention_extend_paged"}
+    by_rate = {
+        "attention_decode_mla",
+        "attention_decode_mla_flashmla",
+        "attention_extend_paged",
+        "fused_linear_ce_rate",
+    }
     assert {c.family for c in OPS if c.floor == "bf16"} - set(ATTENTION) == by_rate
     assert all(c.floor == "bf16" for c in OPS if c.family in ATTENTION)
+
+
+def test_a_step_of_a_linear_loss_is_three_products_at_the_matrix_rate(pretended, monkeypatch):
+    """Of the logits, of the gradient of hidden and of that of weight, however often they are made."""
+    monkeypatch.setattr(run, "matrix_rate", lambda name: {"bf16": 1e6}[name])
+    row = run.measure(replace(small("fused_linear_ce_rate"), floor="bf16"), [])
+    assert row["floor_us"] == pytest.approx(3 * 2 * 256 * 256 * 300 / 1e6) and row["fraction"] == row["measured"]
+    (case,) = cases.select(["fused_linear_ce_rate"])
+    assert case.floor == "bf16" and case.dims == {"tokens": 8192, "hidden": 4096, "vocab": 128256}
 
 
 def test_the_matrix_rate_is_that_of_torchs_best_product(monkeypatch):

@@ -51,6 +51,9 @@ def one(call: str, size: str) -> cases.Case:
 # ---- cases -----------------------------------------------------------------------------------------------------------
 
 
+SIXTEEN_BITS = {"_flash_attention_forward"}  # overloads that aten has in no other floats
+
+
 def test_every_case_is_of_one_overload_in_two_dtypes_and_three_sizes():
     kinds = [choices.reached(case, TARGET) for case in EVERY]
     assert None not in kinds
@@ -63,7 +66,15 @@ def test_every_case_is_of_one_overload_in_two_dtypes_and_three_sizes():
     assert dtypes == {"bfloat16", "float32", "int64", "bool"}
     for overload in {kind[0] for kind in sizes} - {"isin.Tensor_Tensor"}:
         own = {dtype.partition("+")[0] for name, dtype, _ in sizes if name == overload}
-        assert own == verdicts.FLOATS, overload
+        assert own == ({"bfloat16"} if overload in SIXTEEN_BITS else verdicts.FLOATS), overload
+
+
+def test_attention_is_measured_as_programs_call_it():
+    """Of heads after their tokens and before them, causal and full, and of key heads that queries share."""
+    found = {(kind := choices.reached(case, TARGET)).layout for case in EVERY if case.call.startswith("attention")}
+    ways = {f"3 {lying}" for lying in ("flat", "turned")}
+    assert kind.overload == "_flash_attention_forward"
+    assert found == ways | {f"{way}, is_causal=True" for way in (*ways, "3 broadcast")}
 
 
 def test_composites_are_seen_as_a_whole():

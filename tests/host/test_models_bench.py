@@ -54,7 +54,7 @@ def test_variants_take_the_same_step(family, quick):
 def test_every_timed_step_has_weights_of_its_own_version_and_no_old_gradient(quick, monkeypatch):
     seen = []
 
-    def watched(model):
+    def watched(model, case):
         weight = next(model.parameters())
 
         def call(**given):
@@ -148,6 +148,31 @@ def test_without_a_right_step_of_ours_there_is_no_time(fake, outcome, status):
     assert row["status"] == status and "us" not in row and row["why"].startswith("bf16: ")
 
 
+def test_a_case_may_be_of_the_step_in_fp8_and_ask_for_few_others(fake):
+    """Beside what it is judged by and the rival of its goal: the other case of that model has the rest."""
+    case = MODELS["hf_fp8_train"]
+    row = models.compare(case, 60.0, fake(fp8=100.0, liger=130.0), print)
+    assert (
+        row["us"] == 100.0 and row["measured"] == pytest.approx(1.3) and list(row["steps"]) == ["plain", "fp8", "liger"]
+    )
+    assert case.dims == LLAMA.dims and case.parts == LLAMA.parts
+    row = models.compare(case, 60.0, fake(fp8="failed"), print)
+    assert row["status"] == "failed" and row["why"].startswith("fp8: ")
+
+
+@pytest.mark.parametrize("family", ["hf_llama_train", "hf_fp8_train", "hf_qwen3_wide_train"])
+def test_attention_is_patched_where_a_case_says_so(family, monkeypatch):
+    pytest.importorskip("transformers", reason="transformers is not installed: pip install transformers")
+    asked = []
+    monkeypatch.setattr(tw, "patch", lambda model, **given: asked.append(given))
+    for variant in ("bf16", "fp8"):
+        models.VARIANTS[variant](torch.nn.Identity(), MODELS[family])
+        models.VARIANTS[variant](torch.nn.Identity(), MODELS["hf_qwen3_moe_train"])
+    assert asked == [{"fp8": fp8, "attention": own} for fp8 in (False, True) for own in (True, False)]
+    config = models.build(models.tiny(MODELS[family]), "cpu")[0].config
+    assert not {"attention", "fp8"} & set(config.to_dict())
+
+
 def test_without_a_step_to_hold_them_against_nothing_is_right(fake):
     row = models.compare(LLAMA, 60.0, fake(plain="failed"), print)
     assert row["status"] == "wrong" and all("failed" in step for step in row["steps"].values())
@@ -173,7 +198,7 @@ def test_the_command_records_models(fake, tmp_path, monkeypatch):
 
 def test_the_table_hides_nothing():
     cases = [
-        Case("m/1", "m", "models", "huggingface", "train", {}),
+        Case("m/1", "m", "models", "huggingface", "train", {}, beside=["fp8"]),
         Case("n/1", "n", "models", "huggingface", "train", {}),
     ]
     good = {"us": 123_456.0, "bytes": 41_000_000_000, "loss": 1.0, "norm": 1.0, "error": 0.0}
@@ -185,7 +210,7 @@ def test_the_table_hides_nothing():
         "G",
         "123.5 ms, 41.0 GB",
         "none",
-        "not recorded yet",
+        "not asked for",
         "123.5 ms, 41.0 GB (stale)",
         "not recorded yet |",
     ]

@@ -163,6 +163,17 @@ def rival_of(metric: str) -> str | None:
     return metric.partition(":")[2] or None
 
 
+def variants_of(case: Case) -> list[str]:
+    """Which steps of a model a case measures, by their names in `models.VARIANTS`: transformers' own, by which others are judged,
+    ours, which is the case's time, the rival that the metric names, and those beside."""
+    return list(dict.fromkeys(["plain", own_of(case), *filter(None, [rival_of(case.metric)]), *case.beside]))
+
+
+def own_of(case: Case) -> str:
+    """The variant of a model's step that is the case's time."""
+    return "fp8" if case.options.get("fp8") else "bf16"
+
+
 def is_for(case: Case, version: str) -> bool:
     """Whether a case can be measured with a version of Triton."""
     return case.triton is None or age(version) > age(BASE)

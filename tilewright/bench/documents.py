@@ -24,7 +24,7 @@ from ..core.rule import Range, Row
 from ..core.target import TARGETS, Target
 from ..core.triton_versions import age
 from ..op import Op
-from .cases import CASES, GOALS, Case, Goal
+from .cases import CASES, GOALS, Case, Goal, variants_of
 from .markdown import COMMAND, GENERATED, code, listed, table, wrapped
 from .result_rows import row_words
 from .results import Goals, Key, Result, Standing, key_of, standings, tally, understand
@@ -341,7 +341,7 @@ def models_section(
     made, notes = [], []
     for case in cases:
         here = [row for row in rows if row["case"] == case.name]
-        made += [(_labelled(row), row["gpu"], *(_step(row, v, stale) for v in variants)) for row in here]
+        made += [(_labelled(row), row["gpu"], *(_step(row, case, v, stale) for v in variants)) for row in here]
         made += [] if here else [(case.name, "", *["not recorded yet"] * len(variants))]
         for row in here:
             said = {v: step.get("failed") or step.get("note") for v, step in row["steps"].items()}
@@ -355,10 +355,10 @@ def _labelled(row: Mapping[str, Any]) -> str:
     return understand(row, {}, ()).label
 
 
-def _step(row: Mapping[str, Any], variant: str, stale: Collection[Key]) -> str:
+def _step(row: Mapping[str, Any], case: Case, variant: str, stale: Collection[Key]) -> str:
     step = row["steps"].get(variant)
     if step is None:
-        return "not recorded yet"
+        return "not recorded yet" if variant in variants_of(case) else "not asked for"
     if "failed" in step:
         return "none"
     mark = " (stale)" if key_of(row) in stale and variant in OURS else ""

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 import tilewright as tw
 
 from ..check import guarded
-from .cases import CASES, Case
+from .cases import CASES, Case, own_of, variants_of
 from .directed import Absent
 from .evidence import Row
 from .rivals import missing
@@ -37,7 +37,8 @@ WARM, STEPS, READINGS = 3, 8, 2
 SHARE = 3  # no variant but the last may take more than this part of a case's time
 SAMPLE = 256  # elements of each parameter's gradient
 TRACE = 1500  # characters that are shown of one
-PLAIN, OURS = "plain", "bf16"
+PLAIN = "plain"
+OPTIONS = ("config", "attention", "fp8")  # of a case, that are not a configuration's: the others are
 SEARCH = "LIGER_FUSED_MOE_AUTOTUNE"
 
 
@@ -63,11 +64,14 @@ BF16 = Bars(1e-3, 2e-2, 0.15)  # of all others
 # ------------------------------------------------------------------------------------------------------------- variants
 
 
-def _compiled(model: nn.Module) -> Callable[..., Any]:
+Variant = Callable[[nn.Module, Case], Callable[..., Any]]
+
+
+def _compiled(model: nn.Module, case: Case) -> Callable[..., Any]:
     return torch.compile(model, dynamic=False)
 
 
-def _liger(model: nn.Module) -> Callable[..., Any]:
+def _liger(model: nn.Module, case: Case) -> Callable[..., Any]:
     why = missing("liger")
     if why is not None:
         raise Absent(why)
@@ -81,18 +85,18 @@ def _liger(model: nn.Module) -> Callable[..., Any]:
     return model
 
 
-def _patched(fp8: bool) -> Callable[[nn.Module], Callable[..., Any]]:
-    def patched(model: nn.Module) -> Callable[..., Any]:
-        tw.patch(model, fp8=fp8)
+def _patched(fp8: bool) -> Variant:
+    def patched(model: nn.Module, case: Case) -> Callable[..., Any]:
+        tw.patch(model, fp8=fp8, attention=case.options.get("attention", False))
         return model
 
     return patched
 
 
 # In the order in which they run: what the others are held against, ours, and last what takes longest to start
-VARIANTS: dict[str, Callable[[nn.Module], Callable[..., Any]]] = {
-    PLAIN: lambda model: model,
-    OURS: _patched(fp8=False),
+VARIANTS: dict[str, Variant] = {
+    PLAIN: lambda model, case: model,
+    "bf16": _patched(fp8=False),
     "fp8": _patched(fp8=True),
     "liger": _liger,
     "compile": _compiled,
@@ -107,8 +111,8 @@ def build(case: Case, device: str) -> tuple[nn.Module, Tensor]:
     """The model, with random weights made where they stay, and token ids: the same in every process."""
     import transformers
 
-    sizes = dict(case.options)
-    config = getattr(transformers, sizes.pop("config"))(**sizes)
+    sizes = {name: value for name, value in case.options.items() if name not in OPTIONS}
+    config = getattr(transformers, case.options["config"])(**sizes)
     torch.manual_seed(0)
     with torch.device(device):
         make = transformers.AutoModelForCausalLM.from_config
@@ -120,7 +124,7 @@ def build(case: Case, device: str) -> tuple[nn.Module, Tensor]:
 def measure(case: Case, variant: str, device: str, clock: Device) -> Row:
     """One variant of a case in this process: what its first step gave, microseconds and peak memory of a later one."""
     model, ids = build(case, device)
-    call = VARIANTS[variant](model)
+    call = VARIANTS[variant](model, case)
     weights = list(model.parameters())
 
     def step() -> Tensor:
@@ -228,7 +232,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if asked.tiny:
             return measure(tiny(case), wanted["variant"], "cpu", Host())
         row = measure(case, wanted["variant"], "cuda", Cuda())
-        return {**row, "about": {**about(case), "packages": packages()}} if wanted["variant"] == OURS else row
+        return {**row, "about": {**about(case), "packages": packages()}} if wanted["variant"] == own_of(case) else row
 
     with os.fdopen(asked.replies, "w") as replies:
         guarded.serve(answer, (Absent,), sys.stdin, replies, status)
@@ -263,10 +267,11 @@ def judged(variant: str, reply: Row, truth: Row | None) -> Row:
     return {**kept, "error": off.gradient}
 
 
-def replies(case: str, limit: float, command: Sequence[str]) -> Iterator[tuple[str, Row]]:
+def replies(case: Case, limit: float, command: Sequence[str]) -> Iterator[tuple[str, Row]]:
     """Each variant's reply. All processes start at once, since most of a start is imports, and work one after another."""
     end = time.monotonic() + limit
-    waiting = {variant: guarded.Worker(command) for variant in VARIANTS}
+    wanted = variants_of(case)
+    waiting = {variant: guarded.Worker(command) for variant in VARIANTS if variant in wanted}
     try:
         for worker in waiting.values():
             worker.expect_ready(guarded.START_LIMIT)
@@ -275,7 +280,7 @@ def replies(case: str, limit: float, command: Sequence[str]) -> Iterator[tuple[s
             start = time.monotonic()
             left = max(0.0, end - start)
             try:
-                request = json.dumps({"case": case, "variant": variant})
+                request = json.dumps({"case": case.name, "variant": variant})
                 reply = waiting[variant].ask(request, left if len(waiting) == 1 else min(left, limit / SHARE))
             except guarded.Lost as lost:
                 reply = {"status": "lost", "why": str(lost)}
@@ -288,10 +293,10 @@ def replies(case: str, limit: float, command: Sequence[str]) -> Iterator[tuple[s
 
 def compare(case: Case, limit: float, command: Sequence[str], say: Callable[[str], None]) -> Row:
     """A case's row."""
-    start, truth, ours, steps = time.monotonic(), None, {}, {}
-    for variant, reply in replies(case.name, limit, command):
+    start, own, truth, ours, steps = time.monotonic(), own_of(case), None, {}, {}
+    for variant, reply in replies(case, limit, command):
         truth = reply if variant == PLAIN else truth
-        ours = reply if variant == OURS else ours
+        ours = reply if variant == own else ours
         steps[variant] = judged(variant, reply, truth)
         say(f"{case.name} {variant}: {words(steps[variant])} ({reply['wall_s']:g} s)")
         if reply["status"] == "lost" and reply["why"] != steps[variant]["failed"]:
@@ -299,14 +304,14 @@ def compare(case: Case, limit: float, command: Sequence[str], say: Callable[[str
         if "trace" in reply:
             say(reply["trace"][-TRACE:])
     wall = {"case": case.name, "wall_s": round(time.monotonic() - start, 1)}
-    if "failed" in steps[OURS]:
+    if "failed" in steps[own]:
         status = "wrong" if ours["status"] == "ok" else ours["status"]
-        return {**wall, "status": status, "why": f"{OURS}: {steps[OURS]['failed']}", "steps": steps}
-    us = steps[OURS]["us"]
-    rivals = {name: steps[name]["us"] for name in RIVALS if "us" in steps[name]}
+        return {**wall, "status": status, "why": f"{own}: {steps[own]['failed']}", "steps": steps}
+    us = steps[own]["us"]
+    rivals = {name: steps[name]["us"] for name in RIVALS if "us" in steps.get(name, {})}
     row = {
         **wall, **ours.get("about", {}), "status": "ok", "us": us, "floor_us": None, "fraction": None, "host_us": None,
-        "rivals": rivals, "error": steps[OURS]["error"], "method": "events",
+        "rivals": rivals, "error": steps[own]["error"], "method": "events",
         "bytes": [], "extra_bytes": None, "steps": steps,
         "absent": {name: step["failed"] for name, step in steps.items() if "failed" in step},
     }  # fmt: skip

@@ -27,7 +27,7 @@ from ..aten.row import Declined
 from ..aten.signature import Signature, signature_of
 from ..aten.table import name_of, overload_of
 from ..aten.verdicts import Place
-from ..check.provided.aten import Make, call_of, drawn
+from ..check.provided.aten import Make, aten_of, call_of, drawn, exact_of
 from ..core.cost import tensor_bytes
 from ..core.target import INTERPRETING, TARGETS, Target, pretend
 from ..runtime.kernel import Wanted, collect
@@ -232,6 +232,37 @@ CALLS |= {
     "randn_like": Call(seeded(torch.randn_like), read=0.0, draws=True),
     "dropout": Call(seeded(lambda x: torch.native_dropout(x, 0.5, True)), draws=True),
 }  # fmt: skip
+FLASH = "_flash_attention_forward"
+QUERIES, SHARED = "bfloat16[batch length heads head_dim]", "bfloat16[batch length kv_heads head_dim]"
+BEFORE = "bfloat16[batch heads length head_dim]"  # heads before their tokens
+
+
+def attended(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> list[Tensor]:
+    """o and lse of flash attention, whose other results nobody writes. aten has it in 16 bits on a GPU alone: what is exact is by
+    the formula, and so is a processor's where it is not replaced."""
+    if q.dtype == torch.float64:  # one sequence at a time: the scores of all of them may not fit into memory
+        made = [flashed(exact_of(FLASH, "cuda"), *(t[at, None] for t in (q, k, v)), causal) for at in range(len(q))]
+        return [torch.cat(parts) for parts in zip(*made)]
+    return flashed(aten_of(FLASH, "cpu") if q.is_cpu else overload_of(FLASH), q, k, v, causal)
+
+
+def flashed(function: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, causal: bool) -> list[Tensor]:
+    return list(function(q, k, v, None, None, q.shape[1], k.shape[1], 0.0, causal, False)[:2])
+
+
+def turned_heads(*tensors: Tensor) -> list[Tensor]:
+    """As `scaled_dot_product_attention` hands on what lies with heads before their tokens."""
+    return [t.transpose(1, 2) for t in tensors]
+
+
+# attention
+CALLS |= {
+    "attention": Call(lambda *given: attended(*given, causal=False), (QUERIES,) * 3),
+    "attention_causal": Call(lambda *given: attended(*given, causal=True), (QUERIES,) * 3),
+    "attention_shared_causal": Call(lambda *given: attended(*given, causal=True), (QUERIES, SHARED, SHARED)),
+    "attention_turned": Call(lambda *given: attended(*turned_heads(*given), causal=False), (BEFORE,) * 3),
+    "attention_turned_causal": Call(lambda *given: attended(*turned_heads(*given), causal=True), (BEFORE,) * 3),
+}
 
 
 class Word(NamedTuple):
@@ -355,7 +386,7 @@ class Replaced:
         if len(found) != len(aten):
             raise Wrong(f"{len(found)} results, not {len(aten)}")
         running = self.case.call.startswith("cum")
-        about = any(word in self.case.call for word in ("norm", "mean"))
+        about = any(word in self.case.call for word in ("norm", "mean", "attention"))
         scale = max(map(largest, self.tensors)) if about else 0.0
         return max(error_of(*each, running or draws, scale) for each in zip(found, aten, truth))
 
@@ -409,7 +440,8 @@ def largest(t: Tensor) -> float:
 def error_of(own: Tensor, aten: Tensor, truth: Tensor, running: bool = False, scale: float = 0.0) -> float:
     """Relative RMS error of a result; integers are exact. Raises `Wrong` where an element is off by more than twice aten's largest
     error and a step of the dtype, or all together by more than twice aten's and a step. Running sums cancel, and aten's on a CPU
-    are of float64: of them three steps of the largest. Of means and sums about them, steps are of the largest operand, `scale`."""
+    are of float64: of them three steps of the largest. Of means, sums about them and logarithms of sums of exponentials, steps are
+    of the largest operand, `scale`."""
     for what in ("dtype", "shape", "stride"):
         pair = [getattr(t, what)() if what == "stride" else getattr(t, what) for t in (own, aten)]
         if pair[0] != pair[1]:
