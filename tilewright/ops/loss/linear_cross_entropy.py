@@ -66,7 +66,7 @@ def reference(
     The logits are fp32, not rounded to the dtype of `hidden` and `weight`, which must be the same. The gradient of `weight`
     is summed over all tokens in fp32 and rounded once. If there are no more tokens than hidden dimensions it takes no memory
     beside its own, which an eager forward takes already and works in. Of more tokens an eager forward that ends in one number
-    makes the gradients already, in fp32, if that takes 2 GiB at most. Products of fp32 tensors follow
+    makes the gradients already, in fp32, if that takes 3.2 GB at most. Products of fp32 tensors follow
     `torch.set_float32_matmul_precision`.
     """
     logits = upcast(hidden) @ upcast(weight).t()
