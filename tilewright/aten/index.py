@@ -28,7 +28,7 @@ from . import forms, layout, plans, pointwise
 from .layout import Ints
 from .order import ordered
 from .plans import bits_of, own
-from .pointwise import IN_TRITON, WORDS, number, stored, tile_of, whole_words
+from .pointwise import IN_TRITON, WORDS, number, stored, tile_at, tile_of, whole_words
 from .row import Declined, compute_dtype, of_numbers, taken
 from .select import nonzero
 
@@ -96,15 +96,8 @@ def move_by_index(
     say which of dim it is, a step apart. PUT stores V there. UNITS: bits for V and X, if columns lie side by side; SAME: bits for
     indices that are one for all columns; EVEN: rows are whole words, and begin at them."""
     N0 = whole_words(N0, EVEN)
-    across = tl.cdiv(N0, COLUMNS)
-    down = tl.cdiv(N1, ROWS)
-    pid = tl.program_id(0)
-    tile = pid % (across * down)
-    rest = pid // (across * down)
-    c2 = (rest % N2).to(tl.int64)
-    c3 = (rest // N2).to(tl.int64)
-    col = (tile % across).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
-    row = (tile // across).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    row, col, outer = tile_at(N0, N1, ROWS, COLUMNS, True)
+    c2, c3 = (outer % N2).to(tl.int64), (outer // N2).to(tl.int64)
     r = row < N1
     c = col < N0
     inside = r[:, None] & c[None, :]
