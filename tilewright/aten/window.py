@@ -264,9 +264,8 @@ def average_pool_backward(
     at_x = plane_at(n, c, x_n, x_c, LAST, WORD)
     totals = ()  # all before the first store, which would keep rows from sharing what they read
     for r in tl.static_range(1 if KNOWN is None else SH):
-        if (
-            PAIRS
-        ):  # the first of which is the (PW % 2)-th column of its last window, PW // 2 windows from the pair's number
+        if PAIRS:
+            # The first of a pair is the (PW % 2)-th column of its last window, PW // 2 windows from the pair's number
             total = side_by_side(
                 averages_of(
                     DY, at_y, oh, r, ow + PW // 2, PW % 2, ok_p, H, W, OH, multiple(OW, WORD), y_h, y_w, KH, KW, SH, SW, PH,
@@ -326,26 +325,8 @@ def largest_pool(
         for j in (tl.range if KNOWN is None else tl.static_range)(0, KW):
             w = ow * SW - PW + j * DW
             x = load_one(
-                X,
-                at,
-                h,
-                w,
-                j * DW,
-                OW,
-                H,
-                W,
-                x_h,
-                x_w,
-                PW,
-                ok_p,
-                ok_q,
-                float("-inf"),
-                UNIT,
-                PAIRS,
-                WORD,
-                BLOCK_P,
-                BLOCK_Q,
-            ).to(COMPUTE)
+                X, at, h, w, j * DW, OW, H, W, x_h, x_w, PW, ok_p, ok_q, float("-inf"), UNIT, PAIRS, WORD, BLOCK_P, BLOCK_Q
+            ).to(COMPUTE)  # fmt: skip
             better = (x > best) | is_nan(x)
             best = tl.where(better, x, best)
             index = tl.where(better, i * DH * W + j * DW, index)
