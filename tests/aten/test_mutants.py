@@ -15,7 +15,18 @@ from torch import Tensor
 import tilewright as tw
 from tests.aten.compare import differences
 from tilewright.aten import functions as f
-from tilewright.aten import index, layout, norm_rows, order, pointwise, random, reduction_rows, scan, table
+from tilewright.aten import (
+    index_add,
+    index_move,
+    layout,
+    norm_rows,
+    order,
+    pointwise,
+    random,
+    reduction_rows,
+    scan,
+    table,
+)
 from tilewright.aten import sort as sorting
 
 
@@ -75,7 +86,7 @@ def first_place(i, j):
     return tl.where(i < 0, j, i)
 
 
-ADD_ROWS = index.add_rows
+ADD_ROWS = index_add.add_rows
 TIES = torch.tensor([3, 1, 3, 1, 2])
 EQUALS = torch.tensor([1.0, 3.0, 3.0, 2.0])
 HAS_NAN = torch.tensor([1.0, float("nan"), 2.0])
@@ -95,7 +106,7 @@ MUTANTS = [
     Mutant("a number cut to its whole part", pointwise, "bits_of", lambda value, compute: int(value), lambda: torch.ones(3) * 2.5,
            "values"),
     Mutant("an unstable sort", sorting, "ordered", equals_turned, lambda: TIES.sort(stable=True), "values"),
-    Mutant("a row that is not added", index, "add_rows", without_the_last,
+    Mutant("a row that is not added", index_add, "add_rows", without_the_last,
            lambda: torch.zeros(4, 2).index_add(0, TIES, torch.ones(5, 2)), "values"),
     Mutant("overlaps that are not seen", pointwise, "overlapping", lambda a, b: False, lambda: one_further_on(torch.arange(64.0)),
            "not 'RuntimeError'"),
@@ -159,7 +170,7 @@ def unclamped(I, at, inside, n, WRAP: tl.constexpr):
 
 def test_an_index_that_is_not_clamped_is_noticed(monkeypatch):
     """The interpreter lets nobody read outside of a tensor."""
-    monkeypatch.setattr(index, "known_index", unclamped)
+    monkeypatch.setattr(index_move, "known_index", unclamped)
     with tw.aten.use(include=["index_select"]), pytest.raises(Exception, match="(?s)."):
         torch.arange(12.0).view(3, 4).index_select(0, torch.tensor([2, 2**40, -7]))
 

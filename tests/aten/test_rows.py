@@ -57,7 +57,8 @@ def form(request, monkeypatch):
         monkeypatch.setattr(softmax_long, "BLOCK", 128)
         monkeypatch.setattr(softmax_long, "takes", lambda n, *_: n < 500)  # and others in two passes
         monkeypatch.setattr(softmax_columns, "TILE", {1: (16, 16), 2: (16, 16)})
-        monkeypatch.setattr(passes, "AHEAD", 1 << 20)  # so that a second pass follows before all groups had their first
+        # So that a second pass follows before all groups had their first
+        monkeypatch.setattr(passes, "L2_PARTS", 1 << 20)
         monkeypatch.setattr(norm_cells, "TILE", 64)
         monkeypatch.setattr(norm_cells, "STRETCH", 32)
         monkeypatch.setattr(norm_rows, "ROW_BYTES", 512)

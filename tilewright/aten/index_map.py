@@ -25,7 +25,7 @@ from . import copies, forms, plans, pointwise
 from .copies import quotient
 from .layout import is_dense
 from .plans import bits_of, own
-from .pointwise import IN_TRITON, SMALL, SMALL_TILE, WORDS, number, stored, tile_of, whole_words
+from .pointwise import IN_TRITON, SMALL, SMALL_TILE, WORDS, number, stored, tile_at, tile_of, whole_words
 from .row import TAKEN, Declined, compute_dtype, of_numbers, taken
 
 LOOPS = 4
@@ -45,16 +45,6 @@ PATCH = tuple(f"{name}{i}" for name in ("n", "lo", "hi", "by", "x", "y") for i i
 # also lie one after the other; IN_WORDS, that all rows are whole words as well and begin at one.
 
 ANY, EACH, SIDE_BY_SIDE, IN_WORDS = range(4)
-
-
-@triton.jit
-def tile_at(n0, n1, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """(rows, columns, which of the outer tiles) of a program."""
-    across = tl.cdiv(n0, COLUMNS)
-    tile = tl.program_id(0) // across
-    down = tl.cdiv(n1, ROWS)
-    row = (tile % down).to(n1.dtype) * ROWS + tl.arange(0, ROWS)
-    return row, (tl.program_id(0) % across).to(n0.dtype) * COLUMNS + tl.arange(0, COLUMNS), tile // down
 
 
 @triton.jit
@@ -98,7 +88,7 @@ def patch(
     """X, from its element `start` with strides x, in the box of each loop; elsewhere Y, of strides y, or the number S0. Loop 0 is
     the innermost."""
     WORDS: tl.constexpr = NEAR == 3
-    c1, c0, outer = tile_at(n0, n1, ROWS, COLUMNS)
+    c1, c0, outer = tile_at(n0, n1, ROWS, COLUMNS, False)
     c2, c3 = outer % n2, outer // n2
     ok0, at0 = columns_in_box(c0, lo0, hi0, by0, NEAR)
     ok1, at1 = in_box(c1, lo1, hi1, by1)
@@ -172,7 +162,7 @@ def band(
     """Matrices of LINES x COLS: X where column - line is at least `diagonal` (KEEP "above"), or is it ("on"); 0 elsewhere. X has a
     stride for matrices, lines and columns; on the diagonal, for its elements alone."""
     WORDS: tl.constexpr = NEAR == 3
-    r, c, m = tile_at(COLS, LINES, ROWS, COLUMNS)
+    r, c, m = tile_at(COLS, LINES, ROWS, COLUMNS, False)
     width = whole_words(COLS, WORDS)
     inside = (r < LINES)[:, None] & (c < width)[None, :]
     x = X + whole_words(far(m, outer), WORDS)

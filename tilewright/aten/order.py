@@ -112,7 +112,7 @@ def key_tile(KEYS, line, block, N, THREADS: tl.constexpr):
 
 
 @triton.jit
-def halves(counts, MASK: tl.constexpr, BITS: tl.constexpr):
+def even_and_odd(counts, MASK: tl.constexpr, BITS: tl.constexpr):
     """(counts with even places in a word, those with odd ones): each has twice the bits then."""
     return counts & MASK, (counts >> BITS) & MASK
 
@@ -141,9 +141,8 @@ def ranks(digit, inside):
     in four for threads before."""
     one = one_each(digit, inside)
     words = tl.sum(one, 2)
-    spread = tl.broadcast_to(
-        words[:, :, None], one.shape
-    )  # a scan of two dimensions would hand its numbers to other threads
+    # As wide as the digits: a scan of two dimensions would hand its numbers to other threads
+    spread = tl.broadcast_to(words[:, :, None], one.shape)
     own = tl.cumsum(one, 2) + (tl.cumsum(spread, 1) - spread)
     a, b, c, d = sixteen_bits(tl.sum(words, 1))
     a1, b1, c1, d1 = tl.associative_scan((a, b, c, d), 0, add_words)
@@ -157,9 +156,9 @@ def ranks(digit, inside):
 def sixteen_bits(counts):
     """A word of sixteen counts as four, in which each has sixteen bits: those of digits that are 0, 1, 2, 3 more than a multiple of
     four."""
-    even, odd = halves(counts, 0x0F0F0F0F0F0F0F0F, 4)
-    a, c = halves(even, 0x00FF00FF00FF00FF, 8)
-    b, d = halves(odd, 0x00FF00FF00FF00FF, 8)
+    even, odd = even_and_odd(counts, 0x0F0F0F0F0F0F0F0F, 4)
+    a, c = even_and_odd(even, 0x00FF00FF00FF00FF, 8)
+    b, d = even_and_odd(odd, 0x00FF00FF00FF00FF, 8)
     return a, b, c, d
 
 
@@ -210,20 +209,8 @@ def move_options(a: Any) -> dict[str, int]:
 
 @kernel(**PASS, default=move_options)
 def radix_move(
-    KEYS,
-    ORDER,
-    STARTS,
-    TOTALS,
-    KEYS_OUT,
-    ORDER_OUT,
-    M,
-    N,
-    BLOCKS,
-    shift,
-    flip,
-    EVEN: tl.constexpr,
-    THREADS: tl.constexpr,
-):
+    KEYS, ORDER, STARTS, TOTALS, KEYS_OUT, ORDER_OUT, M, N, BLOCKS, shift, flip, EVEN: tl.constexpr, THREADS: tl.constexpr
+):  # fmt: skip
     """Each key to its place among those with its digit. ORDER is None before the first pass: keys are as they came."""
     line = (tl.program_id(0) // BLOCKS).to(tl.int64)
     block = tl.program_id(0) % BLOCKS

@@ -20,9 +20,7 @@ from ..core.tensor import cdiv
 from . import forms, pointwise
 from .plans import own
 
-AHEAD = (
-    3  # of so many parts of the L2 groups between the passes take one; with half of that all kernels were slower (H200)
-)
+L2_PARTS = 3  # of which groups between the passes take one; with half of that all kernels were slower (H200)
 
 
 @triton.jit
@@ -74,7 +72,7 @@ def programs(groups: int, parts: int, ahead: int) -> int:
 def ahead_of(groups: int, operands: list[Tensor]) -> int:
     """How many groups the first pass is ahead, of all that `operands` are read."""
     of_a_group = cdiv(sum(t.numel() * t.element_size() for t in operands), groups)
-    return min(groups, cdiv(Target.at(operands[0].device).l2, AHEAD * of_a_group))
+    return min(groups, cdiv(Target.at(operands[0].device).l2, L2_PARTS * of_a_group))
 
 
 def counters(groups: int, device: torch.device) -> Tensor:

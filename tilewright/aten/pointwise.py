@@ -168,6 +168,18 @@ def pointwise_flat(
 
 
 @triton.jit
+def tile_at(N0, N1, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDE: tl.constexpr):
+    """(rows, columns, which of the outer tiles) of a program: N0 and N1 are the two innermost loops. WIDE: in int64, so that a
+    product with any stride fits; else as wide as the sizes are, in which a division is faster."""
+    across = tl.cdiv(N0, COLUMNS)
+    down = tl.cdiv(N1, ROWS)
+    tile = tl.program_id(0) // across
+    row = (tile % down).to(tl.int64 if WIDE else N1.dtype) * ROWS + tl.arange(0, ROWS)
+    col = (tl.program_id(0) % across).to(tl.int64 if WIDE else N0.dtype) * COLUMNS + tl.arange(0, COLUMNS)
+    return row, col, tile // down
+
+
+@triton.jit
 def load_tile(
     X, bits, outer, row, col, inside_r, inside_c, stride_r, stride_c, UNIT: tl.constexpr, SAME: tl.constexpr,
     TURNED: tl.constexpr, EVEN: tl.constexpr, HOW: tl.constexpr,
@@ -202,68 +214,25 @@ def pointwise_tiles(
     TURNED: a bit a tensor. EVEN: rows, and columns where tiles are turned, are whole words, and begin at them."""
     N0 = whole_words(N0, EVEN)
     N1 = whole_words(N1, EVEN and TURNED > 0)
-    across = tl.cdiv(N0, COLUMNS)
-    down = tl.cdiv(N1, ROWS)
-    pid = tl.program_id(0)
-    tile = pid % (across * down)
-    rest = pid // (across * down)
-    i2 = (rest % N2).to(tl.int64)
-    i3 = (rest // N2).to(tl.int64)
-    col = (tile % across).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
-    row = (tile // across).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    row, col, outer = tile_at(N0, N1, ROWS, COLUMNS, True)
+    i2, i3 = (outer % N2).to(tl.int64), (outer // N2).to(tl.int64)
     r = row < N1
     c = col < N0
     x = load_tile(
-        X0,
-        P0,
-        a_start + i2 * a2 + i3 * a3,
-        row,
-        col,
-        r,
-        c,
-        a1,
-        a0,
-        (UNITS & 2) > 0,
-        (SAME & 2) > 0,
-        (TURNED & 2) > 0,
-        EVEN and (SAME & 2) == 0,
-        HOW,
-    )
+        X0, P0, a_start + i2 * a2 + i3 * a3, row, col, r, c, a1, a0, (UNITS & 2) > 0, (SAME & 2) > 0,
+        (TURNED & 2) > 0, EVEN and (SAME & 2) == 0, HOW,
+    )  # fmt: skip
     y = load_tile(
-        X1,
-        P1,
-        b_start + i2 * b2 + i3 * b3,
-        row,
-        col,
-        r,
-        c,
-        b1,
-        b0,
-        (UNITS & 4) > 0,
-        (SAME & 4) > 0,
-        (TURNED & 4) > 0,
-        EVEN and (SAME & 4) == 0,
-        HOW,
-    )
+        X1, P1, b_start + i2 * b2 + i3 * b3, row, col, r, c, b1, b0, (UNITS & 4) > 0, (SAME & 4) > 0,
+        (TURNED & 4) > 0, EVEN and (SAME & 4) == 0, HOW,
+    )  # fmt: skip
     z = load_tile(
-        X2,
-        P2,
-        c_start + i2 * c2 + i3 * c3,
-        row,
-        col,
-        r,
-        c,
-        c1,
-        c0,
-        (UNITS & 8) > 0,
-        (SAME & 8) > 0,
-        (TURNED & 8) > 0,
-        EVEN and (SAME & 8) == 0,
-        HOW,
-    )
+        X2, P2, c_start + i2 * c2 + i3 * c3, row, col, r, c, c1, c0, (UNITS & 8) > 0, (SAME & 8) > 0,
+        (TURNED & 8) > 0, EVEN and (SAME & 8) == 0, HOW,
+    )  # fmt: skip
     value = applied(x, y, z, S0, S1, S2, HOW)
-    outer = whole_words(o_start + i2 * o2 + i3 * o3, EVEN)
-    at = outer + row[:, None] * whole_words(o1, EVEN) + (col[None, :] if (UNITS & 1) > 0 else col[None, :] * o0)
+    start = whole_words(o_start + i2 * o2 + i3 * o3, EVEN)
+    at = start + row[:, None] * whole_words(o1, EVEN) + (col[None, :] if (UNITS & 1) > 0 else col[None, :] * o0)
     tl.store(OUT + at, tl.broadcast_to(stored(value, OUT), [ROWS, COLUMNS]), r[:, None] & c[None, :])
 
 
@@ -287,18 +256,13 @@ def turn_bytes(
     Bytes one by one would be as many accesses of shared memory. So it is moved in words of four: those of four neighbouring columns
     are four rows of four bytes, which are turned within a thread, and what is turned in shared memory are words.
     """
-    across = tl.cdiv(N0, COLUMNS)
-    down = tl.cdiv(N1, ROWS)
-    pid = tl.program_id(0)
-    tile = pid % (across * down)
-    rest = pid // (across * down)
-    i2 = (rest % N2).to(tl.int64)
-    i3 = (rest // N2).to(tl.int64)
-    # From here on everything counts words of four bytes, 4 of which are moved at once
-    col = (tile % across).to(tl.int64) * (COLUMNS // 4) + tl.arange(0, COLUMNS // 4)
-    row = (tile // across).to(tl.int64) * (ROWS // 4) + tl.arange(0, ROWS // 4)
-    c = col < N0 // 16 * 4
-    r = row < N1 // 16 * 4
+    # Everything counts words of four bytes, 4 of which are moved at once
+    N0 = N0 // 16 * 4
+    N1 = N1 // 16 * 4
+    row, col, outer = tile_at(N0, N1, ROWS // 4, COLUMNS // 4, True)
+    i2, i3 = (outer % N2).to(tl.int64), (outer // N2).to(tl.int64)
+    c = col < N0
+    r = row < N1
     o1 = o1 // 16 * 4
     a0 = a0 // 16 * 4
     from_ = X.to(tl.pointer_type(tl.int32)) + (a_start + i2 * a2 + i3 * a3) // 16 * 4

@@ -30,7 +30,7 @@ from . import forms, layout, plans, pointwise, reduction_rows
 from . import sort as sorting
 from .order import ordered
 from .plans import bits_of, only_now, own
-from .pointwise import number, whole_words
+from .pointwise import WORDS, number, whole_words
 from .row import Declined, taken
 from .rows import ROWS
 
@@ -64,6 +64,7 @@ def words(seed, call, thread):
 
 @triton.jit
 def halves(x):
+    """(low, high): a number of 64 bits as two of 32."""
     x = tl.cast(x, tl.int64)
     return (x & 0xFFFFFFFF).to(tl.uint32), ((x >> 32) & 0xFFFFFFFF).to(tl.uint32)
 
@@ -105,12 +106,15 @@ def wide_normals(a, b, c, d):
 
 @triton.jit
 def shaped(x, P, S0, S1, KIND: tl.constexpr):
-    """A number of (0, 1], or a normal one, as a result of P's dtype with the numbers S0 and S1 of its distribution."""
+    """A number of (0, 1], or a normal one, as a result of P's dtype with the numbers S0 and S1 of its distribution; all bits are
+    the result."""
     DTYPE: tl.constexpr = P.dtype.element_ty
     WIDE: tl.constexpr = tl.float64 if tl.float64 == P.dtype.element_ty else tl.float32
     one = number(S0, tl.float64)
     two = number(S1, tl.float64)
-    if KIND == "uniform":
+    if KIND == "bits":
+        return x
+    elif KIND == "uniform":
         low = one.to(WIDE).to(DTYPE)
         high = two.to(WIDE).to(DTYPE)
         length = (high.to(WIDE) - low.to(WIDE)).to(DTYPE).to(WIDE)
@@ -165,35 +169,28 @@ def draw(
     thread = base + tl.arange(0, BLOCK)
     across = T // BLOCK * BLOCK  # as it is, and seen to be whole words
     for turn in range(begin, end):
-        numbers = drawn_numbers(words(seed, first + turn, thread), OUT, S0, S1, KIND, TWO)
+        numbers = drawn_numbers(words(seed, first + turn, thread), KIND, TWO)
         for k in tl.static_range(EACH):
             # There are fewer elements than bytes that torch draws for at once, but for keys: 32 bits count them
             at = ((turn.to(tl.int64) if KIND == "bits" else turn) * EACH + k) * across + thread
-            tl.store(place(OUT, at, n0, n1, n2, s0, s1, s2, s3, FLAT), numbers[k], at < whole_words(N, EVEN))
+            value = shaped(numbers[k], OUT, S0, S1, KIND)
+            tl.store(place(OUT, at, n0, n1, n2, s0, s1, s2, s3, FLAT), value, at < whole_words(N, EVEN))
 
 
 @triton.jit
-def drawn_numbers(four, OUT, S0, S1, KIND: tl.constexpr, TWO: tl.constexpr):
-    """Four numbers of four words, or two."""
+def drawn_numbers(four, KIND: tl.constexpr, TWO: tl.constexpr):
+    """Four numbers of four words, or two, which `shaped` takes."""
     a, b, c, d = four
     if KIND == "bits":
         return joined(a, b), joined(c, d)
     elif TWO and KIND == "normal":
-        x, y = wide_normals(a, b, c, d)
-        return shaped(x, OUT, S0, S1, KIND), shaped(y, OUT, S0, S1, KIND)
+        return wide_normals(a, b, c, d)
     elif TWO:
-        return shaped(unit_of_two(a, b), OUT, S0, S1, KIND), shaped(unit_of_two(c, d), OUT, S0, S1, KIND)
+        return unit_of_two(a, b), unit_of_two(c, d)
     elif KIND == "normal":
-        x, y = normals(a, b)
-        z, w = normals(c, d)
-        return (
-            shaped(x, OUT, S0, S1, KIND), shaped(y, OUT, S0, S1, KIND), shaped(z, OUT, S0, S1, KIND), shaped(w, OUT, S0, S1, KIND)
-        )  # fmt: skip
+        return normals(a, b) + normals(c, d)
     else:
-        return (
-            shaped(unit(a), OUT, S0, S1, KIND), shaped(unit(b), OUT, S0, S1, KIND), shaped(unit(c), OUT, S0, S1, KIND),
-            shaped(unit(d), OUT, S0, S1, KIND),
-        )  # fmt: skip
+        return unit(a), unit(b), unit(c), unit(d)
 
 
 @triton.jit
@@ -319,7 +316,7 @@ def fill(out: Tensor, kind: str, one: float, two: float, generator: torch.Genera
     draws = drawn(count, 2 if double else 4, generator, out.device)
     numbers = draws.seed, draws.first, bits_of(one, torch.float64), bits_of(two, torch.float64)
     shape = count, draws.threads, *sizes[:3], *steps
-    how = {"KIND": kind, "TWO": double, "FLAT": flat, "EVEN": flat and count % 16 == 0}
+    how = {"KIND": kind, "TWO": double, "FLAT": flat, "EVEN": flat and count % WORDS == 0}
     plans.launch(draw, (out,), shape, numbers, **how, TURNS=TURNS, BLOCK=BLOCK)
     return out
 

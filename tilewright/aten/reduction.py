@@ -84,9 +84,7 @@ class Row:
     results: tuple[str, ...] = ("common",)
     dtypes: tuple[str, ...] = ("float", "integer", "bool")
     empty: bool = True  # whether nothing has an answer
-    wide: bool = (
-        False  # whether fp32 elements are combined in float64: sums of them that cancel are then as exact as others
-    )
+    wide: bool = False  # fp32 elements are combined in float64: sums of them that cancel are then as exact as others
     in_turn: InTurn | None = None
     across: Any = None
     later: Any = None
@@ -95,11 +93,6 @@ class Row:
     def indexed(self) -> bool:
         """Whether a state is a value and its index."""
         return self.states == 2
-
-    @property
-    def light(self) -> bool:
-        """Whether an element is taken in by a few instructions: no power to take, no two states of which nothing is known."""
-        return self.in_turn is not None or (self.states == 1 and not self.numbers)
 
 
 class How(NamedTuple):
@@ -600,8 +593,9 @@ def tile_width(width: int, most: int) -> int:
 
 
 def pace_of(row: Row, operands: list[Tensor]) -> Pace:
-    """Of rows that compute for long, a thread has no more than 8 elements on their way to it."""
-    if not row.light:
+    """Of rows that compute for long (a power, or several states that do not meet elements in turn), a thread has no more than 8
+    elements on their way to it."""
+    if row.in_turn is None and (row.states > 1 or row.numbers):
         return Pace(8, 2048)
     ahead = min(64, max(8, LOADS * 16 // operands[0].element_size() // len(operands)))
     if row.states > 1:

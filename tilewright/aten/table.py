@@ -12,8 +12,10 @@ from torch import Tensor
 from . import (
     attention,
     forms,
-    index,
+    index_add,
     index_map,
+    index_put,
+    index_take,
     nll,
     norm_channels,
     norm_rows,
@@ -86,7 +88,7 @@ def of_tensors(form: Callable[..., Any], name: str) -> Callable[..., Any]:
 
 
 OTHERS = {**forms.FORMS, **reduction_rows.FORMS, **scan.FORMS, **index_map.FORMS}
-INDEX = {**index.FORMS, **select.FORMS, **nll.FORMS}
+INDEX = {**index_take.FORMS, **index_put.FORMS, **index_add.FORMS, **select.FORMS, **nll.FORMS}
 OTHERS |= {**INDEX, **sorting.FORMS, **random.FORMS}
 ROWS_ENGINE = {**softmax.FORMS, **norm_rows.FORMS, **norm_channels.FORMS, **norm_weights.FORMS}
 OTHERS |= {**ROWS_ENGINE, **product.FORMS, **attention.FORMS, **window.FORMS}

@@ -49,7 +49,8 @@ def four_warps(a) -> dict[str, int]:
 # ---- kernels ---------------------------------------------------------------------------------------------------------
 #
 # UNIT: elements of a row lie side by side, in all tensors. WORD divides sizes and strides of what lies side by side, so that the
-# compiler moves words of so many elements. KNOWN: the window's sizes where they are compiled in, else None.
+# compiler moves words of so many elements. KNOWN: the window's sizes where they are compiled in, else None; a kernel names them by
+# itself, as what a function returns is no constant.
 # PAIRS: windows are 2 columns apart, known and UNIT: what is read of (forward) or written to (back) a row goes by pairs of columns.
 
 
@@ -213,11 +214,12 @@ def coordinates_back(
 
 @triton.jit
 def averages_of(
-    DY, at, first_h, rest_h, first_w, rest_w, ok, H, W, OH, OW, y_h, y_w, KH, KW, SH, SW, PH, PW, PADDED, DIVISOR,
-    COMPUTE: tl.constexpr, KNOWN: tl.constexpr, EACH: tl.constexpr, UNIT: tl.constexpr, WORD: tl.constexpr,
-    BLOCK_P: tl.constexpr, BLOCK_Q: tl.constexpr,
+    DY, y_n, y_c, y_h, y_w, H, W, OH, KH, KW, SH, SW, PH, PW, PADDED, DIVISOR, COMPUTE: tl.constexpr, KNOWN: tl.constexpr,
+    EACH: tl.constexpr, LAST: tl.constexpr, UNIT: tl.constexpr, WORD: tl.constexpr, n, c, own_index, first_h, rest_h, first_w,
+    rest_w, ok, OW, BLOCK_P: tl.constexpr, BLOCK_Q: tl.constexpr,
 ):  # fmt: skip
     """Of elements that are the `rest`-th of the `first` windows, the gradients of these and of the windows before."""
+    at = plane_at(n, c, y_n, y_c, LAST, WORD)
     total = tl.zeros([BLOCK_P, BLOCK_Q], COMPUTE)
     for i in (tl.range if KNOWN is None else tl.static_range)(0, (KH + SH - 1) // SH):
         oh = first_h - i
@@ -235,6 +237,38 @@ def averages_of(
 def side_by_side(even, odd):
     """[P, Q] each, as [P, 2 Q]."""
     return tl.reshape(tl.join(even, odd), [even.shape[0], 2 * even.shape[1]])
+
+
+@triton.jit
+def write_back(
+    DX, OF: tl.constexpr, given, C, H, W, OW, ROWS, x_n, x_c, x_h, x_w, SH, SW, PH, PW, KNOWN: tl.constexpr, LAST: tl.constexpr,
+    UNIT: tl.constexpr, PAIRS: tl.constexpr, WORD: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_Q: tl.constexpr,
+):  # fmt: skip
+    """Write each element's gradient, which OF finds from what it is `given`, the element's plane, its index there, and the windows
+    that have it: the last of these, how far the element is from its start, whether there are any, how many windows a row has."""
+    n, c, oh, ow, h, w, ok_p, ok_q = coordinates_back(
+        C, H, W, ROWS, PH, PW, SH, SW, KNOWN, LAST, PAIRS, WORD, BLOCK_P, BLOCK_Q
+    )
+    totals = ()  # all before the first store, which would keep rows from sharing what they read
+    for r in tl.static_range(1 if KNOWN is None else SH):
+        if PAIRS:
+            # The first of a pair is the (PW % 2)-th column of its last window, PW // 2 windows from the pair's number
+            index = (h + r) * W + 2 * ow
+            wide = multiple(OW, WORD)
+            total = side_by_side(
+                OF(*given, n, c, index, oh, r, ow + PW // 2, PW % 2, ok_p, wide, BLOCK_P, BLOCK_Q // 2),
+                OF(*given, n, c, index + 1, oh, r, ow + (PW + 1) // 2, (PW + 1) % 2, ok_p, wide, BLOCK_P, BLOCK_Q // 2),
+            )
+        else:
+            total = OF(
+                *given, n, c, (h + r) * W + w, oh, h + PH - oh * SH if KNOWN is None else r, ow, w + PW - ow * SW, ok_p & ok_q, OW,
+                BLOCK_P, BLOCK_Q,
+            )  # fmt: skip
+        totals = totals + (total,)
+    at = plane_at(n, c, x_n, x_c, LAST, WORD)
+    for r in tl.static_range(1 if KNOWN is None else SH):
+        there = ok_p & ok_q & (h + r >= 0) & (h + r < H)
+        tl.store(DX + at + at_point(h + r, w, x_h, x_w, UNIT, WORD), stored(totals[r], DX), there)
 
 
 @kernel(
@@ -257,35 +291,11 @@ def average_pool_backward(
         SW: tl.constexpr = KNOWN[3]
         PH: tl.constexpr = KNOWN[4]
         PW: tl.constexpr = KNOWN[5]
-    n, c, oh, ow, h, w, ok_p, ok_q = coordinates_back(
-        C, H, W, ROWS, PH, PW, SH, SW, KNOWN, LAST, PAIRS, WORD, BLOCK_P, BLOCK_Q
-    )
-    at_y = plane_at(n, c, y_n, y_c, LAST, WORD)
-    at_x = plane_at(n, c, x_n, x_c, LAST, WORD)
-    totals = ()  # all before the first store, which would keep rows from sharing what they read
-    for r in tl.static_range(1 if KNOWN is None else SH):
-        if (
-            PAIRS
-        ):  # the first of which is the (PW % 2)-th column of its last window, PW // 2 windows from the pair's number
-            total = side_by_side(
-                averages_of(
-                    DY, at_y, oh, r, ow + PW // 2, PW % 2, ok_p, H, W, OH, multiple(OW, WORD), y_h, y_w, KH, KW, SH, SW, PH,
-                    PW, PADDED, DIVISOR, COMPUTE, KNOWN, EACH, UNIT, WORD, BLOCK_P, BLOCK_Q // 2,
-                ),
-                averages_of(
-                    DY, at_y, oh, r, ow + (PW + 1) // 2, (PW + 1) % 2, ok_p, H, W, OH, multiple(OW, WORD), y_h, y_w, KH, KW,
-                    SH, SW, PH, PW, PADDED, DIVISOR, COMPUTE, KNOWN, EACH, UNIT, WORD, BLOCK_P, BLOCK_Q // 2,
-                ),
-            )  # fmt: skip
-        else:
-            total = averages_of(
-                DY, at_y, oh, h + PH - oh * SH if KNOWN is None else r, ow, w + PW - ow * SW, ok_p & ok_q, H, W, OH, OW, y_h,
-                y_w, KH, KW, SH, SW, PH, PW, PADDED, DIVISOR, COMPUTE, KNOWN, EACH, UNIT, WORD, BLOCK_P, BLOCK_Q,
-            )  # fmt: skip
-        totals = totals + (total,)
-    for r in tl.static_range(1 if KNOWN is None else SH):
-        there = ok_p & ok_q & (h + r >= 0) & (h + r < H)
-        tl.store(DX + at_x + at_point(h + r, w, x_h, x_w, UNIT, WORD), stored(totals[r], DX), there)
+    write_back(
+        DX, averages_of,
+        (DY, y_n, y_c, y_h, y_w, H, W, OH, KH, KW, SH, SW, PH, PW, PADDED, DIVISOR, COMPUTE, KNOWN, EACH, LAST, UNIT, WORD),
+        C, H, W, OW, ROWS, x_n, x_c, x_h, x_w, SH, SW, PH, PW, KNOWN, LAST, UNIT, PAIRS, WORD, BLOCK_P, BLOCK_Q,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -326,26 +336,8 @@ def largest_pool(
         for j in (tl.range if KNOWN is None else tl.static_range)(0, KW):
             w = ow * SW - PW + j * DW
             x = load_one(
-                X,
-                at,
-                h,
-                w,
-                j * DW,
-                OW,
-                H,
-                W,
-                x_h,
-                x_w,
-                PW,
-                ok_p,
-                ok_q,
-                float("-inf"),
-                UNIT,
-                PAIRS,
-                WORD,
-                BLOCK_P,
-                BLOCK_Q,
-            ).to(COMPUTE)
+                X, at, h, w, j * DW, OW, H, W, x_h, x_w, PW, ok_p, ok_q, float("-inf"), UNIT, PAIRS, WORD, BLOCK_P, BLOCK_Q
+            ).to(COMPUTE)  # fmt: skip
             better = (x > best) | is_nan(x)
             best = tl.where(better, x, best)
             index = tl.where(better, i * DH * W + j * DW, index)
@@ -357,11 +349,13 @@ def largest_pool(
 
 @triton.jit
 def gradients_of(
-    DY, INDICES, at_y, at_i, own_index, first_h, first_w, ok, OH, OW, y_h, y_w, i_h, i_w, KH, KW, SH, SW, DH, DW,
-    COMPUTE: tl.constexpr, KNOWN: tl.constexpr, UNIT: tl.constexpr, WORD: tl.constexpr, BLOCK_P: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
+    DY, INDICES, y_n, y_c, y_h, y_w, i_n, i_c, i_h, i_w, OH, KH, KW, SH, SW, DH, DW, COMPUTE: tl.constexpr, KNOWN: tl.constexpr,
+    LAST: tl.constexpr, UNIT: tl.constexpr, WORD: tl.constexpr, n, c, own_index, first_h, rest_h, first_w, rest_w, ok, OW,
+    BLOCK_P: tl.constexpr, BLOCK_Q: tl.constexpr,
 ):  # fmt: skip
     """Of elements of this index, the gradients of the `first` windows and of those before that hold it for the largest."""
+    at_y = plane_at(n, c, y_n, y_c, LAST, WORD)
+    at_i = plane_at(n, c, i_n, i_c, LAST, WORD)
     total = tl.zeros([BLOCK_P, BLOCK_Q], COMPUTE)
     for i in (tl.range if KNOWN is None else tl.static_range)(0, (KH - 1) * DH // SH + 1):
         oh = first_h - i
@@ -396,35 +390,11 @@ def largest_pool_backward(
         PW: tl.constexpr = KNOWN[5]
         DH: tl.constexpr = KNOWN[6]
         DW: tl.constexpr = KNOWN[7]
-    n, c, oh, ow, h, w, ok_p, ok_q = coordinates_back(
-        C, H, W, ROWS, PH, PW, SH, SW, KNOWN, LAST, PAIRS, WORD, BLOCK_P, BLOCK_Q
-    )
-    at_y = plane_at(n, c, y_n, y_c, LAST, WORD)
-    at_i = plane_at(n, c, i_n, i_c, LAST, WORD)
-    at_x = plane_at(n, c, x_n, x_c, LAST, WORD)
-    totals = ()  # all before the first store, which would keep rows from sharing what they read
-    for r in tl.static_range(1 if KNOWN is None else SH):
-        if PAIRS:
-            index = (h + r) * W + 2 * ow
-            total = side_by_side(
-                gradients_of(
-                    DY, INDICES, at_y, at_i, index, oh, ow + PW // 2, ok_p, OH, multiple(OW, WORD), y_h, y_w, i_h, i_w, KH, KW,
-                    SH, SW, DH, DW, COMPUTE, KNOWN, UNIT, WORD, BLOCK_P, BLOCK_Q // 2,
-                ),
-                gradients_of(
-                    DY, INDICES, at_y, at_i, index + 1, oh, ow + (PW + 1) // 2, ok_p, OH, multiple(OW, WORD), y_h, y_w, i_h, i_w,
-                    KH, KW, SH, SW, DH, DW, COMPUTE, KNOWN, UNIT, WORD, BLOCK_P, BLOCK_Q // 2,
-                ),
-            )  # fmt: skip
-        else:
-            total = gradients_of(
-                DY, INDICES, at_y, at_i, (h + r) * W + w, oh, ow, ok_p & ok_q, OH, OW, y_h, y_w, i_h, i_w, KH, KW, SH, SW, DH, DW,
-                COMPUTE, KNOWN, UNIT, WORD, BLOCK_P, BLOCK_Q,
-            )  # fmt: skip
-        totals = totals + (total,)
-    for r in tl.static_range(1 if KNOWN is None else SH):
-        there = ok_p & ok_q & (h + r >= 0) & (h + r < H)
-        tl.store(DX + at_x + at_point(h + r, w, x_h, x_w, UNIT, WORD), stored(totals[r], DX), there)
+    write_back(
+        DX, gradients_of,
+        (DY, INDICES, y_n, y_c, y_h, y_w, i_n, i_c, i_h, i_w, OH, KH, KW, SH, SW, DH, DW, COMPUTE, KNOWN, LAST, UNIT, WORD),
+        C, H, W, OW, ROWS, x_n, x_c, x_h, x_w, SH, SW, PH, PW, KNOWN, LAST, UNIT, PAIRS, WORD, BLOCK_P, BLOCK_Q,
+    )  # fmt: skip
 
 
 @kernel(grid=programs, tokens=(*PLANES, *strides("x", "y"), "SCALE_H", "SCALE_W"), default=four_warps)

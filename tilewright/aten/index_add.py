@@ -1,12 +1,8 @@
-"""The index engine: elements by index, taken from a tensor, put into it, or added there; and what is selected by a mask.
+"""What is added to the places that indices name, or multiplied there.
 
-An operator over indices is loops over the shape of what is taken or put. Each of up to three index tensors names a coordinate of
-one dimension, and the other dimensions go along. An index outside its range poisons its own element (NaN, or the lowest integer) or
-writes nothing, and no memory is touched for it.
-
-What is added is ordered by where it goes (`order.py`), things for one place as they came, and each run of equal places is one sum.
-Runs are cut where a slice ends, so that a place which is named often does not hold up the launch; a second launch adds up
-the pieces of such runs, in their order. Sums are therefore the same bit for bit, however often they are made.
+It is ordered by where it goes (`order.py`), things for one place as they came, and each run of equal places is one sum. Runs are
+cut where a slice ends, so that a place which is named often does not hold up the launch; a second launch adds up the pieces of such
+runs, in their order. Sums are therefore the same bit for bit, however often they are made.
 """
 
 from __future__ import annotations
@@ -21,117 +17,20 @@ import triton.language as tl
 from torch import Tensor
 
 from ..core.debug import check_indices
-from ..core.memory import overlapping, self_overlapping
 from ..core.tensor import cdiv
 from ..runtime.kernel import kernel
 from . import forms, layout, plans, pointwise
+from .index_move import LOOPS, MOST, check_index, check_written, dim_of, known_index
 from .layout import Ints
 from .order import ordered
 from .plans import bits_of, own
-from .pointwise import IN_TRITON, WORDS, number, stored, tile_of, whole_words
+from .pointwise import IN_TRITON, WORDS, number, stored, whole_words
 from .row import Declined, compute_dtype, of_numbers, taken
-from .select import nonzero
 
-LOOPS, MOST = 4, 3  # loops of a launch, and index tensors
 SLICE = 64, 128  # of rows that are summed many at a time, or one by one (of longer ones fewer sums are in parts)
-INDICES = (torch.int64, torch.int32)
 
 
 # ---- kernels ---------------------------------------------------------------------------------------------------------
-
-
-@triton.jit
-def known_index(I, at, inside, n, WRAP: tl.constexpr):
-    """(whether an index is one of n, the index or else 0). WRAP: negative ones count from the end."""
-    i = tl.load(I + at, inside, 0).to(tl.int64)
-    if WRAP:
-        i = tl.where(i < 0, i + n, i)
-    ok = (i >= 0) & (i < n)
-    return ok, tl.where(ok, i, 0)
-
-
-@triton.jit
-def index_tile(I, outer, row, col, inside_r, inside_c, stride_r, stride_c, n, SAME: tl.constexpr, WRAP: tl.constexpr):
-    """Indices of a tile: one for all columns if SAME."""
-    if SAME:
-        return known_index(I, outer + row[:, None] * stride_r, inside_r[:, None], n, WRAP)
-    else:
-        at = outer + row[:, None] * stride_r + col[None, :] * stride_c
-        return known_index(I, at, inside_r[:, None] & inside_c[None, :], n, WRAP)
-
-
-@triton.jit
-def poison(P):
-    """What stands for an element that is not there: no index is the lowest integer, so it goes on being poison."""
-    if P.dtype.element_ty.is_floating():
-        return float("nan")
-    elif P.dtype.element_ty == tl.int64:
-        return -0x8000000000000000
-    elif P.dtype.element_ty == tl.int32:
-        return -0x80000000
-    elif P.dtype.element_ty == tl.int16:
-        return -0x8000
-    elif P.dtype.element_ty == tl.int8:
-        return -0x80
-    else:
-        return 0
-
-
-MOVED = (
-    *(f"N{i}" for i in range(LOOPS)), *(f"{t}{i}" for t in "vxijk" for i in range(LOOPS)),
-    *(f"{t}{i}" for t in ("dim", "step") for i in range(MOST)),
-)  # fmt: skip
-
-
-@kernel(
-    grid=lambda a: (cdiv(a.N0, a.COLUMNS) * cdiv(a.N1, a.ROWS) * a.N2 * a.N3,), tokens=MOVED,
-    default=lambda a: {"num_warps": 4},
-)  # fmt: skip
-def move_by_index(
-    V, X, I, J, K, N0, N1, N2, N3, v0, v1, v2, v3, x0, x1, x2, x3, i0, i1, i2, i3, j0, j1, j2, j3, k0, k1, k2, k3,
-    dim0, dim1, dim2, step0, step1, step2, PUT: tl.constexpr, WRAP: tl.constexpr, UNITS: tl.constexpr, SAME: tl.constexpr,
-    EVEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """Loops N0, the innermost, to N3, over V with strides v. Each element is X's, whose strides are x, and 0 where indices I, J, K
-    say which of dim it is, a step apart. PUT stores V there. UNITS: bits for V and X, if columns lie side by side; SAME: bits for
-    indices that are one for all columns; EVEN: rows are whole words, and begin at them."""
-    N0 = whole_words(N0, EVEN)
-    across = tl.cdiv(N0, COLUMNS)
-    down = tl.cdiv(N1, ROWS)
-    pid = tl.program_id(0)
-    tile = pid % (across * down)
-    rest = pid // (across * down)
-    c2 = (rest % N2).to(tl.int64)
-    c3 = (rest // N2).to(tl.int64)
-    col = (tile % across).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
-    row = (tile // across).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    r = row < N1
-    c = col < N0
-    inside = r[:, None] & c[None, :]
-    ok, i = index_tile(I, c2 * i2 + c3 * i3, row, col, r, c, i1, i0, dim0, (SAME & 1) > 0, WRAP)
-    at = i * whole_words(step0, EVEN)
-    if J is not None:
-        ok_j, j = index_tile(J, c2 * j2 + c3 * j3, row, col, r, c, j1, j0, dim1, (SAME & 2) > 0, WRAP)
-        ok = ok & ok_j
-        at += j * whole_words(step1, EVEN)
-    if K is not None:
-        ok_k, k = index_tile(K, c2 * k2 + c3 * k3, row, col, r, c, k1, k0, dim2, (SAME & 4) > 0, WRAP)
-        ok = ok & ok_k
-        at += k * whole_words(step2, EVEN)
-    at = at + whole_words(c2 * x2 + c3 * x3, EVEN) + row[:, None] * whole_words(x1, EVEN)
-    at = at + (col[None, :] if (UNITS & 2) > 0 else col[None, :] * x0)
-    there = whole_words(c2 * v2 + c3 * v3, EVEN) + row[:, None] * whole_words(v1, EVEN)
-    there = there + (col[None, :] if (UNITS & 1) > 0 else col[None, :] * v0)
-    if PUT:
-        value = tl.load(V + there, inside & ok, 0)
-        if V.dtype.element_ty == tl.int1:
-            value = value.to(tl.int32)
-        tl.store(X + at, stored(value, X), inside & ok)
-    else:
-        value = tl.load(X + at, inside & ok, 0)
-        if V.dtype.element_ty == tl.int1:
-            value = value.to(tl.int32)
-        tl.store(V + there, stored(tl.where(ok, value, poison(V)), V), inside)
 
 
 PLACED = (
@@ -369,250 +268,16 @@ def sum_parts(
             tl.store(X + at, stored(total, X), col < N)
 
 
-# ---- host: moving -----------------------------------------------------------------------------------------------------
+@kernel(
+    grid=lambda a: (cdiv(a.T, a.BLOCK),), tokens=("T", "key", "LAST"), default=lambda a: {"BLOCK": 512, "num_warps": 4}
+)
+def drop_key(KEYS, T, key, LAST, BLOCK: tl.constexpr):
+    """Have a place named by nobody."""
+    t = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(KEYS + t, tl.full([BLOCK], LAST, KEYS.dtype.element_ty), (t < T) & (tl.load(KEYS + t, t < T, LAST) == key))
 
 
-def check_index(index: Tensor, dtypes: tuple[torch.dtype, ...] = INDICES) -> None:
-    if index.dtype not in dtypes:
-        raise Declined("indices of another dtype")
-
-
-def check_written(x: Tensor, *read: Tensor) -> None:
-    """Leave to aten memory that is written twice, or read and written."""
-    if self_overlapping(x):
-        raise Declined("a result that overlaps itself")
-    if any(overlapping(x, t) for t in read):
-        raise Declined("a result that overlaps an operand", lasting=False)
-
-
-def any_order() -> None:
-    """Leave to aten writes to one place that are to have an order, as deterministic algorithms do."""
-    plans.by_key_alone()
-    if torch.are_deterministic_algorithms_enabled():
-        raise Declined("an order among writes to one place", lasting=False)
-
-
-class Named(NamedTuple):
-    """An index tensor, seen with the shape of what is moved: its strides there, and the dimension that it names a coordinate of."""
-
-    tensor: Tensor
-    strides: Ints
-    size: int
-    step: int
-
-
-def move(
-    shape: Ints, v: Tensor, v_strides: Ints, x: Tensor, x_strides: Ints, named: Sequence[Named], put: bool, wrap: bool
-) -> None:
-    """Take `v`, of this shape, from `x` or put it there; `x_strides` are 0 where indices name the coordinate."""
-    if not math.prod(shape):
-        return
-    if len(named) > MOST:
-        raise Declined("more indices than a launch takes")
-    for one in named:
-        check_indices("aten", "index", one.tensor, -one.size if wrap else 0, one.size)
-    sizes, strides = layout.loops(shape, [v_strides, x_strides, *[one.strides for one in named]])
-    if len(sizes) > LOOPS:
-        raise Declined("more loops than a launch takes")
-    missing = LOOPS - len(sizes)
-    inner = [*sizes, *[1] * missing]
-    steps = [[*own, *[0] * missing] for own in strides]
-    small = math.prod(shape) < pointwise.SMALL
-    units = same = 0
-    even = False
-    if not small:
-        units = sum(1 << i for i in range(2) if steps[i][0] == 1)
-        same = sum(1 << i for i, own in enumerate(steps[2:]) if own[0] == 0)
-        words = [*steps[0][1:], *steps[1][1:], *[one.step for one in named], inner[0]]
-        even = units == 3 and same == (1 << len(named)) - 1 and not any(n % WORDS for n in words)
-    rows, columns = (32, 32) if small else tile_of(inner[0])
-    absent = MOST - len(named)
-    tensors = v, x, *[one.tensor for one in named], *[None] * absent
-    numbers = [
-        *inner,
-        *[s for own in steps for s in own],
-        *[0] * (LOOPS * absent),
-        *[one.size for one in named],
-        *[1] * absent,
-    ]
-    numbers += [*[one.step for one in named], *[0] * absent]
-    plans.launch(
-        move_by_index,
-        tensors,
-        numbers,
-        PUT=put,
-        WRAP=wrap,
-        UNITS=units,
-        SAME=same,
-        EVEN=even,
-        ROWS=rows,
-        COLUMNS=columns,
-    )
-
-
-def dim_of(dim: int, rank: int) -> int:
-    width = max(rank, 1)
-    if not -width <= dim < width:
-        raise Declined("a dimension that is not there")
-    return dim % width
-
-
-def without(strides: Ints, dim: int) -> Ints:
-    return (*strides[:dim], 0, *strides[dim + 1 :])
-
-
-def along(stride: int, rank: int, dim: int) -> Ints:
-    return tuple(stride if d == dim else 0 for d in range(rank))
-
-
-def index_select(self: Tensor, dim: int, index: Tensor) -> Tensor:
-    taken(self, index)
-    check_index(index)
-    d = dim_of(dim, self.dim())
-    if index.dim() > 1 or not self.dim() or (not self.shape[d] and index.numel()):
-        raise Declined("an index that is no vector, or nothing to select from")
-    shape = (*self.shape[:d], index.numel(), *self.shape[d + 1 :])
-    out = own(torch.empty(shape, dtype=self.dtype, device=self.device))
-    step = index.stride(0) if index.dim() else 0
-    named = Named(index, along(step, self.dim(), d), self.shape[d], self.stride(d))
-    move(shape, out, out.stride(), self, without(self.stride(), d), [named], False, False)
-    return out
-
-
-def embedding(
-    weight: Tensor, indices: Tensor, padding_idx: int = -1, scale_grad_by_freq: bool = False, sparse: bool = False
-) -> Tensor:
-    taken(weight, indices)
-    check_index(indices)
-    if weight.dim() != 2:
-        raise Declined("a table that is no matrix")
-    shape = (*indices.shape, weight.shape[1])
-    out = own(torch.empty(shape, dtype=weight.dtype, device=weight.device))
-    none = (0,) * indices.dim()
-    named = Named(indices, (*indices.stride(), 0), weight.shape[0], weight.stride(0))
-    move(shape, out, out.stride(), weight, (*none, weight.stride(1)), [named], False, False)
-    return out
-
-
-def gather(self: Tensor, dim: int, index: Tensor, *, sparse_grad: bool = False) -> Tensor:
-    taken(self, index)
-    check_index(index)
-    d = dim_of(dim, self.dim())
-    if self.dim() != index.dim() and index.numel():
-        raise Declined("an index of another rank")
-    if any(index.shape[i] > self.shape[i] for i in range(self.dim()) if i != d and index.numel()):
-        raise Declined("an index that is larger")
-    shape = tuple(index.shape)
-    out = own(torch.empty(shape, dtype=self.dtype, device=self.device))
-    if self.dim() == 0:
-        self, index = self.reshape(1), index.reshape(1)
-    if index.numel():
-        named = Named(index, index.stride(), self.shape[d], self.stride(d))
-        move(tuple(index.shape), out, out.stride() or (1,), self, without(self.stride(), d), [named], False, False)
-    return out
-
-
-class Advanced(NamedTuple):
-    """A tensor with several dimensions indexed: the shape of what that gives, the tensor's strides in it, 0 where indices name the
-    coordinate, and these; and which dimensions are kept, in the order of the shape, from `at` on the indices'."""
-
-    shape: Ints
-    strides: Ints
-    named: list[Named]
-    kept: list[int]
-    dims: list[int]
-    at: int
-    common: Ints
-
-
-def indexed(self: Tensor, indices: Sequence[Tensor | None]) -> Advanced:
-    """`self[indices]`. Masks are as many indices as they have dimensions."""
-    whole: list[Tensor | None] = []
-    for index in indices:
-        if index is None:
-            whole.append(None)
-        elif index.dtype in (torch.bool, torch.uint8):
-            taken(self, index)
-            first = len(whole)
-            if tuple(index.shape) != tuple(self.shape[first : first + index.dim()]) or not index.dim():
-                raise Declined("a mask of another shape")
-            whole += nonzero(index).unbind(1)
-        else:
-            taken(self, index)
-            check_index(index)
-            whole.append(index)
-    if len(whole) > self.dim():
-        raise Declined("more indices than dimensions")
-    whole += [None] * (self.dim() - len(whole))
-    dims = [d for d, index in enumerate(whole) if index is not None]
-    common = layout.broadcast([whole[d].shape for d in dims])
-    if not dims or common is None:
-        raise Declined("no indices, or some that do not broadcast")
-    kept = [d for d in range(self.dim()) if whole[d] is None]
-    beside = dims == list(range(dims[0], dims[-1] + 1))
-    at = dims[0] if beside else 0  # indices that are not side by side come first
-    shape = (*[self.shape[d] for d in kept[:at]], *common, *[self.shape[d] for d in kept[at:]])
-    if any(self.shape[d] == 0 for d in dims) and math.prod(shape):
-        raise Declined("nothing to index")
-    none = (0,) * len(common)
-    strides = (*[self.stride(d) for d in kept[:at]], *none, *[self.stride(d) for d in kept[at:]])
-    before, after = (0,) * at, (0,) * (len(kept) - at)
-    named = [
-        Named(whole[d], (*before, *layout.expanded(whole[d], common), *after), self.shape[d], self.stride(d))
-        for d in dims
-    ]
-    return Advanced(shape, strides, named, kept, dims, at, common)
-
-
-def index(self: Tensor, indices: Sequence[Tensor | None]) -> Tensor:
-    taken(self)
-    found = indexed(self, indices)
-    out = own(torch.empty_strided(found.shape, result_strides(self, found), dtype=self.dtype, device=self.device))
-    move(found.shape, out, out.stride(), self, found.strides, found.named, False, True)
-    return out
-
-
-def result_strides(self: Tensor, found: Advanced) -> Ints:
-    """How torch's iterator lays the result out: by the strides of the tensor, then by those of indices."""
-    views = [self.as_strided(found.shape, found.strides)]
-    after = len(found.kept) - found.at
-    views += [one.tensor[(..., *[None] * after)] for one in found.named]
-    return layout.result_strides(found.shape, views)
-
-
-# ---- host: putting and adding -----------------------------------------------------------------------------------------
-
-
-def put_values(self: Tensor, found: Advanced, values: Tensor, accumulate: bool) -> None:
-    """Put values into an indexed tensor, or add them to it."""
-    if self.dtype != values.dtype:
-        raise Declined("values of another dtype")
-    shape = found.shape
-    missing = len(shape) - values.dim()
-    if missing < 0 and any(n != 1 for n in values.shape[:-missing]):
-        raise Declined("values that do not broadcast")
-    values = values.reshape(values.shape[-missing:]) if missing < 0 else values
-    if layout.broadcast([shape, values.shape]) != shape:
-        raise Declined("values that do not broadcast")
-    wide = values.expand(shape)
-    if not accumulate:
-        any_order()
-        move(shape, wide, layout.expanded(wide, shape), self, found.strides, found.named, True, True)
-        return
-    if not math.prod(shape):
-        return
-    rank = len(found.common)
-    rows = wide.movedim(tuple(range(found.at, found.at + rank)), tuple(range(rank))) if found.at else wide
-    steps = layout.contiguous_strides(tuple(self.shape[d] for d in found.dims))
-    places = Places(
-        tuple(self.shape[d] for d in found.dims), tuple(self.stride(d) for d in found.dims),
-        tuple(self.shape[d] for d in found.kept), tuple(self.stride(d) for d in found.kept),
-    )  # fmt: skip
-    own_strides = [one.strides[found.at : found.at + rank] for one in found.named]
-    keys = keys_of(
-        found.common, [*zip([one.tensor for one in found.named], own_strides, places.sizes, steps)], True, (), places
-    )
-    add_rows(self, keys, matrix(rows, math.prod(found.common)), places)
+# ---- host ------------------------------------------------------------------------------------------------------------
 
 
 class Places(NamedTuple):
@@ -715,31 +380,6 @@ def matrix(t: Tensor, rows: int) -> Tensor:
         return pointwise.run(forms.COPY, {"self": t}, made).view(rows, columns)
 
 
-def index_put_(
-    self: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: bool = False, unsafe: bool = False
-) -> Tensor:
-    taken(self, values)
-    check_written(self, values, *[i for i in indices if i is not None])
-    put_values(self, indexed(self, indices), values, accumulate)
-    return self
-
-
-def index_put(self: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: bool = False) -> Tensor:
-    taken(self, values)
-    found = indexed(self, indices)
-    out = forms.clone(self)
-    put_values(out, indexed(out, restated(found)), values, accumulate)
-    return out
-
-
-def restated(found: Advanced) -> list[Tensor | None]:
-    """The indices with those that masks have become, so that no mask is read twice."""
-    whole: list[Tensor | None] = [None] * (max(found.dims) + 1)
-    for d, one in zip(found.dims, found.named):
-        whole[d] = one.tensor
-    return whole
-
-
 def added(self: Tensor, dim: int, index: Tensor, source: Tensor, alpha: Any) -> tuple[int, Ints]:
     """(the dimension, the sizes of the others) of a sum along one that is not refused."""
     taken(self, index, source)
@@ -784,69 +424,6 @@ def add_along(x: Tensor, d: int, kept: Ints, index: Tensor, source: Tensor, alph
     add_rows(x, keys, matrix(source.movedim(d, 0), index.shape[0]), places, alpha, op)
 
 
-def scattered(self: Tensor, dim: int, index: Tensor, src: Tensor) -> int:
-    """The dimension of a scatter that is not refused."""
-    taken(self, index, src)
-    check_index(index, (torch.int64,))
-    d = dim_of(dim, self.dim())
-    if self.dtype != src.dtype:
-        raise Declined("a source of another dtype")
-    if index.numel() and not self.dim() == index.dim() == src.dim():
-        raise Declined("ranks that are refused")
-    for i in range(self.dim() if index.numel() else 0):
-        if index.shape[i] > src.shape[i] or (i != d and index.shape[i] > self.shape[i]):
-            raise Declined("an index that is larger")
-    return d
-
-
-def scatter_into(x: Tensor, d: int, index: Tensor, src: Tensor, op: str | None) -> None:
-    """Put a source where an index says along one dimension, add it there, or multiply by it."""
-    if not index.numel():
-        return
-    if x.dim() == 0:
-        x, index, src = x.reshape(1), index.reshape(1), src.reshape(1)
-    shape = tuple(index.shape)
-    if op is None:
-        any_order()
-        named = Named(index, index.stride(), x.shape[d], x.stride(d))
-        move(shape, src, src.stride(), x, without(x.stride(), d), [named], True, False)
-        return
-    if op == "multiply" and x.dtype == torch.bool:
-        raise Declined("dtype bool")
-    for i, n in enumerate(shape):
-        src = src.narrow(i, 0, n) if src.shape[i] != n else src
-    others = [i for i in range(len(shape)) if i != d]
-    if all(index.stride(i) == 0 or shape[i] == 1 for i in others):  # one index for a whole slice
-        for i in others:
-            x = x.narrow(i, 0, shape[i]) if x.shape[i] != shape[i] else x
-        along_d = index[tuple(slice(None) if i == d else 0 for i in range(len(shape)))]
-        add_along(x, d, tuple(shape[i] for i in others), along_d, src, 1, op)
-        return
-    places = Places(tuple(x.shape), x.stride(), (), ())
-    steps = layout.contiguous_strides(tuple(x.shape))
-    keys = keys_of(shape, [(index, index.stride(), x.shape[d], steps[d])], False, without(steps, d), places)
-    add_rows(x, keys, matrix(src, src.numel()), places, 1, op)
-
-
-def scatter_form(in_place: bool, op: str | None) -> Any:
-    """A scatter that puts, adds, or does what it is asked to."""
-
-    def scatter(self: Tensor, dim: int, index: Tensor, src: Tensor, *, reduce: str | None = None) -> Tensor:
-        d = scattered(self, dim, index, src)
-        if reduce not in (None, "add", "multiply"):
-            raise Declined("a reduction that is refused")
-        if in_place:
-            check_written(self, index, src)
-            out = self
-        else:
-            out = own(torch.empty(self.shape, dtype=self.dtype, device=self.device))
-            pointwise.run(forms.COPY, {"self": self}, out)
-        scatter_into(out, d, index, src, reduce or op)
-        return out
-
-    return scatter
-
-
 def embedding_dense_backward(
     grad_output: Tensor, indices: Tensor, num_weights: int, padding_idx: int, scale_grad_by_freq: bool
 ) -> Tensor:
@@ -869,20 +446,4 @@ def embedding_dense_backward(
     return out
 
 
-@kernel(
-    grid=lambda a: (cdiv(a.T, a.BLOCK),), tokens=("T", "key", "LAST"), default=lambda a: {"BLOCK": 512, "num_warps": 4}
-)
-def drop_key(KEYS, T, key, LAST, BLOCK: tl.constexpr):
-    """Have a place named by nobody."""
-    t = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(KEYS + t, tl.full([BLOCK], LAST, KEYS.dtype.element_ty), (t < T) & (tl.load(KEYS + t, t < T, LAST) == key))
-
-
-FORMS = {
-    "index_select": index_select, "embedding": embedding, "gather": gather, "index.Tensor": index, "index_put_": index_put_,
-    "_index_put_impl_": index_put_, "index_put": index_put, "index_add": index_add, "index_add_": index_add_,
-    "scatter.src": scatter_form(False, None), "scatter_.src": scatter_form(True, None),
-    "scatter.reduce": scatter_form(False, None), "scatter_.reduce": scatter_form(True, None),
-    "scatter_add": scatter_form(False, "add"), "scatter_add_": scatter_form(True, "add"),
-    "embedding_dense_backward": embedding_dense_backward,
-}  # fmt: skip
+FORMS = {"index_add": index_add, "index_add_": index_add_, "embedding_dense_backward": embedding_dense_backward}
