@@ -53,7 +53,7 @@ def operands(n: int, m: int, heads: int, kv_heads: int, width: int, dtype: torch
 
 def called(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
     """A call that is ours."""
-    with tw.aten.use(include=NAME):
+    with tw.aten.use("all", include=NAME):
         made = OP(*args, **kwargs)
         said = tw.aten.report()[NAME]
     assert said == {"taken": 1, "declined": {}}, said
@@ -157,7 +157,7 @@ def test_what_is_left_to_aten(what):
         return "a result"
 
     wanted = outcome()
-    with tw.aten.use(include=NAME):
+    with tw.aten.use("all", include=NAME):
         found = outcome()
         said = tw.aten.report()[NAME]
     assert found == wanted and said["taken"] == 0 and any(reason in why for why in said["declined"]), said

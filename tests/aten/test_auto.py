@@ -292,7 +292,7 @@ def test_a_predicate_that_is_off_by_a_bucket_is_noticed(rows, monkeypatch):
 def test_the_innermost_block_says_which_calls_are_ours(rows):
     rows(*both([2.0] * 3))
     small, turned = torch.ones(2, 3), torch.ones(3, 2).t()
-    with tw.aten.use(include="neg"):
+    with tw.aten.use("all", include="neg"):
         torch.neg(turned)
         with tw.aten.use("auto"):
             for _ in range(3):
@@ -369,10 +369,9 @@ def flash_attention_of_a_processor() -> Iterator[None]:
 def attends_as_observed(attend: Callable[..., Any], put: Callable[..., None]) -> None:
     """The kind of call that is counted is the one that the router meets: by rows of it alone, a call is ours."""
     name = "_flash_attention_forward"
-    q, k = (
-        torch.randn(2, 4, 12, 16).bfloat16() for _ in range(2)
-    )  # as long: torch masks nothing else in flash attention
-    with tw.aten.use(include=name):  # in force, for a processor has no other
+    # As long: torch has no mask for others in flash attention
+    q, k = (torch.randn(2, 4, 12, 16).bfloat16() for _ in range(2))
+    with tw.aten.use("all", include=name):  # in force, for a processor has no other
         with tw.aten.observe() as calls:
             for causal in (True, True, False):
                 attend(q, k, k, is_causal=causal)

@@ -74,7 +74,7 @@ def both(call: Callable[[], Any], declined: dict[str, Any] | None = None) -> tup
             return f"{type(error).__name__}: {error}"
 
     aten = run()
-    with tw.aten.use():
+    with tw.aten.use("all"):
         ours = run()
         if declined is not None:
             declined.update({name: one["declined"] for name, one in tw.aten.report().items() if one["declined"]})
@@ -189,7 +189,7 @@ def test_sums_with_products_are_rounded_as_atens_on_a_gpu(value):
     x[:, 64] = torch.tensor(float("inf"))
     product = y.double() * z.double() if value == 1 else (y * z).double()
     exact = (x.double() + torch.tensor(float(value)).double() * product).float()
-    with tw.aten.use(include=["addcmul"]):
+    with tw.aten.use("all", include=["addcmul"]):
         assert torch.equal(torch.addcmul(x, y, z, value=value), exact) and taken() == 1
 
 
@@ -197,9 +197,9 @@ def test_int64_and_a_float():
     """Not float64, though the number is one in C++: declined or taken, it is fp32."""
     x = torch.arange(3)
     for names in ("neg", "add.Tensor"):
-        with tw.aten.use(include=names):
+        with tw.aten.use("all", include=names):
             assert (x + 2.0).dtype == FP32
-    with tw.aten.use():
+    with tw.aten.use("all"):
         assert (x + 1j).dtype == torch.complex64  # declined, and wrapped for aten
 
 
@@ -216,7 +216,7 @@ def test_bytes_are_turned(dtype, shape, turn):
     torch.manual_seed(0)
     x = turn(torch.randint(0, 2 if dtype == torch.bool else 256, shape).to(dtype))
     to = torch.zeros(*x.shape[:-1], x.shape[-1] + 16, dtype=dtype)[..., :-16]  # rows with a gap
-    with tw.aten.use(include=["copy_"]):
+    with tw.aten.use("all", include=["copy_"]):
         to.copy_(x)
         assert taken() == 1 and torch.equal(to, x)
 
@@ -289,7 +289,7 @@ def test_composites_reach_a_leaf_and_keep_their_gradient(name):
         return [made.detach(), x.grad]
 
     aten = run()
-    with tw.aten.use():
+    with tw.aten.use("all"):
         ours = run()
         assert tw.aten.report()[leaf]["taken"], tw.aten.report()[leaf]
     for a, b in zip(ours, aten):
@@ -305,7 +305,7 @@ def test_gradients_are_right():
 
     torch.manual_seed(0)
     x, y = (torch.randn(3, 4, dtype=torch.float64, requires_grad=True) for _ in range(2))
-    with tw.aten.use():
+    with tw.aten.use("all"):
         assert torch.autograd.gradcheck(f, (x, y))
         assert taken() > 100
 
@@ -321,7 +321,7 @@ def test_counts_past_what_fp32_holds(monkeypatch):
     """A sum of ones in fp32 stops at 2**24. Tiles are long here, for the interpreter's sake."""
     monkeypatch.setattr(reduction, "row_tile", lambda *_: (1, 1 << 17, 1))
     x = torch.ones(1).expand(2**24 + 5)
-    with tw.aten.use(include=["count_nonzero"]):
+    with tw.aten.use("all", include=["count_nonzero"]):
         found = torch.count_nonzero(x)
         taken = tw.aten.report()["count_nonzero"]["taken"]
     assert (int(found), taken) == (2**24 + 5, 1)
@@ -338,7 +338,7 @@ def test_a_result_on_what_is_read_is_left_to_aten(call):
     """Programs would read what others have written."""
     made = [torch.arange(40.0) for _ in range(2)]
     wanted = raised(lambda: call(made[0]))
-    with tw.aten.use(include=["cumsum", "sum"]):
+    with tw.aten.use("all", include=["cumsum", "sum"]):
         found = raised(lambda: call(made[1]))
         counts = tw.aten.report().values()
         assert any("a result that overlaps an operand" in one["declined"] for one in counts)

@@ -21,7 +21,7 @@ NAN, INF = float("nan"), float("inf")
 
 def ours(call: Callable[[], Any]) -> Any:
     """The result of a call that must be ours."""
-    with tw.aten.use(include=["index"]):
+    with tw.aten.use("all", include=["index"]):
         made = call()
         said = tw.aten.report()
     assert any(one["taken"] for one in said.values()) and not any(one["declined"] for one in said.values()), said
@@ -121,7 +121,7 @@ def test_rows_of_every_length(columns, monkeypatch):
 def test_sums_are_the_same_bits_every_time():
     torch.manual_seed(0)
     i, values, x = torch.randint(0, 2, (70,)), torch.randn(70, 3), torch.randn(2, 3)
-    with tw.aten.use(include=["index"]):
+    with tw.aten.use("all", include=["index"]):
         made = {x.index_put((i,), values, accumulate=True).cpu().numpy().tobytes() for _ in range(20)}
     assert len(made) == 1
 
@@ -288,14 +288,14 @@ def test_float64_gradients_by_differences():
     i = torch.tensor([0, 2, 2, 1])
     x, y = (torch.randn(4, 2, dtype=torch.float64, requires_grad=True) for _ in range(2))
     call = lambda x, y: (x.index_add(0, i, y) * x[i]).gather(1, (i % 2)[:, None]).sum(1)  # noqa: E731
-    with tw.aten.use(include=["index"]):
+    with tw.aten.use("all", include=["index"]):
         assert torch.autograd.gradcheck(call, (x, y))
 
 
 def test_writes_that_are_to_have_an_order_are_atens():
     """As long as deterministic algorithms are asked for, and no longer, whatever plans there are."""
     x, i = torch.zeros(4), torch.tensor([1, 3])
-    with tw.aten.use(include=["_index_put_impl_", "index_put_"]):
+    with tw.aten.use("all", include=["_index_put_impl_", "index_put_"]):
         for deterministic in (False, False, False, True, False, False):
             torch.use_deterministic_algorithms(deterministic)
             x.index_put_((i,), torch.ones(2))

@@ -44,7 +44,7 @@ def test_a_step_is_torchs_in_both_modes(name, rows):  # noqa: F811
     plain = step(model, given)
     with tw.aten.observe() as calls:
         step(model, given)
-    with tw.aten.use():
+    with tw.aten.use("all"):
         whole, said = step(model, given), tw.aten.report()
     assert max(error(whole, plain).values()) < FP32
     taken = {one: n["taken"] for one, n in said.items() if n["taken"]}
@@ -68,5 +68,5 @@ def test_a_step_that_is_not_torchs_is_noticed(monkeypatch):
     monkeypatch.setitem(table.FORMS, "native_layer_norm", lambda x, shape, w, b, eps: own(x, shape, w, b, 1e-3))
     model, given = built("BERT", "cpu"), KINDS["BERT"].given("cpu")
     plain = step(model, given)
-    with tw.aten.use(include=["native_layer_norm"]):
+    with tw.aten.use("all", include=["native_layer_norm"]):
         assert max(error(step(model, given), plain).values()) > FP32

@@ -125,11 +125,11 @@ def test_it_is_noticed(mutant, monkeypatch):
             return type(error).__name__
 
     aten = run()
-    with tw.aten.use():
+    with tw.aten.use("all"):
         assert not differences(run(), aten)
     put = monkeypatch.setitem if isinstance(mutant.owner, dict) else monkeypatch.setattr
     put(mutant.owner, mutant.name, mutant.value)
-    with tw.aten.use():
+    with tw.aten.use("all"):
         found = differences(run(), aten)
     assert any(mutant.says in line for line in found), found
 
@@ -144,7 +144,7 @@ def test_offsets_of_32_bits_are_noticed(monkeypatch):
         return tuple((s + 2**31) % 2**32 - 2**31 for s in own(t, shape))
 
     monkeypatch.setattr(layout, "expanded", wrapped)
-    with tw.aten.use(include="neg"), pytest.raises(Exception, match="(?s)."):
+    with tw.aten.use("all", include="neg"), pytest.raises(Exception, match="(?s)."):
         assert torch.equal(torch.neg(x), torch.full((2, 3), 255, dtype=torch.uint8))
 
 
@@ -171,14 +171,14 @@ def unclamped(I, at, inside, n, WRAP: tl.constexpr):
 def test_an_index_that_is_not_clamped_is_noticed(monkeypatch):
     """The interpreter lets nobody read outside of a tensor."""
     monkeypatch.setattr(index_move, "known_index", unclamped)
-    with tw.aten.use(include=["index_select"]), pytest.raises(Exception, match="(?s)."):
+    with tw.aten.use("all", include=["index_select"]), pytest.raises(Exception, match="(?s)."):
         torch.arange(12.0).view(3, 4).index_select(0, torch.tensor([2, 2**40, -7]))
 
 
 def test_draws_of_another_order_are_noticed(monkeypatch):
     """Words of one call go to elements as far apart as there are threads."""
     monkeypatch.setattr(random, "advance", lambda *_: (0, 0))
-    with tw.aten.use(include=["uniform_"]):
+    with tw.aten.use("all", include=["uniform_"]):
         right = torch.empty(2000).uniform_()
         monkeypatch.setattr(random, "threads_of", lambda *_: 256)
         assert not torch.equal(torch.empty(2000).uniform_(), right)

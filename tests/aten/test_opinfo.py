@@ -93,7 +93,7 @@ def quiet():
 def wrong(name: str, calls: list[tuple[Any, Any, Any]], call: Any) -> list[str]:
     """What differs, over calls (input, arguments, keywords): aten first, then ours, which must take one of them."""
     expected = [call(*one) for one in calls]
-    with tw.aten.use():
+    with tw.aten.use("all"):
         made = [call(*one) for one in calls]
         ran = taken()
     truths: list[Any] = [None] * len(calls)
@@ -190,7 +190,7 @@ def test_what_aten_refuses_is_refused_alike(name):
     expected = [refused(sample) for sample in given]
     # An index outside its range poisons its own element, on every device
     told = [at for at, one in enumerate(expected) if isinstance(one, list) or POISONED not in one[1]]
-    with tw.aten.use():
+    with tw.aten.use("all"):
         assert [refused(given[at]) for at in told] == [expected[at] for at in told]
 
 
@@ -217,7 +217,7 @@ def test_gradients_are_autograds(name):
 
     given = list(samples(name, torch.float32, 2))
     expected = [gradients(sample) for sample in given]
-    with tw.aten.use():
+    with tw.aten.use("all"):
         made = [gradients(sample) for sample in given]
         assert taken()
     for own, other in zip(made, expected):
@@ -248,7 +248,7 @@ def test_every_overload_is_reached(name):
 
     expected = call(copied(args), copied(kwargs), aten_of(name, DEVICE))
     own = copied(args), copied(kwargs)
-    with tw.aten.use(include=[name]):
+    with tw.aten.use("all", include=[name]):
         made = call(*own, overload_of(name))
         assert tw.aten.report()[name] == {"taken": 1, "declined": {}}
     packet = name.partition(".")[0].removesuffix("_")

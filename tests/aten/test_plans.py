@@ -62,7 +62,7 @@ def test_later_calls_are_atens_too(name, monkeypatch):
         calls.append((args, kwargs))
     truths = [overload_of(name)(*as_double(args), **as_double(kwargs)) for args, kwargs in copied(calls_of(calls))]
     expected = [(overload_of(name)(*args, **kwargs), args, kwargs) for args, kwargs in copied(calls_of(calls))]
-    with tw.aten.use(include=[name]):
+    with tw.aten.use("all", include=[name]):
         made = [(overload_of(name)(*args, **kwargs), args, kwargs) for args, kwargs in calls]
         assert tw.aten.report()[name]["taken"] == AGAIN
     for own, other, truth in zip(made, expected, truths) if table.ENGINE[name] != "random" else ():
@@ -80,7 +80,7 @@ def calls_of(calls: list[tuple[list[Any], dict[str, Any]]]) -> list[list[Any]]:
 def test_a_thousand_numbers_make_one_plan(monkeypatch):
     seen = runs(monkeypatch, "mul.Tensor")
     x = torch.arange(3.0)
-    with tw.aten.use(include="mul.Tensor"):
+    with tw.aten.use("all", include="mul.Tensor"):
         for i in range(1000):
             assert torch.equal(x * (i / 8 - 50), torch.tensor([0.0, i / 8 - 50, i / 4 - 100]))
         assert plans("mul.Tensor") == 1 and len(router._active["mul.Tensor"].outcomes) == 1
@@ -89,7 +89,7 @@ def test_a_thousand_numbers_make_one_plan(monkeypatch):
 
 def test_plans_are_bounded(monkeypatch):
     monkeypatch.setattr(router, "MOST_OUTCOMES", 5)
-    with tw.aten.use(include="neg"):
+    with tw.aten.use("all", include="neg"):
         for _ in range(2):
             for n in range(1, 20):
                 assert torch.equal(-torch.ones(n), torch.full((n,), -1.0))
@@ -139,13 +139,13 @@ def default(dtype: torch.dtype, call: Any) -> Any:
 def test_calls_that_differ_are_told_apart(what):
     x = torch.tensor([[1.0, -2.0, 3.0], [0.5, 4.0, -1.0], [2.0, 2.5, 1.5], [7.0, 0.25, 9.0]])
     expected = CALLS[what](x.clone())
-    with tw.aten.use():
+    with tw.aten.use("all"):
         made = CALLS[what](x.clone())
     assert not differences(made, expected, as_double(expected))
 
 
 def test_a_plan_keeps_no_tensor_alive():
-    with tw.aten.use(include=["add.Tensor", "sum.dim_IntList", "cat"]):
+    with tw.aten.use("all", include=["add.Tensor", "sum.dim_IntList", "cat"]):
         gone = []
         for _ in range(AGAIN):
             x, y = torch.ones(4, 5), torch.ones(4, 5)
@@ -163,7 +163,7 @@ def test_a_plan_keeps_no_tensor_alive():
 
 def test_version_counters_of_plans():
     x = torch.ones(3)
-    with tw.aten.use(include=["add_.Tensor", "exp_"]):
+    with tw.aten.use("all", include=["add_.Tensor", "exp_"]):
         for i in range(2 * AGAIN):
             assert (x.add_(1) if i % 2 else x.exp_()) is x and x._version == i + 1
 
@@ -177,7 +177,7 @@ def test_threads_share_plans():
             if not torch.equal(x * i, torch.full((7,), float(seed * i))):
                 wrong.append(i)
 
-    with tw.aten.use(include="mul.Tensor"):
+    with tw.aten.use("all", include="mul.Tensor"):
         threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
         for thread in threads:
             thread.start()

@@ -20,7 +20,7 @@ def drawn(*shapes: tuple[int, ...], dtype: torch.dtype = FP32) -> list[torch.Ten
 
 def check(call, *given, taken: int = 1) -> None:
     expected, truth = call(*given), call(*as_double(given))
-    with tw.aten.use(include="product"):
+    with tw.aten.use("all", include="product"):
         made = call(*given)
         said = tw.aten.report()
     assert sum(one["taken"] for one in said.values()) == taken and not any(one["declined"] for one in said.values()), (
@@ -59,7 +59,7 @@ def test_what_beta_0_leaves_unread():
     a, b, c, x = drawn((5, 6), (6, 7), (5, 7), (6,))
     check(lambda a, b, c: torch.addmm(c * float("nan"), a, b, beta=0), a, b, c)
     check(lambda a, x, c: torch.addmv(c[:, 0] * float("nan"), a, x, beta=0), a, x, c)
-    with tw.aten.use(include="product"):  # a plan for the one is not taken for the other
+    with tw.aten.use("all", include="product"):  # a plan for the one is not taken for the other
         for beta in (1, 0, 2, 0):
             made = torch.addmm(c, a, b, beta=beta)
             torch.testing.assert_close(made, beta * c + a.double().mm(b.double()).float())
@@ -68,13 +68,13 @@ def test_what_beta_0_leaves_unread():
 def test_a_result_that_is_given():
     a, b, c = drawn((5, 6), (6, 7), (5, 7))
     for out in (torch.empty(5, 7), torch.empty(7, 5).t(), torch.empty(5, 14)[:, ::2]):
-        with tw.aten.use(include="product"):
+        with tw.aten.use("all", include="product"):
             assert torch.mm(a, b, out=out) is out
             assert tw.aten.report()["mm.out"]["taken"] == 1
             torch.testing.assert_close(out, a @ b)
             assert torch.addmm(c, a, b, out=out) is out
         torch.testing.assert_close(out, c + a @ b)
-    with tw.aten.use(include="product"):
+    with tw.aten.use("all", include="product"):
         torch.addmm(c, a, b, out=c)  # which reads what it writes
         assert tw.aten.report()["addmm.out"]["declined"] == {"a result that overlaps an operand": 1}
 
@@ -90,7 +90,7 @@ def test_tf32_where_it_is_allowed(monkeypatch):
     settings = torch.backends.cuda.matmul
     before = settings.fp32_precision
     try:
-        with tw.aten.use(include="product"):
+        with tw.aten.use("all", include="product"):
             for precision in ("ieee", "tf32", "ieee"):
                 settings.fp32_precision = precision
                 for _ in range(3):
@@ -103,7 +103,7 @@ def test_tf32_where_it_is_allowed(monkeypatch):
 
 def test_what_is_left_to_aten():
     for a, b in ((torch.ones(2, 3, dtype=torch.int64),) * 2, (torch.ones(2, 3).double(),) * 2, (torch.ones(2, 0),) * 2):
-        with tw.aten.use(include="product"):
+        with tw.aten.use("all", include="product"):
             if a.is_cuda and not a.is_floating_point():  # which aten has on a processor alone
                 with pytest.raises(NotImplementedError, match="addmm_cuda"):
                     torch.mm(a, b.t())

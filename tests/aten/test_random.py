@@ -49,7 +49,7 @@ def seeded(monkeypatch):
 
 
 def ours(call: Callable[[], Any]) -> Any:
-    with tw.aten.use(include=["random"]):
+    with tw.aten.use("all", include=["random"]):
         made = call()
         said = tw.aten.report()
     assert any(one["taken"] for one in said.values()) and not any(one["declined"] for one in said.values()), said
@@ -213,7 +213,7 @@ def test_draws_without_replacement():
 
 def test_weights_that_are_no_probabilities_are_refused():
     """On a CPU: on a GPU it is an assertion of aten's on the device, after which the process can do nothing more there."""
-    with tw.aten.use(include=["random"]):
+    with tw.aten.use("all", include=["random"]):
         for wrong in (torch.tensor([1.0, -1.0]), torch.tensor([0.0, 0.0]), torch.tensor([1.0, float("nan")])):
             with pytest.raises(RuntimeError, match="prob"):
                 torch.multinomial(wrong, 1)
@@ -283,6 +283,6 @@ def test_what_is_refused_is_refused_alike():
     ):  # fmt: skip
         with pytest.raises(RuntimeError) as plain:
             call()
-        with tw.aten.use(), pytest.raises(RuntimeError) as other:
+        with tw.aten.use("all"), pytest.raises(RuntimeError) as other:
             call()
         assert str(plain.value) == str(other.value)

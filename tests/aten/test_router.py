@@ -36,8 +36,8 @@ def active() -> set[str]:
 
 
 def test_enable_and_disable():
-    tw.aten.enable(include="neg")
-    tw.aten.enable(include=["exp"])
+    tw.aten.enable("all", include="neg")
+    tw.aten.enable("all", include=["exp"])
     assert active() == {"neg", "exp"}
     torch.neg(torch.ones(2))
     assert tw.aten.report()["neg"]["taken"] == 1
@@ -47,8 +47,8 @@ def test_enable_and_disable():
 
 
 def test_blocks_nest_and_one_may_be_entered_again():
-    block = tw.aten.use(include="neg")
-    with block, tw.aten.use(include="exp"), block:
+    block = tw.aten.use("all", include="neg")
+    with block, tw.aten.use("all", include="exp"), block:
         torch.neg(torch.ones(2))
         assert active() == {"neg", "exp"} and tw.aten.report()["neg"]["taken"] == 1
     with block:
@@ -57,14 +57,14 @@ def test_blocks_nest_and_one_may_be_entered_again():
 
 
 def test_disable_leaves_blocks_alone():
-    with tw.aten.use(include="neg"):
-        tw.aten.enable(include="exp")
+    with tw.aten.use("all", include="neg"):
+        tw.aten.enable("all", include="exp")
         tw.aten.disable()
         assert active() == {"neg"}
 
 
 def test_a_block_that_fails_ends():
-    with pytest.raises(KeyError), tw.aten.use(include="neg"):
+    with pytest.raises(KeyError), tw.aten.use("all", include="neg"):
         raise KeyError
     assert not active()
 
@@ -74,7 +74,11 @@ def test_an_exception_in_a_backward_ends_all_blocks():
     x = torch.ones(2, requires_grad=True)
     y = x.exp()
     y.register_hook(lambda grad: 1 // 0)
-    with pytest.raises(ZeroDivisionError), tw.aten.use(include="neg"), tw.aten.use(include=["exp", "mul.Tensor"]):
+    with (
+        pytest.raises(ZeroDivisionError),
+        tw.aten.use("all", include="neg"),
+        tw.aten.use("all", include=["exp", "mul.Tensor"]),
+    ):
         torch.neg(y).sum().backward()
     assert not active() and x.grad is None
 
@@ -89,11 +93,11 @@ def test_what_cannot_be_registered_leaves_nothing_behind(monkeypatch):
         own(self)
 
     monkeypatch.setattr(router.Override, "register", register)
-    with tw.aten.use(include="cos"):
-        with pytest.raises(RuntimeError, match="no place"), tw.aten.use(include=["exp", "neg"]):
+    with tw.aten.use("all", include="cos"):
+        with pytest.raises(RuntimeError, match="no place"), tw.aten.use("all", include=["exp", "neg"]):
             raise AssertionError("the block is entered")
         with pytest.raises(RuntimeError, match="no place"):
-            tw.aten.enable(include=["exp", "neg"])
+            tw.aten.enable("all", include=["exp", "neg"])
         assert active() == {"cos"}
     assert not active()
 
@@ -105,7 +109,7 @@ def test_names_of_overloads_operators_and_engines():
     assert router.resolve("add.Tensor") == {"add.Tensor"}
     assert router.resolve(["eq"]) == {"eq.Tensor", "eq.Scalar"}
     assert router.resolve(["scan"]) == {"cumsum", "cumsum.out", "cummax", "cummin"}
-    with tw.aten.use(exclude=["pointwise", "reduction", "cumsum.out"]):
+    with tw.aten.use("all", exclude=["pointwise", "reduction", "cumsum.out"]):
         assert active() == {n for n in table.FORMS if table.ENGINE[n] not in ("pointwise", "reduction")} - {
             "cumsum.out"
         }
@@ -118,7 +122,7 @@ def test_names_of_overloads_operators_and_engines():
 def test_a_name_that_is_misspelt(name, said):
     for arguments in ({"include": [name]}, {"exclude": name}):
         with pytest.raises(ValueError, match=said) as error:
-            tw.aten.enable(**arguments)
+            tw.aten.enable("all", **arguments)
         assert name in str(error.value)
 
 
@@ -126,7 +130,7 @@ def test_a_mode_that_is_not_there():
     with pytest.raises(ValueError, match="mode must be 'all' or 'auto', got 'fast'"):
         tw.aten.use("fast")
     with pytest.raises(ValueError, match="observed is for mode 'auto'"):
-        tw.aten.enable(observed="calls.json")
+        tw.aten.enable("all", observed="calls.json")
 
 
 def test_every_name_is_one_of_torchs_and_none_a_composite_that_has_a_gradient():
@@ -142,7 +146,7 @@ def test_every_name_is_one_of_torchs_and_none_a_composite_that_has_a_gradient():
 
 
 def test_without_a_gpu_there_is_nothing_to_replace():
-    code = "import tilewright as tw\ntry:\n    tw.aten.enable()\nexcept RuntimeError as error:\n    print(error)"
+    code = "import tilewright as tw\ntry:\n    tw.aten.enable('all')\nexcept RuntimeError as error:\n    print(error)"
     env = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     env.pop("TRITON_INTERPRET")
     made = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
@@ -151,7 +155,7 @@ def test_without_a_gpu_there_is_nothing_to_replace():
 
 def test_nobody_is_warned():
     """Neither of a kernel that is replaced, which is what was asked for, nor of anything else."""
-    code = "import torch, tilewright as tw\ntw.aten.enable()\ntorch.ones(3).neg()\ntw.aten.disable()"
+    code = "import torch, tilewright as tw\ntw.aten.enable('all')\ntorch.ones(3).neg()\ntw.aten.disable()"
     made = subprocess.run([sys.executable, "-W", "always", "-c", code], capture_output=True, text=True, check=True)
     assert made.stdout == "" and "Overriding" not in made.stderr
 
@@ -161,7 +165,7 @@ def test_nobody_is_warned():
 
 def test_what_is_declined_is_atens_and_counted():
     x = torch.ones(2, dtype=torch.complex64)
-    with tw.aten.use(include="neg"):
+    with tw.aten.use("all", include="neg"):
         assert torch.equal(torch.neg(x), -1 * x)
         [(reason, count)] = tw.aten.report()["neg"]["declined"].items()
     assert "complex64" in reason and count == 1
@@ -174,7 +178,7 @@ def test_a_captured_kernel_that_went_stale_is_captured_again():
         warnings.simplefilter("ignore")
         other.impl("neg", lambda x: x.clone(), "CPU")
     x = torch.ones(2, dtype=torch.complex64)  # which ours declines
-    with tw.aten.use(include="neg"):
+    with tw.aten.use("all", include="neg"):
         assert torch.equal(torch.neg(x), x)
         other._destroy()
         for _ in range(2):
@@ -192,7 +196,7 @@ def test_host_code_and_the_interpreter_use_torch_as_it_is(monkeypatch):
         return torch.neg(self)
 
     monkeypatch.setitem(table.FORMS, "neg", form)
-    with tw.aten.use(include="neg"):
+    with tw.aten.use("all", include="neg"):
         assert torch.equal(torch.neg(torch.ones(2)), torch.tensor([-1.0, -1.0]))
         assert len(seen) == 1
         with tw.force("triton"):
@@ -205,7 +209,7 @@ def test_a_failure_leaves_the_thread_as_it_was(monkeypatch):
         raise ZeroDivisionError
 
     monkeypatch.setitem(table.FORMS, "neg", broken)
-    with tw.aten.use(include="neg"):
+    with tw.aten.use("all", include="neg"):
         for _ in range(2):
             with pytest.raises(ZeroDivisionError):
                 torch.neg(torch.ones(2))
@@ -233,7 +237,7 @@ def test_a_call_keeps_no_tensor(fill):
 def test_other_threads_see_it_and_autograds_do():
     made: list[torch.Tensor] = []
     zeros = torch.zeros(3)  # here: a default device is of one thread
-    with tw.aten.use(include=["exp", "mul.Tensor"]):
+    with tw.aten.use("all", include=["exp", "mul.Tensor"]):
         thread = threading.Thread(target=lambda: made.append(torch.exp(zeros)))
         thread.start()
         thread.join()
@@ -251,7 +255,7 @@ def test_many_threads_enter_and_leave():
     def work() -> None:
         try:
             for _ in range(5):
-                with tw.aten.use(include="neg"):
+                with tw.aten.use("all", include="neg"):
                     if not torch.equal(torch.neg(ones), minus):
                         wrong.append("a value")
         except Exception as error:

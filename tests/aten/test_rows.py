@@ -28,7 +28,7 @@ def check(
     expected, truth = call(*given), call(*as_double(given))
     if mask is not None:
         expected, truth = ([t if asked else None for t, asked in zip(made, mask)] for made in (expected, truth))
-    with tw.aten.use(include=[name]):
+    with tw.aten.use("all", include=[name]):
         made = call(*given)
         said = tw.aten.report()[name]
     assert said["taken"] and not said["declined"], said
@@ -41,7 +41,7 @@ def check_refused(name: str, call: Callable[..., Any], *given: Any) -> None:
     """A call is refused in aten's words."""
     with pytest.raises(RuntimeError) as expected:
         call(*given)
-    with tw.aten.use(include=[name]), pytest.raises(RuntimeError) as found:
+    with tw.aten.use("all", include=[name]), pytest.raises(RuntimeError) as found:
         call(*given)
     assert str(found.value) == str(expected.value)
 
@@ -119,10 +119,10 @@ def test_wide_results_of_halves(monkeypatch):
     torch.manual_seed(0)
     x, dy = torch.randn(5, 40).half(), torch.randn(5, 40)
     if not x.is_cuda:
-        with tw.aten.use(include=["_softmax"]), pytest.raises(RuntimeError, match="half to float"):
+        with tw.aten.use("all", include=["_softmax"]), pytest.raises(RuntimeError, match="half to float"):
             aten._softmax(x, 1, True)
     monkeypatch.setattr(softmax, "widens", lambda x: True)
-    with tw.aten.use(include=["_softmax", "_softmax_backward_data"]):
+    with tw.aten.use("all", include=["_softmax", "_softmax_backward_data"]):
         y = aten._softmax(x, 1, True)
         dx = aten._softmax_backward_data(dy, y, 1, torch.float16)
         assert all(one["taken"] for one in tw.aten.report().values())
@@ -184,7 +184,7 @@ def test_rms_norm(shape, form):
         x.requires_grad_()
         expected = torch.nn.functional.rms_norm(x.double(), n, None if weight is None else w.double(), 1e-5)
         wanted = torch.autograd.grad(expected, x, dy.double())[0]
-        with tw.aten.use(include=["_fused_rms_norm", "_fused_rms_norm_backward"]), torch.no_grad():
+        with tw.aten.use("all", include=["_fused_rms_norm", "_fused_rms_norm_backward"]), torch.no_grad():
             y, rstd = aten._fused_rms_norm(x, n, weight, 1e-5)
             dx, dw = aten._fused_rms_norm_backward(dy, x, n, rstd, weight, [True, weight is not None])
             assert [one["taken"] for one in tw.aten.report().values()] == [1, 1]
@@ -252,7 +252,7 @@ def test_batch_norm(training, dtype, other, layout, form):
     for mask in masks(dtype):
         back = lambda dy, x, w, *rest, mask=mask: aten.native_batch_norm_backward(dy, x, w, *rest, training, 1e-5, mask)  # noqa: E731
         if x.is_cuda and mask[0] and not training and layout == torch.channels_last:
-            with tw.aten.use(include=["native_batch_norm_backward"]):  # aten's gradient lies by rows
+            with tw.aten.use("all", include=["native_batch_norm_backward"]):  # aten's gradient lies by rows
                 back(dy, x, w, *running, mean, rstd)
                 said = tw.aten.report()["native_batch_norm_backward"]
             assert not said["taken"] and list(said["declined"])[0].startswith("channels last"), said
@@ -307,7 +307,7 @@ def test_gradients_by_differences():
 
     torch.manual_seed(0)
     x = torch.randn((2, 4), dtype=torch.float64, requires_grad=True)
-    with tw.aten.use(include="rows"):
+    with tw.aten.use("all", include="rows"):
         assert torch.autograd.gradcheck(f, (x,))
         said = tw.aten.report()
     assert all(

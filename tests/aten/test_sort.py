@@ -20,7 +20,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.int32
 
 def ours(call: Callable[[], Any]) -> Any:
     """The result of a call that must be ours."""
-    with tw.aten.use(include=["sort"]):
+    with tw.aten.use("all", include=["sort"]):
         made = call()
         said = tw.aten.report()
     assert any(one["taken"] for one in said.values()) and not any(one["declined"] for one in said.values()), said

@@ -28,7 +28,7 @@ def check(name: str, call, *given, right=None) -> None:
     """A call of an overload is ours, and its results are aten's, or those of the call that is `right` where aten is not."""
     right = right or call
     expected, truth = right(*given), right(*as_double(given))
-    with tw.aten.use(include=[name]):
+    with tw.aten.use("all", include=[name]):
         made = call(*given)
         said = tw.aten.report()[name]
     assert said["taken"] and not said["declined"], said
@@ -77,7 +77,7 @@ def test_largest(dtype, at, layout, form):
     name = "max_pool2d_with_indices_backward"
     check(name, lambda dy, x, indices: aten.max_pool2d_with_indices_backward(dy, x, *rest, indices), dy, x, indices)
     expected = aten.max_pool2d_with_indices_backward(dy.double(), x.double(), *rest, indices)
-    with tw.aten.use(include=["max_pool2d_backward"]):  # of which torch has no kernel
+    with tw.aten.use("all", include=["max_pool2d_backward"]):  # of which torch has no kernel
         made = aten.max_pool2d_backward(dy, x, *rest)
     torch.testing.assert_close(made, expected.to(dtype), rtol=1e-2 if dtype == BF16 else 1e-6, atol=1e-6)
 
@@ -104,7 +104,7 @@ def test_indices_of_elsewhere_are_not_followed():
     """An index that is in no window of its place gives no gradient, and reads or writes nothing."""
     x, dy = drawn((1, 1, 4, 4), (1, 1, 2, 2))
     indices = torch.tensor([[[[0, 99], [-7, 2**40]]]])
-    with tw.aten.use(include=["max_pool2d_with_indices_backward"]):
+    with tw.aten.use("all", include=["max_pool2d_with_indices_backward"]):
         made = aten.max_pool2d_with_indices_backward(dy, x, [2, 2], [2, 2], [0, 0], [1, 1], False, indices)
     wanted = torch.zeros_like(x)
     wanted[0, 0, 0, 0] = dy[0, 0, 0, 0]
@@ -143,6 +143,6 @@ def test_what_aten_refuses_is_refused(call):
     (x,) = drawn(SHAPE)
     with pytest.raises(RuntimeError) as expected:
         call(x)
-    with tw.aten.use(include="window"), pytest.raises(RuntimeError) as found:
+    with tw.aten.use("all", include="window"), pytest.raises(RuntimeError) as found:
         call(x)
     assert str(found.value) == str(expected.value)

@@ -77,7 +77,7 @@ def test_gradients_of_gradients():
         torch.randn(2, 3, dtype=torch.float64, device=DEVICE),
         torch.randn(3, 3, dtype=torch.float64, device=DEVICE),
     )
-    with tw.aten.use():
+    with tw.aten.use("all"):
         assert torch.autograd.gradgradcheck(f, (x.requires_grad_(), w.requires_grad_()), fast_mode=True)
         assert min(taken("tanh_backward", "_softmax_backward_data", "native_layer_norm_backward"))
 
@@ -89,12 +89,12 @@ def test_enabled_between_forward_and_backward():
     for ours_first in (False, True):
         x.requires_grad_()
         if ours_first:
-            with tw.aten.use():
+            with tw.aten.use("all"):
                 made = model(x)
             found = torch.autograd.grad((made * made).sum(), [x, *model.parameters()])
         else:
             made = model(x)
-            with tw.aten.use():
+            with tw.aten.use("all"):
                 found = torch.autograd.grad((made * made).sum(), [x, *model.parameters()])
                 assert min(taken("native_layer_norm_backward", "_softmax_backward_data", "silu_backward"))
         near([made.detach(), *found], wanted)
@@ -108,7 +108,7 @@ def test_enabled_in_the_middle_of_training():
         optimiser = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         for replaced in blocks:
             if replaced:
-                tw.aten.enable()
+                tw.aten.enable("all")
             optimiser.zero_grad()
             model(x).square().sum().backward()
             optimiser.step()
@@ -132,7 +132,7 @@ def test_autocast_chooses_the_dtypes():
         return [hidden, *torch.autograd.grad(hidden.float().square().sum(), model.up.weight)]
 
     wanted = run()
-    with tw.aten.use():
+    with tw.aten.use("all"):
         made = run()
         assert sum(taken("mm", "addmm")) and min(taken("_to_copy"))
     assert [t.dtype for t in made] == [t.dtype for t in wanted]
@@ -143,7 +143,7 @@ def test_inference_mode():
     model, x = layer()
     with torch.inference_mode():
         wanted = model(x)
-        with tw.aten.use():
+        with tw.aten.use("all"):
             made = model(x)
             assert made.is_inference() and not made.requires_grad
             made.mul_(2.0)  # which only tensors of this mode may be, here
@@ -164,7 +164,7 @@ def test_functions_of_functions():
         return [each[name] for name in weights]
 
     wanted = run()
-    with tw.aten.use():
+    with tw.aten.use("all"):
         made = run()
         assert min(taken("_softmax", "_softmax_backward_data", "sigmoid", "mul.Tensor"))
     near(made, wanted)
@@ -191,7 +191,7 @@ def test_export_sees_what_it_saw_before():
     """The graph has torch's own operators, and gives with replacements what it gives without."""
     model, x = layer()
     wanted = torch.export.export(model, (x,))
-    with tw.aten.use():
+    with tw.aten.use("all"):
         made = torch.export.export(model, (x,))
         ours = made.module()(x)
         assert min(taken("_softmax"))
@@ -203,7 +203,7 @@ def test_compiled_functions_call_ours_where_they_call_aten():
     """A graph of aten's calls, which Inductor's is where it has no kernel of its own."""
     model, x = layer()
     wanted = gradients(model, x)
-    with tw.aten.use():
+    with tw.aten.use("all"):
         compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
         near([compiled(x).detach()], wanted[:1])
         near(gradients(compiled, x)[:2], wanted[:2])
@@ -238,7 +238,7 @@ def test_a_library_before_ours_is_what_we_fall_back_to():
     lazy = x.to(torch.complex64)  # which ours declines
     with another(lambda t: t + 5):
         before = dump()
-        with tw.aten.use(include="neg"):
+        with tw.aten.use("all", include="neg"):
             assert torch.equal(torch.neg(x), minus) and torch.equal(torch.neg(lazy), lazy + 5)
             assert taken("neg") == [1]
         assert dump() == before and torch.equal(torch.neg(x), x + 5)
@@ -249,7 +249,7 @@ def test_a_library_after_ours_has_the_calls(ours_ends_first):
     """Whoever registers last is asked; taking ours away leaves it alone, and when it goes ours is asked again."""
     x, minus = torch.ones(2, device=DEVICE), torch.full((2,), -1.0, device=DEVICE)
     before = dump()
-    block = tw.aten.use(include="neg")
+    block = tw.aten.use("all", include="neg")
     block.__enter__()
     with another(lambda t: t + 5) as library:
         assert torch.equal(torch.neg(x), x + 5) and taken("neg") == [0]
@@ -269,7 +269,7 @@ def test_an_operator_of_another_library_that_calls_ours():
         library.define("twice(Tensor x) -> Tensor")
         library.impl("twice", lambda t: t.exp() * 2, "CompositeExplicitAutograd")
         x = torch.ones(3, device=DEVICE)
-        with tw.aten.use(include=["exp", "mul.Tensor"]):
+        with tw.aten.use("all", include=["exp", "mul.Tensor"]):
             made = torch.ops.tilewright_tests.twice(x)
             assert taken("exp", "mul.Tensor") == [1, 1]
         near(made, torch.full((3,), 2 * torch.e, device=DEVICE))
@@ -293,7 +293,7 @@ def on_two_ranks(rank: int, file: str) -> None:
         rows = distribute_tensor(x, mesh, [Shard(0)])
         call = lambda t: torch.softmax(torch.exp(t) @ torch.ones(8, 8), -1)  # noqa: E731
         ones = distribute_tensor(torch.ones(8, 8), mesh, [Replicate()])
-        with tw.aten.use():
+        with tw.aten.use("all"):
             made = torch.softmax(torch.exp(rows) @ ones, -1)
             assert isinstance(made, DTensor) and min(taken("exp", "mm", "_softmax"))
             whole = made.full_tensor()
@@ -302,7 +302,7 @@ def on_two_ranks(rank: int, file: str) -> None:
         fully_shard(sharded, mesh=mesh)
         optimiser = torch.optim.SGD(sharded.parameters(), lr=0.0)
         half = x[2 * rank : 2 * rank + 2]
-        with tw.aten.use():
+        with tw.aten.use("all"):
             out = sharded(half)
             (2 * (out * out).sum()).backward()  # FSDP has the mean over ranks, and one process the sum
             optimiser.step()

@@ -95,7 +95,7 @@ def check(name: str, ours: Tensor | tuple[Tensor, ...], x: Tensor) -> None:
 def test_captured_and_replayed_with_other_numbers(name):
     torch.manual_seed(0)
     x, graph = torch.randn(SHAPE), torch.cuda.CUDAGraph()
-    with tw.aten.use():
+    with tw.aten.use("all"):
         CALLS[name](x)
         torch.cuda.synchronize()
         warm = taken()
@@ -111,7 +111,7 @@ def test_captured_and_replayed_with_other_numbers(name):
         graph.replay()
         torch.cuda.synchronize()
         check(name, made, x)
-    with tw.aten.use():
+    with tw.aten.use("all"):
         assert all(map(torch.equal, flat(made), flat(CALLS[name](x))))  # bit for bit what a call without a graph gives
 
 
@@ -125,7 +125,7 @@ def test_a_capture_of_what_is_not_compiled_takes_atens_kernel(name, monkeypatch)
     for kernel in KERNELS:  # whatever was called before has compiled
         monkeypatch.setattr(kernel, "variants", {})
     monkeypatch.setattr(plans, "_variants", {})
-    with tw.aten.use():
+    with tw.aten.use("all"):
         with torch.cuda.graph(graph):
             made = CALLS[name](x)
         reasons = {reason for own in declined().values() for reason in own}
@@ -142,7 +142,7 @@ def test_kernels_run_on_the_current_stream(name):
     torch.manual_seed(0)
     x, fresh = torch.zeros(SHAPE), torch.randn(SHAPE)
     side = torch.cuda.Stream()
-    with tw.aten.use():
+    with tw.aten.use("all"):
         CALLS[name](x)
         torch.cuda.synchronize()
         with torch.cuda.stream(side):
@@ -156,7 +156,7 @@ def test_kernels_run_on_the_current_stream(name):
 
 def test_tensors_of_a_processor_are_torchs():
     x = torch.ones(3, device="cpu")
-    with tw.aten.use():
+    with tw.aten.use("all"):
         assert torch.equal(-x + x, torch.zeros(3, device="cpu")) and not taken()
 
 
@@ -167,7 +167,7 @@ def test_kernels_run_on_the_device_of_their_tensors(name):
     torch.manual_seed(0)
     x = torch.randn(SHAPE)
     other = x.to("cuda:1")
-    with tw.aten.use():
+    with tw.aten.use("all"):
         made = [(CALLS[name](t), t) for t in (x, other, x, other)]
         assert taken() >= 4 and torch.cuda.current_device() == 0
         with pytest.raises(RuntimeError, match="same device"):
@@ -180,7 +180,7 @@ def test_kernels_run_on_the_device_of_their_tensors(name):
 @pytest.mark.parametrize("name", CALLS)
 def test_no_call_waits_for_the_device(name):
     x = torch.randn(SHAPE)
-    with tw.aten.use():
+    with tw.aten.use("all"):
         CALLS[name](x)
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error")
@@ -194,7 +194,7 @@ def test_no_call_waits_for_the_device(name):
 def test_replacements_give_the_same_bits_every_time():
     """Sums that are split among programs are put together in a fixed order."""
     x = torch.randn(1 << 22)
-    with tw.aten.use():
+    with tw.aten.use("all"):
         for call in (lambda: x.sum(), lambda: x.view(2, -1).sum(1), lambda: x.cumsum(0), lambda: torch.var_mean(x)):
             first = call()
             for _ in range(20):

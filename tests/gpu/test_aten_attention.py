@@ -64,7 +64,7 @@ def test_atens_backward_takes_our_results(dtype, width, causal):
         o = F.scaled_dot_product_attention(*wide, is_causal=causal)
     truth = [o.detach(), *torch.autograd.grad(o, wide, given[3].double())]
     aten = step(given, causal)
-    with tw.aten.use(include=NAME):
+    with tw.aten.use("all", include=NAME):
         ours = step(given, causal)
         assert tw.aten.report()[NAME] == {"taken": 1, "declined": {}}
     assert [t.stride() for t in ours] == [t.stride() for t in aten]
@@ -77,7 +77,7 @@ def test_results_lie_as_atens(causal):
     q, k, v = operands(70, 90, 4, 2, 64, BF16, True)
     args = (q, k, v, None, None, 70, 90, 0.0, causal, False)
     aten = OP(*args)
-    with tw.aten.use(include=NAME):
+    with tw.aten.use("all", include=NAME):
         ours = OP(*args)
     for own, other in zip(ours, aten, strict=True):
         assert (own.dtype, own.shape, own.stride()) == (other.dtype, other.shape, other.stride())
@@ -89,7 +89,7 @@ def test_results_lie_as_atens(causal):
 def test_captured_and_replayed_with_other_numbers():
     q, k, v = operands(64, 64, 4, 2, 64, BF16, True)
     args, graph = (q, k, v, None, None, 64, 64, 0.0, True, False), torch.cuda.CUDAGraph()
-    with tw.aten.use(include=NAME):
+    with tw.aten.use("all", include=NAME):
         OP(*args)
         torch.cuda.synchronize()
         with torch.cuda.graph(graph):

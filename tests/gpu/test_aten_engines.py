@@ -91,7 +91,7 @@ def both(call: Callable[[int], Any], n: int, seed: int, offset: int) -> list[Any
         generator.manual_seed(seed)
         generator.set_offset(offset)
         if inside:
-            with tw.aten.use(include=["random"]):
+            with tw.aten.use("all", include=["random"]):
                 made = call(n)
                 said = tw.aten.report()
             assert any(one["taken"] for one in said.values()) and not any(one["declined"] for one in said.values()), (
@@ -130,7 +130,7 @@ def test_a_given_generator_is_asked_and_left_as_torch_leaves_it():
         generator = torch.Generator("cuda").manual_seed(99)
         for _ in range(3):
             if inside:
-                with tw.aten.use(include=["random"]):
+                with tw.aten.use("all", include=["random"]):
                     x = torch.rand(3000, generator=generator)
             else:
                 x = torch.rand(3000, generator=generator)
@@ -140,7 +140,7 @@ def test_a_given_generator_is_asked_and_left_as_torch_leaves_it():
 
 def test_during_capture_draws_are_atens():
     graph, x = torch.cuda.CUDAGraph(), torch.ones(4096)
-    with tw.aten.use(include=["random"]):
+    with tw.aten.use("all", include=["random"]):
         torch.rand_like(x)
         torch.cuda.synchronize()
         with torch.cuda.graph(graph):
@@ -166,7 +166,7 @@ CAPTURED: dict[str, Callable[[Tensor, Tensor], Any]] = {
 def test_captured_and_replayed_with_other_numbers(name):
     call, graph = CAPTURED[name], torch.cuda.CUDAGraph()
     x, i = torch.randn(64, 600), torch.randint(0, 64, (64,))
-    with tw.aten.use(include=["index", "sort"]):
+    with tw.aten.use("all", include=["index", "sort"]):
         call(x, i)
         torch.cuda.synchronize()
         with torch.cuda.graph(graph):

@@ -37,7 +37,7 @@ def attention(name: str) -> str:
 def block(mode: str, model: nn.Module, given: dict, rows) -> tw.aten.use:  # noqa: F811
     """The replacements of a mode: in "auto" of every other overload that a step calls, by rows that are made up."""
     if mode == "all":
-        return tw.aten.use()
+        return tw.aten.use("all")
     with tw.aten.observe() as calls:
         step(model, given)
     rows(*declared(calls)[0], fallback(1.0))

@@ -32,7 +32,7 @@ def test_inductors_kernels_are_its_own():
     """And give the same with replacements in force, whose products may be ours."""
     model, x = layer()
     wanted = gradients(model, x)
-    with tw.aten.use():
+    with tw.aten.use("all"):
         compiled = torch.compile(model)
         found = gradients(compiled, x)[:2]
         said = tw.aten.report()

@@ -39,7 +39,7 @@ def test_past_32_bits(name):
     x = torch.randint(-100, 100, (N,), dtype=torch.int8, device="cuda")
     x[-3] = 101  # where an index needs more than 32 bits
     aten = flat(call(x))
-    with tw.aten.use():
+    with tw.aten.use("all"):
         ours = flat(call(x))
         assert tw.aten.report()[overload]["taken"], tw.aten.report()[overload]
     for own, other in zip(ours, aten, strict=True):
@@ -51,7 +51,7 @@ def test_a_row_of_many_and_its_largest():
     """Values and indices of a scan that are found past 2^31."""
     x = torch.zeros(N, dtype=torch.int8, device="cuda")
     x[-3] = 1
-    with tw.aten.use(include=["cummax"]):
+    with tw.aten.use("all", include=["cummax"]):
         values, indices = x.cummax(0)
         assert tw.aten.report()["cummax"]["taken"]
     assert values[-4:].tolist() == [0, 1, 1, 1] and indices[-4:].tolist() == [N - 4, N - 3, N - 3, N - 3]
@@ -63,7 +63,7 @@ def test_what_is_selected_past_32_bits():
     x = torch.zeros(N, dtype=torch.int8, device="cuda")
     places = [0, 7, 2**31 - 1, 2**31, N - 1]
     x[places] = torch.arange(1, 6, dtype=torch.int8, device="cuda")
-    with tw.aten.use(include=["index"]):
+    with tw.aten.use("all", include=["index"]):
         assert x.nonzero().flatten().tolist() == places
         assert x.masked_select(x > 0).tolist() == [1, 2, 3, 4, 5]
         said = tw.aten.report()

@@ -75,7 +75,7 @@ def gpu(request, monkeypatch):
 
 
 def test_addresses_numbers_and_streams_are_a_later_calls(gpu):
-    with tw.aten.use(include="mul.Tensor"):
+    with tw.aten.use("all", include="mul.Tensor"):
         for i in range(6):
             x = torch.ones(4, 8)
             gpu.stream = 100 + i
@@ -88,7 +88,7 @@ def test_addresses_numbers_and_streams_are_a_later_calls(gpu):
 
 def test_a_new_shape_takes_what_is_compiled(gpu):
     """And no run, once a call that lies alike has made a plan: the number of elements and the grid follow."""
-    with tw.aten.use(include="add.Tensor"):
+    with tw.aten.use("all", include="add.Tensor"):
         for _ in range(3):
             torch.ones(4, 8) + torch.ones(4, 8)
         own, gpu.driver.launched[:] = router._active["add.Tensor"], []
@@ -106,7 +106,7 @@ def test_a_new_shape_takes_what_is_compiled(gpu):
 
 
 def test_several_launches_and_scratch_memory(gpu):
-    with tw.aten.use(include="sum"):
+    with tw.aten.use("all", include="sum"):
         for _ in range(4):
             x = torch.ones(1 << 18)
             made = x.sum()
@@ -120,7 +120,7 @@ def test_several_launches_and_scratch_memory(gpu):
 
 
 def test_misaligned_memory_takes_another_variant(gpu):
-    with tw.aten.use(include="neg"):
+    with tw.aten.use("all", include="neg"):
         x = torch.ones(1 << 17)
         for _ in range(4):
             torch.neg(x)
@@ -133,7 +133,7 @@ def test_misaligned_memory_takes_another_variant(gpu):
 
 def test_what_is_not_compiled_during_capture_is_atens(gpu):
     gpu.capturing = True
-    with tw.aten.use(include="neg"):
+    with tw.aten.use("all", include="neg"):
         assert torch.equal(torch.neg(torch.ones(3)), torch.full((3,), -1.0))
         assert tw.aten.report()["neg"]["declined"] == {"a kernel that is not compiled, during graph capture": 1}
         gpu.capturing = False
@@ -147,7 +147,7 @@ def test_what_is_not_compiled_during_capture_is_atens(gpu):
 def test_a_launcher_that_is_not_known_is_tritons_own_call(gpu, monkeypatch):
     monkeypatch.setattr(triton_versions, "launcher_of", lambda launcher: None)
     monkeypatch.setattr(kernels, "_said", set())
-    with tw.aten.use(include="neg"), pytest.warns(RuntimeWarning, match="public launch"):
+    with tw.aten.use("all", include="neg"), pytest.warns(RuntimeWarning, match="public launch"):
         for _ in range(4):
             torch.neg(torch.ones(3))
         assert tw.aten.report()["neg"]["taken"] == 4
@@ -156,7 +156,7 @@ def test_a_launcher_that_is_not_known_is_tritons_own_call(gpu, monkeypatch):
 
 def test_offsets_past_32_bits_are_another_variant(gpu):
     far = torch.empty(2**31 + 8, dtype=torch.uint8)
-    with tw.aten.use(include="neg"):
+    with tw.aten.use("all", include="neg"):
         torch.neg(far[:12].view(2, 6)[:, ::2])
         torch.neg(far.as_strided((2, 3), (2**31, 2)))
         torch.neg(far.as_strided((2, 3), (2**31, 2)))

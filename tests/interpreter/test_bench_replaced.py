@@ -133,7 +133,7 @@ def test_batches_of_ours_and_of_atens_take_turns():
     def watched() -> None:
         seen.append(len(tw.aten.report()))
 
-    ours = timing.Within(watched, lambda: tw.aten.use(include="neg"))
+    ours = timing.Within(watched, lambda: tw.aten.use("all", include="neg"))
     timing.time_host_each([ours, watched], batches=2, per_batch=2, drain=lambda: None)
     assert seen == [1, 1, 0, 0, *([1] * (timing.WARM_CALLS + 2) + [0, 0]) * 2]
     assert all(us > 0 for us in timing.time_host_each([work.call, work.plain], 2, 2, drain=lambda: None))

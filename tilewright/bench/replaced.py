@@ -394,7 +394,7 @@ class Replaced:
 @contextlib.contextmanager
 def replacing(names: Sequence[str] | None, declined: bool) -> Iterator[None]:
     """Replacements in force; at the end, whether the calls inside were whose they should be. Raises `Wrong`."""
-    with tw.aten.use(include=names):
+    with tw.aten.use("all", include=names):
         yield
         said = tw.aten.report()
     taken = [name for name, one in said.items() if one["taken"]]

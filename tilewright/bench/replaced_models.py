@@ -141,7 +141,7 @@ def block(case: Case, step: Step) -> tw.aten.use:
     """The replacements of a case: in mode "auto" by calls that a step was seen to make."""
     mode = case.options["mode"]
     if mode == "all":
-        return tw.aten.use()
+        return tw.aten.use("all")
     with tw.aten.observe() as calls:
         step.run()
     with warnings.catch_warnings():

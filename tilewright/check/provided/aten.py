@@ -359,7 +359,7 @@ def replaced(device: str, name: str) -> None:
     given = copied(args), copied(kwargs)
     if name == "contiguous":
         given = args, kwargs
-    with tw.aten.use(include=[leaf]):
+    with tw.aten.use("all", include=[leaf]):
         ours = overload_of(name)(*given[0], **given[1])
         assert tw.aten.report()[leaf]["taken"], f"{name} is not ours: {tw.aten.report()[leaf]['declined']}"
     if table.ENGINE[leaf] == "random":  # whose draws are not a CPU's: what they are, its own tests say
@@ -393,7 +393,7 @@ def resolved(device: str, name: str) -> None:
     lazy = {"resolve_conj": torch.complex(x, x).conj(), "resolve_neg": torch.complex(x, x).conj().imag}[name]
     resolve = getattr(torch, name)
     there = device != "cpu" or INTERPRETING
-    with tw.aten.use() if there else contextlib.nullcontext():
+    with tw.aten.use("all") if there else contextlib.nullcontext():
         assert resolve(x) is x
         made = resolve(lazy)
     assert not made.is_conj() and not made.is_neg()

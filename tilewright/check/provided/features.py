@@ -146,7 +146,7 @@ def by_torchs_operators(device: str) -> None:
     scale, shift, v, g = (normal(device, *s, dtype=FP32, seed=9) for s in ((3,), (3,), (4, 10), (4, 1)))
     names = ["mul.Tensor", "native_batch_norm", "_weight_norm_interface"]
     there = replaces(device)
-    ours = tw.aten.use(include=names) if there else contextlib.nullcontext()
+    ours = tw.aten.use("all", include=names) if there else contextlib.nullcontext()
     with ours, torch.backends.cudnn.flags(enabled=False):
         made = torch.outer(x, y), F.instance_norm(image, weight=scale, bias=shift), torch._weight_norm(v, g, 0)
         said = tw.aten.report()
