@@ -9,7 +9,7 @@ import sys
 import timeit
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -216,6 +216,25 @@ def test_without_rows_nothing_is_replaced_and_it_says_so(rows):
             tw.aten.enable("auto", **given)
         assert not tw.aten.report()
         tw.aten.disable()
+
+
+def test_a_choice_is_the_default(rows):
+    """Of `enable` and of `use`; where nothing is measured they replace nothing, say so once, and how to measure."""
+    rows()
+    for begin in (tw.aten.enable, tw.aten.use):
+        with pytest.warns(UserWarning, match=r"nothing is measured .*`tilewright bench .* Mode 'all'") as said:
+            block = begin() or nullcontext()
+        with block:
+            assert len(said) == 1 and said[0].filename == __file__ and tw.aten.report() == {}
+        tw.aten.disable()
+    rows(*both([2.0] * 3), *both([0.5, 2.0, 2.0], "exp"), fallback(1.0))
+    with tw.aten.use():
+        assert tw.aten.report().keys() == {"neg"} and tw.aten.report()["neg"]["verdict"] == "closed"
+    tw.aten.enable(observed=Calls(GPU, {Signature("exp", "float32", "1 flat", 4 * MB): 1}), exclude="neg")
+    assert tw.aten.report().keys() == {"exp"}
+    with pytest.raises(ValueError, match="mode 'auto' is in force"):
+        tw.aten.enable("all")
+    tw.aten.disable()
 
 
 def test_what_is_closed_is_ours_in_what_is_measured(rows):

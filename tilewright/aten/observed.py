@@ -3,7 +3,7 @@
     with tw.aten.observe() as calls:
         step()
     print(calls)  # a table: kinds of call, how many, whose they would be
-    tw.aten.enable("auto", observed=calls)
+    tw.aten.enable(observed=calls)
 
 Counting slows every operator down: it is for one step. `calls.save(path)` keeps the counts as JSON, `observed=` takes such a file,
 and the counts of several ranks add up with `+`.

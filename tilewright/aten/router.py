@@ -1,7 +1,7 @@
 """Which calls of torch's operators are ours: registered at the backend key, and aten's own kernel for everything else.
 
-In mode "all" an override takes every call that its row can; in mode "auto" those of them that measurements say it should
-(`verdicts.py`).
+In mode "auto", the default, an override takes those calls that measurements say it should (`verdicts.py`); in mode "all" every one
+that its row can.
 
 A registration is for the whole process, since autograd's own threads must see it. Autograd, autocast, vmap and DTensor stand above
 the backend key and work as before. An override takes a call if its row can; whatever the row declines, invalid arguments included,
@@ -520,7 +520,7 @@ def end(request: Request) -> None:
 
 
 def enable(
-    mode: str = "all",
+    mode: str = "auto",
     *,
     include: Iterable[str] | None = None,
     exclude: Iterable[str] | None = None,
@@ -528,8 +528,9 @@ def enable(
 ) -> None:
     """Replace torch's operators on the GPU by ours, in the whole process, until `disable`.
 
-    `mode` "all" replaces whatever can be; "auto" only what was measured on this GPU to be no slower and, with `observed` (calls
-    that `observe` counted, or a file of them), also what pays for a program that makes these calls. `include` and `exclude` name
+    `mode` "auto" replaces only what was measured on this GPU to be no slower and, with `observed` (calls that `observe` counted, or
+    a file of them), also what pays for a program that makes these calls: where nothing was measured it replaces nothing, and warns
+    how to measure. "all" replaces whatever can be, faster or not. `include` and `exclude` name
     overloads ("add.Tensor"), operators ("add": all their overloads) or engines ("pointwise"). What a replacement does not take goes
     to torch as before. Inside compiled functions there is no effect but on what Inductor leaves to aten.
     """
@@ -554,7 +555,7 @@ class use:
 
     def __init__(
         self,
-        mode: str = "all",
+        mode: str = "auto",
         *,
         include: Iterable[str] | None = None,
         exclude: Iterable[str] | None = None,
