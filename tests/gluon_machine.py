@@ -11,6 +11,7 @@ error (`Wrong`) if
 - a product reads what threads wrote and did not show it by a fence and a barrier of all who wait for it;
 - a sum is used before it is waited for;
 - a stage's bytes are not those that its barrier was told to expect;
+- a bulk copy begins before the tensor, or at a column that is no multiple of 16 bytes;
 - what has not arrived is read.
 
 Layouts are not modelled, but for how boxes lie in memory: in columns of 64.
@@ -215,8 +216,8 @@ class Descriptor:
     def box_at(self, at: list[int]) -> Tensor:
         made = torch.zeros(self.block_type.shape, dtype=self.dtype)
         ends = [min(a + b, n) for a, b, n in zip(at, self.block_type.shape, self.tensor.shape)]
-        if min(at) < 0:
-            raise Wrong(f"a copy from {at}")
+        if min(at) < 0 or at[-1] * self.tensor.element_size() % 16:
+            raise Wrong(f"a copy from {at}, of {self.dtype}")
         if all(e > a for a, e in zip(at, ends)):
             source = self.tensor[tuple(slice(a, e) for a, e in zip(at, ends))]
             made[tuple(slice(0, n) for n in source.shape)] = source

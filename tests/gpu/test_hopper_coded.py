@@ -20,8 +20,8 @@ EVERY = {
 }
 
 
-# Of lse, relative RMS: sums of e4m3 products keep about 14 bits of the largest, those of int8 all
-NEAR = {"int8": 2e-5, "fp8": 2e-4}
+# Of lse and of o in bf16, relative RMS: Hopper's sums of e4m3 products keep about 14 bits of the largest, those of int8 all
+BARS = {"int8": (2e-5, 2.4e-3), "fp8": (2e-4, 3e-3)}
 
 
 def attend(a, backend="hopper"):
@@ -33,7 +33,7 @@ def attend(a, backend="hopper"):
 def test_kinds(name, kind):
     a = coded_call(kind, **EVERY[name])
     o, lse = attend(a)
-    agrees(a, o.cpu(), lse.cpu(), NEAR[kind])
+    agrees(a, o.cpu(), lse.cpu(), *BARS[kind])
     near(o, attend(a, "portable")[0])
 
 
@@ -42,7 +42,7 @@ def test_kinds(name, kind):
 def test_more_tiles_than_programs(D, V, kind):
     a = coded_call(kind, **LONG, D=D, V=V, causal=True, mean=True)
     o, lse = attend(a)
-    agrees(a, o.cpu(), lse.cpu(), NEAR[kind])
+    agrees(a, o.cpu(), lse.cpu(), *BARS[kind])
     near(o, attend(a, "portable")[0])
 
 

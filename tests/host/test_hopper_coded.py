@@ -113,6 +113,17 @@ def test_a_dense_call():
     assert (given["S"].shape, given["S"].block_shape) == ([4, 8, 1, 4095], [1, 1, 1, 128])
 
 
+def test_a_packed_call():
+    """Has its scales four times, in rows that begin at keys 0 to 3, so that copies of them begin at multiples of 16 bytes."""
+    values = call(batch=1, cu_seqlens_q=marks(), cu_seqlens_k=marks())
+    _, (_, scales), (_, given) = launched(values)[-3:]
+    assert (
+        scales["SHIFTS"] == 4
+        and given["S"].shape == [1, 2, 4, 300]
+        and given["S"].strides == [8 * 300, 4 * 300, 300, 1]
+    )
+
+
 @pytest.mark.parametrize("D", coded.WIDTHS)
 @pytest.mark.parametrize("V", coded.WIDTHS)
 def test_every_width_has_room(D, V):

@@ -142,9 +142,8 @@ def weigh_codes(s, by_key, by_row, shift, top, total, SCORES, WINDOW, rows, key,
     if SCORES.softcap is None and SCORES.slopes is None:
         if EDGE:
             s = hidden_out(s, WINDOW, rows, key)
-        new = gl.maximum(
-            top, row_max(s) * by_row + shift
-        )  # by_row is above 0: the largest product is the largest score
+        # by_row is above 0: the largest product is the largest score
+        new = gl.maximum(top, row_max(s) * by_row + shift)
         base = new
         if EDGE:
             base = gl.where(new == float("-inf"), 0.0, new)  # of rows that have seen nothing yet
@@ -166,7 +165,8 @@ def copy_keys(K, S, ring, scales, stage, phase, batch, head, key):
     ready = ring.full.index(stage)
     mbarrier.expect(ready, K.block_type.nbytes + S.block_type.nbytes)
     async_load(K, [batch, head, key, 0], ready, ring.first.index(stage))
-    async_load(S, [batch, head, 0, key], ready, scales.index(stage))
+    # A copy begins at a multiple of 16 bytes, keys of a packed sequence anywhere: row c has scales moved down by c
+    async_load(S, [batch, head, key % 4, key - key % 4], ready, scales.index(stage))
 
 
 @gluon.jit
@@ -414,17 +414,20 @@ def attention_codes_hopper(
 
 
 @kernel(
-    grid=lambda a: (cdiv(a.KEYS, a.BLOCK), a.HEADS, a.BATCH), tokens=("KEYS", "HEADS", "BATCH"),
+    grid=lambda a: (cdiv(a.KEYS + a.SHIFTS - 1, a.BLOCK), a.HEADS, a.BATCH), tokens=("KEYS", "HEADS", "BATCH"),
     default=lambda a: {"BLOCK": GATHERED, "num_warps": 4},
 )  # fmt: skip
-def attention_scales_by_head(S, T, KEYS, HEADS, BATCH, ROOM, BLOCK: tl.constexpr):
-    """T [batch, HEADS, ROOM]: scales of keys side by side; NaN where one is not finite, which is that of no codes."""
+def attention_scales_by_head(S, T, KEYS, HEADS, BATCH, ROOM, SHIFTS: tl.constexpr, BLOCK: tl.constexpr):
+    """T [batch, HEADS, SHIFTS, ROOM]: scales of keys side by side, in row c from key c on, and 0 past the last; NaN where one is
+    not finite, which is that of no codes."""
     key = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     head = tl.program_id(1).to(tl.int64)
     batch = tl.program_id(2).to(tl.int64)
     at = batch * S.stride_b + head * S.stride_h + key.to(tl.int64) * S.stride_t
     s = tl.load(S.data + at, key < KEYS, 0.0).to(tl.float32)
-    tl.store(T + (batch * HEADS + head) * ROOM + key, s + s * 0.0, key < KEYS)
+    for c in tl.static_range(SHIFTS):
+        at = ((batch * HEADS + head) * SHIFTS + c) * ROOM + key - c
+        tl.store(T + at, s + s * 0.0, (key >= c) & (key < KEYS + c))
 
 
 # ---- host ------------------------------------------------------------------------------------------------------------
@@ -472,12 +475,13 @@ def fits_call(target: Target, a: SimpleNamespace) -> bool:
     return fits(target, a) and wanted("hopper", "forward", target, a)
 
 
-def scales_by_head(scale: Tensor) -> Tensor:
-    """[batch, keys, heads] as [batch, heads, 1, keys], in rows that begin at multiples of 16 bytes."""
+def scales_by_head(scale: Tensor, packed: bool) -> Tensor:
+    """[batch, keys, heads] as [batch, heads, shifts, keys], in rows that begin at multiples of 16 bytes. Where sequences are packed
+    there are four shifts, so that a copy of scales may begin at any key; blocks of others begin at multiples of their size."""
     batch, keys, heads = scale.shape
-    room = 4 * cdiv(keys, 4)
-    made = torch.empty(batch, heads, 1, room, dtype=torch.float32, device=scale.device)
-    attention_scales_by_head(heads_of(scale.unsqueeze(-1)), made, keys, heads, batch, room)
+    room, shifts = 4 * cdiv(keys, 4), 4 if packed else 1
+    made = torch.empty(batch, heads, shifts, room, dtype=torch.float32, device=scale.device)
+    attention_scales_by_head(heads_of(scale.unsqueeze(-1)), made, keys, heads, batch, room, SHIFTS=shifts)
     return made[..., :keys]
 
 
@@ -498,7 +502,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, k_scale: Tensor, **options: Any) ->
     if not even and tiles * heads * batch > programs:
         counter = torch.empty(1, dtype=torch.int32, device=q.device)
         clear_counter(counter)
-    scales = scales_by_head(k_scale)
+    scales = scales_by_head(k_scale, a.cu_seqlens_k is not None)
     row = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=4)  # side by side, as threads read them
     attention_codes_hopper(
         boxes_of(q, HALF.value, sizes.D0, 0)[0],
