@@ -176,4 +176,4 @@ def test_a_measured_case_is_a_row_of_codes():
     drawn = SimpleNamespace(**arguments(case, Blank(tw.catalogue()["attention"], case.dims, case.options)))
     given = of_codes(drawn, case.way)
     assert coded.fits(HOPPER, given)
-    assert preference.kind_of(given) == "bf16_128_128_causal_int8" != preference.kind_of(drawn)
+    assert preference.kind_of_codes(given) == "bf16_128_128_causal_int8"

@@ -30,7 +30,7 @@ PORTABLE = "portable"
 DIRECTIONS = ("forward", "backward")
 FIELDS = {"direction", "kind", "bucket", "best", "times", "date", "triton"}
 NAMES = {"torch.bfloat16": "bf16", "torch.float16": "fp16", "torch.float32": "fp32"}
-CODES = {"int8": "torch.int8", "fp8": "torch.float8_e4m3fn"}  # of keys
+CODES = {"torch.int8": "int8", "torch.float8_e4m3fn": "fp8"}
 
 
 def kind_of(a: SimpleNamespace) -> str:
@@ -38,7 +38,6 @@ def kind_of(a: SimpleNamespace) -> str:
     window = "windowed" if a.left is not None or a.right is not None else "causal" if a.causal else "full"
     more = {"softcap": a.softcap, "slopes": a.slopes is not None, "sink": a.sink is not None}
     more |= {"kv_len": a.kv_len is not None, "packed": a.cu_seqlens_q is not None}
-    more |= {name: str(getattr(a, "k", a.q).dtype) == dtype for name, dtype in CODES.items()}
     words = [NAMES[str(a.q.dtype)], a.q.shape[-1], a.v.shape[-1], window, *(name for name, has in more.items() if has)]
     return "_".join(map(str, words))
 
@@ -48,6 +47,18 @@ def wanted(name: str, direction: str, target: Target, a: SimpleNamespace) -> boo
     if name in (a.backend, forced.get()):
         return True
     return nearest(target.arch, direction, kind_of(a), *sizes_of(a)) == name
+
+
+def kind_of_codes(a: SimpleNamespace) -> str:
+    """`kind_of` a call whose keys are codes: also which."""
+    return f"{kind_of(a)}_{CODES[str(a.k.dtype)]}"
+
+
+def wanted_of_codes(name: str, target: Target, a: SimpleNamespace) -> bool:
+    """`wanted` of a call whose keys are codes."""
+    if name in (a.backend, forced.get()):
+        return True
+    return nearest(target.arch, "forward", kind_of_codes(a), *sizes_of(a)) == name
 
 
 def kind_of_cache(a: SimpleNamespace) -> str:
@@ -91,9 +102,12 @@ def made(
     """The row that measured microseconds, by backend, make of a call."""
     rounded = {name: round(float(us), 3) for name, us in sorted(times.items())}
     best = min(rounded, key=lambda name: (rounded[name], name != PORTABLE))
-    kind, sizes = (kind_of_cache, sizes_of_cache) if hasattr(a, "k_cache") else (kind_of, sizes_of)
+    if hasattr(a, "k_cache"):
+        kind, sizes = kind_of_cache(a), sizes_of_cache(a)
+    else:
+        kind, sizes = (kind_of_codes if str(a.k.dtype) in CODES else kind_of)(a), sizes_of(a)
     return {
-        "direction": direction, "kind": kind(a), "bucket": list(sizes(a)), "best": best, "times": rounded, "date": date,
+        "direction": direction, "kind": kind, "bucket": list(sizes), "best": best, "times": rounded, "date": date,
         "triton": triton,
     }  # fmt: skip
 

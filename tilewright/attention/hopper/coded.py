@@ -44,7 +44,7 @@ from ...op import single
 from ...runtime.kernel import kernel
 from ..cache_write import codes_of, own_scale
 from ..portable import Sizes, heads_of, parts_of, scores_of
-from ..preference import wanted
+from ..preference import wanted_of_codes
 from ..tiles import check_lengths, keys_seen, lengths
 from .forward import (
     ALONE,
@@ -472,7 +472,7 @@ def fits(target: Target, a: SimpleNamespace) -> bool:
 
 def fits_call(target: Target, a: SimpleNamespace) -> bool:
     """Whether it takes the arguments and is the faster, by measurement, or was asked for."""
-    return fits(target, a) and wanted("hopper", "forward", target, a)
+    return fits(target, a) and wanted_of_codes("hopper", target, a)
 
 
 def scales_by_head(scale: Tensor, packed: bool) -> Tensor:
