@@ -41,8 +41,9 @@ from .work import Work, build
 CASE_LIMIT = 150.0
 COMMAND = (sys.executable, "-m", "tilewright.bench.run")
 APART = "--apart"
-# Of a choice, in microseconds: calls of a batch, replays of a run, and a graph
+# Of a choice, in microseconds: calls of a batch, batches or replays of a run, and a graph
 BATCH_US, READING_US, LONGEST_CHOICE_US = 4_000.0, 20_000.0, 8_000.0
+MOST_BATCHES = 25
 WAITS = "waits"  # the status of a case that is for another Triton
 LONGEST_GRAPH_US = 8 * timing.GRAPH_US
 NO_DEVICE = "no CUDA device: a bench needs a GPU (`tilewright doctor` says what is missing)"
@@ -135,7 +136,7 @@ def measure_choice(case: Case, beside: Sequence[str]) -> Row:
     first = [made[0] for made in sides.values()]
     paces = timing.time_host_each(first, 3, 2, whole=True)
     few = [max(1, min(100, int(BATCH_US / us))) for us in paces]
-    batches = max(3, min(9, int(9 * BATCH_US / max(paces))))
+    batches = max(3, min(MOST_BATCHES, int(READING_US / max(n * us for n, us in zip(few, paces)))))
     runs = {"eager": settled("eager", lambda: timing.time_host_each(first, batches, few, whole=True)), "graph": []}
     spoiled = False
     try:
