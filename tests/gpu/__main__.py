@@ -1,13 +1,13 @@
 """Run the GPU tests in shards of at most eight minutes: `python3 -m tests.gpu [PATH ...] [--shard I/N] [--resume]`.
 
-Tests run in several guarded processes, a few dozen tests of one file each. A process that is silent for too long is
-killed; the test it was in counts as failed and the others go to a new process. Outcomes are kept in
-`.cache/gpu_tests.jsonl` (and in $OUT where that is set) as they come; `--resume` skips what has passed in that file, `--stale` what
-has passed over today's code by the evidence (`passed.py`, which also adds to it), but with `--machinery` not what stands for the
-code that all ops share, if that has changed. `--list FILE` runs nothing and writes the names of the tests that would run, also
-where there is no GPU; `--only FILE` runs those without asking pytest for all others, which takes a minute. After the tests, unless
-files were named, comes `tilewright check --models` with the time that is left. The exit status is 0 when all passed, 1 when one
-failed, 3 when time ran out first.
+Tests run in several guarded processes, each a minute's worth of one file. What takes longest begins first, by the seconds of the
+last run here and by those of the evidence. A process that is silent for too long is killed; the test it was in counts as failed and
+the others go to a new process. Outcomes are kept in `.cache/gpu_tests.jsonl` (and in $OUT where that is set) as they come;
+`--resume` skips what has passed in that file, `--stale` what has passed over today's code by the evidence (`passed.py`, which also
+adds to it), but with `--machinery` not what stands for the code that all ops share, if that has changed. `--list FILE` runs nothing
+and writes the names of the tests that would run, also where there is no GPU; `--only FILE` runs those without asking pytest for all
+others, which takes a minute. After the tests, unless files were named, comes `tilewright check --models` with the time that is
+left. The exit status is 0 when all passed, 1 when one failed, 3 when time ran out first.
 """
 
 from __future__ import annotations
@@ -20,10 +20,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from tests.seconds import shard
 
 from . import LOG, passed
 
@@ -34,6 +36,8 @@ EVERYTHING = "tests/gpu"
 DONE = ("passed", "skipped")
 LAST_START = 30.0  # seconds before the end at which no new process is started: importing torch takes several
 SHOWN_FAILURES = 12
+UNKNOWN = 3.0  # seconds that a test is assumed to take of which nothing is known
+SHORTEST = 10.0  # seconds of tests below which a process is not worth its imports, which take 5 to 20
 
 Say = Callable[[str], None]
 
@@ -88,6 +92,10 @@ class State:
     def outcome(self, name: str) -> str | None:
         return self.rows[name]["outcome"] if name in self.rows else None
 
+    def took(self) -> dict[str, float]:
+        """The seconds of the tests that ran to their end; one that failed may have stopped early."""
+        return {name: row["seconds"] for name, row in self.rows.items() if row["outcome"] in DONE and "seconds" in row}
+
 
 def collect(paths: Sequence[str], root: Path, need_cuda: bool) -> tuple[list[str], list[dict[str, Any]]]:
     """The ids of all GPU tests under `paths`, and the rows of files that have none here since something is not installed."""
@@ -105,14 +113,32 @@ def collect(paths: Sequence[str], root: Path, need_cuda: bool) -> tuple[list[str
     return [row["id"] for row in found if row not in absent], absent
 
 
-def units_of(names: Sequence[str], size: int) -> list[list[str]]:
-    """Consecutive tests of one file, at most `size` together; those of large tensors first, since they take longest."""
-    by_file: dict[tuple[str, int], list[str]] = {}
-    for name in names:
-        by_file.setdefault((name.split("::")[0], thirds([name])), []).append(name)
-    files = sorted(by_file.values(), key=lambda group: -thirds(group))
-    sizes = [max(1, size // 4) if thirds(group) == 1 else size for group in files]  # so that three processes have some
-    return [group[i : i + n] for group, n in zip(files, sizes) for i in range(0, len(group), n)]
+def units_of(names: Sequence[str], took: Mapping[str, float], size: int, most: float, jobs: int) -> list[list[str]]:
+    """The tests of each process, all of one file: at most `size` of them and `most` seconds, or one test that takes longer; of less
+    where `jobs` processes would not all have some. First come those that take memory, since few of them run at once (`thirds`),
+    then what takes longest, so that what begins last is short."""
+
+    def seconds(tests: Sequence[str]) -> float:
+        return sum(took.get(name, UNKNOWN) for name in tests)
+
+    units: list[list[str]] = []
+    for memory in {thirds([name]) for name in names}:
+        alike = [name for name in names if thirds([name]) == memory]
+        share = seconds(alike) / (min(jobs, 3 // memory) if memory else jobs)
+        bound = min(most, max(SHORTEST, share))
+        by_file: dict[str, list[str]] = {}
+        for name in alike:
+            if seconds([name]) >= bound:
+                units.append([name])
+            else:
+                by_file.setdefault(name.split("::")[0], []).append(name)
+        for group in by_file.values():  # in their order: neighbours share what they compile
+            units.append([])
+            for name in group:
+                if len(units[-1]) == size or seconds([*units[-1], name]) > bound:
+                    units.append([])
+                units[-1].append(name)
+    return sorted(units, key=lambda unit: (-thirds(unit), -seconds(unit)))
 
 
 def thirds(unit: Sequence[str]) -> int:
@@ -233,7 +259,7 @@ class Runner:
                 self._record({"id": name, "outcome": "failed", "why": why})
             return
         if left:
-            self.waiting.append(left)
+            self.waiting.insert(0, left)  # it began before what waits, so it takes longer
 
     def _record(self, row: dict[str, Any]) -> None:
         self.state.add(row)
@@ -257,8 +283,13 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--jobs", type=int, default=max(1, min(8, (os.cpu_count() or 2) // 2)), help="processes at once"
     )
     parser.add_argument("--limit", type=float, default=150.0, help="seconds without news before a process is killed")
-    parser.add_argument("--per-process", type=int, default=40, help="tests a process runs")
+    parser.add_argument("--per-process", type=int, default=80, help="tests a process runs at most")
+    parser.add_argument(
+        "--seconds", type=float, default=60.0, help="of tests that a process runs at most, unless one takes longer"
+    )
     options = parser.parse_args(argv)
+    if options.per_process < 1:
+        parser.error(f"--per-process needs to be 1 or more, got {options.per_process}")
     if options.machinery and not options.stale:
         parser.error("--machinery says what --stale does not leave out")
     try:
@@ -270,9 +301,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-def by_evidence(names: Sequence[str], root: Path, machinery: bool) -> set[str]:
+def by_evidence(names: Sequence[str], root: Path, kept: Sequence[passed.Row], machinery: bool) -> set[str]:
     """The tests that have passed over today's code, with `machinery` but for those that stand for it if it has changed."""
-    code, kept = passed.Code(root), passed.read(root / passed.KEPT)
+    code = passed.Code(root)
     again = passed.passed_otherwise(names, code, kept, of_the_machinery()) if machinery else set()
     return passed.passed(names, code, kept) - again
 
@@ -316,24 +347,27 @@ def main(
         collected, absent = collect(options.paths, root, need_cuda and not options.list)
     for row in absent:
         say(f"SKIPPED {row['id']}: {row['why']}")
-    units = units_of(collected, options.per_process)[options.part - 1 :: options.parts]
-    names = [name for unit in units for name in unit]
+    mine = shard(collected, options.part, options.parts)
+    names = [name for name in collected if name in mine]
     if not names:
         raise SystemExit("tests.gpu: there are no tests to run")
     keep = {name for name in names if options.resume and state.outcome(name) in DONE}
-    known = by_evidence(names, root, options.machinery) if options.stale else set()
-    pending = [[name for name in unit if name not in keep and name not in known] for unit in units]
+    kept = passed.read(root / passed.KEPT)
+    known = by_evidence(names, root, kept, options.machinery) if options.stale else set()
+    pending = [name for name in names if name not in keep and name not in known]
     if options.list:
-        options.list.write_text("".join(f"{name}\n" for unit in pending for name in unit))
+        options.list.write_text("".join(f"{name}\n" for name in pending))
         return 0
-    state.rewrite(forget=[name for unit in pending for name in unit])
+    took = {**passed.took(kept), **state.took()}
+    units = units_of(pending, took, options.per_process, options.seconds, options.jobs)
+    state.rewrite(forget=pending)
     for name in sorted(known - keep):
         state.add({"id": name, "outcome": "passed", "why": passed.BY_EVIDENCE})
-    say(f"{len(names)} tests, {sum(map(len, pending))} to run, {options.jobs} processes at once")
+    say(f"{len(names)} tests, {len(pending)} to run, {options.jobs} processes at once")
     seconds = options.minutes * 60 - (time.monotonic() - begin)
     for row in absent:
         state.add(row)
-    Runner(state, root, options.jobs, options.limit, seconds, say).run([unit for unit in pending if unit])
+    Runner(state, root, options.jobs, options.limit, seconds, say).run(units)
     status = report([*names, *(row["id"] for row in absent)], state, say)
     if options.paths != [EVERYTHING] or options.only or not need_cuda:
         return status

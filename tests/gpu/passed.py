@@ -11,6 +11,8 @@ which are numbers of `check/` by another name.
 Which machinery a test ran with is kept beside it for all that, a digest of the code that every op shares. It makes nothing stale by
 itself. `python3 -m tests.gpu --stale --machinery` also runs what stands for all ops: properties of the machinery, on the ops that
 `check/families.py` names, if they passed with another machinery or one that nobody wrote down.
+
+How long a test took is kept too, whole seconds of those that took SLOW or more, so that the runner begins those first.
 """
 
 from __future__ import annotations
@@ -33,6 +35,9 @@ MACHINERY = ("check", "core", "device", "runtime")  # what all ops share, and wh
 BELOW = ("bench", "commands", "data", "names", "op", "toolchain")  # and what no call goes through
 BY_EVIDENCE = "over this code, by the evidence"  # why a test that was left out counts as passed
 KEPT = Path("evidence/tests/nvidia-h200.jsonl")
+SLOW = 3  # seconds from which on they are kept
+FAST = 0.5  # what the others take, on average and rounded up
+PLACE = ("file", "test", "op", "source", "machinery")  # what a row is found by
 
 Row = dict[str, Any]
 
@@ -132,8 +137,8 @@ class Code:
 
 
 def read(path: Path) -> list[Row]:
-    """The rows of the file: a test's file, function and op or None, the code's digest, that of the machinery or None, and which
-    cases of it passed over both."""
+    """The rows of the file: a test's file, function and op or None, the code's digest, that of the machinery or None, which cases
+    of it passed over both, and the seconds of those that took SLOW or more. Where `seconds` is absent nobody timed them."""
     if not path.exists():
         return []
     return [json.loads(line) for line in path.read_text().splitlines() if line]
@@ -161,6 +166,16 @@ def _passed(tests: Iterable[str], code: Code, kept: Sequence[Row]) -> Iterator[t
             yield test, own[case_of(test)]
 
 
+def took(kept: Sequence[Row]) -> dict[str, float]:
+    """The seconds of each test that is known to take some, whatever the code: it seldom changes them much."""
+    found: dict[str, float] = {}
+    for row in kept:
+        for case in row["passed"] if "seconds" in row else ():
+            test = f"{row['file']}::{row['test']}" + (f"[{case}]" if case else "")
+            found[test] = max(found.get(test, FAST), row["seconds"].get(case, FAST))
+    return found
+
+
 def key_of(row: Row) -> tuple:
     return row["file"], row["test"], row["op"], row["source"]
 
@@ -172,25 +187,35 @@ def key(test: str, code: Code) -> tuple:
 def add(outcomes: Sequence[Row], code: Code, kept: Sequence[Row], gpu: str) -> list[Row]:
     """The rows with the outcomes of a run over this code: what failed is taken out, what passed is put in, and a case that has run
     is taken out of the rows of other code. What was left out by the evidence stays as it is there."""
-    rows = {(*key_of(row), row.get("machinery")): {*row["passed"]} for row in kept}
+    rows = {
+        (*key_of(row), row.get("machinery")): {
+            case: row["seconds"].get(case, 0) if "seconds" in row else None for case in row["passed"]
+        }
+        for row in kept
+    }  # the seconds of each case, 0 if it is fast, None if nobody wrote them down
     for outcome in outcomes:
         mine, case = key(outcome["id"], code), case_of(outcome["id"])
         for other in rows:
             if other[:3] == mine[:3] and other[:4] != mine:
-                rows[other].discard(case)
+                rows[other].pop(case, None)
         same = [rows[other] for other in rows if other[:4] == mine]
         if outcome.get("why") == BY_EVIDENCE and any(case in own for own in same):
             continue
         for own in same:
-            own.discard(case)
+            own.pop(case, None)
         if outcome["outcome"] == "passed":
-            rows.setdefault((*mine, code.machinery), set()).add(case)
+            rows.setdefault((*mine, code.machinery), {})[case] = outcome.get("seconds")
     ordered = sorted(rows.items(), key=lambda item: tuple(map(str, item[0])))
     return [
-        {"file": file, "test": test, "op": op, "source": source, "machinery": over, "gpu": gpu, "passed": sorted(own)}
-        for (file, test, op, source, over), own in ordered
-        if own
+        {**dict(zip(PLACE, place)), "gpu": gpu, "passed": sorted(own), **slow(own)} for place, own in ordered if own
     ]
+
+
+def slow(own: dict[str, float | None]) -> Row:
+    """The field of the seconds of a row, where those of some case are known; another case counts as fast then."""
+    if all(seconds is None for seconds in own.values()):
+        return {}
+    return {"seconds": {case: round(own[case]) for case in sorted(own) if (own[case] or 0) >= SLOW}}
 
 
 def write(path: Path, rows: Sequence[Row]) -> None:

@@ -426,7 +426,7 @@ def test_tests_that_cannot_be_imported_are_an_error(suite):
     with pytest.raises(SystemExit, match="could not collect"):
         _gpu(suite)
     with pytest.raises(SystemExit, match="no tests to run"):
-        _gpu(suite, "tests/gpu/test_one.py", "--shard", "9/9")
+        _gpu(suite, "tests/gpu/test_one.py", "--shard", "99/99")
     if not torch.cuda.is_available():
         with pytest.raises(SystemExit, match="no CUDA device"):
             gpu.main(["tests/gpu/test_one.py"], root=suite, say=print)
@@ -454,18 +454,50 @@ def test_models_are_a_part_with_the_time_that_is_left(tmp_path, monkeypatch):
     assert [gpu.worst(*s) for s in ((0, 0), (0, 3), (3, 1), (2, 3), (1, 0))] == [0, 3, 1, 2, 1]
 
 
-def test_shards_and_units_cover_every_test_once():
+def test_units_cover_every_test_once_and_those_that_take_memory_come_first():
     names = [f"tests/gpu/test_{f}.py::test_x[{i}]" for f in ("a", "large_b", "c") for i in range(25)]
-    names += [f"tests/gpu/test_c.py::test_y[wide_strides-{i}]" for i in range(5)]
-    units = gpu.units_of(names, 10)
+    names += [f"tests/gpu/test_c.py::test_y[wide_strides-{i}]" for i in range(9)]
+    units = gpu.units_of(names, {}, 10, 1000.0, jobs=4)
     assert sorted(n for u in units for n in u) == sorted(names)
     assert all(len({n.split("::")[0] for n in u}) == 1 and len(u) <= 10 for u in units)
     assert [gpu.thirds(u) for u in units] == [3] * 3 + [1] * 3 + [0] * 6
-    parts = [u for k in range(1, 5) for u in units[k - 1 :: 4]]
-    assert sorted(map(tuple, parts)) == sorted(map(tuple, units))
-    for bad in ("0/2", "3/2", "x", "1"):
+    assert [len(u) for u in units if gpu.thirds(u) == 1] == [3, 3, 3]  # some for each of the three that may run at once
+    assert gpu.units_of([], {}, 10, 60.0, jobs=4) == []
+    for bad in (["--shard", "0/2"], ["--shard", "3/2"], ["--shard", "x"], ["--shard", "1"], ["--per-process", "0"]):
         with pytest.raises(SystemExit):
-            gpu.parse(["--shard", bad])
+            gpu.parse(bad)
+
+
+def test_a_process_has_tests_for_so_many_seconds_and_the_longest_begin_first():
+    long, slow, quick = ([f"tests/gpu/test_{f}.py::test_x[{i}]" for i in range(20)] for f in ("a", "b", "c"))
+    took = {**dict.fromkeys(long, 1.0), **dict.fromkeys(slow, 12.0), **dict.fromkeys(quick, 0.5), long[7]: 70.0}
+    units = gpu.units_of([*quick, *slow, *long], took, 80, 60.0, jobs=2)
+    # The first of the others are not cut in two by the long one between them
+    assert units == [[long[7]], *(slow[i : i + 5] for i in (0, 5, 10, 15)), [*long[:7], *long[8:]], quick]
+    seconds = [sum(took[n] for n in u) for u in units]
+    assert seconds == sorted(seconds, reverse=True) == [70.0, *[60.0] * 4, 19.0, 10.0]
+    assert [len(u) for u in gpu.units_of(quick, took, 6, 60.0, jobs=1)] == [6, 6, 6, 2]
+    assert [len(u) for u in gpu.units_of(slow[:6], took, 80, 60.0, jobs=3)] == [2, 2, 2]  # a third of the seconds each
+    assert [len(u) for u in gpu.units_of(quick, took, 80, 60.0, jobs=20)] == [20]  # a second process would only import
+    nothing_known = gpu.units_of(slow, {}, 80, 30.0, jobs=1)
+    assert [len(u) * gpu.UNKNOWN for u in nothing_known] == [30.0, 30.0]
+
+
+def test_shards_agree_whatever_has_been_kept(suite):
+    """What one shard adds to the evidence moves no test into another shard, and none is lost."""
+    listed = suite / "listed"
+
+    def names(part):
+        assert _gpu(suite, "--shard", f"{part}/2", "--list", str(listed)) == (0, [])
+        return listed.read_text().splitlines()
+
+    first = names(1)
+    kept = suite / gpu.passed.KEPT
+    rows = [{"file": (at := n.partition("::"))[0], "test": at[2], "passed": [""], "seconds": {"": 99}} for n in first]
+    kept.parent.mkdir(parents=True)
+    kept.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    second = names(2)
+    assert len({*first, *second}) == len(first) + len(second) == 11 and names(1) == first
 
 
 def test_a_line_cut_short_by_a_kill_is_left_out(tmp_path):
@@ -473,6 +505,9 @@ def test_a_line_cut_short_by_a_kill_is_left_out(tmp_path):
     path.write_text('{"id": "a", "outcome": "passed"}\n{"id": "b", "outc')
     state = gpu.State([path])
     assert state.outcome("a") == "passed" and state.outcome("b") is None
+    for name, outcome in (("c", "passed"), ("d", "failed")):
+        state.add({"id": name, "outcome": outcome, "seconds": 4.5})
+    assert state.took() == {"c": 4.5}  # who failed may have stopped early, and of the first nobody wrote it down
 
 
 def small_tree(root):
@@ -641,3 +676,29 @@ def test_what_stands_for_changed_machinery_is_run_again(tmp_path):
     with pytest.raises(SystemExit):
         gpu.parse(["--machinery"])
     assert {"unlike-quantize", "refusals-matmul"} <= {*gpu.of_the_machinery()}
+
+
+def test_seconds_are_kept_of_what_is_slow(tmp_path):
+    """Also beside rows from before they were kept, which say nothing of theirs."""
+    from tests.gpu import passed
+
+    small_tree(tmp_path)
+    code = passed.Code(tmp_path)
+    fast, slow, alone = (f"tests/gpu/test_{n}" for n in ("rest.py::test_y[3]", "rest.py::test_y[4]", "two.py::test_x"))
+
+    def added(kept, test, seconds=None, outcome="passed", **more):
+        timed = {} if seconds is None else {"seconds": seconds}
+        return passed.add([{"id": test, "outcome": outcome, **timed, **more}], code, kept, "a chip")
+
+    old = added([], alone)
+    assert "seconds" not in old[0] and passed.took(old) == {}
+    kept = added(added(old, fast, 0.2), slow, 17.6)
+    assert [row.get("seconds") for row in kept] == [{"4": 18}, None]
+    assert passed.took(kept) == {fast: passed.FAST, slow: 18}
+    assert passed.passed([fast, slow, alone], code, kept) == {fast, slow, alone}
+    assert added(kept, slow, why=passed.BY_EVIDENCE) == kept  # what did not run keeps its seconds
+    assert passed.took(added(kept, slow, 2.9)) == {fast: passed.FAST, slow: passed.FAST}
+    assert passed.took(added(kept, slow, 1.0, "failed")) == {fast: passed.FAST}
+    assert passed.took(added(kept, alone, 5.0))[alone] == 5
+    other = [{**kept[0], "source": "another", "seconds": {"3": 9}}]  # the same tests over other code
+    assert passed.took([*other, *kept]) == {fast: 9, slow: 18}
