@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import gc
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -53,6 +54,17 @@ def nodes(path: Path) -> dict[type[ast.AST], list]:
     for node in ast.walk(tree(path)):
         found[type(node)].append(node)
     return found
+
+
+@pytest.fixture(scope="module", autouse=True)
+def trees() -> Iterator[None]:
+    """They are millions of objects and no garbage: to look for it among them takes longer than to parse, here and in the tests that
+    come after these."""
+    gc.disable()
+    yield
+    tree.cache_clear()
+    nodes.cache_clear()
+    gc.enable()
 
 
 LIBRARY = files(PACKAGE)
