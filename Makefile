@@ -19,6 +19,8 @@ export OMP_NUM_THREADS := 1
 export OPENBLAS_NUM_THREADS := 1
 export TRITON_CACHE_DIR := $(CURDIR)/.cache/triton
 unexport TRITON_INTERPRET
+# Each worker and each process that a test starts would compile all modules, and rewrite all asserts, anew: 9 of 22 seconds.
+unexport PYTHONDONTWRITEBYTECODE
 
 # What a net costs is counted in CPU seconds and held to the budgets of tests/seconds.py. More is a warning, and an error with
 # TILEWRIGHT_BUDGETS=error (.ci/run). A slower machine sets SLOWER=2.

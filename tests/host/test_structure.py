@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import gc
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -45,6 +47,26 @@ def tree(path: Path) -> ast.Module:
     return ast.parse(path.read_text(), str(path))
 
 
+@cache
+def nodes(path: Path) -> dict[type[ast.AST], list]:
+    """All of a file's nodes by their class, each class's in the order of `ast.walk`: a walk is slow, and many tests need one."""
+    found: dict[type[ast.AST], list] = defaultdict(list)
+    for node in ast.walk(tree(path)):
+        found[type(node)].append(node)
+    return found
+
+
+@pytest.fixture(scope="module", autouse=True)
+def trees() -> Iterator[None]:
+    """They are millions of objects and no garbage: to look for it among them takes longer than to parse, here and in the tests that
+    come after these."""
+    gc.disable()
+    yield
+    tree.cache_clear()
+    nodes.cache_clear()
+    gc.enable()
+
+
 LIBRARY = files(PACKAGE)
 EVERYTHING = files(PACKAGE, "tests")
 
@@ -57,13 +79,12 @@ def module_of(path: Path) -> tuple[str, ...]:
 def imports(path: Path) -> Iterator[tuple[str, ...]]:
     """Every module that a file imports, absolute, wherever in the file it does so."""
     package = module_of(path) if path.name == "__init__.py" else module_of(path)[:-1]
-    for node in ast.walk(tree(path)):
-        if isinstance(node, ast.Import):
-            yield from (tuple(alias.name.split(".")) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            base = package[: len(package) - node.level + 1] if node.level else ()
-            base += tuple(node.module.split(".")) if node.module else ()
-            yield from ((*base, alias.name) for alias in node.names)
+    for node in nodes(path)[ast.Import]:
+        yield from (tuple(alias.name.split(".")) for alias in node.names)
+    for node in nodes(path)[ast.ImportFrom]:
+        base = package[: len(package) - node.level + 1] if node.level else ()
+        base += tuple(node.module.split(".")) if node.module else ()
+        yield from ((*base, alias.name) for alias in node.names)
 
 
 def layer(module: tuple[str, ...]) -> str | None:
@@ -153,7 +174,7 @@ def test_what_differs_between_tritons_is_in_one_module():
         if path == versions:
             return
         yield from (f" imports {'.'.join(m)}" for m in imports(path) if m[:3] == ("triton", "experimental", "gluon"))
-        for call in calls(tree(path)):
+        for call in nodes(path)[ast.Call]:
             if dotted(call.func).startswith("triton.__version__."):
                 yield f":{call.lineno} calls {dotted(call.func)}"
 
@@ -173,7 +194,7 @@ def calls(node: ast.AST) -> Iterator[ast.Call]:
 def test_nothing_runs_or_loads_foreign_code():
     def find(path: Path) -> Iterator[str]:
         yield from (f" imports {'.'.join(m)}" for m in imports(path) if m[0] in BANNED_MODULES)
-        for call in calls(tree(path)):
+        for call in nodes(path)[ast.Call]:
             if dotted(call.func) in BANNED_CALLS:
                 yield f":{call.lineno} calls {dotted(call.func)}"
             if any(k.arg == "shell" and getattr(k.value, "value", True) is not False for k in call.keywords):
@@ -184,8 +205,8 @@ def test_nothing_runs_or_loads_foreign_code():
 
 def test_no_fixed_temporary_folder():
     def find(path: Path) -> Iterator[str]:
-        for node in ast.walk(tree(path)):
-            if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith(FIXED_FOLDERS):
+        for node in nodes(path)[ast.Constant]:
+            if isinstance(node.value, str) and node.value.startswith(FIXED_FOLDERS):
                 yield f":{node.lineno} names {node.value[:60]}"
 
     offences(EVERYTHING, find)
@@ -195,7 +216,7 @@ def test_powers_of_two_come_from_exponent_bits():
     """exp2(ceil(log2(x))) is wrong at a third of the powers of two and their neighbours."""
 
     def find(path: Path) -> Iterator[str]:
-        for call in calls(tree(path)):
+        for call in nodes(path)[ast.Call]:
             if dotted(call.func).rpartition(".")[2] in ("ceil", "floor", "exp2", "round"):
                 inner = {dotted(c.func).rpartition(".")[2] for a in call.args for c in calls(a)}
                 if inner & {"log2", "log"}:
@@ -247,13 +268,13 @@ def only_moved(function: ast.FunctionDef) -> bool:
 
 def test_masked_loads_say_what_they_hold():
     def find(path: Path) -> Iterator[str]:
-        whole = tree(path)
-        chosen = {id(c) for w in calls(whole) if dotted(w.func) == "tl.where" for c in calls(w)}
-        functions = [n for n in ast.walk(whole) if isinstance(n, ast.FunctionDef) and any(map(holds_nothing, calls(n)))]
+        bare = [call for call in nodes(path)[ast.Call] if holds_nothing(call)]
+        if not bare:
+            return
+        chosen = {id(c) for w in nodes(path)[ast.Call] if dotted(w.func) == "tl.where" for c in calls(w)}
+        functions = [n for n in nodes(path)[ast.FunctionDef] if any(map(holds_nothing, calls(n)))]
         chosen |= {id(c) for function in filter(only_moved, functions) for c in calls(function)}
-        for call in calls(whole):
-            if holds_nothing(call) and id(call) not in chosen:
-                yield f":{call.lineno} has a mask and no other"
+        yield from (f":{call.lineno} has a mask and no other" for call in bare if id(call) not in chosen)
 
     offences(LIBRARY, find)
 
@@ -282,11 +303,10 @@ def test_long_files_and_functions_are_listed(capsys):
         lines = path.read_text().count("\n")
         if lines > LONG_FILE:
             long.append(f"{path.relative_to(ROOT)} has {lines} lines")
-        for node in ast.walk(tree(path)):
-            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-                length = node.end_lineno - node.lineno + 1
-                if length > LONG_FUNCTION:
-                    long.append(f"{path.relative_to(ROOT)}:{node.lineno} {node.name} has {length} lines")
+        for node in (*nodes(path)[ast.FunctionDef], *nodes(path)[ast.AsyncFunctionDef]):
+            length = node.end_lineno - node.lineno + 1
+            if length > LONG_FUNCTION:
+                long.append(f"{path.relative_to(ROOT)}:{node.lineno} {node.name} has {length} lines")
     with capsys.disabled():
         print("\n".join(["", *long]))
     assert len(long) < len(EVERYTHING) / 10, "one file of ten is long"
@@ -296,8 +316,7 @@ def test_names_say_something():
     def find(path: Path) -> Iterator[str]:
         words = {word for part in path.relative_to(ROOT).with_suffix("").parts for word in part.split("_")}
         yield from (f": {word} says nothing" for word in words & BANNED_NAMES)
-        defined = (ast.FunctionDef, ast.ClassDef)
-        for node in (n for n in ast.walk(tree(path)) if isinstance(n, defined)):
+        for node in (*nodes(path)[ast.FunctionDef], *nodes(path)[ast.ClassDef]):
             if node.name.lower() in BANNED_NAMES:
                 yield f":{node.lineno} {node.name} says nothing"
 
