@@ -183,9 +183,8 @@ def linear_cross_entropy_scale(X, G, DENOMINATOR, Y, N, BLOCK: tl.constexpr):
 SCRATCH = 32 * 2**20  # bytes of fp32 logits at a time: most of them stay in a Hopper's L2 until they are read
 FEWEST, MOST = 1024, 16384  # rows of a chunk: fewer would leave a product without tiles for all processors
 MOST_CODES = 256 * 2**20  # bytes of codes that may always be there, beside those in the memory of dweight
-AHEAD = (
-    32 * 10**8
-)  # bytes of fp32 gradients of weight and codes of a group: with more, logits are rather computed twice
+# Bytes of fp32 gradients of weight and codes of a group: with more, logits are rather computed twice
+AHEAD = 32 * 10**8
 
 
 def padded_count(tokens: int) -> int:
