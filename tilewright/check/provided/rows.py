@@ -46,9 +46,11 @@ def norm(
     weight = normal(device, 200, dtype=dtype, seed=1) if weighted else None
     out_format = forms(device)[form]
     if residual:
-        other = normal(device, 5, 200, dtype=dtype, seed=2)
-        y, total = tw.add_rms_norm(x, other, weight, EPS, out_format=out_format)
-        agrees("the sum", total, x.double() + other.double(), "A")
+        total = normal(device, 5, 200, dtype=dtype, seed=2)
+        exact = x.double() + total.double()
+        y, h = tw.add_rms_norm(x, total, weight, EPS, out_format=out_format, out=(None, total))
+        assert h is total, "the sum was not stored over the residual"
+        agrees("the sum", total, exact, "A")
         x = total
     else:
         y = tw.rms_norm(x, weight, EPS, out_format=out_format)
@@ -56,10 +58,10 @@ def norm(
 
 
 def norm_in_place(device: str) -> None:
-    """The norm, copied over what it is of."""
+    """The norm, stored over what it is of."""
     x, weight = normal(device, 5, 200), normal(device, 200, seed=1)
     exact = F.rms_norm(x.double(), (200,), weight.double(), EPS)
-    assert tw.epilogue(tw.rms_norm(x, weight, EPS), out=x) is x, "another tensor came back"
+    assert tw.rms_norm(x, weight, EPS, out=x) is x, "another tensor came back"
     agrees("x", x, exact)
 
 

@@ -167,15 +167,19 @@ def split_into_cache(device: str) -> None:
 
 
 def rotated_pairs(device: str) -> None:
+    """Queries and keys, each stored over itself."""
     q, k = normal(device, 1, 7, 4, 32), normal(device, 1, 7, 1, 32, seed=1)
     cos, sin = tables(device, 7, 32, BF16)
-    for name, t, x in zip("qk", tw.rope(q, k, cos[None], sin[None], layout="bshd", pairing="interleaved"), (q, k)):
-        agrees(name, t, turned(x, cos, sin), "A")
+    exact = [turned(x, cos, sin) for x in (q, k)]
+    tw.rope(q, k, cos[None], sin[None], layout="bshd", pairing="interleaved", out=(q, k))
+    for name, found, wanted in zip("qk", (q, k), exact):
+        agrees(name, found, wanted, "A")
 
 
 def rotated_halves(device: str) -> None:
-    """Tables that have each angle twice."""
+    """Tables that have each angle twice; the result is stored over x."""
     x = normal(device, 1, 7, 4, 32, dtype=FP16)
     cos, sin = tables(device, 7, 32, FP16)
-    found = tw.rope_one(x, cos.repeat(1, 2)[None], sin.repeat(1, 2)[None], layout="bshd")
-    agrees("result", found, turned(x, cos, sin, interleaved=False), "A")
+    exact = turned(x, cos, sin, interleaved=False)
+    tw.rope_one(x, cos.repeat(1, 2)[None], sin.repeat(1, 2)[None], layout="bshd", out=x)
+    agrees("x", x, exact, "A")

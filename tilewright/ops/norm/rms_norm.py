@@ -726,6 +726,6 @@ rms_norm = Op(
     Triton(partial(forward_plain, how=in_rows), backward_plain, fits_rows, "rows", out=True),
     Triton(partial(forward_plain, plain=launch_shared), partial(backward_plain, shared=True), fits_shared, "shared", out=True),
     Triton(forward_plain, backward_plain, single, out=True),
-    where={**WHERE, **MODULATED, "rstd": "float32[...]"}, results={"out": "x[... hidden]"},
+    where={**WHERE, **MODULATED, "rstd": "float32[...]"}, results={"out": "x[... hidden]"}, out=Out(lies_on={"out": ("x",)}),
     gradient=Gradient(of=("x", "weight", "scale", "shift"), shape_only=lambda values: ("shift",)), sharding=Sharding(),
 )  # fmt: skip

@@ -495,7 +495,7 @@ def sharding_two(a: SimpleNamespace) -> Sharding:
 rope_one = Op(
     "rope_one", reference_one, inputs_one, Triton(forward_one, backward_one, single),
     sibling="rope", where={"x": "float[batch length heads head_dim]", **WHERE},
-    results={"y": "x[batch length heads head_dim]"}, out=Out(contiguous=("y",)),
+    results={"y": "x[batch length heads head_dim]"}, out=Out(contiguous=("y",), lies_on={"y": ("x",)}),
     gradient=Gradient(of=("x",), shape_only=lambda values: ("x",)), check=check_one, bars=Bars("A"),
     sharding=lambda a: sharding(a, a.x, in_order(a.layout, "batch", "length", "heads")),
 )  # fmt: skip
@@ -503,6 +503,6 @@ rope = Op(
     "rope", reference, inputs, Triton(forward, backward, single),
     where={"q": "float[batch q_length q_heads head_dim]", "k": "q[batch k_length k_heads head_dim]", **WHERE},
     results={"q_out": "q[batch q_length q_heads head_dim]", "k_out": "q[batch k_length k_heads head_dim]"},
-    out=Out(contiguous=("q_out", "k_out")), check=check_two, sharding=sharding_two, bars=Bars("A"),
+    out=Out(contiguous=("q_out", "k_out"), lies_on={"q_out": ("q",), "k_out": ("k",)}), check=check_two, sharding=sharding_two, bars=Bars("A"),
     gradient=Gradient(of=("q", "k"), through=("q_out", "k_out"), shape_only=lambda values: ("q", "k")),
 )  # fmt: skip
