@@ -620,6 +620,23 @@ def test_other_ways_of_calling_are_checked_and_timed(family, pretended, monkeypa
         )
 
 
+@pytest.mark.parametrize("family", ["launch_norm_fp8", "launch_norm_fp8_both", "launch_glu_fp8"])
+def test_calls_that_make_codes_are_timed_beside_those_that_make_none(family, pretended, monkeypatch):
+    monkeypatch.setattr(timing, "time_host_each", lambda calls: [15.0, 10.0][: len(calls)])
+    row = run.measure(small(family), [])
+    work = Work.build(small(family))
+    assert row["rivals"] == {"plain": 10.0} and row["measured"] == pytest.approx(2 / 3)
+    assert type(work.call()) is tw.Quantized and type(rivals.call_of("plain", work)()) is torch.Tensor
+
+
+def test_norms_of_many_tensors_are_timed_beside_torch_s(pretended, monkeypatch):
+    monkeypatch.setattr(timing, "time_host_each", lambda calls: [150.0, 1000.0][: len(calls)])
+    work = Work.build(small("launch_multi_tensor_norm"))
+    parts = rivals.call_of("foreach_norm", work)()
+    assert torch.stack(parts).norm().item() == pytest.approx(work.call().item(), rel=1e-5)
+    assert run.measure(small("launch_multi_tensor_norm"), [])["rivals"] == {"foreach_norm": 1000.0}
+
+
 def test_a_rival_that_computes_something_else_gets_no_time(pretended, monkeypatch):
     monkeypatch.setitem(rivals.NAMED, "liar", lambda work: lambda: work.call() * 1.1)
     row = run.measure(small("rms_norm_fwd"), ["liar"])

@@ -151,7 +151,10 @@ def test_auto_takes_what_was_measured_to_be_faster(rows):
 
 def test_auto_takes_the_chip_s_kernels_where_nothing_near_was_measured_and_there_is_a_tile_for_every_sm(rows):
     large = call(batch=1, length=HOPPER.sms * 64, keys=64, heads=2)
-    assert chosen(large) == "hopper" and chosen(call(batch=1, length=HOPPER.sms * 64 - 128, keys=64, heads=2)) == "portable"
+    assert (
+        chosen(large) == "hopper"
+        and chosen(call(batch=1, length=HOPPER.sms * 64 - 128, keys=64, heads=2)) == "portable"
+    )
     rows(row(kind="bf16_128_128_full", bucket=(2, 16384, 64), hopper=3.0))
     assert chosen(large) == "portable"  # by the row
 

@@ -128,6 +128,22 @@ def _torch_add_out(work: Work) -> Call:
     return lambda: torch.add(x, other, out=y)
 
 
+def _plain(work: Work) -> Call:
+    """The same call of ours without codes: what making them costs the host is the rest."""
+    if work.values.get("out_format") is None:
+        raise Absent(f"{work.case.family} makes no codes")
+    values = {**work.values, "out_format": None}
+    return lambda: work.op.function(**values)
+
+
+def _foreach_norm(work: Work) -> Call:
+    """The norm of each tensor by one call of torch's, as `clip_grad_norm_` has it."""
+    if work.case.op != "multi_tensor_norm":
+        raise Absent(f"torch's norms have nothing for {work.case.family}")
+    tensors = work.values["tensors"]
+    return lambda: torch._foreach_norm(tensors)
+
+
 def _torch_rms_norm(work: Work) -> Call:
     if work.case.op != "rms_norm":
         raise Absent(f"torch's norm has nothing for {work.case.family}")
@@ -351,6 +367,8 @@ NAMED: dict[str, Callable[[Work], Call]] = {
     "aten": _aten,
     "empty": _empty,
     "torch": _torch,
+    "plain": _plain,
+    "foreach_norm": _foreach_norm,
     "torch_add": _torch_add,
     "torch_add_out": _torch_add_out,
     "torch_rms_norm": _torch_rms_norm,

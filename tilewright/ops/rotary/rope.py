@@ -503,6 +503,7 @@ rope = Op(
     "rope", reference, inputs, Triton(forward, backward, single),
     where={"q": "float[batch q_length q_heads head_dim]", "k": "q[batch k_length k_heads head_dim]", **WHERE},
     results={"q_out": "q[batch q_length q_heads head_dim]", "k_out": "q[batch k_length k_heads head_dim]"},
-    out=Out(contiguous=("q_out", "k_out"), lies_on={"q_out": ("q",), "k_out": ("k",)}), check=check_two, sharding=sharding_two, bars=Bars("A"),
+    out=Out(contiguous=("q_out", "k_out"), lies_on={"q_out": ("q",), "k_out": ("k",)}), check=check_two,
+    sharding=sharding_two, bars=Bars("A"),
     gradient=Gradient(of=("q", "k"), through=("q_out", "k_out"), shape_only=lambda values: ("q", "k")),
 )  # fmt: skip
