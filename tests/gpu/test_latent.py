@@ -12,7 +12,7 @@ import torch
 
 import tilewright as tw
 from tests.cached_oracle import agrees
-from tests.latent_oracle import CALLS, call
+from tests.latent_oracle import CALLS, NOWHERE, call
 from tilewright.core.target import Target
 
 pytestmark = pytest.mark.gpu
@@ -74,14 +74,31 @@ def test_a_batch_as_a_server_has_it():
     held(call(lengths[-5:], room=4096, heads=128, tokens=2, page=64, dtype=torch.float16))
 
 
+@pytest.mark.parametrize("backend", ["hopper_latent", "portable", "auto"])
 @pytest.mark.parametrize("values", [512, 256])
-def test_bits_are_a_sequence_s_own(values):
+def test_bits_are_a_sequence_s_own(values, backend):
+    """Alone, with a table no wider than it needs and with one that has room for far more, as in a batch."""
     lengths = (1000, 64, 0, 700, 65, 2048)
     a = on_gpu(call(lengths, page=64, heads=72, tokens=2, values=values, split=512))
-    whole = attend(a)
-    for b in range(len(lengths)):
+    whole = attend(a, backend)
+    for b, length in enumerate(lengths):
         own = {name: a[name][b : b + 1] for name in ("q", "block_table", "kv_len")}
-        same(attend({**a, **own}), (t[b : b + 1] for t in whole))
+        table = own["block_table"]
+        for width in (max(1, -(-length // 64)), table.shape[1], 512):
+            room = torch.full((1, width), NOWHERE, dtype=torch.int32, device="cuda")
+            both = min(width, table.shape[1])
+            room[:, :both] = table[:, :both]
+            same(attend({**a, **own, "block_table": room}, backend), (t[b : b + 1] for t in whole))
+
+
+def test_a_batch_that_is_measured_has_the_bits_of_one_sequence():
+    """At sizes at which `auto` without a split takes Hopper's kernel for the batch and the portable one for a sequence of it."""
+    lengths = tuple(4096 - 61 * i for i in range(64))
+    a = on_gpu(call(lengths, room=4096, heads=16, page=64, split=1024))
+    whole = attend(a, "auto")
+    for b in (0, 31, 63):
+        own = {name: a[name][b : b + 1] for name in ("q", "block_table", "kv_len")}
+        same(attend({**a, **own}, "auto"), (t[b : b + 1] for t in whole))
 
 
 @pytest.mark.parametrize("heads", [16, 128])
