@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import tilewright as tw
+from tests.latent_oracle import CALLS
 from tilewright.attention import preference
 from tilewright.attention.hopper import latent
 from tilewright.bench import preference as measured
@@ -201,6 +202,14 @@ def test_a_split_that_is_given_is_kept():
     assert (found[0][1]["SPLIT"], found[0][1]["PARTS"]) == (192, 6)
     ((_, given),) = launched(call(split=1024))
     assert given["PARTS"] == 1
+
+
+def test_a_page_that_there_is_not_is_named(monkeypatch):
+    monkeypatch.setenv("TILEWRIGHT_DEBUG", "1")
+    with pretend(HOPPER), collect():
+        latent.forward(**CALLS["pages"]())  # whose table holds no pages past the keys
+        with pytest.raises(ValueError, match=r"block_table must be .* got 999 at \[1, 2\]"):
+            latent.forward(**CALLS["no such page"]())
 
 
 @pytest.mark.parametrize(
