@@ -58,6 +58,19 @@ def call(
     return {"q": q, "k_cache": caches[0], "v_cache": caches[1], "block_table": table, "kv_len": lengths, **a}
 
 
+def moved(a: dict[str, Any], seed: int) -> dict[str, Any]:
+    """The same call with pages that lie elsewhere in the caches. Entries of the table that are no page's stay what they are."""
+    table, count = a["block_table"], a["k_cache"].shape[0]
+    where = torch.randperm(count, generator=torch.Generator().manual_seed(seed)).to(table.dtype)
+    known = (table >= 0) & (table < count)
+    there = {"block_table": torch.where(known, where[table.clamp(0, count - 1).long()], table)}
+    for name in ("k_cache", "v_cache", "k_rope"):
+        if a[name] is not None:
+            there[name] = torch.empty_like(a[name])
+            there[name][where.long()] = a[name]
+    return {**a, **there}
+
+
 def agrees(a: dict[str, Any], o: Tensor, lse: Tensor) -> None:
     """Hold results to the reference in float64 on the same arguments, by the bars of class I."""
     wide = {n: t.double() if torch.is_tensor(t) and t.is_floating_point() else t for n, t in a.items()}

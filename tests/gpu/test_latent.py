@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import tilewright as tw
-from tests.cached_oracle import agrees
-from tests.latent_oracle import CALLS, call
+from tests.cached_oracle import agrees, moved
+from tests.latent_oracle import CALLS, NOWHERE, call
 from tilewright.core.target import Target
 
 pytestmark = pytest.mark.gpu
@@ -74,32 +74,58 @@ def test_a_batch_as_a_server_has_it():
     held(call(lengths[-5:], room=4096, heads=128, tokens=2, page=64, dtype=torch.float16))
 
 
+@pytest.mark.parametrize("backend", ["hopper_latent", "portable", "auto"])
 @pytest.mark.parametrize("values", [512, 256])
-def test_bits_are_a_sequence_s_own(values):
+def test_bits_are_a_sequence_s_own(values, backend):
+    """Alone, with a table no wider than it needs and with one that has room for far more, as in a batch."""
     lengths = (1000, 64, 0, 700, 65, 2048)
     a = on_gpu(call(lengths, page=64, heads=72, tokens=2, values=values, split=512))
-    whole = attend(a)
-    for b in range(len(lengths)):
+    whole = attend(a, backend)
+    for b, length in enumerate(lengths):
         own = {name: a[name][b : b + 1] for name in ("q", "block_table", "kv_len")}
-        same(attend({**a, **own}), (t[b : b + 1] for t in whole))
+        table = own["block_table"]
+        for width in (max(1, -(-length // 64)), table.shape[1], 512):
+            room = torch.full((1, width), NOWHERE, dtype=torch.int32, device="cuda")
+            both = min(width, table.shape[1])
+            room[:, :both] = table[:, :both]
+            same(attend({**a, **own, "block_table": room}, backend), (t[b : b + 1] for t in whole))
 
 
+def test_a_batch_that_is_measured_has_the_bits_of_one_sequence():
+    """At sizes at which `auto` without a split takes Hopper's kernel for the batch and the portable one for a sequence of it."""
+    lengths = tuple(4096 - 61 * i for i in range(64))
+    a = on_gpu(call(lengths, room=4096, heads=16, page=64, split=1024))
+    whole = attend(a, "auto")
+    for b in (0, 31, 63):
+        own = {name: a[name][b : b + 1] for name in ("q", "block_table", "kv_len")}
+        same(attend({**a, **own}, "auto"), (t[b : b + 1] for t in whole))
+
+
+@pytest.mark.parametrize("backend", ["hopper_latent", "portable"])
 @pytest.mark.parametrize("heads", [16, 128])
-def test_a_hundred_runs_have_the_same_bits(heads):
+def test_a_hundred_runs_have_the_same_bits(heads, backend):
     a = on_gpu(call((3000, 1, 777, 64, 2500), room=4096, heads=heads, tokens=2, page=64))
-    first = attend(a)
+    first = attend(a, backend)
     for _ in range(100):
-        same(attend(a), first)
+        same(attend(a, backend), first)
 
 
-def test_a_graph_gives_the_same_bits():
-    a = on_gpu(call((1000, 65, 300), page=64, split=512))
-    wanted = [t.clone() for t in attend(a)]
+@pytest.mark.parametrize("backend", ["hopper_latent", "portable"])
+@pytest.mark.parametrize("split", [512, None])
+def test_a_graph_serves_other_lengths_and_tables(split, backend):
+    """Bit for bit what each call gives by itself; there is room for 1024 keys."""
+    steps = ((1000, 65, 300), (64, 1000, 1), (0, 1024, 513), (1025, 700, 999))
+    calls = [on_gpu(moved(call(lengths, room=1024, page=64, split=split), i)) for i, lengths in enumerate(steps)]
+    a = {name: t.clone() if torch.is_tensor(t) else t for name, t in calls[0].items()}
+    eager = [attend(one, backend) for one in calls]
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        made = attend(a)
-    for _ in range(3):
+        made = attend(a, backend)
+    for one, wanted in [*zip(calls, eager)] * 2:
+        for name, t in one.items():
+            if torch.is_tensor(t):
+                a[name].copy_(t)
         for t in made:
             t.fill_(math.inf)
         graph.replay()

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import tilewright as tw
+from tests.cached_oracle import chunk
 from tilewright.attention import preference
 from tilewright.attention.hopper import chunks
 from tilewright.core.target import TARGETS, pretend
@@ -172,3 +173,12 @@ def test_packed_sequences_have_room_for_as_many_keys():
 def test_columns_in_two_parts():
     _, (_, given) = launched(call(D=192, V=96))
     assert [given[n].block_shape[-1] for n in ("K0", "K1", "V0", "V1", "N0", "N1")] == [64, 64, 64, 32, 64, 64]
+
+
+def test_a_page_that_there_is_not_is_named(monkeypatch):
+    monkeypatch.setenv("TILEWRIGHT_DEBUG", "1")
+    with pretend(HOPPER), collect():
+        for kind in ("a chunk", "packed", "no such page before a window"):
+            chunks.forward(**chunk(kind))
+        with pytest.raises(ValueError, match=r"block_table must be .* got 16 at \[0, 2\]"):
+            chunks.forward(**chunk("no such page"))

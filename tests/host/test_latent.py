@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import tilewright as tw
+from tests.latent_oracle import CALLS
 from tilewright.attention import preference
 from tilewright.attention.hopper import latent
 from tilewright.bench import preference as measured
@@ -51,10 +52,26 @@ def chosen(values, target=HOPPER):
         return CACHED.implementation(CACHED.signature.bind((), values)).name
 
 
-def launched(values):
-    with pretend(HOPPER), torch.no_grad(), collect() as found:
-        CACHED.run(CACHED.signature.bind((), {**values, "backend": latent.NAME}))
+def launched(values, backend=latent.NAME):
+    with pretend(HOPPER), tw.force("triton"), torch.no_grad(), collect() as found:
+        CACHED.run(CACHED.signature.bind((), {**values, "backend": backend}))
     return [(w.kernel.name, dict(zip(w.kernel.names, w.ordered))) for w in found]
+
+
+@pytest.fixture
+def measured_as(tmp_path, monkeypatch):
+    """Have `auto` go by these rows alone."""
+
+    def put(*rows):
+        preference.path_of("sm_90").write_text(preference.text_of(rows))
+        preference.table.cache_clear()
+        preference.nearest.cache_clear()
+
+    monkeypatch.setattr(preference, "SHIPPED", tmp_path)
+    yield put
+    monkeypatch.undo()
+    preference.table.cache_clear()
+    preference.nearest.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -113,22 +130,33 @@ def test_other_chips_have_no_such_kernel():
     assert not any(latent.fits(t, bound(call())) for t in (TARGETS["sm_100"], replace(HOPPER, gluon=False)))
 
 
-def test_auto_takes_what_was_measured_to_be_faster(tmp_path, monkeypatch):
-    monkeypatch.setattr(preference, "SHIPPED", tmp_path)
-    times = {latent.NAME: 1.0, "portable": 2.0}
-    line = preference.made("forward", bound(call()), times, "2026-11-17", "3.6.0")
+def faster(values):
+    """The row by which Hopper's kernel is the faster for a call."""
+    return preference.made("forward", bound(values), {latent.NAME: 1.0, "portable": 2.0}, "2026-11-17", "3.6.0")
+
+
+def test_auto_takes_what_was_measured_to_be_faster(measured_as):
+    line = faster(call())
     assert (line["kind"], line["bucket"]) == ("cached_bf16_576_512_causal_kv_len_latent_pages_64", [4, 16, 1024])
-    try:
-        for text, taken in (("", "portable"), (preference.text_of([line]), latent.NAME)):
-            preference.path_of("sm_90").write_text(text)
-            preference.table.cache_clear()
-            preference.nearest.cache_clear()
-            assert chosen(call()) == taken
-            assert chosen(call(page=None)) == chosen(call(softcap=1.0)) == chosen(call(heads=128)) == "portable"
-        assert json.loads(preference.text_of([line])) == line
-    finally:
-        preference.table.cache_clear()
-        preference.nearest.cache_clear()
+    for rows, taken in (((), "portable"), ((line,), latent.NAME)):
+        measured_as(*rows)
+        assert chosen(call()) == taken
+        assert chosen(call(page=None)) == chosen(call(softcap=1.0)) == chosen(call(heads=128)) == "portable"
+    assert json.loads(preference.text_of([line])) == line
+
+
+def test_with_a_split_nothing_of_the_batch_chooses(measured_as):
+    """One kernel, of the same constants, in any batch and for tables of any width; without a split the nearest row chooses."""
+    sizes = [{"batch": batch, "pages": pages} for batch in (1, 4, 64, 300) for pages in (16, 64, 513)]
+    measured_as(faster(call(batch=64, pages=64)))
+    assert {chosen(call(**one)) for one in sizes} == {latent.NAME, "portable"}
+    assert {chosen(call(**one, split=512)) for one in sizes} == {"portable"}
+    assert {chosen(call(**one, split=512, backend=latent.NAME)) for one in sizes} == {latent.NAME}
+    for backend in ("auto", latent.NAME):
+        made = [launched(call(**one, split=512), backend) for one in sizes]
+        constants = ("PLAN", "SPLIT", "BLOCK_M", "BLOCK_N", "STAGES", "FEW", "BLOCK")
+        of_each = [[(name, *(given.get(n) for n in constants)) for name, given in one] for one in made]
+        assert all(one == of_each[0] for one in of_each)
 
 
 def test_evidence_of_both_backends_makes_a_row():
@@ -174,6 +202,14 @@ def test_a_split_that_is_given_is_kept():
     assert (found[0][1]["SPLIT"], found[0][1]["PARTS"]) == (192, 6)
     ((_, given),) = launched(call(split=1024))
     assert given["PARTS"] == 1
+
+
+def test_a_page_that_there_is_not_is_named(monkeypatch):
+    monkeypatch.setenv("TILEWRIGHT_DEBUG", "1")
+    with pretend(HOPPER), collect():
+        latent.forward(**CALLS["pages"]())  # whose table holds no pages past the keys
+        with pytest.raises(ValueError, match=r"block_table must be .* got 999 at \[1, 2\]"):
+            latent.forward(**CALLS["no such page"]())
 
 
 @pytest.mark.parametrize(

@@ -511,3 +511,19 @@ def test_rows_of_caches_come_from_evidence():
     assert (made["kind"], made["bucket"]) == ("cached_bf16_128_128_causal_kv_len_pages_64", [4, 65536, 8192])
     for other in ({}, {"backend": "hopper"}, {"backend": "hopper_chunks", "split": 512}):
         assert not derived.attention_rows([row], "sm_90", {case.name: replace(case, arguments=other)})
+
+
+def test_cases_of_caches_make_rows_of_every_kind_that_servers_have():
+    """Latents of many and of few heads, of one sequence and of many, in pages and without; chunks over pages and static caches."""
+    recorded = [
+        attention_row(c.name, 1.0, 2.0, op=c.op)
+        for c in CASES.values()
+        if c.op == "cached_attention" and c.arguments.get("backend") and "portable" in c.beside
+    ]
+    latent, chunk = "bf16_576_512_causal_kv_len_latent", "bf16_128_128_causal_kv_len"
+    made = {(row["kind"], *row["bucket"]) for row in derived.attention_rows(recorded, "sm_90")}
+    assert made >= {
+        *((f"cached_{latent}_pages_64", *size, 8192) for size in ((32, 128), (1, 128), (1, 16))),
+        *((f"cached_{latent}_fixed", batch, 128, 8192) for batch in (32, 1)),
+        *((f"cached_{chunk}_{pages}", 4, 65536, 8192) for pages in ("pages_64", "pages_16", "fixed")),
+    }

@@ -108,6 +108,25 @@ def test_bits_do_not_depend_on_the_batch():
         same(alone, tuple(t[b : b + 1] for t in together))
 
 
+@pytest.mark.parametrize("tree", [False, True], ids=["causal", "tree"])
+@pytest.mark.parametrize("latent", [False, True], ids=["keys and values", "latents"])
+def test_bits_do_not_depend_on_the_packed_batch(latent, tree):
+    """A chunk, a step, a draft and a sequence without tokens, each as by itself, with a table no wider than it needs."""
+    lengths, marks = [40, 17, 29, 64, 5], [0, 9, 10, 14, 14, 19]
+    _, k, v, kv_len = sequences(lengths, dtype=torch.bfloat16)
+    (k_cache, table), (v_cache, _) = (paged(t, lengths, 3, spare=4) for t in (k, v))
+    v_cache = None if latent else v_cache
+    q = drawn(1, marks[-1], HEADS, WIDTH, seed=3, dtype=torch.bfloat16)
+    seen = torch.randint(1, 1 << 9, (1, marks[-1]), generator=torch.Generator().manual_seed(4)) if tree else None
+    packed = {"tree": seen, "cu_seqlens_q": torch.tensor(marks, dtype=torch.int32)}
+    o, lse = launched(q, k_cache, v_cache, table, kv_len, split=16, **packed)
+    for b, (first, last) in enumerate(zip(marks, marks[1:])):
+        own = {"tree": seen[:, first:last] if tree else None, "cu_seqlens_q": torch.tensor([0, last - first])}
+        given = table[b : b + 1, : -(-lengths[b] // 3)], kv_len[b : b + 1]
+        alone = launched(q[:, first:last], k_cache, v_cache, *given, split=16, **own)
+        same(alone, (o[:, first:last], lse[:, :, first:last]))
+
+
 def test_packed_sequences_are_a_mixed_batch():
     """A chunk of a prompt, a step, and a draft, with tokens of no sequence before and after."""
     lengths, counts = [40, 17, 29], [9, 1, 4]

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 import tilewright as tw
+from tilewright.runtime.kernel import collect
 
 HEADS, KV, WIDTH, PAGES, PAGE = 6, 2, 32, 4, 8
 
@@ -21,8 +22,8 @@ def drawn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> Te
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def angles(rotary_dim: int) -> Tensor:
-    return 3 * drawn(40, rotary_dim // 2, seed=3, dtype=torch.float32)
+def angles(rotary_dim: int, known: int = 40) -> Tensor:
+    return 3 * drawn(known, rotary_dim // 2, seed=3, dtype=torch.float32)
 
 
 def called(slots: Tensor, positions: Tensor | None, caches: dict[str, Tensor], **options) -> Tensor:
@@ -30,7 +31,7 @@ def called(slots: Tensor, positions: Tensor | None, caches: dict[str, Tensor], *
     weights = [drawn(WIDTH, seed=s, dtype=torch.float32).abs() + 0.5 for s in (1, 2)]
     return tw.qkv_split_cache(
         drawn(batch, length, (HEADS + 2 * KV) * WIDTH), HEADS, KV, WIDTH, slots=slots, q_weight=weights[0], k_weight=weights[1],
-        freqs=angles(options.get("rotary_dim", WIDTH)), positions=positions, **caches, **options,
+        freqs=angles(options.get("rotary_dim", WIDTH), max(40, length)), positions=positions, **caches, **options,
     )  # fmt: skip
 
 
@@ -44,6 +45,20 @@ def blank(dtype: torch.dtype = torch.bfloat16, scale: tuple | None = None) -> di
 SLOTS = torch.tensor([[3, -1, 17], [31, 0, 32]], dtype=torch.int32)  # one below 0, one past the last
 POSITIONS = torch.tensor([[0, 5, 39], [11, 2, 2]])
 WRITTEN = [3, 17, 31, 0]
+
+
+@pytest.mark.parametrize("tokens", [3, 300], ids=["few", "many"])
+@pytest.mark.parametrize("codes", [None, torch.float8_e4m3fn, torch.int8], ids=["numbers", "fp8", "int8"])
+@pytest.mark.parametrize("positions", [True, False], ids=["given", "by order"])
+def test_it_is_one_launch(tokens, codes, positions):
+    """Of every kind of cache, with scales that are written or read, and wherever positions come from."""
+    scales = [(PAGES, PAGE, KV, 1), (1, 1, KV, 1)] if codes else [None]
+    slots = torch.arange(2 * tokens).reshape(2, tokens) % (PAGES * PAGE)
+    place = slots % 40 if positions else None
+    for scale in scales:
+        with collect() as found:
+            called(slots, place, blank(codes or torch.bfloat16, scale), rotary_dim=12)
+        assert [one.kernel.name for one in found] == ["qkv_split_cache_rows"]
 
 
 @pytest.mark.parametrize("packing", ["grouped", "plain"])

@@ -76,7 +76,8 @@ def reference(
     read on the device. A `kv_len` past what there is room for makes a sequence's rows NaN, and a page that there is not the rows
     that see it; neither is read. Nor is what no query sees, which may hold anything: NaN past kv_len, a table's entries there.
 
-    `backend="auto"` takes the fastest implementation for the call; a name takes that one, or raises.
+    `backend="auto"` takes the fastest implementation for the call or, with a split that is given, the portable one, for the
+    fastest depends on the batch; a name takes that one, or raises.
     """
     width = value_columns(v_cache, k_cache, value_dim)
     wide = upcast(q).dtype

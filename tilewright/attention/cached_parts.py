@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..core.debug import check_ends, check_indices
+from ..core.debug import can_read, check_ends, check_indices, check_pages
 from ..core.target import Target
 from ..core.tensor import cdiv, power_of_two
 from ..device.products import add_product
@@ -697,9 +697,7 @@ def forward(q: Tensor, k_cache: Tensor, v_cache: Tensor | None, **options: Any) 
     capacity = capacity_of(a)
     o = torch.empty(batch, length, heads, value_dim, dtype=q.dtype, device=q.device)
     lse = torch.empty(batch, heads, length, dtype=torch.float32, device=q.device)
-    check_ends("cached_attention", "cu_seqlens_q", a.cu_seqlens_q, length)
-    if a.kv_len is not None:
-        check_indices("cached_attention", "kv_len", a.kv_len, 0, capacity + 1)
+    check_keys(a)
     if not lse.numel():
         return o, lse
     k_scale, v_scale = scales_of(a.k_scale), scales_of(a.k_scale if v_cache is None else a.v_scale)
@@ -781,6 +779,23 @@ def merge(made: Made, o: Tensor, lse: Tensor, parts: int) -> None:
 def capacity_of(a: SimpleNamespace) -> int:
     """How many keys a sequence has room for."""
     return a.k_cache.shape[1] * (1 if a.block_table is None else a.block_table.shape[1])
+
+
+def check_keys(a: SimpleNamespace) -> None:
+    """With TILEWRIGHT_DEBUG=1: raise where marks, lengths or pages on the device are not what they may be. Pages count if a query
+    sees a key of theirs: those past kv_len or before every window do not."""
+    op, length = "cached_attention", a.q.shape[1]
+    check_ends(op, "cu_seqlens_q", a.cu_seqlens_q, length)
+    if a.kv_len is None:
+        return
+    check_indices(op, "kv_len", a.kv_len, 0, capacity_of(a) + 1)
+    if a.block_table is None or not can_read(a.kv_len):
+        return
+    keys = a.kv_len.long()
+    queries = torch.full_like(keys, length) if a.cu_seqlens_q is None else a.cu_seqlens_q.diff().long()
+    first = torch.zeros_like(keys) if a.left is None else keys - queries - min(a.left, capacity_of(a))
+    last = torch.where(queries > 0, keys, 0)
+    check_pages(op, "block_table", a.block_table, a.k_cache.shape[1], a.k_cache.shape[0], first, last)
 
 
 def value_columns(v_cache: Tensor | None, k_cache: Tensor, value_dim: int | None) -> int:

@@ -83,10 +83,11 @@ def kind_of_cache(a: SimpleNamespace) -> str:
 
 
 def wanted_of_cache(name: str, target: Target, a: SimpleNamespace) -> bool:
-    """`wanted` of a call over caches."""
+    """`wanted` of a call over caches. With a split that is given, kernels of one chip are taken by name alone: which are the faster
+    depends on sizes of the batch, and a sequence's bits would with it."""
     if name in (a.backend, forced.get()):
         return True
-    return nearest(target.arch, "forward", kind_of_cache(a), *sizes_of_cache(a)) == name
+    return a.split is None and nearest(target.arch, "forward", kind_of_cache(a), *sizes_of_cache(a)) == name
 
 
 @functools.lru_cache(maxsize=4096)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -34,6 +35,7 @@ SMALL = {
 # The interpreter takes milliseconds for each program, and many ops have one per row.
 FEW_ROWS = (1, 2, 3, 7, 15, 17, 31, 33)
 FEW = {"batch": 3}  # of them, where rows are the product of two dimensions
+SEEDS = 24  # tried for a call that has a tensor argument which is drawn seldom
 # Rows and columns of results that are stored in 128x128 tiles: one tile or more each way, none of them whole, all, or some, and
 # rows of codes that begin anywhere, at words and at 16 bytes. Formats with two codes a byte take the even ones.
 TILED = ((130, 136), (6, 258), (7, 129), (132, 48), (128, 128))
@@ -99,6 +101,24 @@ def draw(
     chosen = {k: v for k, v in source.options.items() if k in op.signature.names}
     label = f"{op.name}(seed={seed}, {str(dtype).removeprefix('torch.')}, dims={source.dims}, options={chosen})"
     return Case(label, values, source.dims, source.options)
+
+
+def draw_each_tensor(
+    op: Op, net: Net, seed: int, dtype: torch.dtype, dims: Mapping[str, int], options: Mapping[str, Any]
+) -> list[Case]:
+    """Calls that have, each, tensor arguments that those before have not: of some, one excludes another. The first has all that go
+    together at this seed."""
+    found: list[Case] = []
+    missing = set(op.signature.tensors)
+    for full, other in itertools.product((True, False), range(SEEDS)):
+        case = draw(op, net, seed + other, dtype, dims, options, full=full)
+        has = {n.partition("[")[0] for n in tensors(op, case.values)}
+        if not found or has & missing:
+            found.append(case)
+            missing -= has
+        if not missing:
+            break
+    return found
 
 
 def tensors(op: Op, values: Mapping[str, Any]) -> dict[str, Tensor]:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import os
 
 import torch
 from torch import Tensor
 
 
-def can_read(indices: Tensor) -> bool:
-    """Whether the contents of these indices are to be checked: that was asked for, and they can be read now."""
-    if os.environ.get("TILEWRIGHT_DEBUG") != "1" or indices.is_meta or indices.numel() == 0:
+def can_read(t: Tensor) -> bool:
+    """Whether what this tensor holds is to be checked: that was asked for, and it can be read now."""
+    if os.environ.get("TILEWRIGHT_DEBUG") != "1" or t.is_meta or t.numel() == 0:
         return False
-    return not (indices.is_cuda and torch.cuda.is_current_stream_capturing())
+    return not (t.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def check_indices(op: str, name: str, indices: Tensor, low: int, high: int) -> None:
@@ -47,4 +48,30 @@ def check_ends(op: str, name: str, ends: Tensor | None, most: int) -> None:
     if found != sorted(found) or found[0] < 0 or found[-1] > most:
         raise ValueError(
             f"{op}: {name} must ascend within [0, {most}], got {found[:8]}{' ...' if len(found) > 8 else ''}"
+        )
+
+
+def check_numbers(op: str, name: str, numbers: Tensor, least: float = -math.inf) -> None:
+    """Raise if a number is NaN or below `least`; like `check_indices` it reads the device."""
+    if not can_read(numbers):
+        return
+    wrong = ~(numbers >= least)
+    if bool(wrong.any()):
+        below = "" if least == -math.inf else f" or below {least:g}"
+        raise ValueError(f"{op}: {name} must not be NaN{below}, got {numbers[wrong].flatten()[:4].tolist()}")
+
+
+def check_pages(op: str, name: str, table: Tensor, page: int, pages: int, first: Tensor, last: Tensor) -> None:
+    """Raise if a table [sequences, most] of pages that hold `page` keys each has a number that is none of `pages` for a page which
+    has keys from `first` to before `last` [sequences]. Its other entries may be anything. Like `check_indices` it reads the device.
+    """
+    if not can_read(table):
+        return
+    begin = page * torch.arange(table.shape[1], device=table.device)
+    read = (begin < last.unsqueeze(1)) & (begin + page > first.unsqueeze(1))
+    wrong = read & ((table < 0) | (table >= pages))
+    if bool(wrong.any()):
+        at = tuple(wrong.nonzero()[0].tolist())
+        raise ValueError(
+            f"{op}: {name} must be in [0, {pages}) where keys are seen, got {int(table[at])} at {list(at)}"
         )

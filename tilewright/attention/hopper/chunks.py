@@ -27,14 +27,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...core.debug import check_ends, check_indices
 from ...core.target import Target
 from ...core.triton_versions import async_load, gl, gluon, mbarrier, reinterpret
 from ...device.warpgroups import advance
 from ...gemm.hopper.boxes import box_of, copies_in_bulk
 from ...op import single
 from ...runtime.kernel import kernel
-from ..cached_parts import Table, capacity_of
+from ..cached_parts import Table, capacity_of, check_keys
 from ..portable import Scores, heads_of, sizes_of
 from ..preference import wanted_of_cache
 from ..tiles import Window, lengths
@@ -305,9 +304,7 @@ def forward(q: Tensor, k_cache: Tensor, v_cache: Tensor, **options: Any) -> tupl
     lse = torch.empty(batch, heads, length, dtype=torch.float32, device=q.device)
     # The caller's memory for o may have any strides; the kernel writes whole columns
     whole = o if o.stride(-1) == 1 else torch.empty(o.shape, dtype=o.dtype, device=o.device)
-    check_ends("cached_attention", "cu_seqlens_q", a.cu_seqlens_q, length)
-    if a.kv_len is not None:
-        check_indices("cached_attention", "kv_len", a.kv_len, 0, keys + 1)
+    check_keys(a)
     sizes, target = sizes_of(q, v_cache), Target.at(q.device)
     plan = plan_for(sizes, target.shared_memory)
     page = 0 if a.block_table is None else page

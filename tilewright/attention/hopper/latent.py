@@ -49,7 +49,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...core.debug import check_indices
 from ...core.target import Target
 from ...core.tensor import cdiv
 from ...core.triton_versions import (
@@ -68,7 +67,7 @@ from ...device.warpgroups import advance
 from ...gemm.hopper.boxes import box_of, copies_in_bulk
 from ...op import single
 from ...runtime.kernel import kernel
-from ..cached_parts import LEAST, Table, capacity_of, merge, room_for, value_columns
+from ..cached_parts import LEAST, Table, capacity_of, check_keys, merge, room_for, value_columns
 from ..portable import Scores, heads_of
 from ..preference import wanted_of_cache
 from ..tiles import Lengths, Tile, Window, keys_of, keys_seen
@@ -611,8 +610,7 @@ def forward(q: Tensor, k_cache: Tensor, v_cache: None, **options: Any) -> tuple[
     values, capacity = value_columns(None, k_cache, a.value_dim), capacity_of(a)
     o = torch.empty(batch, length, heads, values, dtype=q.dtype, device=q.device)
     lse = torch.empty(batch, heads, length, dtype=torch.float32, device=q.device)
-    if a.kv_len is not None:
-        check_indices("cached_attention", "kv_len", a.kv_len, 0, capacity + 1)
+    check_keys(a)
     target, kind, box = Target.at(q.device), KINDS[q.dtype], box_rows(a)
     tiles = cdiv(length * heads, ROWS.value)
     plan = plan_for(values, box, tiles, dense_bytes(k_cache, box), target.shared_memory)

@@ -294,12 +294,12 @@ def constants_of(a: SimpleNamespace) -> dict:
     }  # fmt: skip
 
 
-def operands(a: SimpleNamespace) -> tuple[Rows, QKV, Angles, tuple[int, int, int]]:
-    """(qkv, weights, angles, (batch, length, positions that have angles)) as kernels take them."""
+def operands(a: SimpleNamespace, op: str = "qkv_split") -> tuple[Rows, QKV, Angles, tuple[int, int, int]]:
+    """(qkv, weights, angles, (batch, length, positions that have angles)) as kernels take them. `op` is whose they are."""
     batch, length = (1, 0) if a.transposed else (0, 1)
     B, L = a.qkv.shape[batch], a.qkv.shape[length]
     x = Rows(a.qkv, a.qkv.stride(batch), a.qkv.stride(length), a.qkv.stride(2))
-    angles, P = angles_on_device("qkv_split", a, L, a.qkv.device, a.rotary_dim or a.head_dim, a.pairing)
+    angles, P = angles_on_device(op, a, L, a.qkv.device, a.rotary_dim or a.head_dim, a.pairing)
     return x, QKV(vector(a.q_weight), vector(a.k_weight), None), angles, (B, L, P)
 
 

@@ -351,7 +351,7 @@ def forward(**values) -> Tensor:
     check_indices("qkv_split_cache", "slots", a.slots, -1, pages * page)
     constants = constants_of(a)
     del constants["BATCH_INNER"]
-    x, weights, angles, (B, L, P) = operands(a)
+    x, weights, angles, (B, L, P) = operands(a, "qkv_split_cache")
     q = torch.empty(B, L, constants["H"], a.head_dim, dtype=a.qkv.dtype, device=a.qkv.device)
     qkv_split_cache_rows(
         x, weights, angles, q, heads_of(as_codes(a.k_cache)), heads_of(as_codes(a.v_cache)), scale_heads(a.k_scale),

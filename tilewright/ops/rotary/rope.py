@@ -383,14 +383,16 @@ def rope_rotate(
         )  # fmt: skip
 
 
-def launch_rotation(x1: Tensor, x2: Tensor | None, a: SimpleNamespace, sense: float) -> tuple[Tensor, Tensor | None]:
-    """Launch the rotation of one or two tensors, and return contiguous results. A `sense` of -1.0 rotates back."""
+def launch_rotation(
+    op: str, x1: Tensor, x2: Tensor | None, a: SimpleNamespace, sense: float
+) -> tuple[Tensor, Tensor | None]:
+    """Launch the rotation of an op's one or two tensors, and return contiguous results. A `sense` of -1.0 rotates back."""
     made = [None if x is None else torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (x1, x2)]
     order = BATCH[a.layout], SEQUENCE[a.layout], HEADS[a.layout], 3
     B, L, D = x1.shape[order[0]], x1.shape[order[1]], x1.shape[3]
     if x1.numel() or (x2 is not None and x2.numel()):
         rotary_dim = D if a.rotary_dim is None else a.rotary_dim
-        angles, count = angles_on_device("rope", a, L, x1.device, rotary_dim, a.pairing, batched=True)
+        angles, count = angles_on_device(op, a, L, x1.device, rotary_dim, a.pairing, batched=True)
 
         def heads(x: Tensor | None) -> Heads:
             return Heads() if x is None else Heads(x, *(x.stride(d) for d in order))
@@ -405,22 +407,22 @@ def launch_rotation(x1: Tensor, x2: Tensor | None, a: SimpleNamespace, sense: fl
 
 
 def forward(q, k, cos, sin, freqs, **options) -> tuple[Tensor, Tensor]:
-    return launch_rotation(q, k, SimpleNamespace(cos=cos, sin=sin, freqs=freqs, **options), 1.0)
+    return launch_rotation("rope", q, k, SimpleNamespace(cos=cos, sin=sin, freqs=freqs, **options), 1.0)
 
 
 def backward(saved: SimpleNamespace, dq: Tensor | None, dk: Tensor | None) -> tuple:
     if dq is None or dk is None:
-        one, _ = launch_rotation(dk if dq is None else dq, None, saved, -1.0)
+        one, _ = launch_rotation("rope", dk if dq is None else dq, None, saved, -1.0)
         return (None, one) if dq is None else (one, None)
-    return launch_rotation(dq, dk, saved, -1.0)
+    return launch_rotation("rope", dq, dk, saved, -1.0)
 
 
 def forward_one(x, cos, sin, freqs, **options) -> Tensor:
-    return launch_rotation(x, None, SimpleNamespace(cos=cos, sin=sin, freqs=freqs, **options), 1.0)[0]
+    return launch_rotation("rope_one", x, None, SimpleNamespace(cos=cos, sin=sin, freqs=freqs, **options), 1.0)[0]
 
 
 def backward_one(saved: SimpleNamespace, dy: Tensor) -> tuple[Tensor]:
-    return (launch_rotation(dy, None, saved, -1.0)[0],)
+    return (launch_rotation("rope_one", dy, None, saved, -1.0)[0],)
 
 
 def check(

@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...core.debug import check_numbers
 from ...core.draw import SIZES, Draw
 from ...core.tensor import cdiv, power_of_two, rows
 from ...op import Bars, Cost, Op, Out, Triton, single, upcast
@@ -368,6 +369,8 @@ def strides(t: Tensor | None, lead: torch.Size) -> tuple[Tensor | None, int]:
 
 def forward(logits, seed, temperature, top_k, top_p, min_p) -> Tensor:
     x, lead = rows(logits), logits.shape[:-1]
+    check_numbers("sample", "logits", x)
+    check_numbers("sample", "temperature", temperature, 0.0)
     ids = torch.empty(lead, dtype=torch.int64, device=x.device)
     (M, V), group, shift = x.shape, groups_of(x.shape[1]), SHIFTS[x.dtype]
     H = cdiv(V, group)

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...core.debug import can_read
 from ...core.draw import Draw
 from ...core.tensor import cdiv, power_of_two, rows
 from ...gemm.tiles import matrix
@@ -189,7 +190,18 @@ def stored(t: Tensor, there: Tensor) -> Tensor:
     return t if there.data_ptr() == t.data_ptr() else t.copy_(there.view(t.shape))
 
 
+def check_parents(op: str, parents: Tensor) -> None:
+    """With TILEWRIGHT_DEBUG=1: raise if a parent is not before its node."""
+    if not can_read(parents):
+        return
+    wrong = parents >= torch.arange(parents.shape[-1], device=parents.device)
+    if bool(wrong.any()):
+        at = tuple(wrong.nonzero()[0].tolist())
+        raise ValueError(f"{op}: parents must be before their nodes, got {int(parents[at])} for node {at[-1]}")
+
+
 def forward(parents: Tensor) -> tuple[Tensor, Tensor]:
+    check_parents("tree_bits", parents)
     bits, depth = (torch.empty(parents.shape, dtype=d, device=parents.device) for d in (torch.int64, torch.int32))
     P, B, D = rows(parents), rows(bits), rows(depth)
     tree_bits_rows(matrix(P), matrix(B), matrix(D), *P.shape, STEPS=STEPS, BLOCK=power_of_two(P.shape[1]))
@@ -197,6 +209,7 @@ def forward(parents: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def forward_accept(draft: Tensor, target: Tensor, parents: Tensor) -> tuple[Tensor, Tensor]:
+    check_parents("tree_accept", parents)
     count = torch.empty(parents.shape[:-1], dtype=torch.int32, device=parents.device)
     path = torch.empty(parents.shape, dtype=torch.int64, device=parents.device)
     operands, C, P = [rows(t) for t in (draft, target, parents)], count.reshape(-1), rows(path)
