@@ -1,5 +1,5 @@
-"""Hopper's forward of attention at every tuned width and of every kind: it is compiled into memory that there is, products are not
-serialised, and next to nothing is spilled where nothing is done to scores."""
+"""Hopper's attention, its forward at every tuned width and of every kind, its backward where the table of `test_kernels.py` has no
+row: it is compiled into memory that there is, products are not serialised, and little is spilled if nothing is done to scores."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import triton
 
 import tilewright as tw
 from tests.compile.table import wrong_code
-from tilewright.check.variants import variant
+from tilewright.check.variants import Call, needed, variant
 from tilewright.core.target import TARGETS, pretend
 from tilewright.runtime.kernel import collect
 
@@ -57,6 +57,25 @@ def test_compiled(D, V, options, most):
         variant(before).compile()
     one = variant(found[-1])
     assert one.kernel.name == "attention_forward_hopper"
+    compiled = one.compile()
+    assert compiled.shared_is_there and not compiled.serialised
+    assert not wrong_code(one.kernel.name, compiled)
+    assert compiled.spills <= most[not triton.__version__.startswith("3.6.")]
+
+
+# By Triton 3.6 loops over blocks reload nothing, but four numbers in one of 192 columns; what 3.9 does there: `docs/measured.md`
+@pytest.mark.parametrize(
+    ("D", "V", "options", "most"),
+    [
+        (64, 64, {}, (0, 196)),
+        (192, 128, {}, (380, 576)),
+        (128, 128, {"cu_seqlens_q": marks(), "cu_seqlens_k": marks()}, (112, 432)),
+    ],
+)
+def test_compiled_backward(D, V, options, most):
+    q, k, v = blank(1, 16384, 32, D), blank(1, 16384, 8, D), blank(1, 16384, 8, V)
+    call = Call({"q": q, "k": k, "v": v, "causal": True, "backend": "hopper", **options})
+    (one,) = (one for one in needed(ATTENTION, [call]) if one.kernel.name == "attention_backward_hopper")
     compiled = one.compile()
     assert compiled.shared_is_there and not compiled.serialised
     assert not wrong_code(one.kernel.name, compiled)

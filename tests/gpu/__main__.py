@@ -4,10 +4,13 @@ Tests run in several guarded processes, each a minute's worth of one file. What 
 last run here and by those of the evidence. A process that is silent for too long is killed; the test it was in counts as failed and
 the others go to a new process. Outcomes are kept in `.cache/gpu_tests.jsonl` (and in $OUT where that is set) as they come;
 `--resume` skips what has passed in that file, `--stale` what has passed over today's code by the evidence (`passed.py`, which also
-adds to it), but with `--machinery` not what stands for the code that all ops share, if that has changed. `--list FILE` runs nothing
-and writes the names of the tests that would run, also where there is no GPU; `--only FILE` runs those without asking pytest for all
-others, which takes a minute. After the tests, unless files were named, comes `tilewright check --models` with the time that is
-left. The exit status is 0 when all passed, 1 when one failed, 3 when time ran out first.
+adds to it), but with `--machinery` not what stands for the code that all ops share, if that has changed. What counts has passed
+under the Triton that is installed. `--accuracy` runs what shows that it compiles kernels right: properties that compare with
+float64, and the tests of kernels in Gluon.
+
+`--list FILE` runs nothing and writes the names of the tests that would run, also where there is no GPU; `--only FILE` runs those
+without asking pytest for all others, which takes a minute. After the tests, unless some were chosen, comes `tilewright check
+--models` with the time that is left. The exit status is 0 when all passed, 1 when one failed, 3 when time ran out first.
 """
 
 from __future__ import annotations
@@ -36,6 +39,10 @@ EVERYTHING = "tests/gpu"
 DONE = ("passed", "skipped")
 LAST_START = 30.0  # seconds before the end at which no new process is started: importing torch takes several
 SHOWN_FAILURES = 12
+# What `--accuracy` runs: of the properties those that compare with float64, and files about kernels that are written in Gluon
+NUMBERS = ("accuracy", "sizes", "as_in_models", "quantised", "every_config")
+KERNELS = ("attention", "attention_backward", "chunks", "fp8_bits", "glu", "hopper_coded", "latent")
+KERNELS += ("linear_cross_entropy", "products", "rms_norm")
 UNKNOWN = 3.0  # seconds that a test is assumed to take of which nothing is known
 SHORTEST = 10.0  # seconds of tests below which a process is not worth its imports, which take 5 to 20
 
@@ -67,16 +74,23 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 class State:
-    """The last outcome of each test, in files that are appended to as outcomes come."""
+    """The last outcome of each test under a release of Triton, in files that are appended to as outcomes come, and that hold those
+    under others too."""
 
-    def __init__(self, paths: Sequence[Path]) -> None:
-        self.paths = list(paths)
+    def __init__(self, paths: Sequence[Path], triton: str = passed.USUAL) -> None:
+        self.paths, self.triton = list(paths), triton
         self.rows: dict[str, dict[str, Any]] = {}
+        self.others: dict[tuple[str, str], dict[str, Any]] = {}
         for path in self.paths:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self.rows.update((row["id"], row) for row in read_rows(path) if "id" in row)
+            for row in read_rows(path):
+                if "id" in row and passed.triton_of(row) == triton:
+                    self.rows[row["id"]] = row
+                elif "id" in row:
+                    self.others[passed.triton_of(row), row["id"]] = row
 
     def add(self, row: dict[str, Any]) -> None:
+        row = {**row, **passed.naming(self.triton)}
         self.rows[row["id"]] = row
         for path in self.paths:
             with path.open("a") as file:
@@ -87,7 +101,7 @@ class State:
         for name in forget:
             self.rows.pop(name, None)
         for path in self.paths:
-            path.write_text("".join(json.dumps(row) + "\n" for row in self.rows.values()))
+            path.write_text("".join(json.dumps(row) + "\n" for row in (*self.others.values(), *self.rows.values())))
 
     def outcome(self, name: str) -> str | None:
         return self.rows[name]["outcome"] if name in self.rows else None
@@ -276,6 +290,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--machinery", action="store_true", help="with --stale: not what stands for machinery that changed"
     )
+    parser.add_argument(
+        "--accuracy", action="store_true", help="only what compares with float64, and tests of kernels in Gluon"
+    )
     parser.add_argument("--list", type=Path, metavar="FILE", help="run nothing, write what would run, a name a line")
     parser.add_argument("--only", type=Path, metavar="FILE", help="run the tests of such a file")
     parser.add_argument("--minutes", type=float, default=8.0, help="when to stop; what is left can be resumed")
@@ -301,11 +318,27 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-def by_evidence(names: Sequence[str], root: Path, kept: Sequence[passed.Row], machinery: bool) -> set[str]:
+def by_evidence(names: Sequence[str], root: Path, kept: Sequence[passed.Row], machinery: bool, triton: str) -> set[str]:
     """The tests that have passed over today's code, with `machinery` but for those that stand for it if it has changed."""
     code = passed.Code(root)
-    again = passed.passed_otherwise(names, code, kept, of_the_machinery()) if machinery else set()
-    return passed.passed(names, code, kept) - again
+    again = passed.passed_otherwise(names, code, kept, of_the_machinery(), triton) if machinery else set()
+    return passed.passed(names, code, kept, triton) - again
+
+
+def of_accuracy(test: str) -> bool:
+    """Whether `--accuracy` runs a test."""
+    if passed.function_of(test) == "test_property":
+        return passed.case_of(test).partition("-")[0] in NUMBERS
+    return Path(test.partition("::")[0]).stem.removeprefix("test_") in KERNELS
+
+
+def installed() -> str:
+    """The release of Triton that tests run under."""
+    import triton
+
+    from tilewright.core.triton_versions import release
+
+    return release(triton.__version__)
 
 
 def of_the_machinery() -> list[str]:
@@ -338,22 +371,23 @@ def main(
 ) -> int:
     """The program; see the module."""
     options = parse(argv)
-    begin = time.monotonic()
+    begin, triton = time.monotonic(), installed()
     out = os.environ.get("OUT")
-    state = State([root / ".cache" / STATE, *([Path(out) / STATE] if out else [])])
+    state = State([root / ".cache" / STATE, *([Path(out) / STATE] if out else [])], triton)
     if options.only:
         collected, absent = options.only.read_text().split("\n")[:-1], []
     else:
         collected, absent = collect(options.paths, root, need_cuda and not options.list)
     for row in absent:
         say(f"SKIPPED {row['id']}: {row['why']}")
-    mine = shard(collected, options.part, options.parts)
-    names = [name for name in collected if name in mine]
+    chosen = [name for name in collected if not options.accuracy or of_accuracy(name)]
+    mine = shard(chosen, options.part, options.parts)
+    names = [name for name in chosen if name in mine]
     if not names:
         raise SystemExit("tests.gpu: there are no tests to run")
     keep = {name for name in names if options.resume and state.outcome(name) in DONE}
     kept = passed.read(root / passed.KEPT)
-    known = by_evidence(names, root, kept, options.machinery) if options.stale else set()
+    known = by_evidence(names, root, kept, options.machinery, triton) if options.stale else set()
     pending = [name for name in names if name not in keep and name not in known]
     if options.list:
         options.list.write_text("".join(f"{name}\n" for name in pending))
@@ -363,13 +397,13 @@ def main(
     state.rewrite(forget=pending)
     for name in sorted(known - keep):
         state.add({"id": name, "outcome": "passed", "why": passed.BY_EVIDENCE})
-    say(f"{len(names)} tests, {len(pending)} to run, {options.jobs} processes at once")
+    say(f"{len(names)} tests, {len(pending)} to run under Triton {triton}, {options.jobs} processes at once")
     seconds = options.minutes * 60 - (time.monotonic() - begin)
     for row in absent:
         state.add(row)
     Runner(state, root, options.jobs, options.limit, seconds, say).run(units)
     status = report([*names, *(row["id"] for row in absent)], state, say)
-    if options.paths != [EVERYTHING] or options.only or not need_cuda:
+    if options.paths != [EVERYTHING] or options.only or options.accuracy or not need_cuda:
         return status
     return worst(status, at_models(options, options.minutes - (time.monotonic() - begin) / 60, root, say))
 

@@ -12,6 +12,9 @@ Which machinery a test ran with is kept beside it for all that, a digest of the 
 itself. `python3 -m tests.gpu --stale --machinery` also runs what stands for all ops: properties of the machinery, on the ops that
 `check/families.py` names, if they passed with another machinery or one that nobody wrote down.
 
+What a Triton compiles another may compile otherwise: a row counts for the release of Triton that its tests ran under, which is
+USUAL where it names none.
+
 How long a test took is kept too, whole seconds of those that took SLOW or more, so that the runner begins those first.
 """
 
@@ -37,7 +40,8 @@ BY_EVIDENCE = "over this code, by the evidence"  # why a test that was left out 
 KEPT = Path("evidence/tests/nvidia-h200.jsonl")
 SLOW = 3  # seconds from which on they are kept
 FAST = 0.5  # what the others take, on average and rounded up
-PLACE = ("file", "test", "op", "source", "machinery")  # what a row is found by
+USUAL = "3.6"  # the release of Triton that most tests ran under
+PLACE = ("file", "test", "op", "triton", "source", "machinery")  # what a row is found by
 
 Row = dict[str, Any]
 
@@ -137,31 +141,36 @@ class Code:
 
 
 def read(path: Path) -> list[Row]:
-    """The rows of the file: a test's file, function and op or None, the code's digest, that of the machinery or None, which cases
-    of it passed over both, and the seconds of those that took SLOW or more. Where `seconds` is absent nobody timed them."""
+    """The rows of the file: a test's file, function and op or None, the code's digest, that of the machinery or None, the release
+    of Triton if it is not USUAL, which cases passed over and under these, and the seconds of those that took SLOW or more. Where
+    `seconds` is absent nobody timed them."""
     if not path.exists():
         return []
     return [json.loads(line) for line in path.read_text().splitlines() if line]
 
 
-def passed(tests: Iterable[str], code: Code, kept: Sequence[Row]) -> set[str]:
-    """Which of the tests have passed over today's code."""
-    return {test for test, _ in _passed(tests, code, kept)}
+def passed(tests: Iterable[str], code: Code, kept: Sequence[Row], triton: str = USUAL) -> set[str]:
+    """Which of the tests have passed over today's code, under a release of Triton."""
+    return {test for test, _ in _passed(tests, code, kept, triton)}
 
 
-def passed_otherwise(tests: Iterable[str], code: Code, kept: Sequence[Row], words: Iterable[str]) -> set[str]:
-    """Of the tests that have passed over today's code those with other machinery, if their parameters are one of these `words`."""
+def passed_otherwise(
+    tests: Iterable[str], code: Code, kept: Sequence[Row], words: Iterable[str], triton: str = USUAL
+) -> set[str]:
+    """Of these tests those with other machinery, if their parameters are one of these `words`."""
     found = {*words}
-    return {test for test, over in _passed(tests, code, kept) if over != code.machinery and case_of(test) in found}
+    return {
+        test for test, over in _passed(tests, code, kept, triton) if over != code.machinery and case_of(test) in found
+    }
 
 
-def _passed(tests: Iterable[str], code: Code, kept: Sequence[Row]) -> Iterator[tuple[str, str | None]]:
-    """The tests that have passed over today's code, each with the machinery of that time."""
+def _passed(tests: Iterable[str], code: Code, kept: Sequence[Row], triton: str) -> Iterator[tuple[str, str | None]]:
+    """The tests that have passed over today's code under a Triton, each with the machinery of that time."""
     known: dict[tuple, dict[str, str | None]] = {}
     for row in kept:
         known.setdefault(key_of(row), {}).update(dict.fromkeys(row["passed"], row.get("machinery")))
     for test in tests:
-        own = known.get(key(test, code), {})
+        own = known.get(key(test, code, triton), {})
         if case_of(test) in own:
             yield test, own[case_of(test)]
 
@@ -176,17 +185,27 @@ def took(kept: Sequence[Row]) -> dict[str, float]:
     return found
 
 
+def triton_of(row: Row) -> str:
+    """The release of Triton that a row is about."""
+    return row.get("triton", USUAL)
+
+
+def naming(triton: str) -> Row:
+    """The field by which a row names a release of Triton."""
+    return {} if triton == USUAL else {"triton": triton}
+
+
 def key_of(row: Row) -> tuple:
-    return row["file"], row["test"], row["op"], row["source"]
+    return row["file"], row["test"], row["op"], triton_of(row), row["source"]
 
 
-def key(test: str, code: Code) -> tuple:
-    return test.partition("::")[0], function_of(test), code.op_of(test), code.source(test)
+def key(test: str, code: Code, triton: str) -> tuple:
+    return test.partition("::")[0], function_of(test), code.op_of(test), triton, code.source(test)
 
 
 def add(outcomes: Sequence[Row], code: Code, kept: Sequence[Row], gpu: str) -> list[Row]:
     """The rows with the outcomes of a run over this code: what failed is taken out, what passed is put in, and a case that has run
-    is taken out of the rows of other code. What was left out by the evidence stays as it is there."""
+    is taken out of the rows of other code under the same Triton. What was left out by the evidence stays as it is there."""
     rows = {
         (*key_of(row), row.get("machinery")): {
             case: row["seconds"].get(case, 0) if "seconds" in row else None for case in row["passed"]
@@ -194,11 +213,11 @@ def add(outcomes: Sequence[Row], code: Code, kept: Sequence[Row], gpu: str) -> l
         for row in kept
     }  # the seconds of each case, 0 if it is fast, None if nobody wrote them down
     for outcome in outcomes:
-        mine, case = key(outcome["id"], code), case_of(outcome["id"])
+        mine, case = key(outcome["id"], code, triton_of(outcome)), case_of(outcome["id"])
         for other in rows:
-            if other[:3] == mine[:3] and other[:4] != mine:
+            if other[:4] == mine[:4] and other[:5] != mine:
                 rows[other].pop(case, None)
-        same = [rows[other] for other in rows if other[:4] == mine]
+        same = [rows[other] for other in rows if other[:5] == mine]
         if outcome.get("why") == BY_EVIDENCE and any(case in own for own in same):
             continue
         for own in same:
@@ -206,9 +225,8 @@ def add(outcomes: Sequence[Row], code: Code, kept: Sequence[Row], gpu: str) -> l
         if outcome["outcome"] == "passed":
             rows.setdefault((*mine, code.machinery), {})[case] = outcome.get("seconds")
     ordered = sorted(rows.items(), key=lambda item: tuple(map(str, item[0])))
-    return [
-        {**dict(zip(PLACE, place)), "gpu": gpu, "passed": sorted(own), **slow(own)} for place, own in ordered if own
-    ]
+    found = [((at := dict(zip(PLACE, place))).pop("triton"), at, own) for place, own in ordered if own]
+    return [{**at, "gpu": gpu, **naming(triton), "passed": sorted(own), **slow(own)} for triton, at, own in found]
 
 
 def slow(own: dict[str, float | None]) -> Row:

@@ -678,6 +678,66 @@ def test_what_stands_for_changed_machinery_is_run_again(tmp_path):
     assert {"unlike-quantize", "refusals-matmul"} <= {*gpu.of_the_machinery()}
 
 
+def test_what_passed_under_one_triton_has_not_passed_under_another(tmp_path):
+    """Rows that name none are the usual one's, and stay as they are."""
+    from tests.gpu import passed
+
+    small_tree(tmp_path)
+    code, test = passed.Code(tmp_path), "tests/gpu/test_two.py::test_x"
+
+    def added(kept, outcome="passed", triton="3.9"):
+        return passed.add([{"id": test, "outcome": outcome, **passed.naming(triton)}], code, kept, "a chip")
+
+    def under(kept, triton):
+        return bool(passed.passed([test], code, kept, triton))
+
+    usual = added([], triton=passed.USUAL)
+    assert "triton" not in usual[0] and under(usual, "3.6") and not under(usual, "3.9")
+    both = added(usual)
+    assert [row.get("triton") for row in both] == [None, "3.9"] and under(both, "3.6") and under(both, "3.9")
+    assert added(both, "failed") == usual and under(added(both, "failed", passed.USUAL), "3.9")
+    draws = tmp_path / "tilewright/core/draw.py"
+    draws.write_text("h = 2\n")  # other machinery: what stands for it is to run again, under each Triton
+    code = passed.Code(tmp_path)
+    ran = added(both)
+    assert passed.passed_otherwise([test], code, ran, [""], "3.6") == {test}
+    assert not passed.passed_otherwise([test], code, ran, [""], "3.9")
+    (tmp_path / "tests/helper.py").write_text(
+        "def made(x):\n    return -x\n"
+    )  # what has run leaves its own Triton's rows
+    code = passed.Code(tmp_path)
+    assert [row.get("triton") for row in added(ran)] == [None, "3.9"] and not under(added(ran), "3.6")
+
+
+def test_outcomes_under_another_triton_are_kept_and_do_not_count(suite, monkeypatch):
+    monkeypatch.setattr(gpu, "installed", lambda: "3.6")
+    alone = "tests/gpu/test_two.py"
+    assert _gpu(suite, alone)[0] == 0 and "0 to run under Triton 3.6" in _gpu(suite, alone, "--resume")[1][0]
+    monkeypatch.setattr(gpu, "installed", lambda: "3.9")
+    assert "1 to run under Triton 3.9" in _gpu(suite, alone, "--resume")[1][0]
+    rows = gpu.read_rows(suite / ".cache" / gpu.STATE)
+    assert [(row["id"].partition("::")[2], row.get("triton")) for row in rows] == [
+        ("test_two", None),
+        ("test_two", "3.9"),
+    ]
+    assert "0 to run" in _gpu(suite, alone, "--resume")[1][0]
+
+
+def test_accuracy_is_what_compares_with_float64_and_the_kernels_in_gluon(suite):
+    from tilewright.check.properties import VALUES
+
+    assert {*gpu.NUMBERS} <= {prop.__name__ for prop in VALUES}
+    assert all((ROOT / "tests" / "gpu" / f"test_{name}.py").exists() for name in gpu.KERNELS)
+    files = {
+        "properties": ("test_property[accuracy-glu]", "test_property[strides-glu]", "test_streams[glu]"),
+        "glu": ("test_x",),
+    }
+    names = [f"tests/gpu/test_{file}.py::{test}" for file, tests in files.items() for test in tests]
+    assert [gpu.of_accuracy(name) for name in names] == [True, False, False, True]
+    with pytest.raises(SystemExit, match="no tests to run"):
+        _gpu(suite, "--accuracy")
+
+
 def test_seconds_are_kept_of_what_is_slow(tmp_path):
     """Also beside rows from before they were kept, which say nothing of theirs."""
     from tests.gpu import passed

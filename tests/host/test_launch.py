@@ -20,7 +20,7 @@ from tilewright.runtime.kernel import argument_class, kernel
 from tilewright.runtime.list_launch import ListLaunch
 
 STREAM, FUNCTION, META = 99, 7, (4, 1, 0)
-DIRECT = {"3.6": launches.CudaLaunch, "3.7": ListLaunch, "3.9": ListLaunch}
+DIRECT = {"3.6": launches.CudaLaunch, "3.7": ListLaunch, "3.8": ListLaunch, "3.9": ListLaunch}
 every_version = pytest.mark.parametrize("version", DIRECT)
 
 

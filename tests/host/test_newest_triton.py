@@ -1,13 +1,19 @@
-"""The newest Triton compiles what is hot: the table of `tests/compile` is the oldest one's."""
+"""The newest Triton compiles what is hot, and every kernel in Gluon: the table of `tests/compile` is the oldest one's."""
 
 from __future__ import annotations
 
+import ast
+from collections.abc import Callable
 from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
+import torch
+from torch import Tensor
 
 import tilewright as tw
-from tilewright.check.variants import HOT, Call, Variant, drawn, in_hot_formats, is_gluon, needed
+from tilewright.check.variants import FORWARD, HOT, Call, Variant, drawn, in_hot_formats, is_gluon, needed
 
 OPS = tw.catalogue()
 # Bytes a thread: another compiler may keep a few addresses in memory, not a tile. Kernels in Gluon fill the registers that they
@@ -34,3 +40,82 @@ def test_hot_calls_compile_for_hopper(op):
         compiled = one.compile()
         most = GLUON_SPILLS if is_gluon(one.kernel) else SPILLS
         assert compiled.shared_is_there and compiled.spills <= most, f"{one.name}: {compiled}"
+
+
+# ---------------------------------------------------------------- kernels in Gluon that no hot call takes
+
+
+class Small(NamedTuple):
+    """A call that takes a kernel, the quickest to compile, and the bytes a thread that the kernel may spill."""
+
+    op: str
+    call: Callable[[], Call]
+    most: int = 0
+
+
+def blank(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.empty(*shape, dtype=dtype, device="meta")
+
+
+def rows_of(columns: int, **more: Any) -> Call:
+    """Of a norm."""
+    return Call({**drawn(OPS["rms_norm"], {**HOT[0], "hidden": columns}, full=True), **more}, FORWARD if more else None)
+
+
+def product(pair: str, rows: int) -> Call:
+    """Of codes."""
+    return Call(drawn(OPS["scaled_mm"], {**HOT[0], "tokens": rows}, options={"pair": pair}))
+
+
+def heads_of(name: str, columns: int) -> Call:
+    """Attention by Hopper's own kernels, both ways."""
+    return Call({**drawn(OPS[name], {**HOT[0], "head_dim": columns}), "causal": True, "backend": "hopper"})
+
+
+def cached(heads: int, kv_heads: int, columns: int, tokens: int, **more: Any) -> Call:
+    """Attention over pages."""
+    own = None if "value_dim" in more else blank(512, 64, kv_heads, columns)
+    values = {"q": blank(4, tokens, heads, columns), "k_cache": blank(512, 64, kv_heads, columns), "v_cache": own}
+    whose = {"block_table": blank(4, 128, dtype=torch.int32), "kv_len": blank(4, dtype=torch.int32)}
+    return Call({**values, **whose, **more}, FORWARD)
+
+
+SMALL = {
+    "attention_backward_hopper": Small("attention", lambda: heads_of("attention", 64), 196),
+    "attention_chunks_hopper": Small("cached_attention", lambda: cached(32, 8, 64, 2048, backend="hopper_chunks"), 180),
+    "attention_codes_hopper": Small("attention_codes", lambda: heads_of("attention_codes", 64), 380),
+    "attention_latent_hopper": Small(
+        "cached_attention", lambda: cached(16, 1, 576, 1, value_dim=512, backend="hopper_latent")
+    ),
+    "plain_hopper": Small("scaled_mm", lambda: product("int8_row", 8192)),
+    "rms_norm_backward_shared": Small("rms_norm", lambda: rows_of(8208)),
+    "rms_norm_rows": Small("rms_norm", lambda: rows_of(3072, out_format=tw.fp8("1x128", ways="row"))),
+    "rms_norm_shared": Small("rms_norm", lambda: rows_of(32784)),
+    "small_int4_hopper": Small("scaled_mm", lambda: product("int4_weight", 16), 72),
+}
+
+
+@pytest.mark.parametrize("kernel", SMALL)
+def test_other_kernels_in_gluon_compile(kernel):
+    small = SMALL[kernel]
+    found = [one for one in needed(OPS[small.op], [small.call()]) if one.kernel.name == kernel]
+    assert found, f"the call takes no {kernel}"
+    for one in found:
+        compiled = one.compile()
+        assert compiled.shared_is_there and not compiled.serialised and compiled.spills <= small.most, (
+            f"{one.name}: {compiled}"
+        )
+
+
+def test_every_kernel_in_gluon_is_compiled_here():
+    """Those that files declare are those that a hot call takes and those of the table above."""
+    declared = {
+        function.name
+        for path in Path(tw.__file__).parent.rglob("*.py")
+        if "jit=gluon.jit" in (text := path.read_text())
+        for function in ast.walk(ast.parse(text))
+        if isinstance(function, ast.FunctionDef)
+        and any("jit=gluon.jit" in ast.unparse(d) for d in function.decorator_list)
+    }
+    hot = {one.kernel.name for own in hot_variants().values() for one in own if is_gluon(one.kernel)}
+    assert declared == hot | SMALL.keys() and not hot & SMALL.keys()

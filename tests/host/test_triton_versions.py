@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import subprocess
 import sys
 import warnings
+from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import triton
@@ -16,8 +19,9 @@ import triton
 from tilewright.bench import evidence
 from tilewright.core import triton_versions
 from tilewright.core.target import TARGETS
-from tilewright.core.triton_versions import GLUON, Absent, gluon_of
+from tilewright.core.triton_versions import CALLED, GLUON, NAMED, Absent, found_at, gluon_of, signature_of
 
+LIBRARY = Path(triton_versions.__file__).parents[1]
 HOPPER = f"{GLUON}.language.nvidia.hopper"
 
 
@@ -73,6 +77,110 @@ def test_of_two_names_the_newer_is_taken():
 def test_what_is_missing_is_said(change, words):
     found = gluon_of(loading(**{HOPPER: change(importlib.import_module(HOPPER))}))
     assert not found.names and words in found.lacks
+
+
+# ---------------------------------------------------------------- what kernels use
+
+
+class Use(NamedTuple):
+    """One name of Gluon's in a file, its path as the probe's tables write it, `?` for the thing whose method it is, and its call if
+    it is called."""
+
+    path: str
+    call: ast.Call | None
+    where: str
+
+
+def uses(tree: ast.Module, file: str) -> Iterator[Use]:
+    """What a file uses of Gluon, and the methods that its functions for the device call of anything else."""
+    of_gluon, own = triton_versions.probe().names, {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").endswith("triton_versions"):
+            own.update({alias.asname or alias.name: alias.name for alias in node.names if alias.name in of_gluon})
+
+    def path_of(node: ast.AST) -> str | None:
+        if isinstance(node, ast.Name):
+            return own.get(node.id)
+        if not isinstance(node, ast.Attribute):
+            return None
+        if ast.unparse(node.value) == "triton_versions":
+            return node.attr if node.attr in of_gluon else None
+        above = path_of(node.value)
+        return above and f"{above}.{node.attr}"
+
+    called = {id(node.func): node for node in ast.walk(tree) if isinstance(node, ast.Call)}
+    parts = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Attribute) and path_of(node.value)}
+    for node in ast.walk(tree):
+        if id(node) not in parts and (path := path_of(node)):
+            yield Use(path, called.get(id(node)), f"{file}:{node.lineno}")
+    for function in ast.walk(tree):
+        if isinstance(function, ast.FunctionDef) and any(
+            "gluon.jit" in ast.unparse(d) for d in function.decorator_list
+        ):
+            for statement in function.body:
+                for node in ast.walk(statement):
+                    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and not path_of(node.func):
+                        yield Use(f"?.{node.func.attr}", node, f"{file}:{node.lineno}")
+
+
+def paths_of(use: Use) -> list[str]:
+    """Where the probe's tables may have it: a method with each thing that kernels hold."""
+    name = use.path.removeprefix("?.")
+    return [use.path] if name == use.path else [f"{thing}.{name}" for thing in ("gl.tensor", "memory")]
+
+
+def not_probed(found: list[Use]) -> list[str]:
+    """Which of them the probe does not ask for, or not with these arguments."""
+    known = {*CALLED, *NAMED.split(), *triton_versions.probe().names}
+    return [
+        f"{use.where}: {ast.unparse(use.call) if use.call else use.path}"
+        for use in found
+        if not any(path in known and (use.call is None or asked(use, path)) for path in paths_of(use))
+    ]
+
+
+def asked(use: Use, path: str) -> bool:
+    """Whether what a call gives is among what the probe gives."""
+    if path not in CALLED:
+        return False
+    signature, (count, words) = signature_of(found_at(triton_versions.probe().names, path)), CALLED[path]
+    own = ["_semantic"] if "_semantic" in signature.parameters else []
+    probed = signature.bind(*[None] * count, **dict.fromkeys(words.split()))
+    try:
+        by_name = dict.fromkeys([*own, *(word.arg for word in use.call.keywords)])
+        given = signature.bind(*[None] * (len(use.call.args) + (use.path != path)), **by_name)
+    except TypeError:
+        return False
+    return given.arguments.keys() <= probed.arguments.keys()
+
+
+def test_the_probe_asks_for_all_that_kernels_use():
+    found = [
+        use
+        for path in sorted(LIBRARY.rglob("*.py"))
+        if "triton_versions" in (text := path.read_text())
+        for use in uses(ast.parse(text), path.name)
+    ]
+    assert not (wrong := not_probed(found)), "\n".join(wrong)
+    used = {path for use in found for path in paths_of(use)}
+    assert not (unused := {*CALLED, *NAMED.split()} - used), f"nothing uses {unused}"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "gl.histogram(X, 8, L)",
+        "gl.uint16",
+        "gl.sum(X, 0, True)",
+        "mbarrier.arrive(X, count=1, from_cta=0)",
+        "X.index(0).atomic_add(1)",
+        "X.to(gl.int32, fp_downcast_rounding=0)",
+    ],
+    ids=("a function", "a dtype", "by position", "by name", "a method", "of a method"),
+)
+def test_what_the_probe_does_not_ask_for_is_found(line):
+    text = f"from ..core.triton_versions import gl, gluon, mbarrier\n@gluon.jit\ndef f(X, L): {line}"
+    assert not_probed([*uses(ast.parse(text), "made.py")]) == [f"made.py:3: {line}"]
 
 
 def test_a_triton_without_gluon_has_kernels_that_can_be_imported():

@@ -23,7 +23,8 @@ import triton
 GLUON = "triton.experimental.gluon"
 TRIED = ("3.6.", "3.7.", "3.8.", "3.9.")  # kernels have been compiled with these
 WARPGROUP = ("warpgroup_mma", "warpgroup_mma_init", "warpgroup_mma_wait")
-# How kernels call what they import from here: how many arguments by position, and which by name; None if that cannot be asked
+# How kernels call what they import from here, and methods of what they make with it: how many arguments by position, the tensor or
+# memory of a method among them, and which by name. A test holds both tables to the kernels
 CALLED = {
     "GluonASTSource": (0, "fn signature constexprs attrs"),
     "TensorDescriptor": (5, ""),
@@ -33,10 +34,57 @@ CALLED = {
     "commit_group": (0, "_semantic"),
     "copy_ahead": (3, "_semantic"),
     "fence_async_shared": (0, "_semantic"),
+    "gl.BlockedLayout": (4, ""),
+    "gl.DotOperandLayout": (0, "operand_index parent k_width"),
+    "gl.NVMMADistributedLayout": (0, "version warps_per_cta instr_shape"),
+    "gl.NVMMASharedLayout": (0, "swizzle_byte_width element_bitwidth rank"),
+    "gl.NVMMASharedLayout.get_default_for": (2, ""),
+    "gl.SliceLayout": (2, ""),
+    "gl.SwizzledSharedLayout": (4, ""),
+    "gl.abs": (1, "_semantic"),
+    "gl.allocate_shared_memory": (3, "_semantic"),
+    "gl.arange": (3, "_semantic"),
+    "gl.associative_scan": (3, "_semantic"),
+    "gl.atomic_add": (2, "sem _semantic"),
+    "gl.broadcast": (2, "_semantic"),
+    "gl.cdiv": (2, ""),
+    "gl.constexpr": (1, ""),
+    "gl.convert_layout": (2, "assert_trivial _semantic"),
+    "gl.exp2": (1, "_semantic"),
+    "gl.expand_dims": (2, "_semantic"),
+    "gl.full": (4, "_semantic"),
+    "gl.inline_asm_elementwise": (3, "dtype is_pure pack _semantic"),
+    "gl.join": (2, "_semantic"),
+    "gl.load": (3, "cache_modifier _semantic"),
+    "gl.log": (1, "_semantic"),
+    "gl.max": (2, ""),
+    "gl.maximum": (2, "_semantic"),
+    "gl.minimum": (2, "_semantic"),
+    "gl.pointer_type": (1, ""),
+    "gl.program_id": (1, "_semantic"),
+    "gl.reduce": (3, "_semantic"),
+    "gl.rsqrt": (1, "_semantic"),
+    "gl.split": (1, "_semantic"),
+    "gl.static_range": (3, ""),
+    "gl.store": (3, "_semantic"),
+    "gl.sum": (2, ""),
+    "gl.tensor.reshape": (2, "_semantic"),
+    "gl.tensor.to": (2, "bitcast _semantic"),
+    "gl.warp_specialize": (3, "_semantic"),
+    "gl.where": (3, "_semantic"),
+    "gl.zeros": (3, ""),
+    "gl.zeros_like": (1, ""),
+    "gluon.jit": (1, "do_not_specialize"),
+    "mbarrier.MBarrierLayout": (0, ""),
     "mbarrier.arrive": (1, "count pred _semantic"),
     "mbarrier.expect": (2, "pred _semantic"),
     "mbarrier.init": (1, "count _semantic"),
     "mbarrier.wait": (2, "_semantic"),
+    "memory.index": (2, "_semantic"),
+    "memory.load": (2, "_semantic"),
+    "memory.permute": (2, "_semantic"),
+    "memory.slice": (4, "_semantic"),
+    "memory.store": (2, "_semantic"),
     "mma_v2": (3, "_semantic"),
     "reinterpret": (4, "_semantic"),
     "tma.store_wait": (1, "_semantic"),
@@ -44,17 +92,8 @@ CALLED = {
     "warpgroup_mma": (3, "use_acc is_async _semantic"),
     "warpgroup_mma_init": (1, "_semantic"),
     "warpgroup_mma_wait": (1, "deps _semantic"),
-    "gl.BlockedLayout": (4, ""),
-    "gl.DotOperandLayout": (0, "operand_index parent k_width"),
-    "gl.NVMMADistributedLayout": (0, "version warps_per_cta instr_shape"),
-    "gl.NVMMASharedLayout": (0, "swizzle_byte_width element_bitwidth rank"),
-    "gl.NVMMASharedLayout.get_default_for": None,
-    "gl.SwizzledSharedLayout": (4, ""),
-    "gl.allocate_shared_memory": (3, "_semantic"),
-    "gl.atomic_add": (2, "sem _semantic"),
-    "gl.inline_asm_elementwise": (6, "_semantic"),
-    "gl.warp_specialize": (3, "_semantic"),
 }
+NAMED = "gl.bfloat16 gl.float16 gl.float32 gl.float8e4nv gl.float8e5 gl.int16 gl.int32 gl.int64 gl.int8 gl.uint8"  # and not called
 
 
 class Absent:
@@ -90,6 +129,7 @@ def gluon_of(load: Callable[[str], Any]) -> Gluon:
         names = {
             "gl": gl,
             "gluon": load(GLUON),
+            "memory": memory,
             "GluonASTSource": load(f"{GLUON}._runtime").GluonASTSource,
             "TensorDescriptor": load(f"{GLUON}.nvidia.hopper").TensorDescriptor,
             # Of two names the newer is asked for first: an older one may be kept only to say that it is gone
@@ -103,16 +143,26 @@ def gluon_of(load: Callable[[str], Any]) -> Gluon:
             **{name: getattr(hopper, name) for name in ("fence_async_shared", "mbarrier", "mma_v2", "tma")},
             **{name: getattr(hopper, name) for name in WARPGROUP},
         }
-        for path, call in CALLED.items():
-            first, *rest = path.split(".")
-            function = functools.reduce(getattr, rest, names[first])
-            if call is not None:
-                inspect.signature(function).bind(*[None] * call[0], **dict.fromkeys(call[1].split()))
+        for path in NAMED.split():
+            found_at(names, path)
+        for path, (count, words) in CALLED.items():
+            signature_of(found_at(names, path)).bind(*[None] * count, **dict.fromkeys(words.split()))
     except (ImportError, AttributeError) as error:
         return Gluon({}, str(error))
     except (TypeError, ValueError) as error:
         return Gluon({}, f"{path}: {error}")
     return Gluon(names, None)
+
+
+def found_at(names: dict[str, Any], path: str) -> Any:
+    """What a dotted name stands for."""
+    first, *rest = path.split(".")
+    return functools.reduce(getattr, rest, names[first])
+
+
+def signature_of(function: Any) -> inspect.Signature:
+    """What a function takes; of one that Triton has wrapped to compile it, what it takes in a kernel."""
+    return inspect.signature(getattr(function, "fn", function))
 
 
 def either(of: Any, name: str, older: str) -> Any:
