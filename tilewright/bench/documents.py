@@ -24,7 +24,7 @@ from ..core.rule import Range, Row
 from ..core.target import TARGETS, Target
 from ..core.triton_versions import age
 from ..op import Op
-from .cases import CASES, GOALS, Case, Goal, variants_of
+from .cases import CASES, GOALS, Case, Goal, rival_of, variants_of
 from .markdown import COMMAND, GENERATED, code, listed, table, wrapped
 from .result_rows import row_words
 from .results import Goals, Key, Result, Standing, key_of, standings, tally, understand
@@ -203,8 +203,11 @@ def _error(value: float | None) -> str:
 def _ratio(r: Result) -> str:
     """What the goal is about, and what is wrong with it."""
     value = r.fraction if r.measured is None else r.measured
+    return _marked("" if value is None else f"{value:.3f}", r)
+
+
+def _marked(text: str, r: Result) -> str:
     marks = [mark for mark, is_so in (("short", r.verdict == "short"), ("stale", r.stale)) if is_so]
-    text = "" if value is None else f"{value:.3f}"
     return f"{text} ({', '.join(marks)})" if marks else text
 
 
@@ -326,8 +329,17 @@ def _goal_line(one: Standing) -> tuple[str, ...]:
     wanted = f"{one.goal.goal:.2f}" + ("" if one.goal.metric == "fraction" else f" {one.goal.metric}")
     alone = one.own[0] if len(one.own) == 1 else None
     times = ("", "", "") if alone is None else (_us(alone.us), _us(alone.floor), _rivals(alone))
-    beside = ", ".join(f"{r.case.partition('/')[2]}: {_ratio(r)}" for r in (one.own if alone is None else one.others))
+    pairs = [(r, _of_mean(r, one.goal)) for r in one.own] if alone is None else [(r, _ratio(r)) for r in one.others]
+    beside = ", ".join(f"{r.case.partition('/')[2]}: {words}" for r, words in pairs)
     return code(one.own[0].op), one.goal.case, one.goal.shape, *times[:2], reached, wanted, times[2], beside
+
+
+def _of_mean(r: Result, goal: Goal) -> str:
+    """What a mean has of one of its rows: by the goal's metric, though the row may be held to nothing by itself."""
+    value = r.by(goal.metric)
+    if value is None:
+        return f"{rival_of(goal.metric)} absent"
+    return _marked(f"{value:.3f}", r)
 
 
 def models_section(

@@ -64,6 +64,10 @@ class Result:
             return "unmeasured"
         return "reached" if self.measured >= self.goal else "short"
 
+    def by(self, metric: str) -> float | None:
+        """What a metric says of the row."""
+        return measured_by(self.fraction, self.rivals, metric)
+
     @property
     def lacks(self) -> str:
         """Why the rival that the goal names has no time, where it has none."""
@@ -191,7 +195,7 @@ def understand(row: Row, goals: Goals, stale: Collection[Key]) -> Result:
 @dataclass(frozen=True)
 class Standing:
     """A goal on one GPU. `value` is None until every shape that the goal is stated for was measured, with a Triton that it is
-    for and beside the rival that it names."""
+    for and beside the rival that it names; of a partial mean beside that rival wherever it can be had."""
 
     goal: Goal
     own: tuple[Result, ...]  # at the shapes that it is stated for
@@ -233,8 +237,10 @@ def standings(results: Sequence[Result], goals: Iterable[Goal], cases: Collectio
         stated = [case for case in family if case.own or case.mean]
         own = tuple(here[case.name] for case in stated if case.name in here)
         others = tuple(here[case.name] for case in family if case not in stated and case.name in here)
-        values = [value for result in own if (value := measured_by(result.fraction, result.rivals, goal.metric))]
-        whole = bool(stated) and len(values) == len(stated)
+        values = [value for result in own if (value := result.by(goal.metric))]
+        partial = {case.name for case in stated if case.partial}
+        without = [r for r in own if r.case in partial and (rival_of(goal.metric) or "") in r.absent]
+        whole = bool(values) and len(values) + len(without) == len(stated)
         value = math.exp(sum(map(math.log, values)) / len(values)) if whole else None
         newest = any(case.triton is not None for case in family)
         found.append(Standing(goal, own, others, bool(family), value, newest))

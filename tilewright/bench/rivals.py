@@ -102,7 +102,7 @@ def agrees(mine: Any, theirs: Any, loose: float = LOOSE) -> bool:
 
 def _tensors(result: Any) -> list[Tensor]:
     made = result if isinstance(result, (tuple, list)) else (result,)
-    return [r.dequantize() if isinstance(r, Quantized) else r for r in made if r is not None]
+    return [r.dequantize() if isinstance(r, Quantized) else torch.as_tensor(r) for r in made if r is not None]
 
 
 @triton.jit
