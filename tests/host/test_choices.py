@@ -69,6 +69,18 @@ def test_every_case_is_of_one_overload_in_two_dtypes_and_three_sizes():
         assert own == ({"bfloat16"} if overload in SIXTEEN_BITS else verdicts.FLOATS), overload
 
 
+@pytest.mark.parametrize(
+    "overload",
+    ["constant_pad_nd", "isclose", "isfinite", "isin.Tensor_Tensor", "isinf", "masked_fill.Scalar", "masked_fill.Tensor",
+     "slice_scatter", "_softmax", "_log_softmax", "_softmax_backward_data", "topk", "cumsum", "add.Tensor", "clone"],
+)  # fmt: skip
+def test_there_are_cases_enough_to_close_an_overload(overload):
+    """Of contiguous operands and of slow ones: where every one of them wins, that is the verdict."""
+    own = [case for case in EVERY if choices.kind_of(case.name, TARGET).overload == overload]
+    rows = [recorded(case, {"eager": RUNS, "graph": RUNS}) for case in own]
+    assert verdicts.Verdicts(H200, choices.rows_of(rows, ())["sm_90"]).verdict(overload) == "closed"
+
+
 def test_attention_is_measured_as_programs_call_it():
     """Of heads after their tokens and before them, causal and full, and of key heads that queries share."""
     found = {(kind := choices.reached(case, TARGET)).layout for case in EVERY if case.call.startswith("attention")}
@@ -264,18 +276,18 @@ def test_confidence():
 
 
 def test_recorded_choices_make_the_table():
-    wins = [recorded(case, {"eager": RUNS, "graph": RUNS}) for case in EVERY if case.call in ("isinf", "cummax_last")]
+    won = ("isinf", "isinf_strided", "cummax_last")
+    wins = [recorded(case, {"eager": RUNS, "graph": RUNS}) for case in EVERY if case.call in won]
     (fallback, *_) = cases.select(["aten_host_fallback"])
     plain = cases.CASES["aten_isin/8388608x20000x40000"]
     rows = [*wins, recorded(fallback), recorded(plain)]
     assert [evidence.problem(row) for row in rows] == [None] * len(rows)
     ((name, text),) = choices.tables(rows, evidence.stale_keys(rows)).items()
     made = [verdicts.row_of(line) for line in text.splitlines()]
-    assert name == "aten_sm_90.jsonl" and None not in made and len(made) == 13
+    assert name == "aten_sm_90.jsonl" and None not in made and len(made) == 19
     found = verdicts.Verdicts(H200, made)
-    assert (
-        found.verdict("isinf") == found.verdict("cummax") == "closed" and found.verdict("isin.Tensor_Tensor") == "never"
-    )
+    assert found.verdict("isinf") == "closed" and found.verdict("isin.Tensor_Tensor") == "never"
+    assert found.verdict("cummax") == "sized"  # along the last dimension alone
     assert found.fallback_us == pytest.approx(0.0)  # 10 us beside 20
     (row,) = [
         row for row in made if (row.get("overload"), row.get("dtype"), row.get("bytes")) == ("isinf", "bfloat16", 4096)
@@ -323,7 +335,8 @@ def told(tmp_path, monkeypatch):
     """A chip with rows of two overloads, and a function that explains them."""
     monkeypatch.setattr(verdicts, "SHIPPED", tmp_path)
     monkeypatch.setenv("TILEWRIGHT_CACHE", str(tmp_path / "cache"))
-    rows = [recorded(case, {"eager": RUNS, "graph": RUNS}) for case in EVERY if case.call == "isinf"]
+    won = ("isinf", "isinf_strided")
+    rows = [recorded(case, {"eager": RUNS, "graph": RUNS}) for case in EVERY if case.call in won]
     rows += [recorded(one("add", size), {"eager": [[20.0, 10.0]] * 3}) for size in ("16x128", "1024x2048")]
     rows += [recorded(one("add", "8192x16384"), {"eager": RUNS})]
     text = choices.tables(rows, ())["aten_sm_90.jsonl"]
@@ -354,9 +367,9 @@ def test_explaining_verdicts_and_their_rows(told):
     )
     status, out, _ = told("isinf", "--dtype", "bf16", "--json")
     rows = json.loads(out)["rows"]
-    assert [row["bytes"] for row in rows] == [4 << 10, 4 << 20, 256 << 20] and {row["dtype"] for row in rows} == {
-        "bfloat16"
-    }
+    sizes = [4 << 10, 4 << 20, 256 << 20]
+    assert [row["bytes"] for row in rows] == [*sizes, *(size // 2 for size in sizes)]
+    assert {row["dtype"] for row in rows} == {"bfloat16"}
     for size, whose in (("1024x1024", "aten's: aten is as fast"), ("16384x16384", "ours, 10.0 us sooner")):
         (one,) = json.loads(told("add", "--shape", size, "--json")[1])["whose"]
         assert one["whose"].startswith(whose) and one["bytes"] == 2 * two_bytes_of(size)

@@ -94,11 +94,21 @@ CALLS: dict[str, Call] = {
     "masked_fill_value_": Call(
         lambda x, mask, value: x.masked_fill_(mask, value), (MATRIX, "bool[rows columns]", "any[]"), written=0
     ),
+    # pointwise, of operands that lie otherwise than the first, or with gaps
+    "masked_fill_transposed": Call(lambda x, mask: x.masked_fill(mask.t(), 0.5), (MATRIX, "bool[columns rows]")),
+    "masked_fill_value_transposed": Call(
+        lambda x, mask, value: x.masked_fill(mask.t(), value), (MATRIX, "bool[columns rows]", "any[]")
+    ),
+    "isclose_transposed": Call(lambda x, y: torch.isclose(x, y.t()), TURNED),
+    "isfinite_strided": Call(lambda x: torch.isfinite(x[:, ::2]), (f"{MATRIX} or inf",)),
+    "isinf_strided": Call(lambda x: torch.isinf(x[:, ::2]), (f"{MATRIX} or inf",)),
     # index map
     "pad": Call(lambda x: F.pad(x, (1, 1, 1, 1))),
+    "pad_transposed": Call(lambda x: F.pad(x.t(), (1, 1, 1, 1))),
     "triu": Call(torch.triu, read=0.5),
     "flip": Call(lambda x: x.flip(1)),
     "slice_scatter": Call(lambda x, y: x.slice_scatter(y, 1, 0, y.shape[1]), (MATRIX, "any[rows part]")),
+    "slice_scatter_transposed": Call(lambda x, y: x.slice_scatter(y.t(), 1, 0, y.shape[0]), (MATRIX, "any[part rows]")),
     "select_scatter": Call(lambda x, y: x.select_scatter(y, 0, 1), (MATRIX, "any[columns]")),
     "cat": Call(lambda x, y: torch.cat((x, y), 1), TWO),
     "stack": Call(lambda x, y: torch.stack((x, y), -1), TWO),
@@ -241,6 +251,8 @@ CALLS |= {
     "nonzero": Call(torch.nonzero, (f"{MATRIX} or 0",)),
     "nll_loss": Call(F.nll_loss, (MATRIX, "int64[rows] < columns")),
     "nll_loss_2d": Call(F.nll_loss, (IMAGES, "int64[images height width] < channels")),
+    "isin_strided": Call(
+        lambda x, among: torch.isin(x[::2], among), ("int64[rows] < most", "int64[columns] < most")),
     "isin": Call(torch.isin, ("int64[rows] < most", "int64[columns] < most")),
     "topk_last": Call(lambda x: x.topk(8, 1)[0]),
     "topk_first": Call(lambda x: x.topk(8, 0)[0]),
