@@ -69,6 +69,21 @@ def test_every_case_is_of_one_overload_in_two_dtypes_and_three_sizes():
         assert own == ({"bfloat16"} if overload in SIXTEEN_BITS else verdicts.FLOATS), overload
 
 
+def test_every_overload_where_aten_is_slow_has_a_choice():
+    """Those of aten_wins.tsv and two more, in place too; `stack` and `gather_backward` are made of others."""
+    names = {choices.kind_of(case.name, TARGET).overload for case in EVERY}
+    assert names >= {
+        "cumsum", "nll_loss_forward", "nll_loss2d_forward", "cummax", "cummin", "_softmax", "_log_softmax",
+        "_softmax_backward_data", "_log_softmax_backward_data", "native_layer_norm", "native_layer_norm_backward",
+        "native_group_norm", "native_group_norm_backward", "native_batch_norm", "_weight_norm_interface",
+        "_weight_norm_interface_backward", "clone", "copy_", "add.Tensor", "mul.Tensor", "embedding_dense_backward",
+        "index_put_", "_index_put_impl_", "index_add", "index_add_", "scatter_add", "scatter_add_", "isin.Tensor_Tensor", "topk",
+        "masked_select", "count_nonzero", "avg_pool2d_backward", "cat", "addmv", "mv", "masked_fill.Scalar", "masked_fill.Tensor",
+        "masked_fill_.Tensor", "fill_.Tensor", "isclose", "isfinite", "isinf", "allclose", "mse_loss", "constant_pad_nd",
+        "slice_scatter", "select_scatter", "sort", "native_batch_norm_backward",
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize(
     "overload",
     ["constant_pad_nd", "isclose", "isfinite", "isin.Tensor_Tensor", "isinf", "masked_fill.Scalar", "masked_fill.Tensor",
@@ -126,6 +141,16 @@ def test_both_are_timed_in_turn_several_times(monkeypatch):
     assert row["absent"] == {"eager": "a choice is between ours and aten's"}
     row = run.measure(tiny("nonzero"), [])
     assert row["runs"]["graph"] == [] and row["measured"] == pytest.approx(1.05) and row["method"] == "eager"
+
+
+@pytest.mark.parametrize("call", ["index_add_", "fill_value_", "copy_transposed_", "allclose"])
+def test_calls_in_place_are_checked_over_arguments_as_they_were(call, monkeypatch):
+    """Though the call that says how much there is to move, and all that are timed, write over one."""
+    measuring(monkeypatch)
+    host_times(monkeypatch, [8.0, 12.0])
+    case = replace(next(case for case in EVERY if case.call == call), dims={"rows": 8, "columns": 16, "places": 5})
+    row = run.measure(case, [])
+    assert 0.0 <= row["error"] < 0.01 and (row["method"] == "eager") == bool(case.options.get("events"))
 
 
 def test_each_side_is_captured_once(monkeypatch):

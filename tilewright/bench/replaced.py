@@ -90,6 +90,7 @@ CALLS: dict[str, Call] = {
     "isfinite": Call(torch.isfinite, (f"{MATRIX} or inf",)),
     "isinf": Call(torch.isinf, (f"{MATRIX} or inf",)),
     "mul_transposed": Call(lambda x, y: x * y.t(), TURNED),
+    "copy_transposed_": Call(lambda x, y: x.copy_(y.t()), TURNED, written=0),
     "fill_value_": Call(lambda x, value: x.fill_(value), (MATRIX, "any[]"), read=0.0, written=0),
     "masked_fill_value_": Call(
         lambda x, mask, value: x.masked_fill_(mask, value), (MATRIX, "bool[rows columns]", "any[]"), written=0
@@ -246,7 +247,9 @@ CALLS |= {
     "index_add": Call(lambda x, i, v: x.index_add(0, i, v), ADDED),
     "scatter_add": Call(lambda x, i, v: x.scatter_add(0, i[:, None].expand(v.shape), v), ADDED),
     "index_put_": Call(lambda x, i, v: x.index_put_((i,), v, accumulate=True), ADDED, written=0),
+    "index_put_impl_": Call(lambda x, i, v: aten._index_put_impl_(x, [i], v, True, False), ADDED, written=0),
     "index_add_": Call(lambda x, i, v: x.index_add_(0, i, v), ADDED, written=0),
+    "scatter_add_": Call(lambda x, i, v: x.scatter_add_(0, i[:, None].expand(v.shape), v), ADDED, written=0),
     "masked_select": Call(torch.masked_select, (MATRIX, "bool[rows columns]")),
     "nonzero": Call(torch.nonzero, (f"{MATRIX} or 0",)),
     "nll_loss": Call(F.nll_loss, (MATRIX, "int64[rows] < columns")),
