@@ -344,6 +344,19 @@ def test_torch_compile_is_of_the_plain_call(monkeypatch):
     assert made == [(work.function, {"dynamic": False})]
 
 
+@pytest.mark.parametrize(
+    ("dtype", "factor", "timed"), [("bfloat16", 1.2, True), ("bfloat16", 0.0, False), ("float32", 1.2, False)]
+)
+def test_a_rival_that_rounds_after_each_addition_is_timed(dtype, factor, timed, monkeypatch):
+    """aten is 0.14 off where it adds in bf16: a case that is about such sums would have no rival."""
+    measuring(monkeypatch)
+    monkeypatch.setitem(rivals.NAMED, "rough", lambda work: lambda: work.plain() * factor)
+    for at in range(3):
+        row = run.measure(replace(tiny("aten_index_accumulate", at), dtype=dtype), ["rough"])
+        assert ("rough" in row["rivals"]) == timed and "aten" in row["rivals"], row
+    assert rivals.bar("aten", Replaced.build(tiny("aten_sum"), device="cpu")) == rivals.LOOSE
+
+
 # ---- which code ------------------------------------------------------------------------------------------------------
 
 

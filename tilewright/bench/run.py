@@ -316,7 +316,6 @@ def measure_rivals(work: Sequence[Work], calls: int, beside: Sequence[str]) -> R
     for name in beside:
         try:
             made = [rivals.call_of(name, one) for one in work]
-            loose = check.COARSE.low if work[0].coarse else rivals.LOOSE
             if work[0].overwrites:  # a rival may have been called, to see what it has
                 work[0].restore()
             ours = work[0].call()
@@ -324,7 +323,7 @@ def measure_rivals(work: Sequence[Work], calls: int, beside: Sequence[str]) -> R
                 # The rival begins with what ours began with, and results that lie on arguments stay
                 ours = [r.clone() if type(r) is torch.Tensor else r for r in as_tuple(ours)]
                 work[0].restore()
-            if not rivals.agrees(ours, rivals.finished(made[0]), max(loose, rivals.LOOSER.get(name, 0.0))):
+            if not rivals.agrees(ours, rivals.finished(made[0]), rivals.bar(name, work[0])):
                 raise Absent("its result is another")
             if work[0].overwrites:
                 for one in work:
