@@ -251,7 +251,7 @@ def test_an_error_is_held_to_atens():
 
 def test_a_case_is_timed_beside_aten_and_its_floor(monkeypatch):
     measuring(monkeypatch)
-    row = run.measure(tiny("aten_pointwise_flat"), ["aten", "eager"])
+    row = run.measure(replace(tiny("aten_pointwise_flat"), beside=[]), ["aten", "eager"])
     assert row["us"] == pytest.approx(5.0) and row["fraction"] == row["measured"] == pytest.approx(0.8)
     assert row["rivals"] == {"aten": pytest.approx(5.0), "eager": pytest.approx(5.0)} and not row["absent"]
     row = run.measure(tiny("aten_all_256mb"), [])
@@ -339,9 +339,15 @@ def test_flaggems_is_absent_where_it_has_nothing_of_a_call(gems):
 def test_torch_compile_is_of_the_plain_call(monkeypatch):
     made: list[object] = []
     monkeypatch.setattr(torch, "compile", lambda function, **given: made.append((function, given)) or function)
-    work = Replaced.build(tiny("aten_sum"), device="cpu")
-    assert torch.equal(rivals.call_of("compile", work)(), work.plain())
+    rivals._compiled_once.cache_clear()
+    for seed in (0, 1):  # of all buffer sets once
+        work = Replaced.build(tiny("aten_sum"), seed, "cpu")
+        assert torch.equal(rivals.call_of("compile", work)(), work.plain())
     assert made == [(work.function, {"dynamic": False})]
+    other = Replaced.build(tiny("aten_sum", 1), device="cpu")
+    rivals.call_of("compile", other)
+    assert made[1:] == [(other.function, {"dynamic": False})]
+    rivals._compiled_once.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -355,6 +361,13 @@ def test_a_rival_that_rounds_after_each_addition_is_timed(dtype, factor, timed, 
         row = run.measure(replace(tiny("aten_index_accumulate", at), dtype=dtype), ["rough"])
         assert ("rough" in row["rivals"]) == timed and "aten" in row["rivals"], row
     assert rivals.bar("aten", Replaced.build(tiny("aten_sum"), device="cpu")) == rivals.LOOSE
+
+
+def test_some_cases_are_timed_beside_torch_compile():
+    beside = {case.family for case in EVERY if "compile" in case.beside}
+    assert beside == {"aten_pointwise_flat", "aten_sum", "aten_softmax_inner", "aten_softmax_outer"}
+    large = max(math.prod(case.dims.values()) for case in EVERY if "compile" in case.beside)
+    assert large <= 1 << 27  # 256 MB of bf16: what is larger would take seconds
 
 
 # ---- which code ------------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -71,9 +72,15 @@ def _reference(work: Work) -> Callable[..., Any]:
 
 
 def _compiled_operators(work: Replaced) -> Call:
-    torch._dynamo.reset()
-    function, given = torch.compile(work.function, dynamic=False), work.given
+    function, given = _compiled_once(work.function), work.given
     return lambda: function(*given)
+
+
+@functools.lru_cache(maxsize=1)
+def _compiled_once(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of torch's operators by torch.compile: all buffer sets of a case have the same, and the next case another."""
+    torch._dynamo.reset()
+    return torch.compile(function, dynamic=False)
 
 
 def _aten(work: Replaced) -> Call:
