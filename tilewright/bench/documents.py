@@ -28,6 +28,7 @@ from .cases import CASES, GOALS, Case, Goal, rival_of, variants_of
 from .markdown import COMMAND, GENERATED, code, listed, table, wrapped
 from .result_rows import row_words
 from .results import Goals, Key, Result, Standing, key_of, standings, tally, understand
+from .tallies import tallies
 
 ROOT = Path(__file__).parents[2]
 OPS, COVERAGE, RATES, README = Path("docs/ops"), Path("docs/coverage.md"), Path("docs/rates.md"), Path("README.md")
@@ -313,6 +314,7 @@ def results_section(
         lines += table(heads, map(_goal_line, measured))
         stale = sum(r.stale for r in here)
         lines += ["", *wrapped(f"{tally(measured)} {stale} of {len(here)} rows are stale.")]
+        lines += [line for one in tallies(here, cases) for line in wrapped(str(one))]
         note = (notes or {}).get(gpu)
         lines += wrapped(note) if note else []
         recorded |= {one.goal.case for one in measured}

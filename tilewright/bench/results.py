@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ..core.triton_versions import age, release
@@ -53,6 +53,8 @@ class Result:
     method: str
     direction: str
     stale: bool
+    # By the way of calling, pairs of ours and another's
+    runs: Mapping[str, Sequence[Sequence[float]]] = field(default_factory=dict)
     id: str = ""
 
     @property
@@ -186,6 +188,7 @@ def understand(row: Row, goals: Goals, stale: Collection[Key]) -> Result:
         method=text_of(row.get("method")),
         direction=text_of(row.get("direction")),
         stale=key_of(row) in stale,
+        runs=mapping_of(row.get("runs")),
     )
 
 
@@ -220,9 +223,9 @@ class Standing:
         return "reached" if self.value >= self.goal.goal else "short"
 
 
-def standings(results: Sequence[Result], goals: Iterable[Goal], cases: Collection[Case]) -> list[Standing]:
-    """How every goal stands, by the results of one GPU: of a case by the row of Triton BASE, or by that of the newest, where the
-    case is for a newer one or there is no other."""
+def by_case(results: Sequence[Result], cases: Collection[Case]) -> dict[str, Result]:
+    """Of results of one GPU that of each case: the row of Triton BASE, or that of the newest, where the case is for a newer one or
+    there is no other."""
     here: dict[str, Result] = {}
     of = {case.name: case for case in cases}
     for result in sorted(results, key=lambda one: age(one.triton)):
@@ -231,6 +234,12 @@ def standings(results: Sequence[Result], goals: Iterable[Goal], cases: Collectio
             if case.triton is None and case.name in here and release(here[case.name].triton) == BASE:
                 continue
             here[case.name] = result
+    return here
+
+
+def standings(results: Sequence[Result], goals: Iterable[Goal], cases: Collection[Case]) -> list[Standing]:
+    """How every goal stands, by the results of one GPU."""
+    here = by_case(results, cases)
     found = []
     for goal in goals:
         family = [case for case in cases if case.family == goal.case]
