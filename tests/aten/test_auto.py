@@ -27,6 +27,7 @@ GPU = HERE.gpu
 ABOUT = {"gpu": GPU, "torch": str(torch.__version__), "triton": "", "version": tw.__version__, "date": "2026-11-17"}
 KB, MB = 1 << 10, 1 << 20
 SIZES = 4 * KB, 4 * MB, 256 * MB
+FLAT = Calls(GPU, {Signature("neg", "float32", "1 flat", 4 * KB): 1})
 
 
 @pytest.fixture(autouse=True)
@@ -56,6 +57,11 @@ def cells(leasts: list[float], overload: str = "neg", **more: Any) -> list[dict[
 
 def both(leasts: list[float], overload: str = "neg", layout: str = "1 flat") -> list[dict[str, Any]]:
     return [row for dtype in ("float32", "bfloat16") for row in cells(leasts, overload, dtype=dtype, layout=layout)]
+
+
+def whole(leasts: list[float], overload: str = "neg") -> list[dict[str, Any]]:
+    """Rows of contiguous operands and of slow ones."""
+    return [row for layout in ("1 flat", "1 turned") for row in both(leasts, overload, layout)]
 
 
 @pytest.fixture
@@ -117,7 +123,7 @@ def test_places_of_dimensions(dims, rank, word):
     ],
 )  # fmt: skip
 def test_verdicts(leasts, verdict, least):
-    found = Verdicts(HERE, both(leasts))
+    found = Verdicts(HERE, whole(leasts))
     rule = found.rules["neg"]["float32", "1 flat"]
     assert found.verdict("neg") == verdict and (None if rule is None else rule.least) == least
     assert found.chosen() == ({"neg"} if verdict == "closed" else set())
@@ -125,15 +131,33 @@ def test_verdicts(leasts, verdict, least):
 
 def test_what_is_closed_is_so_in_every_kind():
     wins, loses = [2.0, 2.0, 2.0], [0.9, 2.0, 2.0]
-    assert Verdicts(HERE, cells(wins)).verdict("neg") == "sized"  # bf16 is not measured
-    assert Verdicts(HERE, cells(wins, dtype="int64")).verdict("neg") == "closed"
-    assert Verdicts(HERE, both(wins)[1:]).verdict("neg") == "sized"  # nor is the smallest size
-    assert Verdicts(HERE, [*both(wins), *both(loses, layout="1 turned")]).verdict("neg") == "sized"
-    assert Verdicts(HERE, [*both(wins), cell(least=0.9, source="another call")]).verdict("neg") == "sized"
-    assert (
-        Verdicts(HERE, both(wins, layout="1 turned")).verdict("neg") == "sized"
-    )  # what most calls are is not measured
-    assert Verdicts(HERE, both(wins)).verdict("exp") == "never"
+
+    def verdict(*lists: list[dict[str, Any]]) -> str:
+        return Verdicts(HERE, [row for rows in lists for row in rows]).verdict("neg")
+
+    assert verdict(whole(wins)) == "closed"
+    assert verdict(cells(wins), cells(wins, layout="1 turned")) == "sized"  # bf16 is not measured
+    assert verdict(both(wins), cells(wins, layout="1 turned")) == "sized"  # nor is it of slow operands
+    integers = [cells(wins, dtype="int64", layout=layout) for layout in ("1 flat", "1 strided")]
+    assert verdict(*integers) == "closed" and verdict(integers[0]) == "sized"
+    assert verdict(whole(wins)[1:]) == "sized"  # nor is the smallest size
+    assert verdict(both(wins), both(loses, layout="1 turned")) == "sized"
+    assert verdict(whole(wins), [cell(least=0.9, source="another call")]) == "sized"
+    assert Verdicts(HERE, whole(wins)).verdict("exp") == "never"
+
+
+@pytest.mark.parametrize(
+    ("layouts", "verdict"),
+    [
+        (["1 flat"], "sized"), (["2 broadcast"], "sized"), (["1 turned"], "sized"), (["1 strided"], "sized"),
+        (["1 flat", "1 strided"], "closed"), (["2 broadcast", "2 turned, dim last"], "closed"),
+        (["1 flat, dim last", "1 flat, dim first"], "closed"), (["1 flat, dim all", "1 flat, dim middle"], "closed"),
+        (["1 flat, dim first"], "sized"), (["1 flat, dim last", "1 flat, dim all"], "sized"),
+    ],
+)  # fmt: skip
+def test_what_is_closed_was_measured_of_contiguous_operands_and_of_slow_ones(layouts, verdict):
+    rows = [row for layout in layouts for row in both([2.0] * 3, layout=layout)]
+    assert Verdicts(HERE, rows).verdict("neg") == verdict
 
 
 def test_either_way_of_calling_counts():
@@ -147,7 +171,7 @@ def test_rows_of_another_place_do_not_count():
     for other in ({"gpu": "another"}, {"version": "0.0.0"}):
         assert not Verdicts(HERE, [{**row, **other} for row in both([2.0] * 3)]).rules
     before = {"torch": "1.0.0"}
-    near, far = ([{**row, **before} for row in both([least] * 3)] for least in (1.29, 1.31))
+    near, far = ([{**row, **before} for row in whole([least] * 3)] for least in (1.29, 1.31))
     assert Verdicts(HERE, near).verdict("neg") == "never"
     assert Verdicts(HERE, far).verdict("neg") == "closed" and "torch 1.0" in Verdicts(HERE, far).foreign("neg")
     assert (
@@ -206,7 +230,7 @@ def test_without_rows_nothing_is_replaced_and_it_says_so(rows):
         assert tw.aten.report() == {}
     assert found[0].filename == __file__
     assert Verdicts(Place("sm_80", "G"), []).silence([]).startswith("nothing is measured on G: `tilewright bench")
-    rows(*both([0.5, 2.0, 2.0]), *both([2.0] * 3, "exp"))
+    rows(*both([0.5, 2.0, 2.0]), *whole([2.0] * 3, "exp"))
     for given, count, why in (
         ({"include": "neg"}, 1, "is closed: see `tw.aten.observe`. Mode 'all' replaces whatever can be"),
         ({"exclude": ["neg", "exp"]}, 0, "is closed"),
@@ -227,7 +251,7 @@ def test_a_choice_is_the_default(rows):
         with block:
             assert len(said) == 1 and said[0].filename == __file__ and tw.aten.report() == {}
         tw.aten.disable()
-    rows(*both([2.0] * 3), *both([0.5, 2.0, 2.0], "exp"), fallback(1.0))
+    rows(*whole([2.0] * 3), *both([0.5, 2.0, 2.0], "exp"), fallback(1.0))
     with tw.aten.use():
         assert tw.aten.report().keys() == {"neg"} and tw.aten.report()["neg"]["verdict"] == "closed"
     tw.aten.enable(observed=Calls(GPU, {Signature("exp", "float32", "1 flat", 4 * MB): 1}), exclude="neg")
@@ -237,19 +261,34 @@ def test_a_choice_is_the_default(rows):
     tw.aten.disable()
 
 
-def test_what_is_closed_is_ours_in_what_is_measured(rows):
-    rows(*both([2.0] * 3), fallback(3.0), *both([0.5, 2.0, 2.0], "exp"))
+def test_what_is_closed_is_ours_in_all_that_its_row_takes(rows):
+    """Of whatever dtype, layout and size, measured or not: a call that were declined would be slower than without us."""
+    rows(*whole([2.0] * 3), fallback(3.0), *both([0.5, 2.0, 2.0], "exp"))
     x = torch.randn(4, 6)
+    others = (x[:, ::2], x.int(), x.half(), x.double())  # of which nothing is measured
     with tw.aten.use("auto"):
         for _ in range(4):
             assert torch.equal(torch.neg(x), -1 * x)
-        assert torch.equal(torch.neg(x.t()), -1 * x.t()) and torch.equal(torch.neg(x.int()), -1 * x.int())
+        for other in (x.t(), *others):
+            assert torch.equal(torch.neg(other), -1 * other)
+        torch.neg(torch.complex(x, x))
         said = tw.aten.report()
-    assert said.keys() == {"neg"} and said["neg"]["taken"] == 4 and said["neg"]["verdict"] == "closed"
-    assert said["neg"]["declined"] == {f"nothing is measured of {k}": 1 for k in ("float32, 1 turned", "int32, 1 flat")}
-    assert said["neg"]["gained_us"] == pytest.approx(4 * 10.0 - 2 * 3.0) and "note" not in said["neg"]
+    assert said.keys() == {"neg"} and said["neg"]["verdict"] == "closed"
+    assert said["neg"]["taken"] == 5 + len(others) and sum(said["neg"]["declined"].values()) == 1
+    assert "complex64" in next(iter(said["neg"]["declined"]))
+    # What is not measured gains nothing that is known
+    assert said["neg"]["gained_us"] == pytest.approx(5 * 10.0 - 3.0) and "note" not in said["neg"]
     with tw.aten.use("auto", include=["neg", "exp"]):
         assert tw.aten.report().keys() == {"neg"}
+    unmeasured = Signature("neg", "int8", "1 flat", 64)
+    with tw.aten.use("auto", observed=Calls(GPU, {unmeasured: 3})):
+        assert tw.aten.report().keys() == {"neg"}
+
+
+def test_a_closed_overload_that_declines_what_is_not_measured_is_noticed(rows, monkeypatch):
+    monkeypatch.setattr(Verdicts, "closed", frozenset({"nothing"}))
+    with pytest.raises(AssertionError):
+        test_what_is_closed_is_ours_in_all_that_its_row_takes(rows)
 
 
 def test_a_predicate_on_bytes(rows):
@@ -313,7 +352,7 @@ def test_the_innermost_block_says_which_calls_are_ours(rows):
     small, turned = torch.ones(2, 3), torch.ones(3, 2).t()
     with tw.aten.use("all", include="neg"):
         torch.neg(turned)
-        with tw.aten.use("auto"):
+        with tw.aten.use("auto", observed=FLAT):
             for _ in range(3):
                 torch.neg(turned)
                 torch.neg(small)
@@ -325,14 +364,14 @@ def test_the_innermost_block_says_which_calls_are_ours(rows):
 def test_explaining_a_call(rows):
     rows(*both([2.0] * 3))
     x = torch.ones(2, 3)
-    with tw.aten.use("auto"):
+    with tw.aten.use("auto", observed=FLAT):
         assert tw.aten.explain("neg", x) == "neg: ours, by the engine pointwise"
         assert tw.aten.explain("neg", x.t()) == "neg: aten's, because of nothing is measured of float32, 1 turned"
         assert tw.aten.report()["neg"]["taken"] == 0
 
 
 def test_two_modes_are_not_in_force_at_once(rows):
-    rows(*both([2.0] * 3))
+    rows(*whole([2.0] * 3))
     for one, other in (("all", "auto"), ("auto", "all")):
         tw.aten.enable(one, include="neg")
         with pytest.raises(ValueError, match=f"mode '{one}' is in force"):

@@ -10,6 +10,7 @@ import torch
 
 import tilewright as tw
 from tests.aten.test_auto import (  # noqa: F401
+    FLAT,
     both,
     nothing_is_left,
     rows,
@@ -18,7 +19,7 @@ from tests.aten.test_auto import (  # noqa: F401
     test_calls_are_counted_by_kind,
     test_the_innermost_block_says_which_calls_are_ours,
     test_the_table_of_calls,
-    test_what_is_closed_is_ours_in_what_is_measured,
+    test_what_is_closed_is_ours_in_all_that_its_row_takes,
 )
 
 pytestmark = pytest.mark.gpu
@@ -34,7 +35,7 @@ def on_the_gpu() -> Iterator[None]:
 def test_a_choice_holds_in_a_captured_graph(rows):  # noqa: F811
     rows(*both([2.0] * 3))
     x, turned, graph = torch.randn(40, 60), torch.randn(60, 40).t(), torch.cuda.CUDAGraph()
-    with tw.aten.use("auto"):
+    with tw.aten.use("auto", observed=FLAT):
         for _ in range(3):
             torch.neg(x), torch.neg(turned)
         torch.cuda.synchronize()

@@ -69,6 +69,33 @@ def test_every_case_is_of_one_overload_in_two_dtypes_and_three_sizes():
         assert own == ({"bfloat16"} if overload in SIXTEEN_BITS else verdicts.FLOATS), overload
 
 
+def test_every_overload_where_aten_is_slow_has_a_choice():
+    """Those of aten_wins.tsv and two more, in place too; `stack` and `gather_backward` are made of others."""
+    names = {choices.kind_of(case.name, TARGET).overload for case in EVERY}
+    assert names >= {
+        "cumsum", "nll_loss_forward", "nll_loss2d_forward", "cummax", "cummin", "_softmax", "_log_softmax",
+        "_softmax_backward_data", "_log_softmax_backward_data", "native_layer_norm", "native_layer_norm_backward",
+        "native_group_norm", "native_group_norm_backward", "native_batch_norm", "_weight_norm_interface",
+        "_weight_norm_interface_backward", "clone", "copy_", "add.Tensor", "mul.Tensor", "embedding_dense_backward",
+        "index_put_", "_index_put_impl_", "index_add", "index_add_", "scatter_add", "scatter_add_", "isin.Tensor_Tensor", "topk",
+        "masked_select", "count_nonzero", "avg_pool2d_backward", "cat", "addmv", "mv", "masked_fill.Scalar", "masked_fill.Tensor",
+        "masked_fill_.Tensor", "fill_.Tensor", "isclose", "isfinite", "isinf", "allclose", "mse_loss", "constant_pad_nd",
+        "slice_scatter", "select_scatter", "sort", "native_batch_norm_backward",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "overload",
+    ["constant_pad_nd", "isclose", "isfinite", "isin.Tensor_Tensor", "isinf", "masked_fill.Scalar", "masked_fill.Tensor",
+     "slice_scatter", "_softmax", "_log_softmax", "_softmax_backward_data", "topk", "cumsum", "add.Tensor", "clone"],
+)  # fmt: skip
+def test_there_are_cases_enough_to_close_an_overload(overload):
+    """Of contiguous operands and of slow ones: where every one of them wins, that is the verdict."""
+    own = [case for case in EVERY if choices.kind_of(case.name, TARGET).overload == overload]
+    rows = [recorded(case, {"eager": RUNS, "graph": RUNS}) for case in own]
+    assert verdicts.Verdicts(H200, choices.rows_of(rows, ())["sm_90"]).verdict(overload) == "closed"
+
+
 def test_attention_is_measured_as_programs_call_it():
     """Of heads after their tokens and before them, causal and full, and of key heads that queries share."""
     found = {(kind := choices.reached(case, TARGET)).layout for case in EVERY if case.call.startswith("attention")}
@@ -114,6 +141,16 @@ def test_both_are_timed_in_turn_several_times(monkeypatch):
     assert row["absent"] == {"eager": "a choice is between ours and aten's"}
     row = run.measure(tiny("nonzero"), [])
     assert row["runs"]["graph"] == [] and row["measured"] == pytest.approx(1.05) and row["method"] == "eager"
+
+
+@pytest.mark.parametrize("call", ["index_add_", "fill_value_", "copy_transposed_", "allclose"])
+def test_calls_in_place_are_checked_over_arguments_as_they_were(call, monkeypatch):
+    """Though the call that says how much there is to move, and all that are timed, write over one."""
+    measuring(monkeypatch)
+    host_times(monkeypatch, [8.0, 12.0])
+    case = replace(next(case for case in EVERY if case.call == call), dims={"rows": 8, "columns": 16, "places": 5})
+    row = run.measure(case, [])
+    assert 0.0 <= row["error"] < 0.01 and (row["method"] == "eager") == bool(case.options.get("events"))
 
 
 def test_each_side_is_captured_once(monkeypatch):
@@ -264,18 +301,18 @@ def test_confidence():
 
 
 def test_recorded_choices_make_the_table():
-    wins = [recorded(case, {"eager": RUNS, "graph": RUNS}) for case in EVERY if case.call in ("isinf", "cummax_last")]
+    won = ("isinf", "isinf_strided", "cummax_last")
+    wins = [recorded(case, {"eager": RUNS, "graph": RUNS}) for case in EVERY if case.call in won]
     (fallback, *_) = cases.select(["aten_host_fallback"])
     plain = cases.CASES["aten_isin/8388608x20000x40000"]
     rows = [*wins, recorded(fallback), recorded(plain)]
     assert [evidence.problem(row) for row in rows] == [None] * len(rows)
     ((name, text),) = choices.tables(rows, evidence.stale_keys(rows)).items()
     made = [verdicts.row_of(line) for line in text.splitlines()]
-    assert name == "aten_sm_90.jsonl" and None not in made and len(made) == 13
+    assert name == "aten_sm_90.jsonl" and None not in made and len(made) == 19
     found = verdicts.Verdicts(H200, made)
-    assert (
-        found.verdict("isinf") == found.verdict("cummax") == "closed" and found.verdict("isin.Tensor_Tensor") == "never"
-    )
+    assert found.verdict("isinf") == "closed" and found.verdict("isin.Tensor_Tensor") == "never"
+    assert found.verdict("cummax") == "sized"  # along the last dimension alone
     assert found.fallback_us == pytest.approx(0.0)  # 10 us beside 20
     (row,) = [
         row for row in made if (row.get("overload"), row.get("dtype"), row.get("bytes")) == ("isinf", "bfloat16", 4096)
@@ -323,7 +360,8 @@ def told(tmp_path, monkeypatch):
     """A chip with rows of two overloads, and a function that explains them."""
     monkeypatch.setattr(verdicts, "SHIPPED", tmp_path)
     monkeypatch.setenv("TILEWRIGHT_CACHE", str(tmp_path / "cache"))
-    rows = [recorded(case, {"eager": RUNS, "graph": RUNS}) for case in EVERY if case.call == "isinf"]
+    won = ("isinf", "isinf_strided")
+    rows = [recorded(case, {"eager": RUNS, "graph": RUNS}) for case in EVERY if case.call in won]
     rows += [recorded(one("add", size), {"eager": [[20.0, 10.0]] * 3}) for size in ("16x128", "1024x2048")]
     rows += [recorded(one("add", "8192x16384"), {"eager": RUNS})]
     text = choices.tables(rows, ())["aten_sm_90.jsonl"]
@@ -354,9 +392,9 @@ def test_explaining_verdicts_and_their_rows(told):
     )
     status, out, _ = told("isinf", "--dtype", "bf16", "--json")
     rows = json.loads(out)["rows"]
-    assert [row["bytes"] for row in rows] == [4 << 10, 4 << 20, 256 << 20] and {row["dtype"] for row in rows} == {
-        "bfloat16"
-    }
+    sizes = [4 << 10, 4 << 20, 256 << 20]
+    assert [row["bytes"] for row in rows] == [*sizes, *(size // 2 for size in sizes)]
+    assert {row["dtype"] for row in rows} == {"bfloat16"}
     for size, whose in (("1024x1024", "aten's: aten is as fast"), ("16384x16384", "ours, 10.0 us sooner")):
         (one,) = json.loads(told("add", "--shape", size, "--json")[1])["whose"]
         assert one["whose"].startswith(whose) and one["bytes"] == 2 * two_bytes_of(size)

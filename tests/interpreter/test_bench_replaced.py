@@ -81,10 +81,18 @@ def test_a_call_is_of_the_kind_that_its_row_is_of(name, monkeypatch):
 def test_a_call_that_is_to_be_declined_is(case):
     work = Replaced.build(case, device="cpu")
     assert 0.0 <= work.verify(work.call()) < 1e-6
-    with pytest.raises(check.Wrong, match=r"aten's, not ours: .*complex64"):
-        Replaced.build(replace(case, options={}), device="cpu").call()
+    if case.dtype == "complex64":
+        with pytest.raises(check.Wrong, match=r"aten's, not ours: .*complex64"):
+            Replaced.build(replace(case, options={}), device="cpu").call()
     with pytest.raises(check.Wrong, match="taken, where aten should be"):
-        Replaced.build(replace(case, dtype="float32"), device="cpu").call()
+        Replaced.build(replace(case, dtype="float32", options={"declined": True}), device="cpu").call()
+
+
+def test_a_call_that_every_row_takes_is_declined_where_nothing_is_measured():
+    (case,) = [case for case in DECLINED if case.call == "softmax_last"]
+    with timing.entered([Replaced.build(case, device="cpu").call]) as [call]:
+        call()
+        assert tw.aten.report()["_softmax"]["declined"] == {"nothing is measured of float32, 1 flat, dim last": 1}
 
 
 def test_a_case_of_mode_auto_is_ours_where_measurements_say_so(monkeypatch):
@@ -159,9 +167,22 @@ def test_every_overload_has_a_call_for_its_memory():
         work.call()  # raises where it is not ours
 
 
-@pytest.mark.parametrize("family", ["aten_auto_model", "aten_all_model"])
+@pytest.mark.parametrize("family", ["aten_auto_model", "aten_all_model", "aten_auto_decode"])
 def test_a_step_of_a_model_is_held_against_plain_torch(family, monkeypatch):
     """In small, with times that are made up: mode "auto" has no measurements here, and replaces nothing."""
+    tiny = small_model(family)
+    times = iter([0.05] + [1.0, 2.0] * 9)
+    monkeypatch.setattr(replaced_models, "seconds", lambda *_: next(times))
+    row = replaced_models.measure(tiny, [], "cpu")
+    assert (row["us"], row["rivals"]) == (1e6, {"eager": 2e6}) and row["error"] < 1e-5
+    assert row["note"].endswith("slower in 0 of 5 runs") and ("0 calls" in row["note"]) == (family != "aten_all_model")
+    monkeypatch.setitem(table.FORMS, "embedding", lambda weight, ids, *_: weight[ids] * 1.5)
+    if family == "aten_all_model":
+        with pytest.raises(check.Wrong, match="the loss is off by"):
+            replaced_models.measure(tiny, [], "cpu")
+
+
+def small_model(family: str) -> cases.Case:
     (case,) = cases.select([family])
     small = {
         "layers": 1,
@@ -171,13 +192,39 @@ def test_a_step_of_a_model_is_held_against_plain_torch(family, monkeypatch):
         "kv_heads": 1 if case.options["causal"] else 2,
         "vocab": 40,
     }
-    tiny = replace(case, dims={"batch": 2, "length": 6}, options={**case.options, **small})
-    times = iter([1.0, 2.0] * 9)
-    monkeypatch.setattr(replaced_models, "seconds", lambda *_: next(times))
-    row = replaced_models.measure(tiny, [], "cpu")
-    assert (row["us"], row["rivals"]) == (1e6, {"eager": 2e6}) and row["error"] < 1e-5
-    assert row["note"].endswith("slower in 0 of 3 runs") and ("0 calls" in row["note"]) == (family == "aten_auto_model")
-    monkeypatch.setitem(table.FORMS, "embedding", lambda weight, ids, *_: weight[ids] * 1.5)
-    if family == "aten_all_model":
-        with pytest.raises(check.Wrong, match="the loss is off by"):
-            replaced_models.measure(tiny, [], "cpu")
+    dims = {"batch": 2, "length": 1, "context": 6} if "context" in case.dims else {"batch": 2, "length": 6}
+    return replace(case, dims=dims, options={**case.options, **small})
+
+
+def test_a_short_step_is_timed_by_many(monkeypatch):
+    asked = []
+
+    def seconds(run, drain, steps):
+        asked.append(steps)
+        return 0.01
+
+    monkeypatch.setattr(replaced_models, "seconds", seconds)
+    replaced_models.measure(small_model("aten_auto_decode"), [], "cpu")
+    assert asked == [1] + [20] * 10
+
+
+def test_a_token_after_others_is_as_within_them():
+    """The loss of the last token of a prompt, alone after keys and values of the others, is that of the whole prompt's."""
+    tiny = small_model("aten_all_model")
+    model = replaced_models.build(tiny, "cpu").model
+    ids = torch.randint(40, (2, 6))
+    kept = []
+    attention = torch.nn.functional.scaled_dot_product_attention
+
+    def noted(q, k, v, **how):
+        kept.append((k[:, ::2], v[:, ::2]))  # each is there for two heads
+        return attention(q, k, v, **how)
+
+    logits = []
+    model.head.register_forward_hook(lambda module, given, made: logits.append(made))
+    with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.nn.functional, "scaled_dot_product_attention", noted)
+        model(ids)
+        pasts = [tuple(t[:, :, :-1] for t in pair) for pair in kept]
+        model(ids[:, -1:], pasts)
+    torch.testing.assert_close(logits[1][:, 0], logits[0][:, -1])

@@ -7,8 +7,9 @@ aten_choice --record` measures them. They count on the very GPU that they are of
 release of torch or Triton only as far as ours won by far.
 
 Of a kind of call ours are taken from the size on from which no measurement is slower, and one is a win. An overload is *closed* if
-that is every size of every kind that was measured, *sized* if it is some, else *never*: a call that is declined takes longer than
-one of an overload that is not replaced, so that what is only sized pays for those programs alone whose calls are known.
+that is every size of every kind that was measured, contiguous operands and slow ones among them, *sized* if it is some, else
+*never*. A call that is declined takes longer than one of an overload that is not replaced. So what is closed takes every call that
+its row does, whether or not that very kind was measured, and what is only sized pays for programs alone whose calls are known.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ SIZES = 3  # of every kind of call, that were measured of an overload which is c
 MARGIN = 1.05  # by which gains must exceed what falling back costs
 FLOATS = {"bfloat16", "float32"}  # of which neither is taken for the other
 CPU = "cpu"  # in the place of a chip where there is none
-PLAIN = ("flat", "broadcast")  # how tensors of most calls lie
+# Words of a layout that make a call slow: most have none of them, and an overload that is closed was measured with and without
+SLOW = ("turned", "strided", "dim first", "dim middle")
 WAYS = ("eager", "graph")
 KIND = {"overload": str, "dtype": str, "layout": str, "bytes": int}
 PLACE = {"gpu": str, "torch": str, "triton": str, "version": str, "date": str}
@@ -195,6 +197,18 @@ def rule_of(rows: Iterable[Mapping[str, Any]], place: Place) -> Rule | None:
     return Rule(0 if anyway else taken[0], tuple((size, cells[size][1]) for size in taken))
 
 
+def are_whole(kinds: Collection[tuple[str, str]]) -> bool:
+    """Whether measured kinds of call, by dtypes and layout, stand for those that were not: of contiguous operands and of slow ones,
+    each in both of FLOATS, or in neither."""
+    slow = {kind: any(word in kind[1] for word in SLOW) for kind in kinds}
+    dtypes = [
+        {word for (dtype, _), is_so in slow.items() if is_so == side for word in dtype.split("+")}
+        for side in (True, False)
+    ]
+    floats = set.union(*dtypes) & FLOATS
+    return all(found and (not floats or found >= FLOATS) for found in dtypes)
+
+
 class Verdicts:
     """What rows say of calls in one place."""
 
@@ -229,21 +243,25 @@ class Verdicts:
         kinds = self.rules.get(name, {})
         if not any(kinds.values()):
             return "never"
-        dtypes = {word for dtype, _ in kinds for word in dtype.split("+")}
-        plain = any(word in layout for _, layout in kinds for word in PLAIN)
-        whole = plain and (not dtypes & FLOATS or dtypes >= FLOATS)
         open_ = [kind for kind, rule in kinds.items() if rule is None or rule.least or len(rule.gains) < SIZES]
-        return "closed" if whole and not open_ else "sized"
+        return "closed" if not open_ and are_whole(kinds) else "sized"
 
     def least(self, name: str) -> int:
         """Bytes below which no call of an overload is ours, of whatever kind."""
         return min((rule.least for rule in self.rules.get(name, {}).values() if rule is not None), default=0)
 
+    @cached_property
+    def closed(self) -> frozenset[str]:
+        """The overloads of which every call is ours that can be."""
+        return frozenset(name for name in self.rules if self.verdict(name) == "closed")
+
     def gain(self, call: Signature) -> float:
-        """Microseconds that a call gains by being ours. Raises `Declined` where it is to be aten's."""
+        """Microseconds that a call gains by being ours, as far as that is known. Raises `Declined` where it is to be aten's."""
         kinds = self.rules.get(call.overload, {})
         about = f"{call.dtype}, {call.layout}"
         if (call.dtype, call.layout) not in kinds:
+            if call.overload in self.closed:
+                return 0.0
             raise Declined(f"nothing is measured of {about}")
         rule = kinds[call.dtype, call.layout]
         if rule is None:
@@ -276,11 +294,7 @@ class Verdicts:
         by_name: dict[str, dict[Signature, int]] = {}
         for call, count in (observed or {}).items():
             by_name.setdefault(call.overload, {})[call] = count
-        return frozenset(
-            name
-            for name in self.rules
-            if (self.pays(name, by_name[name]) if name in by_name else self.verdict(name) == "closed")
-        )
+        return self.closed | {name for name in self.rules.keys() & by_name.keys() if self.pays(name, by_name[name])}
 
     def silence(self, asked: Collection[str], observed: bool = False) -> str:
         """Why none of some overloads is replaced, and what mends it."""

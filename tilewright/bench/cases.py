@@ -3,10 +3,10 @@
 Cases are data. A suite is a file of `suites/`, a family of cases a line of it: `dims` is the shape that the goal is stated
 for, `also` names further shapes in `suites/dims.json`, which may stay `slack` (or SLACK) under the goal. A goal for the
 geometric mean over several shapes has these in `over`, and `least` for each of them. A goal for several calls of torch's operators
-has these in `calls`, each with its own `dims`. The goals are in `data/goals.tsv`, and
-only there; a family without one names its op itself. A line that says `like` has everything from the line of that family but
-what it says anew. Goals are stated for Triton BASE, those of lines with `"triton": "newest"` for any that is newer: such a case
-waits where there is none. Rivals in `beside` are timed whenever a case is, with the one that its metric names.
+has these in `calls`, each with its own `dims`; with `partial` it is for those of them that its rival has. The goals are in
+`data/goals.tsv`, and only there; a family without one names its op itself. A line that says `like` has everything from the line of
+that family but what it says anew. Goals are stated for Triton BASE, those of lines with `"triton": "newest"` for any that is
+newer: such a case waits where there is none. Rivals in `beside` are timed whenever a case is, with the one that its metric names.
 """
 
 from __future__ import annotations
@@ -61,6 +61,7 @@ class Case:
     goal: float | None = None
     own: bool = True  # at the shape that the goal is stated for
     mean: bool = False  # the goal is for the geometric mean over the family; `goal` is the least of each
+    partial: bool = False  # of a mean: calls that the rival does not make, or makes otherwise, are left out of it
     ours: bool = False  # kernels of ours are measured, even where a library's would be taken
     options: dict[str, Any] = field(default_factory=dict)
     arguments: dict[str, Any] = field(default_factory=dict)

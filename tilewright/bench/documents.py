@@ -24,10 +24,11 @@ from ..core.rule import Range, Row
 from ..core.target import TARGETS, Target
 from ..core.triton_versions import age
 from ..op import Op
-from .cases import CASES, GOALS, Case, Goal, variants_of
+from .cases import CASES, GOALS, Case, Goal, rival_of, variants_of
 from .markdown import COMMAND, GENERATED, code, listed, table, wrapped
 from .result_rows import row_words
 from .results import Goals, Key, Result, Standing, key_of, standings, tally, understand
+from .tallies import tallies
 
 ROOT = Path(__file__).parents[2]
 OPS, COVERAGE, RATES, README = Path("docs/ops"), Path("docs/coverage.md"), Path("docs/rates.md"), Path("README.md")
@@ -203,8 +204,11 @@ def _error(value: float | None) -> str:
 def _ratio(r: Result) -> str:
     """What the goal is about, and what is wrong with it."""
     value = r.fraction if r.measured is None else r.measured
+    return _marked("" if value is None else f"{value:.3f}", r)
+
+
+def _marked(text: str, r: Result) -> str:
     marks = [mark for mark, is_so in (("short", r.verdict == "short"), ("stale", r.stale)) if is_so]
-    text = "" if value is None else f"{value:.3f}"
     return f"{text} ({', '.join(marks)})" if marks else text
 
 
@@ -310,6 +314,7 @@ def results_section(
         lines += table(heads, map(_goal_line, measured))
         stale = sum(r.stale for r in here)
         lines += ["", *wrapped(f"{tally(measured)} {stale} of {len(here)} rows are stale.")]
+        lines += [line for one in tallies(here, cases) for line in wrapped(str(one))]
         note = (notes or {}).get(gpu)
         lines += wrapped(note) if note else []
         recorded |= {one.goal.case for one in measured}
@@ -326,8 +331,17 @@ def _goal_line(one: Standing) -> tuple[str, ...]:
     wanted = f"{one.goal.goal:.2f}" + ("" if one.goal.metric == "fraction" else f" {one.goal.metric}")
     alone = one.own[0] if len(one.own) == 1 else None
     times = ("", "", "") if alone is None else (_us(alone.us), _us(alone.floor), _rivals(alone))
-    beside = ", ".join(f"{r.case.partition('/')[2]}: {_ratio(r)}" for r in (one.own if alone is None else one.others))
+    pairs = [(r, _of_mean(r, one.goal)) for r in one.own] if alone is None else [(r, _ratio(r)) for r in one.others]
+    beside = ", ".join(f"{r.case.partition('/')[2]}: {words}" for r, words in pairs)
     return code(one.own[0].op), one.goal.case, one.goal.shape, *times[:2], reached, wanted, times[2], beside
+
+
+def _of_mean(r: Result, goal: Goal) -> str:
+    """What a mean has of one of its rows: by the goal's metric, though the row may be held to nothing by itself."""
+    value = r.by(goal.metric)
+    if value is None:
+        return f"{rival_of(goal.metric)} absent"
+    return _marked(f"{value:.3f}", r)
 
 
 def models_section(

@@ -10,14 +10,16 @@ import contextlib
 import itertools
 import re
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tilewright as tw
@@ -26,7 +28,7 @@ from ..aten import table
 from ..aten.row import Declined
 from ..aten.signature import Signature, signature_of
 from ..aten.table import name_of, overload_of
-from ..aten.verdicts import Place
+from ..aten.verdicts import Place, Verdicts
 from ..check.provided.aten import Make, aten_of, call_of, drawn, exact_of
 from ..core.cost import tensor_bytes
 from ..core.target import INTERPRETING, TARGETS, Target, pretend
@@ -40,28 +42,33 @@ WORD = re.compile(r"(\w+)\[([\w ]*)\](?: or (\S+))?( > 0)?(?: < (\w+))?( by rank
 MATRIX = "any[rows columns]"
 SPARE = 1 << 20  # bytes beside its results that a replacement may take more than aten does
 NUMBERS = {"allclose"}  # which reads its result, and there is none without memory
+UNMEASURED = "unmeasured"  # how calls are declined that no row declines: nothing is measured of them
 SMALL = {"diagonal_backward"}  # whose sizes are numbers, which nothing makes larger
 SMALL |= {"native_group_norm", "native_group_norm_backward"}
 ALONE = {"max_pool2d_backward"}  # of which torch has no kernel
 WHOLE = {
+    "allclose",
     "isclose",
     "isfinite",
-}  # composites, which a dispatch mode sees the parts of, and which are replaced as they are
+}  # of which a dispatch mode sees the parts, and which are replaced as they are
 
 
 class Call(NamedTuple):
     """A function of tensors, and a word for each: `bool[rows columns]` names dtype (`any` is the case's, `same` repeats the first
     tensor) and dimensions, `or 0` makes half of the elements 0, `> 0` all of them positive; `< vocab` is how far integers go, `by
     rank` makes small ones likely as Zipf has it, `half one` makes half of them 0. `read` is the share of their bytes that cannot be
-    left unread. `draws`: results are random, and are held against aten's of the same seed."""
+    left unread. `draws`: results are random, and are held against aten's of the same seed. `written` is the tensor, by its place,
+    that is written in place."""
 
     function: Callable[..., Any]
     tensors: tuple[str, ...] = (MATRIX,)
     read: float = 1.0
     draws: bool = False
+    written: int | None = None
 
 
 TWO = (MATRIX, MATRIX)
+TURNED = (MATRIX, "any[columns rows]")
 CALLS: dict[str, Call] = {
     # pointwise
     "neg": Call(torch.neg),
@@ -72,7 +79,7 @@ CALLS: dict[str, Call] = {
     "pow": Call(torch.pow, (f"{MATRIX} > 0", MATRIX)),
     "add_row": Call(torch.add, (MATRIX, "any[columns]")),
     "add_column": Call(torch.add, (MATRIX, "any[rows 1]")),
-    "add_transposed": Call(lambda x, y: x + y.t(), (MATRIX, "any[columns rows]")),
+    "add_transposed": Call(lambda x, y: x + y.t(), TURNED),
     "transpose": Call(lambda x: x.t().contiguous()),
     "clone": Call(torch.clone),
     "masked_fill_value": Call(
@@ -82,11 +89,27 @@ CALLS: dict[str, Call] = {
     "isclose": Call(torch.isclose, (MATRIX, "same[rows columns] or 9")),
     "isfinite": Call(torch.isfinite, (f"{MATRIX} or inf",)),
     "isinf": Call(torch.isinf, (f"{MATRIX} or inf",)),
+    "mul_transposed": Call(lambda x, y: x * y.t(), TURNED),
+    "copy_transposed_": Call(lambda x, y: x.copy_(y.t()), TURNED, written=0),
+    "fill_value_": Call(lambda x, value: x.fill_(value), (MATRIX, "any[]"), read=0.0, written=0),
+    "masked_fill_value_": Call(
+        lambda x, mask, value: x.masked_fill_(mask, value), (MATRIX, "bool[rows columns]", "any[]"), written=0
+    ),
+    # pointwise, of operands that lie otherwise than the first, or with gaps
+    "masked_fill_transposed": Call(lambda x, mask: x.masked_fill(mask.t(), 0.5), (MATRIX, "bool[columns rows]")),
+    "masked_fill_value_transposed": Call(
+        lambda x, mask, value: x.masked_fill(mask.t(), value), (MATRIX, "bool[columns rows]", "any[]")
+    ),
+    "isclose_transposed": Call(lambda x, y: torch.isclose(x, y.t()), TURNED),
+    "isfinite_strided": Call(lambda x: torch.isfinite(x[:, ::2]), (f"{MATRIX} or inf",)),
+    "isinf_strided": Call(lambda x: torch.isinf(x[:, ::2]), (f"{MATRIX} or inf",)),
     # index map
     "pad": Call(lambda x: F.pad(x, (1, 1, 1, 1))),
+    "pad_transposed": Call(lambda x: F.pad(x.t(), (1, 1, 1, 1))),
     "triu": Call(torch.triu, read=0.5),
     "flip": Call(lambda x: x.flip(1)),
     "slice_scatter": Call(lambda x, y: x.slice_scatter(y, 1, 0, y.shape[1]), (MATRIX, "any[rows part]")),
+    "slice_scatter_transposed": Call(lambda x, y: x.slice_scatter(y.t(), 1, 0, y.shape[0]), (MATRIX, "any[part rows]")),
     "select_scatter": Call(lambda x, y: x.select_scatter(y, 0, 1), (MATRIX, "any[columns]")),
     "cat": Call(lambda x, y: torch.cat((x, y), 1), TWO),
     "stack": Call(lambda x, y: torch.stack((x, y), -1), TWO),
@@ -108,10 +131,12 @@ CALLS: dict[str, Call] = {
     "var_mean_all": Call(torch.var_mean),
     "mse_loss": Call(F.mse_loss, TWO),
     "count_nonzero": Call(torch.count_nonzero, (f"{MATRIX} or 0",)),
+    "allclose": Call(torch.allclose, (MATRIX, "same[rows columns]")),
     # scans
     "cumsum_last": Call(lambda x: x.cumsum(1)),
     "cumsum_first": Call(lambda x: x.cumsum(0)),
     "cummax_last": Call(lambda x: x.cummax(1)),
+    "cummin_last": Call(lambda x: x.cummin(1)),
 }
 aten = torch.ops.aten
 IMAGES, LAST = "any[images channels height width]", "any[images height width channels]"
@@ -154,6 +179,7 @@ CALLS |= {
     "log_softmax_last": Call(lambda x: torch.log_softmax(x, 1)),
     "log_softmax_first": Call(lambda x: torch.log_softmax(x, 0)),
     "softmax_first_back": Call(lambda y, dy: aten._softmax_backward_data(dy, y, 0, y.dtype), TWO),
+    "log_softmax_first_back": Call(lambda y, dy: aten._log_softmax_backward_data(dy, y, 0, y.dtype), TWO),
     "log_softmax_middle_back": Call(
         lambda y, dy: aten._log_softmax_backward_data(*(t.unflatten(0, (16, -1)) for t in (dy, y)), 1, y.dtype), TWO
     ),
@@ -184,6 +210,7 @@ CALLS |= {
     # products
     "mm": Call(torch.mm, (MATRIX, "any[columns rows]")),
     "mv": Call(torch.mv, (MATRIX, "any[columns]")),
+    "addmv": Call(torch.addmv, ("any[rows]", MATRIX, "any[columns]")),
     "bmm": Call(torch.bmm, ("any[batch rows columns]", "any[batch columns rows]")),
     # windows
     "avg_pool": Call(lambda x: F.avg_pool2d(x, 2), (IMAGES,)),
@@ -219,9 +246,16 @@ CALLS |= {
     "index_put": Call(lambda x, i, v: x.index_put((i,), v, accumulate=True), ADDED),
     "index_add": Call(lambda x, i, v: x.index_add(0, i, v), ADDED),
     "scatter_add": Call(lambda x, i, v: x.scatter_add(0, i[:, None].expand(v.shape), v), ADDED),
+    "index_put_": Call(lambda x, i, v: x.index_put_((i,), v, accumulate=True), ADDED, written=0),
+    "index_put_impl_": Call(lambda x, i, v: aten._index_put_impl_(x, [i], v, True, False), ADDED, written=0),
+    "index_add_": Call(lambda x, i, v: x.index_add_(0, i, v), ADDED, written=0),
+    "scatter_add_": Call(lambda x, i, v: x.scatter_add_(0, i[:, None].expand(v.shape), v), ADDED, written=0),
     "masked_select": Call(torch.masked_select, (MATRIX, "bool[rows columns]")),
     "nonzero": Call(torch.nonzero, (f"{MATRIX} or 0",)),
     "nll_loss": Call(F.nll_loss, (MATRIX, "int64[rows] < columns")),
+    "nll_loss_2d": Call(F.nll_loss, (IMAGES, "int64[images height width] < channels")),
+    "isin_strided": Call(
+        lambda x, among: torch.isin(x[::2], among), ("int64[rows] < most", "int64[columns] < most")),
     "isin": Call(torch.isin, ("int64[rows] < most", "int64[columns] < most")),
     "topk_last": Call(lambda x: x.topk(8, 1)[0]),
     "topk_first": Call(lambda x: x.topk(8, 0)[0]),
@@ -330,14 +364,23 @@ class Replaced:
     function: Callable[..., Any]
     given: Sequence[Any]
     names: tuple[str, ...] | None = None  # of the overloads that are replaced; None: all
-    overwrites, steps, coarse, flops = False, False, False, None
+    kept: Tensor | None = None  # what the call writes over, as it was
+    steps, coarse, flops = False, False, None
 
     @staticmethod
     def build(case: Case, seed: int = 0, device: str = "cuda") -> Replaced:
         source = torch.Generator(device).manual_seed(seed)
         kind = here(case) if case.direction == "choice" else None  # which is about one overload
         names = None if kind is None else (kind.overload,)
-        return Replaced(case, CALLS[case.call].function, drawn_for(case, source), names)
+        call, given = CALLS[case.call], drawn_for(case, source)
+        return Replaced(
+            case, call.function, given, names, None if call.written is None else given[call.written].clone()
+        )
+
+    @property
+    def overwrites(self) -> bool:
+        """Whether the call writes over an argument: the next one then has another."""
+        return self.kept is not None
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -365,7 +408,16 @@ class Replaced:
         return Within(self.plain, partial(replacing, self.names, self.case.options.get("declined", False)))
 
     def restore(self) -> None:
-        """Nothing is overwritten."""
+        if self.kept is not None:
+            self.given[CALLS[self.case.call].written].copy_(self.kept)
+
+    def apart(self, result: Any) -> list[Any]:
+        """What a call gave, apart from the arguments, which are as they were."""
+        made = flat(result)
+        if self.overwrites:
+            made = [one.clone() for one in made]
+            self.restore()
+        return made
 
     def traffic(self, result: Any) -> tuple[int, int]:
         """(bytes read, bytes written) that a call with this result cannot do without."""
@@ -379,10 +431,9 @@ class Replaced:
 
     def verify(self, result: Any) -> float:
         """The largest relative error against aten in float64. Raises `Wrong`."""
-        aten = flat(self.function(*self.given))
+        found, aten = self.apart(result), self.apart(self.function(*self.given))
         draws = self.case.call is not None and CALLS[self.case.call].draws
         truth = list(map(doubled, aten)) if draws else flat(self.function(*(doubled(t) for t in self.given)))
-        found = flat(result)
         if len(found) != len(aten):
             raise Wrong(f"{len(found)} results, not {len(aten)}")
         running = self.case.call.startswith("cum")
@@ -392,9 +443,12 @@ class Replaced:
 
 
 @contextlib.contextmanager
-def replacing(names: Sequence[str] | None, declined: bool) -> Iterator[None]:
+def replacing(names: Sequence[str] | None, declined: bool | str) -> Iterator[None]:
     """Replacements in force; at the end, whether the calls inside were whose they should be. Raises `Wrong`."""
-    with tw.aten.use("all", include=names):
+    block = tw.aten.use("all", include=names)
+    if declined == UNMEASURED:
+        block.request = replace(block.request, verdicts=Verdicts(Place.here(), ()))
+    with block:
         yield
         said = tw.aten.report()
     taken = [name for name, one in said.items() if one["taken"]]
@@ -407,11 +461,10 @@ def replacing(names: Sequence[str] | None, declined: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def choosing(case: Case) -> Iterator[None]:
-    """What mode "auto" replaces for a program that makes a case's call alone: that call, or nothing."""
-    kind = here(case)
+    """What mode "auto" replaces for a program that makes a case's call alone: what that reaches, or nothing."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="aten: nothing is replaced")
-        block = tw.aten.use("auto", observed=tw.aten.Calls(Place.here().gpu, {} if kind is None else {kind: 1}))
+        block = tw.aten.use("auto", observed=tw.aten.Calls(Place.here().gpu, Counter(kinds_here(case))))
     with block:
         yield
 
@@ -437,11 +490,15 @@ def largest(t: Tensor) -> float:
     return float(t.abs().max()) if t.is_floating_point() else 0.0
 
 
-def error_of(own: Tensor, aten: Tensor, truth: Tensor, running: bool = False, scale: float = 0.0) -> float:
-    """Relative RMS error of a result; integers are exact. Raises `Wrong` where an element is off by more than twice aten's largest
-    error and a step of the dtype, or all together by more than twice aten's and a step. Running sums cancel, and aten's on a CPU
-    are of float64: of them three steps of the largest. Of means, sums about them and logarithms of sums of exponentials, steps are
-    of the largest operand, `scale`."""
+def error_of(own: Any, aten: Any, truth: Any, running: bool = False, scale: float = 0.0) -> float:
+    """Relative RMS error of a result; integers are exact, and so is what is no tensor. Raises `Wrong` where an element is off by
+    more than twice aten's largest error and a step of the dtype, or all together by more than twice aten's and a step. Running sums
+    cancel, and aten's on a CPU are of float64: of them three steps of the largest. Of means, sums about them and logarithms of sums
+    of exponentials, steps are of the largest operand, `scale`."""
+    if not isinstance(own, Tensor):
+        if own is not aten:
+            raise Wrong(f"{own}, aten's is {aten}")
+        return 0.0
     for what in ("dtype", "shape", "stride"):
         pair = [getattr(t, what)() if what == "stride" else getattr(t, what) for t in (own, aten)]
         if pair[0] != pair[1]:
@@ -518,52 +575,90 @@ class Routing(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-_kinds: dict[tuple, Signature | None] = {}  # by case, of which there are many buffer sets
+class Composites(TorchFunctionMode):
+    """Inside, composites that are replaced as they are are replaced: a dispatch mode sees what torch makes of them."""
+
+    def __init__(self, forms: Mapping[str, Callable[..., Any]]) -> None:
+        super().__init__()
+        self.forms = forms
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        with contextlib.suppress(Declined):
+            if name in WHOLE:
+                return self.forms[name](*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
 
 
-def here(case: Case) -> Signature | None:
-    """The kind of call that a case is on this chip."""
+_kinds: dict[tuple, list[Signature]] = {}  # by case, of which there are many buffer sets
+
+
+def kinds_here(case: Case) -> list[Signature]:
+    """The kinds of call that a case's call makes on this chip."""
     key = case.call, case.dtype, *case.dims.items()
     if key not in _kinds:
         there = torch.cuda.is_available()
-        _kinds[key] = reached(case, Target.of(torch.cuda.current_device()) if there else TARGETS["sm_90"])
+        _kinds[key] = kinds_of(case, Target.of(torch.cuda.current_device()) if there else TARGETS["sm_90"])
     return _kinds[key]
+
+
+def here(case: Case) -> Signature | None:
+    """The kind of call that a case is on this chip; None if it makes several."""
+    return alone(kinds_here(case))
+
+
+def alone(kinds: Sequence[Signature]) -> Signature | None:
+    return kinds[0] if len(kinds) == 1 else None
 
 
 def blank_call(case: Case) -> Replaced:
     """A case over tensors without memory, to be routed."""
     words = [Word.read(word, case) for word in CALLS[case.call].tensors]
-    blank = [torch.empty(word.shape, dtype=word.dtype, device="meta") for word in words]
-    return Replaced(case, table.FORMS[case.call] if case.call in WHOLE else CALLS[case.call].function, blank)
+    return Replaced(case, CALLS[case.call].function, [blank(word) for word in words])
+
+
+def blank(word: Word) -> Tensor:
+    return torch.empty(word.shape, dtype=word.dtype, device="meta")
 
 
 def reached(case: Case, target: Target) -> Signature | None:
     """The kind of call that a case is on a chip, by the one overload that it reaches; None if these are several."""
-    work, seen = blank_call(case), []
-    if case.call in WHOLE:
-        return signature_of(case.call, work.given, {})
+    return alone(kinds_of(case, target))
+
+
+def kinds_of(case: Case, target: Target) -> list[Signature]:
+    """The kinds of call that a case's call makes on a chip, by the overloads that it reaches."""
+    seen: list[Signature] = []
 
     def noted(name: str, form: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            made = form(*args, **kwargs)
             seen.append(signature_of(name, args, kwargs))
-            return made
+            try:
+                return form(*args, **kwargs)
+            except Declined:
+                seen.pop()
+                raise
 
         return call
 
-    forms = {name: noted(name, form) for name, form in table.FORMS.items()}
-    with pretend(target), torch.no_grad(), collect(), Routing(forms):
-        work.function(*work.given)
-    return seen[0] if len(seen) == 1 else None
+    route(blank_call(case), target, {name: noted(name, form) for name, form in table.FORMS.items()})
+    return seen
 
 
 def launches(case: Case, target: Target) -> list[Wanted]:
     """The launches of a case on a chip, found without that chip and without memory."""
+    if case.options.get("declined"):
+        return []
     if case.call is None:
         made = [one for name, one in overloads(case, "meta") if name not in NUMBERS]
     else:
         made = [blank_call(case)]
-    with pretend(target), torch.no_grad(), collect() as found, Routing():
-        for one in made:
-            one.function(*one.given)
+    return [wanted for one in made for wanted in route(one, target, table.FORMS)]
+
+
+def route(work: Replaced, target: Target, forms: Mapping[str, Callable[..., Any]]) -> list[Wanted]:
+    """Make a call on a chip that is not there; its launches."""
+    unread = contextlib.suppress(RuntimeError) if work.case.call in NUMBERS else contextlib.nullcontext()
+    with pretend(target), torch.no_grad(), collect() as found, unread, Composites(forms), Routing(forms):
+        work.function(*work.given)
     return found

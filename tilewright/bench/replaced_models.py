@@ -1,5 +1,5 @@
 """Whole models whose operators are replaced, as cases: a step of plain torch modules that know nothing of it, beside the same step
-without replacements. Nothing but torch is needed: a BERT, and a decoder as Llama is one.
+without replacements. Nothing but torch is needed: a BERT, and a decoder as Llama is one, over a whole prompt or a token at a time.
 """
 
 from __future__ import annotations
@@ -18,11 +18,16 @@ import tilewright as tw
 
 from .cases import Case
 from .check import Wrong
-from .turns import settled
+from .tallies import slower
+from .turns import RUNS, settled
 
 WARM, STEPS = 2, 4  # of a run, whose time is that of the latter
+LONG_S = 0.2  # that a run is to take, so that a short step is timed by many
 # Relative to plain torch in bf16, which is off by as much itself: one rounding is 1.1e-3 RMS, some 20 of them a layer
 LOSS, GRADIENT = 5e-3, 0.15
+
+
+Past = tuple[Tensor, Tensor]  # rotated keys and values of a layer, of the tokens before
 
 
 class Layer(nn.Module):
@@ -39,14 +44,16 @@ class Layer(nn.Module):
         self.up = nn.Linear(hidden, inner * (2 if causal else 1), bias=not causal)
         self.down = nn.Linear(inner, hidden, bias=not causal)
 
-    def attend(self, x: Tensor, angles: Tensor) -> Tensor:
+    def attend(self, x: Tensor, angles: Tensor, past: Past | None) -> Tensor:
         batch, length, hidden = x.shape
         parts = self.qkv(x).view(batch, length, self.heads + 2 * self.kv_heads, -1).transpose(1, 2)
         q, k, v = parts.split((self.heads, self.kv_heads, self.kv_heads), 1)
         if self.causal:
             q, k = (rotated(t, angles) for t in (q, k))
+            if past is not None:
+                k, v = (torch.cat(pair, 2) for pair in zip(past, (k, v)))
             k, v = (t.repeat_interleave(self.heads // self.kv_heads, 1) for t in (k, v))
-        made = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
+        made = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal and past is None)
         return self.out(made.transpose(1, 2).reshape(batch, length, hidden))
 
     def feed(self, x: Tensor) -> Tensor:
@@ -55,12 +62,12 @@ class Layer(nn.Module):
         gate, up = self.up(x).chunk(2, -1)
         return self.down(F.silu(gate) * up)
 
-    def forward(self, x: Tensor, angles: Tensor) -> Tensor:
+    def forward(self, x: Tensor, angles: Tensor, past: Past | None = None) -> Tensor:
         first, second = self.norms
         if self.causal:
-            x = x + self.attend(first(x), angles)
+            x = x + self.attend(first(x), angles, past)
             return x + self.feed(second(x))
-        x = first(x + self.attend(x, angles))
+        x = first(x + self.attend(x, angles, past))
         return second(x + self.feed(x))
 
 
@@ -81,13 +88,15 @@ class Model(nn.Module):
         self.head = nn.Linear(hidden, vocab, bias=False)
         self.width = hidden // heads
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids: Tensor, pasts: Sequence[Past] | None = None) -> Tensor:
+        before = 0 if pasts is None else pasts[0][0].shape[2]
         steps = torch.arange(0, self.width, 2, device=ids.device) / self.width
-        angles = torch.outer(torch.arange(ids.shape[1], device=ids.device), 10_000.0**-steps).repeat(1, 2)
+        places = torch.arange(before, before + ids.shape[1], device=ids.device)
+        angles = torch.outer(places, 10_000.0**-steps).repeat(1, 2)
         x = self.tokens(ids)
         angles = angles.to(x.dtype)
-        for layer in self.layers:
-            x = layer(x, angles)
+        for at, layer in enumerate(self.layers):
+            x = layer(x, angles, None if pasts is None else pasts[at])
         return F.cross_entropy(self.head(x).flatten(0, 1).float(), ids.flatten())
 
 
@@ -99,12 +108,18 @@ class Step(NamedTuple):
 
 
 def build(case: Case, device: str = "cuda") -> Step:
-    """The model of a case, with random weights, and its step: forward and backward, or forward alone."""
+    """The model of a case, with random weights, and its step: forward and backward, or forward alone, which with a `context` is of
+    tokens after so many."""
     given = {name: value for name, value in case.options.items() if name not in ("mode", "train")}
     torch.manual_seed(0)
     with torch.device(device):
         model = Model(**given).to(torch.bfloat16 if device == "cuda" else torch.float32)
         ids = torch.randint(given["vocab"], (case.dims["batch"], case.dims["length"]))
+        pasts = None
+        if "context" in case.dims:
+            shape = case.dims["batch"], given["kv_heads"], case.dims["context"], model.width
+            dtype = model.head.weight.dtype
+            pasts = [(torch.randn(shape, dtype=dtype), torch.randn(shape, dtype=dtype)) for _ in model.layers]
 
     def train() -> Tensor:
         model.zero_grad(set_to_none=True)
@@ -114,7 +129,7 @@ def build(case: Case, device: str = "cuda") -> Step:
 
     def infer() -> Tensor:
         with torch.no_grad():
-            return model(ids)
+            return model(ids, pasts)
 
     return Step(train if case.options["train"] else infer, model)
 
@@ -149,7 +164,7 @@ def block(case: Case, step: Step) -> tw.aten.use:
         return tw.aten.use(mode, observed=calls)
 
 
-def seconds(run: Callable[[], Any], drain: Callable[[], None], steps: int = STEPS) -> float:
+def seconds(run: Callable[[], Any], drain: Callable[[], None], steps: int) -> float:
     """Of one of so many steps, until the device has done them."""
     for _ in range(WARM):
         run()
@@ -171,17 +186,18 @@ def measure(case: Case, beside: Sequence[str], device: str = "cuda") -> dict[str
         error, said = off(outcome(step), wanted), tw.aten.report()
     wanted.clear()
 
+    steps = max(STEPS, int(LONG_S / seconds(step.run, drain, 1)))
+
     def both() -> list[float]:
         with replacing:
-            own = seconds(step.run, drain)
-        return [1e6 * own, 1e6 * seconds(step.run, drain)]
+            own = seconds(step.run, drain, steps)
+        return [1e6 * own, 1e6 * seconds(step.run, drain, steps)]
 
-    pairs = settled("steps", both)
+    pairs = settled("steps", both, RUNS)
     us, plain = map(statistics.median, zip(*pairs))
     count = sum(one["taken"] for one in said.values())
-    slower = sum(own > theirs for own, theirs in pairs)
     return {
         "us": us, "floor_us": None, "host_us": None, "rivals": {"eager": plain}, "error": error, "method": "steps", "bytes": [0, 0],
         "extra_bytes": None, "runs": {"steps": pairs},
-        "note": f"{count} calls of {len(said)} overloads replaced in a step; slower in {slower} of {len(pairs)} runs",
+        "note": f"{count} calls of {len(said)} overloads replaced in a step; slower in {slower(pairs)} of {len(pairs)} runs",
     }  # fmt: skip

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ..core.triton_versions import age, release
@@ -53,6 +53,8 @@ class Result:
     method: str
     direction: str
     stale: bool
+    # By the way of calling, pairs of ours and another's
+    runs: Mapping[str, Sequence[Sequence[float]]] = field(default_factory=dict)
     id: str = ""
 
     @property
@@ -63,6 +65,10 @@ class Result:
         if self.measured is None:
             return "unmeasured"
         return "reached" if self.measured >= self.goal else "short"
+
+    def by(self, metric: str) -> float | None:
+        """What a metric says of the row."""
+        return measured_by(self.fraction, self.rivals, metric)
 
     @property
     def lacks(self) -> str:
@@ -182,6 +188,7 @@ def understand(row: Row, goals: Goals, stale: Collection[Key]) -> Result:
         method=text_of(row.get("method")),
         direction=text_of(row.get("direction")),
         stale=key_of(row) in stale,
+        runs=mapping_of(row.get("runs")),
     )
 
 
@@ -191,7 +198,7 @@ def understand(row: Row, goals: Goals, stale: Collection[Key]) -> Result:
 @dataclass(frozen=True)
 class Standing:
     """A goal on one GPU. `value` is None until every shape that the goal is stated for was measured, with a Triton that it is
-    for and beside the rival that it names."""
+    for and beside the rival that it names; of a partial mean beside that rival wherever it can be had."""
 
     goal: Goal
     own: tuple[Result, ...]  # at the shapes that it is stated for
@@ -216,9 +223,9 @@ class Standing:
         return "reached" if self.value >= self.goal.goal else "short"
 
 
-def standings(results: Sequence[Result], goals: Iterable[Goal], cases: Collection[Case]) -> list[Standing]:
-    """How every goal stands, by the results of one GPU: of a case by the row of Triton BASE, or by that of the newest, where the
-    case is for a newer one or there is no other."""
+def by_case(results: Sequence[Result], cases: Collection[Case]) -> dict[str, Result]:
+    """Of results of one GPU that of each case: the row of Triton BASE, or that of the newest, where the case is for a newer one or
+    there is no other."""
     here: dict[str, Result] = {}
     of = {case.name: case for case in cases}
     for result in sorted(results, key=lambda one: age(one.triton)):
@@ -227,14 +234,22 @@ def standings(results: Sequence[Result], goals: Iterable[Goal], cases: Collectio
             if case.triton is None and case.name in here and release(here[case.name].triton) == BASE:
                 continue
             here[case.name] = result
+    return here
+
+
+def standings(results: Sequence[Result], goals: Iterable[Goal], cases: Collection[Case]) -> list[Standing]:
+    """How every goal stands, by the results of one GPU."""
+    here = by_case(results, cases)
     found = []
     for goal in goals:
         family = [case for case in cases if case.family == goal.case]
         stated = [case for case in family if case.own or case.mean]
         own = tuple(here[case.name] for case in stated if case.name in here)
         others = tuple(here[case.name] for case in family if case not in stated and case.name in here)
-        values = [value for result in own if (value := measured_by(result.fraction, result.rivals, goal.metric))]
-        whole = bool(stated) and len(values) == len(stated)
+        values = [value for result in own if (value := result.by(goal.metric))]
+        partial = {case.name for case in stated if case.partial}
+        without = [r for r in own if r.case in partial and (rival_of(goal.metric) or "") in r.absent]
+        whole = bool(values) and len(values) + len(without) == len(stated)
         value = math.exp(sum(map(math.log, values)) / len(values)) if whole else None
         newest = any(case.triton is not None for case in family)
         found.append(Standing(goal, own, others, bool(family), value, newest))

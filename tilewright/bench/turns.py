@@ -14,21 +14,21 @@ TRIES = 4  # to find such runs: a shared host has a slow spell in one of five
 FAR_BEHIND = 1.1  # ours over the other, with confidence: two more runs would not make that no slower
 
 
-def settled(way: str, run: Callable[[], list[float]]) -> list[list[float]]:
+def settled(way: str, run: Callable[[], list[float]], fewest: int = FEWEST_RUNS) -> list[list[float]]:
     """Runs of (ours, the other) by one way of calling. Where they are too far apart all of them are made anew, TRIES times in all:
     something else may have passed by. Raises `check.Wrong`."""
     for _ in range(TRIES):
-        pairs = several(run)
+        pairs = several(run, fewest)
         spread, who = apart(pairs)
         if spread <= SPREAD:
             return pairs
     raise check.Wrong(f"runs of {who}, {way}, are {spread:.1%} apart: is the GPU busy, or too hot?")
 
 
-def several(run: Callable[[], list[float]]) -> list[list[float]]:
+def several(run: Callable[[], list[float]], fewest: int) -> list[list[float]]:
     """The fewest runs where one side is far ahead, else more."""
     pairs: list[list[float]] = []
-    while len(pairs) < FEWEST_RUNS or (len(pairs) < RUNS and not is_far(pairs)):
+    while len(pairs) < fewest or (len(pairs) < RUNS and not is_far(pairs)):
         pairs.append(run())
     return pairs
 

@@ -243,14 +243,16 @@ def rate(rates: dict[str, Any] | None) -> str:
 
 
 def goals_table(rows: list[dict[str, Any]], recorded: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Every goal of the project, what was measured for it now or recorded before, and by how much it falls short."""
+    """Every goal of the project, what was measured for it now or recorded before, and by how much it falls short; and what rows are
+    held to together."""
     from ..bench.cases import CASES, GOALS
     from ..bench.results import key_of, standings, understand
+    from ..bench.tallies import OP, tallies
 
     gpus = {row["gpu"] for row in rows}
     latest = {key_of(row)[1:]: row for row in (*recorded, *rows) if not gpus or row["gpu"] in gpus}
     results = [understand(row, {}, ()) for row in latest.values()]
-    return [
+    made = [
         {
             "goal": one.goal.case,
             "op": one.goal.op,
@@ -261,3 +263,10 @@ def goals_table(rows: list[dict[str, Any]], recorded: list[dict[str, Any]]) -> l
         }
         for one in standings(results, GOALS.values(), CASES.values())
     ]
+    return made + [
+        {
+            "goal": one.name, "op": OP, "metric": "share", "wanted": f"{one.wanted:.2f}",
+            "measured": f"{sum(one.measured)} of {len(one.measured)}", "verdict": one.verdict,
+        }
+        for one in tallies(results, CASES.values())
+    ]  # fmt: skip
