@@ -170,6 +170,8 @@ def test_powers_are_as_exact_as_atens():
 def test_gelu_of_every_16_bit_number(dtype, approximate):
     """The formula for 16 bits is as good as rounded to nearest where aten's is, and below that where aten's sums cancel."""
     x = torch.arange(1 << 16).to(torch.int16).view(dtype)
+    if x.is_cuda:  # whose exponentials take what is no normal number for 0
+        x = x[(x.double().abs() > 2.0**-125) | x.isnan()]
     aten, ours, ran = both(lambda: F.gelu(x, approximate=approximate))
     wide = x.double()
     slope = 2 * math.sqrt(2 / math.pi) * (1 + 0.044715 * wide * wide)

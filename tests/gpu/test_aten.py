@@ -3,8 +3,6 @@ streams, waits for the device."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor
@@ -17,7 +15,9 @@ from tests.aten.test_beyond import (  # noqa: F401
     test_a_result_on_what_is_read_is_left_to_aten,
     test_a_result_that_is_given,
     test_awkward_operands,
+    test_bytes_are_turned,
     test_composites_reach_a_leaf_and_keep_their_gradient,
+    test_gelu_of_every_16_bit_number,
     test_gradients_are_right,
     test_int64_and_a_float,
     test_memory_that_is_read_and_written,
@@ -36,7 +36,6 @@ from tests.aten.test_opinfo import (  # noqa: F401
     test_results_are_atens,
     test_what_aten_refuses_is_refused_alike,
 )
-from tests.aten.test_reduction import test_the_first_of_equals_and_of_nans  # noqa: F401
 from tests.aten.test_router import (  # noqa: F401
     test_an_exception_in_a_backward_ends_all_blocks,
     test_blocks_nest_and_one_may_be_entered_again,
@@ -65,19 +64,12 @@ from tilewright.aten import (
 )
 from tilewright.runtime.kernel import Kernel
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("on_the_gpu")]
 ENGINES = (
     pointwise, reduction, scan, index_map, softmax, softmax_columns, softmax_long, norm, norm_rows, norm_cells, product, window,
 )  # fmt: skip
 KERNELS = [v for m in ENGINES for v in vars(m).values() if isinstance(v, Kernel)]
 SHAPE = (65, 130)
-
-
-@pytest.fixture(autouse=True)
-def on_the_gpu() -> Iterator[None]:
-    """Tensors that a test makes without naming a device are CUDA's."""
-    with torch.device("cuda"):
-        yield
 
 
 def declined() -> dict[str, dict[str, int]]:

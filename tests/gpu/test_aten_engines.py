@@ -3,7 +3,7 @@ has: torch's own random bits, its generator, captured graphs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,6 +15,7 @@ from tests.aten.test_index import (  # noqa: F401
     test_a_label_outside_poisons_its_own_loss,
     test_an_index_outside_poisons_its_own_element,
     test_an_index_outside_writes_nothing,
+    test_buckets_of_others,
     test_float64_gradients_by_differences,
     test_gradients_by_index,
     test_indices_of_every_kind,
@@ -47,14 +48,7 @@ from tests.aten.test_sort import (  # noqa: F401
     test_what_is_left_of_equals,
 )
 
-pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture(autouse=True)
-def on_the_gpu() -> Iterator[None]:
-    """Tensors that a test makes without naming a device are CUDA's."""
-    with torch.device("cuda"):
-        yield
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("on_the_gpu")]
 
 
 # ---- torch's own draws -----------------------------------------------------------------------------------------------
