@@ -14,6 +14,7 @@ from torch import Tensor
 
 import tilewright as tw
 from tests.aten.compare import as_double, differences, flat, ulps
+from tests.aten.samples import DEVICE
 from tilewright.aten import reduction
 
 FP32 = torch.float32
@@ -310,6 +311,45 @@ def test_gradients_are_right():
     with tw.aten.use("all"):
         assert torch.autograd.gradcheck(f, (x, y))
         assert taken() > 100
+
+
+REPEATED = 5 if DEVICE == "cpu" else 20  # in the interpreter programs run one after the other
+ROWS, COLUMNS = (70, 3) if DEVICE == "cpu" else (20_000, 64)  # of which a GPU's programs are at work at once
+
+
+def norm_back(name: str, x: Tensor, dy: Tensor) -> Any:
+    """Gradients of a norm: of what it is of, of weights and of what is added."""
+    norm = {
+        "layer": lambda x, w, b: F.layer_norm(x, (COLUMNS,), w, b),
+        "group": lambda x, w, b: F.group_norm(x, 1, w, b),
+        "batch": lambda x, w, b: F.batch_norm(x, None, None, w, b, training=True),
+    }[name]
+    leaves = [t.detach().clone().requires_grad_() for t in (x, torch.ones(COLUMNS), torch.zeros(COLUMNS))]
+    return torch.autograd.grad(norm(*leaves), leaves, dy)
+
+
+SUMMED: dict[str, Callable[[Tensor, Tensor, Tensor], Any]] = {
+    "index_put_": lambda x, i, dy: x[:7].clone().index_put_((i,), dy, accumulate=True),
+    "index_add": lambda x, i, dy: x[:7].index_add(0, i, dy),
+    "scatter_add": lambda x, i, dy: x[:7].scatter_add(0, i[:, None].expand_as(dy), dy),
+    "embedding_dense_backward": lambda x, i, dy: torch.ops.aten.embedding_dense_backward(dy, i, 7, -1, False),
+    **{f"native_{one}_norm_backward": lambda x, i, dy, one=one: norm_back(one, x, dy) for one in ("layer", "group", "batch")},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SUMMED)
+def test_the_same_bits_while_deterministic_algorithms_are_asked_for(name):
+    """And the calls are ours, whose sums have one order."""
+    torch.manual_seed(0)
+    x, i, dy = torch.randn(ROWS, COLUMNS), torch.randint(0, 7, (ROWS,)), torch.randn(ROWS, COLUMNS)
+    torch.use_deterministic_algorithms(True)
+    try:
+        with tw.aten.use("all"):
+            made = [flat(SUMMED[name](x, i, dy)) for _ in range(REPEATED)]
+            assert tw.aten.report()[name] == {"taken": REPEATED, "declined": {}}
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert len({b"".join(t.cpu().numpy().tobytes() for t in one) for one in made}) == 1
 
 
 def test_vmap_and_autocast_stand_above():
