@@ -80,6 +80,42 @@ def test_a_label_outside_poisons_its_own_loss():
     assert torch.equal(grad, expected)
 
 
+ROWS, ONES, SCORES = (torch.ones(3, n, device=DEVICE) for n in (4, 4, 3))
+NAMED: dict[str, Callable[[Tensor], Any]] = {
+    "index_select": lambda i: ROWS.index_select(0, i),
+    "gather": lambda i: ROWS.gather(0, i[:, None].expand(3, 4)),
+    "embedding": lambda i: torch.ops.aten.embedding(ROWS, i),
+    "index": lambda i: ROWS[i],
+    "index_put": lambda i: ROWS.index_put((i,), ONES),
+    "index_put that adds": lambda i: ROWS.index_put((i,), ONES, accumulate=True),
+    "index_add": lambda i: ROWS.index_add(0, i, ONES),
+    "scatter": lambda i: ROWS.scatter(0, i[:, None].expand(3, 4), ONES),
+    "scatter that multiplies": lambda i: ROWS.scatter(0, i[:, None].expand(3, 4), ONES, reduce="multiply"),
+    "scatter_add": lambda i: ROWS.scatter_add(0, i[:, None].expand(3, 4), ONES),
+    "embedding_dense_backward": lambda i: torch.ops.aten.embedding_dense_backward(ONES, i, 3, -1, False),
+    "nll_loss": lambda i: F.nll_loss(SCORES, i),
+    "nll_loss_backward": lambda i: torch.ops.aten.nll_loss_backward(SCORES[0], SCORES, i, None, 0, -100, SCORES[0, 0]),
+    "nll_loss2d": lambda i: F.nll_loss(SCORES.view(1, 3, 3, 1), i.view(1, 3, 1)),
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:The reduce argument")
+@pytest.mark.parametrize("name", NAMED)
+def test_with_debugging_an_index_outside_raises(name, monkeypatch):
+    """The first call, and one that is like others before."""
+    call, fine, outside = NAMED[name], *(torch.tensor([2, i, 1], device=DEVICE) for i in (0, 3))
+    monkeypatch.setenv("TILEWRIGHT_DEBUG", "1")
+    for before in (0, 4):
+        with tw.aten.use("all", include=["index"]):
+            for _ in range(before):
+                call(fine)
+            assert sum(one["taken"] for one in tw.aten.report().values()) == before
+            with pytest.raises(ValueError, match=r"must be in \[-?\d, 3\)"):
+                call(outside)
+    monkeypatch.delenv("TILEWRIGHT_DEBUG")
+    ours(lambda: call(outside))
+
+
 # ---- adding ----------------------------------------------------------------------------------------------------------
 
 RUNS = {

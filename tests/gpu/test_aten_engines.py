@@ -30,6 +30,7 @@ from tests.aten.test_index import (  # noqa: F401
     test_sums_are_the_same_bits_every_time,
     test_what_is_among_others,
     test_what_is_selected,
+    test_with_debugging_an_index_outside_raises,
     test_writes_that_are_to_have_an_order_are_atens,
 )
 from tests.aten.test_random import (  # noqa: F401
