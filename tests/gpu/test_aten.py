@@ -29,6 +29,7 @@ from tests.aten.test_beyond import (  # noqa: F401
     test_offsets_past_32_bits,
     test_powers_are_as_exact_as_atens,
     test_powers_by_a_number,
+    test_steps_that_end_at_0,
     test_sums_with_products_are_rounded_as_atens_on_a_gpu,
     test_the_same_bits_while_deterministic_algorithms_are_asked_for,
     test_vmap_and_autocast_stand_above,

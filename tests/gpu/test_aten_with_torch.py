@@ -23,6 +23,7 @@ from tests.aten.test_with_torch import (  # noqa: F401
     test_enabled_between_forward_and_backward,
     test_enabled_in_the_middle_of_training,
     test_export_sees_what_it_saw_before,
+    test_fake_tensors_do_not_reach_ours,
     test_functions_of_functions,
     test_gradients_of_gradients,
     test_inference_mode,
