@@ -95,6 +95,8 @@ def test_kinds_of_call():
     assert described("add.Tensor", x, wide[:, ::2].repeat(1, 2)[:, ::2]) == ("float32+bfloat16", "2 strided", 120)
     assert described("where.self", x > 0, x, x)[0] == "bool+float32"
     assert described("cat", [x, x], 1)[1] == "2 flat, dim last"
+    assert described("cat", [x, x])[1] == described("cat", [x, x], 0)[1] == "2 flat, dim first"
+    assert described("_weight_norm_interface", x, row[:4, None].clone())[1] == "2 broadcast, dim first"
     assert described("topk", x, 3, 0) == ("float32", "1 flat, k=3, dim first", 96)
     assert described("mean.dim", x, [0], dtype=torch.float64)[1] == "1 flat, dim first, dtype=float64"
     index = torch.zeros(4, dtype=torch.int64)

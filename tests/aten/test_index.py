@@ -80,6 +80,42 @@ def test_a_label_outside_poisons_its_own_loss():
     assert torch.equal(grad, expected)
 
 
+ROWS, ONES, SCORES = (torch.ones(3, n, device=DEVICE) for n in (4, 4, 3))
+NAMED: dict[str, Callable[[Tensor], Any]] = {
+    "index_select": lambda i: ROWS.index_select(0, i),
+    "gather": lambda i: ROWS.gather(0, i[:, None].expand(3, 4)),
+    "embedding": lambda i: torch.ops.aten.embedding(ROWS, i),
+    "index": lambda i: ROWS[i],
+    "index_put": lambda i: ROWS.index_put((i,), ONES),
+    "index_put that adds": lambda i: ROWS.index_put((i,), ONES, accumulate=True),
+    "index_add": lambda i: ROWS.index_add(0, i, ONES),
+    "scatter": lambda i: ROWS.scatter(0, i[:, None].expand(3, 4), ONES),
+    "scatter that multiplies": lambda i: ROWS.scatter(0, i[:, None].expand(3, 4), ONES, reduce="multiply"),
+    "scatter_add": lambda i: ROWS.scatter_add(0, i[:, None].expand(3, 4), ONES),
+    "embedding_dense_backward": lambda i: torch.ops.aten.embedding_dense_backward(ONES, i, 3, -1, False),
+    "nll_loss": lambda i: F.nll_loss(SCORES, i),
+    "nll_loss_backward": lambda i: torch.ops.aten.nll_loss_backward(SCORES[0], SCORES, i, None, 0, -100, SCORES[0, 0]),
+    "nll_loss2d": lambda i: F.nll_loss(SCORES.view(1, 3, 3, 1), i.view(1, 3, 1)),
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:The reduce argument")
+@pytest.mark.parametrize("name", NAMED)
+def test_with_debugging_an_index_outside_raises(name, monkeypatch):
+    """The first call, and one that is like others before."""
+    call, fine, outside = NAMED[name], *(torch.tensor([2, i, 1], device=DEVICE) for i in (0, 3))
+    monkeypatch.setenv("TILEWRIGHT_DEBUG", "1")
+    for before in (0, 4):
+        with tw.aten.use("all", include=["index"]):
+            for _ in range(before):
+                call(fine)
+            assert sum(one["taken"] for one in tw.aten.report().values()) == before
+            with pytest.raises(ValueError, match=r"must be in \[-?\d, 3\)"):
+                call(outside)
+    monkeypatch.delenv("TILEWRIGHT_DEBUG")
+    ours(lambda: call(outside))
+
+
 # ---- adding ----------------------------------------------------------------------------------------------------------
 
 RUNS = {
@@ -101,8 +137,8 @@ def test_runs_that_slices_cut(runs, columns, monkeypatch):
         monkeypatch.setattr(pointwise, "SMALL", 0)
     i = RUNS[runs](135)
     values = torch.randint(0, 1000, (135, columns or 3))
-    aten, made, _ = both(lambda: torch.full((7, values.shape[1]), 5).index_add(0, i, values))
-    assert not differences(made, aten)
+    x = torch.full((7, values.shape[1]), 5)
+    assert not differences(ours(lambda: x.index_add(0, i, values)), x.index_add(0, i, values))
 
 
 @pytest.mark.parametrize("columns", [3, 64, 272])
@@ -197,8 +233,9 @@ def indices_of(where: tuple[Any, ...]) -> list[Tensor | None]:
 def test_what_is_selected(n, share):
     torch.manual_seed(0)
     x, mask = torch.randn(n), torch.rand(n) < share
-    aten, made, _ = both(lambda: (x.masked_select(mask), mask.nonzero(), (x * mask).nonzero()))
-    assert not differences(made, aten)
+    product = x * mask
+    call = lambda: (x.masked_select(mask), mask.nonzero(), product.nonzero())  # noqa: E731
+    assert not differences(ours(call), call())
 
 
 def test_masks_that_broadcast():
@@ -218,14 +255,14 @@ def test_what_is_among_others(dtype, n):
     if dtype.is_floating_point and n > 1:
         x[0, 0] = others[0] = NAN
         x[1, 0], others[1] = -0.0, 0.0
+    whole = others.nan_to_num().to(torch.int32)
     calls = [lambda: torch.isin(x, others), lambda: torch.isin(x.t(), others, invert=True), lambda: torch.isin(x, 7)]
     calls += [
         lambda: torch.isin(7, others),
-        lambda: torch.isin(x, others.to(torch.int32)) if not others.isnan().any() else x,
+        lambda: torch.isin(x, whole),
     ]
     for at, call in enumerate(calls):
-        aten, made, _ = both(call)
-        assert not differences(made, aten), at
+        assert not differences(ours(call), call()), at
 
 
 @pytest.mark.parametrize(

@@ -49,6 +49,24 @@ def test_results_lie_as_atens_do(seed):
         assert layout.result_strides(whole, operands, number) == aten.stride(), (said, number)
 
 
+@pytest.mark.parametrize("seed", range(40))
+def test_loops_are_those_of_torchs_iterator(seed):
+    """Results, loops and steps, one by one, of several elements; of one element torch has a loop, and ours has none."""
+    iterators = pytest.importorskip("torch._tensor_iterator", reason="before torch 2.13 there is no way to it")
+    rng = random.Random(2000 + seed)
+    for _ in range(15):
+        shape = tuple(rng.choice((1, 2, 3, 5)) for _ in range(rng.randint(1, 6)))
+        operands = [drawn(rng, shape) for _ in range(rng.randint(1, 3))]
+        torchs = iterators.TensorIterator(outputs=[None], const_inputs=operands)
+        whole = layout.broadcast([t.shape for t in operands])
+        strides = layout.result_strides(whole, operands)
+        assert strides == torchs.output().stride()
+        if torchs.numel > 1:
+            made = layout.loops(whole, [strides, *(layout.expanded(t, whole) for t in operands)])
+            wanted = tuple(torchs.shape), tuple(torchs.element_strides(at) for at in range(torchs.ntensors))
+            assert made == wanted, (whole, [(tuple(t.shape), t.stride()) for t in operands])
+
+
 def test_shapes_that_do_not_broadcast():
     assert layout.broadcast([(2, 3), (3, 1)]) is None
     assert layout.broadcast([(), (1, 4), (3, 1)]) == (3, 4)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,13 +14,14 @@ from torch import Tensor
 
 import tilewright as tw
 from tests.aten.compare import as_double, differences, flat
+from tests.aten.samples import DEVICE
 from tilewright.aten import router, table
 from tilewright.aten.table import overload_of
-from tilewright.check.provided.aten import call_of, copied, drawn
+from tilewright.check.provided.aten import call_of, copied, drawn, exact_of, written
 
 # Whose result is no tensor, of a size that is read, or drawn
 UNPLANNED = {"allclose", "masked_select", "nonzero", "repeat_interleave.Tensor", "_unique2"}
-UNPLANNED |= {name for name, engine in table.ENGINE.items() if engine == "random"}
+UNPLANNED |= {name for name, engine in table.ENGINE.items() if engine in ("random", "attention")}
 AGAIN = 4  # a run, one that makes a plan, one by its key, one by a guard
 
 
@@ -42,8 +44,8 @@ def runs(monkeypatch: pytest.MonkeyPatch, name: str) -> list[Any]:
 
 
 def has_kernel(name: str) -> bool:
-    """Whether aten has a kernel on a CPU that ours can be compared with."""
-    return torch._C._dispatch_has_computed_kernel_for_dispatch_key(f"aten::{name}", "CPU")
+    """Whether aten has a kernel that ours can be compared with."""
+    return torch._C._dispatch_has_computed_kernel_for_dispatch_key(f"aten::{name}", DEVICE.upper())
 
 
 @pytest.mark.parametrize("name", sorted(filter(has_kernel, table.FORMS)))
@@ -53,20 +55,22 @@ def test_later_calls_are_atens_too(name, monkeypatch):
     calls = []
     for seed in range(AGAIN):
         torch.manual_seed(seed)
-        args, kwargs = call_of(name, drawn)
+        args, kwargs = call_of(name, partial(drawn, device=DEVICE))
         # Numbers that are slots differ from call to call; 0.5 and 3 are what `call_of` gives
         numbers = getattr(table.FORMS[name], "numbers", ())
         names = [a.name for a in overload_of(name)._schema.arguments]
         args = [v * (seed + 1) if type(v) is float and n in numbers else v for n, v in zip(names, args)]
         kwargs = {n: v * (seed + 1) if type(v) is float and n in numbers else v for n, v in kwargs.items()}
         calls.append((args, kwargs))
-    truths = [overload_of(name)(*as_double(args), **as_double(kwargs)) for args, kwargs in copied(calls_of(calls))]
+    exact = exact_of(name, DEVICE)
+    truths = [exact(*as_double(args), **as_double(kwargs)) for args, kwargs in copied(calls_of(calls))]
     expected = [(overload_of(name)(*args, **kwargs), args, kwargs) for args, kwargs in copied(calls_of(calls))]
     with tw.aten.use("all", include=[name]):
         made = [(overload_of(name)(*args, **kwargs), args, kwargs) for args, kwargs in calls]
         assert tw.aten.report()[name]["taken"] == AGAIN
     for own, other, truth in zip(made, expected, truths) if table.ENGINE[name] != "random" else ():
-        assert not differences(own[0], other[0], truth, 40.0)  # elements of a row: how exact sums are, others test
+        made, wanted, truth = (written(name, one) for one in (own[0], other[0], truth))
+        assert not differences(made, wanted, truth, 40.0)  # elements of a row: how exact sums are, others test
         for a, b in zip(flat([*own[1], *own[2].values()]), flat([*other[1], *other[2].values()])):
             if isinstance(a, Tensor) and not any(a is t for t in flat(own[0])):
                 assert not differences(a, b, as_double(b), 40.0)
@@ -141,7 +145,7 @@ def test_calls_that_differ_are_told_apart(what):
     expected = CALLS[what](x.clone())
     with tw.aten.use("all"):
         made = CALLS[what](x.clone())
-    assert not differences(made, expected, as_double(expected))
+    assert not differences(made, expected, as_double(expected), 1.0)
 
 
 def test_a_plan_keeps_no_tensor_alive():
@@ -173,8 +177,8 @@ def test_threads_share_plans():
 
     def work(seed: int) -> None:
         for i in range(20):
-            x = torch.full((7,), float(seed))
-            if not torch.equal(x * i, torch.full((7,), float(seed * i))):
+            x = torch.full((7,), float(seed), device=DEVICE)  # a default device is a thread's own
+            if not torch.equal(x * i, torch.full((7,), float(seed * i), device=DEVICE)):
                 wrong.append(i)
 
     with tw.aten.use("all", include="mul.Tensor"):

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.aten.compare import as_double, differences
+from tests.aten.samples import DEVICE
 from tests.aten.test_beyond import both
 from tilewright.aten import reduction
 from tilewright.core.tensor import cdiv
@@ -48,6 +49,8 @@ ROWS: dict[str, Callable[[Tensor, Any], Any]] = {
     "argmin": lambda x, d: x.argmin(d) if isinstance(d, int) or d is None else x.amin(d),
 }
 LARGEST = 4.0  # of the variances: a mean is as exact as the elements about it
+if DEVICE != "cpu":  # which compiles for each: one, three and two states
+    ROWS = {name: ROWS[name] for name in ("sum", "var_mean", "argmin")}
 
 
 @pytest.mark.parametrize("parts", [False, True], ids=["whole", "parts"])
@@ -66,7 +69,9 @@ def test_every_form(what, dtype, parts, monkeypatch):
     for name, call in ROWS.items():
         aten, made, ran = both(lambda call=call: call(x, dim))
         exact = as_double(call(x.double(), dim))
-        assert ran and not differences(made, aten, exact, LARGEST if name == "var_mean" else 0.0), name
+        # A GPU adds in another order than aten, to sums as large as a norm on the way, of which little may be left
+        scale = LARGEST if name == "var_mean" else float(x.double().norm()) if DEVICE != "cpu" else 0.0
+        assert ran and not differences(made, aten, exact, scale), name
     assert seen[0][:4] == expected
 
 

@@ -16,6 +16,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import tilewright as tw
 from tests.aten.samples import DEVICE
@@ -197,6 +199,22 @@ def test_export_sees_what_it_saw_before():
         assert min(taken("_softmax"))
     assert [str(n.target) for n in made.graph.nodes] == [str(n.target) for n in wanted.graph.nodes]
     near(ours, wanted.module()(x))
+
+
+def test_fake_tensors_do_not_reach_ours():
+    """Nor do those that a graph is traced by."""
+    model, x = layer()
+
+    def call(t: Tensor) -> Tensor:
+        return model(t) + t.cumsum(0) + t.sort(1)[0] + t[:, t.argmax(1)].sum()
+
+    with tw.aten.use("all"):
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            made = call(mode.from_tensor(x))
+        assert isinstance(made, FakeTensor) and made.shape == x.shape
+        make_fx(call, tracing_mode="fake", _allow_non_fake_inputs=True)(x)
+        said = {name: one for name, one in tw.aten.report().items() if one["taken"] or one["declined"]}
+    assert not said
 
 
 def test_compiled_functions_call_ours_where_they_call_aten():

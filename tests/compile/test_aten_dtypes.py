@@ -3,6 +3,7 @@ in operands' places. The interpreter takes much of it, such as a loop that chang
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,10 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.aten.declined import declined
 from tests.compile.test_aten import BF16, BOOL, FP32, needed
 from tilewright.aten import table
 from tilewright.aten.row import Declined
-from tilewright.check.provided.aten import call_of
+from tilewright.check.provided.aten import call_as
 from tilewright.check.variants import Variant
 
 BYTE = torch.uint8
@@ -22,31 +24,29 @@ NUMBERS = {FP32: (2.5,), BYTE: (3, 2.5)}  # beside tensors of that dtype
 READ: set[str] = set()  # variants that an overload before has had read
 
 
-def calls(name: str) -> Iterator[tuple[list[Any], dict[str, Any]]]:
-    """A plain call of an overload with each dtype in the place of fp32; and with a number for one of its tensors."""
-    for dtype in DTYPES:
+def plain(name: str, dtype: torch.dtype) -> tuple[list[Any], dict[str, Any]]:
+    return call_as(name, dtype, lambda shape, own: torch.empty(shape, dtype=own))
 
-        def make(shape: tuple[int, ...], own: torch.dtype = FP32, dtype: torch.dtype = dtype) -> Tensor:
-            return torch.empty(shape, dtype=dtype if own in (FP32, torch.int32) else own)
 
-        args, kwargs = call_of(name, make)
-        yield args, kwargs
-        taken = getattr(table.FORMS[name], "numbers", ())
-        arguments = table.overload_of(name)._schema.arguments
+def with_numbers(name: str) -> Iterator[tuple[list[Any], dict[str, Any]]]:
+    """Plain calls with a number for one of their tensors."""
+    taken = getattr(table.FORMS[name], "numbers", ())
+    arguments = table.overload_of(name)._schema.arguments
+    for dtype, numbers in NUMBERS.items():
+        args, kwargs = plain(name, dtype)
         for at, value in enumerate(args):
             if isinstance(value, Tensor) and arguments[at].name in taken and arguments[at].alias_info is None:
-                for number in NUMBERS.get(dtype, ()):
+                for number in numbers:
                     yield [*args[:at], number, *args[at + 1 :]], kwargs
 
 
 def variants(name: str) -> dict[str, Variant]:
-    found: dict[str, Variant] = {}
-    for args, kwargs in calls(name):
-        try:
-            found.update({one.name: one for one in needed(name, args, kwargs)})
-        except (Declined, RuntimeError, TypeError):  # aten's, or its to refuse
-            continue
-    return found
+    """Of a plain call with each dtype that is ours in the place of fp32, and of those with numbers."""
+    wanted = [one for dtype in DTYPES if dtype not in declined(name) for one in needed(name, *plain(name, dtype))]
+    for args, kwargs in with_numbers(name):
+        with contextlib.suppress(Declined, RuntimeError, TypeError):  # aten's, or its to refuse
+            wanted += needed(name, args, kwargs)
+    return {one.name: one for one in wanted}
 
 
 @pytest.mark.parametrize("name", sorted(table.FORMS))

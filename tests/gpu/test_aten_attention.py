@@ -3,8 +3,6 @@ has: its own kernel to compare with, its backward of our results, captured graph
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -25,14 +23,7 @@ from tests.aten.test_attention import (  # noqa: F401
 )
 from tests.aten.test_auto import attends_as_observed, rows  # noqa: F401
 
-pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture(autouse=True)
-def on_the_gpu() -> Iterator[None]:
-    """Tensors that a test makes without naming a device are CUDA's."""
-    with torch.device("cuda"):
-        yield
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("on_the_gpu")]
 
 
 def drawn(length: int, heads: int, width: int, dtype: torch.dtype) -> list[Tensor]:

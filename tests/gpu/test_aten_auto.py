@@ -3,8 +3,6 @@ made up, and that a choice holds in a captured graph."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -22,14 +20,7 @@ from tests.aten.test_auto import (  # noqa: F401
     test_what_is_closed_is_ours_in_all_that_its_row_takes,
 )
 
-pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture(autouse=True)
-def on_the_gpu() -> Iterator[None]:
-    """Tensors that a test makes without naming a device are CUDA's."""
-    with torch.device("cuda"):
-        yield
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("on_the_gpu")]
 
 
 def test_a_choice_holds_in_a_captured_graph(rows):  # noqa: F811

@@ -3,7 +3,7 @@ has: torch's own random bits, its generator, captured graphs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 
 import tilewright as tw
+from tests.aten.compare import flat
 from tests.aten.test_index import (  # noqa: F401
     test_a_label_outside_poisons_its_own_loss,
     test_an_index_outside_poisons_its_own_element,
     test_an_index_outside_writes_nothing,
+    test_buckets_of_others,
     test_float64_gradients_by_differences,
     test_gradients_by_index,
     test_indices_of_every_kind,
@@ -28,6 +30,7 @@ from tests.aten.test_index import (  # noqa: F401
     test_sums_are_the_same_bits_every_time,
     test_what_is_among_others,
     test_what_is_selected,
+    test_with_debugging_an_index_outside_raises,
     test_writes_that_are_to_have_an_order_are_atens,
 )
 from tests.aten.test_random import (  # noqa: F401
@@ -47,14 +50,7 @@ from tests.aten.test_sort import (  # noqa: F401
     test_what_is_left_of_equals,
 )
 
-pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture(autouse=True)
-def on_the_gpu() -> Iterator[None]:
-    """Tensors that a test makes without naming a device are CUDA's."""
-    with torch.device("cuda"):
-        yield
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("on_the_gpu")]
 
 
 # ---- torch's own draws -----------------------------------------------------------------------------------------------
@@ -177,9 +173,5 @@ def test_captured_and_replayed_with_other_numbers(name):
         i.copy_(torch.randint(0, 64, (64,)))
         graph.replay()
         torch.cuda.synchronize()
-        for a, b in zip(made if isinstance(made, tuple) else (made,), flat(call(x, i))):
-            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
-
-
-def flat(made: Any) -> tuple[Any, ...]:
-    return tuple(made) if isinstance(made, tuple) else (made,)
+        with tw.aten.use("all", include=["index", "sort"]):
+            assert all(map(torch.equal, flat(made), flat(call(x, i))))  # bit for bit what a call without a graph gives

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
-import torch
 
 from tests.aten.test_product import (  # noqa: F401
     form,
@@ -17,11 +14,4 @@ from tests.aten.test_product import (  # noqa: F401
     test_what_is_left_to_aten,
 )
 
-pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture(autouse=True)
-def on_the_gpu() -> Iterator[None]:
-    """Tensors that a test makes without naming a device are CUDA's."""
-    with torch.device("cuda"):
-        yield
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("on_the_gpu")]

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
-import torch
 
 from tests.aten.test_rows import (  # noqa: F401
     form,
@@ -13,6 +10,7 @@ from tests.aten.test_rows import (  # noqa: F401
     test_few_channels_by_parts,
     test_gradients_by_differences,
     test_group_norm,
+    test_groups_that_programs_hold,
     test_layer_norm,
     test_rms_norm,
     test_softmax_of_infinities,
@@ -22,11 +20,4 @@ from tests.aten.test_rows import (  # noqa: F401
     test_wide_results_of_halves,
 )
 
-pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture(autouse=True)
-def on_the_gpu() -> Iterator[None]:
-    """Tensors that a test makes without naming a device are CUDA's."""
-    with torch.device("cuda"):
-        yield
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("on_the_gpu")]

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
-import torch
 
 from tests.aten.test_window import (  # noqa: F401
     form,
@@ -17,13 +14,7 @@ from tests.aten.test_window import (  # noqa: F401
     test_planes_of_three_dimensions_and_views,
     test_resampling,
     test_what_aten_refuses_is_refused,
+    test_windows_around_a_plane,
 )
 
-pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture(autouse=True)
-def on_the_gpu() -> Iterator[None]:
-    """Tensors that a test makes without naming a device are CUDA's."""
-    with torch.device("cuda"):
-        yield
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("on_the_gpu")]

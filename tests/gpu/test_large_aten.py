@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 import tilewright as tw
-from tests.aten.compare import flat
+from tests.aten.compare import as_double, differences, flat
 
 pytestmark = pytest.mark.gpu
 SIDE = 46_341  # of the smallest square matrix with more than 2^31 elements
@@ -28,6 +29,7 @@ CALLS: dict[str, tuple[str, Callable[[Tensor], Any]]] = {
     "outer": ("sum.dim_IntList", lambda x: x[: SIDE**2].view(SIDE, SIDE).sum(0)),
     "scan": ("cumsum", lambda x: x.cumsum(0, dtype=torch.int8)),
     "taken": ("index_select", lambda x: x.index_select(0, torch.tensor([N - 3, 5, N - 1, N // 2], device=x.device))),
+    "added": ("index_add", lambda x: x.index_add(0, torch.tensor([N - 3, 5, N - 3], device=x.device), x[:3])),
     "scan of columns": ("cumsum", lambda x: x[: SIDE**2].view(SIDE, SIDE).cumsum(0, dtype=torch.int8)),
 }
 
@@ -68,3 +70,63 @@ def test_what_is_selected_past_32_bits():
         assert x.masked_select(x > 0).tolist() == [1, 2, 3, 4, 5]
         said = tw.aten.report()
     assert said["nonzero"]["taken"] == said["masked_select"]["taken"] == 1
+
+
+TALL = SIDE + 99  # rows of so many columns that some lie past 2^31 elements
+NEAR = (slice(0, 3), slice(-3, None))  # lines that are compared with float64, the last of which lie there
+LINES: dict[str, tuple[str, int, Callable[[Tensor], Tensor]]] = {
+    "softmax": ("_softmax", 0, lambda x: x.softmax(1)),
+    "softmax of columns": ("_softmax", 1, lambda x: x.softmax(0)),
+    "norm": ("native_layer_norm", 0, lambda x: F.layer_norm(x, x.shape[1:])),
+}
+
+
+@pytest.mark.parametrize("name", LINES)
+def test_lines_past_32_bits(name):
+    """The last ones are as exact as the first, and all are near aten's."""
+    overload, dim, call = LINES[name]
+    torch.manual_seed(0)
+    x = torch.randn(TALL, SIDE, dtype=torch.bfloat16, device="cuda")
+    aten = call(x)
+    with tw.aten.use("all", include=[overload]):
+        ours = call(x)
+        assert tw.aten.report()[overload] == {"taken": 1, "declined": {}}
+    for part in NEAR:
+        lines = (part,) if dim == 0 else (slice(None), part)
+        assert not differences(ours[lines].contiguous(), aten[lines].contiguous(), call(x[lines].double()), 2.0**-6)
+    assert float(aten.sub_(ours).abs_().max()) <= 2.0**-7 * float(ours.max())
+
+
+# Columns of the first matrix, whose products are one of the gemm folder, and one by tiles; and by a vector
+PRODUCTS = {"large": (64, 128), "by tiles": (72, 96), "vector": (72, None)}
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_products_past_32_bits(name):
+    K, columns = PRODUCTS[name]
+    torch.manual_seed(0)
+    a = torch.randn(2**31 // 64 + 99, K, dtype=torch.bfloat16, device="cuda")
+    b = torch.randn(K, columns or 1, dtype=torch.bfloat16, device="cuda")
+    b, overload = (b, "mm") if columns else (b[:, 0].contiguous(), "mv")
+    aten = a @ b
+    with tw.aten.use("all", include=[overload]):
+        ours = a @ b
+        assert tw.aten.report()[overload] == {"taken": 1, "declined": {}}
+    for part in (slice(0, 300), slice(-300, None)):
+        assert not differences(ours[part], aten[part], as_double(a[part]) @ as_double(b), 1.0)
+    assert float(aten.sub_(ours).abs_().max()) <= 2.0**-6 * float(ours.max())
+
+
+def test_sorted_lines_past_32_bits():
+    """Of short lines so many: each is in order, and its indices say where its numbers were, the first of equals first."""
+    torch.manual_seed(0)
+    x = torch.randint(-100, 100, (2**31 // 64 + 99, 64), dtype=torch.int8, device="cuda")
+    with tw.aten.use("all", include=["sort"]):
+        values, indices = x.sort(1)
+        assert tw.aten.report()["sort"]["taken"] == 1
+    step = len(x) // 8 + 1
+    for first in range(0, len(x), step):  # in parts, for the sake of the memory
+        own, at = values[first : first + step], indices[first : first + step]
+        assert torch.equal(x[first : first + step].gather(1, at), own)
+        later = own[:, 1:] > own[:, :-1]
+        assert bool((later | (own[:, 1:] == own[:, :-1]) & (at[:, 1:] > at[:, :-1])).all())

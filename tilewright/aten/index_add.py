@@ -301,6 +301,7 @@ def keys_of(shape: Ints, named: list[tuple], wrap: bool, loops: Ints, places: Pl
     merged = merge(shape, [*strides, loops or (0,) * len(shape)])
     T, last = math.prod(shape), places.count
     for tensor, _, size, _ in named:
+        plans.look_at(tensor)
         check_indices("aten", "index", tensor, -size if wrap else 0, size)
     keys = own(torch.empty((1, T), dtype=torch.int32 if last < 2**31 - 1 else torch.int64, device=named[0][0].device))
     sizes, steps = merged

@@ -544,6 +544,8 @@ def even_steps(start: Any, end: Any, steps: int, base: float | None, out: Tensor
         raise Declined("numbers that are refused")
     if out.dtype != torch.float32:  # of float64 the last would not be `end` itself
         raise Declined("another dtype than fp32")
+    if base is None and abs(end) < 2.0**-24 * abs(start):  # it would be what counting from `start` leaves of 0
+        raise Declined("an end beside which the start is large")
     return ramp_into(out, steps, start, (end - start) / max(1, steps - 1), base)
 
 

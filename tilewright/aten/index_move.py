@@ -165,6 +165,7 @@ def move(
     if len(named) > MOST:
         raise Declined("more indices than a launch takes")
     for one in named:
+        plans.look_at(one.tensor)
         check_indices("aten", "index", one.tensor, -one.size if wrap else 0, one.size)
     sizes, strides = layout.loops(shape, [v_strides, x_strides, *[one.strides for one in named]])
     if len(sizes) > LOOPS:

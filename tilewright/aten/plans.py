@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..core.debug import can_read
 from ..core.memory import span
 from ..core.private import empty_strided_cuda, raw_stream
 from ..core.target import INTERPRETING
@@ -137,6 +138,12 @@ def only_now() -> None:
     """Say that this run does what no plan does, such as resize an argument."""
     if thread.run is not None:
         thread.run.again = False
+
+
+def look_at(indices: Tensor) -> None:
+    """Say that host code looks at what indices are, if that was asked for: then it does at every call's, which no plan would."""
+    if can_read(indices):
+        only_now()
 
 
 def by_key_alone() -> None:

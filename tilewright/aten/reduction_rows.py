@@ -421,7 +421,7 @@ def sum_(
 
 
 def whole_sum(self: Tensor, *, dtype: Any = None, out: Tensor | None = None) -> Tensor:
-    return sum_(self, dtype=dtype, out=out)
+    return sum_(self, dtype=widened(self, dtype), out=out)  # whatever the dtype of `out`: aten refuses another here
 
 
 def mean(self: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Tensor:

@@ -202,7 +202,7 @@ def smaller_or_nan(a, b):
 
 
 BOTH = ("common", "int64")
-SUM = Row("cumsum", element, plus, zero, as_it_is)
+SUM = Row("cumsum", element, plus, zero, as_it_is, dtypes=("float", "integer"))
 MAX = Row("cummax", with_index, last_largest, lowest_before, value_and_index, 2, results=BOTH, later=larger_or_nan)
 MIN = Row("cummin", with_index, last_smallest, highest_before, value_and_index, 2, results=BOTH, later=smaller_or_nan)
 

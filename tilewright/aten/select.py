@@ -361,7 +361,7 @@ def sorted_keys(t: Tensor, common: torch.dtype) -> Tensor:
 
 
 def among(elements: Tensor, others: Tensor, common: torch.dtype, invert: bool) -> Tensor:
-    if common not in TAKEN or common == torch.bool:
+    if common not in TAKEN:
         raise Declined(f"dtype {common}")
     out = own(torch.empty(elements.shape, dtype=torch.bool, device=elements.device))
     n = others.numel()
@@ -379,8 +379,15 @@ def among(elements: Tensor, others: Tensor, common: torch.dtype, invert: bool) -
     return out
 
 
+def no_bools(*operands: Any) -> None:
+    """Leave to aten what it refuses: it looks for no bool, and among none."""
+    if any(isinstance(one, bool) or isinstance(one, Tensor) and one.dtype == torch.bool for one in operands):
+        raise Declined("dtype bool")
+
+
 def isin(elements: Tensor, test_elements: Tensor, *, assume_unique: bool = False, invert: bool = False) -> Tensor:
     taken(elements, test_elements)
+    no_bools(elements, test_elements)
     return among(elements, test_elements, torch.result_type(elements, test_elements), invert)
 
 
@@ -396,6 +403,7 @@ def as_tensor(value: Any, like: Tensor) -> tuple[Tensor, torch.dtype]:
 @of_numbers("test_element")
 def isin_number(elements: Tensor, test_element: Any, *, assume_unique: bool = False, invert: bool = False) -> Tensor:
     taken(elements)
+    no_bools(elements, test_element)
     other, common = as_tensor(test_element, elements)
     return among(elements, other, common, invert)
 
@@ -403,6 +411,7 @@ def isin_number(elements: Tensor, test_element: Any, *, assume_unique: bool = Fa
 @of_numbers("element")
 def number_isin(element: Any, test_elements: Tensor, *, assume_unique: bool = False, invert: bool = False) -> Tensor:
     taken(test_elements)
+    no_bools(element, test_elements)
     one, common = as_tensor(element, test_elements)
     return among(one, test_elements, common, invert)
 

@@ -43,8 +43,13 @@ class Argument(NamedTuple):
 @functools.cache
 def told(name: str) -> tuple[Argument, ...]:
     """The arguments of an overload that are dimensions, amounts or options: flags, words, dtypes."""
+
+    def default(a: Any) -> Any:
+        value = a.default_value if a.has_default_value() else None
+        return value if a.name in DIMS else value or None  # the first dimension is one, and no flag
+
     return tuple(
-        Argument(at, a.name, (a.default_value if a.has_default_value() else None) or None)
+        Argument(at, a.name, default(a))
         for at, a in enumerate(overload_of(name)._schema.arguments)
         if a.name in (*DIMS, *AMOUNTS)
         or a.name.endswith("dtype")

@@ -18,7 +18,8 @@ import torch
 from ..aten import table as replaced
 from ..aten import verdicts
 from ..aten.plans import Run
-from ..check.provided.aten import call_of
+from ..aten.row import TAKEN, Declined
+from ..check.provided.aten import call_as, call_of
 from ..core.target import TARGETS, pretend
 from ..core.triton_versions import release
 from ..runtime.kernel import collect
@@ -63,6 +64,20 @@ def source(name: str) -> str:
     with Run(), pretend(TARGETS["sm_90"]), collect() as wanted:
         replaced.FORMS[name](*args, **kwargs)
     return hashed(wanted)
+
+
+@cache
+def declines(name: str) -> dict[torch.dtype, str]:
+    """The dtypes with which a plain call of an overload is aten's, and why; with all others of `TAKEN` it is ours."""
+    found: dict[torch.dtype, str] = {}
+    for dtype in TAKEN:
+        args, kwargs = call_as(name, dtype, lambda shape, own: torch.zeros(shape, dtype=own))
+        with Run(), pretend(TARGETS["sm_90"]), collect():
+            try:
+                replaced.FORMS[name](*args, **kwargs)
+            except Declined as reason:
+                found[dtype] = str(reason)
+    return found
 
 
 def section(places: Mapping[str, Sequence[Row]], source: Callable[[str], str] = source) -> str:

@@ -268,6 +268,22 @@ def call_of(name: str, make: Make) -> tuple[list[Any], dict[str, Any]]:
     return args, kwargs
 
 
+def call_as(name: str, dtype: torch.dtype, make: Make) -> tuple[list[Any], dict[str, Any]]:
+    """The same call with tensors of a dtype where it has fp32 or int32, and of whole numbers where that dtype has no others."""
+    args, kwargs = call_of(
+        name, lambda shape, own=torch.float32: make(shape, dtype if own in (torch.float32, torch.int32) else own)
+    )
+    if dtype.is_floating_point:
+        return args, kwargs
+    number = 1 if dtype == torch.bool else 3
+    kinds = {a.name: str(a.type) for a in overload_of(name)._schema.arguments}
+
+    def whole(argument: str, value: Any) -> Any:
+        return number if "number" in kinds[argument] and isinstance(value, float) else value
+
+    return [whole(n, v) for n, v in zip(kinds, args)], {n: whole(n, v) for n, v in kwargs.items()}
+
+
 def rms_norm_gradients(
     grad: Tensor, x: Tensor, shape: list[int], rstd: Tensor, weight: Tensor, mask: list[bool]
 ) -> tuple:
