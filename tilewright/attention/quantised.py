@@ -62,8 +62,8 @@ def attention(
     `math` other than "auto" multiplies codes, forward only: "int8" and "fp8" (e4m3) those of q and k, with a scale for each token
     and head, made in one pass over k and where q is read; "int8_pv" and "fp8_pv" those of weights and v too. `smooth` takes the
     mean over the keys that there are off k before it is quantised, which changes no score but for the rounding: what all keys share
-    costs nothing. `backend="hopper"` has kernels for all of these but "int8_pv"; "auto" takes them where they were measured to be the
-    faster.
+    costs nothing. `backend="hopper"` has kernels for all of these but "int8_pv"; "auto" takes them where they were measured to be
+    the faster.
 
     q, k and v may be `Quantized`, `int8("row")` or `fp8("row")`, and `math="auto"` is then what they are. `mx("e4m3")` is emulated:
     widened to its dtype, which holds it, and multiplied in that.

@@ -122,7 +122,10 @@ def of_codes(a: SimpleNamespace, way: str) -> SimpleNamespace:
     given = {**vars(a), "k_mean": None, "v_scale": None}
     for name in ("k", "v") if way.endswith("_pv") else ("k",):
         t = given[name]
-        given |= {name: t.new_empty(t.shape, dtype=kind), f"{name}_scale": t.new_empty(t.shape[:-1], dtype=torch.float32)}
+        given |= {
+            name: t.new_empty(t.shape, dtype=kind),
+            f"{name}_scale": t.new_empty(t.shape[:-1], dtype=torch.float32),
+        }
     return SimpleNamespace(**given)
 
 
