@@ -113,13 +113,13 @@ def test_weights_that_codes_hold(name):
 
 
 AWAIT_SCORES = "            s = warpgroup_mma_wait(1, deps=(s,))\n"
-GIVE_KEYS = "        mbarrier.arrive(rings.k.empty.index(following), count=1)\n"
+GIVE_KEYS = "            mbarrier.arrive(rings.k.empty.index(following), count=1)\n"
 READ_SCALES = (
     "        mbarrier.wait(rings.k.full.index(following), its_phase)\n",
     "        by_key = scales_at(scales.k, following, SHAPED)\n",
 )
 MUTANTS = {
-    "keys are given back before their product ends": (AWAIT_SCORES + GIVE_KEYS, "    " + GIVE_KEYS + AWAIT_SCORES),
+    "keys are given back before their product ends": (AWAIT_SCORES + GIVE_KEYS, GIVE_KEYS + AWAIT_SCORES),
     "scales are read before they arrive": ("".join(READ_SCALES), "".join(reversed(READ_SCALES))),
     "scales of another block": ("by_key = scales_at(scales.k, following, SHAPED)", "by_key = scales_at(scales.k, stage, SHAPED)"),
     "scales of one key alone": ("gl.float32, [boxes.shape[4]],", "gl.float32, [boxes.shape[3]],"),
@@ -127,7 +127,7 @@ MUTANTS = {
     "queries are given back twice": ("rings.q.empty.index(stage_q), count=1", "rings.q.empty.index(stage_q), count=2"),
     "a query that sees nothing": ("by_row = gl.where(begin < end, by_row, 1.0)", "by_row = by_row * 1.0"),
     "sums are not faded": ("            o = scaled_rows(o, fade)\n", ""),
-    "the mean is left out": ("largest = largest * by_row + shift", "largest = largest * by_row"),
+    "the mean is left out": ("row_max(s) * by_row + shift)", "row_max(s) * by_row)"),
     "the first values are not cleared": ("if (key < start) & (work.high - work.low > 1):", "if False:"),
     "a turn is not awaited": ("        await_turn(W)  # all", "        # all"),
 }  # fmt: skip
@@ -153,11 +153,12 @@ def test_mutants_are_found(name, tmp_path):
         found_wrong(coded_call("int8", **MANY), mutant.forward)
 
 
-ADD_VALUES = "            o, p = add_block(o, p, p0, fade, by, rings.v, stage, phase)\n            p0 = 0.0\n"
+ADD_VALUES = "            o, p = add_block(o, p, p0, fade, by, rings.v, stage, phase)\n"
 GIVE_VALUES = "            mbarrier.arrive(rings.v.empty.index(stage), count=1)\n"
 ISSUE_SCORES = "            s = issue_codes(codes, rings.k, following, p)\n            give_turn(W)\n"
 AWAIT_VALUES = "            mbarrier.wait(rings.v.full.index(following), its_phase)\n"
 READ_VALUES = "            by_value, by_block = divided_at(scales.v, following, SHAPED)\n"
+FACTOR = "            p0 = 0.0\n            by = by * by_block\n"
 MUTANTS_OF_VALUES = {
     "values are given back before their product": (
         coded, ADD_VALUES + ISSUE_SCORES + GIVE_VALUES,
@@ -166,9 +167,9 @@ MUTANTS_OF_VALUES = {
     "values are given back twice": (coded, ISSUE_SCORES + GIVE_VALUES, ISSUE_SCORES + 2 * GIVE_VALUES),
     "scales of values are read before they arrive": (coded, AWAIT_VALUES + READ_VALUES, READ_VALUES + AWAIT_VALUES),
     "scales of the values before": (coded, READ_VALUES, READ_VALUES.replace("following", "stage")),
-    "a block's factor is left out": (coded, "            by = share * by_block\n", "            by = share\n"),
-    "a block's share is left out": (coded, "            by = share * by_block\n", "            by = by_block\n"),
-    "weights of a block enter whole": (coded, "scaled_rows(part_sums(p), share)", "part_sums(p)"),
+    "a block's factor is left out": (coded, FACTOR, FACTOR.replace("by * by_block", "by")),
+    "a block's share is left out": (coded, FACTOR, FACTOR.replace("by * by_block", "by_block")),
+    "weights of a block enter whole": (coded, "scaled_rows(sums, share)", "sums"),
     "a block's place among all": (coded, "first_block(LENGTHS, tile, BLOCK) * BLOCK - tile.first_k", "0"),
     "sums are not faded": (values, "o = o * gl.expand_dims(gl.convert_layout(fade", "_ = (gl.convert_layout(fade"),
     "a sum is used before it is there": (values, "o, sums = warpgroup_mma_wait(0,", "o, sums = warpgroup_mma_wait(1,"),

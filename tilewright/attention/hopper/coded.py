@@ -74,7 +74,6 @@ from .forward import (
     Turns,
     as_operands,
     await_values,
-    bent,
     boxes_of,
     clear_unseen,
     copy_box,
@@ -91,6 +90,7 @@ from .forward import (
     store_sums,
     sums_of,
     tiles_of,
+    weigh,
 )
 from .schedule import HALF, ROWS, SPARE, Plan, clear_counter, row_ends, whole_blocks, work_of
 
@@ -158,36 +158,41 @@ def issue_codes(codes, k, at, into):
 
 
 @gluon.jit
-def weigh_codes(
-    s, by_key, by_row, shift, top, total, SCORES, WINDOW, rows, key, EDGE: gl.constexpr, OWN: gl.constexpr
-):  # fmt: skip
-    """`weigh` of products of codes: their scores are s * by_key * by_row + shift, in base 2 where nothing else is done to them.
-    OWN: weights are relative to the largest score of the block, and the last result is what they are to be multiplied with."""
-    PLAIN: gl.constexpr = SCORES.softcap is None and SCORES.slopes is None
+def weigh_codes(s, by_key, by_row, shift, top, total, SCORES, WINDOW, rows, key, EDGE: gl.constexpr):
+    """`weigh` of products of codes: their scores are s * by_key * by_row + shift, in base 2 where nothing else is done to them."""
     s = s.to(gl.float32) * by_key
-    if not PLAIN:
-        s = bent(s * gl.expand_dims(by_row, 1) + gl.expand_dims(shift, 1), SCORES, rows, key)
-    if EDGE:
-        s = hidden_out(s, WINDOW, rows, key)
-    largest = row_max(s)
-    if PLAIN:  # by_row is above 0: the largest product is the largest score
-        largest = largest * by_row + shift
-    new = gl.maximum(top, largest)
-    now = new
-    base = largest if OWN else new
-    if EDGE:  # of rows that have seen nothing yet
-        now = gl.where(now == float("-inf"), 0.0, now)
-        base = gl.where(base == float("-inf"), 0.0, base)
-    if PLAIN:
+    if SCORES.softcap is None and SCORES.slopes is None:
+        if EDGE:
+            s = hidden_out(s, WINDOW, rows, key)
+        # by_row is above 0: the largest product is the largest score
+        new = gl.maximum(top, row_max(s) * by_row + shift)
+        base = new
+        if EDGE:
+            base = gl.where(new == float("-inf"), 0.0, new)  # of rows that have seen nothing yet
         p = gl.exp2(s * gl.expand_dims(by_row, 1) - gl.expand_dims(base - shift, 1))
+        fade = gl.exp2(top - base)
+        return p, new, scaled_rows(total, fade) + part_sums(p), fade
     else:
-        p = gl.exp2(s - gl.expand_dims(base, 1))
-    fade = gl.exp2(top - now)
-    if OWN:
-        share = gl.exp2(largest - now)
-        return p, new, scaled_rows(total, fade) + scaled_rows(part_sums(p), share), fade, share
-    else:
-        return p, new, scaled_rows(total, fade) + part_sums(p), fade, 1.0
+        s = s * gl.expand_dims(by_row, 1) + gl.expand_dims(shift, 1)
+        return weigh(s, top, total, SCORES, WINDOW, rows, key, EDGE, False)
+
+
+@gluon.jit
+def weigh_alone(s, by_key, by_row, shift, top, total, SCORES, WINDOW, rows, key, EDGE: gl.constexpr):
+    """The same with weights relative to the largest score of their block alone; the last result is what they are to be multiplied
+    with."""
+    LAID: gl.constexpr = top.type.layout
+    nothing = gl.full([64], float("-inf"), gl.float32, LAID)
+    p, largest, sums, _ = weigh_codes(
+        s, by_key, by_row, shift, nothing, gl.zeros([64, 8], gl.float32, sums_of(8)), SCORES, WINDOW, rows, key, EDGE
+    )  # fmt: skip
+    new = gl.maximum(top, largest)
+    base = new
+    if EDGE:
+        base = gl.where(new == float("-inf"), 0.0, new)  # of rows that have seen nothing yet
+    fade = gl.exp2(top - base)
+    share = gl.exp2(largest - base)
+    return p, new, scaled_rows(total, fade) + scaled_rows(sums, share), fade, share
 
 
 # ---- the copying warp ------------------------------------------------------------------------------------------------
@@ -298,27 +303,29 @@ def walk_codes(
         await_turn(W)  # all of the warpgroup have read the scales
         if CODED:
             o, p = add_block(o, p, p0, fade, by, rings.v, stage, phase)
-            p0 = 0.0
             s = issue_codes(codes, rings.k, following, p)
             give_turn(W)
             mbarrier.arrive(rings.v.empty.index(stage), count=1)
             mbarrier.wait(rings.v.full.index(following), its_phase)
             by_value, by_block = divided_at(scales.v, following, SHAPED)
             s = warpgroup_mma_wait(0, deps=(s,))
+            mbarrier.arrive(rings.k.empty.index(following), count=1)
+            p, top, total, fade, by = weigh_alone(
+                s, by_key, by_row, shift, top, total, SCORES, WINDOW, rows, key, EDGE
+            )  # fmt: skip
+            p = p * by_value
+            p0 = 0.0
+            by = by * by_block
         else:
             s = issue_codes(codes, rings.k, following, p)
             mbarrier.wait(rings.v.full.index(stage), phase)
             o, _ = issue_values(o, 0.0, p0, 0.0, rings.v, stage)
             give_turn(W)
             s = warpgroup_mma_wait(1, deps=(s,))
-        mbarrier.arrive(rings.k.empty.index(following), count=1)
-        p, top, total, fade, share = weigh_codes(
-            s, by_key, by_row, shift, top, total, SCORES, WINDOW, rows, key, EDGE, CODED
-        )  # fmt: skip
-        if CODED:
-            p = p * by_value
-            by = share * by_block
-        else:
+            mbarrier.arrive(rings.k.empty.index(following), count=1)
+            p, top, total, fade = weigh_codes(
+                s, by_key, by_row, shift, top, total, SCORES, WINDOW, rows, key, EDGE
+            )  # fmt: skip
             o, _ = await_values(o, 0.0, False)
             mbarrier.arrive(rings.v.empty.index(stage), count=1)
             p0, _ = as_operands(p, rings.v)
@@ -413,18 +420,20 @@ def attend_coded_tiles(
             s = issue_codes(codes, rings.k, stage, gl.zeros([64, BLOCK], gl.float32, SHAPED))
             s = warpgroup_mma_wait(0, deps=(s,))
             mbarrier.arrive(rings.k.empty.index(stage), count=1)
-            p, top, total, fade, by = weigh_codes(
-                s, by_key, by_row, shift, top, total, SCORES, WINDOW, rows, key, True, CODED
-            )  # fmt: skip
             if CODED:
+                p, top, total, fade, by = weigh_alone(
+                    s, by_key, by_row, shift, top, total, SCORES, WINDOW, rows, key, True
+                )  # fmt: skip
                 mbarrier.wait(rings.v.full.index(stage), phase)
                 by_value, by_block = divided_at(scales.v, stage, SHAPED)
                 p = p * by_value
                 p0 = 0.0
                 by = by * by_block
             else:
+                p, top, total, _ = weigh_codes(s, by_key, by_row, shift, top, total, SCORES, WINDOW, rows, key, True)
                 p0, _ = as_operands(p, rings.v)
                 fade = 1.0
+                by = 1.0
             if CLEARS:
                 # Of the blocks that are walked over, the last alone can reach past what a sequence's queries see, and the first
                 # alone begin before it. Both warpgroups find the same of the same block.
