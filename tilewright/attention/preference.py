@@ -64,8 +64,8 @@ def chosen(
 
 
 def kind_of_codes(a: SimpleNamespace) -> str:
-    """`kind_of` a call whose keys are codes: also which."""
-    return f"{kind_of(a)}_{CODES[str(a.k.dtype)]}"
+    """`kind_of` a call whose keys are codes: also which, and whether values are."""
+    return f"{kind_of(a)}_{CODES[str(a.k.dtype)]}{'' if a.v_scale is None else '_pv'}"
 
 
 def wanted_of_codes(name: str, target: Target, a: SimpleNamespace) -> bool:

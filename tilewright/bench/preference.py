@@ -117,10 +117,16 @@ def attention_rows(
 
 
 def of_codes(a: SimpleNamespace, way: str) -> SimpleNamespace:
-    """A call of attention as the kernels of codes get it: its keys are codes with scales."""
-    kind = torch.int8 if way == "int8" else torch.float8_e4m3fn
-    scale = a.k.new_empty(a.k.shape[:-1], dtype=torch.float32)
-    return SimpleNamespace(**{**vars(a), "k": a.k.new_empty(a.k.shape, dtype=kind), "k_scale": scale, "k_mean": None})
+    """A call of attention as the kernels of codes get it: its keys are codes with scales, and its values perhaps."""
+    kind = torch.int8 if way.startswith("int8") else torch.float8_e4m3fn
+    given = {**vars(a), "k_mean": None, "v_scale": None}
+    for name in ("k", "v") if way.endswith("_pv") else ("k",):
+        t = given[name]
+        given |= {
+            name: t.new_empty(t.shape, dtype=kind),
+            f"{name}_scale": t.new_empty(t.shape[:-1], dtype=torch.float32),
+        }
+    return SimpleNamespace(**given)
 
 
 def forget() -> None:
