@@ -36,7 +36,11 @@ from tests.aten.test_opinfo import (  # noqa: F401
     test_results_are_atens,
     test_what_aten_refuses_is_refused_alike,
 )
-from tests.aten.test_reduction import test_the_first_of_equals_and_of_nans  # noqa: F401
+from tests.aten.test_reduction import (  # noqa: F401
+    test_few_elements_of_several_loops,
+    test_few_elements_that_make_one_result,
+    test_the_first_of_equals_and_of_nans,
+)
 from tests.aten.test_router import (  # noqa: F401
     test_an_exception_in_a_backward_ends_all_blocks,
     test_blocks_nest_and_one_may_be_entered_again,
