@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 import triton.language as tl
@@ -97,6 +99,7 @@ FORMS = {
     "draws of 64 bits": ("normal_", made((64,), torch.float64)),
     "dropout of 16 bits": ("native_dropout", made((64, 64), BF16), 0.5, True),
     "dropout one by one": ("native_dropout", made((63, 63)), 0.5, True),
+    "losses of several programs": ("nll_loss_forward", made((2048, 96), BF16), made((2048,), I64), None, 1, -100),
     "losses one by one": ("nll_loss_forward", made((64, 96), BF16), made((64,), I64), None, 0, -100),
 }  # fmt: skip
 
@@ -247,12 +250,34 @@ def test_every_kernel_is_there():
     }  # fmt: skip
 
 
+DIVISIONS = re.compile(r"(?:div|rem)\.[su]64")
+# Overloads that divide numbers of 64 bits, and not those of elements
+DIVIDE = (
+    "floor_divide",
+    "remainder",
+    "div",
+    "pow",
+    "remainders-of-integers",
+    "quotients-of-integers",
+    "powers-of-integers",
+)
+
+
 @pytest.mark.parametrize("what", VARIANTS)
 def test_it_compiles(what):
-    """Without a spill, a reduction that Triton lowers wrongly, or more shared memory than there is."""
+    """Without a spill, a reduction that Triton lowers wrongly, more shared memory than there is, or a division of 64 bits, which no
+    count of elements here asks for."""
     made = VARIANTS[what].compile()
     assert made.spills == 0 and made.shared_is_there
     assert not tables.wrong_code(what, made)
+    assert what.startswith(DIVIDE) or not DIVISIONS.search(made.text)
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("nonzero", BOOL), ("sum", torch.int8)])
+def test_more_elements_than_32_bits_count_are_divided_in_64(name, dtype):
+    """Of a view with gaps, whose elements have several loops."""
+    x = torch.empty((1 << 15, 2, 1 << 16), dtype=dtype, device="meta")[:, 1, ::3].unsqueeze(0).expand(6, -1, -1)
+    assert x.numel() > 2**31 and DIVISIONS.search(needed(name, [x], {})[0].compile().text)
 
 
 @pytest.mark.parametrize("what", ["large rows", "large columns", "large rows of fp32", "channels of a sum", "averages"])

@@ -20,6 +20,7 @@ from tests.aten.test_index import (  # noqa: F401
     test_float64_gradients_by_differences,
     test_gradients_by_index,
     test_indices_of_every_kind,
+    test_losses_of_one_program_and_of_several,
     test_masks_that_broadcast,
     test_memory_that_is_read_and_written_is_atens,
     test_repeats,

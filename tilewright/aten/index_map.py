@@ -25,7 +25,7 @@ from . import copies, forms, plans, pointwise
 from .copies import quotient
 from .layout import is_dense
 from .plans import bits_of, own
-from .pointwise import IN_TRITON, SMALL, SMALL_TILE, WORDS, number, stored, tile_at, tile_of, whole_words
+from .pointwise import IN_TRITON, SMALL, SMALL_TILE, WORDS, number, over, stored, tile_at, tile_of, whole_words
 from .row import TAKEN, Declined, compute_dtype, of_numbers, taken
 
 LOOPS = 4
@@ -121,8 +121,8 @@ def patch_odd(
     words: rows by tiles would be written in parts of sectors. What is asked of its ROWS rows is looked up by their elements."""
     first = tl.program_id(0).to(tl.int64) * BLOCK
     i = tl.arange(0, BLOCK)
-    row = (first // n0).to(tl.int32)
-    low = (first - row.to(tl.int64) * n0).to(tl.int32)
+    row, low = over(first, n0, N)
+    row, low = row.to(tl.int32), low.to(tl.int32)
     # As in `copies.move_rows`: a row that is longer than a block ends once in it at most
     step = tl.minimum(n0, BLOCK)
     down = quotient(i, step - tl.minimum(n0 - low, step), inverse).to(tl.int32)

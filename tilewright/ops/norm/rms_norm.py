@@ -46,6 +46,7 @@ from .row_pieces import (
     inside_piece,
     load_pieces,
     load_weight,
+    plain_rows,
     programs_per_sm,
     split_backward,
     split_forward,
@@ -151,13 +152,10 @@ def inputs_add(draw: Draw) -> dict:
 
 
 def _default(a) -> dict:
-    plain = a.FORMAT is None and a.Y is not None
-    if a.PIECES > 1:
-        # A thread of a plain norm has 8 bytes of bf16 of each piece: many loads in flight count, not their size
-        ROWS, num_warps = 1, min(32, a.BLOCK // (128 if plain and a.BLOCK <= 1024 else 256))
-    elif plain:
-        # 512 elements a warp, 4 warps or more: the best of 1-4 rows by 2-16 warps at 2048 and 4096 columns
-        ROWS, num_warps = max(1, min(16, 2048 // a.BLOCK)), min(16, max(4, a.BLOCK // 512))
+    if a.FORMAT is None and a.Y is not None:
+        ROWS, num_warps = plain_rows(a.BLOCK, a.PIECES)
+    elif a.PIECES > 1:
+        ROWS, num_warps = 1, min(32, a.BLOCK // 256)
     else:
         # Codes are bound by instructions: 32 elements a thread share what is done once for a block of 128 or for a column
         ROWS, num_warps = max(1, min(16, 4096 // a.BLOCK)), min(16, max(4, a.BLOCK // 1024))
