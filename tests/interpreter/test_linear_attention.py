@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -25,12 +28,22 @@ from tests.interpreter.sequences import (
 )
 from tests.mutants import Mutant, declared
 from tilewright.check.cases import Net
-from tilewright.check.properties import isolation
+from tilewright.check.properties import accuracy, isolation, special_values
+from tilewright.core.target import INTERPRETER, pretend
+from tilewright.runtime.kernel import collect
+
+CROWDED = replace(INTERPRETER, sms=1)  # a chip that one walker crowds, so that it makes outputs itself
+
+
+@pytest.fixture(params=["few", "crowded"])
+def walkers(request):
+    with pretend(CROWDED) if request.param == "crowded" else contextlib.nullcontext():
+        yield request.param
 
 
 @pytest.mark.parametrize("size", [1, 3, 16])
 @pytest.mark.parametrize("kind", ["linear", "delta"])
-def test_a_sequence_may_be_cut_anywhere(kind, size):
+def test_a_sequence_may_be_cut_anywhere(kind, size, walkers):
     cut_anywhere(kind, size)
 
 
@@ -39,11 +52,11 @@ def test_steps_go_on_from_a_prefill(kind):
     steps_after_prefill(kind)
 
 
-def test_decays_to_nothing():
+def test_decays_to_nothing(walkers):
     decayed_to_nothing("linear")
 
 
-def test_packed_sequences_are_apart():
+def test_packed_sequences_are_apart(walkers):
     """One is empty and keeps its state; tokens in none may hold anything, and give 0; states lie anywhere."""
     given, marks = sequence(), [2, 9, 9, 33]
     states = drawn(VALUES, HEADS, 6, WIDTH, seed=5).permute(2, 1, 3, 0)[::2]
@@ -80,7 +93,7 @@ def test_a_leak_to_other_sequences_is_seen(tmp_path):
         isolation(op, Net(interpreter=True))
 
 
-def test_nothing_is_taken_for_what_it_is():
+def test_nothing_is_taken_for_what_it_is(walkers):
     """No sequence, no head or no token: results of the sizes that they have, and a state that stays."""
     given, state = sequence(), drawn(1, HEADS, WIDTH, VALUES, seed=5)
     o, last = run(**cut(given, 0, 0), state=state)
@@ -89,6 +102,25 @@ def test_nothing_is_taken_for_what_it_is():
     assert o.shape == (0, LENGTH, HEADS, VALUES) and last.shape == (0, HEADS, WIDTH, VALUES)
     o, last = run(**{name: t[:, :, :0] for name, t in given.items()})
     assert o.shape == (1, LENGTH, 0, VALUES) and last.shape == (1, 0, WIDTH, VALUES)
+
+
+@pytest.mark.parametrize("kind", ["linear", "delta"])
+def test_walkers_make_outputs_where_they_crowd(kind, walkers):
+    """No state is stored then but the last, and of packed sequences tokens in none are filled by a launch of their own."""
+    given, marks = sequence(kind), torch.tensor([2, 9, 33])
+    with collect() as made, tw.force("triton"):
+        tw.linear_attention(**given, cu_seqlens=marks)
+    names = [wanted.kernel.name.removeprefix("linear_attention_") for wanted in made]
+    last = "rest" if walkers == "crowded" else "outputs"
+    assert names == ["attention_tiles", *(["inverse"] if kind == "delta" else []), "states", last]
+    walk = dict(zip(made[-2].kernel.names, made[-2].ordered))
+    assert (walk["H"] is None, walk["O"].data is not None) == ((walkers == "crowded"),) * 2
+
+
+@pytest.mark.parametrize("holds", [accuracy, special_values], ids=lambda p: p.__name__)
+def test_properties_hold_where_walkers_crowd(holds):
+    with pretend(CROWDED):
+        holds(tw.linear_attention.op, Net(interpreter=True, cases=7))
 
 
 def test_what_has_no_gradient_says_so():

@@ -18,6 +18,7 @@ what the delta rule is given, and of keys, each for a key head from head to head
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import torch
 import triton
@@ -29,9 +30,11 @@ from ...runtime.kernel import kernel
 from ..norm.rms_norm import sum_columns
 from .linear import scale_of
 from .linear_chunks import (
-    between,
+    Shape,
+    blocks_of,
     chunk_of,
     decay_of,
+    faded,
     from_start,
     gate_at,
     gates_of,
@@ -43,12 +46,14 @@ from .linear_chunks import (
     load_columns,
     load_rows,
     lower,
+    placed,
     plus_product,
     scores_of,
     shape_of,
     square_at,
     state_at,
     store_columns,
+    throughout,
     times,
     to_end,
     unit_of,
@@ -56,6 +61,45 @@ from .linear_chunks import (
     walker_of,
     walking,
 )
+
+# ---- parts of kernels ------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def along(x, y):
+    """[n]: the products of rows."""
+    return tl.sum(x.to(tl.float32) * y, 1)
+
+
+@triton.jit
+def decay_gradient(terms, read, CHUNK: tl.constexpr, PIECES: tl.constexpr):
+    """[r]: of terms [t, s] of pairs those with t >= r > s, and of what is read [t] of the state all from r on."""
+    i = tl.arange(0, CHUNK)
+    across = times(no_part(CHUNK, CHUNK), terms, tl.where(i[:, None] < i[None, :], 1.0, 0.0), PIECES, 1)
+    return tl.sum(lower(across + read[:, None], CHUNK, False), 0)
+
+
+@triton.jit
+def kept_before(kept, CHUNK: tl.constexpr):
+    """[r]: the sum over all tokens before r of what is kept of each."""
+    i = tl.arange(0, CHUNK)
+    return tl.sum(tl.where(i[:, None] < i[None, :], kept[:, None], 0.0), 0)
+
+
+@triton.jit
+def store_gate(G, batch, head, token, live, value):
+    at = batch.to(tl.int64) * G.stride_b + token.to(tl.int64) * G.stride_t + head.to(tl.int64) * G.stride_h
+    tl.store(G.data + at, value.to(G.data.dtype.element_ty), live)
+
+
+@triton.jit
+def values_gradient(a, do, k, rk, e, decay, SHAPE: tl.constexpr):
+    """[CHUNK, BLOCK_V]: what values are given by the state after the chunk, of whose gradient these are columns, and by outputs."""
+    dv = times(no_part(SHAPE.CHUNK, SHAPE.BLOCK_V), k, e, SHAPE.RAW, SHAPE.MADE) * (to_end(decay) * rk)[:, None]
+    return times(dv, tl.trans(a), do, SHAPE.MADE, SHAPE.RAW)
+
+
+# ---- walks -----------------------------------------------------------------------------------------------------------
 
 
 @kernel(
@@ -80,7 +124,8 @@ def linear_attention_states_backward(
     slot += chunks
     for i in range(chunks):
         slot -= 1
-        row = (chunks - 1 - i) * SHAPE.CHUNK + tl.arange(0, SHAPE.CHUNK)
+        start = (chunks - 1 - i) * SHAPE.CHUNK
+        row = start + tl.arange(0, SHAPE.CHUNK)
         live = row < count
         token = first + row
         if E is not None:
@@ -88,14 +133,14 @@ def linear_attention_states_backward(
             tl.store(kept_at, e.to(E.dtype.element_ty), kept)
         q = load_rows(Q, batch, head // GROUP, token, live, SHAPE)
         rq = lengths_of(q, SHAPE)
-        decay = decay_of(DECAY, batch, head, token, live, SHAPE.CHUNK)
+        decay = decay_of(DECAY, batch, head, token, count - start, SHAPE.CHUNK)
         found = from_start(decay)
         own = no_part(SHAPE.BLOCK_D, SHAPE.BLOCK_V)
         if T is not None:
             k = load_rows(K, batch, head // GROUP, token, live, SHAPE)
             rk = lengths_of(k, SHAPE)
             none = no_part(SHAPE.CHUNK, SHAPE.BLOCK_V)
-            dv = times(none, k, e, SHAPE.RAW, SHAPE.MADE) * (rk * to_end(decay, SHAPE.CHUNK))[:, None]
+            dv = times(none, k, e, SHAPE.RAW, SHAPE.MADE) * (rk * to_end(decay))[:, None]
             dv += load_columns(LOCAL, batch, head, token, live, first_v, SHAPE)
             inverse = tl.load(square_at(T, slot, head, HEADS, SHAPE.CHUNK))
             z = times(none, tl.trans(inverse), dv, SHAPE.KEPT, SHAPE.MADE)
@@ -106,23 +151,19 @@ def linear_attention_states_backward(
         # Taken up after the delta rule, whose tiles leave no registers for it; copied, like the others, a chunk ahead
         do = load_columns(DO, batch, head, token, live, first_v, SHAPE)
         read = do.to(tl.float32) * (rq * found * scale)[:, None]
-        e = plus_product(e * decay.whole, own, tl.trans(q), read, SHAPE.RAW, SHAPE.MADE)
+        e = plus_product(e * throughout(decay), own, tl.trans(q), read, SHAPE.RAW, SHAPE.MADE)
     if DSTATE.data is not None:
         at, inside = given_state(DSTATE, sequence, head, first_v, SHAPE)
         tl.store(at, e, inside)
 
+
+# ---- chunks side by side ---------------------------------------------------------------------------------------------
 
 ONE_CHUNK = {
     "grid": lambda a: (a.BATCH * a.TILES * a.KEY_HEADS,),
     "tokens": ("L", "KEY_HEADS", "GROUP", "BATCH", "TILES"),
     "default": lambda a: {"num_warps": 8},
 }
-
-
-@triton.jit
-def along(x, y):
-    """[n]: the products of rows."""
-    return tl.sum(x.to(tl.float32) * y, 1)
 
 
 @kernel(**ONE_CHUNK)
@@ -149,27 +190,15 @@ def linear_attention_gradients_queries(
                 s = kept_state(H, c, tile.sequence, head, heads, first_v, SHAPE)
                 pairs = times(pairs, do, tl.trans(new), SHAPE.RAW, SHAPE.MADE)
                 read = times(read, do, tl.trans(s), SHAPE.RAW, SHAPE.MADE)
-            decay = decay_of(DECAY, batch, head, c.token, c.known, SHAPE.CHUNK)
+            decay = decay_of(DECAY, batch, head, c.token, c.there, SHAPE.CHUNK)
             read = read * (scale * from_start(decay) * rq)[:, None]
             if FOUND is not None:
                 tl.store(FOUND + (batch.to(tl.int64) * L + c.token) * heads + head, along(q, read), c.live)
-            pairs = (
-                lower(pairs * between(decay, SHAPE.CHUNK, False), SHAPE.CHUNK, False)
-                * (scale * rq)[:, None]
-                * rk[None, :]
-            )
+            pairs = faded(pairs * (scale * rq)[:, None] * rk[None, :], DECAY, decay, SHAPE.CHUNK, False)
             dq = times(dq + read, pairs, k, SHAPE.MADE, SHAPE.RAW)
         if SHAPE.NORMALIZE:
             dq -= q.to(tl.float32) * (along(q, dq) * rq * rq)[:, None]
         store_part(DQ, batch, key_head, c.token, c.live, dq, SHAPE.D, 0, SHAPE.BLOCK_D)
-
-
-@triton.jit
-def decay_gradient(terms, read, CHUNK: tl.constexpr, PIECES: tl.constexpr):
-    """[r]: of terms [t, s] of pairs those with t >= r > s, and of what is read [t] of the state all from r on."""
-    i = tl.arange(0, CHUNK)
-    across = times(no_part(CHUNK, CHUNK), terms, tl.where(i[:, None] < i[None, :], 1.0, 0.0), PIECES, 1)
-    return tl.sum(lower(across + read[:, None], CHUNK, False), 0)
 
 
 @kernel(
@@ -188,14 +217,14 @@ def linear_attention_gradients_values(
         q = load_rows(Q, batch, head // GROUP, c.token, c.known, SHAPE)
         k = load_rows(K, batch, head // GROUP, c.token, c.known, SHAPE)
         rk = lengths_of(k, SHAPE)
-        decay = decay_of(DECAY, batch, head, c.token, c.known, SHAPE.CHUNK)
-        dv = no_part(SHAPE.CHUNK, SHAPE.BLOCK_V)
+        decay = decay_of(DECAY, batch, head, c.token, c.there, SHAPE.CHUNK)
+        a = scores_of(q, k, lengths_of(q, SHAPE), rk, DECAY, decay, SHAPE) * scale
+        do = load_columns(DO, batch, head, c.token, c.known, first_v, SHAPE)
         if E is not None:
             e = kept_state(E, c, tile.sequence, head, HEADS, first_v, SHAPE)
-            dv = times(dv, k, e, SHAPE.RAW, SHAPE.MADE) * (to_end(decay, SHAPE.CHUNK) * rk)[:, None]
-        a = scores_of(q, k, lengths_of(q, SHAPE), rk, decay, SHAPE) * scale
-        do = load_columns(DO, batch, head, c.token, c.known, first_v, SHAPE)
-        dv = times(dv, tl.trans(a), do, SHAPE.MADE, SHAPE.RAW)
+            dv = values_gradient(a, do, k, rk, e, decay, SHAPE)
+        else:
+            dv = times(no_part(SHAPE.CHUNK, SHAPE.BLOCK_V), tl.trans(a), do, SHAPE.MADE, SHAPE.RAW)
         store_columns(DV, batch, head, c.token, c.live, dv, first_v, SHAPE)
         if REST.data is not None:
             store_columns(REST, batch, head, c.token, c.live & (tile.sequence < 0), dv * 0.0, first_v, SHAPE)
@@ -245,10 +274,10 @@ def linear_attention_gradients_delta(
                 pairs = times(pairs, z, tl.trans(new), SHAPE.MADE, SHAPE.MADE)
                 read = times(read, z, tl.trans(s), SHAPE.MADE, SHAPE.MADE)
             b = gate_at(BETA, batch, head, c.token, c.known)
-            decay = decay_of(DECAY, batch, head, c.token, c.known, SHAPE.CHUNK)
+            decay = decay_of(DECAY, batch, head, c.token, c.there, SHAPE.CHUNK)
             read = read * (from_start(decay) * rk)[:, None]
             seen = along(k, read)
-            pairs = lower(pairs * between(decay, SHAPE.CHUNK, True), SHAPE.CHUNK, True) * -rk[:, None] * rk[None, :]
+            pairs = faded(pairs * -rk[:, None] * rk[None, :], DECAY, decay, SHAPE.CHUNK, True)
             terms = pairs * times(no_part(SHAPE.CHUNK, SHAPE.CHUNK), k, tl.trans(k), SHAPE.RAW, SHAPE.RAW)
             dbeta = own - seen + tl.sum(terms, 1)
             at = (batch.to(tl.int64) * L + c.token) * heads + head
@@ -292,24 +321,18 @@ def linear_attention_gradients_keys(
                 if DDECAY.data is not None:
                     s = kept_state(H, c, tile.sequence, head, heads, first_v, SHAPE)
                     through += tl.sum(along(s, e.to(tl.float32)), 0)
-            decay = decay_of(DECAY, batch, head, c.token, c.known, SHAPE.CHUNK)
-            pairs = lower(pairs * between(decay, SHAPE.CHUNK, False), SHAPE.CHUNK, False)
+            decay = decay_of(DECAY, batch, head, c.token, c.there, SHAPE.CHUNK)
             pairs = pairs * (lengths_of(q, SHAPE) * scale)[:, None] * rk[None, :]
-            kept = kept * (to_end(decay, SHAPE.CHUNK) * rk)[:, None]
+            pairs = faded(pairs, DECAY, decay, SHAPE.CHUNK, False)
+            kept = kept * (to_end(decay) * rk)[:, None]
             if DDECAY.data is not None:
                 at = (batch.to(tl.int64) * L + c.token) * heads + head
                 terms = pairs * times(no_part(SHAPE.CHUNK, SHAPE.CHUNK), q, tl.trans(k), SHAPE.RAW, SHAPE.RAW)
                 dg = decay_gradient(terms, tl.load(FOUND + at, c.live, 0.0), SHAPE.CHUNK, SHAPE.KEPT)
-                i = tl.arange(0, SHAPE.CHUNK)
-                dg += tl.sum(tl.where(i[:, None] < i[None, :], along(k, kept)[:, None], 0.0), 0) + through * decay.whole
+                dg += kept_before(along(k, kept), SHAPE.CHUNK) + through * throughout(decay)
                 if DGATE is not None:
                     dg += tl.load(DGATE + at, c.live, 0.0)
-                at = (
-                    batch.to(tl.int64) * DDECAY.stride_b
-                    + c.token.to(tl.int64) * DDECAY.stride_t
-                    + head * DDECAY.stride_h
-                )
-                tl.store(DDECAY.data + at, tl.where(c.known, dg, 0.0).to(DDECAY.data.dtype.element_ty), c.live)
+                store_gate(DDECAY, batch, head, c.token, c.live, tl.where(c.known, dg, 0.0))
             dk = times(dk + kept, tl.trans(pairs), q, SHAPE.MADE, SHAPE.RAW)
         if SHAPE.NORMALIZE:
             dk -= k.to(tl.float32) * (along(k, dk) * rk * rk)[:, None]
@@ -319,10 +342,68 @@ def linear_attention_gradients_keys(
 # ---- host ------------------------------------------------------------------------------------------------------------
 
 
+class Gradients(NamedTuple):
+    """Where gradients are stored; those of decays by token, in `gates`."""
+
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    gates: Tensor | None
+    dbeta: Tensor | None
+    dstate: Tensor | None
+
+
+def by_chunks(
+    a: SimpleNamespace, do: Tensor, dfinal: Tensor | None, made: Gradients, scale: float, shape: Shape
+) -> None:
+    """Two walks keep states and their gradients, and all chunks are side by side."""
+    q, k, v, beta = a.q, a.k, a.v, a.beta
+    (batch, length, heads, _), key_heads = v.shape, k.shape[2]
+    kept, single = {"dtype": kept_dtype(q), "device": q.device}, {"dtype": torch.float32, "device": q.device}
+    at = placed(v, a.cu_seqlens, shape.CHUNK)
+    found = walk(q, k, v, a.log_decay, beta, a.state, None, at, shape, kept["dtype"] if v.numel() else None)
+    e = torch.empty(batch * at.tiles, heads, shape.D, shape.V, **kept) if v.numel() else None
+    z = torch.empty(v.shape, **kept) if beta is not None else None
+    group = heads // key_heads
+    Q, K, V, DO, DECAY, BETA = (*map(heads_of, (q, k, v, do)), gates_of(a.log_decay), gates_of(beta))
+    DK, DV, NONE = heads_of(made.dk), heads_of(made.dv), heads_or_none(None)
+    blocks, local = blocks_of(shape), None
+    of_values = (at.how, length, heads, group, batch, at.tiles, blocks, scale)
+    if z is not None and v.numel():
+        local = torch.empty(v.shape, **single)
+        linear_attention_gradients_values(Q, K, DO, DECAY, None, heads_of(local), DV, *of_values, SHAPE=shape)
+    # Without tokens the gradients of states go through as they are
+    inverse = None if local is None else found.inverse
+    linear_attention_states_backward(
+        Q, K, DO, DECAY, BETA, inverse, heads_or_none(local), heads_or_none(dfinal), heads_or_none(made.dstate), e,
+        heads_or_none(z), DV, at.marks, length, heads, group, at.count, at.many, at.tiles, blocks, scale, SHAPE=shape,
+    )  # fmt: skip
+    if not v.numel():
+        return
+    new = V if found.new is None else heads_of(found.new)
+    sizes = (at.how, length, key_heads, group, batch, at.tiles)
+    read = None if made.gates is None else torch.empty(batch, length, heads, **single)
+    part = more = None
+    linear_attention_gradients_queries(
+        Q, K, new, DO, DECAY, found.states, heads_of(made.dq), read, *sizes, scale, SHAPE=shape
+    )
+    if beta is None:
+        linear_attention_gradients_values(Q, K, DO, DECAY, e, DV, NONE, *of_values, SHAPE=shape)
+    else:
+        part, more = torch.empty(k.shape, **single), None if read is None else torch.empty(read.shape, **single)
+        linear_attention_gradients_delta(
+            K, V, new, DECAY, BETA, found.states, heads_of(z), heads_of(part), made.dbeta, more, *sizes, SHAPE=shape
+        )
+    linear_attention_gradients_keys(
+        Q, K, new, DO, DECAY, found.states, e, read, heads_or_none(part), more, DK, gates_of(made.gates), *sizes, scale,
+        SHAPE=shape,
+    )  # fmt: skip
+
+
 def backward(saved: SimpleNamespace, do: Tensor | None, dfinal: Tensor | None) -> tuple:
     a, needs = saved, saved.needs
-    q, k, v, log_decay, beta = a.q, a.k, a.v, a.log_decay, a.beta
-    (batch, length, heads, _), key_heads = v.shape, k.shape[2]
+    q, v, log_decay = a.q, a.v, a.log_decay
+    batch, length, heads, _ = v.shape
     scale = scale_of(q) if a.scale is None else float(a.scale)
     if do is None:
         do = torch.zeros(1, dtype=q.dtype, device=q.device).expand(v.shape)
@@ -330,76 +411,18 @@ def backward(saved: SimpleNamespace, do: Tensor | None, dfinal: Tensor | None) -
     def like(t: Tensor | None, wanted: bool = True) -> Tensor | None:
         return torch.empty(t.shape, dtype=t.dtype, device=t.device) if wanted and t is not None else None
 
-    dq, dk, dv, dstate = like(q), like(k), like(v), like(a.state, "state" in needs)
-    dbeta = like(beta)
     of_heads = log_decay is not None and log_decay.dim() == 1
-    ddecay, gates = None, None
-    if "log_decay" in needs:
-        ddecay = like(log_decay)
-        gates = torch.empty(batch, length, heads, dtype=torch.float32, device=q.device) if of_heads else ddecay
-    if v.numel() or (dstate is not None and dstate.numel()):
-        shape = shape_of(q, v, a.normalize)
-        kept = {"dtype": kept_dtype(q), "device": q.device}
-        found = walk(q, k, v, log_decay, beta, a.state, None, a.cu_seqlens, shape, kept["dtype"] if v.numel() else None)
-        e = torch.empty(found.slots, heads, shape.D, shape.V, **kept) if v.numel() else None
-        z = torch.empty(v.shape, **kept) if beta is not None else None
-        group, marks = heads // key_heads, found.marks
-        count, many = (0, batch) if marks is None else (marks.shape[0], marks.shape[0] - 1)
-        Q, K, DO, DECAY, BETA = heads_of(q), heads_of(k), heads_of(do), gates_of(log_decay), gates_of(beta)
-        blocks, local = -(-shape.V // shape.BLOCK_V), None
-        of_values = (found.how, length, heads, group, batch, found.tiles, blocks, scale)
-        if z is not None and v.numel():
-            local = torch.empty(v.shape, dtype=torch.float32, device=q.device)
-            linear_attention_gradients_values(
-                Q, K, DO, DECAY, None, heads_of(local), heads_of(dv), *of_values, SHAPE=shape
-            )
-        # Without tokens the gradients of states go through as they are
-        inverse = None if local is None else found.inverse
-        linear_attention_states_backward(
-            Q, K, DO, DECAY, BETA, inverse, heads_or_none(local), heads_or_none(dfinal), heads_or_none(dstate), e,
-            heads_or_none(z), heads_of(dv), marks, length, heads, group, count, many, found.tiles, blocks, scale, SHAPE=shape,
-        )  # fmt: skip
-        if v.numel():
-            new = heads_of(v if found.new is None else found.new)
-            sizes = (found.how, length, key_heads, group, batch, found.tiles)
-            single = {"dtype": torch.float32, "device": q.device}
-            read = None if gates is None else torch.empty(batch, length, heads, **single)
-            part = more = None
-            linear_attention_gradients_queries(
-                Q, K, new, DO, DECAY, found.states, heads_of(dq), read, *sizes, scale, SHAPE=shape
-            )
-            if beta is None:
-                linear_attention_gradients_values(
-                    Q, K, DO, DECAY, e, heads_of(dv), heads_or_none(None), *of_values, SHAPE=shape
-                )
-            else:
-                part, more = (
-                    torch.empty(k.shape, **single),
-                    None if gates is None else torch.empty(read.shape, **single),
-                )
-                linear_attention_gradients_delta(
-                    K,
-                    heads_of(v),
-                    new,
-                    DECAY,
-                    BETA,
-                    found.states,
-                    heads_of(z),
-                    heads_of(part),
-                    dbeta,
-                    more,
-                    *sizes,
-                    SHAPE=shape,
-                )
-            linear_attention_gradients_keys(
-                Q, K, new, DO, DECAY, found.states, e, read, heads_or_none(part), more, heads_of(dk), gates_of(gates), *sizes,
-                scale, SHAPE=shape,
-            )  # fmt: skip
+    ddecay = gates = like(log_decay, "log_decay" in needs)
+    if of_heads and gates is not None:
+        gates = torch.empty(batch, length, heads, dtype=torch.float32, device=q.device)
+    made = Gradients(like(q), like(a.k), like(v), gates, like(a.beta), like(a.state, "state" in needs))
+    if v.numel() or (made.dstate is not None and made.dstate.numel()):
+        by_chunks(a, do, dfinal, made, scale, shape_of(q, v, a.normalize))
     if not v.numel():
-        for t in (dq, dk, ddecay):
+        for t in (made.dq, made.dk, ddecay):
             if t is not None:
                 t.zero_()
     elif ddecay is not None and of_heads:
         sum_columns(gates, ddecay, batch * length, heads)
-    made = {"q": dq, "k": dk, "v": dv, "log_decay": ddecay, "beta": dbeta, "state": dstate}
-    return tuple(t if n in needs else None for n, t in made.items())
+    named = {"q": made.dq, "k": made.dk, "v": made.dv, "log_decay": ddecay, "beta": made.dbeta, "state": made.dstate}
+    return tuple(t if n in needs else None for n, t in named.items())
