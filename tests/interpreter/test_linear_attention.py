@@ -28,7 +28,10 @@ from tests.interpreter.sequences import (
 )
 from tests.mutants import Mutant, declared
 from tilewright.check.cases import Net
+from tilewright.check.compare import check
+from tilewright.check.oracle import outcome
 from tilewright.check.properties import accuracy, isolation, special_values
+from tilewright.check.variants import Call, passes
 from tilewright.core.target import INTERPRETER, pretend
 from tilewright.runtime.kernel import collect
 
@@ -121,6 +124,31 @@ def test_walkers_make_outputs_where_they_crowd(kind, walkers):
 def test_properties_hold_where_walkers_crowd(holds):
     with pretend(CROWDED):
         holds(tw.linear_attention.op, Net(interpreter=True, cases=7))
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("decay", [None, "head", "token"])
+@pytest.mark.parametrize("packed", [False, True])
+def test_walkers_make_gradients_where_they_crowd(decay, packed, normalize):
+    """Of two chunks and some, from a state, of both results; tokens in no sequence have none."""
+    op, (length, heads, width) = tw.linear_attention.op, (150, 2, 12)
+    rows = {n: drawn(1, length, heads, width, seed=i).to(torch.bfloat16) for i, n in enumerate("qkv")}
+    rows["k"] *= 0.2
+    shape = {"head": (heads,), "token": (1, length, heads)}.get(decay)
+    marks = torch.tensor([2, 73, 73, 148]) if packed else None
+    given = {
+        **rows,
+        "log_decay": None if shape is None else -drawn(*shape, seed=4).abs(),
+        "state": drawn(3 if packed else 1, heads, width, width, seed=5),
+        "normalize": normalize,
+        "cu_seqlens": marks,
+    }
+    values = op.signature.bind((), given)
+    with pretend(CROWDED), tw.force("triton"):
+        names = [w.kernel.name for w in passes(op, Call(given), CROWDED)[1]]
+        made = outcome(op, values)
+    check(op, f"{decay}, {packed}, {normalize}", values, made)
+    assert names.count("linear_attention_states_backward") == 2 and "linear_attention_gradients_keys" not in names
 
 
 def test_what_has_no_gradient_says_so():

@@ -11,14 +11,17 @@ Of the delta rule, z = T^T dv' is the gradient of beta * (v - e**G k S), so that
 of L; both give k, beta and S their parts. The gradient of log decay r is the sum of all terms that it is a factor of: pairs
 t >= r > s, what is read of S from r on, what is kept of tokens before r, and all that is kept of S. Nothing is subtracted, so that
 nothing cancels.
-One kernel walks through the chunks from the last. Others make gradients of all chunks side by side: of queries, of values or of
-what the delta rule is given, and of keys, each for a key head from head to head. One for all of them would spill registers.
+Where walkers crowd the chip, walks make all of it: one, with S at hand, the gradients of queries, and two from the last chunk, with
+E at hand, those of keys and decays and those of values; one for both would spill registers. No E is stored then, and S only where
+decays have gradients. Elsewhere, of the delta rule and where heads share key heads, walks keep S and E, and other kernels make
+gradients of all chunks side by side: of queries, of values or of what the delta rule is given, and of keys, each for a key head
+from head to head.
 """
 
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -26,15 +29,19 @@ import triton.language as tl
 from torch import Tensor
 
 from ...attention.portable import heads_of, load_part, no_part, store_part
+from ...core.tensor import power_of_two
 from ...runtime.kernel import kernel
 from ..norm.rms_norm import sum_columns
 from .linear import scale_of
 from .linear_chunks import (
+    Gates,
     Shape,
     blocks_of,
     chunk_of,
+    crowded,
     decay_of,
     faded,
+    fill_rest,
     from_start,
     gate_at,
     gates_of,
@@ -61,6 +68,12 @@ from .linear_chunks import (
     walker_of,
     walking,
 )
+from .places import sequence_count
+
+WIDEST_WALK = (
+    128  # columns of keys and of values of a state that eight warps have registers for, beside a chunk's products
+)
+
 
 # ---- parts of kernels ------------------------------------------------------------------------------------------------
 
@@ -93,26 +106,34 @@ def store_gate(G, batch, head, token, live, value):
 
 
 @triton.jit
-def values_gradient(a, do, k, rk, e, decay, SHAPE: tl.constexpr):
-    """[CHUNK, BLOCK_V]: what values are given by the state after the chunk, of whose gradient these are columns, and by outputs."""
-    dv = times(no_part(SHAPE.CHUNK, SHAPE.BLOCK_V), k, e, SHAPE.RAW, SHAPE.MADE) * (to_end(decay) * rk)[:, None]
-    return times(dv, tl.trans(a), do, SHAPE.MADE, SHAPE.RAW)
+def kept_values(k, e, rk, decay, SHAPE: tl.constexpr):
+    """[CHUNK, BLOCK_V]: what values are given by the state after their chunk, of whose gradient e these are columns."""
+    dv = times(no_part(SHAPE.CHUNK, SHAPE.BLOCK_V), k, e, SHAPE.RAW, SHAPE.MADE)
+    return dv * (to_end(decay) * rk)[:, None]
 
 
 # ---- walks -----------------------------------------------------------------------------------------------------------
 
 
+def backward_walking(a: Any) -> dict[str, int]:
+    """With two stages a walker of values takes 90 KB of shared memory, so that an SM has two. One of keys has an SM to itself, and
+    spills (Triton 3.6, sm_90) 530 bytes with three stages where it makes gradients of decays, 800 with two."""
+    made = a.T is None and not (a.DK.data is None and a.DV.data is None)
+    return {**walking(a, 2), **({"num_stages": 2 if a.H is None else 3} if made else {})}
+
+
 @kernel(
     grid=lambda a: (a.SEQUENCES * a.HEADS * a.BLOCKS,), tokens=("L", "HEADS", "GROUP", "COUNT", "SEQUENCES", "TILES"),
-    default=lambda a: walking(a, 2),
+    default=backward_walking,
 )  # fmt: skip
 def linear_attention_states_backward(
-    Q, K, DO, DECAY, BETA, T, LOCAL, DFINAL, DSTATE, E, Z, DV, MARKS, L, HEADS, GROUP, COUNT, SEQUENCES, TILES, BLOCKS, scale,
-    SHAPE: tl.constexpr,
+    Q, K, V, DO, DECAY, BETA, T, LOCAL, H, FOUND, DFINAL, DSTATE, E, Z, DK, DV, DDECAY, MARKS, L, HEADS, GROUP, COUNT, SEQUENCES,
+    TILES, BLOCKS, scale, SHAPE: tl.constexpr,
 ):  # fmt: skip
-    """Walk through the chunks of a sequence from the last: E [slots, heads, D, V] is the gradient of the state after each, Z that
-    of what the delta rule's inverse is given, DV that of its values, DSTATE that of the first state. LOCAL is what the delta rule's
-    new values get from outputs of their own chunk."""
+    """Walk through the chunks of a sequence from the last: E [slots, heads, D, V] is the gradient of the state after each, DV that
+    of values, DSTATE that of the first state; each None where it is not wanted. Of the delta rule, Z is that of what its inverse is
+    given, and LOCAL what its new values get from outputs of their own chunk. A walker that makes DK, the gradient of keys, and with
+    H and FOUND that of decays, has all columns of values, and a key head of its own."""
     sequence, head, first_v, batch, first, count, slot = walker_of(
         MARKS, tl.program_id(0), L, HEADS, COUNT, TILES, BLOCKS, SHAPE
     )
@@ -140,7 +161,7 @@ def linear_attention_states_backward(
             k = load_rows(K, batch, head // GROUP, token, live, SHAPE)
             rk = lengths_of(k, SHAPE)
             none = no_part(SHAPE.CHUNK, SHAPE.BLOCK_V)
-            dv = times(none, k, e, SHAPE.RAW, SHAPE.MADE) * (rk * to_end(decay))[:, None]
+            dv = kept_values(k, e, rk, decay, SHAPE)
             dv += load_columns(LOCAL, batch, head, token, live, first_v, SHAPE)
             inverse = tl.load(square_at(T, slot, head, HEADS, SHAPE.CHUNK))
             z = times(none, tl.trans(inverse), dv, SHAPE.KEPT, SHAPE.MADE)
@@ -148,13 +169,98 @@ def linear_attention_states_backward(
             store_columns(Z, batch, head, token, live, z, first_v, SHAPE)
             store_columns(DV, batch, head, token, live, b[:, None] * z, first_v, SHAPE)
             own = times(own, tl.trans(k), (b * rk * found * -1.0)[:, None] * z, SHAPE.RAW, SHAPE.MADE)
-        # Taken up after the delta rule, whose tiles leave no registers for it; copied, like the others, a chunk ahead
+        elif DV.data is not None:
+            k = load_rows(K, batch, head // GROUP, token, live, SHAPE)
+            rk = lengths_of(k, SHAPE)
+            a = scores_of(q, k, rq, rk, DECAY, decay, SHAPE) * scale
+            dv = kept_values(k, e, rk, decay, SHAPE)
+        # Taken up after these, whose tiles leave no registers for it; copied, like the others, a chunk ahead
         do = load_columns(DO, batch, head, token, live, first_v, SHAPE)
+        if (T is None) and (DV.data is not None):
+            dv = times(dv, tl.trans(a), do, SHAPE.MADE, SHAPE.RAW)
+            store_columns(DV, batch, head, token, live, dv, first_v, SHAPE)
+        if DK.data is not None:
+            if DDECAY.data is not None:
+                found_at, inside = state_at(H, slot, head, HEADS, first_v, SHAPE)
+                s = tl.load(found_at, inside, 0.0)
+                through = tl.sum(along(s, e), 0) * throughout(decay)
+            v = load_columns(V, batch, head, token, live, first_v, SHAPE)
+            rk = tl.full([SHAPE.CHUNK], 1.0, tl.float32)
+            if SHAPE.NORMALIZE or DDECAY.data is not None:
+                k = load_rows(K, batch, head, token, live, SHAPE)
+                rk = lengths_of(k, SHAPE)
+            # Turned, so that eight warps have rows of their own: chunks have too few
+            dk = times(no_part(SHAPE.BLOCK_D, SHAPE.CHUNK), e, tl.trans(v), SHAPE.MADE, SHAPE.RAW)
+            dk = dk * (to_end(decay) * rk)[None, :]
+            if DDECAY.data is not None:
+                kept = tl.sum(tl.trans(k).to(tl.float32) * dk, 0)
+            pairs = times(no_part(SHAPE.CHUNK, SHAPE.CHUNK), do, tl.trans(v), SHAPE.RAW, SHAPE.RAW)
+            pairs = faded(pairs * (rq * scale)[:, None] * rk[None, :], DECAY, decay, SHAPE.CHUNK, False)
+            dk = tl.trans(times(dk, tl.trans(q), pairs, SHAPE.RAW, SHAPE.MADE))
+            if SHAPE.NORMALIZE:
+                dk -= k.to(tl.float32) * (along(k, dk) * rk * rk)[:, None]
+            store_part(DK, batch, head, token, live, dk, SHAPE.D, 0, SHAPE.BLOCK_D)
+            if DDECAY.data is not None:
+                terms = pairs * times(no_part(SHAPE.CHUNK, SHAPE.CHUNK), q, tl.trans(k), SHAPE.RAW, SHAPE.RAW)
+                read = gate_at(FOUND, batch, head, token, live)
+                dg = decay_gradient(terms, read, SHAPE.CHUNK, SHAPE.KEPT)
+                dg += kept_before(kept, SHAPE.CHUNK) + through
+                store_gate(DDECAY, batch, head, token, live, dg)
         read = do.to(tl.float32) * (rq * found * scale)[:, None]
         e = plus_product(e * throughout(decay), own, tl.trans(q), read, SHAPE.RAW, SHAPE.MADE)
     if DSTATE.data is not None:
         at, inside = given_state(DSTATE, sequence, head, first_v, SHAPE)
         tl.store(at, e, inside)
+
+
+@kernel(
+    grid=lambda a: (a.SEQUENCES * a.HEADS,), tokens=("L", "HEADS", "COUNT", "SEQUENCES", "TILES"),
+    default=lambda a: {"num_warps": 4 if a.SHAPE.BLOCK_D * a.SHAPE.BLOCK_V <= 8192 else 8, "num_stages": 2 if a.H is None else 3},
+)  # fmt: skip
+def linear_attention_queries_backward(
+    Q, K, V, DO, DECAY, STATE, H, DQ, FOUND, MARKS, L, HEADS, COUNT, SEQUENCES, TILES, scale, SHAPE: tl.constexpr
+):
+    """Walk through the chunks of a sequence: the gradient of queries from the state that each chunk finds. H [slots, heads, D, V]
+    are those states, and FOUND is as in `linear_attention_gradients_queries`, each None where it is not wanted. A walker has all
+    columns of values, and a key head of its own."""
+    sequence, head, first_v, batch, first, count, slot = walker_of(
+        MARKS, tl.program_id(0), L, HEADS, COUNT, TILES, 1, SHAPE
+    )
+    s = no_part(SHAPE.BLOCK_D, SHAPE.BLOCK_V)
+    if STATE.data is not None:
+        at, inside = given_state(STATE, sequence, head, first_v, SHAPE)
+        s = tl.load(at, inside, 0.0)
+    for start in range(0, count, SHAPE.CHUNK):
+        row = start + tl.arange(0, SHAPE.CHUNK)
+        live = row < count
+        token = first + row
+        if H is not None:
+            kept_at, kept = state_at(H, slot, head, HEADS, first_v, SHAPE)
+            tl.store(kept_at, s.to(H.dtype.element_ty), kept)
+        do = load_columns(DO, batch, head, token, live, first_v, SHAPE)
+        decay = decay_of(DECAY, batch, head, token, count - start, SHAPE.CHUNK)
+        rq = tl.full([SHAPE.CHUNK], 1.0, tl.float32)
+        if SHAPE.NORMALIZE or FOUND.data is not None:
+            q = load_rows(Q, batch, head, token, live, SHAPE)
+            rq = lengths_of(q, SHAPE)
+        # Turned, as the gradient of keys is
+        dq = times(no_part(SHAPE.BLOCK_D, SHAPE.CHUNK), s, tl.trans(do), SHAPE.MADE, SHAPE.RAW)
+        dq = dq * (scale * from_start(decay) * rq)[None, :]
+        if FOUND.data is not None:
+            store_gate(FOUND, batch, head, token, live, tl.sum(tl.trans(q).to(tl.float32) * dq, 0))
+        k = load_rows(K, batch, head, token, live, SHAPE)
+        rk = lengths_of(k, SHAPE)
+        v = load_columns(V, batch, head, token, live, first_v, SHAPE)
+        pairs = times(no_part(SHAPE.CHUNK, SHAPE.CHUNK), do, tl.trans(v), SHAPE.RAW, SHAPE.RAW)
+        pairs = faded(pairs * (scale * rq)[:, None] * rk[None, :], DECAY, decay, SHAPE.CHUNK, False)
+        dq = tl.trans(times(dq, tl.trans(k), tl.trans(pairs), SHAPE.RAW, SHAPE.MADE))
+        if SHAPE.NORMALIZE:
+            dq -= q.to(tl.float32) * (along(q, dq) * rq * rq)[:, None]
+        store_part(DQ, batch, head, token, live, dq, SHAPE.D, 0, SHAPE.BLOCK_D)
+        left = v.to(tl.float32) * (rk * to_end(decay))[:, None]
+        own = no_part(SHAPE.BLOCK_D, SHAPE.BLOCK_V)
+        s = plus_product(s * throughout(decay), own, tl.trans(k), left, SHAPE.RAW, SHAPE.MADE)
+        slot += 1
 
 
 # ---- chunks side by side ---------------------------------------------------------------------------------------------
@@ -220,11 +326,10 @@ def linear_attention_gradients_values(
         decay = decay_of(DECAY, batch, head, c.token, c.there, SHAPE.CHUNK)
         a = scores_of(q, k, lengths_of(q, SHAPE), rk, DECAY, decay, SHAPE) * scale
         do = load_columns(DO, batch, head, c.token, c.known, first_v, SHAPE)
+        dv = no_part(SHAPE.CHUNK, SHAPE.BLOCK_V)
         if E is not None:
-            e = kept_state(E, c, tile.sequence, head, HEADS, first_v, SHAPE)
-            dv = values_gradient(a, do, k, rk, e, decay, SHAPE)
-        else:
-            dv = times(no_part(SHAPE.CHUNK, SHAPE.BLOCK_V), tl.trans(a), do, SHAPE.MADE, SHAPE.RAW)
+            dv = kept_values(k, kept_state(E, c, tile.sequence, head, HEADS, first_v, SHAPE), rk, decay, SHAPE)
+        dv = times(dv, tl.trans(a), do, SHAPE.MADE, SHAPE.RAW)
         store_columns(DV, batch, head, c.token, c.live, dv, first_v, SHAPE)
         if REST.data is not None:
             store_columns(REST, batch, head, c.token, c.live & (tile.sequence < 0), dv * 0.0, first_v, SHAPE)
@@ -353,6 +458,49 @@ class Gradients(NamedTuple):
     dstate: Tensor | None
 
 
+def whole_shape(shape: Shape) -> Shape:
+    """A walker that has all columns of values: what is summed over them is then its own."""
+    return shape._replace(BLOCK_V=max(shape.BLOCK_V, power_of_two(shape.V)))
+
+
+def fits_walks(a: SimpleNamespace, shape: Shape) -> bool:
+    """Whether walks make all gradients: a state with all columns of values has to fit into registers, as it does in bf16 up to 128
+    of them, and a walker's sums have to be its own, which those of a key head that several heads share are not."""
+    heads, key_heads, many = a.v.shape[2], a.k.shape[2], sequence_count(a.v.shape[0], a.cu_seqlens)
+    small = shape.RAW == 1 and max(shape.BLOCK_D, whole_shape(shape).BLOCK_V) <= WIDEST_WALK
+    return a.beta is None and heads == key_heads and small and crowded(many * heads, a.q.device)
+
+
+def by_walks(
+    a: SimpleNamespace, do: Tensor, dfinal: Tensor | None, made: Gradients, scale: float, shape: Shape
+) -> None:
+    """No gradient of a state is stored but the first's; states are, if decays have gradients."""
+    (batch, length, heads, _), single = a.v.shape, {"dtype": torch.float32, "device": a.q.device}
+    parts, shape = shape, whole_shape(shape)
+    at = placed(a.v, a.cu_seqlens, shape.CHUNK)
+    states = found = None
+    if made.gates is not None:
+        states = torch.empty(batch * at.tiles, heads, shape.D, shape.V, dtype=kept_dtype(a.q), device=a.q.device)
+        found = torch.empty(batch, length, heads, **single)
+    Q, K, V, DO, DECAY, FOUND = (*map(heads_of, (a.q, a.k, a.v, do)), gates_of(a.log_decay), gates_of(found))
+    linear_attention_queries_backward(
+        Q, K, V, DO, DECAY, heads_or_none(a.state), states, heads_of(made.dq), FOUND, at.marks, length, heads, at.count, at.many,
+        at.tiles, scale, SHAPE=shape,
+    )  # fmt: skip
+    NONE = heads_or_none(None)
+    linear_attention_states_backward(
+        Q, K, V, DO, DECAY, Gates(), None, NONE, states, FOUND, heads_or_none(dfinal), heads_or_none(made.dstate), None, NONE,
+        heads_of(made.dk), NONE, gates_of(made.gates), at.marks, length, heads, 1, at.count, at.many, at.tiles, 1, scale,
+        SHAPE=shape,
+    )  # fmt: skip
+    linear_attention_states_backward(
+        Q, K, V, DO, DECAY, Gates(), None, NONE, None, Gates(), heads_or_none(dfinal), NONE, None, NONE, NONE, heads_of(made.dv),
+        Gates(), at.marks, length, heads, 1, at.count, at.many, at.tiles, blocks_of(parts), scale, SHAPE=parts,
+    )  # fmt: skip
+    rest = (made.dq, made.dk, made.dv, *(() if made.gates is None else (made.gates[..., None],)))
+    fill_rest(at, shape.CHUNK, *rest)
+
+
 def by_chunks(
     a: SimpleNamespace, do: Tensor, dfinal: Tensor | None, made: Gradients, scale: float, shape: Shape
 ) -> None:
@@ -375,8 +523,9 @@ def by_chunks(
     # Without tokens the gradients of states go through as they are
     inverse = None if local is None else found.inverse
     linear_attention_states_backward(
-        Q, K, DO, DECAY, BETA, inverse, heads_or_none(local), heads_or_none(dfinal), heads_or_none(made.dstate), e,
-        heads_or_none(z), DV, at.marks, length, heads, group, at.count, at.many, at.tiles, blocks, scale, SHAPE=shape,
+        Q, K, V, DO, DECAY, BETA, inverse, heads_or_none(local), None, Gates(), heads_or_none(dfinal), heads_or_none(made.dstate),
+        e, heads_or_none(z), NONE, NONE if beta is None else DV, Gates(), at.marks, length, heads, group, at.count, at.many,
+        at.tiles, blocks, scale, SHAPE=shape,
     )  # fmt: skip
     if not v.numel():
         return
@@ -417,7 +566,9 @@ def backward(saved: SimpleNamespace, do: Tensor | None, dfinal: Tensor | None) -
         gates = torch.empty(batch, length, heads, dtype=torch.float32, device=q.device)
     made = Gradients(like(q), like(a.k), like(v), gates, like(a.beta), like(a.state, "state" in needs))
     if v.numel() or (made.dstate is not None and made.dstate.numel()):
-        by_chunks(a, do, dfinal, made, scale, shape_of(q, v, a.normalize))
+        shape = shape_of(q, v, a.normalize)
+        make = by_walks if v.numel() and fits_walks(a, shape) else by_chunks
+        make(a, do, dfinal, made, scale, shape)
     if not v.numel():
         for t in (made.dq, made.dk, ddecay):
             if t is not None:
