@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from dataclasses import replace
 
 import pytest
@@ -33,15 +32,25 @@ from tilewright.check.oracle import outcome
 from tilewright.check.properties import accuracy, isolation, special_values
 from tilewright.check.variants import Call, passes
 from tilewright.core.target import INTERPRETER, pretend
+from tilewright.ops.recurrent import linear_chunks
 from tilewright.runtime.kernel import collect
 
 CROWDED = replace(INTERPRETER, sms=1)  # a chip that one walker crowds, so that it makes outputs itself
 
 
+@pytest.fixture
+def crowd(monkeypatch):
+    """The delta rule's walkers too, which by default never do."""
+    monkeypatch.setattr(linear_chunks, "DELTA_CROWD", 0.0)
+    with pretend(CROWDED):
+        yield
+
+
 @pytest.fixture(params=["few", "crowded"])
 def walkers(request):
-    with pretend(CROWDED) if request.param == "crowded" else contextlib.nullcontext():
-        yield request.param
+    if request.param == "crowded":
+        request.getfixturevalue("crowd")
+    return request.param
 
 
 @pytest.mark.parametrize("size", [1, 3, 16])
@@ -121,15 +130,14 @@ def test_walkers_make_outputs_where_they_crowd(kind, walkers):
 
 
 @pytest.mark.parametrize("holds", [accuracy, special_values], ids=lambda p: p.__name__)
-def test_properties_hold_where_walkers_crowd(holds):
-    with pretend(CROWDED):
-        holds(tw.linear_attention.op, Net(interpreter=True, cases=7))
+def test_properties_hold_where_walkers_crowd(holds, crowd):
+    holds(tw.linear_attention.op, Net(interpreter=True, cases=7))
 
 
 @pytest.mark.parametrize("normalize", [False, True])
 @pytest.mark.parametrize("decay", [None, "head", "token"])
 @pytest.mark.parametrize("packed", [False, True])
-def test_walkers_make_gradients_where_they_crowd(decay, packed, normalize):
+def test_walkers_make_gradients_where_they_crowd(decay, packed, normalize, crowd):
     """Of two chunks and some, from a state, of both results; tokens in no sequence have none."""
     op, (length, heads, width) = tw.linear_attention.op, (150, 2, 12)
     rows = {n: drawn(1, length, heads, width, seed=i).to(torch.bfloat16) for i, n in enumerate("qkv")}
@@ -144,7 +152,7 @@ def test_walkers_make_gradients_where_they_crowd(decay, packed, normalize):
         "cu_seqlens": marks,
     }
     values = op.signature.bind((), given)
-    with pretend(CROWDED), tw.force("triton"):
+    with tw.force("triton"):
         names = [w.kernel.name for w in passes(op, Call(given), CROWDED)[1]]
         made = outcome(op, values)
     check(op, f"{decay}, {packed}, {normalize}", values, made)

@@ -68,7 +68,6 @@ from .linear_chunks import (
     walker_of,
     walking,
 )
-from .places import sequence_count
 
 WIDEST_WALK = (
     128  # columns of keys and of values of a state that eight warps have registers for, beside a chunk's products
@@ -466,9 +465,9 @@ def whole_shape(shape: Shape) -> Shape:
 def fits_walks(a: SimpleNamespace, shape: Shape) -> bool:
     """Whether walks make all gradients: a state with all columns of values has to fit into registers, as it does in bf16 up to 128
     of them, and a walker's sums have to be its own, which those of a key head that several heads share are not."""
-    heads, key_heads, many = a.v.shape[2], a.k.shape[2], sequence_count(a.v.shape[0], a.cu_seqlens)
     small = shape.RAW == 1 and max(shape.BLOCK_D, whole_shape(shape).BLOCK_V) <= WIDEST_WALK
-    return a.beta is None and heads == key_heads and small and crowded(many * heads, a.q.device)
+    own = a.beta is None and a.v.shape[2] == a.k.shape[2]
+    return small and own and crowded(a.q, a.v, None, a.cu_seqlens, shape)
 
 
 def by_walks(

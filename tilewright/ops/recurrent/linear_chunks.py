@@ -37,6 +37,9 @@ ROOMY = 160 * 1024  # bytes of shared memory that chunks of 64 tokens ask for, w
 # Walkers an SM from which they make outputs themselves. The states that few of them leave for others are written and read, as many
 # bytes as q, k, v and o together; against that, a chunk takes a walker about twice as long where it makes outputs too (foretold)
 CROWD = 0.5
+# The same of the delta rule: never, for with outputs its walk spills 600 to 1,070 bytes, without decays 0 and with them 780 to 860
+# without (Triton 3.6, sm_90, keys and values of 128 columns)
+DELTA_CROWD = float("inf")
 SUB = tl.constexpr(16)  # rows of the blocks that are inverted row by row
 
 
@@ -129,10 +132,10 @@ def bounded(log_decay):
 def decay_of(DECAY, batch, head, token, there, CHUNK: tl.constexpr):
     """Of a chunk whose first `there` tokens are in a sequence; the others do not decay."""
     i = tl.arange(0, CHUNK)
-    if DECAY.stride_t is None:
-        each = 0.0
-        if DECAY.data is not None:
-            each = bounded(tl.load(DECAY.data + head.to(tl.int64) * DECAY.stride_h))
+    if DECAY.data is None:
+        return Decay(tl.zeros([CHUNK], tl.float32), tl.zeros([CHUNK], tl.float32), 0.0, 0.0, 0.0)
+    elif DECAY.stride_t is None:
+        each = bounded(tl.load(DECAY.data + head.to(tl.int64) * DECAY.stride_h))
         there = tl.minimum(there, CHUNK)
         return Decay(tl.minimum(i + 1, there) * each, tl.zeros([CHUNK], tl.float32), there * each, 0.0, each)
     else:
@@ -161,27 +164,32 @@ def throughout(decay):
 
 
 @triton.jit
-def faded(a, DECAY, decay, CHUNK: tl.constexpr, STRICT: tl.constexpr):
-    """[t, s]: a times how much of token s is left at token t; 0 where s comes after t or, if STRICT, is t, whatever is there."""
-    i = tl.arange(0, CHUNK).to(tl.float32)
-    before = (i[:, None] > i[None, :]) if STRICT else (i[:, None] >= i[None, :])
-    if DECAY.stride_t is None:
-        sums = i * decay.each
-        apart = sums[:, None] - sums[None, :]
-    else:
-        # Sums are added to what comes of the product itself, each for itself: otherwise Triton makes exponents where sums lie, with
-        # a register for each row of either sum, and moves them to the product through shared memory
-        none = tl.where(a == a, 0.0, a)
-        apart = (none + decay.sums[:, None]) - decay.sums[None, :]
-        apart += (none + decay.rest[:, None]) - decay.rest[None, :]
-    return tl.where(before, a * tl.exp2(tl.where(before, apart, 0.0)), 0.0)
-
-
-@triton.jit
 def lower(a, CHUNK: tl.constexpr, STRICT: tl.constexpr):
     """[t, s] with 0 where s comes after t or, if STRICT, is t, whatever stands there."""
     i = tl.arange(0, CHUNK)
     return tl.where((i[:, None] > i[None, :]) if STRICT else (i[:, None] >= i[None, :]), a, 0.0)
+
+
+@triton.jit
+def faded(a, DECAY, decay, CHUNK: tl.constexpr, STRICT: tl.constexpr):
+    """[t, s]: a times how much of token s is left at token t; 0 where s comes after t or, if STRICT, is t, whatever is there."""
+    if DECAY.data is None:
+        return lower(a, CHUNK, STRICT)
+    else:
+        i = tl.arange(0, CHUNK).to(tl.float32)
+        before = (i[:, None] > i[None, :]) if STRICT else (i[:, None] >= i[None, :])
+        if DECAY.stride_t is None:
+            # Multiples of each row and column take fewer registers than those of differences, which walks would keep from chunk to
+            # chunk; what rounding them costs, 2**-18 of a decay, counts where next to nothing is left
+            sums = i * decay.each
+            apart = sums[:, None] - sums[None, :]
+        else:
+            # Sums are added to what comes of the product itself, each for itself: otherwise Triton makes exponents where sums lie,
+            # with a register for each row of either sum, and moves them to the product through shared memory
+            none = tl.where(a == a, 0.0, a)
+            apart = (none + decay.sums[:, None]) - decay.sums[None, :]
+            apart += (none + decay.rest[:, None]) - decay.rest[None, :]
+        return tl.where(before, a * tl.exp2(tl.where(before, apart, 0.0)), 0.0)
 
 
 @triton.jit
@@ -299,21 +307,12 @@ def load_rows(X, batch, head, token, live, SHAPE: tl.constexpr):
 
 
 @triton.jit
-def inside_columns(live, e, SHAPE: tl.constexpr):
-    """[n, BLOCK_V]: which tokens and columns of values are there."""
-    if SHAPE.V % SHAPE.BLOCK_V == 0:
-        return live[:, None]
-    else:
-        return live[:, None] & (e < SHAPE.V)[None, :]
-
-
-@triton.jit
 def load_columns(X, batch, head, token, live, first, SHAPE: tl.constexpr):
     """[n, BLOCK_V]: columns of values from `first` on, of tokens [n]; 0 where there is none."""
     e = first + tl.arange(0, SHAPE.BLOCK_V)
     at = batch.to(tl.int64) * X.stride_b + head.to(tl.int64) * X.stride_h
     at = at + token.to(tl.int64)[:, None] * X.stride_t + e.to(tl.int64)[None, :] * X.stride_d
-    return finite_or_nan(tl.load(X.data + at, inside_columns(live, e, SHAPE), 0.0), SHAPE)
+    return finite_or_nan(tl.load(X.data + at, live[:, None] & (e < SHAPE.V)[None, :], 0.0), SHAPE)
 
 
 @triton.jit
@@ -321,7 +320,7 @@ def store_columns(X, batch, head, token, live, value, first, SHAPE: tl.constexpr
     e = first + tl.arange(0, SHAPE.BLOCK_V)
     at = batch.to(tl.int64) * X.stride_b + head.to(tl.int64) * X.stride_h
     at = at + token.to(tl.int64)[:, None] * X.stride_t + e.to(tl.int64)[None, :] * X.stride_d
-    tl.store(X.data + at, value.to(X.data.dtype.element_ty), inside_columns(live, e, SHAPE))
+    tl.store(X.data + at, value.to(X.data.dtype.element_ty), live[:, None] & (e < SHAPE.V)[None, :])
 
 
 @triton.jit
@@ -570,9 +569,10 @@ def blocks_of(shape: Shape) -> int:
     return cdiv(shape.V, shape.BLOCK_V)
 
 
-def crowded(walkers: int, device: torch.device) -> bool:
-    """Whether so many programs that walk through sequences leave no chunks for others to work on side by side."""
-    return walkers >= max(1, CROWD * Target.at(device).sms)
+def crowded(q: Tensor, v: Tensor, beta: Tensor | None, marks: Tensor | None, shape: Shape) -> bool:
+    """Whether the programs that walk through sequences are so many that they leave no chunks for others to work on side by side."""
+    walkers = sequence_count(v.shape[0], marks) * v.shape[2] * blocks_of(shape)
+    return walkers >= max(1, (CROWD if beta is None else DELTA_CROWD) * Target.at(q.device).sms)
 
 
 class Placed(NamedTuple):
@@ -649,7 +649,7 @@ def forward(
     given = (q, k, v, log_decay, beta, state, final, at, shape)
     if not o.numel():
         walk(*given, None)
-    elif crowded(many * heads * blocks_of(shape), q.device):
+    elif crowded(q, v, beta, cu_seqlens, shape):
         walk(*given, None, o, scale)
         fill_rest(at, shape.CHUNK, o)
     else:
