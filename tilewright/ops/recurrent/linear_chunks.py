@@ -37,8 +37,8 @@ ROOMY = 160 * 1024  # bytes of shared memory that chunks of 64 tokens ask for, w
 # Walkers an SM from which they make outputs themselves. The states that few of them leave for others are written and read, as many
 # bytes as q, k, v and o together; against that, a chunk takes a walker about twice as long where it makes outputs too (foretold)
 CROWD = 0.5
-# The same of the delta rule: never, for with outputs its walk spills 600 to 1,070 bytes, without decays 0 and with them 780 to 860
-# without (Triton 3.6, sm_90, keys and values of 128 columns)
+# The same of the delta rule: never. Its walk spills 600 to 1,070 bytes where it makes outputs; where it does not, none without decays
+# and 780 to 860 with them (Triton 3.6, sm_90, keys and values of 128 columns)
 DELTA_CROWD = float("inf")
 SUB = tl.constexpr(16)  # rows of the blocks that are inverted row by row
 
@@ -457,7 +457,7 @@ def linear_attention_states(
             rq = lengths_of(q, SHAPE)
             a = scores_of(q, k, rq, rk, DECAY, decay, SHAPE)
             o = found_of(q, s, rq, decay, PIECES, SHAPE)
-        if T is None:
+        if T is None:  # after the scores, beside which there are no registers for them
             v = load_columns(V, batch, head, token, live, first_v, SHAPE)
             wide = v.to(tl.float32)
         if O.data is not None:
@@ -628,10 +628,8 @@ def fill_rest(at: Placed, chunk: int, *filled: Tensor) -> None:
     """0 for tokens in no sequence, which no walker reaches."""
     for t in filled if at.marks is not None else ():
         batch, length, heads, columns = t.shape
-        WIDTH = power_of_two(columns)
-        linear_attention_rest(
-            heads_of(t), at.how, length, heads, batch, at.tiles, COLUMNS=columns, WIDTH=WIDTH, CHUNK=chunk
-        )
+        sizes = {"COLUMNS": columns, "WIDTH": power_of_two(columns), "CHUNK": chunk}
+        linear_attention_rest(heads_of(t), at.how, length, heads, batch, at.tiles, **sizes)
 
 
 def forward(
