@@ -211,7 +211,7 @@ POOL, CHUNKS, COLUMNS = (f"tilewright/ops/recurrent/{name}.py" for name in ("poo
 MUTANTS += [
     Mutant("causal_conv1d_step: slots past the last", "known = (slot >= 0) & (slot < POOL)", "known = slot >= 0", "wild_indices",
            "outside|out of bounds|stray", POOL, "causal_conv1d_step", through=("tilewright/ops/recurrent/causal_conv1d_step.py",)),
-    Mutant("linear_attention: decay to the chunk's end forgotten", "left = wide * (rk * to_end(decay, SHAPE.CHUNK))[:, None]",
+    Mutant("linear_attention: decay to the chunk's end forgotten", "left = wide * (rk * to_end(decay))[:, None]",
            "left = wide * rk[:, None]", "accuracy", ": (o|final)", CHUNKS, "linear_attention",
            through=("tilewright/ops/recurrent/linear_attention.py",)),
     Mutant("linear_attention_columns: a decay too few in a block", "& (j + 1 <= place - LATE)", "& (j + 1 < place - LATE)",

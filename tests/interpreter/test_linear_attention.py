@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -25,12 +27,35 @@ from tests.interpreter.sequences import (
 )
 from tests.mutants import Mutant, declared
 from tilewright.check.cases import Net
-from tilewright.check.properties import isolation
+from tilewright.check.compare import check
+from tilewright.check.oracle import outcome
+from tilewright.check.properties import accuracy, isolation, special_values
+from tilewright.check.variants import Call, passes
+from tilewright.core.target import INTERPRETER, pretend
+from tilewright.ops.recurrent import linear_chunks
+from tilewright.runtime.kernel import collect
+
+CROWDED = replace(INTERPRETER, sms=1)  # a chip that one walker crowds, so that it makes outputs itself
+
+
+@pytest.fixture
+def crowd(monkeypatch):
+    """The delta rule's walkers too, which by default never do."""
+    monkeypatch.setattr(linear_chunks, "DELTA_CROWD", 0.0)
+    with pretend(CROWDED):
+        yield
+
+
+@pytest.fixture(params=["few", "crowded"])
+def walkers(request):
+    if request.param == "crowded":
+        request.getfixturevalue("crowd")
+    return request.param
 
 
 @pytest.mark.parametrize("size", [1, 3, 16])
 @pytest.mark.parametrize("kind", ["linear", "delta"])
-def test_a_sequence_may_be_cut_anywhere(kind, size):
+def test_a_sequence_may_be_cut_anywhere(kind, size, walkers):
     cut_anywhere(kind, size)
 
 
@@ -39,11 +64,11 @@ def test_steps_go_on_from_a_prefill(kind):
     steps_after_prefill(kind)
 
 
-def test_decays_to_nothing():
+def test_decays_to_nothing(walkers):
     decayed_to_nothing("linear")
 
 
-def test_packed_sequences_are_apart():
+def test_packed_sequences_are_apart(walkers):
     """One is empty and keeps its state; tokens in none may hold anything, and give 0; states lie anywhere."""
     given, marks = sequence(), [2, 9, 9, 33]
     states = drawn(VALUES, HEADS, 6, WIDTH, seed=5).permute(2, 1, 3, 0)[::2]
@@ -80,7 +105,7 @@ def test_a_leak_to_other_sequences_is_seen(tmp_path):
         isolation(op, Net(interpreter=True))
 
 
-def test_nothing_is_taken_for_what_it_is():
+def test_nothing_is_taken_for_what_it_is(walkers):
     """No sequence, no head or no token: results of the sizes that they have, and a state that stays."""
     given, state = sequence(), drawn(1, HEADS, WIDTH, VALUES, seed=5)
     o, last = run(**cut(given, 0, 0), state=state)
@@ -89,6 +114,49 @@ def test_nothing_is_taken_for_what_it_is():
     assert o.shape == (0, LENGTH, HEADS, VALUES) and last.shape == (0, HEADS, WIDTH, VALUES)
     o, last = run(**{name: t[:, :, :0] for name, t in given.items()})
     assert o.shape == (1, LENGTH, 0, VALUES) and last.shape == (1, 0, WIDTH, VALUES)
+
+
+@pytest.mark.parametrize("kind", ["linear", "delta"])
+def test_walkers_make_outputs_where_they_crowd(kind, walkers):
+    """No state is stored then but the last, and of packed sequences tokens in none are filled by a launch of their own."""
+    given, marks = sequence(kind), torch.tensor([2, 9, 33])
+    with collect() as made, tw.force("triton"):
+        tw.linear_attention(**given, cu_seqlens=marks)
+    names = [wanted.kernel.name.removeprefix("linear_attention_") for wanted in made]
+    last = "rest" if walkers == "crowded" else "outputs"
+    assert names == ["attention_tiles", *(["inverse"] if kind == "delta" else []), "states", last]
+    walk = dict(zip(made[-2].kernel.names, made[-2].ordered))
+    assert (walk["H"] is None, walk["O"].data is not None) == ((walkers == "crowded"),) * 2
+
+
+@pytest.mark.parametrize("holds", [accuracy, special_values], ids=lambda p: p.__name__)
+def test_properties_hold_where_walkers_crowd(holds, crowd):
+    holds(tw.linear_attention.op, Net(interpreter=True, cases=7))
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("decay", [None, "head", "token"])
+@pytest.mark.parametrize("packed", [False, True])
+def test_walkers_make_gradients_where_they_crowd(decay, packed, normalize, crowd):
+    """Of two chunks and some, from a state, of both results; tokens in no sequence have none."""
+    op, (length, heads, width) = tw.linear_attention.op, (150, 2, 12)
+    rows = {n: drawn(1, length, heads, width, seed=i).to(torch.bfloat16) for i, n in enumerate("qkv")}
+    rows["k"] *= 0.2
+    shape = {"head": (heads,), "token": (1, length, heads)}.get(decay)
+    marks = torch.tensor([2, 73, 73, 148]) if packed else None
+    given = {
+        **rows,
+        "log_decay": None if shape is None else -drawn(*shape, seed=4).abs(),
+        "state": drawn(3 if packed else 1, heads, width, width, seed=5),
+        "normalize": normalize,
+        "cu_seqlens": marks,
+    }
+    values = op.signature.bind((), given)
+    with tw.force("triton"):
+        names = [w.kernel.name for w in passes(op, Call(given), CROWDED)[1]]
+        made = outcome(op, values)
+    check(op, f"{decay}, {packed}, {normalize}", values, made)
+    assert names.count("linear_attention_states_backward") == 2 and "linear_attention_gradients_keys" not in names
 
 
 def test_what_has_no_gradient_says_so():
