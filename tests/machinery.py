@@ -59,7 +59,7 @@ MUTANTS = [
     Broken("out that overlaps itself accepted", "if self_overlapping(piece):", "if False:", "refusals",
            "overlapping itself: accepted", "rms_norm"),
     Broken("out over an argument accepted", "if overlapping(piece, t) and not (", "if False and not (", "refusals",
-           "the memory of x: accepted", "rms_norm"),
+           "the memory of x: accepted", "layer_norm"),
     Broken("out of another dtype accepted", "if out.dtype != dtype:", "if False:", "refusals",
            "another dtype: (accepted|RuntimeError)", "rms_norm"),
     Broken("results that are not copied to the caller's memory",

@@ -159,15 +159,15 @@ def replay_like_eager(op: Op, first: Case, asked: list[Any]) -> set[str]:
     return changed
 
 
-@pytest.mark.parametrize(("name", "kind"), REPLAYED)
-def test_capture_and_replay_with_new_data(name, kind):
+@pytest.mark.parametrize(("name", "storing"), REPLAYED)
+def test_capture_and_replay_with_new_data(name, storing):
     """With every tensor argument that an op takes; of what it writes, all was changed by one of the calls. Of ops that store codes
     also with a scale that is given."""
     op = tw.catalogue()[name]
-    asked, unchanged = formats_of_calls(op, kind), set(op.writes)
+    asked, unchanged = formats_of_calls(op, storing), set(op.writes)
     for seed in range(7, 15):
         cases = draw_each_tensor(op, NET, seed, torch.bfloat16, {**SMALL, "tokens": 33}, {"out_format": asked[0]})
-        for case in cases if kind == "plain" else cases[:1]:
+        for case in cases if storing == "plain" else cases[:1]:
             unchanged -= replay_like_eager(op, case, asked)
         if not unchanged:
             break

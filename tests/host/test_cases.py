@@ -436,7 +436,10 @@ def test_a_floor_may_be_the_matrix_rate(pretended, monkeypatch):
     by_rate = {
         "attention_decode_mla",
         "attention_decode_mla_flashmla",
+        "attention_decode_mla_paged",
+        "attention_extend_fixed",
         "attention_extend_paged",
+        "attention_extend_paged16",
         "fused_linear_ce_rate",
     }
     assert {c.family for c in OPS if c.floor == "bf16"} - set(ATTENTION) == by_rate

@@ -171,7 +171,8 @@ def rotated_pairs(device: str) -> None:
     q, k = normal(device, 1, 7, 4, 32), normal(device, 1, 7, 1, 32, seed=1)
     cos, sin = tables(device, 7, 32, BF16)
     exact = [turned(x, cos, sin) for x in (q, k)]
-    tw.rope(q, k, cos[None], sin[None], layout="bshd", pairing="interleaved", out=(q, k))
+    made = tw.rope(q, k, cos[None], sin[None], layout="bshd", pairing="interleaved", out=(q, k))
+    assert made[0] is q and made[1] is k, "other tensors came back"
     for name, found, wanted in zip("qk", (q, k), exact):
         agrees(name, found, wanted, "A")
 
@@ -181,5 +182,6 @@ def rotated_halves(device: str) -> None:
     x = normal(device, 1, 7, 4, 32, dtype=FP16)
     cos, sin = tables(device, 7, 32, FP16)
     exact = turned(x, cos, sin, interleaved=False)
-    tw.rope_one(x, cos.repeat(1, 2)[None], sin.repeat(1, 2)[None], layout="bshd", out=x)
+    made = tw.rope_one(x, cos.repeat(1, 2)[None], sin.repeat(1, 2)[None], layout="bshd", out=x)
+    assert made is x, "another tensor came back"
     agrees("x", x, exact, "A")
