@@ -3,9 +3,11 @@
 `data/attention_<arch>.jsonl` has a row for each measured call that came out right, `{"direction": "forward", "kind":
 "bf16_128_128_causal", "bucket": [64, 4096, 4096], "best": "hopper", "times": {"hopper": 101.5, "portable": 130.0}, "date":
 "2026-11-17", "triton": "3.6.0"}`: bucket is batch times heads, queries and keys, or batch, rows and keys of a cache, rounded up
-to powers of two, times are microseconds. The nearest row of a kind counts if it is within a factor of four in every size; where
-there is none, the portable kernels are taken, and those of the chip by name alone. Rows are data: one that is damaged, or whose
-best is not its fastest, is not believed. `tilewright docs` writes them from the evidence.
+to powers of two, times are microseconds. The nearest row of a kind counts if it is within a factor of four in every size, among
+equals that of this release of Triton. Where there is none, the chip's kernels are taken for calls that have a tile for every SM: of
+such calls all that were measured were faster by them. Over caches, where what is faster depends on more, the portable ones are.
+Rows are data: one that is damaged, or whose best is not its fastest, is not believed. `tilewright docs` writes them from the
+evidence.
 """
 
 from __future__ import annotations
@@ -14,17 +16,21 @@ import functools
 import json
 import math
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import triton
+
 from ..core.target import Target
-from ..core.triton_versions import age
+from ..core.tensor import cdiv
+from ..core.triton_versions import age, release
 from ..gemm.preference import FAR, LARGEST, bucket, distance
 from ..runtime.choose import forced
 from ..runtime.config import LONGEST, SHIPPED
 from .cached_parts import capacity_of, value_columns
+from .hopper.schedule import ROWS
 
 PORTABLE = "portable"
 DIRECTIONS = ("forward", "backward")
@@ -44,9 +50,17 @@ def kind_of(a: SimpleNamespace) -> str:
 
 def wanted(name: str, direction: str, target: Target, a: SimpleNamespace) -> bool:
     """Whether kernels of that name are to be taken if they take the arguments: they were asked for, or they are the faster."""
+    return chosen(name, direction, target, a, kind_of)
+
+
+def chosen(
+    name: str, direction: str, target: Target, a: SimpleNamespace, kind: Callable[[SimpleNamespace], str]
+) -> bool:  # fmt: skip
+    """`wanted` of a call of that kind."""
     if name in (a.backend, forced.get()):
         return True
-    return nearest(target.arch, direction, kind_of(a), *sizes_of(a)) == name
+    best = nearest(target.arch, direction, kind(a), *sizes_of(a))
+    return best == name if best else tiles_of(a) >= target.sms
 
 
 def kind_of_codes(a: SimpleNamespace) -> str:
@@ -56,9 +70,7 @@ def kind_of_codes(a: SimpleNamespace) -> str:
 
 def wanted_of_codes(name: str, target: Target, a: SimpleNamespace) -> bool:
     """`wanted` of a call whose keys are codes."""
-    if name in (a.backend, forced.get()):
-        return True
-    return nearest(target.arch, "forward", kind_of_codes(a), *sizes_of(a)) == name
+    return chosen(name, "forward", target, a, kind_of_codes)
 
 
 def kind_of_cache(a: SimpleNamespace) -> str:
@@ -79,17 +91,26 @@ def wanted_of_cache(name: str, target: Target, a: SimpleNamespace) -> bool:
 
 
 @functools.lru_cache(maxsize=4096)
-def nearest(arch: str, direction: str, kind: str, heads: int, length: int, keys: int) -> str:
-    """The faster for a bucket, by the row that is nearest; the portable kernels where none is near."""
+def nearest(
+    arch: str, direction: str, kind: str, heads: int, length: int, keys: int, of: str = release(triton.__version__)
+) -> str | None:
+    """The faster for a bucket, by the row that is nearest; None where none is near. Sizes matter more than the release."""
     rows = [row for row in table(arch) if (row["direction"], row["kind"]) == (direction, kind)]
-    within = [(away, row["best"]) for row in rows if (away := distance(row["bucket"], (heads, length, keys))) <= FAR]
-    return min(within)[1] if within else PORTABLE
+    away = [(distance(row["bucket"], (heads, length, keys)), release(row["triton"]) != of, row["best"]) for row in rows]
+    within = [found for found in away if found[0] <= FAR]
+    return min(within)[2] if within else None
 
 
 def sizes_of(a: SimpleNamespace) -> tuple[int, int, int]:
     """Batch times heads, queries and keys of a call, in its bucket."""
     batch, length, heads, _ = a.q.shape
     return bucket(batch * heads, length, a.k.shape[1])
+
+
+def tiles_of(a: SimpleNamespace) -> int:
+    """Tiles of queries of all heads: of packed sequences as many as there would be of one."""
+    batch, length, heads, _ = a.q.shape
+    return cdiv(length, ROWS.value) * heads * batch
 
 
 def sizes_of_cache(a: SimpleNamespace) -> tuple[int, int, int]:
