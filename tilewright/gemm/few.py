@@ -17,6 +17,7 @@ from torch import Tensor
 from ..core.target import Target
 from ..core.tensor import cdiv, power_of_two
 from ..device.activation import activate
+from ..device.dependent import begin_dependent
 from ..device.load import four_bits, load_operand
 from ..device.matrices import Added, Factor, Matrix, Strides
 from ..op import single
@@ -82,13 +83,15 @@ def sum_blocks(
     grid=lambda a: (cdiv(a.N, a.BLOCK_N), a.parts),
     tokens=("M", "per", "parts", "stride_sam", "stride_sak", "stride_sbn", "stride_sbk"),
     default=lambda a: {"STAGES": stages(a.Y.data.device, 128 * 2 * (a.BLOCK_M + a.BLOCK_N), 5), "num_warps": 4},
+    dependent=True,
 )  # fmt: skip
 def small_rows(
     A, B, Y, ADDED, M, N, K, per, parts, stride_sam, stride_sak, stride_sbn, stride_sbk, KIND_A: tl.constexpr,
     KIND_B: tl.constexpr, MATH: tl.constexpr, DOWN: tl.constexpr, ALONG_A: tl.constexpr, ALONG_B: tl.constexpr,
-    ACT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    ACT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Columns of Y [parts, M, N] from factors A [M, K] and B [N, K], of `per` blocks of the inner dimension for each part."""
+    begin_dependent(DEPENDENT)
     part = tl.program_id(1)
     row = tl.arange(0, BLOCK_M)
     col = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -117,7 +120,7 @@ def small_rows(
 
 @kernel(
     grid=lambda a: (cdiv(a.N, a.BLOCK), a.M), tokens=("M", "parts"),
-    default=lambda a: {"BLOCK": 512, "num_warps": 4},
+    default=lambda a: {"BLOCK": 512, "num_warps": 4}, dependent=True,
 )  # fmt: skip
 def small_add_parts(
     P,
@@ -134,8 +137,10 @@ def small_add_parts(
     beta,
     ACT: tl.constexpr,
     BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """act(the sum of P[parts, M, N] over its parts, in their order, + bias + beta * c)."""
+    begin_dependent(DEPENDENT)
     row = tl.program_id(1).to(tl.int64)
     col = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = col < N

@@ -16,6 +16,7 @@ from ...core.target import Target
 from ...core.tensor import cdiv, power_of_two
 from ...core.triton_versions import async_load, gl, gluon, mbarrier, reinterpret, warpgroup_mma, warpgroup_mma_wait
 from ...device.activation import activate
+from ...device.dependent import await_last, let_next_begin
 from ...device.matrices import Added, Matrices, Matrix
 from ...device.warpgroups import CODES, advance
 from ...runtime.kernel import kernel
@@ -73,6 +74,7 @@ def copy_operands(
     ROWS: gl.constexpr,
     STAGES: gl.constexpr,
     BLOCK_E: gl.constexpr,
+    DEPENDENT: gl.constexpr,
 ):
     a_ring, b_ring, full, empty = ring
     COLUMNS: gl.constexpr = b_ring.shape[2]
@@ -80,6 +82,7 @@ def copy_operands(
     PIECES: gl.constexpr = ROWS // EACH
     stage = 0
     phase = 1  # of a barrier that nobody has arrived at yet: the first round does not wait
+    await_last(DEPENDENT)
     _, _, _, tiles = find_rows(0, COUNTS, E, R, ROWS, BLOCK_E, 1)
     for t in range(gl.program_id(0), tiles * splits * across, PROGRAMS):
         split = (t // across) % splits
@@ -137,7 +140,7 @@ def store_columns(
 @gluon.jit
 def multiply_tiles(
     Y, scales, added, COUNTS, ring, line, E, R, across, N, KB, per, splits, PROGRAMS, ROWS: gl.constexpr,
-    STAGES: gl.constexpr, BLOCK_E: gl.constexpr, BLOCKS: gl.constexpr, ACT: gl.constexpr,
+    STAGES: gl.constexpr, BLOCK_E: gl.constexpr, BLOCKS: gl.constexpr, ACT: gl.constexpr, DEPENDENT: gl.constexpr,
 ):  # fmt: skip
     a_ring, b_ring, full, empty = ring
     SA, SB, stride_sae, stride_sam, stride_sak, stride_sbe, stride_sbn, stride_sbk = scales
@@ -152,6 +155,7 @@ def multiply_tiles(
     part = gl.zeros([COLUMNS, ROWS], gl.float32, LAYOUT)
     r = gl.expand_dims(gl.arange(0, ROWS, gl.SliceLayout(0, LINES)), 0)
     step = gl.expand_dims(gl.arange(0, CHUNK, gl.SliceLayout(1, LINES)), 1)
+    await_last(DEPENDENT)
     _, _, _, tiles = find_rows(0, COUNTS, E, R, ROWS, BLOCK_E, 4)
     for t in range(gl.program_id(0), tiles * splits * across, PROGRAMS):
         split = (t // across) % splits
@@ -186,15 +190,16 @@ def multiply_tiles(
     grid=lambda a: (a.PROGRAMS,), jit=gluon.jit,
     tokens=("E", "R", "KB", "per", "splits", "stride_sae", "stride_sam", "stride_sak", "stride_sbe", "stride_sbn", "stride_sbk",
             "PROGRAMS"),
-    default=lambda a: {"num_warps": 4, "maxnreg": 128},
+    default=lambda a: {"num_warps": 4, "maxnreg": 128}, dependent=True,
 )  # fmt: skip
 def small_rows_hopper(
     A, B, Y, SCALES, ADDED, COUNTS, E, R, N, KB, per, splits, stride_sae, stride_sam, stride_sak, stride_sbe, stride_sbn,
     stride_sbk, PROGRAMS, ACT: gl.constexpr, BLOCKS: gl.constexpr, ROWS: gl.constexpr, BLOCK_E: gl.constexpr,
-    STAGES: gl.constexpr, CHUNK: gl.constexpr,
+    STAGES: gl.constexpr, CHUNK: gl.constexpr, DEPENDENT: gl.constexpr,
 ):  # fmt: skip
     """Y[e] = A[e] @ B[e].T for the first COUNTS[e] of R rows; of `splits` parts of the inner dimension, `per` blocks each, one
     after the other."""
+    let_next_begin(DEPENDENT)
     COLUMNS: gl.constexpr = B.block_type.shape[1]
     EACH: gl.constexpr = A.block_type.shape[1]
     a_ring = gl.allocate_shared_memory(A.dtype, [STAGES * (ROWS // EACH), 1, EACH, 128], A.layout)
@@ -211,8 +216,8 @@ def small_rows_hopper(
     scales = (SA, SB, stride_sae, stride_sam, stride_sak, stride_sbe, stride_sbn, stride_sbk)
     gl.warp_specialize([
         (multiply_tiles, (Y, scales, ADDED, COUNTS, ring, line, E, R, across, N, KB, per, splits, PROGRAMS, ROWS, STAGES,
-                          BLOCK_E, BLOCKS, ACT)),
-        (copy_operands, (A, B, COUNTS, ring, E, R, across, KB, per, splits, PROGRAMS, ROWS, STAGES, BLOCK_E)),
+                          BLOCK_E, BLOCKS, ACT, DEPENDENT)),
+        (copy_operands, (A, B, COUNTS, ring, E, R, across, KB, per, splits, PROGRAMS, ROWS, STAGES, BLOCK_E, DEPENDENT)),
     ], [1], [24])  # fmt: skip
 
 
