@@ -171,5 +171,6 @@ def test_dependent_kernels_are_drawn():
     early = {one.kernel.name for mine in own_variants().values() for one in mine if one.constants.get("DEPENDENT")}
     assert early >= {
         "rms_norm_forward", "modulated_norm_forward", "small_rows", "small_rows_hopper", "small_add_parts", "qkv_split_cache_rows",
-        "attention_part", "attention_parts_merge", "glu_forward", "epilogue_forward", "sample_heads", "sample_rows",
+        "attention_part", "attention_parts_merge", "attention_forward", "glu_forward", "epilogue_forward", "sample_heads",
+        "sample_rows",
     }  # fmt: skip
