@@ -29,6 +29,8 @@ every variant that nothing comes before the wait (`toolchain/waits.py`).
 import triton
 import triton.language as tl
 
+ASK = tl.constexpr("{ .reg .pred p; setp.ne.s32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.b32 $0, 0; }")
+
 
 @triton.jit
 def begin_dependent(DEPENDENT: tl.constexpr):
@@ -50,3 +52,11 @@ def await_last(DEPENDENT: tl.constexpr):
     """Wait until the launch before is over. Where warps of a program take different ways, each waits on its own way."""
     if DEPENDENT:
         tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def ask_l2(at, wanted):
+    """Where `wanted`, ask the L2 for the line of 128 bytes that an address lies in, which must be one of a tensor's: all that a
+    program may do with global memory before it waits. A thread asks for each address that it holds."""
+    given = [at.to(tl.int64), wanted.to(tl.int32)]
+    tl.inline_asm_elementwise(ASK, "=r,l,r", given, dtype=tl.int32, is_pure=False, pack=1)
