@@ -25,6 +25,7 @@ LEFT: Lines = (
     ("another dtype than fp32", (*HALVES, *FP64, *OTHERS), "linspace.out logspace.out"),
     ("dtype {}", OTHERS, "allclose isclose isfinite isinf nan_to_num native_dropout_backward threshold threshold_backward"),
     ("integers", OTHERS, "addr"),
+    ("a result that is resized, cast or strided", (*FLOATS, torch.int16, torch.int8, *BYTE, *BOOL), "randperm.generator_out"),
     ("gradients by frequency, or of integers", OTHERS, "embedding_dense_backward"),
     ("no floats", OTHERS, "max_pool2d_with_indices _upsample_bicubic2d_aa"),
 )  # fmt: skip
@@ -42,6 +43,8 @@ REFUSED: Lines = (
     ("scores that are refused", OTHERS, "nll_loss_forward nll_loss_backward nll_loss2d_forward nll_loss2d_backward"),
     ("shapes or dtypes that are refused", OTHERS, "normal.Tensor_Tensor normal.Tensor_float normal.float_Tensor"),
     ("weights that are refused", OTHERS, "multinomial"),
+    ("repeats that are refused", (*FLOATS, torch.int16, torch.int8, *BYTE, *BOOL), "repeat_interleave.Tensor"),
+    ("other dtypes than 16 bits, or several", (torch.float32, *FP64, *OTHERS), "_flash_attention_forward"),
     ("no two floats of one dtype", (*HALVES, *OTHERS), "polar"),
     ("dtype {}", OTHERS,
      "addcdiv elu elu_ elu_backward gelu gelu_ gelu_backward glu glu_backward lerp.Tensor lerp_.Tensor linalg_vector_norm"
@@ -64,10 +67,8 @@ REFUSED: Lines = (
     ("a result that cannot hold it", BOOL, "clamp_ clamp_min_ pow_.Scalar"),
     ("a result that is resized, cast or strided", tuple(d for d in OTHERS if d != torch.int64), "sum.out"),
 )  # fmt: skip
-# Of 16 bits a processor has none; it has no trace of bools, and finds that one of them is 0 before it divides
-GPU_ONLY = {
-    "_upsample_bicubic2d_aa": HALVES, "_weight_norm_interface_backward": HALVES, "trace": BOOL, "remainder.Scalar_Tensor": BOOL,
-}  # fmt: skip
+# Of which a processor has no kernels
+GPU_ONLY = {"_upsample_bicubic2d_aa": HALVES, "_weight_norm_interface_backward": HALVES, "trace": BOOL}
 
 
 def by_overload(lines: Lines) -> dict[str, dict[torch.dtype, str]]:

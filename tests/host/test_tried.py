@@ -33,10 +33,30 @@ def test_calls_are_added_up_and_only_those_of_tests_that_passed_have_passed():
 def test_the_table_says_what_is_stale_what_fell_back_and_what_is_missing():
     [row] = rows_of(LINES, "2026-01-02")
     made = tried.section({"chip-a": [row]})
-    assert "| `neg` | 8 | 2 | 3: complex | `two` |" in made
+    assert "| `neg` | pointwise | floats, integers | 8 | 2 | 3: complex | `two` |" in made
     assert "0 rows are stale" in made and f"{len(table.FORMS) - 1} overloads have none" in " ".join(made.split())
     assert "| `neg` (stale) |" in tried.section({"chip-a": [{**row, "source": "0" * 16}]})
     assert "Chip A" not in tried.section({"interpreter": [row], "chip-b": [{**row, "where": "Chip B"}]})
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("add.Tensor", "all"), ("mm", "bf16, fp16, fp32"), ("gelu", "floats"), ("bitwise_not", "integers, bool"),
+     ("upsample_nearest2d", "floats, uint8"), ("linspace.out", "fp32"), ("polar", "fp32, float64")],
+)  # fmt: skip
+def test_dtypes_in_words(name, words):
+    assert tried.taken_dtypes(name) == words
+
+
+def test_verdicts_of_the_interpreters_rows_are_a_gpus():
+    [row] = rows_of([{**line, "where": "interpreter"} for line in LINES], "2026-01-02")
+    made = tried.section({"interpreter": [row]})
+    [line] = [line for line in made.splitlines() if line.startswith("| `neg`")]
+    assert line.rstrip(" |").rpartition(" ")[2] in (
+        "closed",
+        "sized",
+        "never",
+    ) and "Verdicts are those of NVIDIA" in " ".join(made.split())
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,8 @@
 
 A row is an overload's: how many calls of it the tests made while it was replaced, how many of these were ours in tests that passed,
 why others were aten's, and which tests failed that it was called in. The tests write a log as they run, from which
-`python3 -m tests.aten.tried` makes the rows. A row is stale once the kernels of a plain call of its overload have changed. Of a GPU
-that choices were measured on the table has verdicts too.
+`python3 -m tests.aten.tried` makes the rows. A row is stale once the kernels of a plain call of its overload have changed. The
+table also has each overload's engine, the dtypes with which a plain call is ours, and what measurements say of it in mode "auto".
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from ..aten.plans import Run
 from ..aten.row import TAKEN, Declined
 from ..check.provided.aten import call_as, call_of
 from ..core.target import TARGETS, pretend
+from ..core.tensor import name_of
 from ..core.triton_versions import release
 from ..runtime.kernel import collect
 from ..runtime.source import hashed
@@ -29,6 +30,7 @@ from .markdown import code, table, wrapped
 
 Row = dict[str, Any]
 FOLDER, PAGE = Path("evidence/aten"), Path("docs/aten.md")
+INTERPRETER = "interpreter"  # what stands in the place of a GPU
 BEGIN, END = "<!-- tried -->", "<!-- /tried -->"
 FIELDS: dict[str, type] = {
     "overload": str, "tried": int, "passed": int, "declined": dict, "failed": list, "where": str, "torch": str, "triton": str,
@@ -71,7 +73,7 @@ def declines(name: str) -> dict[torch.dtype, str]:
     """The dtypes with which a plain call of an overload is aten's, and why; with all others of `TAKEN` it is ours."""
     found: dict[torch.dtype, str] = {}
     for dtype in TAKEN:
-        args, kwargs = call_as(name, dtype, lambda shape, own: torch.zeros(shape, dtype=own))
+        args, kwargs = call_as(name, dtype, lambda shape, own: torch.zeros(shape, dtype=own, device="cpu"))
         with Run(), pretend(TARGETS["sm_90"]), collect():
             try:
                 replaced.FORMS[name](*args, **kwargs)
@@ -80,9 +82,22 @@ def declines(name: str) -> dict[torch.dtype, str]:
     return found
 
 
+FLOATS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "float64"}
+
+
+def taken_dtypes(name: str) -> str:
+    """The dtypes with which a plain call of an overload is ours, in words."""
+    left = declines(name)
+    floats = [word for dtype, word in FLOATS.items() if dtype not in left]
+    whole = sorted(name_of(d) for d in TAKEN if d not in FLOATS and d != torch.bool and d not in left)
+    words = ["floats"] if len(floats) == len(FLOATS) else floats
+    words += ["integers"] if len(whole) == len(TAKEN) - len(FLOATS) - 1 else whole
+    return ", ".join([*words, *(["bool"] if torch.bool not in left else [])]) if left else "all"
+
+
 def section(places: Mapping[str, Sequence[Row]], source: Callable[[str], str] = source) -> str:
     """A table for each GPU; of the interpreter's only where there is none."""
-    shown = {place: rows for place, rows in places.items() if place != "interpreter"} or places
+    shown = {place: rows for place, rows in places.items() if place != INTERPRETER} or places
     lines = [BEGIN]
     for rows in shown.values():
         lines += ["", *_place({row["overload"]: row for row in rows}, source)]
@@ -103,19 +118,26 @@ def _place(rows: Mapping[str, Row], source: Callable[[str], str]) -> list[str]:
         f" {len(stale)} rows are stale, {len(missing)} overloads have none."
     )
     said = judged(first)
+    if said is not None:
+        words += f" Verdicts are those of {said.place.gpu}."
     made = [
-        (*_line(row, row["overload"] in stale), *([said.verdict(name)] if said else []))
+        (*_line(row, row["overload"] in stale), "" if said is None else said.verdict(name))
         for name, row in sorted(rows.items())
     ]
-    heads = ("overload", "tried", "passed", "fell back, and why", "failed in", *(["verdict"] if said else []))
+    heads = ("overload", "engine", "dtypes", "tried", "passed", "fell back, and why", "failed in", "verdict")
     return [*wrapped(words), "", *table(heads, made)]
 
 
 def judged(row: Row) -> verdicts.Verdicts | None:
-    """What shipped measurements say on the GPU of a row, with its torch and its Triton; None where there are none."""
+    """What shipped measurements say on the GPU of a row, with its torch and its Triton, or of the interpreter's rows on the first
+    GPU that there are any of, with theirs; None where there are none."""
     for arch in TARGETS:
-        place = verdicts.Place(arch, row["where"], release(row["torch"]), release(row["triton"]))
-        found = verdicts.Verdicts(place, verdicts.read(verdicts.path_of(arch)))
+        measured = verdicts.read(verdicts.path_of(arch))
+        about = row if row["where"] != INTERPRETER else next(({**one, "where": one["gpu"]} for one in measured), None)
+        if about is None:
+            continue
+        place = verdicts.Place(arch, about["where"], release(about["torch"]), release(about["triton"]))
+        found = verdicts.Verdicts(place, measured)
         if found.rows:
             return found
     return None
@@ -125,5 +147,6 @@ def _line(row: Row, stale: bool) -> tuple[str, ...]:
     why = "; ".join(
         f"{n}: {reason}" for reason, n in sorted(row["declined"].items(), key=lambda one: (-one[1], one[0]))
     )
-    mark = " (stale)" if stale else ""
-    return code(row["overload"]) + mark, str(row["tried"]), str(row["passed"]), why, ", ".join(map(code, row["failed"]))
+    name, mark = row["overload"], " (stale)" if stale else ""
+    about = (replaced.ENGINE[name], taken_dtypes(name)) if name in replaced.FORMS else ("", "")
+    return code(name) + mark, *about, str(row["tried"]), str(row["passed"]), why, ", ".join(map(code, row["failed"]))

@@ -269,10 +269,15 @@ def call_of(name: str, make: Make) -> tuple[list[Any], dict[str, Any]]:
 
 
 def call_as(name: str, dtype: torch.dtype, make: Make) -> tuple[list[Any], dict[str, Any]]:
-    """The same call with tensors of a dtype where it has fp32 or int32, and of whole numbers where that dtype has no others."""
+    """The same call with tensors of a dtype where it has fp32 or int32, or in all places where it has neither, and of whole numbers
+    where that dtype has no others."""
     args, kwargs = call_of(
         name, lambda shape, own=torch.float32: make(shape, dtype if own in (torch.float32, torch.int32) else own)
     )
+    values = [one for value in (*args, *kwargs.values()) for one in (value if isinstance(value, list) else [value])]
+    if not any(isinstance(one, Tensor) and one.dtype == dtype for one in values):
+        args = [one.to(dtype) if isinstance(one, Tensor) else one for one in args]
+        kwargs = {n: one.to(dtype) if isinstance(one, Tensor) else one for n, one in kwargs.items()}
     if dtype.is_floating_point:
         return args, kwargs
     number = 1 if dtype == torch.bool else 3
