@@ -9,7 +9,7 @@ import torch
 import triton
 
 import tilewright as tw
-from tilewright.check.variants import Call, Variant, launches, variant
+from tilewright.check.variants import FORWARD, Call, Variant, launches, variant
 from tilewright.core.target import TARGETS
 
 OP = tw.catalogue()["linear_attention"]
@@ -42,3 +42,14 @@ def test_an_sm_has_two_walkers_that_make_outputs():
     compiled = walks("linear_attention_states", 64, 128, decay=True)[0].compile()
     assert not compiled.spills and not compiled.serialised and compiled.threads == 128
     assert compiled.shared + 1024 <= SHARED // 2
+
+
+def test_packed_sequences_that_crowd_the_chip():
+    """Walkers do not reach tokens that are in none of them, which a kernel of its own fills."""
+    blank = torch.empty(1, 4096, 4, 64, dtype=torch.bfloat16, device="meta")
+    marks = torch.empty(65, dtype=torch.int32, device="meta")
+    call = Call({"q": blank, "k": blank, "v": blank, "cu_seqlens": marks}, FORWARD)
+    found = {w.kernel.name: variant(w) for w in launches(OP, call)}
+    assert "linear_attention_outputs" not in found
+    for name in ("linear_attention_states", "linear_attention_rest"):
+        assert not found[name].compile().spills
