@@ -41,8 +41,10 @@ def with_numbers(name: str) -> Iterator[tuple[list[Any], dict[str, Any]]]:
 
 
 def variants(name: str) -> dict[str, Variant]:
-    """Of a plain call with each dtype that is ours in the place of fp32, and of those with numbers."""
-    wanted = [one for dtype in DTYPES if dtype not in declined(name) for one in needed(name, *plain(name, dtype))]
+    """Of a plain call with each dtype that is ours in the place of fp32, of int64 where none of them is, and of those with
+    numbers."""
+    dtypes = [dtype for dtype in DTYPES if dtype not in declined(name)] or [torch.int64]
+    wanted = [one for dtype in dtypes for one in needed(name, *plain(name, dtype))]
     for args, kwargs in with_numbers(name):
         with contextlib.suppress(Declined, RuntimeError, TypeError):  # aten's, or its to refuse
             wanted += needed(name, args, kwargs)
