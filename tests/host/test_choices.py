@@ -428,8 +428,10 @@ def test_the_page_of_what_was_tried_has_verdicts(told):
     row = {"overload": "isinf", "tried": 3, "passed": 3, "declined": {}, "where": "NVIDIA H200", **about}
     rows = [row, {**row, "overload": "neg"}]
     made = tried.section({"nvidia-h200": rows})
-    assert "| `isinf` (stale) | 3 | 3 |  |  | closed |" in made and "| `neg` (stale) | 3 | 3 |  |  | never |" in made
-    assert "verdict" not in tried.section({"other": [{**row, "where": "another GPU"}]})
+    said = {line.split(" | ")[0]: line for line in made.splitlines() if line.startswith("| `")}
+    assert said["| `isinf` (stale)"].endswith("| 3 | 3 |  |  | closed |")
+    assert said["| `neg` (stale)"].endswith("| 3 | 3 |  |  | never |")
+    assert "| 3 | 3 |  |  |  |\n" in tried.section({"other": [{**row, "where": "another GPU"}]})
 
 
 @pytest.mark.parametrize("checkout", [True, False])
