@@ -8,12 +8,14 @@ import os
 import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
 
 import pytest
 import torch
 import triton
 
+from tests.gpu import still_running
 from tilewright.core.target import Target
 
 pytestmark = pytest.mark.gpu
@@ -66,9 +68,9 @@ race[(1,)](TensorDescriptor.from_tensor(wanted, [64, 64], layout), found, WAITS,
 """
 
 
-def ended(program: str, folder: Path) -> subprocess.CompletedProcess:
-    """A process in which the sanitizer is on, after it has run the program and compared `found` with `wanted`. In a file: Triton
-    reads the text of kernels."""
+def ended(program: str, folder: Path, test: str) -> tuple[int, str]:
+    """A process in which the sanitizer is on, after it has run the program and compared `found` with `wanted`: its status, and what
+    it said. In a file: Triton reads the text of kernels."""
     after = """
     torch.cuda.synchronize()
     off = ((found.double() - wanted.double()).norm() / wanted.double().norm()).item()
@@ -79,8 +81,15 @@ def ended(program: str, folder: Path) -> subprocess.CompletedProcess:
     (folder / "program.py").write_text(text)
     path = os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")]))
     env = {**os.environ, "PYTHONPATH": path, "TRITON_INSTRUMENTATION_MODE": "consan"}
-    command = [sys.executable, str(folder / "program.py")]
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=LIMIT, check=False)
+    with (folder / "said").open("w") as said:
+        process = subprocess.Popen([sys.executable, folder / "program.py"], env=env, stdout=said, stderr=said)
+    begin = time.monotonic()
+    while process.poll() is None:
+        if time.monotonic() - begin > LIMIT:
+            process.kill()
+        still_running(test)
+        time.sleep(2)
+    return process.returncode, (folder / "said").read_text()
 
 
 @pytest.fixture(autouse=True)
@@ -92,15 +101,12 @@ def sanitized():
 
 
 @pytest.mark.parametrize("waits", [True, False])
-def test_a_read_that_does_not_wait_is_seen(waits, tmp_path):
-    found = ended(f"WAITS = {waits}\n{RACE}", tmp_path)
-    if waits:
-        assert found.returncode == 0 and "compared" in found.stdout, found.stderr[-2000:]
-    else:
-        assert found.returncode != 0 and "outstanding" in found.stderr + found.stdout, found.stderr[-2000:]
+def test_a_read_that_does_not_wait_is_seen(waits, tmp_path, request):
+    status, said = ended(f"WAITS = {waits}\n{RACE}", tmp_path, request.node.nodeid)
+    assert ("compared" if waits else "outstanding") in said and (status == 0) == waits, said[-2000:]
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_no_two_meet_in_shared_memory(name, tmp_path):
-    found = ended(CALLS[name], tmp_path)
-    assert found.returncode == 0 and "compared" in found.stdout, found.stderr[-2000:]
+def test_no_two_meet_in_shared_memory(name, tmp_path, request):
+    status, said = ended(CALLS[name], tmp_path, request.node.nodeid)
+    assert status == 0 and "compared" in said, said[-2000:]

@@ -52,10 +52,10 @@ NET = Net(device="cuda", cases=21, largest=64 * 1024)
 NAMES = sorted(tw.catalogue())
 WHOLE = Mutant("none", "Toy op", "Toy op", "", "", SUBJECT)
 REPLAYED = [
-    (name, kind)
+    (name, storing)
     for name in NAMES
-    for kind in ("plain", "quantised", "static")
-    if kind == "plain" or "out_format" in tw.catalogue()[name].signature.names
+    for storing in ("plain", "quantised", "static")
+    if storing == "plain" or "out_format" in tw.catalogue()[name].signature.names
 ]
 STATIC = (0.37, 0.11, 1.9, 0.053)  # scales of calls that follow one another
 VARIANTS = 24  # binaries that 200 token counts may need of an op: alignment, integer classes, splits of few rows
@@ -126,11 +126,11 @@ def over(values: dict[str, Any], given: dict[str, Tensor]) -> dict[str, Any]:
     return put(values, changed)
 
 
-def formats_of_calls(op: Op, kind: str) -> list[Any]:
+def formats_of_calls(op: Op, storing: str) -> list[Any]:
     """What each of several calls asks for: nothing, one format, or one whose static scale is another number in each."""
     some = choices(op, NET.device)
-    if kind != "static":
-        return [some[0 if kind == "plain" else -1] for _ in STATIC]
+    if storing != "static":
+        return [some[0 if storing == "plain" else -1] for _ in STATIC]
     fmt = next(f for f in some if getattr(f, "tensor", None) is not None)
     return [fmt.with_scale(torch.tensor([scale], device=NET.device)) for scale in STATIC]
 

@@ -19,7 +19,7 @@ from ..core.format import Quantized
 from . import check, packaged
 from .directed import Absent, Call, directed
 from .programs import PROGRAMS, Program
-from .replaced import Replaced
+from .replaced import ADDED, CALLS, Replaced
 from .work import Work
 
 LOOSE = 2e-2  # relative RMS: rivals may round where we do not
@@ -146,8 +146,7 @@ def _plain(work: Work) -> Call:
     """The same call of ours without codes: what making them costs the host is the rest."""
     if work.values.get("out_format") is None:
         raise Absent(f"{work.case.family} makes no codes")
-    values = {**work.values, "out_format": None}
-    return lambda: work.op.function(**values)
+    return work.forward({**work.values, "out_format": None})
 
 
 def _foreach_norm(work: Work) -> Call:
@@ -376,7 +375,7 @@ def _torch(work: Work) -> Call:
 LOOSER = {"torch_linear": 8e-2, "compile_graph": 8e-2}
 # The same of calls of torch's operators in bf16 where others round after each addition: ours is held to float64 before. Half of
 # 65536 rows onto one are 32768 roundings, which come to 0.20 of that row and to 0.14 of the result
-ROUGH = dict.fromkeys(("index_put", "index_add", "scatter_add", "index_put_", "index_add_"), 0.5)
+ROUGH = {name: 0.5 for name, call in CALLS.items() if call.tensors == ADDED}
 # Rivals that programs know themselves
 OF_PROGRAMS = sorted({name for program in PROGRAMS.values() for name in program.rivals})
 # Rivals that goals name, for the cases that name them

@@ -146,20 +146,25 @@ class Work:
         if self.case.way in CODED:
             return self._by_codes()
         if self.case.direction != "backward":
-            names, defaults, function = op.signature.names, op.signature.defaults, op.function
-            count = next((i for i, n in enumerate(names) if type(values[n]) is not Tensor), len(names))
-            leading = [values[n] for n in names[: min(count, op.signature.positional)]]
-            rest = {n: values[n] for n in names[len(leading) :] if values[n] is not defaults[n]}
-            if self.case.way == "out":
-                rest["out"] = torch.empty_like(function(*leading, **rest))
-            if self.case.way == "over":
-                rest["out"] = tuple(None if n is None else values[n] for n in lain_on(op, values))
-            if self.case.ours and any(type(t) is Tensor and t.is_cuda for t in leading):
-                return partial(forced, function, *leading, **rest)
-            return lambda: function(*leading, **rest)
+            return self.forward(values)
         extra = {"grad_format": Format.parse(self.case.grad_format)} if self.case.grad_format else {}
         saved, results, grads, needs = self._saved, self._results, list(self.grads), self._needs
         return lambda: op.run_backward(saved, results, grads, needs, **extra)
+
+    def forward(self, values: Mapping[str, Any]) -> Callable[[], Any]:
+        """A call of the public function as somebody writes it: leading tensors by position, and by name what is not the default."""
+        op, function = self.op, self.op.function
+        names, defaults = op.signature.names, op.signature.defaults
+        count = next((i for i, n in enumerate(names) if type(values[n]) is not Tensor), len(names))
+        leading = [values[n] for n in names[: min(count, op.signature.positional)]]
+        rest = {n: values[n] for n in names[len(leading) :] if values[n] is not defaults[n]}
+        if self.case.way == "out":
+            rest["out"] = torch.empty_like(function(*leading, **rest))
+        if self.case.way == "over":
+            rest["out"] = tuple(None if n is None else values[n] for n in lain_on(op, values))
+        if self.case.ours and any(type(t) is Tensor and t.is_cuda for t in leading):
+            return partial(forced, function, *leading, **rest)
+        return lambda: function(*leading, **rest)
 
     def _of_quantised(self) -> Callable[[], Tensor]:
         """A product by `tw.scaled_mm`, of the drawn codes as quantised values: 1x128 by 128x128."""
