@@ -149,5 +149,11 @@ def test_the_listing_and_the_budgets_of_all_nets(tmp_path, capsys, monkeypatch):
     assert seconds.main(path) == 1 and "ERROR: over budget: glu took 72 CPU" in capsys.readouterr().out
     monkeypatch.setenv("SLOWER", "2")
     assert seconds.main(path) == 0
+    monkeypatch.setattr(seconds, "OTHERS", 1)  # 2 with SLOWER
+    assert seconds.main(path) == 0
+    seconds.keep("aten", "1/1", {"test_values": 9.0}, path)
+    assert seconds.main(path) == 0, "torch's operators have the budget of their net"
+    seconds.keep("smoke", "1/1", {"test_cli": 1.5}, path)
+    assert seconds.main(path) == 1 and "all that is no op's took 4 CPU" in capsys.readouterr().out
     path.write_text("{")
     assert seconds.load(path) == {}, "a damaged file is none"
