@@ -139,10 +139,10 @@ def copies(values: dict[str, Any]) -> str | None:
 def masks(values: dict[str, Any]) -> str | None:
     if dtype_of(values["mask"]) != torch.bool:
         return "a mask that is not bool"
-    value = values["value"]
-    if isinstance(value, Tensor) and value.is_floating_point() and not values["self"].is_floating_point():
+    reason, value = plain_fill(values), values["value"]
+    if reason is None and cast_by(value, values["self"].dtype) is not f.copy:
         return "a fraction in integers"  # of which aten asks on the host whether they hold it
-    return plain_fill(values)
+    return reason
 
 
 def clamps(values: dict[str, Any]) -> str | None:
