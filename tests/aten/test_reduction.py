@@ -89,6 +89,20 @@ def test_two_operands(n, turned, monkeypatch):
     assert ran and not differences(made, aten, call(x.double(), y.double()), 10.0)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_losses_that_are_not_added_up(dtype):
+    """One for each element, in aten's layout; of two shapes and two dtypes too."""
+    torch.manual_seed(0)
+    x, y = torch.randn(9, 20).to(dtype), torch.randn(20, 9).to(dtype).t()
+    for one, other in ((x, y), (y, y.clone()), (x[:, ::3], x[:, 1:20:3]), (x, y[:1]), (x, y[0, 0]), (x, y.double())):
+
+        def call(a: Any = one, b: Any = other) -> Any:
+            return torch.ops.aten.mse_loss(a, b, 0)
+
+        aten, made, ran = both(call)
+        assert ran and not differences(made, aten, call(one.double(), other.double()))
+
+
 @pytest.mark.parametrize("n", [5, 1030])
 def test_moments_of_nan_and_of_large_numbers(n, monkeypatch):
     """In tiles that are not whole: columns that met nothing, far from the mean, add nothing."""

@@ -40,6 +40,7 @@ from tests.aten.test_random import (  # noqa: F401
     test_draws_without_replacement,
     test_dropout_of_none_of_all_and_of_nothing,
     test_permutations,
+    test_permutations_in_narrow_dtypes,
     test_what_is_refused_is_refused_alike,
 )
 from tests.aten.test_sort import (  # noqa: F401

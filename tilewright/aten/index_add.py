@@ -16,11 +16,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..core.debug import check_indices
 from ..core.tensor import cdiv
 from ..runtime.kernel import kernel
 from . import forms, layout, plans, pointwise
-from .index_move import LOOPS, MOST, check_index, check_written, dim_of, known_index
+from .index_move import LOOPS, MOST, check_index, check_written, dim_of, known_index, look_at_index
 from .layout import Ints
 from .order import ordered
 from .plans import bits_of, own
@@ -313,8 +312,7 @@ def keys_of(shape: Ints, named: list[tuple], wrap: bool, loops: Ints, places: Pl
     merged = merge(shape, [*strides, loops or (0,) * len(shape)])
     T, last = math.prod(shape), places.count
     for tensor, _, size, _ in named:
-        plans.look_at(tensor)
-        check_indices("aten", "index", tensor, -size if wrap else 0, size)
+        look_at_index(tensor, size, wrap)
     keys = own(torch.empty((1, T), dtype=torch.int32 if last < 2**31 - 1 else torch.int64, device=named[0][0].device))
     sizes, steps = merged
     absent = MOST - len(named)

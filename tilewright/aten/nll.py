@@ -147,8 +147,7 @@ def nll_forward(rank: int):
     ) -> tuple[Tensor, Tensor]:
         classes = checked(self, target, weight, rank)
         shape = tuple(target.shape)
-        plans.look_at(target)
-        check_labels("nll_loss", target, self.shape[classes], ignore_index)
+        plans.look_at(target, lambda: check_labels("nll_loss", target, self.shape[classes], ignore_index))
         E, whole = math.prod(shape), reduction != NONE
         out = own(torch.empty(() if whole else shape, dtype=self.dtype, device=self.device))
         total = own(torch.empty((), dtype=self.dtype, device=self.device))
@@ -195,8 +194,7 @@ def nll_backward(rank: int):
             raise Declined("no total of weights")
         if rank == 4 and not self.is_contiguous():
             raise Declined("scores with other strides")
-        plans.look_at(target)
-        check_labels("nll_loss_backward", target, self.shape[classes], ignore_index)
+        plans.look_at(target, lambda: check_labels("nll_loss_backward", target, self.shape[classes], ignore_index))
         out = own(torch.empty(self.shape, dtype=self.dtype, device=self.device))
         grads = grad_output.stride() if reduction == NONE else (0,) * len(shape)
         sizes, steps = loops_of(shape, [target.stride(), grads])

@@ -453,7 +453,15 @@ def split(t: Sequence[int], dims: tuple[int, ...]) -> tuple[Ints, Ints]:
 
 
 def loops_of(shape: Ints, strides: list[Ints], ordered: bool = True) -> tuple[list[int], list[list[int]]]:
-    """At most three loops: in the order of the dimensions, for kept ones number the results, reduced ones the indices; or, where no
+    """At most three loops, see `merged`."""
+    sizes, steps = merged(shape, strides, ordered)
+    if len(sizes) > LOOPS:
+        raise Declined("more loops than a launch takes")
+    return [*sizes, *[1] * (LOOPS - len(sizes))], [[*own, *[0] * (LOOPS - len(own))] for own in steps]
+
+
+def merged(shape: Ints, strides: list[Ints], ordered: bool = True) -> tuple[list[int], list[list[int]]]:
+    """The fewest loops: in the order of the dimensions, for kept ones number the results, reduced ones the indices; or, where no
     index counts them, in the order of the first operand's memory, in which more of them are one."""
     sizes: list[int] = []
     steps: list[list[int]] = [[] for _ in strides]
@@ -469,9 +477,7 @@ def loops_of(shape: Ints, strides: list[Ints], ordered: bool = True) -> tuple[li
             sizes.append(shape[d])
             for own, made in zip(strides, steps):
                 made.append(own[d])
-    if len(sizes) > LOOPS:
-        raise Declined("more loops than a launch takes")
-    return [*sizes, *[1] * (LOOPS - len(sizes))], [[*own, *[0] * (LOOPS - len(own))] for own in steps]
+    return sizes, steps
 
 
 def run(

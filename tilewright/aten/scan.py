@@ -10,6 +10,7 @@ by themselves; an element sets the running value if it is equal to it; the large
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 import triton
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from ..core.tensor import cdiv
 from ..runtime.kernel import kernel
-from . import plans
+from . import forms, plans, pointwise
 from .functions import is_nan
 from .plans import own
 from .pointwise import promoted_value, stored, whole_words
@@ -38,6 +39,7 @@ from .reduction import (
     kept_tile,
     load_states,
     loops_of,
+    merged,
     nothing,
     pace_of,
     parts_of,
@@ -247,10 +249,18 @@ def small_form(lines: int, N: int) -> Form:
     return Form(NEITHER, False, False, False, *tile, small=True)
 
 
+def lines_of(tensors: Sequence[Tensor], dim: int) -> list[tuple[int, ...]]:
+    """Strides from line to line along a dimension."""
+    return [tuple(s for d, s in enumerate(t.stride()) if d != dim) for t in tensors]
+
+
 def launch(row: Row, x: Tensor, dim: int, made: list[Tensor], common: torch.dtype) -> None:
     result = made[0].reshape(x.shape) if made[0].dim() != x.dim() else made[0]
     kept = tuple(n for d, n in enumerate(x.shape) if d != dim)
-    strides = [tuple(s for d, s in enumerate(t.stride()) if d != dim) for t in (x, result)]
+    if len(merged(kept, lines_of((x, result), dim))[0]) > LOOPS:  # aten copies whatever has gaps
+        whole = own(torch.empty(x.shape, dtype=x.dtype, device=x.device))
+        x = pointwise.run(forms.COPY, {"self": x}, whole)
+    strides = lines_of((x, result), dim)
     sizes, steps = loops_of(kept, strides)
     lines, N, step = math.prod(kept), x.shape[dim], [x.stride(dim), result.stride(dim)]
     pace = pace_of(row, [x])
