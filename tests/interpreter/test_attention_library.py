@@ -210,12 +210,14 @@ def test_strides_and_codes_that_it_does_not_take(cudnn):
     far = a["k"].new_zeros(2 * a["k"].numel() + 1)
     odd = {
         "k must have columns side by side": {**a, "k": far[: 2 * a["k"].numel()].view(1, 9, 1, 128)[..., ::2]},
-        "v must have columns side by side": {**a, "v": far[1 : a["v"].numel() + 1].view(a["v"].shape)},  # 2 bytes off
+        "v must have columns side by side": {**a, "v": far[: 9 * 66].view(1, 9, 1, 66)[..., :64]},  # rows of 132 bytes
         "q must have columns side by side": {**a, "q": a["q"][:, :, :1].expand(1, 9, 2, 64)},  # rows that are shared
     }
     for why, given in odd.items():
         with pytest.raises(ValueError, match=f"^attention: backend cudnn: {why}"):
             tw.attention(**given, backend="cudnn")
+    with pytest.raises(RuntimeError, match=r"^attention: no backend cudnn .*portable would do"):  # 2 bytes off
+        tw.attention(**{**a, "v": far[1 : a["v"].numel() + 1].view(a["v"].shape)}, backend="cudnn")
     with pytest.raises(ValueError, match="^attention: backend cudnn multiplies no codes: math must be auto"):
         tw.attention(a["q"], a["k"], a["v"], math="int8", backend="cudnn")
 
@@ -232,6 +234,16 @@ def test_where_torch_has_it_not_our_own_are_taken(cudnn, monkeypatch):
     assert torch.version.cuda or library.entry_point() is None and library.absence().startswith("torch ")
     with pytest.raises(RuntimeError, match="^attention: no backend cudnn"):
         tw.attention(**a, backend="cudnn")
+
+
+def test_a_compiled_function_has_it_too(cudnn):
+    a = call(length=9, keys=9, heads=4, kv_heads=2)
+    q, k, v = (a[n].requires_grad_() for n in "qkv")
+    compiled = torch.compile(lambda *t: tw.attention(*t, backend="cudnn"), fullgraph=True, backend="aot_eager")
+    o = compiled(q, k, v)
+    assert len(cudnn.calls) == 1 and torch.equal(o, tw.attention(q, k, v, backend="cudnn"))
+    plain = torch.autograd.grad(tw.attention(q, k, v, backend="cudnn").sum(), (q, k, v))
+    assert all(torch.equal(*pair) for pair in zip(torch.autograd.grad(o.sum(), (q, k, v)), plain))
 
 
 def test_all_that_is_not_asked_for_is_named():

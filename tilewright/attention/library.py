@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from ..core.target import Target
-from ..gemm.hopper.boxes import copies_in_bulk
 from ..runtime.choose import forced
 from ..runtime.plan import Call, Made
 from .preference import LIBRARY, library_wanted
@@ -34,7 +33,7 @@ NONE_OF = ("left", "right", "sink", "slopes", "mask", "kv_len", "cu_seqlens_q", 
 
 def refusal(a: SimpleNamespace) -> str | None:
     """Why cuDNN does not compute a call as ours is defined, even through a torch that has all of it; None if it does. Each reason
-    begins with the name of an argument."""
+    begins with the name of an argument. It is asked of tensors without memory too: where they lie, `fits` looks."""
     q, k, v = a.q, a.k, a.v
     if q.dtype not in SIXTEEN or k.dtype != q.dtype or v.dtype != q.dtype:
         return f"q, k and v must be bfloat16 or float16, got {', '.join(str(t.dtype).removeprefix('torch.') for t in (q, k, v))}"
@@ -57,8 +56,9 @@ def refusal(a: SimpleNamespace) -> str | None:
     if a.causal and q.shape[1] != k.shape[1]:
         return f"causal needs as many keys as queries, got {k.shape[1]} and {q.shape[1]}"
     for name, t in (("q", q), ("k", k), ("v", v)):
-        if not copies_in_bulk(t):
-            return f"{name} must have columns side by side, in rows of their own that begin at multiples of 16 bytes"
+        strides = [stride for stride, size in zip(t.stride()[:-1], t.shape) if size > 1]
+        if t.stride(-1) != 1 or any(stride == 0 or stride % 8 for stride in strides):
+            return f"{name} must have columns side by side, in rows of their own that are multiples of 16 bytes apart"
     return None
 
 
@@ -90,7 +90,7 @@ def offered(a: SimpleNamespace) -> bool:
 def fits(target: Target, a: SimpleNamespace) -> bool:
     """Whether cuDNN takes a call, torch gives access to it, and it is the faster or was asked for. It was measured where its
     results are the caller's as they are: where they would have to be copied, it is taken by name alone."""
-    if not target.nvidia or refusal(a) is not None:
+    if not target.nvidia or refusal(a) is not None or any(t.data_ptr() % 16 for t in (a.q, a.k, a.v)):
         return False
     asked = LIBRARY in (a.backend, forced.get())
     if not asked and (a.out is not None or not token_by_token(a.q) or not library_wanted(target, a)):
