@@ -132,7 +132,7 @@ def attention_codes(
     kv_len: Tensor | None = None,
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
-    backend: Literal["auto", "hopper", "portable"] = "auto",
+    backend: Literal["auto", "triton", "hopper", "portable"] = "auto",
     out: tuple[Tensor | None, Tensor | None] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(o, lse) of `attention_lse` over `k` in codes, int8 or e4m3, with a `k_scale` [batch, keys, kv_heads]."""
@@ -158,7 +158,7 @@ def attention_codes_pv(
     kv_len: Tensor | None = None,
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
-    backend: Literal["auto", "hopper", "portable"] = "auto",
+    backend: Literal["auto", "triton", "hopper", "portable"] = "auto",
     out: tuple[Tensor | None, Tensor | None] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(o, lse) of `attention_lse` over `k` in codes, int8 or e4m3, with a `k_scale` [batch, keys, kv_heads]."""

@@ -440,6 +440,8 @@ def test_a_floor_may_be_the_matrix_rate(pretended, monkeypatch):
         "attention_extend_fixed",
         "attention_extend_paged",
         "attention_extend_paged16",
+        "auto_attention",
+        "auto_attention_d256",
         "fused_linear_ce_rate",
     }
     assert {c.family for c in OPS if c.floor == "bf16"} - set(ATTENTION) == by_rate

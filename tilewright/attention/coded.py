@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import triton
@@ -52,6 +52,7 @@ from .portable import (
 )
 from .tiles import check_lengths, is_seen, keys_of, keys_seen, lengths, row_keys, tile_at
 
+Backend = Literal["auto", "triton", "hopper", "portable"]  # as in `attention.py`
 CODES = "int8|float8_e4m3fn"
 
 
@@ -76,7 +77,7 @@ def reference(
     kv_len: Tensor | None = None,
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
-    backend: plain.Backend = "auto",
+    backend: Backend = "auto",
 ) -> tuple[Tensor, Tensor]:
     """(o, lse) of `attention_lse` over `k` in codes, int8 or e4m3, with a `k_scale` [batch, keys, kv_heads].
 

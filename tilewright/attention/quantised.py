@@ -21,6 +21,7 @@ from .attention import attention_lse as attention_lse_op
 from .coded import attention_codes, attention_codes_pv
 from .coded_rows import attention_mean, attention_rows, dtype_of
 from .hopper import coded as hopper_coded
+from .preference import LIBRARY
 from .seen import keys_there
 
 Math = Literal["auto", "int8", "fp8", "int8_pv", "fp8_pv"]
@@ -126,6 +127,10 @@ def by_codes(
             raise ValueError(f"{op}: codes have no gradient for {name}: pass {name}.detach()")
     if any(isinstance(t, Quantized) and t.format.name == "mx" for t in (q, k, v)):
         return widened(op, q, k, v, math, smooth, backend, given, out)
+    if backend == LIBRARY:
+        raise ValueError(
+            f"{op}: backend {LIBRARY} multiplies no codes: math must be auto, smooth False, and q, k and v numbers"
+        )
     rows = {name: taken_apart(op, name, t) for name, t in (("q", q), ("k", k), ("v", v))}
     found = {kind_of(r) for r in rows.values()} - {None}
     kind, _, pv = math.partition("_")

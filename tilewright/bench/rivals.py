@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -340,6 +341,19 @@ def _portable(work: Work) -> Call:
     return work.by(**{asks: "portable"}).call
 
 
+def _cudnn_lse(work: Work) -> Call:
+    """Our own call with the forward left to cuDNN, which gives lse as well: what `auto` would take."""
+    from ..attention import library
+
+    if work.case.op not in ("attention", "attention_lse") or work.case.direction != "forward":
+        raise Absent(f"cuDNN has no forward for {work.case.family}")
+    given = SimpleNamespace(**work.values)
+    why = library.refusal(given) or library.absence() or (None if library.offered(given) else "torch does not offer it")
+    if why is not None:
+        raise Absent(why)
+    return work.by(backend=library.LIBRARY).call
+
+
 def _torch(work: Work) -> Call:
     """A token from each row as torch code takes it where limits are tensors: a sort, probabilities, their running sum, and the race
     of exponential numbers that `torch.multinomial` is (it waits for the device itself). Its draws are its own: what is compared is
@@ -400,4 +414,5 @@ NAMED: dict[str, Callable[[Work], Call]] = {
     "torch_grouped": _torch_grouped,
     "torch_linear": _torch_linear,
     "portable": _portable,
+    "cudnn_lse": _cudnn_lse,
 }

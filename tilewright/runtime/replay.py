@@ -19,6 +19,8 @@ from ..core.memory import span
 from ..core.private import empty_strided_cuda, raw_stream
 from .launch import STREAM, Place, Places, Sent
 
+MADE = object()  # in the place of what fills an allocation: a launch makes it
+
 
 class Recorded(Protocol):
     """A run, as `plan.Recorder` saw it."""
@@ -26,7 +28,7 @@ class Recorded(Protocol):
     slots: list[Tensor]  # inputs, then what was adopted, then allocations
     inputs: int  # and adopted
     adopted: list[tuple[Tensor, Callable[[], None]]]
-    allocations: list[tuple[Place, float | None]]  # and what fills them
+    allocations: list[tuple[Place, Any]]  # and what fills them, or MADE
     launches: list[tuple[Any, Places]]
     before: list[int]  # of each launch: how many allocations there were
 
@@ -227,20 +229,25 @@ def _only_sent(recorder: Recorded) -> Sent | None:
     return launch.sent([paths[slot] for slot in range(count)])
 
 
-def _stages(recorder: Recorded, results: Place | list[Place | None], allocate: list[Callable]) -> Stages:
+def _stages(recorder: Recorded, results: Place | list[Place | None], allocate: list[Callable | None]) -> Stages:
     """(allocations, launches after them, slots that no later one needs): what ends within the run leaves its memory to what
     begins later, as it does when the host code runs."""
     kept = {p.slot for p in ([results] if isinstance(results, Place) else results) if p is not None}
     launch = [launch.bind(places) for launch, places in recorder.launches]
     uses = {place.slot: at for at, (_, places) in enumerate(recorder.launches) for _, place in places}
     temporary = {slot: at for slot, at in uses.items() if slot >= recorder.inputs and slot not in kept}
-    stages, made = [], 0
+    stages, done = [], 0
     for count, group in itertools.groupby(range(len(launch)), recorder.before.__getitem__):
         at = [*group]
         over = [slot for slot, use in temporary.items() if use in at]
-        stages.append((allocate[made:count], launch[at[0] : at[-1] + 1], over))
-        made = count
-    return [*stages, (allocate[made:], [], [])] if made < len(allocate) else stages
+        stages.append((_left(allocate[done:count]), launch[at[0] : at[-1] + 1], over))
+        done = count
+    return [*stages, (_left(allocate[done:]), [], [])] if done < len(allocate) else stages
+
+
+def _left(allocate: Sequence[Callable | None]) -> list[Callable]:
+    """The allocations that no launch has made: those of a launch come after it and before all that are asked for later."""
+    return [one for one in allocate if one is not None]
 
 
 def _pairs(given: Sequence[Tensor], written: Sequence[int]) -> Pairs:
@@ -262,8 +269,10 @@ def _meet(addresses: Sequence[int], pairs: Pairs) -> bool:
     return False
 
 
-def _allocator(recorder: Recorded, place: Place, fill: float | None) -> Callable[[], Tensor]:
-    """A function that makes an allocation again."""
+def _allocator(recorder: Recorded, place: Place, fill: Any) -> Callable[[], Tensor] | None:
+    """A function that makes an allocation again; None of what a launch makes."""
+    if fill is MADE:
+        return None
     device = recorder.slots[place.slot].device
     shape, stride, dtype = tuple(place.shape), place.stride, place.dtype
     if fill == 0:
