@@ -1073,6 +1073,17 @@ def routing_map(
 ) -> tuple[Tensor, Tensor]:
     """(dense probs [..., experts], map bool [..., experts]) of a choice of experts and its weights, both [..., k]."""
 
+def rwkv_keys(
+    k: Tensor,
+    kk: Tensor,
+    a: Tensor,
+    ka: Tensor,
+    *,
+    heads: int,
+    out: tuple[Tensor | None, Tensor | None, Tensor | None] | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """RWKV-7's (keys, removal, removal_a): `k * (1 + (a - 1) * ka)`, `k * kk` of each head brought to length 1, that times `a`."""
+
 def sample(
     logits: Tensor,
     seed: Tensor,

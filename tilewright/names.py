@@ -99,6 +99,7 @@ OPS = {
     "router_linear": "ops.moe.router_linear",
     "router_z_loss": "ops.moe.router_loss",
     "routing_map": "ops.moe.moe_router",
+    "rwkv_keys": "ops.recurrent.rwkv_keys",
     "sample": "ops.sampling.sample",
     "scaled_mm": "gemm.scaled_mm",
     "smooth_quantize": "ops.quantise.smooth_quantize",

@@ -272,6 +272,8 @@ PLACES: dict[str, tuple[Place, ...]] = {
     "router_linear": (Place({**ROWS, "hidden": "hidden", "experts": "experts"}, {"bias": Fact("router_bias")}),),
     "router_z_loss": LOGITS,
     "routing_map": (Place({**ROWS, "experts": "experts"}, {"slots": Fact("top_k")}, dtype=SINGLE),),
+    # Of layers of linear attention, whose heads are as wide as these
+    "rwkv_keys": (Place({**ROWS, "hidden": "attention"}, of("heads")),),
     "sample": (Place({**ROWS, "vocab": "vocab"}, {"top_k": True, "top_p": True}), Place({**ROWS, "vocab": "vocab"})),
     "scaled_mm": products(),
     "smooth_quantize": ACTIVATIONS,
