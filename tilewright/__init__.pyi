@@ -1124,6 +1124,14 @@ def sort_chunks(
 ) -> tuple[Tensor, Tensor]:
     """(rows [rows, hidden], row_probs [rows]): the chunks of `x`, of `sizes` rows each, in the order `order`."""
 
+def sparse_mm(
+    a: Tensor,
+    b: Tensor,
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
+    """`a @ b`, of weights `a` [..., inner], most of which are 0, and rows `b` [inner, columns]: summed in fp32, rounded once."""
+
 def topk_routing(
     logits: Tensor,
     k: int,

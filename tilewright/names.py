@@ -105,6 +105,7 @@ OPS = {
     "smooth_quantize": "ops.quantise.smooth_quantize",
     "softmax": "ops.sampling.softmax",
     "sort_chunks": "ops.moe.sort_chunks",
+    "sparse_mm": "ops.activation.sparse_mm",
     "topk_routing": "ops.moe.moe_router",
     "transpose_pad": "ops.quantise.transpose_pad",
     "tree_accept": "ops.sampling.tree",

@@ -279,6 +279,8 @@ PLACES: dict[str, tuple[Place, ...]] = {
     "smooth_quantize": ACTIVATIONS,
     "softmax": (Place({**ROWS, "hidden": "experts"}), Place({**ROWS, "hidden": "vocab"})),
     "sort_chunks": (Place({**ROUTED, "hidden": "hidden"}),),
+    # Out of a feed-forward network, for one token
+    "sparse_mm": (Place({"tokens": "one", "hidden": "ffn", "columns": "hidden"}, fewer="ffn"),),
     "topk_routing": tuple(
         Place(
             {**ROWS, "experts": "experts"},
