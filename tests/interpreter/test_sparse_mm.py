@@ -73,10 +73,8 @@ def test_a_weight_of_0_leaves_out_what_other_tokens_read():
 def test_parts_are_added_up(on_sm, monkeypatch):
     """One part, a few of several chunks, and as many as there are chunks; any number of leading dimensions, none too."""
     monkeypatch.setattr(module, "ON_SM", on_sm)
-    module.sparse_mm.plans.clear()
     weights, rows = sparse(2, 5 * module.CHUNK + 1, 0.1), drawn(5 * module.CHUNK + 1, 300, seed=1)
-    y, one, deep = (tw.sparse_mm(given, rows) for given in (weights, weights[0], weights[None, :, None]))
-    module.sparse_mm.plans.clear()
+    y, one, deep = (module.forward(given, rows) for given in (weights, weights[0], weights[None, :, None]))
     exact = weights.double() @ rows.double()
     assert near(y, exact) and near(one, exact[0]) and torch.equal(deep, y[None, :, None])
 
