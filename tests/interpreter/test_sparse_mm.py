@@ -69,11 +69,11 @@ def test_a_weight_of_0_leaves_out_what_other_tokens_read():
     assert near(y[1:3], weights[1:3].double() @ finite.double()) and bool((y[3] == math.inf).all())
 
 
-@pytest.mark.parametrize("on_sm", [0, 1, 8])
-def test_parts_are_added_up(on_sm, monkeypatch):
-    """One part, a few of several chunks, and as many as there are chunks; any number of leading dimensions, none too."""
+@pytest.mark.parametrize("on_sm, tokens", [(0, 2), (1, 22), (8, 2)])
+def test_parts_are_added_up(on_sm, tokens, monkeypatch):
+    """One part, three of two chunks each, and as many as there are chunks; any number of leading dimensions, none too."""
     monkeypatch.setattr(module, "ON_SM", on_sm)
-    weights, rows = sparse(2, 5 * module.CHUNK + 1, 0.1), drawn(5 * module.CHUNK + 1, 300, seed=1)
+    weights, rows = sparse(tokens, 5 * module.CHUNK + 1, 0.1), drawn(5 * module.CHUNK + 1, 300, seed=1)
     y, one, deep = (module.forward(given, rows) for given in (weights, weights[0], weights[None, :, None]))
     exact = weights.double() @ rows.double()
     assert near(y, exact) and near(one, exact[0]) and torch.equal(deep, y[None, :, None])
