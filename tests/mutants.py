@@ -284,6 +284,22 @@ MUTANTS += [
            "tree_bits"),
 ]  # fmt: skip
 
+KEYS, SPARSE = "tilewright/ops/recurrent/rwkv_keys.py", "tilewright/ops/activation/sparse_mm.py"
+MUTANTS += [
+    Mutant("rwkv_keys: gradient along the head kept", "(g - removal * s) * inverse", "(g - 0.0 * removal * s) * inverse",
+           "accuracy", "d_k", KEYS, "rwkv_keys"),
+    Mutant("rwkv_keys: dka of a alone", "dka += dkeys * (k * (a - 1.0))", "dka += dkeys * (k * a)", "accuracy", "d_ka", KEYS,
+           "rwkv_keys"),
+    Mutant("rwkv_keys: a long head read by its first columns", "for start in range(0, D, BLOCK):\n        c = columns",
+           "for start in range(0, BLOCK, BLOCK):\n        c = columns", "sizes", "removal|d_", KEYS, "rwkv_keys"),
+    Mutant("sparse_mm: weights of 0 have a place", "tl.cumsum(counts, 0) - 1, -1)", "tl.cumsum(counts, 0) - 1, 0)", "accuracy",
+           "out", SPARSE, "sparse_mm"),
+    Mutant("sparse_mm: the last of a chunk left out", "count = tl.sum(counts, 0)", "count = tl.sum(counts, 0) - 1", "accuracy",
+           "out", SPARSE, "sparse_mm"),
+    Mutant("sparse_mm: a part reads into the next", "tl.minimum(part * per + per, tl.cdiv(K, CHUNK))",
+           "tl.minimum(part * per + per + 1, tl.cdiv(K, CHUNK))", "sizes", "out", SPARSE, "sparse_mm"),
+]  # fmt: skip
+
 # What only the compiled code shows: nothing that a property can see is wrong in these.
 COMPILED = [
     Mutant("groups are a dimension of the load",

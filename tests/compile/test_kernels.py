@@ -84,6 +84,7 @@ LADDERS = {
     "cross_entropy_merge.SPLITS": 6,
     "sum_columns.ROWS": 10,  # powers of two
     "sum_norm_shares.ROWS": 2,
+    "sparse_mm_parts.Y": 2,  # the result, or of few tokens parts of it, in fp32
     # Few tokens have small programs
     **{f"qkv_split_cache_rows.{name}": 2 for name in ("T", "HB", "TK", "KB")},
 }

@@ -625,6 +625,33 @@ def test_every_row_is_for_an_op_or_for_attention():
     assert {*packaged.RIVALS} == {"liger", "liger_cutedsl", "quack", "flaggems", "sgl_kernel", "fla", *attention}
 
 
+# ------------------------------------------------------------------------------------------------------------- FlagGems
+
+
+def test_flaggems_operators_of_rwkv(monkeypatch):
+    """Its functions with the arguments of 5.0.2: heads and their width, and a vector of weights."""
+
+    def rwkv_ka_fusion(k, kk, a, ka, H, N):
+        assert k.shape[-1] == H * N
+        unit = F.normalize((k * kk).float().view(-1, H, N), dim=-1).view(k.shape)
+        return k * (1 + (a - 1) * ka), unit.to(k.dtype), (unit * a).to(k.dtype)
+
+    def rwkv_mm_sparsity(k, v):
+        assert k.dim() == 1
+        return torch.mv(v.t(), k)
+
+    module(monkeypatch, "flag_gems", rwkv_ka_fusion=rwkv_ka_fusion, rwkv_mm_sparsity=rwkv_mm_sparsity)
+    agreed(built("rwkv_keys", options={"heads": 4}), "flaggems")
+    with pytest.raises(Absent, match="no backward"):
+        rivals.call_of("flaggems", built("rwkv_keys", "backward", options={"heads": 4}))
+    sizes = {"tokens": 1, "hidden": 300, "columns": 40}
+    one = built("sparse_mm", dims=sizes, options={"share": 0.1})
+    agreed(one, "flaggems")
+    agreed(one, "cublas")
+    with pytest.raises(Absent, match="one token"):
+        rivals.call_of("flaggems", built("sparse_mm", dims={**sizes, "tokens": 2}))
+
+
 # ---------------------------------------------------------------------------------------------------------------- torch
 
 

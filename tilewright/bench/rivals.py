@@ -309,7 +309,7 @@ def _cublaslt_loop(work: Work) -> Call:
 
 
 def _cublas(work: Work) -> Call:
-    if work.case.op != "matmul" or not work.values["a"].is_floating_point():
+    if work.case.op not in ("matmul", "sparse_mm") or not work.values["a"].is_floating_point():
         raise Absent(f"torch.mm has nothing for {work.case.family}")
     a, b = work.values["a"], work.values["b"]
     return lambda: torch.mm(a, b)
