@@ -48,7 +48,7 @@ MUTANTS = [
     Broken("wanted gradients left out of the backward's key", "*grads, needs, name, *extra", "*grads, name, *extra", "unlike",
            "no gradient of weight"),
     Broken("an argument given twice taken for two", "< len(inputs):", "< 0:", "repeated_argument", "after", "add_rms_norm"),
-    Broken("a replayed write that does not show", "for at in known.written:\n", "for at in ():\n", "outs", "version"),
+    Broken("a replayed write that does not show", "count_write(known.writes(slots))", "pass", "outs", "version"),
     Broken("a view taken from the start of its memory", "start = base.storage_offset() * base.element_size() + self.offset",
            "start = self.offset", "guarded_memory", "were written|differ"),
     Broken("results let go of with what is temporary", "and slot not in kept", "", "replayed", "mark_non_differentiable|NoneType"),

@@ -22,7 +22,7 @@ from ..core.declaration import PLAIN
 from ..core.flat import flattened
 from ..core.format import Quantized
 from ..core.outs import outs_of, with_outs
-from ..core.private import guard, levels, modes, transforms
+from ..core.private import count_write, guard, levels, modes, transforms
 from .choose import forced
 from .key import NUMBERS, SEVERAL, Key
 from .plan import Recorder
@@ -184,8 +184,7 @@ class Front:
         """What the caller gets of what a plan gave."""
         out = None
         if known.written:
-            for at in known.written:
-                torch.autograd.graph.increment_version(slots[at])
+            count_write(known.writes(slots))
             out = kwargs.get("out")
             if known.stored:
                 return tuple(out) if type(out) is list else out
@@ -319,7 +318,7 @@ def fronted(op: Runner) -> Callable[[Callable], Callable]:
             else:
                 op.keep(key, known)
             if written:
-                torch.autograd.graph.increment_version([slots[at] for at in written])
+                count_write([slots[at] for at in written])
             return result
 
         front = Front(op, unusual, unknown, shared=unusual, name=(function.__name__,))
