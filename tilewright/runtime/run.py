@@ -63,7 +63,7 @@ class Known:
     step: Any = None
 
     def __post_init__(self) -> None:
-        self.plain = self.restore is None and not (self.written or self.whole)  # the caller gets what the plan gives
+        self.plain = not (self.written or self.whole)  # the caller gets what the plan gives, restored
         self.writes = picker(self.written)  # of slots
 
 
