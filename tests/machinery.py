@@ -51,7 +51,7 @@ MUTANTS = [
     Broken("a replayed write that does not show", "count_write(known.writes(slots))", "pass", "outs", "version"),
     Broken("a view taken from the start of its memory", "start = base.storage_offset() * base.element_size() + self.offset",
            "start = self.offset", "guarded_memory", "were written|differ"),
-    Broken("results let go of with what is temporary", "and slot not in kept", "", "replayed", "mark_non_differentiable|NoneType"),
+    Broken("results let go of with what is temporary", "and slot not in kept", "", "replayed", "no gradient of x|NoneType"),
     Broken("uninitialised memory where zeros were", "lambda: torch.zeros(", "lambda: torch.empty(", "guarded_memory", "filled",
            "embedding"),
     Broken("results one place off behind a quantised one", "*flat[1 + PIECES :]", "*flat[PIECES:]", "paths",
