@@ -342,6 +342,29 @@ def test_the_only_launch_of_a_plan_is_made_with_the_addresses_of_the_call(driver
 
 
 @every_version
+def test_the_only_launch_of_a_plan_may_take_slots_in_tuples_in_parts_and_more_than_once(drivers, version):
+    """An argument within a slot, one that is there twice, a tuple of one and a tuple in a tuple beside constants; a result that is
+    one of two allocations; an argument that the kernel does not get."""
+    x, z, unread = torch.zeros(8), torch.zeros(8), torch.zeros(8)
+    types = (("*fp32", "*fp32", "i32"), "*fp32", ("*fp32",), (("*fp32", "i32"), "*fp32", "i32"), "*fp32", "i32")
+    with plan.Recorder([x, z, unread]) as recorder:
+        y, temporary = torch.empty(8), torch.empty(4)
+        ordered = [(x, x[4:], 5), z[2:], (y,), ((temporary, 6), z, 7), y, 8]
+        recorder.launch(DIRECT[version](Compiled(drivers[version], types), (3,), ordered), ordered)
+    function, given = recorder.plan((y, None)).function, [torch.zeros(8) for _ in range(3)]
+    for _ in range(2):
+        found, none = function(tuple(given))
+        own = own_of(version, drivers[version].launched.pop())
+        first, second, made = given[0].data_ptr(), given[1].data_ptr(), found.data_ptr()
+        room = own[3][0][0] if version == "3.6" else own[5]
+        assert none is None and found.shape == (8,) and room not in (first, second, made, 0)
+        wanted = [(first, first + 16, 5), second + 8, (made,), ((room, 6), second, 7), made, 8]
+        assert own == (wanted if version == "3.6" else [v for _, v in leaves(wanted)])
+    assert not drivers[version].launched
+    assert function((*given[:2], torch.zeros(9)[1:])) is None and not drivers[version].launched
+
+
+@every_version
 def test_a_launch_that_is_not_the_only_one_or_takes_a_part_is_bound(drivers, version):
     """Two launches; a view; an argument that no launch takes."""
     for views in (False, True):

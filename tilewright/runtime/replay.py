@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..core.memory import span
+from ..core.nest import picker
 from ..core.private import empty_strided_cuda, raw_stream
 from .launch import STREAM, Place, Places, Sent
 
@@ -35,13 +36,6 @@ class Recorded(Protocol):
     def place(self, tensor: Tensor) -> Place | None: ...
 
 
-def picker(at: Sequence[int]) -> Callable[[Sequence], tuple]:
-    """A function that gives, as a tuple, what stands at these places."""
-    if len(at) > 1:
-        return itemgetter(*at)
-    return (lambda values: (values[at[0]],)) if at else lambda values: ()
-
-
 class Plan:
     """A recorded run.
 
@@ -57,10 +51,11 @@ class Plan:
         self.pairs = _pairs(given, written)
         wrong = 0 if any(t.data_ptr() & 15 for t in given) else 15  # bits of an address
         allocate = [_allocator(recorder, place, fill) for place, fill in recorder.allocations]
-        gives, sent = _giver(recorder, results), _only_sent(recorder)
-        if sent is not None:
+        gives = _giver(recorder, results)
+        if self.launches == 1 and given and not recorder.adopted and None not in allocate:
             alone = len(allocate) == 1 and results == recorder.place(recorder.slots[-1])
             simple = alone or not (allocate or results)
+            sent = _straight(recorder) or _bound(recorder)
             function = _only_launch(sent, wrong, self.pairs, self.inputs, allocate, None if simple else gives)
         else:
             adopted = [(tensor, tensor.data_ptr(), before) for tensor, before in recorder.adopted]
@@ -82,10 +77,10 @@ Stages = Sequence[tuple[list[Callable], list[Callable], list[int]]]
 def _only_launch(
     sent: Sent, wrong: int, pairs: Pairs, inputs: int, allocate: list[Callable], gives: Callable | None
 ) -> Function:
-    """The function of a plan that is a single launch, of which each slot is an argument: most small ops. The host's time is all
-    that such a call costs, so what is done once or not at all is no loop. Without `gives` the result is the one allocation, or
-    nothing if there is none."""
-    (raw, device, _, at, (x, y, z), rest), stream = sent, raw_stream
+    """The function of a plan that is a single launch: most small ops. The host's time is all that such a call costs, so what is
+    done once or not at all is no loop. Without `gives` the result is the one allocation, or nothing if there is none."""
+    (raw, device, _, at, grid, rest), stream = sent, raw_stream
+    x, y, z = grid or (0, 0, 0)
     read = _reader(sent.args, at[:inputs], wrong)
     pairs = [(at[one], at[other], size, others) for one, other, size, others in pairs]
     alone, alone_at = (allocate[0], at[-1]) if allocate and gives is None else (None, 0)
@@ -95,9 +90,12 @@ def _only_launch(
         args = read(tensors)
         if args is None or (pairs and not meeting and _meet(args, pairs)):
             return None
+        slots = tensors
         if alone is not None:
             result = alone()
             args[alone_at] = result.data_ptr()
+            if grid is None:
+                slots = (*tensors, result)
         elif gives is not None:
             slots = [*tensors]
             for at, make in each:
@@ -108,7 +106,9 @@ def _only_launch(
             result = gives(slots)
         else:
             result = ()
-        if rest:
+        if grid is None:
+            raw(slots, args)
+        elif rest:
             raw(x, y, z, stream(device), *rest, args)
         else:
             args[STREAM] = stream(device)
@@ -217,16 +217,21 @@ def _giver(recorder: Recorded, results: Place | list[Place | None]) -> Callable[
     return lambda slots: tuple([slots[i] if view is None else view.view(slots[i]) for i, view in zip(at, views)])
 
 
-def _only_sent(recorder: Recorded) -> Sent | None:
+def _straight(recorder: Recorded) -> Sent | None:
     """What the only launch of a run sends, if every slot is one of its arguments, once and from its start."""
-    if len(recorder.launches) != 1 or recorder.adopted or not recorder.inputs:
-        return None
     launch, places = recorder.launches[0]
     paths = {place.slot: path for path, place in places if place.offset == 0}
     count = len(recorder.slots)
     if not hasattr(launch, "sent") or len(places) != count or set(paths) != set(range(count)):
         return None
     return launch.sent([paths[slot] for slot in range(count)])
+
+
+def _bound(recorder: Recorded) -> Sent:
+    """The only launch of a run as one that is sent slots and, in the place of arguments, the address of each; it has no grid."""
+    launch, places = recorder.launches[0]
+    count = len(recorder.slots)
+    return Sent(launch.bind(places), 0, [None] * count, [*range(count)], None)
 
 
 def _stages(recorder: Recorded, results: Place | list[Place | None], allocate: list[Callable | None]) -> Stages:
