@@ -116,6 +116,23 @@ def test_nothing_is_taken_for_what_it_is(walkers):
     assert o.shape == (1, LENGTH, 0, VALUES) and last.shape == (1, 0, WIDTH, VALUES)
 
 
+@pytest.mark.parametrize("decay, rate", [(None, 0.0), ("head", 1.0), ("head", 0.01), ("token", 1.0), ("token", 0.01)])
+def test_an_output_is_rounded_once(decay, rate, walkers):
+    """In bf16 that alone is 1.66e-3 of its root mean square. Over 150 tokens that forget, outputs are made of scores, and of the
+    state where they do not: either would give as much again if it was rounded before it is multiplied."""
+    length, width = 150, 32
+    shape = {"head": (HEADS,), "token": (1, length, HEADS)}.get(decay)
+    rows = {n: drawn(1, length, HEADS, width, seed=i, scale=0.2 if n == "k" else 1.0) for i, n in enumerate("qkv")}
+    given = {n: t.to(torch.bfloat16) for n, t in rows.items()}
+    if shape is not None:
+        given["log_decay"] = -rate * torch.rand(*shape, generator=torch.Generator().manual_seed(3))
+    given["state"] = drawn(1, HEADS, width, width, seed=5)
+    o, _ = run(**given, normalize=False)
+    with tw.force("reference"):
+        exact, _ = tw.linear_attention(**{name: t.double() for name, t in given.items()})
+    assert float((o - exact).norm() / exact.norm()) < 1.8e-3
+
+
 @pytest.mark.parametrize("kind", ["linear", "delta"])
 def test_walkers_make_outputs_where_they_crowd(kind, walkers):
     """No state is stored then but the last, and of packed sequences tokens in none are filled by a launch of their own."""
