@@ -207,12 +207,23 @@ MUTANTS += [
 ]  # fmt: skip
 
 SLOTS = "tilewright/attention/cache_write.py"
-POOL, CHUNKS, COLUMNS = (f"tilewright/ops/recurrent/{name}.py" for name in ("pool", "linear_chunks", "linear_columns"))
+POOL, CHUNKS, COLUMNS, TOKENS = (
+    f"tilewright/ops/recurrent/{name}.py" for name in ("pool", "linear_chunks", "linear_columns", "linear_tokens")
+)
 MUTANTS += [
     Mutant("causal_conv1d_step: slots past the last", "known = (slot >= 0) & (slot < POOL)", "known = slot >= 0", "wild_indices",
            "outside|out of bounds|stray", POOL, "causal_conv1d_step", through=("tilewright/ops/recurrent/causal_conv1d_step.py",)),
     Mutant("linear_attention: decay to the chunk's end forgotten", "left = wide * (rk * to_end(decay))[:, None]",
            "left = wide * rk[:, None]", "accuracy", ": (o|final)", CHUNKS, "linear_attention",
+           through=("tilewright/ops/recurrent/linear_attention.py",)),
+    Mutant("linear_attention: a token is loaded past a short sequence's last", "live = known & (i + 1 < count)", "live = known",
+           "guarded_memory", "outside|out of bounds|stray", TOKENS, "linear_attention",
+           through=("tilewright/ops/recurrent/linear_attention.py",)),
+    Mutant("linear_attention: tokens in no sequence go on from a state", "known = known & (sequence < SEQUENCES)", "known = known",
+           "accuracy", ": o|outside|out of bounds|stray", TOKENS, "linear_attention",
+           through=("tilewright/ops/recurrent/linear_attention.py",)),
+    Mutant("linear_attention_columns: a short sequence takes its first token alone", "            token = after\n", "",
+           "accuracy", ": (o|final)", TOKENS, "linear_attention_columns",
            through=("tilewright/ops/recurrent/linear_attention.py",)),
     Mutant("linear_attention_columns: a decay too few in a block", "& (j + 1 <= place - LATE)", "& (j + 1 < place - LATE)",
            "accuracy", ": o", COLUMNS, "linear_attention_columns", through=("tilewright/ops/recurrent/linear_attention.py",)),

@@ -11,9 +11,11 @@ import torch
 from torch import Tensor
 
 import tilewright as tw
+from tilewright.check.cases import Net
 from tilewright.check.oracle import rms
+from tilewright.check.properties import guarded_memory, isolation, special_values, strides, wide_strides, wild_indices
 from tilewright.core.target import Target, pretend
-from tilewright.ops.recurrent import linear_chunks
+from tilewright.ops.recurrent import linear_chunks, linear_tokens
 
 pytestmark = pytest.mark.gpu
 DEVICE, LENGTH, HEADS, KEY_HEADS, WIDTH, VALUES = "cuda", 65_536, 2, 1, 64, 64
@@ -31,6 +33,13 @@ def walkers(request, monkeypatch):
         monkeypatch.setattr(linear_chunks, "DELTA_CROWD", 0.0)
     with pretend(one) if request.param == "crowded" else contextlib.nullcontext():
         yield request.param
+
+
+@pytest.fixture
+def by_chunks(monkeypatch):
+    """However short sequences are."""
+    monkeypatch.setattr(linear_tokens, "SHORT", -1)
+    monkeypatch.setattr(linear_tokens, "SHORT_PACKED", 0)
 
 
 def drawn(*shape: int, seed: int, dtype: torch.dtype = torch.bfloat16, scale: float = 1.0) -> Tensor:
@@ -164,3 +173,41 @@ def test_a_hundred_runs_have_one_hash(kind, walkers):
         bits = [t.detach().contiguous().view(torch.uint8).cpu().numpy().tobytes() for t in found]
         seen.add(hashlib.sha256(b"".join(bits)).hexdigest())
     assert len(seen) == 1
+
+
+@pytest.mark.parametrize(
+    "holds", [guarded_memory, isolation, special_values, strides, wide_strides, wild_indices], ids=lambda p: p.__name__
+)
+@pytest.mark.parametrize("name", ["linear_attention", "linear_attention_columns"])
+def test_properties_of_short_sequences_by_chunks(name, holds, by_chunks):
+    """Those that draw short sequences alone, which are walked through token by token by themselves."""
+    holds(tw.catalogue()[name], Net(device=DEVICE))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@torch.no_grad()
+def test_short_sequences_are_steps_and_chunks(kind, monkeypatch):
+    """At a layer's sizes: dense, packed and step by step the same, and by chunks as near to float64."""
+    many, length, heads = 5, linear_tokens.SHORT_PACKED, 8
+    values = given(kind, many * length, heads=heads, key_heads=4, width=128)
+    values["state"] = drawn(many, heads, 128, VALUES, seed=3, dtype=torch.float32)
+    marks = torch.arange(0, many * length + 1, length, device=DEVICE)
+    o, last = tw.linear_attention(**values, normalize=True, cu_seqlens=marks)
+    rows = {
+        n: t if n in ("state", "bonus") or t.dim() == 1 else t.reshape(many, length, *t.shape[2:])
+        for n, t in values.items()
+    }
+    dense, final = tw.linear_attention(**rows, normalize=True)
+    assert torch.equal(dense.reshape(o.shape), o) and torch.equal(final, last)
+    pool = values["state"].clone()
+    for t in range(length):
+        now = {n: x if n == "bonus" or x.dim() == 1 else x[:, t] for n, x in rows.items() if n != "state"}
+        step = tw.linear_attention_step(**now, state=pool, normalize=True)
+        assert off(step, dense[:, t].double()) < 1e-4
+    assert off(pool, last.double()) < 1e-6
+    with tw.force("reference"):
+        exact, state = tw.linear_attention(**{n: t.double() for n, t in rows.items()}, normalize=True)
+    assert off(dense, exact) < RESULT and off(last, state) < STATE
+    monkeypatch.setattr(linear_tokens, "SHORT", -1)
+    by_chunks, final = tw.linear_attention(**rows, normalize=True)
+    assert off(by_chunks, exact) < RESULT and off(final, state) < STATE

@@ -8,8 +8,10 @@ Of the delta rule, values become v' = T beta (v - e**G k S), with T the inverse 
 outputs as well and stores no state but the last. Where they are few, it keeps the state that each chunk finds, and a third kernel
 makes the outputs of all chunks side by side. No exponent is positive where decays are not.
 
-Factors of products are sums of bf16 pieces (`device/products.py`). Of 16-bit inputs these are themselves; what the state is made of
-has two pieces, so that it keeps 17 bits, and what only a result is made of is rounded once more before it is multiplied.
+Factors of products are sums of bf16 pieces (`device/products.py`). Of bf16 inputs these are themselves; all that is made on the way
+has two pieces at least, 17 bits, so that an output is rounded once, where it is stored. With scores or the state in one piece it
+would be off by as much again: 2.35e-3 of its root mean square rather than 1.66e-3, and up to 2.5e-3 over 70 tokens. What only
+gradients are made of is rounded once more before it is multiplied.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from ...attention.portable import Heads, heads_of, load_part, narrowest, no_part
 from ...attention.tiles import Lengths, lengths, tile_at
 from ...core.target import Target
 from ...core.tensor import cdiv, power_of_two
-from ...device.products import add_product, pieces_of
+from ...device.products import add_product
 from ...device.softmax import LOG2E
 from ...runtime.kernel import kernel
 from .linear import EPS
@@ -34,8 +36,8 @@ from .places import sequence_at, sequence_count
 LEAST = tl.constexpr(-184.0)  # in base 2, e**-128: fp32 has no smaller decay, and sums of larger ones keep their digits
 COARSE = tl.constexpr(1.5 * 2**13)  # a number plus this is rounded to a multiple of 2**-10
 ROOMY = 160 * 1024  # bytes of shared memory that chunks of 64 tokens ask for, with keys of 128 columns
-# Walkers an SM from which they make outputs themselves. The states that few of them leave for others are written and read, as many
-# bytes as q, k, v and o together; against that, a chunk takes a walker about twice as long where it makes outputs too (foretold)
+# Walkers an SM from which they make outputs themselves. The states that few of them leave for others are written and read, twice
+# the bytes of q, k, v and o; against that, a chunk takes a walker about twice as long where it makes outputs too (foretold)
 CROWD = 0.5
 # The same of the delta rule: never. Its walk spills 600 to 1,070 bytes where it makes outputs; where not, none without decays,
 # 780 to 860 with them (Triton 3.6, sm_90, keys and values of 128 columns)
@@ -55,7 +57,7 @@ class Gates(NamedTuple):
 
 class Shape(NamedTuple):
     """Constants of all kernels: columns of keys and of values, to which powers of two they are padded, tokens of a chunk; pieces of
-    inputs, of what results and of what the state is made of; whether rows of queries and keys are normalised."""
+    inputs, of what gradients and of what results are made of; whether rows of queries and keys are normalised."""
 
     D: int
     BLOCK_D: int
@@ -72,16 +74,29 @@ class Shape(NamedTuple):
 
 
 @triton.jit
+def halves(x, PIECES: tl.constexpr):
+    """The first and, of two, the second bf16 piece of x; NaN of an infinity. Rounded as a whole number: what is converted to bf16
+    and widened again is converted number by number, which takes a warp 8 cycles each (Triton 3.6, sm_90), and not in pairs."""
+    if PIECES == 1:
+        return x, x
+    else:
+        wide = x.to(tl.float32)
+        bits = wide.to(tl.uint32, bitcast=True)
+        top = ((bits + 0x8000) & 0xFFFF0000).to(tl.float32, bitcast=True)
+        return top.to(tl.bfloat16), (wide - top).to(tl.bfloat16)
+
+
+@triton.jit
 def times(total, a, b, PIECES_A: tl.constexpr, PIECES_B: tl.constexpr):
-    """total + a @ b of factors in so many bf16 pieces. Of two, an infinity may come out as NaN: `add_product` would keep it, with
+    """total + a @ b of factors in so many bf16 pieces. Of two, an infinity comes out as NaN: `add_product` would keep it, with
     copies of both factors in registers, which walks have not."""
     if PIECES_A == 1:
         a = a.to(tl.bfloat16)
     if PIECES_B == 1:
         b = b.to(tl.bfloat16)
     if max(PIECES_A, PIECES_B) == 2:
-        a0, a1, _ = pieces_of(a, PIECES_A)
-        b0, b1, _ = pieces_of(b, PIECES_B)
+        a0, a1 = halves(a, PIECES_A)
+        b0, b1 = halves(b, PIECES_B)
         if PIECES_B == 2:
             total = tl.dot(a0, b1, total)
         if PIECES_A == 2:
@@ -172,7 +187,8 @@ def lower(a, CHUNK: tl.constexpr, STRICT: tl.constexpr):
 
 @triton.jit
 def faded(a, DECAY, decay, CHUNK: tl.constexpr, STRICT: tl.constexpr):
-    """[t, s]: a times how much of token s is left at token t; 0 where s comes after t or, if STRICT, is t, whatever is there."""
+    """[t, s]: a times how much of token s is left at token t; 0 where s comes after t or, if STRICT, is t, whatever is there, the
+    infinities of exponents that are positive then among it."""
     if DECAY.data is None:
         return lower(a, CHUNK, STRICT)
     else:
@@ -189,7 +205,7 @@ def faded(a, DECAY, decay, CHUNK: tl.constexpr, STRICT: tl.constexpr):
             none = tl.where(a == a, 0.0, a)
             apart = (none + decay.sums[:, None]) - decay.sums[None, :]
             apart += (none + decay.rest[:, None]) - decay.rest[None, :]
-        return tl.where(before, a * tl.exp2(tl.where(before, apart, 0.0)), 0.0)
+        return tl.where(before, a * tl.exp2(apart), 0.0)
 
 
 @triton.jit
@@ -384,7 +400,7 @@ def linear_attention_inverse(K, DECAY, BETA, T, LENGTHS, L, HEADS, GROUP, BATCH,
 def walking(a: Any, stages: int) -> dict[str, int]:
     """Warps that have registers for a state, and of the delta rule as many stages of the walk as leave it enough: Triton 3.6 on
     sm_90 spills 200 to 600 bytes with eight warps, or one stage more (November 2026). With two stages, walkers that make outputs
-    take 90 KB of shared memory, keys and values of 128 columns, so that an SM has two of them."""
+    take 104 KB of shared memory, keys and values of 128 columns, so that an SM has two of them."""
     warps = {"num_warps": 4 if a.SHAPE.BLOCK_D * a.SHAPE.BLOCK_V <= 8192 else 8}
     if a.T is not None:
         return {**warps, "num_stages": stages}
@@ -411,9 +427,9 @@ def scores_of(q, k, rq, rk, DECAY, decay, SHAPE: tl.constexpr):
 
 
 @triton.jit
-def found_of(q, s, rq, decay, PIECES: tl.constexpr, SHAPE: tl.constexpr):
+def found_of(q, s, rq, decay, SHAPE: tl.constexpr):
     """[CHUNK, BLOCK_V]: what queries read of the state s that their chunk finds."""
-    o = times(no_part(SHAPE.CHUNK, SHAPE.BLOCK_V), q, s, SHAPE.RAW, PIECES)
+    o = times(no_part(SHAPE.CHUNK, SHAPE.BLOCK_V), q, s, SHAPE.RAW, SHAPE.KEPT)
     return o * (rq * from_start(decay))[:, None]
 
 
@@ -451,17 +467,20 @@ def linear_attention_states(
             wide = new_values(k, v, s, rk, decay, b, T, slot, head, HEADS, SHAPE)
             if NEW.data is not None:
                 store_columns(NEW, batch, head, token, live, wide, first_v, SHAPE)
-        PIECES: tl.constexpr = SHAPE.MADE if T is None else SHAPE.KEPT
         if O.data is not None:
             q = load_rows(Q, batch, head // GROUP, token, live, SHAPE)
             rq = lengths_of(q, SHAPE)
+            # First of all: beside scores there are no registers for the pieces of the state
+            o = found_of(q, s, rq, decay, SHAPE)
             a = scores_of(q, k, rq, rk, DECAY, decay, SHAPE)
-            o = found_of(q, s, rq, decay, PIECES, SHAPE)
         if T is None:  # after the scores, beside which there are no registers for them
             v = load_columns(V, batch, head, token, live, first_v, SHAPE)
             wide = v.to(tl.float32)
         if O.data is not None:
-            o = times(o, a, v if T is None else wide, PIECES, PIECES)
+            if T is None:
+                o = times(o, a, v, SHAPE.KEPT, SHAPE.RAW)
+            else:
+                o = times(o, a, wide, SHAPE.KEPT, SHAPE.KEPT)
             store_columns(O, batch, head, token, live, o * scale, first_v, SHAPE)
         own = no_part(SHAPE.BLOCK_D, SHAPE.BLOCK_V)
         if (DECAY.data is None) and (T is None) and (not SHAPE.NORMALIZE):
@@ -500,8 +519,7 @@ def linear_attention_outputs(
     DELTA: tl.constexpr,
     SHAPE: tl.constexpr,
 ):
-    """Outputs of a chunk of a head, some columns of them: V are the values, or, DELTA, those of the delta rule. These take away
-    what the state holds, so that rounding either before they are multiplied would show in what is left."""
+    """Outputs of a chunk of a head, some columns of them: V are the values, or, DELTA, those of the delta rule."""
     first_v = (tl.program_id(0) % BLOCKS) * SHAPE.BLOCK_V
     batch, head, index, tile = unit_of(LENGTHS, tl.program_id(0) // BLOCKS, HEADS, L, TILES, SHAPE.CHUNK)
     if tile.start < tile.count_q:
@@ -512,10 +530,9 @@ def linear_attention_outputs(
         decay = decay_of(DECAY, batch, head, c.token, c.there, SHAPE.CHUNK)
         a = scores_of(q, k, rq, lengths_of(k, SHAPE), DECAY, decay, SHAPE)
         s = kept_state(H, c, tile.sequence, head, HEADS, first_v, SHAPE)
-        PIECES: tl.constexpr = SHAPE.KEPT if DELTA else SHAPE.MADE
-        o = found_of(q, s, rq, decay, PIECES, SHAPE)
+        o = found_of(q, s, rq, decay, SHAPE)
         v = load_columns(V, batch, head, c.token, c.known, first_v, SHAPE)
-        o = times(o, a, v, PIECES, PIECES)
+        o = times(o, a, v, SHAPE.KEPT, SHAPE.KEPT if DELTA else SHAPE.RAW)
         store_columns(O, batch, head, c.token, c.live, o * scale, first_v, SHAPE)
 
 
@@ -560,7 +577,7 @@ def shape_of(q: Tensor, v: Tensor, normalize: bool) -> Shape:
 
 
 def kept_dtype(q: Tensor) -> torch.dtype:
-    """Of states and values that are kept for what results are made of; fp16 has not the range."""
+    """Of states and values that are kept for what gradients are made of; fp16 has not the range."""
     return q.dtype if q.dtype == torch.bfloat16 else torch.float32
 
 
@@ -651,7 +668,7 @@ def forward(
         walk(*given, None, o, scale)
         fill_rest(at, shape.CHUNK, o)
     else:
-        found = walk(*given, kept_dtype(q) if beta is None else torch.float32)
+        found = walk(*given, torch.float32)
         linear_attention_outputs(
             heads_of(q), heads_of(k), heads_of(v if found.new is None else found.new), heads_of(o), gates_of(log_decay),
             found.states, at.how, length, heads, heads // k.shape[2], batch, at.tiles, blocks_of(shape), scale,
