@@ -39,8 +39,8 @@ ROOMY = 160 * 1024  # bytes of shared memory that chunks of 64 tokens ask for, w
 # Walkers an SM from which they make outputs themselves. The states that few of them leave for others are written and read, twice
 # the bytes of q, k, v and o; against that, a chunk takes a walker about twice as long where it makes outputs too (foretold)
 CROWD = 0.5
-# The same of the delta rule: never. Its walk spills 600 to 1,070 bytes where it makes outputs; where not, none without decays,
-# 780 to 860 with them (Triton 3.6, sm_90, keys and values of 128 columns)
+# The same of the delta rule: never. Its walk spills 450 to 1,000 bytes where it makes outputs; where not, 0 to 40 without decays of
+# tokens, 260 to 560 with them (Triton 3.6, sm_90, keys and values of 128 columns)
 DELTA_CROWD = float("inf")
 SUB = tl.constexpr(16)  # rows of the blocks that are inverted row by row
 

@@ -34,7 +34,7 @@ STATE_BLOCK = 4096  # numbers of a state that a program holds: 32 a thread
 
 class Token(NamedTuple):
     """What a head of a token brings: columns of q and k [BLOCK_D] and of v [BLOCK_V], the log decay, a number or [BLOCK_D], and
-    beta, as they are stored, and 0 where there is none; or the tensors that they are loaded from."""
+    beta, as they are stored; 0 without decays or betas. Or the tensors that they are loaded from."""
 
     q: Any
     k: Any
@@ -137,8 +137,7 @@ def linear_attention_tokens(
 ):  # fmt: skip
     """Some columns of values of one head of one sequence of L tokens, of one token without L: all rows of its state in these
     columns, found in STATE, or 0, and left in FINAL, at the sequence's own slot or that which SLOTS says. Tokens in no sequence are
-    a place of their own before packed sequences, and another after them; they and those of no slot, of which nothing is read, are
-    zeros, and give 0."""
+    a place of their own before packed sequences, and another after them; they and those of no slot are not read, and give 0."""
     unit = tl.program_id(0) // BLOCKS
     head = unit % HEADS
     sequence = unit // HEADS
@@ -165,7 +164,7 @@ def linear_attention_tokens(
     token = token_at(given, batch, none + first, head, head // GROUP, known & (count > 0), d, e, D, VALUES)
     if L is None:
         o, s = take_token(s, token, DECAY, BETA, BONUS, u, NORMALIZE)
-        tl.store(to, (o * scale).to(O.data.dtype.element_ty), e < VALUES)
+        tl.store(to, tl.where(known, o * scale, 0.0).to(O.data.dtype.element_ty), e < VALUES)
     else:
         for i in range(count):
             # Loaded while the token before is taken
@@ -173,7 +172,7 @@ def linear_attention_tokens(
             after = token_at(given, batch, none + (first + i + 1), head, head // GROUP, live, d, e, D, VALUES)
             o, s = take_token(s, finite_token(token), DECAY, BETA, BONUS, u, NORMALIZE)
             at = to + (none + (first + i)).to(tl.int64) * O.stride_t
-            tl.store(at, (o * scale).to(O.data.dtype.element_ty), e < VALUES)
+            tl.store(at, tl.where(known, o * scale, 0.0).to(O.data.dtype.element_ty), e < VALUES)
             token = after
     tl.store(state_of(FINAL, slot, head, d, e), s, inside)
 
