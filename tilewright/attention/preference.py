@@ -3,9 +3,9 @@ where it leaves a forward to cuDNN: where that was measured to be faster than th
 
 `data/attention_<arch>.jsonl` has a row for each measured call that came out right, `{"direction": "forward", "kind":
 "bf16_128_128_causal", "bucket": [64, 4096, 4096], "best": "hopper", "times": {"hopper": 101.5, "portable": 130.0}, "date":
-"2026-11-17", "triton": "3.6.0"}`: bucket is batch times heads, queries and keys, or batch, rows and keys of a cache, rounded up
-to powers of two, times are microseconds, of cuDNN too where it takes such calls and ran beside ours. The nearest row of a kind
-counts if it is within a factor of four in every size, among equals that of this release of Triton. Where there is none, the chip's
+"2026-11-17", "triton": "3.6.0"}`: bucket is batch times heads, queries and keys, or batch, rows and keys of a cache, rounded up to
+powers of two, times are microseconds, of cuDNN too where it takes such calls and ran beside ours. The nearest row of a kind counts
+if it is nearer than a factor of four in every size, among equals that of this release of Triton. Where there is none, the chip's
 kernels are taken for calls that have a tile for every SM: of such calls all that were measured were faster by them. Over caches,
 where what is faster depends on more, the portable ones are. Where this Triton offers no kernels for the chip, their times count for
 nothing. Rows are data: one that is damaged, or whose best is not the one that its times say, is not believed. `tilewright docs`
