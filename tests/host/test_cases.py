@@ -626,6 +626,8 @@ def test_other_ways_of_calling_are_checked_and_timed(family, pretended, monkeypa
         assert work.call() is work.call()
     else:
         theirs = rivals.call_of(rival, work)()
+        leading, named = work.as_written(work.given)
+        assert [t.requires_grad for t in leading] == [True, True] and not named
         assert (
             len(result) == 3
             and rivals.agrees(result, theirs)
