@@ -9,6 +9,7 @@ launched is also told to the active `Recorder`, so that the op which called us c
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
 import threading
 import warnings
@@ -129,7 +130,8 @@ class Kernel:
         self.tokens, self.tune_by = frozenset(tokens), tuple(tune_by)
         self.names: list[str] = list(self.jit.arg_names)
         self.dependent = dependent
-        if bool(dependent) != ("DEPENDENT" in self.names):
+        # By the function itself: where a Triton does not offer Gluon, what stands for its `jit` has no arguments
+        if bool(dependent) != ("DEPENDENT" in inspect.signature(function).parameters):
             raise TypeError(f"{self.name}: a kernel has the constant DEPENDENT if and only if it is dependent")
         self.variants: dict[tuple, Any] = {}
         # Of a variant, by id: what launches it directly, or None
