@@ -19,7 +19,13 @@ OPS = tw.catalogue()
 # Bytes a thread: another compiler may keep a few addresses in memory, not a tile. Kernels in Gluon fill the registers that they
 # are given, and Triton 3.9 has its assembler allocate these by a simpler rule: `docs/measured.md` says what that comes to
 SPILLS, GLUON_SPILLS = 64, 192
-MORE_SPILLS = {"attention_backward_hopper": 424, "attention_codes_hopper": 1900}
+MORE_SPILLS = {
+    "attention_backward_hopper": 424,
+    "attention_codes_hopper": 1900,
+    # Addresses: of a walk before and after its loop, of a walk back twelve that each chunk loads. Triton 3.6 spills neither
+    "linear_attention_states": 108,
+    "linear_attention_states_backward": 96,
+}
 
 
 @cache
