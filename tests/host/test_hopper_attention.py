@@ -164,7 +164,7 @@ def test_rows_of_this_triton_count_first(rows):
     other = "3.6.0" if here != "3.6" else "3.9.0"
     rows(row(hopper=3.0, triton=other), row(hopper=1.0, triton=f"{here}.0"))
     assert chosen(call(causal=True)) == "hopper"
-    assert preference.nearest("sm_90", "forward", "bf16_128_128_causal", *sizes, release(other)) == "portable"
+    assert preference.nearest("sm_90", "forward", "bf16_128_128_causal", *sizes, release(other))["best"] == "portable"
 
 
 @pytest.mark.parametrize(
