@@ -84,14 +84,18 @@ def declared(mutant: Mutant, folder: Path) -> Iterator[tuple[Op, Path]]:
 def redirected(text: str, file: str, module: str) -> str:
     """The text with its imports of and from a file taken from another module."""
     package, _, name = file.removesuffix(".py").replace("/", ".").rpartition(".")
-    both = (
-        (f"from {package}.{name} import", f"from {module} import"),
-        (f"from {package} import {name}\n", f"import {module} as {name}\n"),
-    )
-    assert sum(text.count(old) for old, _ in both) == 1, f"{file} is not imported once"
-    for old, new in both:
-        text = text.replace(old, new)
-    return text
+    lines, found = [], 0
+    for line in text.splitlines(keepends=True):
+        whole = line.removeprefix(f"from {package} import ").rstrip("\n").split(", ") if "(" not in line else []
+        if line.startswith(f"from {package}.{name} import"):
+            line, found = line.replace(f"{package}.{name}", module, 1), found + 1
+        elif line.startswith(f"from {package} import ") and name in whole:
+            others = [other for other in whole if other != name]
+            kept = f"from {package} import {', '.join(others)}\n" if others else ""
+            line, found = f"{kept}import {module} as {name}\n", found + 1
+        lines.append(line)
+    assert found == 1, f"{file} is not imported once"
+    return "".join(lines)
 
 
 MUTANTS = [
