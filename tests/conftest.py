@@ -83,8 +83,9 @@ def pytest_runtest_makereport() -> Iterator[Any]:
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     told = dict(report.user_properties)
-    _spent[told["subject"]] += told["seconds"]
-    _tests[told["subject"]] += report.when == "call"
+    if "subject" in told:  # of a test whose process died nobody says what it took, and it is still to be reported
+        _spent[told["subject"]] += told["seconds"]
+        _tests[told["subject"]] += report.when == "call"
 
 
 @pytest.hookimpl(optionalhook=True)

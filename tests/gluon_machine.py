@@ -584,6 +584,7 @@ def folded(parts: tuple, axis: int, combine: Callable) -> tuple:
 
 LANGUAGE = SimpleNamespace(
     **{name: getattr(torch, name) for name in ("float32", "float16", "bfloat16", "int64", "int32", "int8")},
+    float8e4nv=torch.float8_e4m3fn,
     program_id=lambda _: value(machine().program),
     static_range=range,
     cdiv=lambda a, b: -(-a // b),

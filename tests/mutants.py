@@ -84,14 +84,18 @@ def declared(mutant: Mutant, folder: Path) -> Iterator[tuple[Op, Path]]:
 def redirected(text: str, file: str, module: str) -> str:
     """The text with its imports of and from a file taken from another module."""
     package, _, name = file.removesuffix(".py").replace("/", ".").rpartition(".")
-    both = (
-        (f"from {package}.{name} import", f"from {module} import"),
-        (f"from {package} import {name}\n", f"import {module} as {name}\n"),
-    )
-    assert sum(text.count(old) for old, _ in both) == 1, f"{file} is not imported once"
-    for old, new in both:
-        text = text.replace(old, new)
-    return text
+    lines, found = [], 0
+    for line in text.splitlines(keepends=True):
+        whole = line.removeprefix(f"from {package} import ").rstrip("\n").split(", ") if "(" not in line else []
+        if line.startswith(f"from {package}.{name} import"):
+            line, found = line.replace(f"{package}.{name}", module, 1), found + 1
+        elif line.startswith(f"from {package} import ") and name in whole:
+            others = [other for other in whole if other != name]
+            kept = f"from {package} import {', '.join(others)}\n" if others else ""
+            line, found = f"{kept}import {module} as {name}\n", found + 1
+        lines.append(line)
+    assert found == 1, f"{file} is not imported once"
+    return "".join(lines)
 
 
 MUTANTS = [
@@ -207,12 +211,23 @@ MUTANTS += [
 ]  # fmt: skip
 
 SLOTS = "tilewright/attention/cache_write.py"
-POOL, CHUNKS, COLUMNS = (f"tilewright/ops/recurrent/{name}.py" for name in ("pool", "linear_chunks", "linear_columns"))
+POOL, CHUNKS, COLUMNS, TOKENS = (
+    f"tilewright/ops/recurrent/{name}.py" for name in ("pool", "linear_chunks", "linear_columns", "linear_tokens")
+)
 MUTANTS += [
     Mutant("causal_conv1d_step: slots past the last", "known = (slot >= 0) & (slot < POOL)", "known = slot >= 0", "wild_indices",
            "outside|out of bounds|stray", POOL, "causal_conv1d_step", through=("tilewright/ops/recurrent/causal_conv1d_step.py",)),
-    Mutant("linear_attention: decay to the chunk's end forgotten", "left = wide * (rk * to_end(decay, SHAPE.CHUNK))[:, None]",
+    Mutant("linear_attention: decay to the chunk's end forgotten", "left = wide * (rk * to_end(decay))[:, None]",
            "left = wide * rk[:, None]", "accuracy", ": (o|final)", CHUNKS, "linear_attention",
+           through=("tilewright/ops/recurrent/linear_attention.py",)),
+    Mutant("linear_attention: a token is loaded past a short sequence's last", "live = known & (i + 1 < count)", "live = known",
+           "guarded_memory", "outside|out of bounds|stray", TOKENS, "linear_attention",
+           through=("tilewright/ops/recurrent/linear_attention.py",)),
+    Mutant("linear_attention: tokens in no sequence go on from a state", "known = known & (sequence < SEQUENCES)", "known = known",
+           "accuracy", ": o|outside|out of bounds|stray", TOKENS, "linear_attention",
+           through=("tilewright/ops/recurrent/linear_attention.py",)),
+    Mutant("linear_attention_columns: a short sequence takes its first token alone", "            token = after\n", "",
+           "accuracy", ": (o|final)", TOKENS, "linear_attention_columns",
            through=("tilewright/ops/recurrent/linear_attention.py",)),
     Mutant("linear_attention_columns: a decay too few in a block", "& (j + 1 <= place - LATE)", "& (j + 1 < place - LATE)",
            "accuracy", ": o", COLUMNS, "linear_attention_columns", through=("tilewright/ops/recurrent/linear_attention.py",)),
@@ -282,6 +297,22 @@ MUTANTS += [
            f"{SAMPLING}/sample.py", "sample"),
     Mutant("ancestors counted by steps", "depth = depth + length", "depth = depth + 1", "accuracy", "depth", f"{SAMPLING}/tree.py",
            "tree_bits"),
+]  # fmt: skip
+
+KEYS, SPARSE = "tilewright/ops/recurrent/rwkv_keys.py", "tilewright/ops/activation/sparse_mm.py"
+MUTANTS += [
+    Mutant("rwkv_keys: gradient along the head kept", "(g - removal * s) * inverse", "(g - 0.0 * removal * s) * inverse",
+           "accuracy", "d_k", KEYS, "rwkv_keys"),
+    Mutant("rwkv_keys: dka of a alone", "dka += dkeys * (k * (a - 1.0))", "dka += dkeys * (k * a)", "accuracy", "d_ka", KEYS,
+           "rwkv_keys"),
+    Mutant("rwkv_keys: a long head read by its first columns", "for start in range(0, D, BLOCK):\n        c = columns",
+           "for start in range(0, BLOCK, BLOCK):\n        c = columns", "sizes", "removal|d_", KEYS, "rwkv_keys"),
+    Mutant("sparse_mm: weights of 0 have a place", "tl.cumsum(counts, 0) - 1, -1)", "tl.cumsum(counts, 0) - 1, 0)", "accuracy",
+           "out", SPARSE, "sparse_mm"),
+    Mutant("sparse_mm: the last of a chunk left out", "count = tl.sum(counts, 0)", "count = tl.sum(counts, 0) - 1", "accuracy",
+           "out", SPARSE, "sparse_mm"),
+    Mutant("sparse_mm: a part reads into the next", "tl.minimum(part * per + per, tl.cdiv(K, CHUNK))",
+           "tl.minimum(part * per + per + 1, tl.cdiv(K, CHUNK))", "sizes", "out", SPARSE, "sparse_mm"),
 ]  # fmt: skip
 
 # What only the compiled code shows: nothing that a property can see is wrong in these.

@@ -132,7 +132,7 @@ def attention_codes(
     kv_len: Tensor | None = None,
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
-    backend: Literal["auto", "hopper", "portable"] = "auto",
+    backend: Literal["auto", "triton", "hopper", "portable"] = "auto",
     out: tuple[Tensor | None, Tensor | None] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(o, lse) of `attention_lse` over `k` in codes, int8 or e4m3, with a `k_scale` [batch, keys, kv_heads]."""
@@ -158,7 +158,7 @@ def attention_codes_pv(
     kv_len: Tensor | None = None,
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
-    backend: Literal["auto", "hopper", "portable"] = "auto",
+    backend: Literal["auto", "triton", "hopper", "portable"] = "auto",
     out: tuple[Tensor | None, Tensor | None] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(o, lse) of `attention_lse` over `k` in codes, int8 or e4m3, with a `k_scale` [batch, keys, kv_heads]."""
@@ -1073,6 +1073,17 @@ def routing_map(
 ) -> tuple[Tensor, Tensor]:
     """(dense probs [..., experts], map bool [..., experts]) of a choice of experts and its weights, both [..., k]."""
 
+def rwkv_keys(
+    k: Tensor,
+    kk: Tensor,
+    a: Tensor,
+    ka: Tensor,
+    *,
+    heads: int,
+    out: tuple[Tensor | None, Tensor | None, Tensor | None] | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """RWKV-7's (keys, removal, removal_a): `k * (1 + (a - 1) * ka)`, `k * kk` of each head brought to length 1, that times `a`."""
+
 def sample(
     logits: Tensor,
     seed: Tensor,
@@ -1112,6 +1123,14 @@ def sort_chunks(
     out: tuple[Tensor | None, Tensor | None] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(rows [rows, hidden], row_probs [rows]): the chunks of `x`, of `sizes` rows each, in the order `order`."""
+
+def sparse_mm(
+    a: Tensor,
+    b: Tensor,
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
+    """`a @ b`, of weights `a` [..., inner], most of which are 0, and rows `b` [inner, columns]: summed in fp32, rounded once."""
 
 def topk_routing(
     logits: Tensor,

@@ -18,14 +18,10 @@ OTHERS = (*WHOLE, *BOOL)
 # Of each line: a reason, in which {} is the dtype's name; dtypes; overloads
 Lines = tuple[tuple[str, tuple[torch.dtype, ...], str], ...]
 
+# float64 in products, which would take a kernel of its own, is all that a GPU's aten takes of these: integers are a processor's
 LEFT: Lines = (
-    ("a floored quotient of 16-bit floats", HALVES,
-     "div.Tensor_mode div_.Tensor_mode floor_divide floor_divide.out floor_divide_.Tensor"),
     ("other dtypes than 16 bits and fp32, or several", (*FP64, *OTHERS), "addmm addmm.out addmv addmv.out bmm mm mm.out mv"),
-    ("another dtype than fp32", (*HALVES, *FP64, *OTHERS), "linspace.out logspace.out"),
-    ("dtype {}", OTHERS, "allclose isclose isfinite isinf nan_to_num native_dropout_backward threshold threshold_backward"),
-    ("integers", OTHERS, "addr"),
-    ("a result that is resized, cast or strided", (*FLOATS, torch.int16, torch.int8, *BYTE, *BOOL), "randperm.generator_out"),
+    ("dtype {}", OTHERS, "native_dropout_backward"),
     ("gradients by frequency, or of integers", OTHERS, "embedding_dense_backward"),
     ("no floats", OTHERS, "max_pool2d_with_indices _upsample_bicubic2d_aa"),
 )  # fmt: skip
@@ -57,9 +53,10 @@ REFUSED: Lines = (
     ("dtype {}", BOOL,
      "abs abs_ addcmul argmax argmin clamp.Tensor clamp_.Tensor cumsum.out div.Tensor_mode div_.Tensor_mode floor_divide"
      " floor_divide.out floor_divide_.Tensor isin.Tensor_Tensor isin.Tensor_Scalar isin.Scalar_Tensor neg neg_"
-     " pow.Tensor_Tensor pow_.Tensor relu relu_ remainder.Tensor remainder_.Tensor"),
+     " pow.Tensor_Tensor pow_.Tensor relu relu_ remainder.Tensor remainder_.Tensor threshold threshold_backward"),
     ("{}", BOOL, "sub.Tensor sub_.Tensor"),
-    ("{}, or a result that is resized or strided", BOOL, "arange.start_out"),
+    ("{}, or a result that is resized or strided", BOOL, "arange.start_out linspace.out logspace.out"),
+    ("a result that is resized or strided, or cannot hold them", BOOL, "randperm.generator_out"),
     ("no two vectors of one length and dtype", BOOL, "dot vdot"),
     ("a dimension or dtype that is refused", BOOL, "topk"),
     ("a result that cannot hold it", OTHERS,

@@ -101,10 +101,9 @@ def test_awkward_operands(name, layout):
     if (
         x.numel()
         and x.dtype == FP32
-        and (x.is_contiguous() or name in ("add", "neg", "number", "clamp", "sum", "clone"))
+        and (x.is_contiguous() or name in ("add", "neg", "number", "clamp", "sum", "cumsum", "cummax", "clone"))
     ):
-        # Of what the call reverses on the way, four dimensions are taken
-        assert ran and declined.keys() <= {"flip"}, declined
+        assert ran and not declined, declined
 
 
 def test_offsets_past_32_bits():
@@ -136,8 +135,7 @@ def test_numbers_promote_as_atens(number, dtype):
         declined: dict[str, Any] = {}
         aten, ours, ran = both(call, declined)
         assert not differences(ours, aten), at
-        cut = number == 2.5 and not dtype.is_floating_point and "full_like" in declined  # to an integer, by aten
-        assert ran or cut or isinstance(aten, str), (at, declined)
+        assert ran or isinstance(aten, str), (at, declined)
 
 
 @pytest.mark.parametrize("exponent", [0, 1, 2, 3, 0.5, -0.5, -1, -2, 1.75, -2.25, 63.0])
@@ -188,10 +186,10 @@ def test_gelu_of_every_16_bit_number(dtype, approximate):
 
 
 def test_steps_that_end_at_0():
-    """Where counting from the start leaves a little more."""
+    """Where counting from the start would leave a little more."""
     for start, end, steps in ((-2.0, 0.0, 50), (1.0, 0.0, 50), (3.0, 1e-9, 50), (0.0, 1.0, 50)):
-        aten, ours, _ = both(lambda own=(start, end, steps): torch.linspace(*own))
-        assert ours[-1] == aten[-1] == torch.tensor(end) and ours[0] == start
+        aten, ours, ran = both(lambda own=(start, end, steps): torch.linspace(*own))
+        assert ran and ours[-1] == aten[-1] == torch.tensor(end) and ours[0] == start
         torch.testing.assert_close(ours, aten, rtol=1e-6, atol=1e-7)
 
 

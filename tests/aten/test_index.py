@@ -69,6 +69,22 @@ def test_an_index_outside_writes_nothing():
         assert not differences(made, expected)
 
 
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+@pytest.mark.parametrize("places", [(0,), (1,), (1024,), (1025,), (2, 30, 40)], ids=str)
+def test_losses_of_one_program_and_of_several(places, reduction):
+    """And the total of weights, which a backward pass divides by."""
+    torch.manual_seed(0)
+    scores = torch.randn(places[0], 5, *places[1:])
+    target, weight = torch.randint(0, 5, places), torch.rand(5)
+    name = "nll_loss2d_forward" if len(places) == 3 else "nll_loss_forward"
+    overload, kind = getattr(torch.ops.aten, name), ["none", "mean", "sum"].index(reduction)
+    aten, exact = (overload(t, target, weight.to(t.dtype), kind, 3) for t in (scores, scores.double()))
+    assert not differences(ours(lambda: overload(scores, target, weight, kind, 3)), aten, exact)
+    turned = scores.movedim(1, 0).contiguous().movedim(0, 1)
+    if len(places) == 1:
+        assert not differences(ours(lambda: overload(turned, target, weight, kind, 3)), aten, exact)
+
+
 def test_a_label_outside_poisons_its_own_loss():
     scores, target = torch.randn(5, 4), torch.tensor([0, 4, 3, -7, 2])
     made = ours(lambda: F.nll_loss(scores, target, reduction="none", ignore_index=2))

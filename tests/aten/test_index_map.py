@@ -64,6 +64,19 @@ def test_boxes_and_bands(what, known):
     assert known == [near]
 
 
+@pytest.mark.parametrize("what", ["flip", "pad", "cut"])
+def test_more_loops_than_a_launch_takes(what, known):
+    """One for each index of the outer ones; those outside of a box have nothing of the operand."""
+    x = drawn(3, 4, 3, 4, 3, 6)[..., ::2].permute(5, 0, 3, 1, 4, 2)
+    name, args = {
+        "flip": ("flip", (x.contiguous(), [0, 2, 4])),
+        "pad": ("constant_pad_nd", (x, [1, 1] * 6, 3)),
+        "cut": ("constant_pad_nd", (x, [-1, 1, 0, 1, 1, -1, 1, 1, 0, 1, -1, 2], 3)),
+    }[what]
+    made, aten = table.FORMS[name](*args), getattr(torch.ops.aten, name)(*args)
+    assert not differences(made, aten) and 1 < len(known) <= index_map.pointwise.MOST_LAUNCHES
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.bool])
 def test_every_width(dtype, known):
     x = drawn(37, 48, dtype=dtype)

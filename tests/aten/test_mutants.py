@@ -11,11 +11,12 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra import libdevice
 
 import tilewright as tw
 from tests.aten.compare import differences
-from tilewright.aten import functions as f
 from tilewright.aten import (
+    forms,
     index_add,
     index_move,
     layout,
@@ -27,6 +28,7 @@ from tilewright.aten import (
     scan,
     table,
 )
+from tilewright.aten import functions as f
 from tilewright.aten import sort as sorting
 
 
@@ -86,7 +88,13 @@ def first_place(i, j):
     return tl.where(i < 0, j, i)
 
 
+@triton.jit
+def rounded_up(x):
+    return libdevice.ceil(x).to(tl.int32)
+
+
 ADD_ROWS = index_add.add_rows
+LARGE = torch.tensor([2**40])
 TIES = torch.tensor([3, 1, 3, 1, 2])
 EQUALS = torch.tensor([1.0, 3.0, 3.0, 2.0])
 HAS_NAN = torch.tensor([1.0, float("nan"), 2.0])
@@ -110,6 +118,12 @@ MUTANTS = [
            lambda: torch.zeros(4, 2).index_add(0, TIES, torch.ones(5, 2)), "values"),
     Mutant("overlaps that are not seen", pointwise, "overlapping", lambda a, b: False, lambda: one_further_on(torch.arange(64.0)),
            "not 'RuntimeError'"),
+    Mutant("a float that is rounded to an integer", f, "cut_to_int32", rounded_up, lambda: torch.tensor([2.7, -2.7]).int(),
+           "values"),
+    Mutant("a number that wraps around", pointwise, "cast_bits", lambda value, dtype: int(value),
+           lambda: torch.zeros(2, dtype=torch.uint8).fill_(300), "not 'RuntimeError'"),
+    Mutant("integers that are compared as floats", forms, "EQUAL", forms.CLOSE[False],
+           lambda: torch.isclose(LARGE, LARGE + 1, 0, 0), "values"),
     Mutant("a dropped output mask", table.FORMS, "native_layer_norm_backward", all_gradients, layer_gradients, "not None"),
     Mutant("moments of a sample", table.FORMS, "native_layer_norm", of_a_sample,
            lambda: torch.native_layer_norm(torch.tensor([[0.0, 2.0, 4.0, 2.0]]), [4], None, None, 0.0)[1:], "values"),

@@ -39,6 +39,7 @@ NAMES = [
     "pow", "prod", "quantile", "reciprocal", "remainder", "repeat", "rsqrt", "select_scatter", "sigmoid", "sin",
     "slice_scatter", "sqrt", "square", "stack", "std", "std.unbiased", "sub", "sum", "sum_to_size", "tanh", "tile", "trace",
     "triu", "true_divide", "var_mean", "vdot", "vstack", "where", "zeros", "zeros_like",
+    "byte", "char", "int", "long", "short",
     # index
     "__getitem__", "gather", "index_add", "index_put", "index_select", "isin", "masked_select", "nn.functional.cross_entropy",
     "nn.functional.embedding", "nn.functional.nll_loss", "nonzero", "repeat_interleave", "scatter", "scatter_add", "take_along_dim",

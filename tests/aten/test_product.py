@@ -33,6 +33,7 @@ def check(call, *given, taken: int = 1) -> None:
 def form(request, monkeypatch):
     if request.param == "large":
         monkeypatch.setattr(product, "FEW", 0)
+        monkeypatch.setattr(product, "SMALL", 0)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -53,6 +54,13 @@ def test_products_with_vectors(dtype, form):
     check(lambda a, y: torch.mv(a.t(), y), a, y)
     check(lambda y, a, x: torch.addmv(y, a, x, beta=3, alpha=0.5), y, a, x)
     check(lambda y, a, x: torch.addmv(y[:1], a[:, ::2], x[::2]), y, a, x)
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_vector_and_a_matrix_that_is_not_small(turned):
+    """By tiles of whole rows, or of columns that lie side by side."""
+    a, x = drawn((80, 1040), (1040,))
+    check(torch.mv, a.t().contiguous().t() if turned else a, x)
 
 
 def test_what_beta_0_leaves_unread():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable
 from typing import Any
@@ -225,6 +226,19 @@ def test_permutations(n):
     first, second = ours(lambda: (torch.randperm(n), torch.randperm(n, dtype=torch.int32)))
     assert torch.equal(first.sort()[0], torch.arange(n)) and second.dtype == torch.int32
     assert n < 300 or not torch.equal(first, second.long())
+
+
+@pytest.mark.parametrize(
+    ("dtype", "most"), [(torch.uint8, 256), (torch.int8, 128), (torch.float16, 2049), (torch.bfloat16, 257)]
+)
+def test_permutations_in_narrow_dtypes(dtype, most):
+    """Up to where all numbers are one of the dtype's; more are aten's to refuse, or to round."""
+    with tw.aten.use("all", include=["randperm"]):
+        made = torch.randperm(most, dtype=dtype)
+        with contextlib.suppress(RuntimeError):
+            torch.randperm(most + 1, dtype=dtype)
+        assert tw.aten.report()["randperm.generator_out"]["taken"] == 1
+    assert torch.equal(made.long().sort()[0], torch.arange(most))
 
 
 # ---- generators ------------------------------------------------------------------------------------------------------

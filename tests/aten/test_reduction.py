@@ -12,8 +12,10 @@ from torch import Tensor
 from tests.aten.compare import as_double, differences
 from tests.aten.samples import DEVICE
 from tests.aten.test_beyond import both
-from tilewright.aten import reduction
+from tilewright.aten import reduction, reduction_rows
+from tilewright.core.target import TARGETS, pretend
 from tilewright.core.tensor import cdiv
+from tilewright.runtime.kernel import collect
 
 # What is made, the dimensions that are reduced, and the form: which lie side by side, kept and reduced ones of one loop, in words
 SHAPES: dict[str, tuple[Callable[[torch.dtype], Tensor], Any, tuple[int, bool, bool, bool]]] = {
@@ -87,6 +89,20 @@ def test_two_operands(n, turned, monkeypatch):
     assert ran and not differences(made, aten, call(x.double(), y.double()), 10.0)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_losses_that_are_not_added_up(dtype):
+    """One for each element, in aten's layout; of two shapes and two dtypes too."""
+    torch.manual_seed(0)
+    x, y = torch.randn(9, 20).to(dtype), torch.randn(20, 9).to(dtype).t()
+    for one, other in ((x, y), (y, y.clone()), (x[:, ::3], x[:, 1:20:3]), (x, y[:1]), (x, y[0, 0]), (x, y.double())):
+
+        def call(a: Any = one, b: Any = other) -> Any:
+            return torch.ops.aten.mse_loss(a, b, 0)
+
+        aten, made, ran = both(call)
+        assert ran and not differences(made, aten, call(one.double(), other.double()))
+
+
 @pytest.mark.parametrize("n", [5, 1030])
 def test_moments_of_nan_and_of_large_numbers(n, monkeypatch):
     """In tiles that are not whole: columns that met nothing, far from the mean, add nothing."""
@@ -117,3 +133,62 @@ def test_the_first_of_equals_and_of_nans(shape, dim, dtype, monkeypatch):
     for call in (torch.argmax, torch.argmin):
         aten, made, ran = both(lambda call=call: call(x, dim))
         assert ran and torch.equal(made[0], aten[0])
+
+
+# ---- few elements ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("shape", "dim", "expected"),
+    [
+        ((16, 128), None, (1, 4096, 16, 1, 1)),  # 4 KB of 16 bits: one tile of 16 warps
+        ((2049,), None, (0, 2048, 4, 1, 1)),  # no whole words
+        ((16384,), None, (1, 4096, 16, 1, 1)),  # one program takes four tiles rather than a second launch
+        ((16400,), None, (1, 4096, 16, 1, 5)),
+        ((65520,), None, (1, 4096, 16, 1, 16)),
+        ((16, 128), 1, (0, 512, 4, 4, 1)),
+        ((16, 128), 0, (0, 32, 4, 2, 1)),
+        ((1 << 22,), None, (1, 2048, 8, 1, 256)),
+    ],
+)
+def test_how_few_elements_are_taken(shape, dim, expected):
+    """(which lie side by side, reduced elements of a tile, warps, programs, parts), on a chip of 132 SMs."""
+    with pretend(TARGETS["sm_90"]), collect() as wanted:
+        reduction_rows.sum_(torch.empty(shape, dtype=torch.bfloat16), dim)
+    one = wanted[0]
+    a = dict(zip(one.kernel.names, one.ordered))
+    programs = cdiv(a["KEPT"], a["BLOCK_K"])
+    assert (a["ALONG"], a["BLOCK_R"], one.options["num_warps"], programs, a["PARTS"]) == expected
+    assert len(wanted) == (1 if a["PARTS"] == 1 else 2) and a["PARTS"] * a["PER"] >= a["REDUCED"]
+
+
+@pytest.mark.parametrize("apart", [False, True], ids=["beside", "apart"])
+@pytest.mark.parametrize("n", [1, 17, 4096, 4097, 16384, 20000, 65535])
+def test_few_elements_that_make_one_result(n, apart):
+    """One tile and several, one part and several; in whole words, in others, and with gaps."""
+    torch.manual_seed(0)
+    x = torch.randn(2 * n)[::2] if apart else torch.randn(n)
+    x[n // 2] = 9.0
+    calls = [
+        torch.sum,
+        torch.amax,
+        torch.argmax,
+        torch.count_nonzero,
+        lambda t: torch.nn.functional.mse_loss(t, t.flip(0)),
+    ]
+    if n > 1:
+        calls.append(torch.var_mean)
+    for call in calls:
+        aten, made, ran = both(lambda call=call: call(x))
+        assert ran and not differences(made, aten, as_double(call(x.double())), LARGEST)
+
+
+@pytest.mark.parametrize("shape", [(70, 40), (130, 33), (3, 5, 7)])
+def test_few_elements_of_several_loops(shape):
+    """Kept or reduced, of which each is divided by the sizes of others."""
+    torch.manual_seed(0)
+    x, dims = torch.randn(*shape, 6).movedim(0, -1)[..., ::2], tuple(range(1, len(shape) + 1))
+    for dim in (dims, dims[:1], (0, *dims[1:]), None):
+        for call in (torch.sum, lambda t, d: t.amax(() if d is None else d), torch.var_mean):
+            aten, made, ran = both(lambda call=call, dim=dim: call(x, dim))
+            assert ran and not differences(made, aten, as_double(call(x.double(), dim)), LARGEST)

@@ -65,3 +65,35 @@ def test_every_form(what, dtype, parts, monkeypatch):
         aten, made, ran = both(lambda call=call: call(x, dim))
         assert ran and not differences(made, aten)
         assert torch.equal(made[0].signbit(), aten[0].signbit())  # of zeros too
+
+
+@pytest.mark.parametrize(
+    ("shape", "dim", "tile"),
+    [
+        ((16, 128), 1, (8, 128)),
+        ((128, 16), 0, (8, 128)),
+        ((300, 31), 1, (64, 32)),
+        ((3, 129), 1, (4, 512)),
+        ((5000,), 0, (1, 2048)),
+        ((17,), 0, (64, 32)),
+    ],
+)
+def test_tiles_of_few_elements(shape, dim, tile, monkeypatch):
+    seen = []
+    small_form = scan.small_form
+    monkeypatch.setattr(scan, "small_form", lambda *a: seen.append(small_form(*a)) or seen[-1])
+    torch.manual_seed(0)
+    x = whole(torch.float32, *shape)
+    for call in (torch.cumsum, torch.cummax):
+        aten, made, ran = both(lambda call=call: call(x, dim))
+        assert ran and not differences(made, aten)
+    assert [(one.block_k, one.block_r) for one in seen] == [tile, tile]
+
+
+def test_few_elements_by_parts():
+    """Of one long line, of which a launch before finds the totals."""
+    torch.manual_seed(0)
+    x = whole(torch.float32, 60000)
+    for call in (torch.cumsum, torch.cummin):
+        aten, made, ran = both(lambda call=call: call(x, 0))
+        assert ran and not differences(made, aten)

@@ -30,6 +30,7 @@ from tilewright.core.target import TARGETS
 from tilewright.runtime.source import sources
 from tilewright.toolchain import faults, registers
 from tilewright.toolchain.aot import Compiled
+from tilewright.toolchain.waits import unawaited
 
 EVERY = os.environ.get("TILEWRIGHT_COMPILE") == "all"
 SAMPLE = 12
@@ -172,9 +173,18 @@ def wrong_code(name: str, compiled: Compiled) -> list[str]:
 
 
 def unexpected(one: Variant, compiled: Compiled) -> list[str]:
-    """The same, but for what is known to be refused where it would run."""
+    """The same, but for what is known to be refused where it would run; and what comes too early."""
     refused = REFUSED.get(f"{one.arch} {one.kernel.name}")
-    return [line for line in wrong_code(one.name, compiled) if not refused or f"toolchain/{refused}.py" not in line]
+    found = [line for line in wrong_code(one.name, compiled) if not refused or f"toolchain/{refused}.py" not in line]
+    return [*found, *too_early(one, compiled)]
+
+
+def too_early(one: Variant, compiled: Compiled) -> list[str]:
+    """What a variant that begins early does before it has waited (`toolchain/waits.py`). Only the second kernel of a pair, which is
+    not dependent on whatever comes before, may read before; end it may not either."""
+    if not one.options.get("launch_pdl"):
+        return []
+    return [f"{one.name}: {line}" for line in unawaited(compiled.text, not one.constants.get("DEPENDENT", False))]
 
 
 def problems(name: str, compiled: Compiled, table: Mapping[str, Row]) -> list[str]:

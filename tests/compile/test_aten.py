@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 import triton.language as tl
@@ -37,6 +39,19 @@ FORMS = {
     "remainders of integers": ("remainder.Tensor", made((64,), torch.int32), made((64,), torch.int32)),
     "quotients of integers": ("floor_divide", made((64,), torch.int32), made((64,), torch.int32)),
     "bools": ("bitwise_not", made((64,), BOOL)),
+    "floats cut to 64 bits": ("_to_copy", made((64,), BF16), {"dtype": I64}),
+    "floats cut to 32 bits": ("_to_copy", made((64,)), {"dtype": torch.int32}),
+    "floats cut to 16 bits": ("_to_copy", made((64,), torch.float64), {"dtype": torch.int16}),
+    "floats cut to bytes": ("_to_copy", made((64,)), {"dtype": torch.uint8}),
+    "floored quotients of 16 bits": ("floor_divide", made((64,), BF16), made((64,), BF16)),
+    "integers that are close": ("isclose", made((64,), I64), made((64,), I64)),
+    "integers that are all equal": ("allclose", made((64,), I64), made((64,), I64), 0.0, 0.0),
+    "outer products of integers": ("addr", made((8, 9), I64), made((8,), I64), made((9,), I64)),
+    "a threshold of integers": ("threshold", made((64,), torch.uint8), 3, 4),
+    "losses that are not added up": ("mse_loss", made((64,), BF16), made((64,), BF16), 0),
+    "steps of integers": ("linspace.out", 0, 9, 64, {"out": made((64,), torch.int32)}),
+    "powers at steps of integers": ("logspace.out", 0, 9, 64, 2.0, {"out": made((64,), torch.int32)}),
+    "more dimensions turned over than loops": ("flip", made((2, 3, 2, 3, 2, 3)), [0, 2, 4]),
     "a choice of bools": ("where.self", made((64,), BOOL), made((64,), BOOL), made((64,), BOOL)),
     "loops outside": ("neg", made((2, 3, 2, 3, 2, 3)).permute(3, 0, 5, 2, 4, 1)[..., ::2]),
     "columns": ("sum.dim_IntList", made((256, 512), BF16), [0]),
@@ -97,6 +112,7 @@ FORMS = {
     "draws of 64 bits": ("normal_", made((64,), torch.float64)),
     "dropout of 16 bits": ("native_dropout", made((64, 64), BF16), 0.5, True),
     "dropout one by one": ("native_dropout", made((63, 63)), 0.5, True),
+    "losses of several programs": ("nll_loss_forward", made((2048, 96), BF16), made((2048,), I64), None, 1, -100),
     "losses one by one": ("nll_loss_forward", made((64, 96), BF16), made((64,), I64), None, 0, -100),
 }  # fmt: skip
 
@@ -226,7 +242,7 @@ VARIANTS = everything()
 def test_every_kernel_is_there():
     assert {one.kernel.name for one in VARIANTS.values()} == {
         "pointwise_flat", "pointwise_tiles", "turn_bytes", "reduce_tiles", "reduce_parts", "scan_tiles", "patch", "patch_odd",
-        "band", "ramp",
+        "band", "ramp", "ramp_between",
         "rows_beside", "rows_gathered", "in_turn", "several_times", "tiles_again",
         "softmax_rows", "softmax_rows_backward", "softmax_columns", "softmax_columns_backward",
         "softmax_long", "softmax_long_backward",
@@ -247,12 +263,34 @@ def test_every_kernel_is_there():
     }  # fmt: skip
 
 
+DIVISIONS = re.compile(r"(?:div|rem)\.[su]64")
+# Overloads that divide numbers of 64 bits, and not those of elements
+DIVIDE = (
+    "floor_divide",
+    "remainder",
+    "div",
+    "pow",
+    "remainders-of-integers",
+    "quotients-of-integers",
+    "powers-of-integers",
+)
+
+
 @pytest.mark.parametrize("what", VARIANTS)
 def test_it_compiles(what):
-    """Without a spill, a reduction that Triton lowers wrongly, or more shared memory than there is."""
+    """Without a spill, a reduction that Triton lowers wrongly, more shared memory than there is, or a division of 64 bits, which no
+    count of elements here asks for."""
     made = VARIANTS[what].compile()
     assert made.spills == 0 and made.shared_is_there
     assert not tables.wrong_code(what, made)
+    assert what.startswith(DIVIDE) or not DIVISIONS.search(made.text)
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("nonzero", BOOL), ("sum", torch.int8)])
+def test_more_elements_than_32_bits_count_are_divided_in_64(name, dtype):
+    """Of a view with gaps, whose elements have several loops."""
+    x = torch.empty((1 << 15, 2, 1 << 16), dtype=dtype, device="meta")[:, 1, ::3].unsqueeze(0).expand(6, -1, -1)
+    assert x.numel() > 2**31 and DIVISIONS.search(needed(name, [x], {})[0].compile().text)
 
 
 @pytest.mark.parametrize("what", ["large rows", "large columns", "large rows of fp32", "channels of a sum", "averages"])
@@ -281,6 +319,22 @@ def test_short_rows_are_read_in_whole_words(what):
     made = needed(name, args, {})[0].compile()
     assert made.count("LDG.E.128") and not made.count("LDG.E.U16") and not made.count("CALL")
     assert bool(made.count("STG.E.U16")) == ("unlike" in what)
+
+
+@pytest.mark.parametrize("to", [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8], ids=str)
+@pytest.mark.parametrize("dtype", [FP32, BF16, torch.float16, torch.float64], ids=str)
+def test_a_cast_of_floats_is_the_instruction_that_atens_is(dtype, to):
+    """What it gives out of range, and of NaNs, is then aten's too. nvcc cuts floats to narrow integers by way of an int32, whose
+    last bits they are; torch has bytes cut by way of an int64."""
+    text = needed("_to_copy", [made((64,), dtype)], {"dtype": to})[0].compile().text
+    bits = 64 if to in (torch.int64, torch.uint8) else 32
+    assert set(re.findall(r"cvt\.rzi\.(\w+)\.\w+", text)) == {f"s{bits}"}
+
+
+def test_steps_of_integers_are_counted_as_aten_does():
+    """In fp32, and a step and what it is added to rounded once."""
+    text = needed("linspace.out", [0, 9, 64], {"out": made((64,), torch.int32)})[0].compile().text
+    assert "fma.rn.f32" in text and not re.search(r"(?:mul|add)(?:\.rn)?\.f32", text)
 
 
 def test_every_value_of_a_number_is_one_variant():

@@ -21,9 +21,9 @@ from tilewright.aten.table import name_of
 from tilewright.core.target import TARGETS, pretend
 from tilewright.runtime.kernel import collect
 
-AT_MOST = 3  # of a kernel, for an overload, the dtypes of its arguments, and the function that they ask for (a norm, a rounding)
-
-
+# Of a kernel, for an overload, the dtypes of its arguments, and the function that they ask for (a norm, a rounding). Reductions of
+# few elements have two forms, of short rows and of the whole, and either may be aligned or not
+AT_MOST = 4
 MOST = 4  # samples of an entry and dtype, twice as many as a GPU makes
 
 

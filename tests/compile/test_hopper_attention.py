@@ -18,7 +18,7 @@ from tilewright.runtime.kernel import collect
 
 HOPPER = replace(TARGETS["sm_90"], gluon=True)
 ATTENTION = tw.catalogue()["attention"]
-CODED = tw.catalogue()["attention_codes"]
+CODED, CODED_PV = tw.catalogue()["attention_codes"], tw.catalogue()["attention_codes_pv"]
 pytestmark = pytest.mark.skipif(
     not TARGETS["sm_90"].hopper_gluon, reason="this Triton's Gluon is not the one that kernels are written in"
 )
@@ -107,6 +107,35 @@ def test_compiled_of_codes(D, options, most, kind):
     assert compiled.spills <= most[not triton.__version__.startswith("3.6.")]
     if triton.__version__.startswith("3.6."):
         assert not any("LDL" in line or "STL" in line for loop in loops_of(compiled.sass, D // 32 + 8) for line in loop)
+
+
+@pytest.mark.parametrize(
+    ("D", "V", "options", "most"),
+    [
+        (64, 64, {"causal": True}, (0, 60)),
+        (128, 64, {}, (0, 112)),
+        (128, 128, {"causal": True}, (100, 1016)),
+        (128, 128, {"causal": True, "cu_seqlens_q": marks(), "cu_seqlens_k": marks()}, (96, 1032)),
+    ],
+)
+def test_compiled_of_codes_of_values(D, V, options, most):
+    """Weights become codes in the registers that they are in: the loops move nothing between threads but what rows share."""
+    q, scale = blank(1, 16384, 32, D), blank(1, 16384, 8, dtype=torch.float32)
+    k, v = (blank(1, 16384, 8, columns, dtype=torch.float8_e4m3fn) for columns in (D, V))
+    with pretend(HOPPER), torch.no_grad(), collect() as found:
+        CODED_PV.run(CODED_PV.signature.bind((q, k, v, scale, None, scale), {**options, "backend": "hopper"}))
+    for before in found[:-1]:
+        assert not variant(before).compile().spills
+    one = variant(found[-1])
+    assert one.kernel.name == "attention_codes_hopper"
+    compiled = one.compile()
+    assert compiled.shared_is_there and not compiled.serialised
+    assert not wrong_code(one.kernel.name, compiled)
+    assert compiled.spills <= most[not triton.__version__.startswith("3.6.")]
+    if triton.__version__.startswith("3.6."):
+        for loop in loops_of(compiled.sass, D // 32 + 4):
+            names = [name for line in loop for name in ("LDL", "STL", "STS", "SHFL") if name in line]
+            assert names == ["SHFL"] * 4  # of the largest score, of two rows
 
 
 def loops_of(sass: str, products: int) -> list[list[str]]:

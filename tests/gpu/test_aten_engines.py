@@ -20,6 +20,7 @@ from tests.aten.test_index import (  # noqa: F401
     test_float64_gradients_by_differences,
     test_gradients_by_index,
     test_indices_of_every_kind,
+    test_losses_of_one_program_and_of_several,
     test_masks_that_broadcast,
     test_memory_that_is_read_and_written_is_atens,
     test_repeats,
@@ -39,6 +40,7 @@ from tests.aten.test_random import (  # noqa: F401
     test_draws_without_replacement,
     test_dropout_of_none_of_all_and_of_nothing,
     test_permutations,
+    test_permutations_in_narrow_dtypes,
     test_what_is_refused_is_refused_alike,
 )
 from tests.aten.test_sort import (  # noqa: F401

@@ -9,6 +9,7 @@ from tests.aten.test_index_map import (  # noqa: F401
     known,
     test_boxes_and_bands,
     test_every_width,
+    test_more_loops_than_a_launch_takes,
     test_rows_that_are_no_whole_words,
 )
 

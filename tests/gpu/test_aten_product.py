@@ -7,6 +7,7 @@ import pytest
 from tests.aten.test_product import (  # noqa: F401
     form,
     test_a_result_that_is_given,
+    test_a_vector_and_a_matrix_that_is_not_small,
     test_products_of_matrices,
     test_products_with_vectors,
     test_tf32_where_it_is_allowed,

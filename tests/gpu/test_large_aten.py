@@ -68,8 +68,10 @@ def test_what_is_selected_past_32_bits():
     with tw.aten.use("all", include=["index"]):
         assert x.nonzero().flatten().tolist() == places
         assert x.masked_select(x > 0).tolist() == [1, 2, 3, 4, 5]
+        turned = x[: SIDE**2].view(SIDE, SIDE).t()  # of two loops, which elements' numbers are divided by
+        assert turned.nonzero().tolist() == sorted([p % SIDE, p // SIDE] for p in places if p < SIDE**2)
         said = tw.aten.report()
-    assert said["nonzero"]["taken"] == said["masked_select"]["taken"] == 1
+    assert said["nonzero"]["taken"] == 2 and said["masked_select"]["taken"] == 1
 
 
 TALL = SIDE + 99  # rows of so many columns that some lie past 2^31 elements

@@ -56,6 +56,15 @@ def test_scaled_mm(name, shape):
     compare(made[rows][:, columns], whole[rows].double() @ other[columns].double().t())
 
 
+def test_sparse_mm():
+    """Rows about every 2^31 elements are wanted, and no others."""
+    inner, columns, _ = TALL
+    wanted, rows = sampled(inner, columns, False), normal(inner, columns, seed=1)
+    weights = torch.zeros(2, inner, device="cuda", dtype=torch.bfloat16)
+    weights[:, wanted] = normal(2, len(wanted), seed=2)
+    compare(tw.sparse_mm(weights, rows), weights[:, wanted].double() @ rows[wanted].double())
+
+
 @pytest.mark.parametrize("shape", [TALL, WIDE], ids=["factor", "result"])
 def test_matmul(shape):
     M, K, N = shape

@@ -2,20 +2,47 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
 import tilewright as tw
+from tilewright.check.cases import Net
 from tilewright.check.oracle import rms
+from tilewright.check.properties import guarded_memory, isolation, special_values, strides, wide_strides, wild_indices
+from tilewright.core.target import Target, pretend
+from tilewright.ops.recurrent import linear_chunks, linear_tokens
 
 pytestmark = pytest.mark.gpu
 DEVICE, LENGTH, HEADS, KEY_HEADS, WIDTH, VALUES = "cuda", 65_536, 2, 1, 64, 64
 KINDS = ("head", "token", "delta", "column", "column_delta", "bonus")
 SLOW = 1e-4  # of a log decay by token: what the first token left is still there at the last
-RESULT, STATE = 2.4e-3, 1e-5  # relative RMS, of bf16 inputs
+RESULT, STATE, GRADIENT = 2.4e-3, 1e-5, 4e-3  # relative RMS, of bf16 inputs
+
+
+@pytest.fixture(params=["few", "crowded"])
+def walkers(request, monkeypatch):
+    """Crowded: a chip of one SM is pretended, so that walkers make outputs, and gradients, themselves; those of the delta rule too,
+    which by default never do."""
+    one = replace(Target.at(torch.device(DEVICE, 0)), sms=1)
+    if request.param == "crowded":
+        monkeypatch.setattr(linear_chunks, "DELTA_CROWD", 0.0)
+    with pretend(one) if request.param == "crowded" else contextlib.nullcontext():
+        yield request.param
+
+
+@pytest.fixture
+def by_chunks(monkeypatch):
+    """However short sequences are, on a chip of its own, since calls are replayed."""
+    target = Target.at(torch.device(DEVICE, 0))
+    monkeypatch.setattr(linear_tokens, "SHORT", -1)
+    monkeypatch.setattr(linear_tokens, "SHORT_PACKED", 0)
+    with pretend(replace(target, sms=target.sms + 1)):
+        yield
 
 
 def drawn(*shape: int, seed: int, dtype: torch.dtype = torch.bfloat16, scale: float = 1.0) -> Tensor:
@@ -57,7 +84,7 @@ def off(found: Tensor, exact: Tensor) -> float:
 
 @pytest.mark.parametrize("kind", KINDS)
 @torch.no_grad()
-def test_long_sequences_neither_overflow_nor_lose_the_state(kind):
+def test_long_sequences_neither_overflow_nor_lose_the_state(kind, walkers):
     values = given(kind, LENGTH)
     o, last = tw.linear_attention(**values, normalize=True)
     with tw.force("reference"):
@@ -85,7 +112,7 @@ def summed(q: Tensor, k: Tensor, v: Tensor, state: Tensor, block: int = 2048) ->
 
 @pytest.mark.parametrize("normalize", [False, True])
 @torch.no_grad()
-def test_a_sum_of_all_tokens_keeps_each(normalize):
+def test_a_sum_of_all_tokens_keeps_each(normalize, walkers):
     """Nothing decays, and keys and values have means, so that the state grows with every token."""
     values = given("head", LENGTH)
     values.update(log_decay=None, k=values["k"] + 1.0, v=values["v"] + 1.0)
@@ -99,7 +126,7 @@ def test_a_sum_of_all_tokens_keeps_each(normalize):
     assert off(o, exact) < RESULT and off(o[:, -4096:], exact[:, -4096:]) < RESULT
 
 
-def test_the_gradient_of_a_state_keeps_each_token():
+def test_the_gradient_of_a_state_keeps_each_token(walkers):
     """Where nothing decays it is the sum of what each token read and was asked for, and both have means."""
     values = given("head", LENGTH)
     values.update(log_decay=None, q=values["q"] + 1.0, state=values["state"].requires_grad_())
@@ -111,8 +138,31 @@ def test_the_gradient_of_a_state_keeps_each_token():
     assert off(found, exact) < STATE, f"off by {off(found, exact):.1e}"
 
 
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("kind", ["none", "head", "token"])
+def test_gradients_at_the_sizes_of_a_layer(kind, normalize, walkers):
+    """Against float64 token by token, of both results, from a state."""
+    values = given("token" if kind == "none" else kind, 500, heads=4, key_heads=4, width=128)
+    values.update(
+        k=values["k"] * 0.1, v=drawn(1, 500, 4, 128, seed=2), state=drawn(1, 4, 128, 128, seed=3, dtype=torch.float32)
+    )
+    if kind == "none":
+        del values["log_decay"]
+    asked = [drawn(*t.shape, seed=9, dtype=t.dtype) for t in (values["v"], values["state"])]
+    made = {}
+    for dtype in (None, torch.float64):
+        leaves = {n: (t if dtype is None else t.to(dtype)).detach().requires_grad_() for n, t in values.items()}
+        with tw.force("reference") if dtype else contextlib.nullcontext():
+            results = tw.linear_attention(**leaves, normalize=normalize)
+            made[dtype] = torch.autograd.grad(
+                results, [*leaves.values()], [a.to(r.dtype) for a, r in zip(asked, results)]
+            )
+    for name, found, exact in zip(values, made[None], made[torch.float64]):
+        assert off(found, exact) < GRADIENT, f"{name} off by {off(found, exact):.1e}"
+
+
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_hundred_runs_have_one_hash(kind):
+def test_a_hundred_runs_have_one_hash(kind, walkers):
     """At the sizes of a model's layer, gradients too where there are any."""
     values = given(kind, 1024, heads=8, key_heads=4, width=128)
     columns = values["log_decay"].dim() == 4
@@ -126,3 +176,51 @@ def test_a_hundred_runs_have_one_hash(kind):
         bits = [t.detach().contiguous().view(torch.uint8).cpu().numpy().tobytes() for t in found]
         seen.add(hashlib.sha256(b"".join(bits)).hexdigest())
     assert len(seen) == 1
+
+
+@pytest.mark.parametrize(
+    "holds", [guarded_memory, isolation, special_values, strides, wide_strides, wild_indices], ids=lambda p: p.__name__
+)
+@pytest.mark.parametrize("name", ["linear_attention", "linear_attention_columns"])
+def test_properties_of_short_sequences_by_chunks(name, holds, by_chunks):
+    """Those that draw short sequences alone, which are walked through token by token by themselves."""
+    holds(tw.catalogue()[name], Net(device=DEVICE))
+
+
+def short(kind: str) -> tuple[dict[str, Tensor], dict[str, Tensor], Tensor]:
+    """Arguments of a few short sequences at a layer's sizes: packed, and a row of a batch each; and their marks."""
+    many, length, heads = 5, linear_tokens.SHORT_PACKED, 8
+    values = given(kind, many * length, heads=heads, key_heads=4, width=128)
+    values["state"] = drawn(many, heads, 128, VALUES, seed=3, dtype=torch.float32)
+    alike = [n for n, t in values.items() if n in ("state", "bonus") or t.dim() == 1]
+    rows = {n: t if n in alike else t.reshape(many, length, *t.shape[2:]) for n, t in values.items()}
+    return values, rows, torch.arange(0, many * length + 1, length, device=DEVICE)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@torch.no_grad()
+def test_short_sequences_by_chunks(kind, by_chunks):
+    _, rows, _ = short(kind)
+    found = tw.linear_attention(**rows, normalize=True)
+    with tw.force("reference"):
+        exact = tw.linear_attention(**{n: t.double() for n, t in rows.items()}, normalize=True)
+    assert off(found[0], exact[0]) < RESULT and off(found[1], exact[1]) < STATE
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@torch.no_grad()
+def test_short_sequences_are_steps(kind):
+    """Packed, in rows of a batch and step by step, nothing is rounded to 16 bits but outputs."""
+    packed, rows, marks = short(kind)
+    o, last = tw.linear_attention(**rows, normalize=True)
+    with tw.force("reference"):
+        exact = tw.linear_attention(**{n: t.double() for n, t in rows.items()}, normalize=True)
+    assert off(o, exact[0]) < RESULT and off(last, exact[1]) < 1e-6
+    other, end = tw.linear_attention(**packed, normalize=True, cu_seqlens=marks)
+    assert off(other.reshape(o.shape), o.double()) < 3e-4 and off(end, last.double()) < 1e-6
+    pool = rows["state"].clone()
+    for t in range(o.shape[1]):
+        now = {n: x if n == "bonus" or x.dim() == 1 else x[:, t] for n, x in rows.items() if n != "state"}
+        step = tw.linear_attention_step(**now, state=pool, normalize=True)
+        assert off(step, o[:, t].double()) < 3e-4
+    assert off(pool, last.double()) < 1e-6

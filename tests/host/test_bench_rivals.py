@@ -14,6 +14,8 @@ import pytest
 import torch
 
 import tilewright as tw
+from tests.attention_library import Watched
+from tilewright.attention import library
 from tilewright.bench import check, packaged, rivals
 from tilewright.bench.cases import CASES, Case, rival_of
 from tilewright.bench.directed import Absent
@@ -457,6 +459,7 @@ def test_flash_attention_3_is_called_as_it_wants_to_be(flash_3):
 
 
 ATTENTION = [case for case in CASES.values() if case.op == "attention"]
+OURS = {"portable", "cudnn_lse"}  # by another backend, which a CPU has not
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # that flex_attention is not compiled
@@ -484,10 +487,34 @@ def test_every_case_of_attention_has_its_rivals(case, flash_3, monkeypatch):
     dims = {name: {**few, **heads}[name] for name in case.dims}
     work = Work.build(replace(case, dims=dims, arguments=given, dtype="float32"), device="cpu")
     named = [*case.beside, *filter(None, [rival_of(case.metric)])]
-    for name in {*named} - {"portable"}:
+    for name in {*named} - OURS:
         near = check.COARSE.low if work.coarse else 1e-4  # by codes, what quantising costs
         assert rivals.agrees(work.call(), rivals.call_of(name, work)(), near), name
-    assert {*named} - {"portable"} or case.family == "attention_bwd_window"
+    assert {*named} - OURS or case.family == "attention_bwd_window"
+
+
+def test_our_own_call_by_cudnn_is_a_rival_where_torch_has_it(monkeypatch):
+    """What `auto` would take, with lse. A run says why it has none."""
+    stand_in = Watched()
+    few = {"batch": 2, "length": 24, "heads": 2, "head_dim": 16}
+    case = replace(CASES["attention_prefill_full/4x4096x32x128"], dims=few, arguments={"causal": False})
+    work = Work.build(case, device="cpu")
+    with pytest.raises(Absent, match="no attention of cuDNN"):
+        rivals.call_of("cudnn_lse", work)
+    monkeypatch.setattr(library, "entry_point", lambda: stand_in)
+    with pytest.raises(Absent, match="torch does not offer it"):
+        rivals.call_of("cudnn_lse", work)
+    monkeypatch.setattr(library, "offered", lambda a: True)
+    asked = []
+    monkeypatch.setattr(type(work), "by", lambda self, **given: asked.append(given) or self)
+    assert rivals.agrees(work.call(), rivals.call_of("cudnn_lse", work)()) and asked == [{"backend": "cudnn"}]
+    for other, words in (
+        (replace(case, arguments={"left": 3}), "left is not taken"),
+        (replace(case, dtype="float32"), "must be bfloat16"),
+        (replace(case, direction="backward"), "no forward for attention_prefill_full"),
+    ):
+        with pytest.raises(Absent, match=words):
+            rivals.call_of("cudnn_lse", Work.build(other, device="cpu"))
 
 
 @pytest.fixture
@@ -596,6 +623,33 @@ def test_every_row_is_for_an_op_or_for_attention():
     assert named - set(tw.catalogue()) <= {"attention", REPLACED}
     attention = {"cudnn", "fa2", "fa3", "flashmla", "flex"}
     assert {*packaged.RIVALS} == {"liger", "liger_cutedsl", "quack", "flaggems", "sgl_kernel", "fla", *attention}
+
+
+# ------------------------------------------------------------------------------------------------------------- FlagGems
+
+
+def test_flaggems_operators_of_rwkv(monkeypatch):
+    """Its functions with the arguments of 5.0.2: heads and their width, and a vector of weights."""
+
+    def rwkv_ka_fusion(k, kk, a, ka, H, N):
+        assert k.shape[-1] == H * N
+        unit = F.normalize((k * kk).float().view(-1, H, N), dim=-1).view(k.shape)
+        return k * (1 + (a - 1) * ka), unit.to(k.dtype), (unit * a).to(k.dtype)
+
+    def rwkv_mm_sparsity(k, v):
+        assert k.dim() == 1
+        return torch.mv(v.t(), k)
+
+    module(monkeypatch, "flag_gems", rwkv_ka_fusion=rwkv_ka_fusion, rwkv_mm_sparsity=rwkv_mm_sparsity)
+    agreed(built("rwkv_keys", options={"heads": 4}), "flaggems")
+    with pytest.raises(Absent, match="no backward"):
+        rivals.call_of("flaggems", built("rwkv_keys", "backward", options={"heads": 4}))
+    sizes = {"tokens": 1, "hidden": 300, "columns": 40}
+    one = built("sparse_mm", dims=sizes, options={"share": 0.1})
+    agreed(one, "flaggems")
+    agreed(one, "cublas")
+    with pytest.raises(Absent, match="one token"):
+        rivals.call_of("flaggems", built("sparse_mm", dims={**sizes, "tokens": 2}))
 
 
 # ---------------------------------------------------------------------------------------------------------------- torch

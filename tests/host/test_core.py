@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import threading
 
 import pytest
@@ -22,6 +23,7 @@ from tilewright.core.memory import interleaved
 from tilewright.core.private import guard
 from tilewright.core.signature import at_least
 from tilewright.op import Gradient, Op, Out, Triton
+from tilewright.runtime.front import taking
 
 WHOLE = Mutant("none", "Toy op", "Toy op", "", "", SUBJECT)
 
@@ -276,6 +278,30 @@ def test_guard_tells_kinds_of_call_apart():
     torch.vmap(lambda row: seen.append(check(x, weight)) or row)(x)
     assert seen == [False]
     assert check(x, weight)
+
+
+def test_a_kind_of_call_tells_what_is_no_tensor_apart():
+    """What takes tensors from arguments gives those of a call whose others are equal, and of the same types, and no others."""
+    x, y = torch.zeros(2), torch.ones(2)
+    first, static = tw.fp8("1x128"), tw.fp8("tensor", scale=torch.ones(1))
+    take, found = taking((x, 1, 0.5, "word", None, first, [x, 2]))
+    assert [id(t) for t in found] == [id(x), id(x)]
+    again = (
+        tw.fp8("1x128", rule="exact"),
+        tw.fp8("1x128", rule="te"),
+    )  # the second is equal to the first, and another object
+    assert again[1] is not first and again[1].key == first.key
+    like = (y, 1, 0.5, "word", None, again[1], [x, 2])
+    assert [id(t) for t in take(like)] == [id(y), id(x)]
+    for at, other in ((1, True), (1, 1.0), (1, 2), (2, 0.25), (3, "other"), (4, 0), (5, again[0]), (5, None), (5, "word"),
+                      (6, (x, 2)), (6, [x, 3]), (6, [x, True]), (6, [x])):  # fmt: skip
+        assert take((*like[:at], other, *like[at + 1 :])) is None, (at, other)
+    take, found = taking((x, math.nan))
+    assert take((y, math.nan)) == (y,) and take((y, 0.0)) is None
+    take, found = taking((x, static))
+    other = tw.fp8("tensor", scale=torch.zeros(1))
+    assert found[1] is static.tensor and take((x, other))[1] is other.tensor  # this call's scale, not the first one's
+    assert take((x, tw.fp8("tensor"))) is None and taking((x, y)) == (None, (x, y))
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 
 import numpy as np
 import pytest
@@ -220,6 +221,24 @@ def test_round_trip_through_flat_tensors():
     names, context = q.__tensor_flatten__()
     flat = Quantized.__tensor_unflatten__({n: getattr(q, n) for n in names}, context, q.shape, q.stride())
     assert flat.format == q.format and torch.equal(flat.dequantize(), q.dequantize())
+
+
+@pytest.mark.parametrize("ways", ["row", "both"])
+@pytest.mark.parametrize("offsets", [None, torch.tensor([7, 150])])
+def test_a_maker_makes_values_of_a_kind(ways, offsets):
+    """What plans make results by: as the value itself, but of other tensors, each value of its own, with none of the first kept."""
+    q = fp8("1x128", ways=ways).quantize(torch.randn(150, 256).bfloat16(), offsets=offsets)
+    make, tensors = q.maker(), [t.clone() for t in q.tensors()]
+    made, other = make((*tensors, offsets)), make((*q.tensors(), None))
+    assert type(made) is Quantized and made.format is q.format and made.key == q.key
+    assert (made.shape, made.stride(), made.dtype, made.device) == (q.shape, q.stride(), q.dtype, q.device)
+    assert [id(t) for t in made.tensors()] == [id(t) for t in tensors] and made.offsets is offsets
+    assert other.offsets is None and other.data is q.data and torch.equal(made.dequantize(), q.dequantize())
+    with pytest.raises(TypeError, match="dequantize"):
+        torch.relu(made)
+    kept = weakref.ref(tensors[0])
+    del made, tensors
+    assert kept() is None
 
 
 def test_copies_keep_bits_and_layout():

@@ -36,7 +36,7 @@ ALLOWED = {
     "data": ("a tensor of a quantised value, and a folder", ("core/format.py", "check/", "runtime/config.py")),
     "dense": ("a layout", ("check/properties.py",)),
     "dtype": ("what a tensor has", ("",)),
-    "format": ("a kind of value in JSON", ("check/model_run.py",)),
+    "format": ("what a quantised value has, and a kind of value in JSON", ("core/format.py", "check/model_run.py")),
     "glu": ("an op", ("gpu/test_large.py",)),
     "groups": ("a part of declarations", ("core/declaration.py", "check/families.py")),
     "main_grad": ("the buffer of `<op>_main_grad`, whatever the op", ("runtime/accumulate.py",)),

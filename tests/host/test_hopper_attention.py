@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import triton
 
 import tilewright as tw
 from tilewright.attention import preference
@@ -17,6 +18,7 @@ from tilewright.attention.hopper import forward as hopper
 from tilewright.attention.hopper import schedule
 from tilewright.attention.portable import Sizes, parts_of
 from tilewright.core.target import TARGETS, pretend
+from tilewright.core.triton_versions import release
 from tilewright.runtime.kernel import collect
 
 HOPPER = replace(TARGETS["sm_90"], gluon=True)
@@ -143,9 +145,26 @@ def test_auto_takes_what_was_measured_to_be_faster(rows):
     rows(row())
     assert chosen(causal) == "hopper"
     assert chosen(call()) == chosen(call(causal=True, D=64)) == chosen(call(causal=True, softcap=1.0)) == "portable"
-    assert chosen(call(causal=True, length=4096, keys=4096)) == "portable"  # far from what was measured
     rows(row(hopper=3.0))
     assert chosen(causal) == "portable"
+
+
+def test_auto_takes_the_chip_s_kernels_where_nothing_near_was_measured_and_there_is_a_tile_for_every_sm(rows):
+    large = call(batch=1, length=HOPPER.sms * 64, keys=64, heads=2)
+    assert (
+        chosen(large) == "hopper"
+        and chosen(call(batch=1, length=HOPPER.sms * 64 - 128, keys=64, heads=2)) == "portable"
+    )
+    rows(row(kind="bf16_128_128_full", bucket=(2, 16384, 64), hopper=3.0))
+    assert chosen(large) == "portable"  # by the row
+
+
+def test_rows_of_this_triton_count_first(rows):
+    here, sizes = release(triton.__version__), (8, 512, 512)
+    other = "3.6.0" if here != "3.6" else "3.9.0"
+    rows(row(hopper=3.0, triton=other), row(hopper=1.0, triton=f"{here}.0"))
+    assert chosen(call(causal=True)) == "hopper"
+    assert preference.nearest("sm_90", "forward", "bf16_128_128_causal", *sizes, release(other))["best"] == "portable"
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 import warnings
 from types import ModuleType, SimpleNamespace
@@ -9,10 +11,12 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import triton.language as tl
 
 import tilewright as tw
 from tilewright.core import triton_versions
 from tilewright.core.nest import labels, leaves, mapped
+from tilewright.core.target import TARGETS, pretend
 from tilewright.runtime import kernel as module
 from tilewright.runtime import launch as launches
 from tilewright.runtime import list_launch, plan, replay
@@ -338,6 +342,29 @@ def test_the_only_launch_of_a_plan_is_made_with_the_addresses_of_the_call(driver
 
 
 @every_version
+def test_the_only_launch_of_a_plan_may_take_slots_in_tuples_in_parts_and_more_than_once(drivers, version):
+    """An argument within a slot, one that is there twice, a tuple of one and a tuple in a tuple beside constants; a result that is
+    one of two allocations; an argument that the kernel does not get."""
+    x, z, unread = torch.zeros(8), torch.zeros(8), torch.zeros(8)
+    types = (("*fp32", "*fp32", "i32"), "*fp32", ("*fp32",), (("*fp32", "i32"), "*fp32", "i32"), "*fp32", "i32")
+    with plan.Recorder([x, z, unread]) as recorder:
+        y, temporary = torch.empty(8), torch.empty(4)
+        ordered = [(x, x[4:], 5), z[2:], (y,), ((temporary, 6), z, 7), y, 8]
+        recorder.launch(DIRECT[version](Compiled(drivers[version], types), (3,), ordered), ordered)
+    function, given = recorder.plan((y, None)).function, [torch.zeros(8) for _ in range(3)]
+    for _ in range(2):
+        found, none = function(tuple(given))
+        own = own_of(version, drivers[version].launched.pop())
+        first, second, made = given[0].data_ptr(), given[1].data_ptr(), found.data_ptr()
+        room = own[3][0][0] if version == "3.6" else own[5]
+        assert none is None and found.shape == (8,) and room not in (first, second, made, 0)
+        wanted = [(first, first + 16, 5), second + 8, (made,), ((room, 6), second, 7), made, 8]
+        assert own == (wanted if version == "3.6" else [v for _, v in leaves(wanted)])
+    assert not drivers[version].launched
+    assert function((*given[:2], torch.zeros(9)[1:])) is None and not drivers[version].launched
+
+
+@every_version
 def test_a_launch_that_is_not_the_only_one_or_takes_a_part_is_bound(drivers, version):
     """Two launches; a view; an argument that no launch takes."""
     for views in (False, True):
@@ -439,3 +466,64 @@ def test_the_variant_depends_on_what_lies_in_a_tuple():
     ]
     assert all(argument_class(other, True) != one for other in others)
     assert argument_class(Pair(torch.zeros(8), 17), False) == argument_class(Pair(torch.zeros(8), 1), False)
+
+
+# ---- dependent launches
+
+
+def add_one(X, N, LEADS: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr):
+    pass
+
+
+def dependent_kernel(dependent: Any = True) -> module.Kernel:
+    default = {"BLOCK": 128, "num_warps": 2}
+    return module.Kernel(add_one, lambda a: (3,), default=lambda a: default, dependent=dependent)
+
+
+def asked(one: module.Kernel, arch: str, **constants: Any) -> tuple[bool, bool]:
+    """Of a launch on a chip: what its programs are told, and whether it asks to begin early."""
+    with pretend(TARGETS[arch]), module.collect() as found:
+        one(torch.empty(8), 8, **{"LEADS": False, **constants})
+    (wanted,) = found
+    assert wanted.options.keys() <= {"num_warps", "launch_pdl"} and wanted.options.get("launch_pdl") in (None, True)
+    return wanted.ordered[-1], wanted.options.get("launch_pdl", False)
+
+
+def test_a_dependent_kernel_asks_to_begin_early_where_a_chip_can():
+    for arch, target in TARGETS.items():
+        assert asked(dependent_kernel(), arch) == (target.early_launch, target.early_launch)
+    assert {target.early_launch for target in TARGETS.values()} == {True, False}
+
+
+def test_a_function_says_which_launches_are_dependent():
+    one = dependent_kernel(lambda a: not a.LEADS)
+    assert asked(one, "sm_90") == (True, True) and asked(one, "sm_90", LEADS=True) == (False, False)
+
+
+def test_no_launch_begins_early_in_an_interpreter_or_where_that_is_switched_off(monkeypatch):
+    for name, value in (("INTERPRETING", True), ("EARLY", False)):
+        with monkeypatch.context() as patch:
+            patch.setattr(module, name, value)
+            assert asked(dependent_kernel(), "sm_90") == (False, False)
+
+
+@pytest.mark.parametrize("said", ["0", "1", ""])
+def test_the_environment_switches_dependent_launches_off(said):
+    code = "from tilewright.runtime import kernel; print(kernel.EARLY)"
+    env = {**os.environ, "TILEWRIGHT_DEPENDENT": said}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == str(said != "0")
+
+
+def test_the_constant_is_the_kernel_s_own():
+    with pytest.raises(TypeError, match="not for callers"):
+        asked(dependent_kernel(), "sm_90", DEPENDENT=False)
+    for function, dependent in ((add_one, False), (nothing.jit.fn, True)):
+        with pytest.raises(TypeError, match="if and only if"):
+            module.Kernel(function, lambda a: (3,), dependent=dependent)
+
+
+def test_launches_that_begin_early_are_variants_of_their_own():
+    one = dependent_kernel()
+    early, late = ([torch.empty(8), 8, False, 128, said] for said in (True, False))
+    assert one.key(early, {"num_warps": 2, "launch_pdl": True}, 0) != one.key(late, {"num_warps": 2}, 0)

@@ -13,13 +13,14 @@ from typer.testing import CliRunner
 
 import tilewright as tw
 from tilewright.__main__ import app
+from tilewright.attention import library as attending_library
 from tilewright.attention import preference as attended
 from tilewright.bench import evidence
 from tilewright.bench import preference as derived
 from tilewright.bench.cases import CASES, Case
 from tilewright.bench.work import arguments
 from tilewright.check.variants import Blank
-from tilewright.core.target import TARGETS
+from tilewright.core.target import TARGETS, pretend
 from tilewright.gemm import library, preference
 from tilewright.runtime.choose import forced
 
@@ -492,6 +493,196 @@ def test_attentions_table_comes_from_evidence(tmp_path, monkeypatch):
     derived.forget()
     with pytest.raises(ValueError, match="not a row"):
         attended.text_of([{**found[1], "best": "portable"}])
+
+
+# ---- attention by cuDNN ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def attended_rows(tmp_path, monkeypatch):
+    """A function that puts rows, by their times, into the chip's table of attention. They are of 128 heads and 4096 tokens."""
+    monkeypatch.setattr(attended, "SHIPPED", tmp_path)
+
+    def put(*times: dict[str, float], kind: str = "bf16_128_128_full", size: int = 4096, **more) -> None:
+        made = {
+            "direction": "forward",
+            "kind": kind,
+            "bucket": [128, size, size],
+            "date": "2026-11-17",
+            "triton": "3.6.0",
+        }
+        lines = [{**made, "best": attended.best_of(one), "times": one, **more} for one in times]
+        (tmp_path / "attention_sm_90.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+        derived.forget()
+
+    put()
+    yield put
+    monkeypatch.undo()
+    derived.forget()
+
+
+def attending(
+    batch=4, length=4096, keys=4096, heads=32, kv_heads=32, D=128, dtype=torch.bfloat16, **given
+) -> SimpleNamespace:
+    """Arguments of a call without memory."""
+    q, k, v = (
+        torch.empty(batch, n, h, D, dtype=dtype, device="meta")
+        for n, h in ((length, heads), (keys, kv_heads), (keys, kv_heads))
+    )
+    bound = tw.attention.op.signature.bind((), {"q": q, "k": k, "v": v, **given})
+    return SimpleNamespace(**{**bound, "out": None})
+
+
+def taken(target, **given) -> str:
+    values = vars(attending(**given))
+    with pretend(target):
+        return tw.attention.op.implementation(values, torch.device("cuda")).name
+
+
+TIMES = {"hopper": 103.0, "portable": 150.0, "cudnn": 100.0}
+
+
+def test_cudnn_is_taken_where_a_row_says_so(attended_rows, monkeypatch):
+    """By 3 % or more, near the row, of its kind, on its chip, where torch offers it, and where nothing has to be copied."""
+    monkeypatch.setattr(attending_library, "offered", lambda a: True)
+    assert taken(HOPPER) == "hopper"  # nothing is measured
+    attended_rows(TIMES)
+    for near in ({}, {"heads": 28, "kv_heads": 4}, {"batch": 2, "length": 2048, "keys": 8192}):
+        assert taken(HOPPER, **near) == "cudnn", near
+    assert taken(HOPPER, batch=4, length=512, keys=512) == "hopper"  # too far
+    for other in ({"D": 64}, {"dtype": torch.float16}, {"causal": True}):
+        assert taken(HOPPER, **other) == "hopper"
+    assert taken(TARGETS["sm_100"]) == taken(TARGETS["sm_80"]) == "portable"
+    assert taken(HOPPER, backend="triton") == taken(HOPPER, backend="hopper") == "hopper"
+    assert taken(HOPPER, backend="portable") == "portable"
+    with tw.force("triton"):
+        assert taken(HOPPER) == "hopper" and taken(HOPPER, backend="cudnn") == "cudnn"
+    heads_first = torch.empty(4, 32, 4096, 128, dtype=torch.bfloat16, device="meta").transpose(1, 2)
+    assert taken(HOPPER, q=heads_first) == "hopper" and taken(HOPPER, q=heads_first, backend="cudnn") == "cudnn"
+    assert not attending_library.fits(HOPPER, SimpleNamespace(**{**vars(attending()), "out": heads_first}))
+    attended_rows({**TIMES, "hopper": 102.9})
+    assert taken(HOPPER) == "hopper" and taken(HOPPER, backend="cudnn") == "cudnn"
+    attended_rows({**TIMES, "portable": 102.0})
+    assert taken(HOPPER) == "portable"  # the faster of ours
+
+
+def test_of_ours_the_faster_is_taken_where_cudnn_would_be_and_is_not_there(attended_rows):
+    for times, ours in ((TIMES, "hopper"), ({**TIMES, "portable": 103.0, "hopper": 110.0}, "portable")):
+        attended_rows(times)
+        assert attended.library_wanted(HOPPER, attending()) and taken(HOPPER) == ours
+        with pytest.raises(RuntimeError, match=r"^attention: no backend cudnn .*; .*portable would do"):
+            taken(HOPPER, backend="cudnn")
+
+
+def test_times_of_kernels_that_are_not_there_count_for_nothing(attended_rows):
+    attended_rows({"hopper": 90.0, "portable": 150.0, "cudnn": 100.0})
+    assert not attended.library_wanted(HOPPER, attending())
+    assert attended.library_wanted(replace(HOPPER, gluon=False), attending())
+
+
+def test_rows_of_cudnn_are_held_to_the_rule():
+    """A row that says more than its times is not believed."""
+    row = {"direction": "forward", "kind": "bf16_128_128_full", "bucket": [128, 4096, 4096], "date": "2026-11-17"}
+    row["triton"] = "3.6.0"
+    for times, best in (
+        (TIMES, "cudnn"),
+        ({**TIMES, "hopper": 102.0}, "hopper"),
+        ({**TIMES, "cudnn": 150.0}, "hopper"),
+    ):
+        for name in times:
+            read = attended.row_of(json.dumps({**row, "best": name, "times": times}))
+            assert (read is not None) == (name == best), (times, name)
+
+
+def test_attentions_rows_have_cudnn_s_time_where_it_takes_the_call():
+    """Of our own call if that was timed, else of torch's; not of codes, of a backward, of windows, or over caches."""
+    full = next(c.name for c in CASES.values() if c.family == "attention_prefill_full" and c.own)
+    beside = {"portable": 150.0, "cudnn": 101.0}
+    (made,) = derived.attention_rows([attention_row(full, 103.0, None, rivals=beside)], "sm_90")
+    assert made["times"] == {"hopper": 103.0, **beside} and made["best"] == "hopper"
+    beside["cudnn_lse"] = 99.0
+    (made,) = derived.attention_rows([attention_row(full, 103.0, None, rivals=beside)], "sm_90")
+    assert made["times"]["cudnn"] == 99.0 and made["best"] == "cudnn" and attended.row_of(json.dumps(made)) == made
+    for family in (
+        "attention_prefill_int8",
+        "attention_bwd_full",
+        "attention_prefill_window",
+        "attention_extend_paged",
+    ):
+        case = next(c for c in CASES.values() if c.family == family and c.own)
+        (made,) = derived.attention_rows([attention_row(case.name, 103.0, None, rivals=beside, op=case.op)], "sm_90")
+        assert "cudnn" not in made["times"], family
+
+
+def test_auto_is_near_the_fastest_in_all_attention_that_was_recorded():
+    """By the shipped table, over calls that our kernels and cuDNN made in one run."""
+    found = [*derived.attention_measured(evidence.everything(evidence.folder()))]
+    ratios = {one.row["case"]: one.auto for one in found}
+    assert ratios and min(ratios.values()) >= derived.LEAST, ratios
+    assert sum(attended.LIBRARY in one.times for one in found) >= 18
+    line = derived.attention_line(found)
+    assert "forwards of attention that our kernels and cuDNN made" in line and derived.attention_line([]) is None
+
+
+def test_cases_time_cudnn_as_auto_takes_it():
+    """Every forward that cuDNN takes is timed by our own call too, and `auto` beside it."""
+    for case in CASES.values():
+        if case.op == "attention" and "cudnn" in case.beside and case.direction == "forward" and case.way is None:
+            assert case.family.startswith("auto_") or "cudnn_lse" in case.beside, case.name
+    timed = [c for c in CASES.values() if c.family.startswith("auto_attention")]
+    assert timed and all(c.metric == "vs:cudnn_lse" and c.goal == derived.LEAST for c in timed)
+    assert all(c.arguments.get("backend", "auto") == "auto" for c in timed)
+
+
+def test_the_private_attention_of_torch_is_the_known_one(monkeypatch):
+    """Where its arguments change, cuDNN is not reached, and this says so before a GPU does."""
+    attending_library.entry_point.cache_clear()
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    assert attending_library.entry_point() is torch.ops.aten._scaled_dot_product_cudnn_attention.default
+    assert attending_library.absence() is None and not attending_library.offered(attending())  # no tensor of CUDA's
+    attending_library.entry_point.cache_clear()
+    monkeypatch.setattr(attending_library, "SCALED_DOT_PRODUCT", attending_library.SCALED_DOT_PRODUCT[:-1])
+    assert attending_library.entry_point() is None and "no attention of cuDNN" in attending_library.absence()
+    monkeypatch.undo()
+    attending_library.entry_point.cache_clear()
+
+
+def test_explain_says_whether_cudnn_is_faster(attended_rows):
+    words = [
+        "explain",
+        "attention",
+        "--dim",
+        "batch=4",
+        "--dim",
+        "length=4096",
+        "--dim",
+        "heads=32",
+        "--dim",
+        "head_dim=128",
+    ]
+    words += ["--option", "causal=false", "--option", "queries_per_key=1", "--option", "more_keys=0"]
+    attended_rows(TIMES, triton=triton.__version__)
+    done = CliRunner().invoke(app, [*words, "--json"])
+    assert done.exit_code == 0, done.stderr
+    made = json.loads(done.stdout)
+    assert made["taken"] == "cudnn" and made["library"] and made["evidence"]["times"] == TIMES
+    assert made["implementation"] in ("hopper", "portable") and "cudnn 100 us" in made["why"]
+    done = CliRunner().invoke(app, words)
+    assert "preference: cuDNN through torch, where torch has it (measured on 2026-11-17" in done.stdout
+    done = CliRunner().invoke(app, [*words, "--option", "softcap=2"])
+    assert "preference: our kernels (not cuDNN: softcap must be 0, got 2)" in done.stdout
+    attended_rows(TIMES, triton="3.5.1")
+    done = CliRunner().invoke(app, words)
+    assert (
+        "cudnn 100 us; ours was slower, measured with Triton 3.5, and this is" in done.stdout
+        and "103" not in done.stdout
+    )
+    attended_rows({**TIMES, "cudnn": 140.0}, triton="3.5.1")
+    done = CliRunner().invoke(app, words)
+    assert "preference: our kernels (ours was the faster at 128x4096x4096" in done.stdout
+    attended_rows()
+    done = CliRunner().invoke(app, words)
+    assert "preference: our kernels (nothing near is measured; the rule for bf16_128_128_full)" in done.stdout
 
 
 def test_a_backward_that_is_left_to_the_portable_kernels_tells_nothing():

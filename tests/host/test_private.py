@@ -27,6 +27,10 @@ def test_names_that_are_missing():
     assert private.modes_of(NOTHING)() == 1 and private.transforms_of(NOTHING)()
     assert private.keeps_graph_of(NOTHING)()
     assert private.no_modes_of(NOTHING) is nullcontext
+    counted = torch.ones(2)
+    for count in (private.count_write_of(NOTHING), private.count_write):
+        count([counted])
+    assert counted._version == 2
     assert private.guard([torch.ones(2)], NOTHING) is None
     with (
         pytest.raises(RuntimeError, match="does not let a registered backward use autograd"),
@@ -40,7 +44,7 @@ def test_names_that_are_there():
     assert private.modes is torch._C._len_torch_dispatch_stack and private.modes() == 0
     assert private.transforms is torch._C._are_functorch_transforms_active and not private.transforms()
     assert private.keeps_graph is torch._C._autograd._get_current_graph_task_keep_graph
-    assert private.levels is torch.autograd.forward_ad
+    assert private.levels is torch.autograd.forward_ad and private.count_write is torch._C._increment_version
     assert private.guard([torch.ones(2)]) is not None
     with private.recording():
         pass

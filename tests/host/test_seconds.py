@@ -78,6 +78,13 @@ def test_cpu_seconds_of_each_op_are_printed_and_kept(suite, options):
     assert "3 tests  rms_norm" in done.stdout and "budget" not in done.stdout
 
 
+def test_a_test_whose_process_dies_is_named_beside_the_others(suite):
+    (suite / "tests" / "test_dies.py").write_text("import os\ndef test_dies():\n    os._exit(3)\n")
+    done = run(suite, "-n", "1", "-k", "works or dies")
+    assert done.returncode == 1 and "FAILED tests/test_dies.py::test_dies" in done.stdout, done.stdout
+    assert "3 tests  rms_norm" in done.stdout
+
+
 def test_a_budget_warns_and_errs_only_where_asked(suite):
     few = ("-k", "works")  # without the sleeper and the other process
     slow = {"SLOWER": "0.0001"}  # every budget is exceeded

@@ -129,6 +129,7 @@ def more_cases(draw: Any) -> list[Case]:
         Case("qkv_split", {"qkv": (packed, Shard(1))}, (Shard(0),) * 3, {**heads, "transposed": True, "packing": "plain"}),
         Case("gated_group_norm", {"x": tokens, "gate": transposed, "weight": (draw(8), R)}, (Shard(0),), {"groups": 2}),
         Case("gated_group_norm", {"x": tokens, "gate": (draw(3, 4, 8), Shard(1))}, (Shard(1),), {"transposed": False}),
+        Case("rwkv_keys", {"k": tokens, "kk": (draw(8), R), "a": tokens, "ka": (draw(8), R)}, (Shard(1),) * 3, {"heads": 2}),
         Case("cross_entropy_parts", {"logits": (logits, Shard(0)), "labels": (labels, Shard(0))}, (Shard(0),), {"slant": True}),
         Case(
             "cross_entropy_join",

@@ -42,7 +42,7 @@ def test_the_table_says_what_is_stale_what_fell_back_and_what_is_missing():
 @pytest.mark.parametrize(
     ("name", "words"),
     [("add.Tensor", "all"), ("mm", "bf16, fp16, fp32"), ("gelu", "floats"), ("bitwise_not", "integers, bool"),
-     ("upsample_nearest2d", "floats, uint8"), ("linspace.out", "fp32"), ("polar", "fp32, float64")],
+     ("upsample_nearest2d", "floats, uint8"), ("linspace.out", "floats, integers"), ("polar", "fp32, float64")],
 )  # fmt: skip
 def test_dtypes_in_words(name, words):
     assert tried.taken_dtypes(name) == words

@@ -3,9 +3,30 @@ must not matter."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+import tilewright as tw
 from tests.interpreter.sequences import cut_anywhere, decayed_to_nothing, steps_after_prefill
+from tilewright.check.cases import Net
+from tilewright.check.properties import guarded_memory, isolation, special_values, strides
+from tilewright.core.target import INTERPRETER, pretend
+from tilewright.ops.recurrent import linear_tokens
+
+
+@pytest.fixture(autouse=True)
+def by_chunks(monkeypatch):
+    """However short sequences are, on a chip of its own, since calls are replayed."""
+    monkeypatch.setattr(linear_tokens, "SHORT", -1)
+    monkeypatch.setattr(linear_tokens, "SHORT_PACKED", 0)
+    with pretend(replace(INTERPRETER, sms=INTERPRETER.sms + 1)):
+        yield
+
+
+@pytest.mark.parametrize("holds", [guarded_memory, isolation, special_values, strides], ids=lambda p: p.__name__)
+def test_properties_of_short_sequences(holds):
+    holds(tw.catalogue()["linear_attention_columns"], Net(interpreter=True, cases=7))
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from tilewright.check.memory import guarded_allocations
 from tilewright.check.oracle import same_bits
 from tilewright.op import Cost, Gradient
 from tilewright.runtime import replay, run
-from tilewright.runtime.plan import Recorder
+from tilewright.runtime.plan import Made, Recorder
 
 KEPT = torch.full((64,), 3.0)  # memory that belongs to no call
 
@@ -422,3 +422,63 @@ def test_guarded_memory_is_no_part_of_a_plan():
         assert not op.plans
         tw.rms_norm(x)
         assert len(op.plans) == 1
+
+
+# ---- calls of torch's own that allocate what they give ---------------------------------------------------------------
+
+
+def doubled(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Two tensors that this allocates: 2x, as a view of what is turned, and the sums of its rows."""
+    DOUBLED.append(x.data_ptr())
+    return (2.0 * x).t().contiguous().t(), x.sum(1)
+
+
+DOUBLED: list[int] = []
+
+
+def by_both(x: Tensor, z: Tensor | None, factor: float) -> Tensor:
+    """Launches before and after such a call, of memory that is asked for before and after it."""
+    first = torch.empty(x.shape)
+    launch(x, z, first, factor)
+    twice, _ = Made.of(doubled, (first,), lambda: (torch.empty_strided(x.shape, (1, x.shape[0])), torch.empty(len(x))))
+    second = torch.empty(x.shape)
+    launch(twice, first, second, 1.0)
+    return second
+
+
+def test_what_a_step_allocates_is_a_slot_of_the_plan(declare):
+    op, host = declare(by_both)
+    DOUBLED.clear()
+    for seed in range(4):
+        x, z = pair(8, 8, seed=seed)
+        first = 2 * x + z
+        same_bits(f"call {seed}", op(x, z), 2 * first + first)
+    assert host.runs == 1 and len(DOUBLED) == 4
+
+
+def test_what_a_step_allocates_may_be_the_result(declare):
+    """It is the caller's own, and no view; of memory that is given, a copy is made, and there is no plan."""
+    op, host = declare(
+        lambda x, z, factor: Made.of(doubled, (x,), lambda: (x.new_empty(x.shape), x.new_empty(len(x))))[0]
+    )
+    for seed in range(3):
+        x, _ = pair(8, 8, seed=seed)
+        made = op(x)
+        same_bits(f"call {seed}", made, 2 * x)
+        assert not made._is_view() and made.data_ptr() != x.data_ptr() and made.stride() == (1, 8)
+        made.add_(1.0)
+    assert host.runs == 1
+    for seed in range(3):
+        x, _ = pair(8, 8, seed=seed)
+        out = torch.zeros(8, 8)
+        assert op(x, out=out) is out
+        same_bits(f"out {seed}", out, 2 * x)
+
+
+def test_a_run_that_launches_nothing_makes_no_such_call(declare):
+    op, host = declare(by_both)
+    DOUBLED.clear()
+    x, z = pair(8, 8)
+    with run.compiling_only():
+        op.run(op.signature.bind((x, z), {}))
+    assert not DOUBLED and host.runs == 1

@@ -55,6 +55,19 @@ def copy(x):
 
 
 @triton.jit
+def cut_to_int32(x):
+    """A float without its fraction. What no int32 is becomes the nearest one, and a NaN 0, or the lowest if it is of float64: so
+    does the one instruction behind it, which is also what aten's casts are compiled to."""
+    return x.to(tl.int32)
+
+
+@triton.jit
+def cut_to_int64(x):
+    """The same of int64, but that every NaN becomes the lowest."""
+    return x.to(tl.int64)
+
+
+@triton.jit
 def negative(x):
     return -x
 

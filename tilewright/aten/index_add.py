@@ -16,15 +16,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..core.debug import check_indices
 from ..core.tensor import cdiv
 from ..runtime.kernel import kernel
 from . import forms, layout, plans, pointwise
-from .index_move import LOOPS, MOST, check_index, check_written, dim_of, known_index
+from .index_move import LOOPS, MOST, check_index, check_written, dim_of, known_index, look_at_index
 from .layout import Ints
 from .order import ordered
 from .plans import bits_of, own
-from .pointwise import IN_TRITON, WORDS, number, stored, whole_words
+from .pointwise import IN_TRITON, WORDS, number, over, stored, whole_words
 from .row import Declined, compute_dtype, of_numbers, taken
 
 SLICE = 64, 128  # of rows that are summed many at a time, or one by one (of longer ones fewer sums are in parts)
@@ -38,6 +37,21 @@ PLACED = (
 )  # fmt: skip
 
 
+@triton.jit
+def coordinates(i, count, n0, n1, n2):
+    """The four of the i-th of `count`, of which n0 are innermost. One loop asks for no division."""
+    l0 = i.to(tl.int64)
+    l1 = l0 * 0
+    l2 = l1
+    l3 = l1
+    if count > n0:
+        rest, one = over(i, n0, count)
+        rest, two = over(rest, n1, count)
+        rest, three = over(rest, n2, count)
+        l0, l1, l2, l3 = one.to(tl.int64), two.to(tl.int64), three.to(tl.int64), rest.to(tl.int64)
+    return l0, l1, l2, l3
+
+
 @kernel(grid=lambda a: (cdiv(a.T, a.BLOCK),), tokens=PLACED, default=lambda a: {"BLOCK": 512, "num_warps": 4})
 def place_keys(
     KEYS, I, J, K, T, LAST, n0, n1, n2, n3, i0, i1, i2, i3, j0, j1, j2, j3, k0, k1, k2, k3, m0, m1, m2, m3, dim0, dim1,
@@ -47,10 +61,7 @@ def place_keys(
     stands for what names none."""
     t = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = t < T
-    l0 = t % n0
-    l1 = t // n0 % n1
-    l2 = t // n0 // n1 % n2
-    l3 = t // n0 // n1 // n2
+    l0, l1, l2, l3 = coordinates(t, T, n0, n1, n2)
     ok, i = known_index(I, l0 * i0 + l1 * i1 + l2 * i2 + l3 * i3, inside, dim0, WRAP)
     key = i * step0 + l0 * m0 + l1 * m1 + l2 * m2 + l3 * m3
     if J is not None:
@@ -301,8 +312,7 @@ def keys_of(shape: Ints, named: list[tuple], wrap: bool, loops: Ints, places: Pl
     merged = merge(shape, [*strides, loops or (0,) * len(shape)])
     T, last = math.prod(shape), places.count
     for tensor, _, size, _ in named:
-        plans.look_at(tensor)
-        check_indices("aten", "index", tensor, -size if wrap else 0, size)
+        look_at_index(tensor, size, wrap)
     keys = own(torch.empty((1, T), dtype=torch.int32 if last < 2**31 - 1 else torch.int64, device=named[0][0].device))
     sizes, steps = merged
     absent = MOST - len(named)

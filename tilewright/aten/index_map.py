@@ -9,6 +9,7 @@ repeat) is one; of rows that are short or repeated, one of `copies.py`.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -19,13 +20,14 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import libdevice
 
+from ..core.target import INTERPRETING
 from ..core.tensor import cdiv, power_of_two
-from ..runtime.kernel import kernel
+from ..runtime.kernel import Kernel, kernel
 from . import copies, forms, plans, pointwise
 from .copies import quotient
 from .layout import is_dense
-from .plans import bits_of, own
-from .pointwise import IN_TRITON, SMALL, SMALL_TILE, WORDS, number, stored, tile_at, tile_of, whole_words
+from .plans import bits_of, cast_bits, own
+from .pointwise import IN_TRITON, SMALL, SMALL_TILE, WORDS, number, over, stored, tile_at, tile_of, whole_words
 from .row import TAKEN, Declined, compute_dtype, of_numbers, taken
 
 LOOPS = 4
@@ -121,8 +123,8 @@ def patch_odd(
     words: rows by tiles would be written in parts of sectors. What is asked of its ROWS rows is looked up by their elements."""
     first = tl.program_id(0).to(tl.int64) * BLOCK
     i = tl.arange(0, BLOCK)
-    row = (first // n0).to(tl.int32)
-    low = (first - row.to(tl.int64) * n0).to(tl.int32)
+    row, low = over(first, n0, N)
+    row, low = row.to(tl.int32), low.to(tl.int32)
     # As in `copies.move_rows`: a row that is longer than a block ends once in it at most
     step = tl.minimum(n0, BLOCK)
     down = quotient(i, step - tl.minimum(n0 - low, step), inverse).to(tl.int32)
@@ -179,15 +181,30 @@ def band(
     tl.store(OUT + (line * width)[:, None] + c[None, :], stored(value, OUT), inside)
 
 
-@kernel(grid=lambda a: (cdiv(a.N, a.BLOCK),), tokens=("N", "S0", "S1", "S2"), default=lambda a: {"num_warps": 4})
-def ramp(
-    OUT, N, S0: tl.int64, S1: tl.int64, S2: tl.int64, COMPUTE: tl.constexpr, POWERS: tl.constexpr, BLOCK: tl.constexpr
-):
-    """S0, S0 + S1, S0 + 2 S1 ..., or S2 to the power of these."""
+@kernel(grid=lambda a: (cdiv(a.N, a.BLOCK),), tokens=("N", "S0", "S1"), default=lambda a: {"num_warps": 4})
+def ramp(OUT, N, S0: tl.int64, S1: tl.int64, COMPUTE: tl.constexpr, BLOCK: tl.constexpr):
+    """S0, S0 + S1, S0 + 2 S1 ..."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     value = number(S0, COMPUTE) + i.to(COMPUTE) * number(S1, COMPUTE)
+    tl.store(OUT + i, stored(value, OUT), i < N)
+
+
+@kernel(grid=lambda a: (cdiv(a.N, a.BLOCK),), tokens=("N", "S0", "S1", "S2", "S3"), default=lambda a: {"num_warps": 4})
+def ramp_between(
+    OUT, N, S0: tl.int64, S1: tl.int64, S2: tl.int64, S3: tl.int64, COMPUTE: tl.constexpr, POWERS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """N numbers from S0 to S1, S2 apart: as torch has them, the first half counted from S0 and the others back from S1, so that
+    both ends are what they are. POWERS: S3 to the power of these. Integers are what is left without a fraction."""
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    first = i < N // 2
+    steps = tl.where(first, i, i - (N - 1)).to(COMPUTE)
+    value = tl.where(first, number(S0, COMPUTE), number(S1, COMPUTE)) + steps * number(S2, COMPUTE)
     if POWERS:
-        value = libdevice.pow(number(S2, COMPUTE) + value * 0.0, value)
+        value = libdevice.pow(number(S3, COMPUTE) + value * 0.0, value)
+    if OUT.dtype.element_ty.is_int():
+        # As torch's are cut: of an end that fp32 has no number for, the nearest one may be too large for the dtype
+        value = value.to(tl.int64 if OUT.dtype.element_ty == tl.int64 else tl.int32)
     tl.store(OUT + i, stored(value, OUT), i < N)
 
 
@@ -209,7 +226,7 @@ def put(
     """Fill `out`, which has no gaps, with `x` in the box of each dimension, and with `other` or `value` elsewhere. `x` is read from
     its element `start` on, by these strides if they are not its own."""
     compute = compute_dtype(out.dtype)
-    bits = bits_of(value, compute)
+    bits = cast_bits(value, out.dtype)
     if not out.numel():
         return out
     steps = x.stride() if strides is None else strides
@@ -219,9 +236,31 @@ def put(
         (d for d in range(out.dim()) if out.shape[d] != 1 or boxes[d] != (0, 1, 1)), key=lambda d: (out.stride(d), -d)
     )
     loops = joined([Loop(out.shape[d], *boxes[d], steps[d], others[d]) for d in dims])
-    if len(loops) > LOOPS:
+    inner, outer = [*loops[:LOOPS], *[Loop(1)] * (LOOPS - len(loops))], loops[LOOPS:]
+    parts = math.prod(one.n for one in outer)  # of the result, which lie one after the other
+    if parts > pointwise.MOST_LAUNCHES or (outer and other is not None):
         raise Declined("more loops than a launch takes")
-    loops += [Loop(1)] * (LOOPS - len(loops))
+    size, first = out.numel() // parts, out.storage_offset()
+    for at, index in enumerate(itertools.product(*[range(one.n) for one in reversed(outer)])):
+        here = out.as_strided((size,), (1,), first + at * size) if outer else out
+        launch_patch(here, x, other, *at_index(inner, outer, index[::-1], start), bits, compute)
+    return out
+
+
+def at_index(inner: list[Loop], outer: list[Loop], index: Sequence[int], start: int) -> tuple[list[Loop], int]:
+    """(the inner loops, where in the first operand they begin) at an index of the outer ones. Outside of one of their boxes, a box
+    of the inner ones is empty."""
+    for one, i in zip(outer, index):
+        which, rest = divmod(i - one.lo, one.by)
+        if rest or not one.lo <= i < one.hi:
+            return [inner[0]._replace(lo=0, hi=0), *inner[1:]], start
+        start += which * one.x
+    return inner, start
+
+
+def launch_patch(
+    out: Tensor, x: Tensor, other: Tensor | None, loops: list[Loop], start: int, bits: int, compute: torch.dtype
+) -> None:
     small, width = out.numel() < SMALL, loops[0].n
     near = ANY if small else nearness(loops, start, other is not None)
     numbers = start, *(n for own in zip(*loops) for n in own)
@@ -230,10 +269,9 @@ def put(
         rows = power_of_two(FLAT // width + 2)
         numbers = out.numel(), copies.inverse_of(min(width, FLAT)), *numbers
         plans.launch(patch_odd, (out, x, other), numbers, (bits,), **how, ROWS=rows, BLOCK=FLAT)
-        return out
+        return
     rows, columns = SMALL_TILE if small else large_tile(width)
     plans.launch(patch, (out, x, other), numbers, (bits,), **how, ROWS=rows, COLUMNS=columns)
-    return out
 
 
 class Loop(NamedTuple):
@@ -497,27 +535,27 @@ def filled_like(self, value, dtype, layout, device, pin_memory, memory_format) -
         or (device is not None and torch.device(device) != self.device)
     ):
         raise Declined("another layout or device")
-    if dtype not in TAKEN or (isinstance(value, float) and not dtype.is_floating_point) or isinstance(value, complex):
+    if dtype not in TAKEN or isinstance(value, complex):
         raise Declined(f"a value that is no {str(dtype).removeprefix('torch.')}")
     out = own(torch.empty_like(self, dtype=dtype, memory_format=memory_format or torch.preserve_format))
     return pointwise.run(forms.FILL, {"value": value}, out)
 
 
-def ramp_into(out: Tensor, size: int, start: Any, step: Any, base: float | None = None) -> Tensor:
-    """Fill `out`, which is resized as aten does, counting in float64 or int64; with a base, by its powers."""
+def check_line(out: Tensor, size: int) -> None:
+    """Leave to aten a result of so many elements that it refuses, or has to do more for than to resize it."""
     taken(out)
     if out.dtype == torch.bool or out.numel() not in (0, size) or not out.is_contiguous():
         raise Declined("bool, or a result that is resized or strided")
-    if not out.is_floating_point() and (isinstance(start, float) or isinstance(step, float)):
-        raise Declined("fractions of integers")
-    compute = torch.float64 if out.is_floating_point() else torch.int64
-    bits = bits_of(start, compute), bits_of(step, compute), 0 if base is None else bits_of(base, compute)
+
+
+def ramp_into(ramp: Kernel, out: Tensor, size: int, numbers: Sequence[Any], compute: torch.dtype, **how: Any) -> Tensor:
+    """Fill `out`, which is resized as aten does, by one of the kernels that count, in this dtype."""
+    bits = [bits_of(n, compute) for n in numbers]
     if out.numel() != size:
         plans.only_now()
         out.resize_(size)
     if size:
-        powers = base is not None
-        plans.launch(ramp, (out,), (size,), bits, COMPUTE=IN_TRITON[compute], POWERS=powers, BLOCK=BLOCK)
+        plans.launch(ramp, (out,), (size,), bits, COMPUTE=IN_TRITON[compute], **how, BLOCK=BLOCK)
     return out
 
 
@@ -527,14 +565,17 @@ def arange_out(start: Any, end: Any, step: Any = 1, *, out: Tensor) -> Tensor:
     if (end - start) * step < 0:
         raise Declined("an end on the other side")
     whole = all(isinstance(v, int) for v in (start, end, step))
-    return ramp_into(out, -((start - end) // step) if whole else math.ceil((end - start) / step), start, step)
+    if not out.is_floating_point() and (isinstance(start, float) or isinstance(step, float)):
+        raise Declined("fractions of integers")
+    size = -((start - end) // step) if whole else math.ceil((end - start) / step)
+    check_line(out, size)
+    return ramp_into(ramp, out, size, (start, step), torch.float64 if out.is_floating_point() else torch.int64)
 
 
 def linspace_out(start: Any, end: Any, steps: int, *, out: Tensor) -> Tensor:
     return even_steps(start, end, steps, None, out)
 
 
-@of_numbers("base")
 def logspace_out(start: Any, end: Any, steps: int, base: float = 10.0, *, out: Tensor) -> Tensor:
     return even_steps(start, end, steps, base, out)
 
@@ -542,11 +583,26 @@ def logspace_out(start: Any, end: Any, steps: int, base: float = 10.0, *, out: T
 def even_steps(start: Any, end: Any, steps: int, base: float | None, out: Tensor) -> Tensor:
     if not all(isinstance(v, (int, float)) and math.isfinite(v) for v in (start, end)) or steps < 0:
         raise Declined("numbers that are refused")
-    if out.dtype != torch.float32:  # of float64 the last would not be `end` itself
-        raise Declined("another dtype than fp32")
-    if base is None and abs(end) < 2.0**-24 * abs(start):  # it would be what counting from `start` leaves of 0
-        raise Declined("an end beside which the start is large")
-    return ramp_into(out, steps, start, (end - start) / max(1, steps - 1), base)
+    check_line(out, steps)
+    cut = [plans.cast_to(out.dtype)(n) for n in (start, end)]  # which raises where aten refuses
+    compute, step = torch.float64, (end - start) / max(1, steps - 1)
+    if steps == 1:
+        end = start
+    elif not out.is_floating_point():
+        # What is left without a fraction depends on every bit, and those are aten's: on a GPU of fp32, on a processor of float64
+        compute = torch.float64 if INTERPRETING else torch.float32
+        start, end = (rounded(n, compute) for n in cut)
+        step = rounded(rounded(end - start, compute) / max(1, steps - 1), compute)
+    powers = base is not None
+    if powers and not out.is_floating_point():
+        most = math.log2(torch.iinfo(out.dtype).max)
+        if not (base > 0 and max(n * math.log2(base) for n in (start, end)) <= most):
+            raise Declined("powers that are no integers of the dtype")
+    return ramp_into(ramp_between, out, steps, (start, end, step, base or 0), compute, POWERS=powers)
+
+
+def rounded(number: float, dtype: torch.dtype) -> float:
+    return torch.tensor(number, dtype=dtype).item()
 
 
 def eye_out(n: int, m: int | None = None, *, out: Tensor) -> Tensor:

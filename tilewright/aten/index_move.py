@@ -156,6 +156,11 @@ class Named(NamedTuple):
     step: int
 
 
+def look_at_index(index: Tensor, size: int, wrap: bool) -> None:
+    """Check indices of a dimension of this size, if that was asked for; with `wrap`, negative ones count from its end."""
+    plans.look_at(index, lambda: check_indices("aten", "index", index, -size if wrap else 0, size))
+
+
 def move(
     shape: Ints, v: Tensor, v_strides: Ints, x: Tensor, x_strides: Ints, named: Sequence[Named], put: bool, wrap: bool
 ) -> None:
@@ -165,8 +170,7 @@ def move(
     if len(named) > MOST:
         raise Declined("more indices than a launch takes")
     for one in named:
-        plans.look_at(one.tensor)
-        check_indices("aten", "index", one.tensor, -one.size if wrap else 0, one.size)
+        look_at_index(one.tensor, one.size, wrap)
     sizes, strides = layout.loops(shape, [v_strides, x_strides, *[one.strides for one in named]])
     if len(sizes) > LOOPS:
         raise Declined("more loops than a launch takes")

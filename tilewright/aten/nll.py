@@ -1,7 +1,7 @@
 """The index engine, losses by label: of each place the element that its label names, times that label's weight.
 
-Places are summed by blocks, and a launch of one program adds up these sums in their order. A label outside the classes gives NaN
-for its place and has no gradient; `ignore_index` counts for nothing.
+Places are summed by blocks, and where there are several, a launch of one program adds up these sums in their order. A label outside
+the classes gives NaN for its place and has no gradient; `ignore_index` counts for nothing.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from torch import Tensor
 from ..core.debug import check_labels
 from ..core.tensor import cdiv
 from ..runtime.kernel import kernel
-from . import forms, plans, pointwise
+from . import plans
 from .plans import own
+from .pointwise import over
 from .reduction import loops_of, offset
 from .row import Declined, taken
 
@@ -32,7 +33,7 @@ PLACES = (
     "step",
     "weight_step",
     "ignored",
-    "whole",
+    "reduction",
 )
 
 
@@ -49,38 +50,49 @@ def label_and_weight(T, W, at, inside, CLASSES, weight_step, ignored):
     return counts, known, label, weight
 
 
-@kernel(grid=lambda a: (cdiv(a.E, a.BLOCK),), tokens=PLACES, default=lambda a: {"num_warps": 4})
+@kernel(grid=lambda a: (max(1, cdiv(a.E, a.BLOCK)),), tokens=PLACES, default=lambda a: {"num_warps": 8})
 def nll_places(
-    X, T, W, OUT, PARTS, E, K0, K1, x0, x1, x2, t0, t1, t2, CLASSES, step, weight_step, ignored, whole, BLOCK: tl.constexpr
+    X, T, W, OUT, TOTAL, PARTS, E, K0, K1, x0, x1, x2, t0, t1, t2, CLASSES, step, weight_step, ignored, reduction,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Losses of E places: each to OUT or, if they are one `whole`, the sums of a block and of its weights to PARTS [blocks, 2]."""
+    """Losses of E places, each to OUT, and 0 to TOTAL, if the reduction is 0; else their mean (1) or sum (2) to OUT, and their
+    weight to TOTAL. Of several programs the sums of a block and of its weights go to PARTS [blocks, 2]."""
     e = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = e < E
     counts, known, label, weight = label_and_weight(
-        T, W, offset(e, K0, K1, t0, t1, t2), inside, CLASSES, weight_step, ignored
+        T, W, offset(e, E, K0, K1, t0, t1, t2), inside, CLASSES, weight_step, ignored
     )
-    x = tl.load(X + offset(e, K0, K1, x0, x1, x2) + label * step, known & counts, 0.0).to(tl.float64)
+    x = tl.load(X + offset(e, E, K0, K1, x0, x1, x2) + label * step, known & counts, 0.0).to(tl.float64)
     loss = tl.where(counts, tl.where(known, -x * weight, float("nan")), 0.0)
-    tl.store(OUT + e, loss.to(OUT.dtype.element_ty), inside & (whole == 0))
-    at = PARTS + tl.program_id(0).to(tl.int64) * 2
-    tl.store(at, tl.sum(loss, 0), whole != 0)
-    tl.store(at + 1, tl.sum(tl.where(counts, weight, 0.0), 0), whole != 0)
+    each = reduction == 0
+    total = tl.sum(tl.where(counts, weight, 0.0), 0)
+    if PARTS is None:
+        tl.store(OUT + e, loss.to(OUT.dtype.element_ty), inside & each)
+        store_total(OUT, TOTAL, tl.sum(loss, 0), tl.where(each, 0.0, total), reduction, tl.program_id(0) == 0)
+    else:
+        at = PARTS + tl.program_id(0).to(tl.int64) * 2
+        tl.store(at, tl.sum(loss, 0))
+        tl.store(at + 1, total)
 
 
-@kernel(grid=lambda a: (1,), tokens=("BLOCKS",), default=lambda a: {"BLOCK": 1024, "num_warps": 4})
-def nll_total(OUT, TOTAL, PARTS, BLOCKS, MEAN: tl.constexpr, BLOCK: tl.constexpr):
+@triton.jit
+def store_total(OUT, TOTAL, loss, weight, reduction, first):
+    """The loss of all places, if it is asked for, and their weight, by the first program."""
+    if reduction == 1:
+        loss = loss / weight
+    tl.store(OUT, loss.to(OUT.dtype.element_ty), first & (reduction != 0))
+    tl.store(TOTAL, weight.to(TOTAL.dtype.element_ty), first)
+
+
+@kernel(grid=lambda a: (1,), tokens=("BLOCKS", "reduction"), default=lambda a: {"BLOCK": 1024, "num_warps": 4})
+def nll_total(OUT, TOTAL, PARTS, BLOCKS, reduction, BLOCK: tl.constexpr):
     loss = tl.zeros([BLOCK], tl.float64)
     weight = tl.zeros([BLOCK], tl.float64)
     for start in range(0, BLOCKS, BLOCK):
         i = start + tl.arange(0, BLOCK)
         loss += tl.load(PARTS + i * 2, i < BLOCKS, 0.0)
         weight += tl.load(PARTS + i * 2 + 1, i < BLOCKS, 0.0)
-    total = tl.sum(weight, 0)
-    made = tl.sum(loss, 0)
-    if MEAN:
-        made = made / total
-    tl.store(OUT, made.to(OUT.dtype.element_ty))
-    tl.store(TOTAL, total.to(TOTAL.dtype.element_ty))
+    store_total(OUT, TOTAL, tl.sum(loss, 0), tl.sum(weight, 0), reduction, True)
 
 
 @kernel(
@@ -92,18 +104,20 @@ def nll_gradient(
 ):  # fmt: skip
     """OUT [places outside, CLASSES, INNER places]: of each place, the gradient at its label, and 0 elsewhere. TOTAL, if there is
     one, divides it."""
-    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = i < N
-    c = i // INNER % CLASSES
-    e = i // INNER // CLASSES * INNER + i % INNER
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < N
+    row, inner = over(at, INNER, N)
+    outer, c = over(row, CLASSES, N)
+    e = outer * INNER + inner
+    places = N // CLASSES
     counts, known, label, weight = label_and_weight(
-        T, W, offset(e, K0, K1, t0, t1, t2), inside, CLASSES, weight_step, ignored
+        T, W, offset(e, places, K0, K1, t0, t1, t2), inside, CLASSES, weight_step, ignored
     )
     here = counts & known & (c == label)
-    grad = -weight * tl.load(G + offset(e, K0, K1, g0, g1, g2), here, 0.0).to(tl.float64)
+    grad = -weight * tl.load(G + offset(e, places, K0, K1, g0, g1, g2), here, 0.0).to(tl.float64)
     if TOTAL is not None:
         grad = grad / tl.load(TOTAL).to(tl.float64)
-    tl.store(OUT + i, tl.where(here, grad, 0.0).to(OUT.dtype.element_ty), inside)
+    tl.store(OUT + at, tl.where(here, grad, 0.0).to(OUT.dtype.element_ty), inside)
 
 
 # ---- host ------------------------------------------------------------------------------------------------------------
@@ -133,13 +147,13 @@ def nll_forward(rank: int):
     ) -> tuple[Tensor, Tensor]:
         classes = checked(self, target, weight, rank)
         shape = tuple(target.shape)
-        plans.look_at(target)
-        check_labels("nll_loss", target, self.shape[classes], ignore_index)
+        plans.look_at(target, lambda: check_labels("nll_loss", target, self.shape[classes], ignore_index))
         E, whole = math.prod(shape), reduction != NONE
         out = own(torch.empty(() if whole else shape, dtype=self.dtype, device=self.device))
         total = own(torch.empty((), dtype=self.dtype, device=self.device))
-        blocks = cdiv(E, BLOCK)
-        parts = own(torch.empty((blocks, 2), dtype=torch.float64, device=self.device))
+        blocks, parts = cdiv(E, BLOCK), None
+        if whole and blocks > 1:
+            parts = own(torch.empty((blocks, 2), dtype=torch.float64, device=self.device))
         x_strides = tuple(s for d, s in enumerate(self.stride()) if d != classes)
         sizes, steps = loops_of(shape, [x_strides, target.stride()])
         numbers = (
@@ -152,14 +166,11 @@ def nll_forward(rank: int):
             self.stride(classes),
             step(weight),
             ignore_index,
-            int(whole),
+            reduction,
         )
-        if E:
-            plans.launch(nll_places, (self, target, weight, out, parts), numbers, BLOCK=BLOCK)
-        if whole:
-            plans.launch(nll_total, (out, total, parts), (blocks,), MEAN=reduction == MEAN)
-        else:
-            pointwise.run(forms.FILL, {"value": 0}, total)
+        plans.launch(nll_places, (self, target, weight, out, total, parts), numbers, BLOCK=BLOCK)
+        if parts is not None:
+            plans.launch(nll_total, (out, total, parts), (blocks, reduction))
         return out, total
 
     return form
@@ -183,8 +194,7 @@ def nll_backward(rank: int):
             raise Declined("no total of weights")
         if rank == 4 and not self.is_contiguous():
             raise Declined("scores with other strides")
-        plans.look_at(target)
-        check_labels("nll_loss_backward", target, self.shape[classes], ignore_index)
+        plans.look_at(target, lambda: check_labels("nll_loss_backward", target, self.shape[classes], ignore_index))
         out = own(torch.empty(self.shape, dtype=self.dtype, device=self.device))
         grads = grad_output.stride() if reduction == NONE else (0,) * len(shape)
         sizes, steps = loops_of(shape, [target.stride(), grads])

@@ -24,7 +24,7 @@ from ..runtime.kernel import kernel
 from . import norm_cells, plans, reduction, reduction_rows
 from .functions import divide, square_root
 from .plans import bits_of, own
-from .pointwise import IN_TRITON, SMALL, number, stored, whole_words
+from .pointwise import IN_TRITON, SMALL, number, over, stored, whole_words
 from .row import Declined, compute_dtype, taken
 from .softmax import contiguous, warps
 
@@ -48,12 +48,12 @@ def warps_of(a) -> dict[str, int]:
 
 
 @triton.jit
-def cell_start(k, K0, k0, k1, FORM: tl.constexpr, EVEN: tl.constexpr):
+def cell_start(k, which, repeat, k0, k1, FORM: tl.constexpr, EVEN: tl.constexpr):
     """Where cells begin [BLOCK_K, 1]."""
     if FORM == "across":
         return k[:, None]
     else:
-        return (k % K0 * whole_words(k0, EVEN) + k // K0 * whole_words(k1, EVEN))[:, None]
+        return (which * whole_words(k0, EVEN) + repeat * whole_words(k1, EVEN))[:, None]
 
 
 @triton.jit
@@ -66,26 +66,29 @@ def stretch_at(j, r, r0, r1, FORM: tl.constexpr, EVEN: tl.constexpr):
 
 
 @triton.jit
-def of_channel(W, k, j, r, ok_k, ok_r, K0, c0, COMPUTE: tl.constexpr, CHANNEL: tl.constexpr, FORM: tl.constexpr):
+def of_channel(W, which, j, r, ok_k, ok_r, c0, COMPUTE: tl.constexpr, CHANNEL: tl.constexpr, FORM: tl.constexpr):
     """A weight for each element. CHANNEL: which of its coordinates a channel goes by, a "cell", a "stretch" or an "element"; of
     elements that lie side by side, by nothing else."""
     if CHANNEL == "cell":
-        return tl.load(W + (k % K0 * c0)[:, None], ok_k, 0).to(COMPUTE)
+        return tl.load(W + (which * c0)[:, None], ok_k, 0).to(COMPUTE)
     elif CHANNEL == "stretch":
-        return tl.load(W + (k % K0 * c0 + j)[:, None], ok_k, 0).to(COMPUTE)
+        return tl.load(W + (which * c0 + j)[:, None], ok_k, 0).to(COMPUTE)
     elif FORM == "along":
         return tl.load(W + r[None, :], ok_r, 0).to(COMPUTE)
     else:
-        return tl.load(W + (k % K0 * c0)[:, None] + r[None, :], ok_k & ok_r, 0).to(COMPUTE)
+        return tl.load(W + (which * c0)[:, None] + r[None, :], ok_k & ok_r, 0).to(COMPUTE)
 
 
 @triton.jit
-def cells_of(KEPT, BLOCK_K: tl.constexpr, FORM: tl.constexpr, EVEN: tl.constexpr):
+def cells_of(KEPT, K0, BLOCK_K: tl.constexpr, FORM: tl.constexpr, EVEN: tl.constexpr):
+    """(a program's cells, which of K0 each is, in which repeat of these, whether there is such a cell)."""
     k = tl.program_id(0).to(tl.int64) * BLOCK_K + tl.arange(0, BLOCK_K)
+    repeat, which = over(k, K0, KEPT)
+    which = which.to(tl.int64)
     if FORM == "across":
-        return k, (k < whole_words(KEPT, EVEN))[:, None]
+        return k, which, repeat.to(tl.int64), (k < whole_words(KEPT, EVEN))[:, None]
     else:
-        return k, (k < KEPT)[:, None]
+        return k, which, repeat.to(tl.int64), (k < KEPT)[:, None]
 
 
 @kernel(
@@ -101,9 +104,11 @@ def normalise(
     """Strides k from cell to cell (K0 of them, then again), r along a cell, c0 of channels. KIND: "moments", the root "mean" of
     squares, or the "norm" itself. MEAN_IN, VAR_IN: moments that are known, where a program takes STEPS tiles of a cell. FORM:
     "along" where a stretch's elements lie side by side, "across" where cells do, "any". ONCE: a tile holds all of a cell."""
-    k, inside = cells_of(KEPT, BLOCK_K, FORM, EVEN)
+    # A tile of a long cell leaves no registers for weights
+    EARLY: tl.constexpr = ONCE and FORM == "any" and KIND != "norm"
+    k, which, repeat, inside = cells_of(KEPT, K0, BLOCK_K, FORM, EVEN)
     part = tl.program_id(1)
-    at_cell = cell_start(k, K0, k0, k1, FORM, EVEN)
+    at_cell = cell_start(k, which, repeat, k0, k1, FORM, EVEN)
     if FORM == "along":
         R0 = whole_words(R0, EVEN)
     lane = tl.arange(0, BLOCK_R).to(tl.int64)
@@ -111,6 +116,8 @@ def normalise(
     steps = R1 * tiles
     one = tl.full([], 1.0, COMPUTE)
     elements = (R1.to(tl.int64) * R0).to(COMPUTE)
+    if KIND == "norm":
+        wanted = tl.load(W + k, k < KEPT, 0).to(COMPUTE)
     mean = tl.zeros([BLOCK_K], COMPUTE)
     about = tl.zeros([BLOCK_K], COMPUTE)  # the sum of squares about the mean
     x = tl.zeros([BLOCK_K, BLOCK_R], COMPUTE)
@@ -120,6 +127,11 @@ def normalise(
     elif ONCE:
         ok = inside & (lane < R0)[None, :]
         x = tl.load(X + at_cell + stretch_at(0, lane, r0, r1, FORM, EVEN), ok, 0).to(COMPUTE)
+        if EARLY:  # before the sums, which everything after them waits for
+            if W is not None:
+                weight = of_channel(W, which, 0, lane, inside, (lane < R0)[None, :], c0, COMPUTE, CHANNEL, FORM)
+            if B is not None:
+                bias = of_channel(B, which, 0, lane, inside, (lane < R0)[None, :], c0, COMPUTE, CHANNEL, FORM)
         if KIND == "moments":
             mean = divide(tl.sum(x, 1), elements)
             apart = tl.where(ok, x - mean[:, None], 0.0)
@@ -166,7 +178,7 @@ def normalise(
         tl.store(RUNNING_VAR + k, stored(unbiased * keep + before * (one - keep), RUNNING_VAR), at_stats)
     scale = rstd[:, None]
     if KIND == "norm":
-        scale = divide(tl.load(W + k, k < KEPT, 0).to(COMPUTE), rstd)[:, None]
+        scale = divide(wanted, rstd)[:, None]
     start = part * STEPS
     stop = tl.minimum(start + STEPS, steps)
     for back in tl.range(start, stop):
@@ -178,11 +190,16 @@ def normalise(
         if not ONCE:
             x = tl.load(X + at, ok, 0, eviction_policy="evict_first").to(COMPUTE)
         y = (x - mean[:, None]) * scale
-        if KIND != "norm":
+        if EARLY:
             if W is not None:
-                y = y * of_channel(W, k, j, r, inside, (r < R0)[None, :], K0, c0, COMPUTE, CHANNEL, FORM)
+                y = y * weight
             if B is not None:
-                y = y + of_channel(B, k, j, r, inside, (r < R0)[None, :], K0, c0, COMPUTE, CHANNEL, FORM)
+                y = y + bias
+        elif KIND != "norm":
+            if W is not None:
+                y = y * of_channel(W, which, j, r, inside, (r < R0)[None, :], c0, COMPUTE, CHANNEL, FORM)
+            if B is not None:
+                y = y + of_channel(B, which, j, r, inside, (r < R0)[None, :], c0, COMPUTE, CHANNEL, FORM)
         tl.store(Y + at, stored(y, Y), ok)
 
 
@@ -199,9 +216,9 @@ def normalise_backward(
     """SUM, SUM_X: sums of DY and of DY times the normalised X over cells, where they are known. DW, DB [KEPT] or, of channels that
     go by stretches, [KEPT, R1]: the same, as far as a cell goes. Where X was not normalised by moments of its own, TRAINED is not
     set, and RSTD is of a variance; of a norm, RSTD is the norm and W what it was brought to. Else as above."""
-    k, inside = cells_of(KEPT, BLOCK_K, FORM, EVEN)
+    k, which, repeat, inside = cells_of(KEPT, K0, BLOCK_K, FORM, EVEN)
     part = tl.program_id(1)
-    at_cell = cell_start(k, K0, k0, k1, FORM, EVEN)
+    at_cell = cell_start(k, which, repeat, k0, k1, FORM, EVEN)
     if FORM == "along":
         R0 = whole_words(R0, EVEN)
     lane = tl.arange(0, BLOCK_R).to(tl.int64)
@@ -209,6 +226,13 @@ def normalise_backward(
     steps = R1 * tiles
     one = tl.full([], 1.0, COMPUTE)
     elements = (R1.to(tl.int64) * R0).to(COMPUTE)
+    if ONCE:  # before anything is divided: what comes after a call waits for it
+        ok = inside & (lane < R0)[None, :]
+        at = at_cell + stretch_at(0, lane, r0, r1, FORM, EVEN)
+        dy = tl.load(DY + at, ok, 0).to(COMPUTE)
+        x = tl.load(X + at, ok, 0).to(COMPUTE)
+    else:
+        dy = tl.zeros([BLOCK_K, BLOCK_R], COMPUTE)
     rstd = tl.load(RSTD + k, k < KEPT, 1).to(COMPUTE)[:, None]
     if KIND == "norm":
         rstd = divide(one, rstd)
@@ -219,19 +243,15 @@ def normalise_backward(
         mean = tl.load(MEAN + k, k < KEPT, 0).to(COMPUTE)[:, None]
     total = tl.zeros([BLOCK_K], COMPUTE)
     total_x = tl.zeros([BLOCK_K], COMPUTE)
-    dy = tl.zeros([BLOCK_K, BLOCK_R], COMPUTE)
     normed = dy
     if SUM is not None:
         total = tl.load(SUM + k, k < KEPT, 0).to(COMPUTE)
         total_x = tl.load(SUM_X + k, k < KEPT, 0).to(COMPUTE)
     elif ONCE:
-        ok = inside & (lane < R0)[None, :]
-        at = at_cell + stretch_at(0, lane, r0, r1, FORM, EVEN)
-        dy = tl.load(DY + at, ok, 0).to(COMPUTE)
-        normed = tl.where(ok, (tl.load(X + at, ok, 0).to(COMPUTE) - mean) * rstd, 0.0)
+        normed = tl.where(ok, (x - mean) * rstd, 0.0)
         if CHANNEL == "element":
             if W is not None:
-                dy = dy * of_channel(W, k, 0, lane, inside, (lane < R0)[None, :], K0, c0, COMPUTE, CHANNEL, FORM)
+                dy = dy * of_channel(W, which, 0, lane, inside, (lane < R0)[None, :], c0, COMPUTE, CHANNEL, FORM)
         total = tl.sum(dy, 1)
         total_x = tl.sum(dy * normed, 1)
     else:
@@ -247,7 +267,7 @@ def normalise_backward(
                 if CHANNEL == "element":
                     if W is not None:
                         dy = dy * of_channel(
-                            W, k, stretch, r, inside, (r < R0)[None, :], K0, c0, COMPUTE, CHANNEL, FORM
+                            W, which, stretch, r, inside, (r < R0)[None, :], c0, COMPUTE, CHANNEL, FORM
                         )
                 sums += dy
                 sums_x += dy * normed
@@ -259,7 +279,7 @@ def normalise_backward(
                 if DB is not None:
                     tl.store(DB + k * R1 + stretch, stored(own, DB), k < KEPT)
                 if W is not None:
-                    w = tl.load(W + k % K0 * c0 + stretch, k < KEPT, 0).to(COMPUTE)
+                    w = tl.load(W + which * c0 + stretch, k < KEPT, 0).to(COMPUTE)
                     own = own * w
                     own_x = own_x * w
             total += own
@@ -290,7 +310,7 @@ def normalise_backward(
                 dy = tl.load(DY + at, ok, 0, eviction_policy="evict_first").to(COMPUTE)
                 if CHANNEL != "cell":
                     if W is not None:
-                        dy = dy * of_channel(W, k, j, r, inside, (r < R0)[None, :], K0, c0, COMPUTE, CHANNEL, FORM)
+                        dy = dy * of_channel(W, which, j, r, inside, (r < R0)[None, :], c0, COMPUTE, CHANNEL, FORM)
                 if TRAINED:
                     normed = (tl.load(X + at, ok, 0, eviction_policy="evict_first").to(COMPUTE) - mean) * rstd
             dx = dy
@@ -410,7 +430,8 @@ class Cells(NamedTuple):
         elif many and k0 == 1 and self.r1 == 1 and self.repeat == self.kept:
             made = "across", r0 % 16 == 0 and self.kept % 16 == 0, False, *ACROSS
         else:
-            made = "any", False, False, *SMALL_TILES[self.r0 > 32]
+            tile = SMALL_TILES[self.r0 > 32]
+            made = "any", False, self.r1 == 1 and self.r0 <= tile[1], *tile
         return dict(zip(("FORM", "EVEN", "ONCE", "BLOCK_K", "BLOCK_R"), made))
 
     def sizes(self, steps: int) -> tuple[int, ...]:

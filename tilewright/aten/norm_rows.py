@@ -13,16 +13,17 @@ from ..core.target import Target
 from ..core.tensor import cdiv
 from ..ops.norm.modulated_norm import centre, columns_at, mean_of, modulate, pick, square_pieces, sum_pieces
 from ..ops.norm.modulated_norm_backward import add_if, times_if
-from ..ops.norm.rms_norm import add_pairs, rms_norm_forward
+from ..ops.norm.rms_norm import add_pairs
 from ..ops.norm.row_pieces import (
     inside_piece,
     load_pieces,
+    plain_rows,
     programs_per_sm,
     split_backward,
     split_plain,
     weight_pieces,
 )
-from ..runtime.kernel import Arguments, kernel
+from ..runtime.kernel import kernel
 from . import norm, plans
 from .functions import reciprocal_root
 from .norm import Cells, add, backward, dense, empty_like, floats, forward, parameters, scratch, sum_columns
@@ -32,6 +33,7 @@ from .row import Declined, compute_dtype, of_numbers
 from .softmax import contiguous
 
 ROW_BYTES = 1 << 16  # of the longest row that a program's registers hold
+FEW_BLOCKS = 4  # of rows, whose gradients one program sums: each is a wait of some 0.4 us, a launch to add parts is one of 1 (H200)
 
 
 # ---- kernels ---------------------------------------------------------------------------------------------------------
@@ -39,8 +41,7 @@ ROW_BYTES = 1 << 16  # of the longest row that a program's registers hold
 
 def rows_at_once(a) -> dict[str, int]:
     """As a plain norm of `ops/norm` takes rows, by what was measured there."""
-    taken = rms_norm_forward.default(Arguments(FORMAT=None, Y=a.Y, BLOCK=a.BLOCK, PIECES=a.PIECES))
-    return {name: taken[name] for name in ("ROWS", "num_warps")}
+    return dict(zip(("ROWS", "num_warps"), plain_rows(a.BLOCK, a.PIECES)))
 
 
 @kernel(grid=lambda a: (cdiv(a.M, a.ROWS),), tokens=("M", "N", "EPS", "INV_N"), default=rows_at_once)
@@ -92,7 +93,8 @@ def rows_backward(
     BLOCK: tl.constexpr, PIECES: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """All gradients of a norm over rows [M, N], held as PIECES of BLOCK columns, in fp32. A program takes every PROGRAMS-th block
-    of ROWS, and loads those AHEAD meanwhile. DW, DB [PROGRAMS, N]: sums over its rows. MEAN is None of an RMS norm."""
+    of ROWS, and loads those AHEAD meanwhile. DW, DB [PROGRAMS, N]: sums over its rows, the gradients themselves if it is the only
+    one. MEAN is None of an RMS norm."""
     N = whole_words(N, EVEN)
     share = tl.program_id(0)
     lane = tl.arange(0, BLOCK)
@@ -142,9 +144,9 @@ def rows_backward(
         c = i * BLOCK + lane
         at = share.to(tl.int64) * N + c
         if DW is not None:
-            tl.store(DW + at, tl.sum(dws[i], 0), c < N)
+            tl.store(DW + at, stored(tl.sum(dws[i], 0), DW), c < N)
         if DB is not None:
-            tl.store(DB + at, tl.sum(dbs[i], 0), c < N)
+            tl.store(DB + at, stored(tl.sum(dbs[i], 0), DB), c < N)
 
 
 # ---- host ------------------------------------------------------------------------------------------------------------
@@ -220,12 +222,14 @@ def rows_gradients(
         block, pieces = (512, 1) if small and n <= 512 else split_backward(n)
         tall = 8 if small else max(1, min(16, 4096 // (block * pieces)))
         parts = min(cdiv(m, tall), programs_per_sm(n) * Target.at(x.device).sms)
-        made = [None if t is None else scratch(x, parts, n) for t in (dw, db)]
+        if small and parts <= FEW_BLOCKS:
+            parts = 1
+        made = [dw, db] if parts == 1 else [None if t is None else scratch(x, parts, n) for t in (dw, db)]
         plans.launch(
             rows_backward, (grad, x, weight, mean, rstd, dx, *made), (m, n, parts), (bits_of(1.0 / n, torch.float64),),
             EVEN=n % 16 == 0 and not small, AHEAD=not small, BLOCK=block, PIECES=pieces, ROWS=tall,
         )  # fmt: skip
-        if dw is not None or db is not None:
+        if parts > 1 and (dw is not None or db is not None):
             add(made, dw, db, parts, n, x)
         return
     if dx is not None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import struct
 import threading
 from collections.abc import Callable, Sequence
@@ -27,6 +28,7 @@ from ..core.debug import can_read
 from ..core.memory import span
 from ..core.private import empty_strided_cuda, raw_stream
 from ..core.target import INTERPRETING
+from ..core.tensor import name_of
 from ..runtime.kernel import Kernel, collecting
 from ..runtime.launch import STREAM, Place, Sent
 from ..runtime.plan import Recorder
@@ -83,9 +85,44 @@ def int_bits(value: float) -> int:
     return int(value)
 
 
+@functools.cache
+def cast_to(dtype: torch.dtype) -> Callable[[float], int]:
+    """What makes the int64 that a kernel takes of a number that aten casts to this dtype first, on the host: fractions of integers
+    are cut off, and a number that the dtype cannot hold is refused."""
+    if dtype == torch.bool:
+        return lambda value: int(value != 0)
+    if dtype.is_floating_point:
+        most = torch.finfo(dtype).max
+
+        def held(value: float) -> int:
+            if most < abs(value) < math.inf:
+                raise Declined(f"a number that no {name_of(dtype)} is", lasting=False)
+            return float_bits(value)
+
+        return held
+    info = torch.iinfo(dtype)
+
+    def cut(value: float) -> int:
+        # Of integers, but not of fractions, torch lets negative ones wrap around to unsigned ones
+        least = -info.max if isinstance(value, int) and not info.min else info.min
+        if not least <= value <= info.max:
+            raise Declined(f"a number that no {name_of(dtype)} is", lasting=False)
+        return int(value) % (info.max + 1) if not info.min else int(value)
+
+    return cut
+
+
 def bits_of(value: float, compute: torch.dtype) -> int:
     """A number as the int64 that a kernel takes, which computes in this dtype."""
-    convert = int_bits if compute == torch.int64 else float_bits
+    return converted(value, int_bits if compute == torch.int64 else float_bits)
+
+
+def cast_bits(value: float, dtype: torch.dtype) -> int:
+    """The same of a number that aten casts to this dtype first."""
+    return converted(value, cast_to(dtype))
+
+
+def converted(value: float, convert: Callable[[Any], int]) -> int:
     bits = convert(value)
     if type(value) in (Whole, Fraction):
         bits = Bits(bits)
@@ -140,10 +177,11 @@ def only_now() -> None:
         thread.run.again = False
 
 
-def look_at(indices: Tensor) -> None:
-    """Say that host code looks at what indices are, if that was asked for: then it does at every call's, which no plan would."""
+def look_at(indices: Tensor, check: Callable[[], None]) -> None:
+    """Check what indices are, if that was asked for: then host code does at every call's, which no plan would."""
     if can_read(indices):
         only_now()
+        check()
 
 
 def by_key_alone() -> None:

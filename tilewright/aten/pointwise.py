@@ -25,7 +25,7 @@ from ..core.tensor import cdiv
 from ..runtime.kernel import kernel
 from . import functions, layout, plans
 from .layout import Ints
-from .plans import bits_of, own
+from .plans import bits_of, cast_bits, own
 from .row import TAKEN, Declined, Row, compute_dtype, kind_of, taken, taken_as
 
 MOST, LOOPS = 3, 4  # operands, and numbers; loops of a launch
@@ -138,6 +138,15 @@ def stored(value, P):
 def whole_words(n, EVEN: tl.constexpr):
     """A number, in a form by which the compiler knows, if it is EVEN, that it counts whole words: it moves words then."""
     return n // 16 * 16 if EVEN else n
+
+
+@triton.jit
+def over(i, n, count):
+    """(quotient by n, what is left over) of numbers below a count, in as many bits as that takes. Of 32, which do below 2**31, a
+    division is some 20 instructions; of 64 it is a call of a routine of 70."""
+    i = i.to(count.dtype)
+    times = i // n
+    return times, i - times * n
 
 
 @triton.jit
@@ -296,13 +305,13 @@ class Promoted(NamedTuple):
 def promoted(row: Row, given: list[Any]) -> Promoted:
     """The dtypes of tensors and numbers in tensors' places."""
     common = given[0].dtype if len(given) == 1 or row.promotes == "keep" else common_dtype(given)
-    if row.promotes == "float" and not common.is_floating_point:
+    if row.promotes in ("float", "float to bool") and not common.is_floating_point:
         plans.by_key_alone()
         common = torch.get_default_dtype()
     taken_as(common, row.dtypes)
-    return Promoted(
-        common, torch.bool if row.promotes == "bool" else given[0].dtype if row.promotes == "keep" else common
-    )
+    if row.promotes in ("bool", "float to bool"):
+        return Promoted(common, torch.bool)
+    return Promoted(common, given[0].dtype if row.promotes == "keep" else common)
 
 
 def tier(value: Any) -> int:
@@ -337,19 +346,21 @@ def how_of(function: Any, operands: int, numbers: int, common: torch.dtype, roun
 def run(row: Row, values: dict[str, Any], out: Tensor | None) -> Tensor:
     """One call of a row; `out` is where the result is stored, if that is given."""
     function = row.function if row.choose is None else row.choose(values)
-    given = [values[n] for n in row.tensors if values[n] is not None]
+    names = [n for n in row.tensors if values[n] is not None]
+    given = [values[n] for n in names]
     shown = [v for v in given if isinstance(v, Tensor)]
     every = shown if out is None else [*shown, out]
     taken(*every)
     common, result = promoted(row, given) if shown else Promoted(out.dtype, out.dtype)
-    compute = compute_dtype(common)
     flat = is_flat(every)  # most calls, for which nothing is to be found out
     shape = tuple(every[0].shape) if flat else layout.broadcast([t.shape for t in (every if row.fills else shown)])
     if shape is None:
         raise Declined("shapes that do not broadcast")
-    places = [0 if isinstance(v, Tensor) else bits_of(v, compute) for v in given]
-    numbers = [bits_of(n.default if values[n.name] is None else values[n.name], compute) for n in row.numbers]
-    how = how_of(function, len(given), len(numbers), common, row.promotes in ("bool", "keep"))
+    places = [0 if isinstance(v, Tensor) else bits_in(row, n, v, common) for n, v in zip(names, given)]
+    numbers = [
+        bits_in(row, n.name, n.default if values[n.name] is None else values[n.name], common) for n in row.numbers
+    ]
+    how = how_of(function, len(given), len(numbers), common, row.promotes in ("bool", "float to bool", "keep"))
     if out is None:
         strides = layout.contiguous_strides(shape) if flat else strides_of(row, values, shape, shown)
         out = own(torch.empty_strided(shape, strides, dtype=result, device=shown[0].device))
@@ -359,6 +370,11 @@ def run(row: Row, values: dict[str, Any], out: Tensor | None) -> Tensor:
         operands = given if len(shown) == len(given) else [v if isinstance(v, Tensor) else None for v in given]
         launch(how, out, operands, [*padded(places), *padded(numbers)], flat)
     return out
+
+
+def bits_in(row: Row, name: str, value: float, common: torch.dtype) -> int:
+    """A number of a call as the int64 that a kernel takes."""
+    return cast_bits(value, common) if name in row.cast else bits_of(value, compute_dtype(common))
 
 
 def is_flat(tensors: list[Tensor]) -> bool:
@@ -443,9 +459,8 @@ def launch(how: How, out: Tensor, operands: list[Tensor | None], bits: list[int]
 
 
 def size_class(count: int) -> tuple[bool, bool]:
-    """(whether so many elements are small, whether they are whole words, which matters if they are not)."""
-    small = count < SMALL
-    return small, not small and count % WORDS == 0
+    """(whether so many elements are small, whether they are whole words)."""
+    return count < SMALL, count % WORDS == 0
 
 
 def aligned(t: Tensor) -> tuple[Tensor, int]:

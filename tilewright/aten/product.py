@@ -23,7 +23,7 @@ from ..gemm.tiles import BAND, tile_of
 from ..runtime.kernel import kernel
 from . import plans
 from .plans import bits_of, own
-from .pointwise import number, whole_words
+from .pointwise import SMALL, number, whole_words
 from .row import Declined, of_numbers, taken
 
 TAKEN = (torch.bfloat16, torch.float16, torch.float32)
@@ -336,9 +336,11 @@ def vector(a: Tensor, x: Tensor, c: Tensor | None, out: Tensor | None, alpha: An
     if not M or not K:
         raise Declined("no elements")
     y = result(out, (M,), a, a, x, c)
-    small = M * K < FEW
+    small = M * K < SMALL
     side = unit(a, small=small)
-    tile = (16, 64) if small else (128, 32) if side == 0 else (4, 1024)
+    # Of columns that lie side by side fewer rows, where there are not many: programs are more, and loops shorter
+    by_columns = (128, 32) if M >= 1 << 14 else (32, 128)
+    tile = (16, 64) if small else by_columns if side == 0 else (4, 1024)
     double = torch.float64
     step = 0 if c is None or c.numel() == 1 else c.stride(0)
     plans.launch(

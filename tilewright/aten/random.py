@@ -415,12 +415,19 @@ def vector_of(t: Tensor) -> int:
     return vector
 
 
+def holds_below(dtype: torch.dtype, n: int) -> bool:
+    """Whether a dtype holds all whole numbers below n."""
+    if dtype.is_floating_point:
+        return n - 1 <= 2 / torch.finfo(dtype).eps
+    return dtype != torch.bool and n - 1 <= torch.iinfo(dtype).max
+
+
 def randperm_out(n: int, *, generator: Any = None, out: Tensor) -> Tensor:
     """Numbers in an order of its own: that of random keys."""
     taken(out)
     check_capture(out)
-    if tuple(out.shape) != (n,) or not out.is_contiguous() or out.dtype not in (torch.int64, torch.int32):
-        raise Declined("a result that is resized, cast or strided")
+    if tuple(out.shape) != (n,) or not out.is_contiguous() or not holds_below(out.dtype, n):
+        raise Declined("a result that is resized or strided, or cannot hold them")
     only_now()
     if n:
         draws = drawn(n, 2, generator, out.device)

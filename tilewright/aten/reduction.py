@@ -30,7 +30,7 @@ from ..runtime.kernel import kernel
 from . import plans
 from .layout import Ints
 from .plans import bits_of, own
-from .pointwise import IN_TRITON, SMALL, WORDS, number, promoted_value, stored, text_of, whole_words
+from .pointwise import IN_TRITON, SMALL, WORDS, number, over, promoted_value, stored, text_of, whole_words
 from .row import Declined, compute_dtype, taken, taken_as
 
 LOOPS = 3
@@ -39,7 +39,10 @@ TOKENS = (
     "S0", "S1",
 )  # fmt: skip
 MOST_DIMS = 64
-SMALL_TILE = 4, 512
+# Kept and reduced elements of a tile, where there are few in all: of short rows, and of others. Where all make one state, it is of
+# elements with gaps, or of such as lie side by side: 8 KB of 16 bits, which 16 warps have on their way to them at once
+SMALL_TILES, SMALL_WHOLES = ((64, 32), (4, 512)), (2048, 4096)
+MOST_WHOLE = 4  # such tiles that one program takes: each is a wait of some 0.4 us, a second launch is one of 1 (H200)
 LOADS = 8  # of 16 bytes, that a thread has on their way to it at a time, where elements lie side by side
 # Warps for each SM, at most, that parts of the reduced elements make where there are fewer than half of them without. A warp has 2
 # to 4 KB on their way to it, and memory is busy with 30 to 40 KB for each SM
@@ -163,9 +166,14 @@ def finish_and_store(state, OUT0, OUT1, k, inside, count, S0, S1, HOW: tl.conste
 
 
 @triton.jit
-def offset(i, N0, N1, s0, s1, s2):
-    """Where the i-th element of up to three loops lies."""
-    return (i % N0) * s0 + (i // N0 % N1) * s1 + (i // N0 // N1) * s2
+def offset(i, count, N0, N1, s0, s1, s2):
+    """Where the i-th of `count` elements in up to three loops lies. One loop, as there mostly is, asks for no division."""
+    at = i.to(tl.int64) * s0
+    if count > N0:
+        row, place = over(i, N0, count)
+        outer, inner = over(row, N1, count)
+        at = place.to(tl.int64) * s0 + inner.to(tl.int64) * s1 + outer.to(tl.int64) * s2
+    return at
 
 
 @triton.jit
@@ -189,12 +197,12 @@ def kept_tile(KEPT, K0, ALONG: tl.constexpr, EVEN: tl.constexpr, BLOCK_K: tl.con
 
 
 @triton.jit
-def kept_at(run, place, K0, K1, s0, s1, s2, ALONG: tl.constexpr, ONE_K: tl.constexpr, EVEN: tl.constexpr):
+def kept_at(run, place, KEPT, K0, K1, s0, s1, s2, ALONG: tl.constexpr, ONE_K: tl.constexpr, EVEN: tl.constexpr):
     """Where they lie [n, 1], by an operand's strides."""
     if ALONG == 2:
         return (offset_of_tile(run, K1, s1, s2, EVEN) + place)[:, None]
     else:
-        return whole_words(place * s0 if ONE_K else offset(place, K0, K1, s0, s1, s2), EVEN)[:, None]
+        return whole_words(place * s0 if ONE_K else offset(place, KEPT, K0, K1, s0, s1, s2), EVEN)[:, None]
 
 
 def tiles_of(a: Any) -> int:
@@ -206,10 +214,12 @@ def tiles_of(a: Any) -> int:
 
 @triton.jit
 def elements(
-    X, at, r, ok, none, R0, R1, r0, r1, r2, ALONG: tl.constexpr, ONE_R: tl.constexpr, EVEN: tl.constexpr, HOW: tl.constexpr
+    X, at, r, ok, none, REDUCED, R0, R1, r0, r1, r2, ALONG: tl.constexpr, ONE_R: tl.constexpr, EVEN: tl.constexpr,
+    HOW: tl.constexpr,
 ):  # fmt: skip
     """A tile of elements, promoted; `none` for those that are not `ok`. Both are None where all are."""
-    return promoted_value(tl.load(X + at + along(r, R0, R1, r0, r1, r2, ALONG, ONE_R, EVEN)[None, :], ok, none), HOW)
+    at = at + along(r, REDUCED, R0, R1, r0, r1, r2, ALONG, ONE_R, EVEN)[None, :]
+    return promoted_value(tl.load(X + at, ok, none), HOW)
 
 
 @triton.jit
@@ -241,8 +251,9 @@ def taken_in_turn(state, xs, n, HOW: tl.constexpr):
 
 
 def warps_of(BLOCK_R: int, UNROLL: int) -> int:
-    """Of a program. One that has long rows to itself takes them in fewer and longer strides."""
-    return 8 if BLOCK_R == 2048 and UNROLL > 1 else 4
+    """Of a program. One that has long rows to itself takes them in fewer and longer strides; one that has all there is, few
+    elements, takes them at once."""
+    return 16 if SMALL_WHOLES[True] == BLOCK_R else 8 if BLOCK_R == 2048 and UNROLL > 1 else 4
 
 
 @kernel(grid=lambda a: (tiles_of(a), a.PARTS), tokens=TOKENS,
@@ -267,10 +278,10 @@ def reduce_tiles(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     k, inside_k, run, place = kept_tile(KEPT, K0, ALONG, EVEN, BLOCK_K)
-    at_x = kept_at(run, place, K0, K1, k0, k1, k2, ALONG, ONE_K, EVEN)
+    at_x = kept_at(run, place, KEPT, K0, K1, k0, k1, k2, ALONG, ONE_K, EVEN)
     at_y = at_x
     if Y is not None:
-        at_y = kept_at(run, place, K0, K1, p0, p1, p2, ALONG, ONE_K, EVEN)
+        at_y = kept_at(run, place, KEPT, K0, K1, p0, p1, p2, ALONG, ONE_K, EVEN)
     part = tl.program_id(1).to(tl.int64)
     across_r = tl.cdiv(R0, BLOCK_R)
     tiles = across_r * (REDUCED // R0) if SPLIT else tl.cdiv(REDUCED, BLOCK_R)
@@ -286,7 +297,7 @@ def reduce_tiles(
     else:
         r = start * BLOCK_R + tl.arange(0, BLOCK_R)
         ok = inside_k[:, None] & (r < length)[None, :]
-        state = IN_TURN.begin(elements(X, at_x, r, ok, 0, R0, R1, r0, r1, r2, ALONG, ONE_R, EVEN, HOW), ok)
+        state = IN_TURN.begin(elements(X, at_x, r, ok, 0, REDUCED, R0, R1, r0, r1, r2, ALONG, ONE_R, EVEN, HOW), ok)
         left += 1
     if UNROLL > 1:
         left += (tl.minimum(stop, REDUCED // BLOCK_R) - start) // UNROLL * UNROLL
@@ -302,11 +313,11 @@ def reduce_tiles(
             in_turn = ()
             for ahead in tl.static_range(UNROLL):
                 r = (tile_r + ahead) * BLOCK_R + tl.arange(0, BLOCK_R)
-                x = elements(X, from_x, r, inside, outside, R0, R1, r0, r1, r2, ALONG, ONE_R, EVEN, HOW)
+                x = elements(X, from_x, r, inside, outside, REDUCED, R0, R1, r0, r1, r2, ALONG, ONE_R, EVEN, HOW)
                 if IN_TURN is not None:
                     in_turn = in_turn + (x,)
                 elif Y is not None:
-                    y = elements(Y, from_y, r, inside, outside, R0, R1, q0, q1, q2, ALONG, ONE_R, EVEN, HOW)
+                    y = elements(Y, from_y, r, inside, outside, REDUCED, R0, R1, q0, q1, q2, ALONG, ONE_R, EVEN, HOW)
                     state = taken_in(state, none, x, y, inside, S0, S1, False, HOW)
                 else:  # a row that asks for indices meets elements in turn
                     state = taken_in(state, none, x, None, inside, S0, S1, False, HOW)
@@ -325,12 +336,12 @@ def reduce_tiles(
             r = tile * BLOCK_R + tl.arange(0, BLOCK_R)
             index = r
         ok = inside_k[:, None] & (r < length)[None, :]
-        x = elements(X, from_x, r, ok, 0, R0, R1, r0, r1, r2, ALONG, ONE_R, EVEN, HOW)
+        x = elements(X, from_x, r, ok, 0, REDUCED, R0, R1, r0, r1, r2, ALONG, ONE_R, EVEN, HOW)
         if IN_TURN is not None:
             new = IN_TURN.take(*state, x, (tile - start).to(tl.int32))
             state = (tl.where(ok, new[0], state[0]), tl.where(ok, new[1], state[1]))
         elif Y is not None:
-            y = elements(Y, from_y, r, ok, 0, R0, R1, q0, q1, q2, ALONG, ONE_R, EVEN, HOW)
+            y = elements(Y, from_y, r, ok, 0, REDUCED, R0, R1, q0, q1, q2, ALONG, ONE_R, EVEN, HOW)
             state = taken_in(state, none, x, y, ok, S0, S1, True, HOW)
         else:
             index = tl.broadcast_to(index[None, :], [BLOCK_K, BLOCK_R])
@@ -353,14 +364,14 @@ def reduce_tiles(
 
 
 @triton.jit
-def along(r, R0, R1, r0, r1, r2, ALONG: tl.constexpr, ONE_R: tl.constexpr, EVEN: tl.constexpr):
+def along(r, REDUCED, R0, R1, r0, r1, r2, ALONG: tl.constexpr, ONE_R: tl.constexpr, EVEN: tl.constexpr):
     """How far reduced elements lie from their run's first; see the kernel."""
     if ALONG == 1:
         return r
     elif ALONG == 2 or ONE_R:
         return r * whole_words(r0, EVEN)
     else:
-        return offset(r, R0, R1, r0, r1, r2)
+        return offset(r, REDUCED, R0, R1, r0, r1, r2)
 
 
 @triton.jit
@@ -442,7 +453,15 @@ def split(t: Sequence[int], dims: tuple[int, ...]) -> tuple[Ints, Ints]:
 
 
 def loops_of(shape: Ints, strides: list[Ints], ordered: bool = True) -> tuple[list[int], list[list[int]]]:
-    """At most three loops: in the order of the dimensions, for kept ones number the results, reduced ones the indices; or, where no
+    """At most three loops, see `merged`."""
+    sizes, steps = merged(shape, strides, ordered)
+    if len(sizes) > LOOPS:
+        raise Declined("more loops than a launch takes")
+    return [*sizes, *[1] * (LOOPS - len(sizes))], [[*own, *[0] * (LOOPS - len(own))] for own in steps]
+
+
+def merged(shape: Ints, strides: list[Ints], ordered: bool = True) -> tuple[list[int], list[list[int]]]:
+    """The fewest loops: in the order of the dimensions, for kept ones number the results, reduced ones the indices; or, where no
     index counts them, in the order of the first operand's memory, in which more of them are one."""
     sizes: list[int] = []
     steps: list[list[int]] = [[] for _ in strides]
@@ -458,9 +477,7 @@ def loops_of(shape: Ints, strides: list[Ints], ordered: bool = True) -> tuple[li
             sizes.append(shape[d])
             for own, made in zip(strides, steps):
                 made.append(own[d])
-    if len(sizes) > LOOPS:
-        raise Declined("more loops than a launch takes")
-    return [*sizes, *[1] * (LOOPS - len(sizes))], [[*own, *[0] * (LOOPS - len(own))] for own in steps]
+    return sizes, steps
 
 
 def run(
@@ -522,6 +539,7 @@ class Form(NamedTuple):
     block_k: int
     block_r: int
     unroll: int = 1
+    small: bool = False  # one of those that few elements take
 
     @property
     def constants(self) -> dict[str, int]:
@@ -533,10 +551,10 @@ def form_of(
     sizes_k: list[int], steps_k: list[list[int]], sizes_r: list[int], steps_r: list[list[int]], pace: Pace
 ) -> Form:
     """The form for loops of these sizes, of which each operand has its steps. Tiles lie along whichever elements lie side by side;
-    rows that are short are taken many at a time. Where there are few elements, all take one form."""
+    rows that are short are taken many at a time."""
     kept, reduced = math.prod(sizes_k), math.prod(sizes_r)
     if kept * reduced < SMALL:
-        return Form(NEITHER, False, False, False, *SMALL_TILE)
+        return small_form(kept, reduced, sizes_r, steps_r)
     one_k, one_r = sizes_k[1:] == [1, 1], sizes_r[1:] == [1, 1]
     along_r = steps_r[0][0] if sizes_r[0] > 1 else 1 << 62
     along_k = steps_k[0][0] or 1 << 62
@@ -557,6 +575,14 @@ def form_of(
     else:
         tile = 128, 16, 1
     return Form(along, one_k and along != KEPT_ONES, one_r, even, *tile)
+
+
+def small_form(kept: int, reduced: int, sizes_r: list[int], steps_r: list[list[int]]) -> Form:
+    """The form of few elements, whose time is the launch's: these are few, for each is compiled."""
+    if kept == 1:
+        beside = sizes_r[1:] == [1, 1] and all(own[0] == 1 for own in steps_r) and reduced % WORDS == 0
+        return Form(REDUCED_ONES if beside else NEITHER, beside, beside, beside, 1, SMALL_WHOLES[beside], small=True)
+    return Form(NEITHER, False, False, False, *SMALL_TILES[reduced > SMALL_TILES[0][1]], small=True)
 
 
 def row_tile(kept: int, length: int, pace: Pace, one: bool) -> tuple[int, int, int]:
@@ -646,9 +672,12 @@ def launch(row, x, other, kept, reduced, dims, outs, common, numbers) -> None:
     compute = compute_of(row, common)
     KEPT, REDUCED = math.prod(kept), math.prod(reduced)
     form = form_of(sizes_k, steps_k, sizes_r, steps_r, pace_of(row, operands))
-    programs = programs_of(form, sizes_k)
-    busy = BUSY // warps_of(form.block_r, form.unroll)
-    parts, per = parts_of(programs, padded(form, sizes_r), form.block_r, form.unroll, busy, x.device)
+    if form.small and KEPT == 1:
+        parts, per = parts_of_few(REDUCED, form.block_r)
+    else:
+        busy = BUSY // warps_of(form.block_r, form.unroll)
+        programs = programs_of(form, sizes_k)
+        parts, per = parts_of(programs, padded(form, sizes_r), form.block_r, form.unroll, busy, x.device)
     how = how_of(row, common)
     slots = [*(bits_of(n, compute) for n in numbers), 0, 0][:2]
     second = outs[1] if len(outs) > 1 else None
@@ -705,3 +734,9 @@ def parts_of(programs: int, reduced: int, block: int, unroll: int, busy: int, de
     parts = max(1, min(wanted // max(1, programs), reduced // max(together, 4 * block), 1024))
     per = cdiv(cdiv(max(reduced, 1), parts), together) * together
     return cdiv(max(reduced, 1), per), per
+
+
+def parts_of_few(reduced: int, block: int) -> tuple[int, int]:
+    """The same of few elements that make one state: one part, or one for each tile."""
+    tiles = max(1, cdiv(reduced, block))
+    return (1, tiles * block) if tiles <= MOST_WHOLE else (tiles, block)

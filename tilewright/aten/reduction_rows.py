@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from . import pointwise
 from .functions import divide, is_close, is_close_or_nan, is_nan, power, square_root
 from .reduction import InTurn, Row, run
 from .row import Declined
@@ -86,6 +87,11 @@ def near(x, y, rtol, atol):
 @triton.jit
 def near_or_nan(x, y, rtol, atol):
     return is_close_or_nan(x, y, rtol, atol).to(x.dtype)
+
+
+@triton.jit
+def same(x, y):
+    return (x == y).to(x.dtype)
 
 
 @triton.jit
@@ -397,11 +403,13 @@ NORM_P = Row("norm_p", to_the_power, plus, zero, power_root, numbers=1, dtypes=F
 NORM_P_FP32 = Row("norm_p", to_the_power_in_fp32, plus, zero, power_root, numbers=1, dtypes=FLOAT, wide=True)
 SQUARES = {1: Row("mse_mean", squared_difference, plus, zero, over_count, dtypes=FLOAT, wide=True),
            2: Row("mse_sum", squared_difference, plus, zero, as_it_is, dtypes=FLOAT, wide=True)}  # fmt: skip
+SQUARED = pointwise.Row("mse_loss", squared_difference, (), ("self", "other"), dtypes=FLOAT)
 DOT = Row("dot", product, plus, zero, as_it_is, wide=True)
 CLOSE = {
     equal_nan: Row("allclose", map, all_of, one, without_numbers, numbers=2, results=("bool",), dtypes=FLOAT)
     for equal_nan, map in ((False, near), (True, near_or_nan))
 }
+EQUAL = Row("allclose", same, all_of, one, as_it_is, results=("bool",), dtypes=EXACT)
 
 
 # ---- overloads -------------------------------------------------------------------------------------------------------
@@ -501,8 +509,10 @@ def vector_norm(self: Tensor, ord: Any = 2, dim: Any = None, keepdim: bool = Fal
 
 
 def mse_loss(self: Tensor, target: Tensor, reduction: int = 1) -> Tensor:
+    if reduction == 0:
+        return pointwise.run(SQUARED, {"self": self, "other": target}, None)
     if self.shape != target.shape or self.dtype != target.dtype or reduction not in SQUARES:
-        raise Declined("shapes that broadcast, two dtypes, or no reduction")
+        raise Declined("shapes that broadcast, two dtypes, or an unknown reduction")
     return run(SQUARES[reduction], self, None, False, other=target)[0]
 
 
@@ -523,9 +533,16 @@ def trace(self: Tensor) -> Tensor:
 
 
 def allclose(self: Tensor, other: Tensor, rtol: float = 1e-05, atol: float = 1e-08, equal_nan: bool = False) -> bool:
+    """Integers are compared as in `forms.isclose`."""
     if self.shape != other.shape or self.dtype != other.dtype or rtol < 0 or atol < 0:
         raise Declined("shapes that broadcast, two dtypes, or a negative tolerance")
-    return bool(run(CLOSE[equal_nan], self, None, False, other=other, numbers=(rtol, atol))[0])
+    if self.is_floating_point():
+        dtype = self.dtype
+    elif rtol == atol == 0:
+        return bool(run(EQUAL, self, None, False, other=other)[0])
+    else:
+        dtype = torch.get_default_dtype()
+    return bool(run(CLOSE[equal_nan], self, None, False, other=other, dtype=dtype, numbers=(rtol, atol))[0])
 
 
 FORMS = {

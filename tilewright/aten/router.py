@@ -25,11 +25,11 @@ from torch import Tensor
 from torch.library import Library
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ..core.nest import picker
 from ..core.private import guard
 from ..core.target import INTERPRETING
 from ..runtime.kernel import NotCompiledError
 from ..runtime.plan import Recorder
-from ..runtime.replay import picker
 from . import pointwise, table
 from .observed import INSIDE, Calls, calls_of
 from .plans import Function, Run, plan_of, slot, thread

@@ -29,10 +29,6 @@ class Declined(Exception):
 Asks = Mapping[str, Callable[[float], Any]]  # of a number, what host code asks: the answer is part of a plan's key
 
 
-def is_negative(number: float) -> bool:
-    return number < 0
-
-
 def of_numbers(*names: str, asks: Asks | None = None) -> Callable[[Any], Any]:
     """Say of a form that these arguments may be numbers, and reach a kernel as what they are: a plan has slots for them, and its
     key what `asks` asks of them. All else that is no tensor is part of a plan's key."""
@@ -57,11 +53,14 @@ class Row:
 
     `function` takes `tensors` in the compute dtype, but for those that are None, then `numbers`, and gives the value. `promotes`:
     "default" is torch's own promotion; "float" makes integers float; "bool" compares in the promoted dtype and gives bool; "keep"
-    gives the dtype of the first tensor. `dtypes` are the classes of promoted dtype that are taken: "float", "integer", "bool".
+    gives the dtype of the first tensor; "float to bool" makes integers float and gives bool. `dtypes` are the classes of promoted
+    dtype that are taken: "float", "integer", "bool".
     `when(values)` may say why a call is aten's. `choose(values)` gives another function for some arguments (a rounding mode).
     `allocates` says how the result lies: as the "iterator" has it, "like" the first tensor, or "contiguous". `aside` are those of
-    `tensors` that aten, if they are numbers, makes no operands of. `fills`: the result is one that is given, and operands are
-    expanded to its shape and cast to its dtype. `asks`: all that `when` and `choose` ask of numbers that a kernel takes.
+    `tensors` that aten, if they are numbers, makes no operands of. `cast` are those of `tensors` and `numbers` that aten, if they
+    are numbers, casts to the promoted dtype before, and refuses if that cannot hold them. `fills`: the result is one that is given,
+    and operands are expanded to its shape and cast to its dtype. `asks`: all that `when` and `choose` ask of numbers that a kernel
+    takes.
     """
 
     name: str
@@ -74,6 +73,7 @@ class Row:
     when: Callable[[dict[str, Any]], str | None] | None = None
     choose: Callable[[dict[str, Any]], Any] | None = None
     aside: tuple[str, ...] = ()
+    cast: tuple[str, ...] = ()
     allocates: str = "iterator"
     fills: bool = False
     asks: Asks | None = None

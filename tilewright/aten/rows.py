@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from . import functions as f
-from .row import Number, Row, is_negative, kind_of
+from .row import Number, Row, kind_of
 
 FLOAT, EXACT, ANY = ("float",), ("integer", "bool"), ("float", "integer", "bool")
 NUMERIC = ("float", "integer")
@@ -85,33 +85,12 @@ def power_by(values: dict[str, Any]) -> Any:
     return f.power if isinstance(exponent, Tensor) else POWERS.get(exponent, f.power)
 
 
-def extremes(values: dict[str, Any]) -> None:
-    """Fill in what takes the place of infinities: the largest numbers of the dtype."""
-    t = values["self"]
-    if t.is_floating_point():
-        info = torch.finfo(t.dtype)
-        values["posinf"] = info.max if values["posinf"] is None else values["posinf"]
-        values["neginf"] = info.min if values["neginf"] is None else values["neginf"]
-    return None
-
-
 def rounding(values: dict[str, Any]) -> Any:
     return {"floor": f.floored_quotient, "trunc": f.truncated_quotient}[values["rounding_mode"]]
 
 
-def halves(values: dict[str, Any]) -> bool:
-    """16-bit floats, in which aten rounds each step of a floored quotient."""
-    return any(isinstance(v, Tensor) and v.is_floating_point() and v.element_size() == 2 for v in values.values())
-
-
-def floors(values: dict[str, Any]) -> str | None:
-    return "a floored quotient of 16-bit floats" if halves(values) else None
-
-
 def rounds(values: dict[str, Any]) -> str | None:
-    if values["rounding_mode"] not in ("floor", "trunc"):
-        return "division that does not round"
-    return floors(values) if values["rounding_mode"] == "floor" else None
+    return None if values["rounding_mode"] in ("floor", "trunc") else "division that does not round"
 
 
 def gelu_of(plain: Any, by_tanh: Any) -> Any:
@@ -128,19 +107,25 @@ def known_gelu(values: dict[str, Any]) -> str | None:
 
 
 def fill_is_aten(self: Tensor, value: Any) -> str | None:
-    """Why aten fills a tensor with this value, if it does: it refuses some values, and casts others as a processor pleases."""
+    """Why aten fills a tensor with this value, if it does."""
     if not isinstance(self, Tensor):
         return "a number in a tensor's place"
     if isinstance(value, Tensor) and (value.dim() or value.device != self.device):
         return "a value with dimensions, or elsewhere"
-    if isinstance(value, complex):
-        return "complex"
-    fraction = value.is_floating_point() if isinstance(value, Tensor) else isinstance(value, float)
-    return "a fraction in integers" if fraction and not self.is_floating_point() else None
+    return "complex" if isinstance(value, complex) else None
 
 
 def plain_fill(values: dict[str, Any]) -> str | None:
     return fill_is_aten(values["self"], values["value"])
+
+
+def cast_by(source: Any, to: torch.dtype) -> Any:
+    """The function that makes of a source's elements those of a dtype. Floats are cut to what aten's casts on a GPU cut them to: an
+    int32 for narrower integers too, of which they keep the last bits, but an int64 for bytes. A processor's own casts have other
+    answers for what is out of range, and for NaNs."""
+    if kind_of(to) != "integer" or not isinstance(source, Tensor) or not source.is_floating_point():
+        return f.copy
+    return f.cut_to_int64 if to in (torch.int64, torch.uint8) else f.cut_to_int32
 
 
 def copies(values: dict[str, Any]) -> str | None:
@@ -148,17 +133,16 @@ def copies(values: dict[str, Any]) -> str | None:
     to, source = values["self"], values["src"]
     if not isinstance(source, Tensor):
         return fill_is_aten(to, source)
-    if to.device != source.device:
-        return "a copy between devices"
-    if kind_of(source.dtype) == "float" and kind_of(to.dtype) == "integer":
-        return "a cast of floats to integers, which has no answer for large ones"
-    return None
+    return "a copy between devices" if to.device != source.device else None
 
 
 def masks(values: dict[str, Any]) -> str | None:
     if dtype_of(values["mask"]) != torch.bool:
         return "a mask that is not bool"
-    return plain_fill(values)
+    reason, value = plain_fill(values), values["value"]
+    if reason is None and cast_by(value, values["self"].dtype) is not f.copy:
+        return "a fraction in integers"  # of which aten asks on the host whether they hold it
+    return reason
 
 
 def clamps(values: dict[str, Any]) -> str | None:
@@ -176,12 +160,6 @@ def conditions(values: dict[str, Any]) -> str | None:
     if out is not None and out.dtype != torch.result_type(values["self"], values["other"]):
         return "a result of another dtype, which torch refuses"
     return None if dtype_of(values["condition"]) == torch.bool else "a condition that is not bool"
-
-
-def comparable(values: dict[str, Any]) -> str | None:
-    if dtype_of(values["self"]) != dtype_of(values["other"]) or values["rtol"] < 0 or values["atol"] < 0:
-        return "two dtypes or a negative tolerance, which torch refuses"
-    return None
 
 
 def scaled(values: dict[str, Any]) -> str | None:
@@ -208,7 +186,6 @@ ROWS = (
     unary("silu", f.silu, dtypes=FLOAT),
     unary("angle", f.angle, "float", in_place=False),
     unary("isnan", f.is_nan, "bool", in_place=False),
-    unary("isinf", f.is_infinite, "bool", dtypes=FLOAT, in_place=False),
     unary("logical_not", f.logical_not, "bool", in_place=False),
     Row("bitwise_not", f.bitwise_not, both("bitwise_not"), dtypes=EXACT,
         choose=lambda v: f.flipped if v["self"].dtype == torch.bool else f.bitwise_not),
@@ -216,21 +193,19 @@ ROWS = (
         choose=by_bits(gelu_of(f.gelu, f.gelu_tanh), gelu_of(f.gelu_for_16_bits, f.gelu_tanh_for_16_bits))),
     Row("elu", f.elu, both("elu"), numbers=(Number("alpha"), Number("scale"), Number("input_scale")), dtypes=FLOAT),
     Row("softplus", f.softplus, ("softplus",), numbers=(Number("beta"), Number("threshold")), dtypes=FLOAT),
-    Row("threshold", f.threshold, ("threshold",), numbers=(Number("threshold"), Number("value")), dtypes=FLOAT),
-    Row("nan_to_num", f.finite_number, ("nan_to_num",), numbers=(Number("nan"), Number("posinf"), Number("neginf")),
-        dtypes=FLOAT, when=extremes, allocates="like"),
-    Row("isfinite", f.is_finite, ("isfinite",), promotes="bool", dtypes=FLOAT),
-    Row("fill", f.copy, ("fill_.Scalar", "fill_.Tensor"), ("value",), promotes="keep", when=plain_fill,
-        fills=True),
-    Row("copy", f.copy, ("copy_",), ("src",), promotes="keep", when=copies, fills=True),
+    Row("threshold", f.threshold, ("threshold",), numbers=(Number("threshold"), Number("value")), dtypes=NUMERIC,
+        cast=("threshold", "value")),
+    Row("fill", f.copy, ("fill_.Scalar", "fill_.Tensor"), ("value",), promotes="keep", when=plain_fill, fills=True,
+        choose=lambda v: cast_by(v["value"], v["self"].dtype), cast=("value",)),
+    Row("copy", f.copy, ("copy_",), ("src",), promotes="keep", when=copies, fills=True,
+        choose=lambda v: cast_by(v["src"], v["self"].dtype), cast=("src",)),
     # two
     Row("add", f.add, both("add.Tensor"), TWO, (Number("alpha"),), when=exact),
     Row("sub", f.subtract, both("sub.Tensor"), TWO, (Number("alpha"),), when=no_bools),
     Row("mul", f.multiply, both("mul.Tensor"), TWO),
     Row("div", f.quotient, both("div.Tensor"), TWO, promotes="float"),
     Row("div_mode", f.floored_quotient, both("div.Tensor_mode"), TWO, dtypes=NUMERIC, when=rounds, choose=rounding),
-    Row("floor_divide", f.floored_quotient, ("floor_divide", "floor_divide_.Tensor", "floor_divide.out"), TWO, dtypes=NUMERIC,
-        when=floors),
+    Row("floor_divide", f.floored_quotient, ("floor_divide", "floor_divide_.Tensor", "floor_divide.out"), TWO, dtypes=NUMERIC),
     Row("remainder", f.remainder, (*both("remainder.Tensor"), "remainder.Scalar_Tensor"), TWO, dtypes=NUMERIC),
     Row("maximum", f.larger, ("maximum",), TWO),
     Row("minimum", f.smaller, ("minimum",), TWO),
@@ -254,12 +229,9 @@ ROWS = (
         choose=clamp_by, aside=("min", "max")),
     Row("clamp_min", f.larger, both("clamp_min"), ("self", "min"), dtypes=NUMERIC, aside=("min",)),
     Row("masked_fill", f.filled, ("masked_fill.Scalar", "masked_fill.Tensor"), ("self", "mask", "value"), promotes="keep",
-        when=masks, allocates="contiguous"),
+        when=masks, allocates="contiguous", cast=("value",)),
     Row("masked_fill_", f.filled, ("masked_fill_.Scalar", "masked_fill_.Tensor"), ("self", "mask", "value"), promotes="keep",
-        when=masks),
-    Row("isclose", f.is_close, ("isclose",), TWO, (Number("rtol"), Number("atol")), promotes="bool", dtypes=FLOAT, when=comparable,
-        choose=lambda v: f.is_close_or_nan if v["equal_nan"] else f.is_close,
-        asks={"rtol": is_negative, "atol": is_negative}),
+        when=masks, cast=("value",)),
     Row("addcmul", f.add_product, ("addcmul",), ("self", "tensor1", "tensor2"), (Number("value"),), dtypes=NUMERIC, when=scaled),
     Row("addcdiv", f.add_quotient, ("addcdiv",), ("self", "tensor1", "tensor2"), (Number("value"),), dtypes=FLOAT),
     Row("lerp", f.lerp, (*both("lerp.Tensor"), *both("lerp.Scalar")), ("self", "end", "weight"), dtypes=FLOAT,
@@ -271,7 +243,7 @@ ROWS = (
     Row("gelu_backward", f.gelu_backward, ("gelu_backward",), ("grad_output", "self"), dtypes=FLOAT, when=known_gelu,
         choose=gelu_of(f.gelu_backward, f.gelu_tanh_backward)),
     Row("threshold_backward", f.threshold_backward, ("threshold_backward",), ("grad_output", "self"), (Number("threshold"),),
-        dtypes=FLOAT),
+        dtypes=NUMERIC, cast=("threshold",)),
     Row("elu_backward", f.elu_backward, ("elu_backward",), ("grad_output", "self_or_result"),
         (Number("alpha"), Number("scale"), Number("input_scale")), dtypes=FLOAT,
         choose=lambda v: f.elu_backward_of_result if v["is_result"] else f.elu_backward),

@@ -10,6 +10,7 @@ by themselves; an element sets the running value if it is equal to it; the large
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 import triton
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from ..core.tensor import cdiv
 from ..runtime.kernel import kernel
-from . import plans
+from . import forms, plans, pointwise
 from .functions import is_nan
 from .plans import own
 from .pointwise import promoted_value, stored, whole_words
@@ -38,6 +39,7 @@ from .reduction import (
     kept_tile,
     load_states,
     loops_of,
+    merged,
     nothing,
     pace_of,
     parts_of,
@@ -63,6 +65,10 @@ TOKENS = (
 )
 # Elements of a program's tile, of 32 bits each, for what lies side by side and the numbers of a state
 TILE = {(REDUCED_ONES, 1): 4096, (REDUCED_ONES, 2): 256, (KEPT_ONES, 1): 2048, (KEPT_ONES, 2): 512}
+# Lines, and elements of each, of a tile where there are few in all: of lines up to a length, of which a warp has some to itself; of
+# one that is longer and alone; and of others
+SMALL_TILES = {32: (64, 32), 128: (8, 128)}
+ALONE, SEVERAL = (1, 2048), (4, 512)
 # Programs for each SM, at most, that parts make, as in `reduction.py`, and bytes of tiles that they have on their way to them
 BUSY, IN_FLIGHT = 16, 64 << 10
 
@@ -87,8 +93,8 @@ def scan_tiles(
     MAP: tl.constexpr = HOW.MAP
     PASSING: tl.constexpr = "" if TOTALS is None else ".cs"  # results leave what is still to be read in the cache
     k, inside_k, run, place = kept_tile(KEPT, K0, ALONG, EVEN, BLOCK_K)
-    at_x = kept_at(run, place, K0, K1, k0, k1, k2, ALONG, False, EVEN)
-    at_o = kept_at(run, place, K0, K1, o0, o1, o2, ALONG, False, EVEN)
+    at_x = kept_at(run, place, KEPT, K0, K1, k0, k1, k2, ALONG, False, EVEN)
+    at_o = kept_at(run, place, KEPT, K0, K1, o0, o1, o2, ALONG, False, EVEN)
     step_x = 1 if ALONG == 1 else whole_words(stride_x, EVEN)
     step_o = 1 if ALONG == 1 else whole_words(stride_o, EVEN)
     part = tl.program_id(1).to(tl.int64)
@@ -237,15 +243,31 @@ def tile_of(form: Form, width: int, N: int, row: Row, compute: torch.dtype) -> t
     return elements // block_r, block_r
 
 
+def small_form(lines: int, N: int) -> Form:
+    """Of few elements, which share these for all ways to lie."""
+    tile = next((SMALL_TILES[most] for most in SMALL_TILES if most >= N), ALONE if lines == 1 else SEVERAL)
+    return Form(NEITHER, False, False, False, *tile, small=True)
+
+
+def lines_of(tensors: Sequence[Tensor], dim: int) -> list[tuple[int, ...]]:
+    """Strides from line to line along a dimension."""
+    return [tuple(s for d, s in enumerate(t.stride()) if d != dim) for t in tensors]
+
+
 def launch(row: Row, x: Tensor, dim: int, made: list[Tensor], common: torch.dtype) -> None:
     result = made[0].reshape(x.shape) if made[0].dim() != x.dim() else made[0]
     kept = tuple(n for d, n in enumerate(x.shape) if d != dim)
-    strides = [tuple(s for d, s in enumerate(t.stride()) if d != dim) for t in (x, result)]
+    if len(merged(kept, lines_of((x, result), dim))[0]) > LOOPS:  # aten copies whatever has gaps
+        whole = own(torch.empty(x.shape, dtype=x.dtype, device=x.device))
+        x = pointwise.run(forms.COPY, {"self": x}, whole)
+    strides = lines_of((x, result), dim)
     sizes, steps = loops_of(kept, strides)
     lines, N, step = math.prod(kept), x.shape[dim], [x.stride(dim), result.stride(dim)]
     pace = pace_of(row, [x])
     form = form_of(sizes, steps, [N, 1, 1], [[n, 0, 0] for n in step], pace)
-    if form.along != NEITHER:
+    if form.small:
+        form = small_form(lines, N)
+    elif form.along != NEITHER:
         block_k, block_r = tile_of(form, sizes[0], N, row, compute_of(row, common))
         form = form._replace(block_k=block_k, block_r=block_r)
     before = None

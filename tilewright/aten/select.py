@@ -1,9 +1,9 @@
 """The index engine, what is found rather than named: elements under a mask, coordinates of what is not 0, repeated indices, and
 whether elements are among others.
 
-Elements under a mask are counted by blocks, and a bit is kept of each; a launch finds where each block's begin, and programs write
-theirs there. How many there are is the one number that is read. What is looked for is looked up in the others, which are put in
-order (`order.py`): in a bucket of numbers that lie near, where these are many.
+Elements under a mask are counted by blocks, and a bit is kept of each; of several blocks, a launch finds where each begins, and
+programs write theirs there. How many there are is the one number that is read. What is looked for is looked up in the others, which
+are put in order (`order.py`): in a bucket of numbers that lie near, where these are many.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from . import forms, layout, plans, pointwise, scan
 from .layout import Ints
 from .order import KEY_BITS, key_of, ordered
 from .plans import only_now, own
-from .pointwise import IN_TRITON, WORDS, stored, whole_words
+from .pointwise import IN_TRITON, WORDS, over, stored, whole_words
 from .reduction import loops_of, offset
 from .row import TAKEN, Declined, of_numbers, taken
 
@@ -59,20 +59,25 @@ def ones_in(bits):
     grid=lambda a: (a.BLOCKS,), tokens=("N", "BLOCKS", "K0", "K1", "k0", "k1", "k2"), default=lambda a: {"num_warps": 8}
 )
 def count_set(
-    X, WORDS, COUNTS, N, BLOCKS, K0, K1, k0, k1, k2, FLAT: tl.constexpr, EVEN: tl.constexpr, BLOCK: tl.constexpr
-):
+    X, WORDS, COUNTS, STARTS, N, BLOCKS, K0, K1, k0, k1, k2, FLAT: tl.constexpr, EVEN: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
     """How many elements of each block are set. WORDS has for 16 elements which of them are, and above these bits how many of the
-    block come before. FLAT: elements lie one after another; EVEN: they are whole words."""
+    block come before. FLAT: elements lie one after another; EVEN: they are whole words. One block fills STARTS as `begin_blocks`
+    does for several."""
     N = whole_words(N, EVEN)
     word = tl.arange(0, BLOCK // 16)
     bit = tl.arange(0, 16)[None, :]
     i = tl.program_id(0).to(tl.int64) * BLOCK + (word[:, None] * 16 + bit)
-    found = is_set(X, i if FLAT else offset(i, K0, K1, k0, k1, k2), i < N)
+    found = is_set(X, i if FLAT else offset(i, N, K0, K1, k0, k1, k2), i < N)
     bits = tl.sum(tl.where(found, 1 << bit, 0), 1)
     count = ones_in(bits)
     before = tl.cumsum(count, 0) - count
     tl.store(WORDS + tl.program_id(0).to(tl.int64) * (BLOCK // 16) + word, (before << 16) | bits)
-    tl.store(COUNTS + tl.program_id(0), tl.sum(count, 0))
+    total = tl.sum(count, 0)
+    tl.store(COUNTS + tl.program_id(0), total)
+    if BLOCKS == 1:
+        tl.store(STARTS, 0)
+        tl.store(STARTS + 1, total)
 
 
 @kernel(grid=lambda a: (1,), tokens=("BLOCKS",), default=lambda a: {"BLOCK": 8192, "num_warps": 16})
@@ -99,16 +104,15 @@ def set_in_block(WORDS, STARTS, BLOCK: tl.constexpr, OWN: tl.constexpr):
 
 
 @kernel(
-    grid=lambda a: (a.BLOCKS * (a.BLOCK // a.OWN),), tokens=("BLOCKS", "K0", "K1", "p0", "p1", "p2"),
-    default=lambda a: {"num_warps": 2},
+    grid=lambda a: (cdiv(a.N, a.OWN),), tokens=("N", "K0", "K1", "p0", "p1", "p2"), default=lambda a: {"num_warps": 2}
 )  # fmt: skip
 def write_set(
-    OUT, X, WORDS, STARTS, BLOCKS, K0, K1, p0, p1, p2, FLAT: tl.constexpr, BLOCK: tl.constexpr, OWN: tl.constexpr
-):
-    """Elements of X, of strides p, that words say are set."""
+    OUT, X, WORDS, STARTS, N, K0, K1, p0, p1, p2, FLAT: tl.constexpr, BLOCK: tl.constexpr, OWN: tl.constexpr
+):  # fmt: skip
+    """Of N elements of X, of strides p, those that words say are set."""
     i, found, to = set_in_block(WORDS, STARTS, BLOCK, OWN)
     start = tl.program_id(0).to(tl.int64) * OWN
-    at = X + start + i if FLAT else X + offset(start + i, K0, K1, p0, p1, p2)
+    at = X + start + i if FLAT else X + offset(start + i, N, K0, K1, p0, p1, p2)
     value = tl.load(at, found, 0)
     if OUT.dtype.element_ty == tl.int1:
         value = value.to(tl.int32)
@@ -129,21 +133,19 @@ def divided(low, more, size, MOST: tl.constexpr):
     return times, left
 
 
-@kernel(
-    grid=lambda a: (a.BLOCKS * (a.BLOCK // a.OWN),), tokens=("BLOCKS", *SIZES, "dims", "apart"), default=lambda a: {"num_warps": 2}
-)  # fmt: skip
+@kernel(grid=lambda a: (cdiv(a.N, a.OWN),), tokens=("N", *SIZES, "dims", "apart"), default=lambda a: {"num_warps": 2})
 def write_coordinates(
-    OUT, WORDS, STARTS, BLOCKS, n0, n1, n2, n3, n4, n5, dims, apart, DIMS: tl.constexpr, BLOCK: tl.constexpr, OWN: tl.constexpr
+    OUT, WORDS, STARTS, N, n0, n1, n2, n3, n4, n5, dims, apart, DIMS: tl.constexpr, BLOCK: tl.constexpr, OWN: tl.constexpr
 ):  # fmt: skip
-    """Coordinates of what words say is set: of so many dimensions, DIMS at most, of which n0 is the last's size. Those of one
-    dimension lie side by side."""
+    """Of N elements the coordinates of those that words say are set: of so many dimensions, DIMS at most, of which n0 is the last's
+    size. Those of one dimension lie side by side."""
     more, found, to = set_in_block(WORDS, STARTS, BLOCK, OWN)
     start = tl.program_id(0).to(tl.int64) * OWN
     sizes = (n0, n1, n2, n3, n4, n5)
     for d in tl.static_range(DIMS):
-        more, left = divided(start % sizes[d], more, sizes[d].to(tl.int64), OWN)
+        start, low = over(start, sizes[d], N)
+        more, left = divided(low.to(tl.int64), more, sizes[d].to(tl.int64), OWN)
         tl.store(OUT + (dims - 1 - d).to(tl.int64) * apart + to, left, found & (d < dims))
-        start = start // sizes[d]
 
 
 @triton.jit
@@ -276,8 +278,9 @@ def words_of(mask: Tensor, shape: Ints, strides: Ints) -> tuple[Tensor, Tensor, 
     counts = own(torch.empty(blocks, dtype=torch.int32, device=mask.device))
     starts = own(torch.empty(blocks + 1, dtype=torch.int64, device=mask.device))
     constants = {"FLAT": flat, "EVEN": flat and N % WORDS == 0, "BLOCK": BLOCK}
-    plans.launch(count_set, (mask, words, counts), (N, blocks, *sizes[:2], *steps), **constants)
-    plans.launch(begin_blocks, (counts, starts), (blocks,))
+    plans.launch(count_set, (mask, words, counts, starts), (N, blocks, *sizes[:2], *steps), **constants)
+    if blocks > 1:
+        plans.launch(begin_blocks, (counts, starts), (blocks,))
     return words, starts, read(starts[blocks])
 
 
@@ -298,7 +301,7 @@ def masked_select(self: Tensor, mask: Tensor) -> Tensor:
     words, starts, count = words_of(mask, shape, layout.expanded(mask, shape))
     out = own(torch.empty(count, dtype=self.dtype, device=self.device))
     if count:
-        numbers = cdiv(N, BLOCK), *sizes[:2], *steps
+        numbers = N, *sizes[:2], *steps
         plans.launch(write_set, (out, self, words, starts), numbers, FLAT=is_flat(N, steps), BLOCK=BLOCK, OWN=OWN)
     return out
 
@@ -313,7 +316,7 @@ def nonzero(self: Tensor) -> Tensor:
     words, starts, count = words_of(self, tuple(self.shape), self.stride())
     out = coordinates(self, count)
     if count:
-        numbers = cdiv(N, BLOCK), *reversed(self.shape), *[1] * (MOST_DIMS - dims), dims, out.stride(1)
+        numbers = N, *reversed(self.shape), *[1] * (MOST_DIMS - dims), dims, out.stride(1)
         most = dims if N >= pointwise.SMALL else MOST_DIMS
         plans.launch(write_coordinates, (out, words, starts), numbers, DIMS=most, BLOCK=BLOCK, OWN=OWN)
     return out

@@ -21,7 +21,7 @@ from ..runtime.kernel import kernel
 from . import forms, plans, pointwise, softmax_columns, softmax_long
 from .functions import exp, log
 from .plans import own
-from .pointwise import IN_TRITON, SMALL, stored, whole_words
+from .pointwise import IN_TRITON, SMALL, over, stored, whole_words
 from .row import Declined, compute_dtype, taken
 from .softmax_formulas import exp_for, finite_or_zero, gradient, normalised, term
 
@@ -59,18 +59,19 @@ def programs(a) -> tuple[int]:
 
 
 @triton.jit
-def rows_of(INNER, BLOCK_K: tl.constexpr, FORM: tl.constexpr):
+def rows_of(ROWS, INNER, BLOCK_K: tl.constexpr, FORM: tl.constexpr):
     """(outer indices, inner indices) of a program's rows."""
     pid = tl.program_id(0).to(tl.int64)
     if FORM == "across":
         blocks = tl.cdiv(INNER, BLOCK_K)
-        return pid // blocks + tl.zeros([BLOCK_K], tl.int64), pid % blocks * BLOCK_K + tl.arange(0, BLOCK_K)
+        outer = (tl.program_id(0) // blocks).to(tl.int64)
+        return outer + tl.zeros([BLOCK_K], tl.int64), (pid - outer * blocks) * BLOCK_K + tl.arange(0, BLOCK_K)
     elif FORM == "along":
         k = pid * BLOCK_K + tl.arange(0, BLOCK_K)
         return k, tl.zeros([BLOCK_K], tl.int64)
     else:
-        k = pid * BLOCK_K + tl.arange(0, BLOCK_K)
-        return k // INNER, k % INNER
+        outer, inner = over(pid * BLOCK_K + tl.arange(0, BLOCK_K), INNER, ROWS)
+        return outer.to(tl.int64), inner.to(tl.int64)
 
 
 @triton.jit
@@ -113,7 +114,7 @@ def softmax_rows(
     """FORM: "along" where a row's elements lie side by side, "across" where rows do, "any". EVEN: sizes and strides are whole
     words. ONCE: a tile holds all of a row."""
     pid = tl.program_id(0)
-    outer, inner = rows_of(INNER, BLOCK_K, FORM)
+    outer, inner = rows_of(ROWS, INNER, BLOCK_K, FORM)
     inside = inside_of(outer, inner, ROWS, INNER, FORM, EVEN)
     at_x = start_of(pid, outer, inner, x_outer, x_inner, BLOCK_K, FORM, EVEN)
     at_y = start_of(pid, outer, inner, y_outer, y_inner, BLOCK_K, FORM, EVEN)
@@ -165,7 +166,7 @@ def softmax_rows_backward(
 ):  # fmt: skip
     """Strides x of the result Y of the forward pass, g of DY, y of DX; else as above."""
     pid = tl.program_id(0)
-    outer, inner = rows_of(INNER, BLOCK_K, FORM)
+    outer, inner = rows_of(ROWS, INNER, BLOCK_K, FORM)
     inside = inside_of(outer, inner, ROWS, INNER, FORM, EVEN)
     at_y = start_of(pid, outer, inner, x_outer, x_inner, BLOCK_K, FORM, EVEN)
     at_g = start_of(pid, outer, inner, g_outer, g_inner, BLOCK_K, FORM, EVEN)

@@ -123,7 +123,8 @@ def softmax_long(
 
 @triton.jit
 def leave_sum(Y, DY, r, N, PART, at, LOG: tl.constexpr):
-    """(Y, DY) of a part, of which the sum is stored; of a logarithm, Y is not asked for yet."""
+    """(Y, DY) of a part, whose sum of terms is stored. Of a logarithm the terms are DY alone; Y, which the gradient takes, is
+    loaded with it all the same, before anyone waits."""
     dy = tl.load(DY + r, r < N, 0, eviction_policy="evict_first").to(PART.dtype.element_ty)
     y = tl.load(Y + r, r < N, 0, eviction_policy="evict_first").to(PART.dtype.element_ty)
     tl.store(PART + at, tl.sum(term(y, dy, LOG), 0))

@@ -20,7 +20,7 @@ from ..runtime.kernel import kernel
 from . import forms, plans, pointwise
 from .order import KEY_BITS, key_of, number_of, ordered
 from .plans import own
-from .pointwise import WORDS, whole_words
+from .pointwise import WORDS, over, whole_words
 from .row import Declined, taken
 from .select import begin_blocks, contiguous, divided, ones_in, read
 
@@ -98,8 +98,9 @@ def sort_results(X, KEYS, ORDER, CHOSEN, OUT, INDEX, N, LINE, FROM, flip, BLOCK:
     start = tl.program_id(0).to(tl.int64) * BLOCK
     i = tl.arange(0, BLOCK)
     inside = start + i < N
-    times, _ = divided(start % LINE, i, LINE.to(tl.int64), BLOCK)
-    line = start // LINE + times
+    first, low = over(start, LINE, N)
+    times, _ = divided(low.to(tl.int64), i, LINE.to(tl.int64), BLOCK)
+    line = first.to(tl.int64) + times
     place = tl.load(ORDER + start + i, inside, 0).to(tl.int64)
     if CHOSEN is not None:
         place = tl.load(CHOSEN + line * LINE + place, inside, 0).to(tl.int64)
@@ -115,10 +116,12 @@ def select_first(X, FROM, KEYS, CHOSEN, M, N, PARTS, K, flip, BITS: tl.constexpr
     """Of each of PARTS parts of a line, which has at least K elements, the K first, in the order of the line. FROM, if X is keys
     that were selected before, says which of the line they are."""
     line = (tl.program_id(0) // PARTS).to(tl.int64)
-    part = (tl.program_id(0) % PARTS).to(tl.int64)
-    start = part * N // PARTS
+    part = tl.program_id(0) % PARTS
+    least = N // PARTS
+    longer = N - least * PARTS  # so many parts, the first, have one more
+    start = (part * least + tl.minimum(part, longer)).to(tl.int64)
     i = start + tl.arange(0, WIDTH)
-    inside = i < (part + 1) * N // PARTS
+    inside = i < start + least + (part < longer).to(tl.int64)
     if FROM is None:
         key = key_at(X, line * N + i, inside, flip)
         which = i.to(tl.int32)

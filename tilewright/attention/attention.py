@@ -25,12 +25,13 @@ from torch import Tensor
 from ..core.draw import Draw
 from ..core.signature import at_least
 from ..op import Bars, Cost, Gradient, Op, Out, Part, Sharding, Triton, upcast
-from . import portable
+from . import library, portable
 from .hopper import backward as hopper_backward
 from .hopper import forward as hopper_forward
 from .seen import room, seen
 
-Backend = Literal["auto", "hopper", "portable"]
+# "auto" is the faster of those that take the arguments, "triton" the faster of ours; others name one
+Backend = Literal["auto", "triton", "cudnn", "hopper", "portable"]
 WIDEST = 576  # head columns: those of absorbed latent attention
 
 
@@ -129,8 +130,12 @@ def reference(
     value that one query sees may show in others of its sequence.
 
     Gradients of q, k, v and sink, bitwise repeatable: everything is added up in a fixed order. `backend="auto"` takes the fastest
-    implementation for the call; a name takes that one, or raises. `tilewright.attention` also takes `Quantized` operands, `math`
-    ("int8", "fp8", "int8_pv", "fp8_pv": products of codes, forward only) and `smooth`: `attention/quantised.py`.
+    implementation for the call (`tilewright explain` says which and why), "triton" the fastest of our own, any other name that one,
+    or raises. "cudnn" is torch's forward by cuDNN, of 16-bit heads of up to 256 columns without masks, windows, sinks, slopes, soft
+    caps or lengths, causal where there are as many keys as queries; its gradients are by our own kernels.
+
+    `tilewright.attention` also takes `Quantized` operands, `math` ("int8", "fp8", "int8_pv", "fp8_pv": products of codes, forward
+    only) and `smooth`: `attention/quantised.py`.
     """
     o, lse = reference_lse(
         q, k, v, scale=scale, causal=causal, left=left, right=right, softcap=softcap, sink=sink, slopes=slopes, mask=mask,
@@ -196,7 +201,7 @@ def draw_marks(draw: Draw, count: int) -> Tensor:
 
 
 def check(
-    q, k, v, *, causal, right, mask, kv_len, cu_seqlens_q, cu_seqlens_k, op: str = "attention", **_
+    q, k, v, *, causal, right, mask, kv_len, cu_seqlens_q, cu_seqlens_k, backend: str = "auto", op: str = "attention", **others
 ) -> None:  # fmt: skip
     batch, length, heads, width = q.shape
     if k.shape[2] == 0 and heads or k.shape[2] and heads % k.shape[2]:
@@ -221,6 +226,17 @@ def check(
         )
     if max(length, k.shape[1]) >= 2**31 - 1024:
         raise ValueError(f"{op}: q and k must be shorter than 2**31 - 1024, got {length} and {k.shape[1]}")
+    if backend == "cudnn":
+        given = {
+            "right": right,
+            "mask": mask,
+            "kv_len": kv_len,
+            "cu_seqlens_q": cu_seqlens_q,
+            "cu_seqlens_k": cu_seqlens_k,
+        }
+        why = library.refusal(SimpleNamespace(q=q, k=k, v=v, causal=causal, **given, **others))
+        if why is not None:
+            raise ValueError(f"{op}: backend cudnn: {why}")
 
 
 def flops(
@@ -321,6 +337,7 @@ COST = Cost(flops=flops, backward=2.5)
 def implementations(on_hopper: Callable[..., tuple], elsewhere: Callable[..., tuple]) -> tuple[Triton, ...]:
     """By their backwards: of o and lse, or of o alone."""
     return (
+        Triton(library.forward, on_hopper, library.fits, "cudnn", library=True, out=True),
         Triton(hopper_forward.forward, on_hopper, hopper_forward.fits_call, "hopper"),
         Triton(portable.forward, elsewhere, portable.fits, "portable"),
     )

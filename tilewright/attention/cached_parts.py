@@ -23,6 +23,7 @@ from torch import Tensor
 from ..core.debug import can_read, check_ends, check_indices, check_pages
 from ..core.target import Target
 from ..core.tensor import cdiv, power_of_two
+from ..device.dependent import begin_dependent
 from ..device.products import add_product
 from ..device.quantize import decode
 from ..device.softmax import LN2, LOG2E
@@ -403,16 +404,18 @@ def with_sink(SINK, rows, part, top, total):
     grid=lambda a: (a.PARTS * a.TILES * a.HEAD_TILES * a.KV_HEADS * a.BATCH,),
     tokens=("L", "CAPACITY", "PAGES", "TILES", "PARTS", "SPLIT", "BATCH"),
     default=lambda a: {"num_warps": 8 if a.BLOCK_M * a.VALUES.ALL > 16384 or a.VALUES.ALL > 256 else 4},
+    dependent=True,
 )  # fmt: skip
 def attention_part(
     Q, K, V, ROPE, KS, VS, TABLE, KV_LEN, stride_len, TREE, stride_tb, stride_tl, O, stride_op, LSE, stride_lp, SINK, SCORES,
     WINDOW, LENGTHS, L, CAPACITY, PAGES, KV_HEADS, BATCH, TILES, HEAD_TILES, PARTS, SPLIT, GROUP: tl.constexpr,
     PAGE: tl.constexpr, KEYS: tl.constexpr, TURNED: tl.constexpr, VALUES: tl.constexpr, PIECES: tl.constexpr,
     HALF: tl.constexpr, PAIRS: tl.constexpr, SHARED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    STAGES: tl.constexpr,
+    STAGES: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """O and LSE of one part of the keys, [part, batch, token, head], for a tile of rows: a token's heads of one group, or part
     of them, and as many tokens as fit. SHARED: values are the first parts of the keys. PAIRS: V holds pairs of such codes."""
+    begin_dependent(DEPENDENT)
     pid = tl.program_id(0)
     part = pid % PARTS
     pid = pid // PARTS
@@ -507,13 +510,15 @@ def attention_part(
 
 @kernel(
     grid=lambda a: (cdiv(a.ROWS, a.BLOCK_R),), tokens=("ROWS", "L", "PARTS"),
-    default=lambda a: {"BLOCK_R": max(1, 128 // a.BLOCK), "num_warps": 4},
+    default=lambda a: {"BLOCK_R": max(1, 128 // a.BLOCK), "num_warps": 4}, dependent=True,
 )  # fmt: skip
 def attention_parts_merge(
-    P, LSE, O, OUT, ROWS, L, HEADS, PARTS, V, FEW: tl.constexpr, BLOCK: tl.constexpr, BLOCK_R: tl.constexpr
-):
+    P, LSE, O, OUT, ROWS, L, HEADS, PARTS, V, FEW: tl.constexpr, BLOCK: tl.constexpr, BLOCK_R: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):  # fmt: skip
     """O and OUT, the lse, of rows of the parts P [ROWS, PARTS, V] and LSE [ROWS, PARTS]. Sums are of FEW parts at a time, so that
     parts that saw nothing, of which there are more where there is more room, change no bit of them."""
+    begin_dependent(DEPENDENT)
     row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     inside = row < ROWS
     top = tl.full([BLOCK_R], float("-inf"), tl.float32)

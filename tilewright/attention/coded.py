@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import triton
@@ -32,6 +32,7 @@ from ..runtime.kernel import kernel
 from . import attention as plain
 from .cache_write import codes_of, own_scale
 from .cached_parts import as_codes
+from .coded_rows import load_codes, load_scale
 from .hopper import coded as hopper_coded
 from .portable import (
     TOGETHER,
@@ -51,6 +52,7 @@ from .portable import (
 )
 from .tiles import check_lengths, is_seen, keys_of, keys_seen, lengths, row_keys, tile_at
 
+Backend = Literal["auto", "triton", "hopper", "portable"]  # as in `attention.py`
 CODES = "int8|float8_e4m3fn"
 
 
@@ -75,7 +77,7 @@ def reference(
     kv_len: Tensor | None = None,
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
-    backend: plain.Backend = "auto",
+    backend: Backend = "auto",
 ) -> tuple[Tensor, Tensor]:
     """(o, lse) of `attention_lse` over `k` in codes, int8 or e4m3, with a `k_scale` [batch, keys, kv_heads].
 
@@ -139,27 +141,6 @@ def inputs(draw: Draw, pv: bool) -> dict[str, Any]:
 
 
 # ---- kernels ---------------------------------------------------------------------------------------------------------
-
-
-@triton.jit
-def load_codes(X, batch, head, token, live, COLUMNS: tl.constexpr, FROM: tl.constexpr, WIDTH: tl.constexpr):
-    """[n, WIDTH] codes or numbers of tokens [n] of one head, 0 where there are none; a number of no width."""
-    if WIDTH == 0:
-        return 0.0
-    else:
-        column = FROM + tl.arange(0, WIDTH)
-        at = batch.to(tl.int64) * X.stride_b + head.to(tl.int64) * X.stride_h
-        at = at + token.to(tl.int64)[:, None] * X.stride_t + column.to(tl.int64)[None, :] * X.stride_d
-        ZERO: tl.constexpr = 0 if X.data.dtype.element_ty.is_int() else 0.0
-        return tl.load(X.data + at, live[:, None] & (column < COLUMNS)[None, :], ZERO)
-
-
-@triton.jit
-def load_scale(S, batch, head, token, live):
-    """Scales of tokens [n]; NaN where one is not finite, which is that of no codes."""
-    at = batch.to(tl.int64) * S.stride_b + token.to(tl.int64) * S.stride_t + head.to(tl.int64) * S.stride_h
-    s = tl.load(S.data + at, live, 0.0).to(tl.float32)
-    return s + s * 0.0
 
 
 @triton.jit
@@ -446,7 +427,8 @@ attention_codes = Op(
     out=OUT, internal=True,
 )  # fmt: skip
 attention_codes_pv = Op(
-    "attention_codes_pv", reference, partial(inputs, pv=True), Triton(forward, None, fits, "portable"), asks="backend",
+    "attention_codes_pv", reference, partial(inputs, pv=True),
+    Triton(hopper_coded.forward, None, hopper_coded.fits_call, "hopper"), Triton(forward, None, fits, "portable"), asks="backend",
     where=WHERE, results=ROWS, check=partial(check, pv=True, op="attention_codes_pv"),
     cost=Cost(flops=flops), bars=Bars("K", felt=FELT, steps=True),
     out=OUT, internal=True,

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import torch
+import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -64,6 +65,27 @@ def inputs(draw: Draw) -> dict[str, Any]:
     x = draw_rows(draw)
     given = draw.maybe("mean", lambda: draw.tensor(x.shape[0], *x.shape[2:], dtype=torch.float32))
     return {"x": x, "mean": given, "kind": draw.option("kind", "int8", "fp8")}
+
+
+@triton.jit
+def load_codes(X, batch, head, token, live, COLUMNS: tl.constexpr, FROM: tl.constexpr, WIDTH: tl.constexpr):
+    """[n, WIDTH] codes or numbers of tokens [n] of one head, 0 where there are none; a number of no width."""
+    if WIDTH == 0:
+        return 0.0
+    else:
+        column = FROM + tl.arange(0, WIDTH)
+        at = batch.to(tl.int64) * X.stride_b + head.to(tl.int64) * X.stride_h
+        at = at + token.to(tl.int64)[:, None] * X.stride_t + column.to(tl.int64)[None, :] * X.stride_d
+        ZERO: tl.constexpr = 0 if X.data.dtype.element_ty.is_int() else 0.0
+        return tl.load(X.data + at, live[:, None] & (column < COLUMNS)[None, :], ZERO)
+
+
+@triton.jit
+def load_scale(S, batch, head, token, live):
+    """Scales of tokens [n]; NaN where one is not finite, which is that of no codes."""
+    at = batch.to(tl.int64) * S.stride_b + token.to(tl.int64) * S.stride_t + head.to(tl.int64) * S.stride_h
+    s = tl.load(S.data + at, live, 0.0).to(tl.float32)
+    return s + s * 0.0
 
 
 @kernel(

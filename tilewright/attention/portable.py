@@ -20,6 +20,7 @@ from torch import Tensor
 from ..core.target import Target
 from ..core.tensor import cdiv, power_of_two
 from ..device.activation import reciprocal
+from ..device.dependent import begin_dependent
 from ..device.products import add_product
 from ..device.softmax import LN2, LOG2E, tanh
 from ..op import single
@@ -245,15 +246,16 @@ def unit_of(pid, TILES, HEADS, BATCH, TOGETHER: tl.constexpr, LAST_FIRST: tl.con
 
 @kernel(
     grid=lambda a: (a.TILES * a.HEADS * a.BATCH,), tokens=("L", "KEYS", "HEADS", "GROUP", "TILES", "BATCH"),
-    default=warps(512),
+    default=warps(512), dependent=True,
 )  # fmt: skip
 def attention_forward(
     Q, K, V, O, LSE, SINK, SCORES, WINDOW, LENGTHS, L, KEYS, HEADS, GROUP, BATCH, TILES, SIZES: tl.constexpr,
     PLAIN: tl.constexpr, TOGETHER: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PIECES: tl.constexpr,
-    STAGES: tl.constexpr,
+    STAGES: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """PLAIN: nothing but the window and the number of keys says what is seen, so that blocks between its edges need no mask. A
     mask, or a number of keys for each row, may hide a key from all queries, and then a NaN with it."""
+    begin_dependent(DEPENDENT)
     index, head, batch = unit_of(tl.program_id(0), TILES, HEADS, BATCH, TOGETHER, WINDOW.right is not None)
     kv_head = head // GROUP
     tile = tile_at(LENGTHS, index, batch, L, KEYS, BLOCK_M)

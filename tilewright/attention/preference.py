@@ -1,11 +1,15 @@
-"""Where `backend="auto"` takes kernels for one chip: where they were measured to be right, and faster than the portable ones.
+"""Where `backend="auto"` takes kernels for one chip: where they were measured to be right, and faster than the portable ones. And
+where it leaves a forward to cuDNN: where that was measured to be faster than the faster of ours by 3 % or more.
 
 `data/attention_<arch>.jsonl` has a row for each measured call that came out right, `{"direction": "forward", "kind":
 "bf16_128_128_causal", "bucket": [64, 4096, 4096], "best": "hopper", "times": {"hopper": 101.5, "portable": 130.0}, "date":
-"2026-11-17", "triton": "3.6.0"}`: bucket is batch times heads, queries and keys, or batch, rows and keys of a cache, rounded up
-to powers of two, times are microseconds. The nearest row of a kind counts if it is within a factor of four in every size; where
-there is none, the portable kernels are taken, and those of the chip by name alone. Rows are data: one that is damaged, or whose
-best is not its fastest, is not believed. `tilewright docs` writes them from the evidence.
+"2026-11-17", "triton": "3.6.0"}`: bucket is batch times heads, queries and keys, or batch, rows and keys of a cache, rounded up to
+powers of two, times are microseconds, of cuDNN too where it takes such calls and ran beside ours. The nearest row of a kind counts
+if it is nearer than a factor of four in every size, among equals that of this release of Triton. Where there is none, the chip's
+kernels are taken for calls that have a tile for every SM: of such calls all that were measured were faster by them. Over caches,
+where what is faster depends on more, the portable ones are. Where this Triton offers no kernels for the chip, their times count for
+nothing. Rows are data: one that is damaged, or whose best is not the one that its times say, is not believed. `tilewright docs`
+writes them from the evidence.
 """
 
 from __future__ import annotations
@@ -14,19 +18,24 @@ import functools
 import json
 import math
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import triton
+
 from ..core.target import Target
-from ..core.triton_versions import age
-from ..gemm.preference import FAR, LARGEST, bucket, distance
+from ..core.tensor import cdiv
+from ..core.triton_versions import age, release
+from ..gemm.preference import FAR, LARGEST, Preference, bucket, distance
 from ..runtime.choose import forced
 from ..runtime.config import LONGEST, SHIPPED
 from .cached_parts import capacity_of, value_columns
+from .hopper.schedule import ROWS
 
-PORTABLE = "portable"
+PORTABLE, HOPPER, LIBRARY = "portable", "hopper", "cudnn"
+GAIN = 1.03  # times as fast as the faster of ours: two runs of one kernel differ by nearly as much
 DIRECTIONS = ("forward", "backward")
 FIELDS = {"direction", "kind", "bucket", "best", "times", "date", "triton"}
 NAMES = {"torch.bfloat16": "bf16", "torch.float16": "fp16", "torch.float32": "fp32"}
@@ -44,21 +53,58 @@ def kind_of(a: SimpleNamespace) -> str:
 
 def wanted(name: str, direction: str, target: Target, a: SimpleNamespace) -> bool:
     """Whether kernels of that name are to be taken if they take the arguments: they were asked for, or they are the faster."""
+    return chosen(name, direction, target, a, kind_of)
+
+
+def chosen(
+    name: str, direction: str, target: Target, a: SimpleNamespace, kind: Callable[[SimpleNamespace], str]
+) -> bool:  # fmt: skip
+    """`wanted` of a call of that kind."""
     if name in (a.backend, forced.get()):
         return True
-    return nearest(target.arch, direction, kind_of(a), *sizes_of(a)) == name
+    row = nearest(target.arch, direction, kind(a), *sizes_of(a))
+    return best_of(row["times"], library=False) == name if row else tiles_of(a) >= target.sms
+
+
+def library_wanted(target: Target, a: SimpleNamespace) -> bool:
+    """Whether a forward that cuDNN takes is to be left to it where nothing is asked for: a row says so, of what there is."""
+    return decide(target, "forward", a).best == LIBRARY
+
+
+def decide(target: Target, direction: str, a: SimpleNamespace, of: str = release(triton.__version__)) -> Preference:
+    """What `auto` takes for a call that all backends take, with `of` a release of Triton, and what that rests on."""
+    kind, *sizes = known_as(a)
+    row = nearest(target.arch, direction, kind, *sizes, of)
+    if row is not None:
+        times = offered(row["times"], target)
+        said = ", ".join(f"{name} {us:g} us" for name, us in sorted(times.items()))
+        size, when = "x".join(map(str, row["bucket"])), f"on {row['date']} with Triton {row['triton']}"
+        return Preference(best_of(times), f"measured {when} at {size}: {said}", row)
+    own = target.hopper_gluon and not hasattr(a, "k_cache") and tiles_of(a) >= target.sms
+    return Preference(HOPPER if own else PORTABLE, f"nothing near is measured; the rule for {kind}")
+
+
+def offered(times: Mapping[str, float], target: Target) -> dict[str, float]:
+    """The times of what there is on a chip with this Triton: kernels for one chip are in Gluon."""
+    return {name: us for name, us in times.items() if name in (PORTABLE, LIBRARY) or target.hopper_gluon}
+
+
+def best_of(times: Mapping[str, float], library: bool = True) -> str:
+    """The backend that these times speak for: the faster of ours or, where it may be, the library's that is clearly faster."""
+    own = {name: us for name, us in times.items() if name != LIBRARY}
+    best = min(own, key=lambda name: (own[name], name != PORTABLE))
+    theirs = times.get(LIBRARY, math.inf) if library else math.inf
+    return LIBRARY if theirs * GAIN <= own[best] else best
 
 
 def kind_of_codes(a: SimpleNamespace) -> str:
-    """`kind_of` a call whose keys are codes: also which."""
-    return f"{kind_of(a)}_{CODES[str(a.k.dtype)]}"
+    """`kind_of` a call whose keys are codes: also which, and whether values are."""
+    return f"{kind_of(a)}_{CODES[str(a.k.dtype)]}{'' if a.v_scale is None else '_pv'}"
 
 
 def wanted_of_codes(name: str, target: Target, a: SimpleNamespace) -> bool:
     """`wanted` of a call whose keys are codes."""
-    if name in (a.backend, forced.get()):
-        return True
-    return nearest(target.arch, "forward", kind_of_codes(a), *sizes_of(a)) == name
+    return chosen(name, "forward", target, a, kind_of_codes)
 
 
 def kind_of_cache(a: SimpleNamespace) -> str:
@@ -75,15 +121,19 @@ def wanted_of_cache(name: str, target: Target, a: SimpleNamespace) -> bool:
     depends on sizes of the batch, and a sequence's bits would with it."""
     if name in (a.backend, forced.get()):
         return True
-    return a.split is None and nearest(target.arch, "forward", kind_of_cache(a), *sizes_of_cache(a)) == name
+    row = nearest(target.arch, "forward", kind_of_cache(a), *sizes_of_cache(a)) if a.split is None else None
+    return row is not None and row["best"] == name
 
 
 @functools.lru_cache(maxsize=4096)
-def nearest(arch: str, direction: str, kind: str, heads: int, length: int, keys: int) -> str:
-    """The faster for a bucket, by the row that is nearest; the portable kernels where none is near."""
+def nearest(
+    arch: str, direction: str, kind: str, heads: int, length: int, keys: int, of: str = release(triton.__version__)
+) -> Mapping[str, Any] | None:
+    """The row that is nearest to a bucket; None where none is near. Sizes matter more than the release."""
     rows = [row for row in table(arch) if (row["direction"], row["kind"]) == (direction, kind)]
-    within = [(away, row["best"]) for row in rows if (away := distance(row["bucket"], (heads, length, keys))) <= FAR]
-    return min(within)[1] if within else PORTABLE
+    away = [(distance(row["bucket"], (heads, length, keys)), release(row["triton"]) != of, row) for row in rows]
+    within = [found for found in away if found[0] <= FAR]
+    return min(within, key=lambda found: found[:2])[2] if within else None
 
 
 def sizes_of(a: SimpleNamespace) -> tuple[int, int, int]:
@@ -92,9 +142,22 @@ def sizes_of(a: SimpleNamespace) -> tuple[int, int, int]:
     return bucket(batch * heads, length, a.k.shape[1])
 
 
+def tiles_of(a: SimpleNamespace) -> int:
+    """Tiles of queries of all heads: of packed sequences as many as there would be of one."""
+    batch, length, heads, _ = a.q.shape
+    return cdiv(length, ROWS.value) * heads * batch
+
+
 def sizes_of_cache(a: SimpleNamespace) -> tuple[int, int, int]:
     """Batch, heads times queries, which share what is read, and the keys that there is room for."""
     return bucket(a.q.shape[0], a.q.shape[1] * a.q.shape[2], capacity_of(a))
+
+
+def known_as(a: SimpleNamespace) -> tuple[str, int, int, int]:
+    """The kind and the sizes by which rows know a call."""
+    if hasattr(a, "k_cache"):
+        return kind_of_cache(a), *sizes_of_cache(a)
+    return (kind_of_codes if str(a.k.dtype) in CODES else kind_of)(a), *sizes_of(a)
 
 
 def made(
@@ -102,13 +165,10 @@ def made(
 ) -> dict[str, Any]:  # fmt: skip
     """The row that measured microseconds, by backend, make of a call."""
     rounded = {name: round(float(us), 3) for name, us in sorted(times.items())}
-    best = min(rounded, key=lambda name: (rounded[name], name != PORTABLE))
-    if hasattr(a, "k_cache"):
-        kind, sizes = kind_of_cache(a), sizes_of_cache(a)
-    else:
-        kind, sizes = (kind_of_codes if str(a.k.dtype) in CODES else kind_of)(a), sizes_of(a)
+    best = best_of(rounded)
+    kind, *sizes = known_as(a)
     return {
-        "direction": direction, "kind": kind, "bucket": list(sizes), "best": best, "times": rounded, "date": date,
+        "direction": direction, "kind": kind, "bucket": sizes, "best": best, "times": rounded, "date": date,
         "triton": triton,
     }  # fmt: skip
 
@@ -156,4 +216,4 @@ def row_of(line: str) -> dict[str, Any] | None:
         return None
     if not all(type(us) in (int, float) and 0 < us < math.inf for us in times.values()):
         return None
-    return row if row["best"] in times and times[row["best"]] == min(times.values()) else None
+    return row if row["best"] in times and times[row["best"]] == times[best_of(times)] else None

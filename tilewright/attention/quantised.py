@@ -21,6 +21,7 @@ from .attention import attention_lse as attention_lse_op
 from .coded import attention_codes, attention_codes_pv
 from .coded_rows import attention_mean, attention_rows, dtype_of
 from .hopper import coded as hopper_coded
+from .preference import LIBRARY
 from .seen import keys_there
 
 Math = Literal["auto", "int8", "fp8", "int8_pv", "fp8_pv"]
@@ -62,7 +63,8 @@ def attention(
     `math` other than "auto" multiplies codes, forward only: "int8" and "fp8" (e4m3) those of q and k, with a scale for each token
     and head, made in one pass over k and where q is read; "int8_pv" and "fp8_pv" those of weights and v too. `smooth` takes the
     mean over the keys that there are off k before it is quantised, which changes no score but for the rounding: what all keys share
-    costs nothing. `backend="hopper"` has kernels for codes of q and k; "auto" takes them where they were measured to be the faster.
+    costs nothing. `backend="hopper"` has kernels for all of these but "int8_pv"; "auto" takes them where they were measured to be
+    the faster.
 
     q, k and v may be `Quantized`, `int8("row")` or `fp8("row")`, and `math="auto"` is then what they are. `mx("e4m3")` is emulated:
     widened to its dtype, which holds it, and multiplied in that.
@@ -125,6 +127,10 @@ def by_codes(
             raise ValueError(f"{op}: codes have no gradient for {name}: pass {name}.detach()")
     if any(isinstance(t, Quantized) and t.format.name == "mx" for t in (q, k, v)):
         return widened(op, q, k, v, math, smooth, backend, given, out)
+    if backend == LIBRARY:
+        raise ValueError(
+            f"{op}: backend {LIBRARY} multiplies no codes: math must be auto, smooth False, and q, k and v numbers"
+        )
     rows = {name: taken_apart(op, name, t) for name, t in (("q", q), ("k", k), ("v", v))}
     found = {kind_of(r) for r in rows.values()} - {None}
     kind, _, pv = math.partition("_")
@@ -144,10 +150,8 @@ def by_codes(
         made = {name: expected(r, kind, name == "k" or name == "v" and bool(pv)) for name, r in rows.items()}
         values = last.signature.bind(operands(made), {**own, **given, "backend": backend})
         last.validate(values)
-        if backend == "hopper" and (pv or not taken_by_hopper(values)):
-            raise ValueError(
-                f"{op}: backend hopper does not take {'codes of v' if pv else 'these arguments with codes'}"
-            )
+        if backend == "hopper" and not taken_by_hopper(values):
+            raise ValueError(f"{op}: backend hopper does not take these arguments with math {math!r}")
     if rows["k"].scale is None:
         there = keys_there(q, k, *(given[name] for name in LENGTHS)) if smooth else None
         mean = attention_mean.function(rows["k"].codes, there) if smooth else None

@@ -315,8 +315,7 @@ def results_section(
         stale = sum(r.stale for r in here)
         lines += ["", *wrapped(f"{tally(measured)} {stale} of {len(here)} rows are stale.")]
         lines += [line for one in tallies(here, cases) for line in wrapped(str(one))]
-        note = (notes or {}).get(gpu)
-        lines += wrapped(note) if note else []
+        lines += [line for note in ((notes or {}).get(gpu) or "").splitlines() for line in wrapped(note)]
         recorded |= {one.goal.case for one in measured}
     for words, verdict in UNMEASURED.items():
         without = [goal.case for goal in goals if goal.case not in recorded and verdict(verdicts[goal.case])]
@@ -416,9 +415,14 @@ def generate(root: Path = ROOT) -> dict[Path, str]:
     goals = {name: (case.metric, case.goal) for name, case in CASES.items() if case.goal is not None}
     results = understood(rows, goals, stale)
     both = list(preference.measured(rows))
-    notes = {
-        gpu: preference.auto_line(one for one in both if one.row["gpu"] == gpu) for gpu in {r["gpu"] for r in rows}
-    }
+    attended = list(preference.attention_measured(rows))
+    notes = {}
+    for gpu in {r["gpu"] for r in rows}:
+        said = (
+            preference.auto_line(one for one in both if one.row["gpu"] == gpu),
+            preference.attention_line(one for one in attended if one.row["gpu"] == gpu),
+        )
+        notes[gpu] = "\n".join(filter(None, said))
     section = results_section(results, GOALS.values(), CASES.values(), notes)
     models = models_section(rows, stale, CASES.values(), VARIANTS)
     page = with_results((root / RESULTS).read_text(), section, RESULTS)

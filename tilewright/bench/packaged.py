@@ -447,17 +447,33 @@ def flaggems(work: Replaced) -> Call:
     return Within(work.plain, gems.use_gems)
 
 
+def flaggems_rwkv_keys(work: Work) -> Call:
+    takes(work, "k", "kk", "a", "ka", "heads")
+    forward_only(work)
+    keys = importlib.import_module("flag_gems").rwkv_ka_fusion
+    return directed(lambda k, kk, a, ka, heads: keys(k, kk, a, ka, heads, k.shape[-1] // heads), work)
+
+
+def flaggems_sparse_mm(work: Work) -> Call:
+    a, b = work.values["a"], work.values["b"]
+    if a.numel() != a.shape[-1]:
+        raise Absent("it takes one token")
+    product, weights = importlib.import_module("flag_gems").rwkv_mm_sparsity, a.reshape(-1)
+    return lambda: product(weights, b).reshape(*a.shape[:-1], -1)
+
+
 # ------------------------------------------------------------------------------------------------------------- the rows
 
 CUTEDSL = MappingProxyType({"LIGER_KERNEL_IMPL": "cutedsl"})
 QUACK = {"rms_norm": quack_rms_norm, "add_rms_norm": quack_add_rms_norm, "cross_entropy": quack_cross_entropy}
 SGL = {"rms_norm": sgl_rms_norm, "add_rms_norm": sgl_add_rms_norm, "glu": sgl_glu, "scaled_mm": sgl_scaled_mm}
+GEMS = {"aten": flaggems, "rwkv_keys": flaggems_rwkv_keys, "sparse_mm": flaggems_sparse_mm}
 FA3 = {"attention": flash_attention_3, "cached_attention": cached_flash_attention_3}
 RIVALS: dict[str, Rival] = {
     "liger": Rival("liger_kernel", "liger-kernel", liger_calls(liger_triton)),
     "liger_cutedsl": Rival("liger_kernel", "'liger-kernel[cutedsl]'", liger_calls(liger_cutedsl), CUTEDSL),
     "quack": Rival("quack", "quack-kernels", QUACK),
-    "flaggems": Rival("flag_gems", "flag-gems", {"aten": flaggems}),
+    "flaggems": Rival("flag_gems", "flag-gems", GEMS),
     "sgl_kernel": Rival("sgl_kernel", "sglang-kernel", SGL),
     "cudnn": Rival("torch.nn.attention", "torch", {"attention": partial(sdpa, "CUDNN_ATTENTION")}),
     "fa2": Rival("torch.nn.attention", "torch", {"attention": flash_attention}),

@@ -1,6 +1,6 @@
 """The table of `gemm/preference.py` is made here from the evidence, of every recorded product that our kernels and cuBLASLt made
-in one run. So is how near what `backend="auto"` takes by that table comes to the faster of the two; and the table of
-`attention/preference.py`, of every recorded call of attention that a chip's own kernels and the portable ones made in one run.
+in one run. So is the table of `attention/preference.py`, of every recorded call of attention that a chip's own kernels and the
+portable ones made in one run, and cuDNN perhaps; and how near what `backend="auto"` takes by these tables comes to the fastest.
 
 `tilewright docs` writes `data/preference_<arch>.jsonl` and `data/attention_<arch>.jsonl` anew for each chip that there is evidence
 of.
@@ -17,6 +17,7 @@ import torch
 
 import tilewright as tw
 
+from ..attention import library as attending
 from ..attention import preference as attended
 from ..attention.hopper import chunks, coded, latent
 from ..attention.hopper.backward import fits_backward
@@ -33,7 +34,8 @@ NAMES = {"scaled_mm": library.pair_of, "matmul": library.pair_of_matmul}
 ATTENTION = ("attention", "attention_lse", "cached_attention")
 ATTENTION_FITS = {"forward": fits, "backward": fits_backward}
 CACHED_FITS = {chunks.NAME: chunks.fits, latent.NAME: latent.fits}  # by backend
-LEAST = 0.97  # of the faster's speed, which `auto` has to reach in every recorded product
+LEAST = 0.97  # of the fastest's speed, which `auto` has to reach in every recorded product and call of attention
+WITH_LSE = "cudnn_lse"  # the rival that is our own call with cuDNN's forward
 
 
 class Both(NamedTuple):
@@ -93,16 +95,42 @@ def tables(recorded: Iterable[Mapping[str, Any]]) -> dict[str, str]:
     return found
 
 
+class Attended(NamedTuple):
+    """A recorded call of attention by several backends: its row, direction and arguments, microseconds by backend."""
+
+    row: Mapping[str, Any]
+    direction: str
+    given: SimpleNamespace
+    times: dict[str, float]
+
+    @property
+    def auto(self) -> float:
+        """The speed of what `auto` takes over that of the fastest."""
+        target, with_triton = evidence.target_of(self.row), release(self.row["triton"])
+        return (
+            min(self.times.values()) / self.times[attended.decide(target, self.direction, self.given, with_triton).best]
+        )
+
+
 def attention_rows(
     recorded: Iterable[Mapping[str, Any]], arch: str, cases: Mapping[str, Case] = CASES
 ) -> list[dict[str, Any]]:
-    """Rows of the table of attention for a chip: a case names the chip's kernels, and the portable ones are its rival. Every
-    recorded row was right. A backward that the chip's kernels leave to the portable ones tells nothing."""
-    made = []
+    """Rows of the table of attention for a chip."""
+    return [
+        attended.made(one.direction, one.given, one.times, one.row["date"][:10], one.row["triton"])
+        for one in attention_measured(recorded, cases)
+        if one.row["arch"] == arch
+    ]
+
+
+def attention_measured(recorded: Iterable[Mapping[str, Any]], cases: Mapping[str, Case] = CASES) -> Iterator[Attended]:
+    """The rows that tell which of several is the fastest: a case names the chip's kernels, and the portable ones are its rival, and
+    cuDNN where it takes such a forward. Every recorded row was right. A backward that the chip's kernels leave to the portable ones
+    tells nothing."""
     for row in recorded:
         case, theirs = cases.get(row["case"]), row["rivals"].get(attended.PORTABLE)
         asked = None if case is None or case.op not in ATTENTION else case.arguments.get("backend")
-        if row["arch"] != arch or theirs is None or asked is None or case.direction not in ATTENTION_FITS:
+        if theirs is None or asked is None or case.direction not in ATTENTION_FITS:
             continue
         op = tw.catalogue()[case.op]
         drawn = arguments(case, Blank(op, case.dims, case.options, dtype=getattr(torch, case.dtype)))
@@ -111,16 +139,30 @@ def attention_rows(
         if case.way in CODED:
             given, taken = of_codes(given, case.way), coded.fits
         if target is not None and taken is not None and taken(target, given):
-            times = {asked: row["us"], attended.PORTABLE: theirs}
-            made.append(attended.made(case.direction, given, times, row["date"][:10], row["triton"]))
-    return made
+            times = {asked: row["us"], attended.PORTABLE: theirs} | by_library(row, case, given)
+            yield Attended(row, case.direction, given, times)
+
+
+def by_library(row: Mapping[str, Any], case: Case, given: SimpleNamespace) -> dict[str, float]:
+    """cuDNN's time of a recorded forward, if it takes such calls as they are: by our own call, which has lse too, or else by
+    torch's, which had none to write."""
+    if case.op == "cached_attention" or case.way in CODED or case.direction != "forward" or attending.refusal(given):
+        return {}
+    found = row["rivals"].get(WITH_LSE, row["rivals"].get(attended.LIBRARY))
+    return {} if found is None else {attended.LIBRARY: found}
 
 
 def of_codes(a: SimpleNamespace, way: str) -> SimpleNamespace:
-    """A call of attention as the kernels of codes get it: its keys are codes with scales."""
-    kind = torch.int8 if way == "int8" else torch.float8_e4m3fn
-    scale = a.k.new_empty(a.k.shape[:-1], dtype=torch.float32)
-    return SimpleNamespace(**{**vars(a), "k": a.k.new_empty(a.k.shape, dtype=kind), "k_scale": scale, "k_mean": None})
+    """A call of attention as the kernels of codes get it: its keys are codes with scales, and its values perhaps."""
+    kind = torch.int8 if way.startswith("int8") else torch.float8_e4m3fn
+    given = {**vars(a), "k_mean": None, "v_scale": None}
+    for name in ("k", "v") if way.endswith("_pv") else ("k",):
+        t = given[name]
+        given |= {
+            name: t.new_empty(t.shape, dtype=kind),
+            f"{name}_scale": t.new_empty(t.shape[:-1], dtype=torch.float32),
+        }
+    return SimpleNamespace(**given)
 
 
 def forget() -> None:
@@ -135,8 +177,18 @@ def auto_line(found: Iterable[Both]) -> str | None:
     ratios = {understand(one.row, {}, ()).label: one.auto for one in found}
     if not ratios:
         return None
+    return f'`backend="auto"` in {len(ratios)} products that both our kernels and cuBLASLt made in one run: {reached(ratios)}'
+
+
+def attention_line(found: Iterable[Attended]) -> str | None:
+    """The same of recorded forwards of attention that cuDNN made too."""
+    with_library = [one for one in found if attended.LIBRARY in one.times]
+    ratios = {understand(one.row, {}, ()).label: one.auto for one in with_library}
+    if not ratios:
+        return None
+    return f'`backend="auto"` in {len(ratios)} forwards of attention that our kernels and cuDNN made in one run: {reached(ratios)}'
+
+
+def reached(ratios: Mapping[str, float]) -> str:
     mean, worst = math.exp(sum(map(math.log, ratios.values())) / len(ratios)), min(ratios, key=ratios.get)
-    return (
-        f'`backend="auto"` in {len(ratios)} products that both our kernels and cuBLASLt made in one run: {mean:.3f} of the'
-        f" faster's speed in the geometric mean, {ratios[worst]:.3f} at the least (`{worst}`)."
-    )
+    return f"{mean:.3f} of the faster's speed in the geometric mean, {ratios[worst]:.3f} at the least (`{worst}`)."

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -161,6 +162,9 @@ def _torch_rms_norm(work: Work) -> Call:
     if work.case.op != "rms_norm":
         raise Absent(f"torch's norm has nothing for {work.case.family}")
     norm = torch.nn.functional.rms_norm
+    if work.steps:  # of which the host's time is taken: as somebody writes it, too
+        x, weight, eps = (work.given[name] for name in ("x", "weight", "eps"))
+        return work.stepped(lambda: norm(x, x.shape[-1:], weight, eps))
     return directed(lambda x, weight, eps, **_: norm(x, x.shape[-1:], weight, eps), work)
 
 
@@ -308,7 +312,7 @@ def _cublaslt_loop(work: Work) -> Call:
 
 
 def _cublas(work: Work) -> Call:
-    if work.case.op != "matmul" or not work.values["a"].is_floating_point():
+    if work.case.op not in ("matmul", "sparse_mm") or not work.values["a"].is_floating_point():
         raise Absent(f"torch.mm has nothing for {work.case.family}")
     a, b = work.values["a"], work.values["b"]
     return lambda: torch.mm(a, b)
@@ -338,6 +342,19 @@ def _portable(work: Work) -> Call:
     if work.values[asks] == "portable":
         raise Absent("it is what the case itself measures")
     return work.by(**{asks: "portable"}).call
+
+
+def _cudnn_lse(work: Work) -> Call:
+    """Our own call with the forward left to cuDNN, which gives lse as well: what `auto` would take."""
+    from ..attention import library
+
+    if work.case.op not in ("attention", "attention_lse") or work.case.direction != "forward":
+        raise Absent(f"cuDNN has no forward for {work.case.family}")
+    given = SimpleNamespace(**work.values)
+    why = library.refusal(given) or library.absence() or (None if library.offered(given) else "torch does not offer it")
+    if why is not None:
+        raise Absent(why)
+    return work.by(backend=library.LIBRARY).call
 
 
 def _torch(work: Work) -> Call:
@@ -400,4 +417,5 @@ NAMED: dict[str, Callable[[Work], Call]] = {
     "torch_grouped": _torch_grouped,
     "torch_linear": _torch_linear,
     "portable": _portable,
+    "cudnn_lse": _cudnn_lse,
 }

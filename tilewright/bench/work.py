@@ -140,7 +140,8 @@ class Work:
         """What is timed: the public function, or the backward alone with autograd left out."""
         op, values = self.op, self.values
         if self.steps:
-            return self.step(op.function)
+            leading, rest = self.as_written(self.given)
+            return self.stepped(lambda: op.function(*leading, **rest))
         if self.case.way == "quantised":
             return self._of_quantised()
         if self.case.way in CODED:
@@ -151,13 +152,17 @@ class Work:
         saved, results, grads, needs = self._saved, self._results, list(self.grads), self._needs
         return lambda: op.run_backward(saved, results, grads, needs, **extra)
 
-    def forward(self, values: Mapping[str, Any]) -> Callable[[], Any]:
-        """A call of the public function as somebody writes it: leading tensors by position, and by name what is not the default."""
-        op, function = self.op, self.op.function
-        names, defaults = op.signature.names, op.signature.defaults
+    def as_written(self, values: Mapping[str, Any]) -> tuple[list[Tensor], dict[str, Any]]:
+        """Arguments as somebody writes them: leading tensors by position, and by name what is not the default."""
+        names, defaults = self.op.signature.names, self.op.signature.defaults
         count = next((i for i, n in enumerate(names) if type(values[n]) is not Tensor), len(names))
-        leading = [values[n] for n in names[: min(count, op.signature.positional)]]
-        rest = {n: values[n] for n in names[len(leading) :] if values[n] is not defaults[n]}
+        leading = [values[n] for n in names[: min(count, self.op.signature.positional)]]
+        return leading, {n: values[n] for n in names[len(leading) :] if values[n] is not defaults[n]}
+
+    def forward(self, values: Mapping[str, Any]) -> Callable[[], Any]:
+        """A call of the public function as somebody writes it."""
+        op, function = self.op, self.op.function
+        leading, rest = self.as_written(values)
         if self.case.way == "out":
             rest["out"] = torch.empty_like(function(*leading, **rest))
         if self.case.way == "over":
@@ -182,12 +187,20 @@ class Work:
         return partial(tw.attention, **given, math=self.case.way)
 
     def step(self, function: Callable[..., Any]) -> Callable[[], tuple]:
-        """The loss of a function of the op's arguments, or its result where that is no loss, and its gradients."""
-        given = {**same_arguments(self.values), **self._leaves}
+        """`stepped` of a function of the op's arguments."""
+        return self.stepped(partial(function, **self.given))
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The arguments of a step, of which some want gradients."""
+        return {**same_arguments(self.values), **self._leaves}
+
+    def stepped(self, forward: Callable[[], Any]) -> Callable[[], tuple]:
+        """A loss, or a result that is no loss, and its gradients."""
         upstream = self.grads or None
 
         def call() -> tuple:
-            loss = function(**given)
+            loss = forward()
             return (loss.detach(), *torch.autograd.grad(loss, list(self._leaves.values()), upstream))
 
         return call

@@ -272,11 +272,15 @@ PLACES: dict[str, tuple[Place, ...]] = {
     "router_linear": (Place({**ROWS, "hidden": "hidden", "experts": "experts"}, {"bias": Fact("router_bias")}),),
     "router_z_loss": LOGITS,
     "routing_map": (Place({**ROWS, "experts": "experts"}, {"slots": Fact("top_k")}, dtype=SINGLE),),
+    # Of layers of linear attention, whose heads are as wide as these
+    "rwkv_keys": (Place({**ROWS, "hidden": "attention"}, of("heads")),),
     "sample": (Place({**ROWS, "vocab": "vocab"}, {"top_k": True, "top_p": True}), Place({**ROWS, "vocab": "vocab"})),
     "scaled_mm": products(),
     "smooth_quantize": ACTIVATIONS,
     "softmax": (Place({**ROWS, "hidden": "experts"}), Place({**ROWS, "hidden": "vocab"})),
     "sort_chunks": (Place({**ROUTED, "hidden": "hidden"}),),
+    # Out of a feed-forward network, for one token
+    "sparse_mm": (Place({"tokens": "one", "hidden": "ffn", "columns": "hidden"}, fewer="ffn"),),
     "topk_routing": tuple(
         Place(
             {**ROWS, "experts": "experts"},

@@ -13,6 +13,8 @@ import typer
 
 from .console import Json, dimensions, expect, fail, find, show
 
+LIBRARIES = {"cublaslt": "cuBLASLt", "cudnn": "cuDNN"}  # by backend
+
 
 def explain(
     name: Annotated[
@@ -39,7 +41,8 @@ def explain(
     as_json: Json = False,
 ) -> None:
     """Which implementation a bf16 call takes on a chip, and what it launches there, forward and backward; of a matrix product also
-    what is multiplied, and whether a library's is faster. Of aten: the verdicts of mode "auto", and the rows they are made of."""
+    what is multiplied, and of it and of attention whether a library's is faster. Of aten: the verdicts of mode "auto", and the rows
+    they are made of."""
     from ..check.cases import dims_of
     from ..check.variants import COMMON, Blank, Call, passes
     from ..core.format import Format
@@ -79,7 +82,9 @@ def explain(
         with pretend(TARGETS[arch]), force("triton"):
             chosen = op.implementation(values)
             at = partial(_implementation, op, dims, {**dimensions(dim), **options}, full)
-            about = _products(op, values, TARGETS[arch], chosen.name, at)
+            about = _products(op, values, TARGETS[arch], chosen.name, at) or _attended(
+                op, values, TARGETS[arch], chosen.name
+            )
     except (ValueError, TypeError, RuntimeError, KeyError) as error:
         fail(str(error).partition("\n")[0])
     rows = [
@@ -212,37 +217,66 @@ def _products(op: Any, values: dict[str, Any], target: Any, own: str, at: Callab
     found = preference.decide(target, pair, *sizes)
     why, row = found.why, None
     if found.row is not None:
-        why, row = _figures(found.row, own, at(found.row["bucket"]))
+        why, row = _figures(found.row, own, at(found.row["bucket"]), preference.LIBRARY)
     about |= {"library": found.best == preference.LIBRARY, "why": why, "evidence": row}
     return {**about, "taken": preference.LIBRARY} if found.best == preference.LIBRARY else about
 
 
-def _figures(row: dict[str, Any], own: str, measured: str) -> tuple[str, dict[str, Any] | None]:
-    """What a measured product says of a call, with no figure but of what the call would take: our `own` implementation with this
+def _attended(op: Any, values: dict[str, Any], target: Any, own: str) -> dict[str, Any]:
+    """Which of our kernels and cuDNN is preferred for a forward of attention, with what that rests on."""
+    import torch
+
+    from ..attention import library, preference
+
+    if op.name not in ("attention", "attention_lse"):
+        return {}
+    if values["backend"] != "auto":
+        asked = values["backend"]
+        return {"library": asked == preference.LIBRARY, "why": f"asked for: {asked}", "taken": own}
+    given = SimpleNamespace(**values)
+    reason = library.refusal(given)
+    if reason is None and torch.version.cuda is not None:
+        reason = library.absence()
+    if reason is not None:
+        return {"library": None, "why": f"not cuDNN: {reason}"}
+    found = preference.decide(target, "forward", given)
+    why, row = found.why, None
+    if found.row is not None:
+        measured = own if own in found.row["times"] else preference.best_of(found.row["times"], library=False)
+        why, row = _figures(found.row, own, measured, preference.LIBRARY)
+    about = {"library": found.best == preference.LIBRARY, "why": why, "evidence": row}
+    return {**about, "taken": preference.LIBRARY} if about["library"] else about
+
+
+def _figures(row: dict[str, Any], own: str, measured: str, library: str) -> tuple[str, dict[str, Any] | None]:
+    """What a measured call says of one like it, with no figure but of what the call would take: our `own` implementation with this
     release of Triton, or the library, which is none of Triton's. `measured` is the implementation of ours that the row is of."""
     import triton
 
     from ..core.triton_versions import release
-    from ..gemm.preference import LIBRARY, OWN
 
     size, here = "x".join(map(str, row["bucket"])), release(triton.__version__)
     other = None if release(row["triton"]) == here else f"with Triton {release(row['triton'])}, and this is {here}"
     if measured != own:
         other = f"by {measured}, and this call takes {own}"
-    times = {name: us for name, us in sorted(row["times"].items()) if name == LIBRARY or other is None}
+    times = {name: us for name, us in sorted(row["times"].items()) if name == library or other is None}
     said = ", ".join(f"{name} {us:g} us" for name, us in times.items())
     if other is None:
         return f"measured on {row['date']} with Triton {row['triton']} at {size}: {said}", row
-    if row["best"] == OWN:
+    if row["best"] != library:
         return f"ours was the faster at {size}, measured {other}: there are no figures of this path", None
     return f"measured on {row['date']} at {size}: {said}; ours was slower, measured {other}", {**row, "times": times}
 
 
 def _lines(about: dict[str, Any]) -> list[str]:
-    """What there is to say of a product beside its kernels."""
+    """What there is to say of a product or of attention beside its kernels."""
     found = [f"math: {about['label']}"] if "label" in about else []
     if "why" in about:
-        who = "cuBLASLt through torch, where torch has it" if about["library"] else "our kernels"
+        who = (
+            f"{LIBRARIES.get(about.get('taken'), 'cuBLASLt')} through torch, where torch has it"
+            if about["library"]
+            else "our kernels"
+        )
         found.append(f"preference: {who} ({about['why']})")
     return found
 

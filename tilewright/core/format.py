@@ -183,12 +183,14 @@ class Quantized(Tensor):
         names = format.tensor_names
         if len(tensors) != len(names):
             raise ValueError(f"tensors: {format} has {len(names)} ({', '.join(names)}), got {len(tensors)}")
-        return _made(format, names, format.key, dtype, shape, tensors[0].device, (*tensors, offsets))
+        inner = dict(zip(names, tensors))
+        if offsets is not None:
+            inner["offsets"] = offsets
+        return _wrap(format, dtype, shape, None, inner)
 
     def maker(self) -> Callable[[Sequence[Tensor | None]], Quantized]:
         """A function that makes values of this one's kind, on its device, of `(*tensors(), offsets)`."""
-        format = self.format.bare()
-        return functools.partial(_made, format, format.tensor_names, format.key, self.dtype, self.shape, self.device)
+        return _maker(self.format.bare(), self.dtype, self.shape, self.device)
 
     def tensors(self) -> tuple[Tensor, ...]:
         """The stored tensors in the order of FIELDS, without those that the format does not have."""
@@ -261,19 +263,24 @@ for _name in (*OPERATORS, *(f"r{o}" for o in OPERATORS), *COMPARISONS):
     setattr(Quantized, f"__{_name}__", _refused(_name))
 
 
-_shell = Tensor._make_wrapper_subclass  # looked up once: a plan makes its results by it
+_shell = Tensor._make_wrapper_subclass
 
 
-def _made(
-    format: Format, names: Sequence[str], key: str, dtype: torch.dtype, shape, device, stored: Sequence[Tensor | None]
-) -> Quantized:
-    """A value of `(*tensors(), offsets)`, dense. What follows from the format is given, for plans make many of one kind."""
-    inner = dict(zip(names, stored))
-    if stored[-1] is not None:
-        inner["offsets"] = stored[-1]
-    q = _shell(Quantized, shape, dtype=dtype, device=device)
-    q.format, q.key, q._inner = format, key, inner
-    return q
+def _maker(format: Format, dtype: torch.dtype, shape, device) -> Callable[[Sequence[Tensor | None]], Quantized]:
+    """A function that makes dense values of `(*tensors(), offsets)`. All else is known before, for plans make many of one kind."""
+    shell, names, key, strided = _shell, format.tensor_names, format.key, torch.strided
+    first, second = names[:2] if len(names) == 2 else (None, None)  # most have two, for which a loop takes long
+
+    def made(stored: Sequence[Tensor | None]) -> Quantized:
+        inner = dict(zip(names, stored)) if first is None else {first: stored[0], second: stored[1]}
+        if stored[-1] is not None:
+            inner["offsets"] = stored[-1]
+        # By position, which torch reads faster than names: dense values have no strides, offset and memory format to say
+        q = shell(Quantized, shape, None, None, None, dtype, strided, device)
+        q.__dict__ = {"format": format, "key": key, "_inner": inner}
+        return q
+
+    return made
 
 
 def _wrap(format: Format, dtype: torch.dtype, shape, stride, inner: dict[str, Tensor]) -> Quantized:

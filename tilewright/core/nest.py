@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from operator import itemgetter
 from typing import Any
 
 Path = tuple[int, ...]
@@ -35,3 +36,10 @@ def labels(name: str, value: Any) -> dict[Path, str]:
         for at, (field, item) in enumerate(zip(fields, value))
         for path, label in labels(f"{name}.{field}", item).items()
     }
+
+
+def picker(at: Sequence[int]) -> Callable[[Sequence], tuple]:
+    """A function that gives, as a tuple, what stands at these places."""
+    if len(at) > 1:
+        return itemgetter(*at)
+    return (lambda values: (values[at[0]],)) if at else lambda values: ()

@@ -6,7 +6,7 @@ Of the machinery only this module, `triton_versions.py` and the launches of `run
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -38,6 +38,12 @@ def raw_stream_of(torch_c: Any) -> Callable[[int], int]:
     )
 
 
+def count_write_of(torch_c: Any) -> Callable[[Sequence[Tensor]], None]:
+    """Counts a write of tensors for autograd, as an operator in place does. Without torch's own function, by the public one, which
+    first asks what it was given."""
+    return getattr(torch_c, "_increment_version", None) or torch.autograd.graph.increment_version
+
+
 def no_modes_of(dispatch: Any) -> Callable[[], Any]:
     """A context in which no dispatch mode is active. Without it modes see what they should not, and a run makes no plan."""
     return getattr(dispatch, "_disable_current_modes", None) or contextlib.nullcontext
@@ -60,6 +66,7 @@ no_modes = no_modes_of(_python_dispatch)
 transforms = transforms_of(torch._C)
 keeps_graph = keeps_graph_of(torch._C)
 raw_stream = raw_stream_of(torch._C)
+count_write = count_write_of(torch._C)
 _guards = getattr(getattr(torch._C, "_dynamo", None), "guards", None)  # C++ that torch.compile's own code calls
 # What Inductor's code allocates with: past the dispatcher, at a third of the cost of torch.empty. None where torch has it not
 empty_strided_cuda: Callable | None = getattr(_guards, "_empty_strided_cuda", None)

@@ -2,8 +2,8 @@
 
 `data/preference_<arch>.jsonl` has a row for each measured product, `{"op": ..., "pair": "fp8_block", "bucket": [4096, 4096, 8192],
 "best": "own", "times": {"own": 101.5, "cublaslt": 108.0}, "date": "2026-11-15", "triton": "3.6.0"}`: bucket is M, N and K rounded
-up to powers of two, times are microseconds. The nearest row of a pair counts if it is within a factor of four in every size, of
-rows as near the one of the installed release of Triton; where there is none, a rule does. Rows are data: one that is damaged, or
+up to powers of two, times are microseconds. The nearest row of a pair counts if it is nearer than a factor of four in every size,
+of rows as near the one of the installed release of Triton; where there is none, a rule does. Rows are data: one that is damaged, or
 whose best is not its fastest, is not believed.
 
 On Hopper our kernels are in Gluon, and so were measured. Where Triton does not offer them, rows say nothing of what would run.

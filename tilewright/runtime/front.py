@@ -20,13 +20,13 @@ from torch import Tensor
 
 from ..core.declaration import PLAIN
 from ..core.flat import flattened
-from ..core.format import Quantized
+from ..core.format import Format, Quantized
+from ..core.nest import picker
 from ..core.outs import outs_of, with_outs
-from ..core.private import guard, levels, modes, transforms
+from ..core.private import count_write, guard, levels, modes, transforms
 from .choose import forced
 from .key import NUMBERS, SEVERAL, Key
 from .plan import Recorder
-from .replay import picker
 from .run import Known, Runner, compiles_only, known_of
 
 RECENT = 8  # kinds of call that a function remembers by guard, of those that name the same arguments
@@ -67,20 +67,22 @@ def taking(given: tuple) -> tuple[Callable | None, tuple[Tensor, ...]]:
     than tensors, which are the guard's; it is None itself where there is nothing else. What an argument holds comes after the last
     argument."""
     whole, at = given, 0
-    tensors, numbers, holding = [], [], []
+    tensors, alike, holding = [], [], []
     while at < len(whole):
         value = whole[at]
         kind = type(value)
         if isinstance(value, Tensor):
             tensors.append(at)
         if kind in NUMBERS:
-            numbers.append((at, kind, value))
+            alike.append((at, value, functools.partial(_same, kind, value)))
+        elif isinstance(value, Format) and value.tensor is None:
+            alike.append((at, value, functools.partial(_same_format, kind, value.key)))
         elif kind not in PLAIN:
             said, inner = opened(value)
             holding.append((at, kind, said))
             whole += inner
         at += 1
-    if not numbers and not holding:
+    if not alike and not holding:
         return None, given
     pick = picker(tensors)
 
@@ -93,13 +95,21 @@ def taking(given: tuple) -> tuple[Callable | None, tuple[Tensor, ...]]:
             if found != said:
                 return None
             given += inner
-        for at, kind, number in numbers:
+        for at, before, same in alike:
             value = given[at]
-            if type(value) is not kind or value != number:  # 1 is equal to True
+            if value is not before and not same(value):
                 return None
         return pick(given)
 
     return take, pick(whole)
+
+
+def _same(kind: type, number: Any, value: Any) -> bool:
+    return type(value) is kind and value == number  # 1 is equal to True
+
+
+def _same_format(kind: type, key: str, value: Any) -> bool:
+    return type(value) is kind and value.key == key and value.tensor is None
 
 
 def leaves_of(tensors: Sequence[Tensor]) -> tuple[bool, ...]:
@@ -150,7 +160,11 @@ class Front:
             results = known.plan.function(slots)
             if results is None:
                 return MISS
-            return results if known.plain else self.finished(args, kwargs, known, slots, results)
+            if known.plain:
+                return results if known.restore is None else known.restore(results)
+            if known.step:
+                return known.step.taped(slots, results)
+            return self.finished(args, kwargs, known, slots, results)
         return MISS
 
     def keyed(self, args: tuple, kwargs: Mapping[str, Any]) -> Any:
@@ -184,8 +198,7 @@ class Front:
         """What the caller gets of what a plan gave."""
         out = None
         if known.written:
-            for at in known.written:
-                torch.autograd.graph.increment_version(slots[at])
+            count_write(known.writes(slots))
             out = kwargs.get("out")
             if known.stored:
                 return tuple(out) if type(out) is list else out
@@ -319,7 +332,7 @@ def fronted(op: Runner) -> Callable[[Callable], Callable]:
             else:
                 op.keep(key, known)
             if written:
-                torch.autograd.graph.increment_version([slots[at] for at in written])
+                count_write([slots[at] for at in written])
             return result
 
         front = Front(op, unusual, unknown, shared=unusual, name=(function.__name__,))

@@ -9,6 +9,8 @@ launched is also told to the active `Recorder`, so that the op which called us c
 from __future__ import annotations
 
 import contextlib
+import inspect
+import os
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -37,6 +39,8 @@ OPTIONS = frozenset(("num_warps", "num_stages", "num_ctas", "maxnreg", "launch_p
 # Compiled launchers that are called directly, by how they take a kernel's arguments; elsewhere Triton's public call.
 DIRECT = {"row": CudaLaunch, "list": ListLaunch}
 CUDA_ERROR = "Triton Error [CUDA]"  # begins what the driver says through a launcher
+# Whether dependent kernels are launched early (`device/dependent.py`): off to measure what that brings
+EARLY = os.environ.get("TILEWRIGHT_DEPENDENT") != "0"
 
 
 class NotCompiledError(RuntimeError):
@@ -101,7 +105,11 @@ def collecting() -> bool:
 
 
 class Kernel:
-    """See the module. `tokens` names integers that are never specialised, so batch 1, 2 and 16 share a binary."""
+    """See the module. `tokens` names integers that are never specialised, so batch 1, 2 and 16 share a binary.
+
+    `dependent`: programs wait before their first access to memory, so that they may begin before the launch before has ended
+    (`device/dependent.py`). Such a kernel has a constant DEPENDENT, which says whether they do, and which nobody gives it: it is
+    true where the chip begins launches early. A function of the arguments says which launches are meant."""
 
     def __init__(
         self,
@@ -113,6 +121,7 @@ class Kernel:
         tune_by: Iterable[str] = (),
         default: Callable[[Arguments], Mapping[str, Any]] = lambda a: {},
         candidates: Callable[[Arguments], Iterable[Mapping[str, Any]]] | None = None,
+        dependent: bool | Callable[[Arguments], bool] = False,
     ) -> None:
         self.name = function.__name__
         self.__doc__ = function.__doc__
@@ -120,6 +129,10 @@ class Kernel:
         self.grid, self.default, self.candidates = grid, default, candidates
         self.tokens, self.tune_by = frozenset(tokens), tuple(tune_by)
         self.names: list[str] = list(self.jit.arg_names)
+        self.dependent = dependent
+        # By the function itself: where a Triton does not offer Gluon, what stands for its `jit` has no arguments
+        if bool(dependent) != ("DEPENDENT" in inspect.signature(function).parameters):
+            raise TypeError(f"{self.name}: a kernel has the constant DEPENDENT if and only if it is dependent")
         self.variants: dict[tuple, Any] = {}
         # Of a variant, by id: what launches it directly, or None
         self._direct: dict[int, Callable | None] = {}
@@ -132,8 +145,12 @@ class Kernel:
         a = Arguments(zip(self.names, args))
         a.update(constants)
         tensor = next(v for _, v in leaves(args) if isinstance(v, Tensor))
-        a.update(config.config_for(self, a, Target.at(tensor.device)))
+        target = Target.at(tensor.device)
+        a.update(config.config_for(self, a, target))
         options = {k: a.pop(k) for k in OPTIONS & a.keys()}
+        if self.dependent:
+            a["DEPENDENT"] = self.begins_early(a, target)
+            options |= {"launch_pdl": True} if a["DEPENDENT"] else {}
         grid = tuple(self.grid(a))
         if 0 in grid:
             return
@@ -155,6 +172,13 @@ class Kernel:
                 recorder.launch(launch, ordered)
             if recorder is None or not recorder.compile_only:
                 launch.first()
+
+    def begins_early(self, a: Arguments, target: Target) -> bool:
+        """Whether a launch of this dependent kernel may begin before the one before has ended."""
+        if "DEPENDENT" in a:
+            raise TypeError(f"{self.name}: DEPENDENT is not for callers to say")
+        asked = self.dependent(a) if callable(self.dependent) else self.dependent
+        return asked and EARLY and target.early_launch and not INTERPRETING
 
     def key(self, ordered: list, options: Mapping[str, Any], device: int) -> tuple:
         """What a compiled variant depends on; two calls with one key share a binary."""

@@ -4,12 +4,13 @@ later is `list_launch.py`'s."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from operator import itemgetter
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from ..core.nest import Path, mapped
+from ..core.nest import Path, mapped, picker
 from ..core.private import no_modes, raw_stream
 
 STREAM = 3  # where a row of a launcher's arguments has it
@@ -110,28 +111,31 @@ class CudaLaunch:
     def bind(self, places: Places) -> Callable:
         raw, device, stream = self.raw, self.device, raw_stream
         template = [None if isinstance(a, Tensor) else a for a in self.args]
-        moves, descriptors, inside = [], [], {}
-        for (at, *inner), place in places:
+        found = dict(places)
+        moves, tuples, descriptors = [], [], []
+        values = Values(found)
+        for at in dict.fromkeys(path[0] for path in found):
             value = self.args[at + self.HEAD]
-            if inner:
-                inside.setdefault(at, {})[tuple(inner)] = place
+            template[at + self.HEAD] = None  # no tensor is kept alive
+            if isinstance(value, tuple):
+                tuples.append((at + self.HEAD, values.tuple_of(value, (at,))))
             elif isinstance(value, Tensor):
-                moves.append((at + self.HEAD, place.slot, place.offset))
+                moves.append((at + self.HEAD, values.index(value, (at,))))
             else:
-                template[at + self.HEAD] = None
-                fields = {name: held for name, held in vars(value).items() if name != "base"}  # no tensor is kept alive
-                descriptors.append((at + self.HEAD, place, type(value), fields))
-        tuples = [(at + self.HEAD, _addresses_in(self.args[at + self.HEAD], found)) for at, found in inside.items()]
-        for at, _ in tuples:
-            template[at] = None  # here neither
+                fields = {name: held for name, held in vars(value).items() if name != "base"}  # here neither
+                descriptors.append((at + self.HEAD, found[at,], type(value), fields))
+        shifted, constants = values.shifted, values.constants[::-1]
 
-        def replay(slots: list[Tensor], addresses: list[int]) -> None:
+        def replay(slots: Sequence[Tensor], addresses: list[int]) -> None:
             args = template.copy()
             args[STREAM] = stream(device)
-            for at, slot, offset in moves:
-                args[at] = addresses[slot] + offset
+            values = addresses + constants if constants else addresses
+            if shifted:
+                values = [*[addresses[slot] + offset for slot, offset in shifted], *values]
+            for at, index in moves:
+                args[at] = values[index]
             for at, made in tuples:
-                args[at] = made(addresses)
+                args[at] = made(values)
             for at, place, kind, fields in descriptors:
                 base = slots[place.slot]
                 args[at] = descriptor = kind.__new__(kind)
@@ -150,34 +154,39 @@ class CudaLaunch:
 
 class Sent(NamedTuple):
     """What a launch hands to its compiled launcher: `raw(*args)` with the stream at `STREAM`, or `raw(*grid, stream, *rest, args)`
-    where there is a `rest`. From call to call the addresses of slots change, which belong at `at`, and the stream."""
+    where there is a `rest`; `raw(slots, args)` where there is no grid. From call to call the addresses of slots change, which
+    belong at `at`, and the stream."""
 
     raw: Callable
     device: int
     args: list[Any]
     at: list[int]
-    grid: tuple[int, int, int]
+    grid: tuple[int, int, int] | None
     rest: tuple = ()
 
 
-def _addresses_in(value: tuple, places: dict[Path, Place]) -> Callable[[list[int]], tuple]:
-    """A function that makes a tuple argument of a later call: its tensors become addresses."""
-    fixed, moves, nested = list(value), [], []
-    for at, item in enumerate(value):
-        if isinstance(item, tuple):
-            inner = {path[1:]: place for path, place in places.items() if path[0] == at}
-            if inner:
-                nested.append((at, _addresses_in(item, inner)))
-        elif (at,) in places:
-            fixed[at] = None  # no tensor is kept alive
-            moves.append((at, places[at,].slot, places[at,].offset))
+class Values:
+    """What the tuples among a launch's arguments are put together from, in one list: addresses within slots, those of slots, and
+    constants, of which the first is the last."""
 
-    def made(addresses: list[int]) -> tuple:
-        parts = fixed.copy()
-        for at, slot, offset in moves:
-            parts[at] = addresses[slot] + offset
-        for at, inner in nested:
-            parts[at] = inner(addresses)
-        return tuple(parts)
+    def __init__(self, places: dict[Path, Place]) -> None:
+        self.places = places
+        self.shifted = [(place.slot, place.offset) for place in places.values() if place.offset]
+        self.constants: list[Any] = []
 
-    return made
+    def index(self, value: Any, path: Path) -> int:
+        """Where in the list an argument is that has been at this path."""
+        place = self.places.get(path)
+        if place is None:
+            self.constants.append(value)
+            return -len(self.constants)
+        return self.shifted.index((place.slot, place.offset)) if place.offset else len(self.shifted) + place.slot
+
+    def tuple_of(self, value: tuple, path: Path) -> Callable[[list[Any]], tuple]:
+        """A function of the list that makes a tuple like this one, whose tensors become addresses."""
+        items = [(item, (*path, at)) for at, item in enumerate(value)]
+        nested = [any(other[: len(own)] == own and other != own for other in self.places) for _, own in items]
+        if not any(nested):
+            return picker([self.index(*item) for item in items])
+        makers = [self.tuple_of(*one) if deep else itemgetter(self.index(*one)) for one, deep in zip(items, nested)]
+        return lambda values: tuple([make(values) for make in makers])

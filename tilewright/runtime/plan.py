@@ -19,7 +19,7 @@ from torch import Tensor
 from ..core.nest import leaves
 from ..core.private import DispatchMode, no_modes
 from .launch import Place, Places
-from .replay import Plan
+from .replay import MADE, Plan
 
 aten = torch.ops.aten
 ALLOCATES = {
@@ -68,32 +68,81 @@ class Call:
         """Call it, as a step of the run that is recorded, if there is one."""
         call, recorder = Call(function, tensors), Recorder.active()
         if recorder is not None:
-            recorder.launch(call, [*tensors])
-            call.whole = {at for at, t in enumerate(tensors) if any(t is slot for slot in recorder.slots)}
+            call.step(recorder)
         if recorder is None or not recorder.compile_only:
             call.first()
+
+    def step(self, recorder: Recorder, results: Sequence[Tensor] = ()) -> None:
+        """Make this a step of the run, which allocates these results."""
+        recorder.launch(self, [*self.tensors], results)
+        self.whole = {at for at, t in enumerate(self.tensors) if any(t is slot for slot in recorder.slots)}
 
     def first(self) -> None:
         with no_modes():
             self.function(*self.tensors)
 
     def bind(self, places: Places) -> Callable:
+        call = self.caller(places)
+
+        def replay(slots: list[Tensor], addresses: list[int]) -> None:
+            call(slots)
+
+        return replay
+
+    def caller(self, places: Places) -> Callable[[list[Tensor]], Any]:
+        """The call as a function of slots."""
         function, found = self.function, dict(places)
         count = len(self.tensors)
         self.tensors = ()  # no tensor is kept alive
         slot_of = [(at, found[at,].slot) for at in sorted(self.whole)]
         views = [(at, found[at,]) for at in range(count) if (at,) in found and at not in self.whole]
 
-        def replay(slots: list[Tensor], addresses: list[int]) -> None:
+        def call(slots: list[Tensor]) -> Any:
             given: list[Tensor | None] = [None] * count
             with torch.no_grad():
                 for at, slot in slot_of:
                     given[at] = slots[slot]
                 for at, place in views:
                     given[at] = place.seen(slots[place.slot])
-                function(*given)
+                return function(*given)
+
+        return call
+
+
+class Made(Call):
+    """A call of torch's own that allocates what it gives, such as a library's attention: a function of tensors that gives a tuple
+    of tensors, of the same shapes, strides and dtypes for tensors that are alike. They are slots of the plan from then on."""
+
+    @staticmethod
+    def of(
+        function: Callable[..., tuple[Tensor, ...]],
+        tensors: Sequence[Tensor | None],
+        like: Callable[[], tuple[Tensor, ...]],
+    ) -> tuple[Tensor, ...]:
+        """What the function gives, as a step of the run that is recorded, if there is one. `like` allocates the same, for a run
+        that launches nothing."""
+        recorder = Recorder.active()
+        with no_modes():
+            launches = recorder is None or not recorder.compile_only
+            results = tuple(own(t) for t in (function(*tensors) if launches else like()))
+        if recorder is not None:
+            Made(function, tensors).step(recorder, results)
+        return results
+
+    def bind(self, places: Places) -> Callable:
+        make = self.caller(places)
+
+        def replay(slots: list[Tensor], addresses: list[int]) -> None:
+            for t in make(slots):
+                slots.append(own(t))
+                addresses.append(t.data_ptr())
 
         return replay
+
+
+def own(t: Tensor) -> Tensor:
+    """A tensor that torch does not know as a view, over the same memory: what a caller gets may be changed in place."""
+    return Place(0, 0, t.shape, t.stride(), t.dtype).view(t) if t._is_view() else t
 
 
 class Recorder(DispatchMode):
@@ -112,7 +161,7 @@ class Recorder(DispatchMode):
         self.compile_only, self.watch, self.instead, self.asked = compile_only, watch, instead or {}, 0
         self.inputs = len(inputs)
         self.slots: list[Tensor] = list(inputs)
-        self.allocations: list[tuple[Place, float | None]] = []
+        self.allocations: list[tuple[Place, Any]] = []  # and what fills them, or MADE
         self.launches: list[tuple[Any, Places]] = []
         self.before: list[int] = []  # of each launch: how many allocations there were
         self.foreign: str | None = None if watch else "nobody watched"
@@ -185,7 +234,8 @@ class Recorder(DispatchMode):
         known = self._places.get(id(tensor))
         return known[1] if known else None
 
-    def launch(self, launch: Any, ordered: list) -> None:
+    def launch(self, launch: Any, ordered: list, results: Sequence[Tensor] = ()) -> None:
+        """Know a step of the run, which allocates these results itself."""
         if not self.watch:
             return
         bases = [(at, getattr(v, "base", v)) for at, v in leaves(ordered)]  # a tensor descriptor has a base
@@ -196,12 +246,17 @@ class Recorder(DispatchMode):
             self.foreign = self.foreign or "a tensor that is neither an argument nor allocated here"
         self.launches.append((launch, places))
         self.before.append(len(self.allocations))
+        for tensor in results:
+            self.slots.append(tensor)
+            self._know(tensor, len(self.slots) - 1)
+            self.allocations.append((self._places[id(tensor)][1], MADE))
+            self.asked += 1
 
     def stored_in(
         self, results: Sequence[Tensor | None], outs: Sequence[Tensor | None]
     ) -> dict[int, tuple[int, Tensor]]:
         """Of a run without the caller's memory: which allocations it can stand in for, `instead` of a second run. Left out are
-        results that are no allocation of their own, or a part of one."""
+        results that are no allocation of their own, a part of one, or one that a step makes."""
         slot_of = {id(t): slot for slot, t in enumerate(self.slots[: self.inputs])}
         found: dict[int, tuple[int, Tensor]] = {}
         for result, out in zip(results, outs):
@@ -211,7 +266,7 @@ class Recorder(DispatchMode):
                 continue
             seen = _as_allocated(out, place, self.slots[place.slot])
             number = place.slot - self.inputs
-            if seen is not None and number not in found:
+            if seen is not None and number not in found and self.allocations[number][1] is not MADE:
                 found[number] = slot_of[id(out)], seen
         return found
 

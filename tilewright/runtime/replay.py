@@ -16,8 +16,11 @@ import torch
 from torch import Tensor
 
 from ..core.memory import span
+from ..core.nest import picker
 from ..core.private import empty_strided_cuda, raw_stream
 from .launch import STREAM, Place, Places, Sent
+
+MADE = object()  # in the place of what fills an allocation: a launch makes it
 
 
 class Recorded(Protocol):
@@ -26,18 +29,11 @@ class Recorded(Protocol):
     slots: list[Tensor]  # inputs, then what was adopted, then allocations
     inputs: int  # and adopted
     adopted: list[tuple[Tensor, Callable[[], None]]]
-    allocations: list[tuple[Place, float | None]]  # and what fills them
+    allocations: list[tuple[Place, Any]]  # and what fills them, or MADE
     launches: list[tuple[Any, Places]]
     before: list[int]  # of each launch: how many allocations there were
 
     def place(self, tensor: Tensor) -> Place | None: ...
-
-
-def picker(at: Sequence[int]) -> Callable[[Sequence], tuple]:
-    """A function that gives, as a tuple, what stands at these places."""
-    if len(at) > 1:
-        return itemgetter(*at)
-    return (lambda values: (values[at[0]],)) if at else lambda values: ()
 
 
 class Plan:
@@ -55,10 +51,11 @@ class Plan:
         self.pairs = _pairs(given, written)
         wrong = 0 if any(t.data_ptr() & 15 for t in given) else 15  # bits of an address
         allocate = [_allocator(recorder, place, fill) for place, fill in recorder.allocations]
-        gives, sent = _giver(recorder, results), _only_sent(recorder)
-        if sent is not None:
+        gives = _giver(recorder, results)
+        if self.launches == 1 and given and not recorder.adopted and None not in allocate:
             alone = len(allocate) == 1 and results == recorder.place(recorder.slots[-1])
             simple = alone or not (allocate or results)
+            sent = _straight(recorder) or _bound(recorder)
             function = _only_launch(sent, wrong, self.pairs, self.inputs, allocate, None if simple else gives)
         else:
             adopted = [(tensor, tensor.data_ptr(), before) for tensor, before in recorder.adopted]
@@ -80,10 +77,10 @@ Stages = Sequence[tuple[list[Callable], list[Callable], list[int]]]
 def _only_launch(
     sent: Sent, wrong: int, pairs: Pairs, inputs: int, allocate: list[Callable], gives: Callable | None
 ) -> Function:
-    """The function of a plan that is a single launch, of which each slot is an argument: most small ops. The host's time is all
-    that such a call costs, so what is done once or not at all is no loop. Without `gives` the result is the one allocation, or
-    nothing if there is none."""
-    (raw, device, _, at, (x, y, z), rest), stream = sent, raw_stream
+    """The function of a plan that is a single launch: most small ops. The host's time is all that such a call costs, so what is
+    done once or not at all is no loop. Without `gives` the result is the one allocation, or nothing if there is none."""
+    (raw, device, _, at, grid, rest), stream = sent, raw_stream
+    x, y, z = grid or (0, 0, 0)
     read = _reader(sent.args, at[:inputs], wrong)
     pairs = [(at[one], at[other], size, others) for one, other, size, others in pairs]
     alone, alone_at = (allocate[0], at[-1]) if allocate and gives is None else (None, 0)
@@ -93,9 +90,12 @@ def _only_launch(
         args = read(tensors)
         if args is None or (pairs and not meeting and _meet(args, pairs)):
             return None
+        slots = tensors
         if alone is not None:
             result = alone()
             args[alone_at] = result.data_ptr()
+            if grid is None:
+                slots = (*tensors, result)
         elif gives is not None:
             slots = [*tensors]
             for at, make in each:
@@ -106,7 +106,9 @@ def _only_launch(
             result = gives(slots)
         else:
             result = ()
-        if rest:
+        if grid is None:
+            raw(slots, args)
+        elif rest:
             raw(x, y, z, stream(device), *rest, args)
         else:
             args[STREAM] = stream(device)
@@ -215,10 +217,8 @@ def _giver(recorder: Recorded, results: Place | list[Place | None]) -> Callable[
     return lambda slots: tuple([slots[i] if view is None else view.view(slots[i]) for i, view in zip(at, views)])
 
 
-def _only_sent(recorder: Recorded) -> Sent | None:
+def _straight(recorder: Recorded) -> Sent | None:
     """What the only launch of a run sends, if every slot is one of its arguments, once and from its start."""
-    if len(recorder.launches) != 1 or recorder.adopted or not recorder.inputs:
-        return None
     launch, places = recorder.launches[0]
     paths = {place.slot: path for path, place in places if place.offset == 0}
     count = len(recorder.slots)
@@ -227,20 +227,32 @@ def _only_sent(recorder: Recorded) -> Sent | None:
     return launch.sent([paths[slot] for slot in range(count)])
 
 
-def _stages(recorder: Recorded, results: Place | list[Place | None], allocate: list[Callable]) -> Stages:
+def _bound(recorder: Recorded) -> Sent:
+    """The only launch of a run as one that is sent slots and, in the place of arguments, the address of each; it has no grid."""
+    launch, places = recorder.launches[0]
+    count = len(recorder.slots)
+    return Sent(launch.bind(places), 0, [None] * count, [*range(count)], None)
+
+
+def _stages(recorder: Recorded, results: Place | list[Place | None], allocate: list[Callable | None]) -> Stages:
     """(allocations, launches after them, slots that no later one needs): what ends within the run leaves its memory to what
     begins later, as it does when the host code runs."""
     kept = {p.slot for p in ([results] if isinstance(results, Place) else results) if p is not None}
     launch = [launch.bind(places) for launch, places in recorder.launches]
     uses = {place.slot: at for at, (_, places) in enumerate(recorder.launches) for _, place in places}
     temporary = {slot: at for slot, at in uses.items() if slot >= recorder.inputs and slot not in kept}
-    stages, made = [], 0
+    stages, done = [], 0
     for count, group in itertools.groupby(range(len(launch)), recorder.before.__getitem__):
         at = [*group]
         over = [slot for slot, use in temporary.items() if use in at]
-        stages.append((allocate[made:count], launch[at[0] : at[-1] + 1], over))
-        made = count
-    return [*stages, (allocate[made:], [], [])] if made < len(allocate) else stages
+        stages.append((_left(allocate[done:count]), launch[at[0] : at[-1] + 1], over))
+        done = count
+    return [*stages, (_left(allocate[done:]), [], [])] if done < len(allocate) else stages
+
+
+def _left(allocate: Sequence[Callable | None]) -> list[Callable]:
+    """The allocations that no launch has made: those of a launch come after it and before all that are asked for later."""
+    return [one for one in allocate if one is not None]
 
 
 def _pairs(given: Sequence[Tensor], written: Sequence[int]) -> Pairs:
@@ -262,8 +274,10 @@ def _meet(addresses: Sequence[int], pairs: Pairs) -> bool:
     return False
 
 
-def _allocator(recorder: Recorded, place: Place, fill: float | None) -> Callable[[], Tensor]:
-    """A function that makes an allocation again."""
+def _allocator(recorder: Recorded, place: Place, fill: Any) -> Callable[[], Tensor] | None:
+    """A function that makes an allocation again; None of what a launch makes."""
+    if fill is MADE:
+        return None
     device = recorder.slots[place.slot].device
     shape, stride, dtype = tuple(place.shape), place.stride, place.dtype
     if fill == 0:

@@ -18,7 +18,9 @@ from torch import Tensor
 from ..core.declaration import Declaration, Triton
 from ..core.flat import as_tuple, flattened, plain_tensors, taken_apart
 from ..core.format import Quantized
+from ..core.nest import picker
 from ..core.outs import apart, outs_of, stored, with_outs
+from ..core.private import count_write
 from .choose import implementation
 from .key import Key
 from .plan import Plan, Recorder
@@ -61,7 +63,8 @@ class Known:
     step: Any = None
 
     def __post_init__(self) -> None:
-        self.plain = self.restore is None and not (self.written or self.whole)  # the caller gets what the plan gives
+        self.plain = not (self.written or self.whole)  # the caller gets what the plan gives, restored
+        self.writes = picker(self.written)  # of slots
 
 
 def planned(recorder: Recorder, results: Any, written: tuple[int, ...] = ()) -> tuple[Plan, Callable | None] | None:
@@ -96,7 +99,7 @@ def known_of(
 def _overwritten(grads: tuple) -> tuple:
     """The gradients of a replay that wrote over arguments: new tensors over that memory, whose versions are counted as host code
     counts them."""
-    torch.autograd.graph.increment_version([g for g in grads if g is not None])
+    count_write([g for g in grads if g is not None])
     return tuple(None if g is None else g.detach() for g in grads)
 
 
@@ -133,10 +136,8 @@ class Runner(Declaration):
         known = self.plans.get(parts) if keyed else None
         if known is None or _compile_only.get():
             return self.record(values, parts, key.slots if keyed else self.slots(values), whole=True, needs=needs)
-        written = [key.slots[at] for at in known.written]
         results = known.plan.function(key.slots, True)
-        for tensor in written:
-            torch.autograd.graph.increment_version(tensor)
+        count_write(known.writes(key.slots))
         results = results if known.restore is None else known.restore(results)
         return with_outs(results, outs_of(self, values)), known.implementation
 
@@ -173,10 +174,9 @@ class Runner(Declaration):
                 self.keep(key, known)
             elif watch and not recorder.compile_only and (self.composite or outs):
                 self.remember_no_plan(key)
-            for at in written:
-                torch.autograd.graph.increment_version(slots[at])
+            count_write([slots[at] for at in written])
             if self.signature.listed and values.get("out") is not None:
-                torch.autograd.graph.increment_version(values["out"])
+                count_write(values["out"])
             return results if whole else self.public(results), one
 
     def run_backward(

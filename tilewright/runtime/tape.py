@@ -13,9 +13,9 @@ from torch.autograd.function import once_differentiable
 
 from ..core.declaration import Declaration, Triton
 from ..core.flat import as_tuple, mapped, wants_grad
+from ..core.nest import picker
 from ..core.private import apply_of, guard
 from .choose import forced
-from .replay import picker
 from .results import flatten, saved_results, unflatten
 from .run import Known, Runner
 

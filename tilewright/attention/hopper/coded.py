@@ -1,5 +1,5 @@
 """Attention over keys in codes on Hopper, in Gluon: `forward.py`'s program, whose scores are products of 8-bit codes, at twice the
-rate. Values and weights are 16-bit as there.
+rate. Values and weights are 16-bit as there, or codes too: `coded_values.py`.
 
     s = (code_q . code_k) * scale_k * (scale_q * scale) + q . mean * scale
 
@@ -10,14 +10,19 @@ nothing in the loop: it is part of the factor and of the base of the exponential
 
 Who may write where is as `forward.py` has it, but that threads read scales. They do so before they wait for their turn, at a
 barrier of the warpgroup's threads, and give the stage back after: so nobody reads what is copied anew. Read after the scores have
-come instead, the assembler of Triton 3.6 waits for each pair of them in turn.
+come instead, the assembler of Triton 3.6 waits for each pair of them in turn. Scales of values are read while scores are made, and
+their stage is given back after the next such barrier.
+
+Where values are codes, a warpgroup has their sums over one block beside its own, which leaves no registers for scores that come
+meanwhile. So it waits for the sum of a block, adds it, and issues the next scores into the registers that the sum was in. While it
+makes weights of those, tensor cores have the other warpgroup's products.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -46,6 +51,16 @@ from ..cache_write import codes_of, own_scale
 from ..portable import Sizes, heads_of, parts_of, scores_of
 from ..preference import wanted_of_codes
 from ..tiles import check_lengths, keys_seen, lengths
+from .coded_values import (
+    MOST_EMPTY,
+    add_values,
+    blocks_of,
+    copy_turned,
+    divided_at,
+    first_block,
+    turned,
+    weights_as_codes,
+)
 from .forward import (
     ALONE,
     KINDS,
@@ -83,6 +98,13 @@ CODES = {torch.int8: gl.int8, torch.float8_e4m3fn: gl.float8e4nv}
 WIDTHS = (64, 128)  # columns of queries and of values: a box then is one part, of rows that are swizzled whole
 LEAST = gl.constexpr(2.0**-126)  # of a factor of scores: 0 times -inf, what a key that is not seen has, would be NaN
 GATHERED = 256  # keys whose scales a program puts side by side
+
+
+class Scales(NamedTuple):
+    """Boxes of scales of keys and of values, in the stages of these; `v` is None where values are numbers."""
+
+    k: Any
+    v: Any
 
 
 # ---- products --------------------------------------------------------------------------------------------------------
@@ -155,6 +177,24 @@ def weigh_codes(s, by_key, by_row, shift, top, total, SCORES, WINDOW, rows, key,
         return weigh(s, top, total, SCORES, WINDOW, rows, key, EDGE, False)
 
 
+@gluon.jit
+def weigh_alone(s, by_key, by_row, shift, top, total, SCORES, WINDOW, rows, key, EDGE: gl.constexpr):
+    """The same with weights relative to the largest score of their block alone; the last result is what they are to be multiplied
+    with."""
+    LAID: gl.constexpr = top.type.layout
+    nothing = gl.full([64], float("-inf"), gl.float32, LAID)
+    p, largest, sums, _ = weigh_codes(
+        s, by_key, by_row, shift, nothing, gl.zeros([64, 8], gl.float32, sums_of(8)), SCORES, WINDOW, rows, key, EDGE
+    )  # fmt: skip
+    new = gl.maximum(top, largest)
+    base = new
+    if EDGE:
+        base = gl.where(new == float("-inf"), 0.0, new)  # of rows that have seen nothing yet
+    fade = gl.exp2(top - base)
+    share = gl.exp2(largest - base)
+    return p, new, scaled_rows(total, fade) + scaled_rows(sums, share), fade, share
+
+
 # ---- the copying warp ------------------------------------------------------------------------------------------------
 
 
@@ -170,8 +210,18 @@ def copy_keys(K, S, ring, scales, stage, phase, batch, head, key):
 
 
 @gluon.jit
+def copy_values(V, VS, rings, scales, stage, phase, batch, head, key, moved):
+    """Copy a block of values into a stage when it is empty. Of turned ones: from `moved` further on than its first key is."""
+    if VS is None:
+        expect_boxes(V, None, rings.v, stage, phase, 1)
+        copy_box(V, None, rings.v, stage, stage, batch, head, key)
+    else:
+        copy_turned(V, VS, rings.v, scales.v, stage, phase, batch, head, key + moved)
+
+
+@gluon.jit
 def copy_coded_tiles(
-    Q, K, V, S, rings, scales, turns, WINDOW, LENGTHS, L, KEYS, HEADS, GROUP, BATCH, TILES, PROGRAMS, PLAN: gl.constexpr
+    Q, K, V, KS, VS, rings, scales, turns, WINDOW, LENGTHS, L, KEYS, HEADS, GROUP, BATCH, TILES, PROGRAMS, PLAN: gl.constexpr
 ):  # fmt: skip
     """`copy_tiles` of `forward.py`, with scales of keys."""
     BLOCK: gl.constexpr = PLAN.block
@@ -195,17 +245,18 @@ def copy_coded_tiles(
             # In the order in which they are needed: the scores of a block come before the values of the one before
             kv_head = work.head // GROUP
             key = tile.first_k + (work.high - 1) * BLOCK
-            copy_keys(K, S, rings.k, scales, stage, phase, work.batch, kv_head, key)
+            moved = 0
+            if VS is not None:
+                moved = first_block(LENGTHS, tile, BLOCK) * BLOCK - tile.first_k
+            copy_keys(K, KS, rings.k, scales.k, stage, phase, work.batch, kv_head, key)
             for _ in range(work.high - work.low - 1):
                 following, its_phase = advance(stage, phase, STAGES)
-                copy_keys(K, S, rings.k, scales, following, its_phase, work.batch, kv_head, key - BLOCK)
-                expect_boxes(V, None, rings.v, stage, phase, 1)
-                copy_box(V, None, rings.v, stage, stage, work.batch, kv_head, key)
+                copy_keys(K, KS, rings.k, scales.k, following, its_phase, work.batch, kv_head, key - BLOCK)
+                copy_values(V, VS, rings, scales, stage, phase, work.batch, kv_head, key, moved)
                 stage = following
                 phase = its_phase
                 key -= BLOCK
-            expect_boxes(V, None, rings.v, stage, phase, 1)
-            copy_box(V, None, rings.v, stage, stage, work.batch, kv_head, key)
+            copy_values(V, VS, rings, scales, stage, phase, work.batch, kv_head, key, moved)
             stage, phase = advance(stage, phase, STAGES)
         number += PROGRAMS
         if turns.counter is not None:  # which takes its time to answer, while the last copies are on their way
@@ -220,37 +271,71 @@ def copy_coded_tiles(
 
 
 @gluon.jit
+def add_block(o, p, p0, fade, by, v, stage, phase):
+    """(o faded, with the products of weights and values in codes of a stage added; registers for scores)."""
+    SUMS: gl.constexpr = o.type.layout
+    mbarrier.wait(v.full.index(stage), phase)
+    values = keys_at(v.first, stage)
+    if o.shape[1] == p.shape[1]:
+        return add_values(o, fade, p0, by, values, p)
+    else:
+        o, _ = add_values(o, fade, p0, by, values, gl.zeros([64, o.shape[1]], gl.float32, SUMS))
+        return o, p
+
+
+@gluon.jit
 def walk_codes(
     state, codes, by_row, shift, rings, scales, high, low, SCORES, WINDOW, rows, PLAN: gl.constexpr, EDGE: gl.constexpr,
     W: gl.constexpr,
 ):  # fmt: skip
     """`walk` of `forward.py` over keys in codes, from before `high` down to `low`."""
-    o, p, p0, top, total, stage, phase = state
+    o, p, p0, fade, by, top, total, stage, phase = state
     SHAPED: gl.constexpr = scores_in(PLAN.block)
+    CODED: gl.constexpr = scales.v is not None
+    SUMS: gl.constexpr = o.type.layout
     for i in range(high - low):
         key = (high - 1 - i) * PLAN.block
         following, its_phase = advance(stage, phase, PLAN.stages)
         mbarrier.wait(rings.k.full.index(following), its_phase)
-        by_key = scales_at(scales, following, SHAPED)
+        by_key = scales_at(scales.k, following, SHAPED)
+        if CODED:
+            p0 = weights_as_codes(p, SUMS)
         await_turn(W)  # all of the warpgroup have read the scales
-        s = issue_codes(codes, rings.k, following, p)
-        mbarrier.wait(rings.v.full.index(stage), phase)
-        o, _ = issue_values(o, 0.0, p0, 0.0, rings.v, stage)
-        give_turn(W)
-        s = warpgroup_mma_wait(1, deps=(s,))
-        mbarrier.arrive(rings.k.empty.index(following), count=1)
-        p, top, total, fade = weigh_codes(
-            s, by_key, by_row, shift, top, total, SCORES, WINDOW, rows, key, EDGE
-        )  # fmt: skip
-        o, _ = await_values(o, 0.0, False)
-        mbarrier.arrive(rings.v.empty.index(stage), count=1)
-        p0, _ = as_operands(p, rings.v)
-        o = scaled_rows(o, fade)
-        # For no product: so that sums are multiplied here, and not after the next product is issued
-        o, _ = await_values(o, 0.0, False)
+        if CODED:
+            o, p = add_block(o, p, p0, fade, by, rings.v, stage, phase)
+            s = issue_codes(codes, rings.k, following, p)
+            give_turn(W)
+            mbarrier.arrive(rings.v.empty.index(stage), count=1)
+            mbarrier.wait(rings.v.full.index(following), its_phase)
+            by_value, by_block = divided_at(scales.v, following, SHAPED)
+            s = warpgroup_mma_wait(0, deps=(s,))
+            mbarrier.arrive(rings.k.empty.index(following), count=1)
+            p, top, total, fade, by = weigh_alone(
+                s, by_key, by_row, shift, top, total, SCORES, WINDOW, rows, key, EDGE
+            )  # fmt: skip
+            p = p * by_value
+            p0 = 0.0
+            by = by * by_block
+        else:
+            s = issue_codes(codes, rings.k, following, p)
+            mbarrier.wait(rings.v.full.index(stage), phase)
+            o, _ = issue_values(o, 0.0, p0, 0.0, rings.v, stage)
+            give_turn(W)
+            s = warpgroup_mma_wait(1, deps=(s,))
+            mbarrier.arrive(rings.k.empty.index(following), count=1)
+            p, top, total, fade = weigh_codes(
+                s, by_key, by_row, shift, top, total, SCORES, WINDOW, rows, key, EDGE
+            )  # fmt: skip
+            o, _ = await_values(o, 0.0, False)
+            mbarrier.arrive(rings.v.empty.index(stage), count=1)
+            p0, _ = as_operands(p, rings.v)
+            o = scaled_rows(o, fade)
+            # For no product: so that sums are multiplied here, and not after the next product is issued
+            o, _ = await_values(o, 0.0, False)
+            fade = 1.0
         stage = following
         phase = its_phase
-    return o, p, p0, top, total, stage, phase
+    return o, p, p0, fade, by, top, total, stage, phase
 
 
 @gluon.jit
@@ -282,7 +367,9 @@ def attend_coded_tiles(
     BLOCK: gl.constexpr = PLAN.block
     STAGES: gl.constexpr = PLAN.stages
     COLUMNS: gl.constexpr = SIZES.V0
+    CODED: gl.constexpr = scales.v is not None
     SHAPED: gl.constexpr = scores_in(BLOCK)
+    SUMS: gl.constexpr = scores_in(COLUMNS) if CODED else sums_of(COLUMNS)
     BY_ROW: gl.constexpr = gl.SliceLayout(1, SHAPED)
     stage_q = 0
     phase_q = 0
@@ -305,7 +392,7 @@ def attend_coded_tiles(
             sink = gl.load(SINK + work.head).to(gl.float32) * LOG2E
             top = gl.zeros([64], gl.float32, BY_ROW) + sink
             total += gl.where(sink == float("-inf"), 0.0, 0.125)  # in eight parts
-        o = gl.zeros([64, COLUMNS], gl.float32, sums_of(COLUMNS))
+        o = gl.zeros([64, COLUMNS], gl.float32, SUMS)
         if work.high > work.low:
             shift_k = work.count - tile.count_q
             slope = 0.0
@@ -326,22 +413,34 @@ def attend_coded_tiles(
             by_row = gl.where(begin < end, by_row, 1.0)
             shift = gl.where(begin < end, shift, 0.0)
             mbarrier.wait(rings.k.full.index(stage), phase)
-            by_key = scales_at(scales, stage, SHAPED)
+            by_key = scales_at(scales.k, stage, SHAPED)
             barrier()  # all of the warpgroup have read the queries and the scales
             mbarrier.arrive(rings.q.empty.index(stage_q), count=1)
             stage_q, phase_q = advance(stage_q, phase_q, PLAN.queries)
             s = issue_codes(codes, rings.k, stage, gl.zeros([64, BLOCK], gl.float32, SHAPED))
             s = warpgroup_mma_wait(0, deps=(s,))
             mbarrier.arrive(rings.k.empty.index(stage), count=1)
-            p, top, total, _ = weigh_codes(s, by_key, by_row, shift, top, total, SCORES, WINDOW, rows, key, True)
-            p0, _ = as_operands(p, rings.v)
+            if CODED:
+                p, top, total, fade, by = weigh_alone(
+                    s, by_key, by_row, shift, top, total, SCORES, WINDOW, rows, key, True
+                )  # fmt: skip
+                mbarrier.wait(rings.v.full.index(stage), phase)
+                by_value, by_block = divided_at(scales.v, stage, SHAPED)
+                p = p * by_value
+                p0 = 0.0
+                by = by * by_block
+            else:
+                p, top, total, _ = weigh_codes(s, by_key, by_row, shift, top, total, SCORES, WINDOW, rows, key, True)
+                p0, _ = as_operands(p, rings.v)
+                fade = 1.0
+                by = 1.0
             if CLEARS:
                 # Of the blocks that are walked over, the last alone can reach past what a sequence's queries see, and the first
                 # alone begin before it. Both warpgroups find the same of the same block.
                 start, stop, _, _ = keys_seen(WINDOW, shift_k, work.count, 0, tile.count_q - 1)
                 if (key < start) | (key + BLOCK > stop):
                     clear_unseen(rings.v, stage, phase, start - key, stop - key, W)
-            state = (o, p, p0, top, total, stage, phase)
+            state = (o, p, p0, fade, by, top, total, stage, phase)
             state = walk_codes(
                 state, codes, by_row, shift, rings, scales, work.high - 1, upper, SCORES, WINDOW, rows, PLAN, True, W
             )
@@ -352,15 +451,20 @@ def attend_coded_tiles(
                 state = walk_codes(
                     state, codes, by_row, shift, rings, scales, lower, work.low, SCORES, WINDOW, rows, PLAN, True, W
                 )
-            o, p, p0, top, total, stage, phase = state
-            mbarrier.wait(rings.v.full.index(stage), phase)
-            if CLEARS:
-                key = work.low * BLOCK
-                if (key < start) & (work.high - work.low > 1):
-                    clear_unseen(rings.v, stage, phase, start - key, stop - key, W)
-            o, _ = issue_values(o, 0.0, p0, 0.0, rings.v, stage)
-            o, _ = await_values(o, 0.0, False)
-            mbarrier.arrive(rings.v.empty.index(stage), count=1)
+            o, p, p0, fade, by, top, total, stage, phase = state
+            if CODED:
+                barrier()  # all of the warpgroup have read the scales of the last values
+                o, p = add_block(o, p, weights_as_codes(p, SUMS), fade, by, rings.v, stage, phase)
+                mbarrier.arrive(rings.v.empty.index(stage), count=1)
+            else:
+                mbarrier.wait(rings.v.full.index(stage), phase)
+                if CLEARS:
+                    key = work.low * BLOCK
+                    if (key < start) & (work.high - work.low > 1):
+                        clear_unseen(rings.v, stage, phase, start - key, stop - key, W)
+                o, _ = issue_values(o, 0.0, p0, 0.0, rings.v, stage)
+                o, _ = await_values(o, 0.0, False)
+                mbarrier.arrive(rings.v.empty.index(stage), count=1)
             stage, phase = advance(stage, phase, STAGES)
         whole = gl.convert_layout(gl.sum(total, 1), BY_ROW)
         empty = whole == 0.0
@@ -386,16 +490,20 @@ def attend_coded_tiles(
     default=lambda a: {"num_warps": 4, "maxnreg": 168},
 )  # fmt: skip
 def attention_codes_hopper(
-    Q, K, V, S, MEAN, O, LSE, SINK, COUNTER, SCORES, WINDOW, LENGTHS, L, KEYS, HEADS, GROUP, BATCH, TILES, PROGRAMS,
+    Q, K, V, KS, VS, MEAN, O, LSE, SINK, COUNTER, SCORES, WINDOW, LENGTHS, L, KEYS, HEADS, GROUP, BATCH, TILES, PROGRAMS,
     SIZES: gl.constexpr, PLAN: gl.constexpr, FORMAT: gl.constexpr, CLEARS: gl.constexpr,
 ):  # fmt: skip
-    """`attention_forward_hopper` of keys in codes; S: their scales, keys side by side; MEAN None: keys are whole."""
+    """`attention_forward_hopper` of keys in codes; KS: their scales, keys side by side; MEAN None: keys are whole. VS: those of
+    values in codes, which are turned; None: values are numbers."""
     STAGES: gl.constexpr = PLAN.stages
     QUERIES: gl.constexpr = PLAN.queries
     q = make_boxes(Q, 2 * QUERIES)
     k = make_boxes(K, STAGES)
     v = make_boxes(V, STAGES)
-    scales = make_boxes(S, STAGES)
+    vs = VS  # None, or else:
+    if VS is not None:
+        vs = make_boxes(VS, STAGES)
+    scales = Scales(make_boxes(KS, STAGES), vs)
     q_full, q_empty = make_barriers(QUERIES)
     k_full, k_empty = make_barriers(STAGES)
     v_full, v_empty = make_barriers(STAGES)
@@ -408,8 +516,8 @@ def attention_codes_hopper(
                               TILES, PROGRAMS, SIZES, PLAN, FORMAT, CLEARS, 0)),
         (attend_coded_tiles, (O, LSE, SINK, MEAN, rings, scales, turns, SCORES, WINDOW, LENGTHS, L, KEYS, HEADS, GROUP, BATCH,
                               TILES, PROGRAMS, SIZES, PLAN, FORMAT, CLEARS, 1)),
-        (copy_coded_tiles, (Q, K, V, S, rings, scales, turns, WINDOW, LENGTHS, L, KEYS, HEADS, GROUP, BATCH, TILES, PROGRAMS,
-                            PLAN)),
+        (copy_coded_tiles, (Q, K, V, KS, VS, rings, scales, turns, WINDOW, LENGTHS, L, KEYS, HEADS, GROUP, BATCH, TILES,
+                            PROGRAMS, PLAN)),
     ], [4, 1], [240, 24])  # fmt: skip
 
 
@@ -433,15 +541,16 @@ def attention_scales_by_head(S, T, KEYS, HEADS, BATCH, ROOM, SHIFTS: tl.constexp
 # ---- host ------------------------------------------------------------------------------------------------------------
 
 
-def bytes_of(sizes: Sizes, plan: Plan) -> int:
-    """Shared memory of 16-bit queries and values, and of keys in codes with fp32 scales."""
-    return 2 * plan.queries * ROWS.value * sizes.D0 + plan.stages * plan.block * (sizes.D0 + 2 * sizes.V0 + 4)
+def bytes_of(sizes: Sizes, plan: Plan, coded: bool) -> int:
+    """Shared memory of 16-bit queries, of keys in codes with fp32 scales, and of 16-bit values, or `coded` ones with theirs."""
+    values = sizes.V0 + 8 if coded else 2 * sizes.V0
+    return 2 * plan.queries * ROWS.value * sizes.D0 + plan.stages * plan.block * (sizes.D0 + 4 + values)
 
 
-def plan_for(sizes: Sizes, memory: int) -> Plan | None:
+def plan_for(sizes: Sizes, memory: int, coded: bool) -> Plan | None:
     """Blocks of 128 keys and the queries of two tiles, with as many stages as there is room for, four at most."""
     plans = (Plan(128, stages, 2, False) for stages in (4, 3, 2))
-    return next((plan for plan in plans if bytes_of(sizes, plan) + SPARE <= memory), None)
+    return next((plan for plan in plans if bytes_of(sizes, plan, coded) + SPARE <= memory), None)
 
 
 def sizes_of(q: Tensor, v: Tensor) -> Sizes:
@@ -450,12 +559,15 @@ def sizes_of(q: Tensor, v: Tensor) -> Sizes:
 
 def fits(target: Target, a: SimpleNamespace) -> bool:
     """Whether queries and values are numbers of 16 bits, of 64 or 128 columns, in rows that begin at multiples of 16 bytes, as keys
-    do; nothing is empty, nothing but windows and lengths of sequences says what is seen, and the largest product is the largest
-    score."""
+    do, or values codes in e4m3; nothing is empty, nothing but windows and lengths of sequences says what is seen, and the largest
+    product is the largest score."""
     q, k, v = a.q, a.k, a.v
-    if not target.hopper_gluon or q.dtype not in KINDS or v.dtype != q.dtype or k.dtype not in CODES:
+    if not target.hopper_gluon or q.dtype not in KINDS or k.dtype not in CODES:
         return False
-    if any(t is not None and t.dtype != torch.float32 for t in (a.k_scale, a.k_mean)) or not single(
+    if v.dtype != (q.dtype if a.v_scale is None else torch.float8_e4m3fn):
+        return False
+    scales = (a.k_scale, a.v_scale, a.k_mean)
+    if any(t is not None and t.dtype != torch.float32 for t in scales) or not single(
         target, SimpleNamespace(q=q, k=k, v=v)
     ):
         return False
@@ -465,9 +577,14 @@ def fits(target: Target, a: SimpleNamespace) -> bool:
         return False
     if q.shape[1] + k.shape[1] >= LONGEST or tiles_of(a) >= 2**31 - MOST_PROGRAMS:
         return False
-    if plan_for(sizes_of(q, v), target.shared_memory) is None:
+    plan = plan_for(sizes_of(q, v), target.shared_memory, a.v_scale is not None)
+    if plan is None:
         return False
-    return copies_in_bulk(*(t.transpose(1, 2) for t in (q, k, v)))
+    if a.v_scale is None:
+        return copies_in_bulk(*(t.transpose(1, 2) for t in (q, k, v)))
+    # Values are turned first, whatever their strides: but not of sequences so short that most of the room would be empty
+    room = blocks_of(k.shape[1], a.cu_seqlens_k, plan.block) * plan.block
+    return room <= min(LONGEST, 2 * k.shape[1] + MOST_EMPTY) and copies_in_bulk(*(t.transpose(1, 2) for t in (q, k)))
 
 
 def fits_call(target: Target, a: SimpleNamespace) -> bool:
@@ -485,6 +602,12 @@ def scales_by_head(scale: Tensor, packed: bool) -> Tensor:
     return made[..., :keys]
 
 
+def row_box(scales: Tensor, count: int) -> Any:
+    """A descriptor of so many scales at a time, of [..., 1, many]: side by side in shared memory, as threads read them."""
+    row = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=4)
+    return replace(box_of(scales, [1, 1, 1, count], gl.float32), layout=row)
+
+
 def forward(q: Tensor, k: Tensor, v: Tensor, k_scale: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
     a = SimpleNamespace(q=q, k=k, v=v, **options)
     batch, length, heads, _ = q.shape
@@ -494,7 +617,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, k_scale: Tensor, **options: Any) ->
     whole = o if o.stride(-1) == 1 else torch.empty(o.shape, dtype=o.dtype, device=o.device)
     check_lengths("attention", q, k, a.kv_len, a.cu_seqlens_q, a.cu_seqlens_k)
     sizes, window, target = sizes_of(q, v), near_window(a), Target.at(q.device)
-    plan = plan_for(sizes, target.shared_memory)
+    plan = plan_for(sizes, target.shared_memory, a.v_scale is not None)
     how, tiles = lengths(a.cu_seqlens_q, a.cu_seqlens_k, length, k.shape[1], a.kv_len, ROWS.value, False)
     programs, counter = min(target.sms, tiles * heads * batch), None
     # As in `forward.py`: where tiles differ in length, a program takes the next one when it is done
@@ -503,15 +626,20 @@ def forward(q: Tensor, k: Tensor, v: Tensor, k_scale: Tensor, **options: Any) ->
         counter = torch.empty(1, dtype=torch.int32, device=q.device)
         clear_counter(counter)
     scales = scales_by_head(k_scale, a.cu_seqlens_k is not None)
-    row = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=4)  # side by side, as threads read them
+    clears = a.cu_seqlens_q is not None or a.kv_len is not None or window.left is not None
+    if a.v_scale is None:
+        values, by_value = boxes_of(v, plan.block, sizes.V0, 0)
+    else:  # where what nobody sees is 0 already
+        codes, divided = turned(v, a.v_scale, window, length, a.kv_len, a.cu_seqlens_q, a.cu_seqlens_k, plan.block)
+        values = box_of(codes, [1, 1, sizes.V0, plan.block], CODES[v.dtype])
+        by_value, clears = row_box(divided, 2 * plan.block), False
     attention_codes_hopper(
         boxes_of(q, HALF.value, sizes.D0, 0)[0],
-        box_of(k.transpose(1, 2), [1, 1, plan.block, sizes.D0], CODES[k.dtype]), boxes_of(v, plan.block, sizes.V0, 0)[0],
-        replace(box_of(scales, [1, 1, 1, plan.block], gl.float32), layout=row), None if a.k_mean is None else a.k_mean.contiguous(),
-        heads_of(whole), lse, None if a.sink is None else a.sink.contiguous(), counter, scores_of(a), window, how, length,
-        k.shape[1], heads, heads // k.shape[2], batch, tiles, programs, SIZES=sizes, PLAN=plan,
-        FORMAT=("int8" if k.dtype == torch.int8 else "e4m3") + ":row:fp32:exact:fast",
-        CLEARS=a.cu_seqlens_q is not None or a.kv_len is not None or window.left is not None,
+        box_of(k.transpose(1, 2), [1, 1, plan.block, sizes.D0], CODES[k.dtype]), values, row_box(scales, plan.block), by_value,
+        None if a.k_mean is None else a.k_mean.contiguous(), heads_of(whole), lse,
+        None if a.sink is None else a.sink.contiguous(), counter, scores_of(a), window, how, length, k.shape[1], heads,
+        heads // k.shape[2], batch, tiles, programs, SIZES=sizes, PLAN=plan,
+        FORMAT=("int8" if k.dtype == torch.int8 else "e4m3") + ":row:fp32:exact:fast", CLEARS=clears,
     )  # fmt: skip
     if whole is not o:
         o.copy_(whole)

@@ -30,7 +30,7 @@ GIVEN: dict[str, Callable[[Make], dict[str, Any]]] = {
     "eye": lambda make: {"n": 4, "m": 5, "device": make(()).device},
     "full": lambda make: {"size": [3, 4], "device": make(()).device},
     "linspace": lambda make: {"start": 0.5, "end": 3.0, "steps": 7, "device": make(()).device},
-    "logspace": lambda make: {"start": 0.5, "end": 3.0, "steps": 7, "device": make(()).device},
+    "logspace": lambda make: {"start": 0.5, "end": 3.0, "steps": 7, "base": 2.0, "device": make(()).device},
     "ones": lambda make: {"size": [3, 4], "device": make(()).device},
     "zeros": lambda make: {"size": [3, 4], "device": make(()).device},
     "cat": lambda make: {"tensors": [make(SHAPE), make(SHAPE)], "dim": 1},

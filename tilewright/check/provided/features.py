@@ -118,25 +118,24 @@ def grouped_by_expert(device: str) -> None:
 
 
 def keys_of_rwkv(device: str) -> None:
-    """rwkv_ka_fusion: k (1 + (a - 1) ka), k kk of each head brought to length 1, and that times a; in five launches."""
+    """rwkv_ka_fusion: k (1 + (a - 1) ka), k kk of each head brought to length 1, and that times a."""
     tokens, heads, width = 3, 2, 16
-    k, a = (normal(device, tokens, heads * width, dtype=FP32, seed=seed) for seed in (0, 1))
-    kk, ka = (normal(device, heads * width, dtype=FP32, seed=seed) for seed in (2, 3))
-    ones = torch.ones(1, dtype=FP32, device=device)
-    mixed = tw.epilogue(a, add=-ones, gate=tw.epilogue(k, gate=ka), residual=k)
-    each = tw.epilogue(k, gate=kk).unflatten(-1, (heads, width))
-    unit = tw.rms_norm(each, ones.expand(width) * width**-0.5, 1e-24).flatten(-2)
+    k, a = (normal(device, tokens, heads * width, seed=seed) for seed in (0, 1))
+    kk, ka = (normal(device, heads * width, seed=seed) for seed in (2, 3))
+    made = tw.rwkv_keys(k, kk, a, ka, heads=heads)
     wide = [t.double() for t in (k, a, kk, ka)]
-    agrees("k", mixed, wide[0] * (1 + (wide[1] - 1) * wide[3]), "A")
-    exact = F.normalize((wide[0] * wide[2]).unflatten(-1, (heads, width)), dim=-1).flatten(-2)
-    agrees("kk", unit, exact)
-    agrees("kk a", tw.epilogue(unit, gate=a), exact * wide[1])
+    unit = F.normalize((wide[0] * wide[2]).unflatten(-1, (heads, width)), dim=-1).flatten(-2)
+    exact = wide[0] * (1 + (wide[1] - 1) * wide[3]), unit, unit * wide[1]
+    for name, found, wanted in zip(("k", "kk", "kk a"), made, exact, strict=True):
+        agrees(name, found, wanted)
 
 
 def rows_by_weights(device: str) -> None:
-    """rwkv_mm_sparsity: the sum of rows by weights, most of which are 0; rows of weight 0 are read as the others are."""
-    weights, rows = normal(device, 1, 64).relu(), normal(device, 64, 24, seed=1)
-    agrees("the sum", tw.matmul(weights, rows), weights.double() @ rows.double(), "E")
+    """rwkv_mm_sparsity: the sum of rows by weights, most of which are 0; rows of weight 0 are not read, whatever they hold."""
+    weights, rows = normal(device, 64).sub(1.0).relu(), normal(device, 64, 24, seed=1)
+    exact = weights.double() @ rows.double()
+    rows[weights == 0] = math.inf
+    agrees("the sum", tw.sparse_mm(weights, rows), exact, "E")
 
 
 def by_torchs_operators(device: str) -> None:

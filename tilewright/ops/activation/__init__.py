@@ -1,1 +1,1 @@
-"""Gated units, alone and with the product behind them, and what follows a product."""
+"""Gated units, alone and with the product behind them, products with what an activation left, and what follows a product."""

@@ -23,6 +23,7 @@ from ...core.draw import Draw
 from ...core.format import Format, store
 from ...core.tensor import cdiv, name_of, power_of_two
 from ...device.activation import activate, activate_slope
+from ...device.dependent import begin_dependent
 from ...formats.fill import fill, fill_from
 from ...op import Bars, Gradient, Op, Out, Triton, single, upcast
 from ...runtime.kernel import kernel
@@ -210,9 +211,12 @@ def tile(M, N, ROWS: tl.constexpr, COLS: tl.constexpr):
     return row, col, (row < M) & (col < N)
 
 
-@kernel(**TILES)
-def epilogue_forward(SOURCE, Y, M, N, ACT: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
+@kernel(**TILES, dependent=True)
+def epilogue_forward(
+    SOURCE, Y, M, N, ACT: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, DEPENDENT: tl.constexpr
+):
     """Y may lie on x or on the residual: a tile has an element or more for each thread, so that no two threads hold the same."""
+    begin_dependent(DEPENDENT)
     row, col, inside = tile(M, N, ROWS, COLS)
     y = produce(SOURCE, row, col, inside, ACT)
     at = offset(SOURCE, row, col, Y.s4, Y.s3, Y.s2, Y.s1, Y.s0)

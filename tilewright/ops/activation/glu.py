@@ -22,6 +22,7 @@ from ...core.target import Target
 from ...core.tensor import cdiv, power_of_two, rows, vector
 from ...device.activation import gated, gated_gradient
 from ...device.blocks import find_block
+from ...device.dependent import begin_dependent
 from ...formats.fill import fill
 from ...gemm.tiles import matrix
 from ...op import Bars, Gradient, Op, Out, Sharding, Triton, single, upcast
@@ -107,10 +108,12 @@ TILES = {
 }
 
 
-@kernel(grid=lambda a: (cdiv(a.M, a.ROWS) * cdiv(a.N, a.COLS),), **TILES)
+@kernel(grid=lambda a: (cdiv(a.M, a.ROWS) * cdiv(a.N, a.COLS),), **TILES, dependent=True)
 def glu_forward(
-    A, B, SCALE, OFFSETS, Y, M, N, E, stride_s, limit, alpha, ACT: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr
+    A, B, SCALE, OFFSETS, Y, M, N, E, stride_s, limit, alpha, ACT: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
+    begin_dependent(DEPENDENT)
     across = tl.cdiv(N, COLS)
     row = (tl.program_id(0) // across).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     col = (tl.program_id(0) % across).to(tl.int64) * COLS + tl.arange(0, COLS)[None, :]

@@ -21,6 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...core.tensor import cdiv, power_of_two, rows, vector
+from ...device.dependent import begin_dependent
 from ...device.groups import Rows
 from ...device.quantize import quotient
 from ...device.store import NOWHERE, Way
@@ -184,14 +185,17 @@ def _default(a) -> dict:
     return dict(ROWS=ROWS, num_warps=num_warps, LATE=a.PIECES > 1 and a.BLOCK * a.PIECES > 8192)
 
 
-@kernel(grid=lambda a: (cdiv(a.M, a.ROWS),), tokens=("M", "INNER", "stride_s"), tune_by=("N",), default=_default)
+@kernel(
+    grid=lambda a: (cdiv(a.M, a.ROWS),), tokens=("M", "INNER", "stride_s"), tune_by=("N",), default=_default, dependent=True,
+)  # fmt: skip
 def modulated_norm_forward(
     X, R, GATE, W, B, SCALE, SHIFT, RSTD_IN, Y, S, SHARED, ZERO, STATIC, H, MEAN, RSTD, M, N, INNER, stride_xm, stride_xn,
     stride_rm, stride_rn, stride_s, eps, inv_n, weight_offset, CENTRED: tl.constexpr, BLOCK: tl.constexpr, PIECES: tl.constexpr,
-    FORMAT: tl.constexpr, KEEP: tl.constexpr, ROWS: tl.constexpr, LATE: tl.constexpr,
+    FORMAT: tl.constexpr, KEEP: tl.constexpr, ROWS: tl.constexpr, LATE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Y, H, MEAN and RSTD are each written unless None; Y takes values, or codes with what a `Way` has beside them. A row is held
     as PIECES of BLOCK columns, or with PIECES 0 read again for each sum. KEEP: x is read again soon."""
+    begin_dependent(DEPENDENT)
     r = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     row = r[:, None]
     lane = tl.arange(0, BLOCK)

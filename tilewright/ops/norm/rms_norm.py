@@ -22,6 +22,7 @@ from ...core.format import Format, store
 from ...core.signature import at_least
 from ...core.target import Target
 from ...core.tensor import cdiv, power_of_two, rows, vector
+from ...device.dependent import begin_dependent, let_next_begin
 from ...device.quantize import has, max_nan
 from ...device.store import Way, codes_in_byte, row_codes, scales, store_codes, store_scales
 from ...formats.fill import fill, is_fast, row_way
@@ -46,6 +47,7 @@ from .row_pieces import (
     inside_piece,
     load_pieces,
     load_weight,
+    plain_rows,
     programs_per_sm,
     split_backward,
     split_forward,
@@ -151,13 +153,10 @@ def inputs_add(draw: Draw) -> dict:
 
 
 def _default(a) -> dict:
-    plain = a.FORMAT is None and a.Y is not None
-    if a.PIECES > 1:
-        # A thread of a plain norm has 8 bytes of bf16 of each piece: many loads in flight count, not their size
-        ROWS, num_warps = 1, min(32, a.BLOCK // (128 if plain and a.BLOCK <= 1024 else 256))
-    elif plain:
-        # 512 elements a warp, 4 warps or more: the best of 1-4 rows by 2-16 warps at 2048 and 4096 columns
-        ROWS, num_warps = max(1, min(16, 2048 // a.BLOCK)), min(16, max(4, a.BLOCK // 512))
+    if a.FORMAT is None and a.Y is not None:
+        ROWS, num_warps = plain_rows(a.BLOCK, a.PIECES)
+    elif a.PIECES > 1:
+        ROWS, num_warps = 1, min(32, a.BLOCK // 256)
     else:
         # Codes are bound by instructions: 32 elements a thread share what is done once for a block of 128 or for a column
         ROWS, num_warps = max(1, min(16, 4096 // a.BLOCK)), min(16, max(4, a.BLOCK // 1024))
@@ -276,17 +275,20 @@ def store_one_scale(y, amax, Y, row, live, N, stride_s, FORMAT: tl.constexpr, KE
     store_codes(row_codes(y, s, m, m, FORMAT), Y, row, c, live, N, FORMAT, "evict_first" if KEEP else "")
 
 
-@kernel(grid=lambda a: (cdiv(a.M, a.ROWS),), tokens=("M", "stride_s"), tune_by=("N",), default=_default)
+@kernel(
+    grid=lambda a: (cdiv(a.M, a.ROWS),), tokens=("M", "stride_s"), tune_by=("N",), default=_default,
+    dependent=lambda a: not a.PDL,
+)  # fmt: skip
 def rms_norm_forward(
     X, R, W, RSTD_IN, Y, S, SHARED, ZERO, STATIC, H, RSTD, M, N, stride_xm, stride_xn, stride_rm, stride_rn, stride_s, eps, inv_n,
     weight_offset, BLOCK: tl.constexpr, PIECES: tl.constexpr, FORMAT: tl.constexpr, KEEP: tl.constexpr, PDL: tl.constexpr,
-    ROWS: tl.constexpr, TIGHT: tl.constexpr,
+    ROWS: tl.constexpr, TIGHT: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Y, H and RSTD are each written unless None; Y takes values, or codes with what a `Way` has beside them. A row is held as
     PIECES of BLOCK columns, or with PIECES 0 read twice. TIGHT: registers are short. KEEP: x is read again soon. PDL: the next
-    launch may start now; it waits by itself for what it needs of this one."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
+    launch may start now and read x, which is there already since this launch is not dependent; it waits by itself for the rest."""
+    begin_dependent(DEPENDENT)
+    let_next_begin(PDL)
     ONE_SCALE: tl.constexpr = one_scale(None if Y is None else FORMAT)
     r = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     row = r[:, None]

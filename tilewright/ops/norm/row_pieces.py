@@ -41,6 +41,15 @@ def split_plain(N: int) -> tuple[int, int]:
     return split_columns(N, 4096 if N <= 4096 else 1024 if N <= 8192 else 4096 if N <= 16384 else 8192)
 
 
+def plain_rows(BLOCK: int, PIECES: int) -> tuple[int, int]:
+    """(rows of a program, its warps) of a norm whose result is as wide as its operand."""
+    if PIECES > 1:
+        # A thread has 8 bytes of bf16 of each piece: many loads in flight count, not their size
+        return 1, min(32, BLOCK // (128 if BLOCK <= 1024 else 256))
+    # 512 elements a warp, 4 warps or more: the best of 1-4 rows by 2-16 warps at 2048 and 4096 columns
+    return max(1, min(16, 2048 // BLOCK)), min(16, max(4, BLOCK // 512))
+
+
 def split_codes(N: int) -> tuple[int, int]:
     """Codes do more to an element than load and store it: idle lanes cost them less than more pieces do."""
     return split_columns(N, 8192 if N <= 8192 else 4096, narrowest=1024, idle=8)

@@ -1,1 +1,1 @@
-"""Recurrences along sequences: linear attention, whose state decays, and short causal convolutions; whole sequences, and steps."""
+"""Recurrences along sequences: linear attention, whose state decays, RWKV's keys, short causal convolutions; whole and by steps."""

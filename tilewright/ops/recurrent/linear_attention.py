@@ -3,8 +3,8 @@
     S = decay * S + k v^T,  o = scale * q S;   delta rule: v becomes beta * (v - k (decay * S)) first;
     with a bonus: o = scale * (q S + (q . (bonus * k)) v) of the state before.
 
-`linear.py` has it token by token, `linear_chunks.py` and `linear_backward.py` by chunks, with the formulas of both directions, and
-`linear_columns.py` forward with a decay of each column.
+`linear.py` has it token by token. Of kernels, `linear_tokens.py` has it so for short sequences; `linear_chunks.py` and
+`linear_backward.py` by chunks, with the formulas of both directions, and `linear_columns.py` forward with a decay of each column.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from ...core.debug import check_ends
 from ...core.declaration import Part
 from ...core.draw import Draw
 from ...op import Bars, Cost, Gradient, Op, Triton, single
+from . import linear_tokens
 from .linear import by_column, check_bonus, check_heads, run, scale_of
 from .linear_backward import backward
 from .linear_chunks import forward as by_chunks
@@ -58,6 +59,10 @@ def reference(
     `cu_seqlens[s]` to `cu_seqlens[s + 1]`, and states are then [sequences, ...]. An empty sequence keeps its state; tokens in no
     sequence give 0. Any strides; key_dim up to 256. An infinity counts as NaN, and of 16-bit numbers may show as either. Gradients
     of q, k, v, log_decay, beta and state, of both results, bitwise repeatable.
+
+    Sequences of up to 8 tokens, and packed ones of up to 4 on average, are walked through token by token, others by chunks. Shapes
+    alone decide: a call gives the same bits every time. Where a sequence is cut may change how it is rounded, in fp32 before the
+    one rounding of o.
     """
     return run(q, k, v, log_decay, beta, bonus, state, scale, normalize, cu_seqlens)
 
@@ -169,6 +174,8 @@ def forward(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     check_ends("linear_attention", "cu_seqlens", options["cu_seqlens"], q.shape[1])
     options["scale"] = scale_of(q) if options["scale"] is None else float(options["scale"])
+    if linear_tokens.is_short(v, options["cu_seqlens"]):
+        return linear_tokens.forward(q, k, v, log_decay, beta, bonus=bonus, **options)
     if by_column(log_decay):
         return by_columns(q, k, v, log_decay, beta, bonus=bonus, **options)
     return by_chunks(q, k, v, log_decay, beta, **options)

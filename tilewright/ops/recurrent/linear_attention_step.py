@@ -9,22 +9,18 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from ...core.debug import check_indices
 from ...core.declaration import Part
 from ...core.draw import Draw
-from ...core.tensor import cdiv, power_of_two
-from ...device.softmax import LOG2E
 from ...op import Bars, Cost, Op, Triton, single, upcast
-from ...runtime.kernel import kernel
-from .linear import EPS, check_bonus, check_heads, scale_of, step, unit_rows
-from .pool import draw_slots, known_slots, put_slots, slot_of, take_slots
+from .linear import check_bonus, check_heads, scale_of, step, unit_rows
+from .linear_tokens import walk_tokens
+from .pool import draw_slots, known_slots, put_slots, take_slots
 
 
 def reference(
@@ -89,107 +85,21 @@ def inputs(draw: Draw) -> dict[str, Any]:
     }
 
 
-# ---- kernel ----------------------------------------------------------------------------------------------------------
-
-
-class Rows(NamedTuple):
-    """A tensor [tokens, heads, columns] of any strides, or none; one without columns has no stride for them."""
-
-    data: Any = None
-    stride_t: Any = None
-    stride_h: Any = None
-    stride_d: Any = None
-
-
-@triton.jit
-def row_of(X, token, head, column, COLUMNS):
-    """[n]: the columns of a head of a token in fp32."""
-    at = token * X.stride_t + head.to(tl.int64) * X.stride_h + column.to(tl.int64) * X.stride_d
-    return tl.load(X.data + at, column < COLUMNS, 0.0).to(tl.float32)
-
-
-@kernel(
-    grid=lambda a: (a.TOKENS * a.HEADS * a.BLOCKS,), tokens=("TOKENS", "POOL", "HEADS", "GROUP"),
-    default=lambda a: {"num_warps": 4},
-)  # fmt: skip
-def linear_attention_step_heads(
-    Q, K, V, O, DECAY, BETA, BONUS, STATE, stride_p, stride_h, stride_k, stride_v, SLOTS, stride_s, TOKENS, POOL, HEADS, GROUP,
-    BLOCKS, D, VALUES, scale, NORMALIZE: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
-):  # fmt: skip
-    """Some columns of values of one head of one token: all rows of its state in these columns."""
-    unit = tl.program_id(0) // BLOCKS
-    token = (unit // HEADS).to(tl.int64)
-    head = unit % HEADS
-    key_head = head // GROUP
-    d = tl.arange(0, BLOCK_D)
-    e = (tl.program_id(0) % BLOCKS) * BLOCK_V + tl.arange(0, BLOCK_V)
-    slot, known = slot_of(SLOTS, token, stride_s, POOL)
-    inside = (d < D)[:, None] & (e < VALUES)[None, :] & known
-    at = slot * stride_p + head.to(tl.int64) * stride_h
-    at = STATE + at + d.to(tl.int64)[:, None] * stride_k + e.to(tl.int64)[None, :] * stride_v
-    s = tl.load(at, inside, 0.0)
-    q = row_of(Q, token, key_head, d, D)
-    k = row_of(K, token, key_head, d, D)
-    v = row_of(V, token, head, e, VALUES)
-    if NORMALIZE:
-        q *= tl.rsqrt(tl.sum(q * q, 0) + EPS)
-        k *= tl.rsqrt(tl.sum(k * k, 0) + EPS)
-    o = tl.zeros([BLOCK_V], tl.float32)
-    if BONUS is not None:
-        u = tl.load(BONUS + head * D + d, d < D, 0.0).to(tl.float32)
-        o = tl.sum(q[:, None] * s, 0) + tl.sum(q * u * k, 0) * v
-    if DECAY.data is not None:
-        by = token * DECAY.stride_t + head.to(tl.int64) * DECAY.stride_h
-        if DECAY.stride_d is None:
-            s *= tl.exp2(tl.load(DECAY.data + by).to(tl.float32) * LOG2E)
-        else:
-            g = tl.load(DECAY.data + by + d.to(tl.int64) * DECAY.stride_d, d < D, 0.0).to(tl.float32)
-            s *= tl.exp2(g * LOG2E)[:, None]
-    if BETA.data is not None:
-        b = tl.load(BETA.data + token * BETA.stride_t + head.to(tl.int64) * BETA.stride_h).to(tl.float32)
-        v = b * (v - tl.sum(k[:, None] * s, 0))
-    s += k[:, None] * v[None, :]
-    if BONUS is None:
-        o = tl.sum(q[:, None] * s, 0)
-    tl.store(at, s, inside)
-    o = tl.where(known, o * scale, 0.0)
-    to = O.data + token * O.stride_t + head.to(tl.int64) * O.stride_h + e.to(tl.int64) * O.stride_d
-    tl.store(to, o.to(O.data.dtype.element_ty), e < VALUES)
-
-
 # ---- host ------------------------------------------------------------------------------------------------------------
-
-
-def rows_of(t: Tensor) -> Rows:
-    return Rows(t, *t.stride())
 
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, state: Tensor, log_decay: Tensor | None, beta: Tensor | None, slots: Tensor | None, *,
     bonus: Tensor | None, scale: float | None, normalize: bool,
 ) -> Tensor:  # fmt: skip
-    (tokens, heads, values), (_, key_heads, width), pool = v.shape, k.shape, state.shape[0]
     o = torch.empty(v.shape, dtype=q.dtype, device=q.device)
     if slots is not None:
-        check_indices("linear_attention_step", "slots", slots, -1, pool)
-    if not v.numel():
-        return o
-    decay = Rows()
-    if log_decay is not None:
-        decay = Rows(
-            log_decay,
-            *((0, *log_decay.stride())[-log_decay.dim() - 1 :] if log_decay.dim() == 1 else log_decay.stride()),
-        )
-        decay = decay if log_decay.dim() == 3 else decay._replace(stride_d=None)
-    block_d = max(16, power_of_two(width))
-    block_v = max(16, min(power_of_two(values), 4096 // block_d))
-    pooled = state if state.numel() else torch.empty(1, dtype=torch.float32, device=q.device)
-    linear_attention_step_heads(
-        rows_of(q), rows_of(k), rows_of(v), rows_of(o), decay, Rows() if beta is None else Rows(beta, *beta.stride()),
-        None if bonus is None else bonus.contiguous(), pooled, *state.stride(), slots, 0 if slots is None else slots.stride(0),
-        tokens, pool, heads, heads // key_heads, cdiv(values, block_v), width, values,
-        scale_of(q) if scale is None else float(scale), NORMALIZE=normalize, BLOCK_D=block_d, BLOCK_V=block_v,
-    )  # fmt: skip
+        check_indices("linear_attention_step", "slots", slots, -1, state.shape[0])
+    if v.numel():
+        # Sequences of one token each
+        rows = [None if t is None else t if t.dim() == 1 else t.unsqueeze(1) for t in (q, k, v, o, log_decay, beta)]
+        scale = scale_of(q) if scale is None else float(scale)
+        walk_tokens(*rows, bonus, state, state, slots, None, None, scale, normalize)
     return o
 
 

@@ -4,11 +4,14 @@
     S'   = e**G[C] S + sum over s of e**(G[C] - G[s]) k[s] v[s]^T
 
 Of the delta rule, values become v' = T beta (v - e**G k S), with T the inverse of I + L and L[t, s] = beta[t] e**(G[t] - G[s])
-(k[t] . k[s]) for s < t. One kernel inverts, one walks through the chunks of a sequence and keeps the state that each finds, a third
-makes outputs of all chunks side by side. No exponent is positive where decays are not.
+(k[t] . k[s]) for s < t. One kernel inverts. One walks through the chunks of a sequence: where walkers crowd the chip, it makes the
+outputs as well and stores no state but the last. Where they are few, it keeps the state that each chunk finds, and a third kernel
+makes the outputs of all chunks side by side. No exponent is positive where decays are not.
 
-Factors of products are sums of bf16 pieces (`device/products.py`). Of 16-bit inputs these are themselves; what the state is made of
-has two pieces, so that it keeps 17 bits, and what only a result is made of is rounded once more before it is multiplied.
+Factors of products are sums of bf16 pieces (`device/products.py`). Of bf16 inputs these are themselves; all that is made on the way
+has two pieces at least, 17 bits, so that an output is rounded once, where it is stored. With scores or the state in one piece it
+would be off by as much again: 2.35e-3 of its root mean square rather than 1.66e-3, and up to 2.5e-3 over 70 tokens. What only
+gradients are made of is rounded once more before it is multiplied.
 """
 
 from __future__ import annotations
@@ -20,11 +23,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...attention.portable import Heads, heads_of, load_part, narrowest, no_part
+from ...attention.portable import Heads, heads_of, load_part, narrowest, no_part, store_part
 from ...attention.tiles import Lengths, lengths, tile_at
 from ...core.target import Target
-from ...core.tensor import power_of_two
-from ...device.products import add_product, pieces_of
+from ...core.tensor import cdiv, power_of_two
+from ...device.products import add_product
 from ...device.softmax import LOG2E
 from ...runtime.kernel import kernel
 from .linear import EPS
@@ -33,11 +36,18 @@ from .places import sequence_at, sequence_count
 LEAST = tl.constexpr(-184.0)  # in base 2, e**-128: fp32 has no smaller decay, and sums of larger ones keep their digits
 COARSE = tl.constexpr(1.5 * 2**13)  # a number plus this is rounded to a multiple of 2**-10
 ROOMY = 160 * 1024  # bytes of shared memory that chunks of 64 tokens ask for, with keys of 128 columns
+# Walkers an SM from which they make outputs themselves. The states that few of them leave for others are written and read, twice
+# the bytes of q, k, v and o; against that, a chunk takes a walker about twice as long where it makes outputs too (foretold)
+CROWD = 0.5
+# The same of the delta rule: never. Its walk spills 450 to 1,000 bytes where it makes outputs; where not, 0 to 40 without decays of
+# tokens, 260 to 560 with them (Triton 3.6, sm_90, keys and values of 128 columns)
+DELTA_CROWD = float("inf")
 SUB = tl.constexpr(16)  # rows of the blocks that are inverted row by row
 
 
 class Gates(NamedTuple):
-    """A number for each token and head, [batch, length, heads] of any strides, or none."""
+    """A number for each token and head, [batch, length, heads] of any strides, for each head alone, without strides of batch and
+    tokens, or none."""
 
     data: Any = None
     stride_b: Any = None
@@ -47,7 +57,7 @@ class Gates(NamedTuple):
 
 class Shape(NamedTuple):
     """Constants of all kernels: columns of keys and of values, to which powers of two they are padded, tokens of a chunk; pieces of
-    inputs, of what results and of what the state is made of; whether rows of queries and keys are normalised."""
+    inputs, of what gradients and of what results are made of; whether rows of queries and keys are normalised."""
 
     D: int
     BLOCK_D: int
@@ -64,16 +74,29 @@ class Shape(NamedTuple):
 
 
 @triton.jit
+def halves(x, PIECES: tl.constexpr):
+    """The first and, of two, the second bf16 piece of x; NaN of an infinity. Rounded as a whole number: what is converted to bf16
+    and widened again is converted number by number, which takes a warp 8 cycles each (Triton 3.6, sm_90), and not in pairs."""
+    if PIECES == 1:
+        return x, x
+    else:
+        wide = x.to(tl.float32)
+        bits = wide.to(tl.uint32, bitcast=True)
+        top = ((bits + 0x8000) & 0xFFFF0000).to(tl.float32, bitcast=True)
+        return top.to(tl.bfloat16), (wide - top).to(tl.bfloat16)
+
+
+@triton.jit
 def times(total, a, b, PIECES_A: tl.constexpr, PIECES_B: tl.constexpr):
-    """total + a @ b of factors in so many bf16 pieces. Of two, an infinity may come out as NaN: `add_product` would keep it, with
+    """total + a @ b of factors in so many bf16 pieces. Of two, an infinity comes out as NaN: `add_product` would keep it, with
     copies of both factors in registers, which walks have not."""
     if PIECES_A == 1:
         a = a.to(tl.bfloat16)
     if PIECES_B == 1:
         b = b.to(tl.bfloat16)
     if max(PIECES_A, PIECES_B) == 2:
-        a0, a1, _ = pieces_of(a, PIECES_A)
-        b0, b1, _ = pieces_of(b, PIECES_B)
+        a0, a1 = halves(a, PIECES_A)
+        b0, b1 = halves(b, PIECES_B)
         if PIECES_B == 2:
             total = tl.dot(a0, b1, total)
         if PIECES_A == 2:
@@ -103,25 +126,38 @@ def gate_at(G, batch, head, token, live):
 
 
 class Decay(NamedTuple):
-    """Of the tokens of a chunk: sums of log decays in base 2 up to each, in multiples of 2**-10, and of what that leaves; how much
-    the whole chunk leaves. Differences of sums in one number would lose the digits that many tokens of large decays take."""
+    """Of the tokens of a chunk: sums of log decays in base 2 up to each, in multiples of 2**-10, and of what that leaves, and both
+    of the whole chunk. Differences of sums in one number would lose the digits that many tokens of large decays take. Where all
+    tokens decay alike, `each` is what they do, sums are its multiples, and nothing is left."""
 
     sums: Any
     rest: Any
-    whole: Any
+    all_sums: Any
+    all_rest: Any
+    each: Any
 
 
 @triton.jit
-def decay_of(DECAY, batch, head, token, live, CHUNK: tl.constexpr):
-    g = tl.zeros([CHUNK], tl.float32)
-    if DECAY.data is not None:
-        g = gate_at(DECAY, batch, head, token, live) * LOG2E
-        g = tl.maximum(g, LEAST, propagate_nan=tl.PropagateNan.ALL)
-    coarse = (g + COARSE) - COARSE  # whose sums are exact: 64 of at most 184 have 24 bits
-    sums = tl.cumsum(coarse, 0)
-    rest = tl.cumsum(g - coarse, 0)
-    last = tl.arange(0, CHUNK) == CHUNK - 1
-    return Decay(sums, rest, tl.exp2(tl.sum(tl.where(last, sums + rest, 0.0), 0)))
+def bounded(log_decay):
+    """Log decays in base 2."""
+    return tl.maximum(log_decay.to(tl.float32) * LOG2E, LEAST, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def decay_of(DECAY, batch, head, token, there, CHUNK: tl.constexpr):
+    """Of a chunk whose first `there` tokens are in a sequence; the others do not decay."""
+    i = tl.arange(0, CHUNK)
+    if DECAY.data is None:
+        return Decay(tl.zeros([CHUNK], tl.float32), tl.zeros([CHUNK], tl.float32), 0.0, 0.0, 0.0)
+    elif DECAY.stride_t is None:
+        each = bounded(tl.load(DECAY.data + head.to(tl.int64) * DECAY.stride_h))
+        there = tl.minimum(there, CHUNK)
+        return Decay(tl.minimum(i + 1, there) * each, tl.zeros([CHUNK], tl.float32), there * each, 0.0, each)
+    else:
+        g = bounded(gate_at(DECAY, batch, head, token, i < there))
+        coarse = (g + COARSE) - COARSE  # whose sums are exact: 64 of at most 184 have 24 bits
+        rest = g - coarse
+        return Decay(tl.cumsum(coarse, 0), tl.cumsum(rest, 0), tl.sum(coarse, 0), tl.sum(rest, 0), 0.0)
 
 
 @triton.jit
@@ -131,21 +167,15 @@ def from_start(decay):
 
 
 @triton.jit
-def to_end(decay, CHUNK: tl.constexpr):
+def to_end(decay):
     """[n]: how much of each token is left at the chunk's end."""
-    last = tl.arange(0, CHUNK) == CHUNK - 1
-    end = tl.sum(tl.where(last, decay.sums, 0.0), 0)
-    end_rest = tl.sum(tl.where(last, decay.rest, 0.0), 0)
-    return tl.exp2((end - decay.sums) + (end_rest - decay.rest))
+    return tl.exp2((decay.all_sums - decay.sums) + (decay.all_rest - decay.rest))
 
 
 @triton.jit
-def between(decay, CHUNK: tl.constexpr, STRICT: tl.constexpr):
-    """[t, s]: how much of token s is left at token t; 0 where s comes after t or, if STRICT, is t."""
-    i = tl.arange(0, CHUNK)
-    before = (i[:, None] > i[None, :]) if STRICT else (i[:, None] >= i[None, :])
-    apart = (decay.sums[:, None] - decay.sums[None, :]) + (decay.rest[:, None] - decay.rest[None, :])
-    return tl.where(before, tl.exp2(tl.where(before, apart, 0.0)), 0.0)
+def throughout(decay):
+    """How much of the state that the chunk finds is left at its end."""
+    return tl.exp2(decay.all_sums + decay.all_rest)
 
 
 @triton.jit
@@ -153,6 +183,29 @@ def lower(a, CHUNK: tl.constexpr, STRICT: tl.constexpr):
     """[t, s] with 0 where s comes after t or, if STRICT, is t, whatever stands there."""
     i = tl.arange(0, CHUNK)
     return tl.where((i[:, None] > i[None, :]) if STRICT else (i[:, None] >= i[None, :]), a, 0.0)
+
+
+@triton.jit
+def faded(a, DECAY, decay, CHUNK: tl.constexpr, STRICT: tl.constexpr):
+    """[t, s]: a times how much of token s is left at token t; 0 where s comes after t or, if STRICT, is t, whatever is there, the
+    infinities of exponents that are positive then among it."""
+    if DECAY.data is None:
+        return lower(a, CHUNK, STRICT)
+    else:
+        i = tl.arange(0, CHUNK).to(tl.float32)
+        before = (i[:, None] > i[None, :]) if STRICT else (i[:, None] >= i[None, :])
+        if DECAY.stride_t is None:
+            # Multiples of each row and column take fewer registers than those of differences, which walks would keep from chunk to
+            # chunk; what rounding them costs, 2**-18 of a decay, counts where next to nothing is left
+            sums = i * decay.each
+            apart = sums[:, None] - sums[None, :]
+        else:
+            # Sums are added to what comes of the product itself, each for itself: otherwise Triton makes exponents where sums lie,
+            # with a register for each row of either sum, and moves them to the product through shared memory
+            none = tl.where(a == a, 0.0, a)
+            apart = (none + decay.sums[:, None]) - decay.sums[None, :]
+            apart += (none + decay.rest[:, None]) - decay.rest[None, :]
+        return tl.where(before, a * tl.exp2(apart), 0.0)
 
 
 @triton.jit
@@ -183,12 +236,13 @@ def unit_of(LENGTHS, pid, HEADS, L, TILES, CHUNK: tl.constexpr):
 
 
 class Chunk(NamedTuple):
-    """The tokens [CHUNK] of a program's chunk, which of them are there, which of those are in a sequence, and where what is kept of
-    the chunk lies."""
+    """The tokens [CHUNK] of a program's chunk, which of them are there, which of those are in a sequence and how many, and where
+    what is kept of the chunk lies."""
 
     token: Any
     live: Any
     known: Any
+    there: Any
     slot: Any
 
 
@@ -198,7 +252,8 @@ def chunk_of(LENGTHS, tile, index, batch, TILES, CHUNK: tl.constexpr):
     row = tile.start + tl.arange(0, CHUNK)
     live = row < tile.count_q
     slot = tl.maximum(chunk_slot(LENGTHS, tile, index, batch, TILES, CHUNK), 0)
-    return Chunk(tile.first_q + row, live, live & (tile.sequence >= 0), slot)
+    there = tl.where(tile.sequence >= 0, tile.count_q - tile.start, 0)
+    return Chunk(tile.first_q + row, live, live & (tile.sequence >= 0), there, slot)
 
 
 class Walker(NamedTuple):
@@ -336,17 +391,20 @@ def linear_attention_inverse(K, DECAY, BETA, T, LENGTHS, L, HEADS, GROUP, BATCH,
         rk = lengths_of(k, SHAPE)
         none = no_part(SHAPE.CHUNK, SHAPE.CHUNK)
         pairs = times(none, k, tl.trans(k), SHAPE.RAW, SHAPE.RAW)
-        decay = decay_of(DECAY, batch, head, c.token, c.live, SHAPE.CHUNK)
+        decay = decay_of(DECAY, batch, head, c.token, c.there, SHAPE.CHUNK)
         by = gate_at(BETA, batch, head, c.token, c.live) * rk
-        pairs = lower(pairs * by[:, None] * rk[None, :] * between(decay, SHAPE.CHUNK, True), SHAPE.CHUNK, True)
+        pairs = faded(pairs * by[:, None] * rk[None, :], DECAY, decay, SHAPE.CHUNK, True)
         tl.store(square_at(T, c.slot, head, HEADS, SHAPE.CHUNK), invert(pairs, SHAPE.CHUNK, SHAPE.KEPT))
 
 
 def walking(a: Any, stages: int) -> dict[str, int]:
     """Warps that have registers for a state, and of the delta rule as many stages of the walk as leave it enough: Triton 3.6 on
-    sm_90 spills 200 to 600 bytes with eight warps, or one stage more (November 2026)."""
+    sm_90 spills 200 to 600 bytes with eight warps, or one stage more (November 2026). With two stages, walkers that make outputs
+    take 104 KB of shared memory, keys and values of 128 columns, so that an SM has two of them."""
     warps = {"num_warps": 4 if a.SHAPE.BLOCK_D * a.SHAPE.BLOCK_V <= 8192 else 8}
-    return warps if a.T is None else {**warps, "num_stages": stages}
+    if a.T is not None:
+        return {**warps, "num_stages": stages}
+    return {**warps, "num_stages": 2} if "O" in a and a.O.data is not None else warps
 
 
 # ---- states ----------------------------------------------------------------------------------------------------------
@@ -361,32 +419,31 @@ def new_values(k, v, s, rk, decay, b, T, slot, head, HEADS, SHAPE: tl.constexpr)
     return times(no_part(SHAPE.CHUNK, SHAPE.BLOCK_V), inverse, missed, SHAPE.KEPT, SHAPE.KEPT)
 
 
+@triton.jit
+def scores_of(q, k, rq, rk, DECAY, decay, SHAPE: tl.constexpr):
+    """[t, s]: (q[t] . k[s]) times how much of s is left at t, 0 where s comes after t."""
+    a = times(no_part(SHAPE.CHUNK, SHAPE.CHUNK), q, tl.trans(k), SHAPE.RAW, SHAPE.RAW)
+    return faded(a * rq[:, None] * rk[None, :], DECAY, decay, SHAPE.CHUNK, False)
+
+
+@triton.jit
+def found_of(q, s, rq, decay, SHAPE: tl.constexpr):
+    """[CHUNK, BLOCK_V]: what queries read of the state s that their chunk finds."""
+    o = times(no_part(SHAPE.CHUNK, SHAPE.BLOCK_V), q, s, SHAPE.RAW, SHAPE.KEPT)
+    return o * (rq * from_start(decay))[:, None]
+
+
 @kernel(
     grid=lambda a: (a.SEQUENCES * a.HEADS * a.BLOCKS,), tokens=("L", "HEADS", "GROUP", "COUNT", "SEQUENCES", "TILES"),
     default=lambda a: walking(a, 1),
 )  # fmt: skip
 def linear_attention_states(
-    K,
-    V,
-    DECAY,
-    BETA,
-    T,
-    STATE,
-    FINAL,
-    H,
-    NEW,
-    MARKS,
-    L,
-    HEADS,
-    GROUP,
-    COUNT,
-    SEQUENCES,
-    TILES,
-    BLOCKS,
+    Q, K, V, O, DECAY, BETA, T, STATE, FINAL, H, NEW, MARKS, L, HEADS, GROUP, COUNT, SEQUENCES, TILES, BLOCKS, scale,
     SHAPE: tl.constexpr,
-):
-    """Walk through the chunks of a sequence: H [slots, heads, D, V] is the state that each finds, NEW the values of the delta rule,
-    FINAL the state after the last; each None where it is not wanted. A program has some columns of values of one head."""
+):  # fmt: skip
+    """Walk through the chunks of a sequence: O are its outputs, H [slots, heads, D, V] the state that each chunk finds, NEW the
+    values of the delta rule, FINAL the state after the last; each None where it is not wanted. A program has some columns of values
+    of one head."""
     sequence, head, first_v, batch, first, count, slot = walker_of(
         MARKS, tl.program_id(0), L, HEADS, COUNT, TILES, BLOCKS, SHAPE
     )
@@ -402,22 +459,35 @@ def linear_attention_states(
             kept_at, kept = state_at(H, slot, head, HEADS, first_v, SHAPE)
             tl.store(kept_at, s.to(H.dtype.element_ty), kept)
         k = load_rows(K, batch, head // GROUP, token, live, SHAPE)
-        v = load_columns(V, batch, head, token, live, first_v, SHAPE)
         rk = lengths_of(k, SHAPE)
-        decay = decay_of(DECAY, batch, head, token, live, SHAPE.CHUNK)
+        decay = decay_of(DECAY, batch, head, token, count - start, SHAPE.CHUNK)
         if T is not None:
+            v = load_columns(V, batch, head, token, live, first_v, SHAPE)
             b = gate_at(BETA, batch, head, token, live)
             wide = new_values(k, v, s, rk, decay, b, T, slot, head, HEADS, SHAPE)
             if NEW.data is not None:
                 store_columns(NEW, batch, head, token, live, wide, first_v, SHAPE)
-        else:
+        if O.data is not None:
+            q = load_rows(Q, batch, head // GROUP, token, live, SHAPE)
+            rq = lengths_of(q, SHAPE)
+            # First of all: beside scores there are no registers for the pieces of the state
+            o = found_of(q, s, rq, decay, SHAPE)
+            a = scores_of(q, k, rq, rk, DECAY, decay, SHAPE)
+        if T is None:  # after the scores, beside which there are no registers for them
+            v = load_columns(V, batch, head, token, live, first_v, SHAPE)
             wide = v.to(tl.float32)
+        if O.data is not None:
+            if T is None:
+                o = times(o, a, v, SHAPE.KEPT, SHAPE.RAW)
+            else:
+                o = times(o, a, wide, SHAPE.KEPT, SHAPE.KEPT)
+            store_columns(O, batch, head, token, live, o * scale, first_v, SHAPE)
         own = no_part(SHAPE.BLOCK_D, SHAPE.BLOCK_V)
         if (DECAY.data is None) and (T is None) and (not SHAPE.NORMALIZE):
             s = plus_product(s, own, tl.trans(k), v, SHAPE.RAW, SHAPE.RAW)
         else:
-            left = wide * (rk * to_end(decay, SHAPE.CHUNK))[:, None]
-            s = plus_product(s * decay.whole, own, tl.trans(k), left, SHAPE.RAW, SHAPE.KEPT)
+            left = wide * (rk * to_end(decay))[:, None]
+            s = plus_product(s * throughout(decay), own, tl.trans(k), left, SHAPE.RAW, SHAPE.KEPT)
         slot += 1
     if FINAL.data is not None:
         at, inside = given_state(FINAL, sequence, head, first_v, SHAPE)
@@ -425,13 +495,6 @@ def linear_attention_states(
 
 
 # ---- outputs ---------------------------------------------------------------------------------------------------------
-
-
-@triton.jit
-def scores_of(q, k, rq, rk, decay, SHAPE: tl.constexpr):
-    """[t, s]: (q[t] . k[s]) times how much of s is left at t, 0 where s comes after t."""
-    a = times(no_part(SHAPE.CHUNK, SHAPE.CHUNK), q, tl.trans(k), SHAPE.RAW, SHAPE.RAW)
-    return lower(a * between(decay, SHAPE.CHUNK, False) * rq[:, None] * rk[None, :], SHAPE.CHUNK, False)
 
 
 @kernel(
@@ -456,8 +519,7 @@ def linear_attention_outputs(
     DELTA: tl.constexpr,
     SHAPE: tl.constexpr,
 ):
-    """Outputs of a chunk of a head, some columns of them: V are the values, or, DELTA, those of the delta rule. These take away
-    what the state holds, so that rounding either before they are multiplied would show in what is left."""
+    """Outputs of a chunk of a head, some columns of them: V are the values, or, DELTA, those of the delta rule."""
     first_v = (tl.program_id(0) % BLOCKS) * SHAPE.BLOCK_V
     batch, head, index, tile = unit_of(LENGTHS, tl.program_id(0) // BLOCKS, HEADS, L, TILES, SHAPE.CHUNK)
     if tile.start < tile.count_q:
@@ -465,25 +527,37 @@ def linear_attention_outputs(
         q = load_rows(Q, batch, head // GROUP, c.token, c.known, SHAPE)
         k = load_rows(K, batch, head // GROUP, c.token, c.known, SHAPE)
         rq = lengths_of(q, SHAPE)
-        decay = decay_of(DECAY, batch, head, c.token, c.known, SHAPE.CHUNK)
-        a = scores_of(q, k, rq, lengths_of(k, SHAPE), decay, SHAPE)
+        decay = decay_of(DECAY, batch, head, c.token, c.there, SHAPE.CHUNK)
+        a = scores_of(q, k, rq, lengths_of(k, SHAPE), DECAY, decay, SHAPE)
         s = kept_state(H, c, tile.sequence, head, HEADS, first_v, SHAPE)
-        PIECES: tl.constexpr = SHAPE.KEPT if DELTA else SHAPE.MADE
-        o = times(no_part(SHAPE.CHUNK, SHAPE.BLOCK_V), q, s, SHAPE.RAW, PIECES)
-        o = o * (rq * from_start(decay))[:, None]
+        o = found_of(q, s, rq, decay, SHAPE)
         v = load_columns(V, batch, head, c.token, c.known, first_v, SHAPE)
-        o = times(o, a, v, PIECES, PIECES)
+        o = times(o, a, v, SHAPE.KEPT, SHAPE.KEPT if DELTA else SHAPE.RAW)
         store_columns(O, batch, head, c.token, c.live, o * scale, first_v, SHAPE)
+
+
+@kernel(
+    grid=lambda a: (a.BATCH * a.TILES * a.HEADS,), tokens=("L", "HEADS", "BATCH", "TILES"),
+    default=lambda a: {"num_warps": 4},
+)  # fmt: skip
+def linear_attention_rest(
+    X, LENGTHS, L, HEADS, BATCH, TILES, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr
+):
+    """0 for the tokens of X [batch, tokens, heads, columns] that are in no sequence."""
+    batch, head, _, tile = unit_of(LENGTHS, tl.program_id(0), HEADS, L, TILES, CHUNK)
+    if (tile.start < tile.count_q) & (tile.sequence < 0):
+        row = tile.start + tl.arange(0, CHUNK)
+        store_part(X, batch, head, tile.first_q + row, row < tile.count_q, no_part(CHUNK, WIDTH), COLUMNS, 0, WIDTH)
 
 
 # ---- host ------------------------------------------------------------------------------------------------------------
 
 
 def gates_of(t: Tensor | None) -> Gates:
-    """Decays or betas; one for each head is the same for all tokens."""
+    """Decays or betas."""
     if t is None:
         return Gates()
-    return Gates(t, 0, 0, t.stride(0)) if t.dim() == 1 else Gates(t, *t.stride())
+    return Gates(t, None, None, t.stride(0)) if t.dim() == 1 else Gates(t, *t.stride())
 
 
 def heads_or_none(t: Tensor | None) -> Heads:
@@ -503,18 +577,42 @@ def shape_of(q: Tensor, v: Tensor, normalize: bool) -> Shape:
 
 
 def kept_dtype(q: Tensor) -> torch.dtype:
-    """Of states and values that are kept for what results are made of; fp16 has not the range."""
+    """Of states and values that are kept for what gradients are made of; fp16 has not the range."""
     return q.dtype if q.dtype == torch.bfloat16 else torch.float32
 
 
-class Walk(NamedTuple):
-    """What a walk through chunks needs and leaves: how chunks lie, how many at most in a row of the batch, and in all; marks;
-    the inverses, the states, and the values of the delta rule."""
+def blocks_of(shape: Shape) -> int:
+    """How many programs share the columns of a head's values."""
+    return cdiv(shape.V, shape.BLOCK_V)
+
+
+def crowded(q: Tensor, v: Tensor, beta: Tensor | None, marks: Tensor | None, shape: Shape) -> bool:
+    """Whether the programs that walk through sequences are so many that they leave no chunks for others to work on side by side."""
+    walkers = sequence_count(v.shape[0], marks) * v.shape[2] * blocks_of(shape)
+    return walkers >= max(1, (CROWD if beta is None else DELTA_CROWD) * Target.at(q.device).sms)
+
+
+class Placed(NamedTuple):
+    """How chunks lie, how many at most in a row of the batch, marks and how many, and how many sequences."""
 
     how: Lengths
     tiles: int
-    slots: int
     marks: Tensor | None
+    count: int
+    many: int
+
+
+def placed(v: Tensor, marks: Tensor | None, chunk: int) -> Placed:
+    batch, length = v.shape[:2]
+    how, tiles = lengths(marks, marks, length, length, None, chunk, False)
+    if marks is None:
+        return Placed(how, tiles, None, 0, batch)
+    return Placed(how, tiles, marks.contiguous(), marks.shape[0], sequence_count(batch, marks))
+
+
+class Walk(NamedTuple):
+    """What a walk through chunks leaves: the inverses, the states, and the values of the delta rule."""
+
     inverse: Tensor | None
     states: Tensor | None
     new: Tensor | None
@@ -522,14 +620,11 @@ class Walk(NamedTuple):
 
 def walk(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, beta: Tensor | None, state: Tensor | None, final: Tensor | None,
-    marks: Tensor | None, shape: Shape, keep: torch.dtype | None,
+    at: Placed, shape: Shape, keep: torch.dtype | None, o: Tensor | None = None, scale: float = 1.0,
 ) -> Walk:  # fmt: skip
-    """Fill `final`, and keep what each chunk finds, if a dtype says in what."""
+    """Fill `final` and `o`, where these are wanted, and keep what each chunk finds, if a dtype says in what."""
     (batch, length, heads, _), group = v.shape, v.shape[2] // k.shape[2]
-    how, tiles = lengths(marks, marks, length, length, None, shape.CHUNK, False)
-    slots = batch * tiles
-    count, many = (0, batch) if marks is None else (marks.shape[0], sequence_count(batch, marks))
-    marks = None if marks is None else marks.contiguous()
+    slots = batch * at.tiles
     K, DECAY, BETA = heads_of(k), gates_of(log_decay), gates_of(beta)
     inverse = states = new = None
     kept = {"dtype": keep, "device": q.device}
@@ -538,12 +633,20 @@ def walk(
     if beta is not None:
         inverse = torch.empty(slots, heads, shape.CHUNK, shape.CHUNK, dtype=torch.float32, device=q.device)
         new = torch.empty(v.shape, **kept) if keep is not None else None
-        linear_attention_inverse(K, DECAY, BETA, inverse, how, length, heads, group, batch, tiles, SHAPE=shape)
+        linear_attention_inverse(K, DECAY, BETA, inverse, at.how, length, heads, group, batch, at.tiles, SHAPE=shape)
     linear_attention_states(
-        K, heads_of(v), DECAY, BETA, inverse, heads_or_none(state), heads_or_none(final), states, heads_or_none(new), marks,
-        length, heads, group, count, many, tiles, -(-shape.V // shape.BLOCK_V), SHAPE=shape,
+        heads_of(q), K, heads_of(v), heads_or_none(o), DECAY, BETA, inverse, heads_or_none(state), heads_or_none(final), states,
+        heads_or_none(new), at.marks, length, heads, group, at.count, at.many, at.tiles, blocks_of(shape), scale, SHAPE=shape,
     )  # fmt: skip
-    return Walk(how, tiles, slots, marks, inverse, states, new)
+    return Walk(inverse, states, new)
+
+
+def fill_rest(at: Placed, chunk: int, *filled: Tensor) -> None:
+    """0 for tokens in no sequence, which no walker reaches."""
+    for t in filled if at.marks is not None else ():
+        batch, length, heads, columns = t.shape
+        sizes = {"COLUMNS": columns, "WIDTH": power_of_two(columns), "CHUNK": chunk}
+        linear_attention_rest(heads_of(t), at.how, length, heads, batch, at.tiles, **sizes)
 
 
 def forward(
@@ -554,15 +657,21 @@ def forward(
     o = torch.empty(v.shape, dtype=q.dtype, device=q.device)
     many = sequence_count(batch, cu_seqlens)
     final = torch.empty(many, heads, q.shape[-1], values, dtype=torch.float32, device=q.device)
-    shape = shape_of(q, v, normalize)
     if not (final.numel() or o.numel()):
         return o, final
-    keep = None if not o.numel() else kept_dtype(q) if beta is None else torch.float32
-    found = walk(q, k, v, log_decay, beta, state, final, cu_seqlens, shape, keep)
-    if o.numel():
+    shape = shape_of(q, v, normalize)
+    at = placed(v, cu_seqlens, shape.CHUNK)
+    given = (q, k, v, log_decay, beta, state, final, at, shape)
+    if not o.numel():
+        walk(*given, None)
+    elif crowded(q, v, beta, cu_seqlens, shape):
+        walk(*given, None, o, scale)
+        fill_rest(at, shape.CHUNK, o)
+    else:
+        found = walk(*given, torch.float32)
         linear_attention_outputs(
             heads_of(q), heads_of(k), heads_of(v if found.new is None else found.new), heads_of(o), gates_of(log_decay),
-            found.states, found.how, length, heads, heads // k.shape[2], batch, found.tiles, -(-shape.V // shape.BLOCK_V), scale,
+            found.states, at.how, length, heads, heads // k.shape[2], batch, at.tiles, blocks_of(shape), scale,
             DELTA=found.new is not None, SHAPE=shape,
         )  # fmt: skip
     return o, final

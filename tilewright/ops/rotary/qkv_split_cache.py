@@ -35,6 +35,7 @@ from ...core.draw import Draw
 from ...core.signature import above, at_least
 from ...core.tensor import cdiv
 from ...device.activation import sigmoid
+from ...device.dependent import begin_dependent
 from ...device.quantize import amax, has, max_nan
 from ...device.rotary import Indices, column_of, load_angles, locate, pair_columns, rotate
 from ...op import Cost, Op, Out, Triton, single, upcast
@@ -293,13 +294,15 @@ def _tile(a, size: int | None = None, warps: int = 4) -> dict:
     candidates=lambda a: [
         _tile(a), *(_tile(a, size, warps) for size in (512, 1024, 2048, 4096) for warps in (2, 4)),
     ],
+    dependent=True,
 )  # fmt: skip
 def qkv_split_cache_rows(
     X, WEIGHTS, ANGLES, Q, KC, VC, KS, VS, SLOTS, B, L, P, PAGES, PAGE, eps, H: tl.constexpr, KV: tl.constexpr, D: tl.constexpr,
     COLUMNS: tl.constexpr, GROUPED: tl.constexpr, SILU: tl.constexpr, K_FORMAT: tl.constexpr, V_FORMAT: tl.constexpr,
-    T: tl.constexpr, HB: tl.constexpr, TK: tl.constexpr, KB: tl.constexpr,
+    T: tl.constexpr, HB: tl.constexpr, TK: tl.constexpr, KB: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """A program takes T tokens by HB query heads, or TK tokens by KB key heads and their values."""
+    begin_dependent(DEPENDENT)
     SPAN: tl.constexpr = max(T, TK)
     QUERIES: tl.constexpr = (H + HB - 1) // HB
     ASKING: tl.constexpr = QUERIES * (SPAN // T)

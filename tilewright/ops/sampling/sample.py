@@ -24,6 +24,7 @@ from torch import Tensor
 from ...core.debug import check_numbers
 from ...core.draw import SIZES, Draw
 from ...core.tensor import cdiv, power_of_two, rows
+from ...device.dependent import begin_dependent
 from ...op import Bars, Cost, Op, Out, Triton, single, upcast
 from ...runtime.kernel import kernel
 
@@ -245,10 +246,13 @@ TILE = 4096  # logits a program of `sample_heads`
 
 @kernel(
     grid=lambda a: (a.M * cdiv(a.H, a.GROUPS),), tokens=("M",),
-    default=lambda a: {"GROUPS": max(1, TILE // a.GROUP), "num_warps": 4},
+    default=lambda a: {"GROUPS": max(1, TILE // a.GROUP), "num_warps": 4}, dependent=True,
 )  # fmt: skip
-def sample_heads(X, HEADS, M, V, H, stride_r, stride_c, GROUP: tl.constexpr, SHIFT: tl.constexpr, GROUPS: tl.constexpr):
+def sample_heads(
+    X, HEADS, M, V, H, stride_r, stride_c, GROUP: tl.constexpr, SHIFT: tl.constexpr, GROUPS: tl.constexpr, DEPENDENT: tl.constexpr
+):  # fmt: skip
     """HEADS[row, h] = the largest key of the GROUP logits from h * GROUP on."""
+    begin_dependent(DEPENDENT)
     across = tl.cdiv(H, GROUPS)
     row = (tl.program_id(0) // across).to(tl.int64)
     h = tl.program_id(0) % across * GROUPS + tl.arange(0, GROUPS)
@@ -260,14 +264,15 @@ def sample_heads(X, HEADS, M, V, H, stride_r, stride_c, GROUP: tl.constexpr, SHI
 @kernel(
     # Strides of numbers for each row are 0 where there is one for all, and of one row they mean nothing
     grid=lambda a: (a.M,), tokens=("M", "stride_s", "stride_t", "stride_k", "stride_p", "stride_m", "stride_i"),
-    default=lambda a: {"num_warps": 16 if a.BLOCK_H > 1024 else 4},
+    default=lambda a: {"num_warps": 16 if a.BLOCK_H > 1024 else 4}, dependent=True,
 )  # fmt: skip
 def sample_rows(
     X, HEADS, LIST, SEED, TEMPERATURE, TOP_K, TOP_P, MIN_P, IDS, M, V, H, stride_r, stride_c, stride_s, stride_t, stride_k,
     stride_p, stride_m, stride_i, GROUP: tl.constexpr, SHIFT: tl.constexpr, GROUPS: tl.constexpr, FAR: tl.constexpr,
-    BLOCK_H: tl.constexpr,
+    BLOCK_H: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """One program, one row. Up to GROUPS groups are held; where more may matter, they are read FAR groups at a time."""
+    begin_dependent(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     h = tl.arange(0, BLOCK_H)
     heads = tl.load(HEADS + row * H + h, h < H, -2147483648)

@@ -20,6 +20,7 @@ from torch import Tensor
 from ...core.debug import can_read
 from ...core.draw import Draw
 from ...core.tensor import cdiv, power_of_two, rows
+from ...device.dependent import begin_dependent
 from ...gemm.tiles import matrix
 from ...op import Bars, Op, Triton
 from ...runtime.kernel import kernel
@@ -143,11 +144,15 @@ TREES = {
     "grid": lambda a: (cdiv(a.M, a.ROWS),),
     "tokens": ("M",),
     "default": lambda a: {"ROWS": max(1, 4096 // a.BLOCK**2), "num_warps": 8},
+    "dependent": True,
 }
 
 
 @kernel(**TREES)
-def tree_bits_rows(P, BITS, DEPTH, M, N, STEPS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr):
+def tree_bits_rows(
+    P, BITS, DEPTH, M, N, STEPS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, DEPENDENT: tl.constexpr
+):
+    begin_dependent(DEPENDENT)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     node = tl.arange(0, BLOCK)
     inside = (row < M) & (node[None, :] < N)
@@ -159,8 +164,10 @@ def tree_bits_rows(P, BITS, DEPTH, M, N, STEPS: tl.constexpr, BLOCK: tl.constexp
 
 @kernel(**TREES)
 def tree_accept_rows(
-    DRAFT, TARGET, P, COUNT, PATH, M, N, stride_count, STEPS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr
-):
+    DRAFT, TARGET, P, COUNT, PATH, M, N, stride_count, STEPS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    begin_dependent(DEPENDENT)
     r = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     row = r[:, None]
     node = tl.arange(0, BLOCK)
