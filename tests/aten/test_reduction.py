@@ -48,7 +48,7 @@ ROWS: dict[str, Callable[[Tensor, Any], Any]] = {
     "count_nonzero": lambda x, d: torch.count_nonzero(x, d),
     "norm": lambda x, d: torch.linalg.vector_norm(x, 2, d),
     "max": lambda x, d: x.max(d) if isinstance(d, int) else x.amax(() if d is None else d),
-    "argmin": lambda x, d: x.argmin(d) if isinstance(d, int) or d is None else x.amin(d),
+    "argmin": lambda x, d: x.argmin(d) if isinstance(d, int) or d is None else x.amax(d),
 }
 LARGEST = 4.0  # of the variances: a mean is as exact as the elements about it
 if DEVICE != "cpu":  # which compiles for each: one, three and two states
