@@ -1,5 +1,6 @@
 """Attention's backward for Hopper on hardware: against its portable sibling and float64 at every width and variant, with NaN in
-what nobody sees, the same bits every time, and more tiles than programs. The runner of these tests ends a process that hangs."""
+what nobody sees, the same bits every time and in a graph, and more tiles than programs. The runner of these tests ends a process
+that hangs."""
 
 from __future__ import annotations
 
@@ -141,6 +142,28 @@ def test_a_hundred_runs_have_one_hash(widths, variant):
                 side @ side
         seen.add(digest(hopper.backward(saved, do, None)))
     assert len(seen) == 1
+
+
+@pytest.mark.parametrize("variant", ["causal", "packed window"])
+@pytest.mark.parametrize("widths", [(64, 64), (128, 128), (192, 128)], ids=str)
+def test_a_graph_gives_the_same_bits(widths, variant):
+    """Of other numbers than those that it was captured with, and again: turns are counted from the start in each replay."""
+    saved, do, _ = call(*widths, 830, 900, **VARIANTS[variant])
+    hopper.backward(saved, do, None)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        made = hopper.backward(saved, do, None)[:3]
+    for round in range(3):
+        for i, t in enumerate((saved.q, saved.k, saved.v, do)):
+            t.copy_(normal(*t.shape, seed=10 * round + i, dtype=t.dtype))
+        o, lse = portable.forward(saved.q, saved.k, saved.v, **{name: getattr(saved, name) for name in OPTIONS})
+        saved.o.copy_(o), saved.lse.copy_(lse)
+        wanted = hopper.backward(saved, do, None)
+        for t in made:
+            t.fill_(math.nan)
+        graph.replay()
+        assert all(torch.equal(one, other) for one, other in zip(made, wanted))
 
 
 @pytest.mark.parametrize(

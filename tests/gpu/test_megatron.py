@@ -125,6 +125,18 @@ def test_a_dense_model():
     assert torch.equal(models.step(plain)["loss"], theirs["loss"]) and report.calls() == before
 
 
+def test_a_dense_model_with_our_core_of_attention():
+    given = {"num_query_groups": 2}
+    plain, exact, _ = copies(False, **given)
+    theirs, truth = models.step(plain), models.step(exact)
+    with megatron.apply(modules=True, attention=True) as report:
+        model = models.build(False, dtype=torch.bfloat16, **MODEL, **given).to(DEVICE)
+        model.load_state_dict(plain.state_dict())
+        found = models.step(model)
+        assert report.calls()["attention"] == 2 and not report.fallbacks()
+    as_good(found, theirs, truth)
+
+
 def through(layer: nn.Module) -> dict[str, Tensor]:
     """What a layer of experts makes of fixed tokens, and the gradients."""
     x = models.randn(64, 2, MODEL["hidden_size"], seed=5).bfloat16().to(DEVICE, next(layer.parameters()).dtype)
