@@ -458,13 +458,93 @@ def test_flash_attention_3_is_called_as_it_wants_to_be(flash_3):
             rivals.call_of("fa3", work)
 
 
+@pytest.fixture
+def infer(monkeypatch):
+    """FlashInfer with the arguments of flashinfer-python 0.7.2, on a CPU; gives what it was told."""
+    told = []
+
+    class Wrapper:
+        def __init__(self, float_workspace_buffer, kv_layout="NHD", **more):
+            assert float_workspace_buffer.dtype == torch.uint8 and kv_layout == "NHD"
+            told.append((type(self).__name__, more))
+
+        def planned(self, q_data_type, kv_data_type, causal=True, window_left=-1, logits_soft_cap=None, sm_scale=None):
+            assert q_data_type == kv_data_type
+            self.about = {
+                "causal": causal,
+                "left": None if window_left < 0 else window_left,
+                "softcap": logits_soft_cap,
+            }
+            self.about["scale"] = sm_scale
+
+    class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
+        def plan(self, qo_indptr, kv_indptr, num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo=None, **about):
+            assert qo_indptr.dtype == kv_indptr.dtype == torch.int32
+            self.sizes, self.marks = (num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo), (qo_indptr, kv_indptr)
+            self.planned(**about)
+
+        def run(self, q, k, v):
+            assert self.sizes == (q.shape[1], k.shape[1], q.shape[2], v.shape[2])
+            given = dict(zip(("cu_seqlens_q", "cu_seqlens_k"), self.marks))
+            return tw.attention(q[None], k[None], v[None], **given, **self.about)[0]
+
+    class Paged(Wrapper):
+        def paged(self, indptr, indices, last, heads, kv_heads, width, page, **about):
+            assert indptr.dtype == indices.dtype == last.dtype == torch.int32 and len(indices) == indptr[-1]
+            self.sizes, self.pages, self.last = (heads, kv_heads, width, page), indptr.diff(), last
+            self.table = torch.nn.utils.rnn.pad_sequence(indices.split(self.pages.tolist()), batch_first=True)
+            self.planned(**about)
+
+        def run(self, q, paged_kv_cache):
+            k, v = paged_kv_cache
+            assert self.sizes == (q.shape[1], k.shape[2], q.shape[2], k.shape[1])
+            lengths = (self.pages - 1) * k.shape[1] + self.last
+            rows = q.unflatten(0, (len(self.table), -1))
+            return tw.cached_attention(rows, k, v, self.table, lengths, **self.about)[0].flatten(0, 1)
+
+    class BatchDecodeWithPagedKVCacheWrapper(Paged):
+        def plan(self, indptr, indices, last_page_len, *sizes, **about):
+            self.paged(indptr, indices, last_page_len, *sizes, **about)
+
+    class BatchPrefillWithPagedKVCacheWrapper(Paged):
+        def plan(self, qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, *sizes, **about):
+            assert (qo_indptr.diff() == qo_indptr[1]).all()
+            self.paged(paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, *sizes, **about)
+
+    kinds = (
+        BatchPrefillWithRaggedKVCacheWrapper,
+        BatchDecodeWithPagedKVCacheWrapper,
+        BatchPrefillWithPagedKVCacheWrapper,
+    )
+    module(monkeypatch, "flashinfer", **{kind.__name__: kind for kind in kinds})
+    return told
+
+
+def test_flashinfer_is_called_as_it_wants_to_be(infer):
+    for given in (
+        {"causal": True},
+        {},
+        {"causal": True, "left": 5, "scale": 0.3},
+        {"causal": True, "lengths": (16, 32)},
+    ):
+        work = attending(**given)
+        assert rivals.agrees(truth(work), rivals.call_of("flashinfer", work)(), 1e-5)
+    for work, words in (
+        (attending("backward"), "no backward"),
+        (attending(right=3), "no right"),
+        (attending(sink=torch.zeros(4)), "no sink"),
+    ):
+        with pytest.raises(Absent, match=words):
+            rivals.call_of("flashinfer", work)
+
+
 ATTENTION = [case for case in CASES.values() if case.op == "attention"]
 OURS = {"portable", "cudnn_lse"}  # by another backend, which a CPU has not
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # that flex_attention is not compiled
 @pytest.mark.parametrize("case", ATTENTION, ids=lambda case: case.name)
-def test_every_case_of_attention_has_its_rivals(case, flash_3, monkeypatch):
+def test_every_case_of_attention_has_its_rivals(case, flash_3, infer, monkeypatch):
     """Each of those that are timed beside it agrees with it, at small sizes and by what a CPU has in the place of kernels."""
     from torch.nn import attention
     from torch.nn.attention import varlen
@@ -560,7 +640,7 @@ CACHED = [case for case in CASES.values() if case.op == "cached_attention"]
 
 
 @pytest.mark.parametrize("case", CACHED, ids=lambda case: case.name)
-def test_every_case_over_caches_has_its_rivals(case, over_caches):
+def test_every_case_over_caches_has_its_rivals(case, over_caches, infer):
     few = {"batch": 3, "length": min(case.dims["length"], 5), "context": 70, "shortest": 20, "longest": 150}
     heads = {"heads": 4, "kv_heads": min(case.dims["kv_heads"], 2)}
     dims = {n: {**few, **heads}.get(n, size) for n, size in case.dims.items()}
@@ -572,7 +652,7 @@ def test_every_case_over_caches_has_its_rivals(case, over_caches):
     assert over_caches or not others
 
 
-def test_rivals_over_caches_are_called_as_they_want_to_be(over_caches):
+def test_rivals_over_caches_are_called_as_they_want_to_be(over_caches, infer):
     def made(options=None, arguments=None, **dims):
         dims = {"batch": 3, "length": 4, "heads": 4, "kv_heads": 2, "head_dim": 32, "context": 70, **dims}
         return built("cached_attention", dims=dims, options=options or {}, arguments=arguments or {})
@@ -584,7 +664,13 @@ def test_rivals_over_caches_are_called_as_they_want_to_be(over_caches):
     assert over_caches[-1] == (False, (20, 0))
     agreed(made(arguments={"causal": False, "scale": 0.2}), "fa3")
     assert over_caches[-1] == (False, (-1, -1))
+    agreed(made(page=16, length=1, arguments={"left": 20}), "flashinfer")
+    assert infer[-1] == ("BatchDecodeWithPagedKVCacheWrapper", {"use_tensor_cores": True})
+    agreed(made(length=1), "flashinfer")
+    agreed(made(page=16, arguments={"scale": 0.2}), "flashinfer")
+    assert infer[-1] == ("BatchPrefillWithPagedKVCacheWrapper", {})
     for name, work, words in (
+        ("flashinfer", made({"latent": True}, page=64, **latent), "it has no value_dim"),
         ("fa3", made({"fp8": True}), "it has no k_scale"),
         ("fa3", made({"tree": True}), "it has no tree"),
         ("flashmla", made({"latent": True}, page=16, **latent), "in pages of 64"),
@@ -621,7 +707,7 @@ def test_every_row_is_for_an_op_or_for_attention():
     """A name that no op has would never be called."""
     named = {op for rival in packaged.RIVALS.values() for op in rival.calls}
     assert named - set(tw.catalogue()) <= {"attention", REPLACED}
-    attention = {"cudnn", "fa2", "fa3", "flashmla", "flex"}
+    attention = {"cudnn", "fa2", "fa3", "flashinfer", "flashmla", "flex"}
     assert {*packaged.RIVALS} == {"liger", "liger_cutedsl", "quack", "flaggems", "sgl_kernel", "fla", *attention}
 
 

@@ -3,8 +3,8 @@ that turns a case's arguments into the rival's call.
 
 A package is imported when one of its calls is asked for, never before. One that chooses its kernels by the environment when it is
 imported has that in its row, and is measured in a process of its own. How packages are called was read from quack-kernels 0.6.5,
-liger-kernel 0.8.5, sglang-kernel 0.4.2 and flag-gems 5.0.2, and of fla-core from what its documents say; where another version
-takes other arguments, the rival is absent and the row says why.
+liger-kernel 0.8.5, sglang-kernel 0.4.2, flag-gems 5.0.2 and flashinfer-python 0.7.2, and of fla-core from what its documents say;
+where another version takes other arguments, the rival is absent and the row says why.
 """
 
 from __future__ import annotations
@@ -389,6 +389,83 @@ def flash_mla(work: Work) -> Call:
     return lambda: module.flash_mla_with_kvcache(q, cache, table, lengths, n, *planned, **about)[0]
 
 
+def flashinfer(work: Work) -> Call:
+    """FlashInfer, forward alone, of packed sequences; batches are such ones of equal lengths. What it plans from lengths is made
+    before: a server makes it once a step for all layers."""
+    takes(work, "q", "k", "v", "scale", "causal", "left", "softcap", "cu_seqlens_q", "cu_seqlens_k", "backend")
+    forward_only(work)
+    module, given = importlib.import_module("flashinfer"), work.values
+    (batch, length, heads, width), keys = given["q"].shape, given["k"].shape[1]
+    marks = [given["cu_seqlens_q"], given["cu_seqlens_k"]]
+    if marks[0] is None:
+        marks = [torch.arange(batch + 1, device=given["q"].device) * n for n in (length, keys)]
+    wrapper = module.BatchPrefillWithRaggedKVCacheWrapper(flashinfer_room(given["q"]), "NHD")
+    ends = (one.to(torch.int32) for one in marks)
+    wrapper.plan(*ends, heads, given["k"].shape[2], width, given["v"].shape[3], **flashinfer_plan(given))
+    return directed(
+        lambda q, k, v, **_: wrapper.run(*(t.flatten(0, 1) for t in (q, k, v))).unflatten(0, (batch, length)), work
+    )
+
+
+def cached_flashinfer(work: Work) -> Call:
+    """FlashInfer over pages, of which a cache without a table has one to a sequence: a token by its kernels for decoding, more by
+    those for prompts."""
+    takes(
+        work,
+        "q",
+        "k_cache",
+        "v_cache",
+        "block_table",
+        "kv_len",
+        "scale",
+        "causal",
+        "left",
+        "softcap",
+        "split",
+        "backend",
+    )
+    needs(work, "kv_len", "v_cache")
+    module, given = importlib.import_module("flashinfer"), work.values
+    q, k, v, table = (given[name] for name in ("q", "k_cache", "v_cache", "block_table"))
+    if k.dtype != q.dtype:
+        raise Absent("over codes it takes a scale for the whole cache alone")
+    (batch, length, heads, width), (_, page, kv_heads, _) = q.shape, k.shape
+    table = torch.arange(batch, device=q.device)[:, None] if table is None else table
+    lengths = given["kv_len"].to(torch.int32)
+    pages = -(-lengths // page)
+    ends = torch.nn.functional.pad(pages.cumsum(0), (1, 0)).to(torch.int32)
+    used = table[torch.arange(table.shape[1], device=table.device) < pages[:, None]].to(torch.int32)
+    about, room, sizes = flashinfer_plan(given), flashinfer_room(q), (heads, kv_heads, width, page)
+    last = lengths - (pages - 1) * page
+    if length == 1:
+        about.pop("causal")
+        wrapper = module.BatchDecodeWithPagedKVCacheWrapper(room, "NHD", use_tensor_cores=heads > kv_heads)
+        wrapper.plan(ends, used, last, *sizes, **about)
+    else:
+        wrapper = module.BatchPrefillWithPagedKVCacheWrapper(room, "NHD")
+        tokens = torch.arange(batch + 1, device=q.device, dtype=torch.int32) * length
+        wrapper.plan(tokens, ends, used, last, *sizes, **about)
+    flat = q.flatten(0, 1)
+    return lambda: wrapper.run(flat, (k, v)).unflatten(0, (batch, length))
+
+
+def flashinfer_room(q: Tensor) -> Tensor:
+    """The memory that it wants to be given, as much as it advises."""
+    return torch.empty(128 << 20, dtype=torch.uint8, device=q.device)
+
+
+def flashinfer_plan(given: Mapping[str, Any]) -> dict[str, Any]:
+    left = -1 if given["left"] is None else given["left"]
+    kinds = dict.fromkeys(("q_data_type", "kv_data_type"), given["q"].dtype)
+    about = {
+        "causal": given["causal"],
+        "window_left": left,
+        "logits_soft_cap": given["softcap"],
+        "sm_scale": given["scale"],
+    }
+    return {**about, **kinds}
+
+
 def linear_attention(work: Work) -> Call:
     """flash-linear-attention, by chunks: its gated delta rule, or its linear attention with a decay of each head or token. The
     decay of a head has no gradient: there each token has one. Its delta rule is given copies of key heads, untimed."""
@@ -478,6 +555,9 @@ RIVALS: dict[str, Rival] = {
     "cudnn": Rival("torch.nn.attention", "torch", {"attention": partial(sdpa, "CUDNN_ATTENTION")}),
     "fa2": Rival("torch.nn.attention", "torch", {"attention": flash_attention}),
     "fa3": Rival("sgl_kernel", "sglang-kernel", FA3),
+    "flashinfer": Rival(
+        "flashinfer", "flashinfer-python", {"attention": flashinfer, "cached_attention": cached_flashinfer}
+    ),
     "fla": Rival("fla", "fla-core", {"linear_attention": linear_attention}),
     "flashmla": Rival("sgl_kernel", "sglang-kernel", {"cached_attention": flash_mla}),
     "flex": Rival("torch.nn.attention.flex_attention", "torch", {"attention": flex_attention}),
