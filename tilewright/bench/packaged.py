@@ -411,19 +411,8 @@ def cached_flashinfer(work: Work) -> Call:
     """FlashInfer over pages, of which a cache without a table has one to a sequence: a token by its kernels for decoding, more by
     those for prompts."""
     takes(
-        work,
-        "q",
-        "k_cache",
-        "v_cache",
-        "block_table",
-        "kv_len",
-        "scale",
-        "causal",
-        "left",
-        "softcap",
-        "split",
-        "backend",
-    )
+        work, "q", "k_cache", "v_cache", "block_table", "kv_len", "scale", "causal", "left", "softcap", "split", "backend"
+    )  # fmt: skip
     needs(work, "kv_len", "v_cache")
     module, given = importlib.import_module("flashinfer"), work.values
     q, k, v, table = (given[name] for name in ("q", "k_cache", "v_cache", "block_table"))
@@ -457,12 +446,8 @@ def flashinfer_room(q: Tensor) -> Tensor:
 def flashinfer_plan(given: Mapping[str, Any]) -> dict[str, Any]:
     left = -1 if given["left"] is None else given["left"]
     kinds = dict.fromkeys(("q_data_type", "kv_data_type"), given["q"].dtype)
-    about = {
-        "causal": given["causal"],
-        "window_left": left,
-        "logits_soft_cap": given["softcap"],
-        "sm_scale": given["scale"],
-    }
+    about = {"causal": given["causal"], "window_left": left}
+    about |= {"logits_soft_cap": given["softcap"], "sm_scale": given["scale"]}
     return {**about, **kinds}
 
 
@@ -546,6 +531,7 @@ QUACK = {"rms_norm": quack_rms_norm, "add_rms_norm": quack_add_rms_norm, "cross_
 SGL = {"rms_norm": sgl_rms_norm, "add_rms_norm": sgl_add_rms_norm, "glu": sgl_glu, "scaled_mm": sgl_scaled_mm}
 GEMS = {"aten": flaggems, "rwkv_keys": flaggems_rwkv_keys, "sparse_mm": flaggems_sparse_mm}
 FA3 = {"attention": flash_attention_3, "cached_attention": cached_flash_attention_3}
+INFER = {"attention": flashinfer, "cached_attention": cached_flashinfer}
 RIVALS: dict[str, Rival] = {
     "liger": Rival("liger_kernel", "liger-kernel", liger_calls(liger_triton)),
     "liger_cutedsl": Rival("liger_kernel", "'liger-kernel[cutedsl]'", liger_calls(liger_cutedsl), CUTEDSL),
@@ -555,9 +541,7 @@ RIVALS: dict[str, Rival] = {
     "cudnn": Rival("torch.nn.attention", "torch", {"attention": partial(sdpa, "CUDNN_ATTENTION")}),
     "fa2": Rival("torch.nn.attention", "torch", {"attention": flash_attention}),
     "fa3": Rival("sgl_kernel", "sglang-kernel", FA3),
-    "flashinfer": Rival(
-        "flashinfer", "flashinfer-python", {"attention": flashinfer, "cached_attention": cached_flashinfer}
-    ),
+    "flashinfer": Rival("flashinfer", "flashinfer-python", INFER),
     "fla": Rival("fla", "fla-core", {"linear_attention": linear_attention}),
     "flashmla": Rival("sgl_kernel", "sglang-kernel", {"cached_attention": flash_mla}),
     "flex": Rival("torch.nn.attention.flex_attention", "torch", {"attention": flex_attention}),
