@@ -549,7 +549,7 @@ def heads_of(t: Tensor) -> Heads:
     return Heads(t, *t.stride())
 
 
-def rows_of(t: Tensor) -> Heads:
+def in_words(t: Tensor) -> Heads:
     """`heads_of`, as `places_of` takes it. Of strides the compiler knows whether they are multiples of 16, no more: it would load
     heads of 72 columns number by number, and no copy of keys to come would be under way. Of strides in words it knows enough."""
     word, (*strides, step) = 16 // t.element_size(), t.stride()
@@ -598,7 +598,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Te
     block = blocks(q, sizes, sizes.V)
     how, tiles = lengths(a.cu_seqlens_q, a.cu_seqlens_k, length, k.shape[1], a.kv_len, block.own, False)
     attention_forward(
-        rows_of(q), rows_of(k), rows_of(v), rows_of(o), lse, None if a.sink is None else a.sink.contiguous(), scores_of(a),
+        in_words(q), in_words(k), in_words(v), in_words(o), lse, None if a.sink is None else a.sink.contiguous(), scores_of(a),
         window_of(a), how, length, k.shape[1], heads, heads // k.shape[2], batch, tiles, **constants_of(a),
         BLOCK_M=block.own, BLOCK_N=block.other, STAGES=block.stages,
     )  # fmt: skip
@@ -620,18 +620,18 @@ def backward(saved: SimpleNamespace, do: Tensor | None, dlse: Tensor | None) -> 
         return dq, *(None if t is None else t.zero_() for t in (dk, dv, dsink))
     strides = (0, 0, 0) if dlse is None else dlse.stride()
     width = max(16, power_of_two(v.shape[-1]))
-    attention_delta(rows_of(a.o), rows_of(do), dlse, delta, length, heads, batch, *strides, v.shape[-1], BLOCK=width)
+    attention_delta(in_words(a.o), in_words(do), dlse, delta, length, heads, batch, *strides, v.shape[-1], BLOCK=width)
     sizes, kv_heads = sizes_of(q, v, narrowest(q)), k.shape[2]
     if dsink is not None:
         dsink = torch.empty(heads, dtype=torch.float32, device=q.device)
         attention_sink_gradient(a.sink.contiguous(), a.lse, delta, dsink, length, heads, batch)
         dsink = dsink.to(a.sink.dtype)
-    given = (rows_of(q), rows_of(k), rows_of(v), rows_of(do))
+    given = (in_words(q), in_words(k), in_words(v), in_words(do))
     if dq is not None:
         block = blocks(q, sizes, sizes.D)
         how, tiles = lengths(a.cu_seqlens_q, a.cu_seqlens_k, length, k.shape[1], a.kv_len, block.own, False)
         attention_backward_queries(
-            *given, rows_of(dq), a.lse, delta, scores_of(a), window_of(a), how, length, k.shape[1], heads, heads // kv_heads,
+            *given, in_words(dq), a.lse, delta, scores_of(a), window_of(a), how, length, k.shape[1], heads, heads // kv_heads,
             batch, tiles, **constants_of(a), BLOCK_M=block.own, BLOCK_N=block.other, STAGES=block.stages,
         )  # fmt: skip
     if (dk is not None or dv is not None) and k.numel():
@@ -642,7 +642,7 @@ def backward(saved: SimpleNamespace, do: Tensor | None, dlse: Tensor | None) -> 
         block = blocks(q, sizes, max(sizes.D, sizes.V), sums=2)
         how, tiles = lengths(a.cu_seqlens_k, a.cu_seqlens_q, k.shape[1], length, a.kv_len, block.own, True)
         attention_backward_keys(
-            *given, rows_of(dk), rows_of(dv), a.lse, delta, scores_of(a), window_of(a), how, length, k.shape[1], kv_heads,
+            *given, in_words(dk), in_words(dv), a.lse, delta, scores_of(a), window_of(a), how, length, k.shape[1], kv_heads,
             heads // kv_heads, batch, tiles, **constants_of(a), BLOCK_M=block.other, BLOCK_N=block.own, STAGES=block.stages,
         )  # fmt: skip
     return dq, dk if "k" in needs else None, dv if "v" in needs else None, dsink
