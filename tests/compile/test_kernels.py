@@ -77,6 +77,12 @@ LADDERS = {
     "rms_norm_router_forward.ALIGN": 3,
     # The tokens are the inner dimension: whether codes lie in whole words
     "matmul_tiles.K": 3,
+    # Tiles are smaller where SMs would have none, and narrower of fewer columns
+    "matmul_tiles.BLOCK_M": 2,
+    "matmul_tiles.BLOCK_N": 5,
+    "matmul_tiles.STAGES": 5,
+    "matmul_tiles.num_warps": 2,
+    **{f"matmul_tiles.{name}": 12 for name in "AB"},  # boxes of them, or pointers
     "grouped_inner_fp8.T": 3,
     "grouped_inner_fp8.A.stride_r": 3,
     "grouped_inner_fp8.B.stride_c": 3,

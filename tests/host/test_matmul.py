@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
 import tilewright as tw
-from tilewright.gemm.matmul import lies_by_columns, matmul
+from tilewright.core.target import TARGETS, pretend
+from tilewright.core.tensor import power_of_two
+from tilewright.gemm.matmul import lies_by_columns, matmul, tile_for
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
@@ -105,3 +109,37 @@ def test_making_ready_stores_nothing_where_a_library_multiplies(leading, monkeyp
     assert y.isnan().all()
     matmul.run(matmul.signature.bind((a, b), {"out": y}))
     assert torch.equal(y, a @ b)
+
+
+def tile_of(
+    M: int, K: int, N: int, dtype: torch.dtype = torch.bfloat16, how: str = "pieces", FORMAT: str | None = None
+):
+    a, b = torch.empty(M, K, dtype=dtype, device="meta"), torch.empty(N, K, dtype=dtype, device="meta").t()
+    with pretend(TARGETS["sm_90"]):
+        return tile_for(a, b, how, True, True, False, FORMAT)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "sides"),
+    [
+        ((4096, 4096, 4096), (128, 256)),  # a tile for every SM
+        ((256, 1152, 4608), (128, 128)),  # 72 tiles in the place of 36; with 144 some SMs would have two
+        ((64, 1152, 4608), (64, 64)),
+        ((128, 4096, 4096), (64, 64)),  # 128 tiles
+        ((512, 4096, 4096), (128, 128)),
+    ],
+)
+def test_tiles_are_smaller_where_sms_would_have_none(sizes, sides):
+    assert tile_of(*sizes)[:2] == sides
+
+
+def test_no_tile_is_wider_than_the_product_or_larger_than_shared_memory():
+    kinds = (torch.bfloat16, "pieces"), (torch.float16, "half"), (torch.int8, "integer"), (E4M3, "codes")
+    for M, N, (dtype, how) in itertools.product((1, 65, 300), (8, 48, 96, 1000), kinds):
+        tile = tile_of(M, 512, N, dtype, how)
+        assert max(16, power_of_two(N)) >= tile.N
+        assert tile.stages * tile.K * (tile.M + tile.N) * dtype.itemsize <= TARGETS["sm_90"].shared_memory
+
+
+def test_tiles_of_stored_codes_are_whole_blocks():
+    assert tile_of(64, 512, 256, FORMAT="e4m3:1x128")[:2] == (128, 128)

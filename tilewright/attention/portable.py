@@ -41,7 +41,8 @@ TOGETHER = 16  # heads whose tiles are launched side by side: their keys and val
 
 
 class Heads(NamedTuple):
-    """A tensor [batch, tokens, heads, columns] of any strides."""
+    """A tensor [batch, tokens, heads, columns] of any strides. Where that of columns is None they lie side by side, and the other
+    strides count words of 16 bytes."""
 
     data: Any
     stride_b: Any
@@ -78,6 +79,17 @@ class Sizes(NamedTuple):
 
 
 @triton.jit
+def places_of(X, batch, head, token, column):
+    """[n, m]: where columns [m] of tokens [n] of one head lie, in elements."""
+    at = batch.to(tl.int64) * X.stride_b + head.to(tl.int64) * X.stride_h
+    if X.stride_d is None:
+        WORD: tl.constexpr = 128 // X.data.dtype.element_ty.primitive_bitwidth
+        return (at + token.to(tl.int64)[:, None] * X.stride_t) * WORD + column.to(tl.int64)[None, :]
+    else:
+        return at + token.to(tl.int64)[:, None] * X.stride_t + column.to(tl.int64)[None, :] * X.stride_d
+
+
+@triton.jit
 def load_part(X, batch, head, token, live, COLUMNS: tl.constexpr, FROM: tl.constexpr, WIDTH: tl.constexpr):
     """[n, WIDTH]: columns FROM to FROM + WIDTH, of COLUMNS, of tokens [n] of one head; 0 where there is none. A number of no width,
     for Triton 3.6 returns no None."""
@@ -85,8 +97,7 @@ def load_part(X, batch, head, token, live, COLUMNS: tl.constexpr, FROM: tl.const
         return 0.0
     else:
         column = FROM + tl.arange(0, WIDTH)
-        at = batch.to(tl.int64) * X.stride_b + head.to(tl.int64) * X.stride_h
-        at = at + token.to(tl.int64)[:, None] * X.stride_t + column.to(tl.int64)[None, :] * X.stride_d
+        at = places_of(X, batch, head, token, column)
         inside = live[:, None]
         if FROM + WIDTH > COLUMNS:
             inside = inside & (column < COLUMNS)[None, :]
@@ -97,8 +108,7 @@ def load_part(X, batch, head, token, live, COLUMNS: tl.constexpr, FROM: tl.const
 def store_part(X, batch, head, token, live, value, COLUMNS: tl.constexpr, FROM: tl.constexpr, WIDTH: tl.constexpr):
     if WIDTH > 0:
         column = FROM + tl.arange(0, WIDTH)
-        at = batch.to(tl.int64) * X.stride_b + head.to(tl.int64) * X.stride_h
-        at = at + token.to(tl.int64)[:, None] * X.stride_t + column.to(tl.int64)[None, :] * X.stride_d
+        at = places_of(X, batch, head, token, column)
         tl.store(X.data + at, value.to(X.data.dtype.element_ty), live[:, None] & (column < COLUMNS)[None, :])
 
 
@@ -336,8 +346,7 @@ def attention_delta(
         both = ()
         for X in tl.static_range(2):
             T = O if X == 0 else DO
-            at = batch.to(tl.int64) * T.stride_b + head.to(tl.int64) * T.stride_h
-            at = at + token.to(tl.int64)[:, None] * T.stride_t + column.to(tl.int64)[None, :] * T.stride_d
+            at = places_of(T, batch, head, token, column)
             both = both + (tl.load(T.data + at, inside, 0.0).to(tl.float32),)
         delta = tl.sum(both[0] * both[1], 1)
     if DLSE is not None:
@@ -540,6 +549,15 @@ def heads_of(t: Tensor) -> Heads:
     return Heads(t, *t.stride())
 
 
+def in_words(t: Tensor) -> Heads:
+    """`heads_of`, as `places_of` takes it. Of strides the compiler knows whether they are multiples of 16, no more: it would load
+    heads of 72 columns number by number, and no copy of keys to come would be under way. Of strides in words it knows enough."""
+    word, (*strides, step) = 16 // t.element_size(), t.stride()
+    if step != 1 or any(stride % word for stride in strides) or not any(stride % 16 for stride in strides):
+        return heads_of(t)
+    return Heads(t, *(stride // word for stride in strides), None)
+
+
 def scores_of(a: SimpleNamespace) -> Scores:
     scale = 1.0 / math.sqrt(a.q.shape[-1]) if a.scale is None else float(a.scale)
     strides = (None,) * 4
@@ -580,7 +598,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Te
     block = blocks(q, sizes, sizes.V)
     how, tiles = lengths(a.cu_seqlens_q, a.cu_seqlens_k, length, k.shape[1], a.kv_len, block.own, False)
     attention_forward(
-        heads_of(q), heads_of(k), heads_of(v), heads_of(o), lse, None if a.sink is None else a.sink.contiguous(), scores_of(a),
+        in_words(q), in_words(k), in_words(v), in_words(o), lse, None if a.sink is None else a.sink.contiguous(), scores_of(a),
         window_of(a), how, length, k.shape[1], heads, heads // k.shape[2], batch, tiles, **constants_of(a),
         BLOCK_M=block.own, BLOCK_N=block.other, STAGES=block.stages,
     )  # fmt: skip
@@ -602,18 +620,18 @@ def backward(saved: SimpleNamespace, do: Tensor | None, dlse: Tensor | None) -> 
         return dq, *(None if t is None else t.zero_() for t in (dk, dv, dsink))
     strides = (0, 0, 0) if dlse is None else dlse.stride()
     width = max(16, power_of_two(v.shape[-1]))
-    attention_delta(heads_of(a.o), heads_of(do), dlse, delta, length, heads, batch, *strides, v.shape[-1], BLOCK=width)
+    attention_delta(in_words(a.o), in_words(do), dlse, delta, length, heads, batch, *strides, v.shape[-1], BLOCK=width)
     sizes, kv_heads = sizes_of(q, v, narrowest(q)), k.shape[2]
     if dsink is not None:
         dsink = torch.empty(heads, dtype=torch.float32, device=q.device)
         attention_sink_gradient(a.sink.contiguous(), a.lse, delta, dsink, length, heads, batch)
         dsink = dsink.to(a.sink.dtype)
-    given = (heads_of(q), heads_of(k), heads_of(v), heads_of(do))
+    given = (in_words(q), in_words(k), in_words(v), in_words(do))
     if dq is not None:
         block = blocks(q, sizes, sizes.D)
         how, tiles = lengths(a.cu_seqlens_q, a.cu_seqlens_k, length, k.shape[1], a.kv_len, block.own, False)
         attention_backward_queries(
-            *given, heads_of(dq), a.lse, delta, scores_of(a), window_of(a), how, length, k.shape[1], heads, heads // kv_heads,
+            *given, in_words(dq), a.lse, delta, scores_of(a), window_of(a), how, length, k.shape[1], heads, heads // kv_heads,
             batch, tiles, **constants_of(a), BLOCK_M=block.own, BLOCK_N=block.other, STAGES=block.stages,
         )  # fmt: skip
     if (dk is not None or dv is not None) and k.numel():
@@ -624,7 +642,7 @@ def backward(saved: SimpleNamespace, do: Tensor | None, dlse: Tensor | None) -> 
         block = blocks(q, sizes, max(sizes.D, sizes.V), sums=2)
         how, tiles = lengths(a.cu_seqlens_k, a.cu_seqlens_q, k.shape[1], length, a.kv_len, block.own, True)
         attention_backward_keys(
-            *given, heads_of(dk), heads_of(dv), a.lse, delta, scores_of(a), window_of(a), how, length, k.shape[1], kv_heads,
+            *given, in_words(dk), in_words(dv), a.lse, delta, scores_of(a), window_of(a), how, length, k.shape[1], kv_heads,
             heads // kv_heads, batch, tiles, **constants_of(a), BLOCK_M=block.other, BLOCK_N=block.own, STAGES=block.stages,
         )  # fmt: skip
     return dq, dk if "k" in needs else None, dv if "v" in needs else None, dsink

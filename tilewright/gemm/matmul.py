@@ -25,6 +25,7 @@ from ..core.format import Format, store
 from ..core.target import Target
 from ..core.tensor import cdiv, name_of, piece_count, power_of_two, rows
 from ..device.activation import activate, activate_slope
+from ..device.dependent import begin_dependent
 from ..device.matrices import Added
 from ..device.products import add_product, widen_codes
 from ..device.store import block_of, store_rows
@@ -33,7 +34,7 @@ from ..runtime.kernel import kernel
 from . import few, library
 from .destination import Destination, by_rows, destination
 from .scaled_mm import ACTS, LARGE, Act
-from .tiles import BAND, matrix, operands_for_kernel, tile_of
+from .tiles import BAND, ROWS, matrix, operands_for_kernel, tile_of
 
 OutDtype = Literal["bfloat16", "float16", "float32", "int32"]
 Acc = Literal["float32", "float16", "int32"]
@@ -133,16 +134,20 @@ def add_tile(total, a, b, HOW: tl.constexpr, PIECES_A: tl.constexpr, PIECES_B: t
     return total
 
 
-@kernel(grid=lambda a: (a.PROGRAMS,), tokens=("M", "stride_s", "PROGRAMS"), default=lambda a: {"num_warps": 8})
+@kernel(
+    grid=lambda a: (a.PROGRAMS,), tokens=("M", "stride_s", "PROGRAMS"),
+    default=lambda a: {"num_warps": 8 if a.BLOCK_M == ROWS else 4}, dependent=True,
+)  # fmt: skip
 def matmul_tiles(
     A, B, ADDED, DY, Y, ROW, M, N, K, stride_am, stride_ak, stride_bk, stride_bn, stride_bias, stride_s, PROGRAMS,
     HOW: tl.constexpr, PIECES_A: tl.constexpr, PIECES_B: tl.constexpr, E5M2: tl.constexpr, BULK: tl.constexpr,
     BY_COLUMNS_A: tl.constexpr, BY_COLUMNS_B: tl.constexpr, ACT: tl.constexpr, FORMAT: tl.constexpr, BAND: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Tiles of Y [M, N] or, with FORMAT, its codes in ROW; where DY is given, of dy times the slope of ACT.
 
     BULK: A and B are boxes of memory that lies as [rows, inner] and [inner, columns], or the other way round: BY_COLUMNS."""
+    begin_dependent(DEPENDENT)
     down = tl.cdiv(M, BLOCK_M)
     across = tl.cdiv(N, BLOCK_N)
     C = ADDED.c  # not in the loop, where Triton 3.6 would take a stride of 1 in it for None
@@ -215,13 +220,14 @@ STORED = 128  # columns of a tile that stores codes, at the most: beside sums of
 
 
 def tile_for(
-    a: Tensor, b: Tensor, columns: int, how: str, bulk: bool, words: bool, matrices: bool, FORMAT: str | None
-) -> Tile:
-    """The largest tile that registers and shared memory take. `words` says that all rows, or all columns, are whole words, and
-    `matrices` that a tile reads another of its size after its sums."""
-    memory = Target.at(a.device).shared_memory
-    wide = max(a.element_size(), b.element_size())
-    if how == "pieces" and max(piece_count(a, b), piece_count(b, a)) > 1:
+    a: Tensor, b: Tensor, how: str, bulk: bool, words: bool, matrices: bool, FORMAT: str | None
+) -> Tile:  # fmt: skip
+    """The largest tile that registers and shared memory take, or a smaller one where that leaves SMs without a tile. `words` says
+    that all rows, or all columns, are whole words, and `matrices` that a tile reads another of its size after its sums."""
+    target, columns = Target.at(a.device), b.shape[1]
+    memory, wide = target.shared_memory, max(a.element_size(), b.element_size())
+    pieces = how == "pieces" and max(piece_count(a, b), piece_count(b, a)) > 1
+    if pieces:
         # All pieces of a step are in registers and shared memory
         N, K, wide = 64, 32, 2 * wide
     else:
@@ -232,7 +238,33 @@ def tile_for(
     N = max(16, min(N, power_of_two(columns)))
     if FORMAT is not None:
         N = max(min(N, STORED), block_of(FORMAT))
-    return Tile(128, N, K, max(1, min(4, memory // (K * (128 + N) * wide))))
+    largest = Tile(ROWS, N, K, max(1, min(4, memory // (K * (ROWS + N) * wide))))
+    if pieces or FORMAT is not None or count_of(largest, a.shape[0], columns) >= target.sms:
+        return largest
+    smaller = [Tile(*sides, K, stages_of(*sides, K * wide, memory)) for sides in SMALLER if sides[1] <= N]
+    return min([largest, *smaller], key=lambda tile: cycles_of(tile, *a.shape, columns, wide, target.sms))
+
+
+# Rows and columns of tiles for products of which the largest would leave SMs idle
+SMALLER = ((ROWS, 128), (ROWS, 64), (64, 128), (64, 64))
+SPARE = 16 * 1024  # bytes of shared memory that barriers and results on their way out may take
+
+
+def stages_of(M: int, N: int, bytes_a_step: int, memory: int) -> int:
+    """Steps of a smaller tile in shared memory: where programs have a tile each, nothing but copies that are under way hides the
+    microsecond that memory takes to answer, which is four steps of 128 x 128 and eight of 64 x 64."""
+    return max(1, min(8, (memory - SPARE) // ((M + N) * bytes_a_step)))
+
+
+def count_of(tile: Tile, rows: int, columns: int) -> int:
+    return cdiv(rows, tile.M) * cdiv(columns, tile.N)
+
+
+def cycles_of(tile: Tile, rows: int, inner: int, columns: int, wide: int, sms: int) -> float:
+    """How long the SM with the most tiles works: an SM takes in 64 bytes a cycle, and multiplies 2048 pairs of 16 bits (the rate of
+    Hopper; other chips are slower by about as much in both). Results leave at some 8 a cycle, with a bias and an activation."""
+    step = max((tile.M + tile.N) * wide / 64, tile.M * tile.N * wide / 4096)
+    return cdiv(count_of(tile, rows, columns), sms) * (inner * step + tile.M * tile.N / 8)
 
 
 def lies_by_columns(t: Tensor) -> bool | None:
@@ -295,10 +327,10 @@ def multiply(
     words = None not in by_columns
     BULK = target.tma and pieces == (1, 1) and words and K > 0
     added = matrix(c if beta != 0.0 else None)
-    tile = tile_for(a, b, N, how, BULK, words, added.data is not None or dy is not None, to.FORMAT)
+    tile = tile_for(a, b, how, BULK, words, added.data is not None or dy is not None, to.FORMAT)
     A = box(a, by_columns[0], (tile.M, tile.K)) if BULK else a
     B = box(b, by_columns[1], (tile.K, tile.N)) if BULK else b
-    tiles = cdiv(M, tile.M) * cdiv(N, tile.N)
+    tiles = count_of(tile, M, N)
     strides = (0,) * 4 if BULK else (*a.stride(), *b.stride())
     matmul_tiles(
         A, B, Added(bias, added, float(beta)), matrix(dy), matrix(to.y), to.row, M, N, K, *strides,

@@ -39,7 +39,7 @@ from ...device.warpgroups import advance, await_turn, give_turn
 from ...gemm.hopper.boxes import box_of, copies_in_bulk
 from ...op import single
 from ...runtime.kernel import kernel
-from ..portable import bend, heads_of, scores_of, sizes_of, window_of
+from ..portable import bend, in_words, scores_of, sizes_of, window_of
 from ..preference import wanted
 from ..tiles import Window, check_lengths, keys_seen, lengths
 from .backward import fits_backward
@@ -55,6 +55,7 @@ STORED = gl.constexpr(gl.BlockedLayout([2, 8], [8, 4], [4, 1], [1, 0]))
 CLEARED = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 ALONE = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))  # a number, of the copying warp
 SHOWN = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))  # and of a warpgroup
+WORD = gl.constexpr(8)  # results in 16 bytes
 NUMBERS = gl.constexpr(2)  # in their ring: the copying warp may be a tile ahead of both warpgroups
 LAG = gl.constexpr(8.0)  # weights are then up to 256: far from the largest of fp16, whose small ones gain
 # Whether any factor of a warp's rows, two to a thread, is not 1
@@ -403,11 +404,15 @@ def store_sums(o, O, token0, rows, batch, head, FROM: gl.constexpr, COLUMNS: gl.
     y = gl.convert_layout(o.to(O.data.dtype.element_ty), STORED)
     r = gl.arange(0, 64, gl.SliceLayout(1, STORED))
     c = FROM + gl.arange(0, o.shape[1], gl.SliceLayout(0, STORED))
-    at = O.data + (batch.to(gl.int64) * O.stride_b + head.to(gl.int64) * O.stride_h + token0.to(gl.int64) * O.stride_t)
+    first = batch.to(gl.int64) * O.stride_b + head.to(gl.int64) * O.stride_h + token0.to(gl.int64) * O.stride_t
+    below = r.to(gl.int64) * O.stride_t
+    if O.stride_d is None:  # strides count words
+        first = first * WORD
+        below = below * WORD
     inside = gl.expand_dims(r < rows, 1)
     if FROM + o.shape[1] > COLUMNS:
         inside = inside & gl.expand_dims(c < COLUMNS, 0)
-    gl.store(at + gl.expand_dims(r.to(gl.int64) * O.stride_t, 1) + gl.expand_dims(c, 0), y, inside)
+    gl.store(O.data + first + gl.expand_dims(below, 1) + gl.expand_dims(c, 0), y, inside)
 
 
 @gluon.jit
@@ -633,7 +638,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Te
         clear_counter(counter)
     attention_forward_hopper(
         *boxes_of(q, HALF.value, sizes.D0, sizes.D1), *boxes_of(k, plan.block, sizes.D0, sizes.D1),
-        *boxes_of(v, plan.block, sizes.V0, sizes.V1), heads_of(whole), lse, None if a.sink is None else a.sink.contiguous(),
+        *boxes_of(v, plan.block, sizes.V0, sizes.V1), in_words(whole), lse, None if a.sink is None else a.sink.contiguous(),
         counter, scores_of(a), window, how, length, k.shape[1], heads, heads // k.shape[2], batch, tiles, programs, SIZES=sizes,
         PLAN=plan, CLEARS=a.cu_seqlens_q is not None or a.kv_len is not None or window.left is not None,
     )  # fmt: skip
