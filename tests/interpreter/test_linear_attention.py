@@ -59,7 +59,7 @@ def by_tokens(monkeypatch):
 
 @pytest.fixture
 def crowd(monkeypatch, by_chunks):
-    """The delta rule's walkers too, which by default never do."""
+    """The delta rule's walkers too."""
     monkeypatch.setattr(linear_chunks, "DELTA_CROWD", 0.0)
     with pretend(CROWDED):
         yield

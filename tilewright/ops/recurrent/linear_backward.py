@@ -11,11 +11,9 @@ Of the delta rule, z = T^T dv' is the gradient of beta * (v - e**G k S), so that
 of L; both give k, beta and S their parts. The gradient of log decay r is the sum of all terms that it is a factor of: pairs
 t >= r > s, what is read of S from r on, what is kept of tokens before r, and all that is kept of S. Nothing is subtracted, so that
 nothing cancels.
-Where walkers crowd the chip, walks make all of it: one, with S at hand, the gradients of queries, and two from the last chunk, with
-E at hand, those of keys and decays and those of values; one for both would spill registers. No E is stored then, and S only where
-decays have gradients. Elsewhere, of the delta rule and where heads share key heads, walks keep S and E, and other kernels make
-gradients of all chunks side by side: of queries, of values or of what the delta rule is given, and of keys, each for a key head
-from head to head.
+Two walks keep S and E of each chunk, and one kernel makes gradients of queries, keys, values and decays, a chunk and key head a
+program: all of them want the same rows, and it is bytes that they wait for. Of the delta rule, others before it give z, and what
+that gives keys, betas and decays.
 """
 
 from __future__ import annotations
@@ -182,6 +180,7 @@ def linear_attention_states_backward(
 
 # ---- chunks side by side ---------------------------------------------------------------------------------------------
 
+
 def one_chunk(default: Callable[[Arguments], dict[str, int]]) -> dict[str, Any]:
     """A program of a kernel has a chunk of a key head."""
     tokens = ("L", "KEY_HEADS", "BATCH", "TILES")
@@ -213,7 +212,23 @@ def linear_attention_gradients_local(
 
 @kernel(**one_chunk(lambda a: {"num_warps": 8}))
 def linear_attention_gradients_delta(
-    K, V, NEW, DECAY, BETA, H, Z, PART, DBETA, DGATE, LENGTHS, L, KEY_HEADS, BATCH, TILES, GROUP: tl.constexpr, SHAPE: tl.constexpr
+    K,
+    V,
+    NEW,
+    DECAY,
+    BETA,
+    H,
+    Z,
+    PART,
+    DBETA,
+    DGATE,
+    LENGTHS,
+    L,
+    KEY_HEADS,
+    BATCH,
+    TILES,
+    GROUP: tl.constexpr,
+    SHAPE: tl.constexpr,
 ):
     """What the delta rule's inverse gives: PART [batch, length, key_heads, D] of the gradient of keys, that of betas and, if it is
     wanted, DGATE [batch, length, heads] of that of decays."""
@@ -252,7 +267,7 @@ def linear_attention_gradients_delta(
             dk = times(dk - read * b[:, None], pairs, k, SHAPE.MADE, SHAPE.RAW)
             dk = times(dk, tl.trans(pairs), k, SHAPE.MADE, SHAPE.RAW)
             if DGATE is not None:
-                dg = decay_gradient(terms * b[:, None], SHAPE.CHUNK, SHAPE.MADE)
+                dg = decay_gradient(terms * b[:, None], SHAPE.CHUNK, SHAPE.KEPT)
                 dg -= from_or_before(seen * b, seen * 0.0, SHAPE.CHUNK)
                 tl.store(DGATE + at, dg, c.live)
         store_part(PART, batch, key_head, c.token, c.live, dk, SHAPE.D, 0, SHAPE.BLOCK_D)
@@ -321,20 +336,19 @@ def linear_attention_gradients(
             if (DV.data is not None) or (DDECAY.data is not None):
                 scores = times(no_part(SHAPE.CHUNK, SHAPE.CHUNK), q, tl.trans(k), SHAPE.RAW, SHAPE.RAW)
             if DDECAY.data is not None:
-                dg = decay_gradient(pairs * scores, SHAPE.CHUNK, SHAPE.MADE)
+                dg = decay_gradient(pairs * scores, SHAPE.CHUNK, SHAPE.KEPT)
             pairs = rounded(pairs, SHAPE.MADE)
             if DV.data is not None:
                 a = faded(scores * (rq * scale)[:, None] * rk[None, :], DECAY, decay, SHAPE.CHUNK, False)
                 a = rounded(a, SHAPE.MADE)
-                for first_v in range(0, SHAPE.V, SHAPE.BLOCK_V):
-                    e = kept_state(E, c, tile.sequence, head, heads, first_v, SHAPE)
+            kept = no_part(SHAPE.CHUNK, SHAPE.BLOCK_D)
+            for first_v in range(0, SHAPE.V, SHAPE.BLOCK_V):
+                e = kept_state(E, c, tile.sequence, head, heads, first_v, SHAPE)
+                if DV.data is not None:
                     to = columns_again(do, DO, batch, head, c, first_v, SHAPE)
                     dv = times(kept_values(k, e, rk, decay, SHAPE), tl.trans(a), to, SHAPE.MADE, SHAPE.RAW)
                     store_columns(DV, batch, head, c.token, c.live, dv, first_v, SHAPE)
-            kept = no_part(SHAPE.CHUNK, SHAPE.BLOCK_D)
-            for first_v in range(0, SHAPE.V, SHAPE.BLOCK_V):
                 of = columns_again(new, NEW, batch, head, c, first_v, SHAPE)
-                e = kept_state(E, c, tile.sequence, head, heads, first_v, SHAPE)
                 kept = times(kept, of, tl.trans(e), SHAPE.MADE, SHAPE.MADE)
             kept = kept * (to_end(decay) * rk)[:, None]
             if DDECAY.data is not None:
@@ -379,16 +393,14 @@ class Gradients(NamedTuple):
 
 
 def gradient_shape(shape: Shape, alone: bool) -> Shape:
-    """With all columns of values, so that each is loaded once, where registers hold them: in bf16, and where nothing comes from other
-    heads or from the delta rule."""
+    """With all columns of values, so that each is loaded once, where registers hold them: in bf16, and where nothing comes from
+    other heads or from the delta rule."""
     whole = power_of_two(shape.V)
     fits = alone and shape.RAW == 1 and max(shape.BLOCK_D, whole) <= WIDEST
     return shape._replace(BLOCK_V=max(shape.BLOCK_V, whole)) if fits else shape
 
 
-def fill(
-    a: SimpleNamespace, do: Tensor, dfinal: Tensor | None, made: Gradients, scale: float, shape: Shape
-) -> None:
+def fill(a: SimpleNamespace, do: Tensor, dfinal: Tensor | None, made: Gradients, scale: float, shape: Shape) -> None:
     """Two walks keep states and their gradients, and all chunks are side by side."""
     q, k, v, beta = a.q, a.k, a.v, a.beta
     (batch, length, heads, _), key_heads = v.shape, k.shape[2]
@@ -404,7 +416,21 @@ def fill(
     if z is not None and v.numel():
         local = torch.empty(v.shape, **single)
         linear_attention_gradients_local(
-            Q, K, DO, DECAY, heads_of(local), DV, at.how, length, heads, group, batch, at.tiles, blocks, scale, SHAPE=shape
+            Q,
+            K,
+            DO,
+            DECAY,
+            heads_of(local),
+            DV,
+            at.how,
+            length,
+            heads,
+            group,
+            batch,
+            at.tiles,
+            blocks,
+            scale,
+            SHAPE=shape,
         )
     # Without tokens the gradients of states go through as they are
     inverse = None if local is None else found.inverse
