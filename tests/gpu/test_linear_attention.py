@@ -26,8 +26,7 @@ RESULT, STATE, GRADIENT = 2.4e-3, 1e-5, 4e-3  # relative RMS, of bf16 inputs
 
 @pytest.fixture(params=["few", "crowded"])
 def walkers(request, monkeypatch):
-    """Crowded: a chip of one SM is pretended, so that walkers make outputs, and gradients, themselves; those of the delta rule too,
-    which by default never do."""
+    """Crowded: a chip of one SM is pretended, so that walkers make outputs themselves; those of the delta rule too."""
     one = replace(Target.at(torch.device(DEVICE, 0)), sms=1)
     if request.param == "crowded":
         monkeypatch.setattr(linear_chunks, "DELTA_CROWD", 0.0)

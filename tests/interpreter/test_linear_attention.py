@@ -59,7 +59,7 @@ def by_tokens(monkeypatch):
 
 @pytest.fixture
 def crowd(monkeypatch, by_chunks):
-    """The delta rule's walkers too, which by default never do."""
+    """The delta rule's walkers too."""
     monkeypatch.setattr(linear_chunks, "DELTA_CROWD", 0.0)
     with pretend(CROWDED):
         yield
@@ -212,7 +212,7 @@ def test_properties_hold_where_walkers_crowd(holds, crowd):
 @pytest.mark.parametrize("normalize", [False, True])
 @pytest.mark.parametrize("decay", [None, "head", "token"])
 @pytest.mark.parametrize("packed", [False, True])
-def test_walkers_make_gradients_where_they_crowd(decay, packed, normalize, crowd):
+def test_one_kernel_makes_the_gradients_of_a_chunk(decay, packed, normalize, by_chunks):
     """Of two chunks and some, from a state, of both results; tokens in no sequence have none."""
     op, (length, heads, width) = tw.linear_attention.op, (150, 2, 12)
     rows = {n: drawn(1, length, heads, width, seed=i).to(torch.bfloat16) for i, n in enumerate("qkv")}
@@ -228,10 +228,11 @@ def test_walkers_make_gradients_where_they_crowd(decay, packed, normalize, crowd
     }
     values = op.signature.bind((), given)
     with tw.force("triton"):
-        names = [w.kernel.name for w in passes(op, Call(given), CROWDED)[1]]
+        names = [w.kernel.name for w in passes(op, Call(given), CHUNKS)[1]]
         made = outcome(op, values)
     check(op, f"{decay}, {packed}, {normalize}", values, made)
-    assert names.count("linear_attention_states_backward") == 2 and "linear_attention_gradients_keys" not in names
+    walks = ["linear_attention_states", "linear_attention_states_backward"]
+    assert [n for n in names if n.startswith("linear_")] == [*walks, "linear_attention_gradients"]
 
 
 def test_what_has_no_gradient_says_so():
