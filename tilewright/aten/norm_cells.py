@@ -36,11 +36,19 @@ def programs(a) -> tuple[int]:
 
 
 def warps(a) -> dict[str, int]:
-    """64 elements of 16 bits a thread, and no more registers than leave room for five programs on an SM. Elements that are not
-    whole words have addresses of their own, which take more."""
+    """64 elements of 16 bits a thread, and no more registers than leave room for five programs on an SM; the compiler takes 72, for
+    seven. Elements that are not whole words have addresses of their own, which take more."""
     if not a.EVEN:
         return passes.warps(8, a.X)
     return {**passes.warps(4, a.X), **({"maxnreg": 96} if a.X.element_size() == 2 else {})}
+
+
+def warps_backward(a) -> dict[str, int]:
+    """32 elements of 16 bits a thread, of each operand, and room for five programs as well: 160 KB. Weights of each element take
+    more."""
+    made = passes.warps(max(4, a.BLOCK_J * a.BLOCK_R // 1024), a.X)
+    tight = a.EVEN and a.X.element_size() == 2 and a.CHANNEL != "element"
+    return {**made, **({"maxnreg": 48} if tight else {})}
 
 
 # ---- kernels ---------------------------------------------------------------------------------------------------------
@@ -113,10 +121,10 @@ def normalise_cells(
     cell = cell.to(tl.int64)
     if (cell >= 0) & (cell < KEPT):
         if again:
-            x = tl.load(X + at, ok, 0, eviction_policy="evict_first").to(COMPUTE)
+            x = tl.load(X + at, ok, 0, eviction_policy="evict_first")
             wait_for(DONE, cell, PARTS)
             mean = tl.load(FOUND + cell, cache_modifier=".cg")
-            y = (x - mean) * tl.load(FOUND + KEPT + cell, cache_modifier=".cg")
+            y = (x.to(COMPUTE) - mean) * tl.load(FOUND + KEPT + cell, cache_modifier=".cg")
             if W is not None:
                 y = y * weight_of(W, channel, j, r, R0, R1, COMPUTE, CHANNEL)
             if B is not None:
@@ -127,9 +135,10 @@ def normalise_cells(
             tiles = tl.cdiv(R0, BLOCK_R)
             pieces = R1 * tiles
             count = tl.minimum(R0 - part % tiles * BLOCK_R, BLOCK_R).to(COMPUTE)
-            x = tl.load(X + at, ok, 0).to(COMPUTE)
-            level = quotient(tl.sum(x, 1), count, divide(one, count))
-            apart = tl.where(ok, x - level[:, None], 0.0)
+            x = tl.load(X + at, ok, 0)
+            # Of -x, as below: elements of 16 bits stay two in a register
+            level = -quotient(tl.sum((-x).to(COMPUTE), 1), count, divide(one, count))
+            apart = tl.where(ok, x.to(COMPUTE) - level[:, None], 0.0)
             piece = cell * pieces + j * tiles + part % tiles
             tl.store(PART + piece, level, j < R1)
             tl.store(PART + KEPT.to(tl.int64) * pieces + piece, tl.sum(apart * apart, 1), j < R1)
@@ -215,7 +224,7 @@ def gradient_sums(
     return tl.sum(total, 0), tl.sum(total_x, 0)
 
 
-@kernel(grid=programs, tokens=SIZES, default=lambda a: passes.warps(max(4, a.BLOCK_J * a.BLOCK_R // 1024), a.X))
+@kernel(grid=programs, tokens=SIZES, default=warps_backward)
 def normalise_cells_backward(
     DY, X, W, MEAN, RSTD, DX, DW, DB, PART, FOUND, DONE, KEPT, R0, R1, K0, k0, k1, r1, c0, PARTS, AHEAD, CHANNEL: tl.constexpr,
     EVEN: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr,
