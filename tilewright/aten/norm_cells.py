@@ -14,8 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..core.target import Target
+from ..core.target import INTERPRETING, Target
 from ..core.tensor import cdiv, power_of_two
+from ..device.dependent import ask_l2
 from ..device.quantize import quotient
 from ..ops.norm.rms_norm import add_pairs
 from ..runtime.kernel import kernel
@@ -28,6 +29,7 @@ from .row import compute_dtype
 
 SIZES = ("KEPT", "R0", "R1", "K0", "k0", "k1", "r1", "c0", "PARTS", "AHEAD")
 TILE, STRETCH = 8192, 4096  # elements of a tile, and of a stretch in it, at most
+LINE = tl.constexpr(64)  # elements of 16 bits that the L2 is asked for at once
 HOLDS, SHORTEST = 65536, 1024  # elements of 16 bits that a program's registers hold, and the shortest stretch of theirs
 
 
@@ -158,18 +160,32 @@ def normalise_cells(
                     move_running(RUNNING_VAR, cell, divide(about, elements - one), keep)
 
 
+def warps_held(R0: int) -> int:
+    return max(1, min(32, R0 // 128))
+
+
 @kernel(
     grid=lambda a: (a.KEPT,),
     tokens=("KEPT", "K0", "c0", "EPS"),
-    default=lambda a: {"num_warps": max(1, min(32, a.R0 // 128))},
+    default=lambda a: {"num_warps": warps_held(a.R0)},
 )
-def normalise_held(X, Y, W, B, MEAN, RSTD, KEPT, K0, c0, EPS: tl.int64, R0: tl.constexpr, R1: tl.constexpr):
-    """Cells of 16 bits that lie one after the other, each held by a program, of which every stretch is a channel. Else as above."""
-    cell = tl.program_id(0)
+def normalise_held(
+    X, Y, W, B, MEAN, RSTD, KEPT, K0, c0, EPS: tl.int64, R0: tl.constexpr, R1: tl.constexpr, AHEAD: tl.constexpr,
+    LINES: tl.constexpr,
+):  # fmt: skip
+    """Cells of 16 bits that lie one after the other, each held by a program, of which every stretch is a channel. The last cell is
+    first: who made it has just written it, and the cache may have it still. AHEAD, if not 0: how many cells later the one is that
+    this program asks the L2 for, in LINES or fewer, so that memory is read while programs that began together all add up or store.
+    Else as above."""
+    cell = KEPT - 1 - tl.program_id(0)
     at = cell.to(tl.int64) * (R0 * R1) + tl.arange(0, R0)
     xs = ()
     for j in tl.static_range(R1):
         xs = xs + (tl.load(X + at + j * R0),)
+    if AHEAD > 0:
+        line = tl.arange(0, LINES)
+        later = (cell - AHEAD).to(tl.int64) * (R0 * R1) + line * LINE
+        ask_l2(X + later, (line * LINE < R0 * R1) & (cell >= AHEAD))
     # Moments of elements that lie under each other, one stretch after the other. They are of -x, which the compiler takes for
     # another number: what it converts to fp32 here it does not keep until x is used again
     mean = (-xs[0]).to(tl.float32)
@@ -300,6 +316,13 @@ def holds(x: Tensor, cells: Any) -> bool:
     return cells.channel == "stretch" and x.element_size() == 2 and lies and fits and many
 
 
+def cells_ahead(r0: int, device: torch.device) -> int:
+    """How many cells are held at once, 1024 threads on an SM: those that come next are asked for. 0 where a cache is asked nothing,
+    in the interpreter and on chips of others."""
+    target = Target.at(device)
+    return target.sms * (32 // warps_held(r0)) if target.nvidia and not INTERPRETING else 0
+
+
 def launch(kernel_: Any, read: list[Tensor], others: tuple, cells: Any, numbers: tuple[int, ...] = ()) -> None:
     """Tensors of cells that are `read`, and the `others` of the call; what passes leave for each other is allocated here."""
     x = read[0]
@@ -337,7 +360,10 @@ def forward(
     numbers = bits_of(eps, torch.float64), bits_of(momentum, torch.float64)
     if holds(x, cells):
         sizes = cells.kept, cells.repeat, cells.step
-        plans.launch(normalise_held, (x, y, w, b, mean, rstd), sizes, numbers[:1], R0=cells.r0, R1=cells.r1)
+        plans.launch(
+            normalise_held, (x, y, w, b, mean, rstd), sizes, numbers[:1], R0=cells.r0, R1=cells.r1,
+            AHEAD=cells_ahead(cells.r0, x.device), LINES=power_of_two(cells.r0 * cells.r1 // LINE.value),
+        )  # fmt: skip
         return
     launch(normalise_cells, [x], (y, w, b, mean, rstd, *running), cells, numbers)
 
