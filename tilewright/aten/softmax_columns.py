@@ -32,9 +32,10 @@ def programs(a) -> tuple[int]:
 
 
 def room(t: Tensor, even: bool, registers: int) -> dict[str, int]:
-    """No more registers a thread than leave room for enough programs. What an SM has of both passes at once takes some 4.5 us to
-    come and go, so that 80 KB of it were slower than 128 (H200). Elements that are not whole words have addresses of their own,
-    which take more; those of 32 bits are not two in a register."""
+    """No more registers a thread than leave room for enough programs: a program takes some 4.5 us to come and go (by what an SM had
+    of both passes at once, 80 KB forward and 128 backward, and the times of these on an H200), so that the bytes at once are the
+    speed. Elements that are not whole words have addresses of their own, which take more; those of 32 bits are not two in a
+    register."""
     return {"maxnreg": registers} if even and t.element_size() == 2 else {}
 
 
