@@ -178,7 +178,7 @@ def softmax_rows_backward(
         ok = inside & (r < N)[None, :]
         y = tl.load(Y + at_y + step_of(r, x_n, FORM, EVEN), ok, 0)
         dy = tl.load(DY + at_g + step_of(r, g_n, FORM, EVEN), ok, 0)
-        # Of -y and -dy, which the compiler takes for other numbers: what it converts here it does not keep until they are used again
+        # Of -y and -dy, which the compiler takes for other numbers: what it converts here it does not keep until it is used again
         total = tl.sum(term((-y).to(COMPUTE), (-dy).to(COMPUTE), LOG), 1)[:, None]
         total = -total if LOG else total
         dx = gradient(y.to(COMPUTE), dy.to(COMPUTE), total, DX, LOG)
