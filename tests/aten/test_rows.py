@@ -57,6 +57,7 @@ def form(request, monkeypatch):
         monkeypatch.setattr(softmax_long, "BLOCK", 128)
         monkeypatch.setattr(softmax_long, "takes", lambda n, *_: n < 500)  # and others in two passes
         monkeypatch.setattr(softmax_columns, "TILE", {1: (16, 16), 2: (16, 16)})
+        monkeypatch.setattr(softmax_columns, "LANES", {1: 8, 2: 4})  # so that a tile has several pieces
         # So that a second pass follows before all groups had their first
         monkeypatch.setattr(passes, "L2_PARTS", 1 << 20)
         monkeypatch.setattr(norm_cells, "TILE", 64)
@@ -77,6 +78,7 @@ SHAPES = [
     ((3, 600), 1),
     ((33, 7), 0),
     ((70, 48), 0),
+    ((3, 37, 20), 1),
     ((2, 20, 17), 1),
     ((2, 65, 32), 1),
     ((9,), 0),
@@ -112,6 +114,16 @@ def test_softmax_of_infinities(form):
     for own in (x, late):
         check("_softmax", lambda x: aten._softmax(x, 1, False), own, steps=False)
         check("_log_softmax", lambda x: aten._log_softmax(x, 1, False), own, steps=False)
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+def test_softmax_takes_the_largest_of_all_pieces(dtype, form):
+    """By what it takes from elements, none of which would have an exponential of its own."""
+    x = torch.randn(70, 48).to(dtype)
+    x[13], x[61, ::2] = 300.0, 600.0
+    for name in ("_softmax", "_log_softmax"):
+        op = getattr(aten, name)
+        check(name, lambda x, op=op: op(x, 0, False), x, steps=name == "_log_softmax")
 
 
 def test_wide_results_of_halves(monkeypatch):

@@ -286,6 +286,22 @@ def test_it_compiles(what):
     assert what.startswith(DIVIDE) or not DIVISIONS.search(made.text)
 
 
+@pytest.mark.parametrize(
+    ("what", "kernel", "programs"),
+    [
+        ("columns of a softmax", "softmax_columns", 7),
+        ("columns of a softmax back", "softmax_columns_backward", 4),
+        ("groups back", "normalise_cells_backward", 5),
+        ("groups by parts", "normalise_cells", 5),
+    ],
+)
+def test_an_sm_holds_enough_of_two_passes(what, kernel, programs):
+    """Of which the time is what is on its way at once: registers come in eights, and an SM has 65536."""
+    name, *args = FORMS[what]
+    one = next(one for one in needed(name, args, {}) if one.kernel.name == kernel).compile()
+    assert programs * one.threads * (-(-one.registers // 8) * 8) <= 65536
+
+
 @pytest.mark.parametrize(("name", "dtype"), [("nonzero", BOOL), ("sum", torch.int8)])
 def test_more_elements_than_32_bits_count_are_divided_in_64(name, dtype):
     """Of a view with gaps, whose elements have several loops."""

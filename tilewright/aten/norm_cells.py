@@ -14,8 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..core.target import Target
+from ..core.target import INTERPRETING, Target
 from ..core.tensor import cdiv, power_of_two
+from ..device.dependent import ask_l2
 from ..device.quantize import quotient
 from ..ops.norm.rms_norm import add_pairs
 from ..runtime.kernel import kernel
@@ -28,6 +29,7 @@ from .row import compute_dtype
 
 SIZES = ("KEPT", "R0", "R1", "K0", "k0", "k1", "r1", "c0", "PARTS", "AHEAD")
 TILE, STRETCH = 8192, 4096  # elements of a tile, and of a stretch in it, at most
+LINE = tl.constexpr(64)  # elements of 16 bits that the L2 is asked for at once
 HOLDS, SHORTEST = 65536, 1024  # elements of 16 bits that a program's registers hold, and the shortest stretch of theirs
 
 
@@ -36,11 +38,19 @@ def programs(a) -> tuple[int]:
 
 
 def warps(a) -> dict[str, int]:
-    """64 elements of 16 bits a thread, and no more registers than leave room for five programs on an SM. Elements that are not
-    whole words have addresses of their own, which take more."""
+    """64 elements of 16 bits a thread, and no more registers than leave room for five programs on an SM; the compiler takes 72, for
+    seven. Elements that are not whole words have addresses of their own, which take more."""
     if not a.EVEN:
         return passes.warps(8, a.X)
     return {**passes.warps(4, a.X), **({"maxnreg": 96} if a.X.element_size() == 2 else {})}
+
+
+def warps_backward(a) -> dict[str, int]:
+    """32 elements of 16 bits a thread, of each operand, and room for five programs as well: 160 KB. Weights of each element take
+    more."""
+    made = passes.warps(max(4, a.BLOCK_J * a.BLOCK_R // 1024), a.X)
+    tight = a.EVEN and a.X.element_size() == 2 and a.CHANNEL != "element"
+    return {**made, **({"maxnreg": 48} if tight else {})}
 
 
 # ---- kernels ---------------------------------------------------------------------------------------------------------
@@ -113,10 +123,10 @@ def normalise_cells(
     cell = cell.to(tl.int64)
     if (cell >= 0) & (cell < KEPT):
         if again:
-            x = tl.load(X + at, ok, 0, eviction_policy="evict_first").to(COMPUTE)
+            x = tl.load(X + at, ok, 0, eviction_policy="evict_first")
             wait_for(DONE, cell, PARTS)
             mean = tl.load(FOUND + cell, cache_modifier=".cg")
-            y = (x - mean) * tl.load(FOUND + KEPT + cell, cache_modifier=".cg")
+            y = (x.to(COMPUTE) - mean) * tl.load(FOUND + KEPT + cell, cache_modifier=".cg")
             if W is not None:
                 y = y * weight_of(W, channel, j, r, R0, R1, COMPUTE, CHANNEL)
             if B is not None:
@@ -127,9 +137,10 @@ def normalise_cells(
             tiles = tl.cdiv(R0, BLOCK_R)
             pieces = R1 * tiles
             count = tl.minimum(R0 - part % tiles * BLOCK_R, BLOCK_R).to(COMPUTE)
-            x = tl.load(X + at, ok, 0).to(COMPUTE)
-            level = quotient(tl.sum(x, 1), count, divide(one, count))
-            apart = tl.where(ok, x - level[:, None], 0.0)
+            x = tl.load(X + at, ok, 0)
+            # Of -x, as below: elements of 16 bits stay two in a register
+            level = -quotient(tl.sum((-x).to(COMPUTE), 1), count, divide(one, count))
+            apart = tl.where(ok, x.to(COMPUTE) - level[:, None], 0.0)
             piece = cell * pieces + j * tiles + part % tiles
             tl.store(PART + piece, level, j < R1)
             tl.store(PART + KEPT.to(tl.int64) * pieces + piece, tl.sum(apart * apart, 1), j < R1)
@@ -149,18 +160,32 @@ def normalise_cells(
                     move_running(RUNNING_VAR, cell, divide(about, elements - one), keep)
 
 
+def warps_held(R0: int) -> int:
+    return max(1, min(32, R0 // 128))
+
+
 @kernel(
     grid=lambda a: (a.KEPT,),
     tokens=("KEPT", "K0", "c0", "EPS"),
-    default=lambda a: {"num_warps": max(1, min(32, a.R0 // 128))},
+    default=lambda a: {"num_warps": warps_held(a.R0)},
 )
-def normalise_held(X, Y, W, B, MEAN, RSTD, KEPT, K0, c0, EPS: tl.int64, R0: tl.constexpr, R1: tl.constexpr):
-    """Cells of 16 bits that lie one after the other, each held by a program, of which every stretch is a channel. Else as above."""
-    cell = tl.program_id(0)
+def normalise_held(
+    X, Y, W, B, MEAN, RSTD, KEPT, K0, c0, EPS: tl.int64, R0: tl.constexpr, R1: tl.constexpr, AHEAD: tl.constexpr,
+    LINES: tl.constexpr,
+):  # fmt: skip
+    """Cells of 16 bits that lie one after the other, each held by a program, of which every stretch is a channel. The last cell is
+    first: who made it has just written it, and the cache may have it still. AHEAD, if not 0: how many cells later the one is that
+    this program asks the L2 for, in LINES or fewer, so that memory is read while programs that began together all add up or store.
+    Else as above."""
+    cell = KEPT - 1 - tl.program_id(0)
     at = cell.to(tl.int64) * (R0 * R1) + tl.arange(0, R0)
     xs = ()
     for j in tl.static_range(R1):
         xs = xs + (tl.load(X + at + j * R0),)
+    if AHEAD > 0:
+        line = tl.arange(0, LINES)
+        later = (cell - AHEAD).to(tl.int64) * (R0 * R1) + line * LINE
+        ask_l2(X + later, (line * LINE < R0 * R1) & (cell >= AHEAD))
     # Moments of elements that lie under each other, one stretch after the other. They are of -x, which the compiler takes for
     # another number: what it converts to fp32 here it does not keep until x is used again
     mean = (-xs[0]).to(tl.float32)
@@ -215,7 +240,7 @@ def gradient_sums(
     return tl.sum(total, 0), tl.sum(total_x, 0)
 
 
-@kernel(grid=programs, tokens=SIZES, default=lambda a: passes.warps(max(4, a.BLOCK_J * a.BLOCK_R // 1024), a.X))
+@kernel(grid=programs, tokens=SIZES, default=warps_backward)
 def normalise_cells_backward(
     DY, X, W, MEAN, RSTD, DX, DW, DB, PART, FOUND, DONE, KEPT, R0, R1, K0, k0, k1, r1, c0, PARTS, AHEAD, CHANNEL: tl.constexpr,
     EVEN: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr,
@@ -291,6 +316,13 @@ def holds(x: Tensor, cells: Any) -> bool:
     return cells.channel == "stretch" and x.element_size() == 2 and lies and fits and many
 
 
+def cells_ahead(r0: int, device: torch.device) -> int:
+    """How many cells are held at once, 1024 threads on an SM: those that come next are asked for. 0 where a cache is asked nothing,
+    in the interpreter and on chips of others."""
+    target = Target.at(device)
+    return target.sms * (32 // warps_held(r0)) if target.nvidia and not INTERPRETING else 0
+
+
 def launch(kernel_: Any, read: list[Tensor], others: tuple, cells: Any, numbers: tuple[int, ...] = ()) -> None:
     """Tensors of cells that are `read`, and the `others` of the call; what passes leave for each other is allocated here."""
     x = read[0]
@@ -328,7 +360,10 @@ def forward(
     numbers = bits_of(eps, torch.float64), bits_of(momentum, torch.float64)
     if holds(x, cells):
         sizes = cells.kept, cells.repeat, cells.step
-        plans.launch(normalise_held, (x, y, w, b, mean, rstd), sizes, numbers[:1], R0=cells.r0, R1=cells.r1)
+        plans.launch(
+            normalise_held, (x, y, w, b, mean, rstd), sizes, numbers[:1], R0=cells.r0, R1=cells.r1,
+            AHEAD=cells_ahead(cells.r0, x.device), LINES=power_of_two(cells.r0 * cells.r1 // LINE.value),
+        )  # fmt: skip
         return
     launch(normalise_cells, [x], (y, w, b, mean, rstd, *running), cells, numbers)
 

@@ -176,10 +176,13 @@ def softmax_rows_backward(
     r = tl.arange(0, BLOCK_R).to(tl.int64)
     if ONCE:
         ok = inside & (r < N)[None, :]
-        y = tl.load(Y + at_y + step_of(r, x_n, FORM, EVEN), ok, 0).to(COMPUTE)
-        dy = tl.load(DY + at_g + step_of(r, g_n, FORM, EVEN), ok, 0).to(COMPUTE)
-        total = tl.sum(term(y, dy, LOG), 1)[:, None]
-        tl.store(DX + at_x + step_of(r, y_n, FORM, EVEN), stored(gradient(y, dy, total, DX, LOG), DX), ok)
+        y = tl.load(Y + at_y + step_of(r, x_n, FORM, EVEN), ok, 0)
+        dy = tl.load(DY + at_g + step_of(r, g_n, FORM, EVEN), ok, 0)
+        # Of -y and -dy, which the compiler takes for other numbers: what it converts here it does not keep until it is used again
+        total = tl.sum(term((-y).to(COMPUTE), (-dy).to(COMPUTE), LOG), 1)[:, None]
+        total = -total if LOG else total
+        dx = gradient(y.to(COMPUTE), dy.to(COMPUTE), total, DX, LOG)
+        tl.store(DX + at_x + step_of(r, y_n, FORM, EVEN), stored(dx, DX), ok)
     else:
         terms = tl.zeros([BLOCK_K, BLOCK_R], COMPUTE)
         for first in tl.range(0, N, BLOCK_R):
