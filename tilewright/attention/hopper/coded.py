@@ -181,11 +181,12 @@ def issue_codes(codes, k, at, into):
 @gluon.jit
 def scores_of_codes(s, by_key, by_row, shift, SCORES, WINDOW, rows, key, EDGE: gl.constexpr):
     """(scores, the factor and the shift that they still lack, the largest of each row) of products of codes, in base 2."""
+    LAID: gl.constexpr = by_row.type.layout
     s = s.to(gl.float32) * by_key
     if SCORES.softcap is not None or SCORES.slopes is not None:
         s = bent(s * gl.expand_dims(by_row, 1) + gl.expand_dims(shift, 1), SCORES, rows, key)
-        by_row = gl.full([64], 1.0, gl.float32, by_row.type.layout)
-        shift = gl.zeros([64], gl.float32, by_row.type.layout)
+        by_row = gl.full([64], 1.0, gl.float32, LAID)
+        shift = gl.zeros([64], gl.float32, LAID)
     if EDGE:
         s = hidden_out(s, WINDOW, rows, key)
     return s, by_row, shift, row_max(s) * by_row + shift  # by_row is above 0: the largest product is the largest score
