@@ -135,7 +135,7 @@ def test_a_dense_call():
     (first, _), (second, scales), (name, given) = launched(values)
     assert (first, second, name) == ("clear_counter", "attention_scales_by_head", "attention_codes_hopper")
     assert (given["PROGRAMS"], given["TILES"], given["GROUP"], given["CLEARS"]) == (HOPPER.sms, 32, 4, False)
-    assert tuple(given["PLAN"]) == (128, 3, 2, False)
+    assert tuple(given["PLAN"]) == (128, 3, 2, False, 0)
     assert given["K"].block_shape == [1, 1, 128, 128] and given["V"].block_shape == [1, 1, 128, 128]
     # Rows of scales begin at multiples of 16 bytes, and past the last key a copy brings 0
     assert scales["ROOM"] == 4096 and given["KS"].strides == [8 * 4096, 4096, 4096, 1]
@@ -157,7 +157,7 @@ def test_values_in_codes(packed):
     assert (turn["BLOCKS"], turn["TILES"], given["CLEARS"]) == (blocks, blocks + packed, False)
     assert (given["V"].shape, given["V"].block_shape) == ([more["batch"], 8, 128, 128 * blocks], [1, 1, 128, 128])
     assert (given["VS"].shape, given["VS"].block_shape) == ([more["batch"], 8, 1, 256 * blocks], [1, 1, 1, 256])
-    assert tuple(given["PLAN"]) == (128, 4, 2, False)
+    assert tuple(given["PLAN"]) == (128, 3, 1, True, coded.TOGETHER)
 
 
 def test_a_packed_call():

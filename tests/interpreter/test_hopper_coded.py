@@ -112,24 +112,27 @@ def test_weights_that_codes_hold(name):
     agrees(a, o, lse)
 
 
-AWAIT_SCORES = "            s = warpgroup_mma_wait(1, deps=(s,))\n"
-GIVE_KEYS = "            mbarrier.arrive(rings.k.empty.index(following), count=1)\n"
-READ_SCALES = (
-    "        mbarrier.wait(rings.k.full.index(following), its_phase)\n",
-    "        by_key = scales_at(scales.k, following, SHAPED)\n",
+AWAIT_SCORES = (
+    "        s = warpgroup_mma_wait(1, deps=(s,))\n        if CODED:\n            barrier()  # and now these\n"
 )
+GIVE_KEYS = "        mbarrier.arrive(rings.k.empty.index(following), count=1)\n"
+AWAIT_KEYS = "        mbarrier.wait(rings.k.full.index(following), its_phase)\n"
+READ_SCALES = "        if not CODED:\n            by_key = scales_at(scales.k, following, SHAPED)\n"
 MUTANTS = {
     "keys are given back before their product ends": (AWAIT_SCORES + GIVE_KEYS, GIVE_KEYS + AWAIT_SCORES),
-    "scales are read before they arrive": ("".join(READ_SCALES), "".join(reversed(READ_SCALES))),
-    "scales of another block": ("by_key = scales_at(scales.k, following, SHAPED)", "by_key = scales_at(scales.k, stage, SHAPED)"),
+    "keys are not awaited": (AWAIT_KEYS, ""),
+    "scales of another block": (READ_SCALES, READ_SCALES.replace("following", "stage")),
     "scales of one key alone": ("gl.float32, [boxes.shape[4]],", "gl.float32, [boxes.shape[3]],"),
     "scales are not counted": ("K.block_type.nbytes + S.block_type.nbytes", "K.block_type.nbytes"),
     "queries are given back twice": ("rings.q.empty.index(stage_q), count=1", "rings.q.empty.index(stage_q), count=2"),
     "a query that sees nothing": ("by_row = gl.where(begin < end, by_row, 1.0)", "by_row = by_row * 1.0"),
-    "sums are not faded": ("            o = scaled_rows(o, fade)\n", ""),
-    "the mean is left out": ("row_max(s) * by_row + shift)", "row_max(s) * by_row)"),
+    "sums are not faded": (
+        "rings.v)\n            if PLAN.lazy:\n                o = scaled_where_moved(o, fade)\n            else:\n"
+        "                o = scaled_rows(o, fade)\n", "rings.v)\n",
+    ),
+    "the mean is left out": ("row_max(s) * by_row + shift  #", "row_max(s) * by_row  #"),
     "the first values are not cleared": ("if (key < start) & (work.high - work.low > 1):", "if False:"),
-    "a turn is not awaited": ("        await_turn(W)  # all", "        # all"),
+    "a turn is not awaited": ("        await_turn(W)  #", "        #"),
 }  # fmt: skip
 MANY = {
     "batch": 2, "D": 128, "length": 400, "keys": 700, "left": 200, "causal": True, "kv_len": ints(620, 300), "mean": True,
@@ -153,26 +156,38 @@ def test_mutants_are_found(name, tmp_path):
         found_wrong(coded_call("int8", **MANY), mutant.forward)
 
 
-ADD_VALUES = "            o, p = add_block(o, p, p0, fade, by, rings.v, stage, phase)\n"
+ISSUE_VALUES = "            o = warpgroup_mma(codes_of_words(p0), keys_at(rings.v.first, stage), o, is_async=True)\n"
+AWAIT_SUMS = "            o = warpgroup_mma_wait(0, deps=(o,))\n"
 GIVE_VALUES = "            mbarrier.arrive(rings.v.empty.index(stage), count=1)\n"
-ISSUE_SCORES = "            s = issue_codes(codes, rings.k, following, p)\n            give_turn(W)\n"
+FADE = (
+    "            if PLAN.lazy:\n                o = scaled_where_moved(o, fade)\n            else:\n"
+    "                o = scaled_rows(o, fade)\n            p,"
+)
 AWAIT_VALUES = "            mbarrier.wait(rings.v.full.index(following), its_phase)\n"
-READ_VALUES = "            by_value, by_block = divided_at(scales.v, following, SHAPED)\n"
-FACTOR = "            p0 = 0.0\n            by = by * by_block\n"
+READ_VALUES = "            log_by = log_divisor_at(scales.v, following, SHAPED)\n"
+SET_ASIDE = "                    set_aside(with_aside(o, aside, was, exponent), aside)\n"
 MUTANTS_OF_VALUES = {
-    "values are given back before their product": (
-        coded, ADD_VALUES + ISSUE_SCORES + GIVE_VALUES,
-        GIVE_VALUES + ADD_VALUES + ISSUE_SCORES,
+    "values are given back before their product ends": (
+        coded, AWAIT_SUMS + GIVE_VALUES + FADE, GIVE_VALUES + AWAIT_SUMS + FADE,
     ),
-    "values are given back twice": (coded, ISSUE_SCORES + GIVE_VALUES, ISSUE_SCORES + 2 * GIVE_VALUES),
+    "values are given back twice": (coded, AWAIT_SUMS + GIVE_VALUES + FADE, AWAIT_SUMS + 2 * GIVE_VALUES + FADE),
     "scales of values are read before they arrive": (coded, AWAIT_VALUES + READ_VALUES, READ_VALUES + AWAIT_VALUES),
-    "scales of the values before": (coded, READ_VALUES, READ_VALUES.replace("following", "stage")),
-    "a block's factor is left out": (coded, FACTOR, FACTOR.replace("by * by_block", "by")),
-    "a block's share is left out": (coded, FACTOR, FACTOR.replace("by * by_block", "by_block")),
-    "weights of a block enter whole": (coded, "scaled_rows(sums, share)", "sums"),
+    "scales of the values before": (coded, "p * divided_at(scales.v, following,", "p * divided_at(scales.v, stage,"),
+    "the divisor of the values before": (coded, READ_VALUES, READ_VALUES.replace("following", "stage")),
+    "a block's divisor is left out": (values, "own = largest + log_by", "own = largest"),
+    "a block's exponent is left out": (values, "below = wanted - own", "below = (wanted - own) * 0.0"),
+    "weights of a block enter whole": (coded, "scaled_rows(part_sums(p), share)", "part_sums(p)"),
+    "sums are multiplied with what they lack at the end": (coded, "gl.exp2(exponent - top), 0.0)", "1.0, 0.0)"),
+    "sums set aside are not faded": (coded, SET_ASIDE, SET_ASIDE.replace("was, exponent)", "exponent, exponent)")),
+    "sums set aside are lost": (coded, SET_ASIDE, SET_ASIDE.replace("with_aside(o, aside, was, exponent)", "o")),
+    "sums set aside stay": (coded, "                    o = gl.zeros([64, COLUMNS], gl.float32, SUMS)\n", ""),
+    "sums are not faded": (coded, FADE, "            p,"),
+    "a sum is used before it is there": (
+        coded, AWAIT_SUMS + GIVE_VALUES + FADE, AWAIT_SUMS.replace("wait(0", "wait(1") + GIVE_VALUES + FADE,
+    ),
+    "what is far above is not followed": (values, "(own <= exponent + ABOVE)", "(own <= exponent + 40.0)"),
+    "exponents fall without end": (values, "gl.maximum(own, highest - FURTHEST)", "own"),
     "a block's place among all": (coded, "first_block(LENGTHS, tile, BLOCK) * BLOCK - tile.first_k", "0"),
-    "sums are not faded": (values, "o = o * gl.expand_dims(gl.convert_layout(fade", "_ = (gl.convert_layout(fade"),
-    "a sum is used before it is there": (values, "o, sums = warpgroup_mma_wait(0,", "o, sums = warpgroup_mma_wait(1,"),
     "keys in their own order": (values, ".permute((0, 1, 3, 2, 4))", ""),
     "scales of values are not counted": (values, "V.block_type.nbytes + S.block_type.nbytes", "V.block_type.nbytes"),
     "sequences share blocks": (values, "tile.first_k // BLOCK + tile.sequence", "tile.first_k // BLOCK"),
@@ -192,9 +207,15 @@ PACKED = {
 }
 
 
-def call_of_values(packed, alike):
-    """A call that mutants are found by; `alike`: each key has the same weight."""
-    a = even_call(**(PACKED if packed else {name: given for name, given in MANY.items() if name != "mean"}))
+LONG = {"D": 128, "length": 140, "keys": 1000, "scale": 1.0}
+FAR = {**LONG, "scale": 100.0}  # scores of one block are hundreds of powers of two above those of another
+
+
+def call_of_values(options, alike=False):
+    """A call that mutants are found by, with values of other sizes in other blocks; `alike`: each key has the same weight."""
+    a = even_call(**{name: given for name, given in options.items() if name != "mean"})
+    by = 8.0 ** (torch.arange(a["v_scale"].shape[1]) // 128 % 3)[:, None]
+    a["v_scale"] = torch.where(a["v_scale"] < 1e30, a["v_scale"] * by, a["v_scale"])
     if not alike:
         drawn = torch.randn(a["q"].shape, generator=torch.Generator().manual_seed(3)).to(a["q"].dtype)
         a["q"] = torch.where(a["q"].isnan(), a["q"], drawn)
@@ -202,9 +223,10 @@ def call_of_values(packed, alike):
 
 
 @pytest.mark.parametrize("alike", [False, True])
-@pytest.mark.parametrize("packed", [False, True])
-def test_calls_that_mutants_are_found_by(packed, alike):
-    a = call_of_values(packed, alike)
+@pytest.mark.parametrize("options", [MANY, PACKED, LONG, FAR])
+def test_calls_that_mutants_are_found_by(options, alike, monkeypatch):
+    monkeypatch.setattr(coded, "TOGETHER", 2)
+    a = call_of_values(options, alike)
     for seed in range(3):
         o, lse, wanted = launched(a)
         gluon_machine.play(wanted, seed)
@@ -214,11 +236,14 @@ def test_calls_that_mutants_are_found_by(packed, alike):
 @pytest.mark.parametrize("name", MUTANTS_OF_VALUES)
 def test_mutants_of_values_are_found(name, tmp_path, monkeypatch):
     module, kept, instead = MUTANTS_OF_VALUES[name]
-    a = call_of_values("place" in name or "share blocks" in name, "rows of 0" in name or "codes" in name)
+    words = {"place": PACKED, "share blocks": PACKED, "aside": LONG, "fall": FAR}
+    options = next((given for word, given in words.items() if word in name), MANY)
+    a = call_of_values(options, "rows of 0" in name or "codes" in name)
     with gluon_machine.broken(module, kept, instead, tmp_path) as mutant:
         for one in vars(mutant) if module is values else ():  # what the other module takes from there
             if getattr(coded, one, None) is getattr(values, one, coded):
                 monkeypatch.setattr(coded, one, getattr(mutant, one))
+        monkeypatch.setattr(coded if module is values else mutant, "TOGETHER", 2)
         found_wrong(a, coded.forward if module is values else mutant.forward, BARS["fp8_pv"])
 
 

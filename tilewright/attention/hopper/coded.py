@@ -8,14 +8,15 @@ registers, a quarter of what its sums take: its products read keys alone from sh
 the same stage: a box of as many numbers as a block has keys. What is of a row, its scale and the product with the mean, costs
 nothing in the loop: it is part of the factor and of the base of the exponential.
 
-Who may write where is as `forward.py` has it, but that threads read scales. They do so before they wait for their turn, at a
-barrier of the warpgroup's threads, and give the stage back after: so nobody reads what is copied anew. Read after the scores have
-come instead, the assembler of Triton 3.6 waits for each pair of them in turn. Scales of values are read while scores are made, and
-their stage is given back after the next such barrier.
+Who may write where is as `forward.py` has it, but that threads read scales. A stage is given back after a barrier of the
+warpgroup's threads, which have read it then: so nobody reads what is copied anew. Scales of keys are read before the turn, whose
+barrier it is. Where values are codes they are read while scores are made; where values are numbers, that leaves too few registers.
+Read after scores have come, the assembler of Triton 3.6 waits for each pair of them in turn. Scales of values are read among the
+exponentials, and their stage is given back in the next step, after the barrier of the turn.
 
-Where values are codes, a warpgroup has their sums over one block beside its own, which leaves no registers for scores that come
-meanwhile. So it waits for the sum of a block, adds it, and issues the next scores into the registers that the sum was in. While it
-makes weights of those, tensor cores have the other warpgroup's products.
+What bounds it is instructions that a scheduler issues, of two warps, more than products. So where values are codes, sums stay in
+the tensor cores for a few blocks, and are multiplied only where their exponent moves: 580 instructions for 64 queries and 128 keys,
+where adding each block's sums to others in registers took 700, and waited for them with nothing else to do.
 """
 
 from __future__ import annotations
@@ -52,18 +53,24 @@ from ..portable import Sizes, heads_of, parts_of, scores_of
 from ..preference import wanted_of_codes
 from ..tiles import check_lengths, keys_seen, lengths
 from .coded_values import (
+    ASIDE,
     MOST_EMPTY,
-    add_values,
     blocks_of,
+    codes_of_words,
     copy_turned,
     divided_at,
     first_block,
+    log_divisor_at,
+    next_exponent,
+    set_aside,
     turned,
-    weights_as_codes,
+    weights_as_words,
+    with_aside,
 )
 from .forward import (
     ALONE,
     KINDS,
+    LAG,
     LONGEST,
     MOST_PROGRAMS,
     NUMBERS,
@@ -73,7 +80,7 @@ from .forward import (
     Stages,
     Turns,
     as_operands,
-    await_values,
+    bent,
     boxes_of,
     clear_unseen,
     copy_box,
@@ -87,24 +94,38 @@ from .forward import (
     part_sums,
     row_max,
     scaled_rows,
+    scaled_where_moved,
     store_sums,
     sums_of,
     tiles_of,
-    weigh,
 )
-from .schedule import HALF, ROWS, SPARE, Plan, clear_counter, row_ends, whole_blocks, work_of
+from .schedule import HALF, ROWS, SPARE, clear_counter, row_ends, whole_blocks, work_of
 
 CODES = {torch.int8: gl.int8, torch.float8_e4m3fn: gl.float8e4nv}
 WIDTHS = (64, 128)  # columns of queries and of values: a box then is one part, of rows that are swizzled whole
 LEAST = gl.constexpr(2.0**-126)  # of a factor of scores: 0 times -inf, what a key that is not seen has, would be NaN
+TOGETHER = 8  # blocks of keys: `coded_values.py`
 GATHERED = 256  # keys whose scales a program puts side by side
 
 
+class Plan(NamedTuple):
+    """`Plan` of `schedule.py`; `lazy`: sums are multiplied only where the largest score has moved by more than a few powers of two;
+    `together`: of how many blocks tensor cores add up products of values in codes by themselves."""
+
+    block: int
+    stages: int
+    queries: int
+    lazy: bool
+    together: int
+
+
 class Scales(NamedTuple):
-    """Boxes of scales of keys and of values, in the stages of these; `v` is None where values are numbers."""
+    """Boxes of scales of keys and of values, in the stages of these, and both warpgroups' room for sums that are set aside; `v` and
+    `aside` are None where values are numbers."""
 
     k: Any
     v: Any
+    aside: Any
 
 
 # ---- products --------------------------------------------------------------------------------------------------------
@@ -158,41 +179,51 @@ def issue_codes(codes, k, at, into):
 
 
 @gluon.jit
-def weigh_codes(s, by_key, by_row, shift, top, total, SCORES, WINDOW, rows, key, EDGE: gl.constexpr):
-    """`weigh` of products of codes: their scores are s * by_key * by_row + shift, in base 2 where nothing else is done to them."""
+def scores_of_codes(s, by_key, by_row, shift, SCORES, WINDOW, rows, key, EDGE: gl.constexpr):
+    """(scores, the factor and the shift that they still lack, the largest of each row) of products of codes, in base 2."""
+    LAID: gl.constexpr = by_row.type.layout
     s = s.to(gl.float32) * by_key
-    if SCORES.softcap is None and SCORES.slopes is None:
-        if EDGE:
-            s = hidden_out(s, WINDOW, rows, key)
-        # by_row is above 0: the largest product is the largest score
-        new = gl.maximum(top, row_max(s) * by_row + shift)
-        base = new
-        if EDGE:
-            base = gl.where(new == float("-inf"), 0.0, new)  # of rows that have seen nothing yet
-        p = gl.exp2(s * gl.expand_dims(by_row, 1) - gl.expand_dims(base - shift, 1))
-        fade = gl.exp2(top - base)
-        return p, new, scaled_rows(total, fade) + part_sums(p), fade
-    else:
-        s = s * gl.expand_dims(by_row, 1) + gl.expand_dims(shift, 1)
-        return weigh(s, top, total, SCORES, WINDOW, rows, key, EDGE, False)
+    if SCORES.softcap is not None or SCORES.slopes is not None:
+        s = bent(s * gl.expand_dims(by_row, 1) + gl.expand_dims(shift, 1), SCORES, rows, key)
+        by_row = gl.full([64], 1.0, gl.float32, LAID)
+        shift = gl.zeros([64], gl.float32, LAID)
+    if EDGE:
+        s = hidden_out(s, WINDOW, rows, key)
+    return s, by_row, shift, row_max(s) * by_row + shift  # by_row is above 0: the largest product is the largest score
 
 
 @gluon.jit
-def weigh_alone(s, by_key, by_row, shift, top, total, SCORES, WINDOW, rows, key, EDGE: gl.constexpr):
-    """The same with weights relative to the largest score of their block alone; the last result is what they are to be multiplied
-    with."""
-    LAID: gl.constexpr = top.type.layout
-    nothing = gl.full([64], float("-inf"), gl.float32, LAID)
-    p, largest, sums, _ = weigh_codes(
-        s, by_key, by_row, shift, nothing, gl.zeros([64, 8], gl.float32, sums_of(8)), SCORES, WINDOW, rows, key, EDGE
-    )  # fmt: skip
-    new = gl.maximum(top, largest)
+def weigh_codes(
+    s, by_key, by_row, shift, top, total, SCORES, WINDOW, rows, key, EDGE: gl.constexpr, LAZY: gl.constexpr
+):
+    """`weigh` of products of codes."""
+    s, by_row, shift, largest = scores_of_codes(s, by_key, by_row, shift, SCORES, WINDOW, rows, key, EDGE)
+    if LAZY:
+        new = gl.where(largest > top + LAG, largest, top)
+    else:
+        new = gl.maximum(top, largest)
     base = new
     if EDGE:
         base = gl.where(new == float("-inf"), 0.0, new)  # of rows that have seen nothing yet
+    p = gl.exp2(s * gl.expand_dims(by_row, 1) - gl.expand_dims(base - shift, 1))
     fade = gl.exp2(top - base)
-    share = gl.exp2(largest - base)
-    return p, new, scaled_rows(total, fade) + scaled_rows(sums, share), fade, share
+    return p, new, scaled_rows(total, fade) + part_sums(p), fade
+
+
+@gluon.jit
+def weigh_below(s, by_row, shift, largest, down, top, total, EDGE: gl.constexpr):
+    """(weights of scores, of which the largest is 2^-down, the largest score so far, the sums of all weights relative to it)."""
+    base = largest + down
+    new = gl.maximum(top, largest)
+    known = new
+    if EDGE:
+        base = gl.where(largest == float("-inf"), 0.0, base)  # of rows that see nothing of the block
+        known = gl.where(new == float("-inf"), 0.0, new)  # and of those that have seen nothing yet
+    p = gl.exp2(s * gl.expand_dims(by_row, 1) - gl.expand_dims(base - shift, 1))
+    share = gl.exp2(base - known)
+    if EDGE:
+        share = gl.where(largest == float("-inf"), 0.0, share)
+    return p, new, scaled_rows(total, gl.exp2(top - known)) + scaled_rows(part_sums(p), share)
 
 
 # ---- the copying warp ------------------------------------------------------------------------------------------------
@@ -271,25 +302,12 @@ def copy_coded_tiles(
 
 
 @gluon.jit
-def add_block(o, p, p0, fade, by, v, stage, phase):
-    """(o faded, with the products of weights and values in codes of a stage added; registers for scores)."""
-    SUMS: gl.constexpr = o.type.layout
-    mbarrier.wait(v.full.index(stage), phase)
-    values = keys_at(v.first, stage)
-    if o.shape[1] == p.shape[1]:
-        return add_values(o, fade, p0, by, values, p)
-    else:
-        o, _ = add_values(o, fade, p0, by, values, gl.zeros([64, o.shape[1]], gl.float32, SUMS))
-        return o, p
-
-
-@gluon.jit
 def walk_codes(
     state, codes, by_row, shift, rings, scales, high, low, SCORES, WINDOW, rows, PLAN: gl.constexpr, EDGE: gl.constexpr,
     W: gl.constexpr,
 ):  # fmt: skip
     """`walk` of `forward.py` over keys in codes, from before `high` down to `low`."""
-    o, p, p0, fade, by, top, total, stage, phase = state
+    o, p, p0, exponent, highest, top, total, stage, phase = state
     SHAPED: gl.constexpr = scores_in(PLAN.block)
     CODED: gl.constexpr = scales.v is not None
     SUMS: gl.constexpr = o.type.layout
@@ -297,45 +315,52 @@ def walk_codes(
         key = (high - 1 - i) * PLAN.block
         following, its_phase = advance(stage, phase, PLAN.stages)
         mbarrier.wait(rings.k.full.index(following), its_phase)
-        by_key = scales_at(scales.k, following, SHAPED)
-        if CODED:
-            p0 = weights_as_codes(p, SUMS)
+        if not CODED:
+            by_key = scales_at(scales.k, following, SHAPED)
         await_turn(W)  # all of the warpgroup have read the scales
+        s = issue_codes(codes, rings.k, following, p)
         if CODED:
-            o, p = add_block(o, p, p0, fade, by, rings.v, stage, phase)
-            s = issue_codes(codes, rings.k, following, p)
-            give_turn(W)
-            mbarrier.arrive(rings.v.empty.index(stage), count=1)
-            mbarrier.wait(rings.v.full.index(following), its_phase)
-            by_value, by_block = divided_at(scales.v, following, SHAPED)
-            s = warpgroup_mma_wait(0, deps=(s,))
-            mbarrier.arrive(rings.k.empty.index(following), count=1)
-            p, top, total, fade, by = weigh_alone(
-                s, by_key, by_row, shift, top, total, SCORES, WINDOW, rows, key, EDGE
-            )  # fmt: skip
-            p = p * by_value
-            p0 = 0.0
-            by = by * by_block
+            o = warpgroup_mma(codes_of_words(p0), keys_at(rings.v.first, stage), o, is_async=True)
         else:
-            s = issue_codes(codes, rings.k, following, p)
             mbarrier.wait(rings.v.full.index(stage), phase)
             o, _ = issue_values(o, 0.0, p0, 0.0, rings.v, stage)
-            give_turn(W)
-            s = warpgroup_mma_wait(1, deps=(s,))
-            mbarrier.arrive(rings.k.empty.index(following), count=1)
+        give_turn(W)
+        if CODED:
+            by_key = scales_at(scales.k, following, SHAPED)
+            mbarrier.wait(rings.v.full.index(following), its_phase)
+            log_by = log_divisor_at(scales.v, following, SHAPED)
+        s = warpgroup_mma_wait(1, deps=(s,))
+        if CODED:
+            barrier()  # and now these
+        mbarrier.arrive(rings.k.empty.index(following), count=1)
+        if CODED:
+            s, factor, added, largest = scores_of_codes(s, by_key, by_row, shift, SCORES, WINDOW, rows, key, EDGE)
+            exponent, fade, highest, down = next_exponent(largest, log_by, exponent, highest, EDGE, PLAN.lazy)
+            # Which are done by now. So factors are multiplied with, and weights become codes, among the exponentials
+            o = warpgroup_mma_wait(0, deps=(o,))
+            mbarrier.arrive(rings.v.empty.index(stage), count=1)
+            if PLAN.lazy:
+                o = scaled_where_moved(o, fade)
+            else:
+                o = scaled_rows(o, fade)
+            p, top, total = weigh_below(s, factor, added, largest, down, top, total, EDGE)
+            p0 = weights_as_words(p * divided_at(scales.v, following, SHAPED), SUMS)
+        else:
             p, top, total, fade = weigh_codes(
-                s, by_key, by_row, shift, top, total, SCORES, WINDOW, rows, key, EDGE
+                s, by_key, by_row, shift, top, total, SCORES, WINDOW, rows, key, EDGE, PLAN.lazy
             )  # fmt: skip
-            o, _ = await_values(o, 0.0, False)
+            o = warpgroup_mma_wait(0, deps=(o,))
             mbarrier.arrive(rings.v.empty.index(stage), count=1)
             p0, _ = as_operands(p, rings.v)
-            o = scaled_rows(o, fade)
-            # For no product: so that sums are multiplied here, and not after the next product is issued
-            o, _ = await_values(o, 0.0, False)
-            fade = 1.0
+            if PLAN.lazy:
+                o = scaled_where_moved(o, fade)
+            else:
+                o = scaled_rows(o, fade)
+        # For no product: so that sums are multiplied here, and not after the next product is issued
+        o = warpgroup_mma_wait(0, deps=(o,))
         stage = following
         phase = its_phase
-    return o, p, p0, fade, by, top, total, stage, phase
+    return o, p, p0, exponent, highest, top, total, stage, phase
 
 
 @gluon.jit
@@ -420,41 +445,62 @@ def attend_coded_tiles(
             s = issue_codes(codes, rings.k, stage, gl.zeros([64, BLOCK], gl.float32, SHAPED))
             s = warpgroup_mma_wait(0, deps=(s,))
             mbarrier.arrive(rings.k.empty.index(stage), count=1)
+            exponent = 0.0
+            highest = 0.0
             if CODED:
-                p, top, total, fade, by = weigh_alone(
-                    s, by_key, by_row, shift, top, total, SCORES, WINDOW, rows, key, True
-                )  # fmt: skip
                 mbarrier.wait(rings.v.full.index(stage), phase)
-                by_value, by_block = divided_at(scales.v, stage, SHAPED)
-                p = p * by_value
-                p0 = 0.0
-                by = by * by_block
+                log_by = log_divisor_at(scales.v, stage, SHAPED)
+                nothing = gl.full([64], float("-inf"), gl.float32, BY_ROW)
+                s, factor, added, largest = scores_of_codes(s, by_key, by_row, shift, SCORES, WINDOW, rows, key, True)
+                exponent, _, highest, down = next_exponent(largest, log_by, nothing, nothing, True, PLAN.lazy)
+                p, top, total = weigh_below(s, factor, added, largest, down, top, total, True)
+                p0 = weights_as_words(p * divided_at(scales.v, stage, SHAPED), SUMS)
             else:
-                p, top, total, _ = weigh_codes(s, by_key, by_row, shift, top, total, SCORES, WINDOW, rows, key, True)
+                p, top, total, _ = weigh_codes(
+                    s, by_key, by_row, shift, top, total, SCORES, WINDOW, rows, key, True, False
+                )  # fmt: skip
                 p0, _ = as_operands(p, rings.v)
-                fade = 1.0
-                by = 1.0
             if CLEARS:
                 # Of the blocks that are walked over, the last alone can reach past what a sequence's queries see, and the first
                 # alone begin before it. Both warpgroups find the same of the same block.
                 start, stop, _, _ = keys_seen(WINDOW, shift_k, work.count, 0, tile.count_q - 1)
                 if (key < start) | (key + BLOCK > stop):
                     clear_unseen(rings.v, stage, phase, start - key, stop - key, W)
-            state = (o, p, p0, fade, by, top, total, stage, phase)
+            state = (o, p, p0, exponent, highest, top, total, stage, phase)
             state = walk_codes(
                 state, codes, by_row, shift, rings, scales, work.high - 1, upper, SCORES, WINDOW, rows, PLAN, True, W
             )
-            state = walk_codes(
-                state, codes, by_row, shift, rings, scales, upper, lower, SCORES, WINDOW, rows, PLAN, False, W
-            )
+            if CODED:
+                # In parts: what the tensor cores have added up in one is set aside, and they begin anew
+                aside = scales.aside.index(W)
+                was = gl.full([64], float("-inf"), gl.float32, BY_ROW)
+                set_aside(gl.zeros([64, COLUMNS], gl.float32, SUMS), aside)
+                for part in range((upper - lower + PLAN.together - 1) // PLAN.together):
+                    high = upper - part * PLAN.together
+                    low = gl.maximum(high - PLAN.together, lower)
+                    state = walk_codes(
+                        state, codes, by_row, shift, rings, scales, high, low, SCORES, WINDOW, rows, PLAN, False, W
+                    )
+                    o, p, p0, exponent, highest, top, total, stage, phase = state
+                    set_aside(with_aside(o, aside, was, exponent), aside)
+                    was = exponent
+                    o = gl.zeros([64, COLUMNS], gl.float32, SUMS)
+                    state = (o, p, p0, exponent, highest, top, total, stage, phase)
+            else:
+                state = walk_codes(
+                    state, codes, by_row, shift, rings, scales, upper, lower, SCORES, WINDOW, rows, PLAN, False, W
+                )
             if WINDOW.left is not None:
                 state = walk_codes(
                     state, codes, by_row, shift, rings, scales, lower, work.low, SCORES, WINDOW, rows, PLAN, True, W
                 )
-            o, p, p0, fade, by, top, total, stage, phase = state
+            o, p, p0, exponent, highest, top, total, stage, phase = state
             if CODED:
                 barrier()  # all of the warpgroup have read the scales of the last values
-                o, p = add_block(o, p, weights_as_codes(p, SUMS), fade, by, rings.v, stage, phase)
+                o = warpgroup_mma(codes_of_words(p0), keys_at(rings.v.first, stage), o, is_async=True)
+                o = with_aside(warpgroup_mma_wait(0, deps=(o,)), aside, was, exponent)
+                saw = exponent > float("-inf")
+                o = scaled_rows(o, gl.where(saw, gl.exp2(exponent - top), 0.0))
                 mbarrier.arrive(rings.v.empty.index(stage), count=1)
             else:
                 mbarrier.wait(rings.v.full.index(stage), phase)
@@ -463,7 +509,7 @@ def attend_coded_tiles(
                     if (key < start) & (work.high - work.low > 1):
                         clear_unseen(rings.v, stage, phase, start - key, stop - key, W)
                 o, _ = issue_values(o, 0.0, p0, 0.0, rings.v, stage)
-                o, _ = await_values(o, 0.0, False)
+                o = warpgroup_mma_wait(0, deps=(o,))
                 mbarrier.arrive(rings.v.empty.index(stage), count=1)
             stage, phase = advance(stage, phase, STAGES)
         whole = gl.convert_layout(gl.sum(total, 1), BY_ROW)
@@ -501,9 +547,11 @@ def attention_codes_hopper(
     k = make_boxes(K, STAGES)
     v = make_boxes(V, STAGES)
     vs = VS  # None, or else:
+    aside = VS
     if VS is not None:
         vs = make_boxes(VS, STAGES)
-    scales = Scales(make_boxes(KS, STAGES), vs)
+        aside = gl.allocate_shared_memory(gl.float32, [2, HALF, SIZES.V0], ASIDE)
+    scales = Scales(make_boxes(KS, STAGES), vs, aside)
     q_full, q_empty = make_barriers(QUERIES)
     k_full, k_empty = make_barriers(STAGES)
     v_full, v_empty = make_barriers(STAGES)
@@ -542,14 +590,17 @@ def attention_scales_by_head(S, T, KEYS, HEADS, BATCH, ROOM, SHIFTS: tl.constexp
 
 
 def bytes_of(sizes: Sizes, plan: Plan, coded: bool) -> int:
-    """Shared memory of 16-bit queries, of keys in codes with fp32 scales, and of 16-bit values, or `coded` ones with theirs."""
-    values = sizes.V0 + 8 if coded else 2 * sizes.V0
-    return 2 * plan.queries * ROWS.value * sizes.D0 + plan.stages * plan.block * (sizes.D0 + 4 + values)
+    """Shared memory of 16-bit queries, of keys in codes with fp32 scales, and of 16-bit values, or `coded` ones with theirs and
+    with sums that are set aside."""
+    values, sums = (sizes.V0 + 8, 4 * ROWS.value * sizes.V0) if coded else (2 * sizes.V0, 0)
+    return 2 * plan.queries * ROWS.value * sizes.D0 + plan.stages * plan.block * (sizes.D0 + 4 + values) + sums
 
 
 def plan_for(sizes: Sizes, memory: int, coded: bool) -> Plan | None:
-    """Blocks of 128 keys and the queries of two tiles, with as many stages as there is room for, four at most."""
-    plans = (Plan(128, stages, 2, False) for stages in (4, 3, 2))
+    """Blocks of 128 keys and the queries of two tiles, with as many stages as there is room for, four at most. Where values are
+    codes, room for the queries of one tile: they are in registers as soon as it begins, and the next ones may come."""
+    queries, together = (1, TOGETHER) if coded else (2, 0)
+    plans = (Plan(128, stages, queries, coded, together) for stages in (4, 3, 2))
     return next((plan for plan in plans if bytes_of(sizes, plan, coded) + SPARE <= memory), None)
 
 

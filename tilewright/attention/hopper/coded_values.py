@@ -1,14 +1,21 @@
 """Values as codes for `coded.py`: how they lie in memory, and how weights become codes that are multiplied with them.
 
-    o = sum over blocks of by_block * (codes(p * scale_v / by_block) . code_v)
+    o = 2^exponent * sum of codes(p * scale_v / 2^exponent) . code_v
 
 Products of 8-bit codes on Hopper take both factors with what is summed over side by side. So the codes of values are turned before,
 to [columns, keys], in blocks of keys that are one sequence's own. What no query of the sequence sees is 0 there, codes and scales:
-neither a NaN in it nor its size reaches a sum. The scales of a block are divided by a power of two, which brings the largest near
-the largest code, and which sums over the block are multiplied with.
+neither a NaN in it nor its size reaches a sum. The scales of a block are divided by a power of two, which brings the largest to
+where codes have room above and below.
 
-Weights are relative to the largest score of their row in the block, and their sums over a block are added, in registers, to those
-of the blocks before: products of e4m3 keep about 14 bits of the largest that they have added up, too few for thousands of keys.
+Sums of a row are held divided by 2^exponent, so that the weights of a block, times its scales, are codes near the largest: however
+low the scores of the block are, or however small its values, beside those before. The exponent that a block asks for is its largest
+score and the logarithm of what its scales are divided by. It stays what it is while that is a little above or below, and is never
+so far below the highest that sums overflow.
+
+Tensor cores keep about 14 bits of the largest of what they add up, and cut off the rest of each product: where products have one
+sign, a sum of thousands is too small by several per cent. So sums of a few blocks are set aside, in shared memory, and added up in
+fp32. By a model of that in float64, at 16384 keys, scores and values of standard deviation 1 and values of mean 3, the error of o
+is 25 % if nothing is set aside, 3.5 % with 16 blocks together, below 2 % with 8 and 0.1 % with 1.
 
 A thread's weights go to the tensor cores from the registers that it has them in. Of 16 keys it has two and, eight further on, two;
 of the factor it gives four that lie side by side. So the keys of turned codes stand in that order: 0 1 8 9, 2 3 10 11, 4 5 12 13,
@@ -23,16 +30,27 @@ import triton.language as tl
 from torch import Tensor
 
 from ...core.tensor import cdiv
-from ...core.triton_versions import async_load, gl, gluon, mbarrier, reinterpret, warpgroup_mma, warpgroup_mma_wait
-from ...device.quantize import PACK_E4M3
+from ...core.triton_versions import async_load, gl, gluon, mbarrier, reinterpret
 from ...runtime.kernel import kernel
 from ..coded_rows import load_codes, load_scale
 from ..portable import heads_of
 from ..tiles import Window, keys_of, keys_seen, lengths, tile_at
 
-LARGEST = tl.constexpr(128.0)  # scales of a block, divided, are below twice this, and e4m3 goes to 448
+LARGEST = tl.constexpr(32.0)  # scales of a block, divided, are below twice this
+ABOVE = tl.constexpr(
+    2.0
+)  # how far a block's exponent may be above that of sums: weights are up to 4 then, and e4m3 goes to 448
+BELOW = tl.constexpr(4.0)  # and how far below
+FURTHEST = tl.constexpr(40.0)  # how far the exponent of sums may be below the highest
+VANISHED = tl.constexpr(60.0)  # weights of 2^-60 are 0 as codes, and no less than numbers as parts of a row's sum
 LEAST = tl.constexpr(2.0**-100)  # of the power of two: quotients are numbers then
 EXPONENT = tl.constexpr(0x7F800000)
+# Of sums set aside: what eight threads of a column have, in pairs, lies in eight different places of 32 bytes
+ASIDE = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
+WORDS = tl.constexpr(
+    "{ .reg .b16 lo, hi; cvt.rn.satfinite.e4m3x2.f32 lo, $5, $4; cvt.rn.satfinite.e4m3x2.f32 hi, $7, $6;"
+    " mov.b32 $0, {lo, hi}; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0; }"
+)
 MOST_EMPTY = 2**16  # keys that packed sequences may leave room for, beside as many as there are
 
 
@@ -57,7 +75,7 @@ def attention_values_turned(
     V, S, T, N, WINDOW, LENGTHS, L, KEYS, HEADS, BATCH, TILES, BLOCKS, COLUMNS: tl.constexpr, BLOCK: tl.constexpr
 ):
     """T [batch, HEADS, COLUMNS, BLOCKS * BLOCK]: bytes V of a block's keys, turned, 16 keys at a time in the order of products. N
-    [batch, HEADS, BLOCKS, 2, BLOCK]: their scales S, divided, and below them what they are divided by."""
+    [batch, HEADS, BLOCKS, 2, BLOCK]: their scales S, divided, and below them the logarithm of what they are divided by."""
     head = tl.program_id(1)
     batch = tl.program_id(2)
     tile = tile_at(LENGTHS, tl.program_id(0), batch, L, KEYS, BLOCK)
@@ -83,7 +101,8 @@ def attention_values_turned(
         s = tl.div_rn(s, tl.zeros_like(s) + by)
         at = (unit * BLOCKS + block) * (2 * BLOCK) + place
         tl.store(N + at, tl.where(tl.abs(s) > 2.0 * LARGEST, 2.0 * LARGEST, s))
-        tl.store(N + at + BLOCK, tl.zeros_like(s) + by)
+        log_by = ((by.to(tl.int32, bitcast=True) & EXPONENT) >> 23) - 127
+        tl.store(N + at + BLOCK, tl.zeros_like(s) + log_by.to(tl.float32))
 
 
 def blocks_of(keys: int, marks: Tensor | None, block: int) -> int:
@@ -123,32 +142,68 @@ def copy_turned(V, S, ring, scales, stage, phase, batch, head, at):
 
 @gluon.jit
 def divided_at(boxes, at, SHAPED: gl.constexpr):
-    """Of a block of values: its keys' scales, [1, keys], and what they are divided by, a number for each of 64 rows."""
+    """The scales of a block of values, divided, [1, keys]."""
     KEYS: gl.constexpr = boxes.shape[4] // 2
     LAID: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    by_key = reinterpret(boxes.index(at), gl.float32, [2, KEYS], LAID).index(0).load(gl.SliceLayout(0, SHAPED))
-    by_block = reinterpret(boxes.index(at), gl.float32, [KEYS // 32, 64], LAID).index(KEYS // 64)
-    return gl.expand_dims(by_key, 0), by_block.load(gl.SliceLayout(1, SHAPED))
+    by_key = reinterpret(boxes.index(at), gl.float32, [2, KEYS], LAID).index(0)
+    return gl.expand_dims(by_key.load(gl.SliceLayout(0, SHAPED)), 0)
 
 
 @gluon.jit
-def weights_as_codes(w, SUMS: gl.constexpr):
+def log_divisor_at(boxes, at, SHAPED: gl.constexpr):
+    """The logarithm of what they are divided by, a number for each of 64 rows."""
+    KEYS: gl.constexpr = boxes.shape[4] // 2
+    LAID: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    by_block = reinterpret(boxes.index(at), gl.float32, [KEYS // 32, 64], LAID).index(KEYS // 64)
+    return by_block.load(gl.SliceLayout(1, SHAPED))
+
+
+@gluon.jit
+def weights_as_words(w, SUMS: gl.constexpr):
     """Weights [64, keys], times the scales of their values, as codes that products with turned values take: keys in their order,
-    which moves nothing between threads."""
+    which moves nothing between threads. Four codes are a word, in the place of the first; the others' places hold nothing.
+
+    Words, and not codes, go around the loop: the compiler takes codes apart there, and puts them together again."""
     KEYS: gl.constexpr = w.shape[1]
     TAKEN: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=SUMS, k_width=4)
     w = w.reshape([64, KEYS // 16, 2, 4, 2]).permute((0, 1, 3, 2, 4)).reshape([64, KEYS])
-    return gl.inline_asm_elementwise(PACK_E4M3, "=r,r,r,r,r", [gl.convert_layout(w, TAKEN)], gl.float8e4nv, False, 4)
+    return gl.inline_asm_elementwise(WORDS, "=r,=r,=r,=r,r,r,r,r", [gl.convert_layout(w, TAKEN)], gl.float32, False, 4)
 
 
 @gluon.jit
-def add_values(o, fade, codes, by, values, into):
-    """(o * fade + by * (codes @ values), registers that nobody needs any more). `into` is what the product is made of, whatever it
-    held. o is faded while the product goes on."""
+def codes_of_words(words):
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r,r,r,r", [words], gl.float8e4nv, False, 4)
+
+
+@gluon.jit
+def next_exponent(largest, log_by, exponent, highest, EDGE: gl.constexpr, LAZY: gl.constexpr):
+    """(the exponent of sums from here on, what those before are to be multiplied with, the highest exponent that a block asked for,
+    how far below 1 the largest weight of the block is to be, as an exponent) of each row. `largest`: its largest score in the
+    block, -inf if it sees none; `log_by`: the logarithm of what scales of values are divided by. LAZY: it stays while it can."""
+    own = largest + log_by
+    highest = gl.maximum(highest, own)
+    wanted = gl.maximum(own, highest - FURTHEST)
+    stays = own == float("-inf")
+    if LAZY:
+        stays = stays | ((own <= exponent + ABOVE) & (own >= exponent - BELOW))
+    if EDGE or LAZY:
+        wanted = gl.where(stays, exponent, wanted)
+        fade = gl.exp2(gl.where(stays, 0.0, exponent - wanted))
+    else:
+        fade = gl.exp2(exponent - wanted)
+    below = wanted - own
+    return wanted, fade, highest, gl.where(below < VANISHED, below, VANISHED)
+
+
+@gluon.jit
+def set_aside(sums, aside):
+    """Write sums where the same threads read them again."""
+    aside.store(sums)
+
+
+@gluon.jit
+def with_aside(o, aside, was, exponent):
+    """o and the sums that were set aside, whose exponent `was` another, -inf of none."""
     SUMS: gl.constexpr = o.type.layout
-    sums = warpgroup_mma(codes, values, into, use_acc=False, is_async=True)
-    o = o * gl.expand_dims(gl.convert_layout(fade, gl.SliceLayout(1, SUMS)), 1)
-    o, sums = warpgroup_mma_wait(0, deps=(o, sums))
-    o += sums * gl.expand_dims(gl.convert_layout(by, gl.SliceLayout(1, SUMS)), 1)
-    # For no product: so that sums are added here, and not after the next product is issued into their registers
-    return warpgroup_mma_wait(0, deps=(o, sums))
+    fade = gl.where(was == float("-inf"), 0.0, gl.exp2(was - exponent))
+    return o + aside.load(SUMS) * gl.expand_dims(gl.convert_layout(fade, gl.SliceLayout(1, SUMS)), 1)

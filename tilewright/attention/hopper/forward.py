@@ -225,6 +225,17 @@ def hidden_out(s, WINDOW, rows, key):
 
 
 @gluon.jit
+def bent(s, SCORES, rows, key):
+    """Scores in base 2 of products q . k, capped, and less for keys that are further away."""
+    s, _ = bend(SCORES, s)
+    if SCORES.slopes is not None:
+        j = gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout)).to(gl.float32)
+        away = (rows.below + (rows.position - key)).to(gl.float32)
+        s -= rows.slope * gl.abs(gl.expand_dims(away, 1) - gl.expand_dims(j, 0))
+    return s
+
+
+@gluon.jit
 def weigh(s, top, total, SCORES, WINDOW, rows, key, EDGE: gl.constexpr, LAZY: gl.constexpr):
     """(weights, the score whose weight is 1, the sums of all weights so far, what those before are to be multiplied with) of
     products q . k with the block of keys that begins at `key`. In base 2. EDGE: some queries do not see all of its keys.
@@ -234,11 +245,7 @@ def weigh(s, top, total, SCORES, WINDOW, rows, key, EDGE: gl.constexpr, LAZY: gl
     """
     PLAIN: gl.constexpr = SCORES.softcap is None and SCORES.slopes is None
     if not PLAIN:
-        s, _ = bend(SCORES, s)
-        if SCORES.slopes is not None:
-            j = gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout)).to(gl.float32)
-            away = (rows.below + (rows.position - key)).to(gl.float32)
-            s -= rows.slope * gl.abs(gl.expand_dims(away, 1) - gl.expand_dims(j, 0))
+        s = bent(s, SCORES, rows, key)
     if EDGE:
         s = hidden_out(s, WINDOW, rows, key)
     factor = SCORES.scale * LOG2E if PLAIN else 1.0  # above 0, so that the largest product is the largest score
