@@ -531,18 +531,20 @@ class Blocks(NamedTuple):
     own: int  # rows that a program holds
     other: int  # rows that it takes in at a time
     stages: int
+    most: int  # stages that shared memory has room for
 
 
 def blocks(q: Tensor, sizes: Sizes, widest: int, sums: int = 1) -> Blocks:
     """Tiles that registers and shared memory take, for a program that keeps so many `sums`, the widest of `widest` columns."""
     columns = sizes.D0 + sizes.D1 + sizes.V0 + sizes.V1
     if q.dtype == torch.float32:  # which is three bf16 numbers in registers and shared memory
-        return Blocks(32 if columns <= 256 else 16, 16, 1)
+        return Blocks(32 if columns <= 256 else 16, 16, 1, 1)
     memory = Target.at(q.device).shared_memory // (2 * columns)  # in rows
     own, other = (64 if columns <= 640 else 32), (64 if widest <= 128 else 32) // sums
     while own + other > memory and own > 16:
         own, other = own // 2, max(16, other // 2)
-    return Blocks(own, other, max(1, min(4 - sums, (memory - own) // other)))
+    most = max(1, (memory - own) // other)
+    return Blocks(own, other, min(4 - sums, most), most)
 
 
 def heads_of(t: Tensor) -> Heads:
@@ -597,10 +599,12 @@ def forward(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Te
     sizes = sizes_of(q, v, narrowest(q))
     block = blocks(q, sizes, sizes.V)
     how, tiles = lengths(a.cu_seqlens_q, a.cu_seqlens_k, length, k.shape[1], a.kv_len, block.own, False)
+    # Programs that have an SM each hide nothing of each other's waits; others would be one fewer on it
+    alone = tiles * heads * batch <= Target.at(q.device).sms
     attention_forward(
         in_words(q), in_words(k), in_words(v), in_words(o), lse, None if a.sink is None else a.sink.contiguous(), scores_of(a),
         window_of(a), how, length, k.shape[1], heads, heads // k.shape[2], batch, tiles, **constants_of(a),
-        BLOCK_M=block.own, BLOCK_N=block.other, STAGES=block.stages,
+        BLOCK_M=block.own, BLOCK_N=block.other, STAGES=min(block.stages + alone, block.most),
     )  # fmt: skip
     return o, lse
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from ..core.target import Target
 from ..core.tensor import cdiv, power_of_two
 from ..device.activation import activate
-from ..device.dependent import ask_l2, await_last, begin_dependent, let_next_begin
+from ..device.dependent import begin_dependent
 from ..device.load import four_bits, load_operand
 from ..device.matrices import Added, Factor, Matrix, Strides
 from ..op import single
@@ -27,7 +27,6 @@ from .tiles import matrix, stages
 
 MOST = 64  # rows; with more, products of whole tiles are as fast
 COLUMNS = 64  # of a tile
-AHEAD = 1024  # bytes of each column of `b` that a program asks the L2 for before it waits; 0: none
 LEAST = 8  # blocks of 128 that a part of the inner dimension has: fewer are over before memory is busy
 ALONG = ("BlockWise1x128", "BlockWise128x128")  # scales that change along the inner dimension
 
@@ -80,18 +79,6 @@ def sum_blocks(
     return total
 
 
-@triton.jit
-def ask_ahead(B, col, first, end, N, K, KIND: tl.constexpr, AHEAD: tl.constexpr):
-    """Ask the L2 for the first AHEAD bytes of columns `col`, whose inner dimension is contiguous, of blocks `first` to `end`: while
-    the launch before computes what these are multiplied by, memory has nothing to do."""
-    PER: tl.constexpr = 128 // (2 if four_bits(KIND) else 1)  # elements that hold a block
-    LINE: tl.constexpr = 1024 // B.codes.dtype.element_ty.primitive_bitwidth
-    at = first.to(tl.int64) * PER + tl.arange(0, AHEAD // 128) * LINE
-    inside = at < tl.minimum(end.to(tl.int64) * PER, tl.cdiv(K, 128 // PER))
-    lines = B.codes + col.to(tl.int64)[:, None] * B.stride_r + at[None, :]
-    ask_l2(lines, (col < N)[:, None] & inside[None, :])
-
-
 @kernel(
     grid=lambda a: (cdiv(a.N, a.BLOCK_N), a.parts),
     tokens=("M", "per", "parts", "stride_sam", "stride_sak", "stride_sbn", "stride_sbk"),
@@ -101,19 +88,15 @@ def ask_ahead(B, col, first, end, N, K, KIND: tl.constexpr, AHEAD: tl.constexpr)
 def small_rows(
     A, B, Y, ADDED, M, N, K, per, parts, stride_sam, stride_sak, stride_sbn, stride_sbk, KIND_A: tl.constexpr,
     KIND_B: tl.constexpr, MATH: tl.constexpr, DOWN: tl.constexpr, ALONG_A: tl.constexpr, ALONG_B: tl.constexpr,
-    ACT: tl.constexpr, AHEAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    ACT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Columns of Y [parts, M, N] from factors A [M, K] and B [N, K], of `per` blocks of the inner dimension for each part."""
-    let_next_begin(DEPENDENT)
+    begin_dependent(DEPENDENT)
     part = tl.program_id(1)
     row = tl.arange(0, BLOCK_M)
     col = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     first = part * per
     end = tl.minimum(first + per, tl.cdiv(K, 128))
-    if DEPENDENT and AHEAD > 0:
-        ask_ahead(B, col, first, end, N, K, KIND_B, AHEAD)
-    await_last(DEPENDENT)
     y = sum_blocks(
         A, B, row, col, first, end, M, N, K, Strides(stride_sam, stride_sak), Strides(stride_sbn, stride_sbk), KIND_A, KIND_B,
         MATH, DOWN, ALONG_A, ALONG_B, STAGES,
@@ -240,7 +223,7 @@ def forward(a, b, scale_a, scale_b, recipe_a, recipe_b, *, zero_b, bias, act, c,
         A, B, Matrix(target, *target.stride()[-2:]), added, M, N, K, cdiv(blocks, parts), parts, *strides_of(scale_a),
         *strides_of(scale_b),
         KIND_A=kind_a, KIND_B=kind_b, MATH=math, DOWN=max(1, BLOCKS[recipe_b][0]) if recipe_b else 1,
-        ALONG_A=recipe_a in ALONG, ALONG_B=recipe_b in ALONG, ACT=None if later else act, AHEAD=AHEAD if b.stride(0) == 1 else 0,
+        ALONG_A=recipe_a in ALONG, ALONG_B=recipe_b in ALONG, ACT=None if later else act,
         BLOCK_M=max(16, power_of_two(M)), BLOCK_N=COLUMNS,
     )  # fmt: skip
     if later:

@@ -136,7 +136,7 @@ def add_tile(total, a, b, HOW: tl.constexpr, PIECES_A: tl.constexpr, PIECES_B: t
 
 @kernel(
     grid=lambda a: (a.PROGRAMS,), tokens=("M", "stride_s", "PROGRAMS"),
-    default=lambda a: {"num_warps": 8 if a.BLOCK_M == ROWS else 4}, dependent=True,
+    default=lambda a: {"num_warps": 8 if a.BLOCK_M * a.BLOCK_N > ROWS * 64 else 4}, dependent=True,
 )  # fmt: skip
 def matmul_tiles(
     A, B, ADDED, DY, Y, ROW, M, N, K, stride_am, stride_ak, stride_bk, stride_bn, stride_bias, stride_s, PROGRAMS,
@@ -241,19 +241,21 @@ def tile_for(
     largest = Tile(ROWS, N, K, max(1, min(4, memory // (K * (ROWS + N) * wide))))
     if pieces or FORMAT is not None or count_of(largest, a.shape[0], columns) >= target.sms:
         return largest
-    smaller = [Tile(*sides, K, stages_of(*sides, K * wide, memory)) for sides in SMALLER if sides[1] <= N]
+    sides = ((M, across, K * longer) for M, across, longer in SMALLER if across <= N)
+    smaller = [Tile(*three, stages_of(*three, wide, memory)) for three in sides]
     return min([largest, *smaller], key=lambda tile: cycles_of(tile, *a.shape, columns, wide, target.sms))
 
 
-# Rows and columns of tiles for products of which the largest would leave SMs idle
-SMALLER = ((ROWS, 128), (ROWS, 64), (64, 128), (64, 64))
+# Rows and columns of tiles for products of which the largest would leave SMs idle, and how many times as long their steps are: one
+# of the smallest would be over before its barriers are
+SMALLER = ((ROWS, 128, 1), (ROWS, 64, 1), (64, 128, 1), (64, 64, 2))
 SPARE = 16 * 1024  # bytes of shared memory that barriers and results on their way out may take
 
 
-def stages_of(M: int, N: int, bytes_a_step: int, memory: int) -> int:
+def stages_of(M: int, N: int, K: int, wide: int, memory: int) -> int:
     """Steps of a smaller tile in shared memory: where programs have a tile each, nothing but copies that are under way hides the
-    microsecond that memory takes to answer, which is four steps of 128 x 128 and eight of 64 x 64."""
-    return max(1, min(8, (memory - SPARE) // ((M + N) * bytes_a_step)))
+    microsecond that memory takes to answer, which is four steps of 128 x 128 x 64."""
+    return max(1, min(8, (memory - SPARE) // ((M + N) * K * wide)))
 
 
 def count_of(tile: Tile, rows: int, columns: int) -> int:

@@ -16,11 +16,11 @@ from ...core.target import Target
 from ...core.tensor import cdiv, power_of_two
 from ...core.triton_versions import async_load, gl, gluon, mbarrier, reinterpret, warpgroup_mma, warpgroup_mma_wait
 from ...device.activation import activate
-from ...device.dependent import ask_l2, await_last, let_next_begin
+from ...device.dependent import await_last, let_next_begin
 from ...device.matrices import Added, Matrices, Matrix
 from ...device.warpgroups import CODES, advance
 from ...runtime.kernel import kernel
-from ..few import AHEAD, add_parts, splits_for
+from ..few import add_parts, splits_for
 from ..operands import DTYPES, ONCE
 from ..tiles import matrices, matrix
 from .boxes import box_of, copies_in_bulk
@@ -186,18 +186,6 @@ def multiply_tiles(
         store_columns(total, Y, scales, added, expert, row0, rows, split, col0, N, R, BLOCKS, ACT)
 
 
-@gluon.jit
-def ask_ahead(CODES, stride_b, across, N, KB, per, splits, COLUMNS: gl.constexpr, AHEAD: gl.constexpr):
-    """As in `gemm/few.py`, of a program's first tile: a block of codes is a line of the L2."""
-    LANES: gl.constexpr = gl.BlockedLayout([1, 1], [4, 8], [4, 1], [1, 0])
-    t = gl.program_id(0)
-    col = t % across * COLUMNS + gl.arange(0, COLUMNS, gl.SliceLayout(1, LANES))
-    first = (t // across) % splits * per
-    k = first + gl.arange(0, AHEAD // 128, gl.SliceLayout(0, LANES))
-    at = gl.expand_dims(col.to(gl.int64) * stride_b, 1) + gl.expand_dims(k.to(gl.int64) * 128, 0)
-    ask_l2(CODES + at, gl.expand_dims(col < N, 1) & gl.expand_dims(k < gl.minimum(first + per, KB), 0))
-
-
 @kernel(
     grid=lambda a: (a.PROGRAMS,), jit=gluon.jit,
     tokens=("E", "R", "KB", "per", "splits", "stride_sae", "stride_sam", "stride_sak", "stride_sbe", "stride_sbn", "stride_sbk",
@@ -205,12 +193,12 @@ def ask_ahead(CODES, stride_b, across, N, KB, per, splits, COLUMNS: gl.constexpr
     default=lambda a: {"num_warps": 4, "maxnreg": 128}, dependent=True,
 )  # fmt: skip
 def small_rows_hopper(
-    A, B, CODES, Y, SCALES, ADDED, COUNTS, E, R, N, KB, per, splits, stride_b, stride_sae, stride_sam, stride_sak, stride_sbe,
+    A, B, Y, SCALES, ADDED, COUNTS, E, R, N, KB, per, splits, stride_sae, stride_sam, stride_sak, stride_sbe,
     stride_sbn, stride_sbk, PROGRAMS, ACT: gl.constexpr, BLOCKS: gl.constexpr, ROWS: gl.constexpr, BLOCK_E: gl.constexpr,
-    STAGES: gl.constexpr, CHUNK: gl.constexpr, AHEAD: gl.constexpr, DEPENDENT: gl.constexpr,
+    STAGES: gl.constexpr, CHUNK: gl.constexpr, DEPENDENT: gl.constexpr,
 ):  # fmt: skip
     """Y[e] = A[e] @ B[e].T for the first COUNTS[e] of R rows; of `splits` parts of the inner dimension, `per` blocks each, one
-    after the other. CODES: where B lies, its columns stride_b apart; None where counts on the device say what is read."""
+    after the other."""
     let_next_begin(DEPENDENT)
     COLUMNS: gl.constexpr = B.block_type.shape[1]
     EACH: gl.constexpr = A.block_type.shape[1]
@@ -223,8 +211,6 @@ def small_rows_hopper(
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=1)
     across = gl.cdiv(N, COLUMNS)
-    if DEPENDENT and AHEAD > 0 and CODES is not None:
-        ask_ahead(CODES, stride_b, across, N, KB, per, splits, COLUMNS, AHEAD)
     ring = (a_ring, b_ring, full, empty)
     SA, SB = SCALES
     scales = (SA, SB, stride_sae, stride_sam, stride_sak, stride_sbe, stride_sbn, stride_sbk)
@@ -269,11 +255,11 @@ def forward(a, b, scale_a, scale_b, recipe_a, recipe_b, *, bias, act, c, beta, o
     strides_a, strides_b = ((s.stride(0) if s.shape[0] > 1 else 0, s.stride(1)) for s in (scale_a, scale_b))
     small_rows_hopper(
         box_of(a.unsqueeze(0), [1, min(PIECE, height), 128], KINDS[a.dtype]),
-        box_of(b.t().unsqueeze(0), [1, width, 128], KINDS[b.dtype]), b,
+        box_of(b.t().unsqueeze(0), [1, width, 128], KINDS[b.dtype]),
         Matrices(target, 0, *target.stride()[-2:]), (scale_a, scale_b),
         Added(None if bias is None or later else bias.contiguous(), matrix(None if later else add), beta), None, 1, M, N, KB, per,
-        parts, b.stride(1), 0, *strides_a, 0, *strides_b, min(2 * sms, parts * cdiv(N, width)),
-        ACT=None if later else act, BLOCKS=blocks, ROWS=height, BLOCK_E=1, STAGES=stages, CHUNK=CHUNK, AHEAD=AHEAD,
+        parts, 0, *strides_a, 0, *strides_b, min(2 * sms, parts * cdiv(N, width)),
+        ACT=None if later else act, BLOCKS=blocks, ROWS=height, BLOCK_E=1, STAGES=stages, CHUNK=CHUNK,
     )  # fmt: skip
     if later:
         add_parts(target, y, bias, add, beta, act)
@@ -286,8 +272,8 @@ def multiply_masked(a: Tensor, b: Tensor, counts: Tensor, scale_a: Tensor, scale
     height, width, stages = shape_of(R, N, E, sms)
     small_rows_hopper(
         box_of(a, [1, min(PIECE, height), 128], KINDS[a.dtype]),
-        box_of(b.transpose(1, 2), [1, width, 128], KINDS[b.dtype]), None,
-        matrices(y), (scale_a, scale_b), Added(None, Matrix(), None), counts, E, R, N, cdiv(K, 128), cdiv(K, 128), 1, 0,
+        box_of(b.transpose(1, 2), [1, width, 128], KINDS[b.dtype]),
+        matrices(y), (scale_a, scale_b), Added(None, Matrix(), None), counts, E, R, N, cdiv(K, 128), cdiv(K, 128), 1,
         *scale_a.stride(), *scale_b.stride(), min(2 * sms, E * cdiv(R, height) * cdiv(N, width)),
-        ACT=None, BLOCKS=True, ROWS=height, BLOCK_E=power_of_two(E), STAGES=stages, CHUNK=CHUNK, AHEAD=0,
+        ACT=None, BLOCKS=True, ROWS=height, BLOCK_E=power_of_two(E), STAGES=stages, CHUNK=CHUNK,
     )  # fmt: skip
