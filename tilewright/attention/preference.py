@@ -8,8 +8,8 @@ powers of two, times are microseconds, of cuDNN too where it takes such calls an
 if it is nearer than a factor of four in every size, among equals that of this release of Triton. Where there is none, the chip's
 kernels are taken for calls with a tile for more than half of the SMs: of such calls none that was measured was slower by them. Over
 caches, where what is faster depends on more, the portable ones are. Where this Triton offers no kernels for the chip, their times
-count for nothing. Rows are data: one that is damaged, or whose best is not the one that its times say, is not believed. `tilewright docs`
-writes them from the evidence.
+count for nothing. Rows are data: one that is damaged, or whose best is not the one that its times say, is not believed.
+`tilewright docs` writes them from the evidence.
 """
 
 from __future__ import annotations
