@@ -97,6 +97,25 @@ def test_parts_fill_the_chip():
     assert part_length(32768, 8, 396, 512, 64) == 704  # 47 parts are 376 programs
 
 
+def test_few_programs_have_short_parts():
+    """Where parts of 512 keys would leave some of the chip idle, shorter ones fill it once, down to a block or what they may be."""
+    for programs in (1, 3, 8, 16, 32, 64, 395, 1000):
+        for capacity in (0, 1, 130, 4112, 8208, 32768):
+            for least, step in ((64, 64), (128, 128), (200, 32)):
+                length = part_length(capacity, programs, 396, least, step)
+                parts = max(1, -(-capacity // length))
+                assert length % step == 0 and length >= least
+                if length < 512:
+                    assert parts == 1 or parts * programs <= 396, (programs, capacity, length)
+                    shorter = length - step  # would be too short, or too many for one round
+                    assert shorter < least or -(-capacity // shorter) * programs > 396 or not shorter
+                else:
+                    assert length == part_length(capacity, programs, 396, 512, step)
+    assert part_length(4112, 8, 396, 128, 128) == 128 and part_length(4112, 8, 396, 64, 64) == 128
+    assert part_length(4112, 32, 396, 128, 128) == 384
+    assert part_length(4112, 64, 396, 128, 128) == part_length(4112, 64, 396, 512, 128)
+
+
 def test_bits_do_not_depend_on_the_batch():
     lengths = [37, 5, 64, 23]
     q, k, v, kv_len = sequences(lengths, 2, torch.bfloat16)

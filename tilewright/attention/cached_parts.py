@@ -559,7 +559,7 @@ def attention_parts_merge(
 # ---- host ------------------------------------------------------------------------------------------------------------
 
 
-LEAST = 512  # keys of a part: with fewer, its beginning and its end take longer than the keys between them
+LEAST = 512  # keys of a part where the chip is full: with fewer, its beginning and its end take longer than the keys between them
 LONGEST = 2048  # of a part, where sequences may be far shorter than there is room for and lie beside long ones
 ROUNDS = 5  # of programs that run at a time: so many leave few idle while the last ones end
 MOST_ROUNDS = 16  # where most may find nothing to do, and take time to come and go
@@ -567,9 +567,15 @@ MOST_ROUNDS = 16  # where most may find nothing to do, and take time to come and
 
 def part_length(capacity: int, programs: int, at_a_time: int, least: int, step: int) -> int:
     """Keys of a part, a multiple of `step`: as many parts, each of so many `programs`, as keep a chip busy on which some run
-    `at_a_time`. What the device alone knows has no say."""
+    `at_a_time`. What the device alone knows has no say.
+
+    A part's blocks come one after the other. Where parts of LEAST keys would leave some of the chip idle, shorter ones are over
+    sooner, for they go on beside each other: as many as run at a time, unless those would have fewer than `least` keys."""
+    alone = max(least, cdiv(capacity, max(1, at_a_time // max(1, programs))))
+    if alone < LEAST:
+        return max(1, cdiv(alone, step)) * step
     total = capacity * max(1, programs)
-    wanted = max(least, total // (MOST_ROUNDS * at_a_time), min(LONGEST, total // (ROUNDS * at_a_time)))
+    wanted = max(LEAST, least, total // (MOST_ROUNDS * at_a_time), min(LONGEST, total // (ROUNDS * at_a_time)))
     parts = max(1, round(capacity / wanted))
     rounds, rest = divmod(parts * programs, at_a_time)
     if 1 <= rounds < 3 and 0 < rest < 0.9 * at_a_time:  # the chip would wait for a last round that does not fill it
@@ -729,7 +735,7 @@ def forward(q: Tensor, k_cache: Tensor, v_cache: Tensor | None, **options: Any) 
     programs = tiles * head_tiles * kv_heads * batch
     # A part's sums, written and read in fp32, are at most an eighth of its keys
     key_bytes = (wide + beside) * k_cache.element_size()
-    shortest = max(LEAST, 8 * (8 * min(block.own, group * length) * value_dim) // key_bytes)
+    shortest = 8 * (8 * min(block.own, group * length) * value_dim) // key_bytes
     split = a.split or part_length(capacity, programs, block.resident * Target.at(q.device).sms, shortest, block.other)
     parts = max(1, cdiv(capacity, split))
     made = room_for(o, lse, parts)
