@@ -351,9 +351,7 @@ def steps_of(seen, EDGE: tl.constexpr):
 
 
 @triton.jit
-def look_up_block(
-    TABLE, TREE, sequence, seen, step, PAGE: tl.constexpr, EDGE: tl.constexpr, BLOCK_N: tl.constexpr
-):
+def look_up_block(TABLE, TREE, sequence, seen, step, PAGE: tl.constexpr, EDGE: tl.constexpr, BLOCK_N: tl.constexpr):
     """The pages of the block at a step; none if the steps are over."""
     j, there = block_at(TREE, seen, step, EDGE, BLOCK_N)
     _, end = steps_of(seen, EDGE)
@@ -531,7 +529,7 @@ def attention_part(
             back = load_scale(KS, 0, 0, kv_head, True, 0) * (
                 tl.full([BLOCK_M], 1.0, tl.float32) if back is None else back
             )
-        smaller = 1.0 / LIFT if HALF.V else 1.0  # the scale of the sums: loaded here, for nothing goes on beside the end
+        smaller = 1.0 / LIFT if HALF.V else 1.0  # all values' scale, loaded here: beside the end nothing goes on
         if VS.data is not None and VS.stride_p is None:
             smaller *= load_scale(VS, 0, 0, kv_head, True, 0)
         turned = None
