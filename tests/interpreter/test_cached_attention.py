@@ -105,12 +105,13 @@ def test_few_programs_have_short_parts():
             for least, step in ((64, 64), (128, 128), (200, 32)):
                 length = part_length(capacity, programs, 396, least, step)
                 parts = max(1, -(-capacity // length))
-                assert length % step == 0 and length >= least
-                if length < 512:
-                    assert parts == 1 or parts * programs <= 396, (programs, capacity, length)
+                assert length % step == 0 and (parts == 1 or length >= least)
+                assert parts == 1 or capacity > 2 * step
+                if length < 512 and parts > 1:
+                    assert parts * programs <= 396, (programs, capacity, length)
                     shorter = length - step  # would be too short, or too many for one round
                     assert shorter < least or -(-capacity // shorter) * programs > 396 or not shorter
-                else:
+                elif parts > 1:
                     assert length == part_length(capacity, programs, 396, 512, step)
     assert part_length(4112, 8, 396, 128, 128) == 128 and part_length(4112, 8, 396, 64, 64) == 128
     assert part_length(4112, 32, 396, 128, 128) == 384

@@ -540,13 +540,19 @@ def attention_part(
             acc = acc + (no_sums(BLOCK_M, VALUES, i // HALVES, HALVES),)
         top = tl.full([BLOCK_M], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
-        for EDGE in tl.static_range(0 if APART else 1, 2):
-            if AHEAD and EDGE == 1:
-                pages = look_up_block(TABLE, TREE, sequence, seen, seen.first, PAGE, True, BLOCK_N)
+        if APART:
             acc, top, total = take_in(
-                K, V, ROPE, KS, VS, TABLE, PAGES, SCORES, WINDOW, TREE, sequence, kv_head, rows, seen, pages, q, back, turned,
-                acc, top, total, PAGE, KEYS, TURNED, VALUES, PIECES, HALF, PAIRS, SHARED, EDGE == 1, BLOCK_N,
-                min(STAGES, 2) if APART and EDGE == 1 else STAGES,  # few blocks are edges
+                K, V, ROPE, KS, VS, TABLE, PAGES, SCORES, WINDOW, TREE, sequence, kv_head, rows, seen, pages, q, back, turned, acc,
+                top, total, PAGE, KEYS, TURNED, VALUES, PIECES, HALF, PAIRS, SHARED, False, BLOCK_N, STAGES,
+            )  # fmt: skip
+        begin, end = steps_of(seen, True)
+        if begin < end:  # few blocks are edges, and most parts have none
+            if AHEAD:
+                pages = look_up_block(TABLE, TREE, sequence, seen, begin, PAGE, True, BLOCK_N)
+            acc, top, total = take_in(
+                K, V, ROPE, KS, VS, TABLE, PAGES, SCORES, WINDOW, TREE, sequence, kv_head, rows, seen, pages, q, back, turned, acc,
+                top, total, PAGE, KEYS, TURNED, VALUES, PIECES, HALF, PAIRS, SHARED, True, BLOCK_N,
+                min(STAGES, 2) if APART else STAGES,
             )  # fmt: skip
         share, lse = with_sink(SINK, rows, part, top, total)
         share *= smaller
@@ -631,7 +637,7 @@ def part_length(capacity: int, programs: int, at_a_time: int, least: int, step: 
     A part's blocks come one after the other. Where parts of LEAST keys would leave some of the chip idle, shorter ones are over
     sooner, for they go on beside each other: as many as run at a time, unless those would have fewer than `least` keys."""
     alone = max(least, cdiv(capacity, max(1, at_a_time // max(1, programs))))
-    if alone < LEAST:
+    if alone < LEAST and capacity > 2 * step:  # a merge takes as long as two blocks
         return max(1, cdiv(alone, step)) * step
     total = capacity * max(1, programs)
     wanted = max(LEAST, least, total // (MOST_ROUNDS * at_a_time), min(LONGEST, total // (ROUNDS * at_a_time)))
