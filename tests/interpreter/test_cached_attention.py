@@ -11,6 +11,7 @@ from triton.runtime.errors import InterpreterError
 
 import tilewright as tw
 from tests.mutants import ROOT, Mutant, edited
+from tilewright.attention import cached_parts
 from tilewright.attention.cached_parts import part_length
 from tilewright.check.far_apart import load
 
@@ -95,6 +96,49 @@ def test_parts_fill_the_chip():
             rounds = parts * programs / 396
             assert parts == 1 or not (1.0 < rounds < 1.5 or 2.0 < rounds < 2.5), (programs, capacity, length)
     assert part_length(32768, 8, 396, 512, 64) == 704  # 47 parts are 376 programs
+
+
+def test_few_programs_have_short_parts():
+    """Where parts of 512 keys would leave some of the chip idle, shorter ones fill it once, down to a block or what they may be."""
+    for programs in (1, 3, 8, 16, 32, 64, 395, 1000):
+        for capacity in (0, 1, 130, 4112, 8208, 32768):
+            for least, step in ((64, 64), (128, 128), (200, 32)):
+                length = part_length(capacity, programs, 396, least, step)
+                parts = max(1, -(-capacity // length))
+                assert length % step == 0 and (parts == 1 or length >= least)
+                assert parts == 1 or capacity > 2 * step
+                if length < 512 and parts > 1:
+                    assert parts * programs <= 396, (programs, capacity, length)
+                    shorter = length - step  # would be too short, or too many for one round
+                    assert shorter < least or -(-capacity // shorter) * programs > 396 or not shorter
+                elif parts > 1:
+                    assert length == part_length(capacity, programs, 396, 512, step)
+    assert part_length(4112, 8, 396, 128, 128) == 128 and part_length(4112, 8, 396, 64, 64) == 128
+    assert part_length(4112, 32, 396, 128, 128) == 384
+    assert part_length(4112, 64, 396, 128, 128) == part_length(4112, 64, 396, 512, 128)
+
+
+@pytest.mark.parametrize("tree, left", [(False, None), (True, None), (False, 170)])
+def test_pages_that_are_looked_up_ahead_are_those_of_each_block(tree, left):
+    """Codes come in blocks of 128 keys, whose pages are looked up a block before: parts of several blocks, before and after whole
+    ones too, whose pages lie in random order, and sequences that end within each."""
+    lengths = [440, 256, 129, 3]
+    q, k, v, kv_len = sequences(lengths, 3, torch.bfloat16)
+    k, v = ((16.0 * t.float()).to(torch.float8_e4m3fn) for t in (k, v.repeat(1, 1, 1, 2)))
+    blocks = cached_parts.blocks(q, k, 6, 32, 32, True, tree)
+    assert blocks.ahead and blocks.other == 128
+    drafts = torch.tensor([0b1, 0b11, 0b101]).repeat(len(lengths), 1)
+    given = {"left": left, **({"tree": drafts} if tree else {})}
+    for split in (384, 128, None):
+        dense = launched(q, k, v, None, kv_len, split=split or 512, **given)
+        (k_cache, table), (v_cache, _) = (paged_codes(t, lengths, 16) for t in (k, v))
+        found = launched(q, k_cache, v_cache, table, kv_len, split=split, **given)
+        (same if split else near)(found, dense, *(() if split else (1e-2,)))
+
+
+def paged_codes(x: Tensor, lengths: list[int], page: int) -> tuple[Tensor, Tensor]:
+    cache, table = paged(x.float(), lengths, page, spare=1)
+    return cache.to(x.dtype), table
 
 
 def test_bits_do_not_depend_on_the_batch():

@@ -23,7 +23,7 @@ from torch import Tensor
 from ..core.debug import can_read, check_ends, check_indices, check_pages
 from ..core.target import Target
 from ..core.tensor import cdiv, power_of_two
-from ..device.dependent import begin_dependent
+from ..device.dependent import ask_l2, await_last, begin_dependent, let_next_begin
 from ..device.products import add_product
 from ..device.quantize import decode
 from ..device.softmax import LN2, LOG2E
@@ -93,14 +93,22 @@ def width_of(first, last, count, i):
 
 
 @triton.jit
-def find(TABLE, sequence, j, there, PAGES, PAGE: tl.constexpr):
-    """(page, place in it, whether there is such a page) of keys j of a sequence; one that has no such page is not read."""
+def look_up(TABLE, sequence, j, there, PAGE: tl.constexpr):
+    """What the table says is the page of keys j of a sequence."""
+    number = (j.to(tl.uint32) // PAGE).to(tl.int32)  # a shift: no j is negative
+    at = sequence.to(tl.int64) * TABLE.stride_s + number.to(tl.int64) * TABLE.stride_m
+    return tl.load(TABLE.data + at, there, 0)
+
+
+@triton.jit
+def find(TABLE, page, sequence, j, there, PAGES, PAGE: tl.constexpr):
+    """(page, place in it, whether there is such a page) of keys j of a sequence; one that has no such page is not read. `page` is
+    what was looked up before, or None."""
     if TABLE is None:
         return sequence, j, there
     else:
-        number = (j.to(tl.uint32) // PAGE).to(tl.int32)  # a shift: no j is negative
-        at = sequence.to(tl.int64) * TABLE.stride_s + number.to(tl.int64) * TABLE.stride_m
-        page = tl.load(TABLE.data + at, there, 0)
+        if page is None:
+            page = look_up(TABLE, sequence, j, there, PAGE)
         known = there & (page >= 0) & (page < PAGES)
         return tl.where(known, page, 0).to(tl.int32), (j.to(tl.uint32) % PAGE).to(tl.int32), known
 
@@ -319,33 +327,56 @@ def no_sums(ROWS: tl.constexpr, VALUES: tl.constexpr, i: tl.constexpr, HALVES: t
 
 
 @triton.jit
+def block_at(TREE, seen, step, EDGE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """(keys of the block at a step over whole blocks, or with EDGE over the others; whether they are there for any row)."""
+    n = step
+    if EDGE:  # the blocks before the whole ones, and then those after them
+        n = tl.where(step < seen.lower, step, step + (seen.upper - seen.lower))
+    j = n + tl.arange(0, BLOCK_N)
+    there = tl.full([BLOCK_N], True, tl.int1)
+    if EDGE:
+        there = (j >= seen.start) & (j < seen.stop)
+        if TREE is not None:  # it may hide a key from all queries, and a NaN with it
+            there = there & is_drawn(seen.drafts, j - seen.shift)
+    return j, there
+
+
+@triton.jit
+def steps_of(seen, EDGE: tl.constexpr):
+    """[begin, end) of the steps over whole blocks, or with EDGE over the others."""
+    if EDGE:
+        return seen.first, seen.stop - (seen.upper - seen.lower)
+    else:
+        return seen.lower, seen.upper
+
+
+@triton.jit
+def look_up_block(TABLE, TREE, sequence, seen, step, PAGE: tl.constexpr, EDGE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The pages of the block at a step; none if the steps are over."""
+    j, there = block_at(TREE, seen, step, EDGE, BLOCK_N)
+    _, end = steps_of(seen, EDGE)
+    return look_up(TABLE, sequence, j, there & (step < end), PAGE)
+
+
+@triton.jit
 def take_in(
-    K, V, ROPE, KS, VS, TABLE, PAGES, SCORES, WINDOW, TREE, sequence, kv_head, rows, seen, q, back, turned, acc, top, total,
+    K, V, ROPE, KS, VS, TABLE, PAGES, SCORES, WINDOW, TREE, sequence, kv_head, rows, seen, pages, q, back, turned, acc, top, total,
     PAGE: tl.constexpr, KEYS: tl.constexpr, TURNED: tl.constexpr, VALUES: tl.constexpr, PIECES: tl.constexpr, HALF: tl.constexpr,
     PAIRS: tl.constexpr, SHARED: tl.constexpr, EDGE: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """(acc, top, total) after the blocks that all rows see whole, which need no mask, or with EDGE after the others."""
+    """(acc, top, total) after the blocks that all rows see whole, which need no mask, or with EDGE after the others. `pages` of the
+    first block: then those of each block are looked up while the one before is waited for. None: when the block comes."""
     KEY_PARTS: tl.constexpr = KEYS.COUNT
     VALUE_PARTS: tl.constexpr = VALUES.COUNT
     HALVES: tl.constexpr = 1 if PAIRS is None else 2
     KEY: tl.constexpr = tl.float16 if HALF.K else tl.bfloat16  # what codes become
     VALUE: tl.constexpr = tl.float16 if HALF.V else tl.bfloat16
-    begin = seen.lower
-    end = seen.upper
-    if EDGE:  # the blocks before the whole ones, and then those after them
-        begin = seen.first
-        end = seen.stop - (seen.upper - seen.lower)
+    begin, end = steps_of(seen, EDGE)
     for step in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
-        n = step
-        if EDGE:
-            n = tl.where(step < seen.lower, step, step + (seen.upper - seen.lower))
-        j = n + tl.arange(0, BLOCK_N)
-        there = tl.full([BLOCK_N], True, tl.int1)
-        if EDGE:
-            there = (j >= seen.start) & (j < seen.stop)
-            if TREE is not None:  # it may hide a key from all queries, and a NaN with it
-                there = there & is_drawn(seen.drafts, j - seen.shift)
-        page, place, found = find(TABLE, sequence, j, there, PAGES, PAGE)
+        j, there = block_at(TREE, seen, step, EDGE, BLOCK_N)
+        page, place, found = find(TABLE, pages, sequence, j, there, PAGES, PAGE)
+        if pages is not None:
+            pages = look_up_block(TABLE, TREE, sequence, seen, step + BLOCK_N, PAGE, EDGE, BLOCK_N)
         # In whole blocks a page that there is not has the address of the first, and NaN for scores
         live = found if EDGE else there
         k = ()
@@ -385,6 +416,25 @@ def take_in(
 
 
 @triton.jit
+def ask_early(TABLE, KV_LEN, stride_len, KS, VS, batch, kv_head, part, CAPACITY, SPLIT, PAGE: tl.constexpr):
+    """Ask the L2 for what a part of a dense batch waits for before it reads a key: memory is far, and these loads come one after
+    the other."""
+    one = tl.arange(0, 1)
+    if KV_LEN is not None:
+        ask_l2(KV_LEN + batch.to(tl.int64) * stride_len + one, one == 0)
+    if TABLE is not None:
+        LINE: tl.constexpr = 1024 // TABLE.data.dtype.element_ty.primitive_bitwidth
+        begin = part * SPLIT
+        number = begin // PAGE + tl.arange(0, 32) * LINE  # the rest of a long part is read while keys are waited for
+        at = batch.to(tl.int64) * TABLE.stride_s + number.to(tl.int64) * TABLE.stride_m
+        ask_l2(TABLE.data + at, number < tl.cdiv(begin + tl.minimum(SPLIT, CAPACITY - begin), PAGE))
+    if KS.data is not None and KS.stride_p is None:
+        ask_l2(KS.data + kv_head.to(tl.int64) * KS.stride_h + one, one == 0)
+    if VS.data is not None and VS.stride_p is None:
+        ask_l2(VS.data + kv_head.to(tl.int64) * VS.stride_h + one, one == 0)
+
+
+@triton.jit
 def with_sink(SINK, rows, part, top, total):
     """(share of the sums that makes them o, lse) of a part. The sink is one more key of the first part, whose value is 0."""
     fade = 1.0
@@ -411,11 +461,11 @@ def attention_part(
     WINDOW, LENGTHS, L, CAPACITY, PAGES, KV_HEADS, BATCH, TILES, HEAD_TILES, PARTS, SPLIT, GROUP: tl.constexpr,
     PAGE: tl.constexpr, KEYS: tl.constexpr, TURNED: tl.constexpr, VALUES: tl.constexpr, PIECES: tl.constexpr,
     HALF: tl.constexpr, PAIRS: tl.constexpr, SHARED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    STAGES: tl.constexpr, DEPENDENT: tl.constexpr,
+    STAGES: tl.constexpr, AHEAD: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """O and LSE of one part of the keys, [part, batch, token, head], for a tile of rows: a token's heads of one group, or part
     of them, and as many tokens as fit. SHARED: values are the first parts of the keys. PAIRS: V holds pairs of such codes."""
-    begin_dependent(DEPENDENT)
+    let_next_begin(DEPENDENT)
     pid = tl.program_id(0)
     part = pid % PARTS
     pid = pid // PARTS
@@ -425,6 +475,9 @@ def attention_part(
     pid = pid // HEAD_TILES
     index = pid % TILES
     batch = pid // TILES
+    if DEPENDENT and LENGTHS.table is None:
+        ask_early(TABLE, KV_LEN, stride_len, KS, VS, batch, kv_head, part, CAPACITY, SPLIT, PAGE)
+    await_last(DEPENDENT)
     KEY_PARTS: tl.constexpr = KEYS.COUNT
     VALUE_PARTS: tl.constexpr = VALUES.COUNT
     HALVES: tl.constexpr = 1 if PAIRS is None else 2
@@ -465,6 +518,10 @@ def attention_part(
         q = ()
         for i in tl.static_range(KEY_PARTS):
             q = q + (load_queries(Q, rows, KEYS.ALL, i * KEYS.FIRST, width_of(KEYS.FIRST, KEYS.LAST, KEYS.COUNT, i)),)
+        # Looked up before queries are waited for
+        pages = None
+        if AHEAD and APART:
+            pages = look_up_block(TABLE, TREE, sequence, seen, seen.lower, PAGE, False, BLOCK_N)
         back = None
         if HALF.K and Q.data.dtype.element_ty == tl.bfloat16:
             q, back = in_half(q, KEY_PARTS)
@@ -472,6 +529,9 @@ def attention_part(
             back = load_scale(KS, 0, 0, kv_head, True, 0) * (
                 tl.full([BLOCK_M], 1.0, tl.float32) if back is None else back
             )
+        smaller = 1.0 / LIFT if HALF.V else 1.0  # all values' scale, loaded here: beside the end nothing goes on
+        if VS.data is not None and VS.stride_p is None:
+            smaller *= load_scale(VS, 0, 0, kv_head, True, 0)
         turned = None
         if ROPE is not None:
             turned = load_queries(Q, rows, KEYS.ALL + TURNED.ALL, KEYS.ALL, TURNED.FIRST)
@@ -480,17 +540,22 @@ def attention_part(
             acc = acc + (no_sums(BLOCK_M, VALUES, i // HALVES, HALVES),)
         top = tl.full([BLOCK_M], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
-        for EDGE in tl.static_range(0 if APART else 1, 2):
+        if APART:
             acc, top, total = take_in(
-                K, V, ROPE, KS, VS, TABLE, PAGES, SCORES, WINDOW, TREE, sequence, kv_head, rows, seen, q, back, turned, acc, top,
-                total, PAGE, KEYS, TURNED, VALUES, PIECES, HALF, PAIRS, SHARED, EDGE == 1, BLOCK_N,
-                min(STAGES, 2) if APART and EDGE == 1 else STAGES,  # few blocks are edges
+                K, V, ROPE, KS, VS, TABLE, PAGES, SCORES, WINDOW, TREE, sequence, kv_head, rows, seen, pages, q, back, turned, acc,
+                top, total, PAGE, KEYS, TURNED, VALUES, PIECES, HALF, PAIRS, SHARED, False, BLOCK_N, STAGES,
+            )  # fmt: skip
+        begin, end = steps_of(seen, True)
+        if begin < end:  # few blocks are edges, and most parts have none
+            if AHEAD:
+                pages = look_up_block(TABLE, TREE, sequence, seen, begin, PAGE, True, BLOCK_N)
+            acc, top, total = take_in(
+                K, V, ROPE, KS, VS, TABLE, PAGES, SCORES, WINDOW, TREE, sequence, kv_head, rows, seen, pages, q, back, turned, acc,
+                top, total, PAGE, KEYS, TURNED, VALUES, PIECES, HALF, PAIRS, SHARED, True, BLOCK_N,
+                min(STAGES, 2) if APART else STAGES,
             )  # fmt: skip
         share, lse = with_sink(SINK, rows, part, top, total)
-        if VS.data is not None and VS.stride_p is None:
-            share *= load_scale(VS, 0, 0, kv_head, True, 0)
-        if HALF.V:
-            share *= 1.0 / LIFT
+        share *= smaller
         poison = tl.where(wrong, float("nan"), 0.0)
         at = batch.to(tl.int64) * O.stride_b + token.to(tl.int64) * O.stride_t + head.to(tl.int64) * O.stride_h
         at = at + part.to(tl.int64) * stride_op
@@ -524,9 +589,8 @@ def attention_parts_merge(
     top = tl.full([BLOCK_R], float("-inf"), tl.float32)
     lost = tl.zeros([BLOCK_R], tl.float32)
     used = 0  # parts up to the last that saw anything
-    MANY: tl.constexpr = (
-        64 if BLOCK == 32 else 32
-    )  # not BLOCK: Triton 3.6 fails where ranges of one size are of two tiles
+    # Not BLOCK: Triton 3.6 fails where ranges of one size are of two tiles
+    MANY: tl.constexpr = 128 if BLOCK == 64 else 64
     for first in range(0, PARTS, MANY):
         i = first + tl.arange(0, MANY)
         one = tl.load(LSE + row[:, None] * PARTS + i[None, :], inside[:, None] & (i < PARTS)[None, :], float("-inf"))
@@ -537,7 +601,8 @@ def attention_parts_merge(
     column = tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK_R], tl.float32)
     sums = tl.zeros([BLOCK_R, BLOCK], tl.float32)
-    for first in range(0, used, FEW):
+    # Where there is room, three times FEW parts are on their way at a time
+    for first in tl.range(0, used, FEW, num_stages=4 if BLOCK <= 128 else 1):
         i = first + tl.arange(0, FEW)
         at = row[:, None] * PARTS + i[None, :]
         one = tl.load(LSE + at, inside[:, None] & (i < PARTS)[None, :], float("-inf"))
@@ -559,7 +624,7 @@ def attention_parts_merge(
 # ---- host ------------------------------------------------------------------------------------------------------------
 
 
-LEAST = 512  # keys of a part: with fewer, its beginning and its end take longer than the keys between them
+LEAST = 512  # keys of a part where the chip is full: with fewer, its beginning and its end take longer than the keys between them
 LONGEST = 2048  # of a part, where sequences may be far shorter than there is room for and lie beside long ones
 ROUNDS = 5  # of programs that run at a time: so many leave few idle while the last ones end
 MOST_ROUNDS = 16  # where most may find nothing to do, and take time to come and go
@@ -567,9 +632,15 @@ MOST_ROUNDS = 16  # where most may find nothing to do, and take time to come and
 
 def part_length(capacity: int, programs: int, at_a_time: int, least: int, step: int) -> int:
     """Keys of a part, a multiple of `step`: as many parts, each of so many `programs`, as keep a chip busy on which some run
-    `at_a_time`. What the device alone knows has no say."""
+    `at_a_time`. What the device alone knows has no say.
+
+    A part's blocks come one after the other. Where parts of LEAST keys would leave some of the chip idle, shorter ones are over
+    sooner, for they go on beside each other: as many as run at a time, unless those would have fewer than `least` keys."""
+    alone = max(least, cdiv(capacity, max(1, at_a_time // max(1, programs))))
+    if alone < LEAST and capacity > 2 * step:  # a merge takes as long as two blocks
+        return max(1, cdiv(alone, step)) * step
     total = capacity * max(1, programs)
-    wanted = max(least, total // (MOST_ROUNDS * at_a_time), min(LONGEST, total // (ROUNDS * at_a_time)))
+    wanted = max(LEAST, least, total // (MOST_ROUNDS * at_a_time), min(LONGEST, total // (ROUNDS * at_a_time)))
     parts = max(1, round(capacity / wanted))
     rounds, rest = divmod(parts * programs, at_a_time)
     if 1 <= rounds < 3 and 0 < rest < 0.9 * at_a_time:  # the chip would wait for a last round that does not fill it
@@ -582,6 +653,7 @@ class Blocks(NamedTuple):
     other: int  # keys that it takes in at a time
     stages: int
     resident: int  # programs that an SM holds
+    ahead: bool  # whether the pages of a block are looked up a block before
 
 
 def most_rows(rows: int | None) -> int:
@@ -595,7 +667,7 @@ def blocks(
     """Tiles that registers and shared memory take. `rows` are those of a sequence that share a key head, None if the device alone
     knows how many; `value_columns` those that are read beside the keys."""
     if q.dtype == torch.float32:  # which is three bf16 numbers in registers and shared memory
-        return Blocks(16, 32 if key_columns + value_columns <= 256 else 16, 1, 2)
+        return Blocks(16, 32 if key_columns + value_columns <= 256 else 16, 1, 2, False)
     memory, wide = Target.at(q.device).shared_memory, key_columns > 256
     own = most_rows(rows)
     columns, widened = key_columns + value_columns, k.element_size() == 1
@@ -617,13 +689,14 @@ def blocks(
         other //= 2
     fit = room(own, other) // bytes_of(other)
     # Two blocks of keys are in shared memory, one of them on its way, and a third where whole warpgroups multiply. Pages that are
-    # fewer than threads are fetched ahead too: of the stages that this takes, the keys have one in two
+    # fewer than threads the compiler fetches ahead too: of the stages that this takes, the keys have one in two
     stages = max(1, min(3, fit))
-    if paged and other < 128 and fit >= 3:
+    staged = paged and other < 128 and fit >= 3
+    if staged:
         stages = 4 if own >= 64 else 5  # where warpgroups multiply, a third block would leave room for one program only
     there = max(1, min(2, fit - 1)) + (own >= 64 and stages == 3)
     taken = own * key_columns * 2 + there * bytes_of(other)
-    return Blocks(own, other, stages, min(3, max(1, memory // taken)))
+    return Blocks(own, other, stages, min(3, max(1, memory // taken)), paged and not staged)
 
 
 def columns_of(count: int, blocked: bool, least: int) -> Columns:
@@ -729,7 +802,7 @@ def forward(q: Tensor, k_cache: Tensor, v_cache: Tensor | None, **options: Any) 
     programs = tiles * head_tiles * kv_heads * batch
     # A part's sums, written and read in fp32, are at most an eighth of its keys
     key_bytes = (wide + beside) * k_cache.element_size()
-    shortest = max(LEAST, 8 * (8 * min(block.own, group * length) * value_dim) // key_bytes)
+    shortest = 8 * (8 * min(block.own, group * length) * value_dim) // key_bytes
     split = a.split or part_length(capacity, programs, block.resident * Target.at(q.device).sms, shortest, block.other)
     parts = max(1, cdiv(capacity, split))
     made = room_for(o, lse, parts)
@@ -747,7 +820,7 @@ def forward(q: Tensor, k_cache: Tensor, v_cache: Tensor | None, **options: Any) 
         Window(a.left, 0 if a.causal and a.tree is None else None), how, length, capacity, pages, kv_heads, batch, tiles,
         head_tiles, parts, split, GROUP=group, PAGE=0 if table is None else page, KEYS=keys, TURNED=turned, VALUES=values,
         PIECES=form.pieces, HALF=form.half, PAIRS=form.pairs, SHARED=form.shared, BLOCK_M=block.own, BLOCK_N=block.other,
-        STAGES=block.stages,
+        STAGES=block.stages, AHEAD=block.ahead,
     )  # fmt: skip
     merge(made, o, lse, parts)
     return o, lse

@@ -25,6 +25,7 @@ from ..runtime.kernel import kernel
 from .fp8 import Fp8, flat_rows
 
 WIDEST = 16384  # longest row that a program holds whole
+FEW = 64  # rows, at most, of which pieces are stored and not tiles, most of whose rows would be repeated ones
 
 
 @jit
@@ -100,6 +101,10 @@ def quantize_tiles(
 
 
 def _rows_config(a: Any) -> dict[str, int]:
+    if (
+        a.BLOCK == 128
+    ):  # 8 numbers a thread, for as many programs as there can be: with few rows all wait for memory but once
+        return {"ROWS": 1, "COLS": 512, "num_warps": 2}
     if a.BLOCK:  # 64 numbers a thread
         return {"ROWS": 16 if a.BLOCK == 16 else 32, "COLS": 256, "num_warps": 4}
     COLS = max(2, power_of_two(a.N))
@@ -111,12 +116,15 @@ def _rows_config(a: Any) -> dict[str, int]:
     grid=lambda a: (max(1, cdiv(a.M, a.ROWS)) * max(1, cdiv(a.N, a.COLS)),),
     tokens=("M", "stride_s"),
     default=_rows_config,
+    dependent=lambda a: a.BLOCK == 128,
 )
 def quantize_rows(
     SOURCE, ROW, OFFSETS, M, N, E, stride_s, PRODUCE: tl.constexpr, MODE: tl.constexpr, FORMAT: tl.constexpr,
-    BLOCK: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    BLOCK: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """A program holds all that its scales need, small blocks of some rows or whole rows (BLOCK 0): one trip to memory."""
+    """A program holds all that its scales need, blocks of some rows (of BLOCK numbers, or given scales: 128) or whole rows (0): one
+    trip to memory."""
+    begin_dependent(DEPENDENT)
     tiles = tl.maximum(tl.cdiv(N, COLS), 1)
     first = (tl.program_id(0) // tiles).to(tl.int64) * ROWS
     start = tl.program_id(0) % tiles * COLS
@@ -191,7 +199,8 @@ def fill(
     shape = (q.offsets, M, N, groups)
     made = {"PRODUCE": produce, "MODE": mode, "FORMAT": format.device_format(is_fast(some_codes(q)))}
     tiles = {"COLS": 128 if N % 128 == 0 else 16 if N % 16 == 0 else 1, "BLOCK_E": power_of_two(groups)}
-    by_rows = in_rows(q) and not tiles_only
+    few = in_pieces(q, groups)
+    by_rows = (in_rows(q) or few) and not tiles_only
     bits = bits_t = scale
     if format.reach == "tensor" or (format.reach == "row" and not by_rows):
         bits, bits_t = amax_bits(q, groups)
@@ -199,7 +208,7 @@ def fill(
         found = (bits if bits is not None else bits_t, None) if whole else (bits, bits_t)
         amax_tiles(source, *found, *shape, **made, **tiles)
     if by_rows:
-        block = 0 if format.reach == "row" else format.block
+        block = 128 if few else 0 if format.reach == "row" else format.block
         quantize_rows(source, row_way(q, bits), *shape, format.scale_stride(q, "row"), **made, BLOCK=block)
         return
     quantize_tiles(
@@ -221,6 +230,13 @@ def in_rows(q: Quantized) -> bool:
     if q.data_t is not None:
         return False
     return q.format.small or (q.format.reach == "row" and 0 < q.shape[-1] <= WIDEST)
+
+
+def in_pieces(q: Quantized, groups: int) -> bool:
+    """Whether pieces of single rows fill `q`: few rows of FP8, row-wise, whose scales are given or for blocks of a row."""
+    M, N = flat_rows(q.shape), q.shape[-1]
+    plain = isinstance(q.format, Fp8) and q.data_t is None and q.format.reach in ("given", "tensor", "block")
+    return plain and groups == 0 and 0 < M <= FEW and N > 0
 
 
 def amax_bits(q: Quantized, groups: int = 0, apart: bool = False) -> tuple[Tensor | None, Tensor | None]:
