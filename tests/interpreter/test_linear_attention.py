@@ -191,6 +191,35 @@ def test_an_output_is_rounded_once(decay, rate, ways):
     assert float((o - exact).norm() / exact.norm()) < 1.8e-3
 
 
+@pytest.mark.parametrize("dtype, bar", [(torch.bfloat16, 2e-5), (torch.float16, 2e-5), (torch.float32, 1e-6)])
+def test_an_inverse_of_keys_that_are_alike(dtype, bar):
+    """Blocks of 16 in fp32, joined by products of pieces: chunks of 64, 32 and 16 tokens, the last of them cut short. The nearer
+    keys are to each other, the more of each number cancels. A row of a batch has the bits that it has by itself."""
+    k = (drawn(1, 1, 1, 8, seed=0) + 0.1 * drawn(2, 70, 1, 8, seed=1)).to(dtype)
+    k = (k / 4.0).to(dtype)
+    beta = torch.rand(2, 70, 1, generator=torch.Generator().manual_seed(2)).to(dtype)
+    shape = linear_chunks.shape_of(k, k, False)
+
+    def inverse(k, beta):
+        at = linear_chunks.placed(k, None, shape.CHUNK)
+        made = torch.full((k.shape[0] * at.tiles, 1, shape.CHUNK, shape.CHUNK), NAN)
+        gates = (linear_chunks.Gates(), linear_chunks.gates_of(beta))
+        with pretend(INTERPRETER):
+            linear_chunks.linear_attention_inverse(
+                linear_chunks.heads_of(k), *gates, made, at.how, 70, 1, 1, k.shape[0], at.tiles, SHAPE=shape
+            )
+        return made.reshape(k.shape[0], at.tiles, shape.CHUNK, shape.CHUNK)
+
+    made = inverse(k, beta)
+    for first in range(0, 70, shape.CHUNK):
+        x, b = k[:, first : first + shape.CHUNK, 0].double(), beta[:, first : first + shape.CHUNK].double()
+        own = torch.eye(x.shape[1], dtype=torch.float64)
+        exact = torch.linalg.inv(own + (b * (x @ x.mT)).tril(-1))
+        found = made[:, first // shape.CHUNK, : x.shape[1], : x.shape[1]]
+        assert float((found - exact).norm() / exact.norm()) < bar
+    assert torch.equal(inverse(k[1:], beta[1:])[0], made[1])
+
+
 @pytest.mark.parametrize("kind", ["linear", "delta"])
 def test_walkers_make_outputs_where_they_crowd(kind, walkers):
     """No state is stored then but the last, and of packed sequences tokens in none are filled by a launch of their own."""
@@ -214,15 +243,15 @@ def test_properties_hold_where_walkers_crowd(holds, crowd):
 @pytest.mark.parametrize("packed", [False, True])
 def test_one_kernel_makes_the_gradients_of_a_chunk(decay, packed, normalize, by_chunks):
     """Of two chunks and some, from a state, of both results; tokens in no sequence have none."""
-    op, (length, heads, width) = tw.linear_attention.op, (150, 2, 12)
-    rows = {n: drawn(1, length, heads, width, seed=i).to(torch.bfloat16) for i, n in enumerate("qkv")}
+    op, (batch, length, heads, width) = tw.linear_attention.op, (1 if packed else 2, 150, 2, 12)
+    rows = {n: drawn(batch, length, heads, width, seed=i).to(torch.bfloat16) for i, n in enumerate("qkv")}
     rows["k"] *= 0.2
-    shape = {"head": (heads,), "token": (1, length, heads)}.get(decay)
+    shape = {"head": (heads,), "token": (batch, length, heads)}.get(decay)
     marks = torch.tensor([2, 73, 73, 148]) if packed else None
     given = {
         **rows,
         "log_decay": None if shape is None else -drawn(*shape, seed=4).abs(),
-        "state": drawn(3 if packed else 1, heads, width, width, seed=5),
+        "state": drawn(3 if packed else batch, heads, width, width, seed=5),
         "normalize": normalize,
         "cu_seqlens": marks,
     }
