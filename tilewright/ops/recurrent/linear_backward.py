@@ -109,9 +109,14 @@ def state_products(H, E, slot, head, heads, SHAPE: tl.constexpr):
 
 
 @triton.jit
-def store_gate(G, batch, head, token, live, value):
-    at = batch.to(tl.int64) * G.stride_b + token.to(tl.int64) * G.stride_t + head.to(tl.int64) * G.stride_h
-    tl.store(G.data + at, value.to(G.data.dtype.element_ty), live)
+def store_gate(G, unit, batch, head, token, live, value):
+    """Numbers of a chunk's tokens; where G is of units, which are chunks, their sum."""
+    at = G.data + head.to(tl.int64) * G.stride_h
+    if G.stride_t is None:
+        tl.store(at + unit.to(tl.int64) * G.stride_b, tl.sum(value, 0))
+    else:
+        at += batch.to(tl.int64) * G.stride_b + token.to(tl.int64) * G.stride_t
+        tl.store(at, value.to(G.data.dtype.element_ty), live)
 
 
 @triton.jit
@@ -309,7 +314,9 @@ def linear_attention_gradients(
     SHAPE: tl.constexpr,
 ):  # fmt: skip
     """Gradients of a chunk's queries and keys of a key head, over the heads that share it, and of their values and decays, if these
-    are wanted. PART and DGATE are what the delta rule gives, or None. One after the other, so that registers hold one at a time."""
+    are wanted: DDECAY is of tokens, or of chunks, whose sums they are. PART and DGATE are what the delta rule gives, or None. One
+    after the other, so that registers hold one at a time."""
+    unit = tl.program_id(0) // KEY_HEADS
     batch, key_head, index, tile = unit_of(LENGTHS, tl.program_id(0), KEY_HEADS, L, TILES, SHAPE.CHUNK)
     if tile.start < tile.count_q:
         c = chunk_of(LENGTHS, tile, index, batch, TILES, SHAPE.CHUNK)
@@ -369,25 +376,30 @@ def linear_attention_gradients(
                 dg += from_or_before(found, left, SHAPE.CHUNK)
                 if DGATE is not None:
                     dg += tl.load(DGATE + (batch.to(tl.int64) * L + c.token) * heads + head, c.live, 0.0)
-                store_gate(DDECAY, batch, head, c.token, c.live, tl.where(c.known, dg, 0.0))
+                store_gate(DDECAY, unit, batch, head, c.token, c.live, tl.where(c.known, dg, 0.0))
             dq = times(dq + read, pairs, k, SHAPE.MADE, SHAPE.RAW)
             if GROUP == 1:
                 store_rows(DQ, Q, batch, key_head, c, dq, rq, SHAPE)
         if GROUP > 1:
             store_rows(DK, K, batch, key_head, c, dk, rk, SHAPE)
             store_rows(DQ, Q, batch, key_head, c, dq, rq, SHAPE)
+    elif DDECAY.data is not None:
+        if DDECAY.stride_t is None:  # of packed sequences, more units than chunks
+            for i in range(GROUP):
+                none = tl.zeros([1], tl.float32)
+                store_gate(DDECAY, unit, batch, key_head * GROUP + i, none, none, none)
 
 
 # ---- host ------------------------------------------------------------------------------------------------------------
 
 
 class Gradients(NamedTuple):
-    """Where gradients are stored; those of decays by token, in `gates`."""
+    """Where gradients are stored."""
 
     dq: Tensor
     dk: Tensor
     dv: Tensor
-    gates: Tensor | None
+    ddecay: Tensor | None
     dbeta: Tensor | None
     dstate: Tensor | None
 
@@ -441,27 +453,31 @@ def fill(a: SimpleNamespace, do: Tensor, dfinal: Tensor | None, made: Gradients,
     )  # fmt: skip
     if not v.numel():
         return
+    gates = made.ddecay
+    if gates is not None and gates.dim() == 1:  # a sum of each chunk, then of all
+        gates = torch.empty(batch * at.tiles, heads, **single)
     new = V if found.new is None else heads_of(found.new)
     sizes = (at.how, length, key_heads)
     part = more = None
     if beta is not None:
         part = torch.empty(k.shape, **single)
-        more = None if made.gates is None else torch.empty(batch, length, heads, **single)
+        more = None if gates is None else torch.empty(batch, length, heads, **single)
         linear_attention_gradients_delta(
             K, V, new, DECAY, BETA, found.states, heads_of(z), heads_of(part), made.dbeta, more, *sizes, batch, at.tiles,
             GROUP=group, SHAPE=shape,
         )  # fmt: skip
     linear_attention_gradients(
         Q, K, new, DO, DECAY, found.states, e, heads_or_none(part), more, heads_of(made.dq), DK, NONE if beta is not None else DV,
-        gates_of(made.gates), *sizes, batch, at.tiles, scale, GROUP=group,
+        gates_of(gates), *sizes, batch, at.tiles, scale, GROUP=group,
         SHAPE=gradient_shape(shape, beta is None and group == 1),
     )  # fmt: skip
+    if gates is not made.ddecay:
+        sum_columns(gates, made.ddecay, *gates.shape)
 
 
 def backward(saved: SimpleNamespace, do: Tensor | None, dfinal: Tensor | None) -> tuple:
     a, needs = saved, saved.needs
-    q, v, log_decay = a.q, a.v, a.log_decay
-    batch, length, heads, _ = v.shape
+    q, v = a.q, a.v
     scale = scale_of(q) if a.scale is None else float(a.scale)
     if do is None:
         do = torch.zeros(1, dtype=q.dtype, device=q.device).expand(v.shape)
@@ -469,18 +485,13 @@ def backward(saved: SimpleNamespace, do: Tensor | None, dfinal: Tensor | None) -
     def like(t: Tensor | None, wanted: bool = True) -> Tensor | None:
         return torch.empty(t.shape, dtype=t.dtype, device=t.device) if wanted and t is not None else None
 
-    of_heads = log_decay is not None and log_decay.dim() == 1
-    ddecay = gates = like(log_decay, "log_decay" in needs)
-    if of_heads and gates is not None:
-        gates = torch.empty(batch, length, heads, dtype=torch.float32, device=q.device)
-    made = Gradients(like(q), like(a.k), like(v), gates, like(a.beta), like(a.state, "state" in needs))
+    ddecay = like(a.log_decay, "log_decay" in needs)
+    made = Gradients(like(q), like(a.k), like(v), ddecay, like(a.beta), like(a.state, "state" in needs))
     if v.numel() or (made.dstate is not None and made.dstate.numel()):
         fill(a, do, dfinal, made, scale, shape_of(q, v, a.normalize))
     if not v.numel():
         for t in (made.dq, made.dk, ddecay):
             if t is not None:
                 t.zero_()
-    elif ddecay is not None and of_heads:
-        sum_columns(gates, ddecay, batch * length, heads)
     named = {"q": made.dq, "k": made.dk, "v": made.dv, "log_decay": ddecay, "beta": made.dbeta, "state": made.dstate}
     return tuple(t if n in needs else None for n, t in named.items())

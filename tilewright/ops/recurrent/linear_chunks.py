@@ -48,7 +48,7 @@ SUB = tl.constexpr(16)  # rows of the blocks that are inverted row by row
 
 class Gates(NamedTuple):
     """A number for each token and head, [batch, length, heads] of any strides, for each head alone, without strides of batch and
-    tokens, or none."""
+    tokens, for each unit of the work and head, without a stride of tokens alone, or none."""
 
     data: Any = None
     stride_b: Any = None
@@ -351,36 +351,49 @@ def square_at(T, slot, head, HEADS, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def invert(a, CHUNK: tl.constexpr, PIECES: tl.constexpr):
-    """The inverse of I + a of a strictly lower triangular a. Its blocks of 16 on the diagonal are inverted row by row, side by
-    side. With D those inverses and N = D (a without them), which four factors make 0, the whole is (I - N)(I + N**2) D."""
-    BLOCKS: tl.constexpr = CHUNK // SUB
-    b = tl.arange(0, BLOCKS)
-    r = tl.arange(0, SUB)
-    on_diagonal = (b[:, None] == b[None, :])[:, None, :, None]
-    whole = tl.reshape(a, (BLOCKS, SUB, BLOCKS, SUB))
-    blocks = tl.sum(tl.where(on_diagonal, whole, 0.0), 2)
-    inverse = tl.where((r[:, None] == r[None, :])[None, :, :], 1.0, 0.0) + tl.zeros_like(blocks)
-    for i in range(1, SUB):
-        row = tl.sum(tl.where((r == i)[None, :, None], blocks, 0.0), 1)
-        found = tl.sum(row[:, :, None] * inverse, 1)
-        inverse -= tl.where((r == i)[None, :, None], found[:, None, :], 0.0)
-    spread = tl.where(on_diagonal, inverse[:, :, None, :], 0.0)
-    diagonal = tl.reshape(spread, (CHUNK, CHUNK))
-    if BLOCKS == 1:
-        return diagonal
-    else:
-        rest = tl.reshape(tl.where(on_diagonal, 0.0, whole), (CHUNK, CHUNK))
+def invert_blocks(square, CHUNK: tl.constexpr):
+    """Invert I + a, in place, of each block of 16 on the diagonal of a strictly lower triangular a [CHUNK, CHUNK] at `square`. The
+    columns of an inverse do not ask for each other, and each is a few lanes' own: its numbers, one after the other, are made
+    without a barrier, from rows of a block that all its lanes load. From rows in registers, of which other warps have some, each
+    took five barriers."""
+    c = tl.arange(0, CHUNK)[:, None]
+    r = tl.arange(0, SUB)[None, :]
+    block = square + c // SUB * SUB * (CHUNK + 1)
+    column = tl.where(c % SUB == r, 1.0, 0.0)
+    tl.debug_barrier()  # rows are there, which other threads stored
+    for i in tl.static_range(1, SUB):
+        row = tl.load(block + i * CHUNK + r)
+        column -= tl.where(r == i, tl.sum(row * column, 1)[:, None], 0.0)
+    tl.debug_barrier()  # no thread wants rows any more
+    tl.store(block + r * CHUNK + c % SUB, column)
+    tl.debug_barrier()
+
+
+@triton.jit
+def store_inverse(T, a, slot, head, HEADS, CHUNK: tl.constexpr, PIECES: tl.constexpr):
+    """In T, of a chunk and head, the inverse of I + a of a strictly lower triangular a. With D the inverses of its blocks of 16 on
+    the diagonal and N = D (a without them), which four factors make 0, the whole is (I - N)(I + N**2) D."""
+    at = square_at(T, slot, head, HEADS, CHUNK)
+    tl.store(at, a)
+    invert_blocks(T + (slot * HEADS + head) * (CHUNK * CHUNK), CHUNK)
+    if CHUNK > SUB:
+        i = tl.arange(0, CHUNK) // SUB
+        on_diagonal = i[:, None] == i[None, :]
+        diagonal = tl.load(at, on_diagonal, 0.0)
         none = tl.zeros([CHUNK, CHUNK], tl.float32)
-        n = times(none, diagonal, rest, PIECES, PIECES)
-        if BLOCKS > 2:
+        n = times(none, diagonal, tl.where(on_diagonal, 0.0, a), PIECES, PIECES)
+        if CHUNK > 2 * SUB:
             square = times(none, n, n, PIECES, PIECES)
             n -= square - times(none, n, square, PIECES, PIECES)
-        return diagonal - times(none, n, diagonal, PIECES, PIECES)
+        tl.debug_barrier()  # so that blocks are loaded again, and take no registers meanwhile
+        diagonal = tl.load(at, on_diagonal, 0.0)
+        whole = diagonal - times(none, n, diagonal, PIECES, PIECES)
+        tl.debug_barrier()  # no thread wants blocks any more
+        tl.store(at, whole)
 
 
 def inverting(a: Arguments) -> dict[str, int]:
-    """In bf16, registers for three programs an SM: fifteen rows, each after the other, keep one waiting most of its time."""
+    """In bf16, registers for three programs an SM: numbers of a column, one after the other, keep one waiting much of its time."""
     return {"num_warps": 4, **({"maxnreg": 168} if a.SHAPE.RAW == 1 else {})}
 
 
@@ -400,17 +413,18 @@ def linear_attention_inverse(K, DECAY, BETA, T, LENGTHS, L, HEADS, GROUP, BATCH,
         decay = decay_of(DECAY, batch, head, c.token, c.there, SHAPE.CHUNK)
         by = gate_at(BETA, batch, head, c.token, c.live) * rk
         pairs = faded(pairs * by[:, None] * rk[None, :], DECAY, decay, SHAPE.CHUNK, True)
-        tl.store(square_at(T, c.slot, head, HEADS, SHAPE.CHUNK), invert(pairs, SHAPE.CHUNK, SHAPE.KEPT))
+        store_inverse(T, pairs, c.slot, head, HEADS, SHAPE.CHUNK, SHAPE.KEPT)
 
 
 def walking(a: Arguments, stages: int) -> dict[str, int]:
     """Warps that have registers for a state, and of the delta rule as many stages of the walk as leave it enough: Triton 3.6 on
-    sm_90 spills 200 to 600 bytes with eight warps, or one stage more (November 2026). With two stages, walkers that make outputs
-    take 104 KB of shared memory, keys and values of 128 columns, so that an SM has two of them."""
+    sm_90 spills 200 to 600 bytes with eight warps, or one stage more (November 2026). Walkers that make outputs have two: they take
+    104 KB of shared memory then, keys and values of 128 columns, so that an SM has two of them, and the delta rule spills the more
+    but waits the less (2,210 us for 2,244 with one, H200)."""
     warps = {"num_warps": 4 if a.SHAPE.BLOCK_D * a.SHAPE.BLOCK_V <= 8192 else 8}
-    if a.T is not None:
-        return {**warps, "num_stages": stages}
-    return {**warps, "num_stages": 2} if "O" in a and a.O.data is not None else warps
+    if "O" in a and a.O.data is not None:
+        return {**warps, "num_stages": 2}
+    return warps if a.T is None else {**warps, "num_stages": stages}
 
 
 # ---- states ----------------------------------------------------------------------------------------------------------
@@ -560,10 +574,12 @@ def linear_attention_rest(
 
 
 def gates_of(t: Tensor | None) -> Gates:
-    """Decays or betas."""
+    """Decays or betas, or gradients of them."""
     if t is None:
         return Gates()
-    return Gates(t, None, None, t.stride(0)) if t.dim() == 1 else Gates(t, *t.stride())
+    *above, stride_h = t.stride()
+    stride_b, stride_t = (*above, None, None)[:2]
+    return Gates(t, stride_b, stride_t, stride_h)
 
 
 def heads_or_none(t: Tensor | None) -> Heads:

@@ -33,7 +33,6 @@ from .linear_chunks import (
     gates_of,
     given_state,
     heads_or_none,
-    invert,
     kept_state,
     lengths_of,
     load_columns,
@@ -43,6 +42,7 @@ from .linear_chunks import (
     square_at,
     state_at,
     store_columns,
+    store_inverse,
     times,
     unit_of,
     walker_of,
@@ -163,7 +163,7 @@ def linear_attention_columns_pairs(
             by = gate_at(BETA, batch, head, c.token, c.known) * rk
             a = pairs_of(k, K, k, DECAY, c, batch, head, key_head, 0, SHAPE)
             a = lower(a * by[:, None] * rk[None, :], SHAPE.CHUNK, True)
-            tl.store(square_at(T, c.slot, head, HEADS, SHAPE.CHUNK), invert(a, SHAPE.CHUNK, SHAPE.KEPT))
+            store_inverse(T, a, c.slot, head, HEADS, SHAPE.CHUNK, SHAPE.KEPT)
 
 
 @kernel(
