@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import tilewright as tw
+from tilewright.attention import portable
 from tilewright.check.variants import variant
 from tilewright.core.target import TARGETS, pretend
 from tilewright.runtime.kernel import collect
@@ -30,6 +31,18 @@ def test_heads_are_read_and_written_by_words(width, dtype):
     assert one.count("STG") - one.count("STG.E.128") <= 1
     assert not one.spills and not one.serialised
     assert one.count("LDGSTS")  # of keys and values to come: they are under way while others are multiplied
+
+
+@pytest.mark.parametrize("columns", [72, 75])
+def test_a_result_and_its_gradient_may_lie_in_other_ways(columns):
+    """The gradient by words, the result as well or number by number."""
+    do = torch.empty(1, 256, 16, 72, dtype=torch.bfloat16, device="meta")
+    o, sums = do.new_empty(1, 256, 16, columns)[..., :72], do.new_empty(1, 16, 256, dtype=torch.float32)
+    with pretend(TARGETS["sm_90"]), collect() as found:
+        portable.attention_delta(
+            portable.in_words(o), portable.in_words(do), None, sums, 256, 16, 1, 0, 0, 0, 72, BLOCK=128
+        )  # fmt: skip
+    assert variant(found[0]).compile().count("LDG")
 
 
 def test_heads_of_odd_width_are_read_number_by_number():

@@ -339,16 +339,11 @@ def attention_delta(
     head = tl.program_id(1)
     batch = tl.program_id(2)
     live = token < L
-    delta = tl.zeros([ROWS], tl.float32)
-    if DO is not None:
-        column = tl.arange(0, BLOCK)
-        inside = live[:, None] & (column < V)[None, :]
-        both = ()
-        for X in tl.static_range(2):
-            T = O if X == 0 else DO
-            at = places_of(T, batch, head, token, column)
-            both = both + (tl.load(T.data + at, inside, 0.0).to(tl.float32),)
-        delta = tl.sum(both[0] * both[1], 1)
+    column = tl.arange(0, BLOCK)
+    inside = live[:, None] & (column < V)[None, :]
+    o = tl.load(O.data + places_of(O, batch, head, token, column), inside, 0.0).to(tl.float32)
+    do = tl.load(DO.data + places_of(DO, batch, head, token, column), inside, 0.0).to(tl.float32)
+    delta = tl.sum(o * do, 1)
     if DLSE is not None:
         at = batch.to(tl.int64) * stride_b + head.to(tl.int64) * stride_h + token.to(tl.int64) * stride_l
         delta -= tl.load(DLSE + at, live, 0.0).to(tl.float32)
