@@ -57,7 +57,6 @@ def form(request, monkeypatch):
         monkeypatch.setattr(softmax_long, "BLOCK", 128)
         monkeypatch.setattr(softmax_long, "takes", lambda n, *_: n < 500)  # and others in two passes
         monkeypatch.setattr(softmax_columns, "TILE", {1: (16, 16), 2: (16, 16)})
-        monkeypatch.setattr(softmax_columns, "LANES", {1: 8, 2: 4})  # so that a tile has several pieces
         # So that a second pass follows before all groups had their first
         monkeypatch.setattr(passes, "L2_PARTS", 1 << 20)
         monkeypatch.setattr(norm_cells, "TILE", 64)
@@ -117,7 +116,7 @@ def test_softmax_of_infinities(form):
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16])
-def test_softmax_takes_the_largest_of_all_pieces(dtype, form):
+def test_softmax_takes_the_largest_of_all_elements(dtype, form):
     """By what it takes from elements, none of which would have an exponential of its own."""
     x = torch.randn(70, 48).to(dtype)
     x[13], x[61, ::2] = 300.0, 600.0
