@@ -44,8 +44,9 @@ def test_the_compiler_s_own_object_is_read():
 
 
 def attention_at(least: int, monkeypatch: pytest.MonkeyPatch) -> Variant:
-    """72 columns of keys beside 40 of values, in parts of at least so many."""
+    """72 columns of keys beside 40 of values, read number by number, in parts of at least so many."""
     monkeypatch.setattr(portable, "narrowest", lambda q: least)
+    monkeypatch.setattr(portable, "in_words", portable.heads_of)
     op = tw.catalogue()["attention"]
     values = op.signature.bind((), {**call(**CALLS["72 and 40"]), "backend": "portable"})
     forward = next(one for one in launches(op, Call(values), "sm_90") if one.kernel.name == "attention_forward")

@@ -60,8 +60,10 @@ def test_what_no_way_writes_is_said(name):
 @OLDEST
 @pytest.mark.parametrize("least", [16, 64])
 def test_tiles_of_several_widths(monkeypatch, least):
-    """72 columns of keys beside 40 of values, in parts of 64, 16 and 32, 16: rows of 128 and 64 bytes in one place."""
+    """72 columns of keys beside 40 of values, read number by number, in parts of 64, 16 and 32, 16: rows of 128 and 64 bytes in one
+    place."""
     monkeypatch.setattr(portable, "narrowest", lambda q: least)
+    monkeypatch.setattr(portable, "in_words", portable.heads_of)
     op = tw.catalogue()["attention"]
     values = op.signature.bind((), {**call(**CALLS["72 and 40"]), "backend": "portable"})
     forward = next(one for one in launches(op, Call(values), "sm_90") if one.kernel.name == "attention_forward")
