@@ -80,7 +80,7 @@ LADDERS = {
     # Tiles are smaller where SMs would have none, and narrower of fewer columns
     "matmul_tiles.BLOCK_M": 2,
     "matmul_tiles.BLOCK_N": 5,
-    "matmul_tiles.BLOCK_K": 2,
+    "matmul_tiles.BLOCK_K": 3,
     "matmul_tiles.STAGES": 5,
     "matmul_tiles.num_warps": 2,
     **{f"matmul_tiles.{name}": 12 for name in "AB"},  # boxes of them, or pointers
