@@ -263,6 +263,37 @@ def test_one_kernel_makes_the_gradients_of_a_chunk(decay, packed, normalize, by_
     assert [n for n in names if n.startswith("linear_")] == [*walks, "linear_attention_gradients"]
 
 
+@pytest.mark.parametrize("decay, delta", [("head", False), ("token", True)])
+@pytest.mark.parametrize("strong", [False, True])
+def test_gradients_of_slow_and_of_strong_decays(decay, delta, strong, by_chunks):
+    """4e-3 of relative RMS, over all numbers of two draws: a decay's gradient is a sum in which some nearly cancel."""
+    shape = {"head": (8,), "token": (1, 130, 8)}[decay]
+    wrong: dict[str, list[float]] = {}
+    for seed in range(0, 20, 10):
+        rows = {n: drawn(1, 130, 8, 16, seed=seed + i).to(torch.bfloat16) for i, n in enumerate("qkv")}
+        rows["k"] *= 0.175  # the delta rule's keys are no longer than 1
+        rate = drawn(*shape, seed=seed + 3).abs()
+        given = {
+            **rows,
+            "log_decay": torch.where(rate > 1.6, -100.0, -1e-3 * rate) if strong else -1e-3 * rate,
+            "beta": drawn(1, 130, 8, seed=seed + 4).sigmoid() if delta else None,
+            "state": drawn(1, 8, 16, 16, seed=seed + 5),
+        }
+        given = {n: t for n, t in given.items() if t is not None}
+        asked = drawn(1, 130, 8, 16, seed=seed + 6).to(torch.bfloat16), drawn(1, 8, 16, 16, seed=seed + 7)
+        made = []
+        for way, dtype in ("triton", None), ("reference", torch.float64):
+            leaves = [t.to(dtype or t.dtype).requires_grad_() for t in given.values()]
+            with tw.force(way):
+                results = tw.linear_attention(**dict(zip(given, leaves)))
+            made.append(torch.autograd.grad(results, leaves, [a.to(r.dtype) for a, r in zip(asked, results)]))
+        for name, found, exact in zip(given, *made):
+            squares = wrong.setdefault(name, [0.0, 0.0])
+            squares[0] += float((found - exact).square().sum())
+            squares[1] += float(exact.square().sum())
+    assert not {n: (a / b) ** 0.5 for n, (a, b) in wrong.items() if not a < 4e-3**2 * b}
+
+
 def test_what_has_no_gradient_says_so():
     given, line = sequence("columns"), "a log_decay of each column has no gradient"
     given["v"].requires_grad_()
