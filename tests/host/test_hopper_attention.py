@@ -13,10 +13,12 @@ import torch
 import triton
 
 import tilewright as tw
+from tests.attention_model import on_numbers
 from tilewright.attention import preference
 from tilewright.attention.hopper import forward as hopper
 from tilewright.attention.hopper import schedule
 from tilewright.attention.portable import Sizes, parts_of
+from tilewright.attention.tiles import Window
 from tilewright.core.target import TARGETS, pretend
 from tilewright.core.triton_versions import release
 from tilewright.runtime.kernel import collect
@@ -258,3 +260,19 @@ def test_programs_have_even_shares(length, units):
     strided = [sum(each[program::programs]) for program in range(programs)]
     assert max(ends) / (sum(each) / programs) < (1.02 if tiles * units > 10 * programs else 1.1)
     assert max(strided) > max(ends)
+
+
+@pytest.mark.parametrize(("tiles", "heads", "batch"), [(32, 32, 4), (64, 32, 4), (33, 28, 2), (4, 32, 8), (200, 3, 2)])
+@pytest.mark.parametrize("window", [Window(), Window(right=0)], ids=["all keys", "causal"])
+def test_tiles_are_numbered_once_and_few_heads_keys_are_read_at_a_time(tiles, heads, batch, window):
+    """By programs that are all at tiles of consecutive numbers: as few heads as they can be, or a band of them, longest first."""
+    numbered = on_numbers(schedule.numbered)
+    order = [numbered(number, window, heads, batch, tiles) for number in range(tiles * heads * batch)]
+    assert sorted(order) == [(t, h, b) for t in range(tiles) for h in range(heads) for b in range(batch)]
+    at_once = [order[at : at + HOPPER.sms] for at in range(0, len(order), HOPPER.sms)]
+    most = max(len({(head, b) for _, head, b in programs}) for programs in at_once)
+    if window.right is None:
+        assert most <= (HOPPER.sms - 2) // tiles + 2
+    else:
+        band = [tile for tile, _, _ in order[: tiles * schedule.BAND.value]]
+        assert band == sorted(band, reverse=True)

@@ -19,7 +19,7 @@ from ..tiles import keys_of, keys_seen, tile_at
 
 ROWS = tl.constexpr(128)  # of a tile
 HALF = tl.constexpr(64)  # of a warpgroup
-BAND = tl.constexpr(TOGETHER)  # heads whose tiles are taken side by side
+BAND = tl.constexpr(TOGETHER)  # heads whose tiles are taken side by side, the longest first
 SPARE = (
     8704  # bytes of shared memory for barriers, and for 64 rows of 128 bytes that results pass through on their way out
 )
@@ -85,9 +85,19 @@ def row_ends(WINDOW, position, count):
 
 
 @triton.jit
+def numbered(number, WINDOW, HEADS, BATCH, TILES):
+    """(tile, head, batch) of a number. Where later queries see more keys, the longest tiles of a band of heads come first, so that
+    programs end together. Else a head's tiles follow one another, and what all programs read at once is few heads' keys."""
+    if WINDOW.right is None:
+        return unit_of(number, TILES, HEADS, BATCH, 1, False)
+    else:
+        return unit_of(number, TILES, HEADS, BATCH, BAND, True)
+
+
+@triton.jit
 def work_of(number, WINDOW, LENGTHS, L, KEYS, HEADS, BATCH, TILES, PLAN: tl.constexpr):
-    """What is to be done for the tile of a number, below TILES * HEADS * BATCH. In a band of heads the longest come first."""
-    index, head, batch = unit_of(number, TILES, HEADS, BATCH, BAND, WINDOW.right is not None)
+    """What is to be done for the tile of a number, below TILES * HEADS * BATCH."""
+    index, head, batch = numbered(number, WINDOW, HEADS, BATCH, TILES)
     tile = tile_at(LENGTHS, index, batch, L, KEYS, ROWS)
     rows = tl.minimum(tile.count_q - tile.start, ROWS)
     count, wrong = keys_of(LENGTHS, tile)
