@@ -254,11 +254,20 @@ MUTANTS += [
            "accuracy", "k_(cache|scale) after", SPLIT_CACHE, "qkv_split_cache"),
 ]  # fmt: skip
 
-CODED = "tilewright/attention/coded.py"
+CODED, CODED_ROWS = "tilewright/attention/coded.py", "tilewright/attention/coded_rows.py"
 MUTANTS += [
-    Mutant("attention_codes: scale of another key", "load_scale(KS, batch, kv_head, token, there)",
-           "load_scale(KS, batch, kv_head, tl.maximum(token - 1, 0), there)", "accuracy", "attention_codes.*: (o|lse)", CODED,
-           "attention_codes"),
+    Mutant("attention_codes: scale of another key", "load_scale(KS, batch, kv_head, tile.first_k, j, there, EVERY)",
+           "load_scale(KS, batch, kv_head, tile.first_k, tl.maximum(j - 1, 0), there, EVERY)", "accuracy",
+           "attention_codes.*: (o|lse)", CODED, "attention_codes"),
+    Mutant("attention_codes_pv: a scale for each value where a block has one",
+           "load_scale(VS, batch, kv_head, tile.first_k, j, there, EVERY)",
+           "load_scale(VS, batch, kv_head, tile.first_k, j, there)", "accuracy", "attention_codes_pv.*: o", CODED,
+           "attention_codes_pv"),
+    Mutant("attention_blocks: what a window hides counts", "stop = tl.where(tile.count_q > 0, stop, start)",
+           "start, stop = 0 * start, count + 0 * stop", "accuracy", "attention_blocks.*: (codes|scale)", CODED_ROWS,
+           "attention_blocks"),
+    Mutant("attention_blocks: a scale of its own for each part", "tl.zeros([BLOCK_R], tl.float32) + tl.max(top, 0)", "top",
+           "accuracy", "attention_blocks.*: (codes|scale)", CODED_ROWS, "attention_blocks"),
     Mutant("attention_codes_pv: weights' scale dropped", "return total + code_product(a, b, FORMAT) * s[:, None]",
            "return total + code_product(a, b, FORMAT)", "accuracy", "attention_codes_pv.*: o", CODED, "attention_codes_pv"),
     Mutant("attention_codes: mean not put back", "raw += shift_by[:, None]", "raw += 0.0 * shift_by[:, None]", "accuracy",

@@ -111,6 +111,21 @@ def add_rms_norm(
 ) -> tuple[Quantized, Tensor]:
     """(rms_norm(h), h) with h = residual + gate * x, the new residual; `gate` broadcasts as `scale` and `shift` do, and without"""
 
+def attention_blocks(
+    x: Tensor,
+    length: int,
+    mean: Tensor | None = None,
+    *,
+    causal: bool = False,
+    left: int | None = None,
+    right: int | None = None,
+    kv_len: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    out: tuple[Tensor | None, Tensor | None] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(codes, scales [batch, keys, kv_heads]) as `attention_rows` makes them, in e4m3, but with one scale for each 128 keys of a"""
+
 def attention_codes(
     q: Tensor,
     k: Tensor,
@@ -132,6 +147,7 @@ def attention_codes(
     kv_len: Tensor | None = None,
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
+    scaled: Literal["key", "block"] = "key",
     backend: Literal["auto", "triton", "hopper", "portable"] = "auto",
     out: tuple[Tensor | None, Tensor | None] | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -158,6 +174,7 @@ def attention_codes_pv(
     kv_len: Tensor | None = None,
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
+    scaled: Literal["key", "block"] = "key",
     backend: Literal["auto", "triton", "hopper", "portable"] = "auto",
     out: tuple[Tensor | None, Tensor | None] | None = None,
 ) -> tuple[Tensor, Tensor]:

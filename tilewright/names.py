@@ -39,6 +39,7 @@ OPS = {
     "add_layer_norm": "ops.norm.layer_norm",
     "add_rms_norm": "ops.norm.rms_norm",
     "attention": "attention.attention",
+    "attention_blocks": "attention.coded_rows",
     "attention_codes": "attention.coded",
     "attention_codes_pv": "attention.coded",
     "attention_lse": "attention.attention",

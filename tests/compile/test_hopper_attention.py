@@ -87,16 +87,18 @@ def test_compiled_backward(D, V, options, most):
     ("D", "options", "most"),
     [
         (64, {"causal": True}, (0, 380)),
-        (128, {"causal": True}, (108, 1900)),
-        (128, {"causal": True, "cu_seqlens_q": marks(), "cu_seqlens_k": marks()}, (120, 2160)),
+        (128, {"causal": True}, (128, 1900)),
+        (128, {"causal": True, "cu_seqlens_q": marks(), "cu_seqlens_k": marks()}, (140, 2160)),
     ],
 )
-@pytest.mark.parametrize("kind", [torch.int8, torch.float8_e4m3fn])
-def test_compiled_of_codes(D, options, most, kind):
+@pytest.mark.parametrize(
+    ("kind", "scaled"), [(torch.int8, "key"), (torch.float8_e4m3fn, "key"), (torch.float8_e4m3fn, "block")]
+)
+def test_compiled_of_codes(D, options, most, kind, scaled):
     q, v = blank(1, 16384, 32, D), blank(1, 16384, 8, D)
     k, scale = blank(1, 16384, 8, D, dtype=kind), blank(1, 16384, 8, dtype=torch.float32)
     with pretend(HOPPER), torch.no_grad(), collect() as found:
-        CODED.run(CODED.signature.bind((q, k, v, scale), {**options, "backend": "hopper"}))
+        CODED.run(CODED.signature.bind((q, k, v, scale), {**options, "scaled": scaled, "backend": "hopper"}))
     for before in found[:-1]:  # which puts scales side by side, and what numbers have too
         variant(before).compile()
     one = variant(found[-1])
@@ -118,12 +120,15 @@ def test_compiled_of_codes(D, options, most, kind):
         (128, 128, {"causal": True, "cu_seqlens_q": marks(), "cu_seqlens_k": marks()}, (96, 1032)),
     ],
 )
-def test_compiled_of_codes_of_values(D, V, options, most):
-    """Weights become codes in the registers that they are in: the loops move nothing between threads but what rows share."""
+@pytest.mark.parametrize("scaled", ["key", "block"])
+def test_compiled_of_codes_of_values(D, V, options, most, scaled):
+    """Weights become codes in the registers that they are in: the loops move nothing between threads but what rows share. With one
+    scale for a block no instruction is for a key's, and sums are awaited after the largest scores are found."""
     q, scale = blank(1, 16384, 32, D), blank(1, 16384, 8, dtype=torch.float32)
     k, v = (blank(1, 16384, 8, columns, dtype=torch.float8_e4m3fn) for columns in (D, V))
     with pretend(HOPPER), torch.no_grad(), collect() as found:
-        CODED_PV.run(CODED_PV.signature.bind((q, k, v, scale, None, scale), {**options, "backend": "hopper"}))
+        given = {**options, "scaled": scaled, "backend": "hopper"}
+        CODED_PV.run(CODED_PV.signature.bind((q, k, v, scale, None, scale), given))
     for before in found[:-1]:
         assert not variant(before).compile().spills
     one = variant(found[-1])
@@ -133,9 +138,13 @@ def test_compiled_of_codes_of_values(D, V, options, most):
     assert not wrong_code(one.kernel.name, compiled)
     assert compiled.spills <= most[not triton.__version__.startswith("3.6.")]
     if triton.__version__.startswith("3.6."):
-        for loop in loops_of(compiled.sass, D // 32 + 4, "STS"):
+        loops = loops_of(compiled.sass, D // 32 + 4, "STS")
+        assert scaled == "key" or min(map(len, loops)) <= (512 if V == 128 else 480)
+        for loop in loops:
             names = [name for line in loop for name in ("LDL", "STL", "PRMT", "SHFL") if name in line]
             assert names == ["SHFL"] * 4  # of the largest score, of two rows
+            waits = [line for line in loop if "DEPBAR" in line or "SHFL" in line]
+            assert scaled == "key" or ["SHFL" in line for line in waits[:6]] == [False, True, True, True, True, False]
             issued = [line for line in loop if "GMMA" in line or "DEPBAR" in line or "MUFU" in line]
             assert all("GMMA" in line for line in issued[: D // 32 + 4]), (
                 "products of a step are issued before any is awaited"

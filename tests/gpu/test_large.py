@@ -55,8 +55,8 @@ FORMAT = tw.fp8("1x128", ways="both")
 # property of wide strides and, of `test_large_products.py`, `test_large_attention.py` and `test_large_recurrent.py`, by those that
 # multiply, gather or go along sequences; `sample` has a test below.
 OTHERWISE = (
-    "attention", "attention_codes", "attention_codes_pv", "attention_lse", "attention_mean", "attention_rows", "cache_write",
-    "cached_attention", "qkv_split_cache", "causal_conv1d", "causal_conv1d_step", "sample",
+    "attention", "attention_blocks", "attention_codes", "attention_codes_pv", "attention_lse", "attention_mean", "attention_rows",
+    "cache_write", "cached_attention", "qkv_split_cache", "causal_conv1d", "causal_conv1d_step", "sample",
     "linear_attention", "linear_attention_columns", "linear_attention_step",
     "column_amax", "cross_entropy_join", "embedding", "gated_group_norm", "grouped_mm_inner", "grouped_mm_inner_fp8",
     "grouped_mm_masked", "grouped_mm_rows", "grouped_mm_rows_fp8", "linear_cross_entropy", "load_balancing_loss", "mla_rope",

@@ -67,6 +67,7 @@ def bound(values):
         coded_call(causal=True, left=7, softcap=2.0, sink=blank(4), slopes=blank(4), scale=0.1),
         coded_call(D=64, V=128, dtype=torch.float16, k_mean=blank(2, 2, 64, dtype=torch.float32)),
         coded_call(batch=1, cu_seqlens_q=marks(), cu_seqlens_k=marks(), kv_len=blank(3, dtype=torch.int32)),
+        coded_call(scaled="block"),
         coded_call(
             v=blank(2, 2, 300, 129, dtype=torch.uint8)[..., 1:].view(FP8).transpose(1, 2)
         ),  # which are turned anyway
@@ -160,6 +161,16 @@ def test_values_in_codes(packed):
     assert tuple(given["PLAN"]) == (128, 3, 1, True, coded.TOGETHER)
 
 
+def test_a_scale_for_each_block():
+    """Is read where it lies: no box of scales is made, and of values their logarithms stand by block."""
+    values = coded_call(batch=4, length=4096, keys=4095, heads=32, kv_heads=8, causal=True, scaled="block")
+    names, found = zip(*launched(values))
+    assert names == ("clear_counter", "attention_values_turned", "attention_codes_hopper")
+    given = found[-1]
+    assert given["BY_BLOCK"] and given["KS"].data.shape == (4, 4095, 8, 1) and given["KS"].stride_t == 8
+    assert given["VS"].data.shape == (4, 32, 8, 1) and given["VS"].stride_t == 1
+
+
 def test_a_packed_call():
     """Has its scales four times, in rows that begin at keys 0 to 3, so that copies of them begin at multiples of 16 bytes."""
     values = call(batch=1, cu_seqlens_q=marks(), cu_seqlens_k=marks())
@@ -189,8 +200,7 @@ def test_a_public_call_by_name():
         "attention_code_rows",
         "attention_scales_by_head",
         "attention_codes_hopper",
-        *["attention_code_rows"] * 2,
-        "attention_scales_by_head",
+        *["attention_code_blocks"] * 2,
         "attention_values_turned",
         "attention_codes_hopper",
     ]
@@ -212,7 +222,8 @@ def test_the_benchmarks_case(family):
     """What is timed is the public call, which makes its codes, and a result without codes' errors or with more is not its own."""
     (case,) = (one for one in cases.CASES.values() if one.family == family and one.own)
     names = [wanted.kernel.name for wanted in launches(case, HOPPER)]
-    assert names.count("attention_code_rows") == (2 if family.endswith("fp8") else 1)
+    assert names.count("attention_code_blocks") == (2 if family.endswith("fp8") else 0)
+    assert names.count("attention_code_rows") == (0 if family.endswith("fp8") else 1)
     assert ("attention_codes_hopper" in names) == (case.arguments.get("backend") == "hopper")
     dims = {"batch": 1, "length": 200, "heads": 4, "kv_heads": 2, "head_dim": 64}
     work = build(replace(case, dims=dims, arguments={"causal": True}), device="cpu")

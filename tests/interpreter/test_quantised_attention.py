@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import tilewright as tw
+from tilewright.attention.coded_rows import reference_blocks
 from tilewright.ops.quantise.quantize import quantize
 from tilewright.runtime.kernel import collect
 
@@ -58,10 +59,14 @@ def off(found: Tensor, there: Tensor) -> float:
 
 @pytest.mark.parametrize("how", MATHS)
 def test_it_is_attention_of_what_codes_stand_for(how):
-    """Operands of q . k within the bars of attention, and 3e-2 with weights as codes."""
-    q, k, v = heads()
+    """Operands of q . k within the bars of attention, and 3e-2 with weights as codes. Blocks of keys have one scale in e4m3."""
+    q, k, v = heads(33, 150)
+    k[:, :128], v[:, 128:] = 8.0 * k[:, :128], 8.0 * v[:, 128:]
     format = tw.int8("row") if how.startswith("int8") else tw.fp8("row", pow2=False, rule="exact")
     wide = [quantize.function(t.float(), format).dequantize().double() for t in (q, k, v)]
+    if how.startswith("fp8"):
+        coded = [reference_blocks(t, 33, causal=True) for t in (k, v)]
+        wide[1:] = [codes.double() * scale.double()[..., None] for codes, scale in coded]
     there = exact(wide[0], wide[1], wide[2] if how.endswith("_pv") else v.double())[0]
     assert off(tw.attention(q, k, v, causal=True, math=how), there) < (3e-2 if how.endswith("_pv") else 2.4e-3)
 
@@ -82,12 +87,16 @@ def test_smoothing_changes_nothing(how):
 
 def test_quantised_operands_are_what_they_are():
     q, k, v = heads()
+    # Which have a scale for each row, as codes that are made on the way have them where a mask says what is seen
+    all_seen = torch.ones(1, 1, 1, 1, dtype=torch.bool)
     for format, kind in ((tw.int8("row"), "int8"), (tw.fp8("row", pow2=False, rule="exact"), "fp8")):
         codes = [quantize.function(t, format) for t in (q, k, v)]
-        assert torch.equal(tw.attention(q, codes[1], v), tw.attention(q, k, v, math=kind))
-        assert torch.equal(tw.attention(codes[0], codes[1], v), tw.attention(q, k, v, math=kind))
-        whole = tw.attention(*codes)
-        assert whole.dtype == q.dtype and torch.equal(whole, tw.attention(q, k, v, math=f"{kind}_pv"))
+        made = tw.attention(q, k, v, math=kind, mask=all_seen)
+        assert torch.equal(tw.attention(q, codes[1], v, mask=all_seen), made)
+        assert torch.equal(tw.attention(codes[0], codes[1], v, mask=all_seen), made)
+        whole = tw.attention(*codes, mask=all_seen)
+        assert whole.dtype == q.dtype
+        assert torch.equal(whole, tw.attention(q, k, v, math=f"{kind}_pv", mask=all_seen))
     blocks = [quantize.function(t, tw.mx("e4m3")) for t in (q, k)]
     wide = [t.dequantize() for t in blocks]
     assert torch.equal(tw.attention(*blocks, v, causal=True), tw.attention(*wide, v, causal=True))
@@ -122,21 +131,41 @@ def unseen(how: str) -> list[tuple[int, slice]]:
     return [*hidden, (0, slice(70 + 41, 139))] if how == "packed, lengths" else hidden
 
 
+@pytest.mark.parametrize("math", ["int8", "fp8_pv"])
 @pytest.mark.parametrize("how", ["sequences", "rows", "packed", "packed, lengths"])
 @pytest.mark.parametrize("garbage", [float("nan"), float("inf"), 1e30])
-def test_the_mean_is_that_of_the_keys_there_are(how, garbage):
+def test_the_mean_is_that_of_the_keys_there_are(how, garbage, math):
     """What lies past them changes no bit, and neither costs precision nor shows."""
     q, k, v = heads(24, 70, outliers=True)
     if how.startswith("packed"):
         q, k, v = (t.reshape(1, -1, *t.shape[2:]) for t in (q, k, v))
     given = told(how)
-    clean = tw.attention_lse(q, k, v, math="int8", smooth=True, **given)
+    clean = tw.attention_lse(q, k, v, math=math, smooth=True, **given)
     near = tw.attention(q, k, v, **given)
-    assert off(clean[0], near.double()) < 2e-2
+    assert off(clean[0], near.double()) < (2e-2 if math == "int8" else 6e-2)
     for batch, keys in unseen(how):
         k[batch, keys], v[batch, keys] = garbage, garbage
-    found = tw.attention_lse(q, k, v, math="int8", smooth=True, **given)
+    found = tw.attention_lse(q, k, v, math=math, smooth=True, **given)
     assert all(torch.equal(a, b) for a, b in zip(found, clean))
+
+
+@pytest.mark.parametrize("how", ["fp8", "fp8_pv"])
+def test_a_block_has_the_scale_of_what_is_seen(how):
+    """Keys that a window hides from all queries may hold anything, in the same block too."""
+    q, k, v = heads(24, 150)
+    clean = tw.attention(q, k, v, causal=True, left=9, math=how)
+    k[:, : 150 - 24 - 9], v[:, : 150 - 24 - 9] = 1e30, float("inf")
+    assert torch.equal(tw.attention(q, k, v, causal=True, left=9, math=how), clean)
+
+
+@pytest.mark.parametrize("how", ["fp8", "fp8_pv"])
+def test_what_is_not_finite_stays_its_own(how):
+    """Queries before it do not see it in their block's scale."""
+    q, k, v = heads(64, 64)
+    clean = tw.attention(q, k, v, causal=True, math=how)
+    k[0, 40, 1, 3] = float("inf")
+    found = tw.attention(q, k, v, causal=True, math=how)
+    assert torch.equal(found[0, :40], clean[0, :40]) and bool(found[0, 40:, 2:].isnan().all())
 
 
 def test_a_sequence_without_keys_has_no_mean():

@@ -32,7 +32,7 @@ from ..runtime.kernel import kernel
 from . import attention as plain
 from .cache_write import codes_of, own_scale
 from .cached_parts import as_codes
-from .coded_rows import load_codes, load_scale
+from .coded_rows import SCALED, Scaled, first_of_blocks, load_codes, load_scale
 from .hopper import coded as hopper_coded
 from .portable import (
     TOGETHER,
@@ -77,15 +77,22 @@ def reference(
     kv_len: Tensor | None = None,
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
+    scaled: Scaled = "key",
     backend: Backend = "auto",
 ) -> tuple[Tensor, Tensor]:
     """(o, lse) of `attention_lse` over `k` in codes, int8 or e4m3, with a `k_scale` [batch, keys, kv_heads].
+
+    `scaled="block"`: of the scales of keys and of values, which are above 0, those of every 128th key of a sequence from its first
+    on count, each for 128 keys; there is no mask then, nor lengths by row.
 
     `q` is codes of that kind with a `q_scale` [batch, length, heads], or numbers, which are quantised by row as by `int8("row")`
     and `fp8("row", pow2=False, rule="exact")`. `k_mean` [batch, kv_heads, head_dim] is added to all keys, and
     multiplied by q as it is given. o has the dtype of q or
     else of v, and `out_dtype` if both are codes. There is no gradient.
     """
+    if scaled == "block":
+        first = first_of_blocks(k.shape[1], cu_seqlens_k, k.device)
+        k_scale, v_scale = (None if scale is None else scale[:, first] for scale in (k_scale, v_scale))
     rows, keys = rows_of(q, q_scale, k.dtype == torch.int8), numbers(k, k_scale)
     scale = plain.scale_of(q) if scale is None else scale
     if k_mean is not None:  # one more score, of the mean and of queries as they were given
@@ -136,6 +143,8 @@ def inputs(draw: Draw, pv: bool) -> dict[str, Any]:
     if pv:
         made["v"], made["v_scale"] = codes(made["v"])
     batch, _, kv_heads, width = made["k"].shape
+    if made.get("mask") is None and (made.get("kv_len") is None or made["kv_len"].dim() == 1):
+        made["scaled"] = draw.option("scaled", "key", "block")
     made["k_mean"] = draw.maybe("k_mean", lambda: draw.tensor(batch, kv_heads, width, dtype=torch.float32))
     return made
 
@@ -184,9 +193,9 @@ def mean_product(M, batch, kv_head, KV, x, COLUMNS: tl.constexpr, FROM: tl.const
 def walk_codes(
     acc0, acc1, top, total, q0, q1, q_scale, shift_by, K, V, KS, VS, SCORES, WINDOW, tile, batch, head, kv_head, row, limit, shift,
     start, stop, from_, to, EDGE: tl.constexpr, PLAIN: tl.constexpr, SIZES: tl.constexpr, BLOCK_N: tl.constexpr,
-    PIECES: tl.constexpr, FORMAT: tl.constexpr, STAGES: tl.constexpr,
+    PIECES: tl.constexpr, FORMAT: tl.constexpr, EVERY: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """`portable.walk_keys` over keys in codes."""
+    """`portable.walk_keys` over keys in codes; EVERY: how many of them have one scale."""
     for n in tl.range(from_, to, BLOCK_N, num_stages=STAGES):
         j = n + tl.arange(0, BLOCK_N)
         token = tile.first_k + j
@@ -198,7 +207,7 @@ def walk_codes(
             raw += code_product(
                 q1, tl.trans(load_codes(K, batch, kv_head, token, there, SIZES.D, SIZES.D0, SIZES.D1)), FORMAT
             )  # fmt: skip
-        raw = raw * q_scale[:, None] * load_scale(KS, batch, kv_head, token, there)[None, :]
+        raw = raw * q_scale[:, None] * load_scale(KS, batch, kv_head, tile.first_k, j, there, EVERY)[None, :]
         if shift_by is not None:
             raw += shift_by[:, None]
         s, _ = bend(SCORES, raw)
@@ -227,7 +236,7 @@ def walk_codes(
             if SIZES.V1 > 0:
                 acc1 = add_part(acc1 * fade[:, None], p, v1, SIZES.V1, PIECES)
         else:
-            w = p * load_scale(VS, batch, kv_head, token, there)[None, :]
+            w = p * load_scale(VS, batch, kv_head, tile.first_k, j, there, EVERY)[None, :]
             if EDGE:  # a scale that nobody sees may be NaN
                 w = tl.where(ok, w, 0.0)
                 if not has(FORMAT, "int8"):  # and so may codes
@@ -259,7 +268,7 @@ def clear_codes(hidden, t, WIDTH: tl.constexpr):
 def attention_codes_forward(
     Q, K, V, QS, KS, VS, MEAN, O, LSE, SINK, SCORES, WINDOW, LENGTHS, L, KEYS, HEADS, GROUP, BATCH, TILES, SIZES: tl.constexpr,
     PLAIN: tl.constexpr, TOGETHER: tl.constexpr, FORMAT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    PIECES: tl.constexpr, STAGES: tl.constexpr,
+    PIECES: tl.constexpr, EVERY: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """`portable.attention_forward` with keys in codes; QS None: q is numbers; VS None: v is; MEAN None: keys are whole."""
     index, head, batch = unit_of(tl.program_id(0), TILES, HEADS, BATCH, TOGETHER, WINDOW.right is not None)
@@ -290,7 +299,7 @@ def attention_codes_forward(
             if SIZES.D1 > 0:
                 c1 = codes_of(y1, q_scale[:, None], mult[:, None], FORMAT)
         else:
-            q_scale = load_scale(QS, batch, head, token, live)
+            q_scale = load_scale(QS, batch, head, tile.first_q, row, live)
             c0 = q0
             c1 = q1
             y0 = value_of(q0, FORMAT) * q_scale[:, None]
@@ -320,16 +329,17 @@ def attention_codes_forward(
                 acc0, acc1, top, total = walk_codes(
                     acc0, acc1, top, total, c0, c1, q_scale, shift_by, K, V, KS, VS, SCORES, WINDOW, tile, batch, head, kv_head,
                     row, limit, shift, start, stop, first, tl.minimum(middle, end), True, PLAIN, SIZES, BLOCK_N, PIECES, FORMAT,
-                    STAGES,
+                    EVERY, STAGES,
                 )  # fmt: skip
             acc0, acc1, top, total = walk_codes(
                 acc0, acc1, top, total, c0, c1, q_scale, shift_by, K, V, KS, VS, SCORES, WINDOW, tile, batch, head, kv_head, row,
-                limit, shift, start, stop, middle, tl.minimum(after, end), False, PLAIN, SIZES, BLOCK_N, PIECES, FORMAT, STAGES,
+                limit, shift, start, stop, middle, tl.minimum(after, end), False, PLAIN, SIZES, BLOCK_N, PIECES, FORMAT, EVERY,
+                STAGES,
             )  # fmt: skip
             first = after
         acc0, acc1, top, total = walk_codes(
             acc0, acc1, top, total, c0, c1, q_scale, shift_by, K, V, KS, VS, SCORES, WINDOW, tile, batch, head, kv_head, row,
-            limit, shift, start, stop, first, end, True, PLAIN, SIZES, BLOCK_N, PIECES, FORMAT, STAGES,
+            limit, shift, start, stop, first, end, True, PLAIN, SIZES, BLOCK_N, PIECES, FORMAT, EVERY, STAGES,
         )  # fmt: skip
         empty = total == 0.0
         share = tl.where(empty, 0.0, 1.0 / tl.where(empty, 1.0, total))
@@ -374,7 +384,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, k_scale: Tensor, **options: Any) ->
         None if a.sink is None else a.sink.contiguous(), scores_of(a), window_of(a), how, length, k.shape[1], heads,
         heads // k.shape[2], batch, tiles, SIZES=sizes, PLAIN=a.mask is None and by_sequence,
         TOGETHER=TOGETHER, FORMAT=f"{codes}:row:fp32:exact" + (":fast" if is_fast(q) else ""), BLOCK_M=own, BLOCK_N=other,
-        PIECES=3 if v.dtype == torch.float32 else 1, STAGES=block.stages,
+        PIECES=3 if v.dtype == torch.float32 else 1, EVERY=SCALED.value if a.scaled == "block" else 1, STAGES=block.stages,
     )  # fmt: skip
     return o, lse
 
@@ -385,7 +395,7 @@ def fits(target: Target, a: SimpleNamespace) -> bool:
 
 def check(
     q, k, v, k_scale, q_scale, v_scale, k_mean, *, out_dtype, pv: bool, op: str, causal, right, mask, kv_len, cu_seqlens_q,
-    cu_seqlens_k, **_,
+    cu_seqlens_k, scaled, **_,
 ) -> None:  # fmt: skip
     plain.check(
         q, k, v, causal=causal, right=right, mask=mask, kv_len=kv_len, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, op=op
@@ -396,6 +406,8 @@ def check(
             raise ValueError(f"{op}: {name}_scale is for codes, and codes need it; {name} has {t.dtype}")
         if codes and t.dtype != k.dtype:
             raise ValueError(f"{op}: {name} must be {k.dtype}, as k is, or numbers, got {t.dtype}")
+    if scaled == "block" and (mask is not None or kv_len is not None and kv_len.dim() == 2):
+        raise ValueError(f"{op}: scaled block takes no mask, and no kv_len of rows")
     if (v_scale is not None) != pv:
         raise ValueError(f"{op}: v must be {'codes' if pv else 'numbers'}, got {v.dtype}")
 

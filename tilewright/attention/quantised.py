@@ -5,6 +5,7 @@ Codes are made here, or come as `Quantized` operands, and are taken apart; `code
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -19,7 +20,7 @@ from .attention import Backend
 from .attention import attention as attention_op
 from .attention import attention_lse as attention_lse_op
 from .coded import attention_codes, attention_codes_pv
-from .coded_rows import attention_mean, attention_rows, dtype_of
+from .coded_rows import Scaled, attention_blocks, attention_mean, attention_rows, dtype_of
 from .hopper import coded as hopper_coded
 from .preference import LIBRARY
 from .seen import keys_there
@@ -27,6 +28,7 @@ from .seen import keys_there
 Math = Literal["auto", "int8", "fp8", "int8_pv", "fp8_pv"]
 MATHS = ("auto", "int8", "fp8", "int8_pv", "fp8_pv")
 LENGTHS = ("kv_len", "cu_seqlens_q", "cu_seqlens_k")  # what says which keys there are
+SEEN = ("causal", "left", "right", *LENGTHS)  # and which of them are seen
 
 
 class Rows(NamedTuple):
@@ -60,8 +62,9 @@ def attention(
 ) -> Tensor:
     """`softmax(scale * q @ k.T) @ v` of each head, as the op `attention` has it, whose arguments and rules these are.
 
-    `math` other than "auto" multiplies codes, forward only: "int8" and "fp8" (e4m3) those of q and k, with a scale for each token
-    and head, made in one pass over k and where q is read; "int8_pv" and "fp8_pv" those of weights and v too. `smooth` takes the
+    `math` other than "auto" multiplies codes, forward only: "int8" and "fp8" (e4m3) those of q and k, made in one pass over k and
+    where q is read; "int8_pv" and "fp8_pv" those of weights and v too. Each token and head has a scale; e4m3 of k and v has one for
+    each 128 tokens of a sequence, where there is no mask and no `kv_len` of rows. `smooth` takes the
     mean over the keys that there are off k before it is quantised, which changes no score but for the rounding: what all keys share
     costs nothing. `backend="hopper"` has kernels for all of these but "int8_pv"; "auto" takes them where they were measured to be
     the faster.
@@ -145,6 +148,7 @@ def by_codes(
     if smooth and rows["k"].scale is not None:
         raise ValueError(f"{op}: smooth takes the mean off k before it is quantised, and k is codes")
     own = {"out_dtype": name_of(q.dtype)} if rows["q"].scale is not None and rows["v"].scale is not None else {}
+    own["scaled"] = scaled_by(kind, [rows["k"], *([rows["v"]] if pv else [])], given)
     last = attention_codes_pv if pv else attention_codes
     if not torch.compiler.is_compiling():  # before anything is launched, as the last op would say it
         made = {name: expected(r, kind, name == "k" or name == "v" and bool(pv)) for name, r in rows.items()}
@@ -152,13 +156,28 @@ def by_codes(
         last.validate(values)
         if backend == "hopper" and not taken_by_hopper(values):
             raise ValueError(f"{op}: backend hopper does not take these arguments with math {math!r}")
+    if own["scaled"] == "block":
+        coded = partial(blocks_of, length=q.shape[1], **{name: given[name] for name in SEEN})
+    else:
+        coded = partial(attention_rows.function, kind=kind)
     if rows["k"].scale is None:
         there = keys_there(q, k, *(given[name] for name in LENGTHS)) if smooth else None
         mean = attention_mean.function(rows["k"].codes, there) if smooth else None
-        rows["k"] = Rows(*attention_rows.function(rows["k"].codes, mean, kind=kind), mean)
+        rows["k"] = Rows(*coded(rows["k"].codes, mean), mean)
     if pv and rows["v"].scale is None:
-        rows["v"] = Rows(*attention_rows.function(rows["v"].codes, kind=kind))
+        rows["v"] = Rows(*coded(rows["v"].codes, None))
     return last.function(*operands(rows), **own, **given, backend=backend, out=out)
+
+
+def scaled_by(kind: str, coded: list[Rows], given: dict[str, Any]) -> Scaled:
+    """What has a scale of its own: blocks of keys, where codes in e4m3 are made here and it is known before which keys are seen."""
+    by_row = torch.is_tensor(given["kv_len"]) and given["kv_len"].dim() == 2
+    told = given["mask"] is None and not by_row
+    return "block" if kind == "fp8" and told and all(rows.scale is None for rows in coded) else "key"
+
+
+def blocks_of(x: Tensor, mean: Tensor | None, length: int, **given: Any) -> tuple[Tensor, Tensor]:
+    return attention_blocks.function(x, length, mean, **given)
 
 
 def taken_by_hopper(values: dict[str, Any]) -> bool:

@@ -171,6 +171,7 @@ PLACES: dict[str, tuple[Place, ...]] = {
     "attention_codes": ATTENTION,
     "attention_codes_pv": ATTENTION,
     "attention_lse": ATTENTION,
+    "attention_blocks": (Place({**HEADS, "heads": "kv_heads"}),),
     "attention_mean": (Place({**HEADS, "heads": "kv_heads"}),),
     "attention_rows": (Place({**HEADS, "heads": "kv_heads"}),),
     "attention_merge": (Place({**HEADS, "parts": "eight"}, fewer="heads"),),

@@ -6,7 +6,8 @@ rate. Values and weights are 16-bit as there, or codes too: `coded_values.py`.
 A warpgroup quantises its 64 queries when it comes to a tile, where they have arrived as numbers, and keeps their codes in
 registers, a quarter of what its sums take: its products read keys alone from shared memory. The scale of a key comes with it, in
 the same stage: a box of as many numbers as a block has keys. What is of a row, its scale and the product with the mean, costs
-nothing in the loop: it is part of the factor and of the base of the exponential.
+nothing in the loop: it is part of the factor and of the base of the exponential. So is what is of a block: where that has one
+scale, threads read it from memory when they come to the block, long before they need it, and no box of scales is copied.
 
 Who may write where is as `forward.py` has it, but that threads read scales. A stage is given back after a barrier of the
 warpgroup's threads, which have read it then: so nobody reads what is copied anew. Scales of keys are read before the turn, whose
@@ -15,8 +16,9 @@ Read after scores have come, the assembler of Triton 3.6 waits for each pair of 
 exponentials, and their stage is given back in the next step, after the barrier of the turn.
 
 What bounds it is instructions that a scheduler issues, of two warps, more than products. So where values are codes, sums stay in
-the tensor cores for a few blocks, and are multiplied only where their exponent moves: 580 instructions for 64 queries and 128 keys,
-where adding each block's sums to others in registers took 700, and waited for them with nothing else to do.
+the tensor cores for a few blocks, and are multiplied only where their exponent moves: 579 instructions for 64 queries and 128 keys
+with a scale for each key, where adding each block's sums to others in registers took 700, and waited for them with nothing else to
+do. With one scale for a block they are 444.
 """
 
 from __future__ import annotations
@@ -49,6 +51,7 @@ from ...gemm.hopper.boxes import box_of, copies_in_bulk
 from ...op import single
 from ...runtime.kernel import kernel
 from ..cache_write import codes_of, own_scale
+from ..coded_rows import SCALED
 from ..portable import Sizes, heads_of, parts_of, scores_of
 from ..preference import wanted_of_codes
 from ..tiles import check_lengths, keys_seen, lengths
@@ -121,11 +124,21 @@ class Plan(NamedTuple):
 
 class Scales(NamedTuple):
     """Boxes of scales of keys and of values, in the stages of these, and both warpgroups' room for sums that are set aside; `v` and
-    `aside` are None where values are numbers."""
+    `aside` are None where values are numbers. Where a block has one scale: scales of keys, and logarithms of those of values, in
+    memory."""
 
     k: Any
     v: Any
     aside: Any
+
+
+class Place(NamedTuple):
+    """Of a tile's keys: their batch and head, the first token of their sequence, and its first block."""
+
+    batch: Any
+    head: Any
+    first: Any
+    block: Any
 
 
 # ---- products --------------------------------------------------------------------------------------------------------
@@ -158,6 +171,29 @@ def scales_at(boxes, at, SHAPED: gl.constexpr):
 
 
 @gluon.jit
+def number_of_head(S, place, token):
+    at = place.batch.to(gl.int64) * S.stride_b + place.head.to(gl.int64) * S.stride_h + token.to(gl.int64) * S.stride_t
+    return gl.load(S.data + at)
+
+
+@gluon.jit
+def scales_of_block(scales, place, key, BLOCK: gl.constexpr):
+    """(the scale of keys, NaN if it is not finite, which is that of no codes; the logarithm of that of values, 0 where they are
+    numbers) of the block that begins at a key of its sequence."""
+    by_key = number_of_head(scales.k, place, place.first + key)
+    log_by = 0.0
+    if scales.v is not None:
+        log_by = number_of_head(scales.v, place, place.block + key // BLOCK)
+    return by_key + by_key * 0.0, log_by
+
+
+@gluon.jit
+def factor_of(by_row):
+    """Factors of scores, none of them 0."""
+    return gl.where(by_row < LEAST, LEAST, by_row)
+
+
+@gluon.jit
 def query_codes(y, same, FORMAT: gl.constexpr):
     """(codes of rows, laid out as `same`, which has the same numbers, and their scales as y has rows). Rows are reduced in y, the
     layout of a product's sums: in that of its operands Triton before 3.7 is not known to (`toolchain/reductions.py`)."""
@@ -179,10 +215,17 @@ def issue_codes(codes, k, at, into):
 
 
 @gluon.jit
-def scores_of_codes(s, by_key, by_row, shift, SCORES, WINDOW, rows, key, EDGE: gl.constexpr):
-    """(scores, the factor and the shift that they still lack, the largest of each row) of products of codes, in base 2."""
+def scores_of_codes(
+    s, by_key, by_row, shift, SCORES, WINDOW, rows, key, BY_BLOCK: gl.constexpr, EDGE: gl.constexpr
+):  # fmt: skip
+    """(scores, the factor and the shift that they still lack, the largest of each row) of products of codes, in base 2. `by_key`:
+    scales of keys, [1, keys], or one for all."""
     LAID: gl.constexpr = by_row.type.layout
-    s = s.to(gl.float32) * by_key
+    s = s.to(gl.float32)
+    if BY_BLOCK:
+        by_row = factor_of(by_row * by_key)
+    else:
+        s *= by_key
     if SCORES.softcap is not None or SCORES.slopes is not None:
         s = bent(s * gl.expand_dims(by_row, 1) + gl.expand_dims(shift, 1), SCORES, rows, key)
         by_row = gl.full([64], 1.0, gl.float32, LAID)
@@ -194,10 +237,11 @@ def scores_of_codes(s, by_key, by_row, shift, SCORES, WINDOW, rows, key, EDGE: g
 
 @gluon.jit
 def weigh_codes(
-    s, by_key, by_row, shift, top, total, SCORES, WINDOW, rows, key, EDGE: gl.constexpr, LAZY: gl.constexpr
-):
+    s, by_key, by_row, shift, top, total, SCORES, WINDOW, rows, key, BY_BLOCK: gl.constexpr, EDGE: gl.constexpr,
+    LAZY: gl.constexpr,
+):  # fmt: skip
     """`weigh` of products of codes."""
-    s, by_row, shift, largest = scores_of_codes(s, by_key, by_row, shift, SCORES, WINDOW, rows, key, EDGE)
+    s, by_row, shift, largest = scores_of_codes(s, by_key, by_row, shift, SCORES, WINDOW, rows, key, BY_BLOCK, EDGE)
     if LAZY:
         new = gl.where(largest > top + LAG, largest, top)
     else:
@@ -211,8 +255,11 @@ def weigh_codes(
 
 
 @gluon.jit
-def weigh_below(s, by_row, shift, largest, down, top, total, EDGE: gl.constexpr):
-    """(weights of scores, of which the largest is 2^-down, the largest score so far, the sums of all weights relative to it)."""
+def weigh_below(
+    s, by_row, shift, largest, down, top, total, scales, stage, SUMS: gl.constexpr, BY_BLOCK: gl.constexpr, EDGE: gl.constexpr
+):  # fmt: skip
+    """(weights of scores, of which the largest is 2^-down, times the scales of their values as words of codes, the largest score so
+    far, the sums of all weights relative to it). Weights go around the loop as registers alone."""
     base = largest + down
     new = gl.maximum(top, largest)
     known = new
@@ -220,39 +267,51 @@ def weigh_below(s, by_row, shift, largest, down, top, total, EDGE: gl.constexpr)
         base = gl.where(largest == float("-inf"), 0.0, base)  # of rows that see nothing of the block
         known = gl.where(new == float("-inf"), 0.0, new)  # and of those that have seen nothing yet
     p = gl.exp2(s * gl.expand_dims(by_row, 1) - gl.expand_dims(base - shift, 1))
+    if BY_BLOCK:
+        words = weights_as_words(p, SUMS)
+        # What is added up is a copy, which takes no instruction: the assembler of Triton 3.6 takes one more for each word of codes
+        # of what is added up itself, where else the second conversion packs it
+        p = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [p], gl.float32, False, 1)
+    else:
+        SHAPED: gl.constexpr = s.type.layout
+        words = weights_as_words(p * divided_at(scales.v, stage, SHAPED), SUMS)
     share = gl.exp2(base - known)
     if EDGE:
         share = gl.where(largest == float("-inf"), 0.0, share)
-    return p, new, scaled_rows(total, gl.exp2(top - known)) + scaled_rows(part_sums(p), share)
+    return p, words, new, scaled_rows(total, gl.exp2(top - known)) + scaled_rows(part_sums(p), share)
 
 
 # ---- the copying warp ------------------------------------------------------------------------------------------------
 
 
 @gluon.jit
-def copy_keys(K, S, ring, scales, stage, phase, batch, head, key):
-    """Copy a block of codes and their scales into a stage when it is empty."""
+def copy_keys(K, S, ring, scales, stage, phase, batch, head, key, BY_BLOCK: gl.constexpr):
+    """Copy a block of codes and their scales, if each has one, into a stage when it is empty."""
     mbarrier.wait(ring.empty.index(stage), phase)
     ready = ring.full.index(stage)
-    mbarrier.expect(ready, K.block_type.nbytes + S.block_type.nbytes)
+    if BY_BLOCK:
+        mbarrier.expect(ready, K.block_type.nbytes)
+    else:
+        mbarrier.expect(ready, K.block_type.nbytes + S.block_type.nbytes)
+        # A copy begins at a multiple of 16 bytes, keys of a packed sequence anywhere: row c has scales moved down by c
+        async_load(S, [batch, head, key % 4, key - key % 4], ready, scales.index(stage))
     async_load(K, [batch, head, key, 0], ready, ring.first.index(stage))
-    # A copy begins at a multiple of 16 bytes, keys of a packed sequence anywhere: row c has scales moved down by c
-    async_load(S, [batch, head, key % 4, key - key % 4], ready, scales.index(stage))
 
 
 @gluon.jit
-def copy_values(V, VS, rings, scales, stage, phase, batch, head, key, moved):
+def copy_values(V, VS, rings, scales, stage, phase, batch, head, key, moved, BY_BLOCK: gl.constexpr):
     """Copy a block of values into a stage when it is empty. Of turned ones: from `moved` further on than its first key is."""
     if VS is None:
         expect_boxes(V, None, rings.v, stage, phase, 1)
         copy_box(V, None, rings.v, stage, stage, batch, head, key)
     else:
-        copy_turned(V, VS, rings.v, scales.v, stage, phase, batch, head, key + moved)
+        copy_turned(V, VS, rings.v, scales.v, stage, phase, batch, head, key + moved, BY_BLOCK)
 
 
 @gluon.jit
 def copy_coded_tiles(
-    Q, K, V, KS, VS, rings, scales, turns, WINDOW, LENGTHS, L, KEYS, HEADS, GROUP, BATCH, TILES, PROGRAMS, PLAN: gl.constexpr
+    Q, K, V, KS, VS, rings, scales, turns, WINDOW, LENGTHS, L, KEYS, HEADS, GROUP, BATCH, TILES, PROGRAMS, PLAN: gl.constexpr,
+    BY_BLOCK: gl.constexpr,
 ):  # fmt: skip
     """`copy_tiles` of `forward.py`, with scales of keys."""
     BLOCK: gl.constexpr = PLAN.block
@@ -279,15 +338,15 @@ def copy_coded_tiles(
             moved = 0
             if VS is not None:
                 moved = first_block(LENGTHS, tile, BLOCK) * BLOCK - tile.first_k
-            copy_keys(K, KS, rings.k, scales.k, stage, phase, work.batch, kv_head, key)
+            copy_keys(K, KS, rings.k, scales.k, stage, phase, work.batch, kv_head, key, BY_BLOCK)
             for _ in range(work.high - work.low - 1):
                 following, its_phase = advance(stage, phase, STAGES)
-                copy_keys(K, KS, rings.k, scales.k, following, its_phase, work.batch, kv_head, key - BLOCK)
-                copy_values(V, VS, rings, scales, stage, phase, work.batch, kv_head, key, moved)
+                copy_keys(K, KS, rings.k, scales.k, following, its_phase, work.batch, kv_head, key - BLOCK, BY_BLOCK)
+                copy_values(V, VS, rings, scales, stage, phase, work.batch, kv_head, key, moved, BY_BLOCK)
                 stage = following
                 phase = its_phase
                 key -= BLOCK
-            copy_values(V, VS, rings, scales, stage, phase, work.batch, kv_head, key, moved)
+            copy_values(V, VS, rings, scales, stage, phase, work.batch, kv_head, key, moved, BY_BLOCK)
             stage, phase = advance(stage, phase, STAGES)
         number += PROGRAMS
         if turns.counter is not None:  # which takes its time to answer, while the last copies are on their way
@@ -302,9 +361,16 @@ def copy_coded_tiles(
 
 
 @gluon.jit
+def await_values_after(rings, stage, phase):
+    """Wait for the values of a stage, here: the assembler takes no wait for products ahead of a loop that waits for something else,
+    and without one it has the sums of values awaited as soon as the scores, before the largest of these is looked for."""
+    mbarrier.wait(rings.v.full.index(stage), phase)
+
+
+@gluon.jit
 def walk_codes(
-    state, codes, by_row, shift, rings, scales, high, low, SCORES, WINDOW, rows, PLAN: gl.constexpr, EDGE: gl.constexpr,
-    W: gl.constexpr,
+    state, codes, by_row, shift, rings, scales, place, high, low, SCORES, WINDOW, rows, PLAN: gl.constexpr,
+    BY_BLOCK: gl.constexpr, EDGE: gl.constexpr, W: gl.constexpr,
 ):  # fmt: skip
     """`walk` of `forward.py` over keys in codes, from before `high` down to `low`."""
     o, p, p0, exponent, highest, top, total, stage, phase = state
@@ -314,8 +380,10 @@ def walk_codes(
     for i in range(high - low):
         key = (high - 1 - i) * PLAN.block
         following, its_phase = advance(stage, phase, PLAN.stages)
+        if BY_BLOCK:
+            by_key, log_by = scales_of_block(scales, place, key, PLAN.block)
         mbarrier.wait(rings.k.full.index(following), its_phase)
-        if not CODED:
+        if not CODED and not BY_BLOCK:
             by_key = scales_at(scales.k, following, SHAPED)
         await_turn(W)  # all of the warpgroup have read the scales
         s = issue_codes(codes, rings.k, following, p)
@@ -325,17 +393,21 @@ def walk_codes(
             mbarrier.wait(rings.v.full.index(stage), phase)
             o, _ = issue_values(o, 0.0, p0, 0.0, rings.v, stage)
         give_turn(W)
-        if CODED:
+        if CODED and not BY_BLOCK:
             by_key = scales_at(scales.k, following, SHAPED)
             mbarrier.wait(rings.v.full.index(following), its_phase)
             log_by = log_divisor_at(scales.v, following, SHAPED)
         s = warpgroup_mma_wait(1, deps=(s,))
-        if CODED:
+        if CODED and not BY_BLOCK:
             barrier()  # and now these
         mbarrier.arrive(rings.k.empty.index(following), count=1)
         if CODED:
-            s, factor, added, largest = scores_of_codes(s, by_key, by_row, shift, SCORES, WINDOW, rows, key, EDGE)
-            exponent, fade, highest, down = next_exponent(largest, log_by, exponent, highest, EDGE, PLAN.lazy)
+            s, factor, added, largest = scores_of_codes(
+                s, by_key, by_row, shift, SCORES, WINDOW, rows, key, BY_BLOCK, EDGE
+            )  # fmt: skip
+            exponent, fade, highest, down = next_exponent(largest, log_by, exponent, highest, PLAN.lazy)
+            if BY_BLOCK:
+                await_values_after(rings, following, its_phase)
             # Which are done by now. So factors are multiplied with, and weights become codes, among the exponentials
             o = warpgroup_mma_wait(0, deps=(o,))
             mbarrier.arrive(rings.v.empty.index(stage), count=1)
@@ -343,12 +415,15 @@ def walk_codes(
                 o = scaled_where_moved(o, fade)
             else:
                 o = scaled_rows(o, fade)
-            p, top, total = weigh_below(s, factor, added, largest, down, top, total, EDGE)
-            p0 = weights_as_words(p * divided_at(scales.v, following, SHAPED), SUMS)
+            p, p0, top, total = weigh_below(
+                s, factor, added, largest, down, top, total, scales, following, SUMS, BY_BLOCK, EDGE
+            )  # fmt: skip
         else:
             p, top, total, fade = weigh_codes(
-                s, by_key, by_row, shift, top, total, SCORES, WINDOW, rows, key, EDGE, PLAN.lazy
+                s, by_key, by_row, shift, top, total, SCORES, WINDOW, rows, key, BY_BLOCK, EDGE, PLAN.lazy
             )  # fmt: skip
+            if BY_BLOCK:
+                await_values_after(rings, following, its_phase)
             o = warpgroup_mma_wait(0, deps=(o,))
             mbarrier.arrive(rings.v.empty.index(stage), count=1)
             p0, _ = as_operands(p, rings.v)
@@ -380,13 +455,13 @@ def queries_at(boxes, at, MEAN, SCORES, unit, FORMAT: gl.constexpr, BLOCK: gl.co
     if SCORES.softcap is None and SCORES.slopes is None:
         by_row *= SCORES.scale * LOG2E
         shift *= SCORES.scale * LOG2E
-    return codes, gl.where(by_row < LEAST, LEAST, by_row), shift
+    return codes, factor_of(by_row), shift
 
 
 @gluon.jit
 def attend_coded_tiles(
     O, LSE, SINK, MEAN, rings, scales, turns, SCORES, WINDOW, LENGTHS, L, KEYS, HEADS, GROUP, BATCH, TILES, PROGRAMS,
-    SIZES: gl.constexpr, PLAN: gl.constexpr, FORMAT: gl.constexpr, CLEARS: gl.constexpr, W: gl.constexpr,
+    SIZES: gl.constexpr, PLAN: gl.constexpr, FORMAT: gl.constexpr, CLEARS: gl.constexpr, BY_BLOCK: gl.constexpr, W: gl.constexpr,
 ):  # fmt: skip
     """Warpgroup W: `attend_tiles` of `forward.py` over keys in codes."""
     BLOCK: gl.constexpr = PLAN.block
@@ -429,7 +504,11 @@ def attend_coded_tiles(
             )
             key = (work.high - 1) * BLOCK
             mbarrier.wait(rings.q.full.index(stage_q), phase_q)
-            unit = work.batch * (HEADS // GROUP) + work.head // GROUP
+            kv_head = work.head // GROUP
+            unit = work.batch * (HEADS // GROUP) + kv_head
+            place = Place(work.batch, kv_head, tile.first_k, first_block(LENGTHS, tile, BLOCK))
+            if BY_BLOCK:
+                by_key, log_by = scales_of_block(scales, place, key, BLOCK)
             codes, by_row, shift = queries_at(
                 rings.q.first, 2 * stage_q + W, MEAN, SCORES, unit, FORMAT, BLOCK
             )  # fmt: skip
@@ -438,7 +517,8 @@ def attend_coded_tiles(
             by_row = gl.where(begin < end, by_row, 1.0)
             shift = gl.where(begin < end, shift, 0.0)
             mbarrier.wait(rings.k.full.index(stage), phase)
-            by_key = scales_at(scales.k, stage, SHAPED)
+            if not BY_BLOCK:
+                by_key = scales_at(scales.k, stage, SHAPED)
             barrier()  # all of the warpgroup have read the queries and the scales
             mbarrier.arrive(rings.q.empty.index(stage_q), count=1)
             stage_q, phase_q = advance(stage_q, phase_q, PLAN.queries)
@@ -449,15 +529,19 @@ def attend_coded_tiles(
             highest = 0.0
             if CODED:
                 mbarrier.wait(rings.v.full.index(stage), phase)
-                log_by = log_divisor_at(scales.v, stage, SHAPED)
+                if not BY_BLOCK:
+                    log_by = log_divisor_at(scales.v, stage, SHAPED)
                 nothing = gl.full([64], float("-inf"), gl.float32, BY_ROW)
-                s, factor, added, largest = scores_of_codes(s, by_key, by_row, shift, SCORES, WINDOW, rows, key, True)
-                exponent, _, highest, down = next_exponent(largest, log_by, nothing, nothing, True, PLAN.lazy)
-                p, top, total = weigh_below(s, factor, added, largest, down, top, total, True)
-                p0 = weights_as_words(p * divided_at(scales.v, stage, SHAPED), SUMS)
+                s, factor, added, largest = scores_of_codes(
+                    s, by_key, by_row, shift, SCORES, WINDOW, rows, key, BY_BLOCK, True
+                )  # fmt: skip
+                exponent, _, highest, down = next_exponent(largest, log_by, nothing, nothing, PLAN.lazy)
+                p, p0, top, total = weigh_below(
+                    s, factor, added, largest, down, top, total, scales, stage, SUMS, BY_BLOCK, True
+                )  # fmt: skip
             else:
                 p, top, total, _ = weigh_codes(
-                    s, by_key, by_row, shift, top, total, SCORES, WINDOW, rows, key, True, False
+                    s, by_key, by_row, shift, top, total, SCORES, WINDOW, rows, key, BY_BLOCK, True, False
                 )  # fmt: skip
                 p0, _ = as_operands(p, rings.v)
             if CLEARS:
@@ -468,8 +552,9 @@ def attend_coded_tiles(
                     clear_unseen(rings.v, stage, phase, start - key, stop - key, W)
             state = (o, p, p0, exponent, highest, top, total, stage, phase)
             state = walk_codes(
-                state, codes, by_row, shift, rings, scales, work.high - 1, upper, SCORES, WINDOW, rows, PLAN, True, W
-            )
+                state, codes, by_row, shift, rings, scales, place, work.high - 1, upper, SCORES, WINDOW, rows, PLAN, BY_BLOCK,
+                True, W,
+            )  # fmt: skip
             if CODED:
                 # In parts: what the tensor cores have added up in one is set aside, and they begin anew
                 aside = scales.aside.index(W)
@@ -479,8 +564,8 @@ def attend_coded_tiles(
                     high = upper - part * PLAN.together
                     low = gl.maximum(high - PLAN.together, lower)
                     state = walk_codes(
-                        state, codes, by_row, shift, rings, scales, high, low, SCORES, WINDOW, rows, PLAN, False, W
-                    )
+                        state, codes, by_row, shift, rings, scales, place, high, low, SCORES, WINDOW, rows, PLAN, BY_BLOCK, False, W
+                    )  # fmt: skip
                     o, p, p0, exponent, highest, top, total, stage, phase = state
                     set_aside(with_aside(o, aside, was, exponent), aside)
                     was = exponent
@@ -488,15 +573,17 @@ def attend_coded_tiles(
                     state = (o, p, p0, exponent, highest, top, total, stage, phase)
             else:
                 state = walk_codes(
-                    state, codes, by_row, shift, rings, scales, upper, lower, SCORES, WINDOW, rows, PLAN, False, W
-                )
+                    state, codes, by_row, shift, rings, scales, place, upper, lower, SCORES, WINDOW, rows, PLAN, BY_BLOCK, False, W
+                )  # fmt: skip
             if WINDOW.left is not None:
                 state = walk_codes(
-                    state, codes, by_row, shift, rings, scales, lower, work.low, SCORES, WINDOW, rows, PLAN, True, W
-                )
+                    state, codes, by_row, shift, rings, scales, place, lower, work.low, SCORES, WINDOW, rows, PLAN, BY_BLOCK,
+                    True, W,
+                )  # fmt: skip
             o, p, p0, exponent, highest, top, total, stage, phase = state
             if CODED:
-                barrier()  # all of the warpgroup have read the scales of the last values
+                if not BY_BLOCK:
+                    barrier()  # all of the warpgroup have read the scales of the last values
                 o = warpgroup_mma(codes_of_words(p0), keys_at(rings.v.first, stage), o, is_async=True)
                 o = with_aside(warpgroup_mma_wait(0, deps=(o,)), aside, was, exponent)
                 saw = exponent > float("-inf")
@@ -537,21 +624,25 @@ def attend_coded_tiles(
 )  # fmt: skip
 def attention_codes_hopper(
     Q, K, V, KS, VS, MEAN, O, LSE, SINK, COUNTER, SCORES, WINDOW, LENGTHS, L, KEYS, HEADS, GROUP, BATCH, TILES, PROGRAMS,
-    SIZES: gl.constexpr, PLAN: gl.constexpr, FORMAT: gl.constexpr, CLEARS: gl.constexpr,
+    SIZES: gl.constexpr, PLAN: gl.constexpr, FORMAT: gl.constexpr, CLEARS: gl.constexpr, BY_BLOCK: gl.constexpr,
 ):  # fmt: skip
     """`attention_forward_hopper` of keys in codes; KS: their scales, keys side by side; MEAN None: keys are whole. VS: those of
-    values in codes, which are turned; None: values are numbers."""
+    values in codes, which are turned; None: values are numbers. BY_BLOCK: KS and VS have one number for a block of keys."""
     STAGES: gl.constexpr = PLAN.stages
     QUERIES: gl.constexpr = PLAN.queries
     q = make_boxes(Q, 2 * QUERIES)
     k = make_boxes(K, STAGES)
     v = make_boxes(V, STAGES)
+    ks = KS
     vs = VS  # None, or else:
     aside = VS
+    if not BY_BLOCK:
+        ks = make_boxes(KS, STAGES)
     if VS is not None:
-        vs = make_boxes(VS, STAGES)
+        if not BY_BLOCK:
+            vs = make_boxes(VS, STAGES)
         aside = gl.allocate_shared_memory(gl.float32, [2, HALF, SIZES.V0], ASIDE)
-    scales = Scales(make_boxes(KS, STAGES), vs, aside)
+    scales = Scales(ks, vs, aside)
     q_full, q_empty = make_barriers(QUERIES)
     k_full, k_empty = make_barriers(STAGES)
     v_full, v_empty = make_barriers(STAGES)
@@ -561,11 +652,11 @@ def attention_codes_hopper(
     turns = Turns(COUNTER, numbers, n_full, n_empty)
     gl.warp_specialize([
         (attend_coded_tiles, (O, LSE, SINK, MEAN, rings, scales, turns, SCORES, WINDOW, LENGTHS, L, KEYS, HEADS, GROUP, BATCH,
-                              TILES, PROGRAMS, SIZES, PLAN, FORMAT, CLEARS, 0)),
+                              TILES, PROGRAMS, SIZES, PLAN, FORMAT, CLEARS, BY_BLOCK, 0)),
         (attend_coded_tiles, (O, LSE, SINK, MEAN, rings, scales, turns, SCORES, WINDOW, LENGTHS, L, KEYS, HEADS, GROUP, BATCH,
-                              TILES, PROGRAMS, SIZES, PLAN, FORMAT, CLEARS, 1)),
+                              TILES, PROGRAMS, SIZES, PLAN, FORMAT, CLEARS, BY_BLOCK, 1)),
         (copy_coded_tiles, (Q, K, V, KS, VS, rings, scales, turns, WINDOW, LENGTHS, L, KEYS, HEADS, GROUP, BATCH, TILES,
-                            PROGRAMS, PLAN)),
+                            PROGRAMS, PLAN, BY_BLOCK)),
     ], [4, 1], [240, 24])  # fmt: skip
 
 
@@ -600,7 +691,7 @@ def plan_for(sizes: Sizes, memory: int, coded: bool) -> Plan | None:
     """Blocks of 128 keys and the queries of two tiles, with as many stages as there is room for, four at most. Where values are
     codes, room for the queries of one tile: they are in registers as soon as it begins, and the next ones may come."""
     queries, together = (1, TOGETHER) if coded else (2, 0)
-    plans = (Plan(128, stages, queries, coded, together) for stages in (4, 3, 2))
+    plans = (Plan(SCALED.value, stages, queries, coded, together) for stages in (4, 3, 2))
     return next((plan for plan in plans if bytes_of(sizes, plan, coded) + SPARE <= memory), None)
 
 
@@ -676,21 +767,27 @@ def forward(q: Tensor, k: Tensor, v: Tensor, k_scale: Tensor, **options: Any) ->
     if not even and tiles * heads * batch > programs:
         counter = torch.empty(1, dtype=torch.int32, device=q.device)
         clear_counter(counter)
-    scales = scales_by_head(k_scale, a.cu_seqlens_k is not None)
+    by_block = a.scaled == "block"
+    if by_block:
+        by_key = heads_of(k_scale.unsqueeze(-1))
+    else:
+        by_key = row_box(scales_by_head(k_scale, a.cu_seqlens_k is not None), plan.block)
     clears = a.cu_seqlens_q is not None or a.kv_len is not None or window.left is not None
     if a.v_scale is None:
         values, by_value = boxes_of(v, plan.block, sizes.V0, 0)
     else:  # where what nobody sees is 0 already
-        codes, divided = turned(v, a.v_scale, window, length, a.kv_len, a.cu_seqlens_q, a.cu_seqlens_k, plan.block)
-        values = box_of(codes, [1, 1, sizes.V0, plan.block], CODES[v.dtype])
-        by_value, clears = row_box(divided, 2 * plan.block), False
+        codes, divided = turned(
+            v, a.v_scale, window, length, a.kv_len, a.cu_seqlens_q, a.cu_seqlens_k, plan.block, by_block
+        )
+        values, clears = box_of(codes, [1, 1, sizes.V0, plan.block], CODES[v.dtype]), False
+        by_value = heads_of(divided.permute(0, 3, 1, 2)) if by_block else row_box(divided, 2 * plan.block)
     attention_codes_hopper(
         boxes_of(q, HALF.value, sizes.D0, 0)[0],
-        box_of(k.transpose(1, 2), [1, 1, plan.block, sizes.D0], CODES[k.dtype]), values, row_box(scales, plan.block), by_value,
+        box_of(k.transpose(1, 2), [1, 1, plan.block, sizes.D0], CODES[k.dtype]), values, by_key, by_value,
         None if a.k_mean is None else a.k_mean.contiguous(), heads_of(whole), lse,
         None if a.sink is None else a.sink.contiguous(), counter, scores_of(a), window, how, length, k.shape[1], heads,
         heads // k.shape[2], batch, tiles, programs, SIZES=sizes, PLAN=plan,
-        FORMAT=("int8" if k.dtype == torch.int8 else "e4m3") + ":row:fp32:exact:fast", CLEARS=clears,
+        FORMAT=("int8" if k.dtype == torch.int8 else "e4m3") + ":row:fp32:exact:fast", CLEARS=clears, BY_BLOCK=by_block,
     )  # fmt: skip
     if whole is not o:
         o.copy_(whole)

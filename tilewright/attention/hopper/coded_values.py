@@ -4,8 +4,9 @@
 
 Products of 8-bit codes on Hopper take both factors with what is summed over side by side. So the codes of values are turned before,
 to [columns, keys], in blocks of keys that are one sequence's own. What no query of the sequence sees is 0 there, codes and scales:
-neither a NaN in it nor its size reaches a sum. The scales of a block are divided by a power of two, which brings the largest to
-where codes have room above and below.
+neither a NaN in it nor its size reaches a sum. The scales of a block are divided by a power of two, so that the largest is 1/2 to
+1, and weights are 2^RAISED times as large, where codes have room above and below. If the block has one scale, that is the divisor:
+nothing is left to multiply weights with.
 
 Sums of a row are held divided by 2^exponent, so that the weights of a block, times its scales, are codes near the largest: however
 low the scores of the block are, or however small its values, beside those before. The exponent that a block asks for is its largest
@@ -36,13 +37,11 @@ from ..coded_rows import load_codes, load_scale
 from ..portable import heads_of
 from ..tiles import Window, keys_of, keys_seen, lengths, tile_at
 
-LARGEST = tl.constexpr(32.0)  # scales of a block, divided, are below twice this
-ABOVE = tl.constexpr(
-    2.0
-)  # how far a block's exponent may be above that of sums: weights are up to 4 then, codes below 448
+RAISED = tl.constexpr(6.0)  # the power of two that the largest weight of a block is, if sums have the block's exponent
+ABOVE = tl.constexpr(2.0)  # how far a block's exponent may be above that of sums: codes are up to 256 then, of 448
 BELOW = tl.constexpr(4.0)  # and how far below
 FURTHEST = tl.constexpr(40.0)  # how far the exponent of sums may be below the highest
-VANISHED = tl.constexpr(60.0)  # weights of 2^-60 are 0 as codes, and no less than numbers as parts of a row's sum
+VANISHED = tl.constexpr(60.0)  # weights of 2^-54 are 0 as codes, and no less than numbers as parts of a row's sum
 LEAST = tl.constexpr(2.0**-100)  # of the power of two: quotients are numbers then
 EXPONENT = tl.constexpr(0x7F800000)
 # Of sums set aside: what eight threads of a column have, in pairs, lies in eight different places of 32 bytes
@@ -72,10 +71,12 @@ def first_block(LENGTHS, tile, BLOCK: tl.constexpr):
     default=lambda a: {"num_warps": 4},
 )  # fmt: skip
 def attention_values_turned(
-    V, S, T, N, WINDOW, LENGTHS, L, KEYS, HEADS, BATCH, TILES, BLOCKS, COLUMNS: tl.constexpr, BLOCK: tl.constexpr
-):
+    V, S, T, N, WINDOW, LENGTHS, L, KEYS, HEADS, BATCH, TILES, BLOCKS, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
+    BY_BLOCK: tl.constexpr,
+):  # fmt: skip
     """T [batch, HEADS, COLUMNS, BLOCKS * BLOCK]: bytes V of a block's keys, turned, 16 keys at a time in the order of products. N
-    [batch, HEADS, BLOCKS, 2, BLOCK]: their scales S, divided, and below them the logarithm of what they are divided by."""
+    [batch, HEADS, BLOCKS, 2, BLOCK]: their scales S, divided, and below them the logarithm of what they are divided by, for weights
+    that are 2^RAISED times as large. BY_BLOCK: N [batch, HEADS, BLOCKS], that logarithm alone, -inf where all codes are 0."""
     head = tl.program_id(1)
     batch = tl.program_id(2)
     tile = tile_at(LENGTHS, tl.program_id(0), batch, L, KEYS, BLOCK)
@@ -86,23 +87,29 @@ def attention_values_turned(
         key = tile.start + (place // 16 * 16 + place // 2 % 2 * 8 + place // 4 % 4 * 2 + place % 2)
         seen = (key >= start) & (key < stop)
         codes = load_codes(V, batch, head, tile.first_k + key, seen, COLUMNS, 0, COLUMNS)
-        s = load_scale(S, batch, head, tile.first_k + key, seen)
+        s = load_scale(S, batch, head, tile.first_k, key, seen, BLOCK if BY_BLOCK else 1)
         some = tl.max(codes & 0x7F, 1) > 0  # rows of 0 may have any scale
-        largest = tl.max(tl.where(some & (s == s), tl.abs(s), 0.0), 0)
-        by = (largest.to(tl.int32, bitcast=True) & EXPONENT).to(tl.float32, bitcast=True)
-        by = tl.maximum(by, LEAST) * (1.0 / LARGEST)
+        if BY_BLOCK:
+            codes = tl.where((s != s)[:, None], 0x7F, codes).to(tl.uint8)  # which a logarithm would not tell
         block = first_block(LENGTHS, tile, BLOCK) + tile.start // BLOCK
         unit = batch.to(tl.int64) * HEADS + head
         column = tl.arange(0, COLUMNS)
         at = (unit * COLUMNS + column)[:, None] * (BLOCKS * BLOCK) + (block * BLOCK + place)[None, :]
         tl.store(T + at, tl.trans(codes))
-        key = tile.start + place
-        s = load_scale(S, batch, head, tile.first_k + key, (key >= start) & (key < stop))
-        s = tl.div_rn(s, tl.zeros_like(s) + by)
-        at = (unit * BLOCKS + block) * (2 * BLOCK) + place
-        tl.store(N + at, tl.where(tl.abs(s) > 2.0 * LARGEST, 2.0 * LARGEST, s))
-        log_by = ((by.to(tl.int32, bitcast=True) & EXPONENT) >> 23) - 127
-        tl.store(N + at + BLOCK, tl.zeros_like(s) + log_by.to(tl.float32))
+        largest = tl.max(tl.where(some & (s == s), tl.abs(s), 0.0), 0)
+        if BY_BLOCK:
+            log_by = tl.where(largest > 0.0, tl.log2(tl.where(largest > 0.0, largest, 1.0)), float("-inf"))
+            tl.store(N + unit * BLOCKS + block, log_by - RAISED)
+        else:
+            by = (largest.to(tl.int32, bitcast=True) & EXPONENT).to(tl.float32, bitcast=True)
+            by = tl.maximum(by, LEAST) * 2.0
+            key = tile.start + place
+            s = load_scale(S, batch, head, tile.first_k, key, (key >= start) & (key < stop))
+            s = tl.div_rn(s, tl.zeros_like(s) + by)
+            at = (unit * BLOCKS + block) * (2 * BLOCK) + place
+            tl.store(N + at, tl.where(tl.abs(s) > 1.0, 1.0, s))
+            log_by = ((by.to(tl.int32, bitcast=True) & EXPONENT) >> 23) - 127
+            tl.store(N + at + BLOCK, tl.zeros_like(s) + (log_by.to(tl.float32) - RAISED))
 
 
 def blocks_of(keys: int, marks: Tensor | None, block: int) -> int:
@@ -112,17 +119,19 @@ def blocks_of(keys: int, marks: Tensor | None, block: int) -> int:
 
 def turned(
     v: Tensor, v_scale: Tensor, window: Window, length: int, kv_len: Tensor | None, cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None, block: int,
+    cu_seqlens_k: Tensor | None, block: int, by_block: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(codes [batch, heads, columns, keys of all blocks], scales [batch, heads, 1, twice as many])."""
+    """(codes [batch, heads, columns, keys of all blocks], scales [batch, heads, 1, twice as many]). `by_block`: for each block its
+    scale's logarithm."""
     batch, keys, heads, columns = v.shape
     blocks = blocks_of(keys, cu_seqlens_k, block)
     codes = torch.empty(batch, heads, columns, blocks * block, dtype=v.dtype, device=v.device)
-    scales = torch.empty(batch, heads, 1, blocks * 2 * block, dtype=torch.float32, device=v.device)
+    numbers = blocks * (1 if by_block else 2 * block)
+    scales = torch.empty(batch, heads, 1, numbers, dtype=torch.float32, device=v.device)
     how, tiles = lengths(cu_seqlens_k, cu_seqlens_q, keys, length, kv_len, block, True)
     attention_values_turned(
         heads_of(v.view(torch.uint8)), heads_of(v_scale.unsqueeze(-1)), codes.view(torch.uint8), scales, window, how, length,
-        keys, heads, batch, tiles, blocks, COLUMNS=columns, BLOCK=block,
+        keys, heads, batch, tiles, blocks, COLUMNS=columns, BLOCK=block, BY_BLOCK=by_block,
     )  # fmt: skip
     return codes, scales
 
@@ -131,13 +140,16 @@ def turned(
 
 
 @gluon.jit
-def copy_turned(V, S, ring, scales, stage, phase, batch, head, at):
-    """Copy a block of turned values, which begins at place `at`, and its scales into a stage when it is empty."""
+def copy_turned(V, S, ring, scales, stage, phase, batch, head, at, BY_BLOCK: gl.constexpr):
+    """Copy a block of turned values, which begins at place `at`, and its scales, if each has one, into a stage when it is empty."""
     mbarrier.wait(ring.empty.index(stage), phase)
     ready = ring.full.index(stage)
-    mbarrier.expect(ready, V.block_type.nbytes + S.block_type.nbytes)
+    if BY_BLOCK:
+        mbarrier.expect(ready, V.block_type.nbytes)
+    else:
+        mbarrier.expect(ready, V.block_type.nbytes + S.block_type.nbytes)
+        async_load(S, [batch, head, 0, 2 * at], ready, scales.index(stage))
     async_load(V, [batch, head, 0, at], ready, ring.first.index(stage))
-    async_load(S, [batch, head, 0, 2 * at], ready, scales.index(stage))
 
 
 @gluon.jit
@@ -176,23 +188,21 @@ def codes_of_words(words):
 
 
 @gluon.jit
-def next_exponent(largest, log_by, exponent, highest, EDGE: gl.constexpr, LAZY: gl.constexpr):
+def next_exponent(largest, log_by, exponent, highest, LAZY: gl.constexpr):
     """(the exponent of sums from here on, what those before are to be multiplied with, the highest exponent that a block asked for,
     how far below 1 the largest weight of the block is to be, as an exponent) of each row. `largest`: its largest score in the
-    block, -inf if it sees none; `log_by`: the logarithm of what scales of values are divided by. LAZY: it stays while it can."""
+    block, -inf if it sees none; `log_by`: the logarithm of what scales of values are divided by, less RAISED, -inf if all values
+    are 0. LAZY: it stays while it can."""
     own = largest + log_by
     highest = gl.maximum(highest, own)
     wanted = gl.maximum(own, highest - FURTHEST)
     stays = own == float("-inf")
     if LAZY:
         stays = stays | ((own <= exponent + ABOVE) & (own >= exponent - BELOW))
-    if EDGE or LAZY:
-        wanted = gl.where(stays, exponent, wanted)
-        fade = gl.exp2(gl.where(stays, 0.0, exponent - wanted))
-    else:
-        fade = gl.exp2(exponent - wanted)
+    wanted = gl.where(stays, exponent, wanted)
+    fade = gl.exp2(gl.where(stays, 0.0, exponent - wanted))
     below = wanted - own
-    return wanted, fade, highest, gl.where(below < VANISHED, below, VANISHED)
+    return wanted, fade, highest, gl.where(below < VANISHED, below, VANISHED) - RAISED
 
 
 @gluon.jit
