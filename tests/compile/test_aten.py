@@ -56,6 +56,7 @@ FORMS = {
     "loops outside": ("neg", made((2, 3, 2, 3, 2, 3)).permute(3, 0, 5, 2, 4, 1)[..., ::2]),
     "columns": ("sum.dim_IntList", made((256, 512), BF16), [0]),
     "the middle": ("amax", made((8, 64, 40), BF16), [1]),
+    "columns of moments": ("var_mean.correction", made((8192, 8192), BF16), [0]),
     "large rows": ("sum.dim_IntList", made((8192, 8192), BF16), [1]),
     "large columns": ("sum.dim_IntList", made((8192, 8192), BF16), [0]),
     "large rows of fp32": ("sum.dim_IntList", made((8192, 8192)), [1]),
@@ -289,13 +290,14 @@ def test_it_compiles(what):
 @pytest.mark.parametrize(
     ("what", "kernel", "programs"),
     [
+        ("columns of moments", "reduce_tiles", 8),
         ("columns of a softmax", "softmax_columns", 5),
         ("columns of a softmax back", "softmax_columns_backward", 4),
         ("groups back", "normalise_cells_backward", 5),
         ("groups by parts", "normalise_cells", 5),
     ],
 )
-def test_an_sm_holds_enough_of_two_passes(what, kernel, programs):
+def test_an_sm_holds_as_many_as_are_counted_on(what, kernel, programs):
     """Of which the time is what is on its way at once: registers come in eights, and an SM has 65536."""
     name, *args = FORMS[what]
     one = next(one for one in needed(name, args, {}) if one.kernel.name == kernel).compile()

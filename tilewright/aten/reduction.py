@@ -47,6 +47,7 @@ LOADS = 8  # of 16 bytes, that a thread has on their way to it at a time, where 
 # Warps for each SM, at most, that parts of the reduced elements make where there are fewer than half of them without. A warp has 2
 # to 4 KB on their way to it, and memory is busy with 30 to 40 KB for each SM
 BUSY = 32
+HELD = 65536 // (32 * BUSY)  # registers of a thread, if an SM holds them all
 NEITHER, REDUCED_ONES, KEPT_ONES = 0, 1, 2  # which elements lie side by side
 MOST_TURNS = 1 << 16  # that a number of 16 bits counts
 LEAST = 16  # elements that lie side by side, for tiles to be cut along them
@@ -256,8 +257,14 @@ def warps_of(BLOCK_R: int, UNROLL: int) -> int:
     return 16 if SMALL_WHOLES[True] == BLOCK_R else 8 if BLOCK_R == 2048 and UNROLL > 1 else 4
 
 
-@kernel(grid=lambda a: (tiles_of(a), a.PARTS), tokens=TOKENS,
-        default=lambda a: {"num_warps": warps_of(a.BLOCK_R, a.UNROLL)})  # fmt: skip
+def options_of(a: Any) -> dict[str, int]:
+    """Parts are as many as all SMs hold at once: with a few registers more they are two rounds of programs, the second of a few (71
+    for 64: 61 us for 41 of moments down 8192 columns, H200). Numbers of 64 bits do not fit."""
+    held = a.PARTS > 1 and a.EVEN and a.UNROLL > 1 and a.X.element_size() < 8
+    return {"num_warps": warps_of(a.BLOCK_R, a.UNROLL), **({"maxnreg": HELD} if held else {})}
+
+
+@kernel(grid=lambda a: (tiles_of(a), a.PARTS), tokens=TOKENS, default=options_of)
 def reduce_tiles(
     X, Y, OUT0, OUT1, SCRATCH, KEPT, REDUCED, PER, PARTS, K0, K1, R0, R1, k0, k1, k2, r0, r1, r2, p0, p1, p2, q0, q1, q2,
     S0: tl.int64, S1: tl.int64, HOW: tl.constexpr, ALONG: tl.constexpr, ONE_K: tl.constexpr, ONE_R: tl.constexpr,
