@@ -2,19 +2,36 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 import tilewright as tw
+from tilewright.core.target import INTERPRETER, pretend
+from tilewright.ops.recurrent import linear_tokens
 
 NAN = float("nan")
+# A chip for a way that calls would not take by themselves, and for no other: a call is replayed on the chip that it was made on
+CHUNKS = replace(INTERPRETER, sms=INTERPRETER.sms + 1)
 HEADS, KEY_HEADS, WIDTH, VALUES, LENGTH = 2, 1, 16, 24, 35
 
 
 def drawn(*shape: int, seed: int, scale: float = 1.0) -> Tensor:
     return scale * torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@contextlib.contextmanager
+def in_chunks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """However short sequences are."""
+    monkeypatch.setattr(linear_tokens, "SHORT", -1)
+    monkeypatch.setattr(linear_tokens, "SHORT_PACKED", 0)
+    with pretend(CHUNKS):
+        yield
 
 
 def sequence(kind: str = "delta") -> dict[str, Tensor]:
