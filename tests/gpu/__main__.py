@@ -1,12 +1,12 @@
 """Run the GPU tests in shards of at most eight minutes: `python3 -m tests.gpu [PATH ...] [--shard I/N] [--resume]`.
 
-Tests run in several guarded processes, each a minute's worth of one file. What takes longest begins first, by the seconds of the
-last run here and by those of the evidence. A process that is silent for too long is killed; the test it was in counts as failed and
-the others go to a new process. Outcomes are kept in `.cache/gpu_tests.jsonl` (and in $OUT where that is set) as they come;
-`--resume` skips what has passed in that file, `--stale` what has passed over today's code by the evidence (`passed.py`, which also
-adds to it), but with `--machinery` not what stands for the code that all ops share, if that has changed. What counts has passed
-under the Triton that is installed. `--accuracy` runs what shows that it compiles kernels right: properties that compare with
-float64, and the tests of kernels in Gluon.
+Tests run in several guarded processes, each some ninety seconds' worth of one file. What takes longest begins first, by the
+seconds of the last run here and by those of the evidence. A process that is silent for too long is killed; the test it was in
+counts as failed and the others go to a new process. Outcomes are kept in `.cache/gpu_tests.jsonl` (and in $OUT where that is
+set) as they come; `--resume` skips what has passed in that file, `--stale` what has passed over today's code by the evidence
+(`passed.py`, which also adds to it), but with `--machinery` not what stands for the code that all ops share, if that has
+changed. What counts has passed under the Triton that is installed. `--accuracy` runs what shows that it compiles kernels right:
+properties that compare with float64, and the tests of kernels in Gluon.
 
 `--list FILE` runs nothing and writes the names of the tests that would run, also where there is no GPU; `--only FILE` runs those
 without asking pytest for all others, which takes a minute. After the tests, unless some were chosen, comes `tilewright check
@@ -19,6 +19,7 @@ import argparse
 import json
 import os
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -29,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.seconds import shard
+from tilewright.names import OPS
 
 from . import LOG, passed
 
@@ -43,7 +45,8 @@ SHOWN_FAILURES = 12
 NUMBERS = ("accuracy", "sizes", "as_in_models", "quantised", "every_config")
 KERNELS = ("attention", "attention_backward", "chunks", "fp8_bits", "glu", "hopper_coded", "latent")
 KERNELS += ("linear_cross_entropy", "products", "rms_norm")
-UNKNOWN = 3.0  # seconds that a test is assumed to take of which nothing is known
+UNKNOWN = 1.0  # seconds that a test is assumed to take of which nothing is known: most take less, and more makes many processes
+LONG = {"tests/gpu/test_concurrency.py": 240.0}  # of a test of these files, if nothing is known: they begin first
 SHORTEST = 10.0  # seconds of tests below which a process is not worth its imports, which take 5 to 20
 
 Say = Callable[[str], None]
@@ -146,13 +149,34 @@ def units_of(names: Sequence[str], took: Mapping[str, float], size: int, most: f
                 units.append([name])
             else:
                 by_file.setdefault(name.split("::")[0], []).append(name)
-        for group in by_file.values():  # in their order: neighbours share what they compile
+        for group in by_file.values():
             units.append([])
-            for name in group:
+            for name in in_order(group):
                 if len(units[-1]) == size or seconds([*units[-1], name]) > bound:
                     units.append([])
                 units[-1].append(name)
     return sorted(units, key=lambda unit: (-thirds(unit), -seconds(unit)))
+
+
+def supposed(names: Sequence[str], took: Mapping[str, float]) -> dict[str, float]:
+    """The seconds of each test, of one that is not known those of its function with the same op: their median, for of some
+    that are slow alone the seconds were kept."""
+
+    def alike(name: str) -> tuple[str, str, str | None]:
+        return name.split("::")[0], passed.function_of(name), passed.op_among(OPS, name)
+
+    known: dict[tuple, list[float]] = {}
+    for name, seconds in took.items():
+        known.setdefault(alike(name), []).append(seconds)
+    usual = {kind: statistics.median(some) for kind, some in known.items()}
+    return {name: took.get(name, usual.get(alike(name), LONG.get(name.split("::")[0], UNKNOWN))) for name in names}
+
+
+def in_order(tests: Sequence[str]) -> list[str]:
+    """The tests of a file such that neighbours share what they compile: function by function, and of each op by op. Two processes
+    that begin together with one op would both compile its kernels."""
+    functions = list(dict.fromkeys(map(passed.function_of, tests)))
+    return sorted(tests, key=lambda name: (functions.index(passed.function_of(name)), passed.op_among(OPS, name) or ""))
 
 
 def thirds(unit: Sequence[str]) -> int:
@@ -300,9 +324,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--jobs", type=int, default=max(1, min(8, (os.cpu_count() or 2) // 2)), help="processes at once"
     )
     parser.add_argument("--limit", type=float, default=150.0, help="seconds without news before a process is killed")
-    parser.add_argument("--per-process", type=int, default=80, help="tests a process runs at most")
+    parser.add_argument("--per-process", type=int, default=120, help="tests a process runs at most")
     parser.add_argument(
-        "--seconds", type=float, default=60.0, help="of tests that a process runs at most, unless one takes longer"
+        "--seconds", type=float, default=90.0, help="of tests that a process runs at most, unless one takes longer"
     )
     options = parser.parse_args(argv)
     if options.per_process < 1:
@@ -392,7 +416,7 @@ def main(
     if options.list:
         options.list.write_text("".join(f"{name}\n" for name in pending))
         return 0
-    took = {**passed.took(kept), **state.took()}
+    took = supposed(pending, {**passed.took(kept), **state.took()})
     units = units_of(pending, took, options.per_process, options.seconds, options.jobs)
     state.rewrite(forget=pending)
     for name in sorted(known - keep):

@@ -25,7 +25,7 @@ import functools
 import hashlib
 import json
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +56,11 @@ def case_of(test: str) -> str:
     return test.partition("::")[2].partition("[")[2].removesuffix("]")
 
 
+def op_among(ops: Container[str], test: str) -> str | None:
+    """The op that a parameter of a test names."""
+    return next((word for word in reversed(case_of(test).split("-")) if word in ops), None)
+
+
 class Code:
     """The texts of a working tree."""
 
@@ -78,8 +83,7 @@ class Code:
         self.digest = functools.cache(self._digest)
 
     def op_of(self, test: str) -> str | None:
-        """The op that a parameter of a test names."""
-        return next((word for word in reversed(case_of(test).split("-")) if word in self.modules), None)
+        return op_among(self.modules, test)
 
     def source(self, test: str) -> str:
         """Sixteen hexadecimal digits that stand for the code of a test."""

@@ -13,6 +13,7 @@ import torch
 
 import tilewright as tw
 from tests.attention_oracle import CALLS, agrees, call, poisoned
+from tilewright.check.oracle import bits
 from tilewright.core.target import Target
 
 pytestmark = pytest.mark.gpu
@@ -51,6 +52,14 @@ def digest(*results):
     return hashlib.sha256(b"".join(t.cpu().view(torch.uint8).numpy().tobytes() for t in results)).hexdigest()
 
 
+def a_hundred_alike(run):
+    """Have the same bits, compared where they lie: to copy and hash them on the host takes longer than most runs."""
+    first = run()
+    for i in range(1, 100):
+        for at, (t, wanted) in enumerate(zip(run(), first, strict=True)):
+            assert torch.equal(bits(t), bits(wanted)), f"result {at} of run {i}"
+
+
 def near(o, other, bar=4e-3):
     """Two roundings of one value, to a relative RMS, and NaN in the same places."""
     assert torch.equal(o.isnan(), other.isnan())
@@ -69,11 +78,14 @@ def test_kinds(name):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("D", "V"), WIDTHS)
 def test_widths(D, V, dtype):
-    for kind in ({"causal": True}, {"left": 333, "right": 70, "sink": torch.linspace(-1, 1, 14)}):
-        a = call(**LONG, D=D, V=V, dtype=dtype, **kind)
-        o, lse = attend(on_gpu(a))
-        agrees(a, o.cpu(), lse.cpu())
-        near(o, attend(on_gpu(a), "portable")[0])
+    """A width is causal in one dtype and has windows in the other, the next one the other way round: a dtype changes nothing in how
+    keys are hidden."""
+    kinds = ({"causal": True}, {"left": 333, "right": 70, "sink": torch.linspace(-1, 1, 14)})
+    a = on_gpu(call(**LONG, D=D, V=V, dtype=dtype, **kinds[(WIDTHS.index((D, V)) + (dtype == torch.float16)) % 2]))
+    o, lse = attend(a)
+    for b in range(LONG["batch"]):  # the truth of all, in float64, is too much memory beside what other processes have
+        agrees({**a, **{n: a[n][b : b + 1] for n in "qkv"}}, o[b : b + 1], lse[b : b + 1])
+    near(o, attend(a, "portable")[0])
 
 
 def test_packed_sequences_are_each_their_own():
@@ -89,10 +101,10 @@ def test_packed_sequences_are_each_their_own():
 
 
 @pytest.mark.parametrize("kind", ["causal", "packed, windows, lengths", "everything"])
-def test_a_hundred_runs_have_one_digest(kind):
+def test_a_hundred_runs_have_the_same_bits(kind):
     sizes = LONG if kind == "causal" else {}
     a = on_gpu(poisoned(call(**{**CALLS[kind], **sizes})))
-    assert len({digest(*attend(a)) for _ in range(100)}) == 1
+    a_hundred_alike(lambda: attend(a))
 
 
 @pytest.mark.parametrize("kind", ["causal", "packed"])

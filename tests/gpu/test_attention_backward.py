@@ -4,7 +4,6 @@ that hangs."""
 
 from __future__ import annotations
 
-import hashlib
 import math
 from types import SimpleNamespace
 
@@ -15,7 +14,7 @@ from torch import Tensor
 from tilewright.attention import portable
 from tilewright.attention.attention import reference_lse
 from tilewright.attention.hopper import backward as hopper
-from tilewright.check.oracle import rms
+from tilewright.check.oracle import bits, rms
 from tilewright.core.target import Target
 
 pytestmark = pytest.mark.gpu
@@ -98,12 +97,14 @@ def close(found: tuple, wanted: tuple, bar: float) -> None:
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("widths", WIDTHS, ids=str)
 def test_against_float64_and_the_portable_sibling(widths, variant):
-    for dtype, bar in BARS.items():
-        saved, do, dlse = call(*widths, 830, 900, dtype, **VARIANTS[variant])
-        dlse = dlse if variant in ("full", "sink", "packed") else None
-        found = hopper.backward(saved, do, dlse)
-        close(found, exact(saved, do, dlse), bar)
-        close(found, portable.backward(saved, do, dlse), 2 * bar)
+    """One dtype for a width and a variant, the other for their neighbours, so that each width and each variant has both: what a
+    dtype changes, factors of products and what is stored, no width and no variant changes."""
+    dtype = list(BARS)[(WIDTHS.index(widths) + list(VARIANTS).index(variant)) % 2]
+    saved, do, dlse = call(*widths, 830, 900, dtype, **VARIANTS[variant])
+    dlse = dlse if variant in ("full", "sink", "packed") else None
+    found = hopper.backward(saved, do, dlse)
+    close(found, exact(saved, do, dlse), BARS[dtype])
+    close(found, portable.backward(saved, do, dlse), 2 * BARS[dtype])
 
 
 @pytest.mark.parametrize("variant", ["left", "lengths", "packed", "packed window"])
@@ -122,26 +123,21 @@ def test_what_nobody_sees_may_be_nan(widths, variant):
         assert torch.equal(one, other)
 
 
-def digest(found: tuple) -> str:
-    parts = [t.contiguous().view(torch.int16).cpu().numpy().tobytes() for t in found[:3]]
-    return hashlib.sha256(b"".join(parts)).hexdigest()
-
-
 @pytest.mark.parametrize("variant", ["full", "causal", "packed window"])
 @pytest.mark.parametrize("widths", [(64, 64), (128, 128), (192, 128), (96, 96)], ids=str)
-def test_a_hundred_runs_have_one_hash(widths, variant):
+def test_a_hundred_runs_have_the_same_bits(widths, variant):
     """With other work beside it half of the time, so that programs begin at other times."""
     size = (830, 900) if "packed" in variant else (4099, 4099)
     saved, do, _ = call(*widths, *size, heads=8, **VARIANTS[variant])
     other, side = torch.cuda.Stream(), normal(4096, 4096, seed=9, dtype=torch.bfloat16)
     torch.cuda.synchronize()
-    seen = set()
-    for i in range(100):
+    first = hopper.backward(saved, do, None)[:3]
+    for i in range(1, 100):
         if i % 2:
             with torch.cuda.stream(other):
                 side @ side
-        seen.add(digest(hopper.backward(saved, do, None)))
-    assert len(seen) == 1
+        for name, t, wanted in zip("qkv", hopper.backward(saved, do, None), first):
+            assert torch.equal(bits(t), bits(wanted)), f"d{name} of run {i}"
 
 
 @pytest.mark.parametrize("variant", ["causal", "packed window"])

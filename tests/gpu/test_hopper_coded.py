@@ -8,7 +8,7 @@ import torch
 
 import tilewright as tw
 from tests.attention_oracle import CALLS
-from tests.gpu.test_attention import LONG, digest, limited, near, on_gpu  # noqa: F401
+from tests.gpu.test_attention import LONG, a_hundred_alike, limited, near, on_gpu  # noqa: F401
 from tests.interpreter.test_hopper_coded import KINDS, MATHS, MORE, agrees, coded_call, even_call, tiny_call
 from tilewright.attention.coded import attention_codes, attention_codes_pv
 from tilewright.attention.hopper import coded
@@ -30,8 +30,12 @@ def attend(a, backend="hopper"):
     return op.function(**on_gpu(a), backend=backend)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", EVERY)
+# Half of them, each name with several kinds and each kind with several names: what hides keys and what multiplies codes are apart
+# in the kernel, and the interpreter plays its source with all kinds of ten names
+PAIRS = [(name, kind) for i, name in enumerate(EVERY) for j, kind in enumerate(KINDS) if (i + j) % 2 == 0]
+
+
+@pytest.mark.parametrize(("name", "kind"), PAIRS, ids=lambda word: word if isinstance(word, str) else " ".join(word))
 def test_kinds(name, kind):
     a = coded_call(*kind, **EVERY[name])
     o, lse = attend(a)
@@ -42,9 +46,9 @@ def test_kinds(name, kind):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("D", "V"), [(D, V) for D in coded.WIDTHS for V in coded.WIDTHS])
 def test_more_tiles_than_programs(D, V, kind):
-    a = coded_call(*kind, **LONG, D=D, V=V, causal=True, mean=True)
+    a = on_gpu(coded_call(*kind, **LONG, D=D, V=V, causal=True, mean=True))
     o, lse = attend(a)
-    agrees(a, o.cpu(), lse.cpu(), *BARS[kind[0]])
+    agrees(a, o, lse, *BARS[kind[0]])
     near(o, attend(a, "portable")[0], APART[kind[0]])
 
 
@@ -75,9 +79,9 @@ def test_long_sums_of_one_sign(mean):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_hundred_runs_have_one_digest(kind):
-    a = coded_call(*kind, **LONG, D=128, causal=True)
-    assert len({digest(*attend(a)) for _ in range(100)}) == 1
+def test_a_hundred_runs_have_the_same_bits(kind):
+    a = on_gpu(coded_call(*kind, **LONG, D=128, causal=True))
+    a_hundred_alike(lambda: attend(a))
 
 
 @pytest.mark.parametrize("kind", MATHS)

@@ -457,7 +457,7 @@ def test_models_are_a_part_with_the_time_that_is_left(tmp_path, monkeypatch):
 def test_units_cover_every_test_once_and_those_that_take_memory_come_first():
     names = [f"tests/gpu/test_{f}.py::test_x[{i}]" for f in ("a", "large_b", "c") for i in range(25)]
     names += [f"tests/gpu/test_c.py::test_y[wide_strides-{i}]" for i in range(9)]
-    units = gpu.units_of(names, {}, 10, 1000.0, jobs=4)
+    units = gpu.units_of(names, dict.fromkeys(names, 3.0), 10, 1000.0, jobs=4)
     assert sorted(n for u in units for n in u) == sorted(names)
     assert all(len({n.split("::")[0] for n in u}) == 1 and len(u) <= 10 for u in units)
     assert [gpu.thirds(u) for u in units] == [3] * 3 + [1] * 3 + [0] * 6
@@ -479,8 +479,26 @@ def test_a_process_has_tests_for_so_many_seconds_and_the_longest_begin_first():
     assert [len(u) for u in gpu.units_of(quick, took, 6, 60.0, jobs=1)] == [6, 6, 6, 2]
     assert [len(u) for u in gpu.units_of(slow[:6], took, 80, 60.0, jobs=3)] == [2, 2, 2]  # a third of the seconds each
     assert [len(u) for u in gpu.units_of(quick, took, 80, 60.0, jobs=20)] == [20]  # a second process would only import
-    nothing_known = gpu.units_of(slow, {}, 80, 30.0, jobs=1)
-    assert [len(u) * gpu.UNKNOWN for u in nothing_known] == [30.0, 30.0]
+    nothing_known = gpu.units_of(slow, {}, 80, 10.0, jobs=1)
+    assert [len(u) * gpu.UNKNOWN for u in nothing_known] == [10.0, 10.0]
+
+
+def test_of_a_test_that_nobody_timed_its_neighbours_say_how_long_it_takes():
+    case = "tests/gpu/test_properties.py::test_property[{}-{}]".format
+    timed = {case("strides", "rms_norm"): 9.0, case("outs", "rms_norm"): 1.0, case("paths", "rms_norm"): 2.0}
+    timed["tests/gpu/test_a.py::test_x[3]"] = 7.0
+    files = ("tests/gpu/test_a.py::test_x[4]", "tests/gpu/test_a.py::test_y", "tests/gpu/test_concurrency.py::test_z")
+    names = [case("strides", "rms_norm"), case("sizes", "rms_norm"), case("sizes", "glu"), *files]
+    long = gpu.LONG["tests/gpu/test_concurrency.py"]
+    assert [*gpu.supposed(names, timed).values()] == [9.0, 2.0, gpu.UNKNOWN, 7.0, gpu.UNKNOWN, long]
+
+
+def test_neighbours_are_of_one_op():
+    case = "tests/gpu/test_properties.py::{}[{}]".format
+    ops = [case("test_property", f"{what}-{op}") for what in ("strides", "outs") for op in ("glu", "rms_norm")]
+    names = [case("test_streams", "rms_norm"), case("test_streams", "glu"), *ops, case("test_threads", "none")]
+    (unit,) = gpu.units_of(names, {}, 80, 60.0, jobs=1)
+    assert unit == [names[1], names[0], ops[0], ops[2], ops[1], ops[3], names[-1]]
 
 
 def test_shards_agree_whatever_has_been_kept(suite):
