@@ -221,10 +221,14 @@ class _Through(torch.autograd.Function):
         return grad, None
 
 
-@torch.compiler.assume_constant_result  # torch.compile reads a string off an intermediate value, but neither format nor fields
 def stored_in(key: str) -> tuple[str, ...]:
     """The names of the tensors of values in the format with this canonical string."""
     return Format.parse(key).tensor_names
+
+
+# torch.compile reads a string off an intermediate value, but neither format nor fields. It is told so as `assume_constant_result`
+# tells it, which would import torch's compiler into every program, for 3 s
+stored_in._dynamo_marked_constant = True
 
 
 def dequantize(q: Quantized, dtype: torch.dtype | None = None) -> Tensor:
