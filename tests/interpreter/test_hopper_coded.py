@@ -286,6 +286,73 @@ def test_factors_too_small_for_a_number():
     agrees(a, o, lse, bar=BARS["fp8_pv"])
 
 
+@pytest.mark.parametrize("scaled", ["key", "block"])
+@pytest.mark.parametrize("options", [MANY, LONG, FAR])
+def test_no_weight_is_above_what_codes_have_room_for(options, scaled, monkeypatch):
+    """The largest weight of a block is 2^RAISED, or 2^ABOVE times as much where the exponent of sums stays: 256, of 448. Past that
+    a code would be less than its weight, which sums of rows have whole."""
+    found, as_words = [], gluon_machine.playable(values.weights_as_words)
+
+    def watched(w, sums):
+        found.append(float(w.nan_to_num(0.0).max()))
+        return as_words(w, sums)
+
+    monkeypatch.setitem(gluon_machine.INSTEAD, "weights_as_words", watched)
+    monkeypatch.setattr(coded, "TOGETHER", 2)
+    gluon_machine.play(launched(call_of_values(options, scaled=scaled))[2], 0)
+    assert 2.0**values.RAISED.value <= max(found) * 1.001 and max(found) <= 256 * 1.001
+
+
+def larger_number(a, b):
+    """The larger, as a GPU finds it: a NaN is dropped."""
+    return gluon_machine.value(torch.fmax(*torch.broadcast_tensors(gluon_machine.value(a), gluon_machine.value(b))))
+
+
+def largest_number(x, axis):
+    x = x.as_subclass(torch.Tensor)
+    found = torch.where(x.isnan(), -math.inf, x).amax(axis)
+    return gluon_machine.value(torch.where(x.isnan().all(axis), math.nan, found))
+
+
+def spoilt_call(kind, **options):
+    """A call with a query of NaN and one of inf, and where codes have NaN with some in keys, all of which somebody sees."""
+    a = coded_call(*kind, D=128, length=200, keys=200, causal=True, **options)
+    q, keys = a["q"].clone(), a["k"].view(torch.uint8).clone()
+    q[:, 20, 0, 3], q[:, 90, 1, 0] = math.nan, math.inf
+    if kind[0] != "int8":
+        keys[:, (100, 150), 0, 5] = 0x7F
+    return {**a, "q": q, "k": keys.view(a["k"].dtype)}
+
+
+def spoils_what_sees_it(a, o, lse):
+    """NaN is where the reference has it, and nowhere else."""
+    wanted = reference(**{**a, "q": a["q"].float(), "v": a["v"] if a["v_scale"] is not None else a["v"].float()})
+    assert all(torch.equal(got.isnan(), want.isnan()) for got, want in zip((o, lse), wanted))
+    assert 0 < wanted[1].isnan().sum() < wanted[1].numel()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_nan_spoils_the_rows_that_see_it(kind, monkeypatch):
+    monkeypatch.setattr(gluon_machine.LANGUAGE, "maximum", larger_number)
+    monkeypatch.setattr(gluon_machine.LANGUAGE, "max", largest_number)
+    a = spoilt_call(kind)
+    o, lse, wanted = launched(a)
+    gluon_machine.play(wanted, 0)
+    spoils_what_sees_it(a, o, lse)
+
+
+def test_a_nan_that_is_dropped_is_found(tmp_path, monkeypatch):
+    """Codes of int8 have no NaN: the scale of a row alone tells of one."""
+    monkeypatch.setattr(gluon_machine.LANGUAGE, "maximum", larger_number)
+    monkeypatch.setattr(gluon_machine.LANGUAGE, "max", largest_number)
+    a, kept = spoilt_call(("int8", "key")), "gl.where(by_row < LEAST, LEAST, by_row)"
+    with gluon_machine.broken(coded, kept, "gl.maximum(by_row, LEAST)", tmp_path) as mutant:
+        o, lse, wanted = launched(a, mutant.forward)
+        gluon_machine.play(wanted, 0)
+        with pytest.raises(AssertionError):
+            spoils_what_sees_it(a, o, lse)
+
+
 MUTANTS_OF_BLOCKS = {
     "scales of the block after": (
         coded, "scales_of_block(scales, place, key, PLAN.block)", "scales_of_block(scales, place, key + PLAN.block, PLAN.block)",

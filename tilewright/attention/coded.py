@@ -32,7 +32,7 @@ from ..runtime.kernel import kernel
 from . import attention as plain
 from .cache_write import codes_of, own_scale
 from .cached_parts import as_codes
-from .coded_rows import SCALED, Scaled, first_of_blocks, load_codes, load_scale
+from .coded_rows import SCALED, Scaled, first_of_blocks, load_scale
 from .hopper import coded as hopper_coded
 from .portable import (
     TOGETHER,
@@ -41,6 +41,7 @@ from .portable import (
     bend,
     blocks,
     heads_of,
+    load_part,
     no_part,
     parts_of,
     scores_of,
@@ -201,11 +202,11 @@ def walk_codes(
         token = tile.first_k + j
         there = (j >= start) & (j < stop)
         raw = code_product(
-            q0, tl.trans(load_codes(K, batch, kv_head, token, there, SIZES.D, 0, SIZES.D0)), FORMAT
+            q0, tl.trans(load_part(K, batch, kv_head, token, there, SIZES.D, 0, SIZES.D0)), FORMAT
         )  # fmt: skip
         if SIZES.D1 > 0:
             raw += code_product(
-                q1, tl.trans(load_codes(K, batch, kv_head, token, there, SIZES.D, SIZES.D0, SIZES.D1)), FORMAT
+                q1, tl.trans(load_part(K, batch, kv_head, token, there, SIZES.D, SIZES.D0, SIZES.D1)), FORMAT
             )  # fmt: skip
         raw = raw * q_scale[:, None] * load_scale(KS, batch, kv_head, tile.first_k, j, there, EVERY)[None, :]
         if shift_by is not None:
@@ -225,8 +226,8 @@ def walk_codes(
         fade = tl.exp2(top - base)
         total = total * fade + tl.sum(p, 1)
         top = new
-        v0 = load_codes(V, batch, kv_head, token, there, SIZES.V, 0, SIZES.V0)
-        v1 = load_codes(V, batch, kv_head, token, there, SIZES.V, SIZES.V0, SIZES.V1)
+        v0 = load_part(V, batch, kv_head, token, there, SIZES.V, 0, SIZES.V0)
+        v1 = load_part(V, batch, kv_head, token, there, SIZES.V, SIZES.V0, SIZES.V1)
         if VS is None:
             if not PLAIN:
                 used = tl.max((ok & (row < tile.count_q)[:, None]).to(tl.int32), 0) > 0
@@ -285,8 +286,8 @@ def attention_codes_forward(
         start, stop, whole_start, whole_stop = keys_seen(WINDOW, shift, count, tile.start, last)
         if LENGTHS.stride_l is not None:
             stop = tl.maximum(start, tl.minimum(stop, tl.max(tl.where(live, limit, 0), 0)))
-        q0 = load_codes(Q, batch, head, token, live, SIZES.D, 0, SIZES.D0)
-        q1 = load_codes(Q, batch, head, token, live, SIZES.D, SIZES.D0, SIZES.D1)
+        q0 = load_part(Q, batch, head, token, live, SIZES.D, 0, SIZES.D0)
+        q1 = load_part(Q, batch, head, token, live, SIZES.D, SIZES.D0, SIZES.D1)
         if QS is None:
             y0 = q0.to(tl.float32)
             largest = amax(y0, 1)

@@ -141,19 +141,6 @@ def inputs_blocks(draw: Draw) -> dict[str, Any]:
 
 
 @triton.jit
-def load_codes(X, batch, head, token, live, COLUMNS: tl.constexpr, FROM: tl.constexpr, WIDTH: tl.constexpr):
-    """[n, WIDTH] codes or numbers of tokens [n] of one head, 0 where there are none; a number of no width."""
-    if WIDTH == 0:
-        return 0.0
-    else:
-        column = FROM + tl.arange(0, WIDTH)
-        at = batch.to(tl.int64) * X.stride_b + head.to(tl.int64) * X.stride_h
-        at = at + token.to(tl.int64)[:, None] * X.stride_t + column.to(tl.int64)[None, :] * X.stride_d
-        ZERO: tl.constexpr = 0 if X.data.dtype.element_ty.is_int() else 0.0
-        return tl.load(X.data + at, live[:, None] & (column < COLUMNS)[None, :], ZERO)
-
-
-@triton.jit
 def load_scale(S, batch, head, first, j, live, EVERY: tl.constexpr = 1):
     """Scales of tokens j [n] of a sequence that begins at `first`: EVERY so many have one, that of the first of them. NaN where one
     is not finite, which is that of no codes."""

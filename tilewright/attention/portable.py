@@ -91,8 +91,8 @@ def places_of(X, batch, head, token, column):
 
 @triton.jit
 def load_part(X, batch, head, token, live, COLUMNS: tl.constexpr, FROM: tl.constexpr, WIDTH: tl.constexpr):
-    """[n, WIDTH]: columns FROM to FROM + WIDTH, of COLUMNS, of tokens [n] of one head; 0 where there is none. A number of no width,
-    for Triton 3.6 returns no None."""
+    """[n, WIDTH]: columns FROM to FROM + WIDTH, of COLUMNS, of tokens [n] of one head, numbers or codes; 0 where there is none. A
+    number of no width, for Triton 3.6 returns no None."""
     if WIDTH == 0:
         return 0.0
     else:
@@ -101,7 +101,8 @@ def load_part(X, batch, head, token, live, COLUMNS: tl.constexpr, FROM: tl.const
         inside = live[:, None]
         if FROM + WIDTH > COLUMNS:
             inside = inside & (column < COLUMNS)[None, :]
-        return tl.load(X.data + at, inside, 0.0)
+        ZERO: tl.constexpr = 0 if X.data.dtype.element_ty.is_int() else 0.0
+        return tl.load(X.data + at, inside, ZERO)
 
 
 @triton.jit

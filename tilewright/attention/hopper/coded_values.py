@@ -33,8 +33,8 @@ from torch import Tensor
 from ...core.tensor import cdiv
 from ...core.triton_versions import async_load, gl, gluon, mbarrier, reinterpret
 from ...runtime.kernel import kernel
-from ..coded_rows import load_codes, load_scale
-from ..portable import heads_of
+from ..coded_rows import load_scale
+from ..portable import heads_of, load_part
 from ..tiles import Window, keys_of, keys_seen, lengths, tile_at
 
 RAISED = tl.constexpr(6.0)  # the power of two that the largest weight of a block is, if sums have the block's exponent
@@ -86,7 +86,7 @@ def attention_values_turned(
         place = tl.arange(0, BLOCK)
         key = tile.start + (place // 16 * 16 + place // 2 % 2 * 8 + place // 4 % 4 * 2 + place % 2)
         seen = (key >= start) & (key < stop)
-        codes = load_codes(V, batch, head, tile.first_k + key, seen, COLUMNS, 0, COLUMNS)
+        codes = load_part(V, batch, head, tile.first_k + key, seen, COLUMNS, 0, COLUMNS)
         s = load_scale(S, batch, head, tile.first_k, key, seen, BLOCK if BY_BLOCK else 1)
         some = tl.max(codes & 0x7F, 1) > 0  # rows of 0 may have any scale
         if BY_BLOCK:
