@@ -125,6 +125,18 @@ def test_a_row_of_numbers_says_nothing_of_codes(rows):  # noqa: F811
     assert chosen(call(causal=True)) == "portable"
 
 
+def test_large_calls_of_codes_are_the_chip_s_where_any_call_of_such_codes_was_measured(rows):  # noqa: F811
+    large = dict(batch=4, length=4096, keys=4096, heads=32)
+    int8, fp8 = call(**large), call(**large, kind=FP8)
+    pv = coded_call(4096, batch=4, length=4096, heads=32)
+    rows(row(kind="bf16_64_64_causal_int8"))
+    assert [chosen(values) for values in (int8, fp8, pv)] == ["hopper", "portable", "portable"]
+    rows(row(kind="bf16_64_64_causal_fp8_pv"))
+    assert [chosen(values) for values in (int8, fp8, pv)] == ["portable", "portable", "hopper"]
+    for values, said in ((fp8, "portable"), (pv, "hopper")):
+        assert preference.decide(HOPPER, "forward", bound(values)).best == said
+
+
 def launched(values):
     with pretend(HOPPER), torch.no_grad(), collect() as found:
         op_of(values).run(op_of(values).signature.bind((), {**values, "backend": "hopper"}))

@@ -6,9 +6,10 @@ where it leaves a forward to cuDNN: where that was measured to be faster than th
 "2026-11-17", "triton": "3.6.0"}`: bucket is batch times heads, queries and keys, or batch, rows and keys of a cache, rounded up to
 powers of two, times are microseconds, of cuDNN too where it takes such calls and ran beside ours. The nearest row of a kind counts
 if it is nearer than a factor of four in every size, among equals that of this release of Triton. Where there is none, the chip's
-kernels are taken for calls with a tile for more than half of the SMs: of such calls none that was measured was slower by them. Over
-caches, where what is faster depends on more, the portable ones are. Where this Triton offers no kernels for the chip, their times
-count for nothing. Rows are data: one that is damaged, or whose best is not the one that its times say, is not believed.
+kernels are taken for calls with a tile for more than half of the SMs: of such calls none that was measured was slower by them. Of
+codes that no row is of, nothing is known, and the portable ones are taken. Over caches, where what is faster depends on more, the
+portable ones are. Where this Triton offers no kernels for the chip, their times count for nothing. Rows are data: one that is
+damaged, or whose best is not the one that its times say, is not believed.
 `tilewright docs` writes them from the evidence.
 """
 
@@ -63,7 +64,9 @@ def chosen(
     if name in (a.backend, forced.get()):
         return True
     row = nearest(target.arch, direction, kind(a), *sizes_of(a))
-    return best_of(row["times"], library=False) == name if row else busy(target, a)
+    if row is None:
+        return busy(target, a) and measured_at_all(target.arch, direction, codes_in(kind(a)))
+    return best_of(row["times"], library=False) == name
 
 
 def library_wanted(target: Target, a: SimpleNamespace) -> bool:
@@ -81,6 +84,7 @@ def decide(target: Target, direction: str, a: SimpleNamespace, of: str = release
         size, when = "x".join(map(str, row["bucket"])), f"on {row['date']} with Triton {row['triton']}"
         return Preference(best_of(times), f"measured {when} at {size}: {said}", row)
     own = target.hopper_gluon and not hasattr(a, "k_cache") and busy(target, a)
+    own = own and measured_at_all(target.arch, direction, codes_in(kind))
     return Preference(HOPPER if own else PORTABLE, f"nothing near is measured; the rule for {kind}")
 
 
@@ -100,6 +104,16 @@ def best_of(times: Mapping[str, float], library: bool = True) -> str:
 def kind_of_codes(a: SimpleNamespace) -> str:
     """`kind_of` a call whose keys are codes: also which, and whether values are."""
     return f"{kind_of(a)}_{CODES[str(a.k.dtype)]}{'' if a.v_scale is None else '_pv'}"
+
+
+def codes_in(kind: str) -> tuple[str, ...]:
+    """The words of a kind that say which operands are codes, and of what."""
+    return tuple(word for word in kind.split("_") if word in (*CODES.values(), "pv"))
+
+
+def measured_at_all(arch: str, direction: str, codes: tuple[str, ...]) -> bool:
+    """Whether operands are numbers, or codes such as some row is of."""
+    return not codes or any((row["direction"], codes_in(row["kind"])) == (direction, codes) for row in table(arch))
 
 
 def wanted_of_codes(name: str, target: Target, a: SimpleNamespace) -> bool:
