@@ -14,10 +14,7 @@ from tilewright.check.oracle import rms
 pytestmark = pytest.mark.gpu
 DEVICE, TOKENS, HEADS, WIDTH = "cuda", 131_200, 128, 128  # 2^31 elements and some
 LAST, BEFORE = 128, 128  # tokens that are compared, and those before them of which e**-128 is left
-# A result of bf16 inputs is rounded twice: its scores before they multiply values, then it itself, 1.66e-3 each and 2.35e-3
-# together. Heads here share one key head and so their scores: of these there are few, whose roundings scatter. Worked out in
-# float64 with these two roundings, over twelve seeds, 128 tokens are off by 2.25e-3 to 2.47e-3 (deviation 0.07e-3), 4,096 by
-# 2.32e-3 to 2.36e-3 (0.01e-3): as many are compared. The state keeps 17 bits of what it adds, which are 2.5e-6.
+# Heads here share one key head and so their scores, whose errors scatter where tokens are few: as many are compared
 MANY = 4096
 RESULT, GRADIENT, STATE = 2.4e-3, 4e-3, 1e-5
 
@@ -96,6 +93,23 @@ def test_steps():
     same(o, exact, RESULT)
     same(state[slots], before, STATE)
     assert not state[: pool - 3].any()
+
+
+@torch.no_grad()
+def test_causal_conv1d_steps():
+    """As linear attention's."""
+    columns, tokens = 8192, 3
+    pool = TOKENS * HEADS * WIDTH // columns // 3 + 8
+    state = torch.zeros(pool, columns, 3, device=DEVICE, dtype=torch.bfloat16)
+    slots = torch.tensor([pool - 1, pool - 3, pool - 2], device=DEVICE)
+    state[slots] = normal(tokens, columns, 3, seed=4)
+    x, weight, before = normal(tokens, columns, seed=0), normal(columns, 4, seed=1), state[slots]
+    y = tw.causal_conv1d_step(x, weight, None, state, slots, act="silu")
+    wide = before.double()
+    with tw.force("reference"):
+        exact = tw.causal_conv1d_step(x.double(), weight.double(), None, wide, act="silu")
+    same(y, exact, RESULT)
+    assert torch.equal(state[slots], wide.to(state.dtype)) and not state[: pool - 3].any()
 
 
 def test_causal_conv1d():

@@ -152,7 +152,7 @@ def test_the_gradient_of_a_state_keeps_each_token(walkers):
 
 
 @pytest.mark.parametrize("normalize", [False, True])
-@pytest.mark.parametrize("kind", ["none", "head", "token"])
+@pytest.mark.parametrize("kind", ["none", "head", "token", "delta"])
 def test_gradients_at_the_sizes_of_a_layer(kind, normalize, walkers):
     """Against float64 token by token, of both results, from a state."""
     values = given("token" if kind == "none" else kind, 500, heads=4, key_heads=4, width=128)

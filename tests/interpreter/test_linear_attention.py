@@ -86,6 +86,11 @@ def test_a_sequence_may_be_cut_anywhere(kind, size, cuts):
     cut_anywhere(kind, size)
 
 
+def test_a_sequence_may_be_cut_into_tokens(by_chunks):
+    """Each a chunk of its own, in which nothing but the state is seen."""
+    cut_anywhere("delta", 1)
+
+
 @pytest.mark.parametrize("kind", ["linear", "delta"])
 def test_steps_go_on_from_a_prefill(kind, cuts):
     steps_after_prefill(kind)
