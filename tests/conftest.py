@@ -46,8 +46,10 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError(str(error)) from error
 
 
-def pytest_collection() -> None:
+def pytest_collection(session: pytest.Session) -> None:
     """Every op is declared before the first test: some take ops out of the table and put back what was there."""
+    if session.config.pluginmanager.hasplugin("dsession"):  # whose workers collect, and run the tests
+        return
     import tilewright
 
     tilewright.catalogue()

@@ -26,6 +26,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from torch.testing._internal import common_utils
     from torch.testing._internal.common_methods_invocations import op_db
+    from torch.testing._internal.opinfo import core
 
 DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETING else "cpu"  # whose operators are replaced
 # The same as torch's own tests name it: for a plain "cuda", `_softmax_backward_data` has samples that aten refuses
@@ -47,8 +48,9 @@ def seed(number: int = common_utils.SEED) -> None:
 
 if not torch.cuda.is_available():
     common_utils.set_rng_seed = seed
-# op_db looks through the stack of every call for a method of its own test classes, of which there is none here
-common_utils.extract_test_fn = lambda: None
+# op_db looks through the stack of every call for a method of its own test classes, of which there is none here. It has two names
+# for what does; a test's stack is deep, and to look through it takes longer than the samples do
+common_utils.extract_test_fn = core.extract_test_fn = lambda: None
 
 
 def dtypes_of(name: str) -> list[torch.dtype]:

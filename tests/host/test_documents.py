@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -286,14 +283,8 @@ def blocks(page: str, language: str) -> list[str]:
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/guide.md", "docs/inference.md"])
-def test_the_code_of_a_page_runs(page, tmp_path):
-    program = tmp_path / "page.py"
-    program.write_text("\n".join(blocks(page, "python")))
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, str(program)], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
-    )
+def test_the_code_of_a_page_runs(page, forked):
+    done = forked("\n".join(blocks(page, "python")), CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.count("\n") >= 3
 

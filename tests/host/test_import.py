@@ -1,32 +1,30 @@
-"""What importing costs and does not do, each in a fresh process."""
+"""What importing costs and does not do, each in a process of its own that has imported torch and triton and nothing of ours."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 1.0  # of CPU time that importing may add to torch and triton: a busy machine takes no more of it
 TRIES = 3  # the first may read files that no process has read yet
 
 
-def python(code: str, **environment: str) -> str:
-    """What a fresh interpreter prints."""
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]), **environment}
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout.strip()
+@pytest.fixture
+def python(forked) -> Callable[..., str]:
+    """What such a process prints."""
+
+    def run(code: str, **environment: str) -> str:
+        done = forked(code, **environment)
+        assert done.returncode == 0, done.stderr[-3000:]
+        return done.stdout.strip()
+
+    return run
 
 
 @pytest.mark.parametrize("used", ["", "; tilewright.rms_norm"], ids=["import", "first use"])
-def test_it_adds_less_than_a_second(used):
-    code = (
-        f"import time, torch, triton; t = time.process_time(); import tilewright{used}; print(time.process_time() - t)"
-    )
+def test_it_adds_less_than_a_second(python, used):
+    code = f"import time; t = time.process_time(); import tilewright{used}; print(time.process_time() - t)"
     took = []
     for _ in range(TRIES):
         took.append(float(python(code)))
@@ -35,7 +33,7 @@ def test_it_adds_less_than_a_second(used):
     raise AssertionError(f"importing took {took} CPU seconds")
 
 
-def test_it_touches_no_gpu_and_no_driver():
+def test_it_touches_no_gpu_and_no_driver(python):
     code = """
 import sys, torch, tilewright as tw
 assert [name for name in sys.modules if name.startswith("tilewright.")] == ["tilewright.names"], "import is not lazy"
@@ -53,7 +51,7 @@ print("good")
     assert python(code, CUDA_VISIBLE_DEVICES="") == "good"
 
 
-def test_a_broken_driver_does_not_matter():
+def test_a_broken_driver_does_not_matter(python):
     """Triton's driver is not even asked for, so one that raises is not noticed."""
     code = """
 import triton.runtime.driver as driver
@@ -67,7 +65,7 @@ print(tuple(tw.rms_norm(torch.ones(2, 4)).shape))
     assert python(code) == "(2, 4)"
 
 
-def test_a_process_may_fork_after_importing():
+def test_a_process_may_fork_after_importing(python):
     code = """
 import os, torch, tilewright as tw
 x = torch.ones(2, 4)
@@ -77,10 +75,10 @@ if child == 0:
     os._exit(0 if torch.equal(tw.rms_norm(x), tw.rms_norm(x)) else 1)
 print(os.waitpid(child, 0)[1])
 """
-    assert python(code, OMP_NUM_THREADS="1") == "0"
+    assert python(code) == "0"
 
 
-def test_names(tmp_path):
+def test_names(python, tmp_path):
     code = """
 import tilewright as tw
 names = dir(tw)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 import warnings
 from types import ModuleType, SimpleNamespace
@@ -508,11 +506,9 @@ def test_no_launch_begins_early_in_an_interpreter_or_where_that_is_switched_off(
 
 
 @pytest.mark.parametrize("said", ["0", "1", ""])
-def test_the_environment_switches_dependent_launches_off(said):
-    code = "from tilewright.runtime import kernel; print(kernel.EARLY)"
-    env = {**os.environ, "TILEWRIGHT_DEPENDENT": said}
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == str(said != "0")
+def test_the_environment_switches_dependent_launches_off(forked, said):
+    done = forked("from tilewright.runtime import kernel; print(kernel.EARLY)", TILEWRIGHT_DEPENDENT=said)
+    assert done.stdout.strip() == str(said != "0"), done.stderr
 
 
 def test_the_constant_is_the_kernel_s_own():

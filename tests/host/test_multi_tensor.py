@@ -209,4 +209,8 @@ def on_two_ranks(rank: int, file: str) -> None:
 
 
 def test_two_ranks(tmp_path):
-    mp.spawn(on_two_ranks, (str(tmp_path / "meeting"),), nprocs=2)
+    # Both ranks from one process that has imported everything: importing takes longer than the test
+    mp.get_context("forkserver").set_forkserver_preload(
+        ["tilewright.ops.optimiser.clip_grad", "torch.distributed.tensor"]
+    )
+    mp.start_processes(on_two_ranks, (str(tmp_path / "meeting"),), nprocs=2, start_method="forkserver")

@@ -118,7 +118,9 @@ def compiled(rank: int) -> None:
 
 
 def test_two_ranks(tmp_path):
-    mp.spawn(on_two_ranks, (str(tmp_path / "meeting"),), nprocs=2)
+    # Both ranks from one process that has imported everything: importing takes longer than the test
+    mp.get_context("forkserver").set_forkserver_preload(["tilewright.ops.loss.parallel_cross_entropy", "torch._dynamo"])
+    mp.start_processes(on_two_ranks, (str(tmp_path / "meeting"),), nprocs=2, start_method="forkserver")
 
 
 def test_one_process_without_a_group():

@@ -205,7 +205,9 @@ def listed_all(ops: Sequence[str], names: Sequence[str] | None, here: Here, jobs
     """The calls of all ops: thousands, of which each takes some milliseconds to work out."""
     if min(jobs, len(ops)) == 1:
         return [one for op in ops for one in listed(op, names, here)]
-    with ProcessPoolExecutor(min(jobs, len(ops)), multiprocessing.get_context("spawn")) as pool:
+    forking = multiprocessing.get_context("forkserver")  # a fresh process, without a device, that imports for all
+    forking.set_forkserver_preload([__name__, *sorted({op.reference.__module__ for op in catalogue().values()})])
+    with ProcessPoolExecutor(min(jobs, len(ops)), forking) as pool:
         found = pool.map(listed, ops, [names] * len(ops), [here] * len(ops))
         return [one for some in found for one in some]
 
