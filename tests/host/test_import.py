@@ -51,6 +51,19 @@ print("good")
     assert python(code, CUDA_VISIBLE_DEVICES="") == "good"
 
 
+def test_declaring_every_op_asks_for_no_compiler_of_torch(python):
+    """Which takes 3 s to import. What is told to it all the same is told as its own decorator tells it."""
+    code = """
+import sys, tilewright as tw
+tw.catalogue()
+print([name for name in ("torch._dynamo", "torch._inductor") if name in sys.modules])
+import torch
+from tilewright.ops.quantise.quantize import stored_in
+print(vars(torch.compiler.assume_constant_result(lambda: None)) == vars(stored_in))
+"""
+    assert python(code).split("\n") == ["[]", "True"]
+
+
 def test_a_broken_driver_does_not_matter(python):
     """Triton's driver is not even asked for, so one that raises is not noticed."""
     code = """
