@@ -180,7 +180,10 @@ def test_gelu_of_every_16_bit_number(dtype, approximate):
     wide = x.double()
     slope = 2 * math.sqrt(2 / math.pi) * (1 + 0.044715 * wide * wide)
     below = 0.5 * torch.erfc(wide * -math.sqrt(0.5)) if approximate == "none" else torch.sigmoid(slope * wide)
-    assert ran and not differences(ours, aten, wide * below)
+    exact = wide * below
+    over = ~aten.isfinite() & ~exact.isnan()  # aten's kernel for some CPUs doubles the largest before it halves them
+    assert torch.equal(ours[over], exact.to(dtype)[over])
+    assert ran and not differences(ours[~over], aten[~over], exact[~over])
     near = wide.abs() < 8
     assert ulps(ours, wide * below, 0.0)[near].max() < 0.52
 

@@ -227,7 +227,9 @@ STEPS += [(0, 7, 0), (5, 3, 1), (0, 127, 2), (-2.0, 0.0, 50)]
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_even_steps_in_every_dtype(dtype):
     """Integers are aten's, cut from numbers of which every bit counts; floats begin and end with the ends."""
-    for start, end, steps in [*STEPS, *([(0, torch.iinfo(dtype).max, 9)] if dtype in INTEGERS else [])]:
+    # Not to the last of 64 bits: how steps towards it are rounded, and what a cast gives of what is above, is each CPU's own
+    far = [(0, min(torch.iinfo(dtype).max, 2**62 + 2**12), 9)] if dtype in INTEGERS else []
+    for start, end, steps in [*STEPS, *far]:
         aten, made, said = ours("linspace.out", lambda own=(start, end, steps): torch.linspace(*own, dtype=dtype))
         truth = torch.linspace(start, end, steps, dtype=torch.float64)
         assert not differences(made, aten, truth), (start, end, steps)
