@@ -148,6 +148,7 @@ def test_the_table_has_no_other_rows():
 # test_aten.py, test_latent.py, test_hopper_attention.py, test_given_codes.py
 ELSEWHERE = (
     "tilewright.aten.",
+    "tilewright.attention.hopper.coded_values",
     "tilewright.attention.hopper.latent",
     "tilewright.attention.hopper.schedule",
     "tilewright.formats.given",
