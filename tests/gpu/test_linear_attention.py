@@ -22,6 +22,7 @@ from tilewright.ops.recurrent import linear_chunks, linear_tokens
 pytestmark = pytest.mark.gpu
 DEVICE, LENGTH, HEADS, KEY_HEADS, WIDTH, VALUES = "cuda", 65_536, 2, 1, 64, 64
 KINDS = ("head", "token", "delta", "column", "column_delta", "bonus")
+FEW = linear_tokens.SHORT_PACKED  # tokens of the longest sequence that is walked through one by one
 SLOW = 1e-4  # of a log decay by token: what the first token left is still there at the last
 RESULT, STATE, GRADIENT = 2.4e-3, 1e-5, 4e-3  # relative RMS, of bf16 inputs
 
@@ -203,7 +204,7 @@ def test_properties_of_short_sequences_by_chunks(name, holds, by_chunks):
 
 def short(kind: str) -> tuple[dict[str, Tensor], dict[str, Tensor], Tensor]:
     """Arguments of a few short sequences at a layer's sizes: packed, and a row of a batch each; and their marks."""
-    many, length, heads = 5, linear_tokens.SHORT_PACKED, 8
+    many, length, heads = 5, FEW, 8
     values = given(kind, many * length, heads=heads, key_heads=4, width=128)
     values["state"] = drawn(many, heads, 128, VALUES, seed=3, dtype=torch.float32)
     alike = [n for n, t in values.items() if n in ("state", "bonus") or t.dim() == 1]

@@ -95,6 +95,29 @@ def all_written(tensor: Tensor, what: str) -> None:
             raise Wrong(f"{what}: {int(nan.sum())} elements from row {part.start} on are NaN or were never written")
 
 
+def pieces(result: Any) -> Iterator[Any]:
+    """What a call returned, one by one, and of quantised values their tensors."""
+    for one in as_tuple(result):
+        yield from one.tensors() if isinstance(one, Quantized) else (one,)
+
+
+def copied(result: Any) -> list[Any]:
+    """A copy of what a call returned, for `same_bits`."""
+    return [one.clone() if isinstance(one, Tensor) else one for one in pieces(result)]
+
+
+def same_bits(result: Any, known: Sequence[Any]) -> bool:
+    """Whether a result is what was copied, bit by bit."""
+    found = list(pieces(result))
+    return len(found) == len(known) and all(map(alike, found, known))
+
+
+def alike(one: Any, other: Any) -> bool:
+    if not (isinstance(one, Tensor) and isinstance(other, Tensor)):
+        return not isinstance(one, Tensor) and not isinstance(other, Tensor) and one == other
+    return (one.dtype, one.shape) == (other.dtype, other.shape) and torch.equal(bits(one), bits(other))
+
+
 def compare(pairs: Iterable[tuple[Tensor, Tensor]], bar: Bar, what: str, slack: float = 1e-4) -> float:
     """Relative RMS error of (got, float64 truth) pairs. Raises where it is above the bar, an element is off by over an ulp, or
     more are rounded to a neighbour than the bar allows, which shows an error of small elements beside large ones. `slack` is what
