@@ -750,3 +750,12 @@ def test_torch_keeps_the_tokens_that_we_draw_from():
     assert not torch.equal(work.call(), theirs)
     with pytest.raises(Absent):
         rivals.call_of("torch", built("sample", dims={"tokens": TOKENS, "vocab": 500}))
+
+
+def test_an_empty_launch_has_no_result_that_could_be_another(monkeypatch):
+    launched = []
+    monkeypatch.setattr(rivals, "nothing", {(1,): lambda *args, **options: launched.append(args) or object()})
+    work = built("rms_norm")
+    theirs = agreed(work, "empty")
+    assert len(launched) == 1
+    assert work.result_bytes(theirs) == 0
