@@ -385,9 +385,9 @@ def taps(weight: Tensor, bias: Tensor | None) -> Taps:
     return Taps(weight, *weight.stride(), None if bias is None else bias.contiguous())
 
 
-# Columns of a program that goes down rows, 16 bytes of bf16 a thread; rows that it goes down, and how many it loads at a time. More
-# taps than NARROW, with as many rows of inputs, do not stay in registers
-ROLLED, DOWN, STEP, NARROW = 1024, 64, 8, 4
+# Columns of a program that goes down rows, 8 bytes of bf16 a thread, whose 64 registers leave an SM 32 warps (Triton 3.6, sm_90;
+# 128 with 16 bytes); rows that it goes down, and how many it loads at a time. More taps than NARROW do not stay in registers
+ROLLED, DOWN, STEP, NARROW = 512, 64, 8, 4
 
 
 def blocks_of(x: Tensor, elements: int) -> tuple[int, int]:
@@ -406,7 +406,7 @@ def forward(
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     final = torch.empty(sequences, hidden, width - 1, dtype=x.dtype, device=x.device)
     if x.numel():
-        rolls = x.stride(2) == 1 and hidden >= ROLLED and width <= NARROW
+        rolls = x.stride(2) == 1 and hidden >= 2 * ROLLED and width <= NARROW
         rows, columns = (DOWN, ROLLED) if rolls else blocks_of(x, 2048)
         how, tiles = lengths(cu_seqlens, cu_seqlens, length, length, None, rows, False)
         (causal_conv1d_rows if rolls else causal_conv1d_forward)(
