@@ -348,7 +348,7 @@ def attention_decode_hopper(
             (attend_part, (Q, O, stride_op, LSE, stride_lp, SINK, TABLE, memory, span, SCORES, WINDOW, L, GROUP, DIM, COLUMNS,
                            PLAN)),
             (copy_part, (K, V, TABLE, memory, span, PAGES, PAGE, PLAN)),
-        ], [1], [40])  # fmt: skip
+        ], [1], [32])  # fmt: skip
     else:
         store_nothing(O, stride_op, LSE, stride_lp, SINK, span, L, GROUP, COLUMNS, PLAN)
 
