@@ -118,9 +118,7 @@ def span_of(WINDOW, LENGTHS, L, CAPACITY, KV_HEADS, PARTS, SPLIT):
 def places_of(X, stride_p, span, r, GROUP):
     """Where rows r of a tile are: a token's heads, and then those of the next."""
     at = span.batch.to(gl.int64) * X.stride_b + span.part.to(gl.int64) * stride_p
-    return (
-        at + (r // GROUP).to(gl.int64) * X.stride_t + (span.head * GROUP + r % GROUP).to(gl.int64) * X.stride_h
-    )
+    return at + (r // GROUP).to(gl.int64) * X.stride_t + (span.head * GROUP + r % GROUP).to(gl.int64) * X.stride_h
 
 
 # ---- the copying warp ------------------------------------------------------------------------------------------------
