@@ -1,4 +1,4 @@
-"""Which calls over caches Hopper's kernel for decoding takes, when `auto` does, what it is launched with, and how it splits keys."""
+"""Which calls over caches Hopper's kernel for decoding takes, when `auto` does, what it is launched with, and its parts."""
 
 from __future__ import annotations
 
@@ -201,10 +201,13 @@ def test_parts_cover_all_keys(capacity, units, rows):
     for even in (False, True):
         split = kernels.split_for(capacity, units, rows, AT_A_TIME, even)
         parts = -(-capacity // split)
-        assert split % 64 == 0 and split >= min(capacity, 4 * rows)
+        assert split % 64 == 0 and split >= min(capacity, 8 * rows)
         # Most of what a chip could do at a time is done, or there are no keys for more
         rounds = -(-units * parts // AT_A_TIME)
-        assert rounds * split <= max(1.25 * units * capacity / AT_A_TIME, 64 * (rounds + 7), 16 * rows) or even
+        assert (
+            rounds * split <= max(1.25 * units * capacity / AT_A_TIME, 64 * (rounds + 7), 64 * -(-rows // 8) * 2)
+            or even
+        )
         if not even:  # sequences may be short beside long ones
             assert split <= 64 * kernels.LONGEST_PART
 

@@ -43,6 +43,7 @@ from ...core.triton_versions import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from ...device.dependent import ask_l2, await_last, let_next_begin
 from ...device.softmax import LN2, LOG2E
 from ...device.warpgroups import advance
 from ...gemm.hopper.boxes import box_of, copies_in_bulk
@@ -60,11 +61,12 @@ NAME = "hopper_decode"
 ROWS = tl.constexpr(64)  # of a product
 BLOCK = tl.constexpr(64)  # keys
 WIDE = tl.constexpr(64)  # columns of a box: 128 bytes, which bulk copies swizzle
+LINES = gl.constexpr(4)  # of a table, 128 bytes: pages of 16 of most parts
 LAZY = gl.constexpr(True)  # sums are multiplied where a row's largest score has grown by much alone
 
 
 class Plan(NamedTuple):
-    """Columns of a stage, which keys and values are widened to; keys in a box, which lies in one page; how many stages there are."""
+    """Columns of a stage, which keys and values are widened to; keys in a box, which lies in one page; how many stages."""
 
     columns: int
     box: int
@@ -99,12 +101,15 @@ class Memory(NamedTuple):
 
 
 @triton.jit
-def span_of(WINDOW, LENGTHS, L, CAPACITY, KV_HEADS, PARTS, SPLIT):
-    """Heads of one part are neighbours: their keys lie side by side in memory."""
+def numbered(KV_HEADS, PARTS):
+    """(sequence, head, part). Heads of one part are neighbours: their keys lie side by side in memory."""
     number = tl.program_id(0)
-    head = number % KV_HEADS
-    part = number // KV_HEADS % PARTS
-    batch = number // KV_HEADS // PARTS
+    return number // KV_HEADS // PARTS, number % KV_HEADS, number // KV_HEADS % PARTS
+
+
+@triton.jit
+def span_of(WINDOW, LENGTHS, L, CAPACITY, KV_HEADS, PARTS, SPLIT):
+    batch, head, part = numbered(KV_HEADS, PARTS)
     count, wrong = keys_of(LENGTHS, Tile(batch, 0, L, 0, CAPACITY, 0))
     start, stop, _, _ = keys_seen(WINDOW, count - L, count, 0, L - 1)
     begin = part * SPLIT
@@ -112,6 +117,22 @@ def span_of(WINDOW, LENGTHS, L, CAPACITY, KV_HEADS, PARTS, SPLIT):
     low = tl.maximum(start, begin) // BLOCK
     high = tl.where(stop > tl.maximum(start, begin), tl.cdiv(stop, BLOCK), low)
     return Span(batch, head, part, count, wrong, low, high, start, stop)
+
+
+@gluon.jit
+def ask_early(TABLE, LENGTHS, CAPACITY, KV_HEADS, PARTS, SPLIT, PAGE: gl.constexpr):
+    """Ask the L2 for what a part waits for before it reads a key: these loads come one after the other, and memory is far."""
+    batch, _, part = numbered(KV_HEADS, PARTS)
+    if LENGTHS.kv_len is not None:
+        ask_l2(LENGTHS.kv_len + batch.to(gl.int64) * LENGTHS.stride_b, batch >= 0)
+    if TABLE is not None:
+        LINE: gl.constexpr = 1024 // TABLE.data.dtype.element_ty.primitive_bitwidth
+        begin = part * SPLIT
+        end = gl.cdiv(begin + gl.minimum(SPLIT, CAPACITY - begin), PAGE)
+        for i in gl.static_range(LINES):
+            entry = begin // PAGE + i * LINE
+            at = batch.to(gl.int64) * TABLE.stride_s + entry.to(gl.int64) * TABLE.stride_m
+            ask_l2(TABLE.data + at, entry < end)
 
 
 @gluon.jit
@@ -143,7 +164,10 @@ def copy_block(BOX, memory, stage, phase, head, found, missing, PLAN: gl.constex
 
 
 @gluon.jit
-def copy_part(K, V, TABLE, memory, span, PAGES, PAGE: gl.constexpr, PLAN: gl.constexpr):
+def copy_part(
+    K, V, TABLE, memory, span, PAGES, PAGE: gl.constexpr, PLAN: gl.constexpr, DEPENDENT: gl.constexpr
+):  # fmt: skip
+    await_last(DEPENDENT)
     stage = 0
     phase = 1  # of a barrier that nobody has arrived at yet: the first round does not wait
     key = (span.high - 1) * BLOCK
@@ -302,8 +326,8 @@ def store_rows(o, O, stride_op, span, L, GROUP, COLUMNS: gl.constexpr):
     c = gl.arange(0, o.shape[1], gl.SliceLayout(0, o.type.layout))
     at = gl.expand_dims(places_of(O, stride_op, span, r, GROUP), 1) + gl.expand_dims(c, 0)
     inside = gl.expand_dims(r < L * GROUP, 1)
-    if COLUMNS < o.shape[1]:
-        inside = inside & gl.expand_dims(c < COLUMNS, 0)
+    if o.shape[1] > COLUMNS:
+        inside &= gl.expand_dims(c < COLUMNS, 0)
     gl.store(O.data + at, o.to(O.data.dtype.element_ty), inside)
 
 
@@ -327,13 +351,18 @@ def store_nothing(O, stride_op, LSE, stride_lp, SINK, span, L, GROUP, COLUMNS: g
 
 @kernel(
     grid=lambda a: (a.PROGRAMS,), jit=gluon.jit, tokens=("L", "CAPACITY", "PAGES", "PARTS", "SPLIT", "PROGRAMS"),
-    default=lambda a: {"num_warps": 4, "maxnreg": 128},
+    default=lambda a: {"num_warps": 4, "maxnreg": 128}, dependent=True,
 )  # fmt: skip
 def attention_decode_hopper(
     Q, K, V, TABLE, O, stride_op, LSE, stride_lp, SINK, SCORES, WINDOW, LENGTHS, L, CAPACITY, PAGES, KV_HEADS, GROUP, PARTS, SPLIT,
     PROGRAMS, DIM: gl.constexpr, COLUMNS: gl.constexpr, PAGE: gl.constexpr, PLAN: gl.constexpr,
+    DEPENDENT: gl.constexpr,
 ):  # fmt: skip
     """O and LSE of one part of the keys for the rows of one key head. Most of 256 threads' registers go to the warpgroup."""
+    let_next_begin(DEPENDENT)
+    if DEPENDENT:
+        ask_early(TABLE, LENGTHS, CAPACITY, KV_HEADS, PARTS, SPLIT, PAGE)
+    await_last(DEPENDENT)
     span = span_of(WINDOW, LENGTHS, L, CAPACITY, KV_HEADS, PARTS, SPLIT)
     if span.high > span.low:
         memory = Memory(
@@ -345,7 +374,7 @@ def attention_decode_hopper(
         gl.warp_specialize([
             (attend_part, (Q, O, stride_op, LSE, stride_lp, SINK, TABLE, memory, span, SCORES, WINDOW, L, GROUP, DIM, COLUMNS,
                            PLAN)),
-            (copy_part, (K, V, TABLE, memory, span, PAGES, PAGE, PLAN)),
+            (copy_part, (K, V, TABLE, memory, span, PAGES, PAGE, PLAN, DEPENDENT)),
         ], [1], [32])  # fmt: skip
     else:
         store_nothing(O, stride_op, LSE, stride_lp, SINK, span, L, GROUP, COLUMNS, PLAN)
@@ -358,6 +387,7 @@ WIDEST = 128  # columns of keys or values
 RESIDENT = 2  # programs that an SM holds
 SPARE = 1024  # bytes of a program's shared memory for barriers and what its warps are started with; as many an SM keeps for itself
 BESIDE = 2  # blocks that a part's beginning and its end take as long as, and a merge
+LEAST_BOX = 16  # keys: a block is then of four boxes, whose pages a warp of few registers holds twice
 LONGEST_PART = 32  # blocks, where sequences may be far shorter than there is room for and lie beside long ones
 
 
@@ -374,11 +404,11 @@ def box_rows(page: int) -> int:
 
 
 def split_for(capacity: int, units: int, rows: int, at_a_time: int, even: bool) -> int:
-    """Keys of a part, of as many parts, each of so many `units`, as end soonest where some programs run `at_a_time`. What the device
-    alone knows has no say: unless sequences are `even`, parts are short. A part's sums, written and read in fp32, are at most a
-    quarter of its keys and values of as many columns: 64 rows take four blocks."""
+    """Keys of a part, of as many parts, each of so many `units`, as end soonest where some programs run `at_a_time`. What the
+    device alone knows has no say: unless sequences are `even`, parts are short. A part's sums, written and read in fp32, are at
+    most a quarter of its keys and values of as many columns: of 64 rows it has eight blocks."""
     blocks = cdiv(capacity, BLOCK.value)
-    least = cdiv(rows, 16)
+    least = cdiv(rows, 8)
     most = max(1, blocks // least)
     fewest = 1 if even else min(most, cdiv(blocks, LONGEST_PART))
 
@@ -390,9 +420,9 @@ def split_for(capacity: int, units: int, rows: int, at_a_time: int, even: bool) 
 
 
 def fits(target: Target, a: SimpleNamespace) -> bool:
-    """Whether queries and caches are 16-bit, of widths that are multiples of 8 up to 128, caches in rows that begin at multiples of
-    16 bytes; a sequence has up to 64 queries for each head of its keys; pages hold whole boxes, and a split whole blocks; nothing is
-    empty, nothing but windows and lengths says what is seen, and the largest product is the largest score."""
+    """Whether queries and caches are 16-bit, of widths that are multiples of 8 up to 128, caches in rows that begin at multiples
+    of 16 bytes; a sequence has up to 64 queries for each head of its keys; pages hold whole boxes, and a split whole blocks;
+    nothing is empty, nothing but windows and lengths says what is seen, and the largest product is the largest score."""
     q, k, v = a.q, a.k_cache, a.v_cache
     if not target.hopper_gluon or q.dtype not in KINDS or not single(target, a):
         return False
@@ -412,9 +442,6 @@ def fits(target: Target, a: SimpleNamespace) -> bool:
     if plan_for(max(q.shape[-1], v.shape[-1]), BLOCK.value, target.shared_memory) is None:
         return False
     return copies_in_bulk(*(t.transpose(1, 2) for t in (k, v)))
-
-
-LEAST_BOX = 16  # rows of a box: a block is then of four, whose pages a warp of few registers holds twice
 
 
 def fits_call(target: Target, a: SimpleNamespace) -> bool:
