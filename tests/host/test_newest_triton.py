@@ -85,6 +85,7 @@ def cached(heads: int, kv_heads: int, columns: int, tokens: int, **more: Any) ->
 
 SMALL = {
     "attention_chunks_hopper": Small("cached_attention", lambda: cached(32, 8, 64, 2048, backend="hopper_chunks"), 180),
+    "attention_decode_hopper": Small("cached_attention", lambda: cached(32, 8, 128, 1, backend="hopper_decode")),
     "attention_latent_hopper": Small(
         "cached_attention", lambda: cached(16, 1, 576, 1, value_dim=512, backend="hopper_latent")
     ),

@@ -1,0 +1,54 @@
+"""Hopper's kernel for decoding, of every kind: two programs have room in an SM, products are not serialised, and nothing is spilled
+but some bytes by Triton 3.9 where a call has all options."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import triton
+
+import tilewright as tw
+from tests.compile.table import wrong_code
+from tilewright.check.variants import variant
+from tilewright.core.target import TARGETS, pretend
+from tilewright.runtime.kernel import collect
+
+HOPPER = replace(TARGETS["sm_90"], gluon=True)
+CACHED = tw.catalogue()["cached_attention"]
+OF_ALL = 65536  # registers of an SM
+KEPT = 1024  # bytes of shared memory that an SM keeps for itself, of each program
+pytestmark = pytest.mark.skipif(
+    not TARGETS["sm_90"].hopper_gluon, reason="this Triton's Gluon is not the one that kernels are written in"
+)
+
+
+def blank(*shape, dtype=torch.bfloat16):
+    return torch.empty(*shape, dtype=dtype, device="meta")
+
+
+@pytest.mark.parametrize(
+    ("tokens", "D", "V", "page", "options", "most"),
+    [
+        (1, 128, 128, None, {}, 0),
+        (1, 128, 128, 16, {}, 0),
+        (4, 128, 64, 64, {"left": 1000, "softcap": 30.0, "sink": blank(32), "slopes": blank(32)}, 24),
+    ],
+)
+def test_compiled(tokens, D, V, page, options, most):
+    batch, room = 32, 8192
+    caches = (blank(batch * room // (page or room), page or room, 8, n) for n in (D, V))
+    table = None if page is None else blank(batch, room // page, dtype=torch.int32)
+    given = (blank(batch, tokens, 32, D), *caches, table, blank(batch, dtype=torch.int32))
+    with pretend(HOPPER), torch.no_grad(), collect() as found:
+        CACHED.run(CACHED.signature.bind(given, {"backend": "hopper_decode", **options}))
+    one = variant(found[0])
+    assert one.kernel.name == "attention_decode_hopper"
+    compiled = one.compile()
+    assert not compiled.serialised and not wrong_code(one.kernel.name, compiled)
+    assert compiled.spills <= (0 if triton.__version__.startswith("3.6.") else most)
+    assert 2 * (compiled.shared + KEPT) <= HOPPER.shared_memory + KEPT
+    assert 2 * compiled.registers * compiled.threads <= OF_ALL
+    for word in ("wgmma.mma_async", "cp.async.bulk.tensor.4d"):
+        assert word in compiled.text

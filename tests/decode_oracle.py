@@ -1,0 +1,53 @@
+"""Calls of attention of few queries over caches that Hopper's own kernel takes, at sizes that a CPU plays too."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from tests.cached_oracle import call
+
+GROUP = {"heads": 8, "kv_heads": 2, "D": 128}
+DECODES = {
+    "uneven": {"of": (130, 0, 64, 65, 1, 63), "room": 200},
+    "more than there is room for": {"of": (257, 256, -3), "room": 256},
+    "one page each": {"of": (300, 233), "page": None, "room": 333},
+    "whole pages": {"of": (333, 333), "page": None},
+    "pages of 16": {"of": (300, 17), "page": 16},
+    "pages of 32": {"of": (300, 33), "page": 32},
+    "pages of 48": {"of": (300, 49), "page": 48},
+    "pages of 320": {"of": (300, 310), "page": 320},
+    "no such page": {"of": (300, 300, 300), "strays": ((0, 2, 16), (1, 0, -1), (2, 4, 2**31 - 1)), "length": 2},
+    "no such page, not seen by all": {"of": (130, 130), "page": 16, "length": 3, "strays": ((0, 8, -1),)},
+    "no such page before a window": {"of": (500,), "left": 100, "strays": ((0, 1, 99),), "page": 32},
+    "drafts": {"of": (190, 70, 2), "length": 4},
+    "more queries than keys": {"of": (3, 70), "length": 16, "heads": 4, "kv_heads": 1},
+    "windowed": {"of": (400, 390), "length": 3, "left": 37},
+    "a window of a block": {"of": (400, 65), "left": 63, "split": 64},
+    "far window": {"of": (200,), "left": 10**12},
+    "not causal": {"of": (300, 77), "length": 2, "causal": False},
+    "sinks": {"of": (310, 0, 200), "sink": torch.linspace(-1, 1, 8), "split": 128},
+    "everything": {
+        "of": (310, 200), "length": 4, "left": 150, "softcap": 1.5, "sink": torch.tensor([0.7, -math.inf] * 4),
+        "slopes": torch.linspace(0.01, 0.1, 8), "scale": 0.3, "split": 128,
+    },  # fmt: skip
+    "parts": {"of": (500, 129, 60), "split": 128},
+    "parts of pages of 16": {"of": (500, 64, 0), "split": 64, "page": 16, "length": 3},
+    "a head of its own": {"of": (210, 140), "heads": 2, "kv_heads": 2},
+    "three heads share keys": {"of": (210, 140), "heads": 6, "kv_heads": 2, "length": 3},
+    "64 rows": {"of": (210, 140), "heads": 16, "kv_heads": 2, "length": 8},
+    "64 columns": {"of": (300, 70), "D": 64},
+    "128 and 64": {"of": (300, 70), "D": 128, "V": 64},
+    "72 and 40": {"of": (290, 70), "D": 72, "V": 40, "page": 16, "strays": ((0, 3, -1),)},
+    "40 and 128": {"of": (290, 70), "D": 40, "V": 128},
+    "8 columns": {"of": (210, 64), "D": 8},
+    "fp16": {"of": (290, 70), "dtype": torch.float16},
+}  # fmt: skip
+
+
+def decode(name: str, **sizes: Any) -> dict[str, Any]:
+    """A call by its name, with other sizes where these are given."""
+    given = {"length": 1, **GROUP, **DECODES[name], **sizes}
+    return call(*given.pop("of"), **given)

@@ -1,0 +1,122 @@
+"""Decoding for Hopper, played from its own source by `gluon_machine`: values, whatever order barriers allow, NaN in all that nobody
+sees, pages that there are not. And that the machine sees what is wrong with such a kernel."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tests import gluon_machine
+from tests.cached_oracle import agrees
+from tests.decode_oracle import DECODES, decode
+from tilewright.attention.hopper import decode as kernels
+from tilewright.core.target import TARGETS, pretend
+from tilewright.runtime.kernel import Arguments, collect
+
+CHIP = replace(TARGETS["sm_90"], gluon=True)
+
+
+def played(a, seed, module=kernels):
+    """(o, lse) of a call."""
+    assert module.fits(CHIP, SimpleNamespace(**a))
+    with pretend(CHIP), collect() as found:
+        o, lse = module.forward(**a)
+    first, *merging = found
+    given = dict(zip(first.kernel.names, first.ordered))
+    for t in (o, lse, given["O"].data, given["LSE"].data):
+        t.fill_(math.inf)
+    gluon_machine.play(first, seed)
+    for wanted in merging:
+        grid = wanted.kernel.grid(Arguments(zip(wanted.kernel.names, wanted.ordered)))
+        wanted.kernel.jit[grid](*wanted.ordered, **wanted.options)
+    return o, lse
+
+
+@pytest.mark.parametrize("name", DECODES)
+def test_values(name):
+    a = decode(name)
+    agrees(a, *played(a, seed=0))
+
+
+def test_any_order_gives_the_same_bits():
+    """More blocks than stages; in a batch as alone."""
+    a = decode("parts", of=(700, 450), split=512, kv_heads=1, heads=2)
+    found = [played(a, seed) for seed in range(3)]
+    agrees(a, *found[0])
+    alone = {name: a[name][1:] for name in ("q", "block_table", "kv_len")}
+    found.append(played({**a, **alone}, 9))
+    assert all(torch.equal(x[-1:], y[-1:]) for one in found for x, y in zip(one, found[0]))
+
+
+# ---- mutants ---------------------------------------------------------------------------------------------------------
+
+AWAIT_SCORES = "        s = warpgroup_mma_wait(1, deps=(s,))\n"
+GIVE_KEYS = "        mbarrier.arrive(memory.empty.index(following), count=1)\n"
+AWAIT_VALUES = (
+    "        o = warpgroup_mma_wait(0, deps=(o,))\n        mbarrier.arrive(memory.empty.index(stage), count=1)\n"
+)
+GIVE_VALUES = "        mbarrier.arrive(memory.empty.index(stage), count=1)\n"
+MUTANTS = {
+    "a stage is not waited for": ("    mbarrier.wait(memory.empty.index(stage), phase)\n", ""),
+    "keys are given back before their product ends": (AWAIT_SCORES + GIVE_KEYS, GIVE_KEYS + AWAIT_SCORES),
+    "keys are never given back": (GIVE_KEYS, ""),
+    "values are given back before their product ends": (
+        AWAIT_VALUES,
+        GIVE_VALUES + AWAIT_VALUES.replace(GIVE_VALUES, ""),
+    ),
+    "values are given back twice": (GIVE_VALUES, GIVE_VALUES.replace("count=1", "count=2")),
+    "the first keys are not waited for": ("    mbarrier.wait(memory.full.index(0), 0)\n", ""),
+    "keys are not waited for": ("        mbarrier.wait(memory.full.index(following), its_phase)\n", ""),
+    "values are not waited for": (
+        "        mbarrier.wait(memory.full.index(stage), phase)\n        o = issue_values",
+        "        o = issue_values",
+    ),
+    "the phase does not flip": ("advance(following, its_phase, PLAN.stages)", "advance(following, phase, PLAN.stages)"),
+    "fewer bytes are expected": ("SLABS * COUNT * BOX.block_type.nbytes", "COUNT * BOX.block_type.nbytes"),
+    "boxes are mixed up": ("(stage * SLABS + slab) * COUNT + i", "(stage * COUNT + i) * SLABS + slab"),
+    "cleared values are not shown": ("    fence_async_shared()\n    barrier()\n", "    barrier()\n"),
+    "values past the keys are not cleared": (
+        "    if (key < span.start) | (key + BLOCK > span.stop):\n",
+        "    if False:\n",
+    ),
+    "values before a window are not cleared": (
+        "        if (key < span.start) & (span.high - span.low > 1):\n",
+        "        if False:\n",
+    ),
+    "sums are not faded": ("        o = scaled_where_moved(o, fade)\n", ""),
+    "a lost page is not told": ("            lost |= missing\n", "            pass\n"),
+    "a lost page at the edge is not told": ("            s = spoilt(TABLE, s, missing, PLAN)\n", "            pass\n"),
+    "a lost page in the first block is not told": ("    s = spoilt(TABLE, s, missing, PLAN)\n    p, top", "    p, top"),
+    "a lost page is told of the block before": ("            missing = its_missing\n", "            pass\n"),
+    "a part ends elsewhere": (
+        "stop = tl.minimum(stop, begin + tl.minimum(SPLIT, CAPACITY - begin))",
+        "stop = tl.minimum(stop, begin + tl.minimum(SPLIT, CAPACITY - begin) - 64)",
+    ),
+    "every part has a sink": ("live & (span.part == 0), float", "live, float"),
+    "heads are mixed up": (
+        "number // KV_HEADS // PARTS, number % KV_HEADS,",
+        "number // KV_HEADS // PARTS, 0 * number,",
+    ),
+}
+
+
+def hard():
+    """Blocks at the edge, with NaN, and after it, more of them than stages, in a window; a page that is not there in a first block, in
+    one that all rows see, in one at the edge, and in none."""
+    strays = ((0, 10, 999), (1, 6, -1), (2, 3, 999))
+    few = {"of": (690, 690, 690, 690), "length": 4, "heads": 2, "left": 500, "sink": torch.tensor([1.0, 2.0])}
+    return decode("parts", **few, kv_heads=2, split=512, strays=strays), decode("pages of 16", of=(500,), split=512)
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_mutants_are_found(name, tmp_path):
+    kept, instead = MUTANTS[name]
+    broken = gluon_machine.broken(kernels, kept, instead, tmp_path, once=False)
+    with broken as mutant, pytest.raises((AssertionError, IndexError)):
+        for seed in range(4):
+            for a in hard():
+                agrees(a, *played(a, seed, mutant))
