@@ -125,7 +125,7 @@ def test_pages_that_are_looked_up_ahead_are_those_of_each_block(tree, left):
     lengths = [440, 256, 129, 3]
     q, k, v, kv_len = sequences(lengths, 3, torch.bfloat16)
     k, v = ((16.0 * t.float()).to(torch.float8_e4m3fn) for t in (k, v.repeat(1, 1, 1, 2)))
-    blocks = cached_parts.blocks(q, k, 6, 32, 32, True, tree)
+    blocks = cached_parts.blocks(q, k, 6, 32, 32, 16, tree)
     assert blocks.ahead and blocks.other == 128
     drafts = torch.tensor([0b1, 0b11, 0b101]).repeat(len(lengths), 1)
     given = {"left": left, **({"tree": drafts} if tree else {})}

@@ -578,7 +578,7 @@ def attention_part(
     default=lambda a: {"BLOCK_R": max(1, 128 // a.BLOCK), "num_warps": 4}, dependent=True,
 )  # fmt: skip
 def attention_parts_merge(
-    P, LSE, O, OUT, ROWS, L, HEADS, PARTS, V, FEW: tl.constexpr, BLOCK: tl.constexpr, BLOCK_R: tl.constexpr,
+    P, LSE, O, OUT, ROWS, L, HEADS, PARTS, V, FEW: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, BLOCK_R: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """O and OUT, the lse, of rows of the parts P [ROWS, PARTS, V] and LSE [ROWS, PARTS]. Sums are of FEW parts at a time, so that
@@ -601,8 +601,7 @@ def attention_parts_merge(
     column = tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK_R], tl.float32)
     sums = tl.zeros([BLOCK_R, BLOCK], tl.float32)
-    # Where there is room, three times FEW parts are on their way at a time
-    for first in tl.range(0, used, FEW, num_stages=4 if BLOCK <= 128 else 1):
+    for first in tl.range(0, used, FEW, num_stages=STAGES):
         i = first + tl.arange(0, FEW)
         at = row[:, None] * PARTS + i[None, :]
         one = tl.load(LSE + at, inside[:, None] & (i < PARTS)[None, :], float("-inf"))
@@ -624,6 +623,7 @@ def attention_parts_merge(
 # ---- host ------------------------------------------------------------------------------------------------------------
 
 
+FEW = 16  # parts whose sums are added up at a time
 LEAST = 512  # keys of a part where the chip is full: with fewer, its beginning and its end take longer than the keys between them
 LONGEST = 2048  # of a part, where sequences may be far shorter than there is room for and lie beside long ones
 ROUNDS = 5  # of programs that run at a time: so many leave few idle while the last ones end
@@ -662,7 +662,7 @@ def most_rows(rows: int | None) -> int:
 
 
 def blocks(
-    q: Tensor, k: Tensor, rows: int | None, key_columns: int, value_columns: int, paged: bool, bits: bool
+    q: Tensor, k: Tensor, rows: int | None, key_columns: int, value_columns: int, page: int, bits: bool
 ) -> Blocks:
     """Tiles that registers and shared memory take. `rows` are those of a sequence that share a key head, None if the device alone
     knows how many; `value_columns` those that are read beside the keys."""
@@ -682,21 +682,25 @@ def blocks(
     if wide:
         while own > 16 and room(own, 32) < 2 * bytes_of(32):
             own //= 2
-    other = 32 if (wide or bits) and own > 16 else 64  # keys times rows of bits take registers too
+    # Keys times rows of bits take registers too
+    other = 32 if (wide or bits and columns > 256) and own > 16 else 64
     if widened and own == 16 and columns <= 256:
         other = 128  # as many bytes as 64 of 16 bits
     while other > 16 and room(own, other) < 2 * bytes_of(other):
         other //= 2
     fit = room(own, other) // bytes_of(other)
     # Two blocks of keys are in shared memory, one of them on its way, and a third where whole warpgroups multiply. Pages that are
-    # fewer than threads the compiler fetches ahead too: of the stages that this takes, the keys have one in two
-    stages = max(1, min(3, fit))
-    staged = paged and other < 128 and fit >= 3
+    # fewer than threads the compiler fetches ahead too: of the stages that this takes, the keys have one in two. Small pages, of
+    # which a block has many, are looked up by the program itself: pages of 1 at 0.90 of the memory's speed with two stages, 0.89
+    # with three, and 0.85 as those of 16 are (H200, Triton 3.6)
+    small = 0 < page < 16 and own == 16
+    stages = max(1, min(2 if small else 3, fit))
+    staged = page > 0 and not small and other < 128 and fit >= 3
     if staged:
         stages = 4 if own >= 64 else 5  # where warpgroups multiply, a third block would leave room for one program only
     there = max(1, min(2, fit - 1)) + (own >= 64 and stages == 3)
     taken = own * key_columns * 2 + there * bytes_of(other)
-    return Blocks(own, other, stages, min(3, max(1, memory // taken)), paged and not staged)
+    return Blocks(own, other, stages, min(3, max(1, memory // taken)), page > 0 and not staged)
 
 
 def columns_of(count: int, blocked: bool, least: int) -> Columns:
@@ -793,7 +797,7 @@ def forward(q: Tensor, k_cache: Tensor, v_cache: Tensor | None, **options: Any) 
         )
     wide = keys.FIRST * (keys.COUNT - 1) + keys.LAST + turned.FIRST
     beside = 0 if form.shared else values.FIRST * (values.COUNT - 1) + values.LAST
-    block = blocks(q, k_cache, rows, wide, beside, a.block_table is not None, a.tree is not None)
+    block = blocks(q, k_cache, rows, wide, beside, 0 if a.block_table is None else page, a.tree is not None)
     tokens = max(1, block.own // group)
     how, tiles = Lengths(), cdiv(length, tokens)
     if a.cu_seqlens_q is not None:
@@ -845,12 +849,14 @@ def room_for(o: Tensor, lse: Tensor, parts: int) -> Made:
 
 
 def merge(made: Made, o: Tensor, lse: Tensor, parts: int) -> None:
-    """Make results of parts, if there are several."""
+    """Make results of parts, if there are several. Where there is room, three times FEW are on their way at a time, if there are more
+    than FEW: else that is memory which programs of other rows want (27 KB each, 32 us for 12 of 4096 rows, six parts)."""
     if parts > 1:
         batch, length, heads, columns = o.shape
+        block = max(32, power_of_two(columns))
         attention_parts_merge(
-            made.o.data, made.lse.data, heads_of(o), whole_of(lse), batch * length * heads, length, heads, parts, columns, FEW=16,
-            BLOCK=max(32, power_of_two(columns)),
+            made.o.data, made.lse.data, heads_of(o), whole_of(lse), batch * length * heads, length, heads, parts, columns, FEW=FEW,
+            BLOCK=block, STAGES=4 if block <= 128 and parts > FEW else 1,
         )  # fmt: skip
 
 
