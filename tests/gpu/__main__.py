@@ -43,7 +43,7 @@ LAST_START = 30.0  # seconds before the end at which no new process is started: 
 SHOWN_FAILURES = 12
 # What `--accuracy` runs: of the properties those that compare with float64, and files about kernels that are written in Gluon
 NUMBERS = ("accuracy", "sizes", "as_in_models", "quantised", "every_config")
-KERNELS = ("attention", "attention_backward", "chunks", "fp8_bits", "glu", "hopper_coded", "latent")
+KERNELS = ("attention", "attention_backward", "chunks", "decode", "fp8_bits", "glu", "hopper_coded", "latent")
 KERNELS += ("linear_cross_entropy", "products", "rms_norm")
 UNKNOWN = 1.0  # seconds that a test is assumed to take of which nothing is known: most take less, and more makes many processes
 LONG = {"tests/gpu/test_concurrency.py": 240.0}  # of a test of these files, if nothing is known: they begin first

@@ -55,11 +55,11 @@ def test_any_order_gives_the_same_bits():
 # ---- mutants ---------------------------------------------------------------------------------------------------------
 
 AWAIT_SCORES = "        s = warpgroup_mma_wait(1, deps=(s,))\n"
-GIVE_KEYS = "        mbarrier.arrive(memory.empty.index(following), count=1)\n"
+GIVE_KEYS = "        mbarrier.arrive(memory.empty.index(stage), count=1)\n"
 AWAIT_VALUES = (
-    "        o = warpgroup_mma_wait(0, deps=(o,))\n        mbarrier.arrive(memory.empty.index(stage), count=1)\n"
+    "        o = warpgroup_mma_wait(0, deps=(o,))\n        mbarrier.arrive(memory.empty.index(at), count=1)\n"
 )
-GIVE_VALUES = "        mbarrier.arrive(memory.empty.index(stage), count=1)\n"
+GIVE_VALUES = "        mbarrier.arrive(memory.empty.index(at), count=1)\n"
 MUTANTS = {
     "a stage is not waited for": ("    mbarrier.wait(memory.empty.index(stage), phase)\n", ""),
     "keys are given back before their product ends": (AWAIT_SCORES + GIVE_KEYS, GIVE_KEYS + AWAIT_SCORES),
@@ -70,12 +70,12 @@ MUTANTS = {
     ),
     "values are given back twice": (GIVE_VALUES, GIVE_VALUES.replace("count=1", "count=2")),
     "the first keys are not waited for": ("    mbarrier.wait(memory.full.index(0), 0)\n", ""),
-    "keys are not waited for": ("        mbarrier.wait(memory.full.index(following), its_phase)\n", ""),
+    "keys are not waited for": ("        mbarrier.wait(memory.full.index(stage), phase)\n        s", "        s"),
     "values are not waited for": (
-        "        mbarrier.wait(memory.full.index(stage), phase)\n        o = issue_values",
+        "        mbarrier.wait(memory.full.index(at), its_phase)\n        o = issue_values",
         "        o = issue_values",
     ),
-    "the phase does not flip": ("advance(following, its_phase, PLAN.stages)", "advance(following, phase, PLAN.stages)"),
+    "the phase does not flip": ("= advance(at, its_phase, PLAN.stages)", "= advance(at, phase, PLAN.stages)"),
     "fewer bytes are expected": ("SLABS * COUNT * BOX.block_type.nbytes", "COUNT * BOX.block_type.nbytes"),
     "boxes are mixed up": ("(stage * SLABS + slab) * COUNT + i", "(stage * COUNT + i) * SLABS + slab"),
     "cleared values are not shown": ("    fence_async_shared()\n    barrier()\n", "    barrier()\n"),
@@ -91,7 +91,8 @@ MUTANTS = {
     "a lost page is not told": ("            lost |= missing\n", "            pass\n"),
     "a lost page at the edge is not told": ("            s = spoilt(TABLE, s, missing, PLAN)\n", "            pass\n"),
     "a lost page in the first block is not told": ("    s = spoilt(TABLE, s, missing, PLAN)\n    p, top", "    p, top"),
-    "a lost page is told of the block before": ("            missing = its_missing\n", "            pass\n"),
+    "a lost page is told of no block": ("TABLE is not None, PLAN", "False, PLAN"),
+    "first values lie elsewhere": ("gl.where(span.high - span.low > 1, 2, 1)", "1"),
     "a part ends elsewhere": (
         "stop = tl.minimum(stop, begin + tl.minimum(SPLIT, CAPACITY - begin))",
         "stop = tl.minimum(stop, begin + tl.minimum(SPLIT, CAPACITY - begin) - 64)",
@@ -105,10 +106,17 @@ MUTANTS = {
 
 
 def hard():
-    """Blocks at the edge, with NaN, and after it, more of them than stages, in a window; a page that is not there in a first block, in
-    one that all rows see, in one at the edge, and in none."""
-    strays = ((0, 10, 999), (1, 6, -1), (2, 3, 999))
-    few = {"of": (690, 690, 690, 690), "length": 4, "heads": 2, "left": 500, "sink": torch.tensor([1.0, 2.0])}
+    """Blocks at the edge, with NaN, and after it, more of them than stages, in a window; a page that is not there in a first
+    block, in one that all rows see, in one at the edge, and in none."""
+    strays = ((0, 10, 999), (1, 6, -1), (2, 2, 999))
+    few = {
+        "of": (690, 690, 690, 690),
+        "length": 4,
+        "heads": 2,
+        "left": 500,
+        "scale": 1.0,
+        "sink": torch.tensor([40.0, 45.0]),
+    }
     return decode("parts", **few, kv_heads=2, split=512, strays=strays), decode("pages of 16", of=(500,), split=512)
 
 

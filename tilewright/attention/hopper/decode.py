@@ -3,19 +3,19 @@ programs to an SM.
 
 A program takes the queries that share a key head, tokens times heads, at most 64 rows, over one part of its sequence's keys, in
 blocks of 64 from the last that any row sees down to the first. All that counts is that keys and values come without a pause: they
-lie in one ring, a block's keys and then its values, of as many stages as half of an SM's shared memory holds. Queries stay in
-registers. Heads of a part are neighbours, whose keys lie side by side. Parts are merged by `attention_parts_merge`.
+lie in one ring, a block's keys before the values of the one before, of as many stages as half of an SM's shared memory holds.
+Queries stay in registers. Heads of a part are neighbours, whose keys lie side by side. Parts are merged by `attention_parts_merge`.
 
 Keys come in boxes of rows that lie in one page, as many as the largest power of two that divides pages, 64 at most. The table is
-read a block ahead, before anything is waited for: nobody writes it while the kernel runs. A box that nobody sees, or that has no
+read before a stage is waited for: nobody writes it while the kernel runs. A box that nobody sees, or that has no
 page, is copied from past the last page, which brings 0 and reads nothing. What has no page, the copying warp says beside the keys.
 
 Who may write where in shared memory, and when. A stage has two barriers, at each of which one arrives a phase. The copying warp
 waits for `empty`, stores in `missing` which boxes have no page, arrives at `full`, and begins to copy: `full` is complete with the
 last byte. The warpgroup waits for `full` of every stage, reads it by products, and `missing` if it holds keys, and arrives at
 `empty` when these are waited for. A parity is enough, for `full` of a stage completes again after `empty`, at which arrives who
-waits for `full`. Nobody waits in a circle: a copy waits for products of the block that was in its stage, and products for copies of
-blocks up to the next, whose keys lie two stages ahead in a ring of four or more. A part of no blocks has no barriers.
+waits for `full`. Nobody waits in a circle: copies are begun, and stages emptied, in the order of the ring, and at
+once are needed but two stages, or three where the first values are cleared, of four or more. A part of no blocks has no barriers.
 
 Keys that no row sees may hold NaN, and 0 times NaN is NaN. Their scores are hidden; their values, in the first and the last block
 that is walked over, the warpgroup clears, shows by a fence what it wrote, and has its warps wait for each other.
@@ -146,13 +146,13 @@ def places_of(X, stride_p, span, r, GROUP):
 
 
 @gluon.jit
-def copy_block(BOX, memory, stage, phase, head, found, missing, PLAN: gl.constexpr):
-    """Copy the boxes of a block into a stage when it is empty. `missing`: bits of those that have no page, or None."""
+def copy_block(BOX, memory, stage, phase, head, found, missing, TELLS: gl.constexpr, PLAN: gl.constexpr):
+    """Copy the boxes of a block into a stage when it is empty. TELLS: with `missing`, bits of those that have no page."""
     SLABS: gl.constexpr = PLAN.columns // WIDE
     COUNT: gl.constexpr = BLOCK // PLAN.box
     ready = memory.full.index(stage)
     mbarrier.wait(memory.empty.index(stage), phase)
-    if missing is not None:
+    if TELLS:
         memory.missing.index(stage).store(gl.full([1], missing, gl.int32, ALONE))
         barrier()  # `expect` arrives: the number must be there
     mbarrier.expect(ready, SLABS * COUNT * BOX.block_type.nbytes)
@@ -172,16 +172,18 @@ def copy_part(
     phase = 1  # of a barrier that nobody has arrived at yet: the first round does not wait
     key = (span.high - 1) * BLOCK
     found, missing = find_boxes(TABLE, span, key, PAGES, PAGE, PLAN)
-    for _ in range(span.high - span.low):
+    copy_block(K, memory, stage, phase, span.head, found, missing, TABLE is not None, PLAN)
+    stage, phase = advance(stage, phase, PLAN.stages)
+    # In the order in which they are needed: the scores of a block come before the values of the one before
+    for _ in range(span.high - span.low - 1):
         key -= BLOCK
-        following, its_missing = find_boxes(TABLE, span, key, PAGES, PAGE, PLAN)
-        copy_block(K, memory, stage, phase, span.head, found, None if TABLE is None else missing, PLAN)
+        following, missing = find_boxes(TABLE, span, key, PAGES, PAGE, PLAN)
+        copy_block(K, memory, stage, phase, span.head, following, missing, TABLE is not None, PLAN)
         stage, phase = advance(stage, phase, PLAN.stages)
-        copy_block(V, memory, stage, phase, span.head, found, None, PLAN)
+        copy_block(V, memory, stage, phase, span.head, found, 0, False, PLAN)
         stage, phase = advance(stage, phase, PLAN.stages)
         found = following
-        if TABLE is not None:
-            missing = its_missing
+    copy_block(V, memory, stage, phase, span.head, found, 0, False, PLAN)
 
 
 # ---- the warpgroup ---------------------------------------------------------------------------------------------------
@@ -230,20 +232,20 @@ def clear_unseen(memory, stage, start, stop, PLAN: gl.constexpr):
 
 @gluon.jit
 def walk(state, q, TABLE, memory, high, low, SCORES, WINDOW, rows, PLAN: gl.constexpr, EDGE: gl.constexpr):
-    """Take in the blocks from before `high` down to `low`, after one whose weights are in `state` and whose values are in its
-    stage. Before and after a step no product is under way. In it, the scores of a block are issued, then the values of the one
-    before, which go on while scores become weights. EDGE: some rows do not see all keys."""
+    """Take in the blocks from before `high` down to `low`, after one whose weights are in `state`. The stage of that is the next
+    block's keys', before those of the values. Before and after a step no product is under way. In it, the scores of a block are
+    issued, then the values of the one before, which go on while scores become weights. EDGE: some rows do not see all keys."""
     o, p, weights, top, total, lost, stage, phase = state
     for i in range(high - low):
         key = (high - 1 - i) * BLOCK
-        following, its_phase = advance(stage, phase, PLAN.stages)
-        mbarrier.wait(memory.full.index(following), its_phase)
-        s = issue_scores(q, memory, following, p, PLAN)
+        at, its_phase = advance(stage, phase, PLAN.stages)  # of values
         mbarrier.wait(memory.full.index(stage), phase)
-        o = issue_values(o, weights, memory, stage, PLAN)
-        missing = missing_of(TABLE, memory, following)
+        s = issue_scores(q, memory, stage, p, PLAN)
+        mbarrier.wait(memory.full.index(at), its_phase)
+        o = issue_values(o, weights, memory, at, PLAN)
+        missing = missing_of(TABLE, memory, stage)
         s = warpgroup_mma_wait(1, deps=(s,))
-        mbarrier.arrive(memory.empty.index(following), count=1)
+        mbarrier.arrive(memory.empty.index(stage), count=1)
         if EDGE:
             s = spoilt(TABLE, s, missing, PLAN)
         else:  # which all rows see
@@ -251,14 +253,14 @@ def walk(state, q, TABLE, memory, high, low, SCORES, WINDOW, rows, PLAN: gl.cons
         p, top, total, fade = weigh(s, top, total, SCORES, WINDOW, rows, key, EDGE, LAZY)
         # The assembler moves a wait up over what it does not need, but not over a branch, which a wait of a passed barrier is
         p = warpgroup_mma_wait(1, deps=(p,))
-        mbarrier.wait(memory.full.index(stage), phase)
+        mbarrier.wait(memory.full.index(at), its_phase)
         o = warpgroup_mma_wait(0, deps=(o,))
-        mbarrier.arrive(memory.empty.index(stage), count=1)
+        mbarrier.arrive(memory.empty.index(at), count=1)
         weights = rounded(p, memory.boxes)
         o = scaled_where_moved(o, fade)
         # For no product: so that sums are multiplied here, and not after the next product is issued
         o = warpgroup_mma_wait(0, deps=(o,))
-        stage, phase = advance(following, its_phase, PLAN.stages)
+        stage, phase = advance(at, its_phase, PLAN.stages)
     return o, p, weights, top, total, lost, stage, phase
 
 
@@ -295,8 +297,9 @@ def attend_part(
     p, top, total, _ = weigh(s, top, total, SCORES, WINDOW, rows, key, True, False)
     weights = rounded(p, memory.boxes)
     if (key < span.start) | (key + BLOCK > span.stop):
-        mbarrier.wait(memory.full.index(1), 0)
-        clear_unseen(memory, 1, span.start - key, span.stop - key, PLAN)
+        at = gl.where(span.high - span.low > 1, 2, 1)  # behind the next block's keys
+        mbarrier.wait(memory.full.index(at), 0)
+        clear_unseen(memory, at, span.start - key, span.stop - key, PLAN)
     state = (o, p, weights, top, total, 0, 1, 0)
     state = walk(state, q, TABLE, memory, span.high - 1, upper, SCORES, WINDOW, rows, PLAN, True)
     state = walk(state, q, TABLE, memory, upper, lower, SCORES, WINDOW, rows, PLAN, False)
