@@ -215,4 +215,4 @@ def test_parts_cover_all_keys(capacity, units, rows):
 def test_parts_as_they_are_measured():
     """Decoding of 32 sequences of 8192 keys, of 32768 at most, and of one of 32768: 8 heads each."""
     sizes = ((8192, 256, False), (8192, 256, True), (32768, 256, False), (32768, 8, False))
-    assert [kernels.split_for(n, units, 4, AT_A_TIME, even) for n, units, even in sizes] == [2048, 8192, 2048, 1024]
+    assert [kernels.split_for(n, units, 4, AT_A_TIME, even) for n, units, even in sizes] == [8192, 8192, 8192, 1024]

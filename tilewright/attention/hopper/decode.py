@@ -391,7 +391,7 @@ RESIDENT = 2  # programs that an SM holds
 SPARE = 1024  # bytes of a program's shared memory for barriers and what its warps are started with; as many an SM keeps for itself
 BESIDE = 2  # blocks that a part's beginning and its end take as long as, and a merge
 LEAST_BOX = 16  # keys: a block is then of four boxes, whose pages a warp of few registers holds twice
-LONGEST_PART = 32  # blocks, where sequences may be far shorter than there is room for and lie beside long ones
+LONGEST_PART = 128  # blocks, where sequences may be far shorter than there is room for and lie beside long ones
 
 
 def plan_for(columns: int, box: int, memory: int) -> Plan | None:
