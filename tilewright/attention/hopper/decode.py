@@ -156,9 +156,9 @@ def copy_block(BOX, memory, stage, phase, head, found, missing, TELLS: gl.conste
         memory.missing.index(stage).store(gl.full([1], missing, gl.int32, ALONE))
         barrier()  # `expect` arrives: the number must be there
     mbarrier.expect(ready, SLABS * COUNT * BOX.block_type.nbytes)
-    for slab in gl.static_range(SLABS):
-        for i in gl.static_range(COUNT):
-            page, place = found[i]
+    for i in gl.static_range(COUNT):
+        page, place = found[i]
+        for slab in gl.static_range(SLABS):  # of the same rows one after the other: they lie side by side in memory
             into = memory.boxes.index((stage * SLABS + slab) * COUNT + i)
             async_load(BOX, [page, head, place, slab * WIDE], ready, into)
 
@@ -391,7 +391,9 @@ RESIDENT = 2  # programs that an SM holds
 SPARE = 1024  # bytes of a program's shared memory for barriers and what its warps are started with; as many an SM keeps for itself
 BESIDE = 2  # blocks that a part's beginning and its end take as long as, and a merge
 LEAST_BOX = 16  # keys: a block is then of four boxes, whose pages a warp of few registers holds twice
-LONGEST_PART = 128  # blocks, where sequences may be far shorter than there is room for and lie beside long ones
+# Blocks of a part, where sequences may be far shorter than there is room for and lie beside long ones: where parts wait for others
+# to end, a long one that begins late ends alone; where all begin at once, the chip is full until few are left
+LONGEST_PART, LONGEST_AT_ONCE = 32, 128
 
 
 def plan_for(columns: int, box: int, memory: int) -> Plan | None:
@@ -408,18 +410,20 @@ def box_rows(page: int) -> int:
 
 def split_for(capacity: int, units: int, rows: int, at_a_time: int, even: bool) -> int:
     """Keys of a part, of as many parts, each of so many `units`, as end soonest where some programs run `at_a_time`. What the
-    device alone knows has no say: unless sequences are `even`, parts are short. A part's sums, written and read in fp32, are at
-    most a quarter of its keys and values of as many columns: of 64 rows it has eight blocks."""
+    device alone knows has no say: unless sequences are `even`, parts are short, or all begin at once. A part's sums, written and
+    read in fp32, are at most a quarter of its keys and values of as many columns: of 64 rows it has eight blocks."""
     blocks = cdiv(capacity, BLOCK.value)
-    least = cdiv(rows, 8)
-    most = max(1, blocks // least)
-    fewest = 1 if even else min(most, cdiv(blocks, LONGEST_PART))
+    most = max(1, blocks // cdiv(rows, 8))
+    fewest = min(most, cdiv(blocks, LONGEST_PART))
 
     def time(parts: int) -> int:
         return cdiv(units * parts, at_a_time) * (cdiv(blocks, parts) + BESIDE) + BESIDE * (parts > 1)
 
-    last = max(fewest, min(most, cdiv(4 * at_a_time, units)))
-    return cdiv(blocks, min(range(fewest, last + 1), key=time)) * BLOCK.value
+    def is_short(parts: int) -> bool:
+        return cdiv(blocks, parts) <= (LONGEST_AT_ONCE if units * parts <= at_a_time else LONGEST_PART)
+
+    among = range(1, max(fewest, min(most, cdiv(4 * at_a_time, units))) + 1)
+    return cdiv(blocks, min((n for n in among if even or n == fewest or is_short(n)), key=time)) * BLOCK.value
 
 
 def fits(target: Target, a: SimpleNamespace) -> bool:
