@@ -43,7 +43,7 @@ def call(
     order = torch.randperm(many * most + 1, generator=source)[: many * most].int().reshape(many, most)
     table = order.clone() if page else None
     lengths = ints(*kv_len)
-    place = seen_in_cache(q, table, size, lengths, marks, a["causal"], a["left"], None)
+    place = seen_in_cache(q, table, size, lengths, marks, a["causal"], a["left"], a["tree"])
     lonely, unseen = ~place.visible.any(2), ~place.visible.any(1).reshape(many, -1)
     q = q.masked_fill(lonely[..., None, None], math.nan)
     caches = [t.masked_fill(unseen[..., None, None], math.nan) for t in (k, v)]

@@ -9,6 +9,13 @@ import torch
 
 from tests.cached_oracle import call
 
+def bits(batch: int, length: int, hidden: tuple[int, ...] = ()) -> torch.Tensor:
+    """A tree: each query sees its own draft and about half of those before it, but none of the `hidden`."""
+    drafts = torch.randint(2**62, (batch, length), generator=torch.Generator().manual_seed(1))
+    own = torch.ones((), dtype=torch.int64) << torch.arange(length)
+    return (drafts & (own - 1) | own) & ~sum(1 << t if t < 63 else -(2**63) for t in hidden)
+
+
 GROUP = {"heads": 8, "kv_heads": 2, "D": 128}
 DECODES = {
     "uneven": {"of": (130, 0, 64, 65, 1, 63), "room": 200},
@@ -43,6 +50,18 @@ DECODES = {
     "72 and 40": {"of": (290, 70), "D": 72, "V": 40, "page": 16, "strays": ((0, 3, -1),)},
     "40 and 128": {"of": (290, 70), "D": 40, "V": 128},
     "8 columns": {"of": (210, 64), "D": 8},
+    "a tree": {"of": (200, 70, 66, 2, 0), "length": 8, "tree": bits(5, 8)},
+    "a tree of 16 over pages of 16": {"of": (200, 70, 16, 135), "length": 16, "tree": bits(4, 16, (3, 15)), "page": 16},
+    "a tree of 64": {
+        "of": (300, 64, 100, 30, 65), "length": 64, "heads": 2, "kv_heads": 2, "tree": bits(5, 64, (0, 1, 40, 63)),
+    },
+    "drafts of a tree that nobody sees": {
+        "of": (199, 150, 257), "length": 60, "heads": 1, "kv_heads": 1, "tree": bits(3, 60, tuple(range(59))),
+    },
+    "a tree of parts, and everything": {
+        "of": (300, 129, 190, 5), "length": 15, "tree": bits(4, 15, (0, 7)), "split": 64, "softcap": 1.5, "scale": 0.3,
+        "sink": torch.tensor([0.7, -math.inf] * 4), "page": 16, "strays": ((0, 3, -1), (1, 7, 99), (2, 11, 2**30)),
+    },
     "fp16": {"of": (290, 70), "dtype": torch.float16},
 }  # fmt: skip
 

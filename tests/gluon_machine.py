@@ -575,7 +575,9 @@ def reduced(function: Callable[[Tensor, int], Tensor]) -> Callable[[Tensor, int]
 
 
 def folded(parts: tuple, axis: int, combine: Callable) -> tuple:
-    """`reduce` of several [n], n a power of two."""
+    """`reduce` of one or several [n], n a power of two."""
+    if isinstance(parts, Tensor):
+        return folded((parts,), axis, lambda a, b: (combine(a, b),))[0]
     while parts[0].shape[axis] > 1:
         halves = [part.chunk(2, axis) for part in parts]
         parts = combine(*(half[0] for half in halves), *(half[1] for half in halves))

@@ -33,6 +33,7 @@ def blank(*shape, dtype=torch.bfloat16):
     [
         (1, 128, 128, None, {}, 0),
         (1, 128, 128, 16, {}, 0),
+        (16, 128, 128, 16, {"tree": blank(32, 16, dtype=torch.int64)}, 0),
         (4, 128, 64, 64, {"left": 1000, "softcap": 30.0, "sink": blank(32), "slopes": blank(32)}, 24),
     ],
 )

@@ -13,6 +13,7 @@ import torch
 import tilewright as tw
 from tests.cached_oracle import LOWEST, agrees, call, moved
 from tests.decode_oracle import DECODES, GROUP, decode
+from tests.decode_oracle import bits as bits_of
 from tests.gpu.test_attention import a_hundred_alike, bits, near
 from tilewright.core.target import Target
 
@@ -70,6 +71,16 @@ def test_lengths(keys):
 def test_rows(group, length):
     holds(call(700, 66, length=length, heads=2 * group, kv_heads=2, D=128, split=256))
     holds(call(700, 66, length=length, heads=2 * group, kv_heads=2, D=64, page=16, left=100))
+
+
+@pytest.mark.parametrize("length", [1, 2, 31, 32, 33, 64])
+@pytest.mark.parametrize("page", [None, 16])
+def test_trees(length, page):
+    """Drafts that end with a block, in it and a block further on, and more of them than keys; some that nobody sees."""
+    lengths = (length, 64, 65, 100, 128, 700, 1, 0, 511, 575)
+    tree = bits_of(len(lengths), length, (0, length // 2, length - 1)[: length // 2])
+    for split in (None, 64):
+        holds(call(*lengths, length=length, heads=2, kv_heads=2, D=128, page=page, room=720, tree=tree, split=split))
 
 
 def test_a_batch_as_a_server_has_it():

@@ -65,6 +65,7 @@ def launched(values, backend=NAME):
         call(left=7, softcap=2.0, sink=blank(8), slopes=blank(8), scale=0.1, causal=False, split=128),
         *(call(page=page) for page in (16, 48, 128, 256)),
         fixed(),
+        call(length=16, tree=blank(2, 16, dtype=torch.int64)),
         fixed(kv_len=None),
         call(D=8, dtype=torch.float16),
         call(D=128, V=64),
@@ -86,6 +87,7 @@ def test_takes(values):
         call(D=68),
         call(D=64, V=60),
         call(length=17),  # 68 rows
+        call(length=17, tree=blank(2, 17, dtype=torch.int64)),
         call(length=0),
         call(most=0),
         call(page=8),
@@ -93,7 +95,6 @@ def test_takes(values):
         call(scale=0.0),  # the largest product is then not the largest score
         call(split=50),
         call(v_cache=None),
-        call(tree=blank(2, 1, dtype=torch.int64)),
         call(batch=1, cu_seqlens_q=ints(2)),
         call(D=128, q=blank(2, 1, 8, 136), k_rope=blank(20, 64, 2, 8)),
         call(k_cache=blank(20, 64, 2, 128, dtype=torch.float8_e4m3fn)),
@@ -129,7 +130,8 @@ def test_auto_takes_what_was_measured_to_be_faster(tmp_path, monkeypatch):
 
 def test_what_is_measured_by_name_is_taken():
     asked = [case for case in CASES.values() if case.arguments.get("backend") == NAME]
-    assert {case.family for case in asked} == {f"attention_decode_{n}" for n in ("gqa", "paged16", "uneven", "one")}
+    decoded = {f"attention_decode_{n}" for n in ("gqa", "paged16", "uneven", "one")}
+    assert {case.family for case in asked} == {*decoded, "attention_verify_tree"}
     for case in asked:
         given = arguments(case, Blank(CACHED, case.dims, case.options, dtype=getattr(torch, case.dtype)))
         assert kernels.fits(HOPPER, SimpleNamespace(**given)) and "portable" in case.beside
@@ -155,6 +157,12 @@ def test_a_page_for_each_sequence():
     (_, given), *_ = launched(fixed(left=10**12, causal=False))
     assert given["PAGE"] == 0 and given["TABLE"] is None and given["CAPACITY"] == 333
     assert given["WINDOW"] == (None, None)  # which reach past every key
+
+
+def test_a_tree_takes_the_place_of_the_causal_mask():
+    (_, given), *_ = launched(call(length=8, tree=blank(2, 8, dtype=torch.int64)))
+    assert given["WINDOW"] == (None, None) and tuple(given["TREE"][1:]) == (8, 1)
+    assert launched(call(length=8))[0][1]["TREE"] is None
 
 
 @pytest.mark.parametrize(("D", "V", "columns"), [(128, 128, 128), (64, 64, 64), (64, 72, 128), (8, 16, 64)])

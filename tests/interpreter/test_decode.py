@@ -12,7 +12,7 @@ import torch
 
 from tests import gluon_machine
 from tests.cached_oracle import agrees
-from tests.decode_oracle import DECODES, decode
+from tests.decode_oracle import DECODES, bits, decode
 from tilewright.attention.hopper import decode as kernels
 from tilewright.core.target import TARGETS, pretend
 from tilewright.runtime.kernel import Arguments, collect
@@ -97,6 +97,11 @@ MUTANTS = {
         "stop = tl.minimum(stop, begin + tl.minimum(SPLIT, CAPACITY - begin))",
         "stop = tl.minimum(stop, begin + tl.minimum(SPLIT, CAPACITY - begin) - 64)",
     ),
+    "drafts that nobody sees are not cleared": ("        live &= is_drawn(drafts, row - shift)\n", ""),
+    "a second block of drafts is not cleared": ("        if upper < span.high - 1:", "        if False:"),
+    "second values lie elsewhere": ("    if key <= span.low * BLOCK:\n", "    if True:\n"),
+    "all rows see all drafts": ("whole = span.count if TREE is None else shift", "whole = span.count"),
+    "rows have the bits of others": ("bits_of(TREE, span, r // GROUP, live)", "bits_of(TREE, span, r % L, live)"),
     "every part has a sink": ("live & (span.part == 0), float", "live, float"),
     "heads are mixed up": (
         "number // KV_HEADS // PARTS, number % KV_HEADS,",
@@ -107,7 +112,7 @@ MUTANTS = {
 
 def hard():
     """Blocks at the edge, with NaN, and after it, more of them than stages, in a window; a page that is not there in a first
-    block, in one that all rows see, in one at the edge, and in none."""
+    block, in one that all rows see, in one at the edge, and in none; a tree whose drafts lie in two blocks."""
     strays = ((0, 10, 999), (1, 6, -1), (2, 2, 999))
     few = {
         "of": (690, 690, 690, 690),
@@ -117,7 +122,8 @@ def hard():
         "scale": 1.0,
         "sink": torch.tensor([40.0, 45.0]),
     }
-    return decode("parts", **few, kv_heads=2, split=512, strays=strays), decode("pages of 16", of=(500,), split=512)
+    windowed = decode("parts", **few, kv_heads=2, split=512, strays=strays)
+    return windowed, decode("pages of 16", of=(500,), split=512), decode("a tree of 64", of=(300,), tree=bits(1, 64, (0, 50)))
 
 
 @pytest.mark.parametrize("name", MUTANTS)
