@@ -80,7 +80,7 @@ MUTANTS = {
     "boxes are mixed up": ("(stage * SLABS + slab) * COUNT + i", "(stage * COUNT + i) * SLABS + slab"),
     "cleared values are not shown": ("    fence_async_shared()\n    barrier()\n", "    barrier()\n"),
     "values past the keys are not cleared": (
-        "    if (key < span.start) | (key + BLOCK > span.stop):\n",
+        "    if (key < span.start) | (key + BLOCK > (span.stop if TREE is None else shift)):\n",
         "    if False:\n",
     ),
     "values before a window are not cleared": (
@@ -97,11 +97,11 @@ MUTANTS = {
         "stop = tl.minimum(stop, begin + tl.minimum(SPLIT, CAPACITY - begin))",
         "stop = tl.minimum(stop, begin + tl.minimum(SPLIT, CAPACITY - begin) - 64)",
     ),
-    "drafts that nobody sees are not cleared": ("        live &= is_drawn(drafts, row - shift)\n", ""),
+    "drafts that nobody sees are not cleared": ("        live &= is_drawn(drafts, row - shift)\n", "        pass\n"),
     "a second block of drafts is not cleared": ("        if upper < span.high - 1:", "        if False:"),
     "second values lie elsewhere": ("    if key <= span.low * BLOCK:\n", "    if True:\n"),
     "all rows see all drafts": ("whole = span.count if TREE is None else shift", "whole = span.count"),
-    "rows have the bits of others": ("bits_of(TREE, span, r // GROUP, live)", "bits_of(TREE, span, r % L, live)"),
+    "rows have the bits of others": ("bits_of(TREE, span, r // GROUP, live)", "bits_of(TREE, span, 0 * r, live)"),
     "every part has a sink": ("live & (span.part == 0), float", "live, float"),
     "heads are mixed up": (
         "number // KV_HEADS // PARTS, number % KV_HEADS,",
