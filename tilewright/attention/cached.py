@@ -25,7 +25,7 @@ from ..op import Bars, Cost, Op, Part, Triton, single, upcast
 from . import cached_parts
 from .attention import WIDEST, pairs_of, scale_of
 from .cached_parts import SCALED, value_columns
-from .hopper import chunks, decode, latent
+from .hopper import chunks, decode, decode_codes, latent
 from .seen import sequences
 
 Backend = Literal["auto", "hopper_chunks", "hopper_decode", "hopper_latent", "portable"]
@@ -426,6 +426,7 @@ CACHE = "float|float8_e4m3fn|int8"
 cached_attention = Op(
     "cached_attention", reference, inputs, Triton(chunks.forward, None, chunks.fits_call, chunks.NAME),
     Triton(decode.forward, None, decode.fits_call, decode.NAME),
+    Triton(decode_codes.forward, None, decode_codes.fits_call, decode.NAME),
     Triton(latent.forward, None, latent.fits_call, latent.NAME),
     Triton(cached_parts.forward, None, single, "portable"), check=check, asks="backend",
     where={

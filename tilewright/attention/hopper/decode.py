@@ -68,9 +68,11 @@ TOGETHER = gl.constexpr(gl.BlockedLayout([2], [32], [4], [0]))  # 64 numbers, wh
 
 
 class Plan(NamedTuple):
-    """Columns of a stage, which keys and values are widened to; keys in a box, which lies in one page; how many stages."""
+    """Columns of a stage, which keys and values are widened to; columns of a box, 128 bytes, and its keys, which lie in one page;
+    how many stages."""
 
     columns: int
+    wide: int
     box: int
     stages: int
 
@@ -188,7 +190,7 @@ def weigh_edge(s, top, total, SCORES, WINDOW, rows, bits, key, LAZILY: gl.conste
 @gluon.jit
 def copy_block(BOX, memory, stage, phase, head, found, missing, TELLS: gl.constexpr, PLAN: gl.constexpr):
     """Copy the boxes of a block into a stage when it is empty. TELLS: with `missing`, bits of those that have no page."""
-    SLABS: gl.constexpr = PLAN.columns // WIDE
+    SLABS: gl.constexpr = PLAN.columns // PLAN.wide
     COUNT: gl.constexpr = BLOCK // PLAN.box
     ready = memory.full.index(stage)
     mbarrier.wait(memory.empty.index(stage), phase)
@@ -200,7 +202,7 @@ def copy_block(BOX, memory, stage, phase, head, found, missing, TELLS: gl.conste
         for i in gl.static_range(COUNT):
             page, place = found[i]
             into = memory.boxes.index((stage * SLABS + slab) * COUNT + i)
-            async_load(BOX, [page, head, place, slab * WIDE], ready, into)
+            async_load(BOX, [page, head, place, slab * PLAN.wide], ready, into)
 
 
 @gluon.jit
@@ -463,7 +465,7 @@ def plan_for(columns: int, box: int, memory: int) -> Plan | None:
     """As many stages as half of an SM takes; None where that is not four."""
     wide = WIDE.value * cdiv(columns, WIDE.value)
     stages = ((memory + SPARE) // RESIDENT - 2 * SPARE) // (2 * BLOCK.value * wide)
-    return Plan(wide, box, stages) if stages >= 4 else None
+    return Plan(wide, WIDE.value, box, stages) if stages >= 4 else None
 
 
 def box_rows(page: int) -> int:
