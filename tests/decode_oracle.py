@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tests.cached_oracle import call
+from tests.cached_oracle import call, coded
 
 def bits(batch: int, length: int, hidden: tuple[int, ...] = ()) -> torch.Tensor:
     """A tree: each query sees its own draft and about half of those before it, but none of the `hidden`."""
@@ -65,8 +65,36 @@ DECODES = {
     "fp16": {"of": (290, 70), "dtype": torch.float16},
 }  # fmt: skip
 
+E4M3, INT8 = torch.float8_e4m3fn, torch.int8
+CODED = {
+    "codes": {"of": (130, 0, 64, 65, 1, 63), "room": 200},
+    "one page of codes each": {"of": (300, 233), "page": None, "room": 333, "codes": INT8},
+    "codes in pages of 16": {"of": (600, 17), "page": 16},
+    "integers in pages of 48": {"of": (300, 49), "page": 48, "codes": INT8, "scales": ("all", "heads")},
+    "codes without scales": {"of": (290, 70), "scales": (None, None), "dtype": torch.float16},
+    "codes, values alone with a scale": {"of": (290, 70), "scales": (None, "heads"), "scale": -0.05},
+    "more codes than there is room for": {"of": (257, 256, -3), "room": 256},
+    "no such page of codes": {
+        "of": (300, 300, 300), "strays": ((0, 2, 16), (1, 0, -1), (2, 4, 2**31 - 1)), "length": 2,
+    },
+    "drafts over codes": {"of": (190, 70, 2), "length": 4, "codes": INT8},
+    "a window over codes": {"of": (400, 65, 390), "left": 63, "split": 64, "length": 3},
+    "codes and everything": {
+        "of": (310, 200), "length": 3, "left": 150, "softcap": 1.5, "sink": torch.tensor([0.7, -math.inf] * 4),
+        "slopes": torch.linspace(0.01, 0.1, 8), "scale": 0.3, "split": 128,
+    },
+    "a tree over codes": {"of": (200, 70, 16, 135), "length": 16, "tree": bits(4, 16, (3, 15)), "page": 16},
+    "a tree of 64 over codes": {
+        "of": (300, 64, 100, 30, 65), "length": 64, "heads": 2, "kv_heads": 2, "tree": bits(5, 64, (0, 1, 40, 63)),
+    },
+    "64 columns of codes": {"of": (300, 70), "D": 64, "V": 32, "causal": False},
+    "codes for 12 rows": {"of": (210, 140), "heads": 6, "kv_heads": 2, "length": 4, "sink": torch.linspace(-1, 1, 6)},
+}  # fmt: skip
+
 
 def decode(name: str, **sizes: Any) -> dict[str, Any]:
     """A call by its name, with other sizes where these are given."""
-    given = {"length": 1, **GROUP, **DECODES[name], **sizes}
-    return call(*given.pop("of"), **given)
+    given = {"length": 1, **GROUP, **(DECODES | CODED)[name], **sizes}
+    kind, scales = given.pop("codes", E4M3), given.pop("scales", ("heads", "heads"))
+    a = call(*given.pop("of"), **given)
+    return coded(a, kind, scales) if name in CODED else a

@@ -12,8 +12,9 @@ import torch
 
 from tests import gluon_machine
 from tests.cached_oracle import agrees
-from tests.decode_oracle import DECODES, bits, decode
+from tests.decode_oracle import CODED, DECODES, bits, decode
 from tilewright.attention.hopper import decode as kernels
+from tilewright.attention.hopper import decode_codes as codes
 from tilewright.core.target import TARGETS, pretend
 from tilewright.runtime.kernel import Arguments, collect
 
@@ -36,10 +37,10 @@ def played(a, seed, module=kernels):
     return o, lse
 
 
-@pytest.mark.parametrize("name", DECODES)
+@pytest.mark.parametrize("name", [*DECODES, *CODED])
 def test_values(name):
     a = decode(name)
-    agrees(a, *played(a, seed=0))
+    agrees(a, *played(a, 0, codes if name in CODED else kernels))
 
 
 def test_any_order_gives_the_same_bits():
