@@ -9,6 +9,7 @@ import torch
 
 from tests.cached_oracle import call, coded
 
+
 def bits(batch: int, length: int, hidden: tuple[int, ...] = ()) -> torch.Tensor:
     """A tree: each query sees its own draft and about half of those before it, but none of the `hidden`."""
     drafts = torch.randint(2**62, (batch, length), generator=torch.Generator().manual_seed(1))
@@ -83,9 +84,9 @@ CODED = {
         "of": (310, 200), "length": 3, "left": 150, "softcap": 1.5, "sink": torch.tensor([0.7, -math.inf] * 4),
         "slopes": torch.linspace(0.01, 0.1, 8), "scale": 0.3, "split": 128,
     },
-    "a tree over codes": {"of": (200, 70, 16, 135), "length": 16, "tree": bits(4, 16, (3, 15)), "page": 16},
-    "a tree of 64 over codes": {
-        "of": (300, 64, 100, 30, 65), "length": 64, "heads": 2, "kv_heads": 2, "tree": bits(5, 64, (0, 1, 40, 63)),
+    "a tree over codes": {"of": (200, 70, 8, 133), "length": 8, "tree": bits(4, 8, (3, 7)), "page": 16},
+    "a tree of 32 over codes": {
+        "of": (300, 84, 100, 30, 65), "length": 32, "heads": 2, "kv_heads": 2, "tree": bits(5, 32, (0, 1, 20, 31)),
     },
     "64 columns of codes": {"of": (300, 70), "D": 64, "V": 32, "causal": False},
     "codes for 12 rows": {"of": (210, 140), "heads": 6, "kv_heads": 2, "length": 4, "sink": torch.linspace(-1, 1, 6)},

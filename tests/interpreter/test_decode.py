@@ -124,7 +124,11 @@ def hard():
         "sink": torch.tensor([40.0, 45.0]),
     }
     windowed = decode("parts", **few, kv_heads=2, split=512, strays=strays)
-    return windowed, decode("pages of 16", of=(500,), split=512), decode("a tree of 64", of=(300,), tree=bits(1, 64, (0, 50)))
+    return (
+        windowed,
+        decode("pages of 16", of=(500,), split=512),
+        decode("a tree of 64", of=(300,), tree=bits(1, 64, (0, 50))),
+    )
 
 
 @pytest.mark.parametrize("name", MUTANTS)

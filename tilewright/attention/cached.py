@@ -3,7 +3,7 @@
     o = softmax(scale * q @ k.T) @ v of the keys that each query sees, with all that `attention` does to scores
 
 The kernels stand in `cached_parts.py`; those on Hopper for many queries in `hopper/chunks.py`, for few in `hopper/decode.py`,
-for latents in `hopper/latent.py`; what writes caches, in `cache_write.py`.
+over codes in `hopper/decode_codes.py`, for latents in `hopper/latent.py`; what writes caches, in `cache_write.py`.
 """
 
 from __future__ import annotations

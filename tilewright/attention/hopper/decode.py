@@ -64,7 +64,9 @@ BLOCK = tl.constexpr(64)  # keys
 WIDE = tl.constexpr(64)  # columns of a box: 128 bytes, which bulk copies swizzle
 LINES = gl.constexpr(4)  # of a table, 128 bytes: pages of 16 of most parts
 LAZY = gl.constexpr(True)  # sums are multiplied where a row's largest score has grown by much alone
-TOGETHER = gl.constexpr(gl.BlockedLayout([2], [32], [4], [0]))  # 64 numbers, which each warp has: none waits for another's
+TOGETHER = gl.constexpr(
+    gl.BlockedLayout([2], [32], [4], [0])
+)  # 64 numbers, which each warp has: none waits for another's
 
 
 class Plan(NamedTuple):

@@ -77,7 +77,7 @@ from .schedule import whole_blocks
 
 CODES = {torch.int8: gl.int8, torch.float8_e4m3fn: gl.float8e4nv}
 COLUMNS = gl.constexpr(128)  # of a box; those that a cache does not have are 0
-MOST = 64  # rows
+MOST = 32  # rows: of more, keys, values, scores and sums do not stay in registers
 # Words of four codes, as they lie in shared memory
 WORDS = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2))
 # A thread's words of keys: 16 bytes side by side twice, of two rows; neighbours first, for two are taken apart at a time
@@ -283,9 +283,7 @@ def walk(
             lost |= missing
         o = issue_values(o, words, memory, turn, KIND, N)
         s = warpgroup_mma_wait(1, deps=(s,))
-        p, top, total, fade = weigh(
-            s, top, total, back, missing, TABLE, SCORES, WINDOW, rows, bits, key, EDGE, PLAN
-        )
+        p, top, total, fade = weigh(s, top, total, back, missing, TABLE, SCORES, WINDOW, rows, bits, key, EDGE, PLAN)
         turn ^= 1
         show(p, memory, turn)
         o = warpgroup_mma_wait(0, deps=(o,))
@@ -411,21 +409,22 @@ def attention_decode_codes_hopper(
 # ---- host ------------------------------------------------------------------------------------------------------------
 
 
-def rows_for(rows: int) -> int:
-    """Queries of a product."""
-    return max(8, power_of_two(rows))
+def rows_for(rows: int, tree: bool) -> int:
+    """Queries of a product. Of trees never 16: the assembler of Triton 3.6 ends there with a fault of its own."""
+    least = max(8, power_of_two(rows))
+    return MOST if tree and least == 16 else least
 
 
 def plan_for(rows: int, box: int, memory: int) -> Plan:
-    """As many stages as half of an SM takes beside queries and weights."""
+    """As many stages as half of an SM takes beside that many queries and their weights."""
     wide = COLUMNS.value
-    left = (memory + SPARE) // RESIDENT - 2 * SPARE - 2 * rows_for(rows) * (wide + 2 * BLOCK.value)
+    left = (memory + SPARE) // RESIDENT - 2 * SPARE - 2 * rows * (wide + 2 * BLOCK.value)
     return Plan(wide, wide, box, (left - SPARE) // (BLOCK.value * wide))
 
 
 def fits(target: Target, a: SimpleNamespace) -> bool:
     """Whether queries are 16-bit and caches codes of one kind, of widths that are multiples of 16 up to 128, in rows that begin at
-    multiples of 16 bytes, with scales of all or of heads or none; a sequence has up to 64 queries for each head of its keys; pages
+    multiples of 16 bytes, with scales of all or of heads or none; a sequence has up to 32 queries for each head of its keys; pages
     hold whole boxes, and a split whole blocks; nothing is empty, nothing but windows, trees and lengths says what is seen."""
     q, k, v = a.q, a.k_cache, a.v_cache
     if not target.hopper_gluon or q.dtype not in KINDS or not single(target, a):
@@ -460,7 +459,8 @@ def forward(q: Tensor, k_cache: Tensor, v_cache: Tensor, **options: Any) -> tupl
     check_keys(a)
     target, kind, rows = Target.at(q.device), CODES[k_cache.dtype], group * length
     page = 0 if a.block_table is None else page
-    plan = plan_for(rows, box_rows(page), target.shared_memory)
+    many = rows_for(rows, a.tree is not None)
+    plan = plan_for(many, box_rows(page), target.shared_memory)
     units = batch * kv_heads
     # A block of codes is half as many bytes, and sums are as many
     split = a.split or split_for(capacity, units, 2 * rows, RESIDENT * target.sms, a.kv_len is None)
@@ -479,7 +479,7 @@ def forward(q: Tensor, k_cache: Tensor, v_cache: Tensor, **options: Any) -> tupl
         Scores(scale, float(a.softcap) or None, None if a.slopes is None else a.slopes.contiguous(), *[None] * 5),
         Window(None if a.left is None or a.left >= capacity else a.left, 0 if a.causal and a.tree is None else None),
         Lengths(None, a.kv_len, None if a.kv_len is None else a.kv_len.stride(0), None), length, capacity, pages, kv_heads, group,
-        parts, split, parts * units, N=rows_for(rows), DIM=width, WIDTH=values, PAGE=page, PLAN=plan,
+        parts, split, parts * units, N=many, DIM=width, WIDTH=values, PAGE=page, PLAN=plan,
     )  # fmt: skip
     merge(made, o, lse, parts)
     if whole is not o:
