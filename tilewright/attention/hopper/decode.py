@@ -292,7 +292,8 @@ def clear_second(memory, stage, phase, key, span, drafts, shift, PLAN: gl.conste
 def walk(state, q, TABLE, memory, high, low, SCORES, WINDOW, rows, bits, PLAN: gl.constexpr, EDGE: gl.constexpr):
     """Take in the blocks from before `high` down to `low`, after one whose weights are in `state`. The stage of that is the next
     block's keys', before those of the values. Before and after a step no product is under way. In it, the scores of a block are
-    issued, then the values of the one before, which go on while scores become weights. EDGE: some rows do not see all keys, nor, with `bits`, all drafts."""
+    issued, then the values of the one before, which go on while scores become weights. EDGE: some rows do not see all keys, nor,
+    with `bits`, all drafts."""
     o, p, weights, top, total, lost, stage, phase = state
     for i in range(high - low):
         key = (high - 1 - i) * BLOCK

@@ -16,10 +16,10 @@ Products are of fp16 numbers: queries are multiplied with a power of two each (`
 codes are of all or of heads: those of keys go onto scores, those of values onto results.
 
 Who may write where in shared memory, and when. Of the ring and the copying warp all is as in `decode.py`. The warpgroup gives two
-stages back at once, keys and the values of the block before, when all of its warps have loaded both. Weights have two buffers: those
-of a block are stored while products read those of the block before, shown by a fence, and read when all warps have met. They meet
-once in a block, after each has waited for its products: so nobody stores weights that another still reads. A part of a walk that is
-EDGE clears in registers what no row sees of the values of the block before.
+stages back at once, keys and the values of the block before, when all of its warps have loaded both. Weights have two buffers:
+those of a block are stored while products read those of the block before, shown by a fence, and read when all warps have met. They
+meet once in a block, after each has waited for its products: so nobody stores weights that another still reads. What no row sees of
+values is cleared in registers: a step at the edge does it to those of the block before.
 """
 
 from __future__ import annotations
