@@ -82,4 +82,4 @@ def test_compiled_for_codes(tokens, kind, page, options):
     with pretend(HOPPER), torch.no_grad(), collect() as found:
         CACHED.run(CACHED.signature.bind(given, {"backend": "hopper_decode", **scales, **options}))
     compiled = checked(variant(found[0]), "attention_decode_codes_hopper", 0)
-    assert compiled.count("LDS.128") >= 8 and not compiled.count("LDS.U8") and not compiled.count("LDS.U16")
+    assert compiled.count("LDS.128") >= 8 and compiled.count("LDS.U8") <= 1 and not compiled.count("LDS.U16")

@@ -157,7 +157,10 @@ OF_CODES = {
 def hard_codes():
     """The same over codes: a window with parts and sinks, pages that are not there, a tree whose drafts lie in two blocks."""
     strays = ((0, 5, 999), (1, 2, -1), (2, 7, 999))
-    windowed = decode("codes and everything", of=(690, 690, 690), left=500, split=512, strays=strays, slopes=None)
+    # Of the last two sequences every page is there
+    windowed = decode(
+        "codes and everything", of=(690, 690, 690, 690, 64), left=500, split=512, strays=strays, slopes=None
+    )
     tree = decode("a tree of 32 over codes", of=(276, 130), tree=bits(2, 32, (0, 21)))
     return windowed, decode("codes in pages of 16", of=(1000,), split=1024), tree
 
