@@ -159,6 +159,8 @@ def test_auto_takes_what_was_measured_to_be_faster(tmp_path, monkeypatch):
             preference.table.cache_clear()
             preference.nearest.cache_clear()
             assert chosen(call()) == taken
+            # What is known of 16-bit caches says nothing of codes, nor of trees
+            assert {chosen(one) for one in (coded(), call(tree=blank(2, 1, dtype=torch.int64)))} == {"portable"}
             assert {chosen(one) for one in (call(page=16), fixed(), call(split=64), call(batch=64))} == {"portable"}
     finally:
         monkeypatch.undo()

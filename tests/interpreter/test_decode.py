@@ -136,8 +136,8 @@ OF_CODES = {
     "words of keys are mixed up": ("x.permute((0, 2, 5, 4, 1, 3))", "x.permute((0, 2, 4, 5, 1, 3))"),
     "words of values are mixed up": ("x.permute((4, 1, 3, 2, 0))", "x.permute((3, 1, 4, 2, 0))"),
     "queries are not taken back": ("gl.convert_layout(back, BY_ROW)", "gl.convert_layout(0.0 * back + 1.0, BY_ROW)"),
-    "keys have the scale of another head": ("load_scale(KS, 0, 0, span.head, True, 0)", "load_scale(KS, 0, 0, span.head * 0, True, 0)"),
-    "values have the scale of another head": ("load_scale(VS, 0, 0, span.head, True, 0)", "load_scale(VS, 0, 0, span.head * 0, True, 0)"),
+    "keys have the scale of another head": ("load_scale(KS, 0, 0, span.head,", "load_scale(KS, 0, 0, span.head * 0,"),
+    "values have the scale of another head": ("load_scale(VS, 0, 0, span.head,", "load_scale(VS, 0, 0, span.head * 0,"),
     "weights stay lifted": ("smaller = 1.0 / LIFT", "smaller = 1.0"),
     "the edge is no block longer": ("gl.maximum(upper - 1, span.low)", "upper"),
     "values at the edge are not cleared": (
