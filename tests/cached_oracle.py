@@ -43,7 +43,7 @@ def call(
     order = torch.randperm(many * most + 1, generator=source)[: many * most].int().reshape(many, most)
     table = order.clone() if page else None
     lengths = ints(*kv_len)
-    place = seen_in_cache(q, table, size, lengths, marks, a["causal"], a["left"], None)
+    place = seen_in_cache(q, table, size, lengths, marks, a["causal"], a["left"], a["tree"])
     lonely, unseen = ~place.visible.any(2), ~place.visible.any(1).reshape(many, -1)
     q = q.masked_fill(lonely[..., None, None], math.nan)
     caches = [t.masked_fill(unseen[..., None, None], math.nan) for t in (k, v)]
@@ -56,6 +56,20 @@ def call(
         for sequence, entry, number in strays:
             table[sequence, entry] = number
     return {"q": q, "k_cache": caches[0], "v_cache": caches[1], "block_table": table, "kv_len": lengths, **a}
+
+
+def coded(a: dict[str, Any], kind: torch.dtype, scales: tuple[str | None, str | None]) -> dict[str, Any]:
+    """The same call over codes of a kind. `scales` of keys and of values: "all" have one, or "heads", or there is none, and then
+    codes are small. What was NaN is e4m3's code of NaN, or the least of int8."""
+    made = dict(a)
+    for name, scale, by in (("k_cache", "k_scale", scales[0]), ("v_cache", "v_scale", scales[1])):
+        t = a[name].float()
+        each = torch.linspace(0.02, 0.03, t.shape[2] if by == "heads" else 1).reshape(1, 1, -1, 1)
+        codes = t if by is None else t / each
+        if kind == torch.int8:
+            codes = codes.nan_to_num(nan=-128.0).round().clamp(-128, 127)
+        made[name], made[scale] = codes.to(kind), None if by is None else each
+    return made
 
 
 def moved(a: dict[str, Any], seed: int) -> dict[str, Any]:

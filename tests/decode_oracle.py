@@ -7,7 +7,15 @@ from typing import Any
 
 import torch
 
-from tests.cached_oracle import call
+from tests.cached_oracle import call, coded
+
+
+def bits(batch: int, length: int, hidden: tuple[int, ...] = ()) -> torch.Tensor:
+    """A tree: each query sees its own draft and about half of those before it, but none of the `hidden`."""
+    drafts = torch.randint(2**62, (batch, length), generator=torch.Generator().manual_seed(1))
+    own = torch.ones((), dtype=torch.int64) << torch.arange(length)
+    return (drafts & (own - 1) | own) & ~sum(1 << t if t < 63 else -(2**63) for t in hidden)
+
 
 GROUP = {"heads": 8, "kv_heads": 2, "D": 128}
 DECODES = {
@@ -43,11 +51,51 @@ DECODES = {
     "72 and 40": {"of": (290, 70), "D": 72, "V": 40, "page": 16, "strays": ((0, 3, -1),)},
     "40 and 128": {"of": (290, 70), "D": 40, "V": 128},
     "8 columns": {"of": (210, 64), "D": 8},
+    "a tree": {"of": (200, 70, 66, 2, 0), "length": 8, "tree": bits(5, 8)},
+    "a tree of 16 over pages of 16": {"of": (200, 70, 16, 135), "length": 16, "tree": bits(4, 16, (3, 15)), "page": 16},
+    "a tree of 64": {
+        "of": (300, 64, 100, 30, 65), "length": 64, "heads": 2, "kv_heads": 2, "tree": bits(5, 64, (0, 1, 40, 63)),
+    },
+    "drafts of a tree that nobody sees": {
+        "of": (199, 150, 257), "length": 60, "heads": 1, "kv_heads": 1, "tree": bits(3, 60, tuple(range(59))),
+    },
+    "a tree of parts, and everything": {
+        "of": (300, 129, 190, 5), "length": 15, "tree": bits(4, 15, (0, 7)), "split": 64, "softcap": 1.5, "scale": 0.3,
+        "sink": torch.tensor([0.7, -math.inf] * 4), "page": 16, "strays": ((0, 3, -1), (1, 7, 99), (2, 11, 2**30)),
+    },
     "fp16": {"of": (290, 70), "dtype": torch.float16},
+}  # fmt: skip
+
+E4M3, INT8 = torch.float8_e4m3fn, torch.int8
+CODED = {
+    "codes": {"of": (130, 0, 64, 65, 1, 63), "room": 200},
+    "one page of codes each": {"of": (300, 233), "page": None, "room": 333, "codes": INT8},
+    "codes in pages of 16": {"of": (600, 17), "page": 16},
+    "integers in pages of 48": {"of": (300, 49), "page": 48, "codes": INT8, "scales": ("all", "heads")},
+    "codes without scales": {"of": (290, 70), "scales": (None, None), "dtype": torch.float16},
+    "codes, values alone with a scale": {"of": (290, 70), "scales": (None, "heads"), "scale": -0.05},
+    "more codes than there is room for": {"of": (257, 256, -3), "room": 256},
+    "no such page of codes": {
+        "of": (300, 300, 300), "strays": ((0, 2, 16), (1, 0, -1), (2, 4, 2**31 - 1)), "length": 2,
+    },
+    "drafts over codes": {"of": (190, 70, 2), "length": 4, "codes": INT8},
+    "a window over codes": {"of": (400, 65, 390), "left": 63, "split": 64, "length": 3},
+    "codes and everything": {
+        "of": (310, 200), "length": 3, "left": 150, "softcap": 1.5, "sink": torch.tensor([0.7, -math.inf] * 4),
+        "slopes": torch.linspace(0.01, 0.1, 8), "scale": 0.3, "split": 128,
+    },
+    "a tree over codes": {"of": (200, 70, 8, 133), "length": 8, "tree": bits(4, 8, (3, 7)), "page": 16},
+    "a tree of 32 over codes": {
+        "of": (300, 84, 100, 30, 65), "length": 32, "heads": 2, "kv_heads": 2, "tree": bits(5, 32, (0, 1, 20, 31)),
+    },
+    "64 columns of codes": {"of": (300, 70), "D": 64, "V": 32, "causal": False},
+    "codes for 12 rows": {"of": (210, 140), "heads": 6, "kv_heads": 2, "length": 4, "sink": torch.linspace(-1, 1, 6)},
 }  # fmt: skip
 
 
 def decode(name: str, **sizes: Any) -> dict[str, Any]:
     """A call by its name, with other sizes where these are given."""
-    given = {"length": 1, **GROUP, **DECODES[name], **sizes}
-    return call(*given.pop("of"), **given)
+    given = {"length": 1, **GROUP, **(DECODES | CODED)[name], **sizes}
+    kind, scales = given.pop("codes", E4M3), given.pop("scales", ("heads", "heads"))
+    a = call(*given.pop("of"), **given)
+    return coded(a, kind, scales) if name in CODED else a

@@ -14,7 +14,7 @@ error (`Wrong`) if
 - a bulk copy begins before the tensor, or at a column that is no multiple of 16 bytes;
 - what has not arrived is read.
 
-Layouts are not modelled, but for how boxes lie in memory: in columns of 64.
+Layouts are not modelled, but for how boxes lie in memory: in columns of 64, or of 128 if a number is a byte.
 """
 
 from __future__ import annotations
@@ -180,9 +180,9 @@ class Shared:
 
     @property
     def part(self) -> Tensor:
-        """[rows, columns], as a view of memory in columns of 64."""
+        """[rows, columns], as a view of memory in columns of 64, or of 128 bytes."""
         columns = self.shape[-1]
-        rows, narrow = torch.Size(self.shape[:-1]).numel(), min(64, columns)
+        rows, narrow = torch.Size(self.shape[:-1]).numel(), min(128 if self.dtype.itemsize == 1 else 64, columns)
         return self.memory[self.at : self.at + rows * columns].view(columns // narrow, rows, narrow).permute(1, 0, 2)
 
     def read(self) -> Tensor:
@@ -538,6 +538,17 @@ def scaled_where_moved(x: Value, by: Value) -> Value:
     return x * by.unsqueeze(1)
 
 
+def load_words(memory: Any, stage: Any, layout: Any, plan: Any) -> Value:
+    """A stage's codes, four to a word."""
+    codes = memory.boxes.reinterpreted(memory.boxes.dtype, [plan.stages, 64, 128], layout).index(stage).load(layout)
+    return value(codes.contiguous().view(torch.int32))
+
+
+def widened(words: Value, kind: torch.dtype) -> tuple[Value, ...]:
+    """The first, the second, the third and the fourth codes of words."""
+    return tuple(words.contiguous().view(kind).reshape(*words.shape, 4).to(torch.float16).unbind(-1))
+
+
 def query_codes(y: Value, same: Value, words: str) -> tuple[Value, Value]:
     """Rows in codes with scales of their own, by the formats' own rules."""
     made = (int8("row") if "int8" in words else fp8("row", pow2=False, rule="exact")).quantize(y.as_subclass(Tensor))
@@ -575,7 +586,9 @@ def reduced(function: Callable[[Tensor, int], Tensor]) -> Callable[[Tensor, int]
 
 
 def folded(parts: tuple, axis: int, combine: Callable) -> tuple:
-    """`reduce` of several [n], n a power of two."""
+    """`reduce` of one or several [n], n a power of two."""
+    if isinstance(parts, Tensor):
+        return folded((parts,), axis, lambda a, b: (combine(a, b),))[0]
     while parts[0].shape[axis] > 1:
         halves = [part.chunk(2, axis) for part in parts]
         parts = combine(*(half[0] for half in halves), *(half[1] for half in halves))
@@ -592,7 +605,7 @@ LANGUAGE = SimpleNamespace(
     zeros=lambda shape, dtype, _=None: value(torch.zeros(shape, dtype=dtype)),
     full=lambda shape, x, dtype, _=None: value(torch.full(shape, float(x)).to(dtype)),
     expand_dims=lambda x, axis: x.unsqueeze(axis),
-    convert_layout=lambda x, _: x,
+    convert_layout=lambda x, _, assert_trivial=False: x,
     where=lambda ok, a, b: value(torch.where(value(ok), value(a), value(b))),
     PropagateNan=Anything(),
     minimum=lambda a, b, propagate_nan=None: value(torch.minimum(value(a), value(b))),
@@ -601,6 +614,7 @@ LANGUAGE = SimpleNamespace(
     sum=reduced(torch.sum),
     reduce=folded,
     rsqrt=lambda x: value(torch.rsqrt(x)),
+    join=lambda a, b: value(torch.stack((a, b), -1)),
     exp2=lambda x: value(torch.exp2(x)),
     log=lambda x: value(torch.log(x)),
     abs=lambda x: value(torch.abs(x)),
@@ -642,6 +656,8 @@ INSTEAD = {
     "barrier": lambda: None,
     "reciprocal": lambda x: 1.0 / x,
     "query_codes": query_codes,
+    "load_words": load_words,
+    "widened": widened,
     "triton": Anything(),
 }
 

@@ -24,8 +24,24 @@ pytestmark = pytest.mark.skipif(
 )
 
 
+E4M3 = torch.float8_e4m3fn
+
+
 def blank(*shape, dtype=torch.bfloat16):
     return torch.empty(*shape, dtype=dtype, device="meta")
+
+
+def checked(one, name, most):
+    """What is compiled, if two programs have room and no more than that is spilled."""
+    assert one.kernel.name == name
+    compiled = one.compile()
+    assert not compiled.serialised and not wrong_code(one.kernel.name, compiled)
+    assert compiled.spills <= (0 if triton.__version__.startswith("3.6.") else most)
+    assert 2 * (compiled.shared + KEPT) <= HOPPER.shared_memory + KEPT
+    assert 2 * compiled.registers * compiled.threads <= OF_ALL
+    for word in ("wgmma.mma_async", "cp.async.bulk.tensor.4d"):
+        assert word in compiled.text
+    return compiled
 
 
 @pytest.mark.parametrize(
@@ -33,6 +49,7 @@ def blank(*shape, dtype=torch.bfloat16):
     [
         (1, 128, 128, None, {}, 0),
         (1, 128, 128, 16, {}, 0),
+        (16, 128, 128, 16, {"tree": blank(32, 16, dtype=torch.int64)}, 0),
         (4, 128, 64, 64, {"left": 1000, "softcap": 30.0, "sink": blank(32), "slopes": blank(32)}, 24),
     ],
 )
@@ -43,12 +60,26 @@ def test_compiled(tokens, D, V, page, options, most):
     given = (blank(batch, tokens, 32, D), *caches, table, blank(batch, dtype=torch.int32))
     with pretend(HOPPER), torch.no_grad(), collect() as found:
         CACHED.run(CACHED.signature.bind(given, {"backend": "hopper_decode", **options}))
-    one = variant(found[0])
-    assert one.kernel.name == "attention_decode_hopper"
-    compiled = one.compile()
-    assert not compiled.serialised and not wrong_code(one.kernel.name, compiled)
-    assert compiled.spills <= (0 if triton.__version__.startswith("3.6.") else most)
-    assert 2 * (compiled.shared + KEPT) <= HOPPER.shared_memory + KEPT
-    assert 2 * compiled.registers * compiled.threads <= OF_ALL
-    for word in ("wgmma.mma_async", "cp.async.bulk.tensor.4d"):
-        assert word in compiled.text
+    checked(variant(found[0]), "attention_decode_hopper", most)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "kind", "page", "options"),
+    [
+        (1, E4M3, 16, {}),
+        (1, torch.int8, None, {}),
+        (8, E4M3, 16, {"tree": blank(32, 8, dtype=torch.int64), "softcap": 30.0}),
+        (4, E4M3, 64, {"left": 1000, "softcap": 30.0, "sink": blank(32), "slopes": blank(32)}),
+    ],
+)
+def test_compiled_for_codes(tokens, kind, page, options):
+    """Words are loaded as wide as they lie, two conversions to a word, and nothing moves between threads but largest scores."""
+    batch, room = 32, 8192
+    caches = (blank(batch * room // (page or room), page or room, 8, 128, dtype=kind) for _ in range(2))
+    table = None if page is None else blank(batch, room // page, dtype=torch.int32)
+    given = (blank(batch, tokens, 32, 128), *caches, table, blank(batch, dtype=torch.int32))
+    scales = {n: blank(1, 1, 8, 1, dtype=torch.float32) for n in ("k_scale", "v_scale")}
+    with pretend(HOPPER), torch.no_grad(), collect() as found:
+        CACHED.run(CACHED.signature.bind(given, {"backend": "hopper_decode", **scales, **options}))
+    compiled = checked(variant(found[0]), "attention_decode_codes_hopper", 0)
+    assert compiled.count("LDS.128") >= 8 and compiled.count("LDS.U8") <= 1 and not compiled.count("LDS.U16")

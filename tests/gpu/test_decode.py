@@ -11,8 +11,9 @@ import pytest
 import torch
 
 import tilewright as tw
-from tests.cached_oracle import LOWEST, agrees, call, moved
-from tests.decode_oracle import DECODES, GROUP, decode
+from tests.cached_oracle import LOWEST, agrees, call, coded, moved
+from tests.decode_oracle import CODED, DECODES, GROUP, decode
+from tests.decode_oracle import bits as bits_of
 from tests.gpu.test_attention import a_hundred_alike, bits, near
 from tilewright.core.target import Target
 
@@ -53,7 +54,7 @@ def holds(a):
     assert torch.equal(lse.isnan(), other_lse.isnan())
 
 
-@pytest.mark.parametrize("name", DECODES)
+@pytest.mark.parametrize("name", [*DECODES, *CODED])
 def test_kinds(name):
     holds(decode(name))
 
@@ -70,6 +71,61 @@ def test_lengths(keys):
 def test_rows(group, length):
     holds(call(700, 66, length=length, heads=2 * group, kv_heads=2, D=128, split=256))
     holds(call(700, 66, length=length, heads=2 * group, kv_heads=2, D=64, page=16, left=100))
+
+
+KINDS = (torch.float8_e4m3fn, torch.int8)
+OF_HEADS = ("heads", "heads")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("keys", [1, 63, 64, 65, 129, 832, 833, 2048, 2049, 5000])
+def test_lengths_over_codes(keys, kind):
+    holds(coded(call(keys, 3000, length=1, **GROUP, room=5056), kind, OF_HEADS))
+    holds(coded(call(keys, length=2, **GROUP, page=16, room=5056, split=1024), kind, OF_HEADS))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("length", [1, 2, 3, 4])
+@pytest.mark.parametrize("group", [1, 3, 8])
+def test_rows_over_codes(group, length, kind):
+    sizes = {"heads": 2 * group, "kv_heads": 2, "length": length}
+    holds(coded(call(700, 66, **sizes, D=128, split=256), kind, OF_HEADS))
+    holds(coded(call(700, 66, **sizes, D=64, V=48, page=16, left=100), kind, ("all", None)))
+
+
+def test_every_code_is_the_number_that_it_is():
+    """Values are all 256 codes, one key to each sequence, and keys are scored one column at a time."""
+    for kind in KINDS:
+        codes = torch.arange(256, dtype=torch.uint8).view(kind).reshape(2, 1, 1, 128)
+        ones = torch.zeros(2, 1, 1, 128).to(kind)
+        a = {"q": torch.eye(16, 128).reshape(1, 1, 16, 128).repeat(2, 1, 1, 1).bfloat16(), "scale": 1.0}
+        a |= {"kv_len": torch.tensor([1, 1], dtype=torch.int32)}
+        o, _ = attend(on_gpu({**a, "k_cache": ones, "v_cache": codes}))
+        wanted = codes.float().expand(2, 1, 16, 128)
+        assert torch.equal(o.isnan().cpu(), wanted.isnan())
+        assert torch.equal(o.float().cpu().nan_to_num(), wanted.bfloat16().float().nan_to_num())
+        for first in range(0, 128, 16):
+            a["q"] = torch.zeros(2, 1, 16, 128, dtype=torch.bfloat16)
+            a["q"][..., first : first + 16] = torch.eye(16)
+            finite = codes.float().nan_to_num().to(kind)
+            _, lse = attend(on_gpu({**a, "k_cache": finite, "v_cache": ones}))
+            near(lse.cpu()[..., 0], finite.float()[:, 0, 0, first : first + 16])
+
+
+@pytest.mark.parametrize("page", [None, 16])
+def test_a_hundred_runs_over_codes_have_the_same_bits(page):
+    a = on_gpu(coded(call(3000, 1, 777, 64, 2500, length=1, **GROUP, page=page, room=4096), KINDS[0], OF_HEADS))
+    a_hundred_alike(lambda: attend(a))
+
+
+@pytest.mark.parametrize("length", [1, 2, 31, 32, 33, 64])
+@pytest.mark.parametrize("page", [None, 16])
+def test_trees(length, page):
+    """Drafts that end with a block, in it and a block further on, and more of them than keys; some that nobody sees."""
+    lengths = (length, 64, 65, 100, 128, 700, 1, 0, 511, 575)
+    tree = bits_of(len(lengths), length, (0, length // 2, length - 1)[: length // 2])
+    for split in (None, 64):
+        holds(call(*lengths, length=length, heads=2, kv_heads=2, D=128, page=page, room=720, tree=tree, split=split))
 
 
 def test_a_batch_as_a_server_has_it():

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 import tilewright as tw
-from tests.decode_oracle import DECODES, decode
+from tests.decode_oracle import CODED, DECODES, decode
 from tilewright.attention import preference
 from tilewright.attention.hopper import decode as kernels
+from tilewright.attention.hopper import decode_codes as codes
 from tilewright.bench.cases import CASES
 from tilewright.bench.work import arguments
 from tilewright.check.variants import Blank
@@ -19,6 +20,7 @@ from tilewright.core.target import TARGETS, pretend
 from tilewright.runtime.kernel import collect
 
 HOPPER = replace(TARGETS["sm_90"], gluon=True)
+E4M3 = torch.float8_e4m3fn
 CACHED = tw.catalogue()["cached_attention"]
 NAME = "hopper_decode"
 
@@ -40,6 +42,17 @@ def call(batch=2, length=1, page=64, most=8, heads=8, kv_heads=2, D=128, V=None,
 def fixed(**other):
     """A page for each sequence."""
     return call(page=333, block_table=None, **other)
+
+
+def scale(*shape):
+    return blank(*shape, dtype=torch.float32)
+
+
+def coded(kind=E4M3, page=64, D=128, V=None, **other):
+    """Codes, with scales of heads."""
+    given = {n: blank(20, page, 2, w, dtype=kind) for n, w in (("k_cache", D), ("v_cache", V or D))}
+    scales = {"k_scale": scale(1, 1, 2, 1), "v_scale": scale(1, 1, 2, 1)}
+    return call(page=page, D=D, **{**given, **scales, **other})
 
 
 def bound(values):
@@ -65,6 +78,7 @@ def launched(values, backend=NAME):
         call(left=7, softcap=2.0, sink=blank(8), slopes=blank(8), scale=0.1, causal=False, split=128),
         *(call(page=page) for page in (16, 48, 128, 256)),
         fixed(),
+        call(length=16, tree=blank(2, 16, dtype=torch.int64)),
         fixed(kv_len=None),
         call(D=8, dtype=torch.float16),
         call(D=128, V=64),
@@ -81,11 +95,28 @@ def test_takes(values):
 @pytest.mark.parametrize(
     "values",
     [
+        coded(),
+        coded(torch.int8, length=8),
+        coded(k_scale=None, v_scale=scale(1, 1, 1, 1), dtype=torch.float16),
+        coded(D=16, V=64, page=16, left=7, softcap=2.0, sink=blank(8), slopes=blank(8), scale=-0.1),
+        coded(length=8, tree=blank(2, 8, dtype=torch.int64)),
+        coded(k_cache=blank(20, 2, 64, 128, dtype=E4M3).transpose(1, 2)),
+    ],
+)
+def test_takes_codes(values):
+    assert codes.fits(HOPPER, bound(values)) and not kernels.fits(HOPPER, bound(values))
+    assert launched(values)[0][0] == "attention_decode_codes_hopper"
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
         call(dtype=torch.float32),
         call(D=136),
         call(D=68),
         call(D=64, V=60),
         call(length=17),  # 68 rows
+        call(length=17, tree=blank(2, 17, dtype=torch.int64)),
         call(length=0),
         call(most=0),
         call(page=8),
@@ -93,18 +124,26 @@ def test_takes(values):
         call(scale=0.0),  # the largest product is then not the largest score
         call(split=50),
         call(v_cache=None),
-        call(tree=blank(2, 1, dtype=torch.int64)),
         call(batch=1, cu_seqlens_q=ints(2)),
         call(D=128, q=blank(2, 1, 8, 136), k_rope=blank(20, 64, 2, 8)),
-        call(k_cache=blank(20, 64, 2, 128, dtype=torch.float8_e4m3fn)),
+        call(k_cache=blank(20, 64, 2, 128, dtype=E4M3)),
         call(v_cache=blank(20, 64, 2, 128, dtype=torch.int8), v_scale=blank(1, 1, 1, 1, dtype=torch.float32)),
+        coded(torch.int8, v_cache=blank(20, 64, 2, 128, dtype=E4M3)),
+        coded(k_scale=scale(20, 64, 2, 1)),  # of tokens
+        coded(v_scale=scale(20, 1, 2, 1)),
+        coded(length=9),  # 36 rows
+        coded(length=9, tree=blank(2, 9, dtype=torch.int64)),
+        coded(D=120),
+        coded(page=8),
+        coded(split=50),
+        coded(q=blank(2, 1, 8, 128, dtype=torch.float32)),
         call(k_cache=blank(20, 64, 2, 129)[..., :128]),  # rows that do not begin at multiples of 16 bytes
         call(k_cache=blank(20, 64, 1, 128).expand(20, 64, 2, 128)),
         call(batch=1, most=2**24),  # positions past 32 bits
     ],
 )
 def test_leaves_to_others(values):
-    assert not kernels.fits(HOPPER, bound(values)) and chosen(values) == "portable"
+    assert not any(one.fits(HOPPER, bound(values)) for one in (kernels, codes)) and chosen(values) == "portable"
 
 
 def test_other_chips_have_no_such_kernel():
@@ -120,6 +159,8 @@ def test_auto_takes_what_was_measured_to_be_faster(tmp_path, monkeypatch):
             preference.table.cache_clear()
             preference.nearest.cache_clear()
             assert chosen(call()) == taken
+            # What is known of 16-bit caches says nothing of codes, nor of trees
+            assert {chosen(one) for one in (coded(), call(tree=blank(2, 1, dtype=torch.int64)))} == {"portable"}
             assert {chosen(one) for one in (call(page=16), fixed(), call(split=64), call(batch=64))} == {"portable"}
     finally:
         monkeypatch.undo()
@@ -129,15 +170,17 @@ def test_auto_takes_what_was_measured_to_be_faster(tmp_path, monkeypatch):
 
 def test_what_is_measured_by_name_is_taken():
     asked = [case for case in CASES.values() if case.arguments.get("backend") == NAME]
-    assert {case.family for case in asked} == {f"attention_decode_{n}" for n in ("gqa", "paged16", "uneven", "one")}
+    decoded = {f"attention_decode_{n}" for n in ("gqa", "paged16", "uneven", "one")}
+    assert {case.family for case in asked} == {*decoded, "attention_verify_tree", "attention_decode_fp8"}
     for case in asked:
         given = arguments(case, Blank(CACHED, case.dims, case.options, dtype=getattr(torch, case.dtype)))
-        assert kernels.fits(HOPPER, SimpleNamespace(**given)) and "portable" in case.beside
+        own = codes if "fp8" in case.options else kernels
+        assert own.fits(HOPPER, SimpleNamespace(**given)) and "portable" in case.beside
 
 
-@pytest.mark.parametrize("name", DECODES)
+@pytest.mark.parametrize("name", [*DECODES, *CODED])
 def test_what_a_gpu_tries_is_taken(name):
-    assert kernels.fits(HOPPER, bound(decode(name)))
+    assert [one.fits(HOPPER, bound(decode(name))) for one in (kernels, codes)] == [name in DECODES, name in CODED]
 
 
 # ---- what is launched ------------------------------------------------------------------------------------------------
@@ -155,6 +198,21 @@ def test_a_page_for_each_sequence():
     (_, given), *_ = launched(fixed(left=10**12, causal=False))
     assert given["PAGE"] == 0 and given["TABLE"] is None and given["CAPACITY"] == 333
     assert given["WINDOW"] == (None, None)  # which reach past every key
+
+
+def test_a_tree_takes_the_place_of_the_causal_mask():
+    (_, given), *_ = launched(call(length=8, tree=blank(2, 8, dtype=torch.int64)))
+    assert given["WINDOW"] == (None, None) and tuple(given["TREE"][1:]) == (8, 1)
+    assert launched(call(length=8))[0][1]["TREE"] is None
+
+
+@pytest.mark.parametrize(
+    ("length", "tree", "rows", "stages"), [(1, False, 8, 13), (3, False, 16, 12), (8, False, 32, 11), (3, True, 32, 11)]
+)
+def test_codes_are_multiplied_with_as_few_rows_as_there_are(length, tree, rows, stages):
+    given = launched(coded(length=length, tree=blank(2, length, dtype=torch.int64) if tree else None, page=96))[0][1]
+    assert given["N"] == rows and given["PLAN"] == (128, 128, 32, stages)
+    assert [given[n].block_shape for n in ("K", "V")] == [[1, 1, 32, 128]] * 2
 
 
 @pytest.mark.parametrize(("D", "V", "columns"), [(128, 128, 128), (64, 64, 64), (64, 72, 128), (8, 16, 64)])

@@ -12,8 +12,9 @@ import torch
 
 from tests import gluon_machine
 from tests.cached_oracle import agrees
-from tests.decode_oracle import DECODES, decode
+from tests.decode_oracle import CODED, DECODES, bits, decode
 from tilewright.attention.hopper import decode as kernels
+from tilewright.attention.hopper import decode_codes as codes
 from tilewright.core.target import TARGETS, pretend
 from tilewright.runtime.kernel import Arguments, collect
 
@@ -36,10 +37,10 @@ def played(a, seed, module=kernels):
     return o, lse
 
 
-@pytest.mark.parametrize("name", DECODES)
+@pytest.mark.parametrize("name", [*DECODES, *CODED])
 def test_values(name):
     a = decode(name)
-    agrees(a, *played(a, seed=0))
+    agrees(a, *played(a, 0, codes if name in CODED else kernels))
 
 
 def test_any_order_gives_the_same_bits():
@@ -80,7 +81,7 @@ MUTANTS = {
     "boxes are mixed up": ("(stage * SLABS + slab) * COUNT + i", "(stage * COUNT + i) * SLABS + slab"),
     "cleared values are not shown": ("    fence_async_shared()\n    barrier()\n", "    barrier()\n"),
     "values past the keys are not cleared": (
-        "    if (key < span.start) | (key + BLOCK > span.stop):\n",
+        "    if (key < span.start) | (key + BLOCK > (span.stop if TREE is None else shift)):\n",
         "    if False:\n",
     ),
     "values before a window are not cleared": (
@@ -97,6 +98,11 @@ MUTANTS = {
         "stop = tl.minimum(stop, begin + tl.minimum(SPLIT, CAPACITY - begin))",
         "stop = tl.minimum(stop, begin + tl.minimum(SPLIT, CAPACITY - begin) - 64)",
     ),
+    "drafts that nobody sees are not cleared": ("        live &= is_drawn(drafts, row - shift)\n", "        pass\n"),
+    "a second block of drafts is not cleared": ("        if upper < span.high - 1:", "        if False:"),
+    "second values lie elsewhere": ("    if key <= span.low * BLOCK:\n", "    if True:\n"),
+    "all rows see all drafts": ("whole = span.count if TREE is None else shift", "whole = span.count"),
+    "rows have the bits of others": ("bits_of(TREE, span, r // GROUP, live)", "bits_of(TREE, span, 0 * r, live)"),
     "every part has a sink": ("live & (span.part == 0), float", "live, float"),
     "heads are mixed up": (
         "number // KV_HEADS // PARTS, number % KV_HEADS,",
@@ -105,9 +111,73 @@ MUTANTS = {
 }
 
 
+AWAIT_CODED = "        s = warpgroup_mma_wait(1, deps=(s,))\n"
+MEET = "        o = warpgroup_mma_wait(0, deps=(o,))\n"
+GIVE_CODES = "        mbarrier.arrive(memory.empty.index(stage), count=1)\n"
+OF_CODES = {
+    "scores are not waited for": (AWAIT_CODED, AWAIT_CODED.replace("wait(1", "wait(2")),
+    "keys are not waited for": ("        mbarrier.wait(memory.full.index(stage), phase)\n        missing", "        missing"),
+    "values are not waited for": ("        mbarrier.wait(memory.full.index(at), its_phase)\n", ""),
+    "the first keys are not waited for": ("    mbarrier.wait(memory.full.index(0), 0)\n", ""),
+    "the last values are not waited for": ("    mbarrier.wait(memory.full.index(stage), phase)\n    words", "    words"),
+    "sums are not waited for": (MEET, MEET.replace("wait(0", "wait(1")),
+    "keys are never given back": (GIVE_CODES, ""),
+    "values are given back twice": (
+        "        mbarrier.arrive(memory.empty.index(at), count=1)\n", "        mbarrier.arrive(memory.empty.index(at), count=2)\n",
+    ),
+    "the first keys are not given back": ("    mbarrier.arrive(memory.empty.index(0), count=1)\n", ""),
+    "the phase does not flip": ("= advance(at, its_phase, PLAN.stages)", "= advance(at, phase, PLAN.stages)"),
+    "weights are not shown": ("permute((1, 0)))\n    fence_async_shared()\n", "permute((1, 0)))\n"),
+    "queries are not shown": ("store(q)\n    fence_async_shared()\n", "store(q)\n"),
+    "weights have one buffer": ("        turn ^= 1\n", ""),
+    "columns of keys are mixed up": ("(k >> 1) % 4 * 32", "(k >> 1) % 4 * 16"),
+    "columns of values are mixed up": ("(m >> 4) % 4 * 32 + m % 8 * 4", "(m >> 4) % 4 * 4 + m % 8 * 16"),
+    "codes are mixed up": ("gl.join(gl.join(x[0], x[1])", "gl.join(gl.join(x[0], x[2])"),
+    "words of keys are mixed up": ("x.permute((0, 2, 5, 4, 1, 3))", "x.permute((0, 2, 4, 5, 1, 3))"),
+    "words of values are mixed up": ("x.permute((4, 1, 3, 2, 0))", "x.permute((3, 1, 4, 2, 0))"),
+    "queries are not taken back": ("gl.convert_layout(back, BY_ROW)", "gl.convert_layout(0.0 * back + 1.0, BY_ROW)"),
+    "keys have the scale of another head": ("load_scale(KS, 0, 0, span.head,", "load_scale(KS, 0, 0, span.head * 0,"),
+    "values have the scale of another head": ("load_scale(VS, 0, 0, span.head,", "load_scale(VS, 0, 0, span.head * 0,"),
+    "weights stay lifted": ("smaller = 1.0 / LIFT", "smaller = 1.0"),
+    "the edge is no block longer": ("gl.maximum(upper - 1, span.low)", "upper"),
+    "values at the edge are not cleared": (
+        "            words = without_unseen(words, key + BLOCK, span, drafts, rows.position)\n", "            pass\n",
+    ),
+    "the last values are not cleared": ("    words = without_unseen(words, span.low * BLOCK, span, drafts, shift)\n", ""),
+    "drafts that nobody sees are not cleared": ("        live &= is_drawn(drafts, j - shift)\n", "        pass\n"),
+    "rows see all drafts": ("            ok &= is_drawn(gl.expand_dims(bits, 0), j - rows.position)\n", "            pass\n"),
+    "sums are not faded": ("        o = o * gl.expand_dims(fade, 0)\n", ""),
+    "totals are not faded": ("total * gl.expand_dims(fade, 0) + p", "total + p"),
+    "a lost page is not told": ("            lost |= missing\n", "            pass\n"),
+    "a lost page at the edge is not told": ("float(\"nan\"), s)", "0.0, s)"),
+    "every part has a sink": ("live & (span.part == 0), float", "live, float"),
+}  # fmt: skip
+
+
+def hard_codes():
+    """The same over codes: a window with parts and sinks, pages that are not there, a tree whose drafts lie in two blocks."""
+    strays = ((0, 5, 999), (1, 2, -1), (2, 7, 999))
+    # Of the last two sequences every page is there
+    windowed = decode(
+        "codes and everything", of=(690, 690, 690, 690, 64), left=500, split=512, strays=strays, slopes=None
+    )
+    tree = decode("a tree of 32 over codes", of=(276, 130), tree=bits(2, 32, (0, 21)))
+    return windowed, decode("codes in pages of 16", of=(1000,), split=1024), tree
+
+
+@pytest.mark.parametrize("name", OF_CODES)
+def test_mutants_of_codes_are_found(name, tmp_path):
+    kept, instead = OF_CODES[name]
+    broken = gluon_machine.broken(codes, kept, instead, tmp_path, once=False)
+    with broken as mutant, pytest.raises((AssertionError, IndexError)):
+        for seed in range(12):  # values may come in time
+            for a in hard_codes():
+                agrees(a, *played(a, seed, mutant))
+
+
 def hard():
     """Blocks at the edge, with NaN, and after it, more of them than stages, in a window; a page that is not there in a first
-    block, in one that all rows see, in one at the edge, and in none."""
+    block, in one that all rows see, in one at the edge, and in none; a tree whose drafts lie in two blocks."""
     strays = ((0, 10, 999), (1, 6, -1), (2, 2, 999))
     few = {
         "of": (690, 690, 690, 690),
@@ -117,7 +187,12 @@ def hard():
         "scale": 1.0,
         "sink": torch.tensor([40.0, 45.0]),
     }
-    return decode("parts", **few, kv_heads=2, split=512, strays=strays), decode("pages of 16", of=(500,), split=512)
+    windowed = decode("parts", **few, kv_heads=2, split=512, strays=strays)
+    return (
+        windowed,
+        decode("pages of 16", of=(500,), split=512),
+        decode("a tree of 64", of=(300,), tree=bits(1, 64, (0, 50))),
+    )
 
 
 @pytest.mark.parametrize("name", MUTANTS)

@@ -3,7 +3,7 @@
     o = softmax(scale * q @ k.T) @ v of the keys that each query sees, with all that `attention` does to scores
 
 The kernels stand in `cached_parts.py`; those on Hopper for many queries in `hopper/chunks.py`, for few in `hopper/decode.py`,
-for latents in `hopper/latent.py`; what writes caches, in `cache_write.py`.
+over codes in `hopper/decode_codes.py`, for latents in `hopper/latent.py`; what writes caches, in `cache_write.py`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ..op import Bars, Cost, Op, Part, Triton, single, upcast
 from . import cached_parts
 from .attention import WIDEST, pairs_of, scale_of
 from .cached_parts import SCALED, value_columns
-from .hopper import chunks, decode, latent
+from .hopper import chunks, decode, decode_codes, latent
 from .seen import sequences
 
 Backend = Literal["auto", "hopper_chunks", "hopper_decode", "hopper_latent", "portable"]
@@ -426,6 +426,7 @@ CACHE = "float|float8_e4m3fn|int8"
 cached_attention = Op(
     "cached_attention", reference, inputs, Triton(chunks.forward, None, chunks.fits_call, chunks.NAME),
     Triton(decode.forward, None, decode.fits_call, decode.NAME),
+    Triton(decode_codes.forward, None, decode_codes.fits_call, decode.NAME),
     Triton(latent.forward, None, latent.fits_call, latent.NAME),
     Triton(cached_parts.forward, None, single, "portable"), check=check, asks="backend",
     where={

@@ -41,6 +41,7 @@ DIRECTIONS = ("forward", "backward")
 FIELDS = {"direction", "kind", "bucket", "best", "times", "date", "triton"}
 NAMES = {"torch.bfloat16": "bf16", "torch.float16": "fp16", "torch.float32": "fp32"}
 CODES = {"torch.int8": "int8", "torch.float8_e4m3fn": "fp8"}
+CACHED = {"torch.int8": "integers", "torch.float8_e4m3fn": "e4m3"}  # codes in caches
 
 
 def kind_of(a: SimpleNamespace) -> str:
@@ -122,10 +123,13 @@ def wanted_of_codes(name: str, target: Target, a: SimpleNamespace) -> bool:
 
 
 def kind_of_cache(a: SimpleNamespace) -> str:
-    """`kind_of` a call over caches: also whether values are columns of the keys, and how large pages are."""
+    """`kind_of` a call over caches: also whether values are columns of the keys, whether queries are a tree's,
+    what codes there are, and how large pages are."""
     columns = value_columns(a.v_cache, a.k_cache, a.value_dim)
     alike = kind_of(SimpleNamespace(**vars(a), v=SimpleNamespace(shape=(columns,)), right=None))
-    more = {"latent": a.v_cache is None, "apart": a.k_rope is not None}
+    more = {"latent": a.v_cache is None, "apart": a.k_rope is not None, "tree": a.tree is not None}
+    # Not the words of CODES, by which rows of attention over codes of queries are known
+    more |= {word: str(a.k_cache.dtype) == kind for kind, word in CACHED.items()}
     pages = "fixed" if a.block_table is None else f"pages_{a.k_cache.shape[1]}"
     return "_".join(["cached", alike, *(name for name, has in more.items() if has), pages])
 

@@ -35,6 +35,7 @@ CALLED = {
     "copy_ahead": (3, "_semantic"),
     "fence_async_shared": (0, "_semantic"),
     "gl.BlockedLayout": (4, ""),
+    "gl.DistributedLinearLayout": (5, ""),
     "gl.DotOperandLayout": (0, "operand_index parent k_width"),
     "gl.NVMMADistributedLayout": (0, "version warps_per_cta instr_shape"),
     "gl.NVMMASharedLayout": (0, "swizzle_byte_width element_bitwidth rank"),

@@ -18,7 +18,8 @@ waits for `full`. Nobody waits in a circle: copies are begun, and stages emptied
 once are needed but two stages, or three where the first values are cleared, of four or more. A part of no blocks has no barriers.
 
 Keys that no row sees may hold NaN, and 0 times NaN is NaN. Their scores are hidden; their values, in the first and the last block
-that is walked over, the warpgroup clears, shows by a fence what it wrote, and has its warps wait for each other.
+that is walked over, the warpgroup clears, shows by a fence what it wrote, and has its warps wait for each other. Drafts of a tree
+are the last 64 keys at most, in the first block or the first two: those that no row sees are cleared like keys past the end.
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ from ...device.warpgroups import advance
 from ...gemm.hopper.boxes import box_of, copies_in_bulk
 from ...op import single
 from ...runtime.kernel import kernel
-from ..cached_parts import Table, capacity_of, check_keys, merge, room_for
-from ..portable import Scores, heads_of
+from ..cached_parts import Table, capacity_of, check_keys, either, is_drawn, merge, room_for
+from ..portable import Scores, bend, heads_of
 from ..preference import wanted_of_cache
 from ..tiles import Lengths, Tile, Window, keys_of, keys_seen
 from .forward import ALONE, CLEARED, KINDS, LONGEST, Rows, make_boxes, scaled_rows, scaled_where_moved, sums_of, weigh
@@ -63,14 +64,27 @@ BLOCK = tl.constexpr(64)  # keys
 WIDE = tl.constexpr(64)  # columns of a box: 128 bytes, which bulk copies swizzle
 LINES = gl.constexpr(4)  # of a table, 128 bytes: pages of 16 of most parts
 LAZY = gl.constexpr(True)  # sums are multiplied where a row's largest score has grown by much alone
+TOGETHER = gl.constexpr(
+    gl.BlockedLayout([2], [32], [4], [0])
+)  # 64 numbers, which each warp has: none waits for another's
 
 
 class Plan(NamedTuple):
-    """Columns of a stage, which keys and values are widened to; keys in a box, which lies in one page; how many stages."""
+    """Columns of a stage, which keys and values are widened to; columns of a box, 128 bytes, and its keys, which lie in one page;
+    how many stages."""
 
     columns: int
+    wide: int
     box: int
     stages: int
+
+
+class Tree(NamedTuple):
+    """Bits of a batch's queries, int64 [batch, length]."""
+
+    data: Any
+    stride_b: Any
+    stride_t: Any
 
 
 class Span(NamedTuple):
@@ -142,13 +156,43 @@ def places_of(X, stride_p, span, r, GROUP):
     return at + (r // GROUP).to(gl.int64) * X.stride_t + (span.head * GROUP + r % GROUP).to(gl.int64) * X.stride_h
 
 
+# ---- trees -----------------------------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def bits_of(TREE, span, token, live):
+    """Bits of tokens, which say what drafts they see; none where they are not live."""
+    at = span.batch.to(gl.int64) * TREE.stride_b + token.to(gl.int64) * TREE.stride_t
+    return gl.load(TREE.data + at, live, 0)
+
+
+@gluon.jit
+def drafts_of(TREE, span, L):
+    """Bits of the drafts that any token sees."""
+    token = gl.arange(0, ROWS, TOGETHER)
+    return gl.reduce(bits_of(TREE, span, token, token < L), 0, either)
+
+
+@gluon.jit
+def weigh_edge(s, top, total, SCORES, WINDOW, rows, bits, key, LAZILY: gl.constexpr):
+    """`weigh` where some rows do not see all keys of the block: what hides a draft hides a score that is bent already."""
+    if bits is None:
+        return weigh(s, top, total, SCORES, WINDOW, rows, key, True, LAZILY)
+    else:
+        s, _ = bend(SCORES, s)
+        j = gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout)) + (key - rows.position)
+        s = gl.where(is_drawn(gl.expand_dims(bits, 1), gl.expand_dims(j, 0)), s, float("-inf"))
+        BENT: gl.constexpr = Scores(LN2, None, None, None, None, None, None, None)  # which is a factor of 1
+        return weigh(s, top, total, BENT, WINDOW, rows, key, True, LAZILY)
+
+
 # ---- the copying warp ------------------------------------------------------------------------------------------------
 
 
 @gluon.jit
 def copy_block(BOX, memory, stage, phase, head, found, missing, TELLS: gl.constexpr, PLAN: gl.constexpr):
     """Copy the boxes of a block into a stage when it is empty. TELLS: with `missing`, bits of those that have no page."""
-    SLABS: gl.constexpr = PLAN.columns // WIDE
+    SLABS: gl.constexpr = PLAN.columns // PLAN.wide
     COUNT: gl.constexpr = BLOCK // PLAN.box
     ready = memory.full.index(stage)
     mbarrier.wait(memory.empty.index(stage), phase)
@@ -160,7 +204,7 @@ def copy_block(BOX, memory, stage, phase, head, found, missing, TELLS: gl.conste
         page, place = found[i]
         for slab in gl.static_range(SLABS):  # of the same rows one after the other: they lie side by side in memory
             into = memory.boxes.index((stage * SLABS + slab) * COUNT + i)
-            async_load(BOX, [page, head, place, slab * WIDE], ready, into)
+            async_load(BOX, [page, head, place, slab * PLAN.wide], ready, into)
 
 
 @gluon.jit
@@ -217,12 +261,15 @@ def issue_values(o, weights, memory, stage, PLAN: gl.constexpr):
 
 
 @gluon.jit
-def clear_unseen(memory, stage, start, stop, PLAN: gl.constexpr):
-    """Make the values of a stage outside of [start, stop) 0."""
+def clear_unseen(memory, stage, start, stop, drafts, shift, PLAN: gl.constexpr):
+    """Make the values of a stage outside of [start, stop) 0, and those of drafts, from `shift` on, that no row sees."""
     SLABS: gl.constexpr = PLAN.columns // WIDE
     slabs = matrices(memory.boxes, PLAN.stages * SLABS, WIDE)
     row = gl.arange(0, BLOCK, gl.SliceLayout(1, CLEARED))
-    live = gl.expand_dims((row >= start) & (row < stop), 1)
+    live = (row >= start) & (row < stop)
+    if drafts is not None:
+        live &= is_drawn(drafts, row - shift)
+    live = gl.expand_dims(live, 1)
     for i in gl.static_range(SLABS):
         slab = slabs.index(stage * SLABS + i)
         slab.store(gl.where(live, slab.load(CLEARED), 0.0))
@@ -231,10 +278,22 @@ def clear_unseen(memory, stage, start, stop, PLAN: gl.constexpr):
 
 
 @gluon.jit
-def walk(state, q, TABLE, memory, high, low, SCORES, WINDOW, rows, PLAN: gl.constexpr, EDGE: gl.constexpr):
+def clear_second(memory, stage, phase, key, span, drafts, shift, PLAN: gl.constexpr):
+    """The same of the block at `key`, whose values come next: in `stage`, or behind the next block's keys."""
+    at, its_phase = advance(stage, phase, PLAN.stages)
+    if key <= span.low * BLOCK:
+        at = stage
+        its_phase = phase
+    mbarrier.wait(memory.full.index(at), its_phase)
+    clear_unseen(memory, at, span.start - key, span.stop - key, drafts, shift - key, PLAN)
+
+
+@gluon.jit
+def walk(state, q, TABLE, memory, high, low, SCORES, WINDOW, rows, bits, PLAN: gl.constexpr, EDGE: gl.constexpr):
     """Take in the blocks from before `high` down to `low`, after one whose weights are in `state`. The stage of that is the next
     block's keys', before those of the values. Before and after a step no product is under way. In it, the scores of a block are
-    issued, then the values of the one before, which go on while scores become weights. EDGE: some rows do not see all keys."""
+    issued, then the values of the one before, which go on while scores become weights. EDGE: some rows do not see all keys, nor,
+    with `bits`, all drafts."""
     o, p, weights, top, total, lost, stage, phase = state
     for i in range(high - low):
         key = (high - 1 - i) * BLOCK
@@ -248,9 +307,10 @@ def walk(state, q, TABLE, memory, high, low, SCORES, WINDOW, rows, PLAN: gl.cons
         mbarrier.arrive(memory.empty.index(stage), count=1)
         if EDGE:
             s = spoilt(TABLE, s, missing, PLAN)
+            p, top, total, fade = weigh_edge(s, top, total, SCORES, WINDOW, rows, bits, key, LAZY)
         else:  # which all rows see
             lost |= missing
-        p, top, total, fade = weigh(s, top, total, SCORES, WINDOW, rows, key, EDGE, LAZY)
+            p, top, total, fade = weigh(s, top, total, SCORES, WINDOW, rows, key, False, LAZY)
         # The assembler moves a wait up over what it does not need, but not over a branch, which a wait of a passed barrier is
         p = warpgroup_mma_wait(1, deps=(p,))
         mbarrier.wait(memory.full.index(at), its_phase)
@@ -266,7 +326,7 @@ def walk(state, q, TABLE, memory, high, low, SCORES, WINDOW, rows, PLAN: gl.cons
 
 @gluon.jit
 def attend_part(
-    Q, O, stride_op, LSE, stride_lp, SINK, TABLE, memory, span, SCORES, WINDOW, L, GROUP, DIM: gl.constexpr,
+    Q, O, stride_op, LSE, stride_lp, SINK, TABLE, TREE, memory, span, SCORES, WINDOW, L, GROUP, DIM: gl.constexpr,
     COLUMNS: gl.constexpr, PLAN: gl.constexpr,
 ):  # fmt: skip
     WIDTH: gl.constexpr = PLAN.columns
@@ -285,7 +345,14 @@ def attend_part(
         slope = gl.expand_dims(gl.load(SCORES.slopes + head, live, 0.0).to(gl.float32) * LOG2E, 1)
     shift = span.count - L
     rows = Rows(r // GROUP, shift, span.count, slope)
-    lower, upper = whole_blocks(WINDOW, shift, span.count, 0, L - 1, span.low, span.high, BLOCK)
+    bits = None
+    drafts = None
+    if TREE is not None:
+        bits = bits_of(TREE, span, r // GROUP, live)
+        drafts = drafts_of(TREE, span, L)
+    # All rows see what is before the drafts
+    whole = span.count if TREE is None else shift
+    lower, upper = whole_blocks(WINDOW, shift, whole, 0, L - 1, span.low, span.high, BLOCK)
     o = gl.zeros([ROWS, WIDTH], gl.float32, sums_of(WIDTH))
     key = (span.high - 1) * BLOCK
     mbarrier.wait(memory.full.index(0), 0)
@@ -294,23 +361,26 @@ def attend_part(
     s = warpgroup_mma_wait(0, deps=(s,))
     mbarrier.arrive(memory.empty.index(0), count=1)
     s = spoilt(TABLE, s, missing, PLAN)
-    p, top, total, _ = weigh(s, top, total, SCORES, WINDOW, rows, key, True, False)
+    p, top, total, _ = weigh_edge(s, top, total, SCORES, WINDOW, rows, bits, key, False)
     weights = rounded(p, memory.boxes)
-    if (key < span.start) | (key + BLOCK > span.stop):
+    if (key < span.start) | (key + BLOCK > (span.stop if TREE is None else shift)):
         at = gl.where(span.high - span.low > 1, 2, 1)  # behind the next block's keys
         mbarrier.wait(memory.full.index(at), 0)
-        clear_unseen(memory, at, span.start - key, span.stop - key, PLAN)
+        clear_unseen(memory, at, span.start - key, span.stop - key, drafts, shift - key, PLAN)
     state = (o, p, weights, top, total, 0, 1, 0)
-    state = walk(state, q, TABLE, memory, span.high - 1, upper, SCORES, WINDOW, rows, PLAN, True)
-    state = walk(state, q, TABLE, memory, upper, lower, SCORES, WINDOW, rows, PLAN, False)
+    state = walk(state, q, TABLE, memory, span.high - 1, upper, SCORES, WINDOW, rows, bits, PLAN, True)
+    if TREE is not None:
+        if upper < span.high - 1:  # a second block with drafts
+            clear_second(memory, state[6], state[7], upper * BLOCK, span, drafts, shift, PLAN)
+    state = walk(state, q, TABLE, memory, upper, lower, SCORES, WINDOW, rows, None, PLAN, False)
     if WINDOW.left is not None:
-        state = walk(state, q, TABLE, memory, lower, span.low, SCORES, WINDOW, rows, PLAN, True)
+        state = walk(state, q, TABLE, memory, lower, span.low, SCORES, WINDOW, rows, None, PLAN, True)
     o, p, weights, top, total, lost, stage, phase = state
     mbarrier.wait(memory.full.index(stage), phase)
     if WINDOW.left is not None:
         key = span.low * BLOCK
         if (key < span.start) & (span.high - span.low > 1):
-            clear_unseen(memory, stage, span.start - key, span.stop - key, PLAN)
+            clear_unseen(memory, stage, span.start - key, span.stop - key, None, 0, PLAN)
     o = issue_values(o, weights, memory, stage, PLAN)
     o = warpgroup_mma_wait(0, deps=(o,))
     whole = gl.convert_layout(gl.sum(total, 1), BY_ROW)
@@ -357,8 +427,8 @@ def store_nothing(O, stride_op, LSE, stride_lp, SINK, span, L, GROUP, COLUMNS: g
     default=lambda a: {"num_warps": 4, "maxnreg": 128}, dependent=True,
 )  # fmt: skip
 def attention_decode_hopper(
-    Q, K, V, TABLE, O, stride_op, LSE, stride_lp, SINK, SCORES, WINDOW, LENGTHS, L, CAPACITY, PAGES, KV_HEADS, GROUP, PARTS, SPLIT,
-    PROGRAMS, DIM: gl.constexpr, COLUMNS: gl.constexpr, PAGE: gl.constexpr, PLAN: gl.constexpr,
+    Q, K, V, TABLE, TREE, O, stride_op, LSE, stride_lp, SINK, SCORES, WINDOW, LENGTHS, L, CAPACITY, PAGES, KV_HEADS, GROUP, PARTS,
+    SPLIT, PROGRAMS, DIM: gl.constexpr, COLUMNS: gl.constexpr, PAGE: gl.constexpr, PLAN: gl.constexpr,
     DEPENDENT: gl.constexpr,
 ):  # fmt: skip
     """O and LSE of one part of the keys for the rows of one key head. Most of 256 threads' registers go to the warpgroup."""
@@ -375,8 +445,8 @@ def attention_decode_hopper(
             make_barriers(PLAN.stages),
         )
         gl.warp_specialize([
-            (attend_part, (Q, O, stride_op, LSE, stride_lp, SINK, TABLE, memory, span, SCORES, WINDOW, L, GROUP, DIM, COLUMNS,
-                           PLAN)),
+            (attend_part, (Q, O, stride_op, LSE, stride_lp, SINK, TABLE, TREE, memory, span, SCORES, WINDOW, L, GROUP, DIM,
+                           COLUMNS, PLAN)),
             (copy_part, (K, V, TABLE, memory, span, PAGES, PAGE, PLAN, DEPENDENT)),
         ], [1], [32])  # fmt: skip
     else:
@@ -400,7 +470,7 @@ def plan_for(columns: int, box: int, memory: int) -> Plan | None:
     """As many stages as half of an SM takes; None where that is not four."""
     wide = WIDE.value * cdiv(columns, WIDE.value)
     stages = ((memory + SPARE) // RESIDENT - 2 * SPARE) // (2 * BLOCK.value * wide)
-    return Plan(wide, box, stages) if stages >= 4 else None
+    return Plan(wide, WIDE.value, box, stages) if stages >= 4 else None
 
 
 def box_rows(page: int) -> int:
@@ -429,11 +499,11 @@ def split_for(capacity: int, units: int, rows: int, at_a_time: int, even: bool) 
 def fits(target: Target, a: SimpleNamespace) -> bool:
     """Whether queries and caches are 16-bit, of widths that are multiples of 8 up to 128, caches in rows that begin at multiples
     of 16 bytes; a sequence has up to 64 queries for each head of its keys; pages hold whole boxes, and a split whole blocks;
-    nothing is empty, nothing but windows and lengths says what is seen, and the largest product is the largest score."""
+    nothing is empty, nothing but windows, trees and lengths says what is seen, and the largest product is the largest score."""
     q, k, v = a.q, a.k_cache, a.v_cache
     if not target.hopper_gluon or q.dtype not in KINDS or not single(target, a):
         return False
-    if v is None or any(t is not None for t in (a.k_rope, a.k_scale, a.v_scale, a.tree, a.cu_seqlens_q)):
+    if v is None or any(t is not None for t in (a.k_rope, a.k_scale, a.v_scale, a.cu_seqlens_q)):
         return False
     if k.dtype != q.dtype or v.dtype != q.dtype or (a.scale is not None and a.scale <= 0):
         return False
@@ -478,11 +548,12 @@ def forward(q: Tensor, k_cache: Tensor, v_cache: Tensor, **options: Any) -> tupl
     slopes = None if a.slopes is None else a.slopes.contiguous()
     attention_decode_hopper(
         heads_of(q), box_of(k_cache.transpose(1, 2), block, kind), box_of(v_cache.transpose(1, 2), block, kind),
-        None if a.block_table is None else Table(a.block_table, *a.block_table.stride()), *made,
+        None if a.block_table is None else Table(a.block_table, *a.block_table.stride()),
+        None if a.tree is None else Tree(a.tree, *a.tree.stride()), *made,
         None if a.sink is None else a.sink.contiguous(),
         Scores(scale, float(a.softcap) or None, slopes, None, None, None, None, None),
-        Window(None if a.left is None or a.left >= capacity else a.left, 0 if a.causal else None), how, length, capacity, pages,
-        kv_heads, group, parts, split, parts * units, DIM=width, COLUMNS=values, PAGE=page, PLAN=plan,
+        Window(None if a.left is None or a.left >= capacity else a.left, 0 if a.causal and a.tree is None else None), how, length,
+        capacity, pages, kv_heads, group, parts, split, parts * units, DIM=width, COLUMNS=values, PAGE=page, PLAN=plan,
     )  # fmt: skip
     merge(made, o, lse, parts)
     if whole is not o:
