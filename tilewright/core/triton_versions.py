@@ -61,6 +61,7 @@ CALLED = {
     "gl.max": (2, ""),
     "gl.maximum": (2, "_semantic"),
     "gl.minimum": (2, "_semantic"),
+    "gl.multiple_of": (2, "_semantic"),
     "gl.pointer_type": (1, ""),
     "gl.program_id": (1, "_semantic"),
     "gl.reduce": (3, "_semantic"),

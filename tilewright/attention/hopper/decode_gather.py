@@ -104,7 +104,8 @@ def gather_block(X, memory, stage, phase, head, page, key, WIDTH: gl.constexpr, 
     word = gl.where(there, page, 0).to(gl.int64) * X.stride_b + place.to(gl.int64) * X.stride_t
     source = X.data + (word + head.to(gl.int64) * X.stride_h) * WORD
     if X.nothing is not None:
-        source = gl.where(there, source, X.nothing + gl.program_id(0).to(gl.int64) * PLAN.columns)
+        # Of an address that is one of two the compiler forgets that it is a multiple of 16
+        source = gl.multiple_of(gl.where(there, source, X.nothing + gl.program_id(0).to(gl.int64) * PLAN.columns), 16)
         there = page != UNSEEN
     there = gl.expand_dims(there, 1)
     if WIDTH < PLAN.columns:
