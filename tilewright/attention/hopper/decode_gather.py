@@ -2,7 +2,7 @@
 
 Each key may lie anywhere, so that threads find its page and copy 16 bytes each (`cp.async`), to where a box would have brought them:
 a stage is the same for who reads it. The other programs' three warps beside the one that copies do nothing; here they copy, too. The
-table is read two blocks ahead, so that nobody waits for its answer: nobody writes it while the kernel runs.
+table is read a block ahead, so that its answer comes while others are copied: nobody writes it while the kernel runs.
 
 Who may write where, and when, is said in `decode.py`, but for this. At `full` arrive all 128 copying threads a phase, each by its
 copies: the hardware arrives for a thread when all that it has begun are there, and the thread itself goes on to the next stage. Only
@@ -125,7 +125,6 @@ def gather_part(
     await_last(DEPENDENT)
     key = (span.high - 1) * KEYS
     said = look_up(TABLE, span, key, PAGE)
-    following = look_up(TABLE, span, key - KEYS, PAGE)
     c = gl.arange(0, PLAN.columns, gl.SliceLayout(0, CLEARED))
     nothing = gl.full([PLAN.columns], float("nan"), K.nothing.dtype.element_ty, gl.SliceLayout(0, CLEARED))
     gl.store(K.nothing + gl.program_id(0).to(gl.int64) * PLAN.columns + c, nothing)
@@ -133,8 +132,7 @@ def gather_part(
     stage = 0
     phase = 1  # of a barrier that nobody has arrived at yet: the first round does not wait
     page = pages_of(said, span, key, PAGES)
-    said = following
-    following = look_up(TABLE, span, key - 2 * KEYS, PAGE)
+    said = look_up(TABLE, span, key - KEYS, PAGE)
     gather_block(K, memory, stage, phase, span.head, page, key, DIM, PAGE, PLAN)
     stage, phase = advance(stage, phase, PLAN.stages)
     # In the order in which they are needed: the scores of a block come before the values of the one before
@@ -142,8 +140,7 @@ def gather_part(
         key -= KEYS
         before = page
         page = pages_of(said, span, key, PAGES)
-        said = following
-        following = look_up(TABLE, span, key - 2 * KEYS, PAGE)
+        said = look_up(TABLE, span, key - KEYS, PAGE)
         gather_block(K, memory, stage, phase, span.head, page, key, DIM, PAGE, PLAN)
         stage, phase = advance(stage, phase, PLAN.stages)
         gather_block(V, memory, stage, phase, span.head, before, key + KEYS, COLUMNS, PAGE, PLAN)
