@@ -393,7 +393,7 @@ def attention_decode_hopper(
                 (attend_part, (Q, O, stride_op, LSE, stride_lp, SINK, None, memory, span, SCORES, WINDOW, L, GROUP, DIM, COLUMNS,
                                PLAN)),
                 (gather_part, (K, V, TABLE, memory, span, PAGES, DIM, COLUMNS, PAGE, PLAN, DEPENDENT)),
-            ], [4], [56])  # fmt: skip
+            ], [4], [48])  # fmt: skip
     else:
         store_nothing(O, stride_op, LSE, stride_lp, SINK, span, L, GROUP, COLUMNS, PLAN)
 

@@ -140,9 +140,9 @@ def gather_part(
         key -= KEYS
         before = page
         page = pages_of(said, span, key, PAGES)
-        said = look_up(TABLE, span, key - KEYS, PAGE)
         gather_block(K, memory, stage, phase, span.head, page, key, DIM, PAGE, PLAN)
         stage, phase = advance(stage, phase, PLAN.stages)
+        said = look_up(TABLE, span, key - KEYS, PAGE)
         gather_block(V, memory, stage, phase, span.head, before, key + KEYS, COLUMNS, PAGE, PLAN)
         stage, phase = advance(stage, phase, PLAN.stages)
     gather_block(V, memory, stage, phase, span.head, page, key, COLUMNS, PAGE, PLAN)
