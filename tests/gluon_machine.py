@@ -489,8 +489,8 @@ def copy_in(descriptor: Descriptor, at: list, barrier: Barrier, into: Shared) ->
 
 
 def copy_ahead(into: Shared, pointer: Any, mask: Any) -> None:
-    """A copy by the program's threads, which arrives when it is drawn, or is waited for: with its group, or at a barrier. Where there
-    is nothing to copy it writes 0."""
+    """A copy by the program's threads, which arrives when it is drawn, or is waited for: with its group, or at a barrier. Where
+    there is nothing to copy it writes 0."""
     boxes, span = into.spanned, into.span
     if any(box.copying or box.readers for box in boxes):
         raise Wrong("a copy is begun into what is read or copied into")
@@ -521,8 +521,8 @@ def rows_in_part(x: Tensor, into: Shared) -> Tensor:
 
 
 def arrive_when_copied(barrier: Barrier, increment_count: bool = True) -> None:
-    """All threads of the role arrive, when what they have begun to copy is there. Whoever waits for the barrier sees it, and shows it
-    to its products by a fence. Each thread arrives by itself; those that come early change nothing, so that they come at once."""
+    """All threads of the role arrive, when what they have begun to copy is there. Whoever waits for the barrier sees it, and shows
+    it to its products by a fence. Each thread arrives by itself; those that come early change nothing: they come together here."""
     now = machine()
     if increment_count:
         raise Wrong("a barrier is to know how many arrive")

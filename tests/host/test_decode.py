@@ -127,7 +127,9 @@ def test_auto_takes_what_was_measured_to_be_faster(tmp_path, monkeypatch):
 
 def test_what_is_measured_by_name_is_taken():
     asked = [case for case in CASES.values() if case.arguments.get("backend") == NAME]
-    assert {case.family for case in asked} == {f"attention_decode_{n}" for n in ("gqa", "paged16", "paged1", "uneven", "one")}
+    assert {case.family for case in asked} == {
+        f"attention_decode_{n}" for n in ("gqa", "paged16", "paged1", "uneven", "one")
+    }
     for case in asked:
         given = arguments(case, Blank(CACHED, case.dims, case.options, dtype=getattr(torch, case.dtype)))
         assert kernels.fits(HOPPER, SimpleNamespace(**given)) and "portable" in case.beside

@@ -68,8 +68,8 @@ LAZY = gl.constexpr(True)  # sums are multiplied where a row's largest score has
 
 
 class Plan(NamedTuple):
-    """Columns of a stage, which keys and values are widened to; keys in a box, which lies in one page, or 0 where threads copy key by
-    key; how many stages."""
+    """Columns of a stage, which keys and values are widened to; keys in a box, which lies in one page, or 0 where threads copy key
+    by key; how many stages."""
 
     columns: int
     box: int
@@ -444,7 +444,7 @@ def split_for(capacity: int, units: int, rows: int, at_a_time: int, even: bool) 
 
 def fits(target: Target, a: SimpleNamespace) -> bool:
     """Whether queries and caches are 16-bit, of widths that are multiples of 8 up to 128, caches in rows that begin at multiples
-    of 16 bytes; a sequence has up to 64 queries for each head of its keys; a split holds whole blocks, and a page any number of keys;
+    of 16 bytes; a sequence has up to 64 queries for each head of its keys; a split holds whole blocks, and a page what it may;
     nothing is empty, nothing but windows and lengths says what is seen, and the largest product is the largest score."""
     q, k, v = a.q, a.k_cache, a.v_cache
     if not target.hopper_gluon or q.dtype not in KINDS or not single(target, a):

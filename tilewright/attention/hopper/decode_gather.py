@@ -1,20 +1,20 @@
 """How `decode.py` brings keys and values out of pages too small for bulk copies: key by key, by the threads of four warps.
 
-Each key may lie anywhere, so that threads find its page and copy 16 bytes each (`cp.async`), to where a box would have brought them:
-a stage is the same for who reads it. The other programs' three warps beside the one that copies do nothing; here they copy, too. The
-table is read a block ahead, so that its answer comes while others are copied: nobody writes it while the kernel runs.
+Each key may lie anywhere, so that threads find its page and copy 16 bytes each (`cp.async`), to where a box would have brought
+them: a stage is the same for who reads it. Where one warp copies boxes, three beside it do nothing; here they copy, too. The table
+is read a block ahead, so that its answer comes while others are copied: nobody writes it while the kernel runs.
 
 Who may write where, and when, is said in `decode.py`, but for this. At `full` arrive all 128 copying threads a phase, each by its
-copies: the hardware arrives for a thread when all that it has begun are there, and the thread itself goes on to the next stage. Only
-`empty` holds it back, so that as much is on its way as stages hold. What threads copy, unlike what bulk copies bring, products
-do not see by a barrier alone: it is written by the threads' way to memory (the generic proxy), and products read by their own (the
-async proxy). A fence between the two must lie anywhere on the way from the write to the read. It stands with who reads: each thread
-of the warpgroup waits for `full`, after which it sees what all copiers have written; by its fence it shows products what it sees;
-and then its warp issues the product. So no copier waits for its own copies, and no warp for another. The other way round, that
-products are waited for before their warpgroup arrives at `empty` is enough: nothing of theirs is on its way then.
+copies: the hardware arrives for a thread when all that it has begun are there, and the thread itself goes on to the next stage.
+Only `empty` holds it back, so that as much is on its way as stages hold. What threads copy, unlike what bulk copies bring,
+products do not see by a barrier alone: it is written by the threads' way to memory (the generic proxy), and products read by their
+own (the async proxy). A fence between the two must lie anywhere on the way from the write to the read. It stands with who reads:
+each thread of the warpgroup waits for `full`, after which it sees what all copiers have written; by its fence it shows products
+what it sees; and then its warp issues the product. So no copier waits for its own copies, and no warp for another. The other way
+round it is enough that products are waited for before their warpgroup arrives at `empty`: nothing of theirs is on its way then.
 
 A key that nobody sees, or a value that has no page, is copied as zero bytes, which reads nothing and fills its place with 0. A key
-that has no page is NaN, copied from a few bytes that hold nothing else: rows that see it become NaN in what they add up, of others
+that has no page is NaN, copied from a few bytes that hold nothing else: rows that see it become NaN in what they add up; of others
 the score is hidden, and its value is 0. So the warpgroup need not be told. Each program writes these bytes for itself before its
 first copy; they are no one else's.
 """
@@ -40,8 +40,8 @@ UNSEEN = gl.constexpr(-2)  # nobody asks for it
 
 
 class Words(NamedTuple):
-    """A cache, its strides in words of 16 bytes, so that the compiler knows where they begin; for each program a row of memory that it
-    makes NaN, or None where a key without a page is 0."""
+    """A cache, its strides in words of 16 bytes, so that the compiler knows where rows begin; for each program a row of memory that
+    it makes NaN, or None where a key without a page is 0."""
 
     data: Any
     stride_b: Any
@@ -108,7 +108,7 @@ def gather_block(X, memory, stage, phase, head, page, key, WIDTH: gl.constexpr, 
         source = gl.multiple_of(gl.where(there, source, X.nothing + gl.program_id(0).to(gl.int64) * PLAN.columns), 16)
         there = page != UNSEEN
     there = gl.expand_dims(there, 1)
-    if WIDTH < PLAN.columns:
+    if PLAN.columns > WIDTH:
         there = there & gl.expand_dims(c < WIDTH, 0)
     mbarrier.wait(memory.empty.index(stage), phase)
     into = matrices(memory.boxes, PLAN.stages, PLAN.columns).index(stage)
