@@ -381,7 +381,7 @@ class Machine:
             self.can_go[role] = able
             try:
                 self.pass_on()
-            except Wrong as wrong:
+            except Exception as wrong:
                 self.failed = self.failed or wrong
                 self.changed.notify_all()
             self.changed.wait_for(lambda: self.turn == role or self.failed)
@@ -402,7 +402,7 @@ class Machine:
                 del self.can_go[role]
                 try:
                     self.pass_on()
-                except Wrong as wrong:
+                except Exception as wrong:
                     self.failed = self.failed or wrong
                 self.changed.notify_all()
 
