@@ -164,7 +164,7 @@ def hard_to_gather():
     strays = ((0, 448, 999999), (0, 10, 999999), (1, 300, -1))
     return (
         decode("pages of 1", **{**few, "room": 450}, strays=strays),
-        decode("72 and 40 in pages of 8", of=(400, 130), heads=4, page=24, strays=((1, 3, -1),)),
+        decode("72 and 40 in pages of 8", of=(400, 130), heads=4, page=24, split=512, strays=((1, 3, -1),)),
     )
 
 
