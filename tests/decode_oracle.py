@@ -64,6 +64,25 @@ DECODES = {
         "sink": torch.tensor([0.7, -math.inf] * 4), "page": 16, "strays": ((0, 3, -1), (1, 7, 99), (2, 11, 2**30)),
     },
     "fp16": {"of": (290, 70), "dtype": torch.float16},
+    "pages of 1": {"of": (130, 0, 64, 65, 1, 63), "room": 200, "page": 1},
+    "pages of 3": {"of": (300, 17), "page": 3, "length": 3},
+    "pages of 8": {"of": (300, 33), "page": 8, "split": 128},
+    "pages of 24": {"of": (300, 49), "page": 24},
+    "more than there is room for, in pages of 1": {"of": (257, 256, -3), "room": 256, "page": 1},
+    "no such page of 1": {
+        "of": (300, 300, 300), "page": 1, "length": 2, "strays": ((0, 150, 10**6), (1, 0, -1), (2, 299, 2**31 - 1)),
+    },
+    "no such page of 3, not seen by all": {"of": (130, 129), "page": 3, "length": 3, "strays": ((0, 43, -1), (1, 42, 999))},
+    "no such page of 8 before a window": {"of": (500,), "left": 100, "strays": ((0, 10, 999),), "page": 8, "length": 2},
+    "a window over pages of 1": {"of": (400, 65), "left": 63, "page": 1, "length": 3, "split": 64},
+    "everything in pages of 1": {
+        "of": (310, 200), "length": 4, "left": 150, "softcap": 1.5, "sink": torch.tensor([0.7, -math.inf] * 4), "page": 1,
+        "slopes": torch.linspace(0.01, 0.1, 8), "scale": 0.3, "split": 128, "strays": ((0, 250, -1), (1, 199, 10**6)),
+    },
+    "64 rows over pages of 1": {"of": (210, 140), "heads": 16, "kv_heads": 2, "length": 8, "page": 1},
+    "72 and 40 in pages of 8": {"of": (290, 70), "D": 72, "V": 40, "page": 8, "strays": ((0, 3, -1),)},
+    "40 and 128 in pages of 1": {"of": (290, 70), "D": 40, "V": 128, "page": 1},
+    "8 columns in pages of 3": {"of": (210, 64), "D": 8, "page": 3, "dtype": torch.float16},
 }  # fmt: skip
 
 E4M3, INT8 = torch.float8_e4m3fn, torch.int8

@@ -8,7 +8,8 @@ error (`Wrong`) if
 - nobody can go on;
 - a barrier is one or more phases past the one that is waited for, so that its parity tells nothing;
 - shared memory is written while products that read it are under way, or while a copy into it is;
-- a product reads what threads wrote and did not show it by a fence and a barrier of all who wait for it;
+- a product reads what threads wrote and did not show it by a fence and a barrier of all who wait for it, or what threads copied
+  before its role has waited for the barrier at which they arrived, and then fenced;
 - a sum is used before it is waited for;
 - a stage's bytes are not those that its barrier was told to expect;
 - a bulk copy begins before the tensor, or at a column that is no multiple of 16 bytes;
@@ -110,6 +111,38 @@ class Pointer:
     def __add__(self, step: Any) -> Pointer:
         return Pointer(self.storage, self.at + step)
 
+    def unsqueeze(self, axis: int) -> Pointer:
+        return Pointer(self.storage, value(self.at).unsqueeze(axis))
+
+
+@dataclass
+class Either:
+    """Addresses in one storage, where `first` holds, or else in another."""
+
+    first: Tensor
+    pointers: tuple[Pointer, Pointer]
+
+    def __add__(self, step: Any) -> Either:
+        return Either(self.first, tuple(pointer + step for pointer in self.pointers))
+
+    def unsqueeze(self, axis: int) -> Either:
+        return Either(
+            self.first.unsqueeze(axis),
+            tuple(p.unsqueeze(axis) if isinstance(p.at, Tensor) and p.at.ndim else p for p in self.pointers),
+        )
+
+    def read(self, live: Tensor) -> Value:
+        wide = (Pointer(p.storage, value(p.at).expand(live.shape)) for p in self.pointers)
+        mine, others = (load(p, live & which, 0) for p, which in zip(wide, (self.first, ~self.first)))
+        return value(torch.where(self.first, mine, others))
+
+
+def chosen(ok: Any, a: Any, b: Any) -> Any:
+    """`where`, of numbers or of addresses."""
+    if isinstance(a, Pointer):
+        return Either(value(ok), (a, b))
+    return value(torch.where(value(ok), value(a), value(b)))
+
 
 def load(pointer: Pointer, mask: Any = None, other: Any = 0) -> Value:
     at = value(pointer.at).long()
@@ -136,6 +169,9 @@ class Box:
     readers: int = 0  # products under way
     copying: list[range] = field(default_factory=list)  # what copies under way will write; several may fill a box
     written: dict[str, str] = field(default_factory=dict)  # by role: "written", or "fenced"
+    # Copies by threads that have arrived: at which phase of which barrier, and to the products of which roles they are shown
+    arrived: tuple[Barrier | None, int] | None = None
+    shown: set[str] = field(default_factory=set)
 
 
 class Shared:
@@ -260,7 +296,8 @@ def issue(a: Any, b: Shared, acc: Any, use_acc: bool = True, is_async: bool = Fa
     role, made = machine().role, Pending()
     for operand in (a, b):
         for box in operand.spanned if isinstance(operand, Shared) else ():
-            if box.copying or any(how == "written" or who != role for who, how in box.written.items()):
+            hidden = any(how == "written" or who != role for who, how in box.written.items())
+            if box.copying or hidden or (box.arrived and role not in box.shown):
                 raise Wrong("a product reads what has not arrived, or was written and not shown to it")
             box.readers += 1
     machine().under_way[role].append(Product(a, b, acc, bool(use_acc), made))
@@ -308,6 +345,7 @@ class Machine:
         self.groups: list[list[Callable[[], None]]] = []  # copies by threads, as they were committed
         self.uncommitted: list[Callable[[], None]] = []
         self.allocated: list[Shared] = []
+        self.threads: dict[str, int] = {}  # by role
         self.can_go: dict[str, Callable[[], bool]] = {}
         self.meeting: set[str] = set()
         self.turns: dict[int, int] = {}  # given and not taken, by warpgroup
@@ -343,14 +381,14 @@ class Machine:
             self.can_go[role] = able
             try:
                 self.pass_on()
-            except Wrong as wrong:
+            except Exception as wrong:
                 self.failed = self.failed or wrong
                 self.changed.notify_all()
             self.changed.wait_for(lambda: self.turn == role or self.failed)
             if self.failed:
                 raise Wrong("stopped")
 
-    def run(self, parts: list[tuple[Callable, tuple]]) -> None:
+    def run(self, parts: list[tuple[Callable, tuple]], warps: Any = ()) -> None:
         def play(role: str, function: Callable, args: tuple) -> None:
             _here.machine, self.names.role = self, role
             try:
@@ -364,13 +402,14 @@ class Machine:
                 del self.can_go[role]
                 try:
                     self.pass_on()
-                except Wrong as wrong:
+                except Exception as wrong:
                     self.failed = self.failed or wrong
                 self.changed.notify_all()
 
         for i, (function, _) in enumerate(parts):
             role = f"{function.__name__} {i}"
             self.can_go[role], self.under_way[role] = lambda: True, []
+            self.threads[role] = 32 * (4, *warps)[i] if len(warps) == len(parts) - 1 else 0
         roles = [threading.Thread(target=play, args=(r, *p), daemon=True) for r, p in zip(self.can_go, parts)]
         for thread in roles:
             thread.start()
@@ -439,6 +478,7 @@ def copy_in(descriptor: Descriptor, at: list, barrier: Barrier, into: Shared) ->
         into.part.copy_(descriptor.box_at(place).reshape(into.part.shape))
         box.copying.remove(span)
         box.written.clear()
+        box.arrived = None
         barrier.bytes -= descriptor.block_type.nbytes
         if barrier.bytes < 0:
             raise Wrong("more bytes arrive than were expected")
@@ -448,21 +488,56 @@ def copy_in(descriptor: Descriptor, at: list, barrier: Barrier, into: Shared) ->
     machine().step()
 
 
-def copy_ahead(into: Shared, pointer: Pointer, mask: Any) -> None:
-    """A copy by the program's threads, which arrives when it is drawn, or is waited for with its group."""
-    (box,) = into.spanned
-    if box.copying:
-        raise Wrong("a copy is begun into what is copied into")
-    box.copying.append(into.span)
+def copy_ahead(into: Shared, pointer: Any, mask: Any) -> None:
+    """A copy by the program's threads, which arrives when it is drawn, or is waited for: with its group, or at a barrier. Where
+    there is nothing to copy it writes 0."""
+    boxes, span = into.spanned, into.span
+    if any(box.copying or box.readers for box in boxes):
+        raise Wrong("a copy is begun into what is read or copied into")
+    for box in boxes:
+        box.copying.append(span)
+        box.written.clear()
+        box.arrived, box.shown = (None, 0), set()
+    given = torch.tensor(True) if mask is None else value(mask).as_subclass(Tensor)
+    live = given.expand(into.shape)
 
     def arrives() -> None:
-        if box.copying:
-            into.part.copy_(load(pointer, mask, float("nan")).as_subclass(Tensor).reshape(into.part.shape))
-            box.copying.clear()
+        if span in boxes[0].copying:
+            if any(box.readers for box in boxes):
+                raise Wrong("a copy arrives in what is read")
+            found = pointer.read(live) if isinstance(pointer, Either) else load(pointer, live, 0)
+            into.part.copy_(rows_in_part(found.as_subclass(Tensor), into))
+            for box in boxes:
+                box.copying.remove(span)
 
+    arrives.boxes = boxes
     machine().uncommitted.append(arrives)
     if machine().random.random() < 0.5:
         arrives()
+
+
+def rows_in_part(x: Tensor, into: Shared) -> Tensor:
+    return x.expand(into.shape).reshape(into.part.shape)
+
+
+def arrive_when_copied(barrier: Barrier, increment_count: bool = True) -> None:
+    """All threads of the role arrive, when what they have begun to copy is there. Whoever waits for the barrier sees it, and shows
+    it to its products by a fence. Each thread arrives by itself; those that come early change nothing: they come together here."""
+    now = machine()
+    if increment_count:
+        raise Wrong("a barrier is to know how many arrive")
+    copies, now.uncommitted, threads = now.uncommitted, [], now.threads[now.role]
+
+    def arrives() -> None:
+        for copy in copies:
+            copy()
+            for box in copy.boxes:
+                box.arrived, box.shown = (barrier, barrier.phase), set()
+        barrier.arrived += threads
+        barrier.settle()
+
+    now.copies.append(arrives)
+    now.step()
 
 
 def commit_group() -> None:
@@ -482,6 +557,10 @@ def fence() -> None:
         for box in memory.boxes:
             if box.written.get(machine().role) == "written":
                 box.written[machine().role] = "fenced"
+            if box.arrived and not box.copying:
+                barrier, phase = box.arrived
+                if barrier is not None and barrier.waited.get(machine().role, -1) >= phase:
+                    box.shown.add(machine().role)
 
 
 def meet() -> None:
@@ -606,7 +685,8 @@ LANGUAGE = SimpleNamespace(
     full=lambda shape, x, dtype, _=None: value(torch.full(shape, float(x)).to(dtype)),
     expand_dims=lambda x, axis: x.unsqueeze(axis),
     convert_layout=lambda x, _, assert_trivial=False: x,
-    where=lambda ok, a, b: value(torch.where(value(ok), value(a), value(b))),
+    where=chosen,
+    multiple_of=lambda x, _: x,
     PropagateNan=Anything(),
     minimum=lambda a, b, propagate_nan=None: value(torch.minimum(value(a), value(b))),
     maximum=lambda a, b: value(torch.maximum(value(a), value(b))),
@@ -625,7 +705,7 @@ LANGUAGE = SimpleNamespace(
     SwizzledSharedLayout=Anything(),
     allocate_shared_memory=allocate,
     inline_asm_elementwise=lambda asm, constraints, args, dtype, pure, pack: args[0].to(dtype),
-    warp_specialize=lambda parts, *how: machine().run(parts),
+    warp_specialize=lambda parts, warps, _: machine().run(parts, warps),
     SliceLayout=Anything(),
     DotOperandLayout=Anything(),
 )
@@ -636,6 +716,7 @@ INSTEAD = {
     "range": lambda *ends: map(value, range(*map(int, ends))),
     "async_load": copy_in,
     "copy_ahead": copy_ahead,
+    "arrive_when_copied": arrive_when_copied,
     "commit_group": commit_group,
     "wait_group": wait_group,
     "fence_async_shared": fence,

@@ -64,6 +64,7 @@ def test_lengths(keys):
     """As many blocks as there are stages, one more and many more; parts that end with a block and in one."""
     holds(call(keys, 3000, length=1, **GROUP, room=5056))
     holds(call(keys, length=2, **GROUP, page=16, room=5056, split=1024))
+    holds(call(keys, length=2, **GROUP, page=1, room=5056, split=1024))
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 4])
@@ -71,6 +72,7 @@ def test_lengths(keys):
 def test_rows(group, length):
     holds(call(700, 66, length=length, heads=2 * group, kv_heads=2, D=128, split=256))
     holds(call(700, 66, length=length, heads=2 * group, kv_heads=2, D=64, page=16, left=100))
+    holds(call(700, 66, length=length, heads=2 * group, kv_heads=2, D=128, page=1, left=100))
 
 
 KINDS = (torch.float8_e4m3fn, torch.int8)
@@ -133,6 +135,7 @@ def test_a_batch_as_a_server_has_it():
     lengths = tuple((97 * i * i) % 4097 for i in range(60)) + (0, 4097, 4096, 1)
     holds(call(*lengths, length=1, **GROUP, room=4096))
     holds(call(*lengths, length=1, **GROUP, room=4096, page=16))
+    holds(call(*lengths, length=1, **GROUP, room=4096, page=1))
 
 
 @pytest.mark.parametrize("by_head", [False, True])
@@ -152,7 +155,7 @@ def test_every_page_size_has_the_same_bits():
     """A sequence's keys are walked over in the same blocks, wherever they lie."""
     a = call(1300, 900, 1100, length=2, **GROUP, page=None, room=1536, split=512)
     wanted = attend(on_gpu(a))
-    for page in (16, 32, 48, 64, 128, 512):
+    for page in (1, 2, 3, 8, 16, 24, 32, 48, 64, 128, 512):
         order = torch.randperm(3 * 1536 // page, generator=torch.Generator().manual_seed(page))
         spread = {}
         for n in ("k_cache", "v_cache"):
@@ -176,7 +179,7 @@ def test_bits_are_a_sequence_s_own():
             same(attend({**a, **own, "block_table": room}), (t[b : b + 1] for t in whole))
 
 
-@pytest.mark.parametrize("page", [None, 16, 64])
+@pytest.mark.parametrize("page", [None, 1, 16, 64])
 def test_a_hundred_runs_have_the_same_bits(page):
     a = on_gpu(call(3000, 1, 777, 64, 2500, length=1, **GROUP, page=page, room=4096))
     a_hundred_alike(lambda: attend(a))
@@ -215,6 +218,20 @@ def test_results_go_where_they_are_told(split):
         tw.cached_attention(**a, backend="hopper_decode", out=out)
         same(out, wanted)
     assert (room[..., 128:] == 7.0).all()
+
+
+def test_a_cache_of_many_keys_in_pages_of_one():
+    """Past 2**31 elements, copied by threads: the last of 19,200,000 keys of two heads."""
+    keys = 19_200_000
+    a = call(250, 130, length=1, heads=4, kv_heads=2, D=64, page=1)
+    small = {n: a[n] for n in ("k_cache", "v_cache")}
+    far = {n: torch.empty(keys, 1, 2, 64, dtype=torch.bfloat16, device="cuda") for n in small}
+    first = keys - small["k_cache"].shape[0]
+    for n, t in small.items():
+        far[n][first:] = t.cuda()
+    table = torch.where(a["block_table"] >= 0, a["block_table"] + first, a["block_table"])
+    o, lse = attend({**on_gpu(a), **far, "block_table": table.cuda()})
+    agrees(a, o.cpu(), lse.cpu())
 
 
 def test_a_cache_of_many_pages():

@@ -76,7 +76,7 @@ def launched(values, backend=NAME):
         call(),
         call(length=16),
         call(left=7, softcap=2.0, sink=blank(8), slopes=blank(8), scale=0.1, causal=False, split=128),
-        *(call(page=page) for page in (16, 48, 128, 256)),
+        *(call(page=page) for page in (1, 3, 8, 15, 16, 24, 48, 72, 128, 256)),
         fixed(),
         call(length=16, tree=blank(2, 16, dtype=torch.int64)),
         fixed(kv_len=None),
@@ -119,8 +119,6 @@ def test_takes_codes(values):
         call(length=17, tree=blank(2, 17, dtype=torch.int64)),
         call(length=0),
         call(most=0),
-        call(page=8),
-        call(page=72),
         call(scale=0.0),  # the largest product is then not the largest score
         call(split=50),
         call(v_cache=None),
@@ -170,7 +168,7 @@ def test_auto_takes_what_was_measured_to_be_faster(tmp_path, monkeypatch):
 
 def test_what_is_measured_by_name_is_taken():
     asked = [case for case in CASES.values() if case.arguments.get("backend") == NAME]
-    decoded = {f"attention_decode_{n}" for n in ("gqa", "paged16", "uneven", "one")}
+    decoded = {f"attention_decode_{n}" for n in ("gqa", "paged16", "paged1", "uneven", "one")}
     assert {case.family for case in asked} == {*decoded, "attention_verify_tree", "attention_decode_fp8"}
     for case in asked:
         given = arguments(case, Blank(CACHED, case.dims, case.options, dtype=getattr(torch, case.dtype)))
@@ -192,6 +190,16 @@ def test_boxes_lie_in_one_page(page, rows):
     assert given["PAGE"] == page and page % rows == 0 and given["PLAN"].box == rows
     assert [given[n].block_shape for n in ("K", "V")] == [[1, 1, rows, 64]] * 2
     assert (given["CAPACITY"], given["PAGES"], given["GROUP"], given["KV_HEADS"]) == (8 * page, 20, 4, 2)
+
+
+@pytest.mark.parametrize("page", [1, 2, 3, 8, 15, 24, 72])
+def test_keys_of_small_pages_are_copied_one_by_one(page):
+    """By strides in words of 16 bytes; each program has a row for what no page holds."""
+    (_, given), *_ = launched(call(page=page, most=512, D=72, V=40))
+    k, v, plan = given["K"], given["V"], given["PLAN"]
+    assert given["PAGE"] == page and plan.box == 0 and plan == kernels.plan_for(128, 0, HOPPER.shared_memory)
+    assert k[1:4] == (page * 2 * 72 // 8, 2 * 72 // 8, 72 // 8) and v[1:4] == (page * 2 * 40 // 8, 2 * 40 // 8, 40 // 8)
+    assert k.nothing.shape == (given["PROGRAMS"] * plan.columns,) and v.nothing is None
 
 
 def test_a_page_for_each_sequence():

@@ -15,6 +15,7 @@ from tests.cached_oracle import agrees
 from tests.decode_oracle import CODED, DECODES, bits, decode
 from tilewright.attention.hopper import decode as kernels
 from tilewright.attention.hopper import decode_codes as codes
+from tilewright.attention.hopper import decode_gather as gathering
 from tilewright.core.target import TARGETS, pretend
 from tilewright.runtime.kernel import Arguments, collect
 
@@ -193,6 +194,66 @@ def hard():
         decode("pages of 16", of=(500,), split=512),
         decode("a tree of 64", of=(300,), tree=bits(1, 64, (0, 50))),
     )
+
+
+# Of keys that threads copy: the file of what is broken, and how
+LOOKED_UP = "        page = pages_of(said, span, key, PAGES)\n"
+SHOWN = "    if PLAN.box == 0:\n        fence_async_shared()  # threads wrote them\n"
+GATHERS = {
+    "a stage is not waited for": (gathering, "    mbarrier.wait(memory.empty.index(stage), phase)\n", ""),
+    "half of the threads arrive": (gathering, "count=COPIERS", "count=2 * COPIERS"),
+    "one is waited for": (gathering, "count=COPIERS", "count=1"),
+    "threads arrive before they copy": (
+        gathering,
+        "    copy_ahead(into, gl.expand_dims(source, 1) + gl.expand_dims(c, 0), there)\n"
+        "    arrive_when_copied(memory.full.index(stage), increment_count=False)\n",
+        "    arrive_when_copied(memory.full.index(stage), increment_count=False)\n"
+        "    copy_ahead(into, gl.expand_dims(source, 1) + gl.expand_dims(c, 0), there)\n",
+    ),
+    "nobody arrives": (gathering, "    arrive_when_copied(memory.full.index(stage), increment_count=False)\n", ""),
+    "values of another block": (gathering, "before, key + KEYS,", "before, key,"),
+    "values of another block's pages": (gathering, "        before = page\n" + LOOKED_UP, LOOKED_UP + "        before = page\n"),
+    "pages of another block": (gathering, "        said = look_up(TABLE, span, key - KEYS, PAGE)\n", ""),
+    "keys past the last are seen": (gathering, "(row < span.stop)", "(row >= 0)"),
+    "numbers of pages are believed": (gathering, "(said >= 0) & (said < PAGES)", "said >= 0"),
+    "a lost key is 0": (gathering, "    if X.nothing is not None:\n", "    if False:\n"),
+    "a lost value is NaN": (kernels, "words_of(v_cache)", "words_of(v_cache, room_for_nothing(v_cache, parts * units, 128))"),
+    "what nothing holds is not written": (gathering, "    gl.store(K.nothing", "    gl.store(K.nothing + 2**20"),
+    "heads are mixed up": (gathering, "head.to(gl.int64) * X.stride_h", "0 * head.to(gl.int64)"),
+    "places are mixed up": (gathering, "places_in(key) % PAGE", "0 * places_in(key)"),
+    "the phase does not flip": (
+        gathering,
+        "key + KEYS, COLUMNS, PAGE, PLAN)\n        stage, phase = advance",
+        "key + KEYS, COLUMNS, PAGE, PLAN)\n        stage, _ = advance",
+    ),
+    "keys are not shown to products": (kernels, SHOWN + "    k =", "    k ="),
+    "values are not shown to products": (kernels, SHOWN + "    v =", "    v ="),
+    "keys are not waited for": (kernels, "        mbarrier.wait(memory.full.index(stage), phase)\n        s", "        s"),
+    "values are given back before their product ends": (kernels, *MUTANTS["values are given back before their product ends"]),
+}  # fmt: skip
+
+
+def hard_to_gather():
+    """As `hard`, key by key: lost keys that all see, some see and none sees; other columns than stages have, in pages of 24."""
+    few = {"of": (450, 450), "length": 4, "heads": 2, "kv_heads": 2, "left": 380, "split": 512, "scale": 1.0}
+    strays = ((0, 448, 999999), (0, 10, 999999), (1, 300, -1))
+    return (
+        decode("pages of 1", **{**few, "room": 450}, strays=strays),
+        decode("72 and 40 in pages of 8", of=(400, 130), heads=4, page=24, split=512, strays=((1, 3, -1),)),
+    )
+
+
+@pytest.mark.parametrize("name", GATHERS)
+def test_mutants_that_gather_are_found(name, tmp_path, monkeypatch):
+    of, kept, instead = GATHERS[name]
+    with gluon_machine.broken(of, kept, instead, tmp_path) as mutant:
+        if of is gathering:
+            for part in ("gather_part", "make_full", "make_stages", "room_for_nothing", "words_of"):
+                monkeypatch.setattr(kernels, part, getattr(mutant, part))
+        with pytest.raises((AssertionError, IndexError)):
+            for seed in range(4):
+                for a in hard_to_gather():
+                    agrees(a, *played(a, seed, kernels if of is gathering else mutant))
 
 
 @pytest.mark.parametrize("name", MUTANTS)

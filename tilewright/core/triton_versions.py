@@ -28,6 +28,7 @@ WARPGROUP = ("warpgroup_mma", "warpgroup_mma_init", "warpgroup_mma_wait")
 CALLED = {
     "GluonASTSource": (0, "fn signature constexprs attrs"),
     "TensorDescriptor": (5, ""),
+    "arrive_when_copied": (1, "increment_count _semantic"),
     "async_load": (4, "pred _semantic"),
     "async_store": (3, "_semantic"),
     "barrier": (0, "_semantic"),
@@ -61,6 +62,7 @@ CALLED = {
     "gl.max": (2, ""),
     "gl.maximum": (2, "_semantic"),
     "gl.minimum": (2, "_semantic"),
+    "gl.multiple_of": (2, "_semantic"),
     "gl.pointer_type": (1, ""),
     "gl.program_id": (1, "_semantic"),
     "gl.reduce": (3, "_semantic"),
@@ -139,6 +141,7 @@ def gluon_of(load: Callable[[str], Any]) -> Gluon:
             "barrier": either(gl, "barrier", "thread_barrier"),
             # By threads, not in bulk: `async_load` of another module
             "copy_ahead": either(threads, "async_load", "async_copy_global_to_shared"),
+            "arrive_when_copied": threads.mbarrier_arrive,  # all threads, each when what it has begun to copy is there
             **{name: getattr(threads, name) for name in ("commit_group", "wait_group")},
             "reinterpret": either(memory, "reinterpret", "_reinterpret"),
             **{name: getattr(hopper, name) for name in ("fence_async_shared", "mbarrier", "mma_v2", "tma")},

@@ -6,7 +6,8 @@ blocks of 64 from the last that any row sees down to the first. All that counts 
 lie in one ring, a block's keys before the values of the one before, of as many stages as half of an SM's shared memory holds.
 Queries stay in registers. Heads of a part are neighbours, whose keys lie side by side. Parts are merged by `attention_parts_merge`.
 
-Keys come in boxes of rows that lie in one page, as many as the largest power of two that divides pages, 64 at most. The table is
+Keys come in boxes of rows that lie in one page, as many as the largest power of two that divides pages, 64 at most; where that is
+less than 16, four warps bring them key by key, and what differs then is said in `decode_gather.py`. The table is
 read before a stage is waited for: nobody writes it while the kernel runs. A box that nobody sees, or that has no
 page, is copied from past the last page, which brings 0 and reads nothing. What has no page, the copying warp says beside the keys.
 
@@ -54,6 +55,7 @@ from ..cached_parts import Table, capacity_of, check_keys, either, is_drawn, mer
 from ..portable import Scores, bend, heads_of
 from ..preference import wanted_of_cache
 from ..tiles import Lengths, Tile, Window, keys_of, keys_seen
+from .decode_gather import gather_part, make_full, make_stages, room_for_nothing, words_of
 from .forward import ALONE, CLEARED, KINDS, LONGEST, Rows, make_boxes, scaled_rows, scaled_where_moved, sums_of, weigh
 from .latent import find_boxes, make_barriers, matrices, missing_of, rounded, spoilt
 from .schedule import whole_blocks
@@ -70,8 +72,8 @@ TOGETHER = gl.constexpr(
 
 
 class Plan(NamedTuple):
-    """Columns of a stage, which keys and values are widened to; columns of a box, 128 bytes, and its keys, which lie in one page;
-    how many stages."""
+    """Columns of a stage, which keys and values are widened to; columns of a box, 128 bytes, and its keys, which lie in one page,
+    or 0 where threads copy key by key; how many stages."""
 
     columns: int
     wide: int
@@ -248,6 +250,8 @@ def load_queries(Q, span, L, GROUP, DIM: gl.constexpr, COLUMNS: gl.constexpr):
 @gluon.jit
 def issue_scores(q, memory, stage, into, PLAN: gl.constexpr):
     """Begin q @ k.T of a stage; `into` is what it is made of, whatever it held."""
+    if PLAN.box == 0:
+        fence_async_shared()  # threads wrote them
     k = matrices(memory.boxes, PLAN.stages, PLAN.columns).index(stage).permute((1, 0))
     return warpgroup_mma(q, k, into, use_acc=False, is_async=True)
 
@@ -256,6 +260,8 @@ def issue_scores(q, memory, stage, into, PLAN: gl.constexpr):
 def issue_values(o, weights, memory, stage, PLAN: gl.constexpr):
     """Begin o += weights @ v of a stage."""
     OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=sums_of(PLAN.columns), k_width=2)
+    if PLAN.box == 0:
+        fence_async_shared()  # threads wrote them
     v = matrices(memory.boxes, PLAN.stages, PLAN.columns).index(stage)
     return warpgroup_mma(gl.convert_layout(weights, OPERAND), v, o, is_async=True)
 
@@ -438,17 +444,25 @@ def attention_decode_hopper(
     await_last(DEPENDENT)
     span = span_of(WINDOW, LENGTHS, L, CAPACITY, KV_HEADS, PARTS, SPLIT)
     if span.high > span.low:
-        memory = Memory(
-            make_boxes(K, PLAN.stages * (PLAN.columns // WIDE) * (BLOCK // PLAN.box)),
-            gl.allocate_shared_memory(gl.int32, [PLAN.stages, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])),
-            make_barriers(PLAN.stages),
-            make_barriers(PLAN.stages),
-        )
-        gl.warp_specialize([
-            (attend_part, (Q, O, stride_op, LSE, stride_lp, SINK, TABLE, TREE, memory, span, SCORES, WINDOW, L, GROUP, DIM,
-                           COLUMNS, PLAN)),
-            (copy_part, (K, V, TABLE, memory, span, PAGES, PAGE, PLAN, DEPENDENT)),
-        ], [1], [32])  # fmt: skip
+        if PLAN.box > 0:
+            memory = Memory(
+                make_boxes(K, PLAN.stages * (PLAN.columns // WIDE) * (BLOCK // PLAN.box)),
+                gl.allocate_shared_memory(gl.int32, [PLAN.stages, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])),
+                make_barriers(PLAN.stages),
+                make_barriers(PLAN.stages),
+            )
+            gl.warp_specialize([
+                (attend_part, (Q, O, stride_op, LSE, stride_lp, SINK, TABLE, TREE, memory, span, SCORES, WINDOW, L, GROUP, DIM,
+                               COLUMNS, PLAN)),
+                (copy_part, (K, V, TABLE, memory, span, PAGES, PAGE, PLAN, DEPENDENT)),
+            ], [1], [32])  # fmt: skip
+        else:  # keys without a page are NaN: who multiplies with them needs no table
+            memory = Memory(make_stages(K, PLAN), None, make_full(PLAN.stages), make_barriers(PLAN.stages))
+            gl.warp_specialize([
+                (attend_part, (Q, O, stride_op, LSE, stride_lp, SINK, None, TREE, memory, span, SCORES, WINDOW, L, GROUP, DIM,
+                               COLUMNS, PLAN)),
+                (gather_part, (K, V, TABLE, memory, span, PAGES, DIM, COLUMNS, PAGE, PLAN, DEPENDENT)),
+            ], [4], [48])  # fmt: skip
     else:
         store_nothing(O, stride_op, LSE, stride_lp, SINK, span, L, GROUP, COLUMNS, PLAN)
 
@@ -460,7 +474,7 @@ WIDEST = 128  # columns of keys or values
 RESIDENT = 2  # programs that an SM holds
 SPARE = 1024  # bytes of a program's shared memory for barriers and what its warps are started with; as many an SM keeps for itself
 BESIDE = 2  # blocks that a part's beginning and its end take as long as, and a merge
-LEAST_BOX = 16  # keys: a block is then of four boxes, whose pages a warp of few registers holds twice
+LEAST_BOX = 16  # keys: a block is then of four boxes, whose pages a warp of few registers holds twice; or else threads copy keys
 # Blocks of a part, where sequences may be far shorter than there is room for and lie beside long ones: where parts wait for others
 # to end, a long one that begins late ends alone; where all begin at once, the chip is full until few are left
 LONGEST_PART, LONGEST_AT_ONCE = 32, 128
@@ -474,8 +488,9 @@ def plan_for(columns: int, box: int, memory: int) -> Plan | None:
 
 
 def box_rows(page: int) -> int:
-    """The largest power of two that divides pages; a block's rows at most, and without a table."""
-    return BLOCK.value if not page else min(BLOCK.value, page & -page)
+    """The largest power of two that divides pages, or 0 where that is too few; a block's rows at most, and without a table."""
+    rows = BLOCK.value if not page else min(BLOCK.value, page & -page)
+    return rows if rows >= LEAST_BOX else 0
 
 
 def split_for(capacity: int, units: int, rows: int, at_a_time: int, even: bool) -> int:
@@ -498,7 +513,7 @@ def split_for(capacity: int, units: int, rows: int, at_a_time: int, even: bool) 
 
 def fits(target: Target, a: SimpleNamespace) -> bool:
     """Whether queries and caches are 16-bit, of widths that are multiples of 8 up to 128, caches in rows that begin at multiples
-    of 16 bytes; a sequence has up to 64 queries for each head of its keys; pages hold whole boxes, and a split whole blocks;
+    of 16 bytes; a sequence has up to 64 queries for each head of its keys; a split holds whole blocks, and a page what it may;
     nothing is empty, nothing but windows, trees and lengths says what is seen, and the largest product is the largest score."""
     q, k, v = a.q, a.k_cache, a.v_cache
     if not target.hopper_gluon or q.dtype not in KINDS or not single(target, a):
@@ -509,10 +524,8 @@ def fits(target: Target, a: SimpleNamespace) -> bool:
         return False
     if any(t.shape[-1] % 8 or t.shape[-1] > WIDEST for t in (q, v)) or 0 in (*q.shape, *k.shape, *v.shape):
         return False
-    (batch, length, heads, _), (_, page, kv_heads, _), capacity = q.shape, k.shape, capacity_of(a)
+    (batch, length, heads, _), (_, _, kv_heads, _), capacity = q.shape, k.shape, capacity_of(a)
     if length * (heads // kv_heads) > ROWS.value or (a.split or 0) % BLOCK.value:
-        return False
-    if a.block_table is not None and box_rows(page) < LEAST_BOX:
         return False
     if not 0 < capacity < LONGEST or batch * kv_heads * cdiv(capacity, BLOCK.value) >= 2**31:
         return False
@@ -542,13 +555,16 @@ def forward(q: Tensor, k_cache: Tensor, v_cache: Tensor, **options: Any) -> tupl
     # The caller's memory for o may have any strides; the kernel writes whole columns
     whole = o if o.stride(-1) == 1 or parts > 1 else torch.empty(o.shape, dtype=o.dtype, device=o.device)
     made = room_for(whole, lse, parts)
-    block = [1, 1, plan.box, WIDE.value]
+    if plan.box:
+        block = [1, 1, plan.box, WIDE.value]
+        caches = tuple(box_of(t.transpose(1, 2), block, kind) for t in (k_cache, v_cache))
+    else:
+        caches = words_of(k_cache, room_for_nothing(k_cache, parts * units, plan.columns)), words_of(v_cache)
     how = Lengths(None, a.kv_len, None if a.kv_len is None else a.kv_len.stride(0), None)
     scale = width**-0.5 if a.scale is None else float(a.scale)
     slopes = None if a.slopes is None else a.slopes.contiguous()
     attention_decode_hopper(
-        heads_of(q), box_of(k_cache.transpose(1, 2), block, kind), box_of(v_cache.transpose(1, 2), block, kind),
-        None if a.block_table is None else Table(a.block_table, *a.block_table.stride()),
+        heads_of(q), *caches, None if a.block_table is None else Table(a.block_table, *a.block_table.stride()),
         None if a.tree is None else Tree(a.tree, *a.tree.stride()), *made,
         None if a.sink is None else a.sink.contiguous(),
         Scores(scale, float(a.softcap) or None, slopes, None, None, None, None, None),
