@@ -19,7 +19,7 @@ import tilewright as tw
 
 from ..attention import library as attending
 from ..attention import preference as attended
-from ..attention.hopper import chunks, coded, decode, latent
+from ..attention.hopper import chunks, coded, decode, latent, latent_pairs
 from ..attention.hopper.backward import fits_backward
 from ..attention.hopper.forward import fits
 from ..check.variants import Blank
