@@ -28,9 +28,10 @@ Who may write where in shared memory, and when:
   waited for: once a pair.
 - *tops* of w, the scores whose weights are 1: written with the weights. The other one reads them before it tells its own next
   weights, and those are waited for before w writes again. Nobody says more of it.
-- *sums* of w: what its weights add up to, written once, when all blocks are done; `told` has one more phase then, the last.
+- *sums* of w: what its weights add up to, written once, when it has taken in all blocks; it arrives at `done` of w then, which has
+  one phase, and waits for the other's.
 
-`told` of w so has a phase for each pair and one more. A barrier's parity is enough, for none is more than a phase ahead of who waits
+`told` of w has a phase for each pair. A barrier's parity is enough, for none is more than a phase ahead of who waits
 for it: a stage's `full` and `rest` complete again after its `empty`, at which the last arrives who waits for them; `told` of
 0 after `told` of 1, and that after the next of 0, each of which the other one has then waited for. The first phase of `empty` is not
 waited for, and those of the last pair are waited for by nobody.
@@ -102,7 +103,7 @@ SCORED = gl.constexpr(4)  # products that scores are
 
 class Memory(NamedTuple):
     """Shared memory. Queries and keys are boxes of 64 columns; `near` of stage w is the half w of the values' columns, and `far` the
-    other. `tops`, `sums` and `told` have one for each warpgroup."""
+    other. `tops`, `sums`, `told` and `done` have one for each warpgroup."""
 
     q: Any
     q_rope: Any
@@ -117,6 +118,7 @@ class Memory(NamedTuple):
     far: Any
     rest: Any
     told: Any
+    done: Any
 
 
 # ---- the copying warp ------------------------------------------------------------------------------------------------
@@ -304,8 +306,8 @@ def attend_half(
     bad = gl.where(lost != 0, float("nan"), 0.0)
     whole = gl.convert_layout(gl.sum(total, 1), BY_ROW) + bad
     memory.sums.index(W).store(whole)
-    mbarrier.arrive(memory.told.index(W), count=1)
-    mbarrier.wait(memory.told.index(1 - W), pairs & 1)
+    mbarrier.arrive(memory.done.index(W), count=1)
+    mbarrier.wait(memory.done.index(1 - W), 0)
     whole += memory.sums.index(1 - W).load(BY_ROW)
     empty = whole == 0.0
     if LENGTHS.kv_len is not None:  # more keys than there is room for: none were walked over
@@ -345,6 +347,7 @@ def attention_latent_pairs_hopper(
         Pair(make_barriers(STAGES), make_barriers(STAGES)),
         make_barriers(STAGES),
         make_barriers(2),
+        make_barriers(2),
     )
     # 232 registers a thread for both warpgroups: what these two leave is the first one's
     gl.warp_specialize([
@@ -354,7 +357,7 @@ def attention_latent_pairs_hopper(
                        SPLIT, 1, PLAN)),
         (copy_part, (Q, K, ROPE, rope_at, KEYS, TABLE, memory, WINDOW, LENGTHS, L, CAPACITY, PAGES, HEADS, TILES, PARTS, SPLIT,
                      PAGE, PLAN)),
-    ], [4, 1], [232, 40])  # fmt: skip
+    ], [4, 1], [216, 72])  # fmt: skip
 
 
 # ---- host ------------------------------------------------------------------------------------------------------------
