@@ -88,7 +88,6 @@ from .latent import (
     missing_of,
     rounded,
     span_of,
-    spoilt,
     store_half,
     takes,
 )
@@ -189,18 +188,19 @@ def issue_scores(memory, phase, into, W: gl.constexpr, PLAN: gl.constexpr):
     held."""
     HALF: gl.constexpr = PLAN.columns // 2
     QUARTER: gl.constexpr = HALF // 2
-    only = unknown_zero()  # addresses of queries would stay in registers, of which there are none left
+    first = unknown_zero()  # addresses of all operands would stay in registers, of which there are none left
+    own = first + W
     mbarrier.wait(memory.near.full.index(W), phase)
-    k = matrices(memory.k_near, STAGES, HALF).index(W).permute((1, 0))
-    s = warpgroup_mma(matrices(memory.q, 2, HALF).index(only + W), k, into, use_acc=False, is_async=True)
+    k = matrices(memory.k_near, STAGES, HALF).index(own).permute((1, 0))
+    s = warpgroup_mma(matrices(memory.q, 2, HALF).index(own), k, into, use_acc=False, is_async=True)
     mbarrier.wait(memory.far.full.index(W), phase)
-    k = matrices(memory.k_rope, STAGES, WIDE).index(W).permute((1, 0))
-    s = warpgroup_mma(matrices(memory.q_rope, 1, WIDE).index(only), k, s, is_async=True)
+    k = matrices(memory.k_rope, STAGES, WIDE).index(own).permute((1, 0))
+    s = warpgroup_mma(matrices(memory.q_rope, 1, WIDE).index(first), k, s, is_async=True)
     q = matrices(memory.q, 4, QUARTER)
     k = matrices(memory.k_far, 2 * STAGES, QUARTER)
-    s = warpgroup_mma(q.index(only + 2 - 2 * W), k.index(2 * W).permute((1, 0)), s, is_async=True)
+    s = warpgroup_mma(q.index(first + 2 - 2 * W), k.index(first + 2 * W).permute((1, 0)), s, is_async=True)
     mbarrier.wait(memory.rest.index(W), phase)
-    return warpgroup_mma(q.index(only + 3 - 2 * W), k.index(2 * W + 1).permute((1, 0)), s, is_async=True)
+    return warpgroup_mma(q.index(first + 3 - 2 * W), k.index(first + 2 * W + 1).permute((1, 0)), s, is_async=True)
 
 
 @gluon.jit
@@ -217,9 +217,21 @@ def take_other(o, top, total, memory, phase, live, W: gl.constexpr, PLAN: gl.con
     new = memory.tops.index(1 - W).load(gl.SliceLayout(1, sums_of(64)))
     fade = gl.exp2(top - new)
     o = scaled_where_moved(o, fade)
-    v = matrices(memory.k_far, STAGES, HALF).index(1 - W)
-    o = warpgroup_mma(matrices(memory.k_rope, STAGES, WIDE).index(1 - W), v, o, is_async=True)
+    other = unknown_zero() + 1 - W
+    v = matrices(memory.k_far, STAGES, HALF).index(other)
+    o = warpgroup_mma(matrices(memory.k_rope, STAGES, WIDE).index(other), v, o, is_async=True)
     return o, new, scaled_rows(total, fade)
+
+
+@gluon.jit
+def lost_keys(TABLE, s, missing, PLAN: gl.constexpr):
+    """`spoilt`, whose columns are counted where it stands: counted ahead of the loop, they would take registers."""
+    if TABLE is None:
+        return s
+    else:
+        j = gl.arange(0, BLOCK, gl.SliceLayout(0, s.type.layout)) + unknown_zero()
+        lost = ((missing >> (j // PLAN.box)) & 1) != 0
+        return gl.where(gl.expand_dims(lost, 0), float("nan"), s)
 
 
 @gluon.jit
@@ -233,7 +245,7 @@ def take_own(
     missing = missing_of(TABLE, memory, W)
     if (block >= upper) | (block < span.low):
         key = gl.where(block < span.low, UNSEEN, block * BLOCK)
-        s = spoilt(TABLE, s, missing, PLAN)
+        s = lost_keys(TABLE, s, missing, PLAN)
         p, top, total, fade = weigh(s, top, total, SCORES, WINDOW, rows, key, True, LAZY)
     else:  # which all rows see
         lost |= missing
@@ -247,7 +259,7 @@ def take_own(
         if (block + 1) * BLOCK > span.stop:
             clear_unseen(memory.k_near, span.stop - block * BLOCK, HALF // WIDE)
     o = scaled_where_moved(o, fade)
-    v = matrices(memory.k_near, STAGES, HALF).index(W)
+    v = matrices(memory.k_near, STAGES, HALF).index(unknown_zero() + W)
     o = warpgroup_mma(gl.convert_layout(weights, OPERAND), v, o, is_async=True)
     o = warpgroup_mma_wait(0, deps=(o,))
     mbarrier.arrive(memory.near.empty.index(W), count=1)
@@ -357,7 +369,7 @@ def attention_latent_pairs_hopper(
                        SPLIT, 1, PLAN)),
         (copy_part, (Q, K, ROPE, rope_at, KEYS, TABLE, memory, WINDOW, LENGTHS, L, CAPACITY, PAGES, HEADS, TILES, PARTS, SPLIT,
                      PAGE, PLAN)),
-    ], [4, 1], [216, 72])  # fmt: skip
+    ], [4, 1], [232, 40])  # fmt: skip
 
 
 # ---- host ------------------------------------------------------------------------------------------------------------
