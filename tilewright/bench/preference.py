@@ -33,7 +33,7 @@ from .work import arguments
 NAMES = {"scaled_mm": library.pair_of, "matmul": library.pair_of_matmul}
 ATTENTION = ("attention", "attention_lse", "cached_attention")
 ATTENTION_FITS = {"forward": fits, "backward": fits_backward}
-CACHED_FITS = {chunks.NAME: chunks.fits, decode.NAME: decode.fits, latent.NAME: latent.fits}  # by backend
+CACHED_FITS = {one.NAME: one.fits for one in (chunks, decode, latent, latent_pairs)}  # by backend
 LEAST = 0.97  # of the fastest's speed, which `auto` has to reach in every recorded product and call of attention
 WITH_LSE = "cudnn_lse"  # the rival that is our own call with cuDNN's forward
 

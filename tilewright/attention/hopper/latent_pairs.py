@@ -97,7 +97,6 @@ NAME = "hopper_latent_pairs"
 STAGES = gl.constexpr(2)  # one for each warpgroup's blocks
 LOWEST = gl.constexpr(-3.0e38)  # the largest score of rows that have seen nothing: its difference from itself is 0
 UNSEEN = gl.constexpr(LONGEST)  # a key that no row sees
-SCORED = gl.constexpr(4)  # products that scores are
 
 
 class Memory(NamedTuple):
@@ -183,16 +182,22 @@ def copy_part(
 
 
 @gluon.jit
-def issue_scores(memory, phase, into, W: gl.constexpr, PLAN: gl.constexpr):
-    """Begin q @ k.T of the block in stage W, each product when its columns are there. `into` is what it is made of, whatever it
+def begin_scores(memory, phase, into, W: gl.constexpr, PLAN: gl.constexpr):
+    """Begin q @ k.T of the near columns of the block in stage W when they are there. `into` is what it is made of, whatever it
     held."""
     HALF: gl.constexpr = PLAN.columns // 2
-    QUARTER: gl.constexpr = HALF // 2
-    first = unknown_zero()  # addresses of all operands would stay in registers, of which there are none left
-    own = first + W
+    own = unknown_zero() + W  # addresses of all operands would stay in registers, of which there are none left
     mbarrier.wait(memory.near.full.index(W), phase)
     k = matrices(memory.k_near, STAGES, HALF).index(own).permute((1, 0))
-    s = warpgroup_mma(matrices(memory.q, 2, HALF).index(own), k, into, use_acc=False, is_async=True)
+    return warpgroup_mma(matrices(memory.q, 2, HALF).index(own), k, into, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def finish_scores(s, memory, phase, W: gl.constexpr, PLAN: gl.constexpr):
+    """Begin the other products, each when its columns are there."""
+    QUARTER: gl.constexpr = PLAN.columns // 4
+    first = unknown_zero()
+    own = first + W
     mbarrier.wait(memory.far.full.index(W), phase)
     k = matrices(memory.k_rope, STAGES, WIDE).index(own).permute((1, 0))
     s = warpgroup_mma(matrices(memory.q_rope, 1, WIDE).index(first), k, s, is_async=True)
@@ -292,7 +297,7 @@ def attend_half(
         live = span.stop - (span.high - 1) * BLOCK  # keys of the first block that any row sees
         mbarrier.wait(memory.queries, 0)
         if W == 0:
-            s = issue_scores(memory, 0, p, W, PLAN)
+            s = finish_scores(begin_scores(memory, 0, p, W, PLAN), memory, 0, W, PLAN)
             s = warpgroup_mma_wait(0, deps=(s,))
             o, p, top, total, lost = take_own(
                 o, s, top, total, lost, TABLE, memory, block, span, upper, SCORES, WINDOW, rows, W, PLAN
@@ -301,9 +306,11 @@ def attend_half(
             phase = 1
         for _ in range(pairs - (1 - W)):
             o, top, total = take_other(o, top, total, memory, behind, live, W, PLAN)
-            s = issue_scores(memory, phase, p, W, PLAN)
-            o = warpgroup_mma_wait(SCORED, deps=(o,))
+            s = begin_scores(memory, phase, p, W, PLAN)
+            # Near comes first: the other columns may be on their way for long, and copies wait for those that are given back
+            o = warpgroup_mma_wait(1, deps=(o,))
             mbarrier.arrive(memory.far.empty.index(1 - W), count=1)
+            s = finish_scores(s, memory, phase, W, PLAN)
             s = warpgroup_mma_wait(0, deps=(s,))
             o, p, top, total, lost = take_own(
                 o, s, top, total, lost, TABLE, memory, block, span, upper, SCORES, WINDOW, rows, W, PLAN
@@ -361,7 +368,7 @@ def attention_latent_pairs_hopper(
         make_barriers(2),
         make_barriers(2),
     )
-    # 232 registers a thread for both warpgroups: what these two leave is the first one's
+    # 224 registers a thread for both warpgroups: what these two leave is the first one's
     gl.warp_specialize([
         (attend_half, (O, stride_op, LSE, stride_lp, TABLE, memory, SCORES, WINDOW, LENGTHS, L, CAPACITY, HEADS, TILES, PARTS,
                        SPLIT, 0, PLAN)),
@@ -369,7 +376,7 @@ def attention_latent_pairs_hopper(
                        SPLIT, 1, PLAN)),
         (copy_part, (Q, K, ROPE, rope_at, KEYS, TABLE, memory, WINDOW, LENGTHS, L, CAPACITY, PAGES, HEADS, TILES, PARTS, SPLIT,
                      PAGE, PLAN)),
-    ], [4, 1], [232, 40])  # fmt: skip
+    ], [4, 1], [224, 56])  # fmt: skip
 
 
 # ---- host ------------------------------------------------------------------------------------------------------------
