@@ -616,7 +616,9 @@ def fits_call(target: Target, a: SimpleNamespace) -> bool:
 
 
 def forward(q: Tensor, k_cache: Tensor, v_cache: None, **options: Any) -> tuple[Tensor, Tensor]:
-    return attend_by(attention_latent_hopper, plan_for, SimpleNamespace(q=q, k_cache=k_cache, v_cache=v_cache, **options))
+    return attend_by(
+        attention_latent_hopper, plan_for, SimpleNamespace(q=q, k_cache=k_cache, v_cache=v_cache, **options)
+    )
 
 
 def attend_by(attend: Any, plan_for: Callable[..., Plan | None], a: SimpleNamespace) -> tuple[Tensor, Tensor]:

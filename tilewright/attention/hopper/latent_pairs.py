@@ -318,7 +318,7 @@ def attend_half(
             block -= 2
             phase ^= 1
             behind ^= 1
-            live = BLOCK
+            live = gl.maximum(live, BLOCK)  # of later blocks all keys
         if W == 0:
             o, top, total = take_other(o, top, total, memory, behind, live, W, PLAN)
             o = warpgroup_mma_wait(0, deps=(o,))
