@@ -1,6 +1,6 @@
-"""Attention over caches of latents on hardware: both of Hopper's kernels against float64 and the portable one, of every kind and at the
-lengths where blocks, parts and tiles end, with NaN in all that nobody sees; the same bits in a hundred runs, in any batch, and in a
-graph as outside of it. A kernel that waits for ever ends the process."""
+"""Attention over caches of latents on hardware: both of Hopper's kernels against float64 and the portable one, of every kind and
+at the lengths where blocks, parts and tiles end, with NaN in all that nobody sees; the same bits in a hundred runs, in any batch,
+and in a graph as outside of it. A kernel that waits for ever ends the process."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Attention over caches of latents by pairs of blocks, played from its own source by `gluon_machine`: values, whatever order barriers
-allow, numbers of blocks that are odd, NaN in all that nobody sees, pages that there are not. And that the machine sees what is wrong
-with such a kernel."""
+"""Attention over caches of latents by pairs of blocks, played from its own source by `gluon_machine`: values, whatever order
+barriers allow, numbers of blocks that are odd, NaN in all that nobody sees, pages that there are not. And that the machine sees
+what is wrong with such a kernel."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def test_any_order_gives_the_same_bits():
 
 
 def growing(length=448):
-    """Scores that grow from block to block as they are walked over, in some rows by much: sums of both halves are multiplied by what
-    either warpgroup finds, and the base of weights lags in other rows."""
+    """Scores that grow from block to block as they are walked over, in some rows by much: sums of both halves are multiplied by
+    what either warpgroup finds, and the base of weights lags in other rows."""
     a = call((length,), scale=1.0, values=256)
     grows = torch.linspace(3.0, 0.1, length)[:, None, None] * (1 + torch.arange(320) % 3)
     a["k_cache"] = (a["k_cache"].abs() * grows).to(torch.bfloat16)
@@ -73,6 +73,9 @@ AWAIT_SCORES = (
     "            s = finish_scores(s, memory, phase, W, PLAN)\n            s = warpgroup_mma_wait(0, deps=(s,))\n"
 )
 TELL = "    fence_async_shared()\n    mbarrier.arrive(memory.told.index(W), count=1)\n"
+TAKE_LAST = """            o, top, total = take_other(o, top, total, memory, behind, live, W, PLAN)
+            o = warpgroup_mma_wait(0, deps=(o,))
+"""
 STORE = "    matrices(memory.k_rope, STAGES, WIDE).index(W).store(weights)\n"
 MUTANTS = {
     "far columns are given back before their product ends": (AWAIT_OTHER + GIVE_FAR, GIVE_FAR + AWAIT_OTHER),
@@ -117,8 +120,8 @@ MUTANTS = {
     "totals are not faded": ("return o, new, scaled_rows(total, fade)", "return o, new, total"),
     "the other's tops are not taken over": ("return o, new, scaled_rows", "return o, top, scaled_rows"),
     "the last of the other's is left out": (
-        "            o, top, total = take_other(o, top, total, memory, behind, live, W, PLAN)\n            o = warpgroup_mma_wait(0",
-        "            o = warpgroup_mma_wait(0",
+        TAKE_LAST,
+        TAKE_LAST.splitlines(True)[1],
     ),
     "a lost page is not told": ("        lost |= missing\n", "        pass\n"),
     "a lost page at the edge is not told": ("        s = lost_keys(TABLE, s, missing, PLAN)\n", ""),

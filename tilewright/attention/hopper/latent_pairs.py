@@ -1,40 +1,40 @@
 """Attention over caches of latents on Hopper, in Gluon, for rows of several tiles, whose products take longer than memory: two
 warpgroups that both make scores and weights, by turns, and a warp that copies.
 
-A program takes 64 rows of one sequence over one part of its keys, as `latent.py` has them, and its host code is that file's. Blocks
-of 64 keys come in pairs, from the last that any row sees down to the first: one for each of two stages, and warpgroup w makes scores
-and weights of the block in stage w. Each adds up its half of the values' columns, w the half w, of all blocks. So a warpgroup goes
-through a circle: it issues the product of the other's weights with its half of the other's block, and the scores of its own next
-block, as its columns come; then it makes weights of these, tells them, and issues their product with its half of its own block.
-While one makes weights, the other's products have the tensor cores. Sums are taken in by blocks in their order: the largest score of
-a row goes from one warpgroup to the other and back, and weights are rounded once.
+A program takes 64 rows of one sequence over one part of its keys, as `latent.py` has them, and its host code is that file's.
+Blocks of 64 keys come in pairs, from the last that any row sees down to the first: one for each of two stages, and warpgroup w
+makes scores and weights of the block in stage w. Each adds up its half of the values' columns, w the half w, of all blocks. So a
+warpgroup goes through a circle: it issues the product of the other's weights with its half of the other's block, and the scores of
+its own next block, as its columns come; then it makes weights of these, tells them, and issues their product with its half of its
+own block. While one makes weights, the other's products have the tensor cores. Sums are taken in by blocks in their order: the
+largest score of a row goes from one warpgroup to the other and back, and weights are rounded once.
 
 Where the number of blocks is odd, the last pair's second lies before the part: copies bring 0 for it, and nobody sees its keys.
 
-A stage has three pieces: *near*, the half of the values' columns that its own warpgroup adds up; *far*, the other's half; *rope*, the
-columns after the values, which scores alone read, so that the block's weights lie there afterwards. Near is given back when its own
-warpgroup's product is done, and far and rope when the other's is: it read weights in the one and values in the other. Copies are
-begun in that order, and far arrives at two barriers, so that few products are left when the last columns come.
+A stage has three pieces: *near*, the half of the values' columns that its own warpgroup adds up; *far*, the other's half; *rope*,
+the columns after the values, which scores alone read, so that the block's weights lie there afterwards. Near is given back when
+its own warpgroup's product is done, and far and rope when the other's is: it read weights in the one and values in the other.
+Copies are begun in that order, and far arrives at two barriers, so that few products are left when the last columns come.
 
 Who may write where in shared memory, and when:
 
 - *queries* are copied once: `queries` has one phase.
-- *near* of stage w: the copying warp waits for `near.empty` and fills it, and its bytes arrive at `near.full`. Warpgroup w waits for
-  that, reads it as keys and then as values, and arrives at `near.empty` when both products are waited for: once a pair.
-- *far* and *rope* of stage w, and `missing`, which says what pages of the block there are not: the copying warp waits for `far.empty`,
-  stores the number, and fills rope and the first of far, whose bytes arrive at `far.full`, and the rest, at `rest`. Warpgroup w waits
-  for both and makes scores; when these are waited for, it stores weights in rope, shows them to products by a fence and arrives at
-  `told`. The other one waits for `told`, `far.full` and `rest`, reads both by its product, and arrives at `far.empty` when that is
-  waited for: once a pair.
+- *near* of stage w: the copying warp waits for `near.empty` and fills it, and its bytes arrive at `near.full`. Warpgroup w waits
+  for that, reads it as keys and then as values, and arrives at `near.empty` when both products are waited for: once a pair.
+- *far* and *rope* of stage w, and `missing`, which says what pages of the block there are not: the copying warp waits for
+  `far.empty`, stores the number, and fills rope and the first of far, whose bytes arrive at `far.full`, and the rest, at `rest`.
+  Warpgroup w waits for both and makes scores; when these are waited for, it stores weights in rope, shows them to products by a
+  fence and arrives at `told`. The other one waits for `told`, `far.full` and `rest`, reads both by its product, and arrives at
+  `far.empty` when that is waited for: once a pair.
 - *tops* of w, the scores whose weights are 1: written with the weights. The other one reads them before it tells its own next
   weights, and those are waited for before w writes again. Nobody says more of it.
 - *sums* of w: what its weights add up to, written once, when it has taken in all blocks; it arrives at `done` of w then, which has
   one phase, and waits for the other's.
 
-`told` of w has a phase for each pair. A barrier's parity is enough, for none is more than a phase ahead of who waits
-for it: a stage's `full` and `rest` complete again after its `empty`, at which the last arrives who waits for them; `told` of
-0 after `told` of 1, and that after the next of 0, each of which the other one has then waited for. The first phase of `empty` is not
-waited for, and those of the last pair are waited for by nobody.
+`told` of w has a phase for each pair. A barrier's parity is enough, for none is more than a phase ahead of who waits for it: a
+stage's `full` and `rest` complete again after its `empty`, at which the last arrives who waits for them; `told` of 0 after `told`
+of 1, and that after the next of 0, each of which the other one has then waited for. The first phase of `empty` is not waited for,
+and those of the last pair are waited for by nobody.
 
 Nobody waits in a circle. Order blocks as they are taken in, 0 and 1 of the first pair, 0 of the second. Copies of a block wait for
 products with the block two before, those wait for weights of that, and weights of a block wait for its copies and for the weights
@@ -42,8 +42,7 @@ of the block before: all that anything waits for is of the same block or an earl
 
 Keys past the last that is seen may hold NaN. Only the block that is taken in first has any: their scores are hidden, and their
 values are cleared by each warpgroup in its own half, after the scores are done: the one has waited for them, the other for weights
-made of them. Each is alone with its columns then, shows by a fence what it wrote, and has its warps wait for each other.
-"""
+made of them. Each is alone with its columns then, shows by a fence what it wrote, and has its warps wait for each other."""
 
 from __future__ import annotations
 
@@ -100,8 +99,8 @@ UNSEEN = gl.constexpr(LONGEST)  # a key that no row sees
 
 
 class Memory(NamedTuple):
-    """Shared memory. Queries and keys are boxes of 64 columns; `near` of stage w is the half w of the values' columns, and `far` the
-    other. `tops`, `sums`, `told` and `done` have one for each warpgroup."""
+    """Shared memory. Queries and keys are boxes of 64 columns; `near` of stage w is the half w of the values' columns, and `far`
+    the other. `tops`, `sums`, `told` and `done` have one for each warpgroup."""
 
     q: Any
     q_rope: Any
@@ -210,8 +209,8 @@ def finish_scores(s, memory, phase, W: gl.constexpr, PLAN: gl.constexpr):
 
 @gluon.jit
 def take_other(o, top, total, memory, phase, live, W: gl.constexpr, PLAN: gl.constexpr):
-    """Begin to add up the half W of the other warpgroup's block, when its weights are told, and take over what they are relative to.
-    Its values are cleared from the `live`-th key on."""
+    """Begin to add up the half W of the other warpgroup's block, when its weights are told, and take over what they are relative
+    to. Its values are cleared from the `live`-th key on."""
     HALF: gl.constexpr = PLAN.columns // 2
     mbarrier.wait(memory.told.index(1 - W), phase)
     mbarrier.wait(memory.far.full.index(1 - W), phase)
