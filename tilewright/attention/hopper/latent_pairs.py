@@ -42,7 +42,8 @@ of the block before: all that anything waits for is of the same block or an earl
 
 Keys past the last that is seen may hold NaN. Only the block that is taken in first has any: their scores are hidden, and their
 values are cleared by each warpgroup in its own half, after the scores are done: the one has waited for them, the other for weights
-made of them. Each is alone with its columns then, shows by a fence what it wrote, and has its warps wait for each other."""
+made of them. Each is alone with its columns then, shows by a fence what it wrote, and has its warps wait for each other.
+"""
 
 from __future__ import annotations
 
