@@ -1,6 +1,6 @@
-"""Attention over caches of latents on hardware: Hopper's kernel against float64 and the portable one, of every kind and at the
-lengths where blocks, parts and tiles end, with NaN in all that nobody sees; the same bits in a hundred runs, in any batch, and in a
-graph as outside of it. A kernel that waits for ever ends the process."""
+"""Attention over caches of latents on hardware: both of Hopper's kernels against float64 and the portable one, of every kind and
+at the lengths where blocks, parts and tiles end, with NaN in all that nobody sees; the same bits in a hundred runs, in any batch,
+and in a graph as outside of it. A kernel that waits for ever ends the process."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from tilewright.core.target import Target
 
 pytestmark = pytest.mark.gpu
 LIMIT = 300  # seconds for a test, compiling included
+OURS = ("hopper_latent", "hopper_latent_pairs")
 
 
 @pytest.fixture(autouse=True)
@@ -33,7 +34,7 @@ def on_gpu(a):
     return {name: t.cuda() if torch.is_tensor(t) else t for name, t in a.items()}
 
 
-def attend(a, backend="hopper_latent"):
+def attend(a, backend):
     return tw.cached_attention(**a, backend=backend)
 
 
@@ -54,10 +55,10 @@ def in_parts(a, o, lse, sequences=4, heads=8):
             yield {**a, **own, "q": own["q"][:, :, some]}, o[these, :, some], lse[these, some]
 
 
-def held(a):
-    """Results by Hopper's kernel, held to float64 and to the portable one."""
+def held(a, backend):
+    """Results by a kernel of Hopper's, held to float64 and to the portable one."""
     given = on_gpu(a)
-    o, lse = attend(given)
+    o, lse = attend(given, backend)
     for part in in_parts(given, o, lse):
         agrees(*part)
     other, other_lse = attend(given, "portable")
@@ -67,26 +68,29 @@ def held(a):
     return o, lse
 
 
+@pytest.mark.parametrize("backend", OURS)
 @pytest.mark.parametrize("name", CALLS)
-def test_kinds(name):
-    held(CALLS[name]())
+def test_kinds(name, backend):
+    held(CALLS[name](), backend)
 
 
+@pytest.mark.parametrize("backend", OURS)
 @pytest.mark.parametrize("heads", [128, 64, 16, 1])
-@pytest.mark.parametrize("length", [1, 63, 64, 65, 8192])
-def test_lengths(length, heads):
-    held(call((length,), room=8192, heads=heads))
-    held(call((length, 3000), room=8192, heads=heads, page=64, tokens=2))
+@pytest.mark.parametrize("length", [1, 63, 64, 65, 128, 129, 8192])
+def test_lengths(length, heads, backend):
+    held(call((length,), room=8192, heads=heads), backend)
+    held(call((length, 3000), room=8192, heads=heads, page=64, tokens=2), backend)
 
 
-def test_a_batch_as_a_server_has_it():
+@pytest.mark.parametrize("backend", OURS)
+def test_a_batch_as_a_server_has_it(backend):
     """More programs than SMs, uneven, some without keys, one of more than there is room for."""
     lengths = tuple((97 * i * i) % 4097 for i in range(36)) + (0, 4097, 4096, 1)
-    held(call(lengths, room=4096, heads=16, page=64))
-    held(call(lengths[-5:], room=4096, heads=128, tokens=2, page=64, dtype=torch.float16))
+    held(call(lengths, room=4096, heads=16, page=64), backend)
+    held(call(lengths[-5:], room=4096, heads=128, tokens=2, page=64, dtype=torch.float16), backend)
 
 
-@pytest.mark.parametrize("backend", ["hopper_latent", "portable", "auto"])
+@pytest.mark.parametrize("backend", [*OURS, "portable", "auto"])
 @pytest.mark.parametrize("values", [512, 256])
 def test_bits_are_a_sequence_s_own(values, backend):
     """Alone, with a table no wider than it needs and with one that has room for far more, as in a batch."""
@@ -113,7 +117,7 @@ def test_a_batch_that_is_measured_has_the_bits_of_one_sequence():
         same(attend({**a, **own}, "auto"), (t[b : b + 1] for t in whole))
 
 
-@pytest.mark.parametrize("backend", ["hopper_latent", "portable"])
+@pytest.mark.parametrize("backend", [*OURS, "portable"])
 @pytest.mark.parametrize("heads", [16, 128])
 def test_a_hundred_runs_have_the_same_bits(heads, backend):
     a = on_gpu(call((3000, 1, 777, 64, 2500), room=4096, heads=heads, tokens=2, page=64))
@@ -122,7 +126,7 @@ def test_a_hundred_runs_have_the_same_bits(heads, backend):
         same(attend(a, backend), first)
 
 
-@pytest.mark.parametrize("backend", ["hopper_latent", "portable"])
+@pytest.mark.parametrize("backend", [*OURS, "portable"])
 @pytest.mark.parametrize("split", [512, None])
 def test_a_graph_serves_other_lengths_and_tables(split, backend):
     """Bit for bit what each call gives by itself; there is room for 1024 keys."""
@@ -144,14 +148,15 @@ def test_a_graph_serves_other_lengths_and_tables(split, backend):
         same(made, wanted)
 
 
-def test_results_go_where_they_are_told():
+@pytest.mark.parametrize("backend", OURS)
+def test_results_go_where_they_are_told(backend):
     """Memory of other strides, and what lies between its rows is left alone."""
     a = on_gpu(call((300, 65), heads=16, split=512))
-    wanted = attend(a)
+    wanted = attend(a, backend)
     room = torch.full((2, 1, 16, 640), 7.0, dtype=torch.bfloat16, device="cuda")
     turned = torch.empty(2, 512, 16, 1, dtype=torch.bfloat16, device="cuda").permute(0, 3, 2, 1)
     for o in (room[..., :512], turned):
         out = (o, torch.empty_like(wanted[1]))
-        tw.cached_attention(**a, backend="hopper_latent", out=out)
+        tw.cached_attention(**a, backend=backend, out=out)
         same(out, wanted)
     assert (room[..., 512:] == 7.0).all()

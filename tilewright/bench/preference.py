@@ -19,7 +19,7 @@ import tilewright as tw
 
 from ..attention import library as attending
 from ..attention import preference as attended
-from ..attention.hopper import chunks, coded, decode, latent
+from ..attention.hopper import chunks, coded, decode, latent, latent_pairs
 from ..attention.hopper.backward import fits_backward
 from ..attention.hopper.forward import fits
 from ..check.variants import Blank
@@ -33,7 +33,7 @@ from .work import arguments
 NAMES = {"scaled_mm": library.pair_of, "matmul": library.pair_of_matmul}
 ATTENTION = ("attention", "attention_lse", "cached_attention")
 ATTENTION_FITS = {"forward": fits, "backward": fits_backward}
-CACHED_FITS = {chunks.NAME: chunks.fits, decode.NAME: decode.fits, latent.NAME: latent.fits}  # by backend
+CACHED_FITS = {one.NAME: one.fits for one in (chunks, decode, latent, latent_pairs)}  # by backend
 LEAST = 0.97  # of the fastest's speed, which `auto` has to reach in every recorded product and call of attention
 WITH_LSE = "cudnn_lse"  # the rival that is our own call with cuDNN's forward
 
@@ -125,8 +125,8 @@ def attention_rows(
 
 def attention_measured(recorded: Iterable[Mapping[str, Any]], cases: Mapping[str, Case] = CASES) -> Iterator[Attended]:
     """The rows that tell which of several is the fastest: a case names the chip's kernels, and the portable ones are its rival, and
-    cuDNN where it takes such a forward. Every recorded row was right. A backward that the chip's kernels leave to the portable ones
-    tells nothing."""
+    cuDNN where it takes such a forward, and over caches others of the chip's own. Every recorded row was right. A backward that the
+    chip's kernels leave to the portable ones tells nothing."""
     for row in recorded:
         case, theirs = cases.get(row["case"]), row["rivals"].get(attended.PORTABLE)
         asked = None if case is None or case.op not in ATTENTION else case.arguments.get("backend")
@@ -140,6 +140,9 @@ def attention_measured(recorded: Iterable[Mapping[str, Any]], cases: Mapping[str
             given, taken = of_codes(given, case.way), coded.fits
         if target is not None and taken is not None and taken(target, given):
             times = {asked: row["us"], attended.PORTABLE: theirs} | by_library(row, case, given)
+            if case.op == "cached_attention":  # which a chip may have several kernels for
+                fitting = (name for name, fit in CACHED_FITS.items() if name in row["rivals"] and fit(target, given))
+                times |= {name: row["rivals"][name] for name in fitting}
             yield Attended(row, case.direction, given, times)
 
 

@@ -338,14 +338,14 @@ def _torch_linear(work: Work) -> Call:
     return directed(function, work)
 
 
-def _portable(work: Work) -> Call:
-    """Our own kernels that any chip takes, where a case asks for those of one chip."""
+def _backend(name: str, work: Work) -> Call:
+    """Our own kernels of another backend than the case asks for: those that any chip takes, or others of one chip."""
     asks = work.op.asks
-    if asks is None or all(one.name != "portable" for one in work.op.implementations):
+    if asks is None or all(one.name != name for one in work.op.implementations):
         raise Absent(f"{work.case.op} has no backend of that name")
-    if work.values[asks] == "portable":
+    if work.values[asks] == name:
         raise Absent("it is what the case itself measures")
-    return work.by(**{asks: "portable"}).call
+    return work.by(**{asks: name}).call
 
 
 def _cudnn_lse(work: Work) -> Call:
@@ -420,6 +420,6 @@ NAMED: dict[str, Callable[[Work], Call]] = {
     "torch_int_mm": _torch_int_mm,
     "torch_grouped": _torch_grouped,
     "torch_linear": _torch_linear,
-    "portable": _portable,
+    **{name: functools.partial(_backend, name) for name in ("portable", "hopper_latent_pairs")},
     "cudnn_lse": _cudnn_lse,
 }

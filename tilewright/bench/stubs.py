@@ -81,7 +81,10 @@ def _function(op: Op, hints: Mapping[str, Any], result: str, first: str, out_for
 
 
 def _parameter(p: inspect.Parameter, hint: Any) -> str:
-    return f"{p.name}: {_words(hint)}" + ("" if p.default is p.empty else f" = {_quoted(p.default)}")
+    words, default = f"{p.name}: {_words(hint)}", "" if p.default is p.empty else f" = {_quoted(p.default)}"
+    if len(words + default) >= LONGEST and words.endswith("]"):  # as the formatter breaks it
+        words = words[:-1].replace("[", "[\n        ", 1) + "\n    ]"
+    return words + default
 
 
 def _result(op: Op, hint: Any) -> str:

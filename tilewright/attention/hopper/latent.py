@@ -41,6 +41,7 @@ wrote, and has its warps wait for each other.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -572,6 +573,16 @@ def lies_in_rows(q: Tensor) -> bool:
 
 
 def fits(target: Target, a: SimpleNamespace) -> bool:
+    """Whether it takes a call, and shared memory has room."""
+    return takes(target, a) and has_room(plan_for, target, a)
+
+
+def has_room(plan_for: Callable[..., Plan | None], target: Target, a: SimpleNamespace) -> bool:
+    values = value_columns(None, a.k_cache, a.value_dim)
+    return plan_for(values, box_rows(a), 1, 0, target.shared_memory) is not None
+
+
+def takes(target: Target, a: SimpleNamespace) -> bool:
     """Whether caches are 16-bit, of one head, and values the first 512 or 256 columns of the keys, of which there are up to 64
     more, there or in `k_rope`; pages, if any, hold whole blocks of 64 keys, or 32 or 16 keys; a split is whole blocks too. Rows
     begin at multiples of 16 bytes, and those of q lie at one distance. Nothing is empty, nothing but lengths and causality says
@@ -589,7 +600,7 @@ def fits(target: Target, a: SimpleNamespace) -> bool:
     if values not in WIDTHS or not 0 < q.shape[3] - values <= WIDE.value or (apart and k.shape[3] != values):
         return False
     box, capacity = box_rows(a), capacity_of(a)
-    if box is None or plan_for(values, box, 1, 0, target.shared_memory) is None or (a.split or 0) % BLOCK.value:
+    if box is None or (a.split or 0) % BLOCK.value:
         return False
     rows = q.shape[1] * q.shape[2]
     if not 0 < capacity < LONGEST or max(rows, k.shape[0]) >= LONGEST or not lies_in_rows(q):
@@ -605,7 +616,14 @@ def fits_call(target: Target, a: SimpleNamespace) -> bool:
 
 
 def forward(q: Tensor, k_cache: Tensor, v_cache: None, **options: Any) -> tuple[Tensor, Tensor]:
-    a = SimpleNamespace(q=q, k_cache=k_cache, v_cache=v_cache, **options)
+    return attend_by(
+        attention_latent_hopper, plan_for, SimpleNamespace(q=q, k_cache=k_cache, v_cache=v_cache, **options)
+    )
+
+
+def attend_by(attend: Any, plan_for: Callable[..., Plan | None], a: SimpleNamespace) -> tuple[Tensor, Tensor]:
+    """A call by a kernel, with the plan that is made for it."""
+    q, k_cache = a.q, a.k_cache
     batch, length, heads, width = q.shape
     values, capacity = value_columns(None, k_cache, a.value_dim), capacity_of(a)
     o = torch.empty(batch, length, heads, values, dtype=q.dtype, device=q.device)
@@ -625,7 +643,7 @@ def forward(q: Tensor, k_cache: Tensor, v_cache: None, **options: Any) -> tuple[
     )
     how = Lengths(None, a.kv_len, None if a.kv_len is None else a.kv_len.stride(0), None)
     scale = width**-0.5 if a.scale is None else float(a.scale)
-    attention_latent_hopper(
+    attend(
         box_of(q.flatten(1, 2), [1, ROWS.value, WIDE.value], kind), keys, rope, rope_at, heads_of(k_cache),
         None if a.block_table is None else Table(a.block_table, *a.block_table.stride()), *made,
         Scores(scale, float(a.softcap) or None, None, None, None, None, None, None), Window(None, 0 if a.causal else None), how,
