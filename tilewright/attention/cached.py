@@ -3,7 +3,7 @@
     o = softmax(scale * q @ k.T) @ v of the keys that each query sees, with all that `attention` does to scores
 
 The kernels stand in `cached_parts.py`; those on Hopper for many queries in `hopper/chunks.py`, for few in `hopper/decode.py`,
-for latents in `hopper/latent.py`; what writes caches, in `cache_write.py`.
+for latents in `hopper/latent.py`, and of few rows in `hopper/latent_few.py`; what writes caches, in `cache_write.py`.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from ..op import Bars, Cost, Op, Part, Triton, single, upcast
 from . import cached_parts
 from .attention import WIDEST, pairs_of, scale_of
 from .cached_parts import SCALED, value_columns
-from .hopper import chunks, decode, latent
+from .hopper import chunks, decode, latent, latent_few
 from .seen import sequences
 
-Backend = Literal["auto", "hopper_chunks", "hopper_decode", "hopper_latent", "portable"]
+Backend = Literal["auto", "hopper_chunks", "hopper_decode", "hopper_latent", "hopper_latent_few", "portable"]
 DRAFTS = 64  # bits of a tree
 
 
@@ -427,6 +427,7 @@ cached_attention = Op(
     "cached_attention", reference, inputs, Triton(chunks.forward, None, chunks.fits_call, chunks.NAME),
     Triton(decode.forward, None, decode.fits_call, decode.NAME),
     Triton(latent.forward, None, latent.fits_call, latent.NAME),
+    Triton(latent_few.forward, None, latent_few.fits_call, latent_few.NAME),
     Triton(cached_parts.forward, None, single, "portable"), check=check, asks="backend",
     where={
         "q": "float[batch length heads head_dim]", "k_cache": f"{CACHE}[pages page kv_heads key_dim]",
