@@ -19,7 +19,7 @@ import tilewright as tw
 
 from ..attention import library as attending
 from ..attention import preference as attended
-from ..attention.hopper import chunks, coded, decode, latent
+from ..attention.hopper import chunks, coded, decode, latent, latent_few
 from ..attention.hopper.backward import fits_backward
 from ..attention.hopper.forward import fits
 from ..check.variants import Blank
@@ -34,6 +34,7 @@ NAMES = {"scaled_mm": library.pair_of, "matmul": library.pair_of_matmul}
 ATTENTION = ("attention", "attention_lse", "cached_attention")
 ATTENTION_FITS = {"forward": fits, "backward": fits_backward}
 CACHED_FITS = {chunks.NAME: chunks.fits, decode.NAME: decode.fits, latent.NAME: latent.fits}  # by backend
+CACHED_FITS |= {latent_few.NAME: latent_few.fits}
 LEAST = 0.97  # of the fastest's speed, which `auto` has to reach in every recorded product and call of attention
 WITH_LSE = "cudnn_lse"  # the rival that is our own call with cuDNN's forward
 

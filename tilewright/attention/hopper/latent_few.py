@@ -63,6 +63,7 @@ from ..portable import Scores, heads_of
 from ..preference import wanted_of_cache
 from ..tiles import Lengths, Window
 from . import latent
+from .backward import unknown_zero
 from .decode import ask_early, places_of, span_of
 from .forward import ALONE, CLEARED, KINDS, LAG, Rows, bent, make_boxes, multiply_if, operands_of, rows_of, sums_of
 from .latent import BLOCK, WIDE, box_rows, find_boxes, make_barriers, matrices, missing_of, rounded, split_for
@@ -194,10 +195,11 @@ def issue_scores(memory, piece: gl.constexpr, stage, into, PLAN: gl.constexpr):
     PIECE: gl.constexpr = PLAN.piece
     ROWS: gl.constexpr = PLAN.rows
     q = reinterpret(memory.q, memory.q.dtype, [SLABS + 1, ROWS, WIDE], rows_of(WIDE))
+    first = unknown_zero() + piece * PIECE  # addresses of queries would stay in registers
     s = into
     for n in gl.static_range(PIECE):
         k = slab_of(memory, stage, n, PLAN)
-        columns = q.index(piece * PIECE + n).permute((1, 0))
+        columns = q.index(first + n).permute((1, 0))
         s = warpgroup_mma(k, columns, s, use_acc=piece + n > 0, is_async=True)
     return s
 
@@ -245,7 +247,8 @@ def clear_unseen(memory, stage, piece: gl.constexpr, live, PLAN: gl.constexpr):
     """Make the values from the `live`-th on 0 in a stage that holds a piece."""
     SLABS: gl.constexpr = PLAN.slabs
     PIECE: gl.constexpr = PLAN.piece
-    row = gl.arange(0, BLOCK, gl.SliceLayout(1, CLEARED))
+    stage += unknown_zero()
+    row = gl.arange(0, BLOCK, gl.SliceLayout(1, CLEARED)) + unknown_zero()
     for n in gl.static_range(PIECE):
         if piece * PIECE + n < SLABS:
             slab = slab_of(memory, stage, n, PLAN)
@@ -272,8 +275,8 @@ def walk(state, TABLE, memory, span, high, low, SCORES, WINDOW, rows, PLAN: gl.c
             s = issue_scores(memory, piece, stage, s, PLAN)
             stages = stages + (stage,)
             stage, phase = advance(stage, phase, PLAN.stages)
-        missing = missing_of(TABLE, memory, at)
         s = warpgroup_mma_wait(0, deps=(s,))
+        missing = missing_of(TABLE, memory, at)
         if EDGE:
             s = spoilt_rows(TABLE, s, missing, PLAN)
         else:  # which all rows see
@@ -344,7 +347,7 @@ def attend_part(
 
 @kernel(
     grid=lambda a: (a.PROGRAMS,), jit=gluon.jit, tokens=("L", "CAPACITY", "PAGES", "PARTS", "SPLIT", "PROGRAMS"),
-    default=lambda a: {"num_warps": 4, "maxnreg": 144}, dependent=True,
+    default=lambda a: {"num_warps": 4, "maxnreg": 160}, dependent=True,
 )  # fmt: skip
 def attention_latent_few_hopper(
     Q, K, ROPE, rope_at, TABLE, O, stride_op, LSE, stride_lp, SCORES, WINDOW, LENGTHS, L, CAPACITY, PAGES, HEADS, PARTS, SPLIT,
@@ -371,7 +374,7 @@ def attention_latent_few_hopper(
     gl.warp_specialize([
         (attend_part, (O, stride_op, LSE, stride_lp, TABLE, memory, span, SCORES, WINDOW, L, HEADS, PLAN)),
         (copy_part, (Q, K, ROPE, rope_at, TABLE, memory, span, PAGES, PAGE, PLAN, DEPENDENT)),
-    ], [1], [56])  # fmt: skip
+    ], [1], [64])  # fmt: skip
 
 
 # ---- host ------------------------------------------------------------------------------------------------------------
