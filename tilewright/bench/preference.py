@@ -140,7 +140,7 @@ def attention_measured(recorded: Iterable[Mapping[str, Any]], cases: Mapping[str
         if case.way in CODED:
             given, taken = of_codes(given, case.way), coded.fits
         if target is not None and taken is not None and taken(target, given):
-            times = {asked: row["us"], attended.PORTABLE: theirs} | by_library(row, case, given)
+            times = {asked: row["us"], attended.PORTABLE: theirs} | by_library(row, case, given) | by_others(row, given)
             yield Attended(row, case.direction, given, times)
 
 
@@ -151,6 +151,12 @@ def by_library(row: Mapping[str, Any], case: Case, given: SimpleNamespace) -> di
         return {}
     found = row["rivals"].get(WITH_LSE, row["rivals"].get(attended.LIBRARY))
     return {} if found is None else {attended.LIBRARY: found}
+
+
+def by_others(row: Mapping[str, Any], given: SimpleNamespace) -> dict[str, float]:
+    """Times of a recorded call over caches by further kernels of its chip, which were rivals of the one that the case names."""
+    target = evidence.target_of(row)
+    return {name: row["rivals"][name] for name, takes in CACHED_FITS.items() if name in row["rivals"] and takes(target, given)}
 
 
 def of_codes(a: SimpleNamespace, way: str) -> SimpleNamespace:

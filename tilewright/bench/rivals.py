@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..core.flat import as_tuple
 from ..core.format import Quantized
+from ..core.target import Target
 from . import check, packaged
 from .directed import Absent, Call, directed
 from .programs import PROGRAMS, Program
@@ -348,6 +349,18 @@ def _portable(work: Work) -> Call:
     return work.by(**{asks: "portable"}).call
 
 
+def _latent_few(work: Work) -> Call:
+    """Our own kernel for few rows over caches of latents, where it takes the call."""
+    from ..attention.hopper import latent_few
+
+    if work.case.op != "cached_attention":
+        raise Absent(f"it is none for {work.case.family}")
+    given = SimpleNamespace(**work.values)
+    if not latent_few.fits(Target.at(given.q.device), given):
+        raise Absent("the call is none of few rows over latents on Hopper")
+    return work.by(backend=latent_few.NAME).call
+
+
 def _cudnn_lse(work: Work) -> Call:
     """Our own call with the forward left to cuDNN, which gives lse as well: what `auto` would take."""
     from ..attention import library
@@ -421,5 +434,6 @@ NAMED: dict[str, Callable[[Work], Call]] = {
     "torch_grouped": _torch_grouped,
     "torch_linear": _torch_linear,
     "portable": _portable,
+    "hopper_latent_few": _latent_few,
     "cudnn_lse": _cudnn_lse,
 }

@@ -83,6 +83,14 @@ class Plan(NamedTuple):
     stages: int
 
 
+class Place(NamedTuple):
+    """Whose results a program stores."""
+
+    batch: Any
+    head: Any
+    part: Any
+
+
 class Memory(NamedTuple):
     """Shared memory. Queries and keys are boxes of 64 columns; of which boxes of keys there are no pages; weights."""
 
@@ -247,8 +255,7 @@ def clear_unseen(memory, stage, piece: gl.constexpr, live, PLAN: gl.constexpr):
     """Make the values from the `live`-th on 0 in a stage that holds a piece."""
     SLABS: gl.constexpr = PLAN.slabs
     PIECE: gl.constexpr = PLAN.piece
-    stage += unknown_zero()
-    row = gl.arange(0, BLOCK, gl.SliceLayout(1, CLEARED)) + unknown_zero()
+    row = gl.arange(0, BLOCK, gl.SliceLayout(1, CLEARED))
     for n in gl.static_range(PIECE):
         if piece * PIECE + n < SLABS:
             slab = slab_of(memory, stage, n, PLAN)
@@ -307,14 +314,13 @@ def walk(state, TABLE, memory, span, high, low, SCORES, WINDOW, rows, PLAN: gl.c
 
 @gluon.jit
 def attend_part(
-    O, stride_op, LSE, stride_lp, TABLE, memory, span, SCORES, WINDOW, L, HEADS, PLAN: gl.constexpr
+    O, stride_op, LSE, stride_lp, TABLE, memory, span, SCORES, WINDOW, L, HEADS, PARTS, PLAN: gl.constexpr
 ):  # fmt: skip
     SLABS: gl.constexpr = PLAN.slabs
     ROWS: gl.constexpr = PLAN.rows
     SHAPED: gl.constexpr = sums_of(ROWS)
     BY_ROW: gl.constexpr = gl.SliceLayout(0, SHAPED)
     r = gl.arange(0, ROWS, BY_ROW)
-    live = r < L * HEADS
     top = gl.full([ROWS], float("-inf"), gl.float32, BY_ROW)
     total = gl.zeros([BLOCK, ROWS], gl.float32, SHAPED)
     sums = ()
@@ -335,10 +341,13 @@ def attend_part(
     bad = gl.where(lost != 0, float("nan"), 0.0) + gl.where(span.wrong, float("nan"), 0.0)
     share = gl.where(empty, 0.0, 1.0 / gl.where(empty, 1.0, whole)) + bad
     lse = gl.where(empty, float("-inf"), top * LN2 + gl.log(gl.where(empty, 1.0, whole))) + bad
-    gl.store(LSE.data + places_of(LSE, stride_lp, span, r, HEADS), lse, live)
+    live = r < L * HEADS
+    number = gl.program_id(0) + unknown_zero()  # found anew: there are no registers to keep it in
+    place = Place(number // PARTS, 0, number % PARTS)
+    gl.store(LSE.data + places_of(LSE, stride_lp, place, r, HEADS), lse, live)
     # A part that saw nothing says so by its lse alone, but for the first
-    live = gl.expand_dims(live & ((span.high > span.low) | (span.part == 0)), 0)
-    at = gl.expand_dims(places_of(O, stride_op, span, r, HEADS), 0)
+    live = gl.expand_dims(live & ((span.high > span.low) | (place.part == 0)), 0)
+    at = gl.expand_dims(places_of(O, stride_op, place, r, HEADS), 0)
     c = gl.expand_dims(gl.arange(0, WIDE, gl.SliceLayout(1, SHAPED)), 1)
     for n in gl.static_range(SLABS):
         y = (sums[n] * gl.expand_dims(share, 0)).to(O.data.dtype.element_ty)
@@ -372,7 +381,7 @@ def attention_latent_few_hopper(
         make_barriers(PLAN.stages),
     )
     gl.warp_specialize([
-        (attend_part, (O, stride_op, LSE, stride_lp, TABLE, memory, span, SCORES, WINDOW, L, HEADS, PLAN)),
+        (attend_part, (O, stride_op, LSE, stride_lp, TABLE, memory, span, SCORES, WINDOW, L, HEADS, PARTS, PLAN)),
         (copy_part, (Q, K, ROPE, rope_at, TABLE, memory, span, PAGES, PAGE, PLAN, DEPENDENT)),
     ], [1], [64])  # fmt: skip
 
