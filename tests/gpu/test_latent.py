@@ -1,4 +1,4 @@
-"""Attention over caches of latents on hardware: Hopper's kernel against float64 and the portable one, of every kind and at the
+"""Attention over caches of latents on hardware: Hopper's kernels against float64 and the portable one, of every kind and at the
 lengths where blocks, parts and tiles end, with NaN in all that nobody sees; the same bits in a hundred runs, in any batch, and in a
 graph as outside of it. A kernel that waits for ever ends the process."""
 
@@ -12,7 +12,7 @@ import torch
 
 import tilewright as tw
 from tests.cached_oracle import agrees, moved
-from tests.latent_oracle import CALLS, NOWHERE, call
+from tests.latent_oracle import CALLS, FEW, NOWHERE, call
 from tilewright.core.target import Target
 
 pytestmark = pytest.mark.gpu
@@ -54,10 +54,10 @@ def in_parts(a, o, lse, sequences=4, heads=8):
             yield {**a, **own, "q": own["q"][:, :, some]}, o[these, :, some], lse[these, some]
 
 
-def held(a):
-    """Results by Hopper's kernel, held to float64 and to the portable one."""
+def held(a, backend="hopper_latent"):
+    """Results by one of Hopper's kernels, held to float64 and to the portable one."""
     given = on_gpu(a)
-    o, lse = attend(given)
+    o, lse = attend(given, backend)
     for part in in_parts(given, o, lse):
         agrees(*part)
     other, other_lse = attend(given, "portable")
@@ -72,6 +72,18 @@ def test_kinds(name):
     held(CALLS[name]())
 
 
+@pytest.mark.parametrize("name", FEW)
+def test_kinds_of_few_rows(name):
+    held(CALLS[name](), "hopper_latent_few")
+
+
+@pytest.mark.parametrize("heads", [16, 13, 1])
+@pytest.mark.parametrize("length", [1, 63, 64, 65, 8192])
+def test_lengths_of_few_rows(length, heads):
+    held(call((length,), room=8192, heads=heads), "hopper_latent_few")
+    held(call((length, 3000), room=8192, heads=heads, page=64, tokens=2), "hopper_latent_few")
+
+
 @pytest.mark.parametrize("heads", [128, 64, 16, 1])
 @pytest.mark.parametrize("length", [1, 63, 64, 65, 8192])
 def test_lengths(length, heads):
@@ -83,15 +95,18 @@ def test_a_batch_as_a_server_has_it():
     """More programs than SMs, uneven, some without keys, one of more than there is room for."""
     lengths = tuple((97 * i * i) % 4097 for i in range(36)) + (0, 4097, 4096, 1)
     held(call(lengths, room=4096, heads=16, page=64))
+    held(call(lengths, room=4096, heads=16, page=64), "hopper_latent_few")
     held(call(lengths[-5:], room=4096, heads=128, tokens=2, page=64, dtype=torch.float16))
 
 
-@pytest.mark.parametrize("backend", ["hopper_latent", "portable", "auto"])
+@pytest.mark.parametrize(
+    ("backend", "heads"), [("hopper_latent", 72), ("hopper_latent_few", 8), ("portable", 72), ("auto", 72)]
+)
 @pytest.mark.parametrize("values", [512, 256])
-def test_bits_are_a_sequence_s_own(values, backend):
+def test_bits_are_a_sequence_s_own(values, backend, heads):
     """Alone, with a table no wider than it needs and with one that has room for far more, as in a batch."""
     lengths = (1000, 64, 0, 700, 65, 2048)
-    a = on_gpu(call(lengths, page=64, heads=72, tokens=2, values=values, split=512))
+    a = on_gpu(call(lengths, page=64, heads=heads, tokens=2, values=values, split=512))
     whole = attend(a, backend)
     for b, length in enumerate(lengths):
         own = {name: a[name][b : b + 1] for name in ("q", "block_table", "kv_len")}
@@ -113,8 +128,10 @@ def test_a_batch_that_is_measured_has_the_bits_of_one_sequence():
         same(attend({**a, **own}, "auto"), (t[b : b + 1] for t in whole))
 
 
-@pytest.mark.parametrize("backend", ["hopper_latent", "portable"])
-@pytest.mark.parametrize("heads", [16, 128])
+@pytest.mark.parametrize(
+    ("backend", "heads"),
+    [("hopper_latent", 16), ("hopper_latent", 128), ("hopper_latent_few", 16), ("portable", 16), ("portable", 128)],
+)
 def test_a_hundred_runs_have_the_same_bits(heads, backend):
     a = on_gpu(call((3000, 1, 777, 64, 2500), room=4096, heads=heads, tokens=2, page=64))
     first = attend(a, backend)
@@ -122,7 +139,7 @@ def test_a_hundred_runs_have_the_same_bits(heads, backend):
         same(attend(a, backend), first)
 
 
-@pytest.mark.parametrize("backend", ["hopper_latent", "portable"])
+@pytest.mark.parametrize("backend", ["hopper_latent", "hopper_latent_few", "portable"])
 @pytest.mark.parametrize("split", [512, None])
 def test_a_graph_serves_other_lengths_and_tables(split, backend):
     """Bit for bit what each call gives by itself; there is room for 1024 keys."""
@@ -144,14 +161,15 @@ def test_a_graph_serves_other_lengths_and_tables(split, backend):
         same(made, wanted)
 
 
-def test_results_go_where_they_are_told():
+@pytest.mark.parametrize("backend", ["hopper_latent", "hopper_latent_few"])
+def test_results_go_where_they_are_told(backend):
     """Memory of other strides, and what lies between its rows is left alone."""
     a = on_gpu(call((300, 65), heads=16, split=512))
-    wanted = attend(a)
+    wanted = attend(a, backend)
     room = torch.full((2, 1, 16, 640), 7.0, dtype=torch.bfloat16, device="cuda")
     turned = torch.empty(2, 512, 16, 1, dtype=torch.bfloat16, device="cuda").permute(0, 3, 2, 1)
     for o in (room[..., :512], turned):
         out = (o, torch.empty_like(wanted[1]))
-        tw.cached_attention(**a, backend="hopper_latent", out=out)
+        tw.cached_attention(**a, backend=backend, out=out)
         same(out, wanted)
     assert (room[..., 512:] == 7.0).all()

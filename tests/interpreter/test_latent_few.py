@@ -1,5 +1,5 @@
-"""Attention of few rows over caches of latents for Hopper, played from its own source by `gluon_machine`: values, whatever order
-barriers allow, NaN in all that nobody sees, pages that there are not. And that the machine sees what is wrong with such a kernel."""
+"""Attention of few rows over caches of latents for Hopper, played from its own source by `gluon_machine`: values, whatever
+order barriers allow, NaN in all that nobody sees, pages that there are not. And that the machine sees what is wrong with such a kernel."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_any_order_gives_the_same_bits(rows, values):
 
 
 def test_largest_scores_that_grow():
-    """Blocks are walked over from the last to the first: sums are multiplied for some rows, and the base of weights lags in others."""
+    """Blocks are walked over from the last to the first: sums are multiplied in some, and the base of weights lags in others."""
     a = call((448,), scale=1.0, values=256)
     grows = torch.linspace(3.0, 0.1, 448)[:, None, None] * (1 + torch.arange(320) % 3)
     a["k_cache"] = (a["k_cache"].abs() * grows).to(torch.bfloat16)
@@ -78,12 +78,18 @@ MUTANTS = {
     "stages are not waited for": ("            mbarrier.wait(memory.full.index(stage), phase)\n", ""),
     "stages are not empty": ("                mbarrier.wait(memory.empty.index(stage), phase)\n", ""),
     "queries are not waited for": ("        mbarrier.wait(memory.queries, 0)\n", ""),
-    "scores are not waited for": ("        s = warpgroup_mma_wait(0, deps=(s,))\n", "        s = warpgroup_mma_wait(1, deps=(s,))\n"),
+    "scores are not waited for": (
+        "        s = warpgroup_mma_wait(0, deps=(s,))\n",
+        "        s = warpgroup_mma_wait(1, deps=(s,))\n",
+    ),
     "weights are not shown": (SHOW, "        barrier()\n"),
     "values are not cleared": ("            if key + BLOCK > span.stop:\n", "            if False:\n"),
     "sums are not faded": ("            o = scaled_where_any(sums[n], fade, moved)\n", "            o = sums[n]\n"),
     "a lost page is not told": ("            lost |= missing\n", "            pass\n"),
-    "a lost page at the edge is not told": ("            s = spoilt_rows(TABLE, s, missing, PLAN)\n", "            pass\n"),
+    "a lost page at the edge is not told": (
+        "            s = spoilt_rows(TABLE, s, missing, PLAN)\n",
+        "            pass\n",
+    ),
     "what is missing is of another block": ("missing_of(TABLE, memory, at)", "missing_of(TABLE, memory, stage)"),
     "the table is read a block late": ("            missing = missing_then\n", "            missing = missing\n"),
     "keys are not hidden": ("        s = hidden_rows(s, WINDOW, rows, key)\n", "        s = s\n"),
@@ -91,9 +97,10 @@ MUTANTS = {
     "a sum begins with what was there": ("use_acc=piece + n > 0", "use_acc=n > 0"),
 }
 
+
 def hard(values):
-    """Keys past the last that is seen, blocks at the edge and after it, more of them than the ring holds; a page that is not there in
-    a first block, in one that all rows see, and in none."""
+    """Keys past the last that is seen, blocks at the edge and after it, more of them than the ring holds; a page that is not there
+    in a first block, in one that all rows see, and in none."""
     a = call((332, 332, 332), page=64, split=512, tokens=14, heads=2, values=values, scale=1.0)
     for b, at in enumerate((5, 1)):
         a["block_table"][b, at] = 999

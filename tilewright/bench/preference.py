@@ -156,7 +156,11 @@ def by_library(row: Mapping[str, Any], case: Case, given: SimpleNamespace) -> di
 def by_others(row: Mapping[str, Any], given: SimpleNamespace) -> dict[str, float]:
     """Times of a recorded call over caches by further kernels of its chip, which were rivals of the one that the case names."""
     target = evidence.target_of(row)
-    return {name: row["rivals"][name] for name, takes in CACHED_FITS.items() if name in row["rivals"] and takes(target, given)}
+    return {
+        name: row["rivals"][name]
+        for name, takes in CACHED_FITS.items()
+        if name in row["rivals"] and takes(target, given)
+    }
 
 
 def of_codes(a: SimpleNamespace, way: str) -> SimpleNamespace:

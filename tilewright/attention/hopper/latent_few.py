@@ -1,23 +1,23 @@
 """Attention of few rows over caches of latents on Hopper, in Gluon: absorbed MLA decoding where a sequence has at most 32 rows,
 tokens times heads. A warp that copies, and one warpgroup; a program to an SM.
 
-What `latent.py` does takes 64 rows for each product, most of which would hold nothing here. So products are turned: scores are
-keys @ q.T, and sums, of all columns of the values, values.T @ weights. A product's rows are then keys, or columns of the values, and
-rows of queries are its 16 or 32 columns: all sums are 64 or 128 registers of a thread, queries take little of shared memory, and
-the rest of it is one ring of keys.
+A product has 64 rows at least, and those of `latent.py` would hold next to nothing here. So products are turned: scores are
+keys @ q.T, and sums, of all columns of the values, values.T @ weights. Their rows are then keys, or columns of the values, and rows
+of queries are their 16 or 32 columns: all sums are 64 or 128 registers of a thread, queries take little of shared memory, and the
+rest of it is one ring of keys. Only largest scores pass between warps.
 
 A program takes all rows of one sequence over one part of its keys, in blocks of 64 from the last that any row sees down to the
 first. Keys are values, so that a block stays until its last product. All that counts is that copies go on meanwhile: a stage is a
 piece of a block's columns, and each is given back when its own product is done. At 512 columns a block is three stages, of which
-there are eight, or seven beside 32 rows: five are on their way while three are worked on. A block's products and weights follow one
-another without a pause being hidden, for they take less time than its bytes. Parts are merged by `attention_parts_merge`.
+there are eight, or seven beside 32 rows: five are on their way while three are worked on. Scores, weights and sums of a block come
+one after the other, for all of them take less time than its bytes. Parts are merged by `attention_parts_merge`.
 
 Who may write where in shared memory, and when:
 
 - *queries* are copied once: `queries` has one phase.
-- A *stage* has two barriers, at each of which one arrives a phase. The copying warp waits for `empty`, arrives at `full`, and begins
-  to copy: `full` is complete with the last byte. With the first piece of a block it stores in `missing`, before it arrives, which
-  boxes of the block have no page. The warpgroup waits for `full` of every stage, reads it by the scores' product and then by the
+- A *stage* has two barriers, at each of which one arrives a phase. The copying warp waits for `empty`, arrives at `full`, and
+  begins to copy: `full` is complete with the last byte. With the first piece of a block it stores in `missing`, before it arrives,
+  which boxes of the block have no page. The warpgroup waits for `full` of every stage, reads it by the scores' product and then by the
   values', and `missing` after the scores, and arrives at `empty` when the values' product is waited for.
 - *weights*, of one block, are the warpgroup's own. It stores them after the products that read those before are waited for, shows
   them by a fence, and has its warps wait for each other, for each reads what all have stored.
@@ -27,8 +27,8 @@ circle: copies are begun, and stages emptied, in the order of the ring, and at o
 ring has room for more than two. A part of no blocks waits for nothing.
 
 Keys past the last that is seen may hold NaN, and 0 times NaN is NaN. Only the block that is walked over first has any. Their scores
-are hidden; their values the warpgroup clears when the scores are waited for, shows by a fence what it wrote, and has its warps wait
-for each other: that is the wait of the weights.
+are hidden. Their values the warpgroup clears when all of its warps have waited for the scores, which is when they have told each
+other the largest. It shows what it wrote by the same fence as the weights, after which its warps wait for each other.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ from ...device.warpgroups import advance
 from ...gemm.hopper.boxes import box_of
 from ...runtime.kernel import kernel
 from ..cached_parts import Table, capacity_of, check_keys, merge, room_for, value_columns
-from ..portable import Scores, heads_of
+from ..portable import Scores
 from ..preference import wanted_of_cache
 from ..tiles import Lengths, Window
 from . import latent
@@ -197,8 +197,8 @@ def slab_of(memory, stage, n, PLAN: gl.constexpr):
 
 @gluon.jit
 def issue_scores(memory, piece: gl.constexpr, stage, into, PLAN: gl.constexpr):
-    """Begin keys @ q.T of a piece in a stage, a slab at a time, for shapes are powers of two. `into` is what it is added to, or, for
-    the first piece, what it is made of."""
+    """Begin keys @ q.T of a piece in a stage, a slab at a time, for shapes are powers of two. `into` is what it is added to, or,
+    for the first piece, what it is made of."""
     SLABS: gl.constexpr = PLAN.slabs
     PIECE: gl.constexpr = PLAN.piece
     ROWS: gl.constexpr = PLAN.rows
@@ -239,7 +239,9 @@ def weigh_columns(s, top, total, SCORES, WINDOW, rows, key, EDGE: gl.constexpr):
         s = bent(s, SCORES, rows, key)
     if EDGE:
         s = hidden_rows(s, WINDOW, rows, key)
-    factor = SCORES.scale * LOG2E if SCORES.softcap is None else 1.0  # above 0: the largest product is the largest score
+    factor = (
+        SCORES.scale * LOG2E if SCORES.softcap is None else 1.0
+    )  # above 0: the largest product is the largest score
     largest = gl.max(s, 0) * factor
     new = gl.where(largest > top + LAG, largest, top)
     base = new
@@ -324,7 +326,7 @@ def attend_part(
     top = gl.full([ROWS], float("-inf"), gl.float32, BY_ROW)
     total = gl.zeros([BLOCK, ROWS], gl.float32, SHAPED)
     sums = ()
-    for n in gl.static_range(SLABS):
+    for _n in gl.static_range(SLABS):
         sums = sums + (gl.zeros([WIDE, ROWS], gl.float32, SHAPED),)
     lost = 0
     if span.high > span.low:
@@ -395,7 +397,7 @@ IN_STAGE = {512: 3, 256: 5}  # slabs, by columns of values
 
 
 def plan_for(values: int, rows: int, box: int, memory: int) -> Plan | None:
-    """As many stages as shared memory takes beside the queries and a block's weights; None where there is no room for two blocks."""
+    """As many stages as shared memory takes beside the queries and a block's weights; None where those are not two blocks."""
     wide, slabs, piece = 16 if rows <= 16 else MOST_ROWS, values // WIDE.value, IN_STAGE[values]
     beside = 2 * wide * (WIDE.value * (slabs + 1) + BLOCK.value)
     stages = (memory - SPARE - beside) // (2 * BLOCK.value * WIDE.value * piece)
