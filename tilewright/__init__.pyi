@@ -245,7 +245,9 @@ def cached_attention(
     slopes: Tensor | None = None,
     tree: Tensor | None = None,
     split: int | None = None,
-    backend: Literal["auto", "hopper_chunks", "hopper_decode", "hopper_latent", "hopper_latent_few", "portable"] = "auto",
+    backend: Literal[
+        "auto", "hopper_chunks", "hopper_decode", "hopper_latent", "hopper_latent_few", "portable"
+    ] = "auto",
     out: tuple[Tensor | None, Tensor | None] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(o, lse): attention of `q` [batch, length, heads, head_dim] over caches [pages, page, kv_heads, head_dim], forward only."""

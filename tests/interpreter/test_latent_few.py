@@ -1,5 +1,5 @@
-"""Attention of few rows over caches of latents for Hopper, played from its own source by `gluon_machine`: values, whatever
-order barriers allow, NaN in all that nobody sees, pages that there are not. And that the machine sees what is wrong with such a kernel."""
+"""Attention of few rows over caches of latents for Hopper, played from its own source by `gluon_machine`: values, whatever order
+barriers allow, NaN in all that nobody sees, pages that there are not. And that the machine sees what is wrong with such kernels."""
 
 from __future__ import annotations
 

@@ -81,7 +81,12 @@ def _function(op: Op, hints: Mapping[str, Any], result: str, first: str, out_for
 
 
 def _parameter(p: inspect.Parameter, hint: Any) -> str:
-    return f"{p.name}: {_words(hint)}" + ("" if p.default is p.empty else f" = {_quoted(p.default)}")
+    made = f"{p.name}: {_words(hint)}" + ("" if p.default is p.empty else f" = {_quoted(p.default)}")
+    before, many, rest = made.partition("Literal[")
+    if len(made) < LONGEST or not many:
+        return made
+    names, _, after = rest.partition("]")  # on a line of their own
+    return f"{before}{many}\n        {names}\n    ]{after}"
 
 
 def _result(op: Op, hint: Any) -> str:

@@ -17,8 +17,8 @@ Who may write where in shared memory, and when:
 - *queries* are copied once: `queries` has one phase.
 - A *stage* has two barriers, at each of which one arrives a phase. The copying warp waits for `empty`, arrives at `full`, and
   begins to copy: `full` is complete with the last byte. With the first piece of a block it stores in `missing`, before it arrives,
-  which boxes of the block have no page. The warpgroup waits for `full` of every stage, reads it by the scores' product and then by the
-  values', and `missing` after the scores, and arrives at `empty` when the values' product is waited for.
+  which boxes of the block have no page. The warpgroup waits for `full` of every stage, reads it by the scores' product and then by
+  the values', and `missing` after the scores, and arrives at `empty` when the values' product is waited for.
 - *weights*, of one block, are the warpgroup's own. It stores them after the products that read those before are waited for, shows
   them by a fence, and has its warps wait for each other, for each reads what all have stored.
 
