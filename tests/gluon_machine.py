@@ -727,6 +727,8 @@ INSTEAD = {
     "await_turn": await_turn,
     "give_turn": give_turn,
     "scaled_where_moved": scaled_where_moved,
+    "scaled_where_any": lambda x, by, moved: x * by.unsqueeze(0),
+    "factors_moved": lambda by: by,
     "ask_for": ask_for,
     "await_count": await_count,
     "tell_count": tell_count,

@@ -73,4 +73,10 @@ CALLS = {
     "parts of pages": lambda: call((300, 64, 0), page=64, split=64, heads=66),
     "narrow": lambda: call((300, 70), values=256, rope=32, tokens=2, heads=40),
     "fp16": lambda: call((140, 64), dtype=torch.float16),
+    "few queries": lambda: call((190, 70, 2, 0), heads=6, tokens=5),
+    "few rows of larger pages": lambda: call((300, 129), page=128, heads=24),
+    "few rows, narrow": lambda: call((300, 70), values=256, rope=32, tokens=2, heads=10),
+    "few rows, parts of pages": lambda: call((300, 64, 0), page=64, split=64, heads=32),
 }
+# Of no more rows than `hopper_latent_few` takes
+FEW = [name for name, made in CALLS.items() if math.prod(made()["q"].shape[1:3]) <= 32]

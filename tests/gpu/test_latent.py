@@ -1,6 +1,6 @@
-"""Attention over caches of latents on hardware: both of Hopper's kernels against float64 and the portable one, of every kind and
-at the lengths where blocks, parts and tiles end, with NaN in all that nobody sees; the same bits in a hundred runs, in any batch,
-and in a graph as outside of it. A kernel that waits for ever ends the process."""
+"""Attention over caches of latents on hardware: Hopper's kernels against float64 and the portable one, of every kind and at the
+lengths where blocks, parts and tiles end, with NaN in all that nobody sees; the same bits in a hundred runs, in any batch, and in a
+graph as outside of it. A kernel that waits for ever ends the process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 import tilewright as tw
 from tests.cached_oracle import agrees, moved
-from tests.latent_oracle import CALLS, NOWHERE, call
+from tests.latent_oracle import CALLS, FEW, NOWHERE, call
 from tilewright.core.target import Target
 
 pytestmark = pytest.mark.gpu
@@ -74,6 +74,18 @@ def test_kinds(name, backend):
     held(CALLS[name](), backend)
 
 
+@pytest.mark.parametrize("name", FEW)
+def test_kinds_of_few_rows(name):
+    held(CALLS[name](), "hopper_latent_few")
+
+
+@pytest.mark.parametrize("heads", [16, 13, 1])
+@pytest.mark.parametrize("length", [1, 63, 64, 65, 8192])
+def test_lengths_of_few_rows(length, heads):
+    held(call((length,), room=8192, heads=heads), "hopper_latent_few")
+    held(call((length, 3000), room=8192, heads=heads, page=64, tokens=2), "hopper_latent_few")
+
+
 @pytest.mark.parametrize("backend", OURS)
 @pytest.mark.parametrize("heads", [128, 64, 16, 1])
 @pytest.mark.parametrize("length", [1, 63, 64, 65, 128, 129, 8192])
@@ -87,15 +99,19 @@ def test_a_batch_as_a_server_has_it(backend):
     """More programs than SMs, uneven, some without keys, one of more than there is room for."""
     lengths = tuple((97 * i * i) % 4097 for i in range(36)) + (0, 4097, 4096, 1)
     held(call(lengths, room=4096, heads=16, page=64), backend)
+    if backend == "hopper_latent":
+        held(call(lengths, room=4096, heads=16, page=64), "hopper_latent_few")
     held(call(lengths[-5:], room=4096, heads=128, tokens=2, page=64, dtype=torch.float16), backend)
 
 
-@pytest.mark.parametrize("backend", [*OURS, "portable", "auto"])
+@pytest.mark.parametrize(
+    ("backend", "heads"), [*((one, 72) for one in (*OURS, "portable", "auto")), ("hopper_latent_few", 8)]
+)
 @pytest.mark.parametrize("values", [512, 256])
-def test_bits_are_a_sequence_s_own(values, backend):
+def test_bits_are_a_sequence_s_own(values, backend, heads):
     """Alone, with a table no wider than it needs and with one that has room for far more, as in a batch."""
     lengths = (1000, 64, 0, 700, 65, 2048)
-    a = on_gpu(call(lengths, page=64, heads=72, tokens=2, values=values, split=512))
+    a = on_gpu(call(lengths, page=64, heads=heads, tokens=2, values=values, split=512))
     whole = attend(a, backend)
     for b, length in enumerate(lengths):
         own = {name: a[name][b : b + 1] for name in ("q", "block_table", "kv_len")}
@@ -117,8 +133,9 @@ def test_a_batch_that_is_measured_has_the_bits_of_one_sequence():
         same(attend({**a, **own}, "auto"), (t[b : b + 1] for t in whole))
 
 
-@pytest.mark.parametrize("backend", [*OURS, "portable"])
-@pytest.mark.parametrize("heads", [16, 128])
+@pytest.mark.parametrize(
+    ("backend", "heads"), [*((one, n) for one in (*OURS, "portable") for n in (16, 128)), ("hopper_latent_few", 16)]
+)
 def test_a_hundred_runs_have_the_same_bits(heads, backend):
     a = on_gpu(call((3000, 1, 777, 64, 2500), room=4096, heads=heads, tokens=2, page=64))
     first = attend(a, backend)
@@ -126,7 +143,7 @@ def test_a_hundred_runs_have_the_same_bits(heads, backend):
         same(attend(a, backend), first)
 
 
-@pytest.mark.parametrize("backend", [*OURS, "portable"])
+@pytest.mark.parametrize("backend", [*OURS, "hopper_latent_few", "portable"])
 @pytest.mark.parametrize("split", [512, None])
 def test_a_graph_serves_other_lengths_and_tables(split, backend):
     """Bit for bit what each call gives by itself; there is room for 1024 keys."""
@@ -148,7 +165,7 @@ def test_a_graph_serves_other_lengths_and_tables(split, backend):
         same(made, wanted)
 
 
-@pytest.mark.parametrize("backend", OURS)
+@pytest.mark.parametrize("backend", [*OURS, "hopper_latent_few"])
 def test_results_go_where_they_are_told(backend):
     """Memory of other strides, and what lies between its rows is left alone."""
     a = on_gpu(call((300, 65), heads=16, split=512))

@@ -92,6 +92,9 @@ SMALL = {
     "attention_latent_pairs_hopper": Small(
         "cached_attention", lambda: cached(128, 1, 576, 1, value_dim=512, backend="hopper_latent_pairs")
     ),
+    "attention_latent_few_hopper": Small(
+        "cached_attention", lambda: cached(16, 1, 576, 1, value_dim=512, backend="hopper_latent_few")
+    ),
     "plain_hopper": Small("scaled_mm", lambda: product("int8_row", 8192)),
     "rms_norm_backward_shared": Small("rms_norm", lambda: rows_of(8208)),
     "rms_norm_rows": Small("rms_norm", lambda: rows_of(3072, out_format=tw.fp8("1x128", ways="row"))),

@@ -26,10 +26,12 @@ from ..op import Bars, Cost, Op, Part, Triton, single, upcast
 from . import cached_parts
 from .attention import WIDEST, pairs_of, scale_of
 from .cached_parts import SCALED, value_columns
-from .hopper import chunks, decode, decode_codes, latent, latent_pairs
+from .hopper import chunks, decode, decode_codes, latent, latent_few, latent_pairs
 from .seen import sequences
 
-Backend = Literal["auto", "hopper_chunks", "hopper_decode", "hopper_latent", "hopper_latent_pairs", "portable"]
+Backend = Literal[
+    "auto", "hopper_chunks", "hopper_decode", "hopper_latent", "hopper_latent_few", "hopper_latent_pairs", "portable"
+]
 DRAFTS = 64  # bits of a tree
 
 
@@ -430,6 +432,7 @@ cached_attention = Op(
     Triton(decode_codes.forward, None, decode_codes.fits_call, decode.NAME),
     Triton(latent.forward, None, latent.fits_call, latent.NAME),
     Triton(latent_pairs.forward, None, latent_pairs.fits_call, latent_pairs.NAME),
+    Triton(latent_few.forward, None, latent_few.fits_call, latent_few.NAME),
     Triton(cached_parts.forward, None, single, "portable"), check=check, asks="backend",
     where={
         "q": "float[batch length heads head_dim]", "k_cache": f"{CACHE}[pages page kv_heads key_dim]",

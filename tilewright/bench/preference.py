@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -19,10 +20,11 @@ import tilewright as tw
 
 from ..attention import library as attending
 from ..attention import preference as attended
-from ..attention.hopper import chunks, coded, decode, latent, latent_pairs
+from ..attention.hopper import coded
 from ..attention.hopper.backward import fits_backward
 from ..attention.hopper.forward import fits
 from ..check.variants import Blank
+from ..core.target import Target
 from ..core.triton_versions import offered_gluon, release
 from ..gemm import library, preference
 from . import evidence
@@ -33,7 +35,6 @@ from .work import arguments
 NAMES = {"scaled_mm": library.pair_of, "matmul": library.pair_of_matmul}
 ATTENTION = ("attention", "attention_lse", "cached_attention")
 ATTENTION_FITS = {"forward": fits, "backward": fits_backward}
-CACHED_FITS = {one.NAME: one.fits for one in (chunks, decode, latent, latent_pairs)}  # by backend
 LEAST = 0.97  # of the fastest's speed, which `auto` has to reach in every recorded product and call of attention
 WITH_LSE = "cudnn_lse"  # the rival that is our own call with cuDNN's forward
 
@@ -135,14 +136,15 @@ def attention_measured(recorded: Iterable[Mapping[str, Any]], cases: Mapping[str
         op = tw.catalogue()[case.op]
         drawn = arguments(case, Blank(op, case.dims, case.options, dtype=getattr(torch, case.dtype)))
         given, target = SimpleNamespace(**drawn), evidence.target_of(row)
-        taken = CACHED_FITS.get(asked) if case.op == "cached_attention" else ATTENTION_FITS[case.direction]
+        taken = partial(takes, asked) if case.op == "cached_attention" else ATTENTION_FITS[case.direction]
         if case.way in CODED:
             given, taken = of_codes(given, case.way), coded.fits
-        if target is not None and taken is not None and taken(target, given):
-            times = {asked: row["us"], attended.PORTABLE: theirs} | by_library(row, case, given)
-            if case.op == "cached_attention":  # which a chip may have several kernels for
-                fitting = (name for name, fit in CACHED_FITS.items() if name in row["rivals"] and fit(target, given))
-                times |= {name: row["rivals"][name] for name in fitting}
+        if target is not None and taken(target, given):
+            times = (
+                {asked: row["us"], attended.PORTABLE: theirs}
+                | by_library(row, case, given)
+                | by_others(row, case, given)
+            )
             yield Attended(row, case.direction, given, times)
 
 
@@ -153,6 +155,22 @@ def by_library(row: Mapping[str, Any], case: Case, given: SimpleNamespace) -> di
         return {}
     found = row["rivals"].get(WITH_LSE, row["rivals"].get(attended.LIBRARY))
     return {} if found is None else {attended.LIBRARY: found}
+
+
+def takes(backend: str, target: Target, a: SimpleNamespace) -> bool:
+    """Whether a backend takes a call over caches that asks for it."""
+    asking = SimpleNamespace(**{**vars(a), "backend": backend})
+    named = (one for one in tw.catalogue()["cached_attention"].implementations if one.name == backend)
+    return any(one.when(target, asking) for one in named)
+
+
+def by_others(row: Mapping[str, Any], case: Case, given: SimpleNamespace) -> dict[str, float]:
+    """Times of a recorded call over caches by further kernels of its chip, which were rivals of the one that the case names."""
+    if case.op != "cached_attention":
+        return {}
+    target = evidence.target_of(row)
+    named = {one.name for one in tw.catalogue()[case.op].implementations}
+    return {name: us for name, us in row["rivals"].items() if name in named and takes(name, target, given)}
 
 
 def of_codes(a: SimpleNamespace, way: str) -> SimpleNamespace:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..core.flat import as_tuple
 from ..core.format import Quantized
+from ..core.target import Target
 from . import check, packaged
 from .directed import Absent, Call, directed
 from .programs import PROGRAMS, Program
@@ -340,11 +341,14 @@ def _torch_linear(work: Work) -> Call:
 
 def _backend(name: str, work: Work) -> Call:
     """Our own kernels of another backend than the case asks for: those that any chip takes, or others of one chip."""
-    asks = work.op.asks
-    if asks is None or all(one.name != name for one in work.op.implementations):
+    asks, named = work.op.asks, [one for one in work.op.implementations if one.name == name]
+    if asks is None or not named:
         raise Absent(f"{work.case.op} has no backend of that name")
     if work.values[asks] == name:
         raise Absent("it is what the case itself measures")
+    target = Target.at(next(t for t in work.values.values() if type(t) is Tensor).device)
+    if not any(one.when(target, SimpleNamespace(**{**work.values, asks: name})) for one in named):
+        raise Absent("it does not take the call")
     return work.by(**{asks: name}).call
 
 
@@ -420,6 +424,6 @@ NAMED: dict[str, Callable[[Work], Call]] = {
     "torch_int_mm": _torch_int_mm,
     "torch_grouped": _torch_grouped,
     "torch_linear": _torch_linear,
-    **{name: functools.partial(_backend, name) for name in ("portable", "hopper_latent_pairs")},
+    **{name: functools.partial(_backend, name) for name in ("portable", "hopper_latent_pairs", "hopper_latent_few")},
     "cudnn_lse": _cudnn_lse,
 }

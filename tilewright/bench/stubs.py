@@ -81,10 +81,12 @@ def _function(op: Op, hints: Mapping[str, Any], result: str, first: str, out_for
 
 
 def _parameter(p: inspect.Parameter, hint: Any) -> str:
-    words, default = f"{p.name}: {_words(hint)}", "" if p.default is p.empty else f" = {_quoted(p.default)}"
-    if len(words + default) >= LONGEST and words.endswith("]"):  # as the formatter breaks it
-        words = words[:-1].replace("[", "[\n        ", 1) + "\n    ]"
-    return words + default
+    made = f"{p.name}: {_words(hint)}" + ("" if p.default is p.empty else f" = {_quoted(p.default)}")
+    before, many, rest = made.partition("Literal[")
+    if len(made) < LONGEST or not many:
+        return made
+    names, _, after = rest.partition("]")  # on a line of their own
+    return f"{before}{many}\n        {names}\n    ]{after}"
 
 
 def _result(op: Op, hint: Any) -> str:
