@@ -7,11 +7,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+import triton
 
 import tilewright as tw
-from tests.compile.table import wrong_code
+from tests.compile.table import too_early, wrong_code
 from tilewright.check.variants import variant
 from tilewright.core.target import TARGETS, pretend
+from tilewright.core.triton_versions import release
 from tilewright.runtime.kernel import collect
 
 HOPPER = replace(TARGETS["sm_90"], gluon=True)
@@ -44,8 +46,11 @@ def test_compiled(heads, tokens, values, page, dtype, options):
     one = variant(found[0])
     assert one.kernel.name == "attention_latent_few_hopper"
     compiled = one.compile()
-    assert compiled.shared_is_there and not compiled.serialised and not compiled.spills
+    # Newer releases keep a number in memory from before the loops to after, of 32 rows in small pages
+    most = 0 if release(triton.__version__) == "3.6" else 24
+    assert compiled.shared_is_there and not compiled.serialised and compiled.spills <= most
     assert not wrong_code(one.kernel.name, compiled)
+    assert not too_early(one, compiled)
     # Both loops read scores from rows of keys, and values turned, of 64 keys and columns at a time
     slabs = values // 64
     assert compiled.text.count("wgmma.mma_async") == 2 * 4 * (2 * slabs + 1)
