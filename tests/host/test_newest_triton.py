@@ -75,10 +75,11 @@ def product(pair: str, rows: int) -> Call:
     return Call(drawn(OPS["scaled_mm"], {**HOT[0], "tokens": rows}, options={"pair": pair}))
 
 
-def cached(heads: int, kv_heads: int, columns: int, tokens: int, **more: Any) -> Call:
+def cached(heads: int, kv_heads: int, columns: int, tokens: int, codes: torch.dtype | None = None, **more: Any) -> Call:
     """Attention over pages."""
-    own = None if "value_dim" in more else blank(512, 64, kv_heads, columns)
-    values = {"q": blank(4, tokens, heads, columns), "k_cache": blank(512, 64, kv_heads, columns), "v_cache": own}
+    keys = blank(512, 64, kv_heads, columns, **({} if codes is None else {"dtype": codes}))
+    values = {"q": blank(4, tokens, heads, columns), "k_cache": keys}
+    values["v_cache"] = None if "value_dim" in more else keys
     whose = {"block_table": blank(4, 128, dtype=torch.int32), "kv_len": blank(4, dtype=torch.int32)}
     return Call({**values, **whose, **more}, FORWARD)
 
@@ -86,6 +87,9 @@ def cached(heads: int, kv_heads: int, columns: int, tokens: int, **more: Any) ->
 SMALL = {
     "attention_chunks_hopper": Small("cached_attention", lambda: cached(32, 8, 64, 2048, backend="hopper_chunks"), 180),
     "attention_decode_hopper": Small("cached_attention", lambda: cached(32, 8, 128, 1, backend="hopper_decode")),
+    "attention_decode_codes_hopper": Small(
+        "cached_attention", lambda: cached(32, 8, 128, 1, torch.float8_e4m3fn, backend="hopper_decode")
+    ),
     "attention_latent_hopper": Small(
         "cached_attention", lambda: cached(16, 1, 576, 1, value_dim=512, backend="hopper_latent")
     ),

@@ -141,7 +141,7 @@ def _entry(op: Op, results: Sequence[Result]) -> list[str]:
     lines += ["- A part of other operations."] if op.internal else []
     lines += [f"- Writes: {listed(op.writes)}."] if op.writes else []
     lines += [f"- Formats: {listed(formats)}." if formats else "- Formats: none, plain tensors only."]
-    lines += [f"- Implementations: {listed([*(one.name for one in op.implementations), 'reference'])}."]
+    lines += [f"- Implementations: {listed(dict.fromkeys([*(one.name for one in op.implementations), 'reference']))}."]
     if not results:
         return [*lines, "- Measured: no row yet."]
     return [*lines, "- Measured:", "", *_measured(results)]

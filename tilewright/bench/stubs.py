@@ -85,7 +85,9 @@ def _parameter(p: inspect.Parameter, hint: Any) -> str:
     before, many, rest = made.partition("Literal[")
     if len(made) < LONGEST or not many:
         return made
-    names, _, after = rest.partition("]")  # on a line of their own
+    names, _, after = rest.partition("]")  # on a line of their own, or on one each
+    if len(names) > LONGEST - 4:
+        names = names.replace(", ", ",\n        ") + ","
     return f"{before}{many}\n        {names}\n    ]{after}"
 
 
