@@ -145,10 +145,11 @@ def test_the_table_has_no_other_rows():
     assert not stale, f"{len(stale)} rows of variants that no call needs:\n" + "\n".join(stale)
 
 
-# test_aten.py, test_latent.py, test_hopper_attention.py, test_given_codes.py
+# test_aten.py, test_latent.py, test_decode.py, test_hopper_attention.py, test_given_codes.py
 ELSEWHERE = (
     "tilewright.aten.",
     "tilewright.attention.hopper.coded_values",
+    "tilewright.attention.hopper.decode",
     "tilewright.attention.hopper.latent",
     "tilewright.attention.hopper.schedule",
     "tilewright.formats.given",
