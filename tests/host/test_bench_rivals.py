@@ -646,8 +646,7 @@ def test_every_case_over_caches_has_its_rivals(case, over_caches, infer):
     dims = {n: {**few, **heads}.get(n, size) for n, size in case.dims.items()}
     given = {n: v for n, v in case.arguments.items() if n != "backend"}  # a CPU has the reference alone
     work = Work.build(replace(case, dims=dims, arguments=given), device="cpu")
-    ours = {"portable", "hopper_latent_pairs", "hopper_latent_few"}
-    others = {*case.beside, *filter(None, [rival_of(case.metric)])} - ours
+    others = {*case.beside, *filter(None, [rival_of(case.metric)])} - {*rivals.BACKENDS}
     for name in others:
         agreed(work, name)
     assert over_caches or not others

@@ -3,39 +3,16 @@ sees, pages that there are not. And that the machine sees what is wrong with suc
 
 from __future__ import annotations
 
-import math
-from dataclasses import replace
-from types import SimpleNamespace
-
 import pytest
 import torch
 
 from tests import gluon_machine
 from tests.cached_oracle import agrees
+from tests.cached_play import has_its_own_bits, played
 from tests.decode_oracle import CODED, DECODES, bits, decode
 from tilewright.attention.hopper import decode as kernels
 from tilewright.attention.hopper import decode_codes as codes
 from tilewright.attention.hopper import decode_gather as gathering
-from tilewright.core.target import TARGETS, pretend
-from tilewright.runtime.kernel import Arguments, collect
-
-CHIP = replace(TARGETS["sm_90"], gluon=True)
-
-
-def played(a, seed, module=kernels):
-    """(o, lse) of a call."""
-    assert module.fits(CHIP, SimpleNamespace(**a))
-    with pretend(CHIP), collect() as found:
-        o, lse = module.forward(**a)
-    first, *merging = found
-    given = dict(zip(first.kernel.names, first.ordered))
-    for t in (o, lse, given["O"].data, given["LSE"].data):
-        t.fill_(math.inf)
-    gluon_machine.play(first, seed)
-    for wanted in merging:
-        grid = wanted.kernel.grid(Arguments(zip(wanted.kernel.names, wanted.ordered)))
-        wanted.kernel.jit[grid](*wanted.ordered, **wanted.options)
-    return o, lse
 
 
 @pytest.mark.parametrize("name", [*DECODES, *CODED])
@@ -47,11 +24,8 @@ def test_values(name):
 def test_any_order_gives_the_same_bits():
     """More blocks than stages; in a batch as alone."""
     a = decode("parts", of=(700, 450), split=512, kv_heads=1, heads=2)
-    found = [played(a, seed) for seed in range(3)]
-    agrees(a, *found[0])
-    alone = {name: a[name][1:] for name in ("q", "block_table", "kv_len")}
-    found.append(played({**a, **alone}, 9))
-    assert all(torch.equal(x[-1:], y[-1:]) for one in found for x, y in zip(one, found[0]))
+    found = [played(a, seed, kernels) for seed in range(3)]
+    has_its_own_bits(a, found, kernels)
 
 
 # ---- mutants ---------------------------------------------------------------------------------------------------------

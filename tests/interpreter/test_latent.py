@@ -3,42 +3,20 @@ allow, NaN in all that nobody sees, pages that there are not. And that the machi
 
 from __future__ import annotations
 
-import math
-from dataclasses import replace
-from types import SimpleNamespace
-
 import pytest
 import torch
 
 from tests import gluon_machine
 from tests.cached_oracle import agrees
+from tests.cached_play import has_its_own_bits, played
 from tests.latent_oracle import CALLS, call
 from tilewright.attention.hopper import latent
-from tilewright.core.target import TARGETS, pretend
-from tilewright.runtime.kernel import Arguments, collect
-
-CHIP = replace(TARGETS["sm_90"], gluon=True)
-
-
-def played(a, seed, module=latent):
-    """(o, lse) of a call."""
-    assert module.fits(CHIP, SimpleNamespace(**a))
-    with pretend(CHIP), collect() as found:
-        o, lse = module.forward(**a)
-    first, *merging = found
-    for t in (o, lse, first.ordered[6].data, first.ordered[8].data):
-        t.fill_(math.inf)
-    gluon_machine.play(first, seed)
-    for wanted in merging:
-        grid = wanted.kernel.grid(Arguments(zip(wanted.kernel.names, wanted.ordered)))
-        wanted.kernel.jit[grid](*wanted.ordered, **wanted.options)
-    return o, lse
 
 
 @pytest.mark.parametrize("name", CALLS)
 def test_values(name):
     a = CALLS[name]()
-    agrees(a, *played(a, seed=0))
+    agrees(a, *played(a, 0, latent))
 
 
 def begins(module, monkeypatch, late):
@@ -53,21 +31,24 @@ def test_any_order_gives_the_same_bits(monkeypatch):
     found = []
     for seed in range(4):
         begins(latent, monkeypatch, late=seed % 2 == 1)
-        found.append(played(a, seed))
-    agrees(a, *found[0])
-    alone = {name: a[name][1:] for name in ("q", "block_table", "kv_len")}
-    found.append(played({**a, **alone}, 9))
-    assert all(torch.equal(x[-1:], y[-1:]) for one in found for x, y in zip(one, found[0]))
+        found.append(played(a, seed, latent))
+    has_its_own_bits(a, found, latent)
+
+
+def growing(length=448, signs=True):
+    """Scores that grow from block to block as they are walked over, in some rows by much; all of them above 0 without `signs`."""
+    a = call((length,), scale=1.0, values=256)
+    grows = torch.linspace(3.0, 0.1, length)[:, None, None] * (1 + torch.arange(320) % 3)
+    a["k_cache"] = (a["k_cache"].abs() * grows).to(torch.bfloat16)
+    a["q"] = ((a["q"] if signs else a["q"].abs()) * torch.linspace(0.01, 1.0, 16)[:, None]).to(torch.bfloat16)
+    return a
 
 
 def test_largest_scores_that_grow():
     """Blocks are walked over from the last to the first: sums of both halves are multiplied in some rows of a warp, and the base of
     weights lags in others."""
-    a = call((448,), scale=1.0, values=256)
-    grows = torch.linspace(3.0, 0.1, 448)[:, None, None] * (1 + torch.arange(320) % 3)
-    a["k_cache"] = (a["k_cache"].abs() * grows).to(torch.bfloat16)
-    a["q"] = (a["q"] * torch.linspace(0.01, 1.0, 16)[:, None]).to(torch.bfloat16)
-    agrees(a, *played(a, 0))
+    a = growing()
+    agrees(a, *played(a, 0, latent))
 
 
 # ---- mutants ---------------------------------------------------------------------------------------------------------

@@ -3,63 +3,34 @@ barriers allow, NaN in all that nobody sees, pages that there are not. And that 
 
 from __future__ import annotations
 
-import math
-from dataclasses import replace
-from types import SimpleNamespace
-
 import pytest
-import torch
 
 from tests import gluon_machine
 from tests.cached_oracle import agrees
+from tests.cached_play import has_its_own_bits, played
+from tests.interpreter.test_latent import growing
 from tests.latent_oracle import CALLS, FEW, call
 from tilewright.attention.hopper import latent_few
-from tilewright.core.target import TARGETS, pretend
-from tilewright.runtime.kernel import Arguments, collect
-
-CHIP = replace(TARGETS["sm_90"], gluon=True)
-
-
-def played(a, seed, module=latent_few):
-    """(o, lse) of a call."""
-    assert module.fits(CHIP, SimpleNamespace(**a))
-    with pretend(CHIP), collect() as found:
-        o, lse = module.forward(**a)
-    first, *merging = found
-    given = dict(zip(first.kernel.names, first.ordered))
-    for t in (o, lse, given["O"].data, given["LSE"].data):
-        t.fill_(math.inf)
-    gluon_machine.play(first, seed)
-    for wanted in merging:
-        grid = wanted.kernel.grid(Arguments(zip(wanted.kernel.names, wanted.ordered)))
-        wanted.kernel.jit[grid](*wanted.ordered, **wanted.options)
-    return o, lse
 
 
 @pytest.mark.parametrize("name", FEW)
 def test_values(name):
     a = CALLS[name]()
-    agrees(a, *played(a, seed=0))
+    agrees(a, *played(a, 0, latent_few))
 
 
 @pytest.mark.parametrize(("rows", "values"), [(16, 512), (32, 512), (17, 256)])
 def test_any_order_gives_the_same_bits(rows, values):
     """In a batch as alone, of rows that fill products and that do not, of a block in pieces and whole."""
     a = call((300, 129), page=64, split=256, heads=rows, values=values)
-    found = [played(a, seed) for seed in range(3)]
-    agrees(a, *found[0])
-    alone = {name: a[name][1:] for name in ("q", "block_table", "kv_len")}
-    found.append(played({**a, **alone}, 9))
-    assert all(torch.equal(x[-1:], y[-1:]) for one in found for x, y in zip(one, found[0]))
+    found = [played(a, seed, latent_few) for seed in range(3)]
+    has_its_own_bits(a, found, latent_few)
 
 
 def test_largest_scores_that_grow():
     """Blocks are walked over from the last to the first: sums are multiplied in some, and the base of weights lags in others."""
-    a = call((448,), scale=1.0, values=256)
-    grows = torch.linspace(3.0, 0.1, 448)[:, None, None] * (1 + torch.arange(320) % 3)
-    a["k_cache"] = (a["k_cache"].abs() * grows).to(torch.bfloat16)
-    a["q"] = (a["q"] * torch.linspace(0.01, 1.0, 16)[:, None]).to(torch.bfloat16)
-    agrees(a, *played(a, 0))
+    a = growing()
+    agrees(a, *played(a, 0, latent_few))
 
 
 # ---- mutants ---------------------------------------------------------------------------------------------------------

@@ -810,7 +810,7 @@ def forward(q: Tensor, k_cache: Tensor, v_cache: Tensor | None, **options: Any) 
     split = a.split or part_length(capacity, programs, block.resident * Target.at(q.device).sms, shortest, block.other)
     parts = max(1, cdiv(capacity, split))
     made = room_for(o, lse, parts)
-    table = None if a.block_table is None else Table(a.block_table, *a.block_table.stride())
+    table = table_of(a)
     tree = (None, 0, 0) if a.tree is None else (a.tree, *a.tree.stride())
     scale = 1.0 / math.sqrt(head_dim) if a.scale is None else float(a.scale)
     slopes = None if a.slopes is None else a.slopes.contiguous()
@@ -858,6 +858,56 @@ def merge(made: Made, o: Tensor, lse: Tensor, parts: int) -> None:
             made.o.data, made.lse.data, heads_of(o), whole_of(lse), batch * length * heads, length, heads, parts, columns, FEW=FEW,
             BLOCK=block, STAGES=4 if block <= 128 and parts > FEW else 1,
         )  # fmt: skip
+
+
+class Results(NamedTuple):
+    """Those of a call, and where parts store theirs: `whole` has whole columns, and is o if that has."""
+
+    o: Tensor
+    lse: Tensor
+    whole: Tensor
+    parts: int
+    made: Made
+
+
+def results_of(a: SimpleNamespace, columns: int, parts: int) -> Results:
+    """Memory for results of so many columns. The caller's memory for o may have any strides; a kernel that writes whole columns
+    gets memory of its own then."""
+    batch, length, heads, _ = a.q.shape
+    o = torch.empty(batch, length, heads, columns, dtype=a.q.dtype, device=a.q.device)
+    lse = torch.empty(batch, heads, length, dtype=torch.float32, device=a.q.device)
+    whole = o if o.stride(-1) == 1 or parts > 1 else torch.empty(o.shape, dtype=o.dtype, device=o.device)
+    return Results(o, lse, whole, parts, room_for(whole, lse, parts))
+
+
+def finished(results: Results) -> tuple[Tensor, Tensor]:
+    """(o, lse) of what a kernel has stored."""
+    o, lse, whole, parts, made = results
+    merge(made, o, lse, parts)
+    if whole is not o:
+        o.copy_(whole)
+    return o, lse
+
+
+def table_of(a: SimpleNamespace) -> Table | None:
+    return None if a.block_table is None else Table(a.block_table, *a.block_table.stride())
+
+
+def lengths_of(a: SimpleNamespace) -> Lengths:
+    """Those of a dense batch."""
+    return Lengths(None, a.kv_len, None if a.kv_len is None else a.kv_len.stride(0), None)
+
+
+def window_of(a: SimpleNamespace) -> Window:
+    """None to the left where it reaches all keys."""
+    left = None if a.left is None or a.left >= capacity_of(a) else a.left
+    return Window(left, 0 if a.causal and a.tree is None else None)
+
+
+def bending_of(a: SimpleNamespace) -> Scores:
+    scale = a.q.shape[-1] ** -0.5 if a.scale is None else float(a.scale)
+    slopes = None if a.slopes is None else a.slopes.contiguous()
+    return Scores(scale, float(a.softcap) or None, slopes, None, None, None, None, None)
 
 
 def capacity_of(a: SimpleNamespace) -> int:

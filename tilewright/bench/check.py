@@ -109,10 +109,10 @@ def copied(result: Any) -> list[Any]:
 def same_bits(result: Any, known: Sequence[Any]) -> bool:
     """Whether a result is what was copied, bit by bit."""
     found = list(pieces(result))
-    return len(found) == len(known) and all(map(alike, found, known))
+    return len(found) == len(known) and all(map(equal, found, known))
 
 
-def alike(one: Any, other: Any) -> bool:
+def equal(one: Any, other: Any) -> bool:
     if not (isinstance(one, Tensor) and isinstance(other, Tensor)):
         return not isinstance(one, Tensor) and not isinstance(other, Tensor) and one == other
     return (one.dtype, one.shape) == (other.dtype, other.shape) and torch.equal(bits(one), bits(other))

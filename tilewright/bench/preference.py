@@ -161,7 +161,7 @@ def takes(backend: str, target: Target, a: SimpleNamespace) -> bool:
     """Whether a backend takes a call over caches that asks for it."""
     asking = SimpleNamespace(**{**vars(a), "backend": backend})
     named = (one for one in tw.catalogue()["cached_attention"].implementations if one.name == backend)
-    return any(one.when(target, asking) for one in named)
+    return any(one.takes(target, asking) for one in named)
 
 
 def by_others(row: Mapping[str, Any], case: Case, given: SimpleNamespace) -> dict[str, float]:

@@ -339,6 +339,9 @@ def _torch_linear(work: Work) -> Call:
     return directed(function, work)
 
 
+BACKENDS = ("portable", "hopper_latent_pairs", "hopper_latent_few")  # that cases have beside the one they ask for
+
+
 def _backend(name: str, work: Work) -> Call:
     """Our own kernels of another backend than the case asks for: those that any chip takes, or others of one chip."""
     asks, named = work.op.asks, [one for one in work.op.implementations if one.name == name]
@@ -347,7 +350,7 @@ def _backend(name: str, work: Work) -> Call:
     if work.values[asks] == name:
         raise Absent("it is what the case itself measures")
     target = Target.at(next(t for t in work.values.values() if type(t) is Tensor).device)
-    if not any(one.when(target, SimpleNamespace(**{**work.values, asks: name})) for one in named):
+    if not any(one.takes(target, SimpleNamespace(**{**work.values, asks: name})) for one in named):
         raise Absent("it does not take the call")
     return work.by(**{asks: name}).call
 
@@ -424,6 +427,6 @@ NAMED: dict[str, Callable[[Work], Call]] = {
     "torch_int_mm": _torch_int_mm,
     "torch_grouped": _torch_grouped,
     "torch_linear": _torch_linear,
-    **{name: functools.partial(_backend, name) for name in ("portable", "hopper_latent_pairs", "hopper_latent_few")},
+    **{name: functools.partial(_backend, name) for name in BACKENDS},
     "cudnn_lse": _cudnn_lse,
 }

@@ -210,7 +210,7 @@ def kept_back(op: Op, arch: str) -> Iterator[Call]:
             before = op.implementations[: op.implementations.index(op.implementation(bound))]
             for one in before:
                 named = SimpleNamespace(**{**bound, op.asks: one.name, "out": None})
-                if not one.library and (one.when is None or one.when(TARGETS[arch], named)):
+                if not one.library and one.takes(TARGETS[arch], named):
                     yield Call({**values, op.asks: one.name})
 
 

@@ -63,6 +63,9 @@ class Triton:
     library: bool = False  # host code that calls torch's own product instead: no kernel of ours
     out: bool = False
 
+    def takes(self, target: Target, values: SimpleNamespace) -> bool:
+        return self.when is None or self.when(target, values)
+
 
 @dataclass(frozen=True)
 class Gradient:

@@ -48,7 +48,7 @@ def implementation(op: Declaration, values: Mapping[str, Any], device: torch.dev
     space = SimpleNamespace(**{**values, "out": next(iter(outs_of(op, values)), None)})
     others = []
     for one in op.implementations:
-        if (one.library and device.type == "cpu") or not (one.when is None or one.when(target, space)):
+        if (one.library and device.type == "cpu") or not one.takes(target, space):
             continue
         if not one.library if wanted == "triton" else wanted in (None, one.name):
             return one

@@ -18,7 +18,6 @@ it the score is hidden, and a weight of 0 multiplied with a value of 0.
 
 from __future__ import annotations
 
-import math
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -33,10 +32,10 @@ from ...device.warpgroups import advance
 from ...gemm.hopper.boxes import box_of, copies_in_bulk
 from ...op import single
 from ...runtime.kernel import kernel
-from ..cached_parts import Table, capacity_of, check_keys
-from ..portable import Scores, heads_of, sizes_of
+from ..cached_parts import bending_of, capacity_of, check_keys, finished, results_of, table_of, window_of
+from ..portable import heads_of, sizes_of
 from ..preference import wanted_of_cache
-from ..tiles import Window, lengths
+from ..tiles import lengths
 from .forward import (
     ALONE,
     KINDS,
@@ -300,10 +299,7 @@ def page_boxes(t: Tensor, rows: int, first: int, second: int) -> tuple[Any, Any]
 def forward(q: Tensor, k_cache: Tensor, v_cache: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
     a = SimpleNamespace(q=q, k_cache=k_cache, v_cache=v_cache, **options)
     (batch, length, heads, _), (pages, page, kv_heads, _), keys = q.shape, k_cache.shape, capacity_of(a)
-    o = torch.empty(batch, length, heads, v_cache.shape[-1], dtype=q.dtype, device=q.device)
-    lse = torch.empty(batch, heads, length, dtype=torch.float32, device=q.device)
-    # The caller's memory for o may have any strides; the kernel writes whole columns
-    whole = o if o.stride(-1) == 1 else torch.empty(o.shape, dtype=o.dtype, device=o.device)
+    results = results_of(a, v_cache.shape[-1], 1)
     check_keys(a)
     sizes, target = sizes_of(q, v_cache), Target.at(q.device)
     plan = plan_for(sizes, target.shared_memory)
@@ -319,18 +315,12 @@ def forward(q: Tensor, k_cache: Tensor, v_cache: Tensor, **options: Any) -> tupl
     marks = 0 if own is None else own.shape[0]
     attention_chunks_begin(counter, cells, own, marks, keys, CELLS=rows * WIDE if page else 0)
     how, tiles = lengths(a.cu_seqlens_q, own, length, max(marks - 1, 0) * keys, a.kv_len, ROWS.value, False)
-    window = Window(None if a.left is None or a.left >= keys else a.left, 0 if a.causal else None)
-    table = None if a.block_table is None else Table(a.block_table, *a.block_table.stride())
-    scale = 1.0 / math.sqrt(q.shape[-1]) if a.scale is None else float(a.scale)
-    slopes = None if a.slopes is None else a.slopes.contiguous()
+    window = window_of(a)
     attention_chunks_hopper(
         *boxes_of(q, HALF.value, sizes.D0, sizes.D1), *page_boxes(k_cache, rows, sizes.D0, sizes.D1),
-        *page_boxes(v_cache, rows, sizes.V0, sizes.V1), *nothing, table, pages, heads_of(whole), lse,
-        None if a.sink is None else a.sink.contiguous(), counter,
-        Scores(scale, float(a.softcap) or None, slopes, None, None, None, None, None), window, how, length, keys, heads,
+        *page_boxes(v_cache, rows, sizes.V0, sizes.V1), *nothing, table_of(a), pages, heads_of(results.whole), results.lse,
+        None if a.sink is None else a.sink.contiguous(), counter, bending_of(a), window, how, length, keys, heads,
         heads // kv_heads, batch, tiles, min(target.sms, tiles * heads * batch), SIZES=sizes, PLAN=plan,
         CLEARS=a.cu_seqlens_q is not None or a.kv_len is not None or window.left is not None, PAGE=page,
     )  # fmt: skip
-    if whole is not o:
-        o.copy_(whole)
-    return o, lse
+    return finished(results)

@@ -28,7 +28,6 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -51,10 +50,21 @@ from ...device.warpgroups import advance
 from ...gemm.hopper.boxes import box_of, copies_in_bulk
 from ...op import single
 from ...runtime.kernel import kernel
-from ..cached_parts import Table, capacity_of, check_keys, either, is_drawn, merge, room_for
+from ..cached_parts import (
+    bending_of,
+    capacity_of,
+    check_keys,
+    either,
+    finished,
+    is_drawn,
+    lengths_of,
+    results_of,
+    table_of,
+    window_of,
+)
 from ..portable import Scores, bend, heads_of
 from ..preference import wanted_of_cache
-from ..tiles import Lengths, Tile, Window, keys_of, keys_seen
+from ..tiles import Tile, keys_of, keys_seen
 from .decode_gather import gather_part, make_full, make_stages, room_for_nothing, words_of
 from .forward import ALONE, CLEARED, KINDS, LONGEST, Rows, make_boxes, scaled_rows, scaled_where_moved, sums_of, weigh
 from .latent import find_boxes, make_barriers, matrices, missing_of, rounded, spoilt
@@ -66,9 +76,8 @@ BLOCK = tl.constexpr(64)  # keys
 WIDE = tl.constexpr(64)  # columns of a box: 128 bytes, which bulk copies swizzle
 LINES = gl.constexpr(4)  # of a table, 128 bytes: pages of 16 of most parts
 LAZY = gl.constexpr(True)  # sums are multiplied where a row's largest score has grown by much alone
-TOGETHER = gl.constexpr(
-    gl.BlockedLayout([2], [32], [4], [0])
-)  # 64 numbers, which each warp has: none waits for another's
+# 64 numbers, which each warp has: none waits for another's
+TOGETHER = gl.constexpr(gl.BlockedLayout([2], [32], [4], [0]))
 
 
 class Plan(NamedTuple):
@@ -543,8 +552,6 @@ def forward(q: Tensor, k_cache: Tensor, v_cache: Tensor, **options: Any) -> tupl
     a = SimpleNamespace(q=q, k_cache=k_cache, v_cache=v_cache, **options)
     (batch, length, heads, width), (pages, page, kv_heads, _) = q.shape, k_cache.shape
     values, capacity, group = v_cache.shape[-1], capacity_of(a), heads // kv_heads
-    o = torch.empty(batch, length, heads, values, dtype=q.dtype, device=q.device)
-    lse = torch.empty(batch, heads, length, dtype=torch.float32, device=q.device)
     check_keys(a)
     target, kind = Target.at(q.device), KINDS[q.dtype]
     page = 0 if a.block_table is None else page
@@ -552,26 +559,19 @@ def forward(q: Tensor, k_cache: Tensor, v_cache: Tensor, **options: Any) -> tupl
     units = batch * kv_heads
     split = a.split or split_for(capacity, units, group * length, RESIDENT * target.sms, a.kv_len is None)
     parts = cdiv(capacity, split)
-    # The caller's memory for o may have any strides; the kernel writes whole columns
-    whole = o if o.stride(-1) == 1 or parts > 1 else torch.empty(o.shape, dtype=o.dtype, device=o.device)
-    made = room_for(whole, lse, parts)
+    results = results_of(a, values, parts)
     if plan.box:
         block = [1, 1, plan.box, WIDE.value]
         caches = tuple(box_of(t.transpose(1, 2), block, kind) for t in (k_cache, v_cache))
     else:
         caches = words_of(k_cache, room_for_nothing(k_cache, parts * units, plan.columns)), words_of(v_cache)
-    how = Lengths(None, a.kv_len, None if a.kv_len is None else a.kv_len.stride(0), None)
-    scale = width**-0.5 if a.scale is None else float(a.scale)
-    slopes = None if a.slopes is None else a.slopes.contiguous()
     attention_decode_hopper(
-        heads_of(q), *caches, None if a.block_table is None else Table(a.block_table, *a.block_table.stride()),
-        None if a.tree is None else Tree(a.tree, *a.tree.stride()), *made,
-        None if a.sink is None else a.sink.contiguous(),
-        Scores(scale, float(a.softcap) or None, slopes, None, None, None, None, None),
-        Window(None if a.left is None or a.left >= capacity else a.left, 0 if a.causal and a.tree is None else None), how, length,
-        capacity, pages, kv_heads, group, parts, split, parts * units, DIM=width, COLUMNS=values, PAGE=page, PLAN=plan,
+        heads_of(q), *caches, table_of(a), tree_of(a), *results.made, None if a.sink is None else a.sink.contiguous(),
+        bending_of(a), window_of(a), lengths_of(a), length, capacity, pages, kv_heads, group, parts, split, parts * units,
+        DIM=width, COLUMNS=values, PAGE=page, PLAN=plan,
     )  # fmt: skip
-    merge(made, o, lse, parts)
-    if whole is not o:
-        o.copy_(whole)
-    return o, lse
+    return finished(results)
+
+
+def tree_of(a: SimpleNamespace) -> Tree | None:
+    return None if a.tree is None else Tree(a.tree, *a.tree.stride())

@@ -48,10 +48,23 @@ from ...device.warpgroups import advance
 from ...gemm.hopper.boxes import box_of, copies_in_bulk
 from ...op import single
 from ...runtime.kernel import kernel
-from ..cached_parts import LIFT, Table, capacity_of, check_keys, is_drawn, load_scale, merge, room_for, scales_of
-from ..portable import Scores, bend, heads_of
+from ..cached_parts import (
+    LIFT,
+    bending_of,
+    capacity_of,
+    check_keys,
+    finished,
+    is_drawn,
+    lengths_of,
+    load_scale,
+    results_of,
+    scales_of,
+    table_of,
+    window_of,
+)
+from ..portable import bend, heads_of
 from ..preference import wanted_of_cache
-from ..tiles import Lengths, Window, is_seen
+from ..tiles import is_seen
 from .decode import (
     BLOCK,
     LEAST_BOX,
@@ -60,7 +73,6 @@ from .decode import (
     SPARE,
     WIDEST,
     Plan,
-    Tree,
     ask_early,
     bits_of,
     box_rows,
@@ -70,6 +82,7 @@ from .decode import (
     span_of,
     split_for,
     store_nothing,
+    tree_of,
 )
 from .forward import KINDS, LONGEST, Rows, make_boxes, rows_of, sums_of
 from .latent import make_barriers, missing_of
@@ -454,8 +467,6 @@ def forward(q: Tensor, k_cache: Tensor, v_cache: Tensor, **options: Any) -> tupl
     a = SimpleNamespace(q=q, k_cache=k_cache, v_cache=v_cache, **options)
     (batch, length, heads, width), (pages, page, kv_heads, _) = q.shape, k_cache.shape
     values, capacity, group = v_cache.shape[-1], capacity_of(a), heads // kv_heads
-    o = torch.empty(batch, length, heads, values, dtype=q.dtype, device=q.device)
-    lse = torch.empty(batch, heads, length, dtype=torch.float32, device=q.device)
     check_keys(a)
     target, kind, rows = Target.at(q.device), CODES[k_cache.dtype], group * length
     page = 0 if a.block_table is None else page
@@ -465,23 +476,12 @@ def forward(q: Tensor, k_cache: Tensor, v_cache: Tensor, **options: Any) -> tupl
     # A block of codes is half as many bytes, and sums are as many
     split = a.split or split_for(capacity, units, 2 * rows, RESIDENT * target.sms, a.kv_len is None)
     parts = cdiv(capacity, split)
-    # The caller's memory for o may have any strides; the kernel writes whole columns
-    whole = o if o.stride(-1) == 1 or parts > 1 else torch.empty(o.shape, dtype=o.dtype, device=o.device)
-    made = room_for(whole, lse, parts)
+    results = results_of(a, values, parts)
     block = [1, 1, plan.box, plan.wide]
-    scale = width**-0.5 if a.scale is None else float(a.scale)
     attention_decode_codes_hopper(
         heads_of(q), box_of(k_cache.transpose(1, 2), block, kind), box_of(v_cache.transpose(1, 2), block, kind),
-        scales_of(a.k_scale), scales_of(a.v_scale),
-        None if a.block_table is None else Table(a.block_table, *a.block_table.stride()),
-        None if a.tree is None else Tree(a.tree, *a.tree.stride()), *made,
-        None if a.sink is None else a.sink.contiguous(),
-        Scores(scale, float(a.softcap) or None, None if a.slopes is None else a.slopes.contiguous(), *[None] * 5),
-        Window(None if a.left is None or a.left >= capacity else a.left, 0 if a.causal and a.tree is None else None),
-        Lengths(None, a.kv_len, None if a.kv_len is None else a.kv_len.stride(0), None), length, capacity, pages, kv_heads, group,
-        parts, split, parts * units, N=many, DIM=width, WIDTH=values, PAGE=page, PLAN=plan,
+        scales_of(a.k_scale), scales_of(a.v_scale), table_of(a), tree_of(a), *results.made,
+        None if a.sink is None else a.sink.contiguous(), bending_of(a), window_of(a), lengths_of(a), length, capacity, pages,
+        kv_heads, group, parts, split, parts * units, N=many, DIM=width, WIDTH=values, PAGE=page, PLAN=plan,
     )  # fmt: skip
-    merge(made, o, lse, parts)
-    if whole is not o:
-        o.copy_(whole)
-    return o, lse
+    return finished(results)

@@ -45,7 +45,6 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -68,10 +67,21 @@ from ...device.warpgroups import advance
 from ...gemm.hopper.boxes import box_of, copies_in_bulk
 from ...op import single
 from ...runtime.kernel import kernel
-from ..cached_parts import LEAST, Table, capacity_of, check_keys, merge, room_for, value_columns
-from ..portable import Scores, heads_of
+from ..cached_parts import (
+    LEAST,
+    bending_of,
+    capacity_of,
+    check_keys,
+    finished,
+    lengths_of,
+    results_of,
+    table_of,
+    value_columns,
+    window_of,
+)
+from ..portable import heads_of
 from ..preference import wanted_of_cache
-from ..tiles import Lengths, Tile, Window, keys_of, keys_seen
+from ..tiles import Tile, keys_of, keys_seen
 from .backward import unknown_zero
 from .forward import (
     ALONE,
@@ -623,34 +633,26 @@ def forward(q: Tensor, k_cache: Tensor, v_cache: None, **options: Any) -> tuple[
 
 def attend_by(attend: Any, plan_for: Callable[..., Plan | None], a: SimpleNamespace) -> tuple[Tensor, Tensor]:
     """A call by a kernel, with the plan that is made for it."""
-    q, k_cache = a.q, a.k_cache
-    batch, length, heads, width = q.shape
+    (batch, length, heads, _), k_cache = a.q.shape, a.k_cache
     values, capacity = value_columns(None, k_cache, a.value_dim), capacity_of(a)
-    o = torch.empty(batch, length, heads, values, dtype=q.dtype, device=q.device)
-    lse = torch.empty(batch, heads, length, dtype=torch.float32, device=q.device)
     check_keys(a)
-    target, kind, box = Target.at(q.device), KINDS[q.dtype], box_rows(a)
+    target, box = Target.at(a.q.device), box_rows(a)
     tiles = cdiv(length * heads, ROWS.value)
     plan = plan_for(values, box, tiles, dense_bytes(k_cache, box), target.shared_memory)
     split = a.split or split_for(capacity, tiles * batch, target.sms)
     parts = cdiv(capacity, split)
-    # The caller's memory for o may have any strides; the kernel writes whole columns
-    whole = o if o.stride(-1) == 1 or parts > 1 else torch.empty(o.shape, dtype=o.dtype, device=o.device)
-    made = room_for(whole, lse, parts)
-    keys = box_of(k_cache.select(2, 0), [1, box, WIDE.value], kind)
-    rope, rope_at = (
-        (keys, values) if a.k_rope is None else (box_of(a.k_rope.select(2, 0), [1, box, WIDE.value], kind), 0)
-    )
-    how = Lengths(None, a.kv_len, None if a.kv_len is None else a.kv_len.stride(0), None)
-    scale = width**-0.5 if a.scale is None else float(a.scale)
+    results = results_of(a, values, parts)
     attend(
-        box_of(q.flatten(1, 2), [1, ROWS.value, WIDE.value], kind), keys, rope, rope_at, heads_of(k_cache),
-        None if a.block_table is None else Table(a.block_table, *a.block_table.stride()), *made,
-        Scores(scale, float(a.softcap) or None, None, None, None, None, None, None), Window(None, 0 if a.causal else None), how,
+        *boxes_of(a, ROWS.value, box), heads_of(k_cache), table_of(a), *results.made, bending_of(a), window_of(a), lengths_of(a),
         length, capacity, k_cache.shape[0], heads, tiles, parts, split, parts * tiles * batch,
         PAGE=0 if a.block_table is None else k_cache.shape[1], PLAN=plan,
     )  # fmt: skip
-    merge(made, o, lse, parts)
-    if whole is not o:
-        o.copy_(whole)
-    return o, lse
+    return finished(results)
+
+
+def boxes_of(a: SimpleNamespace, rows: int, box: int) -> tuple[Any, Any, Any, int]:
+    """Descriptors of rows of queries, of keys, and of what has their last columns; from which column on it has them."""
+    kind, values = KINDS[a.q.dtype], value_columns(None, a.k_cache, a.value_dim)
+    queries = box_of(a.q.flatten(1, 2), [1, rows, WIDE.value], kind)
+    keys, *apart = (box_of(t.select(2, 0), [1, box, WIDE.value], kind) for t in (a.k_cache, a.k_rope) if t is not None)
+    return (queries, keys, apart[0], 0) if apart else (queries, keys, keys, values)

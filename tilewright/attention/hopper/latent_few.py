@@ -36,7 +36,6 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-import torch
 import triton
 from torch import Tensor
 
@@ -56,16 +55,23 @@ from ...core.triton_versions import (
 from ...device.dependent import await_last, let_next_begin
 from ...device.softmax import LN2, LOG2E
 from ...device.warpgroups import advance
-from ...gemm.hopper.boxes import box_of
 from ...runtime.kernel import kernel
-from ..cached_parts import Table, capacity_of, check_keys, merge, room_for, value_columns
-from ..portable import Scores
+from ..cached_parts import (
+    bending_of,
+    capacity_of,
+    check_keys,
+    finished,
+    lengths_of,
+    results_of,
+    table_of,
+    value_columns,
+    window_of,
+)
 from ..preference import wanted_of_cache
-from ..tiles import Lengths, Window
 from . import latent
 from .backward import unknown_zero
 from .decode import ask_early, places_of, span_of
-from .forward import ALONE, CLEARED, KINDS, LAG, Rows, bent, make_boxes, multiply_if, operands_of, rows_of, sums_of
+from .forward import ALONE, CLEARED, LAG, Rows, bent, make_boxes, multiply_if, operands_of, rows_of, sums_of
 from .latent import BLOCK, WIDE, box_rows, find_boxes, make_barriers, matrices, missing_of, rounded, split_for
 from .schedule import row_ends, whole_blocks
 
@@ -419,32 +425,16 @@ def fits_call(target: Target, a: SimpleNamespace) -> bool:
 
 def forward(q: Tensor, k_cache: Tensor, v_cache: None, **options: Any) -> tuple[Tensor, Tensor]:
     a = SimpleNamespace(q=q, k_cache=k_cache, v_cache=v_cache, **options)
-    batch, length, heads, width = q.shape
-    values, capacity = value_columns(None, k_cache, a.value_dim), capacity_of(a)
-    o = torch.empty(batch, length, heads, values, dtype=q.dtype, device=q.device)
-    lse = torch.empty(batch, heads, length, dtype=torch.float32, device=q.device)
+    (batch, length, heads, _), values, capacity = q.shape, value_columns(None, k_cache, a.value_dim), capacity_of(a)
     check_keys(a)
-    target, kind, box = Target.at(q.device), KINDS[q.dtype], box_rows(a)
+    target, box = Target.at(q.device), box_rows(a)
     plan = plan_for(values, length * heads, box, target.shared_memory)
     split = a.split or split_for(capacity, batch, target.sms)
     parts = cdiv(capacity, split)
-    # The caller's memory for o may have any strides; the kernel writes whole columns
-    whole = o if o.stride(-1) == 1 or parts > 1 else torch.empty(o.shape, dtype=o.dtype, device=o.device)
-    made = room_for(whole, lse, parts)
-    keys = box_of(k_cache.select(2, 0), [1, box, WIDE.value], kind)
-    rope, rope_at = (
-        (keys, values) if a.k_rope is None else (box_of(a.k_rope.select(2, 0), [1, box, WIDE.value], kind), 0)
-    )
-    how = Lengths(None, a.kv_len, None if a.kv_len is None else a.kv_len.stride(0), None)
-    scale = width**-0.5 if a.scale is None else float(a.scale)
+    results = results_of(a, values, parts)
     attention_latent_few_hopper(
-        box_of(q.flatten(1, 2), [1, plan.rows, WIDE.value], kind), keys, rope, rope_at,
-        None if a.block_table is None else Table(a.block_table, *a.block_table.stride()), *made,
-        Scores(scale, float(a.softcap) or None, None, None, None, None, None, None), Window(None, 0 if a.causal else None), how,
-        length, capacity, k_cache.shape[0], heads, parts, split, parts * batch,
-        PAGE=0 if a.block_table is None else k_cache.shape[1], PLAN=plan,
+        *latent.boxes_of(a, plan.rows, box), table_of(a), *results.made, bending_of(a), window_of(a), lengths_of(a), length,
+        capacity, k_cache.shape[0], heads, parts, split, parts * batch, PAGE=0 if a.block_table is None else k_cache.shape[1],
+        PLAN=plan,
     )  # fmt: skip
-    merge(made, o, lse, parts)
-    if whole is not o:
-        o.copy_(whole)
-    return o, lse
+    return finished(results)
