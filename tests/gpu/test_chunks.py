@@ -4,21 +4,19 @@ for ever ends the process."""
 
 from __future__ import annotations
 
-import faulthandler
 import hashlib
 import math
 
 import pytest
 import torch
 
-import tilewright as tw
 from tests.attention_oracle import ints
 from tests.cached_oracle import CHUNKS, agrees, call, chunk, moved
-from tests.gpu.test_attention import a_hundred_alike
-from tilewright.core.target import Target
+from tests.gpu import over_caches
+from tests.gpu.over_caches import laid_in_pages
+from tests.gpu.test_attention import a_hundred_alike, on_gpu
 
-pytestmark = pytest.mark.gpu
-LIMIT = 300  # seconds for a test, compiling included
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("on_hopper")]
 WIDTHS = [(24, 24), (64, 64), (96, 72), (128, 128), (192, 128), (256, 256)]
 SIZES = (1300, 900, 1100)  # of sequences whose chunks of 600 queries, 14 heads each, are more tiles than programs
 LONG = {"length": 600, "heads": 14, "kv_heads": 2}
@@ -32,42 +30,16 @@ OTHERS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def limited():
-    """End the process, with what it was doing, if a test takes too long."""
-    if not Target.at(torch.device("cuda")).hopper_gluon:
-        pytest.skip("the kernels are Hopper's")
-    faulthandler.dump_traceback_later(LIMIT, exit=True)
-    yield
-    faulthandler.cancel_dump_traceback_later()
-
-
-def on_gpu(a):
-    return {name: t.cuda() if torch.is_tensor(t) else t for name, t in a.items()}
-
-
 def attend(a, backend="hopper_chunks"):
-    return tw.cached_attention(**a, backend=backend)
+    return over_caches.attend(a, backend)
 
 
 def digest(*results):
     return hashlib.sha256(b"".join(t.cpu().view(torch.uint8).numpy().tobytes() for t in results)).hexdigest()
 
 
-def near(o, other):
-    """Two roundings of one value, and NaN in the same places."""
-    assert torch.equal(o.isnan(), other.isnan())
-    gap = (o.double() - other.double()).nan_to_num(0.0)
-    assert gap.square().mean().sqrt() <= 4e-3 * max(1e-3, other.double().nan_to_num(0.0).square().mean().sqrt())
-
-
 def holds(a):
-    given = on_gpu(a)
-    o, lse = attend(given)
-    agrees(given, o, lse)
-    other_o, other_lse = attend(given, "portable")
-    near(o, other_o)
-    assert torch.equal(lse.isnan(), other_lse.isnan())
+    over_caches.holds(a, "hopper_chunks")
 
 
 @pytest.mark.parametrize("name", CHUNKS)
@@ -92,13 +64,7 @@ def test_every_page_size_has_the_same_bits():
     a = call(*SIZES, **LONG, D=128, page=None, room=1536)
     wanted = digest(*attend(on_gpu(a)))
     for page in (16, 48, 64, 128, 512):
-        order = torch.randperm(3 * 1536 // page, generator=torch.Generator().manual_seed(page))
-        spread = {}
-        for n in ("k_cache", "v_cache"):
-            spread[n] = torch.empty_like(a[n]).reshape(-1, page, *a[n].shape[2:])
-            spread[n][order] = a[n].reshape(spread[n].shape)
-        found = attend(on_gpu({**a, **spread, "block_table": order.reshape(3, -1).int()}))
-        assert digest(*found) == wanted
+        assert digest(*attend(on_gpu(laid_in_pages(a, page)))) == wanted
 
 
 def test_packed_sequences_are_each_their_own():

@@ -4,54 +4,37 @@ outside of it. A kernel that waits for ever ends the process."""
 
 from __future__ import annotations
 
-import faulthandler
 import math
 
 import pytest
 import torch
 
-import tilewright as tw
-from tests.cached_oracle import LOWEST, agrees, call, coded, moved
+from tests.cached_oracle import LOWEST, call, coded, moved
 from tests.decode_oracle import CODED, DECODES, GROUP, decode
 from tests.decode_oracle import bits as bits_of
-from tests.gpu.test_attention import a_hundred_alike, bits, near
-from tilewright.core.target import Target
+from tests.gpu import over_caches
+from tests.gpu.over_caches import (
+    alone_as_in_a_batch,
+    go_where_they_are_told,
+    in_the_last_of,
+    laid_in_pages,
+    replays,
+    same,
+)
+from tests.gpu.test_attention import a_hundred_alike, near, on_gpu
 
-pytestmark = pytest.mark.gpu
-LIMIT = 300  # seconds for a test, compiling included
-
-
-@pytest.fixture(autouse=True)
-def limited():
-    """End the process, with what it was doing, if a test takes too long."""
-    if not Target.at(torch.device("cuda")).hopper_gluon:
-        pytest.skip("the kernel is Hopper's")
-    faulthandler.dump_traceback_later(LIMIT, exit=True)
-    yield
-    faulthandler.cancel_dump_traceback_later()
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("on_hopper")]
 
 
-def on_gpu(a):
-    return {name: t.cuda() if torch.is_tensor(t) else t for name, t in a.items()}
+NAME = "hopper_decode"
 
 
-def attend(a, backend="hopper_decode"):
-    return tw.cached_attention(**a, backend=backend)
-
-
-def same(found, wanted):
-    """Bit for bit, NaN too."""
-    for a, b in zip(found, wanted, strict=True):
-        assert torch.equal(bits(a.contiguous()), bits(b.contiguous()))
+def attend(a):
+    return over_caches.attend(a, NAME)
 
 
 def holds(a):
-    given = on_gpu(a)
-    o, lse = attend(given)
-    agrees(given, o, lse)
-    other_o, other_lse = attend(given, "portable")
-    near(o, other_o)
-    assert torch.equal(lse.isnan(), other_lse.isnan())
+    over_caches.holds(a, NAME)
 
 
 @pytest.mark.parametrize("name", [*DECODES, *CODED])
@@ -156,27 +139,14 @@ def test_every_page_size_has_the_same_bits():
     a = call(1300, 900, 1100, length=2, **GROUP, page=None, room=1536, split=512)
     wanted = attend(on_gpu(a))
     for page in (1, 2, 3, 8, 16, 24, 32, 48, 64, 128, 512):
-        order = torch.randperm(3 * 1536 // page, generator=torch.Generator().manual_seed(page))
-        spread = {}
-        for n in ("k_cache", "v_cache"):
-            spread[n] = torch.empty_like(a[n]).reshape(-1, page, *a[n].shape[2:])
-            spread[n][order] = a[n].reshape(spread[n].shape)
-        same(attend(on_gpu({**a, **spread, "block_table": order.reshape(3, -1).int()})), wanted)
+        same(attend(on_gpu(laid_in_pages(a, page))), wanted)
 
 
 def test_bits_are_a_sequence_s_own():
     """With a split that is given: alone, with a table no wider than it needs and with a far wider one, as in a batch."""
     lengths = (1000, 64, 0, 700, 65, 2048)
     a = on_gpu(call(*lengths, length=2, **GROUP, split=512))
-    whole = attend(a)
-    for b, length in enumerate(lengths):
-        own = {name: a[name][b : b + 1] for name in ("q", "block_table", "kv_len")}
-        table = own["block_table"]
-        for width in (max(1, -(-length // 64)), table.shape[1], 512):
-            room = torch.full((1, width), LOWEST, dtype=torch.int32, device="cuda")
-            both = min(width, table.shape[1])
-            room[:, :both] = table[:, :both]
-            same(attend({**a, **own, "block_table": room}), (t[b : b + 1] for t in whole))
+    alone_as_in_a_batch(a, lengths, LOWEST, attend)
 
 
 @pytest.mark.parametrize("page", [None, 1, 16, 64])
@@ -190,59 +160,19 @@ def test_a_graph_serves_other_lengths_and_tables(split):
     """Bit for bit what each call gives by itself; there is room for 1024 keys."""
     steps = ((1000, 65, 300), (64, 1000, 1), (0, 1024, 513), (1025, 700, 999))
     calls = [on_gpu(moved(call(*n, length=1, **GROUP, room=1024, split=split), i)) for i, n in enumerate(steps)]
-    a = {name: t.clone() if torch.is_tensor(t) else t for name, t in calls[0].items()}
-    eager = [attend(one) for one in calls]
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        made = attend(a)
-    for one, wanted in [*zip(calls, eager)] * 2:
-        for name, t in one.items():
-            if torch.is_tensor(t):
-                a[name].copy_(t)
-        for t in made:
-            t.fill_(math.inf)
-        graph.replay()
-        same(made, wanted)
+    replays(calls, attend)
 
 
 @pytest.mark.parametrize("split", [64, 512])
 def test_results_go_where_they_are_told(split):
-    """Memory of other strides, and what lies between its rows is left alone."""
-    a = on_gpu(call(300, 65, length=1, **GROUP, split=split, room=512))
-    wanted = attend(a)
-    room = torch.full((2, 1, 8, 192), 7.0, dtype=torch.bfloat16, device="cuda")
-    turned = torch.empty(2, 128, 8, 1, dtype=torch.bfloat16, device="cuda").permute(0, 3, 2, 1)
-    for o in (room[..., :128], turned):
-        out = (o, torch.empty_like(wanted[1]))
-        tw.cached_attention(**a, backend="hopper_decode", out=out)
-        same(out, wanted)
-    assert (room[..., 128:] == 7.0).all()
+    go_where_they_are_told(on_gpu(call(300, 65, length=1, **GROUP, split=split, room=512)), NAME)
 
 
 def test_a_cache_of_many_keys_in_pages_of_one():
     """Past 2**31 elements, copied by threads: the last of 19,200,000 keys of two heads."""
-    keys = 19_200_000
-    a = call(250, 130, length=1, heads=4, kv_heads=2, D=64, page=1)
-    small = {n: a[n] for n in ("k_cache", "v_cache")}
-    far = {n: torch.empty(keys, 1, 2, 64, dtype=torch.bfloat16, device="cuda") for n in small}
-    first = keys - small["k_cache"].shape[0]
-    for n, t in small.items():
-        far[n][first:] = t.cuda()
-    table = torch.where(a["block_table"] >= 0, a["block_table"] + first, a["block_table"])
-    o, lse = attend({**on_gpu(a), **far, "block_table": table.cuda()})
-    agrees(a, o.cpu(), lse.cpu())
+    in_the_last_of(19_200_000, call(250, 130, length=1, heads=4, kv_heads=2, D=64, page=1), attend)
 
 
 def test_a_cache_of_many_pages():
     """Past 2**31 elements: the last of 300,000 pages of 64 keys of two heads."""
-    pages = 300_000
-    a = call(250, 130, length=1, heads=4, kv_heads=2, D=64)
-    small = {n: a[n] for n in ("k_cache", "v_cache")}
-    far = {n: torch.empty(pages, 64, 2, 64, dtype=torch.bfloat16, device="cuda") for n in small}
-    first = pages - small["k_cache"].shape[0]
-    for n, t in small.items():
-        far[n][first:] = t.cuda()
-    table = torch.where(a["block_table"] >= 0, a["block_table"] + first, a["block_table"])
-    o, lse = attend({**on_gpu(a), **far, "block_table": table.cuda()})
-    agrees(a, o.cpu(), lse.cpu())
+    in_the_last_of(300_000, call(250, 130, length=1, heads=4, kv_heads=2, D=64), attend)

@@ -4,44 +4,16 @@ graph as outside of it. A kernel that waits for ever ends the process."""
 
 from __future__ import annotations
 
-import faulthandler
-import math
-
 import pytest
 import torch
 
-import tilewright as tw
 from tests.cached_oracle import agrees, moved
+from tests.gpu.over_caches import alone_as_in_a_batch, attend, go_where_they_are_told, replays, same
+from tests.gpu.test_attention import a_hundred_alike, on_gpu
 from tests.latent_oracle import CALLS, FEW, NOWHERE, call
-from tilewright.core.target import Target
 
-pytestmark = pytest.mark.gpu
-LIMIT = 300  # seconds for a test, compiling included
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("on_hopper")]
 OURS = ("hopper_latent", "hopper_latent_pairs")
-
-
-@pytest.fixture(autouse=True)
-def limited():
-    """End the process, with what it was doing, if a test takes too long."""
-    if not Target.at(torch.device("cuda")).hopper_gluon:
-        pytest.skip("the kernel is Hopper's")
-    faulthandler.dump_traceback_later(LIMIT, exit=True)
-    yield
-    faulthandler.cancel_dump_traceback_later()
-
-
-def on_gpu(a):
-    return {name: t.cuda() if torch.is_tensor(t) else t for name, t in a.items()}
-
-
-def attend(a, backend):
-    return tw.cached_attention(**a, backend=backend)
-
-
-def same(found, wanted):
-    """Bit for bit, NaN too."""
-    for a, b in zip(found, wanted):
-        assert torch.equal(*(t.contiguous().view(torch.int16) for t in (a, b)))
 
 
 def in_parts(a, o, lse, sequences=4, heads=8):
@@ -94,14 +66,13 @@ def test_lengths(length, heads, backend):
     held(call((length, 3000), room=8192, heads=heads, page=64, tokens=2), backend)
 
 
-@pytest.mark.parametrize("backend", OURS)
+@pytest.mark.parametrize("backend", [*OURS, "hopper_latent_few"])
 def test_a_batch_as_a_server_has_it(backend):
     """More programs than SMs, uneven, some without keys, one of more than there is room for."""
     lengths = tuple((97 * i * i) % 4097 for i in range(36)) + (0, 4097, 4096, 1)
     held(call(lengths, room=4096, heads=16, page=64), backend)
-    if backend == "hopper_latent":
-        held(call(lengths, room=4096, heads=16, page=64), "hopper_latent_few")
-    held(call(lengths[-5:], room=4096, heads=128, tokens=2, page=64, dtype=torch.float16), backend)
+    heads = 16 if backend == "hopper_latent_few" else 128
+    held(call(lengths[-5:], room=4096, heads=heads, tokens=2, page=64, dtype=torch.float16), backend)
 
 
 @pytest.mark.parametrize(
@@ -112,15 +83,7 @@ def test_bits_are_a_sequence_s_own(values, backend, heads):
     """Alone, with a table no wider than it needs and with one that has room for far more, as in a batch."""
     lengths = (1000, 64, 0, 700, 65, 2048)
     a = on_gpu(call(lengths, page=64, heads=heads, tokens=2, values=values, split=512))
-    whole = attend(a, backend)
-    for b, length in enumerate(lengths):
-        own = {name: a[name][b : b + 1] for name in ("q", "block_table", "kv_len")}
-        table = own["block_table"]
-        for width in (max(1, -(-length // 64)), table.shape[1], 512):
-            room = torch.full((1, width), NOWHERE, dtype=torch.int32, device="cuda")
-            both = min(width, table.shape[1])
-            room[:, :both] = table[:, :both]
-            same(attend({**a, **own, "block_table": room}, backend), (t[b : b + 1] for t in whole))
+    alone_as_in_a_batch(a, lengths, NOWHERE, lambda one: attend(one, backend))
 
 
 def test_a_batch_that_is_measured_has_the_bits_of_one_sequence():
@@ -138,9 +101,7 @@ def test_a_batch_that_is_measured_has_the_bits_of_one_sequence():
 )
 def test_a_hundred_runs_have_the_same_bits(heads, backend):
     a = on_gpu(call((3000, 1, 777, 64, 2500), room=4096, heads=heads, tokens=2, page=64))
-    first = attend(a, backend)
-    for _ in range(100):
-        same(attend(a, backend), first)
+    a_hundred_alike(lambda: attend(a, backend))
 
 
 @pytest.mark.parametrize("backend", [*OURS, "hopper_latent_few", "portable"])
@@ -149,31 +110,9 @@ def test_a_graph_serves_other_lengths_and_tables(split, backend):
     """Bit for bit what each call gives by itself; there is room for 1024 keys."""
     steps = ((1000, 65, 300), (64, 1000, 1), (0, 1024, 513), (1025, 700, 999))
     calls = [on_gpu(moved(call(lengths, room=1024, page=64, split=split), i)) for i, lengths in enumerate(steps)]
-    a = {name: t.clone() if torch.is_tensor(t) else t for name, t in calls[0].items()}
-    eager = [attend(one, backend) for one in calls]
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        made = attend(a, backend)
-    for one, wanted in [*zip(calls, eager)] * 2:
-        for name, t in one.items():
-            if torch.is_tensor(t):
-                a[name].copy_(t)
-        for t in made:
-            t.fill_(math.inf)
-        graph.replay()
-        same(made, wanted)
+    replays(calls, lambda one: attend(one, backend))
 
 
 @pytest.mark.parametrize("backend", [*OURS, "hopper_latent_few"])
 def test_results_go_where_they_are_told(backend):
-    """Memory of other strides, and what lies between its rows is left alone."""
-    a = on_gpu(call((300, 65), heads=16, split=512))
-    wanted = attend(a, backend)
-    room = torch.full((2, 1, 16, 640), 7.0, dtype=torch.bfloat16, device="cuda")
-    turned = torch.empty(2, 512, 16, 1, dtype=torch.bfloat16, device="cuda").permute(0, 3, 2, 1)
-    for o in (room[..., :512], turned):
-        out = (o, torch.empty_like(wanted[1]))
-        tw.cached_attention(**a, backend=backend, out=out)
-        same(out, wanted)
-    assert (room[..., 512:] == 7.0).all()
+    go_where_they_are_told(on_gpu(call((300, 65), heads=16, split=512)), backend)
