@@ -191,7 +191,11 @@ GATHERS = {
     "keys past the last are seen": (gathering, "(row < span.stop)", "(row >= 0)"),
     "numbers of pages are believed": (gathering, "(said >= 0) & (said < PAGES)", "said >= 0"),
     "a lost key is 0": (gathering, "    if X.nothing is not None:\n", "    if False:\n"),
-    "a lost value is NaN": (kernels, "words_of(v_cache)", "words_of(v_cache, room_for_nothing(v_cache, parts * units, 128))"),
+    "a lost value is NaN": (
+        kernels,
+        "words_of(k_cache, room_for_nothing(k_cache, parts * units, plan.columns)), words_of(v_cache)",
+        "[words_of(t, n) for n in [room_for_nothing(k_cache, parts * units, plan.columns)] for t in (k_cache, v_cache)]",
+    ),
     "what nothing holds is not written": (gathering, "    gl.store(K.nothing", "    gl.store(K.nothing + 2**20"),
     "heads are mixed up": (gathering, "head.to(gl.int64) * X.stride_h", "0 * head.to(gl.int64)"),
     "places are mixed up": (gathering, "places_in(key) % PAGE", "0 * places_in(key)"),
