@@ -32,14 +32,14 @@ def blank(*shape, dtype=torch.bfloat16):
     return torch.empty(*shape, dtype=dtype, device="meta")
 
 
-def checked(one, name, most):
-    """What is compiled, if two programs have room and no more than that is spilled."""
+def checked(one, name, most, programs=2, least=0):
+    """What is compiled, if some programs have room and no more than that is spilled; by Triton 3.6 the `least`."""
     assert one.kernel.name == name
     compiled = one.compile()
     assert not compiled.serialised and not wrong_code(one.kernel.name, compiled)
-    assert compiled.spills <= (0 if triton.__version__.startswith("3.6.") else most)
-    assert 2 * (compiled.shared + KEPT) <= HOPPER.shared_memory + KEPT
-    assert 2 * compiled.registers * compiled.threads <= OF_ALL
+    assert compiled.spills <= (least if triton.__version__.startswith("3.6.") else most)
+    assert programs * (compiled.shared + KEPT) <= HOPPER.shared_memory + KEPT
+    assert programs * compiled.registers * compiled.threads <= OF_ALL
     assert "wgmma.mma_async" in compiled.text
     return compiled
 
@@ -93,6 +93,7 @@ def test_compiled_for_codes(tokens, kind, page, options):
     scales = {n: blank(1, 1, 8, 1, dtype=torch.float32) for n in ("k_scale", "v_scale")}
     with pretend(HOPPER), torch.no_grad(), collect() as found:
         CACHED.run(CACHED.signature.bind(given, {"backend": "hopper_decode", **scales, **options}))
-    compiled = checked(variant(found[0]), "attention_decode_codes_hopper", 0)
+    programs, spilled = (3, 0) if tokens == 1 else (2, 96 if "slopes" in options else 0)
+    compiled = checked(variant(found[0]), "attention_decode_codes_hopper", spilled, programs, spilled)
     assert "cp.async.bulk.tensor.4d" in compiled.text
     assert compiled.count("LDS.128") >= 8 and compiled.count("LDS.U8") <= 1 and not compiled.count("LDS.U16")

@@ -25,7 +25,6 @@ def blank(*shape, dtype=torch.bfloat16):
     return torch.empty(*shape, dtype=dtype, device="meta")
 
 
-@pytest.mark.parametrize("backend", ["hopper_latent", "hopper_latent_pairs"])
 @pytest.mark.parametrize(
     ("heads", "tokens", "values", "page", "options"),
     [
@@ -35,16 +34,15 @@ def blank(*shape, dtype=torch.bfloat16):
         (64, 2, 256, 64, {"causal": False}),
     ],
 )
-def test_compiled(heads, tokens, values, page, options, backend):
+def test_compiled(heads, tokens, values, page, options):
     width, batch, room = values + 64, 32, 8192
     cache = blank(batch * room // (page or room), page or room, 1, width)
     table = None if page is None else blank(batch, room // page, dtype=torch.int32)
     given = (blank(batch, tokens, heads, width), cache, None, table, blank(batch, dtype=torch.int32))
     with pretend(HOPPER), torch.no_grad(), collect() as found:
-        CACHED.run(CACHED.signature.bind(given, {"value_dim": values, "backend": backend, **options}))
+        CACHED.run(CACHED.signature.bind(given, {"value_dim": values, "backend": "hopper_latent", **options}))
     one = variant(found[0])
-    names = {"hopper_latent": "attention_latent_hopper", "hopper_latent_pairs": "attention_latent_pairs_hopper"}
-    assert one.kernel.name == names[backend]
+    assert one.kernel.name == "attention_latent_hopper"
     compiled = one.compile()
     assert compiled.shared_is_there and not compiled.serialised and not compiled.spills
     assert not wrong_code(one.kernel.name, compiled)

@@ -76,7 +76,7 @@ def last_pages(pages: int) -> tuple[Tensor, Tensor, Tensor]:
     return table, torch.tensor([slots.numel()], dtype=torch.int32, device="cuda"), slots
 
 
-@pytest.mark.parametrize("backend", ["portable", "hopper_latent", "hopper_latent_pairs", "hopper_latent_few"])
+@pytest.mark.parametrize("backend", ["portable", "hopper_latent", "hopper_latent_few"])
 def test_cache_of_latents(backend):
     """The same of one cache, whose first 512 columns are the values."""
     pages = 60_000  # 2^31 elements are 58,255 pages of 64 keys and 576 columns

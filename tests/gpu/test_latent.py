@@ -13,7 +13,7 @@ from tests.gpu.test_attention import a_hundred_alike, on_gpu
 from tests.latent_oracle import CALLS, FEW, NOWHERE, call
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("on_hopper")]
-OURS = ("hopper_latent", "hopper_latent_pairs")
+OURS = ("hopper_latent", "hopper_latent_few")
 
 
 def in_parts(a, o, lse, sequences=4, heads=8):
@@ -40,10 +40,9 @@ def held(a, backend):
     return o, lse
 
 
-@pytest.mark.parametrize("backend", OURS)
 @pytest.mark.parametrize("name", CALLS)
-def test_kinds(name, backend):
-    held(CALLS[name](), backend)
+def test_kinds(name):
+    held(CALLS[name](), "hopper_latent")
 
 
 @pytest.mark.parametrize("name", FEW)
@@ -58,15 +57,14 @@ def test_lengths_of_few_rows(length, heads):
     held(call((length, 3000), room=8192, heads=heads, page=64, tokens=2), "hopper_latent_few")
 
 
-@pytest.mark.parametrize("backend", OURS)
 @pytest.mark.parametrize("heads", [128, 64, 16, 1])
 @pytest.mark.parametrize("length", [1, 63, 64, 65, 128, 129, 8192])
-def test_lengths(length, heads, backend):
-    held(call((length,), room=8192, heads=heads), backend)
-    held(call((length, 3000), room=8192, heads=heads, page=64, tokens=2), backend)
+def test_lengths(length, heads):
+    held(call((length,), room=8192, heads=heads), "hopper_latent")
+    held(call((length, 3000), room=8192, heads=heads, page=64, tokens=2), "hopper_latent")
 
 
-@pytest.mark.parametrize("backend", [*OURS, "hopper_latent_few"])
+@pytest.mark.parametrize("backend", OURS)
 def test_a_batch_as_a_server_has_it(backend):
     """More programs than SMs, uneven, some without keys, one of more than there is room for."""
     lengths = tuple((97 * i * i) % 4097 for i in range(36)) + (0, 4097, 4096, 1)
@@ -76,7 +74,7 @@ def test_a_batch_as_a_server_has_it(backend):
 
 
 @pytest.mark.parametrize(
-    ("backend", "heads"), [*((one, 72) for one in (*OURS, "portable", "auto")), ("hopper_latent_few", 8)]
+    ("backend", "heads"), [*((one, 72) for one in ("hopper_latent", "portable", "auto")), ("hopper_latent_few", 8)]
 )
 @pytest.mark.parametrize("values", [512, 256])
 def test_bits_are_a_sequence_s_own(values, backend, heads):
@@ -97,14 +95,15 @@ def test_a_batch_that_is_measured_has_the_bits_of_one_sequence():
 
 
 @pytest.mark.parametrize(
-    ("backend", "heads"), [*((one, n) for one in (*OURS, "portable") for n in (16, 128)), ("hopper_latent_few", 16)]
+    ("backend", "heads"),
+    [*((one, n) for one in ("hopper_latent", "portable") for n in (16, 128)), ("hopper_latent_few", 16)],
 )
 def test_a_hundred_runs_have_the_same_bits(heads, backend):
     a = on_gpu(call((3000, 1, 777, 64, 2500), room=4096, heads=heads, tokens=2, page=64))
     a_hundred_alike(lambda: attend(a, backend))
 
 
-@pytest.mark.parametrize("backend", [*OURS, "hopper_latent_few", "portable"])
+@pytest.mark.parametrize("backend", [*OURS, "portable"])
 @pytest.mark.parametrize("split", [512, None])
 def test_a_graph_serves_other_lengths_and_tables(split, backend):
     """Bit for bit what each call gives by itself; there is room for 1024 keys."""
@@ -113,6 +112,6 @@ def test_a_graph_serves_other_lengths_and_tables(split, backend):
     replays(calls, lambda one: attend(one, backend))
 
 
-@pytest.mark.parametrize("backend", [*OURS, "hopper_latent_few"])
+@pytest.mark.parametrize("backend", OURS)
 def test_results_go_where_they_are_told(backend):
     go_where_they_are_told(on_gpu(call((300, 65), heads=16, split=512)), backend)

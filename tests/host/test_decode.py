@@ -215,10 +215,17 @@ def test_a_tree_takes_the_place_of_the_causal_mask():
 
 
 @pytest.mark.parametrize(
-    ("length", "tree", "rows", "stages"), [(1, False, 8, 13), (3, False, 16, 12), (8, False, 32, 11), (3, True, 32, 11)]
+    ("length", "others", "rows", "stages"),
+    [
+        (1, {}, 8, 8),
+        (3, {}, 32, 11),
+        (8, {}, 32, 11),
+        (1, {"tree": blank(2, 1, dtype=torch.int64)}, 8, 8),
+        (1, {"slopes": blank(8)}, 32, 11),
+    ],
 )
-def test_codes_are_multiplied_with_as_few_rows_as_there_are(length, tree, rows, stages):
-    given = launched(coded(length=length, tree=blank(2, length, dtype=torch.int64) if tree else None, page=96))[0][1]
+def test_codes_are_multiplied_with_as_few_rows_as_there_are(length, others, rows, stages):
+    given = launched(coded(length=length, page=96, **others))[0][1]
     assert given["N"] == rows and given["PLAN"] == (128, 128, 32, stages)
     assert [given[n].block_shape for n in ("K", "V")] == [[1, 1, 32, 128]] * 2
 

@@ -12,7 +12,7 @@ import torch
 import tilewright as tw
 from tests.latent_oracle import CALLS
 from tilewright.attention import preference
-from tilewright.attention.hopper import latent, latent_pairs
+from tilewright.attention.hopper import latent, latent_few
 from tilewright.bench import preference as measured
 from tilewright.bench.cases import CASES
 from tilewright.core.target import TARGETS, pretend
@@ -91,8 +91,7 @@ def measured_as(tmp_path, monkeypatch):
     ],
 )
 def test_takes(values):
-    for one in (latent, latent_pairs):
-        assert one.fits(HOPPER, bound(values)) and chosen({**values, "backend": one.NAME}) == one.NAME
+    assert latent.fits(HOPPER, bound(values)) and chosen({**values, "backend": latent.NAME}) == latent.NAME
 
 
 @pytest.mark.parametrize(
@@ -123,15 +122,13 @@ def test_takes(values):
 )
 def test_leaves_to_others(values):
     assert chosen(values) == "portable"
-    for one in (latent, latent_pairs):
-        assert not one.fits(HOPPER, bound(values))
-        with pytest.raises(RuntimeError, match=f"no backend {one.NAME} for these arguments"):
-            chosen({**values, "backend": one.NAME})
+    assert not latent.fits(HOPPER, bound(values))
+    with pytest.raises(RuntimeError, match=f"no backend {latent.NAME} for these arguments"):
+        chosen({**values, "backend": latent.NAME})
 
 
-@pytest.mark.parametrize("one", [latent, latent_pairs])
-def test_other_chips_have_no_such_kernel(one):
-    assert not any(one.fits(t, bound(call())) for t in (TARGETS["sm_100"], replace(HOPPER, gluon=False)))
+def test_other_chips_have_no_such_kernel():
+    assert not any(latent.fits(t, bound(call())) for t in (TARGETS["sm_100"], replace(HOPPER, gluon=False)))
 
 
 def faster(values):
@@ -158,7 +155,7 @@ def test_with_a_split_nothing_of_the_batch_chooses(measured_as):
     assert {chosen(call(**one, split=512, backend=latent.NAME)) for one in sizes} == {latent.NAME}
     for backend in ("auto", latent.NAME):
         made = [launched(call(**one, split=512), backend) for one in sizes]
-        constants = ("PLAN", "SPLIT", "BLOCK_M", "BLOCK_N", "STAGES", "FEW", "BLOCK")
+        constants = ("PLAN", "SPLIT", "BLOCK_M", "BLOCK_N", "STAGES", "BLOCK")
         of_each = [[(name, *(given.get(n) for n in constants)) for name, given in one] for one in made]
         assert all(one == of_each[0] for one in of_each)
 
@@ -177,7 +174,7 @@ def test_evidence_of_both_backends_makes_a_row():
     assert (row["kind"], row["bucket"], row["best"]) == (
         "cached_bf16_576_512_causal_kv_len_latent_pages_64",
         [64, 16, 4096],
-        latent.NAME,
+        latent_few.NAME,
     )
     plain = replace(case, arguments={n: v for n, v in case.arguments.items() if n != "backend"})
     assert not measured.attention_rows([kept], "sm_90", {case.name: plain})  # which does not say whose time it is
@@ -185,13 +182,13 @@ def test_evidence_of_both_backends_makes_a_row():
 
 def test_evidence_of_three_backends_makes_a_row():
     """Of those that a case's own kernel was timed beside, each that takes the call counts."""
-    case = next(case for case in CASES.values() if case.family == "attention_decode_mla_paged")
-    assert latent_pairs.NAME in case.beside
-    rivals = {"portable": 370.0, latent_pairs.NAME: 120.0, "fa3": 1.0}
+    case = CASES["attention_decode_mla_paged/1x1x16x1x576x512x8192x64"]
+    assert latent_few.NAME in case.beside
+    rivals = {"portable": 370.0, latent_few.NAME: 120.0, "fa3": 1.0}
     kept = {"case": case.name, "arch": "sm_90", "us": 143.0, "rivals": rivals, "date": "2026-11-17T10:00:00"}
     (row,) = measured.attention_rows([{**kept, "sms": 132, "triton": "3.6.0"}], "sm_90", {case.name: case})
-    assert row["best"] == latent_pairs.NAME
-    assert row["times"] == {latent.NAME: 143.0, latent_pairs.NAME: 120.0, "portable": 370.0}
+    assert row["best"] == latent_few.NAME
+    assert row["times"] == {latent.NAME: 143.0, latent_few.NAME: 120.0, "portable": 370.0}
 
 
 def test_rows_are_tokens_and_heads():
@@ -202,24 +199,6 @@ def test_rows_are_tokens_and_heads():
     assert (given["TILES"], given["PARTS"], given["SPLIT"], given["PROGRAMS"]) == (2, 2, 4096, 128)
     assert given["Q"].shape == [32, 128, 576] and given["Q"].block_shape == [1, 64, 64]
     assert merge["PARTS"] == 2 and given["ROPE"] is given["K"] and given["rope_at"] == 512
-
-
-def test_pairs_take_what_one_block_at_a_time_takes():
-    """The same launch but for the stages, of which there are two."""
-    values = call(batch=32, heads=128, page=None, k_cache=blank(32, 8192, 1, 576))
-    (name, given), (merging, merge) = launched(values, latent_pairs.NAME)
-    (_, other), (_, after) = launched(values)
-    assert name == "attention_latent_pairs_hopper" and given["PLAN"].stages == 2 and merging == "attention_parts_merge"
-    alike = ("TILES", "PARTS", "SPLIT", "PROGRAMS", "PAGE", "L", "CAPACITY", "HEADS", "rope_at")
-    assert all(given[n] == other[n] for n in alike) and merge["PARTS"] == after["PARTS"]
-    assert given["PLAN"] == other["PLAN"]
-
-
-def test_auto_takes_pairs_where_they_were_measured_to_be_the_fastest(measured_as):
-    times = {latent.NAME: 2.0, latent_pairs.NAME: 1.0, "portable": 3.0}
-    measured_as(preference.made("forward", bound(call(heads=128)), times, "2026-11-17", "3.6.0"))
-    assert chosen(call(heads=128)) == latent_pairs.NAME and chosen(call(heads=128, split=512)) == "portable"
-    assert chosen(call()) == "portable"
 
 
 def test_a_tile_of_few_heads_has_keys_to_itself():
@@ -262,6 +241,3 @@ def test_every_width_has_room(values):
     assert plan.stages >= 2
     used = 128 * (values + 64) * (1 + plan.stages) + 64 * 64 * 2 + latent.SPARE
     assert used <= HOPPER.shared_memory
-    pairs = latent_pairs.plan_for(values, 64, 1, 0, HOPPER.shared_memory)
-    assert pairs.stages == 2 and 3 * 128 * (values + 64) + latent.SPARE <= HOPPER.shared_memory
-    assert latent_pairs.plan_for(values, 64, 1, 0, 3 * 128 * (values + 64)) is None

@@ -93,9 +93,6 @@ SMALL = {
     "attention_latent_hopper": Small(
         "cached_attention", lambda: cached(16, 1, 576, 1, value_dim=512, backend="hopper_latent")
     ),
-    "attention_latent_pairs_hopper": Small(
-        "cached_attention", lambda: cached(128, 1, 576, 1, value_dim=512, backend="hopper_latent_pairs")
-    ),
     "attention_latent_few_hopper": Small(
         "cached_attention", lambda: cached(16, 1, 576, 1, value_dim=512, backend="hopper_latent_few")
     ),

@@ -3,8 +3,8 @@
     o = softmax(scale * q @ k.T) @ v of the keys that each query sees, with all that `attention` does to scores
 
 The kernels stand in `cached_parts.py`; those on Hopper for many queries in `hopper/chunks.py`, for few in `hopper/decode.py`,
-over codes in `hopper/decode_codes.py`, for latents in `hopper/latent.py`, `latent_pairs.py` and `latent_few.py`; what writes
-caches, in `cache_write.py`.
+over codes in `hopper/decode_codes.py`, for latents in `hopper/latent.py` and, where there are few rows, `hopper/latent_few.py`;
+what writes caches, in `cache_write.py`.
 """
 
 from __future__ import annotations
@@ -26,12 +26,10 @@ from ..op import Bars, Cost, Op, Part, Triton, single, upcast
 from . import cached_parts
 from .attention import WIDEST, pairs_of, scale_of
 from .cached_parts import SCALED, value_columns
-from .hopper import chunks, decode, decode_codes, latent, latent_few, latent_pairs
+from .hopper import chunks, decode, decode_codes, latent, latent_few
 from .seen import sequences
 
-Backend = Literal[
-    "auto", "hopper_chunks", "hopper_decode", "hopper_latent", "hopper_latent_few", "hopper_latent_pairs", "portable"
-]
+Backend = Literal["auto", "hopper_chunks", "hopper_decode", "hopper_latent", "hopper_latent_few", "portable"]
 DRAFTS = 64  # bits of a tree
 
 
@@ -431,7 +429,6 @@ cached_attention = Op(
     Triton(decode.forward, None, decode.fits_call, decode.NAME),
     Triton(decode_codes.forward, None, decode_codes.fits_call, decode.NAME),
     Triton(latent.forward, None, latent.fits_call, latent.NAME),
-    Triton(latent_pairs.forward, None, latent_pairs.fits_call, latent_pairs.NAME),
     Triton(latent_few.forward, None, latent_few.fits_call, latent_few.NAME),
     Triton(cached_parts.forward, None, single, "portable"), check=check, asks="backend",
     where={

@@ -3,7 +3,7 @@
 A tile holds the query heads that share a key head, and several tokens of them, so that each key is read once for all. A program
 goes over one part of the keys of one sequence for one tile. Parts end at multiples of `split`, and blocks of keys begin where
 parts do: what a row's bits depend on is its own sequence, and nothing of the batch around it. A part's o and lse are fp32; they
-are merged in the order of the parts, a few at a time, wherever the last one is.
+are added up one after the other, wherever the last one is.
 
 Head columns are cut into parts of one width but for the last: 576 is 512 + 64, and columns with a scale for every 128 are blocks of
 128, whose products are scaled one by one, for codes times scales would have to be rounded.
@@ -573,47 +573,83 @@ def attention_part(
 # ---- all parts -------------------------------------------------------------------------------------------------------
 
 
+@triton.jit
+def load_lse(LSE, row, first, last, PARTS, COUNT: tl.constexpr):
+    """The lse of COUNT parts of rows, -inf of those that are not before `last`, or of a row below 0."""
+    lse = ()
+    for k in tl.static_range(COUNT):
+        lse += (tl.load(LSE + row * PARTS + first + k, (row >= 0) & (first + k < last), float("-inf")),)
+    return lse
+
+
+@triton.jit
+def load_parts(P, LSE, row, first, last, PARTS, V, COUNT: tl.constexpr, BLOCK: tl.constexpr):
+    """(lse, o) of COUNT parts of rows: all are asked for before one is waited for."""
+    lse = load_lse(LSE, row, first, last, PARTS, COUNT)
+    column = tl.arange(0, BLOCK)
+    o = ()
+    for k in tl.static_range(COUNT):
+        there = ((row >= 0) & (first + k < last))[:, None] & (column < V)[None, :]
+        o += (tl.load(P + (row * PARTS + first + k)[:, None] * V + column[None, :], there, 0.0),)
+    return lse, o
+
+
+@triton.jit
+def largest_of(top, lost, used, lse, first, COUNT: tl.constexpr):
+    """The largest lse so far, what is NaN of them, which a maximum loses, how many parts are up to the last that saw anything."""
+    for k in tl.static_range(COUNT):
+        lost += tl.where(lse[k] == lse[k], 0.0, lse[k])
+        top = tl.maximum(top, lse[k])
+        used = tl.where(lse[k] != float("-inf"), first + k + 1, used)
+    return top, lost, used
+
+
+@triton.jit
+def add_parts(total, sums, lse, o, base, COUNT: tl.constexpr):
+    """One after the other: a part that saw nothing changes no bit."""
+    for k in tl.static_range(COUNT):
+        weight = tl.exp2((lse[k] - base) * LOG2E)
+        total += weight
+        sums += weight[:, None] * tl.where((lse[k] != float("-inf"))[:, None], o[k], 0.0)
+    return total, sums
+
+
 @kernel(
     grid=lambda a: (cdiv(a.ROWS, a.BLOCK_R),), tokens=("ROWS", "L", "PARTS"),
-    default=lambda a: {"BLOCK_R": max(1, 128 // a.BLOCK), "num_warps": 4}, dependent=True,
+    default=lambda a: {"num_warps": max(4, a.BLOCK_R * a.BLOCK // 64)}, dependent=True,
 )  # fmt: skip
 def attention_parts_merge(
-    P, LSE, O, OUT, ROWS, L, HEADS, PARTS, V, FEW: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, BLOCK_R: tl.constexpr,
+    P, LSE, O, OUT, ROWS, L, HEADS, PARTS, V, COUNT: tl.constexpr, ALL: tl.constexpr, BLOCK: tl.constexpr, BLOCK_R: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """O and OUT, the lse, of rows of the parts P [ROWS, PARTS, V] and LSE [ROWS, PARTS]. Sums are of FEW parts at a time, so that
-    parts that saw nothing, of which there are more where there is more room, change no bit of them."""
+    """O and OUT, the lse, of rows of the parts P [ROWS, PARTS, V] and LSE [ROWS, PARTS]. Parts are added up in order, whatever
+    COUNT, of how many a thread waits for together; with ALL these are all."""
     begin_dependent(DEPENDENT)
     row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     inside = row < ROWS
+    row = tl.where(inside, row, -1)
     top = tl.full([BLOCK_R], float("-inf"), tl.float32)
     lost = tl.zeros([BLOCK_R], tl.float32)
-    used = 0  # parts up to the last that saw anything
-    # Not BLOCK: Triton 3.6 fails where ranges of one size are of two tiles
-    MANY: tl.constexpr = 128 if BLOCK == 64 else 64
-    for first in range(0, PARTS, MANY):
-        i = first + tl.arange(0, MANY)
-        one = tl.load(LSE + row[:, None] * PARTS + i[None, :], inside[:, None] & (i < PARTS)[None, :], float("-inf"))
-        lost += tl.sum(tl.where(one == one, 0.0, one), 1)  # a NaN, which a maximum loses
-        top = tl.maximum(top, tl.max(one, 1))
-        used = tl.maximum(used, tl.max(tl.max(tl.where(one != float("-inf"), i[None, :] + 1, 0), 1), 0))
-    base = tl.where(top == float("-inf"), 0.0, top) + lost
-    column = tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK_R], tl.float32)
     sums = tl.zeros([BLOCK_R, BLOCK], tl.float32)
-    for first in tl.range(0, used, FEW, num_stages=STAGES):
-        i = first + tl.arange(0, FEW)
-        at = row[:, None] * PARTS + i[None, :]
-        one = tl.load(LSE + at, inside[:, None] & (i < PARTS)[None, :], float("-inf"))
-        # Not masked by what `one` says, for which it would have to wait
-        there = (inside[:, None] & (i < used)[None, :])[:, :, None] & (column < V)[None, None, :]
-        own = tl.load(P + at[:, :, None] * V + column[None, None, :], there, 0.0)
-        own = tl.where((one != float("-inf"))[:, :, None], own, 0.0)
-        weight = tl.exp2((one - base[:, None]) * LOG2E)
-        total += tl.sum(weight, 1)
-        sums += tl.sum(weight[:, :, None] * own, 1)
+    if ALL:
+        lse, o = load_parts(P, LSE, row, 0, PARTS, PARTS, V, COUNT, BLOCK)
+        top, lost, _ = largest_of(top, lost, 0, lse, 0, COUNT)
+        base = tl.where(top == float("-inf"), 0.0, top) + lost
+        total, sums = add_parts(total, sums, lse, o, base, COUNT)
+    else:
+        used = tl.zeros([BLOCK_R], tl.int32)
+        for first in range(0, PARTS, COUNT):
+            lse = load_lse(LSE, row, first, PARTS, PARTS, COUNT)
+            top, lost, used = largest_of(top, lost, used, lse, first, COUNT)
+        base = tl.where(top == float("-inf"), 0.0, top) + lost
+        last = tl.max(used, 0)
+        for first in range(0, last, COUNT):
+            lse, o = load_parts(P, LSE, row, first, last, PARTS, V, COUNT, BLOCK)
+            total, sums = add_parts(total, sums, lse, o, base, COUNT)
     empty = total == 0.0
     share = tl.where(empty, 0.0, 1.0 / tl.where(empty, 1.0, total))
+    column = tl.arange(0, BLOCK)
     at = at_columns(O, row, column, L, HEADS)
     tl.store(O.data + at, (sums * share[:, None]).to(O.data.dtype.element_ty), inside[:, None] & (column < V)[None, :])
     lse = tl.where(empty, float("-inf"), base + tl.log(tl.where(empty, 1.0, total)))
@@ -623,7 +659,8 @@ def attention_parts_merge(
 # ---- host ------------------------------------------------------------------------------------------------------------
 
 
-FEW = 16  # parts whose sums are added up at a time
+FEW_ROWS = 1024  # each of which a program merges; of more it has as many as have 256 columns
+TOGETHER = 32  # parts that a thread of a merge waits for at a time, at most: two columns of each
 LEAST = 512  # keys of a part where the chip is full: with fewer, its beginning and its end take longer than the keys between them
 LONGEST = 2048  # of a part, where sequences may be far shorter than there is room for and lie beside long ones
 ROUNDS = 5  # of programs that run at a time: so many leave few idle while the last ones end
@@ -849,14 +886,15 @@ def room_for(o: Tensor, lse: Tensor, parts: int) -> Made:
 
 
 def merge(made: Made, o: Tensor, lse: Tensor, parts: int) -> None:
-    """Make results of parts, if there are several. Where there is room, and parts are more than FEW, three times FEW are on their
-    way at a time; of fewer they would hold memory that programs of other rows want (27 KB each: a tree took 121 us for 87)."""
+    """Make results of parts, if there are several."""
     if parts > 1:
         batch, length, heads, columns = o.shape
-        block = max(32, power_of_two(columns))
+        rows, block = batch * length * heads, max(32, power_of_two(columns))
+        together = TOGETHER if block <= 512 else TOGETHER // 2  # of 16 warps each has few registers
+        count = min(together, power_of_two(parts))
         attention_parts_merge(
-            made.o.data, made.lse.data, heads_of(o), whole_of(lse), batch * length * heads, length, heads, parts, columns, FEW=FEW,
-            BLOCK=block, STAGES=4 if block <= 128 and parts > FEW else 1,
+            made.o.data, made.lse.data, heads_of(o), whole_of(lse), rows, length, heads, parts, columns, COUNT=count,
+            ALL=parts <= count, BLOCK=block, BLOCK_R=1 if rows <= FEW_ROWS else max(1, 256 // block),
         )  # fmt: skip
 
 

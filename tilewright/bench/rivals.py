@@ -339,7 +339,7 @@ def _torch_linear(work: Work) -> Call:
     return directed(function, work)
 
 
-BACKENDS = ("portable", "hopper_latent_pairs", "hopper_latent_few")  # that cases have beside the one they ask for
+BACKENDS = ("portable", "hopper_latent", "hopper_latent_few")  # that cases have beside the one they ask for
 
 
 def _backend(name: str, work: Work) -> Call:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -107,6 +107,12 @@ def kind_of(t: Tensor) -> tuple:
     return t.shape, tuple(s for n, s in zip(t.shape, t.stride()) if n > 1), t.dtype, t.device
 
 
+def checks_of(values: Iterable[Any]) -> tuple[str, ...]:
+    """torch compares arguments before and after by arithmetic, of which float8 has none."""
+    codes = any(isinstance(v, Tensor) and v.is_floating_point() and v.element_size() == 1 for v in values)
+    return ("test_autograd_registration", "test_faketensor") if codes else ALL_CHECKS
+
+
 @of_the_machinery("schema, autograd and fake are made from the declaration, for every op alike")
 def registered(op: Op, net: Net) -> None:
     """torch's own check of the registered op and of its backward: schema, mutation, autograd, fake, AOT with dynamic shapes."""
@@ -115,9 +121,7 @@ def registered(op: Op, net: Net) -> None:
     numbers = {n: v for n, v in case.values.items() if n not in ("out", "out_format")}
     inputs = leaves(op, case.values)
     flat = list({**numbers, **inputs}.values())
-    # torch compares arguments before and after by arithmetic, of which CPU float8 has none
-    codes = any(isinstance(v, Tensor) and v.is_floating_point() and v.element_size() == 1 for v in flat)
-    every = ("test_autograd_registration", "test_faketensor") if codes else ALL_CHECKS
+    every = checks_of(flat)
     with net.kernels():
         if None in choices(op, net.device):
             torch.library.opcheck(op.overloads["default"], flat, test_utils=every)
@@ -135,7 +139,8 @@ def registered(op: Op, net: Net) -> None:
         like = [[torch.empty_like(t) for t in r] if op.signature.listed else torch.empty_like(r) for r in results]
         given = {"out" if single else f"out_{name}": t for name, t in zip(op.results, like)}
         plain = [v.detach() if isinstance(v, Tensor) else v for v in flat]
-        torch.library.opcheck(op.overloads["out"], plain, given, test_utils=every)
+        memory = [t for r in like for t in (r if op.signature.listed else [r])]
+        torch.library.opcheck(op.overloads["out"], plain, given, test_utils=checks_of([*flat, *memory]))
 
 
 @of_the_op("a reference that asks for a size as a number makes torch compile anew for each")

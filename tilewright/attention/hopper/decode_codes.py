@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from ...core.target import Target
-from ...core.tensor import cdiv, power_of_two
+from ...core.tensor import cdiv
 from ...core.triton_versions import (
     barrier,
     fence_async_shared,
@@ -387,7 +387,7 @@ def attend_part(
 
 @kernel(
     grid=lambda a: (a.PROGRAMS,), jit=gluon.jit, tokens=("L", "CAPACITY", "PAGES", "PARTS", "SPLIT", "PROGRAMS"),
-    default=lambda a: {"num_warps": 4, "maxnreg": 128}, dependent=True,
+    default=lambda a: {"num_warps": 4, "maxnreg": registers_for(a.N)}, dependent=True,
 )  # fmt: skip
 def attention_decode_codes_hopper(
     Q, K, V, KS, VS, TABLE, TREE, O, stride_op, LSE, stride_lp, SINK, SCORES, WINDOW, LENGTHS, L, CAPACITY, PAGES, KV_HEADS, GROUP,
@@ -422,16 +422,25 @@ def attention_decode_codes_hopper(
 # ---- host ------------------------------------------------------------------------------------------------------------
 
 
-def rows_for(rows: int, tree: bool) -> int:
-    """Queries of a product. Of trees never 16: the assembler of Triton 3.6 ends there with a fault of its own."""
-    least = max(8, power_of_two(rows))
-    return MOST if tree and least == 16 else least
+def rows_for(rows: int, sloped: bool) -> int:
+    """Queries of a product. Of 16, and of 8 with slopes, the assembler of Triton 3.6 ends with a fault of its own at some kernels."""
+    return 8 if rows <= 8 and not sloped else MOST
+
+
+def resident_for(rows: int) -> int:
+    """Programs that an SM holds: while one takes codes apart and weighs scores, others' products and copies go on."""
+    return 3 if rows == 8 else RESIDENT
+
+
+def registers_for(rows: int) -> int:
+    """Of a thread, as many as programs of 256 leave each other, in eights."""
+    return 65536 // 256 // resident_for(rows) // 8 * 8
 
 
 def plan_for(rows: int, box: int, memory: int) -> Plan:
-    """As many stages as half of an SM takes beside that many queries and their weights."""
+    """As many stages as a program's share of an SM takes beside that many queries and their weights."""
     wide = COLUMNS.value
-    left = (memory + SPARE) // RESIDENT - 2 * SPARE - 2 * rows * (wide + 2 * BLOCK.value)
+    left = (memory + SPARE) // resident_for(rows) - 2 * SPARE - 2 * rows * (wide + 2 * BLOCK.value)
     return Plan(wide, wide, box, (left - SPARE) // (BLOCK.value * wide))
 
 
@@ -470,11 +479,11 @@ def forward(q: Tensor, k_cache: Tensor, v_cache: Tensor, **options: Any) -> tupl
     check_keys(a)
     target, kind, rows = Target.at(q.device), CODES[k_cache.dtype], group * length
     page = 0 if a.block_table is None else page
-    many = rows_for(rows, a.tree is not None)
+    many = rows_for(rows, a.slopes is not None)
     plan = plan_for(many, box_rows(page), target.shared_memory)
     units = batch * kv_heads
     # A block of codes is half as many bytes, and sums are as many
-    split = a.split or split_for(capacity, units, 2 * rows, RESIDENT * target.sms, a.kv_len is None)
+    split = a.split or split_for(capacity, units, 2 * rows, resident_for(many) * target.sms, a.kv_len is None)
     parts = cdiv(capacity, split)
     results = results_of(a, values, parts)
     block = [1, 1, plan.box, plan.wide]

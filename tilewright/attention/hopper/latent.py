@@ -41,7 +41,6 @@ wrote, and has its warps wait for each other.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -62,6 +61,7 @@ from ...core.triton_versions import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from ...device.dependent import await_last, let_next_begin
 from ...device.softmax import LN2
 from ...device.warpgroups import advance
 from ...gemm.hopper.boxes import box_of, copies_in_bulk
@@ -236,8 +236,9 @@ def copy_columns(FROM, boxes, stage, ready, found, column, SLABS: gl.constexpr):
 @gluon.jit
 def copy_part(
     Q, K, ROPE, rope_at, KEYS, TABLE, memory, WINDOW, LENGTHS, L, CAPACITY, PAGES, HEADS, TILES, PARTS, SPLIT, PAGE: gl.constexpr,
-    PLAN: gl.constexpr,
+    PLAN: gl.constexpr, DEPENDENT: gl.constexpr,
 ):  # fmt: skip
+    await_last(DEPENDENT)
     SLABS: gl.constexpr = PLAN.columns // 2 // WIDE
     COUNT: gl.constexpr = BLOCK // PLAN.box
     SIZE: gl.constexpr = COUNT * K.block_type.nbytes  # of a slab of keys
@@ -413,8 +414,9 @@ def store_half(o, share, O, stride_op, span, HEADS, FROM: gl.constexpr):
 @gluon.jit
 def attend_left(
     O, stride_op, LSE, stride_lp, TABLE, memory, SCORES, WINDOW, LENGTHS, L, CAPACITY, HEADS, TILES, PARTS, SPLIT,
-    PLAN: gl.constexpr,
+    PLAN: gl.constexpr, DEPENDENT: gl.constexpr,
 ):  # fmt: skip
+    await_last(DEPENDENT)
     HALF: gl.constexpr = PLAN.columns // 2
     SHAPED: gl.constexpr = sums_of(64)
     BY_ROW: gl.constexpr = gl.SliceLayout(1, SHAPED)
@@ -465,8 +467,9 @@ def attend_left(
 
 @gluon.jit
 def attend_right(
-    O, stride_op, memory, WINDOW, LENGTHS, L, CAPACITY, HEADS, TILES, PARTS, SPLIT, PLAN: gl.constexpr
+    O, stride_op, memory, WINDOW, LENGTHS, L, CAPACITY, HEADS, TILES, PARTS, SPLIT, PLAN: gl.constexpr, DEPENDENT: gl.constexpr
 ):  # fmt: skip
+    await_last(DEPENDENT)
     HALF: gl.constexpr = PLAN.columns // 2
     BY_ROW: gl.constexpr = gl.SliceLayout(1, sums_of(HALF))
     span = span_of(WINDOW, LENGTHS, L, CAPACITY, HEADS, TILES, PARTS, SPLIT)
@@ -503,14 +506,15 @@ def make_barriers(COUNT: gl.constexpr):
 
 @kernel(
     grid=lambda a: (a.PROGRAMS,), jit=gluon.jit, tokens=("L", "CAPACITY", "PAGES", "TILES", "PARTS", "SPLIT", "PROGRAMS"),
-    default=lambda a: {"num_warps": 4, "maxnreg": 168},
+    default=lambda a: {"num_warps": 4, "maxnreg": 168}, dependent=True,
 )  # fmt: skip
 def attention_latent_hopper(
     Q, K, ROPE, rope_at, KEYS, TABLE, O, stride_op, LSE, stride_lp, SCORES, WINDOW, LENGTHS, L, CAPACITY, PAGES, HEADS, TILES,
-    PARTS, SPLIT, PROGRAMS, PAGE: gl.constexpr, PLAN: gl.constexpr,
+    PARTS, SPLIT, PROGRAMS, PAGE: gl.constexpr, PLAN: gl.constexpr, DEPENDENT: gl.constexpr,
 ):  # fmt: skip
     """O and LSE of one part of the keys for a tile of rows. ROPE has the last columns of the keys, from `rope_at` on. KEYS is what
     K copies."""
+    let_next_begin(DEPENDENT)
     SLABS: gl.constexpr = PLAN.columns // 2 // WIDE
     COUNT: gl.constexpr = PLAN.stages * (BLOCK // PLAN.box)
     memory = Memory(
@@ -531,10 +535,10 @@ def attention_latent_hopper(
     )
     gl.warp_specialize([
         (attend_left, (O, stride_op, LSE, stride_lp, TABLE, memory, SCORES, WINDOW, LENGTHS, L, CAPACITY, HEADS, TILES, PARTS,
-                       SPLIT, PLAN)),
-        (attend_right, (O, stride_op, memory, WINDOW, LENGTHS, L, CAPACITY, HEADS, TILES, PARTS, SPLIT, PLAN)),
+                       SPLIT, PLAN, DEPENDENT)),
+        (attend_right, (O, stride_op, memory, WINDOW, LENGTHS, L, CAPACITY, HEADS, TILES, PARTS, SPLIT, PLAN, DEPENDENT)),
         (copy_part, (Q, K, ROPE, rope_at, KEYS, TABLE, memory, WINDOW, LENGTHS, L, CAPACITY, PAGES, HEADS, TILES, PARTS, SPLIT,
-                     PAGE, PLAN)),
+                     PAGE, PLAN, DEPENDENT)),
     ], [4, 1], [208, 56])  # fmt: skip
 
 
@@ -583,16 +587,6 @@ def lies_in_rows(q: Tensor) -> bool:
 
 
 def fits(target: Target, a: SimpleNamespace) -> bool:
-    """Whether it takes a call, and shared memory has room."""
-    return takes(target, a) and has_room(plan_for, target, a)
-
-
-def has_room(plan_for: Callable[..., Plan | None], target: Target, a: SimpleNamespace) -> bool:
-    values = value_columns(None, a.k_cache, a.value_dim)
-    return plan_for(values, box_rows(a), 1, 0, target.shared_memory) is not None
-
-
-def takes(target: Target, a: SimpleNamespace) -> bool:
     """Whether caches are 16-bit, of one head, and values the first 512 or 256 columns of the keys, of which there are up to 64
     more, there or in `k_rope`; pages, if any, hold whole blocks of 64 keys, or 32 or 16 keys; a split is whole blocks too. Rows
     begin at multiples of 16 bytes, and those of q lie at one distance. Nothing is empty, nothing but lengths and causality says
@@ -617,6 +611,8 @@ def takes(target: Target, a: SimpleNamespace) -> bool:
         return False
     if cdiv(rows, ROWS.value) * q.shape[0] * cdiv(capacity, a.split or LEAST) >= 2**31:
         return False
+    if plan_for(values, box, 1, 0, target.shared_memory) is None:
+        return False
     return copies_in_bulk(q.flatten(1, 2), *(t.select(2, 0) for t in (k, *apart)))
 
 
@@ -626,23 +622,16 @@ def fits_call(target: Target, a: SimpleNamespace) -> bool:
 
 
 def forward(q: Tensor, k_cache: Tensor, v_cache: None, **options: Any) -> tuple[Tensor, Tensor]:
-    return attend_by(
-        attention_latent_hopper, plan_for, SimpleNamespace(q=q, k_cache=k_cache, v_cache=v_cache, **options)
-    )
-
-
-def attend_by(attend: Any, plan_for: Callable[..., Plan | None], a: SimpleNamespace) -> tuple[Tensor, Tensor]:
-    """A call by a kernel, with the plan that is made for it."""
-    (batch, length, heads, _), k_cache = a.q.shape, a.k_cache
-    values, capacity = value_columns(None, k_cache, a.value_dim), capacity_of(a)
+    a = SimpleNamespace(q=q, k_cache=k_cache, v_cache=v_cache, **options)
+    (batch, length, heads, _), values, capacity = q.shape, value_columns(None, k_cache, a.value_dim), capacity_of(a)
     check_keys(a)
-    target, box = Target.at(a.q.device), box_rows(a)
+    target, box = Target.at(q.device), box_rows(a)
     tiles = cdiv(length * heads, ROWS.value)
     plan = plan_for(values, box, tiles, dense_bytes(k_cache, box), target.shared_memory)
     split = a.split or split_for(capacity, tiles * batch, target.sms)
     parts = cdiv(capacity, split)
     results = results_of(a, values, parts)
-    attend(
+    attention_latent_hopper(
         *boxes_of(a, ROWS.value, box), heads_of(k_cache), table_of(a), *results.made, bending_of(a), window_of(a), lengths_of(a),
         length, capacity, k_cache.shape[0], heads, tiles, parts, split, parts * tiles * batch,
         PAGE=0 if a.block_table is None else k_cache.shape[1], PLAN=plan,
