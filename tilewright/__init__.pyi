@@ -246,13 +246,7 @@ def cached_attention(
     tree: Tensor | None = None,
     split: int | None = None,
     backend: Literal[
-        "auto",
-        "hopper_chunks",
-        "hopper_decode",
-        "hopper_latent",
-        "hopper_latent_few",
-        "hopper_latent_pairs",
-        "portable",
+        "auto", "hopper_chunks", "hopper_decode", "hopper_latent", "hopper_latent_few", "portable"
     ] = "auto",
     out: tuple[Tensor | None, Tensor | None] | None = None,
 ) -> tuple[Tensor, Tensor]:

@@ -159,7 +159,10 @@ def test_auto_takes_what_was_measured_to_be_faster(tmp_path, monkeypatch):
             assert chosen(call()) == taken
             # What is known of 16-bit caches says nothing of codes, nor of trees
             assert {chosen(one) for one in (coded(), call(tree=blank(2, 1, dtype=torch.int64)))} == {"portable"}
-            assert {chosen(one) for one in (call(page=16), fixed(), call(split=64), call(batch=64))} == {"portable"}
+            assert {chosen(one) for one in (call(page=16), fixed(), call(split=64))} == {"portable"}
+            # However far it is, it says something of caches of its kind, whatever else scores are
+            alike = call(batch=64), call(page=320), call(left=5, softcap=2.0, sink=blank(8)), call(dtype=torch.float16)
+            assert {chosen(one) for one in alike} == {taken}
     finally:
         monkeypatch.undo()
         preference.table.cache_clear()
@@ -168,8 +171,8 @@ def test_auto_takes_what_was_measured_to_be_faster(tmp_path, monkeypatch):
 
 def test_what_is_measured_by_name_is_taken():
     asked = [case for case in CASES.values() if case.arguments.get("backend") == NAME]
-    decoded = {f"attention_decode_{n}" for n in ("gqa", "paged16", "paged1", "uneven", "one")}
-    assert {case.family for case in asked} == {*decoded, "attention_verify_tree", "attention_decode_fp8"}
+    names = ("gqa", "paged16", "paged1", "uneven", "one", "fp8", "choice", "choice_fp8")
+    assert {case.family for case in asked} == {*(f"attention_decode_{n}" for n in names), "attention_verify_tree"}
     for case in asked:
         given = arguments(case, Blank(CACHED, case.dims, case.options, dtype=getattr(torch, case.dtype)))
         own = codes if "fp8" in case.options else kernels
@@ -282,7 +285,7 @@ def test_parts_cover_all_keys(capacity, units, rows):
             or even
         )
         if not even:  # sequences may be short beside long ones
-            longest = kernels.LONGEST_AT_ONCE if units * parts <= AT_A_TIME else kernels.LONGEST_PART
+            longest = kernels.LONGEST_PART * (kernels.AT_ONCE if units * parts <= AT_A_TIME else 1)
             assert split <= 64 * max(longest, -(-rows // 8))
 
 

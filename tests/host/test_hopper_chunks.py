@@ -120,7 +120,7 @@ def test_auto_takes_what_was_measured_to_be_faster(tmp_path, monkeypatch):
 
     def put(**times):
         row = {
-            "direction": "forward", "kind": "cached_bf16_128_128_causal_kv_len_pages_64", "bucket": [2, 2048, 512],
+            "direction": "forward", "kind": "cached_16_128_128_pages_64", "bucket": [2, 2048, 512],
             "best": min(times, key=times.get), "times": times, "date": "2026-11-17", "triton": "3.6.0",
         }  # fmt: skip
         preference.path_of("sm_90").write_text(json.dumps(row) + "\n")
@@ -130,7 +130,10 @@ def test_auto_takes_what_was_measured_to_be_faster(tmp_path, monkeypatch):
     try:
         put(hopper_chunks=1.0, portable=2.0)
         assert chosen(call()) == NAME
-        others = call(page=16), call(causal=False), call(D=64), fixed(), packed(), call(length=1), call(split=64)
+        alike = call(causal=False), call(softcap=2.0), call(dtype=torch.float16), call(length=4096), call(page=192, most=3)
+        assert [chosen(one) for one in alike] == [NAME] * len(alike)
+        # Of few queries, what was measured of many says nothing
+        others = call(page=16), call(D=64), fixed(), packed(), call(length=1), call(length=64), call(split=64)
         assert {chosen(one) for one in others} == {"portable"}
         put(hopper_chunks=3.0, portable=2.0)
         assert chosen(call()) == "portable"

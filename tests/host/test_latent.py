@@ -138,18 +138,20 @@ def faster(values):
 
 def test_auto_takes_what_was_measured_to_be_faster(measured_as):
     line = faster(call())
-    assert (line["kind"], line["bucket"]) == ("cached_bf16_576_512_causal_kv_len_latent_pages_64", [4, 16, 1024])
+    assert (line["kind"], line["bucket"]) == ("cached_16_576_512_latent_pages_64", [4, 16, 1024])
     for rows, taken in (((), "portable"), ((line,), latent.NAME)):
         measured_as(*rows)
         assert chosen(call()) == taken
-        assert chosen(call(page=None)) == chosen(call(softcap=1.0)) == chosen(call(heads=128)) == "portable"
+        assert chosen(call(page=None)) == chosen(call(page=16)) == "portable"
+        assert chosen(call(softcap=1.0)) == chosen(call(heads=128)) == taken
     assert json.loads(preference.text_of([line])) == line
 
 
 def test_with_a_split_nothing_of_the_batch_chooses(measured_as):
     """One kernel, of the same constants, in any batch and for tables of any width; without a split the nearest row chooses."""
     sizes = [{"batch": batch, "pages": pages} for batch in (1, 4, 64, 300) for pages in (16, 64, 513)]
-    measured_as(faster(call(batch=64, pages=64)))
+    slower = preference.made("forward", bound(call()), {latent.NAME: 2.0, "portable": 1.0}, "2026-11-17", "3.6.0")
+    measured_as(slower, faster(call(batch=64, pages=64)))
     assert {chosen(call(**one)) for one in sizes} == {latent.NAME, "portable"}
     assert {chosen(call(**one, split=512)) for one in sizes} == {"portable"}
     assert {chosen(call(**one, split=512, backend=latent.NAME)) for one in sizes} == {latent.NAME}
@@ -172,7 +174,7 @@ def test_evidence_of_both_backends_makes_a_row():
     kept |= {"sms": 132, "triton": "3.6.0"}
     (row,) = measured.attention_rows([kept], "sm_90", {case.name: case})
     assert (row["kind"], row["bucket"], row["best"]) == (
-        "cached_bf16_576_512_causal_kv_len_latent_pages_64",
+        "cached_16_576_512_latent_pages_64",
         [64, 16, 4096],
         latent_few.NAME,
     )

@@ -699,7 +699,7 @@ def test_rows_of_caches_come_from_evidence():
     asked = {case.name: replace(case, arguments={"backend": "hopper_chunks"})}
     (made,) = derived.attention_rows([row], "sm_90", asked)
     assert attended.row_of(json.dumps(made)) == made and made["best"] == "hopper_chunks"
-    assert (made["kind"], made["bucket"]) == ("cached_bf16_128_128_causal_kv_len_pages_64", [4, 65536, 8192])
+    assert (made["kind"], made["bucket"]) == ("cached_16_128_128_pages_64", [4, 65536, 8192])
     for other in ({}, {"backend": "hopper"}, {"backend": "hopper_chunks", "split": 512}):
         assert not derived.attention_rows([row], "sm_90", {case.name: replace(case, arguments=other)})
 
@@ -711,7 +711,7 @@ def test_cases_of_caches_make_rows_of_every_kind_that_servers_have():
         for c in CASES.values()
         if c.op == "cached_attention" and c.arguments.get("backend") and "portable" in c.beside
     ]
-    latent, chunk = "bf16_576_512_causal_kv_len_latent", "bf16_128_128_causal_kv_len"
+    latent, chunk = "16_576_512_latent", "16_128_128"
     made = {(row["kind"], *row["bucket"]) for row in derived.attention_rows(recorded, "sm_90")}
     assert made >= {
         *((f"cached_{latent}_pages_64", *size, 8192) for size in ((32, 128), (1, 128), (1, 16))),

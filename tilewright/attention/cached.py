@@ -425,11 +425,11 @@ def parts(a: SimpleNamespace, gradients: bool) -> Iterator[Part]:
 
 CACHE = "float|float8_e4m3fn|int8"
 cached_attention = Op(
-    "cached_attention", reference, inputs, Triton(chunks.forward, None, chunks.fits_call, chunks.NAME),
-    Triton(decode.forward, None, decode.fits_call, decode.NAME),
+    "cached_attention", reference, inputs, Triton(decode.forward, None, decode.fits_call, decode.NAME),
     Triton(decode_codes.forward, None, decode_codes.fits_call, decode.NAME),
-    Triton(latent.forward, None, latent.fits_call, latent.NAME),
+    Triton(chunks.forward, None, chunks.fits_call, chunks.NAME),
     Triton(latent_few.forward, None, latent_few.fits_call, latent_few.NAME),
+    Triton(latent.forward, None, latent.fits_call, latent.NAME),
     Triton(cached_parts.forward, None, single, "portable"), check=check, asks="backend",
     where={
         "q": "float[batch length heads head_dim]", "k_cache": f"{CACHE}[pages page kv_heads key_dim]",

@@ -7,9 +7,10 @@ where it leaves a forward to cuDNN: where that was measured to be faster than th
 powers of two, times are microseconds, of cuDNN too where it takes such calls and ran beside ours. The nearest row of a kind counts
 if it is nearer than a factor of four in every size, among equals that of this release of Triton. Where there is none, the chip's
 kernels are taken for calls with a tile for more than half of the SMs: of such calls none that was measured was slower by them. Of
-codes that no row is of, nothing is known, and the portable ones are taken. Over caches, where what is faster depends on more, the
-portable ones are. Where this Triton offers no kernels for the chip, their times count for nothing. Rows are data: one that is
-damaged, or whose best is not the one that its times say, is not believed.
+codes that no row is of, nothing is known, and the portable ones are taken. Over caches the nearest row counts however far it is,
+but for chunks of few queries, and the portable ones are taken where there is none of that kind. Where this Triton offers no kernels
+for the chip, their times count for nothing. Rows are data: one that is damaged, or whose best is not the one that its times say, is
+not believed.
 `tilewright docs` writes them from the evidence.
 """
 
@@ -78,7 +79,7 @@ def library_wanted(target: Target, a: SimpleNamespace) -> bool:
 def decide(target: Target, direction: str, a: SimpleNamespace, of: str = release(triton.__version__)) -> Preference:
     """What `auto` takes for a call that all backends take, with `of` a release of Triton, and what that rests on."""
     kind, *sizes = known_as(a)
-    row = nearest(target.arch, direction, kind, *sizes, of)
+    row = nearest(target.arch, direction, kind, *sizes, of, far=math.inf if hasattr(a, "k_cache") else FAR)
     if row is not None:
         times = offered(row["times"], target)
         said = ", ".join(f"{name} {us:g} us" for name, us in sorted(times.items()))
@@ -123,34 +124,52 @@ def wanted_of_codes(name: str, target: Target, a: SimpleNamespace) -> bool:
 
 
 def kind_of_cache(a: SimpleNamespace) -> str:
-    """`kind_of` a call over caches: also whether values are columns of the keys, whether queries are a tree's,
-    what codes there are, and how large pages are."""
+    """What a call over caches is like, in a word: bits of its queries, columns of keys and of values, what is read in another way,
+    and how many keys lie together. Not what windows, sinks and softcaps do to scores, nor which of two 16-bit dtypes there is: that
+    costs all kernels alike."""
     columns = value_columns(a.v_cache, a.k_cache, a.value_dim)
-    alike = kind_of(SimpleNamespace(**vars(a), v=SimpleNamespace(shape=(columns,)), right=None))
     more = {"latent": a.v_cache is None, "apart": a.k_rope is not None, "tree": a.tree is not None}
     # Not the words of CODES, by which rows of attention over codes of queries are known
     more |= {word: str(a.k_cache.dtype) == kind for kind, word in CACHED.items()}
-    pages = "fixed" if a.block_table is None else f"pages_{a.k_cache.shape[1]}"
-    return "_".join(["cached", alike, *(name for name, has in more.items() if has), pages])
+    more |= {"packed": a.cu_seqlens_q is not None}
+    pages = "fixed" if a.block_table is None else f"pages_{together(a.k_cache.shape[1])}"
+    words = ["cached", 8 * a.q.element_size(), a.q.shape[-1], columns, *(name for name, has in more.items() if has)]
+    return "_".join(map(str, [*words, pages]))
 
 
-def wanted_of_cache(name: str, target: Target, a: SimpleNamespace) -> bool:
-    """`wanted` of a call over caches. With a split that is given, kernels of one chip are taken by name alone: which are the faster
-    depends on sizes of the batch, and a sequence's bits would with it."""
+def together(page: int) -> int:
+    """Keys of a page that are copied at once, wherever a block begins: the largest power of two that divides it, 64 at most, and 1
+    for fewer than 16."""
+    keys = min(64, page & -page)
+    return keys if keys >= 16 else 1
+
+
+def wanted_of_cache(
+    name: str, target: Target, a: SimpleNamespace, others: tuple[str, ...] = (), far: float = math.inf
+) -> bool:  # fmt: skip
+    """`wanted` of a call over caches that `others`, kernels which are asked after these, take too, by a row that is not too far.
+    With a split that is given, kernels of one chip are taken by name alone: which are the faster depends on sizes of the batch, and
+    a sequence's bits would with it."""
     if name in (a.backend, forced.get()):
         return True
-    row = nearest(target.arch, "forward", kind_of_cache(a), *sizes_of_cache(a)) if a.split is None else None
-    return row is not None and row["best"] == name
+    if a.split is not None:
+        return False
+    row = nearest(target.arch, "forward", kind_of_cache(a), *sizes_of_cache(a), far=far, having=name)
+    return row is not None and row["times"][name] <= min(row["times"].get(one, math.inf) for one in (PORTABLE, *others))
 
 
 @functools.lru_cache(maxsize=4096)
 def nearest(
-    arch: str, direction: str, kind: str, heads: int, length: int, keys: int, of: str = release(triton.__version__)
-) -> Mapping[str, Any] | None:
-    """The row that is nearest to a bucket; None where none is near. Sizes matter more than the release."""
-    rows = [row for row in table(arch) if (row["direction"], row["kind"]) == (direction, kind)]
+    arch: str, direction: str, kind: str, heads: int, length: int, keys: int, of: str = release(triton.__version__),
+    *, far: float = FAR, having: str = PORTABLE,
+) -> Mapping[str, Any] | None:  # fmt: skip
+    """The row that is nearest to a bucket, of those that have a time of some backend; None where none is near. Sizes matter more
+    than the release."""
+    rows = [
+        row for row in table(arch) if (row["direction"], row["kind"]) == (direction, kind) and having in row["times"]
+    ]
     away = [(distance(row["bucket"], (heads, length, keys)), release(row["triton"]) != of, row) for row in rows]
-    within = [found for found in away if found[0] <= FAR]
+    within = [found for found in away if found[0] <= far]
     return min(within, key=lambda found: found[:2])[2] if within else None
 
 

@@ -36,16 +36,29 @@ def show(rows: list[dict[str, Any]], title: str, as_json: bool) -> None:
     names = list(rows[0]) if rows else []
     cells = [[_words(value) for value in row.values()] for row in rows]
     longest = [max(len(word) for text in column for word in text.split()) for column in zip(names, *cells)]
-    if sum(longest) + 3 * len(names) + 1 > console.width:  # a border and a space on either side of each
+    spare = console.width - (sum(longest) + 3 * len(names) + 1)  # a border and a space on either side of each
+    if spare < 0:
         for line in _fields(title, names, cells, console.width):
             typer.echo(line)
         return
+    whole = [max(map(len, column)) for column in zip(names, *cells)]
     table = Table(title=Text(title), title_justify="left")  # Text: brackets are no markup
-    for name, width in zip(names, longest):
-        table.add_column(Text(name), min_width=width)
+    for name, width in zip(names, _widths(longest, whole, spare)):
+        table.add_column(Text(name), width=width)
     for row in cells:
         table.add_row(*map(Text, row))
     console.print(table)
+
+
+def _widths(least: Sequence[int], most: Sequence[int], spare: int) -> list[int]:
+    """Widths of columns: of what is spare, those that want least have all they want, and the others share the rest."""
+    widths = list(least)
+    order = sorted(range(len(widths)), key=lambda i: most[i] - least[i])
+    for done, i in enumerate(order):
+        more = min(most[i] - least[i], spare // (len(order) - done))
+        widths[i] += more
+        spare -= more
+    return widths
 
 
 def _fields(title: str, names: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> Iterator[str]:

@@ -18,6 +18,7 @@ it the score is hidden, and a weight of 0 multiplied with a value of 0.
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -34,7 +35,7 @@ from ...op import single
 from ...runtime.kernel import kernel
 from ..cached_parts import bending_of, capacity_of, check_keys, finished, results_of, table_of, window_of
 from ..portable import heads_of, sizes_of
-from ..preference import wanted_of_cache
+from ..preference import FAR, busy, wanted_of_cache
 from ..tiles import lengths
 from .forward import (
     ALONE,
@@ -281,8 +282,10 @@ def fits(target: Target, a: SimpleNamespace) -> bool:
 
 
 def fits_call(target: Target, a: SimpleNamespace) -> bool:
-    """Whether it takes the arguments and is the faster, by measurement, or was asked for."""
-    return fits(target, a) and wanted_of_cache(NAME, target, a)
+    """Whether it takes the arguments and is the faster, by measurement, or was asked for. A tile is of one head's queries: of few
+    of them, what holds for many is not known."""
+    far = math.inf if a.q.shape[1] >= ROWS.value and busy(target, a) else FAR
+    return fits(target, a) and wanted_of_cache(NAME, target, a, far=far)
 
 
 def rows_of_box(page: int, block: int) -> int:

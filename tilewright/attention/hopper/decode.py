@@ -485,8 +485,9 @@ SPARE = 1024  # bytes of a program's shared memory for barriers and what its war
 BESIDE = 2  # blocks that a part's beginning and its end take as long as, and a merge
 LEAST_BOX = 16  # keys: a block is then of four boxes, whose pages a warp of few registers holds twice; or else threads copy keys
 # Blocks of a part, where sequences may be far shorter than there is room for and lie beside long ones: where parts wait for others
-# to end, a long one that begins late ends alone; where all begin at once, the chip is full until few are left
-LONGEST_PART, LONGEST_AT_ONCE = 32, 128
+# to end, a long one that begins late ends alone; where all begin at once, the chip is full until few are left, and parts may be
+# AT_ONCE times as long
+LONGEST_PART, AT_ONCE = 32, 4
 
 
 def plan_for(columns: int, box: int, memory: int) -> Plan | None:
@@ -502,19 +503,21 @@ def box_rows(page: int) -> int:
     return rows if rows >= LEAST_BOX else 0
 
 
-def split_for(capacity: int, units: int, rows: int, at_a_time: int, even: bool) -> int:
+def split_for(
+    capacity: int, units: int, rows: int, at_a_time: int, even: bool, beside: int = BESIDE, longest: int = LONGEST_PART
+) -> int:
     """Keys of a part, of as many parts, each of so many `units`, as end soonest where some programs run `at_a_time`. What the
     device alone knows has no say: unless sequences are `even`, parts are short, or all begin at once. A part's sums, written and
     read in fp32, are at most a quarter of its keys and values of as many columns: of 64 rows it has eight blocks."""
     blocks = cdiv(capacity, BLOCK.value)
     most = max(1, blocks // cdiv(rows, 8))
-    fewest = min(most, cdiv(blocks, LONGEST_PART))
+    fewest = min(most, cdiv(blocks, longest))
 
     def time(parts: int) -> int:
-        return cdiv(units * parts, at_a_time) * (cdiv(blocks, parts) + BESIDE) + BESIDE * (parts > 1)
+        return cdiv(units * parts, at_a_time) * (cdiv(blocks, parts) + beside) + beside * (parts > 1)
 
     def is_short(parts: int) -> bool:
-        return cdiv(blocks, parts) <= (LONGEST_AT_ONCE if units * parts <= at_a_time else LONGEST_PART)
+        return cdiv(blocks, parts) <= longest * (AT_ONCE if units * parts <= at_a_time else 1)
 
     among = range(1, max(fewest, min(most, cdiv(4 * at_a_time, units))) + 1)
     return cdiv(blocks, min((n for n in among if even or n == fewest or is_short(n)), key=time)) * BLOCK.value

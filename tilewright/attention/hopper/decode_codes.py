@@ -68,6 +68,7 @@ from ..tiles import is_seen
 from .decode import (
     BLOCK,
     LEAST_BOX,
+    LONGEST_PART,
     NAME,
     RESIDENT,
     SPARE,
@@ -90,6 +91,9 @@ from .schedule import whole_blocks
 
 CODES = {torch.int8: gl.int8, torch.float8_e4m3fn: gl.float8e4nv}
 COLUMNS = gl.constexpr(128)  # of a box; those that a cache does not have are 0
+BESIDE_CODES = (
+    6  # blocks, as `decode.BESIDE`: a block is over sooner, and queries take longer to be stored for products
+)
 MOST = 32  # rows: of more, keys, values, scores and sums do not stay in registers
 # Words of four codes, as they lie in shared memory
 WORDS = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2))
@@ -423,7 +427,7 @@ def attention_decode_codes_hopper(
 
 
 def rows_for(rows: int, sloped: bool) -> int:
-    """Queries of a product. Of 16, and of 8 with slopes, the assembler of Triton 3.6 ends with a fault of its own at some kernels."""
+    """Queries of a product. Of 16, and of 8 with slopes, the assembler of Triton 3.6 ends with a fault of its own at some calls."""
     return 8 if rows <= 8 and not sloped else MOST
 
 
@@ -482,8 +486,9 @@ def forward(q: Tensor, k_cache: Tensor, v_cache: Tensor, **options: Any) -> tupl
     many = rows_for(rows, a.slopes is not None)
     plan = plan_for(many, box_rows(page), target.shared_memory)
     units = batch * kv_heads
+    at_a_time = resident_for(many) * target.sms
     # A block of codes is half as many bytes, and sums are as many
-    split = a.split or split_for(capacity, units, 2 * rows, resident_for(many) * target.sms, a.kv_len is None)
+    split = a.split or split_for(capacity, units, 2 * rows, at_a_time, a.kv_len is None, BESIDE_CODES, 2 * LONGEST_PART)
     parts = cdiv(capacity, split)
     results = results_of(a, values, parts)
     block = [1, 1, plan.box, plan.wide]

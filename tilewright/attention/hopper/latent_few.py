@@ -420,7 +420,7 @@ def fits(target: Target, a: SimpleNamespace) -> bool:
 
 def fits_call(target: Target, a: SimpleNamespace) -> bool:
     """Whether it takes the arguments and is the faster, by measurement, or was asked for."""
-    return fits(target, a) and wanted_of_cache(NAME, target, a)
+    return fits(target, a) and wanted_of_cache(NAME, target, a, (latent.NAME,))
 
 
 def forward(q: Tensor, k_cache: Tensor, v_cache: None, **options: Any) -> tuple[Tensor, Tensor]:
