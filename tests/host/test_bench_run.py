@@ -419,6 +419,10 @@ def test_a_file_that_lacks_something_is_skipped_and_says_what(suite):
         assert said[0].startswith("SKIPPED tests/gpu/test_one.py: ") and said[0].endswith(
             "no_such_module is not installed"
         )
+    names = suite / "names"  # of which one machine has made a list and another runs them
+    names.write_text("tests/gpu/test_one.py::test_one\ntests/gpu/test_two.py::test_two\n")
+    status, said = _gpu(suite, "--only", str(names))
+    assert status == 0 and said[-1] == "1 passed, 0 failed, 1 skipped, 0 left"
 
 
 def test_tests_that_cannot_be_imported_are_an_error(suite):

@@ -130,7 +130,13 @@ def test_auto_takes_what_was_measured_to_be_faster(tmp_path, monkeypatch):
     try:
         put(hopper_chunks=1.0, portable=2.0)
         assert chosen(call()) == NAME
-        alike = call(causal=False), call(softcap=2.0), call(dtype=torch.float16), call(length=4096), call(page=192, most=3)
+        alike = (
+            call(causal=False),
+            call(softcap=2.0),
+            call(dtype=torch.float16),
+            call(length=4096),
+            call(page=192, most=3),
+        )
         assert [chosen(one) for one in alike] == [NAME] * len(alike)
         # Of few queries, what was measured of many says nothing
         others = call(page=16), call(D=64), fixed(), packed(), call(length=1), call(length=64), call(split=64)
