@@ -11,12 +11,14 @@ from pathlib import Path
 
 import pytest
 import torch
+import triton
 from typer.testing import CliRunner
 
 from tests.gpu import __main__ as gpu
 from tilewright.__main__ import app
 from tilewright.bench import cases, check, evidence, packaged, run
 from tilewright.check import guarded
+from tilewright.commands import bench as commands
 
 ROOT = Path(__file__).resolve().parents[2]
 SUPERVISE = run.supervise
@@ -218,6 +220,16 @@ def test_a_case_is_recorded_again_beside_the_rivals_that_it_had(fake, tmp_path, 
     assert done.exit_code == 0 and done.stderr.count("kept aside") == 1
     assert f"{case}: kept aside: the recorded row has eager" in done.stderr
     assert evidence.everything(tmp_path)[0]["rivals"] == {"eager": 20.0}
+
+
+def test_a_row_without_the_rival_of_its_goal_is_measured_again(monkeypatch):
+    case = next(case for case in cases.CASES.values() if case.metric == "vs:empty")
+    monkeypatch.setattr(evidence, "freshness", lambda row: row["age"])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    here = {"case": case.name, "gpu": "a GPU", "triton": triton.__version__}
+    for rivals, age, fresh in (({"empty": 0.7}, "fresh", True), ({"empty": 0.7}, "stale", False), ({}, "fresh", False)):
+        assert commands.fresh_here(case.name, [{**here, "rivals": rivals, "age": age}]) == fresh
 
 
 def test_a_rival_that_is_chosen_at_import_has_a_worker_of_its_own(fake, monkeypatch):

@@ -120,15 +120,19 @@ def choose() -> None:
 
 
 def fresh_here(case: str, recorded: list[dict[str, Any]]) -> bool:
-    """Whether there is a row of today's code for this case, this GPU and this release of Triton."""
+    """Whether there is a row of today's code for this case, this GPU and this release of Triton, beside the rival that its goal is
+    about."""
     import torch
     import triton
 
     from ..bench import evidence
+    from ..bench.cases import CASES, rival_of
     from ..core.triton_versions import release
 
     here = (torch.cuda.get_device_name() if torch.cuda.is_available() else None, case, release(triton.__version__))
-    return any(evidence.key_of(row) == here and evidence.freshness(row) == "fresh" for row in recorded)
+    rival = rival_of(CASES[case].metric)
+    own = [row for row in recorded if evidence.key_of(row) == here and (rival is None or rival in row["rivals"])]
+    return any(evidence.freshness(row) == "fresh" for row in own)
 
 
 def measured(
