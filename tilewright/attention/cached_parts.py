@@ -11,7 +11,6 @@ Head columns are cut into parts of one width but for the last: 576 is 512 + 64, 
 
 from __future__ import annotations
 
-import math
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -810,7 +809,7 @@ def factors(
 
 def forward(q: Tensor, k_cache: Tensor, v_cache: Tensor | None, **options: Any) -> tuple[Tensor, Tensor]:
     a = SimpleNamespace(q=q, k_cache=k_cache, v_cache=v_cache, **options)
-    batch, length, heads, head_dim = q.shape
+    batch, length, heads, _ = q.shape
     pages, page, kv_heads, key_dim = k_cache.shape
     value_dim = value_columns(v_cache, k_cache, a.value_dim)
     capacity = capacity_of(a)
@@ -849,15 +848,12 @@ def forward(q: Tensor, k_cache: Tensor, v_cache: Tensor | None, **options: Any) 
     made = room_for(o, lse, parts)
     table = table_of(a)
     tree = (None, 0, 0) if a.tree is None else (a.tree, *a.tree.stride())
-    scale = 1.0 / math.sqrt(head_dim) if a.scale is None else float(a.scale)
-    slopes = None if a.slopes is None else a.slopes.contiguous()
     attention_part(
         heads_of(q), heads_of(as_codes(k_cache)),
         None if form.shared else heads_of(as_codes(values_at) if form.pairs is None else values_at.view(torch.int16)),
         None if a.k_rope is None else heads_of(a.k_rope), k_scale, v_scale, table, a.kv_len,
         0 if a.kv_len is None else a.kv_len.stride(0), *tree, *made,
-        None if a.sink is None else a.sink.contiguous(),
-        Scores(scale, float(a.softcap) or None, slopes, None, None, None, None, None),
+        None if a.sink is None else a.sink.contiguous(), bending_of(a),
         Window(a.left, 0 if a.causal and a.tree is None else None), how, length, capacity, pages, kv_heads, batch, tiles,
         head_tiles, parts, split, GROUP=group, PAGE=0 if table is None else page, KEYS=keys, TURNED=turned, VALUES=values,
         PIECES=form.pieces, HALF=form.half, PAIRS=form.pairs, SHARED=form.shared, BLOCK_M=block.own, BLOCK_N=block.other,
@@ -946,6 +942,12 @@ def bending_of(a: SimpleNamespace) -> Scores:
     scale = a.q.shape[-1] ** -0.5 if a.scale is None else float(a.scale)
     slopes = None if a.slopes is None else a.slopes.contiguous()
     return Scores(scale, float(a.softcap) or None, slopes, None, None, None, None, None)
+
+
+def keys_together(page: int, most: int) -> int:
+    """Keys that lie in one page wherever a block of them begins: the largest power of two that divides pages, `most` at most, and
+    `most` where there are no pages."""
+    return min(most, page & -page) if page else most
 
 
 def capacity_of(a: SimpleNamespace) -> int:

@@ -33,7 +33,7 @@ from ..core.triton_versions import age, release
 from ..gemm.preference import FAR, LARGEST, Preference, bucket, distance
 from ..runtime.choose import forced
 from ..runtime.config import LONGEST, SHIPPED
-from .cached_parts import capacity_of, value_columns
+from .cached_parts import capacity_of, keys_together, value_columns
 from .hopper.schedule import ROWS
 
 PORTABLE, HOPPER, LIBRARY = "portable", "hopper", "cudnn"
@@ -77,16 +77,15 @@ def library_wanted(target: Target, a: SimpleNamespace) -> bool:
 
 
 def decide(target: Target, direction: str, a: SimpleNamespace, of: str = release(triton.__version__)) -> Preference:
-    """What `auto` takes for a call that all backends take, with `of` a release of Triton, and what that rests on."""
+    """What `auto` takes for a call without a cache that all backends take, by a release of Triton, and what that rests on."""
     kind, *sizes = known_as(a)
-    row = nearest(target.arch, direction, kind, *sizes, of, far=math.inf if hasattr(a, "k_cache") else FAR)
+    row = nearest(target.arch, direction, kind, *sizes, of)
     if row is not None:
         times = offered(row["times"], target)
         said = ", ".join(f"{name} {us:g} us" for name, us in sorted(times.items()))
         size, when = "x".join(map(str, row["bucket"])), f"on {row['date']} with Triton {row['triton']}"
         return Preference(best_of(times), f"measured {when} at {size}: {said}", row)
-    own = target.hopper_gluon and not hasattr(a, "k_cache") and busy(target, a)
-    own = own and measured_at_all(target.arch, direction, codes_in(kind))
+    own = target.hopper_gluon and busy(target, a) and measured_at_all(target.arch, direction, codes_in(kind))
     return Preference(HOPPER if own else PORTABLE, f"nothing near is measured; the rule for {kind}")
 
 
@@ -125,23 +124,17 @@ def wanted_of_codes(name: str, target: Target, a: SimpleNamespace) -> bool:
 
 def kind_of_cache(a: SimpleNamespace) -> str:
     """What a call over caches is like, in a word: bits of its queries, columns of keys and of values, what is read in another way,
-    and how many keys lie together. Not what windows, sinks and softcaps do to scores, nor which of two 16-bit dtypes there is: that
-    costs all kernels alike."""
+    and how many keys lie together, which are copied one by one if they are few. Not what windows, sinks and softcaps do to scores,
+    nor which of two 16-bit dtypes there is: that costs all kernels alike."""
     columns = value_columns(a.v_cache, a.k_cache, a.value_dim)
     more = {"latent": a.v_cache is None, "apart": a.k_rope is not None, "tree": a.tree is not None}
     # Not the words of CODES, by which rows of attention over codes of queries are known
     more |= {word: str(a.k_cache.dtype) == kind for kind, word in CACHED.items()}
     more |= {"packed": a.cu_seqlens_q is not None}
-    pages = "fixed" if a.block_table is None else f"pages_{together(a.k_cache.shape[1])}"
+    together = keys_together(a.k_cache.shape[1], 64)
+    pages = "fixed" if a.block_table is None else f"pages_{together if together >= 16 else 1}"
     words = ["cached", 8 * a.q.element_size(), a.q.shape[-1], columns, *(name for name, has in more.items() if has)]
     return "_".join(map(str, [*words, pages]))
-
-
-def together(page: int) -> int:
-    """Keys of a page that are copied at once, wherever a block begins: the largest power of two that divides it, 64 at most, and 1
-    for fewer than 16."""
-    keys = min(64, page & -page)
-    return keys if keys >= 16 else 1
 
 
 def wanted_of_cache(

@@ -33,7 +33,8 @@ from .results import understand
 from .work import arguments
 
 NAMES = {"scaled_mm": library.pair_of, "matmul": library.pair_of_matmul}
-ATTENTION = ("attention", "attention_lse", "cached_attention")
+CACHED = "cached_attention"
+ATTENTION = ("attention", "attention_lse", CACHED)
 ATTENTION_FITS = {"forward": fits, "backward": fits_backward}
 LEAST = 0.97  # of the fastest's speed, which `auto` has to reach in every recorded product and call of attention
 WITH_LSE = "cudnn_lse"  # the rival that is our own call with cuDNN's forward
@@ -108,9 +109,11 @@ class Attended(NamedTuple):
     def auto(self) -> float:
         """The speed of what `auto` takes over that of the fastest."""
         target, with_triton = evidence.target_of(self.row), release(self.row["triton"])
-        return (
-            min(self.times.values()) / self.times[attended.decide(target, self.direction, self.given, with_triton).best]
-        )
+        if self.row["op"] == CACHED:
+            taken = next(one.name for one in tw.catalogue()[CACHED].implementations if takes(one, target, self.given))
+        else:
+            taken = attended.decide(target, self.direction, self.given, with_triton).best
+        return min(self.times.values()) / self.times[taken]
 
 
 def attention_rows(
@@ -136,7 +139,7 @@ def attention_measured(recorded: Iterable[Mapping[str, Any]], cases: Mapping[str
         op = tw.catalogue()[case.op]
         drawn = arguments(case, Blank(op, case.dims, case.options, dtype=getattr(torch, case.dtype)))
         given, target = SimpleNamespace(**drawn), evidence.target_of(row)
-        taken = partial(takes, asked) if case.op == "cached_attention" else ATTENTION_FITS[case.direction]
+        taken = partial(takes_by_name, asked) if case.op == CACHED else ATTENTION_FITS[case.direction]
         if case.way in CODED:
             given, taken = of_codes(given, case.way), coded.fits
         if target is not None and taken(target, given):
@@ -151,26 +154,30 @@ def attention_measured(recorded: Iterable[Mapping[str, Any]], cases: Mapping[str
 def by_library(row: Mapping[str, Any], case: Case, given: SimpleNamespace) -> dict[str, float]:
     """cuDNN's time of a recorded forward, if it takes such calls as they are: by our own call, which has lse too, or else by
     torch's, which had none to write."""
-    if case.op == "cached_attention" or case.way in CODED or case.direction != "forward" or attending.refusal(given):
+    if case.op == CACHED or case.way in CODED or case.direction != "forward" or attending.refusal(given):
         return {}
     found = row["rivals"].get(WITH_LSE, row["rivals"].get(attended.LIBRARY))
     return {} if found is None else {attended.LIBRARY: found}
 
 
-def takes(backend: str, target: Target, a: SimpleNamespace) -> bool:
+def takes(one: Any, target: Target, a: SimpleNamespace, backend: str = "auto") -> bool:
+    """Whether an implementation takes a call over caches that asks for a backend."""
+    return one.takes(target, SimpleNamespace(**{**vars(a), "backend": backend}))
+
+
+def takes_by_name(backend: str, target: Target, a: SimpleNamespace) -> bool:
     """Whether a backend takes a call over caches that asks for it."""
-    asking = SimpleNamespace(**{**vars(a), "backend": backend})
-    named = (one for one in tw.catalogue()["cached_attention"].implementations if one.name == backend)
-    return any(one.takes(target, asking) for one in named)
+    named = (one for one in tw.catalogue()[CACHED].implementations if one.name == backend)
+    return any(takes(one, target, a, backend) for one in named)
 
 
 def by_others(row: Mapping[str, Any], case: Case, given: SimpleNamespace) -> dict[str, float]:
     """Times of a recorded call over caches by further kernels of its chip, which were rivals of the one that the case names."""
-    if case.op != "cached_attention":
+    if case.op != CACHED:
         return {}
     target = evidence.target_of(row)
     named = {one.name for one in tw.catalogue()[case.op].implementations}
-    return {name: us for name, us in row["rivals"].items() if name in named and takes(name, target, given)}
+    return {name: us for name, us in row["rivals"].items() if name in named and takes_by_name(name, target, given)}
 
 
 def of_codes(a: SimpleNamespace, way: str) -> SimpleNamespace:

@@ -33,7 +33,16 @@ from ...device.warpgroups import advance
 from ...gemm.hopper.boxes import box_of, copies_in_bulk
 from ...op import single
 from ...runtime.kernel import kernel
-from ..cached_parts import bending_of, capacity_of, check_keys, finished, results_of, table_of, window_of
+from ..cached_parts import (
+    bending_of,
+    capacity_of,
+    check_keys,
+    finished,
+    keys_together,
+    results_of,
+    table_of,
+    window_of,
+)
 from ..portable import heads_of, sizes_of
 from ..preference import FAR, busy, wanted_of_cache
 from ..tiles import lengths
@@ -288,11 +297,6 @@ def fits_call(target: Target, a: SimpleNamespace) -> bool:
     return fits(target, a) and wanted_of_cache(NAME, target, a, far=far)
 
 
-def rows_of_box(page: int, block: int) -> int:
-    """The largest power of two that divides pages; a block's rows at most, and without a table."""
-    return block if not page else min(block, page & -page)
-
-
 def page_boxes(t: Tensor, rows: int, first: int, second: int) -> tuple[Any, Any]:
     """Descriptors of both parts of the columns of a cache, by pages and heads; past the last column they bring 0."""
     by_head, kind = t.transpose(1, 2), KINDS[t.dtype]
@@ -307,7 +311,7 @@ def forward(q: Tensor, k_cache: Tensor, v_cache: Tensor, **options: Any) -> tupl
     sizes, target = sizes_of(q, v_cache), Target.at(q.device)
     plan = plan_for(sizes, target.shared_memory)
     page = 0 if a.block_table is None else page
-    rows = rows_of_box(page, plan.block)
+    rows = keys_together(page, plan.block)
     counter = torch.empty(1, dtype=torch.int32, device=q.device)
     cells, nothing, own = None, (None, None), None
     if page:

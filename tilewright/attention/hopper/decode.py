@@ -57,6 +57,7 @@ from ..cached_parts import (
     either,
     finished,
     is_drawn,
+    keys_together,
     lengths_of,
     results_of,
     table_of,
@@ -499,7 +500,7 @@ def plan_for(columns: int, box: int, memory: int) -> Plan | None:
 
 def box_rows(page: int) -> int:
     """The largest power of two that divides pages, or 0 where that is too few; a block's rows at most, and without a table."""
-    rows = BLOCK.value if not page else min(BLOCK.value, page & -page)
+    rows = keys_together(page, BLOCK.value)
     return rows if rows >= LEAST_BOX else 0
 
 

@@ -91,9 +91,8 @@ from .schedule import whole_blocks
 
 CODES = {torch.int8: gl.int8, torch.float8_e4m3fn: gl.float8e4nv}
 COLUMNS = gl.constexpr(128)  # of a box; those that a cache does not have are 0
-BESIDE_CODES = (
-    6  # blocks, as `decode.BESIDE`: a block is over sooner, and queries take longer to be stored for products
-)
+# Blocks, as `decode.BESIDE`: one is over sooner, and queries take longer to be stored for products
+BESIDE_CODES = 6
 MOST = 32  # rows: of more, keys, values, scores and sums do not stay in registers
 # Words of four codes, as they lie in shared memory
 WORDS = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2))
