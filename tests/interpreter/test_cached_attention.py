@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,9 +12,9 @@ from torch import Tensor
 from triton.runtime.errors import InterpreterError
 
 import tilewright as tw
-from tests.mutants import ROOT, Mutant, edited
-from tilewright.attention import cached_parts
-from tilewright.attention.cached_parts import part_length
+from tests.mutants import ROOT, Mutant, edited, moved
+from tilewright.attention import cached_portable
+from tilewright.attention.cache_parts import part_length
 from tilewright.check.far_apart import load
 
 LOWEST = torch.iinfo(torch.int32).min
@@ -125,7 +127,7 @@ def test_pages_that_are_looked_up_ahead_are_those_of_each_block(tree, left):
     lengths = [440, 256, 129, 3]
     q, k, v, kv_len = sequences(lengths, 3, torch.bfloat16)
     k, v = ((16.0 * t.float()).to(torch.float8_e4m3fn) for t in (k, v.repeat(1, 1, 1, 2)))
-    blocks = cached_parts.blocks(q, k, 6, 32, 32, 16, tree)
+    blocks = cached_portable.blocks(q, k, 6, 32, 32, 16, tree)
     assert blocks.ahead and blocks.other == 128
     drafts = torch.tensor([0b1, 0b11, 0b101]).repeat(len(lengths), 1)
     given = {"left": left, **({"tree": drafts} if tree else {})}
@@ -395,24 +397,39 @@ def test_calls_that_make_no_sense_are_refused():
         tw.cache_write(cache[0].clone(), cache[1].clone(), cache, cache, torch.arange(8))
 
 
-PARTS = "tilewright/attention/cached_parts.py"
+KERNELS, READING = (f"tilewright/attention/{name}.py" for name in ("cached_portable", "cache_read"))
 BROKEN = {
-    "the last part dropped": ("parts = max(1, cdiv(capacity, split))", "parts = max(1, capacity // split)"),
-    "a page read twice": ("(j.to(tl.uint32) // PAGE).to(tl.int32)", "(j.to(tl.uint32) // PAGE // 2).to(tl.int32)"),
-    "a page not clamped": ("known = there & (page >= 0) & (page < PAGES)", "known = there"),
-    "a part that begins late": ("begin = part * SPLIT", "begin = part * SPLIT + (part > 0)"),
-    "a sink in every part": ("live & (part == 0), float", "live, float"),
-    "what a tree hides is multiplied": ("there = there & is_drawn(seen.drafts, j - seen.shift)", "there = there"),
-}
+    "the last part dropped": (KERNELS, "parts = max(1, cdiv(capacity, split))", "parts = max(1, capacity // split)"),
+    "a page read twice": (READING, "(j.to(tl.uint32) // PAGE).to(tl.int32)", "(j.to(tl.uint32) // PAGE // 2).to(tl.int32)"),
+    "a page not clamped": (READING, "known = there & (page >= 0) & (page < PAGES)", "known = there"),
+    "a part that begins late": (KERNELS, "begin = part * SPLIT", "begin = part * SPLIT + (part > 0)"),
+    "a sink in every part": (KERNELS, "live & (part == 0), float", "live, float"),
+    "what a tree hides is multiplied": (
+        KERNELS, "there = there & is_drawn(seen.drafts, j - seen.shift)", "there = there",
+    ),
+}  # fmt: skip
+
+
+def broken(name: str, folder: Path) -> Any:
+    """The portable forward of files of which one has an edit."""
+    file, old, new = BROKEN[name]
+    mutant, loaded = Mutant(name, old, new, "", "", file), {}
+    for each in (READING, KERNELS):
+        text = (ROOT / each).read_text()
+        text = edited(text, mutant, "none") if each == file else moved(text, each, "none")
+        if loaded:
+            text = text.replace("from tilewright.attention.cache_read ", f"from {loaded[READING].__name__} ")
+            assert loaded[READING].__name__ in text
+        path = folder / Path(each).name
+        path.write_text(text)
+        loaded[each] = load(str(path), f"broken_{path.stem}_{list(BROKEN).index(name)}")
+    return loaded[KERNELS].forward
 
 
 @pytest.mark.parametrize("name", BROKEN)
 def test_broken_kernels_are_noticed(name, tmp_path):
-    """The kernels' file with one edit: the identities above do not hold for it."""
-    mutant = Mutant(name, *BROKEN[name], "", "", PARTS)
-    path = tmp_path / "parts.py"
-    path.write_text(edited((ROOT / PARTS).read_text(), mutant, "none"))
-    forward = load(str(path), f"broken_parts_{list(BROKEN).index(name)}").forward
+    """The kernels with one edit: the identities above do not hold for them."""
+    forward = broken(name, tmp_path)
     lengths, nodes = [37, 5], 2
     q, k, v, kv_len = sequences(lengths, nodes)
     (k_cache, table), (v_cache, _) = (paged(t, lengths, 4, spare=1) for t in (k, v))

@@ -26,7 +26,7 @@ from ..formats.fp8 import fp8
 from ..formats.integers import int8
 from ..op import Bars, Cost, Op, Triton, single
 from ..runtime.kernel import kernel
-from .cached_parts import SCALED, as_codes
+from .cache_read import SCALED, as_codes
 from .portable import Heads, heads_of
 
 CACHE = "float|float8_e4m3fn|int8"

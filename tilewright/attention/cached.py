@@ -2,9 +2,10 @@
 
     o = softmax(scale * q @ k.T) @ v of the keys that each query sees, with all that `attention` does to scores
 
-The kernels stand in `cached_parts.py`; those on Hopper for many queries in `hopper/chunks.py`, for few in `hopper/decode.py`,
-over codes in `hopper/decode_codes.py`, for latents in `hopper/latent.py` and, where there are few rows, `hopper/latent_few.py`;
-what writes caches, in `cache_write.py`.
+The kernels stand in `cached_portable.py`; those on Hopper for many queries in `hopper/chunks.py`, for few in `hopper/decode.py`,
+over codes in `hopper/decode_codes.py`, for latents in `hopper/latent.py` and, where there are few rows, `hopper/latent_few.py`.
+How all of them read a cache stands in `cache_read.py`, how keys are cut into parts, and these merged, in `cache_parts.py`; what
+writes caches, in `cache_write.py`.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from ..core.draw import Draw
 from ..core.signature import at_least
 from ..core.tensor import cdiv
 from ..op import Bars, Cost, Op, Part, Triton, single, upcast
-from . import cached_parts
+from . import cached_portable
 from .attention import WIDEST, pairs_of, scale_of
-from .cached_parts import SCALED, value_columns
+from .cache_read import SCALED, value_columns
 from .hopper import chunks, decode, decode_codes, latent, latent_few
 from .seen import sequences
 
@@ -430,7 +431,7 @@ cached_attention = Op(
     Triton(chunks.forward, None, chunks.fits_call, chunks.NAME),
     Triton(latent_few.forward, None, latent_few.fits_call, latent_few.NAME),
     Triton(latent.forward, None, latent.fits_call, latent.NAME),
-    Triton(cached_parts.forward, None, single, "portable"), check=check, asks="backend",
+    Triton(cached_portable.forward, None, single, "portable"), check=check, asks="backend",
     where={
         "q": "float[batch length heads head_dim]", "k_cache": f"{CACHE}[pages page kv_heads key_dim]",
         "v_cache": f"{CACHE}[pages page kv_heads value_columns]", "block_table": "int[sequences most]", "kv_len": "int[sequences]",

@@ -30,8 +30,8 @@ from ..gemm.operands import DTYPES, OutDtype
 from ..op import Bars, Cost, Op, Out, Triton, single, upcast
 from ..runtime.kernel import kernel
 from . import attention as plain
+from .cache_read import as_codes
 from .cache_write import codes_of, own_scale
-from .cached_parts import as_codes
 from .coded_rows import SCALED, Scaled, first_of_blocks, load_scale
 from .hopper import coded as hopper_coded
 from .portable import (

@@ -30,8 +30,8 @@ from ..formats.integers import int8
 from ..op import Bars, Op, Out, Triton, single, upcast
 from ..runtime.kernel import kernel
 from . import attention as plain
+from .cache_read import as_codes
 from .cache_write import codes_of, own_scale
-from .cached_parts import as_codes
 from .portable import heads_of, window_of
 from .seen import room, seen, sequences
 from .tiles import keys_of, keys_seen, lengths, tile_at

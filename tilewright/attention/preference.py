@@ -33,7 +33,7 @@ from ..core.triton_versions import age, release
 from ..gemm.preference import FAR, LARGEST, Preference, bucket, distance
 from ..runtime.choose import forced
 from ..runtime.config import LONGEST, SHIPPED
-from .cached_parts import capacity_of, keys_together, value_columns
+from .cache_read import capacity_of, keys_together, value_columns
 from .hopper.schedule import ROWS
 
 PORTABLE, HOPPER, LIBRARY = "portable", "hopper", "cudnn"

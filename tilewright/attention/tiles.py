@@ -204,6 +204,18 @@ def is_seen(WINDOW, position, j, limit):
     return ok
 
 
+@triton.jit
+def either(a, b):
+    return a | b
+
+
+@triton.jit
+def is_drawn(bits, draft):
+    """Whether bits say that drafts are seen; what is before the drafts always is."""
+    bit = (bits >> tl.minimum(tl.maximum(draft, 0), 63).to(tl.int64)) & 1
+    return (draft < 0) | ((draft < 64) & (bit != 0))
+
+
 # ---- host ------------------------------------------------------------------------------------------------------------
 
 

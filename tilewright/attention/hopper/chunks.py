@@ -33,16 +33,8 @@ from ...device.warpgroups import advance
 from ...gemm.hopper.boxes import box_of, copies_in_bulk
 from ...op import single
 from ...runtime.kernel import kernel
-from ..cached_parts import (
-    bending_of,
-    capacity_of,
-    check_keys,
-    finished,
-    keys_together,
-    results_of,
-    table_of,
-    window_of,
-)
+from ..cache_parts import finished, results_of
+from ..cache_read import bending_of, capacity_of, check_keys, keys_together, table_of, window_of
 from ..portable import heads_of, sizes_of
 from ..preference import FAR, busy, wanted_of_cache
 from ..tiles import lengths

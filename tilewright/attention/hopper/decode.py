@@ -50,22 +50,11 @@ from ...device.warpgroups import advance
 from ...gemm.hopper.boxes import box_of, copies_in_bulk
 from ...op import single
 from ...runtime.kernel import kernel
-from ..cached_parts import (
-    bending_of,
-    capacity_of,
-    check_keys,
-    either,
-    finished,
-    is_drawn,
-    keys_together,
-    lengths_of,
-    results_of,
-    table_of,
-    window_of,
-)
+from ..cache_parts import finished, results_of
+from ..cache_read import bending_of, capacity_of, check_keys, keys_together, lengths_of, table_of, window_of
 from ..portable import Scores, bend, heads_of
 from ..preference import wanted_of_cache
-from ..tiles import Tile, keys_of, keys_seen
+from ..tiles import Tile, either, is_drawn, keys_of, keys_seen
 from .decode_gather import gather_part, make_full, make_stages, room_for_nothing, words_of
 from .forward import ALONE, CLEARED, KINDS, LONGEST, Rows, make_boxes, scaled_rows, scaled_where_moved, sums_of, weigh
 from .latent import find_boxes, make_barriers, matrices, missing_of, rounded, spoilt

@@ -12,8 +12,8 @@ A sum has one order in both of its factors, and any will do. A thread loads word
 memory, takes two words apart at once, and what it then has is columns of keys in another order, which queries are stored in, and
 columns of values in another order, in which results are stored. Nothing moves between threads.
 
-Products are of fp16 numbers: queries are multiplied with a power of two each (`cached_parts.in_half`), weights with LIFT. Scales of
-codes are of all or of heads: those of keys go onto scores, those of values onto results.
+Products are of fp16 numbers: queries are multiplied with a power of two each (`cached_portable.in_half`), weights with LIFT. Scales
+of codes are of all or of heads: those of keys go onto scores, those of values onto results.
 
 Who may write where in shared memory, and when. Of the ring and the copying warp all is as in `decode.py`. The warpgroup gives two
 stages back at once, keys and the values of the block before, when all of its warps have loaded both. Weights have two buffers:
@@ -48,23 +48,21 @@ from ...device.warpgroups import advance
 from ...gemm.hopper.boxes import box_of, copies_in_bulk
 from ...op import single
 from ...runtime.kernel import kernel
-from ..cached_parts import (
+from ..cache_parts import finished, results_of
+from ..cache_read import (
     LIFT,
     bending_of,
     capacity_of,
     check_keys,
-    finished,
-    is_drawn,
     lengths_of,
     load_scale,
-    results_of,
     scales_of,
     table_of,
     window_of,
 )
 from ..portable import bend, heads_of
 from ..preference import wanted_of_cache
-from ..tiles import is_seen
+from ..tiles import is_drawn, is_seen
 from .decode import (
     BLOCK,
     LEAST_BOX,
@@ -117,7 +115,7 @@ WIDEN_E4M3 = gl.constexpr(
     + "mov.b32 {a, b}, t; mov.b32 {c, d}, u; cvt.rn.f16x2.e4m3x2 $0, a; cvt.rn.f16x2.e4m3x2 $1, b;"
     " cvt.rn.f16x2.e4m3x2 $2, c; cvt.rn.f16x2.e4m3x2 $3, d; }"
 )
-# The digits of 1152 + x, as `cached_parts.numbers` has it
+# The digits of 1152 + x, as `cache_read.numbers` has it
 WIDEN_INT8 = gl.constexpr(
     "{ .reg .b32 t, u, n; mov.b32 n, 0x64806480; "
     + APART

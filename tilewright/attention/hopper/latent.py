@@ -67,18 +67,8 @@ from ...device.warpgroups import advance
 from ...gemm.hopper.boxes import box_of, copies_in_bulk
 from ...op import single
 from ...runtime.kernel import kernel
-from ..cached_parts import (
-    LEAST,
-    bending_of,
-    capacity_of,
-    check_keys,
-    finished,
-    lengths_of,
-    results_of,
-    table_of,
-    value_columns,
-    window_of,
-)
+from ..cache_parts import LEAST, finished, results_of
+from ..cache_read import bending_of, capacity_of, check_keys, lengths_of, table_of, value_columns, window_of
 from ..portable import heads_of
 from ..preference import wanted_of_cache
 from ..tiles import Tile, keys_of, keys_seen

@@ -56,17 +56,8 @@ from ...device.dependent import await_last, let_next_begin
 from ...device.softmax import LN2, LOG2E
 from ...device.warpgroups import advance
 from ...runtime.kernel import kernel
-from ..cached_parts import (
-    bending_of,
-    capacity_of,
-    check_keys,
-    finished,
-    lengths_of,
-    results_of,
-    table_of,
-    value_columns,
-    window_of,
-)
+from ..cache_parts import finished, results_of
+from ..cache_read import bending_of, capacity_of, check_keys, lengths_of, table_of, value_columns, window_of
 from ..preference import wanted_of_cache
 from . import latent
 from .backward import unknown_zero

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...attention.cache_read import SCALED, as_codes
 from ...attention.cache_write import (
     CACHE,
     check_cache,
@@ -28,7 +29,6 @@ from ...attention.cache_write import (
     scale_heads,
     written,
 )
-from ...attention.cached_parts import SCALED, as_codes
 from ...attention.portable import heads_of
 from ...core.debug import check_indices
 from ...core.draw import Draw

@@ -2,11 +2,7 @@
 
 A tile holds the query heads that share a key head, and several tokens of them, so that each key is read once for all. A program
 goes over one part of the keys of one sequence for one tile. Parts end at multiples of `split`, and blocks of keys begin where
-parts do: what a row's bits depend on is its own sequence, and nothing of the batch around it. A part's o and lse are fp32; they
-are added up one after the other, wherever the last one is.
-
-Head columns are cut into parts of one width but for the last: 576 is 512 + 64, and columns with a scale for every 128 are blocks of
-128, whose products are scaled one by one, for codes times scales would have to be rounded.
+parts do.
 """
 
 from __future__ import annotations
@@ -19,47 +15,36 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..core.debug import can_read, check_ends, check_indices, check_pages
 from ..core.target import Target
 from ..core.tensor import cdiv, power_of_two
-from ..device.dependent import ask_l2, await_last, begin_dependent, let_next_begin
+from ..device.dependent import ask_l2, await_last, let_next_begin
 from ..device.products import add_product
-from ..device.quantize import decode
 from ..device.softmax import LN2, LOG2E
-from ..formats.fill import is_fast
 from ..runtime.kernel import kernel
-from .merge import at_columns, at_row, whole_of
-from .portable import Heads, Scores, bend, heads_of, narrowest, parts_of
-from .tiles import Lengths, Window, is_seen, keys_seen, lengths, tile_at
-
-SCALED = 128  # columns that share a scale, where there are several
-
-
-class Table(NamedTuple):
-    """Pages of sequences, [sequences, most]: the number of each."""
-
-    data: Any
-    stride_s: Any
-    stride_m: Any
-
-
-class Scales(NamedTuple):
-    """Scales of codes: none, of heads or all (stride_p None), of tokens too (stride_c None), or of blocks of their columns."""
-
-    data: Any
-    stride_p: Any
-    stride_t: Any
-    stride_h: Any
-    stride_c: Any
-
-
-class Columns(NamedTuple):
-    """How many columns there are, and how many parts they are cut into, each FIRST wide but the last."""
-
-    ALL: int
-    FIRST: int
-    LAST: int
-    COUNT: int
+from .cache_parts import merge, part_length, room_for
+from .cache_read import (
+    LIFT,
+    Columns,
+    as_codes,
+    bending_of,
+    capacity_of,
+    check_keys,
+    columns_of,
+    find,
+    load_cached,
+    load_part,
+    load_scale,
+    look_up,
+    numbers,
+    numbers_of_pairs,
+    pairs_of,
+    scales_of,
+    table_of,
+    value_columns,
+    width_of,
+)
+from .portable import bend, heads_of, narrowest
+from .tiles import Lengths, Window, either, is_drawn, is_seen, keys_seen, lengths, tile_at
 
 
 class Pieces(NamedTuple):
@@ -77,105 +62,6 @@ class Half(NamedTuple):
 
     K: bool
     V: bool
-
-
-LIFT = tl.constexpr(2.0**15)  # of weights in fp16, which are at most 1: they have all their digits down to 2**-29
-
-
-# ---- reading a cache -------------------------------------------------------------------------------------------------
-
-
-@triton.constexpr_function
-def width_of(first, last, count, i):
-    """The width of the i-th part of columns. Numbers, for Triton 3.6 hands such a function no named tuple."""
-    return last if i == count - 1 else first
-
-
-@triton.jit
-def look_up(TABLE, sequence, j, there, PAGE: tl.constexpr):
-    """What the table says is the page of keys j of a sequence."""
-    number = (j.to(tl.uint32) // PAGE).to(tl.int32)  # a shift: no j is negative
-    at = sequence.to(tl.int64) * TABLE.stride_s + number.to(tl.int64) * TABLE.stride_m
-    return tl.load(TABLE.data + at, there, 0)
-
-
-@triton.jit
-def find(TABLE, page, sequence, j, there, PAGES, PAGE: tl.constexpr):
-    """(page, place in it, whether there is such a page) of keys j of a sequence; one that has no such page is not read. `page` is
-    what was looked up before, or None."""
-    if TABLE is None:
-        return sequence, j, there
-    else:
-        if page is None:
-            page = look_up(TABLE, sequence, j, there, PAGE)
-        known = there & (page >= 0) & (page < PAGES)
-        return tl.where(known, page, 0).to(tl.int32), (j.to(tl.uint32) % PAGE).to(tl.int32), known
-
-
-@triton.jit
-def load_cached(X, page, place, head, live, ALL: tl.constexpr, FROM: tl.constexpr, WIDTH: tl.constexpr):
-    """[n, WIDTH]: columns FROM to FROM + WIDTH, of ALL, of one head at places of pages; 0 where it is not live."""
-    column = FROM + tl.arange(0, WIDTH)
-    at = page.to(tl.int64) * X.stride_b + head.to(tl.int64) * X.stride_h + place.to(tl.int64) * X.stride_t
-    at = at[:, None] + column.to(tl.int64)[None, :] * X.stride_d
-    inside = live[:, None]
-    if FROM + WIDTH > ALL:
-        inside = inside & (column < ALL)[None, :]
-    return tl.load(X.data + at, inside, 0 if X.data.dtype.element_ty.is_int() else 0.0)
-
-
-@triton.jit
-def load_part(X, page, place, head, live, COLUMNS: tl.constexpr, i: tl.constexpr):
-    """The i-th part of the columns."""
-    WIDTH: tl.constexpr = width_of(COLUMNS.FIRST, COLUMNS.LAST, COLUMNS.COUNT, i)
-    return load_cached(X, page, place, head, live, COLUMNS.ALL, i * COLUMNS.FIRST, WIDTH)
-
-
-# Of two pairs: the first of both, and the second of both. The compiler would take them apart byte by byte
-WIDEN_PAIRS = tl.constexpr(
-    "{ .reg .b32 t; .reg .b16 a, b; prmt.b32 t, $2, 0, 0x3120; mov.b32 {a, b}, t; "
-    "cvt.rn.f16x2.e4m3x2 $0, a; cvt.rn.f16x2.e4m3x2 $1, b; }"
-)
-
-
-@triton.jit
-def numbers(x, DTYPE: tl.constexpr):
-    """Codes as numbers of a dtype that holds them all; what is no code, as it is."""
-    if x.dtype == tl.uint8:
-        return decode(x, "e4m3").to(DTYPE)
-    elif x.dtype == tl.float8e4nv:  # by way of fp32: from fp16 to bf16 there is only a slow instruction
-        return x.to(tl.float16).to(tl.float32).to(DTYPE)
-    elif x.dtype == tl.int8 and tl.float16 == DTYPE:  # the digits of 1152 + x: conversions of integers are slow
-        return (x.to(tl.int16) + 0x6480).to(tl.float16, bitcast=True) - 1152.0
-    elif x.dtype == tl.int8:
-        return x.to(DTYPE)
-    else:
-        return x
-
-
-@triton.jit
-def numbers_of_pairs(x, KIND: tl.constexpr, DTYPE: tl.constexpr):
-    """(even columns, odd columns) of codes that were loaded two at a time."""
-    if KIND == "e4m3":
-        even, odd = tl.inline_asm_elementwise(WIDEN_PAIRS, "=r,=r,r", [x], (tl.float16, tl.float16), True, 2)
-        return even.to(tl.float32).to(DTYPE), odd.to(tl.float32).to(DTYPE)
-    else:
-        even, odd = x.to(tl.uint8), (x >> 8).to(tl.uint8)
-        if KIND == "int8":
-            even, odd = even.to(tl.int8, bitcast=True), odd.to(tl.int8, bitcast=True)
-        return numbers(even, DTYPE), numbers(odd, DTYPE)
-
-
-@triton.jit
-def load_scale(S, page, place, head, live, part):
-    """The scale of a part of columns: a number, or [n] of places of pages."""
-    if S.stride_p is None:
-        return tl.load(S.data + head.to(tl.int64) * S.stride_h).to(tl.float32)
-    else:
-        at = page.to(tl.int64) * S.stride_p + place.to(tl.int64) * S.stride_t + head.to(tl.int64) * S.stride_h
-        if S.stride_c is not None:
-            at += part * S.stride_c
-        return tl.load(S.data + at, live, 0.0).to(tl.float32)
 
 
 # ---- queries ---------------------------------------------------------------------------------------------------------
@@ -230,18 +116,6 @@ def in_half(q, COUNT: tl.constexpr):
     for i in tl.static_range(COUNT):
         scaled = scaled + ((q[i].to(tl.float32) * power[:, None]).to(tl.float16),)
     return scaled, back
-
-
-@triton.jit
-def either(a, b):
-    return a | b
-
-
-@triton.jit
-def is_drawn(bits, draft):
-    """Whether bits say that drafts are seen; what is before the drafts always is."""
-    bit = (bits >> tl.minimum(tl.maximum(draft, 0), 63).to(tl.int64)) & 1
-    return (draft < 0) | ((draft < 64) & (bit != 0))
 
 
 @triton.jit
@@ -569,119 +443,7 @@ def attention_part(
         tl.store(LSE.data + at + part.to(tl.int64) * stride_lp, lse + poison, live)
 
 
-# ---- all parts -------------------------------------------------------------------------------------------------------
-
-
-@triton.jit
-def load_lse(LSE, row, first, last, PARTS, COUNT: tl.constexpr):
-    """The lse of COUNT parts of rows, -inf of those that are not before `last`, or of a row below 0."""
-    lse = ()
-    for k in tl.static_range(COUNT):
-        lse += (tl.load(LSE + row * PARTS + first + k, (row >= 0) & (first + k < last), float("-inf")),)
-    return lse
-
-
-@triton.jit
-def load_parts(P, LSE, row, first, last, PARTS, V, COUNT: tl.constexpr, BLOCK: tl.constexpr):
-    """(lse, o) of COUNT parts of rows: all are asked for before one is waited for."""
-    lse = load_lse(LSE, row, first, last, PARTS, COUNT)
-    column = tl.arange(0, BLOCK)
-    o = ()
-    for k in tl.static_range(COUNT):
-        there = ((row >= 0) & (first + k < last))[:, None] & (column < V)[None, :]
-        o += (tl.load(P + (row * PARTS + first + k)[:, None] * V + column[None, :], there, 0.0),)
-    return lse, o
-
-
-@triton.jit
-def largest_of(top, lost, used, lse, first, COUNT: tl.constexpr):
-    """The largest lse so far, what is NaN of them, which a maximum loses, how many parts are up to the last that saw anything."""
-    for k in tl.static_range(COUNT):
-        lost += tl.where(lse[k] == lse[k], 0.0, lse[k])
-        top = tl.maximum(top, lse[k])
-        used = tl.where(lse[k] != float("-inf"), first + k + 1, used)
-    return top, lost, used
-
-
-@triton.jit
-def add_parts(total, sums, lse, o, base, COUNT: tl.constexpr):
-    """One after the other: a part that saw nothing changes no bit."""
-    for k in tl.static_range(COUNT):
-        weight = tl.exp2((lse[k] - base) * LOG2E)
-        total += weight
-        sums += weight[:, None] * tl.where((lse[k] != float("-inf"))[:, None], o[k], 0.0)
-    return total, sums
-
-
-@kernel(
-    grid=lambda a: (cdiv(a.ROWS, a.BLOCK_R),), tokens=("ROWS", "L", "PARTS"),
-    default=lambda a: {"num_warps": max(4, a.BLOCK_R * a.BLOCK // 64)}, dependent=True,
-)  # fmt: skip
-def attention_parts_merge(
-    P, LSE, O, OUT, ROWS, L, HEADS, PARTS, V, COUNT: tl.constexpr, ALL: tl.constexpr, BLOCK: tl.constexpr, BLOCK_R: tl.constexpr,
-    DEPENDENT: tl.constexpr,
-):  # fmt: skip
-    """O and OUT, the lse, of rows of the parts P [ROWS, PARTS, V] and LSE [ROWS, PARTS]. Parts are added up in order, whatever
-    COUNT, of how many a thread waits for together; with ALL these are all."""
-    begin_dependent(DEPENDENT)
-    row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
-    inside = row < ROWS
-    row = tl.where(inside, row, -1)
-    top = tl.full([BLOCK_R], float("-inf"), tl.float32)
-    lost = tl.zeros([BLOCK_R], tl.float32)
-    total = tl.zeros([BLOCK_R], tl.float32)
-    sums = tl.zeros([BLOCK_R, BLOCK], tl.float32)
-    if ALL:
-        lse, o = load_parts(P, LSE, row, 0, PARTS, PARTS, V, COUNT, BLOCK)
-        top, lost, _ = largest_of(top, lost, 0, lse, 0, COUNT)
-        base = tl.where(top == float("-inf"), 0.0, top) + lost
-        total, sums = add_parts(total, sums, lse, o, base, COUNT)
-    else:
-        used = tl.zeros([BLOCK_R], tl.int32)
-        for first in range(0, PARTS, COUNT):
-            lse = load_lse(LSE, row, first, PARTS, PARTS, COUNT)
-            top, lost, used = largest_of(top, lost, used, lse, first, COUNT)
-        base = tl.where(top == float("-inf"), 0.0, top) + lost
-        last = tl.max(used, 0)
-        for first in range(0, last, COUNT):
-            lse, o = load_parts(P, LSE, row, first, last, PARTS, V, COUNT, BLOCK)
-            total, sums = add_parts(total, sums, lse, o, base, COUNT)
-    empty = total == 0.0
-    share = tl.where(empty, 0.0, 1.0 / tl.where(empty, 1.0, total))
-    column = tl.arange(0, BLOCK)
-    at = at_columns(O, row, column, L, HEADS)
-    tl.store(O.data + at, (sums * share[:, None]).to(O.data.dtype.element_ty), inside[:, None] & (column < V)[None, :])
-    lse = tl.where(empty, float("-inf"), base + tl.log(tl.where(empty, 1.0, total)))
-    tl.store(OUT.data + at_row(OUT, row, L, HEADS), lse, inside)
-
-
 # ---- host ------------------------------------------------------------------------------------------------------------
-
-
-FEW_ROWS = 1024  # each of which a program merges; of more it has as many as have 256 columns
-TOGETHER = 32  # parts that a thread of a merge waits for at a time, at most: two columns of each
-LEAST = 512  # keys of a part where the chip is full: with fewer, its beginning and its end take longer than the keys between them
-LONGEST = 2048  # of a part, where sequences may be far shorter than there is room for and lie beside long ones
-ROUNDS = 5  # of programs that run at a time: so many leave few idle while the last ones end
-MOST_ROUNDS = 16  # where most may find nothing to do, and take time to come and go
-
-
-def part_length(capacity: int, programs: int, at_a_time: int, least: int, step: int) -> int:
-    """Keys of a part, a multiple of `step`: as many parts, each of so many `programs`, as keep a chip busy on which some run
-    `at_a_time`. What the device alone knows has no say.
-
-    A part's blocks come one after the other. Where parts of LEAST keys would leave some of the chip idle, shorter ones are over
-    sooner, for they go on beside each other: as many as run at a time, unless those would have fewer than `least` keys."""
-    alone = max(least, cdiv(capacity, max(1, at_a_time // max(1, programs))))
-    if alone < LEAST and capacity > 2 * step:  # a merge takes as long as two blocks
-        return max(1, cdiv(alone, step)) * step
-    total = capacity * max(1, programs)
-    wanted = max(LEAST, least, total // (MOST_ROUNDS * at_a_time), min(LONGEST, total // (ROUNDS * at_a_time)))
-    parts = max(1, round(capacity / wanted))
-    rounds, rest = divmod(parts * programs, at_a_time)
-    if 1 <= rounds < 3 and 0 < rest < 0.9 * at_a_time:  # the chip would wait for a last round that does not fill it
-        parts = max(1, rounds * at_a_time // programs)
-    return max(1, cdiv(cdiv(capacity, parts), step)) * step
 
 
 class Blocks(NamedTuple):
@@ -737,42 +499,6 @@ def blocks(
     there = max(1, min(2, fit - 1)) + (own >= 64 and stages == 3)
     taken = own * key_columns * 2 + there * bytes_of(other)
     return Blocks(own, other, stages, min(3, max(1, memory // taken)), page > 0 and not staged)
-
-
-def columns_of(count: int, blocked: bool, least: int) -> Columns:
-    """Columns in parts of at least that many."""
-    if blocked:
-        parts = max(1, cdiv(count, SCALED))
-        rest = count - (parts - 1) * SCALED
-        last = max(least, power_of_two(rest))
-        return Columns(count, SCALED if parts > 1 else last, last, parts)
-    first, rest = parts_of(count, least)
-    return Columns(count, first, rest or first, 2 if rest else 1)
-
-
-def scales_of(scale: Tensor | None) -> Scales:
-    """A scale that broadcasts to [pages, page, kv_heads, blocks of columns]."""
-    if scale is None:
-        return Scales(None, None, None, None, None)
-    s = [0 if n == 1 else stride for n, stride in zip(scale.shape, scale.stride())]
-    each = any(scale.shape[i] != 1 for i in (0, 1, 3))  # a scale of all tokens is one number to a program
-    return Scales(scale, s[0] if each else None, s[1] if each else None, s[2], s[3] if scale.shape[3] > 1 else None)
-
-
-def as_codes(t: Tensor | None) -> Tensor | None:
-    """FP8 codes as bytes where the chip has no instructions that convert them."""
-    bytewise = t is not None and t.dtype == torch.float8_e4m3fn and not is_fast(t)
-    return t.view(torch.uint8) if bytewise else t
-
-
-def pairs_of(t: Tensor, columns: int) -> str | None:
-    """The kind of codes, if that many columns of them can be loaded two at a time."""
-    odd = any(n % 2 for n in (columns, t.shape[3], *t.stride()[:3], t.storage_offset()))
-    if (
-        t.element_size() > 1 or t.stride(3) != 1 or odd or t.data_ptr() % 16
-    ):  # which plans tell apart, and not smaller words
-        return None
-    return "int8" if t.dtype == torch.int8 else "e4m3" if is_fast(t) else "bytes"
 
 
 class Factors(NamedTuple):
@@ -861,119 +587,3 @@ def forward(q: Tensor, k_cache: Tensor, v_cache: Tensor | None, **options: Any) 
     )  # fmt: skip
     merge(made, o, lse, parts)
     return o, lse
-
-
-class Made(NamedTuple):
-    """Where parts store their o and lse, and how far those of one row lie apart."""
-
-    o: Heads
-    stride_o: int
-    lse: Heads
-    stride_lse: int
-
-
-def room_for(o: Tensor, lse: Tensor, parts: int) -> Made:
-    """Results themselves are room for one part; more have room of their own, in fp32."""
-    if parts == 1:
-        return Made(heads_of(o), 0, whole_of(lse), 0)
-    each = torch.empty(*o.shape[:3], parts, o.shape[3], dtype=torch.float32, device=o.device)
-    each_lse = torch.empty(*o.shape[:3], parts, dtype=torch.float32, device=o.device)
-    return Made(Heads(each, *each.stride()[:3], 1), o.shape[3], Heads(each_lse, *each_lse.stride()[:3], 0), 1)
-
-
-def merge(made: Made, o: Tensor, lse: Tensor, parts: int) -> None:
-    """Make results of parts, if there are several."""
-    if parts > 1:
-        batch, length, heads, columns = o.shape
-        rows, block = batch * length * heads, max(32, power_of_two(columns))
-        together = TOGETHER if block <= 512 else TOGETHER // 2  # of 16 warps each has few registers
-        count = min(together, power_of_two(parts))
-        attention_parts_merge(
-            made.o.data, made.lse.data, heads_of(o), whole_of(lse), rows, length, heads, parts, columns, COUNT=count,
-            ALL=parts <= count, BLOCK=block, BLOCK_R=1 if rows <= FEW_ROWS else max(1, 256 // block),
-        )  # fmt: skip
-
-
-class Results(NamedTuple):
-    """Those of a call, and where parts store theirs: `whole` has whole columns, and is o if that has."""
-
-    o: Tensor
-    lse: Tensor
-    whole: Tensor
-    parts: int
-    made: Made
-
-
-def results_of(a: SimpleNamespace, columns: int, parts: int) -> Results:
-    """Memory for results of so many columns. The caller's memory for o may have any strides; a kernel that writes whole columns
-    gets memory of its own then."""
-    batch, length, heads, _ = a.q.shape
-    o = torch.empty(batch, length, heads, columns, dtype=a.q.dtype, device=a.q.device)
-    lse = torch.empty(batch, heads, length, dtype=torch.float32, device=a.q.device)
-    whole = o if o.stride(-1) == 1 or parts > 1 else torch.empty(o.shape, dtype=o.dtype, device=o.device)
-    return Results(o, lse, whole, parts, room_for(whole, lse, parts))
-
-
-def finished(results: Results) -> tuple[Tensor, Tensor]:
-    """(o, lse) of what a kernel has stored."""
-    o, lse, whole, parts, made = results
-    merge(made, o, lse, parts)
-    if whole is not o:
-        o.copy_(whole)
-    return o, lse
-
-
-def table_of(a: SimpleNamespace) -> Table | None:
-    return None if a.block_table is None else Table(a.block_table, *a.block_table.stride())
-
-
-def lengths_of(a: SimpleNamespace) -> Lengths:
-    """Those of a dense batch."""
-    return Lengths(None, a.kv_len, None if a.kv_len is None else a.kv_len.stride(0), None)
-
-
-def window_of(a: SimpleNamespace) -> Window:
-    """None to the left where it reaches all keys."""
-    left = None if a.left is None or a.left >= capacity_of(a) else a.left
-    return Window(left, 0 if a.causal and a.tree is None else None)
-
-
-def bending_of(a: SimpleNamespace) -> Scores:
-    scale = a.q.shape[-1] ** -0.5 if a.scale is None else float(a.scale)
-    slopes = None if a.slopes is None else a.slopes.contiguous()
-    return Scores(scale, float(a.softcap) or None, slopes, None, None, None, None, None)
-
-
-def keys_together(page: int, most: int) -> int:
-    """Keys that lie in one page wherever a block of them begins: the largest power of two that divides pages, `most` at most, and
-    `most` where there are no pages."""
-    return min(most, page & -page) if page else most
-
-
-def capacity_of(a: SimpleNamespace) -> int:
-    """How many keys a sequence has room for."""
-    return a.k_cache.shape[1] * (1 if a.block_table is None else a.block_table.shape[1])
-
-
-def check_keys(a: SimpleNamespace) -> None:
-    """With TILEWRIGHT_DEBUG=1: raise where marks, lengths or pages on the device are not what they may be. Pages count if a query
-    sees a key of theirs: those past kv_len or before every window do not."""
-    op, length = "cached_attention", a.q.shape[1]
-    check_ends(op, "cu_seqlens_q", a.cu_seqlens_q, length)
-    if a.kv_len is None:
-        return
-    check_indices(op, "kv_len", a.kv_len, 0, capacity_of(a) + 1)
-    if a.block_table is None or not can_read(a.kv_len):
-        return
-    keys = a.kv_len.long()
-    queries = torch.full_like(keys, length) if a.cu_seqlens_q is None else a.cu_seqlens_q.diff().long()
-    first = torch.zeros_like(keys) if a.left is None else keys - queries - min(a.left, capacity_of(a))
-    last = torch.where(queries > 0, keys, 0)
-    check_pages(op, "block_table", a.block_table, a.k_cache.shape[1], a.k_cache.shape[0], first, last)
-
-
-def value_columns(v_cache: Tensor | None, k_cache: Tensor, value_dim: int | None) -> int:
-    """How wide values are: those of a cache of their own, or the first columns of the keys."""
-    if v_cache is not None:
-        return v_cache.shape[-1]
-    return k_cache.shape[-1] if value_dim is None else value_dim
