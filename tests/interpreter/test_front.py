@@ -436,13 +436,17 @@ def test_numbers_and_names_are_part_of_a_guard(declare, guards):
             op(x, z, True)
 
 
-def test_memory_for_results_is_checked_in_every_call(declare, guards):
+def test_memory_for_results_is_checked_in_every_call(declare, monkeypatch):
     op, host = declare()
+    keyed, original = [], front.Front.keyed
+    monkeypatch.setattr(front.Front, "keyed", lambda self, *given: keyed.append(given) or original(self, *given))
+    by_guard = 0
     for seed in range(5):
         x, z = pair(8, 8, seed)
         out = torch.empty_like(x)
-        version = out._version
+        version, before = out._version, len(keyed)
         assert op(x, z, out=out) is out and out._version > version
+        by_guard += len(keyed) == before
         same_bits(f"call {seed}", out, 2 * x + z)
         for wrong in (x, x.view(8, 8), z[:].view(8, 8)):
             with pytest.raises(ValueError, match="out shares memory with"):
@@ -455,7 +459,10 @@ def test_memory_for_results_is_checked_in_every_call(declare, guards):
         off = torch.empty(65)[1:].view(8, 8)
         assert op(x, z, out=off) is off
         same_bits(f"not aligned, call {seed}", off, 2 * x + z)
-    assert guards[0] >= 3
+        by_name = torch.empty_like(x)
+        assert op(x, z=z, out=by_name) is by_name
+        same_bits(f"by name, call {seed}", by_name, 2 * x + z)
+    assert by_guard >= 3
 
 
 def twofold(x, z, factor):
@@ -598,7 +605,9 @@ def test_guards_are_bounded(declare, monkeypatch):
     for rows in range(1, 30):
         for _ in range(2):
             op(x[:rows], factor=3.0)
-        assert all(len(kinds) <= front.RECENT for kinds in made[0].recent.values())
+            op(x[:rows], z[:rows], out=torch.empty_like(x[:rows]))
+        assert all(len(kinds) <= front.RECENT for kinds in (made[0].into, *made[0].recent.values()))
+    assert len(made[0].into) == front.RECENT
 
 
 def test_a_format_is_part_of_a_guard(guards):

@@ -1,7 +1,7 @@
 """The public function of an op: what happens between calling it and the launches of a plan.
 
-`front.py` says which plan a call takes. Here stands what is tried before: the guard of calls with tensors alone and no names,
-which must cost next to nothing; and after: `dispatch`, the long way, which validates, chooses an implementation and records.
+`front.py` says which plan a call takes. Here stands what is tried before: the guard of calls with tensors alone and no names but
+`out`, which must cost next to nothing; and after: `dispatch`, the long way, which validates, chooses an implementation and records.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..core.declaration import Declaration, is_foreign
 from ..core.flat import given_tensors
-from ..core.private import levels, modes, transforms
+from ..core.private import count_write, levels, modes, transforms
 from . import register
 from .choose import forced
 from .front import MISS, Front, ListFront
@@ -47,6 +47,15 @@ def public(op: Runner) -> Callable[..., Any]:
                         if results is None:
                             break
                         return results if restore is None else restore(results)
+            elif len(kwargs) == 1 and "out" in kwargs:
+                out = kwargs["out"]
+                given = (*args, out)
+                for check, count, replay in front.into:
+                    if count == len(given) and check(*given):
+                        if replay(given) is None:
+                            break
+                        count_write((out,))
+                        return out
             result = front.replayed(args, kwargs)
             if result is not MISS:
                 return result

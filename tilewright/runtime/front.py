@@ -112,6 +112,11 @@ def _same_format(kind: type, key: str, value: Any) -> bool:
     return type(value) is kind and value.key == key and value.tensor is None
 
 
+def latest(kinds: tuple[tuple, ...], one: tuple) -> tuple[tuple, ...]:
+    """The last few kinds of call, each with its guard, and this one before them."""
+    return (one, *[other for other in kinds if other[0] is not one[0]][: RECENT - 1])
+
+
 def leaves_of(tensors: Sequence[Tensor]) -> tuple[bool, ...]:
     return tuple([t.is_leaf for t in tensors])
 
@@ -120,8 +125,9 @@ class Front:
     """See the module. `unusual(args, kwargs)` takes calls that have no key or are under a mode or transform;
     `unknown(args, kwargs, key, slots)` those without a plan, to record one; `shared(args, kwargs)` those in which memory that is
     written meets other memory: it raises, gives the result, or MISS where that is allowed.
-    `tape(args, kwargs, slots, results, known)` puts the backward behind results; without it no call here wants one. `plain`: kinds
-    of call without names and numbers, where `call.py`, which is the only one to have a tape, looks first."""
+    `tape(args, kwargs, slots, results, known)` puts the backward behind results; without it no call here wants one. `plain`:
+    kinds of call without names and numbers, and `into`: those that name their one result's memory alone, where `call.py`, which is
+    the only one to have a tape, looks first."""
 
     def __init__(
         self,
@@ -142,6 +148,7 @@ class Front:
         )
         self.recent: dict[tuple, tuple[Kind, ...]] = {}  # by the names of arguments that have one
         self.plain: tuple[tuple, ...] = ()
+        self.into: tuple[tuple, ...] = ()
 
     def replayed(self, args: tuple, kwargs: Mapping[str, Any]) -> Any:
         """The result of a call that is like one of the last few, or MISS. No mode is active, and nothing is forced."""
@@ -227,11 +234,17 @@ class Front:
             at = [next(i for i, t in enumerate(tensors) if t is slot) for slot in slots]
             pick = None if at == [*range(len(tensors))] else picker(at)
             known.kind = kind = Kind(len(given), take, check, pick, recorded, leaves, known)
-        if self.tape and kind.take is None and kind.slots is None and not (kwargs or known.whole or known.written):
-            one = kind.check, len(tensors), bool(recorded), known.plan.function, known.restore
-            self.plain = (one, *[other for other in self.plain if other[0] is not kind.check][: RECENT - 1])
+        names, first = (
+            tuple(kwargs),
+            self.tape is not None and kind.take is None and kind.slots is None and not known.whole,
+        )
+        if first and not (names or known.written):
+            self.plain = latest(
+                self.plain, (kind.check, len(tensors), bool(recorded), known.plan.function, known.restore)
+            )
+        elif first and names == ("out",) and known.stored and known.written == (len(args),) and recorded is None:
+            self.into = latest(self.into, (kind.check, len(tensors), known.plan.function))
         else:
-            names = tuple(kwargs)
             others = [other for other in self.recent.get(names, ()) if other is not kind]
             if len(self.recent) >= WAYS:
                 self.recent.clear()
