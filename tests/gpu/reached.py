@@ -279,13 +279,11 @@ class Reach:
         return found
 
     def digest(self, first: Iterable[Place], ops: Iterable[Place], own: str) -> str:
-        """Sixteen hexadecimal digits that stand for a text and all that these definitions can run."""
-        made = hashlib.sha256(own.encode())
-        for path, names in sorted(self.reach(first, ops).items()):
+        """Sixteen hexadecimal digits that stand for a text and all that these definitions can run, whichever files it is in."""
+        texts = []
+        for path, names in self.reach(first, ops).items():
             module = self.module(path)
             chosen = module.definitions if ALL in names else names
             nodes = {id(node): node for name in chosen for node in module.definitions[name]}
-            nodes |= {id(node): node for node in module.loose}
-            made.update(f"\n{path.relative_to(self.root)}\n".encode())
-            made.update("\n".join(sorted(map(self.text, nodes.values()))).encode())
-        return made.hexdigest()[:16]
+            texts += map(self.text, (nodes | {id(node): node for node in module.loose}).values())
+        return hashlib.sha256("\n".join((own, *sorted(texts))).encode()).hexdigest()[:16]

@@ -677,6 +677,19 @@ def test_what_has_passed_over_this_code_is_not_run_again(tmp_path, changed, old,
     assert tests["rest"] not in passed.passed(tests.values(), code, failed)
 
 
+def test_a_definition_may_move_to_another_file(tmp_path):
+    from tests.gpu import passed
+
+    small_tree(tmp_path)
+    test = "tests/gpu/test_properties.py::test_property[accuracy-one]"
+    source = passed.Code(tmp_path).source(test)
+    shared, own = tmp_path / "tilewright/device/shared.py", tmp_path / "tilewright/ops/a/one.py"
+    shared.rename(shared.with_name("moved.py"))
+    assert passed.Code(tmp_path).source(test) != source  # which then does not reach it
+    own.write_text(own.read_text().replace("device.shared", "device.moved"))
+    assert passed.Code(tmp_path).source(test) == source
+
+
 def test_what_stands_for_changed_machinery_is_run_again(tmp_path):
     """Only that, and not for the sake of a comment; a row says with which machinery its tests ran."""
     from tests.gpu import passed
