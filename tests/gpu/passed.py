@@ -5,7 +5,8 @@ The whole net takes longer than a GPU is at hand, so that what has passed over t
 (`python3 -m tests.gpu --stale`). Today's code is the text of the test and of all definitions of tests and of the library that it
 can reach (`reached.py`). Who asks the catalogue reaches the op that a parameter of the test names, or all. Of a table of calls, a
 test of which a parameter names an entry reaches that one. Modules that launch nothing themselves (`core/`, `runtime/` ...) do not
-count: other nets are about them, and a GPU sees them at work in every test that does run. Nor do the bars that an op is held to,
+count: other nets are about them, and a GPU sees them at work in every test that does run. Those that choose between implementations
+by what was measured (`preference.py`) count for the tests that name them, and for no other. Nor do the bars that an op is held to,
 which are numbers of `check/` by another name.
 
 Which machinery a test ran with is kept beside it for all that, a digest of the code that every op shares. It makes nothing stale by
@@ -35,6 +36,7 @@ ROOT = Path(__file__).resolve().parents[2]
 ROOMS = ("aten", "attention", "device", "formats", "gemm", "nn", "ops")  # where kernels stand, and what launches them
 CALLS = ["check", "provided"]  # where calls stand that tests make by name
 MACHINERY = ("check", "core", "device", "runtime")  # what all ops share, and what is asked of them
+CHOOSING = "preference"  # what such a module is called, in any room
 BELOW = ("bench", "commands", "data", "names", "op", "toolchain")  # and what no call goes through
 BY_EVIDENCE = "over this code, by the evidence"  # why a test that was left out counts as passed
 KEPT = Path("evidence/tests/nvidia-h200.jsonl")
@@ -61,6 +63,11 @@ def op_among(ops: Container[str], test: str) -> str | None:
     return next((word for word in reversed(case_of(test).split("-")) if word in ops), None)
 
 
+def chooses(path: Path) -> bool:
+    """Whether a module is one that chooses between implementations."""
+    return path.stem == CHOOSING
+
+
 class Code:
     """The texts of a working tree."""
 
@@ -78,7 +85,7 @@ class Code:
             for table in tables.values()
             for name in table
         }
-        self.reach = Reach(root, self.file_of, self.above, public)
+        self.reach = Reach(root, self.file_of, self.above, chooses, public)
         self.text = functools.cache(Path.read_text)
         self.digest = functools.cache(self._digest)
 
@@ -118,7 +125,8 @@ class Code:
 
     @functools.cached_property
     def everything(self) -> frozenset[Place]:
-        return frozenset(Place(path, ALL) for room in ROOMS for path in (self.library / room).rglob("*.py"))
+        files = (path for room in ROOMS for path in (self.library / room).rglob("*.py"))
+        return frozenset(Place(path, ALL) for path in files if not chooses(path))
 
     @functools.cached_property
     def machinery(self) -> str:

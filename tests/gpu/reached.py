@@ -125,17 +125,20 @@ def names_in(nodes: Iterable[ast.AST]) -> set[str]:
 
 class Reach:
     """The definitions of a library. `file_of` gives the file of a module by its full name, None if it does not count; `above` says
-    of such a one whether it stands above the ops; `public` has the modules of names that the library has itself."""
+    of such a one whether it stands above the ops; `aside` says of a file of the library that what else is in the library does not
+    lead to it; `public` has the modules of names that the library has itself."""
 
     def __init__(
         self,
         root: Path,
         file_of: Callable[[str], Path | None],
         above: Callable[[str], bool],
+        aside: Callable[[Path], bool],
         public: Mapping[str, Iterable[str]],
         library: str = "tilewright",
     ) -> None:
-        self.root, self.file_of, self.above, self.public, self.library = root, file_of, above, public, library
+        self.root, self.file_of, self.above, self.aside = root, file_of, above, aside
+        self.public, self.library = public, library
         self.every_op = Place(root / library / "__init__.py", CATALOGUE)
         self.module = functools.cache(lambda path: Module(path, self.bindings))
         self.named = functools.cache(self._named)
@@ -202,7 +205,8 @@ class Reach:
         for part in ast.walk(node):
             if isinstance(part, ast.Name) and part not in based:
                 found |= self.resolved(module, own, part.id, None)
-        return frozenset(found)
+        outside = self.aside(path) or not path.is_relative_to(self.root / self.library)
+        return frozenset(one for one in found if outside or not self.aside(one.path))
 
     def resolved(
         self, module: Module, imports: Mapping[str, set[Place]], name: str, part: str | None

@@ -150,9 +150,9 @@ def test_gradients_of_rows_in_shared_memory(M, N, residual, weight, offset):
         leaves += [w.double() if wide else w.clone()] if weight else []
         for leaf in leaves:
             leaf.requires_grad_()
-        name, arguments = ("add_rms_norm", leaves[:2]) if residual else ("rms_norm", leaves[:1])
+        op, arguments = (tw.add_rms_norm, leaves[:2]) if residual else (tw.rms_norm, leaves[:1])
         with tw.force("reference" if wide else "shared"):
-            results = getattr(tw, name)(*arguments, leaves[-1] if weight else None, weight_offset=offset)
+            results = op(*arguments, leaves[-1] if weight else None, weight_offset=offset)
         results = results if residual else (results,)
         made.append(torch.autograd.grad(results, leaves, [dy.to(y.dtype) for y in results]))
     for first, second, wanted in zip(*made):

@@ -550,10 +550,12 @@ def small_tree(root):
         "tilewright/names.py": 'NAMES = {"fp8": "formats.fp8"}\nOPS = {"one": "ops.a.one", "two": "ops.a.two"}\n',
         "tilewright/ops/a/one.py": """from ...device.shared import f
 from ...core import draw
+from ...gemm.preference import chosen
 
 
 def forward():
     \'\'\'It.\'\'\'
+    chosen()
     return f()
 
 
@@ -575,6 +577,7 @@ two = Op("two", codes.g, bars=Bars("E", drift=room))
         "tilewright/device/shared.py": "LIMIT = 1\n\n\ndef f():\n    return LIMIT\n\n\ndef other():\n    return 2\n",
         "tilewright/formats/fp8.py": "def g():\n    return 1\n\n\n@kept('x')\ndef hidden():\n    return 3\n\n\nfp8 = g\n",
         "tilewright/core/draw.py": "h = 1\n",
+        "tilewright/gemm/preference.py": "def chosen():\n    return inner()\n\n\ndef inner():\n    return 11\n",
         "tilewright/integrations/every.py": "def all_of_them():\n    return 7\n",
         "tilewright/check/provided/rows.py": """import tilewright as tw
 
@@ -612,6 +615,7 @@ def test_x():
 def test_z():
     assert 1 < LIMIT
 """,
+        "tests/gpu/test_chosen.py": "from tilewright.gemm import preference\n\n\ndef test_c():\n    preference.chosen()\n",
         "tests/gpu/test_rest.py": "from tilewright.integrations.every import one\n\n\ndef test_y(n):\n    assert one(n)\n",
         "tests/gpu/test_rows.py": """from tilewright.check.provided.rows import CALLS
 
@@ -638,6 +642,7 @@ def test_call(name, row):
         # Who knows where a decorator put it
         ("tilewright/formats/fp8.py", "return 3", {"two", "test_x", "rest", "other"}),
         ("tilewright/core/draw.py", "h = 1", set()),
+        ("tilewright/gemm/preference.py", "return 11", {"chosen"}),
         ("tilewright/check/provided/rows.py", "one(6)", {"row"}),
         ("tilewright/check/provided/rows.py", "two(8)", {"other"}),
         ("tests/helper.py", "return x", {"test_x"}),
@@ -661,6 +666,7 @@ def test_what_has_passed_over_this_code_is_not_run_again(tmp_path, changed, old,
         "rest": "tests/gpu/test_rest.py::test_y[3]",
         "row": "tests/gpu/test_rows.py::test_call[a-first-b]",
         "other": "tests/gpu/test_rows.py::test_call[a-second]",
+        "chosen": "tests/gpu/test_chosen.py::test_c",
     }
     outcomes = [{"id": test, "outcome": "passed"} for test in tests.values()]
     state = tmp_path / "state.jsonl"
