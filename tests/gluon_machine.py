@@ -194,9 +194,11 @@ class Shared:
         return Shared(self.dtype, self.shape[1:], self.memory, self.boxes, self.at + int(i) * size)
 
     def reinterpreted(self, dtype: torch.dtype, shape: list[int], _: Any) -> Shared:
-        if dtype != self.dtype or torch.Size(shape).numel() != torch.Size(self.shape).numel():
-            raise Wrong(f"{self.shape} as {shape}")
-        return Shared(dtype, shape, self.memory, self.boxes, self.at)
+        size, own = torch.Size(shape).numel() * dtype.itemsize, torch.Size(self.shape).numel() * self.dtype.itemsize
+        if size != own:
+            raise Wrong(f"{self.shape} of {self.dtype} as {shape} of {dtype}")
+        at = self.at * self.dtype.itemsize // dtype.itemsize
+        return Shared(dtype, shape, self.memory.view(dtype), self.boxes, at)
 
     def permute(self, _: Any) -> Shared:
         made = Shared(self.dtype, self.shape, self.memory, self.boxes, self.at)
@@ -736,7 +738,7 @@ INSTEAD = {
     "unknown_zero": lambda: 0,
     "halve": lambda x, dtype: x.to(dtype),
     "double": lambda x, dtype: x.to(torch.float32),
-    "barrier": lambda: None,
+    "barrier": lambda: machine().step(),
     "reciprocal": lambda x: 1.0 / x,
     "query_codes": query_codes,
     "load_words": load_words,
