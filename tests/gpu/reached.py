@@ -1,11 +1,11 @@
 """Which code a definition can run: all definitions that it names, and that these name, through all modules that count.
 
 A definition is a function, a class or an assignment of a module. Statements that are none of these run when their module is
-imported, and belong to whatever reaches one of its definitions; so does a function under a decorator that may register it, a test
-aside: that runs by itself. A name that cannot be followed, such as a module that is handed on as a value, stands for all of that
-module: rather too much than too little. The library itself, which tests call `tw`, has its public names, and its catalogue all ops;
-so has what stands above the ops, such as integrations. Comments and docstrings are no code; nor are the bars of an op: no call goes
-through these.
+imported, and belong to whatever reaches one of its definitions; so does a function under a decorator that may register it, but for
+tests, which run by themselves, and fixtures, which run for those that have an argument of that name. A name that cannot be
+followed, such as a module that is handed on as a value, stands for all of that module: rather too much than too little. The library
+itself, which tests call `tw`, has its public names, and its catalogue all ops; so has what stands above the ops, such as
+integrations. Comments and docstrings are no code; nor are the bars of an op: no call goes through these.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from __future__ import annotations
 import ast
 import functools
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 ALL = None  # in the place of a name: every definition of a module
 CATALOGUE = "catalogue"  # of the library: every op
@@ -41,13 +41,16 @@ class Module:
         self.definitions: dict[str, list[ast.stmt]] = {}
         self.loose: list[ast.stmt] = []
         self.imports: dict[str, set[Place]] = {}
-        for node in without_bars(without_words(ast.parse(path.read_text()))).body:
+        tree = without_bars(without_words(ast.parse(path.read_text())))
+        # Marks may ask for fixtures by these
+        words = {part.value for part in ast.walk(tree) if isinstance(part, ast.Constant)}
+        for node in tree.body:
             names = list(defined(node))
             for name in names:
                 self.definitions.setdefault(name, []).append(node)
             if isinstance(node, (ast.Import, ast.ImportFrom)):
                 self.imports.update(gathered(bindings(node, path)))
-            elif not names or (registers(node) and not names[0].startswith("test_")):
+            elif not names or (registers(node) and not is_asked_for(node, words)):
                 self.loose.append(node)
                 self.imports.update(gathered(bound for inner in ast.walk(node) for bound in bindings(inner, path)))
 
@@ -78,6 +81,19 @@ def defined(node: ast.stmt) -> Iterator[str]:
 def registers(node: ast.stmt) -> bool:
     """Whether a function or class has a decorator that may put it somewhere."""
     return any(base_of(decorator) not in MAKERS for decorator in getattr(node, "decorator_list", ()))
+
+
+def is_asked_for(node: ast.stmt, words: Container[Any]) -> bool:
+    """Whether a function is a test, or a fixture that runs for tests with an argument of that name: not for all, nor by a word."""
+    if node.name.startswith("test_"):
+        return True
+    return is_fixture(node) and "autouse" not in ast.unparse(node.decorator_list[0]) and node.name not in words
+
+
+def is_fixture(node: ast.AST) -> bool:
+    """Whether the first decorator of a function makes it one of pytest's fixtures."""
+    first = next(iter(getattr(node, "decorator_list", ())), None)
+    return first is not None and ast.unparse(first).partition("(")[0] in ("fixture", "pytest.fixture")
 
 
 def declares(node: ast.stmt, op: str) -> bool:
@@ -205,6 +221,8 @@ class Reach:
         for part in ast.walk(node):
             if isinstance(part, ast.Name) and part not in based:
                 found |= self.resolved(module, own, part.id, None)
+        for argument in node.args.args if is_fixture(node) else ():
+            found |= self.resolved(module, own, argument.arg, None)
         outside = self.aside(path) or not path.is_relative_to(self.root / self.library)
         return frozenset(one for one in found if outside or not self.aside(one.path))
 

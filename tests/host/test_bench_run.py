@@ -601,9 +601,19 @@ from tests.helper import made
 LIMIT = 1
 
 
-@fixture
+@fixture(autouse=True)
 def always():
     return 4
+
+
+@fixture
+def below():
+    return 12
+
+
+@fixture
+def given(below):
+    return 13
 
 
 @mark
@@ -612,7 +622,7 @@ def test_x():
 
 
 @mark(2)
-def test_z():
+def test_z(given):
     assert 1 < LIMIT
 """,
         "tests/gpu/test_chosen.py": "from tilewright.gemm import preference\n\n\ndef test_c():\n    preference.chosen()\n",
@@ -649,6 +659,8 @@ def test_call(name, row):
         ("tests/helper.py", "return 5", set()),
         ("tests/gpu/test_two.py", "tw.two", {"test_x"}),
         ("tests/gpu/test_two.py", "return 4", {"test_x", "test_z"}),  # a fixture may be every test's
+        ("tests/gpu/test_two.py", "return 13", {"test_z"}),  # or that of a test that asks for it
+        ("tests/gpu/test_two.py", "return 12", {"test_z"}),
         ("tests/gpu/test_two.py", "LIMIT = 1", {"test_z"}),
         ("tests/gpu/test_two.py", "mark(2)", {"test_z"}),
         ("tests/gpu/test_properties.py", "catalogue()", {"one", "two"}),
