@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 from typing import NamedTuple
 
 from tilewright.check.far_apart import load
@@ -58,27 +59,35 @@ def moved(text: str, file: str, tag: str) -> str:
 
 
 @contextmanager
+def loaded(mutant: Mutant, folder: Path, tag: str) -> Iterator[ModuleType]:
+    """The broken file, or the last of those that it comes through, for as long as this lasts."""
+    files, modules = (mutant.file, *mutant.through), []
+    try:
+        for i, file in enumerate(files):
+            text = (ROOT / file).read_text()
+            if modules:
+                text = redirected(moved(text, file, tag), files[i - 1], modules[-1].__name__)
+            else:
+                text = edited(text, mutant, tag)
+            path = folder / f"{tag}_{i}.py"
+            path.write_text(text)
+            modules.append(load(str(path), path.stem))
+        yield modules[-1]
+    finally:
+        for module in modules:
+            del sys.modules[module.__name__]
+
+
+@contextmanager
 def declared(mutant: Mutant, folder: Path) -> Iterator[tuple[Op, Path]]:
     """The broken op and the file that declares it, for as long as this lasts."""
-    tag = f"mutant{next(_count)}"
-    path = folder / f"{tag}.py"
-    text = edited((ROOT / mutant.file).read_text(), mutant, tag)
-    before, modules, last = set(OPS), [], mutant.file
+    tag, before = f"mutant{next(_count)}", set(OPS)
     try:
-        for i, file in enumerate(mutant.through):
-            part = folder / f"{tag}_{i}.py"
-            part.write_text(text)
-            modules.append(load(str(part), f"{tag}_{i}").__name__)
-            text = redirected(moved((ROOT / file).read_text(), file, tag), last, modules[-1])
-            last = file
-        path.write_text(text)
-        modules.append(load(str(path), tag).__name__)
-        yield OPS[f"{tag}_{mutant.op}"], path
+        with loaded(mutant, folder, tag) as module:
+            yield OPS[f"{tag}_{mutant.op}"], Path(module.__file__)
     finally:
         for name in set(OPS) - before:
             del OPS[name]
-        for name in modules:
-            del sys.modules[name]
 
 
 def redirected(text: str, file: str, module: str) -> str:

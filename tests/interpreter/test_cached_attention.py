@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -12,10 +10,9 @@ from torch import Tensor
 from triton.runtime.errors import InterpreterError
 
 import tilewright as tw
-from tests.mutants import ROOT, Mutant, edited, moved
+from tests.mutants import Mutant, loaded
 from tilewright.attention import cached_portable
 from tilewright.attention.cache_parts import part_length
-from tilewright.check.far_apart import load
 
 LOWEST = torch.iinfo(torch.int32).min
 HEADS, KV_HEADS, WIDTH, VALUES = 4, 2, 24, 16
@@ -410,26 +407,11 @@ BROKEN = {
 }  # fmt: skip
 
 
-def broken(name: str, folder: Path) -> Any:
-    """The portable forward of files of which one has an edit."""
-    file, old, new = BROKEN[name]
-    mutant, loaded = Mutant(name, old, new, "", "", file), {}
-    for each in (READING, KERNELS):
-        text = (ROOT / each).read_text()
-        text = edited(text, mutant, "none") if each == file else moved(text, each, "none")
-        if loaded:
-            text = text.replace("from tilewright.attention.cache_read ", f"from {loaded[READING].__name__} ")
-            assert loaded[READING].__name__ in text
-        path = folder / Path(each).name
-        path.write_text(text)
-        loaded[each] = load(str(path), f"broken_{path.stem}_{list(BROKEN).index(name)}")
-    return loaded[KERNELS].forward
-
-
 @pytest.mark.parametrize("name", BROKEN)
 def test_broken_kernels_are_noticed(name, tmp_path):
     """The kernels with one edit: the identities above do not hold for them."""
-    forward = broken(name, tmp_path)
+    file, old, new = BROKEN[name]
+    mutant = Mutant(name, old, new, "", "", file, through=(KERNELS,) if file == READING else ())
     lengths, nodes = [37, 5], 2
     q, k, v, kv_len = sequences(lengths, nodes)
     (k_cache, table), (v_cache, _) = (paged(t, lengths, 4, spare=1) for t in (k, v))
@@ -444,5 +426,5 @@ def test_broken_kernels_are_noticed(name, tmp_path):
     wanted = tw.cached_attention(**values)
     near(launched(**values), wanted)
     options = {n: value for n, value in values.items() if n not in ("backend", "out")}
-    with pytest.raises((AssertionError, InterpreterError)):
-        near(forward(**options), wanted)
+    with loaded(mutant, tmp_path, "broken") as module, pytest.raises((AssertionError, InterpreterError)):
+        near(module.forward(**options), wanted)
