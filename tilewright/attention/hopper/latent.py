@@ -396,19 +396,16 @@ def lines_of(columns, size):
 
 @gluon.jit
 def in_lines(y, boxes, PLAN: gl.constexpr):
-    """Numbers of 64 rows as they are stored in whole lines of memory, by way of two stages of a ring that nothing reads or copies
-    into any more. A product's sums lie four threads to a row, which store a quarter of a line each time. They stay so where stages
-    are odd, of which no matrices can be made."""
+    """Numbers of 64 rows as they are stored in whole lines of memory, by way of a ring that nothing reads or copies into any more.
+    A product's sums lie four threads to a row, which store a quarter of a line each time."""
     SIZE: gl.constexpr = 4 if y.dtype == gl.float32 else 2
     COLUMNS: gl.constexpr = y.shape[1]
-    if PLAN.stages % 2 == 0:
-        SWIZZLED: gl.constexpr = gl.SwizzledSharedLayout(16 // SIZE, 1, 8, [1, 0])
-        room = reinterpret(boxes, y.dtype, [PLAN.stages * 2 // SIZE, ROWS, COLUMNS], SWIZZLED).index(0)
-        barrier()  # products of other warps may still read it
-        room.store(y)
-        barrier()
-        y = room.load(lines_of(COLUMNS, SIZE))
-    return y
+    SWIZZLED: gl.constexpr = gl.SwizzledSharedLayout(16 // SIZE, 1, 8, [1, 0])
+    room = reinterpret(boxes, y.dtype, [PLAN.stages * 2 // SIZE, ROWS, COLUMNS], SWIZZLED).index(0)
+    barrier()  # products of other warps may still read it
+    room.store(y)
+    barrier()
+    return room.load(lines_of(COLUMNS, SIZE))
 
 
 @gluon.jit
@@ -565,10 +562,11 @@ BESIDE = 2  # blocks that a part's beginning and its end take as long as
 
 
 def plan_for(values: int, box: int, tiles: int, ahead: int, memory: int) -> Plan | None:
-    """The most blocks that shared memory takes beside the queries and a block's weights; None where it takes no two."""
+    """The most blocks that shared memory takes beside the queries and a block's weights, two or four: two hold what a warpgroup
+    adds up. None where it takes no two."""
     block = 2 * BLOCK.value * (values + WIDE.value)
     most = (memory - SPARE - block - 2 * ROWS.value * BLOCK.value) // block
-    return Plan(values, box, min(4, most), tiles > 1, ahead) if most >= 2 else None
+    return Plan(values, box, min(4, most) // 2 * 2, tiles > 1, ahead) if most >= 2 else None
 
 
 def dense_bytes(k_cache: Tensor, box: int) -> int:
