@@ -182,9 +182,8 @@ def as_codes(t: Tensor | None) -> Tensor | None:
 def pairs_of(t: Tensor, columns: int) -> str | None:
     """The kind of codes, if that many columns of them can be loaded two at a time."""
     odd = any(n % 2 for n in (columns, t.shape[3], *t.stride()[:3], t.storage_offset()))
-    if (
-        t.element_size() > 1 or t.stride(3) != 1 or odd or t.data_ptr() % 16
-    ):  # which plans tell apart, and not smaller words
+    # Plans tell apart words of 16 bytes, and no smaller ones
+    if t.element_size() > 1 or t.stride(3) != 1 or odd or t.data_ptr() % 16:
         return None
     return "int8" if t.dtype == torch.int8 else "e4m3" if is_fast(t) else "bytes"
 

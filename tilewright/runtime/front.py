@@ -234,14 +234,11 @@ class Front:
             at = [next(i for i, t in enumerate(tensors) if t is slot) for slot in slots]
             pick = None if at == [*range(len(tensors))] else picker(at)
             known.kind = kind = Kind(len(given), take, check, pick, recorded, leaves, known)
-        names, first = (
-            tuple(kwargs),
-            self.tape is not None and kind.take is None and kind.slots is None and not known.whole,
-        )
+        names = tuple(kwargs)
+        first = self.tape is not None and kind.take is None and kind.slots is None and not known.whole
         if first and not (names or known.written):
-            self.plain = latest(
-                self.plain, (kind.check, len(tensors), bool(recorded), known.plan.function, known.restore)
-            )
+            one = kind.check, len(tensors), bool(recorded), known.plan.function, known.restore
+            self.plain = latest(self.plain, one)
         elif first and names == ("out",) and known.stored and known.written == (len(args),) and recorded is None:
             self.into = latest(self.into, (kind.check, len(tensors), known.plan.function))
         else:
