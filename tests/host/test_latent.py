@@ -241,8 +241,5 @@ def test_parts_fill_the_chip(capacity, units):
 def test_every_width_has_room(values):
     plan = latent.plan_for(values, 64, 1, 0, HOPPER.shared_memory)
     assert plan.stages >= 2
-    for memory in range(1 << 16, 1 << 18, 1 << 12):  # sums of a warpgroup lie in pairs of stages
-        other = latent.plan_for(values, 64, 1, 0, memory)
-        assert other is None or other.stages in (2, 4)
     used = 128 * (values + 64) * (1 + plan.stages) + 64 * 64 * 2 + latent.SPARE
     assert used <= HOPPER.shared_memory

@@ -83,10 +83,6 @@ MUTANTS = {
     "right values are not cleared": ("        if unseen & (i == 0):\n", "        if False:\n"),
     "left sums are not faded": ("        o = scaled_where_moved(o, fade)\n", ""),
     "right sums are not faded": ("o = scaled_where_moved(o, memory.factors.load(BY_ROW))", "o = o"),
-    "left results go through what the others still read": (
-        "stride_op, memory.k_left, span",
-        "stride_op, memory.k_right, span",
-    ),
     "a lost page is not told": ("            lost |= missing\n", "            pass\n"),
     "a lost page at the edge is not told": ("            s = spoilt(TABLE, s, missing, PLAN)\n", "            pass\n"),
     "a lost page in the first block is not told": ("spoilt(TABLE, s, missing_of(TABLE, memory, 0), PLAN)", "s"),

@@ -387,38 +387,17 @@ def walk(state, TABLE, memory, high, low, SCORES, WINDOW, rows, PLAN: gl.constex
     return o, p, weights, top, total, fade, lost, stage, phase, turn
 
 
-@triton.constexpr_function
-def lines_of(columns, size):
-    """The layout of [64, columns] numbers of so many bytes of which a warp's instruction takes up to 512 bytes side by side."""
-    across = min(32, columns * size // 16)
-    return gl.BlockedLayout([1, 16 // size], [32 // across, across], [4, 1], [1, 0])
-
-
 @gluon.jit
-def in_lines(y, boxes, PLAN: gl.constexpr):
-    """Numbers of 64 rows as they are stored in whole lines of memory, by way of a ring that nothing reads or copies into any more.
-    A product's sums lie four threads to a row, which store a quarter of a line each time."""
-    SIZE: gl.constexpr = 4 if y.dtype == gl.float32 else 2
-    COLUMNS: gl.constexpr = y.shape[1]
-    SWIZZLED: gl.constexpr = gl.SwizzledSharedLayout(16 // SIZE, 1, 8, [1, 0])
-    room = reinterpret(boxes, y.dtype, [PLAN.stages * 2 // SIZE, ROWS, COLUMNS], SWIZZLED).index(0)
-    barrier()  # products of other warps may still read it
-    room.store(y)
-    barrier()
-    return room.load(lines_of(COLUMNS, SIZE))
-
-
-@gluon.jit
-def store_half(o, share, O, stride_op, boxes, span, HEADS, FROM: gl.constexpr, PLAN: gl.constexpr):
+def store_half(o, share, O, stride_op, span, HEADS, FROM: gl.constexpr):
     """Sums times what each row is to be multiplied with, columns FROM on, of rows that are there. A part that saw nothing says so
-    by its lse alone, but for the first. `boxes` is what the warpgroup alone has read last."""
-    y = in_lines(scaled_rows(o, share).to(O.data.dtype.element_ty), boxes, PLAN)
-    BY_ROW: gl.constexpr = gl.SliceLayout(1, y.type.layout)
+    by its lse alone, but for the first."""
+    BY_ROW: gl.constexpr = gl.SliceLayout(1, o.type.layout)
     row = span.row + gl.arange(0, ROWS, BY_ROW)
     live = (row < span.row + span.rows) & ((span.high > span.low) | (span.part == 0))
     at = (row // HEADS).to(gl.int64) * O.stride_t + (row % HEADS).to(gl.int64) * O.stride_h
     to = O.data + (span.batch.to(gl.int64) * O.stride_b + span.part.to(gl.int64) * stride_op + FROM)
-    c = gl.arange(0, y.shape[1], gl.SliceLayout(0, y.type.layout))
+    c = gl.arange(0, o.shape[1], gl.SliceLayout(0, o.type.layout))
+    y = scaled_rows(o, share).to(O.data.dtype.element_ty)
     gl.store(to + gl.expand_dims(at, 1) + gl.expand_dims(c, 0), y, gl.expand_dims(live, 1))
 
 
@@ -473,7 +452,7 @@ def attend_left(
     at = (row // HEADS).to(gl.int64) * LSE.stride_t + (row % HEADS).to(gl.int64) * LSE.stride_h
     to = LSE.data + (span.batch.to(gl.int64) * LSE.stride_b + span.part.to(gl.int64) * stride_lp)
     gl.store(to + at, lse, row < span.row + span.rows)
-    store_half(o, share, O, stride_op, memory.k_left, span, HEADS, 0, PLAN)
+    store_half(o, share, O, stride_op, span, HEADS, 0)
 
 
 @gluon.jit
@@ -503,7 +482,7 @@ def attend_right(
         stage, phase = advance(stage, phase, PLAN.stages)
         turn ^= 1
     mbarrier.wait(memory.told, turn)
-    store_half(o, memory.factors.load(BY_ROW), O, stride_op, memory.k_right, span, HEADS, HALF, PLAN)
+    store_half(o, memory.factors.load(BY_ROW), O, stride_op, span, HEADS, HALF)
 
 
 @gluon.jit
@@ -562,11 +541,10 @@ BESIDE = 2  # blocks that a part's beginning and its end take as long as
 
 
 def plan_for(values: int, box: int, tiles: int, ahead: int, memory: int) -> Plan | None:
-    """The most blocks that shared memory takes beside the queries and a block's weights, two or four: two hold what a warpgroup
-    adds up. None where it takes no two."""
+    """The most blocks that shared memory takes beside the queries and a block's weights; None where it takes no two."""
     block = 2 * BLOCK.value * (values + WIDE.value)
     most = (memory - SPARE - block - 2 * ROWS.value * BLOCK.value) // block
-    return Plan(values, box, min(4, most) // 2 * 2, tiles > 1, ahead) if most >= 2 else None
+    return Plan(values, box, min(4, most), tiles > 1, ahead) if most >= 2 else None
 
 
 def dense_bytes(k_cache: Tensor, box: int) -> int:
