@@ -15,7 +15,8 @@ import tilewright as tw
 from tests.pretended import measuring
 from tilewright.bench import cases, check, packaged, results, rivals, run, sol, timing
 from tilewright.bench.directed import Absent
-from tilewright.bench.work import REPLACED, Work
+from tilewright.bench.work import REPLACED, Work, launches
+from tilewright.core.target import TARGETS
 from tilewright.core.triton_versions import release
 from tilewright.op import Op
 
@@ -650,6 +651,12 @@ def test_norms_of_many_tensors_are_timed_beside_torch_s(pretended, monkeypatch):
     parts = rivals.call_of("foreach_norm", work)()
     assert torch.stack(parts).norm().item() == pytest.approx(work.call().item(), rel=1e-5)
     assert run.measure(small("launch_multi_tensor_norm"), [])["rivals"] == {"foreach_norm": 1000.0}
+
+
+def test_every_case_has_launches_that_say_whether_its_number_is_of_todays_code():
+    """Where somebody measures, it is too late to learn that a row cannot say what it is of."""
+    bare = {name for name, case in cases.CASES.items() if not launches(case, TARGETS["sm_90"])}
+    assert {name.partition("/")[0] for name in bare} == {"aten_host_fallback", "launch_scaled_mm_cublaslt"}
 
 
 def test_a_rival_that_computes_something_else_gets_no_time(pretended, monkeypatch):

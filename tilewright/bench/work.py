@@ -250,13 +250,16 @@ def forced(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def launches(case: Case, target: Target) -> list[Wanted]:
-    """The launches of a case on a chip, found without that chip and without memory. Those of a model are its parts'."""
+    """The launches of a case on a chip, found without that chip and without memory. Those of a model are its parts'; a case that
+    asks for a library's product has none."""
     if case.parts:
         return [one for part in case.parts for one in launches(replace(case, parts=[], **part), target)]
     if case.op == REPLACED:
         return replaced.launches(case, target)
     op: Op = tw.catalogue()[case.op]
     values = arguments(case, Blank(op, case.dims, case.options, dtype=getattr(torch, case.dtype)))
+    if op.asks is not None and values[op.asks] in {one.name for one in op.implementations if one.library}:
+        return []
     with pretend(target), force("triton"), torch.no_grad(), collect() as found:
         if case.way in CODED:
             Work(case, values).call()
