@@ -4,19 +4,26 @@ that what comes back is taken for what it is."""
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import subprocess
 import sys
+import threading
 from dataclasses import replace
 from functools import partial
 from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
+import triton
+from triton.runtime import _async_compile
+from triton.runtime.autotuner import Autotuner
+from triton.runtime.jit import KernelInterface
 
 import tilewright as tw
 from tests.attention_library import Watched
 from tilewright.attention import library
 from tilewright.bench import check, packaged, rivals
+from tilewright.bench.ahead import compiled_ahead
 from tilewright.bench.cases import CASES, Case, rival_of
 from tilewright.bench.directed import Absent
 from tilewright.bench.work import REPLACED, Work
@@ -759,3 +766,50 @@ def test_an_empty_launch_has_no_result_that_could_be_another(monkeypatch):
     theirs = agreed(work, "empty")
     assert len(launched) == 1
     assert work.result_bytes(theirs) == 0
+
+
+class Compiled(KernelInterface):
+    """A kernel that knows which of its variants were compiled, and by whom: a warm-up leaves it to the mode that is active."""
+
+    fn = staticmethod(lambda n, block: None)
+
+    def __init__(self, fails: int = 0) -> None:
+        self.together, self.compiled, self.launched, self.fails = threading.Barrier(2), [], [], fails
+
+    def run(self, n, *, grid, warmup, block, **options):
+        if warmup:
+            mode = _async_compile.active_mode.get()
+            more = len(inspect.signature(mode.submit).parameters) - 2
+            return mode.submit(block, lambda: self.compile(block), *[lambda *_: None] * more)
+        if block not in self.compiled:
+            self.compile(block)
+        self.launched.append(block)
+
+    def compile(self, block):
+        self.together.wait(timeout=20.0)
+        if block == self.fails:
+            raise triton.runtime.errors.OutOfResources(2, 1, "shared memory")
+        self.compiled.append(block)
+
+
+@pytest.mark.parametrize("fails", (0, 4))
+def test_what_a_rival_tries_is_compiled_side_by_side(fails):
+    """And what does not compile is left to the rival, which knows what to do with it."""
+    kernel, timed, plain = Compiled(fails), [], Autotuner.run
+
+    def times(call, quantiles):
+        if fails and len(kernel.compiled) == 1 and len(timed) == 1:
+            kernel.together = threading.Barrier(1)
+        timed.append(1)
+        call()
+        return [kernel.launched[-1]] * 3
+
+    options = [triton.Config({"block": block}) for block in (2, 4)]
+    tuned = Autotuner(kernel, ["n", "block"], options, ["n"], None, None, do_bench=times)
+    with compiled_ahead(2):
+        tuned[(1,)](5)
+        assert sorted(kernel.compiled) == [block for block in (2, 4) if block != fails]
+        assert kernel.launched == [*(block for block in (2, 4) if block != fails), 2]
+    tuned[(1,)](5)
+    assert kernel.launched[-1] == 2 and len(timed) == 2
+    assert Autotuner.run is plain

@@ -29,6 +29,7 @@ from ..core.flat import as_tuple
 from ..core.target import Target
 from ..gemm.arithmetic import computed
 from . import check, packaged, replaced, replaced_models, rivals, sol, timing
+from .ahead import compiled_ahead
 from .cases import CASES, Case, rival_of, waits
 from .directed import Absent
 from .evidence import Row
@@ -323,15 +324,17 @@ def measure_rivals(work: Sequence[Work], calls: int, beside: Sequence[str]) -> R
     found, extra, absent, spoiled = {}, {}, {}, False
     for name in beside:
         try:
-            made = [rivals.call_of(name, one) for one in work]
-            if work[0].overwrites:  # a rival may have been called, to see what it has
-                work[0].restore()
-            ours = work[0].call()
-            if work[0].overwrites and work[0].case.direction != "backward":
-                # The rival begins with what ours began with, and results that lie on arguments stay
-                ours = [r.clone() if type(r) is torch.Tensor else r for r in as_tuple(ours)]
-                work[0].restore()
-            if not rivals.agrees(ours, rivals.finished(made[0]), rivals.bar(name, work[0])):
+            with compiled_ahead():
+                made = [rivals.call_of(name, one) for one in work]
+                if work[0].overwrites:  # a rival may have been called, to see what it has
+                    work[0].restore()
+                ours = work[0].call()
+                if work[0].overwrites and work[0].case.direction != "backward":
+                    # The rival begins with what ours began with, and results that lie on arguments stay
+                    ours = [r.clone() if type(r) is torch.Tensor else r for r in as_tuple(ours)]
+                    work[0].restore()
+                near = rivals.agrees(ours, rivals.finished(made[0]), rivals.bar(name, work[0]))
+            if not near:
                 raise Absent("its result is another")
             if work[0].overwrites:
                 for one in work:
