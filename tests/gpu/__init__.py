@@ -1,16 +1,20 @@
 """What only hardware shows. Also a pytest plugin (`-p tests.gpu`) that writes each test's start and outcome.
 
-The runner (`python3 -m tests.gpu`) reads those lines as they come: a test that began and never ended hung or crashed.
+The runner (`python3 -m tests.gpu`) reads those lines as they come: a test that began and never ended hung or crashed. Processes
+that were given the same tests run each of them once: the first to claim it does.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import sys
+from pathlib import Path
 from typing import Any
 
 LOG = "TILEWRIGHT_GPU_LOG"
+CLAIMS = "TILEWRIGHT_GPU_CLAIMS"
 LOST_DEVICE = 70
 _reports: dict[str, list[Any]] = {}
 _absent: list[dict[str, Any]] = []  # files that were skipped whole, before they had tests
@@ -43,6 +47,28 @@ def pytest_collection_finish(session: Any) -> None:
         _write({"cuda": torch is not None and torch.cuda.is_available()})
         for row in (*_absent, *({"id": item.nodeid, "outcome": "collected"} for item in session.items)):
             _write(row)
+
+
+def claim_of(folder: str | Path, name: str) -> Path:
+    """The file that says that a process has begun with a test, or is about to."""
+    return Path(folder) / hashlib.sha256(name.encode()).hexdigest()
+
+
+def claimed(name: str) -> bool:
+    """Whether a test is this process's to run, which it then is for nobody else."""
+    folder = os.environ.get(CLAIMS)
+    if folder is None:
+        return True
+    try:
+        claim_of(folder, name).touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
+
+
+def pytest_runtest_protocol(item: Any, nextitem: Any) -> bool | None:
+    """Pass over a test that another process has. All tests of a process are of one file, so there is nothing to tear down."""
+    return None if claimed(item.nodeid) else True
 
 
 def pytest_runtest_logstart(nodeid: str, location: tuple) -> None:

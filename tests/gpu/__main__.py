@@ -1,7 +1,8 @@
 """Run the GPU tests in shards of at most eight minutes: `python3 -m tests.gpu [PATH ...] [--shard I/N] [--resume]`.
 
 Tests run in several guarded processes, each some ninety seconds' worth of one file. What takes longest begins first, by the
-seconds of the last run here and by those of the evidence. A process that is silent for too long is killed; the test it was in
+seconds of the last run here and by those of the evidence. When no more are waiting, processes that would be idle take over tests
+of the others, from their ends. A process that is silent for too long is killed; the test it was in
 counts as failed and the others go to a new process. Outcomes are kept in `.cache/gpu_tests.jsonl` (and in $OUT where that is
 set) as they come; `--resume` skips what has passed in that file, `--stale` what has passed over today's code by the evidence
 (`passed.py`, which also adds to it), but with `--machinery` not what stands for the code that all ops share, if that has
@@ -32,7 +33,7 @@ from typing import Any
 from tests.seconds import shard
 from tilewright.names import OPS
 
-from . import LOG, passed
+from . import CLAIMS, LOG, claim_of, passed
 
 ROOT = Path(__file__).resolve().parents[2]
 STATE = "gpu_tests.jsonl"
@@ -57,10 +58,10 @@ def pytest_command(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "pytest", *settings, *arguments]
 
 
-def environment(log: Path) -> dict[str, str]:
+def environment(log: Path, **more: str) -> dict[str, str]:
     """References are computed on the CPU, by many processes at once: one thread each, or they wait for one another."""
     path = os.pathsep.join(p for p in (str(ROOT), os.environ.get("PYTHONPATH")) if p)
-    return {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": path, LOG: str(log)}
+    return {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": path, LOG: str(log), **more}
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
@@ -189,16 +190,18 @@ def thirds(unit: Sequence[str]) -> int:
 
 @dataclass
 class Run:
-    """One process over one unit."""
+    """One process over one unit, or over what is left of another's: then `helps` is that other."""
 
     unit: list[str]
     process: subprocess.Popen
     log: Path
     output: Path
     heard: float  # when it last wrote a line
+    helps: Run | None = None
     seen: int = 0  # lines of the log read so far
     current: str | None = None
     ended: set[str] = field(default_factory=set)
+    began: float = field(default_factory=time.monotonic)
 
     def news(self, now: float) -> Iterator[dict[str, Any]]:
         """Outcomes written since the last look."""
@@ -219,23 +222,29 @@ class Run:
 
 
 class Runner:
-    """Runs units, at most `jobs` at once, until all are done or the time is up."""
+    """Runs units, at most `jobs` at once, until all are done or the time is up. `took`: the seconds of each test, as supposed."""
 
-    def __init__(self, state: State, root: Path, jobs: int, limit: float, seconds: float, say: Say) -> None:
-        self.state, self.root, self.jobs, self.limit, self.say = state, root, jobs, limit, say
+    def __init__(
+        self, state: State, root: Path, jobs: int, limit: float, seconds: float, took: Mapping[str, float], say: Say
+    ) -> None:
+        self.state, self.root, self.jobs, self.limit, self.took, self.say = state, root, jobs, limit, took, say
         self.begin = time.monotonic()
         self.end = self.begin + seconds
         self.running: list[Run] = []
         self.waiting: list[list[str]] = []
+        self.ended: set[str] = set()
         self.folder = tempfile.TemporaryDirectory()
+        self.claims = Path(self.folder.name) / "claims"
+        self.claims.mkdir()
         self.started = 0
 
     def run(self, units: Sequence[list[str]]) -> None:
         self.waiting = [list(unit) for unit in units]
-        told = self.begin
+        told, count = self.begin, sum(map(len, units))
         try:
             while self.running or (self.waiting and self._may_start()):
                 self._start()
+                self._share()
                 time.sleep(0.1)
                 now = time.monotonic()
                 for run in list(self.running):
@@ -244,7 +253,7 @@ class Runner:
                     return
                 if now - told >= 10:
                     told = now
-                    left = sum(map(len, self.waiting)) + sum(len(r.unit) - len(r.ended) for r in self.running)
+                    left = count - len(self.ended)
                     self.say(f"[{now - self.begin:4.0f} s] {left} to go, {len(self.running)} processes")
         finally:
             for run in self.running:
@@ -261,15 +270,40 @@ class Runner:
             at = next((i for i, unit in enumerate(self.waiting) if thirds(unit) <= free), None)
             if at is None:
                 return
-            unit = self.waiting.pop(at)
-            self.started += 1
-            log = Path(self.folder.name) / f"{self.started}.log"
-            output = log.with_suffix(".out")
-            with output.open("w") as file:
-                process = subprocess.Popen(
-                    pytest_command(*unit), cwd=self.root, env=environment(log), stdout=file, stderr=subprocess.STDOUT
-                )
-            self.running.append(Run(unit, process, log, output, heard=time.monotonic()))
+            self._begin(self.waiting.pop(at))
+
+    def _share(self) -> None:
+        """Where nothing waits, give what would be idle a part of what would end last. The tests go to whoever claims them first."""
+        while not self.waiting and 0 < len(self.running) < self.jobs and self._may_start():
+            shares = {id(run): self._left(run) for run in self.running if run.helps is None and not thirds(run.unit)}
+            for run in self.running:
+                if run.helps is not None and id(run.helps) in shares:
+                    shares[id(run.helps)].helpers += 1
+            most = max(shares.values(), key=Left.each, default=None)
+            if most is None or most.each() < SHORTEST:
+                return
+            self._begin(most.tests[::-1], most.run)
+
+    def _left(self, run: Run) -> Left:
+        """What of a process's tests no process has begun. What it has done may have taken longer than was supposed."""
+        tests = [name for name in run.unit if self._is_left(name)]
+        supposed = sum(self.took.get(name, UNKNOWN) for name in run.ended)
+        pace = max(1.0, (time.monotonic() - run.began) / supposed) if supposed else 1.0
+        return Left(run, tests, pace * sum(self.took.get(name, UNKNOWN) for name in tests))
+
+    def _is_left(self, name: str) -> bool:
+        return name not in self.ended and not claim_of(self.claims, name).exists()
+
+    def _begin(self, unit: list[str], helps: Run | None = None) -> None:
+        self.started += 1
+        log = Path(self.folder.name) / f"{self.started}.log"
+        output = log.with_suffix(".out")
+        about = environment(log, **{CLAIMS: str(self.claims)})
+        with output.open("w") as file:
+            process = subprocess.Popen(
+                pytest_command(*unit), cwd=self.root, env=about, stdout=file, stderr=subprocess.STDOUT
+            )
+        self.running.append(Run(unit, process, log, output, heard=time.monotonic(), helps=helps))
 
     def _look(self, run: Run, now: float) -> None:
         gone = run.process.poll() is not None  # asked before the log is read, so that no last line is missed
@@ -282,27 +316,40 @@ class Runner:
         if not (gone or silent):
             return
         self.running.remove(run)
-        left = [name for name in run.unit if name not in run.ended]
-        if not left:
-            return
         how = (
             f"silent for {self.limit:g} s, killed" if silent else f"process ended with status {run.process.returncode}"
         )
         why = f"{how}\n{run.last_words()}"
         if run.current is not None:
             self._record({"id": run.current, "outcome": "failed", "why": why})
-            left.remove(run.current)
-        elif not run.ended:  # nothing ever began, so a second process would do no better
+        left = [name for name in run.unit if self._is_left(name)]
+        if not left or run.helps is not None:  # which has not given them up
+            return
+        if run.current is None and not run.ended:  # nothing ever began, so a second process would do no better
             for name in left:
                 self._record({"id": name, "outcome": "failed", "why": why})
             return
-        if left:
-            self.waiting.insert(0, left)  # it began before what waits, so it takes longer
+        self.waiting.insert(0, left)  # it began before what waits, so it takes longer
 
     def _record(self, row: dict[str, Any]) -> None:
+        self.ended.add(row["id"])
         self.state.add(row)
         if row["outcome"] == "failed":
             self.say(f"FAILED {row['id']}")
+
+
+@dataclass
+class Left:
+    """Tests of a process that no process has begun, the seconds that they may take, and how many processes help it."""
+
+    run: Run
+    tests: list[str]
+    seconds: float
+    helpers: int = 0
+
+    def each(self) -> float:
+        """The seconds of each process if one more helped; 0 where one test is left, which its own process comes to."""
+        return self.seconds / (self.helpers + 2) if len(self.tests) > 1 else 0.0
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -425,7 +472,7 @@ def main(
     seconds = options.minutes * 60 - (time.monotonic() - begin)
     for row in absent:
         state.add(row)
-    Runner(state, root, options.jobs, options.limit, seconds, say).run(units)
+    Runner(state, root, options.jobs, options.limit, seconds, took, say).run(units)
     status = report([*names, *(row["id"] for row in absent)], state, say)
     if options.paths != [EVERYTHING] or options.only or options.accuracy or not need_cuda:
         return status

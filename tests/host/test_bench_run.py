@@ -410,6 +410,43 @@ def test_bad_tests_cost_themselves_only_and_resume_repeats_them(suite, monkeypat
     assert status == 0 and "1 tests, 1 to run" in said[0] and said[-1] == "1 passed, 0 failed, 0 skipped, 0 left"
 
 
+SLOW = """
+import os, time
+from pathlib import Path
+
+import pytest
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("i", range(16))
+def test_slow(i):
+    with Path("ran").open("a") as file:
+        file.write(f"{os.getpid()} {i}\\n")
+    if i == 12 and not Path("crashed").exists():
+        Path("crashed").touch()
+        os._exit(11)
+    time.sleep(0.4)
+"""
+
+
+def test_an_idle_process_takes_over_what_another_has_not_begun(suite, monkeypatch):
+    """From its end, each test once, also where one of the two crashes."""
+    monkeypatch.setattr(gpu, "SHORTEST", 1.0)
+    (suite / "tests" / "gpu" / "test_one.py").write_text(SLOW)
+    names = [f"tests/gpu/test_one.py::test_slow[{i}]" for i in range(16)]
+    state, said = gpu.State([suite / "state"]), []
+    gpu.Runner(state, suite, 2, 20.0, 60.0, {}, said.append).run([names])
+    assert {state.outcome(name) for name in names} == {"passed", "failed"}
+    assert said == ["FAILED tests/gpu/test_one.py::test_slow[12]"]
+    ran: dict[str, list[int]] = {}
+    for line in (suite / "ran").read_text().splitlines():
+        process, i = line.split()
+        ran.setdefault(process, []).append(int(i))
+    assert sorted(i for some in ran.values() for i in some) == [*range(16)]
+    first, *others = ran.values()
+    assert first == sorted(first) and others and all(some == sorted(some, reverse=True) for some in others)
+
+
 def test_when_time_is_up_the_rest_is_left(suite, monkeypatch):
     (suite / "tests" / "gpu" / "test_one.py").write_text(
         "import pytest, time\npytestmark = pytest.mark.gpu\n"
