@@ -254,6 +254,21 @@ def test_values_that_want_gradients_go_their_own_way(guards):
     assert guards[0] > 0
 
 
+@pytest.mark.parametrize("named", [{}, {"out_format": tw.fp8("1x128")}], ids=["plain", "codes"])
+def test_whether_gradients_are_recorded_is_seen_after_a_guard_was_made(named):
+    """As where a model is evaluated before it is trained: by tensors alone the two are the same call."""
+    x, weight = torch.randn(4, 128), torch.randn(128, requires_grad=True)
+    for _ in range(3):
+        for _ in range(3):
+            with torch.no_grad():
+                assert not tw.rms_norm(x, weight, **named).requires_grad
+        for _ in range(3):
+            y = tw.rms_norm(x, weight, **named)
+            assert y.requires_grad
+            loss = (y.dequantize() if named else y).sum()
+            assert bool(torch.autograd.grad(loss, weight)[0].any())
+
+
 def test_modes_and_forcing_are_seen_after_a_guard_was_made():
     a, b = operands()
     for _ in range(3):

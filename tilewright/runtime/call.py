@@ -39,10 +39,10 @@ def public(op: Runner) -> Callable[..., Any]:
             return lists.call(args, kwargs)
         if forced.get() is None and levels._current_level < 0:
             if not kwargs:
-                for check, count, graded, replay, restore in front.plain:
+                for check, count, recorded, replay, restore in front.plain:
                     if count == len(args) and check(*args):
-                        if graded and torch.is_grad_enabled():
-                            break
+                        if recorded is not None and recorded != torch.is_grad_enabled():
+                            continue
                         results = replay(args)
                         if results is None:
                             break

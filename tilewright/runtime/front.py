@@ -236,8 +236,9 @@ class Front:
             known.kind = kind = Kind(len(given), take, check, pick, recorded, leaves, known)
         names = tuple(kwargs)
         first = self.tape is not None and kind.take is None and kind.slots is None and not known.whole
+        first = first and kind.leaves is None
         if first and not (names or known.written):
-            one = kind.check, len(tensors), bool(recorded), known.plan.function, known.restore
+            one = kind.check, len(tensors), recorded, known.plan.function, known.restore
             self.plain = latest(self.plain, one)
         elif first and names == ("out",) and known.stored and known.written == (len(args),) and recorded is None:
             self.into = latest(self.into, (kind.check, len(tensors), known.plan.function))
