@@ -1,7 +1,8 @@
 """The public function of an op: what happens between calling it and the launches of a plan.
 
 `front.py` says which plan a call takes. Here stands what is tried before: the guard of calls with tensors alone and no names but
-`out`, which must cost next to nothing; and after: `dispatch`, the long way, which validates, chooses an implementation and records.
+`out` or `out_format`, which must cost next to nothing; and after: `dispatch`, the long way, which validates, chooses an
+implementation and records.
 """
 
 from __future__ import annotations
@@ -47,6 +48,18 @@ def public(op: Runner) -> Callable[..., Any]:
                         if results is None:
                             break
                         return results if restore is None else restore(results)
+            elif len(kwargs) == 1 and "out_format" in kwargs:
+                fmt = kwargs["out_format"]
+                for check, count, recorded, replay, restore, kind, name in front.coded:
+                    if type(fmt) is kind and fmt.key == name and fmt.tensor is None:
+                        if count != len(args) or not check(*args):
+                            continue
+                        if recorded is not None and recorded != torch.is_grad_enabled():
+                            continue
+                        results = replay(args)
+                        if results is None:
+                            break
+                        return restore(results)
             elif len(kwargs) == 1 and "out" in kwargs:
                 out = kwargs["out"]
                 given = (*args, out)

@@ -112,6 +112,11 @@ def _same_format(kind: type, key: str, value: Any) -> bool:
     return type(value) is kind and value.key == key and value.tensor is None
 
 
+def _says_all(fmt: Any) -> bool:
+    """Whether a format's name says all of it: nothing but a scale would be another."""
+    return isinstance(fmt, Format) and fmt.tensor is None
+
+
 def latest(kinds: tuple[tuple, ...], one: tuple) -> tuple[tuple, ...]:
     """The last few kinds of call, each with its guard, and this one before them."""
     return (one, *[other for other in kinds if other[0] is not one[0]][: RECENT - 1])
@@ -126,8 +131,8 @@ class Front:
     `unknown(args, kwargs, key, slots)` those without a plan, to record one; `shared(args, kwargs)` those in which memory that is
     written meets other memory: it raises, gives the result, or MISS where that is allowed.
     `tape(args, kwargs, slots, results, known)` puts the backward behind results; without it no call here wants one. `plain`:
-    kinds of call without names and numbers, and `into`: those that name their one result's memory alone, where `call.py`, which is
-    the only one to have a tape, looks first."""
+    kinds of call without names and numbers, `coded`: those that name a format without a scale alone, and `into`: those that name
+    their one result's memory alone, where `call.py`, which is the only one to have a tape, looks first."""
 
     def __init__(
         self,
@@ -148,6 +153,7 @@ class Front:
         )
         self.recent: dict[tuple, tuple[Kind, ...]] = {}  # by the names of arguments that have one
         self.plain: tuple[tuple, ...] = ()
+        self.coded: tuple[tuple, ...] = ()
         self.into: tuple[tuple, ...] = ()
 
     def replayed(self, args: tuple, kwargs: Mapping[str, Any]) -> Any:
@@ -234,13 +240,18 @@ class Front:
             at = [next(i for i, t in enumerate(tensors) if t is slot) for slot in slots]
             pick = None if at == [*range(len(tensors))] else picker(at)
             known.kind = kind = Kind(len(given), take, check, pick, recorded, leaves, known)
-        names = tuple(kwargs)
-        first = self.tape is not None and kind.take is None and kind.slots is None and not known.whole
-        first = first and kind.leaves is None
-        if first and not (names or known.written):
-            one = kind.check, len(tensors), recorded, known.plan.function, known.restore
+        names, fmt = tuple(kwargs), kwargs.get("out_format")
+        direct = self.tape is not None and kind.slots is None and kind.leaves is None
+        direct = direct and all(type(t) in PLAIN for t in args)
+        one = kind.check, len(tensors), recorded, known.plan.function, known.restore
+        if direct and known.plain and not names:
             self.plain = latest(self.plain, one)
-        elif first and names == ("out",) and known.stored and known.written == (len(args),) and recorded is None:
+        elif direct and known.plain and names == ("out_format",) and _says_all(fmt) and known.restore is not None:
+            self.coded = latest(self.coded, (*one, type(fmt), fmt.key))
+        elif (
+            direct and kind.take is None and (names, known.written) == (("out",), (len(args),))
+            and known.stored and recorded is None
+        ):  # fmt: skip
             self.into = latest(self.into, (kind.check, len(tensors), known.plan.function))
         else:
             others = [other for other in self.recent.get(names, ()) if other is not kind]
