@@ -20,6 +20,7 @@ from .oracle import (
     as_tuple,
     bits,
     contract,
+    copied,
     differentiate,
     fresh,
     leaves,
@@ -180,6 +181,31 @@ def unlike(op: Op, net: Net) -> None:
                 differentiate(op, results, {name: leaf}, upstream(op, results))
             actual = outcome(op, values, seed)
         check(op, f"{case.label}: after others, {fmt}", values, actual)
+
+
+@of_the_op("each host code copies what lies otherwise than its kernels read, and torch may call a copy a view")
+def modes(op: Op, net: Net) -> None:
+    """In inference mode, without gradients, with them, and back: the same bits, and gradients. Each call is over other memory, as
+    drawn and spread out, so that a plan which takes a copy for a part of an argument reads what is not there."""
+    case = draw(op, net, 46, torch.bfloat16, {**SMALL, "tokens": 4}, ungrouped(op), full=True)
+    spread = {
+        n: t.unsqueeze(-1).repeat(*[1] * t.dim(), 2)[..., 0] for n, t in tensors(op, case.values).items() if t.dim()
+    }
+    for label, given in (("as drawn", {}), ("spread out", {n: t for n, t in spread.items() if n not in op.writes})):
+        values = put(case.values, given)
+        with net.kernels():
+            expected = None
+            for mode in (torch.inference_mode, torch.no_grad, torch.enable_grad, torch.inference_mode):
+                for turn in range(3):
+                    others = put(values, {n: copied(t) for n, t in tensors(op, values).items()})
+                    with mode():
+                        made = outcome(op, others, gradients=mode is torch.enable_grad and not op.writes)
+                    if expected is None:
+                        expected = made
+                    if mode is torch.enable_grad and turn == 0:
+                        check(op, f"{case.label}, {label}: with gradients", others, made)
+                    results = Outcome({n: t for n, t in made.items() if not n.startswith("d_")})
+                    same_outcome(f"{case.label}, {label}: {mode.__name__}, turn {turn}", results, expected, op, values)
 
 
 @of_the_machinery("the key of a plan tells aliases apart, for every op alike")

@@ -28,7 +28,7 @@ from ..op import Op
 from ..runtime import config
 from . import far_apart as wide
 from . import layouts, memory
-from .calls import gradients, paths, repeatable, repeated_argument, replayed, unlike
+from .calls import gradients, modes, paths, repeatable, repeated_argument, replayed, unlike
 from .cases import (
     SMALL,
     Case,
@@ -571,5 +571,5 @@ def wide_strides(op: Op, net: Net, source: str = "") -> None:
 
 VALUES: tuple[Callable, ...] = (
     accuracy, sizes, as_in_models, quantised, every_config, isolation, special_values, strides, leading, outs, wild_indices,
-    guarded_memory, wide_strides, repeatable, replayed, paths, gradients, repeated_argument, unlike,
+    guarded_memory, wide_strides, repeatable, replayed, paths, gradients, modes, repeated_argument, unlike,
 )  # fmt: skip
