@@ -13,6 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import tilewright as tw
 from tests.interpreter.toy import launch, pair, toys
+from tilewright.check.calls import modes
+from tilewright.check.cases import Net
 from tilewright.check.oracle import same_bits
 from tilewright.core.format import Quantized
 from tilewright.gemm import library
@@ -267,6 +269,25 @@ def test_whether_gradients_are_recorded_is_seen_after_a_guard_was_made(named):
             assert y.requires_grad
             loss = (y.dequantize() if named else y).sum()
             assert bool(torch.autograd.grad(loss, weight)[0].any())
+
+
+GUARDED = (
+    "add_rms_norm",
+    "attention",
+    "glu",
+    "layer_norm",
+    "linear_attention",
+    "moe_unpermute",
+    "quantize",
+    "rms_norm",
+    "rope",
+)
+
+
+@pytest.mark.parametrize("name", GUARDED)
+def test_modes_of_autograd_are_seen_by_guards(name):
+    """What `modes` asks of plans by their keys, where nothing is forced."""
+    modes(tw.catalogue()[name], Net())
 
 
 def test_modes_and_forcing_are_seen_after_a_guard_was_made():

@@ -198,8 +198,11 @@ def modes(op: Op, net: Net) -> None:
             for mode in (torch.inference_mode, torch.no_grad, torch.enable_grad, torch.inference_mode):
                 for turn in range(3):
                     others = put(values, {n: copied(t) for n, t in tensors(op, values).items()})
+                    graded = mode is torch.enable_grad and not op.writes
+                    if mode is torch.no_grad and not op.writes:  # of tensors that want them elsewhere
+                        others = {**others, **leaves(op, others)}
                     with mode():
-                        made = outcome(op, others, gradients=mode is torch.enable_grad and not op.writes)
+                        made = outcome(op, others, gradients=graded)
                     if expected is None:
                         expected = made
                     if mode is torch.enable_grad and turn == 0:
