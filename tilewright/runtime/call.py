@@ -20,7 +20,7 @@ from ..core.flat import given_tensors
 from ..core.private import count_write, levels, modes, transforms
 from . import register
 from .choose import forced
-from .front import MISS, Front, ListFront
+from .front import MISS, Front, ListFront, code_of
 from .plan import Recorder
 from .run import Known, Runner
 from .tape import Step, differentiate, taped
@@ -40,27 +40,20 @@ def public(op: Runner) -> Callable[..., Any]:
             return lists.call(args, kwargs)
         if forced.get() is None and levels._current_level < 0:
             if not kwargs:
-                for check, count, recorded, replay, restore in front.plain:
-                    if count == len(args) and check(*args):
-                        if recorded is not None and recorded != torch.is_grad_enabled():
-                            continue
-                        results = replay(args)
-                        if results is None:
-                            break
-                        return results if restore is None else restore(results)
+                kinds = front.plain
             elif len(kwargs) == 1 and "out_format" in kwargs:
-                fmt = kwargs["out_format"]
-                for check, count, recorded, replay, restore, kind, name in front.coded:
-                    if type(fmt) is kind and fmt.key == name and fmt.tensor is None:
-                        if count != len(args) or not check(*args):
-                            continue
-                        if recorded is not None and recorded != torch.is_grad_enabled():
-                            continue
-                        results = replay(args)
-                        if results is None:
-                            break
-                        return restore(results)
-            elif len(kwargs) == 1 and "out" in kwargs:
+                kinds = front.coded.get(code_of(kwargs["out_format"]), ())
+            else:
+                kinds = ()
+            for check, count, recorded, replay, restore in kinds:
+                if count == len(args) and check(*args):
+                    if recorded is not None and recorded != torch.is_grad_enabled():
+                        continue
+                    results = replay(args)
+                    if results is None:
+                        break
+                    return results if restore is None else restore(results)
+            if len(kwargs) == 1 and "out" in kwargs:
                 out = kwargs["out"]
                 given = (*args, out)
                 for check, count, replay in front.into:

@@ -112,9 +112,9 @@ def _same_format(kind: type, key: str, value: Any) -> bool:
     return type(value) is kind and value.key == key and value.tensor is None
 
 
-def _says_all(fmt: Any) -> bool:
-    """Whether a format's name says all of it: nothing but a scale would be another."""
-    return isinstance(fmt, Format) and fmt.tensor is None
+def code_of(fmt: Any) -> tuple[type, str] | None:
+    """What says all of a format; None of one with a scale, which is another's in another call."""
+    return (type(fmt), fmt.key) if isinstance(fmt, Format) and fmt.tensor is None else None
 
 
 def latest(kinds: tuple[tuple, ...], one: tuple) -> tuple[tuple, ...]:
@@ -131,8 +131,8 @@ class Front:
     `unknown(args, kwargs, key, slots)` those without a plan, to record one; `shared(args, kwargs)` those in which memory that is
     written meets other memory: it raises, gives the result, or MISS where that is allowed.
     `tape(args, kwargs, slots, results, known)` puts the backward behind results; without it no call here wants one. `plain`:
-    kinds of call without names and numbers, `coded`: those that name a format without a scale alone, and `into`: those that name
-    their one result's memory alone, where `call.py`, which is the only one to have a tape, looks first."""
+    kinds of call without names and numbers, `coded`: by format those that name one without a scale alone, and `into`: those that
+    name their one result's memory alone, where `call.py`, which is the only one to have a tape, looks first."""
 
     def __init__(
         self,
@@ -153,7 +153,7 @@ class Front:
         )
         self.recent: dict[tuple, tuple[Kind, ...]] = {}  # by the names of arguments that have one
         self.plain: tuple[tuple, ...] = ()
-        self.coded: tuple[tuple, ...] = ()
+        self.coded: dict[tuple[type, str], tuple[tuple, ...]] = {}
         self.into: tuple[tuple, ...] = ()
 
     def replayed(self, args: tuple, kwargs: Mapping[str, Any]) -> Any:
@@ -240,18 +240,16 @@ class Front:
             at = [next(i for i, t in enumerate(tensors) if t is slot) for slot in slots]
             pick = None if at == [*range(len(tensors))] else picker(at)
             known.kind = kind = Kind(len(given), take, check, pick, recorded, leaves, known)
-        names, fmt = tuple(kwargs), kwargs.get("out_format")
+        names, code = tuple(kwargs), code_of(kwargs.get("out_format"))
         direct = self.tape is not None and kind.slots is None and kind.leaves is None
         direct = direct and all(type(t) in PLAIN for t in args)
+        stored = direct and kind.take is None and known.stored and recorded is None
         one = kind.check, len(tensors), recorded, known.plan.function, known.restore
         if direct and known.plain and not names:
             self.plain = latest(self.plain, one)
-        elif direct and known.plain and names == ("out_format",) and _says_all(fmt) and known.restore is not None:
-            self.coded = latest(self.coded, (*one, type(fmt), fmt.key))
-        elif (
-            direct and kind.take is None and (names, known.written) == (("out",), (len(args),))
-            and known.stored and recorded is None
-        ):  # fmt: skip
+        elif direct and known.plain and names == ("out_format",) and code is not None:
+            self.coded = {**(self.coded if len(self.coded) < WAYS else {}), code: latest(self.coded.get(code, ()), one)}
+        elif stored and names == ("out",) and known.written == (len(args),):
             self.into = latest(self.into, (kind.check, len(tensors), known.plan.function))
         else:
             others = [other for other in self.recent.get(names, ()) if other is not kind]
