@@ -48,7 +48,7 @@ MUTANTS = [
     Broken("wanted gradients left out of the backward's key", "*grads, needs, name, *extra", "*grads, name, *extra", "unlike",
            "no gradient of weight"),
     Broken("an argument given twice taken for two", "< len(inputs):", "< 0:", "repeated_argument", "after", "add_rms_norm"),
-    Broken("a copy taken for the view that torch calls it", " and _together(out, args[0])", "", "modes", "differ|storage offset",
+    Broken("a copy taken for the view that torch calls it", "and same_storage(out, args[0])", "", "modes", "differ|storage offset",
            "smooth_quantize"),
     Broken("a replayed write that does not show", "count_write(known.writes(slots))", "pass", "outs", "version"),
     Broken("a view taken from the start of its memory", "start = base.storage_offset() * base.element_size() + self.offset",

@@ -49,6 +49,11 @@ def same_memory(a: Tensor, b: Tensor) -> bool:
     return a is b or (a.data_ptr(), a.shape, a.stride(), a.dtype) == (b.data_ptr(), b.shape, b.stride(), b.dtype)
 
 
+def same_storage(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors see one allocation."""
+    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+
+
 def clashing(written: Sequence[Tensor], read: Sequence[Tensor]) -> bool:
     """Whether the span of a written tensor meets that of a read one, or of another written one where neither has gaps (the
     columns of one matrix, written one by one, have spans that meet and no element in common)."""

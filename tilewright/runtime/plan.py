@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..core.memory import same_storage
 from ..core.nest import leaves
 from ..core.private import DispatchMode, no_modes
 from .launch import Place, Places
@@ -206,7 +207,10 @@ class Recorder(DispatchMode):
             self.slots.append(out)
             self._know(out, slot)
             self.allocations.append((self._places[id(out)][1], fill))
-        elif func.is_view and isinstance(out, Tensor) and id(args[0]) in self._places and _together(out, args[0]):
+        elif (
+            func.is_view and isinstance(out, Tensor) and id(args[0]) in self._places
+            and same_storage(out, args[0])  # in inference mode `to`, `contiguous` and `reshape` come here, as views too
+        ):  # fmt: skip
             self._know(out, self._places[id(args[0])][1].slot)
         else:
             self.foreign = self.foreign or str(func)
@@ -278,12 +282,6 @@ class Recorder(DispatchMode):
         if any(p is None and r is not None for p, r in zip(places, flat)):
             self.foreign = self.foreign or "a result that was not allocated here"
         return None if self.foreign else Plan(self, places[0] if single else places, written)
-
-
-def _together(out: Tensor, t: Tensor) -> bool:
-    """Whether what torch calls a view has the memory of what it is of. In inference mode calls come here that may copy (`to`,
-    `contiguous`, `reshape`), and are called views all the same."""
-    return out.untyped_storage().data_ptr() == t.untyped_storage().data_ptr()
 
 
 def _as_allocated(out: Tensor, place: Place, allocated: Tensor) -> Tensor | None:
