@@ -54,8 +54,8 @@ def claim_of(folder: str | Path, name: str) -> Path:
     return Path(folder) / hashlib.sha256(name.encode()).hexdigest()
 
 
-def claimed(name: str) -> bool:
-    """Whether a test is this process's to run, which it then is for nobody else."""
+def claim(name: str) -> bool:
+    """Take a test, which is then nobody else's; False if another process has."""
     folder = os.environ.get(CLAIMS)
     if folder is None:
         return True
@@ -68,7 +68,7 @@ def claimed(name: str) -> bool:
 
 def pytest_runtest_protocol(item: Any, nextitem: Any) -> bool | None:
     """Pass over a test that another process has. All tests of a process are of one file, so there is nothing to tear down."""
-    return None if claimed(item.nodeid) else True
+    return None if claim(item.nodeid) else True
 
 
 def pytest_runtest_logstart(nodeid: str, location: tuple) -> None:

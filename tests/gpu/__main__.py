@@ -1,13 +1,13 @@
 """Run the GPU tests in shards of at most eight minutes: `python3 -m tests.gpu [PATH ...] [--shard I/N] [--resume]`.
 
 Tests run in several guarded processes, each some ninety seconds' worth of one file. What takes longest begins first, by the
-seconds of the last run here and by those of the evidence. When no more are waiting, processes that would be idle take over tests
-of the others, from their ends. A process that is silent for too long is killed; the test it was in
-counts as failed and the others go to a new process. Outcomes are kept in `.cache/gpu_tests.jsonl` (and in $OUT where that is
-set) as they come; `--resume` skips what has passed in that file, `--stale` what has passed over today's code by the evidence
-(`passed.py`, which also adds to it), but with `--machinery` not what stands for the code that all ops share, if that has
-changed. What counts has passed under the Triton that is installed. `--accuracy` runs what shows that it compiles kernels right:
-properties that compare with float64, and the tests of kernels in Gluon.
+seconds of the last run here and by those of the evidence. When no more are waiting, processes that would be idle take over
+tests of the others, from their ends. A process that is silent for too long is killed; the test it was in counts as failed and
+the others go to a new process. Outcomes are kept in `.cache/gpu_tests.jsonl` (and in $OUT where that is set) as they come;
+`--resume` skips what has passed in that file, `--stale` what has passed over today's code by the evidence (`passed.py`, which
+also adds to it), but with `--machinery` not what stands for the code that all ops share, if that has changed. What counts has
+passed under the Triton that is installed. `--accuracy` runs what shows that it compiles kernels right: properties that compare
+with float64, and the tests of kernels in Gluon.
 
 `--list FILE` runs nothing and writes the names of the tests that would run, also where there is no GPU; `--only FILE` runs those
 without asking pytest for all others, which takes a minute. After the tests, unless some were chosen, comes `tilewright check

@@ -188,27 +188,27 @@ def modes(op: Op, net: Net) -> None:
     """In inference mode, without gradients, with them, and back: the same bits, and gradients. Each call is over other memory, as
     drawn and spread out, so that a plan which takes a copy for a part of an argument reads what is not there."""
     case = draw(op, net, 46, torch.bfloat16, {**SMALL, "tokens": 4}, ungrouped(op), full=True)
-    spread = {
-        n: t.unsqueeze(-1).repeat(*[1] * t.dim(), 2)[..., 0] for n, t in tensors(op, case.values).items() if t.dim()
-    }
-    for label, given in (("as drawn", {}), ("spread out", {n: t for n, t in spread.items() if n not in op.writes})):
-        values = put(case.values, given)
+    given = {n: t for n, t in tensors(op, case.values).items() if t.dim() and n not in op.writes}
+    spread = {n: t.unsqueeze(-1).repeat(*[1] * t.dim(), 2)[..., 0] for n, t in given.items()}
+    for label, values in ((case.label, case.values), (f"{case.label}, spread out", put(case.values, spread))):
         with net.kernels():
-            expected = None
-            for mode in (torch.inference_mode, torch.no_grad, torch.enable_grad, torch.inference_mode):
-                for turn in range(3):
-                    others = put(values, {n: copied(t) for n, t in tensors(op, values).items()})
-                    graded = mode is torch.enable_grad and not op.writes
-                    if mode is torch.no_grad and not op.writes:  # of tensors that want them elsewhere
-                        others = {**others, **leaves(op, others)}
-                    with mode():
-                        made = outcome(op, others, gradients=graded)
-                    if expected is None:
-                        expected = made
-                    if mode is torch.enable_grad and turn == 0:
-                        check(op, f"{case.label}, {label}: with gradients", others, made)
-                    results = Outcome({n: t for n, t in made.items() if not n.startswith("d_")})
-                    same_outcome(f"{case.label}, {label}: {mode.__name__}, turn {turn}", results, expected, op, values)
+            _in_every_mode(op, label, values)
+
+
+def _in_every_mode(op: Op, label: str, values: Mapping[str, Any]) -> None:
+    expected = None
+    order = (torch.inference_mode, torch.no_grad, torch.enable_grad, torch.inference_mode)
+    for mode, turn in itertools.product(order, range(3)):
+        others = put(values, {n: copied(t) for n, t in tensors(op, values).items()})
+        if mode is torch.no_grad and not op.writes:  # of tensors that want gradients elsewhere
+            others = {**others, **leaves(op, others)}
+        with mode():
+            made = outcome(op, others, gradients=mode is torch.enable_grad and not op.writes)
+        if mode is torch.enable_grad and turn == 0:
+            check(op, f"{label}: with gradients", others, made)
+        results = Outcome({n: t for n, t in made.items() if not n.startswith("d_")})
+        expected = results if expected is None else expected
+        same_outcome(f"{label}: {mode.__name__}, turn {turn}", results, expected, op, values)
 
 
 @of_the_machinery("the key of a plan tells aliases apart, for every op alike")
