@@ -2,12 +2,12 @@
 
 Tests run in several guarded processes, each some ninety seconds' worth of one file. What takes longest begins first, by the
 seconds of the last run here and by those of the evidence. When no more are waiting, processes that would be idle take over
-tests of the others, from their ends. A process that is silent for too long is killed; the test it was in counts as failed and
-the others go to a new process. Outcomes are kept in `.cache/gpu_tests.jsonl` (and in $OUT where that is set) as they come;
-`--resume` skips what has passed in that file, `--stale` what has passed over today's code by the evidence (`passed.py`, which
-also adds to it), but with `--machinery` not what stands for the code that all ops share, if that has changed. What counts has
-passed under the Triton that is installed. `--accuracy` runs what shows that it compiles kernels right: properties that compare
-with float64, and the tests of kernels in Gluon.
+tests of the others, from their ends. A process that is silent for too long is killed, unless the test it is in is known to take
+long; that test counts as failed and the others go to a new process. Outcomes are kept in `.cache/gpu_tests.jsonl` (and in $OUT
+where that is set) as they come; `--resume` skips what has passed in that file, `--stale` what has passed over today's code by the
+evidence (`passed.py`, which also adds to it), but with `--machinery` not what stands for the code that all ops share, if that has
+changed. What counts has passed under the Triton that is installed. `--accuracy` runs what shows that it compiles kernels right:
+properties that compare with float64, and the tests of kernels in Gluon.
 
 `--list FILE` runs nothing and writes the names of the tests that would run, also where there is no GPU; `--only FILE` runs those
 without asking pytest for all others, which takes a minute. After the tests, unless some were chosen, comes `tilewright check
@@ -48,6 +48,7 @@ KERNELS = ("attention", "attention_backward", "chunks", "decode", "fp8_bits", "g
 KERNELS += ("linear_cross_entropy", "products", "rms_norm")
 UNKNOWN = 1.0  # seconds that a test is assumed to take of which nothing is known: most take less, and more makes many processes
 LONG = {"tests/gpu/test_concurrency.py": 240.0}  # of a test of these files, if nothing is known: they begin first
+PATIENCE = 3.0  # times as long as it took before a test may be silent
 SHORTEST = 10.0  # seconds of tests below which a process is not worth its imports, which take 5 to 20
 
 Say = Callable[[str], None]
@@ -309,16 +310,15 @@ class Runner:
         gone = run.process.poll() is not None  # asked before the log is read, so that no last line is missed
         for row in run.news(now):
             self._record(row)
-        silent = now - run.heard > self.limit
+        limit = max(self.limit, PATIENCE * self.took.get(run.current, 0.0))
+        silent = now - run.heard > limit
         if silent and not gone:
             run.process.kill()
             run.process.wait()
         if not (gone or silent):
             return
         self.running.remove(run)
-        how = (
-            f"silent for {self.limit:g} s, killed" if silent else f"process ended with status {run.process.returncode}"
-        )
+        how = f"silent for {limit:g} s, killed" if silent else f"process ended with status {run.process.returncode}"
         why = f"{how}\n{run.last_words()}"
         if run.current is not None:
             self._record({"id": run.current, "outcome": "failed", "why": why})

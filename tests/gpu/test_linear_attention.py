@@ -13,6 +13,7 @@ from torch import Tensor
 
 import tilewright as tw
 from tests.gpu.test_properties import wide_strides
+from tilewright.check import layouts
 from tilewright.check.cases import Net
 from tilewright.check.oracle import bits, rms
 from tilewright.check.properties import guarded_memory, isolation, special_values, strides, wild_indices
@@ -23,6 +24,7 @@ pytestmark = pytest.mark.gpu
 DEVICE, LENGTH, HEADS, KEY_HEADS, WIDTH, VALUES = "cuda", 65_536, 2, 1, 64, 64
 KINDS = ("head", "token", "delta", "column", "column_delta", "bonus")
 FEW = linear_tokens.SHORT_PACKED  # tokens of the longest sequence that is walked through one by one
+PARTS = {"keeping": (layouts.KEEPING[:3], []), "other": (layouts.KEEPING[3:], []), "expanded": ([], layouts.EXPANDED)}
 SLOW = 1e-4  # of a log decay by token: what the first token left is still there at the last
 RESULT, STATE, GRADIENT = 2.4e-3, 1e-5, 4e-3  # relative RMS, of bf16 inputs
 
@@ -195,11 +197,21 @@ def test_a_hundred_runs_have_the_same_bits(kind, walkers):
 
 @pytest.mark.parametrize("name", ["linear_attention", "linear_attention_columns"])
 @pytest.mark.parametrize(
-    "holds", [guarded_memory, isolation, special_values, strides, wide_strides, wild_indices], ids=lambda p: p.__name__
+    "holds", [guarded_memory, isolation, special_values, wide_strides, wild_indices], ids=lambda p: p.__name__
 )
 def test_properties_of_short_sequences_by_chunks(name, holds, by_chunks):
     """Those that draw short sequences alone, which are walked through token by token by themselves."""
     holds(tw.catalogue()[name], Net(device=DEVICE))
+
+
+@pytest.mark.parametrize("name", ["linear_attention", "linear_attention_columns"])
+@pytest.mark.parametrize("part", PARTS)
+def test_strides_of_short_sequences_by_chunks(name, part, by_chunks, monkeypatch):
+    """In parts: all kernels are compiled for each layout, which takes minutes."""
+    keeping, expanded = PARTS[part]
+    monkeypatch.setattr(layouts, "KEEPING", keeping)
+    monkeypatch.setattr(layouts, "EXPANDED", expanded)
+    strides(tw.catalogue()[name], Net(device=DEVICE))
 
 
 def short(kind: str) -> tuple[dict[str, Tensor], dict[str, Tensor], Tensor]:

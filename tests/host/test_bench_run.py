@@ -447,6 +447,17 @@ def test_an_idle_process_takes_over_what_another_has_not_begun(suite, monkeypatc
     assert first == sorted(first) and others and all(some == sorted(some, reverse=True) for some in others)
 
 
+def test_what_is_known_to_take_long_may_be_silent_for_long(suite):
+    (suite / "tests" / "gpu" / "test_one.py").write_text(
+        "import pytest, time\n\n@pytest.mark.gpu\ndef test_long():\n    time.sleep(8)\n"
+    )
+    name = "tests/gpu/test_one.py::test_long"
+    for took, outcome in (({name: 4.0}, "passed"), ({}, "failed")):
+        state = gpu.State([suite / outcome])
+        gpu.Runner(state, suite, 1, 5.0, 60.0, took, print).run([[name]])
+        assert state.outcome(name) == outcome
+
+
 def test_when_time_is_up_the_rest_is_left(suite, monkeypatch):
     (suite / "tests" / "gpu" / "test_one.py").write_text(
         "import pytest, time\npytestmark = pytest.mark.gpu\n"

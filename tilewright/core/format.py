@@ -271,16 +271,25 @@ def _maker(format: Format, dtype: torch.dtype, shape, device) -> Callable[[Seque
     shell, names, key, strided = _shell, format.tensor_names, format.key, torch.strided
     first, second = names[:2] if len(names) == 2 else (None, None)  # most have two, for which a loop takes long
 
+    # By position, which torch reads faster than names: dense values have no strides, offset and memory format to say
+    how = (Quantized, shape, None, None, None, dtype, strided, device)
+
     def made(stored: Sequence[Tensor | None]) -> Quantized:
-        inner = dict(zip(names, stored)) if first is None else {first: stored[0], second: stored[1]}
+        inner = dict(zip(names, stored))
         if stored[-1] is not None:
             inner["offsets"] = stored[-1]
-        # By position, which torch reads faster than names: dense values have no strides, offset and memory format to say
-        q = shell(Quantized, shape, None, None, None, dtype, strided, device)
+        q = shell(*how)
         q.__dict__ = {"format": format, "key": key, "_inner": inner}
         return q
 
-    return made
+    def made_of_two(stored: Sequence[Tensor | None]) -> Quantized:
+        one, two, offsets = stored
+        q = shell(*how)
+        inner = {first: one, second: two} if offsets is None else {first: one, second: two, "offsets": offsets}
+        q.__dict__ = {"format": format, "key": key, "_inner": inner}
+        return q
+
+    return made if first is None else made_of_two
 
 
 def _wrap(format: Format, dtype: torch.dtype, shape, stride, inner: dict[str, Tensor]) -> Quantized:

@@ -7,7 +7,9 @@ inner dimension; the parts are added up in their order.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 import triton
@@ -28,6 +30,10 @@ from .tiles import matrix, stages
 MOST = 64  # rows; with more, products of whole tiles are as fast
 COLUMNS = 64  # of a tile
 LEAST = 8  # blocks of 128 that a part of the inner dimension has: fewer are over before memory is busy
+# Blocks of 128 that are copied ahead, by how many programs an SM has in all: measured on an H200 over 1 to 16 rows. One alone needs
+# more of them to keep memory busy, three run at a time only if each has few.
+AHEAD = {1: 6, 2: 4, 3: 3}
+FEWEST = 8  # rows up to which parts are so small that two of them pay where one leaves a quarter of the SMs idle
 ALONG = ("BlockWise1x128", "BlockWise128x128")  # scales that change along the inner dimension
 
 
@@ -37,6 +43,20 @@ def splits_for(tiles: int, blocks: int, sms: int, least: int = LEAST) -> int:
         return 1
     parts = min(sms // tiles, blocks // least)
     return cdiv(blocks, cdiv(blocks, parts)) if parts > 1 else 1
+
+
+def parts_for(rows: int, tiles: int, blocks: int, sms: int) -> int:
+    """`splits_for` of products of few rows."""
+    halves = rows <= FEWEST and sms < 2 * tiles <= sms * 3 // 2 and blocks >= 2 * LEAST
+    return 2 if halves else splits_for(tiles, blocks, sms)
+
+
+def blocks_ahead(a: Mapping[str, Any]) -> int:
+    """STAGES of `small_rows`."""
+    device = a["Y"].data.device
+    programs = cdiv(a["N"], a["BLOCK_N"]) * a["parts"]
+    most = AHEAD.get(cdiv(programs, Target.at(device).sms), 4)
+    return stages(device, 128 * 2 * (a["BLOCK_M"] + a["BLOCK_N"]), most)
 
 
 # ---- kernels ---------------------------------------------------------------------------------------------------------
@@ -82,7 +102,7 @@ def sum_blocks(
 @kernel(
     grid=lambda a: (cdiv(a.N, a.BLOCK_N), a.parts),
     tokens=("M", "per", "parts", "stride_sam", "stride_sak", "stride_sbn", "stride_sbk"),
-    default=lambda a: {"STAGES": stages(a.Y.data.device, 128 * 2 * (a.BLOCK_M + a.BLOCK_N), 5), "num_warps": 4},
+    default=lambda a: {"STAGES": blocks_ahead(a), "num_warps": 4},
     dependent=True,
 )  # fmt: skip
 def small_rows(
@@ -213,7 +233,7 @@ def forward(a, b, scale_a, scale_b, recipe_a, recipe_b, *, zero_b, bias, act, c,
     kind_a, kind_b = kind_of(a, recipe_a), kind_of(b.t(), recipe_b)
     math = math_of(kind_a, kind_b, a)
     blocks, add = cdiv(K, 128), None if beta == 0.0 else c
-    parts = splits_for(cdiv(N, COLUMNS), blocks, Target.at(a.device).sms)
+    parts = parts_for(M, cdiv(N, COLUMNS), blocks, Target.at(a.device).sms)
     later = parts > 1
     target = torch.empty(parts, M, N, dtype=torch.float32, device=a.device) if later else y
     added = Added(None if bias is None or later else bias.contiguous(), matrix(None if later else add), beta)

@@ -53,8 +53,10 @@ class Plan:
         allocate = [_allocator(recorder, place, fill) for place, fill in recorder.allocations]
         gives = _giver(recorder, results)
         if self.launches == 1 and given and not recorder.adopted and None not in allocate:
-            alone = len(allocate) == 1 and results == recorder.place(recorder.slots[-1])
-            simple = alone or not (allocate or results)
+            made = [recorder.place(slot) for slot in recorder.slots[recorder.inputs :]]
+            # Two are codes and scales, and None stands in the place of offsets
+            as_made = made[0] if len(made) == 1 else [*made, None] if made else []
+            simple = len(made) <= 2 and results == as_made
             sent = _straight(recorder) or _bound(recorder)
             function = _only_launch(sent, wrong, self.pairs, self.inputs, allocate, None if simple else gives)
         else:
@@ -79,13 +81,14 @@ def _only_launch(
     sent: Sent, wrong: int, pairs: Pairs, inputs: int, allocate: list[Callable], gives: Callable | None
 ) -> Function:
     """The function of a plan that is a single launch: most small ops. The host's time is all that such a call costs, so what is
-    done once or not at all is no loop. Without `gives` the result is the one allocation, or nothing if there is none."""
+    done twice, once or not at all is no loop. Without `gives` the result is the one allocation, two and None, or nothing."""
     (raw, device, _, at, grid, rest), stream = sent, raw_stream
     x, y, z = grid or (0, 0, 0)
     read = _reader(sent.args, at[:inputs], wrong)
     pairs = [(at[one], at[other], *between) for one, other, *between in pairs]
-    alone, alone_at = (allocate[0], at[-1]) if allocate and gives is None else (None, 0)
     each = [*zip(at[inputs:], allocate)]
+    alone, pair = (len(each) == count and gives is None for count in (1, 2))
+    (one_at, make_one), (two_at, make_two) = (*each, (0, None), (0, None))[:2]
 
     def function(tensors: Sequence[Tensor], meeting: bool = False) -> Any:
         args = read(tensors)
@@ -96,11 +99,17 @@ def _only_launch(
                 if before < args[one] - args[other] < after:
                     return None
         slots = tensors
-        if alone is not None:
-            result = alone()
-            args[alone_at] = result.data_ptr()
+        if alone:
+            result = make_one()
+            args[one_at] = result.data_ptr()
             if grid is None:
                 slots = (*tensors, result)
+        elif pair:
+            one, two = make_one(), make_two()
+            args[one_at], args[two_at] = one.data_ptr(), two.data_ptr()
+            result = one, two, None
+            if grid is None:
+                slots = (*tensors, *result)
         elif gives is not None:
             slots = [*tensors]
             for at, make in each:
