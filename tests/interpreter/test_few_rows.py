@@ -7,9 +7,12 @@ import torch
 
 import tilewright as tw
 from tilewright.check.cases import Net, draw
+from tilewright.core.target import TARGETS, pretend
+from tilewright.device.matrices import Matrix
 from tilewright.gemm import few
 from tilewright.gemm.scaled_mm import reference
 from tilewright.op import OPS
+from tilewright.runtime.kernel import Arguments
 
 NET = Net(interpreter=True)
 FEW = ("fp8_block", "int8_row", "int4_row", "int4_weight")
@@ -45,6 +48,23 @@ def test_parts_are_none_empty():
             parts = few.splits_for(tiles, blocks, 132)
             per = -(-blocks // parts)
             assert parts == 1 or (tiles * parts <= 132 and (parts - 1) * per < blocks)
+
+
+def test_a_quarter_of_the_chip_idle_means_two_parts_of_few_rows():
+    """An H200's 132 SMs and 96 tiles of 32 blocks; where parts would be short, or sums large, there is one."""
+    assert few.parts_for(1, 96, 32, 132) == few.parts_for(8, 67, 2 * few.LEAST, 132) == 2
+    for rows, tiles, blocks in ((9, 96, 32), (1, 96, 2 * few.LEAST - 1), (1, 100, 32)):
+        assert few.parts_for(rows, tiles, blocks, 132) == 1
+    assert few.parts_for(1, 64, 32, 132) == few.splits_for(64, 32, 132)
+
+
+@pytest.mark.parametrize(
+    ("columns", "rows", "blocks"), [(6144, 16, 6), (12288, 16, 4), (24576, 16, 3), (28672, 16, 4), (6144, 64, 6)]
+)
+def test_blocks_ahead_are_as_many_as_programs_of_an_sm_have_room_for(columns, rows, blocks):
+    with pretend(TARGETS["sm_90"]):
+        y = Matrix(torch.empty(1))
+        assert few.blocks_ahead(Arguments(Y=y, N=columns, BLOCK_N=few.COLUMNS, BLOCK_M=rows, parts=1)) == blocks
 
 
 @pytest.mark.parametrize("fp8", [True, False])

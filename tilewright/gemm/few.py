@@ -7,9 +7,7 @@ inner dimension; the parts are added up in their order.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 import triton
@@ -23,7 +21,7 @@ from ..device.dependent import begin_dependent
 from ..device.load import four_bits, load_operand
 from ..device.matrices import Added, Factor, Matrix, Strides
 from ..op import single
-from ..runtime.kernel import kernel
+from ..runtime.kernel import Arguments, kernel
 from .operands import BLOCKS, DTYPES, inner_of, kind_of
 from .tiles import matrix, stages
 
@@ -51,12 +49,11 @@ def parts_for(rows: int, tiles: int, blocks: int, sms: int) -> int:
     return 2 if halves else splits_for(tiles, blocks, sms)
 
 
-def blocks_ahead(a: Mapping[str, Any]) -> int:
+def blocks_ahead(a: Arguments) -> int:
     """STAGES of `small_rows`."""
-    device = a["Y"].data.device
-    programs = cdiv(a["N"], a["BLOCK_N"]) * a["parts"]
+    device, programs = a.Y.data.device, cdiv(a.N, a.BLOCK_N) * a.parts
     most = AHEAD.get(cdiv(programs, Target.at(device).sms), 4)
-    return stages(device, 128 * 2 * (a["BLOCK_M"] + a["BLOCK_N"]), most)
+    return stages(device, 128 * 2 * (a.BLOCK_M + a.BLOCK_N), most)
 
 
 # ---- kernels ---------------------------------------------------------------------------------------------------------
