@@ -158,3 +158,29 @@ def test_debug_names_wrong_lengths(monkeypatch):
     ):  # fmt: skip
         with tw.force("triton"), pytest.raises(ValueError, match=words):
             OP.function(**call(1, 5, 8, **options))
+
+
+FAR = (2**31 - 1, 2**31 - 5, 2**31, 2**40)
+
+
+@pytest.mark.parametrize("far", FAR)
+@pytest.mark.parametrize(("length", "keys"), [(4, 4), (9, 4), (4, 9)])
+def test_a_window_past_every_key_is_none(far, length, keys):
+    """Forward and backward: with a position, numbers of such windows do not fit into 32 bits."""
+    for side in ({"left": far, "causal": True}, {"left": far}, {"right": far}, {"left": far, "right": far}):
+        given = [numbers(1, n, 1, 16, seed=n).requires_grad_() for n in (length, keys, keys)]
+        plain = {"causal": True} if "causal" in side else {}
+        with tw.force("triton"):
+            found, wanted = (tw.attention(*given, **options) for options in (side, plain))
+            gradients = [torch.autograd.grad(o.sum(), given) for o in (found, wanted)]
+        same_bits("o", found, wanted)
+        for name, one, other in zip("qkv", *gradients):
+            same_bits(f"gradient of {name}", one, other)
+
+
+@pytest.mark.parametrize("math", ["int8", "fp8", "fp8_pv"])
+def test_a_window_past_every_key_is_none_for_codes(math):
+    given = [numbers(1, n, 1, 16, seed=n) for n in (4, 9, 9)]
+    with torch.no_grad(), tw.force("triton"):
+        for side in ({"left": FAR[0]}, {"right": FAR[0]}):
+            same_bits(f"{side}", tw.attention(*given, **side, math=math), tw.attention(*given, math=math))

@@ -428,3 +428,21 @@ def test_broken_kernels_are_noticed(name, tmp_path):
     options = {n: value for n, value in values.items() if n not in ("backend", "out")}
     with loaded(mutant, tmp_path, "broken") as module, pytest.raises((AssertionError, InterpreterError)):
         near(module.forward(**options), wanted)
+
+
+def test_a_window_past_every_key_is_none():
+    """Also of more queries than keys, where a position less such a window would not fit into 32 bits."""
+    q, k, v = (drawn(1, n, 1, 16, seed=n) for n in (5, 12, 13))
+    for there in (3, 12):
+        given = q, k, v[:, :12], None, torch.tensor([there], dtype=torch.int32)
+        for far in (2**31 - 1, 2**31 - 5, 2**40):
+            same(launched(*given, left=far), launched(*given))
+
+
+def test_a_cache_of_one_slot_has_one_scale_for_all_heads_that_is_read():
+    k, cache = drawn(1, 2, 16), torch.zeros(1, 1, 2, 16, dtype=torch.int8)
+    scale = torch.full((1, 1, 1, 1), 0.05)
+    with tw.force("triton"):
+        tw.cache_write(k, None, cache, None, torch.tensor([0]), k_scale=scale)
+    assert scale.item() == pytest.approx(0.05)
+    assert torch.equal(cache[0, 0].int(), (k[0] / scale.item()).round().clamp(-127, 127).int())

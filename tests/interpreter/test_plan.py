@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 import tilewright as tw
-from tests.interpreter.toy import launch, pair, plain, toys
+from tests.interpreter.toy import inputs, launch, pair, plain, toys
 from tilewright.check.memory import guarded_allocations
 from tilewright.check.oracle import same_bits
-from tilewright.op import Cost, Gradient
+from tilewright.op import OPS, Cost, Gradient, Op, Triton
 from tilewright.runtime import replay, run
 from tilewright.runtime.plan import Made, Recorder
 
@@ -98,6 +98,29 @@ def test_zeroed_memory_is_zeroed_again(declare):
         x, z = pair(seed=seed)
         same_bits("onto zeros", op(x, z, -1.0), z - x)
     assert host.runs == 1
+
+
+def test_zeroed_memory_keeps_its_strides(declare):
+    def forward(x, z, factor):
+        y = torch.zeros_like(x)
+        launch(x, z, y, factor)
+        return y
+
+    op, host = declare(forward)
+    for seed in range(3):
+        x, z = (t.t() for t in pair(5, 7, seed=seed))
+        y = op(x, z)
+        same_bits(f"call {seed}", y, 2 * x + z)
+        assert y.stride() == x.stride()
+    assert host.runs == 1
+
+
+def test_zeros_of_two_signs_are_two_numbers(declare):
+    op, host = declare()
+    x = torch.ones(2, 4)
+    for factor in (0.0, -0.0, 0.0, -0.0):
+        assert torch.signbit(op(x, None, factor)).all() == (str(factor) == "-0.0")
+    assert host.runs == 2
 
 
 def test_memory_that_ends_within_a_run_is_free_for_what_comes_later(declare, monkeypatch):
@@ -316,6 +339,36 @@ def test_memory_for_a_result_that_is_filled_before_it_is_written(declare):
         assert op(x, z, -1.0, out=out) is out
         same_bits(f"turn {turn}", out, expected)
     assert host.runs == 3
+
+
+def test_host_code_that_writes_an_argument_writes_it_once(monkeypatch):
+    """Also where a run that launches nothing comes first: for memory that was given for a result, and in a warmup."""
+
+    def reference(x: Tensor, z: Tensor, factor: float = 2.0) -> tuple[Tensor, Tensor]:
+        return factor * x, z + 1
+
+    def forward(x, z, factor):
+        y = torch.empty_like(x)
+        launch(x, None, y, factor)
+        z.add_(1)
+        return y
+
+    where = dict.fromkeys(("x", "z"), "float32[m n]")
+    op = Op(
+        "toy_writes", reference, inputs, Triton(forward), where=where, results={"out": "float32[m n]"}, writes=("z",)
+    )
+    try:
+        with tw.force("triton"):
+            for turn, given in enumerate(({}, {"out": torch.empty(8, 8)}, {"out": torch.empty(8, 8)}, {})):
+                x, z = pair(8, 8)
+                wanted = z + 1
+                same_bits("result", op(x, z, **given), 2 * x)
+                same_bits(f"argument, call {turn}", z, wanted)
+            before = z.clone()
+            tw.warmup(op, x, z)
+            same_bits("argument of a warmup", z, before)
+    finally:
+        del OPS["toy_writes"]
 
 
 def test_warmup_launches_nothing(declare):

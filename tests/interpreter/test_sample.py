@@ -147,3 +147,14 @@ def test_a_seed_that_the_first_call_froze_would_show(tmp_path):
     file = "tilewright/ops/sampling/sample.py"
     with declared(Mutant("a frozen seed", old, frozen, "", "", file, "sample"), tmp_path) as (op, _):
         assert draws(op.function) == 1
+
+
+def test_limits_that_say_nothing_are_none():
+    """A `min_p` of NaN, as a `top_p` of NaN; an infinite logit at a temperature so high that what is below it is not known."""
+    x, none = logits(4, 300), torch.full((4,), float("nan"))
+    given = x, seeds(4), torch.ones(4)
+    wanted = tw.sample(*given)
+    assert torch.equal(tw.sample(*given, min_p=none), wanted) and torch.equal(tw.sample(*given, top_p=none), wanted)
+    x[:, 7] = float("inf")
+    for hot in (1e37, 3e38, float("inf")):
+        assert torch.equal(tw.sample(x, seeds(4), torch.full((4,), hot)), torch.full((4,), 7))

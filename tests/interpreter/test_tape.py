@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 import tilewright as tw
 from tests.interpreter.toy import launch, pair, toys
@@ -227,3 +228,53 @@ def test_what_has_no_memory_is_part_of_no_key():
     for t in (room, room[:, 2:], room.to(torch.bfloat16)[1:]):
         assert not Key().add([t])
     assert Key().add([torch.empty(9, 24)[:, 2:], torch.empty(0), None, 1.0])
+
+
+def test_one_tensor_for_two_arguments_spoils_no_later_backward(declare):
+    """Of two arguments that are one tensor identity tells no names: what a backward keeps of a kind of call is told by another."""
+    op, _ = declare(backward=scaled_gradient, gradient=Gradient(of=("x", "z"), saves=()))
+
+    def gradients(x: Tensor, z: Tensor) -> None:
+        op(x, z).backward(torch.ones_like(x))
+
+    gradients(*(t.requires_grad_() for t in pair()))
+    both = pair(seed=1)[0].requires_grad_()
+    gradients(both, both)
+    same_bits("both", both.grad, torch.full_like(both, 3.0))
+    for seed in (2, 3):
+        x, z = (t.requires_grad_() for t in pair(seed=seed))
+        gradients(x, z)
+        same_bits("dx", x.grad, torch.full_like(x, 2.0))
+        same_bits("dz", z.grad, torch.ones_like(z))
+
+
+@pytest.mark.parametrize("names", [("x", "up"), ("up", "x")])
+def test_checkpointing_pairs_what_a_recording_and_a_replay_save(names):
+    """The first call of a kind is recorded, its recomputation replayed: both save arguments in one order."""
+    given = [t.requires_grad_() for t in pair(4, 16, seed=5)]
+    with tw.force("triton"):
+        y = checkpoint(lambda *some: tw.glu(**dict(zip(names, some))) * 1.0, *given, use_reentrant=False)
+        found = torch.autograd.grad(y.square().sum(), given)
+    with tw.force("reference"):
+        wanted = torch.autograd.grad(tw.glu(**dict(zip(names, given))).square().sum(), given)
+    for name, one, other in zip(names, found, wanted):
+        torch.testing.assert_close(one, other, msg=name)
+
+
+def test_a_result_that_host_code_saw_as_a_view_is_no_view_of_anything(declare):
+    """It may be changed in place, with and without gradients, after the first call as after later ones."""
+
+    def rows_of(x, z, factor):
+        y = torch.empty_like(x)
+        launch(x, z, y, factor)
+        return y.view(x.shape)
+
+    op, _ = declare(rows_of, scaled_gradient, gradient=Gradient(of=("x", "z"), saves=()))
+    for turn in range(3):
+        x, z = pair(seed=turn)
+        learned = z.clone().requires_grad_()
+        y = op(x, z)
+        y += learned
+        assert y.requires_grad
+        op(x.requires_grad_(), z).mul_(2).sum().backward()
+        same_bits("dx", x.grad, torch.full_like(x, 4.0))

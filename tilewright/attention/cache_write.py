@@ -48,7 +48,7 @@ def reference(
     Slot s is place `s % page` of page `s // page`; one below 0 or past the last is not written, and no two tokens may have the
     same. Without v, and v_cache, there are keys alone. A cache has the dtype of k, or it holds codes, e4m3 or int8. A scale
     [pages, page, kv_heads, 1], or with a number for each 128 columns in the place of 1, is written beside its codes: amax / 448, or
-    127, as `fp8("row", pow2=False, rule="exact")` and `int8("row")` have it. One of [1, 1, 1 or kv_heads, 1] is read: codes of
+    127, as `fp8("row", pow2=False, rule="exact")` and `int8("row")` have it. Any other [1, 1, 1 or kv_heads, 1] is read: codes of
     k / scale, saturated; what is not finite becomes e4m3's NaN, or in int8 the largest code, and 0 for NaN.
     """
     return (
@@ -64,7 +64,7 @@ def written(x: Tensor | None, cache: Tensor | None, scale: Tensor | None, slots:
     rows = x.reshape(slots.numel(), *cache.shape[2:])
     if scale is None:
         return put(cache, slots, rows.to(cache.dtype)), None
-    if scale.shape[:2] != cache.shape[:2]:
+    if scale.shape[:3] != cache.shape[:3]:
         return put(cache, slots, static_codes(rows, scale, cache.dtype).to(cache.dtype)), scale.clone()
     blocked = scale.shape[3] != 1
     granularity = "1x128" if blocked else "row"
@@ -273,7 +273,7 @@ def format_of(cache: Tensor, scale: Tensor | None) -> str:
     if scale is None:
         return ""
     kind = "int8" if cache.dtype == torch.int8 else "e4m3"
-    given = "row" if tuple(scale.shape[:2]) == tuple(cache.shape[:2]) else "static"
+    given = "row" if tuple(scale.shape[:3]) == tuple(cache.shape[:3]) else "static"
     return f"{kind}:{given}:fp32:exact" + (":fast" if is_fast(cache) else "")
 
 

@@ -42,9 +42,10 @@ from .cache_read import (
     table_of,
     value_columns,
     width_of,
+    window_of,
 )
 from .portable import bend, heads_of, narrowest
-from .tiles import Lengths, Window, either, is_drawn, is_seen, keys_seen, lengths, tile_at
+from .tiles import Lengths, either, is_drawn, is_seen, keys_seen, lengths, tile_at
 
 
 class Pieces(NamedTuple):
@@ -580,7 +581,7 @@ def forward(q: Tensor, k_cache: Tensor, v_cache: Tensor | None, **options: Any) 
         None if a.k_rope is None else heads_of(a.k_rope), k_scale, v_scale, table, a.kv_len,
         0 if a.kv_len is None else a.kv_len.stride(0), *tree, *made,
         None if a.sink is None else a.sink.contiguous(), bending_of(a),
-        Window(a.left, 0 if a.causal and a.tree is None else None), how, length, capacity, pages, kv_heads, batch, tiles,
+        window_of(a), how, length, capacity, pages, kv_heads, batch, tiles,
         head_tiles, parts, split, GROUP=group, PAGE=0 if table is None else page, KEYS=keys, TURNED=turned, VALUES=values,
         PIECES=form.pieces, HALF=form.half, PAIRS=form.pairs, SHARED=form.shared, BLOCK_M=block.own, BLOCK_N=block.other,
         STAGES=block.stages, AHEAD=block.ahead,

@@ -12,7 +12,6 @@ sees may hold anything, so that the scale goes over the others: what a query see
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any, Literal
 
 import torch
@@ -32,7 +31,7 @@ from ..runtime.kernel import kernel
 from . import attention as plain
 from .cache_read import as_codes
 from .cache_write import codes_of, own_scale
-from .portable import heads_of, window_of
+from .portable import heads_of, window_between
 from .seen import room, seen, sequences
 from .tiles import keys_of, keys_seen, lengths, tile_at
 
@@ -305,7 +304,7 @@ def forward(x: Tensor, mean: Tensor | None, *, kind: Kind) -> tuple[Tensor, Tens
 
 def forward_blocks(
     x: Tensor, length: int, mean: Tensor | None, *, kv_len: Tensor | None, cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None, **window: Any,
+    cu_seqlens_k: Tensor | None, left: int | None, right: int | None, causal: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     batch, keys, heads, columns = x.shape
     codes = torch.empty(x.shape, dtype=dtype_of("fp8"), device=x.device)
@@ -313,9 +312,9 @@ def forward_blocks(
     if codes.numel():
         how, tiles = lengths(cu_seqlens_k, cu_seqlens_q, keys, length, kv_len, SCALED.value, True)
         attention_code_blocks(
-            heads_of(x), None if mean is None else mean.contiguous(), as_codes(codes), scale, window_of(SimpleNamespace(**window)),
-            how, length, keys, heads, batch, tiles, columns, FORMAT="e4m3:row:fp32:exact" + (":fast" if is_fast(x) else ""),
-            WIDTH=max(16, power_of_two(columns)),
+            heads_of(x), None if mean is None else mean.contiguous(), as_codes(codes), scale,
+            window_between(left, 0 if causal else right, length, keys), how, length, keys, heads, batch, tiles, columns,
+            FORMAT="e4m3:row:fp32:exact" + (":fast" if is_fast(x) else ""), WIDTH=max(16, power_of_two(columns)),
         )  # fmt: skip
     return codes, scale
 

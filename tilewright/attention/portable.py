@@ -567,7 +567,13 @@ def scores_of(a: SimpleNamespace) -> Scores:
 
 
 def window_of(a: SimpleNamespace) -> Window:
-    return Window(a.left, 0 if a.causal else a.right)
+    return window_between(a.left, 0 if a.causal else a.right, a.q.shape[1], a.k.shape[1])
+
+
+def window_between(left: int | None, right: int | None, length: int, keys: int) -> Window:
+    """The window, less the sides of it that reach past every key: those need no mask, and no numbers of more than 32 bits."""
+    wide_left, wide_right = (side is None or side >= far for side, far in ((left, keys), (right, keys + length)))
+    return Window(None if wide_left else left, None if wide_right else right)
 
 
 def constants_of(a: SimpleNamespace) -> dict[str, Any]:

@@ -357,10 +357,18 @@ class Declaration:
             return self.graded_results
         return tuple(i if i == 0 else i + PIECES for i in self.graded_results)
 
+    def by_reference(self, values: Mapping[str, Any]) -> Any:
+        """What the reference gives. Kernels compute in fp32 under autocast too, and so does it."""
+        kind = next((t.device.type for t in given_tensors(values)), "cpu")
+        if not (torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)):
+            return self.reference(**values)
+        with torch.autocast(kind, enabled=False):
+            return self.reference(**values)
+
     def run_reference(self, values: Mapping[str, Any]) -> Any:
         """Run the reference as an implementation: results are contiguous, or in the memory that was given for them, and arguments
         that the op writes are written."""
-        results, becomes = self.apart(self.reference(**self.arguments(values)))
+        results, becomes = self.apart(self.by_reference(self.arguments(values)))
         for name, value in becomes.items():
             if value is not None:
                 values[name].copy_(value)
@@ -383,7 +391,7 @@ class Declaration:
         for n in wanted:
             values[n] = values[n].detach().requires_grad_()
         with torch.enable_grad():
-            made = as_tuple(self.reference(**values))
+            made = as_tuple(self.by_reference(values))
         pairs = [(made[i], g) for i, g in zip(self.graded_results, grads) if g is not None and made[i].requires_grad]
         found = torch.autograd.grad(
             [r for r, _ in pairs], [values[n] for n in wanted], [g for _, g in pairs], allow_unused=True

@@ -7,9 +7,9 @@ which results are silently wrong. Where both it and our kernels can be used, `pr
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping
+import threading
+from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -281,19 +281,33 @@ def dtype_of(a: Tensor, out_dtype: str | None) -> torch.dtype:
     return a.dtype if out_dtype is None else DTYPES.get(out_dtype, a.dtype)
 
 
-@contextlib.contextmanager
-def whole_sums() -> Iterator[None]:
-    """Inside, cuBLAS adds up parts of a sum in fp32, as our kernels do. By default torch lets it add them in 16 bits."""
-    settings = torch.backends.cuda.matmul
-    names = ("allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction")
-    before = [getattr(settings, name) for name in names]
-    try:
-        for name in names:
-            setattr(settings, name, False)
-        yield
-    finally:
-        for name, value in zip(names, before):
-            setattr(settings, name, value)
+class Whole:
+    """Inside, cuBLAS adds up parts of a sum in fp32, as our kernels do. By default torch lets it add them in 16 bits. That is a
+    setting of the process: of threads that are inside at a time the last to leave restores it."""
+
+    NAMES = ("allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction")
+
+    def __init__(self) -> None:
+        self.lock, self.inside, self.before = threading.Lock(), 0, {}
+
+    def __enter__(self) -> None:
+        settings = torch.backends.cuda.matmul
+        with self.lock:
+            if self.inside == 0:
+                self.before = {name: getattr(settings, name) for name in self.NAMES}
+                for name in self.NAMES:
+                    setattr(settings, name, False)
+            self.inside += 1
+
+    def __exit__(self, *error: Any) -> None:
+        with self.lock:
+            self.inside -= 1
+            if self.inside == 0:
+                for name, value in self.before.items():
+                    setattr(torch.backends.cuda.matmul, name, value)
+
+
+whole_sums = Whole()
 
 
 def fill_product(a: Tensor, b: Tensor, y: Tensor) -> None:
@@ -302,7 +316,7 @@ def fill_product(a: Tensor, b: Tensor, y: Tensor) -> None:
 
 
 def _multiply(a: Tensor, b: Tensor, y: Tensor) -> None:
-    with whole_sums():
+    with whole_sums:
         torch.mm(a, b, out=y) if y.dtype == a.dtype else torch.mm(a, b, out_dtype=y.dtype, out=y)
 
 

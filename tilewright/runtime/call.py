@@ -75,7 +75,8 @@ def public(op: Runner) -> Callable[..., Any]:
         return MISS
 
     def tape(args: tuple, kwargs: Mapping[str, Any], slots: list[Tensor], results: Any, known: Known) -> Any:
-        if known.step is None:
+        # A step knows arguments by identity: a call that gives one tensor for two of them leaves it to a later one to make it
+        if known.step is None and len({*map(id, slots)}) == len(slots):
             known.step = Step.of(op, op.signature.bind(args, kwargs), slots, known) or False
         if known.step and forced.get() is None:
             return known.step.taped(slots, results)
@@ -111,7 +112,7 @@ def dispatch(op: Runner, args: tuple, kwargs: Mapping[str, Any], key: tuple | No
     if levels._current_level >= 0:
         if forced.get() == "reference":
             op.signature.validate(values)
-            return op.public(op.reference(**op.arguments(values)))  # torch differentiates it, in any mode
+            return op.public(op.by_reference(op.arguments(values)))  # torch differentiates it, in any mode
         return register.constant_call(op, values)
     if any(is_foreign(t) for t in tensors) or modes() or transforms():
         if op.sharded is not None and any(hasattr(t, "device_mesh") for t in tensors):

@@ -105,7 +105,9 @@ def taking(given: tuple) -> tuple[Callable | None, tuple[Tensor, ...]]:
 
 
 def _same(kind: type, number: Any, value: Any) -> bool:
-    return type(value) is kind and value == number  # 1 is equal to True
+    return (
+        type(value) is kind and value == number and (value or str(value) == str(number))
+    )  # 1 is equal to True, 0.0 to -0.0
 
 
 def _same_format(kind: type, key: str, value: Any) -> bool:

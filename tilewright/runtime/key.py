@@ -36,7 +36,7 @@ class Key:
             kind = type(value)
             if kind not in PLAIN:
                 if kind in NUMBERS:
-                    parts += kind, value
+                    parts += kind, value if value or kind is not float else str(value)  # 0.0 is equal to -0.0
                     continue
                 if kind is Quantized:
                     if not self._add_quantized(value):
@@ -74,7 +74,7 @@ class Key:
         kinds = tuple(map(type, values))
         if not NUMBERS.issuperset(kinds):
             return False
-        self.parts += tuple, tuple(values), kinds
+        self.parts += tuple, tuple([value or str(value) for value in values]), kinds
         return True
 
     def add_out(self, out: Any) -> bool:

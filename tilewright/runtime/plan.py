@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..core.flat import flattened
 from ..core.memory import same_storage
 from ..core.nest import leaves
 from ..core.private import DispatchMode, no_modes
@@ -149,7 +150,8 @@ def own(t: Tensor) -> Tensor:
 class Recorder(DispatchMode):
     """Watches one run of host code over `inputs`; slots are the inputs, then the allocations in order. Without `watch` there is
     no plan, torch calls cost what they do elsewhere, and memory is free again when the host code lets go of it. `instead` has, by
-    their number, tensors over inputs' memory that host code gets in the place of what it asks to be allocated."""
+    their number, tensors over inputs' memory that host code gets in the place of what it asks to be allocated. A run that launches
+    nothing, `compile_only`, writes no input either."""
 
     def __init__(
         self,
@@ -190,6 +192,11 @@ class Recorder(DispatchMode):
             super().__exit__(*error)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if self.compile_only and func._schema.is_mutable:
+            written = self._written(func, args, kwargs or {})
+            if any(same_storage(t, slot) for t in written for slot in self.slots[: self.inputs]):
+                self.foreign = self.foreign or str(func)
+                return written[0] if len(written) == 1 else tuple(written)
         out = func(*args, **(kwargs or {}))
         if func in ALLOCATES and not out.is_meta:  # what only has a shape is no step of a run
             fill = ALLOCATES[func]
@@ -215,6 +222,13 @@ class Recorder(DispatchMode):
         else:
             self.foreign = self.foreign or str(func)
         return out
+
+    @staticmethod
+    def _written(func: Any, args: tuple, kwargs: Mapping[str, Any]) -> list[Tensor]:
+        """The tensors that a torch call would write, which are what it gives."""
+        given = {argument.name: value for argument, value in zip(func._schema.arguments, args)} | dict(kwargs)
+        said = [a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+        return [t for name in said for t in flattened(given.get(name)) if isinstance(t, Tensor)]
 
     def adopt(self, tensor: Tensor, before: Callable[[], None]) -> None:
         """Know memory that host code keeps for later calls, such as a table: the plan holds it, and calls `before` at each

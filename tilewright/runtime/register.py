@@ -192,7 +192,7 @@ def _shapes(op: Runner, values: Mapping[str, Any]) -> Any:
     """All results of the reference, which writes nothing, as kernels give them. No generator is asked for numbers."""
     if op.signature.generators:
         values = {n: None if isinstance(v, torch.Generator) else v for n, v in values.items()}
-    return mapped(lambda t: t.contiguous(), op.apart(op.reference(**op.arguments(values)))[0])
+    return mapped(lambda t: t.contiguous(), op.apart(op.by_reference(op.arguments(values)))[0])
 
 
 def _fake(op: Runner, kind: str) -> Any:

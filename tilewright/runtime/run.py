@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 
 from ..core.declaration import Declaration, Triton
-from ..core.flat import as_tuple, flattened, plain_tensors, taken_apart
+from ..core.flat import as_tuple, flattened, mapped, plain_tensors, taken_apart
 from ..core.format import Quantized
 from ..core.nest import picker
 from ..core.outs import apart, outs_of, stored, with_outs
 from ..core.private import count_write
 from .choose import implementation
 from .key import Key
-from .plan import Plan, Recorder
+from .plan import Plan, Recorder, own
 
 # `flops` up to which a composite becomes a plan. While one is recorded no memory is given back, which is much in large calls; there
 # the host, which takes 1 to 3 ms, waits for the device anyway
@@ -170,6 +170,9 @@ class Runner(Declaration):
             if key is not None and not recorder.compile_only:
                 gets = results if whole else self.public(results)
                 known = known_of(recorder, gets, given, written, whole, one)
+            # What host code saw as a view is the caller's own, as it is when the plan gives it
+            theirs = {id(t) for t in (*slots, *flattened(values.get("out")))}
+            results = mapped(lambda t: t if t is None or id(t) in theirs else own(t), results)
             if known is not None:
                 self.keep(key, known)
             elif watch and not recorder.compile_only and (self.composite or outs):

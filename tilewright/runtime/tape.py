@@ -33,7 +33,7 @@ def differentiate(op: Runner, values: dict[str, Any], key: tuple | None, slots: 
         raise ValueError(f"{op.name}: there is no gradient for {bad[0]}: pass {detached}")
     one = op.implementation(values)
     if one is None:
-        results, becomes = op.apart(op.reference(**op.arguments(values)))
+        results, becomes = op.apart(op.by_reference(op.arguments(values)))
         with torch.no_grad():
             for name, value in becomes.items():
                 values[name].copy_(value)
@@ -145,6 +145,9 @@ class Step:
         self.scalars = {n: None if n in tensors or n == "out" else v for n, v in values.items()}
         self.hollow = [at for at, n in enumerate(names) if n in (op.shape_only(values) if op.shape_only else ())]
         arguments = [at for at, n in enumerate(names) if n in op.saves or at in self.hollow]
+        arguments.sort(
+            key=lambda at: tensors.index(names[at])
+        )  # as `keep` has them: checkpointing pairs what calls save by order
         self.saved = [names[at] for at in arguments]  # and then the results of `op.saved_results`
         # Of slots and all results after them. The tape has those alone that carry gradients: autograd asks nothing of others
         self.saves = picker([*arguments, *[at + slots + count for at in op.saved_results.values()]])

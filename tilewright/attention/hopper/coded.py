@@ -52,7 +52,7 @@ from ...op import single
 from ...runtime.kernel import kernel
 from ..cache_write import codes_of, own_scale
 from ..coded_rows import SCALED
-from ..portable import Sizes, heads_of, parts_of, scores_of
+from ..portable import Sizes, heads_of, parts_of, scores_of, window_of
 from ..preference import wanted_of_codes
 from ..tiles import check_lengths, keys_seen, lengths
 from .coded_values import (
@@ -93,7 +93,6 @@ from .forward import (
     make_barriers,
     make_boxes,
     matrix_at,
-    near_window,
     part_sums,
     row_max,
     scaled_rows,
@@ -758,7 +757,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, k_scale: Tensor, **options: Any) ->
     # The caller's memory for o may have any strides; the kernel writes whole columns
     whole = o if o.stride(-1) == 1 else torch.empty(o.shape, dtype=o.dtype, device=o.device)
     check_lengths("attention", q, k, a.kv_len, a.cu_seqlens_q, a.cu_seqlens_k)
-    sizes, window, target = sizes_of(q, v), near_window(a), Target.at(q.device)
+    sizes, window, target = sizes_of(q, v), window_of(a), Target.at(q.device)
     plan = plan_for(sizes, target.shared_memory, a.v_scale is not None)
     how, tiles = lengths(a.cu_seqlens_q, a.cu_seqlens_k, length, k.shape[1], a.kv_len, ROWS.value, False)
     programs, counter = min(target.sms, tiles * heads * batch), None

@@ -41,7 +41,7 @@ from ...op import single
 from ...runtime.kernel import kernel
 from ..portable import bend, in_words, scores_of, sizes_of, window_of
 from ..preference import wanted
-from ..tiles import Window, check_lengths, keys_seen, lengths
+from ..tiles import check_lengths, keys_seen, lengths
 from .backward import fits_backward
 from .meeting import meet
 from .schedule import HALF, ROWS, clear_counter, plan_for, row_ends, whole_blocks, work_of
@@ -617,14 +617,6 @@ def boxes_of(t: Tensor, rows: int, first: int, second: int) -> tuple[Any, Any]:
     return tuple(box_of(by_head, [1, 1, rows, width], kind) if width else None for width in (first, second))
 
 
-def near_window(a: SimpleNamespace) -> Window:
-    """The window, less the sides of it that reach past every key: those then need no mask, and no wider numbers."""
-    left, right = window_of(a)
-    keys, length = a.k.shape[1], a.q.shape[1]
-    wide_left, wide_right = (given is None or given >= far for given, far in ((left, keys), (right, keys + length)))
-    return Window(None if wide_left else left, None if wide_right else right)
-
-
 def forward(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
     a = SimpleNamespace(q=q, k=k, v=v, **options)
     batch, length, heads, _ = q.shape
@@ -633,7 +625,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Te
     # The caller's memory for o may have any strides; the kernel writes whole columns
     whole = o if o.stride(-1) == 1 else torch.empty(o.shape, dtype=o.dtype, device=o.device)
     check_lengths("attention", q, k, a.kv_len, a.cu_seqlens_q, a.cu_seqlens_k)
-    sizes, window, target = sizes_of(q, v), near_window(a), Target.at(q.device)
+    sizes, window, target = sizes_of(q, v), window_of(a), Target.at(q.device)
     plan = plan_for(sizes, target.shared_memory)
     how, tiles = lengths(a.cu_seqlens_q, a.cu_seqlens_k, length, k.shape[1], a.kv_len, ROWS.value, False)
     programs, counter = min(target.sms, tiles * heads * batch), None

@@ -297,6 +297,7 @@ def sample_rows(
     limit = tl.full([], 0, tl.int64)
     # Below this weights are 0, with a bit to spare
     least = order_key(top - tl.div_rn(tl.full([], 41.0, tl.float32), slope), SHIFT)
+    least = tl.minimum(least, best)  # of an infinite logit at an infinite temperature it is a NaN's, which is above all
     if TOP_K is not None:
         limit = tl.load(TOP_K + row * stride_k).to(tl.int64)
         limit = tl.where((limit < 1) | (limit > V), 0, limit)
@@ -315,6 +316,7 @@ def sample_rows(
     fewest = tl.full([], 0.0, tl.float64)
     if MIN_P is not None:
         ratio = tl.load(MIN_P + row * stride_m).to(tl.float64)
+        ratio = tl.where(ratio == ratio, ratio, 0.0)  # NaN is no limit, as that of TOP_P
         fewest = tl.where(ratio > 1.0, 1.0, ratio) * 1099511627776.0
     seed = tl.load(SEED + row * stride_s).to(tl.int64)
     a, b, c, d = tl.randint4x(seed, tl.full([], 0, tl.int32))
