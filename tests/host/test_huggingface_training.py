@@ -160,6 +160,30 @@ def test_low_rank_adapters():
         step(adapted(first, "lm_head"))
 
 
+@without("peft")
+def test_adapters_are_merged_into_layers_in_fp8(monkeypatch):
+    import peft
+
+    monkeypatch.setattr(linear, "LEAST", 128)
+    torch.manual_seed(1)
+    config = peft.LoraConfig(r=2, target_modules=["q_proj", "o_proj", "down_proj"], init_lora_weights=False)
+    model = peft.get_peft_model(
+        build("Llama", hidden_size=128, intermediate_size=128, num_hidden_layers=1), config
+    ).eval()
+    patch(model, fp8=True)
+    with torch.no_grad():
+        with model.disable_adapter():
+            base = model(IDS).logits
+        adapted = model(IDS).logits
+        model.merge_adapter()
+        merged = model(IDS).logits
+        model.unmerge_adapter()
+        again = model(IDS).logits
+    size = (adapted - base).norm()
+    assert (merged - adapted).norm() < 0.5 * size < 0.5 * (merged - base).norm() + size
+    assert (again - adapted).norm() < 0.2 * size
+
+
 # ---- two ranks ------------------------------------------------------------------------------------------------------------
 
 SIZES = {"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 1, "num_key_value_heads": 4}

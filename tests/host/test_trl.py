@@ -98,3 +98,16 @@ def test_a_head_that_is_no_plain_linear_layer_stays_trls(tmp_path):
     assert [s.reason for s in callback.report.skipped if s.role == "loss"] == [
         "TRL's own: its head is not a plain linear layer but Head"
     ]
+
+
+def test_a_head_with_a_hook_stays_trls(tmp_path):
+    def trained(callbacks: list) -> tuple[dict[str, list[float]], list[torch.Tensor]]:
+        model, seen = build("Llama"), []
+        model.lm_head.register_forward_hook(lambda module, given, result: seen.append(result.detach()))
+        return logged(trainer(model, tmp_path, callbacks)), seen
+
+    callback = PatchCallback(only="loss")
+    (expected, seen), (found, told) = trained([]), trained([callback])
+    assert not callback.report.calls() and len(told) == len(seen)
+    for name, values in expected.items():
+        assert found[name] == pytest.approx(values, rel=2e-5, abs=1e-6), name

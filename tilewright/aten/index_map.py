@@ -318,15 +318,21 @@ def nearness(loops: list[Loop], start: int, both: bool) -> int:
     return SIDE_BY_SIDE if any(n % WORDS for n in numbers) else IN_WORDS
 
 
-def lies(t: Tensor) -> torch.memory_format | None:
-    """The memory format that torch takes a tensor to have, as far as there is no doubt."""
-    for rank, form in ((4, torch.channels_last), (5, torch.channels_last_3d)):
-        if t.dim() == rank and not t.is_contiguous():
-            if t.is_contiguous(memory_format=form) and 1 not in t.shape:
-                return form
-            if min(s for s in t.stride()) == t.stride(1):
-                return None
-    return torch.contiguous_format
+CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+
+
+def lies(t: Tensor) -> torch.memory_format:
+    """The memory format that torch takes a tensor to have. It goes by strides alone, those of dimensions of 1 among them (c10's
+    `is_channels_last_strides_2d`): where they are of several formats, is_contiguous says another."""
+    form = CHANNELS_LAST.get(t.dim())
+    if form is None or not t.stride(1) or not t.numel():
+        return torch.contiguous_format
+    shape, strides, least = t.shape, t.stride(), 0
+    for d in (1, *range(t.dim() - 1, 1, -1), 0):
+        if strides[d] < least or (d == 0 and least == strides[1]):
+            return torch.contiguous_format
+        least = strides[d] * shape[d]
+    return form
 
 
 @of_numbers("value")
@@ -338,15 +344,22 @@ def constant_pad_nd(self: Tensor, pad: list[int], value: Any = 0) -> Tensor:
     for i in range(len(pad) // 2):
         before[-1 - i], after[-1 - i] = pad[2 * i], pad[2 * i + 1]
     shape = [n + b + a for n, b, a in zip(self.shape, before, after)]
-    form = lies(self)
-    if any(n < 0 for n in shape) or (0 in self.shape) or isinstance(value, complex) or form is None:
-        raise Declined("a size that is refused, nothing to pad, or strides almost like channels last")
+    cut = any(n + b < 0 or n + a < 0 for n, b, a in zip(self.shape, before, after))  # more of one side than there is
+    if cut or any(n < 0 for n in shape) or (0 in self.shape) or isinstance(value, complex):
+        raise Declined("a size that is refused, or nothing to pad")
     # A side that is cut off rather than padded begins further on
     x = self
     for d, b in enumerate(before):
-        x = x.narrow(d, -b, max(0, x.shape[d] + b)) if b < 0 else x
+        x = x.narrow(d, -b, x.shape[d] + b) if b < 0 else x
     boxes = [Box(max(0, b), min(n, max(0, b) + size)) for b, n, size in zip(before, shape, x.shape)]
-    return put(own(torch.empty(shape, dtype=self.dtype, device=self.device, memory_format=form)), x, boxes, value=value)
+    if all(n <= 0 for n in pad):  # torch clones what is left, which keeps its strides
+        for d, a in enumerate(after):
+            x = x.narrow(d, 0, x.shape[d] + a)
+        out = torch.empty_like(x)
+    else:
+        out = torch.empty(shape, dtype=self.dtype, device=self.device, memory_format=lies(self))
+    # A view of nothing has no address, by which a plan would find it again
+    return put(own(out), x if x.numel() else self, boxes, value=value)
 
 
 def slice_scatter(self: Tensor, src: Tensor, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> Tensor:
@@ -489,9 +502,7 @@ def cat(tensors: list[Tensor], dim: int = 0) -> Tensor:
     d, first = dim % rank, given[0]
     if any(n != m for t in given for i, (n, m) in enumerate(zip(t.shape, first.shape)) if i != d):
         raise Declined("sizes that are refused")
-    forms_of = {lies(t) for t in given}
-    if None in forms_of:
-        raise Declined("strides almost like channels last")
+    forms_of = {lies(t) for t in tensors}  # also of those that are left out
     dtype = functools.reduce(torch.promote_types, [t.dtype for t in tensors])
     shape = list(first.shape)
     shape[d] = sum(t.shape[d] for t in given)

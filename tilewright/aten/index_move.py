@@ -214,7 +214,9 @@ def indexed(self: Tensor, indices: Sequence[Tensor | None]) -> Advanced:
     for index in indices:
         if index is None:
             whole.append(None)
-        elif index.dtype in (torch.bool, torch.uint8):
+        elif index.dtype == torch.uint8:
+            raise Declined("a mask of bytes, which aten warns of or refuses")
+        elif index.dtype == torch.bool:
             taken(self, index)
             first = len(whole)
             if tuple(index.shape) != tuple(self.shape[first : first + index.dim()]) or not index.dim():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -124,6 +125,27 @@ def scatter_into(x: Tensor, d: int, index: Tensor, src: Tensor, op: str | None) 
     add_rows(x, keys, matrix(src, src.numel()), places, 1, op)
 
 
+@functools.cache
+def warn_once() -> None:
+    """Have torch say in its own words, once in a process, that a scatter of a tensor that reduces is deprecated."""
+    nothing = torch.empty(0, device="cpu")
+    nothing.scatter(0, torch.empty(0, dtype=torch.int64, device="cpu"), nothing, reduce="add")
+
+
+def check_warned() -> None:
+    """Leave to aten a call that it warns of, if it is asked to warn of each."""
+    plans.by_key_alone()
+    if torch.is_warn_always_enabled():
+        raise Declined("a warning of each call", lasting=False)
+    warn_once()
+
+
+def that_warns(form: Any) -> Any:
+    """Say of a form that it reads whether torch is asked to warn always: part of a plan's key, for no guard sees it."""
+    form.settings = torch.is_warn_always_enabled
+    return form
+
+
 def scatter_form(in_place: bool, op: str | None) -> Any:
     """A scatter that puts, adds, or does what it is asked to."""
 
@@ -131,6 +153,8 @@ def scatter_form(in_place: bool, op: str | None) -> Any:
         d = scattered(self, dim, index, src)
         if reduce not in (None, "add", "multiply"):
             raise Declined("a reduction that is refused")
+        if reduce is not None:
+            check_warned()
         if in_place:
             check_written(self, index, src)
             out = self
@@ -146,6 +170,6 @@ def scatter_form(in_place: bool, op: str | None) -> Any:
 FORMS = {
     "index_put_": index_put_, "_index_put_impl_": index_put_, "index_put": index_put,
     "scatter.src": scatter_form(False, None), "scatter_.src": scatter_form(True, None),
-    "scatter.reduce": scatter_form(False, None), "scatter_.reduce": scatter_form(True, None),
+    "scatter.reduce": that_warns(scatter_form(False, None)), "scatter_.reduce": that_warns(scatter_form(True, None)),
     "scatter_add": scatter_form(False, "add"), "scatter_add_": scatter_form(True, "add"),
 }  # fmt: skip

@@ -26,6 +26,7 @@ from ..ops.norm.row_pieces import (
 from ..runtime.kernel import kernel
 from . import norm, plans
 from .functions import reciprocal_root
+from .layout import contiguous_strides
 from .norm import Cells, add, backward, dense, empty_like, floats, forward, parameters, scratch, sum_columns
 from .plans import bits_of, own
 from .pointwise import SMALL, number, stored, whole_words
@@ -260,13 +261,18 @@ def layer_norm_backward(
     return dx, dw, db
 
 
+def in_order(t: Tensor) -> bool:
+    """Whether strides are those of new memory, of dimensions of 1 too, which is_contiguous does not look at."""
+    return t.stride() == contiguous_strides(t.shape)
+
+
 @of_numbers("eps")
 def rms_norm(input: Tensor, normalized_shape: Any, weight: Tensor | None, eps: float | None) -> tuple[Tensor, Tensor]:
     floats(input, weight)
     m, n = matrix(input, normalized_shape)
     if parameters(input, tuple(normalized_shape), weight) or not m or not n:
         raise Declined("no elements, or weights of another dtype")
-    if not input.is_contiguous() and not input.is_cuda:
+    if not input.is_cuda and not all(in_order(t) for t in (input, weight) if t is not None):
         raise Declined("gaps, which a processor's result keeps")
     x, (weight,), wide = contiguous(input), dense(weight), compute_dtype(input.dtype)
     y, rstd = empty_like(x), moments_like(x, len(normalized_shape), wide)

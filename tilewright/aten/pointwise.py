@@ -305,7 +305,7 @@ class Promoted(NamedTuple):
 def promoted(row: Row, given: list[Any]) -> Promoted:
     """The dtypes of tensors and numbers in tensors' places."""
     common = given[0].dtype if len(given) == 1 or row.promotes == "keep" else common_dtype(given)
-    if row.promotes in ("float", "float to bool") and not common.is_floating_point:
+    if row.promotes in ("float", "float to bool") and kind_of(common) in ("bool", "integer"):
         plans.by_key_alone()
         common = torch.get_default_dtype()
     taken_as(common, row.dtypes)
@@ -321,6 +321,9 @@ def tier(value: Any) -> int:
 
 def common_dtype(given: list[Any]) -> torch.dtype:
     """torch's promotion, which `torch.result_type` has for two: a later tier counts only if it is of a higher kind."""
+    for value in given:
+        if isinstance(value, int):
+            plans.int_bits(value)  # which declines what `torch.result_type` does not take
     if len(given) == 2:
         return torch.result_type(*given)
     found = None
@@ -360,7 +363,10 @@ def run(row: Row, values: dict[str, Any], out: Tensor | None) -> Tensor:
     numbers = [
         bits_in(row, n.name, n.default if values[n.name] is None else values[n.name], common) for n in row.numbers
     ]
-    how = how_of(function, len(given), len(numbers), common, row.promotes in ("bool", "float to bool", "keep"))
+    # aten casts a number in an operand's place to the promoted dtype: of integers it wraps around before anything is computed
+    wraps = len(shown) < len(given) and not common.is_floating_point
+    rounded = wraps or row.promotes in ("bool", "float to bool", "keep")
+    how = how_of(function, len(given), len(numbers), common, rounded)
     if out is None:
         strides = layout.contiguous_strides(shape) if flat else strides_of(row, values, shape, shown)
         out = own(torch.empty_strided(shape, strides, dtype=result, device=shown[0].device))
@@ -374,13 +380,16 @@ def run(row: Row, values: dict[str, Any], out: Tensor | None) -> Tensor:
 
 def bits_in(row: Row, name: str, value: float, common: torch.dtype) -> int:
     """A number of a call as the int64 that a kernel takes."""
+    if isinstance(value, complex):
+        raise Declined("a complex number")
     return cast_bits(value, common) if name in row.cast else bits_of(value, compute_dtype(common))
 
 
 def is_flat(tensors: list[Tensor]) -> bool:
-    """Whether tensors of one shape lie alike, without a gap and without a doubt: the strides of a dimension of 1 tell nothing."""
+    """Whether tensors of one shape lie alike, without a gap and without a doubt: the strides of a dimension of 1 tell nothing, nor
+    do any where there are no elements."""
     shape = tensors[0].shape
-    return 1 not in shape and all(t.is_contiguous() and t.shape == shape for t in tensors)
+    return 1 not in shape and 0 not in shape and all(t.is_contiguous() and t.shape == shape for t in tensors)
 
 
 def strides_of(row: Row, values: dict[str, Any], shape: Ints, operands: list[Tensor]) -> Ints:

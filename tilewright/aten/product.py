@@ -281,7 +281,7 @@ def multiply(a: Tensor, b: Tensor, c: Tensor | None, y: Tensor, alpha: Any, beta
 
 
 def run(a: Tensor, b: Tensor, c: Tensor | None, out: Tensor | None, alpha: Any = 1, beta: Any = 0) -> Tensor:
-    """A product of matrices."""
+    """A product of matrices, and beta times a term. Where beta is 0 this is not read; its shape is refused as elsewhere."""
     if a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[0]:
         raise Declined("no two matrices that fit")
     factors(a, b, c)
@@ -292,6 +292,7 @@ def run(a: Tensor, b: Tensor, c: Tensor | None, out: Tensor | None, alpha: Any =
             raise Declined("a term of another shape")
     if 0 in shape or not a.shape[1]:
         raise Declined("no elements")
+    c = None if beta == 0 else c
     y = result(out, shape, a, a, b, c)
     seen = None if c is None else c.expand(shape)[None]
     multiply(a[None], b[None], seen, y[None], alpha, beta)
@@ -308,10 +309,7 @@ def mm(self: Tensor, mat2: Tensor, *, out: Tensor | None = None) -> Tensor:
 def addmm(
     self: Tensor, mat1: Tensor, mat2: Tensor, *, beta: Any = 1, alpha: Any = 1, out: Tensor | None = None
 ) -> Tensor:
-    factors(mat1, mat2, self)
-    if beta == 0 and (self.dim() > 2 or self.numel() == 0):
-        raise Declined("a term of another shape")
-    return run(mat1, mat2, None if beta == 0 else self, out, alpha, beta)
+    return run(mat1, mat2, self, out, alpha, beta)
 
 
 @by_settings

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from . import pointwise
 from .functions import divide, is_close, is_close_or_nan, is_nan, power, square_root
-from .reduction import InTurn, Row, run
-from .row import Declined
+from .reduction import InTurn, Row, dims_of, run, split
+from .row import TAKEN, Declined
 
 FAR = tl.constexpr(1 << 62)  # an index past every other
 
@@ -489,17 +489,35 @@ def count_nonzero(self: Tensor, dim: int | None = None) -> Tensor:
     return run(COUNT, self, dim, False)[0]
 
 
+def check_freedom(self: Tensor, dim: Any, correction: Any) -> None:
+    """Leave to aten a correction that it refuses, or warns of: one that leaves no degree of freedom. Where there are no results,
+    aten counts no elements of each."""
+    count = math.prod(split(self.shape, dims_of(dim, self.dim()))[1]) if self.numel() else 0
+    if isinstance(correction, complex) or count - correction <= 0:
+        raise Declined("no degrees of freedom")
+
+
 def moments(row: Row) -> Any:
     def reduce(self: Tensor, dim: Any = None, *, correction: Any = None, keepdim: bool = False) -> Any:
-        made = run(row, self, dim, keepdim, numbers=(1 if correction is None else correction,))
+        correction = 1 if correction is None else correction
+        check_freedom(self, dim, correction)
+        made = run(row, self, dim, keepdim, numbers=(correction,))
         return made if len(made) > 1 else made[0]
 
     return reduce
 
 
+def widens(one: torch.dtype, other: torch.dtype) -> bool:
+    """Whether both are floats, and the other holds what the one does."""
+    floats = one in TAKEN and other in TAKEN and one.is_floating_point and other.is_floating_point
+    return floats and torch.promote_types(one, other) == other
+
+
 def vector_norm(self: Tensor, ord: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
-    if dtype is not None and not (dtype.is_floating_point and self.is_floating_point()):
+    if dtype is not None and not widens(self.dtype, dtype):
         raise Declined("a dtype that is refused")
+    if isinstance(ord, complex) or (ord < 0 and not self.numel()):
+        raise Declined("an order that is refused, or may be of nothing")
     common = dtype or self.dtype
     row = NORM.get(float(ord))
     if row is not None:

@@ -11,6 +11,7 @@ goes to the kernel that was there before, whose exception is then the exception.
 from __future__ import annotations
 
 import difflib
+import functools
 import inspect
 import threading
 import warnings
@@ -33,12 +34,14 @@ from ..runtime.plan import Recorder
 from . import pointwise, table
 from .observed import INSIDE, Calls, calls_of
 from .plans import Function, Run, plan_of, slot, thread
-from .row import Declined
+from .row import Declined, kind_of
 from .signature import Signature, signature_of
 from .table import NUMBERS, name_of, overload_of, tensor_slots
 from .verdicts import Verdicts
 
 STALE = "SafeKernelFunction has been invalidated"  # begins what torch says of a captured kernel whose library is gone
+# Of the tensors that torch makes of Python's numbers
+WIDEST = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}
 SLOTS = (int, float)  # types of numbers that are slots of a plan; a bool is one of two values, and part of a key
 RECENT = 4  # kinds of call that an overload knows by guard
 MOST_OUTCOMES = 512  # keys of an overload
@@ -365,7 +368,10 @@ class Override:
 
     def before(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         """aten's own answer."""
-        args, kernel = self.as_tensors(args), self.kernel
+        for at in self.slots:
+            if at < len(args) and type(args[at]) in NUMBERS:
+                return self.before_numbers(args, kwargs)
+        kernel = self.kernel
         try:
             return kernel.call_boxed(self.keys, *args, **kwargs)
         except RuntimeError as error:
@@ -383,17 +389,38 @@ class Override:
         self.remove()
         self.register()
 
-    def as_tensors(self, args: tuple) -> Sequence[Any]:
-        """A Python number may stand in a tensor's place, which a captured kernel refuses: as a tensor without dimensions that
-        promotes as the number does."""
-        for at in self.slots:
-            if at < len(args) and type(args[at]) in NUMBERS:
-                break
-        else:
-            return args
-        like = next((v for v in args if isinstance(v, Tensor)), None)
+    def before_numbers(self, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """aten's answer to a call with a Python number in a tensor's place, which a captured kernel refuses: the number is a tensor
+        without dimensions. Its dtype counts as much as that of other tensors without dimensions, where a number's counts less: if
+        that tells, these have a dimension of 1 for this call, and its result has none again."""
+        given = list(args)
+        every = {at: args[at] for at in self.slots if at < len(args)}
+        tensors = {at: value for at, value in every.items() if isinstance(value, Tensor)}
+        numbers = [at for at, value in every.items() if type(value) in NUMBERS]
+        beside = [t.dtype for t in tensors.values()]
+        if not beside and len(numbers) > 1:
+            beside = [torch.bool]  # the least of all
         with Run():
-            return [wrapped(v, like) if at in self.slots and type(v) in NUMBERS else v for at, v in enumerate(args)]
+            for at in numbers:
+                given[at] = wrapped(args[at], beside)
+        dtypes = {given[at].dtype for at in numbers}
+        least, lowest = max([rank(t.dtype) for t in tensors.values() if t.dim()], default=-1), min(map(rank, dtypes))
+        lone = {at: t for at, t in tensors.items() if not t.dim() and rank(t.dtype) >= max(lowest, least + 1)}
+        if dtypes.issuperset([t.dtype for t in lone.values()]):
+            return self.before(tuple(given), kwargs)
+        for at, t in lone.items():
+            given[at] = t.unsqueeze(0)
+        out = kwargs.get("out")
+        if least >= 0:  # another tensor has dimensions, which the result has too
+            return self.before(tuple(given), kwargs)
+        if out is None:
+            made = self.before(tuple(given), kwargs)
+            return args[0] if self.writes else made.squeeze(0)
+        if out.dim():  # it is resized
+            self.before(tuple(given), kwargs)
+            return out.resize_(())
+        self.before(tuple(given), {**kwargs, "out": out.unsqueeze(0)})
+        return out
 
 
 class Missing(NamedTuple):
@@ -433,17 +460,20 @@ def holds_tensors(value: Any) -> bool:
     return type(value) is list and any(isinstance(one, Tensor) for one in value)
 
 
-def wrapped(value: Any, like: Tensor | None) -> Tensor:
-    """A number as the tensor that torch's own kernels take for it, beside a tensor: float64 beside floats, else of the dtype that
-    both promote to; alone, of the widest dtype of its kind. A bool is one."""
-    if isinstance(value, bool):
-        return torch.tensor(value)
-    if isinstance(value, float) and (like is None or like.is_floating_point()):
-        return torch.tensor(value, dtype=torch.float64)
-    if like is None:
-        return torch.tensor(value)
-    floating = like.is_floating_point() and not isinstance(value, complex)
-    return torch.tensor(value, dtype=torch.float64 if floating else torch.result_type(like, value))
+def wrapped(value: Any, beside: Sequence[torch.dtype]) -> Tensor:
+    """A number as a tensor without dimensions, beside tensors of these dtypes: of the widest dtype of its kind, which keeps its
+    value, unless that is a kind above all of theirs. Such a number decides the result's dtype, which is by torch's default one."""
+    dtype = torch.uint64 if type(value) is int and value >= 2**63 else WIDEST[type(value)]
+    like = max(beside, key=rank, default=dtype)
+    if rank(like) < rank(dtype) and type(value) in (float, complex):
+        dtype = torch.result_type(torch.empty((), dtype=like, device="cpu"), value)
+    return torch.tensor(value, dtype=dtype, device="cpu")
+
+
+@functools.cache
+def rank(dtype: torch.dtype) -> int:
+    """Of its kind, among kinds of dtypes from the lowest."""
+    return pointwise.KINDS.index(kind_of(dtype))
 
 
 # ---------------------------------------------------------------- which

@@ -40,12 +40,21 @@ def comparison(name: str, function: Any) -> Row:
 
 
 def exact(values: dict[str, Any], name: str = "alpha") -> str | None:
-    """torch refuses a fractional alpha for integers."""
+    """torch refuses a fractional factor for integers."""
     tensors = [v for v in values.values() if isinstance(v, Tensor)]
     if isinstance(values[name], float) and not any(t.is_floating_point() for t in tensors):
         other = values.get("other")
         return None if isinstance(other, float) else "a fractional number for integers"
     return None
+
+
+def factors(values: dict[str, Any]) -> str | None:
+    """torch refuses a bool as alpha, unless the result is one too."""
+    if isinstance(values["alpha"], bool) and not all(
+        isinstance(v, bool) or dtype_of(v) == torch.bool for v in map(values.get, TWO)
+    ):
+        return "a bool as a factor"
+    return exact(values)
 
 
 def no_bools(values: dict[str, Any]) -> str | None:
@@ -55,12 +64,14 @@ def no_bools(values: dict[str, Any]) -> str | None:
         for v in (values["self"], values["other"])
     ):
         return "bool"
-    return exact(values)
+    return factors(values)
 
 
 def whole_exponent(values: dict[str, Any]) -> str | None:
     """torch refuses negative numbers as exponents of integers."""
     base, exponent = values["self"], values["exponent"]
+    if isinstance(base, complex) or isinstance(exponent, complex):
+        return "a complex number"
     kinds = [
         kind_of(v.dtype) if isinstance(v, Tensor) else "float" if isinstance(v, float) else "integer"
         for v in (base, exponent)
@@ -166,6 +177,30 @@ def scaled(values: dict[str, Any]) -> str | None:
     return exact(values, "value")
 
 
+def lerps(values: dict[str, Any]) -> str | None:
+    """torch promotes neither end; a weight without dimensions says nothing beside tensors with some."""
+    one, end, weight = values["self"], values["end"], values["weight"]
+    if dtype_of(one) != dtype_of(end):
+        return "ends of two dtypes, which torch refuses"
+    whole = not one.is_floating_point()  # which the promoted dtype may not be
+    if isinstance(weight, Tensor):
+        other = weight.dtype != one.dtype and (weight.dim() or not one.dim() or whole)
+        return "a weight of another dtype" if other else None
+    return "a fractional weight of integers" if whole and isinstance(weight, float) else None
+
+
+def negative(number: float) -> bool:
+    """Whether a number is not 0 or more: a NaN is one of these."""
+    return not number >= 0
+
+
+def slopes(values: dict[str, Any]) -> str | None:
+    """torch refuses the gradient from a result that may have come from two operands."""
+    if isinstance(values["alpha"], complex):
+        return "a complex number"
+    return "a negative slope" if values["is_result"] and negative(values["alpha"]) else None
+
+
 ROWS = (
     # one operand
     unary("abs", f.absolute, dtypes=NUMERIC),
@@ -191,8 +226,10 @@ ROWS = (
         choose=lambda v: f.flipped if v["self"].dtype == torch.bool else f.bitwise_not),
     Row("gelu", f.gelu, both("gelu"), dtypes=FLOAT, when=known_gelu,
         choose=by_bits(gelu_of(f.gelu, f.gelu_tanh), gelu_of(f.gelu_for_16_bits, f.gelu_tanh_for_16_bits))),
-    Row("elu", f.elu, both("elu"), numbers=(Number("alpha"), Number("scale"), Number("input_scale")), dtypes=FLOAT),
-    Row("softplus", f.softplus, ("softplus",), numbers=(Number("beta"), Number("threshold")), dtypes=FLOAT),
+    Row("elu", f.elu, both("elu"), numbers=(Number("alpha"), Number("scale"), Number("input_scale")), dtypes=FLOAT,
+        cast=("alpha", "scale", "input_scale")),
+    Row("softplus", f.softplus, ("softplus",), numbers=(Number("beta"), Number("threshold")), dtypes=FLOAT,
+        cast=("beta", "threshold")),
     Row("threshold", f.threshold, ("threshold",), numbers=(Number("threshold"), Number("value")), dtypes=NUMERIC,
         cast=("threshold", "value")),
     Row("fill", f.copy, ("fill_.Scalar", "fill_.Tensor"), ("value",), promotes="keep", when=plain_fill, fills=True,
@@ -200,8 +237,8 @@ ROWS = (
     Row("copy", f.copy, ("copy_",), ("src",), promotes="keep", when=copies, fills=True,
         choose=lambda v: cast_by(v["src"], v["self"].dtype), cast=("src",)),
     # two
-    Row("add", f.add, both("add.Tensor"), TWO, (Number("alpha"),), when=exact),
-    Row("sub", f.subtract, both("sub.Tensor"), TWO, (Number("alpha"),), when=no_bools),
+    Row("add", f.add, both("add.Tensor"), TWO, (Number("alpha"),), when=factors, cast=("alpha",)),
+    Row("sub", f.subtract, both("sub.Tensor"), TWO, (Number("alpha"),), when=no_bools, cast=("alpha",)),
     Row("mul", f.multiply, both("mul.Tensor"), TWO),
     Row("div", f.quotient, both("div.Tensor"), TWO, promotes="float"),
     Row("div_mode", f.floored_quotient, both("div.Tensor_mode"), TWO, dtypes=NUMERIC, when=rounds, choose=rounding),
@@ -222,20 +259,22 @@ ROWS = (
     comparison("ge", f.greater_equal),
     Row("pow", f.power, ("pow.Tensor_Tensor", "pow.Tensor_Scalar", "pow.Scalar", "pow_.Tensor", "pow_.Scalar"),
         ("self", "exponent"), dtypes=NUMERIC, when=whole_exponent, choose=power_by, aside=("exponent",),
-        asks={"exponent": known_power}),
+        cast=("exponent",), asks={"exponent": known_power}),
     # three
     Row("where", f.chosen, ("where.self", "where.self_out"), ("condition", "self", "other"), when=conditions),
     Row("clamp", f.between, (*both("clamp"), *both("clamp.Tensor")), ("self", "min", "max"), dtypes=NUMERIC, when=clamps,
-        choose=clamp_by, aside=("min", "max")),
-    Row("clamp_min", f.larger, both("clamp_min"), ("self", "min"), dtypes=NUMERIC, aside=("min",)),
+        choose=clamp_by, aside=("min", "max"), cast=("min", "max")),
+    Row("clamp_min", f.larger, both("clamp_min"), ("self", "min"), dtypes=NUMERIC, aside=("min",), cast=("min",)),
     Row("masked_fill", f.filled, ("masked_fill.Scalar", "masked_fill.Tensor"), ("self", "mask", "value"), promotes="keep",
         when=masks, allocates="contiguous", cast=("value",)),
     Row("masked_fill_", f.filled, ("masked_fill_.Scalar", "masked_fill_.Tensor"), ("self", "mask", "value"), promotes="keep",
         when=masks, cast=("value",)),
-    Row("addcmul", f.add_product, ("addcmul",), ("self", "tensor1", "tensor2"), (Number("value"),), dtypes=NUMERIC, when=scaled),
-    Row("addcdiv", f.add_quotient, ("addcdiv",), ("self", "tensor1", "tensor2"), (Number("value"),), dtypes=FLOAT),
-    Row("lerp", f.lerp, (*both("lerp.Tensor"), *both("lerp.Scalar")), ("self", "end", "weight"), dtypes=FLOAT,
-        aside=("weight",)),
+    Row("addcmul", f.add_product, ("addcmul",), ("self", "tensor1", "tensor2"), (Number("value"),), dtypes=NUMERIC, when=scaled,
+        cast=("value",)),
+    Row("addcdiv", f.add_quotient, ("addcdiv",), ("self", "tensor1", "tensor2"), (Number("value"),), dtypes=FLOAT,
+        cast=("value",)),
+    Row("lerp", f.lerp, (*both("lerp.Tensor"), *both("lerp.Scalar")), ("self", "end", "weight"), dtypes=FLOAT, when=lerps,
+        aside=("weight",), cast=("weight",)),
     # formulas of backward passes
     Row("sigmoid_backward", f.sigmoid_backward, ("sigmoid_backward",), ("grad_output", "output"), dtypes=FLOAT),
     Row("tanh_backward", f.tanh_backward, ("tanh_backward",), ("grad_output", "output"), dtypes=FLOAT),
@@ -245,8 +284,8 @@ ROWS = (
     Row("threshold_backward", f.threshold_backward, ("threshold_backward",), ("grad_output", "self"), (Number("threshold"),),
         dtypes=NUMERIC, cast=("threshold",)),
     Row("elu_backward", f.elu_backward, ("elu_backward",), ("grad_output", "self_or_result"),
-        (Number("alpha"), Number("scale"), Number("input_scale")), dtypes=FLOAT,
-        choose=lambda v: f.elu_backward_of_result if v["is_result"] else f.elu_backward),
+        (Number("alpha"), Number("scale"), Number("input_scale")), dtypes=FLOAT, when=slopes, asks={"alpha": negative},
+        cast=("alpha", "scale", "input_scale"), choose=lambda v: f.elu_backward_of_result if v["is_result"] else f.elu_backward),
     Row("dropout_backward", f.dropout_backward, ("native_dropout_backward",), ("grad_output", "mask"), (Number("scale"),),
         dtypes=FLOAT),
 )  # fmt: skip

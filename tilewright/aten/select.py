@@ -338,9 +338,10 @@ def repeat_interleave(repeats: Tensor, *, output_size: int | None = None) -> Ten
         return own(torch.empty(0, dtype=repeats.dtype, device=repeats.device))
     ends = scan.cumsum(repeats, 0, dtype=torch.int64)
     only_now()
-    if not collecting() and int(repeats.min()) < 0:
-        raise Declined("a negative number of repeats", lasting=False)
-    count = read(ends[n - 1]) if output_size is None else output_size
+    count = read(ends[n - 1])
+    if not collecting() and (int(repeats.min()) < 0 or output_size not in (None, count)):
+        raise Declined("a negative number of repeats, or another size than all", lasting=False)
+    count = count if output_size is None else output_size
     out = own(torch.empty(count, dtype=repeats.dtype, device=repeats.device))
     if count:
         plans.launch(repeated, (out, ends), (count, n, n.bit_length()))

@@ -60,11 +60,14 @@ class KeptCodes:
 
     A weight has changed when its version counter or its memory has. Fused optimisers write past that counter, so codes of a
     weight that learns are made anew for each forward, and none are kept while a gradient waits. `until_cleared` keeps them over
-    the forwards of several micro-batches as well: then, and after writing to `weight.data`, `clear` must be called. Nothing is
-    kept while a CUDA graph is captured: its replays would go on with the codes of the first."""
+    the forwards of several micro-batches as well: then, and after writing to `weight.data`, `clear` must be called. Not `counted`
+    are the writes to weights of someone else's model: adapters merge and averages are taken through `weight.data`. Then every
+    weight is one that learns, and none of their codes are kept but `until_cleared`. Nothing is kept while a CUDA graph is
+    captured: its replays would go on with the codes of the first."""
 
-    def __init__(self) -> None:
+    def __init__(self, counted: bool = True) -> None:
         self.made: dict[str, tuple[tuple, Quantized]] = {}
+        self.counted = counted
         self.until_cleared = False
         self.gathered = False  # for each use, from shards
 
@@ -111,7 +114,7 @@ class KeepsCodes(nn.Module):
         plain = type(self._parameters.get(name)) is nn.Parameter
         if torch.compiler.is_compiling() or self.codes.gathered or not plain:
             return None, None, None
-        learns = learning(self._parameters[name])
+        learns = not self.codes.counted or learning(self._parameters[name])
         if learns and not (hold or self.codes.until_cleared):
             self.codes.made.pop(name, None)  # an optimiser may not show that it wrote
             return None, None, None

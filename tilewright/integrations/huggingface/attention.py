@@ -7,6 +7,7 @@ masks are no tensors [batch, 1, length, keys] but what arguments of `attention` 
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable
 from functools import cache, partial
@@ -27,6 +28,7 @@ NAME = "tilewright"  # of our implementation, in a config
 ATTENDS = "_tilewright_attends"  # where an attention module keeps whom its calls are told
 INTERFACE, EAGER = "ALL_ATTENTION_FUNCTIONS", "eager_attention_forward"  # what such a module's forward calls
 DROPOUT, OTHER_KEYS = "dropout in training", "its mask is for another number of keys"
+LEARNS = "its mask wants a gradient"
 ALL = slice(None)
 LARGEST = 2**20  # elements that a probe draws for one parameter
 # Further arguments by which a layer asks for more than `attention` does
@@ -289,6 +291,8 @@ def beyond(
             return reason
     if mask is not None and mask.shape[-1] != key.shape[2]:
         return OTHER_KEYS
+    if isinstance(mask, Tensor) and mask.requires_grad and torch.is_grad_enabled():
+        return LEARNS
     return DROPOUT if dropout else None
 
 
@@ -297,7 +301,7 @@ def own_code(
 ) -> tuple[Callable, Tensor | None]:
     """The module's own attention, and its mask: SDPA, where that is its implementation and does this, or else eager."""
     own = getattr(getattr(module, "config", None), "_attn_implementation_internal", None)
-    if own != "sdpa" or reason not in (DROPOUT, OTHER_KEYS):
+    if own != "sdpa" or reason not in (DROPOUT, OTHER_KEYS, LEARNS):
         return inspect.unwrap(type(module).forward).__globals__[EAGER], added(mask, like)
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -321,22 +325,41 @@ def added(mask: Mask | Tensor | None, like: Tensor) -> Tensor | None:
 
 @cache
 def viewing(kind: type, own: str | None, name: str) -> type:
-    """A class of configs whose attention implementation is `name` as long as it is `own` in the config itself."""
+    """A class of configs whose attention implementation is `name` as long as it is `own` in the config itself. A copy of such a
+    config is another; what is pickled is a config of the class itself, which is found by its name."""
     before = kind._attn_implementation
 
     def implementation(self: Any) -> str | None:
         now = before.fget(self)
         return name if now == own else now
 
+    def copied(self: Any) -> Any:
+        return sharing(type(self), dict(self.__dict__))
+
+    def deeply_copied(self: Any, memo: dict) -> Any:
+        memo[id(self)] = made = sharing(type(self), {})
+        made.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return made
+
+    def reduced(self: Any, protocol: Any) -> Any:
+        # By a protocol that names the class as an argument: later ones want it to be that of what is pickled
+        return sharing(kind, self.__dict__).__reduce_ex__(1)
+
     view = property(implementation, before.fset)
-    return type(kind.__name__, (kind,), {"_attn_implementation": view, "__module__": kind.__module__})
+    given = {"__copy__": copied, "__deepcopy__": deeply_copied, "__reduce_ex__": reduced, "__module__": kind.__module__}
+    return type(kind.__name__, (kind,), {"_attn_implementation": view, **given})
+
+
+def sharing(kind: type, attributes: dict[str, Any]) -> Any:
+    """An instance whose attributes are these very ones."""
+    made = object.__new__(kind)
+    object.__setattr__(made, "__dict__", attributes)
+    return made
 
 
 def viewed(config: Any, name: str = NAME) -> Any:
     """A config that shares all its attributes with this one: whatever is set in either is set in both."""
-    made = object.__new__(viewing(type(config), config._attn_implementation, name))
-    object.__setattr__(made, "__dict__", config.__dict__)
-    return made
+    return sharing(viewing(type(config), config._attn_implementation, name), config.__dict__)
 
 
 def register() -> None:

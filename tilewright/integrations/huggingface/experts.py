@@ -49,12 +49,12 @@ def weights_of(module: nn.Module, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 @cache
 def keeping(kind: type[nn.Module]) -> type[nn.Module]:
-    """Experts of this class that keep the codes of their weights."""
+    """Experts of this class that can keep the codes of their weights."""
     return type(f"Fp8{kind.__name__}", (KeepsCodes, kind), {})
 
 
 def fed_forward(self: nn.Module, x: Tensor, chosen: Tensor, probs: Tensor) -> Tensor:
-    """By `moe_feed_forward`, in FP8 if the module keeps codes."""
+    """By `moe_feed_forward`, in FP8 if the module can keep codes."""
     wide, gate_up, down = weights_of(self, x)
     # Of the rows of all experts the first product alone: the rest is gathered and gated again in less time than it takes memory
     given: dict[str, Any] = {"keep": "product" if torch.is_grad_enabled() else "input"}
@@ -133,7 +133,8 @@ def experts(name: str, module: nn.Module, fp8: bool) -> Found | Skip | None:
             count(op)
             return way(self, *given, *(named[n] for n in names[len(given) :]))
 
-        kept = [(module, "__class__", keeping(type(module))), (module, "codes", KeptCodes())] if coded else []
+        codes = KeptCodes(counted=False)
+        kept = [(module, "__class__", keeping(type(module))), (module, "codes", codes)] if coded else []
         return [*kept, bound(module, forward)]
 
     return Found(op, changes, less)

@@ -20,7 +20,7 @@ class Fp8Linear(Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         self.count("linear_fp8")
-        return super().forward(x.to(autocast_dtype(x) or x.dtype))  # the weight keeps its dtype, and so its codes
+        return super().forward(x.to(autocast_dtype(x) or x.dtype))  # the weight keeps its dtype
 
 
 def linear(name: str, module: nn.Module) -> Found | Skip | None:
@@ -38,7 +38,7 @@ def linear(name: str, module: nn.Module) -> Found | Skip | None:
     attributes = {"__class__": Fp8Linear, "keep": "input", "main_grad": False}
 
     def changes(count: Count) -> list[tuple[nn.Module, str, Any]]:
-        given = {**attributes, "codes": KeptCodes(), "count": count}
+        given = {**attributes, "codes": KeptCodes(counted=False), "count": count}
         return [(module, attribute, value) for attribute, value in given.items()]
 
     return Found("linear_fp8", changes)

@@ -108,5 +108,5 @@ def activation(function: Any) -> str | None:
     known = NAMES.get(getattr(function, "__name__", type(function).__name__))
     if known is None or (isinstance(function, nn.Module) and next(function.parameters(), None) is not None):
         return None
-    x = torch.linspace(-9, 9, 73)
+    x = torch.linspace(-9, 9, 73, dtype=torch.float32)
     return known if compared(lambda a: ACTIVATIONS[known](a, 1.0), function, EXACT / 5, x) is None else None

@@ -4,6 +4,7 @@ where autograd would have each write a matrix, and then add those."""
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -78,15 +79,25 @@ def projected(x: Tensor, *layers: nn.Module) -> tuple[Tensor, ...]:
 
 
 class Together:
-    """Layers that a module asks for one after the other, for the same input: the first that is asked makes the results of all."""
+    """Layers that a module asks for one after the other, for the same input: the first that is asked makes the results of all.
+    Each thread has its own, and one that has not begun calls the layer itself."""
 
     def __init__(self, layers: dict[str, nn.Module]) -> None:
-        self.layers, self.x, self.made = layers, None, {}
+        self.layers, self.users, self.own = layers, 0, threading.local()
+
+    def begin(self) -> None:
+        self.own.__dict__.update(x=None, made={})
 
     def ask(self, name: str, x: Tensor) -> Tensor:
-        if x is not self.x:
-            self.x, self.made = x, dict(zip(self.layers, projected(x, *self.layers.values())))
-        return self.made[name]
+        own = self.own.__dict__
+        if not own:
+            return self.layers[name](x)
+        if x is not own["x"]:
+            own.update(x=x, made=dict(zip(self.layers, projected(x, *self.layers.values()))))
+        return own["made"][name]
+
+    def end(self) -> None:
+        self.own.__dict__.clear()
 
 
 class Member:
@@ -102,17 +113,32 @@ class Member:
         return getattr(self.together.layers[self.name], name)
 
 
+JOINING = threading.Lock()  # of what stands in modules for their layers
+
+
 @contextlib.contextmanager
 def joined(module: nn.Module, names: tuple[str, ...]) -> Iterator[None]:
-    """While it lasts, these layers of a module are made together, where its own code asks for one at a time."""
+    """While it lasts, these layers of a module are made together, where its own code asks for one at a time. Threads that train
+    one module share what stands for its layers, until the last of them leaves."""
     layers = {name: module._modules.get(name) for name in names}
-    if None in layers.values() or torch.compiler.is_compiling() or not all(map(plain_linear, layers.values())):
+    # Without gradients nothing is gained, and threads that only read the model find it as it is
+    wanted = torch.is_grad_enabled() and not torch.compiler.is_compiling()
+    if not wanted or None in layers.values() or not all(map(plain_linear, layers.values())):
         yield
         return
-    together = Together(layers)
-    module.__dict__ |= {name: Member(name, together) for name in names}
+    with JOINING:
+        standing = module.__dict__.get(names[0])
+        together = standing.together if isinstance(standing, Member) else Together(layers)
+        together.users += 1
+        if together is not getattr(standing, "together", None):
+            module.__dict__ |= {name: Member(name, together) for name in names}
+    together.begin()
     try:
         yield
     finally:
-        for name in names:
-            del module.__dict__[name]
+        together.end()
+        with JOINING:
+            together.users -= 1
+            if not together.users:
+                for name in names:
+                    module.__dict__.pop(name, None)

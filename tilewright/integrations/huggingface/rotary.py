@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
 from types import FunctionType
 from typing import Any, NamedTuple
 
@@ -18,6 +20,8 @@ ROTARY = "apply_rotary_pos_emb"  # and names that begin so
 ARGUMENTS = ("q", "k", "cos", "sin")
 MORE = (("unsqueeze_dim",), ("position_ids", "unsqueeze_dim"))
 LAYOUTS = {1: "bhsd", 2: "bshd"}  # by where the heads are
+EMBEDDING = "RotaryEmbedding"  # in the names of classes that make cosines and sines of positions
+AXES = ((), (2,), (3,), (4,))  # a token has one position, or one on each of these many: time, height, width
 
 
 class Rotation(NamedTuple):
@@ -87,6 +91,40 @@ def same_rotation(function: Callable, kind: Rotation, device: torch.device) -> s
     return None
 
 
+def tables_of(module: nn.Module, scope: dict[str, Any]) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Cosines and sines of random positions as each class of rotary embeddings in the file of an attention makes them for its
+    config, and the name of the class. What cannot be made so, or not of such positions, is left out."""
+    draw, config = Source(torch.device("cpu")), getattr(module, "config", None)
+    layers = sorted({*(getattr(config, "layer_types", None) or ())})
+    for kind in [*scope.values()]:
+        if not (isinstance(kind, type) and issubclass(kind, nn.Module) and EMBEDDING in kind.__name__):
+            continue
+        typed = "layer_type" in inspect.signature(kind.forward).parameters  # which have tables for each type of layer
+        for axes, more in itertools.product(AXES, [{"layer_type": t} for t in layers] if typed else [{}]):
+            try:
+                with draw.device, torch.no_grad():
+                    made = kind(copy.deepcopy(config))(
+                        draw.tensor(2, 5, 8), draw.integers(*axes, 2, 5, high=64), **more
+                    )
+            except Exception:
+                continue
+            # One that knows no axes may have made tables for each
+            if isinstance(made, tuple) and len(made) == 2 and all(isinstance(t, Tensor) and t.dim() == 3 for t in made):
+                yield kind.__name__, *made
+
+
+def same_tables(function: Callable, kind: Rotation, module: nn.Module, scope: dict[str, Any]) -> str | None:
+    """Why a function that is this rotation of tables which have each angle twice is not with those that it is given, or None.
+    Embeddings of positions on several axes may take the two from different axes."""
+    for name, cos, sin in tables_of(module, scope):
+        draw, width = Source(cos.device), 2 * (cos.shape[-1] // kind.times)
+        given = draw.tensor(2, 2, 5, width), draw.tensor(2, 1, 5, width), cos, sin
+        words = compared(rotating(function, kind, ignore), function, EXACT, *given)
+        if words is not None and not words.startswith(UNRUN):
+            return f"rotates otherwise by tables of {name}: {words}"
+    return None
+
+
 def rotation_of(name: str, function: Callable, device: torch.device) -> Rotation | str:
     """Which of `ROTATIONS` a function is, or why none."""
     taken = inspect.signature(function).parameters
@@ -109,9 +147,12 @@ def rotary(name: str, module: nn.Module) -> Found | Skip | None:
         return Skip("its forward is decorated")
     originals = {n: plain.__globals__[n] for n in called}
     rotations = {n: rotation_of(n, original, device_of(module)) for n, original in originals.items()}
-    for rotation in rotations.values():
+    for n, rotation in rotations.items():
         if isinstance(rotation, str):
             return Skip(rotation)
+        words = same_tables(originals[n], rotation, module, plain.__globals__)
+        if words is not None:
+            return Skip(f"{n} {words}")
 
     def changes(count: Count) -> list[tuple[nn.Module, str, Any]]:
         ours = {n: rotating(original, rotations[n], count) for n, original in originals.items()}

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .causal_loss import head_forward
+from .causal_loss import head_forward, heard
 from .logit_curve import HEAD, Curve, curve_of
 from .report import PatchReport, Replaced, Skipped, changed
 from .roles import Count
@@ -70,6 +70,9 @@ def token_forward(below: Callable, curve: Curve, count: Count, precision: torch.
             asked = {"labels": labels, "shift_labels": shift_labels, "num_items_in_batch": num_items_in_batch}
             return below(*given, **{k: v for k, v in asked.items() if v is not None}, **named)
         head = self._modules[HEAD]
+        if heard(head):  # what it returns would be losses
+            asked = {"labels": labels, "shift_labels": shift_labels, "num_items_in_batch": num_items_in_batch}
+            return below(*given, fused_lm_head=True, **asked, **named)
         config, device = self.config.get_text_config(), head.weight.device
         if getattr(config, "output_router_logits", False):
             named.setdefault("output_router_logits", True)
