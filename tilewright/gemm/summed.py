@@ -15,10 +15,8 @@ def product(a: Tensor, b: Tensor, out: Tensor, add: bool = False) -> None:
     if a.is_meta:
         return
     if not a.is_cuda or torch.version.hip:  # there torch has no fp32 result of low-precision factors
-        left, right = upcast(a).contiguous(), upcast(b).contiguous()
-        made = torch.mm(
-            left, right, out=left.new_empty(left.shape[0], right.shape[1])
-        )  # autocast leaves calls with `out` alone
+        with torch.autocast(a.device.type, enabled=False):
+            made = upcast(a).contiguous() @ upcast(b).contiguous()
         out.add_(made) if add else out.copy_(made)
     elif out.dtype == torch.float32 == a.dtype:
         torch.addmm(out, a, b, out=out) if add else torch.mm(a, b, out=out)

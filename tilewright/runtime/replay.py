@@ -294,7 +294,7 @@ def _allocator(recorder: Recorded, place: Place, fill: Any) -> Callable[[], Tens
         return None
     device = recorder.slots[place.slot].device
     shape, stride, dtype = tuple(place.shape), place.stride, place.dtype
-    if fill is not None and stride != torch.empty(shape, device="meta").stride():
+    if fill is not None and not recorder.slots[place.slot].is_contiguous():
         return lambda: torch.empty_strided(shape, stride, dtype=dtype, device=device).fill_(fill)
     if fill == 0:
         return lambda: torch.zeros(shape, dtype=dtype, device=device)
