@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 
 import pytest
 import torch
 
 import tilewright as tw
+from tilewright.check.oracle import same_bits
+from tilewright.gemm import library
 from tilewright.gemm.matmul import matmul
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -103,3 +106,28 @@ def test_gradients_are_those_of_what_was_activated():
         matmul(a, b, bias=bias, act="gelu_erf", c=c, beta=2.0, out_dtype="float32").backward(dy)
     for got, exact in ((bias.grad, slope.sum(0)), (c.grad, 2.0 * slope)):
         assert (got.double() - exact).norm() / exact.norm() < 1e-6
+
+
+def test_threads_leave_cublas_s_setting_as_it_was():
+    """The last that leaves restores it, whichever came first."""
+    settings, name = torch.backends.cuda.matmul, library.Whole.NAMES[0]
+    before = getattr(settings, name)
+    one, other = contextlib.ExitStack(), contextlib.ExitStack()
+    for stack in (one, other):
+        stack.enter_context(library.whole_sums)
+    one.close()
+    assert not getattr(settings, name)
+    other.close()
+    assert getattr(settings, name) == before
+
+
+@pytest.mark.parametrize("how", ["reference", "triton"])
+def test_autocast_lowers_nothing(how):
+    source = torch.Generator().manual_seed(0)
+    x, weight = torch.randn(4, 64, generator=source), torch.randn(32, 32, generator=source)
+    calls = {"matmul": lambda: tw.matmul(x[:, :32], weight), "glu_linear": lambda: tw.glu_linear(x, weight)}
+    for name, call in calls.items():
+        with tw.force(how):
+            wanted = call()
+            with torch.autocast("cpu", torch.bfloat16):
+                same_bits(name, call(), wanted)
