@@ -217,11 +217,11 @@ FORMS |= {
 }  # fmt: skip
 
 
-def needed(name: str, args: list, kwargs: dict) -> list[Variant]:
+def needed(name: str, args: list, kwargs: dict, chip: str = "sm_90") -> list[Variant]:
     """What a call of an overload compiles."""
-    with pretend(TARGETS["sm_90"]), collect() as wanted:
+    with pretend(TARGETS[chip]), collect() as wanted:
         table.FORMS[name](*args, **kwargs)
-    return [variant(one) for one in wanted]
+    return [variant(one, chip) for one in wanted]
 
 
 def everything() -> dict[str, Variant]:
@@ -262,6 +262,27 @@ def test_every_kernel_is_there():
         # attention
         "attention_forward",
     }  # fmt: skip
+
+
+ENGINES = {
+    "add.Tensor": (made((64, 96), BF16), made((64, 96), BF16)),
+    "sum.dim_IntList": (made((256, 512), BF16), [1]),
+    "cumsum": (made((64, 512), BF16), 1),
+    "constant_pad_nd": (made((64, 64), BF16), [1, 1]),
+    "_softmax": (made((512, 1024), BF16), 1, False),
+    "index_select": (made((512, 1024), BF16), 0, made((128,), I64)),
+    "topk": (made((8, 1024), BF16), 8),
+    "uniform_": (made((64,)),),
+    "avg_pool2d": (made((2, 8, 16, 16), BF16), [2, 2]),
+    "addmm": (made((64,), BF16), made((64, 64), BF16), made((64, 64), BF16)),
+}
+
+
+@pytest.mark.parametrize("chip", sorted(TARGETS.keys() - {"sm_90"}))
+@pytest.mark.parametrize("name", ENGINES)
+def test_an_overload_of_every_engine_compiles_for_other_chips(name, chip):
+    for one in needed(name, [*ENGINES[name]], {}, chip):
+        assert one.compile().shared_is_there, one.name
 
 
 DIVISIONS = re.compile(r"(?:div|rem)\.[su]64")

@@ -57,17 +57,19 @@ def index_tile(I, outer, row, col, inside_r, inside_c, stride_r, stride_c, n, SA
 def poison(P):
     """What stands for an element that is not there: no index is the lowest integer, so it goes on being poison."""
     if P.dtype.element_ty.is_floating():
-        return float("nan")
+        lowest: tl.constexpr = float("nan")
     elif P.dtype.element_ty == tl.int64:
-        return -0x8000000000000000
+        lowest: tl.constexpr = -0x8000000000000000
     elif P.dtype.element_ty == tl.int32:
-        return -0x80000000
+        lowest: tl.constexpr = -0x80000000
     elif P.dtype.element_ty == tl.int16:
-        return -0x8000
+        lowest: tl.constexpr = -0x8000
     elif P.dtype.element_ty == tl.int8:
-        return -0x80
+        lowest: tl.constexpr = -0x80
     else:
-        return 0
+        lowest: tl.constexpr = 0
+    # No constant: newer versions of Triton compare those that a function returns, and a NaN is not even itself
+    return tl.full((), lowest, P.dtype.element_ty)
 
 
 MOVED = (

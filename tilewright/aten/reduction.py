@@ -99,8 +99,10 @@ class Row:
         return self.states == 2
 
 
-class How(NamedTuple):
-    """What a kernel is compiled for."""
+@dataclass(frozen=True)
+class How:
+    """What a kernel is compiled for. No tuple: newer versions of Triton make one of constants of it, and `tl.reduce` does not take
+    a constant for a function."""
 
     MAP: Any
     COMBINE: Any
@@ -117,7 +119,7 @@ class How(NamedTuple):
 
     @property
     def cache_key(self) -> str:
-        return text_of(self)
+        return text_of(tuple(vars(self).values()))
 
 
 # ---- kernels ---------------------------------------------------------------------------------------------------------

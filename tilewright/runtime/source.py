@@ -7,6 +7,7 @@ import hashlib
 import inspect
 import types
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import is_dataclass
 from functools import cache
 from typing import Any
 
@@ -43,6 +44,8 @@ def described(wanted: Wanted) -> Iterator[str]:
 def constant(value: Any) -> str:
     if isinstance(value, JITFunction) or callable(value):
         return "\n".join(sources(value))
+    if is_dataclass(value):
+        value = tuple(vars(value).values())
     if isinstance(value, tuple) and any(isinstance(one, JITFunction) for one in value):
         return "\n".join(map(constant, value))
     return repr(value)

@@ -145,7 +145,6 @@ def multiply_tiles(
     a_ring, b_ring, full, empty = ring
     SA, SB, stride_sae, stride_sam, stride_sak, stride_sbe, stride_sbn, stride_sbk = scales
     COLUMNS: gl.constexpr = b_ring.shape[2]
-    PIECES: gl.constexpr = ROWS // a_ring.shape[2]
     CHUNK: gl.constexpr = line.shape[0]
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, ROWS, 32])
     LINES: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [4, 1], [1, 0])
@@ -174,7 +173,7 @@ def multiply_tiles(
                 scale = load_scales(sap, sbp, chunk + CHUNK + step, end, r, rows, stride_sam, stride_sak, stride_sbk)
             for k in range(chunk, gl.minimum(chunk + CHUNK, end)):
                 mbarrier.wait(full.index(stage), phase)
-                a = reinterpret(a_ring.index(PIECES * stage), a_ring.dtype, [ROWS, 128], CODES)
+                a = reinterpret(a_ring, a_ring.dtype, [STAGES, ROWS, 128], CODES).index(stage)  # of all its pieces
                 b = reinterpret(b_ring.index(stage), b_ring.dtype, [COLUMNS, 128], CODES)
                 part = warpgroup_mma(b, a.permute((1, 0)), part, use_acc=False, is_async=True)
                 if BLOCKS:
