@@ -88,7 +88,7 @@ def test_backward(columns, block, pieces, rows, slots, monkeypatch):
             close(part.sum(0), wanted[1])
 
 
-@pytest.mark.parametrize("columns", [8208, 12288, 16384, 20000, 32768, 36864])
+@pytest.mark.parametrize("columns", [16400, 17408, 20000, 24576, 32768, 36864])
 @pytest.mark.parametrize("weight", [None, LOW, WIDE])
 def test_what_is_taken_has_room(columns, weight):
     """Every column in a piece, shared memory that is there, no more pieces than registers hold; and who takes a call says so."""
@@ -105,6 +105,6 @@ def test_what_is_taken_has_room(columns, weight):
 
 
 def test_other_widths_are_left_to_the_others():
-    for columns in (4096, 8192, 8200, 20001, 65536):
+    for columns in (4096, 8192, 8200, 12288, 16384, 20001, 65536):
         x = torch.empty(64, columns, dtype=LOW, device="meta")
         assert shared.backward_shape(HOPPER, x, None) is None and shared.forward_shape(HOPPER, x, None) is None
