@@ -16,11 +16,13 @@ import pytest
 import torch
 
 import tilewright as tw
+from tests.aten.declined import declined
 from tilewright.aten import observed, router, signature, table, verdicts
 from tilewright.aten.observed import Calls
 from tilewright.aten.row import Declined
 from tilewright.aten.signature import Signature, signature_of
 from tilewright.aten.verdicts import Place, Verdicts
+from tilewright.core.tensor import name_of
 
 HERE = Place.here()
 GPU = HERE.gpu
@@ -144,7 +146,8 @@ def test_what_is_closed_is_so_in_every_kind():
     assert verdict(*integers) == "closed" and verdict(integers[0]) == "sized"
     assert verdict(whole(wins)[1:]) == "sized"  # nor is the smallest size
     assert verdict(both(wins), both(loses, layout="1 turned")) == "sized"
-    assert verdict(whole(wins), [cell(least=0.9, source="another call")]) == "sized"
+    before = [{**row, "torch": "1.0.0"} for row in whole(wins)]
+    assert verdict(before) == "closed" and verdict(before, [cell(least=0.9, torch="1.1.0")]) == "sized"
     assert Verdicts(HERE, whole(wins)).verdict("exp") == "never"
 
 
@@ -160,6 +163,18 @@ def test_what_is_closed_is_so_in_every_kind():
 def test_what_is_closed_was_measured_of_contiguous_operands_and_of_slow_ones(layouts, verdict):
     rows = [row for layout in layouts for row in both([2.0] * 3, layout=layout)]
     assert Verdicts(HERE, rows).verdict("neg") == verdict
+
+
+def test_what_is_closed_was_measured_in_the_floats_that_it_takes():
+    """An overload that takes one of them alone is not asked for the other."""
+    for name in table.FORMS:
+        takes = {name_of(dtype) for dtype in (torch.bfloat16, torch.float32)} - set(map(name_of, declined(name)))
+        assert not takes or takes == verdicts.ONLY.get(name, verdicts.FLOATS), name
+    rows = [cells([2.0] * 3, "neg", dtype="bfloat16", layout=layout) for layout in ("3 flat", "3 turned")]
+    assert Verdicts(HERE, [*rows[0], *rows[1]]).verdict("neg") == "sized"
+    own = [{**row, "overload": "_flash_attention_forward"} for lines in rows for row in lines]
+    assert Verdicts(HERE, own).verdict("_flash_attention_forward") == "closed"
+    assert Verdicts(HERE, own[:3]).verdict("_flash_attention_forward") == "sized"  # nothing of slow operands
 
 
 def test_either_way_of_calling_counts():
@@ -180,6 +195,29 @@ def test_rows_of_another_place_do_not_count():
         Verdicts(HERE, [*far[1:], {**near[0], "bytes": 4 * MB}]).verdict("neg") == "sized"
     )  # it is a loss, not absent
     assert Verdicts(HERE, both([2.0] * 3)).foreign("neg") is None
+
+
+def test_rows_of_this_release_replace_those_of_another(rows):
+    """Of a kind of call and a size, whichever come first, and of what falling back costs; the table keeps both."""
+    before = {"torch": "1.0.0", "source": "1"}
+    foreign = [{**row, **before} for row in whole([1.29] * 3)]
+    own = whole([2.0] * 3)
+    for lines in ([*foreign, *own], [*own, *foreign]):
+        rows(*lines, {**fallback(9.0), "torch": "1.0.0"}, fallback(2.0))
+        found = Verdicts.here()
+        assert found.verdict("neg") == "closed" and found.foreign("neg") is None and found.fallback_us == 2.0
+        assert len(verdicts.table(HERE.arch)) == len(lines) + 2
+        there = Verdicts(HERE._replace(torch="1.0"), verdicts.table(HERE.arch))
+        assert there.rules["neg"]["float32", "1 flat"].gains[0][1] == pytest.approx(2.9) and there.fallback_us == 9.0
+    found = Verdicts(HERE, [*foreign, *own[1:]])  # one size is not measured anew
+    assert found.verdict("neg") == "sized" and "torch 1.0" in found.foreign("neg")
+
+
+def test_a_row_of_another_release_that_stays_is_noticed(rows, monkeypatch):
+    own = verdicts.subject
+    monkeypatch.setattr(verdicts, "subject", lambda row: (*own(row), row["torch"]))
+    with pytest.raises(AssertionError):
+        test_rows_of_this_release_replace_those_of_another(rows)
 
 
 def test_a_gain_is_that_of_the_next_smaller_size():
@@ -213,7 +251,7 @@ def test_rows_of_the_user_replace_shipped_ones(rows, tmp_path):
     (tmp_path / "own" / "tilewright").mkdir(parents=True)
     mine = tmp_path / "own" / "tilewright" / verdicts.path_of(HERE.arch).name
     rows(cell(), cell(nbytes=4 * MB))
-    mine.write_text(verdicts.text_of([cell(least=0.5)]))
+    mine.write_text(verdicts.text_of([cell(least=0.5, source="other kernels")]))
     assert [row["eager"]["least"] for row in verdicts.table(HERE.arch)] == [2.0, 0.5]
     mine.chmod(0o666)
     verdicts.table.cache_clear()
@@ -231,7 +269,8 @@ def test_without_rows_nothing_is_replaced_and_it_says_so(rows):
     with pytest.warns(UserWarning, match=said) as found, tw.aten.use("auto"):
         assert tw.aten.report() == {}
     assert found[0].filename == __file__
-    assert Verdicts(Place("sm_80", "G"), []).silence([]).startswith("nothing is measured on G: `tilewright bench")
+    how = "nothing is measured on G: `tilewright bench aten --record` measures it, which takes minutes"
+    assert Verdicts(Place("sm_80", "G"), []).silence([]) == how
     rows(*both([0.5, 2.0, 2.0]), *whole([2.0] * 3, "exp"))
     for given, count, why in (
         ({"include": "neg"}, 1, "is closed: see `tw.aten.observe`. Mode 'all' replaces whatever can be"),
@@ -476,6 +515,11 @@ def test_a_file_that_is_none(text, said, tmp_path):
     path.write_text(text)
     with pytest.raises(ValueError, match=said):
         tw.aten.enable("auto", observed=path)
+
+
+def test_a_folder_is_no_file_of_calls(tmp_path):
+    with pytest.raises(ValueError, match="is a folder, and no file of calls"):
+        tw.aten.enable("auto", observed=tmp_path)
 
 
 def test_what_observed_may_be(rows):

@@ -4,6 +4,7 @@ how rivals are called. That they are ours is for the interpreter's test of the s
 from __future__ import annotations
 
 import contextlib
+import csv
 import importlib.util
 import math
 import sys
@@ -92,21 +93,8 @@ def test_sizes_are_those_of_the_largest_operand(family, least, most):
         assert least <= largest <= most, case.name
 
 
-# The calls that stand for the cases of the goal "over the 40 cases of aten_wins.tsv", by the names that those have there
-WINS = {
-    "cumsum_outer": "cumsum_first", "cumsum_inner": "cumsum_last", "nll_loss_rows": "nll_loss", "cummax": "cummax_last",
-    "softmax_outer": "softmax_first", "log_softmax_outer": "log_softmax_first", "softmax_outer_bwd": "softmax_first_back",
-    "softmax_long": "softmax_last", "layer_norm_bwd": "layer_norm_back", "layer_norm_fwd": "layer_norm",
-    "group_norm_fwd": "group_norm", "group_norm_bwd": "group_norm_back", "group_norm_channels_last": "group_norm_last",
-    "batch_norm_train": "batch_norm", "weight_norm": "weight_norm", "weight_norm_bwd": "weight_norm_back",
-    "transpose_copy_1b": "transpose", "transpose_copy_2b": "transpose", "add_transposed": "add_transposed",
-    "embedding_bwd": "embedding_backward", "index_put_accumulate": "index_put", "index_add_hot": "index_add",
-    "scatter_add_hot": "scatter_add", "isin_many": "isin", "topk_small_k": "topk_last", "topk_outer": "topk_first",
-    "topk_1d": "topk_all", "masked_select": "masked_select", "count_nonzero": "count_nonzero", "avg_pool_bwd": "avg_pool_back",
-    "cat_small_inner": "cat", "addmv_fp32": "addmv", "masked_fill": "masked_fill", "value_on_device": "masked_fill_value_",
-    "isclose": "isclose", "isfinite": "isfinite", "allclose": "allclose", "mse_loss": "mse_loss", "pad": "pad",
-    "patch": "slice_scatter",
-}  # fmt: skip
+# The cases that the goal "over the 40 cases of aten_wins.tsv" is about, and the case here that stands for each
+WINS = list(csv.DictReader((cases.GOALS_FILE.parent / "aten_wins.tsv").open(newline=""), delimiter="\t"))
 # Of the overloads of aten_wins.tsv, those that FlagGems has
 BESIDE_FLAGGEMS = {
     "cumsum", "nll_loss_forward", "nll_loss2d_forward", "cummax", "cummin", "_softmax", "_log_softmax",
@@ -119,9 +107,20 @@ BESIDE_FLAGGEMS = {
 }  # fmt: skip
 
 
+def operator_of(overload: str) -> str:
+    """In place or not."""
+    return overload.partition(".")[0].strip("_")
+
+
 def test_goals_over_the_cases_where_aten_is_slow_are_of_all_of_them():
     made = [case for case in EVERY if case.family == "aten_auto_gain"]
-    assert len(WINS) == 40 and set(WINS.values()) <= {case.call for case in made}
+    standing = {row["bench case"] for row in WINS}
+    assert len({row["case"] for row in WINS}) == len(standing) == 40 and standing <= {case.name for case in made}
+    for row in WINS:
+        kinds = replaced.kinds_of(cases.CASES[row["bench case"]], TARGETS["sm_90"])
+        reached, said = [kind.overload for kind in kinds], row["overloads"].split(", ")
+        assert set(map(operator_of, reached)) & set(map(operator_of, said)), row["case"]
+        assert row["expected vs:aten"] == "no sync" or float(row["expected vs:aten"]) > 1.0, row["case"]
     assert {case.dtype for case in made if case.call == "transpose"} == {"bfloat16", "uint8"}
     assert [case.dtype for case in made if case.call == "addmv"] == ["float32"]
     beside = [case for case in EVERY if case.family == "aten_flaggems_256mb"]
@@ -365,7 +364,9 @@ def test_a_rival_that_rounds_after_each_addition_is_timed(dtype, factor, timed, 
 
 def test_some_cases_are_timed_beside_torch_compile():
     beside = {case.family for case in EVERY if "compile" in case.beside}
-    assert beside == {"aten_pointwise_flat", "aten_sum", "aten_softmax_inner", "aten_softmax_outer"}
+    sizes = {"aten_all_4kb", "aten_all_4mb", "aten_all_256mb"}
+    assert beside == {"aten_pointwise_flat", "aten_sum", "aten_softmax_inner", "aten_softmax_outer", *sizes}
+    assert all({"compile", "flaggems"} <= {*case.beside} for case in EVERY if case.family in sizes)
     large = max(math.prod(case.dims.values()) for case in EVERY if "compile" in case.beside)
     assert large <= 1 << 27  # 256 MB of bf16: what is larger would take seconds
 

@@ -232,6 +232,21 @@ def test_a_row_without_the_rival_of_its_goal_is_measured_again(monkeypatch):
         assert commands.fresh_here(case.name, [{**here, "rivals": rivals, "age": age}]) == fresh
 
 
+def test_a_row_without_what_is_always_timed_beside_it_is_measured_again(monkeypatch):
+    """Unless it says why that was absent; of a model, variants of its own are among its steps."""
+    case = next(case for case in cases.CASES.values() if case.beside == ["compile"] and case.metric == "fraction")
+    model = next(case for case in cases.CASES.values() if case.direction == "train" and case.beside)
+    monkeypatch.setattr(evidence, "freshness", lambda row: "fresh")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    here = {"gpu": "a GPU", "triton": triton.__version__}
+    for row, fresh in (({"compile": 0.7}, True), ({"eager": 0.7}, False)):
+        assert commands.fresh_here(case.name, [{**here, "case": case.name, "rivals": row}]) == fresh
+    assert commands.fresh_here(case.name, [{**here, "case": case.name, "rivals": {}, "absent": {"compile": "gone"}}])
+    whole = {"case": model.name, "rivals": {"liger": 2.0}, "steps": dict.fromkeys(model.beside, {})}
+    assert commands.fresh_here(model.name, [{**here, **whole}])
+
+
 def test_a_rival_that_is_chosen_at_import_has_a_worker_of_its_own(fake, monkeypatch):
     """One for all cases, with its environment; it is asked after the case, and never where the case failed."""
     monkeypatch.setattr(run.rivals, "missing", lambda name: None)

@@ -51,22 +51,19 @@ def one(call: str, size: str) -> cases.Case:
 # ---- cases -----------------------------------------------------------------------------------------------------------
 
 
-SIXTEEN_BITS = {"_flash_attention_forward"}  # overloads that aten has in no other floats
-
-
 def test_every_case_is_of_one_overload_in_two_dtypes_and_three_sizes():
     kinds = [choices.reached(case, TARGET) for case in EVERY]
-    assert None not in kinds
+    assert None not in kinds and len(set(kinds)) == len(kinds)  # of which the table has one row
     sizes: dict[tuple[str, ...], set[int]] = {}
     for kind in kinds:
         sizes.setdefault(kind[:3], set()).add(kind.bytes)
     for kind, found in sizes.items():
         assert len(found) == verdicts.SIZES and min(found) <= verdicts.SMALL < max(found), kind
     dtypes = {word for dtype in {kind[1] for kind in sizes} for word in dtype.split("+")}
-    assert dtypes == {"bfloat16", "float32", "int64", "bool"}
+    assert dtypes == {"bfloat16", "float32", "int64", "bool", "uint8"}
     for overload in {kind[0] for kind in sizes} - {"isin.Tensor_Tensor"}:
         own = {dtype.partition("+")[0] for name, dtype, _ in sizes if name == overload}
-        assert own == ({"bfloat16"} if overload in SIXTEEN_BITS else verdicts.FLOATS), overload
+        assert own - {"uint8"} == verdicts.ONLY.get(overload, verdicts.FLOATS), overload
 
 
 def test_every_overload_where_aten_is_slow_has_a_choice():
@@ -84,10 +81,18 @@ def test_every_overload_where_aten_is_slow_has_a_choice():
     }  # fmt: skip
 
 
+def test_every_kind_of_call_that_mode_auto_is_to_gain_by_has_a_choice():
+    """Without rows of it a call is aten's, unless its overload is closed."""
+    measured = {choices.kind_of(case.name, TARGET)[:3] for case in EVERY}
+    for case in cases.select(["aten_auto_gain"]):
+        assert {kind[:3] for kind in replaced.kinds_of(case, TARGET)} <= measured, case.name
+
+
 @pytest.mark.parametrize(
     "overload",
     ["constant_pad_nd", "isclose", "isfinite", "isin.Tensor_Tensor", "isinf", "masked_fill.Scalar", "masked_fill.Tensor",
-     "slice_scatter", "_softmax", "_log_softmax", "_softmax_backward_data", "topk", "cumsum", "add.Tensor", "clone"],
+     "slice_scatter", "_softmax", "_log_softmax", "_softmax_backward_data", "topk", "cumsum", "add.Tensor", "clone",
+     "_flash_attention_forward"],
 )  # fmt: skip
 def test_there_are_cases_enough_to_close_an_overload(overload):
     """Of contiguous operands and of slow ones: where every one of them wins, that is the verdict."""
@@ -352,6 +357,34 @@ def test_what_a_user_measures_is_kept_beside_earlier_rows(tmp_path):
     assert path.stat().st_mode & 0o077 == 0 and choices.keep([], where=tmp_path) == []
 
 
+def test_what_a_user_measures_anew_replaces_what_was_measured_of_other_kernels(tmp_path):
+    case = one("isinf", "16x128")
+    before = recorded(case, {"eager": RUNS, "graph": RUNS}, source="before")
+    other = recorded(case, {"eager": RUNS}, torch="2.12.0")
+    (path,) = choices.keep([before], where=tmp_path)
+    choices.keep([other], where=tmp_path)
+    slower = [[own, own / 2] for own, _ in RUNS]
+    assert choices.keep([recorded(case, {"eager": slower, "graph": RUNS})], where=tmp_path) == [path]
+    found = {row["torch"]: row["eager"]["least"] for row in verdicts.read(path)}
+    assert found == {"2.11.0+cu130": pytest.approx(0.5), "2.12.0": pytest.approx(1.99, abs=0.01)}
+    assert len(verdicts.read(path)) == 2
+
+
+def test_an_old_row_that_stays_in_a_users_table_is_noticed(tmp_path, monkeypatch):
+    own = verdicts.key_of
+    monkeypatch.setattr(verdicts, "key_of", lambda row: (*own(row), row.get("source")))
+    with pytest.raises(AssertionError):
+        test_what_a_user_measures_anew_replaces_what_was_measured_of_other_kernels(tmp_path)
+
+
+def test_what_is_stale_leaves_a_users_table(tmp_path):
+    stale = recorded(one("isinf", "16x128"), {"eager": RUNS, "graph": RUNS}, source="before")
+    fresh = recorded(one("isinf", "8x128"), {"eager": RUNS, "graph": RUNS})
+    (path,) = choices.keep([stale, fresh], where=tmp_path)
+    choices.keep([stale, fresh], evidence.stale_keys([stale, fresh]), tmp_path)
+    assert [row["dtype"] for row in verdicts.read(path)] == ["float32"]
+
+
 # ---- explained -------------------------------------------------------------------------------------------------------
 
 
@@ -455,6 +488,46 @@ def test_what_is_recorded_is_where_calls_look_for_it(checkout, tmp_path, monkeyp
     assert done.exit_code == 0 and "written" not in done.stderr and list((tmp_path / "other").glob("*.jsonl"))
 
 
+def test_what_mode_auto_does_is_measured_by_the_table_of_the_same_run(tmp_path, monkeypatch):
+    """By workers that begin once it is written. Without a choice among the cases, there is one for them all."""
+    (tmp_path / "README.md").touch()
+    ready = {
+        **recorded(one("isinf", "16x128"), {"eager": RUNS, "graph": RUNS}),
+        "status": "ok",
+        "wall_s": 1.0,
+        "measured": 2.0,
+    }
+    path, workers = tmp_path / "aten_sm_90.jsonl", []
+
+    def supervise(names, *_, **__):
+        workers.append((path.exists(), set(names)))
+        for name in names:
+            yield {**ready, "case": name, "direction": cases.CASES[name].direction}
+
+    monkeypatch.setattr(documents, "ROOT", tmp_path)
+    monkeypatch.setattr(evidence, "folder", lambda: tmp_path / "evidence")
+    monkeypatch.setattr(choices, "put", lambda recorded, stale: [path.touch() or path])
+    monkeypatch.setattr(evidence, "stale_keys", lambda rows: set())
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(run, "supervise", supervise)
+    gain, kept = "aten_auto_gain/isinf/8192x16384", ["aten_all_model/*", "aten_host_fallback/*"]
+    auto = [gain, "aten_auto_worst/1", "aten_auto_model/32x512", "aten_auto_decode/4x1x1024"]
+    before = {"aten_choice/isinf/16x128", *(case.name for case in cases.select(kept))}
+    words = ["bench", "aten_choice/isinf/16x128", *auto, *kept, "--record"]
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 0 and workers == [(False, before), (True, set(auto))], done.stderr
+    workers.clear()
+    done = CliRunner().invoke(app, [*words, "--minutes", "0.0000001"])  # the first case is begun, and no other
+    assert done.exit_code == 130 and [names for _, names in workers] == [before]
+    workers.clear()
+    for words in (["bench", *auto, *kept, "--record"], ["bench", *auto, "aten_choice/isinf/16x128"]):
+        assert CliRunner().invoke(app, words).exit_code == 0
+    assert [names for _, names in workers] == [
+        {*auto, *before} - {"aten_choice/isinf/16x128"},
+        {*auto, "aten_choice/isinf/16x128"},
+    ]
+
+
 def test_a_run_that_ends_early_goes_on_where_it_was(tmp_path, monkeypatch):
     """All kernels are compiled before the first case is timed; cases of one call come together; none is begun after the minutes."""
     begun: list[str] = []
@@ -478,7 +551,7 @@ def test_a_run_that_ends_early_goes_on_where_it_was(tmp_path, monkeypatch):
     few = [case.name for case in EVERY if case.call in ("add", "isinf", "nonzero")]
     words = ["bench", *few, "--record", "--stale", "--evidence", str(tmp_path)]
     done = CliRunner().invoke(app, [*words, "--minutes", "0.2"])
-    assert done.exit_code == 130 and "are left: the same with --stale goes on" in done.stderr, done.stderr
+    assert done.exit_code == 130 and "cases: the same with --stale goes on" in done.stderr, done.stderr
     first, seen = len(begun), {cases.CASES[name].call for name in begun}
     assert 3 <= first < 10 and len(seen) <= 2 and len(evidence.everything(tmp_path)) == first
     begun.clear()

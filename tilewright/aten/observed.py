@@ -113,8 +113,11 @@ class Calls:
     @staticmethod
     def load(path: str | Path) -> Calls:
         """What `save` wrote. Raises `ValueError` for anything else."""
-        with Path(path).open("rb") as file:
-            text = file.read(LONGEST)
+        try:
+            with Path(path).open("rb") as file:
+                text = file.read(LONGEST)
+        except IsADirectoryError as error:
+            raise ValueError(f"aten: {path} is a folder, and no file of calls") from error
         try:
             made = json.loads(text)
         except (ValueError, RecursionError) as error:

@@ -3,8 +3,8 @@
 `data/aten_<arch>.jsonl`, and a file of that name in the user's cache folder, hold a row for each measured kind of call: overload,
 dtypes, layout and bytes (`signature.py`), and of either way of calling, eager and in a graph, microseconds of ours and of aten and
 the least that the quotient of the two is with confidence. Other rows say what a call costs that is declined. `tilewright bench
-aten_choice --record` measures them. They count on the very GPU that they are of and with this version of the library; with another
-release of torch or Triton only as far as ours won by far.
+aten --record` measures them. They count on the very GPU that they are of and with this version of the library; with another
+release of torch or Triton only as far as ours won by far, and only until the same is measured with the release that is here.
 
 Of a kind of call ours are taken from the size on from which no measurement is slower, and one is a win. An overload is *closed* if
 that is every size of every kind that was measured, contiguous operands and slow ones among them, *sized* if it is some, else
@@ -38,6 +38,8 @@ SMALL = 64 << 10  # bytes, up to which a call takes as long as its launch: what 
 SIZES = 3  # of every kind of call, that were measured of an overload which is closed
 MARGIN = 1.05  # by which gains must exceed what falling back costs
 FLOATS = {"bfloat16", "float32"}  # of which neither is taken for the other
+# Those of FLOATS that an overload takes, where it does not take both
+ONLY = {"_flash_attention_forward": {"bfloat16"}, "polar": {"float32"}}
 CPU = "cpu"  # in the place of a chip where there is none
 # Words of a layout that make a call slow: most have none of them, and an overload that is closed was measured with and without
 SLOW = ("turned", "strided", "dim first", "dim middle")
@@ -46,7 +48,7 @@ KIND = {"overload": str, "dtype": str, "layout": str, "bytes": int}
 PLACE = {"gpu": str, "torch": str, "triton": str, "version": str, "date": str}
 CELL = {*KIND, *WAYS, *PLACE, "source"}
 FALLBACK = {*PLACE, "call", "own", "aten"}
-MEASURE = "`tilewright bench aten_choice aten_host_fallback --record` measures it"
+MEASURE = "`tilewright bench aten --record` measures it, which takes minutes"
 
 
 # ---- rows ------------------------------------------------------------------------------------------------------------
@@ -118,10 +120,18 @@ def is_time(value: Any) -> bool:
     return type(value) in (int, float) and 0 < value < math.inf
 
 
+def subject(row: Mapping[str, Any]) -> tuple:
+    """What a row measures: a kind of call, or one that is declined."""
+    return tuple(row[name] for name in (KIND if "overload" in row else ("call",)))
+
+
+def releases(row: Mapping[str, Any]) -> tuple[str, str]:
+    return release(row["torch"]), release(row["triton"])
+
+
 def key_of(row: Mapping[str, Any]) -> tuple:
-    """Of rows with one key the last counts."""
-    kind = tuple(row[name] for name in KIND) if "overload" in row else (row["call"],)
-    return row["gpu"], release(row["torch"]), release(row["triton"]), *kind, row.get("source", "")
+    """Of rows with one key the last counts, whatever the kernels were that it is of."""
+    return row["gpu"], *releases(row), *subject(row)
 
 
 def merged(rows: Iterable[Row]) -> list[Row]:
@@ -154,6 +164,10 @@ class Place(NamedTuple):
     torch: str = release(torch.__version__)
     triton: str = release(triton.__version__)
 
+    @property
+    def releases(self) -> tuple[str, str]:
+        return self.torch, self.triton
+
     @staticmethod
     def here() -> Place:
         if INTERPRETING or not torch.cuda.is_available():
@@ -176,8 +190,7 @@ class Rule(NamedTuple):
 def sure(row: Mapping[str, Any], place: Place) -> float:
     """How many times as fast as aten's ours is at the least, by a row; 0 where it does not count."""
     least = min(row[way]["least"] for way in WAYS if row[way] is not None)
-    same = (release(row["torch"]), release(row["triton"])) == (place.torch, place.triton)
-    return least if same or least >= FAR else 0.0
+    return least if releases(row) == place.releases or least >= FAR else 0.0
 
 
 def rule_of(rows: Iterable[Mapping[str, Any]], place: Place) -> Rule | None:
@@ -197,24 +210,26 @@ def rule_of(rows: Iterable[Mapping[str, Any]], place: Place) -> Rule | None:
     return Rule(0 if anyway else taken[0], tuple((size, cells[size][1]) for size in taken))
 
 
-def are_whole(kinds: Collection[tuple[str, str]]) -> bool:
-    """Whether measured kinds of call, by dtypes and layout, stand for those that were not: of contiguous operands and of slow ones,
-    each in both of FLOATS, or in neither."""
+def are_whole(name: str, kinds: Collection[tuple[str, str]]) -> bool:
+    """Whether measured kinds of call of an overload, by dtypes and layout, stand for those that were not: of contiguous operands
+    and of slow ones, each in all of FLOATS that it takes, or in none."""
     slow = {kind: any(word in kind[1] for word in SLOW) for kind in kinds}
     dtypes = [
         {word for (dtype, _), is_so in slow.items() if is_so == side for word in dtype.split("+")}
         for side in (True, False)
     ]
     floats = set.union(*dtypes) & FLOATS
-    return all(found and (not floats or found >= FLOATS) for found in dtypes)
+    return all(found and (not floats or found >= ONLY.get(name, FLOATS)) for found in dtypes)
 
 
 class Verdicts:
-    """What rows say of calls in one place."""
+    """What rows say of calls in one place: those of its releases in the place of others about the same."""
 
     def __init__(self, place: Place, rows: Iterable[Row]) -> None:
         self.place = place
         every = [row for row in rows if row["gpu"] == place.gpu and row["version"] == __version__]
+        own = {subject(row) for row in every if releases(row) == place.releases}
+        every = [row for row in every if releases(row) == place.releases or subject(row) not in own]
         self.rows = [row for row in every if "overload" in row]
         self.fallbacks = [row for row in every if "overload" not in row]
 
@@ -244,7 +259,7 @@ class Verdicts:
         if not any(kinds.values()):
             return "never"
         open_ = [kind for kind, rule in kinds.items() if rule is None or rule.least or len(rule.gains) < SIZES]
-        return "closed" if not open_ and are_whole(kinds) else "sized"
+        return "closed" if not open_ and are_whole(name, kinds) else "sized"
 
     def least(self, name: str) -> int:
         """Bytes below which no call of an overload is ours, of whatever kind."""

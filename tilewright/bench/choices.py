@@ -99,13 +99,17 @@ def put(recorded: Iterable[Mapping[str, Any]], stale: Collection[Key], where: Pa
 
 
 def keep(recorded: Iterable[Mapping[str, Any]], stale: Collection[Key] = (), where: Path | None = None) -> list[Path]:
-    """Add what is recorded to the user's own tables; gives the files that were written."""
-    written = []
-    for arch, rows in rows_of(recorded, stale).items():
+    """Put what is recorded into the user's own tables, in the place of what these have of the same, and take out of them what is
+    stale; gives the files that were written."""
+    recorded, written = list(recorded), []
+    fresh = rows_of(recorded, stale)
+    for arch, rows in rows_of(recorded, ()).items():
+        known = {verdicts.key_of(row) for row in rows}
         path = (where or config.folder()) / verdicts.path_of(arch).name
         path.parent.mkdir(parents=True, exist_ok=True)
         with evidence.locked(path):
-            text = verdicts.text_of([*verdicts.read(path), *rows])
+            others = [row for row in verdicts.read(path) if verdicts.key_of(row) not in known]
+            text = verdicts.text_of([*others, *fresh.get(arch, ())])
             beside = path.with_name(f".{path.name}.{os.getpid()}")
             beside.write_text(text)
             beside.chmod(0o600)

@@ -64,9 +64,18 @@ def bench(
         end = time.monotonic() + 60 * minutes if minutes else math.inf
         if jobs > 1:
             compiled(chosen, jobs, limit, end)
-        rows = measured(chosen, wanted, also, limit, folder if record else None, record, as_json, end)
-        if record and folder is None and any(case.direction == "choice" for case in asked):
+        choosing = record and folder is None and any(case.direction == "choice" for case in asked)
+        later = [case for case in chosen if choosing and goes_by_choices(case)]
+        first = [case for case in chosen if case not in later]
+        measure = partial(
+            measured, beside=wanted, also=also, limit=limit, folder=folder if record else None, record=record, quiet=as_json,
+            end=end,
+        )  # fmt: skip
+        rows = measure(first)
+        if choosing:
             choose()
+        if later and len(rows) == len(first) and time.monotonic() < end:  # by workers that read the new table
+            rows += measure(later)
     except (evidence.Damaged, guarded.NoWorker) as error:
         fail(str(error))
     good = [row for row in rows if row["status"] == "ok"]
@@ -81,6 +90,7 @@ def bench(
     if against == "goals" and not as_json:
         show(goals_table(good, recorded), "goals", False)
     if len(rows) < len(chosen):
+        typer.echo(f"interrupted after {len(rows)} of {len(chosen)} cases: the same with --stale goes on", err=True)
         raise typer.Exit(INTERRUPTED)
     if len(good) + len(waiting) < len(rows):
         raise typer.Exit(1)
@@ -92,6 +102,11 @@ def whole_overloads(chosen: list) -> list:
     for case in chosen:
         groups.setdefault((case.family, case.call) if case.direction == "choice" else case.name, []).append(case)
     return list(chain.from_iterable(groups.values()))
+
+
+def goes_by_choices(case: Any) -> bool:
+    """Whether a case is about mode "auto", and so about the table that choices make."""
+    return case.options.get("auto", False) or case.direction == "worst" or case.options.get("mode") == "auto"
 
 
 def compiled(chosen: list, jobs: int, limit: float, end: float) -> None:
@@ -121,7 +136,7 @@ def choose() -> None:
 
 def fresh_here(case: str, recorded: list[dict[str, Any]]) -> bool:
     """Whether there is a row of today's code for this case, this GPU and this release of Triton, beside the rival that its goal is
-    about."""
+    about and those that are always timed with it, or the reason why one of these was not."""
     import torch
     import triton
 
@@ -130,8 +145,9 @@ def fresh_here(case: str, recorded: list[dict[str, Any]]) -> bool:
     from ..core.triton_versions import release
 
     here = (torch.cuda.get_device_name() if torch.cuda.is_available() else None, case, release(triton.__version__))
-    rival = rival_of(CASES[case].metric)
+    rival, beside = rival_of(CASES[case].metric), {*CASES[case].beside}
     own = [row for row in recorded if evidence.key_of(row) == here and (rival is None or rival in row["rivals"])]
+    own = [row for row in own if beside <= {*row["rivals"], *row.get("steps", ()), *row.get("absent", ())}]
     return any(evidence.freshness(row) == "fresh" for row in own)
 
 
@@ -170,9 +186,7 @@ def measured(
                 if time.monotonic() >= end:
                     break
         except KeyboardInterrupt:
-            progress.console.print(f"interrupted after {len(rows)} of {len(chosen)} cases")
-        if len(rows) < len(chosen):
-            say(f"{len(chosen) - len(rows)} of {len(chosen)} cases are left: the same with --stale goes on")
+            pass
     return rows
 
 
