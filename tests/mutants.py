@@ -198,6 +198,7 @@ MUTANTS += [
 ]  # fmt: skip
 
 ROUTER = "tilewright/ops/moe/moe_router.py"
+PLANES, OUTER = "tilewright/ops/norm/instance_norm.py", "tilewright/ops/activation/outer.py"
 MUTANTS += [
     Mutant("topk_routing: a group too few of 32", "KEPT=group_topk,", "KEPT=group_topk - (groups == 32),", "as_in_models",
            "chosen: . of . rows chose others", ROUTER, "topk_routing", missed_by="accuracy"),
@@ -327,6 +328,12 @@ MUTANTS += [
            "for start in range(0, BLOCK, BLOCK):\n        c = columns", "sizes", "removal|d_", KEYS, "rwkv_keys"),
     Mutant("sparse_mm: weights of 0 have a place", "tl.cumsum(counts, 0) - 1, -1)", "tl.cumsum(counts, 0) - 1, 0)", "accuracy",
            "out", SPARSE, "sparse_mm"),
+    Mutant("instance_norm: a gradient without the slope", "level - n * slope", "level - 0.0 * n * slope", "accuracy", "d_x",
+           PLANES, "instance_norm"),
+    Mutant("instance_norm: half of the weight's gradient", "tl.store(SUMS + row, cross, live)",
+           "tl.store(SUMS + row, cross * 0.5, live)", "accuracy", "d_weight", PLANES, "instance_norm"),
+    Mutant("outer: the last block of rows left out of the sums", "tl.range(band, blocks, BANDS", "tl.range(band, blocks - 1, BANDS",
+           "accuracy", "d_", OUTER, "outer"),
     Mutant("sparse_mm: the last of a chunk left out", "count = tl.sum(counts, 0)", "count = tl.sum(counts, 0) - 1", "accuracy",
            "out", SPARSE, "sparse_mm"),
     Mutant("sparse_mm: a part reads into the next", "tl.minimum(part * per + per, tl.cdiv(K, CHUNK))",

@@ -32,6 +32,7 @@ from .op import warmup as warmup
 from .ops.embedding.embedding import embedding_main_grad as embedding_main_grad
 from .ops.loss.parallel_cross_entropy import parallel_cross_entropy as parallel_cross_entropy
 from .ops.moe.grouped_mm import grouped_mm as grouped_mm
+from .ops.norm.instance_norm import instance_norm as instance_norm
 from .ops.optimiser.clip_grad import clip_grad_norm_ as clip_grad_norm_
 from .ops.optimiser.clip_grad import global_norm as global_norm
 from .ops.quantise.quantize import dequantize as dequantize
@@ -887,6 +888,14 @@ def multi_tensor_scale(
     out: list[Tensor] | None = None,
 ) -> list[Tensor]:
     """Every tensor times `scale`, and times the scalar `by` if it is given, which stays on the device."""
+
+def outer(
+    x: Tensor,
+    y: Tensor,
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
+    """`x[:, None] * y[None, :]` of two vectors of one dtype, in fp32 and rounded once; torch's `outer`. Either may be a slice or"""
 
 def qkv_split(
     qkv: Tensor,

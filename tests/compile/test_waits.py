@@ -172,5 +172,5 @@ def test_dependent_kernels_are_drawn():
     assert early >= {
         "rms_norm_forward", "modulated_norm_forward", "small_rows", "small_rows_hopper", "small_add_parts", "qkv_split_cache_rows",
         "attention_part", "attention_parts_merge", "attention_forward", "glu_forward", "epilogue_forward", "sample_heads",
-        "sample_rows", "quantize_tiles", "quantize_rows",
+        "sample_rows", "quantize_tiles", "quantize_rows", "cache_write_rows", "cache_move_rows", "softmax_forward",
     }  # fmt: skip

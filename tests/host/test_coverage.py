@@ -249,8 +249,11 @@ def spread(function):
 
 @pytest.mark.parametrize(
     ("op", "wrong"),
-    [("cache_write", swapped), ("sparse_mm", spread), ("rwkv_keys", spread), ("rope_one", spread)],
-)
+    [
+        ("cache_write", swapped), ("sparse_mm", spread), ("rwkv_keys", spread), ("rope_one", spread), ("outer", spread),
+        ("instance_norm", spread),
+    ],
+)  # fmt: skip
 def test_wrong_fused_operators_are_noticed(op, wrong, monkeypatch):
     monkeypatch.setattr(tw, op, wrong(getattr(tw, op)))
     with pytest.raises(AssertionError):

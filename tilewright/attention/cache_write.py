@@ -19,6 +19,7 @@ from torch import Tensor
 from ..core.debug import check_indices
 from ..core.draw import Draw
 from ..core.tensor import cdiv, power_of_two
+from ..device.dependent import begin_dependent
 from ..device.integers import MAGIC, byte_code, integer_scale
 from ..device.quantize import amax, encode, has, scale_of
 from ..formats.fill import is_fast
@@ -205,13 +206,14 @@ def write_block(
 
 @kernel(
     grid=lambda a: (cdiv(a.ROWS, a.BLOCK_R), a.BLOCKS, 1 if a.VC is None else 2), tokens=("ROWS", "PAGES"),
-    default=lambda a: {"BLOCK_R": max(1, 4096 // max(a.K_WIDTH, a.V_WIDTH)), "num_warps": 4},
+    default=lambda a: {"BLOCK_R": max(1, 4096 // max(a.K_WIDTH, a.V_WIDTH)), "num_warps": 4}, dependent=True,
 )  # fmt: skip
 def cache_write_rows(
     K, V, KC, VC, KS, VS, SLOTS, stride_s, ROWS, HEADS, PAGES, PAGE, K_COLUMNS, V_COLUMNS, BLOCKS, K_FORMAT: tl.constexpr,
-    V_FORMAT: tl.constexpr, K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, BLOCK_R: tl.constexpr,
+    V_FORMAT: tl.constexpr, K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, BLOCK_R: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """A program for a few rows (token, head), and a block of their columns, of keys or of values."""
+    begin_dependent(DEPENDENT)
     row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     block = tl.program_id(1)
     if tl.program_id(2) == 0:
@@ -237,13 +239,14 @@ def move_block(C, P, page, place, known, row, head, block, COLUMNS, OUT: tl.cons
 
 @kernel(
     grid=lambda a: (cdiv(a.ROWS, a.BLOCK_R), a.BLOCKS, 1 if a.VC is None else 2), tokens=("ROWS", "PAGES"),
-    default=lambda a: {"BLOCK_R": max(1, 4096 // a.WIDTH), "num_warps": 4},
+    default=lambda a: {"BLOCK_R": max(1, 4096 // a.WIDTH), "num_warps": 4}, dependent=True,
 )  # fmt: skip
 def cache_move_rows(
     KC, VC, KP, VP, SOURCE, TARGET, stride_s, stride_t, ROWS, HEADS, PAGES, PAGE, K_COLUMNS, V_COLUMNS, BLOCKS,
-    OUT: tl.constexpr, WIDTH: tl.constexpr, BLOCK_R: tl.constexpr,
+    OUT: tl.constexpr, WIDTH: tl.constexpr, BLOCK_R: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Rows (move, head) from SOURCE to KP and VP, or (OUT) from there to TARGET, of moves that have both."""
+    begin_dependent(DEPENDENT)
     row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     head = row % HEADS
     page, place, known = place_of(SOURCE, row // HEADS * stride_s, row < ROWS, PAGES, PAGE)

@@ -217,6 +217,10 @@ PLACES: dict[str, tuple[Place, ...]] = {
     "grouped_mm_rows_fp8": experts(),
     "hadamard": widths("hidden", "ffn", "expert_ffn"),
     "hadamard_quantize": widths("hidden", "ffn", "expert_ffn"),
+    # Of layers whose heads are normalised each by itself: a plane is a head of a token
+    "instance_norm": (
+        Place({"batch": "tokens", "heads": "heads", "hidden": "head_dim"}, {"weight": True, "bias": True}),
+    ),
     "layer_norm": LAYER_NORM,
     # Of layers of linear attention, whose heads are as wide as these
     "linear_attention": (
@@ -250,6 +254,8 @@ PLACES: dict[str, tuple[Place, ...]] = {
     "multi_tensor_count_zeros": MATRICES,
     "multi_tensor_norm": MATRICES,
     "multi_tensor_scale": MATRICES,
+    # The angles of rotary positions: positions by frequencies
+    "outer": widths("rotary", dtype=SINGLE),
     "qkv_split": (
         Place(HEADS, {**TURNED, "q_weight": Fact("head_norm"), "k_weight": Fact("head_norm")}, needs=("shared_heads",)),
     ),

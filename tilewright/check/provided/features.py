@@ -42,6 +42,7 @@ def fused(device: str) -> None:
     grouped_by_expert(device)
     keys_of_rwkv(device)
     rows_by_weights(device)
+    planes_and_products(device)
     by_torchs_operators(device)
 
 
@@ -138,25 +139,38 @@ def rows_by_weights(device: str) -> None:
     agrees("the sum", tw.sparse_mm(weights, rows), exact, "E")
 
 
+def planes_and_products(device: str) -> None:
+    """outer, instance_norm, with the gradients of each."""
+    x, y, image = normal(device, 6), normal(device, 9, seed=1), normal(device, 2, 3, 4, 5, seed=2)
+    weight, bias = normal(device, 3, seed=3), normal(device, 3, seed=4)
+    for name, ours, exact, given in (
+        ("outer", tw.outer, torch.outer, (x, y)),
+        (
+            "instance_norm",
+            tw.instance_norm,
+            lambda x, w, b: F.instance_norm(x, weight=w, bias=b),
+            (image, weight, bias),
+        ),
+    ):
+        own, wide = ([t.to(kind).requires_grad_() for t in given] for kind in (given[0].dtype, torch.float64))
+        made, wanted = ours(*own), exact(*wide)
+        agrees(name, made, wanted)
+        upstream = normal(device, *made.shape, seed=5)
+        gradients = torch.autograd.grad(made, own, upstream), torch.autograd.grad(wanted, wide, upstream.double())
+        for at, (found, truth) in enumerate(zip(*gradients)):
+            agrees(f"{name}: gradient {at}", found, truth, "H")
+
+
 def by_torchs_operators(device: str) -> None:
-    """outer, instance_norm, weight_norm: composites of torch, what they reach being ours. (With cuDNN, a norm in training reaches
-    cuDNN's own operator instead.)"""
-    x, y, image = normal(device, 6, dtype=FP32), normal(device, 9, dtype=FP32), normal(device, 2, 3, 20, dtype=FP32)
-    scale, shift, v, g = (normal(device, *s, dtype=FP32, seed=9) for s in ((3,), (3,), (4, 10), (4, 1)))
-    names = ["mul.Tensor", "native_batch_norm", "_weight_norm_interface"]
+    """weight_norm: a composite of torch, what it reaches being ours."""
+    v, g = (normal(device, *s, dtype=FP32, seed=9) for s in ((4, 10), (4, 1)))
     there = replaces(device)
-    ours = tw.aten.use("all", include=names) if there else contextlib.nullcontext()
-    with ours, torch.backends.cudnn.flags(enabled=False):
-        made = torch.outer(x, y), F.instance_norm(image, weight=scale, bias=shift), torch._weight_norm(v, g, 0)
+    with tw.aten.use("all", include="_weight_norm_interface") if there else contextlib.nullcontext():
+        made = torch._weight_norm(v, g, 0)
         said = tw.aten.report()
-        assert not there or all(said[name]["taken"] for name in names), said
-    wide = image.double()
-    mean, variance = wide.mean(-1, keepdim=True), wide.var(-1, correction=0, keepdim=True)
-    exact = (wide - mean) / torch.sqrt(variance + 1e-5) * scale.double()[:, None] + shift.double()[:, None]
+        assert not there or said["_weight_norm_interface"]["taken"], said
     norm = v.double().square().sum(1, keepdim=True).sqrt()
-    wanted = x.double()[:, None] * y.double(), exact, v.double() * g.double() / norm
-    for found, truth in zip(made, wanted):
-        torch.testing.assert_close(found.double(), truth, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(made.double(), v.double() * g.double() / norm, rtol=1e-5, atol=1e-5)
 
 
 # ---- models ----------------------------------------------------------------------------------------------------------

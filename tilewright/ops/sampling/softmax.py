@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ...core.draw import Draw
 from ...core.tensor import cdiv, power_of_two, rows
+from ...device.dependent import begin_dependent
 from ...device.softmax import LOG2E, finite_or_zero
 from ...gemm.tiles import matrix
 from ...op import Gradient, Op, Out, Sharding, Triton, single, upcast
@@ -91,9 +92,12 @@ def _rows(a: Any) -> dict[str, int]:
 ROWS = {"grid": lambda a: (cdiv(a.M, a.ROWS),), "tokens": ("M",), "default": _rows}
 
 
-@kernel(**ROWS)
-def softmax_forward(X, Y, M, N, HELD: tl.constexpr, BLOCK: tl.constexpr, LANES: tl.constexpr, ROWS: tl.constexpr):
+@kernel(**ROWS, dependent=True)
+def softmax_forward(
+    X, Y, M, N, HELD: tl.constexpr, BLOCK: tl.constexpr, LANES: tl.constexpr, ROWS: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
     """If HELD, BLOCK columns are whole rows; else a program goes over a row in steps of BLOCK."""
+    begin_dependent(DEPENDENT)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     lane = tl.arange(0, BLOCK)[None, :].to(tl.int64)
     if HELD:
