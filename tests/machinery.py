@@ -67,6 +67,9 @@ MUTANTS = [
     Broken("results that are not copied to the caller's memory",
            "if not recorder.compile_only:\n                there.copy_(here)",
            "if not recorder.compile_only:\n                pass", "outs", "differ"),
+    Broken("an out that replays ignore", "                self._know(tensor, slot)\n                if fill",
+           "                self.slots.append(tensor)\n                self._know(tensor, len(self.slots) - 1)\n"
+           "                self.allocations.append((self.place(tensor), None))\n                if fill", "outs", "differ"),
     Broken("wrong code that is run", "                    faults.refuse(self.name, compiled)\n", "", f"{FAULTS}::refused_variant",
            "wrong code was taken"),
     Broken("a size that differs accepted", "if size != known:", "if False:", "refusals", "one hidden more: ", "rms_norm"),

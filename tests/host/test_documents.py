@@ -133,6 +133,25 @@ def test_results_have_a_line_for_each_goal():
     assert "Chip A" in made and "torch 2.11, Triton 3.6.0" in made and "2026-01-02" in made
 
 
+def test_a_mean_shows_its_parts_and_then_the_other_shapes():
+    shapes = {"8x16": {"own": True}, "4x16": {"own": True}, "7x33": {"goal": 0.83}, "64x16": {"goal": 0.83}}
+    cases = [
+        dataclasses.replace(TOYS["toy_fwd/8x16"], **{"name": f"toy_fwd/{n}", "own": False, **said})
+        for n, said in shapes.items()
+    ]
+    wanted = {case.name: ("fraction", case.goal) for case in cases}
+
+    def beside(**fractions: float) -> str:
+        rows = [{**ROW, "case": f"toy_fwd/{n.strip('_')}", "fraction": f} for n, f in fractions.items()]
+        made = documents.results_section(documents.understood(rows, wanted, set()), [GOAL], cases)
+        return next(line for line in made.splitlines() if "toy_fwd" in line).rpartition(" | ")[2].strip(" |")
+
+    parts = {"_8x16": 0.95, "_4x16": 0.9}
+    assert beside(**parts) == "8x16: 0.950, 4x16: 0.900"
+    everything = beside(**parts, _7x33=0.7, _64x16=0.84)
+    assert everything == "8x16: 0.950, 4x16: 0.900; not in the mean: 7x33: 0.700 (short), 64x16: 0.840"
+
+
 def test_results_hide_nothing():
     assert "0.700 (short)" in section({**ROW, "fraction": 0.7})
     assert "0.950 (stale)" in section(ROW, stale=True) and "1 of 1 rows are stale" in section(ROW, stale=True)

@@ -73,6 +73,19 @@ def test_a_denoise_loop_is_near_torchs_own_operators(words, most, norm, monkeypa
     assert all(float(off) < most for _, off in lines)
 
 
+def test_a_calibration_that_sees_zeros_alone_writes_a_scale_that_is_not_0():
+    """One of 0 would turn the zeros into NaN (docs/contracts.md)."""
+    layer, loops = importlib.import_module("examples.decode_layer"), importlib.import_module("examples.denoise")
+    step, loop = layer.build(layer.TINY, 2, 20, True, "cpu"), loops.build(loops.TINY, 1, True, "cpu")
+    for zero in (step.update, step.stream, loop.context):
+        zero.zero_()
+    for one, scales in ((step, [step.scales]), (loop, loop.scales)):
+        one.calibrate()
+        written = torch.cat([scale for mine in scales for scale in mine.values()])
+        assert written.min() == torch.tensor(1e-12) and written.max() > 1e-6
+    assert all(t.isfinite().all() for t in (*step(), loop()))
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a CUDA device")
 def test_a_programs_calls_are_counted_without_a_gpu(monkeypatch, capsys):
     lines = shown("aten", 1, monkeypatch, capsys).splitlines()

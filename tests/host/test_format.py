@@ -39,6 +39,21 @@ def test_codes_decode_to_their_values(code):
 
 
 @pytest.mark.parametrize(("code", "pow2", "rule"), FORMS)
+def test_a_static_scale_of_0_spoils_zeros_and_saturates_the_rest(code, pow2, rule):
+    """The rule of docs/contracts.md, and that the least scale which a calibration writes does neither."""
+    x = torch.tensor([[0.0, -0.0, 1.0, -1.0, 1e-30, -torch.inf, torch.nan]])
+    least, tiny = torch.tensor([1e-12]), torch.tensor([2.0**-128])
+    largest = codes(torch.tensor([[CODES[code].max]]).to(CODES[code].dtype)).item()
+    spoilt = [0x7F, 0x7F, largest, largest | 0x80, largest, 0x7F, 0x7F]
+    found = [
+        codes(fp8("tensor", code, pow2=pow2, rule=rule, scale=s).quantize(x).data)[0].tolist()
+        for s in (0 * tiny, tiny, least)
+    ]
+    assert found[0] == spoilt and (found[1] == spoilt) == (rule == "te")
+    assert found[2] == [0, 0x80, largest, largest | 0x80, 0, 0x7F, 0x7F]
+
+
+@pytest.mark.parametrize(("code", "pow2", "rule"), FORMS)
 def test_scales_of_every_magnitude(code, pow2, rule):
     amax = amaxes(code)
     q = fp8("row", code, pow2=pow2, rule=rule).quantize(torch.from_numpy(amax).reshape(-1, 1))

@@ -52,6 +52,26 @@ def move(source: tuple[int, ...], target: tuple[int, ...]) -> None:
     tw.cache_move(torch.ones(2, 4, 1, 8), torch.ones(2, 4, 1, 8), ends(*source), ends(*target))
 
 
+def attended(*kv_len: int) -> object:
+    q = torch.ones(2, 1, 1, 16)
+    return tw.attention(q, torch.ones(2, 4, 1, 16), torch.ones(2, 4, 1, 16), causal=False, kv_len=ends(*kv_len))
+
+
+def state_step(*slots: int) -> object:
+    return tw.linear_attention_step(
+        *(torch.ones(2, 1, 16) for _ in range(3)), torch.zeros(3, 1, 16, 16), slots=ends(*slots)
+    )
+
+
+def conv_step(*slots: int) -> object:
+    return tw.causal_conv1d_step(torch.ones(2, 8), torch.ones(8, 4), None, torch.zeros(3, 8, 3), ends(*slots))
+
+
+def of_experts(*counts: int) -> object:
+    rows, weights = torch.ones(2, 4, 16), torch.ones(2, 16, 8)
+    return tw.grouped_mm_masked(rows.bfloat16(), weights.bfloat16(), ends(*counts))
+
+
 def sample(logit=1.0, temperature=1.0) -> object:
     return tw.sample(torch.tensor([[logit, 0.0, -math.inf]]), torch.tensor([7]), torch.tensor([temperature]))
 
@@ -63,6 +83,7 @@ WRONG = {
     "cached_attention: block_table must be .* got 4 at \\[0, 1\\]": lambda: cached(table=((2, 4, 0), (1, 0, 0))),
     "cached_attention: block_table must be .* at \\[1, 0\\]": lambda: cached(table=((2, 0, 0), (LOWEST, 0, 0))),
     "cached_attention: block_table .* at \\[0, 2\\]": lambda: cached((12, 12), ((-1, -1, -1), (-1, -1, 2)), left=2),
+    "attention: kv_len must be in \\[0, 5\\), got values from 4 to 5": lambda: attended(4, 5),
     "cache_write: slots": lambda: write(0, 8),
     "cache_move: target": lambda: move((0, 1), (2, -2)),
     "qkv_split_cache: slots": lambda: split_cache(slots=(0, 8)),
@@ -73,6 +94,10 @@ WRONG = {
     "sample: logits must not be NaN, got": lambda: sample(logit=math.nan),
     "tree_bits: parents must be before their nodes, got 2 for node 2": lambda: tw.tree_bits(TREE),
     "tree_accept: parents": lambda: tw.tree_accept(TREE, TREE, TREE),
+    "linear_attention_step: slots": lambda: state_step(0, 3),
+    "causal_conv1d_step: slots": lambda: conv_step(-2, 1),
+    "embedding: ids": lambda: tw.embedding(ends(0, 5), torch.ones(5, 8)),
+    "grouped_mm_masked: counts": lambda: of_experts(5, 2),
     "cross_entropy: labels": lambda: tw.cross_entropy(torch.ones(2, 5), torch.tensor([1, 5])),
     "linear_cross_entropy: labels": lambda: tw.linear_cross_entropy(
         torch.ones(2, 8), torch.ones(5, 8), torch.tensor([-1, 2])
@@ -119,6 +144,9 @@ def test_right_numbers_pass(monkeypatch):
         split_cache(slots=(-1, 7))
         write(-1, 7)
         move((0, -1), (7, 7))
+        assert attended(4, 1).isfinite().all() and tw.embedding(ends(4, 0), torch.ones(5, 8)).isfinite().all()
+        assert not state_step(-1, 2)[0].any() and not conv_step(2, -1)[1].any()
+        assert of_experts(4, 0)[0].isfinite().all()
         assert sample(temperature=0.0) == 0 and sample(logit=-math.inf) == 1
         assert tw.tree_bits(ends(-5, 0, 1, 0))[1].tolist() == [0, 1, 2, 1]
 

@@ -135,6 +135,22 @@ def test_one_scale_a_row_is_that_of_the_row_s_largest_number(fmt, columns):
         assert torch.equal(a.view(torch.uint8), b.view(torch.uint8)), what
 
 
+@pytest.mark.parametrize("rule", ["te", "exact"])
+@pytest.mark.parametrize("columns", [40, 2560])
+def test_a_static_scale_of_0_gives_the_reference_s_codes(rule, columns):
+    """NaN for zeros, the largest code for the rest: nothing of it is mended on the way."""
+    x, _, _, weight = operands(columns)
+    x = x.masked_fill(torch.arange(columns) % 3 == 0, 0.0)
+    x[1] = 0.0
+    fmt = tw.fp8("tensor", rule=rule, scale=torch.zeros(1))
+    with tw.force("triton"):
+        found = tw.rms_norm(x, weight, out_format=fmt)
+    with tw.force("reference"):
+        wanted = tw.rms_norm(x, weight, out_format=fmt)
+    found, wanted = (q.data.view(torch.uint8) for q in (found, wanted))
+    assert torch.equal(found, wanted) and (found[x == 0.0] == 0x7F).all() and ((found & 0x7F)[x != 0.0] == 0x7E).all()
+
+
 @pytest.mark.parametrize("columns", WIDTHS)
 def test_the_new_residual_may_lie_on_the_old(columns):
     x, residual, _, weight = operands(columns)

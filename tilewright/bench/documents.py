@@ -324,15 +324,21 @@ def results_section(
 
 
 def _goal_line(one: Standing) -> tuple[str, ...]:
-    """A goal that was measured; one for the geometric mean over several shapes has these beside it instead of a time."""
+    """A goal that was measured; one for the geometric mean over several shapes has these beside it instead of a time, and before
+    the shapes that are not in the mean."""
     marks = [mark for mark, so in (("short", one.verdict == "short"), ("stale", any(r.stale for r in one.own))) if so]
     reached = f"{one.value:.3f}" + (f" ({', '.join(marks)})" if marks else "")
     wanted = f"{one.goal.goal:.2f}" + ("" if one.goal.metric == "fraction" else f" {one.goal.metric}")
     alone = one.own[0] if len(one.own) == 1 else None
     times = ("", "", "") if alone is None else (_us(alone.us), _us(alone.floor), _rivals(alone))
-    pairs = [(r, _of_mean(r, one.goal)) for r in one.own] if alone is None else [(r, _ratio(r)) for r in one.others]
-    beside = ", ".join(f"{r.case.partition('/')[2]}: {words}" for r, words in pairs)
+    parts = _shapes((r, _of_mean(r, one.goal)) for r in one.own) if alone is None else ""
+    others = _shapes((r, _ratio(r)) for r in one.others)
+    beside = f"{parts}; not in the mean: {others}" if parts and others else parts or others
     return code(one.own[0].op), one.goal.case, one.goal.shape, *times[:2], reached, wanted, times[2], beside
+
+
+def _shapes(pairs: Iterable[tuple[Result, str]]) -> str:
+    return ", ".join(f"{r.case.partition('/')[2]}: {words}" for r, words in pairs)
 
 
 def _of_mean(r: Result, goal: Goal) -> str:
