@@ -100,6 +100,9 @@ CALLS: dict[str, Call] = {
     "masked_fill_value_transposed": Call(
         lambda x, mask, value: x.masked_fill(mask.t(), value), (MATRIX, "bool[columns rows]", "any[]")
     ),
+    "masked_fill_value_transposed_": Call(
+        lambda x, mask, value: x.masked_fill_(mask.t(), value), (MATRIX, "bool[columns rows]", "any[]"), written=0
+    ),
     "isclose_transposed": Call(lambda x, y: torch.isclose(x, y.t()), TURNED),
     "isfinite_strided": Call(lambda x: torch.isfinite(x[:, ::2]), (f"{MATRIX} or inf",)),
     "isinf_strided": Call(lambda x: torch.isinf(x[:, ::2]), (f"{MATRIX} or inf",)),
@@ -238,6 +241,7 @@ def seeded(call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 ADDED = ("any[places columns]", "int64[rows] < places half one", MATRIX)
+ADDED_TURNED = (*ADDED[:2], "any[columns rows]")
 # index, sort, random
 CALLS |= {
     "embedding_backward": Call(
@@ -246,6 +250,9 @@ CALLS |= {
     "index_put": Call(lambda x, i, v: x.index_put((i,), v, accumulate=True), ADDED),
     "index_add": Call(lambda x, i, v: x.index_add(0, i, v), ADDED),
     "scatter_add": Call(lambda x, i, v: x.scatter_add(0, i[:, None].expand(v.shape), v), ADDED),
+    "index_put_turned": Call(lambda x, i, v: x.index_put((i,), v.t(), accumulate=True), ADDED_TURNED),
+    "index_put_impl_turned_": Call(
+        lambda x, i, v: aten._index_put_impl_(x, [i], v.t(), True, False), ADDED_TURNED, written=0),
     "index_put_": Call(lambda x, i, v: x.index_put_((i,), v, accumulate=True), ADDED, written=0),
     "index_put_impl_": Call(lambda x, i, v: aten._index_put_impl_(x, [i], v, True, False), ADDED, written=0),
     "index_add_": Call(lambda x, i, v: x.index_add_(0, i, v), ADDED, written=0),
