@@ -636,6 +636,19 @@ def test_other_ways_of_calling_are_checked_and_timed(family, pretended, monkeypa
         )
 
 
+def test_groups_of_quantised_factors_are_timed_beside_plain_ones(pretended, monkeypatch):
+    """As a program has them: what is timed gives what the op gives of their codes."""
+    seen = []
+    monkeypatch.setattr(
+        timing, "time_host_each", lambda calls: [seen.append([call() for call in calls]), 10.0, 6.0][1:]
+    )
+    row = run.measure(small("launch_grouped_mm_fp8"), [])
+    work = Work.build(small("launch_grouped_mm_fp8"))
+    assert row["rivals"] == {"plain": 6.0} and row["us"] == 10.0
+    ((own, plain),) = seen
+    assert torch.equal(own, work.op.function(**work.values)) and plain.shape == own.shape
+
+
 @pytest.mark.parametrize("family", ["launch_norm_fp8", "launch_norm_fp8_both", "launch_glu_fp8"])
 def test_calls_that_make_codes_are_timed_beside_those_that_make_none(family, pretended, monkeypatch):
     monkeypatch.setattr(timing, "time_host_each", lambda calls: [15.0, 10.0][: len(calls)])

@@ -15,6 +15,8 @@ import torch
 import triton
 from torch import Tensor
 
+import tilewright as tw
+
 from ..core.flat import as_tuple
 from ..core.format import Quantized
 from ..core.target import Target
@@ -149,7 +151,10 @@ def _torch_add_out(work: Work) -> Call:
 
 
 def _plain(work: Work) -> Call:
-    """The same call of ours without codes: what making them costs the host is the rest."""
+    """The same call of ours without codes: what making them, or being given them, costs the host is the rest."""
+    if work.case.way == "quantised" and "offsets" in work.values:
+        a, weights, offsets = work.values["a"].bfloat16(), work.values["b"].mT.bfloat16(), work.values["offsets"]
+        return lambda: tw.grouped_mm(a, weights, offsets, transposed_b=True)
     if work.values.get("out_format") is None:
         raise Absent(f"{work.case.family} makes no codes")
     return work.forward({**work.values, "out_format": None})

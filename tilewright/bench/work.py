@@ -172,12 +172,17 @@ class Work:
         return lambda: function(*leading, **rest)
 
     def _of_quantised(self) -> Callable[[], Tensor]:
-        """A product by `tw.scaled_mm`, of the drawn codes as quantised values: 1x128 by 128x128."""
+        """A product by `tw.scaled_mm`, or of groups by `tw.grouped_mm`, of the drawn codes as values in 1x128 and 128x128."""
         a, b, scale_a, scale_b = (self.values[n] for n in ("a", "b", "scale_a", "scale_b"))
+        dtype = getattr(torch, self.values["out_dtype"])
+        grouped = "offsets" in self.values
+        first = Quantized.from_tensors(tw.fp8("1x128"), dtype, a.shape, [a, scale_a if grouped else scale_a.t()])
+        if grouped:
+            weights, offsets = b.mT, self.values["offsets"]
+            second = Quantized.from_tensors(tw.fp8("128x128"), dtype, weights.shape, [weights, scale_b.flatten(0, 1)])
+            return lambda: tw.grouped_mm(first, second, offsets, transposed_b=True, out_dtype=dtype)
         given = {n: self.values[n] for n in ("bias", "act", "c", "beta", "accumulate", "backend")}
         given = {n: value for n, value in given.items() if value is not self.op.signature.defaults[n]}
-        dtype = getattr(torch, self.values["out_dtype"])
-        first = Quantized.from_tensors(tw.fp8("1x128"), dtype, a.shape, [a, scale_a.t()])
         second = Quantized.from_tensors(tw.fp8("128x128", ways="col"), dtype, b.shape, [b.t(), scale_b])
         return lambda: tw.scaled_mm(first, second, out_dtype=dtype, **given)
 

@@ -43,9 +43,9 @@ class From(NamedTuple):
     config: Config
 
 
-# Widest first. Below the last the kernels of `rms_norm.py` are taken, which hold rows in registers: forward that is faster up to 32768
-# columns, 0.955 of streaming against 0.89; backward up to 16384, 0.81 against 0.77, where at 32768 it is 0.51 against 0.80 (an H200,
-# November 2026)
+# Widest first. Below the last the kernels of `rms_norm.py` are taken, which hold rows in registers. Forward that is faster up to
+# 32768 columns, 0.955 of streaming against 0.89; backward up to 16384, 0.81 against 0.77, but at 32768 it is 0.51 against 0.80 (an
+# H200, November 2026)
 FORWARD = (From(32769, Config(16, 1, 2)),)
 BACKWARD = (From(16385, Config(16, 1, 2)),)
 
