@@ -69,6 +69,10 @@ def usual_cases(draw: Any) -> list[Case]:
         Case("add_rms_norm", {"x": x, "residual": (draw(3, 4, 8), Shard(1)), "weight": w}, (Shard(1), Shard(1))),
         Case("layer_norm", {"x": x, "weight": w, "scale": (draw(3, 4, 8), Shard(1))}, (Shard(1),)),
         Case("add_layer_norm", {"x": x, "residual": (draw(3, 4, 8), Shard(1)), "weight": w}, (Shard(1), Shard(1))),
+        Case("instance_norm", {"x": (draw(4, 2, 8), Shard(0)), "weight": (draw(2), R)}, (Shard(0),)),
+        Case("instance_norm", {"x": (draw(2, 4, 8), Shard(1)), "bias": (draw(4), Shard(0))}, (Shard(1),)),
+        Case("outer", {"x": (draw(4), Shard(0)), "y": (draw(3), R)}, (Shard(0),)),
+        Case("outer", {"x": (draw(3), R), "y": (draw(4), Shard(0))}, (Shard(1),)),
         Case("glu", {"x": x}, (Shard(1),)),
         Case("glu", {"x": (draw(3, 8), Shard(1)), "up": (draw(3, 8), Shard(1)), "scale": (draw(3), R)}, (Shard(1),)),
         Case("rope", {"q": (q, Shard(1)), "k": (k, Shard(1)), "freqs": (freqs, R)}, (Shard(1), Shard(1))),
@@ -153,7 +157,7 @@ def tuple_of(made: Any) -> tuple[Tensor, ...]:
 
 def check(case: Case, mesh: DeviceMesh) -> None:
     """The call with DTensors gives what it gives without, and so do its gradients."""
-    function, graded = getattr(tw, case.op), getattr(tw, case.op).op.differentiable
+    function, graded = getattr(tw, case.op), OPS[case.op].differentiable
     whole = {n: t.clone().requires_grad_(n in graded) for n, (t, _) in case.tensors.items()}
     parts = {
         n: distribute_tensor(t, mesh, [p], src_data_rank=None).requires_grad_(n in graded)

@@ -17,7 +17,7 @@ from torch import Tensor
 from ...core.draw import Draw
 from ...core.target import Target
 from ...core.tensor import cdiv, power_of_two
-from ...op import Bars, Gradient, Op, Out, Triton, single, upcast
+from ...op import Bars, Gradient, Op, Out, Sharding, Triton, single, upcast
 from ...runtime.kernel import kernel
 from ..norm.rms_norm import sum_columns
 from .epilogue import tile
@@ -122,5 +122,5 @@ def backward(saved: SimpleNamespace, dout: Tensor) -> tuple[Tensor | None, Tenso
 outer = Op(
     "outer", reference, inputs, Triton(forward, backward, single),
     where={"x": "float[tokens]", "y": "x[columns]"}, results={"out": "x[tokens columns]"}, out=Out(contiguous=("out",)),
-    gradient=Gradient(of=("x", "y")), bars=Bars("A"),
+    gradient=Gradient(of=("x", "y")), sharding=Sharding(("tokens", "columns")), bars=Bars("A"),
 )  # fmt: skip

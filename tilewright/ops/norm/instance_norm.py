@@ -24,7 +24,7 @@ from ...core.signature import at_least
 from ...core.target import Target
 from ...core.tensor import cdiv
 from ...device.groups import Rows
-from ...op import Gradient, Op, Out, Triton, single, upcast
+from ...op import Gradient, Op, Out, Sharding, Triton, single, upcast
 from ...runtime.kernel import kernel
 from .modulated_norm import MOST_ROWS, centre, laid_pieces, load_at, mean_of, modulate, square_pieces, sum_pieces
 from .modulated_norm_backward import add_triples, sum_norm_shares, times_if
@@ -256,7 +256,7 @@ norm_of_planes = Op(
     "instance_norm", reference, inputs, Triton(forward, backward, single),
     where={"x": "float[batch channels size]", "weight": "float[channels]", "bias": "float[channels]", "eps": at_least(0.0)},
     results={"out": "x[batch channels size]"}, out=Out(contiguous=("out",)), check=check,
-    gradient=Gradient(of=("x", "weight", "bias"), shape_only=lambda values: ("bias",)),
+    gradient=Gradient(of=("x", "weight", "bias"), shape_only=lambda values: ("bias",)), sharding=Sharding(("batch", "channels")),
 )  # fmt: skip
 
 
