@@ -42,8 +42,9 @@ REFUSED: Lines = (
     ("repeats that are refused", (*FLOATS, torch.int16, torch.int8, *BYTE, *BOOL), "repeat_interleave.Tensor"),
     ("other dtypes than 16 bits, or several", (torch.float32, *FP64, *OTHERS), "_flash_attention_forward"),
     ("no two floats of one dtype", (*HALVES, *OTHERS), "polar"),
+    ("integers divided by integers", OTHERS, "addcdiv"),
     ("dtype {}", OTHERS,
-     "addcdiv elu elu_ elu_backward gelu gelu_ gelu_backward glu glu_backward lerp.Tensor lerp_.Tensor linalg_vector_norm"
+     "elu elu_ elu_backward gelu gelu_ gelu_backward glu glu_backward lerp.Tensor lerp_.Tensor linalg_vector_norm"
      " log_sigmoid_forward mean mean.dim mse_loss sigmoid_backward silu silu_ silu_backward softplus std.correction"
      " tanh_backward var_mean.correction"),
     ("dtype {}", WHOLE, "lerp.Scalar lerp_.Scalar"),

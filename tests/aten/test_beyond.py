@@ -4,7 +4,8 @@ composites."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,7 +16,11 @@ from torch import Tensor
 import tilewright as tw
 from tests.aten.compare import as_double, differences, flat, ulps
 from tests.aten.samples import DEVICE
-from tilewright.aten import reduction
+from tests.aten.test_opinfo import scale
+from tilewright.aten import reduction, table
+from tilewright.aten.leaves import LEAVES
+from tilewright.aten.table import overload_of
+from tilewright.check.provided.aten import aten_of, blank, call_of, copied, drawn, exact_of, written
 
 FP32 = torch.float32
 CALLS: dict[str, Callable[[Tensor], Any]] = {
@@ -104,6 +109,45 @@ def test_awkward_operands(name, layout):
         and (x.is_contiguous() or name in ("add", "neg", "number", "clamp", "sum", "cumsum", "cummax", "clone"))
     ):
         assert ran and not declined, declined
+
+
+def turned(value: Any, those: Sequence[Tensor]) -> Any:
+    """Arguments of a call, of which those tensors lie with the first dimension innermost, without a gap."""
+    if isinstance(value, dict):
+        return {name: turned(one, those) for name, one in value.items()}
+    if isinstance(value, list):
+        return [turned(one, those) for one in value]
+    return value.transpose(0, -1).contiguous().transpose(0, -1) if any(value is t for t in those) else value
+
+
+# Of vectors that are turned aten's kernels read others: the composite above them has copied them
+COPIED_ABOVE = {"_weight_norm_interface", "_weight_norm_interface_backward"}
+BY_ATEN = [n for n in sorted(table.FORMS.keys() - COPIED_ABOVE) if aten_of(n, DEVICE) is overload_of(n)]
+
+
+@pytest.mark.parametrize("name", BY_ATEN)
+def test_operands_that_are_turned(name):
+    """A call of every overload with all operands turned, with the first alone, and with the last alone: results lie as aten's."""
+    packet = name.partition(".")[0].removesuffix("_")
+    torch.manual_seed(0)
+    plain = call_of(name, partial(drawn, device=DEVICE))
+    every = [t for t in flat([plain[0], list(plain[1].values())]) if isinstance(t, Tensor) and t.dim() > 1]
+
+    def call(overload: Callable[..., Any], args: list[Any], kwargs: dict[str, Any]) -> Any:
+        try:
+            made = written(name, overload(*args, **kwargs))
+        except RuntimeError as error:
+            return str(error)
+        return blank(made) if table.ENGINE[name] == "random" else made  # whose values other tests are about
+
+    for those in (every, every[:1], every[-1:]) if len(every) > 1 else (every,):
+        given = [turned(part, those) for part in plain]
+        expected = call(overload_of(name), *map(copied, given))
+        own = [copied(part) for part in given]
+        with tw.aten.use("all", include=[name]):
+            made = call(overload_of(name), *own)
+        truth = None if isinstance(expected, str) else call(exact_of(name, DEVICE), *map(as_double, map(copied, given)))
+        assert not differences(made, expected, truth, scale(packet, [*plain[0], *plain[1].values()])), len(those)
 
 
 def test_offsets_past_32_bits():
@@ -317,6 +361,49 @@ def test_composites_reach_a_leaf_and_keep_their_gradient(name):
     assert [t.stride() for t in ours] == [t.stride() for t in aten]
 
 
+RANDOM = {name for name, engine in table.ENGINE.items() if engine == "random"}
+# What a composite with a gradient reaches instead, where torch has a formula for its parts
+WITH_A_GRADIENT = {"rms_norm": "mul.Tensor"} if DEVICE == "cpu" else {}
+
+
+@pytest.mark.parametrize("name", LEAVES)
+def test_every_leaf_is_reached_with_a_gradient(name):
+    """By a plain call of each name that has no replacement of its own."""
+    torch.manual_seed(0)
+    given = call_of(name, partial(drawn, device=DEVICE))
+    if name == "contiguous":
+        given = [given[0][0].t().contiguous().t()], {}
+    in_place = name.partition(".")[0].endswith("_")
+
+    def run() -> list[Any]:
+        args, kwargs = map(copied, given)
+        leaves = [t for t in flat([args, list(kwargs.values())]) if isinstance(t, Tensor) and t.is_floating_point()]
+        for t in leaves:
+            t.requires_grad_()
+        if in_place:  # of what is no leaf of autograd's
+            args[0] = args[0].clone()
+        made = overload_of(name)(*args, **kwargs)
+        assert made is args[0] or not in_place
+        shown = blank(made) if LEAVES[name] in RANDOM else made.detach()
+        if not made.requires_grad:
+            return [shown]
+        try:
+            return [shown, *torch.autograd.grad(made.double().square().sum(), leaves, allow_unused=True)]
+        except RuntimeError as error:  # of what torch has no formula for
+            return [shown, str(error)]
+
+    aten = run()
+    leaf = WITH_A_GRADIENT.get(name, LEAVES[name])
+    with tw.aten.use("all", include=[leaf]):
+        ours = run()
+        assert tw.aten.report()[leaf]["taken"], tw.aten.report()[leaf]
+    for a, b in zip(ours, aten, strict=True):
+        assert isinstance(b, Tensor) or a == b
+        if isinstance(b, Tensor):
+            torch.testing.assert_close(a, b)
+            assert a.stride() == b.stride()
+
+
 def test_gradients_are_right():
     """By differences, in float64, through several engines at once."""
 
@@ -330,7 +417,7 @@ def test_gradients_are_right():
         assert taken() > 100
 
 
-REPEATED = 5 if DEVICE == "cpu" else 20  # in the interpreter programs run one after the other
+REPEATED = 20  # times, all of the same bits
 ROWS, COLUMNS = (70, 3) if DEVICE == "cpu" else (20_000, 64)  # of which a GPU's programs are at work at once
 
 

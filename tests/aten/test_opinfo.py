@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -19,7 +20,8 @@ from tilewright.aten import table
 from tilewright.aten.table import overload_of
 from tilewright.check.provided.aten import aten_of, blank, call_of, copied, drawn, exact_of, written
 
-# Samples of an entry and dtype, each with its twin that is not contiguous; a GPU compiles for most of them
+# Samples of an entry and dtype, each with its twin that is not contiguous; a GPU compiles for most of them. Twelve would be half as
+# much again of most of this net's CPU seconds (`tests/seconds.py` has its budget), and are seldom of a kind that eight are not
 MOST = 8 if DEVICE == "cpu" else 2
 # Entries of which every call is one of ours, or a composite's leaf. `clamp_min` is none: its samples are all of another overload
 NAMES = [
@@ -189,6 +191,57 @@ def test_in_place_the_tensor_is_the_result(name):
         calls = [(s.input, s.args, s.kwargs) for s in samples(name, torch.int32, 2)]
     found = wrong(name, calls, in_place(ENTRIES[name]))
     assert not found, "\n".join(found)
+
+
+# Entries that take `out=`, and the overload for it, where one is replaced
+OUT = {
+    "addmm": "addmm.out", "addmv": "addmv.out", "arange": "arange.start_out", "cumsum": "cumsum.out", "eye": "eye.m_out",
+    "floor_divide": "floor_divide.out", "linspace": "linspace.out", "logspace": "logspace.out", "mm": "mm.out", "mv": "addmv.out",
+    "sum": "sum.IntList_out", "where": "where.self_out",
+}  # fmt: skip
+GIVEN: dict[str, Callable[[Tensor], Tensor]] = {
+    "as the result": torch.empty_like,
+    "of size 0": lambda t: t.new_empty(0),
+    "of another size": lambda t: t.new_empty([n + 1 for n in t.shape] or 2),
+    "of more dimensions": lambda t: t.new_empty([2, *t.shape]),
+    "of another float": lambda t: torch.empty_like(t, dtype=torch.float64),
+    "of integers": lambda t: torch.empty_like(t, dtype=torch.int32),
+    "with gaps": lambda t: t.new_empty([*t.shape, 2])[..., 0],
+    "turned": lambda t: t.new_empty(t.shape[::-1]).permute(*range(t.dim())[::-1]),
+}
+
+
+@pytest.mark.parametrize("name", OUT)
+def test_results_that_are_given_are_atens(name):
+    """Values, the tensor itself, its strides and memory after it was resized, warnings and exceptions."""
+    op, dtype = ENTRIES[name], dtypes_of(name)[0]
+    given = [(s.input, s.args, s.kwargs) for s in samples(name, dtype, 8)]  # of which one is tried
+    given = [one for one in given[::2] if name != "sum" or one[2].get("dim") is not None]
+    given = [one for one in given if all(t.numel() for t in flat(one[:2]) if isinstance(t, Tensor))]
+    x, args, kwargs = max(given, key=lambda one: op(one[0], *one[1], **one[2]).numel())
+    plain = op(x, *args, **kwargs)
+    truth = op(as_double(x), *as_double(args), **as_double(kwargs))
+
+    def call(make: Callable[[Tensor], Tensor]) -> list[Any]:
+        out = make(plain)
+        version = out._version
+        with warnings.catch_warnings(record=True) as heard:
+            warnings.simplefilter("always")
+            try:
+                made = op(x, *args, **kwargs, out=out)
+            except Exception as error:
+                return [type(error), str(error), out.shape, out.stride()]
+        said = [str(one.message) for one in heard if "Overriding" not in str(one.message)]
+        return [out, made is out, out._version - version, out.untyped_storage().nbytes(), *said]
+
+    expected = {what: call(make) for what, make in GIVEN.items()}
+    with tw.aten.use("all"):
+        made = {what: call(make) for what, make in GIVEN.items()}
+        said = tw.aten.report()[OUT[name]]
+    assert said["taken"] and said["declined"], said
+    for what, other in expected.items():
+        exact = [truth, *[None] * (len(other) - 1)]
+        assert not differences(made[what], other, exact, scale(name, [x, *args])), what
 
 
 @pytest.mark.parametrize("name", [n for n in NAMES if ENTRIES[n].error_inputs_func is not None])

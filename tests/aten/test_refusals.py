@@ -196,6 +196,58 @@ def test_sizes_of_what_is_repeated(repeats, size, dtype):
     check(lambda: torch.repeat_interleave(given, output_size=size), "repeat_interleave.Tensor", declined)
 
 
+@pytest.mark.parametrize(
+    "given", [([6, 7], 1, 0, 1), ([4, 3, 5], -2, 2, 0), ([3, 3], 5, 0, 1), ([1, 0], 0, 0, 1)], ids=str
+)
+def test_gradients_of_diagonals(given):
+    """Of the diagonal's shape; aten expands others, or refuses them."""
+    right = torch.empty(given[0]).diagonal(*given[1:]).shape
+    for shape in {(), (1,), (7,), (2, 6), (0,), right}:
+        declined = None if shape == right else "a gradient that is not of the diagonal's shape"
+        call = lambda shape=shape: torch.ops.aten.diagonal_backward(ones(*shape), *given)  # noqa: E731
+        check(call, "diagonal_backward", declined)
+    call = lambda: torch.ops.aten.diagonal_backward(ones(3), [3, -1], 0, 0, 1)  # noqa: E731
+    check(call, "diagonal_backward", "dimensions that are refused")
+
+
+@pytest.mark.parametrize("name", ["rtol", "atol"])
+def test_tolerances(name):
+    """Calls with others come after a plan was made with 0."""
+    x = torch.tensor([1.0, 2.0, float("inf")], device=DEVICE)
+    for tolerance in (0.0, float("nan"), -1.0, 1e-3, float("inf")):
+        told_of = {name: tolerance}
+        refused = not tolerance >= 0
+        one = "two dtypes or a negative tolerance, which torch refuses" if refused else None
+        check(lambda told_of=told_of: torch.isclose(x, x, **told_of), "isclose", one)
+        one = "shapes that broadcast, two dtypes, or a negative tolerance" if refused else None
+        check(lambda told_of=told_of: torch.allclose(x, x, **told_of), "allclose", one)
+    calls = [lambda n=n: torch.isclose(x, x, **{name: n}) for n in (0.0, float("nan"), 0.0, -1.0, 1.0)]
+    aten = [told(call) for call in calls for _ in range(PLAN)]
+    with tw.aten.use("all"):
+        made = [told(call) for call in calls for _ in range(PLAN)]
+    for (own, heard), (other, said) in zip(made, aten):
+        assert heard == said and not differences(own, other)
+
+
+@pytest.mark.parametrize("one", [torch.int32, torch.bool, torch.float32], ids=str)
+@pytest.mark.parametrize("other", [torch.int32, torch.bool, torch.bfloat16], ids=str)
+def test_quotients_of_integers(one, other):
+    """Whatever they are added to."""
+    declined = None if one.is_floating_point or other.is_floating_point else "integers divided by integers"
+    for shape in ((3,), ()):
+        call = lambda shape=shape: torch.addcdiv(ones(3), ones(*shape, dtype=one), ones(*shape, dtype=other))  # noqa: E731
+        check(call, "addcdiv", declined)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int32, torch.bool], ids=str)
+@pytest.mark.parametrize("factors", [{"alpha": True}, {"beta": False}, {"alpha": True, "beta": 2}, {}], ids=str)
+def test_bools_as_factors_of_an_outer_product(dtype, factors):
+    """Of bools alone."""
+    refused = dtype != torch.bool and any(isinstance(n, bool) for n in factors.values())
+    matrix, row, column = (ones(*shape, dtype=dtype) for shape in ((3, 4), (3,), (4,)))
+    check(lambda: torch.addr(matrix, row, column, **factors), "addr", "a bool as a factor" if refused else None)
+
+
 @pytest.mark.parametrize("pad", [[-4, 3], [3, -4], [1, 1, -3, 2], [1, 1, 2, -3], [-3, 3], [3, -3]])
 def test_sides_that_are_cut_off(pad):
     """No more of one than there is, whatever is added on the other."""

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import tilewright as tw
-from tilewright.aten import router, table
+from tilewright.aten import leaves, router, table
 from tilewright.aten.table import overload_of
 
 
@@ -117,13 +117,37 @@ def test_names_of_overloads_operators_and_engines():
 
 @pytest.mark.parametrize(
     ("name", "said"),
-    [("signoid", "did you mean sigmoid"), ("add.Tenosr", "did you mean add.Tensor"), ("nonsense_name", "torch does not define it")],
+    [
+        ("signoid", "did you mean sigmoid"), ("add.Tenosr", "torch has no such overload: did you mean add.Tensor?"),
+        ("nonsense_name", "torch does not define it$"), ("exp.Tensor", "torch has no such overload: did you mean exp?"),
+        ("add.out", "there is a replacement for: did you mean add.Tensor"),
+        ("erfinv", "there is a replacement for: did you mean erf"),
+        ("square", "no replacement of its own: torch makes it of others, which `explain` names"),
+        ("div.Scalar", "no replacement of its own: name 'div.Tensor', which its calls reach"),
+        ("hstack", "no replacement of its own: name 'cat', which"), ("rand", "no replacement of its own: name 'uniform_', which"),
+        ("divide", "no replacement of its own: name 'div.Tensor' or 'div.Tensor_mode', which"),
+    ],
 )  # fmt: skip
 def test_a_name_that_is_misspelt(name, said):
     for arguments in ({"include": [name]}, {"exclude": name}):
         with pytest.raises(ValueError, match=said) as error:
             tw.aten.enable("all", **arguments)
         assert name in str(error.value)
+
+
+@pytest.mark.parametrize("given", [torch.add, torch.ops.aten.add, [torch.add], [None], ["neg", 5], 5])
+@pytest.mark.parametrize("argument", ["include", "exclude"])
+def test_what_is_no_name(argument, given):
+    with pytest.raises(ValueError, match=f"aten: {argument} takes names such as 'add.Tensor'"):
+        tw.aten.use("all", **{argument: given})
+
+
+def test_what_is_said_to_be_reached_is():
+    """`check/provided/aten.py` calls each name of the table, and what it reaches has a replacement."""
+    assert set(leaves.LEAVES.values()) <= table.FORMS.keys()
+    assert not leaves.LEAVES.keys() & table.FORMS.keys()
+    for name in leaves.LEAVES:
+        overload_of(name)
 
 
 def test_a_mode_that_is_not_there():

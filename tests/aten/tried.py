@@ -28,8 +28,12 @@ COMPARED = tuple(
     f"test_{name}.py"
     for one in (
         "beyond",
+        "copies",
         "dtypes",
+        "formats",
         "index",
+        "index_map",
+        "numbers",
         "opinfo",
         "plans",
         "product",

@@ -1,4 +1,5 @@
-"""How many variants torch's own samples have compiled: a GPU's net takes as long as its compiler."""
+"""How many variants torch's own samples have compiled per kernel and function, for an overload and dtypes: a GPU's net takes as
+long as its compiler."""
 
 from __future__ import annotations
 
@@ -21,10 +22,9 @@ from tilewright.aten.table import name_of
 from tilewright.core.target import TARGETS, pretend
 from tilewright.runtime.kernel import collect
 
-# Of a kernel, for an overload, the dtypes of its arguments, and the function that they ask for (a norm, a rounding). Reductions of
-# few elements have two forms, of short rows and of the whole, and either may be aligned or not
-AT_MOST = 4
-MOST = 4  # samples of an entry and dtype, twice as many as a GPU makes
+# Samples of an entry and dtype, as many as a GPU makes; and variants per kernel and function, for an overload and the dtypes of its
+# arguments (a function is what they ask for: a norm, a rounding)
+MOST, AT_MOST = 2, 3
 
 
 class Compiled(TorchDispatchMode):

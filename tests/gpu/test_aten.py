@@ -21,12 +21,14 @@ from tests.aten.test_beyond import (  # noqa: F401
     test_awkward_operands,
     test_bytes_are_turned,
     test_composites_reach_a_leaf_and_keep_their_gradient,
+    test_every_leaf_is_reached_with_a_gradient,
     test_gelu_of_every_16_bit_number,
     test_gradients_are_right,
     test_int64_and_a_float,
     test_memory_that_is_read_and_written,
     test_numbers_promote_as_atens,
     test_offsets_past_32_bits,
+    test_operands_that_are_turned,
     test_powers_are_as_exact_as_atens,
     test_powers_by_a_number,
     test_steps_that_end_at_0,
@@ -40,6 +42,7 @@ from tests.aten.test_opinfo import (  # noqa: F401
     test_gradients_are_autograds,
     test_in_place_the_tensor_is_the_result,
     test_results_are_atens,
+    test_results_that_are_given_are_atens,
     test_what_aten_refuses_is_refused_alike,
 )
 from tests.aten.test_router import (  # noqa: F401

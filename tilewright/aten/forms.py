@@ -14,7 +14,7 @@ from .layout import result_strides
 from .plans import own
 from .pointwise import run
 from .row import Declined, Number, Row, of_numbers, taken
-from .rows import cast_by, fill_is_aten
+from .rows import cast_by, fill_is_aten, negative
 
 TWO = ("self", "other")
 COPY = Row("copy", f.copy, (), promotes="keep", fills=True)
@@ -77,6 +77,8 @@ def addr(self: Tensor, vec1: Tensor, vec2: Tensor, *, beta: Any = 1, alpha: Any 
         raise Declined("no two vectors, or several dtypes")
     if not self.is_floating_point() and (isinstance(alpha, float) or isinstance(beta, float)):
         raise Declined("fractions of integers")
+    if self.dtype != torch.bool and (isinstance(alpha, bool) or isinstance(beta, bool)):
+        raise Declined("a bool as a factor")
     rows, columns, shape = vec1.unsqueeze(1), vec2.unsqueeze(0), (vec1.shape[0], vec2.shape[0])
     if self.dim() > 2:
         raise Declined("shapes that do not broadcast")
@@ -94,7 +96,8 @@ def polar(abs: Tensor, angle: Tensor) -> Tensor:
     if abs.shape != angle.shape:
         raise Declined("shapes that broadcast")
     wide = torch.complex64 if abs.dtype == torch.float32 else torch.complex128
-    made = own(torch.empty(abs.shape, dtype=wide, device=abs.device))
+    strides = result_strides(tuple(abs.shape), [abs, angle])
+    made = own(torch.empty_strided(abs.shape, strides, dtype=wide, device=abs.device))
     parts = torch.view_as_real(made)
     for row, part in ((REAL, parts[..., 0]), (IMAGINARY, parts[..., 1])):
         run(row, {"self": abs, "other": angle}, part)
@@ -162,14 +165,15 @@ def nan_to_num(self: Tensor, nan: Any = None, posinf: Any = None, neginf: Any = 
     return run(FINITE_NUMBER, {"self": self, "nan": nan, **ends}, None)
 
 
-def sign(number: float) -> int:
-    return (number > 0) - (number < 0)
+def sign(tolerance: float) -> int:
+    """-1 is of those that torch refuses, NaNs among them."""
+    return -1 if negative(tolerance) else int(tolerance > 0)
 
 
 @of_numbers("rtol", "atol", asks={"rtol": sign, "atol": sign})
 def isclose(self: Tensor, other: Tensor, rtol: float = 1e-05, atol: float = 1e-08, equal_nan: bool = False) -> Tensor:
     """Integers are compared as floats of the default dtype, as aten does, unless only equal ones are close."""
-    if self.dtype != other.dtype or rtol < 0 or atol < 0:
+    if self.dtype != other.dtype or negative(rtol) or negative(atol):
         raise Declined("two dtypes or a negative tolerance, which torch refuses")
     values = {"self": self, "other": other, "rtol": rtol, "atol": atol}
     return run(EQUAL if not self.is_floating_point() and rtol == atol == 0 else CLOSE[equal_nan], values, None)

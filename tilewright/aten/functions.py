@@ -604,7 +604,7 @@ def gelu_tanh_backward(dy, x):
 
 
 @triton.jit
-def threshold_backward(dy, x, least):
+def threshold_backward(x, dy, least):
     return tl.where(x <= least, 0.0, dy) if x.dtype != tl.int64 else tl.where(x <= least, 0, dy)
 
 

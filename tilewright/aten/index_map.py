@@ -456,10 +456,12 @@ def diag_embed(self: Tensor, offset: int = 0, dim1: int = -2, dim2: int = -1) ->
 
 def diagonal_backward(grad_output: Tensor, input_sizes: list[int], offset: int, dim1: int, dim2: int) -> Tensor:
     taken(grad_output)
-    if refused(dim1, dim2, len(input_sizes)):
+    if refused(dim1, dim2, len(input_sizes)) or any(n < 0 for n in input_sizes):
         raise Declined("dimensions that are refused")
-    out = own(torch.empty(input_sizes, dtype=grad_output.dtype, device=grad_output.device))
-    return on_diagonal(grad_output, out, offset, dim1, dim2)
+    out = torch.empty(input_sizes, dtype=grad_output.dtype, device=grad_output.device)
+    if grad_output.shape != out.diagonal(offset, dim1, dim2).shape:
+        raise Declined("a gradient that is not of the diagonal's shape")
+    return on_diagonal(grad_output, own(out), offset, dim1, dim2)
 
 
 def flip(self: Tensor, dims: list[int]) -> Tensor:

@@ -14,6 +14,7 @@ from . import pointwise
 from .functions import divide, is_close, is_close_or_nan, is_nan, power, square_root
 from .reduction import InTurn, Row, dims_of, run, split
 from .row import TAKEN, Declined
+from .rows import negative
 
 FAR = tl.constexpr(1 << 62)  # an index past every other
 
@@ -552,7 +553,7 @@ def trace(self: Tensor) -> Tensor:
 
 def allclose(self: Tensor, other: Tensor, rtol: float = 1e-05, atol: float = 1e-08, equal_nan: bool = False) -> bool:
     """Integers are compared as in `forms.isclose`."""
-    if self.shape != other.shape or self.dtype != other.dtype or rtol < 0 or atol < 0:
+    if self.shape != other.shape or self.dtype != other.dtype or negative(rtol) or negative(atol):
         raise Declined("shapes that broadcast, two dtypes, or a negative tolerance")
     if self.is_floating_point():
         dtype = self.dtype

@@ -32,6 +32,7 @@ from ..core.target import INTERPRETING
 from ..runtime.kernel import NotCompiledError
 from ..runtime.plan import Recorder
 from . import pointwise, table
+from .leaves import LEAVES
 from .observed import INSIDE, Calls, calls_of
 from .plans import Function, Run, plan_of, slot, thread
 from .row import Declined, kind_of
@@ -46,6 +47,7 @@ SLOTS = (int, float)  # types of numbers that are slots of a plan; a bool is one
 RECENT = 4  # kinds of call that an overload knows by guard
 MOST_OUTCOMES = 512  # keys of an overload
 MODES = ("all", "auto")
+IMPLICIT = torch._C.DispatchKey.CompositeImplicitAutograd  # of what torch makes of other operators
 # Before torch 2.13 a library that stands over another one has to say that it means to
 OVER_ANOTHER = {"allow_override": True} if "allow_override" in inspect.signature(Library.impl).parameters else {}
 
@@ -479,22 +481,38 @@ def rank(dtype: torch.dtype) -> int:
 # ---------------------------------------------------------------- which
 
 
-def resolve(names: Iterable[str]) -> frozenset[str]:
+def resolve(names: Iterable[str], argument: str = "include") -> frozenset[str]:
     """Overloads for names: of an overload itself, of an operator, which means all of its overloads, or of an engine."""
+    one = not isinstance(names, Iterable) or isinstance(names, (str, torch._ops.OpOverloadPacket))
+    given = [names] if one else list(names)
     found: set[str] = set()
-    for name in [names] if isinstance(names, str) else names:
+    for name in given:
+        if not isinstance(name, str):
+            raise ValueError(f"aten: {argument} takes names such as 'add.Tensor', 'add' or 'pointwise', got {name!r}")
         own = {n for n in table.FORMS if name in (n, n.partition(".")[0], table.ENGINE[n])}
         if not own:
-            packet = name.partition(".")[0]
-            known = sorted({*table.FORMS, *(n.partition(".")[0] for n in table.FORMS), *table.ENGINE.values()})
-            near = difflib.get_close_matches(name, known, n=3)
-            missing = "" if hasattr(torch.ops.aten, packet) else ", and torch does not define it"
-            raise ValueError(
-                f"aten: {name!r} is no operator that there is a replacement for{missing}"
-                + (f": did you mean {' or '.join(near)}?" if near else "")
-            )
+            raise ValueError(f"aten: {unknown(name)}")
         found |= own
     return frozenset(found)
+
+
+def unknown(name: str) -> str:
+    """What there is to say of a name that is not of a replacement."""
+    packet, _, overload = name.partition(".")
+    leaves = sorted({leaf for n, leaf in LEAVES.items() if name in (n, n.partition(".")[0])})
+    if leaves:
+        return f"{name!r} has no replacement of its own: name {' or '.join(map(repr, leaves))}, which its calls reach"
+    torchs = getattr(torch.ops.aten, packet, None)
+    overloads = torchs.overloads() if isinstance(torchs, torch._ops.OpOverloadPacket) else []
+    asked = [o for o in overloads if overload in ("", o)]
+    if any(getattr(torchs, o).has_kernel_for_dispatch_key(IMPLICIT) for o in asked):
+        return f"{name!r} has no replacement of its own: torch makes it of others, which `explain` names"
+    own = sorted(n for n in table.FORMS if n.partition(".")[0] == packet)
+    known = sorted({*table.FORMS, *(n.partition(".")[0] for n in table.FORMS), *table.ENGINE.values()})
+    near = difflib.get_close_matches(name, own) or own[:3] or difflib.get_close_matches(name, known)
+    missing = "" if asked else ", and torch has no such overload" if overloads else ", and torch does not define it"
+    meant = f": did you mean {' or '.join(near)}?" if near else ""
+    return f"{name!r} is no operator that there is a replacement for{missing}{meant}"
 
 
 def chosen(
@@ -506,7 +524,7 @@ def chosen(
     if observed is not None and mode != "auto":
         raise ValueError("aten: observed is for mode 'auto', which chooses")
     every = frozenset(table.FORMS) if include is None else resolve(include)
-    every -= resolve(exclude) if exclude is not None else frozenset()
+    every -= resolve(exclude, "exclude") if exclude is not None else frozenset()
     if not INTERPRETING and not torch.cuda.is_available():
         raise RuntimeError("aten: there is no GPU whose operators could be replaced")
     if mode == "all":

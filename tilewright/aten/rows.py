@@ -177,6 +177,13 @@ def scaled(values: dict[str, Any]) -> str | None:
     return exact(values, "value")
 
 
+def divides(values: dict[str, Any]) -> str | None:
+    """torch refuses to divide integers by integers here, whatever they are added to."""
+    both = values["tensor1"], values["tensor2"]
+    floats = [v.is_floating_point() if isinstance(v, Tensor) else isinstance(v, float) for v in both]
+    return None if any(floats) else "integers divided by integers"
+
+
 def lerps(values: dict[str, Any]) -> str | None:
     """torch promotes neither end; a weight without dimensions says nothing beside tensors with some."""
     one, end, weight = values["self"], values["end"], values["weight"]
@@ -257,9 +264,10 @@ ROWS = (
     comparison("le", f.less_equal),
     comparison("gt", f.greater),
     comparison("ge", f.greater_equal),
-    Row("pow", f.power, ("pow.Tensor_Tensor", "pow.Tensor_Scalar", "pow.Scalar", "pow_.Tensor", "pow_.Scalar"),
+    Row("pow", f.power, ("pow.Tensor_Tensor", "pow.Tensor_Scalar", "pow_.Tensor", "pow_.Scalar"),
         ("self", "exponent"), dtypes=NUMERIC, when=whole_exponent, choose=power_by, aside=("exponent",),
         cast=("exponent",), asks={"exponent": known_power}),
+    Row("pow_of_number", f.power, ("pow.Scalar",), ("self", "exponent"), dtypes=NUMERIC, allocates="contiguous"),
     # three
     Row("where", f.chosen, ("where.self", "where.self_out"), ("condition", "self", "other"), when=conditions),
     Row("clamp", f.between, (*both("clamp"), *both("clamp.Tensor")), ("self", "min", "max"), dtypes=NUMERIC, when=clamps,
@@ -272,7 +280,7 @@ ROWS = (
     Row("addcmul", f.add_product, ("addcmul",), ("self", "tensor1", "tensor2"), (Number("value"),), dtypes=NUMERIC, when=scaled,
         cast=("value",)),
     Row("addcdiv", f.add_quotient, ("addcdiv",), ("self", "tensor1", "tensor2"), (Number("value"),), dtypes=FLOAT,
-        cast=("value",)),
+        when=divides, cast=("value",)),
     Row("lerp", f.lerp, (*both("lerp.Tensor"), *both("lerp.Scalar")), ("self", "end", "weight"), dtypes=FLOAT, when=lerps,
         aside=("weight",), cast=("weight",)),
     # formulas of backward passes
@@ -281,7 +289,7 @@ ROWS = (
     Row("silu_backward", f.silu_backward, ("silu_backward",), ("grad_output", "self"), dtypes=FLOAT),
     Row("gelu_backward", f.gelu_backward, ("gelu_backward",), ("grad_output", "self"), dtypes=FLOAT, when=known_gelu,
         choose=gelu_of(f.gelu_backward, f.gelu_tanh_backward)),
-    Row("threshold_backward", f.threshold_backward, ("threshold_backward",), ("grad_output", "self"), (Number("threshold"),),
+    Row("threshold_backward", f.threshold_backward, ("threshold_backward",), ("self", "grad_output"), (Number("threshold"),),
         dtypes=NUMERIC, cast=("threshold",)),
     Row("elu_backward", f.elu_backward, ("elu_backward",), ("grad_output", "self_or_result"),
         (Number("alpha"), Number("scale"), Number("input_scale")), dtypes=FLOAT, when=slopes, asks={"alpha": negative},
