@@ -15,8 +15,10 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from examples import decode_layer, denoise
+import tilewright as tw
+from examples import decode_layer, denoise, speculate
 from tests.gpu import still_running
+from tilewright.attention.cache_write import cache_move_rows
 from tilewright.device.dependent import begin_dependent
 from tilewright.gemm.few import small_rows
 from tilewright.gemm.hopper.few import small_rows_hopper
@@ -130,6 +132,28 @@ def hashes_of_a_loop(fp8: bool) -> set[str]:
     return {hash_of([replay()]) for _ in range(RUNS)}
 
 
+def hashes_of_a_verification() -> set[str]:
+    """Of a step that verifies drafts: what it says, and the caches, in which accepted drafts have closed up."""
+    model, source = speculate.Model(2, "cuda"), torch.Generator().manual_seed(1)
+    token, length = model.prefill(torch.randint(speculate.VOCAB, (2, 7), generator=source).cuda())
+    parents = torch.tensor(speculate.PARENTS, device="cuda").expand(2, -1)
+    ranks = [speculate.PARENTS[:at].count(parent) for at, parent in enumerate(speculate.PARENTS)]
+    step = speculate.verified(model, model.guesses(max(ranks) + 1), ranks, parents, *tw.tree_bits(parents))
+    caches = [cache for pair in model.caches for cache in pair]
+    before, said = [cache.clone() for cache in caches], []
+
+    def body() -> None:
+        said[:] = step(token, length)
+
+    replay, found = captured(body), set()
+    for _ in range(RUNS):
+        for cache, old in zip(caches, before):
+            cache.copy_(old)
+        replay()
+        found.add(hash_of([*said, *caches]))
+    return found
+
+
 CASES = {
     **{
         f"layer-{batch}-{'fp8' if fp8 else 'bf16'}": functools.partial(hashes_of_a_layer, batch, fp8)
@@ -138,6 +162,7 @@ CASES = {
     },
     "loop-bf16": functools.partial(hashes_of_a_loop, False),
     "loop-fp8": functools.partial(hashes_of_a_loop, True),
+    "verification": hashes_of_a_verification,
 }
 
 
@@ -158,3 +183,5 @@ def test_a_hundred_replays_have_one_hash_with_dependent_launches_and_without(cas
     assert without_dependent_launches(case) == found
     if case.startswith("layer"):
         assert begun_early(rms_norm_forward) and (begun_early(small_rows) or begun_early(small_rows_hopper))
+    elif case == "verification":
+        assert begun_early(cache_move_rows)
