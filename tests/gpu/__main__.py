@@ -7,7 +7,7 @@ long; that test counts as failed and the others go to a new process. Outcomes ar
 where that is set) as they come; `--resume` skips what has passed in that file, `--stale` what has passed over today's code by the
 evidence (`passed.py`, which also adds to it), but with `--machinery` not what stands for the code that all ops share, if that has
 changed. What counts has passed under the Triton that is installed. `--accuracy` runs what shows that it compiles kernels right:
-properties that compare with float64, and the tests of kernels in Gluon.
+properties that compare with float64, the tests of kernels in Gluon, and those that hold torch's operators against aten.
 
 `--list FILE` runs nothing and writes the names of the tests that would run, also where there is no GPU; `--only FILE` runs those
 without asking pytest for all others, which takes a minute. After the tests, unless some were chosen, comes `tilewright check
@@ -42,10 +42,21 @@ EVERYTHING = "tests/gpu"
 DONE = ("passed", "skipped")
 LAST_START = 30.0  # seconds before the end at which no new process is started: importing torch takes several
 SHOWN_FAILURES = 12
-# What `--accuracy` runs: of the properties those that compare with float64, and files about kernels that are written in Gluon
+# What `--accuracy` runs: of the properties those that compare with float64, files about kernels in Gluon, and files that hold
+# torch's operators against aten: until somebody ran these under 3.9, no reduction compiled there
 NUMBERS = ("accuracy", "sizes", "as_in_models", "quantised", "every_config")
 KERNELS = ("attention", "attention_backward", "chunks", "decode", "fp8_bits", "glu", "hopper_coded", "latent")
 KERNELS += ("linear_cross_entropy", "products", "rms_norm")
+KERNELS += (
+    "aten",
+    "aten_engines",
+    "aten_index_map",
+    "aten_product",
+    "aten_reduction",
+    "aten_rows",
+    "aten_scan",
+    "aten_window",
+)
 UNKNOWN = 1.0  # seconds that a test is assumed to take of which nothing is known: most take less, and more makes many processes
 LONG = {"tests/gpu/test_concurrency.py": 240.0}  # of a test of these files, if nothing is known: they begin first
 PATIENCE = 3.0  # times as long as it took before a test may be silent
@@ -362,7 +373,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--machinery", action="store_true", help="with --stale: not what stands for machinery that changed"
     )
     parser.add_argument(
-        "--accuracy", action="store_true", help="only what compares with float64, and tests of kernels in Gluon"
+        "--accuracy", action="store_true", help="only what compares with float64 or aten, and tests of kernels in Gluon"
     )
     parser.add_argument("--list", type=Path, metavar="FILE", help="run nothing, write what would run, a name a line")
     parser.add_argument("--only", type=Path, metavar="FILE", help="run the tests of such a file")
