@@ -636,6 +636,14 @@ def test_other_ways_of_calling_are_checked_and_timed(family, pretended, monkeypa
         )
 
 
+def test_host_times_of_codes_are_held_to_those_of_plain_calls():
+    """At most 1.5 times these; a library's product is held to torch's own."""
+    held = {name.partition("/")[0]: case.goal for name, case in cases.CASES.items() if name.startswith("launch_")}
+    for family in ("launch_norm_fp8", "launch_norm_fp8_both", "launch_glu_fp8", "launch_grouped_mm_fp8"):
+        assert held[family] == pytest.approx(1 / 1.5, abs=1e-3)
+    assert held["launch_scaled_mm_cublaslt"] == cases.GOALS["launch_scaled_mm"].goal
+
+
 def test_groups_of_quantised_factors_are_timed_beside_plain_ones(pretended, monkeypatch):
     """As a program has them: what is timed gives what the op gives of their codes."""
     seen = []

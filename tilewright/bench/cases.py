@@ -2,11 +2,12 @@
 
 Cases are data. A suite is a file of `suites/`, a family of cases a line of it: `dims` is the shape that the goal is stated
 for, `also` names further shapes in `suites/dims.json`, which may stay `slack` (or SLACK) under the goal. A goal for the
-geometric mean over several shapes has these in `over`, and `least` for each of them. A goal for several calls of torch's operators
-has these in `calls`, each with its own `dims`; with `partial` it is for those of them that its rival has. The goals are in
-`data/goals.tsv`, and only there; a family without one names its op itself. A line that says `like` has everything from the line of
-that family but what it says anew. Goals are stated for Triton BASE, those of lines with `"triton": "newest"` for any that is
-newer: such a case waits where there is none. Rivals in `beside` are timed whenever a case is, with the one that its metric names.
+geometric mean over several shapes has these in `over`, and `least` for each of them, as a family without a goal may have for its
+own. A goal for several calls of torch's operators has these in `calls`, each with its own `dims`; with `partial` it is for those of
+them that its rival has. The goals are in `data/goals.tsv`, and only there; a family without one names its op itself. A line that
+says `like` has everything from the line of that family but what it says anew. Goals are stated for Triton BASE, those of lines with
+`"triton": "newest"` for any that is newer: such a case waits where there is none. Rivals in `beside` are timed whenever a case is,
+with the one that its metric names.
 """
 
 from __future__ import annotations
@@ -119,10 +120,9 @@ def _family(row: dict[str, Any], suite: str, further: dict[str, list[dict[str, i
         about = {"metric": metric, "goal": least, "own": False, "mean": True, **row, **one}
         made.append(Case(f"{family}/{one['call']}/{sizes(one['dims'])}", family, suite, op, **about))
     for dims in (*over, *([own] if own else []), *(further[also] if also else ())):
-        limit = None
-        if dims in over:
+        if goal is None or dims in over:
             limit = least
-        elif goal is not None:
+        else:
             limit = goal.goal if dims is own else round(goal.goal - slack, 4)
         name = f"{family}/{sizes(dims)}"
         about = {"metric": metric, "goal": limit, "own": dims is own, "mean": dims in over}
