@@ -47,16 +47,8 @@ SHOWN_FAILURES = 12
 NUMBERS = ("accuracy", "sizes", "as_in_models", "quantised", "every_config")
 KERNELS = ("attention", "attention_backward", "chunks", "decode", "fp8_bits", "glu", "hopper_coded", "latent")
 KERNELS += ("linear_cross_entropy", "products", "rms_norm")
-KERNELS += (
-    "aten",
-    "aten_engines",
-    "aten_index_map",
-    "aten_product",
-    "aten_reduction",
-    "aten_rows",
-    "aten_scan",
-    "aten_window",
-)
+KERNELS += ("aten", "aten_engines", "aten_index_map", "aten_product")
+KERNELS += ("aten_reduction", "aten_rows", "aten_scan", "aten_window")
 UNKNOWN = 1.0  # seconds that a test is assumed to take of which nothing is known: most take less, and more makes many processes
 LONG = {"tests/gpu/test_concurrency.py": 240.0}  # of a test of these files, if nothing is known: they begin first
 PATIENCE = 3.0  # times as long as it took before a test may be silent

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -51,7 +51,7 @@ IN_TRITON = {
 # ---- kernels ---------------------------------------------------------------------------------------------------------
 
 
-def text_of(how: tuple) -> str:
+def text_of(how: Iterable[Any]) -> str:
     """What Triton knows a constant by on disk: functions by their text. Of one in a tuple it would take the name alone, and find
     what an earlier text was compiled to."""
     return "-".join([getattr(value, "cache_key", str(value)) for value in how])

@@ -119,7 +119,7 @@ class How:
 
     @property
     def cache_key(self) -> str:
-        return text_of(tuple(vars(self).values()))
+        return text_of(vars(self).values())
 
 
 # ---- kernels ---------------------------------------------------------------------------------------------------------
