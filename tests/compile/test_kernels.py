@@ -74,7 +74,6 @@ LADDERS = {
     "plain_hopper.STAGES": 3,
     "hadamard_tiles.ALIGN": 3,
     "hadamard_tiles.FULL": 2,
-    "rms_norm_router_forward.ALIGN": 3,
     # The tokens are the inner dimension: whether codes lie in whole words
     "matmul_tiles.K": 3,
     # Tiles are smaller where SMs would have none, and narrower of fewer columns

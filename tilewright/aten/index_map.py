@@ -25,7 +25,7 @@ from ..core.tensor import cdiv, power_of_two
 from ..runtime.kernel import Kernel, kernel
 from . import copies, forms, plans, pointwise
 from .copies import quotient
-from .layout import is_dense
+from .layout import is_dense, lies
 from .plans import bits_of, cast_bits, own
 from .pointwise import IN_TRITON, SMALL, SMALL_TILE, WORDS, number, over, stored, tile_at, tile_of, whole_words
 from .row import TAKEN, Declined, compute_dtype, of_numbers, taken
@@ -316,23 +316,6 @@ def nearness(loops: list[Loop], start: int, both: bool) -> int:
         return EACH
     numbers = start, inner.n, inner.lo, inner.hi, *(n for one in outer for n in (one.x, one.y))
     return SIDE_BY_SIDE if any(n % WORDS for n in numbers) else IN_WORDS
-
-
-CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
-
-
-def lies(t: Tensor) -> torch.memory_format:
-    """The memory format that torch takes a tensor to have. It goes by strides alone, those of dimensions of 1 among them (c10's
-    `is_channels_last_strides_2d`): where they are of several formats, is_contiguous says another."""
-    form = CHANNELS_LAST.get(t.dim())
-    if form is None or not t.stride(1) or not t.numel():
-        return torch.contiguous_format
-    shape, strides, least = t.shape, t.stride(), 0
-    for d in (1, *range(t.dim() - 1, 1, -1), 0):
-        if strides[d] < least or (d == 0 and least == strides[1]):
-            return torch.contiguous_format
-        least = strides[d] * shape[d]
-    return form
 
 
 @of_numbers("value")

@@ -71,6 +71,23 @@ def order(shape: Ints, strides: Sequence[Ints]) -> list[int]:
     return found
 
 
+CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+
+
+def lies(t: Tensor) -> torch.memory_format:
+    """The memory format that torch takes a tensor to have. It goes by strides alone, those of dimensions of 1 among them (c10's
+    `is_channels_last_strides_2d`): where they are of several formats, is_contiguous says another."""
+    form = CHANNELS_LAST.get(t.dim())
+    if form is None or not t.stride(1) or not t.numel():
+        return torch.contiguous_format
+    shape, strides, least = t.shape, t.stride(), 0
+    for d in (1, *range(t.dim() - 1, 1, -1), 0):
+        if strides[d] < least or (d == 0 and least == strides[1]):
+            return torch.contiguous_format
+        least = strides[d] * shape[d]
+    return form
+
+
 def result_strides(shape: Ints, operands: Sequence[Tensor], with_number: bool = False) -> Ints:
     """The strides of the result that aten allocates for operands of these strides. A number that aten makes an operand of has no
     dimensions: operands are not of one shape then, even if all that we see are."""

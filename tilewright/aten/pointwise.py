@@ -398,6 +398,8 @@ def strides_of(row: Row, values: dict[str, Any], shape: Ints, operands: list[Ten
         return layout.contiguous_strides(shape)
     if row.allocates == "like":
         return torch.empty_like(operands[0], device="meta").stride()
+    if row.allocates == "format" and operands[0].is_cuda:
+        return torch.empty(shape, device="meta", memory_format=layout.lies(operands[0])).stride()
     numbers = [n for n in row.tensors if values[n] is not None and not isinstance(values[n], Tensor)]
     return layout.result_strides(shape, operands, any(n not in row.aside for n in numbers))
 

@@ -56,11 +56,11 @@ class Row:
     gives the dtype of the first tensor; "float to bool" makes integers float and gives bool. `dtypes` are the classes of promoted
     dtype that are taken: "float", "integer", "bool".
     `when(values)` may say why a call is aten's. `choose(values)` gives another function for some arguments (a rounding mode).
-    `allocates` says how the result lies: as the "iterator" has it, "like" the first tensor, or "contiguous". `aside` are those of
-    `tensors` that aten, if they are numbers, makes no operands of. `cast` are those of `tensors` and `numbers` that aten, if they
-    are numbers, casts to the promoted dtype before, and refuses if that cannot hold them. `fills`: the result is one that is given,
-    and operands are expanded to its shape and cast to its dtype. `asks`: all that `when` and `choose` ask of numbers that a kernel
-    takes.
+    `allocates` says how the result lies: as the "iterator" has it, "like" the first tensor, "contiguous", or on a GPU in the memory
+    "format" of the first tensor and elsewhere as the iterator has it. `aside` are those of `tensors` that aten, if they are
+    numbers, makes no operands of. `cast` are those of `tensors` and `numbers` that aten, if they are numbers, casts to the promoted
+    dtype before, and refuses if that cannot hold them. `fills`: the result is one that is given, and operands are expanded to its
+    shape and cast to its dtype. `asks`: all that `when` and `choose` ask of numbers that a kernel takes.
     """
 
     name: str

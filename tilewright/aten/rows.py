@@ -295,5 +295,5 @@ ROWS = (
         (Number("alpha"), Number("scale"), Number("input_scale")), dtypes=FLOAT, when=slopes, asks={"alpha": negative},
         cast=("alpha", "scale", "input_scale"), choose=lambda v: f.elu_backward_of_result if v["is_result"] else f.elu_backward),
     Row("dropout_backward", f.dropout_backward, ("native_dropout_backward",), ("grad_output", "mask"), (Number("scale"),),
-        dtypes=FLOAT),
+        dtypes=FLOAT, allocates="format"),
 )  # fmt: skip

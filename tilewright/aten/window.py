@@ -19,7 +19,7 @@ from ..core.tensor import cdiv, power_of_two
 from ..runtime.kernel import kernel
 from . import plans
 from .functions import divide, is_nan
-from .index_map import lies
+from .layout import lies
 from .plans import bits_of, own
 from .pointwise import IN_TRITON, SMALL, WORDS, number, stored
 from .row import Declined, compute_dtype, taken

@@ -69,7 +69,6 @@ class MoEFeedForward(Experts):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """(y, loss): y of x [..., hidden] in its dtype, and the sum of both router losses, fp32, 0 without."""
         flat = self.flat(x)
-        # Not in one launch, by `rms_norm_router`, which takes half as long again so far (H200, November 2026)
         normed = flat if self.norm is None else rms_norm.function(flat, self.norm, self.eps)
         logits = router_linear.function(normed, self.router)
         probs, chosen, counts = topk_routing.function(
