@@ -98,6 +98,7 @@ SHAPES, MOST = 60, 24  # random shapes, and variants of one kernel for one kind 
 MORE = {
     "rms_norm_forward": 32,
     "modulated_norm_forward": 32,
+    ("rms_norm_router", "rms_norm_forward"): 64,  # twice beside codes, which it stores, and then the plain rows
 }  # a row is held as pieces, whose size and number follow its width
 
 
@@ -309,7 +310,7 @@ def test_variants_are_bounded(op):
         wrong |= {
             f"{name}: {len(k)} variants for {SHAPES} shapes"
             for name, k in keys.items()
-            if len(k) > MORE.get(name, MOST)
+            if len(k) > MORE.get((op.name, name), MORE.get(name, MOST))
         }
         wrong |= {f"{name}: takes {sorted(rungs[name])}" for name, most in LADDERS.items() if len(rungs[name]) > most}
     assert not wrong, f"{op.name}: more variants or rungs than stated:\n" + "\n".join(sorted(wrong))
