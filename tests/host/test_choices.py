@@ -92,7 +92,8 @@ def test_every_kind_of_call_that_mode_auto_is_to_gain_by_has_a_choice():
     "overload",
     ["constant_pad_nd", "isclose", "isfinite", "isin.Tensor_Tensor", "isinf", "masked_fill.Scalar", "masked_fill.Tensor",
      "slice_scatter", "_softmax", "_log_softmax", "_softmax_backward_data", "topk", "cumsum", "add.Tensor", "clone",
-     "_flash_attention_forward", "index_put", "_index_put_impl_", "masked_fill_.Tensor"],
+     "_flash_attention_forward", "index_put", "index_put_", "_index_put_impl_", "masked_fill_.Tensor", "mse_loss",
+     "count_nonzero", "nll_loss2d_forward"],
 )  # fmt: skip
 def test_there_are_cases_enough_to_close_an_overload(overload):
     """Of contiguous operands and of slow ones: where every one of them wins, that is the verdict."""

@@ -135,6 +135,8 @@ CALLS: dict[str, Call] = {
     "mse_loss": Call(F.mse_loss, TWO),
     "count_nonzero": Call(torch.count_nonzero, (f"{MATRIX} or 0",)),
     "allclose": Call(torch.allclose, (MATRIX, "same[rows columns]")),
+    "mse_loss_transposed": Call(lambda x, y: F.mse_loss(x, y.t()), TURNED),
+    "count_nonzero_strided": Call(lambda x: torch.count_nonzero(x[:, ::2]), (f"{MATRIX} or 0",)),
     # scans
     "cumsum_last": Call(lambda x: x.cumsum(1)),
     "cumsum_first": Call(lambda x: x.cumsum(0)),
@@ -254,6 +256,7 @@ CALLS |= {
     "index_put_impl_turned_": Call(
         lambda x, i, v: aten._index_put_impl_(x, [i], v.t(), True, False), ADDED_TURNED, written=0),
     "index_put_": Call(lambda x, i, v: x.index_put_((i,), v, accumulate=True), ADDED, written=0),
+    "index_put_turned_": Call(lambda x, i, v: x.index_put_((i,), v.t(), accumulate=True), ADDED_TURNED, written=0),
     "index_put_impl_": Call(lambda x, i, v: aten._index_put_impl_(x, [i], v, True, False), ADDED, written=0),
     "index_add_": Call(lambda x, i, v: x.index_add_(0, i, v), ADDED, written=0),
     "scatter_add_": Call(lambda x, i, v: x.scatter_add_(0, i[:, None].expand(v.shape), v), ADDED, written=0),
@@ -261,6 +264,7 @@ CALLS |= {
     "nonzero": Call(torch.nonzero, (f"{MATRIX} or 0",)),
     "nll_loss": Call(F.nll_loss, (MATRIX, "int64[rows] < columns")),
     "nll_loss_2d": Call(F.nll_loss, (IMAGES, "int64[images height width] < channels")),
+    "nll_loss_2d_last": Call(lambda x, y: F.nll_loss(turned(x), y), (LAST, "int64[images height width] < channels")),
     "isin_strided": Call(
         lambda x, among: torch.isin(x[::2], among), ("int64[rows] < most", "int64[columns] < most")),
     "isin": Call(torch.isin, ("int64[rows] < most", "int64[columns] < most")),

@@ -24,7 +24,7 @@ from ...core.signature import at_least
 from ...core.target import Target
 from ...core.tensor import cdiv
 from ...device.groups import Rows
-from ...op import Gradient, Op, Out, Sharding, Triton, single, upcast
+from ...op import Bars, Gradient, Op, Out, Sharding, Triton, single, upcast
 from ...runtime.kernel import kernel
 from .modulated_norm import MOST_ROWS, centre, laid_pieces, load_at, mean_of, modulate, square_pieces, sum_pieces
 from .modulated_norm_backward import add_triples, sum_norm_shares, times_if
@@ -257,6 +257,9 @@ norm_of_planes = Op(
     where={"x": "float[batch channels size]", "weight": "float[channels]", "bias": "float[channels]", "eps": at_least(0.0)},
     results={"out": "x[batch channels size]"}, out=Out(contiguous=("out",)), check=check,
     gradient=Gradient(of=("x", "weight", "bias"), shape_only=lambda values: ("bias",)), sharding=Sharding(("batch", "channels")),
+    # Of planes of three numbers some nearly are their mean, whose own rounding then shows: 1.6 of a thousand, and 2.4 with torch's
+    # operator in fp32
+    bars=Bars(misrounded=0.002),
 )  # fmt: skip
 
 
