@@ -40,6 +40,19 @@ def test_graph_time_is_a_median_call():
     assert device.flushes == 0
 
 
+def test_slow_calls_are_made_less_often():
+    """A rival may take thousands of times as long as its bytes would have it."""
+    device = Pretended()
+    made = []
+
+    def call():
+        made.append(0)
+        device.work(60_000.0)
+
+    assert timing.time_graph(lambda: call, 2, 16, device=device) == pytest.approx(60_000.0)
+    assert device.now < 3e6 and len(made) == 6  # each set twice before the capture and once in it
+
+
 def test_results_rotate_with_the_sets():
     device = Pretended()
     alive: set[int] = set()

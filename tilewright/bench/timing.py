@@ -22,6 +22,10 @@ import torch
 L2_TIMES = 4
 BYTES_PER_US = 4e6  # only to size graphs and warm-ups, never part of a result
 GRAPH_US = 3000.0  # long enough that the gap between two replays is lost among the calls
+LONGEST_GRAPH_US, LONGEST_READING_US = (
+    100_000.0,
+    500_000.0,
+)  # some rivals take thousands of times as long as their bytes would
 WARM_US = 30_000.0  # an idle H200 sits at 345 MHz; this is time enough for its clocks to rise
 FLUSH_BYTES = 256 << 20
 WARM_CALLS = 3
@@ -128,8 +132,8 @@ def plan(nbytes: int, l2: int, once: bool = False) -> tuple[int, int]:
 class Graph:
     """Calls of `work`, one for each buffer set, captured once and timed as often as one likes. Raises `CannotCapture`.
 
-    `restore` puts back what the calls overwrite, before every replay and outside the time. `kept` are the results that the last
-    replay left, one for each set.
+    Of calls that are far slower than their bytes would have them there are fewer. `restore` puts back what the calls overwrite,
+    before every replay and outside the time. `kept` are the results that the last replay left, one for each set.
     """
 
     def __init__(
@@ -143,11 +147,17 @@ class Graph:
         sets = len(work)
         if restore is not None and calls > sets:
             raise ValueError(f"calls that overwrite their input use each set once: {calls} calls for {sets} sets")
-        self.calls, self.restore, self.device = calls, restore, Cuda() if device is None else device
+        self.restore, self.device = restore, Cuda() if device is None else device
         # Twice: an op may take its long way at the first call of a kind and its short one from the second on.
-        for call in (*work, *work):
+        for call in work:
             call()
+        start = self.device.mark()
+        for call in work:
+            call()
+        end = self.device.mark()
         self.device.synchronize()
+        longest = max(1, int(LONGEST_GRAPH_US / max(self.device.elapsed_us(start, end), 1.0)))
+        self.calls = calls = calls if calls <= longest * sets else longest * sets
         self.kept: list[Any] = [None] * sets
 
         def body() -> None:
@@ -197,8 +207,8 @@ def time_graph(
     """Microseconds a call: median over replays of a `Graph` of `calls` calls over `sets` buffer sets, one `make()` each. `inspect`
     is given the results that the last replay left."""
     graph = Graph([make() for _ in range(sets)], calls, restore=restore, device=device)
-    graph.warm()
-    us = graph.us(replays)
+    once = graph.warm()
+    us = graph.us(max(3, min(replays, int(LONGEST_READING_US / once))))
     if inspect is not None:
         inspect(graph.kept)
     return us
