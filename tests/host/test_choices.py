@@ -261,6 +261,10 @@ def test_the_worst_that_mode_auto_does(monkeypatch):
     assert {one.call for one in timed.values()} == {"isinf", "cummax_last"} and len(timed) == 12
     assert all(one.options.get("auto") for one in timed.values())
     assert {one.call for one in timed.values() if one.options.get("events")} == {"isinf"}
+    monkeypatch.setattr(run, "NARROWEST", 5)
+    timed.clear()
+    run.measure(case, [])
+    assert len(timed) == 5
     monkeypatch.setattr(verdicts.Verdicts, "here", staticmethod(lambda: verdicts.Verdicts(H200, [])))
     with pytest.raises(check.Wrong, match="mode auto replaces nothing: nothing is measured on NVIDIA H200"):
         run.measure(case, [])

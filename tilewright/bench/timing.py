@@ -22,10 +22,8 @@ import torch
 L2_TIMES = 4
 BYTES_PER_US = 4e6  # only to size graphs and warm-ups, never part of a result
 GRAPH_US = 3000.0  # long enough that the gap between two replays is lost among the calls
-LONGEST_GRAPH_US, LONGEST_READING_US = (
-    100_000.0,
-    500_000.0,
-)  # some rivals take thousands of times as long as their bytes would
+# Of a graph and of a reading: some rivals take thousands of times as long as their bytes would
+MOST_GRAPH_US, MOST_READING_US = 100_000.0, 500_000.0
 WARM_US = 30_000.0  # an idle H200 sits at 345 MHz; this is time enough for its clocks to rise
 FLUSH_BYTES = 256 << 20
 WARM_CALLS = 3
@@ -156,7 +154,7 @@ class Graph:
             call()
         end = self.device.mark()
         self.device.synchronize()
-        longest = max(1, int(LONGEST_GRAPH_US / max(self.device.elapsed_us(start, end), 1.0)))
+        longest = max(1, int(MOST_GRAPH_US / max(self.device.elapsed_us(start, end), 1.0)))
         self.calls = calls = calls if calls <= longest * sets else longest * sets
         self.kept: list[Any] = [None] * sets
 
@@ -208,7 +206,7 @@ def time_graph(
     is given the results that the last replay left."""
     graph = Graph([make() for _ in range(sets)], calls, restore=restore, device=device)
     once = graph.warm()
-    us = graph.us(max(3, min(replays, int(LONGEST_READING_US / once))))
+    us = graph.us(max(3, min(replays, int(MOST_READING_US / once))))
     if inspect is not None:
         inspect(graph.kept)
     return us
