@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 import warnings
+import weakref
+from collections.abc import Callable, Sequence
 from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 import triton.language as tl
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import tilewright as tw
-from tilewright.core import triton_versions
+from tilewright.core import private, triton_versions
 from tilewright.core.nest import labels, leaves, mapped
 from tilewright.core.target import TARGETS, pretend
 from tilewright.runtime import kernel as module
@@ -523,3 +527,99 @@ def test_launches_that_begin_early_are_variants_of_their_own():
     one = dependent_kernel()
     early, late = ([torch.empty(8), 8, False, 128, said] for said in (True, False))
     assert one.key(early, {"num_warps": 2, "launch_pdl": True}, 0) != one.key(late, {"num_warps": 2}, 0)
+
+
+# ---- calls of torch's own
+
+
+class Seen(TorchDispatchMode):
+    """The operators that come to the dispatcher."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def calling(
+    function: Callable[..., Any], views: Callable[[torch.Tensor], Sequence[torch.Tensor]], given: torch.Tensor
+) -> Callable[..., Any]:
+    """The function of a plan that is one call of torch's own: of views of what is given, of nothing, and of the result."""
+    with torch.no_grad(), plan.Recorder([given]) as recorder:
+        result = torch.empty(4)
+        plan.Call.now(function, *views(given), None, result)
+    return recorder.plan(result).function
+
+
+def test_a_call_of_torch_s_own_gets_slots_as_they_are_and_views_past_the_dispatcher():
+    called = []
+    make = calling(
+        lambda *given: called.append(given), lambda x: (x, x.t(), x[1:].view(-1), x.t().t()), torch.zeros(4, 8)
+    )
+    assert len(called) == 1
+    room = torch.arange(48.0)
+    for start in (0, 8, 16):  # each slot begins elsewhere in its storage
+        x = room[start : start + 32].view(4, 8)
+        with Seen() as seen:
+            made = make((x,))
+        first, turned, flat, again, nothing, result = called[-1]
+        assert first is x and again is x and nothing is None and result is made
+        assert torch.equal(turned, x.t()) and torch.equal(flat, x[1:].flatten())
+        assert turned.data_ptr() == x.data_ptr() and flat.data_ptr() == x[1].data_ptr()
+        assert seen.names == ["aten.empty_strided.default"]  # the result
+
+
+def test_a_call_of_torch_s_own_may_see_memory_as_another_dtype():
+    called = []
+    make = calling(lambda *given: called.append(given), lambda x: (x.view(torch.uint8),), torch.zeros(2, 8))
+    x = torch.randn(2, 8)
+    make((x,))
+    assert called[-1][0].dtype == torch.uint8 and torch.equal(called[-1][0], x.view(torch.uint8))
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_autograd_records_nothing_of_a_call_of_torch_s_own(monkeypatch, direct):
+    """Where no tensor wants a gradient it is not even told so; neither where torch makes views that autograd knows."""
+    if not direct:
+        monkeypatch.setattr(launches, "strided_view", private.strided_view_of(None))
+    recorded = []
+
+    def doubled(x: torch.Tensor, turned: torch.Tensor, nothing: None, y: torch.Tensor) -> None:
+        recorded.append(torch.is_grad_enabled())
+        torch.mul(turned[:, 0], 2.0, out=y)
+
+    make = calling(doubled, lambda x: (x, x.t()), torch.zeros(4, 4))
+    recorded.clear()
+    for wants, enabled in itertools.product((False, True), repeat=2):
+        x = torch.randn(4, 4, requires_grad=wants)
+        with torch.set_grad_enabled(enabled):
+            y = make((x,))
+            assert torch.is_grad_enabled() is enabled
+        assert torch.equal(y, 2 * x[0]) and not y.requires_grad and not y._is_view()
+        assert recorded.pop() is (enabled and not wants)
+
+
+def test_a_view_past_the_last_element_is_looked_at_in_each_call():
+    """Rows padded to four, as cuBLASLt reads scales: where memory ends before the padding does, nothing reads on."""
+
+    def padded(storage: int) -> torch.Tensor:
+        return torch.arange(float(storage)).as_strided((2, 3), (4, 1))
+
+    called = []
+    make = calling(lambda *given: called.append(given), lambda x: (x.as_strided((4, 2), (1, 4)),), padded(8))
+    make((padded(8),))
+    assert called[-1][0].tolist() == [[0.0, 4.0], [1.0, 5.0], [2.0, 6.0], [3.0, 7.0]]
+    with pytest.raises(RuntimeError, match="out of bounds"):
+        make((padded(7),))
+    assert len(called) == 2
+
+
+def test_a_call_of_torch_s_own_keeps_no_tensor_alive():
+    x = torch.zeros(4, 4)
+    make = calling(lambda *given: None, lambda x: (x, x.t()), x)
+    kept = weakref.ref(x)
+    del x
+    assert kept() is None and make((torch.zeros(4, 4),)).shape == (4,)

@@ -32,6 +32,10 @@ def test_names_that_are_missing():
         count([counted])
     assert counted._version == 2
     assert private.guard([torch.ones(2)], NOTHING) is None
+    base = torch.arange(24.0)[4:].view(4, 5)
+    for view in (private.strided_view_of(NOTHING), private.strided_view):
+        made = view(base, (2, 4), (1, 5), 3)
+        assert torch.equal(made, base[:, 3:].t()) and made.data_ptr() == base[:, 3:].data_ptr()
     with (
         pytest.raises(RuntimeError, match="does not let a registered backward use autograd"),
         private.recording(NOTHING),
@@ -46,6 +50,7 @@ def test_names_that_are_there():
     assert private.keeps_graph is torch._C._autograd._get_current_graph_task_keep_graph
     assert private.levels is torch.autograd.forward_ad and private.count_write is torch._C._increment_version
     assert private.guard([torch.ones(2)]) is not None
+    assert private.strided_view is torch._C._dynamo.guards._reinterpret_tensor
     with private.recording():
         pass
 

@@ -44,6 +44,17 @@ def count_write_of(torch_c: Any) -> Callable[[Sequence[Tensor]], None]:
     return getattr(torch_c, "_increment_version", None) or torch.autograd.graph.increment_version
 
 
+def strided_view_of(guards: Any) -> Callable[[Tensor, tuple[int, ...], tuple[int, ...], int], Tensor]:
+    """`view(base, sizes, strides, offset)`: a tensor over another's memory, so many elements past its start. Torch's own, of which
+    Inductor's code makes its views, passes the dispatcher by and is unknown to autograd. Without it by `as_strided`, for code that
+    autograd does not look at."""
+
+    def view(base: Tensor, sizes: tuple[int, ...], strides: tuple[int, ...], offset: int) -> Tensor:
+        return base.as_strided(sizes, strides, base.storage_offset() + offset)
+
+    return getattr(guards, "_reinterpret_tensor", None) or view
+
+
 def no_modes_of(dispatch: Any) -> Callable[[], Any]:
     """A context in which no dispatch mode is active. Without it modes see what they should not, and a run makes no plan."""
     return getattr(dispatch, "_disable_current_modes", None) or contextlib.nullcontext
@@ -70,6 +81,7 @@ count_write = count_write_of(torch._C)
 _guards = getattr(getattr(torch._C, "_dynamo", None), "guards", None)  # C++ that torch.compile's own code calls
 # What Inductor's code allocates with: past the dispatcher, at a third of the cost of torch.empty. None where torch has it not
 empty_strided_cuda: Callable | None = getattr(_guards, "_empty_strided_cuda", None)
+strided_view = strided_view_of(_guards)
 
 
 def guard(tensors: list[Tensor], guards: Any = _guards) -> Callable[..., bool] | None:

@@ -10,8 +10,9 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from ..core.memory import span
 from ..core.nest import Path, mapped, picker
-from ..core.private import no_modes, raw_stream
+from ..core.private import no_modes, raw_stream, strided_view
 
 STREAM = 3  # where a row of a launcher's arguments has it
 
@@ -31,11 +32,17 @@ class Place(NamedTuple):
         out = torch.empty(0, dtype=self.dtype, device=base.device)
         return out.set_(base.untyped_storage(), start // self.dtype.itemsize, self.shape, self.stride)
 
-    def seen(self, base: Tensor) -> Tensor:
-        """The same where nobody asks whether it is a view: torch may know it as one, which costs less."""
+    def viewer(self, base: Tensor, view: Tensor) -> Callable[[Tensor], Tensor]:
+        """A function that takes `view`, which has this place, of any tensor like `base`, where nobody asks whether torch knows it
+        as a view: that costs less."""
         if base.dtype != self.dtype:
-            return self.view(base)
-        return base.as_strided(self.shape, self.stride, base.storage_offset() + self.offset // self.dtype.itemsize)
+            return self.view
+        _, offset, shape, stride, dtype = self
+        first, (start, end), (low, high) = offset // dtype.itemsize, span(view), span(base)
+        if low <= start and end <= high:
+            return lambda base: strided_view(base, shape, stride, first)
+        # Padding past the last element, which another tensor may not have: this asks each time whether memory goes so far
+        return lambda base: base.as_strided(shape, stride, base.storage_offset() + first)
 
 
 Places = Sequence[tuple[Path, Place]]  # of a launch's tensors: where among its arguments, and which

@@ -63,7 +63,9 @@ class Call:
 
     def __init__(self, function: Callable[..., Any], tensors: Sequence[Tensor | None]) -> None:
         self.function, self.tensors = function, tensors
-        self.whole: set[int] = set()  # which of them are slots as they are
+        # Of these tensors: where each is and of which slot, those that are a slot as it is, and those that are a view of one
+        self.whole: list[tuple[int, int]] = []
+        self.views: list[tuple[int, int, Callable[[Tensor], Tensor]]] = []
 
     @staticmethod
     def now(function: Callable[..., Any], *tensors: Tensor | None) -> None:
@@ -77,36 +79,43 @@ class Call:
     def step(self, recorder: Recorder, results: Sequence[Tensor] = ()) -> None:
         """Make this a step of the run, which allocates these results."""
         recorder.launch(self, [*self.tensors], results)
-        self.whole = {at for at, t in enumerate(self.tensors) if any(t is slot for slot in recorder.slots)}
+        for at, tensor in enumerate(self.tensors):
+            place = None if tensor is None else recorder.place(tensor)
+            if place is None:
+                continue
+            slot = recorder.slots[place.slot]
+            # Not by identity: what `torch.empty` gives is another object here than what the recorder saw
+            if place == recorder.place(slot):
+                self.whole.append((at, place.slot))
+            else:
+                self.views.append((at, place.slot, place.viewer(slot, tensor)))
 
     def first(self) -> None:
         with no_modes():
             self.function(*self.tensors)
 
     def bind(self, places: Places) -> Callable:
-        call = self.caller(places)
+        call = self.caller()
+        return lambda slots, addresses: call(slots)
 
-        def replay(slots: list[Tensor], addresses: list[int]) -> None:
-            call(slots)
-
-        return replay
-
-    def caller(self, places: Places) -> Callable[[list[Tensor]], Any]:
+    def caller(self) -> Callable[[Sequence[Tensor]], Any]:
         """The call as a function of slots."""
-        function, found = self.function, dict(places)
-        count = len(self.tensors)
+        function, whole, views, count = self.function, self.whole, self.views, len(self.tensors)
+        read = sorted({slot for _, slot, *_ in (*whole, *views)})
         self.tensors = ()  # no tensor is kept alive
-        slot_of = [(at, found[at,].slot) for at in sorted(self.whole)]
-        views = [(at, found[at,]) for at in range(count) if (at,) in found and at not in self.whole]
 
-        def call(slots: list[Tensor]) -> Any:
+        def call(slots: Sequence[Tensor]) -> Any:
             given: list[Tensor | None] = [None] * count
-            with torch.no_grad():
-                for at, slot in slot_of:
-                    given[at] = slots[slot]
-                for at, place in views:
-                    given[at] = place.seen(slots[place.slot])
-                return function(*given)
+            for at, slot in whole:
+                given[at] = slots[slot]
+            for at, slot, view in views:
+                given[at] = view(slots[slot])
+            if torch.is_grad_enabled():
+                for slot in read:
+                    if slots[slot].requires_grad:  # without one autograd has nothing to record, and asking costs less
+                        with torch.no_grad():
+                            return function(*given)
+            return function(*given)
 
         return call
 
@@ -132,7 +141,7 @@ class Made(Call):
         return results
 
     def bind(self, places: Places) -> Callable:
-        make = self.caller(places)
+        make = self.caller()
 
         def replay(slots: list[Tensor], addresses: list[int]) -> None:
             for t in make(slots):
