@@ -17,6 +17,7 @@ from tests.fp8_oracle import SOME, amaxes, bits, codes, every, matrix, ties
 from tilewright.core.format import Format, Quantized, pack, store, unpack
 from tilewright.formats.fp8 import CODES, GRANULARITIES, RULES, WAYS, Fp8, fp8
 from tilewright.formats.interchange import from_scaled_mm, from_te_blockwise, to_scaled_mm, to_te_blockwise
+from tilewright.formats.nvfp4 import nvfp4
 
 FORMS = list(itertools.product(CODES, (True, False), RULES))
 TINY = 1e-5
@@ -238,11 +239,11 @@ def test_round_trip_through_flat_tensors():
     assert flat.format == q.format and torch.equal(flat.dequantize(), q.dequantize())
 
 
-@pytest.mark.parametrize("ways", ["row", "both"])
+@pytest.mark.parametrize("format", [fp8("1x128"), fp8("1x128", ways="both"), nvfp4()], ids=str)  # of 2, 4 and 3 tensors
 @pytest.mark.parametrize("offsets", [None, torch.tensor([7, 150])])
-def test_a_maker_makes_values_of_a_kind(ways, offsets):
+def test_a_maker_makes_values_of_a_kind(format, offsets):
     """What plans make results by: as the value itself, but of other tensors, each value of its own, with none of the first kept."""
-    q = fp8("1x128", ways=ways).quantize(torch.randn(150, 256).bfloat16(), offsets=offsets)
+    q = format.quantize(torch.randn(150, 256).bfloat16(), offsets=offsets)
     make, tensors = q.maker(), [t.clone() for t in q.tensors()]
     made, other = make((*tensors, offsets)), make((*q.tensors(), None))
     assert type(made) is Quantized and made.format is q.format and made.key == q.key

@@ -178,9 +178,11 @@ def _in_stages(stages: Stages, wrong: int, pairs: Pairs, adopted: list, gives: C
 
     def function(tensors: Sequence[Tensor], meeting: bool = False) -> Any:
         slots: list[Any] = [*tensors]
-        addresses = [tensor.data_ptr() for tensor in slots]
+        addresses: list[int] = []
         low = 0
-        for address in addresses:
+        for tensor in tensors:
+            address = tensor.data_ptr()
+            addresses.append(address)
             low |= address
         if low & wrong or (pairs and not meeting and _meet(addresses, pairs)):
             return None
