@@ -213,6 +213,35 @@ def test_powers_are_as_exact_as_atens():
     assert ran and not differences(ours, aten, base.double() ** exponent.double())
 
 
+@pytest.mark.parametrize("results", [(-151, 128), (-150, -126), (-126.5, -125.5), (126, 128), (-1, 1)], ids=str)
+@pytest.mark.parametrize("bases", [(-149, 128), (-149, -126), (-0.52, 0.51), (-0.001, 0.001)], ids=str)
+def test_powers_are_within_a_step(bases, results):
+    """Of the whole range; both are given by their logarithms. Below the normal numbers a step is that of the lowest."""
+    torch.manual_seed(0)
+    base = torch.exp2(torch.empty(20_000, dtype=torch.float64).uniform_(*bases)).to(FP32)
+    base = base[base != 1]
+    exponent = (torch.empty_like(base, dtype=torch.float64).uniform_(*results) / torch.log2(base.double())).to(FP32)
+    _, ours, ran = both(lambda: base**exponent)
+    truth = base.double() ** exponent.double()
+    assert ran and ulps(ours, truth, 0.0)[truth < torch.finfo(FP32).max].max() < 1
+
+
+def test_powers_of_special_numbers():
+    """C's: of zeros, infinities, NaNs and negative numbers, by exponents that are even, odd, fractions, or huge."""
+    sizes = [0.0, 2.0**-149, 1e-40, 2.0**-126, 1e-10, 0.25, 0.5, 1 - 2.0**-24, 1.0, 1 + 2.0**-23, 1.5, 2.0, 3.0]
+    sizes += [2.0**23 - 0.5, 2.0**24 - 1, 2.0**24, 2.0**24 + 2, 1e30, torch.finfo(FP32).max, math.inf, math.nan]
+    numbers = torch.tensor([sign * size for size in sizes for sign in (1, -1)])
+    base, exponent = (each.flatten() for each in torch.meshgrid(numbers, numbers, indexing="ij"))
+    _, ours, ran = both(lambda: base**exponent)
+    truth = base.double() ** exponent.double()
+    nearest = truth.to(FP32)
+    assert ran and torch.equal(ours.isnan(), truth.isnan())
+    assert torch.equal(ours.signbit() & ~ours.isnan(), truth.signbit() & ~truth.isnan())
+    within = (nearest != 0) & nearest.isfinite()
+    assert torch.equal(ours[~within].nan_to_num(), nearest[~within].nan_to_num())
+    assert ulps(ours, truth, 0.0)[within].max() < 1
+
+
 @pytest.mark.parametrize("approximate", ["none", "tanh"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_gelu_of_every_16_bit_number(dtype, approximate):

@@ -11,10 +11,10 @@ ROOT_2_OVER_PI = tl.constexpr(0.7978845608028654)
 ROOT_1_OVER_2PI = tl.constexpr(0.3989422804014327)
 CUBE = tl.constexpr(0.044715)
 SHARPNESS = tl.constexpr(-2.302208198144325)  # -2 log2(e) times the root of 2 / pi
-# Each as the nearest fp32 number and what is left
-LN_2, LN_2_LOW = tl.constexpr(0.6931471824645996), tl.constexpr(-1.9046542121259336e-09)
+LN_2 = tl.constexpr(0.6931471824645996)
+# As the nearest fp32 number and what is left
 TWO_OVER_LN_2, TWO_OVER_LN_2_LOW = tl.constexpr(2.885390043258667), tl.constexpr(3.851926067000022e-08)
-THIRD, THIRD_LOW = tl.constexpr(0.3333333432674408), tl.constexpr(-9.934107758624577e-09)
+CUBIC = tl.constexpr(0.9758967161178589)  # a third of it, and so much more that the terms after it add least
 
 
 @triton.jit
@@ -407,73 +407,72 @@ def product_rounded(x, y):
 
 
 @triton.jit
-def log2_in_two(x):
-    """The logarithm of finite fp32 numbers above 0 as a sum of two, 2^-36 of it off at most: x is 2^e m with m about 1, and
-    ln m = 2 atanh q = 2 (q + q^3 / 3 + ...) with q = (m - 1) / (m + 1), each term in as many digits as it takes."""
+def log2_in_two(x, step):
+    """The logarithm of fp32 numbers above 0 as a sum of two, 2^-33 of it off at most: x is 2^e m with m about 1, and log2 m is
+    K (q + q^3 / 3 + ...), K = 2 / ln 2, with q = (m - 1) / (m + 1), each term in as many digits as it takes. It is q times a
+    slope: then that and one sum are all that rounds in the high digits. `step` is 2^-23, or else infinite or a NaN, and so is the
+    logarithm then: 0 and infinity have m = 1, and an e of its sign."""
     tiny = x < 1.1754943508222875e-38
-    x = tl.where(tiny, x * 16777216.0, x)
-    bits = x.to(tl.int32, bitcast=True)
+    bits = tl.where(tiny, x * 16777216.0, x).to(tl.int32, bitcast=True)
     e = (bits - 0x3F3504F3) & -0x800000  # from the root of a half on, 2^23 of it
     m = (bits - e).to(tl.float32, bitcast=True)
-    exponent = tl.fma(e.to(tl.float32), 1.1920928955078125e-07, tl.where(tiny, -24.0, 0.0))
-    above, below = m - 1.0, m + 1.0
-    below_low = m - (below - 1.0)
-    root = tl.rsqrt(below)  # two instructions to a reciprocal that need not be exact, where a division takes ten
+    exponent = tl.fma(e.to(tl.float32), step, tl.where(tiny, -24.0, 0.0))
+    above = m - 1.0
+    root = tl.rsqrt(m + 1.0)  # two instructions to a reciprocal that need not be exact, where a division takes ten
     r = root * root
     q = product_rounded(above, r)
-    q_low = tl.fma(-q, below_low, tl.fma(-q, below, above)) * r
+    q_low = tl.fma(above * -1.0, q, tl.fma(q, -2.0, above)) * r  # the first difference is exact
     square = product_rounded(q, q)
-    square_low = tl.fma(q + q, q_low, tl.fma(q, q, -square))
-    cube = product_rounded(q, square)
-    cube_low = tl.fma(q, square_low, tl.fma(q_low, square, tl.fma(q, square, -cube)))
-    later = (0.11709330230951309 * square + 0.14273564517498016) * square + 0.20000076293945312
-    high = tl.fma(cube, THIRD, q)
-    low = tl.fma(cube, THIRD, q - high) + q_low
-    low = tl.fma(cube, tl.fma(square, later, THIRD_LOW), tl.fma(cube_low, THIRD, low))
-    low = product_rounded(low, TWO_OVER_LN_2)
-    log = tl.fma(high, TWO_OVER_LN_2, low)
-    log_low = tl.fma(high, TWO_OVER_LN_2_LOW, tl.fma(high, TWO_OVER_LN_2, -log) + low)
-    total = exponent + log
-    return total, (exponent - total) + log + log_low
+    square_low = tl.fma(q, q, square * -1.0)
+    later = tl.fma(tl.fma(0.3402206003665924, square, 0.41170623898506165), square, 0.5770828723907471)
+    later = tl.fma(later, square, -0.014100036583840847)
+    slope = tl.fma(square, CUBIC, TWO_OVER_LN_2)
+    slope_low = tl.fma(square, later, tl.fma(square_low, CUBIC, TWO_OVER_LN_2_LOW))
+    slope_low = tl.fma(square, CUBIC, TWO_OVER_LN_2 - slope) + slope_low
+    log = tl.fma(q, slope, exponent)
+    log_low = tl.fma(q, slope_low, tl.fma(q, slope, exponent - log))
+    # K / (1 - q^2) is what a change of q makes of one in the logarithm
+    return log, tl.fma(q_low, tl.fma(square, 2.957524538040161, TWO_OVER_LN_2), log_low)
 
 
 @triton.jit
-def exp2_of_two(high, low):
-    """2 to the power of a sum of which the second is small, and the first within 250 of 0: one rounding, where the two parts of
-    1 + f ln 2 meet the rest, and another of numbers below the normal ones."""
+def exp2_of_two(high, low, sign):
+    """2 to the power of a sum of which the second is below 0.01, and the first within 151 of 0, with `sign`: one rounding of the
+    fraction f, one where the two parts of 1 + f ln 2 meet the rest, and another of numbers below the normal ones."""
     # Added to a number of which a step is 1, it is rounded to a whole one, whose last bits are 254 more than it
     shifted = high + 12583166.0
-    f = high - (shifted - 12583166.0)
+    f = high - (shifted - 12583166.0) + low
+    curve = tl.fma(tl.fma(0.00015353360504377633, f, 0.0013398875016719103), f, 0.00961843691766262)
+    curve = tl.fma(tl.fma(curve, f, 0.055503323674201965), f, 0.24022647738456726)
+    curve = tl.fma(curve, f, 2.0391370370020923e-08)
     one = tl.fma(f, LN_2, 1.0)
-    curve = (0.00015471522056031972 * f + 0.0013390656094998121) * f + 0.009618024341762066
-    curve = ((curve * f + 0.055503614246845245) * f + 0.24022650718688965) * f * f
-    low = tl.fma(low, LN_2, f * LN_2_LOW)
-    rest = tl.fma(low, one + curve, tl.fma(f, LN_2, 1.0 - one) + curve)
-    made = one + rest
+    made = one + tl.fma(f, curve, tl.fma(f, LN_2, 1.0 - one))
     # In two steps, each by a half of the power of 2, which is a normal number: 127 of the 254 are its bias
     power = shifted.to(tl.int32, bitcast=True) << 22
     made = made * (power & 0x7F800000).to(tl.float32, bitcast=True)
-    return made * ((power + 0x400000) & 0x7F800000).to(tl.float32, bitcast=True)
+    return made * (((power + 0x400000) & 0x7F800000) ^ sign).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def power_of_floats(x, y):
-    """C's pow of fp32 numbers, 0.8 steps off at most. The compiler's own is 1.7 off, and takes results below the normal numbers for
-    0. A NaN stays one on its way."""
+    """C's pow of fp32 numbers, 0.9 steps off at most. The compiler's own is 1.7 off, and takes results below the normal numbers
+    for 0. Where the result is to be a NaN, the logarithm or y is one. Conditions that must hold together are a minimum, for each
+    part of a conjunction is compiled to a choice of its own; the minimum of a NaN and a number is the number."""
+    whole = tl.minimum(tl.abs(y), 1e30, propagate_nan=tl.PropagateNan.ALL)
+    rest = tl.fma(tl.floor(whole * 0.5), -2.0, whole)  # 0 of an even or infinite exponent, 1 of an odd one
+    fraction = tl.abs(tl.fma(rest, rest, rest * -1.0))
+    step = tl.where(tl.minimum(fraction, x * -1.0) > 0, float("nan"), 1.1920928955078125e-07)
     size = tl.abs(x)
-    y = tl.clamp(y, -1e30, 1e30, propagate_nan=tl.PropagateNan.ALL)  # instead of an infinite one: the power is the same
-    log, log_low = log2_in_two(size)
-    log = tl.where(size == 0, float("-inf"), tl.where(size < float("inf"), log, size))
-    high = product_rounded(y, log)
-    low = tl.fma(y, log_low, tl.fma(y, log, -high))
-    low = tl.where(tl.abs(high) < 250.0, low, 0.0)
-    made = exp2_of_two(tl.clamp(high, -250.0, 250.0, propagate_nan=tl.PropagateNan.ALL), low)
-    rest = tl.fma(tl.floor(tl.abs(y) * 0.5), -2.0, tl.abs(y))  # 0 of an even exponent, 1 of an odd one
-    odd = rest == 1
-    sign = tl.where(odd, x.to(tl.int32, bitcast=True), 0) & -0x80000000
-    made = (made.to(tl.int32, bitcast=True) ^ sign).to(tl.float32, bitcast=True)
-    made = tl.where((x < 0) & (size < float("inf")) & (rest != 0) & (odd == 0), float("nan"), made)
-    return tl.where((y == 0) | (x == 1), 1.0, made)
+    # Of 0 and infinity it is infinite, of a NaN one; the product is larger than all others
+    step = tl.where(size * 16777216.0 > size, step, size + float("inf"))
+    log, log_low = log2_in_two(size, step)
+    product = product_rounded(y, log)
+    low = tl.fma(y, log_low, tl.fma(y, log, product * -1.0))
+    low = tl.where(tl.abs(product) < 151.0, low, 0.0)  # for else it may be infinite or a NaN
+    high = tl.where(tl.minimum(tl.abs(y), tl.abs(log)) == 0, 0.0, product)  # whatever the other is
+    high = tl.clamp(high, -151.0, 151.0, propagate_nan=tl.PropagateNan.ALL)
+    sign = tl.where(rest == 1, x.to(tl.int32, bitcast=True), 0) & -0x80000000
+    return exp2_of_two(high, low, sign)
 
 
 @triton.jit
