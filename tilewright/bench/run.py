@@ -22,7 +22,7 @@ import torch
 import triton
 
 from ..aten import random
-from ..aten.verdicts import KIND, Verdicts
+from ..aten.verdicts import WAYS, Verdicts, subject
 from ..check import guarded
 from ..check.provided.aten import written
 from ..core.flat import as_tuple
@@ -152,7 +152,7 @@ def measure_choice(case: Case, beside: Sequence[str]) -> Row:
     except timing.CannotCapture:  # aten may wait for the device
         spoiled, graphs = True, []
     if graphs:
-        replays = [max(3, min(timing.REPLAYS, int(READING_US / graph.warm()))) for graph in graphs]
+        replays = [graph.warm(timing.REPLAYS, READING_US) for graph in graphs]
         runs["graph"] = settled("graph", lambda: [graph.us(count) for graph, count in zip(graphs, replays)])
     us, aten = map(statistics.median, zip(*(runs["graph"] or runs["eager"])))
     extra = None if spoiled else extra_bytes(work[0])
@@ -169,15 +169,16 @@ def measure_worst(case: Case, beside: Sequence[str]) -> Row:
     leaves alone, for a program that makes such a call alone, is aten's own. Of hundreds that it takes the NARROWEST are timed anew,
     those that its table says win by least. Raises `check.Wrong` where it leaves all of them."""
     verdicts = Verdicts.here()
-    table = {tuple(row[name] for name in KIND): row for row in verdicts.rows}
+    table = {subject(row): row for row in verdicts.rows}
     taken: list[tuple[float, str, Case, bool]] = []
     for one in CASES.values():
         kind = replaced.here(one) if one.direction == "choice" else None
         if kind is None or not verdicts.chosen({kind: 1}) & {kind.overload}:
             continue
-        row = table.get(tuple(kind), {})
-        times = [row[way] for way in ("eager", "graph") if row.get(way)]
-        taken.append((min((t["least"] for t in times), default=0.0), one.name, one, row.get("graph", times) is None))
+        # Of a closed overload kinds are taken that no row is of
+        times = {way: table[kind][way] for way in WAYS} if kind in table else {}
+        margin = min((t["least"] for t in times.values() if t is not None), default=0.0)
+        taken.append((margin, one.name, one, None in times.values()))
     found: list[tuple[float, float, float, str]] = []
     for _, name, one, uncaptured in sorted(taken)[:NARROWEST]:
         options = {**one.options, "auto": True, **({"events": True} if uncaptured else {})}

@@ -155,7 +155,7 @@ class Graph:
         end = self.device.mark()
         self.device.synchronize()
         longest = max(1, int(MOST_GRAPH_US / max(self.device.elapsed_us(start, end), 1.0)))
-        self.calls = calls = calls if calls <= longest * sets else longest * sets
+        self.calls = calls = min(calls, longest * sets)
         self.kept: list[Any] = [None] * sets
 
         def body() -> None:
@@ -176,14 +176,14 @@ class Graph:
         self.replay()
         return start, self.device.mark()
 
-    def warm(self) -> float:
-        """Replay until the clocks have risen; microseconds of a replay."""
+    def warm(self, most: int, within: float) -> int:
+        """Replay until the clocks have risen; how many replays, `most` at most and three at least, take so many microseconds."""
         first = [self.timed() for _ in range(2)]
         self.device.synchronize()
         once = max(self.device.elapsed_us(*first[1]), 1.0)
         for _ in range(min(200, int(WARM_US / once))):
             self.timed()
-        return once
+        return max(3, min(most, int(within / once)))
 
     def us(self, replays: int) -> float:
         """Microseconds a call: median over replays."""
@@ -205,8 +205,7 @@ def time_graph(
     """Microseconds a call: median over replays of a `Graph` of `calls` calls over `sets` buffer sets, one `make()` each. `inspect`
     is given the results that the last replay left."""
     graph = Graph([make() for _ in range(sets)], calls, restore=restore, device=device)
-    once = graph.warm()
-    us = graph.us(max(3, min(replays, int(MOST_READING_US / once))))
+    us = graph.us(graph.warm(replays, MOST_READING_US))
     if inspect is not None:
         inspect(graph.kept)
     return us
