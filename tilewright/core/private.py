@@ -44,15 +44,15 @@ def count_write_of(torch_c: Any) -> Callable[[Sequence[Tensor]], None]:
     return getattr(torch_c, "_increment_version", None) or torch.autograd.graph.increment_version
 
 
+def checked_view(base: Tensor, sizes: tuple[int, ...], strides: tuple[int, ...], offset: int) -> Tensor:
+    """A tensor over another's memory, so many elements past its start. Torch asks whether memory goes so far."""
+    return base.as_strided(sizes, strides, base.storage_offset() + offset)
+
+
 def strided_view_of(guards: Any) -> Callable[[Tensor, tuple[int, ...], tuple[int, ...], int], Tensor]:
-    """`view(base, sizes, strides, offset)`: a tensor over another's memory, so many elements past its start. Torch's own, of which
-    Inductor's code makes its views, passes the dispatcher by and is unknown to autograd. Without it by `as_strided`, for code that
-    autograd does not look at."""
-
-    def view(base: Tensor, sizes: tuple[int, ...], strides: tuple[int, ...], offset: int) -> Tensor:
-        return base.as_strided(sizes, strides, base.storage_offset() + offset)
-
-    return getattr(guards, "_reinterpret_tensor", None) or view
+    """`checked_view` where memory is known to go so far, for code that autograd does not look at. Torch's own, of which Inductor's
+    code makes its views, passes the dispatcher by, asks nothing and is unknown to autograd."""
+    return getattr(guards, "_reinterpret_tensor", None) or checked_view
 
 
 def no_modes_of(dispatch: Any) -> Callable[[], Any]:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..core.memory import span
 from ..core.nest import Path, mapped, picker
-from ..core.private import no_modes, raw_stream, strided_view
+from ..core.private import checked_view, no_modes, raw_stream, strided_view
 
 STREAM = 3  # where a row of a launcher's arguments has it
 
@@ -39,10 +39,9 @@ class Place(NamedTuple):
             return self.view
         _, offset, shape, stride, dtype = self
         first, (start, end), (low, high) = offset // dtype.itemsize, span(view), span(base)
-        if low <= start and end <= high:
-            return lambda base: strided_view(base, shape, stride, first)
-        # Padding past the last element, which another tensor may not have: this asks each time whether memory goes so far
-        return lambda base: base.as_strided(shape, stride, base.storage_offset() + first)
+        # Padding past the last element another tensor may not have
+        make = strided_view if low <= start and end <= high else checked_view
+        return lambda base: make(base, shape, stride, first)
 
 
 Places = Sequence[tuple[Path, Place]]  # of a launch's tensors: where among its arguments, and which
