@@ -406,6 +406,9 @@ def product_rounded(x, y):
     return tl.fma(x, y, 0.0)
 
 
+# Below a factor of -1.0 costs nothing, where Triton 3.6 makes of a unary minus a subtraction of its own
+
+
 @triton.jit
 def log2_in_two(x, step):
     """The logarithm of fp32 numbers above 0 as a sum of two, 2^-33 of it off at most: x is 2^e m with m about 1, and log2 m is

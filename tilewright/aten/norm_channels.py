@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from . import norm
+from .layout import CHANNELS_LAST
 from .norm import Cells, add, backward, dense, floats, forward, parameters, parted, scratch, sum_columns
 from .plans import own
 from .row import Declined, compute_dtype, of_numbers
@@ -16,9 +17,9 @@ from .row import Declined, compute_dtype, of_numbers
 # ---- group norm ------------------------------------------------------------------------------------------------------
 
 
-def lies(x: Tensor) -> torch.memory_format:
+def kept_format(x: Tensor) -> torch.memory_format:
     """How aten lays a result of channels. A processor keeps channels last."""
-    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.dim())
+    last = CHANNELS_LAST.get(x.dim())
     if last is not None and x.is_contiguous(memory_format=last) and not x.is_contiguous():
         return last
     return torch.contiguous_format
@@ -42,7 +43,7 @@ def check_groups(x: Tensor, n: int, c: int, area: int, group: int) -> bool:
         or tuple(x.shape[:2]) != (n, c)
     ):
         raise Declined("no elements, or groups that are refused")
-    last = lies(x) != torch.contiguous_format
+    last = kept_format(x) != torch.contiguous_format
     if (last and x.is_cuda) or not (last or x.is_contiguous()):
         raise Declined("gaps, or channels last")
     return last
@@ -102,7 +103,7 @@ def channels_of(x: Tensor) -> Cells:
 
 
 def check_channels(x: Tensor) -> None:
-    if x.dim() < 2 or not x.numel() or (lies(x) == torch.contiguous_format and not x.is_contiguous()):
+    if x.dim() < 2 or not x.numel() or (kept_format(x) == torch.contiguous_format and not x.is_contiguous()):
         raise Declined("no elements, no channels, or gaps")
 
 
@@ -153,7 +154,7 @@ def batch_norm_backward(
         raise Declined("a gradient that is not like the result, or moments that are refused")
     if not (mean.is_contiguous() and rstd.is_contiguous()):
         raise Declined("moments with gaps")
-    if output_mask[0] and not train and input.is_cuda and lies(input) != torch.contiguous_format:
+    if output_mask[0] and not train and input.is_cuda and kept_format(input) != torch.contiguous_format:
         raise Declined("channels last and moments that were given, whose gradient aten lays out by rows")
     cells = channels_of(input)
     dx = own(torch.empty_like(input)) if output_mask[0] else None
